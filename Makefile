@@ -1,0 +1,42 @@
+# On a fresh machine `make demo` sets everything up and shows the main job; `make test` sets everything up and passes the tests.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+
+.PHONY: demo test test-oldest lint format bench clean
+
+demo: $(VENV)/installed
+	$(BIN)/qkvcache demo
+
+test: $(VENV)/installed
+	$(BIN)/pytest -n auto
+
+# The promises that transformers makes us, on the oldest release that we support.
+test-oldest: $(VENV)-oldest/installed
+	$(VENV)-oldest/bin/pytest -n auto -m contract
+
+lint: $(VENV)/installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(VENV)/installed
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(VENV)/installed
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[bench]'
+	$(BIN)/python eval/bench_cpu_decode.py
+
+$(VENV)/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+$(VENV)-oldest/installed: pyproject.toml constraints-oldest.txt
+	$(PYTHON) -m venv $(VENV)-oldest
+	$(VENV)-oldest/bin/pip install --quiet --constraint constraints-oldest.txt --editable '.[dev]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) $(VENV)-oldest build *.egg-info .pytest_cache .mypy_cache .ruff_cache
