@@ -1,0 +1,247 @@
+"""Train the model that ships in `qkvcache/demo/model`: a Llama of five million parameters that reads 4,096 tokens.
+
+    python eval/train_demo_model.py --text DIR --out qkvcache/demo/model --minutes 8
+
+DIR holds plain text (`*.txt` or `*.txt.xz`); files whose name contains `valid` are kept for measuring. The Python standard library's
+sources are added, and half of the sequences are generated: facts to recall among text, tables to look up, passages to copy. The tokens
+that only recall can predict weigh five times.
+The learning rate follows the clock, so `--minutes` is the whole recipe. It prints held-out perplexity and recall, and writes them as a row.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import lzma
+import math
+import random
+import re
+import sys
+import sysconfig
+import time
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from qkvcache.harness.recall import KEYS, NEEDLE, QUESTION, code_word, plant, recall_cases
+
+CONTEXT, VOCAB = 4096, 2048
+
+
+def read_text(path: Path) -> str:
+    """The file with hard line breaks inside paragraphs removed."""
+    text = lzma.open(path, "rt").read() if path.suffix == ".xz" else path.read_text()
+    return re.sub(r"[ \t]+", " ", re.sub(r"(?<!\n)\n(?!\n)", " ", text.replace("\r", "")))
+
+
+def stdlib_sources() -> list[str]:
+    root = Path(sysconfig.get_paths()["stdlib"])
+    skip = ("site-packages", "dist-packages", "test", "pydoc_data", "idlelib", "lib2to3", "encodings")
+    paths = [p for p in sorted(root.rglob("*.py")) if not any(part in skip for part in p.relative_to(root).parts)]
+    return [p.read_text(errors="ignore") for p in paths if p.stat().st_size > 2000]
+
+
+def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
+    tok = Tokenizer(models.BPE())
+    tok.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    tok.decoder = decoders.ByteLevel()
+    special = ["<s>", "</s>", "<pad>"]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    tok.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=VOCAB, special_tokens=special, initial_alphabet=alphabet, show_progress=False))
+    tok.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tok, bos_token="<s>", eos_token="</s>", pad_token="<pad>", padding_side="left", model_max_length=CONTEXT
+    )
+
+
+class Sequences(torch.utils.data.IterableDataset):
+    """Endless pairs of token ids `[CONTEXT + 1]` and loss weights `[CONTEXT]`: text, code, and generated tasks."""
+
+    ANSWER = re.compile(r"The code word of \w+ is( \w+\.)(?=\n\n)|-> (\w+;)")
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, books: list[str], code: list[str], seed: int):
+        self.tokenizer, self.seed = tokenizer, seed
+        self.books, self.code = "\n\n".join(books), "\n\n".join(code)
+
+    def __iter__(self):
+        info = torch.utils.data.get_worker_info()
+        rng = random.Random(self.seed * 1000 + (info.id if info else 0))
+        while True:
+            kind = rng.random()
+            text = self.passage(rng, 14_000)
+            if kind < 0.40:
+                text = self.facts(rng)
+            elif kind < 0.46:
+                text = self.table(rng)
+            elif kind < 0.52:
+                text = self.copies(rng)
+            encoded = self.tokenizer(text, truncation=True, max_length=CONTEXT + 1)
+            if len(encoded["input_ids"]) == CONTEXT + 1:
+                weight = torch.ones(CONTEXT + 1)
+                for match in self.ANSWER.finditer(text):
+                    first, last = (encoded.char_to_token(at) for at in (match.end(match.lastindex) - len(match[match.lastindex]), match.end() - 1))
+                    if first is not None and last is not None:
+                        weight[first : last + 1] = 5.0
+                yield torch.tensor(encoded["input_ids"]), weight[1:]
+
+    def passage(self, rng: random.Random, chars: int) -> str:
+        source = self.code if rng.random() < 0.25 else self.books
+        at = rng.randrange(len(source) - chars)
+        return source[at : at + chars]
+
+    def facts(self, rng: random.Random) -> str:
+        """Facts anywhere in a passage, each asked for once or twice anywhere later."""
+        count = rng.randint(4, 40)
+        text, parts, known = self.passage(rng, rng.randint(1_000, 10_500 - 95 * count)), [], []
+        cuts = sorted(rng.random() for _ in range(count))
+        start = 0
+        for cut in cuts:
+            at = text.find(" ", int(cut * len(text)))
+            if at < start:
+                continue
+            parts.append(text[start:at])
+            start = at
+            if not known or (len(known) < 12 and rng.random() < 0.35):
+                fresh = [k for k in KEYS if k not in dict(known)]
+                known.append((rng.choice(fresh), code_word(rng)))
+                parts.append(" " + NEEDLE.format(key=known[-1][0], word=known[-1][1]))
+            else:
+                key, word = rng.choice(known)
+                parts.append("\n\n" + QUESTION.format(key=key) + f" {word}.\n\n")
+        asked = rng.sample(known, min(len(known), 6))
+        tail = [QUESTION.format(key=key) + f" {word}.\n\n" for key, word in asked]
+        return "".join(parts) + text[start:] + "\n\n" + "".join(tail) + self.passage(rng, 10_000)
+
+    def table(self, rng: random.Random) -> str:
+        """Blocks of `key = value` lines with look-ups."""
+        parts = []
+        for _ in range(8):
+            rows = {code_word(rng): code_word(rng) for _ in range(rng.randint(3, 60))}
+            asked = [rng.choice(list(rows.items())) for _ in range(len(rows))]
+            parts += [f"{key} = {value};" for key, value in rows.items()] + [f"{key} -> {value};" for key, value in asked] + [""]
+        return "\n".join(parts)
+
+    def copies(self, rng: random.Random) -> str:
+        """Passages and lists of random words, each repeated after some text."""
+        parts = []
+        for _ in range(12):
+            random_words = " ".join(code_word(rng) for _ in range(rng.randint(5, 60)))
+            original = self.passage(rng, rng.randint(50, 1500)).strip() if rng.random() < 0.4 else random_words
+            parts.append(f"Read: {original}\n{self.passage(rng, rng.randint(0, 2000))}\nAgain: {original}\n")
+        return "\n".join(parts)
+
+
+def build_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=VOCAB, hidden_size=256, intermediate_size=640, num_hidden_layers=5, num_attention_heads=4, num_key_value_heads=2,
+            head_dim=128, max_position_embeddings=CONTEXT, tie_word_embeddings=True,
+            bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
+        )
+    )  # fmt: skip
+
+
+def train(model: LlamaForCausalLM, data: Sequences, args: argparse.Namespace) -> int:
+    """AdamW, one cosine over the clock. Returns the tokens seen."""
+    decay = [p for p in model.parameters() if p.dim() >= 2]
+    plain = [p for p in model.parameters() if p.dim() < 2]
+    groups = [{"params": decay, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95), fused=True)
+    loader = torch.utils.data.DataLoader(data, batch_size=args.batch, num_workers=args.workers, pin_memory=True, prefetch_factor=4)
+    step_fn = torch.compile(model)
+    begin, tokens = None, 0
+    for step, (batch, weight) in enumerate(loader):
+        share = 0.0 if begin is None else (time.time() - begin) / (60 * args.minutes)
+        if share >= 1:
+            break
+        lr = args.lr * min(1.0, (step + 1) / 100) * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * share)))
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        batch, weight = batch.cuda(non_blocking=True), weight.cuda(non_blocking=True).flatten()
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            logits = step_fn(input_ids=batch[:, :-1], use_cache=False).logits
+        losses = torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), batch[:, 1:].flatten(), reduction="none")
+        loss = (losses * weight).sum() / weight.sum()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        tokens += batch[:, 1:].numel()
+        if step == 5:
+            begin = time.time()  # compilation stays out of the schedule
+        if step % 50 == 0:
+            print(f"step {step} loss {loss.item():.3f} lr {lr:.2e} Mtokens {tokens / 1e6:.0f} share {share:.2f}", flush=True)
+    return tokens
+
+
+@torch.no_grad()
+def held_out(model, tokenizer, text: str, windows: int = 64) -> dict[str, float]:
+    """Perplexity per token and bits per byte over windows of the full context."""
+    ids = torch.tensor(tokenizer(text, add_special_tokens=False)["input_ids"])[: windows * (CONTEXT - 1)]
+    nll, scored, bytes_ = 0.0, 0, len(tokenizer.decode(ids).encode())
+    for window in ids.split(CONTEXT - 1):
+        row = torch.cat([torch.tensor([tokenizer.bos_token_id]), window])[None].to(model.device)
+        logits = model(row, use_cache=False).logits[0, :-1].float()
+        nll += torch.nn.functional.cross_entropy(logits, row[0, 1:], reduction="sum").item()
+        scored += window.numel()
+    return {"perplexity": math.exp(nll / scored), "bits_per_byte": nll / math.log(2) / bytes_}
+
+
+@torch.no_grad()
+def recall(model, tokenizer, text: str, tokens: int, count: int = 100, *, distractors: int) -> float:
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    def filler(rng: random.Random) -> str:
+        at = rng.randrange(len(ids) - tokens)
+        return tokenizer.decode(ids[at : at + tokens])
+
+    right = 0
+    for case in recall_cases(count, filler, distractors=distractors):
+        prompt = tokenizer(case.prompt, return_tensors="pt").to(model.device)
+        out = model.generate(**prompt, max_new_tokens=12, do_sample=False)
+        right += tokenizer.decode(out[0, prompt["input_ids"].shape[1] :]).startswith(case.answer + ".")
+    return right / count
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--text", type=Path, required=True, help="folder of *.txt or *.txt.xz")
+    parser.add_argument("--out", type=Path, default=Path("qkvcache/demo/model"))
+    parser.add_argument("--results", type=Path, default=Path("eval/results/demo_model.jsonl"))
+    parser.add_argument("--minutes", type=float, default=8.0)
+    parser.add_argument("--lr", type=float, default=3e-3)
+    parser.add_argument("--batch", type=int, default=48)
+    parser.add_argument("--workers", type=int, default=14)
+    args = parser.parse_args()
+
+    torch.manual_seed(0)
+    torch.set_float32_matmul_precision("high")
+    files = sorted(p for p in args.text.iterdir() if p.name.endswith((".txt", ".txt.xz")))
+    books = [read_text(p) for p in files if "valid" not in p.name]
+    valid = "\n".join(read_text(p) for p in files if "valid" in p.name)
+    if not books or not valid:
+        sys.exit(f"{args.text} needs training text and one file named *valid*")
+    code = stdlib_sources()
+    tokenizer = train_tokenizer([b[:1_000_000] for b in books] + code[::4])
+    model = build_model(tokenizer).cuda()
+    print(f"{sum(map(len, books)) / 1e6:.1f} MB text, {sum(map(len, code)) / 1e6:.1f} MB code, {model.num_parameters() / 1e6:.2f} M parameters")
+    tokens = train(model, Sequences(tokenizer, books, code, seed=1), args)
+
+    model.to(torch.bfloat16).save_pretrained(args.out)
+    tokenizer.save_pretrained(args.out)
+    model = AutoModelForCausalLM.from_pretrained(args.out, dtype=torch.bfloat16).cuda().eval()
+    row = {"what": "demo_model", "date": time.strftime("%Y-%m-%d"), "parameters": model.num_parameters(), "tokens": tokens, "minutes": args.minutes, "lr": args.lr}
+    row |= held_out(model, AutoTokenizer.from_pretrained(args.out), valid)
+    row |= {f"recall_{n}": recall(model, tokenizer, valid, n, distractors=0) for n in (500, 1000, 2000, 3500)}
+    row |= {f"recall_{n}_of_4": recall(model, tokenizer, valid, n, distractors=3) for n in (500, 2000)}
+    row |= {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "command": " ".join(sys.argv[1:])}
+    print(json.dumps(row))
+    args.results.parent.mkdir(parents=True, exist_ok=True)
+    with args.results.open("a") as file:
+        file.write(json.dumps(row) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,31 @@
+"""The embedded model: a Llama of five million parameters (5 layers, 4/2 heads, head_dim 128, context 4,096) that recalls what it read.
+
+It was trained by `eval/train_demo_model.py` and loads offline, so that demo, tests and notebooks see real attention patterns anywhere.
+"""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+MODEL_PATH = Path(__file__).parent / "model"
+
+
+def load(dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu") -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The model, ready for inference, and its tokenizer."""
+    model = AutoModelForCausalLM.from_pretrained(MODEL_PATH, dtype=dtype).to(device).eval()
+    return model, AutoTokenizer.from_pretrained(MODEL_PATH)
+
+
+def text() -> str:
+    """Text that every Python brings and that the model never saw: the language reference in `pydoc`."""
+    topics = importlib.import_module("pydoc_data.topics").topics
+    return " ".join("\n\n".join(topics[name] for name in sorted(topics)).split())
+
+
+def text_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """`text()` as token ids."""
+    return tokenizer(text(), add_special_tokens=False, verbose=False)["input_ids"]

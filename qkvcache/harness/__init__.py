@@ -1,0 +1,1 @@
+"""How good a cache is: recall of planted facts, and divergence from the dense run."""
