@@ -1,0 +1,8 @@
+"""KV caches for Hugging Face transformers that stay compressed while attention reads them."""
+
+from . import formats
+from .attention import attach, detach
+from .caches import CompressedCache, NVFP4Cache, QuantizedPerTokenCache, TurboQuantCache
+
+__all__ = ["CompressedCache", "NVFP4Cache", "QuantizedPerTokenCache", "TurboQuantCache", "attach", "detach", "formats"]
+__version__ = "0.1.0"

@@ -1,0 +1,51 @@
+"""The attention implementation `qkvcache` on plain tensors: a prefill with softcap and attention sinks, in blocks of queries.
+
+transformers' sdpa refuses softcap and knows no sinks, and its eager function holds all scores at once; this holds `QUERY_BLOCK` rows.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..kernels import Exact, Payload, Side, attend
+
+QUERY_BLOCK = 256
+
+
+def full_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    is_causal: bool | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attention of `[B, Hq, Q, D]` over `[B, H, T, D]`, returned `[B, Q, Hq, Dv]` as transformers wants it."""
+    if dropout:
+        raise NotImplementedError("attention dropout is for training: call model.eval(), or use another attn_implementation")
+    queries, tokens = query.shape[2], key.shape[2]
+    causal = attention_mask is None and queries > 1 and (getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    if softcap is None and s_aux is None and (not causal or queries == tokens):
+        out = F.scaled_dot_product_attention(
+            query, key, value, attn_mask=attention_mask, scale=scaling, is_causal=causal, enable_gqa=query.shape[1] != key.shape[1]
+        )
+        return out.transpose(1, 2).contiguous(), None
+    blocks = []
+    for start in range(0, queries, QUERY_BLOCK):
+        rows = slice(start, min(start + QUERY_BLOCK, queries))
+        seen = tokens - queries + rows.stop if causal else tokens  # later keys are hidden from all of these rows
+        payload = Payload(*(Side((Exact(x[:, :, :seen]),), (*x.shape[:2], seen, x.shape[3]), x.dtype, x.device) for x in (key, value)))
+        mask = attention_mask
+        if mask is not None and mask.shape[-2] > 1:
+            mask = mask[..., rows, :]
+        blocks.append(attend(query[:, :, rows], payload, mask, scaling=scaling, causal=causal, softcap=softcap, sinks=s_aux))
+    return torch.cat(blocks, dim=2).transpose(1, 2).contiguous(), None

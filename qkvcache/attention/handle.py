@@ -1,0 +1,179 @@
+"""`KVHandle`: what a compressed layer returns from `update` in place of a key or value tensor.
+
+It is a plain object, not a Tensor subclass: it costs a tenth to build, and torch.compile traces it. It answers the shape questions that
+attention code asks, follows the three views that attention code takes (`repeat_kv`, `k.transpose(2, 3)`), and runs both matmuls of eager
+attention and `scaled_dot_product_attention` on the codes. Anything else that is done to it gets the dense tensor, which is right but slow.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..kernels import Payload, Side, attend, mix, scores
+
+_MATMULS = (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.bmm)
+
+
+class KVHandle:
+    """The keys or values of one layer for one step: `[B, H, T, D]`, seen `[B, H * repeats, T, D]` after `repeat_kv`.
+
+    It owns the payload, so that it stays valid when the layer is offloaded, cropped or passed on to a layer that shares its keys.
+    """
+
+    __slots__ = ("payload", "side", "repeats", "view")
+
+    def __init__(self, payload: Payload, side: Side, repeats: int = 1, view: str = "plain"):
+        self.payload, self.side, self.repeats, self.view = payload, side, repeats, view
+
+    def __repr__(self) -> str:
+        return f"KVHandle(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
+
+    # Shape questions.
+
+    @property
+    def shape(self) -> torch.Size:
+        b, h, t, d = self.side.shape
+        if self.view == "plain":
+            return torch.Size((b, h * self.repeats, t, d))
+        if self.view == "transposed":
+            return torch.Size((b, h * self.repeats, d, t))
+        return torch.Size((b, h, self.repeats, t, d))  # inside repeat_kv
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.side.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.side.device
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    dim = ndim.fget
+
+    def size(self, dim: int | None = None) -> torch.Size | int:
+        return self.shape if dim is None else self.shape[dim]
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    # Views that stay lazy.
+
+    def _as(self, repeats: int, view: str) -> KVHandle:
+        return KVHandle(self.payload, self.side, repeats, view)
+
+    def __getitem__(self, index: Any) -> KVHandle | Tensor:
+        everything = slice(None)
+        if self.view == "plain" and self.repeats == 1 and index in (
+            (everything, everything, None, everything, everything),
+            (everything, everything, None),
+        ):
+            return self._as(1, "grouped")
+        return self.dense()[index]
+
+    def expand(self, *sizes: int) -> KVHandle | Tensor:
+        target = _sizes(sizes)
+        b, h, t, d = self.side.shape
+        if self.view == "grouped" and len(target) == 5 and (target[0], target[1], target[3], target[4]) == (b, h, t, d):
+            return self._as(target[2], "grouped")
+        return self.dense().expand(*sizes)
+
+    def reshape(self, *sizes: int) -> KVHandle | Tensor:
+        b, h, t, d = self.side.shape
+        if self.view == "grouped" and _sizes(sizes) == (b, h * self.repeats, t, d):
+            return self._as(self.repeats, "plain")
+        return self.dense().reshape(*sizes)
+
+    def transpose(self, first: int, second: int) -> KVHandle | Tensor:
+        if {first % self.ndim, second % self.ndim} == {2, 3} and self.view != "grouped":
+            return self._as(self.repeats, "plain" if self.view == "transposed" else "transposed")
+        return self.dense().transpose(first, second)
+
+    @property
+    def mT(self) -> KVHandle | Tensor:
+        return self.transpose(-2, -1)
+
+    def contiguous(self, *args: Any, **kwargs: Any) -> KVHandle:
+        return self
+
+    def to(self, *args: Any, **kwargs: Any) -> KVHandle | Tensor:
+        """Itself where nothing would change: layers that share keys move them to their own device."""
+        if not kwargs and args in ((self.device,), (self.dtype,)):
+            return self
+        return self.dense().to(*args, **kwargs)
+
+    # Everything else is dense.
+
+    def dense(self) -> Tensor:
+        """The tensor that this handle stands for, in the model's dtype."""
+        x = self.side.dense()
+        if self.view == "grouped":
+            return x.unsqueeze(2).expand(self.shape)
+        x = x.repeat_interleave(self.repeats, dim=1) if self.repeats > 1 else x
+        return x.mT if self.view == "transposed" else x
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(_dense_once(self, name), name)
+
+    def __rmatmul__(self, other: Tensor) -> Tensor:
+        return torch.matmul(other, self)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _MATMULS and not kwargs and len(args) == 2 and isinstance(args[1], cls):
+            if (out := _lazy_matmul(args[0], args[1])) is not None:
+                return out
+        if func is F.scaled_dot_product_attention and (out := _lazy_sdpa(*args, **kwargs)) is not None:
+            return out
+        dense = torch.utils._pytree.tree_map(lambda x: _dense_once(x, getattr(func, "__name__", "?")) if isinstance(x, cls) else x, (args, kwargs))
+        return func(*dense[0], **dense[1])
+
+
+def _sizes(sizes: tuple) -> tuple:
+    return tuple(sizes[0]) if len(sizes) == 1 and not isinstance(sizes[0], int) else sizes
+
+
+def _dense_once(handle: KVHandle, what: str) -> Tensor:
+    warnings.warn(f"attention code calls {what!r} on compressed keys or values, which decodes the whole layer at each step", stacklevel=3)
+    return handle.dense()
+
+
+def _lazy_matmul(left: Any, right: KVHandle) -> Tensor | None:
+    """`q @ k.T` (`[B, Hq, Q, D]` to `[B, Hq, Q, T]`) or `p @ v` for heads that `repeat_kv` made, or None if it is something else."""
+    b, h, t, d = right.side.shape
+    if not isinstance(left, Tensor) or left.dim() != 4 or left.shape[:2] != (b, h * right.repeats) or right.view == "grouped":
+        return None
+    keys = right.side is right.payload.key
+    if keys != (right.view == "transposed"):
+        return None
+    grouped = left.float().reshape(b, h, right.repeats * left.shape[2], left.shape[3])
+    out = scores(grouped, right.side) if keys else mix(grouped, right.side)
+    return out.view(*left.shape[:3], -1).to(left.dtype)
+
+
+def _lazy_sdpa(
+    query: Tensor,
+    key: Any,
+    value: Any,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor | None:
+    """torch's function on handles, or None where only the dense tensors will do."""
+    if not isinstance(key, KVHandle) or not isinstance(value, KVHandle) or {key.view, value.view} != {"plain"}:
+        return None
+    if dropout_p or (is_causal and query.shape[2] > 1) or query.shape[1] % key.side.shape[1]:
+        return None
+    return attend(query, key.payload, attn_mask, scaling=scale)

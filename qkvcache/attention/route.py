@@ -1,0 +1,89 @@
+"""The route into the model: what `AttentionInterface.get_interface` returns is wrapped once, so that attention sees handles first.
+
+Constructing a cache calls `install`; importing the library changes nothing. Attention on plain tensors passes through for half a
+microsecond. The wrapper sees query, handles, mask and the model's keywords for every implementation:
+
+    sdpa, flash, flex, qkvcache   up to `MAX_FUSED_QUERIES` queries attend on the codes; more decode this one layer and run the stock kernel
+    eager                         the model's own function, whose two matmuls run on the codes (`handle.py`): it may hold private semantics
+
+Models whose softcap or attention sinks tie them to eager can opt in with `model.set_attn_implementation("qkvcache")`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
+
+from ..kernels import attend
+from .full import full_attention
+from .handle import KVHandle
+from .masks import visible
+
+NAME = "qkvcache"
+MAX_FUSED_QUERIES = 16
+"""Beyond it one dense layer and the stock kernel cost less than decoding block by block in fp32."""
+
+_stock_get_interface: Callable | None = None
+
+
+def install() -> None:
+    """Puts the route in place and registers the attention implementation `qkvcache`. Idempotent."""
+    global _stock_get_interface
+    if _stock_get_interface is not None:
+        return
+    stock = _stock_get_interface = AttentionInterface.get_interface
+
+    @functools.wraps(stock)
+    def get_interface(self: AttentionInterface, attn_implementation: str, default: Callable) -> Callable:
+        return functools.partial(route, stock(self, attn_implementation, default), attn_implementation or "eager")
+
+    AttentionInterface.get_interface = get_interface
+    ALL_ATTENTION_FUNCTIONS.register(NAME, full_attention)
+    # Without a mask function transformers would pass no mask at all, and padding would be attended.
+    ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, sdpa_mask)
+
+
+def uninstall() -> None:
+    """Gives transformers back as it was. Live caches go on working through their handles, more slowly."""
+    global _stock_get_interface
+    if _stock_get_interface is None:
+        return
+    AttentionInterface.get_interface = _stock_get_interface
+    _stock_get_interface = None
+    for registry in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS):
+        registry._global_mapping.pop(NAME, None)
+
+
+def installed() -> bool:
+    return _stock_get_interface is not None
+
+
+def route(
+    stock: Callable, implementation: str, module: torch.nn.Module, query: Tensor, key: Any, value: Any, *args: Any, **kwargs: Any
+) -> tuple[Tensor, Tensor | None]:
+    """Calls `stock` on plain tensors; attends on the payload of handles."""
+    if not isinstance(key, KVHandle):
+        return stock(module, query, key, value, *args, **kwargs)
+    if "eager" in implementation:
+        return stock(module, query, key, value, *args, **kwargs)
+    queries, tokens = query.shape[2], key.shape[2]
+    if queries > MAX_FUSED_QUERIES or kwargs.get("dropout"):
+        return stock(module, query, key.dense(), value.dense(), *args, **kwargs)
+    mask = args[0] if args else kwargs.get("attention_mask")
+    mask, causal = visible(implementation, mask, query.shape[0], queries, tokens, query.device, kwargs)
+    out = attend(
+        query,
+        key.payload,
+        mask,
+        scaling=kwargs.get("scaling"),
+        causal=causal,
+        softcap=kwargs.get("softcap"),
+        sinks=kwargs.get("s_aux"),
+    )
+    return out.transpose(1, 2).contiguous(), None

@@ -1,0 +1,6 @@
+"""What users pass as `past_key_values`."""
+
+from .base import CompressedCache, Memory
+from .named import NVFP4Cache, QuantizedPerTokenCache, TurboQuantCache
+
+__all__ = ["CompressedCache", "Memory", "NVFP4Cache", "QuantizedPerTokenCache", "TurboQuantCache"]

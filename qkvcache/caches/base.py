@@ -1,0 +1,176 @@
+"""`CompressedCache`: any format on any model, as `past_key_values=`."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedConfig
+from transformers.cache_utils import Cache, DynamicLayer
+
+from .. import attention
+from ..formats import Format, resolve
+from ..layers.compressed import CompressedLayer
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What a cache holds, in bytes, counted from live tensors.
+
+    `exact` are tokens in the model's dtype, in compressed layers and in layers left as transformers makes them. `dense` is what the same
+    tokens would take in a DynamicCache, and `ratio` is `dense / total`.
+    """
+
+    codes: int
+    scales: int
+    exact: int
+    total: int
+    dense: int
+
+    @property
+    def ratio(self) -> float:
+        return self.dense / self.total if self.total else 1.0
+
+
+class CompressedCache(DynamicCache):
+    """A KV cache that stays compressed, and that attention reads compressed.
+
+        model.generate(**inputs, past_key_values=CompressedCache(model.config, format="turboquant_4bit_nc"))
+
+    Full-attention layers are compressed; sliding, linear and shared layers stay as transformers makes them. Every feature of `generate`
+    works: batches with padding, beams, assisted decoding, multi-turn, deepcopy.
+
+    Args:
+        config: the model's config. Optional where every layer has full attention.
+        format: a registry name (`qkvcache.formats.REGISTRY`) or a Format.
+        exact_first: tokens at the beginning that stay in the model's dtype: attention sinks live there.
+        exact_recent: tokens at the end that stay in the model's dtype, the largest quality lever there is (README). With
+            `exact_first=0, exact_recent=0` the cache is the format as its authors define it; the running step still sees itself exactly.
+        exact_layers: indices of layers to leave uncompressed, negative ones from the end.
+        offloading: keep all but the running layer in host memory, as DynamicCache does.
+
+    Raises:
+        ValueError: an unknown format, one that cannot hold the model's head_dim, negative sizes, a layer index that the model lacks.
+        TypeError: `config` or `format` of another type.
+    """
+
+    def __init__(
+        self,
+        config: PreTrainedConfig | None = None,
+        *,
+        format: str | Format,
+        exact_first: int = 4,
+        exact_recent: int = 64,
+        exact_layers: Iterable[int] = (),
+        offloading: bool = False,
+    ):
+        self.format = resolve(format)
+        _check_count("exact_first", exact_first)
+        _check_count("exact_recent", exact_recent)
+        exact_layers = tuple(exact_layers)
+        self._layer_options = {"exact_first": exact_first, "exact_recent": exact_recent}
+        if config is None:
+            if exact_layers:
+                raise ValueError(f"exact_layers={exact_layers} needs the config, to know how many layers there are")
+            Cache.__init__(self, layer_class_to_replicate=functools.partial(self._new_layer), offloading=offloading)
+        elif isinstance(config, PreTrainedConfig):
+            super().__init__(config=config, offloading=offloading)
+            self._swap_layers(exact_layers, config.get_text_config(decoder=True).per_layer_config)
+        else:
+            raise TypeError(f"config must be a transformers config such as model.config, got {type(config).__name__}")
+        attention.install()
+
+    def _new_layer(self) -> CompressedLayer:
+        return CompressedLayer(self.format, **self._layer_options)
+
+    def _swap_layers(self, exact_layers: tuple[int, ...], configs: Sequence[PreTrainedConfig]) -> None:
+        count = len(self.layers)
+        for index in exact_layers:
+            if not isinstance(index, int) or not -count <= index < count:
+                raise ValueError(f"exact_layers holds {index!r}: the model has layers 0 to {count - 1} (or -1 to -{count} from the end)")
+        exact = {index % count for index in exact_layers}
+        full = [i for i, layer in enumerate(self.layers) if type(layer) is DynamicLayer]
+        for i in full:
+            if i not in exact:
+                if head_dim := _head_dim(configs[i]):
+                    self.format.check(head_dim)
+                self.layers[i] = self._new_layer()
+        if not full:
+            kinds = sorted({type(layer).__name__ for layer in self.layers})
+            warnings.warn(f"no layer of this model has full attention ({', '.join(kinds)}): nothing will be compressed", stacklevel=4)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the cache really holds: the storage of every live tensor."""
+        return self.memory().total
+
+    def memory(self) -> Memory:
+        """Where the bytes are, measured."""
+        held = {"codes": 0, "scales": 0, "exact": 0}
+        seen: set[int] = set()
+        dense = 0
+        for layer in self.layers:
+            for role, tensor in _tensors(layer):
+                storage = tensor.untyped_storage()
+                if storage.nbytes() and storage.data_ptr() not in seen:
+                    seen.add(storage.data_ptr())
+                    held[role] += storage.nbytes()
+            dense += _dense_bytes(layer)
+        return Memory(**held, total=sum(held.values()), dense=dense)
+
+    def stored_length(self, layer_idx: int = 0) -> int:
+        """Tokens that layer `layer_idx` holds; `get_seq_length` is how many it has seen."""
+        layer = self.layers[layer_idx] if layer_idx < len(self.layers) else None
+        if isinstance(layer, CompressedLayer) or layer is None:
+            return self.get_seq_length(layer_idx)
+        keys = getattr(layer, "keys", None)
+        return 0 if keys is None or not keys.numel() else keys.shape[-2]
+
+    def __repr__(self) -> str:
+        memory = self.memory()
+        tokens = max((layer.get_seq_length() for layer in self.layers if hasattr(layer, "get_seq_length")), default=0)
+        compressed = sum(isinstance(layer, CompressedLayer) for layer in self.layers)
+        zones = ", ".join(f"{name}={value}" for name, value in self._layer_options.items())
+        return (
+            f"{type(self).__name__}(format={self.format.name}, {zones}, layers={compressed} of {len(self.layers)} compressed, "
+            f"tokens={tokens}, bytes={memory.total:,}, ratio={memory.ratio:.2f})"
+        )
+
+
+def _head_dim(config: PreTrainedConfig) -> int | None:
+    """Channels of a cached key, or None where only the tensors tell (latent attention)."""
+    if getattr(config, "kv_lora_rank", None):
+        return None
+    head_dim = getattr(config, "head_dim", None) or getattr(config, "d_kv", None)
+    if head_dim is None and getattr(config, "num_attention_heads", None):
+        head_dim = config.hidden_size // config.num_attention_heads
+    return head_dim if isinstance(head_dim, int) else None
+
+
+def _check_count(name: str, value: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{name} must be a number of tokens, got {value!r}")
+    if value < 0:
+        raise ValueError(f"{name}={value}: must be 0 or more tokens")
+
+
+def _tensors(layer: object) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(layer, CompressedLayer):
+        yield from layer.tensors()
+        return
+    for held in vars(layer).values():
+        for tensor in held.values() if isinstance(held, dict) else [held]:
+            if isinstance(tensor, Tensor):
+                yield "exact", tensor
+
+
+def _dense_bytes(layer: object) -> int:
+    if isinstance(layer, CompressedLayer):
+        if not layer.zones:
+            return 0
+        return sum(z.length * z.first.shape[0] * z.first.shape[1] * z.first.shape[3] * z.first.itemsize for z in layer.zones)
+    return sum(tensor.untyped_storage().nbytes() for _, tensor in _tensors(layer))

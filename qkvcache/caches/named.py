@@ -1,0 +1,110 @@
+"""The named caches: thin subclasses that choose a format."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Literal
+
+from transformers import PreTrainedConfig
+from transformers.cache_utils import CacheLayerMixin
+
+from ..formats import FP8, NVFP4, Format, Int4, Int8, TurboQuant
+from .base import CompressedCache
+
+
+class QuantizedPerTokenCache(CompressedCache):
+    """Dynamic scales, no calibration: INT8, FP8 or INT4 with one scale a token (vLLM RFC #37319 and what was merged from it).
+
+        QuantizedPerTokenCache(model.config, dtype="int8")
+
+    Args:
+        dtype: "int8", "fp8" (e4m3), "fp8_e5m2" or "int4".
+        scale: what shares a scale: "token_head" (one token of one head), "token" (one token over all heads, int8 and fp8), or "tensor"
+            (the block of tokens that is stored together, fp8).
+        symmetric: False keeps a zero point too (int8 and int4). For int4, True is the scheme of PR #5 (144 bytes at head_dim 128) and False
+            the rule that vLLM merged (136 bytes).
+        **options: those of CompressedCache.
+
+    Raises:
+        ValueError: a combination that no format stores.
+    """
+
+    def __init__(
+        self,
+        config: PreTrainedConfig | None = None,
+        *,
+        dtype: Literal["int8", "fp8", "fp8_e5m2", "int4"] = "int8",
+        scale: Literal["token_head", "token", "tensor"] = "token_head",
+        symmetric: bool = True,
+        **options,
+    ):
+        super().__init__(config, format=_per_token_format(dtype, scale, symmetric), **options)
+
+
+def _per_token_format(dtype: str, scale: str, symmetric: bool) -> Format:
+    if dtype == "int8":
+        return Int8(scale=scale, symmetric=symmetric)
+    if dtype in ("fp8", "fp8_e5m2"):
+        if not symmetric:
+            raise ValueError(f"symmetric=False for dtype={dtype!r}: float codes have no zero point; use dtype='int8' or 'int4'")
+        return FP8(dtype="e5m2" if dtype == "fp8_e5m2" else "e4m3", scale=scale)
+    if dtype == "int4":
+        if scale != "token_head":
+            raise ValueError(f"scale={scale!r} for dtype='int4': expected 'token_head'")
+        return Int4(rule="hadamard" if symmetric else "vllm")
+    raise ValueError(f"dtype={dtype!r}: expected 'int8', 'fp8', 'fp8_e5m2' or 'int4'")
+
+
+class NVFP4Cache(CompressedCache):
+    """NVFP4 in software on any device: E2M1 codes with E4M3 scales for 16 channels, 144 bytes a token and head at head_dim 128.
+
+    Args:
+        scale_search: "amax", "four_over_six" (vLLM #45187) or "mse" (lowest error, same bytes and reader).
+        **options: those of CompressedCache.
+    """
+
+    def __init__(
+        self,
+        config: PreTrainedConfig | None = None,
+        *,
+        scale_search: Literal["amax", "four_over_six", "mse"] = "amax",
+        **options,
+    ):
+        super().__init__(config, format=NVFP4(scale_search=scale_search), **options)
+
+
+class TurboQuantCache(CompressedCache):
+    """TurboQuant (arXiv 2504.19874, vLLM #38479): Hadamard-rotated keys on Lloyd-Max levels, uniform values, no calibration.
+
+    Args:
+        preset: "k8v4", "4bit_nc", "k3v4_nc" or "3bit_nc": 198, 134, 118 and 102 bytes a token and head at head_dim 128.
+        boundary_layers: this many full-attention layers at either end stay exact (vLLM keeps 2 for dense models). Needs the config.
+        **options: those of CompressedCache.
+    """
+
+    def __init__(
+        self,
+        config: PreTrainedConfig | None = None,
+        *,
+        preset: Literal["k8v4", "4bit_nc", "k3v4_nc", "3bit_nc"] = "4bit_nc",
+        boundary_layers: int = 0,
+        exact_layers: Iterable[int] = (),
+        **options,
+    ):
+        format = TurboQuant(preset=preset)
+        if boundary_layers:
+            exact_layers = (*exact_layers, *_boundary(config, boundary_layers))
+        super().__init__(config, format=format, exact_layers=exact_layers, **options)
+
+
+def _boundary(config: PreTrainedConfig | None, count: int) -> list[int]:
+    """Indices of the first and last `count` layers that hold keys and values for the whole context."""
+    if not isinstance(count, int) or count < 0:
+        raise ValueError(f"boundary_layers={count!r}: must be a number of layers, 0 or more")
+    if config is None:
+        raise ValueError(f"boundary_layers={count} needs the config, to know which layers are last")
+    from transformers import DynamicCache
+
+    layers = DynamicCache(config=config).layers
+    full = [i for i, layer in enumerate(layers) if isinstance(layer, CacheLayerMixin) and not layer.is_sliding]
+    return full[:count] + full[-count:]

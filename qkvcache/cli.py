@@ -1,0 +1,75 @@
+"""The `qkvcache` command."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+app = typer.Typer(
+    help="KV caches for Hugging Face transformers that stay compressed while attention reads them.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON in place of tables.")]
+
+
+@app.command()
+def demo(
+    json_output: JsonOption = False,
+    dtype: Annotated[str, typer.Option(help="What the model computes in: bfloat16 or float32.")] = "bfloat16",
+    seed: Annotated[int, typer.Option(help="Chooses the code word and the texts.")] = 0,
+) -> None:
+    """Run one prompt through every cache on the embedded model, and show what each costs and keeps."""
+    import torch
+    import transformers
+
+    from .demo import show
+
+    dtypes = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+    if dtype not in dtypes:
+        raise typer.BadParameter(f"{dtype!r}: expected one of {', '.join(dtypes)}", param_hint="--dtype")
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    console = Console()
+    rows = show.run(dtypes[dtype], None if json_output else console, seed)
+    if json_output:
+        print(json.dumps(show.as_json(rows), indent=1))
+    else:
+        show.show(rows, console)
+
+
+@app.command()
+def formats(
+    head_dim: Annotated[int, typer.Option(help="Channels of one head.")] = 128,
+    kv_heads: Annotated[int, typer.Option(help="KV heads of a layer.")] = 8,
+    json_output: JsonOption = False,
+) -> None:
+    """List the storage formats and what a token takes in each."""
+    from .formats import REGISTRY
+
+    if head_dim < 1 or kv_heads < 1:
+        raise typer.BadParameter(f"--head-dim {head_dim} --kv-heads {kv_heads}: both must be at least 1")
+    rows = []
+    for name, format in REGISTRY.items():
+        refusal = format.refuses(head_dim)
+        size = None if refusal else format.bytes_per_token(head_dim, kv_heads) / kv_heads
+        rows.append({"format": name, "bytes": size, "ratio": size and 4 * head_dim / size, "refuses": refusal})
+    if json_output:
+        print(json.dumps(rows, indent=1))
+        return
+    table = Table(title=f"bytes a token and head, keys and values, head_dim {head_dim}, {kv_heads} KV heads")
+    table.add_column("format")
+    table.add_column("bytes", justify="right")
+    table.add_column("than 16 bit", justify="right")
+    for row in rows:
+        table.add_row(row["format"], *((f"{row['bytes']:g}", f"{row['ratio']:.2f}x smaller") if row["bytes"] else ("-", row["refuses"])))
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    app()

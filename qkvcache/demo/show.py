@@ -1,0 +1,159 @@
+"""`qkvcache demo`: one prompt through every cache, then what each of them costs and keeps."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.cache_utils import Cache
+from transformers.generation.streamers import BaseStreamer
+
+from .. import CompressedCache
+from ..harness.quality import Passages, RecallSet, divergence, recall
+from ..harness.recall import recall_case
+from . import load, text_ids
+
+FORMATS = (
+    "int8 fp8 nvfp4 nvfp4_mse int4 int4_vllm turboquant_k8v4 turboquant_4bit_nc turboquant_k3v4_nc turboquant_3bit_nc"
+).split()
+STREAMED = "turboquant_4bit_nc"
+CONTEXT_TOKENS = 2000
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table. `exact` is `exact_first + exact_recent`; `recall` the share of cases right; rates in tokens a second."""
+
+    cache: str
+    exact: str
+    bytes_per_token: float
+    ratio: float
+    kl: float
+    perplexity_change: float
+    recall: float
+    tokens_per_second: float
+    answer: str
+
+
+class Timed(BaseStreamer):
+    """Notes when tokens arrive, and passes the text on as it grows."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, write: Callable[[str], None] | None = None):
+        self.tokenizer, self.write = tokenizer, write
+        self.times: list[float] = []
+        self.ids: list[int] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        self.times.append(time.perf_counter())
+        if len(self.times) == 1:  # the prompt
+            return
+        before = self.text
+        self.ids += value.flatten().tolist()
+        if self.write:
+            self.write(self.text[len(before) :])
+
+    def end(self) -> None:
+        pass
+
+    @property
+    def text(self) -> str:
+        return self.tokenizer.decode(self.ids)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of the decode steps: the first token comes out of the prefill, and one step more warms up."""
+        return (len(self.times) - 3) / (self.times[-1] - self.times[2])
+
+
+def run(dtype: torch.dtype = torch.bfloat16, console: Console | None = None, seed: int = 0) -> list[Row]:
+    """The rows of the table, dense first; streams text and progress to `console` if there is one."""
+    model, tokenizer = load(dtype)
+    ids = text_ids(tokenizer)
+    rng = random.Random(seed)
+    case = recall_case(rng, tokenizer.decode(ids[:CONTEXT_TOKENS]), 0.4, distractors=3)
+    prompt = tokenizer(case.prompt, return_tensors="pt")["input_ids"]
+    if console:
+        console.print(f"[bold]A prompt of {prompt.shape[1]:,} tokens, with a code word 40 % into it:[/bold] …{case.question.split('?')[0]}?")
+        console.print(f"[bold]{STREAMED}:[/bold] {case.question.split('?')[1].strip()}", end="")
+        generate(model, tokenizer, prompt, _factory(model.config, STREAMED, True)(), lambda text: console.print(text, end="", highlight=False))
+        console.print("\n")
+
+    begin = len(ids) // 2
+    window = torch.tensor(ids[begin : begin + 2 * (CONTEXT_TOKENS + 64)]).view(2, -1)
+    passages = Passages.read(model, window, CONTEXT_TOKENS)
+    cases = RecallSet.make(model, tokenizer, ids, CONTEXT_TOKENS, 10, seed=seed)
+
+    rows: list[Row] = []
+    for name, exact, factory in _caches(model.config):
+        if console and console.is_terminal:
+            console.print(f"measuring {name} {exact} …", end="\r", style="dim")
+        streamer = generate(model, tokenizer, prompt, factory())
+        quality = divergence(model, passages, factory)
+        dense = rows[0] if rows else None
+        rows.append(
+            Row(
+                cache=name,
+                exact=exact,
+                bytes_per_token=quality.bytes_per_token,
+                ratio=dense.bytes_per_token / quality.bytes_per_token if dense else 1.0,
+                kl=quality.kl,
+                perplexity_change=quality.perplexity / passages.perplexity - 1,
+                recall=recall(model, tokenizer, cases, factory),
+                tokens_per_second=streamer.tokens_per_second,
+                answer=streamer.text.split(".")[0].strip(),
+            )
+        )
+    return rows
+
+
+def show(rows: list[Row], console: Console) -> None:
+    """Prints the table."""
+    table = Table(
+        title=f"{CONTEXT_TOKENS:,} tokens of context",
+        caption="exact: tokens at the beginning + end kept in the model's dtype (none: the format as its authors define it). KL and "
+        "perplexity: 63 tokens read on through the cache, against the dense run. recall: code words found among three others, question unseen.",
+    )
+    for header, justify in (
+        ("cache", "left"), ("exact", "left"), ("bytes/token", "right"), ("smaller", "right"), ("KL", "right"),
+        ("perplexity", "right"), ("recall", "right"), ("tokens/s", "right"), ("answer", "left"),
+    ):  # fmt: skip
+        table.add_column(header, justify=justify)
+    for row in rows:
+        table.add_row(
+            row.cache, row.exact, f"{row.bytes_per_token:,.0f}", f"{row.ratio:.2f}x", f"{row.kl:.4f}",
+            f"{row.perplexity_change:+.2%}", f"{row.recall:.0%}", f"{row.tokens_per_second:.0f}", row.answer,
+        )  # fmt: skip
+    console.print(table)
+
+
+def generate(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: torch.Tensor, cache: Cache, write: Callable[[str], None] | None = None
+) -> Timed:
+    """The main job: `model.generate` with the cache, nothing else changed."""
+    streamer = Timed(tokenizer, write)
+    model.generate(
+        prompt, attention_mask=torch.ones_like(prompt), past_key_values=cache, max_new_tokens=32, do_sample=False, streamer=streamer
+    )
+    return streamer
+
+
+def _caches(config: PreTrainedConfig) -> Iterator[tuple[str, str, Callable[[], Cache]]]:
+    yield "DynamicCache", "all", lambda: DynamicCache(config=config)
+    for name in FORMATS:
+        for zones in (True, False):
+            yield name, "4 + 64" if zones else "none", _factory(config, name, zones)
+
+
+def _factory(config: PreTrainedConfig, name: str, zones: bool) -> Callable[[], CompressedCache]:
+    options = {} if zones else {"exact_first": 0, "exact_recent": 0}
+    return lambda: CompressedCache(config, format=name, **options)
+
+
+def as_json(rows: list[Row]) -> list[dict]:
+    return [asdict(row) for row in rows]

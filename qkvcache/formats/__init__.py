@@ -1,0 +1,65 @@
+"""How one block of keys or values is stored: plain torch, one file a format. `base.py` says what a format is.
+
+To add one: write its file, list it below and in `tests/matrix.py`.
+"""
+
+from __future__ import annotations
+
+from difflib import get_close_matches
+
+from .base import Buffer, Codec, Codes, Format, Levels
+from .fp8 import FP8
+from .identity import Identity
+from .int4 import Int4
+from .int8 import Int8
+from .nvfp4 import NVFP4
+from .turboquant import PRESETS, TurboQuant
+
+__all__ = [
+    "FP8",
+    "NVFP4",
+    "REGISTRY",
+    "Buffer",
+    "Codec",
+    "Codes",
+    "Format",
+    "Identity",
+    "Int4",
+    "Int8",
+    "Levels",
+    "TurboQuant",
+    "resolve",
+]
+
+_FORMATS: tuple[Format, ...] = (
+    Identity(),
+    Int8(),
+    Int8(scale="token"),
+    Int8(symmetric=False),
+    *(
+        FP8(dtype, scale, frozen)
+        for dtype in ("e4m3", "e5m2")
+        for scale, frozen in (("token_head", False), ("token", False), ("tensor", False), ("tensor", True))
+    ),
+    Int4(),
+    Int4("vllm"),
+    Int4("group"),
+    *(NVFP4(search) for search in ("amax", "four_over_six", "mse")),
+    *(TurboQuant(preset) for preset in PRESETS),
+)
+
+REGISTRY: dict[str, Format] = {format.name: format for format in _FORMATS}
+"""Every format under its name: what a cache takes as `format=`, and the command line too."""
+
+
+def resolve(format: str | Format) -> Format:
+    """A registry name, or a Format, to the Format."""
+    if isinstance(format, Format):
+        return format
+    if not isinstance(format, str):
+        raise TypeError(f"format={format!r}: expected a name or a qkvcache.formats.Format, not {type(format).__name__}")
+    if format not in REGISTRY:
+        close = get_close_matches(format, REGISTRY)
+        hint = f"did you mean {' or '.join(map(repr, close))}?" if close else f"known are {', '.join(REGISTRY)}"
+        raise ValueError(f"format={format!r} is unknown: {hint}")
+    return REGISTRY[format]

@@ -1,0 +1,144 @@
+"""What a storage format is: a codec for keys and a codec for values, each declaring its buffers once.
+
+A codec stores a token-head vector as `x = undo_rotation(levels * scale + offset)`. Keeping that factorisation visible is what lets
+attention run on codes: the rotation goes once on the query and once on the output, `scale` onto the score columns and the probabilities.
+Allocation, byte counts and planning all read `buffers`; nothing else knows how wide a token is.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .rotation import Hadamard
+
+TINY = 1e-30  # floor of a divisor: keeps an all-zero vector from dividing by zero; a scale that small times any code is still zero
+
+Codes = dict[str, Tensor]
+"""One tensor `[B, H, T, width]` for each declared buffer (`[B, 1, T, width]` if heads share it, `T` = 1 if it is kept once)."""
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """One array of a codec: `width` elements of `dtype` (None: the model's own) for each token and head."""
+
+    name: str
+    dtype: torch.dtype | None
+    width: int
+    role: Literal["codes", "scales"] = "codes"
+    heads: Literal["each", "shared"] = "each"
+    tokens: Literal["each", "once"] = "each"
+
+    def nbytes(self, model_dtype: torch.dtype = torch.bfloat16) -> int:
+        """Bytes for one token and head."""
+        return (self.dtype or model_dtype).itemsize * self.width
+
+
+class Levels(NamedTuple):
+    """Unpacked codes, still rotated. `levels` `[B, H, T, D]`; `scale`, `offset` `[B, H or 1, T or 1, 1 or D / group]`, fp32."""
+
+    levels: Tensor
+    scale: Tensor | None = None
+    offset: Tensor | None = None
+
+
+class Codec(ABC):
+    """How one side, keys or values, is stored. Subclasses are frozen dataclasses without state.
+
+    Append-only: a token is encoded once, from itself alone, except where a scale is stated to span a block.
+    Input may be fp16, bf16 or fp32. What holds inf or nan decodes to values that are not finite, as does all that shares a scale or a
+    rotation with it; the rest is untouched.
+    """
+
+    rotation: Hadamard | None = None
+    """The orthonormal map under which vectors are stored, if any."""
+
+    @abstractmethod
+    def buffers(self, head_dim: int) -> tuple[Buffer, ...]: ...
+
+    @abstractmethod
+    def encode(self, x: Tensor, once: Codes) -> Codes:
+        """`x` `[B, H, T, D]` to the buffers kept for each token. `once` is what `fit` returned for the first block."""
+
+    @abstractmethod
+    def unpack(self, codes: Codes, head_dim: int) -> Levels:
+        """Codes of any number of tokens, with the buffers kept once among them, to levels."""
+
+    def fit(self, x: Tensor) -> Codes:
+        """The buffers kept once, from the first block `[B, H, T, D]`. Each row stands alone."""
+        return {}
+
+    def refuses(self, head_dim: int) -> str | None:
+        """Why this codec cannot hold vectors of `head_dim`, or None."""
+        return None
+
+    def rotate(self, x: Tensor) -> Tensor:
+        """To where vectors are stored; `rotate(q) . rotate(k) = q . k`."""
+        return x if self.rotation is None else self.rotation.apply(x)
+
+    def unrotate(self, x: Tensor) -> Tensor:
+        return x if self.rotation is None else self.rotation.undo(x)
+
+    def decode(self, codes: Codes, head_dim: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Codes to `[B, H, T, D]` in `dtype`."""
+        levels, scale, offset = self.unpack(codes, head_dim)
+        return self.unrotate(affine(levels, scale, offset)).to(dtype)
+
+
+def affine(levels: Tensor, scale: Tensor | None, offset: Tensor | None) -> Tensor:
+    """`levels * scale + offset`, each entry of `scale` and `offset` serving an equal share of the channels."""
+    for factor, combine in ((scale, Tensor.mul), (offset, Tensor.add)):
+        if factor is not None:
+            grouped = levels.unflatten(-1, (factor.shape[-1], -1))
+            levels = combine(grouped, factor.unsqueeze(-1)).flatten(-2)
+    return levels
+
+
+@dataclass(frozen=True)
+class Format(ABC):
+    """A named pair of codecs: what `format=` of a cache takes. Subclasses are frozen dataclasses whose fields are the options."""
+
+    @property
+    @abstractmethod
+    def name(self) -> str: ...
+
+    @abstractmethod
+    def codecs(self) -> tuple[Codec, Codec]:
+        """The codec for keys and the codec for values."""
+
+    @cached_property
+    def key(self) -> Codec:
+        return self.codecs()[0]
+
+    @cached_property
+    def value(self) -> Codec:
+        return self.codecs()[1]
+
+    def bytes_per_token(self, head_dim: int, kv_heads: int = 1, value_dim: int | None = None) -> int:
+        """Bytes of one token, keys and values together, over `kv_heads` heads. Buffers kept once are not counted."""
+        sides = ((self.key, head_dim), (self.value, head_dim if value_dim is None else value_dim))
+        buffers = [b for codec, dim in sides for b in codec.buffers(dim) if b.tokens == "each"]
+        return sum(b.nbytes() * (kv_heads if b.heads == "each" else 1) for b in buffers)
+
+    def check(self, head_dim: int, value_dim: int | None = None) -> None:
+        """Raises ValueError if keys of `head_dim` or values of `value_dim` cannot be held."""
+        for side, codec, dim in (("keys", self.key, head_dim), ("values", self.value, head_dim if value_dim is None else value_dim)):
+            if reason := codec.refuses(dim):
+                raise ValueError(f"format {self.name!r} cannot hold {side} of head_dim {dim}: {reason}")
+
+    def refuses(self, head_dim: int) -> str | None:
+        """Why this format cannot hold vectors of `head_dim`, or None."""
+        return self.key.refuses(head_dim) or self.value.refuses(head_dim)
+
+
+def check_option(name: str, value: object, allowed: Iterable[object]) -> None:
+    """Raises ValueError unless `value` is among `allowed`."""
+    allowed = tuple(allowed)
+    if value not in allowed:
+        raise ValueError(f"{name}={value!r}: expected {', '.join(map(repr, allowed[:-1]))} or {allowed[-1]!r}")

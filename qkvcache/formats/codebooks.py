@@ -1,0 +1,40 @@
+"""Lloyd-Max levels for N(0, 1): of all quantizers with `2**bits` levels, the one with the least mean squared error.
+
+A rotation spreads a vector evenly: each coordinate of a Hadamard-rotated unit vector of D channels is a sum of D terms of mixed sign, and
+so about N(0, 1/D) whatever the vector was. Times sqrt(D), these levels suit every head of every model, and no calibration is needed. (The
+exact law of a coordinate on the sphere would save 0.1 % of the error at D = 128, 0.4 % at 64.)
+
+`eval/derive_codebooks.py` derives the constants, and compares them with these under `--check`. Distortion: .1175, .03455, .009501.
+"""
+
+from __future__ import annotations
+
+import functools
+
+
+def _mirrored(*positive: float) -> tuple[float, ...]:
+    return tuple(-level for level in reversed(positive)) + positive
+
+
+LLOYD_MAX: dict[int, tuple[float, ...]] = {
+    2: _mirrored(0.45278003463649297, 1.5104176084990975),
+    3: _mirrored(0.24509417894422345, 0.7560052812058815, 1.3439092785050055, 2.151945704536993),
+    4: _mirrored(
+        0.12839502985114984,
+        0.3880482994902982,
+        0.656759118532477,
+        0.9423404564869786,
+        1.2562311973471987,
+        1.6180463860219056,
+        2.0690172265314097,
+        2.732589570995186,
+    ),
+}
+"""Bits to levels, ascending: a code is an index into them."""
+
+
+@functools.cache
+def midpoints(bits: int) -> tuple[float, ...]:
+    """Where one level stops being the nearest and the next begins."""
+    levels = LLOYD_MAX[bits]
+    return tuple((low + high) / 2 for low, high in zip(levels, levels[1:], strict=False))

@@ -1,0 +1,95 @@
+"""FP8: bytes of E4M3 or E5M2 under a dynamic scale (vLLM #38378, RFC #37319; per tensor: the KV compression article).
+
+scale = absmax / 448 (57344 for E5M2), fp32;  code = x / scale, rounded to nearest even and saturating;  codes D bytes
+
+token_head   absmax over the channels of one token and head             D + 4 bytes a side
+token        over all heads of a token, the scale shared by them        D + 4 / H bytes
+tensor       over the block that is encoded, the batch row's share of it: heads and tokens. Kept with each of its tokens, since blocks are
+             encoded one after another and tokens move between them     D + 4 / H bytes
+tensor, frozen=True   over the row's first block, and kept once         D bytes
+
+E5M2 has two mantissa bits for E4M3's three: twice the error. Its range is of no use under a dynamic scale; it is here to compare with.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from .base import TINY, Buffer, Codec, Codes, Format, Levels, check_option
+from .packing import code_buffers, lookup8, refuses
+
+DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+VALUES = {name: tuple(torch.arange(256, dtype=torch.uint8).view(dtype).tolist()) for name, dtype in DTYPES.items()}
+"""What each byte stands for: on a CPU a table is three times as fast as the cast."""
+
+
+@dataclass(frozen=True)
+class ScaledFloat8(Codec):
+    """Codes are kept as uint8, since torch has few operations on float8: gather and scatter are missing."""
+
+    dtype: Literal["e4m3", "e5m2"] = "e4m3"
+    scale: Literal["token_head", "token", "tensor"] = "token_head"
+    frozen: bool = False
+
+    def buffers(self, head_dim: int) -> tuple[Buffer, ...]:
+        heads = "each" if self.scale == "token_head" else "shared"
+        scale = Buffer("scale", torch.float32, 1, "scales", heads, "once" if self.frozen else "each")
+        return (*code_buffers(8, head_dim), scale)
+
+    def fit(self, x: Tensor) -> Codes:
+        if not self.frozen:
+            return {}
+        scale = self._scale(x.float())
+        return {"scale": torch.where(scale == 0, 1, scale)}  # zeros say nothing about what follows
+
+    def encode(self, x: Tensor, once: Codes) -> Codes:
+        x = x.float()
+        scale = once["scale"] if self.frozen else self._scale(x)
+        top = torch.finfo(DTYPES[self.dtype]).max
+        scaled = (x / scale.clamp_min(TINY)).clamp(-top, top)
+        scaled = scaled.masked_fill(~x.isfinite(), torch.nan)  # saturation is for numbers
+        codes = {"codes": scaled.to(DTYPES[self.dtype]).view(torch.uint8)}
+        return codes if self.frozen else codes | {"scale": scale.expand(-1, -1, x.shape[2], -1).contiguous()}
+
+    def unpack(self, codes: Codes, head_dim: int) -> Levels:
+        return Levels(lookup8(codes["codes"], VALUES[self.dtype]), codes["scale"])
+
+    def refuses(self, head_dim: int) -> str | None:
+        return refuses(8, head_dim)
+
+    def _scale(self, x: Tensor) -> Tensor:
+        spans = {"token_head": (-1,), "token": (1, -1), "tensor": (1, 2, -1)}
+        return x.abs().amax(dim=spans[self.scale], keepdim=True) / torch.finfo(DTYPES[self.dtype]).max
+
+
+@dataclass(frozen=True)
+class FP8(Format):
+    """FP8 with a scale for each token and head, for each token over all heads, or for each block of tokens.
+
+    `frozen=True` keeps the scale of the first block for good, as transformers' Fp8QuantizedLayer does, and saturates what exceeds it. It is
+    not the default: after a first block that reaches 0.25, a later one that reaches 26.8 comes back as 0.25.
+    """
+
+    dtype: Literal["e4m3", "e5m2"] = "e4m3"
+    scale: Literal["token_head", "token", "tensor"] = "token_head"
+    frozen: bool = False
+
+    def __post_init__(self) -> None:
+        check_option("dtype", self.dtype, DTYPES)
+        check_option("scale", self.scale, ("token_head", "token", "tensor"))
+        if self.frozen and self.scale != "tensor":
+            raise ValueError(f"frozen=True with scale={self.scale!r}: only one scale for all tokens can be kept once; use scale='tensor'")
+
+    @property
+    def name(self) -> str:
+        dtype = "" if self.dtype == "e4m3" else "_e5m2"
+        scale = "" if self.scale == "token_head" else f"_{self.scale}"
+        return f"fp8{dtype}{scale}{'_frozen' if self.frozen else ''}"
+
+    def codecs(self) -> tuple[Codec, Codec]:
+        codec = ScaledFloat8(self.dtype, self.scale, self.frozen)
+        return codec, codec

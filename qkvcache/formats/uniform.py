@@ -1,0 +1,47 @@
+"""Even steps between the least and the greatest channel of a token-head: asymmetric INT8 and the values of TurboQuant.
+
+zero  = min                    fp16
+scale = (max - zero) / (2^b-1) fp16
+code  = int((x - zero) / scale + .5)         b = 8: D bytes;  4: D / 2;  3: D / 4 + D / 8;  and 4 bytes of scale and zero
+x     = code * scale + zero
+
+vLLM and the article choose codes for the fp32 scale and minimum, and store both in fp16; here codes are chosen for what is stored, which
+costs nothing and errs less. A minimum or a scale beyond fp16 decodes to inf or nan, a scale below it to the minimum.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from .base import TINY, Buffer, Codec, Codes, Levels
+from .packing import code_buffers, lookup, pack, refuses
+
+
+@dataclass(frozen=True)
+class Uniform(Codec):
+    bits: Literal[3, 4, 8]
+
+    def buffers(self, head_dim: int) -> tuple[Buffer, ...]:
+        scales = (Buffer(name, torch.float16, 1, "scales") for name in ("scale", "zero"))
+        return (*code_buffers(self.bits, head_dim), *scales)
+
+    def encode(self, x: Tensor, once: Codes) -> Codes:
+        x = x.float()
+        top = 2**self.bits - 1
+        low, high = x.aminmax(dim=-1, keepdim=True)
+        zero = low.half()
+        x, high = x - zero.float(), high - zero.float()
+        scale = (high.clamp_min(0) / top).half()  # a minimum that fp16 rounds up can lie above the maximum
+        codes = (x / scale.float().clamp_min(TINY) + 0.5).clamp(0, top)
+        return pack(codes.to(torch.uint8), self.bits) | {"scale": scale, "zero": zero}
+
+    def unpack(self, codes: Codes, head_dim: int) -> Levels:
+        levels = codes["codes"].float() if self.bits == 8 else lookup(codes, self.bits, tuple(range(2**self.bits)))
+        return Levels(levels, codes["scale"].float(), codes["zero"].float())
+
+    def refuses(self, head_dim: int) -> str | None:
+        return None if self.bits == 8 else refuses(self.bits, head_dim)

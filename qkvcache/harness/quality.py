@@ -1,0 +1,149 @@
+"""Quality of a cache against the dense run of the same model: divergence, perplexity, recall, bytes.
+
+Every measurement prefills a context, then reads on through the cache. The prefill itself attends exactly whatever the cache is, so what is
+measured is only what the cache hands back. The question of a recall case is unseen when the context is compressed.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.cache_utils import Cache, DynamicLayer
+
+from .recall import RecallCase, recall_case
+
+CacheFactory = Callable[[], Cache]
+
+
+@dataclass(frozen=True)
+class Passages:
+    """`context` `[B, T]` to prefill and `continuation` `[B, N]` to read token by token, with what the dense run thinks of it."""
+
+    context: Tensor
+    continuation: Tensor
+    prefilled: DynamicCache
+    first_logits: Tensor
+    log_probs: Tensor  # [B, N, V], of each continuation token's position
+
+    @classmethod
+    def read(cls, model: PreTrainedModel, ids: Tensor, context_tokens: int) -> Passages:
+        """`ids` `[B, T + N]`, split after `context_tokens`."""
+        context, continuation = ids[:, :context_tokens], ids[:, context_tokens:]
+        prefilled, first = prefill(model, context)
+        cache = refill(DynamicCache(config=model.config), prefilled, model, context)
+        return cls(context, continuation, prefilled, first, read_on(model, cache, continuation, first))
+
+    @property
+    def perplexity(self) -> float:
+        """Of the dense run, over the tokens that `divergence` counts."""
+        return _perplexity(self.log_probs[:, 1:], self.continuation[:, 1:])
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """`kl`: mean KL divergence of the next-token distribution from the dense one, nats. `bytes_per_token`: measured, of one row."""
+
+    kl: float
+    perplexity: float
+    bytes_per_token: float
+
+
+@torch.no_grad()
+def prefill(model: PreTrainedModel, ids: Tensor) -> tuple[DynamicCache, Tensor]:
+    """The dense cache of `ids` `[B, T]`, and the logits after the last token `[B, V]`."""
+    cache = DynamicCache(config=model.config)
+    return cache, model(ids, past_key_values=cache, logits_to_keep=1).logits[:, -1]
+
+
+@torch.no_grad()
+def refill(cache: Cache, prefilled: DynamicCache, model: PreTrainedModel, ids: Tensor) -> Cache:
+    """`cache` as it stands after a prefill of `ids`: from the exact keys and values where all are there, else by running the model."""
+    if all(type(layer) is DynamicLayer for layer in prefilled.layers):
+        for index, layer in enumerate(prefilled.layers):
+            cache.update(layer.keys, layer.values, index)
+    else:
+        model(ids, past_key_values=cache, logits_to_keep=1)
+    return cache
+
+
+@torch.no_grad()
+def read_on(model: PreTrainedModel, cache: Cache, ids: Tensor, first_logits: Tensor) -> Tensor:
+    """Log-probabilities before each token of `ids` `[B, N]`, fed one at a time: `[B, N, V]`, fp32."""
+    rows = [first_logits]
+    rows += [model(ids[:, i : i + 1], past_key_values=cache).logits[:, -1] for i in range(ids.shape[1] - 1)]
+    return torch.stack(rows, dim=1).float().log_softmax(-1)
+
+
+def divergence(model: PreTrainedModel, passages: Passages, factory: CacheFactory) -> Divergence:
+    """How far reading through `factory()` is from the dense run. The first token, which no cache touched, is not counted."""
+    cache = refill(factory(), passages.prefilled, model, passages.context)
+    log_probs = read_on(model, cache, passages.continuation, passages.first_logits)[:, 1:]
+    dense, target = passages.log_probs[:, 1:], passages.continuation[:, 1:]
+    kl = (dense.exp() * (dense - log_probs)).sum(-1).mean()
+    rows, tokens = passages.context.shape[0], cache.get_seq_length()
+    return Divergence(kl.item(), _perplexity(log_probs, target), held_bytes(cache) / rows / tokens)
+
+
+def _perplexity(log_probs: Tensor, target: Tensor) -> float:
+    return log_probs.gather(-1, target.unsqueeze(-1)).mean().neg().exp().item()
+
+
+def held_bytes(cache: Cache) -> int:
+    """Bytes of keys and values that `cache` holds, measured."""
+    if hasattr(cache, "nbytes"):
+        return cache.nbytes
+    return sum(t.untyped_storage().nbytes() for layer in cache.layers for t in (layer.keys, layer.values) if t is not None)
+
+
+@dataclass(frozen=True)
+class RecallSet:
+    """Cases of equal length that ask for the same key, prefilled once: `context` `[B, T]`, `question` `[1, Q]`."""
+
+    cases: list[RecallCase]
+    context: Tensor
+    question: Tensor
+    prefilled: DynamicCache
+
+    @classmethod
+    def make(
+        cls,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        text_ids: list[int],
+        tokens: int,
+        count: int,
+        *,
+        distractors: int = 3,
+        seed: int = 0,
+    ) -> RecallSet:
+        """`count` contexts of `tokens` tokens cut from `text_ids`, the fact at depths spread from 0 to 95 %."""
+        rng = random.Random(seed)
+        cases, rows = [], []
+        for i in range(count):
+            at = rng.randrange(len(text_ids) - tokens)
+            filler = tokenizer.decode(text_ids[at : at + tokens])
+            case = recall_case(rng, filler, 0.95 * i / max(count - 1, 1), distractors, key="Anna")
+            cases.append(case)
+            rows.append(tokenizer(case.context)["input_ids"][:tokens])
+        context = torch.tensor(rows, device=model.device)
+        question = tokenizer("\n\n" + cases[0].question, add_special_tokens=False, return_tensors="pt")["input_ids"].to(model.device)
+        return cls(cases, context, question, prefill(model, context)[0])
+
+
+@torch.no_grad()
+def recall(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, cases: RecallSet, factory: CacheFactory) -> float:
+    """Share of the cases whose answer comes out right, greedily, when context, question and answer all pass through `factory()`."""
+    cache = refill(factory(), cases.prefilled, model, cases.context)
+    step = cases.question.expand(len(cases.cases), -1)
+    longest = max(len(tokenizer(case.answer, add_special_tokens=False)["input_ids"]) for case in cases.cases)
+    answers = []
+    for _ in range(longest + 1):
+        step = model(step, past_key_values=cache, logits_to_keep=1).logits[:, -1:].argmax(-1)
+        answers.append(step)
+    texts = tokenizer.batch_decode(torch.cat(answers, dim=1))
+    return sum(text.startswith(case.answer + ".") for text, case in zip(texts, cases.cases, strict=True)) / len(texts)

@@ -1,0 +1,65 @@
+"""Attention of a few queries over a compressed layer: softmax(q . k) . v with everything that transformers' models ask of it.
+
+Scores of all tokens exist at once, `[B, H, G * Q, T]` in fp32; keys and values never do (`segments.py`).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .segments import Payload, mix, scores
+
+MASKED = torch.finfo(torch.float32).min  # finite: a fully masked row must come out as numbers, not as nan
+
+
+def attend(
+    query: Tensor,
+    payload: Payload,
+    mask: Tensor | None = None,
+    *,
+    scaling: float | None = None,
+    causal: bool = False,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Attention output `[B, Hq, Q, Dv]` in the query's dtype.
+
+    Args:
+        query: `[B, Hq, Q, D]`, `Hq` a multiple of the KV heads.
+        mask: bool (True: visible) or additive, broadcastable to `[B, Hq, Q, T]`; a longer last dimension is cut.
+        scaling: factor on the scores, `D ** -0.5` by default.
+        causal: the last `Q` tokens are the queries themselves and each sees up to itself.
+        softcap: `softcap * tanh(score / softcap)` before the mask (Gemma 2).
+        sinks: a learned logit for each query head, `[Hq]`, that takes part in the softmax and has no value (gpt-oss).
+    """
+    batch, query_heads, queries, dim = query.shape
+    _, heads, tokens, _ = payload.key.shape
+    groups = query_heads // heads
+    scaling = dim**-0.5 if scaling is None else scaling
+
+    logits = scores(query.float().mul(scaling).reshape(batch, heads, groups * queries, dim), payload.key)
+    logits = logits.view(batch, query_heads, queries, tokens)
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    logits = apply_mask(logits, mask, causal)
+    if sinks is not None:
+        column = sinks.float().view(1, -1, 1, 1).expand(batch, query_heads, queries, 1)
+        logits = torch.cat([logits, column], dim=-1)
+    probabilities = logits.softmax(-1)[..., :tokens]
+    out = mix(probabilities.reshape(batch, heads, groups * queries, tokens), payload.value)
+    return out.view(batch, query_heads, queries, -1).to(query.dtype)
+
+
+def apply_mask(logits: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
+    """`logits` `[B, Hq, Q, T]` with hidden entries at the lowest fp32 value."""
+    queries, tokens = logits.shape[-2:]
+    if causal and queries > 1:
+        visible = torch.ones(queries, tokens, dtype=torch.bool, device=logits.device).tril(tokens - queries)
+        logits = logits.masked_fill(~visible, MASKED)
+    if mask is None:
+        return logits
+    mask = mask[..., :tokens]
+    if mask.dtype == torch.bool:
+        return logits.masked_fill(~mask, MASKED)
+    return (logits + mask).clamp_min(MASKED)
