@@ -50,10 +50,11 @@ class GroupInt4(Codec):
         return Levels(lookup4(codes["codes"], tuple(range(-8, 8))), codes["scale"].float())
 
     def refuses(self, head_dim: int) -> str | None:
-        if head_dim % self.group_size:
+        reason = refuses(4, head_dim)
+        if reason is None and head_dim % self.group_size:
             fix = f"group_size={math.gcd(head_dim, self.group_size)} does, or rule='vllm', which needs no groups"
             return f"group_size={self.group_size} does not divide it; {fix}"
-        return refuses(4, head_dim)
+        return reason
 
 
 @dataclass(frozen=True)

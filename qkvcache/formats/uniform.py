@@ -1,12 +1,12 @@
 """Even steps between the least and the greatest channel of a token-head: asymmetric INT8 and the values of TurboQuant.
 
 zero  = min                    fp16
-scale = (max - zero) / (2^b-1) fp16
+scale = (max - zero) / (2^b-1) fp16, at least its smallest number
 code  = int((x - zero) / scale + .5)         b = 8: D bytes;  4: D / 2;  3: D / 4 + D / 8;  and 4 bytes of scale and zero
 x     = code * scale + zero
 
 vLLM and the article choose codes for the fp32 scale and minimum, and store both in fp16; here codes are chosen for what is stored, which
-costs nothing and errs less. A minimum or a scale beyond fp16 decodes to inf or nan, a scale below it to the minimum.
+costs nothing and errs less. A minimum or a scale beyond fp16 decodes to inf or nan.
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from .base import TINY, Buffer, Codec, Codes, Levels
+from .base import Buffer, Codec, Codes, Levels
 from .packing import code_buffers, lookup, pack, refuses
+
+LEAST_SCALE = 2.0**-24  # of fp16. At zero all channels would come back as the least of them
 
 
 @dataclass(frozen=True)
@@ -35,8 +37,8 @@ class Uniform(Codec):
         low, high = x.aminmax(dim=-1, keepdim=True)
         zero = low.half()
         x, high = x - zero.float(), high - zero.float()
-        scale = (high.clamp_min(0) / top).half()  # a minimum that fp16 rounds up can lie above the maximum
-        codes = (x / scale.float().clamp_min(TINY) + 0.5).clamp(0, top)
+        scale = (high / top).clamp_min(LEAST_SCALE).half()
+        codes = (x / scale.float() + 0.5).clamp(0, top)
         return pack(codes.to(torch.uint8), self.bits) | {"scale": scale, "zero": zero}
 
     def unpack(self, codes: Codes, head_dim: int) -> Levels:

@@ -1,0 +1,124 @@
+import math
+
+import pytest
+import torch
+from formats.roundtrip import encode, error, roundtrip
+
+from qkvcache.formats import FP8
+from qkvcache.formats.fp8 import VALUES
+
+TOP = {"e4m3": 448.0, "e5m2": 57344.0}
+DTYPES = ["e4m3", "e5m2"]
+
+
+def value_of(byte: int, dtype: str) -> float:
+    """A byte read by the definition of its format."""
+    bits, bias = (3, 7) if dtype == "e4m3" else (2, 15)
+    sign, exponent, mantissa = -1 if byte >> 7 else 1, byte >> bits & 2 ** (7 - bits) - 1, byte & 2**bits - 1
+    if dtype == "e4m3" and byte & 127 == 127:
+        return math.nan
+    if dtype == "e5m2" and exponent == 31:
+        return math.nan if mantissa else sign * math.inf
+    return sign * math.ldexp(mantissa + (2**bits if exponent else 0), max(exponent, 1) - bias - bits)
+
+
+def nearest_byte(x: float, dtype: str) -> int:
+    """The byte of least distance among all finite ones, and of two the even one."""
+    magnitudes = [(abs(value_of(byte, dtype) - abs(x)), byte & 1, byte) for byte in range(128) if math.isfinite(value_of(byte, dtype))]
+    return min(magnitudes)[2] | (128 if math.copysign(1, x) < 0 else 0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_table_reads_every_byte(dtype):
+    expected = torch.tensor([value_of(byte, dtype) for byte in range(256)])
+    assert torch.equal(torch.tensor(VALUES[dtype]).nan_to_num(1e9, 1e8, -1e8), expected.nan_to_num(1e9, 1e8, -1e8))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rounds_to_nearest_even(dtype):
+    values = sorted({abs(v) for v in VALUES[dtype] if math.isfinite(v)})
+    midpoints = [(a + b) / 2 for a, b in zip(values, values[1:], strict=False)]
+    below, above = ([math.nextafter(m, end) * (1 + sign * 2**-20) for m in midpoints] for end, sign in ((0, -1), (math.inf, 1)))
+    numbers = [*values, *midpoints, *below, *above, *torch.randn(100).tolist()]
+    numbers = [*numbers, *(-n for n in numbers)]
+    # The greatest value in the same vector makes the scale 1.
+    x = torch.tensor([TOP[dtype], *numbers, 0.0])[None, None, None]
+    codes = encode(FP8(dtype).key, x)
+    assert codes["scale"].item() == 1.0
+    assert codes["codes"].flatten().tolist() == [nearest_byte(n, dtype) for n in x.flatten().tolist()]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_against_ml_dtypes(dtype):
+    ml_dtypes = pytest.importorskip("ml_dtypes")
+    x = torch.randn(1, 2, 50, 64) * TOP[dtype] / 4
+    x[..., 0] = TOP[dtype]
+    x = x.clamp(-TOP[dtype], TOP[dtype])
+    oracle = ml_dtypes.float8_e4m3fn if dtype == "e4m3" else ml_dtypes.float8_e5m2
+    assert torch.equal(roundtrip(FP8(dtype).key, x), torch.from_numpy(x.numpy().astype(oracle).astype("float32")))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("scale", "span"), [("token_head", (3,)), ("token", (1, 3)), ("tensor", (1, 2, 3))])
+def test_scale_spans_what_it_says(dtype, scale, span):
+    x = torch.randn(2, 3, 5, 64)
+    expected = (x.abs().amax(dim=span, keepdim=True) / TOP[dtype]).expand(2, 3 if scale == "token_head" else 1, 5, 1)
+    assert torch.equal(encode(FP8(dtype, scale).key, x)["scale"], expected)
+
+
+@pytest.mark.parametrize("scale", ["token_head", "token", "tensor"])
+def test_the_largest_comes_back_exactly(scale):
+    x = torch.randn(1, 2, 200, 64)
+    at = x.abs().argmax()
+    torch.testing.assert_close(roundtrip(FP8(scale=scale).key, x).flatten()[at], x.flatten()[at], rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_error_is_half_a_step(dtype):
+    x = torch.randn(2, 3, 40, 64)
+    relative, step = (2**-4, 2**-9) if dtype == "e4m3" else (2**-3, 2**-16)
+    scale = x.abs().amax(-1, keepdim=True) / TOP[dtype]
+    assert ((roundtrip(FP8(dtype).key, x) - x).abs() <= x.abs() * relative * 1.001 + scale * step * 0.5).all()
+
+
+def test_frozen_scale_saturates_what_comes_later():
+    codec = FP8(scale="tensor", frozen=True).key
+    first = torch.randn(1, 2, 5, 64).clamp(-1, 1) * 0.25
+    once = codec.fit(first)
+    later = torch.randn(1, 2, 5, 64) * 10
+    decoded = codec.decode(codec.encode(later, once) | once, 64)
+    torch.testing.assert_close(decoded.abs().max(), first.abs().max())
+    assert torch.equal(decoded.sign(), later.sign())
+    assert not codec.decode(codec.encode(torch.full((1, 1, 1, 64), torch.inf), once) | once, 64).isfinite().any()
+
+
+def test_frozen_scale_survives_a_first_block_of_zeros():
+    codec = FP8(scale="tensor", frozen=True).key
+    once = codec.fit(torch.zeros(1, 2, 5, 64))
+    x = torch.randn(1, 2, 5, 64)
+    assert (codec.decode(codec.encode(x, once) | once, 64) - x).norm() < 0.03 * x.norm()
+
+
+def test_tensor_scale_ignores_other_rows():
+    x = torch.randn(2, 2, 5, 64)
+    x[1] *= 1000
+    codec = FP8(scale="tensor").key
+    assert torch.equal(roundtrip(codec, x)[:1], roundtrip(codec, x[:1]))
+
+
+def test_e5m2_errs_twice_as_much():
+    x = torch.randn(2, 3, 40, 128)
+    assert 1.9 < error(FP8("e5m2").key, x) / error(FP8().key, x) < 2.1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dtype": "e3m4"}, "dtype='e3m4': expected 'e4m3' or 'e5m2'"),
+        ({"scale": "head"}, "scale='head': expected 'token_head', 'token' or 'tensor'"),
+        ({"scale": "token", "frozen": True}, "frozen=True with scale='token'.*use scale='tensor'"),
+    ],
+)
+def test_refuses_options(options, message):
+    with pytest.raises(ValueError, match=message):
+        FP8(**options)

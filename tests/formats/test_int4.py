@@ -1,0 +1,127 @@
+import numpy as np
+import pytest
+import torch
+from formats.roundtrip import encode, error, roundtrip
+
+from qkvcache.formats import Int4
+from qkvcache.formats.packing import unpack4
+from qkvcache.formats.rotation import Hadamard, rotation_block
+
+DIMS = [64, 80, 96, 112, 128, 192, 256]
+
+
+def test_group_codes_by_hand():
+    x = torch.zeros(1, 1, 1, 64)
+    x[..., :8] = torch.tensor([7.0, -7.0, 3.4, 3.6, -3.4, -3.6, 0.4, 1.0])
+    x[..., 32] = 14
+    codes = encode(Int4("group").key, x)
+    assert codes["scale"].flatten().tolist() == [1.0, 2.0]
+    assert codes["codes"].flatten().tolist() == [0x1F, 0xCB, 0x45, 0x98, *[0x88] * 12, 0x8F, *[0x88] * 15]
+
+
+def test_group_against_fake_quantize():
+    x = torch.randn(2, 3, 40, 128)
+    rows = x.reshape(-1, 32)
+    scale = (rows.abs().amax(-1) / 7).half().float()
+    expected = torch.fake_quantize_per_channel_affine(rows, scale, torch.zeros_like(scale, dtype=torch.int32), 0, -7, 7)
+    torch.testing.assert_close(roundtrip(Int4("group").key, x).reshape(-1, 32), expected, rtol=0, atol=1e-5)
+
+
+def test_hadamard_rotates_keys_only():
+    format = Int4()
+    assert (format.key.rotation, format.value.rotation) == (Hadamard(), None)
+    x = torch.randn(2, 3, 40, 128)
+    turned, plain = encode(format.key, x), encode(Int4("group").key, Hadamard().apply(x))
+    assert all(torch.equal(turned[name], plain[name]) for name in plain)
+    x[..., 3] *= 20
+    assert error(format.key, x) < 0.6 * error(format.value, x)
+
+
+def test_groups_are_symmetric():
+    x = torch.randn(2, 3, 40, 128)
+    assert torch.equal(roundtrip(Int4("group").key, -x), -roundtrip(Int4("group").key, x))
+
+
+def vllm_int4(x: np.ndarray, signs: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Codes, scales, zero points and reconstruction of `[N, D]` by vLLM's rule, its unnormalized rotation included, in float64."""
+    head_dim = x.shape[-1]
+    block = rotation_block(head_dim)
+    hadamard = np.kron(np.eye(head_dim // block), pytest.importorskip("scipy.linalg").hadamard(block))
+    y = (x * signs) @ hadamard
+    scale = (y.max(-1) - y.min(-1)) / 15
+    zero = np.clip(np.floor(-y.min(-1) / scale + 0.5), 0, 15)
+    codes = np.clip(np.floor(y / scale[:, None] + zero[:, None] + 0.5), 0, 15)
+    restored = ((codes - zero[:, None]) * scale[:, None]) @ hadamard / block * signs
+    return codes, scale / block**0.5, zero, restored
+
+
+@pytest.mark.parametrize("head_dim", DIMS)
+def test_vllm_rule_against_numpy(head_dim):
+    x = torch.randn(1, 2, 100, head_dim)
+    generator = torch.Generator().manual_seed(0x9E3779B9)
+    signs = (torch.bernoulli(torch.full((head_dim,), 0.5), generator=generator) * 2 - 1).double().numpy()
+    codes, scale, zero, restored = vllm_int4(x.reshape(-1, head_dim).double().numpy(), signs)
+
+    ours = encode(Int4("vllm").key, x)
+    bits = ours["scale"].view(torch.int32).flatten()
+    assert torch.equal(bits & 15, torch.from_numpy(zero).int())
+    np.testing.assert_allclose((bits & ~15).view(torch.float32).numpy(), scale, rtol=2**-19)
+    # Two roundings of the scale apart, a code may differ where a channel lies between two of them.
+    differ = unpack4(ours["codes"]).reshape(-1, head_dim).numpy() != codes
+    assert differ.mean() < 1e-3
+    np.testing.assert_allclose(roundtrip(Int4("vllm").key, x).reshape(-1, head_dim)[~differ.any(-1)], restored[~differ.any(-1)], atol=1e-5)
+
+
+def test_vllm_rule_errs_half_a_step():
+    x = torch.randn(2, 3, 40, 128)
+    levels, scale, offset = Int4("vllm").key.unpack(encode(Int4("vllm").key, x), 128)
+    # The zero point is rounded too, so that the ends of the range can be half a step off.
+    assert ((levels * scale + offset - Hadamard(randomized=True).apply(x)).abs() <= scale * 1.001).all()
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_vllm_rule_keeps_a_dominant_first_channel(sign):
+    # Rotated, it is a constant: the range leaves out zero, and vLLM's zero point clips. There, the error is 1.
+    x = torch.randn(1, 2, 40, 128)
+    x[..., 0] += sign * 100
+    assert error(Int4("vllm").key, x) < 0.05
+    x = torch.zeros(1, 1, 1, 128)
+    x[..., 0] = sign
+    torch.testing.assert_close(roundtrip(Int4("vllm").key, x), x, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("rule", ["hadamard", "group"])
+@pytest.mark.parametrize("group_size", [16, 64, 128])
+def test_other_groups(rule, group_size):
+    format = Int4(rule, group_size=group_size)
+    assert format.name.endswith(f"_g{group_size}")
+    assert format.bytes_per_token(128) == 128 + 4 * 128 // group_size
+    assert error(format.key, torch.randn(1, 2, 40, 128)) < 0.13
+
+
+def test_smaller_groups_err_less():
+    x = torch.randn(1, 2, 40, 128)
+    errors = [error(Int4("group", group_size=size).key, x) for size in (8, 16, 32, 64, 128)]
+    assert errors == sorted(errors)
+
+
+@pytest.mark.parametrize("head_dim", [80, 112])
+def test_groups_must_divide_head_dim(head_dim):
+    with pytest.raises(ValueError, match=f"head_dim {head_dim}: group_size=32 does not divide it; group_size=16 does"):
+        Int4().check(head_dim)
+    Int4(group_size=16).check(head_dim)
+    Int4("vllm").check(head_dim)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"rule": "gptq"}, "rule='gptq': expected 'hadamard', 'vllm' or 'group'"),
+        ({"group_size": 0}, "group_size=0"),
+        ({"group_size": 32.0}, "group_size=32.0"),
+        ({"rule": "vllm", "group_size": 64}, "group_size=64 with rule='vllm'"),
+    ],
+)
+def test_refuses_options(options, message):
+    with pytest.raises(ValueError, match=message):
+        Int4(**options)

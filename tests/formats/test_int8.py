@@ -1,0 +1,94 @@
+import numpy as np
+import pytest
+import torch
+from formats.roundtrip import encode, error, roundtrip
+
+from qkvcache.formats import Int8
+from qkvcache.formats.int8 import SymmetricInt8
+from qkvcache.formats.uniform import Uniform
+
+
+def test_symmetric_codes_by_hand():
+    x = torch.tensor([127.0, -127.0, 2.5, -2.5, 2.4, -0.5, 0.0, 64.0])[None, None, None]
+    codes = encode(Int8().key, x)
+    assert codes["scale"].item() == 1.0
+    assert codes["codes"].flatten().tolist() == [127, -127, 3, -3, 2, -1, 0, 64]  # halves away from zero
+
+
+def test_symmetric_against_fake_quantize():
+    x = torch.randn(2, 3, 40, 128)
+    rows = x.reshape(-1, 128)
+    scale = rows.abs().amax(-1) / 127
+    expected = torch.fake_quantize_per_channel_affine(rows, scale, torch.zeros_like(scale, dtype=torch.int32), 0, -128, 127)
+    torch.testing.assert_close(roundtrip(Int8().key, x).reshape(-1, 128), expected, rtol=0, atol=1e-6)
+
+
+def test_error_is_half_a_step():
+    x = torch.randn(2, 3, 40, 128) * torch.logspace(-4, 4, 40)[:, None]
+    step = x.abs().amax(-1, keepdim=True) / 127
+    assert ((roundtrip(Int8().key, x) - x).abs() <= step * 0.5001).all()
+
+
+def test_a_token_shares_its_scale_over_heads():
+    x = torch.randn(2, 3, 5, 64)
+    codes = encode(Int8(scale="token").key, x)
+    assert torch.equal(codes["scale"], x.abs().amax(dim=(1, 3), keepdim=True) / 127)
+    assert error(Int8(scale="token").key, x) > error(Int8().key, x)
+
+
+def naive_uniform(x: np.ndarray, bits: int) -> np.ndarray:
+    """One vector, as `uniform.py` states its rule."""
+    zero = np.float16(x.min())
+    scale = np.float16((x.max() - np.float32(zero)) / (2**bits - 1))
+    codes = np.clip(np.floor((x - np.float32(zero)) / np.float32(scale) + 0.5), 0, 2**bits - 1)
+    return codes * np.float32(scale) + np.float32(zero)
+
+
+@pytest.mark.parametrize("bits", [3, 4, 8])
+def test_uniform_against_numpy(bits):
+    x = torch.randn(1, 2, 30, 64) + 0.5
+    expected = np.stack([naive_uniform(row, bits) for row in x.reshape(-1, 64).numpy()])
+    torch.testing.assert_close(roundtrip(Uniform(bits), x).reshape(-1, 64), torch.from_numpy(expected), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("bits", [3, 4, 8])
+def test_uniform_errs_half_a_step_and_spans_the_range(bits):
+    x = torch.randn(2, 3, 40, 128) + 3
+    low, high = x.aminmax(dim=-1, keepdim=True)
+    step = (high - low) / (2**bits - 1)
+    assert ((roundtrip(Uniform(bits), x) - x).abs() <= step * 0.5 + high.abs() * 2**-10).all()
+    levels = Uniform(bits).unpack(encode(Uniform(bits), x), 128).levels
+    assert levels.amin(-1).eq(0).all()
+    assert levels.amax(-1).eq(2**bits - 1).all()
+
+
+def test_asymmetric_is_better_off_center():
+    x = torch.randn(1, 2, 64, 128) + 4
+    assert error(Int8(symmetric=False).key, x) < 0.6 * error(Int8().key, x)
+
+
+@pytest.mark.parametrize("value", [0.1, -0.3, 1e-7, 7.7, -1e4])
+def test_uniform_keeps_constants(value):
+    x = torch.full((1, 1, 3, 64), value)
+    torch.testing.assert_close(roundtrip(Uniform(4), x), x, rtol=2**-11, atol=2**-25)
+
+
+def test_fp16_scale_overflows_to_inf_and_underflows_to_zero():
+    codec = SymmetricInt8(scale_dtype=torch.float16)
+    x = torch.randn(1, 1, 3, 64)
+    assert not roundtrip(codec, x * 1e8).isfinite().any()
+    assert torch.equal(roundtrip(codec, x * 1e-9), torch.zeros_like(x))
+    assert not roundtrip(Uniform(4), x * 1e8).isfinite().any()
+    assert roundtrip(Uniform(4), x * 1e-9).abs().max() < 1e-7
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"scale": "head"}, "scale='head': expected 'token_head' or 'token'"),
+        ({"scale": "token", "symmetric": False}, "scale='token' with symmetric=False"),
+    ],
+)
+def test_refuses_options(options, message):
+    with pytest.raises(ValueError, match=message):
+        Int8(**options)

@@ -1,0 +1,78 @@
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from qkvcache.formats import packing
+
+LEVELS = {bits: tuple(0.5 * code - 3 for code in range(2**bits)) for bits in (3, 4, 8)}
+
+
+def codes(bits: int, groups: int):
+    return st.lists(st.integers(0, 2**bits - 1), min_size=8 * groups, max_size=8 * groups)
+
+
+def as_bytes(values: list[int]) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.uint8)
+
+
+def test_nibbles_by_hand():
+    assert packing.pack4(as_bytes([1, 2, 15, 0])).tolist() == [0x21, 0x0F]
+
+
+def test_planes_by_hand():
+    low, high = packing.pack3(as_bytes([0b001, 0b110, 0b011, 0b100, 0b111, 0, 0, 0b101]))
+    assert low.tolist() == [0b00_11_10_01, 0b01_00_00_11]
+    assert high.tolist() == [0b1001_1010]
+
+
+@given(st.integers(1, 6).flatmap(lambda groups: codes(4, groups)))
+def test_nibbles_come_back(values):
+    assert packing.unpack4(packing.pack4(as_bytes(values))).tolist() == values
+
+
+@given(st.integers(1, 6).flatmap(lambda groups: codes(3, groups)))
+def test_planes_come_back(values):
+    assert packing.unpack3(*packing.pack3(as_bytes(values))).tolist() == values
+
+
+@pytest.mark.parametrize("bits", [3, 4, 8])
+@given(data=st.data())
+def test_lookup_is_levels_of_codes(bits, data):
+    values = data.draw(codes(bits, data.draw(st.integers(1, 6))))
+    expected = [LEVELS[bits][value] for value in values]
+    assert packing.lookup(packing.pack(as_bytes(values), bits), bits, LEVELS[bits]).tolist() == expected
+
+
+@pytest.mark.parametrize("bits", [3, 4, 8])
+@pytest.mark.parametrize("width", [8, 24, 80, 128])
+def test_shapes_and_declared_buffers(bits, width):
+    x = torch.randint(0, 2**bits, (2, 3, 5, width), dtype=torch.uint8)
+    packed = packing.pack(x, bits)
+    buffers = packing.code_buffers(bits, width)
+    assert {name: tuple(plane.shape) for name, plane in packed.items()} == {b.name: (2, 3, 5, b.width) for b in buffers}
+    assert sum(b.nbytes() for b in buffers) * 8 == bits * width
+    assert torch.equal(packing.lookup(packed, bits, LEVELS[bits]), torch.tensor(LEVELS[bits])[x.long()])
+
+
+@pytest.mark.parametrize("bits", [3, 4, 8])
+def test_lookup_reads_slices(bits):
+    x = torch.randint(0, 2**bits, (2, 3, 9, 24), dtype=torch.uint8)
+    packed = {name: plane[:, 1:, 3:8] for name, plane in packing.pack(x, bits).items()}
+    assert torch.equal(packing.lookup(packed, bits, LEVELS[bits]), torch.tensor(LEVELS[bits])[x[:, 1:, 3:8].long()])
+
+
+@pytest.mark.parametrize(("bits", "multiple"), [(3, 8), (4, 4), (8, 2)])
+def test_refuses_what_lookup_cannot_read(bits, multiple):
+    for head_dim in range(1, 4 * multiple + 1):
+        reason = packing.refuses(bits, head_dim)
+        assert (reason is None) == (head_dim % multiple == 0)
+        assert reason is None or str(multiple) in reason and "use" in reason
+
+
+def test_rank_counts_thresholds_reached():
+    thresholds = (-1.5, 0.0, 0.1, 2.0)
+    x = torch.cat([torch.randn(1000) * 2, torch.tensor(thresholds)])
+    expected = torch.bucketize(x, torch.tensor(thresholds), right=True)
+    assert torch.equal(packing.rank(x, thresholds).long(), expected)
+    assert packing.rank(torch.tensor([torch.nan, torch.inf, -torch.inf]), thresholds).tolist() == [0, 4, 0]

@@ -1,0 +1,123 @@
+import math
+
+import pytest
+import torch
+from formats.roundtrip import encode, error, roundtrip
+
+from qkvcache.formats import Int8, TurboQuant
+from qkvcache.formats.codebooks import LLOYD_MAX, midpoints
+from qkvcache.formats.packing import rank, unpack3, unpack4
+from qkvcache.formats.rotation import Hadamard
+from qkvcache.formats.turboquant import LloydMax
+from qkvcache.formats.uniform import Uniform
+
+
+@pytest.mark.parametrize(
+    ("bits", "published"),  # J. Max, "Quantizing for minimum distortion", 1960, table I
+    [
+        (2, (0.4528, 1.510)),
+        (3, (0.2451, 0.7560, 1.344, 2.152)),
+        (4, (0.1284, 0.3881, 0.6568, 0.9424, 1.256, 1.618, 2.069, 2.733)),
+    ],
+)
+def test_codebooks_against_max_1960(bits, published):
+    levels = LLOYD_MAX[bits]
+    assert levels[2 ** (bits - 1) :] == pytest.approx(published, rel=5e-4)
+    assert levels == tuple(-level for level in reversed(levels))
+
+
+def normal_mean(low: float, high: float) -> float:
+    density = [math.exp(-end * end / 2) / math.sqrt(2 * math.pi) for end in (low, high)]
+    mass = (math.erfc(low / math.sqrt(2)) - math.erfc(high / math.sqrt(2))) / 2
+    return (density[0] - density[1]) / mass
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4])
+def test_every_level_is_the_mean_of_its_interval(bits):
+    ends = (-math.inf, *midpoints(bits), math.inf)
+    expected = [normal_mean(low, high) for low, high in zip(ends, ends[1:], strict=False)]
+    assert LLOYD_MAX[bits] == pytest.approx(expected, abs=1e-12)
+
+
+@pytest.mark.parametrize(("bits", "distortion"), [(2, 0.1175), (3, 0.0345), (4, 0.0095)])
+def test_distortion_on_normal_data(bits, distortion):
+    x = torch.randn(2_000_000)
+    levels = torch.tensor(LLOYD_MAX[bits])[rank(x, midpoints(bits)).long()]
+    assert (levels - x).square().mean().item() == pytest.approx(distortion, rel=0.01)
+
+
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 112, 128, 192, 256])
+@pytest.mark.parametrize("bits", [3, 4])
+def test_keys_as_vllm_reads_them(bits, head_dim):
+    # vLLM: k . q = n (H q . levels) / |levels|, with n = |k|. Compared through the codes of another implementation.
+    x = torch.randn(1, 2, 50, head_dim)
+    norm = x.norm(dim=-1, keepdim=True)
+    unit = Hadamard().apply(x / (norm + 1e-8))
+    centroids = torch.tensor(LLOYD_MAX[bits]) / head_dim**0.5
+    levels = centroids[(unit.unsqueeze(-1) - centroids).abs().argmin(-1)]
+    expected = Hadamard().undo(norm * levels / levels.norm(dim=-1, keepdim=True))
+    decoded = roundtrip(LloydMax(bits), x)
+    close = (decoded - expected).abs().amax(-1) < 3e-3  # fp16 scales; not so where a coordinate lies on a midpoint
+    assert close.float().mean() > 0.97
+
+
+@pytest.mark.parametrize("bits", [3, 4])
+@pytest.mark.parametrize("magnitude", [1e-3, 1.0, 1e4])
+def test_keys_keep_their_length(bits, magnitude):
+    x = torch.randn(1, 2, 50, 128) * magnitude
+    torch.testing.assert_close(roundtrip(LloydMax(bits), x).norm(dim=-1), x.norm(dim=-1), rtol=1.1e-3, atol=0)
+
+
+@pytest.mark.parametrize(("bits", "unpack"), [(3, unpack3), (4, unpack4)])
+def test_a_midpoint_goes_up(bits, unpack):
+    x = torch.zeros(1, 1, 1, 64)
+    x[..., :2] = 1  # every second coordinate of its rotation is 0, a midpoint
+    codes = LloydMax(bits).encode(x, {})
+    codes.pop("scale")
+    assert unpack(*codes.values()).flatten().tolist()[1::2] == [2 ** (bits - 1)] * 32
+
+
+@pytest.mark.parametrize("bits", [3, 4])
+def test_keys_do_not_mind_outlier_channels(bits):
+    x = torch.randn(1, 2, 200, 128)
+    expected = math.sqrt(0.0345 if bits == 3 else 0.0095)
+    assert error(LloydMax(bits), x) == pytest.approx(expected, rel=0.05)
+    x[..., [3, 77]] *= 10
+    assert error(LloydMax(bits), x) < expected * 1.05
+
+
+def test_every_width_of_code():
+    for preset, (key, value) in {"4bit_nc": (4, 4), "k3v4_nc": (3, 4), "3bit_nc": (3, 3)}.items():
+        assert TurboQuant(preset).codecs() == (LloydMax(key), Uniform(value))
+        x = torch.randn(1, 2, 400, 128)
+        for codec, bits in zip(TurboQuant(preset).codecs(), (key, value), strict=True):
+            assert codec.unpack(encode(codec, x), 128).levels.unique().numel() == 2**bits
+
+
+def test_k8v4_keys_are_int8_with_an_fp16_scale():
+    x = torch.randn(1, 2, 50, 128)
+    x[..., 7] *= 40
+    key = TurboQuant("k8v4").key
+    assert encode(key, x)["scale"].dtype == torch.float16
+    assert error(key, x) == pytest.approx(error(Int8().key, x), rel=0.01)
+    large = x * 100  # far beyond 448
+    assert error(key, large) == pytest.approx(error(key, x), rel=0.01)
+
+
+@pytest.mark.parametrize("bits", [3, 4])
+def test_scale_beyond_fp16_is_not_a_wrong_number(bits):
+    x = torch.randn(1, 1, 3, 128)
+    x[0, 0, 1] *= 1e6
+    x[0, 0, 2] *= 1e-9
+    decoded = roundtrip(LloydMax(bits), x)
+    assert decoded[0, 0, 0].isfinite().all()
+    assert not decoded[0, 0, 1].isfinite().any()
+    assert torch.equal(decoded[0, 0, 2], torch.zeros(128))
+
+
+def test_refuses():
+    with pytest.raises(ValueError, match="preset='2bit': expected 'k8v4', '4bit_nc', 'k3v4_nc' or '3bit_nc'"):
+        TurboQuant("2bit")
+    with pytest.raises(ValueError, match="keys of head_dim 68: 3-bit codes are read 8 channels at a time"):
+        TurboQuant("k3v4_nc").check(68)
+    TurboQuant("4bit_nc").check(68)

@@ -1,0 +1,137 @@
+"""Every format, cache and model once. A line here puts a new one under every test that is about all of them."""
+
+# NOTE (lead, remove at the end): helper-4 writes tests/kernels, tests/layers, tests/attention and tests/test_house.py; helper-3 leaves those and goes on with tests/caches, test_contract, test_gpu.
+from __future__ import annotations
+
+import functools
+
+import torch
+import transformers as hf
+
+from qkvcache import CompressedCache, NVFP4Cache, QuantizedPerTokenCache, TurboQuantCache
+from qkvcache.attention import install
+
+FORMAT_ERRORS = {
+    "identity": 0.0,
+    "int8": 0.0070,
+    "int8_token": 0.0083,
+    "int8_asymmetric": 0.0065,
+    "fp8": 0.0275,
+    "fp8_token": 0.0280,
+    "fp8_tensor": 0.0280,
+    "fp8_tensor_frozen": 0.0280,
+    "fp8_e5m2": 0.0540,
+    "fp8_e5m2_token": 0.0550,
+    "fp8_e5m2_tensor": 0.0555,
+    "fp8_e5m2_tensor_frozen": 0.0555,
+    "int4": 0.102,
+    "int4_vllm": 0.106,
+    "int4_group": 0.102,
+    "nvfp4": 0.099,
+    "nvfp4_four_over_six": 0.091,
+    "nvfp4_mse": 0.085,
+    "turboquant_k8v4": 0.106,
+    "turboquant_4bit_nc": 0.106,
+    "turboquant_k3v4_nc": 0.194,
+    "turboquant_3bit_nc": 0.226,
+}
+"""Names, and the error allowed to keys and to values on N(0, 1) at head_dim 128: RMS of the difference over RMS of the data."""
+
+FORMATS = list(FORMAT_ERRORS)
+
+CACHES = {
+    "compressed": functools.partial(CompressedCache, format="turboquant_4bit_nc"),
+    "int8": functools.partial(QuantizedPerTokenCache, dtype="int8"),
+    "int8_asymmetric": functools.partial(QuantizedPerTokenCache, dtype="int8", symmetric=False),
+    "fp8": functools.partial(QuantizedPerTokenCache, dtype="fp8"),
+    "fp8_e5m2": functools.partial(QuantizedPerTokenCache, dtype="fp8_e5m2"),
+    "int4": functools.partial(QuantizedPerTokenCache, dtype="int4"),
+    "int4_vllm": functools.partial(QuantizedPerTokenCache, dtype="int4", symmetric=False),
+    "nvfp4": NVFP4Cache,
+    "turboquant": TurboQuantCache,
+    "turboquant_3bit": functools.partial(TurboQuantCache, preset="3bit_nc", boundary_layers=1),
+}
+"""Named caches as users make them: `CACHES[name](config, **zones)`."""
+
+# Models: tiny, random, fp32. Head dims and windows differ on purpose; the window is short, so that every test crosses it.
+
+_TINY = {
+    "vocab_size": 100,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.2,  # attention far from uniform
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_NO_HEAD_DIM = {name: value for name, value in _TINY.items() if name != "head_dim"}
+_HYBRID = {"num_hidden_layers": 4, "sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"] * 2}
+_SHARED_KV = {
+    "num_hidden_layers": 6,
+    "sliding_window": 16,
+    "layer_types": ["sliding_attention", "full_attention"] * 3,
+    "num_kv_shared_layers": 2,
+    "vocab_size_per_layer_input": 100,
+    "hidden_size_per_layer_input": 16,
+}
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}
+_LATENT = {"kv_lora_rank": 32, "q_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 32, "v_head_dim": 32}
+_ROUTED = {"moe_intermediate_size": 32, "n_routed_experts": 4, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2}
+_LINEAR = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16}
+_ENCODER = {"d_model": 64, "decoder_start_token_id": 0, "pad_token_id": 0, "vocab_size": 100, "eos_token_id": 2}
+_WHISPER = {
+    **{f"{side}_{what}": n for side in ("encoder", "decoder") for what, n in (("layers", 2), ("attention_heads", 2), ("ffn_dim", 96))},
+    "num_mel_bins": 16,
+    "max_source_positions": 30,
+    "max_target_positions": 128,
+    "init_std": 0.2,
+    "bos_token_id": 1,
+    "suppress_tokens": None,
+    "begin_suppress_tokens": None,
+}
+
+MODELS = {
+    "llama": lambda: hf.LlamaConfig(**_TINY),
+    "qwen3": lambda: hf.Qwen3Config(**_TINY | {"head_dim": 64}),
+    "gemma3": lambda: hf.Gemma3TextConfig(**_TINY | _HYBRID),
+    "gemma2": lambda: hf.Gemma2Config(**_TINY | _HYBRID, attn_logit_softcapping=2.0, query_pre_attn_scalar=32),
+    "gpt_oss": lambda: hf.GptOssConfig(**_TINY | _HYBRID, num_local_experts=4, num_experts_per_tok=2),
+    "phi3": lambda: hf.Phi3Config(**_NO_HEAD_DIM | {"hidden_size": 384, "initializer_range": 0.1}),  # head_dim 96
+    "mistral": lambda: hf.MistralConfig(**_TINY, sliding_window=16),
+    "gpt2": lambda: hf.GPT2Config(vocab_size=100, n_positions=512, n_embd=64, n_layer=3, n_head=2, initializer_range=0.2, eos_token_id=2),
+    "qwen3_next": lambda: hf.Qwen3NextConfig(**_TINY | {"num_hidden_layers": 4}, **_LINEAR, **_EXPERTS),
+    "deepseek_v3": lambda: hf.DeepseekV3Config(**_NO_HEAD_DIM | {"num_key_value_heads": 4}, **_LATENT, **_ROUTED, first_k_dense_replace=1),
+    "gemma3n": lambda: hf.Gemma3nTextConfig(
+        **_TINY | _SHARED_KV | {"intermediate_size": [96] * 6}, laurel_rank=8, altup_num_inputs=2, activation_sparsity_pattern=[0.0] * 6
+    ),
+    "gemma4": lambda: hf.Gemma4TextConfig(**_TINY | _SHARED_KV, global_head_dim=64),
+}
+ENCODER_DECODERS = {
+    "t5": lambda: hf.T5Config(**_ENCODER, d_ff=96, num_layers=2, num_heads=2, d_kv=32, initializer_factor=2.0),
+    "whisper": lambda: hf.WhisperConfig(**_ENCODER | _WHISPER),
+}
+ATTENTION = ("sdpa", "eager", "flex_attention", "qkvcache")
+UNSUPPORTED = {  # by transformers
+    ("gemma2", "sdpa"),
+    ("gpt_oss", "sdpa"),
+    ("gpt_oss", "flex_attention"),
+    ("gpt2", "flex_attention"),
+    ("qwen3_next", "flex_attention"),
+}
+DENSE_BY_DESIGN = {"deepseek_v3"}  # expands the latents after the cache, so that every layer is decoded at every step
+
+
+@functools.lru_cache
+def model(name: str, attention: str = "sdpa") -> hf.PreTrainedModel:
+    """The model `name`, in inference mode, always with the same weights."""
+    install()  # registers "qkvcache"
+    config: hf.PreTrainedConfig = (MODELS | ENCODER_DECODERS)[name]()
+    config._attn_implementation = attention
+    torch.manual_seed(0)
+    kind = {"t5": hf.T5ForConditionalGeneration, "whisper": hf.WhisperForConditionalGeneration}.get(name)
+    return (kind(config) if kind else hf.AutoModelForCausalLM.from_config(config, attn_implementation=attention)).eval()
