@@ -11,6 +11,7 @@ import transformers  # noqa: E402
 from hypothesis import settings  # noqa: E402
 
 torch.compiler.set_stance("force_eager")
+torch.set_num_threads(1)  # the tensors are tiny
 transformers.logging.set_verbosity_error()
 settings.register_profile("default", deadline=None, derandomize=True, max_examples=50)
 settings.load_profile("default")

@@ -139,6 +139,14 @@ class KVHandle:
         return func(*dense[0], **dense[1])
 
 
+def _operator(name: str) -> Any:
+    return lambda self, *other: getattr(_dense_once(self, name), name)(*other)
+
+
+for _name in ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "neg"):  # Python looks these up on the class
+    setattr(KVHandle, f"__{_name}__", _operator(f"__{_name}__"))
+
+
 def _sizes(sizes: tuple) -> tuple:
     return tuple(sizes[0]) if len(sizes) == 1 and not isinstance(sizes[0], int) else sizes
 
@@ -174,6 +182,6 @@ def _lazy_sdpa(
     """torch's function on handles, or None where only the dense tensors will do."""
     if not isinstance(key, KVHandle) or not isinstance(value, KVHandle) or {key.view, value.view} != {"plain"}:
         return None
-    if dropout_p or (is_causal and query.shape[2] > 1) or query.shape[1] % key.side.shape[1]:
+    if dropout_p or is_causal or query.shape[1] % key.side.shape[1]:
         return None
     return attend(query, key.payload, attn_mask, scaling=scale)

@@ -76,6 +76,8 @@ def route(
     if queries > MAX_FUSED_QUERIES or kwargs.get("dropout"):
         return stock(module, query, key.dense(), value.dense(), *args, **kwargs)
     mask = args[0] if args else kwargs.get("attention_mask")
+    if kwargs.get("is_causal") is None:
+        kwargs["is_causal"] = getattr(module, "is_causal", True)
     mask, causal = visible(implementation, mask, query.shape[0], queries, tokens, query.device, kwargs)
     out = attend(
         query,

@@ -82,7 +82,17 @@ class CompressedCache(DynamicCache):
             self._swap_layers(exact_layers, config.get_text_config(decoder=True).per_layer_config)
         else:
             raise TypeError(f"config must be a transformers config such as model.config, got {type(config).__name__}")
+        self._needs_wrapper = bool(config is not None and config.is_encoder_decoder)
         attention.install()
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs):
+        """As transformers' Cache, which would mix the encoder's states into an unwrapped cache without a word."""
+        if self._needs_wrapper and getattr(self, "_is_user_defined", False):  # generate marks the object that it was given
+            raise ValueError(
+                f"an encoder-decoder model keeps its encoder's states apart: pass EncoderDecoderCache({type(self).__name__}(config, ...), "
+                "DynamicCache()) as past_key_values"
+            )
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def _new_layer(self) -> CompressedLayer:
         return CompressedLayer(self.format, **self._layer_options)

@@ -18,6 +18,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 from .recall import RecallCase, recall_case
 
 CacheFactory = Callable[[], Cache]
+TOKENS_OF_A_FACT = 20
 
 
 @dataclass(frozen=True)
@@ -121,16 +122,18 @@ class RecallSet:
         distractors: int = 3,
         seed: int = 0,
     ) -> RecallSet:
-        """`count` contexts of `tokens` tokens cut from `text_ids`, the fact at depths spread from 0 to 95 %."""
+        """`count` contexts of nearly `tokens` tokens cut from `text_ids`, the fact at depths spread from 0 to 95 %."""
         rng = random.Random(seed)
         cases, rows = [], []
+        filler_tokens = tokens - TOKENS_OF_A_FACT * (distractors + 1)
         for i in range(count):
-            at = rng.randrange(len(text_ids) - tokens)
-            filler = tokenizer.decode(text_ids[at : at + tokens])
+            at = rng.randrange(len(text_ids) - filler_tokens)
+            filler = tokenizer.decode(text_ids[at : at + filler_tokens])
             case = recall_case(rng, filler, 0.95 * i / max(count - 1, 1), distractors, key="Anna")
             cases.append(case)
-            rows.append(tokenizer(case.context)["input_ids"][:tokens])
-        context = torch.tensor(rows, device=model.device)
+            rows.append(tokenizer(case.context)["input_ids"])
+        shortest = min(map(len, rows))  # code words differ in length: a few tokens go from the end, where there is no fact
+        context = torch.tensor([row[:shortest] for row in rows], device=model.device)
         question = tokenizer("\n\n" + cases[0].question, add_special_tokens=False, return_tensors="pt")["input_ids"].to(model.device)
         return cls(cases, context, question, prefill(model, context)[0])
 

@@ -43,7 +43,8 @@ class Zones:
         return self.first.shape[2] + self.body.length + self.recent.shape[2]
 
     def extend(self, new: Tensor) -> None:
-        self.recent = torch.cat([self.recent, new], dim=2) if self.recent.shape[2] else new
+        self.borrowed = not self.recent.shape[2]
+        self.recent = new if self.borrowed else torch.cat([self.recent, new], dim=2)
 
     def side(self) -> Side:
         """What attention over everything stored reads."""
@@ -66,8 +67,8 @@ class Zones:
             for block in recent[:, :, :leaving].split(BLOCK, dim=2):
                 self.body.append(block)
             recent = recent[:, :, leaving:]
-        # A copy of its own: what came in may be a view of something larger.
-        own = recent.untyped_storage().nbytes() == recent.numel() * recent.itemsize and recent is not self.recent
+        # A copy of its own: what came in is the caller's, and what is left here may be a view of something larger.
+        own = not self.borrowed and recent.untyped_storage().nbytes() == recent.numel() * recent.itemsize
         self.recent = recent if own else recent.clone()
 
     def truncate(self, length: int) -> None:

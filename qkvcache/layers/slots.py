@@ -36,13 +36,12 @@ class Slots:
         if missing <= 0:
             return
         # An eighth of what is there keeps slabs few and the idle share small.
-        wanted = max(missing, min(self.length // 8, MAX_GROWTH))
-        size = -(-wanted // PAGE) * PAGE
+        pages = max(-(-missing // PAGE), min(self.length // 8, MAX_GROWTH) // PAGE)
         batch, heads = like.shape[:2]
         self.slabs.append(
             {
                 buffer.name: torch.empty(
-                    (batch, heads if buffer.heads == "each" else 1, size, buffer.width),
+                    (batch, heads if buffer.heads == "each" else 1, pages * PAGE, buffer.width),
                     dtype=buffer.dtype or like.dtype,
                     device=like.device,
                 )
@@ -62,8 +61,9 @@ class Slots:
             stop = start + _tokens(slab)
             low, high = max(begin, start), min(end, stop)
             if low < high:
-                for name, plane in slab.items():
-                    plane[:, :, low - start : high - start] = codes[name][:, :, low - begin : high - begin]
+                with torch.inference_mode():  # a slab made in inference mode may be written in no other; one made outside in any
+                    for name, plane in slab.items():
+                        plane[:, :, low - start : high - start] = codes[name][:, :, low - begin : high - begin]
             start = stop
         self.length = end
 

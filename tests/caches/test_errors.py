@@ -1,0 +1,96 @@
+"""Wrong input is refused where it is given, in words that name the value and the fix, and leaves the cache as it was."""
+
+import pytest
+import torch
+from matrix import model
+from transformers import LlamaConfig
+
+from qkvcache import CompressedCache, NVFP4Cache, QuantizedPerTokenCache, TurboQuantCache
+
+CONFIG = LlamaConfig(num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, hidden_size=512, head_dim=128)
+ODD = LlamaConfig(num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, hidden_size=400, head_dim=100)
+
+WRONG = [
+    (CompressedCache, (CONFIG,), {"format": "int9"}, ValueError, "int9"),
+    (CompressedCache, (CONFIG,), {"format": "turboquant_4bit"}, ValueError, "turboquant_4bit_nc"),
+    (CompressedCache, (CONFIG,), {"format": 4}, TypeError, "4"),
+    (CompressedCache, (CONFIG,), {}, TypeError, "format"),
+    (CompressedCache, ("llama",), {"format": "int8"}, TypeError, "model.config"),
+    (CompressedCache, (CONFIG, "int8"), {}, TypeError, "positional"),
+    (CompressedCache, (CONFIG,), {"format": "int8", "exact_first": -1}, ValueError, "exact_first=-1"),
+    (CompressedCache, (CONFIG,), {"format": "int8", "exact_recent": 1.5}, TypeError, "exact_recent"),
+    (CompressedCache, (CONFIG,), {"format": "int8", "exact_recent": True}, TypeError, "exact_recent"),
+    (CompressedCache, (CONFIG,), {"format": "int8", "exact_layers": [4]}, ValueError, "layers 0 to 3"),
+    (CompressedCache, (CONFIG,), {"format": "int8", "exact_layers": ["last"]}, ValueError, "'last'"),
+    (CompressedCache, (), {"format": "int8", "exact_layers": [0]}, ValueError, "config"),
+    (CompressedCache, (ODD,), {"format": "nvfp4"}, ValueError, "head_dim 100"),
+    (QuantizedPerTokenCache, (CONFIG,), {"dtype": "int3"}, ValueError, "'int3'"),
+    (QuantizedPerTokenCache, (CONFIG,), {"scale": "tensor"}, ValueError, "tensor"),
+    (QuantizedPerTokenCache, (CONFIG,), {"scale": "token", "symmetric": False}, ValueError, "token_head"),
+    (QuantizedPerTokenCache, (CONFIG,), {"dtype": "fp8", "symmetric": False}, ValueError, "no zero point"),
+    (QuantizedPerTokenCache, (CONFIG,), {"dtype": "int4", "scale": "token"}, ValueError, "token_head"),
+    (NVFP4Cache, (CONFIG,), {"scale_search": "best"}, ValueError, "best"),
+    (TurboQuantCache, (CONFIG,), {"preset": "2bit_nc"}, ValueError, "2bit_nc"),
+    (TurboQuantCache, (CONFIG,), {"boundary_layers": -1}, ValueError, "boundary_layers=-1"),
+    (TurboQuantCache, (), {"boundary_layers": 2}, ValueError, "config"),
+]
+
+
+@pytest.mark.parametrize(("kind", "args", "options", "error", "says"), WRONG)
+def test_constructors_refuse(kind, args, options, error, says):
+    with pytest.raises(error) as caught:
+        kind(*args, **options)
+    assert says in str(caught.value)
+
+
+def test_boundary_layers_are_exact():
+    cache = TurboQuantCache(CONFIG, boundary_layers=1)
+    assert [type(layer).__name__ for layer in cache.layers] == ["DynamicLayer", "CompressedLayer", "CompressedLayer", "DynamicLayer"]
+    assert repr(TurboQuantCache(CONFIG, exact_layers=[-1])).count("3 of 4") == 1
+
+
+def test_a_refused_head_dim_without_config_leaves_the_cache_empty():
+    cache = CompressedCache(format="nvfp4")
+    x = torch.randn(1, 2, 5, 100)
+    with pytest.raises(ValueError, match="head_dim 100"):
+        cache.update(x, x, 0)
+    assert cache.get_seq_length() == 0 and cache.nbytes == 0
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [torch.randn(2, 2, 1, 128), torch.randn(1, 3, 1, 128), torch.randn(1, 2, 1, 64), torch.randn(1, 2, 1, 128, dtype=torch.float64)],
+    ids=["batch", "heads", "head_dim", "dtype"],
+)
+def test_another_batch_is_refused(wrong):
+    cache = NVFP4Cache(CONFIG, exact_first=1, exact_recent=2)
+    x = torch.randn(1, 2, 20, 128)
+    for layer in range(4):
+        cache.update(x, x, layer)
+    before = repr(cache), [layer.dense()[0].clone() for layer in cache.layers]
+    with pytest.raises(ValueError, match=r"reset\(\)"):
+        cache.update(wrong, wrong, 0)
+    assert repr(cache) == before[0]
+    assert all(torch.equal(layer.dense()[0], kept) for layer, kept in zip(cache.layers, before[1], strict=True))
+
+
+def test_crop_takes_negative_counts_only():
+    with pytest.raises(ValueError, match="negative"):
+        NVFP4Cache(CONFIG).crop(3)
+
+
+def test_nothing_to_compress_is_said():
+    with pytest.warns(UserWarning, match="nothing will be compressed"):
+        NVFP4Cache(model("mistral").config)
+
+
+def test_an_unwrapped_cache_on_an_encoder_decoder_is_refused():
+    network = model("t5")
+    with pytest.raises(ValueError, match="EncoderDecoderCache"):
+        network.generate(torch.randint(3, 90, (1, 8)), past_key_values=CompressedCache(network.config, format="int8"), max_new_tokens=3)
+
+
+def test_encoder_states_are_refused():
+    cache = NVFP4Cache(CONFIG)
+    with pytest.raises(NotImplementedError, match="EncoderDecoderCache"):
+        cache.layers[0].keys

@@ -1,0 +1,226 @@
+"""Every feature of `generate` with a compressed cache: the same tokens as from the same codes decoded into dense tensors."""
+
+import copy
+
+import pytest
+import torch
+from matrix import CACHES, model
+from reference import ZONES, decoded
+from transformers import DynamicCache
+
+from qkvcache import CompressedCache, NVFP4Cache, TurboQuantCache, attach, detach
+
+ZONE = ZONES["zones"]
+NEW = 24
+
+
+def prompt(rows: int = 1, length: int = 40) -> dict[str, torch.Tensor]:
+    torch.manual_seed(1)
+    ids = torch.randint(3, 100, (rows, length))
+    mask = torch.ones_like(ids)
+    for row in range(1, rows):  # left padding
+        mask[row, : 5 * row] = 0
+    return {"input_ids": ids * mask, "attention_mask": mask}
+
+
+def run(network, cache, inputs=None, **options):
+    torch.manual_seed(2)
+    options = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None, "pad_token_id": 0} | options
+    return network.generate(**(inputs or prompt()), past_key_values=cache, **options)
+
+
+MODES = {
+    "greedy": {},
+    "sampling": {"do_sample": True, "top_k": 20},
+    "beams": {"num_beams": 4},
+    "beam_sampling": {"num_beams": 3, "do_sample": True},
+    "several": {"do_sample": True, "num_return_sequences": 3},
+    "several_beams": {"num_beams": 4, "num_return_sequences": 2},
+    "prompt_lookup": {"prompt_lookup_num_tokens": 4},
+    "chunked_prefill": {"prefill_chunk_size": 16},
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_the_exact_cache_gives_the_tokens_of_dynamic_cache(name, mode):
+    network = model(name)
+    expected = run(network, DynamicCache(config=network.config), **MODES[mode])
+    got = run(network, CompressedCache(network.config, format="identity", **ZONE), **MODES[mode])
+    assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("cache", CACHES)
+def test_every_cache_gives_the_tokens_of_its_codes_decoded(cache, mode):
+    network = model("llama")
+    ours = CACHES[cache](network.config, **ZONE)
+    expected = run(network, decoded(ours), **MODES[mode])
+    assert torch.equal(run(network, ours, **MODES[mode]), expected)
+
+
+@pytest.mark.parametrize("mode", ["greedy", "sampling", "beams", "several"])
+@pytest.mark.parametrize("cache", ["nvfp4", "turboquant"])
+def test_left_padded_batches(cache, mode):
+    network = model("llama")
+    ours = CACHES[cache](network.config, **ZONE)
+    inputs = prompt(rows=3)
+    expected = run(network, decoded(ours), inputs, **MODES[mode])
+    assert torch.equal(run(network, ours, inputs, **MODES[mode]), expected)
+
+
+def test_a_padded_row_equals_the_prompt_alone():
+    network = model("llama")
+    inputs = prompt(rows=3)
+    together = run(network, CompressedCache(network.config, format="identity", **ZONE), inputs)
+    for row in range(3):
+        real = inputs["attention_mask"][row].bool()
+        alone = run(network, CompressedCache(network.config, format="identity", **ZONE), {"input_ids": inputs["input_ids"][row, real][None]})
+        assert torch.equal(alone[0, -NEW:], together[row, -NEW:])
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_assisted_decoding_rolls_back(name):
+    network, draft = model(name), model("llama" if name == "gemma3" else "qwen3")
+    plain = run(network, CompressedCache(network.config, format="identity", **ZONE))
+    with attach(draft, lambda config: NVFP4Cache(config, **ZONE)):
+        assisted = run(network, CompressedCache(network.config, format="identity", **ZONE), assistant_model=draft)
+    assert torch.equal(assisted, plain)
+
+
+def test_prompt_lookup_across_the_window():
+    network = model("gemma3")
+    inputs = {"input_ids": torch.randint(3, 100, (1, 10)).repeat(1, 4)}
+    plain = run(network, DynamicCache(config=network.config), inputs)
+    ours = CompressedCache(network.config, format="identity", **ZONE)
+    assert torch.equal(run(network, ours, inputs, prompt_lookup_num_tokens=5), plain)
+
+
+def test_multi_turn_with_all_ids():
+    network = model("llama")
+    ours, reference = TurboQuantCache(network.config, **ZONE), DynamicCache(config=network.config)
+    exact = CompressedCache(network.config, format="identity", **ZONE)
+    ids = {cache: prompt()["input_ids"] for cache in (reference, exact, ours)}
+    for turn in range(3):
+        for cache in ids:
+            torch.manual_seed(turn)
+            new = torch.randint(3, 100, (1, 7))
+            ids[cache] = run(network, cache, {"input_ids": torch.cat([ids[cache], new], dim=1)}, max_new_tokens=9)
+    assert torch.equal(ids[exact], ids[reference])
+    assert ours.get_seq_length() == reference.get_seq_length() == ids[ours].shape[1] - 1
+
+
+def test_inputs_embeds():
+    network = model("llama")
+    embedded = {"inputs_embeds": network.get_input_embeddings()(prompt()["input_ids"])}
+    expected = run(network, DynamicCache(config=network.config), embedded)
+    assert torch.equal(run(network, CompressedCache(network.config, format="identity", **ZONE), embedded), expected)
+
+
+def prefilled(cache, rows: int = 1):
+    network = model("llama")
+    with torch.no_grad():
+        network(prompt(rows)["input_ids"], past_key_values=cache)
+    return cache
+
+
+def step(cache, token: int = 7):
+    with torch.no_grad():
+        return model("llama")(torch.full((cache.layers[0].zones[0].first.shape[0], 1), token), past_key_values=cache).logits[:, -1]
+
+
+def turboquant(**options):
+    return TurboQuantCache(model("llama").config, **ZONE | options)
+
+
+def test_deepcopy_forks_a_prefix():
+    cache = prefilled(turboquant())
+    fork = copy.deepcopy(cache)
+    first = step(cache)
+    step(cache, 9)
+    assert cache.get_seq_length() == fork.get_seq_length() + 2
+    assert torch.equal(step(fork), first)
+
+
+def test_batch_repeat_and_select():
+    cache = prefilled(turboquant())
+    expected = step(copy.deepcopy(cache))
+    cache.batch_repeat_interleave(3)
+    assert torch.allclose(step(copy.deepcopy(cache)), expected.expand(3, -1), atol=1e-5)
+    cache.batch_select_indices(torch.tensor([2]))
+    assert torch.allclose(step(cache), expected, atol=1e-5)
+
+
+def test_reorder_moves_rows():
+    cache = prefilled(turboquant(), rows=3)
+    expected = step(copy.deepcopy(cache))
+    cache.reorder_cache(torch.tensor([2, 0, 0]))
+    assert torch.allclose(step(cache), expected[[2, 0, 0]], atol=1e-5)
+
+
+@pytest.mark.parametrize("removed", [1, 3, 20, 39])
+def test_crop_takes_back_what_came_last(removed):
+    cache = prefilled(turboquant(exact_first=0, exact_recent=0))
+    codes = [{n: x.clone() for n, x in codes.items()} for codes, _ in cache.layers[0].zones[0].body.blocks(10_000)]
+    cache.crop(0)
+    cache.crop(-removed)
+    assert cache.get_seq_length() == 40 - removed
+    (kept, count), *_ = cache.layers[0].zones[0].body.blocks(10_000)
+    assert count == 40 - removed
+    assert all(torch.equal(kept[name], codes[0][name][:, :, :count]) for name in kept)
+    step(cache)
+
+
+def test_reset_makes_it_new():
+    network = model("llama")
+    cache = turboquant()
+    first = run(network, cache)
+    cache.reset()
+    assert cache.get_seq_length() == 0 and cache.nbytes == 0
+    assert torch.equal(run(network, cache), first)
+
+
+def test_output_attentions_under_eager():
+    network = model("llama", "eager")
+    inputs = prompt()
+    dense, ours = (
+        network.generate(
+            **inputs, past_key_values=cache, max_new_tokens=4, do_sample=False, output_attentions=True, return_dict_in_generate=True
+        )
+        for cache in (DynamicCache(config=network.config), CompressedCache(network.config, format="identity", **ZONE))
+    )
+    for theirs, mine in zip(dense.attentions, ours.attentions, strict=True):
+        for a, b in zip(theirs, mine, strict=True):
+            assert torch.allclose(a, b, atol=1e-6)
+
+
+def test_gradients_are_harmless():
+    network = model("llama")
+    ids = prompt()["input_ids"]
+    graded, plain = turboquant(), turboquant()
+    for begin, end in ((0, 30), (30, 38), (38, 39)):
+        with_grad = network(ids[:, begin:end], past_key_values=graded).logits
+        with torch.no_grad():
+            without = network(ids[:, begin:end], past_key_values=plain).logits
+        assert with_grad.requires_grad
+        assert torch.allclose(with_grad.detach(), without, atol=1e-3)
+    with_grad.sum().backward()
+    network.zero_grad()
+
+
+def test_attach_serves_every_generate():
+    network = model("llama")
+    made = []
+
+    def factory(config):
+        made.append(TurboQuantCache(config, **ZONE))
+        return made[-1]
+
+    expected = run(network, turboquant())
+    with attach(network, factory):
+        for _ in range(2):
+            assert torch.equal(run(network, None), expected)
+    assert len(made) == 2 and made[0].get_seq_length() == made[1].get_seq_length() == 40 + NEW - 1
+    detach(network)
+    run(network, None)
+    assert len(made) == 2

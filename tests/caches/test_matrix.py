@@ -1,0 +1,72 @@
+"""Models x attention implementations x ways to feed a prompt: the exact format equals DynamicCache, every other one its codes decoded."""
+
+import pytest
+from matrix import ATTENTION, DENSE_BY_DESIGN, FORMATS, MODELS, UNSUPPORTED, model
+from reference import MODES, ZONES, assert_close, count_decoded_layers, decoded, forward, steps
+from transformers import DynamicCache
+
+from qkvcache import CompressedCache
+from qkvcache.attention.route import MAX_FUSED_QUERIES
+
+LEGAL = [(name, attention) for name in MODELS for attention in ATTENTION if (name, attention) not in UNSUPPORTED]
+FEEDS = [*((mode, "zones") for mode in MODES), ("chunked_padded", "bare")]
+FOUR_BIT = "turboquant_4bit_nc"
+
+pytestmark = pytest.mark.filterwarnings("ignore:no layer of this model", "ignore:attention code calls")
+
+
+def check_against_dynamic(model, mode, **options):
+    expected = steps(model, DynamicCache(config=model.config), mode)
+    got = steps(model, CompressedCache(model.config, format="identity", **options), mode)
+    for ours, theirs in zip(got, expected, strict=True):
+        assert_close(ours, theirs, 1e-5)
+
+
+def check_against_decoded(model, mode, cache, dense_at_decode=False):
+    """Each step is compared from the same codes, so that no rounding flips between the two."""
+    ids, mask = mode.inputs()
+    begin = 0
+    for size in mode.sizes:
+        span = begin, begin + size
+        expected = forward(model, decoded(cache), ids, mask, *span)
+        with count_decoded_layers() as dense:
+            got = forward(model, cache, ids, mask, *span)
+        assert_close(got, expected, 1e-4)
+        eager = model.config._attn_implementation == "eager"
+        if begin and (size <= MAX_FUSED_QUERIES or eager) and not dense_at_decode:
+            assert not dense
+        begin += size
+
+
+@pytest.mark.parametrize(("mode", "zones"), FEEDS)
+@pytest.mark.parametrize(("name", "attention"), LEGAL)
+def test_exact_format_equals_dynamic_cache(name, attention, mode, zones):
+    check_against_dynamic(model(name, attention), MODES[mode], **ZONES[zones])
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("name", "attention"), LEGAL)
+def test_four_bits_equal_their_codes_decoded(name, attention, mode):
+    network = model(name, attention)
+    cache = CompressedCache(network.config, format=FOUR_BIT, **ZONES["zones"])
+    check_against_decoded(network, MODES[mode], cache, dense_at_decode=name in DENSE_BY_DESIGN)
+
+
+@pytest.mark.parametrize(("attention", "mode", "zones"), [*(("sdpa", *feed) for feed in FEEDS), ("eager", "chunked_padded", "zones")])
+@pytest.mark.parametrize("format", FORMATS)
+def test_every_format_equals_its_codes_decoded(format, attention, mode, zones):
+    network = model("llama", attention)
+    check_against_decoded(network, MODES[mode], CompressedCache(network.config, format=format, **ZONES[zones]))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("attention", ATTENTION)
+def test_without_a_config_sliding_layers_are_compressed_too(attention, mode):
+    network = model("mistral", attention)
+    for ours, theirs in zip(
+        steps(network, CompressedCache(format="identity", **ZONES["zones"]), MODES[mode]),
+        steps(network, DynamicCache(), MODES[mode]),
+        strict=True,
+    ):
+        assert_close(ours, theirs, 1e-5)
+    check_against_decoded(network, MODES[mode], CompressedCache(format=FOUR_BIT, **ZONES["zones"]))

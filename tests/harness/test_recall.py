@@ -1,0 +1,39 @@
+"""Recall cases: the fact is where it should be, and is the only answer."""
+
+import random
+
+import pytest
+
+from qkvcache.harness.recall import KEYS, code_word, plant, recall_case, recall_cases
+
+FILLER = "one two three four five six seven eight nine ten " * 40
+
+
+@pytest.mark.parametrize("depth", [0.0, 0.3, 1.0])
+def test_the_sentence_is_planted_at_its_depth(depth):
+    text = plant(FILLER, "HERE.", depth)
+    assert text.replace(" HERE.", "", 1) == FILLER
+    assert text.index("HERE.") / len(FILLER) == pytest.approx(depth, abs=0.02)
+
+
+def test_one_fact_answers_the_question():
+    case = recall_case(random.Random(1), FILLER, 0.5, distractors=5)
+    key = case.question.split("code word of ")[1].split("?")[0]
+    facts = [part.split(".")[0] for part in case.context.split("The code word of ")[1:]]
+    assert len(facts) == 6
+    assert [fact for fact in facts if fact.startswith(f"{key} ")] == [f"{key} is{case.answer}"]
+    assert case.prompt.endswith(case.question)
+
+
+def test_cases_are_reproducible_and_spread():
+    first, again = (recall_cases(5, lambda rng: FILLER, seed=3) for _ in range(2))
+    assert first == again
+    depths = [case.context.index("The code word") / len(case.context) for case in first]
+    assert depths == sorted(depths) and depths[0] < 0.05 and depths[-1] > 0.95
+
+
+def test_code_words_are_not_words_of_the_text():
+    rng = random.Random(0)
+    words = {code_word(rng) for _ in range(200)}
+    assert len(words) > 190
+    assert not words & {key.lower() for key in KEYS}

@@ -1,0 +1,101 @@
+"""What caches are compared with: the same steps through a DynamicCache, or through the same codes decoded into dense tensors."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import Cache, PreTrainedModel
+
+from qkvcache.kernels import Side
+from qkvcache.layers.compressed import CompressedLayer
+
+ZONES = {"zones": {"exact_first": 2, "exact_recent": 4}, "bare": {"exact_first": 0, "exact_recent": 0}}
+
+
+@dataclass(frozen=True)
+class Mode:
+    """How one prompt goes through a model: padding on the left of each row, and the tokens of each forward."""
+
+    padding: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    def inputs(self, seed: int = 0) -> tuple[Tensor, Tensor]:
+        """`(ids, mask)`, `[B, T]` each."""
+        torch.manual_seed(seed)
+        length = sum(self.sizes)
+        ids = torch.randint(3, 100, (len(self.padding), length))
+        mask = (torch.arange(length) >= torch.tensor(self.padding)[:, None]).long()
+        return ids * mask, mask
+
+
+# Chunks above and below the number of queries that attend on codes; boundaries inside padding; a step of three tokens among those of one.
+MODES = {
+    "single": Mode((0,), (30, 1, 3, 1)),
+    "padded": Mode((0, 5, 9), (30, 1, 3, 1)),
+    "chunked": Mode((0,), (4, 18, 8, 1, 3, 1)),
+    "chunked_padded": Mode((0, 5, 9), (4, 18, 8, 1, 3, 1)),
+}
+
+
+def forward(model: PreTrainedModel, cache: Cache, ids: Tensor, mask: Tensor, begin: int, end: int) -> Tensor:
+    """Logits of the real tokens in `[begin, end)`, `[N, V]`."""
+    positions = (mask.cumsum(-1) - 1).clamp_min(0)[:, begin:end]
+    with torch.no_grad():
+        out = model(input_ids=ids[:, begin:end], attention_mask=mask[:, :end], position_ids=positions, past_key_values=cache)
+    return out.logits[mask[:, begin:end].bool()]
+
+
+def steps(model: PreTrainedModel, cache: Cache, mode: Mode) -> Iterator[Tensor]:
+    """Logits of the real tokens of each forward."""
+    ids, mask = mode.inputs()
+    begin = 0
+    for size in mode.sizes:
+        yield forward(model, cache, ids, mask, begin, begin + size)
+        begin += size
+
+
+class DenseLayer(CompressedLayer):
+    """The same layer, which hands attention its codes decoded."""
+
+    def update(self, *args, **kwargs):
+        return tuple(x if isinstance(x, Tensor) else x.dense() for x in super().update(*args, **kwargs))
+
+
+def decoded(cache: Cache) -> Cache:
+    """A copy of `cache` whose compressed layers hand out dense tensors."""
+    cache = copy.deepcopy(cache)
+    for inner in (getattr(cache, "self_attention_cache", cache),):
+        for layer in inner.layers:
+            if type(layer) is CompressedLayer:
+                layer.__class__ = DenseLayer
+    return cache
+
+
+def assert_close(got: Tensor, expected: Tensor, tolerance: float) -> None:
+    """Every entry within `tolerance` of the largest expected one."""
+    assert got.shape == expected.shape
+    assert got.isfinite().all()
+    error = (got - expected).abs().max() / expected.abs().max()
+    assert error <= tolerance, f"relative error {error:.2e} > {tolerance}"
+
+
+@contextmanager
+def count_decoded_layers() -> Iterator[list[Side]]:
+    """Collects every side that is decoded as a whole meanwhile."""
+    seen: list[Side] = []
+    stock = Side.dense
+
+    def dense(self: Side) -> Tensor:
+        seen.append(self)
+        return stock(self)
+
+    Side.dense = dense
+    try:
+        yield seen
+    finally:
+        Side.dense = stock

@@ -1,0 +1,58 @@
+"""The command line: what it prints, and what it says to wrong input."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from qkvcache.cli import app
+from qkvcache.demo import show
+
+
+def run(*arguments: str):
+    return CliRunner(env={"COLUMNS": "160", "NO_COLOR": "1"}).invoke(app, arguments)
+
+
+def test_formats_lists_bytes_and_refusals():
+    rows = {row["format"]: row for row in json.loads(run("formats", "--json").stdout)}
+    assert rows["int8"]["bytes"] == 264 and rows["nvfp4"]["bytes"] == 144 and rows["turboquant_3bit_nc"]["bytes"] == 102
+    refused = {row["format"]: row for row in json.loads(run("formats", "--json", "--head-dim", "80").stdout)}
+    assert refused["int4"]["bytes"] is None and "group_size" in refused["int4"]["refuses"]
+    assert "turboquant_4bit_nc" in run("formats").stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [(("formats", "--head-dim", "0"), "--head-dim 0"), (("demo", "--dtype", "int8"), "bfloat16, float32"), (("dmeo",), "No such command")],
+)
+def test_wrong_input_is_explained(arguments, says):
+    result = run(*arguments)
+    assert result.exit_code == 2
+    assert says in result.output
+
+
+@pytest.fixture
+def small_demo(monkeypatch):
+    monkeypatch.setattr(show, "FORMATS", ("turboquant_4bit_nc",))
+    monkeypatch.setattr(show, "CONTEXT_TOKENS", 400)
+    monkeypatch.setattr(show, "READ_ON", 8)
+    monkeypatch.setattr(show, "RECALLS", 2)
+
+
+def test_demo_prints_the_answer_and_the_table(small_demo):
+    result = run("demo", "--dtype", "float32")
+    assert result.exit_code == 0, result.output
+    assert "The code word of" in result.stdout
+    for word in ("DynamicCache", "turboquant_4bit_nc", "4 + 64", "none", "bytes/token"):
+        assert word in result.stdout
+
+
+def test_demo_json_has_a_row_for_each_cache(small_demo):
+    rows = json.loads(run("demo", "--dtype", "float32", "--json").stdout)
+    assert [(row["cache"], row["exact"]) for row in rows] == [
+        ("DynamicCache", "all"), ("turboquant_4bit_nc", "4 + 64"), ("turboquant_4bit_nc", "none")
+    ]  # fmt: skip
+    dense, zones, bare = rows
+    assert dense["kl"] == pytest.approx(0, abs=1e-6)
+    assert bare["ratio"] > zones["ratio"] > 1.5
+    assert len({row["answer"] for row in rows}) == 1
