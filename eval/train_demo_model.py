@@ -25,31 +25,31 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from qkvcache.harness.recall import KEYS, NEEDLE, QUESTION, code_word, plant, recall_cases
+from qkvcache.harness.recall import KEYS, NEEDLE, QUESTION, code_word, recall_cases
 
 CONTEXT, VOCAB = 4096, 2048
 
 
 def read_text(path: Path) -> str:
     """The file with hard line breaks inside paragraphs removed."""
-    text = lzma.open(path, "rt").read() if path.suffix == ".xz" else path.read_text()
+    text = lzma.decompress(path.read_bytes()).decode() if path.suffix == ".xz" else path.read_text()
     return re.sub(r"[ \t]+", " ", re.sub(r"(?<!\n)\n(?!\n)", " ", text.replace("\r", "")))
 
 
 def stdlib_sources() -> list[str]:
     root = Path(sysconfig.get_paths()["stdlib"])
-    skip = ("site-packages", "dist-packages", "test", "pydoc_data", "idlelib", "lib2to3", "encodings")
-    paths = [p for p in sorted(root.rglob("*.py")) if not any(part in skip for part in p.relative_to(root).parts)]
+    skip = {"site-packages", "dist-packages", "test", "pydoc_data", "idlelib", "lib2to3", "encodings"}
+    paths = [p for p in sorted(root.rglob("*.py")) if skip.isdisjoint(p.relative_to(root).parts)]
     return [p.read_text(errors="ignore") for p in paths if p.stat().st_size > 2000]
 
 
 def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
     tok = Tokenizer(models.BPE())
-    tok.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    steps = [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    tok.pre_tokenizer = pre_tokenizers.Sequence(steps)
     tok.decoder = decoders.ByteLevel()
-    special = ["<s>", "</s>", "<pad>"]
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    tok.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=VOCAB, special_tokens=special, initial_alphabet=alphabet, show_progress=False))
+    options = {"special_tokens": ["<s>", "</s>", "<pad>"], "initial_alphabet": pre_tokenizers.ByteLevel.alphabet(), "show_progress": False}
+    tok.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=VOCAB, **options))
     tok.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
     return PreTrainedTokenizerFast(
         tokenizer_object=tok, bos_token="<s>", eos_token="</s>", pad_token="<pad>", padding_side="left", model_max_length=CONTEXT
@@ -81,7 +81,7 @@ class Sequences(torch.utils.data.IterableDataset):
             if len(encoded["input_ids"]) == CONTEXT + 1:
                 weight = torch.ones(CONTEXT + 1)
                 for match in self.ANSWER.finditer(text):
-                    first, last = (encoded.char_to_token(at) for at in (match.end(match.lastindex) - len(match[match.lastindex]), match.end() - 1))
+                    first, last = (encoded.char_to_token(at) for at in (match.start(match.lastindex), match.end(match.lastindex) - 1))
                     if first is not None and last is not None:
                         weight[first : last + 1] = 5.0
                 yield torch.tensor(encoded["input_ids"]), weight[1:]
@@ -226,13 +226,15 @@ def main() -> None:
     code = stdlib_sources()
     tokenizer = train_tokenizer([b[:1_000_000] for b in books] + code[::4])
     model = build_model(tokenizer).cuda()
-    print(f"{sum(map(len, books)) / 1e6:.1f} MB text, {sum(map(len, code)) / 1e6:.1f} MB code, {model.num_parameters() / 1e6:.2f} M parameters")
+    sizes = (sum(map(len, books)) / 1e6, sum(map(len, code)) / 1e6, model.num_parameters() / 1e6)
+    print("{:.1f} MB text, {:.1f} MB code, {:.2f} M parameters".format(*sizes))
     tokens = train(model, Sequences(tokenizer, books, code, seed=1), args)
 
     model.to(torch.bfloat16).save_pretrained(args.out)
     tokenizer.save_pretrained(args.out)
     model = AutoModelForCausalLM.from_pretrained(args.out, dtype=torch.bfloat16).cuda().eval()
-    row = {"what": "demo_model", "date": time.strftime("%Y-%m-%d"), "parameters": model.num_parameters(), "tokens": tokens, "minutes": args.minutes, "lr": args.lr}
+    row = {"what": "demo_model", "date": time.strftime("%Y-%m-%d"), "parameters": model.num_parameters(), "tokens": tokens}
+    row |= {"minutes": args.minutes, "lr": args.lr}
     row |= held_out(model, AutoTokenizer.from_pretrained(args.out), valid)
     row |= {f"recall_{n}": recall(model, tokenizer, valid, n, distractors=0) for n in (500, 1000, 2000, 3500)}
     row |= {f"recall_{n}_of_4": recall(model, tokenizer, valid, n, distractors=3) for n in (500, 2000)}

@@ -42,7 +42,7 @@ def main() -> None:
     cases = RecallSet.make(model, tokenizer, ids, args.context, args.cases)
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
     versions = {"commit": commit, "torch": torch.__version__, "transformers": transformers.__version__}
-    table = Table(title=f"{args.context:,} tokens of context, {args.passages} x {args.continuation - 1} tokens read on, {args.cases} recalls")
+    table = Table(title=f"{args.context:,} tokens, {args.passages} x {args.continuation - 1} read on, {args.cases} recalls")
     for header in ("format", "exact_first", "exact_recent", "bytes/token", "KL", "perplexity", "recall"):
         table.add_column(header, justify="left" if header == "format" else "right")
     for format in FORMATS:

@@ -67,7 +67,8 @@ def formats(
     table.add_column("bytes", justify="right")
     table.add_column("than 16 bit", justify="right")
     for row in rows:
-        table.add_row(row["format"], *((f"{row['bytes']:g}", f"{row['ratio']:.2f}x smaller") if row["bytes"] else ("-", row["refuses"])))
+        cells = (f"{row['bytes']:g}", f"{row['ratio']:.2f}x smaller") if row["bytes"] else ("-", str(row["refuses"]))
+        table.add_row(str(row["format"]), *cells)
     Console().print(table)
 
 

@@ -35,12 +35,14 @@ def attach(model: PreTrainedModel, factory: Callable[..., Cache]) -> Attachment:
 
     Raises:
         TypeError: `factory` is not callable (a cache instance cannot serve two calls), or returns something other than a Cache.
-        ValueError: the model has a cache attached already.
+        ValueError: the model has a cache attached already, or keeps its state in something other than a Cache.
     """
     if not callable(factory):
         raise TypeError(f"attach needs a factory such as `lambda config: TurboQuantCache(config)`, got {type(factory).__name__}")
     if _METHOD in model.__dict__:
         raise ValueError("the model has a cache attached already: detach it first")
+    if not model._supports_default_dynamic_cache():  # type: ignore[operator]
+        raise ValueError(f"{type(model).__name__} does not keep its state in a transformers Cache: there is nothing to attach to")
     stock = getattr(model, _METHOD)
     signature = inspect.signature(stock)
 
@@ -51,8 +53,10 @@ def attach(model: PreTrainedModel, factory: Callable[..., Cache]) -> Attachment:
             cache = factory(model.config)
             if not isinstance(cache, Cache):
                 raise TypeError(f"the factory given to attach returned {type(cache).__name__}, expected a transformers Cache")
-            model_kwargs["past_key_values"] = EncoderDecoderCache(cache, DynamicCache()) if model.config.is_encoder_decoder else cache
-        return stock(*args, **kwargs)
+            if model.config.is_encoder_decoder and not isinstance(cache, EncoderDecoderCache):
+                cache = EncoderDecoderCache(cache, DynamicCache())
+            model_kwargs["past_key_values"] = cache
+        return stock(*args, **kwargs)  # type: ignore[operator]
 
     model.__dict__[_METHOD] = prepare
     return Attachment(model)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from ..kernels import Payload, Side, attend, mix, scores
 
@@ -56,7 +57,8 @@ class KVHandle:
     def ndim(self) -> int:
         return len(self.shape)
 
-    dim = ndim.fget
+    def dim(self) -> int:
+        return self.ndim
 
     def size(self, dim: int | None = None) -> torch.Size | int:
         return self.shape if dim is None else self.shape[dim]
@@ -105,7 +107,7 @@ class KVHandle:
 
     def to(self, *args: Any, **kwargs: Any) -> KVHandle | Tensor:
         """Itself where nothing would change: layers that share keys move them to their own device."""
-        if not kwargs and args in ((self.device,), (self.dtype,)):
+        if args in ((self.device,), (self.dtype,)) and kwargs.keys() <= {"non_blocking"}:
             return self
         return self.dense().to(*args, **kwargs)
 
@@ -125,18 +127,19 @@ class KVHandle:
         return getattr(_dense_once(self, name), name)
 
     def __rmatmul__(self, other: Tensor) -> Tensor:
-        return torch.matmul(other, self)
+        return torch.matmul(other, self)  # type: ignore[arg-type]
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
-        if func in _MATMULS and not kwargs and len(args) == 2 and isinstance(args[1], cls):
-            if (out := _lazy_matmul(args[0], args[1])) is not None:
-                return out
+        two = func in _MATMULS and not kwargs and len(args) == 2 and isinstance(args[1], cls)
+        if two and (out := _lazy_matmul(args[0], args[1])) is not None:
+            return out
         if func is F.scaled_dot_product_attention and (out := _lazy_sdpa(*args, **kwargs)) is not None:
             return out
-        dense = torch.utils._pytree.tree_map(lambda x: _dense_once(x, getattr(func, "__name__", "?")) if isinstance(x, cls) else x, (args, kwargs))
-        return func(*dense[0], **dense[1])
+        name = getattr(func, "__name__", "?")
+        args, kwargs = tree_map(lambda x: _dense_once(x, name) if isinstance(x, cls) else x, (args, kwargs))
+        return func(*args, **kwargs)
 
 
 def _operator(name: str) -> Any:

@@ -43,7 +43,7 @@ def install() -> None:
     def get_interface(self: AttentionInterface, attn_implementation: str, default: Callable) -> Callable:
         return functools.partial(route, stock(self, attn_implementation, default), attn_implementation or "eager")
 
-    AttentionInterface.get_interface = get_interface
+    AttentionInterface.get_interface = get_interface  # type: ignore[method-assign]
     ALL_ATTENTION_FUNCTIONS.register(NAME, full_attention)
     # Without a mask function transformers would pass no mask at all, and padding would be attended.
     ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, sdpa_mask)
@@ -54,7 +54,7 @@ def uninstall() -> None:
     global _stock_get_interface
     if _stock_get_interface is None:
         return
-    AttentionInterface.get_interface = _stock_get_interface
+    AttentionInterface.get_interface = _stock_get_interface  # type: ignore[method-assign]
     _stock_get_interface = None
     for registry in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS):
         registry._global_mapping.pop(NAME, None)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import Cache, DynamicLayer
@@ -76,22 +74,25 @@ class CompressedCache(DynamicCache):
         if config is None:
             if exact_layers:
                 raise ValueError(f"exact_layers={exact_layers} needs the config, to know how many layers there are")
-            Cache.__init__(self, layer_class_to_replicate=functools.partial(self._new_layer), offloading=offloading)
+            Cache.__init__(self, layer_class_to_replicate=self._new_layer, offloading=offloading)  # type: ignore[arg-type]
         elif isinstance(config, PreTrainedConfig):
             super().__init__(config=config, offloading=offloading)
             self._swap_layers(exact_layers, config.get_text_config(decoder=True).per_layer_config)
         else:
             raise TypeError(f"config must be a transformers config such as model.config, got {type(config).__name__}")
-        self._needs_wrapper = bool(config is not None and config.is_encoder_decoder)
+        self._encoder_decoder = bool(config is not None and config.is_encoder_decoder)
+        self._last_layer: int | None = None
         attention.install()
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs):
-        """As transformers' Cache, which would mix the encoder's states into an unwrapped cache without a word."""
-        if self._needs_wrapper and getattr(self, "_is_user_defined", False):  # generate marks the object that it was given
+        """As transformers' Cache, which would append the encoder's states to the decoder's without a word."""
+        # The sign of a cache outside of an EncoderDecoderCache: a step comes back to the layer that it has just updated.
+        if self._encoder_decoder and layer_idx == self._last_layer and len(self.layers) > 1:
             raise ValueError(
                 f"an encoder-decoder model keeps its encoder's states apart: pass EncoderDecoderCache({type(self).__name__}(config, ...), "
                 "DynamicCache()) as past_key_values"
             )
+        self._last_layer = layer_idx
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def _new_layer(self) -> CompressedLayer:
@@ -112,6 +113,17 @@ class CompressedCache(DynamicCache):
         if not full:
             kinds = sorted({type(layer).__name__ for layer in self.layers})
             warnings.warn(f"no layer of this model has full attention ({', '.join(kinds)}): nothing will be compressed", stacklevel=4)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Removes the last `-tokens_to_remove` tokens; 0 keeps them all."""
+        if tokens_to_remove > 0:  # before any layer is touched
+            raise ValueError(f"crop({tokens_to_remove}): pass a negative number, the count of tokens to remove from the end")
+        super().crop(tokens_to_remove)
+
+    def reset(self) -> None:
+        """Forgets everything; the cache may then serve another prompt and another batch size."""
+        super().reset()
+        self._last_layer = None
 
     @property
     def nbytes(self) -> int:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Literal
 
-from transformers import PreTrainedConfig
-from transformers.cache_utils import CacheLayerMixin
+from transformers import DynamicCache, PreTrainedConfig
+from transformers.cache_utils import DynamicLayer
 
 from ..formats import FP8, NVFP4, Format, Int4, Int8, TurboQuant
 from .base import CompressedCache
@@ -41,9 +41,9 @@ class QuantizedPerTokenCache(CompressedCache):
         super().__init__(config, format=_per_token_format(dtype, scale, symmetric), **options)
 
 
-def _per_token_format(dtype: str, scale: str, symmetric: bool) -> Format:
+def _per_token_format(dtype: str, scale: Literal["token_head", "token", "tensor"], symmetric: bool) -> Format:
     if dtype == "int8":
-        return Int8(scale=scale, symmetric=symmetric)
+        return Int8(scale=scale, symmetric=symmetric)  # type: ignore[arg-type]  # "tensor" is refused there
     if dtype in ("fp8", "fp8_e5m2"):
         if not symmetric:
             raise ValueError(f"symmetric=False for dtype={dtype!r}: float codes have no zero point; use dtype='int8' or 'int4'")
@@ -103,8 +103,6 @@ def _boundary(config: PreTrainedConfig | None, count: int) -> list[int]:
         raise ValueError(f"boundary_layers={count!r}: must be a number of layers, 0 or more")
     if config is None:
         raise ValueError(f"boundary_layers={count} needs the config, to know which layers are last")
-    from transformers import DynamicCache
-
     layers = DynamicCache(config=config).layers
-    full = [i for i, layer in enumerate(layers) if isinstance(layer, CacheLayerMixin) and not layer.is_sliding]
+    full = [i for i, layer in enumerate(layers) if isinstance(layer, DynamicLayer) and not layer.is_sliding]
     return full[:count] + full[-count:]

@@ -16,8 +16,8 @@ MODEL_PATH = Path(__file__).parent / "model"
 
 def load(dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu") -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The model, ready for inference, and its tokenizer."""
-    model = AutoModelForCausalLM.from_pretrained(MODEL_PATH, dtype=dtype).to(device).eval()
-    return model, AutoTokenizer.from_pretrained(MODEL_PATH)
+    model = AutoModelForCausalLM.from_pretrained(MODEL_PATH, dtype=dtype).eval()
+    return torch.nn.Module.to(model, device), AutoTokenizer.from_pretrained(MODEL_PATH)
 
 
 def text() -> str:

@@ -20,12 +20,22 @@ from ..harness.recall import recall_case
 from . import load, text_ids
 
 FORMATS = (
-    "int8 fp8 nvfp4 nvfp4_mse int4 int4_vllm turboquant_k8v4 turboquant_4bit_nc turboquant_k3v4_nc turboquant_3bit_nc"
-).split()
+    "int8",
+    "fp8",
+    "nvfp4",
+    "nvfp4_mse",
+    "int4",
+    "int4_vllm",
+    "turboquant_k8v4",
+    "turboquant_4bit_nc",
+    "turboquant_k3v4_nc",
+    "turboquant_3bit_nc",
+)
 STREAMED = "turboquant_4bit_nc"
 CONTEXT_TOKENS = 2000
 READ_ON = 48
 RECALLS = 10
+NEW_TOKENS = 24
 
 
 @dataclass(frozen=True)
@@ -65,7 +75,7 @@ class Timed(BaseStreamer):
 
     @property
     def text(self) -> str:
-        return self.tokenizer.decode(self.ids)
+        return str(self.tokenizer.decode(self.ids))
 
     @property
     def tokens_per_second(self) -> float:
@@ -78,12 +88,17 @@ def run(dtype: torch.dtype = torch.bfloat16, console: Console | None = None, see
     model, tokenizer = load(dtype)
     ids = text_ids(tokenizer)
     rng = random.Random(seed)
-    case = recall_case(rng, tokenizer.decode(ids[:CONTEXT_TOKENS]), 0.4, distractors=3)
+    case = recall_case(rng, str(tokenizer.decode(ids[:CONTEXT_TOKENS])), 0.4, distractors=3)
     prompt = tokenizer(case.prompt, return_tensors="pt")["input_ids"]
     if console:
-        console.print(f"[bold]A prompt of {prompt.shape[1]:,} tokens, with a code word 40 % into it:[/bold] …{case.question.split('?')[0]}?")
-        console.print(f"[bold]{STREAMED}:[/bold] {case.question.split('?')[1].strip()}", end="")
-        generate(model, tokenizer, prompt, _factory(model.config, STREAMED, True)(), lambda text: console.print(text, end="", highlight=False))
+        asked, begun = case.question.split("? ")
+        console.print(f"[bold]A prompt of {prompt.shape[1]:,} tokens, with a code word 40 % into it:[/bold] … {asked}?")
+        console.print(f"[bold]{STREAMED}:[/bold] {begun}", end="")
+
+        def write(text: str) -> None:
+            console.print(text, end="", highlight=False, markup=False)
+
+        generate(model, tokenizer, prompt, _factory(model.config, STREAMED, True)(), write)
         console.print("\n")
 
     begin = len(ids) // 2
@@ -119,15 +134,12 @@ def show(rows: list[Row], console: Console) -> None:
     table = Table(
         title=f"{CONTEXT_TOKENS:,} tokens of context",
         caption_style="dim",
-        caption="exact: tokens at the beginning + end kept in the model's dtype (none: the format as its authors define it). KL and "
-        f"perplexity: 2 x {READ_ON - 1} tokens read on through the cache, against the dense run. recall: {RECALLS} code words, each among three "
-        "others, the question unseen when the context was compressed. tokens/s: decode steps of one prompt on this machine.",
+        caption="exact: tokens at beginning + end kept in the model's dtype (none: the format as its authors define it). "
+        f"KL and perplexity: 2 x {READ_ON - 1} tokens read on through the cache, against the dense run. "
+        f"recall: {RECALLS} code words, each among three others, question unseen at compression. tokens/s: decode, this machine.",
     )
-    for header, justify in (
-        ("cache", "left"), ("exact", "left"), ("bytes/token", "right"), ("smaller", "right"), ("KL", "right"),
-        ("perplexity", "right"), ("recall", "right"), ("tokens/s", "right"), ("answer", "left"),
-    ):  # fmt: skip
-        table.add_column(header, justify=justify)
+    for header in ("cache", "exact", "bytes/token", "smaller", "KL", "perplexity", "recall", "tokens/s", "answer"):
+        table.add_column(header, justify="left" if header in ("cache", "exact", "answer") else "right")
     for row in rows:
         table.add_row(
             row.cache, row.exact, f"{row.bytes_per_token:,.0f}", f"{row.ratio:.2f}x", f"{row.kl:.4f}",
@@ -137,13 +149,16 @@ def show(rows: list[Row], console: Console) -> None:
 
 
 def generate(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: torch.Tensor, cache: Cache, write: Callable[[str], None] | None = None
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: torch.Tensor,
+    cache: Cache,
+    write: Callable[[str], None] | None = None,
 ) -> Timed:
     """The main job: `model.generate` with the cache, nothing else changed."""
     streamer = Timed(tokenizer, write)
-    model.generate(
-        prompt, attention_mask=torch.ones_like(prompt), past_key_values=cache, max_new_tokens=32, do_sample=False, streamer=streamer
-    )
+    options = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": NEW_TOKENS, "do_sample": False, "streamer": streamer}
+    model.generate(prompt, past_key_values=cache, **options)  # type: ignore[operator]
     return streamer
 
 
@@ -155,8 +170,9 @@ def _caches(config: PreTrainedConfig) -> Iterator[tuple[str, str, Callable[[], C
 
 
 def _factory(config: PreTrainedConfig, name: str, zones: bool) -> Callable[[], CompressedCache]:
-    options = {} if zones else {"exact_first": 0, "exact_recent": 0}
-    return lambda: CompressedCache(config, format=name, **options)
+    if zones:
+        return lambda: CompressedCache(config, format=name)
+    return lambda: CompressedCache(config, format=name, exact_first=0, exact_recent=0)
 
 
 def as_json(rows: list[Row]) -> list[dict]:

@@ -36,11 +36,14 @@ _FORMATS: tuple[Format, ...] = (
     Int8(),
     Int8(scale="token"),
     Int8(symmetric=False),
-    *(
-        FP8(dtype, scale, frozen)
-        for dtype in ("e4m3", "e5m2")
-        for scale, frozen in (("token_head", False), ("token", False), ("tensor", False), ("tensor", True))
-    ),
+    FP8(),
+    FP8(scale="token"),
+    FP8(scale="tensor"),
+    FP8(scale="tensor", frozen=True),
+    FP8("e5m2"),
+    FP8("e5m2", scale="token"),
+    FP8("e5m2", scale="tensor"),
+    FP8("e5m2", scale="tensor", frozen=True),
     Int4(),
     Int4("vllm"),
     Int4("group"),

@@ -20,6 +20,8 @@ from .rotation import Hadamard
 
 TINY = 1e-30  # floor of a divisor: keeps an all-zero vector from dividing by zero; a scale that small times any code is still zero
 
+Sharing = Literal["each", "shared"]
+
 Codes = dict[str, Tensor]
 """One tensor `[B, H, T, width]` for each declared buffer (`[B, 1, T, width]` if heads share it, `T` = 1 if it is kept once)."""
 
@@ -32,7 +34,7 @@ class Buffer:
     dtype: torch.dtype | None
     width: int
     role: Literal["codes", "scales"] = "codes"
-    heads: Literal["each", "shared"] = "each"
+    heads: Sharing = "each"
     tokens: Literal["each", "once"] = "each"
 
     def nbytes(self, model_dtype: torch.dtype = torch.bfloat16) -> int:

@@ -19,7 +19,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from .base import TINY, Buffer, Codec, Codes, Format, Levels, check_option
+from .base import TINY, Buffer, Codec, Codes, Format, Levels, Sharing, check_option
 from .packing import code_buffers, lookup8, refuses
 
 DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
@@ -36,7 +36,7 @@ class ScaledFloat8(Codec):
     frozen: bool = False
 
     def buffers(self, head_dim: int) -> tuple[Buffer, ...]:
-        heads = "each" if self.scale == "token_head" else "shared"
+        heads: Sharing = "each" if self.scale == "token_head" else "shared"
         scale = Buffer("scale", torch.float32, 1, "scales", heads, "once" if self.frozen else "each")
         return (*code_buffers(8, head_dim), scale)
 

@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from .base import TINY, Buffer, Codec, Codes, Format, Levels, check_option
+from .base import TINY, Buffer, Codec, Codes, Format, Levels, Sharing, check_option
 from .uniform import Uniform
 
 
@@ -25,7 +25,7 @@ class SymmetricInt8(Codec):
     scale_dtype: torch.dtype = torch.float32
 
     def buffers(self, head_dim: int) -> tuple[Buffer, ...]:
-        heads = "each" if self.scale == "token_head" else "shared"
+        heads: Sharing = "each" if self.scale == "token_head" else "shared"
         return (Buffer("codes", torch.int8, head_dim), Buffer("scale", self.scale_dtype, 1, "scales", heads))
 
     def encode(self, x: Tensor, once: Codes) -> Codes:

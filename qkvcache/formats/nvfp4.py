@@ -83,15 +83,16 @@ def _rounded(x: Tensor) -> Tensor:
 
 
 def _least_error(magnitudes: Tensor, candidates: list[Tensor]) -> Tensor:
-    best = least = None
-    for candidate in candidates:
+    def error_of(candidate: Tensor) -> Tensor:
         scale = _e4m3(candidate)
         error = _rounded(magnitudes / scale).mul_(scale).sub_(magnitudes).square_()
-        error = error.sum(-1, keepdim=True, dtype=exact_dtype(scale.device))
-        if best is None:
-            best, least = candidate, error
-        else:
-            best, least = torch.where(error < least, candidate, best), torch.minimum(error, least)
+        return error.sum(-1, keepdim=True, dtype=exact_dtype(scale.device))
+
+    best, *others = candidates
+    least = error_of(best)
+    for candidate in others:
+        error = error_of(candidate)
+        best, least = torch.where(error < least, candidate, best), torch.minimum(error, least)
     return best
 
 

@@ -37,13 +37,15 @@ def refuses(bits: int, head_dim: int) -> str | None:
 
 def pack(codes: Tensor, bits: int) -> Codes:
     """uint8 codes below `2**bits` `[..., D]` to the buffers of `code_buffers`."""
-    planes = {3: pack3, 4: lambda codes: (pack4(codes),), 8: lambda codes: (codes,)}[bits](codes)
+    planes = pack3(codes) if bits == 3 else (pack4(codes),) if bits == 4 else (codes,)
     return {name: plane for (name, _), plane in zip(PLANES[bits], planes, strict=True)}
 
 
 def lookup(packed: Codes, bits: int, levels: tuple[float, ...]) -> Tensor:
     """`levels[code]` for the buffers of `code_buffers`, as fp32 `[..., D]`."""
-    return {3: lookup3, 4: lookup4, 8: lookup8}[bits](*(packed[name] for name, _ in PLANES[bits]), levels)
+    if bits == 3:
+        return lookup3(packed["low"], packed["high"], levels)
+    return (lookup4 if bits == 4 else lookup8)(packed["codes"], levels)
 
 
 def rank(x: Tensor, thresholds: tuple[float, ...]) -> Tensor:

@@ -29,7 +29,8 @@ from .packing import code_buffers, lookup, pack, rank, refuses
 from .rotation import Hadamard, exact_dtype
 from .uniform import Uniform
 
-PRESETS: dict[str, tuple[int, int]] = {"k8v4": (8, 4), "4bit_nc": (4, 4), "k3v4_nc": (3, 4), "3bit_nc": (3, 3)}
+Preset = Literal["k8v4", "4bit_nc", "k3v4_nc", "3bit_nc"]
+PRESETS: dict[Preset, tuple[Literal[3, 4, 8], Literal[3, 4]]] = {"k8v4": (8, 4), "4bit_nc": (4, 4), "k3v4_nc": (3, 4), "3bit_nc": (3, 3)}
 """Bits of keys and of values."""
 
 
@@ -65,7 +66,7 @@ def _norm(x: Tensor) -> Tensor:
 class TurboQuant(Format):
     """TurboQuant: `preset` says how many bits keys and values get."""
 
-    preset: Literal["k8v4", "4bit_nc", "k3v4_nc", "3bit_nc"] = "4bit_nc"
+    preset: Preset = "4bit_nc"
 
     def __post_init__(self) -> None:
         check_option("preset", self.preset, PRESETS)

@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import Cache, DynamicLayer
 
+from ..caches import CompressedCache
 from .recall import RecallCase, recall_case
 
 CacheFactory = Callable[[], Cache]
@@ -64,9 +65,10 @@ def prefill(model: PreTrainedModel, ids: Tensor) -> tuple[DynamicCache, Tensor]:
 @torch.no_grad()
 def refill(cache: Cache, prefilled: DynamicCache, model: PreTrainedModel, ids: Tensor) -> Cache:
     """`cache` as it stands after a prefill of `ids`: from the exact keys and values where all are there, else by running the model."""
-    if all(type(layer) is DynamicLayer for layer in prefilled.layers):
-        for index, layer in enumerate(prefilled.layers):
-            cache.update(layer.keys, layer.values, index)
+    full = [layer for layer in prefilled.layers if type(layer) is DynamicLayer]
+    if len(full) == len(prefilled.layers):
+        for index, layer in enumerate(full):
+            cache.update(layer.keys, layer.values, index)  # type: ignore[arg-type]
     else:
         model(ids, past_key_values=cache, logits_to_keep=1)
     return cache
@@ -96,9 +98,10 @@ def _perplexity(log_probs: Tensor, target: Tensor) -> float:
 
 def held_bytes(cache: Cache) -> int:
     """Bytes of keys and values that `cache` holds, measured."""
-    if hasattr(cache, "nbytes"):
+    if isinstance(cache, CompressedCache):
         return cache.nbytes
-    return sum(t.untyped_storage().nbytes() for layer in cache.layers for t in (layer.keys, layer.values) if t is not None)
+    tensors = (x for layer in cache.layers for x in vars(layer).values() if isinstance(x, Tensor))
+    return sum(x.untyped_storage().nbytes() for x in tensors)
 
 
 @dataclass(frozen=True)
@@ -128,7 +131,7 @@ class RecallSet:
         filler_tokens = tokens - TOKENS_OF_A_FACT * (distractors + 1)
         for i in range(count):
             at = rng.randrange(len(text_ids) - filler_tokens)
-            filler = tokenizer.decode(text_ids[at : at + filler_tokens])
+            filler = str(tokenizer.decode(text_ids[at : at + filler_tokens]))
             case = recall_case(rng, filler, 0.95 * i / max(count - 1, 1), distractors, key="Anna")
             cases.append(case)
             rows.append(tokenizer(case.context)["input_ids"])

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 NEEDLE = "The code word of {key} is {word}."
 QUESTION = "What is the code word of {key}? The code word of {key} is"
-KEYS = (
+KEYS = (  # noqa: SIM905
     "Anna Bruno Clara David Elena Felix Greta Henry Irene Jonas Karin Louis Maria Nadia Oscar Paula Quinn Rosa Simon Tilda "
     "Ulric Vera Walter Xenia Yusuf Zelda Berlin Cairo Dublin Geneva Havana Lisbon Madrid Nairobi Ottawa Prague Quito Riga "
     "Sofia Tokyo Vienna Warsaw Zurich"
@@ -35,8 +35,8 @@ def code_word(rng: random.Random) -> str:
     """A word that no text contains: two to four syllables, or five digits."""
     if rng.random() < 0.25:
         return "".join(rng.choice("0123456789") for _ in range(5))
-    syllables = (rng.choice("bdfghjklmnprstvz") + rng.choice("aeiou") + rng.choice(["", "", "n", "r", "l"]) for _ in range(rng.randint(2, 4)))
-    return "".join(syllables)
+    letters = ("bdfghjklmnprstvz", "aeiou", ["", "", "n", "r", "l"])
+    return "".join(rng.choice(kind) for _ in range(rng.randint(2, 4)) for kind in letters)
 
 
 def plant(filler: str, sentence: str, depth: float) -> str:

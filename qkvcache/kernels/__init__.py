@@ -1,6 +1,6 @@
 """Attention on compressed keys and values."""
 
 from .attend import attend
-from .segments import Exact, Packed, Payload, Side, mix, scores
+from .segments import Exact, Packed, Payload, Segment, Side, mix, scores
 
-__all__ = ["Exact", "Packed", "Payload", "Side", "attend", "mix", "scores"]
+__all__ = ["Exact", "Packed", "Payload", "Segment", "Side", "attend", "mix", "scores"]

@@ -1,7 +1,7 @@
 """What attention reads: one side (keys or values) of a layer as a row of segments, exact or packed, in token order.
 
-The two halves of attention in plain torch: `scores` (q . k) and `mix` (p . v). Packed segments are blocks of a bounded number of tokens, and
-only one block at a time exists in floating point. This is the reference that fused kernels are tested against, and what CPU users run.
+The two halves of attention in plain torch: `scores` (q . k) and `mix` (p . v). Packed segments are blocks of a bounded number of tokens,
+and only one block at a time exists in floating point. This is the reference that fused kernels are tested against, and what CPU users run.
 
 Shapes: `q` `[B, H, R, D]` with `R` = query heads of the group times queries, in fp32; scores and probabilities `[B, H, R, T]`.
 """

@@ -18,7 +18,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from ..attention.handle import KVHandle
 from ..formats.base import Codec, Format
-from ..kernels import Exact, Packed, Payload, Side
+from ..kernels import Exact, Packed, Payload, Segment, Side
 from .slots import Slots
 
 BLOCK = 1024
@@ -50,7 +50,8 @@ class Zones:
         """What attention over everything stored reads."""
         batch, heads, _, dim = self.first.shape
         packed = (Packed(self.body.codec, codes, count, dim) for codes, count in self.body.blocks(BLOCK))
-        segments = tuple(s for s in (Exact(self.first), *packed, Exact(self.recent)) if s.tokens)
+        row: tuple[Segment, ...] = (Exact(self.first), *packed, Exact(self.recent))
+        segments = tuple(segment for segment in row if segment.tokens)
         return Side(segments, (batch, heads, self.length, dim), self.first.dtype, self.first.device)
 
     @torch.no_grad()
@@ -124,12 +125,13 @@ class CompressedLayer(CacheLayerMixin):
         Raises ValueError for a batch, head count, head_dim or dtype other than what is stored; nothing is stored then.
         """
         self._check(key_states, value_states)
-        if not self.is_initialized:
+        if self.zones is None:
             self.lazy_initialization(key_states, value_states)
-        key, value = self.zones
+        key, value = self.zones  # type: ignore[misc]
         empty = not key.length
         key.extend(key_states)
         value.extend(value_states)
+        result: tuple[Tensor | KVHandle, Tensor | KVHandle]
         if empty:
             result = key_states, value_states
         elif torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
@@ -215,11 +217,11 @@ class CompressedLayer(CacheLayerMixin):
         return key.side().dense(), value.side().dense()
 
     @property
-    def keys(self) -> Tensor:
+    def keys(self) -> Tensor:  # type: ignore[override]
         raise NotImplementedError(_NO_DENSE)
 
     @property
-    def values(self) -> Tensor:
+    def values(self) -> Tensor:  # type: ignore[override]
         raise NotImplementedError(_NO_DENSE)
 
 
