@@ -22,16 +22,16 @@ from qkvcache import CompressedCache, demo
 from qkvcache.harness.quality import Passages, RecallSet, divergence, recall
 
 RESULTS = Path(__file__).parent / "results" / "zones.jsonl"
-FORMATS = ("nvfp4", "turboquant_4bit_nc", "turboquant_3bit_nc")
+FORMATS = ("turboquant_4bit_nc", "turboquant_3bit_nc")
 ZONES = ((0, 0), (4, 0), (0, 64), (4, 16), (4, 32), (4, 64), (4, 128), (4, 256))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--context", type=int, default=2000)
-    parser.add_argument("--continuation", type=int, default=128)
-    parser.add_argument("--passages", type=int, default=4)
-    parser.add_argument("--cases", type=int, default=20)
+    parser.add_argument("--continuation", type=int, default=96)
+    parser.add_argument("--passages", type=int, default=3)
+    parser.add_argument("--cases", type=int, default=10)
     parser.add_argument("--save", action="store_true", help=f"append the rows to {RESULTS.name}")
     args = parser.parse_args()
 

@@ -116,6 +116,7 @@ class CompressedCache(DynamicCache):
 
     def crop(self, tokens_to_remove: int) -> None:
         """Removes the last `-tokens_to_remove` tokens; 0 keeps them all."""
+        tokens_to_remove = int(tokens_to_remove)  # transformers 5.17 passes a tensor
         if tokens_to_remove > 0:  # before any layer is touched
             raise ValueError(f"crop({tokens_to_remove}): pass a negative number, the count of tokens to remove from the end")
         super().crop(tokens_to_remove)

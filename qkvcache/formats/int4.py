@@ -71,7 +71,7 @@ class HiddenZeroInt4(Codec):
         low, high = x.aminmax(dim=-1, keepdim=True)
         low, high = low.clamp_max(0), high.clamp_min(0)
         scale = (high - low) / 15
-        zero = (-low / scale.clamp_min(TINY) + 0.5).nan_to_num(0).clamp(0, 15).int()
+        zero = (-low / scale.clamp_min(TINY) + 0.5).clamp(0, 15).int()
         hidden = (scale.view(torch.int32) & ~15 | zero).view(torch.float32)
         scale, zero = self._reveal(hidden)
         codes = (x / scale.clamp_min(TINY) + zero + 0.5).clamp(0, 15).to(torch.uint8)

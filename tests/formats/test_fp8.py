@@ -81,8 +81,9 @@ def test_error_is_half_a_step(dtype):
     assert ((roundtrip(FP8(dtype).key, x) - x).abs() <= x.abs() * relative * 1.001 + scale * step * 0.5).all()
 
 
-def test_frozen_scale_saturates_what_comes_later():
-    codec = FP8(scale="tensor", frozen=True).key
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_frozen_scale_saturates_what_comes_later(dtype):
+    codec = FP8(dtype, scale="tensor", frozen=True).key
     first = torch.randn(1, 2, 5, 64).clamp(-1, 1) * 0.25
     once = codec.fit(first)
     later = torch.randn(1, 2, 5, 64) * 10

@@ -1,0 +1,114 @@
+"""`attach`: a fresh cache for every later generate, undone without a trace."""
+
+import pytest
+import torch
+from matrix import model
+from transformers import DynamicCache, EncoderDecoderCache
+
+from qkvcache import CompressedCache, TurboQuantCache, attach, detach
+
+IDS = {"llama": torch.arange(3, 23).view(2, 10), "t5": torch.arange(3, 23).view(2, 10)}
+
+
+class Factory:
+    """Keeps the caches it makes."""
+
+    def __init__(self, make=lambda config: CompressedCache(config, format="identity", exact_first=0, exact_recent=0)):
+        self.make, self.caches = make, []
+
+    def __call__(self, config):
+        self.caches.append(self.make(config))
+        return self.caches[-1]
+
+
+def generate(network, **options):
+    options = {"max_new_tokens": 8, "do_sample": False, "return_dict_in_generate": True} | options
+    return network.generate(IDS[network.config.model_type], attention_mask=torch.ones(2, 10, dtype=torch.long), **options)
+
+
+@pytest.fixture(params=["llama", "t5"])
+def network(request):
+    network = model(request.param)
+    yield network
+    assert "_prepare_cache_for_generation" not in vars(network)
+
+
+def test_every_generate_gets_a_fresh_cache(network):
+    expected, factory = generate(network), Factory()
+    with attach(network, factory) as same:
+        assert same is network
+        for calls in (1, 2):
+            out = generate(network)
+            assert torch.equal(out.sequences, expected.sequences)
+            assert len(factory.caches) == calls
+            held = out.past_key_values
+            assert getattr(held, "self_attention_cache", held) is factory.caches[-1]
+            assert factory.caches[-1].get_seq_length() == expected.past_key_values.get_seq_length()
+    after = generate(network)
+    assert len(factory.caches) == 2 and type(after.past_key_values) is type(expected.past_key_values)
+
+
+def test_beams(network):
+    expected = generate(network, num_beams=3).sequences
+    with attach(network, Factory()):
+        assert torch.equal(generate(network, num_beams=3).sequences, expected)
+
+
+@pytest.mark.parametrize("undo", [lambda network, attachment: attachment.detach(), lambda network, attachment: detach(network)])
+def test_detach(network, undo):
+    attachment = attach(network, TurboQuantCache)
+    for _ in range(2):
+        undo(network, attachment)
+        assert type(generate(network).past_key_values) in (DynamicCache, EncoderDecoderCache)
+    detach(network)
+
+
+def test_an_error_inside_detaches_too(network):
+    with pytest.raises(RuntimeError, match="mine"), attach(network, TurboQuantCache):
+        raise RuntimeError("mine")
+
+
+def test_a_factory_may_wrap_by_itself():
+    network = model("t5")
+    factory = Factory(lambda config: EncoderDecoderCache(CompressedCache(config, format="int8"), DynamicCache()))
+    with attach(network, factory):
+        assert generate(network).past_key_values is factory.caches[0]
+
+
+def test_a_cache_given_by_the_user_wins():
+    network, factory, given = model("llama"), Factory(), DynamicCache()
+    with attach(network, factory):
+        assert generate(network, past_key_values=given).past_key_values is given
+    assert not factory.caches
+
+
+@pytest.mark.parametrize("options", [{"use_cache": False}, {"cache_implementation": "static"}])
+def test_what_the_user_asks_of_generate_wins(options):
+    network, factory = model("llama"), Factory()
+    with attach(network, factory):
+        generate(network, disable_compile=True, **options)
+    assert not factory.caches
+
+
+def test_two_caches_cannot_be_attached():
+    network = model("llama")
+    with attach(network, TurboQuantCache):
+        with pytest.raises(ValueError, match="detach it first"):
+            attach(network, Factory())
+        assert isinstance(generate(network).past_key_values, TurboQuantCache)
+    with attach(network, TurboQuantCache):
+        pass
+
+
+@pytest.mark.parametrize("wrong", [None, "int8", DynamicCache()])
+def test_what_is_no_factory_is_refused(wrong):
+    network = model("llama")
+    with pytest.raises(TypeError, match=f"needs a factory.*got {type(wrong).__name__}"):
+        attach(network, wrong)
+    assert "_prepare_cache_for_generation" not in vars(network)
+
+
+@pytest.mark.parametrize("made", [None, "int8"])
+def test_a_factory_of_something_else_is_refused(made):
+    with attach(model("llama"), lambda config: made), pytest.raises(TypeError, match=f"returned {type(made).__name__}, expected a"):
+        generate(model("llama"))

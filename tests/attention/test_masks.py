@@ -1,0 +1,103 @@
+"""`visible`: the masks of every implementation, against loops over queries and keys."""
+
+import itertools
+
+import pytest
+import torch
+from reference import assert_close
+from torch.nn.attention.flex_attention import create_block_mask
+
+from qkvcache.attention.masks import visible
+from qkvcache.kernels import Exact, Payload, Side, attend
+
+B, H, Q, T = 2, 3, 4, 12
+PADDING = (0, 5)
+CPU = torch.device("cpu")
+
+
+def expected(sees) -> torch.Tensor:
+    """`[B, Q, T]` from `sees(row, query position, key position)`."""
+    out = torch.zeros(B, Q, T, dtype=torch.bool)
+    for b, q, t in itertools.product(range(B), range(Q), range(T)):
+        out[b, q, t] = sees(b, T - Q + q, t)
+    return out
+
+
+def resolved(implementation: str, mask, **options) -> torch.Tensor:
+    """`[B, Q, T]` of what `attend` makes visible with what `visible` returns."""
+    mask, causal = visible(implementation, mask, B, Q, T, CPU, options)
+    one_hot = torch.eye(T).expand(B, 1, T, T)
+    payload = Payload(*(Side((Exact(x),), tuple(x.shape), x.dtype, x.device) for x in (torch.zeros(B, 1, T, 1), one_hot)))
+    weights = attend(torch.zeros(B, 1, Q, 1), payload, mask, causal=causal)[:, 0]
+    return weights > 1 / (2 * T)
+
+
+def padding_mask(tokens: int = T) -> torch.Tensor:
+    return torch.stack([torch.arange(tokens) >= p + tokens - T for p in PADDING]).long()
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "flex_attention", "qkvcache"])
+@pytest.mark.parametrize("is_causal", [None, True, False])
+def test_no_mask_means_causal_from_the_absolute_offset(implementation, is_causal):
+    sees = expected(lambda b, q, t: is_causal is False or t <= q)
+    assert torch.equal(resolved(implementation, None, is_causal=is_causal), sees)
+
+
+@pytest.mark.parametrize("is_causal", [None, True, False])
+def test_a_finished_mask_is_all_there_is(is_causal):
+    mask = torch.rand(B, 1, Q, T) < 0.5
+    mask[..., 0] = True
+    assert torch.equal(resolved("sdpa", mask, is_causal=is_causal), mask[:, 0])
+    additive = torch.zeros(B, 1, Q, T).masked_fill(~mask, torch.finfo(torch.float32).min)
+    assert torch.equal(resolved("sdpa", additive, is_causal=is_causal), mask[:, 0])
+    assert visible("sdpa", mask, B, Q, T, CPU, {}) == (mask, False)
+
+
+@pytest.mark.parametrize("name", ["flash_attention_2", "flash_attention_3", "kernels-community/flash-attn"])
+@pytest.mark.parametrize("longer", [0, 7])
+@pytest.mark.parametrize("window", [None, 3, T, 100])
+@pytest.mark.parametrize("is_causal", [None, True, False])
+def test_flash(name, is_causal, window, longer):
+    def sees(b, q, t):
+        return t >= PADDING[b] and (is_causal is False or t <= q) and (window is None or q - t < window)
+
+    options = {"is_causal": is_causal, "sliding_window": window}
+    assert torch.equal(resolved(name, padding_mask(T + longer), **options), expected(sees))
+    assert torch.equal(resolved(name, padding_mask().bool(), **options), expected(sees))
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_flash_without_padding(window):
+    sees = expected(lambda b, q, t: t <= q and (window is None or q - t < window))
+    assert torch.equal(resolved("flash_attention_2", None, sliding_window=window), sees)
+
+
+def test_a_window_is_for_flash_only():
+    """The others have it in their mask; without one there is none."""
+    assert torch.equal(resolved("sdpa", None, sliding_window=3), expected(lambda b, q, t: t <= q))
+
+
+def test_flex():
+    def sees(b, q, t):
+        return (t <= q) & (t >= torch.tensor(PADDING)[b]) & (q - t < 7)
+
+    block_mask = create_block_mask(lambda b, h, q, t: sees(b, q + T - Q, t), B, None, Q, T, device="cpu")
+    got = resolved("flex_attention", block_mask)
+    assert torch.equal(got, expected(lambda b, q, t: bool(sees(b, q, t))))
+
+
+@pytest.mark.parametrize("kind", ["none", "bool", "additive", "flash"])
+@pytest.mark.parametrize("batch", [1, B])
+def test_position_bias_is_added(kind, batch):
+    bias = torch.randn(batch, H, Q, T)
+    mask = torch.rand(B, 1, Q, T) < 0.5
+    mask[..., 0] = True
+    hidden = torch.zeros(B, 1, Q, T).masked_fill(~mask, -torch.inf)
+    given = {"none": None, "bool": mask, "additive": hidden, "flash": padding_mask()}[kind]
+    got, causal = visible("flash_attention_2" if kind == "flash" else "sdpa", given, B, Q, T, CPU, {"position_bias": bias})
+    if kind == "flash":
+        hidden = torch.zeros(B, 1, 1, T).masked_fill(~padding_mask().bool()[:, None, None], -torch.inf)
+    if kind == "none":
+        hidden = torch.zeros(())
+    assert causal == (kind in ("none", "flash"))
+    assert_close(got.expand(B, H, Q, T).softmax(-1), (bias + hidden).expand(B, H, Q, T).softmax(-1), 1e-6)

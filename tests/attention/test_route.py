@@ -1,0 +1,219 @@
+"""The route: in place once a cache is made, gone without a trace when uninstalled, and nothing to everyone else."""
+
+import copy
+import statistics
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+from matrix import model
+from reference import MODES, ZONES, assert_close, count_decoded_layers, forward, steps
+from transformers import DynamicCache
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
+
+from qkvcache import CompressedCache
+from qkvcache.attention import KVHandle, install, installed, uninstall
+from qkvcache.attention.route import MAX_FUSED_QUERIES, NAME, route
+from qkvcache.formats import REGISTRY
+from qkvcache.layers.compressed import CompressedLayer
+
+REGISTRIES = (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS)
+MODULE = SimpleNamespace(is_causal=True)
+
+
+@pytest.fixture
+def bare():
+    """transformers without the route."""
+    was = installed()
+    uninstall()
+    yield
+    (install if was else uninstall)()
+
+
+def transformers_state() -> tuple:
+    return AttentionInterface.__dict__["get_interface"], *(dict(registry._global_mapping) for registry in REGISTRIES)
+
+
+def handles(queries: int = 1) -> tuple[KVHandle, KVHandle]:
+    layer = CompressedLayer(REGISTRY["turboquant_4bit_nc"], 2, 4)
+    for tokens in (30, queries):
+        out = layer.update(torch.randn(2, 2, tokens, 32), torch.randn(2, 2, tokens, 32))
+    return out
+
+
+def recorder():
+    calls = []
+
+    def stock(*args, **kwargs):
+        calls.append((args, kwargs))
+        return "out", "weights"
+
+    return stock, calls
+
+
+# Installing
+
+
+def test_install_and_uninstall_leave_no_trace(bare):
+    before = transformers_state()
+    for _ in range(2):
+        install()
+        install()
+        assert installed() and transformers_state() != before
+        assert all(NAME in registry for registry in REGISTRIES)
+        uninstall()
+        uninstall()
+        assert not installed()
+        assert all(a is b if callable(a) else a == b for a, b in zip(transformers_state(), before, strict=True))
+
+
+def test_install_wraps_once(bare):
+    install()
+    once = AttentionInterface.get_interface
+    CompressedCache(format="int8")
+    install()
+    assert AttentionInterface.get_interface is once
+
+
+def test_the_wrapper_keeps_what_get_interface_says(bare):
+    default = torch.nn.Identity()
+    install()
+    interface = ALL_ATTENTION_FUNCTIONS.get_interface("sdpa", default)
+    assert interface.func is route and interface.args == (ALL_ATTENTION_FUNCTIONS["sdpa"], "sdpa")
+    assert ALL_ATTENTION_FUNCTIONS.get_interface("eager", default).args == (default, "eager")
+    with pytest.raises(KeyError, match="no_such_name"):
+        ALL_ATTENTION_FUNCTIONS.get_interface("no_such_name", default)
+
+
+def test_import_changes_nothing_until_a_cache_is_made():
+    code = """
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS as masks
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as functions, AttentionInterface
+state = lambda: (AttentionInterface.get_interface, dict(functions), dict(masks))
+before = state()
+import qkvcache, qkvcache.attention
+assert state() == before and not qkvcache.attention.installed()
+qkvcache.CompressedCache(format="int8")
+assert state() != before and qkvcache.attention.installed()
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=100)
+
+
+# Through a model
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_a_model_without_our_cache_is_as_before(bare, attention):
+    network, mode = model("llama", attention), MODES["chunked_padded"]
+    uninstall()
+    before = list(steps(network, DynamicCache(), mode))
+    install()
+    assert all(map(torch.equal, before, steps(network, DynamicCache(), mode)))
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager", "flex_attention"])
+@pytest.mark.filterwarnings("ignore:attention code calls")
+def test_live_caches_go_on_without_the_route(bare, attention):
+    """The handles are the net: lazily under sdpa and eager."""
+    network, mode = model("llama", attention), MODES["chunked_padded"]
+    cache = CompressedCache(network.config, format="turboquant_4bit_nc", **ZONES["zones"])
+    ids, mask = mode.inputs()
+    begin = 0
+    for size in mode.sizes:
+        span = begin, begin + size
+        twin = copy.deepcopy(cache)
+        uninstall()
+        with count_decoded_layers() as decoded:
+            got = forward(network, twin, ids, mask, *span)
+        assert not decoded or attention == "flex_attention"
+        install()
+        assert_close(got, forward(network, cache, ids, mask, *span), 1e-4)
+        begin += size
+
+
+# One call
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager", "flash_attention_2"])
+def test_plain_tensors_pass_through_untouched(implementation):
+    stock, calls = recorder()
+    query, key, value, mask = torch.zeros(4)
+    assert route(stock, implementation, MODULE, query, key, value, mask, scaling=2.0) == ("out", "weights")
+    ((args, kwargs),) = calls
+    assert all(a is b for a, b in zip(args, (MODULE, query, key, value, mask), strict=True)) and kwargs == {"scaling": 2.0}
+
+
+def test_plain_tensors_pass_quickly():
+    x, stock = torch.zeros(1), lambda *args, **kwargs: None
+    times = []
+    for _ in range(500):
+        begin = time.perf_counter_ns()
+        route(stock, "sdpa", MODULE, x, x, x, None, dropout=0.0, scaling=1.0)
+        times.append(time.perf_counter_ns() - begin)
+    assert statistics.median(times) < 20_000
+
+
+@pytest.mark.parametrize("implementation", ["eager", "paged|eager"])
+def test_eager_gets_the_handles(implementation):
+    stock, calls = recorder()
+    key, value = handles()
+    route(stock, implementation, MODULE, torch.zeros(2, 4, 1, 32), key, value, None)
+    assert calls[0][0][2:4] == (key, value)
+
+
+@pytest.mark.parametrize(("queries", "options"), [(MAX_FUSED_QUERIES + 1, {}), (1, {"dropout": 0.1})])
+def test_what_is_not_fused_gets_one_dense_layer(queries, options):
+    stock, calls = recorder()
+    key, value = handles(queries)
+    route(stock, "sdpa", MODULE, torch.zeros(2, 4, queries, 32), key, value, None, **options)
+    ((args, kwargs),) = calls
+    assert torch.equal(args[2], key.dense()) and torch.equal(args[3], value.dense()) and kwargs == options
+
+
+def naive(query, key, value, visible, scaling, softcap, sinks):
+    key, value = (x.dense().double().repeat_interleave(2, 1) for x in (key, value))
+    logits = torch.tanh(query.double() @ key.mT * scaling / softcap) * softcap
+    weights = torch.where(visible, logits.exp(), 0.0)
+    return (weights / (weights.sum(-1, keepdim=True) + sinks.double().exp().view(1, -1, 1, 1)) @ value).transpose(1, 2)
+
+
+@pytest.mark.parametrize("queries", [1, 3, MAX_FUSED_QUERIES])
+@pytest.mark.parametrize("implementation", ["sdpa", "flash_attention_2", "flex_attention", "qkvcache", "kernels-community/flash-attn3"])
+def test_the_rest_is_fused_with_all_its_options(implementation, queries):
+    stock, calls = recorder()
+    key, value = handles(queries)
+    tokens, query = 30 + queries, torch.randn(2, 4, queries, 32)
+    options = {"scaling": 0.2, "softcap": 3.0, "s_aux": torch.tensor([0.0, 1.0, 2.0, -1.0])}
+    visible = torch.ones(queries, tokens, dtype=torch.bool).tril(tokens - queries)
+    with count_decoded_layers() as decoded:
+        out, weights = route(stock, implementation, MODULE, query, key, value, None, **options)
+        named, _ = route(stock, implementation, MODULE, query, key, value, attention_mask=None, **options)
+    assert not calls and not decoded and weights is None
+    assert out.is_contiguous() and out.shape == (2, queries, 4, 32) and torch.equal(out, named)
+    assert_close(out.double(), naive(query, key, value, visible, *options.values()), 1e-5)
+
+
+@pytest.mark.parametrize("module", [True, False, None])
+@pytest.mark.parametrize("said", [True, False, None])
+def test_who_says_causal(module, said):
+    """The keyword, or else the module, as transformers' own functions have it."""
+    key, value = handles(3)
+    query, causal = torch.randn(2, 4, 3, 32), said is not False if module is None or said is not None else module
+    holder = SimpleNamespace() if module is None else SimpleNamespace(is_causal=module)
+    out, _ = route(recorder()[0], "sdpa", holder, query, key, value, None, is_causal=said)
+    visible = torch.ones(3, 33, dtype=torch.bool).tril(30) if causal else torch.ones(3, 33, dtype=torch.bool)
+    logits = (query @ key.dense().repeat_interleave(2, 1).mT * 32**-0.5).masked_fill(~visible, -torch.inf)
+    assert_close(out, (logits.softmax(-1) @ value.dense().repeat_interleave(2, 1)).transpose(1, 2), 1e-5)
+
+
+def test_the_mask_may_come_by_position_or_name():
+    key, value = handles(3)
+    query, mask = torch.randn(2, 4, 3, 32), torch.rand(2, 1, 3, 33) < 0.5
+    a, _ = route(recorder()[0], "sdpa", MODULE, query, key, value, mask)
+    b, _ = route(recorder()[0], "sdpa", MODULE, query, key, value, attention_mask=mask)
+    c, _ = route(recorder()[0], "sdpa", MODULE, query, key, value, None)
+    assert torch.equal(a, b) and not torch.equal(a, c)

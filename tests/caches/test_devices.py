@@ -1,0 +1,137 @@
+"""Models spread by accelerate or tensor parallelism, and layers that leave their device."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from matrix import CACHES, FORMATS, model
+from reference import ZONES, assert_close
+from torch import Tensor
+
+from qkvcache import CompressedCache, TurboQuantCache
+from qkvcache.formats import resolve
+from qkvcache.layers.compressed import CompressedLayer
+
+ZONE = ZONES["zones"]
+
+
+def filled(format: str, rows: int = 2) -> CompressedLayer:
+    layer = CompressedLayer(resolve(format), **ZONE)
+    layer.update(torch.randn(rows, 2, 40, 32), torch.randn(rows, 2, 40, 32))
+    return layer
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_every_tensor_moves(format):
+    layer = filled(format)
+    layer.device = torch.device("meta")  # stands for another device
+    layer.prefetch()
+    assert {x.device.type for _, x in layer.tensors()} == {"meta"}
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_offload_asks_every_tensor_to_leave(format, monkeypatch):
+    layer = filled(format)
+    expected = {id(x) for _, x in layer.tensors()}
+    left, stock = set(), Tensor.to
+    monkeypatch.setattr(Tensor, "to", lambda x, device, **options: (left.add(id(x)), stock(x, device, **options))[1])
+    layer.offload()
+    assert left == expected
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_handle_outlives_the_layer(format):
+    layer = filled(format)
+    key, _ = layer.update(torch.randn(2, 2, 1, 32), torch.randn(2, 2, 1, 32))
+    expected = key.dense()
+    layer.device = torch.device("meta")
+    layer.prefetch()
+    assert torch.equal(key.dense(), expected)
+    layer.reset()
+    assert torch.equal(key.dense(), expected)
+
+
+def test_offload_and_prefetch_change_nothing():
+    layer = filled("turboquant_4bit_nc")
+    before = [x.clone() for x in layer.dense()]
+    layer.offload()
+    layer.prefetch()
+    assert all(torch.equal(a, b) for a, b in zip(layer.dense(), before, strict=True))
+
+
+@pytest.mark.parametrize("cache", CACHES)
+def test_accelerate_hooks_on_every_module(cache):
+    accelerate = pytest.importorskip("accelerate")
+    network = model("llama")
+    ids = torch.randint(3, 100, (2, 30))
+    options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
+    expected = network.generate(ids, past_key_values=CACHES[cache](network.config, **ZONE), **options)
+    for module in network.modules():
+        accelerate.hooks.add_hook_to_module(module, accelerate.hooks.AlignDevicesHook("cpu", io_same_device=True))
+    try:
+        got = network.generate(ids, past_key_values=CACHES[cache](network.config, **ZONE), **options)
+    finally:
+        accelerate.hooks.remove_hook_from_submodules(network)
+    assert torch.equal(got, expected)
+
+
+def test_accelerate_dispatch():
+    accelerate = pytest.importorskip("accelerate")
+    network = model("gemma3n")  # hooks see handles here: layers share keys through a keyword
+    ids = torch.randint(3, 100, (1, 30))
+    options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
+    expected = network.generate(ids, past_key_values=TurboQuantCache(network.config, **ZONE), **options)
+    dispatched = accelerate.dispatch_model(network, {"": "cpu"}, main_device="cpu", force_hooks=True)
+    try:
+        got = dispatched.generate(ids, past_key_values=TurboQuantCache(network.config, **ZONE), **options)
+    finally:
+        accelerate.hooks.remove_hook_from_submodules(network)
+    assert torch.equal(got, expected)
+
+
+def run(plan: str, checkpoint: Path, output: Path, rank: int, world: int, port: int) -> subprocess.Popen:
+    environment = os.environ | {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "CUDA_VISIBLE_DEVICES": "",
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")])),
+    }
+    command = [sys.executable, str(Path(__file__).with_name("tensor_parallel.py")), str(checkpoint), str(output), plan]
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def test_tensor_parallelism(tmp_path):
+    """Two gloo processes, each with one of two KV heads, equal one process."""
+    checkpoint = tmp_path / "model"
+    model("llama").save_pretrained(checkpoint)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    jobs = [run("none", checkpoint, tmp_path / "one", 0, 1, port)]
+    jobs += [run("auto", checkpoint, tmp_path / "two", rank, 2, port) for rank in range(2)]
+    for job in jobs:
+        try:
+            printed, _ = job.communicate(timeout=120)
+        finally:
+            job.kill()
+        assert job.returncode == 0, printed
+    one, two = (torch.load(tmp_path / name) for name in ("one", "two"))
+    assert (one["identity heads"], two["identity heads"]) == (2, 1)
+    assert_close(two["identity"], one["identity"], 1e-5)
+    # Sums in another order may turn a code; a head that lacks its neighbour's half of the layer would be off by far more.
+    assert_close(two["turboquant_4bit_nc"], one["turboquant_4bit_nc"], 1e-2)
+
+
+def test_a_cache_without_a_config_on_a_plain_model():
+    network = model("llama")
+    ids = torch.randint(3, 100, (1, 30))
+    options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
+    expected = network.generate(ids, past_key_values=CompressedCache(network.config, format="int8", **ZONE), **options)
+    assert torch.equal(network.generate(ids, past_key_values=CompressedCache(format="int8", **ZONE), **options), expected)

@@ -1,0 +1,332 @@
+"""A compressed layer: what `update` returns, moving rows, refusals, memory."""
+
+import copy
+from collections.abc import Iterator
+
+import pytest
+import torch
+from matrix import FORMATS
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from qkvcache.attention import KVHandle
+from qkvcache.formats import REGISTRY
+from qkvcache.kernels import attend
+from qkvcache.layers.compressed import BLOCK, CompressedLayer
+
+ROWS, HEADS, DIM, VALUE_DIM = 3, 2, 64, 32
+
+
+def new(tokens: int, rows: int = ROWS, heads: int = HEADS, dims=(DIM, VALUE_DIM), dtype=torch.float32) -> tuple[Tensor, Tensor]:
+    return tuple(torch.randn(rows, heads, tokens, dim).to(dtype) for dim in dims)
+
+
+def filled(*sizes: int, format: str = "turboquant_4bit_nc", first: int = 2, recent: int = 8) -> CompressedLayer:
+    layer = CompressedLayer(REGISTRY[format], first, recent)
+    for size in sizes or (50, 1, 1):
+        layer.update(*new(size))
+    return layer
+
+
+def same(a: tuple[Tensor, ...], b: tuple[Tensor, ...]) -> bool:
+    return len(a) == len(b) and all(map(torch.equal, a, b))
+
+
+def rows(pair: tuple[Tensor, ...], index: list[int]) -> tuple[Tensor, ...]:
+    return tuple(x[index] for x in pair)
+
+
+def tokens(pair: tuple[Tensor, ...], count: int) -> tuple[Tensor, ...]:
+    return tuple(x[:, :, :count] for x in pair)
+
+
+def state(layer: CompressedLayer) -> list:
+    bytes_held = [(role, id(t), t.flatten().view(torch.uint8).tolist()) for role, t in layer.tensors()]  # slots in waiting may hold nan
+    return [layer.get_seq_length(), layer.is_initialized, bytes_held]
+
+
+# update
+
+
+@pytest.mark.parametrize("zones", [{}, {"first": 0, "recent": 0}])
+@pytest.mark.parametrize("format", FORMATS)
+def test_update_returns_the_tensors_and_then_handles(format, zones):
+    layer = CompressedLayer(REGISTRY[format], *zones.values())
+    given = new(40)
+    assert all(got is x for got, x in zip(layer.update(*given), given, strict=True))
+    for size in (1, 3, 20):
+        before, given = layer.dense(), new(size)
+        handles = layer.update(*given)
+        assert all(isinstance(handle, KVHandle) for handle in handles)
+        assert handles[0].payload is handles[1].payload
+        for handle, past, x in zip(handles, before, given, strict=True):
+            assert torch.equal(handle.dense(), torch.cat([past, x], dim=2))
+    assert layer.get_seq_length() == 64
+    assert layer.get_mask_sizes(5) == (69, 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_dense_is_in_the_models_dtype(dtype):
+    layer = CompressedLayer(REGISTRY["turboquant_3bit_nc"], 2, 8)
+    layer.update(*new(40, dtype=dtype))
+    key, value = layer.update(*new(1, dtype=dtype))
+    assert {key.dtype, value.dtype, key.dense().dtype, value.dense().dtype} == {dtype}
+    assert [tuple(x.shape) for x in layer.dense()] == [(ROWS, HEADS, 41, DIM), (ROWS, HEADS, 41, VALUE_DIM)]
+
+
+def test_gradients_reach_the_new_tokens():
+    layer = filled()
+    before = layer.dense()
+    given = tuple(x.requires_grad_() for x in new(3))
+    got = layer.update(*given)
+    assert all(isinstance(x, Tensor) for x in got)
+    assert same(tokens(got, 52), before)
+    weights = [torch.randn_like(x) for x in got]
+    sum((x * w).sum() for x, w in zip(got, weights, strict=True)).backward()
+    assert same(tuple(x.grad for x in given), tuple(w[:, :, 52:] for w in weights))
+    assert not any(t.requires_grad for _, t in layer.tensors())
+    assert layer.get_seq_length() == 55
+
+
+def test_the_first_update_keeps_gradients_and_stores_none():
+    layer, given = CompressedLayer(REGISTRY["int8"], 2, 8), tuple(x.requires_grad_() for x in new(30))
+    got = layer.update(*given)
+    assert all(x is y for x, y in zip(got, given, strict=True))
+    assert not any(t.requires_grad for _, t in layer.tensors())
+    with torch.no_grad():
+        assert isinstance(layer.update(*given)[0], KVHandle)
+
+
+@pytest.mark.parametrize("modes", [(torch.inference_mode, torch.no_grad), (torch.no_grad, torch.inference_mode)])
+def test_inference_mode_may_come_and_go(modes):
+    layer, plain, given = filled(50), filled(50), [new(n) for n in (40, 1, 30, 1, 70)]
+    layer.reset(), plain.reset()
+    for i, pair in enumerate(given):
+        plain.update(*pair)
+        with modes[i % 2]():
+            layer.update(*pair)
+    assert same(layer.dense(), plain.dense())
+
+
+# Rows and lengths
+
+
+def test_crop():
+    layer = filled(50, 9)
+    before = layer.dense()
+    layer.crop(0)
+    assert same(layer.dense(), before)
+    length = 59
+    for count in (1, 6, 20):  # within the recent zone, into the body
+        layer.crop(-count)
+        length -= count
+        assert layer.get_seq_length() == length and same(layer.dense(), tokens(before, length))
+    given = new(3)
+    layer.update(*given)
+    assert same(layer.dense(), tuple(torch.cat(pair, dim=2) for pair in zip(tokens(before, length), given, strict=True)))
+    layer.crop(-34)  # into the first zone
+    assert same(layer.dense(), tokens(before, 1))
+    layer.crop(-1000)
+    assert layer.get_seq_length() == 0
+    assert all(got is x for got, x in zip(layer.update(*given), given, strict=True))
+
+
+def test_rows_move_together():
+    layer = filled(format="fp8_tensor_frozen")
+    before = layer.dense()
+    for move, index in (
+        (lambda: layer.reorder_cache(torch.tensor([2, 2, 0])), [2, 2, 0]),
+        (lambda: layer.batch_select_indices(torch.tensor([1, 2])), [1, 2]),
+        (lambda: layer.batch_repeat_interleave(3), [0, 0, 0, 1, 1, 1]),
+        (lambda: layer.batch_select_indices(torch.tensor([True, False, False, True, False, False])), [0, 3]),
+    ):
+        move()
+        before = rows(before, index)
+        assert same(layer.dense(), before)
+    given = new(60, rows=2)
+    handles = layer.update(*given)
+    assert same(tuple(handle.dense() for handle in handles), tuple(torch.cat(pair, dim=2) for pair in zip(before, given, strict=True)))
+
+
+def test_moving_an_empty_layer_is_nothing():
+    layer = CompressedLayer(REGISTRY["int8"])
+    layer.reorder_cache(torch.tensor([0]))
+    layer.batch_repeat_interleave(2)
+    layer.offload()
+    layer.prefetch()
+    layer.crop(-3)
+    layer.reset()
+    assert layer.get_seq_length() == 0 and list(layer.tensors()) == []
+    with pytest.raises(ValueError, match="empty"):
+        layer.dense()
+
+
+def test_offload_and_prefetch_move_every_tensor():
+    layer = filled(format="fp8_tensor_frozen")
+    before = layer.dense()
+    layer.offload()
+    assert {t.device.type for _, t in layer.tensors()} == {"cpu"} and same(layer.dense(), before)
+    layer.prefetch()
+    assert same(layer.dense(), before)
+    layer.device = torch.device("meta")
+    layer.prefetch()
+    assert {t.device.type for _, t in layer.tensors()} == {"meta"}
+
+
+def test_reset_starts_over():
+    layer = filled()
+    layer.reset()
+    assert not layer.is_initialized and layer.get_seq_length() == 0 and list(layer.tensors()) == []
+    given = new(4, rows=1, heads=5, dims=(128, 128), dtype=torch.bfloat16)
+    assert layer.update(*given)[0] is given[0]
+
+
+def test_a_copy_lives_its_own_life():
+    layer = filled()
+    before, twin = layer.dense(), copy.deepcopy(layer)
+    twin.update(*new(70))
+    twin.crop(-100)
+    assert same(layer.dense(), before)
+    assert same(twin.dense(), tokens(before, 22))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda layer: layer.update(*new(200)),
+        lambda layer: layer.crop(-40),
+        lambda layer: layer.offload(),
+        lambda layer: layer.reset(),
+        lambda layer: layer.reorder_cache(torch.tensor([2, 1, 0])),
+        lambda layer: layer.batch_repeat_interleave(2),
+    ],
+    ids=["update", "crop", "offload", "reset", "reorder", "repeat"],
+)
+def test_a_handle_outlives_what_happens_to_the_layer(change):
+    layer = filled(format="fp8_tensor_frozen")
+    handles = layer.update(*new(2))
+    before = tuple(handle.dense() for handle in handles)
+    change(layer)
+    assert same(tuple(handle.dense() for handle in handles), before)
+
+
+# Refusals
+
+
+def _pair(key: tuple, value: tuple, dtypes=(torch.float32, torch.float32)):
+    return tuple(torch.zeros(shape, dtype=dtype) for shape, dtype in zip((key, value), dtypes, strict=True))
+
+
+K, V = (ROWS, HEADS, 1, DIM), (ROWS, HEADS, 1, VALUE_DIM)
+BAD_UPDATES = {
+    "batch": _pair((2, *K[1:]), (2, *V[1:])),
+    "heads": _pair((ROWS, 4, 1, DIM), (ROWS, 4, 1, VALUE_DIM)),
+    "key head_dim": _pair((ROWS, HEADS, 1, 128), V),
+    "value head_dim": _pair(K, (ROWS, HEADS, 1, DIM)),
+    "key dtype": _pair(K, V, (torch.bfloat16, torch.float32)),
+    "value dtype": _pair(K, V, (torch.float32, torch.bfloat16)),
+    "tokens of keys and values": _pair((ROWS, HEADS, 2, DIM), V),
+    "batch of keys and values": _pair((2, *K[1:]), V),
+}
+
+
+@pytest.mark.parametrize("bad", BAD_UPDATES)
+def test_a_refused_update_changes_nothing(bad):
+    layer = filled()
+    before = state(layer)
+    with pytest.raises(ValueError, match=r"\[3, 2, 52, \d+\].*reset\(\)|differ in batch"):
+        layer.update(*BAD_UPDATES[bad])
+    assert state(layer) == before
+    layer.update(*new(1))
+
+
+@pytest.mark.parametrize("dims", [(65, 64), (64, 65)])
+def test_a_refused_head_dim_leaves_the_layer_empty(dims):
+    layer = CompressedLayer(REGISTRY["int4"])
+    with pytest.raises(ValueError, match="cannot hold (keys|values) of head_dim 65"):
+        layer.update(*new(3, dims=dims))
+    assert not layer.is_initialized and layer.get_seq_length() == 0 and list(layer.tensors()) == []
+    layer.update(*new(3))
+
+
+def test_a_refused_crop_changes_nothing():
+    layer = filled()
+    before = state(layer)
+    with pytest.raises(ValueError, match=r"crop\(3\): pass a negative number"):
+        layer.crop(3)
+    assert state(layer) == before
+
+
+def test_dense_keys_and_values_are_refused():
+    for layer in (filled(), CompressedLayer(REGISTRY["int8"])):
+        for name in ("keys", "values"):
+            with pytest.raises(NotImplementedError, match="EncoderDecoderCache.*layer.dense()"):
+                getattr(layer, name)
+
+
+# Memory
+
+
+def reachable(thing: object, seen: set[int]) -> Iterator[Tensor]:
+    if id(thing) in seen or isinstance(thing, type):
+        return
+    seen.add(id(thing))
+    if isinstance(thing, Tensor):
+        yield thing
+        return
+    parts = thing.values() if isinstance(thing, dict) else thing if isinstance(thing, (list, tuple)) else vars(thing).values()
+    for part in parts:
+        if isinstance(part, (dict, list, tuple, Tensor)) or hasattr(part, "__dict__"):
+            yield from reachable(part, seen)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_tensors_are_all_that_is_held(format):
+    layer = filled(format=format)
+    for change in (lambda: None, lambda: layer.crop(-45), lambda: layer.update(*new(100)), lambda: layer.update(*new(1))):
+        change()
+        held, listed = list(reachable(layer, set())), [t for _, t in layer.tensors()]
+        assert {id(t) for t in held} == {id(t) for t in listed} and len(held) == len(listed)
+        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in held}
+    assert sum(storages.values()) == sum(t.nbytes for t in listed)
+    per_token = REGISTRY[format].bytes_per_token(DIM, HEADS, VALUE_DIM)
+    codes = sum(t.nbytes for role, t in layer.tensors() if role != "exact")
+    if format != "identity":  # those bytes are counted for bf16
+        once = sum(t.nbytes for zone in layer.zones for t in zone.body.once.values())
+        assert codes == ROWS * per_token * layer.zones[0].body.capacity + once
+
+
+class Allocations(TorchDispatchMode):
+    """Sizes of floating storages that are made inside, and the most bytes alive at once."""
+
+    def __init__(self):
+        super().__init__()
+        self.alive: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.largest = self.peak = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        given = {t.untyped_storage()._cdata for t in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        out = func(*args, **kwargs or {})
+        self.alive = {key: held for key, held in self.alive.items() if not held[0].expired()}
+        for t in torch.utils._pytree.tree_leaves(out):
+            if isinstance(t, Tensor) and t.untyped_storage()._cdata not in given:
+                storage = t.untyped_storage()
+                self.alive[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+                if t.is_floating_point() or t.is_complex():  # a table of several levels a row is gathered as complex numbers
+                    self.largest = max(self.largest, storage.nbytes())
+        self.peak = max(self.peak, sum(size for _, size in self.alive.values()))
+        return out
+
+
+@pytest.mark.parametrize("format", ["identity", "int8_asymmetric", "int4", "nvfp4", "turboquant_4bit_nc", "turboquant_3bit_nc"])
+def test_a_step_decodes_no_more_than_a_block(format):
+    layer = CompressedLayer(REGISTRY[format])
+    layer.update(*new(8192, rows=1, dtype=torch.bfloat16))
+    key, _ = layer.update(*new(1, rows=1, dtype=torch.bfloat16))
+    query = torch.randn(1, HEADS, 1, DIM).bfloat16()
+    with Allocations() as step:
+        attend(query, key.payload)
+    block = BLOCK * HEADS * DIM * 4
+    assert block / 2 <= step.largest <= block
+    assert step.peak <= 4 * block < 8192 * HEADS * (DIM + VALUE_DIM) * 4 / 2

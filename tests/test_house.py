@@ -1,0 +1,56 @@
+"""How the package is built: who imports whom, and how long a file may be."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent / "qkvcache"
+FILES = {str(path.relative_to(ROOT)): path for path in sorted(ROOT.rglob("*.py"))}
+ORDER = ["formats", "kernels", "attention", "layers", "caches"]  # each may import those before it
+ABOVE = {"harness", "demo", "cli", "__init__"}  # and these all of them
+
+every_file = pytest.mark.parametrize("name", FILES)
+
+
+def part(name: str) -> str:
+    return Path(name).parts[0].removesuffix(".py")
+
+
+def imports(name: str) -> set[str]:
+    """Absolute names of all modules imported anywhere in the file, with what is taken from them."""
+    package = ["qkvcache", *Path(name).parts[:-1]]
+    found = set()
+    for node in ast.walk(ast.parse(FILES[name].read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            found |= {".".join(filter(None, [*base, node.module, alias.name])) for alias in node.names}
+    return found
+
+
+@every_file
+def test_imports_go_one_way(name):
+    assert part(name) in {*ORDER, *ABOVE}, "a new part: say here where it stands"
+    if part(name) not in ORDER:
+        return
+    allowed = ORDER[: ORDER.index(part(name)) + 1]
+    ours = {module.split(".")[1] for module in imports(name) if module.startswith("qkvcache.")}
+    assert ours <= set(allowed)
+
+
+@every_file
+def test_formats_and_kernels_know_nothing_of_transformers(name):
+    if part(name) in ("formats", "kernels"):
+        assert not {module for module in imports(name) if module.split(".")[0] == "transformers"}
+
+
+@every_file
+def test_files_are_short(name):
+    assert len(FILES[name].read_text().splitlines()) < (500 if part(name) == "kernels" else 300)
+
+
+@every_file
+def test_bad_input_is_refused_and_not_asserted(name):
+    assert not [node.lineno for node in ast.walk(ast.parse(FILES[name].read_text())) if isinstance(node, ast.Assert)]
