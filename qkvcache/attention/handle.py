@@ -105,11 +105,12 @@ class KVHandle:
     def contiguous(self, *args: Any, **kwargs: Any) -> KVHandle:
         return self
 
-    def to(self, *args: Any, **kwargs: Any) -> KVHandle | Tensor:
-        """Itself where nothing would change: layers that share keys move them to their own device."""
-        if args in ((self.device,), (self.dtype,)) and kwargs.keys() <= {"non_blocking"}:
+    def to(self, target: Any = None, *args: Any, **kwargs: Any) -> KVHandle | Tensor:
+        """Itself where nothing would change: layers that share keys, and accelerate's hooks, move them to their own device."""
+        same = target is self.dtype or (isinstance(target, str | int | torch.device) and torch.device(target) == self.device)
+        if same and not args and kwargs.keys() <= {"non_blocking"}:
             return self
-        return self.dense().to(*args, **kwargs)
+        return self.dense().to(target, *args, **kwargs)
 
     # Everything else is dense.
 

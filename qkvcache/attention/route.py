@@ -79,13 +79,7 @@ def route(
     if kwargs.get("is_causal") is None:
         kwargs["is_causal"] = getattr(module, "is_causal", True)
     mask, causal = visible(implementation, mask, query.shape[0], queries, tokens, query.device, kwargs)
-    out = attend(
-        query,
-        key.payload,
-        mask,
-        scaling=kwargs.get("scaling"),
-        causal=causal,
-        softcap=kwargs.get("softcap"),
-        sinks=kwargs.get("s_aux"),
-    )
+    # sdpa has no softcap and no sinks: transformers 5.17 drops them without a word, and a decode must not differ from its prefill.
+    extras = {} if implementation == "sdpa" else {"softcap": kwargs.get("softcap"), "sinks": kwargs.get("s_aux")}
+    out = attend(query, key.payload, mask, scaling=kwargs.get("scaling"), causal=causal, **extras)
     return out.transpose(1, 2).contiguous(), None

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from qkvcache.formats import REGISTRY
-from qkvcache.layers.compressed import BLOCK, GROUP, Zones
+from qkvcache.layers.compressed import GROUP, Zones
 
 CODEC = REGISTRY["int8"].key
 DIM = 8
@@ -29,7 +29,7 @@ def encoded(x: Tensor) -> Tensor:
 
 
 def codes(zones: Zones) -> Tensor:
-    return torch.cat([codes["codes"] for codes, _ in zones.body.blocks(BLOCK)] or [torch.empty(1, 2, 0, DIM, dtype=torch.int8)], dim=2)
+    return torch.cat([codes["codes"] for codes, _ in zones.body.blocks(zones.block)] or [torch.empty(1, 2, 0, DIM, dtype=torch.int8)], dim=2)
 
 
 @given(zones_of_any_size, updates)
@@ -85,7 +85,7 @@ def test_a_token_is_encoded_once(sizes, operations):
 @pytest.mark.parametrize("recent", [0, 64])
 def test_a_chunk_of_several_blocks(recent):
     zones = Zones(CODEC, torch.empty(1, 2, 1, DIM), 4, recent)
-    chunks = [torch.randn(1, 2, n, DIM) for n in (3, 2 * BLOCK + 500, BLOCK, 1)]
+    chunks = [torch.randn(1, 2, n, DIM) for n in (3, 2 * zones.block + 500, zones.block, 1)]
     for chunk in chunks:
         assert torch.equal(step(zones, chunk)[:, :, -chunk.shape[2] :], chunk)
     x, held = torch.cat(chunks, dim=2), zones.side().dense()
@@ -95,8 +95,8 @@ def test_a_chunk_of_several_blocks(recent):
 
 def test_blocks_bound_the_temporaries():
     zones = Zones(CODEC, torch.empty(1, 2, 1, DIM), 4, 64)
-    step(zones, torch.randn(1, 2, 3 * BLOCK, DIM))
-    assert max(segment.tokens for segment in zones.side().segments) <= BLOCK
+    step(zones, torch.randn(1, 2, 3 * zones.block, DIM))
+    assert max(segment.tokens for segment in zones.side().segments) <= zones.block
 
 
 @given(zones_of_any_size, updates)
