@@ -1,6 +1,5 @@
 """Every format, cache and model once. A line here puts a new one under every test that is about all of them."""
 
-# NOTE (lead, remove at the end): helper-4 writes tests/kernels, tests/layers, tests/attention and tests/test_house.py; helper-3 leaves those and goes on with tests/caches, test_contract, test_gpu.
 from __future__ import annotations
 
 import functools
@@ -126,9 +125,13 @@ UNSUPPORTED = {  # by transformers
 DENSE_BY_DESIGN = {"deepseek_v3"}  # expands the latents after the cache, so that every layer is decoded at every step
 
 
-@functools.lru_cache
 def model(name: str, attention: str = "sdpa") -> hf.PreTrainedModel:
     """The model `name`, in inference mode, always with the same weights."""
+    return _model(name, attention)
+
+
+@functools.lru_cache
+def _model(name: str, attention: str) -> hf.PreTrainedModel:
     install()  # registers "qkvcache"
     config: hf.PreTrainedConfig = (MODELS | ENCODER_DECODERS)[name]()
     config._attn_implementation = attention

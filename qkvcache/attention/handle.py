@@ -73,9 +73,14 @@ class KVHandle:
 
     def __getitem__(self, index: Any) -> KVHandle | Tensor:
         everything = slice(None)
-        if self.view == "plain" and self.repeats == 1 and index in (
-            (everything, everything, None, everything, everything),
-            (everything, everything, None),
+        if (
+            self.view == "plain"
+            and self.repeats == 1
+            and index
+            in (
+                (everything, everything, None, everything, everything),
+                (everything, everything, None),
+            )
         ):
             return self._as(1, "grouped")
         return self.dense()[index]

@@ -75,7 +75,9 @@ def test_a_padded_row_equals_the_prompt_alone():
     together = run(network, CompressedCache(network.config, format="identity", **ZONE), inputs)
     for row in range(3):
         real = inputs["attention_mask"][row].bool()
-        alone = run(network, CompressedCache(network.config, format="identity", **ZONE), {"input_ids": inputs["input_ids"][row, real][None]})
+        alone = run(
+            network, CompressedCache(network.config, format="identity", **ZONE), {"input_ids": inputs["input_ids"][row, real][None]}
+        )
         assert torch.equal(alone[0, -NEW:], together[row, -NEW:])
 
 

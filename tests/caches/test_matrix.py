@@ -6,10 +6,10 @@ from reference import MODES, ZONES, assert_close, count_decoded_layers, decoded,
 from transformers import DynamicCache
 
 from qkvcache import CompressedCache
-from qkvcache.attention.route import MAX_FUSED_QUERIES
 
 LEGAL = [(name, attention) for name in MODELS for attention in ATTENTION if (name, attention) not in UNSUPPORTED]
 FEEDS = [*((mode, "zones") for mode in MODES), ("chunked_padded", "bare")]
+FUSED = 16  # queries that attend on codes; more decode their layer
 FOUR_BIT = "turboquant_4bit_nc"
 
 pytestmark = pytest.mark.filterwarnings("ignore:no layer of this model", "ignore:attention code calls")
@@ -33,7 +33,7 @@ def check_against_decoded(model, mode, cache, dense_at_decode=False):
             got = forward(model, cache, ids, mask, *span)
         assert_close(got, expected, 1e-4)
         eager = model.config._attn_implementation == "eager"
-        if begin and (size <= MAX_FUSED_QUERIES or eager) and not dense_at_decode:
+        if begin and (size <= FUSED or eager) and not dense_at_decode:
             assert not dense
         begin += size
 

@@ -79,5 +79,7 @@ def test_bytes_are_measured(loaded, passages):
     model = loaded[0]
     dense = divergence(model, passages, lambda: DynamicCache(config=model.config)).bytes_per_token
     assert dense == 5 * 2 * 2 * 128 * 4  # layers, heads, K and V, channels, fp32
-    packed = divergence(model, passages, lambda: CompressedCache(model.config, format="int8", exact_first=0, exact_recent=0)).bytes_per_token
+    packed = divergence(
+        model, passages, lambda: CompressedCache(model.config, format="int8", exact_first=0, exact_recent=0)
+    ).bytes_per_token
     assert 264 * 10 <= packed <= 264 * 10 * 1.25

@@ -29,7 +29,9 @@ def encoded(x: Tensor) -> Tensor:
 
 
 def codes(zones: Zones) -> Tensor:
-    return torch.cat([codes["codes"] for codes, _ in zones.body.blocks(zones.block)] or [torch.empty(1, 2, 0, DIM, dtype=torch.int8)], dim=2)
+    return torch.cat(
+        [codes["codes"] for codes, _ in zones.body.blocks(zones.block)] or [torch.empty(1, 2, 0, DIM, dtype=torch.int8)], dim=2
+    )
 
 
 @given(zones_of_any_size, updates)
