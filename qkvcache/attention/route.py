@@ -27,7 +27,8 @@ from .masks import visible
 
 NAME = "qkvcache"
 MAX_FUSED_QUERIES = 16
-"""Beyond it one dense layer and the stock kernel cost less than decoding block by block in fp32."""
+"""Beyond it the layer is decoded once and the stock kernel runs. The scores of 16 queries take half the memory of a decoded layer (32/8
+heads of 128 channels, bf16). On a CPU codes stay faster up to about 100 queries: .55 of the time at 16, 1.0 at 128, over 2,048 tokens."""
 
 _stock_get_interface: Callable | None = None
 
@@ -68,9 +69,7 @@ def route(
     stock: Callable, implementation: str, module: torch.nn.Module, query: Tensor, key: Any, value: Any, *args: Any, **kwargs: Any
 ) -> tuple[Tensor, Tensor | None]:
     """Calls `stock` on plain tensors; attends on the payload of handles."""
-    if not isinstance(key, KVHandle):
-        return stock(module, query, key, value, *args, **kwargs)
-    if "eager" in implementation:
+    if not isinstance(key, KVHandle) or "eager" in implementation:
         return stock(module, query, key, value, *args, **kwargs)
     queries, tokens = query.shape[2], key.shape[2]
     if queries > MAX_FUSED_QUERIES or kwargs.get("dropout"):
