@@ -116,7 +116,7 @@ def test_a_model_without_our_cache_is_as_before(bare, attention):
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager", "flex_attention"])
-@pytest.mark.filterwarnings("ignore:attention code calls")
+@pytest.mark.filterwarnings("ignore:attention code calls", "ignore:flex_attention called", "ignore:_compile flag")
 def test_live_caches_go_on_without_the_route(bare, attention):
     """The handles are the net: lazily under sdpa and eager."""
     network, mode = model("llama", attention), MODES["chunked_padded"]
@@ -182,7 +182,7 @@ def naive(query, key, value, visible, scaling, softcap, sinks):
 
 
 @pytest.mark.parametrize("queries", [1, 3, MAX_FUSED_QUERIES])
-@pytest.mark.parametrize("implementation", ["sdpa", "flash_attention_2", "flex_attention", "qkvcache", "kernels-community/flash-attn3"])
+@pytest.mark.parametrize("implementation", ["flash_attention_2", "flex_attention", "qkvcache", "kernels-community/flash-attn3"])
 def test_the_rest_is_fused_with_all_its_options(implementation, queries):
     stock, calls = recorder()
     key, value = handles(queries)
@@ -195,6 +195,16 @@ def test_the_rest_is_fused_with_all_its_options(implementation, queries):
     assert not calls and not decoded and weights is None
     assert out.is_contiguous() and out.shape == (2, queries, 4, 32) and torch.equal(out, named)
     assert_close(out.double(), naive(query, key, value, visible, *options.values()), 1e-5)
+
+
+@pytest.mark.parametrize("queries", [1, 3, MAX_FUSED_QUERIES])
+def test_sdpa_drops_what_it_drops_at_prefill(queries):
+    key, value = handles(queries)
+    query, options = torch.randn(2, 4, queries, 32), {"softcap": 3.0, "s_aux": torch.ones(4)}
+    with count_decoded_layers() as decoded:
+        plain, _ = route(recorder()[0], "sdpa", MODULE, query, key, value, None)
+        out, _ = route(recorder()[0], "sdpa", MODULE, query, key, value, None, **options)
+    assert not decoded and torch.equal(out, plain)
 
 
 @pytest.mark.parametrize("module", [True, False, None])
