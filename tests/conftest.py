@@ -22,6 +22,11 @@ def _seed():
     torch.manual_seed(0)
 
 
+def pytest_configure(config):
+    for message in ("_compile flag on create_block_mask", "flex_attention called without"):
+        config.addinivalue_line("filterwarnings", f"ignore:{message}")
+
+
 def pytest_collection_modifyitems(items):
     if not torch.cuda.is_available():
         for item in items:

@@ -14,12 +14,13 @@ _METHOD = "_prepare_cache_for_generation"
 class Attachment:
     """What `attach` returns: `detach()` undoes it, and so does leaving it as a context manager."""
 
-    def __init__(self, model: PreTrainedModel):
-        self.model = model
+    def __init__(self, model: PreTrainedModel, method: Callable):
+        self.model, self.method = model, method
 
     def detach(self) -> None:
-        """Gives the model its own caches back. Idempotent."""
-        self.model.__dict__.pop(_METHOD, None)
+        """Gives the model its own caches back. Idempotent, and no danger to a later attachment."""
+        if self.model.__dict__.get(_METHOD) is self.method:
+            del self.model.__dict__[_METHOD]
 
     def __enter__(self) -> PreTrainedModel:
         return self.model
@@ -59,9 +60,9 @@ def attach(model: PreTrainedModel, factory: Callable[..., Cache]) -> Attachment:
         return stock(*args, **kwargs)  # type: ignore[operator]
 
     model.__dict__[_METHOD] = prepare
-    return Attachment(model)
+    return Attachment(model, prepare)
 
 
 def detach(model: PreTrainedModel) -> None:
     """Undoes `attach` on `model`, if there is one."""
-    Attachment(model).detach()
+    model.__dict__.pop(_METHOD, None)

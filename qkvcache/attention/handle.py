@@ -23,7 +23,8 @@ _MATMULS = (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.bm
 class KVHandle:
     """The keys or values of one layer for one step: `[B, H, T, D]`, seen `[B, H * repeats, T, D]` after `repeat_kv`.
 
-    It owns the payload, so that it stays valid when the layer is offloaded, cropped or passed on to a layer that shares its keys.
+    It owns the payload, so that it stays valid when the layer is offloaded or cropped, and in layers that share its keys; until the next
+    `update` of its layer, which may write over slots that a crop gave up.
     """
 
     __slots__ = ("payload", "side", "repeats", "view")
@@ -83,25 +84,25 @@ class KVHandle:
             )
         ):
             return self._as(1, "grouped")
-        return self.dense()[index]
+        return _dense_once(self, "indexing")[index]
 
     def expand(self, *sizes: int) -> KVHandle | Tensor:
         target = _sizes(sizes)
         b, h, t, d = self.side.shape
         if self.view == "grouped" and len(target) == 5 and (target[0], target[1], target[3], target[4]) == (b, h, t, d):
             return self._as(target[2], "grouped")
-        return self.dense().expand(*sizes)
+        return _dense_once(self, "expand").expand(*sizes)
 
     def reshape(self, *sizes: int) -> KVHandle | Tensor:
         b, h, t, d = self.side.shape
         if self.view == "grouped" and _sizes(sizes) == (b, h * self.repeats, t, d):
             return self._as(self.repeats, "plain")
-        return self.dense().reshape(*sizes)
+        return _dense_once(self, "reshape").reshape(*sizes)
 
     def transpose(self, first: int, second: int) -> KVHandle | Tensor:
         if {first % self.ndim, second % self.ndim} == {2, 3} and self.view != "grouped":
             return self._as(self.repeats, "plain" if self.view == "transposed" else "transposed")
-        return self.dense().transpose(first, second)
+        return _dense_once(self, "transpose").transpose(first, second)
 
     @property
     def mT(self) -> KVHandle | Tensor:
@@ -115,7 +116,7 @@ class KVHandle:
         same = target is self.dtype or (isinstance(target, str | int | torch.device) and torch.device(target) == self.device)
         if same and not args and kwargs.keys() <= {"non_blocking"}:
             return self
-        return self.dense().to(target, *args, **kwargs)
+        return _dense_once(self, "to").to(target, *args, **kwargs)
 
     # Everything else is dense.
 

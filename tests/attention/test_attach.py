@@ -54,6 +54,16 @@ def test_beams(network):
         assert torch.equal(generate(network, num_beams=3).sequences, expected)
 
 
+def test_an_old_attachment_leaves_a_later_one_alone():
+    network = model("llama")
+    first = attach(network, TurboQuantCache)
+    first.detach()
+    with attach(network, TurboQuantCache):
+        first.detach()
+        assert "_prepare_cache_for_generation" in network.__dict__
+    assert "_prepare_cache_for_generation" not in network.__dict__
+
+
 @pytest.mark.parametrize("undo", [lambda network, attachment: attachment.detach(), lambda network, attachment: detach(network)])
 def test_detach(network, undo):
     attachment = attach(network, TurboQuantCache)
