@@ -97,9 +97,11 @@ def _perplexity(log_probs: Tensor, target: Tensor) -> float:
 
 
 def held_bytes(cache: Cache) -> int:
-    """Bytes of keys and values that `cache` holds, measured."""
+    """Bytes of keys and values that `cache` holds, measured: ours or a DynamicCache, whose layers keep plain tensors."""
     if isinstance(cache, CompressedCache):
         return cache.nbytes
+    if not isinstance(cache, DynamicCache):
+        raise TypeError(f"cannot count what a {type(cache).__name__} holds: expected a CompressedCache or a DynamicCache")
     tensors = (x for layer in cache.layers for x in vars(layer).values() if isinstance(x, Tensor))
     return sum(x.untyped_storage().nbytes() for x in tensors)
 
