@@ -33,9 +33,9 @@ FORMATS = (
 )
 STREAMED = "turboquant_4bit_nc"
 CONTEXT_TOKENS = 2000
-READ_ON = 48
-RECALLS = 10
-NEW_TOKENS = 24
+READ_ON = 40
+RECALLS = 8
+NEW_TOKENS = 16
 
 
 @dataclass(frozen=True)
