@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from .base import TINY, Buffer, Codec, Codes, Format, Levels, check_option
-from .packing import code_buffers, lookup4, pack, refuses
+from .packing import code_buffers, from_planes, lookup4, pack, refuses, to_planes
 from .rotation import Hadamard
 
 GROUP_SIZE = 32
@@ -44,10 +44,10 @@ class GroupInt4(Codec):
         groups = self.rotate(x).float().unflatten(-1, (-1, self.group_size))
         scale = (groups.abs().amax(-1, keepdim=True) / 7).half()  # codes are chosen for the scale that is really stored
         codes = (groups / scale.float().clamp_min(TINY) + 8.5).clamp(1, 15).to(torch.uint8)
-        return pack(codes.flatten(-2), 4) | {"scale": scale.squeeze(-1)}
+        return pack(to_planes(codes.flatten(-2)), 4) | {"scale": scale.squeeze(-1)}
 
     def unpack(self, codes: Codes, head_dim: int) -> Levels:
-        return Levels(lookup4(codes["codes"], tuple(range(-8, 8))), codes["scale"].float())
+        return Levels(from_planes(lookup4(codes["codes"], tuple(range(-8, 8)))), codes["scale"].float())
 
     def refuses(self, head_dim: int) -> str | None:
         reason = refuses(4, head_dim)

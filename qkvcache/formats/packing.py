@@ -1,9 +1,14 @@
 """Bits to bytes and back.
 
-Four bits: byte `i` holds channels `2i` (low nibble) and `2i + 1`. Three bits: a plane of the low two bits, four channels a byte, lowest
-bits first, and a plane of the high bit, eight channels a byte; planes keep every read aligned where a stream of 3-bit codes straddles
-words.
-Eight bits: byte `i` is channel `i`.
+Kernels read 16-bit words (little-endian) and mask all of a word's channels out of it at once, so that orders are those of words:
+
+8 bits    word j holds channels 2j, 2j + 1: byte i is channel i
+4 bits    word j holds channels 4j to 4j + 3, lowest nibble first. Where scales span groups of channels (`to_planes`), word j holds j,
+          j + D/4, j + D/2 and j + 3D/4 instead: then 16 neighbouring words have one scale for each nibble
+3 bits    low bits: word j holds those of channels 8j to 8j + 7, two each, lowest first
+          high bits: word j of the D/16 those of words j and j + D/16 of the plane above, nibble e those of channels 2e and 2e + 1: bits 2
+          and 3 for the first of these words, 0 and 1 for the second
+          Planes keep every read aligned, where a stream of 3-bit codes would straddle words.
 
 Reading goes through `lookup`: a table indexed by 12 or 16 bits at a time holds the dequantized values of two or four channels, so that one
 gather yields many channels. On a CPU this is twice as fast as shifting, masking and interleaving.
@@ -21,7 +26,7 @@ from .base import Buffer, Codes
 PLANES = {3: (("low", 4), ("high", 8)), 4: (("codes", 2),), 8: (("codes", 1),)}
 """Bits of a code to the buffers it is kept in: name, and channels a byte."""
 
-_MULTIPLE = {3: 8, 4: 4, 8: 2}  # of channels that one gather, or one byte of a plane, yields
+_MULTIPLE = {3: 16, 4: 4, 8: 2}  # of channels that one gather, or one word of a plane, yields
 
 
 def code_buffers(bits: int, head_dim: int) -> tuple[Buffer, ...]:
@@ -65,14 +70,39 @@ def unpack4(packed: Tensor) -> Tensor:
     return torch.stack([packed & 15, packed >> 4], dim=-1).flatten(-2)
 
 
+def to_planes(codes: Tensor) -> Tensor:
+    """Channels `[..., D]` in the order j, j + D/4, j + D/2, j + 3D/4 for each j."""
+    return codes.unflatten(-1, (4, -1)).mT.flatten(-2)
+
+
+def from_planes(x: Tensor) -> Tensor:
+    """Undoes `to_planes`."""
+    return x.unflatten(-1, (-1, 4)).mT.flatten(-2)
+
+
 def pack3(codes: Tensor) -> tuple[Tensor, Tensor]:
     """uint8 codes below 8 `[..., D]` to the low plane `[..., D / 4]` and the high plane `[..., D / 8]`."""
-    low, high = codes & 3, codes >> 2
-    return _pack_bits(low, 2), _pack_bits(high, 1)
+    low = _pack_bits(codes & 3, 2)
+    pairs = _pack_bits(codes >> 2, 1).unflatten(-1, (2, -1))  # byte j: the high bits of word j of the low plane, in two halves
+    return low, _spread(pairs[..., 0, :], pairs[..., 1, :])
 
 
 def unpack3(low: Tensor, high: Tensor) -> Tensor:
-    return _unpack_bits(low, 2) | _unpack_bits(high, 1) << 2
+    return _unpack_bits(low, 2) | _unpack_bits(_gathered(high), 1) << 2
+
+
+def _spread(first: Tensor, second: Tensor) -> Tensor:
+    """Bytes of high bits for words j and j + D/16 `[..., D / 16]` each, to the high plane's bytes `[..., D / 8]`."""
+    first, second = first.int(), second.int()
+    words = sum((first >> 2 * e & 3) << 4 * e + 2 | (second >> 2 * e & 3) << 4 * e for e in range(4))
+    return words.to(torch.uint16).view(torch.uint8)  # type: ignore[union-attr]
+
+
+def _gathered(high: Tensor) -> Tensor:
+    """The high plane `[..., D / 8]` to one byte for each word of the low plane: the high bits of its eight channels."""
+    halves = torch.stack([(high >> 2 & 3) | (high >> 4 & 12), (high & 3) | (high >> 2 & 12)], dim=-2)  # [..., 2, D / 8]: nibbles
+    pairs = halves.unflatten(-1, (-1, 2))
+    return (pairs[..., 0] | pairs[..., 1] << 4).flatten(-2)
 
 
 def _pack_bits(codes: Tensor, bits: int) -> Tensor:
@@ -91,9 +121,14 @@ def lookup4(packed: Tensor, levels: tuple[float, ...]) -> Tensor:
     return _gather(packed.view(torch.uint16).long(), _table(levels, (4, 4, 4, 4), packed.device))
 
 
+def lookup_words(packed: Tensor, table: Tensor) -> Tensor:
+    """Bytes `[..., D / 2]` to fp32 `[..., D]`: a word stands for the four numbers in its row of `table`, which `as_rows` made."""
+    return _gather(packed.view(torch.uint16).long(), table)
+
+
 def lookup3(low: Tensor, high: Tensor, levels: tuple[float, ...]) -> Tensor:
     """`levels[code]` of 3-bit planes, as fp32 `[..., D]`."""
-    nibbles = unpack4(high).long()  # the high bits of four channels
+    nibbles = unpack4(_gathered(high)).long()  # the high bits of four channels
     return _gather(low.long() | nibbles << 8, _table3(levels, low.device))
 
 
@@ -117,7 +152,7 @@ def constants(values: tuple[float, ...], device: torch.device) -> Tensor:
     return torch.tensor(values, device=device, dtype=torch.float32)
 
 
-def _as_rows(values: Tensor) -> Tensor:
+def as_rows(values: Tensor) -> Tensor:
     """fp32 `[N, 2 or 4]` to one complex64 or complex128 an entry."""
     return values.contiguous().view(torch.complex64 if values.shape[-1] == 2 else torch.complex128).flatten()
 
@@ -130,11 +165,11 @@ def _table(levels: tuple[float, ...], fields: tuple[int, ...], device: torch.dev
     for bits in fields:
         columns.append(values[index >> at & 2**bits - 1])
         at += bits
-    return _as_rows(torch.stack(columns, dim=-1))
+    return as_rows(torch.stack(columns, dim=-1))
 
 
 @functools.lru_cache(maxsize=64)
 def _table3(levels: tuple[float, ...], device: torch.device) -> Tensor:
     index = torch.arange(2**12, device=device)
     values = constants(levels, device)
-    return _as_rows(torch.stack([values[(index >> 2 * i & 3) | (index >> 8 + i & 1) << 2] for i in range(4)], dim=-1))
+    return as_rows(torch.stack([values[(index >> 2 * i & 3) | (index >> 8 + i & 1) << 2] for i in range(4)], dim=-1))

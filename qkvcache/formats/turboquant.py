@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from .base import Buffer, Codec, Codes, Format, Levels, check_option
-from .codebooks import LLOYD_MAX, midpoints
+from .codebooks import grid_levels, midpoints
 from .int8 import SymmetricInt8
 from .packing import code_buffers, lookup, pack, rank, refuses
 from .rotation import Hadamard, exact_dtype
@@ -48,10 +48,10 @@ class LloydMax(Codec):
         norm = _norm(x)
         unit = self.rotate(x).float() * (x.shape[-1] ** 0.5 / (norm + 1e-8))
         codes = pack(rank(unit, midpoints(self.bits)), self.bits)
-        return codes | {"scale": (norm / _norm(lookup(codes, self.bits, LLOYD_MAX[self.bits]))).half()}
+        return codes | {"scale": (norm / _norm(lookup(codes, self.bits, grid_levels(self.bits)))).half()}
 
     def unpack(self, codes: Codes, head_dim: int) -> Levels:
-        return Levels(lookup(codes, self.bits, LLOYD_MAX[self.bits]), codes["scale"].float())
+        return Levels(lookup(codes, self.bits, grid_levels(self.bits)), codes["scale"].float())
 
     def refuses(self, head_dim: int) -> str | None:
         return refuses(self.bits, head_dim)

@@ -2,7 +2,7 @@
 
 zero  = min                    fp16
 scale = (max - zero) / (2^b-1) fp16, at least its smallest number
-code  = int((x - zero) / scale + .5)         b = 8: D bytes;  4: D / 2;  3: D / 4 + D / 8;  and 4 bytes of scale and zero
+code  = int((x - zero) / scale + .5)         b = 8: D bytes;  4: D / 2;  3: D / 4 + D / 8;  and 4 bytes of (scale, zero)
 x     = code * scale + zero
 
 vLLM and the article choose codes for the fp32 scale and minimum, and store both in fp16; here codes are chosen for what is stored, which
@@ -28,8 +28,7 @@ class Uniform(Codec):
     bits: Literal[3, 4, 8]
 
     def buffers(self, head_dim: int) -> tuple[Buffer, ...]:
-        scales = (Buffer(name, torch.float16, 1, "scales") for name in ("scale", "zero"))
-        return (*code_buffers(self.bits, head_dim), *scales)
+        return (*code_buffers(self.bits, head_dim), Buffer("scale_zero", torch.float16, 2, "scales"))
 
     def encode(self, x: Tensor, once: Codes) -> Codes:
         x = x.float()
@@ -39,11 +38,12 @@ class Uniform(Codec):
         x, high = x - zero.float(), high - zero.float()
         scale = (high / top).clamp_min(LEAST_SCALE).half()
         codes = (x / scale.float() + 0.5).clamp(0, top)
-        return pack(codes.to(torch.uint8), self.bits) | {"scale": scale, "zero": zero}
+        return pack(codes.to(torch.uint8), self.bits) | {"scale_zero": torch.cat([scale, zero], dim=-1)}
 
     def unpack(self, codes: Codes, head_dim: int) -> Levels:
         levels = codes["codes"].float() if self.bits == 8 else lookup(codes, self.bits, tuple(range(2**self.bits)))
-        return Levels(levels, codes["scale"].float(), codes["zero"].float())
+        scale, zero = codes["scale_zero"].float().split(1, dim=-1)
+        return Levels(levels, scale, zero)
 
     def refuses(self, head_dim: int) -> str | None:
         return None if self.bits == 8 else refuses(self.bits, head_dim)

@@ -16,7 +16,9 @@ def test_group_codes_by_hand():
     x[..., 32] = 14
     codes = encode(Int4("group").key, x)
     assert codes["scale"].flatten().tolist() == [1.0, 2.0]
-    assert codes["codes"].flatten().tolist() == [0x1F, 0xCB, 0x45, 0x98, *[0x88] * 12, 0x8F, *[0x88] * 15]
+    # Word j holds channels j, j + 16, j + 32 and j + 48.
+    words = codes["codes"].view(torch.uint16).flatten().tolist()
+    assert words == [0x8F8F, 0x8881, 0x888B, 0x888C, 0x8885, 0x8884, 0x8888, 0x8889, *[0x8888] * 8]
 
 
 def test_group_against_fake_quantize():

@@ -9,7 +9,7 @@ LEVELS = {bits: tuple(0.5 * code - 3 for code in range(2**bits)) for bits in (3,
 
 
 def codes(bits: int, groups: int):
-    return st.lists(st.integers(0, 2**bits - 1), min_size=8 * groups, max_size=8 * groups)
+    return st.lists(st.integers(0, 2**bits - 1), min_size=16 * groups, max_size=16 * groups)
 
 
 def as_bytes(values: list[int]) -> torch.Tensor:
@@ -21,9 +21,11 @@ def test_nibbles_by_hand():
 
 
 def test_planes_by_hand():
-    low, high = packing.pack3(as_bytes([0b001, 0b110, 0b011, 0b100, 0b111, 0, 0, 0b101]))
-    assert low.tolist() == [0b00_11_10_01, 0b01_00_00_11]
-    assert high.tolist() == [0b1001_1010]
+    first, second = [0b001, 0b110, 0b011, 0b100, 0b111, 0, 0, 0b101], [0b100, 0, 0, 0, 0, 0b100, 0b100, 0]
+    low, high = packing.pack3(as_bytes(first + second))
+    assert low.tolist() == [0b00_11_10_01, 0b01_00_00_11, 0, 0]
+    # Nibbles of high bits, lowest first: channels 0 and 1, 2 and 3, 4 and 5, 6 and 7; `first` at bits 2 and 3, `second` at 0 and 1.
+    assert high.view(torch.uint16).tolist() == [0b1001_0110_1000_1001]
 
 
 @given(st.integers(1, 6).flatmap(lambda groups: codes(4, groups)))
@@ -45,7 +47,7 @@ def test_lookup_is_levels_of_codes(bits, data):
 
 
 @pytest.mark.parametrize("bits", [3, 4, 8])
-@pytest.mark.parametrize("width", [8, 24, 80, 128])
+@pytest.mark.parametrize("width", [16, 48, 80, 128])
 def test_shapes_and_declared_buffers(bits, width):
     x = torch.randint(0, 2**bits, (2, 3, 5, width), dtype=torch.uint8)
     packed = packing.pack(x, bits)
@@ -57,12 +59,12 @@ def test_shapes_and_declared_buffers(bits, width):
 
 @pytest.mark.parametrize("bits", [3, 4, 8])
 def test_lookup_reads_slices(bits):
-    x = torch.randint(0, 2**bits, (2, 3, 9, 24), dtype=torch.uint8)
+    x = torch.randint(0, 2**bits, (2, 3, 9, 48), dtype=torch.uint8)
     packed = {name: plane[:, 1:, 3:8] for name, plane in packing.pack(x, bits).items()}
     assert torch.equal(packing.lookup(packed, bits, LEVELS[bits]), torch.tensor(LEVELS[bits])[x[:, 1:, 3:8].long()])
 
 
-@pytest.mark.parametrize(("bits", "multiple"), [(3, 8), (4, 4), (8, 2)])
+@pytest.mark.parametrize(("bits", "multiple"), [(3, 16), (4, 4), (8, 2)])
 def test_refuses_what_lookup_cannot_read(bits, multiple):
     for head_dim in range(1, 4 * multiple + 1):
         reason = packing.refuses(bits, head_dim)

@@ -5,7 +5,7 @@ import torch
 from formats.roundtrip import encode, error, roundtrip
 
 from qkvcache.formats import Int8, TurboQuant
-from qkvcache.formats.codebooks import LLOYD_MAX, midpoints
+from qkvcache.formats.codebooks import LLOYD_MAX, grid_levels, midpoints
 from qkvcache.formats.packing import rank, unpack3, unpack4
 from qkvcache.formats.rotation import Hadamard
 from qkvcache.formats.turboquant import LloydMax
@@ -39,6 +39,16 @@ def test_every_level_is_the_mean_of_its_interval(bits):
     assert LLOYD_MAX[bits] == pytest.approx(expected, abs=1e-12)
 
 
+@pytest.mark.parametrize(("bits", "cost"), [(3, 1.0), (4, 1.007)])
+def test_stored_levels_cost_next_to_nothing(bits, cost):
+    x = torch.randn(2_000_000, dtype=torch.float64)
+    codes = rank(x, midpoints(bits)).long()
+    stored, best = ((x - torch.tensor(levels, dtype=x.dtype)[codes]).square().mean() for levels in (grid_levels(bits), LLOYD_MAX[bits]))
+    assert stored / best == pytest.approx(cost, abs=1e-3)
+    levels = grid_levels(bits)
+    assert levels == tuple(-level for level in reversed(levels))
+
+
 @pytest.mark.parametrize(("bits", "distortion"), [(2, 0.1175), (3, 0.0345), (4, 0.0095)])
 def test_distortion_on_normal_data(bits, distortion):
     x = torch.randn(2_000_000)
@@ -53,8 +63,8 @@ def test_keys_as_vllm_reads_them(bits, head_dim):
     x = torch.randn(1, 2, 50, head_dim)
     norm = x.norm(dim=-1, keepdim=True)
     unit = Hadamard().apply(x / (norm + 1e-8))
-    centroids = torch.tensor(LLOYD_MAX[bits]) / head_dim**0.5
-    levels = centroids[(unit.unsqueeze(-1) - centroids).abs().argmin(-1)]
+    codes = (unit.unsqueeze(-1) * head_dim**0.5 - torch.tensor(LLOYD_MAX[bits])).abs().argmin(-1)
+    levels = torch.tensor(grid_levels(bits))[codes]
     expected = Hadamard().undo(norm * levels / levels.norm(dim=-1, keepdim=True))
     decoded = roundtrip(LloydMax(bits), x)
     close = (decoded - expected).abs().amax(-1) < 3e-3  # fp16 scales; not so where a coordinate lies on a midpoint
@@ -118,6 +128,6 @@ def test_scale_beyond_fp16_is_not_a_wrong_number(bits):
 def test_refuses():
     with pytest.raises(ValueError, match="preset='2bit': expected 'k8v4', '4bit_nc', 'k3v4_nc' or '3bit_nc'"):
         TurboQuant("2bit")
-    with pytest.raises(ValueError, match="keys of head_dim 68: 3-bit codes are read 8 channels at a time"):
+    with pytest.raises(ValueError, match="keys of head_dim 68: 3-bit codes are read 16 channels at a time"):
         TurboQuant("k3v4_nc").check(68)
     TurboQuant("4bit_nc").check(68)
