@@ -8,6 +8,7 @@ Shapes: `q` `[B, H, R, D]` with `R` = query heads of the group times queries, in
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -63,11 +64,75 @@ class Side:
 
 
 @dataclass(frozen=True)
+class Body:
+    """The packed tokens of a layer as they are stored, which is how the fused kernel reads them: slabs of planes `[B, H, slots, width]`.
+
+    `table` int64 `[slabs, 8]`: the slab's first token, its slots, and how far the planes of `planes()` are from those of the first slab, in
+    elements.
+    """
+
+    key: Codec
+    value: Codec
+    slabs: tuple[tuple[Codes, Codes], ...]
+    tokens: int
+    table: Tensor
+
+    @property
+    def shared(self) -> tuple[bool, bool]:
+        """Whether all heads have one scale: of keys, of values."""
+        return tuple(_scales(codes) is not None and _scales(codes).shape[1] == 1 != _codes(codes).shape[1] for codes in self.slabs[0])
+
+    @property
+    def once(self) -> tuple[bool, bool]:
+        """Whether all tokens have one scale."""
+        return tuple(_scales(codes) is not None and _scales(codes).shape[2] == 1 != _codes(codes).shape[2] for codes in self.slabs[0])
+
+    def planes(self) -> list[Tensor]:
+        """Of the first slab, keys before values: codes or low bits, high bits, scales; what is missing is an empty tensor."""
+        return [plane for codes in self.slabs[0] for plane in _planes(codes)]
+
+
+def _codes(codes: Codes) -> Tensor:
+    return codes["codes"] if "codes" in codes else codes["low"]
+
+
+def _scales(codes: Codes) -> Tensor | None:
+    return codes.get("scale", codes.get("scale_zero"))
+
+
+def _planes(codes: Codes) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes of less than 16 bits are read as words of 16."""
+    main, high, scales = _codes(codes), codes.get("high"), _scales(codes)
+    none = main.new_empty(0)
+    main, high = (x if x is None or x.itemsize > 1 else x.view(torch.int16) for x in (main, high))
+    return main, none if high is None else high, none if scales is None else scales
+
+
+def slab_table(slabs: Sequence[tuple[Codes, Codes]]) -> Tensor:
+    """`Body.table` of these slabs."""
+    rows, start = [], 0
+    first = [plane for codes in slabs[0] for plane in _planes(codes)]
+    for slab in slabs:
+        planes = [plane for codes in slab for plane in _planes(codes)]
+        slots = planes[0].shape[2]
+        distances = [(x.data_ptr() - y.data_ptr()) // x.itemsize for x, y in zip(planes, first, strict=True)]
+        rows.append([start, slots, *distances])
+        start += slots
+    return torch.tensor(rows, dtype=torch.int64).to(first[0].device, non_blocking=True)
+
+
+@dataclass(frozen=True)
 class Payload:
-    """Keys and values of one layer for one step."""
+    """Keys and values of one layer for one step.
+
+    `key` and `value` are what the torch reference reads. `body` and `exact` are the same for the fused kernel: the packed tokens, if there
+    are any, and the exact keys and values of the first zone and the recent one, `[B, H, T, D]` each, any of them without tokens.
+    """
 
     key: Side
     value: Side
+    body: Body | None = None
+    exact: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
 
 
 def scores(q: Tensor, side: Side) -> Tensor:

@@ -1,0 +1,165 @@
+"""Host side of the fused kernel: which codecs it reads, how the work is split, and the launches."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import triton
+from torch import Tensor
+
+from ..formats.base import Codec
+from ..formats.rotation import Hadamard, random_signs, rotation_block, sylvester_matrix
+from .segments import Payload
+from .triton_attend import attend_kernel, reduce_kernel, rotate_kernel
+from .triton_unpack import Words, words
+
+WARPS_A_SM = 16
+"""Programs, of one warp each, that a multiprocessor is given: registers allow about so many to run at once."""
+LEAST_SPLIT = 128
+"""Tokens under which a split is not worth its partial sums."""
+
+calls = 0
+"""How often the fused kernel ran."""
+
+
+def supports(payload: Payload, query: Tensor) -> bool:
+    """Whether the fused kernel can read this payload."""
+    if payload.body is not None and not (words(payload.body.key) and words(payload.body.value)):
+        return False
+    return query.dtype == payload.key.dtype and payload.key.shape[3] % 16 == 0 and payload.value.shape[3] % 16 == 0
+
+
+@functools.lru_cache(maxsize=32)
+@torch.inference_mode(False)
+def turning_matrix(rotation: Hadamard, dim: int, device: torch.device) -> tuple[Tensor, float]:
+    """`(m, f)` with `rotation.apply(x) = f * x @ m`; `m` `[D, D]` of 1 and -1 in fp16, which holds it exactly."""
+    block = rotation_block(dim)
+    matrix = torch.block_diag(*[sylvester_matrix(block, torch.device("cpu"))] * (dim // block))
+    if rotation.randomized:
+        matrix = random_signs(dim, torch.device("cpu"))[:, None] * matrix
+    return matrix.to(device, torch.float16), block**-0.5
+
+
+@functools.lru_cache(maxsize=8)
+def _architecture(device: torch.device) -> tuple[int, int]:
+    """`(compute capability, multiprocessors)`; capability 0 where there is no NVIDIA assembly."""
+    if device.type != "cuda":
+        return 0, 4
+    properties = torch.cuda.get_device_properties(device)
+    return (0 if torch.version.hip else properties.major * 10 + properties.minor), properties.multi_processor_count
+
+
+def split(tokens: int, groups: int, tile: int, warps: int) -> tuple[int, int]:
+    """`(splits, tokens of each)` for a body of `tokens` that `groups` programs would read."""
+    if not tokens:
+        return 0, tile
+    wanted = max(warps // groups, 1)
+    each = max(-(-tokens // wanted), LEAST_SPLIT)
+    each = -(-each // tile) * tile
+    return -(-tokens // each), each
+
+
+@functools.lru_cache(maxsize=32)
+@torch.inference_mode(False)
+def _shifts(codec: Words, dim: int, device: torch.device) -> Tensor:
+    """By how much words of high bits are shifted for each word of low bits `[32, words]`: the first half and the second share them. The kernel
+    loads what it could compute, one row for each token of a tile, since only loads in the loop may stay in the layout of a matrix operand."""
+    width = max(triton.next_power_of_2(dim // codec.per), 16)
+    return ((torch.arange(width, device=device) >= dim // 16) * 2).to(torch.int16).repeat(32, 1)
+
+
+def fused_attend(
+    query: Tensor,
+    payload: Payload,
+    mask: Tensor | None = None,
+    *,
+    scaling: float | None = None,
+    causal: bool = False,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    window: int | None = None,
+    lengths: Tensor | None = None,
+    pages: Tensor | None = None,
+    page: int = 0,
+    tile: int | None = None,
+    stages: int | None = None,
+    registers: int | None = None,
+    warps: int = WARPS_A_SM,
+) -> tuple[Tensor, Tensor]:
+    """As `attend`, and the log of the normaliser `[B, Hq, Q]` with it, in one pass over the codes.
+
+    Args:
+        window: a query sees the last `window` tokens up to itself.
+        lengths: tokens in the body of each row, int32 `[B]`, on the device.
+        pages: int32 `[B, N]`: where page `n` of a row's tokens is, in units of `page` slots. One slab, shared by all rows, holds the slots.
+    """
+    global calls
+    calls += 1
+    batch, query_heads, queries, dim = query.shape
+    heads, value_dim = payload.key.shape[1], payload.value.shape[3]
+    groups = query_heads // heads
+    device = query.device
+    arch, processors = _architecture(device)
+    rows = groups * queries
+    r = 8 if rows <= 8 and (arch or device.type == "cpu") else 16
+    blocks = -(-rows // r)
+    query = query if query.stride(-1) == 1 else query.contiguous()
+
+    body = payload.body
+    first_k, first_v, recent_k, recent_v = payload.exact
+    exact = bool(first_k.shape[2] + recent_k.shape[2])
+    n_body = 0 if body is None else body.tokens
+    key = words(body.key) if body else Words("half", 1, "none")
+    value = words(body.value) if body else Words("half", 1, "none")
+    t = tile or 32
+    body_splits, each = split(n_body, batch * heads * blocks, t, processors * warps)
+    total_splits = body_splits + exact
+
+    empty = query.new_empty(0)
+    rotated, matrix, turn = empty, empty, 1.0
+    if n_body and key.rotated:
+        turning, factor = turning_matrix(body.key.rotation, dim, device)
+        rotated = torch.empty(query.shape, dtype=torch.float32, device=device)
+        count = batch * query_heads * queries
+        rotate_kernel[(-(-count // 16),)](
+            query, turning, rotated, *query.stride()[:3], count, query_heads, queries, D=dim, DP=triton.next_power_of_2(dim), R=16, TURN=factor
+        )
+    if n_body and value.rotated:
+        matrix, turn = turning_matrix(body.value.rotation, value_dim, device)
+
+    part = torch.empty(batch * heads * blocks * total_splits * r * value_dim, dtype=torch.float32, device=device)
+    maxima = torch.empty(batch * heads * blocks * total_splits * r, dtype=torch.float32, device=device)
+    sums = torch.empty_like(maxima)
+    mask_kind, mask_strides = "none", (0, 0, 0, 0)
+    if mask is not None:
+        mask = mask.expand(*[-1 if size > 1 else target for size, target in zip(mask.shape[:-1], (batch, query_heads, queries), strict=True)], -1)
+        mask_kind, mask_strides = ("bool" if mask.dtype == torch.bool else "float"), mask.stride()
+        mask = mask.view(torch.uint8) if mask.dtype == torch.bool else mask
+
+    planes = body.planes() if body else [empty] * 6
+    k_codes, k_high, k_scales, v_codes, v_high, v_scales = planes
+    attend_kernel[(total_splits, blocks, batch * heads)](
+        query, rotated, body.table if body else empty, k_codes, k_high, _shifts(key, dim, device), k_scales,
+        v_codes, v_high, _shifts(value, value_dim, device), v_scales,
+        first_k, first_v, recent_k, recent_v, mask if mask is not None else empty,
+        lengths if lengths is not None else empty, pages if pages is not None else empty, part, maxima, sums,
+        *query.stride()[:3], *first_k.stride()[:3], *first_v.stride()[:3], *recent_k.stride()[:3], *recent_v.stride()[:3], *mask_strides,
+        pages.stride(0) if pages is not None else 0,
+        dim**-0.5 if scaling is None else scaling, softcap or 1.0, window or 0, len(body.slabs) if body else 0,
+        first_k.shape[2], n_body, recent_k.shape[2], each, heads, queries,
+        K=key, V=value, D=dim, DV=value_dim, G=groups, R=r, T=t, TX=16,
+        K_SHARED=bool(body and body.shared[0]), V_SHARED=bool(body and body.shared[1]),
+        K_ONCE=int(bool(body and body.once[0])), V_ONCE=int(bool(body and body.once[1])),
+        SOFTCAP=softcap is not None, MASK=mask_kind, WINDOW=window is not None, CAUSAL=causal and queries > 1, LENGTHS=lengths is not None,
+        PAGE=page if pages is not None else 0, ARCH=arch, EXACT=exact, num_warps=1, num_stages=stages or 3, **({'maxnreg': registers} if registers else {}),
+    )  # fmt: skip
+    out = torch.empty(batch, query_heads, queries, value_dim, dtype=query.dtype, device=device)
+    lse = torch.empty(batch, query_heads, queries, dtype=torch.float32, device=device)
+    columns = triton.next_power_of_2(value_dim) if value.rotated else 32
+    reduce_kernel[(rows, batch * heads, -(-value_dim // columns))](
+        part, maxima, sums, sinks if sinks is not None else empty, matrix, out, lse, *out.stride()[:3], total_splits, blocks, heads, queries,
+        V=value, DV=value_dim, C=columns, G=groups, R=r, S=32, SINKS=sinks is not None, EXACT=exact, TURN=turn,
+        num_warps=8 if value.rotated else 1,
+    )  # fmt: skip
+    return out, lse

@@ -1,0 +1,576 @@
+"""The fused attention kernel: a few queries over a layer whose body is packed, in one pass over the codes.
+
+One program is one warp: it takes one split of the tokens of one (sequence, KV head) for all query heads of the group. Tokens are the rows of
+both matrix products (scores^T = K q^T, output^T = V^T p^T), so that a tensor core serves eight query rows without waste, each code is
+unpacked once and in the registers where the product wants it (`triton_unpack.py`), and nothing is shared between warps. Codes stream through
+cp.async. A key's scale multiplies its scores; a value's scale joins the exponent, so that the weights that multiply codes never exceed 1:
+
+    u = s + log2(scale);  m = max u;  w = 2^(u - m);  output = sum w * number;  normaliser = sum w / scale
+
+Splits of the body, and the exact tokens as one more split, leave partial sums; `_reduce` joins them by their maxima and turns the sum of
+rotated values back. All exponents are base 2.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .triton_unpack import Words, unpack
+
+HIDDEN = tl.constexpr(-1e30)  # finite: a row that sees nothing must come out as numbers
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def _exp2(x, ARCH: tl.constexpr):
+    if ARCH > 0:  # without the handling of denormals, which costs five instructions
+        return tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1)
+    else:
+        return tl.exp2(x)
+
+
+@triton.jit
+def _log2(x, ARCH: tl.constexpr):
+    if ARCH > 0:
+        return tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1)
+    else:
+        return tl.log2(x)
+
+
+@triton.jit
+def _inverse(x, ARCH: tl.constexpr):
+    if ARCH > 0:
+        return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1)
+    else:
+        return 1.0 / x
+
+
+@triton.jit
+def _half(word):
+    """The fp16 in the low half of a word of 32 bits, as fp32."""
+    return word.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def _channel(X: tl.constexpr, WORDS: tl.constexpr, word, i: tl.constexpr):
+    """Which channel plane `i` of a word holds."""
+    PER: tl.constexpr = X.per
+    if X.group > 0:
+        return i * WORDS + word
+    else:
+        return word * PER + i
+
+
+@triton.jit
+def _token_scale(X: tl.constexpr, ONCE: tl.constexpr, scales, slot):
+    """Scale and zero of tokens `[T]`; the zero of `hidden` is in codes, that of `pair` in values."""
+    if X.scale == "fp32":
+        scale = tl.load(scales + slot * (1 - ONCE))
+        zero = tl.zeros_like(scale)
+    elif X.scale == "fp16":  # two tokens to a word, since cp.async copies no less
+        word = tl.load(scales.to(tl.pointer_type(tl.int32)) + slot // 2)
+        scale = _half(word >> ((slot & 1) * 16))
+        zero = tl.zeros_like(scale)
+    elif X.scale == "pair":
+        word = tl.load(scales.to(tl.pointer_type(tl.int32)) + slot)
+        scale = _half(word)
+        zero = _half(word >> 16)
+    else:
+        bits = tl.load(scales.to(tl.pointer_type(tl.int32)) + slot)
+        scale = (bits & -16).to(tl.float32, bitcast=True)
+        zero = (bits & 15).to(tl.float32)
+    return scale, zero
+
+
+# Four scales in E4M3 to fp16, times 2^6. Four numbers of 16 bits come out of one register.
+_ASM_SCALES = tl.constexpr("""{
+.reg .b16 a, b;
+.reg .b32 x, y, m;
+mov.b32 {a, b}, $4;
+cvt.rn.f16x2.e4m3x2 x, a;
+cvt.rn.f16x2.e4m3x2 y, b;
+mov.b32 m, 0x54005400;
+mul.rn.f16x2 x, x, m;
+mul.rn.f16x2 y, y, m;
+mov.b32 {$0, $1}, x;
+mov.b32 {$2, $3}, y;
+}""")
+
+
+@triton.jit
+def _e4m3(byte):
+    """A scale in E4M3, times 2^6, in fp16."""
+    number = (byte << 7).to(tl.int16).to(tl.float16, bitcast=True) * 16384.0
+    return tl.where(byte == 127, float("nan"), number).to(tl.float16)
+
+
+@triton.jit
+def _group_scales(X: tl.constexpr, WORDS: tl.constexpr, scales, slot, ARCH: tl.constexpr):
+    """All scales of tokens, one `[T]` in fp16 for each group, where sixteen words have one scale a plane; else nothing."""
+    GROUPS: tl.constexpr = WORDS * X.per // X.group
+    found = ()
+    if WORDS % 16 == 0:
+        if X.scale == "block":
+            for i in tl.static_range(GROUPS // 4):
+                word = tl.load(scales.to(tl.pointer_type(tl.int32)) + slot * (GROUPS // 4) + i)
+                if ARCH >= 89:
+                    found = found + tl.inline_asm_elementwise(
+                        _ASM_SCALES, "=h,=h,=h,=h,r", [word], dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=1
+                    )
+                else:
+                    for n in tl.static_range(4):
+                        found = found + (_e4m3(word >> (8 * n) & 127),)
+        elif GROUPS % 2 == 0:
+            for i in tl.static_range(GROUPS // 2):
+                word = tl.load(scales.to(tl.pointer_type(tl.int32)) + slot * (GROUPS // 2) + i)
+                for n in tl.static_range(2):
+                    found = found + ((word >> (16 * n)).to(tl.int16).to(tl.float16, bitcast=True),)
+        else:
+            for i in tl.static_range(GROUPS):
+                found = found + (tl.load(scales + slot * GROUPS + i),)
+    return found
+
+
+@triton.jit
+def _scale_of_plane(
+    X: tl.constexpr, WORDS: tl.constexpr, found, scales, slot, first: tl.constexpr, i: tl.constexpr, TOKENS_AXIS: tl.constexpr
+):
+    """Scales of plane `i` of a tile of 16 words from word `first` on, in fp16, broadcastable to the tile. Tokens lie along `TOKENS_AXIS`."""
+    GROUP: tl.constexpr = X.group
+    GROUPS: tl.constexpr = WORDS * X.per // GROUP
+    if WORDS % 16 == 0:
+        return tl.expand_dims(found[(i * WORDS + first) // GROUP], 1 - TOKENS_AXIS)
+    else:
+        group = tl.minimum((i * WORDS + first + tl.arange(0, 16)) // GROUP, GROUPS - 1)
+        scale = tl.load(scales + tl.expand_dims(slot, 1 - TOKENS_AXIS) * GROUPS + tl.expand_dims(group, TOKENS_AXIS))
+        if X.scale == "block":
+            scale = _e4m3(scale.to(tl.int32))
+        return scale
+
+
+@triton.jit
+def _scaled(X: tl.constexpr, numbers, scale):
+    """fp16 numbers less the offset, times the scale of their group; one rounding, and one of `scale * offset` (2^-12 of two dozen steps)."""
+    if X.offset != 0:
+        return tl.fma(numbers, tl.broadcast_to(scale, numbers.shape), tl.broadcast_to(scale * -X.offset, numbers.shape))
+    else:
+        return (numbers * scale).to(tl.float16)
+
+
+@triton.jit
+def _tile_of_keys(X: tl.constexpr, WORDS: tl.constexpr, WIDE: tl.constexpr, first: tl.constexpr, codes, high, shifts, slot, ARCH: tl.constexpr):
+    """Planes `[T, WIDE]` of words from `first` on."""
+    KIND: tl.constexpr = X.kind
+    j = tl.arange(0, WIDE)
+    word = first + j
+    at = slot[:, None] * WORDS + word[None, :]
+    if WORDS % WIDE == 0:
+        w = tl.load(codes + at)
+    else:
+        w = tl.load(codes + at, mask=word[None, :] < WORDS, other=0)
+    if X.per == 8:
+        HALF: tl.constexpr = WORDS // 2
+        h = tl.load(high + (slot[:, None] * HALF + (word % HALF)[None, :]))
+        shift = tl.load(shifts + ((slot % 32)[:, None] * WIDE + word[None, :]))
+        return unpack(KIND, w, h, shift, ARCH)
+    else:
+        return unpack(KIND, w, w, w, ARCH)
+
+
+@triton.jit
+def _tile_of_values(
+    X: tl.constexpr, WORDS: tl.constexpr, WIDE: tl.constexpr, first: tl.constexpr, codes, high, shifts, slot, valid, TAIL: tl.constexpr, ARCH: tl.constexpr
+):
+    """Planes `[WIDE, T]`: loaded transposed, which costs ldmatrix nothing."""
+    KIND: tl.constexpr = X.kind
+    j = tl.arange(0, WIDE)
+    word = first + j
+    at = slot[None, :] * WORDS + word[:, None]
+    if TAIL:  # what lies beyond the end may be nan, and nan times a weight of 0 is nan
+        w = tl.load(codes + at, mask=(word[:, None] < WORDS) & valid[None, :], other=0)
+    elif WORDS % WIDE == 0:
+        w = tl.load(codes + at)
+    else:
+        w = tl.load(codes + at, mask=word[:, None] < WORDS, other=0)
+    if X.per == 8:
+        HALF: tl.constexpr = WORDS // 2
+        h = tl.load(high + (slot[None, :] * HALF + (word % HALF)[:, None]))
+        shift = tl.load(shifts + ((slot % 32)[None, :] * WIDE + word[:, None]))
+        return unpack(KIND, w, h, shift, ARCH)
+    else:
+        return unpack(KIND, w, w, w, ARCH)
+
+
+@triton.jit
+def _capped(s, softcap, SOFTCAP: tl.constexpr, ARCH: tl.constexpr):
+    """Scores to base 2, after `softcap * tanh(s / softcap)`."""
+    if SOFTCAP:
+        e = _exp2(s * (2 * LOG2E / softcap), ARCH)
+        return softcap * LOG2E * (1 - 2 * _inverse(e + 1, ARCH))
+    else:
+        return s
+
+
+@triton.jit
+def _masked(s, mask, mask_rows, mask_stride, column, MASK: tl.constexpr):
+    """Scores `[T, R]` under the caller's mask: bool, or additive."""
+    if MASK == "bool":
+        shown = tl.load(mask + mask_rows[None, :] + (column * mask_stride)[:, None])
+        s = tl.where(shown != 0, s, HIDDEN)
+    elif MASK == "float":
+        s = s + tl.load(mask + mask_rows[None, :] + (column * mask_stride)[:, None]).to(tl.float32) * LOG2E
+        s = tl.maximum(s, HIDDEN)
+    return s
+
+
+@triton.jit
+def _body_tile(
+    K: tl.constexpr, V: tl.constexpr, KW: tl.constexpr, VW: tl.constexpr, KT: tl.constexpr, VT: tl.constexpr,
+    K_ONCE: tl.constexpr, V_ONCE: tl.constexpr, TAIL: tl.constexpr, SOFTCAP: tl.constexpr, MASK: tl.constexpr, ARCH: tl.constexpr,
+    state, q, q_scale, q_sum, k_codes, k_high, k_shifts, k_scales, v_codes, v_high, v_shifts, v_scales, slot, valid,
+    mask, mask_rows, mask_stride, column, oldest, softcap, WINDOW: tl.constexpr,
+):  # fmt: skip
+    """One tile of tokens joins the running maximum, normaliser, constant part and planes of the output, `state`."""
+    m, l, z, acc = state
+    KN: tl.constexpr = (KW + KT - 1) // KT
+    VN: tl.constexpr = (VW + VT - 1) // VT
+    KP: tl.constexpr = K.per
+    VP: tl.constexpr = V.per
+
+    s = tl.zeros(l.shape, tl.float32)
+    if K.group > 0:
+        found = _group_scales(K, KW, k_scales, slot, ARCH)
+    for c in tl.static_range(KN):
+        planes = _tile_of_keys(K, KW, KT, c * KT, k_codes, k_high, k_shifts, slot, ARCH)
+        for i in tl.static_range(KP):
+            k = planes[i]
+            if K.group > 0:
+                k = _scaled(K, k, _scale_of_plane(K, KW, found, k_scales, slot, c * KT, i, 0))
+            s = tl.dot(k, q[c * KP + i], s, input_precision="ieee")
+    if K.group > 0 or K.scale == "none":
+        s = s * q_scale[None, :]
+    else:
+        scale, zero = _token_scale(K, K_ONCE, k_scales, slot)
+        if K.scale == "hidden":
+            s = (s - (zero[:, None] + K.offset) * q_sum[None, :]) * scale[:, None]
+        else:
+            if K.offset != 0:
+                s = s - (K.offset * q_sum)[None, :]
+            s = s * scale[:, None]
+            if K.scale == "pair":
+                s = s + zero[:, None] * q_sum[None, :]
+        s = s * q_scale[None, :]
+    s = _capped(s, softcap, SOFTCAP, ARCH)
+    s = _masked(s, mask, mask_rows, mask_stride, column, MASK)
+    if WINDOW:
+        s = tl.where(column[:, None] >= oldest[None, :], s, HIDDEN)
+
+    PER_TOKEN: tl.constexpr = (V.group == 0) & (V.scale != "none")
+    if PER_TOKEN:
+        scale, zero = _token_scale(V, V_ONCE, v_scales, slot)
+        scale = tl.where(scale < 1e-27, 1e-27, scale)  # an all-zero vector has weight too
+        if TAIL:
+            scale = tl.where(valid, scale, 1.0)
+            zero = tl.where(valid, zero, 0.0)
+        s = s + _log2(scale, ARCH)[:, None]
+    if TAIL:
+        s = tl.where(valid[:, None], s, HIDDEN)
+
+    top = tl.maximum(m, tl.max(s, 0))
+    shrink = _exp2(m - top, ARCH)
+    w = _exp2(s - top[None, :], ARCH)
+    if TAIL:
+        w = tl.where(valid[:, None], w, 0.0)
+    if PER_TOKEN:
+        inverse = _inverse(scale, ARCH)
+        l = l * shrink[None, :] + w * inverse[:, None]
+        if V.scale == "hidden":
+            z = z * shrink[None, :] - w * (zero + V.offset)[:, None]
+        elif V.scale == "pair":
+            z = z * shrink[None, :] + w * (zero * inverse - V.offset * V.unit)[:, None]
+        elif V.offset != 0:
+            z = z * shrink[None, :] - w * (V.offset * V.unit)
+    else:
+        l = l * shrink[None, :] + w
+
+    p = w.to(tl.float16)
+    if V.kind == "half":
+        p = w.to(v_codes.dtype.element_ty)
+    new = ()
+    if V.group > 0:
+        found_v = _group_scales(V, VW, v_scales, slot, ARCH)
+    for c in tl.static_range(VN):
+        planes = _tile_of_values(V, VW, VT, c * VT, v_codes, v_high, v_shifts, slot, valid, TAIL, ARCH)
+        for i in tl.static_range(VP):
+            v = planes[i]
+            if V.group > 0:
+                scale = _scale_of_plane(V, VW, found_v, v_scales, slot, c * VT, i, 1)
+                if TAIL:
+                    scale = tl.where(valid[None, :], scale, 0.0)
+                v = _scaled(V, v, scale)
+            new = new + (tl.dot(v, p, acc[c * VP + i] * shrink[None, :], input_precision="ieee"),)
+    return top, l, z, new
+
+
+@triton.jit
+def _exact_tiles(
+    D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr, T: tl.constexpr, SOFTCAP: tl.constexpr, MASK: tl.constexpr,
+    ARCH: tl.constexpr, WINDOW: tl.constexpr, CAUSAL: tl.constexpr,
+    state, q, q_scale, keys, key_stride, values, value_stride, tokens, start, newest, oldest, mask, mask_rows, mask_stride, softcap,
+):  # fmt: skip
+    """Tokens in the model's dtype, `keys` `[tokens, D]`, whose columns begin at `start`."""
+    m, l, acc = state
+    t = tl.arange(0, T)
+    d = tl.arange(0, DP)
+    e = tl.arange(0, DVP)
+    for begin in tl.range(0, tokens, T, num_stages=1):
+        at = begin + t
+        valid = at < tokens
+        column = start + at
+        k = tl.load(keys + at[:, None] * key_stride + d[None, :], mask=valid[:, None] & (d < D)[None, :], other=0.0)
+        s = tl.dot(k, q, input_precision="ieee") * q_scale[None, :]
+        s = _capped(s, softcap, SOFTCAP, ARCH)
+        s = _masked(s, mask, mask_rows, mask_stride, tl.where(valid, column, start), MASK)
+        if WINDOW:
+            s = tl.where(column[:, None] >= oldest[None, :], s, HIDDEN)
+        if CAUSAL:
+            s = tl.where(column[:, None] <= newest[None, :], s, HIDDEN)
+        s = tl.where(valid[:, None], s, HIDDEN)
+        top = tl.maximum(m, tl.max(s, 0))
+        shrink = _exp2(m - top, ARCH)
+        w = tl.where(valid[:, None], _exp2(s - top[None, :], ARCH), 0.0)
+        l = l * shrink + tl.sum(w, 0)
+        v = tl.load(values + at[None, :] * value_stride + e[:, None], mask=valid[None, :] & (e < DV)[:, None], other=0.0)
+        acc = tl.dot(v, w.to(v.dtype), acc * shrink[None, :], input_precision="ieee")
+        m = top
+    return m, l, acc
+
+
+@triton.jit
+def attend_kernel(
+    query, rotated, table, k_codes, k_high, k_shifts, k_scales, v_codes, v_high, v_shifts, v_scales,
+    first_k, first_v, recent_k, recent_v, mask, lengths, pages, part, maxima, sums,
+    q_stride_b, q_stride_h, q_stride_q, first_stride_b, first_stride_h, first_stride_t, first_v_stride_b, first_v_stride_h, first_v_stride_t,
+    recent_stride_b, recent_stride_h, recent_stride_t, recent_v_stride_b, recent_v_stride_h, recent_v_stride_t,
+    mask_stride_b, mask_stride_h, mask_stride_q, mask_stride_t, pages_stride,
+    scaling, softcap, window, slabs, n_first, n_body, n_recent, split_tokens, heads, queries,
+    K: tl.constexpr, V: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, G: tl.constexpr, R: tl.constexpr, T: tl.constexpr, TX: tl.constexpr,
+    K_SHARED: tl.constexpr, V_SHARED: tl.constexpr, K_ONCE: tl.constexpr, V_ONCE: tl.constexpr,
+    SOFTCAP: tl.constexpr, MASK: tl.constexpr, WINDOW: tl.constexpr, CAUSAL: tl.constexpr, LENGTHS: tl.constexpr, PAGE: tl.constexpr,
+    ARCH: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """Grid (splits, row blocks, batch * heads); with EXACT, split 0 is that of the exact zones."""
+    split = tl.program_id(0)
+    block = tl.program_id(1)
+    bh = tl.program_id(2)
+    splits = tl.num_programs(0)
+    b = bh // heads
+    h = bh % heads
+    KW: tl.constexpr = D // K.per
+    VW: tl.constexpr = DV // V.per
+    # Words of a tile: all of a token's, or sixteen where scales are by group.
+    KT: tl.constexpr = 16 if K.group > 0 else max(triton.next_power_of_2(KW), 16)
+    VT: tl.constexpr = 16 if V.group > 0 else max(triton.next_power_of_2(VW), 16)
+    KP: tl.constexpr = K.per
+    VP: tl.constexpr = V.per
+    KN: tl.constexpr = (KW + KT - 1) // KT
+    VN: tl.constexpr = (VW + VT - 1) // VT
+
+    r = block * R + tl.arange(0, R)
+    live = r < G * queries
+    row = tl.minimum(r, G * queries - 1)
+    head = h * G + row // queries
+    number = row % queries
+    total = n_first + n_body + n_recent
+    newest = total - queries + number
+    oldest = newest - window + 1
+    mask_rows = b * mask_stride_b + head * mask_stride_h + number * mask_stride_q
+    out = part + ((bh * tl.num_programs(1) + block).to(tl.int64) * splits + split) * (R * DV)
+    m = tl.full([R], HIDDEN, tl.float32)
+    q_rows = b.to(tl.int64) * q_stride_b + head * q_stride_h + number * q_stride_q
+    log2e = 1.0 if SOFTCAP else LOG2E
+
+    if EXACT and split == 0:
+        DP: tl.constexpr = max(triton.next_power_of_2(D), 16)
+        DVP: tl.constexpr = max(triton.next_power_of_2(DV), 16)
+        d = tl.arange(0, DP)
+        x_query = tl.load(query + q_rows[None, :] + d[:, None], mask=(d < D)[:, None] & live[None, :], other=0.0)
+        x_scale = tl.full([R], 1.0, tl.float32) * scaling * log2e
+        exact = (m, tl.zeros([R], tl.float32), tl.zeros([DVP, R], tl.float32))
+        exact = _exact_tiles(
+            D, DV, DP, DVP, TX, SOFTCAP, MASK, ARCH, WINDOW, CAUSAL, exact, x_query, x_scale,
+            first_k + b.to(tl.int64) * first_stride_b + h * first_stride_h, first_stride_t,
+            first_v + b.to(tl.int64) * first_v_stride_b + h * first_v_stride_h, first_v_stride_t,
+            n_first, 0, newest, oldest, mask, mask_rows, mask_stride_t, softcap,
+        )  # fmt: skip
+        exact = _exact_tiles(
+            D, DV, DP, DVP, TX, SOFTCAP, MASK, ARCH, WINDOW, CAUSAL, exact, x_query, x_scale,
+            recent_k + b.to(tl.int64) * recent_stride_b + h * recent_stride_h, recent_stride_t,
+            recent_v + b.to(tl.int64) * recent_v_stride_b + h * recent_v_stride_h, recent_v_stride_t,
+            n_recent, n_first + n_body, newest, oldest, mask, mask_rows, mask_stride_t, softcap,
+        )  # fmt: skip
+        m, l, x_out = exact
+        e = tl.arange(0, DVP)
+        tl.store(out + tl.arange(0, R)[None, :] * DV + e[:, None], x_out, mask=(e < DV)[:, None] & live[None, :])
+    else:
+        # The queries, in planes like the keys' and normalised by their largest channel, so that fp16 holds them.
+        q = ()
+        amax = tl.zeros([R], tl.float32)
+        j = tl.arange(0, KT)
+        for c in tl.static_range(KN):
+            for i in tl.static_range(KP):
+                channel = _channel(K, KW, c * KT + j, i)
+                inside = (c * KT + j < KW)[:, None] & live[None, :]
+                if K.rotated:
+                    rows = ((b * heads * G + head).to(tl.int64) * queries + number) * D
+                    x = tl.load(rotated + rows[None, :] + channel[:, None], mask=inside, other=0.0)
+                else:
+                    x = tl.load(query + q_rows[None, :] + channel[:, None], mask=inside, other=0.0)
+                q = q + (x,)
+                if K.kind != "half":
+                    amax = tl.maximum(amax, tl.max(tl.abs(x.to(tl.float32)), 0))
+        q_sum = tl.zeros([R], tl.float32)
+        if K.kind == "half":
+            q_scale = tl.full([R], 1.0, tl.float32) * scaling * log2e
+        else:
+            normal = tl.where(amax > 0, 1.0 / amax, 0.0)
+            q_scale = amax * (scaling * K.unit) * log2e
+            tiles = ()
+            for i in tl.static_range(KN * KP):
+                x = (q[i].to(tl.float32) * normal[None, :]).to(tl.float16)
+                q_sum += tl.sum(x.to(tl.float32), 0)
+                tiles = tiles + (x,)
+            q = tiles
+
+        acc = ()
+        for i in tl.static_range(VN * VP):
+            acc = acc + (tl.zeros([VT, R], tl.float32),)
+        state = (m, tl.zeros([T, R], tl.float32), tl.zeros([T, R], tl.float32), acc)
+        length = n_body
+        if LENGTHS:
+            length = tl.load(lengths + b)
+        begin = (split - 1 if EXACT else split) * split_tokens
+        end = tl.minimum(begin + split_tokens, length)
+        if WINDOW:
+            begin = tl.maximum(begin, (total - queries - window + 1 - n_first) // T * T)
+        t = tl.arange(0, T)
+        kb = (b if K_SHARED else bh).to(tl.int64)
+        vb = (b if V_SHARED else bh).to(tl.int64)
+        KG: tl.constexpr = D // K.group if K.group > 0 else (2 if K.scale == "pair" else 1)
+        VG: tl.constexpr = DV // V.group if V.group > 0 else (2 if V.scale == "pair" else 1)
+        for slab in range(slabs):
+            start = tl.load(table + slab * 8).to(tl.int32)
+            capacity = tl.multiple_of(tl.load(table + slab * 8 + 1), 32)
+            low = tl.maximum(begin, start) - start
+            high = tl.minimum(end, start + capacity.to(tl.int32)) - start
+            k_slots = 1 if K_ONCE else capacity
+            v_slots = 1 if V_ONCE else capacity
+            kc = k_codes + (tl.multiple_of(tl.load(table + slab * 8 + 2), 16) + bh * capacity * KW)
+            kh = k_high + (tl.multiple_of(tl.load(table + slab * 8 + 3), 16) + bh * capacity * (KW // 2))
+            ks = k_scales + (tl.multiple_of(tl.load(table + slab * 8 + 4), 16) + kb * k_slots * KG)
+            vc = v_codes + (tl.multiple_of(tl.load(table + slab * 8 + 5), 16) + bh * capacity * VW)
+            vh = v_high + (tl.multiple_of(tl.load(table + slab * 8 + 6), 16) + bh * capacity * (VW // 2))
+            vs = v_scales + (tl.multiple_of(tl.load(table + slab * 8 + 7), 16) + vb * v_slots * VG)
+            whole = low + tl.maximum(high - low, 0) // T * T
+            for token in range(low, whole, T):
+                slot = token + t
+                if PAGE > 0:
+                    slot = tl.load(pages + b * pages_stride + token // PAGE) * PAGE + token % PAGE + t
+                state = _body_tile(
+                    K, V, KW, VW, KT, VT, K_ONCE, V_ONCE, False, SOFTCAP, MASK, ARCH, state, q, q_scale, q_sum,
+                    kc, kh, k_shifts, ks, vc, vh, v_shifts, vs, slot, t >= 0, mask, mask_rows, mask_stride_t, n_first + start + token + t, oldest, softcap, WINDOW,
+                )  # fmt: skip
+            if whole < high:
+                slot = whole + t
+                if PAGE > 0:
+                    slot = tl.load(pages + b * pages_stride + whole // PAGE) * PAGE + whole % PAGE + t
+                column = tl.minimum(start + whole + t, start + high - 1) + n_first
+                state = _body_tile(
+                    K, V, KW, VW, KT, VT, K_ONCE, V_ONCE, True, SOFTCAP, MASK, ARCH, state, q, q_scale, q_sum,
+                    kc, kh, k_shifts, ks, vc, vh, v_shifts, vs, slot, whole + t < high, mask, mask_rows, mask_stride_t, column, oldest, softcap, WINDOW,
+                )  # fmt: skip
+        m, l2, z2, acc = state
+        l = tl.sum(l2, 0)
+        z = tl.sum(z2, 0)
+        j = tl.arange(0, VT)
+        for c in tl.static_range(VN):
+            for i in tl.static_range(VP):  # plane after plane: `_reduce` puts channels in order
+                word = c * VT + j
+                place = tl.arange(0, R)[None, :] * DV + i * VW + word[:, None]
+                tl.store(out + place, acc[c * VP + i] * V.unit + z[None, :], mask=(word < VW)[:, None] & live[None, :])
+    entry = (bh * tl.num_programs(1) + block) * splits * R + split * R + tl.arange(0, R)
+    tl.store(maxima + entry, m)
+    tl.store(sums + entry, l)
+
+
+@triton.jit
+def reduce_kernel(
+    part, maxima, sums, sinks, matrix, out, lse, out_stride_b, out_stride_h, out_stride_q, splits, blocks, heads, queries,
+    V: tl.constexpr, DV: tl.constexpr, C: tl.constexpr, G: tl.constexpr, R: tl.constexpr, S: tl.constexpr, SINKS: tl.constexpr,
+    EXACT: tl.constexpr, TURN: tl.constexpr,
+):  # fmt: skip
+    """One program for `C` channels of a query row: joins the splits, turns back what was stored rotated, divides. `lse` in base e."""
+    row = tl.program_id(0)
+    bh = tl.program_id(1)
+    b = bh // heads
+    head = (bh % heads) * G + row // queries
+    base = (bh * blocks + row // R).to(tl.int64) * splits
+    at = tl.arange(0, S)
+    place = tl.program_id(2) * C + tl.arange(0, C)  # in the order of partial sums: plane after plane
+    VW: tl.constexpr = DV // V.per
+    if V.group > 0:
+        channel = place
+    else:
+        channel = place % VW * V.per + place // VW
+    inside = place < DV
+    top = tl.load(maxima + base * R + row % R)
+    total = tl.zeros([], tl.float32)
+    body = tl.zeros([C], tl.float32)
+    for begin in range(0, splits, S):
+        split = begin + at
+        live = split < splits
+        m = tl.load(maxima + (base + split) * R + row % R, mask=live, other=HIDDEN)
+        l = tl.load(sums + (base + split) * R + row % R, mask=live, other=0.0)
+        if EXACT:
+            packed = live & (split > 0)
+        else:
+            packed = live
+        x = tl.load(part + ((base + split) * R + row % R)[:, None] * DV + place[None, :], mask=packed[:, None] & inside[None, :], other=0.0)
+        higher = tl.maximum(top, tl.max(m, 0))
+        shrink = tl.exp2(top - higher)
+        weight = tl.where(live, tl.exp2(m - higher), 0.0)
+        total = total * shrink + tl.sum(weight * l, 0)
+        body = body * shrink + tl.sum(x * weight[:, None], 0)
+        top = higher
+    if V.rotated:
+        turn = tl.load(matrix + channel[:, None] * DV + channel[None, :], mask=inside[:, None] & inside[None, :], other=0.0).to(tl.float32)
+        body = tl.sum(turn * body[None, :], 1) * TURN
+    if EXACT:
+        weight = tl.exp2(tl.load(maxima + base * R + row % R) - top)
+        body += weight * tl.load(part + (base * R + row % R) * DV + channel, mask=inside, other=0.0)
+    if SINKS:
+        sink = tl.load(sinks + head).to(tl.float32) * LOG2E
+        higher = tl.maximum(top, sink)
+        body *= tl.exp2(top - higher)
+        total = total * tl.exp2(top - higher) + tl.exp2(sink - higher)
+        top = higher
+    query = row % queries
+    tl.store(out + b.to(tl.int64) * out_stride_b + head * out_stride_h + query * out_stride_q + channel, body / total, mask=inside)
+    if tl.program_id(2) == 0:
+        tl.store(lse + (bh * G * queries) + row, (top + tl.log2(total)) / LOG2E)
+
+
+@triton.jit
+def rotate_kernel(
+    x, matrix, out, stride_b, stride_h, stride_q, rows, heads, queries, D: tl.constexpr, DP: tl.constexpr, R: tl.constexpr, TURN: tl.constexpr
+):
+    """`x` `[B, H, Q, D]` times a matrix of 1 and -1 `[D, D]`, and `TURN`: contiguous, in fp32."""
+    r = tl.program_id(0) * R + tl.arange(0, R)
+    d = tl.arange(0, DP)
+    inside = (d < D)[None, :]
+    at = (r // (heads * queries)).to(tl.int64) * stride_b + r // queries % heads * stride_h + r % queries * stride_q
+    tile = tl.load(x + at[:, None] + d[None, :], mask=(r < rows)[:, None] & inside, other=0.0)
+    turn = tl.load(matrix + d[:, None] * D + d[None, :], mask=(d < D)[:, None] & inside, other=0.0).to(tile.dtype)
+    y = tl.dot(tile, turn, input_precision="ieee") * TURN
+    tl.store(out + r.to(tl.int64)[:, None] * D + d[None, :], y, mask=(r < rows)[:, None] & inside)

@@ -1,0 +1,359 @@
+"""Storing keys and values in one launch of one Triton kernel: what `Codec.encode` computes, written straight into the slots.
+
+A program takes a tile of tokens (times heads, where few tokens come at once or where a scale spans heads) of one side, all channels of it,
+in registers: rotation, scale, codes, packing. Rows that are no power of two are padded and masked.
+
+The rotation is a product with a matrix of 1 and -1, in which 16-bit inputs are exact; fp32 is split into three bfloat16, which is exact as
+well. Only sums round. Codes differ from those of `Codec.encode` where a channel lies within such a rounding of the border of two codes.
+Greatest and least are found among bit patterns, since a maximum of floats passes over nan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..formats.base import TINY, Codec, Codes
+from ..formats.codebooks import GRID, midpoints
+from ..formats.uniform import LEAST_SCALE
+from .triton_decode import INTERPRETED, STEP3, STEP4, float8, known, padded, plane_arguments, rotation_table, supports, tile, turn
+
+__all__ = ["encode_kv", "supports"]
+
+_TINY = tl.constexpr(TINY)
+_LEAST_SCALE = tl.constexpr(LEAST_SCALE)
+_INFINITY = tl.constexpr(0x7F800000)
+
+
+def encode_kv(sides: Sequence[tuple[Codec, Tensor, Codes, Codes]], start: int) -> None:
+    """Encodes `T` tokens into slots `start` to `start + T`.
+
+    `sides` are keys and values, each a codec that `supports` accepts; `x` `[B, H, T, D]` in fp16, bf16 or fp32, its channels contiguous;
+    the planes `[B, H or 1, capacity, width]` of a slab; and the buffers kept once. Batch, heads and tokens are the same for both.
+
+    Raises ValueError for a codec that it does not know, or vectors whose channels are not contiguous.
+    """
+    arguments: list[object] = []
+    constants: list[object] = []
+    specs = [known(codec, x) for codec, x, _, _ in sides]
+    x = sides[0][1]
+    batch, heads, tokens, _ = x.shape
+    if not x.numel():
+        return
+    for spec, (_, x, planes, once) in zip(specs, sides, strict=True):
+        head_dim = x.shape[3]
+        kept = planes | once
+        table = x
+        if spec.rotation:
+            table = rotation_table(head_dim, x.device, torch.float16 if x.dtype == torch.float16 else torch.bfloat16, spec.rotation == 2)
+        arguments += [x, *x.stride()[:3], table, *plane_arguments(spec, kept, x)]
+        constants += [*spec[:4], head_dim, padded(head_dim)]
+    across, along, warps = tile(specs, heads, tokens, max(padded(side[1].shape[3]) for side in sides), x.element_size())
+    grid = (triton.cdiv(tokens, along) * triton.cdiv(heads, across), batch, 2)
+    with torch.cuda.device_of(x):
+        _encode_kernel[grid](*arguments, start, tokens, heads, *constants, across, along, num_warps=warps)
+
+
+@triton.jit
+def _abs_bits(x):
+    return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def _ordered(x):
+    """Bits of a float to an integer of the same order, and back: nan lies beyond the infinities."""
+    return x ^ ((x >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def _range(x):
+    """Least and greatest of each row: one of them is nan if a channel is."""
+    keys = _ordered(x.to(tl.int32, bitcast=True))
+    low = _ordered(tl.min(keys, 1)).to(tl.float32, bitcast=True)
+    return low, _ordered(tl.max(keys, 1)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _over(x, scale):
+    """`x / scale`, rounded once, for one reciprocal a scale: two steps of refinement cost less than a division."""
+    if INTERPRETED:  # has no fused multiply-add
+        quotient = x / scale
+    else:
+        inverse = tl.broadcast_to(tl.div_rn(1.0, scale), x.shape)
+        scale = tl.broadcast_to(scale, x.shape)
+        quotient = x * inverse
+        quotient = tl.fma(tl.fma(-quotient, scale, x), inverse, quotient)
+    return quotient
+
+
+@triton.jit
+def _whole(x, LOW: tl.constexpr, HIGH: tl.constexpr):
+    """Truncated and clamped; nan becomes a bound."""
+    return tl.minimum(tl.maximum(x, LOW), HIGH).to(tl.int32)
+
+
+@triton.jit
+def _minifloat(x, MANTISSA: tl.constexpr, LEAST: tl.constexpr):
+    """The code of `x` >= 0, within range, in a float format of `MANTISSA` bits and least normal number 2^LEAST: nearest, ties to even."""
+    bits = x.to(tl.int32, bitcast=True)
+    cut: tl.constexpr = 23 - MANTISSA
+    normal = ((bits + ((1 << (cut - 1)) - 1) + ((bits >> cut) & 1)) >> cut) - ((126 + LEAST) << MANTISSA)
+    # Added to this power of two, whose last bit is the step of subnormal numbers, x is rounded to that.
+    anchor: tl.constexpr = 127 + cut + LEAST
+    small = (x + 2.0 ** (cut + LEAST)).to(tl.int32, bitcast=True) - (anchor << 23)
+    return tl.where(x < 2.0**LEAST, small, normal)
+
+
+@triton.jit
+def _apply(x, table, D: tl.constexpr, P: tl.constexpr, SIGNED: tl.constexpr):
+    """`Hadamard.apply`"""
+    if SIGNED:
+        signs = tl.load(table + min(P, 128) * min(P, 128) + tl.arange(0, P)).to(tl.float32)
+        x = (x.to(tl.float32) * signs[None, :]).to(x.dtype)
+    return turn(x, table, D, P) * (D & -D) ** -0.5
+
+
+@triton.jit
+def _store_words(at, words, live, COUNT: tl.constexpr):
+    """`words` `[N, >= COUNT]` to the rows that begin at `at`."""
+    j = tl.arange(0, words.shape[1])
+    mask = live[:, None] if words.shape[1] == COUNT else live[:, None] & (j < COUNT)[None, :]
+    tl.store(at[:, None] + j[None, :], words.to(tl.int16), mask=mask)
+
+
+@triton.jit
+def _store_codes(low, high, codes, live, BITS: tl.constexpr, D: tl.constexpr, P: tl.constexpr):
+    """Codes in the order of channels `[N, P]`, packed by `packing.pack`. A sum of fields that do not overlap is their union."""
+    N: tl.constexpr = codes.shape[0]
+    if BITS == 4:
+        words = tl.sum(tl.reshape(codes, [N, P // 4, 4]) << (4 * tl.arange(0, 4))[None, None, :], 2)
+        _store_words(low, words, live, D // 4)
+    else:
+        i = tl.arange(0, 8)[None, None, :]
+        codes = tl.reshape(codes, [N, P // 8, 8])
+        words = tl.sum(((codes & 3) << (2 * i)) | ((codes >> 2) << (16 + 4 * (i // 2) + i % 2)), 2)
+        _store_words(low, words, live, D // 8)
+        words = words >> 16
+        if D == P:
+            words = tl.sum(tl.reshape(words, [N, 2, P // 16]) << (2 - 2 * tl.arange(0, 2))[None, :, None], 1)
+        else:
+            j = tl.minimum(tl.arange(0, P // 8) + D // 16, P // 8 - 1)
+            words = (words << 2) | tl.gather(words, tl.broadcast_to(j[None, :], words.shape), 1)
+        _store_words(high, words, live, D // 16)
+
+
+@triton.jit
+def _store_planes(at, codes, live, E2M1: tl.constexpr, D: tl.constexpr, P: tl.constexpr):
+    """4-bit codes in the order of channels `[N, P]` as words of `packing.to_planes`."""
+    a = tl.arange(0, 4)[None, :, None]
+    if D != P:
+        c = tl.arange(0, P)
+        c = tl.minimum(c // (P // 4) * (D // 4) + c % (P // 4), P - 1)
+        codes = tl.gather(codes, tl.broadcast_to(c[None, :], codes.shape), 1)
+    codes = tl.reshape(codes, [codes.shape[0], 4, P // 4])
+    if E2M1:
+        sign = tl.where(a == 0, 15, tl.where(a == 1, 12, tl.where(a == 2, 14, 13)))
+        codes = ((codes & 7) << (9 - 3 * a)) | ((codes >> 3) << sign)
+    else:
+        codes = codes << (4 * a)
+    _store_words(at, tl.sum(codes, 1), live, D // 4)
+
+
+@triton.jit
+def _fp4_error(x, scale):
+    """Squared error of blocks of magnitudes under `scale` `[N, G, 1]`."""
+    q = tl.minimum(_over(x, scale), 6.0)
+    # The step is half the power of two below q, or .5 under 1; what is added leaves no bit below it.
+    power = tl.maximum(q.to(tl.int32, bitcast=True) & 0x7F800000, 0x3F800000)
+    anchor = (power + (22 << 23)).to(tl.float32, bitcast=True)
+    error = ((q + anchor) - anchor) * scale - x
+    return tl.sum(error * error, 2)[:, :, None]
+
+
+@triton.jit
+def _fp4_scale(magnitude, absmax, SEARCH: tl.constexpr):
+    """Bytes of E4M3, one for each block of 16."""
+    six = _minifloat(tl.minimum(tl.maximum(tl.div_rn(absmax, 6.0), 2.0**-9), 448.0), 3, -6)
+    if SEARCH == 0:
+        return six
+    four = _minifloat(tl.minimum(tl.maximum(tl.div_rn(absmax, 4.0), 2.0**-9), 448.0), 3, -6)
+    best = six if SEARCH == 1 else four
+    least = _fp4_error(magnitude, float8(best, 3))
+    for below in tl.range(0 if SEARCH == 1 else 1, 1 if SEARCH == 1 else 8):
+        other = tl.minimum(tl.maximum(four - below, 1), 126)
+        error = _fp4_error(magnitude, float8(other, 3))
+        best = tl.where(error < least, other, best)
+        least = tl.minimum(error, least)
+    return best
+
+
+@triton.jit
+def _lloyd(x, BITS: tl.constexpr):
+    """Codes of `x`, and twice their levels, in steps of the grid."""
+    # Twice the level in the low half, the rank in the high half: one sum for both.
+    reached = _climb(tl.abs(x), _AT3, _UP3, 4) if BITS == 3 else _climb(tl.abs(x), _AT4, _UP4, 8)
+    rank = reached >> 16
+    half: tl.constexpr = 2 ** (BITS - 1)
+    return tl.where(x < 0, half - 1 - rank, half + rank), reached & 0xFFFF
+
+
+@triton.jit
+def _climb(x, AT: tl.constexpr, UP: tl.constexpr, COUNT: tl.constexpr):
+    reached = tl.full(x.shape, UP[0], tl.int32)
+    for i in tl.static_range(1, COUNT):
+        reached += tl.where(x >= AT[i], UP[i], 0)
+    return reached
+
+
+def _rungs(bits: int) -> tuple[tuple[float, ...], tuple[int, ...]]:
+    """What magnitudes must reach, and what `_lloyd` then adds."""
+    odd = [2 * n + 1 for n in GRID[bits][1]]
+    up = (odd[0], *((1 << 16) + high - low for low, high in zip(odd, odd[1:], strict=False)))
+    return (0.0, *midpoints(bits)[2 ** (bits - 1) :]), up
+
+
+_AT3, _UP3 = map(tl.constexpr, _rungs(3))
+_AT4, _UP4 = map(tl.constexpr, _rungs(4))
+
+
+@triton.jit
+def _encode_side(
+    x, xb, xh, xt, table, codes, cb, ch, high, hb, hh, scales, sb, sh, start, tokens, heads,
+    KIND: tl.constexpr, OPTION: tl.constexpr, ROTATION: tl.constexpr, SPAN: tl.constexpr, D: tl.constexpr, P: tl.constexpr,
+    ACROSS: tl.constexpr, ALONG: tl.constexpr,
+):  # fmt: skip
+    N: tl.constexpr = ACROSS * ALONG
+    b = tl.program_id(1).to(tl.int64)
+    parts = tl.cdiv(heads, ACROSS)
+    t0 = (tl.program_id(0) // parts) * ALONG
+    h0 = (tl.program_id(0) % parts) * ACROSS
+    i = tl.arange(0, N)
+    c = tl.arange(0, P)
+    live = (t0 + i // ACROSS < tokens) & (h0 + i % ACROSS < heads)
+    inside = live[:, None] if D == P else live[:, None] & (c < D)[None, :]
+    h = i % ACROSS if ACROSS == 1 else (i % ACROSS).to(tl.int64)  # heads may lie far apart
+    slot = start + t0
+    first = x + b * xb + h0.to(tl.int64) * xh + t0.to(tl.int64) * xt
+    raw = tl.load(first + (h * xh + i // ACROSS * xt)[:, None] + c[None, :], mask=inside, other=0.0)
+
+    PACKED: tl.constexpr = (KIND == "uniform" and OPTION < 8) or KIND == "group" or KIND == "hidden" or KIND == "nvfp4" or KIND == "lloyd"
+    BITS: tl.constexpr = 3 if (KIND == "uniform" or KIND == "lloyd") and OPTION == 3 else 4
+    WIDTH: tl.constexpr = D if not PACKED else D // 8 if BITS == 3 else D // 4
+    at = b * cb + h0.to(tl.int64) * ch + slot.to(tl.int64) * WIDTH + (h * ch + i // ACROSS * WIDTH)
+    at = codes.to(tl.pointer_type(tl.int16)) + at if PACKED else codes + at
+    at_high = at
+    if BITS == 3:
+        at_high = high.to(tl.pointer_type(tl.int16)) + (
+            b * hb + h0.to(tl.int64) * hh + slot.to(tl.int64) * (D // 16) + (h * hh + i // ACROSS * (D // 16))
+        )
+    COUNT: tl.constexpr = 2 if KIND == "uniform" else D // OPTION if KIND == "group" else D // 16 if KIND == "nvfp4" else 1
+    if SPAN == "each":
+        at_scale = scales + b * sb + h0.to(tl.int64) * sh + slot.to(tl.int64) * COUNT + (h * sh + i // ACROSS * COUNT)
+    else:  # ACROSS covers all heads, or nothing is stored
+        at_scale = scales + b * sb + slot.to(tl.int64) + i // ACROSS
+
+    if KIND == "copy":
+        tl.store(at[:, None] + c[None, :], raw, mask=inside)
+    y = _apply(raw, table, D, P, ROTATION == 2) if ROTATION > 0 else raw.to(tl.float32)
+
+    if KIND == "int8" or KIND == "fp8":
+        top: tl.constexpr = 127.0 if KIND == "int8" else 448.0 if OPTION == 3 else 57344.0
+        if SPAN == "once":
+            scale = tl.load(scales + b * sb)
+            quotient = tl.div_rn(y, tl.maximum(scale, _TINY))
+        else:
+            bits = tl.max(_abs_bits(y), 1)
+            if SPAN == "shared":
+                shared = tl.max(tl.reshape(bits, [ALONG, ACROSS]), 1)
+                bits = tl.reshape(tl.broadcast_to(shared[:, None], [ALONG, ACROSS]), [N])
+            scale = tl.div_rn(bits.to(tl.float32, bitcast=True), top).to(scales.dtype.element_ty)
+            tl.store(at_scale, scale, mask=live & (i % ACROSS == 0) if SPAN == "shared" else live)
+            quotient = _over(y, tl.maximum(scale.to(tl.float32), _TINY)[:, None])
+        if KIND == "int8":
+            packed = _whole(quotient + tl.where(y < 0, -0.5, 0.5), -127.0, 127.0)
+        else:
+            sign = (y.to(tl.int32, bitcast=True) >> 24) & 0x80
+            packed = _minifloat(tl.minimum(tl.abs(quotient), top), OPTION, -6 if OPTION == 3 else -14) | sign
+            packed = tl.where(_abs_bits(y) >= _INFINITY, 0x7F, packed)  # saturation is for numbers
+        tl.store(at[:, None] + c[None, :], packed.to(codes.dtype.element_ty), mask=inside)
+
+    if KIND == "uniform":
+        top: tl.constexpr = 2.0**OPTION - 1
+        # Padding repeats the first channel of the row: neither least nor greatest change.
+        low, greatest = _range(y if D == P else tl.where((c < D)[None, :], y, tl.sum(tl.where((c == 0)[None, :], y, 0.0), 1)[:, None]))
+        zero = low.to(tl.float16)
+        scale = tl.div_rn(greatest - zero.to(tl.float32), top)
+        scale = tl.where(scale < _LEAST_SCALE, _LEAST_SCALE, scale).to(tl.float16)
+        tl.store(at_scale, scale, mask=live)
+        tl.store(at_scale + 1, zero, mask=live)
+        quotient = _over(y - zero.to(tl.float32)[:, None], scale.to(tl.float32)[:, None])
+        packed = _whole(quotient + 0.5, 0.0, top)
+        if OPTION == 8:
+            tl.store(at[:, None] + c[None, :], packed.to(tl.uint8), mask=inside)
+        else:
+            _store_codes(at, at_high, packed, live, OPTION, D, P)
+
+    if KIND == "hidden":
+        low, greatest = _range(y)
+        # Not tl.minimum, which would put zero in the place of nan.
+        low, greatest = tl.where(low > 0, 0.0, low), tl.where(greatest < 0, 0.0, greatest)
+        scale = tl.div_rn(greatest - low, 15.0)
+        zero = _whole(tl.div_rn(-low, tl.maximum(scale, _TINY)) + 0.5, 0.0, 15.0)
+        bits = scale.to(tl.int32, bitcast=True) & ~15
+        tl.store(at_scale, (bits | zero).to(tl.float32, bitcast=True), mask=live)
+        scale = tl.maximum(bits.to(tl.float32, bitcast=True), _TINY)[:, None]
+        packed = _whole(_over(y, scale) + zero.to(tl.float32)[:, None] + 0.5, 0.0, 15.0)
+        _store_codes(at, at_high, packed, live, 4, D, P)
+
+    if KIND == "lloyd":
+        full = raw.to(tl.float32)
+        norm = tl.sqrt_rn(tl.sum(full * full, 1))
+        unit = y * tl.div_rn(D**0.5, norm + 1e-8)[:, None]
+        packed, level = _lloyd(unit, OPTION)
+        squares = level * level if D == P else tl.where((c < D)[None, :], level * level, 0)
+        length = tl.sqrt_rn(tl.sum(squares, 1).to(tl.float32)) * (STEP3 if OPTION == 3 else STEP4)
+        tl.store(at_scale, tl.div_rn(norm, length).to(tl.float16), mask=live)
+        _store_codes(at, at_high, packed, live, OPTION, D, P)
+
+    if KIND == "group" or KIND == "nvfp4":
+        SIZE: tl.constexpr = 16 if KIND == "nvfp4" else OPTION
+        g = tl.arange(0, P // SIZE)
+        blocks = tl.reshape(y, [N, P // SIZE, SIZE])
+        absmax = tl.max(_abs_bits(blocks), 2)[:, :, None].to(tl.float32, bitcast=True)
+        if KIND == "group":
+            scale = tl.div_rn(absmax, 7.0).to(tl.float16)
+            packed = _whole(_over(blocks, tl.maximum(scale.to(tl.float32), _TINY)) + 8.5, 1.0, 15.0)
+        else:
+            magnitude = tl.abs(blocks)
+            scale = tl.where(_abs_bits(absmax) >= _INFINITY, 127, _fp4_scale(magnitude, absmax, OPTION))
+            packed = _minifloat(tl.minimum(_over(magnitude, float8(scale, 3)), 6.0), 1, 0)
+            packed |= (blocks.to(tl.int32, bitcast=True) >> 28) & 8
+        mask = live[:, None] & (g < COUNT)[None, :]
+        scale = tl.reshape(scale, [N, P // SIZE]).to(scales.dtype.element_ty)
+        tl.store(at_scale[:, None] + g[None, :], scale, mask=mask)
+        _store_planes(at, tl.reshape(packed, [N, P]), live, KIND == "nvfp4", D, P)
+
+
+@triton.jit(do_not_specialize=["start", "tokens", "heads"])
+def _encode_kernel(
+    kx, kxb, kxh, kxt, ktable, kcodes, kcb, kch, khigh, khb, khh, kscales, ksb, ksh,
+    vx, vxb, vxh, vxt, vtable, vcodes, vcb, vch, vhigh, vhb, vhh, vscales, vsb, vsh,
+    start, tokens, heads,
+    KKIND: tl.constexpr, KOPTION: tl.constexpr, KROTATION: tl.constexpr, KSPAN: tl.constexpr, KD: tl.constexpr, KP: tl.constexpr,
+    VKIND: tl.constexpr, VOPTION: tl.constexpr, VROTATION: tl.constexpr, VSPAN: tl.constexpr, VD: tl.constexpr, VP: tl.constexpr,
+    ACROSS: tl.constexpr, ALONG: tl.constexpr,
+):  # fmt: skip
+    if tl.program_id(2) == 0:
+        _encode_side(
+            kx, kxb, kxh, kxt, ktable, kcodes, kcb, kch, khigh, khb, khh, kscales, ksb, ksh, start, tokens, heads,
+            KKIND, KOPTION, KROTATION, KSPAN, KD, KP, ACROSS, ALONG,
+        )  # fmt: skip
+    else:
+        _encode_side(
+            vx, vxb, vxh, vxt, vtable, vcodes, vcb, vch, vhigh, vhb, vhh, vscales, vsb, vsh, start, tokens, heads,
+            VKIND, VOPTION, VROTATION, VSPAN, VD, VP, ACROSS, ALONG,
+        )  # fmt: skip

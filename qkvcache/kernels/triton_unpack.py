@@ -1,0 +1,308 @@
+"""How kernels read codes: tiles of 16-bit words to tiles of fp16 numbers, one for each channel of a word (a plane), without conversions.
+
+A code becomes a number by putting its bits where fp16 keeps them: an integer n of four bits on top of the mantissa of 16 reads 16 + n. Nothing
+is converted, and whoever uses the numbers takes `offset` away and multiplies by `unit` where that is cheap: on the scores, or once on the
+output. Levels that no shift makes come from a table of bytes, of which PRMT reads four entries at a time.
+
+`Words` says all this of a codec for the kernels, which take it as a constant. On NVIDIA GPUs (`ASM`) the bit operations act on two words at
+once, as they lie in a register of a matrix operand; elsewhere (`ASM` = 0), in the interpreter among others, plain Triton does the same.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+
+from ..formats.base import Codec
+from ..formats.codebooks import GRID, grid_levels
+from ..formats.fp8 import ScaledFloat8
+from ..formats.identity import AsIs
+from ..formats.int4 import GroupInt4, HiddenZeroInt4
+from ..formats.int8 import SymmetricInt8
+from ..formats.nvfp4 import BLOCK, BlockFP4
+from ..formats.turboquant import LloydMax
+from ..formats.uniform import Uniform
+
+
+@dataclass(frozen=True)
+class Words:
+    """How a codec keeps its codes, for kernels. A channel is `level * scale + zero`, and `level = (number - offset) * unit`.
+
+    kind     of codes: half, int8, uint8, e4m3, e5m2, int4, lut4, int3, lut3, e2m1
+    per      channels in a word
+    scale    none; fp32 or fp16 for each token; pair: fp16 scale and zero; hidden: fp32 with the zero point in its low four bits;
+             group: fp16 for each `group` channels; block: E4M3, likewise
+    """
+
+    kind: str
+    per: int
+    scale: str
+    unit: float = 1.0
+    offset: float = 0.0
+    group: int = 0
+    rotated: bool = False
+
+
+@cache
+def words(codec: Codec) -> Words | None:
+    """What kernels know of `codec`, or None if they cannot read it."""
+    rotated = codec.rotation is not None
+    match codec:
+        case AsIs():
+            return Words("half", 1, "none")
+        case SymmetricInt8():
+            return Words("int8", 2, "fp16" if codec.scale_dtype == torch.float16 else "fp32")
+        case ScaledFloat8():
+            return Words(codec.dtype, 2, "fp32")
+        case Uniform():
+            kind, per, offset = {8: ("uint8", 2, 0.0), 4: ("int4", 4, 16.0), 3: ("int3", 8, 8.0)}[codec.bits]
+            return Words(kind, per, "pair", offset=offset)
+        case HiddenZeroInt4():
+            return Words("int4", 4, "hidden", offset=16.0, rotated=rotated)
+        case GroupInt4():
+            return Words("int4", 4, "group", offset=16.0 + 8, group=codec.group_size, rotated=rotated)
+        case BlockFP4():
+            return Words("e2m1", 4, "block", unit=2.0**8, group=BLOCK)
+        case LloydMax() if codec.bits in GRID:
+            step, half = GRID[codec.bits][0], 2 ** {3: 7, 4: 6}[codec.bits]
+            return Words(f"lut{codec.bits}", {3: 8, 4: 4}[codec.bits], "fp16", unit=step, offset=1024.0 + half - 0.5, rotated=rotated)
+    return None
+
+
+def _table(bits: int) -> tuple[int, ...]:
+    """Of each code its level in steps, moved to be positive: bytes, four to a word, the first one lowest."""
+    step, half = GRID[bits][0], 2 ** {3: 7, 4: 6}[bits]
+    entries = bytes(round(level / step - 0.5) + half for level in grid_levels(bits))
+    return tuple(int.from_bytes(entries[at : at + 4], "little") for at in range(0, len(entries), 4))
+
+
+_LUT3 = _table(3)
+_LUT4 = _table(4)
+_LUT3_0, _LUT3_1 = map(tl.constexpr, _LUT3)
+_LUT4_0, _LUT4_1, _LUT4_2, _LUT4_3 = map(tl.constexpr, _LUT4)
+
+# Two bytes, of words v and w, to the low bytes of two fp16 numbers whose high byte is that of 1024.
+_SPREAD = """
+prmt.b32 {0}, x, 0x64646464, 0x4240;
+prmt.b32 {1}, x, 0x64646464, 0x4341;
+"""
+
+_ASM_E5M2 = tl.constexpr("shl.b32 $0, $2, 8; and.b32 $0, $0, 0xff00ff00; and.b32 $1, $2, 0xff00ff00;")
+
+_ASM_E4M3 = tl.constexpr("""{
+.reg .b16 a, b;
+.reg .b32 x;
+prmt.b32 x, $2, 0, 0x3120;
+mov.b32 {a, b}, x;
+cvt.rn.f16x2.e4m3x2 $0, a;
+cvt.rn.f16x2.e4m3x2 $1, b;
+}""")
+
+# e4m3 in the bits of fp16 is 2^-8 of its value.
+_ASM_E4M3_BEFORE_89 = tl.constexpr("""{
+.reg .b32 a, b, c, m;
+shl.b32 a, $2, 8;
+shl.b32 b, $2, 7;
+shr.u32 c, $2, 1;
+and.b32 b, b, 0x3f803f80;
+and.b32 c, c, 0x3f803f80;
+lop3.b32 a, a, 0x80008000, b, 0xea;
+lop3.b32 c, $2, 0x80008000, c, 0xea;
+mov.b32 m, 0x5c005c00;
+mul.rn.f16x2 $0, a, m;
+mul.rn.f16x2 $1, c, m;
+}""")
+
+# A byte of 1024 + n, less 1024 (+ 128 where the sign was flipped to make it positive).
+_BYTES = "{{ .reg .b32 x, c; {flip} {spread} mov.b32 c, {centre}; sub.rn.f16x2 $0, $0, c; sub.rn.f16x2 $1, $1, c; }}"
+_ASM_UINT8 = tl.constexpr(_BYTES.format(flip="mov.b32 x, $2;", spread=_SPREAD.format("$0", "$1"), centre="0x64006400"))
+_ASM_INT8 = tl.constexpr(_BYTES.format(flip="xor.b32 x, $2, 0x80808080;", spread=_SPREAD.format("$0", "$1"), centre="0x64806480"))
+
+_ASM_INT4 = tl.constexpr("""{
+.reg .b32 a, b, c, d;
+shl.b32 a, $4, 6;
+shl.b32 b, $4, 2;
+shr.u32 c, $4, 2;
+shr.u32 d, $4, 6;
+lop3.b32 $0, a, 0x03c003c0, 0x4c004c00, 0xea;
+lop3.b32 $1, b, 0x03c003c0, 0x4c004c00, 0xea;
+lop3.b32 $2, c, 0x03c003c0, 0x4c004c00, 0xea;
+lop3.b32 $3, d, 0x03c003c0, 0x4c004c00, 0xea;
+}""")
+
+_ASM_E2M1 = tl.constexpr("""{
+.reg .b32 a, b, c, d, e;
+shl.b32 a, $4, 3;
+shl.b32 b, $4, 6;
+shl.b32 c, $4, 1;
+shl.b32 d, $4, 9;
+shl.b32 e, $4, 2;
+and.b32 $0, $4, 0x8e008e00;
+and.b32 $1, a, 0x8e008e00;
+and.b32 b, b, 0x0e000e00;
+and.b32 d, d, 0x0e000e00;
+lop3.b32 $2, c, 0x80008000, b, 0xea;
+lop3.b32 $3, e, 0x80008000, d, 0xea;
+}""")
+
+# PRMT has eight entries, and gives 0 for a selector with bit 3 set where entries are below 128: two reads and an or make sixteen.
+_READ4 = f"""
+prmt.b32 x, {_LUT4[0]:#x}, {_LUT4[1]:#x}, p;
+prmt.b32 y, {_LUT4[2]:#x}, {_LUT4[3]:#x}, n;
+or.b32 x, x, y;
+"""
+_ASM_LUT4 = tl.constexpr(
+    "{ .reg .b32 p, n, x, y; prmt.b32 p, $4, 0, 0x3120; xor.b32 n, p, 0x88888888;"
+    f"{_READ4} {_SPREAD.format('$0', '$1')} shr.u32 p, p, 16; shr.u32 n, n, 16; {_READ4} {_SPREAD.format('$2', '$3')} }}"
+)
+
+# The low bits ($8) of even channels and their high bits ($9, to be shifted by $10) to nibbles (e), those of odd ones (o).
+_NIBBLES3 = """
+and.b32 h, $10, 2;
+shl.b32 h, $9, h;
+shr.u32 o, $8, 2;
+lop3.b32 e, h, 0x44444444, $8, 0xe2;
+shr.u32 h, h, 1;
+lop3.b32 o, h, 0x44444444, o, 0xe2;
+"""
+_INT3 = """
+shl.b32 t, {0}, 7;
+lop3.b32 {1}, t, 0x03800380, 0x48004800, 0xea;
+shl.b32 t, {0}, 3;
+lop3.b32 {2}, t, 0x03800380, 0x48004800, 0xea;
+shr.u32 t, {0}, 1;
+lop3.b32 {3}, t, 0x03800380, 0x48004800, 0xea;
+shr.u32 t, {0}, 5;
+lop3.b32 {4}, t, 0x03800380, 0x48004800, 0xea;
+"""
+_ASM_INT3 = tl.constexpr(
+    "{ .reg .b32 h, e, o, t;" + _NIBBLES3 + _INT3.format("e", "$0", "$2", "$4", "$6") + _INT3.format("o", "$1", "$3", "$5", "$7") + "}"
+)
+_READ3 = f"""
+and.b32 {{0}}, {{0}}, 0x77777777;
+prmt.b32 {{0}}, {{0}}, 0, 0x3120;
+prmt.b32 x, {_LUT3[0]:#x}, {_LUT3[1]:#x}, {{0}};
+{_SPREAD.format("{1}", "{2}")}
+shr.u32 {{0}}, {{0}}, 16;
+prmt.b32 x, {_LUT3[0]:#x}, {_LUT3[1]:#x}, {{0}};
+{_SPREAD.format("{3}", "{4}")}
+"""
+_ASM_LUT3 = tl.constexpr(
+    "{ .reg .b32 h, e, o, x;" + _NIBBLES3 + _READ3.format("e", "$0", "$2", "$4", "$6") + _READ3.format("o", "$1", "$3", "$5", "$7") + "}"
+)
+
+
+@triton.jit
+def _asm2(ASM: tl.constexpr, w):
+    return tl.inline_asm_elementwise(ASM, "=&r,=&r,r", [w], dtype=(tl.float16, tl.float16), is_pure=True, pack=2)
+
+
+@triton.jit
+def _asm4(ASM: tl.constexpr, w):
+    return tl.inline_asm_elementwise(
+        ASM, "=&r,=&r,=&r,=&r,r", [w], dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=2
+    )
+
+
+@triton.jit
+def _asm8(ASM: tl.constexpr, w, h, shift):
+    return tl.inline_asm_elementwise(
+        ASM,
+        "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r,r",
+        [w, h, shift],
+        dtype=(tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16),
+        is_pure=True,
+        pack=2,
+    )
+
+
+@triton.jit
+def _bits(x):
+    return x.to(tl.uint16).to(tl.float16, bitcast=True)
+
+
+@triton.jit
+def _entry(low: tl.constexpr, high: tl.constexpr, index):
+    """Byte `index` (0 to 7) of a table of two words."""
+    word = tl.where(index < 4, tl.full(index.shape, low, tl.int64), tl.full(index.shape, high, tl.int64))
+    return ((word >> ((index & 3) * 8)) & 255).to(tl.int32)
+
+
+@triton.jit
+def unpack(KIND: tl.constexpr, w, h, shift, ARCH: tl.constexpr):
+    """Words `w`, and for 3 bits the words `h` of high bits and by how much to shift those, to a tuple of planes.
+
+    half    the numbers        e4m3, e5m2, int8, uint8   their values       e2m1   2^-14 of the value
+    int4    16 + n             int3   8 + n              lut4, lut3   1024 + level in steps, moved to be positive
+    """
+    if KIND == "half":
+        return (w,)
+    elif ARCH > 0:
+        if KIND == "e5m2":
+            return _asm2(_ASM_E5M2, w)
+        elif KIND == "e4m3":
+            if ARCH >= 89:
+                return _asm2(_ASM_E4M3, w)
+            else:
+                return _asm2(_ASM_E4M3_BEFORE_89, w)
+        elif KIND == "int8":
+            return _asm2(_ASM_INT8, w)
+        elif KIND == "uint8":
+            return _asm2(_ASM_UINT8, w)
+        elif KIND == "int4":
+            return _asm4(_ASM_INT4, w)
+        elif KIND == "e2m1":
+            return _asm4(_ASM_E2M1, w)
+        elif KIND == "lut4":
+            return _asm4(_ASM_LUT4, w)
+        elif KIND == "int3":
+            return _asm8(_ASM_INT3, w, h, shift)
+        else:
+            return _asm8(_ASM_LUT3, w, h, shift)
+    else:
+        return _plain(KIND, w, h, shift)
+
+
+@triton.jit
+def _plain(KIND: tl.constexpr, w, h, shift):
+    """`unpack` without assembly."""
+    x = w.to(tl.int32) & 0xFFFF
+    p = ()
+    if KIND == "e5m2":
+        p = (_bits(x << 8 & 0xFF00), _bits(x & 0xFF00))
+    elif KIND == "e4m3":
+        for i in tl.static_range(2):
+            b = x >> (8 * i) & 255
+            value = _bits((b & 128) << 8 | (b & 127) << 7) * 256.0
+            p = p + (tl.where((b & 127) == 127, float("nan"), value).to(tl.float16),)
+    elif KIND == "int8":
+        p = (x.to(tl.int8).to(tl.float16), (x >> 8).to(tl.int8).to(tl.float16))
+    elif KIND == "uint8":
+        p = ((x & 255).to(tl.float16), (x >> 8).to(tl.float16))
+    elif KIND == "int4":
+        for i in tl.static_range(4):
+            p = p + (_bits((x >> (4 * i) & 15) << 6 | 0x4C00),)
+    elif KIND == "e2m1":
+        p = (
+            _bits(x & 0x8E00),
+            _bits(x << 3 & 0x8E00),
+            _bits((x << 6 & 0x0E00) | (x << 1 & 0x8000)),
+            _bits((x << 9 & 0x0E00) | (x << 2 & 0x8000)),
+        )
+    elif KIND == "lut4":
+        for i in tl.static_range(4):
+            n = x >> (4 * i) & 15
+            p = p + (_bits(tl.where(n < 8, _entry(_LUT4_0, _LUT4_1, n & 7), _entry(_LUT4_2, _LUT4_3, n & 7)) | 0x6400),)
+    else:
+        high = (h.to(tl.int32) & 0xFFFF) << shift.to(tl.int32)
+        for i in tl.static_range(8):
+            n = (x >> (2 * i) & 3) | (high >> (4 * (i // 2) + i % 2) & 4)
+            if KIND == "int3":
+                p = p + (_bits(n << 7 | 0x4800),)
+            else:
+                p = p + (_bits(_entry(_LUT3_0, _LUT3_1, n) | 0x6400),)
+    return p

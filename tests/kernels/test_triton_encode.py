@@ -1,0 +1,164 @@
+"""Triton's `encode_kv` and `decode` against the codecs: codes, what they stand for, and what stays untouched."""
+
+import pytest
+import torch
+from matrix import FORMATS
+from torch import Tensor
+
+from qkvcache.formats import REGISTRY, Codec, Codes
+
+triton = pytest.importorskip("triton")
+if not (torch.cuda.is_available() or triton.knobs.runtime.interpret):
+    pytest.skip("needs a GPU, or Triton's interpreter", allow_module_level=True)
+
+from qkvcache.kernels.triton_decode import decode  # noqa: E402
+from qkvcache.kernels.triton_encode import encode_kv, supports  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, about nan, in the interpreter
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+SENTINEL = 0xA5
+CAPACITY = 24
+SUPPORTED = [name for name in FORMATS if all(supports(codec, 128) for codec in REGISTRY[name].codecs())]
+
+
+def poisoned(codec: Codec, x: Tensor) -> Codes:
+    """Planes of `CAPACITY` slots, every byte of them the sentinel."""
+    batch, heads = x.shape[:2]
+    planes = {}
+    for buffer in codec.buffers(x.shape[3]):
+        if buffer.tokens == "each":
+            shape = (batch, heads if buffer.heads == "each" else 1, CAPACITY, buffer.width)
+            plane = torch.empty(shape, dtype=buffer.dtype or x.dtype, device=x.device)
+            plane.view(torch.uint8).fill_(SENTINEL)
+            planes[buffer.name] = plane
+    return planes
+
+
+def store(format, key: Tensor, value: Tensor, start: int = 0) -> list[tuple[Codec, Tensor, Codes, Codes]]:
+    """Both sides, after `encode_kv`: planes whose slots hold the codes, and buffers kept once."""
+    sides = [(codec, x, poisoned(codec, x), codec.fit(x)) for codec, x in zip(REGISTRY[format].codecs(), (key, value), strict=True)]
+    encode_kv(sides, start)
+    return sides
+
+
+def view(planes: Codes, start: int, tokens: int) -> Codes:
+    return {name: plane[:, :, start : start + tokens] for name, plane in planes.items()}
+
+
+def data(*shape: int, dtype=torch.bfloat16, scale: float = 1.0) -> Tensor:
+    return (torch.randn(shape, device=DEVICE) * scale).to(dtype)
+
+
+def check(codec: Codec, x: Tensor, planes: Codes, once: Codes, start: int, share: float = 1e-3) -> None:
+    """Codes as the codec has them, up to a step for a `share` of them; slots outside untouched."""
+    tokens, head_dim = x.shape[2:]
+    expected = codec.encode(x, once)
+    for name, plane in planes.items():
+        outside = torch.cat([plane[:, :, :start], plane[:, :, start + tokens :]], 2).contiguous()
+        assert bool((outside.view(torch.uint8) == SENTINEL).all()), f"{name}: a slot outside was written"
+        got, want = plane[:, :, start : start + tokens], expected[name]
+        if not want.dtype.is_floating_point:
+            differing = (got != want).float().mean().item()
+            assert differing <= share, f"{name}: {differing:.2g} of the codes differ"
+        else:
+            torch.testing.assert_close(got, want, rtol=2e-3 if got.dtype == torch.float16 else 2e-6, atol=1e-6, equal_nan=True)
+    decoded, wanted = (codec.decode(c | once, head_dim) for c in (view(planes, start, tokens), expected))
+    step = (wanted.amax(-1, keepdim=True) - wanted.amin(-1, keepdim=True)).abs() / 3
+    assert bool(((decoded - wanted).abs() <= step + 1e-6).all())
+
+
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 112, 128, 256])
+@pytest.mark.parametrize("format", SUPPORTED)
+def test_codes(format, head_dim):
+    """Blocks and single tokens, in every dtype, anywhere in the planes."""
+    if REGISTRY[format].refuses(head_dim):
+        pytest.skip("refused")
+    dtype = (torch.bfloat16, torch.float16, torch.float32)[head_dim // 16 % 3]
+    for batch, heads, tokens, start in ((1, 3, 17, 5), (2, 3, 1, 23)):
+        key, value = (data(batch, heads, tokens, head_dim, dtype=dtype, scale=2.0) for _ in range(2))
+        for codec, x, planes, once in store(format, key, value, start):
+            check(codec, x, planes, once, start)
+
+
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
+@pytest.mark.parametrize("format", SUPPORTED)
+def test_decode(format, head_dim):
+    """What the codec decodes, up to the rounding of the last step, from views into planes to a view of the output."""
+    if REGISTRY[format].refuses(head_dim):
+        pytest.skip("refused")
+    dtype = (torch.float32, torch.bfloat16, torch.float16)[head_dim // 32 % 3]
+    x = data(2, 3, 5, head_dim, dtype=dtype)
+    for codec in dict.fromkeys(REGISTRY[format].codecs()):
+        once = codec.fit(x)
+        planes = poisoned(codec, x)
+        for name, codes in codec.encode(x, once).items():
+            planes[name][:, :, 3:8] = codes
+        out = torch.full((2, 7, 3, head_dim), 7.0, dtype=dtype, device=DEVICE).transpose(1, 2)
+        codes = view(planes, 3, 5) | once
+        decode(codec, codes, out[:, :, 1:6])
+        assert bool((out[:, :, [0, 6]] == 7).all())
+        rtol = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}[dtype]
+        torch.testing.assert_close(out[:, :, 1:6], codec.decode(codes, head_dim, dtype), rtol=rtol, atol=rtol / 10)
+
+
+@pytest.mark.parametrize("format", SUPPORTED)
+def test_strides(format):
+    """Vectors as a projection leaves them, heads within tokens, and rows cut out of something longer."""
+    key, value = (data(2, 6, 3, 72, scale=3.0)[:, 1:, :, 8:].transpose(1, 2) for _ in range(2))
+    if not REGISTRY[format].refuses(64):
+        for codec, x, planes, once in store(format, key, value, 2):
+            check(codec, x, planes, once, 2)
+
+
+@pytest.mark.parametrize("format", SUPPORTED)
+def test_magnitudes(format):
+    """Codes are those of the codec wherever its scales hold; beyond, what comes back is as finite as there."""
+    scales = (0.0, 1e-30, 1e-6, 1e4, 1e18)
+    key, value = (data(1, 2, 5, 64, dtype=torch.float32) * torch.tensor(scales, device=DEVICE)[:, None] for _ in range(2))
+    for codec, x, planes, once in store(format, key.bfloat16(), value.bfloat16()):
+        decoded, wanted = (codec.decode(c | once, 64) for c in (view(planes, 0, 5), codec.encode(x, once)))
+        finite = wanted.isfinite()
+        assert torch.equal(decoded.isfinite(), finite)
+        for t, scale in enumerate(scales):
+            near = finite[:, :, t]
+            torch.testing.assert_close(decoded[:, :, t][near], wanted[:, :, t][near], rtol=1e-2, atol=scale / 50)
+
+
+@pytest.mark.parametrize("format", SUPPORTED)
+def test_not_finite(format):
+    """What the codec decodes to something not finite does so here, and nothing else."""
+    key, value = (data(1, 2, 5, 64, dtype=torch.float32) for _ in range(2))
+    sides = []
+    for codec, x in zip(REGISTRY[format].codecs(), (key, value), strict=True):
+        once = codec.fit(x)
+        x[0, 1, :4, 37] = torch.tensor([float("nan"), -float("nan"), float("inf"), -float("inf")], device=DEVICE)
+        sides.append((codec, x, poisoned(codec, x), once))
+    encode_kv(sides, 0)
+    for codec, x, planes, once in sides:
+        decoded, wanted = (codec.decode(c | once, 64) for c in (view(planes, 0, 5), codec.encode(x, once)))
+        assert torch.equal(decoded.isfinite(), wanted.isfinite())
+
+
+def test_alone_as_in_a_block():
+    """A token gets the same codes alone as among others."""
+    for format in SUPPORTED:
+        key, value = (data(1, 2, 9, 64) for _ in range(2))
+        block = store(format, key, value)
+        for codec, x, planes, once in block:
+            alone = poisoned(codec, x)
+            encode_kv([(codec, x[:, :, 4:5], alone, once)] * 2, 4)
+            for name, plane in planes.items():
+                assert torch.equal(alone[name][:, :, 4].view(torch.uint8), plane[:, :, 4].view(torch.uint8)), (format, name)
+
+
+def test_errors():
+    x = data(1, 1, 2, 64)
+    codec = REGISTRY["int8"].key
+    with pytest.raises(ValueError, match="contiguous"):
+        encode_kv([(codec, x.mT.contiguous().mT, poisoned(codec, x), {})] * 2, 0)
+    block = REGISTRY["fp8_tensor"].key
+    assert not supports(block, 64) and not supports(codec, 512) and not supports(REGISTRY["int4"].key, 80)
+    with pytest.raises(ValueError, match="ask `supports`"):
+        encode_kv([(block, x, {}, {})] * 2, 0)
+    with pytest.raises(ValueError, match="ask `supports`"):
+        decode(block, {}, x)
