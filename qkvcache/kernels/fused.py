@@ -2,20 +2,37 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+from dataclasses import dataclass
 
 import torch
 import triton
 from torch import Tensor
 
-from ..formats.base import Codec
 from ..formats.rotation import Hadamard, random_signs, rotation_block, sylvester_matrix
 from .segments import Payload
 from .triton_attend import attend_kernel, reduce_kernel, rotate_kernel
 from .triton_unpack import Words, words
 
-WARPS_A_SM = 16
-"""Programs, of one warp each, that a multiprocessor is given: registers allow about so many to run at once."""
+
+@dataclass(frozen=True)
+class Launch:
+    """How the kernel is launched: tokens in a tile, tiles in flight, registers a thread (None: as many as it takes), programs, of one warp
+    each, for a multiprocessor."""
+
+    tile: int = 32
+    stages: int = 2
+    registers: int | None = 168
+    warps: int = 12
+
+
+LAUNCHES = {
+    ("lut4", "int4"): Launch(stages=3),
+    ("int8", "int4"): Launch(64, 3, None, 24),
+    **{(kind, kind): Launch(64, 3, None) for kind in ("half", "int8", "uint8", "e4m3", "e5m2")},
+}
+"""By the kinds of keys and values, where `Launch()` is not the best of what was measured on an H100 (`eval/bench_kernels.py --tune`)."""
 LEAST_SPLIT = 128
 """Tokens under which a split is not worth its partial sums."""
 
@@ -41,6 +58,25 @@ def turning_matrix(rotation: Hadamard, dim: int, device: torch.device) -> tuple[
     return matrix.to(device, torch.float16), block**-0.5
 
 
+@functools.lru_cache(maxsize=32)
+@torch.inference_mode(False)
+def _turning_words(rotation: Hadamard, codec: Words, dim: int, device: torch.device) -> tuple[Tensor, Tensor, float]:
+    """The rotation as the kernel does it: a matrix across the words of a tile, additions across planes; the signs before; a factor after."""
+    block = rotation_block(dim)
+    width = 16 if codec.group else max(triton.next_power_of_2(dim // codec.per), 16)
+    size = 16 if codec.group else block // codec.per
+    matrix = torch.zeros(width, width)
+    for at in range(0, width if codec.group else dim // codec.per, size):
+        matrix[at : at + size, at : at + size] = sylvester_matrix(size, torch.device("cpu"))
+    return matrix.to(device, torch.float16), _signs(rotation, dim, device), block**-0.5
+
+
+@functools.lru_cache(maxsize=32)
+@torch.inference_mode(False)
+def _signs(rotation: Hadamard, dim: int, device: torch.device) -> Tensor:
+    return random_signs(dim, device) if rotation.randomized else torch.ones(dim, device=device)
+
+
 @functools.lru_cache(maxsize=8)
 def _architecture(device: torch.device) -> tuple[int, int]:
     """`(compute capability, multiprocessors)`; capability 0 where there is no NVIDIA assembly."""
@@ -54,7 +90,7 @@ def split(tokens: int, groups: int, tile: int, warps: int) -> tuple[int, int]:
     """`(splits, tokens of each)` for a body of `tokens` that `groups` programs would read."""
     if not tokens:
         return 0, tile
-    wanted = max(warps // groups, 1)
+    wanted = max(warps // groups - 1, 1)  # one is for the exact tokens
     each = max(-(-tokens // wanted), LEAST_SPLIT)
     each = -(-each // tile) * tile
     return -(-tokens // each), each
@@ -82,10 +118,7 @@ def fused_attend(
     lengths: Tensor | None = None,
     pages: Tensor | None = None,
     page: int = 0,
-    tile: int | None = None,
-    stages: int | None = None,
-    registers: int | None = None,
-    warps: int = WARPS_A_SM,
+    launch: Launch | None = None,
 ) -> tuple[Tensor, Tensor]:
     """As `attend`, and the log of the normaliser `[B, Hq, Q]` with it, in one pass over the codes.
 
@@ -112,35 +145,42 @@ def fused_attend(
     n_body = 0 if body is None else body.tokens
     key = words(body.key) if body else Words("half", 1, "none")
     value = words(body.value) if body else Words("half", 1, "none")
-    t = tile or 32
-    body_splits, each = split(n_body, batch * heads * blocks, t, processors * warps)
+    launch = launch or LAUNCHES.get((key.kind, value.kind), Launch())
+    t = launch.tile
+    body_splits, each = split(n_body, batch * heads * blocks, t, processors * launch.warps)
     total_splits = body_splits + exact
 
     empty = query.new_empty(0)
-    rotated, matrix, turn = empty, empty, 1.0
+    body_query, turning, signs, factor = query, empty, empty, 1.0
+    v_signs, v_block = empty, 1
     if n_body and key.rotated:
-        turning, factor = turning_matrix(body.key.rotation, dim, device)
-        rotated = torch.empty(query.shape, dtype=torch.float32, device=device)
-        count = batch * query_heads * queries
-        rotate_kernel[(-(-count // 16),)](
-            query, turning, rotated, *query.stride()[:3], count, query_heads, queries, D=dim, DP=triton.next_power_of_2(dim), R=16, TURN=factor
-        )
+        if key.group and dim & (dim - 1):  # words of whole planes cut across the blocks of the rotation
+            whole, scale = turning_matrix(body.key.rotation, dim, device)
+            query = query.contiguous()
+            body_query = torch.empty_like(query, dtype=torch.float32)
+            count = batch * query_heads * queries
+            rotate_kernel[(-(-count // 16),)](query, whole, body_query, count, D=dim, DP=triton.next_power_of_2(dim), R=16, TURN=scale)
+            key = dataclasses.replace(key, rotated=False)
+        else:
+            turning, signs, factor = _turning_words(body.key.rotation, key, dim, device)
     if n_body and value.rotated:
-        matrix, turn = turning_matrix(body.value.rotation, value_dim, device)
+        v_signs, v_block = _signs(body.value.rotation, value_dim, device), rotation_block(value_dim)
 
     part = torch.empty(batch * heads * blocks * total_splits * r * value_dim, dtype=torch.float32, device=device)
     maxima = torch.empty(batch * heads * blocks * total_splits * r, dtype=torch.float32, device=device)
     sums = torch.empty_like(maxima)
     mask_kind, mask_strides = "none", (0, 0, 0, 0)
     if mask is not None:
-        mask = mask.expand(*[-1 if size > 1 else target for size, target in zip(mask.shape[:-1], (batch, query_heads, queries), strict=True)], -1)
+        mask = mask.expand(
+            *[-1 if size > 1 else target for size, target in zip(mask.shape[:-1], (batch, query_heads, queries), strict=True)], -1
+        )
         mask_kind, mask_strides = ("bool" if mask.dtype == torch.bool else "float"), mask.stride()
         mask = mask.view(torch.uint8) if mask.dtype == torch.bool else mask
 
     planes = body.planes() if body else [empty] * 6
     k_codes, k_high, k_scales, v_codes, v_high, v_scales = planes
     attend_kernel[(total_splits, blocks, batch * heads)](
-        query, rotated, body.table if body else empty, k_codes, k_high, _shifts(key, dim, device), k_scales,
+        query, body_query, turning, signs, body.table if body else empty, k_codes, k_high, _shifts(key, dim, device), k_scales,
         v_codes, v_high, _shifts(value, value_dim, device), v_scales,
         first_k, first_v, recent_k, recent_v, mask if mask is not None else empty,
         lengths if lengths is not None else empty, pages if pages is not None else empty, part, maxima, sums,
@@ -152,14 +192,15 @@ def fused_attend(
         K_SHARED=bool(body and body.shared[0]), V_SHARED=bool(body and body.shared[1]),
         K_ONCE=int(bool(body and body.once[0])), V_ONCE=int(bool(body and body.once[1])),
         SOFTCAP=softcap is not None, MASK=mask_kind, WINDOW=window is not None, CAUSAL=causal and queries > 1, LENGTHS=lengths is not None,
-        PAGE=page if pages is not None else 0, ARCH=arch, EXACT=exact, num_warps=1, num_stages=stages or 3, **({'maxnreg': registers} if registers else {}),
+        PAGE=page if pages is not None else 0, ARCH=arch, EXACT=exact, TURN=factor, num_warps=1, num_stages=launch.stages,
+        **({"maxnreg": launch.registers} if launch.registers and arch else {}),
     )  # fmt: skip
     out = torch.empty(batch, query_heads, queries, value_dim, dtype=query.dtype, device=device)
     lse = torch.empty(batch, query_heads, queries, dtype=torch.float32, device=device)
     columns = triton.next_power_of_2(value_dim) if value.rotated else 32
     reduce_kernel[(rows, batch * heads, -(-value_dim // columns))](
-        part, maxima, sums, sinks if sinks is not None else empty, matrix, out, lse, *out.stride()[:3], total_splits, blocks, heads, queries,
-        V=value, DV=value_dim, C=columns, G=groups, R=r, S=32, SINKS=sinks is not None, EXACT=exact, TURN=turn,
-        num_warps=8 if value.rotated else 1,
+        part, maxima, sums, sinks if sinks is not None else empty, v_signs, out, lse, *out.stride()[:3], total_splits, blocks, heads, queries,
+        V=value, DV=value_dim, C=columns, G=groups, R=r, S=32, SINKS=sinks is not None, EXACT=exact, TURN=v_block**-0.5,
+        STAGES=v_block.bit_length() - 1, num_warps=1,
     )  # fmt: skip
     return out, lse

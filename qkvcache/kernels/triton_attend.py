@@ -16,7 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .triton_unpack import Words, unpack
+from .triton_unpack import unpack
 
 HIDDEN = tl.constexpr(-1e30)  # finite: a row that sees nothing must come out as numbers
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -159,7 +159,9 @@ def _scaled(X: tl.constexpr, numbers, scale):
 
 
 @triton.jit
-def _tile_of_keys(X: tl.constexpr, WORDS: tl.constexpr, WIDE: tl.constexpr, first: tl.constexpr, codes, high, shifts, slot, ARCH: tl.constexpr):
+def _tile_of_keys(
+    X: tl.constexpr, WORDS: tl.constexpr, WIDE: tl.constexpr, first: tl.constexpr, codes, high, shifts, slot, ARCH: tl.constexpr
+):
     """Planes `[T, WIDE]` of words from `first` on."""
     KIND: tl.constexpr = X.kind
     j = tl.arange(0, WIDE)
@@ -172,7 +174,8 @@ def _tile_of_keys(X: tl.constexpr, WORDS: tl.constexpr, WIDE: tl.constexpr, firs
     if X.per == 8:
         HALF: tl.constexpr = WORDS // 2
         h = tl.load(high + (slot[:, None] * HALF + (word % HALF)[None, :]))
-        shift = tl.load(shifts + ((slot % 32)[:, None] * WIDE + word[None, :]))
+        # By eight bytes, which come through L1: by sixteen they would not, and all programs would wait for the same lines of L2.
+        shift = tl.load(shifts + tl.max_contiguous((slot % 32)[:, None] * WIDE + word[None, :], [1, 4]))
         return unpack(KIND, w, h, shift, ARCH)
     else:
         return unpack(KIND, w, w, w, ARCH)
@@ -180,7 +183,17 @@ def _tile_of_keys(X: tl.constexpr, WORDS: tl.constexpr, WIDE: tl.constexpr, firs
 
 @triton.jit
 def _tile_of_values(
-    X: tl.constexpr, WORDS: tl.constexpr, WIDE: tl.constexpr, first: tl.constexpr, codes, high, shifts, slot, valid, TAIL: tl.constexpr, ARCH: tl.constexpr
+    X: tl.constexpr,
+    WORDS: tl.constexpr,
+    WIDE: tl.constexpr,
+    first: tl.constexpr,
+    codes,
+    high,
+    shifts,
+    slot,
+    valid,
+    TAIL: tl.constexpr,
+    ARCH: tl.constexpr,
 ):
     """Planes `[WIDE, T]`: loaded transposed, which costs ldmatrix nothing."""
     KIND: tl.constexpr = X.kind
@@ -196,7 +209,7 @@ def _tile_of_values(
     if X.per == 8:
         HALF: tl.constexpr = WORDS // 2
         h = tl.load(high + (slot[None, :] * HALF + (word % HALF)[:, None]))
-        shift = tl.load(shifts + ((slot % 32)[None, :] * WIDE + word[:, None]))
+        shift = tl.load(shifts + tl.max_contiguous((slot % 32)[None, :] * WIDE + word[:, None], [4, 1]))
         return unpack(KIND, w, h, shift, ARCH)
     else:
         return unpack(KIND, w, w, w, ARCH)
@@ -348,8 +361,26 @@ def _exact_tiles(
 
 
 @triton.jit
+def _butterflies(tiles, N: tl.constexpr, BIT: tl.constexpr):
+    """One stage of the Hadamard transform across `N` tiles: the one in the bit `BIT` of their numbers."""
+    new = ()
+    for i in tl.static_range(N):
+        if i & BIT:
+            new = new + (tiles[i ^ BIT] - tiles[i],)
+        else:
+            new = new + (tiles[i] + tiles[i ^ BIT],)
+    return new
+
+
+# What changes from step to step, or call to call, must not compile the kernel anew.
+@triton.jit(
+    do_not_specialize=[
+        "scaling", "softcap", "window", "slabs", "n_first", "n_body", "n_recent", "split_tokens", "heads", "queries", "pages_stride",
+        "mask_stride_b", "mask_stride_h", "mask_stride_q", "mask_stride_t",
+    ]
+)  # fmt: skip
 def attend_kernel(
-    query, rotated, table, k_codes, k_high, k_shifts, k_scales, v_codes, v_high, v_shifts, v_scales,
+    query, body_query, turning, signs, table, k_codes, k_high, k_shifts, k_scales, v_codes, v_high, v_shifts, v_scales,
     first_k, first_v, recent_k, recent_v, mask, lengths, pages, part, maxima, sums,
     q_stride_b, q_stride_h, q_stride_q, first_stride_b, first_stride_h, first_stride_t, first_v_stride_b, first_v_stride_h, first_v_stride_t,
     recent_stride_b, recent_stride_h, recent_stride_t, recent_v_stride_b, recent_v_stride_h, recent_v_stride_t,
@@ -358,7 +389,7 @@ def attend_kernel(
     K: tl.constexpr, V: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, G: tl.constexpr, R: tl.constexpr, T: tl.constexpr, TX: tl.constexpr,
     K_SHARED: tl.constexpr, V_SHARED: tl.constexpr, K_ONCE: tl.constexpr, V_ONCE: tl.constexpr,
     SOFTCAP: tl.constexpr, MASK: tl.constexpr, WINDOW: tl.constexpr, CAUSAL: tl.constexpr, LENGTHS: tl.constexpr, PAGE: tl.constexpr,
-    ARCH: tl.constexpr, EXACT: tl.constexpr,
+    ARCH: tl.constexpr, EXACT: tl.constexpr, TURN: tl.constexpr,
 ):  # fmt: skip
     """Grid (splits, row blocks, batch * heads); with EXACT, split 0 is that of the exact zones."""
     split = tl.program_id(0)
@@ -422,20 +453,32 @@ def attend_kernel(
             for i in tl.static_range(KP):
                 channel = _channel(K, KW, c * KT + j, i)
                 inside = (c * KT + j < KW)[:, None] & live[None, :]
+                x = tl.load(body_query + q_rows[None, :] + channel[:, None], mask=inside, other=0.0)
                 if K.rotated:
-                    rows = ((b * heads * G + head).to(tl.int64) * queries + number) * D
-                    x = tl.load(rotated + rows[None, :] + channel[:, None], mask=inside, other=0.0)
-                else:
-                    x = tl.load(query + q_rows[None, :] + channel[:, None], mask=inside, other=0.0)
+                    x = x * tl.load(signs + channel, mask=c * KT + j < KW, other=0.0).to(x.dtype)[:, None]
+                    turn = tl.load(turning + j[:, None] * KT + j[None, :]).to(x.dtype)
+                    x = tl.dot(turn, x, input_precision="ieee")
                 q = q + (x,)
-                if K.kind != "half":
-                    amax = tl.maximum(amax, tl.max(tl.abs(x.to(tl.float32)), 0))
+        if K.rotated:
+            KNP: tl.constexpr = KN * KP
+            q = _butterflies(q, KNP, 1)
+            q = _butterflies(q, KNP, 2)
+            if KP > 4:
+                q = _butterflies(q, KNP, 4)
+            if K.group > 0:  # in which case there are four planes
+                if KN > 1:
+                    q = _butterflies(q, KNP, 4)
+                if KN > 2:
+                    q = _butterflies(q, KNP, 8)
+        if K.kind != "half":
+            for i in tl.static_range(KN * KP):
+                amax = tl.maximum(amax, tl.max(tl.abs(q[i].to(tl.float32)), 0))
         q_sum = tl.zeros([R], tl.float32)
         if K.kind == "half":
             q_scale = tl.full([R], 1.0, tl.float32) * scaling * log2e
         else:
             normal = tl.where(amax > 0, 1.0 / amax, 0.0)
-            q_scale = amax * (scaling * K.unit) * log2e
+            q_scale = amax * (scaling * K.unit * TURN) * log2e
             tiles = ()
             for i in tl.static_range(KN * KP):
                 x = (q[i].to(tl.float32) * normal[None, :]).to(tl.float16)
@@ -450,7 +493,7 @@ def attend_kernel(
         length = n_body
         if LENGTHS:
             length = tl.load(lengths + b)
-        begin = (split - 1 if EXACT else split) * split_tokens
+        begin = tl.multiple_of((split - 1 if EXACT else split) * split_tokens, T)
         end = tl.minimum(begin + split_tokens, length)
         if WINDOW:
             begin = tl.maximum(begin, (total - queries - window + 1 - n_first) // T * T)
@@ -505,10 +548,16 @@ def attend_kernel(
 
 
 @triton.jit
+def _hadamard_stage(x, N: tl.constexpr, WIDTH: tl.constexpr):
+    low, high = tl.split(tl.permute(tl.reshape(x, [N // (2 * WIDTH), 2, WIDTH]), (0, 2, 1)))
+    return tl.reshape(tl.permute(tl.join(low + high, low - high), (0, 2, 1)), [N])
+
+
+@triton.jit(do_not_specialize=["splits", "blocks", "heads", "queries"])
 def reduce_kernel(
-    part, maxima, sums, sinks, matrix, out, lse, out_stride_b, out_stride_h, out_stride_q, splits, blocks, heads, queries,
+    part, maxima, sums, sinks, signs, out, lse, out_stride_b, out_stride_h, out_stride_q, splits, blocks, heads, queries,
     V: tl.constexpr, DV: tl.constexpr, C: tl.constexpr, G: tl.constexpr, R: tl.constexpr, S: tl.constexpr, SINKS: tl.constexpr,
-    EXACT: tl.constexpr, TURN: tl.constexpr,
+    EXACT: tl.constexpr, TURN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One program for `C` channels of a query row: joins the splits, turns back what was stored rotated, divides. `lse` in base e."""
     row = tl.program_id(0)
@@ -521,6 +570,9 @@ def reduce_kernel(
     VW: tl.constexpr = DV // V.per
     if V.group > 0:
         channel = place
+    elif V.rotated:
+        channel = place
+        place = channel % V.per * VW + channel // V.per
     else:
         channel = place % VW * V.per + place // VW
     inside = place < DV
@@ -544,8 +596,9 @@ def reduce_kernel(
         body = body * shrink + tl.sum(x * weight[:, None], 0)
         top = higher
     if V.rotated:
-        turn = tl.load(matrix + channel[:, None] * DV + channel[None, :], mask=inside[:, None] & inside[None, :], other=0.0).to(tl.float32)
-        body = tl.sum(turn * body[None, :], 1) * TURN
+        for stage in tl.static_range(STAGES):  # the Hadamard transform, which undoes itself
+            body = _hadamard_stage(body, C, 1 << stage)
+        body *= tl.load(signs + channel, mask=inside, other=0.0) * TURN
     if EXACT:
         weight = tl.exp2(tl.load(maxima + base * R + row % R) - top)
         body += weight * tl.load(part + (base * R + row % R) * DV + channel, mask=inside, other=0.0)
@@ -561,16 +614,12 @@ def reduce_kernel(
         tl.store(lse + (bh * G * queries) + row, (top + tl.log2(total)) / LOG2E)
 
 
-@triton.jit
-def rotate_kernel(
-    x, matrix, out, stride_b, stride_h, stride_q, rows, heads, queries, D: tl.constexpr, DP: tl.constexpr, R: tl.constexpr, TURN: tl.constexpr
-):
-    """`x` `[B, H, Q, D]` times a matrix of 1 and -1 `[D, D]`, and `TURN`: contiguous, in fp32."""
+@triton.jit(do_not_specialize=["rows"])
+def rotate_kernel(x, matrix, out, rows, D: tl.constexpr, DP: tl.constexpr, R: tl.constexpr, TURN: tl.constexpr):
+    """`x` `[rows, D]` times a matrix of 1 and -1 `[D, D]`, and `TURN`, in fp32."""
     r = tl.program_id(0) * R + tl.arange(0, R)
     d = tl.arange(0, DP)
-    inside = (d < D)[None, :]
-    at = (r // (heads * queries)).to(tl.int64) * stride_b + r // queries % heads * stride_h + r % queries * stride_q
-    tile = tl.load(x + at[:, None] + d[None, :], mask=(r < rows)[:, None] & inside, other=0.0)
-    turn = tl.load(matrix + d[:, None] * D + d[None, :], mask=(d < D)[:, None] & inside, other=0.0).to(tile.dtype)
-    y = tl.dot(tile, turn, input_precision="ieee") * TURN
-    tl.store(out + r.to(tl.int64)[:, None] * D + d[None, :], y, mask=(r < rows)[:, None] & inside)
+    inside = (r < rows)[:, None] & (d < D)[None, :]
+    tile = tl.load(x + r.to(tl.int64)[:, None] * D + d[None, :], mask=inside, other=0.0)
+    turn = tl.load(matrix + d[:, None] * D + d[None, :], mask=(d < D)[:, None] & (d < D)[None, :], other=0.0).to(tile.dtype)
+    tl.store(out + r.to(tl.int64)[:, None] * D + d[None, :], tl.dot(tile, turn, input_precision="ieee") * TURN, mask=inside)
