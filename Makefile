@@ -9,7 +9,7 @@ demo: $(VENV)/installed
 	$(BIN)/qkvcache demo
 
 test: $(VENV)/installed
-	$(BIN)/pytest -n auto
+	$(BIN)/pytest -n auto -m "not slow"
 
 # The promises that transformers makes us, on the oldest release that we support.
 test-oldest: $(VENV)-oldest/installed

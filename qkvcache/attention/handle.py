@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from ..kernels import Payload, Side, attend, mix, scores
+from ..kernels import Payload, Side, attend_on_codes, dense, mix, scores
 
 _MATMULS = (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.bmm)
 
@@ -122,7 +122,7 @@ class KVHandle:
 
     def dense(self) -> Tensor:
         """The tensor that this handle stands for, in the model's dtype."""
-        x = self.side.dense()
+        x = dense(self.side)
         if self.view == "grouped":
             return x.unsqueeze(2).expand(self.shape)
         x = x.repeat_interleave(self.repeats, dim=1) if self.repeats > 1 else x
@@ -194,4 +194,4 @@ def _lazy_sdpa(
         return None
     if dropout_p or is_causal or query.shape[1] % key.side.shape[1]:
         return None
-    return attend(query, key.payload, attn_mask, scaling=scale)
+    return attend_on_codes(query, key.payload, attn_mask, scaling=scale)

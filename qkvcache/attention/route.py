@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
-from ..kernels import attend
+from ..kernels import attend_on_codes
 from .full import full_attention
 from .handle import KVHandle
 from .masks import visible
@@ -79,5 +79,5 @@ def route(
     mask, causal = visible(implementation, mask, query.shape[0], queries, tokens, query.device, kwargs)
     # sdpa has no softcap and no sinks: transformers 5.17 drops them without a word, and a decode must not differ from its prefill.
     extras = {} if implementation == "sdpa" else {"softcap": kwargs.get("softcap"), "sinks": kwargs.get("s_aux")}
-    out = attend(query, key.payload, mask, scaling=kwargs.get("scaling"), causal=causal, **extras)
+    out = attend_on_codes(query, key.payload, mask, scaling=kwargs.get("scaling"), causal=causal, **extras)
     return out.transpose(1, 2).contiguous(), None

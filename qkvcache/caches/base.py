@@ -19,13 +19,15 @@ from ..layers.compressed import CompressedLayer
 class Memory:
     """What a cache holds, in bytes, counted from live tensors.
 
-    `exact` are tokens in the model's dtype, in compressed layers and in layers left as transformers makes them. `dense` is what the same
+    `exact` are tokens in the model's dtype, in compressed layers and in layers left as transformers makes them; `bookkeeping` is where
+    kernels find the rest. `dense` is what the same
     tokens would take in a DynamicCache, and `ratio` is `dense / total`.
     """
 
     codes: int
     scales: int
     exact: int
+    bookkeeping: int
     total: int
     dense: int
 
@@ -133,7 +135,7 @@ class CompressedCache(DynamicCache):
 
     def memory(self) -> Memory:
         """Where the bytes are, measured."""
-        held = {"codes": 0, "scales": 0, "exact": 0}
+        held = {"codes": 0, "scales": 0, "exact": 0, "bookkeeping": 0}
         seen: set[int] = set()
         dense = 0
         for layer in self.layers:

@@ -1,6 +1,23 @@
 """Attention on compressed keys and values."""
 
 from .attend import attend
-from .segments import Exact, Packed, Payload, Segment, Side, mix, scores
+from .dispatch import attend_on_codes, dense, encode_into, encodes, on_triton
+from .segments import Body, Exact, Packed, Payload, Segment, Side, mix, scores, slab_table
 
-__all__ = ["Exact", "Packed", "Payload", "Segment", "Side", "attend", "mix", "scores"]
+__all__ = [
+    "Body",
+    "Exact",
+    "Packed",
+    "Payload",
+    "Segment",
+    "Side",
+    "attend",
+    "attend_on_codes",
+    "dense",
+    "encode_into",
+    "encodes",
+    "mix",
+    "on_triton",
+    "scores",
+    "slab_table",
+]

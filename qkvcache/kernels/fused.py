@@ -12,7 +12,8 @@ from torch import Tensor
 
 from ..formats.rotation import Hadamard, random_signs, rotation_block, sylvester_matrix
 from .segments import Payload
-from .triton_attend import attend_kernel, reduce_kernel, rotate_kernel
+from .triton_attend import attend_kernel
+from .triton_join import reduce_kernel, rotate_kernel
 from .triton_unpack import Words, words
 
 
@@ -61,7 +62,7 @@ def turning_matrix(rotation: Hadamard, dim: int, device: torch.device) -> tuple[
 @functools.lru_cache(maxsize=32)
 @torch.inference_mode(False)
 def _turning_words(rotation: Hadamard, codec: Words, dim: int, device: torch.device) -> tuple[Tensor, Tensor, float]:
-    """The rotation as the kernel does it: a matrix across the words of a tile, additions across planes; the signs before; a factor after."""
+    """The rotation as the kernel does it: a matrix across the words of a tile, additions across planes; signs before; a factor after."""
     block = rotation_block(dim)
     width = 16 if codec.group else max(triton.next_power_of_2(dim // codec.per), 16)
     size = 16 if codec.group else block // codec.per
@@ -99,8 +100,9 @@ def split(tokens: int, groups: int, tile: int, warps: int) -> tuple[int, int]:
 @functools.lru_cache(maxsize=32)
 @torch.inference_mode(False)
 def _shifts(codec: Words, dim: int, device: torch.device) -> Tensor:
-    """By how much words of high bits are shifted for each word of low bits `[32, words]`: the first half and the second share them. The kernel
-    loads what it could compute, one row for each token of a tile, since only loads in the loop may stay in the layout of a matrix operand."""
+    """By how much words of high bits are shifted for each word of low bits `[32, words]`: the first half and the second share them.
+
+    The kernel loads what it could compute, a row for each token of a tile: only loads in the loop may stay in the layout of an operand."""
     width = max(triton.next_power_of_2(dim // codec.per), 16)
     return ((torch.arange(width, device=device) >= dim // 16) * 2).to(torch.int16).repeat(32, 1)
 
@@ -125,8 +127,14 @@ def fused_attend(
     Args:
         window: a query sees the last `window` tokens up to itself.
         lengths: tokens in the body of each row, int32 `[B]`, on the device.
-        pages: int32 `[B, N]`: where page `n` of a row's tokens is, in units of `page` slots. One slab, shared by all rows, holds the slots.
+        pages: int32 `[B, N]`: where page `n` of a row's tokens is, in units of `page` slots. One slab of one row, `[1, H, slots, width]`,
+            holds the slots of all.
+        launch: for measuring; chosen by format otherwise.
+
+    Raises ValueError for a page that is no multiple of the tile.
     """
+    if pages is not None and page % 64:
+        raise ValueError(f"page={page}: must be a multiple of 64 slots")
     global calls
     calls += 1
     batch, query_heads, queries, dim = query.shape
@@ -199,8 +207,9 @@ def fused_attend(
     lse = torch.empty(batch, query_heads, queries, dtype=torch.float32, device=device)
     columns = triton.next_power_of_2(value_dim) if value.rotated else 32
     reduce_kernel[(rows, batch * heads, -(-value_dim // columns))](
-        part, maxima, sums, sinks if sinks is not None else empty, v_signs, out, lse, *out.stride()[:3], total_splits, blocks, heads, queries,
+        part, maxima, sums, sinks if sinks is not None else empty, v_signs, out, lse, *out.stride()[:3],
+        total_splits, blocks, heads, queries,
         V=value, DV=value_dim, C=columns, G=groups, R=r, S=32, SINKS=sinks is not None, EXACT=exact, TURN=v_block**-0.5,
-        STAGES=v_block.bit_length() - 1, num_warps=1,
+        STAGES=v_block.bit_length() - 1, num_warps=4 if value.rotated else 1,
     )  # fmt: skip
     return out, lse

@@ -58,7 +58,7 @@ class Side:
     device: torch.device
 
     def dense(self) -> Tensor:
-        """All tokens in the model's dtype: the only place where a whole history is decoded."""
+        """All tokens in the model's dtype."""
         parts = [s.x if isinstance(s, Exact) else s.codec.decode(s.codes, s.head_dim, self.dtype) for s in self.segments]
         return torch.cat(parts, dim=2)
 

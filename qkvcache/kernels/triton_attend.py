@@ -1,14 +1,13 @@
 """The fused attention kernel: a few queries over a layer whose body is packed, in one pass over the codes.
 
-One program is one warp: it takes one split of the tokens of one (sequence, KV head) for all query heads of the group. Tokens are the rows of
-both matrix products (scores^T = K q^T, output^T = V^T p^T), so that a tensor core serves eight query rows without waste, each code is
-unpacked once and in the registers where the product wants it (`triton_unpack.py`), and nothing is shared between warps. Codes stream through
-cp.async. A key's scale multiplies its scores; a value's scale joins the exponent, so that the weights that multiply codes never exceed 1:
+One program is one warp: it takes one split of the tokens of one (sequence, KV head) for all query heads of the group. Tokens are the rows
+of both matrix products (scores^T = K q^T, output^T = V^T p^T), so that a tensor core serves eight query rows without waste, each code is
+unpacked once and in the registers where the product wants it (`triton_unpack.py`), and warps share nothing. Codes stream through cp.async.
+A key's scale multiplies its scores; a value's scale joins the exponent, so that the weights that multiply codes never exceed 1:
 
     u = s + log2(scale);  m = max u;  w = 2^(u - m);  output = sum w * number;  normaliser = sum w / scale
 
-Splits of the body, and the exact tokens as one more split, leave partial sums; `_reduce` joins them by their maxima and turns the sum of
-rotated values back. All exponents are base 2.
+Splits of the body, and the exact tokens as one more split, leave partial sums, which `triton_join.py` adds up. All exponents are base 2.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .triton_scales import group_scales, scale_of_plane, scaled, token_scale
 from .triton_unpack import unpack
 
 HIDDEN = tl.constexpr(-1e30)  # finite: a row that sees nothing must come out as numbers
@@ -47,12 +47,6 @@ def _inverse(x, ARCH: tl.constexpr):
 
 
 @triton.jit
-def _half(word):
-    """The fp16 in the low half of a word of 32 bits, as fp32."""
-    return word.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-
-
-@triton.jit
 def _channel(X: tl.constexpr, WORDS: tl.constexpr, word, i: tl.constexpr):
     """Which channel plane `i` of a word holds."""
     PER: tl.constexpr = X.per
@@ -60,102 +54,6 @@ def _channel(X: tl.constexpr, WORDS: tl.constexpr, word, i: tl.constexpr):
         return i * WORDS + word
     else:
         return word * PER + i
-
-
-@triton.jit
-def _token_scale(X: tl.constexpr, ONCE: tl.constexpr, scales, slot):
-    """Scale and zero of tokens `[T]`; the zero of `hidden` is in codes, that of `pair` in values."""
-    if X.scale == "fp32":
-        scale = tl.load(scales + slot * (1 - ONCE))
-        zero = tl.zeros_like(scale)
-    elif X.scale == "fp16":  # two tokens to a word, since cp.async copies no less
-        word = tl.load(scales.to(tl.pointer_type(tl.int32)) + slot // 2)
-        scale = _half(word >> ((slot & 1) * 16))
-        zero = tl.zeros_like(scale)
-    elif X.scale == "pair":
-        word = tl.load(scales.to(tl.pointer_type(tl.int32)) + slot)
-        scale = _half(word)
-        zero = _half(word >> 16)
-    else:
-        bits = tl.load(scales.to(tl.pointer_type(tl.int32)) + slot)
-        scale = (bits & -16).to(tl.float32, bitcast=True)
-        zero = (bits & 15).to(tl.float32)
-    return scale, zero
-
-
-# Four scales in E4M3 to fp16, times 2^6. Four numbers of 16 bits come out of one register.
-_ASM_SCALES = tl.constexpr("""{
-.reg .b16 a, b;
-.reg .b32 x, y, m;
-mov.b32 {a, b}, $4;
-cvt.rn.f16x2.e4m3x2 x, a;
-cvt.rn.f16x2.e4m3x2 y, b;
-mov.b32 m, 0x54005400;
-mul.rn.f16x2 x, x, m;
-mul.rn.f16x2 y, y, m;
-mov.b32 {$0, $1}, x;
-mov.b32 {$2, $3}, y;
-}""")
-
-
-@triton.jit
-def _e4m3(byte):
-    """A scale in E4M3, times 2^6, in fp16."""
-    number = (byte << 7).to(tl.int16).to(tl.float16, bitcast=True) * 16384.0
-    return tl.where(byte == 127, float("nan"), number).to(tl.float16)
-
-
-@triton.jit
-def _group_scales(X: tl.constexpr, WORDS: tl.constexpr, scales, slot, ARCH: tl.constexpr):
-    """All scales of tokens, one `[T]` in fp16 for each group, where sixteen words have one scale a plane; else nothing."""
-    GROUPS: tl.constexpr = WORDS * X.per // X.group
-    found = ()
-    if WORDS % 16 == 0:
-        if X.scale == "block":
-            for i in tl.static_range(GROUPS // 4):
-                word = tl.load(scales.to(tl.pointer_type(tl.int32)) + slot * (GROUPS // 4) + i)
-                if ARCH >= 89:
-                    found = found + tl.inline_asm_elementwise(
-                        _ASM_SCALES, "=h,=h,=h,=h,r", [word], dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=1
-                    )
-                else:
-                    for n in tl.static_range(4):
-                        found = found + (_e4m3(word >> (8 * n) & 127),)
-        elif GROUPS % 2 == 0:
-            for i in tl.static_range(GROUPS // 2):
-                word = tl.load(scales.to(tl.pointer_type(tl.int32)) + slot * (GROUPS // 2) + i)
-                for n in tl.static_range(2):
-                    found = found + ((word >> (16 * n)).to(tl.int16).to(tl.float16, bitcast=True),)
-        else:
-            for i in tl.static_range(GROUPS):
-                found = found + (tl.load(scales + slot * GROUPS + i),)
-    return found
-
-
-@triton.jit
-def _scale_of_plane(
-    X: tl.constexpr, WORDS: tl.constexpr, found, scales, slot, first: tl.constexpr, i: tl.constexpr, TOKENS_AXIS: tl.constexpr
-):
-    """Scales of plane `i` of a tile of 16 words from word `first` on, in fp16, broadcastable to the tile. Tokens lie along `TOKENS_AXIS`."""
-    GROUP: tl.constexpr = X.group
-    GROUPS: tl.constexpr = WORDS * X.per // GROUP
-    if WORDS % 16 == 0:
-        return tl.expand_dims(found[(i * WORDS + first) // GROUP], 1 - TOKENS_AXIS)
-    else:
-        group = tl.minimum((i * WORDS + first + tl.arange(0, 16)) // GROUP, GROUPS - 1)
-        scale = tl.load(scales + tl.expand_dims(slot, 1 - TOKENS_AXIS) * GROUPS + tl.expand_dims(group, TOKENS_AXIS))
-        if X.scale == "block":
-            scale = _e4m3(scale.to(tl.int32))
-        return scale
-
-
-@triton.jit
-def _scaled(X: tl.constexpr, numbers, scale):
-    """fp16 numbers less the offset, times the scale of their group; one rounding, and one of `scale * offset` (2^-12 of two dozen steps)."""
-    if X.offset != 0:
-        return tl.fma(numbers, tl.broadcast_to(scale, numbers.shape), tl.broadcast_to(scale * -X.offset, numbers.shape))
-    else:
-        return (numbers * scale).to(tl.float16)
 
 
 @triton.jit
@@ -253,18 +151,18 @@ def _body_tile(
 
     s = tl.zeros(l.shape, tl.float32)
     if K.group > 0:
-        found = _group_scales(K, KW, k_scales, slot, ARCH)
+        found = group_scales(K, KW, k_scales, slot, ARCH)
     for c in tl.static_range(KN):
         planes = _tile_of_keys(K, KW, KT, c * KT, k_codes, k_high, k_shifts, slot, ARCH)
         for i in tl.static_range(KP):
             k = planes[i]
             if K.group > 0:
-                k = _scaled(K, k, _scale_of_plane(K, KW, found, k_scales, slot, c * KT, i, 0))
+                k = scaled(K, k, scale_of_plane(K, KW, found, k_scales, slot, c * KT, i, 0))
             s = tl.dot(k, q[c * KP + i], s, input_precision="ieee")
     if K.group > 0 or K.scale == "none":
         s = s * q_scale[None, :]
     else:
-        scale, zero = _token_scale(K, K_ONCE, k_scales, slot)
+        scale, zero = token_scale(K, K_ONCE, k_scales, slot)
         if K.scale == "hidden":
             s = (s - (zero[:, None] + K.offset) * q_sum[None, :]) * scale[:, None]
         else:
@@ -281,7 +179,7 @@ def _body_tile(
 
     PER_TOKEN: tl.constexpr = (V.group == 0) & (V.scale != "none")
     if PER_TOKEN:
-        scale, zero = _token_scale(V, V_ONCE, v_scales, slot)
+        scale, zero = token_scale(V, V_ONCE, v_scales, slot)
         scale = tl.where(scale < 1e-27, 1e-27, scale)  # an all-zero vector has weight too
         if TAIL:
             scale = tl.where(valid, scale, 1.0)
@@ -312,16 +210,16 @@ def _body_tile(
         p = w.to(v_codes.dtype.element_ty)
     new = ()
     if V.group > 0:
-        found_v = _group_scales(V, VW, v_scales, slot, ARCH)
+        found_v = group_scales(V, VW, v_scales, slot, ARCH)
     for c in tl.static_range(VN):
         planes = _tile_of_values(V, VW, VT, c * VT, v_codes, v_high, v_shifts, slot, valid, TAIL, ARCH)
         for i in tl.static_range(VP):
             v = planes[i]
             if V.group > 0:
-                scale = _scale_of_plane(V, VW, found_v, v_scales, slot, c * VT, i, 1)
+                scale = scale_of_plane(V, VW, found_v, v_scales, slot, c * VT, i, 1)
                 if TAIL:
                     scale = tl.where(valid[None, :], scale, 0.0)
-                v = _scaled(V, v, scale)
+                v = scaled(V, v, scale)
             new = new + (tl.dot(v, p, acc[c * VP + i] * shrink[None, :], input_precision="ieee"),)
     return top, l, z, new
 
@@ -382,12 +280,13 @@ def _butterflies(tiles, N: tl.constexpr, BIT: tl.constexpr):
 def attend_kernel(
     query, body_query, turning, signs, table, k_codes, k_high, k_shifts, k_scales, v_codes, v_high, v_shifts, v_scales,
     first_k, first_v, recent_k, recent_v, mask, lengths, pages, part, maxima, sums,
-    q_stride_b, q_stride_h, q_stride_q, first_stride_b, first_stride_h, first_stride_t, first_v_stride_b, first_v_stride_h, first_v_stride_t,
+    q_stride_b, q_stride_h, q_stride_q, first_stride_b, first_stride_h, first_stride_t,
+    first_v_stride_b, first_v_stride_h, first_v_stride_t,
     recent_stride_b, recent_stride_h, recent_stride_t, recent_v_stride_b, recent_v_stride_h, recent_v_stride_t,
     mask_stride_b, mask_stride_h, mask_stride_q, mask_stride_t, pages_stride,
     scaling, softcap, window, slabs, n_first, n_body, n_recent, split_tokens, heads, queries,
-    K: tl.constexpr, V: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, G: tl.constexpr, R: tl.constexpr, T: tl.constexpr, TX: tl.constexpr,
-    K_SHARED: tl.constexpr, V_SHARED: tl.constexpr, K_ONCE: tl.constexpr, V_ONCE: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, G: tl.constexpr, R: tl.constexpr,
+    T: tl.constexpr, TX: tl.constexpr, K_SHARED: tl.constexpr, V_SHARED: tl.constexpr, K_ONCE: tl.constexpr, V_ONCE: tl.constexpr,
     SOFTCAP: tl.constexpr, MASK: tl.constexpr, WINDOW: tl.constexpr, CAUSAL: tl.constexpr, LENGTHS: tl.constexpr, PAGE: tl.constexpr,
     ARCH: tl.constexpr, EXACT: tl.constexpr, TURN: tl.constexpr,
 ):  # fmt: skip
@@ -498,8 +397,9 @@ def attend_kernel(
         if WINDOW:
             begin = tl.maximum(begin, (total - queries - window + 1 - n_first) // T * T)
         t = tl.arange(0, T)
-        kb = (b if K_SHARED else bh).to(tl.int64)
-        vb = (b if V_SHARED else bh).to(tl.int64)
+        plane = (h if PAGE > 0 else bh).to(tl.int64)  # pages are in slots that all rows share
+        kb = (plane * 0 if PAGE > 0 else b.to(tl.int64)) if K_SHARED else plane
+        vb = (plane * 0 if PAGE > 0 else b.to(tl.int64)) if V_SHARED else plane
         KG: tl.constexpr = D // K.group if K.group > 0 else (2 if K.scale == "pair" else 1)
         VG: tl.constexpr = DV // V.group if V.group > 0 else (2 if V.scale == "pair" else 1)
         for slab in range(slabs):
@@ -509,11 +409,11 @@ def attend_kernel(
             high = tl.minimum(end, start + capacity.to(tl.int32)) - start
             k_slots = 1 if K_ONCE else capacity
             v_slots = 1 if V_ONCE else capacity
-            kc = k_codes + (tl.multiple_of(tl.load(table + slab * 8 + 2), 16) + bh * capacity * KW)
-            kh = k_high + (tl.multiple_of(tl.load(table + slab * 8 + 3), 16) + bh * capacity * (KW // 2))
+            kc = k_codes + (tl.multiple_of(tl.load(table + slab * 8 + 2), 16) + plane * capacity * KW)
+            kh = k_high + (tl.multiple_of(tl.load(table + slab * 8 + 3), 16) + plane * capacity * (KW // 2))
             ks = k_scales + (tl.multiple_of(tl.load(table + slab * 8 + 4), 16) + kb * k_slots * KG)
-            vc = v_codes + (tl.multiple_of(tl.load(table + slab * 8 + 5), 16) + bh * capacity * VW)
-            vh = v_high + (tl.multiple_of(tl.load(table + slab * 8 + 6), 16) + bh * capacity * (VW // 2))
+            vc = v_codes + (tl.multiple_of(tl.load(table + slab * 8 + 5), 16) + plane * capacity * VW)
+            vh = v_high + (tl.multiple_of(tl.load(table + slab * 8 + 6), 16) + plane * capacity * (VW // 2))
             vs = v_scales + (tl.multiple_of(tl.load(table + slab * 8 + 7), 16) + vb * v_slots * VG)
             whole = low + tl.maximum(high - low, 0) // T * T
             for token in range(low, whole, T):
@@ -522,7 +422,8 @@ def attend_kernel(
                     slot = tl.load(pages + b * pages_stride + token // PAGE) * PAGE + token % PAGE + t
                 state = _body_tile(
                     K, V, KW, VW, KT, VT, K_ONCE, V_ONCE, False, SOFTCAP, MASK, ARCH, state, q, q_scale, q_sum,
-                    kc, kh, k_shifts, ks, vc, vh, v_shifts, vs, slot, t >= 0, mask, mask_rows, mask_stride_t, n_first + start + token + t, oldest, softcap, WINDOW,
+                    kc, kh, k_shifts, ks, vc, vh, v_shifts, vs, slot, t >= 0, mask, mask_rows, mask_stride_t,
+                    n_first + start + token + t, oldest, softcap, WINDOW,
                 )  # fmt: skip
             if whole < high:
                 slot = whole + t
@@ -531,7 +432,8 @@ def attend_kernel(
                 column = tl.minimum(start + whole + t, start + high - 1) + n_first
                 state = _body_tile(
                     K, V, KW, VW, KT, VT, K_ONCE, V_ONCE, True, SOFTCAP, MASK, ARCH, state, q, q_scale, q_sum,
-                    kc, kh, k_shifts, ks, vc, vh, v_shifts, vs, slot, whole + t < high, mask, mask_rows, mask_stride_t, column, oldest, softcap, WINDOW,
+                    kc, kh, k_shifts, ks, vc, vh, v_shifts, vs, slot, whole + t < high,
+                    mask, mask_rows, mask_stride_t, column, oldest, softcap, WINDOW,
                 )  # fmt: skip
         m, l2, z2, acc = state
         l = tl.sum(l2, 0)
@@ -545,81 +447,3 @@ def attend_kernel(
     entry = (bh * tl.num_programs(1) + block) * splits * R + split * R + tl.arange(0, R)
     tl.store(maxima + entry, m)
     tl.store(sums + entry, l)
-
-
-@triton.jit
-def _hadamard_stage(x, N: tl.constexpr, WIDTH: tl.constexpr):
-    low, high = tl.split(tl.permute(tl.reshape(x, [N // (2 * WIDTH), 2, WIDTH]), (0, 2, 1)))
-    return tl.reshape(tl.permute(tl.join(low + high, low - high), (0, 2, 1)), [N])
-
-
-@triton.jit(do_not_specialize=["splits", "blocks", "heads", "queries"])
-def reduce_kernel(
-    part, maxima, sums, sinks, signs, out, lse, out_stride_b, out_stride_h, out_stride_q, splits, blocks, heads, queries,
-    V: tl.constexpr, DV: tl.constexpr, C: tl.constexpr, G: tl.constexpr, R: tl.constexpr, S: tl.constexpr, SINKS: tl.constexpr,
-    EXACT: tl.constexpr, TURN: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """One program for `C` channels of a query row: joins the splits, turns back what was stored rotated, divides. `lse` in base e."""
-    row = tl.program_id(0)
-    bh = tl.program_id(1)
-    b = bh // heads
-    head = (bh % heads) * G + row // queries
-    base = (bh * blocks + row // R).to(tl.int64) * splits
-    at = tl.arange(0, S)
-    place = tl.program_id(2) * C + tl.arange(0, C)  # in the order of partial sums: plane after plane
-    VW: tl.constexpr = DV // V.per
-    if V.group > 0:
-        channel = place
-    elif V.rotated:
-        channel = place
-        place = channel % V.per * VW + channel // V.per
-    else:
-        channel = place % VW * V.per + place // VW
-    inside = place < DV
-    top = tl.load(maxima + base * R + row % R)
-    total = tl.zeros([], tl.float32)
-    body = tl.zeros([C], tl.float32)
-    for begin in range(0, splits, S):
-        split = begin + at
-        live = split < splits
-        m = tl.load(maxima + (base + split) * R + row % R, mask=live, other=HIDDEN)
-        l = tl.load(sums + (base + split) * R + row % R, mask=live, other=0.0)
-        if EXACT:
-            packed = live & (split > 0)
-        else:
-            packed = live
-        x = tl.load(part + ((base + split) * R + row % R)[:, None] * DV + place[None, :], mask=packed[:, None] & inside[None, :], other=0.0)
-        higher = tl.maximum(top, tl.max(m, 0))
-        shrink = tl.exp2(top - higher)
-        weight = tl.where(live, tl.exp2(m - higher), 0.0)
-        total = total * shrink + tl.sum(weight * l, 0)
-        body = body * shrink + tl.sum(x * weight[:, None], 0)
-        top = higher
-    if V.rotated:
-        for stage in tl.static_range(STAGES):  # the Hadamard transform, which undoes itself
-            body = _hadamard_stage(body, C, 1 << stage)
-        body *= tl.load(signs + channel, mask=inside, other=0.0) * TURN
-    if EXACT:
-        weight = tl.exp2(tl.load(maxima + base * R + row % R) - top)
-        body += weight * tl.load(part + (base * R + row % R) * DV + channel, mask=inside, other=0.0)
-    if SINKS:
-        sink = tl.load(sinks + head).to(tl.float32) * LOG2E
-        higher = tl.maximum(top, sink)
-        body *= tl.exp2(top - higher)
-        total = total * tl.exp2(top - higher) + tl.exp2(sink - higher)
-        top = higher
-    query = row % queries
-    tl.store(out + b.to(tl.int64) * out_stride_b + head * out_stride_h + query * out_stride_q + channel, body / total, mask=inside)
-    if tl.program_id(2) == 0:
-        tl.store(lse + (bh * G * queries) + row, (top + tl.log2(total)) / LOG2E)
-
-
-@triton.jit(do_not_specialize=["rows"])
-def rotate_kernel(x, matrix, out, rows, D: tl.constexpr, DP: tl.constexpr, R: tl.constexpr, TURN: tl.constexpr):
-    """`x` `[rows, D]` times a matrix of 1 and -1 `[D, D]`, and `TURN`, in fp32."""
-    r = tl.program_id(0) * R + tl.arange(0, R)
-    d = tl.arange(0, DP)
-    inside = (r < rows)[:, None] & (d < D)[None, :]
-    tile = tl.load(x + r.to(tl.int64)[:, None] * D + d[None, :], mask=inside, other=0.0)
-    turn = tl.load(matrix + d[:, None] * D + d[None, :], mask=(d < D)[:, None] & (d < D)[None, :], other=0.0).to(tile.dtype)
-    tl.store(out + r.to(tl.int64)[:, None] * D + d[None, :], tl.dot(tile, turn, input_precision="ieee") * TURN, mask=inside)

@@ -18,8 +18,8 @@ from transformers.cache_utils import CacheLayerMixin
 
 from ..attention.handle import KVHandle
 from ..formats.base import Codec, Format
-from ..kernels import Exact, Packed, Payload, Segment, Side
-from .slots import PAGE, Slots
+from ..kernels import Body, Exact, Packed, Payload, Segment, Side, dense, on_triton, slab_table
+from .slots import PAGE, Slots, append_both
 
 BLOCK = 2**20
 """Elements that are encoded, or decoded by the torch reference, at a time: the bound on temporaries (4 MiB in fp32). Fewer cost a CPU more
@@ -31,7 +31,7 @@ GROUP = 32
 class Zones:
     """The three zones of one side. Exact tensors are `[B, H, T, D]`, empty (`T` = 0) where there is nothing.
 
-    A step is `extend`, `side`, `settle`: new tokens join the recent zone, attention reads, then tokens move to where they belong.
+    A step is `extend`, `side`, `leave`, `keep`: new tokens join the recent zone, attention reads, the oldest of them leave, the rest stay.
     """
 
     def __init__(self, codec: Codec, like: Tensor, exact_first: int, exact_recent: int):
@@ -61,23 +61,25 @@ class Zones:
         segments = tuple(segment for segment in row if segment.tokens)
         return Side(segments, (batch, heads, self.length, dim), self.first.dtype, self.first.device)
 
-    @torch.no_grad()
-    def settle(self) -> None:
-        """Fills the first zone, and lets the oldest recent tokens move on into the body."""
+    def leave(self) -> Tensor | None:
+        """Fills the first zone; returns the oldest recent tokens, for the body, if enough of them are there."""
         recent = self.recent.detach()
         missing = self.exact_first - self.first.shape[2]
         if missing > 0:  # the body is empty then
             self.first = torch.cat([self.first, recent[:, :, :missing]], dim=2)
             recent = recent[:, :, missing:]
+        self.recent = recent
         leaving = recent.shape[2] - self.exact_recent
-        if leaving > min(GROUP, self.exact_recent):
-            self.body.reserve(leaving, recent)
-            for block in recent[:, :, :leaving].split(self.block, dim=2):
-                self.body.append(block)
-            recent = recent[:, :, leaving:]
-        # A copy of its own: what came in is the caller's, and what is left here may be a view of something larger.
-        own = not self.borrowed and recent.untyped_storage().nbytes() == recent.numel() * recent.itemsize
-        self.recent = recent if own else recent.clone()
+        if leaving <= min(GROUP, self.exact_recent):
+            return None
+        self.recent = recent[:, :, leaving:]
+        return recent[:, :, :leaving]
+
+    def keep(self) -> None:
+        """Makes the recent zone a copy of its own: what came in is the caller's, and what is left may be a view of something larger."""
+        own = not self.borrowed and self.recent.untyped_storage().nbytes() == self.recent.numel() * self.recent.itemsize
+        if not own:
+            self.recent = self.recent.clone()
 
     def truncate(self, length: int) -> None:
         """Keeps the first `length` tokens."""
@@ -112,6 +114,7 @@ class CompressedLayer(CacheLayerMixin):
     def __init__(self, format: Format, exact_first: int = 4, exact_recent: int = 64):
         self.format, self.exact_first, self.exact_recent = format, exact_first, exact_recent
         self.zones: tuple[Zones, Zones] | None = None
+        self._table: tuple[tuple[int, int], Tensor] | None = None
         self.is_initialized = False
 
     def __repr__(self) -> str:
@@ -143,13 +146,35 @@ class CompressedLayer(CacheLayerMixin):
             result = key_states, value_states
         elif torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
             # Codes carry no gradient: hand autograd ordinary tensors in which the new tokens do.
-            result = key.side().dense(), value.side().dense()
+            result = dense(key.side()), dense(value.side())
         else:
-            payload = Payload(key.side(), value.side())
+            payload = self._payload()
             result = KVHandle(payload, payload.key), KVHandle(payload, payload.value)
-        key.settle()
-        value.settle()
+        self._settle()
         return result
+
+    def _payload(self) -> Payload:
+        key, value = self.zones  # type: ignore[misc]
+        if not on_triton(key.first.device):
+            return Payload(key.side(), value.side())
+        body = None
+        if key.body.length:
+            slabs = tuple((k | key.body.once, v | value.body.once) for k, v in zip(key.body.slabs, value.body.slabs, strict=True))
+            version = key.body.version, value.body.version
+            if self._table is None or self._table[0] != version:
+                self._table = version, slab_table(slabs)
+            body = Body(key.body.codec, value.body.codec, slabs, key.body.length, self._table[1])
+        return Payload(key.side(), value.side(), body, (key.first, value.first, key.recent, value.recent))
+
+    @torch.no_grad()
+    def _settle(self) -> None:
+        """After a step: tokens move to the zones where they belong."""
+        key, value = self.zones  # type: ignore[misc]
+        keys, values = key.leave(), value.leave()
+        if keys is not None and values is not None:
+            append_both((key.body, value.body), (keys, values), min(key.block, value.block))
+        key.keep()
+        value.keep()
 
     def _check(self, key: Tensor, value: Tensor) -> None:
         if key.shape[:3] != value.shape[:3]:
@@ -186,7 +211,7 @@ class CompressedLayer(CacheLayerMixin):
                 zone.truncate(zone.length + tokens_to_remove)
 
     def reset(self) -> None:
-        self.zones = None
+        self.zones = self._table = None
         self.is_initialized = False
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -212,16 +237,18 @@ class CompressedLayer(CacheLayerMixin):
     # What users ask.
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Every live tensor with its role: `codes`, `scales` or `exact`."""
+        """Every live tensor with its role: `codes`, `scales`, `exact` or `bookkeeping`."""
         for zone in self.zones or ():
             yield from zone.tensors()
+        if self._table is not None:
+            yield "bookkeeping", self._table[1]
 
     def dense(self) -> tuple[Tensor, Tensor]:
         """All stored tokens decoded into the model's dtype, `[B, H, T, D]` each. Allocates the dense layer."""
         if not self.zones:
             raise ValueError("the layer is empty")
         key, value = self.zones
-        return key.side().dense(), value.side().dense()
+        return dense(key.side()), dense(value.side())
 
     @property
     def keys(self) -> Tensor:  # type: ignore[override]

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..formats.base import Codec, Codes
+from ..kernels import encode_into, encodes
 
 PAGE = 64
 MAX_GROWTH = 16 * PAGE
@@ -25,6 +26,8 @@ class Slots:
         self.slabs: list[Codes] = []
         self.once: Codes = {}
         self.length = 0
+        self.version = 0
+        """Changes whenever slabs come, go or move: what was derived from where they are is stale then."""
 
     @property
     def capacity(self) -> int:
@@ -38,6 +41,7 @@ class Slots:
         # An eighth of what is there keeps slabs few and the idle share small.
         pages = max(-(-missing // PAGE), min(self.length // 8, MAX_GROWTH) // PAGE)
         batch, heads = like.shape[:2]
+        self.version += 1
         self.slabs.append(
             {
                 buffer.name: torch.empty(
@@ -56,16 +60,21 @@ class Slots:
             self.once = self.codec.fit(x)
         codes = self.codec.encode(x, self.once)
         self.reserve(x.shape[2], x)
-        begin, end, start = self.length, self.length + x.shape[2], 0
+        for slab, at, new in self.free(x.shape[2]):
+            with torch.inference_mode():  # a slab made in inference mode may be written in no other; one made outside in any
+                for name, plane in slab.items():
+                    plane[:, :, at : at + new.stop - new.start] = codes[name][:, :, new]
+        self.length += x.shape[2]
+
+    def free(self, tokens: int) -> Iterator[tuple[Codes, int, slice]]:
+        """Where the next `tokens` tokens go: a slab, the slot in it, and which of the tokens."""
+        begin, end, start = self.length, self.length + tokens, 0
         for slab in self.slabs:
             stop = start + _tokens(slab)
             low, high = max(begin, start), min(end, stop)
             if low < high:
-                with torch.inference_mode():  # a slab made in inference mode may be written in no other; one made outside in any
-                    for name, plane in slab.items():
-                        plane[:, :, low - start : high - start] = codes[name][:, :, low - begin : high - begin]
+                yield slab, low - start, slice(low - begin, high - begin)
             start = stop
-        self.length = end
 
     def blocks(self, limit: int) -> Iterator[tuple[Codes, int]]:
         """The stored tokens in order: views of at most `limit` tokens, each with its token count. Views stay valid: slabs never move."""
@@ -85,10 +94,12 @@ class Slots:
             if start < self.length:
                 kept.append(slab)
             start += _tokens(slab)
+        self.version += len(kept) != len(self.slabs)
         self.slabs = kept
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Replaces every tensor by `fn(tensor)`; `fn` may change the rows or the device, one tensor at a time."""
+        self.version += 1
         for group in (*self.slabs, self.once):
             for name in group:
                 group[name] = fn(group[name])
@@ -99,6 +110,28 @@ class Slots:
         for group in (*self.slabs, self.once):
             for name, tensor in group.items():
                 yield roles[name], tensor
+
+
+def append_both(slots: tuple[Slots, Slots], x: tuple[Tensor, Tensor], block: int) -> None:
+    """Encodes keys and values `[B, H, T, D]` into the next `T` slots: in one launch where there is a kernel, else by `block` tokens."""
+    for side, new in zip(slots, x, strict=True):
+        side.reserve(new.shape[2], new)
+    key, value = slots
+    if not encodes((key.codec, value.codec), x):
+        for side, new in zip(slots, x, strict=True):
+            for part in new.split(block, dim=2):
+                side.append(part)
+        return
+    for side, new in zip(slots, x, strict=True):
+        if not side.length:
+            side.once = side.codec.fit(new[:, :, :block])
+    tokens = x[0].shape[2]
+    for (k_slab, at, new), (v_slab, _, _) in zip(key.free(tokens), value.free(tokens), strict=True):
+        parts = (x[0][:, :, new], x[1][:, :, new])
+        with torch.inference_mode():
+            encode_into((key.codec, value.codec), parts, (k_slab, v_slab), (key.once, value.once), at)
+    for side in slots:
+        side.length += tokens
 
 
 def _tokens(slab: Codes) -> int:

@@ -20,7 +20,10 @@ def step(zones: Zones, new: Tensor) -> Tensor:
     """What attention sees of one update."""
     zones.extend(new)
     seen = zones.side().dense()
-    zones.settle()
+    leaving = zones.leave()
+    if leaving is not None:
+        zones.body.append(leaving)
+    zones.keep()
     return seen
 
 

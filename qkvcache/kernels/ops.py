@@ -1,0 +1,79 @@
+"""The fused kernels as operators of torch, so that `torch.compile(fullgraph=True)` sees one operation for an attention call.
+
+Operators take tensors and numbers: a codec is passed as its place in a list, and a payload as the tensors that it is made of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..formats.base import Codec
+from . import fused
+from .segments import Body, Payload, Side
+
+_CODECS: list[Codec] = []
+
+
+def _number(codec: Codec) -> int:
+    """Codecs are few and frozen: equal ones have one number for the life of the process."""
+    if codec not in _CODECS:
+        _CODECS.append(codec)
+    return _CODECS.index(codec)
+
+
+def attend_op(
+    query: Tensor,
+    payload: Payload,
+    mask: Tensor | None = None,
+    *,
+    scaling: float | None = None,
+    causal: bool = False,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`fused_attend`: directly, or under torch.compile as `torch.ops.qkvcache.attend`."""
+    if not torch.compiler.is_compiling():
+        return fused.fused_attend(query, payload, mask, scaling=scaling, causal=causal, softcap=softcap, sinks=sinks)
+    body = payload.body
+    planes = [] if body is None else [plane for slab in body.slabs for codes in slab for plane in codes.values()]
+    codecs = [] if body is None else [_number(body.key), _number(body.value)]
+    table, tokens = (None, 0) if body is None else (body.table, body.tokens)
+    return torch.ops.qkvcache.attend(query, planes, table, codecs, tokens, list(payload.exact), mask, sinks, scaling, softcap, causal)
+
+
+@torch.library.custom_op("qkvcache::attend", mutates_args=())
+def _attend(
+    query: Tensor,
+    planes: Sequence[Tensor],
+    table: Tensor | None,
+    codecs: Sequence[int],
+    tokens: int,
+    exact: Sequence[Tensor],
+    mask: Tensor | None,
+    sinks: Tensor | None,
+    scaling: float | None,
+    softcap: float | None,
+    causal: bool,
+) -> tuple[Tensor, Tensor]:
+    first_k, first_v, recent_k, recent_v = exact
+    key_dim, value_dim = recent_k.shape[3], recent_v.shape[3]
+    body = None
+    if table is not None:
+        key, value = (_CODECS[number] for number in codecs)
+        names = [[buffer.name for buffer in codec.buffers(dim)] for codec, dim in ((key, key_dim), (value, value_dim))]
+        left = iter(planes)
+        slabs = tuple(tuple({name: next(left) for name in side} for side in names) for _ in range(table.shape[0]))
+        body = Body(key, value, slabs, tokens, table)  # type: ignore[arg-type]
+    total = first_k.shape[2] + tokens + recent_k.shape[2]
+    sides = (Side((), (*x.shape[:2], total, x.shape[3]), x.dtype, x.device) for x in (recent_k, recent_v))
+    payload = Payload(*sides, body, (first_k, first_v, recent_k, recent_v))
+    return fused.fused_attend(query, payload, mask, scaling=scaling, causal=causal, softcap=softcap, sinks=sinks)
+
+
+@_attend.register_fake
+def _(query, planes, table, codecs, tokens, exact, mask, sinks, scaling, softcap, causal):
+    out = query.new_empty(*query.shape[:3], exact[3].shape[3])
+    return out, query.new_empty(query.shape[:3], dtype=torch.float32)

@@ -1,0 +1,87 @@
+"""Before and after the attention kernel: queries turned as the keys are, and partial sums of the splits joined by their maxima."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+HIDDEN = tl.constexpr(-1e30)
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def _hadamard_stage(x, N: tl.constexpr, WIDTH: tl.constexpr):
+    low, high = tl.split(tl.permute(tl.reshape(x, [N // (2 * WIDTH), 2, WIDTH]), (0, 2, 1)))
+    return tl.reshape(tl.permute(tl.join(low + high, low - high), (0, 2, 1)), [N])
+
+
+@triton.jit(do_not_specialize=["splits", "blocks", "heads", "queries"])
+def reduce_kernel(
+    part, maxima, sums, sinks, signs, out, lse, out_stride_b, out_stride_h, out_stride_q, splits, blocks, heads, queries,
+    V: tl.constexpr, DV: tl.constexpr, C: tl.constexpr, G: tl.constexpr, R: tl.constexpr, S: tl.constexpr, SINKS: tl.constexpr,
+    EXACT: tl.constexpr, TURN: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """One program for `C` channels of a query row: joins the splits, turns back what was stored rotated, divides. `lse` in base e."""
+    row = tl.program_id(0)
+    bh = tl.program_id(1)
+    b = bh // heads
+    head = (bh % heads) * G + row // queries
+    base = (bh * blocks + row // R).to(tl.int64) * splits
+    at = tl.arange(0, S)
+    place = tl.program_id(2) * C + tl.arange(0, C)  # in the order of partial sums: plane after plane
+    VW: tl.constexpr = DV // V.per
+    if V.group > 0:
+        channel = place
+    elif V.rotated:
+        channel = place
+        place = channel % V.per * VW + channel // V.per
+    else:
+        channel = place % VW * V.per + place // VW
+    inside = place < DV
+    top = tl.load(maxima + base * R + row % R)
+    total = tl.zeros([], tl.float32)
+    body = tl.zeros([C], tl.float32)
+    for begin in range(0, splits, S):
+        split = begin + at
+        live = split < splits
+        m = tl.load(maxima + (base + split) * R + row % R, mask=live, other=HIDDEN)
+        l = tl.load(sums + (base + split) * R + row % R, mask=live, other=0.0)
+        if EXACT:
+            packed = live & (split > 0)
+        else:
+            packed = live
+        x = tl.load(part + ((base + split) * R + row % R)[:, None] * DV + place[None, :], mask=packed[:, None] & inside[None, :], other=0.0)
+        higher = tl.maximum(top, tl.max(m, 0))
+        shrink = tl.exp2(top - higher)
+        weight = tl.where(live, tl.exp2(m - higher), 0.0)
+        total = total * shrink + tl.sum(weight * l, 0)
+        body = body * shrink + tl.sum(x * weight[:, None], 0)
+        top = higher
+    if V.rotated:
+        for stage in tl.static_range(STAGES):  # the Hadamard transform, which undoes itself
+            body = _hadamard_stage(body, C, 1 << stage)
+        body *= tl.load(signs + channel, mask=inside, other=0.0) * TURN
+    if EXACT:
+        weight = tl.exp2(tl.load(maxima + base * R + row % R) - top)
+        body += weight * tl.load(part + (base * R + row % R) * DV + channel, mask=inside, other=0.0)
+    if SINKS:
+        sink = tl.load(sinks + head).to(tl.float32) * LOG2E
+        higher = tl.maximum(top, sink)
+        body *= tl.exp2(top - higher)
+        total = total * tl.exp2(top - higher) + tl.exp2(sink - higher)
+        top = higher
+    query = row % queries
+    tl.store(out + b.to(tl.int64) * out_stride_b + head * out_stride_h + query * out_stride_q + channel, body / total, mask=inside)
+    if tl.program_id(2) == 0:
+        tl.store(lse + (bh * G * queries) + row, (top + tl.log2(total)) / LOG2E)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def rotate_kernel(x, matrix, out, rows, D: tl.constexpr, DP: tl.constexpr, R: tl.constexpr, TURN: tl.constexpr):
+    """`x` `[rows, D]` times a matrix of 1 and -1 `[D, D]`, and `TURN`, in fp32."""
+    r = tl.program_id(0) * R + tl.arange(0, R)
+    d = tl.arange(0, DP)
+    inside = (r < rows)[:, None] & (d < D)[None, :]
+    tile = tl.load(x + r.to(tl.int64)[:, None] * D + d[None, :], mask=inside, other=0.0)
+    turn = tl.load(matrix + d[:, None] * D + d[None, :], mask=(d < D)[:, None] & (d < D)[None, :], other=0.0).to(tile.dtype)
+    tl.store(out + r.to(tl.int64)[:, None] * D + d[None, :], tl.dot(tile, turn, input_precision="ieee") * TURN, mask=inside)

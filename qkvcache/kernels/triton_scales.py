@@ -1,0 +1,108 @@
+"""How the attention kernel reads scales: one a token, or one for each group of channels."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _half(word):
+    """The fp16 in the low half of a word of 32 bits, as fp32."""
+    return word.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def token_scale(X: tl.constexpr, ONCE: tl.constexpr, scales, slot):
+    """Scale and zero of tokens `[T]`; the zero of `hidden` is in codes, that of `pair` in values."""
+    if X.scale == "fp32":
+        scale = tl.load(scales + slot * (1 - ONCE))
+        zero = tl.zeros_like(scale)
+    elif X.scale == "fp16":  # two tokens to a word, since cp.async copies no less
+        word = tl.load(scales.to(tl.pointer_type(tl.int32)) + slot // 2)
+        scale = _half(word >> ((slot & 1) * 16))
+        zero = tl.zeros_like(scale)
+    elif X.scale == "pair":
+        word = tl.load(scales.to(tl.pointer_type(tl.int32)) + slot)
+        scale = _half(word)
+        zero = _half(word >> 16)
+    else:
+        bits = tl.load(scales.to(tl.pointer_type(tl.int32)) + slot)
+        scale = (bits & -16).to(tl.float32, bitcast=True)
+        zero = (bits & 15).to(tl.float32)
+    return scale, zero
+
+
+# Four scales in E4M3 to fp16, times 2^6. Four numbers of 16 bits come out of one register.
+_ASM_SCALES = tl.constexpr("""{
+.reg .b16 a, b;
+.reg .b32 x, y, m;
+mov.b32 {a, b}, $4;
+cvt.rn.f16x2.e4m3x2 x, a;
+cvt.rn.f16x2.e4m3x2 y, b;
+mov.b32 m, 0x54005400;
+mul.rn.f16x2 x, x, m;
+mul.rn.f16x2 y, y, m;
+mov.b32 {$0, $1}, x;
+mov.b32 {$2, $3}, y;
+}""")
+
+
+@triton.jit
+def _e4m3(byte):
+    """A scale in E4M3, times 2^6, in fp16."""
+    number = (byte << 7).to(tl.int16).to(tl.float16, bitcast=True) * 16384.0
+    return tl.where(byte == 127, float("nan"), number).to(tl.float16)
+
+
+@triton.jit
+def group_scales(X: tl.constexpr, WORDS: tl.constexpr, scales, slot, ARCH: tl.constexpr):
+    """All scales of tokens, one `[T]` in fp16 for each group, where sixteen words have one scale a plane; else nothing."""
+    GROUPS: tl.constexpr = WORDS * X.per // X.group
+    found = ()
+    if WORDS % 16 == 0:
+        if X.scale == "block":
+            for i in tl.static_range(GROUPS // 4):
+                word = tl.load(scales.to(tl.pointer_type(tl.int32)) + slot * (GROUPS // 4) + i)
+                if ARCH >= 89:
+                    found = found + tl.inline_asm_elementwise(
+                        _ASM_SCALES, "=h,=h,=h,=h,r", [word], dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=1
+                    )
+                else:
+                    for n in tl.static_range(4):
+                        found = found + (_e4m3(word >> (8 * n) & 127),)
+        elif GROUPS % 2 == 0:
+            for i in tl.static_range(GROUPS // 2):
+                word = tl.load(scales.to(tl.pointer_type(tl.int32)) + slot * (GROUPS // 2) + i)
+                for n in tl.static_range(2):
+                    found = found + ((word >> (16 * n)).to(tl.int16).to(tl.float16, bitcast=True),)
+        else:
+            for i in tl.static_range(GROUPS):
+                found = found + (tl.load(scales + slot * GROUPS + i),)
+    return found
+
+
+@triton.jit
+def scale_of_plane(
+    X: tl.constexpr, WORDS: tl.constexpr, found, scales, slot, first: tl.constexpr, i: tl.constexpr, TOKENS_AXIS: tl.constexpr
+):
+    """Scales of plane `i` of a tile of 16 words from word `first` on, in fp16, broadcastable to it; tokens along `TOKENS_AXIS`."""
+    GROUP: tl.constexpr = X.group
+    GROUPS: tl.constexpr = WORDS * X.per // GROUP
+    if WORDS % 16 == 0:
+        return tl.expand_dims(found[(i * WORDS + first) // GROUP], 1 - TOKENS_AXIS)
+    else:
+        group = tl.minimum((i * WORDS + first + tl.arange(0, 16)) // GROUP, GROUPS - 1)
+        scale = tl.load(scales + tl.expand_dims(slot, 1 - TOKENS_AXIS) * GROUPS + tl.expand_dims(group, TOKENS_AXIS))
+        if X.scale == "block":
+            scale = _e4m3(scale.to(tl.int32))
+        return scale
+
+
+@triton.jit
+def scaled(X: tl.constexpr, numbers, scale):
+    """fp16 numbers less the offset, times the scale of their group; one rounding, one of `scale * offset` (2^-12 of two dozen steps)."""
+    if X.offset != 0:
+        return tl.fma(numbers, tl.broadcast_to(scale, numbers.shape), tl.broadcast_to(scale * -X.offset, numbers.shape))
+    else:
+        return (numbers * scale).to(tl.float16)
