@@ -9,7 +9,7 @@ from matrix import FORMATS, model
 from reference import ZONES, assert_close, count_decoded_layers, decoded, forward
 from transformers import DynamicCache
 
-from qkvcache import CompressedCache
+from qkvcache import CompressedCache, warmup
 from qkvcache.formats import resolve
 
 pytestmark = pytest.mark.gpu
@@ -40,10 +40,13 @@ def generate(network, cache, inputs=None, **options):
     return network.generate(**(inputs or prompt()), past_key_values=cache, output_logits=True, **options)
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 0.06)])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-3), (torch.bfloat16, 0.06)])
 @pytest.mark.parametrize("format", FORMATS)
 def test_formats_equal_their_codes_decoded(format, dtype, tolerance):
-    """Each step from the same codes, so that another order of rounding turns none of them. Random weights make the most of bf16's."""
+    """Each step from the same codes, so that another order of rounding turns none of them. Random weights make the most of bf16's.
+
+    In fp32 the queries, rounded to fp16 for the fused kernel's products, are what differs.
+    """
     network = on_gpu(dtype)
     cache = CompressedCache(network.config, format=format, **ZONE)
     ids, mask = prompt().values()
@@ -53,6 +56,55 @@ def test_formats_equal_their_codes_decoded(format, dtype, tolerance):
             got = forward(network, cache, ids, mask, begin, end)
         assert_close(got.float(), expected.float(), tolerance)
         assert not dense
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_generate_takes_the_fused_path(network, format):
+    """By itself, at every step after the prefill, in every layer."""
+    from qkvcache.kernels import fused
+
+    before = fused.calls
+    generate(network, CompressedCache(network.config, format=format))
+    assert fused.calls - before == 19 * network.config.num_hidden_layers
+
+
+def test_warmup_compiles_all_that_generate_needs(network):
+    import triton
+
+    warmup(network, cache := CompressedCache(network.config, format="turboquant_k3v4_nc"))
+    assert not cache.get_seq_length()
+    compiled = []
+    triton.knobs.runtime.jit_post_compile_hook = lambda **event: compiled.append(event["fn"].name)
+    try:
+        generate(network, cache, max_new_tokens=80)
+        generate(network, CompressedCache(network.config, format="turboquant_k3v4_nc"), {k: v[:1] for k, v in prompt().items()})
+    finally:
+        triton.knobs.runtime.jit_post_compile_hook = None
+    assert not compiled
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_one_operation_for_the_compiler(masked):
+    """`torch.compile(fullgraph=True)` sees attention on codes as one operator, and computes the same."""
+    from qkvcache.kernels import attend_on_codes
+    from qkvcache.layers.compressed import CompressedLayer
+
+    layer = CompressedLayer(resolve("turboquant_4bit_nc"))
+    for tokens in (300, 1):
+        handle, _ = layer.update(*torch.randn(2, 2, 2, tokens, 64, device="cuda", dtype=torch.bfloat16))
+    query = torch.randn(2, 8, 1, 64, device="cuda", dtype=torch.bfloat16)
+    mask = torch.rand(2, 1, 1, 301, device="cuda") > 0.2 if masked else None
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append([node.target for node in graph.graph.nodes if node.op == "call_function"])
+        return graph.forward
+
+    torch.compiler.reset()
+    with torch.compiler.set_stance("default"):
+        out = torch.compile(attend_on_codes, fullgraph=True, backend=backend)(query, handle.payload, mask)
+    assert [sum("qkvcache.attend" in str(target) for target in graph) for graph in graphs] == [1]
+    torch.testing.assert_close(out, attend_on_codes(query, handle.payload, mask))
 
 
 @pytest.mark.parametrize("format", FORMATS)

@@ -2,5 +2,6 @@
 
 from .base import CompressedCache, Memory
 from .named import NVFP4Cache, QuantizedPerTokenCache, TurboQuantCache
+from .warmup import warmup
 
-__all__ = ["CompressedCache", "Memory", "NVFP4Cache", "QuantizedPerTokenCache", "TurboQuantCache"]
+__all__ = ["CompressedCache", "Memory", "NVFP4Cache", "QuantizedPerTokenCache", "TurboQuantCache", "warmup"]

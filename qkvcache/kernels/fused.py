@@ -65,9 +65,9 @@ def _turning_words(rotation: Hadamard, codec: Words, dim: int, device: torch.dev
     """The rotation as the kernel does it: a matrix across the words of a tile, additions across planes; signs before; a factor after."""
     block = rotation_block(dim)
     width = 16 if codec.group else max(triton.next_power_of_2(dim // codec.per), 16)
-    size = 16 if codec.group else block // codec.per
+    size = min(16, dim // codec.per) if codec.group else block // codec.per
     matrix = torch.zeros(width, width)
-    for at in range(0, width if codec.group else dim // codec.per, size):
+    for at in range(0, min(width, dim // codec.per), size):
         matrix[at : at + size, at : at + size] = sylvester_matrix(size, torch.device("cpu"))
     return matrix.to(device, torch.float16), _signs(rotation, dim, device), block**-0.5
 

@@ -10,18 +10,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..formats.base import Codec
 from . import fused
-from .segments import Body, Payload, Side
-
-_CODECS: list[Codec] = []
-
-
-def _number(codec: Codec) -> int:
-    """Codecs are few and frozen: equal ones have one number for the life of the process."""
-    if codec not in _CODECS:
-        _CODECS.append(codec)
-    return _CODECS.index(codec)
+from .segments import CODECS, Body, Payload, Side
 
 
 def attend_op(
@@ -39,7 +29,7 @@ def attend_op(
         return fused.fused_attend(query, payload, mask, scaling=scaling, causal=causal, softcap=softcap, sinks=sinks)
     body = payload.body
     planes = [] if body is None else [plane for slab in body.slabs for codes in slab for plane in codes.values()]
-    codecs = [] if body is None else [_number(body.key), _number(body.value)]
+    codecs = [] if body is None else list(body.numbers)
     table, tokens = (None, 0) if body is None else (body.table, body.tokens)
     return torch.ops.qkvcache.attend(query, planes, table, codecs, tokens, list(payload.exact), mask, sinks, scaling, softcap, causal)
 
@@ -62,7 +52,7 @@ def _attend(
     key_dim, value_dim = recent_k.shape[3], recent_v.shape[3]
     body = None
     if table is not None:
-        key, value = (_CODECS[number] for number in codecs)
+        key, value = (CODECS[number] for number in codecs)
         names = [[buffer.name for buffer in codec.buffers(dim)] for codec, dim in ((key, key_dim), (value, value_dim))]
         left = iter(planes)
         slabs = tuple(tuple({name: next(left) for name in side} for side in names) for _ in range(table.shape[0]))

@@ -9,7 +9,7 @@ Shapes: `q` `[B, H, R, D]` with `R` = query heads of the group times queries, in
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -63,6 +63,16 @@ class Side:
         return torch.cat(parts, dim=2)
 
 
+CODECS: list[Codec] = []
+"""Codecs in use. They are few, and equal ones have one place for the life of the process."""
+
+
+def _number(codec: Codec) -> int:
+    if codec not in CODECS:
+        CODECS.append(codec)
+    return CODECS.index(codec)
+
+
 @dataclass(frozen=True)
 class Body:
     """The packed tokens of a layer as they are stored, which is how the fused kernel reads them: slabs of planes `[B, H, slots, width]`.
@@ -76,6 +86,11 @@ class Body:
     slabs: tuple[tuple[Codes, Codes], ...]
     tokens: int
     table: Tensor
+    numbers: tuple[int, int] = field(init=False)
+    """Where the codecs are in `CODECS`: operators of torch take numbers."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "numbers", (_number(self.key), _number(self.value)))
 
     @property
     def shared(self) -> tuple[bool, bool]:

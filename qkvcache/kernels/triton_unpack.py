@@ -1,8 +1,8 @@
 """How kernels read codes: tiles of 16-bit words to tiles of fp16 numbers, one for each channel of a word (a plane), without conversions.
 
 A code becomes a number by putting its bits where fp16 keeps them: an integer n of four bits on top of the mantissa of 16 reads 16 + n.
-Nothing is converted, and whoever uses the numbers takes `offset` away and multiplies by `unit` where that is cheap: on the scores, or once on the
-output. Levels that no shift makes come from a table of bytes, of which PRMT reads four entries at a time.
+Nothing is converted, and whoever uses the numbers takes `offset` away and multiplies by `unit` where that is cheap: on the scores, or once
+on the output. Levels that no shift makes come from a table of bytes, of which PRMT reads four entries at a time.
 
 `Words` says all this of a codec for the kernels, which take it as a constant. On NVIDIA GPUs (`ASM`) the bit operations act on two words at
 once, as they lie in a register of a matrix operand; elsewhere (`ASM` = 0), in the interpreter among others, plain Triton does the same.

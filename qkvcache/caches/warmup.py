@@ -1,0 +1,45 @@
+"""Compiling kernels before the first token instead of during it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+
+import torch
+from transformers import PreTrainedModel
+
+from ..kernels import on_triton
+from ..layers.compressed import GROUP
+from ..layers.slots import PAGE
+from .base import CompressedCache
+
+
+@torch.no_grad()
+def warmup(model: PreTrainedModel, cache: CompressedCache, *, queries: Iterable[int] = (1,), padded: bool = True) -> None:
+    """Runs `model` on a few tokens with a cache like `cache`, so that every kernel that a generate with it needs is compiled.
+
+    `cache` itself is left as it is. Triton keeps what it compiled on disk: the second process is fast. Nothing happens where torch operations
+    run instead of Triton.
+
+    Args:
+        queries: how many tokens a step brings: 1, and what assisted decoding checks at once.
+        padded: prepare for batches with padding too.
+
+    Raises ValueError for a step of less than one token.
+    """
+    steps = tuple(queries)
+    if not all(isinstance(step, int) and step > 0 for step in steps):
+        raise ValueError(f"queries={steps}: steps bring one token or more")
+    if not on_triton(model.device):
+        return
+    prompt = cache._layer_options["exact_first"] + cache._layer_options["exact_recent"] + GROUP + PAGE
+    for rows in (2, 1) if padded else (1,):
+        fresh = copy.deepcopy(cache)
+        fresh.reset()
+        mask = torch.ones(rows, prompt, dtype=torch.long, device=model.device)
+        mask[1:, 0] = 0
+        ids = torch.zeros_like(mask)
+        model(input_ids=ids, attention_mask=mask, past_key_values=fresh)
+        for step in (*steps, GROUP):  # the last one moves tokens on, which encodes a few at a time
+            mask = torch.cat([mask, mask.new_ones(rows, step)], dim=1)
+            model(input_ids=ids[:, :step], attention_mask=mask, past_key_values=fresh)

@@ -1,0 +1,392 @@
+"""The fused kernel against the torch reference on the same payload: outputs, normalisers, and that nothing else is read or written."""
+
+from __future__ import annotations
+
+import dataclasses
+from contextlib import contextmanager
+
+import pytest
+import torch
+from matrix import FORMATS
+from torch import Tensor
+
+from qkvcache.formats import REGISTRY
+from qkvcache.kernels import Body, Payload, attend, scores, slab_table
+from qkvcache.kernels.attend import apply_mask
+
+from .payloads import build
+
+triton = pytest.importorskip("triton")
+if not (torch.cuda.is_available() or triton.knobs.runtime.interpret):
+    pytest.skip("needs a GPU, or Triton's interpreter", allow_module_level=True)
+
+from qkvcache.kernels import fused  # noqa: E402
+from qkvcache.kernels.triton_unpack import words  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, about nan and infinity, in the interpreter
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+GUARD = 4096
+
+KINDS = {  # one format of each kind of codes and of scales, and a head_dim for the quick tests: every width once at least
+    "identity": 96,
+    "int8": 112,
+    "int8_asymmetric": 80,
+    "int8_token": 64,
+    "fp8": 80,
+    "fp8_e5m2": 256,
+    "fp8_tensor_frozen": 64,
+    "int4": 96,
+    "int4_vllm": 80,
+    "nvfp4": 112,
+    "turboquant_4bit_nc": 128,
+    "turboquant_3bit_nc": 112,
+}
+HEAD_DIMS = (32, 64, 80, 96, 112, 128, 256, 512)
+
+
+def tolerance(format: str, dtype: torch.dtype) -> float:
+    """Of the output, RMS over RMS.
+
+    fp16: queries and weights are rounded to 11 bits, and so is the output; bf16 rounds the weights of exact tokens and the output to 8.
+    fp32 has the roundings of fp16 but the last one, unless nothing is packed. Where numbers carry an offset (16 to 31 for four bits), a
+    rounded weight counts as many times more as they exceed their spread. The interpreter rounds scaled int4 twice.
+    """
+    key, value = (words(codec) for codec in REGISTRY[format].codecs())
+    if dtype == torch.float32 and key.kind == "half":
+        return 2e-5
+    error = {torch.float16: 1e-3, torch.bfloat16: 5e-3, torch.float32: 1e-3}[dtype]
+    if value.group and value.offset:
+        return error + (6e-3 if DEVICE.type == "cpu" else 3e-3)
+    return error + (3e-3 if value.offset else 0)
+
+
+def data(*shape: int, dtype=torch.float16) -> Tensor:
+    return torch.randn(shape, device=DEVICE).to(dtype)
+
+
+def make(format: str, batch=1, heads=2, group=2, queries=1, tokens=135, dims=64, dtype=torch.float16, first=3, recent=20, cuts=(60,)):
+    """A query and a payload: by default two slabs, two splits, odd tails."""
+    dim, value_dim = dims if isinstance(dims, tuple) else (dims, dims)
+    key, value = data(batch, heads, tokens, dim, dtype=dtype), data(batch, heads, tokens, value_dim, dtype=dtype)
+    query = data(batch, heads * group, queries, dim, dtype=dtype)
+    return query, build(REGISTRY[format], key, value, first, recent, cuts)
+
+
+@contextmanager
+def guarded(monkeypatch):
+    """What is allocated meanwhile holds nan, between guards of nan that nobody may write to."""
+    empty, held = torch.empty, []
+
+    def guarded_empty(*shape, dtype=None, device=None):
+        size = torch.Size(shape[0] if isinstance(shape[0], (tuple, torch.Size)) else shape)
+        whole = empty(2 * GUARD + size.numel(), dtype=dtype, device=device).fill_(float("nan"))
+        held.append(whole)
+        return whole[GUARD : GUARD + size.numel()].view(size)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fused.torch, "empty", guarded_empty)
+        patch.setattr(fused.torch, "empty_like", lambda x, dtype=None: guarded_empty(x.shape, dtype=dtype or x.dtype, device=x.device))
+        patch.setattr(fused, "LEAST_SPLIT", 64)  # several splits, where few tokens would make one
+        yield
+    for whole in held:
+        assert whole[:GUARD].isnan().all() and whole[-GUARD:].isnan().all(), "written beyond a buffer"
+
+
+def run(monkeypatch, query: Tensor, payload: Payload, *args, **kwargs) -> tuple[Tensor, Tensor]:
+    assert fused.supports(payload, query)
+    with guarded(monkeypatch):
+        return fused.fused_attend(query, payload, *args, **kwargs)
+
+
+def logsumexp(query: Tensor, payload: Payload, mask, *, scaling=None, causal=False, softcap=None, sinks=None) -> Tensor:
+    batch, query_heads, queries, dim = query.shape
+    heads = payload.key.shape[1]
+    rows = (query.float() * (dim**-0.5 if scaling is None else scaling)).reshape(batch, heads, -1, dim)
+    logits = scores(rows, payload.key).view(batch, query_heads, queries, -1)
+    logits = softcap * torch.tanh(logits / softcap) if softcap else logits
+    logits = apply_mask(logits, mask, causal)
+    if sinks is not None:
+        logits = torch.cat([logits, sinks.float().view(1, -1, 1, 1).expand(batch, query_heads, queries, 1)], -1)
+    return torch.logsumexp(logits, -1)
+
+
+def windowed(mask: Tensor | None, window: int | None, queries: int, tokens: int) -> Tensor | None:
+    """`mask` with what lies before a window hidden."""
+    if window is None:
+        return mask
+    newest = torch.arange(tokens - queries, tokens, device=DEVICE)[:, None]
+    inside = (newest - torch.arange(tokens, device=DEVICE) < window)[None, None]
+    if mask is None:
+        return inside
+    return mask & inside if mask.dtype == torch.bool else mask.float().masked_fill(~inside, -torch.inf)
+
+
+def compare(monkeypatch, format, query, payload, mask=None, *, window=None, limit=None, **kwargs) -> None:
+    out, lse = run(monkeypatch, query, payload, mask, window=window, **kwargs)
+    seen = windowed(mask, window, query.shape[2], payload.key.shape[2])
+    expect(format, query, payload, seen, out, lse, limit, **kwargs)
+
+
+def expect(format, query, payload, mask, out, lse, limit=None, **kwargs) -> None:
+    wanted = attend(query.float(), payload, mask, **kwargs)
+    limit = limit or tolerance(format, query.dtype)
+    assert out.dtype == query.dtype and out.shape == wanted.shape
+    assert out.isfinite().all()
+    error = ((out.float() - wanted).norm() / wanted.norm()).item()
+    assert error <= limit, f"relative error {error:.2e} > {limit:.1e}"
+    expected = logsumexp(query, payload, mask, **kwargs)
+    torch.testing.assert_close(lse, expected, rtol=limit, atol=5 * limit)  # scores of N(0, 1) reach about 5
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_every_format(format, monkeypatch):
+    query, payload = make(format)
+    compare(monkeypatch, format, query, payload)
+
+
+@pytest.mark.parametrize("format", KINDS)
+def test_everything_together(format, monkeypatch):
+    """Widths that differ, more rows than a block of eight, queries among themselves, every option."""
+    dims = (KINDS[format], 64 if KINDS[format] != 64 else 128)
+    query, payload = make(format, heads=1, group=3, queries=3, tokens=101, dims=dims, dtype=torch.bfloat16, cuts=())
+    mask = torch.rand(1, 1, 3, 101, device=DEVICE) < 0.7
+    mask[..., -4:] = True
+    sinks = torch.tensor([-1.0, 0.5, 3.0], device=DEVICE)
+    compare(monkeypatch, format, query, payload, mask, causal=True, softcap=3.0, sinks=sinks, window=83, scaling=0.2)
+
+
+@pytest.mark.parametrize("format", KINDS)
+def test_values_of_other_widths(format, monkeypatch):
+    """Of the widths that are no power of two, those of `KINDS`, for values this time."""
+    if KINDS[format] in (64, 128):
+        pytest.skip("covered by others")
+    compare(monkeypatch, format, *make(format, heads=1, tokens=60, dims=(64, KINDS[format]), cuts=()))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("format", KINDS)
+def test_head_dims(format, head_dim, dtype, monkeypatch):
+    if REGISTRY[format].refuses(head_dim):
+        pytest.skip("refused")
+    compare(monkeypatch, format, *make(format, tokens=90, dims=head_dim, dtype=dtype, cuts=()))
+
+
+@pytest.mark.parametrize("format", ["int4", "int4_vllm", "nvfp4", "turboquant_3bit_nc"])
+def test_narrow(format, monkeypatch):
+    """Fewer words than a tile has."""
+    compare(monkeypatch, format, *make(format, heads=1, tokens=60, dims=32, cuts=()))
+
+
+@pytest.mark.parametrize("format", ["int4", "nvfp4"])
+def test_wide(format, monkeypatch):
+    query, payload = make(format, heads=1, group=1, tokens=44, dims=512, first=0, recent=5, cuts=())
+    if not fused.supports(payload, query):
+        pytest.skip("left to torch")
+    compare(monkeypatch, format, query, payload)
+
+
+MASKS = {
+    "keys": (2, 1, 1, 90),
+    "rows": (2, 1, 3, 90),
+    "one for all": (1, 1, 3, 90),
+    "each head": (2, 4, 3, 90),
+    "one row, each head": (1, 4, 3, 90),
+    "longer": (2, 1, 3, 99),
+}
+
+
+@pytest.mark.parametrize("kind", ["bool", "float", "half"])
+@pytest.mark.parametrize("shape", MASKS.values(), ids=MASKS)
+def test_masks(shape, kind, monkeypatch):
+    query, payload = make("int8", batch=2, queries=3, tokens=90, cuts=())
+    mask = torch.rand(shape, device=DEVICE) < 0.6
+    mask[..., 0] = True
+    if kind != "bool":
+        dtype = torch.float32 if kind == "float" else query.dtype
+        mask = torch.randn(shape, device=DEVICE).to(dtype).masked_fill(~mask, -torch.inf if kind == "float" else torch.finfo(dtype).min)
+    compare(monkeypatch, "int8", query, payload, mask, causal=kind != "half")
+
+
+def test_masks_of_fewer_dimensions(monkeypatch):
+    """Whatever broadcasts."""
+    query, payload = make("int8", heads=1, queries=3, tokens=40, cuts=())
+    compare(monkeypatch, "int8", query, payload, torch.randn(3, 40, device=DEVICE))
+
+
+def test_a_mask_that_is_no_copy(monkeypatch):
+    """Columns far apart, and a slice of something longer."""
+    query, payload = make("int8", heads=1, queries=3, tokens=90, cuts=())
+    compare(monkeypatch, "int8", query, payload, (torch.randn(1, 1, 99, 5, device=DEVICE).mT[:, :, 1:4, 4:94]))
+
+
+@pytest.mark.parametrize("low", [False, -torch.inf, torch.finfo(torch.float32).min])
+@pytest.mark.parametrize("format", ["int8", "nvfp4"])
+def test_a_row_that_sees_nothing_is_finite_and_spoils_no_other(format, low, monkeypatch):
+    query, payload = make(format, heads=1, queries=3, tokens=60, cuts=())
+    mask = torch.full((1, 1, 3, 60), 0.0 if low else True, device=DEVICE)
+    mask[0, :, 1] = low
+    out, _ = run(monkeypatch, query, payload, mask)
+    assert out.isfinite().all()
+    free, _ = run(monkeypatch, query, payload)
+    assert torch.equal(out[:, :, [0, 2]], free[:, :, [0, 2]])
+    out, _ = run(monkeypatch, query, payload, mask, sinks=torch.zeros(2, device=DEVICE))
+    assert not out[:, :, 1].any()  # all of it went to the sink
+
+
+OPTIONS = {
+    "softcap": {"softcap": 0.5},
+    "sinks": {"sinks": torch.tensor([9.0, -50.0, 0.0, 2.0])},
+    "window within the recent zone": {"window": 7},
+    "window within the body": {"window": 50},
+    "window over all": {"window": 1000},
+    "scaling": {"scaling": 1.0},
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_options(options, monkeypatch):
+    options = {name: x.to(DEVICE) if isinstance(x, Tensor) else x for name, x in options.items()}
+    query, payload = make("int8", queries=2)
+    compare(monkeypatch, "int8", query, payload, causal=True, **options, limit=2e-3)
+
+
+@pytest.mark.parametrize(("heads", "group", "queries"), [(1, 4, 1), (4, 1, 1), (1, 8, 1), (1, 2, 16), (1, 3, 7), (2, 1, 2)])
+def test_grouped_queries(heads, group, queries, monkeypatch):
+    """One block of rows, a full one, several of which the last is not full."""
+    query, payload = make("int8", heads=heads, group=group, queries=queries, tokens=80, cuts=())
+    compare(monkeypatch, "int8", query, payload, causal=True)
+
+
+ZONES = {
+    "no exact tokens": {"first": 0, "recent": 0},
+    "none recent": {"recent": 0},
+    "none first": {"first": 0},
+    "nothing packed": {"first": 5, "recent": 55},
+    "only first": {"first": 60, "recent": 0},
+    "one packed": {"first": 30, "recent": 29},
+    "whole tiles": {"first": 0, "recent": 0, "tokens": 128, "cuts": (64,)},
+    "many slabs": {"tokens": 300, "cuts": (1, 65, 70, 200)},
+}
+
+
+@pytest.mark.parametrize("zones", ZONES.values(), ids=ZONES)
+def test_zones(zones, monkeypatch):
+    query, payload = make("int8_asymmetric", **{"heads": 1, "tokens": 60, "cuts": ()} | zones)
+    compare(monkeypatch, "int8_asymmetric", query, payload, softcap=4.0)
+
+
+@pytest.mark.parametrize("recent", [0, 1, 3])
+def test_causal_within_the_body(recent, monkeypatch):
+    """Fewer recent tokens than queries."""
+    query, payload = make("int8", heads=1, queries=4, tokens=50, recent=recent, cuts=())
+    compare(monkeypatch, "int8", query, payload, causal=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("format", ["identity", "int8", "int4", "turboquant_4bit_nc"])
+def test_dtypes(format, dtype, monkeypatch):
+    compare(monkeypatch, format, *make(format, heads=1, tokens=90, dtype=dtype, dims=96 if format == "int4" else 64, cuts=()))
+
+
+def test_strides(monkeypatch):
+    """Queries and exact tokens as a projection leaves them."""
+    query, payload = make("int8", queries=2, tokens=60, cuts=())
+    query = query.transpose(1, 2).contiguous().transpose(1, 2)
+    exact = tuple(x.transpose(1, 2).contiguous().transpose(1, 2) for x in payload.exact)
+    compare(monkeypatch, "int8", query, dataclasses.replace(payload, exact=exact), causal=True)
+
+
+@pytest.mark.parametrize("format", ["int8", "turboquant_3bit_nc"])
+def test_lengths(format, monkeypatch):
+    """Rows that end before the others: in a tile, at the end of one, in another split, at once."""
+    query, payload = make(format, batch=4, heads=1)
+    lengths = torch.tensor([112, 64, 77, 0], dtype=torch.int32, device=DEVICE)
+    out, lse = run(monkeypatch, query, payload, lengths=lengths)
+    expect(format, query, payload, _within(payload, lengths), out, lse)
+
+
+def _within(payload: Payload, lengths: Tensor) -> Tensor:
+    """What rows of such lengths see, as a mask."""
+    first = payload.exact[0].shape[2]
+    column = torch.arange(payload.key.shape[2], device=DEVICE)
+    return ((column < first + lengths[:, None]) | (column >= first + payload.body.tokens))[:, None, None]
+
+
+@pytest.mark.parametrize("format", ["int8", "int8_token", "fp8_tensor_frozen", "int4", "turboquant_3bit_nc"])
+def test_pages(format, monkeypatch):
+    """Pages of two rows anywhere in one slab."""
+    query, payload = make(format, batch=2, heads=2, group=1, tokens=150, first=2, recent=5, cuts=())
+    if payload.body.once[0]:  # one scale serves all that share the slab
+        for codes in payload.body.slabs[0]:
+            codes["scale"][1] = codes["scale"][0]
+    order = torch.tensor([[4, 0, 7], [3, 5, 2]], dtype=torch.int32, device=DEVICE)
+    sides = []
+    for codes in payload.body.slabs[0]:
+        paged = {}
+        for name, plane in codes.items():
+            if plane.shape[2] == 1:
+                paged[name] = plane[:1]
+                continue
+            paged[name] = plane.new_zeros(1, plane.shape[1], 9 * 64, plane.shape[3])
+            paged[name].view(torch.uint8).fill_(0xFF)
+            for row in range(2):
+                for number, page in enumerate(order[row].tolist()):
+                    paged[name][0, :, page * 64 : page * 64 + 64] = plane[row, :, number * 64 : number * 64 + 64]
+        sides.append(paged)
+    body = Body(payload.body.key, payload.body.value, (tuple(sides),), payload.body.tokens, slab_table((tuple(sides),)))
+    lengths = torch.tensor([143, 70], dtype=torch.int32, device=DEVICE)
+    out, lse = run(monkeypatch, query, dataclasses.replace(payload, body=body), lengths=lengths, pages=order, page=64)
+    expect(format, query, payload, _within(payload, lengths), out, lse)
+
+
+def test_a_page_that_is_no_multiple_of_the_tile():
+    query, payload = make("int8", tokens=40, cuts=())
+    with pytest.raises(ValueError, match="multiple of 64"):
+        fused.fused_attend(query, payload, pages=torch.zeros(1, 1, dtype=torch.int32), page=16)
+
+
+@pytest.mark.parametrize("format", KINDS)
+def test_magnitudes(format, monkeypatch):
+    """Vectors of zeros, and tokens and queries of very different lengths, as far as the codec itself holds them."""
+    high = 1e3 if REGISTRY[format].key.unpack.__qualname__.startswith(("Lloyd", "Uniform", "Group", "Block")) else 1e6
+    lengths = torch.tensor([0.0, 1e-6, 1.0, 1e2, high], device=DEVICE)[torch.arange(60, device=DEVICE) % 5]
+    key, value = (data(1, 1, 60, 64, dtype=torch.float32) * lengths[order, None] for order in (torch.arange(60), torch.randperm(60)))
+    query = data(1, 3, 1, 64, dtype=torch.bfloat16) * torch.tensor([1e-8, 1e-3, 0.0], device=DEVICE, dtype=torch.bfloat16)[:, None, None]
+    payload = build(REGISTRY[format], key.bfloat16(), value.bfloat16(), 0, 0)
+    compare(monkeypatch, format, query, payload, limit=tolerance(format, torch.bfloat16) * 2)
+
+
+def test_tiny_queries(monkeypatch):
+    """Whose inverse overflows."""
+    query, payload = make("int8", heads=1, tokens=40, dtype=torch.float32, cuts=())
+    compare(monkeypatch, "int8", query * 1e-39, payload)
+
+
+@pytest.mark.parametrize("format", ["int8", "int4_vllm"])
+def test_nan_stays_in_its_row(format, monkeypatch):
+    """Of the batch, of a head, of a query."""
+    query, payload = make(format, batch=2, queries=2, tokens=60, cuts=())
+    clean, clean_lse = run(monkeypatch, query, payload)
+    query = query.clone()
+    query[0, 1, 1, 5] = float("nan")
+    key = payload.exact[2].clone()
+    key[1, 1, 3, 7] = float("nan")
+    for codes in payload.body.slabs[0]:
+        codes["scale"][0, 1, 4] = float("nan")
+    exact = (*payload.exact[:2], key, payload.exact[3])
+    out, lse = run(monkeypatch, query, dataclasses.replace(payload, exact=exact))
+    spoilt = torch.zeros(2, 4, 2, dtype=torch.bool, device=DEVICE)
+    spoilt[0, 1, 1] = spoilt[1, 2:] = spoilt[0, 2:] = True
+    assert out[spoilt].isnan().all()
+    assert torch.equal(out[~spoilt], clean[~spoilt]) and torch.equal(lse[~spoilt], clean_lse[~spoilt])
+
+
+def test_inputs_are_left_alone(monkeypatch):
+    query, payload = make("int4", queries=2, tokens=60, dims=96, cuts=())
+    mask = torch.randn(1, 1, 2, 60, device=DEVICE)
+    held = [query, mask, *payload.exact, payload.body.table, *(x for side in payload.body.slabs[0] for x in side.values())]
+    before = [x.clone() for x in held]
+    run(monkeypatch, query, payload, mask, causal=True)
+    assert all(torch.equal(x.view(torch.uint8), y.view(torch.uint8)) for x, y in zip(before, held, strict=True))

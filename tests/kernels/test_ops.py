@@ -1,0 +1,79 @@
+"""Operators and dispatch: what torch.compile sees, and what `QKVCACHE_KERNELS` forces."""
+
+import pytest
+import torch
+
+from qkvcache.formats import resolve
+from qkvcache.kernels import attend, attend_on_codes, on_triton
+from qkvcache.layers.compressed import CompressedLayer
+
+triton = pytest.importorskip("triton")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.fixture
+def on_kernels(monkeypatch):
+    monkeypatch.setenv("QKVCACHE_KERNELS", "triton")
+
+
+def payload(format: str = "turboquant_4bit_nc"):
+    layer = CompressedLayer(resolve(format))
+    for tokens in (200, 1):
+        handle, _ = layer.update(*torch.randn(2, 2, 2, tokens, 64, device=DEVICE, dtype=torch.float16))
+    return handle.payload
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_one_operation_for_the_compiler(masked, on_kernels):
+    query, held = torch.randn(2, 8, 1, 64, device=DEVICE, dtype=torch.float16), payload()
+    mask = torch.rand(2, 1, 1, 201, device=DEVICE) > 0.2 if masked else None
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append([str(node.target) for node in graph.graph.nodes if node.op == "call_function"])
+        return graph.forward
+
+    torch.compiler.reset()
+    with torch.compiler.set_stance("default"):
+        out = torch.compile(attend_on_codes, fullgraph=True, backend=backend)(query, held, mask)
+    assert [[target for target in graph if "getitem" not in target] for graph in graphs] == [["qkvcache.attend"]]
+    torch.testing.assert_close(out, attend_on_codes(query, held, mask))
+    torch.testing.assert_close(out.float(), attend(query.float(), held, mask), rtol=0, atol=3e-3)
+
+
+def test_the_fake_knows_shapes(on_kernels):
+    query, held = torch.randn(2, 8, 3, 64, device=DEVICE, dtype=torch.float16), payload()
+    planes = [plane for slab in held.body.slabs for codes in slab for plane in codes.values()]
+    codecs, tokens = list(held.body.numbers), held.body.tokens
+    arguments = (query, planes, held.body.table, codecs, tokens, list(held.exact), None, None, None, None, True)
+    torch.library.opcheck(torch.ops.qkvcache.attend, arguments, test_utils=("test_schema", "test_faketensor"))
+
+
+def test_what_the_environment_forces(monkeypatch):
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    monkeypatch.delenv("QKVCACHE_KERNELS", raising=False)
+    assert not on_triton(cpu) and on_triton(gpu)
+    monkeypatch.setenv("QKVCACHE_KERNELS", "torch")
+    assert not on_triton(gpu)
+    monkeypatch.setenv("QKVCACHE_KERNELS", "triton")
+    assert on_triton(cpu)
+    monkeypatch.setenv("QKVCACHE_KERNELS", "cuda")
+    with pytest.raises(ValueError, match="QKVCACHE_KERNELS='cuda': expected 'torch' or 'triton'"):
+        on_triton(gpu)
+
+
+def test_the_whole_cache_on_kernels(on_kernels):
+    """Prefill, steps, a chunk and a crop through encode, attend and decode: as torch operations do it."""
+    torch.manual_seed(1)
+    steps = [torch.randn(2, 2, 2, tokens, 64, device=DEVICE, dtype=torch.float16) for tokens in (150, 1, 40, 1, 70, 1)]
+    layer = CompressedLayer(resolve("turboquant_k3v4_nc"), exact_first=2, exact_recent=20)
+    for step in steps:
+        handle, _ = layer.update(*step)
+    query = torch.randn(2, 4, 1, 64, device=DEVICE, dtype=torch.float16)
+    expected = attend(query.float(), handle.payload)
+    torch.testing.assert_close(attend_on_codes(query, handle.payload).float(), expected, rtol=0, atol=3e-3)
+    dense = handle.dense()
+    torch.testing.assert_close(dense, handle.payload.key.dense(), rtol=0, atol=4e-3)
+    layer.crop(-30)
+    assert layer.get_seq_length() == 233
+    torch.testing.assert_close(layer.dense()[0], dense[:, :, :233])
