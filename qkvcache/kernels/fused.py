@@ -34,8 +34,8 @@ LAUNCHES = {
     **{(kind, kind): Launch(64, 3, None) for kind in ("half", "int8", "uint8", "e4m3", "e5m2")},
 }
 """By the kinds of keys and values, where `Launch()` is not the best of what was measured on an H100 (`eval/bench_kernels.py --tune`)."""
-LEAST_SPLIT = 128
-"""Tokens under which a split is not worth its partial sums."""
+LEAST_SPLIT, MOST_SPLITS = 128, 64
+"""Tokens under which a split is not worth its partial sums, and splits of a sequence beyond which joining them costs more than they gain."""
 
 calls = 0
 """How often the fused kernel ran."""
@@ -91,7 +91,7 @@ def split(tokens: int, groups: int, tile: int, warps: int) -> tuple[int, int]:
     """`(splits, tokens of each)` for a body of `tokens` that `groups` programs would read."""
     if not tokens:
         return 0, tile
-    wanted = max(warps // groups - 1, 1)  # one is for the exact tokens
+    wanted = min(max(warps // groups - 1, 1), MOST_SPLITS)  # one is for the exact tokens
     each = max(-(-tokens // wanted), LEAST_SPLIT)
     each = -(-each // tile) * tile
     return -(-tokens // each), each

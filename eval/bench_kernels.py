@@ -1,0 +1,380 @@
+"""Speed of the Triton kernels on one GPU, every format beside bf16 SDPA of the same run.
+
+    python eval/bench_kernels.py [--check] [--quick]     measure, print a table, write eval/results/kernels.jsonl
+    python eval/bench_kernels.py --tune                  launch sizes at 8x32768; writes nothing
+    python eval/bench_kernels.py --markdown | --plot     the README's table | kernels.png, from the rows: needs no GPU
+
+GPU time, by replays of a CUDA graph over two payloads in turn, together larger than the L2 cache (one, where one exceeds 2 GB); medians.
+Ratio: time of the better of flash and cuDNN attention on as many bf16 tokens / time of `fused_attend`, whole: its reduction, and 4 + 96
+exact tokens on top. Floor ratio: bytes of those bf16 tokens / bytes of the codes. Codes are random bytes; `--check` compares real ones.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import importlib.util
+import itertools
+import json
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from qkvcache.formats import REGISTRY, Codec, Codes
+from qkvcache.formats.fp8 import ScaledFloat8
+from qkvcache.kernels.attend import attend
+from qkvcache.kernels.segments import Body, Exact, Packed, Payload, Side, slab_table
+from qkvcache.layers.slots import Slots
+
+if importlib.util.find_spec("triton"):
+    from qkvcache.kernels import fused
+    from qkvcache.kernels.triton_decode import decode
+    from qkvcache.kernels.triton_encode import encode_kv
+
+RESULTS = Path(__file__).parent / "results" / "kernels.jsonl"
+TURBO = ("turboquant_k8v4", "turboquant_4bit_nc", "turboquant_k3v4_nc", "turboquant_3bit_nc")
+FORMATS = ("identity", "int8", "fp8", TURBO[0], "nvfp4", "int4", "int4_vllm", *TURBO[1:])
+FEW = ("int8", "nvfp4", "turboquant_4bit_nc", "turboquant_3bit_nc")
+TWO = ("int8", "turboquant_4bit_nc")
+CASES = ((8, 32768), (8, 131072), (1, 32768), (32, 4096))
+SHAPES = ((32, 8, 64), (32, 32, 128), (64, 8, 128))  # query heads, KV heads, head_dim
+TUNED = tuple(itertools.product((32, 64), (2, 3), (None, 168), (8, 12, 24)))  # Launch(tile, stages, registers, warps)
+TWO_GB = 2**31
+
+
+def planes(codec: Codec, batch: int, heads: int, tokens: int, dim: int) -> Codes:
+    """Random codes that decode to finite numbers."""
+    found = {}
+    for buffer in codec.buffers(dim):
+        shape = (batch, heads if buffer.heads == "each" else 1, tokens if buffer.tokens == "each" else 1, buffer.width)
+        dtype = buffer.dtype or torch.bfloat16
+        if buffer.role == "codes" and dtype.is_floating_point:
+            found[buffer.name] = torch.randn(shape, device="cuda", dtype=dtype)
+        elif buffer.role == "codes":
+            x = torch.randint(0, 256, shape, device="cuda", dtype=torch.uint8)
+            found[buffer.name] = x.bitwise_and_(0xF7) if isinstance(codec, ScaledFloat8) else x.view(dtype)
+        elif dtype == torch.uint8:
+            found[buffer.name] = torch.randint(40, 60, shape, device="cuda", dtype=dtype)
+        else:
+            found[buffer.name] = torch.rand(shape, device="cuda").mul_(0.01).add_(0.001).to(dtype)
+    return found
+
+
+def code_bytes(name: str, batch: int, heads: int, tokens: int, dim: int) -> int:
+    return REGISTRY[name].bytes_per_token(dim, heads) * batch * tokens
+
+
+def bf16(*shape: int) -> Tensor:
+    return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+
+
+def payloads(name: str, batch: int, heads: int, tokens: int, dim: int, zones: tuple[int, int] = (4, 96)) -> list[Payload]:
+    """Two of them, or one if it is large; `tokens` are packed, and those of the zones come on top."""
+    found = []
+    for _ in range(1 if code_bytes(name, batch, heads, tokens, dim) > TWO_GB else 2):
+        format = REGISTRY[name]
+        slabs = ((planes(format.key, batch, heads, tokens, dim), planes(format.value, batch, heads, tokens, dim)),)
+        side = Side((), (batch, heads, tokens + sum(zones), dim), torch.bfloat16, torch.device("cuda"))
+        first, recent = zones
+        exact = tuple(bf16(batch, heads, n, dim) for n in (first, first, recent, recent))
+        found.append(Payload(side, side, Body(format.key, format.value, slabs, tokens, slab_table(slabs)), exact))
+    return found
+
+
+def gpu_us(calls: list[Callable[[], object]], replays: int = 10) -> float:
+    """Median microseconds of one call, from replays of a graph of about eight."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for call in calls:
+            call()
+            call()
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+    graph, rounds, times = torch.cuda.CUDAGraph(), max(1, 8 // len(calls)), []
+    with torch.cuda.graph(graph):
+        for _ in range(rounds):
+            for call in calls:
+                call()
+    for replay in range(replays + 2):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        if replay > 1:
+            times.append(begin.elapsed_time(end) * 1e3 / (rounds * len(calls)))
+    return statistics.median(times)
+
+
+def attend_us(query: Tensor, sets: list[Payload], mask: Tensor | None = None, **options) -> float:
+    return gpu_us([functools.partial(fused.fused_attend, query, payload, mask, **options) for payload in sets])
+
+
+@functools.cache
+def sdpa_us(batch: int, query_heads: int, heads: int, tokens: int, dim: int, queries: int = 1) -> tuple[float, str]:
+    """The faster backend. Without a mask, which for the last `queries` of many tokens spares nearly nothing."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    query = bf16(batch, query_heads, queries, dim)
+    count = 1 if batch * heads * tokens * dim * 4 > TWO_GB else 2
+    sets = [(bf16(batch, heads, tokens, dim), bf16(batch, heads, tokens, dim)) for _ in range(count)]
+    times = []
+    for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION):
+        try:
+            with sdpa_kernel(backend):
+                calls = [functools.partial(F.scaled_dot_product_attention, query, k, v, enable_gqa=heads < query_heads) for k, v in sets]
+                times.append((gpu_us(calls), backend.name))
+        except RuntimeError as error:
+            print(f"sdpa {backend.name} at {batch}x{tokens}: {str(error)[:100]}", file=sys.stderr)
+    return min(times)
+
+
+def bandwidth() -> tuple[float, float]:
+    """GB/s of a copy (read and written) and of a sum."""
+    x = torch.zeros(2**28, device="cuda")
+    y = torch.empty_like(x)
+    size = x.numel() * 4 / 1e3
+    return 2 * size / gpu_us([lambda: y.copy_(x)], 5), size / gpu_us([lambda: x.sum()], 5)
+
+
+def real_payload(name: str, key: Tensor, value: Tensor, first: int, recent: int) -> Payload:
+    format, tokens = REGISTRY[name], key.shape[2]
+    slots = (Slots(format.key, key.shape[3]), Slots(format.value, value.shape[3]))
+    sides = []
+    for slot, x in zip(slots, (key, value), strict=True):
+        slot.append(x[:, :, first : tokens - recent])
+        packed = [Packed(slot.codec, codes, count, x.shape[3]) for codes, count in slot.blocks(256)]
+        sides.append(Side((Exact(x[:, :, :first]), *packed, Exact(x[:, :, tokens - recent :])), tuple(x.shape), x.dtype, x.device))
+    slabs = tuple((k | slots[0].once, v | slots[1].once) for k, v in zip(slots[0].slabs, slots[1].slabs, strict=True))
+    body = Body(format.key, format.value, slabs, slots[0].length, slab_table(slabs))
+    ends = (key[:, :, :first], value[:, :, :first], key[:, :, tokens - recent :], value[:, :, tokens - recent :])
+    return Payload(sides[0], sides[1], body, ends)
+
+
+def wrong() -> set[str]:
+    """Formats whose fused attention differs from the reference by more than rounding, or fails."""
+    found = set()
+    for name in REGISTRY:
+        for dim, queries, dtype, limit in ((128, 1, torch.bfloat16, 8e-3), (64, 3, torch.float16, 3e-3)):
+            if REGISTRY[name].refuses(dim):
+                continue
+            torch.manual_seed(0)
+            key, value, query = (torch.randn(2, h, n, dim, device="cuda", dtype=dtype) for h, n in ((2, 700), (2, 700), (8, queries)))
+            try:
+                payload = real_payload(name, key, value, 4, 33)
+                expected = attend(query.float(), payload, causal=True)
+                error = ((fused.fused_attend(query, payload, causal=True)[0].float() - expected).norm() / expected.norm()).item()
+            except Exception as failure:  # whatever it is, the format is not timed
+                error = float("nan")
+                print(f"{name}: {type(failure).__name__}: {str(failure)[:200]}", file=sys.stderr)
+            if not error < limit:
+                found.add(name)
+                print(f"WRONG {name}, head_dim {dim}, {queries} queries: relative error {error:.1e} (limit {limit:.0e})", flush=True)
+    print(f"checked {len(REGISTRY)} formats against the reference: {len(found)} wrong", flush=True)
+    return found
+
+
+def tune(names: list[str]) -> None:
+    query, base = bf16(8, 32, 1, 128), sdpa_us(8, 32, 8, 32768, 128)[0]
+    for name in names:
+        sets, times = payloads(name, 8, 8, 32768, 128), []
+        for values in TUNED:
+            try:
+                times.append((attend_us(query, sets, launch=fused.Launch(*values)), values))
+            except Exception as failure:  # too many registers or too much shared memory
+                print(f"{name} {values}: {str(failure)[:100]}", file=sys.stderr)
+        now = attend_us(query, sets)
+        best = ", ".join(f"{fused.Launch(*values)} {us:.0f} us x{base / us:.2f}" for us, values in sorted(times, key=lambda x: x[0])[:3])
+        print(f"{name}: as set {now:.0f} us; best {best}", flush=True)
+        del sets
+
+
+def measure(names: list[str], quick: bool, add: Callable[..., None]) -> None:
+    def few(chosen: tuple[str, ...]) -> list[str]:
+        return [] if quick else [name for name in names if name in chosen]
+
+    def attended(kind: str, name: str, case: str, us: float, shape: tuple[int, int, int, int, int], queries: int = 1, **more) -> None:
+        batch, query_heads, heads, tokens, dim = shape
+        base, backend = sdpa_us(*shape, queries)
+        size = code_bytes(name, batch, heads, tokens, dim)
+        floor = batch * heads * tokens * dim * 4 / size
+        add(kind, name, case, us, size, ratio=round(base / us, 3), floor=round(floor, 3), sdpa_us=round(base, 1), sdpa=backend, **more)
+
+    shapes = [(batch, 32, 8, tokens, 128) for batch, tokens in (CASES[:1] if quick else CASES)]
+    shapes += [] if quick else [(8, query_heads, heads, 32768, dim) for query_heads, heads, dim in SHAPES]
+    for shape in shapes:
+        batch, query_heads, heads, tokens, dim = shape
+        usual = (query_heads, heads, dim) == (32, 8, 128)
+        case = f"{batch}x{tokens}" + ("" if usual else f", {query_heads}/{heads} heads, D={dim}")
+        for name in names if usual else few(FEW):
+            attended("attend", name, case, attend_us(bf16(batch, query_heads, 1, dim), payloads(name, batch, heads, tokens, dim)), shape)
+        torch.cuda.empty_cache()
+    shape = (8, 32, 8, 32768, 128)
+    for name in few(TWO):
+        query, mask = bf16(8, 32, 1, 128), torch.ones(8, 1, 1, 32868, dtype=torch.bool, device="cuda")
+        for on, zones in ((False, (0, 0)), (True, (4, 96))):
+            sets = payloads(name, 8, 8, 32768, 128, zones)
+            attended("zones", name, f"zones {'on' if on else 'off'}", attend_us(query, sets), shape, on=on)
+        for on in (False, True):
+            attended("mask", name, f"mask {'on' if on else 'off'}", attend_us(query, sets, mask if on else None), shape, on=on)
+        for queries in (4, 16):
+            us = attend_us(bf16(8, 32, queries, 128), sets, causal=True)
+            attended("queries", name, f"{queries} queries", us, shape, queries)
+        sets, format, out = payloads(name, 1, 8, 32768, 128), REGISTRY[name], [bf16(1, 8, 32768, 128) for _ in range(2)]
+        for queries in (16, 32, 64, 128):
+            query = bf16(1, 32, queries, 128)
+
+            def dense(slab: tuple[Codes, Codes], query: Tensor = query, format=format, out=out) -> None:
+                decode(format.key, slab[0], out[0])
+                decode(format.value, slab[1], out[1])
+                F.scaled_dot_product_attention(query, *out, enable_gqa=True)
+
+            us, other = attend_us(query, sets, causal=True), gpu_us([functools.partial(dense, p.body.slabs[0]) for p in sets])
+            more = {"dense_us": round(other, 1), "of_dense": round(other / us, 3)}
+            attended("chunk", name, f"1x32768, {queries} queries; dense {other:.0f} us", us, (1, 32, 8, 32768, 128), queries, **more)
+        del sets, out
+    for name in names:
+        format = REGISTRY[name]
+        for batch, tokens in ((1, 1), (8, 1), (32, 1), (1, 8192)):
+            sets = [[planes(codec, batch, 8, max(tokens, 64), 128) for codec in format.codecs()] for _ in range(4)]
+            inputs = [(bf16(batch, 8, tokens, 128), bf16(batch, 8, tokens, 128)) for _ in range(4)]
+            calls = [
+                functools.partial(encode_kv, [(format.key, x[0], p[0], {}), (format.value, x[1], p[1], {})], 0)
+                for x, p in zip(inputs, sets, strict=True)
+            ]
+            size = code_bytes(name, batch, 8, tokens, 128) + batch * 8 * tokens * 128 * 4
+            add("encode", name, f"{batch}x{tokens}", gpu_us(calls), size)
+        out = bf16(1, 8, 8192, 128)
+        calls = [lambda p=p, f=format, out=out: (decode(f.key, p[0], out), decode(f.value, p[1], out)) for p in sets]
+        add("decode", name, "1x8192", gpu_us(calls), size)
+
+
+def rows_of(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines() if line] if path.exists() else []
+
+
+def attended_rows(path: Path) -> dict[str, dict[tuple[str, str], dict]]:
+    """`{device: {(format, case): row}}`"""
+    found: dict[str, dict[tuple[str, str], dict]] = {}
+    for row in rows_of(path):
+        if row["kind"] == "attend":
+            found.setdefault(row["device"], {})[row["format"], row["case"]] = row
+    return found
+
+
+def markdown(path: Path) -> None:
+    cases = [f"{batch}x{tokens}" for batch, tokens in CASES]
+    for device, rows in attended_rows(path).items():
+        print(f"{device}: us / ratio / floor ratio\n\n| format | bytes a token and head | {' | '.join(cases)} |")
+        print("|---|" + "---:|" * (1 + len(cases)))
+        for name in dict.fromkeys(name for name, _ in rows):
+            found = [rows.get((name, case)) for case in cases]
+            cells = [f"{row['us']:,.0f} / {row['ratio']:.2f} / {row['floor']:.2f}" if row else "-" for row in found]
+            print(f"| `{name}` | {REGISTRY[name].bytes_per_token(128, 8) / 8:g} | {' | '.join(cells)} |")
+        print()
+
+
+def plot(path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    devices = attended_rows(path)
+    figure, grid = pyplot.subplots(len(devices), 2, figsize=(12, 5.5 * len(devices)), squeeze=False)
+    for line, (device, rows) in zip(grid, devices.items(), strict=True):
+        for axes, (batch, tokens) in zip(line, CASES[:2], strict=True):
+            found = [row for (_, case), row in rows.items() if case == f"{batch}x{tokens}"]
+            top = max([row["floor"] for row in found], default=1) * 1.1
+            axes.plot([0, top], [0, top], color="gray", linewidth=1, label="ratio = floor ratio")
+            axes.scatter([row["floor"] for row in found], [row["ratio"] for row in found])
+            for at, row in enumerate(sorted(found, key=lambda row: (row["floor"], row["ratio"]))):
+                shift = (6, -9) if at % 2 else (-6, 4)
+                side = "left" if at % 2 else "right"
+                axes.annotate(row["format"], (row["floor"], row["ratio"]), shift, textcoords="offset points", ha=side, fontsize=8)
+            axes.set(title=f"{device}, {batch}x{tokens:,}", xlabel="floor ratio: bf16 bytes / bytes of codes", ylabel="ratio to bf16 SDPA")
+            axes.legend(loc="upper left")
+    figure.tight_layout()
+    figure.savefig(path.with_suffix(".png"), dpi=130)
+    print(path.with_suffix(".png"))
+
+
+def show(rows: list[dict]) -> None:
+    headers = ("kind", "format", "case", "us", "GB/s", "of copy", "ratio", "floor")
+    cells = [
+        (row["kind"], row["format"], row["case"], f"{row['us']:,.1f}", f"{row['gb_s']:,.0f}", f"{row['of_copy']:.0%}")
+        + tuple(f"{row[x]:.2f}" if x in row else "-" for x in ("ratio", "floor"))
+        for row in rows
+    ]
+    if importlib.util.find_spec("rich"):
+        from rich.console import Console
+        from rich.table import Table
+
+        table = Table()
+        for at, header in enumerate(headers):
+            table.add_column(header, justify="right" if at > 2 else "left", no_wrap=True)
+        for line in cells:
+            table.add_row(*line)
+        Console(width=140).print(table)
+        return
+    widths = [max(map(len, column)) for column in zip(headers, *cells, strict=True)]
+    for line in (headers, *cells):
+        print("  ".join(x.rjust(n) if at > 2 else x.ljust(n) for at, (x, n) in enumerate(zip(line, widths, strict=True))))
+
+
+@torch.no_grad()
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--formats", nargs="+", choices=list(REGISTRY), default=list(FORMATS), metavar="FORMAT")
+    parser.add_argument("--check", action="store_true", help="compare with the reference first; a format that is wrong is not timed")
+    parser.add_argument("--quick", action="store_true", help="8x32768, encode and decode alone")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="the rows; those of other devices are kept")
+    for mode in ("tune", "markdown", "plot"):
+        parser.add_argument(f"--{mode}", action="store_true")
+    args = parser.parse_args()
+    if args.markdown or args.plot:
+        for mode in (markdown, plot):
+            if getattr(args, mode.__name__):
+                mode(args.out)
+        return
+    if not torch.cuda.is_available():
+        parser.error("measuring needs a GPU; --markdown and --plot do not")
+    begin, bad = time.perf_counter(), wrong() if args.check else set()
+    names = [name for name in args.formats if name not in bad]
+    if args.tune:
+        return tune(names)
+    device, (copy, read) = torch.cuda.get_device_name(), bandwidth()
+    print(f"{device}: copy {copy:,.0f} GB/s, read {read:,.0f} GB/s", flush=True)
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+    same = {"copy_gb_s": round(copy), "read_gb_s": round(read), "device": device, "commit": commit, "torch": torch.__version__}
+    same |= {"triton": importlib.import_module("triton").__version__, "python": platform.python_version()}
+    same |= {"command": " ".join(["eval/bench_kernels.py", *sys.argv[1:]])}
+    others, rows = [row for row in rows_of(args.out) if row["device"] != device], []
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    with args.out.open("w") as file:
+        file.writelines(json.dumps(row) + "\n" for row in others)
+
+        def add(kind: str, name: str, case: str, us: float, size: int, **more) -> None:
+            rate = size / us / 1e3
+            row = {"what": "kernels", "date": time.strftime("%Y-%m-%d"), "kind": kind, "format": name, "case": case, "us": round(us, 2)}
+            rows.append(row | {"gb_s": round(rate, 1), "of_copy": round(rate / copy, 4)} | more | same)
+            print(f"{time.perf_counter() - begin:4.0f} s  {kind} {name} {case}: {us:,.1f} us", file=sys.stderr, flush=True)
+            file.write(json.dumps(rows[-1]) + "\n")
+            file.flush()
+
+        measure(names, args.quick, add)
+    show(rows)
+    print(f"{time.perf_counter() - begin:.0f} s in all; rows in {args.out}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,276 @@
+"""Compiles the kernels for GPUs that are not there, and looks at the machine code: no registers spilt in a loop, no deep stacks.
+
+    python eval/compile_kernels.py --quick      what CI runs: on two cores, some three minutes
+    python eval/compile_kernels.py --all        every format for every GPU
+
+A line for each kernel: registers, stack and spilt bytes, shared memory; of its longest innermost loop instructions, conversions of
+integers, stores of 16-bit data to shared memory, spills. Exit status 1 if a kernel for an NVIDIA GPU spills in that loop, or has a stack
+of more than 128 bytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+os.environ.pop("TRITON_INTERPRET", None)  # before anything imports triton
+
+import triton  # noqa: E402
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import ASTSource  # noqa: E402
+
+from qkvcache.formats import REGISTRY  # noqa: E402
+from qkvcache.formats.rotation import rotation_block  # noqa: E402
+from qkvcache.kernels import triton_decode, triton_encode  # noqa: E402
+from qkvcache.kernels.fused import LAUNCHES, Launch  # noqa: E402
+from qkvcache.kernels.triton_attend import attend_kernel  # noqa: E402
+from qkvcache.kernels.triton_join import reduce_kernel, rotate_kernel  # noqa: E402
+from qkvcache.kernels.triton_unpack import Words, words  # noqa: E402
+
+TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+TARGETS = {
+    "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_90": GPUTarget("cuda", 90, 32),
+    "sm_100": GPUTarget("cuda", 100, 32),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+}
+GREATEST_STACK = 128
+QUICK = ("identity", "int8", "fp8", "int4", "int4_vllm", "nvfp4", "turboquant_4bit_nc", "turboquant_3bit_nc")
+VARIANTS: dict[str, dict[str, object]] = {
+    "": {},
+    "bool": {"MASK": "bool"},
+    "float": {"MASK": "float", "SOFTCAP": True, "WINDOW": True, "CAUSAL": True},
+    "pages": {"PAGE": 64, "LENGTHS": True},
+}
+
+
+@dataclass(frozen=True)
+class Job:
+    name: str
+    kernel: triton.JITFunction
+    types: dict[str, str]
+    constants: dict[str, object]
+    target: str
+    options: dict[str, object] = field(default_factory=dict)
+
+
+def strides_aligned(name: str) -> bool:
+    return name.endswith(("stride_b", "stride_h", "stride_t")) and not name.startswith(("mask", "out"))
+
+
+def attention(format: str, head_dim: int, target: str, variant: str = "", dtype: str = "bf16") -> Job:
+    key, value = (words(codec) for codec in REGISTRY[format].codecs())
+    assert key and value, format
+    nvidia = TARGETS[target].backend == "cuda"
+    launch = LAUNCHES.get((key.kind, value.kind), Launch())
+    scales = {"none": dtype, "fp32": "fp32", "fp16": "fp16", "pair": "fp16", "hidden": "fp32", "group": "fp16", "block": "u8"}
+    types = dict.fromkeys(("query", "body_query", "first_k", "first_v", "recent_k", "recent_v"), f"*{dtype}")
+    if key.rotated and key.group and head_dim & (head_dim - 1):
+        types["body_query"] = "*fp32"  # rotated beforehand
+    types |= {"turning": "*fp16", "signs": "*fp32", "table": "*i64", "mask": "*fp32" if variant == "float" else "*u8"}
+    types |= dict.fromkeys(("k_high", "v_high", "k_shifts", "v_shifts"), "*i16") | dict.fromkeys(("lengths", "pages"), "*i32")
+    types |= dict.fromkeys(("part", "maxima", "sums"), "*fp32") | dict.fromkeys(("scaling", "softcap"), "fp32")
+    for side, how in (("k", key), ("v", value)):
+        types |= {f"{side}_codes": f"*{dtype}" if how.kind == "half" else "*i16", f"{side}_scales": f"*{scales[how.scale]}"}
+    constants = {
+        "K": _not_rotated(key) if types["body_query"] == "*fp32" else key, "V": value, "D": head_dim, "DV": head_dim, "G": 4,
+        "R": 8 if nvidia else 16, "T": launch.tile, "TX": 16, "K_SHARED": False, "V_SHARED": False, "K_ONCE": 0, "V_ONCE": 0,
+        "SOFTCAP": False, "MASK": "none", "WINDOW": False, "CAUSAL": False, "LENGTHS": False, "PAGE": 0,
+        "ARCH": TARGETS[target].arch if nvidia else 0, "EXACT": True, "TURN": rotation_block(head_dim) ** -0.5 if key.rotated else 1.0,
+    }  # fmt: skip
+    options: dict[str, object] = {"num_warps": 1, "num_stages": launch.stages}
+    if launch.registers and nvidia:
+        options["maxnreg"] = launch.registers
+    return Job(f"attend {format} {head_dim} {variant}".rstrip(), attend_kernel, types, constants | VARIANTS[variant], target, options)
+
+
+def _not_rotated(how: Words) -> Words:
+    return dataclasses.replace(how, rotated=False)
+
+
+def joining(format: str, head_dim: int, target: str) -> Job:
+    value = words(REGISTRY[format].value)
+    assert value
+    types = dict.fromkeys(("part", "maxima", "sums", "signs", "lse"), "*fp32") | {"sinks": "*bf16", "out": "*bf16"}
+    block = rotation_block(head_dim) if value.rotated else 1
+    constants = {
+        "V": value, "DV": head_dim, "C": triton.next_power_of_2(head_dim) if value.rotated else 32, "G": 4,
+        "R": 8 if TARGETS[target].backend == "cuda" else 16, "S": 32, "SINKS": True, "EXACT": True, "TURN": block**-0.5,
+        "STAGES": block.bit_length() - 1,
+    }  # fmt: skip
+    return Job(f"reduce {format} {head_dim}", reduce_kernel, types, constants, target, {"num_warps": 4 if value.rotated else 1})
+
+
+def rotating(head_dim: int, target: str) -> Job:
+    constants = {"D": head_dim, "DP": triton.next_power_of_2(head_dim), "R": 16, "TURN": rotation_block(head_dim) ** -0.5}
+    return Job(f"rotate {head_dim}", rotate_kernel, {"x": "*bf16", "matrix": "*fp16", "out": "*fp32"}, constants, target)
+
+
+def _types_of(codec, dim: int, prefix: str, table: str) -> dict[str, str]:
+    """Of the pointers of one side of the kernels that store and decode."""
+    names = {"float32": "fp32", "float16": "fp16", "uint8": "u8", "int8": "i8", "float8_e4m3fn": "u8", "float8_e5m2": "u8"}
+    spec = triton_decode.describe(codec)
+    held = {buffer.name: names[str(buffer.dtype)[6:]] if buffer.dtype else "bf16" for buffer in codec.buffers(dim)}
+    return {f"{prefix}{to}": f"*{held.get(name, 'bf16')}" for to, name in zip(("codes", "high", "scales"), spec.planes, strict=True)} | {
+        f"{prefix}table": table if spec.rotation else "*bf16"
+    }
+
+
+def storing(format: str, head_dim: int, tokens: int, target: str) -> Job:
+    codecs = REGISTRY[format].codecs()
+    specs = [triton_encode.known(codec, _Like(head_dim)) for codec in codecs]
+    padded = triton_decode.padded(head_dim)
+    across, along, warps = triton_decode.tile(specs, 8, tokens, padded)
+    types, constants = {"kx": "*bf16", "vx": "*bf16"}, {"ACROSS": across, "ALONG": along}
+    for prefix, codec, spec in zip("kv", codecs, specs, strict=True):
+        types |= _types_of(codec, head_dim, prefix, "*bf16")
+        fields = ("KIND", "OPTION", "ROTATION", "SPAN", "D", "P")
+        constants |= {prefix.upper() + f: x for f, x in zip(fields, (*spec[:4], head_dim, padded), strict=True)}
+    name = f"encode {format} {head_dim} {'block' if tokens > 1 else 'token'}"
+    return Job(name, triton_encode._encode_kernel, types, constants, target, {"num_warps": warps})
+
+
+def decoding(format: str, head_dim: int, target: str) -> Iterator[Job]:
+    for codec in dict.fromkeys(REGISTRY[format].codecs()):
+        spec = triton_decode.known(codec, _Like(head_dim))
+        padded = triton_decode.padded(head_dim)
+        across, along, warps = triton_decode.tile([spec._replace(span="each")], 8, 512, padded)
+        fields = ("KIND", "OPTION", "ROTATION", "SPAN", "D", "P", "ACROSS", "ALONG")
+        constants = dict(zip(fields, (*spec[:4], head_dim, padded, across, along), strict=True))
+        types = {"out": "*bf16", **_types_of(codec, head_dim, "", "*bf16")}
+        yield Job(f"decode {spec.kind} {head_dim}", triton_decode._decode_kernel, types, constants, target, {"num_warps": warps})
+
+
+@dataclass(frozen=True)
+class _Like:
+    """As much of a tensor as `known` asks for."""
+
+    head_dim: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (1, 8, 512, self.head_dim)
+
+    def stride(self, dim: int) -> int:
+        return 1
+
+
+def jobs(everything: bool) -> Iterator[Job]:
+    formats = list(REGISTRY) if everything else QUICK
+    for target in TARGETS:
+        few = not everything and target != "sm_90"
+        for format in QUICK[-1:] if few else formats:
+            yield attention(format, 128, target)
+        if not few:
+            sizes = [("int8", 256), ("int4", 96)]
+            if everything:
+                sizes = [(format, d) for format in ("int8", "int4", "turboquant_3bit_nc") for d in (64, 96, 256)]
+            yield from (attention(format, d, target) for format, d in sizes)
+            for variant in list(VARIANTS)[1:] if everything else ["float"]:
+                yield attention("turboquant_4bit_nc", 128, target, variant)
+            yield joining("int8", 128, target)
+            yield joining("int4_vllm", 128, target)
+            yield rotating(96, target)
+        for format in formats:
+            if not everything and (few or format not in ("int4", "turboquant_3bit_nc")):
+                continue
+            if all(triton_decode.supports(codec, 128) for codec in REGISTRY[format].codecs()):
+                yield from (storing(format, 128, tokens, target) for tokens in ((1, 512) if everything else (512,)))
+                yield from decoding(format, 128, target)
+
+
+def compiled(job: Job):
+    """Integers are 32 bits wide, and what the launch would find to be multiples of 16 is said to be."""
+    signature, attributes = {}, {}
+    for i, name in enumerate(job.kernel.arg_names):
+        signature[name] = "constexpr" if name in job.constants else job.types.get(name, "i32")
+        if signature[name].startswith("*") or strides_aligned(name) or name == "split_tokens":
+            attributes[(i,)] = [["tt.divisibility", 16]]
+    source = ASTSource(fn=job.kernel, signature=signature, constexprs=job.constants, attrs=attributes)
+    return triton.compile(source, target=TARGETS[job.target], options=job.options)
+
+
+@dataclass(frozen=True)
+class Look:
+    registers: int
+    stack: int
+    local: int
+    loop: list[str]
+
+    def count(self, *starts: str) -> int:
+        return sum(op.startswith(starts) for op in self.loop)
+
+
+def look(cubin: bytes) -> Look:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        usage, code = (
+            subprocess.run([TOOLS / tool, option, file.name], capture_output=True, text=True, check=True).stdout
+            for tool, option in (("cuobjdump", "-res-usage"), ("nvdisasm", "-c"))
+        )
+    found = re.search(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", usage)
+    assert found, usage
+    return Look(*map(int, found.groups()), max(_loops(code), key=len, default=[]))
+
+
+def _loops(code: str) -> Iterator[list[str]]:
+    """Instructions from a label to a branch back to it, where no other loop lies between."""
+    labels: dict[str, int] = {}
+    ops: list[str] = []
+    last = -1
+    for line in code.splitlines():
+        if label := re.match(r"\s*(\.L_\w+):", line):
+            labels[label[1]] = len(ops)
+        elif instruction := re.search(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]+)(.*?);", line):
+            ops.append(instruction[1])
+            if instruction[1].startswith("BRA") and (to := re.search(r"\((\.L_\w+)\)", instruction[2])) and to[1] in labels:
+                if labels[to[1]] > last:
+                    yield ops[labels[to[1]] :]
+                last = max(last, labels[to[1]])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    size = parser.add_mutually_exclusive_group()
+    size.add_argument("--quick", action="store_true", help="the default")
+    size.add_argument("--all", action="store_true")
+    parser.add_argument("--only", default="", help="kernels whose line would begin like this, e.g. 'sm_90  attend'")
+    args = parser.parse_args()
+    failures = 0
+    for job in jobs(args.all):
+        line = f"{job.target:7s} {job.name:36s}"
+        if args.only and args.only not in line:
+            continue
+        try:
+            kernel = compiled(job)
+        except Exception as error:
+            failures += 1
+            print(line, "does not compile:", (str(error) or repr(error)).strip().splitlines()[-1][:200], flush=True)
+            continue
+        if TARGETS[job.target].backend != "cuda":
+            print(line, f"shared {kernel.metadata.shared:6d}", flush=True)
+            continue
+        seen = look(kernel.asm["cubin"])
+        bad = seen.stack > GREATEST_STACK or (seen.loop and (seen.local > 0 or seen.count("STL") > 0))
+        failures += bool(bad)
+        print(
+            line,
+            f"registers {seen.registers:3d}  stack {seen.stack:3d}  local {seen.local:3d}  shared {kernel.metadata.shared:6d}  "
+            f"loop {len(seen.loop):4d}  I2F {seen.count('I2F'):2d}  STS16 {seen.count('STS.U16'):2d}  STL {seen.count('STL'):2d}",
+            "  FAILED" if bad else "",
+            flush=True,
+        )
+    sys.exit(failures > 0)
+
+
+if __name__ == "__main__":
+    main()
