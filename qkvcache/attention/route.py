@@ -3,7 +3,7 @@
 Constructing a cache calls `install`; importing the library changes nothing. Attention on plain tensors passes through for half a
 microsecond. The wrapper sees query, handles, mask and the model's keywords for every implementation:
 
-    sdpa, flash, flex, qkvcache   up to `MAX_FUSED_QUERIES` queries attend on the codes; more decode this one layer and run the stock kernel
+    sdpa, flash, flex, qkvcache   a few queries attend on the codes; more decode this one layer and run the stock kernel
     eager                         the model's own function, whose two matmuls run on the codes (`handle.py`): it may hold private semantics
 
 Models whose softcap or attention sinks tie them to eager can opt in with `model.set_attn_implementation("qkvcache")`.
@@ -20,14 +20,18 @@ from torch import Tensor
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
-from ..kernels import attend_on_codes
+from ..kernels import attend_on_codes, on_triton
 from .full import full_attention
 from .handle import KVHandle
 from .masks import visible
 
 NAME = "qkvcache"
-MAX_FUSED_QUERIES = 16
-"""Beyond it the layer is decoded once and the stock kernel runs: the fp32 scores of many queries would outgrow a decoded layer."""
+MAX_QUERIES = 16
+"""Beyond it the layer is decoded once and the stock kernel runs: the torch reference holds the fp32 scores of all queries, which would
+outgrow a decoded layer."""
+MAX_FUSED_ROWS = 384
+"""The same for the fused kernel, in queries times query heads of a KV head: it reads the codes once for 16 of them. Measured, decoding and
+the stock kernel win beyond 400 (`eval/bench_kernels.py`, "chunk")."""
 
 _stock_get_interface: Callable | None = None
 
@@ -64,6 +68,13 @@ def installed() -> bool:
     return _stock_get_interface is not None
 
 
+def _few(query: Tensor, key: KVHandle) -> bool:
+    """Whether attention on the codes is faster than decoding them."""
+    if on_triton(query.device):
+        return query.shape[2] * query.shape[1] <= MAX_FUSED_ROWS * key.side.shape[1]
+    return query.shape[2] <= MAX_QUERIES
+
+
 def route(
     stock: Callable, implementation: str, module: torch.nn.Module, query: Tensor, key: Any, value: Any, *args: Any, **kwargs: Any
 ) -> tuple[Tensor, Tensor | None]:
@@ -71,7 +82,7 @@ def route(
     if not isinstance(key, KVHandle) or "eager" in implementation:
         return stock(module, query, key, value, *args, **kwargs)
     queries, tokens = query.shape[2], key.shape[2]
-    if queries > MAX_FUSED_QUERIES or kwargs.get("dropout"):
+    if not _few(query, key) or kwargs.get("dropout"):
         return stock(module, query, key.dense(), value.dense(), *args, **kwargs)
     mask = args[0] if args else kwargs.get("attention_mask")
     if kwargs.get("is_causal") is None:

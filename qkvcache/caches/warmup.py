@@ -18,8 +18,8 @@ from .base import CompressedCache
 def warmup(model: PreTrainedModel, cache: CompressedCache, *, queries: Iterable[int] = (1,), padded: bool = True) -> None:
     """Runs `model` on a few tokens with a cache like `cache`, so that every kernel that a generate with it needs is compiled.
 
-    `cache` itself is left as it is. Triton keeps what it compiled on disk: the second process is fast. Nothing happens where torch operations
-    run instead of Triton.
+    `cache` itself is left as it is. Triton keeps what it compiled on disk: the second process is fast. Nothing happens where torch
+    operations run instead of Triton.
 
     Args:
         queries: how many tokens a step brings: 1, and what assisted decoding checks at once.

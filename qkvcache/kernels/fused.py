@@ -33,8 +33,10 @@ LAUNCHES = {
     ("int8", "int4"): Launch(64, 3, None, 24),
     **{(kind, kind): Launch(64, 3, None) for kind in ("half", "int8", "uint8", "e4m3", "e5m2")},
 }
-"""By the kinds of keys and values, where `Launch()` is not the best of what was measured on an H100 (`eval/bench_kernels.py --tune`)."""
-LEAST_SPLIT, MOST_SPLITS = 128, 64
+"""By the kinds of keys and values, where `Launch()` is not the best measured on an H100 (`eval/bench_kernels.py --tune`)."""
+WIDE = Launch(registers=None)
+"""For head_dim beyond 128, where larger tiles would not fit in registers."""
+LEAST_SPLIT, MOST_SPLITS = 128, 100
 """Tokens under which a split is not worth its partial sums, and splits of a sequence beyond which joining them costs more than they gain."""
 
 calls = 0
@@ -45,7 +47,8 @@ def supports(payload: Payload, query: Tensor) -> bool:
     """Whether the fused kernel can read this payload."""
     if payload.body is not None and not (words(payload.body.key) and words(payload.body.value)):
         return False
-    return query.dtype == payload.key.dtype and payload.key.shape[3] % 16 == 0 and payload.value.shape[3] % 16 == 0
+    widths = (payload.key.shape[3], payload.value.shape[3])
+    return query.dtype == payload.key.dtype and all(dim % 16 == 0 and dim <= 256 for dim in widths)
 
 
 @functools.lru_cache(maxsize=32)
@@ -131,8 +134,13 @@ def fused_attend(
             holds the slots of all.
         launch: for measuring; chosen by format otherwise.
 
-    Raises ValueError for a page that is no multiple of the tile.
+    Raises ValueError for a page that is no multiple of the tile, and for causal queries that are not all among the exact recent tokens.
     """
+    if causal and query.shape[2] > payload.exact[2].shape[2]:
+        raise ValueError(
+            f"causal with {query.shape[2]} queries: their own tokens must be among the exact recent ones, of which there are "
+            f"{payload.exact[2].shape[2]}"
+        )
     if pages is not None and page % 64:
         raise ValueError(f"page={page}: must be a multiple of 64 slots")
     global calls
@@ -153,7 +161,7 @@ def fused_attend(
     n_body = 0 if body is None else body.tokens
     key = words(body.key) if body else Words("half", 1, "none")
     value = words(body.value) if body else Words("half", 1, "none")
-    launch = launch or LAUNCHES.get((key.kind, value.kind), Launch())
+    launch = launch or (LAUNCHES.get((key.kind, value.kind), Launch()) if max(dim, value_dim) <= 128 else WIDE)
     t = launch.tile
     body_splits, each = split(n_body, batch * heads * blocks, t, processors * launch.warps)
     total_splits = body_splits + exact
@@ -179,9 +187,8 @@ def fused_attend(
     sums = torch.empty_like(maxima)
     mask_kind, mask_strides = "none", (0, 0, 0, 0)
     if mask is not None:
-        mask = mask.expand(
-            *[-1 if size > 1 else target for size, target in zip(mask.shape[:-1], (batch, query_heads, queries), strict=True)], -1
-        )
+        mask = mask[(None,) * (4 - mask.dim())]
+        mask = mask.expand(batch, query_heads, queries, payload.key.shape[2] if mask.shape[3] == 1 else -1)
         mask_kind, mask_strides = ("bool" if mask.dtype == torch.bool else "float"), mask.stride()
         mask = mask.view(torch.uint8) if mask.dtype == torch.bool else mask
 

@@ -376,7 +376,7 @@ def attend_kernel(
         if K.kind == "half":
             q_scale = tl.full([R], 1.0, tl.float32) * scaling * log2e
         else:
-            normal = tl.where(amax > 0, 1.0 / amax, 0.0)
+            normal = 1.0 / tl.where(amax < 1e-30, 1e-30, amax)
             q_scale = amax * (scaling * K.unit * TURN) * log2e
             tiles = ()
             for i in tl.static_range(KN * KP):

@@ -37,7 +37,7 @@ def reduce_kernel(
         place = channel % V.per * VW + channel // V.per
     else:
         channel = place % VW * V.per + place // VW
-    inside = place < DV
+    inside = channel < DV
     top = tl.load(maxima + base * R + row % R)
     total = tl.zeros([], tl.float32)
     body = tl.zeros([C], tl.float32)

@@ -17,7 +17,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterf
 
 from qkvcache import CompressedCache
 from qkvcache.attention import KVHandle, install, installed, uninstall
-from qkvcache.attention.route import MAX_FUSED_QUERIES, NAME, route
+from qkvcache.attention.route import MAX_QUERIES, NAME, route
 from qkvcache.formats import REGISTRY
 from qkvcache.layers.compressed import CompressedLayer
 
@@ -165,7 +165,7 @@ def test_eager_gets_the_handles(implementation):
     assert calls[0][0][2:4] == (key, value)
 
 
-@pytest.mark.parametrize(("queries", "options"), [(MAX_FUSED_QUERIES + 1, {}), (1, {"dropout": 0.1})])
+@pytest.mark.parametrize(("queries", "options"), [(MAX_QUERIES + 1, {}), (1, {"dropout": 0.1})])
 def test_what_is_not_fused_gets_one_dense_layer(queries, options):
     stock, calls = recorder()
     key, value = handles(queries)
@@ -181,7 +181,7 @@ def naive(query, key, value, visible, scaling, softcap, sinks):
     return (weights / (weights.sum(-1, keepdim=True) + sinks.double().exp().view(1, -1, 1, 1)) @ value).transpose(1, 2)
 
 
-@pytest.mark.parametrize("queries", [1, 3, MAX_FUSED_QUERIES])
+@pytest.mark.parametrize("queries", [1, 3, MAX_QUERIES])
 @pytest.mark.parametrize("implementation", ["flash_attention_2", "flex_attention", "qkvcache", "kernels-community/flash-attn3"])
 def test_the_rest_is_fused_with_all_its_options(implementation, queries):
     stock, calls = recorder()
@@ -197,7 +197,7 @@ def test_the_rest_is_fused_with_all_its_options(implementation, queries):
     assert_close(out.double(), naive(query, key, value, visible, *options.values()), 1e-5)
 
 
-@pytest.mark.parametrize("queries", [1, 3, MAX_FUSED_QUERIES])
+@pytest.mark.parametrize("queries", [1, 3, MAX_QUERIES])
 def test_sdpa_drops_what_it_drops_at_prefill(queries):
     key, value = handles(queries)
     query, options = torch.randn(2, 4, queries, 32), {"softcap": 3.0, "s_aux": torch.ones(4)}
