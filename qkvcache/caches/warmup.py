@@ -9,8 +9,8 @@ import torch
 from transformers import PreTrainedModel
 
 from ..kernels import on_triton
-from ..layers.compressed import GROUP
-from ..layers.slots import PAGE
+from ..layers.compressed import GROUP, CompressedLayer
+from ..layers.slots import PAGE, append_both
 from .base import CompressedCache
 
 
@@ -43,3 +43,7 @@ def warmup(model: PreTrainedModel, cache: CompressedCache, *, queries: Iterable[
         for step in (*steps, GROUP):  # the last one moves tokens on, which encodes a few at a time
             mask = torch.cat([mask, mask.new_ones(rows, step)], dim=1)
             model(input_ids=ids[:, :step], attention_mask=mask, past_key_values=fresh)
+        for layer in fresh.layers:  # where a slab ends, one token may be encoded by itself
+            if isinstance(layer, CompressedLayer) and layer.zones and layer.exact_recent:
+                key, value = layer.zones
+                append_both((key.body, value.body), (key.recent[:, :, :1], value.recent[:, :, :1]), key.block)

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from types import ModuleType
 
 BACKENDS = ("torch", "triton")
+_HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
 def on_triton(device: torch.device) -> bool:
@@ -35,12 +36,7 @@ def on_triton(device: torch.device) -> bool:
         if forced not in BACKENDS:
             raise ValueError(f"QKVCACHE_KERNELS={forced!r}: expected 'torch' or 'triton'")
         return forced == "triton"
-    return device.type == "cuda" and _has_triton()
-
-
-@functools.cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
+    return device.type == "cuda" and _HAS_TRITON
 
 
 @functools.cache

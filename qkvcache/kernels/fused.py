@@ -37,7 +37,7 @@ LAUNCHES = {
 WIDE = Launch(registers=None)
 """For head_dim beyond 128, where larger tiles would not fit in registers."""
 LEAST_SPLIT, MOST_SPLITS = 128, 100
-"""Tokens under which a split is not worth its partial sums, and splits of a sequence beyond which joining them costs more than they gain."""
+"""Tokens under which a split is not worth its partial sums, and splits of a sequence beyond which joining them costs too much."""
 
 calls = 0
 """How often the fused kernel ran."""
@@ -103,11 +103,11 @@ def split(tokens: int, groups: int, tile: int, warps: int) -> tuple[int, int]:
 @functools.lru_cache(maxsize=32)
 @torch.inference_mode(False)
 def _shifts(codec: Words, dim: int, device: torch.device) -> Tensor:
-    """By how much words of high bits are shifted for each word of low bits `[32, words]`: the first half and the second share them.
+    """Whether words of high bits are shifted (-1) for each word of low bits `[32, words]`: the first half and the second share them.
 
     The kernel loads what it could compute, a row for each token of a tile: only loads in the loop may stay in the layout of an operand."""
     width = max(triton.next_power_of_2(dim // codec.per), 16)
-    return ((torch.arange(width, device=device) >= dim // 16) * 2).to(torch.int16).repeat(32, 1)
+    return ((torch.arange(width, device=device) >= dim // 16) * -1).to(torch.int16).repeat(32, 1)
 
 
 def fused_attend(
@@ -195,7 +195,7 @@ def fused_attend(
     planes = body.planes() if body else [empty] * 6
     k_codes, k_high, k_scales, v_codes, v_high, v_scales = planes
     attend_kernel[(total_splits, blocks, batch * heads)](
-        query, body_query, turning, signs, body.table if body else empty, k_codes, k_high, _shifts(key, dim, device), k_scales,
+        query, body_query, turning, signs, body.table if body else empty.long(), k_codes, k_high, _shifts(key, dim, device), k_scales,
         v_codes, v_high, _shifts(value, value_dim, device), v_scales,
         first_k, first_v, recent_k, recent_v, mask if mask is not None else empty,
         lengths if lengths is not None else empty, pages if pages is not None else empty, part, maxima, sums,

@@ -96,7 +96,8 @@ def tile(specs: Sequence[Spec], heads: int, tokens: int, width: int, itemsize: i
     # Twice as many rows share the matrix of a product; 64 is what Hopper's takes. fp32, in three parts, needs the registers.
     rows = 16 if rotated and itemsize == 4 else min(max((8192 if rotated else 4096) // width, 16), 64)
     least = 16 if rotated else 1
-    many, long = triton.next_power_of_2(heads), triton.next_power_of_2(tokens)
+    # One token or many: every other size would be compiled anew, in the middle of a generate.
+    many, long = triton.next_power_of_2(heads), 1 if tokens == 1 else 64
     shared = any(spec.span == "shared" for spec in specs)
     across = many if shared else max(min(many, 16 // long), 1)
     along = max(min(rows // across, long), least // across, 1)

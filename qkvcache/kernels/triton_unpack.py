@@ -102,7 +102,7 @@ cvt.rn.f16x2.e4m3x2 $0, a;
 cvt.rn.f16x2.e4m3x2 $1, b;
 }""")
 
-# e4m3 in the bits of fp16 is 2^-8 of its value.
+# e4m3 in the bits of fp16 is 2^-8 of its value. Its nan reads 480; where nan is stored, the scale is nan too, unless it was kept once.
 _ASM_E4M3_BEFORE_89 = tl.constexpr("""{
 .reg .b32 a, b, c, m;
 shl.b32 a, $2, 8;
@@ -160,10 +160,10 @@ _ASM_LUT4 = tl.constexpr(
     f"{_READ4} {_SPREAD.format('$0', '$1')} shr.u32 p, p, 16; shr.u32 n, n, 16; {_READ4} {_SPREAD.format('$2', '$3')} }}"
 )
 
-# The low bits ($8) of even channels and their high bits ($9, to be shifted by $10) to nibbles (e), those of odd ones (o).
+# The low bits ($8) of even channels and their high bits ($9, to be shifted where $10 says so) to nibbles (e), those of odd ones (o).
 _NIBBLES3 = """
-and.b32 h, $10, 2;
-shl.b32 h, $9, h;
+shl.b32 h, $9, 2;
+lop3.b32 h, h, $10, $9, 0xe2;
 shr.u32 o, $8, 2;
 lop3.b32 e, h, 0x44444444, $8, 0xe2;
 shr.u32 h, h, 1;
@@ -234,7 +234,7 @@ def _entry(low: tl.constexpr, high: tl.constexpr, index):
 
 @triton.jit
 def unpack(KIND: tl.constexpr, w, h, shift, ARCH: tl.constexpr):
-    """Words `w`, and for 3 bits the words `h` of high bits and by how much to shift those, to a tuple of planes.
+    """Words `w`, and for 3 bits the words `h` of high bits and whether (-1) or not (0) to shift those by two, to a tuple of planes.
 
     half    the numbers        e4m3, e5m2, int8, uint8   their values       e2m1   2^-14 of the value
     int4    16 + n             int3   8 + n              lut4, lut3   1024 + level in steps, moved to be positive
@@ -298,7 +298,8 @@ def _plain(KIND: tl.constexpr, w, h, shift):
             n = x >> (4 * i) & 15
             p = p + (_bits(tl.where(n < 8, _entry(_LUT4_0, _LUT4_1, n & 7), _entry(_LUT4_2, _LUT4_3, n & 7)) | 0x6400),)
     else:
-        high = (h.to(tl.int32) & 0xFFFF) << shift.to(tl.int32)
+        high = h.to(tl.int32) & 0xFFFF
+        high = tl.where(shift != 0, high << 2, high)
         for i in tl.static_range(8):
             n = (x >> (2 * i) & 3) | (high >> (4 * (i // 2) + i % 2) & 4)
             if KIND == "int3":

@@ -231,6 +231,7 @@ class CompressedLayer(CacheLayerMixin):
             self._map(lambda x: x.to(self.device, non_blocking=True))
 
     def _map(self, fn: Callable[[Tensor], Tensor]) -> None:
+        self._table = None  # it says where tensors were
         for zone in self.zones or ():
             zone.map(fn)
 

@@ -71,6 +71,8 @@ def test_bytes(codec, table, arch):
     """Both of a word, each among all others."""
     numbers = levels(codec, planes(words(codec).kind, 2, ALL_WORDS, arch))
     table = torch.tensor([float(x) for x in table], device=DEVICE)
+    if 0 < arch < 89 and words(codec).kind == "e4m3":  # has no conversion, and no nan
+        table[127], table[255] = 480, -480
     wanted = torch.stack([table[ALL_WORDS & 255], table[ALL_WORDS >> 8]])
     torch.testing.assert_close(numbers, wanted, rtol=0, atol=0, equal_nan=True)
 
@@ -111,7 +113,7 @@ def test_three_bits(codec, arch):
             codes[:, :, place, half + (place + 1) % 8] = (pairs >> 3).to(torch.uint8)
     codes = codes.view(-1, 16)
     low, high = (x.contiguous().view(torch.int16) for x in pack3(codes))  # two words of low bits share one of high bits
-    shifts = torch.tensor([0, 2], device=DEVICE).expand(low.shape)
+    shifts = torch.tensor([0, -1], device=DEVICE).expand(low.shape)
     kind = words(codec).kind
     numbers = levels(codec, planes(kind, 8, low.flatten(), arch, high.expand(low.shape).flatten(), shifts.flatten()))
     table = torch.tensor([float(x) for x in (range(8) if kind == "int3" else grid_levels(3))], device=DEVICE)
@@ -126,7 +128,7 @@ def test_all_bits_of_three_bit_words(kind, shift, arch):
     """Every word of low bits under random high bits, and the other way round: what does not belong to a channel does not reach it."""
     other = torch.randint(2**16, ALL_WORDS.shape, device=DEVICE)
     for low, high in ((ALL_WORDS, other), (other, ALL_WORDS)):
-        numbers = planes(kind, 8, low, arch, high, torch.full_like(low, shift))
+        numbers = planes(kind, 8, low, arch, high, torch.full_like(low, -shift // 2))
         for i in range(8):
             bit = 4 * (i // 2) + i % 2 + 2 - shift
             code = low >> 2 * i & 3 | (high >> bit & 1) << 2
