@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-oldest lint format bench clean
+.PHONY: demo test test-oldest lint kernels format bench clean
 
 demo: $(VENV)/installed
 	$(BIN)/qkvcache demo
@@ -19,6 +19,10 @@ lint: $(VENV)/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# Compiles the kernels for GPUs that are not here, and looks for spills.
+kernels: $(VENV)/installed
+	$(BIN)/python eval/compile_kernels.py --quick
 
 format: $(VENV)/installed
 	$(BIN)/ruff check --fix .

@@ -1,8 +1,8 @@
 """What only a GPU shows: bf16 kernels, offloading with its streams, and the allocator's own count of bytes."""
 
 import copy
-import gc
 import functools
+import gc
 
 import pytest
 import torch

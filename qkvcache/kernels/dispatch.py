@@ -62,7 +62,7 @@ def attend_on_codes(
     sinks: Tensor | None = None,
 ) -> Tensor:
     """`attend`, by the fused kernel where there is one."""
-    if payload.exact is not None and on_triton(query.device):
+    if payload.exact and on_triton(query.device):
         if _fused().supports(payload, query):
             from .ops import attend_op
 

@@ -10,6 +10,7 @@ import torch
 import triton
 from torch import Tensor
 
+from ..formats.base import Codec
 from ..formats.rotation import Hadamard, random_signs, rotation_block, sylvester_matrix
 from .segments import Payload
 from .triton_attend import attend_kernel
@@ -49,6 +50,10 @@ def supports(payload: Payload, query: Tensor) -> bool:
         return False
     widths = (payload.key.shape[3], payload.value.shape[3])
     return query.dtype == payload.key.dtype and all(dim % 16 == 0 and dim <= 256 for dim in widths)
+
+
+def _rotation(codec: Codec) -> Hadamard:
+    return codec.rotation or Hadamard()
 
 
 @functools.lru_cache(maxsize=32)
@@ -159,8 +164,8 @@ def fused_attend(
     first_k, first_v, recent_k, recent_v = payload.exact
     exact = bool(first_k.shape[2] + recent_k.shape[2])
     n_body = 0 if body is None else body.tokens
-    key = words(body.key) if body else Words("half", 1, "none")
-    value = words(body.value) if body else Words("half", 1, "none")
+    plain = Words("half", 1, "none")
+    key, value = (words(body.key) or plain, words(body.value) or plain) if body else (plain, plain)
     launch = launch or (LAUNCHES.get((key.kind, value.kind), Launch()) if max(dim, value_dim) <= 128 else WIDE)
     t = launch.tile
     body_splits, each = split(n_body, batch * heads * blocks, t, processors * launch.warps)
@@ -169,27 +174,27 @@ def fused_attend(
     empty = query.new_empty(0)
     body_query, turning, signs, factor = query, empty, empty, 1.0
     v_signs, v_block = empty, 1
-    if n_body and key.rotated:
+    if body and key.rotated:
         if key.group and dim & (dim - 1):  # words of whole planes cut across the blocks of the rotation
-            whole, scale = turning_matrix(body.key.rotation, dim, device)
+            whole, scale = turning_matrix(_rotation(body.key), dim, device)
             query = query.contiguous()
             body_query = torch.empty_like(query, dtype=torch.float32)
             count = batch * query_heads * queries
             rotate_kernel[(-(-count // 16),)](query, whole, body_query, count, D=dim, DP=triton.next_power_of_2(dim), R=16, TURN=scale)
             key = dataclasses.replace(key, rotated=False)
         else:
-            turning, signs, factor = _turning_words(body.key.rotation, key, dim, device)
-    if n_body and value.rotated:
-        v_signs, v_block = _signs(body.value.rotation, value_dim, device), rotation_block(value_dim)
+            turning, signs, factor = _turning_words(_rotation(body.key), key, dim, device)
+    if body and value.rotated:
+        v_signs, v_block = _signs(_rotation(body.value), value_dim, device), rotation_block(value_dim)
 
     part = torch.empty(batch * heads * blocks * total_splits * r * value_dim, dtype=torch.float32, device=device)
     maxima = torch.empty(batch * heads * blocks * total_splits * r, dtype=torch.float32, device=device)
     sums = torch.empty_like(maxima)
-    mask_kind, mask_strides = "none", (0, 0, 0, 0)
+    mask_kind, mask_strides = "none", [0] * 4
     if mask is not None:
         mask = mask[(None,) * (4 - mask.dim())]
         mask = mask.expand(batch, query_heads, queries, payload.key.shape[2] if mask.shape[3] == 1 else -1)
-        mask_kind, mask_strides = ("bool" if mask.dtype == torch.bool else "float"), mask.stride()
+        mask_kind, mask_strides = ("bool" if mask.dtype == torch.bool else "float"), list(mask.stride())
         mask = mask.view(torch.uint8) if mask.dtype == torch.bool else mask
 
     planes = body.planes() if body else [empty] * 6

@@ -58,8 +58,8 @@ def _attend(
         slabs = tuple(tuple({name: next(left) for name in side} for side in names) for _ in range(table.shape[0]))
         body = Body(key, value, slabs, tokens, table)  # type: ignore[arg-type]
     total = first_k.shape[2] + tokens + recent_k.shape[2]
-    sides = (Side((), (*x.shape[:2], total, x.shape[3]), x.dtype, x.device) for x in (recent_k, recent_v))
-    payload = Payload(*sides, body, (first_k, first_v, recent_k, recent_v))
+    key_side, value_side = (Side((), (*x.shape[:2], total, x.shape[3]), x.dtype, x.device) for x in (recent_k, recent_v))
+    payload = Payload(key_side, value_side, body, (first_k, first_v, recent_k, recent_v))
     return fused.fused_attend(query, payload, mask, scaling=scaling, causal=causal, softcap=softcap, sinks=sinks)
 
 

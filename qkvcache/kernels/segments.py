@@ -95,12 +95,16 @@ class Body:
     @property
     def shared(self) -> tuple[bool, bool]:
         """Whether all heads have one scale: of keys, of values."""
-        return tuple(_scales(codes) is not None and _scales(codes).shape[1] == 1 != _codes(codes).shape[1] for codes in self.slabs[0])
+        return self._one(1)
 
     @property
     def once(self) -> tuple[bool, bool]:
         """Whether all tokens have one scale."""
-        return tuple(_scales(codes) is not None and _scales(codes).shape[2] == 1 != _codes(codes).shape[2] for codes in self.slabs[0])
+        return self._one(2)
+
+    def _one(self, dim: int) -> tuple[bool, bool]:
+        key, value = ([plane.shape[dim] for plane in _planes(codes) if plane.numel()] for codes in self.slabs[0])
+        return min(key) == 1 < max(key), min(value) == 1 < max(value)
 
     def planes(self) -> list[Tensor]:
         """Of the first slab, keys before values: codes or low bits, high bits, scales; what is missing is an empty tensor."""
@@ -119,7 +123,8 @@ def _planes(codes: Codes) -> tuple[Tensor, Tensor, Tensor]:
     """Codes of less than 16 bits are read as words of 16."""
     main, high, scales = _codes(codes), codes.get("high"), _scales(codes)
     none = main.new_empty(0)
-    main, high = (x if x is None or x.itemsize > 1 else x.view(torch.int16) for x in (main, high))
+    main = main if main.itemsize > 1 else main.view(torch.int16)
+    high = high if high is None else high.view(torch.int16)
     return main, none if high is None else high, none if scales is None else scales
 
 
@@ -147,7 +152,7 @@ class Payload:
     key: Side
     value: Side
     body: Body | None = None
-    exact: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
+    exact: tuple[Tensor, ...] = ()
 
 
 def scores(q: Tensor, side: Side) -> Tensor:

@@ -29,6 +29,7 @@ def reduce_kernel(
     base = (bh * blocks + row // R).to(tl.int64) * splits
     at = tl.arange(0, S)
     place = tl.program_id(2) * C + tl.arange(0, C)  # in the order of partial sums: plane after plane
+    inside = place < DV
     VW: tl.constexpr = DV // V.per
     if V.group > 0:
         channel = place
@@ -37,7 +38,6 @@ def reduce_kernel(
         place = channel % V.per * VW + channel // V.per
     else:
         channel = place % VW * V.per + place // VW
-    inside = channel < DV
     top = tl.load(maxima + base * R + row % R)
     total = tl.zeros([], tl.float32)
     body = tl.zeros([C], tl.float32)

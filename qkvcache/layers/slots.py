@@ -126,8 +126,8 @@ def append_both(slots: tuple[Slots, Slots], x: tuple[Tensor, Tensor], block: int
         if not side.length:
             side.once = side.codec.fit(new[:, :, :block])
     tokens = x[0].shape[2]
-    for (k_slab, at, new), (v_slab, _, _) in zip(key.free(tokens), value.free(tokens), strict=True):
-        parts = (x[0][:, :, new], x[1][:, :, new])
+    for (k_slab, at, part), (v_slab, _, _) in zip(key.free(tokens), value.free(tokens), strict=True):
+        parts = (x[0][:, :, part], x[1][:, :, part])
         with torch.inference_mode():
             encode_into((key.codec, value.codec), parts, (k_slab, v_slab), (key.once, value.once), at)
     for side in slots:

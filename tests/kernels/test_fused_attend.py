@@ -53,7 +53,7 @@ def mostly_slow(values, *quick) -> list:
     return [value if value in quick else pytest.param(value, marks=pytest.mark.slow) for value in values]
 
 
-HEAD_DIMS = (32, 64, 80, 96, 112, 128, 256, 512)
+HEAD_DIMS = (32, 64, 80, 96, 112, 128, 256)
 
 
 def tolerance(format: str, dtype: torch.dtype) -> float:
