@@ -229,7 +229,7 @@ def measure(names: list[str], quick: bool, add: Callable[..., None]) -> None:
         for queries in (4, 16):
             us = attend_us(bf16(8, 32, queries, 128), sets, causal=True)
             attended("queries", name, f"{queries} queries", us, shape, queries)
-        sets, format, out = payloads(name, 1, 8, 32768, 128), REGISTRY[name], [bf16(1, 8, 32768, 128) for _ in range(2)]
+        sets, format, out = payloads(name, 1, 8, 32768, 128, (4, 160)), REGISTRY[name], [bf16(1, 8, 32768, 128) for _ in range(2)]
         for queries in (16, 32, 64, 128):
             query = bf16(1, 32, queries, 128)
 
@@ -290,19 +290,19 @@ def plot(path: Path) -> None:
     from matplotlib import pyplot
 
     devices = attended_rows(path)
-    figure, grid = pyplot.subplots(len(devices), 2, figsize=(12, 5.5 * len(devices)), squeeze=False)
-    for line, (device, rows) in zip(grid, devices.items(), strict=True):
-        for axes, (batch, tokens) in zip(line, CASES[:2], strict=True):
-            found = [row for (_, case), row in rows.items() if case == f"{batch}x{tokens}"]
-            top = max([row["floor"] for row in found], default=1) * 1.1
-            axes.plot([0, top], [0, top], color="gray", linewidth=1, label="ratio = floor ratio")
-            axes.scatter([row["floor"] for row in found], [row["ratio"] for row in found])
-            for at, row in enumerate(sorted(found, key=lambda row: (row["floor"], row["ratio"]))):
-                shift = (6, -9) if at % 2 else (-6, 4)
-                side = "left" if at % 2 else "right"
-                axes.annotate(row["format"], (row["floor"], row["ratio"]), shift, textcoords="offset points", ha=side, fontsize=8)
-            axes.set(title=f"{device}, {batch}x{tokens:,}", xlabel="floor ratio: bf16 bytes / bytes of codes", ylabel="ratio to bf16 SDPA")
-            axes.legend(loc="upper left")
+    figure, grid = pyplot.subplots(len(devices), 1, figsize=(9, 4.5 * len(devices)), squeeze=False)
+    for (axes,), (device, rows) in zip(grid, devices.items(), strict=True):
+        formats = list(dict.fromkeys(format for format, _ in rows))
+        for shift, (batch, tokens) in zip((-0.2, 0.2), CASES[:2], strict=True):
+            found = [rows[format, f"{batch}x{tokens}"] for format in formats]
+            where, ratios = [i + shift for i in range(len(formats))], [row["ratio"] for row in found]
+            axes.barh(where, ratios, 0.36, label=f"{batch} sequences of {tokens:,} tokens")
+        floors = [rows[format, "{}x{}".format(*CASES[0])]["floor"] for format in formats]
+        axes.scatter(floors, range(len(formats)), marker="|", s=450, color="black", label="floor: as many times fewer bytes", zorder=3)
+        axes.axvline(1, color="gray", linewidth=1, linestyle="--")
+        axes.set(title=f"Decode attention, times as fast as bf16 ({device})", yticks=range(len(formats)), yticklabels=formats)
+        axes.invert_yaxis()
+        axes.legend(loc="upper right")
     figure.tight_layout()
     figure.savefig(path.with_suffix(".png"), dpi=130)
     print(path.with_suffix(".png"))

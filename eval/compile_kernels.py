@@ -30,7 +30,7 @@ from triton.compiler import ASTSource  # noqa: E402
 from qkvcache.formats import REGISTRY  # noqa: E402
 from qkvcache.formats.rotation import rotation_block  # noqa: E402
 from qkvcache.kernels import triton_decode, triton_encode  # noqa: E402
-from qkvcache.kernels.fused import LAUNCHES, Launch  # noqa: E402
+from qkvcache.kernels.fused import launched  # noqa: E402
 from qkvcache.kernels.triton_attend import attend_kernel  # noqa: E402
 from qkvcache.kernels.triton_join import reduce_kernel, rotate_kernel  # noqa: E402
 from qkvcache.kernels.triton_unpack import Words, words  # noqa: E402
@@ -70,7 +70,7 @@ def attention(format: str, head_dim: int, target: str, variant: str = "", dtype:
     key, value = (words(codec) for codec in REGISTRY[format].codecs())
     assert key and value, format
     nvidia = TARGETS[target].backend == "cuda"
-    launch = LAUNCHES.get((key.kind, value.kind), Launch())
+    launch = launched(key, value, head_dim)
     scales = {"none": dtype, "fp32": "fp32", "fp16": "fp16", "pair": "fp16", "hidden": "fp32", "group": "fp16", "block": "u8"}
     types = dict.fromkeys(("query", "body_query", "first_k", "first_v", "recent_k", "recent_v"), f"*{dtype}")
     if key.rotated and key.group and head_dim & (head_dim - 1):

@@ -40,6 +40,11 @@ WIDE = Launch(registers=None)
 LEAST_SPLIT, MOST_SPLITS = 128, 100
 """Tokens under which a split is not worth its partial sums, and splits of a sequence beyond which joining them costs too much."""
 
+
+def launched(key: Words, value: Words, head_dim: int) -> Launch:
+    return LAUNCHES.get((key.kind, value.kind), Launch()) if head_dim <= 128 else WIDE
+
+
 calls = 0
 """How often the fused kernel ran."""
 
@@ -166,7 +171,7 @@ def fused_attend(
     n_body = 0 if body is None else body.tokens
     plain = Words("half", 1, "none")
     key, value = (words(body.key) or plain, words(body.value) or plain) if body else (plain, plain)
-    launch = launch or (LAUNCHES.get((key.kind, value.kind), Launch()) if max(dim, value_dim) <= 128 else WIDE)
+    launch = launch or launched(key, value, max(dim, value_dim))
     t = launch.tile
     body_splits, each = split(n_body, batch * heads * blocks, t, processors * launch.warps)
     total_splits = body_splits + exact
