@@ -30,7 +30,9 @@ from torch import Tensor
 
 from qkvcache.formats import REGISTRY, Codec, Codes
 from qkvcache.formats.fp8 import ScaledFloat8
-from qkvcache.kernels.attend import attend
+from qkvcache.kernels.attend import attend_observed
+from qkvcache.kernels.dispatch import column_mass
+from qkvcache.kernels.prefill import prefill_with_lse
 from qkvcache.kernels.segments import Body, Exact, Packed, Payload, Side, slab_table
 from qkvcache.layers.slots import Slots
 
@@ -120,8 +122,8 @@ def attend_us(query: Tensor, sets: list[Payload], mask: Tensor | None = None, **
 
 
 @functools.cache
-def sdpa_us(batch: int, query_heads: int, heads: int, tokens: int, dim: int, queries: int = 1) -> tuple[float, str]:
-    """The faster backend. Without a mask, which for the last `queries` of many tokens spares nearly nothing."""
+def sdpa_us(batch: int, query_heads: int, heads: int, tokens: int, dim: int, queries: int = 1, causal: bool = False) -> tuple[float, str]:
+    """The faster backend. Without a mask, which for the last `queries` of many tokens spares nearly nothing; with one for a prefill."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     query = bf16(batch, query_heads, queries, dim)
@@ -131,7 +133,8 @@ def sdpa_us(batch: int, query_heads: int, heads: int, tokens: int, dim: int, que
     for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION):
         try:
             with sdpa_kernel(backend):
-                calls = [functools.partial(F.scaled_dot_product_attention, query, k, v, enable_gqa=heads < query_heads) for k, v in sets]
+                options = {"enable_gqa": heads < query_heads, "is_causal": causal}
+                calls = [functools.partial(F.scaled_dot_product_attention, query, k, v, **options) for k, v in sets]
                 times.append((gpu_us(calls), backend.name))
         except RuntimeError as error:
             print(f"sdpa {backend.name} at {batch}x{tokens}: {str(error)[:100]}", file=sys.stderr)
@@ -171,8 +174,12 @@ def wrong() -> set[str]:
             key, value, query = (torch.randn(2, h, n, dim, device="cuda", dtype=dtype) for h, n in ((2, 700), (2, 700), (8, queries)))
             try:
                 payload = real_payload(name, key, value, 4, 33)
-                expected = attend(query.float(), payload, causal=True)
-                error = ((fused.fused_attend(query, payload, causal=True)[0].float() - expected).norm() / expected.norm()).item()
+                observed = torch.ones(2, queries, device="cuda")
+                observed = torch.ones(2, queries, device="cuda")
+                expected, expected_mass = attend_observed(query.float(), payload, causal=True, observed=observed)
+                out, _, mass = fused.fused_attend(query, payload, causal=True, observed=observed)
+                pairs = [(fused.fused_attend(query, payload, causal=True)[0], expected), (out, expected), (mass, expected_mass)]
+                error = max(((x.float() - y).norm() / y.norm()).item() for x, y in pairs)
             except Exception as failure:  # whatever it is, the format is not timed
                 error = float("nan")
                 print(f"{name}: {type(failure).__name__}: {str(failure)[:200]}", file=sys.stderr)
@@ -226,6 +233,9 @@ def measure(names: list[str], quick: bool, add: Callable[..., None]) -> None:
             attended("zones", name, f"zones {'on' if on else 'off'}", attend_us(query, sets), shape, on=on)
         for on in (False, True):
             attended("mask", name, f"mask {'on' if on else 'off'}", attend_us(query, sets, mask if on else None), shape, on=on)
+        for on in (False, True):
+            observed = torch.ones(8, 1, device="cuda") if on else None
+            attended("mass", name, f"mass {'on' if on else 'off'}", attend_us(query, sets, observed=observed), shape, on=on)
         for queries in (4, 16):
             us = attend_us(bf16(8, 32, queries, 128), sets, causal=True)
             attended("queries", name, f"{queries} queries", us, shape, queries)
@@ -242,6 +252,8 @@ def measure(names: list[str], quick: bool, add: Callable[..., None]) -> None:
             more = {"dense_us": round(other, 1), "of_dense": round(other / us, 3)}
             attended("chunk", name, f"1x32768, {queries} queries; dense {other:.0f} us", us, (1, 32, 8, 32768, 128), queries, **more)
         del sets, out
+    if not quick:
+        measure_columns(add)
     for name in names:
         format = REGISTRY[name]
         for batch, tokens in ((1, 1), (8, 1), (32, 1), (1, 8192)):
@@ -256,6 +268,36 @@ def measure(names: list[str], quick: bool, add: Callable[..., None]) -> None:
         out = bf16(1, 8, 8192, 128)
         calls = [lambda p=p, f=format, out=out: (decode(f.key, p[0], out), decode(f.value, p[1], out)) for p in sets]
         add("decode", name, "1x8192", gpu_us(calls), size)
+
+
+def measure_columns(add: Callable[..., None]) -> None:
+    """Attention mass of a prompt beside its attention."""
+    shape = (1, 32, 8, 32768, 128)
+    batch, query_heads, heads, tokens, dim = shape
+    query, key, observed = bf16(batch, query_heads, tokens, dim), bf16(batch, heads, tokens, dim), torch.ones(batch, tokens, device="cuda")
+    lse = torch.full((batch, query_heads, tokens), 10.0, device="cuda")
+    base, backend = sdpa_us(*shape, queries=tokens, causal=True)
+    cases = [("given lse", tokens, lse), ("without lse", tokens, None), ("last 32 queries", 32, None)]
+    for case, queries, level in cases:
+        call = functools.partial(column_mass, query[:, :, -queries:], key, observed[:, -queries:], scaling=dim**-0.5, lse=level)
+        us = gpu_us([call], 5)
+        size = 2 * dim * (query_heads * queries + heads * tokens)
+        more = {"ratio": round(base / us, 3)} if queries == tokens else {}
+        add("column_mass", "bf16", f"{batch}x{tokens}, {case}", us, size, **more, sdpa_us=round(base, 1), sdpa=backend)
+    found = prefill_with_lse(query, key, key, dim**-0.5)
+    if found is not None:
+        us = gpu_us([lambda: prefill_with_lse(query, key, key, dim**-0.5)], 5)
+        size = 2 * dim * tokens * 2 * (query_heads + heads)
+        add(
+            "column_mass",
+            "bf16",
+            f"{batch}x{tokens}, prefill_with_lse",
+            us,
+            size,
+            ratio=round(base / us, 3),
+            sdpa_us=round(base, 1),
+            sdpa=backend,
+        )
 
 
 def rows_of(path: Path) -> list[dict]:

@@ -29,10 +29,11 @@ from triton.compiler import ASTSource  # noqa: E402
 
 from qkvcache.formats import REGISTRY  # noqa: E402
 from qkvcache.formats.rotation import rotation_block  # noqa: E402
-from qkvcache.kernels import triton_decode, triton_encode  # noqa: E402
-from qkvcache.kernels.fused import launched  # noqa: E402
+from qkvcache.kernels import triton_column_mass, triton_decode, triton_encode  # noqa: E402
+from qkvcache.kernels.fused import MASS_SLOTS, launched  # noqa: E402
 from qkvcache.kernels.triton_attend import attend_kernel  # noqa: E402
 from qkvcache.kernels.triton_join import reduce_kernel, rotate_kernel  # noqa: E402
+from qkvcache.kernels.triton_mass import mass_kernel  # noqa: E402
 from qkvcache.kernels.triton_unpack import Words, words  # noqa: E402
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -49,6 +50,7 @@ VARIANTS: dict[str, dict[str, object]] = {
     "bool": {"MASK": "bool"},
     "float": {"MASK": "float", "SOFTCAP": True, "WINDOW": True, "CAUSAL": True},
     "pages": {"PAGE": 64, "LENGTHS": True},
+    "mass": {"MASS": 4},
 }
 
 
@@ -63,7 +65,7 @@ class Job:
 
 
 def strides_aligned(name: str) -> bool:
-    return name.endswith(("stride_b", "stride_h", "stride_t")) and not name.startswith(("mask", "out"))
+    return name.endswith(("stride_b", "stride_h", "stride_t", "q_stride_q")) and not name.startswith(("mask", "out"))
 
 
 def attention(format: str, head_dim: int, target: str, variant: str = "", dtype: str = "bf16") -> Job:
@@ -77,7 +79,9 @@ def attention(format: str, head_dim: int, target: str, variant: str = "", dtype:
         types["body_query"] = "*fp32"  # rotated beforehand
     types |= {"turning": "*fp16", "signs": "*fp32", "table": "*i64", "mask": "*fp32" if variant == "float" else "*u8"}
     types |= dict.fromkeys(("k_high", "v_high", "k_shifts", "v_shifts"), "*i16") | dict.fromkeys(("lengths", "pages"), "*i32")
-    types |= dict.fromkeys(("part", "maxima", "sums"), "*fp32") | dict.fromkeys(("scaling", "softcap"), "fp32")
+    types |= (
+        dict.fromkeys(("part", "maxima", "sums", "tops"), "*fp32") | {"weights": "*bf16"} | dict.fromkeys(("scaling", "softcap"), "fp32")
+    )
     for side, how in (("k", key), ("v", value)):
         types |= {f"{side}_codes": f"*{dtype}" if how.kind == "half" else "*i16", f"{side}_scales": f"*{scales[how.scale]}"}
     constants = {
@@ -85,6 +89,7 @@ def attention(format: str, head_dim: int, target: str, variant: str = "", dtype:
         "R": 8 if nvidia else 16, "T": launch.tile, "TX": 16, "K_SHARED": False, "V_SHARED": False, "K_ONCE": 0, "V_ONCE": 0,
         "SOFTCAP": False, "MASK": "none", "WINDOW": False, "CAUSAL": False, "LENGTHS": False, "PAGE": 0,
         "ARCH": TARGETS[target].arch if nvidia else 0, "EXACT": True, "TURN": rotation_block(head_dim) ** -0.5 if key.rotated else 1.0,
+        "MASS": 0,
     }  # fmt: skip
     options: dict[str, object] = {"num_warps": 1, "num_stages": launch.stages}
     if launch.registers and nvidia:
@@ -112,6 +117,24 @@ def joining(format: str, head_dim: int, target: str) -> Job:
 def rotating(head_dim: int, target: str) -> Job:
     constants = {"D": head_dim, "DP": triton.next_power_of_2(head_dim), "R": 16, "TURN": rotation_block(head_dim) ** -0.5}
     return Job(f"rotate {head_dim}", rotate_kernel, {"x": "*bf16", "matrix": "*fp16", "out": "*fp32"}, constants, target)
+
+
+def summing(width: int, target: str) -> Job:
+    types = {"weights": "*bf16"} | dict.fromkeys(("tops", "lse", "observed", "mass"), "*fp32")
+    constants = {"G": 4, "R": 8, "WIDTH": width, "N": MASS_SLOTS}
+    return Job(f"mass {width} rows", mass_kernel, types, constants, target, {"num_warps": 4})
+
+
+def columns(head_dim: int, target: str, dtype: str = "bf16", options: bool = False) -> Iterator[Job]:
+    arch = TARGETS[target].arch if TARGETS[target].backend == "cuda" else 0
+    types = {"query": f"*{dtype}", "key": f"*{dtype}", "visible": "*u8", "sinks": "*bf16"}
+    types |= dict.fromkeys(("observed", "level", "mass"), "*fp32") | dict.fromkeys(("scale", "softcap"), "fp32")
+    constants = {"D": head_dim, "DP": triton.next_power_of_2(head_dim), "G": 4, "SOFTCAP": options, "VISIBLE": options, "ARCH": arch}
+    kernels = (("level", triton_column_mass.level_kernel, {"SINKS": options}), ("column", triton_column_mass.column_kernel, {}))
+    for (name, kernel, more), tile in zip(kernels, triton_column_mass.tiles(head_dim, arch), strict=True):
+        launch = {option: x for option, x in tile.items() if option.startswith("num")}
+        sizes = {option: x for option, x in tile.items() if option not in launch}
+        yield Job(f"{name} {head_dim}{' options' if options else ''}", kernel, types, constants | more | sizes, target, launch)
 
 
 def _types_of(codec, dim: int, prefix: str, table: str) -> dict[str, str]:
@@ -169,6 +192,7 @@ def jobs(everything: bool) -> Iterator[Job]:
         few = not everything and target != "sm_90"
         for format in QUICK[-1:] if few else formats:
             yield attention(format, 128, target)
+        yield from columns(128, target)
         if not few:
             sizes = [("int8", 256), ("int4", 96)]
             if everything:
@@ -176,9 +200,13 @@ def jobs(everything: bool) -> Iterator[Job]:
             yield from (attention(format, d, target) for format, d in sizes)
             for variant in list(VARIANTS)[1:] if everything else ["float"]:
                 yield attention("turboquant_4bit_nc", 128, target, variant)
+            yield from (attention(format, 128, target, "mass") for format in ("identity", "int8", "turboquant_4bit_nc"))
             yield joining("int8", 128, target)
             yield joining("int4_vllm", 128, target)
             yield rotating(96, target)
+            yield summing(4, target)
+            yield from columns(128, target, options=True)
+            yield from columns(256, target)
         for format in formats:
             if not everything and (few or format not in ("int4", "turboquant_3bit_nc")):
                 continue

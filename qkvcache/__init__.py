@@ -1,8 +1,32 @@
 """KV caches for Hugging Face transformers that stay compressed while attention reads them."""
 
-from . import formats
+from . import formats, policies
 from .attention import attach, detach
-from .caches import CompressedCache, NVFP4Cache, QuantizedPerTokenCache, TurboQuantCache, warmup
+from .caches import (
+    CombinedCache,
+    CompressedCache,
+    H2OCache,
+    NVFP4Cache,
+    QuantizedPerTokenCache,
+    SinkCache,
+    SlidingWindowCache,
+    TurboQuantCache,
+    warmup,
+)
 
-__all__ = ["CompressedCache", "NVFP4Cache", "QuantizedPerTokenCache", "TurboQuantCache", "attach", "detach", "formats", "warmup"]
+__all__ = [
+    "CombinedCache",
+    "CompressedCache",
+    "H2OCache",
+    "NVFP4Cache",
+    "QuantizedPerTokenCache",
+    "SinkCache",
+    "SlidingWindowCache",
+    "TurboQuantCache",
+    "attach",
+    "detach",
+    "formats",
+    "policies",
+    "warmup",
+]
 __version__ = "0.1.0"

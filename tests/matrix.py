@@ -7,7 +7,7 @@ import functools
 import torch
 import transformers as hf
 
-from qkvcache import CompressedCache, NVFP4Cache, QuantizedPerTokenCache, TurboQuantCache
+from qkvcache import CompressedCache, NVFP4Cache, QuantizedPerTokenCache, TurboQuantCache, policies
 from qkvcache.attention import install
 
 FORMAT_ERRORS = {
@@ -51,6 +51,28 @@ CACHES = {
     "turboquant_3bit": functools.partial(TurboQuantCache, preset="3bit_nc", boundary_layers=1),
 }
 """Named caches as users make them: `CACHES[name](config, **zones)`."""
+
+POLICIES = {
+    "sink_window": lambda budget: policies.SinkWindow(window=budget - 4),
+    "sliding_window": lambda budget: policies.SlidingWindow(window=budget),
+    "h2o": lambda budget: policies.H2O(budget=budget),
+    "h2o_sum": lambda budget: policies.H2O(budget=budget, reduce="sum", sinks=1, recent=3),
+    "h2o_decay": lambda budget: policies.H2O(budget=budget, decay=0.9, recent=2),
+    "h2o_value_norm": lambda budget: policies.H2O(budget=budget, recent=2, value_norm=True),
+    "tova": lambda budget: policies.TOVA(budget=budget, sinks=2, recent=3),
+    "tova_paper": lambda budget: policies.TOVA(budget=budget, sinks=0, recent=0),
+    "snapkv": lambda budget: policies.SnapKV(budget=budget, interval=1, window=4, recent=3),
+    "keydiff": lambda budget: policies.KeyDiff(budget=budget, recent=3),
+    "keydiff_values": lambda budget: policies.KeyDiff(budget=budget, recent=2, protect_values=0.25),
+    "lagkv": lambda budget: policies.LagKV(budget=budget, lag=4, recent=4),
+    "knorm": lambda budget: policies.Knorm(budget=budget, recent=3),
+    "random": lambda budget: policies.Random(budget=budget, recent=2),
+    "custom": lambda budget: policies.Custom(function=lambda tokens: tokens.score * tokens.value_norm, budget=budget, recent=2),
+}
+"""Policies with every option, of an interval of 1: `POLICIES[name](budget)`, of 12 tokens at least."""
+
+CUT_FREE = ["sink_window", "sliding_window", "lagkv", "knorm", "random"]
+"""Those whose tokens do not depend on how a text is cut into steps."""
 
 # Models: tiny, random, fp32. Head dims and windows differ on purpose; the window is short, so that every test crosses it.
 

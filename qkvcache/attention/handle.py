@@ -24,13 +24,13 @@ class KVHandle:
     """The keys or values of one layer for one step: `[B, H, T, D]`, seen `[B, H * repeats, T, D]` after `repeat_kv`.
 
     It owns the payload, so that it stays valid when the layer is offloaded or cropped, and in layers that share its keys; until the next
-    `update` of its layer, which may write over slots that a crop gave up.
+    `update` of its layer, which may write over slots that a crop gave up. `watch` is the layer, if it evicts (`watch.py`).
     """
 
-    __slots__ = ("payload", "side", "repeats", "view")
+    __slots__ = ("payload", "side", "repeats", "view", "watch")
 
-    def __init__(self, payload: Payload, side: Side, repeats: int = 1, view: str = "plain"):
-        self.payload, self.side, self.repeats, self.view = payload, side, repeats, view
+    def __init__(self, payload: Payload, side: Side, repeats: int = 1, view: str = "plain", watch: Any = None):
+        self.payload, self.side, self.repeats, self.view, self.watch = payload, side, repeats, view, watch
 
     def __repr__(self) -> str:
         return f"KVHandle(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
@@ -70,7 +70,7 @@ class KVHandle:
     # Views that stay lazy.
 
     def _as(self, repeats: int, view: str) -> KVHandle:
-        return KVHandle(self.payload, self.side, repeats, view)
+        return KVHandle(self.payload, self.side, repeats, view, self.watch)
 
     def __getitem__(self, index: Any) -> KVHandle | Tensor:
         everything = slice(None)

@@ -6,7 +6,8 @@ microsecond. The wrapper sees query, handles, mask and the model's keywords for 
     sdpa, flash, flex, qkvcache   a few queries attend on the codes; more decode this one layer and run the stock kernel
     eager                         the model's own function, whose two matmuls run on the codes (`handle.py`): it may hold private semantics
 
-Models whose softcap or attention sinks tie them to eager can opt in with `model.set_attn_implementation("qkvcache")`.
+Layers that evict tokens watch their attention, in all of them (`watch.py`). Models whose softcap or attention sinks tie them to eager can
+opt in with `model.set_attn_implementation("qkvcache")`.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from ..kernels import attend_on_codes, on_triton
 from .full import full_attention
 from .handle import KVHandle
 from .masks import visible
+from .watch import watched
 
 NAME = "qkvcache"
 MAX_QUERIES = 16
@@ -79,6 +81,9 @@ def route(
     stock: Callable, implementation: str, module: torch.nn.Module, query: Tensor, key: Any, value: Any, *args: Any, **kwargs: Any
 ) -> tuple[Tensor, Tensor | None]:
     """Calls `stock` on plain tensors; attends on the payload of handles."""
+    if isinstance(key, KVHandle) and key.watch is not None:
+        mask, args = (args[0], args[1:]) if args else (kwargs.pop("attention_mask", None), args)
+        return watched(stock, implementation, _few(query, key), module, query, key, value, mask, *args, **kwargs)
     if not isinstance(key, KVHandle) or "eager" in implementation:
         return stock(module, query, key, value, *args, **kwargs)
     queries, tokens = query.shape[2], key.shape[2]

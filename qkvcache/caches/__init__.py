@@ -1,7 +1,26 @@
 """What users pass as `past_key_values`."""
 
 from .base import CompressedCache, Memory
-from .named import NVFP4Cache, QuantizedPerTokenCache, TurboQuantCache
+from .named import (
+    CombinedCache,
+    H2OCache,
+    NVFP4Cache,
+    QuantizedPerTokenCache,
+    SinkCache,
+    SlidingWindowCache,
+    TurboQuantCache,
+)
 from .warmup import warmup
 
-__all__ = ["CompressedCache", "Memory", "NVFP4Cache", "QuantizedPerTokenCache", "TurboQuantCache", "warmup"]
+__all__ = [
+    "CombinedCache",
+    "CompressedCache",
+    "H2OCache",
+    "Memory",
+    "NVFP4Cache",
+    "QuantizedPerTokenCache",
+    "SinkCache",
+    "SlidingWindowCache",
+    "TurboQuantCache",
+    "warmup",
+]

@@ -10,9 +10,12 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import Cache, DynamicLayer
 
-from .. import attention
-from ..formats import Format, resolve
+from .. import attention, formats, policies
+from ..attention.rope import Rope
+from ..formats import Format
 from ..layers.compressed import CompressedLayer
+from ..layers.evicting import EvictingLayer
+from ..policies import Policy
 
 
 @dataclass(frozen=True)
@@ -20,8 +23,8 @@ class Memory:
     """What a cache holds, in bytes, counted from live tensors.
 
     `exact` are tokens in the model's dtype, in compressed layers and in layers left as transformers makes them; `bookkeeping` is where
-    kernels find the rest. `dense` is what the same
-    tokens would take in a DynamicCache, and `ratio` is `dense / total`.
+    kernels find the rest, and what a policy remembers of each token. `dense` is what all tokens seen would take in a DynamicCache, and
+    `ratio` is `dense / total`.
     """
 
     codes: int
@@ -37,16 +40,19 @@ class Memory:
 
 
 class CompressedCache(DynamicCache):
-    """A KV cache that stays compressed, and that attention reads compressed.
+    """A KV cache that stays compressed, that attention reads compressed, and that forgets what a policy tells it to.
 
         model.generate(**inputs, past_key_values=CompressedCache(model.config, format="turboquant_4bit_nc"))
+        model.generate(**inputs, past_key_values=CompressedCache(model.config, format="fp8", policy=policies.KeyDiff(budget=2048)))
 
     Full-attention layers are compressed; sliding, linear and shared layers stay as transformers makes them. Every feature of `generate`
-    works: batches with padding, beams, assisted decoding, multi-turn, deepcopy.
+    works: batches with padding, beams, multi-turn, deepcopy; and without a policy, assisted decoding and offloading.
 
     Args:
         config: the model's config. Optional where every layer has full attention.
-        format: a registry name (`qkvcache.formats.REGISTRY`) or a Format.
+        format: a registry name (`qkvcache.formats.REGISTRY`) or a Format; with a policy, None keeps tokens in the model's dtype.
+        policy: which tokens stay: a registry name (`qkvcache.policies.REGISTRY`) or a Policy; None keeps all. Exact zones then hold only
+            tokens that it protects: at most its `sinks` and its `recent` ones.
         exact_first: tokens at the beginning that stay in the model's dtype: attention sinks live there.
         exact_recent: tokens at the end that stay in the model's dtype, the largest quality lever there is (README). With
             `exact_first=0, exact_recent=0` the cache is the format as its authors define it; the running step still sees itself exactly.
@@ -55,24 +61,33 @@ class CompressedCache(DynamicCache):
 
     Raises:
         ValueError: an unknown format, one that cannot hold the model's head_dim, negative sizes, a layer index that the model lacks.
-        TypeError: `config` or `format` of another type.
+        TypeError: `config`, `format` or `policy` of another type, neither of the last two.
+        NotImplementedError: a policy with offloading, or on a model whose attention does not allow it (ALiBi, relative bias, latents).
     """
 
     def __init__(
         self,
         config: PreTrainedConfig | None = None,
         *,
-        format: str | Format,
+        format: str | Format | None = None,
+        policy: str | Policy | None = None,
         exact_first: int = 4,
         exact_recent: int = 64,
         exact_layers: Iterable[int] = (),
         offloading: bool = False,
     ):
-        self.format = resolve(format)
+        if format is None and policy is None:
+            raise TypeError("pass a format such as format='turboquant_4bit_nc', a policy such as policy='keydiff', or both")
+        self.format = formats.resolve("identity" if format is None else format)
+        self.policy = None if policy is None else policies.resolve(policy)
         _check_count("exact_first", exact_first)
         _check_count("exact_recent", exact_recent)
         exact_layers = tuple(exact_layers)
         self._layer_options = {"exact_first": exact_first, "exact_recent": exact_recent}
+        self._rope: Rope | None = None
+        self._shares_keys = False
+        if self.policy is not None:
+            self._prepare_eviction(self.policy, config, offloading)
         if config is None:
             if exact_layers:
                 raise ValueError(f"exact_layers={exact_layers} needs the config, to know how many layers there are")
@@ -97,8 +112,30 @@ class CompressedCache(DynamicCache):
         self._last_layer = layer_idx
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
-    def _new_layer(self) -> CompressedLayer:
-        return CompressedLayer(self.format, **self._layer_options)
+    def _prepare_eviction(self, policy: Policy, config: PreTrainedConfig | None, offloading: bool) -> None:
+        if offloading:
+            raise NotImplementedError(
+                "offloading=True with a policy: what evicts holds few tokens, and must see its attention; leave it out"
+            )
+        if config is None and len(policy.budgets) > 1:
+            raise ValueError(f"{len(policy.budgets)} budgets need the config, to know which layers they are for")
+        if config is not None:
+            text = config.get_text_config(decoder=True)
+            if reason := _attends_by_place(text):
+                raise NotImplementedError(f"policy={policy.name} on {text.model_type}: {reason}")
+            self._shares_keys = bool(getattr(text, "num_kv_shared_layers", 0))
+        if getattr(policy, "positions", "original") == "cache":
+            if config is None:
+                raise ValueError("positions='cache' needs the config, to know how keys are turned")
+            self._rope = Rope.of(text)
+
+    def _new_layer(self, number: int = 0) -> CompressedLayer:
+        """The full-attention layer that is `number` among those compressed."""
+        if self.policy is None:
+            return CompressedLayer(self.format, **self._layer_options)
+        budgets = self.policy.budgets
+        budget = budgets[number % len(budgets)]
+        return EvictingLayer(self.format, self.policy, budget, **self._layer_options, rope=self._rope, deferred=self._shares_keys)
 
     def _swap_layers(self, exact_layers: tuple[int, ...], configs: Sequence[PreTrainedConfig]) -> None:
         count = len(self.layers)
@@ -107,11 +144,15 @@ class CompressedCache(DynamicCache):
                 raise ValueError(f"exact_layers holds {index!r}: the model has layers 0 to {count - 1} (or -1 to -{count} from the end)")
         exact = {index % count for index in exact_layers}
         full = [i for i, layer in enumerate(self.layers) if type(layer) is DynamicLayer]
-        for i in full:
-            if i not in exact:
-                if head_dim := _head_dim(configs[i]):
-                    self.format.check(head_dim)
-                self.layers[i] = self._new_layer()
+        chosen = [i for i in full if i not in exact]
+        if self.policy and len(self.policy.budgets) not in (1, len(chosen)):
+            raise ValueError(
+                f"{len(self.policy.budgets)} budgets for {len(chosen)} full-attention layers: pass one for all, or one for each"
+            )
+        for number, i in enumerate(chosen):
+            if head_dim := _head_dim(configs[i]):
+                self.format.check(head_dim)
+            self.layers[i] = self._new_layer(number)
         if not full:
             kinds = sorted({type(layer).__name__ for layer in self.layers})
             warnings.warn(f"no layer of this model has full attention ({', '.join(kinds)}): nothing will be compressed", stacklevel=4)
@@ -139,6 +180,8 @@ class CompressedCache(DynamicCache):
         seen: set[int] = set()
         dense = 0
         for layer in self.layers:
+            if isinstance(layer, EvictingLayer):
+                layer.settle()
             for role, tensor in _tensors(layer):
                 storage = tensor.untyped_storage()
                 if storage.nbytes() and storage.data_ptr() not in seen:
@@ -150,18 +193,32 @@ class CompressedCache(DynamicCache):
     def stored_length(self, layer_idx: int = 0) -> int:
         """Tokens that layer `layer_idx` holds; `get_seq_length` is how many it has seen."""
         layer = self.layers[layer_idx] if layer_idx < len(self.layers) else None
+        if isinstance(layer, EvictingLayer):
+            layer.settle()
+            return layer.stored
         if isinstance(layer, CompressedLayer) or layer is None:
             return self.get_seq_length(layer_idx)
         keys = getattr(layer, "keys", None)
         return 0 if keys is None or not keys.numel() else keys.shape[-2]
+
+    def kept_positions(self, layer_idx: int = 0) -> Tensor:
+        """Positions of the tokens that layer `layer_idx` holds, ascending, int32 `[B, H, T]`; -1 fills rows that hold fewer.
+
+        A position is the rank among the real tokens of the row. Raises ValueError for a layer that evicts nothing, or is empty.
+        """
+        layer = self.layers[layer_idx] if layer_idx < len(self.layers) else None
+        if not isinstance(layer, EvictingLayer):
+            raise ValueError(f"layer {layer_idx} evicts nothing")
+        return layer.positions()
 
     def __repr__(self) -> str:
         memory = self.memory()
         tokens = max((layer.get_seq_length() for layer in self.layers if hasattr(layer, "get_seq_length")), default=0)
         compressed = sum(isinstance(layer, CompressedLayer) for layer in self.layers)
         zones = ", ".join(f"{name}={value}" for name, value in self._layer_options.items())
+        policy = f"policy={self.policy}, " if self.policy else ""
         return (
-            f"{type(self).__name__}(format={self.format.name}, {zones}, layers={compressed} of {len(self.layers)} compressed, "
+            f"{type(self).__name__}(format={self.format.name}, {policy}{zones}, layers={compressed} of {len(self.layers)} compressed, "
             f"tokens={tokens}, bytes={memory.total:,}, ratio={memory.ratio:.2f})"
         )
 
@@ -174,6 +231,19 @@ def _head_dim(config: PreTrainedConfig) -> int | None:
     if head_dim is None and getattr(config, "num_attention_heads", None):
         head_dim = config.hidden_size // config.num_attention_heads
     return head_dim if isinstance(head_dim, int) else None
+
+
+def _attends_by_place(config: PreTrainedConfig) -> str | None:
+    """Why tokens of this model cannot be evicted, or None."""
+    if getattr(config, "alibi", False) or config.model_type in ("bloom", "mpt"):
+        return "ALiBi takes a key's position from its column, which evicted tokens would shift"
+    if getattr(config, "relative_attention_num_buckets", None):
+        return "relative position bias takes a key's position from its column, which evicted tokens would shift"
+    if getattr(config, "index_topk", None):
+        return "its indexer selects keys by column"
+    if getattr(config, "kv_lora_rank", None):
+        return "it expands latents after the cache, so that attention does not see what is stored"
+    return None
 
 
 def _check_count(name: str, value: int) -> None:
@@ -197,5 +267,6 @@ def _dense_bytes(layer: object) -> int:
     if isinstance(layer, CompressedLayer):
         if not layer.zones:
             return 0
-        return sum(z.length * z.first.shape[0] * z.first.shape[1] * z.first.shape[3] * z.first.itemsize for z in layer.zones)
+        tokens = layer.get_seq_length()
+        return sum(tokens * z.first.shape[0] * z.first.shape[1] * z.first.shape[3] * z.first.itemsize for z in layer.zones)
     return sum(tensor.untyped_storage().nbytes() for _, tensor in _tensors(layer))

@@ -1,4 +1,4 @@
-"""The named caches: thin subclasses that choose a format."""
+"""The named caches: thin subclasses that choose a format, a policy or both."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import DynamicLayer
 
 from ..formats import FP8, NVFP4, Format, Int4, Int8, TurboQuant
+from ..policies import H2O, Budget, SinkWindow, SlidingWindow
 from .base import CompressedCache
 
 
@@ -106,3 +107,89 @@ def _boundary(config: PreTrainedConfig | None, count: int) -> list[int]:
     layers = DynamicCache(config=config).layers
     full = [i for i, layer in enumerate(layers) if isinstance(layer, DynamicLayer) and not layer.is_sliding]
     return full[:count] + full[-count:]
+
+
+class SinkCache(CompressedCache):
+    """Attention sinks and a window (StreamingLLM, arXiv 2309.17453): endless streams in constant memory.
+
+    Args:
+        window: newest tokens that are kept.
+        sinks: first tokens that are kept, in the model's dtype where `exact_first` is as many.
+        positions: "original", or "cache" to read sinks as if they stood right before the window.
+        format: how the tokens are stored; None keeps the model's dtype.
+        **options: those of CompressedCache.
+    """
+
+    def __init__(
+        self,
+        config: PreTrainedConfig | None = None,
+        *,
+        window: int = 1020,
+        sinks: int = 4,
+        positions: Literal["original", "cache"] = "original",
+        format: str | Format | None = None,
+        **options,
+    ):
+        super().__init__(config, format=format, policy=SinkWindow(window=window, sinks=sinks, positions=positions), **options)
+
+
+class SlidingWindowCache(CompressedCache):
+    """The newest `window` tokens, for models that were trained to do with them; others need SinkCache.
+
+    Args:
+        format: how the tokens are stored; None keeps the model's dtype.
+        **options: those of CompressedCache.
+    """
+
+    def __init__(self, config: PreTrainedConfig | None = None, *, window: int = 4096, format: str | Format | None = None, **options):
+        super().__init__(config, format=format, policy=SlidingWindow(window=window), **options)
+
+
+class H2OCache(CompressedCache):
+    """Heavy hitters and recent tokens (arXiv 2306.14048).
+
+    Args:
+        budget: tokens (int), or share of the tokens seen (float).
+        recent: share of the budget (float), or tokens (int), for the newest tokens; the rest is for those most attended to.
+        sinks: first tokens that are kept whatever their score.
+        format: how the tokens are stored; None keeps the model's dtype.
+        **options: those of CompressedCache.
+    """
+
+    def __init__(
+        self,
+        config: PreTrainedConfig | None = None,
+        *,
+        budget: int | float = 1024,
+        recent: int | float = 0.5,
+        sinks: int = 0,
+        format: str | Format | None = None,
+        **options,
+    ):
+        super().__init__(config, format=format, policy=H2O(budget=budget, recent=recent, sinks=sinks), **options)
+
+
+class CombinedCache(CompressedCache):
+    """Sinks in the model's dtype, heavy hitters and a recent window in `format`: all three ways to save at once.
+
+    Args:
+        sinks: first tokens, kept exact.
+        recent: newest tokens; the last `exact_recent` of them stay exact too.
+        heavy: heavy hitters: share of the tokens seen (float), or tokens (int).
+        format: how all but the exact tokens are stored.
+        **options: those of CompressedCache.
+    """
+
+    def __init__(
+        self,
+        config: PreTrainedConfig | None = None,
+        *,
+        sinks: int = 4,
+        recent: int = 512,
+        heavy: int | float = 0.2,
+        format: str | Format = "fp8",
+        **options,
+    ):
+        share = heavy if isinstance(heavy, float) else 0.0
+        budget = Budget(tokens=sinks + recent + (0 if share else int(heavy)), share=share)
+        super().__init__(config, format=format, policy=H2O(budget=budget, recent=recent, sinks=sinks), **{"exact_first": sinks} | options)

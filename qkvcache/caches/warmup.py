@@ -10,7 +10,9 @@ from transformers import PreTrainedModel
 
 from ..kernels import on_triton
 from ..layers.compressed import GROUP, CompressedLayer
+from ..layers.evicting import EvictingLayer
 from ..layers.slots import PAGE, append_both
+from ..policies import Budget
 from .base import CompressedCache
 
 
@@ -33,9 +35,15 @@ def warmup(model: PreTrainedModel, cache: CompressedCache, *, queries: Iterable[
     if not on_triton(model.device):
         return
     prompt = cache._layer_options["exact_first"] + cache._layer_options["exact_recent"] + GROUP + PAGE
+    policy = cache.policy
+    if policy is not None:
+        prompt += policy.tail + policy.sinks + PAGE
     for rows in (2, 1) if padded else (1,):
         fresh = copy.deepcopy(cache)
         fresh.reset()
+        for layer in fresh.layers:
+            if isinstance(layer, EvictingLayer):  # the kernels are the same for any budget, and this one is soon full
+                layer.budget = Budget(tokens=prompt - PAGE // 2)
         mask = torch.ones(rows, prompt, dtype=torch.long, device=model.device)
         mask[1:, 0] = 0
         ids = torch.zeros_like(mask)

@@ -1,7 +1,9 @@
 """Quality of a cache against the dense run of the same model: divergence, perplexity, recall, bytes.
 
 Every measurement prefills a context, then reads on through the cache. The prefill itself attends exactly whatever the cache is, so what is
-measured is only what the cache hands back. The question of a recall case is unseen when the context is compressed.
+measured is only what the cache hands back. The question of a recall case is unseen when the context is compressed, or seen if that is asked
+for: then it ends the prompt, and what a policy forgets is chosen with it in view. `observes` are the windows of attention that policies
+want (`Policy.observes`); a policy whose window is not among them has the model read the prompt again.
 """
 
 from __future__ import annotations
@@ -13,9 +15,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.cache_utils import Cache, DynamicLayer
+from transformers.cache_utils import Cache
 
 from ..caches import CompressedCache
+from .prefill import Prefilled, prefill, refill
 from .recall import RecallCase, recall_case
 
 CacheFactory = Callable[[], Cache]
@@ -28,15 +31,15 @@ class Passages:
 
     context: Tensor
     continuation: Tensor
-    prefilled: DynamicCache
+    prefilled: Prefilled
     first_logits: Tensor
     log_probs: Tensor  # [B, N, V], of each continuation token's position
 
     @classmethod
-    def read(cls, model: PreTrainedModel, ids: Tensor, context_tokens: int) -> Passages:
+    def read(cls, model: PreTrainedModel, ids: Tensor, context_tokens: int, observes: tuple[int, ...] = ()) -> Passages:
         """`ids` `[B, T + N]`, split after `context_tokens`."""
         context, continuation = ids[:, :context_tokens], ids[:, context_tokens:]
-        prefilled, first = prefill(model, context)
+        prefilled, first = prefill(model, context, observes)
         cache = refill(DynamicCache(config=model.config), prefilled, model, context)
         return cls(context, continuation, prefilled, first, read_on(model, cache, continuation, first))
 
@@ -53,25 +56,6 @@ class Divergence:
     kl: float
     perplexity: float
     bytes_per_token: float
-
-
-@torch.no_grad()
-def prefill(model: PreTrainedModel, ids: Tensor) -> tuple[DynamicCache, Tensor]:
-    """The dense cache of `ids` `[B, T]`, and the logits after the last token `[B, V]`."""
-    cache = DynamicCache(config=model.config)
-    return cache, model(ids, past_key_values=cache, logits_to_keep=1).logits[:, -1]
-
-
-@torch.no_grad()
-def refill(cache: Cache, prefilled: DynamicCache, model: PreTrainedModel, ids: Tensor) -> Cache:
-    """`cache` as it stands after a prefill of `ids`: from the exact keys and values where all are there, else by running the model."""
-    full = [layer for layer in prefilled.layers if type(layer) is DynamicLayer]
-    if len(full) == len(prefilled.layers):
-        for index, layer in enumerate(full):
-            cache.update(layer.keys, layer.values, index)  # type: ignore[arg-type]
-    else:
-        model(ids, past_key_values=cache, logits_to_keep=1)
-    return cache
 
 
 @torch.no_grad()
@@ -108,12 +92,14 @@ def held_bytes(cache: Cache) -> int:
 
 @dataclass(frozen=True)
 class RecallSet:
-    """Cases of equal length that ask for the same key, prefilled once: `context` `[B, T]`, `question` `[1, Q]`."""
+    """Cases of equal length that ask for the same key, prefilled once: `context` `[B, T]`, `question` `[1, Q]`. Where the question has been
+    seen, it ends the context, and `first` `[B, 1]` is the first token of the answers."""
 
     cases: list[RecallCase]
     context: Tensor
     question: Tensor
-    prefilled: DynamicCache
+    prefilled: Prefilled
+    first: Tensor | None = None
 
     @classmethod
     def make(
@@ -126,6 +112,8 @@ class RecallSet:
         *,
         distractors: int = 3,
         seed: int = 0,
+        seen: bool = False,
+        observes: tuple[int, ...] = (),
     ) -> RecallSet:
         """`count` contexts of nearly `tokens` tokens cut from `text_ids`, the fact at depths spread from 0 to 95 %."""
         rng = random.Random(seed)
@@ -140,17 +128,20 @@ class RecallSet:
         shortest = min(map(len, rows))  # code words differ in length: a few tokens go from the end, where there is no fact
         context = torch.tensor([row[:shortest] for row in rows], device=model.device)
         question = tokenizer("\n\n" + cases[0].question, add_special_tokens=False, return_tensors="pt")["input_ids"].to(model.device)
-        return cls(cases, context, question, prefill(model, context)[0])
+        if seen:
+            context = torch.cat([context, question.expand(count, -1)], dim=1)
+        prefilled, logits = prefill(model, context, observes)
+        return cls(cases, context, question, prefilled, logits.argmax(-1, keepdim=True) if seen else None)
 
 
 @torch.no_grad()
 def recall(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, cases: RecallSet, factory: CacheFactory) -> float:
     """Share of the cases whose answer comes out right, greedily, when context, question and answer all pass through `factory()`."""
     cache = refill(factory(), cases.prefilled, model, cases.context)
-    step = cases.question.expand(len(cases.cases), -1)
+    step = cases.question.expand(len(cases.cases), -1) if cases.first is None else cases.first
     longest = max(len(tokenizer(case.answer, add_special_tokens=False)["input_ids"]) for case in cases.cases)
-    answers = []
-    for _ in range(longest + 1):
+    answers = [] if cases.first is None else [cases.first]
+    while len(answers) <= longest:
         step = model(step, past_key_values=cache, logits_to_keep=1).logits[:, -1:].argmax(-1)
         answers.append(step)
     texts = tokenizer.batch_decode(torch.cat(answers, dim=1))

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .segments import Payload, mix, scores
 
+HIDDEN = -1e29  # scores under it are of tokens that a mask hides
 MASKED = torch.finfo(torch.float32).min  # finite: a fully masked row must come out as numbers, not as nan
 
 
@@ -33,11 +34,48 @@ def attend(
         softcap: `softcap * tanh(score / softcap)` before the mask (Gemma 2).
         sinks: a learned logit for each query head, `[Hq]`, that takes part in the softmax and has no value (gpt-oss).
     """
+    return _output(_logits(query, payload, mask, scaling, causal, softcap, sinks).softmax(-1), query, payload)
+
+
+def attend_observed(
+    query: Tensor,
+    payload: Payload,
+    mask: Tensor | None = None,
+    *,
+    observed: Tensor,
+    scaling: float | None = None,
+    causal: bool = False,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """As `attend`, and the attention mass of each token, fp32 `[B, H, T]`: its softmax weights, summed over the group's query heads and
+    over queries, each of which counts `observed` times, fp32 `[B, Q]`. A token that a mask hides has none, and a query of 0 adds none.
+    """
+    batch, query_heads, queries, _ = query.shape
+    _, heads, tokens, _ = payload.key.shape
+    logits = _logits(query, payload, mask, scaling, causal, softcap, sinks)
+    probabilities = logits.softmax(-1)
+    count = observed.float()[:, None].masked_fill(logits[..., :tokens].amax(-1) <= HIDDEN, 0)
+    counted = probabilities[..., :tokens].masked_fill((count == 0)[..., None], 0)  # which may hold nan
+    rows = (batch, heads, query_heads // heads * queries)
+    mass = count.reshape(rows)[:, :, None] @ counted.reshape(*rows, tokens)
+    return _output(probabilities, query, payload), mass[:, :, 0]
+
+
+def _logits(
+    query: Tensor,
+    payload: Payload,
+    mask: Tensor | None,
+    scaling: float | None,
+    causal: bool,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """What the softmax is of: `[B, Hq, Q, T]`, with sinks one more column."""
     batch, query_heads, queries, dim = query.shape
     _, heads, tokens, _ = payload.key.shape
     groups = query_heads // heads
     scaling = dim**-0.5 if scaling is None else scaling
-
     logits = scores(query.float().mul(scaling).reshape(batch, heads, groups * queries, dim), payload.key)
     logits = logits.view(batch, query_heads, queries, tokens)
     if softcap is not None:
@@ -46,8 +84,14 @@ def attend(
     if sinks is not None:
         column = sinks.float().view(1, -1, 1, 1).expand(batch, query_heads, queries, 1)
         logits = torch.cat([logits, column], dim=-1)
-    probabilities = logits.softmax(-1)[..., :tokens]
-    out = mix(probabilities.reshape(batch, heads, groups * queries, tokens), payload.value)
+    return logits
+
+
+def _output(probabilities: Tensor, query: Tensor, payload: Payload) -> Tensor:
+    batch, query_heads, queries, _ = query.shape
+    _, heads, tokens, _ = payload.key.shape
+    rows = probabilities[..., :tokens].reshape(batch, heads, query_heads // heads * queries, tokens)
+    out = mix(rows, payload.value)
     return out.view(batch, query_heads, queries, -1).to(query.dtype)
 
 

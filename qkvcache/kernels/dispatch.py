@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from ..formats.base import Codec, Codes
-from .attend import attend
+from . import column_mass as reference
+from .attend import attend, attend_observed
 from .segments import Exact, Payload, Side
 
 if TYPE_CHECKING:
@@ -51,6 +52,17 @@ def _warn_once(message: str) -> None:
     warnings.warn(message, stacklevel=3)
 
 
+def _fuses(query: Tensor, payload: Payload) -> bool:
+    """Whether the fused kernel is there for this; if it should be and is not, with a warning."""
+    if not (payload.exact and on_triton(query.device)):
+        return False
+    if _fused().supports(payload, query):
+        return True
+    dim, dtype = payload.key.shape[3], payload.key.dtype
+    _warn_once(f"no fused attention for head_dim {dim} in {dtype}: torch operations instead, which are slow")
+    return False
+
+
 def attend_on_codes(
     query: Tensor,
     payload: Payload,
@@ -62,14 +74,51 @@ def attend_on_codes(
     sinks: Tensor | None = None,
 ) -> Tensor:
     """`attend`, by the fused kernel where there is one."""
-    if payload.exact and on_triton(query.device):
-        if _fused().supports(payload, query):
-            from .ops import attend_op
+    if _fuses(query, payload):
+        from .ops import attend_op
 
-            return attend_op(query, payload, mask, scaling=scaling, causal=causal, softcap=softcap, sinks=sinks)[0]
-        dim, dtype = payload.key.shape[3], payload.key.dtype
-        _warn_once(f"no fused attention for head_dim {dim} in {dtype}: torch operations instead, which are slow")
+        return attend_op(query, payload, mask, scaling=scaling, causal=causal, softcap=softcap, sinks=sinks)[0]
     return attend(query, payload, mask, scaling=scaling, causal=causal, softcap=softcap, sinks=sinks)
+
+
+def observe_on_codes(
+    query: Tensor,
+    payload: Payload,
+    mask: Tensor | None = None,
+    *,
+    observed: Tensor,
+    scaling: float | None = None,
+    causal: bool = False,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`attend_observed`, by the fused kernel where there is one."""
+    if _fuses(query, payload):
+        from .ops import attend_op
+
+        out, _, mass = attend_op(query, payload, mask, scaling=scaling, causal=causal, softcap=softcap, sinks=sinks, observed=observed)
+        return out, mass
+    return attend_observed(query, payload, mask, observed=observed, scaling=scaling, causal=causal, softcap=softcap, sinks=sinks)
+
+
+def column_mass(
+    query: Tensor,
+    key: Tensor,
+    observed: Tensor,
+    visible: Tensor | None = None,
+    *,
+    scaling: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    lse: Tensor | None = None,
+) -> Tensor:
+    """Attention mass of a prefill, fp32 `[B, H, T]`: `column_mass.py` says of what."""
+    if on_triton(query.device):
+        from . import triton_column_mass as kernels
+
+        if kernels.supports(query, key):
+            return kernels.column_mass(query, key, observed, visible, scaling=scaling, softcap=softcap, sinks=sinks, lse=lse)
+    return reference.column_mass(query, key, observed, visible, scaling=scaling, softcap=softcap, sinks=sinks, lse=lse)
 
 
 def encodes(codecs: tuple[Codec, Codec], x: tuple[Tensor, Tensor]) -> bool:

@@ -15,6 +15,7 @@ from ..formats.rotation import Hadamard, random_signs, rotation_block, sylvester
 from .segments import Payload
 from .triton_attend import attend_kernel
 from .triton_join import reduce_kernel, rotate_kernel
+from .triton_mass import BODY_GRAIN, EXACT_GRAIN, mass_kernel
 from .triton_unpack import Words, words
 
 
@@ -44,6 +45,9 @@ LEAST_SPLIT, MOST_SPLITS = 128, 100
 def launched(key: Words, value: Words, head_dim: int) -> Launch:
     return LAUNCHES.get((key.kind, value.kind), Launch()) if head_dim <= 128 else WIDE
 
+
+MASS_SLOTS = 512
+"""Of a program that sums the mass."""
 
 calls = 0
 """How often the fused kernel ran."""
@@ -92,7 +96,7 @@ def _signs(rotation: Hadamard, dim: int, device: torch.device) -> Tensor:
 
 
 @functools.lru_cache(maxsize=8)
-def _architecture(device: torch.device) -> tuple[int, int]:
+def architecture(device: torch.device) -> tuple[int, int]:
     """`(compute capability, multiprocessors)`; capability 0 where there is no NVIDIA assembly."""
     if device.type != "cuda":
         return 0, 4
@@ -134,8 +138,9 @@ def fused_attend(
     pages: Tensor | None = None,
     page: int = 0,
     launch: Launch | None = None,
-) -> tuple[Tensor, Tensor]:
-    """As `attend`, and the log of the normaliser `[B, Hq, Q]` with it, in one pass over the codes.
+    observed: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As `attend_observed`, with the log of the normaliser between: output, `[B, Hq, Q]`, mass; in one pass over the codes.
 
     Args:
         window: a query sees the last `window` tokens up to itself.
@@ -143,8 +148,10 @@ def fused_attend(
         pages: int32 `[B, N]`: where page `n` of a row's tokens is, in units of `page` slots. One slab of one row, `[1, H, slots, width]`,
             holds the slots of all.
         launch: for measuring; chosen by format otherwise.
+        observed: without it, mass is `[B, H, 0]`, and costs nothing.
 
-    Raises ValueError for a page that is no multiple of the tile, and for causal queries that are not all among the exact recent tokens.
+    Raises ValueError for a page that is no multiple of the tile, for causal queries that are not all among the exact recent tokens, and for
+    `observed` with `lengths` or `pages`.
     """
     if causal and query.shape[2] > payload.exact[2].shape[2]:
         raise ValueError(
@@ -153,13 +160,15 @@ def fused_attend(
         )
     if pages is not None and page % 64:
         raise ValueError(f"page={page}: must be a multiple of 64 slots")
+    if observed is not None and not (lengths is None and pages is None):
+        raise ValueError("observed: there is no attention mass of rows with lengths, or pages, of their own")
     global calls
     calls += 1
     batch, query_heads, queries, dim = query.shape
     heads, value_dim = payload.key.shape[1], payload.value.shape[3]
     groups = query_heads // heads
     device = query.device
-    arch, processors = _architecture(device)
+    arch, processors = architecture(device)
     rows = groups * queries
     r = 8 if rows <= 8 and (arch or device.type == "cpu") else 16
     blocks = -(-rows // r)
@@ -195,6 +204,18 @@ def fused_attend(
     part = torch.empty(batch * heads * blocks * total_splits * r * value_dim, dtype=torch.float32, device=device)
     maxima = torch.empty(batch * heads * blocks * total_splits * r, dtype=torch.float32, device=device)
     sums = torch.empty_like(maxima)
+    n_first, n_recent = first_k.shape[2], recent_k.shape[2]
+    slots = grains = width = 0
+    weights = tops = empty
+    if observed is not None:
+        width = max(triton.next_power_of_2(min(rows, r)), 2)  # two columns are what a thread holds
+        body_grains, *exact_grains = (
+            -(-n // grain.value) for n, grain in ((n_body, BODY_GRAIN), (n_first, EXACT_GRAIN), (n_recent, EXACT_GRAIN))
+        )
+        slots, grains = body_grains * BODY_GRAIN.value + sum(exact_grains) * EXACT_GRAIN.value, body_grains + sum(exact_grains)
+        panels = batch * heads * blocks * width
+        weights = torch.empty(panels * slots, dtype=torch.float32 if query.dtype == torch.float32 else torch.bfloat16, device=device)
+        tops = torch.empty(panels * grains, dtype=torch.float32, device=device)
     mask_kind, mask_strides = "none", [0] * 4
     if mask is not None:
         mask = mask[(None,) * (4 - mask.dim())]
@@ -208,16 +229,16 @@ def fused_attend(
         query, body_query, turning, signs, body.table if body else empty.long(), k_codes, k_high, _shifts(key, dim, device), k_scales,
         v_codes, v_high, _shifts(value, value_dim, device), v_scales,
         first_k, first_v, recent_k, recent_v, mask if mask is not None else empty,
-        lengths if lengths is not None else empty, pages if pages is not None else empty, part, maxima, sums,
+        lengths if lengths is not None else empty, pages if pages is not None else empty, part, maxima, sums, weights, tops,
         *query.stride()[:3], *first_k.stride()[:3], *first_v.stride()[:3], *recent_k.stride()[:3], *recent_v.stride()[:3], *mask_strides,
         pages.stride(0) if pages is not None else 0,
         dim**-0.5 if scaling is None else scaling, softcap or 1.0, window or 0, len(body.slabs) if body else 0,
-        first_k.shape[2], n_body, recent_k.shape[2], each, heads, queries,
+        n_first, n_body, n_recent, each, heads, queries, slots, grains,
         K=key, V=value, D=dim, DV=value_dim, G=groups, R=r, T=t, TX=16,
         K_SHARED=bool(body and body.shared[0]), V_SHARED=bool(body and body.shared[1]),
         K_ONCE=int(bool(body and body.once[0])), V_ONCE=int(bool(body and body.once[1])),
         SOFTCAP=softcap is not None, MASK=mask_kind, WINDOW=window is not None, CAUSAL=causal and queries > 1, LENGTHS=lengths is not None,
-        PAGE=page if pages is not None else 0, ARCH=arch, EXACT=exact, TURN=factor, num_warps=1, num_stages=launch.stages,
+        PAGE=page if pages is not None else 0, ARCH=arch, EXACT=exact, TURN=factor, MASS=width, num_warps=1, num_stages=launch.stages,
         **({"maxnreg": launch.registers} if launch.registers and arch else {}),
     )  # fmt: skip
     out = torch.empty(batch, query_heads, queries, value_dim, dtype=query.dtype, device=device)
@@ -229,4 +250,11 @@ def fused_attend(
         V=value, DV=value_dim, C=columns, G=groups, R=r, S=32, SINKS=sinks is not None, EXACT=exact, TURN=v_block**-0.5,
         STAGES=v_block.bit_length() - 1, num_warps=4 if value.rotated else 1,
     )  # fmt: skip
-    return out, lse
+    mass = torch.empty(batch, heads, n_first + n_body + n_recent if width else 0, dtype=torch.float32, device=device)
+    if observed is not None:
+        hidden = 0 if window is None else n_first + n_body + n_recent - queries - window + 1
+        mass_kernel[(-(-slots // MASS_SLOTS), batch * heads)](
+            weights, tops, lse, observed.float().contiguous(), mass,
+            slots, grains, n_first, n_body, n_recent, hidden, blocks, heads, queries, G=groups, R=r, WIDTH=width, N=MASS_SLOTS, num_warps=4,
+        )  # fmt: skip
+    return out, lse, mass

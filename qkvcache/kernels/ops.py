@@ -23,15 +23,17 @@ def attend_op(
     causal: bool = False,
     softcap: float | None = None,
     sinks: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+    observed: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
     """`fused_attend`: directly, or under torch.compile as `torch.ops.qkvcache.attend`."""
     if not torch.compiler.is_compiling():
-        return fused.fused_attend(query, payload, mask, scaling=scaling, causal=causal, softcap=softcap, sinks=sinks)
+        return fused.fused_attend(query, payload, mask, scaling=scaling, causal=causal, softcap=softcap, sinks=sinks, observed=observed)
     body = payload.body
     planes = [] if body is None else [plane for slab in body.slabs for codes in slab for plane in codes.values()]
     codecs = [] if body is None else list(body.numbers)
     table, tokens = (None, 0) if body is None else (body.table, body.tokens)
-    return torch.ops.qkvcache.attend(query, planes, table, codecs, tokens, list(payload.exact), mask, sinks, scaling, softcap, causal)
+    exact = list(payload.exact)
+    return torch.ops.qkvcache.attend(query, planes, table, codecs, tokens, exact, mask, sinks, scaling, softcap, causal, observed)
 
 
 @torch.library.custom_op("qkvcache::attend", mutates_args=())
@@ -47,7 +49,8 @@ def _attend(
     scaling: float | None,
     softcap: float | None,
     causal: bool,
-) -> tuple[Tensor, Tensor]:
+    observed: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
     first_k, first_v, recent_k, recent_v = exact
     key_dim, value_dim = recent_k.shape[3], recent_v.shape[3]
     body = None
@@ -60,10 +63,12 @@ def _attend(
     total = first_k.shape[2] + tokens + recent_k.shape[2]
     key_side, value_side = (Side((), (*x.shape[:2], total, x.shape[3]), x.dtype, x.device) for x in (recent_k, recent_v))
     payload = Payload(key_side, value_side, body, (first_k, first_v, recent_k, recent_v))
-    return fused.fused_attend(query, payload, mask, scaling=scaling, causal=causal, softcap=softcap, sinks=sinks)
+    return fused.fused_attend(query, payload, mask, scaling=scaling, causal=causal, softcap=softcap, sinks=sinks, observed=observed)
 
 
 @_attend.register_fake
-def _(query, planes, table, codecs, tokens, exact, mask, sinks, scaling, softcap, causal):
-    out = query.new_empty(*query.shape[:3], exact[3].shape[3])
-    return out, query.new_empty(query.shape[:3], dtype=torch.float32)
+def _(query, planes, table, codecs, tokens, exact, mask, sinks, scaling, softcap, causal, observed=None):
+    batch, heads, recent, dim = exact[3].shape
+    total = 0 if observed is None else exact[0].shape[2] + tokens + recent
+    lse, mass = (query.new_empty(shape, dtype=torch.float32) for shape in (query.shape[:3], (batch, heads, total)))
+    return query.new_empty(*query.shape[:3], dim), lse, mass

@@ -7,7 +7,8 @@ A key's scale multiplies its scores; a value's scale joins the exponent, so that
 
     u = s + log2(scale);  m = max u;  w = 2^(u - m);  output = sum w * number;  normaliser = sum w / scale
 
-Splits of the body, and the exact tokens as one more split, leave partial sums, which `triton_join.py` adds up. All exponents are base 2.
+Splits of the body, and the exact tokens as one more split, leave partial sums, which `triton_join.py` adds up. With MASS, weights go to
+scratch, for `triton_mass.py`. All exponents are base 2.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .triton_mass import BODY_GRAIN, EXACT_GRAIN, keep
 from .triton_scales import group_scales, scale_of_plane, scaled, token_scale
 from .triton_unpack import unpack
 
@@ -140,7 +142,7 @@ def _body_tile(
     K: tl.constexpr, V: tl.constexpr, KW: tl.constexpr, VW: tl.constexpr, KT: tl.constexpr, VT: tl.constexpr,
     K_ONCE: tl.constexpr, V_ONCE: tl.constexpr, TAIL: tl.constexpr, SOFTCAP: tl.constexpr, MASK: tl.constexpr, ARCH: tl.constexpr,
     state, q, q_scale, q_sum, k_codes, k_high, k_shifts, k_scales, v_codes, v_high, v_shifts, v_scales, slot, valid,
-    mask, mask_rows, mask_stride, column, oldest, softcap, WINDOW: tl.constexpr,
+    mask, mask_rows, mask_stride, column, oldest, softcap, WINDOW: tl.constexpr, weights, tops, place, count, MASS: tl.constexpr,
 ):  # fmt: skip
     """One tile of tokens joins the running maximum, normaliser, constant part and planes of the output, `state`."""
     m, l, z, acc = state
@@ -202,8 +204,12 @@ def _body_tile(
             z = z * shrink[None, :] + w * (zero * inverse - V.offset * V.unit)[:, None]
         elif V.offset != 0:
             z = z * shrink[None, :] - w * (V.offset * V.unit)
+        if MASS > 0:
+            keep(weights, tops, w * inverse[:, None], top, place, count, BODY_GRAIN, MASS)
     else:
         l = l * shrink[None, :] + w
+        if MASS > 0:
+            keep(weights, tops, w, top, place, count, BODY_GRAIN, MASS)
 
     p = w.to(tl.float16)
     if V.kind == "half":
@@ -229,6 +235,7 @@ def _exact_tiles(
     D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr, T: tl.constexpr, SOFTCAP: tl.constexpr, MASK: tl.constexpr,
     ARCH: tl.constexpr, WINDOW: tl.constexpr, CAUSAL: tl.constexpr,
     state, q, q_scale, keys, key_stride, values, value_stride, tokens, start, newest, oldest, mask, mask_rows, mask_stride, softcap,
+    weights, tops, MASS: tl.constexpr,
 ):  # fmt: skip
     """Tokens in the model's dtype, `keys` `[tokens, D]`, whose columns begin at `start`."""
     m, l, acc = state
@@ -252,6 +259,8 @@ def _exact_tiles(
         shrink = _exp2(m - top, ARCH)
         w = tl.where(valid[:, None], _exp2(s - top[None, :], ARCH), 0.0)
         l = l * shrink + tl.sum(w, 0)
+        if MASS > 0:
+            keep(weights, tops, w, top, begin, tokens - begin, EXACT_GRAIN, MASS)
         v = tl.load(values + at[None, :] * value_stride + e[:, None], mask=valid[None, :] & (e < DV)[:, None], other=0.0)
         acc = tl.dot(v, w.to(v.dtype), acc * shrink[None, :], input_precision="ieee")
         m = top
@@ -274,23 +283,23 @@ def _butterflies(tiles, N: tl.constexpr, BIT: tl.constexpr):
 @triton.jit(
     do_not_specialize=[
         "scaling", "softcap", "window", "slabs", "n_first", "n_body", "n_recent", "split_tokens", "heads", "queries", "pages_stride",
-        "mask_stride_b", "mask_stride_h", "mask_stride_q", "mask_stride_t",
+        "mask_stride_b", "mask_stride_h", "mask_stride_q", "mask_stride_t", "slots", "grains",
     ]
 )  # fmt: skip
 def attend_kernel(
     query, body_query, turning, signs, table, k_codes, k_high, k_shifts, k_scales, v_codes, v_high, v_shifts, v_scales,
-    first_k, first_v, recent_k, recent_v, mask, lengths, pages, part, maxima, sums,
+    first_k, first_v, recent_k, recent_v, mask, lengths, pages, part, maxima, sums, weights, tops,
     q_stride_b, q_stride_h, q_stride_q, first_stride_b, first_stride_h, first_stride_t,
     first_v_stride_b, first_v_stride_h, first_v_stride_t,
     recent_stride_b, recent_stride_h, recent_stride_t, recent_v_stride_b, recent_v_stride_h, recent_v_stride_t,
     mask_stride_b, mask_stride_h, mask_stride_q, mask_stride_t, pages_stride,
-    scaling, softcap, window, slabs, n_first, n_body, n_recent, split_tokens, heads, queries,
+    scaling, softcap, window, slabs, n_first, n_body, n_recent, split_tokens, heads, queries, slots, grains,
     K: tl.constexpr, V: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, G: tl.constexpr, R: tl.constexpr,
     T: tl.constexpr, TX: tl.constexpr, K_SHARED: tl.constexpr, V_SHARED: tl.constexpr, K_ONCE: tl.constexpr, V_ONCE: tl.constexpr,
     SOFTCAP: tl.constexpr, MASK: tl.constexpr, WINDOW: tl.constexpr, CAUSAL: tl.constexpr, LENGTHS: tl.constexpr, PAGE: tl.constexpr,
-    ARCH: tl.constexpr, EXACT: tl.constexpr, TURN: tl.constexpr,
+    ARCH: tl.constexpr, EXACT: tl.constexpr, TURN: tl.constexpr, MASS: tl.constexpr,
 ):  # fmt: skip
-    """Grid (splits, row blocks, batch * heads); with EXACT, split 0 is that of the exact zones."""
+    """Grid (splits, row blocks, batch * heads); with EXACT, split 0 is that of the exact zones. MASS: columns of the scratch, 0 if none."""
     split = tl.program_id(0)
     block = tl.program_id(1)
     bh = tl.program_id(2)
@@ -320,6 +329,10 @@ def attend_kernel(
     m = tl.full([R], HIDDEN, tl.float32)
     q_rows = b.to(tl.int64) * q_stride_b + head * q_stride_h + number * q_stride_q
     log2e = 1.0 if SOFTCAP else LOG2E
+    if MASS > 0:
+        panel = (bh * tl.num_programs(1) + block).to(tl.int64)
+        weights += panel * slots * MASS
+        tops += panel * grains * MASS
 
     if EXACT and split == 0:
         DP: tl.constexpr = max(triton.next_power_of_2(D), 16)
@@ -328,17 +341,23 @@ def attend_kernel(
         x_query = tl.load(query + q_rows[None, :] + d[:, None], mask=(d < D)[:, None] & live[None, :], other=0.0)
         x_scale = tl.full([R], 1.0, tl.float32) * scaling * log2e
         exact = (m, tl.zeros([R], tl.float32), tl.zeros([DVP, R], tl.float32))
+        if MASS > 0:
+            weights += tl.cdiv(n_body, BODY_GRAIN) * BODY_GRAIN * MASS
+            tops += tl.cdiv(n_body, BODY_GRAIN) * MASS
         exact = _exact_tiles(
             D, DV, DP, DVP, TX, SOFTCAP, MASK, ARCH, WINDOW, CAUSAL, exact, x_query, x_scale,
             first_k + b.to(tl.int64) * first_stride_b + h * first_stride_h, first_stride_t,
             first_v + b.to(tl.int64) * first_v_stride_b + h * first_v_stride_h, first_v_stride_t,
-            n_first, 0, newest, oldest, mask, mask_rows, mask_stride_t, softcap,
+            n_first, 0, newest, oldest, mask, mask_rows, mask_stride_t, softcap, weights, tops, MASS,
         )  # fmt: skip
+        if MASS > 0:
+            weights += tl.cdiv(n_first, EXACT_GRAIN) * EXACT_GRAIN * MASS
+            tops += tl.cdiv(n_first, EXACT_GRAIN) * MASS
         exact = _exact_tiles(
             D, DV, DP, DVP, TX, SOFTCAP, MASK, ARCH, WINDOW, CAUSAL, exact, x_query, x_scale,
             recent_k + b.to(tl.int64) * recent_stride_b + h * recent_stride_h, recent_stride_t,
             recent_v + b.to(tl.int64) * recent_v_stride_b + h * recent_v_stride_h, recent_v_stride_t,
-            n_recent, n_first + n_body, newest, oldest, mask, mask_rows, mask_stride_t, softcap,
+            n_recent, n_first + n_body, newest, oldest, mask, mask_rows, mask_stride_t, softcap, weights, tops, MASS,
         )  # fmt: skip
         m, l, x_out = exact
         e = tl.arange(0, DVP)
@@ -423,7 +442,7 @@ def attend_kernel(
                 state = _body_tile(
                     K, V, KW, VW, KT, VT, K_ONCE, V_ONCE, False, SOFTCAP, MASK, ARCH, state, q, q_scale, q_sum,
                     kc, kh, k_shifts, ks, vc, vh, v_shifts, vs, slot, t >= 0, mask, mask_rows, mask_stride_t,
-                    n_first + start + token + t, oldest, softcap, WINDOW,
+                    n_first + start + token + t, oldest, softcap, WINDOW, weights, tops, start + token, T, MASS,
                 )  # fmt: skip
             if whole < high:
                 slot = whole + t
@@ -433,7 +452,7 @@ def attend_kernel(
                 state = _body_tile(
                     K, V, KW, VW, KT, VT, K_ONCE, V_ONCE, True, SOFTCAP, MASK, ARCH, state, q, q_scale, q_sum,
                     kc, kh, k_shifts, ks, vc, vh, v_shifts, vs, slot, whole + t < high,
-                    mask, mask_rows, mask_stride_t, column, oldest, softcap, WINDOW,
+                    mask, mask_rows, mask_stride_t, column, oldest, softcap, WINDOW, weights, tops, start + whole, high - whole, MASS,
                 )  # fmt: skip
         m, l2, z2, acc = state
         l = tl.sum(l2, 0)

@@ -2,6 +2,7 @@
 
 Storage grows by slabs, each a whole number of pages of `PAGE` tokens, and every buffer that the codec declares has a plane of its own in a
 slab, `[B, H, tokens, width]`. Appending writes in place into free slots; nothing that is stored is ever moved, concatenated or rewritten.
+Where tokens are evicted, `put` writes the codes of others over theirs, in each head apart; survivors stay where they are.
 """
 
 from __future__ import annotations
@@ -19,10 +20,11 @@ MAX_GROWTH = 16 * PAGE
 
 
 class Slots:
-    """Append-only storage of `codec`'s buffers for vectors of `head_dim` channels."""
+    """Storage of `codec`'s buffers for vectors of `head_dim` channels. With `per_head`, buffers that all heads share are held by each:
+    after evictions a slot holds another token in every head."""
 
-    def __init__(self, codec: Codec, head_dim: int):
-        self.codec, self.head_dim = codec, head_dim
+    def __init__(self, codec: Codec, head_dim: int, per_head: bool = False):
+        self.codec, self.head_dim, self.per_head = codec, head_dim, per_head
         self.slabs: list[Codes] = []
         self.once: Codes = {}
         self.length = 0
@@ -45,7 +47,7 @@ class Slots:
         self.slabs.append(
             {
                 buffer.name: torch.empty(
-                    (batch, heads if buffer.heads == "each" else 1, pages * PAGE, buffer.width),
+                    (batch, heads if self.per_head or buffer.heads == "each" else 1, pages * PAGE, buffer.width),
                     dtype=buffer.dtype or like.dtype,
                     device=like.device,
                 )
@@ -56,7 +58,7 @@ class Slots:
 
     def append(self, x: Tensor) -> None:
         """Encodes `x` `[B, H, T, D]` into the next `T` slots."""
-        if not self.length:
+        if not self.once:
             self.once = self.codec.fit(x)
         codes = self.codec.encode(x, self.once)
         self.reserve(x.shape[2], x)
@@ -96,6 +98,38 @@ class Slots:
             start += _tokens(slab)
         self.version += len(kept) != len(self.slabs)
         self.slabs = kept
+        if not self.length:
+            self.once = {}
+
+    def grow(self, tokens: int, like: Tensor) -> None:
+        """Adds `tokens` slots that hold nothing: zeros, which are numbers in every format."""
+        self.reserve(tokens, like)
+        for slab, at, part in self.free(tokens):
+            with torch.inference_mode():
+                for plane in slab.values():
+                    plane[:, :, at : at + part.stop - part.start].zero_()
+        self.length += tokens
+
+    def take(self, index: Tensor) -> Codes:
+        """Codes of the tokens `index` `[B, H, N]` of each head, bit for bit, from slots of a single slab."""
+        return {
+            name: plane.expand(-1, index.shape[1], -1, -1).gather(2, index.unsqueeze(-1).expand(*index.shape, plane.shape[3]))
+            for name, plane in self.slabs[0].items()
+        }
+
+    def put(self, index: Tensor, accepted: Tensor, codes: Codes) -> None:
+        """Writes codes `[B, H, N, width]` into the slots `index` `[B, H, N]`, all of which differ, where `accepted`."""
+        self._join()
+        with torch.inference_mode():
+            for name, plane in self.slabs[0].items():
+                where = index.unsqueeze(-1).expand(*index.shape, plane.shape[3])
+                plane.scatter_(2, where, torch.where(accepted.unsqueeze(-1), codes[name], plane.gather(2, where)))
+
+    def _join(self) -> None:
+        """One slab of all: what is written here and there must not be looked for. Seldom, since slabs grow by an eighth."""
+        if len(self.slabs) > 1:
+            self.version += 1
+            self.slabs = [{name: torch.cat([slab[name] for slab in self.slabs], dim=2) for name in self.slabs[0]}]
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Replaces every tensor by `fn(tensor)`; `fn` may change the rows or the device, one tensor at a time."""
@@ -123,7 +157,7 @@ def append_both(slots: tuple[Slots, Slots], x: tuple[Tensor, Tensor], block: int
                 side.append(part)
         return
     for side, new in zip(slots, x, strict=True):
-        if not side.length:
+        if not side.once:
             side.once = side.codec.fit(new[:, :, :block])
     tokens = x[0].shape[2]
     for (k_slab, at, part), (v_slab, _, _) in zip(key.free(tokens), value.free(tokens), strict=True):

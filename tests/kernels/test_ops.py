@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from qkvcache.formats import resolve
-from qkvcache.kernels import attend, attend_on_codes, on_triton
+from qkvcache.kernels import attend, attend_on_codes, observe_on_codes, on_triton
 from qkvcache.layers.compressed import CompressedLayer
 
 triton = pytest.importorskip("triton")
@@ -23,10 +23,8 @@ def payload(format: str = "turboquant_4bit_nc"):
     return handle.payload
 
 
-@pytest.mark.parametrize("masked", [False, True])
-def test_one_operation_for_the_compiler(masked, on_kernels):
-    query, held = torch.randn(2, 8, 1, 64, device=DEVICE, dtype=torch.float16), payload()
-    mask = torch.rand(2, 1, 1, 201, device=DEVICE) > 0.2 if masked else None
+def compiled(function, *args, **kwargs):
+    """What `function` returns when compiled, and the operations of its graph."""
     graphs = []
 
     def backend(graph, inputs):
@@ -35,18 +33,35 @@ def test_one_operation_for_the_compiler(masked, on_kernels):
 
     torch.compiler.reset()
     with torch.compiler.set_stance("default"):
-        out = torch.compile(attend_on_codes, fullgraph=True, backend=backend)(query, held, mask)
-    assert [[target for target in graph if "getitem" not in target] for graph in graphs] == [["qkvcache.attend"]]
+        out = torch.compile(function, fullgraph=True, backend=backend)(*args, **kwargs)
+    return out, [[target for target in graph if "getitem" not in target] for graph in graphs]
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_one_operation_for_the_compiler(masked, on_kernels):
+    query, held = torch.randn(2, 8, 1, 64, device=DEVICE, dtype=torch.float16), payload()
+    mask = torch.rand(2, 1, 1, 201, device=DEVICE) > 0.2 if masked else None
+    out, operations = compiled(attend_on_codes, query, held, mask)
+    assert operations == [["qkvcache.attend"]]
     torch.testing.assert_close(out, attend_on_codes(query, held, mask))
     torch.testing.assert_close(out.float(), attend(query.float(), held, mask), rtol=0, atol=3e-3)
 
 
-def test_the_fake_knows_shapes(on_kernels):
+def test_mass_for_the_compiler(on_kernels):
+    query, held, observed = torch.randn(2, 8, 1, 64, device=DEVICE, dtype=torch.float16), payload(), torch.ones(2, 1, device=DEVICE)
+    found, operations = compiled(observe_on_codes, query, held, observed=observed)
+    assert operations == [["qkvcache.attend"]]
+    for x, expected in zip(found, observe_on_codes(query, held, observed=observed), strict=True):
+        torch.testing.assert_close(x, expected)
+
+
+@pytest.mark.parametrize("observed", [pytest.param(None, marks=pytest.mark.slow), torch.ones(2, 3, device=DEVICE)], ids=["", "observed"])
+def test_the_fake_knows_shapes(observed, on_kernels):
     query, held = torch.randn(2, 8, 3, 64, device=DEVICE, dtype=torch.float16), payload()
     planes = [plane for slab in held.body.slabs for codes in slab for plane in codes.values()]
     codecs, tokens = list(held.body.numbers), held.body.tokens
     arguments = (query, planes, held.body.table, codecs, tokens, list(held.exact), None, None, None, None, True)
-    torch.library.opcheck(torch.ops.qkvcache.attend, arguments, test_utils=("test_schema", "test_faketensor"))
+    torch.library.opcheck(torch.ops.qkvcache.attend, (*arguments, observed), test_utils=("test_schema", "test_faketensor"))
 
 
 def test_what_the_environment_forces(monkeypatch):

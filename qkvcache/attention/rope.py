@@ -1,0 +1,189 @@
+"""Cached keys carry the rotary embedding (RoPE) of their positions; here they are turned to others.
+
+Which channels pair up, and by what angle, is asked of the model's own code instead of a list of models: its rotary module gives the
+frequencies, and a probe that its `apply_rotary_pos_emb` turns gives the pairs. What the probe does not confirm is refused.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib
+import inspect
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+
+LAYER_TYPE = "full_attention"  # whose keys we hold, where a model turns each type of layer in its own way
+APPLY = ("apply_rotary_pos_emb", "apply_rotary_emb", "_apply_rotary_emb")
+PROBE_AT, PROBE_BY, PROBE_TOLERANCE = 7, 1009, 1e-2  # the fp32 angles of the models err by 1e-4 there, a wrong pairing by 1
+
+
+@dataclass(frozen=True, eq=False)
+class Rope:
+    """How a model turns its keys: angle of each pair for one position, which channels pair up.
+
+    `inv_freq` is fp32 or fp64 `[R/2]` on the CPU, of the first R channels. Pairs are (2i, 2i+1) if `interleaved` (GPT-J, Cohere), else
+    (i, i + R/2) (Llama).
+    """
+
+    inv_freq: Tensor
+    interleaved: bool
+
+    @classmethod
+    def of(cls, config: PreTrainedConfig) -> Rope:
+        """The rotation of the full-attention layers of a model with this config.
+
+        Raises:
+            NotImplementedError: no RoPE, one whose frequencies change with the length ("dynamic", "longrope"), one of several axes, one
+                that only some layers have, latent attention (MLA), or one that the model's code applies in a way not known here.
+        """
+        config = config.get_text_config(decoder=True)
+        name = config.model_type
+        parameters = getattr(config, "rope_parameters", None)
+        if not parameters:
+            raise NotImplementedError(f"{name!r} has no rope_parameters in its config: its keys are not turned by RoPE as known here")
+        nested = any(isinstance(value, dict) for value in parameters.values())
+        own = parameters.get(LAYER_TYPE) if nested else parameters
+        if not own:
+            raise NotImplementedError(f"{name!r} has RoPE for {sorted(parameters)} and none for {LAYER_TYPE!r}")
+        kind = own.get("rope_type", "default")
+        if "dynamic" in kind or kind == "longrope":
+            raise NotImplementedError(f"{name!r} has rope_type {kind!r}: its frequencies change with the length")
+        if getattr(config, "qk_rope_head_dim", None):
+            raise NotImplementedError(f"{name!r} has latent attention: it turns {config.qk_rope_head_dim} channels that are not the first")
+        several_axes = f"{name!r} has multimodal RoPE: its positions have several axes, a gap is not one number"
+        if any("mrope" in key for key in own):
+            raise NotImplementedError(several_axes)
+        module = _modeling(config)
+        apply = next((getattr(module, function) for function in APPLY if hasattr(module, function)), None)
+        rotary = _rotary(config, module)
+        if apply is None or rotary is None:
+            raise NotImplementedError(f"{name!r}: no rotary module and function ({', '.join(APPLY)}) in {module.__name__}")
+        if any("mrope" in key for key in vars(rotary)):
+            raise NotImplementedError(several_axes)
+        if where := _exception(module, apply.__name__):
+            raise NotImplementedError(f"{name!r} turns keys in some layers only ({where}), and which ones is not known here")
+        return _probed(name, rotary, apply, LAYER_TYPE if nested else None)
+
+    def turn(self, keys: Tensor, by: int | Tensor) -> Tensor:
+        """`keys` `[B, H, T, D]` turned forward by `by` positions, an int or a tensor `[B]` or `[B, T]`, in the keys' dtype.
+
+        Angles are computed in fp64, as those of far positions need, and the turn in fp32 at least. Channels beyond R pass through.
+        """
+        batch, _, tokens, head_dim = keys.shape
+        channels = 2 * len(self.inv_freq)
+        if channels > head_dim:
+            raise ValueError(f"the model turns {channels} channels, the keys have {head_dim}: they are of another model")
+        device = torch.device("cpu") if keys.device.type == "mps" else keys.device  # MPS has no fp64
+        angles = _frequencies(self, device)
+        if isinstance(by, Tensor):
+            if by.shape not in ((), (batch,), (batch, tokens)):
+                raise ValueError(f"by has shape {list(by.shape)}: keys {list(keys.shape)} take an int, [{batch}] or [{batch}, {tokens}]")
+            by = by.to(device, torch.float64).reshape(by.shape[:1] + (1,) + (by.shape[1:] or (1,)) + (1,))  # [B, 1, T or 1, 1]
+        angles = by * angles
+        dtype = torch.promote_types(keys.dtype, torch.float32)
+        cos, sin = angles.cos().to(keys.device, dtype), angles.sin().to(keys.device, dtype)
+        turned, rest = keys[..., :channels].to(dtype), keys[..., channels:]
+        if self.interleaved:
+            one, two = turned[..., 0::2], turned[..., 1::2]
+            turned = torch.stack([one * cos - two * sin, two * cos + one * sin], -1).flatten(-2)
+        else:
+            one, two = turned.chunk(2, -1)
+            turned = torch.cat([one * cos - two * sin, two * cos + one * sin], -1)
+        return torch.cat([turned.to(keys.dtype), rest], -1)
+
+
+@functools.lru_cache(maxsize=32)
+@torch.inference_mode(False)  # what is made once for all callers must serve those that differentiate too
+def _frequencies(rope: Rope, device: torch.device) -> Tensor:
+    return rope.inv_freq.to(device, torch.float64)
+
+
+def _modeling(config: PreTrainedConfig) -> ModuleType:
+    """The module with the model's code: beside the one with the config's class, or with a class that it derives from."""
+    beside = next(kind.__module__ for kind in type(config).__mro__ if ".configuration_" in kind.__module__)
+    try:
+        return importlib.import_module(beside.replace(".configuration_", ".modeling_"))
+    except ImportError as error:
+        raise NotImplementedError(f"{config.model_type!r}: no code of the model beside {beside}, to ask how it turns its keys") from error
+
+
+def _rotary(config: PreTrainedConfig, module: ModuleType) -> nn.Module | None:
+    """The model's rotary module, without weights. Beside those of encoders it is known by the config that its constructor wants."""
+    kinds = [k for n, k in vars(module).items() if "Rotary" in n and inspect.isclass(k) and issubclass(k, nn.Module)]
+    wanted = {kind.__name__ for kind in type(config).__mro__}
+    fitting = [kind for kind in kinds if _wants(kind) in wanted] or kinds
+    if len(fitting) != 1:
+        return None
+    try:
+        with torch.device("cpu"), torch.inference_mode(False):
+            return fitting[0](config)
+    except (AttributeError, KeyError, TypeError) as error:
+        raise NotImplementedError(f"{config.model_type!r}: {fitting[0].__name__} is not made from its config ({error})") from error
+
+
+def _wants(kind: type) -> str:
+    """The name of the class that the constructor wants as `config`."""
+    parameter = inspect.signature(kind).parameters.get("config")
+    wants = parameter.annotation if parameter else None
+    return wants if isinstance(wants, str) else getattr(wants, "__name__", "")
+
+
+@functools.lru_cache(maxsize=32)
+def _exception(module: ModuleType, function: str) -> str | None:
+    """Where attention caches keys that `function` has not turned: a class that calls it under an `if` only, or never. Layers may differ."""
+    for kind in ast.parse(inspect.getsource(module)).body:
+        if isinstance(kind, ast.ClassDef):
+            calls = _calls(kind, function, None)
+            if calls and None not in calls:
+                return f"`if {calls[0]}` in {kind.name}"
+            if not calls and any(_caches(node) for node in ast.walk(kind)):
+                return f"not in {kind.name}"
+    return None
+
+
+def _caches(node: ast.AST) -> bool:
+    """Whether this is a call such as `past_key_values.update(...)`."""
+    is_update = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "update"
+    return is_update and "past_key_value" in ast.unparse(node)
+
+
+def _calls(node: ast.AST, function: str, condition: str | None) -> list[str | None]:
+    """For each call of `function` below `node` the innermost `if` around it, or None."""
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == function:
+        return [condition]
+    if isinstance(node, ast.If):
+        condition = ast.unparse(node.test)
+    return [call for child in ast.iter_child_nodes(node) for call in _calls(child, function, condition)]
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def _probed(name: str, rotary: nn.Module, apply: Any, layer_type: str | None) -> Rope:
+    """The Rope that turns what the model has turned for one position into what it turns for another."""
+    frequencies = f"{layer_type}_inv_freq" if layer_type else "inv_freq"
+    inv_freq = getattr(rotary, frequencies, None)
+    if inv_freq is None:
+        raise NotImplementedError(f"{name!r}: {type(rotary).__name__} holds no {frequencies}")
+    keys = torch.randn(1, 1, 1, 2 * len(inv_freq), generator=torch.Generator().manual_seed(0), device="cpu", dtype=torch.float32)
+
+    def model(position: int) -> Tensor:
+        cos, sin = rotary(keys, torch.tensor([[position]], device="cpu"), *([layer_type] if layer_type else []))
+        offered = {"q": keys, "k": keys, "x": keys, "cos": cos, "sin": sin}
+        turned = apply(**{key: offered[key] for key in inspect.signature(apply).parameters if key in offered})
+        return turned[1] if isinstance(turned, tuple) else turned
+
+    try:
+        before, after = model(PROBE_AT), model(PROBE_AT + PROBE_BY)
+    except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise NotImplementedError(f"{name!r} calls {apply.__name__} in a way not known here ({error})") from error
+    for interleaved in (False, True):
+        rope = Rope(inv_freq.detach().clone(), interleaved)
+        if after.shape == keys.shape and torch.allclose(rope.turn(before, PROBE_BY), after, rtol=0, atol=PROBE_TOLERANCE):
+            return rope
+    raise NotImplementedError(f"{name!r}: {apply.__name__} turns neither pairs (i, i + R/2) nor (2i, 2i+1) by its frequencies")

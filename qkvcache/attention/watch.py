@@ -1,0 +1,175 @@
+"""Attention of layers that evict: they own their masks, and learn from attention what it looked at.
+
+transformers builds masks by column, but the tokens of an evicting layer lie in slots, in another order in each head. Of its mask only the
+columns of the running step count: they tell which new tokens are real; of stored tokens the layer knows it. While nothing has been evicted
+and all is in order, the model's own mask and attention function run as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
+
+from ..kernels import Exact, Side, attend_on_codes, column_mass, dense, observe_on_codes, prefill_with_lse
+from .handle import KVHandle
+
+
+class Watch(Protocol):
+    """A layer that wants to know what attention does."""
+
+    @property
+    def observes(self) -> int:
+        """Of how many of the step's last real queries it wants the attention weights."""
+
+    @property
+    def in_order(self) -> bool:
+        """Whether its tokens are, column by column, those that the model's mask speaks of."""
+
+    def enter(self, real: Tensor | None) -> Tensor | None:
+        """Takes which of the step's tokens are real, bool `[B, Q]`; returns which of the stored ones are, `[B, S]`. None: all."""
+
+    def observe(self, mass: Tensor | None) -> None:
+        """Takes the weights `[B, H, S + Q]`, summed over queries and query heads of the group. The layer may change now."""
+
+
+def watched(
+    stock: Callable, implementation: str, few: bool, module: torch.nn.Module, query: Tensor, key: KVHandle, value: KVHandle, mask: Any,
+    *args: Any, **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """`route` for the handles of an evicting layer; `few`: attention on the codes is faster than decoding them."""
+    watch: Watch = key.watch
+    batch, queries, stored_tokens = query.shape[0], query.shape[2], key.shape[2] - query.shape[2]
+    new = _of_new_tokens(implementation, mask, batch, queries, query.device)
+    real = None if new is None else _diagonal(new, batch)
+    in_order, stored = watch.in_order, watch.enter(real)
+    observed = _observed(watch.observes, real, query)
+    scaling = kwargs.get("scaling")
+    options = {
+        "scaling": query.shape[3] ** -0.5 if scaling is None else scaling,
+        "softcap": kwargs.get("softcap"),
+        "sinks": kwargs.get("s_aux"),
+    }
+    if implementation == "sdpa":  # which has neither: transformers 5.17 drops them, and a decode must not differ from its prefill
+        options |= {"softcap": None, "sinks": None}
+
+    mass: Tensor | None = None
+    weights: Tensor | None = None
+    lse: Tensor | None = None
+    if not in_order and few and "eager" not in implementation and not kwargs.get("dropout"):
+        bits = None if stored is None and new is None else _joined(stored, new, batch, stored_tokens, queries, query.device)
+        causal = bits is None
+        if observed is None:
+            out = attend_on_codes(query, key.payload, bits, causal=causal, **options)
+        else:
+            out, mass = observe_on_codes(query, key.payload, bits, observed=observed, causal=causal, **options)
+        watch.observe(mass)
+        return out.transpose(1, 2).contiguous(), None
+
+    keys, values = key, value
+    if in_order or "eager" not in implementation:
+        keys, values = _whole(key), _whole(value)  # type: ignore[assignment]
+    if not in_order:
+        mask = _whole_mask(implementation, stored, new, real, query, stored_tokens)
+    if observed is not None and mask is None and implementation == "sdpa" and not stored_tokens:
+        found = prefill_with_lse(query, keys, values, options["scaling"])  # type: ignore[arg-type]
+        if found is not None:
+            out, lse = found[0].transpose(1, 2).contiguous(), found[1]
+    if lse is None:
+        out, weights = stock(module, query, keys, values, mask, *args, **kwargs)
+
+    if observed is not None and isinstance(weights, Tensor):
+        mass = torch.einsum("bhgqt,bq->bht", weights.float().unflatten(1, (key.side.shape[1], -1)), observed)
+    elif observed is not None:
+        last = _last(watch.observes, real, queries)
+        visible = _visible(stored, real, batch, stored_tokens, queries, query.device)
+        lse = None if lse is None else lse[:, :, last]
+        mass = column_mass(query[:, :, last], keys, observed[:, last], visible, lse=lse, **options)  # type: ignore[arg-type]
+    watch.observe(mass)
+    return out, weights
+
+
+def _whole(handle: KVHandle) -> Tensor:
+    side: Side = handle.side
+    if len(side.segments) == 1 and isinstance(side.segments[0], Exact):
+        return side.segments[0].x
+    return dense(side)
+
+
+def _of_new_tokens(implementation: str, mask: Any, batch: int, queries: int, device: torch.device) -> Tensor | None:
+    """The mask among the step's own tokens, bool or additive, `[B, H, Q, Q]` with `B` and `H` perhaps 1; None if it is just causal."""
+    if mask is None:
+        return None
+    if isinstance(mask, BlockMask):
+        rows, q = torch.arange(batch, device=device)[:, None, None], torch.arange(queries, device=device)
+        shown = mask.mask_mod(rows, rows * 0, q[None, :, None], q[None, None, :] + mask.shape[-1] - queries)
+        return shown.expand(batch, queries, queries)[:, None]
+    if "flash" in implementation:
+        return _causal(queries, device) & mask[:, None, None, -queries:].bool()
+    return mask[..., -queries:]
+
+
+def _causal(queries: int, device: torch.device) -> Tensor:
+    return torch.ones(queries, queries, dtype=torch.bool, device=device).tril()
+
+
+def _diagonal(new: Tensor, batch: int) -> Tensor:
+    """Whether each new token sees itself, bool `[B, Q]`: padding does not."""
+    own = new[:, 0].diagonal(dim1=-2, dim2=-1)
+    own = own if own.dtype == torch.bool else own > torch.finfo(own.dtype).min / 2
+    return own.expand(batch, -1)
+
+
+def _observed(count: int, real: Tensor | None, query: Tensor) -> Tensor | None:
+    """With what weight each query counts, fp32 `[B, Q]`: 1 for the last `count` real ones."""
+    if not count:
+        return None
+    if real is None:
+        real = torch.ones(query.shape[0], query.shape[2], dtype=torch.bool, device=query.device)
+    if count >= query.shape[2]:
+        return real.float()
+    from_the_end = real.flip(-1).cumsum(-1).flip(-1)
+    return (real & (from_the_end <= count)).float()
+
+
+def _last(count: int, real: Tensor | None, queries: int) -> slice:
+    """A range of queries that holds the last `count` real ones."""
+    if count < queries and (real is None or bool(real[:, -count:].all())):
+        return slice(queries - count, queries)
+    return slice(0, queries)
+
+
+def _visible(
+    stored: Tensor | None, real: Tensor | None, batch: int, stored_tokens: int, queries: int, device: torch.device
+) -> Tensor | None:
+    """Which tokens are real, bool `[B, S + Q]`, or None for all."""
+    if stored is None and real is None:
+        return None
+    parts = (stored, stored_tokens), (real, queries)
+    return torch.cat([torch.ones(batch, n, dtype=torch.bool, device=device) if x is None else x for x, n in parts], dim=1)
+
+
+def _joined(stored: Tensor | None, new: Tensor | None, batch: int, stored_tokens: int, queries: int, device: torch.device) -> Tensor:
+    """A mask over all tokens, `[B, H, Q, S + Q]` with `H` perhaps 1, bool or additive as `new` is."""
+    new = _causal(queries, device)[None, None] if new is None else new
+    new = new.expand(batch, -1, queries, -1)
+    past = torch.ones(batch, stored_tokens, dtype=torch.bool, device=device) if stored is None else stored
+    if new.dtype != torch.bool:
+        past = torch.zeros_like(past, dtype=new.dtype).masked_fill(~past, torch.finfo(new.dtype).min)
+    return torch.cat([past[:, None, None, :].expand(-1, new.shape[1], queries, -1), new], dim=-1)
+
+
+def _whole_mask(
+    implementation: str, stored: Tensor | None, new: Tensor | None, real: Tensor | None, query: Tensor, stored_tokens: int
+) -> Tensor | None:
+    """The mask over all tokens as the stock function of `implementation` takes it."""
+    batch, queries, device = query.shape[0], query.shape[2], query.device
+    if "flash" in implementation:
+        return _visible(stored, real, batch, stored_tokens, queries, device)
+    mask = _joined(stored, new, batch, stored_tokens, queries, device)
+    if mask.dtype == torch.bool and ("eager" in implementation or "flex" in implementation):
+        return torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, torch.finfo(query.dtype).min)
+    return mask

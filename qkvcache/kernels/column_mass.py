@@ -1,0 +1,63 @@
+"""Attention mass of a prefill: the softmax weight of each key, summed over queries, in plain torch and with memory linear in tokens."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .attend import HIDDEN, MASKED
+
+BLOCK = 2**24
+"""Most scores that exist at once."""
+
+
+def column_mass(
+    query: Tensor,
+    key: Tensor,
+    observed: Tensor,
+    visible: Tensor | None = None,
+    *,
+    scaling: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    lse: Tensor | None = None,
+) -> Tensor:
+    """Mass of each token, fp32 `[B, H, T]`, summed over the query heads of its group too. Attention is causal.
+
+    Args:
+        query: `[B, Hq, Q, D]`, of the last `Q` tokens.
+        key: `[B, H, T, D]`.
+        observed: how often each query counts, fp32 `[B, Q]`; 0 for padding.
+        visible: bool `[B, T]`, False for padding.
+        softcap, sinks: as for `attend`.
+        lse: log of the normaliser `[B, Hq, Q]` of the scaled scores, sinks included, if it is known. Then `sinks` are not read.
+    """
+    batch, query_heads, queries, dim = query.shape
+    heads, tokens = key.shape[1:3]
+    groups = query_heads // heads
+    key = key.float()
+    mass = torch.zeros(batch, heads, tokens, dtype=torch.float32, device=key.device)
+    step = max(BLOCK // (batch * query_heads * tokens), 1)
+    for begin in range(0, queries, step):
+        end = min(begin + step, queries)
+        seen = tokens - queries + end
+        rows = query[:, :, begin:end].float().mul(scaling).reshape(batch, heads, groups * (end - begin), dim)
+        logits = (rows @ key[:, :, :seen].mT).view(batch, query_heads, end - begin, seen)
+        if softcap is not None:
+            logits = softcap * torch.tanh(logits / softcap)
+        own = logits[..., seen - (end - begin) :]
+        own.masked_fill_(torch.ones_like(own[0, 0], dtype=torch.bool).triu(1), MASKED)
+        if visible is not None:
+            logits.masked_fill_(~visible[:, None, None, :seen], MASKED)
+        if lse is not None:
+            level = lse[:, :, begin:end]
+        else:
+            level = logits.logsumexp(-1)
+            if sinks is not None:
+                level = torch.logaddexp(level, sinks.float()[:, None])
+        unseen = logits <= HIDDEN
+        count = observed[:, None, begin:end].float().expand(batch, query_heads, -1)
+        weights = logits.sub_(level[..., None]).exp_().masked_fill_(unseen | (count == 0)[..., None], 0)
+        rows_of = (batch, heads, groups * (end - begin))
+        mass[:, :, :seen] += (count.reshape(rows_of)[:, :, None] @ weights.reshape(*rows_of, seen))[:, :, 0]
+    return mass

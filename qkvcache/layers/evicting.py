@@ -1,0 +1,300 @@
+"""One model layer's cache that forgets tokens: the zones of `compressed.py`, with a body of bounded size.
+
+After each step's attention, tokens beyond the recent zone are offered to the body. Is it full, the policy ranks what it holds together with
+what comes, and the codes of those that stay among the new are written over the codes of those that go. Survivors stay where they are, bit
+for bit; slots are in no order. The budget holds after every step, prompts included: a prompt is cut after its own attention.
+
+Exact zones hold only tokens that the policy protects, so that the tokens kept do not depend on the format.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from ..attention.handle import KVHandle
+from ..attention.rope import Rope
+from ..formats import Format, Identity
+from ..kernels import Exact, Payload
+from ..policies import Arrivals, Budget, Policy
+from .admission import admit
+from .compressed import CompressedLayer
+from .ledger import Ledger, Records
+from .slots import Slots
+
+
+@dataclass
+class Step:
+    """A step whose attention has not been settled: its tokens, which of them are real, and which columns before them are."""
+
+    queries: int
+    entered: bool = False
+    observed: bool = False
+    real: Tensor | None = None
+    stored: Tensor | None = None
+
+
+class EvictingLayer(CompressedLayer):
+    """A layer that keeps what `policy` keeps within `budget`, in `format`.
+
+    Args:
+        rope: how keys are turned, for sinks that are read at positions of the cache.
+        deferred: other layers read this one's keys after its own attention, so that eviction waits for the next step.
+    """
+
+    is_croppable = False
+
+    def __init__(
+        self,
+        format: Format,
+        policy: Policy,
+        budget: Budget,
+        exact_first: int = 4,
+        exact_recent: int = 64,
+        *,
+        rope: Rope | None = None,
+        deferred: bool = False,
+    ):
+        exact = isinstance(format, Identity)
+        first = 0 if exact else min(exact_first, policy.sinks)
+        super().__init__(format, policy.sinks if rope else first, 0 if exact else exact_recent)
+        self.policy, self.budget, self.rope, self.deferred = policy, budget, rope, deferred
+        self.interval = policy.interval_of(budget)
+        self._reset()
+
+    def _reset(self) -> None:
+        self.ledger: Ledger | None = None
+        self.step: Step | None = None
+        self.in_order = not self.exact_first and isinstance(self.format, Identity)
+
+    def __repr__(self) -> str:
+        return f"EvictingLayer({self.policy.name}, {self.format.name}, tokens={self.get_seq_length()}, stored={self.stored})"
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        super().lazy_initialization(key_states, value_states)
+        for zone in self.zones or ():
+            zone.body = Slots(zone.body.codec, zone.body.head_dim, per_head=True)
+        self.ledger = Ledger(self.policy, self.budget, key_states)
+
+    # A step: update, enter, observe, settle.
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs):
+        """Stores `[B, H, T, D]` keys and values; returns handles that report the attention on them to this layer.
+
+        Raises ValueError as CompressedLayer does; NotImplementedError if the attention of the step before was not reported, which a model
+        with attention of its own does not, and if keys or values require a gradient.
+        """
+        self._check(key_states, value_states)
+        if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
+            raise NotImplementedError("a cache that evicts tokens has no gradients: run the model under torch.no_grad()")
+        if self.step is not None and not self.step.observed:
+            raise NotImplementedError(
+                "the attention of the step before was not seen: eviction works with models whose attention goes through transformers' "
+                "AttentionInterface, and a step that failed must be followed by reset()"
+            )
+        self.settle()
+        if self.zones is None:
+            self.lazy_initialization(key_states, value_states)
+        key, value = self.zones  # type: ignore[misc]
+        key.extend(key_states)
+        value.extend(value_states)
+        self.step = Step(key_states.shape[2])
+        payload = self._payload()
+        return KVHandle(payload, payload.key, watch=self), KVHandle(payload, payload.value, watch=self)
+
+    def _payload(self) -> Payload:
+        payload = super()._payload()
+        key, _ = self.zones  # type: ignore[misc]
+        evicted = self._evicted()
+        if self.rope is None or not key.first.shape[2] or evicted is None:
+            return payload
+        turned = self.rope.turn(key.first, evicted)
+        side = replace(payload.key, segments=(Exact(turned), *payload.key.segments[1:]))
+        return replace(payload, key=side, exact=(turned, *payload.exact[1:]) if payload.exact else ())
+
+    def _evicted(self) -> int | Tensor | None:
+        """How many tokens of each row are gone, `[B]` where rows differ; None if there are none."""
+        ledger = self.ledger
+        if ledger is None or self.in_order:
+            return None
+        valid = ledger.valid()
+        return ledger.columns - self.stored if valid is None or ledger.seen is None else ledger.seen - valid.sum(-1)
+
+    @property
+    def observes(self) -> int:
+        return self.policy.observes
+
+    def enter(self, real: Tensor | None) -> Tensor | None:
+        step, ledger = self._running()
+        if not step.entered:
+            step.stored = ledger.valid()
+            ledger.enter(self.zones[0].recent[:, :, -step.queries :], real)  # type: ignore[index]
+            step.real = None if ledger.seen is None else real
+            step.entered = True
+        return step.stored
+
+    def observe(self, mass: Tensor | None) -> None:
+        step, ledger = self._running()
+        if mass is not None:
+            queries = step.queries if step.real is None else step.real.sum(-1)[:, None, None]
+            ledger.observe(mass, 0 if step.observed else queries)
+        step.observed = True
+        if not self.deferred:
+            self.settle()
+
+    def _running(self) -> tuple[Step, Ledger]:
+        if self.step is None or self.ledger is None:
+            raise ValueError("no step is running: attention was given the keys of a step that is over")
+        return self.step, self.ledger
+
+    @torch.no_grad()
+    def settle(self) -> None:
+        """Moves the tokens of a step whose attention is over to where they belong, and evicts what the budget does not hold."""
+        step, ledger = self.step, self.ledger
+        if step is None or ledger is None or not step.observed:
+            return
+        self.step = None
+        key, value = self.zones  # type: ignore[misc]
+        if self.budget.share:
+            ledger.count_rows()
+        if self._lacks_sinks():
+            self._take_sinks(step.queries)
+        tail = self._tail()
+        if ledger.seen is not None and (tail or self.exact_first):
+            self._align()
+        leaving = key.recent.shape[2] - tail
+        if leaving >= self.interval:
+            self._leave(leaving)
+        key.keep()
+        value.keep()
+
+    def _tail(self) -> int:
+        """Tokens of the exact recent zone, all of which the policy protects."""
+        ledger = self.ledger
+        seen = ledger.least if ledger and self.budget.share else 0
+        recent = self.policy.recent_of(self.policy.size(self.budget, seen))
+        return max(self.policy.tail, min(self.exact_recent, recent))
+
+    def _lacks_sinks(self) -> bool:
+        """Whether a row waits for one of its first tokens."""
+        ledger: Ledger = self.ledger  # type: ignore[assignment]
+        if ledger.first.shape[1] < self.exact_first:
+            return True
+        return self.exact_first > 0 and ledger.seen is not None and not bool(ledger.first.all())
+
+    def _take_sinks(self, queries: int) -> None:
+        """The first real tokens of each row, among those of the step, go to the first zone."""
+        ledger: Ledger = self.ledger  # type: ignore[assignment]
+        had = ledger.first.shape[1]
+        missing = min(self.exact_first, ledger.columns) - had
+        ledger.first = torch.nn.functional.pad(ledger.first, (0, missing))
+        positions = ledger.recent["positions"][:, 0]
+        hits = positions[:, None, -queries:] == torch.arange(had + missing, device=positions.device)[None, :, None]  # [B, E, Q]
+        found, at = hits.any(-1), hits.int().argmax(-1)
+        for zone in self.zones or ():
+            first = torch.nn.functional.pad(zone.first, (0, 0, 0, missing))
+            new = zone.recent[:, :, -queries:]
+            taken = new.gather(2, at[:, None, :, None].expand(*new.shape[:2], -1, new.shape[3]))
+            zone.first = torch.where(found[:, None, :, None], taken, first)
+        ledger.first = ledger.first | found
+        if ledger.seen is None:  # they are the oldest of the recent
+            self._cut(missing)
+        else:
+            taken = (positions >= 0) & (positions < had + missing)
+            ledger.recent["positions"] = ledger.recent["positions"].masked_fill(taken[:, None], -1)
+
+    def _cut(self, count: int) -> None:
+        """Drops the oldest `count` columns of the recent zone."""
+        for zone in self.zones or ():
+            zone.recent = zone.recent[:, :, count:]
+        records = self.ledger.recent  # type: ignore[union-attr]
+        for name in records:
+            records[name] = records[name][..., count:]
+
+    def _align(self) -> None:
+        """Recent tokens to the right in each row, in their order; columns without a token to the left."""
+        records = self.ledger.recent  # type: ignore[union-attr]
+        order = (records["positions"][:, 0] >= 0).int().argsort(dim=-1, stable=True)[:, None]
+        for zone in self.zones or ():
+            index = order[..., None].expand(*zone.recent.shape[:2], -1, zone.recent.shape[3])
+            zone.recent = zone.recent.gather(2, index)
+            zone.borrowed = False
+        for name in records:
+            records[name] = records[name].gather(-1, order.expand(records[name].shape))
+
+    def _leave(self, count: int) -> None:
+        """The oldest `count` columns of the recent zone go to the body, or nowhere."""
+        ledger: Ledger = self.ledger  # type: ignore[assignment]
+        (keys, values), (after_keys, after_values) = zip(*((z.recent[:, :, :count], z.recent) for z in self.zones or ()), strict=True)
+        arriving = {name: x[..., :count] for name, x in ledger.recent.items()}
+        score = self.policy.score(Arrivals(keys, values, after_keys, after_values, ledger.mean_key()))
+        if score is not None:
+            arriving["score"] = score.float()
+        for name, x in (("key_norm", keys), ("value_norm", values)):
+            if name in arriving:
+                arriving[name] = torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32)
+        self._offer((keys, values), arriving)
+        self._cut(count)
+
+    def _offer(self, arrived: tuple[Tensor, Tensor], records: Records) -> None:
+        """Takes tokens into the body as far as the budget goes, in the place of others where it must."""
+        ledger: Ledger = self.ledger  # type: ignore[assignment]
+        key, value = self.zones  # type: ignore[misc]
+        outside = ledger.first.shape[1] + self._tail() + self.interval - 1
+        limit = max(self.policy.size(self.budget, ledger.columns) - outside, key.body.length)
+        own = None
+        if self.budget.share and ledger.seen is not None:  # rows whose budgets differ
+            own = self.policy.size(self.budget, ledger.rows_seen()) - outside
+        appended = admit((key.body, value.body), ledger, arrived, records, limit, own, min(key.block, value.block))
+        self.in_order = self.in_order and appended
+
+    # What generate asks.
+
+    @property
+    def stored(self) -> int:
+        """Columns that attention reads before the tokens of the step."""
+        return self.zones[0].length - (self.step.queries if self.step else 0) if self.zones else 0
+
+    def get_seq_length(self) -> int:
+        return self.ledger.columns + (self.step.queries if self.step and not self.step.entered else 0) if self.ledger else 0
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        self.settle()
+        return self.stored + query_length, self.get_seq_length() - self.stored
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Raises NotImplementedError for anything but 0: what was evicted for the tokens that would go is gone."""
+        if tokens_to_remove > 0:
+            super().crop(tokens_to_remove)
+        if tokens_to_remove:
+            raise NotImplementedError(
+                f"crop({tokens_to_remove}): a cache that evicts tokens cannot take steps back, as assisted and prompt-lookup decoding do; "
+                "use a cache without a policy for these"
+            )
+
+    def reset(self) -> None:
+        super().reset()
+        self._reset()
+
+    def _map(self, fn) -> None:
+        self.settle()
+        super()._map(fn)
+        if self.ledger is not None:
+            self.ledger.map(fn)
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        yield from super().tensors()
+        if self.ledger is not None:
+            yield from (("bookkeeping", x) for x in self.ledger.tensors())
+
+    def positions(self) -> Tensor:
+        """Positions of the tokens held, ascending, int32 `[B, H, T]`; -1 where a row holds fewer than `T`."""
+        self.settle()
+        if self.ledger is None:
+            raise ValueError("the layer is empty")
+        body, recent = self.ledger.body["positions"], self.ledger.recent["positions"]
+        first = torch.arange(self.ledger.first.shape[1], dtype=torch.int32, device=body.device).where(self.ledger.first, -1)
+        return torch.cat([first[:, None].expand(-1, body.shape[1], -1), body, recent], dim=-1).sort(-1).values

@@ -1,0 +1,41 @@
+"""A policy of one's own, as one function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from .base import ALL, Policy, Tokens
+
+
+@dataclass(frozen=True, kw_only=True)
+class Custom(Policy):
+    """`function(tokens)` gives the priority `[B, H, T]` of `Tokens`: `score` is the attention mass accumulated so far, and norms, positions
+    and validity are there too.
+
+        Custom(function=lambda tokens: tokens.score * tokens.value_norm, budget=1024)
+    """
+
+    function: Callable[[Tokens], Tensor]
+    observes: ClassVar[int] = ALL
+    scores: ClassVar[bool] = True
+    norms: ClassVar[bool] = True
+    weighs: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if not callable(self.function):
+            raise TypeError(f"function must take Tokens and return their priority, got {self.function!r}")
+        super().__post_init__()
+
+    def observe(self, score: Tensor, mass: Tensor, queries: Tensor | int) -> Tensor:
+        return score + mass
+
+    def priority(self, tokens: Tokens) -> Tensor:
+        found = self.function(tokens)
+        if not isinstance(found, Tensor) or found.shape != tokens.positions.shape:
+            shape = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
+            raise ValueError(f"the policy's function gave {shape}, expected priorities of shape {tuple(tokens.positions.shape)}")
+        return found

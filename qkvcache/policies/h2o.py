@@ -1,0 +1,50 @@
+"""Heavy hitters: tokens that attention has looked at most (arXiv 2306.14048)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from torch import Tensor
+
+from .base import ALL, Policy, Tokens
+
+
+@dataclass(frozen=True, kw_only=True)
+class H2O(Policy):
+    """Half of the budget for the newest tokens, the rest for those with the most accumulated attention, of each layer, row and KV head.
+
+    The attention of every real query counts, those of the prompt included, summed over the query heads of the group, in fp32. H2O keeps
+    what the text so far looked back at: it is weak at finding what nobody has asked about yet (README).
+
+    Args:
+        reduce: "mean" divides by the number of queries that could see the token, so that a token does not lose to older ones because it
+            is younger; "sum" is the paper's, in which only the recent zone protects the young.
+        decay: factor on the past at each query; below 1, old attention fades.
+    """
+
+    sinks: int = 0
+    recent: int | float = 0.5
+    reduce: Literal["sum", "mean"] = "mean"
+    decay: float = 1.0
+
+    observes: ClassVar[int] = ALL
+    scores: ClassVar[bool] = True
+    weighs: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.reduce not in ("sum", "mean"):
+            raise ValueError(f"reduce={self.reduce!r}: expected 'sum' or 'mean'")
+        if not 0 < self.decay <= 1:
+            raise ValueError(f"decay={self.decay!r}: must be above 0 and at most 1")
+
+    def observe(self, score: Tensor, mass: Tensor, queries: Tensor | int) -> Tensor:
+        return (score if self.decay == 1 else score * self.decay**queries) + mass
+
+    def priority(self, tokens: Tokens) -> Tensor:
+        score = super().priority(tokens)
+        if self.reduce == "sum":
+            return score
+        queries = (tokens.seen - tokens.positions).clamp_min(1).float()
+        return score / (queries if self.decay == 1 else (1 - self.decay**queries) / (1 - self.decay))

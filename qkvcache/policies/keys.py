@@ -1,0 +1,39 @@
+"""By the key itself, with no attention at all: its norm, or how unlike the others it is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from .base import Arrivals, Policy
+
+
+@dataclass(frozen=True, kw_only=True)
+class Knorm(Policy):
+    """Evicts keys of large norm, which attention tends to pass over (arXiv 2406.11430)."""
+
+    scores: ClassVar[bool] = True
+
+    def score(self, tokens: Arrivals) -> Tensor:
+        return -torch.linalg.vector_norm(tokens.keys, dim=-1, dtype=torch.float32)
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeyDiff(Policy):
+    """Keeps keys that differ most from the mean direction of all keys (arXiv 2504.15364): the best choice without attention weights.
+
+    A token is scored once, when it leaves the recent zone, against the mean over all tokens seen by then; the paper scores all tokens anew
+    against the mean of those held. So nothing is decoded for it, and every format keeps the same tokens.
+    """
+
+    scores: ClassVar[bool] = True
+    mean_key: ClassVar[bool] = True
+
+    def score(self, tokens: Arrivals) -> Tensor:
+        if tokens.mean_key is None:
+            raise ValueError("KeyDiff needs the mean key")
+        keys = tokens.keys.float()
+        return -torch.nn.functional.cosine_similarity(keys, tokens.mean_key.unsqueeze(2), dim=-1)

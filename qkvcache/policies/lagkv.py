@@ -1,0 +1,59 @@
+"""A token by its spread within the range of those that follow (arXiv 2504.04704)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .base import Arrivals, Policy, _check_count
+
+
+@dataclass(frozen=True, kw_only=True)
+class LagKV(Policy):
+    """Keeps tokens whose channels, scaled to the range of the `lag` tokens after them, spread most; keys and values count alike.
+
+    The paper cuts the text into parts of `lag` tokens and takes the next part as the range of the whole part. Here every token has its own
+    range, so that the tokens kept do not depend on how a prompt was cut or padded. The last `lag` tokens stay exact.
+    """
+
+    lag: int = 128
+    recent: int | float = 128
+
+    scores: ClassVar[bool] = True
+    weighs: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        _check_count("lag", self.lag, 2)
+        super().__post_init__()
+        for budget in self.budgets:
+            if self.recent_of(self.size(budget, 0)) < self.lag:
+                raise ValueError(f"recent={self.recent}: must be at least lag={self.lag} tokens, which are the range of those before")
+
+    @property
+    def tail(self) -> int:
+        return self.lag
+
+    def score(self, tokens: Arrivals) -> Tensor:
+        count = tokens.keys.shape[2]
+        return _spread(tokens.after_keys, count, self.lag) + _spread(tokens.after_values, count, self.lag)
+
+
+def _spread(x: Tensor, count: int, lag: int) -> Tensor:
+    """Of the first `count` tokens of `[B, H, T, D]`: standard deviation over the channels, each scaled to its range over `lag` tokens."""
+    after = x[:, :, 1 : count + lag].float()
+    high, low = _sliding_max(after, lag), -_sliding_max(-after, lag)
+    scaled = (x[:, :, :count].float() - low) / (high - low).clamp_min(1e-6)
+    return scaled.std(-1)
+
+
+def _sliding_max(x: Tensor, width: int) -> Tensor:
+    """`[B, H, T, D]` -> `[B, H, T - width + 1, D]`, in linear time: blocks of `width`, running maxima from both ends."""
+    tokens = x.shape[2]
+    blocks = F.pad(x, (0, 0, 0, -tokens % width), value=-torch.inf).unflatten(2, (-1, width))
+    before = blocks.cummax(3).values.flatten(2, 3)
+    after = blocks.flip(3).cummax(3).values.flip(3).flatten(2, 3)
+    return torch.maximum(after[:, :, : tokens - width + 1], before[:, :, width - 1 : tokens])

@@ -1,0 +1,49 @@
+"""The attention of an observation window, pooled (arXiv 2404.14469), while decoding."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .base import Policy, Tokens, _check_count
+
+
+@dataclass(frozen=True, kw_only=True)
+class SnapKV(Policy):
+    """Keeps what the last queries attend to, and its neighbours.
+
+    At the prompt the last `window` queries count alike, as in the paper; at decode, where the paper stops, older ones fade at the rate
+    `1 / window`. Scores are averaged over `kernel` neighbours in the text among the tokens still held.
+    """
+
+    window: int = 32
+    kernel: int = 5
+
+    scores: ClassVar[bool] = True
+    weighs: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        _check_count("window", self.window, 1)
+        if not isinstance(self.kernel, int) or self.kernel < 1 or self.kernel % 2 == 0:
+            raise ValueError(f"kernel={self.kernel!r}: must be an odd number of tokens")
+        super().__post_init__()
+
+    @property
+    def observes(self) -> int:  # type: ignore[override]
+        return self.window
+
+    def observe(self, score: Tensor, mass: Tensor, queries: Tensor | int) -> Tensor:
+        return score * (1 - 1 / self.window) ** queries + mass
+
+    def priority(self, tokens: Tokens) -> Tensor:
+        # Slots are in no order, and what is empty must not count as a neighbour: it goes first.
+        order = tokens.positions.argsort(dim=-1, stable=True)
+        valid = tokens.valid.gather(-1, order).float()
+        score = super().priority(tokens).gather(-1, order) * valid
+        side = self.kernel // 2
+        total, count = (F.avg_pool1d(F.pad(x, (side, side)), self.kernel, stride=1) for x in (score, valid))
+        return torch.empty_like(score).scatter_(-1, order, total / count.clamp_min(1e-6))

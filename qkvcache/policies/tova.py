@@ -1,0 +1,26 @@
+"""Token omission via attention (arXiv 2401.06104)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from .base import Policy
+
+
+@dataclass(frozen=True, kw_only=True)
+class TOVA(Policy):
+    """Evicts what the newest query attends to least. Of each KV head, where the paper takes the mean over all heads of a layer; the paper
+    protects neither first nor recent tokens (`sinks=0, recent=0`)."""
+
+    observes: ClassVar[int] = 1
+    scores: ClassVar[bool] = True
+    weighs: ClassVar[bool] = True
+
+    def observe(self, score: Tensor, mass: Tensor, queries: Tensor | int) -> Tensor:
+        if isinstance(queries, int):
+            return mass
+        return torch.where(queries > 0, mass, score)  # a step of nothing but padding asks nothing

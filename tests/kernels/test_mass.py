@@ -1,0 +1,371 @@
+"""Attention mass: torch references against a dense softmax, and kernels against the references."""
+
+from __future__ import annotations
+
+import importlib
+from functools import partial
+
+import pytest
+import torch
+from matrix import FORMATS
+from torch import Tensor
+
+from qkvcache.formats import REGISTRY
+from qkvcache.kernels import attend, attend_observed, observe_on_codes, prefill_with_lse
+
+from .payloads import build
+
+in_torch = importlib.import_module("qkvcache.kernels.column_mass")
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def data(*shape: int, dtype=torch.float32) -> Tensor:
+    return torch.randn(shape, device=DEVICE).to(dtype)
+
+
+def dense_mass(query, key, observed, visible, *, scaling, softcap=None, sinks=None) -> tuple[Tensor, Tensor]:
+    """By definition, in float64: mass, and the log of normalisers. `visible` is bool, broadcastable to `[B, Hq, Q, T]`."""
+    (batch, query_heads, *_), (heads, tokens) = query.shape, key.shape[1:3]
+    logits = query.double() @ key.double().repeat_interleave(query_heads // heads, 1).mT * scaling
+    if softcap:
+        logits = softcap * torch.tanh(logits / softcap)
+    weights = torch.where(visible, logits.exp(), 0.0)
+    total = weights.sum(-1, keepdim=True)
+    if sinks is not None:
+        total = total + sinks.double().exp()[:, None, None]
+    shares = torch.where(weights > 0, weights / total, 0.0) * observed.double()[:, None, :, None]
+    return shares.view(batch, heads, -1, tokens).sum(2).float(), total[..., 0].log().float()
+
+
+def causal(queries: int, tokens: int) -> Tensor:
+    return torch.ones(queries, tokens, dtype=torch.bool, device=DEVICE).tril(tokens - queries)
+
+
+@pytest.fixture
+def triton():
+    triton = pytest.importorskip("triton")
+    if not (torch.cuda.is_available() or triton.knobs.runtime.interpret):
+        pytest.skip("needs a GPU, or Triton's interpreter")
+    return triton
+
+
+# Of attention on codes
+
+
+def make(format: str, heads=2, group=2, queries=3, tokens=135, dim=64, dtype=torch.float32, first=3, recent=20, cuts=(60,)):
+    key, value = (data(2, heads, tokens, dim, dtype=dtype) for _ in range(2))
+    payload = build(REGISTRY[format], key, value, first, recent, cuts)
+    return data(2, heads * group, queries, dim, dtype=dtype), payload, torch.rand(2, queries, device=DEVICE)
+
+
+OPTIONS = {
+    "causal": {"causal": True},
+    "softcap": {"softcap": 2.0, "causal": True},
+    "sinks": {"sinks": torch.tensor([9.0, -50.0, 0.0, 2.0])},
+    "mask": {"mask": (2, 1, 3, 135)},
+    "mask of each head": {"mask": (1, 4, 3, 135), "causal": True},
+    "mask of numbers": {"mask": (2, 1, 3, 135), "numbers": True, "scaling": 0.3},
+}
+
+
+def options_of(case: str) -> dict:
+    options = dict(OPTIONS[case])
+    if "mask" in options:
+        visible = torch.rand(options["mask"], device=DEVICE) < 0.6
+        visible[..., 0] = True
+        options["mask"] = data(*visible.shape).masked_fill(~visible, -torch.inf) if options.pop("numbers", False) else visible
+    if "sinks" in options:
+        options["sinks"] = options["sinks"].to(DEVICE)
+    return options
+
+
+@pytest.mark.parametrize("format", ["identity", "turboquant_3bit_nc"])
+@pytest.mark.parametrize("case", OPTIONS)
+def test_the_reference(case, format):
+    query, payload, observed = make(format)
+    options = options_of(case)
+    out, mass = attend_observed(query, payload, observed=observed, **options)
+    assert torch.equal(out, attend(query, payload, **options))
+    mask = options.pop("mask", None)
+    visible = causal(3, 135) if options.pop("causal", False) else torch.ones(3, 135, dtype=torch.bool, device=DEVICE)
+    key = payload.key.dense()
+    if mask is not None and mask.dtype == torch.bool:
+        visible = visible & mask
+    if mask is not None and mask.dtype != torch.bool:  # as one more channel for each query's sake would be: by definition instead
+        logits = query.double() @ key.double().repeat_interleave(2, 1).mT * 0.3 + mask
+        expected = (logits.softmax(-1) * observed[:, None, :, None]).view(2, 2, -1, 135).sum(2).float()
+    else:
+        options.setdefault("scaling", 64**-0.5)
+        expected, _ = dense_mass(query, key, observed, visible, **options)
+    torch.testing.assert_close(mass, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_hidden_tokens_have_no_mass():
+    """Nor do padding queries give any, which may hold nan."""
+    query, payload, observed = make("int8")
+    mask = torch.ones(2, 1, 3, 135, dtype=torch.bool, device=DEVICE)
+    mask[0, :, :, 5:20] = False
+    mask[0, :, 1] = False
+    query[1, :, 2] = torch.nan
+    observed[1, 2] = 0
+    out, mass = attend_observed(query, payload, mask, observed=observed)
+    assert not mass[0, :, 5:20].any() and out[0].isfinite().all()
+    torch.testing.assert_close(mass.sum(-1), (2 * torch.stack([observed[0, ::2].sum(), observed[1].sum()]))[:, None].expand(2, 2))
+
+
+def check_fused(monkeypatch, query, payload, observed, mask=None, *, window=None, **options):
+    from .test_fused_attend import expect, fused, guarded, tolerance, windowed
+
+    with guarded(monkeypatch):
+        out, lse, mass = fused.fused_attend(query, payload, mask, observed=observed, window=window, **options)
+    seen = windowed(mask, window, query.shape[2], payload.key.shape[2])
+    format = next(
+        name for name, format in REGISTRY.items() if payload.body is None or format.codecs() == (payload.body.key, payload.body.value)
+    )
+    expect(format, query, payload, seen, out, lse, 3 * tolerance(format, query.dtype), **options)
+    _, expected = attend_observed(query.float(), payload, seen, observed=observed, **options)
+    assert mass.dtype == torch.float32 and mass.shape == expected.shape
+    # Weights in bf16 have 8 bits, to which the interpreter does not round: it cuts.
+    limit = tolerance(format, query.dtype) + (0 if query.dtype == torch.float32 else 2**-7 if DEVICE.type == "cpu" else 2**-8)
+    error = ((mass - expected).norm() / expected.norm()).item()
+    assert error <= limit, f"relative error {error:.1e} > {limit:.1e}"
+    assert not mass[expected == 0].any()
+    return mass
+
+
+QUICK = ("int8", "turboquant_4bit_nc")
+every_format = pytest.mark.parametrize(
+    "format", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in FORMATS]
+)
+
+
+@every_format
+def test_fused(format, monkeypatch, triton):
+    query, payload, observed = make(format, heads=2 if "tok" in format or "tensor" in format else 1, queries=1)
+    mass = check_fused(monkeypatch, query, payload, observed)
+    torch.testing.assert_close(mass.sum(-1), 2 * observed.expand(-1, mass.shape[1]), rtol=1e-3, atol=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@every_format
+def test_fused_in_half(format, dtype, monkeypatch, triton):
+    if dtype == torch.bfloat16 and DEVICE.type == "cpu":
+        pytest.skip("the interpreter has no products of bfloat16")
+    check_fused(monkeypatch, *make(format, dtype=dtype), causal=True)
+
+
+def test_fused_in_fp16(monkeypatch, triton):
+    check_fused(monkeypatch, *make("int8", heads=1, tokens=70, cuts=(), dtype=torch.float16), causal=True)
+
+
+@pytest.mark.parametrize("case", [case if "each head" in case else pytest.param(case, marks=pytest.mark.slow) for case in OPTIONS])
+def test_fused_options(case, monkeypatch, triton):
+    options = options_of(case)
+    check_fused(monkeypatch, *make("int8_asymmetric"), options.pop("mask", None), **options)
+
+
+@pytest.mark.parametrize("window", [7, pytest.param(50, marks=pytest.mark.slow), pytest.param(1000, marks=pytest.mark.slow)])
+def test_fused_window(window, monkeypatch, triton):
+    mass = check_fused(monkeypatch, *make("int8", heads=1), causal=True, window=window)
+    assert not mass[:, :, : 135 - 2 - window].any()
+
+
+SHAPES = [(1, 4, 1), (4, 1, 1), (1, 8, 1), (1, 2, 16), (1, 3, 7), (2, 1, 2), (1, 3, 1)]
+
+
+@pytest.mark.parametrize("shape", [x if x == (1, 3, 7) else pytest.param(x, marks=pytest.mark.slow) for x in SHAPES])
+def test_fused_rows(shape, monkeypatch, triton):
+    """One block of rows, a full one, several of which the last is not full."""
+    heads, group, queries = shape
+    check_fused(monkeypatch, *make("int8", heads=heads, group=group, queries=queries, tokens=80, cuts=()), causal=True)
+
+
+ZONES = {
+    "no exact tokens": {"first": 0, "recent": 0},
+    "none recent": {"recent": 0, "first": 17},
+    "nothing packed": {"first": 5, "recent": 55},
+    "one packed": {"first": 30, "recent": 29},
+    "many slabs": {"tokens": 300, "cuts": (1, 65, 70, 200)},
+    "exact tokens of many tiles": {"tokens": 150, "first": 33, "recent": 50},
+}
+
+
+@pytest.mark.parametrize("zones", [x if x == "many slabs" else pytest.param(x, marks=pytest.mark.slow) for x in ZONES])
+@pytest.mark.parametrize("format", ["int8", pytest.param("turboquant_4bit_nc", marks=pytest.mark.slow)])
+def test_fused_zones(format, zones, monkeypatch, triton):
+    check_fused(monkeypatch, *make(format, **{"heads": 1, "queries": 1, "tokens": 60, "cuts": ()} | ZONES[zones]))
+
+
+def test_fused_hides(monkeypatch, triton):
+    """What a mask hides has no mass, not even from a row that sees nothing; a padding query that holds nan gives none."""
+    from .test_fused_attend import fused, guarded
+
+    query, payload, observed = make("int8", heads=1, tokens=90, cuts=())
+    mask = torch.ones(2, 1, 3, 90, dtype=torch.bool, device=DEVICE)
+    mask[0, :, :, 4:30] = False
+    mask[0, :, 1] = False
+    query[1, :, 2], observed[1, 2] = torch.nan, 0
+    expected = attend_observed(query, payload, mask, observed=observed)[1]
+    with guarded(monkeypatch):
+        mass = fused.fused_attend(query, payload, mask, observed=observed)[2]
+    torch.testing.assert_close(mass, expected, rtol=5e-3, atol=1e-5)
+    assert not mass[0, :, 4:30].any()
+
+
+def test_magnitudes(monkeypatch, triton):
+    """Values of very different lengths: their scales are part of what weights are relative to."""
+    from .test_fused_attend import fused
+
+    lengths = torch.tensor([0.0, 1e-6, 1.0, 1e2, 1e6], device=DEVICE)[torch.arange(60, device=DEVICE) % 5]
+    query, payload = data(1, 2, 1, 64), build(REGISTRY["int8"], data(1, 1, 60, 64), data(1, 1, 60, 64) * lengths[:, None], 0, 0)
+    observed = torch.ones(1, 1, device=DEVICE)
+    expected = attend_observed(query, payload, observed=observed)[1]
+    torch.testing.assert_close(fused.fused_attend(query, payload, observed=observed)[2], expected, rtol=5e-3, atol=1e-6)
+
+
+def test_mass_of_rows_with_lengths_is_refused(triton):
+    from .test_fused_attend import fused
+
+    query, payload, observed = make("int8", tokens=40, cuts=())
+    with pytest.raises(ValueError, match="no attention mass of rows with lengths"):
+        fused.fused_attend(query, payload, observed=observed, lengths=torch.ones(2, dtype=torch.int32))
+
+
+@pytest.mark.parametrize("kernels", ["torch", "triton"])
+def test_dispatch(kernels, monkeypatch, request):
+    if kernels == "triton":
+        request.getfixturevalue("triton")
+    monkeypatch.setenv("QKVCACHE_KERNELS", kernels)
+    query, payload, observed = make("int8", heads=1, queries=1, tokens=50, cuts=())
+    out, mass = observe_on_codes(query, payload, observed=observed)
+    expected_out, expected = attend_observed(query, payload, observed=observed)
+    torch.testing.assert_close(out, expected_out, rtol=0, atol=3e-3)
+    torch.testing.assert_close(mass, expected, rtol=3e-3, atol=1e-6)
+
+
+# Of a prefill
+
+PREFILLS = [  # heads, group, queries, tokens
+    (1, 1, 1, 1),
+    (2, 2, 7, 7),
+    (1, 3, 130, 130),
+    (2, 1, 5, 130),
+    (1, 2, 1, 200),
+    (1, 2, 97, 140),
+]
+
+
+def prefill(heads, group, queries, tokens, dim=64, dtype=torch.float16):
+    """Rows are padded on the left, the second by a quarter."""
+    query, key = data(2, heads * group, queries, dim, dtype=dtype), data(2, heads, tokens, dim, dtype=dtype)
+    visible = torch.ones(2, tokens, dtype=torch.bool, device=DEVICE)
+    visible[1, : tokens // 4] = False
+    observed = torch.rand(2, queries, device=DEVICE) * visible[:, tokens - queries :]
+    return query, key, observed, visible
+
+
+def check_prefill(function, limit, query, key, observed, visible, **options):
+    queries, tokens = query.shape[2], key.shape[2]
+    options.setdefault("scaling", 64**-0.5)
+    shown = causal(queries, tokens) & (True if visible is None else visible[:, None, None])
+    expected, lse = dense_mass(query, key, observed, shown, **options)
+    for known in (None, lse):
+        mass = function(query, key, observed, visible, lse=known, **options)
+        assert mass.dtype == torch.float32 and mass.shape == expected.shape
+        torch.testing.assert_close(mass, expected, rtol=limit, atol=limit * 1e-2)
+        if "sinks" not in options:
+            counted = observed.sum(-1, keepdim=True) * (query.shape[1] // key.shape[1])
+            torch.testing.assert_close(mass.sum(-1), counted.expand(-1, key.shape[1]), rtol=limit, atol=limit)
+        if visible is not None:
+            assert not mass.masked_select(~visible[:, None]).any()
+
+
+PREFILL_OPTIONS = [{}, {"softcap": 1.5}, {"sinks": torch.tensor([9.0, -20.0, 0.5])}, {"scaling": 0.4}]
+
+
+@pytest.mark.parametrize("shape", PREFILLS)
+@pytest.mark.parametrize("block", [2**24, 300])
+def test_column_mass_in_torch(shape, block, monkeypatch):
+    monkeypatch.setattr(in_torch, "BLOCK", block)
+    query, key, observed, visible = prefill(*shape, dtype=torch.float32)
+    check_prefill(in_torch.column_mass, 1e-4, query, key, observed, visible)
+    check_prefill(in_torch.column_mass, 1e-4, query, key, torch.ones_like(observed), None)
+
+
+@pytest.mark.parametrize("options", PREFILL_OPTIONS, ids=str)
+def test_column_mass_in_torch_with_options(options):
+    options = {name: x.to(DEVICE) if isinstance(x, Tensor) else x for name, x in options.items()}
+    check_prefill(in_torch.column_mass, 1e-4, *prefill(1, 3, 30, 50, dtype=torch.float32), **options)
+
+
+@pytest.fixture
+def columns(triton, monkeypatch):
+    """The kernels, whose buffers hold nan at first."""
+    from qkvcache.kernels import triton_column_mass
+
+    def poisoned(*shape, dtype, device):
+        return torch.full(shape, torch.nan, dtype=dtype, device=device)
+
+    monkeypatch.setattr(triton_column_mass.torch, "empty", poisoned)
+    return triton_column_mass
+
+
+@pytest.mark.parametrize("shape", [x if x[3] < 8 or x[2] == 97 else pytest.param(x, marks=pytest.mark.slow) for x in PREFILLS])
+def test_column_mass(shape, columns):
+    query, key, observed, visible = prefill(*shape)
+    check_prefill(columns.column_mass, 2e-3, query, key, observed, visible)
+    check_prefill(columns.column_mass, 2e-3, query, key, torch.ones_like(observed), None)
+
+
+@pytest.mark.parametrize("options", PREFILL_OPTIONS, ids=str)
+def test_column_mass_with_options(options, columns):
+    options = {name: x.to(DEVICE) if isinstance(x, Tensor) else x for name, x in options.items()}
+    check_prefill(columns.column_mass, 2e-3, *prefill(1, 3, 30, 70), **options)
+
+
+@pytest.mark.parametrize("dim", [96, *(pytest.param(dim, marks=pytest.mark.slow) for dim in (80, 128, 256))])
+def test_column_mass_of_other_widths(dim, columns):
+    check_prefill(columns.column_mass, 2e-3, *prefill(1, 2, 30, 70, dim=dim), scaling=0.1)
+
+
+def test_column_mass_of_slices(columns):
+    """Queries as a projection leaves them, of which the last are taken; a normaliser of infinity and nan where padding is."""
+    query, key, observed, visible = prefill(1, 2, 90, 90)
+    query, key = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (query, key))
+    check_prefill(columns.column_mass, 2e-3, query[:, :, -7:], key, observed[:, -7:], visible)
+    shown = causal(90, 90) & visible[:, None, None]
+    expected, lse = dense_mass(query, key, observed, shown, scaling=0.1)
+    lse[1, :, :5], lse[1, :, 5:9] = torch.nan, -torch.inf
+    for function in (columns.column_mass, in_torch.column_mass):
+        mass = function(query, key, observed, visible, scaling=0.1, lse=lse)
+        torch.testing.assert_close(mass, expected, rtol=2e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_column_mass_dispatch(dtype, monkeypatch, triton):
+    """fp32 is left to torch."""
+    from qkvcache.kernels import dispatch
+
+    monkeypatch.setenv("QKVCACHE_KERNELS", "triton")
+    check_prefill(dispatch.column_mass, 2e-3, *prefill(1, 2, 20, 30, dtype=dtype))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(2, 4, 300), (4, 1, 64), (1, 8, 1000)])
+def test_prefill_with_lse(shape, dtype):
+    heads, group, tokens = shape
+    query, key, _, _ = prefill(heads, group, tokens, tokens, dim=128, dtype=dtype)
+    value = data(2, heads, tokens, 128, dtype=dtype)
+    out, lse = prefill_with_lse(query, key, value, 0.1)
+    ones = torch.ones(2, tokens, device=DEVICE)
+    _, expected = dense_mass(query, key, ones, causal(tokens, tokens), scaling=0.1)
+    torch.testing.assert_close(lse, expected, rtol=1e-3, atol=1e-3)
+    sdpa = partial(torch.nn.functional.scaled_dot_product_attention, is_causal=True, scale=0.1, enable_gqa=True)
+    torch.testing.assert_close(out, sdpa(query, key, value), rtol=2e-2, atol=2e-2)
+
+
+def test_prefill_with_lse_is_for_gpus():
+    x = torch.randn(1, 2, 5, 64)
+    assert prefill_with_lse(x, x, x, 0.1) is None
