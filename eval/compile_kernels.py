@@ -30,7 +30,7 @@ from triton.compiler import ASTSource  # noqa: E402
 from qkvcache.formats import REGISTRY  # noqa: E402
 from qkvcache.formats.rotation import rotation_block  # noqa: E402
 from qkvcache.kernels import triton_column_mass, triton_decode, triton_encode  # noqa: E402
-from qkvcache.kernels.fused import MASS_SLOTS, launched  # noqa: E402
+from qkvcache.kernels.fused import MASS_TOKENS, launched  # noqa: E402
 from qkvcache.kernels.triton_attend import attend_kernel  # noqa: E402
 from qkvcache.kernels.triton_join import reduce_kernel, rotate_kernel  # noqa: E402
 from qkvcache.kernels.triton_mass import mass_kernel  # noqa: E402
@@ -121,7 +121,7 @@ def rotating(head_dim: int, target: str) -> Job:
 
 def summing(width: int, target: str) -> Job:
     types = {"weights": "*bf16"} | dict.fromkeys(("tops", "lse", "observed", "mass"), "*fp32")
-    constants = {"G": 4, "R": 8, "WIDTH": width, "N": MASS_SLOTS}
+    constants = {"G": 4, "R": 8, "WIDTH": width, "N": MASS_TOKENS, "ARCH": TARGETS[target].arch if TARGETS[target].backend == "cuda" else 0}
     return Job(f"mass {width} rows", mass_kernel, types, constants, target, {"num_warps": 4})
 
 

@@ -62,7 +62,7 @@ def refill(cache: Cache, prefilled: Prefilled, model: PreTrainedModel, ids: Tens
         model(ids, past_key_values=cache, logits_to_keep=1)
         return cache
     for index, dense in enumerate(prefilled.layers):
-        cache.update(dense.keys, dense.values, index)  # type: ignore[arg-type]
+        cache.update(dense.keys, dense.values, index)  # type: ignore[arg-type, union-attr]
         layer = cache.layers[index]
         if isinstance(layer, EvictingLayer):  # what attention would tell it
             layer.enter(None)

@@ -12,8 +12,7 @@ from transformers.cache_utils import Cache
 
 @torch.no_grad()
 def stream(model: PreTrainedModel, cache: Cache, ids: Tensor, chunk: int) -> Iterator[Tensor]:
-    """Negative log-likelihood of the tokens of `ids` `[B, T]`, chunk by chunk: `[B, N]` fp32, together of all tokens but the first."""
-    for begin in range(0, ids.shape[1] - 1, chunk):
-        step, target = ids[:, begin : begin + chunk], ids[:, begin + 1 : begin + chunk + 1]
-        logits = model(step, past_key_values=cache).logits[:, : target.shape[1]]
+    """Negative log-likelihood of all tokens of `ids` `[B, T]` but the first, `[B, N]` fp32 for each chunk. The last token is not fed."""
+    for step, target in zip(ids[:, :-1].split(chunk, dim=1), ids[:, 1:].split(chunk, dim=1), strict=True):
+        logits = model(step, past_key_values=cache).logits
         yield torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), target.flatten(), reduction="none").view(target.shape)

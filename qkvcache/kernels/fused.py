@@ -46,7 +46,7 @@ def launched(key: Words, value: Words, head_dim: int) -> Launch:
     return LAUNCHES.get((key.kind, value.kind), Launch()) if head_dim <= 128 else WIDE
 
 
-MASS_SLOTS = 512
+MASS_TOKENS = 1024
 """Of a program that sums the mass."""
 
 calls = 0
@@ -214,8 +214,9 @@ def fused_attend(
         )
         slots, grains = body_grains * BODY_GRAIN.value + sum(exact_grains) * EXACT_GRAIN.value, body_grains + sum(exact_grains)
         panels = batch * heads * blocks * width
-        weights = torch.empty(panels * slots, dtype=torch.float32 if query.dtype == torch.float32 else torch.bfloat16, device=device)
-        tops = torch.empty(panels * grains, dtype=torch.float32, device=device)
+        kept_as = torch.float32 if query.dtype == torch.float32 else torch.bfloat16
+        weights = torch.empty(panels * slots + MASS_TOKENS * width, dtype=kept_as, device=device)  # programs read beyond the end
+        tops = torch.empty(panels * grains + MASS_TOKENS * width, dtype=torch.float32, device=device)
     mask_kind, mask_strides = "none", [0] * 4
     if mask is not None:
         mask = mask[(None,) * (4 - mask.dim())]
@@ -253,8 +254,9 @@ def fused_attend(
     mass = torch.empty(batch, heads, n_first + n_body + n_recent if width else 0, dtype=torch.float32, device=device)
     if observed is not None:
         hidden = 0 if window is None else n_first + n_body + n_recent - queries - window + 1
-        mass_kernel[(-(-slots // MASS_SLOTS), batch * heads)](
+        mass_kernel[(sum(-(-n // MASS_TOKENS) for n in (n_body, n_first, n_recent)), batch * heads)](
             weights, tops, lse, observed.float().contiguous(), mass,
-            slots, grains, n_first, n_body, n_recent, hidden, blocks, heads, queries, G=groups, R=r, WIDTH=width, N=MASS_SLOTS, num_warps=4,
+            slots, grains, n_first, n_body, n_recent, hidden, blocks, heads, queries,
+            G=groups, R=r, WIDTH=width, N=MASS_TOKENS, ARCH=arch, num_warps=4,
         )  # fmt: skip
     return out, lse, mass

@@ -17,35 +17,12 @@ import triton
 import triton.language as tl
 
 from .triton_mass import BODY_GRAIN, EXACT_GRAIN, keep
+from .triton_math import exp2, inverse, log2
 from .triton_scales import group_scales, scale_of_plane, scaled, token_scale
 from .triton_unpack import unpack
 
 HIDDEN = tl.constexpr(-1e30)  # finite: a row that sees nothing must come out as numbers
 LOG2E = tl.constexpr(1.4426950408889634)
-
-
-@triton.jit
-def _exp2(x, ARCH: tl.constexpr):
-    if ARCH > 0:  # without the handling of denormals, which costs five instructions
-        return tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1)
-    else:
-        return tl.exp2(x)
-
-
-@triton.jit
-def _log2(x, ARCH: tl.constexpr):
-    if ARCH > 0:
-        return tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1)
-    else:
-        return tl.log2(x)
-
-
-@triton.jit
-def _inverse(x, ARCH: tl.constexpr):
-    if ARCH > 0:
-        return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1)
-    else:
-        return 1.0 / x
 
 
 @triton.jit
@@ -119,8 +96,8 @@ def _tile_of_values(
 def _capped(s, softcap, SOFTCAP: tl.constexpr, ARCH: tl.constexpr):
     """Scores to base 2, after `softcap * tanh(s / softcap)`."""
     if SOFTCAP:
-        e = _exp2(s * (2 * LOG2E / softcap), ARCH)
-        return softcap * LOG2E * (1 - 2 * _inverse(e + 1, ARCH))
+        e = exp2(s * (2 * LOG2E / softcap), ARCH)
+        return softcap * LOG2E * (1 - 2 * inverse(e + 1, ARCH))
     else:
         return s
 
@@ -186,26 +163,26 @@ def _body_tile(
         if TAIL:
             scale = tl.where(valid, scale, 1.0)
             zero = tl.where(valid, zero, 0.0)
-        s = s + _log2(scale, ARCH)[:, None]
+        s = s + log2(scale, ARCH)[:, None]
     if TAIL:
         s = tl.where(valid[:, None], s, HIDDEN)
 
     top = tl.maximum(m, tl.max(s, 0))
-    shrink = _exp2(m - top, ARCH)
-    w = _exp2(s - top[None, :], ARCH)
+    shrink = exp2(m - top, ARCH)
+    w = exp2(s - top[None, :], ARCH)
     if TAIL:
         w = tl.where(valid[:, None], w, 0.0)
     if PER_TOKEN:
-        inverse = _inverse(scale, ARCH)
-        l = l * shrink[None, :] + w * inverse[:, None]
+        unscale = inverse(scale, ARCH)
+        l = l * shrink[None, :] + w * unscale[:, None]
         if V.scale == "hidden":
             z = z * shrink[None, :] - w * (zero + V.offset)[:, None]
         elif V.scale == "pair":
-            z = z * shrink[None, :] + w * (zero * inverse - V.offset * V.unit)[:, None]
+            z = z * shrink[None, :] + w * (zero * unscale - V.offset * V.unit)[:, None]
         elif V.offset != 0:
             z = z * shrink[None, :] - w * (V.offset * V.unit)
         if MASS > 0:
-            keep(weights, tops, w * inverse[:, None], top, place, count, BODY_GRAIN, MASS)
+            keep(weights, tops, w * unscale[:, None], top, place, count, BODY_GRAIN, MASS)
     else:
         l = l * shrink[None, :] + w
         if MASS > 0:
@@ -256,8 +233,8 @@ def _exact_tiles(
             s = tl.where(column[:, None] <= newest[None, :], s, HIDDEN)
         s = tl.where(valid[:, None], s, HIDDEN)
         top = tl.maximum(m, tl.max(s, 0))
-        shrink = _exp2(m - top, ARCH)
-        w = tl.where(valid[:, None], _exp2(s - top[None, :], ARCH), 0.0)
+        shrink = exp2(m - top, ARCH)
+        w = tl.where(valid[:, None], exp2(s - top[None, :], ARCH), 0.0)
         l = l * shrink + tl.sum(w, 0)
         if MASS > 0:
             keep(weights, tops, w, top, begin, tokens - begin, EXACT_GRAIN, MASS)

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from .attend import HIDDEN as UNSEEN
 from .fused import architecture
-from .triton_attend import HIDDEN, LOG2E, _capped, _exp2
+from .triton_attend import HIDDEN, LOG2E, _capped
+from .triton_math import exp2
 
 
 @triton.jit
@@ -49,7 +50,7 @@ def _joined(
         shown = tl.load(visible + t, mask=t < tokens, other=0)
         s = tl.where((shown != 0)[None, :], s, float("-inf"))
     top = tl.maximum(m, tl.max(s, 1) * scale)
-    l = l * _exp2(m - top, ARCH) + tl.sum(_exp2(s * scale - top[:, None], ARCH), 1)
+    l = l * exp2(m - top, ARCH) + tl.sum(exp2(s * scale - top[:, None], ARCH), 1)
     return top, l
 
 
@@ -99,7 +100,7 @@ def _added(
     s = _capped(tl.dot(q, tl.trans(k)) * scale, softcap, SOFTCAP, ARCH) - level[:, None]
     if DIAGONAL:
         s = tl.where((before + row)[:, None] >= t[None, :], s, float("-inf"))
-    return total + _exp2(s, ARCH)
+    return total + exp2(s, ARCH)
 
 
 @triton.jit(do_not_specialize=["visible_stride", "scale", "softcap", "heads", "queries", "tokens"])

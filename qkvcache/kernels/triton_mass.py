@@ -11,6 +11,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .triton_math import exp2
+
 BODY_GRAIN = tl.constexpr(32)
 EXACT_GRAIN = tl.constexpr(16)
 UNSEEN = tl.constexpr(-1e29)  # under it lies what a mask hides
@@ -32,36 +34,34 @@ def keep(weights, tops, w, top, slot, count, GRAIN: tl.constexpr, WIDTH: tl.cons
 @triton.jit(do_not_specialize=["slots", "grains", "n_first", "n_body", "n_recent", "hidden", "blocks", "heads", "queries"])
 def mass_kernel(
     weights, tops, lse, observed, mass, slots, grains, n_first, n_body, n_recent, hidden, blocks, heads, queries,
-    G: tl.constexpr, R: tl.constexpr, WIDTH: tl.constexpr, N: tl.constexpr,
+    G: tl.constexpr, R: tl.constexpr, WIDTH: tl.constexpr, N: tl.constexpr, ARCH: tl.constexpr,
 ):  # fmt: skip
-    """One program for `N` slots of one (sequence, KV head); `mass` `[B, H, T]`. The first `hidden` tokens lie before every window."""
+    """One program for `N` tokens of one zone of one (sequence, KV head): body, first or recent, in this order; `mass` `[B, H, T]`. The
+    first `hidden` tokens lie before every window."""
+    program = tl.program_id(0)
     bh = tl.program_id(1)
     body_slots = tl.cdiv(n_body, BODY_GRAIN) * BODY_GRAIN
     first_slots = tl.cdiv(n_first, EXACT_GRAIN) * EXACT_GRAIN
-    # In sixteens, each of which is of one zone and one grain, so that factors are few.
-    start = tl.program_id(0) * N + tl.arange(0, N // EXACT_GRAIN) * EXACT_GRAIN
-    exact = start - body_slots
-    recent = exact - first_slots
-    grain = tl.where(exact < 0, start // BODY_GRAIN, body_slots // BODY_GRAIN + exact // EXACT_GRAIN)
-    inside = tl.where(exact < 0, start, tl.where(recent < 0, exact, recent))
-    held = tl.where(exact < 0, n_body, tl.where(recent < 0, n_first, n_recent)) - inside
-    column = inside + tl.where(exact < 0, n_first, tl.where(recent < 0, 0, n_first + n_body))
-    i = tl.arange(0, EXACT_GRAIN)[None, :]
-    held = i < held[:, None]
-    column = column[:, None] + i
-    there = held & (column >= hidden)
-    total = tl.zeros([N // EXACT_GRAIN, EXACT_GRAIN], tl.float32)
+    slot, column, grain, held, shift = 0, n_first, 0, n_body, 5
+    if program >= tl.cdiv(n_body, N):
+        program -= tl.cdiv(n_body, N)
+        slot, column, grain, held, shift = body_slots, 0, body_slots // BODY_GRAIN, n_first, 4
+        if program >= tl.cdiv(n_first, N):
+            program -= tl.cdiv(n_first, N)
+            slot, column, grain, held = slot + first_slots, n_first + n_body, grain + first_slots // EXACT_GRAIN, n_recent
+    t = program * N + tl.arange(0, N)
+    total = tl.zeros([N], tl.float32)
     r = tl.arange(0, WIDTH)
     for block in range(blocks):
         row = block * R + r
-        live = row < G * queries
-        count = tl.load(observed + bh // heads * queries + row % queries, mask=live, other=0.0)
-        level = tl.load(lse + bh * G * queries + row, mask=live, other=0.0) * 1.4426950408889634
+        count = tl.load(observed + bh // heads * queries + row % queries, mask=row < G * queries, other=0.0)
+        level = tl.load(lse + bh * G * queries + row, mask=row < G * queries, other=0.0) * 1.4426950408889634
+        level = tl.where((count != 0.0) & (level > UNSEEN), level - tl.log2(count), float("inf"))  # whose weights are all 0
         panel = (bh * blocks + block).to(tl.int64)
-        top = tl.load(tops + panel * grains * WIDTH + grain[:, None] * WIDTH + r[None, :], mask=grain[:, None] < grains, other=0.0)
-        share = tl.where((count != 0.0)[None, :] & (top > UNSEEN), count[None, :] * tl.exp2(top - level[None, :]), 0.0)
-        at = (start[:, None] + i)[:, :, None] * WIDTH + r[None, None, :]
-        w = tl.load(weights + panel * slots * WIDTH + at, mask=there[:, :, None], other=0.0).to(tl.float32)
-        w = tl.where(share[:, None, :] != 0.0, w * share[:, None, :], 0.0)  # other weights may be nan
-        total += tl.sum(w, 2)
-    tl.store(mass + bh.to(tl.int64) * (n_first + n_body + n_recent) + column, total, mask=held)
+        # What lies beyond the zone may be read, and is not stored.
+        top = tl.load(tops + panel * grains * WIDTH + ((grain + (t >> shift)) * WIDTH)[:, None] + r[None, :])
+        w = tl.load(weights + panel * slots * WIDTH + ((slot + t) * WIDTH)[:, None] + r[None, :]).to(tl.float32)
+        w = w * exp2(top - level[None, :], ARCH)
+        total += tl.sum(tl.where((count != 0.0)[None, :], w, 0.0), 1)  # of rows that do not exist, or of padding, it may be nan
+    total = tl.where(column + t >= hidden, total, 0.0)
+    tl.store(mass + bh.to(tl.int64) * (n_first + n_body + n_recent) + column + t, total, mask=t < held)

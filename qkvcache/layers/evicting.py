@@ -212,7 +212,7 @@ class EvictingLayer(CompressedLayer):
             zone.recent = zone.recent[:, :, count:]
         records = self.ledger.recent  # type: ignore[union-attr]
         for name in records:
-            records[name] = records[name][..., count:]
+            records[name] = records[name][..., count:].clone()  # a view would hold on to what was cut
 
     def _align(self) -> None:
         """Recent tokens to the right in each row, in their order; columns without a token to the left."""

@@ -22,5 +22,5 @@ class TOVA(Policy):
 
     def observe(self, score: Tensor, mass: Tensor, queries: Tensor | int) -> Tensor:
         if isinstance(queries, int):
-            return mass
+            return mass.clone()  # it is a part of a larger tensor
         return torch.where(queries > 0, mass, score)  # a step of nothing but padding asks nothing
