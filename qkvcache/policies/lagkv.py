@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from .base import Arrivals, Policy, _check_count
@@ -51,9 +50,9 @@ def _spread(x: Tensor, count: int, lag: int) -> Tensor:
 
 
 def _sliding_max(x: Tensor, width: int) -> Tensor:
-    """`[B, H, T, D]` -> `[B, H, T - width + 1, D]`, in linear time: blocks of `width`, running maxima from both ends."""
-    tokens = x.shape[2]
-    blocks = F.pad(x, (0, 0, 0, -tokens % width), value=-torch.inf).unflatten(2, (-1, width))
-    before = blocks.cummax(3).values.flatten(2, 3)
-    after = blocks.flip(3).cummax(3).values.flip(3).flatten(2, 3)
-    return torch.maximum(after[:, :, : tokens - width + 1], before[:, :, width - 1 : tokens])
+    """`[B, H, T, D]` -> `[B, H, T - width + 1, D]`: windows of twice the width are made of two, the last of two that overlap."""
+    reach = 1
+    while 2 * reach <= width:
+        x = torch.maximum(x[:, :, :-reach], x[:, :, reach:])
+        reach *= 2
+    return torch.maximum(x[:, :, : x.shape[2] - width + reach], x[:, :, width - reach :])

@@ -9,6 +9,7 @@ import pytest
 import torch
 from matrix import FORMATS
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from qkvcache.formats import REGISTRY
 from qkvcache.kernels import attend, attend_observed, observe_on_codes, prefill_with_lse
@@ -358,12 +359,13 @@ def test_prefill_with_lse(shape, dtype):
     heads, group, tokens = shape
     query, key, _, _ = prefill(heads, group, tokens, tokens, dim=128, dtype=dtype)
     value = data(2, heads, tokens, 128, dtype=dtype)
-    out, lse = prefill_with_lse(query, key, value, 0.1)
+    sdpa = partial(torch.nn.functional.scaled_dot_product_attention, is_causal=True, scale=0.1, enable_gqa=True)
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        out, lse = prefill_with_lse(query, key, value, 0.1)
+        assert torch.equal(out, sdpa(query, key, value))
     ones = torch.ones(2, tokens, device=DEVICE)
     _, expected = dense_mass(query, key, ones, causal(tokens, tokens), scaling=0.1)
     torch.testing.assert_close(lse, expected, rtol=1e-3, atol=1e-3)
-    sdpa = partial(torch.nn.functional.scaled_dot_product_attention, is_causal=True, scale=0.1, enable_gqa=True)
-    assert torch.equal(out, sdpa(query, key, value))
 
 
 def test_prefill_with_lse_is_for_gpus():
