@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 
+import pytest
 import torch
 import transformers as hf
 
@@ -73,6 +75,13 @@ POLICIES = {
 
 CUT_FREE = ["sink_window", "sliding_window", "lagkv", "knorm", "random"]
 """Those whose tokens do not depend on how a text is cut into steps."""
+
+
+def slowly(names: Iterable[str], fast: Iterable[str]) -> list:
+    """All names as parameters, those that are not `fast` left to `pytest -m slow`."""
+    fast = set(fast)
+    return [name if name in fast else pytest.param(name, marks=pytest.mark.slow) for name in names]
+
 
 # Models: tiny, random, fp32. Head dims and windows differ on purpose; the window is short, so that every test crosses it.
 

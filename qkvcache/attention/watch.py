@@ -46,6 +46,7 @@ def watched(
     new = _of_new_tokens(implementation, mask, batch, queries, query.device)
     real = None if new is None else _diagonal(new, batch)
     in_order, stored = watch.in_order, watch.enter(real)
+    in_order = in_order and _fits(mask, key.shape[2], padded=stored is not None)
     observed = _observed(watch.observes, real, query)
     scaling = kwargs.get("scaling")
     options = {
@@ -90,6 +91,11 @@ def watched(
         mass = column_mass(query[:, :, last], keys, observed[:, last], visible, lse=lse, **options)  # type: ignore[arg-type]
     watch.observe(mass)
     return out, weights
+
+
+def _fits(mask: Any, tokens: int, padded: bool) -> bool:
+    """Whether the mask is of this layer: transformers makes one for all layers of a kind, as the first of them needs it."""
+    return not padded if mask is None else mask.shape[-1] == tokens
 
 
 def _whole(handle: KVHandle) -> Tensor:

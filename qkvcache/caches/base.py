@@ -17,6 +17,9 @@ from ..layers.compressed import CompressedLayer
 from ..layers.evicting import EvictingLayer
 from ..policies import Policy
 
+ALL_TOKENS = policies.SlidingWindow(window=2**30, interval=1)
+"""What exact layers keep beside layers that evict."""
+
 
 @dataclass(frozen=True)
 class Memory:
@@ -149,6 +152,9 @@ class CompressedCache(DynamicCache):
             raise ValueError(
                 f"{len(self.policy.budgets)} budgets for {len(chosen)} full-attention layers: pass one for all, or one for each"
             )
+        if self.policy:  # transformers makes one mask for all layers: those of another length must make their own
+            for i in exact & set(full):
+                self.layers[i] = EvictingLayer(formats.Identity(), ALL_TOKENS, ALL_TOKENS.budget, deferred=self._shares_keys)
         for number, i in enumerate(chosen):
             if head_dim := _head_dim(configs[i]):
                 self.format.check(head_dim)

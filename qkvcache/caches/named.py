@@ -190,6 +190,11 @@ class CombinedCache(CompressedCache):
         format: str | Format = "fp8",
         **options,
     ):
+        for name, count in (("sinks", sinks), ("recent", recent)):
+            if isinstance(count, bool) or not isinstance(count, int):
+                raise TypeError(f"{name} must be a number of tokens, got {count!r}")
+        if isinstance(heavy, bool) or not isinstance(heavy, int | float):
+            raise TypeError(f"heavy must be a number of tokens (int) or a share of the tokens seen (float), got {heavy!r}")
         share = heavy if isinstance(heavy, float) else 0.0
         budget = Budget(tokens=sinks + recent + (0 if share else int(heavy)), share=share)
         super().__init__(config, format=format, policy=H2O(budget=budget, recent=recent, sinks=sinks), **{"exact_first": sinks} | options)

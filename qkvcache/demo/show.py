@@ -133,17 +133,19 @@ def show(rows: list[Row], console: Console) -> None:
     """Prints the table."""
     table = Table(
         title=f"{CONTEXT_TOKENS:,} tokens of context",
+        box=None,
+        pad_edge=False,
         caption_style="dim",
         caption="exact: tokens at beginning + end kept in the model's dtype (none: the format as its authors define it). "
         f"KL and perplexity: 2 x {READ_ON - 1} tokens read on through the cache, against the dense run. "
         f"recall: {RECALLS} code words, each among three others, question unseen at compression. tokens/s: decode, this machine.",
     )
-    for header in ("cache", "exact", "bytes/token", "smaller", "KL", "perplexity", "recall", "tokens/s", "answer"):
-        table.add_column(header, justify="left" if header in ("cache", "exact", "answer") else "right")
+    for header in ("cache", "exact", "bytes/token", "smaller", "KL", "perplexity", "recall", "tokens/s"):
+        table.add_column(header, justify="left" if header in ("cache", "exact") else "right", no_wrap=True)
     for row in rows:
         table.add_row(
             row.cache, row.exact, f"{row.bytes_per_token:,.0f}", f"{row.ratio:.2f}x", f"{row.kl:.4f}",
-            f"{row.perplexity_change:+.2%}", f"{row.recall:.0%}", f"{row.tokens_per_second:.0f}", row.answer,
+            f"{row.perplexity_change:+.1%}", f"{row.recall:.0%}", f"{row.tokens_per_second:.0f}",
         )  # fmt: skip
     console.print(table)
 

@@ -131,7 +131,8 @@ class EvictingLayer(CompressedLayer):
         step, ledger = self._running()
         if not step.entered:
             step.stored = ledger.valid()
-            ledger.enter(self.zones[0].recent[:, :, -step.queries :], real)  # type: ignore[index]
+            key, value = (zone.recent[:, :, -step.queries :] for zone in self.zones or ())
+            ledger.enter(key, value, real)
             step.real = None if ledger.seen is None else real
             step.entered = True
         return step.stored
@@ -230,12 +231,8 @@ class EvictingLayer(CompressedLayer):
         ledger: Ledger = self.ledger  # type: ignore[assignment]
         (keys, values), (after_keys, after_values) = zip(*((z.recent[:, :, :count], z.recent) for z in self.zones or ()), strict=True)
         arriving = {name: x[..., :count] for name, x in ledger.recent.items()}
-        score = self.policy.score(Arrivals(keys, values, after_keys, after_values, ledger.mean_key()))
-        if score is not None:
+        if self.policy.tail and (score := self.policy.score(Arrivals(keys, values, after_keys, after_values, None))) is not None:
             arriving["score"] = score.float()
-        for name, x in (("key_norm", keys), ("value_norm", values)):
-            if name in arriving:
-                arriving[name] = torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32)
         self._offer((keys, values), arriving)
         self._cut(count)
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from ..policies import Budget, Policy, Tokens
+from ..policies import Arrivals, Budget, Policy, Tokens
 
 Records = dict[str, Tensor]
 """`positions` int32, and of what the policy asks for `score`, `key_norm`, `value_norm` fp32: `[B, H, T]` each."""
@@ -40,8 +40,9 @@ class Ledger:
         wanted = {"score": self.policy.scores, "key_norm": self.policy.norms, "value_norm": self.policy.keeps_values}
         return records | {name: torch.empty(*like.shape[:2], 0, device=like.device) for name, kept in wanted.items() if kept}
 
-    def enter(self, keys: Tensor, real: Tensor | None) -> None:
-        """Notes the step's tokens, keys `[B, H, Q, D]`, of which `real` `[B, Q]` are real."""
+    def enter(self, keys: Tensor, values: Tensor, real: Tensor | None) -> None:
+        """Notes the step's tokens, keys and values `[B, H, Q, D]`, of which `real` `[B, Q]` are real, and what is known from themselves:
+        at once, so that it does not depend on how long they stay exact."""
         batch, heads, count, _ = keys.shape
         if real is not None and self.seen is None and not bool(real.all()):
             self.seen = torch.full((batch,), self.columns, dtype=torch.int64, device=keys.device)
@@ -54,12 +55,17 @@ class Ledger:
             positions = torch.where(real, ranks, -1).int()[:, None].expand(-1, heads, -1)
             self.seen = self.seen + real.sum(-1)
         self.columns += count
-        self.recent["positions"] = torch.cat([self.recent["positions"], positions], dim=-1)
-        for name in self.recent.keys() - {"positions"}:
-            self.recent[name] = torch.nn.functional.pad(self.recent[name], (0, count))
         if self.key_sum is not None:
             units = torch.nn.functional.normalize(keys.float(), dim=-1)
             self.key_sum = self.key_sum + (units if real is None else units * real[:, None, :, None]).sum(2)
+        new = {"positions": positions}
+        for name, x in (("key_norm", keys), ("value_norm", values)):
+            if name in self.recent:
+                new[name] = torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32)
+        if "score" in self.recent:
+            score = None if self.policy.tail else self.policy.score(Arrivals(keys, values, keys, values, self.mean_key()))
+            new["score"] = torch.zeros_like(positions, dtype=torch.float32) if score is None else score.float()
+        self.recent = {name: torch.cat([self.recent[name], x], dim=-1) for name, x in new.items()}
 
     def count_rows(self) -> None:
         """Brings `least` up to date, by a look at the device if there was padding."""

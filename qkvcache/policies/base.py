@@ -1,7 +1,7 @@
 """What a policy is: how many tokens a layer keeps, and in which order it forgets them.
 
 A policy is a frozen dataclass of options and pure functions; what it remembers of a token lies in the layer, beside the token. It is asked
-once for each token that leaves the exact recent zone (`score`), after each attention whose weights it wants (`observe`), and when tokens
+once for each token (`score`), after each attention whose weights it wants (`observe`), and when tokens
 must go (`priority`). Positions are ranks among the real tokens of a row, so that padding changes nothing.
 """
 
@@ -42,8 +42,9 @@ class Budget:
 
 @dataclass(frozen=True)
 class Arrivals:
-    """Tokens that leave the exact recent zone, `keys` and `values` `[B, H, T, D]`; `after_keys` and `after_values` `[B, H, T + N, D]` are
-    they and the tokens after them. `mean_key` `[B, H, D]`: mean direction of all keys seen, where the policy asks for it."""
+    """Tokens to score, `keys` and `values` `[B, H, T, D]`: those of a step, or with a `tail` those that leave it; `after_keys` and
+    `after_values` `[B, H, T + N, D]` are they and the tokens after them. `mean_key` `[B, H, D]`: mean direction of all keys seen, where the
+    policy asks for it."""
 
     keys: Tensor
     values: Tensor
@@ -80,7 +81,8 @@ class Policy:
         sinks: first tokens that are never evicted.
         recent: newest tokens that are not evicted: tokens (int) or share of the budget (float).
         interval: tokens that come in before some go. At 1 the budget is full after every step; more cost less time, and leave up to
-            `interval - 1` places of the budget empty. None: 1 for every 128 tokens of the budget, at most 32.
+            `interval - 1` places of the budget empty. None: 1 for every 128 tokens of the budget, at most 32. Where a padded prompt comes
+            in chunks, rows count padding as tokens that come in.
         value_norm: weigh a token's score by the norm of its value (VATP, arXiv 2406.12335), where scores are weights.
         protect_values: share of the budget for the tokens with the largest values (VaSE, arXiv 2606.03928).
 
@@ -132,11 +134,13 @@ class Policy:
     def budgets(self) -> tuple[Budget, ...]:
         """One, or one for each full-attention layer."""
         several = self.budget if isinstance(self.budget, Sequence) else (self.budget,)
+        if not several:
+            raise ValueError(f"budget={self.budget!r}: holds none; pass one for all layers, or one for each full-attention layer")
         return tuple(_budget(one) for one in several)
 
     @property
     def tail(self) -> int:
-        """Recent tokens that must be exact for `score`."""
+        """Tokens after it that a token waits for, exact, before it gets its `score`."""
         return 0
 
     @property
@@ -167,7 +171,7 @@ class Policy:
         return size * 0 + self.recent
 
     def score(self, tokens: Arrivals) -> Tensor | None:
-        """fp32 `[B, H, T]` of tokens that leave the recent zone; None where scores are from attention."""
+        """fp32 `[B, H, T]`; None where scores are from attention."""
         return None
 
     def observe(self, score: Tensor, mass: Tensor, queries: Tensor | int) -> Tensor:
@@ -187,13 +191,13 @@ class Policy:
         size = self.size(budget, tokens.seen)
         if self.value_norm:
             rank = rank * _given(tokens.value_norm)
+        protected = (tokens.positions < self.sinks) | (tokens.positions >= tokens.seen - self.recent_of(size))
         if self.protect_values:
-            norms = _given(tokens.value_norm).masked_fill(~tokens.valid, -1)
+            norms = _given(tokens.value_norm).masked_fill(~tokens.valid | protected, -1)
             count = (self.protect_values * size.double()).long().clamp(1, norms.shape[-1])
             least = norms.sort(-1, descending=True).values.gather(-1, (count - 1).expand(*norms.shape[:2], 1))
             rank = rank.masked_fill(norms >= least, KEPT)
-        newest = tokens.seen - self.recent_of(size)
-        rank = rank.masked_fill((tokens.positions < self.sinks) | (tokens.positions >= newest), torch.inf)
+        rank = rank.masked_fill(protected, torch.inf)
         return rank.masked_fill(~tokens.valid, -torch.inf)
 
 

@@ -13,7 +13,8 @@ from .base import Arrivals, Policy
 
 @dataclass(frozen=True, kw_only=True)
 class Knorm(Policy):
-    """Evicts keys of large norm, which attention tends to pass over (arXiv 2406.11430)."""
+    """Evicts keys of large norm, which attention tends to pass over (arXiv 2406.11430). Not for models that normalise their keys (Qwen 3,
+    Gemma 3): there norms are all the same, and what is left to choose by is rounding."""
 
     scores: ClassVar[bool] = True
 
@@ -25,8 +26,8 @@ class Knorm(Policy):
 class KeyDiff(Policy):
     """Keeps keys that differ most from the mean direction of all keys (arXiv 2504.15364): the best choice without attention weights.
 
-    A token is scored once, when it leaves the recent zone, against the mean over all tokens seen by then; the paper scores all tokens anew
-    against the mean of those held. So nothing is decoded for it, and every format keeps the same tokens.
+    A token is scored once, when it comes, against the mean over all tokens seen by then; the paper scores all tokens anew against the mean
+    of those held. So nothing is decoded for it, and every format keeps the same tokens.
     """
 
     scores: ClassVar[bool] = True

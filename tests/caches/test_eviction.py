@@ -1,0 +1,269 @@
+"""Caches that evict, in models: budgets hold, padding and the cut of a text change nothing, and what is large enough is exact."""
+
+import copy
+import functools
+
+import pytest
+import torch
+from matrix import ATTENTION, CUT_FREE, POLICIES, UNSUPPORTED, model, slowly
+from reference import ZONES, assert_close, forward
+from transformers import DynamicCache
+
+from qkvcache import CompressedCache
+from qkvcache.policies import H2O, Budget, KeyDiff, Knorm, SlidingWindow, SnapKV
+
+PADS = (0, 5, 14)
+CUTS = {"whole": (30, 1, 1, 3, 1, 1), "chunked": (4, 17, 9, 1, 1, 3, 1, 1)}  # a boundary in the padding
+LENGTH = sum(CUTS["whole"])
+IMPLEMENTATIONS = ("sdpa", "eager")
+
+
+def inputs(pads=PADS, length=LENGTH, seed=1):
+    torch.manual_seed(seed)
+    ids, mask = torch.randint(3, 100, (len(pads), length)), (torch.arange(length) >= torch.tensor(pads)[:, None]).long()
+    return ids * mask, mask
+
+
+def run(network, cache, sizes, text=None, check=None):
+    """Logits of the real tokens of each step, `[N, V]`."""
+    ids, mask = text or inputs()
+    begin, logits = 0, []
+    for size in sizes:
+        logits.append(forward(network, cache, ids, mask, begin, begin + size))
+        begin += size
+        if check:
+            check(begin)
+    return logits
+
+
+def alone(sizes, pad):
+    """The steps of a row without its padding."""
+    ends = [max(sum(sizes[: i + 1]) - pad, 0) for i in range(len(sizes))]
+    return [size for size in (b - a for a, b in zip([0, *ends], ends, strict=False)) if size]
+
+
+def kept(cache, row=None):
+    """Positions held in each full-attention layer."""
+    found = []
+    for index, layer in enumerate(cache.layers):
+        if type(layer).__name__ == "EvictingLayer":
+            positions = cache.kept_positions(index)
+            found += [
+                [[p for p in head if p >= 0] for head in r] for r in (positions if row is None else positions[row : row + 1]).tolist()
+            ]
+    return found
+
+
+def check_rows(network, make, sizes, tolerance):
+    """Every row of a padded batch keeps and says what its text alone does."""
+    ids, mask = inputs()
+    together = make()
+    logits = torch.zeros(len(PADS), LENGTH, network.config.vocab_size)
+    logits[mask.bool()] = torch.cat([x for x in _by_row(network, together, sizes, ids, mask)])
+    for row, pad in enumerate(PADS):
+        single = make()
+        got = torch.cat(run(network, single, alone(sizes, pad), (ids[row : row + 1, pad:], mask[row : row + 1, pad:])))
+        assert kept(single) == kept(together, row)
+        assert_close(logits[row, pad:], got, tolerance)
+
+
+def _by_row(network, cache, sizes, ids, mask):
+    parts = run(network, cache, sizes, (ids, mask))
+    begin, rows = 0, [[] for _ in PADS]
+    for size, part in zip(sizes, parts, strict=True):
+        counts = mask[:, begin : begin + size].sum(-1).tolist()
+        for row, x in zip(rows, part.split(counts), strict=True):
+            row.append(x)
+        begin += size
+    return [torch.cat(row) for row in rows]
+
+
+def live_bytes(cache):
+    """Bytes of all tensors reachable from the layers, each storage once, found without the library's help."""
+    seen, stack, storages = set(), list(cache.layers), {}
+    while stack:
+        x = stack.pop()
+        if id(x) in seen or isinstance(x, type):
+            continue
+        seen.add(id(x))
+        if isinstance(x, torch.Tensor):
+            storages[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        elif isinstance(x, dict):
+            stack += x.values()
+        elif isinstance(x, list | tuple):
+            stack += x
+        elif type(x).__module__.startswith("qkvcache.layers"):
+            stack += vars(x).values()
+    return sum(storages.values())
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("format", slowly([None, "int8"], ["int8"]))
+def test_b1_the_budget_is_full_at_every_step_and_never_exceeded(name, format):
+    for budget in (12, 21):
+        cache = CompressedCache(model("llama").config, policy=POLICIES[name](budget), format=format, exact_first=2, exact_recent=3)
+
+        def check(seen, cache=cache, budget=budget):
+            for layer in range(3):
+                assert cache.stored_length(layer) == min(seen, budget), seen
+                assert cache.get_seq_length(layer) == seen
+                assert cache.kept_positions(layer).shape == (1, 2, min(seen, budget))
+            assert cache.nbytes == live_bytes(cache)
+            assert cache.memory().dense == 3 * 2 * 2 * 32 * 4 * seen
+
+        run(model("llama"), cache, (30, *[1] * 6, 3, 1), inputs((0,), 40), check)
+
+
+@pytest.mark.parametrize("attention", slowly(IMPLEMENTATIONS, ["sdpa"]))
+@pytest.mark.parametrize("name", POLICIES)
+def test_b20_a_padded_row_equals_its_prompt_alone(name, attention):
+    """Prompts below, at and above the budget; a chunk that ends in the padding; steps of several tokens."""
+    network = model("llama", attention)
+    make = functools.partial(CompressedCache, network.config, policy=POLICIES[name](25))  # rows of 16, 25 and 30 tokens after the prompt
+    check_rows(network, make, CUTS["chunked" if attention == "sdpa" else "whole"], 1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("attention", IMPLEMENTATIONS)
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("budget", [12, 16, 30])
+@pytest.mark.parametrize("name", POLICIES)
+def test_b20_padded_rows_of_other_budgets(name, budget, cut, attention):
+    network = model("llama", attention)
+    check_rows(network, functools.partial(CompressedCache, network.config, policy=POLICIES[name](budget)), CUTS[cut], 1e-4)
+
+
+@pytest.mark.parametrize(("cut", "format"), [("whole", None), ("whole", "int8"), ("chunked", None)])
+def test_b20_intervals_of_padded_rows(cut, format):
+    network = model("llama")
+    policy = SnapKV(budget=15, interval=4, window=4, recent=3)
+    make = functools.partial(CompressedCache, network.config, policy=policy, format=format, **ZONES["zones"])
+    check_rows(network, make, CUTS[cut], 1e-4 if format is None else 5e-3)
+
+
+@pytest.mark.parametrize("name", slowly(["sink_window", "h2o", "tova", "lagkv", "knorm"], ["h2o", "lagkv"]))
+@pytest.mark.parametrize("format", ["int8", "turboquant_k8v4"])
+def test_b16_a_padded_row_of_codes_equals_its_prompt_alone(name, format):
+    network = model("llama")
+    make = functools.partial(CompressedCache, network.config, policy=POLICIES[name](15), format=format, **ZONES["zones"])
+    check_rows(network, make, CUTS["whole"], 5e-3)
+
+
+@pytest.mark.parametrize(
+    "policy", [H2O(budget=0.5, recent=0.25), H2O(budget=Budget(4, 0.3), recent=3), Knorm(budget=0.4, recent=0.2)], ids=str
+)
+def test_b20_shares_are_of_each_row(policy):
+    check_rows(model("llama"), functools.partial(CompressedCache, model("llama").config, policy=policy), CUTS["whole"], 1e-4)
+
+
+@pytest.mark.parametrize("format", [None, "int8"])
+@pytest.mark.parametrize(
+    "policy",
+    [
+        H2O(budget=0.5), H2O(budget=Budget(5, 0.2), recent=4), SnapKV(budget=20, interval=8, window=4), Knorm(budget=17, interval=5),
+        SlidingWindow(window=11, interval=11), KeyDiff(budget=0.3, interval=4), H2O(budget=1.0),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_b6_shares_and_intervals_stay_within_the_budget(policy, format):
+    budget = policy.budgets[0]
+    for sizes in CUTS.values():
+        cache = CompressedCache(model("llama").config, policy=policy, format=format, exact_first=2, exact_recent=3)
+        least = []
+
+        def check(seen, cache=cache, least=least):
+            limit = budget.tokens + int(budget.share * seen + 1e-9)
+            if budget.share:
+                limit = max(limit, 8, policy.sinks + (policy.recent if isinstance(policy.recent, int) else 0) + (policy.interval or 1))
+            for layer in range(3):
+                held = cache.stored_length(layer)
+                assert held <= limit, seen
+                least.append(held >= min(seen, limit) - (policy.interval or 1) + 1)
+
+        run(model("llama"), cache, sizes, inputs((0,)), check)
+        if not budget.share or policy.budget == 1.0:
+            assert all(least)  # and no more than `interval - 1` places stay empty
+
+
+@pytest.mark.parametrize("name", CUT_FREE)
+@pytest.mark.parametrize("attention", slowly(IMPLEMENTATIONS, ["sdpa"]))
+def test_b4_b14_any_cut_of_a_static_text_keeps_the_same(name, attention):
+    """At once, in chunks with a remainder, one at a time: the same kept tokens in layer 0, whose keys do not depend on the cache."""
+    network = model("llama", attention)
+    expected = None
+    for sizes in ((LENGTH,), (7,) * 5 + (2,), (1,) * LENGTH, (20, *[1] * 17)):
+        cache = CompressedCache(network.config, policy=POLICIES[name](15))
+        run(network, cache, sizes, inputs((0,)))
+        found = cache.kept_positions(0)
+        expected = found if expected is None else expected
+        assert torch.equal(found, expected)
+    assert found.shape[-1] == 15
+
+
+@pytest.mark.parametrize("chunk", [pytest.param(None, marks=pytest.mark.slow), 7])
+@pytest.mark.parametrize("name", POLICIES)
+def test_b4_generate_equals_a_manual_loop(name, chunk):
+    network, (ids, mask) = model("llama"), inputs(PADS, 29)
+    ours, manual = (CompressedCache(network.config, policy=POLICIES[name](14)) for _ in range(2))
+    options = {"max_new_tokens": 10, "do_sample": False, "eos_token_id": None, "prefill_chunk_size": chunk}
+    expected = network.generate(input_ids=ids, attention_mask=mask, past_key_values=ours, **options)
+    sizes, begin = ([7] * 4 + [1] if chunk else [29]), 0
+    for size in sizes + [1] * 9:
+        logits = forward(network, manual, ids, mask, begin, begin + size)
+        begin += size
+        if begin >= 29:
+            last = logits.view(3, -1, 100)[:, -1] if size == 1 else logits[mask.sum(-1).cumsum(0) - 1]
+            ids = torch.cat([ids, last.argmax(-1)[:, None]], 1)
+            mask = torch.cat([mask, torch.ones(3, 1, dtype=torch.long)], 1)
+    assert torch.equal(ids, expected)
+    assert kept(ours) == kept(manual) and ours.stored_length() == 14
+
+
+@pytest.mark.parametrize(
+    ("attention", "dtype"),
+    [
+        ("sdpa", torch.bfloat16), pytest.param("eager", torch.float32, marks=pytest.mark.slow),
+        pytest.param("sdpa", torch.float32, marks=pytest.mark.slow), pytest.param("eager", torch.bfloat16, marks=pytest.mark.slow),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("name", POLICIES)
+def test_b5_a_budget_that_is_not_reached_changes_no_bit(name, attention, dtype):
+    network = _cast(attention, dtype)
+    for sizes, text in ((CUTS["chunked"], inputs()), (CUTS["whole"], inputs((0,)))):
+        ours = run(network, CompressedCache(network.config, policy=POLICIES[name](LENGTH)), sizes, text)
+        theirs = run(network, DynamicCache(config=network.config), sizes, text)
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+@functools.lru_cache
+def _cast(attention, dtype):
+    return model("llama", attention) if dtype == torch.float32 else copy.deepcopy(model("llama", attention)).to(dtype)
+
+
+HYBRID = ["gemma3", "gemma2", "gpt_oss", "gemma3n", "gemma4", "qwen3_next", "mistral", "gpt2", "phi3", "qwen3"]
+FASTEST = {"gemma2": "eager", "gpt_oss": "eager"}  # the others run under -m slow
+
+
+@pytest.mark.filterwarnings("ignore:no layer of this model", "ignore:attention code calls")
+@pytest.mark.parametrize(
+    ("name", "attention"),
+    [
+        pytest.param(n, a, marks=[] if a == FASTEST.get(n, "sdpa") else pytest.mark.slow)
+        for n in HYBRID
+        for a in ATTENTION
+        if (n, a) not in UNSUPPORTED
+    ],
+)
+def test_b20_models(name, attention):
+    """Full-attention layers evict; padded rows equal their prompts alone. Knorm would rank rounding errors where models norm keys."""
+    network = model(name, attention)
+    plain = DynamicCache(config=network.config)
+    for policy in (H2O(budget=15, recent=4), KeyDiff(budget=15, recent=3)):
+        cache = CompressedCache(network.config, policy=policy)
+        for ours, theirs in zip(cache.layers, plain.layers, strict=True):
+            assert type(ours).__name__ == ("EvictingLayer" if type(theirs).__name__ == "DynamicLayer" else type(theirs).__name__)
+        check_rows(network, functools.partial(CompressedCache, network.config, policy=policy), CUTS["whole"], 1e-4)
+    ours = run(network, CompressedCache(network.config, policy=H2O(budget=99)), CUTS["chunked"])
+    theirs = run(network, DynamicCache(config=network.config), CUTS["chunked"])
+    for a, b in zip(ours, theirs, strict=True):
+        assert_close(a, b, 1e-5)

@@ -1,0 +1,69 @@
+"""A cache filled from one recorded reading is the cache that the model would have filled."""
+
+import pytest
+import torch
+
+from qkvcache import CompressedCache, demo
+from qkvcache.harness.prefill import prefill, refill
+from qkvcache.harness.quality import Passages, RecallSet, divergence, recall
+from qkvcache.policies import H2O, TOVA, KeyDiff, LagKV, Random, SinkWindow, SnapKV
+from qkvcache.policies.base import ALL
+
+POLICIES = [
+    H2O(budget=64), TOVA(budget=64), SnapKV(budget=64), KeyDiff(budget=64), LagKV(budget=64, lag=16, recent=16), Random(budget=64),
+    SinkWindow(window=60),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def loaded():
+    model, tokenizer = demo.load()
+    return model, tokenizer, demo.text_ids(tokenizer)
+
+
+@pytest.fixture(scope="module")
+def prompt(loaded):
+    model, _, ids = loaded
+    ids = torch.tensor(ids[:300]).view(2, 150)
+    return ids, prefill(model, ids, (ALL, 1, 32))[0]
+
+
+@pytest.mark.parametrize("format", [None, "fp8"])
+@pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: policy.name)
+def test_the_record_fills_a_cache_as_the_model_does(loaded, prompt, policy, format):
+    model, (ids, prefilled) = loaded[0], prompt
+    filled, run = (CompressedCache(model.config, format=format, policy=policy) for _ in range(2))
+    refill(filled, prefilled, model, ids)
+    with torch.no_grad():
+        model(ids, past_key_values=run)
+        logits = [model(ids[:, :3], past_key_values=cache).logits for cache in (filled, run)]
+    assert torch.equal(*logits)
+    assert all(torch.equal(filled.kept_positions(i), run.kept_positions(i)) for i in range(5))
+    assert filled.nbytes == run.nbytes
+
+
+def test_without_a_record_the_model_reads_again(loaded, prompt):
+    model, ids = loaded[0], prompt[0]
+    prefilled, _ = prefill(model, ids)
+    assert prefilled.attention == {}
+    cache = refill(CompressedCache(model.config, policy=H2O(budget=64)), prefilled, model, ids)
+    assert cache.stored_length() == 64
+
+
+def test_divergence_grows_as_the_budget_shrinks(loaded):
+    model, _, ids = loaded
+    passages = Passages.read(model, torch.tensor(ids[:424]).view(2, -1), 200, (ALL,))
+    found = [divergence(model, passages, lambda n=n: CompressedCache(model.config, policy=H2O(budget=n))) for n in (20, 100, 400)]
+    assert found[0].kl > found[1].kl > found[2].kl
+    assert found[2].kl < 1e-6 and found[0].bytes_per_token < found[2].bytes_per_token
+
+
+def test_a_question_that_was_seen_is_part_of_the_prompt(loaded):
+    model, tokenizer, ids = loaded
+    unseen, seen = (RecallSet.make(model, tokenizer, ids, 300, 3, seen=seen) for seen in (False, True))
+    assert torch.equal(seen.context, torch.cat([unseen.context, unseen.question.expand(3, -1)], dim=1))
+    everything = [
+        recall(model, tokenizer, cases, lambda: CompressedCache(model.config, policy=H2O(budget=400))) for cases in (unseen, seen)
+    ]
+    assert everything[0] == everything[1] >= 2 / 3
+    assert recall(model, tokenizer, unseen, lambda: CompressedCache(model.config, policy=SinkWindow(window=16))) <= 1 / 3

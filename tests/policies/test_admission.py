@@ -1,0 +1,126 @@
+"""`admit`: after each arrival the body holds the tokens of highest priority, and the codes in a slot are of the token recorded there."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from qkvcache.formats import resolve
+from qkvcache.layers.admission import admit
+from qkvcache.layers.ledger import Ledger
+from qkvcache.layers.slots import Slots
+from qkvcache.policies import H2O, Budget
+
+ROWS, HEADS, DIM = 3, 2, 32
+POLICY = H2O(budget=10**6, recent=0, reduce="sum")
+
+arrivals = st.lists(st.tuples(st.integers(1, 70), st.integers(0, 40)), min_size=1, max_size=6)  # tokens, and room that is added
+seeds = st.integers(0, 10**6)
+
+
+class Body:
+    """A body, and every token that was ever offered to it."""
+
+    def __init__(self, format: str, seed: int):
+        codec = resolve(format).key
+        self.codec, self.generator = codec, torch.Generator().manual_seed(seed)
+        self.slots = Slots(codec, DIM, per_head=True), Slots(codec, DIM, per_head=True)
+        self.ledger = Ledger(POLICY, Budget(10**6), torch.empty(ROWS, HEADS, 0, DIM))
+        self.ledger.seen = torch.zeros(ROWS, dtype=torch.int64)
+        self.x = [[] for _ in range(ROWS)]  # the tokens of each row by position
+        self.tokens = [[[] for _ in range(HEADS)] for _ in range(ROWS)]  # (score, position) of what is held
+
+    def offer(self, count: int, limit: int, share: float, own: torch.Tensor | None) -> None:
+        x = torch.randn(ROWS, HEADS, count, DIM, generator=self.generator)
+        real = torch.rand(ROWS, count, generator=self.generator) >= share
+        positions = torch.where(real, self.ledger.seen[:, None] + real.cumsum(-1) - 1, -1).int()[:, None].expand(-1, HEADS, -1)
+        score = torch.randint(0, 6, (ROWS, HEADS, count), generator=self.generator).float()  # ties
+        self.ledger.seen = self.ledger.seen + real.sum(-1)
+        for row in range(ROWS):
+            self.x[row] += [x[row, :, i] for i in range(count) if real[row, i]]
+            for head in range(HEADS):
+                union = self.tokens[row][head] + [
+                    (float(score[row, head, i]), int(positions[row, head, i])) for i in range(count) if real[row, i]
+                ]
+                self.tokens[row][head] = sorted(union)[max(len(union) - (limit if own is None else min(int(own[row]), limit)), 0) :]
+        admit(self.slots, self.ledger, (x, -x), {"positions": positions, "score": score}, limit, own, 64)
+
+    def check(self, limit: int) -> None:
+        body = self.ledger.body
+        assert self.slots[0].length == self.slots[1].length == body["positions"].shape[-1] <= limit
+        empty = body["positions"] < 0
+        assert (empty == empty[:, :1]).all()  # the same in all heads: the mask has one
+        for row in range(ROWS):
+            for head in range(HEADS):
+                pairs = zip(body["score"][row, head].tolist(), body["positions"][row, head].tolist(), strict=True)
+                assert sorted(pair for pair in pairs if pair[1] >= 0) == self.tokens[row][head]
+        for slots, sign in zip(self.slots, (1, -1), strict=True):
+            self.check_codes(slots, sign, body["positions"])
+
+    def check_codes(self, slots: Slots, sign: int, positions: torch.Tensor) -> None:
+        if not slots.length:
+            return
+        held = torch.cat([self.codec.decode(codes, DIM) for codes, _ in slots.blocks(50)], dim=2)
+        for row in range(ROWS):
+            if not self.x[row]:
+                continue
+            x = sign * torch.stack(self.x[row], dim=1)[None]
+            decoded = self.codec.decode(self.codec.encode(x, slots.once) | slots.once, DIM)[0]
+            at = positions[row].long()
+            expected = decoded.gather(1, at.clamp_min(0)[..., None].expand(-1, -1, DIM))
+            assert torch.equal(held[row][at >= 0], expected[at >= 0])
+
+
+@pytest.mark.parametrize("format", ["identity", "int8_token", "turboquant_k3v4_nc"])
+@settings(max_examples=25)
+@given(arrivals, seeds, st.sampled_from([0.0, 0.5]))
+def test_the_best_are_held_and_slots_are_true(format, arrivals, seed, padding):
+    body, limit = Body(format, seed), 0
+    for count, more in arrivals:
+        limit += more
+        body.offer(count, limit, padding, None)
+        body.check(limit)
+
+
+@pytest.mark.parametrize("format", ["int8"])
+@settings(max_examples=25)
+@given(arrivals, seeds, st.sampled_from([0.0, 0.5]), st.lists(st.floats(0, 1), min_size=ROWS, max_size=ROWS))
+def test_rows_of_different_budgets(format, arrivals, seed, padding, shares):
+    body, limit = Body(format, seed), 0
+    for count, more in arrivals:
+        limit += more
+        own = torch.tensor([int(share * limit) for share in shares])[:, None, None]
+        body.offer(count, limit, padding, own)
+        body.check(limit)
+
+
+@given(seeds, st.integers(1, 200), st.integers(1, 60))
+def test_put_and_take_are_inverse(seed, tokens, count):
+    generator = torch.Generator().manual_seed(seed)
+    codec = resolve("int8").key
+    slots = Slots(codec, DIM, per_head=True)
+    for part in torch.randn(ROWS, HEADS, tokens, DIM, generator=generator).split(70, dim=2):
+        slots.append(part)  # several slabs
+    count = min(count, tokens)
+    where = torch.rand(ROWS, HEADS, tokens, generator=generator).argsort(-1)[..., :count]
+    accepted = torch.rand(ROWS, HEADS, count, generator=generator) > 0.3
+    before = torch.cat([codec.decode(codes, DIM) for codes, _ in slots.blocks(10**6)], dim=2)
+    new = torch.randn(ROWS, HEADS, count, DIM, generator=generator)
+    fresh = SimpleNamespace(codes=codec.encode(new, {}))
+    slots.put(where, accepted, fresh.codes)
+    taken = slots.take(where)
+    old = before.gather(2, where[..., None].expand(-1, -1, -1, DIM))
+    expected = torch.where(accepted[..., None], codec.decode(fresh.codes, DIM), old)
+    assert torch.equal(codec.decode(taken, DIM), expected)
+    untouched = torch.ones(ROWS, HEADS, tokens, dtype=torch.bool).scatter_(-1, where, False)
+    after = torch.cat([codec.decode(codes, DIM) for codes, _ in slots.blocks(10**6)], dim=2)
+    assert torch.equal(after[untouched], before[untouched]) and slots.length == tokens
+
+
+def test_grown_slots_hold_numbers():
+    slots = Slots(resolve("turboquant_3bit_nc").key, DIM, per_head=True)
+    slots.grow(70, torch.empty(ROWS, HEADS, 1, DIM))
+    assert slots.length == 70
+    assert all(slots.codec.decode(codes | slots.once, DIM).isfinite().all() for codes, _ in slots.blocks(64))

@@ -1,0 +1,185 @@
+"""B18: wrong options are refused where they are given, in words that name the value."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+import transformers as hf
+from matrix import model
+
+from qkvcache import CombinedCache, CompressedCache, H2OCache, SinkCache, SlidingWindowCache
+from qkvcache.policies import (
+    H2O,
+    REGISTRY,
+    TOVA,
+    Arrivals,
+    Budget,
+    Custom,
+    KeyDiff,
+    Knorm,
+    LagKV,
+    Policy,
+    Random,
+    SinkWindow,
+    SlidingWindow,
+    SnapKV,
+    Tokens,
+    resolve,
+)
+
+WRONG = [
+    *[(kind, {"budget": 0}, ValueError, "budget=0") for kind in (H2O, TOVA, SnapKV, KeyDiff, LagKV, Knorm, Random)],
+    (H2O, {"budget": -3}, ValueError, "budget=-3"),
+    (H2O, {"budget": 0.0}, ValueError, "budget=0.0"),
+    (H2O, {"budget": 1.5}, ValueError, "budget=1.5"),
+    (H2O, {"budget": math.nan}, ValueError, "budget=nan"),
+    (H2O, {"budget": True}, TypeError, "True"),
+    (H2O, {"budget": "1024"}, (TypeError, ValueError), "budget"),
+    (H2O, {"budget": None}, TypeError, "None"),
+    (H2O, {"budget": [64, 0]}, ValueError, "budget=0"),
+    (H2O, {"budget": []}, ValueError, "budget"),
+    (H2O, {"budget": Budget(tokens=-1)}, ValueError, "Budget.tokens=-1"),
+    (H2O, {"budget": Budget()}, ValueError, "share=0"),
+    (H2O, {"budget": Budget(share=1.5)}, ValueError, "share=1.5"),
+    (H2O, {"sinks": -1}, ValueError, "sinks=-1"),
+    (H2O, {"sinks": 0.5}, TypeError, "0.5"),
+    (H2O, {"recent": -1}, ValueError, "recent=-1"),
+    (H2O, {"recent": 1.01}, ValueError, "recent=1.01"),
+    (H2O, {"recent": math.nan}, ValueError, "recent=nan"),
+    (H2O, {"recent": True}, TypeError, "True"),
+    (H2O, {"interval": 0}, ValueError, "interval=0"),
+    (H2O, {"interval": 1.0}, TypeError, "1.0"),
+    (H2O, {"protect_values": 1.0}, ValueError, "protect_values=1.0"),
+    (H2O, {"protect_values": -0.1}, ValueError, "protect_values=-0.1"),
+    (H2O, {"budget": 10, "sinks": 4, "recent": 7}, ValueError, "budget=10: sinks=4, recent=7"),
+    (H2O, {"budget": 10, "sinks": 4, "recent": 5, "interval": 3}, ValueError, "interval=3"),
+    (H2O, {"budget": 10, "sinks": 4, "recent": 4, "protect_values": 0.3}, ValueError, "protect_values=0.3 take 11"),
+    (H2O, {"budget": [64, 10], "sinks": 6, "recent": 5}, ValueError, "budget=10"),
+    (TOVA, {"budget": 3}, ValueError, "budget=3: sinks=4"),
+    (H2O, {"reduce": "max"}, ValueError, "reduce='max'"),
+    (H2O, {"decay": 0.0}, ValueError, "decay=0.0"),
+    (H2O, {"decay": 1.1}, ValueError, "decay=1.1"),
+    (SnapKV, {"window": 0}, ValueError, "window=0"),
+    (SnapKV, {"window": 2.0}, TypeError, "2.0"),
+    (SnapKV, {"kernel": 4}, ValueError, "kernel=4"),
+    (SnapKV, {"kernel": 0}, ValueError, "kernel=0"),
+    (LagKV, {"lag": 1}, ValueError, "lag=1"),
+    (LagKV, {"lag": 64, "recent": 32}, ValueError, "recent=32"),
+    (LagKV, {"budget": 0.2, "recent": 0.2, "lag": 8}, ValueError, "lag=8"),
+    (SinkWindow, {"window": 0}, ValueError, "window=0"),
+    (SinkWindow, {"window": 8, "interval": 9}, ValueError, "interval=9"),
+    (SinkWindow, {"positions": "none"}, ValueError, "positions='none'"),
+    (SinkWindow, {"sinks": -1}, ValueError, "sinks=-1"),
+    (SinkWindow, {"budget": 100}, TypeError, "budget"),
+    (SlidingWindow, {"window": 1.5}, TypeError, "1.5"),
+    *[(kind, {"value_norm": True}, ValueError, f"{kind.__name__} are no weights") for kind in (KeyDiff, Knorm, Random, SinkWindow)],
+    (Custom, {"function": 3}, TypeError, "3"),
+    (Custom, {}, TypeError, "function"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "options", "error", "says"), WRONG)
+def test_policies_refuse(kind, options, error, says):
+    with pytest.raises(error) as caught:
+        kind(**options)
+    assert says in str(caught.value)
+
+
+def config(name):
+    return model(name).config
+
+
+CACHES = [
+    (lambda: CompressedCache(config("llama"), policy="h3o"), ValueError, "h3o"),
+    (lambda: CompressedCache(config("llama"), policy=1024), TypeError, "1024"),
+    (lambda: CompressedCache(config("llama"), policy=H2O), TypeError, "H2O"),
+    (lambda: CompressedCache(config("llama")), TypeError, "policy"),
+    (lambda: CompressedCache(config("llama"), policy="h2o", offloading=True), NotImplementedError, "offloading"),
+    (lambda: CompressedCache(config("llama"), policy=H2O(budget=[9, 9])), ValueError, "2 budgets for 3"),
+    (lambda: CompressedCache(hf.BloomConfig(hidden_size=64, n_head=2, n_layer=2), policy="h2o"), NotImplementedError, "ALiBi"),
+    (lambda: CompressedCache(config("t5"), policy="h2o"), NotImplementedError, "relative"),
+    (lambda: CompressedCache(config("deepseek_v3"), policy="h2o"), NotImplementedError, "latents"),
+    (lambda: CompressedCache(policy=SinkWindow(positions="cache")), ValueError, "config"),
+    (lambda: CompressedCache(config("gpt2"), policy=SinkWindow(positions="cache")), NotImplementedError, "gpt2"),
+    (lambda: SinkCache(config("llama"), window=0), ValueError, "window=0"),
+    (lambda: SinkCache(config("llama"), positions="new"), ValueError, "'new'"),
+    (lambda: SinkCache(config("llama"), format="int9"), ValueError, "int9"),
+    (lambda: SlidingWindowCache(config("llama"), window=-1), ValueError, "window=-1"),
+    (lambda: H2OCache(config("llama"), budget=0), ValueError, "budget=0"),
+    (lambda: H2OCache(config("llama"), policy="tova"), TypeError, "policy"),
+    (lambda: CombinedCache(config("llama"), heavy=1.5), ValueError, "1.5"),
+    (lambda: CombinedCache(config("llama"), heavy=-4, recent=2, sinks=1), ValueError, "-1"),
+    (lambda: CombinedCache(config("llama"), heavy="many"), (TypeError, ValueError), "many"),
+    (lambda: CombinedCache(config("llama"), heavy=True), TypeError, "True"),
+    (lambda: CombinedCache(config("llama"), recent=0.5), TypeError, "recent must be a number of tokens"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("make", "error", "says"), CACHES)
+def test_caches_refuse(make, error, says):
+    with pytest.raises(error) as caught:
+        make()
+    assert says in str(caught.value)
+
+
+def tokens(**options):
+    shape = 1, 2, 3
+    given = {"positions": torch.arange(3, dtype=torch.int32).expand(shape), "valid": torch.ones(shape, dtype=torch.bool)}
+    return Tokens(**given | {"seen": torch.full((1, 1, 1), 9)} | options)
+
+
+@pytest.mark.parametrize(
+    "function", [lambda t: t.positions[0], lambda t: 3.0, lambda t: None, lambda t: t.score.sum(-1)], ids=["rank", "number", "None", "sum"]
+)
+def test_custom_priorities_of_another_shape_are_refused(function):
+    with pytest.raises(ValueError, match=r"expected priorities of shape \(1, 2, 3\)"):
+        Custom(function=function).priority(tokens(score=torch.ones(1, 2, 3)))
+
+
+def test_what_a_policy_lacks_is_said():
+    with pytest.raises(NotImplementedError, match="neither scores nor a priority"):
+        Policy().priority(tokens())
+    with pytest.raises(NotImplementedError):
+        Policy().observe(torch.ones(1), torch.ones(1), 1)
+    with pytest.raises(ValueError, match="norms of values"):
+        H2O(value_norm=True).rank(tokens(score=torch.ones(1, 2, 3)), Budget(8))
+    x = torch.ones(1, 2, 3, 4)
+    with pytest.raises(ValueError, match="mean key"):
+        KeyDiff().score(Arrivals(x, x, x, x, None))
+
+
+def test_policies_are_frozen_and_named():
+    for name, kind in REGISTRY.items():
+        policy = resolve(name)
+        assert type(policy) is kind and resolve(policy) is policy
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            policy.sinks = 7
+        assert dataclasses.replace(Knorm(budget=64), budget=32).budget == 32
+
+
+@pytest.mark.parametrize(("seen", "size"), [(0, 4), (1, 4), (9, 4), (10, 5), (29, 6), (30, 7), (1000, 104)])
+def test_budgets_grow_by_whole_tokens(seen, size):
+    budget = Budget(4, 0.1)
+    assert budget.size(seen) == int(budget.size(torch.tensor([[seen]]))) == size
+    policy = H2O(budget=budget, recent=3, sinks=6)
+    assert policy.size(budget, seen) == int(policy.size(budget, torch.tensor([seen]))) == max(size, 10)
+
+
+@pytest.mark.parametrize(("budget", "interval"), [(64, 1), (128, 1), (256, 2), (1024, 8), (4096, 32), (10**5, 32)])
+def test_intervals_by_themselves(budget, interval):
+    assert H2O(budget=budget).interval_of(Budget(budget)) == interval
+    assert H2O(budget=budget, interval=3).interval_of(Budget(budget)) == 3
+    assert H2O(budget=budget, sinks=0, recent=budget).interval_of(Budget(budget)) == 1  # as many as are free
+
+
+def test_random_draws_are_uniform_and_fixed():
+    """The same for a position wherever it lies; another in each head and for each seed."""
+    positions = torch.arange(20_000, dtype=torch.int32).expand(1, 2, -1)
+    draw = Random(seed=3).priority(tokens(positions=positions))
+    assert torch.equal(draw.flip(-1), Random(seed=3).priority(tokens(positions=positions.flip(-1))))
+    assert torch.equal(draw[..., 5:], Random(seed=3).priority(tokens(positions=positions[..., 5:])))
+    unit = draw / 2**24
+    assert (unit >= 0).all() and (unit < 1).all() and (unit.mean(-1) - 0.5).abs().max() < 0.01
+    other = torch.stack([draw[0, 0], draw[0, 1], Random(seed=4).priority(tokens(positions=positions))[0, 0]])
+    assert (torch.corrcoef(torch.cat([other, other[:1].roll(1, -1)])) - torch.eye(4)).abs().max() < 0.03

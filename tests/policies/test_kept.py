@@ -1,0 +1,128 @@
+"""Which tokens a layer keeps: for every policy those that a plain Python oracle keeps, in every row and head, after every step."""
+
+import pytest
+import torch
+from matrix import CUT_FREE, FORMATS, POLICIES, slowly
+from policies.oracle import Text, columns, drive, kept
+
+from qkvcache.formats import resolve
+from qkvcache.policies import H2O, Custom, Knorm, Random, SinkWindow, SnapKV
+
+TEXTS = {
+    "even": Text((0,) * 5, (20, 1, 1, 3, *[1] * 12)),
+    "padded": Text((0, 3, 9, 14, 23), (20, 1, 1, 3, *[1] * 12)),  # one row begins in the fourth step
+    "chunked": Text((0, 3, 9, 14, 23), (4, 7, 10, 9, 1, 1, 1, 5, 2, 1)),
+}
+SPARSE = {
+    "snapkv": SnapKV(budget=14, interval=3, window=4, recent=3),
+    "h2o": H2O(budget=14, interval=4, recent=2),
+    "knorm": Knorm(budget=14, interval=2),
+}
+
+
+def held(layer):
+    """Positions of each row and head; the order of kept_positions is checked on the way."""
+    positions = layer.positions()
+    assert positions.dtype == torch.int32 and positions.shape[-1] == layer.stored
+    found = [[[p for p in head if p >= 0] for head in row] for row in positions.tolist()]
+    assert all(head == sorted(set(head)) for row in found for head in row)
+    return found
+
+
+def check(policy, text, **options):
+    for step, (layer, expected) in enumerate(zip(drive(policy, text, **options), kept(policy, text), strict=True)):
+        assert held(layer) == expected, f"step {step}"
+
+
+@pytest.mark.parametrize("text", TEXTS)
+@pytest.mark.parametrize("budget", [12, pytest.param(21, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", POLICIES)
+def test_b2_those_with_the_highest_score_are_kept(name, budget, text):
+    check(POLICIES[name](budget), TEXTS[text])
+
+
+@pytest.mark.parametrize("text", TEXTS)
+@pytest.mark.parametrize("name", SPARSE)
+def test_b18_intervals(name, text):
+    check(SPARSE[name], TEXTS[text])
+
+
+@pytest.mark.parametrize("policy", [SinkWindow(window=1, sinks=0), H2O(budget=1, recent=1), H2O(budget=6, sinks=2, recent=4)], ids=repr)
+def test_b18_smallest_budgets(policy):
+    check(policy, TEXTS["chunked"])
+
+
+def test_b7_a_position_as_priority_is_a_window():
+    custom = Custom(function=lambda tokens: tokens.positions.float(), budget=12, sinks=4, recent=0)
+    window = SinkWindow(window=8, sinks=4)
+    for ours, theirs in zip(drive(custom, TEXTS["chunked"]), drive(window, TEXTS["chunked"]), strict=True):
+        assert torch.equal(ours.positions(), theirs.positions())
+
+
+@pytest.mark.parametrize("norm", ["key_norm", "value_norm"])
+def test_b7_norms_are_those_of_the_tokens(norm):
+    text = TEXTS["chunked"]
+    custom = Custom(function=lambda tokens: -getattr(tokens, norm), budget=12, recent=3)
+    for layer in drive(custom, text):
+        body = layer.ledger.body
+        x = (text.keys if norm == "key_norm" else text.values).norm(dim=-1)
+        at = (body["positions"].long() + torch.tensor(text.pads)[:, None, None]).clamp_min(0)
+        assert torch.allclose(body[norm], x.gather(-1, at), atol=1e-6) or (body["positions"] < 0).any()
+    if norm == "key_norm":
+        for ours, theirs in zip(drive(custom, text), drive(Knorm(budget=12, recent=3), text), strict=True):
+            assert torch.equal(ours.positions(), theirs.positions())
+
+
+ZONES = ({"exact_first": 2, "exact_recent": 2}, {"exact_first": 9, "exact_recent": 99}, {"exact_first": 0, "exact_recent": 0})
+
+
+@pytest.mark.parametrize("name", slowly(CUT_FREE, ["lagkv"]))
+@pytest.mark.parametrize("format", FORMATS)
+def test_b16_every_format_keeps_what_the_exact_one_keeps(format, name):
+    """Keys are looked at before they are encoded, and exact zones hold only protected tokens. Attention is not asked here."""
+    policy, text = POLICIES[name](16), TEXTS["chunked"]
+    expected = [held(layer) for layer in drive(policy, text)]
+    for zones in ZONES[:2]:
+        assert [held(layer) for layer in drive(policy, text, format, **zones)] == expected
+
+
+@pytest.mark.parametrize("zones", ZONES)
+@pytest.mark.parametrize("name", ["keydiff", "keydiff_values"])
+def test_b16_keydiff_keeps_the_same_in_every_format(name, zones):
+    policy, text = POLICIES[name](16), TEXTS["chunked"]
+    expected = [held(layer) for layer in drive(policy, text)]
+    assert [held(layer) for layer in drive(policy, text, "int8", **zones)] == expected
+
+
+@pytest.mark.parametrize(("format", "evictions"), [("int8", 1000), ("identity", 100), ("fp8_token", 100), ("turboquant_3bit_nc", 100)])
+def test_b16_survivors_are_never_encoded_again_nor_moved(format, evictions):
+    """The codes in a slot are the same, bit for bit, as long as the slot holds the same position."""
+    text = Text((0, 5), (40, *[1] * evictions))
+    before = None
+    survived = 0
+    for layer in drive(Random(budget=24, recent=3), text, format, exact_first=2, exact_recent=3):
+        slots = layer.zones[0].body, layer.zones[1].body
+        positions = layer.ledger.body["positions"].clone()
+        planes = [plane[:, :, : body.length].clone() for body in slots for slab in body.slabs for plane in slab.values()]
+        if before is not None and before[0].shape == positions.shape:
+            same = (before[0] == positions) & (positions >= 0)
+            survived += int(same.sum())
+            assert len(planes) == len(before[1])
+            assert all(torch.equal(new[same], old[same]) for new, old in zip(planes, before[1], strict=True))
+            moved = (positions[..., :, None] == before[0][..., None, :]) & (positions >= 0)[..., None]
+            assert not (moved & ~torch.eye(positions.shape[-1], dtype=torch.bool)).any()
+        before = positions, planes
+    assert survived > evictions * 2 * 2 * 15
+
+
+@pytest.mark.parametrize("format", ["identity", "int8", "int8_token", "fp8_token", "nvfp4", "int4"])
+def test_b16_a_slot_decodes_to_the_token_whose_position_it_records(format):
+    text, first = Text((0, 5), (30, *[1] * 40)), {"exact_first": 2, "exact_recent": 3}
+    *_, layer = drive(Knorm(budget=20, recent=3), text, format, **first)
+    positions = columns(layer).long()
+    at = (positions + torch.tensor(text.pads)[:, None, None])[..., None].expand(-1, -1, -1, text.keys.shape[-1])
+    for side, x, codec in zip(layer.dense(), (text.keys, text.values), resolve(format).codecs(), strict=True):
+        once = codec.fit(x)
+        stored = codec.decode(codec.encode(x, once) | once, x.shape[-1])
+        exact, coded = ((source.gather(2, at.clamp_min(0)) - side).abs().amax(-1) < 1e-6 for source in (x, stored))
+        assert ((exact | coded) | (positions < 0)).all()

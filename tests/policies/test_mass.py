@@ -1,0 +1,169 @@
+"""The attention that reaches a policy is that of the model: summed over queries and the group's query heads, in every implementation."""
+
+import pytest
+import torch
+import transformers as hf
+from matrix import ATTENTION, model, slowly
+from reference import forward
+from transformers import DynamicCache
+
+from qkvcache import CompressedCache
+from qkvcache.policies import H2O, TOVA, Custom, SnapKV
+
+PADS = (0, 5, 9)
+SIZES = (4, 17, 10, 1, 3, 1)  # a boundary within the padding, chunks above and below what attends on codes
+LENGTH = sum(SIZES)
+
+
+def inputs():
+    torch.manual_seed(3)
+    ids = torch.randint(3, 100, (len(PADS), LENGTH))
+    mask = (torch.arange(LENGTH) >= torch.tensor(PADS)[:, None]).long()
+    return ids * mask, mask
+
+
+def run(network, cache, sizes=SIZES):
+    ids, mask = inputs()
+    begin, logits = 0, []
+    for size in sizes:
+        logits.append(forward(network, cache, ids, mask, begin, begin + size))
+        begin += size
+    return logits
+
+
+def weights(network, layer):
+    """Dense attention `[B, H, Q, T]` of each KV head's group, as eager transformers computes it; padding is 0."""
+    ids, mask = inputs()
+    positions = (mask.cumsum(-1) - 1).clamp_min(0)
+    with torch.no_grad():
+        out = network(input_ids=ids, attention_mask=mask, position_ids=positions, output_attentions=True)
+    found = out.attentions[layer].unflatten(1, (network.config.num_key_value_heads, -1)).sum(2)
+    return found * mask[:, None, :, None] * mask[:, None, None, :]
+
+
+def scores(cache, layer):
+    """What the layer noted, `[B, H, T]` by column."""
+    ledger = cache.layers[layer].ledger
+    positions = torch.cat([ledger.body["positions"], ledger.recent["positions"]], -1).long()
+    score = torch.cat([ledger.body["score"], ledger.recent["score"]], -1)
+    found = torch.zeros(*score.shape[:2], LENGTH + 1)
+    at = (positions + torch.tensor(PADS)[:, None, None]).masked_fill(positions < 0, LENGTH)
+    return found.scatter_(-1, at, score)[..., :LENGTH]
+
+
+def expected(name, attention):
+    """The score of each token after all steps, while nothing is evicted."""
+    if name == "h2o":
+        return attention.sum(2)
+    if name == "tova":
+        return attention[:, :, -1]
+    total = torch.zeros_like(attention[:, :, 0])
+    begin = 0
+    _, mask = inputs()
+    for size in SIZES:
+        step = slice(begin, begin + size)
+        real = mask[:, step].bool()
+        if name == "decay":
+            count = real.sum(-1)[:, None, None]
+            total = total * 0.9**count + attention[:, :, step].sum(2)
+        else:  # snapkv, window 4
+            late = real.flip(-1).cumsum(-1).flip(-1) <= 4
+            total = total * 0.75 ** real.sum(-1)[:, None, None] + (attention[:, :, step] * (real & late)[:, None, :, None]).sum(2)
+        begin += size
+    return total
+
+
+KINDS = {
+    "h2o": H2O(budget=500),
+    "decay": H2O(budget=500, decay=0.9),
+    "tova": TOVA(budget=500),
+    "snapkv": SnapKV(budget=500, window=4, interval=1),
+}
+
+
+@pytest.mark.parametrize("format", [None, "int8"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("attention", slowly(ATTENTION, ["sdpa", "eager"]))
+def test_scores_equal_sums_of_dense_weights(attention, kind, format):
+    """Layer 0 of three, in which keys do not depend on the cache; with a format codes are read, so roughly."""
+    cache = CompressedCache(model("llama").config, policy=KINDS[kind], format=format, exact_first=0, exact_recent=2)
+    run(model("llama", attention), cache)
+    found, dense = scores(cache, 0), expected(kind, weights(model("llama", "eager"), 0))
+    assert found.shape == dense.shape and dense.max() > 0.5
+    assert (found - dense).abs().max() <= (1e-5 if format is None else 0.05) * dense.max()
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", "gemma2"])
+@pytest.mark.parametrize("attention", ["eager", "qkvcache"])
+def test_sinks_and_softcaps_count(name, attention):
+    """The full-attention layer of models with attention sinks or a softcap, while nothing is evicted."""
+    network = model(name, attention)
+    cache = CompressedCache(network.config, policy=H2O(budget=500))
+    run(network, cache)
+    dense = weights(model(name, "eager"), 1).sum(2)
+    assert (scores(cache, 1) - dense).abs().max() <= 1e-4 * dense.max()
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2), (4, 1)], ids=["MHA", "GQA", "MQA"])
+def test_groups_of_query_heads(heads):
+    config = hf.LlamaConfig(
+        vocab_size=100, hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=heads[0],
+        num_key_value_heads=heads[1], initializer_range=0.2, pad_token_id=0,
+    )  # fmt: skip
+    config._attn_implementation = "eager"
+    network = hf.LlamaForCausalLM(config).eval()
+    dense = weights(network, 0)
+    assert dense.shape[1] == heads[1]
+    for attention in ("eager", "sdpa"):
+        network.set_attn_implementation(attention)
+        cache = CompressedCache(config, policy=H2O(budget=500))
+        run(network, cache)
+        assert (scores(cache, 0) - dense.sum(2)).abs().max() <= 1e-5 * dense.sum(2).max()
+
+
+POLICIES = {
+    "h2o": H2O(budget=15, recent=4),
+    "tova": TOVA(budget=15),
+    "snapkv": SnapKV(budget=15, window=4, interval=2, recent=3),
+    "custom": Custom(function=lambda tokens: tokens.score * tokens.value_norm, budget=15),
+}
+
+
+@pytest.mark.parametrize("kind", slowly(POLICIES, ["h2o", "snapkv"]))
+@pytest.mark.parametrize("attention", ATTENTION[1:])
+def test_b17_every_implementation_keeps_the_same(attention, kind):
+    caches, said = [], []
+    for implementation in ("sdpa", attention):
+        caches.append(CompressedCache(model("llama").config, policy=POLICIES[kind]))
+        said.append(run(model("llama", implementation), caches[-1]))
+    assert all(torch.allclose(a, b, atol=1e-4 * float(a.abs().max())) for a, b in zip(*said, strict=True))
+    for layer in range(3):
+        assert torch.equal(*(cache.kept_positions(layer) for cache in caches))
+
+
+def test_b7_custom_scores_are_those_of_h2o():
+    """Custom(lambda t: t.score) is H2O(reduce="sum"); with value norms it is H2O(value_norm=True)."""
+    for function, options in ((lambda t: t.score, {}), (lambda t: t.score * t.value_norm, {"value_norm": True})):
+        kept = []
+        for policy in (Custom(function=function, budget=15, sinks=1, recent=4), H2O(budget=15, sinks=1, recent=4, reduce="sum", **options)):
+            cache = CompressedCache(model("llama").config, policy=policy)
+            logits = run(model("llama"), cache)
+            kept.append((cache, logits))
+        for layer in range(3):
+            assert torch.equal(*(cache.kept_positions(layer) for cache, _ in kept))
+        assert all(torch.equal(a, b) for a, b in zip(kept[0][1], kept[1][1], strict=True))
+
+
+def test_an_attention_that_is_not_reported_is_refused():
+    """A step never observed raises at the next update, and reset() makes the cache usable again."""
+    network = model("llama")
+    cache = CompressedCache(network.config, policy="h2o")
+    x = torch.randn(1, 2, 3, 32)
+    cache.update(x, x, 0)
+    with pytest.raises(NotImplementedError, match="AttentionInterface"):
+        cache.update(x, x, 0)
+    cache.reset()
+    before = run(network, cache)
+    fresh = run(network, CompressedCache(network.config, policy="h2o"))
+    assert all(torch.equal(a, b) for a, b in zip(before, fresh, strict=True))
+    assert cache.get_seq_length() == DynamicCache().get_seq_length() + LENGTH

@@ -1,0 +1,59 @@
+"""Streams of any length: sinks and a window, at their own places or at those of the cache."""
+
+import pytest
+import torch
+import transformers as hf
+from reference import assert_close, forward
+
+from qkvcache import SinkCache
+
+
+def say(cache, ids, network):
+    with torch.no_grad():
+        return network(ids, past_key_values=cache).logits
+
+
+def prompt():
+    torch.manual_seed(1)
+    mask = (torch.arange(40) >= 5 * torch.arange(3)[:, None]).long()
+    return torch.randint(3, 100, (3, 40)) * mask, mask
+
+
+def one_layer():
+    config = hf.LlamaConfig(
+        vocab_size=100, hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2,
+        initializer_range=0.2, pad_token_id=0, max_position_embeddings=4096,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    return hf.LlamaForCausalLM(config).eval()
+
+
+@pytest.mark.parametrize(("positions", "format", "length"), [("cache", None, 1120), ("original", None, 120), ("cache", "int8", 120)])
+def test_b11_streams_read_sinks_and_window_at_their_places(positions, format, length):
+    """In one layer keys depend on token and place only: a step is a plain forward of sinks, window and token. Up to 1,100 evictions."""
+    network, sinks, window = one_layer(), 3, 9
+    cache = SinkCache(network.config, window=window, sinks=sinks, positions=positions, format=format, exact_first=sinks, exact_recent=4)
+    ids = torch.randint(3, 100, (1, length), generator=torch.Generator().manual_seed(1))
+    say(cache, ids[:, :20], network)
+    for t in range(20, length):
+        logits = say(cache, ids[:, t : t + 1], network)[:, -1]
+        if t < 25 or t % 100 == 19:
+            places = torch.tensor([*range(sinks), *range(t - window, t + 1)])
+            at = torch.arange(len(places)) if positions == "cache" else places
+            with torch.no_grad():
+                expected = network(ids[:, places], position_ids=at[None]).logits[:, -1]
+            assert_close(logits, expected, 2e-2 if format else 1e-4)
+    assert cache.kept_positions()[0, 0].tolist() == [*range(sinks), *range(length - window, length)]
+
+
+def test_b11_padded_rows_turn_by_their_own_gap():
+    network, (ids, mask) = one_layer(), prompt()
+    together = SinkCache(network.config, window=9, sinks=3, positions="cache")
+    batch = [forward(network, together, ids, mask, a, b) for a, b in ((0, 12), (12, 20), *((i, i + 1) for i in range(20, 40)))]
+    for row in range(3):
+        cache = SinkCache(network.config, window=9, sinks=3, positions="cache")
+        begin = 5 * row
+        for part, (a, b) in zip(batch, ((0, 12), (12, 20), *((i, i + 1) for i in range(20, 40))), strict=True):
+            got = forward(network, cache, ids[row : row + 1, begin:], mask[row : row + 1, begin:], max(a - begin, 0), b - begin)
+            if b - a == 1:
+                assert_close(part[row], got[0], 1e-4)
