@@ -91,7 +91,7 @@ class Policy:
 
     budget: int | float | Budget | Sequence[int | float | Budget] = 1024
     sinks: int = 4
-    recent: int | float = 0.125
+    recent: int | float = 0.5
     interval: int | None = None
     value_norm: bool = False
     protect_values: float = 0.0

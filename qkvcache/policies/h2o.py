@@ -24,7 +24,6 @@ class H2O(Policy):
     """
 
     sinks: int = 0
-    recent: int | float = 0.5
     reduce: Literal["sum", "mean"] = "mean"
     decay: float = 1.0
 

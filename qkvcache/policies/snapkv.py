@@ -21,7 +21,7 @@ class SnapKV(Policy):
     """
 
     window: int = 32
-    kernel: int = 5
+    kernel: int = 7
 
     scores: ClassVar[bool] = True
     weighs: ClassVar[bool] = True

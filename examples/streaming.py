@@ -1,0 +1,116 @@
+"""An endless stream in constant memory: the embedded model, trained on 4,096 positions, reads 200,000 tokens through 1,024.
+
+    python examples/streaming.py --plot examples/streaming.png --rows eval/results/streaming.jsonl
+
+Three caches of the same size: sinks read as if they stood right before the window, sinks at their own positions, and no sinks at all. The
+text is repeated where it ends. A model with strong attention sinks falls apart without them; the embedded one has none.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from transformers import PreTrainedConfig
+
+from qkvcache import CompressedCache, demo
+from qkvcache.caches import SinkCache, SlidingWindowCache
+from qkvcache.harness.rows import replace_rows
+from qkvcache.harness.stream import stream
+
+CHUNK = 250
+
+
+def caches(config: PreTrainedConfig, window: int, sinks: int) -> dict[str, Callable[[], CompressedCache]]:
+    return {
+        'sinks, positions="cache"': lambda: SinkCache(config, window=window, sinks=sinks, positions="cache"),
+        'sinks, positions="original"': lambda: SinkCache(config, window=window, sinks=sinks),
+        "window without sinks": lambda: SlidingWindowCache(config, window=window + sinks),
+    }
+
+
+def read(model, cache: CompressedCache, ids: torch.Tensor, part: int) -> Iterator[dict]:
+    """After every `part` tokens: their perplexity, and what the cache holds by then."""
+    begin, losses, done = time.perf_counter(), [], 0
+    for loss in stream(model, cache, ids, CHUNK):
+        losses.append(loss)
+        seen = cache.get_seq_length()
+        if seen >= done + part or seen >= ids.shape[1] - 1:
+            perplexity = math.exp(torch.cat(losses, dim=1).mean())
+            held = {"stored": cache.stored_length(), "bytes": cache.nbytes, "ratio": cache.memory().ratio}
+            yield {"seen": seen, "perplexity": perplexity} | held | {"seconds": time.perf_counter() - begin}
+            losses, done = [], seen
+
+
+def show(rows: list[dict]) -> None:
+    table = Table(title="perplexity of the tokens up to here")
+    table.add_column("tokens seen", justify="right")
+    names = list(dict.fromkeys(row["cache"] for row in rows))
+    for name in names:
+        table.add_column(name, justify="right")
+    found = {(row["cache"], row["seen"]): row for row in rows}
+    for seen in dict.fromkeys(row["seen"] for row in rows):
+        table.add_row(f"{seen:,}", *(f"{found[name, seen]['perplexity']:.1f}" for name in names))
+    sizes = {name: sorted({row["bytes"] for row in rows if row["cache"] == name}) for name in names}
+    table.add_row("bytes held", *(f"{sizes[name][-1]:,}" for name in names), style="bold")
+    Console(width=120).print(table)
+
+
+def plot(rows: list[dict], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (above, below) = pyplot.subplots(2, 1, figsize=(9, 6.5), sharex=True, height_ratios=(2, 1))
+    for name, style in zip(dict.fromkeys(row["cache"] for row in rows), ("-", "-", "--"), strict=True):  # the last lies on the first
+        found = [row for row in rows if row["cache"] == name]
+        seen = [row["seen"] for row in found]
+        above.plot(seen, [row["perplexity"] for row in found], style, marker="o", markersize=4, label=name)
+        below.plot(seen, [row["bytes"] / 1e6 for row in found], style, marker="o", markersize=4, label=name)
+    dense = [row["bytes"] * row["ratio"] / 1e6 for row in found]
+    below.plot(seen, dense, color="gray", linestyle=":", label="what a dense cache would hold")
+    above.axvline(4096, color="gray", linewidth=1)
+    above.set(yscale="log", ylabel="perplexity", title="An endless stream in constant memory; gray line: the trained context of 4,096")
+    below.set(yscale="log", ylabel="MB held", xlabel="tokens seen")
+    above.legend()
+    below.legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path, dpi=130)
+    print(path)
+
+
+def main(arguments: list[str] | None = None) -> list[dict]:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=200_000)
+    parser.add_argument("--window", type=int, default=1020)
+    parser.add_argument("--sinks", type=int, default=4)
+    parser.add_argument("--every", type=int, default=10_000, help="tokens that a perplexity is of")
+    parser.add_argument("--plot", type=Path, metavar="PNG", help="draws a picture; needs matplotlib")
+    parser.add_argument("--rows", type=Path, metavar="JSONL", help="saves the rows")
+    args = parser.parse_args(arguments)
+
+    model, tokenizer = demo.load()
+    text = torch.tensor(demo.text_ids(tokenizer))
+    ids = text.repeat(-(-(args.tokens + 1) // len(text)))[None, : args.tokens + 1]
+    rows = []
+    for name, factory in caches(model.config, args.window, args.sinks).items():
+        for row in read(model, factory(), ids, args.every):
+            rows.append({"cache": name, "window": args.window, "sinks": args.sinks, "chunk": CHUNK} | row)
+            print(f"{name}: {row['seen']:,} seen, {row['stored']:,} held, perplexity {row['perplexity']:.1f}", flush=True)
+    show(rows)
+    if args.rows:
+        replace_rows(args.rows, "streaming", rows)
+    if args.plot:
+        plot(rows, args.plot)
+    return rows
+
+
+if __name__ == "__main__":
+    main()
