@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-oldest lint kernels format bench clean
+.PHONY: demo test test-oldest lint kernels format bench studies clean
 
 demo: $(VENV)/installed
 	$(BIN)/qkvcache demo
@@ -31,6 +31,13 @@ format: $(VENV)/installed
 bench: $(VENV)/installed
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[bench]'
 	$(BIN)/python eval/bench_cpu_decode.py
+
+# The studies of eviction and their pictures: an hour on two cores.
+studies: $(VENV)/installed
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[bench]'
+	$(BIN)/python eval/eviction.py
+	$(BIN)/python eval/eviction.py --plot
+	$(BIN)/python examples/streaming.py --plot examples/streaming.png --rows eval/results/streaming.jsonl
 
 $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

@@ -7,6 +7,7 @@ from typer.testing import CliRunner
 
 from qkvcache.cli import app
 from qkvcache.demo import show
+from qkvcache.policies import H2O
 
 
 def run(*arguments: str):
@@ -34,6 +35,7 @@ def test_wrong_input_is_explained(arguments, says):
 @pytest.fixture
 def small_demo(monkeypatch):
     monkeypatch.setattr(show, "FORMATS", ("turboquant_4bit_nc",))
+    monkeypatch.setattr(show, "POLICIES", {"fp8 + H2O 50 %": H2O(budget=0.5)})
     monkeypatch.setattr(show, "CONTEXT_TOKENS", 400)
     monkeypatch.setattr(show, "READ_ON", 8)
     monkeypatch.setattr(show, "RECALLS", 2)
@@ -50,9 +52,10 @@ def test_demo_prints_the_answer_and_the_table(small_demo):
 def test_demo_json_has_a_row_for_each_cache(small_demo):
     rows = json.loads(run("demo", "--dtype", "float32", "--json").stdout)
     assert [(row["cache"], row["exact"]) for row in rows] == [
-        ("DynamicCache", "all"), ("turboquant_4bit_nc", "4 + 64"), ("turboquant_4bit_nc", "none")
+        ("DynamicCache", "all"), ("turboquant_4bit_nc", "4 + 64"), ("turboquant_4bit_nc", "none"), ("fp8 + H2O 50 %", "4 + 64")
     ]  # fmt: skip
-    dense, zones, bare = rows
+    dense, zones, bare, evicted = rows
+    assert evicted["bytes_per_token"] < 0.7 * dense["bytes_per_token"] and evicted["kl"] > 0
     assert dense["kl"] == pytest.approx(0, abs=1e-6)
     assert bare["ratio"] > zones["ratio"] > 1.5
-    assert len({row["answer"] for row in rows}) == 1
+    assert len({row["answer"] for row in rows[:3]}) == 1

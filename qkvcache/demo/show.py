@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import time
 from collections.abc import Callable, Iterator
@@ -17,6 +18,7 @@ from transformers.generation.streamers import BaseStreamer
 from .. import CompressedCache
 from ..harness.quality import Passages, RecallSet, divergence, recall
 from ..harness.recall import recall_case
+from ..policies import H2O, KeyDiff, Policy
 from . import load, text_ids
 
 FORMATS = (
@@ -31,6 +33,7 @@ FORMATS = (
     "turboquant_k3v4_nc",
     "turboquant_3bit_nc",
 )
+POLICIES: dict[str, Policy] = {"fp8 + H2O 50 %": H2O(budget=0.5), "fp8 + KeyDiff 50 %": KeyDiff(budget=0.5)}
 STREAMED = "turboquant_4bit_nc"
 CONTEXT_TOKENS = 2000
 READ_ON = 40
@@ -135,6 +138,7 @@ def show(rows: list[Row], console: Console) -> None:
         title=f"{CONTEXT_TOKENS:,} tokens of context",
         box=None,
         pad_edge=False,
+        collapse_padding=True,
         caption_style="dim",
         caption="exact: tokens at beginning + end kept in the model's dtype (none: the format as its authors define it). "
         f"KL and perplexity: 2 x {READ_ON - 1} tokens read on through the cache, against the dense run. "
@@ -169,6 +173,8 @@ def _caches(config: PreTrainedConfig) -> Iterator[tuple[str, str, Callable[[], C
     for name in FORMATS:
         for zones in (True, False):
             yield name, "4 + 64" if zones else "none", _factory(config, name, zones)
+    for name, policy in POLICIES.items():
+        yield name, "4 + 64", functools.partial(CompressedCache, config, format="fp8", policy=policy)
 
 
 def _factory(config: PreTrainedConfig, name: str, zones: bool) -> Callable[[], CompressedCache]:
