@@ -155,12 +155,12 @@ def request_bytes(cache: CompressedCache | DynamicCache) -> float:
 
 def mixtures(config: PreTrainedConfig) -> Iterator[tuple[str, CacheFactory]]:
     yield "dense", lambda: DynamicCache(config=config)
-    yield "H2O 50 %", lambda: H2OCache(config, budget=0.5)
+    yield "H2O 50 %", lambda: H2OCache(config, budget=0.5, recent=CONTEXT // 4)
     yield "sinks 4 + window 1,020", lambda: SinkCache(config)
     yield "sinks 4 + window 252", lambda: SinkCache(config, window=252)
     for format in ("fp8", "nvfp4", "turboquant_4bit_nc"):
         yield format, lambda format=format: CompressedCache(config, format=format)
-        yield f"{format} + H2O 50 %", lambda format=format: H2OCache(config, budget=0.5, format=format)
+        yield f"{format} + H2O 50 %", lambda format=format: H2OCache(config, budget=0.5, recent=CONTEXT // 4, format=format)
         name = f"{format} + sinks 4 + recent 64 + H2O 30 %"
         yield name, lambda format=format: CombinedCache(config, sinks=4, recent=64, heavy=0.3, format=format)
 

@@ -56,7 +56,7 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Gives transformers back as it was. Live caches go on working through their handles, more slowly."""
+    """Gives transformers back as it was. Live caches go on working through their handles, more slowly; those that evict refuse to."""
     global _stock_get_interface
     if _stock_get_interface is None:
         return

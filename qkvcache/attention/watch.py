@@ -2,11 +2,13 @@
 
 transformers builds masks by column, but the tokens of an evicting layer lie in slots, in another order in each head. Of its mask only the
 columns of the running step count: they tell which new tokens are real; of stored tokens the layer knows it. While nothing has been evicted
-and all is in order, the model's own mask and attention function run as they are.
+and all is in order, the model's own mask and attention function run as they are. Scores of a prompt are those of causal attention, also
+where a mask of the user's own lets tokens see later ones.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -26,6 +28,10 @@ class Watch(Protocol):
         """Of how many of the step's last real queries it wants the attention weights."""
 
     @property
+    def fades(self) -> float:
+        """Factor on the weight of a query for each real one after it."""
+
+    @property
     def in_order(self) -> bool:
         """Whether its tokens are, column by column, those that the model's mask speaks of."""
 
@@ -43,11 +49,10 @@ def watched(
     """`route` for the handles of an evicting layer; `few`: attention on the codes is faster than decoding them."""
     watch: Watch = key.watch
     batch, queries, stored_tokens = query.shape[0], query.shape[2], key.shape[2] - query.shape[2]
-    new = _of_new_tokens(implementation, mask, batch, queries, query.device)
-    real = None if new is None else _diagonal(new, batch)
-    in_order, stored = watch.in_order, watch.enter(real)
+    new, real = _new_tokens(implementation, mask, batch, queries, query.device)
+    in_order, stored = watch.in_order or not stored_tokens, watch.enter(real)
     in_order = in_order and _fits(mask, key.shape[2], padded=stored is not None)
-    observed = _observed(watch.observes, real, query)
+    observed = _observed(watch.observes, watch.fades, real, query)
     scaling = kwargs.get("scaling")
     options = {
         "scaling": query.shape[3] ** -0.5 if scaling is None else scaling,
@@ -88,7 +93,7 @@ def watched(
         last = _last(watch.observes, real, queries)
         visible = _visible(stored, real, batch, stored_tokens, queries, query.device)
         lse = None if lse is None else lse[:, :, last]
-        mass = column_mass(query[:, :, last], keys, observed[:, last], visible, lse=lse, **options)  # type: ignore[arg-type]
+        mass = column_mass(query[:, :, last].detach(), keys, observed[:, last], visible, lse=lse, **options)  # type: ignore[arg-type]
     watch.observe(mass)
     return out, weights
 
@@ -103,6 +108,24 @@ def _whole(handle: KVHandle) -> Tensor:
     if len(side.segments) == 1 and isinstance(side.segments[0], Exact):
         return side.segments[0].x
     return dense(side)
+
+
+_last_mask: tuple[Any, tuple] = (lambda: None, ())
+"""All layers of a step have the same mask: what was found out about it, which takes a look at the device, serves them all."""
+
+
+def _new_tokens(implementation: str, mask: Any, batch: int, queries: int, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
+    """`_of_new_tokens`, and which of the step's tokens are real, bool `[B, Q]`, or None if all are."""
+    global _last_mask
+    if mask is None:
+        return None, None
+    if _last_mask[0]() is mask and _last_mask[1][:3] == (implementation, queries, device):
+        return _last_mask[1][3:]  # type: ignore[return-value]
+    new = _of_new_tokens(implementation, mask, batch, queries, device)
+    real = None if new is None else _diagonal(new, batch)
+    real = None if real is None or bool(real.all()) else real
+    _last_mask = weakref.ref(mask), (implementation, queries, device, new, real)
+    return new, real
 
 
 def _of_new_tokens(implementation: str, mask: Any, batch: int, queries: int, device: torch.device) -> Tensor | None:
@@ -129,16 +152,16 @@ def _diagonal(new: Tensor, batch: int) -> Tensor:
     return own.expand(batch, -1)
 
 
-def _observed(count: int, real: Tensor | None, query: Tensor) -> Tensor | None:
-    """With what weight each query counts, fp32 `[B, Q]`: 1 for the last `count` real ones."""
+def _observed(count: int, fades: float, real: Tensor | None, query: Tensor) -> Tensor | None:
+    """With what weight each query counts, fp32 `[B, Q]`: 1 for the last real one, `fades` times less for each before, of `count` in all."""
     if not count:
         return None
     if real is None:
         real = torch.ones(query.shape[0], query.shape[2], dtype=torch.bool, device=query.device)
-    if count >= query.shape[2]:
+    if count >= query.shape[2] and fades == 1:
         return real.float()
     from_the_end = real.flip(-1).cumsum(-1).flip(-1)
-    return (real & (from_the_end <= count)).float()
+    return (real & (from_the_end <= count)).float() * fades ** (from_the_end - 1).clamp_min(0)
 
 
 def _last(count: int, real: Tensor | None, queries: int) -> slice:

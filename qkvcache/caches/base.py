@@ -15,7 +15,7 @@ from ..attention.rope import Rope
 from ..formats import Format
 from ..layers.compressed import CompressedLayer
 from ..layers.evicting import EvictingLayer
-from ..policies import Policy
+from ..policies import Policy, check_count
 
 ALL_TOKENS = policies.SlidingWindow(window=2**30, interval=1)
 """What exact layers keep beside layers that evict."""
@@ -83,8 +83,8 @@ class CompressedCache(DynamicCache):
             raise TypeError("pass a format such as format='turboquant_4bit_nc', a policy such as policy='keydiff', or both")
         self.format = formats.resolve("identity" if format is None else format)
         self.policy = None if policy is None else policies.resolve(policy)
-        _check_count("exact_first", exact_first)
-        _check_count("exact_recent", exact_recent)
+        check_count("exact_first", exact_first)
+        check_count("exact_recent", exact_recent)
         exact_layers = tuple(exact_layers)
         self._layer_options = {"exact_first": exact_first, "exact_recent": exact_recent}
         self._rope: Rope | None = None
@@ -168,6 +168,9 @@ class CompressedCache(DynamicCache):
         tokens_to_remove = int(tokens_to_remove)  # transformers 5.17 passes a tensor
         if tokens_to_remove > 0:  # before any layer is touched
             raise ValueError(f"crop({tokens_to_remove}): pass a negative number, the count of tokens to remove from the end")
+        for layer in self.layers:
+            if isinstance(layer, EvictingLayer):
+                layer.crop(tokens_to_remove)  # which refuses, before any other layer is cropped
         super().crop(tokens_to_remove)
 
     def reset(self) -> None:
@@ -220,7 +223,7 @@ class CompressedCache(DynamicCache):
     def __repr__(self) -> str:
         memory = self.memory()
         tokens = max((layer.get_seq_length() for layer in self.layers if hasattr(layer, "get_seq_length")), default=0)
-        compressed = sum(isinstance(layer, CompressedLayer) for layer in self.layers)
+        compressed = sum(isinstance(layer, CompressedLayer) and getattr(layer, "policy", None) is not ALL_TOKENS for layer in self.layers)
         zones = ", ".join(f"{name}={value}" for name, value in self._layer_options.items())
         policy = f"policy={self.policy}, " if self.policy else ""
         return (
@@ -250,13 +253,6 @@ def _attends_by_place(config: PreTrainedConfig) -> str | None:
     if getattr(config, "kv_lora_rank", None):
         return "it expands latents after the cache, so that attention does not see what is stored"
     return None
-
-
-def _check_count(name: str, value: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"{name} must be a number of tokens, got {value!r}")
-    if value < 0:
-        raise ValueError(f"{name}={value}: must be 0 or more tokens")
 
 
 def _tensors(layer: object) -> Iterator[tuple[str, Tensor]]:

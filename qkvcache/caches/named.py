@@ -9,7 +9,7 @@ from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import DynamicLayer
 
 from ..formats import FP8, NVFP4, Format, Int4, Int8, TurboQuant
-from ..policies import H2O, Budget, SinkWindow, SlidingWindow
+from ..policies import H2O, Budget, SinkWindow, SlidingWindow, check_count
 from .base import CompressedCache
 
 
@@ -190,9 +190,8 @@ class CombinedCache(CompressedCache):
         format: str | Format = "fp8",
         **options,
     ):
-        for name, count in (("sinks", sinks), ("recent", recent)):
-            if isinstance(count, bool) or not isinstance(count, int):
-                raise TypeError(f"{name} must be a number of tokens, got {count!r}")
+        check_count("sinks", sinks)
+        check_count("recent", recent)
         if isinstance(heavy, bool) or not isinstance(heavy, int | float):
             raise TypeError(f"heavy must be a number of tokens (int) or a share of the tokens seen (float), got {heavy!r}")
         share = heavy if isinstance(heavy, float) else 0.0

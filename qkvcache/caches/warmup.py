@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -41,9 +42,7 @@ def warmup(model: PreTrainedModel, cache: CompressedCache, *, queries: Iterable[
     for rows in (2, 1) if padded else (1,):
         fresh = copy.deepcopy(cache)
         fresh.reset()
-        for layer in fresh.layers:
-            if isinstance(layer, EvictingLayer):  # the kernels are the same for any budget, and this one is soon full
-                layer.budget = Budget(tokens=prompt - PAGE // 2)
+        _shrink(fresh, Budget(tokens=prompt - PAGE // 2))
         mask = torch.ones(rows, prompt, dtype=torch.long, device=model.device)
         mask[1:, 0] = 0
         ids = torch.zeros_like(mask)
@@ -55,3 +54,17 @@ def warmup(model: PreTrainedModel, cache: CompressedCache, *, queries: Iterable[
             if isinstance(layer, CompressedLayer) and layer.zones and layer.exact_recent:
                 key, value = layer.zones
                 append_both((key.body, value.body), (key.recent[:, :, :1], value.recent[:, :, :1]), key.block)
+
+
+def _shrink(cache: CompressedCache, budget: Budget) -> None:
+    """Kernels are the same for any budget, and a small one is soon full. Layers may be there, or be made when they are needed."""
+
+    def small(layer: Any) -> Any:
+        if isinstance(layer, EvictingLayer):
+            layer.budget = budget
+        return layer
+
+    cache.layers = [small(layer) for layer in cache.layers]
+    make = cache.layer_class_to_replicate
+    if make is not None:
+        cache.layer_class_to_replicate = lambda *args: small(make(*args))  # type: ignore[assignment]

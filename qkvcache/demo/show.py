@@ -33,9 +33,12 @@ FORMATS = (
     "turboquant_k3v4_nc",
     "turboquant_3bit_nc",
 )
-POLICIES: dict[str, Policy] = {"fp8 + H2O 50 %": H2O(budget=0.5), "fp8 + KeyDiff 50 %": KeyDiff(budget=0.5)}
 STREAMED = "turboquant_4bit_nc"
 CONTEXT_TOKENS = 2000
+POLICIES: dict[str, Policy] = {
+    "fp8 + H2O 50 %": H2O(budget=0.5, recent=CONTEXT_TOKENS // 4),
+    "fp8 + KeyDiff 50 %": KeyDiff(budget=0.5, recent=CONTEXT_TOKENS // 4),
+}
 READ_ON = 40
 RECALLS = 8
 NEW_TOKENS = 16

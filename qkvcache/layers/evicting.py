@@ -35,6 +35,7 @@ class Step:
     observed: bool = False
     real: Tensor | None = None
     stored: Tensor | None = None
+    mass: Tensor | None = None
 
 
 class EvictingLayer(CompressedLayer):
@@ -63,12 +64,16 @@ class EvictingLayer(CompressedLayer):
         super().__init__(format, policy.sinks if rope else first, 0 if exact else exact_recent)
         self.policy, self.budget, self.rope, self.deferred = policy, budget, rope, deferred
         self.interval = policy.interval_of(budget)
+        least = policy.size(budget, 0)
+        # For a share too, as many at every length: rows of a batch differ in theirs, and must not depend on one another.
+        self.tail = max(policy.tail, min(self.exact_recent, policy.recent_of(least), least - self.exact_first - self.interval + 1))
         self._reset()
 
     def _reset(self) -> None:
         self.ledger: Ledger | None = None
         self.step: Step | None = None
         self.in_order = not self.exact_first and isinstance(self.format, Identity)
+        self.sinks_taken = not self.exact_first
 
     def __repr__(self) -> str:
         return f"EvictingLayer({self.policy.name}, {self.format.name}, tokens={self.get_seq_length()}, stored={self.stored})"
@@ -127,6 +132,11 @@ class EvictingLayer(CompressedLayer):
     def observes(self) -> int:
         return self.policy.observes
 
+    @property
+    def fades(self) -> float:
+        return self.policy.fades
+
+    @torch.no_grad()
     def enter(self, real: Tensor | None) -> Tensor | None:
         step, ledger = self._running()
         if not step.entered:
@@ -138,10 +148,9 @@ class EvictingLayer(CompressedLayer):
         return step.stored
 
     def observe(self, mass: Tensor | None) -> None:
-        step, ledger = self._running()
-        if mass is not None:
-            queries = step.queries if step.real is None else step.real.sum(-1)[:, None, None]
-            ledger.observe(mass, 0 if step.observed else queries)
+        step, _ = self._running()
+        if mass is not None:  # of other layers too, if they read these keys
+            step.mass = mass.detach() if step.mass is None else step.mass + mass.detach()
         step.observed = True
         if not self.deferred:
             self.settle()
@@ -159,32 +168,17 @@ class EvictingLayer(CompressedLayer):
             return
         self.step = None
         key, value = self.zones  # type: ignore[misc]
-        if self.budget.share:
-            ledger.count_rows()
-        if self._lacks_sinks():
+        if step.mass is not None:
+            ledger.observe(step.mass, step.queries if step.real is None else step.real.sum(-1)[:, None, None])
+        if not self.sinks_taken:
             self._take_sinks(step.queries)
-        tail = self._tail()
-        if ledger.seen is not None and (tail or self.exact_first):
+        if ledger.seen is not None and (self.tail or self.exact_first):
             self._align()
-        leaving = key.recent.shape[2] - tail
+        leaving = key.recent.shape[2] - self.tail
         if leaving >= self.interval:
             self._leave(leaving)
         key.keep()
         value.keep()
-
-    def _tail(self) -> int:
-        """Tokens of the exact recent zone, all of which the policy protects."""
-        ledger = self.ledger
-        seen = ledger.least if ledger and self.budget.share else 0
-        recent = self.policy.recent_of(self.policy.size(self.budget, seen))
-        return max(self.policy.tail, min(self.exact_recent, recent))
-
-    def _lacks_sinks(self) -> bool:
-        """Whether a row waits for one of its first tokens."""
-        ledger: Ledger = self.ledger  # type: ignore[assignment]
-        if ledger.first.shape[1] < self.exact_first:
-            return True
-        return self.exact_first > 0 and ledger.seen is not None and not bool(ledger.first.all())
 
     def _take_sinks(self, queries: int) -> None:
         """The first real tokens of each row, among those of the step, go to the first zone."""
@@ -201,6 +195,7 @@ class EvictingLayer(CompressedLayer):
             taken = new.gather(2, at[:, None, :, None].expand(*new.shape[:2], -1, new.shape[3]))
             zone.first = torch.where(found[:, None, :, None], taken, first)
         ledger.first = ledger.first | found
+        self.sinks_taken = ledger.first.shape[1] == self.exact_first and (ledger.seen is None or bool(ledger.first.all()))
         if ledger.seen is None:  # they are the oldest of the recent
             self._cut(missing)
         else:
@@ -240,7 +235,7 @@ class EvictingLayer(CompressedLayer):
         """Takes tokens into the body as far as the budget goes, in the place of others where it must."""
         ledger: Ledger = self.ledger  # type: ignore[assignment]
         key, value = self.zones  # type: ignore[misc]
-        outside = ledger.first.shape[1] + self._tail() + self.interval - 1
+        outside = ledger.first.shape[1] + self.tail + self.interval - 1
         limit = max(self.policy.size(self.budget, ledger.columns) - outside, key.body.length)
         own = None
         if self.budget.share and ledger.seen is not None:  # rows whose budgets differ

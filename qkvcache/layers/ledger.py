@@ -25,8 +25,6 @@ class Ledger:
         batch, heads, _, dim = keys.shape
         self.columns = 0
         self.seen: Tensor | None = None
-        self.least = 0
-        """Real tokens of the shortest row."""
         self.first = torch.empty(batch, 0, dtype=torch.bool, device=keys.device)
         """Which columns of the first zone hold a token, `[B, E]`."""
         self.body: Records = self._empty(keys)
@@ -41,10 +39,10 @@ class Ledger:
         return records | {name: torch.empty(*like.shape[:2], 0, device=like.device) for name, kept in wanted.items() if kept}
 
     def enter(self, keys: Tensor, values: Tensor, real: Tensor | None) -> None:
-        """Notes the step's tokens, keys and values `[B, H, Q, D]`, of which `real` `[B, Q]` are real, and what is known from themselves:
-        at once, so that it does not depend on how long they stay exact."""
+        """Notes the step's tokens, keys and values `[B, H, Q, D]`, of which `real` `[B, Q]` are real (None: all), and what is known from
+        themselves: at once, so that it does not depend on how long they stay exact."""
         batch, heads, count, _ = keys.shape
-        if real is not None and self.seen is None and not bool(real.all()):
+        if real is not None and self.seen is None:
             self.seen = torch.full((batch,), self.columns, dtype=torch.int64, device=keys.device)
         if self.seen is None:
             positions = torch.arange(self.columns, self.columns + count, dtype=torch.int32, device=keys.device).expand(batch, heads, -1)
@@ -66,10 +64,6 @@ class Ledger:
             score = None if self.policy.tail else self.policy.score(Arrivals(keys, values, keys, values, self.mean_key()))
             new["score"] = torch.zeros_like(positions, dtype=torch.float32) if score is None else score.float()
         self.recent = {name: torch.cat([self.recent[name], x], dim=-1) for name, x in new.items()}
-
-    def count_rows(self) -> None:
-        """Brings `least` up to date, by a look at the device if there was padding."""
-        self.least = self.columns if self.seen is None else int(self.seen.min())
 
     def valid(self) -> Tensor | None:
         """Which columns hold a token, bool `[B, T]`; None if all do."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .base import Arrivals, Budget, Policy, Tokens
+from .base import Arrivals, Budget, Policy, Tokens, check_count
 from .custom import Custom
 from .h2o import H2O
 from .keys import KeyDiff, Knorm
@@ -55,5 +55,6 @@ __all__ = [
     "SlidingWindow",
     "SnapKV",
     "Tokens",
+    "check_count",
     "resolve",
 ]

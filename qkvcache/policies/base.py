@@ -7,7 +7,6 @@ must go (`priority`). Positions are ranks among the real tokens of a row, so tha
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, TypeVar
@@ -17,7 +16,7 @@ from torch import Tensor
 
 ALL = 2**31
 """Queries: as many as there are."""
-LEAST = 8
+LEAST = 16
 """Tokens that a share never goes under, nor under the tokens that are protected."""
 TOKENS_PER_INTERVAL, MOST_INTERVAL = 128, 32
 KEPT = 1e30
@@ -35,9 +34,16 @@ class Budget:
 
     def size(self, seen: Count) -> Count:
         """Tokens that may be held when `seen` have been seen; a tensor for a tensor."""
-        if isinstance(seen, int):
-            return self.tokens + math.floor(self.share * seen + 1e-9)
-        return self.tokens + (self.share * seen.double() + 1e-9).floor().long()
+        return self.tokens + share_of(self.share, seen)
+
+
+def share_of(share: float, count: Count) -> Count:
+    """`share` of `count`, rounded down, the same for numbers and tensors and without fp64, which not all devices have."""
+    return (count * round(share * 2**32) + 2**22) >> 32  # type: ignore[return-value]
+
+
+def usual_interval(tokens: int) -> int:
+    return min(max(tokens // TOKENS_PER_INTERVAL, 1), MOST_INTERVAL)
 
 
 @dataclass(frozen=True)
@@ -77,7 +83,8 @@ class Policy:
     """Options that every policy has.
 
     Args:
-        budget: tokens (int), share of the tokens seen (float), both (`Budget`), or one of them for each full-attention layer.
+        budget: tokens (int), share of the tokens seen (float; never under 16), both (`Budget`), or one of them for each full-attention
+            layer. With a share, give `recent` in tokens: of a share of a share only those of the smallest budget are kept exact.
         sinks: first tokens that are never evicted.
         recent: newest tokens that are not evicted: tokens (int) or share of the budget (float).
         interval: tokens that come in before some go. At 1 the budget is full after every step; more cost less time, and leave up to
@@ -107,9 +114,9 @@ class Policy:
     """Whether scores are positive weights, which a value's norm may multiply."""
 
     def __post_init__(self) -> None:
-        _check_count("sinks", self.sinks, 0)
+        check_count("sinks", self.sinks, 0)
         if self.interval is not None:
-            _check_count("interval", self.interval, 1)
+            check_count("interval", self.interval, 1)
         if not 0 <= self.protect_values < 1:
             raise ValueError(f"protect_values={self.protect_values!r}: must be a share of the budget, from 0 to below 1")
         if self.value_norm and not self.weighs:
@@ -119,7 +126,7 @@ class Policy:
             if budget.share:
                 continue
             size = budget.tokens
-            held = self.sinks + self.recent_of(size) + int(self.protect_values * size) + (self.interval or 1) - 1
+            held = self.sinks + self.recent_of(size) + share_of(self.protect_values, size) + (self.interval or 1) - 1
             if held > size:
                 raise ValueError(
                     f"budget={size}: sinks={self.sinks}, recent={self.recent}, interval={self.interval} and "
@@ -144,6 +151,11 @@ class Policy:
         return 0
 
     @property
+    def fades(self) -> float:
+        """Factor on the weight of a query for each one after it."""
+        return 1.0
+
+    @property
     def keeps_values(self) -> bool:
         """Whether the norms of values are looked at."""
         return self.norms or self.value_norm or self.protect_values > 0
@@ -160,15 +172,13 @@ class Policy:
         """Tokens that come in before some go."""
         if self.interval is not None:
             return self.interval
-        free = budget.tokens - self.sinks - self.recent_of(budget.tokens) - int(self.protect_values * budget.tokens)
-        wanted = min(budget.tokens // TOKENS_PER_INTERVAL, MOST_INTERVAL)
-        return max(min(wanted, free if not budget.share else wanted), 1)
+        free = budget.tokens - self.sinks - self.recent_of(budget.tokens) - share_of(self.protect_values, budget.tokens)
+        wanted = usual_interval(budget.tokens)
+        return wanted if budget.share else min(wanted, free + 1)
 
     def recent_of(self, size: Count) -> Count:
         """Protected recent tokens in a budget of `size`."""
-        if isinstance(self.recent, float):
-            return int(self.recent * size) if isinstance(size, int) else (self.recent * size.double()).long()
-        return size * 0 + self.recent
+        return share_of(self.recent, size) if isinstance(self.recent, float) else size * 0 + self.recent
 
     def score(self, tokens: Arrivals) -> Tensor | None:
         """fp32 `[B, H, T]`; None where scores are from attention."""
@@ -191,10 +201,11 @@ class Policy:
         size = self.size(budget, tokens.seen)
         if self.value_norm:
             rank = rank * _given(tokens.value_norm)
+        rank = rank.nan_to_num(nan=torch.finfo(rank.dtype).min)  # what has no place in an order goes first
         protected = (tokens.positions < self.sinks) | (tokens.positions >= tokens.seen - self.recent_of(size))
         if self.protect_values:
             norms = _given(tokens.value_norm).masked_fill(~tokens.valid | protected, -1)
-            count = (self.protect_values * size.double()).long().clamp(1, norms.shape[-1])
+            count = share_of(self.protect_values, size).clamp(1, norms.shape[-1])
             least = norms.sort(-1, descending=True).values.gather(-1, (count - 1).expand(*norms.shape[:2], 1))
             rank = rank.masked_fill(norms >= least, KEPT)
         rank = rank.masked_fill(protected, torch.inf)
@@ -209,7 +220,7 @@ def _given(x: Tensor | None) -> Tensor:
 
 def _budget(budget: int | float | Budget) -> Budget:
     if isinstance(budget, Budget):
-        _check_count("Budget.tokens", budget.tokens, 0)
+        check_count("Budget.tokens", budget.tokens, 0)
         if not 0 <= budget.share <= 1 or not (budget.tokens or budget.share):
             raise ValueError(f"{budget}: share must be from 0 to 1, and one of the two above 0")
         return budget
@@ -231,7 +242,8 @@ def _check_size(name: str, size: int | float) -> None:
         raise ValueError(f"{name}={size!r}: must be a number of tokens (int, 0 or more) or a share from 0.0 to 1.0")
 
 
-def _check_count(name: str, value: int, least: int) -> None:
+def check_count(name: str, value: int, least: int = 0) -> None:
+    """Raises TypeError or ValueError unless `value` is a number of tokens, at least `least`."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name} must be a number of tokens, got {value!r}")
     if value < least:

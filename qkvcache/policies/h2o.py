@@ -38,6 +38,10 @@ class H2O(Policy):
         if not 0 < self.decay <= 1:
             raise ValueError(f"decay={self.decay!r}: must be above 0 and at most 1")
 
+    @property
+    def fades(self) -> float:
+        return self.decay
+
     def observe(self, score: Tensor, mass: Tensor, queries: Tensor | int) -> Tensor:
         return (score if self.decay == 1 else score * self.decay**queries) + mass
 

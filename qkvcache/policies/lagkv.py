@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from .base import Arrivals, Policy, _check_count
+from .base import Arrivals, Policy, check_count
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +26,7 @@ class LagKV(Policy):
     weighs: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        _check_count("lag", self.lag, 2)
+        check_count("lag", self.lag, 2)
         super().__post_init__()
         for budget in self.budgets:
             if self.recent_of(self.size(budget, 0)) < self.lag:

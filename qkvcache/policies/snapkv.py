@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .base import Policy, Tokens, _check_count
+from .base import Policy, Tokens, check_count
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +27,7 @@ class SnapKV(Policy):
     weighs: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        _check_count("window", self.window, 1)
+        check_count("window", self.window, 1)
         if not isinstance(self.kernel, int) or self.kernel < 1 or self.kernel % 2 == 0:
             raise ValueError(f"kernel={self.kernel!r}: must be an odd number of tokens")
         super().__post_init__()

@@ -7,7 +7,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from .base import MOST_INTERVAL, TOKENS_PER_INTERVAL, Budget, Policy, Tokens, _check_count
+from .base import Budget, Policy, Tokens, check_count, usual_interval
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,15 +26,15 @@ class SinkWindow(Policy):
     recent: int = field(init=False)  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
-        _check_count("window", self.window, 1)
+        check_count("window", self.window, 1)
         if self.positions not in ("original", "cache"):
             raise ValueError(f"positions={self.positions!r}: expected 'original' or 'cache'")
         if isinstance(self.interval, int) and self.interval > self.window:
             raise ValueError(f"interval={self.interval}: must not exceed window={self.window}")
-        _check_count("sinks", self.sinks, 0)
+        check_count("sinks", self.sinks, 0)
         object.__setattr__(self, "budget", Budget(tokens=self.window + self.sinks))
-        interval = min(self.window // TOKENS_PER_INTERVAL, MOST_INTERVAL) if self.interval is None else self.interval
-        object.__setattr__(self, "recent", self.window - max(interval, 1) + 1)
+        interval = min(usual_interval(self.window + self.sinks), self.window) if self.interval is None else self.interval
+        object.__setattr__(self, "recent", self.window - interval + 1)
         super().__post_init__()
 
     def priority(self, tokens: Tokens) -> Tensor:

@@ -11,6 +11,7 @@ from transformers import DynamicCache
 
 from qkvcache import CompressedCache
 from qkvcache.policies import H2O, Budget, KeyDiff, Knorm, SlidingWindow, SnapKV
+from qkvcache.policies.base import LEAST
 
 PADS = (0, 5, 14)
 CUTS = {"whole": (30, 1, 1, 3, 1, 1), "chunked": (4, 17, 9, 1, 1, 3, 1, 1)}  # a boundary in the padding
@@ -160,7 +161,8 @@ def test_b20_shares_are_of_each_row(policy):
 @pytest.mark.parametrize(
     "policy",
     [
-        H2O(budget=0.5), H2O(budget=Budget(5, 0.2), recent=4), SnapKV(budget=20, interval=8, window=4), Knorm(budget=17, interval=5),
+        H2O(budget=0.5), H2O(budget=Budget(5, 0.2), recent=4), SnapKV(budget=20, interval=8, window=4, recent=3),
+        Knorm(budget=17, interval=5, recent=3),
         SlidingWindow(window=11, interval=11), KeyDiff(budget=0.3, interval=4), H2O(budget=1.0),
     ],
     ids=str,
@@ -174,7 +176,7 @@ def test_b6_shares_and_intervals_stay_within_the_budget(policy, format):
         def check(seen, cache=cache, least=least):
             limit = budget.tokens + int(budget.share * seen + 1e-9)
             if budget.share:
-                limit = max(limit, 8, policy.sinks + (policy.recent if isinstance(policy.recent, int) else 0) + (policy.interval or 1))
+                limit = max(limit, LEAST, policy.sinks + (policy.recent if isinstance(policy.recent, int) else 0) + (policy.interval or 1))
             for layer in range(3):
                 held = cache.stored_length(layer)
                 assert held <= limit, seen

@@ -1,0 +1,139 @@
+"""What an evicting layer must not do, found by looking for it."""
+
+import pytest
+import torch
+from matrix import model
+from reference import forward
+
+from qkvcache import CompressedCache, SinkCache, policies
+from qkvcache.attention import watch
+from qkvcache.policies import H2O, TOVA, Custom, KeyDiff, SinkWindow
+
+SHARES = [H2O(budget=0.3), H2O(budget=0.5, recent=1.0), KeyDiff(budget=0.2, interval=8, recent=2), KeyDiff(budget=0.2, recent=0.9)]
+
+
+def text(rows, length):
+    mask = (torch.arange(length) >= 5 * torch.arange(rows)[:, None]).long()
+    return torch.randint(3, 100, (rows, length)) * mask, mask
+
+
+@pytest.mark.parametrize("recent", [3, 64])
+@pytest.mark.parametrize("policy", SHARES, ids=str)
+def test_a_share_holds_in_every_row_and_empty_slots_are_the_same_in_all_heads(policy, recent):
+    network = model("llama")
+    ids, mask = text(3, 70)
+    cache = CompressedCache(network.config, format="int8", policy=policy, exact_first=2, exact_recent=recent)
+    begin = 0
+    for size in (30, *[1] * 40):
+        forward(network, cache, ids, mask, begin, begin := begin + size)
+        for layer in cache.layers:
+            held = layer.ledger.body["positions"] >= 0
+            assert (held == held[:, :1]).all()
+        kept = (cache.kept_positions() >= 0).sum(-1)[:, 0]
+        assert (kept <= policy.size(policy.budgets[0], mask[:, :begin].sum(-1))).all()
+
+
+@pytest.mark.parametrize("format", ["identity", "int8"])
+def test_a_prompt_keeps_the_mask_that_the_model_made(monkeypatch, format):
+    """None, for one without padding: a mask of all its tokens would outgrow the cache, and take sdpa its fast kernels."""
+    seen = []
+    stock = torch.nn.functional.scaled_dot_product_attention
+
+    def sdpa(*args, **kwargs):
+        seen.append(kwargs.get("attn_mask"))
+        return stock(*args, **kwargs)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", sdpa)
+    network = model("llama")
+    ids, mask = text(1, 40)
+    forward(network, SinkCache(network.config, window=16, format=format), ids, mask, 0, 40)
+    assert seen == [None] * network.config.num_hidden_layers
+
+
+def test_a_priority_that_is_no_number_goes_first_and_protects_nothing():
+    network = model("llama")
+    ids, mask = text(1, 46)
+    odd = Custom(function=lambda tokens: torch.where(tokens.positions % 2 == 0, torch.nan, 1.0), budget=20, recent=8, sinks=4)
+    cache = CompressedCache(network.config, policy=odd)
+    forward(network, cache, ids, mask, 0, 46)
+    kept = cache.kept_positions()[0, 0].tolist()
+    assert kept[:4] == [0, 1, 2, 3] and kept[-8:] == list(range(38, 46)) and all(p % 2 for p in kept[4:-8])
+
+
+def test_decay_does_not_depend_on_the_steps():
+    """Of the first layer, whose attention does not depend on what went before, and with a budget that evicts nothing."""
+    network = model("llama")
+    ids, mask = text(1, 60)
+    found = []
+    for sizes in ((60,), (1,) * 60, (20, 20, 20)):
+        cache = CompressedCache(network.config, policy=H2O(budget=100, decay=0.9))
+        begin = 0
+        for size in sizes:
+            forward(network, cache, ids, mask, begin, begin := begin + size)
+        found.append(cache.layers[0].ledger.body["score"])
+    for other in found[1:]:
+        torch.testing.assert_close(other, found[0], rtol=1e-3, atol=1e-5)
+
+
+def test_a_step_of_padding_leaves_scores_alone_where_layers_share_keys():
+    network = model("gemma3n")
+    ids, mask = torch.randint(3, 100, (2, 12)), torch.ones(2, 12, dtype=torch.long)
+    mask[1, 10] = 0
+    cache = CompressedCache(network.config, policy=TOVA(budget=100))
+    forward(network, cache, ids, mask, 0, 10)
+    layer = next(layer for layer in cache.layers if hasattr(layer, "ledger"))
+    layer.settle()
+    before = layer.ledger.body["score"][1].clone()
+    forward(network, cache, ids, mask, 10, 11)
+    layer.settle()
+    assert torch.equal(layer.ledger.body["score"][1, :, : before.shape[-1]], before)
+
+
+def test_no_graph_is_held():
+    network = model("llama")
+    cache = CompressedCache(network.config, policy=H2O(budget=16))
+    query = network.model.layers[-1].self_attn.q_proj.weight
+    for weight in network.parameters():
+        weight.requires_grad_(weight is query)
+    try:
+        for begin in range(3):
+            network(torch.randint(3, 100, (1, 20 if not begin else 1)), past_key_values=cache)
+        assert not any(x.requires_grad for layer in cache.layers for _, x in layer.tensors())
+    finally:
+        for weight in network.parameters():
+            weight.requires_grad_(True)
+
+
+def test_a_refused_crop_changes_no_layer():
+    network = model("gemma3")
+    cache = CompressedCache(network.config, policy=H2O(budget=100))
+    ids, mask = text(1, 11)
+    forward(network, cache, ids, mask, 0, 11)
+    before = [layer.get_seq_length() for layer in cache.layers]
+    with pytest.raises(NotImplementedError, match="cannot take steps back"):
+        cache.crop(-2)
+    assert [layer.get_seq_length() for layer in cache.layers] == before
+
+
+@pytest.mark.parametrize("window", [100, 256, 1020, 4096])
+def test_a_window_protects_what_its_interval_leaves(window):
+    policy = SinkWindow(window=window)
+    assert policy.recent + policy.interval_of(policy.budgets[0]) - 1 == window
+
+
+@pytest.mark.parametrize("share", [0.1, 0.2, 0.3, 0.7, 1.0])
+def test_shares_are_exact(share):
+    counts = torch.arange(200_000)
+    expected = (counts.double() * share + 1e-6).floor().long()
+    assert torch.equal(policies.base.share_of(share, counts), expected)
+    assert policies.base.share_of(share, 1000) == round(1000 * share)
+
+
+def test_all_layers_look_at_a_mask_once(monkeypatch):
+    looks = []
+    stock = watch._diagonal
+    monkeypatch.setattr(watch, "_diagonal", lambda *args: looks.append(1) or stock(*args))
+    network = model("llama")
+    ids, mask = text(2, 30)
+    forward(network, CompressedCache(network.config, policy=H2O(budget=16)), ids, mask, 0, 30)
+    assert len(looks) == 1
