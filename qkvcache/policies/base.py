@@ -16,7 +16,7 @@ from torch import Tensor
 
 ALL = 2**31
 """Queries: as many as there are."""
-LEAST = 16
+LEAST = 8
 """Tokens that a share never goes under, nor under the tokens that are protected."""
 TOKENS_PER_INTERVAL, MOST_INTERVAL = 128, 32
 KEPT = 1e30
@@ -83,7 +83,7 @@ class Policy:
     """Options that every policy has.
 
     Args:
-        budget: tokens (int), share of the tokens seen (float; never under 16), both (`Budget`), or one of them for each full-attention
+        budget: tokens (int), share of the tokens seen (float; never under 8), both (`Budget`), or one of them for each full-attention
             layer. With a share, give `recent` in tokens: of a share of a share only those of the smallest budget are kept exact.
         sinks: first tokens that are never evicted.
         recent: newest tokens that are not evicted: tokens (int) or share of the budget (float).

@@ -65,7 +65,8 @@ def expected(name, attention):
         real = mask[:, step].bool()
         if name == "decay":
             count = real.sum(-1)[:, None, None]
-            total = total * 0.9**count + attention[:, :, step].sum(2)
+            fades = 0.9 ** (real.flip(-1).cumsum(-1).flip(-1) - 1).clamp_min(0)
+            total = total * 0.9**count + (attention[:, :, step] * (fades * real)[:, None, :, None]).sum(2)
         else:  # snapkv, window 4
             late = real.flip(-1).cumsum(-1).flip(-1) <= 4
             total = total * 0.75 ** real.sum(-1)[:, None, None] + (attention[:, :, step] * (real & late)[:, None, :, None]).sum(2)
