@@ -110,8 +110,8 @@ def _whole(handle: KVHandle) -> Tensor:
     return dense(side)
 
 
-_last_mask: tuple[Any, tuple] = (lambda: None, ())
-"""All layers of a step have the same mask: what was found out about it, which takes a look at the device, serves them all."""
+_last_mask: tuple[Any, tuple[int, int], Tensor | None] = (lambda: None, (0, 0), None)
+"""All layers of a step have the same mask: which tokens it says are real, which takes a look at the device, is found out once."""
 
 
 def _new_tokens(implementation: str, mask: Any, batch: int, queries: int, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
@@ -119,13 +119,13 @@ def _new_tokens(implementation: str, mask: Any, batch: int, queries: int, device
     global _last_mask
     if mask is None:
         return None, None
-    if _last_mask[0]() is mask and _last_mask[1][:3] == (implementation, queries, device):
-        return _last_mask[1][3:]  # type: ignore[return-value]
     new = _of_new_tokens(implementation, mask, batch, queries, device)
-    real = None if new is None else _diagonal(new, batch)
-    real = None if real is None or bool(real.all()) else real
-    _last_mask = weakref.ref(mask), (implementation, queries, device, new, real)
-    return new, real
+    written = mask._version if isinstance(mask, Tensor) and not mask.is_inference() else 0  # by someone who uses it again
+    if _last_mask[0]() is not mask or _last_mask[1] != (queries, written):
+        real = None if new is None else _diagonal(new, batch).clone()  # a view would keep the mask alive
+        _last_mask = weakref.ref(mask), (queries, written), None if real is None or bool(real.all()) else real
+    real = _last_mask[2]
+    return new, real if real is None else real.to(device)
 
 
 def _of_new_tokens(implementation: str, mask: Any, batch: int, queries: int, device: torch.device) -> Tensor | None:
