@@ -113,18 +113,15 @@ class EvictingLayer(CompressedLayer):
     def _payload(self) -> Payload:
         payload = super()._payload()
         key, _ = self.zones  # type: ignore[misc]
-        evicted = self._evicted()
-        if self.rope is None or not key.first.shape[2] or evicted is None:
+        if self.rope is None or not key.first.shape[2]:
             return payload
-        turned = self.rope.turn(key.first, evicted)
+        turned = self.rope.turn(key.first, self._evicted())
         side = replace(payload.key, segments=(Exact(turned), *payload.key.segments[1:]))
         return replace(payload, key=side, exact=(turned, *payload.exact[1:]) if payload.exact else ())
 
-    def _evicted(self) -> int | Tensor | None:
-        """How many tokens of each row are gone, `[B]` where rows differ; None if there are none."""
-        ledger = self.ledger
-        if ledger is None or self.in_order:
-            return None
+    def _evicted(self) -> int | Tensor:
+        """How many tokens of each row are gone, `[B]` where rows differ."""
+        ledger: Ledger = self.ledger  # type: ignore[assignment]
         valid = ledger.valid()
         return ledger.columns - self.stored if valid is None or ledger.seen is None else ledger.seen - valid.sum(-1)
 
@@ -143,7 +140,7 @@ class EvictingLayer(CompressedLayer):
             step.stored = ledger.valid()
             key, value = (zone.recent[:, :, -step.queries :] for zone in self.zones or ())
             ledger.enter(key, value, real)
-            step.real = None if ledger.seen is None else real
+            step.real = real
             step.entered = True
         return step.stored
 

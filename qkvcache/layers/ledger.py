@@ -46,7 +46,6 @@ class Ledger:
             self.seen = torch.full((batch,), self.columns, dtype=torch.int64, device=keys.device)
         if self.seen is None:
             positions = torch.arange(self.columns, self.columns + count, dtype=torch.int32, device=keys.device).expand(batch, heads, -1)
-            real = None
         else:
             real = torch.ones(batch, count, dtype=torch.bool, device=keys.device) if real is None else real
             ranks = self.seen[:, None] + real.cumsum(-1) - 1
