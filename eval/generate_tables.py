@@ -160,7 +160,7 @@ def plot(rows: list[dict], path: Path) -> None:
                 points = sorted((row["context"], value(row)) for row in chosen)
                 style = {"color": f"C{index % 10}", "linestyle": ":" if name.endswith("eager") else "-", "marker": "o", "markersize": 4}
                 at.plot([x for x, _ in points], [y for _, y in points], label=name if points else None, **style)
-            at.set(title=f"{title}, batch {batch} ({device})", xscale="log", yscale="log", xlabel="context, tokens")
+            at.set(title=f"{title}, batch {batch} ({device})", xscale="log", ylim=(0, None), xlabel="context, tokens")
             contexts = sorted({row["context"] for row in rows})
             at.set_xticks(contexts, [f"{x:,}" for x in contexts], minor=False)
             at.minorticks_off()
