@@ -85,7 +85,7 @@ def payloads(name: str, batch: int, heads: int, tokens: int, dim: int, zones: tu
     for _ in range(1 if code_bytes(name, batch, heads, tokens, dim) > TWO_GB else 2):
         format = REGISTRY[name]
         slabs = ((planes(format.key, batch, heads, tokens, dim), planes(format.value, batch, heads, tokens, dim)),)
-        side = Side((), (batch, heads, tokens + sum(zones), dim), torch.bfloat16, torch.device("cuda"))
+        side = Side.of((), (batch, heads, tokens + sum(zones), dim), torch.bfloat16, torch.device("cuda"))
         first, recent = zones
         exact = tuple(bf16(batch, heads, n, dim) for n in (first, first, recent, recent))
         found.append(Payload(side, side, Body(format.key, format.value, slabs, tokens, slab_table(slabs)), exact))
@@ -155,7 +155,7 @@ def real_payload(name: str, key: Tensor, value: Tensor, first: int, recent: int)
     for slot, x in zip(slots, (key, value), strict=True):
         slot.append(x[:, :, first : tokens - recent])
         packed = [Packed(slot.codec, codes, count, x.shape[3]) for codes, count in slot.blocks(256)]
-        sides.append(Side((Exact(x[:, :, :first]), *packed, Exact(x[:, :, tokens - recent :])), tuple(x.shape), x.dtype, x.device))
+        sides.append(Side.of((Exact(x[:, :, :first]), *packed, Exact(x[:, :, tokens - recent :])), tuple(x.shape), x.dtype, x.device))
     slabs = tuple((k | slots[0].once, v | slots[1].once) for k, v in zip(slots[0].slabs, slots[1].slabs, strict=True))
     body = Body(format.key, format.value, slabs, slots[0].length, slab_table(slabs))
     ends = (key[:, :, :first], value[:, :, :first], key[:, :, tokens - recent :], value[:, :, tokens - recent :])

@@ -29,7 +29,7 @@ from triton.compiler import ASTSource  # noqa: E402
 
 from qkvcache.formats import REGISTRY  # noqa: E402
 from qkvcache.formats.rotation import rotation_block  # noqa: E402
-from qkvcache.kernels import triton_column_mass, triton_decode, triton_encode  # noqa: E402
+from qkvcache.kernels import triton_column_mass, triton_decode, triton_encode, triton_step  # noqa: E402
 from qkvcache.kernels.fused import MASS_TOKENS, launched  # noqa: E402
 from qkvcache.kernels.triton_attend import attend_kernel  # noqa: E402
 from qkvcache.kernels.triton_join import reduce_kernel, rotate_kernel  # noqa: E402
@@ -51,6 +51,7 @@ VARIANTS: dict[str, dict[str, object]] = {
     "float": {"MASK": "float", "SOFTCAP": True, "WINDOW": True, "CAUSAL": True},
     "pages": {"PAGE": 64, "LENGTHS": True},
     "mass": {"MASS": 4},
+    "store": {"MASK": "row", "COUNTED": 128},
 }
 
 
@@ -78,7 +79,7 @@ def attention(format: str, head_dim: int, target: str, variant: str = "", dtype:
     if key.rotated and key.group and head_dim & (head_dim - 1):
         types["body_query"] = "*fp32"  # rotated beforehand
     types |= {"turning": "*fp16", "signs": "*fp32", "table": "*i64", "mask": "*fp32" if variant == "float" else "*u8"}
-    types |= dict.fromkeys(("k_high", "v_high", "k_shifts", "v_shifts"), "*i16") | dict.fromkeys(("lengths", "pages"), "*i32")
+    types |= dict.fromkeys(("k_high", "v_high", "k_shifts", "v_shifts"), "*i16") | dict.fromkeys(("lengths", "pages", "counts"), "*i32")
     types |= (
         dict.fromkeys(("part", "maxima", "sums", "tops"), "*fp32") | {"weights": "*bf16"} | dict.fromkeys(("scaling", "softcap"), "fp32")
     )
@@ -89,7 +90,7 @@ def attention(format: str, head_dim: int, target: str, variant: str = "", dtype:
         "R": 8 if nvidia else 16, "T": launch.tile, "TX": 16, "K_SHARED": False, "V_SHARED": False, "K_ONCE": 0, "V_ONCE": 0,
         "SOFTCAP": False, "MASK": "none", "WINDOW": False, "CAUSAL": False, "LENGTHS": False, "PAGE": 0,
         "ARCH": TARGETS[target].arch if nvidia else 0, "EXACT": True, "TURN": rotation_block(head_dim) ** -0.5 if key.rotated else 1.0,
-        "MASS": 0,
+        "MASS": 0, "COUNTED": 0,
     }  # fmt: skip
     options: dict[str, object] = {"num_warps": 1, "num_stages": launch.stages}
     if launch.registers and nvidia:
@@ -161,6 +162,13 @@ def storing(format: str, head_dim: int, tokens: int, target: str) -> Job:
     return Job(name, triton_encode._encode_kernel, types, constants, target, {"num_warps": warps})
 
 
+def stepping(format: str, head_dim: int, target: str) -> Job:
+    """A step of one token into a store."""
+    stored = storing(format, head_dim, 1, target)
+    types = stored.types | dict.fromkeys(("kring", "kfirst", "vring", "vfirst"), "*bf16") | {"state": "*i32"}
+    return Job(f"step {format} {head_dim}", triton_step._step_kernel, types, stored.constants, target, stored.options)
+
+
 def decoding(format: str, head_dim: int, target: str) -> Iterator[Job]:
     for codec in dict.fromkeys(REGISTRY[format].codecs()):
         spec = triton_decode.known(codec, _Like(head_dim))
@@ -200,6 +208,7 @@ def jobs(everything: bool) -> Iterator[Job]:
             yield from (attention(format, d, target) for format, d in sizes)
             for variant in list(VARIANTS)[1:] if everything else ["float"]:
                 yield attention("turboquant_4bit_nc", 128, target, variant)
+            yield from (attention(format, 128, target, "store") for format in ("int8", "turboquant_4bit_nc"))
             yield from (attention(format, 128, target, "mass") for format in ("identity", "int8", "turboquant_4bit_nc"))
             yield joining("int8", 128, target)
             yield joining("int4_vllm", 128, target)
@@ -212,6 +221,7 @@ def jobs(everything: bool) -> Iterator[Job]:
                 continue
             if all(triton_decode.supports(codec, 128) for codec in REGISTRY[format].codecs()):
                 yield from (storing(format, 128, tokens, target) for tokens in ((1, 512) if everything else (512,)))
+                yield stepping(format, 128, target)
                 yield from decoding(format, 128, target)
 
 

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from ..kernels import Payload, Side, attend_on_codes, dense, mix, scores
+from ..kernels import Payload, Side, attend_on_codes, dense, mix, scores, unfold
 
 _MATMULS = (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.bmm)
 
@@ -122,7 +122,11 @@ class KVHandle:
 
     def dense(self) -> Tensor:
         """The tensor that this handle stands for, in the model's dtype."""
-        x = dense(self.side)
+        store = self.payload.store
+        if store is not None and torch.compiler.is_compiling():
+            x = unfold(store, None)[self.side is self.payload.value]
+        else:
+            x = dense(self.side)
         if self.view == "grouped":
             return x.unsqueeze(2).expand(self.shape)
         x = x.repeat_interleave(self.repeats, dim=1) if self.repeats > 1 else x

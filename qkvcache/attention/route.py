@@ -84,12 +84,18 @@ def route(
     if isinstance(key, KVHandle) and key.watch is not None:
         mask, args = (args[0], args[1:]) if args else (kwargs.pop("attention_mask", None), args)
         return watched(stock, implementation, _few(query, key), module, query, key, value, mask, *args, **kwargs)
-    if not isinstance(key, KVHandle) or "eager" in implementation:
+    if not isinstance(key, KVHandle):
         return stock(module, query, key, value, *args, **kwargs)
+    mask, args = (args[0], args[1:]) if args else (kwargs.pop("attention_mask", None), args)
     queries, tokens = query.shape[2], key.shape[2]
+    if isinstance(mask, Tensor) and mask.dim() == 4 and mask.shape[3] > tokens:
+        mask = mask[..., :tokens]  # which is for all that a preallocated cache may come to hold
+    if "eager" in implementation:
+        if key.payload.store is not None and torch.compiler.is_compiling():
+            key, value = key.dense(), value.dense()
+        return stock(module, query, key, value, mask, *args, **kwargs)
     if not _few(query, key) or kwargs.get("dropout"):
-        return stock(module, query, key.dense(), value.dense(), *args, **kwargs)
-    mask = args[0] if args else kwargs.get("attention_mask")
+        return stock(module, query, key.dense(), value.dense(), mask, *args, **kwargs)
     if kwargs.get("is_causal") is None:
         kwargs["is_causal"] = getattr(module, "is_causal", True)
     mask, causal = visible(implementation, mask, query.shape[0], queries, tokens, query.device, kwargs)

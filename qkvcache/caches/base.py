@@ -7,14 +7,16 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedConfig
+from transformers import DynamicCache, PreTrainedConfig, StaticCache
 from transformers.cache_utils import Cache, DynamicLayer
+from transformers.cache_utils import StaticLayer as StockStaticLayer
 
 from .. import attention, formats, policies
 from ..attention.rope import Rope
 from ..formats import Format
 from ..layers.compressed import CompressedLayer
 from ..layers.evicting import EvictingLayer
+from ..layers.static import StaticLayer
 from ..policies import Policy, check_count
 
 ALL_TOKENS = policies.SlidingWindow(window=2**30, interval=1)
@@ -60,6 +62,8 @@ class CompressedCache(DynamicCache):
         exact_recent: tokens at the end that stay in the model's dtype, the largest quality lever there is (README). With
             `exact_first=0, exact_recent=0` the cache is the format as its authors define it; the running step still sees itself exactly.
         exact_layers: indices of layers to leave uncompressed, negative ones from the end.
+        max_length: how many tokens may come: storage for all of them is taken at once and stays in its place, so that `generate` compiles
+            its steps and replays them as CUDA graphs, as with a StaticCache. Without it the cache grows.
         offloading: keep all but the running layer in host memory, as DynamicCache does.
 
     Raises:
@@ -77,6 +81,7 @@ class CompressedCache(DynamicCache):
         exact_first: int = 4,
         exact_recent: int = 64,
         exact_layers: Iterable[int] = (),
+        max_length: int | None = None,
         offloading: bool = False,
     ):
         if format is None and policy is None:
@@ -85,6 +90,11 @@ class CompressedCache(DynamicCache):
         self.policy = None if policy is None else policies.resolve(policy)
         check_count("exact_first", exact_first)
         check_count("exact_recent", exact_recent)
+        if max_length is not None:
+            check_count("max_length", max_length, least=1)
+            if offloading:
+                raise NotImplementedError("offloading=True with max_length: what moves to the host has no fixed address; leave one out")
+        self.max_length = max_length
         exact_layers = tuple(exact_layers)
         self._layer_options = {"exact_first": exact_first, "exact_recent": exact_recent}
         self._rope: Rope | None = None
@@ -97,6 +107,8 @@ class CompressedCache(DynamicCache):
             Cache.__init__(self, layer_class_to_replicate=self._new_layer, offloading=offloading)  # type: ignore[arg-type]
         elif isinstance(config, PreTrainedConfig):
             super().__init__(config=config, offloading=offloading)
+            if max_length is not None:
+                self.layers = StaticCache(config, max_length).layers
             self._swap_layers(exact_layers, config.get_text_config(decoder=True).per_layer_config)
         else:
             raise TypeError(f"config must be a transformers config such as model.config, got {type(config).__name__}")
@@ -134,6 +146,8 @@ class CompressedCache(DynamicCache):
 
     def _new_layer(self, number: int = 0) -> CompressedLayer:
         """The full-attention layer that is `number` among those compressed."""
+        if self.policy is None and self.max_length is not None:
+            return StaticLayer(self.format, self.max_length, **self._layer_options)
         if self.policy is None:
             return CompressedLayer(self.format, **self._layer_options)
         budgets = self.policy.budgets
@@ -146,7 +160,7 @@ class CompressedCache(DynamicCache):
             if not isinstance(index, int) or not -count <= index < count:
                 raise ValueError(f"exact_layers holds {index!r}: the model has layers 0 to {count - 1} (or -1 to -{count} from the end)")
         exact = {index % count for index in exact_layers}
-        full = [i for i, layer in enumerate(self.layers) if type(layer) is DynamicLayer]
+        full = [i for i, layer in enumerate(self.layers) if type(layer) in (DynamicLayer, StockStaticLayer)]
         chosen = [i for i in full if i not in exact]
         if self.policy and len(self.policy.budgets) not in (1, len(chosen)):
             raise ValueError(
@@ -155,6 +169,9 @@ class CompressedCache(DynamicCache):
         if self.policy:  # transformers makes one mask for all layers: those of another length must make their own
             for i in exact & set(full):
                 self.layers[i] = EvictingLayer(formats.Identity(), ALL_TOKENS, ALL_TOKENS.budget, deferred=self._shares_keys)
+        elif self.max_length is not None:
+            for i in exact & set(full):
+                self.layers[i] = StaticLayer(formats.Identity(), self.max_length, 0, 0)
         for number, i in enumerate(chosen):
             if head_dim := _head_dim(configs[i]):
                 self.format.check(head_dim)
@@ -172,6 +189,10 @@ class CompressedCache(DynamicCache):
             if isinstance(layer, EvictingLayer):
                 layer.crop(tokens_to_remove)  # which refuses, before any other layer is cropped
         super().crop(tokens_to_remove)
+
+    def get_query_offset(self, layer_idx: int = 0):
+        layer = self.layers[layer_idx] if layer_idx < len(self.layers) else None
+        return layer.query_offset() if isinstance(layer, StaticLayer) else super().get_query_offset(layer_idx)
 
     def reset(self) -> None:
         """Forgets everything; the cache may then serve another prompt and another batch size."""
@@ -267,8 +288,5 @@ def _tensors(layer: object) -> Iterator[tuple[str, Tensor]]:
 
 def _dense_bytes(layer: object) -> int:
     if isinstance(layer, CompressedLayer):
-        if not layer.zones:
-            return 0
-        tokens = layer.get_seq_length()
-        return sum(tokens * z.first.shape[0] * z.first.shape[1] * z.first.shape[3] * z.first.itemsize for z in layer.zones)
+        return layer.get_seq_length() * layer.dense_bytes_per_token
     return sum(tensor.untyped_storage().nbytes() for _, tensor in _tensors(layer))

@@ -1,9 +1,23 @@
 """Attention on compressed keys and values."""
 
+from . import ops
 from .attend import attend, attend_observed
-from .dispatch import attend_on_codes, column_mass, dense, encode_into, encodes, observe_on_codes, on_triton
+from .dispatch import (
+    append,
+    attend_on_codes,
+    attend_on_store,
+    column_mass,
+    dense,
+    encode_into,
+    encodes,
+    observe_on_codes,
+    on_triton,
+    step,
+    unfold,
+)
 from .prefill import prefill_with_lse
 from .segments import Body, Exact, Packed, Payload, Segment, Side, mix, scores, slab_table
+from .store import Store
 
 __all__ = [
     "Body",
@@ -12,9 +26,12 @@ __all__ = [
     "Payload",
     "Segment",
     "Side",
+    "Store",
+    "append",
     "attend",
     "attend_observed",
     "attend_on_codes",
+    "attend_on_store",
     "column_mass",
     "dense",
     "encode_into",
@@ -22,7 +39,10 @@ __all__ = [
     "mix",
     "observe_on_codes",
     "on_triton",
+    "ops",
     "prefill_with_lse",
     "scores",
     "slab_table",
+    "step",
+    "unfold",
 ]

@@ -17,8 +17,10 @@ from torch import Tensor
 
 from ..formats.base import Codec, Codes
 from . import column_mass as reference
+from . import store as counted
 from .attend import attend, attend_observed
 from .segments import Exact, Payload, Side
+from .store import Store
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -41,10 +43,16 @@ def on_triton(device: torch.device) -> bool:
 
 
 @functools.cache
-def _fused() -> ModuleType:
+def fused() -> ModuleType:
     from . import fused
 
     return fused
+
+
+def _operators() -> ModuleType:
+    from . import ops
+
+    return ops
 
 
 @functools.cache
@@ -56,7 +64,7 @@ def _fuses(query: Tensor, payload: Payload) -> bool:
     """Whether the fused kernel is there for this; if it should be and is not, with a warning."""
     if not (payload.exact and on_triton(query.device)):
         return False
-    if _fused().supports(payload, query):
+    if fused().supports(payload, query):
         return True
     dim, dtype = payload.key.shape[3], payload.key.dtype
     _warn_once(f"no fused attention for head_dim {dim} in {dtype}: torch operations instead, which are slow")
@@ -74,10 +82,11 @@ def attend_on_codes(
     sinks: Tensor | None = None,
 ) -> Tensor:
     """`attend`, by the fused kernel where there is one."""
+    if payload.store is not None and torch.compiler.is_compiling():
+        return attend_on_store(query, payload.store, mask, scaling=scaling, softcap=softcap, sinks=sinks)
     if _fuses(query, payload):
-        from .ops import attend_op
-
-        return attend_op(query, payload, mask, scaling=scaling, causal=causal, softcap=softcap, sinks=sinks)[0]
+        attends = _operators().attend_op if torch.compiler.is_compiling() else fused().fused_attend
+        return attends(query, payload, mask, scaling=scaling, causal=causal, softcap=softcap, sinks=sinks)[0]
     return attend(query, payload, mask, scaling=scaling, causal=causal, softcap=softcap, sinks=sinks)
 
 
@@ -94,11 +103,63 @@ def observe_on_codes(
 ) -> tuple[Tensor, Tensor]:
     """`attend_observed`, by the fused kernel where there is one."""
     if _fuses(query, payload):
-        from .ops import attend_op
-
-        out, _, mass = attend_op(query, payload, mask, scaling=scaling, causal=causal, softcap=softcap, sinks=sinks, observed=observed)
+        attends = _operators().attend_op if torch.compiler.is_compiling() else fused().fused_attend
+        out, _, mass = attends(query, payload, mask, scaling=scaling, causal=causal, softcap=softcap, sinks=sinks, observed=observed)
         return out, mass
     return attend_observed(query, payload, mask, observed=observed, scaling=scaling, causal=causal, softcap=softcap, sinks=sinks)
+
+
+def attend_on_store(
+    query: Tensor,
+    store: Store,
+    mask: Tensor | None = None,
+    *,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Attention of one query a row, `[B, Hq, 1, Dv]`, over a store, counting on the device. `mask` is by column, up to the store's limit."""
+    if torch.compiler.is_compiling():
+        return torch.ops.qkvcache.attend_store(query, *store.arguments, mask, sinks, scaling, softcap)
+    payload = store.payload(store.slotted())
+    if _fuses(query, payload):
+        return fused().fused_attend(query, payload, mask, scaling=scaling, softcap=softcap, sinks=sinks)[0]
+    return counted.attend_on_slots(query, store, mask, scaling=scaling, softcap=softcap, sinks=sinks)
+
+
+def step(store: Store, x: tuple[Tensor, Tensor]) -> None:
+    """Takes keys and values `[B, H, T, D]`, counting on the device: in one launch where there is a kernel and the ring has room for them."""
+    if torch.compiler.is_compiling():
+        torch.ops.qkvcache.step(*store.arguments, *x)
+        return
+    take = counted.step
+    if encodes(store.codecs, x):
+        from .triton_step import step_kv as take
+    for part in zip(*(side.split(store.ring[0].shape[2], dim=2) for side in x), strict=True):
+        take(store, part)
+
+
+def append(store: Store, x: tuple[Tensor, Tensor], seen: int, body: int, block: int) -> None:
+    """Takes any number of tokens `[B, H, T, D]` where the host knows the counts; torch operations encode `block` at a time."""
+    by_kernel = encodes(store.codecs, x)
+
+    def encode(tokens: tuple[Tensor, Tensor], start: int) -> None:
+        if by_kernel:
+            encode_into(store.codecs, tokens, store.planes, store.once, start)
+            return
+        for codec, side, planes, once in zip(store.codecs, tokens, store.planes, store.once, strict=True):
+            for at, part in zip(range(start, start + side.shape[2], block), side.split(block, dim=2), strict=True):
+                for name, codes in codec.encode(part, once).items():
+                    planes[name][:, :, at : at + part.shape[2]] = codes
+
+    counted.append(store, x, seen, body, encode)
+
+
+def unfold(store: Store, new: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
+    """All tokens at their columns, `[B, H, limit, D]` each, and then those of `new`; zeros beyond. Counts on the device."""
+    if torch.compiler.is_compiling():
+        return torch.ops.qkvcache.unfold(*store.arguments, *(new or (None, None)))
+    return counted.unfold(store, new, dense)
 
 
 def column_mass(

@@ -222,15 +222,18 @@ def fused_attend(
         mask = mask[(None,) * (4 - mask.dim())]
         mask = mask.expand(batch, query_heads, queries, payload.key.shape[2] if mask.shape[3] == 1 else -1)
         mask_kind, mask_strides = ("bool" if mask.dtype == torch.bool else "float"), list(mask.stride())
+        if mask_kind == "bool" and queries == 1 and not mask_strides[1]:
+            mask_kind = "row"
         mask = mask.view(torch.uint8) if mask.dtype == torch.bool else mask
 
-    planes = body.planes() if body else [empty] * 6
+    planes = body.planes if body else [empty] * 6
     k_codes, k_high, k_scales, v_codes, v_high, v_scales = planes
     attend_kernel[(total_splits, blocks, batch * heads)](
         query, body_query, turning, signs, body.table if body else empty.long(), k_codes, k_high, _shifts(key, dim, device), k_scales,
         v_codes, v_high, _shifts(value, value_dim, device), v_scales,
         first_k, first_v, recent_k, recent_v, mask if mask is not None else empty,
         lengths if lengths is not None else empty, pages if pages is not None else empty, part, maxima, sums, weights, tops,
+        empty if payload.store is None else payload.store.state,
         *query.stride()[:3], *first_k.stride()[:3], *first_v.stride()[:3], *recent_k.stride()[:3], *recent_v.stride()[:3], *mask_strides,
         pages.stride(0) if pages is not None else 0,
         dim**-0.5 if scaling is None else scaling, softcap or 1.0, window or 0, len(body.slabs) if body else 0,
@@ -239,7 +242,8 @@ def fused_attend(
         K_SHARED=bool(body and body.shared[0]), V_SHARED=bool(body and body.shared[1]),
         K_ONCE=int(bool(body and body.once[0])), V_ONCE=int(bool(body and body.once[1])),
         SOFTCAP=softcap is not None, MASK=mask_kind, WINDOW=window is not None, CAUSAL=causal and queries > 1, LENGTHS=lengths is not None,
-        PAGE=page if pages is not None else 0, ARCH=arch, EXACT=exact, TURN=factor, MASS=width, num_warps=1, num_stages=launch.stages,
+        PAGE=page if pages is not None else 0, ARCH=arch, EXACT=exact, TURN=factor, MASS=width,
+        COUNTED=0 if payload.store is None else LEAST_SPLIT, num_warps=1, num_stages=launch.stages,
         **({"maxnreg": launch.registers} if launch.registers and arch else {}),
     )  # fmt: skip
     out = torch.empty(batch, query_heads, queries, value_dim, dtype=query.dtype, device=device)

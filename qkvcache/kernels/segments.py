@@ -8,13 +8,18 @@ Shapes: `q` `[B, H, R, D]` with `R` = query heads of the group times queries, in
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from ..formats.base import Codec, Codes, Levels, affine
+
+if TYPE_CHECKING:
+    from .store import Store
 
 
 @dataclass(frozen=True)
@@ -48,14 +53,25 @@ class Packed:
 Segment = Exact | Packed
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Side:
-    """The keys or the values that one attention call sees: `[B, H, T, D]` in effect."""
+    """The keys or the values that one attention call sees: `[B, H, T, D]` in effect. `build` makes the segments when they are asked for:
+    kernels do without them."""
 
-    segments: tuple[Segment, ...]
+    build: Callable[[], tuple[Segment, ...]]
     shape: tuple[int, int, int, int]
     dtype: torch.dtype
     device: torch.device
+
+    @staticmethod
+    def of(segments: Sequence[Segment], shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Side:
+        """A side of these segments, those without tokens left out."""
+        held = tuple(segment for segment in segments if segment.tokens)
+        return Side(lambda: held, tuple(shape), dtype, device)  # type: ignore[arg-type]
+
+    @cached_property
+    def segments(self) -> tuple[Segment, ...]:
+        return self.build()
 
     def dense(self) -> Tensor:
         """All tokens in the model's dtype."""
@@ -67,17 +83,18 @@ CODECS: list[Codec] = []
 """Codecs in use. They are few, and equal ones have one place for the life of the process."""
 
 
-def _number(codec: Codec) -> int:
+def number(codec: Codec) -> int:
+    """Where `codec` is in `CODECS`: operators of torch take numbers."""
     if codec not in CODECS:
         CODECS.append(codec)
     return CODECS.index(codec)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Body:
     """The packed tokens of a layer as they are stored, which is how the fused kernel reads them: slabs of planes `[B, H, slots, width]`.
 
-    `table` int64 `[slabs, 8]`: the slab's first token, its slots, and how far the planes of `planes()` are from those of the first slab, in
+    `table` int64 `[slabs, 8]`: the slab's first token, its slots, and how far the `planes` are from those of the first slab, in
     elements.
     """
 
@@ -87,17 +104,16 @@ class Body:
     tokens: int
     table: Tensor
     numbers: tuple[int, int] = field(init=False)
-    """Where the codecs are in `CODECS`: operators of torch take numbers."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "numbers", (_number(self.key), _number(self.value)))
+        self.numbers = number(self.key), number(self.value)
 
-    @property
+    @cached_property
     def shared(self) -> tuple[bool, bool]:
         """Whether all heads have one scale: of keys, of values."""
         return self._one(1)
 
-    @property
+    @cached_property
     def once(self) -> tuple[bool, bool]:
         """Whether all tokens have one scale."""
         return self._one(2)
@@ -106,6 +122,7 @@ class Body:
         key, value = ([plane.shape[dim] for plane in _planes(codes) if plane.numel()] for codes in self.slabs[0])
         return min(key) == 1 < max(key), min(value) == 1 < max(value)
 
+    @cached_property
     def planes(self) -> list[Tensor]:
         """Of the first slab, keys before values: codes or low bits, high bits, scales; what is missing is an empty tensor."""
         return [plane for codes in self.slabs[0] for plane in _planes(codes)]
@@ -146,13 +163,15 @@ class Payload:
     """Keys and values of one layer for one step.
 
     `key` and `value` are what the torch reference reads. `body` and `exact` are the same for the fused kernel: the packed tokens, if there
-    are any, and the exact keys and values of the first zone and the recent one, `[B, H, T, D]` each, any of them without tokens.
+    are any, and the exact keys and values of the first zone and the recent one, `[B, H, T, D]` each, any of them without tokens. With
+    `store` they are its buffers, of which the device knows how much is used.
     """
 
     key: Side
     value: Side
     body: Body | None = None
     exact: tuple[Tensor, ...] = ()
+    store: Store | None = None
 
 
 def scores(q: Tensor, side: Side) -> Tensor:

@@ -103,9 +103,13 @@ def _capped(s, softcap, SOFTCAP: tl.constexpr, ARCH: tl.constexpr):
 
 
 @triton.jit
-def _masked(s, mask, mask_rows, mask_stride, column, MASK: tl.constexpr):
-    """Scores `[T, R]` under the caller's mask: bool, or additive."""
-    if MASK == "bool":
+def _masked(s, mask, mask_rows, mask_stride, column, hides, MASK: tl.constexpr):
+    """Scores `[T, R]` under the caller's mask: additive, bool, or bool and the same for all rows; of that `hides` says whether to look."""
+    if MASK == "row":
+        if hides:
+            shown = tl.load(mask + column * mask_stride)
+            s = tl.where((shown != 0)[:, None], s, HIDDEN)
+    elif MASK == "bool":
         shown = tl.load(mask + mask_rows[None, :] + (column * mask_stride)[:, None])
         s = tl.where(shown != 0, s, HIDDEN)
     elif MASK == "float":
@@ -115,11 +119,21 @@ def _masked(s, mask, mask_rows, mask_stride, column, MASK: tl.constexpr):
 
 
 @triton.jit
+def _hides(mask, begin, end, mask_stride):
+    """Whether the mask hides a column from `begin` to `end`: seldom, and a look at each tile's part would wait for memory."""
+    i = tl.arange(0, 1024)
+    shown = tl.full([1024], 1, tl.uint8)
+    for at in range(begin, end, 1024):
+        shown = shown & tl.load(mask + (at + i) * mask_stride, mask=at + i < end, other=1)
+    return tl.min(shown.to(tl.int32), 0) == 0
+
+
+@triton.jit
 def _body_tile(
     K: tl.constexpr, V: tl.constexpr, KW: tl.constexpr, VW: tl.constexpr, KT: tl.constexpr, VT: tl.constexpr,
     K_ONCE: tl.constexpr, V_ONCE: tl.constexpr, TAIL: tl.constexpr, SOFTCAP: tl.constexpr, MASK: tl.constexpr, ARCH: tl.constexpr,
     state, q, q_scale, q_sum, k_codes, k_high, k_shifts, k_scales, v_codes, v_high, v_shifts, v_scales, slot, valid,
-    mask, mask_rows, mask_stride, column, oldest, softcap, WINDOW: tl.constexpr, weights, tops, place, count, MASS: tl.constexpr,
+    mask, mask_rows, mask_stride, column, hides, oldest, softcap, WINDOW: tl.constexpr, weights, tops, place, count, MASS: tl.constexpr,
 ):  # fmt: skip
     """One tile of tokens joins the running maximum, normaliser, constant part and planes of the output, `state`."""
     m, l, z, acc = state
@@ -152,7 +166,7 @@ def _body_tile(
                 s = s + zero[:, None] * q_sum[None, :]
         s = s * q_scale[None, :]
     s = _capped(s, softcap, SOFTCAP, ARCH)
-    s = _masked(s, mask, mask_rows, mask_stride, column, MASK)
+    s = _masked(s, mask, mask_rows, mask_stride, column, hides, MASK)
     if WINDOW:
         s = tl.where(column[:, None] >= oldest[None, :], s, HIDDEN)
 
@@ -210,11 +224,11 @@ def _body_tile(
 @triton.jit
 def _exact_tiles(
     D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr, T: tl.constexpr, SOFTCAP: tl.constexpr, MASK: tl.constexpr,
-    ARCH: tl.constexpr, WINDOW: tl.constexpr, CAUSAL: tl.constexpr,
+    ARCH: tl.constexpr, WINDOW: tl.constexpr, CAUSAL: tl.constexpr, RING: tl.constexpr,
     state, q, q_scale, keys, key_stride, values, value_stride, tokens, start, newest, oldest, mask, mask_rows, mask_stride, softcap,
-    weights, tops, MASS: tl.constexpr,
+    weights, tops, total, last, MASS: tl.constexpr,
 ):  # fmt: skip
-    """Tokens in the model's dtype, `keys` `[tokens, D]`, whose columns begin at `start`."""
+    """Tokens in the model's dtype, `keys` `[tokens, D]`, whose columns begin at `start`; of a ring, the newest is in slot `last`."""
     m, l, acc = state
     t = tl.arange(0, T)
     d = tl.arange(0, DP)
@@ -223,10 +237,13 @@ def _exact_tiles(
         at = begin + t
         valid = at < tokens
         column = start + at
+        if RING:
+            column = total - 1 - (last - at + tokens) % tokens
+            valid = valid & (column >= start)
         k = tl.load(keys + at[:, None] * key_stride + d[None, :], mask=valid[:, None] & (d < D)[None, :], other=0.0)
         s = tl.dot(k, q, input_precision="ieee") * q_scale[None, :]
         s = _capped(s, softcap, SOFTCAP, ARCH)
-        s = _masked(s, mask, mask_rows, mask_stride, tl.where(valid, column, start), MASK)
+        s = _masked(s, mask, mask_rows, mask_stride, tl.where(valid, column, start), True, MASK)
         if WINDOW:
             s = tl.where(column[:, None] >= oldest[None, :], s, HIDDEN)
         if CAUSAL:
@@ -266,7 +283,7 @@ def _butterflies(tiles, N: tl.constexpr, BIT: tl.constexpr):
 def attend_kernel(
     query, body_query, turning, signs, table, k_codes, k_high, k_shifts, k_scales, v_codes, v_high, v_shifts, v_scales,
     first_k, first_v, recent_k, recent_v, mask, lengths, pages, part, maxima, sums, weights, tops,
-    q_stride_b, q_stride_h, q_stride_q, first_stride_b, first_stride_h, first_stride_t,
+    counts, q_stride_b, q_stride_h, q_stride_q, first_stride_b, first_stride_h, first_stride_t,
     first_v_stride_b, first_v_stride_h, first_v_stride_t,
     recent_stride_b, recent_stride_h, recent_stride_t, recent_v_stride_b, recent_v_stride_h, recent_v_stride_t,
     mask_stride_b, mask_stride_h, mask_stride_q, mask_stride_t, pages_stride,
@@ -274,9 +291,10 @@ def attend_kernel(
     K: tl.constexpr, V: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, G: tl.constexpr, R: tl.constexpr,
     T: tl.constexpr, TX: tl.constexpr, K_SHARED: tl.constexpr, V_SHARED: tl.constexpr, K_ONCE: tl.constexpr, V_ONCE: tl.constexpr,
     SOFTCAP: tl.constexpr, MASK: tl.constexpr, WINDOW: tl.constexpr, CAUSAL: tl.constexpr, LENGTHS: tl.constexpr, PAGE: tl.constexpr,
-    ARCH: tl.constexpr, EXACT: tl.constexpr, TURN: tl.constexpr, MASS: tl.constexpr,
+    ARCH: tl.constexpr, EXACT: tl.constexpr, TURN: tl.constexpr, MASS: tl.constexpr, COUNTED: tl.constexpr,
 ):  # fmt: skip
-    """Grid (splits, row blocks, batch * heads); with EXACT, split 0 is that of the exact zones. MASS: columns of the scratch, 0 if none."""
+    """Grid (splits, row blocks, batch * heads); with EXACT, split 0 is that of the exact zones. MASS: columns of the scratch, 0 if none.
+    COUNTED: the zones are those of a store, whose `counts` say how much of them is used."""
     split = tl.program_id(0)
     block = tl.program_id(1)
     bh = tl.program_id(2)
@@ -299,8 +317,18 @@ def attend_kernel(
     head = h * G + row // queries
     number = row % queries
     total = n_first + n_body + n_recent
+    last = 0
+    if COUNTED > 0:
+        total = tl.load(counts)
+        n_body = tl.load(counts + 1)
+        last = (tl.maximum(total - n_first, 1) - 1) % n_recent
+        n_first = tl.minimum(n_first, total)
+        many = splits - 1 if EXACT else splits
+        split_tokens = tl.maximum(tl.cdiv(tl.cdiv(n_body, many), T) * T, COUNTED)
     newest = total - queries + number
     oldest = newest - window + 1
+    if MASK == "row":
+        mask += b * mask_stride_b
     mask_rows = b * mask_stride_b + head * mask_stride_h + number * mask_stride_q
     out = part + ((bh * tl.num_programs(1) + block).to(tl.int64) * splits + split) * (R * DV)
     m = tl.full([R], HIDDEN, tl.float32)
@@ -322,19 +350,19 @@ def attend_kernel(
             weights += tl.cdiv(n_body, BODY_GRAIN) * BODY_GRAIN * MASS
             tops += tl.cdiv(n_body, BODY_GRAIN) * MASS
         exact = _exact_tiles(
-            D, DV, DP, DVP, TX, SOFTCAP, MASK, ARCH, WINDOW, CAUSAL, exact, x_query, x_scale,
+            D, DV, DP, DVP, TX, SOFTCAP, MASK, ARCH, WINDOW, CAUSAL, False, exact, x_query, x_scale,
             first_k + b.to(tl.int64) * first_stride_b + h * first_stride_h, first_stride_t,
             first_v + b.to(tl.int64) * first_v_stride_b + h * first_v_stride_h, first_v_stride_t,
-            n_first, 0, newest, oldest, mask, mask_rows, mask_stride_t, softcap, weights, tops, MASS,
+            n_first, 0, newest, oldest, mask, mask_rows, mask_stride_t, softcap, weights, tops, total, last, MASS,
         )  # fmt: skip
         if MASS > 0:
             weights += tl.cdiv(n_first, EXACT_GRAIN) * EXACT_GRAIN * MASS
             tops += tl.cdiv(n_first, EXACT_GRAIN) * MASS
         exact = _exact_tiles(
-            D, DV, DP, DVP, TX, SOFTCAP, MASK, ARCH, WINDOW, CAUSAL, exact, x_query, x_scale,
+            D, DV, DP, DVP, TX, SOFTCAP, MASK, ARCH, WINDOW, CAUSAL, COUNTED > 0, exact, x_query, x_scale,
             recent_k + b.to(tl.int64) * recent_stride_b + h * recent_stride_h, recent_stride_t,
             recent_v + b.to(tl.int64) * recent_v_stride_b + h * recent_v_stride_h, recent_v_stride_t,
-            n_recent, n_first + n_body, newest, oldest, mask, mask_rows, mask_stride_t, softcap, weights, tops, MASS,
+            n_recent, n_first + n_body, newest, oldest, mask, mask_rows, mask_stride_t, softcap, weights, tops, total, last, MASS,
         )  # fmt: skip
         m, l, x_out = exact
         e = tl.arange(0, DVP)
@@ -392,6 +420,7 @@ def attend_kernel(
         end = tl.minimum(begin + split_tokens, length)
         if WINDOW:
             begin = tl.maximum(begin, (total - queries - window + 1 - n_first) // T * T)
+        hides = _hides(mask, n_first + begin, n_first + end, mask_stride_t) if MASK == "row" else False
         t = tl.arange(0, T)
         plane = (h if PAGE > 0 else bh).to(tl.int64)  # pages are in slots that all rows share
         kb = (plane * 0 if PAGE > 0 else b.to(tl.int64)) if K_SHARED else plane
@@ -419,7 +448,7 @@ def attend_kernel(
                 state = _body_tile(
                     K, V, KW, VW, KT, VT, K_ONCE, V_ONCE, False, SOFTCAP, MASK, ARCH, state, q, q_scale, q_sum,
                     kc, kh, k_shifts, ks, vc, vh, v_shifts, vs, slot, t >= 0, mask, mask_rows, mask_stride_t,
-                    n_first + start + token + t, oldest, softcap, WINDOW, weights, tops, start + token, T, MASS,
+                    n_first + start + token + t, hides, oldest, softcap, WINDOW, weights, tops, start + token, T, MASS,
                 )  # fmt: skip
             if whole < high:
                 slot = whole + t
@@ -429,7 +458,7 @@ def attend_kernel(
                 state = _body_tile(
                     K, V, KW, VW, KT, VT, K_ONCE, V_ONCE, True, SOFTCAP, MASK, ARCH, state, q, q_scale, q_sum,
                     kc, kh, k_shifts, ks, vc, vh, v_shifts, vs, slot, whole + t < high,
-                    mask, mask_rows, mask_stride_t, column, oldest, softcap, WINDOW, weights, tops, start + whole, high - whole, MASS,
+                    mask, mask_rows, mask_stride_t, column, hides, oldest, softcap, WINDOW, weights, tops, start + whole, high - whole, MASS,
                 )  # fmt: skip
         m, l2, z2, acc = state
         l = tl.sum(l2, 0)

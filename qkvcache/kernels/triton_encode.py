@@ -221,24 +221,44 @@ _AT4, _UP4 = map(tl.constexpr, _rungs(4))
 
 
 @triton.jit
+def tile_of(heads, ACROSS: tl.constexpr, ALONG: tl.constexpr):
+    """Where a program's tile begins: row, head, token."""
+    parts = tl.cdiv(heads, ACROSS)
+    return tl.program_id(1).to(tl.int64), (tl.program_id(0) % parts) * ACROSS, (tl.program_id(0) // parts) * ALONG
+
+
+@triton.jit
 def _encode_side(
     x, xb, xh, xt, table, codes, cb, ch, high, hb, hh, scales, sb, sh, start, tokens, heads,
     KIND: tl.constexpr, OPTION: tl.constexpr, ROTATION: tl.constexpr, SPAN: tl.constexpr, D: tl.constexpr, P: tl.constexpr,
     ACROSS: tl.constexpr, ALONG: tl.constexpr,
 ):  # fmt: skip
-    N: tl.constexpr = ACROSS * ALONG
-    b = tl.program_id(1).to(tl.int64)
-    parts = tl.cdiv(heads, ACROSS)
-    t0 = (tl.program_id(0) // parts) * ALONG
-    h0 = (tl.program_id(0) % parts) * ACROSS
-    i = tl.arange(0, N)
+    b, h0, t0 = tile_of(heads, ACROSS, ALONG)
+    i = tl.arange(0, ACROSS * ALONG)
     c = tl.arange(0, P)
     live = (t0 + i // ACROSS < tokens) & (h0 + i % ACROSS < heads)
     inside = live[:, None] if D == P else live[:, None] & (c < D)[None, :]
     h = i % ACROSS if ACROSS == 1 else (i % ACROSS).to(tl.int64)  # heads may lie far apart
-    slot = start + t0
     first = x + b * xb + h0.to(tl.int64) * xh + t0.to(tl.int64) * xt
     raw = tl.load(first + (h * xh + i // ACROSS * xt)[:, None] + c[None, :], mask=inside, other=0.0)
+    store_tile(
+        raw, live, b, h0, start + t0, table, codes, cb, ch, high, hb, hh, scales, sb, sh,
+        KIND, OPTION, ROTATION, SPAN, D, P, ACROSS, ALONG,
+    )  # fmt: skip
+
+
+@triton.jit
+def store_tile(
+    raw, live, b, h0, slot, table, codes, cb, ch, high, hb, hh, scales, sb, sh,
+    KIND: tl.constexpr, OPTION: tl.constexpr, ROTATION: tl.constexpr, SPAN: tl.constexpr, D: tl.constexpr, P: tl.constexpr,
+    ACROSS: tl.constexpr, ALONG: tl.constexpr,
+):  # fmt: skip
+    """Encodes vectors `[ALONG * ACROSS, P]`, those that are `live`, into the slots from `slot` on of the heads from `h0` on."""
+    N: tl.constexpr = ACROSS * ALONG
+    i = tl.arange(0, N)
+    c = tl.arange(0, P)
+    inside = live[:, None] if D == P else live[:, None] & (c < D)[None, :]
+    h = i % ACROSS if ACROSS == 1 else (i % ACROSS).to(tl.int64)
 
     PACKED: tl.constexpr = (KIND == "uniform" and OPTION < 8) or KIND == "group" or KIND == "hidden" or KIND == "nvfp4" or KIND == "lloyd"
     BITS: tl.constexpr = 3 if (KIND == "uniform" or KIND == "lloyd") and OPTION == 3 else 4

@@ -56,10 +56,13 @@ class Zones:
     def side(self) -> Side:
         """What attention over everything stored reads."""
         batch, heads, _, dim = self.first.shape
-        packed = (Packed(self.body.codec, codes, count, dim) for codes, count in self.body.blocks(self.block))
-        row: tuple[Segment, ...] = (Exact(self.first), *packed, Exact(self.recent))
-        segments = tuple(segment for segment in row if segment.tokens)
-        return Side(segments, (batch, heads, self.length, dim), self.first.dtype, self.first.device)
+        first, recent, codec, blocks = self.first, self.recent, self.body.codec, self.body.blocks(self.block)
+
+        def build() -> tuple[Segment, ...]:
+            row = (Exact(first), *(Packed(codec, codes, count, dim) for codes, count in blocks), Exact(recent))
+            return tuple(segment for segment in row if segment.tokens)
+
+        return Side(build, (batch, heads, self.length, dim), first.dtype, first.device)
 
     def leave(self) -> Tensor | None:
         """Fills the first zone; returns the oldest recent tokens, for the body, if enough of them are there."""
@@ -243,6 +246,11 @@ class CompressedLayer(CacheLayerMixin):
             yield from zone.tensors()
         if self._table is not None:
             yield "bookkeeping", self._table[1]
+
+    @property
+    def dense_bytes_per_token(self) -> int:
+        """Bytes that a token of all rows takes in the model's dtype."""
+        return sum(z.first.shape[0] * z.first.shape[1] * z.first.shape[3] * z.first.itemsize for z in self.zones or ())
 
     def dense(self) -> tuple[Tensor, Tensor]:
         """All stored tokens decoded into the model's dtype, `[B, H, T, D]` each. Allocates the dense layer."""

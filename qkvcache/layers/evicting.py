@@ -116,7 +116,7 @@ class EvictingLayer(CompressedLayer):
         if self.rope is None or not key.first.shape[2]:
             return payload
         turned = self.rope.turn(key.first, self._evicted())
-        side = replace(payload.key, segments=(Exact(turned), *payload.key.segments[1:]))
+        side = replace(payload.key, build=lambda: (Exact(turned), *payload.key.segments[1:]))
         return replace(payload, key=side, exact=(turned, *payload.exact[1:]) if payload.exact else ())
 
     def _evicted(self) -> int | Tensor:

@@ -79,14 +79,8 @@ class Slots:
             start = stop
 
     def blocks(self, limit: int) -> Iterator[tuple[Codes, int]]:
-        """The stored tokens in order: views of at most `limit` tokens, each with its token count. Views stay valid: slabs never move."""
-        left = self.length
-        for slab in self.slabs:
-            used = min(left, _tokens(slab))
-            for at in range(0, used, limit):
-                stop = min(at + limit, used)
-                yield {name: plane[:, :, at:stop] for name, plane in slab.items()} | self.once, stop - at
-            left -= used
+        """The tokens that are stored now, in order: views of at most `limit`, each with its token count. Slabs never move."""
+        return _blocks(tuple(self.slabs), self.once, self.length, limit)
 
     def truncate(self, length: int) -> None:
         """Forgets all but the first `length` tokens and gives back the slabs that fall empty."""
@@ -166,6 +160,15 @@ def append_both(slots: tuple[Slots, Slots], x: tuple[Tensor, Tensor], block: int
             encode_into((key.codec, value.codec), parts, (k_slab, v_slab), (key.once, value.once), at)
     for side in slots:
         side.length += tokens
+
+
+def _blocks(slabs: tuple[Codes, ...], once: Codes, left: int, limit: int) -> Iterator[tuple[Codes, int]]:
+    for slab in slabs:
+        used = min(left, _tokens(slab))
+        for at in range(0, used, limit):
+            stop = min(at + limit, used)
+            yield {name: plane[:, :, at:stop] for name, plane in slab.items()} | once, stop - at
+        left -= used
 
 
 def _tokens(slab: Codes) -> int:

@@ -27,7 +27,7 @@ def resolved(implementation: str, mask, **options) -> torch.Tensor:
     """`[B, Q, T]` of what `attend` makes visible with what `visible` returns."""
     mask, causal = visible(implementation, mask, B, Q, T, CPU, options)
     one_hot = torch.eye(T).expand(B, 1, T, T)
-    payload = Payload(*(Side((Exact(x),), tuple(x.shape), x.dtype, x.device) for x in (torch.zeros(B, 1, T, 1), one_hot)))
+    payload = Payload(*(Side.of((Exact(x),), tuple(x.shape), x.dtype, x.device) for x in (torch.zeros(B, 1, T, 1), one_hot)))
     weights = attend(torch.zeros(B, 1, Q, 1), payload, mask, causal=causal)[:, 0]
     return weights > 1 / (2 * T)
 

@@ -35,7 +35,7 @@ def build(format: Format, key: Tensor, value: Tensor, first: int, recent: int, c
     for side, x in zip(slots, (key, value), strict=True):
         packed = [Packed(side.codec, codes, count, x.shape[3]) for codes, count in side.blocks(256)]
         segments = (Exact(x[:, :, :begin]), *packed, Exact(x[:, :, end:]))
-        sides.append(Side(tuple(s for s in segments if s.tokens), tuple(x.shape), x.dtype, x.device))
+        sides.append(Side.of(segments, x.shape, x.dtype, x.device))
     return Payload(sides[0], sides[1], body, (key[:, :, :begin], value[:, :, :begin], key[:, :, end:], value[:, :, end:]))
 
 

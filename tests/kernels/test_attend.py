@@ -20,7 +20,7 @@ def make_side(codec: Codec, x: Tensor, first: int = 3, recent: int = 5, block: i
     body = x[:, :, first : x.shape[2] - recent]
     once = codec.fit(body[:, :, :block])
     packed = [Packed(codec, codec.encode(b, once) | once, b.shape[2], x.shape[3]) for b in body.split(block, dim=2)]
-    return Side((Exact(x[:, :, :first]), *packed, Exact(x[:, :, x.shape[2] - recent :])), tuple(x.shape), x.dtype, x.device)
+    return Side.of((Exact(x[:, :, :first]), *packed, Exact(x[:, :, x.shape[2] - recent :])), tuple(x.shape), x.dtype, x.device)
 
 
 def make_payload(format="turboquant_4bit_nc", heads=2, dims=(64, 64), dtype=torch.float32, batch=2, **zones) -> Payload:

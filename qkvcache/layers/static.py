@@ -1,0 +1,244 @@
+"""One model layer's compressed cache at addresses that never change, for torch.compile and CUDA graphs.
+
+Storage for `max_length` tokens is taken at once (`kernels/store.py`), and the device counts how much of it is used. Outside of compiled
+code the host counts along, so that no step waits for the device; compiled code leaves a note, and who needs the exact count afterwards
+reads it from the device once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from ..attention.handle import KVHandle
+from ..formats.base import Format
+from ..kernels import Body, Payload, Side, Store, append, dense, on_triton, step, unfold
+from ..kernels.store import BODY, DROPPED, SEEN
+from .compressed import BLOCK, CompressedLayer
+from .slots import PAGE
+
+
+class StaticLayer(CompressedLayer):
+    """A layer for up to `max_length` tokens: the first `exact_first` and the last `exact_recent` in the model's dtype, the rest in `format`.
+
+    From then on one token leaves the recent zone for each that comes. Where even masks are made in compiled code, tokens beyond
+    `max_length` are dropped, and the next call outside of it raises.
+    """
+
+    is_compileable = True
+    supports_early_init = True
+
+    def __init__(self, format: Format, max_length: int, exact_first: int = 4, exact_recent: int = 64):
+        super().__init__(format, exact_first, exact_recent)
+        self.max_length, self.codecs = max_length, (format.key, format.value)
+        self.store: Store | None = None
+        self._forget()
+
+    def _forget(self) -> None:
+        self.fresh = True
+        self.seen = self.body = 0
+        self.taken = 0
+        """Tokens of a compiled step that the host has not counted yet."""
+        self.stale = False
+        """Whether compiled code ran since the host read the counts: it may have run more than once."""
+
+    def __repr__(self) -> str:
+        return f"StaticLayer({self.format.name}, tokens={self.get_seq_length()} of {self.max_length})"
+
+    @torch.compiler.disable(reason="storage is made outside of compiled code: call cache.early_initialization(...), or run a prompt uncompiled")
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        for codec, x in zip(self.codecs, (key_states, value_states), strict=True):
+            if reason := codec.refuses(x.shape[3]):
+                raise ValueError(f"format {self.format.name!r} cannot hold vectors of head_dim {x.shape[3]}: {reason}")
+        self.dtype, self.device = key_states.dtype, key_states.device
+        like = key_states, value_states
+        with torch.inference_mode(False):  # what is made in inference mode may be written in no other
+            self._hold(Store.make(self.codecs, like, self.exact_first, self.exact_recent + 1, self.max_length, PAGE))
+        self.is_initialized = True
+
+    def _hold(self, store: Store) -> None:
+        self.store = store
+        for tensor in store.arguments[0]:
+            torch._dynamo.mark_static_address(tensor)
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs):
+        """Stores `[B, H, T, D]` keys and values; returns what attention over all tokens seen takes for them.
+
+        Raises ValueError for a batch, head count, head_dim or dtype other than what is stored, and if `max_length` tokens are not enough;
+        nothing is stored then.
+        """
+        if torch.compiler.is_compiling():
+            return self._update_compiled(key_states, value_states)
+        self._check(key_states, value_states)
+        tokens = key_states.shape[2]
+        self._count()
+        self._check_room(tokens)
+        if self.store is None or self.fresh and self._differs(key_states, value_states):
+            self.lazy_initialization(key_states, value_states)
+        store: Store = self.store  # type: ignore[assignment]
+        new = key_states.detach(), value_states.detach()
+        with_gradient = torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad)
+        result: tuple[Tensor | KVHandle, Tensor | KVHandle] = key_states, value_states
+        if self.fresh:
+            store.fit(new)
+        elif with_gradient:
+            payload = self._payload_of_chunk((key_states, value_states))
+            result = dense(payload.key), dense(payload.value)  # codes carry no gradient, the new tokens do
+        elif tokens > 1:
+            result = _handles(self._payload_of_chunk(new))
+        with torch.no_grad():
+            if tokens == 1 and not self.fresh:
+                step(store, new)
+            else:
+                append(store, new, self.seen, self.body, self._block())
+        self.seen, self.body = store.counts(self.seen, self.body, tokens)
+        if tokens == 1 and not self.fresh and not with_gradient:
+            result = _handles(store.payload(store.sides(self.seen, self.body, self._block())))
+        self.fresh = False
+        return result
+
+    def _update_compiled(self, key_states: Tensor, value_states: Tensor):
+        """`update` without a number that changes: it may only write what it notes for the host."""
+        if self.store is None:
+            self.lazy_initialization(key_states, value_states)
+        store: Store = self.store  # type: ignore[assignment]
+        tokens = key_states.shape[2]
+        self.taken, self.stale = tokens, True
+        result: tuple[Tensor | KVHandle, Tensor | KVHandle] = key_states, value_states
+        if self.fresh:
+            store.fit((key_states, value_states))
+        elif tokens > 1:
+            result = unfold(store, (key_states, value_states))
+        step(store, (key_states, value_states))
+        if tokens == 1 and not self.fresh:
+            result = _handles(store.payload(store.slotted()))
+        self.fresh = False
+        return result
+
+    def _payload_of_chunk(self, new: tuple[Tensor, Tensor]) -> Payload:
+        """What attention reads of the tokens before this step, and its own."""
+        store: Store = self.store  # type: ignore[assignment]
+        first = min(self.seen, self.exact_first)
+        held = self.seen - first - self.body
+        recent = torch.cat([store.recent(0, held, self.body), new[0]], dim=2), torch.cat([store.recent(1, held, self.body), new[1]], dim=2)
+        key, value = store.sides(self.seen, self.body, self._block(), recent)
+        if not on_triton(self.device):
+            return Payload(key, value)
+        body = Body(*store.codecs, store.body.slabs, self.body, store.table) if self.body else None
+        return Payload(key, value, body, (*(x[:, :, :first] for x in store.first), *recent))
+
+    def _block(self) -> int:
+        """Tokens in a block of the torch reference."""
+        batch, heads, _, dim = self.store.ring[0].shape  # type: ignore[union-attr]
+        return max(BLOCK // (batch * heads * dim) // PAGE, 1) * PAGE
+
+    def _count(self) -> None:
+        """Reads the counts from the device, if compiled code may have changed them."""
+        if not self.stale:
+            return
+        seen, body, _, dropped = self.store.state.tolist()  # type: ignore[union-attr]
+        if dropped:
+            raise ValueError(f"{dropped} tokens came when the cache was full: max_length={self.max_length} is too small; call reset()")
+        self.seen, self.body, self.taken, self.stale = seen, body, 0, False
+
+    def _check_room(self, tokens: int) -> None:
+        if self.seen + tokens > self.max_length:
+            raise ValueError(
+                f"{self.seen} tokens and {tokens} more do not fit in max_length={self.max_length}: make the cache with a larger one"
+            )
+
+    def _check(self, key: Tensor, value: Tensor) -> None:
+        if key.shape[:3] != value.shape[:3]:
+            raise ValueError(f"keys {tuple(key.shape)} and values {tuple(value.shape)} differ in batch, heads or tokens")
+        if not self.fresh and self._differs(key, value):
+            held = [f"[B, H, T, D] = {[*x.shape[:2], self.seen, x.shape[3]]} in {x.dtype}" for x in self.store.ring]  # type: ignore[union-attr]
+            raise ValueError(
+                f"the cache holds keys {held[0]} and values {held[1]}, got {list(key.shape)} and {list(value.shape)} in {key.dtype}: call "
+                "reset(), or make a new cache for another batch"
+            )
+
+    def _differs(self, *x: Tensor) -> bool:
+        held = self.store.ring  # type: ignore[union-attr]
+        return any((a.shape[:2], a.shape[3], a.dtype) != (b.shape[:2], b.shape[3], b.dtype) for a, b in zip(held, x, strict=True))
+
+    # What generate asks.
+
+    def get_seq_length(self):
+        """Tokens seen: in compiled code a tensor on the device."""
+        if torch.compiler.is_compiling():
+            return 0 if self.store is None else self.store.state[SEEN]
+        self._count()
+        return self.seen
+
+    def query_offset(self):
+        """As `get_seq_length`, without waiting for the device."""
+        return self.store.state[SEEN] if self.stale else self.get_seq_length()  # type: ignore[union-attr]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Columns of a mask, of which the first is column 0. Raises ValueError if `max_length` tokens are not enough for the queries."""
+        if not torch.compiler.is_compiling():
+            if self.taken:
+                self.seen, self.body = self.store.counts(self.seen, self.body, self.taken)  # type: ignore[union-attr]
+                self.taken = 0
+            self._check_room(query_length)
+        return (query_length if self.fresh else self.max_length), 0
+
+    def get_max_length(self) -> int:
+        return self.max_length
+
+    get_max_cache_shape = get_max_length
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Removes the last `-tokens_to_remove` tokens; 0 changes nothing."""
+        if tokens_to_remove > 0:
+            super().crop(tokens_to_remove)
+        self._count()
+        if not tokens_to_remove or self.fresh:
+            return
+        seen = max(self.seen + tokens_to_remove, 0)
+        self._set(seen, min(self.body, max(seen - self.exact_first, 0)))
+
+    def _set(self, seen: int, body: int) -> None:
+        self.seen, self.body, self.fresh = seen, body, not seen
+        for place, count in ((SEEN, seen), (BODY, body), (DROPPED, 0)):
+            self.store.state[place].fill_(count)  # type: ignore[union-attr]
+
+    def reset(self) -> None:
+        """Forgets all tokens and keeps the storage."""
+        self._forget()
+        if self.store is not None:
+            self._set(0, 0)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self._count()
+        if self.store is None:
+            return
+        for tensor in self.store.rows(self.body):
+            tensor.copy_(tensor.index_select(0, beam_idx.to(tensor.device)))
+
+    def _map(self, fn: Callable[[Tensor], Tensor]) -> None:
+        if self.store is not None:
+            self._hold(self.store.map(fn))
+
+    # What users ask.
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        if self.store is not None:
+            yield from self.store.roles()
+
+    @property
+    def dense_bytes_per_token(self) -> int:
+        return sum(x.shape[0] * x.shape[1] * x.shape[3] * x.itemsize for x in (self.store.ring if self.store else ()))
+
+    def dense(self) -> tuple[Tensor, Tensor]:
+        self._count()
+        if self.store is None:
+            raise ValueError("the layer is empty")
+        key, value = self.store.sides(self.seen, self.body, self._block())
+        return dense(key), dense(value)
+
+
+def _handles(payload: Payload) -> tuple[KVHandle, KVHandle]:
+    return KVHandle(payload, payload.key), KVHandle(payload, payload.value)
