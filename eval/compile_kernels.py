@@ -162,11 +162,12 @@ def storing(format: str, head_dim: int, tokens: int, target: str) -> Job:
     return Job(name, triton_encode._encode_kernel, types, constants, target, {"num_warps": warps})
 
 
-def stepping(format: str, head_dim: int, target: str) -> Job:
-    """A step of one token into a store."""
+def stepping(format: str, head_dim: int, target: str) -> Iterator[Job]:
+    """A step of one token into a store, and into the slots of a layer that evicts."""
     stored = storing(format, head_dim, 1, target)
-    types = stored.types | dict.fromkeys(("kring", "kfirst", "vring", "vfirst"), "*bf16") | {"state": "*i32"}
-    return Job(f"step {format} {head_dim}", triton_step._step_kernel, types, stored.constants, target, stored.options)
+    types = stored.types | dict.fromkeys(("kring", "kfirst", "vring", "vfirst"), "*bf16") | {"state": "*i32", "where": "*i64"}
+    for name, kernel in (("step", triton_step._step_kernel), ("place", triton_step._place_kernel)):
+        yield Job(f"{name} {format} {head_dim}", kernel, types, stored.constants, target, stored.options)
 
 
 def decoding(format: str, head_dim: int, target: str) -> Iterator[Job]:
@@ -221,7 +222,7 @@ def jobs(everything: bool) -> Iterator[Job]:
                 continue
             if all(triton_decode.supports(codec, 128) for codec in REGISTRY[format].codecs()):
                 yield from (storing(format, 128, tokens, target) for tokens in ((1, 512) if everything else (512,)))
-                yield stepping(format, 128, target)
+                yield from stepping(format, 128, target)
                 yield from decoding(format, 128, target)
 
 

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from ..kernels import Payload, Side, attend_on_codes, dense, mix, scores, unfold
+from ..kernels import Payload, Side, attend_on_codes, dense, dense_payload, mix, scores, unfold
 
 _MATMULS = (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.bmm)
 
@@ -122,9 +122,11 @@ class KVHandle:
 
     def dense(self) -> Tensor:
         """The tensor that this handle stands for, in the model's dtype."""
-        store = self.payload.store
+        store, values = self.payload.store, self.side is self.payload.value
         if store is not None and torch.compiler.is_compiling():
-            x = unfold(store, None)[self.side is self.payload.value]
+            x = unfold(store, None)[values]
+        elif torch.compiler.is_compiling():
+            x = dense_payload(self.payload)[values]
         else:
             x = dense(self.side)
         if self.view == "grouped":

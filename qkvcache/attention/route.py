@@ -91,7 +91,7 @@ def route(
     if isinstance(mask, Tensor) and mask.dim() == 4 and mask.shape[3] > tokens:
         mask = mask[..., :tokens]  # which is for all that a preallocated cache may come to hold
     if "eager" in implementation:
-        if key.payload.store is not None and torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
             key, value = key.dense(), value.dense()
         return stock(module, query, key, value, mask, *args, **kwargs)
     if not _few(query, key) or kwargs.get("dropout"):

@@ -41,6 +41,14 @@ class Watch(Protocol):
     def observe(self, mass: Tensor | None) -> None:
         """Takes the weights `[B, H, S + Q]`, summed over queries and query heads of the group. The layer may change now."""
 
+    @property
+    def fixed(self) -> bool:
+        """Whether a step of one token works in place, with `begin` and `finish` for `enter` and `observe`: compiled, or not."""
+
+    def begin(self, real: Tensor | None) -> Tensor: ...
+
+    def finish(self, mass: Tensor | None, real: Tensor | None) -> None: ...
+
 
 def watched(
     stock: Callable, implementation: str, few: bool, module: torch.nn.Module, query: Tensor, key: KVHandle, value: KVHandle, mask: Any,
@@ -48,20 +56,14 @@ def watched(
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """`route` for the handles of an evicting layer; `few`: attention on the codes is faster than decoding them."""
     watch: Watch = key.watch
+    if watch.fixed and query.shape[2] == 1:
+        return _watched_in_place(stock, implementation, module, query, key, value, mask, *args, **kwargs)
     batch, queries, stored_tokens = query.shape[0], query.shape[2], key.shape[2] - query.shape[2]
     new, real = _new_tokens(implementation, mask, batch, queries, query.device)
     in_order, stored = watch.in_order or not stored_tokens, watch.enter(real)
     in_order = in_order and _fits(mask, key.shape[2], padded=stored is not None)
     observed = _observed(watch.observes, watch.fades, real, query)
-    scaling = kwargs.get("scaling")
-    options = {
-        "scaling": query.shape[3] ** -0.5 if scaling is None else scaling,
-        "softcap": kwargs.get("softcap"),
-        "sinks": kwargs.get("s_aux"),
-    }
-    if implementation == "sdpa":  # which has neither: transformers 5.17 drops them, and a decode must not differ from its prefill
-        options |= {"softcap": None, "sinks": None}
-
+    options = _options(implementation, query, kwargs)
     mass: Tensor | None = None
     weights: Tensor | None = None
     lse: Tensor | None = None
@@ -96,6 +98,43 @@ def watched(
         mass = column_mass(query[:, :, last].detach(), keys, observed[:, last], visible, lse=lse, **options)  # type: ignore[arg-type]
     watch.observe(mass)
     return out, weights
+
+
+def _watched_in_place(
+    stock: Callable, implementation: str, module: torch.nn.Module, query: Tensor, key: KVHandle, value: KVHandle, mask: Any,
+    *args: Any, **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """A step of one token that neither asks the device nor depends on how many tokens there are."""
+    watch: Watch = key.watch
+    batch = query.shape[0]
+    new = _of_new_tokens(implementation, mask, batch, 1, query.device)
+    real = None if new is None else _diagonal(new, batch)[:, 0]
+    shown = watch.begin(real)[:, None, None]
+    weights: Tensor | None = None
+    mass: Tensor | None = None
+    count = query.new_ones(batch, 1, dtype=torch.float32) if real is None else real.float()[:, None]
+    if "eager" in implementation or kwargs.get("dropout"):
+        hidden = torch.zeros_like(shown, dtype=query.dtype).masked_fill(~shown, torch.finfo(query.dtype).min)
+        out, weights = stock(module, query, key.dense(), value.dense(), hidden, *args, **kwargs)
+        if watch.observes and isinstance(weights, Tensor):
+            mass = torch.einsum("bhgqt,bq->bht", weights.float().unflatten(1, (key.side.shape[1], -1)), count)
+    else:
+        options = _options(implementation, query, kwargs)
+        if watch.observes:
+            out, mass = observe_on_codes(query, key.payload, shown, observed=count, **options)
+        else:
+            out = attend_on_codes(query, key.payload, shown, **options)
+        out = out.transpose(1, 2).contiguous()
+    watch.finish(mass, real)
+    return out, weights
+
+
+def _options(implementation: str, query: Tensor, kwargs: dict[str, Any]) -> dict[str, Any]:
+    scaling = kwargs.get("scaling")
+    scaling = query.shape[3] ** -0.5 if scaling is None else scaling
+    if implementation == "sdpa":  # which has neither: transformers 5.17 drops them, and a decode must not differ from its prefill
+        return {"scaling": scaling, "softcap": None, "sinks": None}
+    return {"scaling": scaling, "softcap": kwargs.get("softcap"), "sinks": kwargs.get("s_aux")}
 
 
 def _fits(mask: Any, tokens: int, padded: bool) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedConfig, StaticCache
@@ -15,9 +15,11 @@ from .. import attention, formats, policies
 from ..attention.rope import Rope
 from ..formats import Format
 from ..layers.compressed import CompressedLayer
+from ..layers.counted import Counted
 from ..layers.evicting import EvictingLayer
 from ..layers.static import StaticLayer
-from ..policies import Policy, check_count
+from ..layers.static_evicting import StaticEvictingLayer
+from ..policies import Budget, Policy, check_count
 
 ALL_TOKENS = policies.SlidingWindow(window=2**30, interval=1)
 """What exact layers keep beside layers that evict."""
@@ -132,6 +134,11 @@ class CompressedCache(DynamicCache):
             raise NotImplementedError(
                 "offloading=True with a policy: what evicts holds few tokens, and must see its attention; leave it out"
             )
+        if self.max_length is not None:
+            if any(budget.share for budget in policy.budgets):
+                raise NotImplementedError(f"budget={policy.budget} with max_length: a share has no fixed size; pass a number of tokens")
+            if getattr(policy, "positions", "original") == "cache":
+                raise NotImplementedError("positions='cache' with max_length: sinks are turned anew at every step; leave one out")
         if config is None and len(policy.budgets) > 1:
             raise ValueError(f"{len(policy.budgets)} budgets need the config, to know which layers they are for")
         if config is not None:
@@ -139,6 +146,8 @@ class CompressedCache(DynamicCache):
             if reason := _attends_by_place(text):
                 raise NotImplementedError(f"policy={policy.name} on {text.model_type}: {reason}")
             self._shares_keys = bool(getattr(text, "num_kv_shared_layers", 0))
+            if self._shares_keys and self.max_length is not None:
+                raise NotImplementedError(f"a policy with max_length on {text.model_type}: its layers share keys; leave out max_length")
         if getattr(policy, "positions", "original") == "cache":
             if config is None:
                 raise ValueError("positions='cache' needs the config, to know how keys are turned")
@@ -152,7 +161,12 @@ class CompressedCache(DynamicCache):
             return CompressedLayer(self.format, **self._layer_options)
         budgets = self.policy.budgets
         budget = budgets[number % len(budgets)]
-        return EvictingLayer(self.format, self.policy, budget, **self._layer_options, rope=self._rope, deferred=self._shares_keys)
+        return self._new_evicting(self.format, self.policy, budget, **self._layer_options, rope=self._rope)
+
+    def _new_evicting(self, format: Format, policy: Policy, budget: Budget, **options) -> EvictingLayer:
+        if self.max_length is None:
+            return EvictingLayer(format, policy, budget, **options, deferred=self._shares_keys)
+        return StaticEvictingLayer(format, replace(policy, interval=1), budget, max_length=self.max_length, **options)
 
     def _swap_layers(self, exact_layers: tuple[int, ...], configs: Sequence[PreTrainedConfig]) -> None:
         count = len(self.layers)
@@ -168,7 +182,8 @@ class CompressedCache(DynamicCache):
             )
         if self.policy:  # transformers makes one mask for all layers: those of another length must make their own
             for i in exact & set(full):
-                self.layers[i] = EvictingLayer(formats.Identity(), ALL_TOKENS, ALL_TOKENS.budget, deferred=self._shares_keys)
+                whole = ALL_TOKENS if self.max_length is None else policies.SlidingWindow(window=self.max_length, interval=1)
+                self.layers[i] = self._new_evicting(formats.Identity(), whole, whole.budgets[0])
         elif self.max_length is not None:
             for i in exact & set(full):
                 self.layers[i] = StaticLayer(formats.Identity(), self.max_length, 0, 0)
@@ -192,7 +207,7 @@ class CompressedCache(DynamicCache):
 
     def get_query_offset(self, layer_idx: int = 0):
         layer = self.layers[layer_idx] if layer_idx < len(self.layers) else None
-        return layer.query_offset() if isinstance(layer, StaticLayer) else super().get_query_offset(layer_idx)
+        return layer.query_offset() if isinstance(layer, Counted) else super().get_query_offset(layer_idx)
 
     def reset(self) -> None:
         """Forgets everything; the cache may then serve another prompt and another batch size."""

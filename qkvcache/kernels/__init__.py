@@ -12,9 +12,11 @@ from .dispatch import (
     encodes,
     observe_on_codes,
     on_triton,
+    place,
     step,
     unfold,
 )
+from .ops import dense_payload
 from .prefill import prefill_with_lse
 from .segments import Body, Exact, Packed, Payload, Segment, Side, mix, scores, slab_table
 from .store import Store
@@ -34,12 +36,14 @@ __all__ = [
     "attend_on_store",
     "column_mass",
     "dense",
+    "dense_payload",
     "encode_into",
     "encodes",
     "mix",
     "observe_on_codes",
     "on_triton",
     "ops",
+    "place",
     "prefill_with_lse",
     "scores",
     "slab_table",

@@ -19,7 +19,7 @@ from ..formats.base import Codec, Codes
 from . import column_mass as reference
 from . import store as counted
 from .attend import attend, attend_observed
-from .segments import Exact, Payload, Side
+from .segments import Body, Exact, Payload, Side
 from .store import Store
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def _warn_once(message: str) -> None:
     warnings.warn(message, stacklevel=3)
 
 
-def _fuses(query: Tensor, payload: Payload) -> bool:
+def fuses(query: Tensor, payload: Payload) -> bool:
     """Whether the fused kernel is there for this; if it should be and is not, with a warning."""
     if not (payload.exact and on_triton(query.device)):
         return False
@@ -82,11 +82,13 @@ def attend_on_codes(
     sinks: Tensor | None = None,
 ) -> Tensor:
     """`attend`, by the fused kernel where there is one."""
-    if payload.store is not None and torch.compiler.is_compiling():
-        return attend_on_store(query, payload.store, mask, scaling=scaling, softcap=softcap, sinks=sinks)
-    if _fuses(query, payload):
-        attends = _operators().attend_op if torch.compiler.is_compiling() else fused().fused_attend
-        return attends(query, payload, mask, scaling=scaling, causal=causal, softcap=softcap, sinks=sinks)[0]
+    if torch.compiler.is_compiling():
+        if payload.store is not None:
+            return attend_on_store(query, payload.store, mask, scaling=scaling, softcap=softcap, sinks=sinks)
+        if payload.exact:
+            return _operators().attend_op(query, payload, mask, scaling=scaling, causal=causal, softcap=softcap, sinks=sinks)[0]
+    elif fuses(query, payload):
+        return fused().fused_attend(query, payload, mask, scaling=scaling, causal=causal, softcap=softcap, sinks=sinks)[0]
     return attend(query, payload, mask, scaling=scaling, causal=causal, softcap=softcap, sinks=sinks)
 
 
@@ -102,8 +104,9 @@ def observe_on_codes(
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`attend_observed`, by the fused kernel where there is one."""
-    if _fuses(query, payload):
-        attends = _operators().attend_op if torch.compiler.is_compiling() else fused().fused_attend
+    compiled = torch.compiler.is_compiling() and bool(payload.exact)
+    if compiled or fuses(query, payload):
+        attends = _operators().attend_op if compiled else fused().fused_attend
         out, _, mass = attends(query, payload, mask, scaling=scaling, causal=causal, softcap=softcap, sinks=sinks, observed=observed)
         return out, mass
     return attend_observed(query, payload, mask, observed=observed, scaling=scaling, causal=causal, softcap=softcap, sinks=sinks)
@@ -122,7 +125,7 @@ def attend_on_store(
     if torch.compiler.is_compiling():
         return torch.ops.qkvcache.attend_store(query, *store.arguments, mask, sinks, scaling, softcap)
     payload = store.payload(store.slotted())
-    if _fuses(query, payload):
+    if fuses(query, payload):
         return fused().fused_attend(query, payload, mask, scaling=scaling, softcap=softcap, sinks=sinks)[0]
     return counted.attend_on_slots(query, store, mask, scaling=scaling, softcap=softcap, sinks=sinks)
 
@@ -153,6 +156,32 @@ def append(store: Store, x: tuple[Tensor, Tensor], seen: int, body: int, block: 
                     planes[name][:, :, at : at + part.shape[2]] = codes
 
     counted.append(store, x, seen, body, encode)
+
+
+def place(body: Body, x: tuple[Tensor, Tensor], where: Tensor) -> None:
+    """Encodes one token `[B, H, 1, D]` of keys and of values into the slot `where` of each head, int `[B, H]`, of a body of one slab whose
+    planes are `[B, H, slots, width]`; nowhere if it is less than 0."""
+    planes = body.slabs[0]
+    if torch.compiler.is_compiling():
+        torch.ops.qkvcache.place([plane for side in planes for plane in side.values()], body.numbers, *x, where)
+    else:
+        place_in((body.key, body.value), planes, x, where)
+
+
+def place_in(codecs: tuple[Codec, Codec], planes: tuple[Codes, Codes], x: tuple[Tensor, Tensor], where: Tensor) -> None:
+    if encodes(codecs, x):
+        from .triton_step import place_kv, places
+
+        if places(codecs):
+            place_kv(codecs, planes, x, where)
+            return
+    for codec, side, new in zip(codecs, planes, x, strict=True):
+        names = [b.name for b in codec.buffers(new.shape[3]) if b.tokens == "each"]
+        codes = codec.encode(new, {name: plane for name, plane in side.items() if name not in names})
+        for name in names:
+            plane = side[name]
+            at = where.clamp_min(0)[..., None, None].long().expand(*where.shape, 1, plane.shape[3])
+            plane.scatter_(2, at, torch.where((where >= 0)[..., None, None], codes[name], plane.gather(2, at)))
 
 
 def unfold(store: Store, new: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:

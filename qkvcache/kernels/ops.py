@@ -5,13 +5,15 @@ Operators take tensors and numbers: a codec is passed as its place in a list, an
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
+from ..formats.base import Codec, Codes
 from . import dispatch
-from .segments import CODECS, Body, Payload, Side
+from .attend import attend, attend_observed
+from .segments import CODECS, Body, Exact, Packed, Payload, Side
 from .store import Store
 
 Both = tuple[Tensor, Tensor]
@@ -29,12 +31,33 @@ def attend_op(
     observed: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`fused_attend` as `torch.ops.qkvcache.attend`."""
+    return torch.ops.qkvcache.attend(query, *_parts(payload), mask, sinks, scaling, softcap, causal, observed)
+
+
+def _parts(payload: Payload) -> tuple[list[Tensor], Tensor | None, list[int], int, list[Tensor]]:
     body = payload.body
     planes = [] if body is None else [plane for slab in body.slabs for codes in slab for plane in codes.values()]
     codecs = [] if body is None else list(body.numbers)
     table, tokens = (None, 0) if body is None else (body.table, body.tokens)
-    exact = list(payload.exact)
-    return torch.ops.qkvcache.attend(query, planes, table, codecs, tokens, exact, mask, sinks, scaling, softcap, causal, observed)
+    return planes, table, codecs, tokens, list(payload.exact)
+
+
+def dense_payload(payload: Payload) -> Both:
+    """Keys and values of a payload in the model's dtype."""
+    return torch.ops.qkvcache.dense(*_parts(payload))
+
+
+@torch.library.custom_op("qkvcache::dense", mutates_args=())
+def _dense(planes: Sequence[Tensor], table: Tensor | None, codecs: Sequence[int], tokens: int, exact: Sequence[Tensor]) -> Both:
+    payload = _payload(planes, table, codecs, tokens, exact)
+    return dispatch.dense(payload.key).clone(), dispatch.dense(payload.value).clone()
+
+
+@_dense.register_fake
+def _(planes, table, codecs, tokens, exact):
+    total = exact[0].shape[2] + tokens + exact[2].shape[2]
+    keys, values = (x.new_empty(*x.shape[:2], total, x.shape[3]) for x in exact[2:])
+    return keys, values
 
 
 @torch.library.custom_op("qkvcache::attend", mutates_args=())
@@ -52,20 +75,43 @@ def _attend(
     causal: bool,
     observed: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    first_k, first_v, recent_k, recent_v = exact
-    key_dim, value_dim = recent_k.shape[3], recent_v.shape[3]
-    body = None
+    payload = _payload(planes, table, codecs, tokens, exact)
+    if dispatch.fuses(query, payload):
+        fused = dispatch.fused()
+        return fused.fused_attend(query, payload, mask, scaling=scaling, causal=causal, softcap=softcap, sinks=sinks, observed=observed)
+    options = {"scaling": scaling, "causal": causal, "softcap": softcap, "sinks": sinks}
+    lse = query.new_empty(query.shape[:3], dtype=torch.float32)  # which nobody asks for here
+    if observed is None:
+        return attend(query, payload, mask, **options), lse, query.new_empty(*exact[0].shape[:2], 0, dtype=torch.float32)
+    out, mass = attend_observed(query, payload, mask, observed=observed, **options)
+    return out, lse, mass
+
+
+def _payload(
+    planes: Sequence[Tensor], table: Tensor | None, codecs: Sequence[int], tokens: int, exact: Sequence[Tensor]
+) -> Payload:
+    first, recent = exact[:2], exact[2:]
+    body, packed = None, ((), ())
     if table is not None:
         key, value = (CODECS[number] for number in codecs)
-        names = [[buffer.name for buffer in codec.buffers(dim)] for codec, dim in ((key, key_dim), (value, value_dim))]
+        names = [[buffer.name for buffer in codec.buffers(x.shape[3])] for codec, x in zip((key, value), recent, strict=True)]
         left = iter(planes)
         slabs = tuple(tuple({name: next(left) for name in side} for side in names) for _ in range(table.shape[0]))
         body = Body(key, value, slabs, tokens, table)  # type: ignore[arg-type]
-    total = first_k.shape[2] + tokens + recent_k.shape[2]
-    key_side, value_side = (Side.of((), (*x.shape[:2], total, x.shape[3]), x.dtype, x.device) for x in (recent_k, recent_v))
-    payload = Payload(key_side, value_side, body, (first_k, first_v, recent_k, recent_v))
-    fused = dispatch.fused()
-    return fused.fused_attend(query, payload, mask, scaling=scaling, causal=causal, softcap=softcap, sinks=sinks, observed=observed)
+        packed = [list(_packed(codec, [slab[i] for slab in slabs], tokens, recent[i])) for i, codec in enumerate((key, value))]
+    sides = []
+    for opening, middle, last in zip(first, packed, recent, strict=True):
+        shape = (*last.shape[:2], opening.shape[2] + (tokens if table is not None else 0) + last.shape[2], last.shape[3])
+        sides.append(Side.of((Exact(opening), *middle, Exact(last)), shape, last.dtype, last.device))
+    return Payload(sides[0], sides[1], body, tuple(exact))
+
+
+def _packed(codec: Codec, slabs: Sequence[Codes], left: int, like: Tensor) -> Iterator[Packed]:
+    each = [b.name for b in codec.buffers(like.shape[3]) if b.tokens == "each"]
+    for slab in slabs:
+        count = min(left, slab[each[0]].shape[2])
+        yield Packed(codec, {name: x[:, :, :count] if name in each else x for name, x in slab.items()}, count, like.shape[3])
+        left -= count
 
 
 @_attend.register_fake
@@ -115,3 +161,15 @@ def _unfold(tensors: Sequence[Tensor], codecs: Sequence[int], limit: int, key: T
 def _(tensors, codecs, limit, key, value):
     keys, values = (x.new_empty(*x.shape[:2], limit + 1, x.shape[3])[:, :, :limit] for x in tensors[2:4])
     return keys, values
+
+
+@torch.library.custom_op("qkvcache::place", mutates_args=("planes",))
+def _place(planes: Sequence[Tensor], codecs: Sequence[int], key: Tensor, value: Tensor, where: Tensor) -> None:
+    left = iter(planes)
+    sides = [{b.name: next(left) for b in CODECS[n].buffers(x.shape[3])} for n, x in zip(codecs, (key, value), strict=True)]
+    dispatch.place_in((CODECS[codecs[0]], CODECS[codecs[1]]), (sides[0], sides[1]), (key, value), where)
+
+
+@_place.register_fake
+def _(planes, codecs, key, value, where):
+    return None

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ..formats.base import Codec, Codes
 from .attend import attend
-from .segments import CODECS, Body, Exact, Packed, Payload, Segment, Side, number
+from .segments import CODECS, Body, Exact, Packed, Payload, Segment, Side
 
 SEEN, BODY, TICKET, DROPPED = range(4)
 
@@ -49,7 +49,7 @@ class Store:
         tensors = [*self.exact, self.state, self.table, *planes]
         slabs = ((self.planes[0] | self.once[0], self.planes[1] | self.once[1]),)
         self.body = Body(*self.codecs, slabs, self.slots, self.table)
-        self.arguments = tensors, [number(codec) for codec in self.codecs], self.limit
+        self.arguments = tensors, list(self.body.numbers), self.limit
 
     @staticmethod
     def make(codecs: tuple[Codec, Codec], like: tuple[Tensor, Tensor], first: int, ring: int, limit: int, page: int) -> Store:

@@ -90,6 +90,13 @@ def rotation_table(head_dim: int, device: torch.device, dtype: torch.dtype, rand
     return torch.cat([matrix.flatten(), signs]).to(device, dtype)
 
 
+def table_of(spec: Spec, x: Tensor) -> Tensor:
+    """What the kernel rotates vectors like `x` by; `x` itself, which it does not look at, if nothing is rotated."""
+    if not spec.rotation:
+        return x
+    return rotation_table(x.shape[3], x.device, torch.float16 if x.dtype == torch.float16 else torch.bfloat16, spec.rotation == 2)
+
+
 def tile(specs: Sequence[Spec], heads: int, tokens: int, width: int, itemsize: int = 2) -> tuple[int, int, int]:
     """Heads and tokens of a tile, and warps, for rows of `width` channels of `itemsize` bytes."""
     rotated = any(spec.rotation for spec in specs)

@@ -20,7 +20,7 @@ from torch import Tensor
 from ..formats.base import TINY, Codec, Codes
 from ..formats.codebooks import GRID, midpoints
 from ..formats.uniform import LEAST_SCALE
-from .triton_decode import INTERPRETED, STEP3, STEP4, float8, known, padded, plane_arguments, rotation_table, supports, tile, turn
+from .triton_decode import INTERPRETED, STEP3, STEP4, float8, known, padded, plane_arguments, supports, table_of, tile, turn
 
 __all__ = ["encode_kv", "supports"]
 
@@ -45,13 +45,8 @@ def encode_kv(sides: Sequence[tuple[Codec, Tensor, Codes, Codes]], start: int) -
     if not x.numel():
         return
     for spec, (_, x, planes, once) in zip(specs, sides, strict=True):
-        head_dim = x.shape[3]
-        kept = planes | once
-        table = x
-        if spec.rotation:
-            table = rotation_table(head_dim, x.device, torch.float16 if x.dtype == torch.float16 else torch.bfloat16, spec.rotation == 2)
-        arguments += [x, *x.stride()[:3], table, *plane_arguments(spec, kept, x)]
-        constants += [*spec[:4], head_dim, padded(head_dim)]
+        arguments += [x, *x.stride()[:3], table_of(spec, x), *plane_arguments(spec, planes | once, x)]
+        constants += [*spec[:4], x.shape[3], padded(x.shape[3])]
     across, along, warps = tile(specs, heads, tokens, max(padded(side[1].shape[3]) for side in sides), x.element_size())
     grid = (triton.cdiv(tokens, along) * triton.cdiv(heads, across), batch, 2)
     with torch.cuda.device_of(x):
@@ -253,7 +248,8 @@ def store_tile(
     KIND: tl.constexpr, OPTION: tl.constexpr, ROTATION: tl.constexpr, SPAN: tl.constexpr, D: tl.constexpr, P: tl.constexpr,
     ACROSS: tl.constexpr, ALONG: tl.constexpr,
 ):  # fmt: skip
-    """Encodes vectors `[ALONG * ACROSS, P]`, those that are `live`, into the slots from `slot` on of the heads from `h0` on."""
+    """Encodes vectors `[ALONG * ACROSS, P]`, those that are `live`, into the slots from `slot` on of the heads from `h0` on. `slot` may be
+    one for each vector, if these are of one token."""
     N: tl.constexpr = ACROSS * ALONG
     i = tl.arange(0, N)
     c = tl.arange(0, P)

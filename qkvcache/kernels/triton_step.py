@@ -1,4 +1,4 @@
-"""A decode step's new tokens into a `Store`, in one launch that needs no number from the host: what `store.step` computes.
+"""A decode step's new tokens into preallocated storage, in one launch that needs no number from the host: what `store.step` computes.
 
 A program takes a tile of new tokens (times heads) of one side. Each takes its place in the ring, and the token that was there is encoded
 into the body by the same program. The last program to finish moves the counts on: by then all have read them.
@@ -11,8 +11,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..formats.base import Codec, Codes
 from .store import Store
-from .triton_decode import known, padded, plane_arguments, rotation_table, tile
+from .triton_decode import describe, known, padded, plane_arguments, table_of, tile
 from .triton_encode import store_tile, tile_of
 
 
@@ -24,17 +25,75 @@ def step_kv(store: Store, x: tuple[Tensor, Tensor]) -> None:
     batch, heads, tokens, _ = x[0].shape
     for side, (spec, new) in enumerate(zip(specs, x, strict=True)):
         ring, first, head_dim = store.ring[side], store.first[side], new.shape[3]
-        table = new
-        if spec.rotation:
-            table = rotation_table(head_dim, new.device, torch.float16 if new.dtype == torch.float16 else torch.bfloat16, spec.rotation == 2)
         planes = plane_arguments(spec, store.planes[side] | store.once[side], new)
-        arguments += [new, *new.stride()[:3], ring, *ring.stride()[:2], first, *first.stride()[:2], table, *planes]
+        arguments += [new, *new.stride()[:3], ring, *ring.stride()[:2], first, *first.stride()[:2], table_of(spec, new), *planes]
         constants += [*spec[:4], head_dim, padded(head_dim)]
     across, along, warps = tile(specs, heads, tokens, max(padded(new.shape[3]) for new in x), x[0].element_size())
     grid = (triton.cdiv(tokens, along) * triton.cdiv(heads, across), batch, 2)
     sizes = store.first[0].shape[2], store.ring[0].shape[2], store.limit
     with torch.cuda.device_of(x[0]):
         _step_kernel[grid](*arguments, store.state, *sizes, tokens, heads, *constants, across, along, num_warps=warps)
+
+
+def places(codecs: tuple[Codec, Codec]) -> bool:
+    """Whether `place_kv` knows these: heads that share a scale hold it each, where each has its own slot."""
+    specs = [describe(codec) for codec in codecs]
+    return all(spec is not None and spec.span != "shared" for spec in specs)
+
+
+def place_kv(codecs: tuple[Codec, Codec], planes: tuple[Codes, Codes], x: tuple[Tensor, Tensor], where: Tensor) -> None:
+    """What `dispatch.place` does, for codecs that `triton_encode.supports`."""
+    arguments: list[object] = []
+    constants: list[object] = []
+    specs = [known(codec, new) for codec, new in zip(codecs, x, strict=True)]
+    batch, heads, _, _ = x[0].shape
+    for spec, held, new in zip(specs, planes, x, strict=True):
+        arguments += [new, *new.stride()[:2], table_of(spec, new), *plane_arguments(spec, held, new)]
+        constants += [spec.kind, spec.option, spec.rotation, spec.span, new.shape[3], padded(new.shape[3])]
+    across, along, warps = tile(specs, heads, 1, max(padded(new.shape[3]) for new in x), x[0].element_size())
+    with torch.cuda.device_of(x[0]):
+        _place_kernel[(triton.cdiv(heads, across), batch, 2)](
+            *arguments, where, *where.stride(), heads, *constants, across, along, num_warps=warps
+        )
+
+
+@triton.jit
+def _place_side(
+    x, xb, xh, table, codes, cb, ch, high, hb, hh, scales, sb, sh, where, wb, wh, heads,
+    KIND: tl.constexpr, OPTION: tl.constexpr, ROTATION: tl.constexpr, SPAN: tl.constexpr, D: tl.constexpr, P: tl.constexpr,
+    ACROSS: tl.constexpr, ALONG: tl.constexpr,
+):  # fmt: skip
+    b, h0, _ = tile_of(heads, ACROSS, ALONG)
+    i = tl.arange(0, ACROSS * ALONG)
+    c = tl.arange(0, P)[None, :]
+    h = (h0 + i % ACROSS).to(tl.int64)
+    inside = (h < heads) & (i < ACROSS)
+    slot = tl.load(where + b * wb + h * wh, mask=inside, other=-1).to(tl.int32)
+    raw = tl.load(x + (b * xb + h * xh)[:, None] + c, mask=inside[:, None] & (c < D), other=0.0)
+    store_tile(
+        raw, inside & (slot >= 0), b, h0, slot, table, codes, cb, ch, high, hb, hh, scales, sb, sh,
+        KIND, OPTION, ROTATION, SPAN, D, P, ACROSS, ALONG,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["heads"])
+def _place_kernel(
+    kx, kxb, kxh, ktable, kcodes, kcb, kch, khigh, khb, khh, kscales, ksb, ksh,
+    vx, vxb, vxh, vtable, vcodes, vcb, vch, vhigh, vhb, vhh, vscales, vsb, vsh, where, wb, wh, heads,
+    KKIND: tl.constexpr, KOPTION: tl.constexpr, KROTATION: tl.constexpr, KSPAN: tl.constexpr, KD: tl.constexpr, KP: tl.constexpr,
+    VKIND: tl.constexpr, VOPTION: tl.constexpr, VROTATION: tl.constexpr, VSPAN: tl.constexpr, VD: tl.constexpr, VP: tl.constexpr,
+    ACROSS: tl.constexpr, ALONG: tl.constexpr,
+):  # fmt: skip
+    if tl.program_id(2) == 0:
+        _place_side(
+            kx, kxb, kxh, ktable, kcodes, kcb, kch, khigh, khb, khh, kscales, ksb, ksh, where, wb, wh, heads,
+            KKIND, KOPTION, KROTATION, KSPAN, KD, KP, ACROSS, ALONG,
+        )  # fmt: skip
+    else:
+        _place_side(
+            vx, vxb, vxh, vtable, vcodes, vcb, vch, vhigh, vhb, vhh, vscales, vsb, vsh, where, wb, wh, heads,
+            VKIND, VOPTION, VROTATION, VSPAN, VD, VP, ACROSS, ALONG,
+        )  # fmt: skip
 
 
 @triton.jit

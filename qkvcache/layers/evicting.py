@@ -47,6 +47,8 @@ class EvictingLayer(CompressedLayer):
     """
 
     is_croppable = False
+    fixed = False
+    """Whether a step of one token works in place (`static_evicting.py`)."""
 
     def __init__(
         self,
@@ -93,8 +95,7 @@ class EvictingLayer(CompressedLayer):
         with attention of its own does not, and if keys or values require a gradient.
         """
         self._check(key_states, value_states)
-        if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
-            raise NotImplementedError("a cache that evicts tokens has no gradients: run the model under torch.no_grad()")
+        self._refuse_gradients(key_states, value_states)
         if self.step is not None and not self.step.observed:
             raise NotImplementedError(
                 "the attention of the step before was not seen: eviction works with models whose attention goes through transformers' "
@@ -109,6 +110,10 @@ class EvictingLayer(CompressedLayer):
         self.step = Step(key_states.shape[2])
         payload = self._payload()
         return KVHandle(payload, payload.key, watch=self), KVHandle(payload, payload.value, watch=self)
+
+    def _refuse_gradients(self, *x: Tensor) -> None:
+        if torch.is_grad_enabled() and any(new.requires_grad for new in x):
+            raise NotImplementedError("a cache that evicts tokens has no gradients: run the model under torch.no_grad()")
 
     def _payload(self) -> Payload:
         payload = super()._payload()

@@ -29,6 +29,8 @@ class Ledger:
         """Which columns of the first zone hold a token, `[B, E]`."""
         self.body: Records = self._empty(keys)
         self.recent: Records = self._empty(keys)
+        self.in_place = False
+        """Whether tensors must stay where they are."""
         self.key_sum: Tensor | None = None
         if policy.mean_key:
             self.key_sum = torch.zeros(batch, heads, dim, device=keys.device)
@@ -52,17 +54,23 @@ class Ledger:
             positions = torch.where(real, ranks, -1).int()[:, None].expand(-1, heads, -1)
             self.seen = self.seen + real.sum(-1)
         self.columns += count
+        new = self.arrived(keys, values, positions, real)
+        self.recent = {name: torch.cat([self.recent[name], x], dim=-1) for name, x in new.items()}
+
+    def arrived(self, keys: Tensor, values: Tensor, positions: Tensor, real: Tensor | None) -> Records:
+        """Records of tokens at `positions`, int `[B, H or 1, Q]`, that have been counted."""
         if self.key_sum is not None:
             units = torch.nn.functional.normalize(keys.float(), dim=-1)
-            self.key_sum = self.key_sum + (units if real is None else units * real[:, None, :, None]).sum(2)
-        new = {"positions": positions}
+            total = self.key_sum + (units if real is None else units * real[:, None, :, None]).sum(2)
+            self.key_sum = self.key_sum.copy_(total) if self.in_place else total
+        new = {"positions": positions.int().expand(*keys.shape[:3])}
         for name, x in (("key_norm", keys), ("value_norm", values)):
             if name in self.recent:
                 new[name] = torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32)
         if "score" in self.recent:
             score = None if self.policy.tail else self.policy.score(Arrivals(keys, values, keys, values, self.mean_key()))
-            new["score"] = torch.zeros_like(positions, dtype=torch.float32) if score is None else score.float()
-        self.recent = {name: torch.cat([self.recent[name], x], dim=-1) for name, x in new.items()}
+            new["score"] = torch.zeros_like(new["positions"], dtype=torch.float32) if score is None else score.float()
+        return new
 
     def valid(self) -> Tensor | None:
         """Which columns hold a token, bool `[B, T]`; None if all do."""

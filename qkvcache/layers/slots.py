@@ -104,6 +104,20 @@ class Slots:
                     plane[:, :, at : at + part.stop - part.start].zero_()
         self.length += tokens
 
+    def move(self, planes: Codes, slots: int, like: Tensor) -> None:
+        """Moves what is stored into `planes`, buffers kept once among them, of `slots` slots, all of which count as used then. `like`: tokens
+        to fit those from, if nothing is stored yet."""
+        if not self.once and like.shape[2]:
+            self.once = self.codec.fit(like)
+        self._join()
+        for slab, used in ((self.slabs[0] if self.slabs else {}, self.length), (self.once, 1)):
+            for name, x in slab.items():
+                if x is not planes[name]:
+                    planes[name][:, :, :used].copy_(x[:, :, :used])
+        self.once = {name: planes[name] for name in self.once}
+        self.slabs, self.length = [{name: x for name, x in planes.items() if name not in self.once}], slots
+        self.version += 1
+
     def take(self, index: Tensor) -> Codes:
         """Codes of the tokens `index` `[B, H, N]` of each head, bit for bit, from slots of a single slab."""
         return {

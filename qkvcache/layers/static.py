@@ -1,8 +1,6 @@
 """One model layer's compressed cache at addresses that never change, for torch.compile and CUDA graphs.
 
-Storage for `max_length` tokens is taken at once (`kernels/store.py`), and the device counts how much of it is used. Outside of compiled
-code the host counts along, so that no step waits for the device; compiled code leaves a note, and who needs the exact count afterwards
-reads it from the device once.
+Storage for `max_length` tokens is taken at once (`kernels/store.py`), and the device counts how much of it is used (`counted.py`).
 """
 
 from __future__ import annotations
@@ -17,10 +15,11 @@ from ..formats.base import Format
 from ..kernels import Body, Payload, Side, Store, append, dense, on_triton, step, unfold
 from ..kernels.store import BODY, DROPPED, SEEN
 from .compressed import BLOCK, CompressedLayer
+from .counted import Counted
 from .slots import PAGE
 
 
-class StaticLayer(CompressedLayer):
+class StaticLayer(Counted, CompressedLayer):
     """A layer for up to `max_length` tokens: the first `exact_first` and the last `exact_recent` in the model's dtype, the rest in `format`.
 
     From then on one token leaves the recent zone for each that comes. Where even masks are made in compiled code, tokens beyond
@@ -38,15 +37,13 @@ class StaticLayer(CompressedLayer):
 
     def _forget(self) -> None:
         self.fresh = True
-        self.seen = self.body = 0
-        self.taken = 0
-        """Tokens of a compiled step that the host has not counted yet."""
-        self.stale = False
-        """Whether compiled code ran since the host read the counts: it may have run more than once."""
+        self.body = 0
+        self.start_counting()
 
     def __repr__(self) -> str:
         return f"StaticLayer({self.format.name}, tokens={self.get_seq_length()} of {self.max_length})"
 
+    # What a CUDA graph makes is its own, and overwritten when it is replayed.
     @torch.compiler.disable(reason="storage is made outside of compiled code: call cache.early_initialization(...), or run a prompt uncompiled")
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         for codec, x in zip(self.codecs, (key_states, value_states), strict=True):
@@ -73,8 +70,8 @@ class StaticLayer(CompressedLayer):
             return self._update_compiled(key_states, value_states)
         self._check(key_states, value_states)
         tokens = key_states.shape[2]
-        self._count()
-        self._check_room(tokens)
+        self.count()
+        self.expect(tokens)
         if self.store is None or self.fresh and self._differs(key_states, value_states):
             self.lazy_initialization(key_states, value_states)
         store: Store = self.store  # type: ignore[assignment]
@@ -93,7 +90,7 @@ class StaticLayer(CompressedLayer):
                 step(store, new)
             else:
                 append(store, new, self.seen, self.body, self._block())
-        self.seen, self.body = store.counts(self.seen, self.body, tokens)
+        self.advance(tokens)
         if tokens == 1 and not self.fresh and not with_gradient:
             result = _handles(store.payload(store.sides(self.seen, self.body, self._block())))
         self.fresh = False
@@ -105,7 +102,7 @@ class StaticLayer(CompressedLayer):
             self.lazy_initialization(key_states, value_states)
         store: Store = self.store  # type: ignore[assignment]
         tokens = key_states.shape[2]
-        self.taken, self.stale = tokens, True
+        self.note(tokens)
         result: tuple[Tensor | KVHandle, Tensor | KVHandle] = key_states, value_states
         if self.fresh:
             store.fit((key_states, value_states))
@@ -134,20 +131,16 @@ class StaticLayer(CompressedLayer):
         batch, heads, _, dim = self.store.ring[0].shape  # type: ignore[union-attr]
         return max(BLOCK // (batch * heads * dim) // PAGE, 1) * PAGE
 
-    def _count(self) -> None:
-        """Reads the counts from the device, if compiled code may have changed them."""
-        if not self.stale:
-            return
-        seen, body, _, dropped = self.store.state.tolist()  # type: ignore[union-attr]
+    def on_device(self) -> Tensor:
+        return self.store.state[SEEN]  # type: ignore[union-attr]
+
+    def read_counts(self) -> None:
+        self.seen, self.body, _, dropped = self.store.state.tolist()  # type: ignore[union-attr]
         if dropped:
             raise ValueError(f"{dropped} tokens came when the cache was full: max_length={self.max_length} is too small; call reset()")
-        self.seen, self.body, self.taken, self.stale = seen, body, 0, False
 
-    def _check_room(self, tokens: int) -> None:
-        if self.seen + tokens > self.max_length:
-            raise ValueError(
-                f"{self.seen} tokens and {tokens} more do not fit in max_length={self.max_length}: make the cache with a larger one"
-            )
+    def advance(self, tokens: int) -> None:
+        self.seen, self.body = self.store.counts(self.seen, self.body, tokens)  # type: ignore[union-attr]
 
     def _check(self, key: Tensor, value: Tensor) -> None:
         if key.shape[:3] != value.shape[:3]:
@@ -168,21 +161,14 @@ class StaticLayer(CompressedLayer):
     def get_seq_length(self):
         """Tokens seen: in compiled code a tensor on the device."""
         if torch.compiler.is_compiling():
-            return 0 if self.store is None else self.store.state[SEEN]
-        self._count()
+            return 0 if self.store is None else self.on_device()
+        self.count()
         return self.seen
-
-    def query_offset(self):
-        """As `get_seq_length`, without waiting for the device."""
-        return self.store.state[SEEN] if self.stale else self.get_seq_length()  # type: ignore[union-attr]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Columns of a mask, of which the first is column 0. Raises ValueError if `max_length` tokens are not enough for the queries."""
         if not torch.compiler.is_compiling():
-            if self.taken:
-                self.seen, self.body = self.store.counts(self.seen, self.body, self.taken)  # type: ignore[union-attr]
-                self.taken = 0
-            self._check_room(query_length)
+            self.expect(query_length)
         return (query_length if self.fresh else self.max_length), 0
 
     def get_max_length(self) -> int:
@@ -194,7 +180,7 @@ class StaticLayer(CompressedLayer):
         """Removes the last `-tokens_to_remove` tokens; 0 changes nothing."""
         if tokens_to_remove > 0:
             super().crop(tokens_to_remove)
-        self._count()
+        self.count()
         if not tokens_to_remove or self.fresh:
             return
         seen = max(self.seen + tokens_to_remove, 0)
@@ -212,7 +198,7 @@ class StaticLayer(CompressedLayer):
             self._set(0, 0)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        self._count()
+        self.count()
         if self.store is None:
             return
         for tensor in self.store.rows(self.body):
@@ -233,7 +219,7 @@ class StaticLayer(CompressedLayer):
         return sum(x.shape[0] * x.shape[1] * x.shape[3] * x.itemsize for x in (self.store.ring if self.store else ()))
 
     def dense(self) -> tuple[Tensor, Tensor]:
-        self._count()
+        self.count()
         if self.store is None:
             raise ValueError("the layer is empty")
         key, value = self.store.sides(self.seen, self.body, self._block())
