@@ -1,0 +1,56 @@
+"""How many tokens a preallocated layer has seen: on the device, and on the host beside it, so that nobody waits."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+class Counted:
+    """A mixin. Compiled code may only leave a note, since whatever it reads from the host would be compiled in; outside of it, the note
+    is enough to check for room, and who needs the exact count reads it from the device once."""
+
+    max_length: int
+    seen: int
+    """Tokens seen, as far as the host knows."""
+    taken: int
+    """Tokens of a compiled step that the host has not counted yet."""
+    stale: bool
+    """Whether compiled code ran since the host read the counts: it may have run more than once."""
+
+    def on_device(self) -> Tensor:
+        """Tokens seen, a tensor without dimensions."""
+        raise NotImplementedError
+
+    def read_counts(self) -> None:
+        """Sets what the host knows to what the device has."""
+        raise NotImplementedError
+
+    def advance(self, tokens: int) -> None:
+        self.seen += tokens
+
+    def start_counting(self) -> None:
+        self.seen = self.taken = 0
+        self.stale = False
+
+    def note(self, tokens: int) -> None:
+        self.taken, self.stale = tokens, True
+
+    def count(self) -> None:
+        if self.stale:
+            self.read_counts()
+            self.taken, self.stale = 0, False
+
+    def expect(self, tokens: int) -> None:
+        """Raises ValueError if there is no room for so many more."""
+        if self.taken:
+            self.advance(self.taken)
+            self.taken = 0
+        if self.seen + tokens > self.max_length:
+            raise ValueError(
+                f"{self.seen} tokens and {tokens} more do not fit in max_length={self.max_length}: make the cache with a larger one"
+            )
+
+    def query_offset(self) -> int | Tensor:
+        """Tokens seen, without waiting for the device."""
+        return self.on_device() if self.stale or torch.compiler.is_compiling() else self.seen

@@ -1,0 +1,288 @@
+"""A layer that forgets tokens, at addresses that never change, for torch.compile and CUDA graphs.
+
+A prompt, or several tokens at once, are read as `evicting.py` does it. What that leaves is then laid out in tensors of fixed sizes, in which
+a step of one token works in place, without a number from the host:
+
+    first   the exact first zone     body   slots for the rest of the budget     ring   the exact recent zone and the running token
+
+Column `n` of the text lies in slot `n % W` of the ring. After the step's attention the oldest leaves it: to the slot of the token that the
+policy likes least, or to an empty one, or nowhere if it is itself the least. So the budget is full after every step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..attention.handle import KVHandle
+from ..formats.base import Codes
+from ..kernels import Body, Exact, Packed, Payload, Side, place, slab_table
+from ..policies import Arrivals
+from .counted import Counted
+from .evicting import EvictingLayer
+from .ledger import Records
+
+LOWEST = torch.iinfo(torch.int64).min
+
+
+@dataclass(eq=False)
+class Fixed:
+    """The tensors that stay in their places; pairs are keys and values."""
+
+    first: tuple[Tensor, Tensor]
+    ring: tuple[Tensor, Tensor]
+    planes: tuple[Codes, Codes]
+    valid: Tensor
+    """Which columns of the first zone hold a token, `[B, E]`."""
+    body: Records
+    recent: Records
+    seen: Tensor
+    """Real tokens of each row, int64 `[B]`."""
+    columns: Tensor
+    """Tokens of a row with its padding, int64 `[1]`."""
+    key_sum: Tensor | None
+    packed: Body | None
+
+    def tensors(self) -> list[Tensor]:
+        records = (*self.body.values(), *self.recent.values(), self.valid, self.seen, self.columns)
+        planes = (plane for side in self.planes for plane in side.values())
+        return [*self.first, *self.ring, *planes, *records, *(() if self.key_sum is None else (self.key_sum,))]
+
+
+class StaticEvictingLayer(Counted, EvictingLayer):
+    """An evicting layer whose steps compile; its policy must have `interval=1`. `max_length`: how many tokens may come, while storage is for
+    the budget alone. First tokens that come one by one are protected, as all sinks are, but not kept exact."""
+
+    is_compileable = True
+
+    def __init__(self, *args, max_length: int, **options):
+        super().__init__(*args, **options)
+        self.max_length = max_length
+        self.codecs = self.format.key, self.format.value
+        self.held: Fixed | None = None
+        self.fixed = False
+        self.start_counting()
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs):
+        """As EvictingLayer's; ValueError too if `max_length` tokens are not enough, NotImplementedError for a prompt in compiled code."""
+        tokens = key_states.shape[2]
+        if torch.compiler.is_compiling():
+            if tokens != 1 or not self.fixed:
+                raise NotImplementedError(
+                    "a cache that evicts reads its prompt outside of compiled code: leave out prefill_chunk_size, or pass disable_compile=True"
+                )
+            self.note(1)
+            return self._update_fixed(key_states, value_states)
+        self._check(key_states, value_states)
+        self.count()
+        self.expect(tokens)
+        if tokens == 1 and self.fixed and self.step is None:
+            self._refuse_gradients(key_states, value_states)
+            with torch.no_grad():
+                result = self._update_fixed(key_states, value_states)
+        else:
+            self._loosen()
+            result = super().update(key_states, value_states)
+        self.advance(tokens)
+        return result
+
+    # A step in place: update, begin, finish.
+
+    def _update_fixed(self, key_states: Tensor, value_states: Tensor) -> tuple[KVHandle, KVHandle]:
+        held: Fixed = self.held  # type: ignore[assignment]
+        at = held.columns % (self.tail + 1)
+        for ring, new in zip(held.ring, (key_states, value_states), strict=True):
+            ring.index_copy_(2, at, new)
+        sides = []
+        for first, ring, codec, planes in zip(held.first, held.ring, self.codecs, held.planes, strict=True):
+            row = (Exact(first), Packed(codec, planes, self._slots, ring.shape[3]), Exact(ring))
+            shape = (*ring.shape[:2], first.shape[2] + self._slots + ring.shape[2], ring.shape[3])
+            sides.append(Side.of(row, shape, ring.dtype, ring.device))
+        payload = Payload(sides[0], sides[1], held.packed, (*held.first, *held.ring))
+        return KVHandle(payload, payload.key, watch=self), KVHandle(payload, payload.value, watch=self)
+
+    @torch.no_grad()
+    def begin(self, real: Tensor | None) -> Tensor:
+        """Takes whether the running token of each row is real, bool `[B]` (None: all); returns which columns hold a token, `[B, T]`."""
+        held: Fixed = self.held  # type: ignore[assignment]
+        at = held.columns % (self.tail + 1)
+        keys, values = (ring.index_select(2, at) for ring in held.ring)
+        positions = (held.seen.clone() if real is None else torch.where(real, held.seen, -1))[:, None, None]
+        held.seen.add_(1 if real is None else real.long())
+        held.columns.add_(1)
+        records = self.ledger.arrived(keys, values, positions, real if real is None else real[:, None])  # type: ignore[union-attr]
+        for name, new in records.items():
+            held.recent[name].index_copy_(2, at, new)
+        return torch.cat([held.valid, held.body["positions"][:, 0] >= 0, held.recent["positions"][:, 0] >= 0], dim=-1)
+
+    @torch.no_grad()
+    def finish(self, mass: Tensor | None, real: Tensor | None) -> None:
+        """Takes the attention mass of all columns, `[B, H, T]`, if the policy observes; the oldest token leaves the ring."""
+        held: Fixed = self.held  # type: ignore[assignment]
+        if mass is not None:
+            start, end = held.valid.shape[1], held.valid.shape[1] + self._slots
+            for records, part in ((held.body, mass[..., start:end]), (held.recent, mass[..., end:])):
+                queries = 1 if real is None else real.long()[:, None, None]
+                records["score"].copy_(self.policy.observe(records["score"], part, queries))
+        ring = self.tail + 1
+        at = held.columns % ring
+        keys, values = (x.index_select(2, at) for x in held.ring)
+        leaving = {name: x.index_select(2, at) for name, x in held.recent.items()}
+        if self.policy.tail:
+            order = (held.columns + torch.arange(ring, device=at.device)) % ring
+            after = (x.index_select(2, order) for x in held.ring)
+            if (score := self.policy.score(Arrivals(keys, values, *after, None))) is not None:
+                leaving["score"] = score.float()
+        if held.packed is not None:
+            where = self._place_for(leaving)
+            place(held.packed, (keys, values), where)
+            into, taken = where.clamp_min(0)[..., None], (where >= 0)[..., None]
+            for name, x in held.body.items():
+                x.scatter_(-1, into, torch.where(taken, leaving[name], x.gather(-1, into)))
+        held.recent["positions"].index_fill_(2, at, -1)
+
+    def _place_for(self, leaving: Records) -> Tensor:
+        """The slot of the body for a token in each head, int64 `[B, H]`; -1: none. Empty slots go first, in order, the same in all heads."""
+        held: Fixed = self.held  # type: ignore[assignment]
+        union = {name: torch.cat([x, leaving[name]], dim=-1) for name, x in held.body.items()}
+        slot = torch.arange(self._slots + 1, device=held.columns.device)
+        none = torch.where(slot < self._slots, LOWEST + 1 + slot, LOWEST)
+        order = torch.where(union["positions"] >= 0, self.ledger.order(union), none)  # type: ignore[union-attr]
+        least = order.argmin(dim=-1)
+        return torch.where(least < self._slots, least, -1)
+
+    # Between the tensors of any size that `EvictingLayer` works with, and those that stay in their places.
+
+    @property
+    def _slots(self) -> int:
+        return self.policy.size(self.budget, 0) - self.exact_first - self.tail
+
+    def settle(self) -> None:
+        over = self.step is not None and self.step.observed
+        super().settle()
+        if over:
+            self._fix()
+
+    @torch.no_grad()
+    def _fix(self) -> None:
+        """Lays out what is held in the tensors that stay."""
+        zones, ledger = self.zones, self.ledger
+        if zones is None or ledger is None:
+            return
+        like = zones[0].first
+        if self.held is None or (self.held.ring[0].shape[:2], self.held.ring[0].dtype) != (like.shape[:2], like.dtype):
+            with torch.inference_mode(False):  # what is made in inference mode may be written in no other
+                self.held = self._make(like, zones[1].first)
+            for tensor in self.held.tensors():
+                torch._dynamo.mark_static_address(tensor)
+        held, ring, columns = self.held, self.tail + 1, ledger.columns
+        at = torch.arange(columns - zones[0].recent.shape[2], columns, device=self.device) % ring
+        for zone, first, last, planes in zip(zones, held.first, held.ring, held.planes, strict=True):
+            first[:, :, : zone.first.shape[2]] = zone.first
+            last.index_copy_(2, at, zone.recent)
+            zone.first, zone.recent, zone.borrowed = first, last, False
+            zone.body.move(planes, self._slots, last)
+        held.valid.zero_()[:, : ledger.first.shape[1]] = ledger.first
+        for name, x in held.body.items():
+            x.fill_(-1)[..., : ledger.body[name].shape[-1]] = ledger.body[name]
+        for name, x in held.recent.items():
+            x.fill_(-1).index_copy_(2, at, ledger.recent[name])
+        held.seen.copy_(ledger.rows_seen()[:, 0, 0])
+        held.columns.fill_(columns)
+        if held.key_sum is not None and ledger.key_sum is not None:
+            held.key_sum.copy_(ledger.key_sum)
+        ledger.first, ledger.body, ledger.recent = held.valid, dict(held.body), dict(held.recent)
+        ledger.seen, ledger.key_sum, ledger.in_place = held.seen, held.key_sum, True
+        self.fixed, self.in_order = True, False
+
+    def _make(self, *like: Tensor) -> Fixed:
+        batch, heads = like[0].shape[:2]
+        device, slots, ring = like[0].device, self._slots, self.tail + 1
+
+        def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+            return torch.zeros(batch, *shape, dtype=dtype, device=device)
+
+        firsts, rings = (tuple(zeros(heads, n, x.shape[3], dtype=x.dtype) for x in like) for n in (self.exact_first, ring))
+        planes: list[Codes] = []
+        for codec, x in zip(self.codecs, like, strict=True):
+            widths = {b.name: (slots if b.tokens == "each" else 1, b.width, b.dtype or x.dtype) for b in codec.buffers(x.shape[3])}
+            planes.append({name: zeros(heads, tokens, width, dtype=dtype) for name, (tokens, width, dtype) in widths.items()})
+        records = self.ledger.body  # type: ignore[union-attr]
+        body, recent = ({name: zeros(heads, n, dtype=x.dtype) for name, x in records.items()} for n in (slots, ring))
+        slabs = ((planes[0], planes[1]),)
+        packed = Body(*self.codecs, slabs, slots, slab_table(slabs)) if slots else None
+        seen, columns = zeros(dtype=torch.int64), torch.zeros(1, dtype=torch.int64, device=device)
+        key_sum = zeros(heads, like[0].shape[3]) if self.policy.mean_key else None
+        valid = zeros(self.exact_first, dtype=torch.bool)
+        return Fixed(firsts, rings, (planes[0], planes[1]), valid, body, recent, seen, columns, key_sum, packed)  # type: ignore[arg-type]
+
+    @torch.no_grad()
+    def _loosen(self) -> None:
+        """Gives back to `EvictingLayer` what `_fix` laid out: recent tokens in their order, and no more of them than there are."""
+        self.count()
+        if not self.fixed:
+            return
+        ledger = self.ledger
+        order = torch.arange(max(self.seen - self.tail, 0), self.seen, device=self.device) % (self.tail + 1)
+        for zone in self.zones or ():
+            zone.recent = zone.recent.index_select(2, order)
+        ledger.recent = {name: x.index_select(2, order) for name, x in ledger.recent.items()}  # type: ignore[union-attr]
+        ledger.columns, ledger.in_place, self.fixed = self.seen, False, False  # type: ignore[union-attr]
+
+    # What generate and users ask.
+
+    def on_device(self) -> Tensor:
+        return self.held.columns[0]  # type: ignore[union-attr]
+
+    def read_counts(self) -> None:
+        self.seen = int(self.held.columns)  # type: ignore[union-attr]
+
+    @property
+    def stored(self) -> int:
+        return min(self.seen, self.policy.size(self.budget, 0)) if self.fixed else super().stored
+
+    def get_seq_length(self) -> int:
+        self.count()
+        return self.seen
+
+    def get_max_length(self) -> int:
+        return self.max_length
+
+    get_max_cache_shape = get_max_length
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Of a step in place, one column: of a mask only those of the running tokens count. Raises ValueError if there is no room."""
+        if torch.compiler.is_compiling():
+            raise NotImplementedError("masks of a cache that evicts are made outside of compiled code, as generate does")
+        self.expect(query_length)
+        if query_length == 1 and self.fixed:
+            return 1, self.seen
+        self._loosen()
+        return super().get_mask_sizes(query_length)
+
+    def reset(self) -> None:
+        super().reset()
+        self.fixed = False
+        self.start_counting()
+
+    def _map(self, fn: Callable[[Tensor], Tensor]) -> None:
+        fixed = self.fixed
+        self._loosen()
+        super()._map(fn)
+        if fixed:
+            self._fix()
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        yield from super().tensors()
+        if self.fixed and self.held is not None:
+            yield "bookkeeping", self.held.columns
+            if self.held.packed is not None:
+                yield "bookkeeping", self.held.packed.table
+
+    def positions(self) -> Tensor:
+        self.count()
+        positions = super().positions()
+        return positions[..., positions.shape[-1] - self.stored :]
