@@ -46,6 +46,8 @@ def launched(key: Words, value: Words, head_dim: int) -> Launch:
     return LAUNCHES.get((key.kind, value.kind), Launch()) if head_dim <= 128 else WIDE
 
 
+EXACT_TILE = 32
+"""Exact tokens of a tile. One program reads them all, and with few other tokens the rest waits for it."""
 MASS_TOKENS = 1024
 """Of a program that sums the mass."""
 
@@ -238,7 +240,7 @@ def fused_attend(
         pages.stride(0) if pages is not None else 0,
         dim**-0.5 if scaling is None else scaling, softcap or 1.0, window or 0, len(body.slabs) if body else 0,
         n_first, n_body, n_recent, each, heads, queries, slots, grains,
-        K=key, V=value, D=dim, DV=value_dim, G=groups, R=r, T=t, TX=16,
+        K=key, V=value, D=dim, DV=value_dim, G=groups, R=r, T=t, TX=EXACT_TILE,
         K_SHARED=bool(body and body.shared[0]), V_SHARED=bool(body and body.shared[1]),
         K_ONCE=int(bool(body and body.once[0])), V_ONCE=int(bool(body and body.once[1])),
         SOFTCAP=softcap is not None, MASK=mask_kind, WINDOW=window is not None, CAUSAL=causal and queries > 1, LENGTHS=lengths is not None,

@@ -25,8 +25,6 @@ from .counted import Counted
 from .evicting import EvictingLayer
 from .ledger import Records
 
-LOWEST = torch.iinfo(torch.int64).min
-
 
 @dataclass(eq=False)
 class Fixed:
@@ -148,10 +146,7 @@ class StaticEvictingLayer(Counted, EvictingLayer):
         """The slot of the body for a token in each head, int64 `[B, H]`; -1: none. Empty slots go first, in order, the same in all heads."""
         held: Fixed = self.held  # type: ignore[assignment]
         union = {name: torch.cat([x, leaving[name]], dim=-1) for name, x in held.body.items()}
-        slot = torch.arange(self._slots + 1, device=held.columns.device)
-        none = torch.where(slot < self._slots, LOWEST + 1 + slot, LOWEST)
-        order = torch.where(union["positions"] >= 0, self.ledger.order(union), none)  # type: ignore[union-attr]
-        least = order.argmin(dim=-1)
+        least = self.ledger.order(union).argmin(dim=-1)  # type: ignore[union-attr]  # the first of those that are empty
         return torch.where(least < self._slots, least, -1)
 
     # Between the tensors of any size that `EvictingLayer` works with, and those that stay in their places.

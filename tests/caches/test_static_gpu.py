@@ -1,0 +1,262 @@
+"""`max_length` on a GPU: kernels that count on the device, CUDA graphs, no synchronization, one launch a step, bytes by the allocator."""
+
+import functools
+import gc
+
+import pytest
+import torch
+from matrix import FORMATS
+from test_gpu import on_gpu, prompt
+from torch._dynamo.utils import counters
+from transformers import DynamicCache
+
+from qkvcache import CompressedCache, demo
+from qkvcache.formats import REGISTRY
+from qkvcache.kernels import Payload, attend, attend_on_codes
+from qkvcache.kernels import store as counted
+from qkvcache.layers.static import StaticLayer
+
+pytestmark = pytest.mark.gpu
+FOUR_BIT = "turboquant_4bit_nc"
+ROWS, HEADS, GROUP, DIM = 2, 4, 4, 128
+BY_BLOCK = ("fp8_tensor", "fp8_e5m2_tensor")  # whose scale is that of all that is encoded at once
+
+
+def new(tokens: int, rows: int = ROWS) -> tuple[torch.Tensor, torch.Tensor]:
+    return tuple(torch.randn(rows, HEADS, tokens, DIM, device="cuda").bfloat16() for _ in range(2))
+
+
+def query(rows: int = ROWS) -> torch.Tensor:
+    return torch.randn(rows, HEADS * GROUP, 1, DIM, device="cuda").bfloat16()
+
+
+def close(got: torch.Tensor, expected: torch.Tensor, tolerance: float = 0.03) -> None:
+    assert got.isfinite().all()
+    assert ((got.float() - expected.float()).norm() / expected.float().norm()).item() <= tolerance
+
+
+# Kernels
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_steps_and_attention_equal_torch_operations(format):
+    layer = StaticLayer(REGISTRY[format], 700, 4, 32)
+    reference = StaticLayer(REGISTRY[format], 700, 4, 32)
+    x = new(500)
+    layer.update(*x), reference.update(*x)
+    mask = torch.ones(ROWS, 1, 1, 700, dtype=torch.bool, device="cuda")
+    mask[1, ..., 3:40] = False
+    for step in range(100):
+        x, q = new(1), query()
+        key, _ = layer.update(*x)
+        counted.step(reference.store, x)
+        if step % 20 and step < 98:
+            continue
+        seen, body = layer.seen, layer.body
+        assert layer.store.state.tolist() == reference.store.state.tolist() == [501 + step, 464 + step, 0, 0]
+        for given in (None, mask):
+            got = attend_on_codes(q, key.payload, given)
+            wanted = attend(q.float(), Payload(*layer.store.sides(seen, body, 256)), None if given is None else given[..., :seen])
+            close(got, wanted)
+    assert all(torch.equal(a, b) for a, b in zip(layer.store.exact, reference.store.exact, strict=True))
+    for ours, theirs in zip(layer.dense(), counted_dense(reference, seen, body), strict=True):
+        # A value on the border of two levels may fall to either side.
+        assert ((ours.float() - theirs.float()).abs() > 0.02).float().mean() < 0.01
+
+
+def counted_dense(layer, seen, body):
+    return tuple(side.dense() for side in layer.store.sides(seen, body, 256))
+
+
+@pytest.mark.parametrize("format", [name for name in FORMATS if name not in BY_BLOCK])
+@pytest.mark.parametrize("tokens", [1, 5, 32])
+def test_the_step_kernel_writes_the_codes_of_torch_operations(format, tokens):
+    from qkvcache.kernels.triton_step import step_kv
+
+    codecs = REGISTRY[format].key, REGISTRY[format].value
+    x = new(tokens)
+    ours, theirs = (counted.Store.make(codecs, x, 4, 33, 200, 64) for _ in range(2))
+    ours.fit(x), theirs.fit(x)
+    for _ in range(200 // tokens + 2):  # over the limit
+        x = new(tokens)
+        step_kv(ours, x)
+        counted.step(theirs, x)
+    assert ours.state.tolist() == theirs.state.tolist() and ours.state[3] > 0
+    assert all(torch.equal(a, b) for a, b in zip(ours.exact, theirs.exact, strict=True))
+    body = int(ours.state[1])
+    for codec, a, b, once in zip(codecs, ours.planes, theirs.planes, ours.once, strict=True):
+        got, wanted = (codec.decode({n: x[:, :, :body] for n, x in planes.items()} | once, DIM) for planes in (a, b))
+        assert ((got - wanted).abs() > 1e-3).float().mean() < 0.01
+
+
+# No synchronization, one launch
+
+
+@pytest.mark.parametrize("format", ["identity", "int8", FOUR_BIT])
+def test_a_step_does_not_wait_for_the_device(format):
+    layer = StaticLayer(REGISTRY[format], 400, 4, 32)
+    layer.update(*new(300))
+    steps = [(new(1), query()) for _ in range(40)]
+    for x, q in steps[:4]:
+        key, _ = layer.update(*x)
+        attend_on_codes(q, key.payload)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for x, q in steps[4:]:
+            key, _ = layer.update(*x)
+            attend_on_codes(q, key.payload)
+            assert layer.get_seq_length() and layer.get_mask_sizes(1) == (400, 0)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert layer.get_seq_length() == 340 == layer.store.state[0]
+
+
+@pytest.mark.parametrize("format", [format for format in FORMATS if format not in BY_BLOCK])  # of which there is no kernel
+def test_an_update_is_one_launch(format):
+    layer = StaticLayer(REGISTRY[format], 400, 4, 32)
+    layer.update(*new(300))
+    layer.update(*new(1))
+    x = new(1)
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]) as profile:
+        layer.update(*x)
+        torch.cuda.synchronize()
+    launched = [event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    assert len(launched) == 1 and "_step_kernel" in launched[0], launched
+
+
+# generate
+
+
+@functools.lru_cache
+def embedded():
+    return demo.load(torch.bfloat16, "cuda")
+
+
+def generate(cache, inputs, **options):
+    options = {"max_new_tokens": 50, "do_sample": False, "eos_token_id": None, "pad_token_id": 0} | options
+    return embedded()[0].generate(**inputs, past_key_values=cache, **options)
+
+
+def text(tokens: int = 300, begin: int = 0) -> dict[str, torch.Tensor]:
+    ids = torch.tensor([demo.text_ids(embedded()[1])[begin : begin + tokens]], device="cuda")
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+
+@pytest.fixture
+def compiling():
+    torch.compiler.reset()
+    counters.clear()
+    network, _ = embedded()
+    network.__dict__.pop("_compiled_call", None)
+    with torch.compiler.set_stance("default"):
+        yield network
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize("format", ["identity", "int8", "nvfp4", FOUR_BIT])
+def test_generate_replays_cuda_graphs(format, compiling):
+    """By itself, with transformers' own compile config: the tokens of uncompiled steps from one graph, whatever cache and prompt."""
+    make = lambda: CompressedCache(compiling.config, format=format, max_length=512)  # noqa: E731
+    inputs, shorter = text(300), text(200, 1000)
+    expected = generate(make(), inputs, disable_compile=True), generate(make(), shorter, disable_compile=True)
+    assert not counters["stats"]["unique_graphs"]
+    cache = make()
+    got = generate(cache, inputs)
+    assert cache.get_seq_length() == 349
+    assert agree(got, expected[0], 300)
+    cache.reset()
+    assert agree(generate(cache, shorter), expected[1], 200)
+    assert agree(generate(make(), inputs), expected[0], 300)
+    assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
+    assert counters["inductor"]["cudagraph_skips"] == 0
+
+
+def agree(got: torch.Tensor, expected: torch.Tensor, begin: int) -> bool:
+    """The same tokens; inductor rounds in bf16 otherwise, so that a close call may turn late."""
+    assert got.shape == expected.shape
+    differing = (got != expected).any(0).nonzero()
+    return not len(differing) or int(differing[0]) >= begin + 25
+
+
+def test_padded_batches_compiled(compiling):
+    ids = text(300)["input_ids"].repeat(3, 1)
+    mask = torch.ones_like(ids)
+    mask[1, :50] = mask[2, :120] = 0
+    inputs = {"input_ids": ids * mask, "attention_mask": mask}
+    make = lambda: CompressedCache(compiling.config, format=FOUR_BIT, max_length=400)  # noqa: E731
+    expected = generate(make(), inputs, disable_compile=True)
+    assert agree(generate(make(), inputs), expected, 300)
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+def test_a_turn_after_a_compiled_one(compiling):
+    inputs, out = text(200), []
+    for options in ({"disable_compile": True}, {}):
+        cache = CompressedCache(compiling.config, format="int8", max_length=400)
+        first = generate(cache, inputs, max_new_tokens=20, **options)
+        assert cache.get_seq_length() == 219
+        more = torch.cat([first, text(30, 2000)["input_ids"]], 1)
+        out.append(generate(cache, {"input_ids": more}, max_new_tokens=20, disable_compile=True))
+        assert cache.get_seq_length() == 269
+    assert agree(out[1], out[0], 195)
+
+
+def test_overrun_of_a_compiled_generate_is_refused(compiling):
+    cache = CompressedCache(compiling.config, format=FOUR_BIT, max_length=320)
+    with pytest.raises(ValueError, match="320 tokens and 1 more do not fit in max_length=320"):
+        generate(cache, text(300))
+    assert cache.get_seq_length() == 320
+    cache.reset()
+    generate(cache, text(300), max_new_tokens=21)  # the last of which is not stored
+    assert cache.get_seq_length() == 320
+
+
+# Memory
+
+
+def settle() -> None:
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+
+
+def prefill(network, cache, ids: torch.Tensor, chunk: int) -> tuple[int, int]:
+    """Bytes that are held more after a prefill in chunks than before, and bytes at the peak."""
+    settle()
+    before = torch.cuda.memory_allocated()
+    with torch.no_grad():
+        for part in ids.split(chunk, 1):
+            network.model(part, past_key_values=cache)
+    torch.cuda.synchronize()
+    return torch.cuda.memory_allocated() - before, torch.cuda.max_memory_allocated() - before
+
+
+@pytest.mark.parametrize("chunk", [8192, 1024], ids=["whole", "chunked"])
+@pytest.mark.parametrize("format", [FOUR_BIT, "nvfp4"])
+def test_a_prefill_peaks_below_dynamic_cache(format, chunk):
+    network = on_gpu(torch.bfloat16)
+    ids = prompt(4, 8192)["input_ids"]
+    warm = CompressedCache(network.config, format=format, max_length=8192)
+    for cache in (warm, DynamicCache(config=network.config)):  # libraries take their workspaces, kernels their tables
+        prefill(network, cache, ids, chunk)
+    del warm, cache
+    dense, dense_peak = prefill(network, cache := DynamicCache(config=network.config), ids, chunk)
+    del cache
+    held, peak = prefill(network, cache := CompressedCache(network.config, format=format, max_length=8192), ids, chunk)
+    assert peak < dense_peak and held < dense / 2.5
+    assert held == pytest.approx(cache.nbytes, rel=0.01)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_steps_allocate_nothing_that_stays(format):
+    network = on_gpu(torch.bfloat16)
+    cache = CompressedCache(network.config, format=format, max_length=1000)
+    ids = prompt(2, 920)["input_ids"]
+    prefill(network, cache, ids[:, :900], 900)
+    prefill(network, cache, ids[:, 900:904], 1)  # tables and workspaces
+    held, _ = prefill(network, cache, ids[:, 904:], 1)
+    assert held == 0
+    assert cache.nbytes == sum(x.untyped_storage().nbytes() for layer in cache.layers for _, x in layer.tensors())

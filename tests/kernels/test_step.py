@@ -1,0 +1,218 @@
+"""The step kernel against `store.step`, and the attention kernel on a store whose counts only the device knows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from matrix import FORMATS, slowly
+from torch import Tensor
+
+from qkvcache.formats import REGISTRY
+from qkvcache.kernels import Payload, Store, attend
+from qkvcache.kernels import store as counted
+from qkvcache.kernels.store import BODY, SEEN
+
+triton = pytest.importorskip("triton")
+if not (torch.cuda.is_available() or triton.knobs.runtime.interpret):
+    pytest.skip("needs a GPU, or Triton's interpreter", allow_module_level=True)
+
+from qkvcache.kernels import fused  # noqa: E402
+from qkvcache.kernels.triton_encode import supports  # noqa: E402
+from qkvcache.kernels.triton_step import step_kv  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, in the interpreter
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+SUPPORTED = [name for name in FORMATS if all(supports(codec, 128) for codec in REGISTRY[name].codecs())]
+BY_BLOCK = ("fp8_tensor", "fp8_e5m2_tensor")  # whose scale is that of all that is encoded at once
+QUICK = ("identity", "int8", "fp8_token", "int4", "nvfp4", "turboquant_4bit_nc", "turboquant_3bit_nc")
+SENTINEL = 0xA5
+Pair = tuple[Tensor, Tensor]
+
+
+def data(*shape: int, dtype=torch.float16) -> Tensor:
+    return torch.randn(shape, device=DEVICE).to(dtype)
+
+
+def pair(rows: int, heads: int, tokens: int, dims=(64, 96), dtype=torch.float16) -> Pair:
+    return tuple(data(rows, heads, tokens, dim, dtype=dtype) for dim in dims)
+
+
+def make(format: str, x: Pair, first: int, ring: int, limit: int) -> Store:
+    """An empty store, every byte of its body the sentinel."""
+    store = Store.make((REGISTRY[format].key, REGISTRY[format].value), x, first, ring, limit, 64)
+    for planes in store.planes:
+        for plane in planes.values():
+            plane.view(torch.uint8).fill_(SENTINEL)
+    store.fit(x)
+    return store
+
+
+def check(store: Store, expected: Store, share: float = 0.0) -> None:
+    """The same counts, zones and codes, these but for a `share`; and nothing written beyond the body."""
+    assert store.state.tolist() == expected.state.tolist()
+    assert all(torch.equal(a, b) for a, b in zip(store.exact, expected.exact, strict=True))
+    body = int(store.state[BODY])
+    for ours, theirs in zip(store.planes, expected.planes, strict=True):
+        for name in ours:
+            assert bool((ours[name][:, :, body:].contiguous().view(torch.uint8) == SENTINEL).all()), f"{name}: written beyond the body"
+            got, wanted = ours[name][:, :, :body], theirs[name][:, :, :body]
+            if share and got.is_floating_point():
+                torch.testing.assert_close(got, wanted, rtol=2e-3 if got.dtype == torch.float16 else 2e-6, atol=1e-6)
+            elif body:
+                assert (got.view(torch.uint8) != wanted.view(torch.uint8)).float().mean() <= share, name
+
+
+def run(format: str, first: int, ring: int, limit: int, sizes, rows=1, heads=2, dims=(64, 96), dtype=torch.float16, share=0.0) -> Store:
+    x = pair(rows, heads, 5, dims, dtype)
+    store, expected = make(format, x, first, ring, limit), make(format, x, first, ring, limit)
+    for size in sizes:
+        x = pair(rows, heads, size, dims, dtype)
+        step_kv(store, x)
+        counted.step(expected, x)
+        check(store, expected, share)
+    return store
+
+
+GEOMETRY = {  # first zone, ring, limit, sizes of the steps
+    "one by one": (3, 4, 60, (1,) * 12),
+    "the first zone partly filled": (7, 5, 60, (2, 1, 5, 5, 5, 1)),
+    "the ring full and wrapping": (1, 5, 60, (5, 5, 1, 5, 3)),
+    "no first zone": (0, 5, 60, (5, 1, 5)),
+    "bare": (0, 1, 60, (1, 1, 1)),
+    "no ring but one": (2, 1, 60, (1,) * 5),
+    "over the limit": (2, 5, 9, (5, 3, 5, 1, 1)),
+    "over the limit, none in the body": (2, 8, 9, (8, 2, 1, 1)),
+}
+
+
+@pytest.mark.parametrize("geometry", GEOMETRY)
+@pytest.mark.parametrize("format", slowly(["identity", "int8"], ["int8"]))
+def test_geometry(format, geometry):
+    store = run(format, *GEOMETRY[geometry], heads=1)
+    if "limit" in geometry:
+        assert store.state.tolist()[0] == 9 and store.state[3] > 0
+
+
+@pytest.mark.parametrize("heads", [pytest.param(1, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("format", slowly([name for name in SUPPORTED if name not in BY_BLOCK], QUICK))
+def test_formats(format, heads):
+    """Single tokens and five at once, from and to everywhere; widths that differ, heads that fill no tile."""
+    share = 0.01 if format.startswith(("turboquant", "int4")) else 0.0  # what is summed is rounded in another order
+    dims = (96, 64) if heads == 3 else (64, 64)
+    run(format, 1, 5, 40, (5, 5, 1), heads=heads, dims=dims, dtype=torch.float32, share=share)
+
+
+@pytest.mark.parametrize("dtype", slowly([torch.float16, torch.bfloat16, torch.float32], [torch.bfloat16]), ids=str)
+def test_strides_and_dtypes(dtype):
+    """Vectors as a projection leaves them: heads within tokens."""
+    sides = [data(2, 5, 3, 80, dtype=dtype)[..., 8:72].transpose(1, 2) for _ in range(2)]
+    stores = [make("int8_asymmetric", tuple(sides), 1, 5, 40) for _ in range(2)]
+    for part in (slice(0, 5), slice(1, 2), slice(0, 4)):
+        x = tuple(side[:, :, part] for side in sides)
+        step_kv(stores[0], x)
+        counted.step(stores[1], x)
+        check(*stores)
+
+
+# Attention
+
+
+@pytest.fixture(autouse=True)
+def small_splits(monkeypatch):
+    monkeypatch.setattr(fused, "LEAST_SPLIT", 32)  # several splits, where few tokens would make one
+
+
+def holding(format: str, seen: int, first=3, ring=10, limit=130, rows=2, heads=1, dims=(64, 64), dtype=torch.float16) -> Store:
+    """A store of `seen` tokens; what is free is nan in the body, and shows in the zones."""
+    x = pair(rows, heads, seen, dims, dtype)
+    store = make(format, x, first, ring, limit)
+    for zone in store.exact:
+        zone.fill_(100.0)
+
+    def encode(tokens: Pair, start: int) -> None:
+        for codec, side, planes, once in zip(store.codecs, tokens, store.planes, store.once, strict=True):
+            for name, codes in codec.encode(side, once).items():
+                planes[name].view(torch.uint8).fill_(0xFF)
+                planes[name][:, :, start : start + side.shape[2]] = codes
+
+    counted.append(store, x, 0, 0, encode)
+    return store
+
+
+def compare(store: Store, group: int = 2, mask: Tensor | None = None, limit: float = 4e-3, **options) -> None:
+    seen, body = int(store.state[SEEN]), int(store.state[BODY])
+    rows, heads, _, dim = store.ring[0].shape
+    query = data(rows, heads * group, 1, dim, dtype=store.ring[0].dtype)
+    payload = store.payload(store.slotted())
+    assert fused.supports(payload, query)
+    out = fused.fused_attend(query, payload, mask, **options)[0]
+    reference = Payload(*store.sides(seen, body, 64))
+    wanted = attend(query.float(), reference, mask if mask is None or mask.shape[-1] == 1 else mask[..., :seen], **options)
+    assert out.isfinite().all() and out.shape == wanted.shape
+    error = ((out.float() - wanted).norm() / wanted.norm()).item()
+    assert error <= limit, f"relative error {error:.2e}"
+
+
+@pytest.mark.parametrize("seen", [1, 3, 8, 13, 14, 60, 130])
+def test_attention_counts_on_the_device(seen):
+    """The first zone not full, the ring not full, no body, a body of one, of several splits, all full."""
+    compare(holding("int8", seen))
+
+
+@pytest.mark.parametrize(
+    "format", slowly([name for name in SUPPORTED if name not in BY_BLOCK], ["identity", "fp8_token", "turboquant_3bit_nc"])
+)
+def test_attention_of_formats(format):
+    shared = "_t" in format  # by heads
+    compare(holding(format, 70, rows=1, heads=2 if shared else 1), limit=9e-3 if format.startswith("int4") else 4e-3)
+
+
+@pytest.mark.parametrize(("first", "ring"), [(0, 10), (3, 1), (0, 1)])
+def test_attention_without_zones(first, ring):
+    compare(holding("int8", 50, first, ring))
+
+
+def test_attention_after_a_crop():
+    """The ring begins anywhere, and what was cropped lies behind."""
+    store = holding("int8", 90, rows=1)
+    for seen, body in ((85, 77), (40, 37)):
+        store.state[SEEN], store.state[BODY] = seen, body
+        compare(store)
+
+
+def hidden(rows: int, columns, row: int = 1, width: int = 130, heads: int = 1) -> Tensor:
+    mask = torch.ones(rows, heads, 1, width, dtype=torch.bool, device=DEVICE)
+    mask[row, ..., columns] = False
+    return mask
+
+
+@pytest.mark.parametrize("columns", [slice(0, 20), slice(1, 2), [40, 62], [66], [125]], ids=str)
+def test_columns_that_one_row_does_not_see(columns):
+    """In the first zone and the body, in either alone, in the ring, beyond what is stored."""
+    compare(holding("int8", 70), mask=hidden(2, columns))
+
+
+@pytest.mark.parametrize("kind", slowly(["each head", "one for all", "additive"], ["each head", "additive"]))
+def test_masks(kind):
+    store = holding("int8", 70, rows=1, heads=2)
+    shown = torch.rand(1, 4, 1, 130, device=DEVICE) < 0.6
+    shown[..., 0] = True
+    if kind == "additive":
+        mask = torch.randn(1, 1, 1, 130, device=DEVICE).masked_fill(~shown[:, :1], -torch.inf)
+        compare(store, mask=mask, softcap=3.0, sinks=torch.randn(4, device=DEVICE), scaling=0.2)
+    else:
+        compare(store, mask=shown if kind == "each head" else shown[:, :1])
+
+
+def test_a_row_that_sees_nothing_comes_out_as_numbers():
+    store = holding("int8", 40)
+    payload, query = store.payload(store.slotted()), data(2, 2, 1, 64)
+    out = fused.fused_attend(query, payload, hidden(2, slice(None)))[0]
+    assert out.isfinite().all()
+    alone = fused.fused_attend(query, payload)[0]
+    assert torch.equal(out[0], alone[0])
+
+
+def test_what_the_kernels_took_is_read_by_the_kernels():
+    store = run("turboquant_4bit_nc", 2, 5, 60, (5, 5, 5, 1, 5), heads=1, dims=(64, 64), share=0.01)
+    compare(store)

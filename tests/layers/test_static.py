@@ -1,0 +1,571 @@
+"""A static layer against a list of tokens: what is stored, where, and that nothing moves; and the store's own operations."""
+
+import copy
+from dataclasses import dataclass, field
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, settings
+from matrix import FORMATS
+from reference import assert_close
+from torch import Tensor
+
+from qkvcache.attention import KVHandle
+from qkvcache.formats import REGISTRY
+from qkvcache.kernels import Payload, Store, attend, attend_on_codes, attend_on_store
+from qkvcache.kernels import store as counted
+from qkvcache.kernels.store import BODY, DROPPED, SEEN
+from qkvcache.layers.compressed import CompressedLayer
+from qkvcache.layers.static import StaticLayer
+
+ROWS, HEADS, DIM, VALUE_DIM = 3, 2, 64, 32
+FIRST, RECENT, LIMIT = 2, 6, 90
+ZONES = {"zones": (FIRST, RECENT), "bare": (0, 0), "no_first": (0, RECENT), "no_recent": (FIRST, 0)}
+KINDS = ["identity", "int8_asymmetric", "fp8_tensor_frozen", "int4_group", "nvfp4", "turboquant_3bit_nc"]
+BY_BLOCK = ("fp8_tensor", "fp8_e5m2_tensor")  # whose scale is that of all that is encoded at once
+Pair = tuple[Tensor, Tensor]
+
+
+def new(tokens: int, rows: int = ROWS, dims=(DIM, VALUE_DIM), dtype=torch.float32) -> Pair:
+    return tuple(torch.randn(rows, HEADS, tokens, dim).to(dtype) for dim in dims)
+
+
+def empty(format: str = "turboquant_4bit_nc", zones=(FIRST, RECENT), limit: int = LIMIT) -> StaticLayer:
+    return StaticLayer(REGISTRY[format], limit, *zones)
+
+
+def filled(*sizes: int, **options) -> StaticLayer:
+    layer = empty(**options)
+    for size in sizes or (50, 1, 1):
+        layer.update(*new(size))
+    return layer
+
+
+def same(a, b) -> bool:
+    a, b = list(a), list(b)
+    return len(a) == len(b) and all(x.shape == y.shape and torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def addresses(layer: StaticLayer) -> list[int]:
+    return [x.data_ptr() for _, x in layer.tensors()]
+
+
+def snapshot(layer: StaticLayer) -> list:
+    held = [x.flatten().view(torch.uint8).clone() for _, x in layer.tensors()]
+    return [layer.get_seq_length(), layer.body, layer.fresh, addresses(layer), [x.tolist() for x in held]]
+
+
+@dataclass
+class Tokens:
+    """All tokens of a layer, those that have left the ring as their codes decode; `body` of them are there, after the first zone."""
+
+    first: int
+    ring: int
+    codecs: tuple
+    held: list[Tensor] = field(default_factory=list)
+    once: list[dict] = field(default_factory=list)
+    body: int = 0
+
+    @staticmethod
+    def of(layer: StaticLayer) -> "Tokens":
+        return Tokens(layer.exact_first, layer.exact_recent + 1, layer.codecs)
+
+    @property
+    def count(self) -> int:
+        return self.held[0].shape[2] if self.held else 0
+
+    def update(self, x: Pair) -> None:
+        if not self.count:
+            self.held = [side[:, :, :0] for side in x]
+            self.once = [codec.fit(side) for codec, side in zip(self.codecs, x, strict=True)]
+        before = self.count
+        self.held = [torch.cat(pair, 2) for pair in zip(self.held, x, strict=True)]
+        begin = self.first + self.body
+        end = max(begin, self.count - self.ring)
+        for low, high in ((begin, min(end, max(before, begin))), (max(before, begin), end)):  # from the ring; straight from the step
+            for codec, side, once in zip(self.codecs, self.held, self.once, strict=True):
+                if low < high:
+                    leaving = side[:, :, low:high]
+                    side[:, :, low:high] = codec.decode(codec.encode(leaving, once) | once, side.shape[3])
+        self.body = end - self.first
+
+    def crop(self, removed: int) -> None:
+        count = max(self.count - removed, 0)
+        self.held = [x[:, :, :count] for x in self.held]
+        self.body = min(self.body, max(count - self.first, 0))
+
+    def move(self, index: list[int]) -> None:
+        self.held = [x[index] for x in self.held]
+        self.once = [{name: x[index] for name, x in once.items()} for once in self.once]
+
+
+def check(layer: StaticLayer, tokens: Tokens) -> None:
+    assert layer.get_seq_length() == tokens.count
+    assert layer.get_mask_sizes(0) == (layer.max_length if tokens.count else 0, 0)
+    if not tokens.count:
+        return
+    assert layer.body == tokens.body
+    assert layer.store.state.tolist() == [tokens.count, tokens.body, 0, 0]
+    assert same(layer.dense(), tokens.held)
+
+
+# Against a list of tokens
+
+
+@pytest.mark.parametrize("zones", ZONES)
+@pytest.mark.parametrize("format", FORMATS)
+def test_update_returns_the_tensors_and_then_handles(format, zones):
+    layer = empty(format, ZONES[zones])
+    tokens = Tokens.of(layer)
+    for size in (20, 1, 3, 1, 20, 1, 1):
+        x, before = new(size), tokens.count and layer.dense()
+        got = layer.update(*x)
+        tokens.update(x)
+        check(layer, tokens)
+        if not before:
+            assert all(a is b for a, b in zip(got, x, strict=True))
+            continue
+        assert all(isinstance(handle, KVHandle) for handle in got) and got[0].payload is got[1].payload
+        seen = layer.dense() if size == 1 else [torch.cat(pair, 2) for pair in zip(before, x, strict=True)]
+        assert same([handle.dense() for handle in got], seen)
+
+
+@pytest.mark.parametrize("format", [name for name in FORMATS if name not in BY_BLOCK])
+def test_codes_are_those_of_a_growing_layer(format):
+    """The body in token order; and dense layers that are equal, where nothing is lost."""
+    static, growing = empty(format, (FIRST, 0)), CompressedLayer(REGISTRY[format], FIRST, 0)
+    for size in (30, 1, 1, 5, 1):
+        x = new(size)
+        static.update(*x), growing.update(*x)
+    for planes, zone in zip(static.store.planes, growing.zones, strict=True):
+        slab = zone.body.slabs[0]
+        assert static.body == zone.body.length - 1 == 35
+        assert planes.keys() == slab.keys()
+        assert all(torch.equal(planes[name][:, :, :35], slab[name][:, :, :35]) for name in slab)
+    if format == "identity":
+        assert same(static.dense(), growing.dense())
+
+
+@st.composite
+def histories(draw):
+    sizes = st.one_of(st.just(1), st.integers(1, 12), st.integers(1, 40))
+    kinds = ("update",) * 8 + ("crop", "crop", "reorder", "select", "repeat", "reset", "copy")
+    return [(draw(st.sampled_from(kinds)), draw(sizes), draw(st.integers(0, 999))) for _ in range(draw(st.integers(1, 14)))]
+
+
+@pytest.mark.parametrize("format", KINDS)
+@settings(max_examples=15)
+@given(history=histories(), zones=st.sampled_from(list(ZONES.values())), limit=st.sampled_from([20, 60, 90]))
+def test_any_history(format, history, zones, limit):
+    layer = empty(format, zones, limit)
+    tokens, rows = Tokens.of(layer), 2
+    for what, size, seed in history:
+        torch.manual_seed(seed)
+        kept = addresses(layer)
+        index = torch.randint(rows, (rows,)).tolist()
+        if what == "update":
+            x = new(size, rows)
+            if tokens.count + size > limit:
+                before = tokens.count and snapshot(layer)
+                with pytest.raises(ValueError, match=f"max_length={limit}"):
+                    layer.update(*x)
+                assert not before or snapshot(layer) == before
+            else:
+                layer.update(*x)
+                tokens.update(x)
+        elif what == "crop":
+            layer.crop(-size)
+            if tokens.count:
+                tokens.crop(size)
+        elif what == "reorder":
+            layer.reorder_cache(torch.tensor(index))
+            if tokens.count:
+                tokens.move(index)
+        elif what == "copy":
+            layer = copy.deepcopy(layer)
+        elif what == "reset":
+            layer.reset()
+            tokens = Tokens.of(layer)
+        elif tokens.count:
+            keep = sorted(index)[: seed % rows + 1] if what == "select" else [i for i in range(rows) for _ in range(2)]
+            if what == "select":
+                layer.batch_select_indices(torch.tensor(keep))
+            elif rows < 4:
+                layer.batch_repeat_interleave(2)
+            else:
+                continue
+            tokens.move(keep)
+            rows = len(keep)
+        check(layer, tokens)
+        if kept and what in ("crop", "reorder", "reset") or kept and what == "update" and tokens.count > size:
+            assert addresses(layer) == kept
+
+
+def test_cropped_slots_are_written_anew():
+    layer = filled(50, 9)
+    tokens = layer.dense()
+    kept = addresses(layer)
+    layer.crop(-30)
+    assert (layer.seen, layer.body) == (29, 27)  # what was encoded stays encoded: no token is left in the ring
+    assert same(layer.dense(), [x[:, :, :29] for x in tokens])
+    x = new(3)
+    layer.update(*x)
+    assert same(layer.dense(), [torch.cat([a[:, :, :29], b], 2) for a, b in zip(tokens, x, strict=True)])
+    layer.crop(-1000)
+    assert layer.get_seq_length() == 0 and addresses(layer) == kept
+    assert all(got is y for got, y in zip(layer.update(*x), x, strict=True))
+
+
+def test_a_copy_lives_its_own_life():
+    layer = filled(format="fp8_tensor_frozen")
+    before, twin = snapshot(layer), copy.deepcopy(layer)
+    assert not set(addresses(layer)) & set(addresses(twin))
+    assert all(a is b for a, b in zip(twin.store.arguments[0][:4], twin.store.exact, strict=True))
+    twin.update(*new(5)), twin.reorder_cache(torch.tensor([1, 1, 0])), twin.crop(-20), twin.reset()
+    assert snapshot(layer) == before
+
+
+def test_reset_keeps_the_storage_and_serves_another_batch():
+    layer = filled()
+    kept = addresses(layer)
+    layer.reset()
+    assert layer.is_initialized and layer.get_seq_length() == 0 and addresses(layer) == kept
+    x = new(4)
+    assert layer.update(*x)[0] is x[0] and addresses(layer) == kept
+    layer.reset()
+    x = new(4, rows=1, dims=(128, 128), dtype=torch.bfloat16)
+    assert layer.update(*x)[0] is x[0] and layer.dense()[0].dtype == torch.bfloat16
+
+
+# Modes of autograd, memory
+
+
+def test_gradients_reach_the_new_tokens():
+    layer, plain = filled(), filled()
+    plain.reset(), layer.reset()
+    past, x = new(50), new(3)
+    layer.update(*past), plain.update(*past)
+    before = layer.dense()
+    for step in (x, tuple(side[:, :, :1] for side in x)):
+        held = layer.get_seq_length()
+        graded = tuple(side.clone().requires_grad_() for side in step)
+        got = layer.update(*graded)
+        plain.update(*step)
+        assert all(type(side) is Tensor for side in got)
+        assert same([side[:, :, :held] for side in got], before)
+        weights = [torch.randn_like(side) for side in got]
+        sum((side * w).sum() for side, w in zip(got, weights, strict=True)).backward()
+        assert same([side.grad for side in graded], [w[:, :, held:] for w in weights])
+        assert not any(x.requires_grad for _, x in layer.tensors())
+        assert same(layer.dense(), plain.dense())
+        before = layer.dense()
+
+
+@pytest.mark.parametrize("modes", [(torch.inference_mode, torch.no_grad), (torch.no_grad, torch.inference_mode)])
+def test_inference_mode_may_come_and_go(modes):
+    layer, plain = empty(), empty()
+    for i, size in enumerate((40, 1, 20, 1, 1, 3)):
+        x = new(size)
+        plain.update(*x)
+        with modes[i % 2]():
+            layer.update(*x)
+            layer.reorder_cache(torch.arange(ROWS))
+            layer.crop(0)
+    assert same(layer.dense(), plain.dense())
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_memory_is_constant_from_the_first_token_on(format):
+    layer = filled(1, format=format)
+    held, kept = sum(x.nbytes for _, x in layer.tensors()), addresses(layer)
+    for size in (40, 1, 7, 41):
+        layer.update(*new(size))
+    assert layer.get_seq_length() == LIMIT and addresses(layer) == kept
+    storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for _, x in layer.tensors() if x.numel()}
+    assert sum(storages.values()) == held == sum(x.nbytes for _, x in layer.tensors())
+    per_token = REGISTRY[format].bytes_per_token(DIM, HEADS, VALUE_DIM)
+    if format != "identity":  # those bytes are counted for bf16
+        codes = sum(x.nbytes for role, x in layer.tensors() if role in ("codes", "scales"))
+        once = sum(x.nbytes for side in layer.store.once for x in side.values())
+        assert codes == ROWS * per_token * layer.store.slots + once
+    assert layer.store.slots == 128
+
+
+def test_storage_of_early_initialization_is_used():
+    layer = empty()
+    layer.lazy_initialization(*new(0))
+    kept = addresses(layer)
+    assert layer.is_initialized and layer.get_seq_length() == 0 and len(kept) == 10
+    x = new(40)
+    assert layer.update(*x)[0] is x[0]
+    assert addresses(layer) == kept
+
+
+# Refusals
+
+
+def _pair(key: tuple, value: tuple, dtypes=(torch.float32, torch.float32)) -> Pair:
+    return tuple(torch.zeros(shape, dtype=dtype) for shape, dtype in zip((key, value), dtypes, strict=True))
+
+
+K, V = (ROWS, HEADS, 1, DIM), (ROWS, HEADS, 1, VALUE_DIM)
+BAD_UPDATES = {
+    "batch": _pair((2, *K[1:]), (2, *V[1:])),
+    "heads": _pair((ROWS, 4, 1, DIM), (ROWS, 4, 1, VALUE_DIM)),
+    "key head_dim": _pair((ROWS, HEADS, 1, 128), V),
+    "value head_dim": _pair(K, (ROWS, HEADS, 1, DIM)),
+    "key dtype": _pair(K, V, (torch.bfloat16, torch.float32)),
+    "value dtype": _pair(K, V, (torch.float32, torch.bfloat16)),
+    "tokens of keys and values": _pair((ROWS, HEADS, 2, DIM), V),
+    "too many": _pair((ROWS, HEADS, 39, DIM), (ROWS, HEADS, 39, VALUE_DIM)),
+}
+
+
+@pytest.mark.parametrize("bad", BAD_UPDATES)
+def test_a_refused_update_changes_nothing(bad):
+    layer = filled()
+    before = snapshot(layer)
+    with pytest.raises(ValueError, match=r"\[3, 2, 52, \d+\].*reset\(\)|differ in batch|52 tokens and 39 more do not fit in max_length=90"):
+        layer.update(*BAD_UPDATES[bad])
+    assert snapshot(layer) == before
+    layer.update(*new(38))
+    with pytest.raises(ValueError, match="90 tokens and 1 more"):
+        layer.update(*new(1))
+
+
+def test_a_prompt_that_does_not_fit_takes_no_storage():
+    layer = empty()
+    with pytest.raises(ValueError, match="0 tokens and 91 more do not fit in max_length=90"):
+        layer.update(*new(91))
+    assert not layer.is_initialized and list(layer.tensors()) == []
+    with pytest.raises(ValueError, match="max_length=90"):
+        layer.get_mask_sizes(91)
+    layer.update(*new(90))
+
+
+@pytest.mark.parametrize("dims", [(65, 64), (64, 65)])
+def test_a_refused_head_dim_leaves_the_layer_empty(dims):
+    layer = empty("int4")
+    with pytest.raises(ValueError, match="cannot hold .*head_dim 65"):
+        layer.update(*new(3, dims=dims))
+    assert not layer.is_initialized and layer.get_seq_length() == 0 and list(layer.tensors()) == []
+    layer.update(*new(3))
+
+
+def test_a_refused_crop_changes_nothing():
+    layer = filled()
+    before = snapshot(layer)
+    with pytest.raises(ValueError, match=r"crop\(3\): pass a negative number"):
+        layer.crop(3)
+    layer.crop(0)
+    assert snapshot(layer) == before
+
+
+def test_an_empty_layer():
+    layer = empty()
+    layer.reorder_cache(torch.tensor([0])), layer.batch_repeat_interleave(2), layer.crop(-3), layer.reset()
+    assert layer.get_seq_length() == 0 and list(layer.tensors()) == [] and layer.dense_bytes_per_token == 0
+    assert (layer.get_max_length(), layer.get_mask_sizes(7)) == (LIMIT, (7, 0))
+    with pytest.raises(ValueError, match="empty"):
+        layer.dense()
+    with pytest.raises(NotImplementedError, match=r"layer.dense\(\)"):
+        layer.keys  # noqa: B018
+
+
+# Compiled
+
+
+def one_step(layer: StaticLayer, x: Pair, query: Tensor) -> Tensor:
+    key, _ = layer.update(*x)
+    return attend_on_codes(query, key.payload)
+
+
+@pytest.fixture
+def compiled():
+    """`one_step` compiled into one graph, and how many graphs there are."""
+    torch.compiler.reset()
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    with torch.compiler.set_stance("default"), torch.no_grad():
+        yield torch.compile(one_step, fullgraph=True, backend=backend), graphs
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize("format", KINDS)
+def test_compiled_steps_equal_eager_ones(format, compiled):
+    step, graphs = compiled
+    query = torch.randn(ROWS, 4, 1, DIM)
+    layer, plain = filled(20, 1, format=format), empty(format)
+    plain.store = copy.deepcopy(layer.store)
+    plain.seen, plain.body, plain.fresh, plain.is_initialized = 21, 13, False, True
+    plain.dtype, plain.device = layer.dtype, layer.device
+    for _ in range(25):
+        x = new(1)
+        assert_close(step(layer, x, query), one_step(plain, x, query), 1e-5)
+    assert len(graphs) == 1
+    assert layer.stale and layer.query_offset().item() == 46
+    assert layer.get_seq_length() == 46 and not layer.stale
+    assert same(layer.dense(), plain.dense())
+    x = new(3)  # and on, outside of compiled code
+    layer.update(*x), plain.update(*x)
+    x = new(1)
+    assert_close(step(layer, x, query), one_step(plain, x, query), 1e-5)
+    assert len(graphs) == 1
+    layer.crop(-1), plain.crop(-1)
+    assert same(layer.dense(), plain.dense())
+
+
+def test_tokens_beyond_max_length_are_dropped_and_then_said(compiled):
+    step, graphs = compiled
+    layer = filled(20, 1, limit=24)
+    outs = [step(layer, new(1), torch.ones(ROWS, 4, 1, DIM)) for _ in range(5)]
+    assert len(graphs) == 1 and all(out.isfinite().all() for out in outs)
+    assert layer.store.state.tolist() == [24, 15, 0, 2]
+    for call in (lambda: layer.update(*new(1)), layer.get_seq_length, layer.dense, lambda: layer.crop(-1)):
+        with pytest.raises(ValueError, match=r"2 tokens came when the cache was full: max_length=24 is too small; call reset\(\)"):
+            call()
+    layer.reset()
+    layer.update(*new(24))
+    assert layer.get_seq_length() == 24
+
+
+# The store
+
+
+def made(format: str = "turboquant_4bit_nc", first: int = 3, ring: int = 5, limit: int = 70, dtype=torch.float32) -> Store:
+    codecs = REGISTRY[format].key, REGISTRY[format].value
+    return Store.make(codecs, new(0, dtype=dtype), first, ring, limit, 64)
+
+
+def take_by_append(store: Store, x: Pair) -> None:
+    seen, body = store.state[:2].tolist()
+
+    def encode(tokens: Pair, start: int) -> None:
+        for codec, side, planes, once in zip(store.codecs, tokens, store.planes, store.once, strict=True):
+            for name, codes in codec.encode(side, once).items():
+                planes[name][:, :, start : start + side.shape[2]] = codes
+
+    counted.append(store, x, seen, body, encode)
+
+
+def take_one_by_one(store: Store, x: Pair) -> None:
+    for part in zip(*(side.split(1, 2) for side in x), strict=True):
+        counted.step(store, part)
+
+
+def take_by_the_ring(store: Store, x: Pair) -> None:
+    for part in zip(*(side.split(store.ring[0].shape[2], 2) for side in x), strict=True):
+        counted.step(store, part)
+
+
+def content(store: Store) -> list[Tensor]:
+    return [store.state, *(x.contiguous() for x in store.rows(int(store.state[BODY])))]
+
+
+@pytest.mark.parametrize("sizes", [(1, 1, 1, 1, 1, 1, 1), (2, 3, 4), (8, 1, 5), (5, 5, 5, 5), (40, 3, 1, 26)], ids=str)
+@pytest.mark.parametrize(("first", "ring"), [(3, 5), (0, 5), (3, 1), (0, 1), (7, 3)])
+@pytest.mark.parametrize("format", ["identity", "int8_asymmetric", "fp8_token", "turboquant_4bit_nc"])
+def test_ways_to_take_tokens_agree(format, first, ring, sizes):
+    stores = [made(format, first, ring) for _ in range(3)]
+    ways = (take_by_append, take_one_by_one, take_by_the_ring)
+    for size in sizes:
+        x = new(size)
+        for store, take in zip(stores, ways, strict=True):
+            take(store, x)
+        assert same(content(stores[0]), content(stores[1]))
+        assert same(content(stores[0]), content(stores[2]))
+
+
+@pytest.mark.parametrize("tokens", [1, 4])
+def test_a_full_store_takes_nothing_but_counts(tokens):
+    store = made(limit=20)
+    take_by_append(store, new(20 - tokens + 1))
+    before = [x.clone() for x in content(store)[1:]]
+    for times in (1, 2):
+        counted.step(store, new(tokens))
+        assert store.state.tolist()[:3] == [20 - tokens + 1, 12 - tokens + 1, 0] and store.state[DROPPED] == tokens * times
+        assert same(content(store)[1:], before)
+    if tokens > 1:
+        counted.step(store, new(tokens - 1))  # for which there is room
+        assert store.state[SEEN] == 20
+
+
+@pytest.mark.parametrize(("first", "ring"), [(3, 5), (0, 5), (3, 1), (0, 1)])
+def test_columns_and_unfold(first, ring):
+    store = made("identity", first, ring)
+    whole = new(70)
+    for seen in range(71):
+        if seen:
+            counted.step(store, tuple(side[:, :, seen - 1 : seen] for side in whole))
+        expected = [-1] * (first + store.slots + ring)
+        body = max(seen - first - ring, 0)
+        for token in range(seen):
+            left = token - first
+            slot = token if left < 0 else first + left if left < body else first + store.slots + left % ring
+            expected[slot] = token
+        assert store.columns().tolist() == expected
+        if seen % 7 and seen < 60:
+            continue
+        for coming in (0, 1, 6):
+            x = new(coming)
+            got = counted.unfold(store, x if coming else None)
+            for side, known, fresh in zip(got, whole, x, strict=True):
+                wanted = torch.zeros(ROWS, HEADS, 80, known.shape[3])
+                wanted[:, :, :seen] = known[:, :, :seen]
+                wanted[:, :, seen : seen + coming] = fresh
+                assert torch.equal(side, wanted[:, :, :70])
+
+
+@pytest.mark.parametrize("format", KINDS)
+def test_unfold_is_dense_at_its_columns(format):
+    layer = filled(30, 1, 1, format=format)
+    x = new(3)
+    got = counted.unfold(layer.store, x)
+    for side, known, fresh in zip(got, layer.dense(), x, strict=True):
+        assert side.shape[2] == LIMIT
+        assert torch.equal(side[:, :, :32], known) and torch.equal(side[:, :, 32:35], fresh) and not side[:, :, 35:].any()
+
+
+def masks(columns: int) -> dict[str, Tensor | None]:
+    """By column; each row of queries sees the first of them, even where few are stored."""
+    shown = torch.rand(ROWS, 1, 1, columns) < 0.6
+    shown[..., 0] = True
+    additive = torch.randn(ROWS, 4, 1, columns).masked_fill(~shown, -torch.inf)
+    return {
+        "none": None,
+        "bool": shown,
+        "additive": additive,
+        "lowest": torch.zeros(ROWS, 1, 1, columns).masked_fill(~shown, torch.finfo(torch.float32).min),
+        "one row": shown[:1],
+        "fewer dimensions": shown[0, 0],
+        "one for all columns": torch.ones(ROWS, 1, 1, 1, dtype=torch.bool),
+    }
+
+
+@pytest.mark.parametrize("mask", masks(1))
+@pytest.mark.parametrize("sizes", [(1,), (4,), (30, 1, 1, 1), (86, 1, 1, 1, 1)], ids=str)
+@pytest.mark.parametrize("format", ["identity", "turboquant_3bit_nc"])
+def test_attention_over_slots_equals_that_over_tokens(format, sizes, mask):
+    layer = filled(*sizes, format=format)
+    given = masks(LIMIT)[mask]
+    query = torch.randn(ROWS, 4, 1, DIM)
+    payload = Payload(*layer.store.sides(layer.seen, layer.body, 16))
+    options = {"scaling": 0.3, "softcap": 2.0, "sinks": torch.randn(4)} if mask in ("none", "additive") else {}
+    expected = attend(query, payload, given if given is None or given.shape[-1] == 1 else given[..., : layer.seen], **options)
+    assert_close(counted.attend_on_slots(query, layer.store, given, **options), expected, 1e-5)
+    assert_close(attend_on_store(query, layer.store, given, **options), expected, 1e-5)
+
+
+def test_what_lies_in_unused_slots_counts_for_nothing():
+    """Codes that were cropped, which may be of anything finite."""
+    layer = filled(60, 1, 1, format="int8")
+    layer.crop(-45)
+    layer.store.planes[0]["codes"][:, :, layer.body :] = 127
+    query = torch.randn(ROWS, 4, 1, DIM)
+    expected = attend(query, Payload(*layer.store.sides(layer.seen, layer.body, 16)))
+    assert_close(counted.attend_on_slots(query, layer.store, None), expected, 1e-5)
