@@ -81,11 +81,11 @@ class Plan:
     @property
     def reason(self) -> str:
         """The plan in words."""
-        smaller = "" if self.format is None and self.policy is None else f", {self.ratio:.2f}x less than {_size(self.dense)} dense"
-        words = [f"{self.model}, {self.name}: a request of {self.context:,} tokens takes {_size(self.bytes_per_request)}{smaller}."]
+        smaller = "" if self.format is None and self.policy is None else f", {self.ratio:.2f}x less than {in_words(self.dense)} dense"
+        words = [f"{self.model}, {self.name}: a request of {self.context:,} tokens takes {in_words(self.bytes_per_request)}{smaller}."]
         if self.gpu_memory is not None and self.weights_memory is not None:
-            gpus = f"{self.tensor_parallel} x {_size(self.gpu_memory)}" if self.tensor_parallel > 1 else _size(self.gpu_memory)
-            words.append(f"{gpus} less {_size(self.weights_memory)} of weights hold {self.requests:,} such requests")
+            gpus = f"{self.tensor_parallel} x {in_words(self.gpu_memory)}" if self.tensor_parallel > 1 else in_words(self.gpu_memory)
+            words.append(f"{gpus} less {in_words(self.weights_memory)} of weights hold {self.requests:,} such requests")
             each = f"{self.batch} requests of" if self.batch > 1 else "one request of"
             longest = "any length" if self.unbounded else f"up to {self.longest_context:,} tokens"
             words[-1] += f", or {each} {longest}." if self.unbounded or self.longest_context else f", and not {each} a single token."
@@ -211,7 +211,7 @@ def _free(gpu_memory: float, weights_memory: float, gpus: int) -> float:
     free = gpu_memory * gpus - weights_memory
     if free <= 0:
         raise ValueError(
-            f"gpu_memory={gpu_memory:g} x {gpus} GPUs leaves nothing beside {_size(weights_memory)} of weights: raise gpu_memory or "
+            f"gpu_memory={gpu_memory:g} x {gpus} GPUs leaves nothing beside {in_words(weights_memory)} of weights: raise gpu_memory or "
             "tensor_parallel, or pass weights_memory for quantized weights"
         )
     return free
@@ -247,7 +247,8 @@ def _notes(config: PreTrainedConfig, context: int) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def _size(count: float) -> str:
+def in_words(count: float) -> str:
+    """Bytes as GB, MB or kB, which are decimal."""
     for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if count >= scale:
             return f"{count / scale:,.1f} {unit}" if count < 100 * scale else f"{count / scale:,.0f} {unit}"
