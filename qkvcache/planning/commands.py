@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -130,8 +130,8 @@ def _policy(name: str | None, budget: float | None) -> policies.Policy | None:
         kind = type(policies.resolve(name))
         if budget is None:
             return kind()
-        size = budget if budget < 1 else int(budget)
-        return kind(**{"window" if issubclass(kind, policies.SinkWindow) else "budget": size})
+        size: Any = budget if budget < 1 else int(budget)
+        return kind(window=size) if issubclass(kind, policies.SinkWindow) else kind(budget=size)
     except (ValueError, TypeError) as error:
         raise typer.BadParameter(str(error), param_hint="--policy, --budget") from error
 
