@@ -98,11 +98,8 @@ def _shape(config: PreTrainedConfig, itemsize: int, tensor_parallel: int) -> Sha
 
 def _kv_heads(config: PreTrainedConfig) -> int | None:
     if getattr(config, "multi_query", False) and not getattr(config, "new_decoder_architecture", False):
-        return 1  # Falcon, GPT-BigCode
-    for name in ("num_key_value_heads", "num_kv_heads", "num_attention_heads"):
-        if heads := getattr(config, name, None):
-            return heads
-    return None
+        return 1  # Falcon, GPT-BigCode; later Falcons expand their heads before the cache
+    return getattr(config, "num_key_value_heads", None) or getattr(config, "num_attention_heads", None)
 
 
 def _state_bytes(config: PreTrainedConfig, itemsize: int) -> int:

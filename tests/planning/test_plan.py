@@ -4,7 +4,8 @@ import json
 
 import pytest
 import torch
-from matrix import MODELS, model
+import transformers as hf
+from matrix import ENCODER_DECODERS, MODELS, model
 
 from qkvcache import formats, plan, policies
 from qkvcache.planning import plan_all
@@ -57,6 +58,23 @@ def test_weights_are_counted_without_loading_them():
     assert plan(LLAMA, context=10, gpu_memory=1e9).weights_memory == expected
 
 
+@pytest.mark.parametrize(
+    ("config", "heads"),
+    [
+        (hf.FalconConfig(hidden_size=64, num_attention_heads=4, alibi=False), 1),
+        (hf.FalconConfig(hidden_size=64, num_attention_heads=4, num_kv_heads=2, new_decoder_architecture=True, alibi=False), 4),
+        (hf.GPTBigCodeConfig(n_embd=64, n_layer=2, n_head=4, multi_query=True), 1),
+    ],
+)
+def test_heads_are_those_that_the_cache_is_given(config, heads):
+    config.num_hidden_layers, config.vocab_size = 2, 100
+    cache = hf.DynamicCache(config=config)
+    with torch.inference_mode():
+        hf.AutoModelForCausalLM.from_config(config).eval()(input_ids=torch.randint(3, 99, (1, 20)), past_key_values=cache)
+    assert cache.layers[0].keys.shape[1] == heads
+    assert plan(config, context=20, dtype=torch.float32).dense == 2 * 2 * cache.layers[0].keys.nbytes
+
+
 def test_words():
     found = plan(LLAMA, format="int8", policy=policies.H2O(budget=0.25), context=600, gpu_memory=80e9, batch=2)
     for part in ("llama, int8 + H2O 25%", "600 tokens", "80.0 GB", "2 requests of up to", "512 positions"):
@@ -102,8 +120,6 @@ def test_what_a_config_does_not_tell_is_refused():
         plan(MODELS["deepseek_v3"](), context=10)
     with pytest.raises(TypeError, match="model.config"):
         plan("llama", context=10)
-    from matrix import ENCODER_DECODERS
-
     with pytest.raises(NotImplementedError, match="encoder"):
         plan(ENCODER_DECODERS["t5"](), context=10)
     unknown = MODELS["gemma3"]()
