@@ -13,6 +13,7 @@ from .caches import (
     TurboQuantCache,
     warmup,
 )
+from .planning import plan, recommend
 
 __all__ = [
     "CombinedCache",
@@ -26,7 +27,9 @@ __all__ = [
     "attach",
     "detach",
     "formats",
+    "plan",
     "policies",
+    "recommend",
     "warmup",
 ]
 __version__ = "0.1.0"

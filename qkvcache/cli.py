@@ -9,6 +9,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from .planning.commands import register as register_planning
+
 app = typer.Typer(
     help="KV caches for Hugging Face transformers that stay compressed while attention reads them.",
     no_args_is_help=True,
@@ -71,6 +73,8 @@ def formats(
         table.add_row(str(row["format"]), *cells)
     Console().print(table)
 
+
+register_planning(app)
 
 if __name__ == "__main__":
     app()

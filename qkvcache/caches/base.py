@@ -188,7 +188,7 @@ class CompressedCache(DynamicCache):
             for i in exact & set(full):
                 self.layers[i] = StaticLayer(formats.Identity(), self.max_length, 0, 0)
         for number, i in enumerate(chosen):
-            if head_dim := _head_dim(configs[i]):
+            if head_dim := head_dim_of(configs[i]):
                 self.format.check(head_dim)
             self.layers[i] = self._new_layer(number)
         if not full:
@@ -268,7 +268,7 @@ class CompressedCache(DynamicCache):
         )
 
 
-def _head_dim(config: PreTrainedConfig) -> int | None:
+def head_dim_of(config: PreTrainedConfig) -> int | None:
     """Channels of a cached key, or None where only the tensors tell (latent attention)."""
     if getattr(config, "kv_lora_rank", None):
         return None

@@ -19,6 +19,12 @@ PAGE = 64
 MAX_GROWTH = 16 * PAGE
 
 
+def growth(length: int, missing: int) -> int:
+    """Tokens in the slab that joins `length` stored tokens when `missing` find no place."""
+    # An eighth of what is there keeps slabs few and the idle share small.
+    return max(-(-missing // PAGE), min(length // 8, MAX_GROWTH) // PAGE) * PAGE
+
+
 class Slots:
     """Storage of `codec`'s buffers for vectors of `head_dim` channels. With `per_head`, buffers that all heads share are held by each:
     after evictions a slot holds another token in every head."""
@@ -40,14 +46,12 @@ class Slots:
         missing = self.length + tokens - self.capacity
         if missing <= 0:
             return
-        # An eighth of what is there keeps slabs few and the idle share small.
-        pages = max(-(-missing // PAGE), min(self.length // 8, MAX_GROWTH) // PAGE)
         batch, heads = like.shape[:2]
         self.version += 1
         self.slabs.append(
             {
                 buffer.name: torch.empty(
-                    (batch, heads if self.per_head or buffer.heads == "each" else 1, pages * PAGE, buffer.width),
+                    (batch, heads if self.per_head or buffer.heads == "each" else 1, growth(self.length, missing), buffer.width),
                     dtype=buffer.dtype or like.dtype,
                     device=like.device,
                 )

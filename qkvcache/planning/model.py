@@ -1,0 +1,113 @@
+"""What a config says about a model's cache: KV heads and channels of every layer, states that do not grow, bytes of the weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedConfig
+
+from ..caches.base import head_dim_of
+
+GROWING = {"full_attention", "sliding_attention", "chunked_attention", "reference_sliding_attention"}
+STATES = {"linear_attention", "conv", "mamba", "hybrid", "hybrid_sliding"}
+EMPTY = {"moe", "mlp"}
+"""Layer types, as `config.layer_types` names them: with keys and values, with states that do not grow, with neither."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One layer on one GPU: KV heads, channels of a head, and the bytes a row of a batch takes whatever its length (linear attention)."""
+
+    heads: int
+    head_dim: int
+    state: int
+
+
+def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
+    """The config of the decoder.
+
+    Raises TypeError for what is no config, NotImplementedError for a cache that a config does not tell.
+    """
+    if not isinstance(config, PreTrainedConfig):
+        raise TypeError(f"config must be a transformers config such as model.config, got {type(config).__name__}")
+    if config.is_encoder_decoder:
+        raise NotImplementedError(
+            f"planning for {config.model_type}, an encoder-decoder: the encoder's states stay dense and their length is not that of the "
+            "context; measure cache.nbytes"
+        )
+    text = config.get_text_config(decoder=True)
+    if getattr(text, "kv_lora_rank", None):
+        raise NotImplementedError(
+            f"planning for {text.model_type}: latent attention (MLA) caches latents whose layout the releases of transformers change, and "
+            "they are compressed already; measure cache.nbytes"
+        )
+    if unknown := set(getattr(text, "layer_types", None) or ()) - GROWING - STATES - EMPTY:
+        kinds = ", ".join(sorted(unknown))
+        raise NotImplementedError(f"planning for {text.model_type}: what {kinds} layers hold is unknown; measure cache.nbytes")
+    return text
+
+
+def shapes(config: PreTrainedConfig, itemsize: int, tensor_parallel: int = 1) -> list[Shape]:
+    """Every layer of the model as one of `tensor_parallel` GPUs holds it; `itemsize` is of the model's dtype, in bytes.
+
+    Raises ValueError where KV heads do not divide among the GPUs, and what `text_config` does.
+    """
+    layers: Sequence[PreTrainedConfig] = text_config(config).per_layer_config
+    return [_shape(layer, itemsize, tensor_parallel) for layer in layers]
+
+
+def model_dtype(config: PreTrainedConfig) -> torch.dtype:
+    """What the model computes in; bfloat16 where the config does not say."""
+    dtype = text_config(config).dtype or config.dtype or torch.bfloat16
+    return getattr(torch, dtype) if isinstance(dtype, str) else dtype
+
+
+def weights_bytes(config: PreTrainedConfig, dtype: torch.dtype) -> int:
+    """Bytes of the model's weights in `dtype`, from its parameters on the meta device.
+
+    Raises ValueError where they cannot be counted: a model with code of its own, or quantized weights.
+    """
+    if getattr(config, "quantization_config", None):
+        raise ValueError("the weights of this config are quantized: pass weights_memory=, the bytes that they take")
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+    except (ValueError, ImportError) as error:
+        raise ValueError(f"the weights of {config.model_type} cannot be counted ({error}): pass weights_memory=, in bytes") from error
+    return sum(parameter.numel() for parameter in model.parameters()) * dtype.itemsize
+
+
+def has_unknown_states(config: PreTrainedConfig) -> bool:
+    """Whether layers keep states beside keys and values whose size is not known here."""
+    text = text_config(config)
+    kinds = STATES & set(getattr(text, "layer_types", None) or ())
+    return bool(kinds) and not (kinds == {"linear_attention"} and getattr(text, "linear_num_value_heads", None))
+
+
+def _shape(config: PreTrainedConfig, itemsize: int, tensor_parallel: int) -> Shape:
+    heads, head_dim = _kv_heads(config), head_dim_of(config)
+    if not isinstance(heads, int) or head_dim is None:
+        raise NotImplementedError(f"planning for {config.model_type}: its config names no KV heads and head_dim; measure cache.nbytes")
+    if heads % tensor_parallel:
+        wide = [n for n in range(1, heads + 1) if heads % n == 0]
+        raise ValueError(f"tensor_parallel={tensor_parallel} does not divide {heads} KV heads: expected one of {wide}")
+    return Shape(heads // tensor_parallel, head_dim, _state_bytes(config, itemsize))
+
+
+def _kv_heads(config: PreTrainedConfig) -> int | None:
+    if getattr(config, "multi_query", False) and not getattr(config, "new_decoder_architecture", False):
+        return 1  # Falcon, GPT-BigCode; later Falcons expand their heads before the cache
+    return getattr(config, "num_key_value_heads", None) or getattr(config, "num_attention_heads", None)
+
+
+def _state_bytes(config: PreTrainedConfig, itemsize: int) -> int:
+    """Of gated delta rules (Qwen3-Next and later): the last inputs of a convolution in the model's dtype, and a matrix a head in fp32. A
+    tensor-parallel rank is taken to hold them whole."""
+    value_heads = getattr(config, "linear_num_value_heads", None)
+    if not value_heads:
+        return 0
+    key_dim, value_dim = config.linear_key_head_dim, config.linear_value_head_dim
+    channels = 2 * config.linear_num_key_heads * key_dim + value_heads * value_dim
+    return channels * config.linear_conv_kernel_dim * itemsize + value_heads * key_dim * value_dim * 4

@@ -1,0 +1,58 @@
+"""Plans and recommendations as rich tables."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.table import Table
+
+from .plan import Plan, in_words
+from .recommend import Recommendation
+
+
+def table(plans: list[Plan]) -> Table:
+    """One row a plan, all of one model, context and memory."""
+    first = plans[0]
+    found = Table(title=f"{first.model}, {first.context:,} tokens a request, {first.dtype}", caption=_caption(first))
+    budget = first.gpu_memory is not None
+    for header in ("cache", "bytes/token", "MB a request", "smaller", *(("requests", "longest context") if budget else ())):
+        found.add_column(header, justify="left" if header == "cache" else "right")
+    for plan in plans:
+        cells = [plan.name, f"{plan.bytes_per_token:,.0f}", f"{plan.bytes_per_request / 1e6:,.1f}", f"{plan.ratio:.2f}x"]
+        if budget:
+            cells += [f"{plan.requests:,}", "any" if plan.unbounded else f"{plan.longest_context:,}"]
+        found.add_row(*cells)
+    return found
+
+
+def parts(plan: Plan) -> Table:
+    """Where the bytes of one request are."""
+    found = Table(title=f"one request in {plan.name}")
+    found.add_column("part")
+    found.add_column("MB", justify="right")
+    for name in ("codes", "scales", "exact", "bookkeeping"):
+        found.add_row(name, f"{getattr(plan.request, name) / 1e6:,.2f}")
+    found.add_row("all", f"{plan.bytes_per_request / 1e6:,.2f}")
+    return found
+
+
+def show(recommendation: Recommendation, console: Console) -> None:
+    found = Table(show_header=False, title="recommended")
+    found.add_column()
+    found.add_column(overflow="fold")
+    for name, text in (
+        ("cache", recommendation.call),
+        ("because", recommendation.reason),
+        ("usual guide", recommendation.guide),
+        ("vLLM", recommendation.vllm),
+        ("SGLang", recommendation.sglang),
+    ):
+        found.add_row(name, text)
+    console.print(found)
+
+
+def _caption(plan: Plan) -> str | None:
+    words = list(plan.notes)
+    if plan.gpu_memory is not None and plan.weights_memory is not None:
+        memory = f"{plan.tensor_parallel} x {in_words(plan.gpu_memory)} less {in_words(plan.weights_memory)} of weights"
+        words.insert(0, f"{memory}, no activations, no headroom; longest context of {plan.batch} at once.")
+    return " ".join(words) or None

@@ -1,0 +1,80 @@
+"""`qkvcache plan` and `qkvcache recommend`: what they print, and what they say to wrong input."""
+
+import json
+
+import pytest
+from transformers import AutoConfig
+from typer.testing import CliRunner
+
+from qkvcache import demo, plan, recommend
+from qkvcache.cli import app
+from qkvcache.policies import H2O
+
+
+def run(*arguments: str):
+    return CliRunner(env={"COLUMNS": "200", "NO_COLOR": "1"}).invoke(app, arguments)
+
+
+CONFIG = AutoConfig.from_pretrained(demo.MODEL_PATH)
+MEMORY = ("--gpu-memory", "1GiB", "--weights-memory", "24MB")
+
+
+def test_plan_lists_every_format():
+    rows = json.loads(run("plan", "demo", "--context", "4000", *MEMORY, "--json").stdout)
+    assert len(rows) > 20 and rows[0]["format"] is None
+    for row in rows[::5]:
+        expected = plan(CONFIG, format=row["format"], context=4000, gpu_memory=2**30, weights_memory=24e6)
+        assert row == json.loads(json.dumps(expected.as_json()))
+    text = run("plan", "demo", "--context", "4000", *MEMORY).stdout
+    for part in ("turboquant_4bit_nc", "bytes/token", "longest context", "1 x 1.1 GB less 24.0 MB of weights"):
+        assert part in text, part
+
+
+def test_plan_of_one_format_says_where_the_bytes_are(tmp_path):
+    CONFIG.save_pretrained(tmp_path)
+    arguments = ("plan", str(tmp_path), "--context", "3000", "--format", "fp8", "--policy", "h2o", "--budget", "0.5")
+    text = run(*arguments, "--exact-recent", "8").stdout
+    assert "bookkeeping" in text and "fp8 + H2O 50%" in text
+    (row,) = json.loads(run(*arguments, "--exact-recent", "8", "--dtype", "float32", "--json").stdout)
+    expected = plan(CONFIG.__class__.from_pretrained(tmp_path), format="fp8", policy=H2O(budget=0.5), context=3000, exact_recent=8)
+    assert row["codes"] == expected.request.codes and row["exact"] == 2 * expected.request.exact
+
+
+@pytest.mark.parametrize(("policy", "name"), [("sink_window", "SinkWindow 104"), ("keydiff", "KeyDiff 100")])
+def test_policies_by_name(policy, name):
+    (row,) = json.loads(
+        run("plan", "demo", "--context", "3000", "--format", "int8", "--policy", policy, "--budget", "100", "--json").stdout
+    )
+    assert row["policy"] == name
+
+
+def test_recommend():
+    found = json.loads(run("recommend", "demo", "--context", "40000", "--workload", "continue", "--json").stdout)
+    expected = recommend(CONFIG, context=40_000, workload="continue")
+    assert found["call"] == expected.call and found["plan"]["bytes_per_request"] == expected.plan.bytes_per_request
+    text = run("recommend", "demo", "--context", "40000", "--chat").stdout
+    for part in ("TurboQuantCache(config", "PrefixStore", "--kv-cache-dtype turboquant_4bit_nc", "FP8 + prefix caching"):
+        assert part in text, part
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("plan", "demo"), "--context"),
+        (("plan", "no/such/folder", "--context", "10"), "'no/such/folder' has no config"),
+        (("plan", "demo", "--context", "10", "--format", "int9"), "int9"),
+        (("plan", "demo", "--context", "10", "--gpu-memory", "much"), "'much': expected a size such as 80GB"),
+        (("plan", "demo", "--context", "10", "--gpu-memory", "1KB"), "leaves nothing"),
+        (("plan", "demo", "--context", "10", "--tensor-parallel", "3"), "KV heads"),
+        (("plan", "demo", "--context", "10", "--dtype", "int8"), "bfloat16, float16, float32"),
+        (("plan", "demo", "--context", "10", "--policy", "h3o"), "h3o"),
+        (("plan", "demo", "--context", "10", "--policy", "sink_window", "--budget", "0.5"), "window"),
+        (("plan", "demo", "--context", "10", "--budget", "9"), "add --policy"),
+        (("recommend", "demo", "--context", "10", "--workload", "chat"), "'facts'"),
+        (("recommend", "demo", "--context", "10", "--streaming", "--chat"), "choose one"),
+    ],
+)
+def test_wrong_input_is_explained(arguments, says):
+    result = run(*arguments)
+    assert result.exit_code == 2, result.output
+    assert says in result.output

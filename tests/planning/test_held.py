@@ -1,0 +1,138 @@
+"""Planned bytes are the bytes that a real cache then holds: to the byte, save for what a sliding layer notes of its window."""
+
+import pytest
+import torch
+from matrix import FORMATS, MODELS, POLICIES, model, slowly
+
+from qkvcache import CompressedCache, policies
+from qkvcache.layers.evicting import EvictingLayer
+from qkvcache.layers.slots import growth
+from qkvcache.planning import plan
+from qkvcache.planning.model import shapes
+
+MODEL_NAMES = ("llama", "gemma3", "phi3", "qwen3")
+SHARES = {
+    "h2o_share": lambda budget: policies.H2O(budget=0.3, sinks=4),
+    "share_and_recent": lambda budget: policies.TOVA(budget=policies.Budget(20, 0.25), recent=10, interval=7),
+    "intervals": lambda budget: policies.Knorm(budget=10 * budget, recent=40),
+}
+ALL_POLICIES = {"none": lambda budget: None} | POLICIES | SHARES
+ROWS = 2
+NOTE = 8
+"""Bytes of the tensor in which a sliding layer of transformers keeps its window."""
+PARTS = ("codes", "scales", "exact", "bookkeeping")
+
+
+def read(name: str, prompt: int, steps: int, **options) -> CompressedCache:
+    """A cache in which the tiny model `name` has read a prompt, and then `steps` tokens one by one."""
+    network = model(name, "eager" if name in ("gemma2", "gpt_oss") else "sdpa")
+    cache = CompressedCache(network.config, **options)
+    ids = torch.randint(3, 99, (ROWS, prompt))
+    with torch.inference_mode():
+        network(input_ids=ids, past_key_values=cache)
+        for _ in range(steps):
+            network(input_ids=ids[:, :1], past_key_values=cache)
+    return cache
+
+
+def drive(name: str, prompt: int, steps: int, **options) -> CompressedCache:
+    """The same without the model: keys and values, and the attention on them where a policy looks at it."""
+    config = MODELS[name]()
+    cache = CompressedCache(config, **options)
+    for layer, shape in zip(cache.layers, shapes(config, 4), strict=True):
+        for tokens in (prompt, *[1] * steps):
+            new = torch.rand(ROWS, shape.heads, tokens, shape.head_dim)
+            layer.update(new, new)
+            if isinstance(layer, EvictingLayer):
+                layer.enter(None)
+                columns = layer.zones[0].length
+                layer.observe(torch.rand(ROWS, shape.heads, columns) if layer.observes else None)
+    return cache
+
+
+def check(cache: CompressedCache, name: str, prompt: int, steps: int, **options) -> None:
+    memory = cache.memory()
+    planned = plan(MODELS[name](), context=prompt + steps, prompt=prompt, batch=ROWS, dtype=torch.float32, **options)
+    windows = NOTE * sum(hasattr(layer, "sliding_window") for layer in cache.layers)
+    of_planned = {part: ROWS * getattr(planned.request, part) for part in PARTS}
+    of_cache = {part: getattr(memory, part) for part in PARTS}
+    assert of_planned == of_cache | {"exact": of_cache["exact"] - windows}
+    assert ROWS * planned.dense == memory.dense - windows
+    assert planned.bytes_per_gpu == pytest.approx(cache.nbytes, rel=0.01)
+
+
+@pytest.mark.parametrize("name", slowly([name for name in MODELS if name != "deepseek_v3"], {*MODEL_NAMES, "qwen3_next", "gemma4"}))
+@pytest.mark.filterwarnings("ignore:no layer of this model has full attention")
+def test_models(name):
+    """Layers that slide, that are linear, that share keys; head_dims that differ by layer; other names in the config."""
+    for options in ({"format": "int8_token", "exact_recent": 8}, {"format": "nvfp4", "policy": policies.KeyDiff(budget=20)}):
+        check(read(name, 60, 2, **options), name, 60, 2, **options)
+
+
+@pytest.mark.parametrize(("name", "of"), [("llama", list(ALL_POLICIES)), ("phi3", ["none", "keydiff_values", "h2o_share"])])
+@pytest.mark.parametrize("format", FORMATS)
+def test_every_format_with_every_policy(name, of, format):
+    for policy in of:
+        options = {"format": format, "policy": ALL_POLICIES[policy](40)}
+        check(drive(name, 80, 2, **options), name, 80, 2, **options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODEL_NAMES)
+@pytest.mark.parametrize("policy", ALL_POLICIES)
+@pytest.mark.parametrize("format", FORMATS)
+def test_every_format_with_every_policy_in_models(name, format, policy):
+    options = {"format": format, "policy": ALL_POLICIES[policy](40)}
+    check(read(name, 150, 2, **options), name, 150, 2, **options)
+
+
+@pytest.mark.parametrize("zones", [(0, 0), (4, 64), (100, 3), (3, 1)])
+@pytest.mark.parametrize("prompt", [1, 5, 80, 200])
+def test_zones_and_steps(zones, prompt):
+    for options in ({"format": "fp8_tensor_frozen"}, {"format": "int4", "policy": policies.Knorm(budget=0.3)}):
+        options |= {"exact_first": zones[0], "exact_recent": zones[1]}
+        check(drive("llama", prompt, 40, **options), "llama", prompt, 40, **options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"exact_layers": (0, -1)},
+        {"exact_layers": (1,), "policy": policies.TOVA(budget=0.5)},
+        {"policy": policies.TOVA(budget=[20, 100, policies.Budget(30, 0.1)])},
+        {"policy": policies.SinkWindow(window=30, positions="cache")},
+    ],
+)
+def test_layers_that_differ(options):
+    check(drive("llama", 150, 40, format="int4", **options), "llama", 150, 40, format="int4", **options)
+
+
+@pytest.mark.parametrize("policy", [None, policies.Knorm(budget=0.9), policies.Knorm(budget=policies.Budget(100, 0.5), interval=20)])
+def test_slabs_that_grow_while_tokens_come_one_by_one(policy):
+    """By an eighth, which is more than a page from 1,024 tokens on."""
+    config = MODELS["llama"]()
+    options = {"format": "int8", "policy": policy, "exact_first": 0, "exact_recent": 0}
+    cache = CompressedCache(config, **options)
+    layer, token = cache.layers[0], torch.rand(1, 2, 1, 32)
+    for seen in range(1100, 1800):
+        new = token.expand(-1, -1, 1100 if seen == 1100 else 1, -1)
+        layer.update(new, new)
+        if policy:
+            layer.enter(None)
+            layer.observe(None)
+        if seen % 37 == 0:
+            assert plan(config, context=seen, prompt=1100, dtype=torch.float32, **options).bytes_per_request == 3 * cache.nbytes, seen
+
+
+def test_far_from_the_prompt_slabs_are_counted_as_if_one_by_one():
+    slots = growth(0, 932)
+    body = 932
+    for context in range(1001, 40_000):
+        left = 932 + (context - 1000) // 33 * 33
+        if left > slots:
+            slots += growth(body, left - slots)
+        body = left
+        if context % 4999 == 0:
+            planned = plan(MODELS["llama"](), format="int8", context=context, prompt=1000, dtype=torch.float32)
+            assert planned.request.codes == 3 * 2 * 2 * 32 * slots
+            assert planned.request.exact == 3 * 2 * 2 * 32 * 4 * (context - body)

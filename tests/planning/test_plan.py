@@ -1,0 +1,132 @@
+"""What `plan` answers, and what it refuses."""
+
+import json
+
+import pytest
+import torch
+import transformers as hf
+from matrix import ENCODER_DECODERS, MODELS, model
+
+from qkvcache import formats, plan, policies
+from qkvcache.planning import plan_all
+from qkvcache.planning.model import weights_bytes
+
+LLAMA = MODELS["llama"]()
+TOKEN = 3 * 2 * 2 * 32 * 2
+"""Bytes of a token of LLAMA in bfloat16."""
+
+
+def test_without_format_and_policy_it_is_a_dynamic_cache():
+    found = plan(LLAMA, context=100)
+    assert found.bytes_per_request == found.dense == 100 * TOKEN and found.ratio == 1
+    assert found.dtype == "bfloat16" and found.name == "dense bfloat16" and found.fits
+    assert plan(LLAMA, context=100, dtype=torch.float32).dense == 2 * found.dense
+
+
+def test_requests_and_longest_context_are_the_most_that_fit():
+    memory = {"gpu_memory": 1e6, "weights_memory": 0.2e6}
+    found = plan(LLAMA, format="int4", context=300, batch=3, **memory)
+    assert found.requests == int(0.8e6 // found.bytes_per_request)
+    longest = found.longest_context
+    fits = plan(LLAMA, format="int4", context=longest, batch=3, **memory)
+    assert fits.fits and not plan(LLAMA, format="int4", context=longest + 1, batch=3, **memory).fits
+    assert fits.bytes_per_gpu == 3 * fits.bytes_per_request <= 0.8e6
+
+
+def test_what_stops_growing_has_no_longest_context():
+    memory = {"gpu_memory": 1e6, "weights_memory": 0}
+    found = plan(LLAMA, policy=policies.SinkWindow(window=100), context=5000, **memory)
+    assert found.unbounded and found.longest_context is None and "any length" in str(found)
+    tiny = plan(LLAMA, format="int8", context=10, batch=1000, **memory)
+    assert tiny.longest_context == 1 and not tiny.fits
+    assert plan(LLAMA, context=10, batch=10_000, **memory).longest_context == 0
+
+
+def test_tensor_parallel_ranks_hold_their_heads():
+    whole, halves = (plan(LLAMA, format="int8", context=500, tensor_parallel=n) for n in (1, 2))
+    assert halves.bytes_per_request == whole.bytes_per_request and halves.bytes_per_gpu * 2 == whole.bytes_per_gpu
+    # What all heads share, each rank has for itself.
+    whole, halves = (plan(LLAMA, format="int8_token", context=500, tensor_parallel=n) for n in (1, 2))
+    assert halves.request.scales == 2 * whole.request.scales and halves.request.codes == whole.request.codes
+    two = plan(LLAMA, context=500, tensor_parallel=2, gpu_memory=1e6, weights_memory=1e6)
+    assert two.requests == int(1e6 // two.bytes_per_request)
+
+
+def test_weights_are_counted_without_loading_them():
+    expected = sum(x.numel() for x in model("llama").parameters()) * 2
+    assert weights_bytes(LLAMA, torch.bfloat16) == expected
+    assert plan(LLAMA, context=10, gpu_memory=1e9).weights_memory == expected
+
+
+@pytest.mark.parametrize(
+    ("config", "heads"),
+    [
+        (hf.FalconConfig(hidden_size=64, num_attention_heads=4, alibi=False), 1),
+        (hf.FalconConfig(hidden_size=64, num_attention_heads=4, num_kv_heads=2, new_decoder_architecture=True, alibi=False), 4),
+        (hf.GPTBigCodeConfig(n_embd=64, n_layer=2, n_head=4, multi_query=True), 1),
+    ],
+)
+def test_heads_are_those_that_the_cache_is_given(config, heads):
+    config.num_hidden_layers, config.vocab_size = 2, 100
+    cache = hf.DynamicCache(config=config)
+    with torch.inference_mode():
+        hf.AutoModelForCausalLM.from_config(config).eval()(input_ids=torch.randint(3, 99, (1, 20)), past_key_values=cache)
+    assert cache.layers[0].keys.shape[1] == heads
+    assert plan(config, context=20, dtype=torch.float32).dense == 2 * 2 * cache.layers[0].keys.nbytes
+
+
+def test_words():
+    found = plan(LLAMA, format="int8", policy=policies.H2O(budget=0.25), context=600, gpu_memory=80e9, batch=2)
+    for part in ("llama, int8 + H2O 25%", "600 tokens", "80.0 GB", "2 requests of up to", "512 positions"):
+        assert part in str(found), part
+    assert json.loads(json.dumps(found.as_json()))["bytes_per_request"] == found.bytes_per_request
+    notes = plan(MODELS["qwen3_next"](), context=10).notes
+    assert not notes
+
+
+def test_every_format_that_holds_the_heads_has_a_row():
+    rows = plan_all(LLAMA, context=1000, gpu_memory=1e9)
+    assert [row.format for row in rows] == [None, *(name for name in formats.REGISTRY if name != "identity")]
+    assert len({row.weights_memory for row in rows}) == 1
+    refused = MODELS["llama"]()
+    refused.head_dim = 80
+    assert "int4" not in {row.format for row in plan_all(refused, context=1000)}
+    evicting = plan_all(LLAMA, policy="keydiff", context=3000)
+    assert evicting[0].policy is None and all(row.policy == "KeyDiff 1,024" for row in evicting[1:])
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "says"),
+    [
+        ({"context": 0}, ValueError, "context=0"),
+        ({"context": 5.0}, TypeError, "context"),
+        ({"batch": 0}, ValueError, "batch=0"),
+        ({"prompt": 0}, ValueError, "prompt=0"),
+        ({"format": "int9"}, ValueError, "int9"),
+        ({"format": "int8", "exact_layers": (7,)}, ValueError, "exact_layers"),
+        ({"tensor_parallel": 4}, ValueError, r"tensor_parallel=4 does not divide 2 KV heads: expected one of \[1, 2\]"),
+        ({"gpu_memory": "80GB"}, TypeError, "number of bytes"),
+        ({"gpu_memory": -1.0}, ValueError, "gpu_memory=-1.0"),
+        ({"gpu_memory": 1e5, "weights_memory": 1e6}, ValueError, "leaves nothing beside 1.0 MB of weights"),
+    ],
+)
+def test_wrong_input_is_explained(options, error, says):
+    with pytest.raises(error, match=says):
+        plan(LLAMA, **{"context": 100} | options)
+
+
+def test_what_a_config_does_not_tell_is_refused():
+    with pytest.raises(NotImplementedError, match="latent attention"):
+        plan(MODELS["deepseek_v3"](), context=10)
+    with pytest.raises(TypeError, match="model.config"):
+        plan("llama", context=10)
+    with pytest.raises(NotImplementedError, match="encoder"):
+        plan(ENCODER_DECODERS["t5"](), context=10)
+    unknown = MODELS["gemma3"]()
+    unknown.layer_types = ["compressed_sparse_attention"] * 4
+    with pytest.raises(NotImplementedError, match="compressed_sparse_attention"):
+        plan(unknown, context=10)
+    quantized = MODELS["llama"]()
+    quantized.quantization_config = {"quant_method": "fp8"}
+    with pytest.raises(ValueError, match="weights_memory="):
+        plan(quantized, context=10, gpu_memory=1e9)

@@ -1,0 +1,118 @@
+"""What `recommend` answers can be typed, does what it says, and follows what was measured."""
+
+import json
+from importlib import import_module
+
+import pytest
+import torch
+import transformers as hf
+from matrix import MODELS
+from planning.llama import LLAMA_70B
+
+import qkvcache
+from qkvcache import CompressedCache, plan, recommend
+from qkvcache.formats import REGISTRY
+from qkvcache.planning import engines
+from qkvcache.planning.plan import Plan
+
+module = import_module("qkvcache.planning.recommend")  # behind the function of the same name
+CHOICES = {choice.call: choice for ladder in module.LADDERS.values() for choice in (*ladder, module.STREAM)}
+SMALL = MODELS["llama"]()
+
+
+def made(call: str, config):
+    return eval(call, vars(qkvcache) | {"config": config, "DynamicCache": hf.DynamicCache})
+
+
+@pytest.mark.parametrize("choice", CHOICES.values(), ids=CHOICES)
+def test_the_call_makes_what_was_planned(choice):
+    cache = made(choice.call, SMALL)
+    assert isinstance(cache, CompressedCache)
+    assert cache.format == REGISTRY[choice.format or "identity"] and cache.policy == choice.policy
+    planned = CompressedCache(SMALL, format=choice.format, policy=choice.policy)
+    for layer, of_plan in zip(cache.layers, planned.layers, strict=True):
+        names = ("exact_first", "exact_recent", "budget", "interval", "tail")
+        assert [getattr(layer, name, None) for name in names] == [getattr(of_plan, name, None) for name in names]
+
+
+def format_of(**options) -> str:
+    found = recommend(LLAMA_70B, **{"context": 100_000} | options)
+    assert isinstance(found.plan, Plan) and found.reason and found.call in str(found)
+    return found.plan.name
+
+
+def test_by_context_and_workload():
+    assert format_of(context=2000) == "int8"
+    assert format_of(context=10_000) == "turboquant_4bit_nc"
+    assert format_of(context=10_000, workload="continue") == "turboquant_4bit_nc"
+    assert format_of() == format_of(workload="question") == "turboquant_4bit_nc"
+    assert format_of(workload="continue") == "turboquant_4bit_nc + H2O 50%"
+    assert format_of(streaming=True) == "SinkWindow 1,024"
+    assert format_of(workload="continue", chat=True) == "turboquant_4bit_nc", "a chat goes back to what it has read"
+
+
+def test_the_usual_guide_is_named():
+    guides = [recommend(LLAMA_70B, context=n).guide for n in (2000, 10_000, 100_000)]
+    assert guides == ["FP8", "FP8 + H2O 50 %", "sinks + H2O 30 % + FP8"]
+    assert recommend(LLAMA_70B, context=9, streaming=True).guide == "sinks + sliding window"
+    chat = recommend(LLAMA_70B, context=9000, chat=True)
+    assert chat.guide == "FP8 + prefix caching" and "PrefixStore" in chat.reason and "--enable-hierarchical-cache" in chat.sglang
+
+
+def test_memory_moves_the_choice_to_the_closest_cache_that_fits():
+    memory = {"gpu_memory": 80e9, "weights_memory": 141e9, "tensor_parallel": 8, "context": 131_072}
+    for workload, ladder in module.LADDERS.items():
+        start = ladder.index(module.LONG_START[workload])
+        held = [plan(LLAMA_70B, format=c.format, policy=c.policy, **memory).requests for c in ladder]
+        for number in range(start, len(ladder)):
+            found = recommend(LLAMA_70B, workload=workload, batch=held[number], **memory)
+            first = next(i for i in range(start, len(ladder)) if held[i] >= held[number])
+            assert found.call == ladder[first].call and found.plan.fits
+        found = recommend(LLAMA_70B, workload=workload, batch=10_000, **memory)
+        assert found.call == ladder[-1].call and "not even this holds 10000" in found.reason.lower()
+        assert held[start:] == sorted(held[start:]), "each is smaller than the one before"
+
+
+def test_what_need_not_be_compressed_is_left_dense():
+    for config, context in ((SMALL, 40), (MODELS["mistral"](), 10_000)):
+        found = recommend(config, context=context)
+        assert type(made(found.call, config)) is hf.DynamicCache and found.vllm == "--kv-cache-dtype auto"
+
+
+def test_models_that_allow_less():
+    config = hf.BloomConfig(vocab_size=100, hidden_size=128, n_layer=2, n_head=2)
+    found = recommend(config, context=100_000, workload="continue")
+    assert found.plan.policy is None and made(found.call, config)
+    with pytest.raises(NotImplementedError, match="ALiBi"):
+        recommend(config, context=1000, streaming=True)
+    odd = MODELS["llama"]()
+    odd.head_dim = 42  # in no four-bit packing
+    found = recommend(odd, context=100_000)
+    assert made(found.call, odd) and not REGISTRY[found.plan.format].refuses(42)
+
+
+def test_flags_of_engines():
+    assert set(engines.VLLM) <= set(REGISTRY)
+    assert engines.vllm_flag("turboquant_3bit_nc") == "--kv-cache-dtype turboquant_3bit_nc"
+    assert engines.vllm_flag("fp8_tensor") == "--kv-cache-dtype fp8_e4m3" == engines.sglang_flag("int8")
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "says"),
+    [
+        ({"workload": "chat"}, ValueError, "workload='chat': expected 'facts', 'question' or 'continue'"),
+        ({"streaming": True, "chat": True}, ValueError, "choose one"),
+        ({"context": -1}, ValueError, "context=-1"),
+        ({"tensor_parallel": 3}, ValueError, "KV heads"),
+    ],
+)
+def test_wrong_input_is_explained(options, error, says):
+    with pytest.raises(error, match=says):
+        recommend(SMALL, **{"context": 100} | options)
+    with pytest.raises(NotImplementedError, match="latent"):
+        recommend(MODELS["deepseek_v3"](), context=10)
+
+
+def test_json():
+    found = json.loads(json.dumps(recommend(SMALL, context=5000, gpu_memory=1e9, dtype=torch.float16).as_json()))
+    assert found["plan"]["dtype"] == "float16" and found["plan"]["codes"] > 0
