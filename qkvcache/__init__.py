@@ -13,12 +13,14 @@ from .caches import (
     TurboQuantCache,
     warmup,
 )
+from .prefix import PrefixStore
 
 __all__ = [
     "CombinedCache",
     "CompressedCache",
     "H2OCache",
     "NVFP4Cache",
+    "PrefixStore",
     "QuantizedPerTokenCache",
     "SinkCache",
     "SlidingWindowCache",
