@@ -3,8 +3,8 @@
 A snapshot has one row and is trimmed to the tokens in use. Compressed and dense layers can be cut to any number of first tokens: what is
 stored as codes stays codes, what is exact stays exact. What evicts, slides or recurs has forgotten how it was earlier, and stays whole.
 
-Names: `key.first`, `key.body.<buffer>`, `key.once.<buffer>`, `key.recent` and the same of `value` in compressed layers, with `ledger.<name>`
-where tokens are evicted; `keys` and `values` elsewhere; the states of linear attention under the names of their attributes.
+Names: `key.first`, `key.body.<buffer>`, `key.once.<buffer>`, `key.recent` and the same of `value` in compressed layers, with
+`ledger.<name>` where tokens are evicted; `keys` and `values` elsewhere; states of linear attention under the names of their attributes.
 """
 
 from __future__ import annotations
@@ -12,15 +12,21 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
+from transformers import cache_utils
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
 
 from .compressed import CompressedLayer, Zones
 from .evicting import EvictingLayer
 
+Layer = Any
+"""A layer of a transformers cache: their classes have no base in common."""
 SIDES = ("key", "value")
+PLACEHOLDER = getattr(cache_utils, "DummyLayer", None)
+"""What stands for layers that read another one's keys and values, in newer releases of transformers."""
 Copy = Callable[[Tensor, Tensor], object]
 """Fills its first argument, on any device, with its second, in host memory."""
 
@@ -81,7 +87,7 @@ class Snapshot:
         return next((x.shape[2] for name, x in self.tensors.items() if name.startswith(f"key.{zone}")), 0)
 
 
-def snapshot(layer: CacheLayerMixin, tokens: int | None = None, row: int = 0) -> Snapshot:
+def snapshot(layer: Layer, tokens: int | None = None, row: int = 0) -> Snapshot:
     """Row `row` of what `layer` holds, copied; only the first `tokens` of it, where given.
 
     Raises NotImplementedError, with the reason, for layers whose contents cannot be taken out or not cut like this.
@@ -90,10 +96,12 @@ def snapshot(layer: CacheLayerMixin, tokens: int | None = None, row: int = 0) ->
     if reason:
         raise NotImplementedError(reason)
     rows = slice(row, row + 1)
+    tensors: dict[str, Tensor] = {}
+    if type(layer) is PLACEHOLDER:
+        return Snapshot("empty")
     if isinstance(layer, CompressedLayer):
         if not layer.zones:
             return Snapshot("empty")
-        tensors = {}
         for side, zone in zip(SIDES, layer.zones, strict=True):
             count = tokens if tokens is not None and not isinstance(layer, EvictingLayer) else zone.length
             tensors |= {f"{side}.{name}": x for name, x in _zones(zone, count, rows)}
@@ -113,12 +121,12 @@ def snapshot(layer: CacheLayerMixin, tokens: int | None = None, row: int = 0) ->
     return Snapshot("dense", tensors)
 
 
-def refusal(layer: CacheLayerMixin, tokens: int | None = None) -> str | None:
+def refusal(layer: Layer, tokens: int | None = None) -> str | None:
     """Why `layer`, or its first `tokens` tokens, cannot be taken out, or None."""
     kind = type(layer)
-    if kind not in (CompressedLayer, EvictingLayer, DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer):
+    if kind not in (CompressedLayer, EvictingLayer, DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer, PLACEHOLDER):
         return f"the contents of a {kind.__name__} cannot be taken out"
-    if kind is LinearAttentionLayer:  # which does not know how many tokens it has seen: the cache's other layers do
+    if kind in (LinearAttentionLayer, PLACEHOLDER):  # which do not know how many tokens were seen: the cache's other layers do
         return None
     seen = layer.get_seq_length()
     if isinstance(layer, EvictingLayer):
@@ -129,12 +137,12 @@ def refusal(layer: CacheLayerMixin, tokens: int | None = None) -> str | None:
             return "an evicting layer whose rows were padded"
         if tokens not in (None, seen):
             return "a layer that evicts tokens cannot be cut to fewer than it has seen"
-    if isinstance(layer, DynamicSlidingWindowLayer) and tokens not in (None, seen) and seen > layer.keys.shape[2]:
+    if kind is DynamicSlidingWindowLayer and tokens not in (None, seen) and seen > layer.keys.shape[2]:
         return "a sliding-window layer whose window is full cannot be cut to fewer tokens than it has seen"
     return None
 
 
-def restore(layer: CacheLayerMixin, held: Snapshot, device: torch.device | str, copy: Copy = Tensor.copy_) -> None:
+def restore(layer: Layer, held: Snapshot, device: torch.device | str, copy: Copy = Tensor.copy_) -> None:
     """Puts a copy of `held` into `layer`, which is empty and of the kind that it came from, on `device`.
 
     Nothing is shared with the snapshot: the layer writes into free slots in place. Raises ValueError for another kind of layer.

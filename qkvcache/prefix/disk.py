@@ -123,8 +123,8 @@ def read_header(path: Path) -> File:
 
 
 def read(file: File, tokens: int | None = None) -> Iterator[Snapshot]:
-    """The layers of a file in order, each cut to the first `tokens` tokens and checked. Their tensors are views of the file, which only what
-    is used is read from. Raises Damaged where a digest does not fit."""
+    """The layers of a file in order, each cut to the first `tokens` tokens and checked. Their tensors are views of the file, of which only
+    what is used is read. Raises Damaged where a digest does not fit."""
     try:
         with safe_open(file.path, framework="pt") as handle:
             names: list[list[str]] = [[] for _ in file.layers]
@@ -223,7 +223,7 @@ def _sum(layer: Snapshot, chunk: int) -> str:
             continue
         digest.update(f"{name} {x.dtype} {list(x.shape)} ".encode())
         if x.numel():
-            digest.update(x.contiguous().reshape(-1).view(torch.uint8).numpy())
+            digest.update(x.contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedConfig
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
+from transformers.cache_utils import Cache, DynamicLayer
 
 from ..caches import CompressedCache
 from ..layers.compressed import CompressedLayer
 from ..layers.evicting import EvictingLayer
-from ..layers.snapshot import Copy, Snapshot, restore, snapshot, storages
+from ..layers.snapshot import PLACEHOLDER, Copy, Layer, Snapshot, restore, snapshot, storages
 from . import match
 
 SAMPLE = 256
@@ -44,9 +44,9 @@ class Mould:
         self.text = "; ".join(dict.fromkeys(map(_describe, cache.layers)))
         self.name = hashlib.blake2b("\n".join(map(_describe, cache.layers)).encode(), digest_size=16).digest()
         self.evicts = any(isinstance(layer, EvictingLayer) for layer in cache.layers)
-        self.cuttable = not self.evicts and all(type(layer) in (CompressedLayer, DynamicLayer) for layer in cache.layers)
+        self.cuttable = not self.evicts and all(type(layer) in (CompressedLayer, DynamicLayer, PLACEHOLDER) for layer in cache.layers)
 
-    def layers(self) -> list[CacheLayerMixin]:
+    def layers(self) -> list[Layer]:
         """A new empty layer for each of the model's."""
         stock = DynamicCache(config=self._config).layers
         return [own if kept is None else _emptied(kept) for kept, own in zip(self._layers, stock, strict=True)]
@@ -66,7 +66,7 @@ def _emptied(layer: CompressedLayer) -> CompressedLayer:
     return new
 
 
-def _describe(layer: CacheLayerMixin) -> str:
+def _describe(layer: Layer) -> str:
     if not isinstance(layer, CompressedLayer):
         return f"{type(layer).__name__} {getattr(layer, 'sliding_window', '')}".strip()
     kind = type(layer.format)
@@ -129,7 +129,7 @@ def take(cache: Cache, mould: Mould, key: bytes, row: int, quantize: bool, max_b
     return Entry(key, mould, layers, tuple(errors))
 
 
-def freeze(layer: CacheLayerMixin, into: CacheLayerMixin, tokens: int, row: int, quantize: bool) -> tuple[Snapshot, float]:
+def freeze(layer: Layer, into: Layer, tokens: int, row: int, quantize: bool) -> tuple[Snapshot, float]:
     """The first `tokens` tokens of row `row` of `layer` as `into`, an empty layer, would hold them, and the error that this makes.
 
     Codes and states are taken as they are; dense tokens are encoded where `into` is compressed, unless `quantize` is False. Raises
@@ -151,7 +151,7 @@ def freeze(layer: CacheLayerMixin, into: CacheLayerMixin, tokens: int, row: int,
     return held, _error(into, (keys, values))  # type: ignore[arg-type]
 
 
-def thaw(layer: CacheLayerMixin, held: Snapshot, empty: CacheLayerMixin, device: torch.device, copy: Copy) -> None:
+def thaw(layer: Layer, held: Snapshot, empty: Layer, device: torch.device, copy: Copy) -> None:
     """Puts `held` into `layer`, an empty one on `device`, decoding or encoding where the one is dense and the other is not.
 
     `empty` is an empty layer of the kind that `held` came from.
@@ -159,7 +159,7 @@ def thaw(layer: CacheLayerMixin, held: Snapshot, empty: CacheLayerMixin, device:
     if held.kind == "dense" and isinstance(layer, CompressedLayer):
         dense = DynamicLayer()
         restore(dense, held, device, copy)
-        layer.update(dense.keys, dense.values)
+        layer.update(dense.keys, dense.values)  # type: ignore[arg-type]
     elif held.kind == "compressed" and type(layer) is DynamicLayer and isinstance(empty, CompressedLayer):
         restore(empty, held, device, copy)
         layer.update(*empty.dense())

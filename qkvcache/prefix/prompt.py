@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import Cache
 
 Ids = Sequence[int] | Sequence[Sequence[int]] | Tensor
 MEDIA = ("image_token_id", "image_token_index", "video_token_id", "audio_token_id")
@@ -29,9 +31,19 @@ def rows(ids: Ids) -> list[Tensor]:
 
 def text_tokens(row: Tensor, config: PreTrainedConfig) -> int:
     """Tokens before the first that stands for an image, a video or a sound: what it shows is not among the ids."""
-    media = sorted({getattr(config, name, None) for name in MEDIA} - {None})
-    hits = torch.isin(row, torch.tensor(media, dtype=torch.int64)).nonzero() if media else ()
+    media = sorted({value for name in MEDIA if (value := getattr(config, name, None)) is not None})
+    hits = torch.isin(row, torch.tensor(media, dtype=torch.int64)).nonzero()
     return int(hits[0]) if len(hits) else len(row)
+
+
+@torch.no_grad()
+def compute(model: PreTrainedModel, ids: Tensor, cache: Cache) -> bool:
+    """Lets `cache` see what it lacks of `ids` `[B, T]`; returns whether it lacked anything."""
+    ids = ids[:, cache.get_seq_length() :].to(model.device)
+    if ids.shape[1]:
+        last = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
+        model(input_ids=ids, past_key_values=cache, use_cache=True, **last)
+    return bool(ids.shape[1])
 
 
 def fillers(config: PreTrainedConfig) -> set[int]:

@@ -6,7 +6,6 @@ Tokens are compared, so that a wrong prefix cannot be used; entries carry the na
 
 from __future__ import annotations
 
-import inspect
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -29,7 +28,7 @@ from .entry import Entry, Mould, TooLarge, batch, take, thaw
 from .identity import Identity
 from .memory import Memory
 from .place import Staging, layer_devices
-from .prompt import Ids, fillers, rows, text_tokens
+from .prompt import Ids, compute, fillers, rows, text_tokens
 from .shelf import Shelf
 from .stats import Match, Stats
 
@@ -86,9 +85,9 @@ class PrefixStore:
             )
         check_count("max_bytes", max_bytes)
         max_disk_bytes = 10 * max_bytes if max_disk_bytes is None else max_disk_bytes
-        sizes = {"min_quantize_tokens": min_quantize_tokens, "min_match_tokens": min_match_tokens, "max_disk_bytes": max_disk_bytes}
-        for name, value in sizes.items():
-            check_count(name, value)
+        check_count("max_disk_bytes", max_disk_bytes)
+        check_count("min_quantize_tokens", min_quantize_tokens)
+        check_count("min_match_tokens", min_match_tokens)
         self.model, self.dense, self.min_quantize_tokens = model, dense, min_quantize_tokens
         self.min_match_tokens = max(min_match_tokens, 1)
         self._template = Mould(CompressedCache(model.config, format=format, **options), model.config)
@@ -135,9 +134,8 @@ class PrefixStore:
         self._stats.misses += 1
         return Match()
 
-    @torch.no_grad()
     def store(self, ids: Ids, cache: Cache) -> bool:
-        """Stores what `cache` holds of `ids`, `[T]` or a row for each of the cache's: as many tokens as both have. The cache stays as it is.
+        """Stores what `cache` holds of `ids`, `[T]` or a row for each of the cache's: as many tokens as both have. The cache stays.
 
         A row of ids serves a cache of several rows, as beams are, if all of them began with it. Returns whether everything given is now
         stored; if not, `stats` says why. Raises TypeError or ValueError for what are no token ids, no cache, or other numbers of rows.
@@ -162,18 +160,18 @@ class PrefixStore:
         To store the answer as well, call `store(output_ids, past)` within the block.
         """
         found = self.fetch(ids)
-        row = rows(ids)[0]
+        given = rows(ids)
+        row = given[0]
         own = self._dense if self.dense and not self._template.evicts else self._template
         cache = own.cache() if found.cache is None else found.cache
         if found.cache is not None:
             own = self._mould(cache) if isinstance(cache, CompressedCache) else self._dense
         try:
-            if not own.cuttable:
-                self._read(row, len(rows(ids)), cache)
+            if not own.cuttable and compute(self.model, row[:-1].expand(len(given), -1), cache):
+                self._take(row[:-1], cache)
             yield cache
             if own.cuttable:
-                with torch.no_grad():
-                    self._take(row, cache, release=own)
+                self._take(row, cache, release=own)
         finally:
             cache.layers = own.layers()
 
@@ -241,6 +239,7 @@ class PrefixStore:
             thaw(layer, held, empty, device, self._copy)
         return cache
 
+    @torch.no_grad()
     def _take(self, row: Tensor, cache: Cache, number: int = 0, padded: bool = False, release: Mould | None = None) -> bool:
         tokens = min(len(row), cache.get_seq_length())
         row = row[:tokens]
@@ -287,16 +286,6 @@ class PrefixStore:
             return self._template
         mould = Mould(cache, self.model.config)
         return self._moulds.setdefault(mould.name, mould)
-
-    @torch.no_grad()
-    def _read(self, row: Tensor, count: int, cache: Cache) -> None:
-        """Computes the prompt up to its last token, in `count` equal rows, and stores that."""
-        ids = row[cache.get_seq_length() : -1].to(self.model.device).expand(count, -1)
-        if ids.shape[1]:
-            options = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(self.model.forward).parameters else {}
-            self.model(input_ids=ids, past_key_values=cache, use_cache=True, **options)
-            self._scan()
-            self._take(row[:-1], cache)
 
     def _scan(self) -> None:
         if self._shelf is not None:
