@@ -12,9 +12,11 @@ import json
 import os
 import platform
 import re
+import shutil
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from uuid import uuid4
@@ -32,7 +34,7 @@ VERSION = 1
 CHUNK = 1024
 """Tokens that are checked together."""
 READERS = min(os.cpu_count() or 1, 16)
-SUFFIX = ".safetensors"
+SUFFIX, WRITING = ".safetensors", ".writing"
 _NAME = re.compile(r"([0-9a-f]{32})-([0-9a-f]{32})-([0-9a-f]{32})\.safetensors")
 
 
@@ -68,7 +70,7 @@ def file_name(key: bytes, mould: bytes) -> str:
 
 
 def write(directory: Path, entry: Entry, model: str) -> Path:
-    """Writes the entry under another name, then renames it. Raises OSError if it cannot; no half of a file is left then."""
+    """Writes the entry into a folder of this process, then moves it out. Raises OSError if it cannot; no half of a file is left then."""
     tensors = {f"{i}.{name}": x for i, layer in enumerate(entry.layers) for name, x in layer.tensors.items()}
     with ThreadPoolExecutor(READERS) as pool:
         sums = list(pool.map(_sums, entry.layers))
@@ -85,62 +87,65 @@ def write(directory: Path, entry: Entry, model: str) -> Path:
     ids = match.decode(entry.key).int()
     metadata = {"qkvcache_prefix": str(VERSION), "header": text, "digest": _digest(text.encode(), ids)}
     final = directory / file_name(entry.key, entry.mould.name)
-    temporary = directory / f"{final.name}.{platform.node()}.{os.getpid()}.{uuid4().hex}.tmp"
+    own = directory / f"{platform.node()}.{os.getpid()}.{uuid4().hex}{WRITING}"  # a folder: safetensors makes temporary files of its own
     try:
-        save_file(tensors | {"ids": ids}, temporary, metadata)
-        os.replace(temporary, final)
+        own.mkdir()
+        save_file(tensors | {"ids": ids}, own / final.name, metadata)
+        os.replace(own / final.name, final)
     except SafetensorError as error:
         raise OSError(str(error)) from error
     finally:
-        temporary.unlink(missing_ok=True)
+        shutil.rmtree(own, ignore_errors=True)
     return final
 
 
 def read_header(path: Path) -> File:
     """Raises Damaged for what is no entry, not a whole one, or not the one that its name says; FileNotFoundError if it is gone."""
-    try:
-        with safe_open(path, framework="pt") as file:
-            metadata = file.metadata() or {}
-            version = metadata.get("qkvcache_prefix")
-            if version is None:
-                raise Damaged("it is no prefix entry")
-            if version != str(VERSION):
-                raise Damaged(f"it has version {version[:20]}, this release reads version {VERSION}: upgrade qkvcache, or remove the file")
-            ids = file.get_tensor("ids").clone()
-            if metadata.get("digest") != _digest(metadata["header"].encode(), ids):
-                raise Damaged("its header was changed")
-            header = json.loads(metadata["header"])
-            key = match.encode(bytes.fromhex(header["identity"]), ids)
-            layers, errors = header["layers"], tuple(header["errors"])
-            found = File(path, key, bytes.fromhex(header["mould"]), header["text"], header["model"], header["whole"], errors, layers)
-    except FileNotFoundError:
-        raise
-    except (SafetensorError, OSError, KeyError, ValueError, TypeError) as error:
-        raise Damaged(f"it is truncated or damaged ({error})") from error
+    with _opened(path) as file:
+        metadata = file.metadata() or {}
+        version = metadata.get("qkvcache_prefix")
+        if version is None:
+            raise Damaged("it is no prefix entry")
+        if version != str(VERSION):
+            raise Damaged(f"it has version {version[:20]}, this release reads version {VERSION}: upgrade qkvcache, or remove the file")
+        ids = file.get_tensor("ids").clone()
+        if metadata.get("digest") != _digest(metadata["header"].encode(), ids):
+            raise Damaged("its header was changed")
+        header = json.loads(metadata["header"])
+        key = match.encode(bytes.fromhex(header["identity"]), ids)
+        layers, errors = header["layers"], tuple(header["errors"])
+        found = File(path, key, bytes.fromhex(header["mould"]), header["text"], header["model"], header["whole"], errors, layers)
     if path.name != file_name(found.key, found.mould):
         raise Damaged("its name belongs to another entry")
     return found
 
 
+@contextmanager
+def _opened(path: Path) -> Iterator[safe_open]:
+    """The file, opened; what goes wrong with it meanwhile raises FileNotFoundError if it is gone, else Damaged."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except (SafetensorError, OSError, RuntimeError, LookupError, ValueError, TypeError) as error:
+        if not path.exists():  # another process removed it: before it was opened, or before torch mapped it
+            raise FileNotFoundError(path) from error
+        raise Damaged(f"it is truncated or damaged ({error})") from error
+
+
 def read(file: File, tokens: int | None = None) -> Iterator[Snapshot]:
     """The layers of a file in order, each cut to the first `tokens` tokens and checked. Their tensors are views of the file, of which only
     what is used is read. Raises Damaged where a digest does not fit."""
-    try:
-        with safe_open(file.path, framework="pt") as handle:
-            names: list[list[str]] = [[] for _ in file.layers]
-            for name in handle.keys():  # noqa: SIM118  (it is no dictionary)
-                if name != "ids":
-                    names[int(name.split(".")[0])].append(name)
-            held = [
-                Snapshot(layer["kind"], {name.partition(".")[2]: handle.get_tensor(name) for name in own}, layer["numbers"])
-                for layer, own in zip(file.layers, names, strict=True)
-            ]
-    except FileNotFoundError:
-        raise
-    except (SafetensorError, OSError, ValueError, IndexError) as error:
-        raise Damaged(f"it is truncated or damaged ({error})") from error
-    with ThreadPoolExecutor(READERS) as pool:
+    with _opened(file.path) as handle:
+        names: list[list[str]] = [[] for _ in file.layers]
+        for name in handle.keys():  # noqa: SIM118  (it is no dictionary)
+            if name != "ids":
+                names[int(name.split(".")[0])].append(name)
+        held = [
+            Snapshot(layer["kind"], {name.partition(".")[2]: handle.get_tensor(name) for name in own}, layer["numbers"])
+            for layer, own in zip(file.layers, names, strict=True)
+        ]
         cut = held if tokens in (None, file.tokens) else [layer.cut(tokens) for layer in held]  # type: ignore[arg-type]
+    with ThreadPoolExecutor(READERS) as pool:
         checks = pool.map(_fits, held, cut, [layer["sums"] for layer in file.layers])
         for i, (fits, layer) in enumerate(zip(checks, cut, strict=True)):
             if not fits:
@@ -162,9 +167,9 @@ def parts(name: str) -> tuple[bytes, bytes] | None:
 
 def trim(directory: Path, max_bytes: int) -> int:
     """Removes what killed processes left, then the entries that were used longest ago, until the rest fits; returns how many entries."""
-    for path in directory.glob(f"*{SUFFIX}.*.tmp"):
+    for path in directory.glob(f"*{WRITING}"):
         if _stale(path):
-            path.unlink(missing_ok=True)
+            shutil.rmtree(path, ignore_errors=True)
     found = sorted(
         ((s.st_mtime_ns, s.st_size, entry.path) for entry in files(directory) if parts(entry.name) and (s := _stat(entry))), reverse=True
     )
@@ -192,9 +197,9 @@ def _stat(entry: os.DirEntry) -> os.stat_result | None:
 
 
 def _stale(path: Path) -> bool:
-    """Whether nobody writes this temporary file any more."""
+    """Whether nobody writes into this folder any more."""
     try:
-        host, pid, _, _ = path.name.partition(SUFFIX + ".")[2].rsplit(".", 3)
+        host, pid, _, _ = path.name.rsplit(".", 3)
         if host == platform.node():
             os.kill(int(pid), 0)
         return time.time() - path.stat().st_mtime > 86_400
