@@ -9,12 +9,15 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from .prefix.commands import app as prefix_app
+
 app = typer.Typer(
     help="KV caches for Hugging Face transformers that stay compressed while attention reads them.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.add_typer(prefix_app, name="prefix")
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON in place of tables.")]
 
 

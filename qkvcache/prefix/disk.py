@@ -165,6 +165,11 @@ def parts(name: str) -> tuple[bytes, bytes] | None:
     return (bytes.fromhex(fits[1]), bytes.fromhex(fits[2])) if fits else None
 
 
+def label(name: str) -> str:
+    """What tells the entry of this file name from others: the digest of its tokens."""
+    return name.removesuffix(SUFFIX).rpartition("-")[2]
+
+
 def trim(directory: Path, max_bytes: int) -> int:
     """Removes what killed processes left, then the entries that were used longest ago, until the rest fits; returns how many entries."""
     for path in directory.glob(f"*{WRITING}"):

@@ -151,6 +151,14 @@ def freeze(layer: Layer, into: Layer, tokens: int, row: int, quantize: bool) -> 
     return held, _error(into, (keys, values))  # type: ignore[arg-type]
 
 
+def give(into: Mould, layers: list[Snapshot], mould: Mould, devices: list[torch.device], copy: Copy) -> Cache:
+    """A new cache of `into` that holds `layers`, which were stored as `mould` holds them, each on its device."""
+    cache = into.cache()
+    for layer, held, empty, device in zip(cache.layers, layers, mould.layers(), devices, strict=True):
+        thaw(layer, held, empty, device, copy)
+    return cache
+
+
 def thaw(layer: Layer, held: Snapshot, empty: Layer, device: torch.device, copy: Copy) -> None:
     """Puts `held` into `layer`, an empty one on `device`, decoding or encoding where the one is dense and the other is not.
 

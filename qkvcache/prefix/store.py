@@ -24,7 +24,7 @@ from ..formats import Format
 from ..layers.snapshot import Snapshot
 from ..policies import check_count
 from . import match
-from .entry import Entry, Mould, TooLarge, batch, take, thaw
+from .entry import Entry, Mould, TooLarge, batch, give, take
 from .identity import Identity
 from .memory import Memory
 from .place import Staging, layer_devices
@@ -233,11 +233,8 @@ class PrefixStore:
         return None if stored is None or tokens < self.min_match_tokens else (where, stored, tokens)
 
     def _fill(self, mould: Mould, layers: list[Snapshot]) -> Cache:
-        cache = (self._dense if self.dense and not mould.evicts else mould).cache()
-        devices = layer_devices(self.model, len(layers))
-        for layer, held, empty, device in zip(cache.layers, layers, mould.layers(), devices, strict=True):
-            thaw(layer, held, empty, device, self._copy)
-        return cache
+        into = self._dense if self.dense and not mould.evicts else mould
+        return give(into, layers, mould, layer_devices(self.model, len(layers)), self._copy)
 
     @torch.no_grad()
     def _take(self, row: Tensor, cache: Cache, number: int = 0, padded: bool = False, release: Mould | None = None) -> bool:
