@@ -40,14 +40,7 @@ class Identity:
         """16 bytes."""
         state = (_adapters(self.model), *((name, x.data_ptr(), _version(x)) for name, x in _tensors(self.model)))
         if state != self._state:
-            parts = [
-                _config(self.model),
-                str(self.model.dtype),
-                str(_adapters(self.model)),
-                self.tokenizer,
-                self.extra,
-                str(shard(self.model)),
-            ]
+            parts = [_config(self.model), str(self.model.dtype), str(_adapters(self.model)), self.tokenizer, self.extra]
             digest = hashlib.blake2b(json.dumps(parts).encode(), digest_size=16)
             for name, x in _tensors(self.model):
                 digest.update(f"{name} {x.dtype} {list(x.shape)} ".encode())
@@ -55,14 +48,6 @@ class Identity:
                 digest.update(sample.numpy().tobytes())
             self._state, self.name = state, digest.digest()
         return self.name
-
-
-def shard(model: PreTrainedModel) -> tuple[int, int]:
-    """The rank of this process among those that share each layer's heads, and how many they are."""
-    size = getattr(model, "tp_size", None) or getattr(model, "_tp_size", None) or 1
-    if size == 1 or not torch.distributed.is_initialized():
-        return 0, 1
-    return torch.distributed.get_rank() % size, size
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

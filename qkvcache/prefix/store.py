@@ -11,12 +11,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import replace
+from functools import partial
 from os import PathLike
 from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+from torch.nn import Module
+from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import Cache
 
 from ..caches import CompressedCache
@@ -29,6 +31,7 @@ from .identity import Identity
 from .memory import Memory
 from .place import Staging, layer_devices
 from .prompt import Ids, compute, fillers, rows, text_tokens
+from .ranks import Ranks
 from .shelf import Shelf
 from .stats import Match, Stats
 
@@ -77,7 +80,7 @@ class PrefixStore:
         identity: str = "",
         **options,
     ):
-        if not isinstance(model, PreTrainedModel):
+        if not isinstance(getattr(model, "config", None), PreTrainedConfig) or not isinstance(model, Module):  # peft wraps models
             raise TypeError(f"model must be a transformers model, got {type(model).__name__}")
         if model.config.is_encoder_decoder:
             raise NotImplementedError(
@@ -93,7 +96,8 @@ class PrefixStore:
         self._template = Mould(CompressedCache(model.config, format=format, **options), model.config)
         self._dense = Mould(DynamicCache(config=model.config), model.config)
         self._moulds = {self._template.name: self._template}
-        self._identity = Identity(model, tokenizer, identity)
+        self._ranks = Ranks(model)
+        self._identity = Identity(model, tokenizer, f"{identity} shard {self._ranks.rank} of {self._ranks.size}")
         self._memory = Memory(max_bytes)
         self._shelf = None if directory is None else Shelf(Path(directory), max_disk_bytes, model.config.model_type)
         self._stats = Stats()
@@ -113,18 +117,19 @@ class PrefixStore:
         limit = min(len(row) - 1, text_tokens(row, self.model.config))
         key = match.encode(self._identity.current(), row)
         self._scan()
-        while (found := self._best(key, limit)) is not None:
+        while (found := self._ranks.agree(partial(self._best, key), limit)) is not None:
             shelf, stored, tokens = found
             if shelf is None:
                 entry = self._memory.use(stored)
-                mould, errors, layers = entry.mould, entry.errors, entry.cut(tokens)
+                mould, errors = entry.mould, entry.errors
+                layers: list[Snapshot] | None = entry.cut(tokens)
             else:
                 file = shelf.get(stored)
                 mould, errors = self._moulds[file.mould], file.errors
-                if (read := shelf.read(stored, tokens)) is None:  # damaged or gone, and now known to be
-                    continue
-                layers = read
-            cache = self._fill(mould, layers)
+                layers = shelf.read(stored, tokens)
+            if not self._ranks.least(layers is not None):  # a file was damaged or gone, and is now known to be
+                continue
+            cache = self._fill(mould, layers or [])
             if len(given) > 1:
                 cache.batch_repeat_interleave(len(given))
             kind = match.kind(stored, key)
