@@ -70,6 +70,8 @@ class Shelf:
         if key is not None and key in self._files and self._files[key].path.name == name:
             del self._files[key]
             self.index.remove(key)
+            for other in [other for other, same in self._known.items() if same == key]:  # of another kind of cache: looked at again
+                del self._known[other]
 
     def get(self, key: bytes) -> disk.File:
         return self._files[key]

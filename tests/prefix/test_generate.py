@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from matrix import MODELS, POLICIES, UNSUPPORTED, model
+from matrix import MODELS, POLICIES, UNSUPPORTED, model, slowly
 from prefix.made import held
 from transformers import DynamicCache
 
@@ -34,7 +34,7 @@ def generate(of, ids, past=None, **options):
 
 @pytest.mark.filterwarnings("ignore:no layer of this model has full attention", "ignore:attention code calls")
 @pytest.mark.parametrize("dense", [False, True])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", slowly(MODELS, ["llama", "gemma3", "qwen3_next"]))
 def test_generate_gives_the_same(name, dense):
     kept = store(name, dense=dense)
     turns = prompt(40), prompt(40), torch.cat([prompt(40), prompt(7, 1)], 1), torch.cat([prompt(25), prompt(30, 2)], 1), prompt(20)
@@ -123,7 +123,7 @@ def state(cache) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("on_disk", [False, True], ids=["memory", "disk"])
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("name", slowly(POLICIES, ["sink_window", "h2o", "snapkv", "keydiff_values", "custom"]))
 def test_evicting_caches_come_back_whole(name, on_disk, tmp_path):
     policy = POLICIES[name](24)
     options = {"format": "int8", "policy": policy, "directory": tmp_path if on_disk else None}

@@ -125,4 +125,4 @@ def tokens_of(entry) -> tuple:
 
 
 TestOracle = Oracle.TestCase
-TestOracle.settings = settings(max_examples=60, stateful_step_count=40, deadline=None, derandomize=True)
+TestOracle.settings = settings(max_examples=50, stateful_step_count=40, deadline=None, derandomize=True)
