@@ -154,9 +154,12 @@ def read(file: File, tokens: int | None = None) -> Iterator[Snapshot]:
 
 
 def files(directory: Path) -> list[os.DirEntry]:
-    """Every file that could be an entry."""
-    with os.scandir(directory) as found:
-        return [entry for entry in found if entry.name.endswith(SUFFIX)]
+    """Every file that could be an entry; none if the directory is gone."""
+    try:
+        with os.scandir(directory) as found:
+            return [entry for entry in found if entry.name.endswith(SUFFIX)]
+    except FileNotFoundError:
+        return []
 
 
 def parts(name: str) -> tuple[bytes, bytes] | None:

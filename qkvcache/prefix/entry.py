@@ -62,7 +62,8 @@ class Mould:
 
 def _emptied(layer: CompressedLayer) -> CompressedLayer:
     new = copy.copy(layer)
-    new.reset()  # lets go of the tensors, which `layer` keeps
+    new.zones = None  # which `layer` keeps: nothing of them may be reset in place
+    new.reset()
     return new
 
 

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 SAMPLES = 64
 """Entries that are looked at in each tensor."""
-_SAYS_NOTHING = ("_name_or_path", "transformers_version", "architectures", "use_cache", "_attn_implementation_internal")
+_SAYS_NOTHING = ("_name_or_path", "transformers_version", "architectures", "use_cache", "dtype", "_attn_implementation_internal")
 
 
 class Identity:

@@ -83,9 +83,7 @@ class PrefixStore:
         if not isinstance(getattr(model, "config", None), PreTrainedConfig) or not isinstance(model, Module):  # peft wraps models
             raise TypeError(f"model must be a transformers model, got {type(model).__name__}")
         if model.config.is_encoder_decoder:
-            raise NotImplementedError(
-                f"{model.config.model_type} is an encoder-decoder model: what it caches depends on more than a prefix"
-            )
+            raise NotImplementedError(f"{model.config.model_type} is an encoder-decoder model: its cache depends on more than a prefix")
         check_count("max_bytes", max_bytes)
         max_disk_bytes = 10 * max_bytes if max_disk_bytes is None else max_disk_bytes
         check_count("max_disk_bytes", max_disk_bytes)
@@ -167,16 +165,17 @@ class PrefixStore:
         found = self.fetch(ids)
         given = rows(ids)
         row = given[0]
+        text = row[: text_tokens(row, self.model.config)]
         own = self._dense if self.dense and not self._template.evicts else self._template
         cache = own.cache() if found.cache is None else found.cache
         if found.cache is not None:
             own = self._mould(cache) if isinstance(cache, CompressedCache) else self._dense
         try:
-            if not own.cuttable and compute(self.model, row[:-1].expand(len(given), -1), cache):
-                self._take(row[:-1], cache)
+            if not own.cuttable and compute(self.model, text[: len(row) - 1].expand(len(given), -1), cache):
+                self._take(text[: len(row) - 1], cache)
             yield cache
             if own.cuttable:
-                self._take(row, cache, release=own)
+                self._take(text, cache, release=own)
         finally:
             cache.layers = own.layers()
 

@@ -4,6 +4,7 @@ import json
 import multiprocessing
 import os
 import random
+import shutil
 import signal
 import struct
 import time
@@ -151,6 +152,15 @@ def test_a_file_that_vanishes_is_a_miss(two):
     kept._shelf.scan = lambda *args: None  # as if it went between looking and reading
     next(path.parent.iterdir()).unlink()
     assert kept.fetch(second).kind == "miss"
+
+
+def test_a_directory_that_vanishes_is_empty(two):
+    path, first, second = two
+    kept = store(path.parent)
+    shutil.rmtree(path.parent)
+    assert kept.fetch(first).kind == "miss" and kept.stats.disk_bytes == 0
+    assert kept.store(second, compressed(second)) and kept.fetch(second).source == "memory"
+    assert any("writing failed" in reason for reason in kept.stats.refused)
 
 
 def test_a_failed_write_leaves_nothing(tmp_path, monkeypatch):

@@ -354,6 +354,20 @@ def test_media_in_the_prompt_end_it():
     assert WORDS > 98
 
 
+@pytest.mark.parametrize("policy", [None, "sink_window"])
+def test_reuse_stores_and_computes_what_comes_before_media(policy):
+    ids = random_ids(40)
+    ids[20] = 98
+    other = model(seed=3)
+    other.config.image_token_id = 98
+    kept = PrefixStore(other, max_bytes=2**26, policy=policy)
+    with kept.reuse(ids) as past:
+        assert past.get_seq_length() == (20 if policy else 0)  # what evicts is computed before the block
+        with torch.no_grad():
+            other(ids[None, past.get_seq_length() :], past_key_values=past)
+    assert kept.fetch(ids).length == 20 and not kept.stats.refused
+
+
 def test_repr_says_what_it_holds():
     kept = store()
     ids = random_ids(40)
