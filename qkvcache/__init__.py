@@ -14,12 +14,14 @@ from .caches import (
     warmup,
 )
 from .planning import plan, recommend
+from .prefix import PrefixStore
 
 __all__ = [
     "CombinedCache",
     "CompressedCache",
     "H2OCache",
     "NVFP4Cache",
+    "PrefixStore",
     "QuantizedPerTokenCache",
     "SinkCache",
     "SlidingWindowCache",

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from .planning.commands import register as register_planning
+from .prefix.commands import app as prefix_app
 
 app = typer.Typer(
     help="KV caches for Hugging Face transformers that stay compressed while attention reads them.",
@@ -17,6 +18,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.add_typer(prefix_app, name="prefix")
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON in place of tables.")]
 
 

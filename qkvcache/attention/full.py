@@ -43,7 +43,9 @@ def full_attention(
     for start in range(0, queries, QUERY_BLOCK):
         rows = slice(start, min(start + QUERY_BLOCK, queries))
         seen = tokens - queries + rows.stop if causal else tokens  # later keys are hidden from all of these rows
-        key_side, value_side = (Side.of((Exact(x[:, :, :seen]),), (*x.shape[:2], seen, x.shape[3]), x.dtype, x.device) for x in (key, value))
+        key_side, value_side = (
+            Side.of((Exact(x[:, :, :seen]),), (*x.shape[:2], seen, x.shape[3]), x.dtype, x.device) for x in (key, value)
+        )
         payload = Payload(key_side, value_side)
         mask = attention_mask
         if mask is not None and mask.shape[-2] > 1:

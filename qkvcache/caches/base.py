@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedConfig, StaticCache
@@ -20,30 +20,10 @@ from ..layers.evicting import EvictingLayer
 from ..layers.static import StaticLayer
 from ..layers.static_evicting import StaticEvictingLayer
 from ..policies import Budget, Policy, check_count
+from .memory import Memory, measured
 
 ALL_TOKENS = policies.SlidingWindow(window=2**30, interval=1)
 """What exact layers keep beside layers that evict."""
-
-
-@dataclass(frozen=True)
-class Memory:
-    """What a cache holds, in bytes, counted from live tensors.
-
-    `exact` are tokens in the model's dtype, in compressed layers and in layers left as transformers makes them; `bookkeeping` is where
-    kernels find the rest, and what a policy remembers of each token. `dense` is what all tokens seen would take in a DynamicCache, and
-    `ratio` is `dense / total`.
-    """
-
-    codes: int
-    scales: int
-    exact: int
-    bookkeeping: int
-    total: int
-    dense: int
-
-    @property
-    def ratio(self) -> float:
-        return self.dense / self.total if self.total else 1.0
 
 
 class CompressedCache(DynamicCache):
@@ -221,19 +201,7 @@ class CompressedCache(DynamicCache):
 
     def memory(self) -> Memory:
         """Where the bytes are, measured."""
-        held = {"codes": 0, "scales": 0, "exact": 0, "bookkeeping": 0}
-        seen: set[int] = set()
-        dense = 0
-        for layer in self.layers:
-            if isinstance(layer, EvictingLayer):
-                layer.settle()
-            for role, tensor in _tensors(layer):
-                storage = tensor.untyped_storage()
-                if storage.nbytes() and storage.data_ptr() not in seen:
-                    seen.add(storage.data_ptr())
-                    held[role] += storage.nbytes()
-            dense += _dense_bytes(layer)
-        return Memory(**held, total=sum(held.values()), dense=dense)
+        return measured(self.layers)
 
     def stored_length(self, layer_idx: int = 0) -> int:
         """Tokens that layer `layer_idx` holds; `get_seq_length` is how many it has seen."""
@@ -289,19 +257,3 @@ def _attends_by_place(config: PreTrainedConfig) -> str | None:
     if getattr(config, "kv_lora_rank", None):
         return "it expands latents after the cache, so that attention does not see what is stored"
     return None
-
-
-def _tensors(layer: object) -> Iterator[tuple[str, Tensor]]:
-    if isinstance(layer, CompressedLayer):
-        yield from layer.tensors()
-        return
-    for held in vars(layer).values():
-        for tensor in held.values() if isinstance(held, dict) else [held]:
-            if isinstance(tensor, Tensor):
-                yield "exact", tensor
-
-
-def _dense_bytes(layer: object) -> int:
-    if isinstance(layer, CompressedLayer):
-        return layer.get_seq_length() * layer.dense_bytes_per_token
-    return sum(tensor.untyped_storage().nbytes() for _, tensor in _tensors(layer))

@@ -121,7 +121,7 @@ def attend_on_store(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Attention of one query a row, `[B, Hq, 1, Dv]`, over a store, counting on the device. `mask` is by column, up to the store's limit."""
+    """Attention of one query a row, `[B, Hq, 1, Dv]`, over a store, counting on the device. `mask` is by column."""
     if torch.compiler.is_compiling():
         return torch.ops.qkvcache.attend_store(query, *store.arguments, mask, sinks, scaling, softcap)
     payload = store.payload(store.slotted())
@@ -131,7 +131,7 @@ def attend_on_store(
 
 
 def step(store: Store, x: tuple[Tensor, Tensor]) -> None:
-    """Takes keys and values `[B, H, T, D]`, counting on the device: in one launch where there is a kernel and the ring has room for them."""
+    """Takes keys and values `[B, H, T, D]`, counting on the device: in one launch where there is a kernel and the ring has room."""
     if torch.compiler.is_compiling():
         torch.ops.qkvcache.step(*store.arguments, *x)
         return

@@ -6,6 +6,7 @@ Operators take tensors and numbers: a codec is passed as its place in a list, an
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -79,7 +80,7 @@ def _attend(
     if dispatch.fuses(query, payload):
         fused = dispatch.fused()
         return fused.fused_attend(query, payload, mask, scaling=scaling, causal=causal, softcap=softcap, sinks=sinks, observed=observed)
-    options = {"scaling": scaling, "causal": causal, "softcap": softcap, "sinks": sinks}
+    options: dict[str, Any] = {"scaling": scaling, "causal": causal, "softcap": softcap, "sinks": sinks}
     lse = query.new_empty(query.shape[:3], dtype=torch.float32)  # which nobody asks for here
     if observed is None:
         return attend(query, payload, mask, **options), lse, query.new_empty(*exact[0].shape[:2], 0, dtype=torch.float32)
@@ -87,11 +88,10 @@ def _attend(
     return out, lse, mass
 
 
-def _payload(
-    planes: Sequence[Tensor], table: Tensor | None, codecs: Sequence[int], tokens: int, exact: Sequence[Tensor]
-) -> Payload:
+def _payload(planes: Sequence[Tensor], table: Tensor | None, codecs: Sequence[int], tokens: int, exact: Sequence[Tensor]) -> Payload:
     first, recent = exact[:2], exact[2:]
-    body, packed = None, ((), ())
+    body = None
+    packed: list[list[Packed]] = [[], []]
     if table is not None:
         key, value = (CODECS[number] for number in codecs)
         names = [[buffer.name for buffer in codec.buffers(x.shape[3])] for codec, x in zip((key, value), recent, strict=True)]

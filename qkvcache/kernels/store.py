@@ -148,8 +148,8 @@ class Store:
         return sides[0], sides[1]
 
     def sides(self, seen: int, body: int, block: int, recent: tuple[Tensor, Tensor] | None = None) -> tuple[Side, Side]:
-        """What the torch reference reads: all tokens, in blocks of at most `block`. `recent` are the tokens after the body, if these are not
-        just those of the ring."""
+        """What the torch reference reads: all tokens, in blocks of at most `block`. `recent` are the tokens after the body, if these are
+        not just those of the ring."""
         first = min(seen, self.first[0].shape[2])
         recent = recent or (None, None)  # type: ignore[assignment]
         return self._side(0, first, body, block, seen, recent[0]), self._side(1, first, body, block, seen, recent[1])  # type: ignore[index]
@@ -162,7 +162,9 @@ class Store:
             row: list[Segment] = [Exact(self.first[side][:, :, :first])]
             for at in range(0, body, block):
                 count = min(block, body - at)
-                row.append(Packed(codec, {name: plane[:, :, at : at + count] for name, plane in self.planes[side].items()} | once, count, dim))
+                row.append(
+                    Packed(codec, {name: plane[:, :, at : at + count] for name, plane in self.planes[side].items()} | once, count, dim)
+                )
             row.append(Exact(self.recent(side, seen - first - body, body) if recent is None else recent))
             return tuple(segment for segment in row if segment.tokens)
 
@@ -185,7 +187,7 @@ class Store:
 
 
 def append(store: Store, x: tuple[Tensor, Tensor], seen: int, body: int, encode: Callable[[tuple[Tensor, Tensor], int], None]) -> None:
-    """Takes any number of tokens `[B, H, T, D]` where the host knows the counts; `encode` writes its tokens into the body from a slot on."""
+    """Takes any number of tokens `[B, H, T, D]` where the host knows the counts; `encode` writes tokens into the body from a slot on."""
     first, ring, tokens = store.first[0].shape[2], store.ring[0].shape[2], x[0].shape[2]
     start = min(seen, first)
     opening = min(first - start, tokens)

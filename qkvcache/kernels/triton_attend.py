@@ -458,7 +458,8 @@ def attend_kernel(
                 state = _body_tile(
                     K, V, KW, VW, KT, VT, K_ONCE, V_ONCE, True, SOFTCAP, MASK, ARCH, state, q, q_scale, q_sum,
                     kc, kh, k_shifts, ks, vc, vh, v_shifts, vs, slot, whole + t < high,
-                    mask, mask_rows, mask_stride_t, column, hides, oldest, softcap, WINDOW, weights, tops, start + whole, high - whole, MASS,
+                    mask, mask_rows, mask_stride_t, column, hides, oldest, softcap, WINDOW, weights, tops,
+                    start + whole, high - whole, MASS,
                 )  # fmt: skip
         m, l2, z2, acc = state
         l = tl.sum(l2, 0)

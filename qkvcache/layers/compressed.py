@@ -59,7 +59,8 @@ class Zones:
         first, recent, codec, blocks = self.first, self.recent, self.body.codec, self.body.blocks(self.block)
 
         def build() -> tuple[Segment, ...]:
-            row = (Exact(first), *(Packed(codec, codes, count, dim) for codes, count in blocks), Exact(recent))
+            packed = (Packed(codec, codes, count, dim) for codes, count in blocks)
+            row: tuple[Segment, ...] = (Exact(first), *packed, Exact(recent))
             return tuple(segment for segment in row if segment.tokens)
 
         return Side(build, (batch, heads, self.length, dim), first.dtype, first.device)

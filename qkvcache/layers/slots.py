@@ -109,8 +109,8 @@ class Slots:
         self.length += tokens
 
     def move(self, planes: Codes, slots: int, like: Tensor) -> None:
-        """Moves what is stored into `planes`, buffers kept once among them, of `slots` slots, all of which count as used then. `like`: tokens
-        to fit those from, if nothing is stored yet."""
+        """Moves what is stored into `planes`, buffers kept once among them, of `slots` slots, all of which count as used then. `like`:
+        tokens to fit those from, if nothing is stored yet."""
         if not self.once and like.shape[2]:
             self.once = self.codec.fit(like)
         self._join()

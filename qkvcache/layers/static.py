@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..attention.handle import KVHandle
 from ..formats.base import Format
-from ..kernels import Body, Payload, Side, Store, append, dense, on_triton, step, unfold
+from ..kernels import Body, Payload, Store, append, dense, on_triton, step, unfold
 from ..kernels.store import BODY, DROPPED, SEEN
 from .compressed import BLOCK, CompressedLayer
 from .counted import Counted
@@ -20,7 +20,7 @@ from .slots import PAGE
 
 
 class StaticLayer(Counted, CompressedLayer):
-    """A layer for up to `max_length` tokens: the first `exact_first` and the last `exact_recent` in the model's dtype, the rest in `format`.
+    """A layer for up to `max_length` tokens: the first `exact_first` and the last `exact_recent` of them stay in the model's dtype.
 
     From then on one token leaves the recent zone for each that comes. Where even masks are made in compiled code, tokens beyond
     `max_length` are dropped, and the next call outside of it raises.
@@ -44,7 +44,7 @@ class StaticLayer(Counted, CompressedLayer):
         return f"StaticLayer({self.format.name}, tokens={self.get_seq_length()} of {self.max_length})"
 
     # What a CUDA graph makes is its own, and overwritten when it is replayed.
-    @torch.compiler.disable(reason="storage is made outside of compiled code: call cache.early_initialization(...), or run a prompt uncompiled")
+    @torch.compiler.disable(reason="storage is made outside of compiled code: call cache.early_initialization(...) before")
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         for codec, x in zip(self.codecs, (key_states, value_states), strict=True):
             if reason := codec.refuses(x.shape[3]):

@@ -1,7 +1,7 @@
 """A layer that forgets tokens, at addresses that never change, for torch.compile and CUDA graphs.
 
-A prompt, or several tokens at once, are read as `evicting.py` does it. What that leaves is then laid out in tensors of fixed sizes, in which
-a step of one token works in place, without a number from the host:
+A prompt, or several tokens at once, are read as `evicting.py` does it. What that leaves is then laid out in tensors of fixed sizes, in
+which a step of one token works in place, without a number from the host:
 
     first   the exact first zone     body   slots for the rest of the budget     ring   the exact recent zone and the running token
 
@@ -51,8 +51,8 @@ class Fixed:
 
 
 class StaticEvictingLayer(Counted, EvictingLayer):
-    """An evicting layer whose steps compile; its policy must have `interval=1`. `max_length`: how many tokens may come, while storage is for
-    the budget alone. First tokens that come one by one are protected, as all sinks are, but not kept exact."""
+    """An evicting layer whose steps compile; its policy must have `interval=1`. `max_length`: how many tokens may come, while storage is
+    for the budget alone. First tokens that come one by one are protected, as all sinks are, but not kept exact."""
 
     is_compileable = True
 
@@ -70,7 +70,7 @@ class StaticEvictingLayer(Counted, EvictingLayer):
         if torch.compiler.is_compiling():
             if tokens != 1 or not self.fixed:
                 raise NotImplementedError(
-                    "a cache that evicts reads its prompt outside of compiled code: leave out prefill_chunk_size, or pass disable_compile=True"
+                    "a cache that evicts reads its prompt uncompiled: leave out prefill_chunk_size, or pass disable_compile=True"
                 )
             self.note(1)
             return self._update_fixed(key_states, value_states)
@@ -131,8 +131,8 @@ class StaticEvictingLayer(Counted, EvictingLayer):
         leaving = {name: x.index_select(2, at) for name, x in held.recent.items()}
         if self.policy.tail:
             order = (held.columns + torch.arange(ring, device=at.device)) % ring
-            after = (x.index_select(2, order) for x in held.ring)
-            if (score := self.policy.score(Arrivals(keys, values, *after, None))) is not None:
+            after_keys, after_values = (x.index_select(2, order) for x in held.ring)
+            if (score := self.policy.score(Arrivals(keys, values, after_keys, after_values, None))) is not None:
                 leaving["score"] = score.float()
         if held.packed is not None:
             where = self._place_for(leaving)
@@ -143,7 +143,7 @@ class StaticEvictingLayer(Counted, EvictingLayer):
         held.recent["positions"].index_fill_(2, at, -1)
 
     def _place_for(self, leaving: Records) -> Tensor:
-        """The slot of the body for a token in each head, int64 `[B, H]`; -1: none. Empty slots go first, in order, the same in all heads."""
+        """The slot of the body for a token in each head, int64 `[B, H]`; -1: none. Empty slots go first, the same in all heads."""
         held: Fixed = self.held  # type: ignore[assignment]
         union = {name: torch.cat([x, leaving[name]], dim=-1) for name, x in held.body.items()}
         least = self.ledger.order(union).argmin(dim=-1)  # type: ignore[union-attr]  # the first of those that are empty

@@ -1,0 +1,124 @@
+"""Which stored tokens a prompt begins with.
+
+A key is the name of who computed the tokens, then four bytes a token, most significant first, so that bytes compare as tokens do. Among
+sorted keys, the longest common beginning with a prompt is with one of its two neighbours.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import Counter
+
+import numpy
+import torch
+from torch import Tensor
+
+WIDTH = 4
+"""Bytes of a token."""
+NAME = 16
+"""Bytes of the name before the tokens."""
+
+
+def encode(name: bytes, ids: Tensor) -> bytes:
+    """The key of `ids` `[T]`."""
+    return name + ids.numpy().astype(">u4").tobytes()
+
+
+def decode(key: bytes) -> Tensor:
+    """The token ids of a key, int64 `[T]`."""
+    return torch.from_numpy(numpy.frombuffer(key[NAME:], dtype=">u4").astype("int64"))
+
+
+def length(key: bytes) -> int:
+    """Tokens of a key."""
+    return (len(key) - NAME) // WIDTH
+
+
+def prefix(key: bytes, tokens: int) -> bytes:
+    return key[: NAME + WIDTH * tokens]
+
+
+def common(a: bytes, b: bytes) -> int:
+    """Tokens that both keys begin with; 0 where their names differ."""
+    low, high = 0, min(len(a), len(b)) + 1
+    while high - low > 1:  # a[:low] == b[:low], and not so at high
+        middle = (low + high) // 2
+        if a[low:middle] == b[low:middle]:
+            low = middle
+        else:
+            high = middle
+    return max((low - NAME) // WIDTH, 0)
+
+
+def kind(stored: bytes, key: bytes) -> str:
+    """How the tokens of `stored` lie to those of `key`: "exact", "shorter", "longer" or "common"."""
+    if stored == key:
+        return "exact"
+    if key.startswith(stored):
+        return "shorter"
+    return "longer" if stored.startswith(key) else "common"
+
+
+class Index:
+    """Keys, some of which can be used only `whole`: by prompts that begin with all of their tokens."""
+
+    def __init__(self) -> None:
+        self._sorted: list[bytes] = []
+        self._whole: set[bytes] = set()
+        self._lengths: Counter[int] = Counter()
+
+    def __contains__(self, key: bytes) -> bool:
+        at = bisect_left(self._sorted, key)
+        return key in self._whole or self._sorted[at : at + 1] == [key]
+
+    def add(self, key: bytes, whole: bool = False) -> None:
+        self.remove(key)
+        if whole:
+            self._whole.add(key)
+            self._lengths[len(key)] += 1
+        else:
+            insort(self._sorted, key)
+
+    def remove(self, key: bytes) -> None:
+        if key in self._whole:
+            self._whole.remove(key)
+            self._lengths[len(key)] -= 1
+        at = bisect_left(self._sorted, key)
+        if self._sorted[at : at + 1] == [key]:
+            del self._sorted[at]
+
+    def best(self, key: bytes, limit: int) -> tuple[bytes | None, int]:
+        """The stored key with the longest beginning in common with `key`, at most `limit` tokens of it, and how many those are."""
+        found, most = None, 0
+        at = bisect_left(self._sorted, key)
+        for neighbour in self._sorted[max(at - 1, 0) : at + 1]:
+            tokens = min(common(neighbour, key), limit)
+            if tokens > most:
+                found, most = neighbour, tokens
+        for size in sorted((size for size, count in self._lengths.items() if count), reverse=True):
+            tokens = (size - NAME) // WIDTH
+            if tokens <= most:
+                break
+            if tokens <= limit and key[:size] in self._whole:
+                return key[:size], tokens
+        return found, most
+
+    def beginnings(self, key: bytes) -> list[bytes]:
+        """Keys that can be cut and whose tokens are a beginning of `key`'s, not all of them; the longest first."""
+        found, probe = [], key
+        while at := bisect_left(self._sorted, probe):
+            below = self._sorted[at - 1]
+            shared = common(below, key)
+            if not shared:
+                break
+            if length(below) == shared:
+                found.append(below)
+                probe = below
+            else:  # a longer beginning would lie between `below` and the probe
+                probe = prefix(key, shared) + b"\0"
+        return found
+
+    def covering(self, key: bytes) -> bytes | None:
+        """A key that can be cut and begins with all tokens of `key`."""
+        at = bisect_left(self._sorted, key)
+        return next((found for found in self._sorted[at : at + 1] if found.startswith(key)), None)

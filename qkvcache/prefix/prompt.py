@@ -1,0 +1,53 @@
+"""What a prompt's token ids say, and what they do not."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import Cache
+
+Ids = Sequence[int] | Sequence[Sequence[int]] | Tensor
+MEDIA = ("image_token_id", "image_token_index", "video_token_id", "audio_token_id")
+
+
+def rows(ids: Ids) -> list[Tensor]:
+    """Token ids `[T]` or `[B, T]` as rows, int64 `[T]` in host memory. Raises TypeError or ValueError for anything else."""
+    try:
+        given = torch.as_tensor(ids).detach().cpu()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(f"token ids must be a list of integers or a tensor, got {type(ids).__name__}: {error}") from error
+    if given.ndim not in (1, 2) or not given.numel():
+        raise ValueError(f"token ids must be [T] or [B, T] with at least one token, got {list(given.shape)}")
+    if given.is_floating_point() or given.is_complex() or given.dtype == torch.bool:
+        raise TypeError(f"token ids must be integers, got {given.dtype}")
+    if given.min() < 0 or given.max() >= 2**31:
+        raise ValueError(f"token ids must be from 0 to 2**31 - 1, got {int(given.min())} to {int(given.max())}")
+    return list(given.long().view(-1, given.shape[-1]))
+
+
+def text_tokens(row: Tensor, config: PreTrainedConfig) -> int:
+    """Tokens before the first that stands for an image, a video or a sound: what it shows is not among the ids."""
+    media = sorted({value for name in MEDIA if (value := getattr(config, name, None)) is not None})
+    hits = torch.isin(row, torch.tensor(media, dtype=torch.int64)).nonzero()
+    return int(hits[0]) if len(hits) else len(row)
+
+
+@torch.no_grad()
+def compute(model: PreTrainedModel, ids: Tensor, cache: Cache) -> bool:
+    """Lets `cache` see what it lacks of `ids` `[B, T]`; returns whether it lacked anything."""
+    ids = ids[:, cache.get_seq_length() :].to(model.device)
+    if ids.shape[1]:
+        last = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
+        model(input_ids=ids, past_key_values=cache, use_cache=True, **last)
+    return bool(ids.shape[1])
+
+
+def fillers(config: PreTrainedConfig) -> set[int]:
+    """Tokens that rows of a batch are padded with."""
+    text = config.get_text_config(decoder=True)
+    ends = text.eos_token_id if isinstance(text.eos_token_id, list) else [text.eos_token_id]
+    return {text.pad_token_id, *ends} - {None}

@@ -1,0 +1,40 @@
+"""Processes that share each layer's heads (tensor parallelism): each stores its own, and all must go on from the same token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+from torch import distributed
+from transformers import PreTrainedModel
+
+Place = TypeVar("Place")
+
+
+class Ranks:
+    """The processes that `model` is spread over; one process alone, where it is not."""
+
+    def __init__(self, model: PreTrainedModel):
+        mesh = getattr(model, "_device_mesh", None)
+        self.size = (getattr(model, "_tp_size", None) or 1) if distributed.is_available() and distributed.is_initialized() else 1
+        self.rank = distributed.get_rank() % self.size if self.size > 1 else 0
+        self._group = mesh.get_group() if mesh is not None and mesh.ndim == 1 else None
+        self._device = model.device
+
+    def agree(self, find: Callable[[int], tuple[Place, bytes, int] | None], limit: int) -> tuple[Place, bytes, int] | None:
+        """What `find(limit)` gives, whose last item counts tokens, under the highest limit at which all ranks find as many."""
+        while True:
+            found = find(limit)
+            tokens = found[2] if found else 0
+            limit = self.least(tokens)
+            if self.least(-tokens) == -limit:  # the most is the least
+                return found
+
+    def least(self, value: int) -> int:
+        """The least value that any of them gives. All must ask."""
+        if self.size == 1:
+            return value
+        shared = torch.tensor(value, device=self._device)
+        distributed.all_reduce(shared, distributed.ReduceOp.MIN, self._group)
+        return int(shared)

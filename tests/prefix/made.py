@@ -1,0 +1,57 @@
+"""Caches without a model: the keys and values of a token depend on all tokens before it, as a model's do."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+from transformers import Cache, LlamaConfig, LlamaForCausalLM
+
+LAYERS, HEADS, DIM, WORDS = 2, 2, 32, 100
+
+
+@functools.lru_cache
+def model(seed: int = 0, head_dim: int = DIM, **changes) -> LlamaForCausalLM:
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": HEADS, "head_dim": head_dim}
+    config = LlamaConfig(
+        **sizes | {"vocab_size": WORDS, "num_hidden_layers": LAYERS, "initializer_range": 0.2, "pad_token_id": 0} | changes
+    )
+    torch.manual_seed(seed)
+    return LlamaForCausalLM(config).eval()
+
+
+@functools.lru_cache
+def _words(head_dim: int) -> Tensor:
+    return torch.randn(LAYERS, 2, HEADS, WORDS, head_dim, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
+
+
+def keys_and_values(ids: Tensor, head_dim: int = DIM, dtype: torch.dtype = torch.float32) -> Tensor:
+    """`[layers, 2, heads, T, head_dim]`."""
+    seen = _words(head_dim)[..., ids, :].cumsum(3)
+    return (seen / torch.arange(1, len(ids) + 1)[:, None] ** 0.5).to(dtype)
+
+
+def fill(cache: Cache, ids: Tensor, step: int = 0, dtype: torch.dtype = torch.float32, head_dim: int = DIM) -> Cache:
+    """Lets the cache see `ids`: at once, or after `cache.get_seq_length()` tokens what is missing, `step` tokens at a time."""
+    made = keys_and_values(ids, head_dim, dtype)
+    begin = cache.get_seq_length()
+    for at in range(begin, len(ids), step or len(ids)):
+        for i, (keys, values) in enumerate(made[:, :, None, :, at : at + (step or len(ids))]):
+            cache.update(keys, values, i)
+    return cache
+
+
+def held(cache: Cache) -> list[Tensor]:
+    """Keys and values of every layer, decoded, `[B, H, T, D]` each."""
+    return [x for layer in cache.layers for x in (layer.dense() if hasattr(layer, "zones") else (layer.keys, layer.values))]
+
+
+def same(cache: Cache, expected: list[Tensor], tokens: int) -> bool:
+    """Whether `cache` holds the first `tokens` tokens of `expected`, bit for bit."""
+    found = held(cache)
+    return len(found) == len(expected) and all(torch.equal(a, b[:, :, :tokens]) for a, b in zip(found, expected, strict=True))
+
+
+def random_ids(count: int, seed: int = 0) -> Tensor:
+    return torch.randint(3, WORDS, (count,), generator=torch.Generator().manual_seed(seed))

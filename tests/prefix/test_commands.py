@@ -1,0 +1,99 @@
+"""`qkvcache prefix`: what it measures, lists, checks and removes."""
+
+import json
+import platform
+
+import pytest
+import torch
+from prefix.made import fill, model, random_ids
+from typer.testing import CliRunner
+
+from qkvcache import CompressedCache, PrefixStore
+from qkvcache.cli import app
+
+
+def run(*arguments):
+    return CliRunner(env={"COLUMNS": "160", "NO_COLOR": "1"}).invoke(app, ["prefix", *map(str, arguments)])
+
+
+@pytest.fixture
+def directory(tmp_path):
+    kept = PrefixStore(model(), max_bytes=2**26, directory=tmp_path, format="nvfp4")
+    for seed, tokens in enumerate((300, 1500)):
+        ids = random_ids(tokens, seed)
+        kept.store(ids, fill(CompressedCache(model().config, format="nvfp4"), ids))
+    return tmp_path
+
+
+def test_ls_lists_what_is_there(directory):
+    rows = json.loads(run("ls", directory, "--json").stdout)
+    assert sorted(row["tokens"] for row in rows) == [300, 1500]
+    assert all(row["model"] == "llama" and "nvfp4" in row["cache"] and not row["problem"] for row in rows)
+    assert sum(row["bytes"] for row in rows) == sum(path.stat().st_size for path in directory.iterdir())
+    table = run("ls", directory).stdout
+    assert "1,500" in table and rows[0]["entry"][:12] in table and "2 files" in table
+
+
+def test_verify_finds_what_is_damaged(directory):
+    assert run("verify", directory).exit_code == 0
+    path = max(directory.iterdir(), key=lambda path: path.stat().st_size)
+    content = bytearray(path.read_bytes())
+    content[-1000] ^= 4
+    path.write_bytes(content)
+    (directory / "other.safetensors").write_bytes(b"no")
+    result = run("verify", directory)
+    assert result.exit_code == 1 and "were changed" in result.stdout and "3 files, 2 damaged" in result.stdout
+    problems = [row["problem"] for row in json.loads(run("verify", directory, "--json").stdout)]
+    assert sum(map(bool, problems)) == 2
+
+
+def test_rm_removes_what_is_named_and_no_other(directory):
+    (directory / "model.safetensors").write_bytes(b"no")
+    (directory / f"{platform.node()}.999999999.0.writing").mkdir()  # of a process that is no more
+    rows = json.loads(run("ls", directory, "--json").stdout)
+    entry = next(row["entry"] for row in rows if row["tokens"] == 300)
+    assert run("rm", directory, "zz").exit_code == 2
+    assert run("rm", directory).exit_code == 2
+    result = run("rm", directory, entry[:12])
+    assert result.exit_code == 0 and "removed 1" in result.stdout
+    assert {row["tokens"] for row in json.loads(run("ls", directory, "--json").stdout)} == {0, 1500}
+    assert "removed 1" in run("rm", directory, "--all").stdout
+    assert [path.name for path in directory.iterdir()] == ["model.safetensors"]
+
+
+def test_bench_measures_what_a_store_holds():
+    rows = json.loads(run("bench", "--format", "int8", "--contexts", "300,600", "--json").stdout)
+    assert [row["tokens"] for row in rows] == [300, 600]
+    sizes = [row["bytes"] for row in rows]
+    per_token = 5 * 2 * 264  # layers, heads, int8 at head_dim 128
+    assert sizes[1] - sizes[0] == 300 * per_token + 300 * 4
+    assert rows[1]["ratio"] == pytest.approx(600 * 5 * 2 * 512 / sizes[1])
+    for row in rows:
+        assert 0.004 < row["error"] < 0.01
+        assert all(row[name] > 0 for name in ("store_ms", "fetch_ms", "fetch_half_ms", "write_ms", "read_ms", "read_half_ms"))
+    assert "us/token" in run("bench", "--contexts", "300", "--dtype", "float16").stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("bench", "--contexts", "1"), "2 or more"),
+        (("bench", "--contexts", "many"), "many"),
+        (("bench", "--format", "int9"), "int9"),
+        (("bench", "--dtype", "int8"), "bfloat16"),
+        (("bench", "--model", "/nowhere"), "nowhere"),
+        (("ls", "/nowhere"), "does not exist"),
+    ],
+)
+def test_wrong_input_is_explained(arguments, says):
+    result = run(*arguments)
+    assert result.exit_code == 2 and says in result.output.replace("\n", " ")
+
+
+def test_bench_refuses_what_it_cannot_make(tmp_path):
+    from matrix import MODELS
+
+    MODELS["qwen3_next"]().save_pretrained(tmp_path)
+    result = run("bench", "--model", tmp_path, "--contexts", "300")
+    assert result.exit_code == 2 and "LinearAttentionLayer" in result.output
+    assert torch.is_grad_enabled()

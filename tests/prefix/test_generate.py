@@ -1,0 +1,214 @@
+"""`generate` with the store gives what it gives without, on every kind of model and cache."""
+
+import copy
+
+import pytest
+import torch
+from matrix import MODELS, POLICIES, UNSUPPORTED, model, slowly
+from prefix.made import held
+from transformers import DynamicCache
+
+from qkvcache import CompressedCache, PrefixStore, policies
+from qkvcache.layers.evicting import EvictingLayer
+
+ZONES = {"exact_first": 2, "exact_recent": 4}
+WINDOWS = ["gemma3", "gemma2", "mistral", "gpt_oss", "gemma3n", "gemma4"]
+
+
+def prompt(count: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(3, 100, (1, count), generator=torch.Generator().manual_seed(seed))
+
+
+def attention(name: str) -> str:
+    return "eager" if (name, "sdpa") in UNSUPPORTED else "sdpa"
+
+
+def store(name="llama", **options) -> PrefixStore:
+    return PrefixStore(model(name, attention(name)), max_bytes=2**26, **{"format": "identity"} | ZONES | options)
+
+
+def generate(of, ids, past=None, **options):
+    greedy = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    return of.generate(ids, attention_mask=torch.ones_like(ids), past_key_values=past, **greedy | options)
+
+
+@pytest.mark.filterwarnings("ignore:no layer of this model has full attention", "ignore:attention code calls")
+@pytest.mark.parametrize("dense", [False, True])
+@pytest.mark.parametrize("name", slowly(MODELS, ["llama", "gemma3", "qwen3_next"]))
+def test_generate_gives_the_same(name, dense):
+    kept = store(name, dense=dense)
+    turns = prompt(40), prompt(40), torch.cat([prompt(40), prompt(7, 1)], 1), torch.cat([prompt(25), prompt(30, 2)], 1), prompt(20)
+    lengths = []
+    for ids in turns:
+        with kept.reuse(ids) as past:
+            lengths.append(past.get_seq_length())
+            got = generate(kept.model, ids, past)
+        assert torch.equal(got, generate(kept.model, ids))
+        assert past.get_seq_length() in (0, None) and not any(x is not None and x.numel() for x in dense_tensors(past))
+    cut = not any(kind in name for kind in ("gemma", "gpt_oss", "mistral", "qwen3_next"))
+    assert lengths == ([0, 39, 40, 25, 19] if cut else [39, 39, 46, 54, 19])  # what cannot be cut is computed before the block
+    hits = kept.stats.hits
+    assert sum(hits.values()) == (4 if cut else 2), hits
+    assert not kept.stats.refused
+
+
+def dense_tensors(cache):
+    return [x for layer in cache.layers for x in (getattr(layer, "keys", None) if not hasattr(layer, "zones") else None,)]
+
+
+@pytest.mark.parametrize("format", ["int8", "turboquant_4bit_nc"])
+@pytest.mark.parametrize("tokens", [20, 40, 47, 48])
+def test_a_fetched_prefix_has_the_logits_of_the_cache_that_was_stored(format, tokens):
+    of = model("llama")
+    kept = store(format=format)
+    ids = prompt(48)
+    cache = CompressedCache(of.config, format=format, **ZONES)
+    with torch.no_grad():
+        of(ids, past_key_values=cache)
+    kept.store(ids, cache)
+    following = prompt(5, 3)
+    found = kept.fetch(torch.cat([ids[:, :tokens], following], 1))
+    assert found.length == tokens
+    cache.crop(tokens - 48)
+    for step in following.split(2, dim=1):
+        with torch.no_grad():
+            assert torch.equal(of(step, past_key_values=found.cache).logits, of(step, past_key_values=cache).logits)
+
+
+def test_the_answer_can_be_stored_too():
+    kept = store()
+    ids = prompt(30)
+    with kept.reuse(ids) as past:
+        answer = generate(kept.model, ids, past)
+        assert kept.store(answer, past)
+    turn = torch.cat([answer, prompt(5, 4)], 1)
+    assert kept.fetch(turn).length == answer.shape[1] - 1
+    assert kept.stats.covered == 1 and len(kept) == 1  # the prompt, on exit
+
+
+def test_nothing_is_stored_after_an_exception():
+    kept = store()
+    with pytest.raises(ZeroDivisionError), kept.reuse(prompt(30)) as past:
+        generate(kept.model, prompt(30), past)
+        1 / 0  # noqa: B018
+    assert len(kept) == 0 and past.get_seq_length() == 0
+
+
+@pytest.mark.parametrize("format", ["identity", "int8"])
+def test_beams_and_samples_fork_from_one_entry(format):
+    kept = store(format=format, exact_recent=64)
+    ids = prompt(30)
+    for options in ({"num_beams": 3}, {"num_beams": 3}, {"num_return_sequences": 3, "do_sample": True}):
+        with kept.reuse(ids) as past:
+            past.batch_repeat_interleave(3)
+            torch.manual_seed(0)
+            got = generate(kept.model, ids, past, **options)
+        torch.manual_seed(0)
+        assert torch.equal(got, generate(kept.model, ids, **options))
+    assert len(kept) == 1 and kept.stats.hits["exact"] == 2
+    assert kept.fetch(ids).cache.layers[0].zones[0].first.shape[0] == 1
+
+
+def test_rows_of_a_batch_that_are_equal_share_one_entry():
+    kept = store()
+    ids = prompt(30).expand(2, -1)
+    for _ in range(2):
+        with kept.reuse(ids) as past:
+            assert torch.equal(generate(kept.model, ids, past), generate(kept.model, ids))
+    assert len(kept) == 1 and kept.stats.hits["exact"] == 1
+
+
+def state(cache) -> list[torch.Tensor]:
+    return [x for layer in cache.layers for _, x in layer.tensors()]
+
+
+@pytest.mark.parametrize("on_disk", [False, True], ids=["memory", "disk"])
+@pytest.mark.parametrize("name", slowly(POLICIES, ["sink_window", "h2o", "snapkv", "keydiff_values", "custom"]))
+def test_evicting_caches_come_back_whole(name, on_disk, tmp_path):
+    policy = POLICIES[name](24)
+    options = {"format": "int8", "policy": policy, "directory": tmp_path if on_disk else None}
+    kept = store(**options)
+    ids, following = prompt(40), prompt(6, 5)
+    cache = CompressedCache(kept.model.config, format="int8", policy=policy, **ZONES)
+    with torch.no_grad():
+        kept.model(ids, past_key_values=cache)
+    assert kept.store(ids, cache)
+    again = store(**options) if on_disk and name != "custom" else kept  # a function has another address after a restart
+    longer = torch.cat([ids, following], 1)
+    found = again.fetch(longer)
+    assert found.length == 40 and found.source == ("disk" if again is not kept else "memory")
+    assert all(isinstance(layer, EvictingLayer) for layer in found.cache.layers)
+    twin = copy.deepcopy(found.cache)
+    for a, b in zip(held(found.cache), held(cache), strict=True):
+        assert torch.equal(a, b)
+    assert torch.equal(found.cache.kept_positions(1), cache.kept_positions(1))
+    with torch.no_grad():
+        for step in following.split(1, dim=1):
+            expected = kept.model(step, past_key_values=cache).logits
+            assert torch.equal(kept.model(step, past_key_values=found.cache).logits, expected)
+            assert torch.equal(kept.model(step, past_key_values=twin).logits, expected)
+    assert torch.equal(found.cache.kept_positions(1), cache.kept_positions(1))
+    for other in (ids, ids[:, :30], torch.cat([ids[:, :39], following], 1)):
+        assert again.fetch(other).kind == "miss"  # never cut
+    assert not kept.store(ids[:, :39], cache)
+    assert any("evicts" in reason for reason in kept.stats.refused)
+
+
+def test_reuse_of_a_cache_that_evicts():
+    kept = store(policy=policies.SinkWindow(window=20), exact_first=0, exact_recent=0)
+    ids = prompt(40)
+    first = []
+    for turn in (ids, ids, torch.cat([ids, prompt(9, 6)], 1)):
+        with kept.reuse(turn) as past:
+            first.append(past.get_seq_length())
+            got = generate(kept.model, turn, past)
+        cache = CompressedCache(kept.model.config, policy=policies.SinkWindow(window=20), exact_first=0, exact_recent=0)
+        with torch.no_grad():  # the same steps: what a chunk sees depends on what was evicted before it
+            for chunk in turn[:, :39], turn[:, 39:-1]:
+                if chunk.numel():
+                    kept.model(chunk, past_key_values=cache)
+        assert torch.equal(got, generate(kept.model, turn, cache))
+    assert first == [39, 39, 48] and kept.stats.hits["shorter"] == 2
+
+
+def test_a_dynamic_cache_cannot_become_one_that_evicts():
+    kept = store(policy="sink_window", format="int8")
+    cache = DynamicCache(config=kept.model.config)
+    with torch.no_grad():
+        kept.model(prompt(40), past_key_values=cache)
+    assert not kept.store(prompt(40), cache)
+    assert any("depends on its attention" in reason for reason in kept.stats.refused)
+
+
+@pytest.mark.parametrize("name", WINDOWS)
+@pytest.mark.filterwarnings("ignore:no layer of this model has full attention")
+def test_full_windows_are_not_cut(name):
+    kept = store(name)
+    cache = DynamicCache(config=kept.model.config)
+    ids = prompt(40)
+    with torch.no_grad():
+        kept.model(ids, past_key_values=cache)
+    assert not kept.store(ids[:, :30], cache) and any("window is full" in reason for reason in kept.stats.refused)
+    assert kept.store(ids, cache)
+    assert kept.fetch(ids).kind == kept.fetch(ids[:, :30]).kind == "miss"
+    assert kept.fetch(torch.cat([ids, ids], 1)).length == 40
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("format", ["int8", "turboquant_3bit_nc"])
+def test_on_a_gpu(format, tmp_path, monkeypatch):
+    monkeypatch.setattr("qkvcache.prefix.place.STAGE", 4096)  # several parts a tensor
+    of = copy.deepcopy(model("llama")).cuda()
+    kept = PrefixStore(of, max_bytes=2**26, format=format, directory=tmp_path, **ZONES)
+    ids = prompt(200).cuda()
+    cache = CompressedCache(of.config, format=format, **ZONES)
+    with torch.no_grad():
+        of(ids, past_key_values=cache)
+    kept.store(ids, cache)
+    for source in ("memory", "disk"):
+        found = kept.fetch(torch.cat([ids, ids], 1))
+        assert found.source == source and all(x.is_cuda for x in state(found.cache))
+        assert all(torch.equal(a, b) for a, b in zip(held(found.cache), held(cache), strict=True))
+        with kept.reuse(torch.cat([ids, ids[:, :9]], 1)) as past:
+            generate(of, torch.cat([ids, ids[:, :9]], 1), past)
+        kept.trim(0)

@@ -1,0 +1,375 @@
+"""PrefixStore: what goes in comes out, cut to the match, and nothing else does."""
+
+import copy
+
+import pytest
+import torch
+from matrix import FORMATS
+from prefix.made import WORDS, fill, held, keys_and_values, model, random_ids, same
+from transformers import DynamicCache, EncoderDecoderCache, StaticCache
+
+from qkvcache import CompressedCache, PrefixStore, TurboQuantCache
+from qkvcache.formats import resolve
+from qkvcache.prefix import Match
+
+ZONES = {"exact_first": 2, "exact_recent": 8}
+
+
+def store(format="int8", **options) -> PrefixStore:
+    return PrefixStore(model(), max_bytes=2**26, format=format, **{"min_match_tokens": 4, "min_quantize_tokens": 16} | ZONES | options)
+
+
+def compressed(ids, format="int8", **options) -> CompressedCache:
+    return fill(CompressedCache(model().config, format=format, **ZONES | options), ids)
+
+
+def dense(ids) -> DynamicCache:
+    return fill(DynamicCache(config=model().config), ids)
+
+
+@pytest.mark.parametrize("on_disk", [False, True], ids=["memory", "disk"])
+@pytest.mark.parametrize("format", FORMATS)
+def test_codes_go_in_and_come_out_bit_for_bit(format, on_disk, tmp_path):
+    ids = random_ids(150)
+    cache = compressed(ids, format)
+    expected = held(cache)
+    first = store(format, directory=tmp_path) if on_disk else store(format)
+    assert first.store(ids, cache)
+    again = store(format, directory=tmp_path) if on_disk else first
+    for tokens in (1, 2, 3, 60, 66, 130, 141, 143, 149, 150):  # in the first zone, the body and the recent zone, and on their borders
+        found = again.fetch(torch.cat([ids[:tokens], torch.tensor([2])]))
+        assert found.length == (tokens if tokens >= 4 else 0)
+        if found.length:
+            assert found.source == ("disk" if on_disk else "memory")
+            assert type(found.cache) is CompressedCache and found.cache.format == resolve(format)
+            assert same(found.cache, expected, tokens)
+            for layer, source in zip(found.cache.layers, cache.layers, strict=True):
+                assert layer.zones[0].body.length == min(max(tokens - 2, 0), source.zones[0].body.length)  # stored as codes, still codes
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_dynamic_cache_comes_out_as_its_codec_makes_it(format):
+    ids = random_ids(100)
+    expected = held(compressed(ids, format))
+    for options in ({}, {"dense": True}):
+        kept = store(format, **options)
+        assert kept.store(ids, dense(ids))
+        found = kept.fetch(torch.cat([ids, ids[:1]]))
+        assert found.length == 100 and type(found.cache) is (DynamicCache if options else CompressedCache)
+        assert same(found.cache, expected, 100)
+        error = max(
+            float((a - b).square().mean().sqrt() / b.square().mean().sqrt())
+            for a, b in zip(held(found.cache), held(dense(ids)), strict=True)
+        )
+        assert found.error == pytest.approx(error, rel=0.5, abs=1e-6)  # the zones, left out there, are exact
+
+
+@pytest.mark.parametrize(
+    ("stored", "asked", "length", "kind"),
+    [
+        (50, 50, 49, "exact"),
+        (50, 51, 50, "shorter"),
+        (50, 80, 50, "shorter"),
+        (50, 30, 29, "longer"),
+        (50, -40, 40, "common"),
+        (50, -3, 0, "miss"),
+        (50, 4, 0, "miss"),
+        (50, 5, 4, "longer"),
+    ],
+)
+def test_matches(stored, asked, length, kind):
+    """`asked` below 0: so many tokens in common, then others."""
+    ids = random_ids(100)
+    kept = store()
+    kept.store(ids[:stored], compressed(ids[:stored]))
+    prompt = ids[:asked] if asked > 0 else torch.cat([ids[:-asked], torch.full((20,), 2)])
+    found = kept.fetch(prompt)
+    assert (found.length, found.kind) == (length, kind)
+    assert found == Match() if kind == "miss" else same(found.cache, held(compressed(ids[:stored])), length)
+    stats = kept.stats
+    assert (stats.misses, stats.tokens_reused, sum(stats.hits.values())) == (int(kind == "miss"), length, int(kind != "miss"))
+
+
+def test_the_longest_of_many_is_found():
+    kept = store()
+    for seed in range(20):
+        ids = torch.cat([random_ids(40), random_ids(10 + seed, seed)])
+        kept.store(ids, compressed(ids))
+    prompt = torch.cat([random_ids(40), random_ids(25, 17), torch.tensor([2, 2])])
+    assert kept.fetch(prompt).length == 65
+    assert kept.fetch(torch.cat([random_ids(40), torch.tensor([2, 2])])).length == 40
+
+
+def test_a_longer_entry_takes_the_place_of_what_it_covers():
+    ids = random_ids(90)
+    kept = store()
+    for count in (20, 50, 90):
+        assert kept.store(ids[:count], compressed(ids[:count]))
+    assert len(kept) == 1
+    assert kept.store(ids[:60], compressed(ids[:60])) and kept.stats.covered == 1
+    other = torch.cat([ids[:50], torch.full((10,), 2)])
+    kept.store(other, compressed(other))
+    assert len(kept) == 2
+
+
+@pytest.mark.parametrize("format", ["int8", "turboquant_3bit_nc", "fp8_tensor", "fp8_tensor_frozen"])
+@pytest.mark.parametrize("tokens", [4, 30, 63, 64, 65, 117, 119, 120])
+def test_what_was_fetched_goes_on_working_and_shares_nothing(format, tokens):
+    ids = random_ids(120)
+    kept = store(format)
+    kept.store(ids, compressed(ids, format))
+    prompt = torch.cat([ids[:tokens], torch.tensor([2])])
+    cache = kept.fetch(prompt).cache
+    before = [x.clone() for x in held(cache)]
+    other = torch.cat([ids[:tokens], random_ids(70, 5)])
+    fill(cache, other, step=3)
+    grown = held(cache)
+    assert cache.get_seq_length() == len(other) and all(x.shape[2] == len(other) for x in grown)
+    first = min(2, tokens)
+    assert all(torch.equal(a[:, :, :first], b[:, :, :first]) for a, b in zip(grown, before, strict=True))
+    exact = keys_and_values(other).flatten(0, 1)
+    for a, b in zip(grown, exact, strict=True):
+        assert torch.equal(a[0, :, -8:], b[:, -8:])  # the recent zone
+        assert (a[0] - b).square().mean().sqrt() / b.square().mean().sqrt() < 0.4
+    twin = copy.deepcopy(cache)
+    cache.crop(-(len(other) - tokens + 2))
+    fill(cache, other[: tokens + 20], step=1)  # into slots that were in use
+    cache.batch_repeat_interleave(3)
+    cache.reorder_cache(torch.tensor([2, 0, 1]))
+    cache.batch_select_indices(torch.tensor([1]))
+    assert all(x.shape[2] == tokens + 20 for x in held(cache))
+    assert all(torch.equal(a, b) for a, b in zip(held(twin), grown, strict=True))
+    assert same(kept.fetch(prompt).cache, before, tokens)
+
+
+def test_what_was_stored_shares_nothing_with_the_cache():
+    ids = random_ids(60)
+    cache = compressed(ids)
+    expected = [x.clone() for x in held(cache)]
+    kept = store()
+    kept.store(ids, cache)
+    cache.crop(-30)
+    fill(cache, torch.cat([ids[:30], random_ids(40, 3)]), step=1)
+    assert same(kept.fetch(torch.cat([ids, ids])).cache, expected, 60)
+
+
+def test_short_dynamic_caches_stay_exact():
+    ids = random_ids(60)
+    for options, cache_type in (({}, CompressedCache), ({"dense": True}, DynamicCache)):
+        kept = store("turboquant_3bit_nc", min_quantize_tokens=61, **options)
+        kept.store(ids, dense(ids))
+        found = kept.fetch(torch.cat([ids, ids]))
+        assert type(found.cache) is cache_type and found.error == 0
+        assert same(found.cache, held(compressed(ids, "turboquant_3bit_nc")) if cache_type is CompressedCache else held(dense(ids)), 60)
+
+
+def test_the_class_of_a_cache_is_kept():
+    ids = random_ids(40)
+    kept = store("int8")
+    cache = fill(TurboQuantCache(model().config, preset="k8v4", boundary_layers=1, exact_recent=5), ids)
+    kept.store(ids, cache)
+    found = kept.fetch(torch.cat([ids, ids])).cache
+    assert type(found) is TurboQuantCache and found.format == cache.format
+    assert [type(layer) for layer in found.layers] == [type(layer) for layer in cache.layers]
+    assert same(found, held(cache), 40)
+
+
+@pytest.mark.parametrize("made", [dense, compressed])
+def test_more_or_fewer_ids_than_the_cache_holds(made):
+    ids = random_ids(60)
+    kept = store()
+    assert kept.store(ids[:40], made(ids))  # the answer is cut off
+    assert kept.fetch(ids).length == 40
+    assert kept.store(torch.cat([ids, ids]), made(ids))  # as generate leaves it: the last token was never computed
+    assert kept.fetch(torch.cat([ids, ids])).length == 60
+
+
+# Rows.
+
+
+def test_rows_of_a_batch_are_entries_of_their_own():
+    ids = torch.stack([random_ids(40), random_ids(40, 1), random_ids(40, 2)])
+    cache = compressed(ids[0])
+    cache.batch_repeat_interleave(3)
+    made = torch.stack([keys_and_values(row) for row in ids], 2)
+    cache.reset()
+    for i, (keys, values) in enumerate(made):
+        cache.update(keys, values, i)
+    kept = store()
+    assert kept.store(ids, cache) and len(kept) == 3
+    for row in ids:
+        assert same(kept.fetch(torch.cat([row, row])).cache, held(compressed(row)), 40)
+
+
+def test_equal_rows_fork_from_one_entry_and_come_back_as_one():
+    ids = random_ids(40)
+    kept = store()
+    kept.store(ids, compressed(ids))
+    found = kept.fetch(ids.expand(4, -1))
+    assert found.length == 39 and all(x.shape[0] == 4 for x in held(found.cache))
+    assert all(torch.equal(x, x[:1].expand_as(x)) for x in held(found.cache))
+    kept = store()
+    assert kept.store(ids[:39], found.cache) and kept.fetch(ids).length == 39
+
+
+def test_a_padded_row_is_refused():
+    ids = torch.stack([random_ids(40), torch.cat([torch.zeros(5, dtype=torch.int64), random_ids(35)])])
+    cache = compressed(ids[0])
+    cache.batch_repeat_interleave(2)
+    kept = store()
+    assert not kept.store(ids, cache)
+    assert len(kept) == 1 and [reason for reason in kept.stats.refused if "padded" in reason]
+
+
+# Bounds.
+
+
+def test_memory_is_bounded_and_what_was_used_longest_ago_goes():
+    prompts = [random_ids(100, seed) for seed in range(4)]
+    one = store()
+    one.store(prompts[0], compressed(prompts[0]))
+    size = one.stats.nbytes
+    tensors = [x for layer in one._memory.entries[0].layers for x in layer.tensors.values()]
+    assert size == sum(x.untyped_storage().nbytes() for x in tensors) + 16 + 400
+    kept = PrefixStore(model(), max_bytes=3 * size, **ZONES)
+    for prompt in prompts[:3]:
+        kept.store(prompt, compressed(prompt))
+    kept.fetch(prompts[0])
+    kept.store(prompts[3], compressed(prompts[3]))
+    assert [kept.fetch(prompt).kind for prompt in prompts] == ["exact", "miss", "exact", "exact"]
+    assert kept.stats.nbytes <= 3 * size and kept.stats.evicted == 1
+    long = random_ids(400, 9)
+    assert not kept.store(long, compressed(long))
+    assert kept.stats.rejected == 1 and len(kept) == 3
+    kept.trim(size)
+    assert len(kept) == 1 and kept.stats.nbytes <= size
+    kept.trim(0)
+    assert len(kept) == 0 and kept.stats.nbytes == 0
+
+
+@pytest.mark.parametrize(("format", "ratio"), [("int8", 1.9), ("turboquant_4bit_nc", 3.5), ("int4", 3.5), ("nvfp4", 3.5)])
+def test_memory_against_the_models_dtype(format, ratio):
+    tokens, layers = 16_384, 4  # of fewer layers, the token ids would be a larger part than they are
+    kept = PrefixStore(model(head_dim=128, num_hidden_layers=layers), max_bytes=2**30, format=format)
+    cache = DynamicCache(config=kept.model.config)
+    for i in range(layers):
+        cache.update(*torch.randn(2, 1, 2, tokens, 128).bfloat16(), i)
+    given = sum(x.untyped_storage().nbytes() for x in held(cache))
+    assert kept.store(random_ids(tokens), cache)
+    assert given / kept.stats.nbytes > ratio
+    fetched = kept.fetch(random_ids(tokens)).cache
+    assert given / fetched.nbytes > ratio
+
+
+def test_a_fetch_copies_the_match_and_not_the_entry(monkeypatch):
+    ids = random_ids(4096)
+    kept = store("int4")
+    kept.store(ids, compressed(ids, "int4"))
+    copied = []
+    monkeypatch.setattr(kept, "_copy", lambda out, x: copied.append(x.numel() * x.itemsize) or out.copy_(x))
+    sums = []
+    for prompt in (ids, ids[:2049]):
+        copied.clear()
+        kept.fetch(prompt)
+        sums.append(sum(copied))
+    assert sums[1] < 0.6 * sums[0]
+
+
+# What is refused.
+
+
+@pytest.mark.parametrize(
+    ("ids", "error", "says"),
+    [
+        ("hello", TypeError, "list of integers"),
+        (None, TypeError, "NoneType"),
+        ([], ValueError, "at least one"),
+        (torch.rand(5), TypeError, "integers"),
+        ([3, -1], ValueError, "-1"),
+        (torch.zeros(1, 2, 3, dtype=torch.int64), ValueError, r"\[1, 2, 3\]"),
+    ],
+)
+def test_bad_ids(ids, error, says):
+    kept = store()
+    for call in (kept.fetch, lambda ids: kept.store(ids, DynamicCache()), lambda ids: kept.reuse(ids).__enter__()):
+        with pytest.raises(error, match=says):
+            call(ids)
+    assert kept.stats == store().stats
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "says"),
+    [
+        ({"max_bytes": -1}, ValueError, "max_bytes"),
+        ({"max_bytes": "1 GB"}, (TypeError, ValueError), "max_bytes"),
+        ({"min_match_tokens": -2}, ValueError, "min_match_tokens"),
+        ({"format": "int9"}, ValueError, "int9"),
+        ({"format": 8}, TypeError, "8"),
+        ({"exact_recent": -1}, ValueError, "exact_recent"),
+        ({"directory": "/dev/null/prefixes"}, ValueError, "/dev/null"),
+    ],
+)
+def test_bad_options(options, error, says):
+    with pytest.raises(error, match=says):
+        PrefixStore(model(), **{"max_bytes": 2**20} | options)
+
+
+def test_bad_arguments():
+    kept = store()
+    with pytest.raises(TypeError, match="PreTrainedModel|transformers model"):
+        PrefixStore("llama", max_bytes=1)
+    with pytest.raises(TypeError, match="EncoderDecoderCache"):
+        kept.store(random_ids(20), EncoderDecoderCache(DynamicCache(), DynamicCache()))
+    with pytest.raises(TypeError, match="list"):
+        kept.store(random_ids(20), [1])
+    with pytest.raises(ValueError, match="2 rows that differ"):
+        kept.fetch(torch.stack([random_ids(20), random_ids(20, 1)]))
+    with pytest.raises(ValueError, match="2 rows of ids for a cache of 1 rows"):
+        kept.store(random_ids(20).expand(2, -1), dense(random_ids(20)))
+    for call in (kept.save, kept.load, lambda: kept.trim(0, 0)):
+        with pytest.raises(ValueError, match="directory"):
+            call()
+
+
+def test_caches_that_cannot_be_taken_are_refused_with_the_reason():
+    ids = random_ids(40)
+    static = StaticCache(config=model().config, max_cache_len=64)
+    kept = store()
+    assert not kept.store(ids, fill(static, ids))
+    assert not kept.store(ids[:3], dense(ids))
+    assert not kept.store(ids, fill(DynamicCache(config=model(num_hidden_layers=3).config), ids))
+    assert len(kept.stats.refused) == 3 and any("StaticLayer" in reason for reason in kept.stats.refused)
+    assert len(kept) == 0
+
+
+def test_media_in_the_prompt_end_it():
+    ids = random_ids(40)
+    ids[20] = 98
+    other = model(seed=3)
+    other.config.image_token_id = 98
+    kept = PrefixStore(other, max_bytes=2**26, **ZONES)
+    assert not kept.store(ids, compressed(ids)) and any("images" in reason for reason in kept.stats.refused)
+    assert kept.store(ids[:20], compressed(ids))
+    assert kept.fetch(ids).length == 20
+    assert WORDS > 98
+
+
+@pytest.mark.parametrize("policy", [None, "sink_window"])
+def test_reuse_stores_and_computes_what_comes_before_media(policy):
+    ids = random_ids(40)
+    ids[20] = 98
+    other = model(seed=3)
+    other.config.image_token_id = 98
+    kept = PrefixStore(other, max_bytes=2**26, policy=policy)
+    with kept.reuse(ids) as past:
+        assert past.get_seq_length() == (20 if policy else 0)  # what evicts is computed before the block
+        with torch.no_grad():
+            other(ids[None, past.get_seq_length() :], past_key_values=past)
+    assert kept.fetch(ids).length == 20 and not kept.stats.refused
+
+
+def test_repr_says_what_it_holds():
+    kept = store()
+    ids = random_ids(40)
+    kept.store(ids, compressed(ids))
+    assert "entries=1" in repr(kept) and "int8" in repr(kept) and f"{kept.stats.nbytes:,}" in repr(kept)
