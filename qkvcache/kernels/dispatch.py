@@ -85,7 +85,7 @@ def attend_on_codes(
     if torch.compiler.is_compiling():
         if payload.store is not None:
             return attend_on_store(query, payload.store, mask, scaling=scaling, softcap=softcap, sinks=sinks)
-        if payload.exact:
+        if len(payload.exact):
             return _operators().attend_op(query, payload, mask, scaling=scaling, causal=causal, softcap=softcap, sinks=sinks)[0]
     elif fuses(query, payload):
         return fused().fused_attend(query, payload, mask, scaling=scaling, causal=causal, softcap=softcap, sinks=sinks)[0]
@@ -104,7 +104,7 @@ def observe_on_codes(
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`attend_observed`, by the fused kernel where there is one."""
-    compiled = torch.compiler.is_compiling() and bool(payload.exact)
+    compiled = torch.compiler.is_compiling() and len(payload.exact) > 0
     if compiled or fuses(query, payload):
         attends = _operators().attend_op if compiled else fused().fused_attend
         out, _, mass = attends(query, payload, mask, scaling=scaling, causal=causal, softcap=softcap, sinks=sinks, observed=observed)
