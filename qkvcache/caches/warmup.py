@@ -11,8 +11,11 @@ from transformers import PreTrainedModel
 
 from ..kernels import on_triton
 from ..layers.compressed import GROUP, CompressedLayer
+from ..layers.counted import Counted
 from ..layers.evicting import EvictingLayer
 from ..layers.slots import PAGE, append_both
+from ..layers.static import StaticLayer
+from ..layers.static_evicting import StaticEvictingLayer
 from ..policies import Budget
 from .base import CompressedCache
 
@@ -42,7 +45,7 @@ def warmup(model: PreTrainedModel, cache: CompressedCache, *, queries: Iterable[
     for rows in (2, 1) if padded else (1,):
         fresh = copy.deepcopy(cache)
         fresh.reset()
-        _shrink(fresh, Budget(tokens=prompt - PAGE // 2))
+        _shrink(fresh, Budget(tokens=prompt - PAGE // 2), prompt + sum(steps) + GROUP)
         mask = torch.ones(rows, prompt, dtype=torch.long, device=model.device)
         mask[1:, 0] = 0
         ids = torch.zeros_like(mask)
@@ -56,12 +59,18 @@ def warmup(model: PreTrainedModel, cache: CompressedCache, *, queries: Iterable[
                 append_both((key.body, value.body), (key.recent[:, :, :1], value.recent[:, :, :1]), key.block)
 
 
-def _shrink(cache: CompressedCache, budget: Budget) -> None:
-    """Kernels are the same for any budget, and a small one is soon full. Layers may be there, or be made when they are needed."""
+def _shrink(cache: CompressedCache, budget: Budget, length: int) -> None:
+    """Kernels are the same for any budget and `max_length`, and what is small is soon full. Layers may be there, or be made when needed."""
 
     def small(layer: Any) -> Any:
         if isinstance(layer, EvictingLayer):
             layer.budget = budget
+        if isinstance(layer, Counted):
+            layer.max_length = length
+        if isinstance(layer, StaticLayer):
+            layer.store = None
+        if isinstance(layer, StaticEvictingLayer):
+            layer.held = None
         return layer
 
     cache.layers = [small(layer) for layer in cache.layers]
