@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedConfig, StaticCache
 from transformers.cache_utils import Cache, DynamicLayer
@@ -81,6 +83,8 @@ class CompressedCache(DynamicCache):
         self._layer_options = {"exact_first": exact_first, "exact_recent": exact_recent}
         self._rope: Rope | None = None
         self._shares_keys = False
+        self._exact: frozenset[int] = frozenset()
+        """Full-attention layers that are left uncompressed, in layers of ours."""
         if self.policy is not None:
             self._prepare_eviction(self.policy, config, offloading)
         if config is None:
@@ -160,6 +164,8 @@ class CompressedCache(DynamicCache):
             raise ValueError(
                 f"{len(self.policy.budgets)} budgets for {len(chosen)} full-attention layers: pass one for all, or one for each"
             )
+        if self.policy or self.max_length is not None:
+            self._exact = frozenset(exact & set(full))
         if self.policy:  # transformers makes one mask for all layers: those of another length must make their own
             for i in exact & set(full):
                 whole = ALL_TOKENS if self.max_length is None else policies.SlidingWindow(window=self.max_length, interval=1)
@@ -184,6 +190,14 @@ class CompressedCache(DynamicCache):
             if isinstance(layer, EvictingLayer):
                 layer.crop(tokens_to_remove)  # which refuses, before any other layer is cropped
         super().crop(tokens_to_remove)
+
+    def __deepcopy__(self, memo: dict) -> CompressedCache:
+        """A copy that works where this one does not, too: outside of inference mode."""
+        with torch.inference_mode(False):
+            made = self.__class__.__new__(self.__class__)
+            memo[id(self)] = made
+            made.__dict__.update({name: copy.deepcopy(value, memo) for name, value in self.__dict__.items()})
+        return made
 
     def get_query_offset(self, layer_idx: int = 0):
         layer = self.layers[layer_idx] if layer_idx < len(self.layers) else None
@@ -227,7 +241,7 @@ class CompressedCache(DynamicCache):
     def __repr__(self) -> str:
         memory = self.memory()
         tokens = max((layer.get_seq_length() for layer in self.layers if hasattr(layer, "get_seq_length")), default=0)
-        compressed = sum(isinstance(layer, CompressedLayer) and getattr(layer, "policy", None) is not ALL_TOKENS for layer in self.layers)
+        compressed = sum(isinstance(layer, CompressedLayer) and i not in self._exact for i, layer in enumerate(self.layers))
         zones = ", ".join(f"{name}={value}" for name, value in self._layer_options.items())
         policy = f"policy={self.policy}, " if self.policy else ""
         return (

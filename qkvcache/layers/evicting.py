@@ -25,6 +25,11 @@ from .compressed import CompressedLayer
 from .ledger import Ledger, Records
 from .slots import Slots
 
+UNSEEN = (
+    "the attention of the step before was not seen: eviction works with models whose attention goes through transformers' "
+    "AttentionInterface, and a step that failed must be followed by reset()"
+)
+
 
 @dataclass
 class Step:
@@ -97,10 +102,7 @@ class EvictingLayer(CompressedLayer):
         self._check(key_states, value_states)
         self._refuse_gradients(key_states, value_states)
         if self.step is not None and not self.step.observed:
-            raise NotImplementedError(
-                "the attention of the step before was not seen: eviction works with models whose attention goes through transformers' "
-                "AttentionInterface, and a step that failed must be followed by reset()"
-            )
+            raise NotImplementedError(UNSEEN)
         self.settle()
         if self.zones is None:
             self.lazy_initialization(key_states, value_states)
@@ -173,7 +175,7 @@ class EvictingLayer(CompressedLayer):
         if step.mass is not None:
             ledger.observe(step.mass, step.queries if step.real is None else step.real.sum(-1)[:, None, None])
         if not self.sinks_taken:
-            self._take_sinks(step.queries)
+            self._take_sinks()
         if ledger.seen is not None and (self.tail or self.exact_first):
             self._align()
         leaving = key.recent.shape[2] - self.tail
@@ -182,19 +184,18 @@ class EvictingLayer(CompressedLayer):
         key.keep()
         value.keep()
 
-    def _take_sinks(self, queries: int) -> None:
-        """The first real tokens of each row, among those of the step, go to the first zone."""
+    def _take_sinks(self) -> None:
+        """The first real tokens of each row go to the first zone."""
         ledger: Ledger = self.ledger  # type: ignore[assignment]
         had = ledger.first.shape[1]
         missing = min(self.exact_first, ledger.columns) - had
         ledger.first = torch.nn.functional.pad(ledger.first, (0, missing))
         positions = ledger.recent["positions"][:, 0]
-        hits = positions[:, None, -queries:] == torch.arange(had + missing, device=positions.device)[None, :, None]  # [B, E, Q]
+        hits = positions[:, None] == torch.arange(had + missing, device=positions.device)[None, :, None]  # [B, E, T]
         found, at = hits.any(-1), hits.int().argmax(-1)
         for zone in self.zones or ():
             first = torch.nn.functional.pad(zone.first, (0, 0, 0, missing))
-            new = zone.recent[:, :, -queries:]
-            taken = new.gather(2, at[:, None, :, None].expand(*new.shape[:2], -1, new.shape[3]))
+            taken = zone.recent.gather(2, at[:, None, :, None].expand(*first.shape[:2], -1, first.shape[3]))
             zone.first = torch.where(found[:, None, :, None], taken, first)
         ledger.first = ledger.first | found
         self.sinks_taken = ledger.first.shape[1] == self.exact_first and (ledger.seen is None or bool(ledger.first.all()))

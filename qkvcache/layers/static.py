@@ -169,6 +169,9 @@ class StaticLayer(Counted, CompressedLayer):
         """Columns of a mask, of which the first is column 0. Raises ValueError if `max_length` tokens are not enough for the queries."""
         if not torch.compiler.is_compiling():
             self.expect(query_length)
+            if torch.is_grad_enabled():  # where `update` may have to return tensors of just the tokens seen
+                self.count()
+                return self.seen + query_length, 0
         return (query_length if self.fresh else self.max_length), 0
 
     def get_max_length(self) -> int:
@@ -195,6 +198,8 @@ class StaticLayer(Counted, CompressedLayer):
         """Forgets all tokens and keeps the storage."""
         self._forget()
         if self.store is not None:
+            for tensor in self.store.rows(self.store.slots):  # a nan that is hidden would show itself as nan times a weight of 0
+                tensor.zero_()
             self._set(0, 0)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -206,7 +211,8 @@ class StaticLayer(Counted, CompressedLayer):
 
     def _map(self, fn: Callable[[Tensor], Tensor]) -> None:
         if self.store is not None:
-            self._hold(self.store.map(fn))
+            with torch.inference_mode(False):
+                self._hold(self.store.map(fn))
 
     # What users ask.
 

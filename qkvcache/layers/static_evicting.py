@@ -5,14 +5,13 @@ which a step of one token works in place, without a number from the host:
 
     first   the exact first zone     body   slots for the rest of the budget     ring   the exact recent zone and the running token
 
-Column `n` of the text lies in slot `n % W` of the ring. After the step's attention the oldest leaves it: to the slot of the token that the
-policy likes least, or to an empty one, or nowhere if it is itself the least. So the budget is full after every step.
+The `n`th real token of a row lies in slot `n % W` of the ring. After the step's attention the oldest leaves it: to the slot of the token
+that the policy likes least, or to an empty one, or nowhere if it is itself the least. So the budget is full after every step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -22,37 +21,14 @@ from ..formats.base import Codes
 from ..kernels import Body, Exact, Packed, Payload, Side, place, slab_table
 from ..policies import Arrivals
 from .counted import Counted
-from .evicting import EvictingLayer
+from .evicting import UNSEEN, EvictingLayer
+from .fixed import Fixed, put, spared, take
 from .ledger import Records
-
-
-@dataclass(eq=False)
-class Fixed:
-    """The tensors that stay in their places; pairs are keys and values."""
-
-    first: tuple[Tensor, Tensor]
-    ring: tuple[Tensor, Tensor]
-    planes: tuple[Codes, Codes]
-    valid: Tensor
-    """Which columns of the first zone hold a token, `[B, E]`."""
-    body: Records
-    recent: Records
-    seen: Tensor
-    """Real tokens of each row, int64 `[B]`."""
-    columns: Tensor
-    """Tokens of a row with its padding, int64 `[1]`."""
-    key_sum: Tensor | None
-    packed: Body | None
-
-    def tensors(self) -> list[Tensor]:
-        records = (*self.body.values(), *self.recent.values(), self.valid, self.seen, self.columns)
-        planes = (plane for side in self.planes for plane in side.values())
-        return [*self.first, *self.ring, *planes, *records, *(() if self.key_sum is None else (self.key_sum,))]
 
 
 class StaticEvictingLayer(Counted, EvictingLayer):
     """An evicting layer whose steps compile; its policy must have `interval=1`. `max_length`: how many tokens may come, while storage is
-    for the budget alone. First tokens that come one by one are protected, as all sinks are, but not kept exact."""
+    for the budget alone."""
 
     is_compileable = True
 
@@ -61,7 +37,7 @@ class StaticEvictingLayer(Counted, EvictingLayer):
         self.max_length = max_length
         self.codecs = self.format.key, self.format.value
         self.held: Fixed | None = None
-        self.fixed = False
+        self.fixed = self.running = False
         self.start_counting()
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs):
@@ -77,10 +53,13 @@ class StaticEvictingLayer(Counted, EvictingLayer):
         self._check(key_states, value_states)
         self.count()
         self.expect(tokens)
+        if self.running:
+            raise NotImplementedError(UNSEEN)
         if tokens == 1 and self.fixed and self.step is None:
             self._refuse_gradients(key_states, value_states)
             with torch.no_grad():
                 result = self._update_fixed(key_states, value_states)
+            self.running = True
         else:
             self._loosen()
             result = super().update(key_states, value_states)
@@ -91,9 +70,9 @@ class StaticEvictingLayer(Counted, EvictingLayer):
 
     def _update_fixed(self, key_states: Tensor, value_states: Tensor) -> tuple[KVHandle, KVHandle]:
         held: Fixed = self.held  # type: ignore[assignment]
-        at = held.columns % (self.tail + 1)
+        at = held.seen % (self.tail + 1)
         for ring, new in zip(held.ring, (key_states, value_states), strict=True):
-            ring.index_copy_(2, at, new)
+            put(ring, at, new)
         sides = []
         for first, ring, codec, planes in zip(held.first, held.ring, self.codecs, held.planes, strict=True):
             row = (Exact(first), Packed(codec, planes, self._slots, ring.shape[3]), Exact(ring))
@@ -106,14 +85,14 @@ class StaticEvictingLayer(Counted, EvictingLayer):
     def begin(self, real: Tensor | None) -> Tensor:
         """Takes whether the running token of each row is real, bool `[B]` (None: all); returns which columns hold a token, `[B, T]`."""
         held: Fixed = self.held  # type: ignore[assignment]
-        at = held.columns % (self.tail + 1)
-        keys, values = (ring.index_select(2, at) for ring in held.ring)
+        at = held.seen % (self.tail + 1)
+        keys, values = (take(ring, at[:, None]) for ring in held.ring)
         positions = (held.seen.clone() if real is None else torch.where(real, held.seen, -1))[:, None, None]
         held.seen.add_(1 if real is None else real.long())
         held.columns.add_(1)
         records = self.ledger.arrived(keys, values, positions, real if real is None else real[:, None])  # type: ignore[union-attr]
         for name, new in records.items():
-            held.recent[name].index_copy_(2, at, new)
+            put(held.recent[name], at, new)
         return torch.cat([held.valid, held.body["positions"][:, 0] >= 0, held.recent["positions"][:, 0] >= 0], dim=-1)
 
     @torch.no_grad()
@@ -126,21 +105,29 @@ class StaticEvictingLayer(Counted, EvictingLayer):
                 queries = 1 if real is None else real.long()[:, None, None]
                 records["score"].copy_(self.policy.observe(records["score"], part, queries))
         ring = self.tail + 1
-        at = held.columns % ring
-        keys, values = (x.index_select(2, at) for x in held.ring)
-        leaving = {name: x.index_select(2, at) for name, x in held.recent.items()}
+        at = held.seen % ring  # of a row whose token is not real, that token
+        keys, values = (take(x, at[:, None]) for x in held.ring)
+        leaving = {name: take(x, at[:, None]) for name, x in held.recent.items()}
         if self.policy.tail:
-            order = (held.columns + torch.arange(ring, device=at.device)) % ring
-            after_keys, after_values = (x.index_select(2, order) for x in held.ring)
+            order = (held.seen[:, None] + torch.arange(ring, device=at.device)) % ring
+            after_keys, after_values = (take(x, order) for x in held.ring)
             if (score := self.policy.score(Arrivals(keys, values, after_keys, after_values, None))) is not None:
                 leaving["score"] = score.float()
+        if self.exact_first:
+            sink = leaving["positions"][:, 0] == torch.arange(self.exact_first, device=at.device)  # [B, E]
+            for first, x in zip(held.first, (keys, values), strict=True):
+                first.copy_(torch.where(sink[:, None, :, None], x, first))
+            held.valid.logical_or_(sink)
+            leaving["positions"] = leaving["positions"].masked_fill(sink.any(-1)[:, None, None], -1)
         if held.packed is not None:
             where = self._place_for(leaving)
             place(held.packed, (keys, values), where)
             into, taken = where.clamp_min(0)[..., None], (where >= 0)[..., None]
             for name, x in held.body.items():
                 x.scatter_(-1, into, torch.where(taken, leaving[name], x.gather(-1, into)))
-        held.recent["positions"].index_fill_(2, at, -1)
+        put(held.recent["positions"], at, torch.full_like(leaving["positions"], -1))
+        if not torch.compiler.is_compiling():
+            self.running = False
 
     def _place_for(self, leaving: Records) -> Tensor:
         """The slot of the body for a token in each head, int64 `[B, H]`; -1: none. Empty slots go first, the same in all heads."""
@@ -173,20 +160,23 @@ class StaticEvictingLayer(Counted, EvictingLayer):
                 self.held = self._make(like, zones[1].first)
             for tensor in self.held.tensors():
                 torch._dynamo.mark_static_address(tensor)
-        held, ring, columns = self.held, self.tail + 1, ledger.columns
-        at = torch.arange(columns - zones[0].recent.shape[2], columns, device=self.device) % ring
+        held, ring, recent = self.held, self.tail + 1, zones[0].recent.shape[2]
+        held.seen.copy_(ledger.rows_seen()[:, 0, 0])
+        place = (torch.arange(ring, device=self.device) - (held.seen - recent)[:, None]) % ring  # of each slot, among the recent
+        there = (place < recent)[:, None]
+        place = place.clamp_max(max(recent - 1, 0))
         for zone, first, last, planes in zip(zones, held.first, held.ring, held.planes, strict=True):
+            zone.body.move(planes, self._slots, torch.cat([zone.first, zone.recent], dim=2))
             first[:, :, : zone.first.shape[2]] = zone.first
-            last.index_copy_(2, at, zone.recent)
+            if recent:
+                last.copy_(torch.where(there[..., None], take(zone.recent, place), 0))
             zone.first, zone.recent, zone.borrowed = first, last, False
-            zone.body.move(planes, self._slots, last)
-        held.valid.zero_()[:, : ledger.first.shape[1]] = ledger.first
+        held.valid.copy_(torch.nn.functional.pad(ledger.first, (0, self.exact_first - ledger.first.shape[1])))
         for name, x in held.body.items():
             x.fill_(-1)[..., : ledger.body[name].shape[-1]] = ledger.body[name]
         for name, x in held.recent.items():
-            x.fill_(-1).index_copy_(2, at, ledger.recent[name])
-        held.seen.copy_(ledger.rows_seen()[:, 0, 0])
-        held.columns.fill_(columns)
+            x.copy_(torch.where(there, take(ledger.recent[name], place), -1) if recent else torch.full_like(x, -1))
+        held.columns.fill_(ledger.columns)
         if held.key_sum is not None and ledger.key_sum is not None:
             held.key_sum.copy_(ledger.key_sum)
         ledger.first, ledger.body, ledger.recent = held.valid, dict(held.body), dict(held.recent)
@@ -204,7 +194,7 @@ class StaticEvictingLayer(Counted, EvictingLayer):
         planes: list[Codes] = []
         for codec, x in zip(self.codecs, like, strict=True):
             widths = {b.name: (slots if b.tokens == "each" else 1, b.width, b.dtype or x.dtype) for b in codec.buffers(x.shape[3])}
-            planes.append({name: zeros(heads, tokens, width, dtype=dtype) for name, (tokens, width, dtype) in widths.items()})
+            planes.append({name: spared(zeros, heads, tokens, width, dtype) for name, (tokens, width, dtype) in widths.items()})
         records = self.ledger.body  # type: ignore[union-attr]
         body, recent = ({name: zeros(heads, n, dtype=x.dtype) for name, x in records.items()} for n in (slots, ring))
         slabs = ((planes[0], planes[1]),)
@@ -220,11 +210,13 @@ class StaticEvictingLayer(Counted, EvictingLayer):
         self.count()
         if not self.fixed:
             return
-        ledger = self.ledger
-        order = torch.arange(max(self.seen - self.tail, 0), self.seen, device=self.device) % (self.tail + 1)
+        ledger, held, recent = self.ledger, self.held, min(self.tail, self.seen)
+        number = held.seen[:, None] - recent + torch.arange(recent, device=self.device)  # type: ignore[union-attr]
+        order = number % (self.tail + 1)
         for zone in self.zones or ():
-            zone.recent = zone.recent.index_select(2, order)
-        ledger.recent = {name: x.index_select(2, order) for name, x in ledger.recent.items()}  # type: ignore[union-attr]
+            zone.recent = take(zone.recent, order)
+        ledger.recent = {name: take(x, order) for name, x in ledger.recent.items()}  # type: ignore[union-attr]
+        ledger.recent["positions"] = ledger.recent["positions"].masked_fill((number < 0)[:, None], -1)  # type: ignore[union-attr]
         ledger.columns, ledger.in_place, self.fixed = self.seen, False, False  # type: ignore[union-attr]
 
     # What generate and users ask.
@@ -256,11 +248,14 @@ class StaticEvictingLayer(Counted, EvictingLayer):
         if query_length == 1 and self.fixed:
             return 1, self.seen
         self._loosen()
-        return super().get_mask_sizes(query_length)
+        columns, offset = super().get_mask_sizes(query_length)
+        return (columns, offset) if offset >= 0 else (columns + offset, 0)  # empty slots are no columns of the text
 
     def reset(self) -> None:
         super().reset()
-        self.fixed = False
+        for tensor in self.held.tensors() if self.held else ():  # a nan that is hidden would show itself as nan times a weight of 0
+            tensor.zero_()
+        self.fixed = self.running = False
         self.start_counting()
 
     def _map(self, fn: Callable[[Tensor], Tensor]) -> None:
@@ -272,8 +267,12 @@ class StaticEvictingLayer(Counted, EvictingLayer):
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         yield from super().tensors()
-        if self.fixed and self.held is not None:
-            yield "bookkeeping", self.held.columns
+        if self.held is not None:
+            yield from (("exact", x) for x in (*self.held.first, *self.held.ring))
+            for codec, planes, x in zip(self.codecs, self.held.planes, self.held.ring, strict=True):
+                roles = {buffer.name: buffer.role for buffer in codec.buffers(x.shape[3])}
+                yield from ((roles[name], plane) for name, plane in planes.items())
+            yield from (("bookkeeping", x) for x in self.held.tensors())  # those that were not named yet
             if self.held.packed is not None:
                 yield "bookkeeping", self.held.packed.table
 
