@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -128,6 +128,16 @@ def take(cache: Cache, mould: Mould, key: bytes, row: int, quantize: bool, max_b
             cache.layers[i] = release.layers()[i]
         del layer, empty
     return Entry(key, mould, layers, tuple(errors))
+
+
+def owned(key: bytes, mould: Mould, layers: list[Snapshot], errors: tuple[float, ...], max_bytes: int | None = None) -> Entry:
+    """An entry of `layers` in memory of its own, such as those of a file. Raises TooLarge beyond `max_bytes`, where that is given."""
+    copied = []
+    for layer in layers:
+        copied.append(replace(layer, tensors={name: x.clone() for name, x in layer.tensors.items()}))
+        if max_bytes is not None and storages(copied) + len(key) > max_bytes:
+            raise TooLarge
+    return Entry(key, mould, copied, errors)
 
 
 def freeze(layer: Layer, into: Layer, tokens: int, row: int, quantize: bool) -> tuple[Snapshot, float]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from ..layers.snapshot import Snapshot
 from . import disk
 from .entry import Entry
-from .match import NAME, Index
+from .match import NAME, Index, length
 
 
 class Shelf:
@@ -125,9 +125,19 @@ class Shelf:
                 self._forget(name)
         return removed
 
-    def covers(self, key: bytes, mould: bytes) -> bool:
-        found = self.index.covering(key)
-        return found is not None and self._files[found].mould == mould
+    def covering(self, key: bytes, mould: bytes) -> bytes | None:
+        """The key of an entry for this kind of cache that begins with all tokens of `key`."""
+        found = key if key in self._files else self.index.covering(key)
+        return found if found is not None and self._files[found].mould == mould else None
+
+    def kept(self, key: bytes, mould: bytes) -> tuple[list[Snapshot], tuple[float, ...]] | None:
+        """The tokens of `key` as a file holds them already, and its errors. They go into memory in place of those that are given, which may
+        differ in rounding: what is fetched does not depend on whether it comes from memory or from disk."""
+        if (found := self.covering(key, mould)) is None:
+            return None
+        errors = self.get(found).errors
+        layers = self.read(found, length(key))
+        return None if layers is None else (layers, errors)
 
     def size(self) -> tuple[int, int]:
         """Entries in the directory, of all models and processes, and their bytes."""

@@ -33,7 +33,7 @@ class Stats:
         misses: fetches that found nothing.
         tokens_reused: tokens that were fetched, and need not be computed.
         stored: entries taken in.
-        covered: entries not taken in since a longer one held them already.
+        covered: entries not taken in since another, in memory or on disk, held all of their tokens already.
         rejected: entries larger than the whole budget.
         refused: entries that would not have been exact to reuse, by reason; and failed writes.
         evicted, evicted_files: entries that made room in memory, and on disk.

@@ -26,7 +26,7 @@ from ..formats import Format
 from ..layers.snapshot import Snapshot
 from ..policies import check_count
 from . import match
-from .entry import Entry, Mould, TooLarge, batch, give, take
+from .entry import Entry, Mould, TooLarge, batch, give, owned, take
 from .identity import Identity
 from .memory import Memory
 from .place import Staging, layer_devices
@@ -141,7 +141,9 @@ class PrefixStore:
         """Stores what `cache` holds of `ids`, `[T]` or a row for each of the cache's: as many tokens as both have. The cache stays.
 
         A row of ids serves a cache of several rows, as beams are, if all of them began with it. Returns whether everything given is now
-        stored; if not, `stats` says why. Raises TypeError or ValueError for what are no token ids, no cache, or other numbers of rows.
+        stored; if not, `stats` says why. What an entry from such a cache holds already, in memory or on disk, stays as it is there.
+
+        Raises TypeError or ValueError for what are no token ids, no cache, or other numbers of rows.
         """
         given = rows(ids)
         if not isinstance(cache, Cache) or not hasattr(cache, "layers"):
@@ -201,15 +203,14 @@ class PrefixStore:
         for key in shelf.newest(self._identity.current()):
             file = shelf.get(key)
             if self._memory.covering(key, file.mould) is None and (layers := shelf.read(key, file.tokens)) is not None:
-                held = [replace(layer, tensors={name: x.clone() for name, x in layer.tensors.items()}) for layer in layers]
-                loaded += self._memory.add_oldest(Entry(key, self._moulds[file.mould], held, file.errors))
+                loaded += self._memory.add_oldest(owned(key, self._moulds[file.mould], layers, file.errors))
         return loaded
 
     @property
     def stats(self) -> Stats:
         """Counts so far and what is held now, a copy."""
-        memory, shelf = self._memory, self._shelf
-        now = replace(deepcopy(self._stats), entries=len(memory), nbytes=memory.nbytes, evicted=memory.evicted)
+        shelf = self._shelf
+        now = replace(deepcopy(self._stats), entries=len(self), nbytes=self._memory.nbytes, evicted=self._memory.evicted)
         if shelf is None:
             return now
         files, disk_bytes = shelf.size()
@@ -228,8 +229,7 @@ class PrefixStore:
 
     def _best(self, key: bytes, limit: int) -> tuple[Shelf | None, bytes, int] | None:
         """Where the longest match is (None: in memory, which goes before), its key and its tokens."""
-        stored, tokens = self._memory.index.best(key, limit)
-        where = None
+        where, (stored, tokens) = None, self._memory.index.best(key, limit)
         if self._shelf is not None:
             on_disk, more = self._shelf.index.best(key, limit)
             if more > tokens:
@@ -242,9 +242,8 @@ class PrefixStore:
 
     @torch.no_grad()
     def _take(self, row: Tensor, cache: Cache, number: int = 0, padded: bool = False, release: Mould | None = None) -> bool:
-        tokens = min(len(row), cache.get_seq_length())
-        row = row[:tokens]
-        reason = None
+        row, reason = row[: cache.get_seq_length()], None
+        tokens = len(row)
         if tokens < self.min_match_tokens:
             reason = "fewer tokens than min_match_tokens"
         elif text_tokens(row, self.model.config) < tokens:
@@ -256,8 +255,13 @@ class PrefixStore:
                 raise NotImplementedError(reason)
             mould = self._mould(cache)
             key = match.encode(self._identity.current(), row)
+            kept = None
             if (held := self._memory.covering(key, mould.name)) is not None:
                 self._memory.use(held)
+            elif self._shelf is not None and (kept := self._shelf.kept(key, mould.name)):
+                cache.layers = release.layers() if release else cache.layers
+                self._memory.put(owned(key, mould, *kept, self._memory.max_bytes))
+            if held is not None or kept:
                 self._stats.covered += 1
                 return True
             entry = take(cache, mould, key, number, tokens >= self.min_quantize_tokens, self._memory.max_bytes, release)
@@ -274,18 +278,15 @@ class PrefixStore:
         return True
 
     def _write(self, shelf: Shelf, entry: Entry) -> bool:
-        if shelf.covers(entry.key, entry.mould.name):
+        if shelf.covering(entry.key, entry.mould.name) is not None:
             return False
-        reason = shelf.write(entry)
-        if reason:
+        if reason := shelf.write(entry):
             self._stats.refused[f"on disk: {reason}"] += 1
         return not reason
 
     def _mould(self, cache: Cache) -> Mould:
         """How what `cache` holds is stored: a compressed cache as it is, any other as the store's `format`."""
-        if not isinstance(cache, CompressedCache):
-            return self._template
-        mould = Mould(cache, self.model.config)
+        mould = Mould(cache, self.model.config) if isinstance(cache, CompressedCache) else self._template
         return self._moulds.setdefault(mould.name, mould)
 
     def _scan(self) -> None:

@@ -30,6 +30,33 @@ def compressed(ids) -> CompressedCache:
     return fill(CompressedCache(model().config, format="int8", **ZONES), ids)
 
 
+def test_an_entry_that_is_on_disk_is_not_written_again(tmp_path):
+    """Neither one that can be cut nor one that only whole can be used."""
+    ids = random_ids(100)
+    for policy in (None, "sink_window"):
+        cache = CompressedCache(model().config, format="int8", policy=policy, **ZONES)
+        with torch.no_grad():
+            model()(ids[None], past_key_values=cache)
+        kept = store(tmp_path / str(policy))
+        assert kept.store(ids, cache)
+        (path,) = kept._shelf.directory.iterdir()
+        number = path.stat().st_ino
+        kept.trim(0)
+        assert kept.store(ids, cache) and kept.stats.covered == 1 and len(kept) == 1
+        assert kept.save() == 0 and path.stat().st_ino == number
+
+
+def test_a_damaged_file_is_replaced_when_its_tokens_are_stored_again(two):
+    path, first, _ = two
+    content = bytearray(path.read_bytes())
+    content[-9] ^= 1
+    kept = store(path.parent)
+    path.write_bytes(content)
+    with pytest.warns(UserWarning, match="changed"):
+        assert kept.store(first, compressed(first)) and kept.stats.stored == 1
+    assert store(path.parent).fetch(first).kind == "exact"
+
+
 @pytest.fixture
 def two(tmp_path):
     """A directory of two entries: the path of the first, its ids, and the ids of the second."""
@@ -229,6 +256,7 @@ def _write_until_killed(directory, seed, done):
         done.send(1000 * seed + number)
 
 
+@pytest.mark.slow
 def test_killing_a_writer_loses_at_most_the_entry_being_written(tmp_path):
     kept = store(tmp_path)
     written: list[int] = []
