@@ -30,7 +30,7 @@ from triton.compiler import ASTSource  # noqa: E402
 from qkvcache.formats import REGISTRY  # noqa: E402
 from qkvcache.formats.rotation import rotation_block  # noqa: E402
 from qkvcache.kernels import triton_column_mass, triton_decode, triton_encode, triton_step  # noqa: E402
-from qkvcache.kernels.fused import MASS_TOKENS, launched  # noqa: E402
+from qkvcache.kernels.fused import EXACT_TILE, MASS_TOKENS, launched  # noqa: E402
 from qkvcache.kernels.triton_attend import attend_kernel  # noqa: E402
 from qkvcache.kernels.triton_join import reduce_kernel, rotate_kernel  # noqa: E402
 from qkvcache.kernels.triton_mass import mass_kernel  # noqa: E402
@@ -87,7 +87,7 @@ def attention(format: str, head_dim: int, target: str, variant: str = "", dtype:
         types |= {f"{side}_codes": f"*{dtype}" if how.kind == "half" else "*i16", f"{side}_scales": f"*{scales[how.scale]}"}
     constants = {
         "K": _not_rotated(key) if types["body_query"] == "*fp32" else key, "V": value, "D": head_dim, "DV": head_dim, "G": 4,
-        "R": 8 if nvidia else 16, "T": launch.tile, "TX": 16, "K_SHARED": False, "V_SHARED": False, "K_ONCE": 0, "V_ONCE": 0,
+        "R": 8 if nvidia else 16, "T": launch.tile, "TX": EXACT_TILE, "K_SHARED": False, "V_SHARED": False, "K_ONCE": 0, "V_ONCE": 0,
         "SOFTCAP": False, "MASK": "none", "WINDOW": False, "CAUSAL": False, "LENGTHS": False, "PAGE": 0,
         "ARCH": TARGETS[target].arch if nvidia else 0, "EXACT": True, "TURN": rotation_block(head_dim) ** -0.5 if key.rotated else 1.0,
         "MASS": 0, "COUNTED": 0,
