@@ -1,12 +1,13 @@
 """What eviction costs and what it saves, on the embedded model; rows in eval/results/eviction.jsonl, those of the same study replaced.
 
-    python eval/eviction.py sinks budgets defaults combined    what is named, or all of them
+    python eval/eviction.py sinks budgets defaults combined choices    what is named, or all of them
     python eval/eviction.py --show | --plot                    tables | pngs, from the rows
 
 sinks     perplexity of text streamed far beyond the window and the trained 4,096 positions, by number of sinks.
 budgets   every policy at 5 to 100 % of 2,000 tokens: KL and perplexity of a continuation, recall of a code word.
 defaults  what to choose where a policy leaves a choice.
 combined  eviction, compression and both, and how many requests for Llama 70B at 128K eight H100 would hold by arithmetic.
+choices   what `recommend` names that evicts.
 
 One protocol: the model reads the prompt in one step, the cache cuts it down to the budget, then the model reads on, or answers, token by
 token through what is left. Recall is *unseen* where the question comes after the cut, and *seen* where it ends the prompt, so that policies
@@ -31,6 +32,7 @@ from qkvcache.caches import CombinedCache, H2OCache, SinkCache
 from qkvcache.harness.quality import CacheFactory, Passages, RecallSet, divergence, recall
 from qkvcache.harness.rows import read_rows, replace_rows
 from qkvcache.harness.stream import stream
+from qkvcache.planning.recommend import LADDERS
 from qkvcache.policies import H2O, TOVA, KeyDiff, Knorm, LagKV, Policy, Random, SinkWindow, SnapKV
 from qkvcache.policies.base import ALL
 
@@ -177,7 +179,13 @@ def combined(bench: Bench) -> Iterator[dict]:
         }  # fmt: skip
 
 
-STUDIES = ("sinks", "budgets", "defaults", "combined")
+def choices(bench: Bench) -> Iterator[dict]:
+    for choice in dict.fromkeys(choice for ladder in LADDERS.values() for choice in ladder if choice.policy):
+        found = bench.measure(lambda choice=choice: CompressedCache(bench.model.config, format=choice.format, policy=choice.policy))
+        yield {"name": choice.call, "policy": choice.policy.name, "format": choice.format, "parameters": {}} | found
+
+
+STUDIES = ("sinks", "budgets", "defaults", "combined", "choices")
 
 
 def rows_of(study: str) -> Iterator[dict]:
@@ -188,6 +196,8 @@ def rows_of(study: str) -> Iterator[dict]:
         return budgets(Bench(torch.float32, windows, 48, 20))
     if study == "defaults":  # many and only compared with each other
         return defaults(Bench(torch.float32, windows, 24, 12))
+    if study == "choices":
+        return choices(Bench(torch.bfloat16, (ALL,), 48, 20))
     return combined(Bench(torch.bfloat16, (ALL,), 64, 20))  # the bytes of formats are told in relation to 16 bit
 
 

@@ -66,4 +66,14 @@ def combined(rows: list[dict]) -> list[Table]:
     return [found]
 
 
-TABLES = {"sinks": sinks, "budgets": by_share, "defaults": by_share, "combined": combined}
+def choices(rows: list[dict]) -> list[Table]:
+    found = Table(title=f"what recommend names that evicts: {rows[0]['context']:,} tokens of context, {rows[0]['dtype']}")
+    for header in ("cache", "smaller", "KL", "recall unseen", "seen"):
+        found.add_column(header, justify="left" if header == "cache" else "right")
+    for row in rows:
+        recalls = (f"{row[f'recall_{kind}']:.0%}" for kind in ("unseen", "seen"))
+        found.add_row(row["name"], f"{row['ratio']:.2f}x", f"{row['kl']:.4f}", *recalls)
+    return [found]
+
+
+TABLES = {"sinks": sinks, "budgets": by_share, "defaults": by_share, "combined": combined, "choices": choices}

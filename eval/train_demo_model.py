@@ -1,6 +1,7 @@
 """Train the model that ships in `qkvcache/demo/model`: a Llama of five million parameters that reads 4,096 tokens.
 
     python eval/train_demo_model.py --text DIR --out qkvcache/demo/model --minutes 8
+    python eval/train_demo_model.py --text DIR --out DIR --family qwen3    its twin of a family with normed keys; qwen2: with biased keys
 
 DIR holds plain text (`*.txt` or `*.txt.xz`); files whose name contains `valid` are kept for measuring. The Python standard library's
 sources are added, and half of the sequences are generated: facts to recall among text, tables to look up, passages to copy. The tokens
@@ -23,7 +24,7 @@ from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 
 from qkvcache.harness.recall import KEYS, NEEDLE, QUESTION, code_word, recall_cases
 
@@ -133,17 +134,17 @@ class Sequences(torch.utils.data.IterableDataset):
         return "\n".join(parts)
 
 
-def build_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=VOCAB, hidden_size=256, intermediate_size=640, num_hidden_layers=5, num_attention_heads=4, num_key_value_heads=2,
-            head_dim=128, max_position_embeddings=CONTEXT, tie_word_embeddings=True,
+def build_model(family: str, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(
+            family, vocab_size=VOCAB, hidden_size=256, intermediate_size=640, num_hidden_layers=5, num_attention_heads=4,
+            num_key_value_heads=2, head_dim=128, max_position_embeddings=CONTEXT, tie_word_embeddings=True,
             bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
         )
     )  # fmt: skip
 
 
-def train(model: LlamaForCausalLM, data: Sequences, args: argparse.Namespace) -> int:
+def train(model: PreTrainedModel, data: Sequences, args: argparse.Namespace) -> int:
     """AdamW, one cosine over the clock. Returns the tokens seen."""
     decay = [p for p in model.parameters() if p.dim() >= 2]
     plain = [p for p in model.parameters() if p.dim() < 2]
@@ -210,6 +211,7 @@ def main() -> None:
     parser.add_argument("--text", type=Path, required=True, help="folder of *.txt or *.txt.xz")
     parser.add_argument("--out", type=Path, default=Path("qkvcache/demo/model"))
     parser.add_argument("--results", type=Path, default=Path("eval/results/demo_model.jsonl"))
+    parser.add_argument("--family", default="llama", choices=("llama", "qwen2", "qwen3"))
     parser.add_argument("--minutes", type=float, default=8.0)
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--batch", type=int, default=48)
@@ -225,7 +227,7 @@ def main() -> None:
         sys.exit(f"{args.text} needs training text and one file named *valid*")
     code = stdlib_sources()
     tokenizer = train_tokenizer([b[:1_000_000] for b in books] + code[::4])
-    model = build_model(tokenizer).cuda()
+    model = build_model(args.family, tokenizer).cuda()
     sizes = (sum(map(len, books)) / 1e6, sum(map(len, code)) / 1e6, model.num_parameters() / 1e6)
     print("{:.1f} MB text, {:.1f} MB code, {:.2f} M parameters".format(*sizes))
     tokens = train(model, Sequences(tokenizer, books, code, seed=1), args)
@@ -234,7 +236,7 @@ def main() -> None:
     tokenizer.save_pretrained(args.out)
     model = AutoModelForCausalLM.from_pretrained(args.out, dtype=torch.bfloat16).cuda().eval()
     row = {"what": "demo_model", "date": time.strftime("%Y-%m-%d"), "parameters": model.num_parameters(), "tokens": tokens}
-    row |= {"minutes": args.minutes, "lr": args.lr}
+    row |= {"family": args.family, "minutes": args.minutes, "lr": args.lr}
     row |= held_out(model, AutoTokenizer.from_pretrained(args.out), valid)
     row |= {f"recall_{n}": recall(model, tokenizer, valid, n, distractors=0) for n in (500, 1000, 2000, 3500)}
     row |= {f"recall_{n}_of_4": recall(model, tokenizer, valid, n, distractors=3) for n in (500, 2000)}

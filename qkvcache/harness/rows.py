@@ -13,10 +13,14 @@ import transformers
 
 
 def provenance() -> dict[str, str]:
-    """Date, commit, versions and the command that is running."""
+    """Date, commit, versions and the command that is running; of paths that only its machine has, the name."""
     commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True).stdout.strip()
     versions = {"torch": torch.__version__, "transformers": transformers.__version__}
-    return {"date": time.strftime("%Y-%m-%d"), "commit": commit} | versions | {"command": " ".join(sys.argv)}
+    return {"date": time.strftime("%Y-%m-%d"), "commit": commit} | versions | {"command": " ".join(map(_portable, sys.argv))}
+
+
+def _portable(argument: str) -> str:
+    return Path(argument).name if Path(argument).is_absolute() else argument
 
 
 def read_rows(path: Path) -> list[dict]:
