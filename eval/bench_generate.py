@@ -1,14 +1,14 @@
 """`generate` on one GPU with a Llama of eight billion random weights: our caches beside DynamicCache, StaticCache and QuantizedCache.
 
     python eval/bench_generate.py [--sections prefill largest eviction decode profile]    measure; rows in eval/results/generate.jsonl
-    python eval/bench_generate.py --resume                                                go on where --minutes ended the last run
+    python eval/bench_generate.py --all --resume                                         every case, from where --minutes ended the last run
     python eval/bench_generate.py --show | --plot                                         tables | generate.png, from the rows; no GPU
 
 prefill   seconds to the first token, the prompt read at once or in chunks of 8,192; peak memory.
 largest   the longest context of one request, and the largest batch of 32,768 tokens, with which an eager decode step still fits.
 eviction  H2O with a budget of 4,096 after a prompt of 131,072 tokens that was really read, beside a full cache of 4,096 tokens.
 decode    milliseconds a token, peak memory, what the cache holds.
-profile   GPU time of a step by kind of kernel: of eviction, and of decode where `PROFILED` says so.
+profile   GPU time of a step by kind of kernel: of eviction, and of decode in the cases `MAIN` and `SMALL`.
 
 Latency is what a streaming user sees: the time between two calls of the streamer of `model.generate`, each with a token that has reached
 the host; the mean of `--steps`, a multiple of the 32 tokens that our growing caches encode together. Before them, a few steps compile, tune
@@ -39,33 +39,41 @@ from qkvcache.harness.rows import read_rows, replace_rows
 RESULTS = Path(__file__).parent / "results" / "generate.jsonl"
 SECTIONS = ("prefill", "largest", "eviction", "decode", "profile")
 FORMATS = ("identity", "int8", "turboquant_4bit_nc", "fp8", "int4", "nvfp4")
-FIRST = ("StaticCache", *FORMATS[:3])  # compiling takes most of the time: these in all cases, before the others
 FOUR = "turboquant_4bit_nc"
-CASES = ((8, 32768), (1, 8192), (1, 32768), (8, 8192), (1, 131072), (8, 131072))
-EAGER = {(1, 8192): ("identity", FOUR, QUANTO), (8, 32768): ("identity", FOUR)}  # beside DynamicCache
-PROFILED = ((8, 32768), (1, 8192))
+MAIN, SMALL = (8, 32768), (1, 8192)
+CASES = (MAIN, SMALL, (1, 32768), (8, 8192), (1, 131072), (8, 131072))
+EAGER = {SMALL: ("DynamicCache", "identity", FOUR, QUANTO), MAIN: ("DynamicCache", "identity", FOUR)}
+COMPILED = {MAIN: ("StaticCache", *FORMATS), SMALL: ("StaticCache", FOUR)}  # compiling takes most of the time
 
 
-def runs(sections: list[str]) -> Iterator[Run]:
+def runs(sections: list[str], every: bool) -> Iterator[Run]:
+    """What is measured, all that the README says first; `every`: the rest as well."""
+    if "eviction" in sections:
+        yield Run("eviction", "identity", "compiled", 1, BUDGET)
+        yield Run("eviction", H2O, "compiled", 1, 131072, "chunks")
     if "prefill" in sections:
-        kinds = [("DynamicCache", "eager"), ("StaticCache", "compiled"), ("identity", "compiled"), (FOUR, "compiled")]
-        kinds += [(name, "eager") for name in ("identity", "int8", "nvfp4", FOUR)]
-        for context in (8192, 32768):
-            yield from (Run("prefill", *kind, 1, context, how) for kind in kinds for how in ("whole", "chunks"))
+        kinds = (("DynamicCache", "eager"), (FOUR, "eager"), (FOUR, "compiled"))
+        yield from (Run("prefill", *kind, 1, 32768, how) for how in ("whole", "chunks") for kind in kinds)
     if "largest" in sections:
         for name in ("DynamicCache", FOUR):
             yield Run("largest", name, "eager", 1, 0, "context")
             yield Run("largest", name, "eager", 0, 32768, "batch")
+    if {"decode", "profile"} & set(sections):
+        for case in (MAIN, SMALL):
+            yield from (Run("decode", name, "eager", *case) for name in EAGER[case])
+            yield from (Run("decode", name, "compiled", *case) for name in COMPILED[case])
+    if not every:
+        return
     if "eviction" in sections:
-        yield Run("eviction", "identity", "compiled", 1, BUDGET)
-        yield Run("eviction", H2O, "compiled", 1, 131072, "chunks")
         yield Run("eviction", H2O, "eager", 1, 131072, "whole")
-    cases = CASES if "decode" in sections else PROFILED if "profile" in sections else ()
-    for case in cases:
-        yield from (Run("decode", name, "eager", *case) for name in ("DynamicCache", *EAGER.get(case, ())))
-        yield from (Run("decode", name, "compiled", *case) for name in (FIRST if case != CASES[0] else ("StaticCache", *FORMATS)))
-    for case in cases:
-        yield from (Run("decode", name, "compiled", *case) for name in FORMATS if name not in FIRST and case != CASES[0])
+    if "prefill" in sections:
+        kinds = [("StaticCache", "compiled"), ("identity", "compiled"), *((name, "eager") for name in ("identity", "int8", "nvfp4"))]
+        for context in (32768, 8192):
+            yield from (Run("prefill", *kind, 1, context, how) for kind in kinds for how in ("whole", "chunks"))
+    if "decode" in sections:
+        for case in CASES:
+            yield from (Run("decode", name, "eager", *case) for name in ("DynamicCache",) if case not in EAGER)
+            yield from (Run("decode", name, "compiled", *case) for name in ("StaticCache", *FORMATS) if name not in COMPILED.get(case, ()))
 
 
 def outcome(call: Callable) -> dict:
@@ -92,12 +100,12 @@ def measure(args: argparse.Namespace) -> None:
         short = {key: round(value, 3) if isinstance(value, float) else value for key, value in row.items() if key != "kernels"}
         print(f"{time.perf_counter() - begin:4.0f} s  {run}: {short}", file=sys.stderr, flush=True)
 
-    for run in runs(args.sections):
+    for run in runs(args.sections, args.all):
         case = run.batch, run.context
         chosen = run.section != "decode" or not args.cases or "{}x{}".format(*case) in args.cases
         run = replace(run, context=run.context // bench.scale)
         profile = replace(run, section="profile")
-        profiled = "profile" in args.sections and (run.section == "eviction" or (run.section == "decode" and case in PROFILED))
+        profiled = "profile" in args.sections and (run.section == "eviction" or (run.section == "decode" and case in (MAIN, SMALL)))
         whole = what(run) in done and (not profiled or what(profile) in done)
         if not chosen or whole or (args.caches and run.cache not in args.caches):
             continue
@@ -123,6 +131,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--caches", nargs="+", metavar="NAME", help="of these alone, e.g. StaticCache int8")
     parser.add_argument("--cases", nargs="+", metavar="BxT", help="of decode, these alone, e.g. 8x32768")
     parser.add_argument("--minutes", type=float, default=7, help="start nothing after this time")
+    parser.add_argument("--all", action="store_true", help="every case and cache: half an hour or more")
     parser.add_argument("--resume", action="store_true", help="leave out what has rows")
     parser.add_argument("--steps", type=int, default=64, help="decode steps that are timed")
     parser.add_argument("--memory-gib", type=float, default=78, help="torch takes no more than this")

@@ -232,6 +232,8 @@ class CompressedLayer(CacheLayerMixin):
 
     def prefetch(self) -> None:
         if self.zones:
+            if self.device.type == "cuda":  # what goes to the host must have arrived there: older transformers do not wait for it
+                torch.cuda.current_stream(self.device).wait_stream(torch.cuda.default_stream(self.device))
             self._map(lambda x: x.to(self.device, non_blocking=True))
 
     def _map(self, fn: Callable[[Tensor], Tensor]) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -28,7 +29,7 @@ SIDES = ("key", "value")
 PLACEHOLDER = getattr(cache_utils, "DummyLayer", None)
 """What stands for layers that read another one's keys and values, in newer releases of transformers."""
 Copy = Callable[[Tensor, Tensor], object]
-"""Fills its first argument, on any device, with its second, in host memory."""
+"""Fills its first argument with its second, between host memory and any device."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,7 @@ class Snapshot:
         return next((x.shape[2] for name, x in self.tensors.items() if name.startswith(f"key.{zone}")), 0)
 
 
-def snapshot(layer: Layer, tokens: int | None = None, row: int = 0) -> Snapshot:
+def snapshot(layer: Layer, tokens: int | None = None, row: int = 0, copy: Copy = Tensor.copy_) -> Snapshot:
     """Row `row` of what `layer` holds, copied; only the first `tokens` of it, where given.
 
     Raises NotImplementedError, with the reason, for layers whose contents cannot be taken out or not cut like this.
@@ -97,6 +98,7 @@ def snapshot(layer: Layer, tokens: int | None = None, row: int = 0) -> Snapshot:
         raise NotImplementedError(reason)
     rows = slice(row, row + 1)
     tensors: dict[str, Tensor] = {}
+    host = partial(_copied, device="cpu", copy=copy)
     if type(layer) is PLACEHOLDER:
         return Snapshot("empty")
     if isinstance(layer, CompressedLayer):
@@ -104,17 +106,17 @@ def snapshot(layer: Layer, tokens: int | None = None, row: int = 0) -> Snapshot:
             return Snapshot("empty")
         for side, zone in zip(SIDES, layer.zones, strict=True):
             count = tokens if tokens is not None and not isinstance(layer, EvictingLayer) else zone.length
-            tensors |= {f"{side}.{name}": x for name, x in _zones(zone, count, rows)}
+            tensors |= {f"{side}.{name}": x for name, x in _zones(zone, count, rows, copy)}
         if not isinstance(layer, EvictingLayer):
             return Snapshot("compressed", tensors)
-        return Snapshot("evicting", tensors | {f"ledger.{name}": _host(x[rows]) for name, x in _ledger(layer)}, _evicting_numbers(layer))
+        return Snapshot("evicting", tensors | {f"ledger.{name}": host(x[rows]) for name, x in _ledger(layer)}, _evicting_numbers(layer))
     if isinstance(layer, LinearAttentionLayer):
         states = dict(_states(layer))
-        tensors = {name: _host(x[rows]) for name, x in states.items() if isinstance(x, Tensor)}
+        tensors = {name: host(x[rows]) for name, x in states.items() if isinstance(x, Tensor)}
         return Snapshot("linear", tensors, {name: int(x) for name, x in states.items() if isinstance(x, bool | int)})
     if not layer.is_initialized:
         return Snapshot("empty")
-    tensors = {name: _host(getattr(layer, name)[rows, :, :tokens]) for name in ("keys", "values")}
+    tensors = {name: host(getattr(layer, name)[rows, :, :tokens]) for name in ("keys", "values")}
     if isinstance(layer, DynamicSlidingWindowLayer):
         seen = layer.get_seq_length() if tokens is None else tokens
         return Snapshot("sliding", tensors, {"seen": seen})
@@ -148,11 +150,7 @@ def restore(layer: Layer, held: Snapshot, device: torch.device | str, copy: Copy
     Nothing is shared with the snapshot: the layer writes into free slots in place. Raises ValueError for another kind of layer.
     """
 
-    def placed(x: Tensor) -> Tensor:
-        new = torch.empty(x.shape, dtype=x.dtype, device=device)
-        copy(new, x)
-        return new
-
+    placed = partial(_copied, device=device, copy=copy)
     fits = {"compressed": CompressedLayer, "evicting": EvictingLayer, "dense": DynamicLayer, "sliding": DynamicSlidingWindowLayer}
     fits["linear"] = LinearAttentionLayer
     if held.kind == "empty":
@@ -175,8 +173,9 @@ def restore(layer: Layer, held: Snapshot, device: torch.device | str, copy: Copy
             layer.cumulative_length = held.numbers["seen"]
 
 
-def _zones(zone: Zones, tokens: int, rows: slice) -> Iterator[tuple[str, Tensor]]:
-    yield "first", _host(zone.first[rows, :, :tokens])
+def _zones(zone: Zones, tokens: int, rows: slice, copy: Copy) -> Iterator[tuple[str, Tensor]]:
+    host = partial(_copied, device="cpu", copy=copy)
+    yield "first", host(zone.first[rows, :, :tokens])
     left = body = min(zone.body.length, max(tokens - zone.first.shape[2], 0))
     planes: dict[str, Tensor] = {}
     for codes, count in zone.body.blocks(max(zone.body.length, 1)):
@@ -185,11 +184,11 @@ def _zones(zone: Zones, tokens: int, rows: slice) -> Iterator[tuple[str, Tensor]
             if used and name not in zone.body.once:
                 if name not in planes:
                     planes[name] = torch.empty(1, x.shape[1], body, x.shape[3], dtype=x.dtype)
-                planes[name][:, :, body - left : body - left + used] = x[rows, :, :used]
+                copy(planes[name][:, :, body - left : body - left + used], x[rows, :, :used])
         left -= used
     yield from ((f"body.{name}", x) for name, x in planes.items())
-    yield from ((f"once.{name}", _host(x[rows])) for name, x in zone.body.once.items() if body)
-    yield "recent", _host(zone.recent[rows, :, : max(tokens - zone.first.shape[2] - zone.body.length, 0)])
+    yield from ((f"once.{name}", host(x[rows])) for name, x in zone.body.once.items() if body)
+    yield "recent", host(zone.recent[rows, :, : max(tokens - zone.first.shape[2] - zone.body.length, 0)])
 
 
 def _fill(layer: CompressedLayer, held: Snapshot, placed: Callable[[Tensor], Tensor], copy: Copy) -> None:
@@ -248,9 +247,11 @@ def _set_state(layer: LinearAttentionLayer, name: str, value: object) -> None:
         setattr(layer, name, value)
 
 
-def _host(x: Tensor) -> Tensor:
-    """A copy in host memory that holds on to nothing else."""
-    return x.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+def _copied(x: Tensor, device: torch.device | str, copy: Copy) -> Tensor:
+    """A copy that holds on to nothing else."""
+    new = torch.empty(x.shape, dtype=x.dtype, device=device)
+    copy(new, x.detach())
+    return new
 
 
 def storages(snapshots: list[Snapshot]) -> int:

@@ -65,7 +65,7 @@ def _row(
     for _ in range(repeats):
         cache = _random(config, tokens, dtype, device)
         given = sum(x.untyped_storage().nbytes() for layer in cache.layers for x in vars(layer).values() if isinstance(x, torch.Tensor))
-        entry, ms = _timed(device, partial(take, cache, mould, key, 0, True, 2**63, release=dense))
+        entry, ms = _timed(device, partial(take, cache, mould, key, 0, True, 2**63, copy, dense))
         store_ms.append(ms)
         del cache
     path, write_ms = _timed(device, partial(disk.write, directory, entry, config.model_type))

@@ -14,8 +14,9 @@ from transformers.cache_utils import Cache, DynamicLayer
 from ..caches import CompressedCache
 from ..layers.compressed import CompressedLayer
 from ..layers.evicting import EvictingLayer
-from ..layers.snapshot import PLACEHOLDER, Copy, Layer, Snapshot, restore, snapshot, storages
+from ..layers.snapshot import PLACEHOLDER, Layer, Snapshot, restore, snapshot, storages
 from . import match
+from .place import Staging
 
 SAMPLE = 256
 """Tokens of a layer whose error is measured when they are quantized."""
@@ -107,7 +108,9 @@ class TooLarge(Exception):
     """More bytes than a store may hold."""
 
 
-def take(cache: Cache, mould: Mould, key: bytes, row: int, quantize: bool, max_bytes: int, release: Mould | None = None) -> Entry:
+def take(
+    cache: Cache, mould: Mould, key: bytes, row: int, quantize: bool, max_bytes: int, copy: Staging, release: Mould | None = None
+) -> Entry:
     """The tokens of `key` out of row `row` of `cache`, stored as `mould` holds them.
 
     With `release`, the cache's layers are replaced by empty ones of that mould as they are done, so that one layer at a time exists twice.
@@ -119,7 +122,8 @@ def take(cache: Cache, mould: Mould, key: bytes, row: int, quantize: bool, max_b
     layers: list[Snapshot] = []
     errors = []
     for i, (layer, empty) in enumerate(zip(list(cache.layers), into, strict=True)):
-        held, error = freeze(layer, empty, match.length(key), row, quantize)
+        held, error = freeze(layer, empty, match.length(key), row, quantize, copy)
+        copy.wait()
         layers.append(held)
         errors.append(error)
         if storages(layers) + len(key) > max_bytes:
@@ -140,7 +144,7 @@ def owned(key: bytes, mould: Mould, layers: list[Snapshot], errors: tuple[float,
     return Entry(key, mould, copied, errors)
 
 
-def freeze(layer: Layer, into: Layer, tokens: int, row: int, quantize: bool) -> tuple[Snapshot, float]:
+def freeze(layer: Layer, into: Layer, tokens: int, row: int, quantize: bool, copy: Staging) -> tuple[Snapshot, float]:
     """The first `tokens` tokens of row `row` of `layer` as `into`, an empty layer, would hold them, and the error that this makes.
 
     Codes and states are taken as they are; dense tokens are encoded where `into` is compressed, unless `quantize` is False. Raises
@@ -155,22 +159,23 @@ def freeze(layer: Layer, into: Layer, tokens: int, row: int, quantize: bool) -> 
         )
     if not encodes or not quantize or not layer.is_initialized:
         counts = hasattr(layer, "get_seq_length") and layer.get_seq_length()
-        return snapshot(layer, tokens if counts else None, row), 0.0
+        return snapshot(layer, tokens if counts else None, row, copy), 0.0
     keys, values = (x[row : row + 1, :, :tokens] for x in (layer.keys, layer.values))
     into.update(keys, values)  # type: ignore[attr-defined]
-    held = snapshot(into)
+    held = snapshot(into, copy=copy)
     return held, _error(into, (keys, values))  # type: ignore[arg-type]
 
 
-def give(into: Mould, layers: list[Snapshot], mould: Mould, devices: list[torch.device], copy: Copy) -> Cache:
+def give(into: Mould, layers: list[Snapshot], mould: Mould, devices: list[torch.device], copy: Staging) -> Cache:
     """A new cache of `into` that holds `layers`, which were stored as `mould` holds them, each on its device."""
     cache = into.cache()
     for layer, held, empty, device in zip(cache.layers, layers, mould.layers(), devices, strict=True):
         thaw(layer, held, empty, device, copy)
+    copy.wait()
     return cache
 
 
-def thaw(layer: Layer, held: Snapshot, empty: Layer, device: torch.device, copy: Copy) -> None:
+def thaw(layer: Layer, held: Snapshot, empty: Layer, device: torch.device, copy: Staging) -> None:
     """Puts `held` into `layer`, an empty one on `device`, decoding or encoding where the one is dense and the other is not.
 
     `empty` is an empty layer of the kind that `held` came from.
@@ -178,9 +183,11 @@ def thaw(layer: Layer, held: Snapshot, empty: Layer, device: torch.device, copy:
     if held.kind == "dense" and isinstance(layer, CompressedLayer):
         dense = DynamicLayer()
         restore(dense, held, device, copy)
+        copy.wait()
         layer.update(dense.keys, dense.values)  # type: ignore[arg-type]
     elif held.kind == "compressed" and type(layer) is DynamicLayer and isinstance(empty, CompressedLayer):
         restore(empty, held, device, copy)
+        copy.wait()
         layer.update(*empty.dense())
     else:
         restore(layer, held, device, copy)

@@ -264,7 +264,7 @@ class PrefixStore:
             if held is not None or kept:
                 self._stats.covered += 1
                 return True
-            entry = take(cache, mould, key, number, tokens >= self.min_quantize_tokens, self._memory.max_bytes, release)
+            entry = take(cache, mould, key, number, tokens >= self.min_quantize_tokens, self._memory.max_bytes, self._copy, release)
         except TooLarge:
             self._stats.rejected += 1
             return False

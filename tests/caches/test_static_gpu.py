@@ -103,10 +103,10 @@ def test_a_step_does_not_wait_for_the_device(format):
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        for x, q in steps[4:]:
+        for seen, (x, q) in enumerate(steps[4:], 305):
             key, _ = layer.update(*x)
             attend_on_codes(q, key.payload)
-            assert layer.get_seq_length() and layer.get_mask_sizes(1) == (400, 0)
+            assert layer.get_seq_length() == seen and layer.get_mask_sizes(1) == (seen + 1, 0)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert layer.get_seq_length() == 340 == layer.store.state[0]

@@ -16,7 +16,7 @@ def bench(monkeypatch):
 
 def test_rows_and_tables(bench, tmp_path, capsys):
     file = tmp_path / "rows.jsonl"
-    options = ["--tiny", "--steps", "2", "--sections", "prefill", "eviction", "decode", "--cases", "1x8192"]
+    options = ["--tiny", "--all", "--steps", "2", "--sections", "prefill", "eviction", "decode", "--cases", "1x8192"]
     options += ["--caches", "DynamicCache", "StaticCache", "H2O"]
     bench.main([*options, "--out", str(file)])
     rows = read_rows(file)
