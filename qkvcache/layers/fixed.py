@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..formats.base import Codes
-from ..kernels import Body
+from ..kernels import Payload
 from .ledger import Records
 from .slots import PAGE
 
@@ -30,7 +30,8 @@ class Fixed:
     columns: Tensor
     """Tokens of a row with its padding, int64 `[1]`."""
     key_sum: Tensor | None
-    packed: Body | None
+    payload: Payload
+    """What attention reads of a step in place: all columns."""
 
     def tensors(self) -> list[Tensor]:
         records = (*self.body.values(), *self.recent.values(), self.valid, self.seen, self.columns)

@@ -70,6 +70,7 @@ class StaticLayer(Counted, CompressedLayer):
             return self._update_compiled(key_states, value_states)
         self._check(key_states, value_states)
         tokens = key_states.shape[2]
+        in_place = tokens == 1 and not self.fresh
         self.count()
         self.expect(tokens)
         if self.store is None or self.fresh and self._differs(key_states, value_states):
@@ -86,12 +87,12 @@ class StaticLayer(Counted, CompressedLayer):
         elif tokens > 1:
             result = _handles(self._payload_of_chunk(new))
         with torch.no_grad():
-            if tokens == 1 and not self.fresh:
+            if in_place:
                 step(store, new)
             else:
                 append(store, new, self.seen, self.body, self._block())
         self.advance(tokens)
-        if tokens == 1 and not self.fresh and not with_gradient:
+        if in_place and not with_gradient:
             result = _handles(store.payload(store.sides(self.seen, self.body, self._block())))
         self.fresh = False
         return result

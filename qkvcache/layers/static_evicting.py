@@ -73,13 +73,7 @@ class StaticEvictingLayer(Counted, EvictingLayer):
         at = held.seen % (self.tail + 1)
         for ring, new in zip(held.ring, (key_states, value_states), strict=True):
             put(ring, at, new)
-        sides = []
-        for first, ring, codec, planes in zip(held.first, held.ring, self.codecs, held.planes, strict=True):
-            row = (Exact(first), Packed(codec, planes, self._slots, ring.shape[3]), Exact(ring))
-            shape = (*ring.shape[:2], first.shape[2] + self._slots + ring.shape[2], ring.shape[3])
-            sides.append(Side.of(row, shape, ring.dtype, ring.device))
-        payload = Payload(sides[0], sides[1], held.packed, (*held.first, *held.ring))
-        return KVHandle(payload, payload.key, watch=self), KVHandle(payload, payload.value, watch=self)
+        return KVHandle(held.payload, held.payload.key, watch=self), KVHandle(held.payload, held.payload.value, watch=self)
 
     @torch.no_grad()
     def begin(self, real: Tensor | None) -> Tensor:
@@ -119,9 +113,9 @@ class StaticEvictingLayer(Counted, EvictingLayer):
                 first.copy_(torch.where(sink[:, None, :, None], x, first))
             held.valid.logical_or_(sink)
             leaving["positions"] = leaving["positions"].masked_fill(sink.any(-1)[:, None, None], -1)
-        if held.packed is not None:
+        if held.payload.body is not None:
             where = self._place_for(leaving)
-            place(held.packed, (keys, values), where)
+            place(held.payload.body, (keys, values), where)
             into, taken = where.clamp_min(0)[..., None], (where >= 0)[..., None]
             for name, x in held.body.items():
                 x.scatter_(-1, into, torch.where(taken, leaving[name], x.gather(-1, into)))
@@ -199,10 +193,15 @@ class StaticEvictingLayer(Counted, EvictingLayer):
         body, recent = ({name: zeros(heads, n, dtype=x.dtype) for name, x in records.items()} for n in (slots, ring))
         slabs = ((planes[0], planes[1]),)
         packed = Body(*self.codecs, slabs, slots, slab_table(slabs)) if slots else None
+        sides = []
+        for first, last, codec, codes in zip(firsts, rings, self.codecs, planes, strict=True):
+            row = (Exact(first), Packed(codec, codes, slots, last.shape[3]), Exact(last))
+            sides.append(Side.of(row, (batch, heads, self.exact_first + slots + ring, last.shape[3]), last.dtype, device))
+        payload = Payload(sides[0], sides[1], packed, (*firsts, *rings))
         seen, columns = zeros(dtype=torch.int64), torch.zeros(1, dtype=torch.int64, device=device)
         key_sum = zeros(heads, like[0].shape[3]) if self.policy.mean_key else None
         valid = zeros(self.exact_first, dtype=torch.bool)
-        return Fixed(firsts, rings, (planes[0], planes[1]), valid, body, recent, seen, columns, key_sum, packed)  # type: ignore[arg-type]
+        return Fixed(firsts, rings, (planes[0], planes[1]), valid, body, recent, seen, columns, key_sum, payload)  # type: ignore[arg-type]
 
     @torch.no_grad()
     def _loosen(self) -> None:
@@ -273,8 +272,8 @@ class StaticEvictingLayer(Counted, EvictingLayer):
                 roles = {buffer.name: buffer.role for buffer in codec.buffers(x.shape[3])}
                 yield from ((roles[name], plane) for name, plane in planes.items())
             yield from (("bookkeeping", x) for x in self.held.tensors())  # those that were not named yet
-            if self.held.packed is not None:
-                yield "bookkeeping", self.held.packed.table
+            if self.held.payload.body is not None:
+                yield "bookkeeping", self.held.payload.body.table
 
     def positions(self) -> Tensor:
         self.count()
