@@ -20,6 +20,7 @@ from ..attention.handle import KVHandle
 from ..formats.base import Codes
 from ..kernels import Body, Exact, Packed, Payload, Side, place, slab_table
 from ..policies import Arrivals
+from .compressed import differ
 from .counted import Counted
 from .evicting import UNSEEN, EvictingLayer
 from .fixed import Fixed, put, spared, take
@@ -149,7 +150,7 @@ class StaticEvictingLayer(Counted, EvictingLayer):
         if zones is None or ledger is None:
             return
         like = zones[0].first
-        if self.held is None or (self.held.ring[0].shape[:2], self.held.ring[0].dtype) != (like.shape[:2], like.dtype):
+        if self.held is None or differ(self.held.ring[0], like):
             with torch.inference_mode(False):  # what is made in inference mode may be written in no other
                 self.held = self._make(like, zones[1].first)
             for tensor in self.held.tensors():
@@ -229,15 +230,6 @@ class StaticEvictingLayer(Counted, EvictingLayer):
     @property
     def stored(self) -> int:
         return min(self.seen, self.policy.size(self.budget, 0)) if self.fixed else super().stored
-
-    def get_seq_length(self) -> int:
-        self.count()
-        return self.seen
-
-    def get_max_length(self) -> int:
-        return self.max_length
-
-    get_max_cache_shape = get_max_length
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Of a step in place, one column: of a mask only those of the running tokens count. Raises ValueError if there is no room."""
