@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -50,8 +51,7 @@ def put(x: Tensor, at: Tensor, new: Tensor) -> None:
     x.scatter_(2, at.view(-1, *[1] * (x.dim() - 1)).expand_as(new), new)
 
 
-def spared(zeros: Callable[..., Tensor], heads: int, tokens: int, width: int, dtype: torch.dtype) -> Tensor:
-    """`[B, H, tokens, width]` with room behind it: kernels read whole tiles."""
-    plane = zeros(heads, tokens, width, dtype=dtype)
-    room = plane.new_zeros(plane.numel() + PAGE * width)
-    return room[: plane.numel()].view(plane.shape)
+def spared(shape: tuple[int, ...], **options: Any) -> Tensor:
+    """Zeros `[B, H, T, width]` with room behind them: kernels read whole tiles."""
+    size = math.prod(shape)
+    return torch.zeros(size + PAGE * shape[-1], **options)[:size].view(shape)

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from ..attention.handle import KVHandle
-from ..formats.base import Codes
 from ..kernels import Body, Exact, Packed, Payload, Side, place, slab_table
 from ..policies import Arrivals
 from .compressed import differ
@@ -186,10 +185,8 @@ class StaticEvictingLayer(Counted, EvictingLayer):
             return torch.zeros(batch, *shape, dtype=dtype, device=device)
 
         firsts, rings = (tuple(zeros(heads, n, x.shape[3], dtype=x.dtype) for x in like) for n in (self.exact_first, ring))
-        planes: list[Codes] = []
-        for codec, x in zip(self.codecs, like, strict=True):
-            widths = {b.name: (slots if b.tokens == "each" else 1, b.width, b.dtype or x.dtype) for b in codec.buffers(x.shape[3])}
-            planes.append({name: spared(zeros, heads, tokens, width, dtype) for name, (tokens, width, dtype) in widths.items()})
+        made = (codec.allocate(x, slots, per_head=True, make=spared) for codec, x in zip(self.codecs, like, strict=True))
+        planes = [each | once for each, once in made]
         records = self.ledger.body  # type: ignore[union-attr]
         body, recent = ({name: zeros(heads, n, dtype=x.dtype) for name, x in records.items()} for n in (slots, ring))
         slabs = ((planes[0], planes[1]),)
@@ -261,8 +258,7 @@ class StaticEvictingLayer(Counted, EvictingLayer):
         if self.held is not None:
             yield from (("exact", x) for x in (*self.held.first, *self.held.ring))
             for codec, planes, x in zip(self.codecs, self.held.planes, self.held.ring, strict=True):
-                roles = {buffer.name: buffer.role for buffer in codec.buffers(x.shape[3])}
-                yield from ((roles[name], plane) for name, plane in planes.items())
+                yield from codec.roles(planes, x.shape[3])
             yield from (("bookkeeping", x) for x in self.held.tensors())  # those that were not named yet
             if self.held.payload.body is not None:
                 yield "bookkeeping", self.held.payload.body.table
