@@ -15,6 +15,8 @@ from qkvcache.kernels import Side
 from qkvcache.layers.compressed import CompressedLayer
 
 ZONES = {"zones": {"exact_first": 2, "exact_recent": 4}, "bare": {"exact_first": 0, "exact_recent": 0}}
+NEW = 24
+"""Tokens that `run` generates."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,21 @@ def steps(model: PreTrainedModel, cache: Cache, mode: Mode) -> Iterator[Tensor]:
     for size in mode.sizes:
         yield forward(model, cache, ids, mask, begin, begin + size)
         begin += size
+
+
+def prompt(rows: int = 1, length: int = 40) -> dict[str, Tensor]:
+    torch.manual_seed(1)
+    ids = torch.randint(3, 100, (rows, length))
+    mask = torch.ones_like(ids)
+    for row in range(1, rows):  # left padding
+        mask[row, : 5 * row] = 0
+    return {"input_ids": ids * mask, "attention_mask": mask}
+
+
+def run(network, cache, inputs=None, **options):
+    torch.manual_seed(2)
+    options = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None, "pad_token_id": 0} | options
+    return network.generate(**(inputs or prompt()), past_key_values=cache, **options)
 
 
 class DenseLayer(CompressedLayer):

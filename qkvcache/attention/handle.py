@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from ..kernels import Payload, Side, attend_on_codes, dense, dense_payload, mix, scores, unfold
+from ..kernels import Payload, Side, attend_on_codes, dense, dense_payload, mix, scores
 
 _MATMULS = (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.bmm)
 
@@ -122,13 +122,7 @@ class KVHandle:
 
     def dense(self) -> Tensor:
         """The tensor that this handle stands for, in the model's dtype."""
-        store, values = self.payload.store, self.side is self.payload.value
-        if store is not None and torch.compiler.is_compiling():
-            x = unfold(store, None)[values]
-        elif torch.compiler.is_compiling():
-            x = dense_payload(self.payload)[values]
-        else:
-            x = dense(self.side)
+        x = dense_payload(self.payload)[self.side is self.payload.value] if torch.compiler.is_compiling() else dense(self.side)
         if self.view == "grouped":
             return x.unsqueeze(2).expand(self.shape)
         x = x.repeat_interleave(self.repeats, dim=1) if self.repeats > 1 else x

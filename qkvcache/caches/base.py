@@ -147,6 +147,14 @@ class CompressedCache(DynamicCache):
         budget = budgets[number % len(budgets)]
         return self._new_evicting(self.format, self.policy, budget, **self._layer_options, rope=self._rope)
 
+    def _new_exact(self) -> CompressedLayer:
+        """An uncompressed layer among those that are not as transformers makes them."""
+        if not self.policy:
+            return StaticLayer(formats.Identity(), self.max_length, 0, 0)  # type: ignore[arg-type]
+        # transformers makes one mask for all layers: those of another length must make their own
+        whole = ALL_TOKENS if self.max_length is None else policies.SlidingWindow(window=self.max_length, interval=1)
+        return self._new_evicting(formats.Identity(), whole, whole.budgets[0])
+
     def _new_evicting(self, format: Format, policy: Policy, budget: Budget, **options) -> EvictingLayer:
         if self.max_length is None:
             return EvictingLayer(format, policy, budget, **options, deferred=self._shares_keys)
@@ -166,13 +174,8 @@ class CompressedCache(DynamicCache):
             )
         if self.policy or self.max_length is not None:
             self._exact = frozenset(exact & set(full))
-        if self.policy:  # transformers makes one mask for all layers: those of another length must make their own
-            for i in exact & set(full):
-                whole = ALL_TOKENS if self.max_length is None else policies.SlidingWindow(window=self.max_length, interval=1)
-                self.layers[i] = self._new_evicting(formats.Identity(), whole, whole.budgets[0])
-        elif self.max_length is not None:
-            for i in exact & set(full):
-                self.layers[i] = StaticLayer(formats.Identity(), self.max_length, 0, 0)
+        for i in self._exact:
+            self.layers[i] = self._new_exact()
         for number, i in enumerate(chosen):
             if head_dim := head_dim_of(configs[i]):
                 self.format.check(head_dim)

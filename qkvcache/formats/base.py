@@ -8,7 +8,7 @@ Allocation, byte counts and planning all read `buffers`; nothing else knows how 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple
@@ -75,6 +75,22 @@ class Codec(ABC):
     def fit(self, x: Tensor) -> Codes:
         """The buffers kept once, from the first block `[B, H, T, D]`. Each row stands alone."""
         return {}
+
+    def allocate(self, like: Tensor, tokens: int, per_head: bool = False, make: Callable[..., Tensor] = torch.zeros) -> tuple[Codes, Codes]:
+        """Buffers kept for each of `tokens` tokens, and buffers kept once, for the rows, heads, channels, dtype and device of `like`
+        `[B, H, T, D]`. With `per_head` each head holds its own of what they share. `make(shape, dtype=, device=)` makes a tensor."""
+        each: Codes = {}
+        once: Codes = {}
+        for buffer in self.buffers(like.shape[3]):
+            heads = like.shape[1] if per_head or buffer.heads == "each" else 1
+            held, count = (each, tokens) if buffer.tokens == "each" else (once, 1)
+            held[buffer.name] = make((like.shape[0], heads, count, buffer.width), dtype=buffer.dtype or like.dtype, device=like.device)
+        return each, once
+
+    def roles(self, codes: Codes, head_dim: int) -> Iterator[tuple[str, Tensor]]:
+        """Each tensor with its role, `codes` or `scales`."""
+        roles = {buffer.name: buffer.role for buffer in self.buffers(head_dim)}
+        yield from ((roles[name], x) for name, x in codes.items())
 
     def refuses(self, head_dim: int) -> str | None:
         """Why this codec cannot hold vectors of `head_dim`, or None."""

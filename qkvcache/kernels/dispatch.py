@@ -169,12 +169,14 @@ def place(body: Body, x: tuple[Tensor, Tensor], where: Tensor) -> None:
 
 
 def place_in(codecs: tuple[Codec, Codec], planes: tuple[Codes, Codes], x: tuple[Tensor, Tensor], where: Tensor) -> None:
-    if encodes(codecs, x):
-        from .triton_step import place_kv, places
+    shared = any(
+        b.heads == "shared" and b.tokens == "each" for codec, new in zip(codecs, x, strict=True) for b in codec.buffers(new.shape[3])
+    )
+    if encodes(codecs, x) and not shared:  # what heads share they hold each, where each has its own slot
+        from .triton_step import place_kv
 
-        if places(codecs):
-            place_kv(codecs, planes, x, where)
-            return
+        place_kv(codecs, planes, x, where)
+        return
     for codec, side, new in zip(codecs, planes, x, strict=True):
         names = [b.name for b in codec.buffers(new.shape[3]) if b.tokens == "each"]
         codes = codec.encode(new, {name: plane for name, plane in side.items() if name not in names})

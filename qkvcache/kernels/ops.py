@@ -44,14 +44,16 @@ def _parts(payload: Payload) -> tuple[list[Tensor], Tensor | None, list[int], in
 
 
 def dense_payload(payload: Payload) -> Both:
-    """Keys and values of a payload in the model's dtype."""
+    """Keys and values of a payload in the model's dtype; of a store at their columns, zeros beyond."""
+    if payload.store is not None:
+        return torch.ops.qkvcache.unfold(*payload.store.arguments, None, None)
     return torch.ops.qkvcache.dense(*_parts(payload))
 
 
 @torch.library.custom_op("qkvcache::dense", mutates_args=())
 def _dense(planes: Sequence[Tensor], table: Tensor | None, codecs: Sequence[int], tokens: int, exact: Sequence[Tensor]) -> Both:
     payload = _payload(planes, table, codecs, tokens, exact)
-    return dispatch.dense(payload.key).clone(), dispatch.dense(payload.value).clone()
+    return dispatch.dense(payload.key), dispatch.dense(payload.value)
 
 
 @_dense.register_fake

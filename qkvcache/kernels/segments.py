@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -67,7 +67,7 @@ class Side:
     def of(segments: Sequence[Segment], shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Side:
         """A side of these segments, those without tokens left out."""
         held = tuple(segment for segment in segments if segment.tokens)
-        return Side(lambda: held, tuple(shape), dtype, device)  # type: ignore[arg-type]
+        return Side(partial(tuple, held), tuple(shape), dtype, device)  # type: ignore[arg-type]  # deepcopy would share what a lambda holds
 
     @cached_property
     def segments(self) -> tuple[Segment, ...]:

@@ -29,7 +29,7 @@ SEEN, BODY, TICKET, DROPPED = range(4)
 
 @dataclass(eq=False)
 class Store:
-    """Keys and values of a layer; each field but `state` is a pair. `limit`: how many tokens may come."""
+    """Keys and values of a layer; pairs are keys and values. `limit`: how many tokens may come."""
 
     codecs: tuple[Codec, Codec]
     first: tuple[Tensor, Tensor]
@@ -56,23 +56,13 @@ class Store:
         """A store for the batch, heads, head_dim, dtype and device of `like`, a body of whole pages, and zeros everywhere."""
         slots = -(-max(limit - first - ring + 1, 1) // page) * page  # one is spare
 
-        def zeros(x: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-            return torch.zeros(x.shape[0], *shape, dtype=dtype or x.dtype, device=x.device)
-
-        exact = [tuple(zeros(x, x.shape[1], tokens, x.shape[3]) for x in like) for tokens in (first, ring)]
-        planes: list[Codes] = []
-        once: list[Codes] = []
-        for codec, x in zip(codecs, like, strict=True):
-            made = {
-                b.name: zeros(x, x.shape[1] if b.heads == "each" else 1, slots if b.tokens == "each" else 1, b.width, dtype=b.dtype)
-                for b in codec.buffers(x.shape[3])
-            }
-            kept = {b.name for b in codec.buffers(x.shape[3]) if b.tokens == "once"}
-            planes.append({name: plane for name, plane in made.items() if name not in kept})
-            once.append({name: plane for name, plane in made.items() if name in kept})
+        exact = [
+            tuple(torch.zeros(*x.shape[:2], tokens, x.shape[3], dtype=x.dtype, device=x.device) for x in like) for tokens in (first, ring)
+        ]
+        planes, once = zip(*(codec.allocate(x, slots) for codec, x in zip(codecs, like, strict=True)), strict=True)
         state = torch.zeros(4, dtype=torch.int32, device=like[0].device)
         table = torch.tensor([[0, slots, 0, 0, 0, 0, 0, 0]], device=like[0].device)
-        return Store(codecs, exact[0], exact[1], tuple(planes), tuple(once), state, table, limit)  # type: ignore[arg-type]
+        return Store(codecs, exact[0], exact[1], planes, once, state, table, limit)  # type: ignore[arg-type]
 
     @property
     def slots(self) -> int:
@@ -109,8 +99,7 @@ class Store:
         yield from (("exact", x) for x in self.exact)
         yield from (("bookkeeping", x) for x in (self.state, self.table))
         for codec, codes, once, x in zip(self.codecs, self.planes, self.once, self.ring, strict=True):
-            roles = {buffer.name: buffer.role for buffer in codec.buffers(x.shape[3])}
-            yield from ((roles[name], plane) for name, plane in (codes | once).items())
+            yield from codec.roles(codes | once, x.shape[3])
 
     def fit(self, x: tuple[Tensor, Tensor]) -> None:
         """Fills the buffers that are kept once, from the first tokens."""

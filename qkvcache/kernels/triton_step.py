@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..formats.base import Codec, Codes
 from .store import Store
-from .triton_decode import describe, known, padded, plane_arguments, table_of, tile
+from .triton_decode import known, padded, plane_arguments, table_of, tile
 from .triton_encode import store_tile, tile_of
 
 
@@ -35,21 +35,15 @@ def step_kv(store: Store, x: tuple[Tensor, Tensor]) -> None:
         _step_kernel[grid](*arguments, store.state, *sizes, tokens, heads, *constants, across, along, num_warps=warps)
 
 
-def places(codecs: tuple[Codec, Codec]) -> bool:
-    """Whether `place_kv` knows these: heads that share a scale hold it each, where each has its own slot."""
-    specs = [describe(codec) for codec in codecs]
-    return all(spec is not None and spec.span != "shared" for spec in specs)
-
-
 def place_kv(codecs: tuple[Codec, Codec], planes: tuple[Codes, Codes], x: tuple[Tensor, Tensor], where: Tensor) -> None:
-    """What `dispatch.place` does, for codecs that `triton_encode.supports`."""
+    """What `dispatch.place` does, for codecs that `triton_encode.supports` and whose heads share no buffer kept for each token."""
     arguments: list[object] = []
     constants: list[object] = []
     specs = [known(codec, new) for codec, new in zip(codecs, x, strict=True)]
     batch, heads, _, _ = x[0].shape
     for spec, held, new in zip(specs, planes, x, strict=True):
         arguments += [new, *new.stride()[:2], table_of(spec, new), *plane_arguments(spec, held, new)]
-        constants += [spec.kind, spec.option, spec.rotation, spec.span, new.shape[3], padded(new.shape[3])]
+        constants += [*spec[:4], new.shape[3], padded(new.shape[3])]
     across, along, warps = tile(specs, heads, 1, max(padded(new.shape[3]) for new in x), x[0].element_size())
     with torch.cuda.device_of(x[0]):
         _place_kernel[(triton.cdiv(heads, across), batch, 2)](

@@ -28,6 +28,17 @@ GROUP = 32
 """Tokens that leave the recent zone together, if it is at least that long."""
 
 
+def block_of(like: Tensor) -> int:
+    """Tokens `[B, H, T, D]` in a block, a whole number of pages."""
+    batch, heads, _, dim = like.shape
+    return max(BLOCK // (batch * heads * dim) // PAGE, 1) * PAGE
+
+
+def differ(held: Tensor, given: Tensor) -> bool:
+    """Whether two `[B, H, T, D]` differ in more than tokens."""
+    return (held.shape[:2], held.shape[3], held.dtype) != (given.shape[:2], given.shape[3], given.dtype)
+
+
 class Zones:
     """The three zones of one side. Exact tensors are `[B, H, T, D]`, empty (`T` = 0) where there is nothing.
 
@@ -45,9 +56,7 @@ class Zones:
 
     @property
     def block(self) -> int:
-        """Tokens in a block, a whole number of pages."""
-        batch, heads, _, dim = self.first.shape
-        return max(BLOCK // (batch * heads * dim) // PAGE, 1) * PAGE
+        return block_of(self.first)
 
     def extend(self, new: Tensor) -> None:
         self.borrowed = not self.recent.shape[2]
@@ -183,15 +192,17 @@ class CompressedLayer(CacheLayerMixin):
     def _check(self, key: Tensor, value: Tensor) -> None:
         if key.shape[:3] != value.shape[:3]:
             raise ValueError(f"keys {tuple(key.shape)} and values {tuple(value.shape)} differ in batch, heads or tokens")
-        if not self.zones:
-            return
-        for zone, x, what in zip(self.zones, (key, value), ("keys", "values"), strict=True):
-            held, given = zone.first, x
-            if (held.shape[:2], held.shape[3], held.dtype) != (given.shape[:2], given.shape[3], given.dtype):
+        for held, given, what in zip(self._held(), (key, value), ("keys", "values"), strict=False):
+            if differ(held, given):
+                seen = [*held.shape[:2], self.get_seq_length(), held.shape[3]]
                 raise ValueError(
-                    f"the cache holds {what} [B, H, T, D] = {[*held.shape[:2], zone.length, held.shape[3]]} in {held.dtype}, got "
-                    f"{list(given.shape)} in {given.dtype}: call reset(), or make a new cache for another batch"
+                    f"the cache has seen {what} [B, H, T, D] = {seen} in {held.dtype}, got {list(given.shape)} in {given.dtype}: call "
+                    "reset(), or make a new cache for another batch"
                 )
+
+    def _held(self) -> tuple[Tensor, ...]:
+        """Keys and values `[B, H, T, D]` for any T, to which new ones must be alike; none if the layer is empty."""
+        return tuple(zone.first for zone in self.zones or ())
 
     # What generate asks.
 
@@ -253,7 +264,7 @@ class CompressedLayer(CacheLayerMixin):
     @property
     def dense_bytes_per_token(self) -> int:
         """Bytes that a token of all rows takes in the model's dtype."""
-        return sum(z.first.shape[0] * z.first.shape[1] * z.first.shape[3] * z.first.itemsize for z in self.zones or ())
+        return sum(x.shape[0] * x.shape[1] * x.shape[3] * x.itemsize for x in self._held())
 
     def dense(self) -> tuple[Tensor, Tensor]:
         """All stored tokens decoded into the model's dtype, `[B, H, T, D]` each. Allocates the dense layer."""

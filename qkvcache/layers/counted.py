@@ -51,6 +51,15 @@ class Counted:
                 f"{self.seen} tokens and {tokens} more do not fit in max_length={self.max_length}: make the cache with a larger one"
             )
 
+    def get_seq_length(self) -> int:
+        self.count()
+        return self.seen
+
+    def get_max_length(self) -> int:
+        return self.max_length
+
+    get_max_cache_shape = get_max_length
+
     def query_offset(self) -> int | Tensor:
         """Tokens seen, without waiting for the device."""
         return self.on_device() if self.stale or torch.compiler.is_compiling() else self.seen

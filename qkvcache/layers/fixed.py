@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..formats.base import Codes
-from ..kernels import Body
+from ..kernels import Payload
 from .ledger import Records
 from .slots import PAGE
 
@@ -30,7 +31,8 @@ class Fixed:
     columns: Tensor
     """Tokens of a row with its padding, int64 `[1]`."""
     key_sum: Tensor | None
-    packed: Body | None
+    payload: Payload
+    """What attention reads of a step in place: all columns."""
 
     def tensors(self) -> list[Tensor]:
         records = (*self.body.values(), *self.recent.values(), self.valid, self.seen, self.columns)
@@ -49,8 +51,7 @@ def put(x: Tensor, at: Tensor, new: Tensor) -> None:
     x.scatter_(2, at.view(-1, *[1] * (x.dim() - 1)).expand_as(new), new)
 
 
-def spared(zeros: Callable[..., Tensor], heads: int, tokens: int, width: int, dtype: torch.dtype) -> Tensor:
-    """`[B, H, tokens, width]` with room behind it: kernels read whole tiles."""
-    plane = zeros(heads, tokens, width, dtype=dtype)
-    room = plane.new_zeros(plane.numel() + PAGE * width)
-    return room[: plane.numel()].view(plane.shape)
+def spared(shape: tuple[int, ...], **options: Any) -> Tensor:
+    """Zeros `[B, H, T, width]` with room behind them: kernels read whole tiles."""
+    size = math.prod(shape)
+    return torch.zeros(size + PAGE * shape[-1], **options)[:size].view(shape)

@@ -42,23 +42,12 @@ class Slots:
         return sum(map(_tokens, self.slabs))
 
     def reserve(self, tokens: int, like: Tensor) -> None:
-        """Makes room for `tokens` more of the rows, heads, dtype and device of `like`, in one slab."""
+        """Makes room for `tokens` more of the rows, heads, channels, dtype and device of `like`, in one slab."""
         missing = self.length + tokens - self.capacity
         if missing <= 0:
             return
-        batch, heads = like.shape[:2]
         self.version += 1
-        self.slabs.append(
-            {
-                buffer.name: torch.empty(
-                    (batch, heads if self.per_head or buffer.heads == "each" else 1, growth(self.length, missing), buffer.width),
-                    dtype=buffer.dtype or like.dtype,
-                    device=like.device,
-                )
-                for buffer in self.codec.buffers(self.head_dim)
-                if buffer.tokens == "each"
-            }
-        )
+        self.slabs.append(self.codec.allocate(like, growth(self.length, missing), self.per_head, torch.empty)[0])
 
     def append(self, x: Tensor) -> None:
         """Encodes `x` `[B, H, T, D]` into the next `T` slots."""
@@ -152,10 +141,8 @@ class Slots:
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Every live tensor with its role, `codes` or `scales`."""
-        roles = {buffer.name: buffer.role for buffer in self.codec.buffers(self.head_dim)}
         for group in (*self.slabs, self.once):
-            for name, tensor in group.items():
-                yield roles[name], tensor
+            yield from self.codec.roles(group, self.head_dim)
 
 
 def append_both(slots: tuple[Slots, Slots], x: tuple[Tensor, Tensor], block: int) -> None:

@@ -14,7 +14,7 @@ from ..attention.handle import KVHandle
 from ..formats.base import Format
 from ..kernels import Body, Payload, Store, append, dense, on_triton, step, unfold
 from ..kernels.store import BODY, DROPPED, SEEN
-from .compressed import BLOCK, CompressedLayer
+from .compressed import CompressedLayer, block_of, differ
 from .counted import Counted
 from .slots import PAGE
 
@@ -46,9 +46,7 @@ class StaticLayer(Counted, CompressedLayer):
     # What a CUDA graph makes is its own, and overwritten when it is replayed.
     @torch.compiler.disable(reason="storage is made outside of compiled code: call cache.early_initialization(...) before")
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        for codec, x in zip(self.codecs, (key_states, value_states), strict=True):
-            if reason := codec.refuses(x.shape[3]):
-                raise ValueError(f"format {self.format.name!r} cannot hold vectors of head_dim {x.shape[3]}: {reason}")
+        self.format.check(key_states.shape[3], value_states.shape[3])
         self.dtype, self.device = key_states.dtype, key_states.device
         like = key_states, value_states
         with torch.inference_mode(False):  # what is made in inference mode may be written in no other
@@ -70,9 +68,10 @@ class StaticLayer(Counted, CompressedLayer):
             return self._update_compiled(key_states, value_states)
         self._check(key_states, value_states)
         tokens = key_states.shape[2]
+        in_place = tokens == 1 and not self.fresh
         self.count()
         self.expect(tokens)
-        if self.store is None or self.fresh and self._differs(key_states, value_states):
+        if self.store is None or self.fresh and any(map(differ, self.store.ring, (key_states, value_states))):
             self.lazy_initialization(key_states, value_states)
         store: Store = self.store  # type: ignore[assignment]
         new = key_states.detach(), value_states.detach()
@@ -86,13 +85,13 @@ class StaticLayer(Counted, CompressedLayer):
         elif tokens > 1:
             result = _handles(self._payload_of_chunk(new))
         with torch.no_grad():
-            if tokens == 1 and not self.fresh:
+            if in_place:
                 step(store, new)
             else:
-                append(store, new, self.seen, self.body, self._block())
+                append(store, new, self.seen, self.body, self.block)
         self.advance(tokens)
-        if tokens == 1 and not self.fresh and not with_gradient:
-            result = _handles(store.payload(store.sides(self.seen, self.body, self._block())))
+        if in_place and not with_gradient:
+            result = _handles(store.payload(store.sides(self.seen, self.body, self.block)))
         self.fresh = False
         return result
 
@@ -120,16 +119,15 @@ class StaticLayer(Counted, CompressedLayer):
         first = min(self.seen, self.exact_first)
         held = self.seen - first - self.body
         recent = torch.cat([store.recent(0, held, self.body), new[0]], dim=2), torch.cat([store.recent(1, held, self.body), new[1]], dim=2)
-        key, value = store.sides(self.seen, self.body, self._block(), recent)
+        key, value = store.sides(self.seen, self.body, self.block, recent)
         if not on_triton(self.device):
             return Payload(key, value)
         body = Body(*store.codecs, store.body.slabs, self.body, store.table) if self.body else None
         return Payload(key, value, body, (*(x[:, :, :first] for x in store.first), *recent))
 
-    def _block(self) -> int:
-        """Tokens in a block of the torch reference."""
-        batch, heads, _, dim = self.store.ring[0].shape  # type: ignore[union-attr]
-        return max(BLOCK // (batch * heads * dim) // PAGE, 1) * PAGE
+    @property
+    def block(self) -> int:
+        return block_of(self.store.ring[0])  # type: ignore[union-attr]
 
     def on_device(self) -> Tensor:
         return self.store.state[SEEN]  # type: ignore[union-attr]
@@ -142,19 +140,8 @@ class StaticLayer(Counted, CompressedLayer):
     def advance(self, tokens: int) -> None:
         self.seen, self.body = self.store.counts(self.seen, self.body, tokens)  # type: ignore[union-attr]
 
-    def _check(self, key: Tensor, value: Tensor) -> None:
-        if key.shape[:3] != value.shape[:3]:
-            raise ValueError(f"keys {tuple(key.shape)} and values {tuple(value.shape)} differ in batch, heads or tokens")
-        if not self.fresh and self._differs(key, value):
-            held = [f"[B, H, T, D] = {[*x.shape[:2], self.seen, x.shape[3]]} in {x.dtype}" for x in self.store.ring]  # type: ignore[union-attr]
-            raise ValueError(
-                f"the cache holds keys {held[0]} and values {held[1]}, got {list(key.shape)} and {list(value.shape)} in {key.dtype}: call "
-                "reset(), or make a new cache for another batch"
-            )
-
-    def _differs(self, *x: Tensor) -> bool:
-        held = self.store.ring  # type: ignore[union-attr]
-        return any((a.shape[:2], a.shape[3], a.dtype) != (b.shape[:2], b.shape[3], b.dtype) for a, b in zip(held, x, strict=True))
+    def _held(self) -> tuple[Tensor, ...]:
+        return () if self.store is None or self.fresh else self.store.ring
 
     # What generate asks.
 
@@ -162,8 +149,7 @@ class StaticLayer(Counted, CompressedLayer):
         """Tokens seen: in compiled code a tensor on the device."""
         if torch.compiler.is_compiling():
             return 0 if self.store is None else self.on_device()
-        self.count()
-        return self.seen
+        return super().get_seq_length()
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Columns of a mask, of which the first is column 0. Raises ValueError if `max_length` tokens are not enough for the queries."""
@@ -173,11 +159,6 @@ class StaticLayer(Counted, CompressedLayer):
                 self.count()
                 return self.seen + query_length, 0
         return (query_length if self.fresh else self.max_length), 0
-
-    def get_max_length(self) -> int:
-        return self.max_length
-
-    get_max_cache_shape = get_max_length
 
     def crop(self, tokens_to_remove: int) -> None:
         """Removes the last `-tokens_to_remove` tokens; 0 changes nothing."""
@@ -220,15 +201,11 @@ class StaticLayer(Counted, CompressedLayer):
         if self.store is not None:
             yield from self.store.roles()
 
-    @property
-    def dense_bytes_per_token(self) -> int:
-        return sum(x.shape[0] * x.shape[1] * x.shape[3] * x.itemsize for x in (self.store.ring if self.store else ()))
-
     def dense(self) -> tuple[Tensor, Tensor]:
         self.count()
         if self.store is None:
             raise ValueError("the layer is empty")
-        key, value = self.store.sides(self.seen, self.body, self._block())
+        key, value = self.store.sides(self.seen, self.body, self.block)
         return dense(key), dense(value)
 
 

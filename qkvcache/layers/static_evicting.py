@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from ..attention.handle import KVHandle
-from ..formats.base import Codes
 from ..kernels import Body, Exact, Packed, Payload, Side, place, slab_table
 from ..policies import Arrivals
+from .compressed import differ
 from .counted import Counted
 from .evicting import UNSEEN, EvictingLayer
 from .fixed import Fixed, put, spared, take
@@ -73,13 +73,7 @@ class StaticEvictingLayer(Counted, EvictingLayer):
         at = held.seen % (self.tail + 1)
         for ring, new in zip(held.ring, (key_states, value_states), strict=True):
             put(ring, at, new)
-        sides = []
-        for first, ring, codec, planes in zip(held.first, held.ring, self.codecs, held.planes, strict=True):
-            row = (Exact(first), Packed(codec, planes, self._slots, ring.shape[3]), Exact(ring))
-            shape = (*ring.shape[:2], first.shape[2] + self._slots + ring.shape[2], ring.shape[3])
-            sides.append(Side.of(row, shape, ring.dtype, ring.device))
-        payload = Payload(sides[0], sides[1], held.packed, (*held.first, *held.ring))
-        return KVHandle(payload, payload.key, watch=self), KVHandle(payload, payload.value, watch=self)
+        return KVHandle(held.payload, held.payload.key, watch=self), KVHandle(held.payload, held.payload.value, watch=self)
 
     @torch.no_grad()
     def begin(self, real: Tensor | None) -> Tensor:
@@ -119,9 +113,9 @@ class StaticEvictingLayer(Counted, EvictingLayer):
                 first.copy_(torch.where(sink[:, None, :, None], x, first))
             held.valid.logical_or_(sink)
             leaving["positions"] = leaving["positions"].masked_fill(sink.any(-1)[:, None, None], -1)
-        if held.packed is not None:
+        if held.payload.body is not None:
             where = self._place_for(leaving)
-            place(held.packed, (keys, values), where)
+            place(held.payload.body, (keys, values), where)
             into, taken = where.clamp_min(0)[..., None], (where >= 0)[..., None]
             for name, x in held.body.items():
                 x.scatter_(-1, into, torch.where(taken, leaving[name], x.gather(-1, into)))
@@ -155,7 +149,7 @@ class StaticEvictingLayer(Counted, EvictingLayer):
         if zones is None or ledger is None:
             return
         like = zones[0].first
-        if self.held is None or (self.held.ring[0].shape[:2], self.held.ring[0].dtype) != (like.shape[:2], like.dtype):
+        if self.held is None or differ(self.held.ring[0], like):
             with torch.inference_mode(False):  # what is made in inference mode may be written in no other
                 self.held = self._make(like, zones[1].first)
             for tensor in self.held.tensors():
@@ -191,18 +185,21 @@ class StaticEvictingLayer(Counted, EvictingLayer):
             return torch.zeros(batch, *shape, dtype=dtype, device=device)
 
         firsts, rings = (tuple(zeros(heads, n, x.shape[3], dtype=x.dtype) for x in like) for n in (self.exact_first, ring))
-        planes: list[Codes] = []
-        for codec, x in zip(self.codecs, like, strict=True):
-            widths = {b.name: (slots if b.tokens == "each" else 1, b.width, b.dtype or x.dtype) for b in codec.buffers(x.shape[3])}
-            planes.append({name: spared(zeros, heads, tokens, width, dtype) for name, (tokens, width, dtype) in widths.items()})
+        made = (codec.allocate(x, slots, per_head=True, make=spared) for codec, x in zip(self.codecs, like, strict=True))
+        planes = [each | once for each, once in made]
         records = self.ledger.body  # type: ignore[union-attr]
         body, recent = ({name: zeros(heads, n, dtype=x.dtype) for name, x in records.items()} for n in (slots, ring))
         slabs = ((planes[0], planes[1]),)
         packed = Body(*self.codecs, slabs, slots, slab_table(slabs)) if slots else None
+        sides = []
+        for first, last, codec, codes in zip(firsts, rings, self.codecs, planes, strict=True):
+            row = (Exact(first), Packed(codec, codes, slots, last.shape[3]), Exact(last))
+            sides.append(Side.of(row, (batch, heads, self.exact_first + slots + ring, last.shape[3]), last.dtype, device))
+        payload = Payload(sides[0], sides[1], packed, (*firsts, *rings))
         seen, columns = zeros(dtype=torch.int64), torch.zeros(1, dtype=torch.int64, device=device)
         key_sum = zeros(heads, like[0].shape[3]) if self.policy.mean_key else None
         valid = zeros(self.exact_first, dtype=torch.bool)
-        return Fixed(firsts, rings, (planes[0], planes[1]), valid, body, recent, seen, columns, key_sum, packed)  # type: ignore[arg-type]
+        return Fixed(firsts, rings, (planes[0], planes[1]), valid, body, recent, seen, columns, key_sum, payload)  # type: ignore[arg-type]
 
     @torch.no_grad()
     def _loosen(self) -> None:
@@ -230,15 +227,6 @@ class StaticEvictingLayer(Counted, EvictingLayer):
     @property
     def stored(self) -> int:
         return min(self.seen, self.policy.size(self.budget, 0)) if self.fixed else super().stored
-
-    def get_seq_length(self) -> int:
-        self.count()
-        return self.seen
-
-    def get_max_length(self) -> int:
-        return self.max_length
-
-    get_max_cache_shape = get_max_length
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Of a step in place, one column: of a mask only those of the running tokens count. Raises ValueError if there is no room."""
@@ -270,11 +258,10 @@ class StaticEvictingLayer(Counted, EvictingLayer):
         if self.held is not None:
             yield from (("exact", x) for x in (*self.held.first, *self.held.ring))
             for codec, planes, x in zip(self.codecs, self.held.planes, self.held.ring, strict=True):
-                roles = {buffer.name: buffer.role for buffer in codec.buffers(x.shape[3])}
-                yield from ((roles[name], plane) for name, plane in planes.items())
+                yield from codec.roles(planes, x.shape[3])
             yield from (("bookkeeping", x) for x in self.held.tensors())  # those that were not named yet
-            if self.held.packed is not None:
-                yield "bookkeeping", self.held.packed.table
+            if self.held.payload.body is not None:
+                yield "bookkeeping", self.held.payload.body.table
 
     def positions(self) -> Tensor:
         self.count()

@@ -5,30 +5,12 @@ import copy
 import pytest
 import torch
 from matrix import CACHES, model
-from reference import ZONES, decoded
+from reference import NEW, ZONES, decoded, prompt, run
 from transformers import DynamicCache
 
 from qkvcache import CompressedCache, NVFP4Cache, TurboQuantCache, attach, detach
 
 ZONE = ZONES["zones"]
-NEW = 24
-
-
-def prompt(rows: int = 1, length: int = 40) -> dict[str, torch.Tensor]:
-    torch.manual_seed(1)
-    ids = torch.randint(3, 100, (rows, length))
-    mask = torch.ones_like(ids)
-    for row in range(1, rows):  # left padding
-        mask[row, : 5 * row] = 0
-    return {"input_ids": ids * mask, "attention_mask": mask}
-
-
-def run(network, cache, inputs=None, **options):
-    torch.manual_seed(2)
-    options = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None, "pad_token_id": 0} | options
-    return network.generate(**(inputs or prompt()), past_key_values=cache, **options)
-
-
 MODES = {
     "greedy": {},
     "sampling": {"do_sample": True, "top_k": 20},

@@ -1,4 +1,4 @@
-"""A static layer against a list of tokens: what is stored, where, and that nothing moves; and the store's own operations."""
+"""A static layer against a list of tokens: what is stored, where, and that nothing moves."""
 
 import copy
 from dataclasses import dataclass, field
@@ -13,9 +13,8 @@ from torch import Tensor
 
 from qkvcache.attention import KVHandle
 from qkvcache.formats import REGISTRY
-from qkvcache.kernels import Payload, Store, attend, attend_on_codes, attend_on_store
+from qkvcache.kernels import Payload, attend, attend_on_codes, attend_on_store
 from qkvcache.kernels import store as counted
-from qkvcache.kernels.store import BODY, DROPPED, SEEN
 from qkvcache.layers.compressed import CompressedLayer
 from qkvcache.layers.static import StaticLayer
 
@@ -435,91 +434,7 @@ def test_tokens_beyond_max_length_are_dropped_and_then_said(compiled):
     assert layer.get_seq_length() == 24
 
 
-# The store
-
-
-def made(format: str = "turboquant_4bit_nc", first: int = 3, ring: int = 5, limit: int = 70, dtype=torch.float32) -> Store:
-    codecs = REGISTRY[format].key, REGISTRY[format].value
-    return Store.make(codecs, new(0, dtype=dtype), first, ring, limit, 64)
-
-
-def take_by_append(store: Store, x: Pair) -> None:
-    seen, body = store.state[:2].tolist()
-
-    def encode(tokens: Pair, start: int) -> None:
-        for codec, side, planes, once in zip(store.codecs, tokens, store.planes, store.once, strict=True):
-            for name, codes in codec.encode(side, once).items():
-                planes[name][:, :, start : start + side.shape[2]] = codes
-
-    counted.append(store, x, seen, body, encode)
-
-
-def take_one_by_one(store: Store, x: Pair) -> None:
-    for part in zip(*(side.split(1, 2) for side in x), strict=True):
-        counted.step(store, part)
-
-
-def take_by_the_ring(store: Store, x: Pair) -> None:
-    for part in zip(*(side.split(store.ring[0].shape[2], 2) for side in x), strict=True):
-        counted.step(store, part)
-
-
-def content(store: Store) -> list[Tensor]:
-    return [store.state, *(x.contiguous() for x in store.rows(int(store.state[BODY])))]
-
-
-@pytest.mark.parametrize("sizes", [(1, 1, 1, 1, 1, 1, 1), (2, 3, 4), (8, 1, 5), (5, 5, 5, 5), (40, 3, 1, 26)], ids=str)
-@pytest.mark.parametrize(("first", "ring"), [(3, 5), (0, 5), (3, 1), (0, 1), (7, 3)])
-@pytest.mark.parametrize("format", ["identity", "int8_asymmetric", "fp8_token", "turboquant_4bit_nc"])
-def test_ways_to_take_tokens_agree(format, first, ring, sizes):
-    stores = [made(format, first, ring) for _ in range(3)]
-    ways = (take_by_append, take_one_by_one, take_by_the_ring)
-    for size in sizes:
-        x = new(size)
-        for store, take in zip(stores, ways, strict=True):
-            take(store, x)
-        assert same(content(stores[0]), content(stores[1]))
-        assert same(content(stores[0]), content(stores[2]))
-
-
-@pytest.mark.parametrize("tokens", [1, 4])
-def test_a_full_store_takes_nothing_but_counts(tokens):
-    store = made(limit=20)
-    take_by_append(store, new(20 - tokens + 1))
-    before = [x.clone() for x in content(store)[1:]]
-    for times in (1, 2):
-        counted.step(store, new(tokens))
-        assert store.state.tolist()[:3] == [20 - tokens + 1, 12 - tokens + 1, 0] and store.state[DROPPED] == tokens * times
-        assert same(content(store)[1:], before)
-    if tokens > 1:
-        counted.step(store, new(tokens - 1))  # for which there is room
-        assert store.state[SEEN] == 20
-
-
-@pytest.mark.parametrize(("first", "ring"), [(3, 5), (0, 5), (3, 1), (0, 1)])
-def test_columns_and_unfold(first, ring):
-    store = made("identity", first, ring)
-    whole = new(70)
-    for seen in range(71):
-        if seen:
-            counted.step(store, tuple(side[:, :, seen - 1 : seen] for side in whole))
-        expected = [-1] * (first + store.slots + ring)
-        body = max(seen - first - ring, 0)
-        for token in range(seen):
-            left = token - first
-            slot = token if left < 0 else first + left if left < body else first + store.slots + left % ring
-            expected[slot] = token
-        assert store.columns().tolist() == expected
-        if seen % 7 and seen < 60:
-            continue
-        for coming in (0, 1, 6):
-            x = new(coming)
-            got = counted.unfold(store, x if coming else None)
-            for side, known, fresh in zip(got, whole, x, strict=True):
-                wanted = torch.zeros(ROWS, HEADS, 80, known.shape[3])
-                wanted[:, :, :seen] = known[:, :, :seen]
-                wanted[:, :, seen : seen + coming] = fresh
-                assert torch.equal(side, wanted[:, :, :70])
+# What attention reads of the store
 
 
 @pytest.mark.parametrize("format", KINDS)
