@@ -209,6 +209,8 @@ def test_on_a_gpu(format, tmp_path, monkeypatch):
         found = kept.fetch(torch.cat([ids, ids], 1))
         assert found.source == source and all(x.is_cuda for x in state(found.cache))
         assert all(torch.equal(a, b) for a, b in zip(held(found.cache), held(cache), strict=True))
-        with kept.reuse(torch.cat([ids, ids[:, :9]], 1)) as past:
-            generate(of, torch.cat([ids, ids[:, :9]], 1), past)
         kept.trim(0)
+    longer = torch.cat([ids, ids[:, :9]], 1)
+    with kept.reuse(longer) as past:
+        assert torch.equal(generate(of, longer, past), generate(of, longer, copy.deepcopy(cache)))
+    assert kept.fetch(torch.cat([ids, ids], 1)).length == 209
