@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 import typer
@@ -128,11 +128,7 @@ def _policy(name: str | None, budget: float | None) -> policies.Policy | None:
             raise typer.BadParameter(f"{budget:g} without a policy: add --policy, such as --policy h2o", param_hint="--budget")
         return None
     try:
-        kind = type(policies.resolve(name))
-        if budget is None:
-            return kind()
-        size: Any = budget if budget < 1 else int(budget)
-        return kind(window=size) if issubclass(kind, policies.SinkWindow) else kind(budget=size)
+        return policies.named(name, budget=budget if budget is None or budget < 1 else int(budget))
     except (ValueError, TypeError) as error:
         raise typer.BadParameter(str(error), param_hint="--policy, --budget") from error
 
