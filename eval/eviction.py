@@ -29,9 +29,10 @@ from transformers import DynamicCache, PreTrainedConfig
 
 from qkvcache import CompressedCache, demo
 from qkvcache.caches import CombinedCache, H2OCache, SinkCache
-from qkvcache.harness.quality import CacheFactory, Passages, RecallSet, divergence, recall
+from qkvcache.harness.quality import CacheFactory
 from qkvcache.harness.rows import read_rows, replace_rows
 from qkvcache.harness.stream import stream
+from qkvcache.harness.workload import Workload
 from qkvcache.planning.recommend import LADDERS
 from qkvcache.policies import H2O, TOVA, KeyDiff, Knorm, LagKV, Policy, Random, SinkWindow, SnapKV
 from qkvcache.policies.base import ALL
@@ -43,35 +44,15 @@ STREAMED, STREAMS, CHUNK, TRAINED = 8192, 3, 128, 4096
 SINKS, WINDOWS = (0, 1, 2, 4, 8, 16, 32), (256, 1020)
 
 
-class Bench:
-    """Passages and recall cases that the model has read once, for all caches."""
+def workload(dtype: torch.dtype, observes: tuple[int, ...], read_on: int, cases: int) -> Workload:
+    model, tokenizer = demo.load(dtype)
+    ids = demo.text_ids(tokenizer)
+    return Workload.make(model, tokenizer, ids, context=CONTEXT, passages=PASSAGES, read_on=read_on, cases=cases, observes=observes)
 
-    def __init__(self, dtype: torch.dtype, observes: tuple[int, ...], read_on: int, cases: int):
-        self.model, tokenizer = demo.load(dtype)
-        ids = demo.text_ids(tokenizer)
-        length, apart = CONTEXT + read_on, len(ids) // PASSAGES
-        windows = torch.tensor([ids[i * apart : i * apart + length] for i in range(PASSAGES)])
-        self.passages = Passages.read(self.model, windows, CONTEXT, observes)
-        self.tokenizer = tokenizer
-        self.unseen, self.seen = (
-            RecallSet.make(self.model, tokenizer, ids, CONTEXT, cases, seen=seen, observes=observes) for seen in (False, True)
-        )
-        self.dense = self.measure(lambda: DynamicCache(config=self.model.config))["bytes_per_token"]
 
-    def measure(self, factory: CacheFactory) -> dict:
-        quality = divergence(self.model, self.passages, factory)
-        right = {name: recall(self.model, self.tokenizer, getattr(self, name), factory) for name in ("unseen", "seen")}
-        size = quality.bytes_per_token
-        return {
-            "bytes_per_token": size, "ratio": getattr(self, "dense", size) / size, "kl": quality.kl, "perplexity": quality.perplexity,
-            "dense_perplexity": self.passages.perplexity, "recall_unseen": right["unseen"], "recall_seen": right["seen"],
-            "context": CONTEXT, "read_on": list(self.passages.continuation.shape), "cases": len(self.seen.cases),
-            "dtype": str(self.model.dtype),
-        }  # fmt: skip
-
-    def policy(self, name: str, policy: Policy, **parameters) -> dict:
-        found = self.measure(lambda: CompressedCache(self.model.config, policy=policy))
-        return {"name": name, "policy": policy.name, "format": "identity", "parameters": parameters} | found
+def policy_row(bench: Workload, name: str, policy: Policy, **parameters) -> dict:
+    found = bench.measure(lambda: CompressedCache(bench.model.config, policy=policy))
+    return {"name": name, "policy": policy.name, "format": "identity", "parameters": parameters} | found
 
 
 def sinks() -> Iterator[dict]:
@@ -102,7 +83,7 @@ def lag_of(budget: int) -> int:
     return min(128, budget // 4)
 
 
-def budgets(bench: Bench) -> Iterator[dict]:
+def budgets(bench: Workload) -> Iterator[dict]:
     for share in SHARES:
         size = int(share * CONTEXT)
         lag = lag_of(size)
@@ -112,7 +93,7 @@ def budgets(bench: Bench) -> Iterator[dict]:
             "Knorm": Knorm(budget=size), "SinkWindow": SinkWindow(window=size - 4), "Random": Random(budget=size),
         }  # fmt: skip
         for name, policy in chosen.items():
-            yield bench.policy(name, policy, share=share, budget=size) | {"share": share}
+            yield policy_row(bench, name, policy, share=share, budget=size) | {"share": share}
 
 
 def variants() -> Iterator[tuple[Callable[..., Policy], dict]]:
@@ -127,13 +108,13 @@ def variants() -> Iterator[tuple[Callable[..., Policy], dict]]:
     yield LagKV, {"sinks": 0, "lag": 64, "recent": 64}
 
 
-def defaults(bench: Bench) -> Iterator[dict]:
+def defaults(bench: Workload) -> Iterator[dict]:
     for share in (0.1, 0.2, 0.5):
         size = int(share * CONTEXT)
         for kind, options in variants():
             policy = kind(budget=size, **options)
             name = ", ".join([policy.name, *(f"{key}={value}" for key, value in options.items())])
-            yield bench.policy(name, policy, share=share, budget=size, **options) | {"share": share}
+            yield policy_row(bench, name, policy, share=share, budget=size, **options) | {"share": share}
 
 
 # Llama 70B at 128K tokens on eight H100 of 80 GB. Nothing but weights and caches is counted.
@@ -167,7 +148,7 @@ def mixtures(config: PreTrainedConfig) -> Iterator[tuple[str, CacheFactory]]:
         yield name, lambda format=format: CombinedCache(config, sinks=4, recent=64, heavy=0.3, format=format)
 
 
-def combined(bench: Bench) -> Iterator[dict]:
+def combined(bench: Workload) -> Iterator[dict]:
     for name, factory in mixtures(bench.model.config):
         cache = factory()
         ours = isinstance(cache, CompressedCache)
@@ -179,7 +160,7 @@ def combined(bench: Bench) -> Iterator[dict]:
         }  # fmt: skip
 
 
-def choices(bench: Bench) -> Iterator[dict]:
+def choices(bench: Workload) -> Iterator[dict]:
     for choice in dict.fromkeys(choice for ladder in LADDERS.values() for choice in ladder if choice.policy):
         found = bench.measure(lambda choice=choice: CompressedCache(bench.model.config, format=choice.format, policy=choice.policy))
         yield {"name": choice.call, "policy": choice.policy.name, "format": choice.format, "parameters": {}} | found
@@ -193,12 +174,12 @@ def rows_of(study: str) -> Iterator[dict]:
     if study == "sinks":
         return sinks()
     if study == "budgets":
-        return budgets(Bench(torch.float32, windows, 48, 20))
+        return budgets(workload(torch.float32, windows, 48, 20))
     if study == "defaults":  # many and only compared with each other
-        return defaults(Bench(torch.float32, windows, 24, 12))
+        return defaults(workload(torch.float32, windows, 24, 12))
     if study == "choices":
-        return choices(Bench(torch.bfloat16, (ALL,), 48, 20))
-    return combined(Bench(torch.bfloat16, (ALL,), 64, 20))  # the bytes of formats are told in relation to 16 bit
+        return choices(workload(torch.bfloat16, (ALL,), 48, 20))
+    return combined(workload(torch.bfloat16, (ALL,), 64, 20))  # the bytes of formats are told in relation to 16 bit
 
 
 def main() -> None:

@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from .harness.commands import register as register_harness
 from .planning.commands import register as register_planning
 from .prefix.commands import app as prefix_app
 
@@ -77,6 +78,7 @@ def formats(
 
 
 register_planning(app)
+register_harness(app)
 
 if __name__ == "__main__":
     app()

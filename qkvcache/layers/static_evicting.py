@@ -94,7 +94,7 @@ class StaticEvictingLayer(Counted, EvictingLayer):
         """Takes the attention mass of all columns, `[B, H, T]`, if the policy observes; the oldest token leaves the ring."""
         held: Fixed = self.held  # type: ignore[assignment]
         if mass is not None:
-            start, end = held.valid.shape[1], held.valid.shape[1] + self._slots
+            start, end = held.valid.shape[1], held.valid.shape[1] + self.slots
             for records, part in ((held.body, mass[..., start:end]), (held.recent, mass[..., end:])):
                 queries = 1 if real is None else real.long()[:, None, None]
                 records["score"].copy_(self.policy.observe(records["score"], part, queries))
@@ -128,12 +128,13 @@ class StaticEvictingLayer(Counted, EvictingLayer):
         held: Fixed = self.held  # type: ignore[assignment]
         union = {name: torch.cat([x, leaving[name]], dim=-1) for name, x in held.body.items()}
         least = self.ledger.order(union).argmin(dim=-1)  # type: ignore[union-attr]  # the first of those that are empty
-        return torch.where(least < self._slots, least, -1)
+        return torch.where(least < self.slots, least, -1)
 
     # Between the tensors of any size that `EvictingLayer` works with, and those that stay in their places.
 
     @property
-    def _slots(self) -> int:
+    def slots(self) -> int:
+        """Tokens that the body has room for."""
         return self.policy.size(self.budget, 0) - self.exact_first - self.tail
 
     def settle(self) -> None:
@@ -160,7 +161,7 @@ class StaticEvictingLayer(Counted, EvictingLayer):
         there = (place < recent)[:, None]
         place = place.clamp_max(max(recent - 1, 0))
         for zone, first, last, planes in zip(zones, held.first, held.ring, held.planes, strict=True):
-            zone.body.move(planes, self._slots, torch.cat([zone.first, zone.recent], dim=2))
+            zone.body.move(planes, self.slots, torch.cat([zone.first, zone.recent], dim=2))
             first[:, :, : zone.first.shape[2]] = zone.first
             if recent:
                 last.copy_(torch.where(there[..., None], take(zone.recent, place), 0))
@@ -179,7 +180,7 @@ class StaticEvictingLayer(Counted, EvictingLayer):
 
     def _make(self, *like: Tensor) -> Fixed:
         batch, heads = like[0].shape[:2]
-        device, slots, ring = like[0].device, self._slots, self.tail + 1
+        device, slots, ring = like[0].device, self.slots, self.tail + 1
 
         def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
             return torch.zeros(batch, *shape, dtype=dtype, device=device)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 import typer
@@ -42,6 +42,7 @@ def plan(
     dtype: Dtype = None,
     exact_first: Annotated[int, typer.Option(help="First tokens that stay in the model's dtype.", min=0)] = 4,
     exact_recent: Annotated[int, typer.Option(help="Last tokens that stay in the model's dtype.", min=0)] = 64,
+    max_length: Annotated[int | None, typer.Option(help="Tokens that storage is taken for at once. Default: the cache grows.")] = None,
     json_output: JsonOption = False,
 ) -> None:
     """Say what a cache will take, how many requests fit beside the weights, and how long they may be.
@@ -51,7 +52,7 @@ def plan(
     options = {
         "policy": _policy(policy, budget), "context": context, "batch": batch, "gpu_memory": _bytes("--gpu-memory", gpu_memory),
         "weights_memory": _bytes("--weights-memory", weights_memory), "tensor_parallel": tensor_parallel, "dtype": _dtype(dtype),
-        "exact_first": exact_first, "exact_recent": exact_recent,
+        "exact_first": exact_first, "exact_recent": exact_recent, "max_length": max_length,
     }  # fmt: skip
     config = _config(model)
     try:
@@ -127,11 +128,7 @@ def _policy(name: str | None, budget: float | None) -> policies.Policy | None:
             raise typer.BadParameter(f"{budget:g} without a policy: add --policy, such as --policy h2o", param_hint="--budget")
         return None
     try:
-        kind = type(policies.resolve(name))
-        if budget is None:
-            return kind()
-        size: Any = budget if budget < 1 else int(budget)
-        return kind(window=size) if issubclass(kind, policies.SinkWindow) else kind(budget=size)
+        return policies.named(name, budget=budget if budget is None or budget < 1 else int(budget))
     except (ValueError, TypeError) as error:
         raise typer.BadParameter(str(error), param_hint="--policy, --budget") from error
 

@@ -1,7 +1,7 @@
-"""What one layer holds after so many tokens, in bytes of one row of a batch: the rules of `layers/`, counted in place of run.
+"""What one layer holds after so many tokens, in bytes: the rules of `layers/`, counted in place of run.
 
 A layer is asked for what it was built with (format, zones, policy), so that planning knows nothing that the cache does not. Left out are
-the addresses of slabs that kernels read on a GPU, a few hundred bytes a layer, and what left-padding adds, eight bytes a row.
+counters and the addresses of slabs that kernels read on a GPU, a few hundred bytes a layer, and what left-padding adds, eight bytes a row.
 """
 
 from __future__ import annotations
@@ -11,11 +11,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import StaticLayer as StockStaticLayer
 
-from ..formats import Codec
 from ..layers.compressed import GROUP, CompressedLayer
 from ..layers.evicting import EvictingLayer
-from ..layers.slots import MAX_GROWTH, growth
+from ..layers.slots import MAX_GROWTH, PAGE, growth
+from ..layers.static import StaticLayer
+from ..layers.static_evicting import StaticEvictingLayer
 from .model import Shape
 
 
@@ -37,6 +39,10 @@ class Bytes:
 
     def __mul__(self, count: int) -> Bytes:
         return Bytes(self.codes * count, self.scales * count, self.exact * count, self.bookkeeping * count)
+
+    def each(self, rows: int) -> Bytes:
+        """The share of one of `rows` requests, rounded up."""
+        return Bytes(*(-(-part // rows) for part in (self.codes, self.scales, self.exact, self.bookkeeping)))
 
 
 @dataclass(frozen=True)
@@ -95,44 +101,70 @@ class Zones:
 
 def kind(layer: object) -> tuple:
     """Layers of one cache that are of a kind hold as much of a shape."""
-    return type(layer), id(getattr(layer, "policy", None)), getattr(layer, "budget", None), getattr(layer, "sliding_window", None)
+    of = ("budget", "sliding_window", "format", "exact_recent", "max_cache_len")
+    return type(layer), id(getattr(layer, "policy", None)), *(getattr(layer, name, None) for name in of)
 
 
-def held(layer: object, shape: Shape, itemsize: int, seen: int, prompt: int) -> Bytes:
-    """What `layer` holds of `seen` tokens in a model dtype of `itemsize` bytes, `prompt` of them read at once.
+def held(layer: object, shape: Shape, itemsize: int, seen: int, prompt: int, rows: int = 1) -> Bytes:
+    """What `layer` holds for `rows` requests of `seen` tokens in a model dtype of `itemsize` bytes, `prompt` of them read at once.
 
-    A sliding layer's prompt counts as one that a step has followed: until then, transformers holds on to all of it.
+    A sliding layer's prompt counts as one that a step has followed: until then, transformers holds on to all of it. A layer that is
+    preallocated holds as much from its first token on.
     """
     token = 2 * shape.heads * shape.head_dim * itemsize
+    if isinstance(layer, StaticEvictingLayer):
+        return _static_evicting(layer, shape, itemsize, rows)
+    if isinstance(layer, StaticLayer):
+        return _static(layer, shape, itemsize) * rows
     if isinstance(layer, CompressedLayer):
-        return _compressed(layer, shape, itemsize, seen, prompt)
+        return _compressed(layer, shape, itemsize, seen, prompt) * rows
     exact = 0
     if hasattr(layer, "conv_states"):
         exact += shape.state
     if isinstance(layer, DynamicLayer):
         exact += token * min(seen, getattr(layer, "sliding_window", seen))
-    return Bytes(exact=exact)
+    if isinstance(layer, StockStaticLayer):
+        exact += token * layer.max_cache_len
+    return Bytes(exact=exact) * rows
 
 
 def _compressed(layer: CompressedLayer, shape: Shape, itemsize: int, seen: int, prompt: int) -> Bytes:
     zones = Zones.of(layer, prompt)
     first, recent, body = min(seen, zones.first), zones.recent(seen), zones.body(seen)
     exact = (first + recent) * 2 * shape.heads * shape.head_dim * itemsize
-    sizes, slots = {"codes": 0, "scales": 0}, zones.capacity(seen)
-    for codec in (layer.format.key, layer.format.value):
-        for role, size in _slots(codec, shape, itemsize, slots, isinstance(layer, EvictingLayer)):
-            sizes[role] += size
+    sizes = _slots(layer, shape, itemsize, zones.capacity(seen), isinstance(layer, EvictingLayer))
     bookkeeping = _ledger(layer, shape, first, body + recent) if isinstance(layer, EvictingLayer) else 0
     return Bytes(**sizes, exact=exact, bookkeeping=bookkeeping)
 
 
-def _slots(codec: Codec, shape: Shape, itemsize: int, slots: int, per_head: bool) -> list[tuple[str, int]]:
-    sizes: list[tuple[str, int]] = []
-    for buffer in codec.buffers(shape.head_dim):
-        once = buffer.tokens == "once"
-        heads = shape.heads if buffer.heads == "each" or (per_head and not once) else 1
-        width = (buffer.dtype.itemsize if buffer.dtype else itemsize) * buffer.width
-        sizes.append((buffer.role, width * heads * (min(slots, 1) if once else slots)))
+def _static(layer: StaticLayer, shape: Shape, itemsize: int) -> Bytes:
+    ring = layer.exact_recent + 1
+    slots = -(-max(layer.max_length - layer.exact_first - ring + 1, 1) // PAGE) * PAGE  # as Store.make
+    exact = (layer.exact_first + ring) * 2 * shape.heads * shape.head_dim * itemsize
+    return Bytes(**_slots(layer, shape, itemsize, slots, False), exact=exact)
+
+
+def _static_evicting(layer: StaticEvictingLayer, shape: Shape, itemsize: int, rows: int) -> Bytes:
+    ring, body = layer.tail + 1, layer.slots
+    exact = (layer.exact_first + ring) * 2 * shape.heads * shape.head_dim * itemsize
+    sizes = _slots(layer, shape, itemsize, body, True)
+    taken = Bytes(**sizes, exact=exact, bookkeeping=_ledger(layer, shape, layer.exact_first, body + ring)) * rows
+    room = {"codes": 0, "scales": 0}  # behind every plane, once for all rows
+    for codec in (layer.format.key, layer.format.value):
+        for buffer in codec.buffers(shape.head_dim):
+            room[buffer.role] += PAGE * buffer.width * (buffer.dtype.itemsize if buffer.dtype else itemsize)
+    return taken + Bytes(**room)
+
+
+def _slots(layer: CompressedLayer, shape: Shape, itemsize: int, slots: int, per_head: bool) -> dict[str, int]:
+    """Bytes of the body by role."""
+    sizes = {"codes": 0, "scales": 0}
+    for codec in (layer.format.key, layer.format.value):
+        for buffer in codec.buffers(shape.head_dim):
+            once = buffer.tokens == "once"
+            heads = shape.heads if buffer.heads == "each" or (per_head and not once) else 1
+            width = (buffer.dtype.itemsize if buffer.dtype else itemsize) * buffer.width
+            sizes[buffer.role] += width * heads * (min(slots, 1) if once else slots)
     return sizes
 
 

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from functools import reduce
 
 import torch
-from transformers import DynamicCache, PreTrainedConfig
+from transformers import DynamicCache, PreTrainedConfig, StaticCache
+from transformers.cache_utils import Cache
 
 from .. import formats
 from ..caches import CompressedCache
@@ -118,13 +119,15 @@ def plan(
     exact_first: int = 4,
     exact_recent: int = 64,
     exact_layers: Iterable[int] = (),
+    max_length: int | None = None,
 ) -> Plan:
     """What `CompressedCache` with these options will hold: to the byte what `cache.nbytes` says then, save for padding and addresses.
 
         plan(config, format="turboquant_4bit_nc", context=131_072, gpu_memory=80e9, tensor_parallel=8)
 
     Args:
-        format, policy, exact_first, exact_recent, exact_layers: as CompressedCache takes them; neither format nor policy is a DynamicCache.
+        format, policy, exact_first, exact_recent, exact_layers: as CompressedCache takes them; neither format nor policy is a DynamicCache,
+            or with `max_length` a StaticCache.
         context: tokens of a request, the prompt and what is generated.
         prompt: tokens of it that are read at once, None for all. What comes later comes in slabs up to an eighth larger than needed.
         batch: requests that run together.
@@ -132,10 +135,12 @@ def plan(
         weights_memory: bytes of the weights, over all GPUs; None counts the config's parameters in `dtype`.
         tensor_parallel: GPUs that share the KV heads of each layer evenly.
         dtype: what the model computes in; None asks the config, and takes bfloat16 where it does not say.
+        max_length: tokens that storage is taken for at once, as CompressedCache takes it: every request then takes the same from its first
+            token on, and `longest_context` is the largest `max_length` that fits.
 
     Raises:
-        ValueError: what CompressedCache raises, sizes below 1, KV heads that do not divide among the GPUs, weights that cannot be counted
-            or leave no memory.
+        ValueError: what CompressedCache raises, sizes below 1, a context beyond `max_length`, KV heads that do not divide among the GPUs,
+            weights that cannot be counted or leave no memory.
         TypeError: `config` is no config, or a size no number.
         NotImplementedError: latent attention, an encoder-decoder, layer types that are unknown here.
     """
@@ -143,31 +148,37 @@ def plan(
         check_count(name, count, 1)
     if prompt is not None:
         check_count("prompt", prompt, 1)
+    if max_length is not None:
+        check_count("max_length", max_length, 1)
+        if context > max_length:
+            raise ValueError(f"context={context} does not fit in max_length={max_length}: raise max_length")
     text = text_config(config)
     dtype = model_dtype(config) if dtype is None else dtype
     layers = shapes(config, dtype.itemsize, tensor_parallel)
-    dense_cache = DynamicCache(config=config)
-    cache = dense_cache
-    if format is not None or policy is not None:
-        zones = {"exact_first": exact_first, "exact_recent": exact_recent, "exact_layers": exact_layers}
+    zones = {"exact_first": exact_first, "exact_recent": exact_recent, "exact_layers": tuple(exact_layers)}
+
+    def made(max_length: int | None) -> DynamicCache | StaticCache:
+        if format is None and policy is None:
+            return DynamicCache(config=config) if max_length is None else StaticCache(config, max_length)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that nothing will be compressed: the ratio says so
-            cache = CompressedCache(config, format=format, policy=policy, **zones)  # type: ignore[arg-type]
+            return CompressedCache(config, format=format, policy=policy, max_length=max_length, **zones)  # type: ignore[arg-type]
 
-    def taken(cache: DynamicCache, context: int) -> Bytes:
+    def taken(cache: Cache, context: int, rows: int) -> Bytes:
         at_once = context if prompt is None else min(prompt, context)
         alike = Counter((kind(layer), shape) for layer, shape in zip(cache.layers, layers, strict=True))
         one = {kind(layer): layer for layer in cache.layers}
-        each = (held(one[of], shape, dtype.itemsize, context, at_once) * count for (of, shape), count in alike.items())
+        each = (held(one[of], shape, dtype.itemsize, context, at_once, rows) * count for (of, shape), count in alike.items())
         return reduce(Bytes.__add__, each, Bytes()) * tensor_parallel
 
-    request = taken(cache, context)
+    cache = made(max_length)
+    request = taken(cache, context, batch).each(batch)
     requests = longest = free = None
     if gpu_memory is not None:
         weights_memory = weights_bytes(config, dtype) if weights_memory is None else weights_memory
         free = _free(gpu_memory, weights_memory, tensor_parallel)
         requests = int(free // request.total)
-        longest = _longest(lambda tokens: taken(cache, tokens).total * batch <= free)
+        longest = _longest(lambda tokens: taken(made(tokens) if max_length else cache, tokens, batch).total <= free)
     unbounded = longest == FURTHEST
     return Plan(
         model=text.model_type,
@@ -178,7 +189,7 @@ def plan(
         batch=batch,
         tensor_parallel=tensor_parallel,
         request=request,
-        dense=taken(dense_cache, context).total,
+        dense=taken(DynamicCache(config=config), context, 1).total,
         gpu_memory=gpu_memory,
         weights_memory=None if gpu_memory is None else weights_memory,
         requests=requests,

@@ -39,6 +39,17 @@ def resolve(policy: str | Policy) -> Policy:
     raise TypeError(f"policy must be a name or a Policy such as policies.H2O(budget=1024), got {policy!r}")
 
 
+def named(name: str, *, budget: int | float | None = None, **options) -> Policy:
+    """The policy of a registry name that keeps `budget` tokens (int) or that share of them (float); for a window, so many newest ones.
+
+    Raises ValueError for an unknown name and for sizes that do not fit, TypeError for an option that the policy has not.
+    """
+    kind = type(resolve(name))
+    if budget is not None:
+        options["window" if issubclass(kind, SinkWindow) else "budget"] = budget
+    return kind(**options)
+
+
 __all__ = [
     "H2O",
     "REGISTRY",
@@ -56,5 +67,6 @@ __all__ = [
     "SnapKV",
     "Tokens",
     "check_count",
+    "named",
     "resolve",
 ]

@@ -1,10 +1,6 @@
 """Models spread by accelerate or tensor parallelism, and layers that leave their device."""
 
 import copy
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +8,7 @@ import torch
 import transformers
 from matrix import CACHES, FORMATS, model
 from packaging.version import parse
+from ranks import finish, start
 from reference import ZONES, assert_close, count_decoded_layers
 from torch import Tensor
 
@@ -98,35 +95,13 @@ def test_accelerate_dispatch(name):
     assert not dense
 
 
-def run(plan: str, checkpoint: Path, output: Path, rank: int, world: int, port: int) -> subprocess.Popen:
-    environment = os.environ | {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(world),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "CUDA_VISIBLE_DEVICES": "",
-        "PYTHONPATH": os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")])),
-    }
-    command = [sys.executable, str(Path(__file__).with_name("tensor_parallel.py")), str(checkpoint), str(output), plan]
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-
-
 def test_tensor_parallelism(tmp_path):
     """Two gloo processes, each with one of two KV heads, equal one process."""
     checkpoint = tmp_path / "model"
     model("llama").save_pretrained(checkpoint)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    jobs = [run("none", checkpoint, tmp_path / "one", 0, 1, port)]
-    jobs += [run("auto", checkpoint, tmp_path / "two", rank, 2, port) for rank in range(2)]
-    for job in jobs:
-        try:
-            printed, _ = job.communicate(timeout=120)
-        finally:
-            job.kill()
-        assert job.returncode == 0, printed
+    script = Path(__file__).with_name("tensor_parallel.py")
+    jobs = start(script, [checkpoint, tmp_path / "one", "none"], 1) + start(script, [checkpoint, tmp_path / "two", "auto"], 2)
+    finish(jobs)
     one, two = (torch.load(tmp_path / name) for name in ("one", "two"))
     assert (one["identity heads"], two["identity heads"]) == (2, 1)
     assert_close(two["identity"], one["identity"], 1e-5)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from matrix import FORMATS, MODELS, POLICIES, model, slowly
+from transformers import StaticCache
 
 from qkvcache import CompressedCache, policies
 from qkvcache.layers.evicting import EvictingLayer
@@ -136,3 +137,60 @@ def test_far_from_the_prompt_slabs_are_counted_as_if_one_by_one():
             planned = plan(MODELS["llama"](), format="int8", context=context, prompt=1000, dtype=torch.float32)
             assert planned.request.codes == 3 * 2 * 2 * 32 * slots
             assert planned.request.exact == 3 * 2 * 2 * 32 * 4 * (context - body)
+
+
+def drive_static(config, prompt: int, steps: int, rows: int, **options) -> CompressedCache:
+    cache = CompressedCache(config, **options)
+    for layer, shape in zip(cache.layers, shapes(config, 4), strict=True):
+        for tokens in (prompt, *[1] * steps):
+            new = torch.rand(rows, shape.heads, tokens, shape.head_dim)
+            layer.update(new, new)
+            if isinstance(layer, EvictingLayer):
+                fixed = layer.fixed and tokens == 1
+                layer.begin(None) if fixed else layer.enter(None)
+                columns = layer.exact_first + layer.slots + layer.tail + 1 if fixed else layer.zones[0].length
+                mass = torch.rand(rows, shape.heads, columns) if layer.observes else None
+                layer.finish(mass, None) if fixed else layer.observe(mass)
+    return cache
+
+
+COUNTERS = 200
+"""Bytes a layer that no plan counts: counters, addresses, what rows have seen."""
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("policy", ["none", *POLICIES])
+def test_preallocated_caches(policy, rows):
+    config = MODELS["llama"]()
+    formats = FORMATS if policy in ("none", "h2o") else ("fp8", "int8_token")
+    for format in formats:
+        for exact_layers in ((), (1,)):
+            options = {"format": format, "policy": ALL_POLICIES[policy](40), "exact_layers": exact_layers, "max_length": 700}
+            memory = drive_static(config, 150, 2, rows, **options).memory()
+            planned = plan(config, context=152, batch=rows, dtype=torch.float32, **options)
+            for part in ("codes", "scales", "exact"):
+                assert abs(rows * getattr(planned.request, part) - getattr(memory, part)) < 3 * 8 * rows + 1, part  # frozen scales, twice
+            assert 0 <= memory.bookkeeping - rows * planned.request.bookkeeping <= 3 * COUNTERS
+            assert planned.bytes_per_gpu == pytest.approx(memory.total, rel=0.01, abs=3 * COUNTERS)
+            assert planned.dense * rows == memory.dense
+
+
+@pytest.mark.parametrize("name", ["gemma3", "phi3", "qwen3"])
+def test_preallocated_caches_in_models(name):
+    for options in ({"format": "int8_token"}, {"format": "nvfp4", "policy": policies.KeyDiff(budget=40)}):
+        network = model(name)
+        cache = CompressedCache(network.config, max_length=2000, **options)
+        with torch.inference_mode():
+            for tokens in (60, 1, 1):
+                network(input_ids=torch.randint(3, 99, (ROWS, tokens)), past_key_values=cache)
+        planned = plan(MODELS[name](), context=62, batch=ROWS, dtype=torch.float32, max_length=2000, **options)
+        assert planned.bytes_per_gpu == pytest.approx(cache.nbytes, rel=0.01)
+
+
+def test_a_static_cache_of_transformers():
+    config = MODELS["gemma3"]()
+    cache = StaticCache(config, 300)
+    with torch.inference_mode():
+        model("gemma3")(input_ids=torch.randint(3, 99, (1, 20)), past_key_values=cache)
+    held = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+    assert plan(config, context=20, max_length=300, dtype=torch.float32).bytes_per_request == held

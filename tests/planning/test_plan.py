@@ -130,3 +130,19 @@ def test_what_a_config_does_not_tell_is_refused():
     quantized.quantization_config = {"quant_method": "fp8"}
     with pytest.raises(ValueError, match="weights_memory="):
         plan(quantized, context=10, gpu_memory=1e9)
+
+
+def test_max_length_is_taken_at_once_and_the_longest_is_the_largest_that_fits():
+    memory = {"gpu_memory": 1e6, "weights_memory": 0.2e6}
+    short, long = (plan(LLAMA, format="int4", context=context, max_length=900, **memory) for context in (10, 900))
+    assert short.request == long.request and short.requests == long.requests and short.ratio < long.ratio
+    longest = short.longest_context
+    assert plan(LLAMA, format="int4", context=1, max_length=longest, **memory).fits
+    assert not plan(LLAMA, format="int4", context=1, max_length=longest + 1, **memory).fits
+    assert plan(LLAMA, context=10, max_length=900).bytes_per_request == 900 * TOKEN
+    evicting = plan(LLAMA, policy=policies.Knorm(budget=50), context=10, max_length=900, **memory)
+    assert evicting.unbounded and evicting.request == plan(LLAMA, policy=policies.Knorm(budget=50), context=10, max_length=100).request
+    with pytest.raises(ValueError, match="context=901 does not fit in max_length=900"):
+        plan(LLAMA, format="int4", context=901, max_length=900)
+    with pytest.raises(NotImplementedError, match="max_length"):
+        plan(LLAMA, policy=policies.Knorm(budget=0.5), context=10, max_length=900)

@@ -1,0 +1,248 @@
+"""`CacheLM`: lm-eval's Hugging Face model, scoring through a cache.
+
+lm-eval reads a request in one forward pass, and a prompt of `generate` in another. Both attend on exact keys and values whatever the cache
+is, so that its effect is seen by no loglikelihood task, by no perplexity, and by no first token of an answer. Here
+
+- a choice is scored by reading the context without its last token, and then that token and the choice through the cache. Choices of one
+  context share its reading: each gets a fork of the cache;
+- a text is read in chunks, each through the cache of those before;
+- `generate` begins with the cache of the prompt without its last token.
+
+`scoring="deployed"` is what a server would do: prompts are read whole, so that the first token of an answer is always exact, and a text
+to be scored, which is a prompt and nothing else, is read as lm-eval reads it. Rows of a batch have the same length, so that no cache ever
+sees padding and the batch size changes nothing.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import groupby
+
+import torch
+from lm_eval.api.model import CacheHook
+from lm_eval.models.huggingface import HFLM
+from torch import Tensor
+from tqdm import tqdm
+from transformers.cache_utils import Cache
+
+from ..caches import CompressedCache
+from ..formats.base import check_option
+from ..policies import check_count
+from .quality import held_bytes
+from .spec import CacheSpec
+
+SCORING = ("cached", "deployed")
+"""Whether what is scored is always read through the cache, or only as far as a server would."""
+
+
+@dataclass
+class Held:
+    """Bytes of all caches of a run after their last token, those of dense ones, and the tokens that they had read."""
+
+    bytes: int = 0
+    dense: int = 0
+    tokens: int = 0
+
+    def count(self, cache: Cache, rows: int) -> None:
+        held = held_bytes(cache)
+        self.bytes += held
+        self.dense += cache.memory().dense if isinstance(cache, CompressedCache) else held
+        self.tokens += rows * int(cache.get_seq_length())
+
+
+@dataclass
+class Group:
+    """The choices of one context: `(number of the request, continuation)`."""
+
+    context: tuple[int, ...]
+    choices: list[tuple[int, list[int]]] = field(default_factory=list)
+
+
+class CacheLM(HFLM):
+    """`--model qkvcache`: lm-eval's `hf` with a cache of ours, or with transformers' own, through which everything is scored.
+
+        python -m qkvcache.harness run --model qkvcache --model_args pretrained=MODEL,cache=turboquant_4bit_nc --tasks TASKS
+
+    Args:
+        cache, policy, budget, recent, sinks, exact_first, exact_recent: as `CacheSpec` takes them.
+        scoring: "cached" or "deployed", see above.
+        chunk: tokens that are read together after the context; they see each other exactly. 1 is decoding.
+        **options: those of lm-eval's HFLM, `pretrained`, `dtype`, `batch_size`, `tp_plan`, `parallelize` among them; log-probabilities
+            are computed in float32 unless `softmax_dtype` says otherwise.
+
+    Raises:
+        ValueError: what `CacheSpec` raises, an unknown `scoring`, a batch size that is found by trying.
+        NotImplementedError: an encoder-decoder model; beams with scoring="cached".
+    """
+
+    def __init__(
+        self,
+        pretrained,
+        *,
+        cache: str = "dynamic",
+        policy: str | None = None,
+        budget: int | float | None = None,
+        recent: int | float | None = None,
+        sinks: int | None = None,
+        exact_first: int = 4,
+        exact_recent: int = 64,
+        scoring: str = "cached",
+        chunk: int = 32,
+        **options,
+    ):
+        self.spec = CacheSpec(
+            cache=cache, policy=policy, budget=budget, recent=recent, sinks=sinks, exact_first=exact_first, exact_recent=exact_recent
+        )
+        check_option("scoring", scoring, SCORING)
+        check_count("chunk", chunk, 1)
+        if not str(options.get("batch_size") or 1).isdecimal():
+            raise ValueError(f"batch_size={options['batch_size']!r}: is found by trying forward passes without a cache; pass a number")
+        super().__init__(pretrained, **{"softmax_dtype": "float32"} | options)
+        if self.backend != "causal":
+            raise NotImplementedError(f"{self.config.model_type} is an encoder-decoder: its cross attention is not compressed; use hf")
+        self.scoring, self.chunk = scoring, chunk
+        self.held = Held()
+        self.new_cache()  # refuses now what the model's heads do not allow
+
+    def new_cache(self) -> Cache:
+        return self.spec.make(self.model.config)
+
+    # Reading through the cache.
+
+    def _forward(self, ids: Tensor, cache: Cache, last_only: bool = False) -> Tensor:
+        """Logits `[B, T, V]` of `ids` `[B, T]`, or with `last_only` `[B, 1, V]`."""
+        keep = {"logits_to_keep": 1} if last_only and self.model._supports_logits_to_keep() else {}
+        with torch.no_grad(), self._autocast():
+            logits = self.model(ids, past_key_values=cache, use_cache=True, **keep).logits
+        return logits[:, -1:] if last_only else logits
+
+    def _autocast(self) -> torch.autocast:
+        return torch.autocast(self.device.type, dtype=self.mixed_precision_dtype, enabled=self.mixed_precision_dtype is not None)
+
+    def _tensor(self, rows: Sequence[Sequence[int]]) -> Tensor:
+        """`[B, T]`, rows that are shorter filled with zeros at their end, which nothing that counts can see."""
+        longest = max(map(len, rows))
+        return torch.tensor([[*row, *[0] * (longest - len(row))] for row in rows], dtype=torch.long, device=self.device)
+
+    def _score(self, cache: Cache, first: Tensor | None, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Log-probabilities of `targets` `[B, N]`, and whether each is the likeliest. `inputs` `[B, N or N - 1]` come before them; `first`
+        `[B, 1, V]` are the logits of the first target, where it has no input."""
+        at_once = self.chunk if cache.get_seq_length() or self.scoring == "cached" else inputs.shape[1]
+        steps = inputs.split(at_once, dim=1) if inputs.shape[1] else ()
+        pieces = ([] if first is None else [lambda: first]) + [lambda step=step: self._forward(step, cache) for step in steps]
+        found, likeliest, done = [], [], 0
+        for piece in pieces:
+            log_probs = piece().log_softmax(-1, dtype=self.softmax_dtype)
+            target = targets[:, done : done + log_probs.shape[1]].to(log_probs.device)
+            found.append(log_probs.gather(-1, target[..., None])[..., 0])
+            likeliest.append(log_probs.argmax(-1) == target)
+            done += target.shape[1]
+        return torch.cat(found, dim=1), torch.cat(likeliest, dim=1)
+
+    # What lm-eval asks.
+
+    def _loglikelihood_tokens(self, requests, disable_tqdm: bool = False, override_bs: int | None = None) -> list[tuple[float, bool]]:
+        groups: dict[tuple[int, ...], Group] = {}
+        for number, (_, context, continuation) in enumerate(requests):
+            whole = (context + continuation)[-(self.max_length + 1) :]  # as lm-eval: cut from the left
+            begin = tuple(whole[: -len(continuation)])
+            groups.setdefault(begin, Group(begin)).choices.append((number, continuation))
+        answers: dict[int, tuple[float, bool]] = {}
+        rows = int(override_bs or self.batch_size)
+        ordered = sorted(groups.values(), key=lambda group: -len(group.context))
+        with tqdm(total=len(requests), disable=disable_tqdm or self.rank != 0, desc="Running loglikelihood requests") as progress:
+            for _, alike in groupby(ordered, key=lambda group: len(group.context)):
+                for some in _pieces(list(alike), rows):
+                    for number, answer in self._score_groups(some, rows):
+                        answers[number] = answer
+                        if (strings := requests[number][0]) is not None:
+                            self.cache_hook.add_partial("loglikelihood", strings, answer)
+                        progress.update()
+        return [answers[number] for number in range(len(requests))]
+
+    def _score_groups(self, groups: Sequence[Group], rows: int) -> Iterator[tuple[int, tuple[float, bool]]]:
+        """Answers of the requests of contexts of one length, `rows` at a time."""
+        cache, first = self.new_cache(), None
+        contexts = self._tensor([group.context for group in groups])
+        apart = 0 if self.scoring == "deployed" and contexts.shape[1] > 1 else 1  # tokens of the context that are read with the choice
+        if contexts.shape[1] > apart:
+            first = self._forward(contexts[:, : contexts.shape[1] - apart], cache, last_only=True)
+        choices = [(row, *choice) for row, group in enumerate(groups) for choice in group.choices]
+        pieces = list(_pieces(choices, rows))
+        for place, piece in enumerate(pieces):
+            fork = cache if place == len(pieces) - 1 else copy.deepcopy(cache)
+            at = torch.tensor([row for row, _, _ in piece], device=self.device)
+            if fork.get_seq_length() and at.tolist() != list(range(len(groups))):
+                fork.reorder_cache(at)  # type: ignore[arg-type]
+            targets = self._tensor([continuation for _, _, continuation in piece])
+            inputs = torch.cat([contexts[at, contexts.shape[1] - apart :], targets[:, :-1]], dim=1)
+            scores = self._score(fork, None if apart else first[at.to(first.device)], inputs, targets)  # type: ignore[index, union-attr]
+            self.held.count(fork, len(piece))
+            for (_, number, continuation), found, likeliest in zip(piece, *scores, strict=True):
+                length = len(continuation)
+                yield number, (float(found[:length].sum()), bool(likeliest[:length].all()))
+
+    def _model_generate(self, context: Tensor, max_length: int, stop: list[str], **options) -> Tensor:
+        """As lm-eval's, a batch of rows of one length at a time.
+
+        `compress_before=TEXT` among the options, which `generation_kwargs` of a task may hold, ends what is compressed at the last TEXT in
+        the prompt: the question after it is read through the cache, which has been filled, and cut, without it.
+        """
+        mask, marker = options.pop("attention_mask", None), options.pop("compress_before", None)
+        if self.scoring == "cached" and options.get("num_beams", 1) * options.get("num_return_sequences", 1) > 1:
+            raise NotImplementedError("several sequences a prompt with scoring='cached': generate repeats no cache; use scoring='deployed'")
+        real = torch.ones_like(context) if mask is None else mask
+        new, pad = max_length - context.shape[1], self.tokenizer.pad_token_id
+        by_shape: dict[tuple[int, int], list[int]] = defaultdict(list)
+        for row, length in enumerate(real.sum(-1).tolist()):
+            begin = self._begin_of(marker, context[row, -length:].tolist()) if marker else length - (self.scoring == "cached")
+            by_shape[length, begin].append(row)
+        out = context.new_full((context.shape[0], max_length), pad)
+        out[:, : context.shape[1]] = context
+        for (length, begin), rows in by_shape.items():
+            ids, cache = context[rows, -length:], self.new_cache()
+            if 0 < begin < length:
+                self._forward(ids[:, :begin], cache, last_only=True)
+            options["attention_mask"] = torch.ones_like(ids)
+            made = super()._model_generate(ids, length + new, stop, past_key_values=cache, **options)[:, length:]
+            self.held.count(cache, len(rows))
+            out[rows, context.shape[1] : context.shape[1] + made.shape[1]] = made
+        return out
+
+    def _begin_of(self, marker: str, ids: list[int]) -> int:
+        """Where the last `marker` begins."""
+        for begin in range(len(ids) - 1, 0, -1):
+            if marker in self.tokenizer.decode(ids[begin:]):
+                return begin
+        raise ValueError(f"compress_before={marker!r} is not in the prompt: {self.tokenizer.decode(ids[-60:])!r}")
+
+    def get_model_info(self) -> dict:
+        """With `kv_` options, and what was measured: bytes of a token over all ranks, as a mean over all that was read."""
+        held, ranks = self.held, getattr(self.model, "tp_size", None) or 1
+        named = {f"kv_{name}": value for name, value in asdict(self.spec).items() if name != "max_length"}
+        named |= {"kv_scoring": self.scoring, "kv_chunk": self.chunk, "kv_dtype": str(self.model.dtype).removeprefix("torch.")}
+        if held.bytes:
+            named |= {"kv_bytes_per_token": ranks * held.bytes / held.tokens, "kv_ratio": held.dense / held.bytes}
+        return super().get_model_info() | named | {"kv_tensor_parallel": ranks}
+
+    def set_cache_hook(self, cache_hook: CacheHook) -> None:
+        """For `--use_cache`, whose keys are the requests alone: answers of another model, cache or scoring lie in a table of their own."""
+        super().set_cache_hook(cache_hook)
+        if (answers := cache_hook.dbdict) is None:
+            return
+        from sqlitedict import SqliteDict
+
+        of = [str(self.pretrained if isinstance(self.pretrained, str) else self.config.to_dict()), str(self.model.dtype), self.chunk]
+        words = json.dumps([*of, self.scoring, asdict(self.spec)], default=str)
+        table = f"qkvcache_{hashlib.sha256(words.encode()).hexdigest()[:16]}"
+        SqliteDict(answers.filename, tablename=table, autocommit=True).close()  # which makes it
+        answers.tablename = table
+
+
+def _pieces(items: Sequence, size: int) -> Iterator[Sequence]:
+    return (items[begin : begin + size] for begin in range(0, len(items), size))

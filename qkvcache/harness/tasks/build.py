@@ -1,0 +1,53 @@
+"""What the task files name as `!function build...`: rows of the generated tasks, and scores."""
+
+from __future__ import annotations
+
+import functools
+
+import datasets
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from qkvcache.harness import long_context
+
+DEFAULTS = {"context_tokens": 2000, "number": 20, "seed": 0}
+
+
+@functools.cache
+def _tokenizer(name: str) -> PreTrainedTokenizerBase:
+    return AutoTokenizer.from_pretrained(name)
+
+
+def rows(task: str, *, tokenizer=None, pretrained=None, **options) -> dict[str, datasets.Dataset]:
+    """Rows of a generated task; `context_tokens`, `number` and `seed` come from `--metadata`, the tokenizer from `--model_args`."""
+    of = tokenizer or pretrained
+    if not isinstance(of, str | PreTrainedTokenizerBase):
+        raise ValueError('a generated task needs the tokenizer: pass --metadata \'{"tokenizer": "PATH"}\', or TaskManager(metadata=...)')
+    size = {name: int(options.get(name, value)) for name, value in DEFAULTS.items()}
+    made = long_context.cases(task, _tokenizer(of) if isinstance(of, str) else of, size["context_tokens"], size["number"], size["seed"])
+    return {"test": datasets.Dataset.from_list([{"input": case.prompt, "outputs": list(case.answers)} for case in made])}
+
+
+needle = functools.partial(rows, "needle")
+needle_multikey = functools.partial(rows, "needle_multikey")
+coreference = functools.partial(rows, "coreference")
+variables = functools.partial(rows, "variables")
+key_value = functools.partial(rows, "key_value")
+aggregation = functools.partial(rows, "aggregation")
+
+
+def local_json(*, path=None, **_) -> dict[str, datasets.Dataset]:
+    """Rows of a JSON or JSON-lines file of your own with `input` and `outputs` (a list of what the answer must hold)."""
+    if not isinstance(path, str):
+        raise ValueError('pass the file as --metadata \'{"path": "mine.jsonl"}\': rows with "input" and "outputs"')
+    found = datasets.load_dataset("json", data_files=path, split="train")
+    if missing := {"input", "outputs"} - set(found.column_names):
+        raise ValueError(f"{path}: rows have no {' and no '.join(sorted(missing))}, only {', '.join(found.column_names)}")
+    return {"test": found}
+
+
+def recall(doc: dict, results: list[str]) -> dict[str, float]:
+    return {"recall": long_context.recalled(results[0], doc["outputs"])}
+
+
+def similarity(doc: dict, results: list[str]) -> dict[str, float]:
+    return {"similarity": long_context.similarity(results[0], doc["outputs"][0])}

@@ -1,0 +1,58 @@
+"""`qkvcache bench` and `qkvcache eval`."""
+
+import json
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from qkvcache.cli import app
+from qkvcache.harness import __main__ as shim
+
+
+def run(*arguments: str):
+    return CliRunner(env={"COLUMNS": "160", "NO_COLOR": "1"}).invoke(app, arguments)
+
+
+def test_bench_measures_each_cache_beside_the_dense_one():
+    options = ("--tokens", "200", "--new-tokens", "8", "--device", "cpu", "--dtype", "float32", "--batch", "2")
+    dense, int8, fp8 = json.loads(run("bench", "demo", "--formats", "int8,fp8", *options, "--json").stdout)
+    assert (dense["cache"], int8["cache"], fp8["cache"]) == ("dynamic", "int8", "fp8")
+    assert dense["bytes_per_token"] == 5 * 2 * 2 * 128 * 4 and dense["ratio"] == dense["speedup"] == 1
+    assert int8["ratio"] == fp8["ratio"] > 1.4
+    for row in (dense, int8):
+        assert row["tokens_per_second"] == pytest.approx(2e3 / row["decode_ms"]) and row["prompt_ms"] > row["decode_ms"] > 0
+    evicting = run("bench", "demo", "--formats", "int8", "--policy", "h2o", "--budget", "60", "--preallocate", *options)
+    for part in ("int8 + h2o 60", "ms a step", "demo on cpu in float32, 2 x 200 tokens"):
+        assert part in evicting.stdout, evicting.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("--formats", "int9"), "int9"),
+        (("--dtype", "int8"), "bfloat16, float16, float32"),
+        (("--budget", "9"), "budget without a policy"),
+        (("--policy", "h3o"), "h3o"),
+        (("--policy", "h2o", "--budget", "0.5", "--preallocate"), "a share has no fixed size"),
+        (("--tokens", "1"), "--tokens"),
+    ],
+)
+def test_wrong_input_is_explained(arguments, says):
+    result = run("bench", "demo", *arguments)
+    assert result.exit_code == 2, result.output
+    assert says in result.output
+    assert run("bench", "no/such/folder").exit_code == 2
+
+
+def test_eval_hands_everything_to_lm_eval(monkeypatch):
+    given = []
+    monkeypatch.setattr(shim, "main", given.append)
+    assert run("eval", "run", "--model", "qkvcache", "--help").exit_code == 0
+    assert given == [["run", "--model", "qkvcache", "--help"]]
+
+
+def test_without_lm_eval_it_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "lm_eval.models", None)
+    result = run("eval", "run", "--tasks", "hellaswag")
+    assert result.exit_code == 2 and "pip install 'qkvcache[eval]'" in result.output

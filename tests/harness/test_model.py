@@ -1,0 +1,205 @@
+"""`CacheLM` scores as lm-eval's `hf` does where the cache is exact, and as the cache does where it is not."""
+
+from unittest import mock
+
+import pytest
+import torch
+from harness.asked import SHORT, TOKENIZER, cached, instances, plain, score, token_requests
+from lm_eval.api.model import CachingLM
+from lm_eval.models.huggingface import HFLM
+from matrix import FORMATS, model, slowly
+
+from qkvcache import demo
+from qkvcache.harness.model import CacheLM
+from qkvcache.harness.spec import CacheSpec
+from qkvcache.policies import REGISTRY
+
+SCORINGS = ("cached", "deployed")
+PROMPTS = [("One two three four five six seven eight nine ten " * n + "go", {"until": ["."], "max_gen_toks": 6}) for n in (4, 2, 4, 1)]
+
+
+@pytest.mark.parametrize("name", slowly(["llama", "gemma3", "qwen3_next", "gpt2", "mistral", "gemma4"], {"llama", "gemma3", "qwen3_next"}))
+@pytest.mark.parametrize("scoring", SCORINGS)
+def test_a_dense_cache_is_plain_hf(name, scoring):
+    expected = score(plain(name, batch_size=4))
+    for batch_size, chunk in ((1, 1), (7, 32)):
+        got = score(cached(name, batch_size, scoring=scoring, chunk=chunk))
+        assert torch.equal(got[:, 1], expected[:, 1])
+        near = 5e-5 if name == "qwen3_next" else 1e-5  # its linear layers step in another way than they read
+        torch.testing.assert_close(got[:, 0], expected[:, 0], atol=near, rtol=near)
+
+
+@pytest.mark.parametrize("scoring", SCORINGS)
+def test_texts_and_answers_of_a_dense_cache_are_those_of_plain_hf(scoring):
+    network, _ = demo.load()
+    rolling = instances("loglikelihood_rolling", [(demo.text()[9000:9500],), ("A short one.",)])
+    asked = instances("generate_until", PROMPTS)
+    pairs = instances("loglikelihood", [("", "Hello there"), ("The cat sat on the ", "mat"), ("The cat sat on the", " dog")])
+    lms = [HFLM(network, tokenizer=TOKENIZER, batch_size=3), CacheLM(network, tokenizer=TOKENIZER, batch_size=3, scoring=scoring)]
+    for kind, requests in (("loglikelihood_rolling", rolling), ("loglikelihood", pairs)):
+        expected, got = (torch.tensor(getattr(lm, kind)(requests, disable_tqdm=True)) for lm in lms)
+        torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
+    expected, got = (lm.generate_until(asked, disable_tqdm=True) for lm in lms)
+    assert got == expected and len(set(got)) > 1
+
+
+MIXTURES = [(format, None) for format in FORMATS] + [("fp8", policy) for policy in REGISTRY]
+
+
+@pytest.mark.parametrize("mixture", slowly(MIXTURES, {("int8_token", None), ("turboquant_3bit_nc", None), ("fp8", "h2o")}))
+@pytest.mark.parametrize("scoring", SCORINGS)
+def test_the_batch_size_changes_nothing(mixture, scoring):
+    format, policy = mixture
+    options = {"cache": format, "policy": policy, "budget": policy and 20, "scoring": scoring} | SHORT
+    if policy == "lagkv":
+        options |= {"budget": 300}
+    one, seven = (score(cached(batch_size=batch, **options)) for batch in (1, 7))
+    torch.testing.assert_close(one, seven, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("options", [{"cache": "turboquant_3bit_nc"}, {"cache": "int8", "policy": "h2o", "budget": 20}, {"cache": "nvfp4"}])
+@pytest.mark.parametrize("chunk", [1, 3])
+def test_scores_are_those_of_reading_on_through_the_cache(options, chunk):
+    network, requests = model("llama"), token_requests()
+    got = score(cached(chunk=chunk, **options, **SHORT))  # the shapes of below: rounding turns no code
+    for (_, context, continuation), (log_prob, likeliest) in zip(requests, got.tolist(), strict=True):
+        cache = CacheSpec(**options, **SHORT).make(network.config)
+        ids = torch.tensor([context + continuation])
+        with torch.no_grad():
+            if len(context) > 1:
+                network(ids[:, : len(context) - 1], past_key_values=cache)
+            steps = ids[:, len(context) - 1 : -1].split(chunk, dim=1)
+            logits = torch.cat([network(step, past_key_values=cache).logits for step in steps], dim=1)
+        expected = logits.log_softmax(-1).gather(-1, ids[:, len(context) :, None]).sum()
+        assert log_prob == pytest.approx(expected.item(), abs=1e-4)
+        assert likeliest == (logits.argmax(-1) == ids[:, len(context) :]).all()
+
+
+def test_every_token_of_an_answer_goes_through_the_cache_and_in_deployment_all_but_the_first():
+    requests = [(None, context, continuation[:1]) for _, context, continuation in token_requests() if len(context) > 1]
+    dense = score(plain(), requests)
+    coarse = {"cache": "turboquant_3bit_nc", "exact_first": 0, "exact_recent": 0}
+    assert (score(cached(**coarse), requests) - dense)[:, 0].abs().min() > 1e-4
+    torch.testing.assert_close(score(cached(**coarse, scoring="deployed"), requests), dense, atol=1e-5, rtol=1e-5)
+    longer = [(None, context, continuation + continuation) for _, context, continuation in requests]
+    assert (score(cached(**coarse, scoring="deployed"), longer) - score(plain(), longer))[:, 0].abs().max() > 1e-2
+
+
+def test_contexts_that_are_too_long_are_cut_from_the_left():
+    requests = token_requests()
+    expected = score(plain(max_length=30), [r for r in requests if len(r[2]) <= 30])
+    got = score(cached(max_length=30), [r for r in requests if len(r[2]) <= 30])
+    torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("policy", [None, "h2o"])
+def test_answers_are_those_of_generate_with_the_prompt_in_the_cache(policy):
+    options = {"cache": "turboquant_3bit_nc", "policy": policy, "budget": policy and 20, **SHORT}
+    network, _ = demo.load()
+    lm = CacheLM(network, tokenizer=TOKENIZER, batch_size=4, **options)
+    got = lm.generate_until(instances("generate_until", PROMPTS), disable_tqdm=True)
+    for (prompt, _), answer in zip(PROMPTS, got, strict=True):
+        ids = TOKENIZER(prompt, return_tensors="pt")["input_ids"]
+        cache = lm.new_cache()
+        with torch.no_grad():
+            network(ids[:, :-1], past_key_values=cache)
+        out = network.generate(ids, past_key_values=cache, max_new_tokens=6, do_sample=False)
+        assert answer == TOKENIZER.decode(out[0, ids.shape[1] :], skip_special_tokens=True).split(".")[0]
+
+
+def test_what_comes_after_compress_before_is_not_there_when_tokens_are_evicted():
+    """A window that holds the question alone: with the fact gone it cannot be told, and a dense cache tells it."""
+    network, _ = demo.load()
+    text = " ".join(demo.text()[5000:5600].split())
+    prompt = f"The code word of Anna is 48213. {text}\n\nWhat is the code word of Anna? The code word of Anna is"
+    asked = instances("generate_until", [(prompt, {"until": ["."], "max_gen_toks": 6, "compress_before": "What is the code word"})])
+    seen = {}
+
+    def answer(**options) -> str:
+        lm = CacheLM(network, tokenizer=TOKENIZER, **options)
+        forward = lm._forward
+        lm._forward = lambda ids, *rest, **more: (seen.update(prefix=TOKENIZER.decode(ids[0])), forward(ids, *rest, **more))[1]
+        return lm.generate_until(asked, disable_tqdm=True)[0]
+
+    assert answer(cache="int8") == " 48213" == answer()
+    assert seen["prefix"].endswith(text[-20:]) or text[-10:] in seen["prefix"][-14:]
+    assert "48213" not in answer(cache="identity", policy="sliding_window", budget=64)
+    lm = cached(cache="int8")
+    with pytest.raises(ValueError, match="compress_before='nowhere' is not in the prompt"):
+        lm.generate_until(
+            instances("generate_until", [("some words", {"until": ["."], "max_gen_toks": 6, "compress_before": "nowhere"})]), True
+        )
+
+
+def test_answers_of_two_formats_in_one_file_are_kept_apart(tmp_path):
+    file = str(tmp_path / "answers.db")
+    asked = instances("loglikelihood", [("One two three four five six seven eight", " nine ten"), ("One two", " three")])
+    network, _ = demo.load()
+
+    def answers(kind=CacheLM, **options) -> tuple[list, bool]:
+        """With whether they were computed."""
+        caching = CachingLM(lm := kind(network, tokenizer=TOKENIZER, **options), file)
+        with mock.patch.object(lm, "_loglikelihood_tokens", wraps=lm._loglikelihood_tokens) as computing:
+            found = caching.loglikelihood(asked)
+        caching.dbdict.close()
+        return found, computing.called
+
+    coarse = {"cache": "turboquant_3bit_nc", "exact_first": 0, "exact_recent": 0}
+    others = [{}, {"cache": "dynamic"}, coarse | {"scoring": "deployed"}, coarse | {"exact_first": 4}, {"kind": HFLM}]
+    first, _ = answers(**coarse)
+    for options in others:
+        found, computed = answers(**options)
+        assert computed == (options != {"cache": "dynamic"}) and found != first
+    assert answers(**coarse) == (first, False)
+    assert not answers(kind=HFLM)[1]
+
+
+def test_the_results_say_what_was_measured():
+    lm = cached(batch_size=2, cache="int8", policy="h2o", budget=20, **SHORT)
+    assert "kv_ratio" not in lm.get_model_info()
+    score(lm)
+    info = lm.get_model_info()
+    named = {"kv_cache": "int8", "kv_policy": "h2o", "kv_budget": 20, "kv_scoring": "cached", "kv_chunk": 32, "kv_dtype": "float32"}
+    assert named.items() <= info.items()
+    assert info["kv_ratio"] > 2.5 and info["kv_bytes_per_token"] * info["kv_ratio"] == pytest.approx(3 * 2 * 2 * 32 * 4)
+    dense = cached()
+    score(dense)
+    assert dense.get_model_info()["kv_ratio"] == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "says"),
+    [
+        ({"cache": "int9"}, ValueError, "int9"),
+        ({"cache": None}, TypeError, "expected 'dynamic'"),
+        ({"cache": "int8", "budget": 9}, ValueError, "budget without a policy"),
+        ({"policy": "h2o"}, ValueError, "cache='identity'"),
+        ({"cache": "int8", "policy": "h3o"}, ValueError, "h3o"),
+        ({"scoring": "fast"}, ValueError, "scoring='fast'"),
+        ({"chunk": 0}, ValueError, "chunk=0"),
+        ({"batch_size": "auto"}, ValueError, "batch_size='auto'"),
+        ({"cache": "int8", "policy": "sink_window", "sinks": -1}, ValueError, "sinks=-1"),
+    ],
+)
+def test_wrong_input_is_explained(options, error, says):
+    with pytest.raises(error, match=says):
+        cached(**options)
+    with pytest.raises(NotImplementedError, match="encoder-decoder"):
+        cached("t5", backend="seq2seq")
+
+
+def test_beams_need_a_cache_of_the_whole_prompt():
+    asked = instances("generate_until", [("One two three", {"until": ["."], "max_gen_toks": 4, "num_beams": 2})])
+    network, _ = demo.load()
+    with pytest.raises(NotImplementedError, match="deployed"):
+        CacheLM(network, tokenizer=TOKENIZER, cache="int8").generate_until(asked, disable_tqdm=True)
+    lm = CacheLM(network, tokenizer=TOKENIZER, cache="int8", scoring="deployed")
+    assert lm.generate_until(asked, disable_tqdm=True)[0]
+
+
+def test_policies_by_name_take_their_options():
+    for name in ("h2o", "tova", "sink_window", "keydiff"):
+        spec = CacheSpec(cache="fp8", policy=name, budget=40)
+        assert spec.make(model("llama").config).policy.budgets[0].tokens == (44 if name == "sink_window" else 40)
+    assert CacheSpec(cache="fp8", policy="h2o", budget=0.5).name == "fp8 + h2o 50%"
+    assert CacheSpec().make(model("llama").config).__class__.__name__ == "DynamicCache"
