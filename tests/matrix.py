@@ -35,6 +35,10 @@ FORMAT_ERRORS = {
     "turboquant_4bit_nc": 0.106,
     "turboquant_k3v4_nc": 0.194,
     "turboquant_3bit_nc": 0.226,
+    "hadaquant_k4v4": 0.101,
+    "hadaquant_k4v3": 0.194,
+    "hadaquant_k3v3": 0.194,
+    "hadaquant_k2v2": 0.37,
 }
 """Names, and the error allowed to keys and to values on N(0, 1) at head_dim 128: RMS of the difference over RMS of the data."""
 

@@ -9,6 +9,7 @@ from difflib import get_close_matches
 
 from .base import Buffer, Codec, Codes, Format, Levels
 from .fp8 import FP8
+from .hadaquant import HadaQuant
 from .identity import Identity
 from .int4 import Int4
 from .int8 import Int8
@@ -23,6 +24,7 @@ __all__ = [
     "Codec",
     "Codes",
     "Format",
+    "HadaQuant",
     "Identity",
     "Int4",
     "Int8",
@@ -49,6 +51,7 @@ _FORMATS: tuple[Format, ...] = (
     Int4("group"),
     *(NVFP4(search) for search in ("amax", "four_over_six", "mse")),
     *(TurboQuant(preset) for preset in PRESETS),
+    *(HadaQuant(key, value) for key, value in ((4, 4), (4, 3), (3, 3), (2, 2))),
 )
 
 REGISTRY: dict[str, Format] = {format.name: format for format in _FORMATS}

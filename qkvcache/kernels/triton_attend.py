@@ -48,7 +48,7 @@ def _tile_of_keys(
         w = tl.load(codes + at)
     else:
         w = tl.load(codes + at, mask=word[None, :] < WORDS, other=0)
-    if X.per == 8:
+    if X.high:
         HALF: tl.constexpr = WORDS // 2
         h = tl.load(high + (slot[:, None] * HALF + (word % HALF)[None, :]))
         # By eight bytes, which come through L1: by sixteen they would not, and all programs would wait for the same lines of L2.
@@ -83,7 +83,7 @@ def _tile_of_values(
         w = tl.load(codes + at)
     else:
         w = tl.load(codes + at, mask=word[:, None] < WORDS, other=0)
-    if X.per == 8:
+    if X.high:
         HALF: tl.constexpr = WORDS // 2
         h = tl.load(high + (slot[None, :] * HALF + (word % HALF)[:, None]))
         shift = tl.load(shifts + tl.max_contiguous((slot % 32)[None, :] * WIDE + word[:, None], [4, 1]))

@@ -22,15 +22,16 @@ from ..formats.identity import AsIs
 from ..formats.int4 import GroupInt4, HiddenZeroInt4
 from ..formats.int8 import SymmetricInt8
 from ..formats.nvfp4 import BlockFP4
+from ..formats.rotated import LloydMax, Rotated
 from ..formats.rotation import random_signs, rotation_block, sylvester_matrix
-from ..formats.turboquant import LloydMax
 from ..formats.uniform import Uniform
 
 GREATEST_HEAD_DIM = 256
 CHUNK = 128  # channels that one product rotates: twice as many take two and a butterfly, so that the matrix fits every shared memory
 
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
-STEP3, STEP4 = tl.constexpr(GRID[3][0] / 2), tl.constexpr(GRID[4][0] / 2)
+HALF_STEPS = tl.constexpr((0.0, 0.0, *(GRID[bits][0] / 2 for bits in (2, 3, 4))))
+"""By bits: half a step of the grid that Lloyd-Max levels lie on."""
 
 
 class Spec(NamedTuple):
@@ -63,8 +64,9 @@ def describe(codec: Codec) -> Spec | None:
         return Spec("hidden", 4, rotation)
     if isinstance(codec, BlockFP4):
         return Spec("nvfp4", ("amax", "four_over_six", "mse").index(codec.search))
-    if isinstance(codec, LloydMax):
-        return Spec("lloyd", codec.bits, rotation, planes=("low", "high", "scale") if codec.bits == 3 else ("codes", "", "scale"))
+    if isinstance(codec, Rotated) and isinstance(codec.quantizer, LloydMax):
+        bits = codec.quantizer.bits
+        return Spec("lloyd", bits, rotation, planes=("low", "high", "scale") if bits == 3 else ("codes", "", "scale"))
     return None
 
 
@@ -210,7 +212,7 @@ def _as_bytes(counts: tuple[int, ...]) -> int:
     return int.from_bytes(bytes(2 * n + 1 for n in counts), "little", signed=True)
 
 
-_BYTES3, _BYTES4, _MORE4 = map(tl.constexpr, map(_as_bytes, (GRID[3][1], GRID[4][1][:4], GRID[4][1][4:])))
+_BYTES2, _BYTES3, _BYTES4, _MORE4 = map(tl.constexpr, map(_as_bytes, (GRID[2][1], GRID[3][1], GRID[4][1][:4], GRID[4][1][4:])))
 
 
 @triton.jit
@@ -219,7 +221,9 @@ def _lloyd_levels(code, BITS: tl.constexpr):
     half: tl.constexpr = 2 ** (BITS - 1)
     rank = tl.where(code >= half, code - half, half - 1 - code)
     # A byte of a constant for each rank.
-    if BITS == 3:
+    if BITS == 2:
+        word = tl.full(code.shape, _BYTES2, tl.int32)
+    elif BITS == 3:
         word = tl.full(code.shape, _BYTES3, tl.int32)
     else:
         word = tl.where(rank < 4, tl.full(code.shape, _BYTES4, tl.int32), tl.full(code.shape, _MORE4, tl.int32))
@@ -246,8 +250,8 @@ def _decode_kernel(
     inside = live[:, None] if D == P else live[:, None] & (c < D)[None, :]
 
     PACKED: tl.constexpr = (KIND == "uniform" and OPTION < 8) or KIND == "group" or KIND == "hidden" or KIND == "nvfp4" or KIND == "lloyd"
-    BITS: tl.constexpr = 3 if (KIND == "uniform" or KIND == "lloyd") and OPTION == 3 else 4
-    WIDTH: tl.constexpr = D if not PACKED else D // 8 if BITS == 3 else D // 4
+    BITS: tl.constexpr = OPTION if KIND == "lloyd" or KIND == "uniform" else 4
+    WIDTH: tl.constexpr = D if not PACKED else D // 8 if BITS < 4 else D // 4
     at = b * cb + h0 * ch + t0 * WIDTH + (h * ch + t * WIDTH)
     if not PACKED:
         code = tl.load(codes + at[:, None] + c[None, :], mask=inside, other=0)
@@ -261,6 +265,11 @@ def _decode_kernel(
         e = tl.arange(0, 8)[None, None, :]
         code = ((low[:, :, None] >> (2 * e)) & 3) | (((word[:, :, None] >> (4 * (e // 2) + e % 2)) & 1) << 2)
         code = tl.reshape(code, [N, P])
+    elif BITS == 2:
+        j = tl.arange(0, P // 8)
+        mask = live[:, None] if D == P else live[:, None] & (j < WIDTH)[None, :]
+        word = tl.load(codes.to(tl.pointer_type(tl.int16)) + at[:, None] + j[None, :], mask=mask, other=0).to(tl.int32)
+        code = tl.reshape((word[:, :, None] >> (2 * tl.arange(0, 8))[None, None, :]) & 3, [N, P])
     elif KIND == "group" or KIND == "nvfp4":
         # A word serves four channels far apart: four loads, all but the first from the cache, instead of an exchange among threads.
         word = tl.load(codes.to(tl.pointer_type(tl.int16)) + at[:, None] + (c % (D // 4))[None, :], mask=inside, other=0).to(tl.int32)
@@ -302,7 +311,7 @@ def _decode_kernel(
         level = _lloyd_levels(code, OPTION)
         if D != P:
             level = tl.where(inside, level, 0)
-        scale = tl.load(at, mask=live, other=0.0).to(tl.float32) * (STEP3 if OPTION == 3 else STEP4)
+        scale = tl.load(at, mask=live, other=0.0).to(tl.float32) * HALF_STEPS[OPTION]
         if ROTATION > 0:
             y = turn(level.to(tl.float32).to(tl.bfloat16), table, D, P) * (scale * (D & -D) ** -0.5)[:, None]
         else:

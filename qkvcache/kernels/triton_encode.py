@@ -20,7 +20,7 @@ from torch import Tensor
 from ..formats.base import TINY, Codec, Codes
 from ..formats.codebooks import GRID, midpoints
 from ..formats.uniform import LEAST_SCALE
-from .triton_decode import INTERPRETED, STEP3, STEP4, float8, known, padded, plane_arguments, supports, table_of, tile, turn
+from .triton_decode import HALF_STEPS, INTERPRETED, float8, known, padded, plane_arguments, supports, table_of, tile, turn
 
 __all__ = ["encode_kv", "supports"]
 
@@ -127,6 +127,8 @@ def _store_codes(low, high, codes, live, BITS: tl.constexpr, D: tl.constexpr, P:
     if BITS == 4:
         words = tl.sum(tl.reshape(codes, [N, P // 4, 4]) << (4 * tl.arange(0, 4))[None, None, :], 2)
         _store_words(low, words, live, D // 4)
+    elif BITS == 2:
+        _store_words(low, tl.sum(tl.reshape(codes, [N, P // 8, 8]) << (2 * tl.arange(0, 8))[None, None, :], 2), live, D // 8)
     else:
         i = tl.arange(0, 8)[None, None, :]
         codes = tl.reshape(codes, [N, P // 8, 8])
@@ -190,7 +192,12 @@ def _fp4_scale(magnitude, absmax, SEARCH: tl.constexpr):
 def _lloyd(x, BITS: tl.constexpr):
     """Codes of `x`, and twice their levels, in steps of the grid."""
     # Twice the level in the low half, the rank in the high half: one sum for both.
-    reached = _climb(tl.abs(x), _AT3, _UP3, 4) if BITS == 3 else _climb(tl.abs(x), _AT4, _UP4, 8)
+    if BITS == 2:
+        reached = _climb(tl.abs(x), _AT2, _UP2, 2)
+    elif BITS == 3:
+        reached = _climb(tl.abs(x), _AT3, _UP3, 4)
+    else:
+        reached = _climb(tl.abs(x), _AT4, _UP4, 8)
     rank = reached >> 16
     half: tl.constexpr = 2 ** (BITS - 1)
     return tl.where(x < 0, half - 1 - rank, half + rank), reached & 0xFFFF
@@ -211,6 +218,7 @@ def _rungs(bits: int) -> tuple[tuple[float, ...], tuple[int, ...]]:
     return (0.0, *midpoints(bits)[2 ** (bits - 1) :]), up
 
 
+_AT2, _UP2 = map(tl.constexpr, _rungs(2))
 _AT3, _UP3 = map(tl.constexpr, _rungs(3))
 _AT4, _UP4 = map(tl.constexpr, _rungs(4))
 
@@ -257,8 +265,8 @@ def store_tile(
     h = i % ACROSS if ACROSS == 1 else (i % ACROSS).to(tl.int64)
 
     PACKED: tl.constexpr = (KIND == "uniform" and OPTION < 8) or KIND == "group" or KIND == "hidden" or KIND == "nvfp4" or KIND == "lloyd"
-    BITS: tl.constexpr = 3 if (KIND == "uniform" or KIND == "lloyd") and OPTION == 3 else 4
-    WIDTH: tl.constexpr = D if not PACKED else D // 8 if BITS == 3 else D // 4
+    BITS: tl.constexpr = OPTION if KIND == "lloyd" or KIND == "uniform" else 4
+    WIDTH: tl.constexpr = D if not PACKED else D // 8 if BITS < 4 else D // 4
     at = b * cb + h0.to(tl.int64) * ch + slot.to(tl.int64) * WIDTH + (h * ch + i // ACROSS * WIDTH)
     at = codes.to(tl.pointer_type(tl.int16)) + at if PACKED else codes + at
     at_high = at
@@ -331,7 +339,7 @@ def store_tile(
         unit = y * tl.div_rn(D**0.5, norm + 1e-8)[:, None]
         packed, level = _lloyd(unit, OPTION)
         squares = level * level if D == P else tl.where((c < D)[None, :], level * level, 0)
-        length = tl.sqrt_rn(tl.sum(squares, 1).to(tl.float32)) * (STEP3 if OPTION == 3 else STEP4)
+        length = tl.sqrt_rn(tl.sum(squares, 1).to(tl.float32)) * HALF_STEPS[OPTION]
         tl.store(at_scale, tl.div_rn(norm, length).to(tl.float16), mask=live)
         _store_codes(at, at_high, packed, live, OPTION, D, P)
 
