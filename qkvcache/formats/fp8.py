@@ -40,10 +40,11 @@ class ScaledFloat8(Codec):
         scale = Buffer("scale", torch.float32, 1, "scales", heads, "once" if self.frozen else "each")
         return (*code_buffers(8, head_dim), scale)
 
-    def fit(self, x: Tensor) -> Codes:
+    def fit(self, x: Tensor, real: Tensor | None = None) -> Codes:
         if not self.frozen:
             return {}
-        scale = self._scale(x.float())
+        x = x.float()
+        scale = self._scale(x if real is None else x.masked_fill(~real[:, None, :, None], 0))
         return {"scale": torch.where(scale == 0, 1, scale)}  # zeros say nothing about what follows
 
     def encode(self, x: Tensor, once: Codes) -> Codes:

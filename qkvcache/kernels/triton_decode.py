@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..formats.base import Codec, Codes
+from ..formats.centered import Centered
 from ..formats.codebooks import GRID
 from ..formats.fp8 import ScaledFloat8
 from ..formats.identity import AsIs
@@ -42,11 +43,20 @@ class Spec(NamedTuple):
     rotation: int = 0  # 1: Hadamard, 2: with random signs
     span: str = "each"  # "shared": one scale for all heads of a token, "once": for all tokens too
     planes: tuple[str, str, str] = ("codes", "", "scale")  # names of the buffers: codes, high bits, scales
+    centered: bool = False
+
+    @property
+    def constants(self) -> tuple[str, int, int, str, bool]:
+        """What kernels are compiled for."""
+        return self.kind, self.option, self.rotation, self.span, self.centered
 
 
 def describe(codec: Codec) -> Spec | None:
     """The spec of `codec`, or None if kernels do not know it."""
     rotation = 0 if codec.rotation is None else 1 + codec.rotation.randomized
+    if isinstance(codec, Centered):
+        inner = describe(codec.codec)
+        return inner and inner._replace(rotation=rotation, centered=True)
     if isinstance(codec, AsIs):
         return Spec("copy", planes=("codes", "", ""))
     if isinstance(codec, SymmetricInt8):
@@ -132,7 +142,8 @@ def plane_arguments(spec: Spec, planes: Codes, instead: Tensor) -> list[object]:
     for name, unit in zip(spec.planes, (1 + words, 2, 1), strict=True):
         plane = planes[name] if name else instead
         arguments += [plane, *((plane.stride(0) // unit, plane.stride(1) // unit) if name else (0, 0))]
-    return arguments
+    center = planes["center"] if spec.centered else instead
+    return [*arguments, center, *center.stride()[:2]]
 
 
 def decode(codec: Codec, codes: Codes, out: Tensor) -> None:
@@ -146,6 +157,8 @@ def decode(codec: Codec, codes: Codes, out: Tensor) -> None:
     batch, heads, tokens, head_dim = out.shape
     if not out.numel():
         return
+    if spec.centered:  # what is turned are integers, and the mean joins them afterwards
+        codes = codes | {"center": codec.unrotate(codes["center"])}
     width = padded(head_dim)
     table = rotation_table(head_dim, out.device, torch.bfloat16, spec.rotation == 2) if spec.rotation else out
     across, along, warps = tile([spec._replace(span="each")], heads, tokens, width)
@@ -153,7 +166,7 @@ def decode(codec: Codec, codes: Codes, out: Tensor) -> None:
     with torch.cuda.device_of(out):
         _decode_kernel[grid](
             out, *out.stride()[:3], table, *plane_arguments(spec, codes, out), tokens, heads,
-            *spec[:4], head_dim, width, across, along, num_warps=warps,
+            *spec.constants, head_dim, width, across, along, num_warps=warps,
         )  # fmt: skip
 
 
@@ -233,8 +246,8 @@ def _lloyd_levels(code, BITS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["tokens", "heads"])
 def _decode_kernel(
-    out, ob, oh, ot, table, codes, cb, ch, high, hb, hh, scales, sb, sh, tokens, heads,
-    KIND: tl.constexpr, OPTION: tl.constexpr, ROTATION: tl.constexpr, SPAN: tl.constexpr, D: tl.constexpr, P: tl.constexpr,
+    out, ob, oh, ot, table, codes, cb, ch, high, hb, hh, scales, sb, sh, center, eb, eh, tokens, heads,
+    KIND: tl.constexpr, OPTION: tl.constexpr, ROTATION: tl.constexpr, SPAN: tl.constexpr, CENTERED: tl.constexpr, D: tl.constexpr, P: tl.constexpr,
     ACROSS: tl.constexpr, ALONG: tl.constexpr,
 ):  # fmt: skip
     N: tl.constexpr = ACROSS * ALONG
@@ -329,5 +342,7 @@ def _decode_kernel(
                 y = (turn(first, table, D, P) + turn(second, table, D, P)) * (D & -D) ** -0.5
     if ROTATION == 2:
         y *= tl.load(table + min(P, 128) * min(P, 128) + c).to(tl.float32)[None, :]
+    if CENTERED:
+        y += tl.load(center + (b * eb + (h0 + h) * eh)[:, None] + c[None, :], mask=inside, other=0.0)
     at = b * ob + h0 * oh + t0 * ot + (h * oh + t * ot)
     tl.store(out + at[:, None] + c[None, :], y.to(out.dtype.element_ty), mask=inside)

@@ -46,7 +46,7 @@ def encode_kv(sides: Sequence[tuple[Codec, Tensor, Codes, Codes]], start: int) -
         return
     for spec, (_, x, planes, once) in zip(specs, sides, strict=True):
         arguments += [x, *x.stride()[:3], table_of(spec, x), *plane_arguments(spec, planes | once, x)]
-        constants += [*spec[:4], x.shape[3], padded(x.shape[3])]
+        constants += [*spec.constants, x.shape[3], padded(x.shape[3])]
     across, along, warps = tile(specs, heads, tokens, max(padded(side[1].shape[3]) for side in sides), x.element_size())
     grid = (triton.cdiv(tokens, along) * triton.cdiv(heads, across), batch, 2)
     with torch.cuda.device_of(x):
@@ -232,8 +232,8 @@ def tile_of(heads, ACROSS: tl.constexpr, ALONG: tl.constexpr):
 
 @triton.jit
 def _encode_side(
-    x, xb, xh, xt, table, codes, cb, ch, high, hb, hh, scales, sb, sh, start, tokens, heads,
-    KIND: tl.constexpr, OPTION: tl.constexpr, ROTATION: tl.constexpr, SPAN: tl.constexpr, D: tl.constexpr, P: tl.constexpr,
+    x, xb, xh, xt, table, codes, cb, ch, high, hb, hh, scales, sb, sh, center, eb, eh, start, tokens, heads,
+    KIND: tl.constexpr, OPTION: tl.constexpr, ROTATION: tl.constexpr, SPAN: tl.constexpr, CENTERED: tl.constexpr, D: tl.constexpr, P: tl.constexpr,
     ACROSS: tl.constexpr, ALONG: tl.constexpr,
 ):  # fmt: skip
     b, h0, t0 = tile_of(heads, ACROSS, ALONG)
@@ -245,15 +245,15 @@ def _encode_side(
     first = x + b * xb + h0.to(tl.int64) * xh + t0.to(tl.int64) * xt
     raw = tl.load(first + (h * xh + i // ACROSS * xt)[:, None] + c[None, :], mask=inside, other=0.0)
     store_tile(
-        raw, live, b, h0, start + t0, table, codes, cb, ch, high, hb, hh, scales, sb, sh,
-        KIND, OPTION, ROTATION, SPAN, D, P, ACROSS, ALONG,
+        raw, live, b, h0, start + t0, table, codes, cb, ch, high, hb, hh, scales, sb, sh, center, eb, eh,
+        KIND, OPTION, ROTATION, SPAN, CENTERED, D, P, ACROSS, ALONG,
     )  # fmt: skip
 
 
 @triton.jit
 def store_tile(
-    raw, live, b, h0, slot, table, codes, cb, ch, high, hb, hh, scales, sb, sh,
-    KIND: tl.constexpr, OPTION: tl.constexpr, ROTATION: tl.constexpr, SPAN: tl.constexpr, D: tl.constexpr, P: tl.constexpr,
+    raw, live, b, h0, slot, table, codes, cb, ch, high, hb, hh, scales, sb, sh, center, eb, eh,
+    KIND: tl.constexpr, OPTION: tl.constexpr, ROTATION: tl.constexpr, SPAN: tl.constexpr, CENTERED: tl.constexpr, D: tl.constexpr, P: tl.constexpr,
     ACROSS: tl.constexpr, ALONG: tl.constexpr,
 ):  # fmt: skip
     """Encodes vectors `[ALONG * ACROSS, P]`, those that are `live`, into the slots from `slot` on of the heads from `h0` on. `slot` may be
@@ -283,6 +283,8 @@ def store_tile(
     if KIND == "copy":
         tl.store(at[:, None] + c[None, :], raw, mask=inside)
     y = _apply(raw, table, D, P, ROTATION == 2) if ROTATION > 0 else raw.to(tl.float32)
+    if CENTERED:
+        y -= tl.load(center + (b * eb + (h0 + h) * eh)[:, None] + c[None, :], mask=inside, other=0.0)
 
     if KIND == "int8" or KIND == "fp8":
         top: tl.constexpr = 127.0 if KIND == "int8" else 448.0 if OPTION == 3 else 57344.0
@@ -334,7 +336,7 @@ def store_tile(
         _store_codes(at, at_high, packed, live, 4, D, P)
 
     if KIND == "lloyd":
-        full = raw.to(tl.float32)
+        full = y if CENTERED else raw.to(tl.float32)
         norm = tl.sqrt_rn(tl.sum(full * full, 1))
         unit = y * tl.div_rn(D**0.5, norm + 1e-8)[:, None]
         packed, level = _lloyd(unit, OPTION)
@@ -364,20 +366,20 @@ def store_tile(
 
 @triton.jit(do_not_specialize=["start", "tokens", "heads"])
 def _encode_kernel(
-    kx, kxb, kxh, kxt, ktable, kcodes, kcb, kch, khigh, khb, khh, kscales, ksb, ksh,
-    vx, vxb, vxh, vxt, vtable, vcodes, vcb, vch, vhigh, vhb, vhh, vscales, vsb, vsh,
+    kx, kxb, kxh, kxt, ktable, kcodes, kcb, kch, khigh, khb, khh, kscales, ksb, ksh, kcenter, keb, keh,
+    vx, vxb, vxh, vxt, vtable, vcodes, vcb, vch, vhigh, vhb, vhh, vscales, vsb, vsh, vcenter, veb, veh,
     start, tokens, heads,
-    KKIND: tl.constexpr, KOPTION: tl.constexpr, KROTATION: tl.constexpr, KSPAN: tl.constexpr, KD: tl.constexpr, KP: tl.constexpr,
-    VKIND: tl.constexpr, VOPTION: tl.constexpr, VROTATION: tl.constexpr, VSPAN: tl.constexpr, VD: tl.constexpr, VP: tl.constexpr,
+    KKIND: tl.constexpr, KOPTION: tl.constexpr, KROTATION: tl.constexpr, KSPAN: tl.constexpr, KCENTERED: tl.constexpr, KD: tl.constexpr, KP: tl.constexpr,
+    VKIND: tl.constexpr, VOPTION: tl.constexpr, VROTATION: tl.constexpr, VSPAN: tl.constexpr, VCENTERED: tl.constexpr, VD: tl.constexpr, VP: tl.constexpr,
     ACROSS: tl.constexpr, ALONG: tl.constexpr,
 ):  # fmt: skip
     if tl.program_id(2) == 0:
         _encode_side(
-            kx, kxb, kxh, kxt, ktable, kcodes, kcb, kch, khigh, khb, khh, kscales, ksb, ksh, start, tokens, heads,
-            KKIND, KOPTION, KROTATION, KSPAN, KD, KP, ACROSS, ALONG,
+            kx, kxb, kxh, kxt, ktable, kcodes, kcb, kch, khigh, khb, khh, kscales, ksb, ksh, kcenter, keb, keh, start, tokens, heads,
+            KKIND, KOPTION, KROTATION, KSPAN, KCENTERED, KD, KP, ACROSS, ALONG,
         )  # fmt: skip
     else:
         _encode_side(
-            vx, vxb, vxh, vxt, vtable, vcodes, vcb, vch, vhigh, vhb, vhh, vscales, vsb, vsh, start, tokens, heads,
-            VKIND, VOPTION, VROTATION, VSPAN, VD, VP, ACROSS, ALONG,
+            vx, vxb, vxh, vxt, vtable, vcodes, vcb, vch, vhigh, vhb, vhh, vscales, vsb, vsh, vcenter, veb, veh, start, tokens, heads,
+            VKIND, VOPTION, VROTATION, VSPAN, VCENTERED, VD, VP, ACROSS, ALONG,
         )  # fmt: skip

@@ -10,7 +10,7 @@ once, as they lie in a register of a matrix operand; elsewhere (`ASM` = 0), in t
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 
 from ..formats.base import Codec
+from ..formats.centered import Centered
 from ..formats.codebooks import GRID, grid_levels
 from ..formats.fp8 import ScaledFloat8
 from ..formats.identity import AsIs
@@ -30,7 +31,8 @@ from ..formats.uniform import Uniform
 
 @dataclass(frozen=True)
 class Words:
-    """How a codec keeps its codes, for kernels. A channel is `level * scale + zero`, and `level = (number - offset) * unit`.
+    """How a codec keeps its codes, for kernels. A channel is `level * scale + zero`, and `level = (number - offset) * unit`;
+    `centered`: and a mean that all tokens share.
 
     kind     of codes: half, int8, uint8, e4m3, e5m2, int4, lut4, int3, lut3, lut2, e2m1
     per      channels in a word
@@ -45,6 +47,7 @@ class Words:
     offset: float = 0.0
     group: int = 0
     rotated: bool = False
+    centered: bool = False
 
     @property
     def high(self) -> bool:
@@ -57,6 +60,9 @@ def words(codec: Codec) -> Words | None:
     """What kernels know of `codec`, or None if they cannot read it."""
     rotated = codec.rotation is not None
     match codec:
+        case Centered():
+            inner = words(codec.codec)
+            return inner and replace(inner, rotated=rotated, centered=True)
         case AsIs():
             return Words("half", 1, "none")
         case SymmetricInt8():
