@@ -38,6 +38,7 @@ _FORMATS: tuple[Format, ...] = (
     Int8(),
     Int8(scale="token"),
     Int8(symmetric=False),
+    Int8(center=True),
     FP8(),
     FP8(scale="token"),
     FP8(scale="tensor"),
@@ -50,6 +51,7 @@ _FORMATS: tuple[Format, ...] = (
     Int4("vllm"),
     Int4("group"),
     *(NVFP4(search) for search in ("amax", "four_over_six", "mse")),
+    NVFP4("mse", center=True),
     *(TurboQuant(preset) for preset in PRESETS),
     *(HadaQuant(key, value) for key, value in ((4, 4), (4, 3), (3, 3), (2, 2))),
 )

@@ -79,7 +79,9 @@ def words(codec: Codec) -> Words | None:
         case BlockFP4():
             return Words("e2m1", 4, "block", unit=2.0**8, group=BLOCK)
         case Rotated(quantizer=LloydMax(bits=bits)):
-            return Words(f"lut{bits}", 4 if bits == 4 else 8, "fp16", unit=GRID[bits][0], offset=1024.0 + _HALF[bits] - 0.5, rotated=rotated)
+            return Words(
+                f"lut{bits}", 4 if bits == 4 else 8, "fp16", unit=GRID[bits][0], offset=1024.0 + _HALF[bits] - 0.5, rotated=rotated
+            )
     return None
 
 
@@ -197,6 +199,8 @@ lop3.b32 {4}, t, 0x03800380, 0x48004800, 0xea;
 _ASM_INT3 = tl.constexpr(
     "{ .reg .b32 h, e, o, t;" + _NIBBLES3 + _INT3.format("e", "$0", "$2", "$4", "$6") + _INT3.format("o", "$1", "$3", "$5", "$7") + "}"
 )
+
+
 def _read(low: int, high: int, mask: int) -> str:
     """Nibbles of two words to the bytes of a table of two words that they select."""
     return f"""
