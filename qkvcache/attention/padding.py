@@ -22,7 +22,12 @@ _announced: dict[int, tuple[weakref.ref, weakref.ref]] = {}
 
 def announce(keys: Tensor, layer: Waits) -> None:
     """`layer` is told when attention gets `keys`."""
-    _announced[id(keys)] = weakref.ref(keys, lambda _, at=id(keys): _announced.pop(at, None)), weakref.ref(layer)
+    at = id(keys)
+
+    def forget(_: object) -> None:
+        _announced.pop(at, None)
+
+    _announced[at] = weakref.ref(keys, forget), weakref.ref(layer)
 
 
 def report(implementation: str, query: Tensor, keys: Any, mask: Any) -> None:

@@ -9,7 +9,7 @@ from difflib import get_close_matches
 
 from .base import Buffer, Codec, Codes, Format, Levels
 from .fp8 import FP8
-from .hadaquant import HadaQuant
+from .hadaquant import SPLITS, HadaQuant
 from .identity import Identity
 from .int4 import Int4
 from .int8 import Int8
@@ -53,7 +53,7 @@ _FORMATS: tuple[Format, ...] = (
     *(NVFP4(search) for search in ("amax", "four_over_six", "mse")),
     NVFP4("mse", center=True),
     *(TurboQuant(preset) for preset in PRESETS),
-    *(HadaQuant(key, value) for key, value in ((4, 4), (4, 3), (3, 3), (2, 2))),
+    *(HadaQuant(key, value) for key, value in SPLITS),
 )
 
 REGISTRY: dict[str, Format] = {format.name: format for format in _FORMATS}

@@ -19,6 +19,8 @@ from .centered import Centered
 from .rotated import LloydMax, Rotated
 
 Bits = Literal[2, 3, 4]
+SPLITS: tuple[tuple[Bits, Bits], ...] = ((4, 4), (4, 3), (3, 3), (2, 2))
+"""Bits of keys and of values of the registered ones."""
 
 
 @dataclass(frozen=True)

@@ -93,8 +93,8 @@ class HiddenZeroInt4(Codec):
 
 @dataclass(frozen=True)
 class Int4(Format):
-    """INT4 by the rule of PR #5 ("hadamard"), of vLLM's int4_per_token_head ("vllm"), or in plain groups ("group"). `center=True` keeps keys
-    around their mean."""
+    """INT4 by the rule of PR #5 ("hadamard"), of vLLM's int4_per_token_head ("vllm"), or in plain groups ("group"). `center=True`: keys
+    are kept around their mean."""
 
     rule: Literal["hadamard", "vllm", "group"] = "hadamard"
     group_size: int = GROUP_SIZE
@@ -113,9 +113,8 @@ class Int4(Format):
         return f"int4{rule}" + ("" if self.group_size == GROUP_SIZE else f"_g{self.group_size}") + ("_centered" if self.center else "")
 
     def codecs(self) -> tuple[Codec, Codec]:
-        key: Codec
+        key: Codec = GroupInt4(self.group_size, Hadamard() if self.rule == "hadamard" else None)
+        value: Codec = GroupInt4(self.group_size)
         if self.rule == "vllm":
             key = value = HiddenZeroInt4()
-        else:
-            key, value = GroupInt4(self.group_size, Hadamard() if self.rule == "hadamard" else None), GroupInt4(self.group_size)
         return Centered.of(key) if self.center else key, value

@@ -45,8 +45,8 @@ class SymmetricInt8(Codec):
 class Int8(Format):
     """INT8 with a scale for each token and head, or for each token over all heads.
 
-    `scale="token"` crosses heads, so tensor parallelism changes its results; it is the RFC's rule, not the default. `center=True` keeps keys
-    around their mean.
+    `scale="token"` crosses heads, so tensor parallelism changes its results; it is the RFC's rule, not the default. `center=True`: keys are
+    kept around their mean.
     """
 
     scale: Literal["token_head", "token"] = "token_head"
@@ -60,12 +60,8 @@ class Int8(Format):
 
     @property
     def name(self) -> str:
-        return (
-            "int8"
-            + ("_token" if self.scale == "token" else "")
-            + ("" if self.symmetric else "_asymmetric")
-            + ("_centered" if self.center else "")
-        )
+        options = ("_token", self.scale == "token"), ("_asymmetric", not self.symmetric), ("_centered", self.center)
+        return "int8" + "".join(option for option, chosen in options if chosen)
 
     def codecs(self) -> tuple[Codec, Codec]:
         codec = SymmetricInt8(self.scale) if self.symmetric else Uniform(bits=8)

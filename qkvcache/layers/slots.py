@@ -61,7 +61,7 @@ class Slots:
         )
 
     def fit(self, x: Tensor, real: Tensor | None = None) -> None:
-        """Fills the buffers that are kept once, if nothing has, from `x` `[B, H, T, D]`, as far as it is `real`, bool `[B, T]` (None: all)."""
+        """Fills the buffers that are kept once, if nothing has, from `x` `[B, H, T, D]`, as far as it is `real`, bool `[B, T]`."""
         if not self.once:
             self.once = self.codec.fit(x, real)
 

@@ -188,7 +188,8 @@ def test_large_numbers(name):
     x = torch.randn(1, 2, 64, 128) * 1e4
     for codec in sides(name):
         if name.startswith("nvfp4"):  # saturates at 6 x 448
-            assert roundtrip(codec, x).abs().max() == 2688
+            center = codec.fit(x).get("center", torch.zeros(1))
+            assert (roundtrip(codec, x) - center).abs().max() == pytest.approx(2688)
         else:
             assert error(codec, x) <= 1.1 * FORMAT_ERRORS[name]
 
@@ -238,7 +239,9 @@ def test_what_is_not_refused_works(name):
         assert all(roundtrip(codec, x).shape == x.shape for codec in sides(name))
 
 
-@pytest.mark.parametrize("name", [name for name in FORMATS if name not in ("identity", "int8", "int8_token", "int8_asymmetric")])
+@pytest.mark.parametrize(
+    "name", [name for name in FORMATS if name not in ("identity", "int8", "int8_token", "int8_asymmetric", "int8_centered")]
+)
 def test_refusals_name_the_format_the_number_and_a_way_out(name):
     with pytest.raises(ValueError, match=f"format '{name}' cannot hold (keys|values) of head_dim 65: .*multiple.*; use '"):
         REGISTRY[name].check(65)
