@@ -10,12 +10,13 @@ import torch
 from transformers import PreTrainedModel
 
 from ..kernels import on_triton
-from ..layers.compressed import GROUP, CompressedLayer
+from ..layers.compressed import CompressedLayer
 from ..layers.counted import Counted
 from ..layers.evicting import EvictingLayer
 from ..layers.slots import PAGE, append_both
 from ..layers.static import StaticLayer
 from ..layers.static_evicting import StaticEvictingLayer
+from ..layers.zones import GROUP
 from ..policies import Budget
 from .base import CompressedCache
 

@@ -9,6 +9,7 @@ from difflib import get_close_matches
 
 from .base import Buffer, Codec, Codes, Format, Levels
 from .fp8 import FP8
+from .hadaquant import SPLITS, HadaQuant
 from .identity import Identity
 from .int4 import Int4
 from .int8 import Int8
@@ -23,6 +24,7 @@ __all__ = [
     "Codec",
     "Codes",
     "Format",
+    "HadaQuant",
     "Identity",
     "Int4",
     "Int8",
@@ -36,6 +38,7 @@ _FORMATS: tuple[Format, ...] = (
     Int8(),
     Int8(scale="token"),
     Int8(symmetric=False),
+    Int8(center=True),
     FP8(),
     FP8(scale="token"),
     FP8(scale="tensor"),
@@ -48,7 +51,9 @@ _FORMATS: tuple[Format, ...] = (
     Int4("vllm"),
     Int4("group"),
     *(NVFP4(search) for search in ("amax", "four_over_six", "mse")),
+    NVFP4("mse", center=True),
     *(TurboQuant(preset) for preset in PRESETS),
+    *(HadaQuant(key, value) for key, value in SPLITS),
 )
 
 REGISTRY: dict[str, Format] = {format.name: format for format in _FORMATS}

@@ -1,6 +1,6 @@
 """What a storage format is: a codec for keys and a codec for values, each declaring its buffers once.
 
-A codec stores a token-head vector as `x = undo_rotation(levels * scale + offset)`. Keeping that factorisation visible is what lets
+A codec stores a token-head vector as `x = undo_rotation(levels * scale + offset + center)`. Keeping that factorisation visible is what lets
 attention run on codes: the rotation goes once on the query and once on the output, `scale` onto the score columns and the probabilities.
 Allocation, byte counts and planning all read `buffers`; nothing else knows how wide a token is.
 """
@@ -43,11 +43,13 @@ class Buffer:
 
 
 class Levels(NamedTuple):
-    """Unpacked codes, still rotated. `levels` `[B, H, T, D]`; `scale`, `offset` `[B, H or 1, T or 1, 1 or D / group]`, fp32."""
+    """Unpacked codes, still rotated. `levels` `[B, H, T, D]`; `scale`, `offset` `[B, H or 1, T or 1, 1 or D / group]`; `center`, which all
+    tokens share, `[B, H, 1, D]`; fp32."""
 
     levels: Tensor
     scale: Tensor | None = None
     offset: Tensor | None = None
+    center: Tensor | None = None
 
 
 class Codec(ABC):
@@ -72,8 +74,9 @@ class Codec(ABC):
     def unpack(self, codes: Codes, head_dim: int) -> Levels:
         """Codes of any number of tokens, with the buffers kept once among them, to levels."""
 
-    def fit(self, x: Tensor) -> Codes:
-        """The buffers kept once, from the first block `[B, H, T, D]`. Each row stands alone."""
+    def fit(self, x: Tensor, real: Tensor | None = None) -> Codes:
+        """The buffers kept once, from the first block `[B, H, T, D]`, of which the tokens count that are `real`, bool `[B, T]` (None: all).
+        Each row stands alone."""
         return {}
 
     def allocate(self, like: Tensor, tokens: int, per_head: bool = False, make: Callable[..., Tensor] = torch.zeros) -> tuple[Codes, Codes]:
@@ -92,6 +95,10 @@ class Codec(ABC):
         roles = {buffer.name: buffer.role for buffer in self.buffers(head_dim)}
         yield from ((roles[name], x) for name, x in codes.items())
 
+    def keeps(self, head_dim: int) -> bool:
+        """Whether there are buffers that are kept once."""
+        return any(buffer.tokens == "once" for buffer in self.buffers(head_dim))
+
     def refuses(self, head_dim: int) -> str | None:
         """Why this codec cannot hold vectors of `head_dim`, or None."""
         return None
@@ -105,8 +112,9 @@ class Codec(ABC):
 
     def decode(self, codes: Codes, head_dim: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """Codes to `[B, H, T, D]` in `dtype`."""
-        levels, scale, offset = self.unpack(codes, head_dim)
-        return self.unrotate(affine(levels, scale, offset)).to(dtype)
+        levels, scale, offset, center = self.unpack(codes, head_dim)
+        stored = affine(levels, scale, offset)
+        return self.unrotate(stored if center is None else stored + center).to(dtype)
 
 
 def affine(levels: Tensor, scale: Tensor | None, offset: Tensor | None) -> Tensor:

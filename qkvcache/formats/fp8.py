@@ -40,10 +40,10 @@ class ScaledFloat8(Codec):
         scale = Buffer("scale", torch.float32, 1, "scales", heads, "once" if self.frozen else "each")
         return (*code_buffers(8, head_dim), scale)
 
-    def fit(self, x: Tensor) -> Codes:
+    def fit(self, x: Tensor, real: Tensor | None = None) -> Codes:
         if not self.frozen:
             return {}
-        scale = self._scale(x.float())
+        scale = self._scale(x if real is None else x.masked_fill(~real[:, None, :, None], 0))
         return {"scale": torch.where(scale == 0, 1, scale)}  # zeros say nothing about what follows
 
     def encode(self, x: Tensor, once: Codes) -> Codes:
@@ -63,7 +63,7 @@ class ScaledFloat8(Codec):
 
     def _scale(self, x: Tensor) -> Tensor:
         spans = {"token_head": (-1,), "token": (1, -1), "tensor": (1, 2, -1)}
-        return x.abs().amax(dim=spans[self.scale], keepdim=True) / torch.finfo(DTYPES[self.dtype]).max
+        return x.abs().amax(dim=spans[self.scale], keepdim=True).float() / torch.finfo(DTYPES[self.dtype]).max
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,8 @@ Kernels read 16-bit words (little-endian) and mask all of a word's channels out 
 8 bits    word j holds channels 2j, 2j + 1: byte i is channel i
 4 bits    word j holds channels 4j to 4j + 3, lowest nibble first. Where scales span groups of channels (`to_planes`), word j holds j,
           j + D/4, j + D/2 and j + 3D/4 instead: then 16 neighbouring words have one scale for each nibble
-3 bits    low bits: word j holds those of channels 8j to 8j + 7, two each, lowest first
+2 bits    word j holds channels 8j to 8j + 7, lowest first
+3 bits    low bits: word j holds those of channels 8j to 8j + 7, two each, as codes of 2 bits are
           high bits: word j of the D/16 those of words j and j + D/16 of the plane above, nibble e those of channels 2e and 2e + 1: bits 2
           and 3 for the first of these words, 0 and 1 for the second
           Planes keep every read aligned, where a stream of 3-bit codes would straddle words.
@@ -23,10 +24,10 @@ from torch import Tensor
 
 from .base import Buffer, Codes
 
-PLANES = {3: (("low", 4), ("high", 8)), 4: (("codes", 2),), 8: (("codes", 1),)}
+PLANES = {2: (("codes", 4),), 3: (("low", 4), ("high", 8)), 4: (("codes", 2),), 8: (("codes", 1),)}
 """Bits of a code to the buffers it is kept in: name, and channels a byte."""
 
-_MULTIPLE = {3: 16, 4: 4, 8: 2}  # of channels that one gather, or one word of a plane, yields
+_MULTIPLE = {2: 8, 3: 16, 4: 4, 8: 2}  # of channels that one gather, or one word of a plane, yields
 
 
 def code_buffers(bits: int, head_dim: int) -> tuple[Buffer, ...]:
@@ -42,7 +43,7 @@ def refuses(bits: int, head_dim: int) -> str | None:
 
 def pack(codes: Tensor, bits: int) -> Codes:
     """uint8 codes below `2**bits` `[..., D]` to the buffers of `code_buffers`."""
-    planes = pack3(codes) if bits == 3 else (pack4(codes),) if bits == 4 else (codes,)
+    planes = pack3(codes) if bits == 3 else ({2: pack2, 4: pack4, 8: lambda codes: codes}[bits](codes),)
     return {name: plane for (name, _), plane in zip(PLANES[bits], planes, strict=True)}
 
 
@@ -50,7 +51,7 @@ def lookup(packed: Codes, bits: int, levels: tuple[float, ...]) -> Tensor:
     """`levels[code]` for the buffers of `code_buffers`, as fp32 `[..., D]`."""
     if bits == 3:
         return lookup3(packed["low"], packed["high"], levels)
-    return (lookup4 if bits == 4 else lookup8)(packed["codes"], levels)
+    return {2: lookup2, 4: lookup4, 8: lookup8}[bits](packed["codes"], levels)
 
 
 def rank(x: Tensor, thresholds: tuple[float, ...]) -> Tensor:
@@ -70,6 +71,11 @@ def unpack4(packed: Tensor) -> Tensor:
     return torch.stack([packed & 15, packed >> 4], dim=-1).flatten(-2)
 
 
+def pack2(codes: Tensor) -> Tensor:
+    """uint8 codes below 4 `[..., D]` to bytes `[..., D / 4]`."""
+    return _pack_bits(codes, 2)
+
+
 def to_planes(codes: Tensor) -> Tensor:
     """Channels `[..., D]` in the order j, j + D/4, j + D/2, j + 3D/4 for each j."""
     return codes.unflatten(-1, (4, -1)).mT.flatten(-2)
@@ -82,7 +88,7 @@ def from_planes(x: Tensor) -> Tensor:
 
 def pack3(codes: Tensor) -> tuple[Tensor, Tensor]:
     """uint8 codes below 8 `[..., D]` to the low plane `[..., D / 4]` and the high plane `[..., D / 8]`."""
-    low = _pack_bits(codes & 3, 2)
+    low = pack2(codes & 3)
     pairs = _pack_bits(codes >> 2, 1).unflatten(-1, (2, -1))  # byte j: the high bits of word j of the low plane, in two halves
     return low, _spread(pairs[..., 0, :], pairs[..., 1, :])
 
@@ -124,6 +130,11 @@ def lookup4(packed: Tensor, levels: tuple[float, ...]) -> Tensor:
 def lookup_words(packed: Tensor, table: Tensor) -> Tensor:
     """Bytes `[..., D / 2]` to fp32 `[..., D]`: a word stands for the four numbers in its row of `table`, which `as_rows` made."""
     return _gather(packed.view(torch.uint16).long(), table)
+
+
+def lookup2(packed: Tensor, levels: tuple[float, ...]) -> Tensor:
+    """`levels[code]` of packed 2-bit codes: bytes `[..., D / 4]` to fp32 `[..., D]`."""
+    return _gather(packed.long(), _table(levels, (2, 2, 2, 2), packed.device))
 
 
 def lookup3(low: Tensor, high: Tensor, levels: tuple[float, ...]) -> Tensor:

@@ -20,13 +20,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from torch import Tensor
 
-from .base import Buffer, Codec, Codes, Format, Levels, check_option
-from .codebooks import grid_levels, midpoints
+from .base import Codec, Format, check_option
+from .centered import Centered
 from .int8 import SymmetricInt8
-from .packing import code_buffers, lookup, pack, rank, refuses
-from .rotation import Hadamard, exact_dtype
+from .rotated import LloydMax, Rotated
 from .uniform import Uniform
 
 Preset = Literal["k8v4", "4bit_nc", "k3v4_nc", "3bit_nc"]
@@ -35,47 +33,20 @@ PRESETS: dict[Preset, tuple[Literal[3, 4, 8], Literal[3, 4]]] = {"k8v4": (8, 4),
 
 
 @dataclass(frozen=True)
-class LloydMax(Codec):
-    """Directions on the levels that suit a normal distribution, which is what a rotation makes of them; lengths in fp16."""
-
-    bits: Literal[3, 4]
-    rotation: Hadamard | None = Hadamard()
-
-    def buffers(self, head_dim: int) -> tuple[Buffer, ...]:
-        return (*code_buffers(self.bits, head_dim), Buffer("scale", torch.float16, 1, "scales"))
-
-    def encode(self, x: Tensor, once: Codes) -> Codes:
-        norm = _norm(x)
-        unit = self.rotate(x).float() * (x.shape[-1] ** 0.5 / (norm + 1e-8))
-        codes = pack(rank(unit, midpoints(self.bits)), self.bits)
-        return codes | {"scale": (norm / _norm(lookup(codes, self.bits, grid_levels(self.bits)))).half()}
-
-    def unpack(self, codes: Codes, head_dim: int) -> Levels:
-        return Levels(lookup(codes, self.bits, grid_levels(self.bits)), codes["scale"].float())
-
-    def refuses(self, head_dim: int) -> str | None:
-        return refuses(self.bits, head_dim)
-
-
-def _norm(x: Tensor) -> Tensor:
-    """Exact, so that it does not depend on how many tokens are encoded at once."""
-    return torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=exact_dtype(x.device)).float()
-
-
-@dataclass(frozen=True)
 class TurboQuant(Format):
-    """TurboQuant: `preset` says how many bits keys and values get."""
+    """TurboQuant: `preset` says how many bits keys and values get. `center=True` keeps keys around their mean."""
 
     preset: Preset = "4bit_nc"
+    center: bool = False
 
     def __post_init__(self) -> None:
         check_option("preset", self.preset, PRESETS)
 
     @property
     def name(self) -> str:
-        return f"turboquant_{self.preset}"
+        return f"turboquant_{self.preset}" + ("_centered" if self.center else "")
 
     def codecs(self) -> tuple[Codec, Codec]:
         key_bits, value_bits = PRESETS[self.preset]
-        key = SymmetricInt8(scale_dtype=torch.float16) if key_bits == 8 else LloydMax(key_bits)
-        return key, Uniform(value_bits)
+        key = SymmetricInt8(scale_dtype=torch.float16) if key_bits == 8 else Rotated(LloydMax(key_bits))
+        return Centered.of(key) if self.center else key, Uniform(value_bits)

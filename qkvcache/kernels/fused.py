@@ -230,11 +230,12 @@ def fused_attend(
 
     planes = body.planes if body else [empty] * 6
     k_codes, k_high, k_scales, v_codes, v_high, v_scales = planes
+    centers = [codes["center"].contiguous() if "center" in codes else empty for codes in (body.slabs[0] if body else ({}, {}))]
     attend_kernel[(total_splits, blocks, batch * heads)](
         query, body_query, turning, signs, body.table if body else empty.long(), k_codes, k_high, _shifts(key, dim, device), k_scales,
         v_codes, v_high, _shifts(value, value_dim, device), v_scales,
         first_k, first_v, recent_k, recent_v, mask if mask is not None else empty,
-        lengths if lengths is not None else empty, pages if pages is not None else empty, part, maxima, sums, weights, tops,
+        lengths if lengths is not None else empty, pages if pages is not None else empty, centers[0], part, maxima, sums, weights, tops,
         empty if payload.store is None else payload.store.state,
         *query.stride()[:3], *first_k.stride()[:3], *first_v.stride()[:3], *recent_k.stride()[:3], *recent_v.stride()[:3], *mask_strides,
         pages.stride(0) if pages is not None else 0,
@@ -252,7 +253,7 @@ def fused_attend(
     lse = torch.empty(batch, query_heads, queries, dtype=torch.float32, device=device)
     columns = triton.next_power_of_2(value_dim) if value.rotated else 32
     reduce_kernel[(rows, batch * heads, -(-value_dim // columns))](
-        part, maxima, sums, sinks if sinks is not None else empty, v_signs, out, lse, *out.stride()[:3],
+        part, maxima, sums, sinks if sinks is not None else empty, v_signs, centers[1], out, lse, *out.stride()[:3],
         total_splits, blocks, heads, queries,
         V=value, DV=value_dim, C=columns, G=groups, R=r, S=32, SINKS=sinks is not None, EXACT=exact, TURN=v_block**-0.5,
         STAGES=v_block.bit_length() - 1, num_warps=4 if value.rotated else 1,

@@ -44,10 +44,10 @@ class Packed:
 
     def levels(self) -> Levels:
         """Levels with at most one scale and offset a token: finer ones are multiplied out."""
-        levels, scale, offset = self.codec.unpack(self.codes, self.head_dim)
+        levels, scale, offset, center = self.codec.unpack(self.codes, self.head_dim)
         if any(factor is not None and factor.shape[-1] > 1 for factor in (scale, offset)):
-            return Levels(affine(levels, scale, offset))
-        return Levels(levels, scale, offset)
+            return Levels(affine(levels, scale, offset), center=center)
+        return Levels(levels, scale, offset, center)
 
 
 Segment = Exact | Packed
@@ -185,12 +185,14 @@ def scores(q: Tensor, side: Side) -> Tensor:
         if segment.codec not in rotated:
             rotated[segment.codec] = segment.codec.rotate(q)
         turned = rotated[segment.codec]
-        levels, scale, offset = segment.levels()
+        levels, scale, offset, center = segment.levels()
         part = turned @ levels.mT
         if scale is not None:
             part *= scale.mT
         if offset is not None:
             part += turned.sum(-1, keepdim=True) * offset.mT
+        if center is not None:
+            part += turned @ center.mT
         parts.append(part)
     return torch.cat(parts, dim=-1) if len(parts) > 1 else parts[0]
 
@@ -206,9 +208,11 @@ def mix(p: Tensor, side: Side) -> Tensor:
             codec, out = None, part @ segment.x.to(p.dtype)
         else:
             codec = segment.codec
-            levels, scale, offset = segment.levels()
+            levels, scale, offset, center = segment.levels()
             out = (part if scale is None else part * scale.mT) @ levels
             if offset is not None:
                 out += part @ offset.expand(*part.shape[:2], segment.tokens, 1)
+            if center is not None:
+                out += part.sum(-1, keepdim=True) * center
         sums[codec] = sums[codec] + out if codec in sums else out
     return torch.stack([out if codec is None else codec.unrotate(out) for codec, out in sums.items()]).sum(0)

@@ -101,11 +101,11 @@ class Store:
         for codec, codes, once, x in zip(self.codecs, self.planes, self.once, self.ring, strict=True):
             yield from codec.roles(codes | once, x.shape[3])
 
-    def fit(self, x: tuple[Tensor, Tensor]) -> None:
-        """Fills the buffers that are kept once, from the first tokens."""
+    def fit(self, x: tuple[Tensor, Tensor], real: Tensor | None = None) -> None:
+        """Fills the buffers that are kept once, from the first tokens, as far as they are `real`."""
         for codec, once, new in zip(self.codecs, self.once, x, strict=True):
             if once:
-                for name, value in codec.fit(new).items():
+                for name, value in codec.fit(new, real).items():
                     once[name].copy_(value)
 
     # Where the host knows the counts.

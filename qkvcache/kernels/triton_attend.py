@@ -3,7 +3,8 @@
 One program is one warp: it takes one split of the tokens of one (sequence, KV head) for all query heads of the group. Tokens are the rows
 of both matrix products (scores^T = K q^T, output^T = V^T p^T), so that a tensor core serves eight query rows without waste, each code is
 unpacked once and in the registers where the product wants it (`triton_unpack.py`), and warps share nothing. Codes stream through cp.async.
-A key's scale multiplies its scores; a value's scale joins the exponent, so that the weights that multiply codes never exceed 1:
+A key's scale multiplies its scores, and what the mean of keys gives is added; a value's scale joins the exponent, so that the weights that
+multiply codes never exceed 1:
 
     u = s + log2(scale);  m = max u;  w = 2^(u - m);  output = sum w * number;  normaliser = sum w / scale
 
@@ -48,7 +49,7 @@ def _tile_of_keys(
         w = tl.load(codes + at)
     else:
         w = tl.load(codes + at, mask=word[None, :] < WORDS, other=0)
-    if X.per == 8:
+    if X.high:
         HALF: tl.constexpr = WORDS // 2
         h = tl.load(high + (slot[:, None] * HALF + (word % HALF)[None, :]))
         # By eight bytes, which come through L1: by sixteen they would not, and all programs would wait for the same lines of L2.
@@ -83,7 +84,7 @@ def _tile_of_values(
         w = tl.load(codes + at)
     else:
         w = tl.load(codes + at, mask=word[:, None] < WORDS, other=0)
-    if X.per == 8:
+    if X.high:
         HALF: tl.constexpr = WORDS // 2
         h = tl.load(high + (slot[None, :] * HALF + (word % HALF)[:, None]))
         shift = tl.load(shifts + tl.max_contiguous((slot % 32)[None, :] * WIDE + word[:, None], [4, 1]))
@@ -132,7 +133,7 @@ def _hides(mask, begin, end, mask_stride):
 def _body_tile(
     K: tl.constexpr, V: tl.constexpr, KW: tl.constexpr, VW: tl.constexpr, KT: tl.constexpr, VT: tl.constexpr,
     K_ONCE: tl.constexpr, V_ONCE: tl.constexpr, TAIL: tl.constexpr, SOFTCAP: tl.constexpr, MASK: tl.constexpr, ARCH: tl.constexpr,
-    state, q, q_scale, q_sum, k_codes, k_high, k_shifts, k_scales, v_codes, v_high, v_shifts, v_scales, slot, valid,
+    state, q, q_scale, q_sum, q_center, k_codes, k_high, k_shifts, k_scales, v_codes, v_high, v_shifts, v_scales, slot, valid,
     mask, mask_rows, mask_stride, column, hides, oldest, softcap, WINDOW: tl.constexpr, weights, tops, place, count, MASS: tl.constexpr,
 ):  # fmt: skip
     """One tile of tokens joins the running maximum, normaliser, constant part and planes of the output, `state`."""
@@ -165,6 +166,8 @@ def _body_tile(
             if K.scale == "pair":
                 s = s + zero[:, None] * q_sum[None, :]
         s = s * q_scale[None, :]
+    if K.centered:
+        s = s + q_center[None, :]
     s = _capped(s, softcap, SOFTCAP, ARCH)
     s = _masked(s, mask, mask_rows, mask_stride, column, hides, MASK)
     if WINDOW:
@@ -186,15 +189,19 @@ def _body_tile(
     w = exp2(s - top[None, :], ARCH)
     if TAIL:
         w = tl.where(valid[:, None], w, 0.0)
+    p = w.to(tl.float16)
+    if V.kind == "half":
+        p = w.to(v_codes.dtype.element_ty)
     if PER_TOKEN:
         unscale = inverse(scale, ARCH)
         l = l * shrink[None, :] + w * unscale[:, None]
+        rounded = p.to(tl.float32)  # as they multiply numbers: what is taken away for an offset must be what the offset brought
         if V.scale == "hidden":
-            z = z * shrink[None, :] - w * (zero + V.offset)[:, None]
+            z = z * shrink[None, :] - rounded * (zero + V.offset)[:, None]
         elif V.scale == "pair":
-            z = z * shrink[None, :] + w * (zero * unscale - V.offset * V.unit)[:, None]
+            z = z * shrink[None, :] + rounded * (zero * unscale - V.offset * V.unit)[:, None]
         elif V.offset != 0:
-            z = z * shrink[None, :] - w * (V.offset * V.unit)
+            z = z * shrink[None, :] - rounded * (V.offset * V.unit)
         if MASS > 0:
             keep(weights, tops, w * unscale[:, None], top, place, count, BODY_GRAIN, MASS)
     else:
@@ -202,9 +209,6 @@ def _body_tile(
         if MASS > 0:
             keep(weights, tops, w, top, place, count, BODY_GRAIN, MASS)
 
-    p = w.to(tl.float16)
-    if V.kind == "half":
-        p = w.to(v_codes.dtype.element_ty)
     new = ()
     if V.group > 0:
         found_v = group_scales(V, VW, v_scales, slot, ARCH)
@@ -282,7 +286,7 @@ def _butterflies(tiles, N: tl.constexpr, BIT: tl.constexpr):
 )  # fmt: skip
 def attend_kernel(
     query, body_query, turning, signs, table, k_codes, k_high, k_shifts, k_scales, v_codes, v_high, v_shifts, v_scales,
-    first_k, first_v, recent_k, recent_v, mask, lengths, pages, part, maxima, sums, weights, tops,
+    first_k, first_v, recent_k, recent_v, mask, lengths, pages, k_center, part, maxima, sums, weights, tops,
     counts, q_stride_b, q_stride_h, q_stride_q, first_stride_b, first_stride_h, first_stride_t,
     first_v_stride_b, first_v_stride_h, first_v_stride_t,
     recent_stride_b, recent_stride_h, recent_stride_t, recent_v_stride_b, recent_v_stride_h, recent_v_stride_t,
@@ -393,6 +397,14 @@ def attend_kernel(
                     q = _butterflies(q, KNP, 4)
                 if KN > 2:
                     q = _butterflies(q, KNP, 8)
+        q_center = tl.zeros([R], tl.float32)
+        if K.centered:  # the mean is rotated like the keys
+            for c in tl.static_range(KN):
+                for i in tl.static_range(KP):
+                    channel = _channel(K, KW, c * KT + j, i)
+                    mean = tl.load(k_center + bh * D + channel, mask=c * KT + j < KW, other=0.0)
+                    q_center += tl.sum(q[c * KP + i].to(tl.float32) * mean[:, None], 0)
+            q_center *= scaling * TURN * log2e
         if K.kind != "half":
             for i in tl.static_range(KN * KP):
                 amax = tl.maximum(amax, tl.max(tl.abs(q[i].to(tl.float32)), 0))
@@ -446,7 +458,7 @@ def attend_kernel(
                 if PAGE > 0:
                     slot = tl.load(pages + b * pages_stride + token // PAGE) * PAGE + token % PAGE + t
                 state = _body_tile(
-                    K, V, KW, VW, KT, VT, K_ONCE, V_ONCE, False, SOFTCAP, MASK, ARCH, state, q, q_scale, q_sum,
+                    K, V, KW, VW, KT, VT, K_ONCE, V_ONCE, False, SOFTCAP, MASK, ARCH, state, q, q_scale, q_sum, q_center,
                     kc, kh, k_shifts, ks, vc, vh, v_shifts, vs, slot, t >= 0, mask, mask_rows, mask_stride_t,
                     n_first + start + token + t, hides, oldest, softcap, WINDOW, weights, tops, start + token, T, MASS,
                 )  # fmt: skip
@@ -456,7 +468,7 @@ def attend_kernel(
                     slot = tl.load(pages + b * pages_stride + whole // PAGE) * PAGE + whole % PAGE + t
                 column = tl.minimum(start + whole + t, start + high - 1) + n_first
                 state = _body_tile(
-                    K, V, KW, VW, KT, VT, K_ONCE, V_ONCE, True, SOFTCAP, MASK, ARCH, state, q, q_scale, q_sum,
+                    K, V, KW, VW, KT, VT, K_ONCE, V_ONCE, True, SOFTCAP, MASK, ARCH, state, q, q_scale, q_sum, q_center,
                     kc, kh, k_shifts, ks, vc, vh, v_shifts, vs, slot, whole + t < high,
                     mask, mask_rows, mask_stride_t, column, hides, oldest, softcap, WINDOW, weights, tops,
                     start + whole, high - whole, MASS,

@@ -16,21 +16,23 @@ import triton.language as tl
 from torch import Tensor
 
 from ..formats.base import Codec, Codes
+from ..formats.centered import Centered
 from ..formats.codebooks import GRID
 from ..formats.fp8 import ScaledFloat8
 from ..formats.identity import AsIs
 from ..formats.int4 import GroupInt4, HiddenZeroInt4
 from ..formats.int8 import SymmetricInt8
 from ..formats.nvfp4 import BlockFP4
+from ..formats.rotated import LloydMax, Rotated
 from ..formats.rotation import random_signs, rotation_block, sylvester_matrix
-from ..formats.turboquant import LloydMax
 from ..formats.uniform import Uniform
 
 GREATEST_HEAD_DIM = 256
 CHUNK = 128  # channels that one product rotates: twice as many take two and a butterfly, so that the matrix fits every shared memory
 
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
-STEP3, STEP4 = tl.constexpr(GRID[3][0] / 2), tl.constexpr(GRID[4][0] / 2)
+HALF_STEPS = tl.constexpr((0.0, 0.0, *(GRID[bits][0] / 2 for bits in (2, 3, 4))))
+"""By bits: half a step of the grid that Lloyd-Max levels lie on."""
 
 
 class Spec(NamedTuple):
@@ -41,11 +43,20 @@ class Spec(NamedTuple):
     rotation: int = 0  # 1: Hadamard, 2: with random signs
     span: str = "each"  # "shared": one scale for all heads of a token, "once": for all tokens too
     planes: tuple[str, str, str] = ("codes", "", "scale")  # names of the buffers: codes, high bits, scales
+    centered: bool = False
+
+    @property
+    def constants(self) -> tuple[str, int, int, str, bool]:
+        """What kernels are compiled for."""
+        return self.kind, self.option, self.rotation, self.span, self.centered
 
 
 def describe(codec: Codec) -> Spec | None:
     """The spec of `codec`, or None if kernels do not know it."""
     rotation = 0 if codec.rotation is None else 1 + codec.rotation.randomized
+    if isinstance(codec, Centered):
+        inner = describe(codec.codec)
+        return inner and inner._replace(rotation=rotation, centered=True)
     if isinstance(codec, AsIs):
         return Spec("copy", planes=("codes", "", ""))
     if isinstance(codec, SymmetricInt8):
@@ -63,8 +74,9 @@ def describe(codec: Codec) -> Spec | None:
         return Spec("hidden", 4, rotation)
     if isinstance(codec, BlockFP4):
         return Spec("nvfp4", ("amax", "four_over_six", "mse").index(codec.search))
-    if isinstance(codec, LloydMax):
-        return Spec("lloyd", codec.bits, rotation, planes=("low", "high", "scale") if codec.bits == 3 else ("codes", "", "scale"))
+    if isinstance(codec, Rotated) and isinstance(codec.quantizer, LloydMax):
+        bits = codec.quantizer.bits
+        return Spec("lloyd", bits, rotation, planes=("low", "high", "scale") if bits == 3 else ("codes", "", "scale"))
     return None
 
 
@@ -130,7 +142,8 @@ def plane_arguments(spec: Spec, planes: Codes, instead: Tensor) -> list[object]:
     for name, unit in zip(spec.planes, (1 + words, 2, 1), strict=True):
         plane = planes[name] if name else instead
         arguments += [plane, *((plane.stride(0) // unit, plane.stride(1) // unit) if name else (0, 0))]
-    return arguments
+    center = planes["center"] if spec.centered else instead
+    return [*arguments, center, *center.stride()[:2]]
 
 
 def decode(codec: Codec, codes: Codes, out: Tensor) -> None:
@@ -144,6 +157,8 @@ def decode(codec: Codec, codes: Codes, out: Tensor) -> None:
     batch, heads, tokens, head_dim = out.shape
     if not out.numel():
         return
+    if spec.centered:  # what is turned are integers, and the mean joins them afterwards
+        codes = codes | {"center": codec.unrotate(codes["center"])}
     width = padded(head_dim)
     table = rotation_table(head_dim, out.device, torch.bfloat16, spec.rotation == 2) if spec.rotation else out
     across, along, warps = tile([spec._replace(span="each")], heads, tokens, width)
@@ -151,7 +166,7 @@ def decode(codec: Codec, codes: Codes, out: Tensor) -> None:
     with torch.cuda.device_of(out):
         _decode_kernel[grid](
             out, *out.stride()[:3], table, *plane_arguments(spec, codes, out), tokens, heads,
-            *spec[:4], head_dim, width, across, along, num_warps=warps,
+            *spec.constants, head_dim, width, across, along, num_warps=warps,
         )  # fmt: skip
 
 
@@ -210,7 +225,7 @@ def _as_bytes(counts: tuple[int, ...]) -> int:
     return int.from_bytes(bytes(2 * n + 1 for n in counts), "little", signed=True)
 
 
-_BYTES3, _BYTES4, _MORE4 = map(tl.constexpr, map(_as_bytes, (GRID[3][1], GRID[4][1][:4], GRID[4][1][4:])))
+_BYTES2, _BYTES3, _BYTES4, _MORE4 = map(tl.constexpr, map(_as_bytes, (GRID[2][1], GRID[3][1], GRID[4][1][:4], GRID[4][1][4:])))
 
 
 @triton.jit
@@ -219,7 +234,9 @@ def _lloyd_levels(code, BITS: tl.constexpr):
     half: tl.constexpr = 2 ** (BITS - 1)
     rank = tl.where(code >= half, code - half, half - 1 - code)
     # A byte of a constant for each rank.
-    if BITS == 3:
+    if BITS == 2:
+        word = tl.full(code.shape, _BYTES2, tl.int32)
+    elif BITS == 3:
         word = tl.full(code.shape, _BYTES3, tl.int32)
     else:
         word = tl.where(rank < 4, tl.full(code.shape, _BYTES4, tl.int32), tl.full(code.shape, _MORE4, tl.int32))
@@ -229,9 +246,9 @@ def _lloyd_levels(code, BITS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["tokens", "heads"])
 def _decode_kernel(
-    out, ob, oh, ot, table, codes, cb, ch, high, hb, hh, scales, sb, sh, tokens, heads,
-    KIND: tl.constexpr, OPTION: tl.constexpr, ROTATION: tl.constexpr, SPAN: tl.constexpr, D: tl.constexpr, P: tl.constexpr,
-    ACROSS: tl.constexpr, ALONG: tl.constexpr,
+    out, ob, oh, ot, table, codes, cb, ch, high, hb, hh, scales, sb, sh, center, eb, eh, tokens, heads,
+    KIND: tl.constexpr, OPTION: tl.constexpr, ROTATION: tl.constexpr, SPAN: tl.constexpr, CENTERED: tl.constexpr,
+    D: tl.constexpr, P: tl.constexpr, ACROSS: tl.constexpr, ALONG: tl.constexpr,
 ):  # fmt: skip
     N: tl.constexpr = ACROSS * ALONG
     b = tl.program_id(1).to(tl.int64)
@@ -246,8 +263,8 @@ def _decode_kernel(
     inside = live[:, None] if D == P else live[:, None] & (c < D)[None, :]
 
     PACKED: tl.constexpr = (KIND == "uniform" and OPTION < 8) or KIND == "group" or KIND == "hidden" or KIND == "nvfp4" or KIND == "lloyd"
-    BITS: tl.constexpr = 3 if (KIND == "uniform" or KIND == "lloyd") and OPTION == 3 else 4
-    WIDTH: tl.constexpr = D if not PACKED else D // 8 if BITS == 3 else D // 4
+    BITS: tl.constexpr = OPTION if KIND == "lloyd" or KIND == "uniform" else 4
+    WIDTH: tl.constexpr = D if not PACKED else D // 8 if BITS < 4 else D // 4
     at = b * cb + h0 * ch + t0 * WIDTH + (h * ch + t * WIDTH)
     if not PACKED:
         code = tl.load(codes + at[:, None] + c[None, :], mask=inside, other=0)
@@ -261,6 +278,11 @@ def _decode_kernel(
         e = tl.arange(0, 8)[None, None, :]
         code = ((low[:, :, None] >> (2 * e)) & 3) | (((word[:, :, None] >> (4 * (e // 2) + e % 2)) & 1) << 2)
         code = tl.reshape(code, [N, P])
+    elif BITS == 2:
+        j = tl.arange(0, P // 8)
+        mask = live[:, None] if D == P else live[:, None] & (j < WIDTH)[None, :]
+        word = tl.load(codes.to(tl.pointer_type(tl.int16)) + at[:, None] + j[None, :], mask=mask, other=0).to(tl.int32)
+        code = tl.reshape((word[:, :, None] >> (2 * tl.arange(0, 8))[None, None, :]) & 3, [N, P])
     elif KIND == "group" or KIND == "nvfp4":
         # A word serves four channels far apart: four loads, all but the first from the cache, instead of an exchange among threads.
         word = tl.load(codes.to(tl.pointer_type(tl.int16)) + at[:, None] + (c % (D // 4))[None, :], mask=inside, other=0).to(tl.int32)
@@ -302,7 +324,7 @@ def _decode_kernel(
         level = _lloyd_levels(code, OPTION)
         if D != P:
             level = tl.where(inside, level, 0)
-        scale = tl.load(at, mask=live, other=0.0).to(tl.float32) * (STEP3 if OPTION == 3 else STEP4)
+        scale = tl.load(at, mask=live, other=0.0).to(tl.float32) * HALF_STEPS[OPTION]
         if ROTATION > 0:
             y = turn(level.to(tl.float32).to(tl.bfloat16), table, D, P) * (scale * (D & -D) ** -0.5)[:, None]
         else:
@@ -320,5 +342,7 @@ def _decode_kernel(
                 y = (turn(first, table, D, P) + turn(second, table, D, P)) * (D & -D) ** -0.5
     if ROTATION == 2:
         y *= tl.load(table + min(P, 128) * min(P, 128) + c).to(tl.float32)[None, :]
+    if CENTERED:
+        y += tl.load(center + (b * eb + (h0 + h) * eh)[:, None] + c[None, :], mask=inside, other=0.0)
     at = b * ob + h0 * oh + t0 * ot + (h * oh + t * ot)
     tl.store(out + at[:, None] + c[None, :], y.to(out.dtype.element_ty), mask=inside)

@@ -20,7 +20,7 @@ from torch import Tensor
 from ..formats.base import TINY, Codec, Codes
 from ..formats.codebooks import GRID, midpoints
 from ..formats.uniform import LEAST_SCALE
-from .triton_decode import INTERPRETED, STEP3, STEP4, float8, known, padded, plane_arguments, supports, table_of, tile, turn
+from .triton_decode import HALF_STEPS, INTERPRETED, float8, known, padded, plane_arguments, supports, table_of, tile, turn
 
 __all__ = ["encode_kv", "supports"]
 
@@ -46,7 +46,7 @@ def encode_kv(sides: Sequence[tuple[Codec, Tensor, Codes, Codes]], start: int) -
         return
     for spec, (_, x, planes, once) in zip(specs, sides, strict=True):
         arguments += [x, *x.stride()[:3], table_of(spec, x), *plane_arguments(spec, planes | once, x)]
-        constants += [*spec[:4], x.shape[3], padded(x.shape[3])]
+        constants += [*spec.constants, x.shape[3], padded(x.shape[3])]
     across, along, warps = tile(specs, heads, tokens, max(padded(side[1].shape[3]) for side in sides), x.element_size())
     grid = (triton.cdiv(tokens, along) * triton.cdiv(heads, across), batch, 2)
     with torch.cuda.device_of(x):
@@ -127,6 +127,8 @@ def _store_codes(low, high, codes, live, BITS: tl.constexpr, D: tl.constexpr, P:
     if BITS == 4:
         words = tl.sum(tl.reshape(codes, [N, P // 4, 4]) << (4 * tl.arange(0, 4))[None, None, :], 2)
         _store_words(low, words, live, D // 4)
+    elif BITS == 2:
+        _store_words(low, tl.sum(tl.reshape(codes, [N, P // 8, 8]) << (2 * tl.arange(0, 8))[None, None, :], 2), live, D // 8)
     else:
         i = tl.arange(0, 8)[None, None, :]
         codes = tl.reshape(codes, [N, P // 8, 8])
@@ -190,7 +192,12 @@ def _fp4_scale(magnitude, absmax, SEARCH: tl.constexpr):
 def _lloyd(x, BITS: tl.constexpr):
     """Codes of `x`, and twice their levels, in steps of the grid."""
     # Twice the level in the low half, the rank in the high half: one sum for both.
-    reached = _climb(tl.abs(x), _AT3, _UP3, 4) if BITS == 3 else _climb(tl.abs(x), _AT4, _UP4, 8)
+    if BITS == 2:
+        reached = _climb(tl.abs(x), _AT2, _UP2, 2)
+    elif BITS == 3:
+        reached = _climb(tl.abs(x), _AT3, _UP3, 4)
+    else:
+        reached = _climb(tl.abs(x), _AT4, _UP4, 8)
     rank = reached >> 16
     half: tl.constexpr = 2 ** (BITS - 1)
     return tl.where(x < 0, half - 1 - rank, half + rank), reached & 0xFFFF
@@ -211,6 +218,7 @@ def _rungs(bits: int) -> tuple[tuple[float, ...], tuple[int, ...]]:
     return (0.0, *midpoints(bits)[2 ** (bits - 1) :]), up
 
 
+_AT2, _UP2 = map(tl.constexpr, _rungs(2))
 _AT3, _UP3 = map(tl.constexpr, _rungs(3))
 _AT4, _UP4 = map(tl.constexpr, _rungs(4))
 
@@ -224,9 +232,9 @@ def tile_of(heads, ACROSS: tl.constexpr, ALONG: tl.constexpr):
 
 @triton.jit
 def _encode_side(
-    x, xb, xh, xt, table, codes, cb, ch, high, hb, hh, scales, sb, sh, start, tokens, heads,
-    KIND: tl.constexpr, OPTION: tl.constexpr, ROTATION: tl.constexpr, SPAN: tl.constexpr, D: tl.constexpr, P: tl.constexpr,
-    ACROSS: tl.constexpr, ALONG: tl.constexpr,
+    x, xb, xh, xt, table, codes, cb, ch, high, hb, hh, scales, sb, sh, center, eb, eh, start, tokens, heads,
+    KIND: tl.constexpr, OPTION: tl.constexpr, ROTATION: tl.constexpr, SPAN: tl.constexpr, CENTERED: tl.constexpr,
+    D: tl.constexpr, P: tl.constexpr, ACROSS: tl.constexpr, ALONG: tl.constexpr,
 ):  # fmt: skip
     b, h0, t0 = tile_of(heads, ACROSS, ALONG)
     i = tl.arange(0, ACROSS * ALONG)
@@ -237,16 +245,16 @@ def _encode_side(
     first = x + b * xb + h0.to(tl.int64) * xh + t0.to(tl.int64) * xt
     raw = tl.load(first + (h * xh + i // ACROSS * xt)[:, None] + c[None, :], mask=inside, other=0.0)
     store_tile(
-        raw, live, b, h0, start + t0, table, codes, cb, ch, high, hb, hh, scales, sb, sh,
-        KIND, OPTION, ROTATION, SPAN, D, P, ACROSS, ALONG,
+        raw, live, b, h0, start + t0, table, codes, cb, ch, high, hb, hh, scales, sb, sh, center, eb, eh,
+        KIND, OPTION, ROTATION, SPAN, CENTERED, D, P, ACROSS, ALONG,
     )  # fmt: skip
 
 
 @triton.jit
 def store_tile(
-    raw, live, b, h0, slot, table, codes, cb, ch, high, hb, hh, scales, sb, sh,
-    KIND: tl.constexpr, OPTION: tl.constexpr, ROTATION: tl.constexpr, SPAN: tl.constexpr, D: tl.constexpr, P: tl.constexpr,
-    ACROSS: tl.constexpr, ALONG: tl.constexpr,
+    raw, live, b, h0, slot, table, codes, cb, ch, high, hb, hh, scales, sb, sh, center, eb, eh,
+    KIND: tl.constexpr, OPTION: tl.constexpr, ROTATION: tl.constexpr, SPAN: tl.constexpr, CENTERED: tl.constexpr,
+    D: tl.constexpr, P: tl.constexpr, ACROSS: tl.constexpr, ALONG: tl.constexpr,
 ):  # fmt: skip
     """Encodes vectors `[ALONG * ACROSS, P]`, those that are `live`, into the slots from `slot` on of the heads from `h0` on. `slot` may be
     one for each vector, if these are of one token."""
@@ -257,8 +265,8 @@ def store_tile(
     h = i % ACROSS if ACROSS == 1 else (i % ACROSS).to(tl.int64)
 
     PACKED: tl.constexpr = (KIND == "uniform" and OPTION < 8) or KIND == "group" or KIND == "hidden" or KIND == "nvfp4" or KIND == "lloyd"
-    BITS: tl.constexpr = 3 if (KIND == "uniform" or KIND == "lloyd") and OPTION == 3 else 4
-    WIDTH: tl.constexpr = D if not PACKED else D // 8 if BITS == 3 else D // 4
+    BITS: tl.constexpr = OPTION if KIND == "lloyd" or KIND == "uniform" else 4
+    WIDTH: tl.constexpr = D if not PACKED else D // 8 if BITS < 4 else D // 4
     at = b * cb + h0.to(tl.int64) * ch + slot.to(tl.int64) * WIDTH + (h * ch + i // ACROSS * WIDTH)
     at = codes.to(tl.pointer_type(tl.int16)) + at if PACKED else codes + at
     at_high = at
@@ -275,6 +283,8 @@ def store_tile(
     if KIND == "copy":
         tl.store(at[:, None] + c[None, :], raw, mask=inside)
     y = _apply(raw, table, D, P, ROTATION == 2) if ROTATION > 0 else raw.to(tl.float32)
+    if CENTERED:
+        y -= tl.load(center + (b * eb + (h0 + h) * eh)[:, None] + c[None, :], mask=inside, other=0.0)
 
     if KIND == "int8" or KIND == "fp8":
         top: tl.constexpr = 127.0 if KIND == "int8" else 448.0 if OPTION == 3 else 57344.0
@@ -326,12 +336,12 @@ def store_tile(
         _store_codes(at, at_high, packed, live, 4, D, P)
 
     if KIND == "lloyd":
-        full = raw.to(tl.float32)
+        full = y if CENTERED else raw.to(tl.float32)
         norm = tl.sqrt_rn(tl.sum(full * full, 1))
         unit = y * tl.div_rn(D**0.5, norm + 1e-8)[:, None]
         packed, level = _lloyd(unit, OPTION)
         squares = level * level if D == P else tl.where((c < D)[None, :], level * level, 0)
-        length = tl.sqrt_rn(tl.sum(squares, 1).to(tl.float32)) * (STEP3 if OPTION == 3 else STEP4)
+        length = tl.sqrt_rn(tl.sum(squares, 1).to(tl.float32)) * HALF_STEPS[OPTION]
         tl.store(at_scale, tl.div_rn(norm, length).to(tl.float16), mask=live)
         _store_codes(at, at_high, packed, live, OPTION, D, P)
 
@@ -356,20 +366,22 @@ def store_tile(
 
 @triton.jit(do_not_specialize=["start", "tokens", "heads"])
 def _encode_kernel(
-    kx, kxb, kxh, kxt, ktable, kcodes, kcb, kch, khigh, khb, khh, kscales, ksb, ksh,
-    vx, vxb, vxh, vxt, vtable, vcodes, vcb, vch, vhigh, vhb, vhh, vscales, vsb, vsh,
+    kx, kxb, kxh, kxt, ktable, kcodes, kcb, kch, khigh, khb, khh, kscales, ksb, ksh, kcenter, keb, keh,
+    vx, vxb, vxh, vxt, vtable, vcodes, vcb, vch, vhigh, vhb, vhh, vscales, vsb, vsh, vcenter, veb, veh,
     start, tokens, heads,
-    KKIND: tl.constexpr, KOPTION: tl.constexpr, KROTATION: tl.constexpr, KSPAN: tl.constexpr, KD: tl.constexpr, KP: tl.constexpr,
-    VKIND: tl.constexpr, VOPTION: tl.constexpr, VROTATION: tl.constexpr, VSPAN: tl.constexpr, VD: tl.constexpr, VP: tl.constexpr,
+    KKIND: tl.constexpr, KOPTION: tl.constexpr, KROTATION: tl.constexpr, KSPAN: tl.constexpr, KCENTERED: tl.constexpr,
+    KD: tl.constexpr, KP: tl.constexpr,
+    VKIND: tl.constexpr, VOPTION: tl.constexpr, VROTATION: tl.constexpr, VSPAN: tl.constexpr, VCENTERED: tl.constexpr,
+    VD: tl.constexpr, VP: tl.constexpr,
     ACROSS: tl.constexpr, ALONG: tl.constexpr,
 ):  # fmt: skip
     if tl.program_id(2) == 0:
         _encode_side(
-            kx, kxb, kxh, kxt, ktable, kcodes, kcb, kch, khigh, khb, khh, kscales, ksb, ksh, start, tokens, heads,
-            KKIND, KOPTION, KROTATION, KSPAN, KD, KP, ACROSS, ALONG,
+            kx, kxb, kxh, kxt, ktable, kcodes, kcb, kch, khigh, khb, khh, kscales, ksb, ksh, kcenter, keb, keh, start, tokens, heads,
+            KKIND, KOPTION, KROTATION, KSPAN, KCENTERED, KD, KP, ACROSS, ALONG,
         )  # fmt: skip
     else:
         _encode_side(
-            vx, vxb, vxh, vxt, vtable, vcodes, vcb, vch, vhigh, vhb, vhh, vscales, vsb, vsh, start, tokens, heads,
-            VKIND, VOPTION, VROTATION, VSPAN, VD, VP, ACROSS, ALONG,
+            vx, vxb, vxh, vxt, vtable, vcodes, vcb, vch, vhigh, vhb, vhh, vscales, vsb, vsh, vcenter, veb, veh, start, tokens, heads,
+            VKIND, VOPTION, VROTATION, VSPAN, VCENTERED, VD, VP, ACROSS, ALONG,
         )  # fmt: skip

@@ -17,11 +17,12 @@ def _hadamard_stage(x, N: tl.constexpr, WIDTH: tl.constexpr):
 
 @triton.jit(do_not_specialize=["splits", "blocks", "heads", "queries"])
 def reduce_kernel(
-    part, maxima, sums, sinks, signs, out, lse, out_stride_b, out_stride_h, out_stride_q, splits, blocks, heads, queries,
+    part, maxima, sums, sinks, signs, center, out, lse, out_stride_b, out_stride_h, out_stride_q, splits, blocks, heads, queries,
     V: tl.constexpr, DV: tl.constexpr, C: tl.constexpr, G: tl.constexpr, R: tl.constexpr, S: tl.constexpr, SINKS: tl.constexpr,
     EXACT: tl.constexpr, TURN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One program for `C` channels of a query row: joins the splits, turns back what was stored rotated, divides. `lse` in base e."""
+    """One program for `C` channels of a query row: joins the splits, adds the mean of values, turns back what was stored rotated, divides.
+    `lse` in base e."""
     row = tl.program_id(0)
     bh = tl.program_id(1)
     b = bh // heads
@@ -40,6 +41,7 @@ def reduce_kernel(
         channel = place % VW * V.per + place // VW
     top = tl.load(maxima + base * R + row % R)
     total = tl.zeros([], tl.float32)
+    mass = tl.zeros([], tl.float32)  # of packed tokens
     body = tl.zeros([C], tl.float32)
     for begin in range(0, splits, S):
         split = begin + at
@@ -55,8 +57,11 @@ def reduce_kernel(
         shrink = tl.exp2(top - higher)
         weight = tl.where(live, tl.exp2(m - higher), 0.0)
         total = total * shrink + tl.sum(weight * l, 0)
+        mass = mass * shrink + tl.sum(tl.where(packed, weight * l, 0.0), 0)
         body = body * shrink + tl.sum(x * weight[:, None], 0)
         top = higher
+    if V.centered:
+        body += mass * tl.load(center + bh * DV + channel, mask=inside, other=0.0)
     if V.rotated:
         for stage in tl.static_range(STAGES):  # the Hadamard transform, which undoes itself
             body = _hadamard_stage(body, C, 1 << stage)

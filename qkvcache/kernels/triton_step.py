@@ -27,7 +27,7 @@ def step_kv(store: Store, x: tuple[Tensor, Tensor]) -> None:
         ring, first, head_dim = store.ring[side], store.first[side], new.shape[3]
         planes = plane_arguments(spec, store.planes[side] | store.once[side], new)
         arguments += [new, *new.stride()[:3], ring, *ring.stride()[:2], first, *first.stride()[:2], table_of(spec, new), *planes]
-        constants += [*spec[:4], head_dim, padded(head_dim)]
+        constants += [*spec.constants, head_dim, padded(head_dim)]
     across, along, warps = tile(specs, heads, tokens, max(padded(new.shape[3]) for new in x), x[0].element_size())
     grid = (triton.cdiv(tokens, along) * triton.cdiv(heads, across), batch, 2)
     sizes = store.first[0].shape[2], store.ring[0].shape[2], store.limit
@@ -43,7 +43,7 @@ def place_kv(codecs: tuple[Codec, Codec], planes: tuple[Codes, Codes], x: tuple[
     batch, heads, _, _ = x[0].shape
     for spec, held, new in zip(specs, planes, x, strict=True):
         arguments += [new, *new.stride()[:2], table_of(spec, new), *plane_arguments(spec, held, new)]
-        constants += [*spec[:4], new.shape[3], padded(new.shape[3])]
+        constants += [*spec.constants, new.shape[3], padded(new.shape[3])]
     across, along, warps = tile(specs, heads, 1, max(padded(new.shape[3]) for new in x), x[0].element_size())
     with torch.cuda.device_of(x[0]):
         _place_kernel[(triton.cdiv(heads, across), batch, 2)](
@@ -53,9 +53,9 @@ def place_kv(codecs: tuple[Codec, Codec], planes: tuple[Codes, Codes], x: tuple[
 
 @triton.jit
 def _place_side(
-    x, xb, xh, table, codes, cb, ch, high, hb, hh, scales, sb, sh, where, wb, wh, heads,
-    KIND: tl.constexpr, OPTION: tl.constexpr, ROTATION: tl.constexpr, SPAN: tl.constexpr, D: tl.constexpr, P: tl.constexpr,
-    ACROSS: tl.constexpr, ALONG: tl.constexpr,
+    x, xb, xh, table, codes, cb, ch, high, hb, hh, scales, sb, sh, center, eb, eh, where, wb, wh, heads,
+    KIND: tl.constexpr, OPTION: tl.constexpr, ROTATION: tl.constexpr, SPAN: tl.constexpr, CENTERED: tl.constexpr,
+    D: tl.constexpr, P: tl.constexpr, ACROSS: tl.constexpr, ALONG: tl.constexpr,
 ):  # fmt: skip
     b, h0, _ = tile_of(heads, ACROSS, ALONG)
     i = tl.arange(0, ACROSS * ALONG)
@@ -65,37 +65,39 @@ def _place_side(
     slot = tl.load(where + b * wb + h * wh, mask=inside, other=-1).to(tl.int32)
     raw = tl.load(x + (b * xb + h * xh)[:, None] + c, mask=inside[:, None] & (c < D), other=0.0)
     store_tile(
-        raw, inside & (slot >= 0), b, h0, slot, table, codes, cb, ch, high, hb, hh, scales, sb, sh,
-        KIND, OPTION, ROTATION, SPAN, D, P, ACROSS, ALONG,
+        raw, inside & (slot >= 0), b, h0, slot, table, codes, cb, ch, high, hb, hh, scales, sb, sh, center, eb, eh,
+        KIND, OPTION, ROTATION, SPAN, CENTERED, D, P, ACROSS, ALONG,
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["heads"])
 def _place_kernel(
-    kx, kxb, kxh, ktable, kcodes, kcb, kch, khigh, khb, khh, kscales, ksb, ksh,
-    vx, vxb, vxh, vtable, vcodes, vcb, vch, vhigh, vhb, vhh, vscales, vsb, vsh, where, wb, wh, heads,
-    KKIND: tl.constexpr, KOPTION: tl.constexpr, KROTATION: tl.constexpr, KSPAN: tl.constexpr, KD: tl.constexpr, KP: tl.constexpr,
-    VKIND: tl.constexpr, VOPTION: tl.constexpr, VROTATION: tl.constexpr, VSPAN: tl.constexpr, VD: tl.constexpr, VP: tl.constexpr,
+    kx, kxb, kxh, ktable, kcodes, kcb, kch, khigh, khb, khh, kscales, ksb, ksh, kcenter, keb, keh,
+    vx, vxb, vxh, vtable, vcodes, vcb, vch, vhigh, vhb, vhh, vscales, vsb, vsh, vcenter, veb, veh, where, wb, wh, heads,
+    KKIND: tl.constexpr, KOPTION: tl.constexpr, KROTATION: tl.constexpr, KSPAN: tl.constexpr, KCENTERED: tl.constexpr,
+    KD: tl.constexpr, KP: tl.constexpr,
+    VKIND: tl.constexpr, VOPTION: tl.constexpr, VROTATION: tl.constexpr, VSPAN: tl.constexpr, VCENTERED: tl.constexpr,
+    VD: tl.constexpr, VP: tl.constexpr,
     ACROSS: tl.constexpr, ALONG: tl.constexpr,
 ):  # fmt: skip
     if tl.program_id(2) == 0:
         _place_side(
-            kx, kxb, kxh, ktable, kcodes, kcb, kch, khigh, khb, khh, kscales, ksb, ksh, where, wb, wh, heads,
-            KKIND, KOPTION, KROTATION, KSPAN, KD, KP, ACROSS, ALONG,
+            kx, kxb, kxh, ktable, kcodes, kcb, kch, khigh, khb, khh, kscales, ksb, ksh, kcenter, keb, keh, where, wb, wh, heads,
+            KKIND, KOPTION, KROTATION, KSPAN, KCENTERED, KD, KP, ACROSS, ALONG,
         )  # fmt: skip
     else:
         _place_side(
-            vx, vxb, vxh, vtable, vcodes, vcb, vch, vhigh, vhb, vhh, vscales, vsb, vsh, where, wb, wh, heads,
-            VKIND, VOPTION, VROTATION, VSPAN, VD, VP, ACROSS, ALONG,
+            vx, vxb, vxh, vtable, vcodes, vcb, vch, vhigh, vhb, vhh, vscales, vsb, vsh, vcenter, veb, veh, where, wb, wh, heads,
+            VKIND, VOPTION, VROTATION, VSPAN, VCENTERED, VD, VP, ACROSS, ALONG,
         )  # fmt: skip
 
 
 @triton.jit
 def _step_side(
-    x, xb, xh, xt, ring, rb, rh, first, fb, fh, table, codes, cb, ch, high, hb, hh, scales, sb, sh,
+    x, xb, xh, xt, ring, rb, rh, first, fb, fh, table, codes, cb, ch, high, hb, hh, scales, sb, sh, center, eb, eh,
     seen, body, fits, first_slots, ring_slots, tokens, heads,
-    KIND: tl.constexpr, OPTION: tl.constexpr, ROTATION: tl.constexpr, SPAN: tl.constexpr, D: tl.constexpr, P: tl.constexpr,
-    ACROSS: tl.constexpr, ALONG: tl.constexpr,
+    KIND: tl.constexpr, OPTION: tl.constexpr, ROTATION: tl.constexpr, SPAN: tl.constexpr, CENTERED: tl.constexpr,
+    D: tl.constexpr, P: tl.constexpr, ACROSS: tl.constexpr, ALONG: tl.constexpr,
 ):  # fmt: skip
     b, h0, t0 = tile_of(heads, ACROSS, ALONG)
     i = tl.arange(0, ACROSS * ALONG)
@@ -110,8 +112,8 @@ def _step_side(
     place = ring + b * rb + h * rh + (body + held + tl.maximum(rank, 0)) % ring_slots * D
     old = tl.load(place[:, None] + c, mask=leaves[:, None] & (c < D), other=0.0)
     store_tile(
-        old, leaves, b, h0, body + held + t0 - opening - ring_slots, table, codes, cb, ch, high, hb, hh, scales, sb, sh,
-        KIND, OPTION, ROTATION, SPAN, D, P, ACROSS, ALONG,
+        old, leaves, b, h0, body + held + t0 - opening - ring_slots, table, codes, cb, ch, high, hb, hh, scales, sb, sh, center, eb, eh,
+        KIND, OPTION, ROTATION, SPAN, CENTERED, D, P, ACROSS, ALONG,
     )  # fmt: skip
     new = tl.load(x + (b * xb + h * xh + t.to(tl.int64) * xt)[:, None] + c, mask=live[:, None] & (c < D), other=0.0)
     tl.debug_barrier()  # before what others of this program have read is overwritten
@@ -122,11 +124,13 @@ def _step_side(
 
 @triton.jit(do_not_specialize=["first_slots", "ring_slots", "limit", "tokens", "heads"])
 def _step_kernel(
-    kx, kxb, kxh, kxt, kring, krb, krh, kfirst, kfb, kfh, ktable, kcodes, kcb, kch, khigh, khb, khh, kscales, ksb, ksh,
-    vx, vxb, vxh, vxt, vring, vrb, vrh, vfirst, vfb, vfh, vtable, vcodes, vcb, vch, vhigh, vhb, vhh, vscales, vsb, vsh,
+    kx, kxb, kxh, kxt, kring, krb, krh, kfirst, kfb, kfh, ktable, kcodes, kcb, kch, khigh, khb, khh, kscales, ksb, ksh, kcenter, keb, keh,
+    vx, vxb, vxh, vxt, vring, vrb, vrh, vfirst, vfb, vfh, vtable, vcodes, vcb, vch, vhigh, vhb, vhh, vscales, vsb, vsh, vcenter, veb, veh,
     state, first_slots, ring_slots, limit, tokens, heads,
-    KKIND: tl.constexpr, KOPTION: tl.constexpr, KROTATION: tl.constexpr, KSPAN: tl.constexpr, KD: tl.constexpr, KP: tl.constexpr,
-    VKIND: tl.constexpr, VOPTION: tl.constexpr, VROTATION: tl.constexpr, VSPAN: tl.constexpr, VD: tl.constexpr, VP: tl.constexpr,
+    KKIND: tl.constexpr, KOPTION: tl.constexpr, KROTATION: tl.constexpr, KSPAN: tl.constexpr, KCENTERED: tl.constexpr,
+    KD: tl.constexpr, KP: tl.constexpr,
+    VKIND: tl.constexpr, VOPTION: tl.constexpr, VROTATION: tl.constexpr, VSPAN: tl.constexpr, VCENTERED: tl.constexpr,
+    VD: tl.constexpr, VP: tl.constexpr,
     ACROSS: tl.constexpr, ALONG: tl.constexpr,
 ):  # fmt: skip
     seen = tl.load(state)
@@ -134,13 +138,15 @@ def _step_kernel(
     fits = seen + tokens <= limit
     if tl.program_id(2) == 0:
         _step_side(
-            kx, kxb, kxh, kxt, kring, krb, krh, kfirst, kfb, kfh, ktable, kcodes, kcb, kch, khigh, khb, khh, kscales, ksb, ksh,
-            seen, body, fits, first_slots, ring_slots, tokens, heads, KKIND, KOPTION, KROTATION, KSPAN, KD, KP, ACROSS, ALONG,
+            kx, kxb, kxh, kxt, kring, krb, krh, kfirst, kfb, kfh, ktable, kcodes, kcb, kch, khigh, khb, khh,
+            kscales, ksb, ksh, kcenter, keb, keh, seen, body, fits, first_slots, ring_slots, tokens, heads,
+            KKIND, KOPTION, KROTATION, KSPAN, KCENTERED, KD, KP, ACROSS, ALONG,
         )  # fmt: skip
     else:
         _step_side(
-            vx, vxb, vxh, vxt, vring, vrb, vrh, vfirst, vfb, vfh, vtable, vcodes, vcb, vch, vhigh, vhb, vhh, vscales, vsb, vsh,
-            seen, body, fits, first_slots, ring_slots, tokens, heads, VKIND, VOPTION, VROTATION, VSPAN, VD, VP, ACROSS, ALONG,
+            vx, vxb, vxh, vxt, vring, vrb, vrh, vfirst, vfb, vfh, vtable, vcodes, vcb, vch, vhigh, vhb, vhh,
+            vscales, vsb, vsh, vcenter, veb, veh, seen, body, fits, first_slots, ring_slots, tokens, heads,
+            VKIND, VOPTION, VROTATION, VSPAN, VCENTERED, VD, VP, ACROSS, ALONG,
         )  # fmt: skip
     tl.debug_barrier()
     programs = tl.num_programs(0) * tl.num_programs(1) * tl.num_programs(2)

@@ -10,7 +10,7 @@ once, as they lie in a register of a matrix operand; elsewhere (`ASM` = 0), in t
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
@@ -18,21 +18,23 @@ import triton
 import triton.language as tl
 
 from ..formats.base import Codec
+from ..formats.centered import Centered
 from ..formats.codebooks import GRID, grid_levels
 from ..formats.fp8 import ScaledFloat8
 from ..formats.identity import AsIs
 from ..formats.int4 import GroupInt4, HiddenZeroInt4
 from ..formats.int8 import SymmetricInt8
 from ..formats.nvfp4 import BLOCK, BlockFP4
-from ..formats.turboquant import LloydMax
+from ..formats.rotated import LloydMax, Rotated
 from ..formats.uniform import Uniform
 
 
 @dataclass(frozen=True)
 class Words:
-    """How a codec keeps its codes, for kernels. A channel is `level * scale + zero`, and `level = (number - offset) * unit`.
+    """How a codec keeps its codes, for kernels. A channel is `level * scale + zero`, and `level = (number - offset) * unit`;
+    `centered`: and a mean that all tokens share.
 
-    kind     of codes: half, int8, uint8, e4m3, e5m2, int4, lut4, int3, lut3, e2m1
+    kind     of codes: half, int8, uint8, e4m3, e5m2, int4, lut4, int3, lut3, lut2, e2m1
     per      channels in a word
     scale    none; fp32 or fp16 for each token; pair: fp16 scale and zero; hidden: fp32 with the zero point in its low four bits;
              group: fp16 for each `group` channels; block: E4M3, likewise
@@ -45,6 +47,12 @@ class Words:
     offset: float = 0.0
     group: int = 0
     rotated: bool = False
+    centered: bool = False
+
+    @property
+    def high(self) -> bool:
+        """Whether high bits have a plane of their own."""
+        return self.kind in ("int3", "lut3")
 
 
 @cache
@@ -52,6 +60,9 @@ def words(codec: Codec) -> Words | None:
     """What kernels know of `codec`, or None if they cannot read it."""
     rotated = codec.rotation is not None
     match codec:
+        case Centered():
+            inner = words(codec.codec)
+            return inner and replace(inner, rotated=rotated, centered=True)
         case AsIs():
             return Words("half", 1, "none")
         case SymmetricInt8():
@@ -67,21 +78,27 @@ def words(codec: Codec) -> Words | None:
             return Words("int4", 4, "group", offset=16.0 + 8, group=codec.group_size, rotated=rotated)
         case BlockFP4():
             return Words("e2m1", 4, "block", unit=2.0**8, group=BLOCK)
-        case LloydMax() if codec.bits in GRID:
-            step, half = GRID[codec.bits][0], 2 ** {3: 7, 4: 6}[codec.bits]
-            return Words(f"lut{codec.bits}", {3: 8, 4: 4}[codec.bits], "fp16", unit=step, offset=1024.0 + half - 0.5, rotated=rotated)
+        case Rotated(quantizer=LloydMax(bits=bits)):
+            return Words(
+                f"lut{bits}", 4 if bits == 4 else 8, "fp16", unit=GRID[bits][0], offset=1024.0 + _HALF[bits] - 0.5, rotated=rotated
+            )
     return None
+
+
+_HALF = {2: 128, 3: 128, 4: 64}
+"""Steps by which levels are moved to be positive."""
 
 
 def _table(bits: int) -> tuple[int, ...]:
     """Of each code its level in steps, moved to be positive: bytes, four to a word, the first one lowest."""
-    step, half = GRID[bits][0], 2 ** {3: 7, 4: 6}[bits]
-    entries = bytes(round(level / step - 0.5) + half for level in grid_levels(bits))
+    entries = bytes(round(level / GRID[bits][0] - 0.5) + _HALF[bits] for level in grid_levels(bits))
     return tuple(int.from_bytes(entries[at : at + 4], "little") for at in range(0, len(entries), 4))
 
 
+_LUT2 = _table(2)
 _LUT3 = _table(3)
 _LUT4 = _table(4)
+_LUT2_0 = tl.constexpr(_LUT2[0])
 _LUT3_0, _LUT3_1 = map(tl.constexpr, _LUT3)
 _LUT4_0, _LUT4_1, _LUT4_2, _LUT4_3 = map(tl.constexpr, _LUT4)
 
@@ -182,18 +199,27 @@ lop3.b32 {4}, t, 0x03800380, 0x48004800, 0xea;
 _ASM_INT3 = tl.constexpr(
     "{ .reg .b32 h, e, o, t;" + _NIBBLES3 + _INT3.format("e", "$0", "$2", "$4", "$6") + _INT3.format("o", "$1", "$3", "$5", "$7") + "}"
 )
-_READ3 = f"""
-and.b32 {{0}}, {{0}}, 0x77777777;
+
+
+def _read(low: int, high: int, mask: int) -> str:
+    """Nibbles of two words to the bytes of a table of two words that they select."""
+    return f"""
+and.b32 {{0}}, {{0}}, {mask:#x};
 prmt.b32 {{0}}, {{0}}, 0, 0x3120;
-prmt.b32 x, {_LUT3[0]:#x}, {_LUT3[1]:#x}, {{0}};
+prmt.b32 x, {low:#x}, {high:#x}, {{0}};
 {_SPREAD.format("{1}", "{2}")}
 shr.u32 {{0}}, {{0}}, 16;
-prmt.b32 x, {_LUT3[0]:#x}, {_LUT3[1]:#x}, {{0}};
+prmt.b32 x, {low:#x}, {high:#x}, {{0}};
 {_SPREAD.format("{3}", "{4}")}
 """
-_ASM_LUT3 = tl.constexpr(
-    "{ .reg .b32 h, e, o, x;" + _NIBBLES3 + _READ3.format("e", "$0", "$2", "$4", "$6") + _READ3.format("o", "$1", "$3", "$5", "$7") + "}"
-)
+
+
+def _read_both(read: str) -> str:
+    return read.format("e", "$0", "$2", "$4", "$6") + read.format("o", "$1", "$3", "$5", "$7")
+
+
+_ASM_LUT3 = tl.constexpr("{ .reg .b32 h, e, o, x;" + _NIBBLES3 + _read_both(_read(*_LUT3, 0x77777777)) + "}")
+_ASM_LUT2 = tl.constexpr("{ .reg .b32 e, o, x; mov.b32 e, $8; shr.u32 o, $8, 2;" + _read_both(_read(*_LUT2, 0, 0x33333333)) + "}")
 
 
 @triton.jit
@@ -237,7 +263,7 @@ def unpack(KIND: tl.constexpr, w, h, shift, ARCH: tl.constexpr):
     """Words `w`, and for 3 bits the words `h` of high bits and whether (-1) or not (0) to shift those by two, to a tuple of planes.
 
     half    the numbers        e4m3, e5m2, int8, uint8   their values       e2m1   2^-14 of the value
-    int4    16 + n             int3   8 + n              lut4, lut3   1024 + level in steps, moved to be positive
+    int4    16 + n             int3   8 + n              lut4, lut3, lut2   1024 + level in steps, moved to be positive
     """
     if KIND == "half":
         return (w,)
@@ -261,6 +287,8 @@ def unpack(KIND: tl.constexpr, w, h, shift, ARCH: tl.constexpr):
             return _asm4(_ASM_LUT4, w)
         elif KIND == "int3":
             return _asm8(_ASM_INT3, w, h, shift)
+        elif KIND == "lut2":
+            return _asm8(_ASM_LUT2, w, w, w)
         else:
             return _asm8(_ASM_LUT3, w, h, shift)
     else:
@@ -297,6 +325,9 @@ def _plain(KIND: tl.constexpr, w, h, shift):
         for i in tl.static_range(4):
             n = x >> (4 * i) & 15
             p = p + (_bits(tl.where(n < 8, _entry(_LUT4_0, _LUT4_1, n & 7), _entry(_LUT4_2, _LUT4_3, n & 7)) | 0x6400),)
+    elif KIND == "lut2":
+        for i in tl.static_range(8):
+            p = p + (_bits(_entry(_LUT2_0, _LUT2_0, x >> (2 * i) & 3) | 0x6400),)
     else:
         high = h.to(tl.int32) & 0xFFFF
         high = tl.where(shift != 0, high << 2, high)

@@ -17,21 +17,11 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from ..attention.handle import KVHandle
-from ..formats.base import Codec, Format
-from ..kernels import Body, Exact, Packed, Payload, Segment, Side, dense, on_triton, slab_table
-from .slots import PAGE, Slots, append_both
-
-BLOCK = 2**20
-"""Elements that are encoded, or decoded by the torch reference, at a time: the bound on temporaries (4 MiB in fp32). Fewer cost a CPU more
-in calls than they save in cache."""
-GROUP = 32
-"""Tokens that leave the recent zone together, if it is at least that long."""
-
-
-def block_of(like: Tensor) -> int:
-    """Tokens `[B, H, T, D]` in a block, a whole number of pages."""
-    batch, heads, _, dim = like.shape
-    return max(BLOCK // (batch * heads * dim) // PAGE, 1) * PAGE
+from ..formats.base import Format
+from ..kernels import Body, Payload, dense, on_triton, slab_table
+from .fitting import Fitting
+from .slots import append_both
+from .zones import Zones
 
 
 def differ(held: Tensor, given: Tensor) -> bool:
@@ -39,80 +29,7 @@ def differ(held: Tensor, given: Tensor) -> bool:
     return (held.shape[:2], held.shape[3], held.dtype) != (given.shape[:2], given.shape[3], given.dtype)
 
 
-class Zones:
-    """The three zones of one side. Exact tensors are `[B, H, T, D]`, empty (`T` = 0) where there is nothing.
-
-    A step is `extend`, `side`, `leave`, `keep`: new tokens join the recent zone, attention reads, the oldest of them leave, the rest stay.
-    """
-
-    def __init__(self, codec: Codec, like: Tensor, exact_first: int, exact_recent: int):
-        self.exact_first, self.exact_recent = exact_first, exact_recent
-        self.first = self.recent = like[:, :, :0].detach().clone()
-        self.body = Slots(codec, like.shape[3])
-
-    @property
-    def length(self) -> int:
-        return self.first.shape[2] + self.body.length + self.recent.shape[2]
-
-    @property
-    def block(self) -> int:
-        return block_of(self.first)
-
-    def extend(self, new: Tensor) -> None:
-        self.borrowed = not self.recent.shape[2]
-        self.recent = new if self.borrowed else torch.cat([self.recent, new], dim=2)
-
-    def side(self) -> Side:
-        """What attention over everything stored reads."""
-        batch, heads, _, dim = self.first.shape
-        first, recent, codec, blocks = self.first, self.recent, self.body.codec, self.body.blocks(self.block)
-
-        def build() -> tuple[Segment, ...]:
-            packed = (Packed(codec, codes, count, dim) for codes, count in blocks)
-            row: tuple[Segment, ...] = (Exact(first), *packed, Exact(recent))
-            return tuple(segment for segment in row if segment.tokens)
-
-        return Side(build, (batch, heads, self.length, dim), first.dtype, first.device)
-
-    def leave(self) -> Tensor | None:
-        """Fills the first zone; returns the oldest recent tokens, for the body, if enough of them are there."""
-        recent = self.recent.detach()
-        missing = self.exact_first - self.first.shape[2]
-        if missing > 0:  # the body is empty then
-            self.first = torch.cat([self.first, recent[:, :, :missing]], dim=2)
-            recent = recent[:, :, missing:]
-        self.recent = recent
-        leaving = recent.shape[2] - self.exact_recent
-        if leaving <= min(GROUP, self.exact_recent):
-            return None
-        self.recent = recent[:, :, leaving:]
-        return recent[:, :, :leaving]
-
-    def keep(self) -> None:
-        """Makes the recent zone a copy of its own: what came in is the caller's, and what is left may be a view of something larger."""
-        own = not self.borrowed and self.recent.untyped_storage().nbytes() == self.recent.numel() * self.recent.itemsize
-        if not own:
-            self.recent = self.recent.clone()
-
-    def truncate(self, length: int) -> None:
-        """Keeps the first `length` tokens."""
-        length = min(max(length, 0), self.length)
-        body = length - self.first.shape[2]
-        recent = body - self.body.length
-        self.recent = self.recent[:, :, : max(recent, 0)]
-        self.body.truncate(max(body, 0))
-        self.first = self.first[:, :, :length]
-
-    def map(self, fn: Callable[[Tensor], Tensor]) -> None:
-        self.first, self.recent = fn(self.first), fn(self.recent)
-        self.body.map(fn)
-
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        yield from (("exact", self.first), ("exact", self.recent))
-        yield from self.body.tensors()
-
-
-class CompressedLayer(CacheLayerMixin):
+class CompressedLayer(Fitting, CacheLayerMixin):
     """A layer that keeps its tokens in `format`, with `exact_first` and `exact_recent` of them in the model's dtype.
 
     `update` returns plain tensors while the layer is empty, so that a prefill runs the model's own kernel on exact keys and values, and
@@ -148,6 +65,7 @@ class CompressedLayer(CacheLayerMixin):
         Raises ValueError for a batch, head count, head_dim or dtype other than what is stored; nothing is stored then.
         """
         self._check(key_states, value_states)
+        self.settle()
         if self.zones is None:
             self.lazy_initialization(key_states, value_states)
         key, value = self.zones  # type: ignore[misc]
@@ -163,7 +81,10 @@ class CompressedLayer(CacheLayerMixin):
         else:
             payload = self._payload()
             result = KVHandle(payload, payload.key), KVHandle(payload, payload.value)
-        self._settle()
+        if empty and any(zone.body.codec.keeps(zone.body.head_dim) for zone in (key, value)):
+            self.wait(key_states)
+        else:
+            self.take_in()
         return result
 
     def _payload(self) -> Payload:
@@ -180,9 +101,11 @@ class CompressedLayer(CacheLayerMixin):
         return Payload(key.side(), value.side(), body, (key.first, value.first, key.recent, value.recent))
 
     @torch.no_grad()
-    def _settle(self) -> None:
+    def take_in(self, real: Tensor | None = None) -> None:
         """After a step: tokens move to the zones where they belong."""
         key, value = self.zones  # type: ignore[misc]
+        for zone in (key, value):
+            zone.body.fit(zone.recent.detach(), real)
         keys, values = key.leave(), value.leave()
         if keys is not None and values is not None:
             append_both((key.body, value.body), (keys, values), min(key.block, value.block))
@@ -222,11 +145,13 @@ class CompressedLayer(CacheLayerMixin):
         if tokens_to_remove > 0:
             raise ValueError(f"crop({tokens_to_remove}): pass a negative number, the count of tokens to remove from the end")
         if tokens_to_remove and self.zones:
+            self.settle()
             for zone in self.zones:
                 zone.truncate(zone.length + tokens_to_remove)
 
     def reset(self) -> None:
         self.zones = self._table = None
+        self.waiting = False
         self.is_initialized = False
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -248,6 +173,7 @@ class CompressedLayer(CacheLayerMixin):
             self._map(lambda x: x.to(self.device, non_blocking=True))
 
     def _map(self, fn: Callable[[Tensor], Tensor]) -> None:
+        self.settle()
         self._table = None  # it says where tensors were
         for zone in self.zones or ():
             zone.map(fn)
@@ -256,6 +182,7 @@ class CompressedLayer(CacheLayerMixin):
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Every live tensor with its role: `codes`, `scales`, `exact` or `bookkeeping`."""
+        self.settle()
         for zone in self.zones or ():
             yield from zone.tensors()
         if self._table is not None:
@@ -270,6 +197,7 @@ class CompressedLayer(CacheLayerMixin):
         """All stored tokens decoded into the model's dtype, `[B, H, T, D]` each. Allocates the dense layer."""
         if not self.zones:
             raise ValueError("the layer is empty")
+        self.settle()
         key, value = self.zones
         return dense(key.side()), dense(value.side())
 

@@ -20,8 +20,9 @@ from torch import Tensor
 from transformers import cache_utils
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
 
-from .compressed import CompressedLayer, Zones
+from .compressed import CompressedLayer
 from .evicting import EvictingLayer
+from .zones import Zones
 
 Layer = Any
 """A layer of a transformers cache: their classes have no base in common."""
@@ -102,6 +103,7 @@ def snapshot(layer: Layer, tokens: int | None = None, row: int = 0, copy: Copy =
     if type(layer) is PLACEHOLDER:
         return Snapshot("empty")
     if isinstance(layer, CompressedLayer):
+        layer.settle()
         if not layer.zones:
             return Snapshot("empty")
         for side, zone in zip(SIDES, layer.zones, strict=True):

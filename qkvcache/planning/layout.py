@@ -13,11 +13,12 @@ from dataclasses import dataclass
 from transformers.cache_utils import DynamicLayer
 from transformers.cache_utils import StaticLayer as StockStaticLayer
 
-from ..layers.compressed import GROUP, CompressedLayer
+from ..layers.compressed import CompressedLayer
 from ..layers.evicting import EvictingLayer
 from ..layers.slots import MAX_GROWTH, PAGE, growth
 from ..layers.static import StaticLayer
 from ..layers.static_evicting import StaticEvictingLayer
+from ..layers.zones import GROUP
 from .model import Shape
 
 
@@ -132,7 +133,8 @@ def _compressed(layer: CompressedLayer, shape: Shape, itemsize: int, seen: int, 
     zones = Zones.of(layer, prompt)
     first, recent, body = min(seen, zones.first), zones.recent(seen), zones.body(seen)
     exact = (first + recent) * 2 * shape.heads * shape.head_dim * itemsize
-    sizes = _slots(layer, shape, itemsize, zones.capacity(seen), isinstance(layer, EvictingLayer))
+    evicts, slots = isinstance(layer, EvictingLayer), zones.capacity(seen)
+    sizes = _slots(layer, shape, itemsize, slots, min(slots if evicts else seen, 1), evicts)
     bookkeeping = _ledger(layer, shape, first, body + recent) if isinstance(layer, EvictingLayer) else 0
     return Bytes(**sizes, exact=exact, bookkeeping=bookkeeping)
 
@@ -141,13 +143,13 @@ def _static(layer: StaticLayer, shape: Shape, itemsize: int) -> Bytes:
     ring = layer.exact_recent + 1
     slots = -(-max(layer.max_length - layer.exact_first - ring + 1, 1) // PAGE) * PAGE  # as Store.make
     exact = (layer.exact_first + ring) * 2 * shape.heads * shape.head_dim * itemsize
-    return Bytes(**_slots(layer, shape, itemsize, slots, False), exact=exact)
+    return Bytes(**_slots(layer, shape, itemsize, slots, 1, False), exact=exact)
 
 
 def _static_evicting(layer: StaticEvictingLayer, shape: Shape, itemsize: int, rows: int) -> Bytes:
     ring, body = layer.tail + 1, layer.slots
     exact = (layer.exact_first + ring) * 2 * shape.heads * shape.head_dim * itemsize
-    sizes = _slots(layer, shape, itemsize, body, True)
+    sizes = _slots(layer, shape, itemsize, body, 1, True)
     taken = Bytes(**sizes, exact=exact, bookkeeping=_ledger(layer, shape, layer.exact_first, body + ring)) * rows
     room = {"codes": 0, "scales": 0}  # behind every plane, once for all rows
     for codec in (layer.format.key, layer.format.value):
@@ -156,15 +158,15 @@ def _static_evicting(layer: StaticEvictingLayer, shape: Shape, itemsize: int, ro
     return taken + Bytes(**room)
 
 
-def _slots(layer: CompressedLayer, shape: Shape, itemsize: int, slots: int, per_head: bool) -> dict[str, int]:
-    """Bytes of the body by role."""
+def _slots(layer: CompressedLayer, shape: Shape, itemsize: int, slots: int, once: int, per_head: bool) -> dict[str, int]:
+    """Bytes of the body by role; `once`: how many there are of the buffers kept once."""
     sizes = {"codes": 0, "scales": 0}
     for codec in (layer.format.key, layer.format.value):
         for buffer in codec.buffers(shape.head_dim):
-            once = buffer.tokens == "once"
-            heads = shape.heads if buffer.heads == "each" or (per_head and not once) else 1
+            each = buffer.tokens == "each"
+            heads = shape.heads if buffer.heads == "each" or (per_head and each) else 1
             width = (buffer.dtype.itemsize if buffer.dtype else itemsize) * buffer.width
-            sizes[buffer.role] += width * heads * (min(slots, 1) if once else slots)
+            sizes[buffer.role] += width * heads * (slots if each else once)
     return sizes
 
 

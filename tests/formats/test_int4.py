@@ -77,7 +77,7 @@ def test_vllm_rule_against_numpy(head_dim):
 
 def test_vllm_rule_errs_half_a_step():
     x = torch.randn(2, 3, 40, 128)
-    levels, scale, offset = Int4("vllm").key.unpack(encode(Int4("vllm").key, x), 128)
+    levels, scale, offset, _ = Int4("vllm").key.unpack(encode(Int4("vllm").key, x), 128)
     # The zero point is rounded too, so that the ends of the range can be half a step off.
     assert ((levels * scale + offset - Hadamard(randomized=True).apply(x)).abs() <= scale * 1.001).all()
 

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from qkvcache.formats import packing
 
-LEVELS = {bits: tuple(0.5 * code - 3 for code in range(2**bits)) for bits in (3, 4, 8)}
+LEVELS = {bits: tuple(0.5 * code - 3 for code in range(2**bits)) for bits in (2, 3, 4, 8)}
 
 
 def codes(bits: int, groups: int):
@@ -38,7 +38,7 @@ def test_planes_come_back(values):
     assert packing.unpack3(*packing.pack3(as_bytes(values))).tolist() == values
 
 
-@pytest.mark.parametrize("bits", [3, 4, 8])
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
 @given(data=st.data())
 def test_lookup_is_levels_of_codes(bits, data):
     values = data.draw(codes(bits, data.draw(st.integers(1, 6))))
@@ -46,7 +46,7 @@ def test_lookup_is_levels_of_codes(bits, data):
     assert packing.lookup(packing.pack(as_bytes(values), bits), bits, LEVELS[bits]).tolist() == expected
 
 
-@pytest.mark.parametrize("bits", [3, 4, 8])
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
 @pytest.mark.parametrize("width", [16, 48, 80, 128])
 def test_shapes_and_declared_buffers(bits, width):
     x = torch.randint(0, 2**bits, (2, 3, 5, width), dtype=torch.uint8)
@@ -57,14 +57,14 @@ def test_shapes_and_declared_buffers(bits, width):
     assert torch.equal(packing.lookup(packed, bits, LEVELS[bits]), torch.tensor(LEVELS[bits])[x.long()])
 
 
-@pytest.mark.parametrize("bits", [3, 4, 8])
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
 def test_lookup_reads_slices(bits):
     x = torch.randint(0, 2**bits, (2, 3, 9, 48), dtype=torch.uint8)
     packed = {name: plane[:, 1:, 3:8] for name, plane in packing.pack(x, bits).items()}
     assert torch.equal(packing.lookup(packed, bits, LEVELS[bits]), torch.tensor(LEVELS[bits])[x[:, 1:, 3:8].long()])
 
 
-@pytest.mark.parametrize(("bits", "multiple"), [(3, 16), (4, 4), (8, 2)])
+@pytest.mark.parametrize(("bits", "multiple"), [(2, 8), (3, 16), (4, 4), (8, 2)])
 def test_refuses_what_lookup_cannot_read(bits, multiple):
     for head_dim in range(1, 4 * multiple + 1):
         reason = packing.refuses(bits, head_dim)

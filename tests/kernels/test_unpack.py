@@ -11,7 +11,7 @@ from qkvcache.formats.fp8 import VALUES
 from qkvcache.formats.int4 import GroupInt4, HiddenZeroInt4
 from qkvcache.formats.nvfp4 import BlockFP4
 from qkvcache.formats.packing import pack3
-from qkvcache.formats.turboquant import LloydMax
+from qkvcache.formats.rotated import LloydMax, Rotated
 
 triton = pytest.importorskip("triton")
 if not (torch.cuda.is_available() or triton.knobs.runtime.interpret):
@@ -78,9 +78,11 @@ def test_bytes(codec, table, arch):
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-@pytest.mark.parametrize("codec", [Uniform(4), HiddenZeroInt4(), GroupInt4(), LloydMax(4)], ids=["uniform", "hidden", "group", "lloyd"])
+@pytest.mark.parametrize(
+    "codec", [Uniform(4), HiddenZeroInt4(), GroupInt4(), Rotated(LloydMax(4))], ids=["uniform", "hidden", "group", "lloyd"]
+)
 def test_nibbles(codec, arch):
-    table = {"Uniform": range(16), "HiddenZeroInt4": range(16), "GroupInt4": range(-8, 8), "LloydMax": grid_levels(4)}[type(codec).__name__]
+    table = {"Uniform": range(16), "HiddenZeroInt4": range(16), "GroupInt4": range(-8, 8), "Rotated": grid_levels(4)}[type(codec).__name__]
     numbers = levels(codec, planes(words(codec).kind, 4, ALL_WORDS, arch))
     table = torch.tensor([float(x) for x in table], device=DEVICE)
     wanted = torch.stack([table[ALL_WORDS >> 4 * i & 15] for i in range(4)])
@@ -100,7 +102,7 @@ def test_e2m1(arch):
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-@pytest.mark.parametrize("codec", [Uniform(3), LloydMax(3)], ids=["uniform", "lloyd"])
+@pytest.mark.parametrize("codec", [Uniform(3), Rotated(LloydMax(3))], ids=["uniform", "lloyd"])
 def test_three_bits(codec, arch):
     """All pairs of neighbouring codes at every place, in words of either half, beside random ones and beside ones."""
     pairs = torch.arange(64, device=DEVICE)
@@ -118,6 +120,15 @@ def test_three_bits(codec, arch):
     numbers = levels(codec, planes(kind, 8, low.flatten(), arch, high.expand(low.shape).flatten(), shifts.flatten()))
     table = torch.tensor([float(x) for x in (range(8) if kind == "int3" else grid_levels(3))], device=DEVICE)
     wanted = table[codes.view(-1, 8).long()].mT
+    torch.testing.assert_close(numbers, wanted, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_two_bits(arch):
+    codec = Rotated(LloydMax(2))
+    numbers = levels(codec, planes(words(codec).kind, 8, ALL_WORDS, arch))
+    table = torch.tensor(grid_levels(2), device=DEVICE)
+    wanted = torch.stack([table[ALL_WORDS >> 2 * i & 3] for i in range(8)])
     torch.testing.assert_close(numbers, wanted, rtol=1e-6, atol=0)
 
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from qkvcache.formats import REGISTRY
-from qkvcache.layers.compressed import GROUP, Zones
+from qkvcache.layers.zones import GROUP, Zones
 
 CODEC = REGISTRY["int8"].key
 DIM = 8

@@ -1,0 +1,91 @@
+"""Directions on the levels that suit a normal distribution, which is what a rotation makes of any vector; lengths in fp16.
+
+n = |x|, y = sqrt(D) H x / (n + 1e-8), H without signs
+codes = what the quantizer makes of y                        its planes, b * D / 8 bytes
+scale = n / |levels|, fp16; so that a vector keeps its length ("norm correction")       2 bytes
+x     = H levels * scale
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from .base import Buffer, Codec, Codes, Levels, check_option
+from .codebooks import GRID, grid_levels, midpoints
+from .packing import code_buffers, lookup, pack, rank, refuses
+from .rotation import Hadamard, exact_dtype
+
+
+class Quantizer(ABC):
+    """How vectors whose channels are about N(0, 1) become codes of `bits` a channel. Subclasses are frozen dataclasses without state."""
+
+    bits: int
+
+    @abstractmethod
+    def buffers(self, head_dim: int) -> tuple[Buffer, ...]: ...
+
+    @abstractmethod
+    def encode(self, x: Tensor) -> Codes:
+        """`x` fp32 `[..., D]` to a tensor for each buffer; each vector from itself alone."""
+
+    @abstractmethod
+    def levels(self, codes: Codes) -> Tensor:
+        """Codes to fp32 `[..., D]`."""
+
+    @abstractmethod
+    def refuses(self, head_dim: int) -> str | None:
+        """Why vectors of `head_dim` cannot be held, or None."""
+
+
+@dataclass(frozen=True)
+class LloydMax(Quantizer):
+    """Each channel on its own, to the level that is nearest by the exact midpoints; a midpoint goes up."""
+
+    bits: Literal[2, 3, 4]
+
+    def __post_init__(self) -> None:
+        check_option("bits", self.bits, GRID)
+
+    def buffers(self, head_dim: int) -> tuple[Buffer, ...]:
+        return code_buffers(self.bits, head_dim)
+
+    def encode(self, x: Tensor) -> Codes:
+        return pack(rank(x, midpoints(self.bits)), self.bits)
+
+    def levels(self, codes: Codes) -> Tensor:
+        return lookup(codes, self.bits, grid_levels(self.bits))
+
+    def refuses(self, head_dim: int) -> str | None:
+        return refuses(self.bits, head_dim)
+
+
+@dataclass(frozen=True)
+class Rotated(Codec):
+    """A quantizer under a rotation, with one scale a token and head."""
+
+    quantizer: Quantizer
+    rotation: Hadamard | None = Hadamard()
+
+    def buffers(self, head_dim: int) -> tuple[Buffer, ...]:
+        return (*self.quantizer.buffers(head_dim), Buffer("scale", torch.float16, 1, "scales"))
+
+    def encode(self, x: Tensor, once: Codes) -> Codes:
+        norm = _norm(x)
+        codes = self.quantizer.encode(self.rotate(x).float() * (x.shape[-1] ** 0.5 / (norm + 1e-8)))
+        return codes | {"scale": (norm / _norm(self.quantizer.levels(codes))).half()}
+
+    def unpack(self, codes: Codes, head_dim: int) -> Levels:
+        return Levels(self.quantizer.levels(codes), codes["scale"].float())
+
+    def refuses(self, head_dim: int) -> str | None:
+        return self.quantizer.refuses(head_dim)
+
+
+def _norm(x: Tensor) -> Tensor:
+    """Exact, so that it does not depend on how many tokens are encoded at once."""
+    return torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=exact_dtype(x.device)).float()
