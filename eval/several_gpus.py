@@ -1,6 +1,6 @@
-"""The harness on one GPU, on two that share every layer (tensor parallelism), and on two that share the layers (device_map): the same scores.
+"""The harness on one GPU, on two that share every layer (tensor parallelism), and on two that share the layers: the same scores.
 
-    python eval/several_gpus.py [--processes 2] [--device cuda] [--model MODEL]      rows in eval/results/several_gpus.jsonl
+    python eval/several_gpus.py [--processes 2] [--device cuda] [--model MODEL]     rows in eval/results/several_gpus.jsonl
 
 Each way runs in processes of its own, as `python` or `torchrun` starts them; what it scores is written down and compared: log-probabilities
 of choices, of a text, and answers of generated tasks, through a dense cache and through compressed ones.
