@@ -58,12 +58,13 @@ def score(way: str, args: argparse.Namespace) -> list[dict]:
         choices = ask("loglikelihood", [(case.prompt, f" {word}") for case in made for word in words[:4]])
         texts = ask("loglikelihood_rolling", [(case.context[:1500],) for case in made[:3]])
         answers = ask("generate_until", [(case.prompt, {"until": ["."], "max_gen_toks": 8}) for case in made])
-        devices = sorted({str(parameter.device) for parameter in lm.model.parameters()})
+        right = sum(word in answer for word, answer in zip(words, answers, strict=True)) / len(words)
+        info = lm.get_model_info()
         rows.append(
             {
                 "cache": lm.spec.name, "choices": [log_prob for log_prob, _ in choices], "texts": texts, "answers": answers,
-                "recall": sum(word in answer for word, answer in zip(words, answers, strict=True)) / len(words), "devices": devices,
-                "bytes_per_token": lm.get_model_info()["kv_bytes_per_token"], "seconds": time.perf_counter() - begin,
+                "recall": right, "devices": sorted({str(parameter.device) for parameter in lm.model.parameters()}),
+                "ranks": info["kv_tensor_parallel"], "bytes_per_token": info["kv_bytes_per_token"], "seconds": time.perf_counter() - begin,
             }
         )  # fmt: skip
         del lm
@@ -87,9 +88,9 @@ def compare(found: dict[str, list[dict]], args: argparse.Namespace) -> list[dict
                 name: max(abs(a - b) / max(abs(b), 1) for a, b in zip(row[name], one[name], strict=True)) for name in ("choices", "texts")
             }
             same = sum(a == b for a, b in zip(row["answers"], one["answers"], strict=True)) / len(one["answers"])
-            kept = {name: row[name] for name in ("cache", "recall", "devices", "bytes_per_token", "seconds")}
+            kept = {name: row[name] for name in ("cache", "recall", "devices", "bytes_per_token", "ranks", "seconds")}
             rows.append(
-                {"way": way, "processes": args.processes if way == "tensor parallel" else 1} | kept
+                {"way": way} | kept
                 | {"off_choices": off["choices"], "off_texts": off["texts"], "same_answers": same, "model": Path(args.model).name}
                 | {"device": torch.cuda.get_device_name() if args.device.startswith("cuda") else args.device, "dtype": args.dtype}
             )  # fmt: skip
@@ -98,13 +99,13 @@ def compare(found: dict[str, list[dict]], args: argparse.Namespace) -> list[dict
 
 def show(rows: list[dict]) -> None:
     table = Table(title="against one device: relative difference of log-probabilities, and how many answers are the same")
-    for header in ("way", "cache", "choices", "texts", "answers", "recall", "bytes/token", "on"):
-        table.add_column(header, justify="right" if header in ("choices", "texts", "answers", "recall", "bytes/token") else "left")
+    for header in ("way", "cache", "choices", "texts", "answers", "recall", "bytes/token", "ranks", "on"):
+        table.add_column(header, justify="right" if header in ("choices", "texts", "answers", "recall", "bytes/token", "ranks") else "left")
     for row in rows:
         off = (f"{row[f'off_{name}']:.1e}" for name in ("choices", "texts"))
         table.add_row(
             row["way"], row["cache"], *off, f"{row['same_answers']:.0%}", f"{row['recall']:.0%}", f"{row['bytes_per_token']:,.0f}",
-            ", ".join(row["devices"]),
+            str(row["ranks"]), ", ".join(row["devices"]),
         )  # fmt: skip
     Console(width=140).print(table)
 
