@@ -6,10 +6,12 @@ The embedded model was trained on cases of this form (`eval/train_demo_model.py`
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
 NEEDLE = "The code word of {key} is {word}."
+FACT = NEEDLE.format(key=r"\w+", word=r"\w+").replace(".", r"\.")
 QUESTION = "What is the code word of {key}? The code word of {key} is"
 KEYS = (  # noqa: SIM905
     "Anna Bruno Clara David Elena Felix Greta Henry Irene Jonas Karin Louis Maria Nadia Oscar Paula Quinn Rosa Simon Tilda "
@@ -40,10 +42,13 @@ def code_word(rng: random.Random) -> str:
 
 
 def plant(filler: str, sentence: str, depth: float) -> str:
-    """`filler` with `sentence` at the space nearest to the share `depth` (0 to 1) of its length."""
+    """`filler` with `sentence` at the space nearest to the share `depth` (0 to 1) of its length, but inside of no other fact."""
     start = min(int(depth * len(filler)), max(len(filler) - 1, 0))
     at = filler.find(" ", start)
     at = len(filler) if at < 0 else at
+    for fact in re.finditer(FACT, filler):
+        if fact.start() < at < fact.end():
+            at = fact.end()
     return f"{filler[:at]} {sentence}{filler[at:]}"
 
 

@@ -1,6 +1,7 @@
 """Recall cases: the fact is where it should be, and is the only answer."""
 
 import random
+import re
 
 import pytest
 
@@ -37,3 +38,8 @@ def test_code_words_are_not_words_of_the_text():
     words = {code_word(rng) for _ in range(200)}
     assert len(words) > 190
     assert not words & {key.lower() for key in KEYS}
+
+
+def test_no_fact_is_planted_inside_of_another():
+    for case in recall_cases(60, lambda rng: "one two three four five six", distractors=5):
+        assert len(re.findall(r"The code word of \w+ is \w+\.", case.context)) == 6

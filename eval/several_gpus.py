@@ -1,0 +1,143 @@
+"""The harness on one GPU, on two that share every layer (tensor parallelism), and on two that share the layers: the same scores.
+
+    python eval/several_gpus.py [--processes 2] [--device cuda] [--model MODEL]     rows in eval/results/several_gpus.jsonl
+
+Each way runs in processes of its own, as `python` or `torchrun` starts them; what it scores is written down and compared: log-probabilities
+of choices, of a text, and answers of generated tasks, through a dense cache and through compressed ones.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from qkvcache import demo
+from qkvcache.harness.rows import replace_rows
+
+RESULTS = Path(__file__).parent / "results" / "several_gpus.jsonl"
+WAYS = {"one": {}, "tensor parallel": {"tp_plan": "auto"}, "device_map": {"parallelize": True}}
+CACHES = (
+    {"cache": "dynamic"},
+    {"cache": "identity"},
+    {"cache": "fp8"},
+    {"cache": "turboquant_4bit_nc"},
+    {"cache": "turboquant_4bit_nc", "policy": "h2o", "budget": 400},
+)
+
+
+def score(way: str, args: argparse.Namespace) -> list[dict]:
+    """What lm-eval would ask: four choices after each of some contexts, texts, and code words to recall."""
+    from lm_eval.api.instance import Instance
+
+    from qkvcache.harness.long_context import cases
+    from qkvcache.harness.model import CacheLM
+
+    rows = []
+    for options in CACHES:
+        begin = time.perf_counter()
+        options = options | {"batch_size": 4, "dtype": args.dtype, "device": args.device}
+        if way == "device_map" and args.device.startswith("cuda"):  # a small model would fit on the first
+            options |= {"max_memory_per_gpu": args.memory}
+        lm = CacheLM(args.model, **options, **WAYS[way])
+        made = cases("needle", lm.tokenizer, args.context, args.cases)
+        words = [case.answers[0] for case in made]
+
+        def ask(kind: str, arguments: list[tuple], lm=lm) -> list:
+            return getattr(lm, kind)([Instance(kind, {}, one, i) for i, one in enumerate(arguments)], disable_tqdm=True)
+
+        choices = ask("loglikelihood", [(case.prompt, f" {word}") for case in made for word in words[:4]])
+        texts = ask("loglikelihood_rolling", [(case.context[:1500],) for case in made[:3]])
+        answers = ask("generate_until", [(case.prompt, {"until": ["."], "max_gen_toks": 8}) for case in made])
+        right = sum(word in answer for word, answer in zip(words, answers, strict=True)) / len(words)
+        info = lm.get_model_info()
+        rows.append(
+            {
+                "cache": lm.spec.name, "choices": [log_prob for log_prob, _ in choices], "texts": texts, "answers": answers,
+                "recall": right, "devices": sorted({str(parameter.device) for parameter in lm.model.parameters()}),
+                "ranks": info["kv_tensor_parallel"], "bytes_per_token": info["kv_bytes_per_token"], "seconds": time.perf_counter() - begin,
+            }
+        )  # fmt: skip
+        del lm
+    return rows
+
+
+def start(way: str, args: argparse.Namespace, out: Path) -> list[dict]:
+    """The rows of one way, from processes of its own."""
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(args.processes)] if way == "tensor parallel" else []
+    options = [f"--{name}={getattr(args, name)}" for name in ("model", "device", "dtype", "context", "cases", "memory")]
+    seen = {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]} if way == "one" else {}
+    subprocess.run([sys.executable, *launch, __file__, *options, "--way", way, "--out", str(out)], check=True, env=os.environ | seen)
+    return json.loads(out.read_text())
+
+
+def compare(found: dict[str, list[dict]], args: argparse.Namespace) -> list[dict]:
+    rows = []
+    for way, of_way in found.items():
+        for one, row in zip(found["one"], of_way, strict=True):
+            off = {
+                name: max(abs(a - b) / max(abs(b), 1) for a, b in zip(row[name], one[name], strict=True)) for name in ("choices", "texts")
+            }
+            same = sum(a == b for a, b in zip(row["answers"], one["answers"], strict=True)) / len(one["answers"])
+            kept = {name: row[name] for name in ("cache", "recall", "devices", "bytes_per_token", "ranks", "seconds")}
+            rows.append(
+                {"way": way} | kept
+                | {"off_choices": off["choices"], "off_texts": off["texts"], "same_answers": same, "model": Path(args.model).name}
+                | {"device": torch.cuda.get_device_name() if args.device.startswith("cuda") else args.device, "dtype": args.dtype}
+            )  # fmt: skip
+    return rows
+
+
+def show(rows: list[dict]) -> None:
+    table = Table(title="against one device: relative difference of log-probabilities, and how many answers are the same")
+    for header in ("way", "cache", "choices", "texts", "answers", "recall", "bytes/token", "ranks", "on"):
+        table.add_column(header, justify="right" if header in ("choices", "texts", "answers", "recall", "bytes/token", "ranks") else "left")
+    for row in rows:
+        off = (f"{row[f'off_{name}']:.1e}" for name in ("choices", "texts"))
+        table.add_row(
+            row["way"], row["cache"], *off, f"{row['same_answers']:.0%}", f"{row['recall']:.0%}", f"{row['bytes_per_token']:,.0f}",
+            str(row["ranks"]), ", ".join(row["devices"]),
+        )  # fmt: skip
+    Console(width=140).print(table)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default=str(demo.MODEL_PATH), help="with as many KV heads as processes, or a multiple")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--dtype", default="float32", help="in 16 bit, sums in another order differ visibly")
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--context", type=int, default=1500)
+    parser.add_argument("--cases", type=int, default=8)
+    parser.add_argument("--memory", default="12MiB", help="of each GPU under device_map; the embedded model has 20 MB of weights in fp32")
+    parser.add_argument("--way", choices=WAYS, help=argparse.SUPPRESS)
+    parser.add_argument("--out", type=Path, default=RESULTS, help="where the rows go")
+    args = parser.parse_args()
+    if args.way:
+        rows = score(args.way, args)
+        if int(os.environ.get("RANK", "0")) == 0:
+            args.out.write_text(json.dumps(rows))
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        found = {way: start(way, args, Path(folder) / f"{way}.json") for way in WAYS}
+    rows = compare(found, args)
+    replace_rows(args.out, f"several_{args.device.split(':')[0]}", rows)
+    show(rows)
+    worst = max(max(row["off_choices"], row["off_texts"]) for row in rows if row["cache"] in ("dynamic", "identity"))
+    if worst > 1e-4:
+        sys.exit(f"exact caches differ by {worst:.1e}")
+
+
+if __name__ == "__main__":
+    main()
