@@ -51,7 +51,8 @@ _FORMATS: tuple[Format, ...] = (
     Int4("group"),
     *(NVFP4(search) for search in ("amax", "four_over_six", "mse")),
     *(TurboQuant(preset) for preset in PRESETS),
-    *(HadaQuant(key, value) for key, value in ((4, 4), (4, 3), (3, 3), (2, 2))),
+    *(HadaQuant(key, value) for key, value in ((4, 4), (4, 3), (3, 3), (3, 2), (2, 2))),
+    *(HadaQuant(key, value, "trellis") for key, value in ((4, 3), (3, 3), (3, 2), (2, 2))),
 )
 
 REGISTRY: dict[str, Format] = {format.name: format for format in _FORMATS}

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from .base import Codec, Format, check_option
-from .rotated import LloydMax, Rotated
+from .rotated import LloydMax, Quantizer, Rotated
+from .trellis import Trellis
 
 Bits = Literal[2, 3, 4]
 
@@ -25,14 +26,21 @@ class HadaQuant(Format):
 
     key_bits: Bits = 4
     value_bits: Bits = 4
+    quantizer: Literal["lloyd_max", "trellis"] = "lloyd_max"
 
     def __post_init__(self) -> None:
         check_option("key_bits", self.key_bits, (2, 3, 4))
         check_option("value_bits", self.value_bits, (2, 3, 4))
+        check_option("quantizer", self.quantizer, ("lloyd_max", "trellis"))
+        if self.quantizer == "trellis" and min(self.key_bits, self.value_bits) == 4:
+            raise ValueError("quantizer='trellis': of no use where keys and values have 4 bits, which stay Lloyd-Max; give one of them fewer")
 
     @property
     def name(self) -> str:
-        return f"hadaquant_k{self.key_bits}v{self.value_bits}"
+        return f"hadaquant_k{self.key_bits}v{self.value_bits}" + ("_trellis" if self.quantizer == "trellis" else "")
 
     def codecs(self) -> tuple[Codec, Codec]:
-        return Rotated(LloydMax(self.key_bits)), Rotated(LloydMax(self.value_bits))
+        return Rotated(self._quantizer(self.key_bits)), Rotated(self._quantizer(self.value_bits))
+
+    def _quantizer(self, bits: Bits) -> Quantizer:
+        return LloydMax(bits) if self.quantizer == "lloyd_max" or bits == 4 else Trellis(bits)
