@@ -44,7 +44,8 @@ if importlib.util.find_spec("triton"):
 
 RESULTS = Path(__file__).parent / "results" / "kernels.jsonl"
 TURBO = ("turboquant_k8v4", "turboquant_4bit_nc", "turboquant_k3v4_nc", "turboquant_3bit_nc")
-FORMATS = ("identity", "int8", "fp8", TURBO[0], "nvfp4", "int4", "int4_vllm", *TURBO[1:])
+HADA = ("hadaquant_k4v4", "hadaquant_k4v3", "hadaquant_k3v3", "hadaquant_k2v2")
+FORMATS = ("identity", "int8", "fp8", TURBO[0], "nvfp4", "int4", "int4_vllm", *TURBO[1:], *HADA)
 FEW = ("int8", "nvfp4", "turboquant_4bit_nc", "turboquant_3bit_nc")
 TWO = ("int8", "turboquant_4bit_nc")
 CASES = ((8, 32768), (8, 131072), (1, 32768), (32, 4096))

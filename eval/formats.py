@@ -28,7 +28,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from qkvcache import CompressedCache, demo
-from qkvcache.formats import NVFP4, REGISTRY, Codec, Codes, Format, HadaQuant, Levels, TurboQuant
+from qkvcache.formats import NVFP4, REGISTRY, Codec, Codes, Format, Levels
 from qkvcache.formats.base import Buffer
 from qkvcache.formats.centered import Centered
 from qkvcache.formats.rotated import LloydMax, Rotated
@@ -40,35 +40,32 @@ CONTEXT, WINDOWS, READ_ON, CASES = 2000, 8, 96, 20
 OFF, DEFAULT = (0, 0), (4, 64)
 QUALITY = [
     "int8", "int8_centered", "fp8", "turboquant_k8v4", "int4", "nvfp4", "nvfp4_four_over_six", "nvfp4_mse", "nvfp4_mse_centered",
-    "int4_vllm",
-    "turboquant_4bit_nc", TurboQuant(center=True), "hadaquant_k4v4", "turboquant_k3v4_nc", "hadaquant_k4v3", "turboquant_3bit_nc",
-    "hadaquant_k3v3", HadaQuant(3, 2), "hadaquant_k2v2",
+    "int4_vllm", "turboquant_4bit_nc", "hadaquant_k4v4", "turboquant_k3v4_nc", "hadaquant_k4v3", "hadaquant_k4v3_trellis",
+    "turboquant_3bit_nc", "hadaquant_k3v3", "hadaquant_k3v3_trellis", "hadaquant_k3v2", "hadaquant_k3v2_trellis", "hadaquant_k2v2",
+    "hadaquant_k2v2_trellis",
 ]  # fmt: skip
 RECALL = [
-    "turboquant_4bit_nc",
-    "hadaquant_k4v4",
-    "hadaquant_k4v3",
-    "turboquant_3bit_nc",
-    "hadaquant_k3v3",
-    HadaQuant(3, 2),
-    "hadaquant_k2v2",
-]
+    "turboquant_4bit_nc", "hadaquant_k4v4", "hadaquant_k4v3_trellis", "turboquant_3bit_nc", "hadaquant_k3v3", "hadaquant_k3v3_trellis",
+    "hadaquant_k3v2_trellis", "hadaquant_k2v2_trellis",
+]  # fmt: skip
 Sides = tuple[Codec | None, Codec | None]
 
 
 @dataclass(frozen=True)
 class Trial(Codec):
-    """`codec` of `(x - mean) / s`, with `s` the channels' spread to `power`, in pairs as RoPE has them; the mean over what `part` takes."""
+    """`codec` of `(x - mean) / s`, with `s` the channels' spread to `power`, in pairs as RoPE has them; the mean over the first
+    `tokens`, or the last if that is negative, or all."""
 
     codec: Codec
-    part: slice = slice(None)
+    tokens: int = 0
     power: float = 0.0
 
     def buffers(self, head_dim: int) -> tuple[Buffer, ...]:
         return (*self.codec.buffers(head_dim), *(Buffer(name, torch.float32, head_dim, "scales", tokens="once") for name in ("mean", "s")))
 
     def fit(self, x: Tensor, real: Tensor | None = None) -> Codes:
-        mean = x[:, :, self.part].mean(2, keepdim=True)
+        part = x[:, :, self.tokens :] if self.tokens < 0 else x[:, :, : self.tokens or None]
+        mean = part.mean(2, keepdim=True)
         spread = (x - mean).square().mean(2, keepdim=True).unflatten(-1, (2, -1)).mean(-2).sqrt().repeat(1, 1, 1, 2)
         s = spread.clamp_min(1e-6) ** self.power
         return {"mean": mean, "s": s / s.log().mean(-1, keepdim=True).exp()}
@@ -158,15 +155,10 @@ class Bench:
         return self.measure(format.name, (format.key, format.value), zones, format.bytes_per_token(128))
 
 
-def _formats(names: list) -> list[Format]:
-    return [REGISTRY[name] if isinstance(name, str) else name for name in names]
-
-
 def quality(bench: Bench) -> Iterator[dict]:
-    for format in _formats(QUALITY):
+    for format in map(REGISTRY.__getitem__, QUALITY):
         for zones in (OFF, DEFAULT):
             yield bench.format(format, zones)
-        bench.encoded.clear()
 
 
 def ablation(bench: Bench) -> Iterator[dict]:
@@ -181,9 +173,9 @@ def ablation(bench: Bench) -> Iterator[dict]:
         ("rotated values, key and value mean", (center[4], center[4])),
         ("and an equalizer, spread ^ 1/2", (Trial(bare[4], power=0.5), bare[4])),
         ("and an equalizer, spread ^ 1/4", (Trial(bare[4], power=0.25), bare[4])),
-        ("mean of the first 64 tokens", (Trial(bare[4], slice(64)), bare[4])),
-        ("mean of the last 64 tokens", (Trial(bare[4], slice(-64, None)), bare[4])),
-        ("mean of the first token", (Trial(bare[4], slice(1)), bare[4])),
+        ("mean of the first 64 tokens", (Trial(bare[4], 64), bare[4])),
+        ("mean of the last 64 tokens", (Trial(bare[4], -64), bare[4])),
+        ("mean of the first token", (Trial(bare[4], 1), bare[4])),
         ("keys alone, 4 bits", (center[4], None)),
         ("values alone, 4 bits", (None, bare[4])),
         ("keys alone, 3 bits", (center[3], None)),
@@ -212,7 +204,7 @@ def recalls(bench: Bench) -> Iterator[dict]:
     bench.model.set_attn_implementation(bench.stock)
     cases = {seen: RecallSet.make(bench.model, bench.tokenizer, bench.ids, CONTEXT, CASES, seen=seen) for seen in (False, True)}
     passages = Passages.read(bench.model, torch.tensor(bench.ids[: CONTEXT + READ_ON])[None], CONTEXT)  # the first window
-    for format in [None, *_formats(RECALL)]:
+    for format in [None, *map(REGISTRY.get, RECALL)]:
 
         def factory(format=format):
             if format is None:

@@ -123,6 +123,7 @@ class HadaQuantCache(CompressedCache):
     Args:
         key_bits, value_bits: 2 to 4: 132 bytes a token and head with 4 and 4 at head_dim 128, 116 with 4 and 3, 100 with 3 and 3, 68 with 2
             and 2.
+        quantizer: "lloyd_max", or "trellis" for 2 and 3 bits.
         center: False keeps keys as they are.
         **options: those of CompressedCache.
     """
@@ -133,10 +134,11 @@ class HadaQuantCache(CompressedCache):
         *,
         key_bits: Literal[2, 3, 4] = 4,
         value_bits: Literal[2, 3, 4] = 4,
+        quantizer: Literal["lloyd_max", "trellis"] = "lloyd_max",
         center: bool = True,
         **options,
     ):
-        super().__init__(config, format=HadaQuant(key_bits, value_bits, center), **options)
+        super().__init__(config, format=HadaQuant(key_bits, value_bits, quantizer, center), **options)
 
 
 class SinkCache(CompressedCache):

@@ -53,7 +53,8 @@ _FORMATS: tuple[Format, ...] = (
     *(NVFP4(search) for search in ("amax", "four_over_six", "mse")),
     NVFP4("mse", center=True),
     *(TurboQuant(preset) for preset in PRESETS),
-    *(HadaQuant(key, value) for key, value in SPLITS),
+    *(HadaQuant(*bits) for bits in SPLITS),
+    *(HadaQuant(*bits, "trellis") for bits in SPLITS if min(bits) < 4),
 )
 
 REGISTRY: dict[str, Format] = {format.name: format for format in _FORMATS}

@@ -56,3 +56,17 @@ def midpoints(bits: int) -> tuple[float, ...]:
     """Where one level stops being the nearest and the next begins."""
     levels = LLOYD_MAX[bits]
     return tuple((low + high) / 2 for low, high in zip(levels, levels[1:], strict=False))
+
+
+TRELLIS: dict[int, tuple[float, tuple[int, ...]]] = {
+    2: (0.0304, (5, 20, 34, 61)),
+    3: (0.040623, (2, 7, 12, 18, 24, 32, 43, 60)),
+}
+"""The same for the `2**(bits + 1)` levels of `trellis.py`. Below 64."""
+
+
+@functools.cache
+def trellis_levels(bits: int) -> tuple[float, ...]:
+    """Levels, ascending; subsets take turns."""
+    step, counts = TRELLIS[bits]
+    return _mirrored(*((n + 0.5) * step for n in counts))

@@ -16,10 +16,11 @@ from typing import Literal
 
 from .base import Codec, Format, check_option
 from .centered import Centered
-from .rotated import LloydMax, Rotated
+from .rotated import LloydMax, Quantizer, Rotated
+from .trellis import Trellis
 
 Bits = Literal[2, 3, 4]
-SPLITS: tuple[tuple[Bits, Bits], ...] = ((4, 4), (4, 3), (3, 3), (2, 2))
+SPLITS: tuple[tuple[Bits, Bits], ...] = ((4, 4), (4, 3), (3, 3), (3, 2), (2, 2))
 """Bits of keys and of values of the registered ones."""
 
 
@@ -29,16 +30,26 @@ class HadaQuant(Format):
 
     key_bits: Bits = 4
     value_bits: Bits = 4
+    quantizer: Literal["lloyd_max", "trellis"] = "lloyd_max"
     center: bool = True
 
     def __post_init__(self) -> None:
         check_option("key_bits", self.key_bits, (2, 3, 4))
         check_option("value_bits", self.value_bits, (2, 3, 4))
+        check_option("quantizer", self.quantizer, ("lloyd_max", "trellis"))
+        if self.quantizer == "trellis" and min(self.key_bits, self.value_bits) == 4:
+            raise ValueError(
+                "quantizer='trellis': of no use where keys and values have 4 bits, which stay Lloyd-Max; give one of them fewer"
+            )
 
     @property
     def name(self) -> str:
-        return f"hadaquant_k{self.key_bits}v{self.value_bits}" + ("" if self.center else "_uncentered")
+        options = ("_trellis", self.quantizer == "trellis"), ("_uncentered", not self.center)
+        return f"hadaquant_k{self.key_bits}v{self.value_bits}" + "".join(option for option, chosen in options if chosen)
 
     def codecs(self) -> tuple[Codec, Codec]:
-        key = Rotated(LloydMax(self.key_bits))
-        return Centered.of(key) if self.center else key, Rotated(LloydMax(self.value_bits))
+        key, value = (Rotated(self._quantizer(bits)) for bits in (self.key_bits, self.value_bits))
+        return Centered.of(key) if self.center else key, value
+
+    def _quantizer(self, bits: Bits) -> Quantizer:
+        return LloydMax(bits) if self.quantizer == "lloyd_max" or bits == 4 else Trellis(bits)

@@ -124,31 +124,32 @@ def _unpack_bits(packed: Tensor, bits: int) -> Tensor:
 
 def lookup4(packed: Tensor, levels: tuple[float, ...]) -> Tensor:
     """`levels[code]` of packed 4-bit codes: bytes `[..., D / 2]` to fp32 `[..., D]`."""
-    return _gather(packed.view(torch.uint16).long(), _table(levels, (4, 4, 4, 4), packed.device))
+    return gather(packed.view(torch.uint16).long(), _table(levels, (4, 4, 4, 4), packed.device))
 
 
 def lookup_words(packed: Tensor, table: Tensor) -> Tensor:
     """Bytes `[..., D / 2]` to fp32 `[..., D]`: a word stands for the four numbers in its row of `table`, which `as_rows` made."""
-    return _gather(packed.view(torch.uint16).long(), table)
+    return gather(packed.view(torch.uint16).long(), table)
 
 
 def lookup2(packed: Tensor, levels: tuple[float, ...]) -> Tensor:
     """`levels[code]` of packed 2-bit codes: bytes `[..., D / 4]` to fp32 `[..., D]`."""
-    return _gather(packed.long(), _table(levels, (2, 2, 2, 2), packed.device))
+    return gather(packed.long(), _table(levels, (2, 2, 2, 2), packed.device))
 
 
 def lookup3(low: Tensor, high: Tensor, levels: tuple[float, ...]) -> Tensor:
     """`levels[code]` of 3-bit planes, as fp32 `[..., D]`."""
     nibbles = unpack4(_gathered(high)).long()  # the high bits of four channels
-    return _gather(low.long() | nibbles << 8, _table3(levels, low.device))
+    return gather(low.long() | nibbles << 8, _table3(levels, low.device))
 
 
 def lookup8(codes: Tensor, levels: tuple[float, ...]) -> Tensor:
     """`levels[byte]`: bytes `[..., D]`, an even number of them, to fp32 `[..., D]`."""
-    return _gather(codes.view(torch.uint16).long(), _table(levels, (8, 8), codes.device))
+    return gather(codes.view(torch.uint16).long(), _table(levels, (8, 8), codes.device))
 
 
-def _gather(index: Tensor, table: Tensor) -> Tensor:
+def gather(index: Tensor, table: Tensor) -> Tensor:
+    """The rows of `table`, which `as_rows` made, that `index` `[..., N]` names, end to end: fp32 `[..., N * width]`."""
     # An entry of the table is one complex number, so that each gather moves eight or sixteen bytes. Token by token, since torch then shares
     # the work among threads, which it does not when it picks from one dimension.
     tokens = index.reshape(index.shape[:-1].numel(), index.shape[-1])

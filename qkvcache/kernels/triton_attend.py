@@ -45,7 +45,9 @@ def _tile_of_keys(
     j = tl.arange(0, WIDE)
     word = first + j
     at = slot[:, None] * WORDS + word[None, :]
-    if WORDS % WIDE == 0:
+    if X.halved:
+        w = tl.load(codes + (slot[:, None] * (WORDS // 2) + (word % (WORDS // 2))[None, :]))
+    elif WORDS % WIDE == 0:
         w = tl.load(codes + at)
     else:
         w = tl.load(codes + at, mask=word[None, :] < WORDS, other=0)
@@ -78,7 +80,9 @@ def _tile_of_values(
     j = tl.arange(0, WIDE)
     word = first + j
     at = slot[None, :] * WORDS + word[:, None]
-    if TAIL:  # what lies beyond the end may be nan, and nan times a weight of 0 is nan
+    if X.halved:  # no code is nan, whatever it is
+        w = tl.load(codes + (slot[None, :] * (WORDS // 2) + (word % (WORDS // 2))[:, None]))
+    elif TAIL:  # what lies beyond the end may be nan, and nan times a weight of 0 is nan
         w = tl.load(codes + at, mask=(word[:, None] < WORDS) & valid[None, :], other=0)
     elif WORDS % WIDE == 0:
         w = tl.load(codes + at)
@@ -446,10 +450,10 @@ def attend_kernel(
             high = tl.minimum(end, start + capacity.to(tl.int32)) - start
             k_slots = 1 if K_ONCE else capacity
             v_slots = 1 if V_ONCE else capacity
-            kc = k_codes + (tl.multiple_of(tl.load(table + slab * 8 + 2), 16) + plane * capacity * KW)
+            kc = k_codes + (tl.multiple_of(tl.load(table + slab * 8 + 2), 16) + plane * capacity * (KW // 2 if K.halved else KW))
             kh = k_high + (tl.multiple_of(tl.load(table + slab * 8 + 3), 16) + plane * capacity * (KW // 2))
             ks = k_scales + (tl.multiple_of(tl.load(table + slab * 8 + 4), 16) + kb * k_slots * KG)
-            vc = v_codes + (tl.multiple_of(tl.load(table + slab * 8 + 5), 16) + plane * capacity * VW)
+            vc = v_codes + (tl.multiple_of(tl.load(table + slab * 8 + 5), 16) + plane * capacity * (VW // 2 if V.halved else VW))
             vh = v_high + (tl.multiple_of(tl.load(table + slab * 8 + 6), 16) + plane * capacity * (VW // 2))
             vs = v_scales + (tl.multiple_of(tl.load(table + slab * 8 + 7), 16) + vb * v_slots * VG)
             whole = low + tl.maximum(high - low, 0) // T * T

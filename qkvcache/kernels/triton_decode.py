@@ -25,7 +25,9 @@ from ..formats.int8 import SymmetricInt8
 from ..formats.nvfp4 import BlockFP4
 from ..formats.rotated import LloydMax, Rotated
 from ..formats.rotation import random_signs, rotation_block, sylvester_matrix
+from ..formats.trellis import Trellis
 from ..formats.uniform import Uniform
+from .triton_trellis import TRELLIS_HALF_STEPS, subset_at, trellis_levels
 
 GREATEST_HEAD_DIM = 256
 CHUNK = 128  # channels that one product rotates: twice as many take two and a butterfly, so that the matrix fits every shared memory
@@ -77,6 +79,8 @@ def describe(codec: Codec) -> Spec | None:
     if isinstance(codec, Rotated) and isinstance(codec.quantizer, LloydMax):
         bits = codec.quantizer.bits
         return Spec("lloyd", bits, rotation, planes=("low", "high", "scale") if bits == 3 else ("codes", "", "scale"))
+    if isinstance(codec, Rotated) and isinstance(codec.quantizer, Trellis):
+        return Spec("trellis", codec.quantizer.bits, rotation, planes=("low" if codec.quantizer.bits == 3 else "codes", "high", "scale"))
     return None
 
 
@@ -115,6 +119,8 @@ def tile(specs: Sequence[Spec], heads: int, tokens: int, width: int, itemsize: i
     # Twice as many rows share the matrix of a product; 64 is what Hopper's takes. fp32, in three parts, needs the registers.
     rows = 16 if rotated and itemsize == 4 else min(max((8192 if rotated else 4096) // width, 16), 64)
     least = 16 if rotated else 1
+    if any(spec.kind == "trellis" for spec in specs):
+        rows = 16  # a thread has one block of channels at a time: more would not fit in its registers
     # One token or many: every other size would be compiled anew, in the middle of a generate.
     many, long = triton.next_power_of_2(heads), 1 if tokens == 1 else 64
     shared = any(spec.span == "shared" for spec in specs)
@@ -137,7 +143,7 @@ def plane_arguments(spec: Spec, planes: Codes, instead: Tensor) -> list[object]:
 
     Strides of packed codes count words.
     """
-    words = (spec.kind == "uniform" and spec.option < 8) or spec.kind in ("group", "hidden", "nvfp4", "lloyd")
+    words = (spec.kind == "uniform" and spec.option < 8) or spec.kind in ("group", "hidden", "nvfp4", "lloyd", "trellis")
     arguments: list[object] = []
     for name, unit in zip(spec.planes, (1 + words, 2, 1), strict=True):
         plane = planes[name] if name else instead
@@ -220,6 +226,22 @@ def turn(x, table, D: tl.constexpr, P: tl.constexpr):
     return y
 
 
+@triton.constexpr_function
+def packs(kind: str, option: int) -> bool:
+    """Whether codes lie in words of 16 bits."""
+    return kind in ("group", "hidden", "nvfp4", "lloyd", "trellis") or (kind == "uniform" and option < 8)
+
+
+@triton.constexpr_function
+def width_of(kind: str, option: int, head_dim: int) -> int:
+    """Words of the main plane, or elements where codes are not packed."""
+    if not packs(kind, option):
+        return head_dim
+    if kind == "trellis":
+        return head_dim // (16 if option == 2 else 8)
+    return head_dim // (8 if kind in ("lloyd", "uniform") and option < 4 else 4)
+
+
 def _as_bytes(counts: tuple[int, ...]) -> int:
     """Twice the levels, a byte each, as a signed word."""
     return int.from_bytes(bytes(2 * n + 1 for n in counts), "little", signed=True)
@@ -262,12 +284,23 @@ def _decode_kernel(
     live = (t0 + t < tokens) & (h0 + h < heads)
     inside = live[:, None] if D == P else live[:, None] & (c < D)[None, :]
 
-    PACKED: tl.constexpr = (KIND == "uniform" and OPTION < 8) or KIND == "group" or KIND == "hidden" or KIND == "nvfp4" or KIND == "lloyd"
+    PACKED: tl.constexpr = packs(KIND, OPTION)
     BITS: tl.constexpr = OPTION if KIND == "lloyd" or KIND == "uniform" else 4
-    WIDTH: tl.constexpr = D if not PACKED else D // 8 if BITS < 4 else D // 4
+    WIDTH: tl.constexpr = width_of(KIND, OPTION, D)
     at = b * cb + h0 * ch + t0 * WIDTH + (h * ch + t * WIDTH)
     if not PACKED:
         code = tl.load(codes + at[:, None] + c[None, :], mask=inside, other=0)
+    elif KIND == "trellis":
+        # As below, four loads or so for each word.
+        half = c // 8 // (D // 16)
+        position = (c % 8 // 2 * 4 + half * 2 + c % 2)[None, :]
+        block = c // 8 % (D // 16)
+        path = high.to(tl.pointer_type(tl.int16)) + (b * hb + h0 * hh + t0 * (D // 16) + (h * hh + i // ACROSS * (D // 16)))[:, None]
+        path = tl.load(path + block[None, :], mask=inside, other=0).to(tl.int32) & 0xFFFF
+        word = codes.to(tl.pointer_type(tl.int16)) + at[:, None] + (block if OPTION == 2 else c // 8)[None, :]
+        word = tl.load(word, mask=inside, other=0).to(tl.int32)
+        index = (word >> (position ^ 2)) & 1 if OPTION == 2 else (word >> (2 * (c % 8))[None, :]) & 3
+        code = 4 * index + subset_at(path | (path << 16), position)
     elif BITS == 3:
         j = tl.arange(0, P // 8)
         mask = live[:, None] if D == P else live[:, None] & (j < WIDTH)[None, :]
@@ -320,11 +353,11 @@ def _decode_kernel(
             y = turn(level.to(tl.float32).to(tl.bfloat16), table, D, P) * (scale * (D & -D) ** -0.5)[:, None]
         else:
             y = level.to(tl.float32) * scale[:, None]
-    elif KIND == "lloyd":
-        level = _lloyd_levels(code, OPTION)
+    elif KIND == "lloyd" or KIND == "trellis":
+        level = _lloyd_levels(code, OPTION) if KIND == "lloyd" else trellis_levels(code, OPTION)
         if D != P:
             level = tl.where(inside, level, 0)
-        scale = tl.load(at, mask=live, other=0.0).to(tl.float32) * HALF_STEPS[OPTION]
+        scale = tl.load(at, mask=live, other=0.0).to(tl.float32) * (HALF_STEPS[OPTION] if KIND == "lloyd" else TRELLIS_HALF_STEPS[OPTION])
         if ROTATION > 0:
             y = turn(level.to(tl.float32).to(tl.bfloat16), table, D, P) * (scale * (D & -D) ** -0.5)[:, None]
         else:

@@ -20,7 +20,8 @@ from torch import Tensor
 from ..formats.base import TINY, Codec, Codes
 from ..formats.codebooks import GRID, midpoints
 from ..formats.uniform import LEAST_SCALE
-from .triton_decode import HALF_STEPS, INTERPRETED, float8, known, padded, plane_arguments, supports, table_of, tile, turn
+from .triton_decode import HALF_STEPS, INTERPRETED, float8, known, packs, padded, plane_arguments, supports, table_of, tile, turn, width_of
+from .triton_trellis import TRELLIS_HALF_STEPS, trellis_words
 
 __all__ = ["encode_kv", "supports"]
 
@@ -264,13 +265,12 @@ def store_tile(
     inside = live[:, None] if D == P else live[:, None] & (c < D)[None, :]
     h = i % ACROSS if ACROSS == 1 else (i % ACROSS).to(tl.int64)
 
-    PACKED: tl.constexpr = (KIND == "uniform" and OPTION < 8) or KIND == "group" or KIND == "hidden" or KIND == "nvfp4" or KIND == "lloyd"
-    BITS: tl.constexpr = OPTION if KIND == "lloyd" or KIND == "uniform" else 4
-    WIDTH: tl.constexpr = D if not PACKED else D // 8 if BITS < 4 else D // 4
+    PACKED: tl.constexpr = packs(KIND, OPTION)
+    WIDTH: tl.constexpr = width_of(KIND, OPTION, D)
     at = b * cb + h0.to(tl.int64) * ch + slot.to(tl.int64) * WIDTH + (h * ch + i // ACROSS * WIDTH)
     at = codes.to(tl.pointer_type(tl.int16)) + at if PACKED else codes + at
     at_high = at
-    if BITS == 3:
+    if KIND == "trellis" or PACKED and OPTION == 3:
         at_high = high.to(tl.pointer_type(tl.int16)) + (
             b * hb + h0.to(tl.int64) * hh + slot.to(tl.int64) * (D // 16) + (h * hh + i // ACROSS * (D // 16))
         )
@@ -344,6 +344,17 @@ def store_tile(
         length = tl.sqrt_rn(tl.sum(squares, 1).to(tl.float32)) * HALF_STEPS[OPTION]
         tl.store(at_scale, tl.div_rn(norm, length).to(tl.float16), mask=live)
         _store_codes(at, at_high, packed, live, OPTION, D, P)
+
+    if KIND == "trellis":
+        full = y if CENTERED else raw.to(tl.float32)
+        norm = tl.sqrt_rn(tl.sum(full * full, 1))
+        path, low, more, squares = trellis_words(y * tl.div_rn(D**0.5, norm + 1e-8)[:, None], OPTION, D, P)
+        length = tl.sqrt_rn(squares.to(tl.float32)) * TRELLIS_HALF_STEPS[OPTION]
+        tl.store(at_scale, tl.div_rn(norm, length).to(tl.float16), mask=live)
+        _store_words(at_high, path, live, D // 16)
+        _store_words(at, low, live, D // 16)
+        if OPTION == 3:
+            _store_words(at + D // 16, more, live, D // 16)
 
     if KIND == "group" or KIND == "nvfp4":
         SIZE: tl.constexpr = 16 if KIND == "nvfp4" else OPTION

@@ -19,13 +19,14 @@ import triton.language as tl
 
 from ..formats.base import Codec
 from ..formats.centered import Centered
-from ..formats.codebooks import GRID, grid_levels
+from ..formats.codebooks import GRID, TRELLIS, grid_levels, trellis_levels
 from ..formats.fp8 import ScaledFloat8
 from ..formats.identity import AsIs
 from ..formats.int4 import GroupInt4, HiddenZeroInt4
 from ..formats.int8 import SymmetricInt8
 from ..formats.nvfp4 import BLOCK, BlockFP4
 from ..formats.rotated import LloydMax, Rotated
+from ..formats.trellis import Trellis
 from ..formats.uniform import Uniform
 
 
@@ -34,7 +35,7 @@ class Words:
     """How a codec keeps its codes, for kernels. A channel is `level * scale + zero`, and `level = (number - offset) * unit`;
     `centered`: and a mean that all tokens share.
 
-    kind     of codes: half, int8, uint8, e4m3, e5m2, int4, lut4, int3, lut3, lut2, e2m1
+    kind     of codes: half, int8, uint8, e4m3, e5m2, int4, lut4, int3, lut3, lut2, e2m1, trellis2, trellis3
     per      channels in a word
     scale    none; fp32 or fp16 for each token; pair: fp16 scale and zero; hidden: fp32 with the zero point in its low four bits;
              group: fp16 for each `group` channels; block: E4M3, likewise
@@ -52,7 +53,12 @@ class Words:
     @property
     def high(self) -> bool:
         """Whether high bits have a plane of their own."""
-        return self.kind in ("int3", "lut3")
+        return self.kind in ("int3", "lut3", "trellis2", "trellis3")
+
+    @property
+    def halved(self) -> bool:
+        """Whether two words share one of the main plane too, as they share one of high bits."""
+        return self.kind == "trellis2"
 
 
 @cache
@@ -79,9 +85,11 @@ def words(codec: Codec) -> Words | None:
         case BlockFP4():
             return Words("e2m1", 4, "block", unit=2.0**8, group=BLOCK)
         case Rotated(quantizer=LloydMax(bits=bits)):
-            return Words(
-                f"lut{bits}", 4 if bits == 4 else 8, "fp16", unit=GRID[bits][0], offset=1024.0 + _HALF[bits] - 0.5, rotated=rotated
-            )
+            step, half = GRID[bits][0], _HALF[bits]
+            return Words(f"lut{bits}", 4 if bits == 4 else 8, "fp16", unit=step, offset=1024.0 + half - 0.5, rotated=rotated)
+        case Rotated(quantizer=Trellis(bits=bits)):
+            tiny = 2.0**-24  # what a one reads in the lowest bit of fp16
+            return Words(f"trellis{bits}", 8, "fp16", unit=TRELLIS[bits][0] / tiny, offset=(_TRELLIS_HALF - 0.5) * tiny, rotated=rotated)
     return None
 
 
@@ -94,6 +102,20 @@ def _table(bits: int) -> tuple[int, ...]:
     entries = bytes(round(level / GRID[bits][0] - 0.5) + _HALF[bits] for level in grid_levels(bits))
     return tuple(int.from_bytes(entries[at : at + 4], "little") for at in range(0, len(entries), 4))
 
+
+_TRELLIS_HALF = 64
+
+
+def _trellis_table(bits: int) -> tuple[int, ...]:
+    """Likewise, by index and the two bits of the subset, the lower one before the higher."""
+    step, levels = TRELLIS[bits][0], trellis_levels(bits)
+    steps = [round(levels[n & ~3 | n >> 1 & 1 | (n & 1) << 1] / step - 0.5) + _TRELLIS_HALF for n in range(len(levels))]
+    return tuple(int.from_bytes(bytes(steps[at : at + 4]), "little") for at in range(0, len(steps), 4))
+
+
+_TRELLIS2, _TRELLIS3 = _trellis_table(2), _trellis_table(3)
+_TRELLIS2_0, _TRELLIS2_1 = map(tl.constexpr, _TRELLIS2)
+_TRELLIS3_0, _TRELLIS3_1, _TRELLIS3_2, _TRELLIS3_3 = map(tl.constexpr, _TRELLIS3)
 
 _LUT2 = _table(2)
 _LUT3 = _table(3)
@@ -221,6 +243,55 @@ def _read_both(read: str) -> str:
 _ASM_LUT3 = tl.constexpr("{ .reg .b32 h, e, o, x;" + _NIBBLES3 + _read_both(_read(*_LUT3, 0x77777777)) + "}")
 _ASM_LUT2 = tl.constexpr("{ .reg .b32 e, o, x; mov.b32 e, $8; shr.u32 o, $8, 2;" + _read_both(_read(*_LUT2, 0, 0x33333333)) + "}")
 
+# The path ($9), turned by two for the second of the words that share it; then of each nibble, of even channels in e and of odd ones in o,
+# the bits of the subset: neighbours but one under an exclusive or, and the one between.
+_SUBSETS = """
+shr.u32 e, $9, 2;
+shl.b32 o, $9, 14;
+lop3.b32 e, e, 0x3fff3fff, o, 0xe2;
+lop3.b32 h, e, $10, $9, 0xe2;
+shr.u32 x, h, 2;
+lop3.b32 e, h, x, 0x11111111, 0x78;
+lop3.b32 o, h, x, 0x22222222, 0x78;
+"""
+_INDEX2 = """
+shl.b32 h, $8, 2;
+lop3.b32 h, h, $10, $8, 0xe2;
+and.b32 x, h, 0x44444444;
+lop3.b32 e, e, 0x33333333, x, 0xea;
+and.b32 x, h, 0x88888888;
+lop3.b32 o, o, 0x66666666, x, 0xea;
+shr.u32 o, o, 1;
+"""
+_INDEX3 = """
+shl.b32 x, $8, 2;
+lop3.b32 e, e, 0x33333333, x, 0xe2;
+shr.u32 o, o, 1;
+lop3.b32 o, o, 0x33333333, $8, 0xe2;
+"""
+
+
+def _bytes_of(table: tuple[int, ...], to: str, nibbles: str) -> str:
+    """The entries of `table` that the low four nibbles select."""
+    read = f"prmt.b32 {to}, {table[0]:#x}, {table[1]:#x}, {nibbles};"
+    if len(table) == 2:
+        return read
+    return f"{read} xor.b32 n, {nibbles}, 0x8888; prmt.b32 n, {table[2]:#x}, {table[3]:#x}, n; or.b32 {to}, {to}, n;"
+
+
+def _paired(nibbles: str, planes: tuple[str, ...], table: tuple[int, ...]) -> str:
+    """Of four nibbles of each of two words the entries, as the low bytes of fp16 numbers: the high bytes are signs of entries, all 0."""
+    first = _bytes_of(table, "x", nibbles) + f" shr.u32 {nibbles}, {nibbles}, 16; " + _bytes_of(table, "h", nibbles)
+    return first + "".join(f" prmt.b32 {to}, x, h, {0xC480 + 0x1111 * i:#x};" for i, to in enumerate(planes))
+
+
+def _trellis(index: str, table: tuple[int, ...]) -> str:
+    read = _paired("e", ("$0", "$2", "$4", "$6"), table) + _paired("o", ("$1", "$3", "$5", "$7"), table)
+    return "{ .reg .b32 h, e, o, x, n;" + _SUBSETS + index + read + "}"
+
+
+_ASM_TRELLIS2, _ASM_TRELLIS3 = tl.constexpr(_trellis(_INDEX2, _TRELLIS2)), tl.constexpr(_trellis(_INDEX3, _TRELLIS3))
+
 
 @triton.jit
 def _asm2(ASM: tl.constexpr, w):
@@ -260,10 +331,11 @@ def _entry(low: tl.constexpr, high: tl.constexpr, index):
 
 @triton.jit
 def unpack(KIND: tl.constexpr, w, h, shift, ARCH: tl.constexpr):
-    """Words `w`, and for 3 bits the words `h` of high bits and whether (-1) or not (0) to shift those by two, to a tuple of planes.
+    """Words `w`, and the words `h` of high bits or of paths and whether (-1) or not (0) to shift those by two, to a tuple of planes.
 
     half    the numbers        e4m3, e5m2, int8, uint8   their values       e2m1   2^-14 of the value
     int4    16 + n             int3   8 + n              lut4, lut3, lut2   1024 + level in steps, moved to be positive
+    trellis2, trellis3   2^-24 of the level in steps, moved to be positive
     """
     if KIND == "half":
         return (w,)
@@ -289,6 +361,10 @@ def unpack(KIND: tl.constexpr, w, h, shift, ARCH: tl.constexpr):
             return _asm8(_ASM_INT3, w, h, shift)
         elif KIND == "lut2":
             return _asm8(_ASM_LUT2, w, w, w)
+        elif KIND == "trellis2":
+            return _asm8(_ASM_TRELLIS2, w, h, shift)
+        elif KIND == "trellis3":
+            return _asm8(_ASM_TRELLIS3, w, h, shift)
         else:
             return _asm8(_ASM_LUT3, w, h, shift)
     else:
@@ -328,6 +404,18 @@ def _plain(KIND: tl.constexpr, w, h, shift):
     elif KIND == "lut2":
         for i in tl.static_range(8):
             p = p + (_bits(_entry(_LUT2_0, _LUT2_0, x >> (2 * i) & 3) | 0x6400),)
+    elif KIND == "trellis2" or KIND == "trellis3":
+        path = h.to(tl.int32) & 0xFFFF
+        path = tl.where(shift != 0, path >> 2 | path << 14, path)
+        index = tl.where(shift != 0, x << 2, x)
+        for i in tl.static_range(8):
+            at: tl.constexpr = i // 2 * 4 + i % 2
+            n = (path >> at ^ path >> at + 2) & 1 | path >> at & 2
+            if KIND == "trellis2":
+                p = p + (_bits(_entry(_TRELLIS2_0, _TRELLIS2_1, n | index >> at & 4)),)
+            else:
+                n |= (x >> (2 * i) & 3) << 2
+                p = p + (_bits(tl.where(n < 8, _entry(_TRELLIS3_0, _TRELLIS3_1, n & 7), _entry(_TRELLIS3_2, _TRELLIS3_3, n & 7))),)
     else:
         high = h.to(tl.int32) & 0xFFFF
         high = tl.where(shift != 0, high << 2, high)

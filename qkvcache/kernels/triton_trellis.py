@@ -1,0 +1,153 @@
+"""The trellis of `formats/trellis.py` for kernels: the search for paths, and levels of codes.
+
+A thread has whole blocks: their 16 channels are 16 tensors, so that the search is straight code without memory. It is exact in integers, and
+the order of ties is that of the reference. No step depends on more than 15 others, whatever the head_dim.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ..formats.codebooks import TRELLIS
+from ..formats.trellis import DROPPED, FINE, LIMIT, MOST
+
+_LIMIT, _MOST = tl.constexpr(LIMIT), tl.constexpr(MOST)
+_DROPPED = tl.constexpr((0, 0, DROPPED[2], DROPPED[3]))
+_PARTS = tl.constexpr((0.0, 0.0, FINE / TRELLIS[2][0], FINE / TRELLIS[3][0]))
+TRELLIS_HALF_STEPS = tl.constexpr((0.0, 0.0, TRELLIS[2][0] / 2, TRELLIS[3][0] / 2))
+"""By bits: half a step of the grid that levels lie on."""
+
+
+def _levels(bits: int) -> tuple[int, ...]:
+    """In parts of a step, ascending."""
+    positive = [FINE * n + FINE // 2 for n in TRELLIS[bits][1]]
+    return tuple([-n for n in reversed(positive)] + positive)
+
+
+def _as_word(counts: tuple[int, ...]) -> int:
+    """Twice the levels, a byte each, as a signed word."""
+    return int.from_bytes(bytes(2 * n + 1 for n in counts), "little", signed=True)
+
+
+_LEVELS2, _LEVELS3 = tl.constexpr(_levels(2)), tl.constexpr(_levels(3))
+_WORD2, _WORD3, _MORE3 = map(tl.constexpr, map(_as_word, (TRELLIS[2][1], TRELLIS[3][1][:4], TRELLIS[3][1][4:])))
+
+
+@triton.jit
+def trellis_levels(code, BITS: tl.constexpr):
+    """Twice the levels of `4 * index + subset`, in steps of the grid: odd integers below 256."""
+    half: tl.constexpr = 2**BITS
+    rank = tl.where(code >= half, code - half, half - 1 - code)
+    if BITS == 2:
+        word = tl.full(code.shape, _WORD2, tl.int32)
+    else:
+        word = tl.where(rank < 4, tl.full(code.shape, _WORD3, tl.int32), tl.full(code.shape, _MORE3, tl.int32))
+    level = (word >> (8 * (rank & 3))) & 0xFF
+    return tl.where(code >= half, level, -level)
+
+
+@triton.jit
+def subset_at(path, at):
+    """Of the channel at position `at` of blocks; `path` are their 16 bits, twice."""
+    return 2 * (((path >> at) ^ (path >> (at + 2))) & 1) + ((path >> (at + 1)) & 1)
+
+
+@triton.jit
+def _in_time(x, D: tl.constexpr, P: tl.constexpr):
+    """Channels `[N, P]` to sixteen tensors `[N, P / 16]`, in the order of the path."""
+    N: tl.constexpr = x.shape[0]
+    if D == P:
+        x = tl.permute(tl.reshape(x, [N, 2, P // 16, 4, 2]), [0, 2, 3, 1, 4])
+    else:
+        c = tl.arange(0, P)
+        t = c % 16
+        c = tl.minimum((c // 16 + t // 2 % 2 * (D // 16)) * 8 + t // 4 * 2 + t % 2, P - 1)
+        x = tl.gather(x, tl.broadcast_to(c[None, :], x.shape), 1)
+    tiles = (tl.reshape(x, [N, P // 16, 2, 2, 2, 2]),)
+    for step in tl.static_range(4):
+        first = ()
+        second = ()
+        for i in tl.static_range(2**step):
+            left, right = tl.split(tiles[i])
+            first = first + (left,)
+            second = second + (right,)
+        tiles = first + second
+    return tiles
+
+
+@triton.jit
+def _errors(x, BITS: tl.constexpr):
+    """Of each subset what its nearest level errs by, above 14 bits of zeros; and which of its levels these are, two bits each."""
+    LEVELS: tl.constexpr = _LEVELS2 if BITS == 2 else _LEVELS3
+    fine = tl.minimum(tl.maximum(tl.floor(x * _PARTS[BITS]), -_LIMIT), _LIMIT).to(tl.int32)
+    errors = ()
+    least = tl.full(x.shape, 0x7FFFFFFF, tl.int32)
+    indices = tl.zeros(x.shape, tl.int32)
+    for s in tl.static_range(4):
+        nearest = tl.abs(fine - LEVELS[s]) << 2
+        for i in tl.static_range(1, 2 ** (BITS - 1)):
+            nearest = tl.minimum(nearest, (tl.abs(fine - LEVELS[4 * i + s]) << 2) + i)
+        indices |= (nearest & 3) << (2 * s)
+        nearest = nearest >> 2
+        errors = errors + (nearest * nearest,)
+        least = tl.minimum(least, errors[s])
+    scaled = ()
+    for s in tl.static_range(4):
+        scaled = scaled + (tl.minimum((errors[s] - least) >> _DROPPED[BITS], _MOST) << 14,)
+    return scaled, indices
+
+
+@triton.jit
+def _closed(r, NEWER: tl.constexpr, OLDER: tl.constexpr):
+    """`trellis._closed`; `r[4 * t + subset]`. The states s00 to s11 are the two latest bits, the older one first."""
+    first, second = r[2 * OLDER + NEWER], r[2 * (1 - OLDER) + NEWER] + 1
+    s00, s01 = first + r[4 + 2 * NEWER], first + r[4 + 2 * (1 - NEWER)] + 2
+    s10, s11 = second + r[5 + 2 * NEWER], second + r[5 + 2 * (1 - NEWER)] + 2
+    for t in tl.static_range(2, 14):
+        n00 = tl.minimum(s00 + r[4 * t], s10 + r[4 * t + 2])
+        n01 = tl.minimum(s00 + r[4 * t + 2], s10 + r[4 * t]) + (1 << t)
+        n10 = tl.minimum(s01 + r[4 * t + 1], s11 + r[4 * t + 3])
+        n11 = tl.minimum(s01 + r[4 * t + 3], s11 + r[4 * t + 1]) + (1 << t)
+        s00, s01, s10, s11 = n00, n01, n10, n11
+    # The last two bits are those of the start.
+    zero = tl.minimum(s00 + r[56 + 2 * OLDER], s10 + r[56 + 2 * (1 - OLDER)])
+    one = tl.minimum(s01 + r[57 + 2 * OLDER], s11 + r[57 + 2 * (1 - OLDER)])
+    return tl.minimum(zero + r[60 + 2 * NEWER + OLDER], one + r[60 + 2 * (1 - NEWER) + OLDER])
+
+
+@triton.jit
+def trellis_words(x, BITS: tl.constexpr, D: tl.constexpr, P: tl.constexpr):
+    """Blocks of channels `[N, P]` to words `[N, P / 16]`: paths, and the two planes' worth of indices (of 2 bits: one); and the sum of the
+    squares of twice the levels, in steps of the grid."""
+    tiles = _in_time(x, D, P)
+    r = ()
+    indices = ()
+    for t in tl.static_range(16):
+        errors, index = _errors(tiles[t], BITS)
+        r = r + errors
+        indices = indices + (index,)
+    best = tl.full(tiles[0].shape, 0x7FFFFFFF, tl.int32)
+    path = tl.zeros(tiles[0].shape, tl.int32)
+    for start in tl.static_range(4):
+        found = _closed(r, start // 2, start % 2)
+        path = tl.where(found < best, ((found & 0x3FFF) << 2) | start, path)
+        best = tl.minimum(found, best)
+    twice = path | (path << 16)
+    low = tl.zeros(path.shape, tl.int32)
+    more = tl.zeros(path.shape, tl.int32)
+    squares = tl.zeros(path.shape, tl.int32)
+    for t in tl.static_range(16):
+        subset = subset_at(twice, t)
+        index = (indices[t] >> (2 * subset)) & 3
+        level = trellis_levels(4 * index + subset, BITS)
+        squares += level * level
+        if BITS == 2:
+            low |= index << (t ^ 2)
+        elif t // 2 % 2 == 0:
+            low |= index << (t // 4 * 4 + t % 2 * 2)
+        else:
+            more |= index << (t // 4 * 4 + t % 2 * 2)
+    if D != P:
+        squares = tl.where((tl.arange(0, P // 16) < D // 16)[None, :], squares, 0)
+    return path, low, more, tl.sum(squares, 1)
