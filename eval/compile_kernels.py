@@ -81,7 +81,7 @@ def attention(format: str, head_dim: int, target: str, variant: str = "", dtype:
     types |= {"turning": "*fp16", "signs": "*fp32", "table": "*i64", "mask": "*fp32" if variant == "float" else "*u8"}
     types |= dict.fromkeys(("k_high", "v_high", "k_shifts", "v_shifts"), "*i16") | dict.fromkeys(("lengths", "pages", "counts"), "*i32")
     types |= (
-        dict.fromkeys(("part", "maxima", "sums", "tops"), "*fp32") | {"weights": "*bf16"} | dict.fromkeys(("scaling", "softcap"), "fp32")
+        dict.fromkeys(("k_center", "part", "maxima", "sums", "tops"), "*fp32") | {"weights": "*bf16"} | dict.fromkeys(("scaling", "softcap"), "fp32")
     )
     for side, how in (("k", key), ("v", value)):
         types |= {f"{side}_codes": f"*{dtype}" if how.kind == "half" else "*i16", f"{side}_scales": f"*{scales[how.scale]}"}
@@ -105,7 +105,7 @@ def _not_rotated(how: Words) -> Words:
 def joining(format: str, head_dim: int, target: str) -> Job:
     value = words(REGISTRY[format].value)
     assert value
-    types = dict.fromkeys(("part", "maxima", "sums", "signs", "lse"), "*fp32") | {"sinks": "*bf16", "out": "*bf16"}
+    types = dict.fromkeys(("part", "maxima", "sums", "signs", "center", "lse"), "*fp32") | {"sinks": "*bf16", "out": "*bf16"}
     block = rotation_block(head_dim) if value.rotated else 1
     constants = {
         "V": value, "DV": head_dim, "C": triton.next_power_of_2(head_dim) if value.rotated else 32, "G": 4,
@@ -153,11 +153,11 @@ def storing(format: str, head_dim: int, tokens: int, target: str) -> Job:
     specs = [triton_encode.known(codec, _Like(head_dim)) for codec in codecs]
     padded = triton_decode.padded(head_dim)
     across, along, warps = triton_decode.tile(specs, 8, tokens, padded)
-    types, constants = {"kx": "*bf16", "vx": "*bf16"}, {"ACROSS": across, "ALONG": along}
+    types, constants = dict.fromkeys(("kx", "vx"), "*bf16") | dict.fromkeys(("kcenter", "vcenter"), "*bf16"), {"ACROSS": across, "ALONG": along}
     for prefix, codec, spec in zip("kv", codecs, specs, strict=True):
         types |= _types_of(codec, head_dim, prefix, "*bf16")
-        fields = ("KIND", "OPTION", "ROTATION", "SPAN", "D", "P")
-        constants |= {prefix.upper() + f: x for f, x in zip(fields, (*spec[:4], head_dim, padded), strict=True)}
+        fields = ("KIND", "OPTION", "ROTATION", "SPAN", "CENTERED", "D", "P")
+        constants |= {prefix.upper() + f: x for f, x in zip(fields, (*spec.constants, head_dim, padded), strict=True)}
     name = f"encode {format} {head_dim} {'block' if tokens > 1 else 'token'}"
     return Job(name, triton_encode._encode_kernel, types, constants, target, {"num_warps": warps})
 
@@ -175,9 +175,9 @@ def decoding(format: str, head_dim: int, target: str) -> Iterator[Job]:
         spec = triton_decode.known(codec, _Like(head_dim))
         padded = triton_decode.padded(head_dim)
         across, along, warps = triton_decode.tile([spec._replace(span="each")], 8, 512, padded)
-        fields = ("KIND", "OPTION", "ROTATION", "SPAN", "D", "P", "ACROSS", "ALONG")
-        constants = dict(zip(fields, (*spec[:4], head_dim, padded, across, along), strict=True))
-        types = {"out": "*bf16", **_types_of(codec, head_dim, "", "*bf16")}
+        fields = ("KIND", "OPTION", "ROTATION", "SPAN", "CENTERED", "D", "P", "ACROSS", "ALONG")
+        constants = dict(zip(fields, (*spec.constants, head_dim, padded, across, along), strict=True))
+        types = {"out": "*bf16", "center": "*bf16", **_types_of(codec, head_dim, "", "*bf16")}
         yield Job(f"decode {spec.kind} {head_dim}", triton_decode._decode_kernel, types, constants, target, {"num_warps": warps})
 
 

@@ -38,7 +38,12 @@ FORMAT_ERRORS = {
     "hadaquant_k4v4": 0.101,
     "hadaquant_k4v3": 0.194,
     "hadaquant_k3v3": 0.194,
+    "hadaquant_k3v2": 0.37,
     "hadaquant_k2v2": 0.37,
+    "hadaquant_k4v3_trellis": 0.16,
+    "hadaquant_k3v3_trellis": 0.16,
+    "hadaquant_k3v2_trellis": 0.306,
+    "hadaquant_k2v2_trellis": 0.306,
 }
 """Names, and the error allowed to keys and to values on N(0, 1) at head_dim 128: RMS of the difference over RMS of the data."""
 
