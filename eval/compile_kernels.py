@@ -44,7 +44,18 @@ TARGETS = {
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
 GREATEST_STACK = 128
-QUICK = ("identity", "int8", "fp8", "int4", "int4_vllm", "nvfp4", "turboquant_4bit_nc", "turboquant_3bit_nc")
+QUICK = (
+    "identity",
+    "int8",
+    "fp8",
+    "int4",
+    "int4_vllm",
+    "nvfp4",
+    "turboquant_4bit_nc",
+    "hadaquant_k4v4",
+    "hadaquant_k2v2",
+    "turboquant_3bit_nc",
+)
 VARIANTS: dict[str, dict[str, object]] = {
     "": {},
     "bool": {"MASK": "bool"},
@@ -78,10 +89,10 @@ def attention(format: str, head_dim: int, target: str, variant: str = "", dtype:
     types = dict.fromkeys(("query", "body_query", "first_k", "first_v", "recent_k", "recent_v"), f"*{dtype}")
     if key.rotated and key.group and head_dim & (head_dim - 1):
         types["body_query"] = "*fp32"  # rotated beforehand
-    types |= {"turning": "*fp16", "signs": "*fp32", "table": "*i64", "mask": "*fp32" if variant == "float" else "*u8"}
+    types |= {"turning": "*fp16", "signs": "*fp32", "k_center": "*fp32", "table": "*i64", "mask": "*fp32" if variant == "float" else "*u8"}
     types |= dict.fromkeys(("k_high", "v_high", "k_shifts", "v_shifts"), "*i16") | dict.fromkeys(("lengths", "pages", "counts"), "*i32")
     types |= (
-        dict.fromkeys(("k_center", "part", "maxima", "sums", "tops"), "*fp32") | {"weights": "*bf16"} | dict.fromkeys(("scaling", "softcap"), "fp32")
+        dict.fromkeys(("part", "maxima", "sums", "tops"), "*fp32") | {"weights": "*bf16"} | dict.fromkeys(("scaling", "softcap"), "fp32")
     )
     for side, how in (("k", key), ("v", value)):
         types |= {f"{side}_codes": f"*{dtype}" if how.kind == "half" else "*i16", f"{side}_scales": f"*{scales[how.scale]}"}
@@ -144,7 +155,8 @@ def _types_of(codec, dim: int, prefix: str, table: str) -> dict[str, str]:
     spec = triton_decode.describe(codec)
     held = {buffer.name: names[str(buffer.dtype)[6:]] if buffer.dtype else "bf16" for buffer in codec.buffers(dim)}
     return {f"{prefix}{to}": f"*{held.get(name, 'bf16')}" for to, name in zip(("codes", "high", "scales"), spec.planes, strict=True)} | {
-        f"{prefix}table": table if spec.rotation else "*bf16"
+        f"{prefix}table": table if spec.rotation else "*bf16",
+        f"{prefix}center": "*fp32" if spec.centered else "*bf16",
     }
 
 
@@ -153,7 +165,7 @@ def storing(format: str, head_dim: int, tokens: int, target: str) -> Job:
     specs = [triton_encode.known(codec, _Like(head_dim)) for codec in codecs]
     padded = triton_decode.padded(head_dim)
     across, along, warps = triton_decode.tile(specs, 8, tokens, padded)
-    types, constants = dict.fromkeys(("kx", "vx"), "*bf16") | dict.fromkeys(("kcenter", "vcenter"), "*bf16"), {"ACROSS": across, "ALONG": along}
+    types, constants = {"kx": "*bf16", "vx": "*bf16"}, {"ACROSS": across, "ALONG": along}
     for prefix, codec, spec in zip("kv", codecs, specs, strict=True):
         types |= _types_of(codec, head_dim, prefix, "*bf16")
         fields = ("KIND", "OPTION", "ROTATION", "SPAN", "CENTERED", "D", "P")
@@ -177,7 +189,7 @@ def decoding(format: str, head_dim: int, target: str) -> Iterator[Job]:
         across, along, warps = triton_decode.tile([spec._replace(span="each")], 8, 512, padded)
         fields = ("KIND", "OPTION", "ROTATION", "SPAN", "CENTERED", "D", "P", "ACROSS", "ALONG")
         constants = dict(zip(fields, (*spec.constants, head_dim, padded, across, along), strict=True))
-        types = {"out": "*bf16", "center": "*bf16", **_types_of(codec, head_dim, "", "*bf16")}
+        types = {"out": "*bf16", **_types_of(codec, head_dim, "", "*bf16")}
         yield Job(f"decode {spec.kind} {head_dim}", triton_decode._decode_kernel, types, constants, target, {"num_warps": warps})
 
 
@@ -218,7 +230,7 @@ def jobs(everything: bool) -> Iterator[Job]:
             yield from columns(128, target, options=True)
             yield from columns(256, target)
         for format in formats:
-            if not everything and (few or format not in ("int4", "turboquant_3bit_nc")):
+            if not everything and (few or format not in ("int4", "hadaquant_k2v2", "turboquant_3bit_nc")):
                 continue
             if all(triton_decode.supports(codec, 128) for codec in REGISTRY[format].codecs()):
                 yield from (storing(format, 128, tokens, target) for tokens in ((1, 512) if everything else (512,)))

@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers as hf
 
-from qkvcache import CompressedCache, NVFP4Cache, QuantizedPerTokenCache, TurboQuantCache, policies
+from qkvcache import CompressedCache, HadaQuantCache, NVFP4Cache, QuantizedPerTokenCache, TurboQuantCache, policies
 from qkvcache.attention import install
 
 FORMAT_ERRORS = {
@@ -17,6 +17,7 @@ FORMAT_ERRORS = {
     "int8": 0.0070,
     "int8_token": 0.0083,
     "int8_asymmetric": 0.0065,
+    "int8_centered": 0.0070,
     "fp8": 0.0275,
     "fp8_token": 0.0280,
     "fp8_tensor": 0.0280,
@@ -31,6 +32,7 @@ FORMAT_ERRORS = {
     "nvfp4": 0.099,
     "nvfp4_four_over_six": 0.091,
     "nvfp4_mse": 0.085,
+    "nvfp4_mse_centered": 0.085,
     "turboquant_k8v4": 0.106,
     "turboquant_4bit_nc": 0.106,
     "turboquant_k3v4_nc": 0.194,
@@ -40,10 +42,10 @@ FORMAT_ERRORS = {
     "hadaquant_k3v3": 0.194,
     "hadaquant_k3v2": 0.37,
     "hadaquant_k2v2": 0.37,
-    "hadaquant_k4v3_trellis": 0.16,
-    "hadaquant_k3v3_trellis": 0.16,
-    "hadaquant_k3v2_trellis": 0.306,
-    "hadaquant_k2v2_trellis": 0.306,
+    "hadaquant_k4v3_trellis": 0.162,
+    "hadaquant_k3v3_trellis": 0.162,
+    "hadaquant_k3v2_trellis": 0.31,
+    "hadaquant_k2v2_trellis": 0.31,
 }
 """Names, and the error allowed to keys and to values on N(0, 1) at head_dim 128: RMS of the difference over RMS of the data."""
 
@@ -59,6 +61,7 @@ CACHES = {
     "int4_vllm": functools.partial(QuantizedPerTokenCache, dtype="int4", symmetric=False),
     "nvfp4": NVFP4Cache,
     "turboquant": TurboQuantCache,
+    "hadaquant": functools.partial(HadaQuantCache, key_bits=3, value_bits=3),
     "turboquant_3bit": functools.partial(TurboQuantCache, preset="3bit_nc", boundary_layers=1),
 }
 """Named caches as users make them: `CACHES[name](config, **zones)`."""

@@ -25,6 +25,7 @@ from ..kernels import attend_on_codes, on_triton
 from .full import full_attention
 from .handle import KVHandle
 from .masks import visible
+from .padding import report
 from .watch import watched
 
 NAME = "qkvcache"
@@ -85,6 +86,7 @@ def route(
         mask, args = (args[0], args[1:]) if args else (kwargs.pop("attention_mask", None), args)
         return watched(stock, implementation, _few(query, key), module, query, key, value, mask, *args, **kwargs)
     if not isinstance(key, KVHandle):
+        report(implementation, query, key, args[0] if args else kwargs.get("attention_mask"))
         return stock(module, query, key, value, *args, **kwargs)
     mask, args = (args[0], args[1:]) if args else (kwargs.pop("attention_mask", None), args)
     queries, tokens = query.shape[2], key.shape[2]

@@ -59,7 +59,7 @@ def watched(
     if watch.fixed and query.shape[2] == 1:
         return _watched_in_place(stock, implementation, module, query, key, value, mask, *args, **kwargs)
     batch, queries, stored_tokens = query.shape[0], query.shape[2], key.shape[2] - query.shape[2]
-    new, real = _new_tokens(implementation, mask, batch, queries, query.device)
+    new, real = new_tokens(implementation, mask, batch, queries, query.device)
     in_order, stored = watch.in_order or not stored_tokens, watch.enter(real)
     in_order = in_order and _fits(mask, key.shape[2], padded=stored is not None)
     observed = _observed(watch.observes, watch.fades, real, query)
@@ -107,7 +107,7 @@ def _watched_in_place(
     """A step of one token that neither asks the device nor depends on how many tokens there are."""
     watch: Watch = key.watch
     batch = query.shape[0]
-    new = _of_new_tokens(implementation, mask, batch, 1, query.device)
+    new = _ofnew_tokens(implementation, mask, batch, 1, query.device)
     real = None if new is None else _diagonal(new, batch)[:, 0]
     shown = watch.begin(real)[:, None, None]
     weights: Tensor | None = None
@@ -153,12 +153,12 @@ _last_mask: tuple[Any, tuple[int, int], Tensor | None] = (lambda: None, (0, 0), 
 """All layers of a step have the same mask: which tokens it says are real, which takes a look at the device, is found out once."""
 
 
-def _new_tokens(implementation: str, mask: Any, batch: int, queries: int, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
+def new_tokens(implementation: str, mask: Any, batch: int, queries: int, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
     """`_of_new_tokens`, and which of the step's tokens are real, bool `[B, Q]`, or None if all are."""
     global _last_mask
     if mask is None:
         return None, None
-    new = _of_new_tokens(implementation, mask, batch, queries, device)
+    new = _ofnew_tokens(implementation, mask, batch, queries, device)
     written = mask._version if isinstance(mask, Tensor) and not mask.is_inference() else 0  # by someone who uses it again
     if _last_mask[0]() is not mask or _last_mask[1] != (queries, written):
         real = None if new is None else _diagonal(new, batch).clone()  # a view would keep the mask alive
@@ -167,7 +167,7 @@ def _new_tokens(implementation: str, mask: Any, batch: int, queries: int, device
     return new, real if real is None else real.to(device)
 
 
-def _of_new_tokens(implementation: str, mask: Any, batch: int, queries: int, device: torch.device) -> Tensor | None:
+def _ofnew_tokens(implementation: str, mask: Any, batch: int, queries: int, device: torch.device) -> Tensor | None:
     """The mask among the step's own tokens, bool or additive, `[B, H, Q, Q]` with `B` and `H` perhaps 1; None if it is just causal."""
     if mask is None:
         return None

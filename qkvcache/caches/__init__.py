@@ -4,6 +4,7 @@ from .base import CompressedCache, Memory
 from .named import (
     CombinedCache,
     H2OCache,
+    HadaQuantCache,
     NVFP4Cache,
     QuantizedPerTokenCache,
     SinkCache,
@@ -16,6 +17,7 @@ __all__ = [
     "CombinedCache",
     "CompressedCache",
     "H2OCache",
+    "HadaQuantCache",
     "Memory",
     "NVFP4Cache",
     "QuantizedPerTokenCache",

@@ -8,7 +8,7 @@ from typing import Literal
 from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import DynamicLayer
 
-from ..formats import FP8, NVFP4, Format, Int4, Int8, TurboQuant
+from ..formats import FP8, NVFP4, Format, HadaQuant, Int4, Int8, TurboQuant
 from ..policies import H2O, Budget, SinkWindow, SlidingWindow, check_count
 from .base import CompressedCache
 
@@ -24,6 +24,7 @@ class QuantizedPerTokenCache(CompressedCache):
             (the block of tokens that is stored together, fp8).
         symmetric: False keeps a zero point too (int8 and int4). For int4, True is the scheme of PR #5 (144 bytes at head_dim 128) and False
             the rule that vLLM merged (136 bytes).
+        center: keys are kept around their mean (int8 and int4).
         **options: those of CompressedCache.
 
     Raises:
@@ -37,22 +38,25 @@ class QuantizedPerTokenCache(CompressedCache):
         dtype: Literal["int8", "fp8", "fp8_e5m2", "int4"] = "int8",
         scale: Literal["token_head", "token", "tensor"] = "token_head",
         symmetric: bool = True,
+        center: bool = False,
         **options,
     ):
-        super().__init__(config, format=_per_token_format(dtype, scale, symmetric), **options)
+        super().__init__(config, format=_per_token_format(dtype, scale, symmetric, center), **options)
 
 
-def _per_token_format(dtype: str, scale: Literal["token_head", "token", "tensor"], symmetric: bool) -> Format:
+def _per_token_format(dtype: str, scale: Literal["token_head", "token", "tensor"], symmetric: bool, center: bool) -> Format:
     if dtype == "int8":
-        return Int8(scale=scale, symmetric=symmetric)  # type: ignore[arg-type]  # "tensor" is refused there
+        return Int8(scale=scale, symmetric=symmetric, center=center)  # type: ignore[arg-type]  # "tensor" is refused there
     if dtype in ("fp8", "fp8_e5m2"):
+        if center:
+            raise ValueError(f"center=True for dtype={dtype!r}: a float's steps follow each channel; use dtype='int8' or 'int4'")
         if not symmetric:
             raise ValueError(f"symmetric=False for dtype={dtype!r}: float codes have no zero point; use dtype='int8' or 'int4'")
         return FP8(dtype="e5m2" if dtype == "fp8_e5m2" else "e4m3", scale=scale)
     if dtype == "int4":
         if scale != "token_head":
             raise ValueError(f"scale={scale!r} for dtype='int4': expected 'token_head'")
-        return Int4(rule="hadamard" if symmetric else "vllm")
+        return Int4(rule="hadamard" if symmetric else "vllm", center=center)
     raise ValueError(f"dtype={dtype!r}: expected 'int8', 'fp8', 'fp8_e5m2' or 'int4'")
 
 
@@ -61,6 +65,7 @@ class NVFP4Cache(CompressedCache):
 
     Args:
         scale_search: "amax", "four_over_six" (vLLM #45187) or "mse" (lowest error, same bytes and reader).
+        center: keys are kept around their mean.
         **options: those of CompressedCache.
     """
 
@@ -69,9 +74,10 @@ class NVFP4Cache(CompressedCache):
         config: PreTrainedConfig | None = None,
         *,
         scale_search: Literal["amax", "four_over_six", "mse"] = "amax",
+        center: bool = False,
         **options,
     ):
-        super().__init__(config, format=NVFP4(scale_search=scale_search), **options)
+        super().__init__(config, format=NVFP4(scale_search=scale_search, center=center), **options)
 
 
 class TurboQuantCache(CompressedCache):
@@ -80,6 +86,7 @@ class TurboQuantCache(CompressedCache):
     Args:
         preset: "k8v4", "4bit_nc", "k3v4_nc" or "3bit_nc": 198, 134, 118 and 102 bytes a token and head at head_dim 128.
         boundary_layers: this many full-attention layers at either end stay exact (vLLM keeps 2 for dense models). Needs the config.
+        center: keys are kept around their mean, as the authors do not.
         **options: those of CompressedCache.
     """
 
@@ -90,9 +97,10 @@ class TurboQuantCache(CompressedCache):
         preset: Literal["k8v4", "4bit_nc", "k3v4_nc", "3bit_nc"] = "4bit_nc",
         boundary_layers: int = 0,
         exact_layers: Iterable[int] = (),
+        center: bool = False,
         **options,
     ):
-        format = TurboQuant(preset=preset)
+        format = TurboQuant(preset=preset, center=center)
         if boundary_layers:
             exact_layers = (*exact_layers, *_boundary(config, boundary_layers))
         super().__init__(config, format=format, exact_layers=exact_layers, **options)
@@ -107,6 +115,30 @@ def _boundary(config: PreTrainedConfig | None, count: int) -> list[int]:
     layers = DynamicCache(config=config).layers
     full = [i for i, layer in enumerate(layers) if isinstance(layer, DynamicLayer) and not layer.is_sliding]
     return full[:count] + full[-count:]
+
+
+class HadaQuantCache(CompressedCache):
+    """Keys and values alike under a Hadamard rotation on Lloyd-Max levels, keys around their mean: more quality a byte, no calibration.
+
+    Args:
+        key_bits, value_bits: 2 to 4: 132 bytes a token and head with 4 and 4 at head_dim 128, 116 with 4 and 3, 100 with 3 and 3, 68 with 2
+            and 2.
+        quantizer: "lloyd_max", or "trellis" for 2 and 3 bits.
+        center: False keeps keys as they are.
+        **options: those of CompressedCache.
+    """
+
+    def __init__(
+        self,
+        config: PreTrainedConfig | None = None,
+        *,
+        key_bits: Literal[2, 3, 4] = 4,
+        value_bits: Literal[2, 3, 4] = 4,
+        quantizer: Literal["lloyd_max", "trellis"] = "lloyd_max",
+        center: bool = True,
+        **options,
+    ):
+        super().__init__(config, format=HadaQuant(key_bits, value_bits, quantizer, center), **options)
 
 
 class SinkCache(CompressedCache):

@@ -9,7 +9,7 @@ from difflib import get_close_matches
 
 from .base import Buffer, Codec, Codes, Format, Levels
 from .fp8 import FP8
-from .hadaquant import HadaQuant
+from .hadaquant import SPLITS, HadaQuant
 from .identity import Identity
 from .int4 import Int4
 from .int8 import Int8
@@ -38,6 +38,7 @@ _FORMATS: tuple[Format, ...] = (
     Int8(),
     Int8(scale="token"),
     Int8(symmetric=False),
+    Int8(center=True),
     FP8(),
     FP8(scale="token"),
     FP8(scale="tensor"),
@@ -50,9 +51,10 @@ _FORMATS: tuple[Format, ...] = (
     Int4("vllm"),
     Int4("group"),
     *(NVFP4(search) for search in ("amax", "four_over_six", "mse")),
+    NVFP4("mse", center=True),
     *(TurboQuant(preset) for preset in PRESETS),
-    *(HadaQuant(key, value) for key, value in ((4, 4), (4, 3), (3, 3), (3, 2), (2, 2))),
-    *(HadaQuant(key, value, "trellis") for key, value in ((4, 3), (3, 3), (3, 2), (2, 2))),
+    *(HadaQuant(*bits) for bits in SPLITS),
+    *(HadaQuant(*bits, "trellis") for bits in SPLITS if min(bits) < 4),
 )
 
 REGISTRY: dict[str, Format] = {format.name: format for format in _FORMATS}

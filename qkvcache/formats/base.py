@@ -75,9 +75,13 @@ class Codec(ABC):
         """Codes of any number of tokens, with the buffers kept once among them, to levels."""
 
     def fit(self, x: Tensor, real: Tensor | None = None) -> Codes:
-        """The buffers kept once, from the first block `[B, H, T, D]`, of which the tokens that are `real`, bool `[B, T]`, count (None: all).
+        """The buffers kept once, from the first block `[B, H, T, D]`, of which the tokens count that are `real`, bool `[B, T]` (None: all).
         Each row stands alone."""
         return {}
+
+    def keeps(self, head_dim: int) -> bool:
+        """Whether there are buffers that are kept once."""
+        return any(buffer.tokens == "once" for buffer in self.buffers(head_dim))
 
     def refuses(self, head_dim: int) -> str | None:
         """Why this codec cannot hold vectors of `head_dim`, or None."""

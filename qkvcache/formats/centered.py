@@ -17,10 +17,14 @@ from torch import Tensor
 from .base import Buffer, Codec, Codes, Levels
 from .rotation import Hadamard, exact_dtype
 
+FEW = 128
+"""Tokens of zeros that the mean is taken with. Keys turn with their position, so that the mean of a short block is that of a place in the
+text; a first block of one token, left alone, would err more than no mean at all."""
+
 
 @dataclass(frozen=True)
 class Centered(Codec):
-    """`codec`, which rotates nothing itself, of what lies around the mean under `rotation`."""
+    """`codec`, which rotates nothing itself and keeps nothing once, of what lies around the mean under `rotation`."""
 
     codec: Codec
     rotation: Hadamard | None = None
@@ -34,8 +38,7 @@ class Centered(Codec):
         return (*self.codec.buffers(head_dim), Buffer("center", torch.float32, head_dim, "scales", tokens="once"))
 
     def fit(self, x: Tensor, real: Tensor | None = None) -> Codes:
-        center = self.rotate(_mean(x, real))
-        return self.codec.fit(self.rotate(x) - center, real) | {"center": center}
+        return {"center": self.rotate(_mean(x, real))}
 
     def encode(self, x: Tensor, once: Codes) -> Codes:
         return self.codec.encode(self.rotate(x).float() - once["center"], once)
@@ -48,11 +51,10 @@ class Centered(Codec):
 
 
 def _mean(x: Tensor, real: Tensor | None) -> Tensor:
-    """Over the tokens that are `real`, fp32 `[B, H, 1, D]`; 0 where there is none, or no finite mean."""
-    x = x.to(exact_dtype(x.device))
-    if real is None:
-        mean = x.mean(2, keepdim=True)
-    else:
+    """Over the tokens that are `real`, fp32 `[B, H, 1, D]`; 0 where there is no finite one."""
+    count: int | Tensor = x.shape[2]
+    if real is not None:
         shown = real[:, None, :, None]
-        mean = x.masked_fill(~shown, 0).sum(2, keepdim=True) / shown.sum(2, keepdim=True).clamp_min(1)
+        x, count = x.masked_fill(~shown, 0), shown.sum(2, keepdim=True)
+    mean = x.sum(2, keepdim=True, dtype=exact_dtype(x.device)) / (count + FEW)
     return mean.where(mean.isfinite().all(-1, keepdim=True), 0).float()

@@ -43,7 +43,6 @@ class ScaledFloat8(Codec):
     def fit(self, x: Tensor, real: Tensor | None = None) -> Codes:
         if not self.frozen:
             return {}
-        x = x.float()
         scale = self._scale(x if real is None else x.masked_fill(~real[:, None, :, None], 0))
         return {"scale": torch.where(scale == 0, 1, scale)}  # zeros say nothing about what follows
 
@@ -64,7 +63,7 @@ class ScaledFloat8(Codec):
 
     def _scale(self, x: Tensor) -> Tensor:
         spans = {"token_head": (-1,), "token": (1, -1), "tensor": (1, 2, -1)}
-        return x.abs().amax(dim=spans[self.scale], keepdim=True) / torch.finfo(DTYPES[self.dtype]).max
+        return x.abs().amax(dim=spans[self.scale], keepdim=True).float() / torch.finfo(DTYPES[self.dtype]).max
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from .base import TINY, Buffer, Codec, Codes, Format, Levels, check_option
+from .centered import Centered
 from .packing import code_buffers, from_planes, lookup4, pack, refuses, to_planes
 from .rotation import Hadamard
 
@@ -92,10 +93,12 @@ class HiddenZeroInt4(Codec):
 
 @dataclass(frozen=True)
 class Int4(Format):
-    """INT4 by the rule of PR #5 ("hadamard"), of vLLM's int4_per_token_head ("vllm"), or in plain groups ("group")."""
+    """INT4 by the rule of PR #5 ("hadamard"), of vLLM's int4_per_token_head ("vllm"), or in plain groups ("group"). `center=True`: keys
+    are kept around their mean."""
 
     rule: Literal["hadamard", "vllm", "group"] = "hadamard"
     group_size: int = GROUP_SIZE
+    center: bool = False
 
     def __post_init__(self) -> None:
         check_option("rule", self.rule, ("hadamard", "vllm", "group"))
@@ -107,9 +110,11 @@ class Int4(Format):
     @property
     def name(self) -> str:
         rule = "" if self.rule == "hadamard" else f"_{self.rule}"
-        return f"int4{rule}" + ("" if self.group_size == GROUP_SIZE else f"_g{self.group_size}")
+        return f"int4{rule}" + ("" if self.group_size == GROUP_SIZE else f"_g{self.group_size}") + ("_centered" if self.center else "")
 
     def codecs(self) -> tuple[Codec, Codec]:
+        key: Codec = GroupInt4(self.group_size, Hadamard() if self.rule == "hadamard" else None)
+        value: Codec = GroupInt4(self.group_size)
         if self.rule == "vllm":
-            return HiddenZeroInt4(), HiddenZeroInt4()
-        return GroupInt4(self.group_size, Hadamard() if self.rule == "hadamard" else None), GroupInt4(self.group_size)
+            key = value = HiddenZeroInt4()
+        return Centered.of(key) if self.center else key, value

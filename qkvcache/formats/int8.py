@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from .base import TINY, Buffer, Codec, Codes, Format, Levels, Sharing, check_option
+from .centered import Centered
 from .uniform import Uniform
 
 
@@ -44,11 +45,13 @@ class SymmetricInt8(Codec):
 class Int8(Format):
     """INT8 with a scale for each token and head, or for each token over all heads.
 
-    `scale="token"` crosses heads, so tensor parallelism changes its results; it is the RFC's rule, not the default.
+    `scale="token"` crosses heads, so tensor parallelism changes its results; it is the RFC's rule, not the default. `center=True`: keys are
+    kept around their mean.
     """
 
     scale: Literal["token_head", "token"] = "token_head"
     symmetric: bool = True
+    center: bool = False
 
     def __post_init__(self) -> None:
         check_option("scale", self.scale, ("token_head", "token"))
@@ -57,8 +60,9 @@ class Int8(Format):
 
     @property
     def name(self) -> str:
-        return "int8" + ("_token" if self.scale == "token" else "") + ("" if self.symmetric else "_asymmetric")
+        options = ("_token", self.scale == "token"), ("_asymmetric", not self.symmetric), ("_centered", self.center)
+        return "int8" + "".join(option for option, chosen in options if chosen)
 
     def codecs(self) -> tuple[Codec, Codec]:
         codec = SymmetricInt8(self.scale) if self.symmetric else Uniform(bits=8)
-        return codec, codec
+        return Centered.of(codec) if self.center else codec, codec

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from .base import Buffer, Codec, Codes, Format, Levels, check_option
+from .centered import Centered
 from .fp8 import VALUES as FLOAT8
 from .packing import as_rows, code_buffers, constants, from_planes, lookup_words, rank, to_planes
 from .rotation import exact_dtype
@@ -118,16 +119,19 @@ def _least_error(magnitudes: Tensor, candidates: list[Tensor]) -> Tensor:
 
 @dataclass(frozen=True)
 class NVFP4(Format):
-    """NVFP4, with the search for a block's scale that `scale_search` names: more work when storing, the same when reading."""
+    """NVFP4, with the search for a block's scale that `scale_search` names: more work when storing, the same when reading. `center=True`
+    keeps keys around their mean."""
 
     scale_search: Literal["amax", "four_over_six", "mse"] = "amax"
+    center: bool = False
 
     def __post_init__(self) -> None:
         check_option("scale_search", self.scale_search, ("amax", "four_over_six", "mse"))
 
     @property
     def name(self) -> str:
-        return "nvfp4" + ("" if self.scale_search == "amax" else f"_{self.scale_search}")
+        return "nvfp4" + ("" if self.scale_search == "amax" else f"_{self.scale_search}") + ("_centered" if self.center else "")
 
     def codecs(self) -> tuple[Codec, Codec]:
-        return BlockFP4(self.scale_search), BlockFP4(self.scale_search)
+        codec = BlockFP4(self.scale_search)
+        return Centered.of(codec) if self.center else codec, codec

@@ -22,6 +22,7 @@ from typing import Literal
 import torch
 
 from .base import Codec, Format, check_option
+from .centered import Centered
 from .int8 import SymmetricInt8
 from .rotated import LloydMax, Rotated
 from .uniform import Uniform
@@ -33,18 +34,19 @@ PRESETS: dict[Preset, tuple[Literal[3, 4, 8], Literal[3, 4]]] = {"k8v4": (8, 4),
 
 @dataclass(frozen=True)
 class TurboQuant(Format):
-    """TurboQuant: `preset` says how many bits keys and values get."""
+    """TurboQuant: `preset` says how many bits keys and values get. `center=True` keeps keys around their mean."""
 
     preset: Preset = "4bit_nc"
+    center: bool = False
 
     def __post_init__(self) -> None:
         check_option("preset", self.preset, PRESETS)
 
     @property
     def name(self) -> str:
-        return f"turboquant_{self.preset}"
+        return f"turboquant_{self.preset}" + ("_centered" if self.center else "")
 
     def codecs(self) -> tuple[Codec, Codec]:
         key_bits, value_bits = PRESETS[self.preset]
         key = SymmetricInt8(scale_dtype=torch.float16) if key_bits == 8 else Rotated(LloydMax(key_bits))
-        return key, Uniform(value_bits)
+        return Centered.of(key) if self.center else key, Uniform(value_bits)

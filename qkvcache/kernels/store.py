@@ -112,11 +112,11 @@ class Store:
             roles = {buffer.name: buffer.role for buffer in codec.buffers(x.shape[3])}
             yield from ((roles[name], plane) for name, plane in (codes | once).items())
 
-    def fit(self, x: tuple[Tensor, Tensor]) -> None:
-        """Fills the buffers that are kept once, from the first tokens."""
+    def fit(self, x: tuple[Tensor, Tensor], real: Tensor | None = None) -> None:
+        """Fills the buffers that are kept once, from the first tokens, as far as they are `real`."""
         for codec, once, new in zip(self.codecs, self.once, x, strict=True):
             if once:
-                for name, value in codec.fit(new).items():
+                for name, value in codec.fit(new, real).items():
                     once[name].copy_(value)
 
     # Where the host knows the counts.

@@ -3,7 +3,8 @@
 One program is one warp: it takes one split of the tokens of one (sequence, KV head) for all query heads of the group. Tokens are the rows
 of both matrix products (scores^T = K q^T, output^T = V^T p^T), so that a tensor core serves eight query rows without waste, each code is
 unpacked once and in the registers where the product wants it (`triton_unpack.py`), and warps share nothing. Codes stream through cp.async.
-A key's scale multiplies its scores, and a mean of keys is added to them; a value's scale joins the exponent, so that the weights that multiply codes never exceed 1:
+A key's scale multiplies its scores, and what the mean of keys gives is added; a value's scale joins the exponent, so that the weights that
+multiply codes never exceed 1:
 
     u = s + log2(scale);  m = max u;  w = 2^(u - m);  output = sum w * number;  normaliser = sum w / scale
 

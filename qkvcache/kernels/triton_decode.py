@@ -269,8 +269,8 @@ def _lloyd_levels(code, BITS: tl.constexpr):
 @triton.jit(do_not_specialize=["tokens", "heads"])
 def _decode_kernel(
     out, ob, oh, ot, table, codes, cb, ch, high, hb, hh, scales, sb, sh, center, eb, eh, tokens, heads,
-    KIND: tl.constexpr, OPTION: tl.constexpr, ROTATION: tl.constexpr, SPAN: tl.constexpr, CENTERED: tl.constexpr, D: tl.constexpr, P: tl.constexpr,
-    ACROSS: tl.constexpr, ALONG: tl.constexpr,
+    KIND: tl.constexpr, OPTION: tl.constexpr, ROTATION: tl.constexpr, SPAN: tl.constexpr, CENTERED: tl.constexpr,
+    D: tl.constexpr, P: tl.constexpr, ACROSS: tl.constexpr, ALONG: tl.constexpr,
 ):  # fmt: skip
     N: tl.constexpr = ACROSS * ALONG
     b = tl.program_id(1).to(tl.int64)

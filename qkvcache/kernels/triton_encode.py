@@ -234,8 +234,8 @@ def tile_of(heads, ACROSS: tl.constexpr, ALONG: tl.constexpr):
 @triton.jit
 def _encode_side(
     x, xb, xh, xt, table, codes, cb, ch, high, hb, hh, scales, sb, sh, center, eb, eh, start, tokens, heads,
-    KIND: tl.constexpr, OPTION: tl.constexpr, ROTATION: tl.constexpr, SPAN: tl.constexpr, CENTERED: tl.constexpr, D: tl.constexpr, P: tl.constexpr,
-    ACROSS: tl.constexpr, ALONG: tl.constexpr,
+    KIND: tl.constexpr, OPTION: tl.constexpr, ROTATION: tl.constexpr, SPAN: tl.constexpr, CENTERED: tl.constexpr,
+    D: tl.constexpr, P: tl.constexpr, ACROSS: tl.constexpr, ALONG: tl.constexpr,
 ):  # fmt: skip
     b, h0, t0 = tile_of(heads, ACROSS, ALONG)
     i = tl.arange(0, ACROSS * ALONG)
@@ -254,8 +254,8 @@ def _encode_side(
 @triton.jit
 def store_tile(
     raw, live, b, h0, slot, table, codes, cb, ch, high, hb, hh, scales, sb, sh, center, eb, eh,
-    KIND: tl.constexpr, OPTION: tl.constexpr, ROTATION: tl.constexpr, SPAN: tl.constexpr, CENTERED: tl.constexpr, D: tl.constexpr, P: tl.constexpr,
-    ACROSS: tl.constexpr, ALONG: tl.constexpr,
+    KIND: tl.constexpr, OPTION: tl.constexpr, ROTATION: tl.constexpr, SPAN: tl.constexpr, CENTERED: tl.constexpr,
+    D: tl.constexpr, P: tl.constexpr, ACROSS: tl.constexpr, ALONG: tl.constexpr,
 ):  # fmt: skip
     """Encodes vectors `[ALONG * ACROSS, P]`, those that are `live`, into the slots from `slot` on of the heads from `h0` on. `slot` may be
     one for each vector, if these are of one token."""
@@ -380,8 +380,10 @@ def _encode_kernel(
     kx, kxb, kxh, kxt, ktable, kcodes, kcb, kch, khigh, khb, khh, kscales, ksb, ksh, kcenter, keb, keh,
     vx, vxb, vxh, vxt, vtable, vcodes, vcb, vch, vhigh, vhb, vhh, vscales, vsb, vsh, vcenter, veb, veh,
     start, tokens, heads,
-    KKIND: tl.constexpr, KOPTION: tl.constexpr, KROTATION: tl.constexpr, KSPAN: tl.constexpr, KCENTERED: tl.constexpr, KD: tl.constexpr, KP: tl.constexpr,
-    VKIND: tl.constexpr, VOPTION: tl.constexpr, VROTATION: tl.constexpr, VSPAN: tl.constexpr, VCENTERED: tl.constexpr, VD: tl.constexpr, VP: tl.constexpr,
+    KKIND: tl.constexpr, KOPTION: tl.constexpr, KROTATION: tl.constexpr, KSPAN: tl.constexpr, KCENTERED: tl.constexpr,
+    KD: tl.constexpr, KP: tl.constexpr,
+    VKIND: tl.constexpr, VOPTION: tl.constexpr, VROTATION: tl.constexpr, VSPAN: tl.constexpr, VCENTERED: tl.constexpr,
+    VD: tl.constexpr, VP: tl.constexpr,
     ACROSS: tl.constexpr, ALONG: tl.constexpr,
 ):  # fmt: skip
     if tl.program_id(2) == 0:

@@ -21,7 +21,8 @@ def reduce_kernel(
     V: tl.constexpr, DV: tl.constexpr, C: tl.constexpr, G: tl.constexpr, R: tl.constexpr, S: tl.constexpr, SINKS: tl.constexpr,
     EXACT: tl.constexpr, TURN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One program for `C` channels of a query row: joins the splits, adds the mean of values, turns back what was stored rotated, divides. `lse` in base e."""
+    """One program for `C` channels of a query row: joins the splits, adds the mean of values, turns back what was stored rotated, divides.
+    `lse` in base e."""
     row = tl.program_id(0)
     bh = tl.program_id(1)
     b = bh // heads

@@ -60,8 +60,8 @@ def place_kv(codecs: tuple[Codec, Codec], planes: tuple[Codes, Codes], x: tuple[
 @triton.jit
 def _place_side(
     x, xb, xh, table, codes, cb, ch, high, hb, hh, scales, sb, sh, center, eb, eh, where, wb, wh, heads,
-    KIND: tl.constexpr, OPTION: tl.constexpr, ROTATION: tl.constexpr, SPAN: tl.constexpr, CENTERED: tl.constexpr, D: tl.constexpr, P: tl.constexpr,
-    ACROSS: tl.constexpr, ALONG: tl.constexpr,
+    KIND: tl.constexpr, OPTION: tl.constexpr, ROTATION: tl.constexpr, SPAN: tl.constexpr, CENTERED: tl.constexpr,
+    D: tl.constexpr, P: tl.constexpr, ACROSS: tl.constexpr, ALONG: tl.constexpr,
 ):  # fmt: skip
     b, h0, _ = tile_of(heads, ACROSS, ALONG)
     i = tl.arange(0, ACROSS * ALONG)
@@ -80,8 +80,10 @@ def _place_side(
 def _place_kernel(
     kx, kxb, kxh, ktable, kcodes, kcb, kch, khigh, khb, khh, kscales, ksb, ksh, kcenter, keb, keh,
     vx, vxb, vxh, vtable, vcodes, vcb, vch, vhigh, vhb, vhh, vscales, vsb, vsh, vcenter, veb, veh, where, wb, wh, heads,
-    KKIND: tl.constexpr, KOPTION: tl.constexpr, KROTATION: tl.constexpr, KSPAN: tl.constexpr, KCENTERED: tl.constexpr, KD: tl.constexpr, KP: tl.constexpr,
-    VKIND: tl.constexpr, VOPTION: tl.constexpr, VROTATION: tl.constexpr, VSPAN: tl.constexpr, VCENTERED: tl.constexpr, VD: tl.constexpr, VP: tl.constexpr,
+    KKIND: tl.constexpr, KOPTION: tl.constexpr, KROTATION: tl.constexpr, KSPAN: tl.constexpr, KCENTERED: tl.constexpr,
+    KD: tl.constexpr, KP: tl.constexpr,
+    VKIND: tl.constexpr, VOPTION: tl.constexpr, VROTATION: tl.constexpr, VSPAN: tl.constexpr, VCENTERED: tl.constexpr,
+    VD: tl.constexpr, VP: tl.constexpr,
     ACROSS: tl.constexpr, ALONG: tl.constexpr,
 ):  # fmt: skip
     if tl.program_id(2) == 0:
@@ -100,8 +102,8 @@ def _place_kernel(
 def _step_side(
     x, xb, xh, xt, ring, rb, rh, first, fb, fh, table, codes, cb, ch, high, hb, hh, scales, sb, sh, center, eb, eh,
     seen, body, fits, first_slots, ring_slots, tokens, heads,
-    KIND: tl.constexpr, OPTION: tl.constexpr, ROTATION: tl.constexpr, SPAN: tl.constexpr, CENTERED: tl.constexpr, D: tl.constexpr, P: tl.constexpr,
-    ACROSS: tl.constexpr, ALONG: tl.constexpr,
+    KIND: tl.constexpr, OPTION: tl.constexpr, ROTATION: tl.constexpr, SPAN: tl.constexpr, CENTERED: tl.constexpr,
+    D: tl.constexpr, P: tl.constexpr, ACROSS: tl.constexpr, ALONG: tl.constexpr,
 ):  # fmt: skip
     b, h0, t0 = tile_of(heads, ACROSS, ALONG)
     i = tl.arange(0, ACROSS * ALONG)
@@ -131,8 +133,10 @@ def _step_kernel(
     kx, kxb, kxh, kxt, kring, krb, krh, kfirst, kfb, kfh, ktable, kcodes, kcb, kch, khigh, khb, khh, kscales, ksb, ksh, kcenter, keb, keh,
     vx, vxb, vxh, vxt, vring, vrb, vrh, vfirst, vfb, vfh, vtable, vcodes, vcb, vch, vhigh, vhb, vhh, vscales, vsb, vsh, vcenter, veb, veh,
     state, first_slots, ring_slots, limit, tokens, heads,
-    KKIND: tl.constexpr, KOPTION: tl.constexpr, KROTATION: tl.constexpr, KSPAN: tl.constexpr, KCENTERED: tl.constexpr, KD: tl.constexpr, KP: tl.constexpr,
-    VKIND: tl.constexpr, VOPTION: tl.constexpr, VROTATION: tl.constexpr, VSPAN: tl.constexpr, VCENTERED: tl.constexpr, VD: tl.constexpr, VP: tl.constexpr,
+    KKIND: tl.constexpr, KOPTION: tl.constexpr, KROTATION: tl.constexpr, KSPAN: tl.constexpr, KCENTERED: tl.constexpr,
+    KD: tl.constexpr, KP: tl.constexpr,
+    VKIND: tl.constexpr, VOPTION: tl.constexpr, VROTATION: tl.constexpr, VSPAN: tl.constexpr, VCENTERED: tl.constexpr,
+    VD: tl.constexpr, VP: tl.constexpr,
     ACROSS: tl.constexpr, ALONG: tl.constexpr,
 ):  # fmt: skip
     seen = tl.load(state)
@@ -140,13 +144,15 @@ def _step_kernel(
     fits = seen + tokens <= limit
     if tl.program_id(2) == 0:
         _step_side(
-            kx, kxb, kxh, kxt, kring, krb, krh, kfirst, kfb, kfh, ktable, kcodes, kcb, kch, khigh, khb, khh, kscales, ksb, ksh, kcenter, keb, keh,
-            seen, body, fits, first_slots, ring_slots, tokens, heads, KKIND, KOPTION, KROTATION, KSPAN, KCENTERED, KD, KP, ACROSS, ALONG,
+            kx, kxb, kxh, kxt, kring, krb, krh, kfirst, kfb, kfh, ktable, kcodes, kcb, kch, khigh, khb, khh,
+            kscales, ksb, ksh, kcenter, keb, keh, seen, body, fits, first_slots, ring_slots, tokens, heads,
+            KKIND, KOPTION, KROTATION, KSPAN, KCENTERED, KD, KP, ACROSS, ALONG,
         )  # fmt: skip
     else:
         _step_side(
-            vx, vxb, vxh, vxt, vring, vrb, vrh, vfirst, vfb, vfh, vtable, vcodes, vcb, vch, vhigh, vhb, vhh, vscales, vsb, vsh, vcenter, veb, veh,
-            seen, body, fits, first_slots, ring_slots, tokens, heads, VKIND, VOPTION, VROTATION, VSPAN, VCENTERED, VD, VP, ACROSS, ALONG,
+            vx, vxb, vxh, vxt, vring, vrb, vrh, vfirst, vfb, vfh, vtable, vcodes, vcb, vch, vhigh, vhb, vhh,
+            vscales, vsb, vsh, vcenter, veb, veh, seen, body, fits, first_slots, ring_slots, tokens, heads,
+            VKIND, VOPTION, VROTATION, VSPAN, VCENTERED, VD, VP, ACROSS, ALONG,
         )  # fmt: skip
     tl.debug_barrier()
     programs = tl.num_programs(0) * tl.num_programs(1) * tl.num_programs(2)

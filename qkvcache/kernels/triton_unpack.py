@@ -85,12 +85,11 @@ def words(codec: Codec) -> Words | None:
         case BlockFP4():
             return Words("e2m1", 4, "block", unit=2.0**8, group=BLOCK)
         case Rotated(quantizer=LloydMax(bits=bits)):
-            return Words(f"lut{bits}", 4 if bits == 4 else 8, "fp16", unit=GRID[bits][0], offset=1024.0 + _HALF[bits] - 0.5, rotated=rotated)
+            step, half = GRID[bits][0], _HALF[bits]
+            return Words(f"lut{bits}", 4 if bits == 4 else 8, "fp16", unit=step, offset=1024.0 + half - 0.5, rotated=rotated)
         case Rotated(quantizer=Trellis(bits=bits)):
             tiny = 2.0**-24  # what a one reads in the lowest bit of fp16
-            return Words(
-                f"trellis{bits}", 8, "fp16", unit=TRELLIS[bits][0] / tiny, offset=(_TRELLIS_HALF - 0.5) * tiny, rotated=rotated
-            )
+            return Words(f"trellis{bits}", 8, "fp16", unit=TRELLIS[bits][0] / tiny, offset=(_TRELLIS_HALF - 0.5) * tiny, rotated=rotated)
     return None
 
 
@@ -222,6 +221,8 @@ lop3.b32 {4}, t, 0x03800380, 0x48004800, 0xea;
 _ASM_INT3 = tl.constexpr(
     "{ .reg .b32 h, e, o, t;" + _NIBBLES3 + _INT3.format("e", "$0", "$2", "$4", "$6") + _INT3.format("o", "$1", "$3", "$5", "$7") + "}"
 )
+
+
 def _read(low: int, high: int, mask: int) -> str:
     """Nibbles of two words to the bytes of a table of two words that they select."""
     return f"""

@@ -23,7 +23,7 @@ def admit(bodies: tuple[Slots, Slots], ledger: Ledger, arrived: Both, records: R
     """
     held, count = bodies[0].length, records["positions"].shape[-1]
     if held + count <= limit and own is None:
-        append_both(bodies, arrived, block)
+        append_both(bodies, arrived, block, _real(ledger, records))
         ledger.body = {name: torch.cat([x, records[name]], dim=-1) for name, x in ledger.body.items()}
         return True
     size = min(limit, held + count)
@@ -38,7 +38,7 @@ def admit(bodies: tuple[Slots, Slots], ledger: Ledger, arrived: Both, records: R
     occupied = F.pad(ledger.body["positions"] >= 0, (0, size - held))
     stays = F.pad(stays[..., :held], (0, size - held))
     where = _first_of([occupied & ~stays, ~occupied], places)
-    _write(bodies, arrived, new, where, accepted, size - held, block)
+    _write(bodies, arrived, _real(ledger, records), new, where, accepted, size - held, block)
     for name, x in ledger.body.items():
         x = F.pad(x, (0, size - held), value=-1)
         x = x.masked_fill(~stays, -1) if name == "positions" else x
@@ -58,12 +58,19 @@ def _stays(ledger: Ledger, records: Records, size: int, own: Tensor | None) -> T
     return stays & (union["positions"] >= 0)
 
 
-def _write(bodies: tuple[Slots, Slots], arrived: Both, new: Tensor, where: Tensor, accepted: Tensor, more: int, block: int) -> None:
+def _real(ledger: Ledger, records: Records) -> Tensor | None:
+    """Which of the tokens that come are no padding, bool `[B, N]`; None where no row has any."""
+    return None if ledger.seen is None else records["positions"][:, 0] >= 0
+
+
+def _write(
+    bodies: tuple[Slots, Slots], arrived: Both, real: Tensor | None, new: Tensor, where: Tensor, accepted: Tensor, more: int, block: int
+) -> None:
     """Encodes what arrived, adds `more` slots, and puts the tokens `new` `[B, H, N]` into the slots `where`."""
     fresh = Slots(bodies[0].codec, bodies[0].head_dim), Slots(bodies[1].codec, bodies[1].head_dim)
     for slots, body in zip(fresh, bodies, strict=True):
         slots.once = body.once
-    append_both(fresh, arrived, block)
+    append_both(fresh, arrived, block, real)
     for slots, body, x in zip(fresh, bodies, arrived, strict=True):
         body.once = slots.once
         body.grow(more, x)

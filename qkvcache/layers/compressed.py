@@ -19,6 +19,7 @@ from transformers.cache_utils import CacheLayerMixin
 from ..attention.handle import KVHandle
 from ..formats.base import Codec, Format
 from ..kernels import Body, Exact, Packed, Payload, Segment, Side, dense, on_triton, slab_table
+from .fitting import Fitting
 from .slots import PAGE, Slots, append_both
 
 BLOCK = 2**20
@@ -103,7 +104,7 @@ class Zones:
         yield from self.body.tensors()
 
 
-class CompressedLayer(CacheLayerMixin):
+class CompressedLayer(Fitting, CacheLayerMixin):
     """A layer that keeps its tokens in `format`, with `exact_first` and `exact_recent` of them in the model's dtype.
 
     `update` returns plain tensors while the layer is empty, so that a prefill runs the model's own kernel on exact keys and values, and
@@ -139,6 +140,7 @@ class CompressedLayer(CacheLayerMixin):
         Raises ValueError for a batch, head count, head_dim or dtype other than what is stored; nothing is stored then.
         """
         self._check(key_states, value_states)
+        self.settle()
         if self.zones is None:
             self.lazy_initialization(key_states, value_states)
         key, value = self.zones  # type: ignore[misc]
@@ -154,7 +156,10 @@ class CompressedLayer(CacheLayerMixin):
         else:
             payload = self._payload()
             result = KVHandle(payload, payload.key), KVHandle(payload, payload.value)
-        self._settle()
+        if empty and any(zone.body.codec.keeps(zone.body.head_dim) for zone in (key, value)):
+            self.wait(key_states)
+        else:
+            self.take_in()
         return result
 
     def _payload(self) -> Payload:
@@ -171,9 +176,11 @@ class CompressedLayer(CacheLayerMixin):
         return Payload(key.side(), value.side(), body, (key.first, value.first, key.recent, value.recent))
 
     @torch.no_grad()
-    def _settle(self) -> None:
+    def take_in(self, real: Tensor | None = None) -> None:
         """After a step: tokens move to the zones where they belong."""
         key, value = self.zones  # type: ignore[misc]
+        for zone in (key, value):
+            zone.body.fit(zone.recent.detach(), real)
         keys, values = key.leave(), value.leave()
         if keys is not None and values is not None:
             append_both((key.body, value.body), (keys, values), min(key.block, value.block))
@@ -211,11 +218,13 @@ class CompressedLayer(CacheLayerMixin):
         if tokens_to_remove > 0:
             raise ValueError(f"crop({tokens_to_remove}): pass a negative number, the count of tokens to remove from the end")
         if tokens_to_remove and self.zones:
+            self.settle()
             for zone in self.zones:
                 zone.truncate(zone.length + tokens_to_remove)
 
     def reset(self) -> None:
         self.zones = self._table = None
+        self.waiting = False
         self.is_initialized = False
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -235,6 +244,7 @@ class CompressedLayer(CacheLayerMixin):
             self._map(lambda x: x.to(self.device, non_blocking=True))
 
     def _map(self, fn: Callable[[Tensor], Tensor]) -> None:
+        self.settle()
         self._table = None  # it says where tensors were
         for zone in self.zones or ():
             zone.map(fn)
@@ -243,6 +253,7 @@ class CompressedLayer(CacheLayerMixin):
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Every live tensor with its role: `codes`, `scales`, `exact` or `bookkeeping`."""
+        self.settle()
         for zone in self.zones or ():
             yield from zone.tensors()
         if self._table is not None:
@@ -257,6 +268,7 @@ class CompressedLayer(CacheLayerMixin):
         """All stored tokens decoded into the model's dtype, `[B, H, T, D]` each. Allocates the dense layer."""
         if not self.zones:
             raise ValueError("the layer is empty")
+        self.settle()
         key, value = self.zones
         return dense(key.side()), dense(value.side())
 

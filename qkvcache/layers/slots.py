@@ -60,10 +60,14 @@ class Slots:
             }
         )
 
+    def fit(self, x: Tensor, real: Tensor | None = None) -> None:
+        """Fills the buffers that are kept once, if nothing has, from `x` `[B, H, T, D]`, as far as it is `real`, bool `[B, T]`."""
+        if not self.once:
+            self.once = self.codec.fit(x, real)
+
     def append(self, x: Tensor) -> None:
         """Encodes `x` `[B, H, T, D]` into the next `T` slots."""
-        if not self.once:
-            self.once = self.codec.fit(x)
+        self.fit(x)
         codes = self.codec.encode(x, self.once)
         self.reserve(x.shape[2], x)
         for slab, at, new in self.free(x.shape[2]):
@@ -108,11 +112,11 @@ class Slots:
                     plane[:, :, at : at + part.stop - part.start].zero_()
         self.length += tokens
 
-    def move(self, planes: Codes, slots: int, like: Tensor) -> None:
+    def move(self, planes: Codes, slots: int, like: Tensor, real: Tensor | None) -> None:
         """Moves what is stored into `planes`, buffers kept once among them, of `slots` slots, all of which count as used then. `like`:
-        tokens to fit those from, if nothing is stored yet."""
-        if not self.once and like.shape[2]:
-            self.once = self.codec.fit(like)
+        tokens to fit those from, if nothing is stored yet, as far as they are `real`."""
+        if like.shape[2]:
+            self.fit(like, real)
         self._join()
         for slab, used in ((self.slabs[0] if self.slabs else {}, self.length), (self.once, 1)):
             for name, x in slab.items():
@@ -158,19 +162,18 @@ class Slots:
                 yield roles[name], tensor
 
 
-def append_both(slots: tuple[Slots, Slots], x: tuple[Tensor, Tensor], block: int) -> None:
-    """Encodes keys and values `[B, H, T, D]` into the next `T` slots: in one launch where there is a kernel, else by `block` tokens."""
+def append_both(slots: tuple[Slots, Slots], x: tuple[Tensor, Tensor], block: int, real: Tensor | None = None) -> None:
+    """Encodes keys and values `[B, H, T, D]` into the next `T` slots: in one launch where there is a kernel, else by `block` tokens. Those
+    that are `real`, bool `[B, T]` (None: all), say what is kept once."""
     for side, new in zip(slots, x, strict=True):
         side.reserve(new.shape[2], new)
+        side.fit(new, real)
     key, value = slots
     if not encodes((key.codec, value.codec), x):
         for side, new in zip(slots, x, strict=True):
             for part in new.split(block, dim=2):
                 side.append(part)
         return
-    for side, new in zip(slots, x, strict=True):
-        if not side.once:
-            side.once = side.codec.fit(new[:, :, :block])
     tokens = x[0].shape[2]
     for (k_slab, at, part), (v_slab, _, _) in zip(key.free(tokens), value.free(tokens), strict=True):
         parts = (x[0][:, :, part], x[1][:, :, part])

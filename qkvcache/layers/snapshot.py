@@ -100,6 +100,7 @@ def snapshot(layer: Layer, tokens: int | None = None, row: int = 0) -> Snapshot:
     if type(layer) is PLACEHOLDER:
         return Snapshot("empty")
     if isinstance(layer, CompressedLayer):
+        layer.settle()
         if not layer.zones:
             return Snapshot("empty")
         for side, zone in zip(SIDES, layer.zones, strict=True):

@@ -36,6 +36,8 @@ class StaticLayer(Counted, CompressedLayer):
         self._forget()
 
     def _forget(self) -> None:
+        self.pending: tuple[Tensor, Tensor] | None = None
+        self.waiting = False
         self.fresh = True
         self.body = 0
         self.start_counting()
@@ -78,12 +80,15 @@ class StaticLayer(Counted, CompressedLayer):
         new = key_states.detach(), value_states.detach()
         with_gradient = torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad)
         result: tuple[Tensor | KVHandle, Tensor | KVHandle] = key_states, value_states
-        if self.fresh:
-            store.fit(new)
-        elif with_gradient:
+        if self.fresh and any(store.once):
+            self.pending, self.fresh = new, False
+            self.wait(key_states)
+            self.advance(tokens)
+            return result
+        if with_gradient and not self.fresh:
             payload = self._payload_of_chunk((key_states, value_states))
             result = dense(payload.key), dense(payload.value)  # codes carry no gradient, the new tokens do
-        elif tokens > 1:
+        elif tokens > 1 and not self.fresh:
             result = _handles(self._payload_of_chunk(new))
         with torch.no_grad():
             if tokens == 1 and not self.fresh:
@@ -95,6 +100,16 @@ class StaticLayer(Counted, CompressedLayer):
             result = _handles(store.payload(store.sides(self.seen, self.body, self._block())))
         self.fresh = False
         return result
+
+    def take_in(self, real: Tensor | None = None) -> None:
+        """Stores the prompt, of which attention has said now what is padding."""
+        store, (new, self.pending) = self.store, (self.pending, None)
+        store.fit(new, real)  # type: ignore[union-attr, arg-type]
+        append(store, new, 0, 0, self._block())  # type: ignore[arg-type]
+
+    def count(self) -> None:
+        self.settle()
+        super().count()
 
     def _update_compiled(self, key_states: Tensor, value_states: Tensor):
         """`update` without a number that changes: it may only write what it notes for the host."""
@@ -210,6 +225,7 @@ class StaticLayer(Counted, CompressedLayer):
             tensor.copy_(tensor.index_select(0, beam_idx.to(tensor.device)))
 
     def _map(self, fn: Callable[[Tensor], Tensor]) -> None:
+        self.settle()
         if self.store is not None:
             with torch.inference_mode(False):
                 self._hold(self.store.map(fn))

@@ -164,9 +164,10 @@ class StaticEvictingLayer(Counted, EvictingLayer):
         held.seen.copy_(ledger.rows_seen()[:, 0, 0])
         place = (torch.arange(ring, device=self.device) - (held.seen - recent)[:, None]) % ring  # of each slot, among the recent
         there = (place < recent)[:, None]
+        real = torch.cat([ledger.first, ledger.recent["positions"][:, 0] >= 0], dim=-1)
         place = place.clamp_max(max(recent - 1, 0))
         for zone, first, last, planes in zip(zones, held.first, held.ring, held.planes, strict=True):
-            zone.body.move(planes, self._slots, torch.cat([zone.first, zone.recent], dim=2))
+            zone.body.move(planes, self._slots, torch.cat([zone.first, zone.recent], dim=2), real)
             first[:, :, : zone.first.shape[2]] = zone.first
             if recent:
                 last.copy_(torch.where(there[..., None], take(zone.recent, place), 0))

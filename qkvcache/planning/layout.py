@@ -120,19 +120,20 @@ def _compressed(layer: CompressedLayer, shape: Shape, itemsize: int, seen: int, 
     exact = (first + recent) * 2 * shape.heads * shape.head_dim * itemsize
     sizes, slots = {"codes": 0, "scales": 0}, zones.capacity(seen)
     for codec in (layer.format.key, layer.format.value):
-        for role, size in _slots(codec, shape, itemsize, slots, isinstance(layer, EvictingLayer)):
+        evicts = isinstance(layer, EvictingLayer)
+        for role, size in _slots(codec, shape, itemsize, slots, min(slots if evicts else seen, 1), evicts):
             sizes[role] += size
     bookkeeping = _ledger(layer, shape, first, body + recent) if isinstance(layer, EvictingLayer) else 0
     return Bytes(**sizes, exact=exact, bookkeeping=bookkeeping)
 
 
-def _slots(codec: Codec, shape: Shape, itemsize: int, slots: int, per_head: bool) -> list[tuple[str, int]]:
+def _slots(codec: Codec, shape: Shape, itemsize: int, slots: int, once: int, per_head: bool) -> list[tuple[str, int]]:
     sizes: list[tuple[str, int]] = []
     for buffer in codec.buffers(shape.head_dim):
-        once = buffer.tokens == "once"
-        heads = shape.heads if buffer.heads == "each" or (per_head and not once) else 1
+        each = buffer.tokens == "each"
+        heads = shape.heads if buffer.heads == "each" or (per_head and each) else 1
         width = (buffer.dtype.itemsize if buffer.dtype else itemsize) * buffer.width
-        sizes.append((buffer.role, width * heads * (min(slots, 1) if once else slots)))
+        sizes.append((buffer.role, width * heads * (slots if each else once)))
     return sizes
 
 

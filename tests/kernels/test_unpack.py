@@ -89,7 +89,9 @@ def test_bytes(codec, table, arch):
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-@pytest.mark.parametrize("codec", [Uniform(4), HiddenZeroInt4(), GroupInt4(), Rotated(LloydMax(4))], ids=["uniform", "hidden", "group", "lloyd"])
+@pytest.mark.parametrize(
+    "codec", [Uniform(4), HiddenZeroInt4(), GroupInt4(), Rotated(LloydMax(4))], ids=["uniform", "hidden", "group", "lloyd"]
+)
 def test_nibbles(codec, arch):
     table = {"Uniform": range(16), "HiddenZeroInt4": range(16), "GroupInt4": range(-8, 8), "Rotated": grid_levels(4)}[type(codec).__name__]
     numbers = levels(codec, planes(words(codec).kind, 4, ALL_WORDS, arch))

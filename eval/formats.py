@@ -1,0 +1,253 @@
+"""Quality of every format at its bytes, on the embedded model and on twins of other families; rows in eval/results/formats.jsonl.
+
+    python eval/formats.py quality ablation recall [--model DIR ...]    what is named, or all of them, on these models too
+    python eval/formats.py --show | --plot                              tables | the png, from the rows
+
+quality   KL divergence and perplexity of every format, exact zones off and at their defaults.
+ablation  what each part of HadaQuant brings: rotated values, means, an equalizer, which side gets the bits; where a mean comes from.
+recall    of 20 code words in 2,000 tokens, through real caches, zones off.
+
+The model reads 8 windows of 2,000 tokens exactly, and then 96 tokens more, each of which sees those before it as a cache would hand them
+back: exact in the zones, from their codes elsewhere, means frozen after the 2,000. All 96 are read in one forward pass, in which attention
+chooses token by token, so that a format takes seconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from formats_tables import plot, show
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from qkvcache import CompressedCache, demo
+from qkvcache.formats import NVFP4, REGISTRY, Codec, Codes, Format, Levels
+from qkvcache.formats.base import Buffer
+from qkvcache.formats.centered import Centered
+from qkvcache.formats.rotated import LloydMax, Rotated
+from qkvcache.harness.quality import Passages, RecallSet, divergence, recall
+from qkvcache.harness.rows import read_rows, replace_rows
+
+RESULTS = Path(__file__).parent / "results" / "formats.jsonl"
+CONTEXT, WINDOWS, READ_ON, CASES = 2000, 8, 96, 20
+OFF, DEFAULT = (0, 0), (4, 64)
+QUALITY = [
+    "int8", "int8_centered", "fp8", "turboquant_k8v4", "int4", "nvfp4", "nvfp4_four_over_six", "nvfp4_mse", "nvfp4_mse_centered",
+    "int4_vllm", "turboquant_4bit_nc", "hadaquant_k4v4", "turboquant_k3v4_nc", "hadaquant_k4v3", "hadaquant_k4v3_trellis",
+    "turboquant_3bit_nc", "hadaquant_k3v3", "hadaquant_k3v3_trellis", "hadaquant_k3v2", "hadaquant_k3v2_trellis", "hadaquant_k2v2",
+    "hadaquant_k2v2_trellis",
+]  # fmt: skip
+RECALL = [
+    "turboquant_4bit_nc", "hadaquant_k4v4", "hadaquant_k4v3_trellis", "turboquant_3bit_nc", "hadaquant_k3v3", "hadaquant_k3v3_trellis",
+    "hadaquant_k3v2_trellis", "hadaquant_k2v2_trellis",
+]  # fmt: skip
+Sides = tuple[Codec | None, Codec | None]
+
+
+@dataclass(frozen=True)
+class Trial(Codec):
+    """`codec` of `(x - mean) / s`, with `s` the channels' spread to `power`, in pairs as RoPE has them; the mean over the first
+    `tokens`, or the last if that is negative, or all."""
+
+    codec: Codec
+    tokens: int = 0
+    power: float = 0.0
+
+    def buffers(self, head_dim: int) -> tuple[Buffer, ...]:
+        return (*self.codec.buffers(head_dim), *(Buffer(name, torch.float32, head_dim, "scales", tokens="once") for name in ("mean", "s")))
+
+    def fit(self, x: Tensor, real: Tensor | None = None) -> Codes:
+        part = x[:, :, self.tokens :] if self.tokens < 0 else x[:, :, : self.tokens or None]
+        mean = part.mean(2, keepdim=True)
+        spread = (x - mean).square().mean(2, keepdim=True).unflatten(-1, (2, -1)).mean(-2).sqrt().repeat(1, 1, 1, 2)
+        s = spread.clamp_min(1e-6) ** self.power
+        return {"mean": mean, "s": s / s.log().mean(-1, keepdim=True).exp()}
+
+    def encode(self, x: Tensor, once: Codes) -> Codes:
+        return self.codec.encode((x - once["mean"]) / once["s"], once)
+
+    def unpack(self, codes: Codes, head_dim: int) -> Levels:
+        return Levels(self.codec.decode(codes, head_dim) * codes["s"] + codes["mean"])
+
+
+class Bench:
+    """A model that has read the windows; `codecs` of a layer and `zones` are what its attention reads the rest through."""
+
+    def __init__(self, name: str, path: str | None):
+        self.name = name
+        self.model, self.tokenizer = demo.load(torch.float32)
+        self.ids = demo.text_ids(self.tokenizer)
+        if path:
+            self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+            assert len(AutoTokenizer.from_pretrained(demo.MODEL_PATH)) == self.model.config.vocab_size
+        apart = len(self.ids) // WINDOWS
+        windows = torch.tensor([self.ids[i * apart : i * apart + CONTEXT + READ_ON] for i in range(WINDOWS)])
+        self.rest = windows[:, CONTEXT:]
+        self.codecs: Callable[[int], Sides] = lambda layer: (None, None)
+        self.zones = OFF
+        self.encoded: dict[tuple[Codec, int, int], tuple[Codes, Tensor]] = {}
+        self.past = self._prefill(windows[:, :CONTEXT])
+        self.stock = self.model.config._attn_implementation
+        ALL_ATTENTION_FUNCTIONS.register("study", self._attention)
+        ALL_MASK_ATTENTION_FUNCTIONS.register("study", sdpa_mask)
+        self.model.set_attn_implementation("study")
+        self.dense = self._read()
+
+    @torch.no_grad()
+    def _prefill(self, context: Tensor) -> list[tuple[Tensor, Tensor]]:
+        parts = []
+        for rows in context.split(4):
+            cache = DynamicCache(config=self.model.config)
+            self.model(rows, past_key_values=cache, logits_to_keep=1)
+            parts.append([(layer.keys, layer.values) for layer in cache.layers])
+        return [tuple(torch.cat(x) for x in zip(*layer, strict=True)) for layer in zip(*parts, strict=True)]  # type: ignore[misc]
+
+    @torch.no_grad()
+    def _read(self) -> Tensor:
+        cache = DynamicCache(config=self.model.config)
+        for i, (key, value) in enumerate(self.past):
+            cache.update(key, value, i)
+        return self.model(self.rest, past_key_values=cache).logits.log_softmax(-1)
+
+    def _through(self, codec: Codec | None, x: Tensor, layer: int, side: int) -> Tensor:
+        """What a cache hands back of `x`, of which all but the last tokens are encoded once for all trials."""
+        if codec is None:
+            return x
+        dim, past = x.shape[3], x[:, :, :CONTEXT]
+        if (codec, layer, side) not in self.encoded:
+            once = codec.fit(past)
+            parts = [codec.decode(codec.encode(part, once) | once, dim) for part in past.split(500, dim=2)]
+            self.encoded[codec, layer, side] = once, torch.cat(parts, dim=2)
+        once, decoded = self.encoded[codec, layer, side]
+        return torch.cat([decoded, codec.decode(codec.encode(x[:, :, CONTEXT:], once) | once, dim)], dim=2)
+
+    def _attention(self, module, query: Tensor, key: Tensor, value: Tensor, mask=None, scaling: float = 1.0, **_) -> tuple[Tensor, None]:
+        queries, tokens = query.shape[2], key.shape[2]
+        i, j = torch.arange(tokens - queries, tokens)[:, None], torch.arange(tokens)
+        exact = (i - j <= self.zones[1]) | (j < self.zones[0])
+        sides = [(x, self._through(codec, x, module.layer_idx, n)) for n, (codec, x) in
+                 enumerate(zip(self.codecs(module.layer_idx), (key, value), strict=True))]  # fmt: skip
+        grouped = query.unflatten(1, (key.shape[1], -1)) * scaling
+        scores = [grouped @ x[:, :, None].mT for x in sides[0]]
+        p = torch.where(exact, *scores).masked_fill(j > i, -1e30).softmax(-1)
+        out = (p * exact) @ sides[1][0][:, :, None] + (p * ~exact) @ sides[1][1][:, :, None]
+        return out.flatten(1, 2).transpose(1, 2).contiguous(), None
+
+    def measure(self, label: str, codecs: Sides | Callable[[int], Sides], zones: tuple[int, int] = OFF, size: int | None = None) -> dict:
+        self.codecs, self.zones = codecs if callable(codecs) else lambda layer: codecs, zones
+        found, target = self._read(), self.rest[:, 1:, None]
+        kl = (self.dense.exp() * (self.dense - found)).sum(-1).mean(-1)
+        loss, before = (-x[:, :-1].gather(-1, target).mean() for x in (found, self.dense))
+        return {
+            "model": self.name, "label": label, "exact_first": zones[0], "exact_recent": zones[1], "bytes": size, "kl": kl.mean().item(),
+            "kl_error": (kl.std() / len(kl) ** 0.5).item(), "perplexity": loss.exp().item(), "dense_perplexity": before.exp().item(),
+            "windows": WINDOWS, "context": CONTEXT, "read_on": READ_ON,
+        }  # fmt: skip
+
+    def format(self, format: Format, zones: tuple[int, int]) -> dict:
+        return self.measure(format.name, (format.key, format.value), zones, format.bytes_per_token(128))
+
+
+def quality(bench: Bench) -> Iterator[dict]:
+    for format in map(REGISTRY.__getitem__, QUALITY):
+        for zones in (OFF, DEFAULT):
+            yield bench.format(format, zones)
+
+
+def ablation(bench: Bench) -> Iterator[dict]:
+    seed, bare = REGISTRY["turboquant_4bit_nc"], {bits: Rotated(LloydMax(bits)) for bits in (2, 3, 4)}
+    center = {bits: Centered.of(codec) for bits, codec in bare.items()}
+    last = len(bench.past) - 1
+    steps: list[tuple[str, Sides]] = [
+        ("4bit_nc", (seed.key, seed.value)),
+        ("4bit_nc, key mean", (center[4], seed.value)),
+        ("rotated values", (bare[4], bare[4])),
+        ("rotated values, key mean", (center[4], bare[4])),
+        ("rotated values, key and value mean", (center[4], center[4])),
+        ("and an equalizer, spread ^ 1/2", (Trial(bare[4], power=0.5), bare[4])),
+        ("and an equalizer, spread ^ 1/4", (Trial(bare[4], power=0.25), bare[4])),
+        ("mean of the first 64 tokens", (Trial(bare[4], 64), bare[4])),
+        ("mean of the last 64 tokens", (Trial(bare[4], -64), bare[4])),
+        ("mean of the first token", (Trial(bare[4], 1), bare[4])),
+        ("keys alone, 4 bits", (center[4], None)),
+        ("values alone, 4 bits", (None, bare[4])),
+        ("keys alone, 3 bits", (center[3], None)),
+        ("values alone, 3 bits", (None, bare[3])),
+    ]
+    steps += [(f"bits {k} / {v}", (center[k], bare[v])) for k, v in ((4, 3), (3, 4), (3, 3), (4, 2), (3, 2), (2, 3), (2, 2))]
+    for label, codecs in steps:
+        yield bench.measure(label, codecs)
+    for zones in ((4, 0), (0, 16), (0, 64), (4, 128)):
+        yield bench.measure(f"4 / 4, exact {zones[0]} + {zones[1]}", (center[4], bare[4]), zones)
+    for first, end in ((True, True), (True, False), (False, True)):
+        label = "4 / 4, exact layers: " + " and ".join(name for name, on in (("first", first), ("last", end)) if on)
+        exact = {n for n, on in ((0, first), (last, end)) if on}
+        yield bench.measure(label, lambda layer, exact=exact: (None, None) if layer in exact else (center[4], bare[4]))
+    plain, found = NVFP4(), NVFP4("mse", center=True)
+    for label, key, value in (
+        ("nvfp4", plain, plain),
+        ("nvfp4, key mean", NVFP4(center=True), plain),
+        ("nvfp4, searched", NVFP4("mse"), found),
+    ):
+        yield bench.measure(label, (key.key, value.value))
+    yield bench.measure("nvfp4, searched, key mean", (found.key, found.value))
+
+
+def recalls(bench: Bench) -> Iterator[dict]:
+    bench.model.set_attn_implementation(bench.stock)
+    cases = {seen: RecallSet.make(bench.model, bench.tokenizer, bench.ids, CONTEXT, CASES, seen=seen) for seen in (False, True)}
+    passages = Passages.read(bench.model, torch.tensor(bench.ids[: CONTEXT + READ_ON])[None], CONTEXT)  # the first window
+    for format in [None, *map(REGISTRY.get, RECALL)]:
+
+        def factory(format=format):
+            if format is None:
+                return DynamicCache(config=bench.model.config)
+            return CompressedCache(bench.model.config, format=format, exact_first=0, exact_recent=0)
+
+        found = {
+            f"recall_{'seen' if seen else 'unseen'}": recall(bench.model, bench.tokenizer, held, factory) for seen, held in cases.items()
+        }
+        row = {"model": bench.name, "label": "dense" if format is None else format.name, "cases": CASES, "context": CONTEXT} | found
+        yield row | ({} if format is None else {"kl_token_by_token": divergence(bench.model, passages, factory).kl})
+
+
+STUDIES: dict[str, Callable[[Bench], Iterator[dict]]] = {"quality": quality, "ablation": ablation, "recall": recalls}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("studies", nargs="*", metavar="study", help=f"of {', '.join(STUDIES)}")
+    parser.add_argument("--model", action="append", default=[], help="a directory made by eval/train_demo_model.py --family")
+    parser.add_argument("--show", action="store_true")
+    parser.add_argument("--plot", action="store_true")
+    args = parser.parse_args()
+    if unknown := set(args.studies) - set(STUDIES):
+        parser.error(f"unknown: {', '.join(sorted(unknown))}; expected {', '.join(STUDIES)}")
+    if args.plot:
+        plot(read_rows(RESULTS), RESULTS.with_suffix(".png"))
+    elif not args.show:
+        for path in [None, *args.model]:
+            bench = Bench("llama" if path is None else Path(path).name.removeprefix("m_"), path)
+            for study in args.studies or STUDIES:
+                rows = []
+                for row in STUDIES[study](bench):
+                    print(
+                        time.strftime("%H:%M:%S"),
+                        bench.name,
+                        row["label"],
+                        {k: round(row[k], 5) for k in row if k.startswith(("kl", "recall"))},
+                    )
+                    rows.append(row)
+                replace_rows(RESULTS, f"formats_{study}_{bench.name}", rows)
+    show(read_rows(RESULTS))
+
+
+if __name__ == "__main__":
+    main()

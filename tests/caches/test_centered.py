@@ -1,0 +1,108 @@
+"""Means of keys in whole caches: what padding does to them, when they are taken, and what they survive."""
+
+import pytest
+import torch
+from matrix import ATTENTION, UNSUPPORTED, model
+from transformers import DynamicCache
+
+from qkvcache import CompressedCache, HadaQuantCache, policies
+from qkvcache.formats import HadaQuant
+
+KINDS = {
+    "growing": lambda config, **options: HadaQuantCache(config, exact_first=0, exact_recent=4, **options),
+    "static": lambda config, **options: HadaQuantCache(config, exact_first=0, exact_recent=4, max_length=96, **options),
+    "evicting": lambda config, **options: HadaQuantCache(config, policy=policies.Knorm(budget=28, recent=8), **options),
+}
+every_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+def means(cache) -> list[torch.Tensor]:
+    """Of each layer, `[B, H, 1, D]`."""
+    stores = (layer.store.once[0] if getattr(layer, "store", None) else layer.zones[0].body.once for layer in cache.layers)
+    return [once["center"].clone() for once in stores]
+
+
+def read(name: str, attention: str, kind: str, ids: torch.Tensor, mask: torch.Tensor | None = None):
+    net = model(name, attention)
+    cache = KINDS[kind](net.config)
+    positions = None if mask is None else (mask.cumsum(-1) - 1).clamp_min(0)
+    with torch.no_grad():
+        net(ids, attention_mask=mask, position_ids=positions, past_key_values=cache)
+    cache.layers[0].settle()
+    return net, cache
+
+
+@every_kind
+@pytest.mark.parametrize("attention", ATTENTION)
+def test_padding_does_not_count(attention, kind):
+    if ("llama", attention) in UNSUPPORTED:
+        pytest.skip("not supported")
+    ids = torch.randint(3, 100, (2, 40))
+    mask = torch.ones_like(ids)
+    mask[1, :25] = 0
+    ids[1, :25] = 0
+    _, together = read("llama", attention, kind, ids, mask)
+    _, alone = read("llama", attention, kind, ids[1:, 25:])
+    for padded, plain in zip(means(together), means(alone), strict=True):
+        torch.testing.assert_close(padded[1:], plain, rtol=1e-3, atol=1e-4)
+        assert padded[:1].abs().amax() > 0.05
+
+
+@every_kind
+def test_frozen_after_the_first_step(kind):
+    net, cache = read("llama", "sdpa", kind, torch.randint(3, 100, (1, 40)))
+    before = means(cache)
+    with torch.no_grad():
+        for step in (1, 20, 1, 1):
+            net(torch.randint(3, 100, (1, step)), past_key_values=cache)
+    assert all(torch.equal(a, b) for a, b in zip(before, means(cache), strict=True))
+
+
+@pytest.mark.parametrize("kind", ["growing", "static"])
+def test_cropped_to_nothing_means_are_taken_anew(kind):
+    net, cache = read("llama", "sdpa", kind, torch.randint(3, 100, (1, 40)))
+    fresh = KINDS[kind](net.config)
+    before = means(cache)
+    cache.crop(-40)
+    ids = torch.randint(3, 100, (1, 30))
+    with torch.no_grad():
+        net(ids, past_key_values=cache)
+        net(ids, past_key_values=fresh)
+    for new, wanted, old in zip(means(cache), means(fresh), before, strict=True):
+        assert torch.equal(new, wanted) and not torch.equal(new, old)
+
+
+@pytest.mark.parametrize("kind", ["growing", "static"])
+def test_rows_take_their_means_along(kind):
+    _, cache = read("llama", "sdpa", kind, torch.randint(3, 100, (3, 40)))
+    before = means(cache)
+    cache.reorder_cache(torch.tensor([2, 0, 2]))
+    assert all(torch.equal(b, a[[2, 0, 2]]) for a, b in zip(before, means(cache), strict=True))
+    cache.batch_repeat_interleave(2)
+    assert all(torch.equal(b, a[[2, 2, 0, 0, 2, 2]]) for a, b in zip(before, means(cache), strict=True))
+    cache.batch_select_indices(torch.tensor([3, 0]))
+    assert all(torch.equal(b, a[[0, 2]]) for a, b in zip(before, means(cache), strict=True))
+
+
+def test_a_step_that_nobody_saw_is_taken_in():
+    """Attention of the model's own: the layer is asked again before anyone has reported."""
+    cache = CompressedCache(format=HadaQuant(), exact_first=0, exact_recent=4)
+    x = torch.randn(1, 2, 40, 64)
+    cache.update(x, x, 0)
+    layer = cache.layers[0]
+    assert layer.waiting and cache.get_seq_length() == 40
+    assert cache.memory().codes and not layer.waiting
+    torch.testing.assert_close(layer.dense()[0][:, :, -4:], x[:, :, -4:], rtol=0, atol=0)
+
+
+@every_kind
+def test_one_token_then_many(kind):
+    """A first block of one token is next to no mean."""
+    first = torch.randint(3, 100, (1, 1))
+    net, cache = read("llama", "sdpa", kind, first)
+    dense = DynamicCache(config=net.config)
+    ids = torch.randint(3, 100, (1, 20))
+    with torch.no_grad():
+        net(first, past_key_values=dense)
+        got, wanted = (torch.cat([net(part, past_key_values=past).logits for part in ids.split(1, 1)], 1) for past in (cache, dense))
+    assert (got - wanted).norm() < 0.35 * wanted.norm()
