@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from qkvcache.attention import KVHandle
 from qkvcache.formats import REGISTRY
 from qkvcache.kernels import attend
-from qkvcache.layers import compressed
+from qkvcache.layers import zones
 from qkvcache.layers.compressed import CompressedLayer
 
 ROWS, HEADS, DIM, VALUE_DIM = 3, 2, 64, 32
@@ -322,7 +322,7 @@ class Allocations(TorchDispatchMode):
 
 @pytest.mark.parametrize("format", ["identity", "int8_asymmetric", "int4", "nvfp4", "turboquant_4bit_nc", "turboquant_3bit_nc"])
 def test_a_step_decodes_no_more_than_a_block(format, monkeypatch):
-    monkeypatch.setattr(compressed, "BLOCK", 2**17)
+    monkeypatch.setattr(zones, "BLOCK", 2**17)
     layer = CompressedLayer(REGISTRY[format])
     layer.update(*new(8192, rows=1, dtype=torch.bfloat16))
     key, _ = layer.update(*new(1, rows=1, dtype=torch.bfloat16))
@@ -330,14 +330,14 @@ def test_a_step_decodes_no_more_than_a_block(format, monkeypatch):
     attend(query, key.payload)  # makes the tables that are made once
     with Allocations() as step:
         attend(query, key.payload)
-    block = compressed.BLOCK * 4
+    block = zones.BLOCK * 4
     assert block / 2 <= step.largest <= block
     assert step.peak <= 4 * block < 8192 * HEADS * (DIM + VALUE_DIM) * 4 / 2
 
 
 def test_an_update_encodes_no_more_than_a_block_at_a_time(monkeypatch):
-    monkeypatch.setattr(compressed, "BLOCK", 2**17)
+    monkeypatch.setattr(zones, "BLOCK", 2**17)
     layer, given = CompressedLayer(REGISTRY["turboquant_4bit_nc"]), new(8192, rows=1, dtype=torch.bfloat16)
     with Allocations() as step:
         layer.update(*given)
-    assert step.largest <= compressed.BLOCK * 8  # norms in float64
+    assert step.largest <= zones.BLOCK * 8  # norms in float64
