@@ -1,24 +1,12 @@
 """The examples of the prefix store, made small."""
 
-import importlib.util
 import json
-from pathlib import Path
 
-import pytest
-
-EXAMPLES = Path(__file__).parents[2] / "examples"
+from examples.load import EXAMPLES, load
 
 
-@pytest.fixture(scope="module")
-def chat():
-    spec = importlib.util.spec_from_file_location("prefix_chat", EXAMPLES / "prefix_chat.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_a_chat_computes_each_token_once(chat, capsys):
-    rows = chat.main(["--tokens", "600", "--turns", "2", "--format", "int8"])
+def test_a_chat_computes_each_token_once(capsys):
+    rows = load("prefix_chat").main(["--tokens", "600", "--turns", "2", "--format", "int8"])
     assert [row["turn"] for row in rows] == ["1", "2", "after a restart"]
     assert [row["reused"] for row in rows] == [0, rows[0]["prompt"], rows[1]["prompt"]]
     assert all(row["answer"] == row["answer_without"] and row["right"] for row in rows)

@@ -63,6 +63,7 @@ def test_recommend():
         (("plan", "demo"), "--context"),
         (("plan", "no/such/folder", "--context", "10"), "'no/such/folder' has no config"),
         (("plan", "demo", "--context", "10", "--format", "int9"), "int9"),
+        (("plan", "demo", "--context", "10", "--format", "int8", "--max-length", "9"), "does not fit in max_length=9"),
         (("plan", "demo", "--context", "10", "--gpu-memory", "much"), "'much': expected a size such as 80GB"),
         (("plan", "demo", "--context", "10", "--gpu-memory", "1KB"), "leaves nothing"),
         (("plan", "demo", "--context", "10", "--tensor-parallel", "3"), "KV heads"),
