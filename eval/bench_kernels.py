@@ -44,8 +44,9 @@ if importlib.util.find_spec("triton"):
 
 RESULTS = Path(__file__).parent / "results" / "kernels.jsonl"
 TURBO = ("turboquant_k8v4", "turboquant_4bit_nc", "turboquant_k3v4_nc", "turboquant_3bit_nc")
-HADA = ("hadaquant_k4v4", "hadaquant_k4v3", "hadaquant_k3v3", "hadaquant_k2v2")
-FORMATS = ("identity", "int8", "fp8", TURBO[0], "nvfp4", "int4", "int4_vllm", *TURBO[1:], *HADA)
+HADA = ("hadaquant_k4v4", "hadaquant_k4v3", "hadaquant_k3v3", "hadaquant_k3v2", "hadaquant_k2v2")
+TRELLIS = tuple(f"{name}_trellis" for name in HADA[1:])  # beside the Lloyd-Max ones of the same bytes
+FORMATS = ("identity", "int8", "fp8", TURBO[0], "nvfp4", "int4", "int4_vllm", *TURBO[1:], *HADA, *TRELLIS)
 FEW = ("int8", "nvfp4", "turboquant_4bit_nc", "turboquant_3bit_nc")
 TWO = ("int8", "turboquant_4bit_nc")
 CASES = ((8, 32768), (8, 131072), (1, 32768), (32, 4096))
@@ -256,9 +257,10 @@ def measure(names: list[str], quick: bool, add: Callable[..., None]) -> None:
         measure_columns(add)
     for name in names:
         format = REGISTRY[name]
-        for batch, tokens in ((1, 1), (8, 1), (32, 1), (1, 8192)):
-            sets = [[planes(codec, batch, 8, max(tokens, 64), 128) for codec in format.codecs()] for _ in range(4)]
-            inputs = [(bf16(batch, 8, tokens, 128), bf16(batch, 8, tokens, 128)) for _ in range(4)]
+        # A step of so many rows, the group that a growing cache encodes at a time, prompts.
+        for batch, tokens in ((8, 32768), (1, 1), (8, 1), (32, 1), (1, 32), (1, 8192)):
+            sets = [[planes(codec, batch, 8, max(tokens, 64), 128) for codec in format.codecs()] for _ in range(1 if tokens > 8192 else 4)]
+            inputs = [(bf16(batch, 8, tokens, 128), bf16(batch, 8, tokens, 128)) for _ in sets]
             calls = [
                 functools.partial(encode_kv, [(format.key, x[0], p[0], {}), (format.value, x[1], p[1], {})], 0)
                 for x, p in zip(inputs, sets, strict=True)

@@ -78,7 +78,9 @@ class Trellis(Quantizer):
         return _in_channels(values.unflatten(-1, (-1, BLOCK)))
 
     def refuses(self, head_dim: int) -> str | None:
-        return f"a trellis runs through {BLOCK} channels at a time, and it is no multiple of that" if head_dim % BLOCK else None
+        if head_dim % BLOCK:
+            return f"a trellis runs through {BLOCK} channels at a time, and it is no multiple of that; use 'int8'"
+        return None
 
 
 def search(x: Tensor, part: float, positive: tuple[int, ...], dropped: int) -> tuple[Tensor, Tensor]:

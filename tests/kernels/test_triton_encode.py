@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from matrix import FORMATS
+from matrix import FORMATS, slowly
 from torch import Tensor
 
 from qkvcache.formats import REGISTRY, Codec, Codes
@@ -19,6 +19,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SENTINEL = 0xA5
 CAPACITY = 24
 SUPPORTED = [name for name in FORMATS if all(supports(codec, 128) for codec in REGISTRY[name].codecs())]
+QUICK = [name for name in SUPPORTED if DEVICE.type == "cuda" or not name.endswith("trellis")]  # seconds a program in the interpreter
 
 
 def poisoned(codec: Codec, x: Tensor) -> Codes:
@@ -68,7 +69,7 @@ def check(codec: Codec, x: Tensor, planes: Codes, once: Codes, start: int, share
 
 
 @pytest.mark.parametrize("head_dim", [64, 80, 96, 112, 128, 256])
-@pytest.mark.parametrize("format", SUPPORTED)
+@pytest.mark.parametrize("format", slowly(SUPPORTED, QUICK))
 def test_codes(format, head_dim):
     """Blocks and single tokens, in every dtype, anywhere in the planes."""
     if REGISTRY[format].refuses(head_dim):
@@ -78,6 +79,15 @@ def test_codes(format, head_dim):
         key, value = (data(batch, heads, tokens, head_dim, dtype=dtype, scale=2.0) for _ in range(2))
         for codec, x, planes, once in store(format, key, value, start):
             check(codec, x, planes, once, start)
+
+
+@pytest.mark.parametrize("head_dim", [80, 128])
+def test_trellis(head_dim):
+    """Not one code differs, of 3 bits and of 2: the search is exact, and ties go where the reference has them go."""
+    key, value = (data(1, 1, 3, head_dim, dtype=torch.float32) for _ in range(2))
+    key[..., 1:, :] = 1.0  # ties, and all of the vector in one channel
+    for codec, x, planes, once in store("hadaquant_k3v2_trellis", key, value, 4):
+        check(codec, x, planes, once, 4, share=0.0)
 
 
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
@@ -101,7 +111,7 @@ def test_decode(format, head_dim):
         torch.testing.assert_close(out[:, :, 1:6], codec.decode(codes, head_dim, dtype), rtol=rtol, atol=rtol / 10)
 
 
-@pytest.mark.parametrize("format", SUPPORTED)
+@pytest.mark.parametrize("format", slowly(SUPPORTED, QUICK))
 def test_strides(format):
     """Vectors as a projection leaves them, heads within tokens, and rows cut out of something longer."""
     key, value = (data(2, 6, 3, 72, scale=3.0)[:, 1:, :, 8:].transpose(1, 2) for _ in range(2))
@@ -110,7 +120,7 @@ def test_strides(format):
             check(codec, x, planes, once, 2)
 
 
-@pytest.mark.parametrize("format", SUPPORTED)
+@pytest.mark.parametrize("format", slowly(SUPPORTED, QUICK))
 def test_magnitudes(format):
     """Codes are those of the codec wherever its scales hold; beyond, what comes back is as finite as there."""
     scales = (0.0, 1e-30, 1e-6, 1e4, 1e18)
@@ -124,7 +134,7 @@ def test_magnitudes(format):
             torch.testing.assert_close(decoded[:, :, t][near], wanted[:, :, t][near], rtol=1e-2, atol=scale / 50)
 
 
-@pytest.mark.parametrize("format", SUPPORTED)
+@pytest.mark.parametrize("format", slowly(SUPPORTED, QUICK))
 def test_not_finite(format):
     """What the codec decodes to something not finite does so here, and nothing else."""
     key, value = (data(1, 2, 5, 64, dtype=torch.float32) for _ in range(2))
@@ -141,7 +151,7 @@ def test_not_finite(format):
 
 def test_alone_as_in_a_block():
     """A token gets the same codes alone as among others."""
-    for format in SUPPORTED:
+    for format in QUICK:
         key, value = (data(1, 2, 9, 64) for _ in range(2))
         block = store(format, key, value)
         for codec, x, planes, once in block:

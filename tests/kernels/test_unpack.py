@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from kernels.ptx import run
 from torch import Tensor
 
 from qkvcache.formats.codebooks import GRID, grid_levels
@@ -12,6 +13,7 @@ from qkvcache.formats.int4 import GroupInt4, HiddenZeroInt4
 from qkvcache.formats.nvfp4 import BlockFP4
 from qkvcache.formats.packing import pack3
 from qkvcache.formats.rotated import LloydMax, Rotated
+from qkvcache.formats.trellis import Trellis
 
 triton = pytest.importorskip("triton")
 if not (torch.cuda.is_available() or triton.knobs.runtime.interpret):
@@ -22,7 +24,16 @@ import triton.language as tl  # noqa: E402
 from qkvcache.formats.fp8 import ScaledFloat8  # noqa: E402
 from qkvcache.formats.int8 import SymmetricInt8  # noqa: E402
 from qkvcache.formats.uniform import Uniform  # noqa: E402
-from qkvcache.kernels.triton_unpack import unpack, words  # noqa: E402
+from qkvcache.kernels.triton_unpack import (  # noqa: E402
+    _ASM_INT3,
+    _ASM_LUT2,
+    _ASM_LUT3,
+    _ASM_LUT4,
+    _ASM_TRELLIS2,
+    _ASM_TRELLIS3,
+    unpack,
+    words,
+)
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 ARCHITECTURES = [0]
@@ -157,3 +168,34 @@ def test_halves(arch):
     out = torch.empty(1, TILE, dtype=torch.float16, device=DEVICE)
     _unpack_kernel[(1,)](low, low, low, out, TILE, KIND="half", PER=1, SIZE=TILE, ARCH=arch)
     assert torch.equal(out[0], low)
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("bits", [2, 3])
+def test_trellis(bits, arch):
+    """Every path, for both words that share it, under random indices; and every index under random paths."""
+    codec, other = Rotated(Trellis(bits)), torch.randint(2**16, ALL_WORDS.shape, device=DEVICE)
+    for paths, words_of in ((ALL_WORDS, other), (other, ALL_WORDS)):
+        main = words_of if bits == 2 else torch.stack([words_of, words_of.flip(0)], -1)
+        pack = [x.to(torch.int32).to(torch.uint16).view(-1, 1 if x is paths or bits == 2 else 2).view(torch.uint8) for x in (main, paths)]
+        wanted = codec.quantizer.levels(dict(zip(("codes" if bits == 2 else "low", "high"), pack, strict=True)))
+        for half in (0, 1):
+            low = main if bits == 2 else main[:, half]
+            numbers = levels(codec, planes(words(codec).kind, 8, low, arch, paths, torch.full_like(paths, -half)))
+            torch.testing.assert_close(numbers, wanted[:, 8 * half : 8 * half + 8].mT, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("kind", "assembly", "count"),
+    [("lut4", _ASM_LUT4, 4), *((kind, asm, 8) for kind, asm in (("lut2", _ASM_LUT2), ("lut3", _ASM_LUT3), ("int3", _ASM_INT3))),
+     ("trellis2", _ASM_TRELLIS2, 8), ("trellis3", _ASM_TRELLIS3, 8)],
+)  # fmt: skip
+def test_assembly(kind, assembly, count):
+    """What is assembled for NVIDIA gives, run on numbers, what plain Triton does; two words in a register, of either half."""
+    pairs = torch.randint(2**16, (3, 2, 2**16))
+    pairs[2] = torch.randint(2, (2, 1)) * 0xFFFF
+    inputs = [x[0] | x[1] << 16 for x in (pairs if count == 8 else pairs[:1])]
+    got = torch.stack(run(assembly.value, count, inputs))
+    for word, numbers in enumerate((got & 0xFFFF, got >> 16)):
+        plain = planes(kind, count, *(x.to(DEVICE) if i != 1 else 0 for i, x in enumerate((pairs[0, word], None, pairs[1, word], pairs[2, word]))))
+        assert torch.equal(numbers.to(torch.int32).to(torch.uint16).view(torch.float16).float(), plain.cpu())
