@@ -1,6 +1,6 @@
 """Quality of every format at its bytes, on the embedded model and on twins of other families; rows in eval/results/formats.jsonl.
 
-    python eval/formats.py quality ablation recall [--model DIR ...]    what is named, or all of them, on these models too
+    python eval/formats.py quality ablation recall [--model DIR ...]    what is named, or all of them, on the embedded model or on these
     python eval/formats.py --show | --plot                              tables | the png, from the rows
 
 quality   KL divergence and perplexity of every format, exact zones off and at their defaults.
@@ -230,7 +230,7 @@ def main() -> None:
     if args.plot:
         plot(read_rows(RESULTS), RESULTS.with_suffix(".png"))
     elif not args.show:
-        for path in [None, *args.model]:
+        for path in args.model or [None]:
             bench = Bench("llama" if path is None else Path(path).name.removeprefix("m_"), path)
             for study in args.studies or STUDIES:
                 rows = []
