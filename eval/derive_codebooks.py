@@ -1,5 +1,7 @@
-"""Derives the constants of qkvcache/formats/codebooks.py: Lloyd-Max for N(0, 1), by fixed-point iteration on the exact density, and the levels
-of trellises, by the same iteration (each level the mean of what it is chosen for) on a sample, through the encoder that ships.
+"""Derives the constants of qkvcache/formats/codebooks.py.
+
+Lloyd-Max levels for N(0, 1), by fixed-point iteration on the exact density; the grid that they are stored on; and the levels of trellises,
+by the same iteration (each level the mean of what it is chosen for) on a sample, through the encoder that ships.
 
 python eval/derive_codebooks.py            prints them
 python eval/derive_codebooks.py --check    compares them with the shipped ones
