@@ -1,5 +1,7 @@
-"""Derives the constants of qkvcache/formats/codebooks.py: Lloyd-Max for N(0, 1), by fixed-point iteration on the exact density, and the levels
-of trellises, by the same iteration (each level the mean of what it is chosen for) on a sample, through the encoder that ships.
+"""Derives the constants of qkvcache/formats/codebooks.py.
+
+Lloyd-Max levels for N(0, 1), by fixed-point iteration on the exact density; the grid that they are stored on; and the levels of trellises,
+by the same iteration (each level the mean of what it is chosen for) on a sample, through the encoder that ships.
 
 python eval/derive_codebooks.py            prints them
 python eval/derive_codebooks.py --check    compares them with the shipped ones
@@ -13,10 +15,12 @@ import numpy as np
 import torch
 from scipy.special import ndtr, ndtri
 
-from qkvcache.formats.codebooks import LLOYD_MAX, TRELLIS
+from qkvcache.formats.codebooks import GRID, LLOYD_MAX, TRELLIS
 from qkvcache.formats.trellis import DROPPED, FINE, search
 
 BITS = (2, 3, 4)
+MOST = {2: 128, 3: 128, 4: 64}
+"""Counts of the grid stay below: kernels read levels as bytes, at 4 bits as bytes whose upper bit is 0."""
 
 
 def ends_and_masses(levels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -44,6 +48,21 @@ def lloyd_max(bits: int) -> np.ndarray:
 def distortion(levels: np.ndarray) -> float:
     """Mean squared error on N(0, 1). At the fixed point it is 1 minus the levels' own variance."""
     return float(1 - 2 * (ends_and_masses(levels)[1] * levels**2).sum())
+
+
+def grid(levels: np.ndarray, most: int) -> tuple[float, tuple[int, ...]]:
+    """Step and counts below `most` as in `codebooks.GRID`: of all grids the one whose points are nearest to `levels`, by what each is
+    chosen for. A format scales its levels to keep a vector's length, so that counts matter and the step hardly does."""
+    masses = ends_and_masses(levels)[1]
+
+    def nearest(step: float) -> np.ndarray:
+        return np.rint(levels / step - 0.5)
+
+    least = levels[-1] / (most - 0.5)
+    steps = np.linspace(least, 2 * least, 200_001)
+    off = [float((masses * ((nearest(step) + 0.5) * step - levels) ** 2).sum()) for step in steps]
+    step = steps[int(np.argmin(off))]
+    return float(step), tuple(int(n) for n in nearest(step))
 
 
 TRELLIS_GRID = 64
@@ -89,6 +108,10 @@ def main() -> None:
             off = np.abs(np.concatenate([-levels[::-1], levels]) - shipped).max()
             if off > 1e-12:
                 raise SystemExit(f"the shipped {bits}-bit codebook is off by {off:.3g}: replace it with the line above")
+        step, counts = grid(levels, MOST[bits])
+        print(f"    {bits}: ({step:.7f}, {counts}),  # grid")
+        if check and (counts != GRID[bits][1] or abs(step / GRID[bits][0] - 1) > 5e-3):
+            raise SystemExit(f"the shipped {bits}-bit grid is {GRID[bits]}: replace it with the line above")
 
     sample = np.random.default_rng(0).standard_normal((20_000, 16))
     for bits in TRELLIS:

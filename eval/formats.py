@@ -1,11 +1,11 @@
 """Quality of every format at its bytes, on the embedded model and on twins of other families; rows in eval/results/formats.jsonl.
 
-    python eval/formats.py quality ablation recall [--model DIR ...]    what is named, or all of them, on these models too
+    python eval/formats.py quality ablation recall [--model DIR ...]    what is named, or all of them, on the embedded model or on these
     python eval/formats.py --show | --plot                              tables | the png, from the rows
 
 quality   KL divergence and perplexity of every format, exact zones off and at their defaults.
 ablation  what each part of HadaQuant brings: rotated values, means, an equalizer, which side gets the bits; where a mean comes from.
-recall    of 20 code words in 2,000 tokens, through real caches, zones off.
+recall    of 10 code words in 2,000 tokens, through real caches, zones off.
 
 The model reads 8 windows of 2,000 tokens exactly, and then 96 tokens more, each of which sees those before it as a cache would hand them
 back: exact in the zones, from their codes elsewhere, means frozen after the 2,000. All 96 are read in one forward pass, in which attention
@@ -36,7 +36,7 @@ from qkvcache.harness.quality import Passages, RecallSet, divergence, recall
 from qkvcache.harness.rows import read_rows, replace_rows
 
 RESULTS = Path(__file__).parent / "results" / "formats.jsonl"
-CONTEXT, WINDOWS, READ_ON, CASES = 2000, 8, 96, 20
+CONTEXT, WINDOWS, READ_ON, CASES = 2000, 8, 96, 10
 OFF, DEFAULT = (0, 0), (4, 64)
 QUALITY = [
     "int8", "int8_centered", "fp8", "turboquant_k8v4", "int4", "nvfp4", "nvfp4_four_over_six", "nvfp4_mse", "nvfp4_mse_centered",
@@ -44,10 +44,7 @@ QUALITY = [
     "turboquant_3bit_nc", "hadaquant_k3v3", "hadaquant_k3v3_trellis", "hadaquant_k3v2", "hadaquant_k3v2_trellis", "hadaquant_k2v2",
     "hadaquant_k2v2_trellis",
 ]  # fmt: skip
-RECALL = [
-    "turboquant_4bit_nc", "hadaquant_k4v4", "hadaquant_k4v3_trellis", "turboquant_3bit_nc", "hadaquant_k3v3", "hadaquant_k3v3_trellis",
-    "hadaquant_k3v2_trellis", "hadaquant_k2v2_trellis",
-]  # fmt: skip
+RECALL = ["turboquant_4bit_nc", "hadaquant_k4v4", "turboquant_3bit_nc", "hadaquant_k3v3_trellis", "hadaquant_k2v2_trellis"]
 Sides = tuple[Codec | None, Codec | None]
 
 
@@ -233,7 +230,7 @@ def main() -> None:
     if args.plot:
         plot(read_rows(RESULTS), RESULTS.with_suffix(".png"))
     elif not args.show:
-        for path in [None, *args.model]:
+        for path in args.model or [None]:
             bench = Bench("llama" if path is None else Path(path).name.removeprefix("m_"), path)
             for study in args.studies or STUDIES:
                 rows = []

@@ -12,8 +12,8 @@ algorithm, once for each state that it may begin in. Decoding is parallel: two s
 Mean squared error on N(0, 1), against Lloyd-Max of the same bits: 2 bits .0890 for .1175, 3 bits .0245 for .0345. Eight states and
 a path over all channels, as in the literature, would gain 3 % more; with 16 channels closed, no step waits for 128 others.
 
-planes      path, 16 bits a block: word j is block j, of the words j and j + D/16 of codes in `packing.py`'s order of 2 bits: t = 4 n + 2 h + o
-            for channel 2 n + o of the word j (h = 0) or j + D/16 (h = 1)                                                        D / 8 bytes
+planes      path, 16 bits a block: word j is block j, of the words j and j + D/16 of codes in `packing.py`'s order of 2 bits:
+            t = 4 n + 2 h + o for channel 2 n + o of the word j (h = 0) or j + D/16 (h = 1)                                      D / 8 bytes
             2 bits   index, likewise, but that t = 4 n + 2 h + o is in bit 4 n + 2 (1 - h) + o                                   D / 8 bytes
             3 bits   indices, as codes of 2 bits are packed                                                                      D / 4 bytes
 """

@@ -1,7 +1,7 @@
 """The trellis of `formats/trellis.py` for kernels: the search for paths, and levels of codes.
 
-A thread has whole blocks: their 16 channels are 16 tensors, so that the search is straight code without memory. It is exact in integers, and
-the order of ties is that of the reference. No step depends on more than 15 others, whatever the head_dim.
+A thread has whole blocks: their 16 channels are 16 tensors, so that the search is straight code without memory. It is exact in integers,
+and the order of ties is that of the reference. No step depends on more than 15 others, whatever the head_dim.
 """
 
 from __future__ import annotations
@@ -70,9 +70,9 @@ def _in_time(x, D: tl.constexpr, P: tl.constexpr):
         second = ()
         for i in tl.static_range(2**step):
             left, right = tl.split(tiles[i])
-            first = first + (left,)
-            second = second + (right,)
-        tiles = first + second
+            first = first + (left,)  # type: ignore[assignment]
+            second = second + (right,)  # type: ignore[assignment]
+        tiles = first + second  # type: ignore[assignment]
     return tiles
 
 
@@ -90,11 +90,11 @@ def _errors(x, BITS: tl.constexpr):
             nearest = tl.minimum(nearest, (tl.abs(fine - LEVELS[4 * i + s]) << 2) + i)
         indices |= (nearest & 3) << (2 * s)
         nearest = nearest >> 2
-        errors = errors + (nearest * nearest,)
+        errors = errors + (nearest * nearest,)  # type: ignore[assignment]
         least = tl.minimum(least, errors[s])
     scaled = ()
     for s in tl.static_range(4):
-        scaled = scaled + (tl.minimum((errors[s] - least) >> _DROPPED[BITS], _MOST) << 14,)
+        scaled = scaled + (tl.minimum((errors[s] - least) >> _DROPPED[BITS], _MOST) << 14,)  # type: ignore[assignment]
     return scaled, indices
 
 
@@ -126,7 +126,7 @@ def trellis_words(x, BITS: tl.constexpr, D: tl.constexpr, P: tl.constexpr):
     for t in tl.static_range(16):
         errors, index = _errors(tiles[t], BITS)
         r = r + errors
-        indices = indices + (index,)
+        indices = indices + (index,)  # type: ignore[assignment]
     best = tl.full(tiles[0].shape, 0x7FFFFFFF, tl.int32)
     path = tl.zeros(tiles[0].shape, tl.int32)
     for start in tl.static_range(4):

@@ -13,6 +13,10 @@ VLLM = {
     "turboquant_4bit_nc": "turboquant_4bit_nc",
     "turboquant_k3v4_nc": "turboquant_k3v4_nc",
     "turboquant_3bit_nc": "turboquant_3bit_nc",
+    "int8_centered": "int8_per_token_head",
+    "nvfp4_mse_centered": "nvfp4_4over6",
+    "hadaquant_k4v4": "turboquant_4bit_nc",
+    "hadaquant_k3v3_trellis": "turboquant_3bit_nc",
 }
 """`--kv-cache-dtype` of vLLM for our formats."""
 SGLANG = "fp8_e4m3"

@@ -79,7 +79,9 @@ def test_a_vector_is_encoded_from_itself(bits):
 def test_errs_less_than_lloyd_max_at_the_same_bytes(bits, head_dim):
     x = torch.randn(1, 2, 200, head_dim)
     trellis, lloyd = Rotated(Trellis(bits)), Rotated(LloydMax(bits))
-    assert sum(b.nbytes() for b in trellis.buffers(head_dim)) == sum(b.nbytes() for b in lloyd.buffers(head_dim)) == bits * head_dim // 8 + 2
+    assert (
+        sum(b.nbytes() for b in trellis.buffers(head_dim)) == sum(b.nbytes() for b in lloyd.buffers(head_dim)) == bits * head_dim // 8 + 2
+    )
     assert error(trellis, x) < 0.9 * error(lloyd, x)
 
 

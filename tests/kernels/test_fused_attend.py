@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import pytest
 import torch
 from matrix import FORMATS
 from torch import Tensor
 
-from qkvcache.formats import REGISTRY
+from qkvcache.formats import REGISTRY, Codec, Format
+from qkvcache.formats.centered import Centered
 from qkvcache.kernels import Body, Payload, attend, scores, slab_table
 from qkvcache.kernels.attend import apply_mask
 
@@ -44,6 +46,10 @@ KINDS = {  # one format of each kind of codes and of scales, and a head_dim for 
     "nvfp4": 112,
     "turboquant_4bit_nc": 128,
     "turboquant_3bit_nc": 112,
+    "int8_centered": 64,
+    "nvfp4_mse_centered": 112,
+    "hadaquant_k4v4": 80,
+    "hadaquant_k2v2": 112,
 }
 QUICK = ("int8", "int4_vllm", "turboquant_3bit_nc")
 
@@ -154,6 +160,31 @@ def expect(format, query, payload, mask, out, lse, limit=None, **kwargs) -> None
 def test_every_format(format, monkeypatch):
     query, payload = make(format, heads=2 if "tok" in format or "tensor" in format else 1)  # a scale that heads share
     compare(monkeypatch, format, query, payload)
+
+
+@dataclass(frozen=True)
+class Means(Format):
+    """Keys and values that lie around a mean."""
+
+    of: str
+
+    @property
+    def name(self) -> str:
+        return f"means of {self.of}"
+
+    def codecs(self) -> tuple[Codec, Codec]:
+        return Centered.of(REGISTRY[self.of].key), Centered.of(REGISTRY[self.of].value)
+
+
+@pytest.mark.parametrize(("format", "dim"), [("int4_vllm", 80), ("turboquant_3bit_nc", 64), ("nvfp4", 112), ("int4", 96)])
+def test_means(format, dim, monkeypatch):
+    """Far from zero, rows and heads apart; under softcap and attention sinks, a window, exact tokens on both sides."""
+    key, value = (data(2, 2, 90, dim) + 3 * data(2, 2, 1, dim) for _ in range(2))
+    payload = build(Means(format), key, value, 3, 20, (40,))
+    query = data(2, 4, 1, dim)
+    mask = torch.rand(2, 1, 1, 90, device=DEVICE) < 0.8
+    mask[..., -1] = True
+    compare(monkeypatch, format, query, payload, mask, softcap=20.0, sinks=torch.tensor([-1.0, 0.5, 3.0, 0.0], device=DEVICE), window=70)
 
 
 @pytest.mark.parametrize("format", mostly_slow(KINDS, *QUICK))

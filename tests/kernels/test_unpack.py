@@ -197,5 +197,7 @@ def test_assembly(kind, assembly, count):
     inputs = [x[0] | x[1] << 16 for x in (pairs if count == 8 else pairs[:1])]
     got = torch.stack(run(assembly.value, count, inputs))
     for word, numbers in enumerate((got & 0xFFFF, got >> 16)):
-        plain = planes(kind, count, *(x.to(DEVICE) if i != 1 else 0 for i, x in enumerate((pairs[0, word], None, pairs[1, word], pairs[2, word]))))
+        plain = planes(
+            kind, count, *(x.to(DEVICE) if i != 1 else 0 for i, x in enumerate((pairs[0, word], None, pairs[1, word], pairs[2, word])))
+        )
         assert torch.equal(numbers.to(torch.int32).to(torch.uint16).view(torch.float16).float(), plain.cpu())
