@@ -409,7 +409,7 @@ def _plain(KIND: tl.constexpr, w, h, shift):
         path = tl.where(shift != 0, path >> 2 | path << 14, path)
         index = tl.where(shift != 0, x << 2, x)
         for i in tl.static_range(8):
-            at: tl.constexpr = i // 2 * 4 + i % 2
+            at = i // 2 * 4 + i % 2
             n = (path >> at ^ path >> at + 2) & 1 | path >> at & 2
             if KIND == "trellis2":
                 p = p + (_bits(_entry(_TRELLIS2_0, _TRELLIS2_1, n | index >> at & 4)),)
