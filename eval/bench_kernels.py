@@ -371,7 +371,7 @@ def main() -> None:
     parser.add_argument("--formats", nargs="+", choices=list(REGISTRY), default=list(FORMATS), metavar="FORMAT")
     parser.add_argument("--check", action="store_true", help="compare with the reference first; a format that is wrong is not timed")
     parser.add_argument("--quick", action="store_true", help="8x32768, encode and decode alone")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="the rows; those of other devices are kept")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="the rows; those of other devices and formats are kept")
     for mode in ("tune", "markdown", "plot"):
         parser.add_argument(f"--{mode}", action="store_true")
     args = parser.parse_args()
@@ -392,7 +392,7 @@ def main() -> None:
     same = {"copy_gb_s": round(copy), "read_gb_s": round(read), "device": device, "commit": commit, "torch": torch.__version__}
     same |= {"triton": importlib.import_module("triton").__version__, "python": platform.python_version()}
     same |= {"command": " ".join(["eval/bench_kernels.py", *sys.argv[1:]])}
-    others, rows = [row for row in rows_of(args.out) if row["device"] != device], []
+    others, rows = [row for row in rows_of(args.out) if row["device"] != device or row["format"] not in {*names, "bf16"}], []
     args.out.parent.mkdir(parents=True, exist_ok=True)
     with args.out.open("w") as file:
         file.writelines(json.dumps(row) + "\n" for row in others)
