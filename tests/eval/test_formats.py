@@ -1,6 +1,7 @@
 """The study of formats reads all at once what a cache would hand back token by token."""
 
 import importlib.util
+import sys
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ def test_one_pass_is_token_by_token(name, zones, monkeypatch):
     monkeypatch.syspath_prepend(str(EVAL))
     spec = importlib.util.spec_from_file_location("formats_study", EVAL / "formats.py")  # tests have a package `formats`
     study = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, study)  # where dataclasses look
     spec.loader.exec_module(study)
     for size, count in (("CONTEXT", 150), ("WINDOWS", 2), ("READ_ON", 10)):
         monkeypatch.setattr(study, size, count)
