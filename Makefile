@@ -32,11 +32,13 @@ bench: $(VENV)/installed
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[bench]'
 	$(BIN)/python eval/bench_cpu_decode.py
 
-# The studies of eviction and their pictures: an hour on two cores.
+# The studies of eviction and of formats, and their pictures: an hour and a half on two cores.
 studies: $(VENV)/installed
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[bench]'
 	$(BIN)/python eval/eviction.py
 	$(BIN)/python eval/eviction.py --plot
+	$(BIN)/python eval/formats.py
+	$(BIN)/python eval/formats.py --plot
 	$(BIN)/python examples/streaming.py --plot examples/streaming.png --rows eval/results/streaming.jsonl
 
 $(VENV)/installed: pyproject.toml constraints.txt

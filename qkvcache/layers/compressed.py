@@ -81,7 +81,7 @@ class CompressedLayer(Fitting, CacheLayerMixin):
         else:
             payload = self._payload()
             result = KVHandle(payload, payload.key), KVHandle(payload, payload.value)
-        if empty and any(zone.body.codec.keeps(zone.body.head_dim) for zone in (key, value)):
+        if empty and not torch.compiler.is_compiling() and any(zone.body.codec.keeps(zone.body.head_dim) for zone in (key, value)):
             self.wait(key_states)
         else:
             self.take_in()

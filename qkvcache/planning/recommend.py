@@ -72,7 +72,7 @@ FOUR_BITS = Choice(
 )  # fmt: skip
 THREE_BITS = Choice(
     'HadaQuantCache(config, key_bits=3, value_bits=3, quantizer="trellis")', "hadaquant_k3v3_trellis", None,
-    "3 bits on a trellis cost KL .016, where turboquant_3bit_nc has .041, and still no fact",
+    "3 bits on a trellis cost KL .016, where turboquant_3bit_nc has .041 and loses no fact",
 )  # fmt: skip
 KEYDIFF_75 = Choice(
     'CompressedCache(config, format="turboquant_4bit_nc", policy=policies.KeyDiff(budget=0.75, recent=512))',
