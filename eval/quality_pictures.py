@@ -54,8 +54,35 @@ def table(rows: list[dict]) -> Table:
 
 
 def markdown(rows: list[dict]) -> str:
-    lines = [COLUMNS, ("---",) * len(COLUMNS), *cells(rows)]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    """Two tables: formats, with exact tokens and alone; what evicts, by the share that stays. Bold: on the Pareto front of all rows."""
+    best = front(rows)
+    at = {(row["format"], row["policy"], row["exact"], row.get("budget")): index for index, row in enumerate(rows)}
+
+    def closeness(index: int) -> str:
+        row = rows[index]
+        kl = f"{row['kl']:.4f}"
+        return f"{row['ratio']:.2f}x | {f'**{kl}**' if index in best else kl} | {row['perplexity'] / row['dense_perplexity']:.3f}"
+
+    def recalled(index: int) -> str:
+        return f"{rows[index]['recall_unseen']:.0%} / {rows[index]['recall_seen']:.0%}"
+
+    names = list(dict.fromkeys(row["format"] for row in rows if row["policy"] is None and row["format"]))
+    lines = [
+        "| format | smaller, exact 4 + 64 | KL | perplexity | recall | smaller, alone | KL | perplexity | recall |",
+        "|---" * 9 + "|",
+    ]
+    for name in names:
+        zones, alone = (at[name, None, exact, None] for exact in ("4 + 64", "none"))
+        lines.append(f"| `{name}` | {closeness(zones)} | {recalled(zones)} | {closeness(alone)} | {recalled(alone)} |")
+    evicting = list(dict.fromkeys((row["format"], row["policy"]) for row in rows if row["policy"]))
+    shares = sorted({row["budget"] for row in rows if row["policy"]})
+    if evicting:
+        header = " | ".join(f"smaller, {share:.0%} kept | KL | perplexity | recall" for share in shares)
+        lines += ["", f"| policy, in format | {header} |", "|---" * (1 + 4 * len(shares)) + "|"]
+    for format, policy in evicting:
+        of = [at[format, policy, "4 + 64", share] for share in shares]
+        lines.append(f"| {policy}, `{format}` | {' | '.join(f'{closeness(i)} | {recalled(i)}' for i in of)} |")
+    return "\n".join(lines)
 
 
 def csv(rows: list[dict], path: Path) -> None:
