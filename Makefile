@@ -3,13 +3,13 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-oldest lint kernels format bench studies clean
+.PHONY: demo test test-oldest lint kernels format bench quality studies clean
 
 demo: $(VENV)/installed
 	$(BIN)/qkvcache demo
 
 test: $(VENV)/installed
-	$(BIN)/pytest -n auto -m "not slow"
+	$(BIN)/pytest -n auto -m "not slow" --nbmake --nbmake-timeout=300
 
 # The promises that transformers makes us, on the oldest release that we support.
 test-oldest: $(VENV)-oldest/installed
@@ -31,6 +31,12 @@ format: $(VENV)/installed
 bench: $(VENV)/installed
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[bench]'
 	$(BIN)/python eval/bench_cpu_decode.py
+
+# The tables and the picture of quality in the README: six minutes of CPU time.
+quality: $(VENV)/installed
+	$(BIN)/python eval/quality.py
+	$(BIN)/python eval/quality.py --plot
+	$(BIN)/python eval/quality.py --markdown
 
 # The studies of eviction and of formats, and their pictures: an hour and a half on two cores.
 studies: $(VENV)/installed

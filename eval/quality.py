@@ -92,7 +92,7 @@ def _device(name: str) -> str:
     return torch.cuda.get_device_name() if name.startswith("cuda") else name
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     known = [name for name, format in REGISTRY.items() if not isinstance(format, Identity)]
     parser.add_argument("--model", default="demo", help="a folder, a model on the Hub, or 'demo' for the embedded one")
@@ -112,7 +112,7 @@ def main() -> None:
     parser.add_argument("--markdown", action="store_true", help="the table of the README, from the rows")
     parser.add_argument("--plot", action="store_true", help="the pictures, from the rows")
     parser.add_argument("--csv", type=Path, metavar="FILE", help="the rows as CSV")
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     what = f"quality_{Path(args.model).name}"
     if args.show or args.markdown or args.plot or args.csv:
         rows = [row for row in read_rows(args.out) if row["what"] == what]

@@ -16,6 +16,10 @@ def name_of(row: dict) -> str:
     return f"{row['format']} + {row['policy']} {row['budget']:.0%}"
 
 
+def short(row: dict) -> str:
+    return name_of(row).split(" + ")[-1]
+
+
 def front(rows: list[dict]) -> set[int]:
     """Indices of the rows that no other row beats in bytes and in divergence at once."""
     found, least = set(), float("inf")
@@ -54,8 +58,35 @@ def table(rows: list[dict]) -> Table:
 
 
 def markdown(rows: list[dict]) -> str:
-    lines = [COLUMNS, ("---",) * len(COLUMNS), *cells(rows)]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    """Two tables: formats, with exact tokens and alone; what evicts, by the share that stays. Bold: on the Pareto front of all rows."""
+    best = front(rows)
+    at = {(row["format"], row["policy"], row["exact"], row.get("budget")): index for index, row in enumerate(rows)}
+
+    def closeness(index: int) -> str:
+        row = rows[index]
+        kl = f"{row['kl']:.4f}"
+        return f"{row['ratio']:.2f}x | {f'**{kl}**' if index in best else kl} | {row['perplexity'] / row['dense_perplexity']:.3f}"
+
+    def recalled(index: int) -> str:
+        return f"{rows[index]['recall_unseen']:.0%} / {rows[index]['recall_seen']:.0%}"
+
+    names = list(dict.fromkeys(row["format"] for row in rows if row["policy"] is None and row["format"]))
+    lines = [
+        "| format | smaller, exact 4 + 64 | KL | perplexity | recall | smaller, alone | KL | perplexity | recall |",
+        "|---" * 9 + "|",
+    ]
+    for name in names:
+        zones, alone = (at[name, None, exact, None] for exact in ("4 + 64", "none"))
+        lines.append(f"| `{name}` | {closeness(zones)} | {recalled(zones)} | {closeness(alone)} | {recalled(alone)} |")
+    evicting = list(dict.fromkeys((row["format"], row["policy"]) for row in rows if row["policy"]))
+    shares = sorted({row["budget"] for row in rows if row["policy"]})
+    if evicting:
+        header = " | ".join(f"smaller, {share:.0%} kept | KL | perplexity | recall" for share in shares)
+        lines += ["", f"| policy, in format | {header} |", "|---" * (1 + 4 * len(shares)) + "|"]
+    for format, policy in evicting:
+        of = [at[format, policy, "4 + 64", share] for share in shares]
+        lines.append(f"| {policy}, `{format}` | {' | '.join(f'{closeness(i)} | {recalled(i)}' for i in of)} |")
+    return "\n".join(lines)
 
 
 def csv(rows: list[dict], path: Path) -> None:
@@ -83,17 +114,24 @@ def plot(rows: list[dict], path: Path) -> None:
     figure, grid = pyplot.subplots(1, 2, figsize=(14, 6))
     for axes, value in zip(grid, ("kl", "recall_unseen"), strict=True):
         for label, (marker, color, of) in kinds.items():
-            some = [row for row in rows if of(row)]
+            if not (some := [row for row in rows if of(row)]):
+                continue
             axes.scatter([row["ratio"] for row in some], [row[value] for row in some], marker=marker, color=color, label=label, alpha=0.7)
     left, right = grid
     on = [rows[i] for i in best if rows[i]["kl"] > 1e-6]
     left.plot([row["ratio"] for row in on], [row["kl"] for row in on], color="black", linewidth=1, label="Pareto front")
-    for row in on:
-        left.annotate(f" {name_of(row)}", (row["ratio"], row["kl"]), fontsize=7, rotation=-25, va="top")
+    last = 0.0
+    for row in reversed(on):  # from the left; of points that lie together, one is named
+        if row["ratio"] > 1.04 * last:
+            left.annotate(f"  {short(row)}", (row["ratio"], row["kl"]), fontsize=8, va="top")
+            last = row["ratio"]
+    for row in rows:
+        if row["policy"] and row["recall_unseen"] >= 0.5:
+            right.annotate(f"  {short(row)}", (row["ratio"], row["recall_unseen"]), fontsize=8, rotation=30)
     left.set(yscale="log", title="KL divergence of what is read on, nats: lower is closer")
-    right.set(ylim=(-0.03, 1.03), title="recall of code words, question unseen when the context was stored")
+    right.set(ylim=(-0.03, 1.15), title="recall of code words, question unseen when the context was stored")
     for axes in grid:
-        axes.set(xscale="log", xlabel=f"times smaller than a dense cache in {rows[0]['dtype'].removeprefix('torch.')}")
+        axes.set(xscale="log", xlim=(1, 20), xlabel=f"times smaller than a dense cache in {rows[0]['dtype'].removeprefix('torch.')}")
         axes.set_xticks([1, 2, 3, 4, 5, 8, 12, 16], [1, 2, 3, 4, 5, 8, 12, 16])
         axes.minorticks_off()
     left.legend(fontsize=8)

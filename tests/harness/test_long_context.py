@@ -3,9 +3,11 @@
 import re
 
 import pytest
-from harness.asked import TOKENIZER
 
+from qkvcache import demo
 from qkvcache.harness.long_context import TASKS, cases, recalled, similarity
+
+TOKENIZER = demo.load()[1]
 
 
 @pytest.mark.parametrize("name", TASKS)

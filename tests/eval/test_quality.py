@@ -1,0 +1,56 @@
+"""The study of quality, made small: rows, the front of what is smallest and closest, tables and pictures."""
+
+import csv
+import importlib
+from pathlib import Path
+
+import pytest
+
+from qkvcache.harness.rows import read_rows
+
+
+@pytest.fixture
+def study(monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "eval"))
+    return importlib.import_module("quality"), importlib.import_module("quality_pictures")
+
+
+def test_rows_tables_and_pictures(study, tmp_path, capsys):
+    quality, pictures = study
+    file = tmp_path / "rows.jsonl"
+    small = "--context 300 --passages 1 --read-on 4 --cases 2 --formats int8 turboquant_3bit_nc --policies sink_window lagkv --budgets 0.3"
+    quality.main([*small.split(), "--dtype", "float32", "--out", str(file)])
+    rows = read_rows(file)
+    names = ["DynamicCache", *["int8"] * 2, *["turboquant_3bit_nc"] * 2]
+    names += [f"turboquant_4bit_nc + {policy} 30%" for policy in ("sink_window", "lagkv")]
+    assert [pictures.name_of(row) for row in rows] == names
+    dense, int8, alone, *_ = rows
+    assert dense["kl"] == pytest.approx(0, abs=1e-6) and dense["ratio"] == 1 and dense["recall_unseen"] == 1
+    assert int8["ratio"] < alone["ratio"] and int8["kl"] < 0.01 and rows[-2]["ratio"] > 3
+    capsys.readouterr()
+    quality.main(["--markdown", "--out", str(file)])
+    assert "| `turboquant_3bit_nc` |" in capsys.readouterr().out
+    quality.main(["--plot", "--csv", str(tmp_path / "rows.csv"), "--out", str(file)])
+    assert (tmp_path / "quality_demo.png").stat().st_size > 10_000
+    with (tmp_path / "rows.csv").open() as made:
+        assert [row["format"] for row in csv.DictReader(made)][1] == "int8"
+    with pytest.raises(SystemExit):
+        quality.main(["--show", "--model", "another", "--out", str(file)])
+
+
+def test_the_front_is_what_nothing_beats(study):
+    points = [(100, 0.0), (50, 0.2), (50, 0.1), (60, 0.1), (20, 0.5), (30, 0.6)]
+    rows = [{"bytes_per_token": size, "kl": kl} for size, kl in points]
+    assert study[1].front(rows) == {0, 2, 4}
+
+
+def test_devices_are_compared_with_the_first(monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "eval"))
+    several = importlib.import_module("several_gpus")
+    one = {"cache": "int8", "choices": [-2.0, -0.5], "texts": [-100.0], "answers": ["a", "b"], "recall": 1.0, "devices": ["cpu"]}
+    one |= {"bytes_per_token": 9.0, "ranks": 1, "seconds": 1.0}
+    other = one | {"choices": [-2.02, -0.5], "texts": [-100.0], "answers": ["a", "c"], "ranks": 2}
+    arguments = type("Arguments", (), {"model": "m", "device": "cpu", "dtype": "float32"})
+    first, second = several.compare({"one": [one], "tensor parallel": [other]}, arguments)
+    assert first["off_choices"] == 0 and first["same_answers"] == 1
+    assert second["off_choices"] == pytest.approx(0.01) and second["off_texts"] == 0 and second["same_answers"] == 0.5
