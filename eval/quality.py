@@ -1,6 +1,6 @@
 """Quality against bytes: a model with every format, and with what evicts tokens; rows in eval/results/quality.jsonl.
 
-    python eval/quality.py                                        the embedded model: six minutes of CPU time
+    python eval/quality.py                                        the embedded model: seven minutes of CPU time
     python eval/quality.py --model MODEL --device cuda --context 8192 --formats fp8 turboquant_4bit_nc --policies keydiff
     python eval/quality.py --show | --markdown | --plot | --csv FILE      from the rows of --model
 
