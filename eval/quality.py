@@ -34,6 +34,8 @@ RESULTS = Path(__file__).parent / "results" / "quality.jsonl"
 ZONES = {"4 + 64": {}, "none": {"exact_first": 0, "exact_recent": 0}}
 EVICTED = ("turboquant_4bit_nc",)
 """What evicting caches store tokens in: what `recommend` takes most often. `eviction.py` looks at eviction alone."""
+VARIANTS = ("_token", "_tensor", "_frozen", "_asymmetric", "_group", "_four_over_six")
+"""How names end that differ from others in a scale alone."""
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
@@ -98,7 +100,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--model", default="demo", help="a folder, a model on the Hub, or 'demo' for the embedded one")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="bfloat16", choices=DTYPES, help="bytes are told in relation to 16 bit")
-    parser.add_argument("--formats", nargs="*", default=known, choices=[[], *known], metavar="FORMAT", help="default: all")
+    main = [name for name in known if not name.endswith(VARIANTS)]
+    parser.add_argument("--formats", nargs="*", default=main, choices=[[], "all", *known], metavar="FORMAT", help="'all': all variants too")
     parser.add_argument("--policies", nargs="*", default=list(policies.REGISTRY), choices=[[], *policies.REGISTRY], metavar="POLICY")
     parser.add_argument("--budgets", nargs="*", type=float, default=[0.2, 0.5], help="shares of the context that policies keep")
     parser.add_argument("--evicted", nargs="*", default=EVICTED, choices=REGISTRY, metavar="FORMAT", help="formats of evicting caches")
@@ -113,6 +116,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--plot", action="store_true", help="the pictures, from the rows")
     parser.add_argument("--csv", type=Path, metavar="FILE", help="the rows as CSV")
     args = parser.parse_args(arguments)
+    args.formats = known if "all" in args.formats else args.formats
     what = f"quality_{Path(args.model).name}"
     if args.show or args.markdown or args.plot or args.csv:
         rows = [row for row in read_rows(args.out) if row["what"] == what]
