@@ -50,6 +50,9 @@ FORMAT_ERRORS = {
 """Names, and the error allowed to keys and to values on N(0, 1) at head_dim 128: RMS of the difference over RMS of the data."""
 
 FORMATS = list(FORMAT_ERRORS)
+_VARIANTS = ("fp8_token", "int8_asymmetric", "int4_group", "nvfp4_four_over_six")
+KINDS = [name for name in FORMATS if "e5m2_" not in name and name not in _VARIANTS]
+"""Less those that take no code path of their own: where a test costs much, they are left to `pytest -m slow`."""
 
 CACHES = {
     "compressed": functools.partial(CompressedCache, format="turboquant_4bit_nc"),

@@ -107,7 +107,7 @@ def _watched_in_place(
     """A step of one token that neither asks the device nor depends on how many tokens there are."""
     watch: Watch = key.watch
     batch = query.shape[0]
-    new = _ofnew_tokens(implementation, mask, batch, 1, query.device)
+    new = _of_new_tokens(implementation, mask, batch, 1, query.device)
     real = None if new is None else _diagonal(new, batch)[:, 0]
     shown = watch.begin(real)[:, None, None]
     weights: Tensor | None = None
@@ -158,7 +158,7 @@ def new_tokens(implementation: str, mask: Any, batch: int, queries: int, device:
     global _last_mask
     if mask is None:
         return None, None
-    new = _ofnew_tokens(implementation, mask, batch, queries, device)
+    new = _of_new_tokens(implementation, mask, batch, queries, device)
     written = mask._version if isinstance(mask, Tensor) and not mask.is_inference() else 0  # by someone who uses it again
     if _last_mask[0]() is not mask or _last_mask[1] != (queries, written):
         real = None if new is None else _diagonal(new, batch).clone()  # a view would keep the mask alive
@@ -167,7 +167,7 @@ def new_tokens(implementation: str, mask: Any, batch: int, queries: int, device:
     return new, real if real is None else real.to(device)
 
 
-def _ofnew_tokens(implementation: str, mask: Any, batch: int, queries: int, device: torch.device) -> Tensor | None:
+def _of_new_tokens(implementation: str, mask: Any, batch: int, queries: int, device: torch.device) -> Tensor | None:
     """The mask among the step's own tokens, bool or additive, `[B, H, Q, Q]` with `B` and `H` perhaps 1; None if it is just causal."""
     if mask is None:
         return None

@@ -1,7 +1,7 @@
 """Models x attention implementations x ways to feed a prompt: the exact format equals DynamicCache, every other one its codes decoded."""
 
 import pytest
-from matrix import ATTENTION, DENSE_BY_DESIGN, FORMATS, MODELS, UNSUPPORTED, model
+from matrix import ATTENTION, DENSE_BY_DESIGN, FORMATS, KINDS, MODELS, UNSUPPORTED, model, slowly
 from reference import MODES, ZONES, assert_close, count_decoded_layers, decoded, forward, steps
 from transformers import DynamicCache
 
@@ -53,7 +53,7 @@ def test_four_bits_equal_their_codes_decoded(name, attention, mode):
 
 
 @pytest.mark.parametrize(("attention", "mode", "zones"), [*(("sdpa", *feed) for feed in FEEDS), ("eager", "chunked_padded", "zones")])
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", slowly(FORMATS, KINDS))
 def test_every_format_equals_its_codes_decoded(format, attention, mode, zones):
     network = model("llama", attention)
     check_against_decoded(network, MODES[mode], CompressedCache(network.config, format=format, **ZONES[zones]))

@@ -5,6 +5,7 @@ import dataclasses
 
 import pytest
 import torch
+from matrix import slowly
 from torch._dynamo.utils import counters
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.generation.configuration_utils import CompileConfig
@@ -86,7 +87,7 @@ def test_padding_to_the_left_and_rows_that_end(name, model):
     same(growing, static)
 
 
-@every_policy
+@pytest.mark.parametrize("name", slowly(POLICIES, ["h2o", "tova", "keydiff", "sink_window"]))
 def test_one_graph(name, model):
     ids = torch.randint(1, 101, (2, 40), generator=torch.Generator().manual_seed(3))
     mask = torch.ones_like(ids)

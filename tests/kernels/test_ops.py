@@ -37,7 +37,7 @@ def compiled(function, *args, **kwargs):
     return out, [[target for target in graph if "getitem" not in target] for graph in graphs]
 
 
-@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("masked", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_one_operation_for_the_compiler(masked, on_kernels):
     query, held = torch.randn(2, 8, 1, 64, device=DEVICE, dtype=torch.float16), payload()
     mask = torch.rand(2, 1, 1, 201, device=DEVICE) > 0.2 if masked else None
@@ -47,6 +47,7 @@ def test_one_operation_for_the_compiler(masked, on_kernels):
     torch.testing.assert_close(out.float(), attend(query.float(), held, mask), rtol=0, atol=3e-3)
 
 
+@pytest.mark.slow
 def test_mass_for_the_compiler(on_kernels):
     query, held, observed = torch.randn(2, 8, 1, 64, device=DEVICE, dtype=torch.float16), payload(), torch.ones(2, 1, device=DEVICE)
     found, operations = compiled(observe_on_codes, query, held, observed=observed)
