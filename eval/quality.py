@@ -1,6 +1,6 @@
 """Quality against bytes: a model with every format, and with what evicts tokens; rows in eval/results/quality.jsonl.
 
-    python eval/quality.py                                        the embedded model: seven minutes of CPU time
+    python eval/quality.py                                        the embedded model: five and a half minutes on two cores
     python eval/quality.py --model MODEL --device cuda --context 8192 --formats fp8 turboquant_4bit_nc --policies keydiff
     python eval/quality.py --show | --markdown | --plot | --csv FILE      from the rows of --model
 
@@ -34,8 +34,8 @@ RESULTS = Path(__file__).parent / "results" / "quality.jsonl"
 ZONES = {"4 + 64": {}, "none": {"exact_first": 0, "exact_recent": 0}}
 EVICTED = ("turboquant_4bit_nc",)
 """What evicting caches store tokens in: what `recommend` takes most often. `eviction.py` looks at eviction alone."""
-VARIANTS = ("_token", "_tensor", "_frozen", "_asymmetric", "_group", "_four_over_six")
-"""How names end that differ from others in a scale alone."""
+VARIANTS = ("_token", "_tensor", "_frozen", "_asymmetric", "_group", "_four_over_six", "_trellis")
+"""How names end that differ from others in a scale alone, or that take a CPU a minute to store."""
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
@@ -108,7 +108,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--context", type=int, default=2000, help="tokens")
     parser.add_argument("--passages", type=int, default=3, help="texts to read on")
     parser.add_argument("--read-on", type=int, default=32, help="tokens of each")
-    parser.add_argument("--cases", type=int, default=6, help="code words to recall, with the question seen and unseen")
+    parser.add_argument("--cases", type=int, default=4, help="code words to recall, with the question seen and unseen")
     parser.add_argument("--text", type=Path, help="a file in place of Python's language reference")
     parser.add_argument("--out", type=Path, default=RESULTS, help="where the rows go")
     parser.add_argument("--show", action="store_true", help="the table, from the rows")

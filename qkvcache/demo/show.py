@@ -32,7 +32,7 @@ FORMATS = (
     "turboquant_k3v4_nc",
     "turboquant_3bit_nc",
     "hadaquant_k4v4",
-    "hadaquant_k3v3_trellis",
+    "hadaquant_k3v3",
 )
 STREAMED = "turboquant_4bit_nc"
 CONTEXT_TOKENS = 2000
