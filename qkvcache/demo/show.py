@@ -25,14 +25,13 @@ FORMATS = (
     "int8",
     "fp8",
     "nvfp4",
+    "nvfp4_mse",
     "int4",
     "int4_vllm",
     "turboquant_k8v4",
     "turboquant_4bit_nc",
     "turboquant_k3v4_nc",
     "turboquant_3bit_nc",
-    "hadaquant_k4v4",
-    "hadaquant_k3v3",
 )
 STREAMED = "turboquant_4bit_nc"
 CONTEXT_TOKENS = 2000
