@@ -299,9 +299,9 @@ def rows_of(path: Path) -> list[dict]:
 def attended_rows(path: Path) -> dict[str, dict[tuple[str, str], dict]]:
     """`{device: {(format, case): row}}`"""
     found: dict[str, dict[tuple[str, str], dict]] = {}
-    for row in sorted(rows_of(path), key=lambda row: list(REGISTRY).index(row["format"]) if row["format"] in REGISTRY else -1):
-        if row["kind"] == "attend":
-            found.setdefault(row["device"], {})[row["format"], row["case"]] = row
+    order = list(REGISTRY)
+    for row in sorted((row for row in rows_of(path) if row["kind"] == "attend"), key=lambda row: order.index(row["format"])):
+        found.setdefault(row["device"], {})[row["format"], row["case"]] = row
     return found
 
 

@@ -100,8 +100,10 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--model", default="demo", help="a folder, a model on the Hub, or 'demo' for the embedded one")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="bfloat16", choices=DTYPES, help="bytes are told in relation to 16 bit")
-    main = [name for name in known if not name.endswith(VARIANTS)]
-    parser.add_argument("--formats", nargs="*", default=main, choices=[[], "all", *known], metavar="FORMAT", help="'all': all variants too")
+    usual = [name for name in known if not name.endswith(VARIANTS)]
+    parser.add_argument(
+        "--formats", nargs="*", default=usual, choices=[[], "all", *known], metavar="FORMAT", help="'all': all variants too"
+    )
     parser.add_argument("--policies", nargs="*", default=list(policies.REGISTRY), choices=[[], *policies.REGISTRY], metavar="POLICY")
     parser.add_argument("--budgets", nargs="*", type=float, default=[0.2, 0.5], help="shares of the context that policies keep")
     parser.add_argument("--evicted", nargs="*", default=EVICTED, choices=REGISTRY, metavar="FORMAT", help="formats of evicting caches")

@@ -6,7 +6,7 @@ keys   around their mean, `centered.py`: 4 D bytes a row and head, once
 TurboQuant keeps values as they are, on even steps between the least and the greatest channel; rotated, they take two bytes less and err
 less: the inverse rotation costs nothing at each token, since it is done once on the output.
 
-Bytes of a token and head: k4v4 132, k4v3 116, k3v3 100, k2v2 68 at head_dim 128; 68, 60, 52, 36 at 64.
+Bytes of a token and head: k4v4 132, k4v3 116, k3v3 100, k3v2 84, k2v2 68 at head_dim 128; 68, 60, 52, 44, 36 at 64.
 """
 
 from __future__ import annotations

@@ -27,7 +27,8 @@ from ..formats.rotated import LloydMax, Rotated
 from ..formats.rotation import random_signs, rotation_block, sylvester_matrix
 from ..formats.trellis import Trellis
 from ..formats.uniform import Uniform
-from .triton_trellis import TRELLIS_HALF_STEPS, subset_at, trellis_levels
+from .triton_levels import LLOYD_MAX_WORDS, TRELLIS_WORDS, signed_levels
+from .triton_trellis import TRELLIS_HALF_STEPS, subset_at
 
 GREATEST_HEAD_DIM = 256
 CHUNK = 128  # channels that one product rotates: twice as many take two and a butterfly, so that the matrix fits every shared memory
@@ -242,30 +243,6 @@ def width_of(kind: str, option: int, head_dim: int) -> int:
     return head_dim // (8 if kind in ("lloyd", "uniform") and option < 4 else 4)
 
 
-def _as_bytes(counts: tuple[int, ...]) -> int:
-    """Twice the levels, a byte each, as a signed word."""
-    return int.from_bytes(bytes(2 * n + 1 for n in counts), "little", signed=True)
-
-
-_BYTES2, _BYTES3, _BYTES4, _MORE4 = map(tl.constexpr, map(_as_bytes, (GRID[2][1], GRID[3][1], GRID[4][1][:4], GRID[4][1][4:])))
-
-
-@triton.jit
-def _lloyd_levels(code, BITS: tl.constexpr):
-    """Twice the levels, in steps of the grid: odd integers below 256."""
-    half: tl.constexpr = 2 ** (BITS - 1)
-    rank = tl.where(code >= half, code - half, half - 1 - code)
-    # A byte of a constant for each rank.
-    if BITS == 2:
-        word = tl.full(code.shape, _BYTES2, tl.int32)
-    elif BITS == 3:
-        word = tl.full(code.shape, _BYTES3, tl.int32)
-    else:
-        word = tl.where(rank < 4, tl.full(code.shape, _BYTES4, tl.int32), tl.full(code.shape, _MORE4, tl.int32))
-    level = (word >> (8 * (rank & 3))) & 0xFF
-    return tl.where(code >= half, level, -level)
-
-
 @triton.jit(do_not_specialize=["tokens", "heads"])
 def _decode_kernel(
     out, ob, oh, ot, table, codes, cb, ch, high, hb, hh, scales, sb, sh, center, eb, eh, tokens, heads,
@@ -354,7 +331,10 @@ def _decode_kernel(
         else:
             y = level.to(tl.float32) * scale[:, None]
     elif KIND == "lloyd" or KIND == "trellis":
-        level = _lloyd_levels(code, OPTION) if KIND == "lloyd" else trellis_levels(code, OPTION)
+        if KIND == "lloyd":
+            level = signed_levels(code, 2 ** (OPTION - 1), LLOYD_MAX_WORDS[OPTION][0], LLOYD_MAX_WORDS[OPTION][1])
+        else:
+            level = signed_levels(code, 2**OPTION, TRELLIS_WORDS[OPTION][0], TRELLIS_WORDS[OPTION][1])
         if D != P:
             level = tl.where(inside, level, 0)
         scale = tl.load(at, mask=live, other=0.0).to(tl.float32) * (HALF_STEPS[OPTION] if KIND == "lloyd" else TRELLIS_HALF_STEPS[OPTION])

@@ -11,6 +11,7 @@ import triton.language as tl
 
 from ..formats.codebooks import TRELLIS
 from ..formats.trellis import DROPPED, FINE, LIMIT, MOST
+from .triton_levels import TRELLIS_WORDS, signed_levels
 
 _LIMIT, _MOST = tl.constexpr(LIMIT), tl.constexpr(MOST)
 _DROPPED = tl.constexpr((0, 0, DROPPED[2], DROPPED[3]))
@@ -25,26 +26,7 @@ def _levels(bits: int) -> tuple[int, ...]:
     return tuple([-n for n in reversed(positive)] + positive)
 
 
-def _as_word(counts: tuple[int, ...]) -> int:
-    """Twice the levels, a byte each, as a signed word."""
-    return int.from_bytes(bytes(2 * n + 1 for n in counts), "little", signed=True)
-
-
 _LEVELS2, _LEVELS3 = tl.constexpr(_levels(2)), tl.constexpr(_levels(3))
-_WORD2, _WORD3, _MORE3 = map(tl.constexpr, map(_as_word, (TRELLIS[2][1], TRELLIS[3][1][:4], TRELLIS[3][1][4:])))
-
-
-@triton.jit
-def trellis_levels(code, BITS: tl.constexpr):
-    """Twice the levels of `4 * index + subset`, in steps of the grid: odd integers below 256."""
-    half: tl.constexpr = 2**BITS
-    rank = tl.where(code >= half, code - half, half - 1 - code)
-    if BITS == 2:
-        word = tl.full(code.shape, _WORD2, tl.int32)
-    else:
-        word = tl.where(rank < 4, tl.full(code.shape, _WORD3, tl.int32), tl.full(code.shape, _MORE3, tl.int32))
-    level = (word >> (8 * (rank & 3))) & 0xFF
-    return tl.where(code >= half, level, -level)
 
 
 @triton.jit
@@ -140,7 +122,7 @@ def trellis_words(x, BITS: tl.constexpr, D: tl.constexpr, P: tl.constexpr):
     for t in tl.static_range(16):
         subset = subset_at(twice, t)
         index = (indices[t] >> (2 * subset)) & 3
-        level = trellis_levels(4 * index + subset, BITS)
+        level = signed_levels(4 * index + subset, 2**BITS, TRELLIS_WORDS[BITS][0], TRELLIS_WORDS[BITS][1])
         squares += level * level
         if BITS == 2:
             low |= index << (t ^ 2)

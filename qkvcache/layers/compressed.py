@@ -81,7 +81,7 @@ class CompressedLayer(Fitting, CacheLayerMixin):
         else:
             payload = self._payload()
             result = KVHandle(payload, payload.key), KVHandle(payload, payload.value)
-        if empty and not torch.compiler.is_compiling() and any(zone.body.codec.keeps(zone.body.head_dim) for zone in (key, value)):
+        if empty and not torch.compiler.is_compiling() and (key.body.keeps or value.body.keeps):
             self.wait(key_states)
         else:
             self.take_in()
@@ -105,7 +105,7 @@ class CompressedLayer(Fitting, CacheLayerMixin):
         """After a step: tokens move to the zones where they belong."""
         key, value = self.zones  # type: ignore[misc]
         for zone in (key, value):
-            zone.body.fit(zone.recent.detach(), real)
+            zone.body.fit(zone.recent, real)
         keys, values = key.leave(), value.leave()
         if keys is not None and values is not None:
             append_both((key.body, value.body), (keys, values), min(key.block, value.block))

@@ -31,6 +31,7 @@ class Slots:
 
     def __init__(self, codec: Codec, head_dim: int, per_head: bool = False):
         self.codec, self.head_dim, self.per_head = codec, head_dim, per_head
+        self.keeps = codec.keeps(head_dim)
         self.slabs: list[Codes] = []
         self.once: Codes = {}
         self.length = 0
@@ -51,8 +52,8 @@ class Slots:
 
     def fit(self, x: Tensor, real: Tensor | None = None) -> None:
         """Fills the buffers that are kept once, if nothing has, from `x` `[B, H, T, D]`, as far as it is `real`, bool `[B, T]`."""
-        if not self.once:
-            self.once = self.codec.fit(x, real)
+        if self.keeps and not self.once:
+            self.once = self.codec.fit(x.detach(), real)
 
     def append(self, x: Tensor) -> None:
         """Encodes `x` `[B, H, T, D]` into the next `T` slots."""
