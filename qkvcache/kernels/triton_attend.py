@@ -376,19 +376,20 @@ def attend_kernel(
         e = tl.arange(0, DVP)
         tl.store(out + tl.arange(0, R)[None, :] * DV + e[:, None], x_out, mask=(e < DV)[:, None] & live[None, :])
     else:
-        # The queries, in planes like the keys' and normalised by their largest channel, so that fp16 holds them.
+        # The queries, in planes like the keys' and normalised by their largest channel, so that fp16 holds them; as rows, since the product
+        # that turns them then leaves channels where the keys' product wants them: else every tile would shuffle them again.
         q = ()
         amax = tl.zeros([R], tl.float32)
         j = tl.arange(0, KT)
         for c in tl.static_range(KN):
             for i in tl.static_range(KP):
                 channel = _channel(K, KW, c * KT + j, i)
-                inside = (c * KT + j < KW)[:, None] & live[None, :]
-                x = tl.load(body_query + q_rows[None, :] + channel[:, None], mask=inside, other=0.0)
+                inside = (c * KT + j < KW)[None, :] & live[:, None]
+                x = tl.load(body_query + q_rows[:, None] + channel[None, :], mask=inside, other=0.0)
                 if K.rotated:
-                    x = x * tl.load(signs + channel, mask=c * KT + j < KW, other=0.0).to(x.dtype)[:, None]
+                    x = x * tl.load(signs + channel, mask=c * KT + j < KW, other=0.0).to(x.dtype)[None, :]
                     turn = tl.load(turning + j[:, None] * KT + j[None, :]).to(x.dtype)
-                    x = tl.dot(turn, x, input_precision="ieee")
+                    x = tl.dot(x, turn, input_precision="ieee")  # which is symmetric
                 q = q + (x,)
         if K.rotated:
             KNP: tl.constexpr = KN * KP
@@ -407,11 +408,11 @@ def attend_kernel(
                 for i in tl.static_range(KP):
                     channel = _channel(K, KW, c * KT + j, i)
                     mean = tl.load(k_center + bh * D + channel, mask=c * KT + j < KW, other=0.0)
-                    q_center += tl.sum(q[c * KP + i].to(tl.float32) * mean[:, None], 0)
+                    q_center += tl.sum(q[c * KP + i].to(tl.float32) * mean[None, :], 1)
             q_center *= scaling * TURN * log2e
         if K.kind != "half":
             for i in tl.static_range(KN * KP):
-                amax = tl.maximum(amax, tl.max(tl.abs(q[i].to(tl.float32)), 0))
+                amax = tl.maximum(amax, tl.max(tl.abs(q[i].to(tl.float32)), 1))
         q_sum = tl.zeros([R], tl.float32)
         if K.kind == "half":
             q_scale = tl.full([R], 1.0, tl.float32) * scaling * log2e
@@ -420,10 +421,14 @@ def attend_kernel(
             q_scale = amax * (scaling * K.unit * TURN) * log2e
             tiles = ()
             for i in tl.static_range(KN * KP):
-                x = (q[i].to(tl.float32) * normal[None, :]).to(tl.float16)
-                q_sum += tl.sum(x.to(tl.float32), 0)
+                x = (q[i].to(tl.float32) * normal[:, None]).to(tl.float16)
+                q_sum += tl.sum(x.to(tl.float32), 1)
                 tiles = tiles + (x,)
             q = tiles
+        tiles = ()
+        for i in tl.static_range(KN * KP):
+            tiles = tiles + (tl.trans(q[i]),)
+        q = tiles
 
         acc = ()
         for i in tl.static_range(VN * VP):
