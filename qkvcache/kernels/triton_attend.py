@@ -148,6 +148,8 @@ def _body_tile(
     VP: tl.constexpr = V.per
 
     s = tl.zeros(l.shape, tl.float32)
+    if K.group == 0 and K.scale != "hidden" and K.offset != 0:
+        s -= (K.offset * q_sum)[None, :]
     if K.group > 0:
         found = group_scales(K, KW, k_scales, slot, ARCH)
     for c in tl.static_range(KN):
@@ -164,8 +166,6 @@ def _body_tile(
         if K.scale == "hidden":
             s = (s - (zero[:, None] + K.offset) * q_sum[None, :]) * scale[:, None]
         else:
-            if K.offset != 0:
-                s = s - (K.offset * q_sum)[None, :]
             s = s * scale[:, None]
             if K.scale == "pair":
                 s = s + zero[:, None] * q_sum[None, :]
@@ -204,8 +204,8 @@ def _body_tile(
             z = z * shrink[None, :] - rounded * (zero + V.offset)[:, None]
         elif V.scale == "pair":
             z = z * shrink[None, :] + rounded * (zero * unscale - V.offset * V.unit)[:, None]
-        elif V.offset != 0:
-            z = z * shrink[None, :] - rounded * (V.offset * V.unit)
+        elif V.offset != 0:  # the same for all tokens: a product sums weights at no conversion
+            z = tl.dot(tl.full([16, p.shape[0]], -1 / 16, tl.float16), p, z * shrink[None, :], input_precision="ieee")
         if MASS > 0:
             keep(weights, tops, w * unscale[:, None], top, place, count, BODY_GRAIN, MASS)
     else:
@@ -433,7 +433,8 @@ def attend_kernel(
         acc = ()
         for i in tl.static_range(VN * VP):
             acc = acc + (tl.zeros([VT, R], tl.float32),)
-        state = (m, tl.zeros([T, R], tl.float32), tl.zeros([T, R], tl.float32), acc)
+        SUMMED: tl.constexpr = V.offset != 0 and (V.scale == "fp16" or V.scale == "fp32")
+        state = (m, tl.zeros([T, R], tl.float32), tl.zeros([16 if SUMMED else T, R], tl.float32), acc)
         length = n_body
         if LENGTHS:
             length = tl.load(lengths + b)
@@ -485,6 +486,8 @@ def attend_kernel(
         m, l2, z2, acc = state
         l = tl.sum(l2, 0)
         z = tl.sum(z2, 0)
+        if SUMMED:
+            z *= V.offset * V.unit
         j = tl.arange(0, VT)
         for c in tl.static_range(VN):
             for i in tl.static_range(VP):  # plane after plane: `_reduce` puts channels in order
