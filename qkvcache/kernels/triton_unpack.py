@@ -198,14 +198,21 @@ lop3.b32 $2, c, 0x80008000, b, 0xea;
 lop3.b32 $3, e, 0x80008000, d, 0xea;
 }""")
 
+
+def _held(word: int, to: str) -> str:
+    """A constant for the operand of PRMT that must be a register. No bit 31 is before any lane's, which the assembler does not know: it
+    would put a constant there anew, by one instruction for almost each that uses it."""
+    return f".reg .b32 {to}; mov.u32 {to}, %lanemask_lt; shr.u32 {to}, {to}, 31; or.b32 {to}, {to}, {word:#x}; "
+
+
 # PRMT has eight entries, and gives 0 for a selector with bit 3 set where entries are below 128: two reads and an or make sixteen.
 _READ4 = f"""
-prmt.b32 x, {_LUT4[0]:#x}, {_LUT4[1]:#x}, p;
-prmt.b32 y, {_LUT4[2]:#x}, {_LUT4[3]:#x}, n;
+prmt.b32 x, t, {_LUT4[1]:#x}, p;
+prmt.b32 y, u, {_LUT4[3]:#x}, n;
 or.b32 x, x, y;
 """
 _ASM_LUT4 = tl.constexpr(
-    "{ .reg .b32 p, n, x, y; prmt.b32 p, $4, 0, 0x3120; xor.b32 n, p, 0x88888888;"
+    "{" + _held(_LUT4[0], "t") + _held(_LUT4[2], "u") + ".reg .b32 p, n, x, y; prmt.b32 p, $4, 0, 0x3120; xor.b32 n, p, 0x88888888;"
     f"{_READ4} {_spread('$0', '$1')} shr.u32 p, p, 16; shr.u32 n, n, 16; {_READ4} {_spread('$2', '$3')} }}"
 )
 
@@ -233,15 +240,15 @@ _ASM_INT3 = tl.constexpr(
 )
 
 
-def _read(low: int, high: int, mask: int) -> str:
-    """Nibbles of two words to the bytes of a table of two words that they select."""
+def _read(clean: str, low: str, high: int) -> str:
+    """Nibbles of two words, which `clean` makes selectors, to the bytes of a table of two words, the first one in a register."""
     return f"""
-and.b32 {{0}}, {{0}}, {mask:#x};
+{clean};
 prmt.b32 {{0}}, {{0}}, 0, 0x3120;
-prmt.b32 x, {low:#x}, {high:#x}, {{0}};
+prmt.b32 x, {low}, {high:#x}, {{0}};
 {_spread("{1}", "{2}")}
 shr.u32 {{0}}, {{0}}, 16;
-prmt.b32 x, {low:#x}, {high:#x}, {{0}};
+prmt.b32 x, {low}, {high:#x}, {{0}};
 {_spread("{3}", "{4}")}
 """
 
@@ -250,8 +257,19 @@ def _read_both(read: str) -> str:
     return read.format("e", "$0", "$2", "$4", "$6") + read.format("o", "$1", "$3", "$5", "$7")
 
 
-_ASM_LUT3 = tl.constexpr("{ .reg .b32 h, e, o, x;" + _NIBBLES3 + _read_both(_read(*_LUT3, 0x77777777)) + "}")
-_ASM_LUT2 = tl.constexpr("{ .reg .b32 e, o, x; mov.b32 e, $8; shr.u32 o, $8, 2;" + _read_both(_read(*_LUT2, 0, 0x33333333)) + "}")
+_ASM_LUT3 = tl.constexpr(
+    "{"
+    + _held(_LUT3[0], "t")
+    + ".reg .b32 h, e, o, x;"
+    + _NIBBLES3
+    + _read_both(_read("and.b32 {0}, {0}, 0x77777777", "t", _LUT3[1]))
+    + "}"
+)
+_ASM_LUT2 = tl.constexpr(
+    "{ .reg .b32 e, o, x; mov.b32 e, $8; shr.u32 o, $8, 2;"
+    + _read_both(_read("lop3.b32 {0}, {0}, 0x33333333, 0x44444444, 0xea", "0", _LUT2[0]))
+    + "}"
+)
 
 # The path ($9), turned by two for the second of the words that share it; then of each nibble, of even channels in e and of odd ones in o,
 # the bits of the subset: neighbours but one under an exclusive or, and the one between.
@@ -283,10 +301,10 @@ lop3.b32 o, o, 0x33333333, $8, 0xe2;
 
 def _bytes_of(table: tuple[int, ...], to: str, nibbles: str) -> str:
     """The entries of `table` that the low four nibbles select."""
-    read = f"prmt.b32 {to}, {table[0]:#x}, {table[1]:#x}, {nibbles};"
+    read = f"prmt.b32 {to}, t, {table[1]:#x}, {nibbles};"
     if len(table) == 2:
         return read
-    return f"{read} xor.b32 n, {nibbles}, 0x8888; prmt.b32 n, {table[2]:#x}, {table[3]:#x}, n; or.b32 {to}, {to}, n;"
+    return f"{read} xor.b32 n, {nibbles}, 0x8888; prmt.b32 n, u, {table[3]:#x}, n; or.b32 {to}, {to}, n;"
 
 
 def _paired(nibbles: str, planes: tuple[str, ...], table: tuple[int, ...]) -> str:
@@ -297,7 +315,8 @@ def _paired(nibbles: str, planes: tuple[str, ...], table: tuple[int, ...]) -> st
 
 def _trellis(index: str, table: tuple[int, ...]) -> str:
     read = _paired("e", ("$0", "$2", "$4", "$6"), table) + _paired("o", ("$1", "$3", "$5", "$7"), table)
-    return "{ .reg .b32 h, e, o, x, n;" + _SUBSETS + index + read + "}"
+    held = _held(table[0], "t") + (_held(table[2], "u") if len(table) > 2 else "")
+    return "{" + held + ".reg .b32 h, e, o, x, n;" + _SUBSETS + index + read + "}"
 
 
 _ASM_TRELLIS2, _ASM_TRELLIS3 = tl.constexpr(_trellis(_INDEX2, _TRELLIS2)), tl.constexpr(_trellis(_INDEX3, _TRELLIS3))
