@@ -205,17 +205,6 @@ def _held(word: int, to: str) -> str:
     return f".reg .b32 {to}; mov.u32 {to}, %lanemask_lt; shr.u32 {to}, {to}, 31; or.b32 {to}, {to}, {word:#x}; "
 
 
-# PRMT has eight entries, and gives 0 for a selector with bit 3 set where entries are below 128: two reads and an or make sixteen.
-_READ4 = f"""
-prmt.b32 x, t, {_LUT4[1]:#x}, p;
-prmt.b32 y, u, {_LUT4[3]:#x}, n;
-or.b32 x, x, y;
-"""
-_ASM_LUT4 = tl.constexpr(
-    "{" + _held(_LUT4[0], "t") + _held(_LUT4[2], "u") + ".reg .b32 p, n, x, y; prmt.b32 p, $4, 0, 0x3120; xor.b32 n, p, 0x88888888;"
-    f"{_READ4} {_spread('$0', '$1')} shr.u32 p, p, 16; shr.u32 n, n, 16; {_READ4} {_spread('$2', '$3')} }}"
-)
-
 # The low bits ($8) of even channels and their high bits ($9, to be shifted where $10 says so) to nibbles (e), those of odd ones (o).
 _NIBBLES3 = """
 shl.b32 h, $9, 2;
@@ -244,7 +233,6 @@ def _read(clean: str, low: str, high: int) -> str:
     """Nibbles of two words, which `clean` makes selectors, to the bytes of a table of two words, the first one in a register."""
     return f"""
 {clean};
-prmt.b32 {{0}}, {{0}}, 0, 0x3120;
 prmt.b32 x, {low}, {high:#x}, {{0}};
 {_spread("{1}", "{2}")}
 shr.u32 {{0}}, {{0}}, 16;
@@ -262,11 +250,11 @@ _ASM_LUT3 = tl.constexpr(
     + _held(_LUT3[0], "t")
     + ".reg .b32 h, e, o, x;"
     + _NIBBLES3
-    + _read_both(_read("and.b32 {0}, {0}, 0x77777777", "t", _LUT3[1]))
+    + _read_both(_read("and.b32 {0}, {0}, 0x77777777; prmt.b32 {0}, {0}, 0, 0x3120", "t", _LUT3[1]))
     + "}"
 )
 _ASM_LUT2 = tl.constexpr(
-    "{ .reg .b32 e, o, x; mov.b32 e, $8; shr.u32 o, $8, 2;"
+    "{ .reg .b32 e, o, x; prmt.b32 e, $8, 0, 0x3120; shr.u32 o, e, 2;"
     + _read_both(_read("lop3.b32 {0}, {0}, 0x33333333, 0x44444444, 0xea", "0", _LUT2[0]))
     + "}"
 )
@@ -300,7 +288,9 @@ lop3.b32 o, o, 0x33333333, $8, 0xe2;
 
 
 def _bytes_of(table: tuple[int, ...], to: str, nibbles: str) -> str:
-    """The entries of `table` that the low four nibbles select."""
+    """The entries of `table` that the low four nibbles select; its words 0 and 2 are held in t and u.
+
+    PRMT has eight entries, and gives 0 for a selector with bit 3 set where entries are below 128: two reads and an or make sixteen."""
     read = f"prmt.b32 {to}, t, {table[1]:#x}, {nibbles};"
     if len(table) == 2:
         return read
@@ -311,6 +301,12 @@ def _paired(nibbles: str, planes: tuple[str, ...], table: tuple[int, ...]) -> st
     """Of four nibbles of each of two words the entries, as the low bytes of fp16 numbers: the high bytes are signs of entries, all 0."""
     first = _bytes_of(table, "x", nibbles) + f" shr.u32 {nibbles}, {nibbles}, 16; " + _bytes_of(table, "h", nibbles)
     return first + "".join(f" prmt.b32 {to}, x, h, {0xC480 + 0x1111 * i:#x};" for i, to in enumerate(planes))
+
+
+_ASM_LUT4 = tl.constexpr(
+    "{" + _held(_LUT4[0], "t") + _held(_LUT4[2], "u") + ".reg .b32 p, x, h, n; mov.b32 p, $4;"
+    + _paired("p", ("$0", "$1", "$2", "$3"), _LUT4) + "}"
+)  # fmt: skip
 
 
 def _trellis(index: str, table: tuple[int, ...]) -> str:
