@@ -148,6 +148,8 @@ def _body_tile(
     VP: tl.constexpr = V.per
 
     s = tl.zeros(l.shape, tl.float32)
+    if K.group == 0 and K.scale != "hidden" and K.offset != 0:
+        s -= (K.offset * q_sum)[None, :]
     if K.group > 0:
         found = group_scales(K, KW, k_scales, slot, ARCH)
     for c in tl.static_range(KN):
@@ -164,8 +166,6 @@ def _body_tile(
         if K.scale == "hidden":
             s = (s - (zero[:, None] + K.offset) * q_sum[None, :]) * scale[:, None]
         else:
-            if K.offset != 0:
-                s = s - (K.offset * q_sum)[None, :]
             s = s * scale[:, None]
             if K.scale == "pair":
                 s = s + zero[:, None] * q_sum[None, :]
@@ -204,8 +204,8 @@ def _body_tile(
             z = z * shrink[None, :] - rounded * (zero + V.offset)[:, None]
         elif V.scale == "pair":
             z = z * shrink[None, :] + rounded * (zero * unscale - V.offset * V.unit)[:, None]
-        elif V.offset != 0:
-            z = z * shrink[None, :] - rounded * (V.offset * V.unit)
+        elif V.offset != 0:  # the same for all tokens: a product sums weights at no conversion
+            z = tl.dot(tl.full([16, p.shape[0]], -1 / 16, tl.float16), p, z * shrink[None, :], input_precision="ieee")
         if MASS > 0:
             keep(weights, tops, w * unscale[:, None], top, place, count, BODY_GRAIN, MASS)
     else:
@@ -376,19 +376,20 @@ def attend_kernel(
         e = tl.arange(0, DVP)
         tl.store(out + tl.arange(0, R)[None, :] * DV + e[:, None], x_out, mask=(e < DV)[:, None] & live[None, :])
     else:
-        # The queries, in planes like the keys' and normalised by their largest channel, so that fp16 holds them.
+        # The queries, in planes like the keys' and normalised by their largest channel, so that fp16 holds them; as rows, since the product
+        # that turns them then leaves channels where the keys' product wants them: else every tile would shuffle them again.
         q = ()
         amax = tl.zeros([R], tl.float32)
         j = tl.arange(0, KT)
         for c in tl.static_range(KN):
             for i in tl.static_range(KP):
                 channel = _channel(K, KW, c * KT + j, i)
-                inside = (c * KT + j < KW)[:, None] & live[None, :]
-                x = tl.load(body_query + q_rows[None, :] + channel[:, None], mask=inside, other=0.0)
+                inside = (c * KT + j < KW)[None, :] & live[:, None]
+                x = tl.load(body_query + q_rows[:, None] + channel[None, :], mask=inside, other=0.0)
                 if K.rotated:
-                    x = x * tl.load(signs + channel, mask=c * KT + j < KW, other=0.0).to(x.dtype)[:, None]
+                    x = x * tl.load(signs + channel, mask=c * KT + j < KW, other=0.0).to(x.dtype)[None, :]
                     turn = tl.load(turning + j[:, None] * KT + j[None, :]).to(x.dtype)
-                    x = tl.dot(turn, x, input_precision="ieee")
+                    x = tl.dot(x, turn, input_precision="ieee")  # which is symmetric
                 q = q + (x,)
         if K.rotated:
             KNP: tl.constexpr = KN * KP
@@ -407,11 +408,11 @@ def attend_kernel(
                 for i in tl.static_range(KP):
                     channel = _channel(K, KW, c * KT + j, i)
                     mean = tl.load(k_center + bh * D + channel, mask=c * KT + j < KW, other=0.0)
-                    q_center += tl.sum(q[c * KP + i].to(tl.float32) * mean[:, None], 0)
+                    q_center += tl.sum(q[c * KP + i].to(tl.float32) * mean[None, :], 1)
             q_center *= scaling * TURN * log2e
         if K.kind != "half":
             for i in tl.static_range(KN * KP):
-                amax = tl.maximum(amax, tl.max(tl.abs(q[i].to(tl.float32)), 0))
+                amax = tl.maximum(amax, tl.max(tl.abs(q[i].to(tl.float32)), 1))
         q_sum = tl.zeros([R], tl.float32)
         if K.kind == "half":
             q_scale = tl.full([R], 1.0, tl.float32) * scaling * log2e
@@ -420,15 +421,20 @@ def attend_kernel(
             q_scale = amax * (scaling * K.unit * TURN) * log2e
             tiles = ()
             for i in tl.static_range(KN * KP):
-                x = (q[i].to(tl.float32) * normal[None, :]).to(tl.float16)
-                q_sum += tl.sum(x.to(tl.float32), 0)
+                x = (q[i].to(tl.float32) * normal[:, None]).to(tl.float16)
+                q_sum += tl.sum(x.to(tl.float32), 1)
                 tiles = tiles + (x,)
             q = tiles
+        tiles = ()
+        for i in tl.static_range(KN * KP):
+            tiles = tiles + (tl.trans(q[i]),)
+        q = tiles
 
         acc = ()
         for i in tl.static_range(VN * VP):
             acc = acc + (tl.zeros([VT, R], tl.float32),)
-        state = (m, tl.zeros([T, R], tl.float32), tl.zeros([T, R], tl.float32), acc)
+        SUMMED: tl.constexpr = V.offset != 0 and (V.scale == "fp16" or V.scale == "fp32")
+        state = (m, tl.zeros([T, R], tl.float32), tl.zeros([16 if SUMMED else T, R], tl.float32), acc)
         length = n_body
         if LENGTHS:
             length = tl.load(lengths + b)
@@ -480,6 +486,8 @@ def attend_kernel(
         m, l2, z2, acc = state
         l = tl.sum(l2, 0)
         z = tl.sum(z2, 0)
+        if SUMMED:
+            z *= V.offset * V.unit
         j = tl.arange(0, VT)
         for c in tl.static_range(VN):
             for i in tl.static_range(VP):  # plane after plane: `_reduce` puts channels in order

@@ -85,13 +85,16 @@ def words(codec: Codec) -> Words | None:
         case BlockFP4():
             return Words("e2m1", 4, "block", unit=2.0**8, group=BLOCK)
         case Rotated(quantizer=LloydMax(bits=bits)):
-            step, half = GRID[bits][0], _HALF[bits]
-            return Words(f"lut{bits}", 4 if bits == 4 else 8, "fp16", unit=step, offset=1024.0 + half - 0.5, rotated=rotated)
+            unit, offset = GRID[bits][0] / _TINY, (_HALF[bits] - 0.5) * _TINY
+            return Words(f"lut{bits}", 4 if bits == 4 else 8, "fp16", unit=unit, offset=offset, rotated=rotated)
         case Rotated(quantizer=Trellis(bits=bits)):
-            tiny = 2.0**-24  # what a one reads in the lowest bit of fp16
-            return Words(f"trellis{bits}", 8, "fp16", unit=TRELLIS[bits][0] / tiny, offset=(_TRELLIS_HALF - 0.5) * tiny, rotated=rotated)
+            unit, offset = TRELLIS[bits][0] / _TINY, (_TRELLIS_HALF - 0.5) * _TINY
+            return Words(f"trellis{bits}", 8, "fp16", unit=unit, offset=offset, rotated=rotated)
     return None
 
+
+_TINY = 2.0**-24
+"""What a one reads in the lowest bit of fp16: bytes of tables read as subnormal numbers, so that they bring no offset but their own."""
 
 _HALF = {2: 128, 3: 128, 4: 64}
 """Steps by which levels are moved to be positive."""
@@ -124,11 +127,18 @@ _LUT2_0 = tl.constexpr(_LUT2[0])
 _LUT3_0, _LUT3_1 = map(tl.constexpr, _LUT3)
 _LUT4_0, _LUT4_1, _LUT4_2, _LUT4_3 = map(tl.constexpr, _LUT4)
 
-# Two bytes, of words v and w, to the low bytes of two fp16 numbers whose high byte is that of 1024.
+# Two bytes, of words v and w, to the low bytes of two fp16 numbers whose high byte is `high`.
 _SPREAD = """
-prmt.b32 {0}, x, 0x64646464, 0x4240;
-prmt.b32 {1}, x, 0x64646464, 0x4341;
+prmt.b32 {0}, x, {high}, 0x4240;
+prmt.b32 {1}, x, {high}, 0x4341;
 """
+
+
+def _spread(first: str, second: str, high: str = "0") -> str:
+    return _SPREAD.format(first, second, high=high)
+
+
+_OF_1024 = "0x64646464"
 
 _ASM_E5M2 = tl.constexpr("shl.b32 $0, $2, 8; and.b32 $0, $0, 0xff00ff00; and.b32 $1, $2, 0xff00ff00;")
 
@@ -158,8 +168,8 @@ mul.rn.f16x2 $1, c, m;
 
 # A byte of 1024 + n, less 1024 (+ 128 where the sign was flipped to make it positive).
 _BYTES = "{{ .reg .b32 x, c; {flip} {spread} mov.b32 c, {centre}; sub.rn.f16x2 $0, $0, c; sub.rn.f16x2 $1, $1, c; }}"
-_ASM_UINT8 = tl.constexpr(_BYTES.format(flip="mov.b32 x, $2;", spread=_SPREAD.format("$0", "$1"), centre="0x64006400"))
-_ASM_INT8 = tl.constexpr(_BYTES.format(flip="xor.b32 x, $2, 0x80808080;", spread=_SPREAD.format("$0", "$1"), centre="0x64806480"))
+_ASM_UINT8 = tl.constexpr(_BYTES.format(flip="mov.b32 x, $2;", spread=_spread("$0", "$1", _OF_1024), centre="0x64006400"))
+_ASM_INT8 = tl.constexpr(_BYTES.format(flip="xor.b32 x, $2, 0x80808080;", spread=_spread("$0", "$1", _OF_1024), centre="0x64806480"))
 
 _ASM_INT4 = tl.constexpr("""{
 .reg .b32 a, b, c, d;
@@ -188,16 +198,12 @@ lop3.b32 $2, c, 0x80008000, b, 0xea;
 lop3.b32 $3, e, 0x80008000, d, 0xea;
 }""")
 
-# PRMT has eight entries, and gives 0 for a selector with bit 3 set where entries are below 128: two reads and an or make sixteen.
-_READ4 = f"""
-prmt.b32 x, {_LUT4[0]:#x}, {_LUT4[1]:#x}, p;
-prmt.b32 y, {_LUT4[2]:#x}, {_LUT4[3]:#x}, n;
-or.b32 x, x, y;
-"""
-_ASM_LUT4 = tl.constexpr(
-    "{ .reg .b32 p, n, x, y; prmt.b32 p, $4, 0, 0x3120; xor.b32 n, p, 0x88888888;"
-    f"{_READ4} {_SPREAD.format('$0', '$1')} shr.u32 p, p, 16; shr.u32 n, n, 16; {_READ4} {_SPREAD.format('$2', '$3')} }}"
-)
+
+def _held(word: int, to: str) -> str:
+    """A constant for the operand of PRMT that must be a register. No bit 31 is before any lane's, which the assembler does not know: it
+    would put a constant there anew, by one instruction for almost each that uses it."""
+    return f".reg .b32 {to}; mov.u32 {to}, %lanemask_lt; shr.u32 {to}, {to}, 31; or.b32 {to}, {to}, {word:#x}; "
+
 
 # The low bits ($8) of even channels and their high bits ($9, to be shifted where $10 says so) to nibbles (e), those of odd ones (o).
 _NIBBLES3 = """
@@ -223,16 +229,15 @@ _ASM_INT3 = tl.constexpr(
 )
 
 
-def _read(low: int, high: int, mask: int) -> str:
-    """Nibbles of two words to the bytes of a table of two words that they select."""
+def _read(clean: str, low: str, high: int) -> str:
+    """Nibbles of two words, which `clean` makes selectors, to the bytes of a table of two words, the first one in a register."""
     return f"""
-and.b32 {{0}}, {{0}}, {mask:#x};
-prmt.b32 {{0}}, {{0}}, 0, 0x3120;
-prmt.b32 x, {low:#x}, {high:#x}, {{0}};
-{_SPREAD.format("{1}", "{2}")}
+{clean};
+prmt.b32 x, {low}, {high:#x}, {{0}};
+{_spread("{1}", "{2}")}
 shr.u32 {{0}}, {{0}}, 16;
-prmt.b32 x, {low:#x}, {high:#x}, {{0}};
-{_SPREAD.format("{3}", "{4}")}
+prmt.b32 x, {low}, {high:#x}, {{0}};
+{_spread("{3}", "{4}")}
 """
 
 
@@ -240,8 +245,19 @@ def _read_both(read: str) -> str:
     return read.format("e", "$0", "$2", "$4", "$6") + read.format("o", "$1", "$3", "$5", "$7")
 
 
-_ASM_LUT3 = tl.constexpr("{ .reg .b32 h, e, o, x;" + _NIBBLES3 + _read_both(_read(*_LUT3, 0x77777777)) + "}")
-_ASM_LUT2 = tl.constexpr("{ .reg .b32 e, o, x; mov.b32 e, $8; shr.u32 o, $8, 2;" + _read_both(_read(*_LUT2, 0, 0x33333333)) + "}")
+_ASM_LUT3 = tl.constexpr(
+    "{"
+    + _held(_LUT3[0], "t")
+    + ".reg .b32 h, e, o, x;"
+    + _NIBBLES3
+    + _read_both(_read("and.b32 {0}, {0}, 0x77777777; prmt.b32 {0}, {0}, 0, 0x3120", "t", _LUT3[1]))
+    + "}"
+)
+_ASM_LUT2 = tl.constexpr(
+    "{ .reg .b32 e, o, x; prmt.b32 e, $8, 0, 0x3120; shr.u32 o, e, 2;"
+    + _read_both(_read("lop3.b32 {0}, {0}, 0x33333333, 0x44444444, 0xea", "0", _LUT2[0]))
+    + "}"
+)
 
 # The path ($9), turned by two for the second of the words that share it; then of each nibble, of even channels in e and of odd ones in o,
 # the bits of the subset: neighbours but one under an exclusive or, and the one between.
@@ -272,11 +288,13 @@ lop3.b32 o, o, 0x33333333, $8, 0xe2;
 
 
 def _bytes_of(table: tuple[int, ...], to: str, nibbles: str) -> str:
-    """The entries of `table` that the low four nibbles select."""
-    read = f"prmt.b32 {to}, {table[0]:#x}, {table[1]:#x}, {nibbles};"
+    """The entries of `table` that the low four nibbles select; its words 0 and 2 are held in t and u.
+
+    PRMT has eight entries, and gives 0 for a selector with bit 3 set where entries are below 128: two reads and an or make sixteen."""
+    read = f"prmt.b32 {to}, t, {table[1]:#x}, {nibbles};"
     if len(table) == 2:
         return read
-    return f"{read} xor.b32 n, {nibbles}, 0x8888; prmt.b32 n, {table[2]:#x}, {table[3]:#x}, n; or.b32 {to}, {to}, n;"
+    return f"{read} xor.b32 n, {nibbles}, 0x8888; prmt.b32 n, u, {table[3]:#x}, n; or.b32 {to}, {to}, n;"
 
 
 def _paired(nibbles: str, planes: tuple[str, ...], table: tuple[int, ...]) -> str:
@@ -285,9 +303,16 @@ def _paired(nibbles: str, planes: tuple[str, ...], table: tuple[int, ...]) -> st
     return first + "".join(f" prmt.b32 {to}, x, h, {0xC480 + 0x1111 * i:#x};" for i, to in enumerate(planes))
 
 
+_ASM_LUT4 = tl.constexpr(
+    "{" + _held(_LUT4[0], "t") + _held(_LUT4[2], "u") + ".reg .b32 p, x, h, n; mov.b32 p, $4;"
+    + _paired("p", ("$0", "$1", "$2", "$3"), _LUT4) + "}"
+)  # fmt: skip
+
+
 def _trellis(index: str, table: tuple[int, ...]) -> str:
     read = _paired("e", ("$0", "$2", "$4", "$6"), table) + _paired("o", ("$1", "$3", "$5", "$7"), table)
-    return "{ .reg .b32 h, e, o, x, n;" + _SUBSETS + index + read + "}"
+    held = _held(table[0], "t") + (_held(table[2], "u") if len(table) > 2 else "")
+    return "{" + held + ".reg .b32 h, e, o, x, n;" + _SUBSETS + index + read + "}"
 
 
 _ASM_TRELLIS2, _ASM_TRELLIS3 = tl.constexpr(_trellis(_INDEX2, _TRELLIS2)), tl.constexpr(_trellis(_INDEX3, _TRELLIS3))
@@ -334,8 +359,8 @@ def unpack(KIND: tl.constexpr, w, h, shift, ARCH: tl.constexpr):
     """Words `w`, and the words `h` of high bits or of paths and whether (-1) or not (0) to shift those by two, to a tuple of planes.
 
     half    the numbers        e4m3, e5m2, int8, uint8   their values       e2m1   2^-14 of the value
-    int4    16 + n             int3   8 + n              lut4, lut3, lut2   1024 + level in steps, moved to be positive
-    trellis2, trellis3   2^-24 of the level in steps, moved to be positive
+    int4    16 + n             int3   8 + n
+    lut4, lut3, lut2, trellis2, trellis3   2^-24 of the level in steps, moved to be positive
     """
     if KIND == "half":
         return (w,)
@@ -400,10 +425,10 @@ def _plain(KIND: tl.constexpr, w, h, shift):
     elif KIND == "lut4":
         for i in tl.static_range(4):
             n = x >> (4 * i) & 15
-            p = p + (_bits(tl.where(n < 8, _entry(_LUT4_0, _LUT4_1, n & 7), _entry(_LUT4_2, _LUT4_3, n & 7)) | 0x6400),)
+            p = p + (_bits(tl.where(n < 8, _entry(_LUT4_0, _LUT4_1, n & 7), _entry(_LUT4_2, _LUT4_3, n & 7))),)
     elif KIND == "lut2":
         for i in tl.static_range(8):
-            p = p + (_bits(_entry(_LUT2_0, _LUT2_0, x >> (2 * i) & 3) | 0x6400),)
+            p = p + (_bits(_entry(_LUT2_0, _LUT2_0, x >> (2 * i) & 3)),)
     elif KIND == "trellis2" or KIND == "trellis3":
         path = h.to(tl.int32) & 0xFFFF
         path = tl.where(shift != 0, path >> 2 | path << 14, path)
@@ -424,5 +449,5 @@ def _plain(KIND: tl.constexpr, w, h, shift):
             if KIND == "int3":
                 p = p + (_bits(n << 7 | 0x4800),)
             else:
-                p = p + (_bits(_entry(_LUT3_0, _LUT3_1, n) | 0x6400),)
+                p = p + (_bits(_entry(_LUT3_0, _LUT3_1, n)),)
     return p

@@ -29,6 +29,7 @@ def _lop3(a: Tensor, b: Tensor, c: Tensor, table: Tensor) -> Tensor:
 
 OPERATIONS = {
     "mov.b32": lambda a: a,
+    "mov.u32": lambda a: a,
     "shr.u32": lambda a, n: a >> n,
     "shl.b32": lambda a, n: a << n & BITS,
     "and.b32": lambda a, b: a & b,
@@ -41,7 +42,7 @@ OPERATIONS = {
 
 def run(code: str, outputs: int, inputs: list[Tensor]) -> list[Tensor]:
     """`inputs` int64, each a register: the operands after those of the `outputs`, which come back. Fails on what it does not know."""
-    values = {f"${outputs + i}": x for i, x in enumerate(inputs)}
+    values = {f"${outputs + i}": x for i, x in enumerate(inputs)} | {"%lanemask_lt": torch.tensor(BITS >> 1)}  # of the last lane
     for line in re.sub(r"[{}]|\.reg[^;]*;", "", code).split(";"):
         if line := line.strip():
             name, operands = line.split(None, 1)

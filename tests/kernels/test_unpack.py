@@ -157,8 +157,8 @@ def test_all_bits_of_three_bit_words(kind, shift, arch):
             if kind == "int3":
                 wanted = 8.0 + code
             else:
-                step, half = GRID[3][0], 2**7
-                wanted = torch.tensor([1024 + half + round(x / step - 0.5) for x in grid_levels(3)], device=DEVICE)[code]
+                step, tiny, half = GRID[3][0], 2.0**-24, 2**7
+                wanted = torch.tensor([(half + round(x / step - 0.5)) * tiny for x in grid_levels(3)], device=DEVICE)[code]
             assert torch.equal(numbers[i], wanted.float())
 
 
