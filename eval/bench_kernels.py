@@ -176,7 +176,6 @@ def wrong() -> set[str]:
             try:
                 payload = real_payload(name, key, value, 4, 33)
                 observed = torch.ones(2, queries, device="cuda")
-                observed = torch.ones(2, queries, device="cuda")
                 expected, expected_mass = attend_observed(query.float(), payload, causal=True, observed=observed)
                 out, _, mass = fused.fused_attend(query, payload, causal=True, observed=observed)
                 pairs = [(fused.fused_attend(query, payload, causal=True)[0], expected), (out, expected), (mass, expected_mass)]
