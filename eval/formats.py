@@ -44,7 +44,7 @@ QUALITY = [
     "turboquant_3bit_nc", "hadaquant_k3v3", "hadaquant_k3v3_trellis", "hadaquant_k3v2", "hadaquant_k3v2_trellis", "hadaquant_k2v2",
     "hadaquant_k2v2_trellis",
 ]  # fmt: skip
-RECALL = ["turboquant_4bit_nc", "hadaquant_k4v4", "turboquant_3bit_nc"]
+RECALL = ["turboquant_4bit_nc", "hadaquant_k4v4", "turboquant_3bit_nc", "hadaquant_k3v3", "hadaquant_k3v3_trellis"]
 Sides = tuple[Codec | None, Codec | None]
 
 

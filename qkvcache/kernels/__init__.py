@@ -13,6 +13,7 @@ from .dispatch import (
     observe_on_codes,
     on_triton,
     place,
+    prepare,
     step,
     unfold,
 )
@@ -45,6 +46,7 @@ __all__ = [
     "ops",
     "place",
     "prefill_with_lse",
+    "prepare",
     "scores",
     "slab_table",
     "step",

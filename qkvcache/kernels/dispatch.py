@@ -60,6 +60,22 @@ def _warn_once(message: str) -> None:
     warnings.warn(message, stacklevel=3)
 
 
+@functools.lru_cache(maxsize=32)
+def prepare(codecs: tuple[Codec, Codec], dims: tuple[int, int], dtype: torch.dtype, device: torch.device) -> None:
+    """Has all made that is made once for these codecs, and keys and values of this kind: `tables.py` says why."""
+    if on_triton(device):
+        from .triton_decode import describe, table_of
+
+        fused().tables(codecs, *dims, device)
+    for codec, dim in zip(codecs, dims, strict=True):
+        token = torch.zeros(1, 1, 1, dim, dtype=dtype, device=device)
+        once = codec.fit(token)
+        codec.decode(codec.encode(token, once) | once, dim)  # torch operations keep constants, and kernels use some of them
+        if on_triton(device) and (spec := describe(codec)):
+            table_of(spec, token)
+            table_of(spec, token.bfloat16())  # of what decodes
+
+
 def fuses(query: Tensor, payload: Payload) -> bool:
     """Whether the fused kernel is there for this; if it should be and is not, with a warning."""
     if not (payload.exact and on_triton(query.device)):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from dataclasses import dataclass
 
@@ -10,9 +9,8 @@ import torch
 import triton
 from torch import Tensor
 
-from ..formats.base import Codec
-from ..formats.rotation import Hadamard, random_signs, rotation_block, sylvester_matrix
 from .segments import Payload
+from .tables import tables
 from .triton_attend import attend_kernel
 from .triton_join import reduce_kernel, rotate_kernel
 from .triton_mass import BODY_GRAIN, EXACT_GRAIN, mass_kernel
@@ -63,40 +61,6 @@ def supports(payload: Payload, query: Tensor) -> bool:
     return query.dtype == payload.key.dtype and all(dim % 16 == 0 and dim <= 256 for dim in widths)
 
 
-def _rotation(codec: Codec) -> Hadamard:
-    return codec.rotation or Hadamard()
-
-
-@functools.lru_cache(maxsize=32)
-@torch.inference_mode(False)
-def turning_matrix(rotation: Hadamard, dim: int, device: torch.device) -> tuple[Tensor, float]:
-    """`(m, f)` with `rotation.apply(x) = f * x @ m`; `m` `[D, D]` of 1 and -1 in fp16, which holds it exactly."""
-    block = rotation_block(dim)
-    matrix = torch.block_diag(*[sylvester_matrix(block, torch.device("cpu"))] * (dim // block))
-    if rotation.randomized:
-        matrix = random_signs(dim, torch.device("cpu"))[:, None] * matrix
-    return matrix.to(device, torch.float16), block**-0.5
-
-
-@functools.lru_cache(maxsize=32)
-@torch.inference_mode(False)
-def _turning_words(rotation: Hadamard, codec: Words, dim: int, device: torch.device) -> tuple[Tensor, Tensor, float]:
-    """The rotation as the kernel does it: a matrix across the words of a tile, additions across planes; signs before; a factor after."""
-    block = rotation_block(dim)
-    width = 16 if codec.group else max(triton.next_power_of_2(dim // codec.per), 16)
-    size = min(16, dim // codec.per) if codec.group else block // codec.per
-    matrix = torch.zeros(width, width)
-    for at in range(0, min(width, dim // codec.per), size):
-        matrix[at : at + size, at : at + size] = sylvester_matrix(size, torch.device("cpu"))
-    return matrix.to(device, torch.float16), _signs(rotation, dim, device), block**-0.5
-
-
-@functools.lru_cache(maxsize=32)
-@torch.inference_mode(False)
-def _signs(rotation: Hadamard, dim: int, device: torch.device) -> Tensor:
-    return random_signs(dim, device) if rotation.randomized else torch.ones(dim, device=device)
-
-
 @functools.lru_cache(maxsize=8)
 def architecture(device: torch.device) -> tuple[int, int]:
     """`(compute capability, multiprocessors)`; capability 0 where there is no NVIDIA assembly."""
@@ -114,16 +78,6 @@ def split(tokens: int, groups: int, tile: int, warps: int) -> tuple[int, int]:
     each = max(-(-tokens // wanted), LEAST_SPLIT)
     each = -(-each // tile) * tile
     return -(-tokens // each), each
-
-
-@functools.lru_cache(maxsize=32)
-@torch.inference_mode(False)
-def _shifts(codec: Words, dim: int, device: torch.device) -> Tensor:
-    """Whether words of high bits are shifted (-1) for each word of low bits `[32, words]`: the first half and the second share them.
-
-    The kernel loads what it could compute, a row for each token of a tile: only loads in the loop may stay in the layout of an operand."""
-    width = max(triton.next_power_of_2(dim // codec.per), 16)
-    return ((torch.arange(width, device=device) >= dim // 16) * -1).to(torch.int16).repeat(32, 1)
 
 
 def fused_attend(
@@ -180,28 +134,19 @@ def fused_attend(
     first_k, first_v, recent_k, recent_v = payload.exact
     exact = bool(first_k.shape[2] + recent_k.shape[2])
     n_body = 0 if body is None else body.tokens
-    plain = Words("half", 1, "none")
-    key, value = (words(body.key) or plain, words(body.value) or plain) if body else (plain, plain)
-    launch = launch or launched(key, value, max(dim, value_dim))
+    use = tables((body.key, body.value) if body else None, dim, value_dim, device)
+    launch = launch or launched(use.key, use.value, max(dim, value_dim))
     t = launch.tile
     body_splits, each = split(n_body, batch * heads * blocks, t, processors * launch.warps)
     total_splits = body_splits + exact
 
-    empty = query.new_empty(0)
-    body_query, turning, signs, factor = query, empty, empty, 1.0
-    v_signs, v_block = empty, 1
-    if body and key.rotated:
-        if key.group and dim & (dim - 1):  # words of whole planes cut across the blocks of the rotation
-            whole, scale = turning_matrix(_rotation(body.key), dim, device)
-            query = query.contiguous()
-            body_query = torch.empty_like(query, dtype=torch.float32)
-            count = batch * query_heads * queries
-            rotate_kernel[(-(-count // 16),)](query, whole, body_query, count, D=dim, DP=triton.next_power_of_2(dim), R=16, TURN=scale)
-            key = dataclasses.replace(key, rotated=False)
-        else:
-            turning, signs, factor = _turning_words(_rotation(body.key), key, dim, device)
-    if body and value.rotated:
-        v_signs, v_block = _signs(_rotation(body.value), value_dim, device), rotation_block(value_dim)
+    empty, body_query, factor = query.new_empty(0), query, use.factor
+    if use.whole is not None:
+        query = query.contiguous()
+        body_query = torch.empty_like(query, dtype=torch.float32)
+        count = batch * query_heads * queries
+        rotate_kernel[(-(-count // 16),)](query, use.whole, body_query, count, D=dim, DP=triton.next_power_of_2(dim), R=16, TURN=factor)
+        factor = 1.0
 
     part = torch.empty(batch * heads * blocks * total_splits * r * value_dim, dtype=torch.float32, device=device)
     maxima = torch.empty(batch * heads * blocks * total_splits * r, dtype=torch.float32, device=device)
@@ -232,8 +177,8 @@ def fused_attend(
     k_codes, k_high, k_scales, v_codes, v_high, v_scales = planes
     centers = [codes["center"].contiguous() if "center" in codes else empty for codes in (body.slabs[0] if body else ({}, {}))]
     attend_kernel[(total_splits, blocks, batch * heads)](
-        query, body_query, turning, signs, body.table if body else empty.long(), k_codes, k_high, _shifts(key, dim, device), k_scales,
-        v_codes, v_high, _shifts(value, value_dim, device), v_scales,
+        query, body_query, use.turning, use.signs, body.table if body else empty.long(), k_codes, k_high, use.k_shifts, k_scales,
+        v_codes, v_high, use.v_shifts, v_scales,
         first_k, first_v, recent_k, recent_v, mask if mask is not None else empty,
         lengths if lengths is not None else empty, pages if pages is not None else empty, centers[0], part, maxima, sums, weights, tops,
         empty if payload.store is None else payload.store.state,
@@ -241,7 +186,7 @@ def fused_attend(
         pages.stride(0) if pages is not None else 0,
         dim**-0.5 if scaling is None else scaling, softcap or 1.0, window or 0, len(body.slabs) if body else 0,
         n_first, n_body, n_recent, each, heads, queries, slots, grains,
-        K=key, V=value, D=dim, DV=value_dim, G=groups, R=r, T=t, TX=EXACT_TILE,
+        K=use.key, V=use.value, D=dim, DV=value_dim, G=groups, R=r, T=t, TX=EXACT_TILE,
         K_SHARED=bool(body and body.shared[0]), V_SHARED=bool(body and body.shared[1]),
         K_ONCE=int(bool(body and body.once[0])), V_ONCE=int(bool(body and body.once[1])),
         SOFTCAP=softcap is not None, MASK=mask_kind, WINDOW=window is not None, CAUSAL=causal and queries > 1, LENGTHS=lengths is not None,
@@ -251,12 +196,12 @@ def fused_attend(
     )  # fmt: skip
     out = torch.empty(batch, query_heads, queries, value_dim, dtype=query.dtype, device=device)
     lse = torch.empty(batch, query_heads, queries, dtype=torch.float32, device=device)
-    columns = triton.next_power_of_2(value_dim) if value.rotated else 32
+    columns = triton.next_power_of_2(value_dim) if use.value.rotated else 32
     reduce_kernel[(rows, batch * heads, -(-value_dim // columns))](
-        part, maxima, sums, sinks if sinks is not None else empty, v_signs, centers[1], out, lse, *out.stride()[:3],
+        part, maxima, sums, sinks if sinks is not None else empty, use.v_signs, centers[1], out, lse, *out.stride()[:3],
         total_splits, blocks, heads, queries,
-        V=value, DV=value_dim, C=columns, G=groups, R=r, S=32, SINKS=sinks is not None, EXACT=exact, TURN=v_block**-0.5,
-        STAGES=v_block.bit_length() - 1, num_warps=4 if value.rotated else 1,
+        V=use.value, DV=value_dim, C=columns, G=groups, R=r, S=32, SINKS=sinks is not None, EXACT=exact, TURN=use.v_block**-0.5,
+        STAGES=use.v_block.bit_length() - 1, num_warps=4 if use.value.rotated else 1,
     )  # fmt: skip
     mass = torch.empty(batch, heads, n_first + n_body + n_recent if width else 0, dtype=torch.float32, device=device)
     if observed is not None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..attention.handle import KVHandle
 from ..formats.base import Format
-from ..kernels import Body, Payload, Store, append, dense, on_triton, step, unfold
+from ..kernels import Body, Payload, Store, append, dense, on_triton, prepare, step, unfold
 from ..kernels.store import BODY, DROPPED, SEEN
 from .compressed import CompressedLayer, differ
 from .counted import Counted
@@ -54,6 +54,7 @@ class StaticLayer(Counted, CompressedLayer):
         like = key_states, value_states
         with torch.inference_mode(False):  # what is made in inference mode may be written in no other
             self._hold(Store.make(self.codecs, like, self.exact_first, self.exact_recent + 1, self.max_length, PAGE))
+        prepare(self.codecs, (key_states.shape[3], value_states.shape[3]), self.dtype, self.device)
         self.is_initialized = True
 
     def _hold(self, store: Store) -> None:

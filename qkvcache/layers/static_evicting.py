@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..attention.handle import KVHandle
-from ..kernels import Body, Exact, Packed, Payload, Side, place, slab_table
+from ..kernels import Body, Exact, Packed, Payload, Side, place, prepare, slab_table
 from ..policies import Arrivals
 from .compressed import differ
 from .counted import Counted
@@ -198,6 +198,7 @@ class StaticEvictingLayer(Counted, EvictingLayer):
             row = (Exact(first), Packed(codec, codes, slots, last.shape[3]), Exact(last))
             sides.append(Side.of(row, (batch, heads, self.exact_first + slots + ring, last.shape[3]), last.dtype, device))
         payload = Payload(sides[0], sides[1], packed, (*firsts, *rings))
+        prepare(self.codecs, (like[0].shape[3], like[1].shape[3]), like[0].dtype, device)
         seen, columns = zeros(dtype=torch.int64), torch.zeros(1, dtype=torch.int64, device=device)
         key_sum = zeros(heads, like[0].shape[3]) if self.policy.mean_key else None
         valid = zeros(self.exact_first, dtype=torch.bool)

@@ -33,7 +33,7 @@ from .entry import Entry
 from .place import raw
 
 VERSION = 1
-CHUNK = 1024
+CHUNK = 4096
 """Tokens that are checked together."""
 READERS = min(os.cpu_count() or 1, 16)
 SUFFIX, WRITING = ".safetensors", ".writing"
@@ -225,27 +225,27 @@ def _digest(text: bytes, ids: Tensor) -> str:
     return hashlib.blake2b(text + ids.numpy().tobytes(), digest_size=16).hexdigest()
 
 
-def _chunks(layer: Snapshot) -> int:
-    return max((-(-x.shape[2] // CHUNK) for x in layer.tensors.values() if x.ndim == 4), default=1) or 1
+def _sums(layer: Snapshot, chunks: int | None = None) -> list[str]:
+    """Digests of the first chunks, or of all. The first one covers what has no tokens, and that there is nothing else."""
+    tensors = sorted(layer.tensors.items())
+    arrays = [raw(x) for _, x in tensors if x.numel()]
+    text = "".join(f"{name} {x.dtype} {list(x.shape)} " for name, x in tensors)
+    sums = []
+    for begin in range(0, _tokens(layer) or 1, CHUNK)[:chunks]:
+        digest = xxhash.xxh3_128(b"" if begin else text.encode())  # as fast as the files come
+        for x in arrays:
+            part = x[:, :, begin : begin + CHUNK] if x.ndim == 4 else x[: 0 if begin else None]
+            if part.size:
+                digest.update(numpy.ascontiguousarray(part).data)
+        sums.append(digest.hexdigest())
+    return sums
 
 
-def _sum(layer: Snapshot, chunk: int) -> str:
-    digest = xxhash.xxh3_128()  # as fast as the files come
-    for name, x in sorted(layer.tensors.items()):
-        if x.ndim == 4:
-            x = x[:, :, chunk * CHUNK : (chunk + 1) * CHUNK]
-        elif chunk:
-            continue
-        digest.update(f"{name} {x.dtype} {list(x.shape)} ".encode())
-        if x.numel():
-            digest.update(numpy.ascontiguousarray(raw(x)).data)
-    return digest.hexdigest()
-
-
-def _sums(layer: Snapshot) -> list[str]:
-    return [_sum(layer, chunk) for chunk in range(_chunks(layer))]
+def _tokens(layer: Snapshot) -> int:
+    return max((x.shape[2] for x in layer.tensors.values() if x.ndim == 4), default=0)
 
 
 def _fits(layer: Snapshot, cut: Snapshot, sums: list[str]) -> bool:
     """Whether the chunks of `layer` that `cut` takes tokens from are as they were written."""
-    return _chunks(layer) == len(sums) and all(_sum(layer, chunk) == sums[chunk] for chunk in range(_chunks(cut)))
+    chunks = None if layer is cut else -(-_tokens(cut) // CHUNK) or 1
+    return _sums(layer, chunks) == sums[:chunks]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import torch
@@ -46,6 +47,9 @@ class Mould:
         self.name = hashlib.blake2b("\n".join(map(_describe, cache.layers)).encode(), digest_size=16).digest()
         self.evicts = any(isinstance(layer, EvictingLayer) for layer in cache.layers)
         self.cuttable = not self.evicts and all(type(layer) in (CompressedLayer, DynamicLayer, PLACEHOLDER) for layer in cache.layers)
+
+    def __len__(self) -> int:
+        return len(self._layers)
 
     def layers(self) -> list[Layer]:
         """A new empty layer for each of the model's."""
@@ -134,7 +138,7 @@ def take(
     return Entry(key, mould, layers, tuple(errors))
 
 
-def owned(key: bytes, mould: Mould, layers: list[Snapshot], errors: tuple[float, ...], max_bytes: int | None = None) -> Entry:
+def owned(key: bytes, mould: Mould, layers: Iterable[Snapshot], errors: tuple[float, ...], max_bytes: int | None = None) -> Entry:
     """An entry of `layers` in memory of its own, such as those of a file. Raises TooLarge beyond `max_bytes`, where that is given."""
     copied = []
     for layer in layers:
@@ -166,12 +170,14 @@ def freeze(layer: Layer, into: Layer, tokens: int, row: int, quantize: bool, cop
     return held, _error(into, (keys, values))  # type: ignore[arg-type]
 
 
-def give(into: Mould, layers: list[Snapshot], mould: Mould, devices: list[torch.device], copy: Staging) -> Cache:
+def give(into: Mould, layers: Iterable[Snapshot], mould: Mould, devices: list[torch.device], copy: Staging) -> Cache:
     """A new cache of `into` that holds `layers`, which were stored as `mould` holds them, each on its device."""
     cache = into.cache()
-    for layer, held, empty, device in zip(cache.layers, layers, mould.layers(), devices, strict=True):
-        thaw(layer, held, empty, device, copy)
-    copy.wait()
+    try:
+        for layer, held, empty, device in zip(cache.layers, layers, mould.layers(), devices, strict=True):
+            thaw(layer, held, empty, device, copy)
+    finally:
+        copy.wait()
     return cache
 
 

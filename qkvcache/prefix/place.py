@@ -13,6 +13,8 @@ from transformers import PreTrainedModel
 
 STAGE = 8 * 2**20
 """Bytes of a pinned buffer; each thread has one."""
+SMALL = 2**20
+"""Bytes that are sooner copied than handed to a thread."""
 THREADS = min(os.cpu_count() or 1, 12)
 
 
@@ -39,42 +41,50 @@ class Staging:
 
     def __init__(self) -> None:
         self._pool: ThreadPoolExecutor | None = None
-        self._running: list[Future] = []
+        self._running: list[tuple[torch.cuda.Stream, Future]] = []
         self._own = threading.local()
 
     def __call__(self, out: Tensor, x: Tensor) -> None:
         there = out if out.is_cuda else x
-        if not there.is_cuda or out.device == x.device or x.ndim < 3 or not x.numel():
+        if not there.is_cuda or out.device == x.device or x.ndim < 3 or x.numel() * x.itemsize < SMALL:
             out.copy_(x)
             return
         if self._pool is None:
             self._pool = ThreadPoolExecutor(THREADS, "qkvcache-copy")
         stream = torch.cuda.current_stream(there.device)
+        ready = stream.record_event()  # before, others may use the memory
         for begin, end in _parts(x):
-            self._running.append(self._pool.submit(self._send, out[:, :, begin:end], x[:, :, begin:end], stream))
+            self._running.append((stream, self._pool.submit(self._send, out[:, :, begin:end], x[:, :, begin:end], ready)))
 
     def wait(self) -> None:
-        """Until all copies are done, or queued on the stream that was current when they were asked for; raises what they raised."""
+        """Until all copies are done, or the streams that were current when they were asked for wait for them; raises what they raised."""
         running, self._running = self._running, []
-        wait(running)
-        for copied in running:
-            copied.result()
+        wait(copied for _, copied in running)
+        for stream, copied in running:
+            if (done := copied.result()) is not None:
+                stream.wait_event(done)
 
-    def _send(self, out: Tensor, x: Tensor, stream: torch.cuda.Stream) -> None:
-        if not hasattr(self._own, "buffer"):
-            self._own.buffer, self._own.free = torch.empty(STAGE, dtype=torch.uint8, pin_memory=True), None
-        if self._own.free is not None:
-            self._own.free.synchronize()
-        pinned = self._own.buffer[: x.numel() * x.itemsize].view(x.dtype).view(x.shape)
-        with torch.inference_mode(), torch.cuda.stream(stream):  # what was made in inference mode may be written in no other
+    def _send(self, out: Tensor, x: Tensor, ready: torch.cuda.Event) -> torch.cuda.Event | None:
+        """On a stream of this thread: on that of all, one copy would wait for the others, and so would what the caller does meanwhile."""
+        own, device = self._own, out.device if out.is_cuda else x.device
+        if not hasattr(own, "buffer"):
+            own.buffer, own.free, own.streams = torch.empty(STAGE, dtype=torch.uint8, pin_memory=True), None, {}
+        if device not in own.streams:
+            own.streams[device] = torch.cuda.Stream(device)
+        if own.free is not None:
+            own.free.synchronize()
+        pinned = own.buffer[: x.numel() * x.itemsize].view(x.dtype).view(x.shape)
+        with torch.inference_mode(), torch.cuda.stream(own.streams[device]):  # what is made in inference mode may be written in no other
+            own.streams[device].wait_event(ready)
             if out.is_cuda:
                 numpy.copyto(raw(pinned), raw(x))
                 out.copy_(pinned, non_blocking=True)
-                self._own.free = stream.record_event()
-            else:
-                pinned.copy_(x, non_blocking=True)
-                stream.record_event().synchronize()
-                numpy.copyto(raw(out), raw(pinned))
+                own.free = own.streams[device].record_event()
+                return own.free
+            pinned.copy_(x, non_blocking=True)
+            own.streams[device].record_event().synchronize()
+            numpy.copyto(raw(out), raw(pinned))
+            return None
 
 
 def raw(x: Tensor) -> numpy.ndarray:

@@ -46,8 +46,13 @@ def compute(model: PreTrainedModel, ids: Tensor, cache: Cache) -> bool:
     return bool(ids.shape[1])
 
 
-def fillers(config: PreTrainedConfig) -> set[int]:
-    """Tokens that rows of a batch are padded with."""
+def check(row: Tensor, config: PreTrainedConfig, least: int, padded: bool) -> None:
+    """Raises NotImplementedError, with the reason, for a row that is not stored; `padded`: it may begin with padding."""
     text = config.get_text_config(decoder=True)
     ends = text.eos_token_id if isinstance(text.eos_token_id, list) else [text.eos_token_id]
-    return {text.pad_token_id, *ends} - {None}
+    if len(row) < least:
+        raise NotImplementedError("fewer tokens than min_match_tokens")
+    if text_tokens(row, config) < len(row):
+        raise NotImplementedError("images, videos or sounds among the tokens, which ids do not tell apart")
+    if padded and int(row[0]) in (text.pad_token_id, *ends):
+        raise NotImplementedError("a padded row, whose tokens stand at other positions than alone")

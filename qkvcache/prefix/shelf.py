@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import warnings
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from ..layers.snapshot import Snapshot
 from . import disk
 from .entry import Entry
-from .match import NAME, Index, length
+from .match import NAME, Index
 
 
 class Shelf:
@@ -76,20 +76,21 @@ class Shelf:
     def get(self, key: bytes) -> disk.File:
         return self._files[key]
 
-    def read(self, key: bytes, tokens: int) -> list[Snapshot] | None:
-        """The first `tokens` tokens, as views of the file; None if the file is gone or damaged, which is then known."""
+    def read(self, key: bytes, tokens: int) -> Iterator[Snapshot]:
+        """The first `tokens` tokens, a layer as soon as it is checked, as views of the file. Raises disk.Damaged if the file is damaged or
+        gone, which is then known."""
         file = self._files[key]
         try:
             if disk.read_header(file.path) != file:
                 raise disk.Damaged("it was replaced by something else")
-            layers = list(disk.read(file, tokens))
+            yield from disk.read(file, tokens)
             os.utime(file.path)  # it was used
-            return layers
-        except FileNotFoundError:
+        except FileNotFoundError as error:
             self._forget(file.path.name)
+            raise disk.Damaged("it is gone") from error
         except disk.Damaged as error:
             self._skip(file.path.name, str(error))
-        return None
+            raise
 
     def write(self, entry: Entry) -> str | None:
         """Writes an entry and removes those that it covers; returns why not, or None."""
@@ -129,15 +130,6 @@ class Shelf:
         """The key of an entry for this kind of cache that begins with all tokens of `key`."""
         found = key if key in self._files else self.index.covering(key)
         return found if found is not None and self._files[found].mould == mould else None
-
-    def kept(self, key: bytes, mould: bytes) -> tuple[list[Snapshot], tuple[float, ...]] | None:
-        """The tokens of `key` as a file holds them already, and its errors. They go into memory in place of those that are given, which may
-        differ in rounding: what is fetched does not depend on whether it comes from memory or from disk."""
-        if (found := self.covering(key, mould)) is None:
-            return None
-        errors = self.get(found).errors
-        layers = self.read(found, length(key))
-        return None if layers is None else (layers, errors)
 
     def size(self) -> tuple[int, int]:
         """Entries in the directory, of all models and processes, and their bytes."""

@@ -7,8 +7,8 @@ Tokens are compared, so that a wrong prefix cannot be used; entries carry the na
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
@@ -26,11 +26,12 @@ from ..formats import Format
 from ..layers.snapshot import Snapshot
 from ..policies import check_count
 from . import match
+from .disk import Damaged
 from .entry import Entry, Mould, TooLarge, batch, give, owned, take
 from .identity import Identity
 from .memory import Memory
 from .place import Staging, layer_devices
-from .prompt import Ids, compute, fillers, rows, text_tokens
+from .prompt import Ids, check, compute, rows, text_tokens
 from .ranks import Ranks
 from .shelf import Shelf
 from .stats import Match, Stats
@@ -120,14 +121,14 @@ class PrefixStore:
             if shelf is None:
                 entry = self._memory.use(stored)
                 mould, errors = entry.mould, entry.errors
-                layers: list[Snapshot] | None = entry.cut(tokens)
+                layers: Iterable[Snapshot] = entry.cut(tokens)
             else:
                 file = shelf.get(stored)
                 mould, errors = self._moulds[file.mould], file.errors
                 layers = shelf.read(stored, tokens)
-            if not self._ranks.least(layers is not None):  # a file was damaged or gone, and is now known to be
+            cache = self._fill(mould, layers)
+            if not self._ranks.least(cache is not None) or cache is None:  # of one process, or of another
                 continue
-            cache = self._fill(mould, layers or [])
             if len(given) > 1:
                 cache.batch_repeat_interleave(len(given))
             kind = match.kind(stored, key)
@@ -202,8 +203,10 @@ class PrefixStore:
         loaded = 0
         for key in shelf.newest(self._identity.current()):
             file = shelf.get(key)
-            if self._memory.covering(key, file.mould) is None and (layers := shelf.read(key, file.tokens)) is not None:
-                loaded += self._memory.add_oldest(owned(key, self._moulds[file.mould], layers, file.errors))
+            if self._memory.covering(key, file.mould) is None:
+                with suppress(Damaged):
+                    entry = owned(key, self._moulds[file.mould], shelf.read(key, file.tokens), file.errors)
+                    loaded += self._memory.add_oldest(entry)
         return loaded
 
     @property
@@ -236,34 +239,33 @@ class PrefixStore:
                 where, stored, tokens = self._shelf, on_disk, more
         return None if stored is None or tokens < self.min_match_tokens else (where, stored, tokens)
 
-    def _fill(self, mould: Mould, layers: list[Snapshot]) -> Cache:
+    def _fill(self, mould: Mould, layers: Iterable[Snapshot]) -> Cache | None:
+        """None if the file that they come from turns out to be damaged or gone, which is then known."""
         into = self._dense if self.dense and not mould.evicts else mould
-        return give(into, layers, mould, layer_devices(self.model, len(layers)), self._copy)
+        with suppress(Damaged):
+            return give(into, layers, mould, layer_devices(self.model, len(mould)), self._copy)
+        return None
 
     @torch.no_grad()
     def _take(self, row: Tensor, cache: Cache, number: int = 0, padded: bool = False, release: Mould | None = None) -> bool:
-        row, reason = row[: cache.get_seq_length()], None
+        row = row[: cache.get_seq_length()]
         tokens = len(row)
-        if tokens < self.min_match_tokens:
-            reason = "fewer tokens than min_match_tokens"
-        elif text_tokens(row, self.model.config) < tokens:
-            reason = "images, videos or sounds among the tokens, which ids do not tell apart"
-        elif padded and int(row[0]) in fillers(self.model.config):
-            reason = "a padded row, whose tokens stand at other positions than alone"
         try:
-            if reason:
-                raise NotImplementedError(reason)
+            check(row, self.model.config, self.min_match_tokens, padded)
             mould = self._mould(cache)
             key = match.encode(self._identity.current(), row)
-            kept = None
             if (held := self._memory.covering(key, mould.name)) is not None:
                 self._memory.use(held)
-            elif self._shelf is not None and (kept := self._shelf.kept(key, mould.name)):
-                cache.layers = release.layers() if release else cache.layers
-                self._memory.put(owned(key, mould, *kept, self._memory.max_bytes))
-            if held is not None or kept:
                 self._stats.covered += 1
                 return True
+            # What is fetched does not depend on whether it comes from memory or from disk: both hold what was given first.
+            if self._shelf is not None and (held := self._shelf.covering(key, mould.name)) is not None:
+                with suppress(Damaged):
+                    errors, layers = self._shelf.get(held).errors, list(self._shelf.read(held, tokens))
+                    cache.layers = release.layers() if release else cache.layers
+                    self._memory.put(owned(key, mould, layers, errors, self._memory.max_bytes))
+                    self._stats.covered += 1
+                    return True
             entry = take(cache, mould, key, number, tokens >= self.min_quantize_tokens, self._memory.max_bytes, self._copy, release)
         except TooLarge:
             self._stats.rejected += 1

@@ -106,7 +106,12 @@ def test_a_flipped_bit_is_found(two, share):
     refused(*two, "changed")
 
 
-def test_every_part_of_a_fetch_is_checked_and_no_other(two):
+@pytest.fixture
+def small_chunks(monkeypatch):
+    monkeypatch.setattr(disk, "CHUNK", 1024)
+
+
+def test_every_part_of_a_fetch_is_checked_and_no_other(small_chunks, two):
     """A flipped bit in the last tokens is no reason not to use the first ones."""
     path, first, _ = two
     tensors = load_file(path)
