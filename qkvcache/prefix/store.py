@@ -123,16 +123,14 @@ class PrefixStore:
                 mould, errors = entry.mould, entry.errors
                 layers: Iterable[Snapshot] = entry.cut(tokens)
             else:
-                file = shelf.get(stored)
+                file, layers = shelf.get(stored), shelf.read(stored, tokens)
                 mould, errors = self._moulds[file.mould], file.errors
-                layers = shelf.read(stored, tokens)
             cache = self._fill(mould, layers)
-            if not self._ranks.least(cache is not None) or cache is None:  # of one process, or of another
+            if not self._ranks.least(cache is not None) or cache is None:
                 continue
             if len(given) > 1:
                 cache.batch_repeat_interleave(len(given))
-            kind = match.kind(stored, key)
-            self._stats.hits[kind] += 1
+            self._stats.hits[kind := match.kind(stored, key)] += 1
             self._stats.tokens_reused += tokens
             return Match(cache, tokens, kind, "disk" if shelf else "memory", max(errors, default=0.0))
         self._stats.misses += 1
@@ -242,9 +240,10 @@ class PrefixStore:
     def _fill(self, mould: Mould, layers: Iterable[Snapshot]) -> Cache | None:
         """None if the file that they come from turns out to be damaged or gone, which is then known."""
         into = self._dense if self.dense and not mould.evicts else mould
-        with suppress(Damaged):
+        try:
             return give(into, layers, mould, layer_devices(self.model, len(mould)), self._copy)
-        return None
+        except Damaged:
+            return None
 
     @torch.no_grad()
     def _take(self, row: Tensor, cache: Cache, number: int = 0, padded: bool = False, release: Mould | None = None) -> bool:
@@ -275,7 +274,7 @@ class PrefixStore:
             return False
         self._memory.put(entry)
         self._stats.stored += 1
-        if self._shelf is not None:
+        if self._shelf:
             self._write(self._shelf, entry)
         return True
 
