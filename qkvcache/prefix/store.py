@@ -11,7 +11,6 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from copy import deepcopy
 from dataclasses import replace
-from functools import partial
 from os import PathLike
 from pathlib import Path
 
@@ -116,7 +115,7 @@ class PrefixStore:
         limit = min(len(row) - 1, text_tokens(row, self.model.config))
         key = match.encode(self._identity.current(), row)
         self._scan()
-        while (found := self._ranks.agree(partial(self._best, key), limit)) is not None:
+        while (found := self._ranks.agree(lambda most: self._best(key, most), limit)) is not None:
             shelf, stored, tokens = found
             if shelf is None:
                 entry = self._memory.use(stored)
