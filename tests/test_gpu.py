@@ -41,7 +41,7 @@ def generate(network, cache, inputs=None, **options):
     return network.generate(**(inputs or prompt()), past_key_values=cache, output_logits=True, **options)
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-3), (torch.bfloat16, 0.06)])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 3e-3), (torch.bfloat16, 0.06)])
 @pytest.mark.parametrize("format", FORMATS)
 def test_formats_equal_their_codes_decoded(format, dtype, tolerance):
     """Each step from the same codes, so that another order of rounding turns none of them. Random weights make the most of bf16's.

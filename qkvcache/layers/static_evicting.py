@@ -153,7 +153,8 @@ class StaticEvictingLayer(Counted, EvictingLayer):
         if self.held is None or differ(self.held.ring[0], like):
             with torch.inference_mode(False):  # what is made in inference mode may be written in no other
                 self.held = self._make(like, zones[1].first)
-            for tensor in self.held.tensors():
+            body = self.held.payload.body
+            for tensor in (*self.held.tensors(), *(() if body is None else (body.table,))):
                 torch._dynamo.mark_static_address(tensor)
         held, ring, recent = self.held, self.tail + 1, zones[0].recent.shape[2]
         held.seen.copy_(ledger.rows_seen()[:, 0, 0])

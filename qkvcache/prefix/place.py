@@ -47,7 +47,7 @@ class Staging:
     def __call__(self, out: Tensor, x: Tensor) -> None:
         there = out if out.is_cuda else x
         if not there.is_cuda or out.device == x.device or x.ndim < 3 or x.numel() * x.itemsize < SMALL:
-            out.copy_(x)
+            out.copy_(x if x.is_cuda or x.is_contiguous() else torch.from_numpy(numpy.ascontiguousarray(raw(x))).view(x.dtype))
             return
         if self._pool is None:
             self._pool = ThreadPoolExecutor(THREADS, "qkvcache-copy")
@@ -88,7 +88,8 @@ class Staging:
 
 
 def raw(x: Tensor) -> numpy.ndarray:
-    """The bytes of a tensor in host memory, a view. What numpy does with them takes one thread; torch would start a team for each copy."""
+    """The bytes of a tensor in host memory, a view. What numpy does with them takes one thread; torch would have a team copy what is not
+    contiguous, and wait for its members that are busy."""
     return x.view(torch.uint8).numpy()
 
 

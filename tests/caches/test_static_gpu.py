@@ -48,6 +48,7 @@ def test_steps_and_attention_equal_torch_operations(format):
     reference = StaticLayer(REGISTRY[format], 700, 4, 32)
     x = new(500)
     layer.update(*x), reference.update(*x)
+    layer.settle(), reference.settle()
     mask = torch.ones(ROWS, 1, 1, 700, dtype=torch.bool, device="cuda")
     mask[1, ..., 3:40] = False
     for step in range(100):
