@@ -9,18 +9,13 @@ from matrix import FORMATS
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
+from updates import BAD_UPDATES, DIM, HEADS, ROWS, VALUE_DIM, new
 
 from qkvcache.attention import KVHandle
 from qkvcache.formats import REGISTRY
 from qkvcache.kernels import attend
 from qkvcache.layers import zones
 from qkvcache.layers.compressed import CompressedLayer
-
-ROWS, HEADS, DIM, VALUE_DIM = 3, 2, 64, 32
-
-
-def new(tokens: int, rows: int = ROWS, heads: int = HEADS, dims=(DIM, VALUE_DIM), dtype=torch.float32) -> tuple[Tensor, Tensor]:
-    return tuple(torch.randn(rows, heads, tokens, dim).to(dtype) for dim in dims)
 
 
 def filled(*sizes: int, format: str = "turboquant_4bit_nc", first: int = 2, recent: int = 8) -> CompressedLayer:
@@ -213,23 +208,6 @@ def test_a_handle_outlives_what_happens_to_the_layer(change):
 
 
 # Refusals
-
-
-def _pair(key: tuple, value: tuple, dtypes=(torch.float32, torch.float32)):
-    return tuple(torch.zeros(shape, dtype=dtype) for shape, dtype in zip((key, value), dtypes, strict=True))
-
-
-K, V = (ROWS, HEADS, 1, DIM), (ROWS, HEADS, 1, VALUE_DIM)
-BAD_UPDATES = {
-    "batch": _pair((2, *K[1:]), (2, *V[1:])),
-    "heads": _pair((ROWS, 4, 1, DIM), (ROWS, 4, 1, VALUE_DIM)),
-    "key head_dim": _pair((ROWS, HEADS, 1, 128), V),
-    "value head_dim": _pair(K, (ROWS, HEADS, 1, DIM)),
-    "key dtype": _pair(K, V, (torch.bfloat16, torch.float32)),
-    "value dtype": _pair(K, V, (torch.float32, torch.bfloat16)),
-    "tokens of keys and values": _pair((ROWS, HEADS, 2, DIM), V),
-    "batch of keys and values": _pair((2, *K[1:]), V),
-}
 
 
 @pytest.mark.parametrize("bad", BAD_UPDATES)

@@ -9,10 +9,12 @@ from dataclasses import dataclass, field
 import hypothesis.strategies as st
 import pytest
 import torch
+import updates
 from hypothesis import given, settings
 from matrix import FORMATS
 from reference import assert_close
 from torch import Tensor
+from updates import DIM, HEADS, ROWS, VALUE_DIM, Pair, new
 
 from qkvcache.attention import KVHandle
 from qkvcache.formats import REGISTRY
@@ -21,16 +23,10 @@ from qkvcache.kernels import store as counted
 from qkvcache.layers.compressed import CompressedLayer
 from qkvcache.layers.static import StaticLayer
 
-ROWS, HEADS, DIM, VALUE_DIM = 3, 2, 64, 32
 FIRST, RECENT, LIMIT = 2, 6, 90
 ZONES = {"zones": (FIRST, RECENT), "bare": (0, 0), "no_first": (0, RECENT), "no_recent": (FIRST, 0)}
 KINDS = ["identity", "int8_asymmetric", "fp8_tensor_frozen", "int4_group", "nvfp4", "turboquant_3bit_nc"]
 BY_BLOCK = ("fp8_tensor", "fp8_e5m2_tensor")  # whose scale is that of all that is encoded at once
-Pair = tuple[Tensor, Tensor]
-
-
-def new(tokens: int, rows: int = ROWS, dims=(DIM, VALUE_DIM), dtype=torch.float32) -> Pair:
-    return tuple(torch.randn(rows, HEADS, tokens, dim).to(dtype) for dim in dims)
 
 
 def empty(format: str = "turboquant_4bit_nc", zones=(FIRST, RECENT), limit: int = LIMIT) -> StaticLayer:
@@ -340,21 +336,7 @@ def test_storage_of_early_initialization_is_used():
 # Refusals
 
 
-def _pair(key: tuple, value: tuple, dtypes=(torch.float32, torch.float32)) -> Pair:
-    return tuple(torch.zeros(shape, dtype=dtype) for shape, dtype in zip((key, value), dtypes, strict=True))
-
-
-K, V = (ROWS, HEADS, 1, DIM), (ROWS, HEADS, 1, VALUE_DIM)
-BAD_UPDATES = {
-    "batch": _pair((2, *K[1:]), (2, *V[1:])),
-    "heads": _pair((ROWS, 4, 1, DIM), (ROWS, 4, 1, VALUE_DIM)),
-    "key head_dim": _pair((ROWS, HEADS, 1, 128), V),
-    "value head_dim": _pair(K, (ROWS, HEADS, 1, DIM)),
-    "key dtype": _pair(K, V, (torch.bfloat16, torch.float32)),
-    "value dtype": _pair(K, V, (torch.float32, torch.bfloat16)),
-    "tokens of keys and values": _pair((ROWS, HEADS, 2, DIM), V),
-    "too many": _pair((ROWS, HEADS, 39, DIM), (ROWS, HEADS, 39, VALUE_DIM)),
-}
+BAD_UPDATES = updates.BAD_UPDATES | {"too many": new(39)}
 
 
 @pytest.mark.parametrize("bad", BAD_UPDATES)
