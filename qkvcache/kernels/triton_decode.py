@@ -54,6 +54,7 @@ class Spec(NamedTuple):
         return self.kind, self.option, self.rotation, self.span, self.centered
 
 
+@functools.cache
 def describe(codec: Codec) -> Spec | None:
     """The spec of `codec`, or None if kernels do not know it."""
     rotation = 0 if codec.rotation is None else 1 + codec.rotation.randomized
@@ -91,7 +92,7 @@ def supports(codec: Codec, head_dim: int) -> bool:
 
 
 def padded(head_dim: int) -> int:
-    return max(64, triton.next_power_of_2(head_dim))
+    return 1 << max(6, (head_dim - 1).bit_length())
 
 
 @functools.lru_cache(maxsize=64)
