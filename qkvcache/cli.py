@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from .harness.commands import register as register_harness
+from .options import dtype_of
 from .planning.commands import register as register_planning
 from .prefix.commands import app as prefix_app
 
@@ -26,22 +27,19 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON in place of
 @app.command()
 def demo(
     json_output: JsonOption = False,
-    dtype: Annotated[str, typer.Option(help="What the model computes in: bfloat16 or float32.")] = "bfloat16",
+    dtype: Annotated[str, typer.Option(help="What the model computes in: bfloat16, float16 or float32.")] = "bfloat16",
     seed: Annotated[int, typer.Option(help="Chooses the code word and the texts.")] = 0,
 ) -> None:
     """Run one prompt through every cache on the embedded model, and show what each costs and keeps."""
-    import torch
     import transformers
 
     from .demo import show
 
-    dtypes = {"bfloat16": torch.bfloat16, "float32": torch.float32}
-    if dtype not in dtypes:
-        raise typer.BadParameter(f"{dtype!r}: expected one of {', '.join(dtypes)}", param_hint="--dtype")
+    computes_in = dtype_of(dtype)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     console = Console()
-    rows = show.run(dtypes[dtype], None if json_output else console, seed)
+    rows = show.run(computes_in, None if json_output else console, seed)
     if json_output:
         print(json.dumps(show.as_json(rows), indent=1))
     else:

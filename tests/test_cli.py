@@ -24,7 +24,15 @@ def test_formats_lists_bytes_and_refusals():
 
 @pytest.mark.parametrize(
     ("arguments", "says"),
-    [(("formats", "--head-dim", "0"), "--head-dim 0"), (("demo", "--dtype", "int8"), "bfloat16, float32"), (("dmeo",), "No such command")],
+    [
+        (("formats", "--head-dim", "0"), "--head-dim 0"),
+        (("demo", "--dtype", "int8"), "bfloat16, float16, float32"),
+        (("dmeo",), "No such command"),
+        (("bench", "demo", "--device", "foo"), "--device"),
+        (("bench", "demo", "--policy", "h2o", "--budget", "1.5"), "--budget"),
+        (("plan", "demo", "--context", "400", "--policy", "h2o", "--budget", "600.7"), "--budget"),
+        (("prefix", "bench", "--contexts", "600,"), "--contexts"),
+    ],
 )
 def test_wrong_input_is_explained(arguments, says):
     result = run(*arguments)

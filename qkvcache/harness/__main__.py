@@ -20,13 +20,24 @@ def register() -> None:
         model_registry.register(NAME, target=TARGET)
 
 
+def _with_ours(manager: type) -> type:
+    """lm-eval's TaskManager with our tasks: its `--include_path` takes one folder, which is left to the user."""
+
+    class WithOurs(manager):
+        def __init__(self, *args, include_path=None, **options):
+            theirs = include_path if isinstance(include_path, list | tuple) else [include_path] if include_path else []
+            super().__init__(*args, include_path=[TASKS, *theirs], **options)
+
+    return WithOurs
+
+
 def main(arguments: list[str]) -> None:
     """`lm-eval ARGUMENTS`, with our tasks beside its own."""
     register()
+    import lm_eval.tasks
     from lm_eval.__main__ import cli_evaluate
 
-    if arguments and arguments[0] not in ("ls", "validate", "-h", "--help") and "--include_path" not in arguments:
-        arguments = [*arguments, "--include_path", str(TASKS)]
+    lm_eval.tasks.TaskManager = _with_ours(lm_eval.tasks.TaskManager)
     sys.argv = ["lm-eval", *arguments]
     cli_evaluate()
 

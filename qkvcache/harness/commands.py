@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from typing import Annotated
 
@@ -10,6 +11,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from ..options import budget_of, device_of, dtype_of
 from .spec import DENSE, CacheSpec
 
 USUAL = "int8,fp8,nvfp4,turboquant_k8v4,turboquant_4bit_nc,turboquant_3bit_nc"
@@ -42,19 +44,15 @@ def bench(
     from ..formats import REGISTRY
     from .speed import measure
 
-    dtypes = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-    if dtype not in dtypes:
-        raise typer.BadParameter(f"{dtype!r}: expected one of {', '.join(dtypes)}", param_hint="--dtype")
+    computes_in, on, size = dtype_of(dtype), device_of(device), budget_of(budget)
     names = [name for name in REGISTRY if name != "identity"] if formats == "all" else formats.split(",")
-    size = budget if budget is None or budget < 1 else int(budget)
     longest = tokens + new_tokens if preallocate else None
     try:
         specs = [CacheSpec(cache=name, policy=policy, budget=size, max_length=longest) for name in names]
         path = str(MODEL_PATH) if model == "demo" else model
         transformers.logging.set_verbosity_error()
         transformers.logging.disable_progress_bar()
-        network = AutoModelForCausalLM.from_pretrained(path, dtype=dtypes[dtype]).eval()
-        network.to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        network = AutoModelForCausalLM.from_pretrained(path, dtype=computes_in).eval().to(on)
         ids = AutoTokenizer.from_pretrained(path)(text(), verbose=False)["input_ids"]
         prompt = torch.tensor((ids * (tokens // len(ids) + 1))[:tokens], device=network.device).expand(batch, -1).contiguous()
         for spec in specs:
@@ -106,8 +104,12 @@ def evaluate(context: typer.Context) -> None:
     from .__main__ import main
 
     try:
+        if {"-h", "--help"} & {*context.args}:
+            from .model import CacheLM
+
+            print(f"{inspect.getdoc(CacheLM)}\n")
         main(context.args)
-    except ImportError as error:
+    except (ImportError, ValueError, TypeError, NotImplementedError, OSError) as error:  # `python -m qkvcache.harness` shows where
         raise typer.BadParameter(str(error)) from error
 
 

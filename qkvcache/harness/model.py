@@ -16,7 +16,9 @@ sees padding and the batch size changes nothing.
 from __future__ import annotations
 
 import copy
+import difflib
 import hashlib
+import inspect
 import json
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -38,6 +40,10 @@ from .spec import CacheSpec
 
 SCORING = ("cached", "deployed")
 """Whether what is scored is always read through the cache, or only as far as a server would."""
+
+
+SAME_ANSWERS = ("batch_size", "max_batch_size", "device", "parallelize", "tp_plan", "max_memory_per_gpu", "max_cpu_memory")
+"""Options of HFLM that change no answer."""
 
 
 @dataclass
@@ -95,6 +101,7 @@ class CacheLM(HFLM):
         chunk: int = 32,
         **options,
     ):
+        _check_names(options)
         self.spec = CacheSpec(
             cache=cache, policy=policy, budget=budget, recent=recent, sinks=sinks, exact_first=exact_first, exact_recent=exact_recent
         )
@@ -103,6 +110,7 @@ class CacheLM(HFLM):
         if not str(options.get("batch_size") or 1).isdecimal():
             raise ValueError(f"batch_size={options['batch_size']!r}: is found by trying forward passes without a cache; pass a number")
         super().__init__(pretrained, **{"softmax_dtype": "float32"} | options)
+        self._options = {name: value for name, value in options.items() if name not in SAME_ANSWERS}
         if self.backend != "causal":
             raise NotImplementedError(f"{self.config.model_type} is an encoder-decoder: its cross attention is not compressed; use hf")
         self.scoring, self.chunk = scoring, chunk
@@ -224,24 +232,32 @@ class CacheLM(HFLM):
     def get_model_info(self) -> dict:
         """With `kv_` options, and what was measured: bytes of a token over all ranks, as a mean over all that was read."""
         held, ranks = self.held, getattr(self.model, "tp_size", None) or 1
-        named = {f"kv_{name}": value for name, value in asdict(self.spec).items() if name != "max_length"}
+        named = {f"kv_{name}": value for name, value in self.spec.options.items()}
         named |= {"kv_scoring": self.scoring, "kv_chunk": self.chunk, "kv_dtype": str(self.model.dtype).removeprefix("torch.")}
         if held.bytes:
             named |= {"kv_bytes_per_token": ranks * held.bytes / held.tokens, "kv_ratio": held.dense / held.bytes}
         return super().get_model_info() | named | {"kv_tensor_parallel": ranks}
 
     def set_cache_hook(self, cache_hook: CacheHook) -> None:
-        """For `--use_cache`, whose keys are the requests alone: answers of another model, cache or scoring lie in a table of their own."""
+        """For `--use_cache`, whose keys are the requests alone: answers under other options lie in a table of their own."""
         super().set_cache_hook(cache_hook)
         if (answers := cache_hook.dbdict) is None:
             return
         from sqlitedict import SqliteDict
 
         of = [str(self.pretrained if isinstance(self.pretrained, str) else self.config.to_dict()), str(self.model.dtype), self.chunk]
-        words = json.dumps([*of, self.scoring, asdict(self.spec)], default=str)
+        words = json.dumps([*of, self.scoring, asdict(self.spec), self._options], default=str, sort_keys=True)
         table = f"qkvcache_{hashlib.sha256(words.encode()).hexdigest()[:16]}"
         SqliteDict(answers.filename, tablename=table, autocommit=True).close()  # which makes it
         answers.tablename = table
+
+
+def _check_names(options: dict) -> None:
+    """Raises TypeError for what is nearly the name of an option of ours: transformers would get it, or nobody."""
+    ours = [name for name, at in inspect.signature(CacheLM).parameters.items() if at.kind is at.KEYWORD_ONLY]
+    for name in options.keys() - inspect.signature(HFLM).parameters.keys():
+        if meant := difflib.get_close_matches(name, ours, n=1, cutoff=0.8):
+            raise TypeError(f"{name}={options[name]!r}: no option of that name; did you mean {meant[0]!r}?")
 
 
 def _pieces(items: Sequence, size: int) -> Iterator[Sequence]:

@@ -8,6 +8,7 @@ from transformers import DynamicCache, PreTrainedConfig
 
 from .. import formats, policies
 from ..caches import CompressedCache
+from ..policies import check_count
 
 DENSE = "dynamic"
 
@@ -45,6 +46,10 @@ class CacheSpec:
             raise ValueError(f"{', '.join(of_policy)} without a policy: add one, such as policy=h2o")
         if self.dense and (self.policy or self.max_length):
             raise ValueError(f"cache={DENSE!r} takes no policy and no max_length: pass a format, or cache='identity' for the model's dtype")
+        check_count("exact_first", self.exact_first)
+        check_count("exact_recent", self.exact_recent)
+        if self.dense and (self.exact_first, self.exact_recent) != (4, 64):
+            raise ValueError(f"cache={DENSE!r} is exact everywhere: leave exact_first and exact_recent out, or pass a format")
         if not self.dense:
             formats.resolve(self.cache)
         if self.policy is not None:
@@ -53,6 +58,12 @@ class CacheSpec:
     @property
     def dense(self) -> bool:
         return self.cache == DENSE
+
+    @property
+    def options(self) -> dict:
+        """Those that say something about this cache."""
+        of_cache = {"cache": self.cache, "policy": self.policy, "budget": self.budget, "recent": self.recent, "sinks": self.sinks}
+        return of_cache | ({} if self.dense else {"exact_first": self.exact_first, "exact_recent": self.exact_recent})
 
     @property
     def name(self) -> str:

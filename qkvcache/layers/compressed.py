@@ -120,7 +120,7 @@ class CompressedLayer(Fitting, CacheLayerMixin):
                 seen = [*held.shape[:2], self.get_seq_length(), held.shape[3]]
                 raise ValueError(
                     f"the cache has seen {what} [B, H, T, D] = {seen} in {held.dtype}, got {list(given.shape)} in {given.dtype}: call "
-                    "reset(), or make a new cache for another batch"
+                    "batch_repeat_interleave(n) first for beams and samples, or reset() for another batch"
                 )
 
     def _held(self) -> tuple[Tensor, ...]:

@@ -6,13 +6,13 @@ import json
 import re
 from typing import Annotated
 
-import torch
 import typer
 from rich.console import Console
 from transformers import AutoConfig, PreTrainedConfig
 
 from .. import policies
 from ..demo import MODEL_PATH
+from ..options import budget_of, dtype_of
 from . import plan as plan_one
 from . import plan_all, show
 from . import recommend as ask
@@ -51,8 +51,8 @@ def plan(
     """
     options = {
         "policy": _policy(policy, budget), "context": context, "batch": batch, "gpu_memory": _bytes("--gpu-memory", gpu_memory),
-        "weights_memory": _bytes("--weights-memory", weights_memory), "tensor_parallel": tensor_parallel, "dtype": _dtype(dtype),
-        "exact_first": exact_first, "exact_recent": exact_recent, "max_length": max_length,
+        "weights_memory": _bytes("--weights-memory", weights_memory), "tensor_parallel": tensor_parallel,
+        "dtype": dtype and dtype_of(dtype), "exact_first": exact_first, "exact_recent": exact_recent, "max_length": max_length,
     }  # fmt: skip
     config = _config(model)
     try:
@@ -89,7 +89,7 @@ def recommend(
     qkvcache recommend meta-llama/Llama-3.1-70B --context 131072 --workload continue --gpu-memory 80GB --tensor-parallel 8
     """
     options = {
-        "workload": workload, "context": context, "streaming": streaming, "chat": chat, "batch": batch, "dtype": _dtype(dtype),
+        "workload": workload, "context": context, "streaming": streaming, "chat": chat, "batch": batch, "dtype": dtype and dtype_of(dtype),
         "gpu_memory": _bytes("--gpu-memory", gpu_memory), "weights_memory": _bytes("--weights-memory", weights_memory),
         "tensor_parallel": tensor_parallel,
     }  # fmt: skip
@@ -128,7 +128,7 @@ def _policy(name: str | None, budget: float | None) -> policies.Policy | None:
             raise typer.BadParameter(f"{budget:g} without a policy: add --policy, such as --policy h2o", param_hint="--budget")
         return None
     try:
-        return policies.named(name, budget=budget if budget is None or budget < 1 else int(budget))
+        return policies.named(name, budget=budget_of(budget))
     except (ValueError, TypeError) as error:
         raise typer.BadParameter(str(error), param_hint="--policy, --budget") from error
 
@@ -141,10 +141,3 @@ def _bytes(name: str, text: str | None) -> float | None:
     if not match:
         raise typer.BadParameter(f"{text!r}: expected a size such as 80GB, 74.5GiB or 80e9", param_hint=name)
     return float(match[1]) * UNITS[(match[2] or "").upper()]
-
-
-def _dtype(name: str | None) -> torch.dtype | None:
-    allowed = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-    if name is not None and name not in allowed:
-        raise typer.BadParameter(f"{name!r}: expected one of {', '.join(allowed)}", param_hint="--dtype")
-    return allowed[name] if name else None

@@ -14,8 +14,8 @@ def table(plans: list[Plan]) -> Table:
     first = plans[0]
     found = Table(title=f"{first.model}, {first.context:,} tokens a request, {first.dtype}", caption=_caption(first))
     budget = first.gpu_memory is not None
-    for header in ("cache", "bytes/token", "MB a request", "smaller", *(("requests", "longest context") if budget else ())):
-        found.add_column(header, justify="left" if header == "cache" else "right")
+    for header in ("cache", "bytes a token", "MB a request", "smaller", *(("requests", "longest context") if budget else ())):
+        found.add_column(header, justify="left" if header == "cache" else "right", no_wrap=header == "cache")
     for plan in plans:
         cells = [plan.name, f"{plan.bytes_per_token:,.0f}", f"{plan.bytes_per_request / 1e6:,.1f}", f"{plan.ratio:.2f}x"]
         if budget:

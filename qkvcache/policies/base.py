@@ -242,9 +242,9 @@ def _check_size(name: str, size: int | float) -> None:
         raise ValueError(f"{name}={size!r}: must be a number of tokens (int, 0 or more) or a share from 0.0 to 1.0")
 
 
-def check_count(name: str, value: int, least: int = 0) -> None:
-    """Raises TypeError or ValueError unless `value` is a number of tokens, at least `least`."""
+def check_count(name: str, value: int, least: int = 0, of: str = "tokens") -> None:
+    """Raises TypeError or ValueError unless `value` is a whole number, at least `least`."""
     if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be a number of tokens, got {value!r}")
+        raise TypeError(f"{name} must be a number of {of}, got {value!r}")
     if value < least:
-        raise ValueError(f"{name}={value}: must be {least} or more tokens")
+        raise ValueError(f"{name}={value}: must be {least} or more {of}")

@@ -12,6 +12,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from ..options import counts_of, device_of, dtype_of
+
 app = typer.Typer(help="Stored beginnings of prompts.", no_args_is_help=True)
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON in place of tables.")]
 Directory = Annotated[Path, typer.Argument(help="The directory of a PrefixStore.", exists=True, file_okay=False)]
@@ -29,22 +31,18 @@ def bench(
     json_output: JsonOption = False,
 ) -> None:
     """Measure bytes, error and latency of storing and fetching prefixes of a model's shapes."""
-    import torch
     from transformers import AutoConfig
 
     from ..demo import MODEL_PATH
     from .bench import measure
 
-    dtypes = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-    if dtype not in dtypes:
-        raise typer.BadParameter(f"{dtype!r}: expected one of {', '.join(dtypes)}", param_hint="--dtype")
+    counts, stored_in, on = counts_of(contexts, "--contexts"), dtype_of(dtype), device_of(device)
     try:
-        counts = [int(count) for count in contexts.split(",")]
         config = AutoConfig.from_pretrained(MODEL_PATH if model == "demo" else model)
         console = Console()
         rows = []
         with tempfile.TemporaryDirectory(dir=directory) as folder:
-            for row in measure(config, format, counts, Path(folder), dtypes[dtype], device):
+            for row in measure(config, format, counts, Path(folder), stored_in, str(on)):
                 rows.append({"model": model, "format": format, "dtype": dtype, "device": device} | row)
                 if console.is_terminal and not json_output:
                     console.print(f"{row['tokens']:,} of {max(counts):,} tokens …", end="\r", style="dim")

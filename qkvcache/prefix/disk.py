@@ -91,7 +91,7 @@ def write(directory: Path, entry: Entry, model: str) -> Path:
     final = directory / file_name(entry.key, entry.mould.name)
     own = directory / f"{platform.node()}.{os.getpid()}.{uuid4().hex}{WRITING}"  # a folder: safetensors makes temporary files of its own
     try:
-        own.mkdir()
+        own.mkdir(parents=True)
         save_file(tensors | {"ids": ids}, own / final.name, metadata)
         os.replace(own / final.name, final)
     except SafetensorError as error:

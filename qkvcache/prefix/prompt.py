@@ -46,13 +46,26 @@ def compute(model: PreTrainedModel, ids: Tensor, cache: Cache) -> bool:
     return bool(ids.shape[1])
 
 
-def check(row: Tensor, config: PreTrainedConfig, least: int, padded: bool) -> None:
-    """Raises NotImplementedError, with the reason, for a row that is not stored; `padded`: it may begin with padding."""
+def written(row: Tensor, config: PreTrainedConfig) -> int:
+    """Tokens up to the last that is no padding."""
+    text = (row != _padding(config)).nonzero()
+    return int(text[-1]) + 1 if len(text) else 0
+
+
+def refusal(row: Tensor, config: PreTrainedConfig, least: int, padded: bool = False) -> str | None:
+    """Why a row is not stored, or None; `padded`: it is one of a batch."""
     text = config.get_text_config(decoder=True)
     ends = text.eos_token_id if isinstance(text.eos_token_id, list) else [text.eos_token_id]
     if len(row) < least:
-        raise NotImplementedError("fewer tokens than min_match_tokens")
+        return "fewer tokens than min_match_tokens"
     if text_tokens(row, config) < len(row):
-        raise NotImplementedError("images, videos or sounds among the tokens, which ids do not tell apart")
-    if padded and int(row[0]) in (text.pad_token_id, *ends):
-        raise NotImplementedError("a padded row, whose tokens stand at other positions than alone")
+        return "images, videos or sounds among the tokens, which ids do not tell apart"
+    first = int(row[0])
+    if first in (_padding(config), *ends) and (padded or first != text.bos_token_id or int(row[1:2]) == first):
+        return "a padded row, whose tokens stand at other positions than alone"
+    return None
+
+
+def _padding(config: PreTrainedConfig) -> int:
+    padding = config.get_text_config(decoder=True).pad_token_id
+    return -1 if padding is None else padding

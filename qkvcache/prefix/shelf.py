@@ -100,7 +100,7 @@ class Shelf:
         try:
             name = disk.write(self.directory, entry, self.model).name
         except OSError as error:
-            return f"writing failed: {error}"
+            return f"writing failed: {error.strerror or error}"
         self._forget(name)
         self._open(name)
         if not entry.whole:

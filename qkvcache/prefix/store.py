@@ -16,8 +16,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.nn import Module
-from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import Cache
 
 from ..caches import CompressedCache
@@ -25,12 +24,13 @@ from ..formats import Format
 from ..layers.snapshot import Snapshot
 from ..policies import check_count
 from . import match
+from .checks import check_sizes, check_store
 from .disk import Damaged
 from .entry import Entry, Mould, TooLarge, batch, give, owned, take
 from .identity import Identity
 from .memory import Memory
 from .place import Staging, layer_devices
-from .prompt import Ids, check, compute, rows, text_tokens
+from .prompt import Ids, compute, refusal, rows, text_tokens, written
 from .ranks import Ranks
 from .shelf import Shelf
 from .stats import Match, Stats
@@ -45,7 +45,7 @@ class PrefixStore:
 
     Args:
         model: a decoder-only model.
-        max_bytes: what entries may take in host memory, measured; those used longest ago make room.
+        max_bytes: what entries may take in host memory, measured; those used longest ago make room. A larger one is stored nowhere.
         format: how the tokens of a DynamicCache are stored, and the format of the caches that `reuse` hands out.
         dense: hand out DynamicCaches, decoded, in place of compressed caches.
         min_quantize_tokens: shorter DynamicCaches are stored exact.
@@ -60,8 +60,8 @@ class PrefixStore:
     it looks for no other. Not for use by several threads at once.
 
     Raises:
-        ValueError: sizes that are negative or no numbers, an unknown format, a directory that cannot be written.
-        TypeError: `model` or `format` of another type.
+        ValueError: sizes that are negative, an unknown format, options that do not go together, a directory that cannot be written.
+        TypeError: an argument of another type.
         NotImplementedError: an encoder-decoder model.
     """
 
@@ -80,15 +80,9 @@ class PrefixStore:
         identity: str = "",
         **options,
     ):
-        if not isinstance(getattr(model, "config", None), PreTrainedConfig) or not isinstance(model, Module):  # peft wraps models
-            raise TypeError(f"model must be a transformers model, got {type(model).__name__}")
-        if model.config.is_encoder_decoder:
-            raise NotImplementedError(f"{model.config.model_type} is an encoder-decoder model: its cache depends on more than a prefix")
-        check_count("max_bytes", max_bytes)
+        check_store(model, options, dense=dense, tokenizer=tokenizer, identity=identity, directory=directory)
         max_disk_bytes = 10 * max_bytes if max_disk_bytes is None else max_disk_bytes
-        check_count("max_disk_bytes", max_disk_bytes)
-        check_count("min_quantize_tokens", min_quantize_tokens)
-        check_count("min_match_tokens", min_match_tokens)
+        check_sizes(max_bytes, max_disk_bytes, min_quantize_tokens, min_match_tokens)
         self.model, self.dense, self.min_quantize_tokens = model, dense, min_quantize_tokens
         self.min_match_tokens = max(min_match_tokens, 1)
         self._template = Mould(CompressedCache(model.config, format=format, **options), model.config)
@@ -160,7 +154,8 @@ class PrefixStore:
         Generated tokens are cut off. Where they cannot be, because the cache evicts or the model has sliding or linear layers, the prompt
         is computed here up to its last token and stored before the block runs. After an exception nothing is stored.
 
-        To store the answer as well, call `store(output_ids, past)` within the block.
+        What the block computes with the cache must be `ids`, and what may follow them: a cache does not know its tokens. For beams, samples
+        or choices, call `past.batch_repeat_interleave(n)` first. To store the answer as well, call `store(output_ids, past)`.
         """
         found = self.fetch(ids)
         given = rows(ids)
@@ -171,8 +166,9 @@ class PrefixStore:
         if found.cache is not None:
             own = self._mould(cache) if isinstance(cache, CompressedCache) else self._dense
         try:
-            if not own.cuttable and compute(self.model, text[: len(row) - 1].expand(len(given), -1), cache):
-                self._take(text[: len(row) - 1], cache)
+            begin = text[: len(row) - 1]
+            if not own.cuttable and not self._refuses(begin) and compute(self.model, begin.expand(len(given), -1), cache):
+                self._take(begin, cache)
             yield cache
             if own.cuttable:
                 self._take(text, cache, release=own)
@@ -181,9 +177,9 @@ class PrefixStore:
 
     def trim(self, max_bytes: int, max_disk_bytes: int | None = None) -> None:
         """Drops what was used longest ago until entries take at most `max_bytes` in memory, and `max_disk_bytes` on disk if given."""
-        check_count("max_bytes", max_bytes)
+        check_count("max_bytes", max_bytes, of="bytes")
         if max_disk_bytes is not None:
-            check_count("max_disk_bytes", max_disk_bytes)
+            check_count("max_disk_bytes", max_disk_bytes, of="bytes")
             self._need_shelf().trim(max_disk_bytes)
         self._memory.trim(max_bytes)
 
@@ -246,10 +242,11 @@ class PrefixStore:
 
     @torch.no_grad()
     def _take(self, row: Tensor, cache: Cache, number: int = 0, padded: bool = False, release: Mould | None = None) -> bool:
-        row = row[: cache.get_seq_length()]
+        row = row[: min(cache.get_seq_length(), written(row, self.model.config))]
         tokens = len(row)
         try:
-            check(row, self.model.config, self.min_match_tokens, padded)
+            if reason := self._refuses(row, padded):
+                raise NotImplementedError(reason)
             mould = self._mould(cache)
             key = match.encode(self._identity.current(), row)
             if (held := self._memory.covering(key, mould.name)) is not None:
@@ -276,6 +273,9 @@ class PrefixStore:
         if self._shelf:
             self._write(self._shelf, entry)
         return True
+
+    def _refuses(self, row: Tensor, padded: bool = False) -> str | None:
+        return refusal(row, self.model.config, self.min_match_tokens, padded)
 
     def _write(self, shelf: Shelf, entry: Entry) -> bool:
         if shelf.covering(entry.key, entry.mould.name) is not None:

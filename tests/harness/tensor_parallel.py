@@ -12,7 +12,8 @@ def main(checkpoint: str, output: str) -> None:
     torch.set_num_threads(1)
     found = {}
     for cache in ("dynamic", "turboquant_4bit_nc"):
-        lm = CacheLM(checkpoint, cache=cache, batch_size=4, device="cpu", dtype="float32", tp_plan="auto", **SHORT)
+        zones = {} if cache == "dynamic" else SHORT
+        lm = CacheLM(checkpoint, cache=cache, batch_size=4, device="cpu", dtype="float32", tp_plan="auto", **zones)
         found[cache] = score(lm, token_requests())
         found[f"{cache} info"] = lm.get_model_info()
     if torch.distributed.get_rank() == 0:

@@ -152,6 +152,7 @@ def test_answers_of_two_formats_in_one_file_are_kept_apart(tmp_path):
         assert computed == (options != {"cache": "dynamic"}) and found != first
     assert answers(**coarse) == (first, False)
     assert not answers(kind=HFLM)[1]
+    assert answers(**coarse, max_length=60)[1]  # an option of lm-eval's own model
 
 
 def test_the_results_say_what_was_measured():
@@ -179,6 +180,9 @@ def test_the_results_say_what_was_measured():
         ({"chunk": 0}, ValueError, "chunk=0"),
         ({"batch_size": "auto"}, ValueError, "batch_size='auto'"),
         ({"cache": "int8", "policy": "sink_window", "sinks": -1}, ValueError, "sinks=-1"),
+        ({"exact_recent": 0}, ValueError, "exact everywhere"),
+        ({"cache": "int8", "exact_first": -5}, ValueError, "exact_first=-5"),
+        ({"cache": "int8", "exact_recnt": 0}, TypeError, "did you mean 'exact_recent'"),
     ],
 )
 def test_wrong_input_is_explained(options, error, says):

@@ -26,7 +26,7 @@ def test_plan_lists_every_format():
         expected = plan(CONFIG, format=row["format"], context=4000, gpu_memory=2**30, weights_memory=24e6)
         assert row == json.loads(json.dumps(expected.as_json()))
     text = run("plan", "demo", "--context", "4000", *MEMORY).stdout
-    for part in ("turboquant_4bit_nc", "bytes/token", "longest context", "1 x 1.1 GB less 24.0 MB of weights"):
+    for part in ("turboquant_4bit_nc", "bytes a", "longest context", "1 x 1.1 GB less 24.0 MB of weights"):
         assert part in text, part
 
 

@@ -8,7 +8,7 @@ from matrix import FORMATS
 from prefix.made import WORDS, fill, held, keys_and_values, model, random_ids, same
 from transformers import DynamicCache, EncoderDecoderCache, StaticCache
 
-from qkvcache import CompressedCache, PrefixStore, TurboQuantCache
+from qkvcache import CompressedCache, PrefixStore, TurboQuantCache, policies
 from qkvcache.formats import resolve
 from qkvcache.prefix import Match
 from qkvcache.prefix.place import Staging
@@ -222,6 +222,26 @@ def test_a_padded_row_is_refused():
     assert len(kept) == 1 and [reason for reason in kept.stats.refused if "padded" in reason]
 
 
+@pytest.mark.parametrize("options", [{}, {"policy": policies.H2O(budget=16)}], ids=["codes", "evicting"])
+def test_a_prompt_padded_to_the_left_is_left_alone(options):
+    """Its mask is not among the ids, so that nothing may be computed, kept or found for it."""
+    ids = torch.cat([torch.zeros(5, dtype=torch.int64), random_ids(35)])
+    kept = store(**options)
+    for _ in range(2):
+        with kept.reuse(ids) as past:
+            assert past.get_seq_length() == 0
+            if not options:
+                fill(past, ids)
+    assert len(kept) == 0 and kept.stats.misses == 2 and (options or [reason for reason in kept.stats.refused if "padded" in reason])
+
+
+def test_padding_to_the_right_is_cut_off():
+    ids = random_ids(40)
+    padded = torch.cat([ids, torch.zeros(6, dtype=torch.int64)])
+    kept = store()
+    assert kept.store(padded, compressed(padded)) and kept.fetch(padded).length == 40
+
+
 # Bounds.
 
 
@@ -308,6 +328,13 @@ def test_bad_ids(ids, error, says):
         ({"format": 8}, TypeError, "8"),
         ({"exact_recent": -1}, ValueError, "exact_recent"),
         ({"directory": "/dev/null/prefixes"}, ValueError, "/dev/null"),
+        ({"directory": 3}, TypeError, "directory"),
+        ({"max_disk_bytes": 1e9}, TypeError, "max_disk_bytes must be a number of bytes"),
+        ({"dense": "no"}, TypeError, "dense"),
+        ({"identity": 3}, TypeError, "identity"),
+        ({"tokenizer": "gpt2"}, TypeError, "tokenizer"),
+        ({"max_length": 600}, ValueError, "max_length=600"),
+        ({"dense": True, "policy": policies.H2O(budget=16)}, ValueError, "dense=True with a policy"),
     ],
 )
 def test_bad_options(options, error, says):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 
 import datasets
@@ -22,6 +23,9 @@ def rows(task: str, *, tokenizer=None, pretrained=None, **options) -> dict[str, 
     of = tokenizer or pretrained
     if not isinstance(of, str | PreTrainedTokenizerBase):
         raise ValueError('a generated task needs the tokenizer: pass --metadata \'{"tokenizer": "PATH"}\', or TaskManager(metadata=...)')
+    for name in options.keys() - DEFAULTS.keys():
+        if meant := difflib.get_close_matches(name, DEFAULTS, n=1, cutoff=0.8):
+            raise ValueError(f"--metadata has {name!r}: did you mean {meant[0]!r}?")
     size = {name: int(options.get(name, value)) for name, value in DEFAULTS.items()}
     made = long_context.cases(task, _tokenizer(of) if isinstance(of, str) else of, size["context_tokens"], size["number"], size["seed"])
     return {"test": datasets.Dataset.from_list([{"input": case.prompt, "outputs": list(case.answers)} for case in made])}
