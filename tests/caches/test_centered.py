@@ -1,4 +1,4 @@
-"""Means of keys in whole caches: what padding does to them, when they are taken, and what they survive."""
+"""Means of keys and values in whole caches: what padding does to them, when they are taken, and what they survive."""
 
 import pytest
 import torch
@@ -17,9 +17,9 @@ every_kind = pytest.mark.parametrize("kind", KINDS)
 
 
 def means(cache) -> list[torch.Tensor]:
-    """Of each layer, `[B, H, 1, D]`."""
-    stores = (layer.store.once[0] if getattr(layer, "store", None) else layer.zones[0].body.once for layer in cache.layers)
-    return [once["center"].clone() for once in stores]
+    """Of keys and of values of each layer, `[B, H, 1, D]`."""
+    held = (layer.store.once if getattr(layer, "store", None) else [zone.body.once for zone in layer.zones] for layer in cache.layers)
+    return [once["center"].clone() for sides in held for once in sides]
 
 
 def read(name: str, attention: str, kind: str, ids: torch.Tensor, mask: torch.Tensor | None = None):
