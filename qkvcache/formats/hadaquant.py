@@ -16,7 +16,7 @@ from typing import Literal
 
 from .base import Codec, Format, check_option
 from .centered import Centered
-from .rotated import LloydMax, Quantizer, Rotated
+from .rotated import LloydMax, Rotated
 from .trellis import Trellis
 
 Bits = Literal[2, 3, 4]
@@ -37,10 +37,6 @@ class HadaQuant(Format):
         check_option("key_bits", self.key_bits, (2, 3, 4))
         check_option("value_bits", self.value_bits, (2, 3, 4))
         check_option("quantizer", self.quantizer, ("lloyd_max", "trellis"))
-        if self.quantizer == "trellis" and min(self.key_bits, self.value_bits) == 4:
-            raise ValueError(
-                "quantizer='trellis': of no use where keys and values have 4 bits, which stay Lloyd-Max; give one of them fewer"
-            )
 
     @property
     def name(self) -> str:
@@ -48,8 +44,6 @@ class HadaQuant(Format):
         return f"hadaquant_k{self.key_bits}v{self.value_bits}" + "".join(option for option, chosen in options if chosen)
 
     def codecs(self) -> tuple[Codec, Codec]:
-        key, value = (Rotated(self._quantizer(bits)) for bits in (self.key_bits, self.value_bits))
+        quantizer = LloydMax if self.quantizer == "lloyd_max" else Trellis
+        key, value = (Rotated(quantizer(bits)) for bits in (self.key_bits, self.value_bits))
         return (Centered.of(key), Centered.of(value)) if self.center else (key, value)
-
-    def _quantizer(self, bits: Bits) -> Quantizer:
-        return LloydMax(bits) if self.quantizer == "lloyd_max" or bits == 4 else Trellis(bits)
