@@ -343,9 +343,9 @@ def _decode_kernel(
             y = level.to(tl.float32) * scale[:, None]
     elif KIND == "lloyd" or KIND == "trellis":
         if KIND == "lloyd":
-            level = signed_levels(code, 2 ** (OPTION - 1), LLOYD_MAX_WORDS[OPTION])
+            level = signed_levels(code, 2 ** (OPTION - 1), *LLOYD_MAX_WORDS[OPTION])
         else:
-            level = signed_levels(code, 2**OPTION, TRELLIS_WORDS[OPTION])
+            level = signed_levels(code, 2**OPTION, *TRELLIS_WORDS[OPTION])
         if D != P:
             level = tl.where(inside, level, 0)
         scale = tl.load(at, mask=live, other=0.0).to(tl.float32) * (HALF_STEPS[OPTION] if KIND == "lloyd" else TRELLIS_HALF_STEPS[OPTION])

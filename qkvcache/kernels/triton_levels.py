@@ -20,11 +20,14 @@ TRELLIS_WORDS = tl.constexpr(tuple(_words(TRELLIS[bits][1] if bits in TRELLIS el
 
 
 @triton.jit
-def signed_levels(code, HALF: tl.constexpr, WORDS: tl.constexpr):
+def signed_levels(code, HALF: tl.constexpr, W0: tl.constexpr, W1: tl.constexpr, W2: tl.constexpr, W3: tl.constexpr):
     """Twice the levels of codes below `2 * HALF`, in steps of the grid: odd integers below 256."""
     rank = tl.where(code >= HALF, code - HALF, HALF - 1 - code)
-    word = tl.full(code.shape, WORDS[0], tl.int32)
-    for i in tl.static_range(1, HALF // 4):
-        word = tl.where(rank < 4 * i, word, tl.full(code.shape, WORDS[i], tl.int32))
+    word = tl.full(code.shape, W0, tl.int32)
+    if HALF > 4:
+        word = tl.where(rank < 4, word, tl.full(code.shape, W1, tl.int32))
+    if HALF > 8:
+        more = tl.where(rank < 12, tl.full(code.shape, W2, tl.int32), tl.full(code.shape, W3, tl.int32))
+        word = tl.where(rank < 8, word, more)
     level = (word >> (8 * (rank & 3))) & 0xFF
     return tl.where(code >= HALF, level, -level)

@@ -122,7 +122,7 @@ def trellis_words(x, BITS: tl.constexpr, D: tl.constexpr, P: tl.constexpr):
     for t in tl.static_range(16):
         subset = subset_at(twice, t)
         index = (indices[t] >> (3 * subset)) & 7
-        level = signed_levels(4 * index + subset, 2**BITS, TRELLIS_WORDS[BITS])
+        level = signed_levels(4 * index + subset, 2**BITS, *TRELLIS_WORDS[BITS])
         squares += level * level
         if BITS == 4:
             negative = 1 - (index >> 2)

@@ -76,6 +76,20 @@ def test_constant_channels_come_back():
     torch.testing.assert_close(codec.decode(codec.encode(x, once) | once, 64), x, rtol=1e-6, atol=1e-5)
 
 
+@each
+def test_a_mean_of_something_else_costs_at_most_its_length(format):
+    """Tokens around the opposite of the mean that was fitted are twice as far from it as from zero; tokens around zero, as far as those
+    that it was fitted to are from zero."""
+    x, plain = biased(1024), dataclasses.replace(format, center=False)
+    once = format.key.fit(x)
+
+    def off(codec, y):
+        return (codec.decode(codec.encode(y, once) | once, 128) - y).norm()
+
+    assert off(format.key, -x) < 2.2 * off(plain.key, -x)
+    assert off(format.key, x - x.mean(2, keepdim=True)) < 1.1 * off(plain.key, x)
+
+
 def test_heads_and_rows_have_means_of_their_own():
     x = biased(64)
     whole = HadaQuant().key.fit(x)["center"]

@@ -81,9 +81,10 @@ def test_codes(format, head_dim):
             check(codec, x, planes, once, start)
 
 
-@pytest.mark.parametrize("format", ["hadaquant_k3v2_trellis", "hadaquant_k4v4_trellis"])
-@pytest.mark.parametrize("head_dim", [80, 128])
-def test_trellis(head_dim, format):
+@pytest.mark.parametrize(
+    ("format", "head_dim"), [("hadaquant_k3v2_trellis", 80), ("hadaquant_k3v2_trellis", 128), ("hadaquant_k4v4_trellis", 80)]
+)
+def test_trellis(format, head_dim):
     """Not one code differs, of 4 bits, 3 and 2: the search is exact, and ties go where the reference has them go."""
     key, value = (data(1, 1, 3, head_dim, dtype=torch.float32) for _ in range(2))
     key[..., 1:, :] = 1.0  # ties, and all of the vector in one channel
