@@ -45,7 +45,7 @@ if importlib.util.find_spec("triton"):
 RESULTS = Path(__file__).parent / "results" / "kernels.jsonl"
 TURBO = ("turboquant_k8v4", "turboquant_4bit_nc", "turboquant_k3v4_nc", "turboquant_3bit_nc")
 HADA = ("hadaquant_k4v4", "hadaquant_k4v3", "hadaquant_k3v3", "hadaquant_k3v2", "hadaquant_k2v2")
-TRELLIS = tuple(f"{name}_trellis" for name in HADA[1:])  # beside the Lloyd-Max ones of the same bytes
+TRELLIS = tuple(f"{name}_trellis" for name in HADA)  # beside the Lloyd-Max ones of the same bytes
 FORMATS = ("identity", "int8", "fp8", TURBO[0], "nvfp4", "int4", "int4_vllm", *TURBO[1:], *HADA, *TRELLIS)
 FEW = ("int8", "nvfp4", "turboquant_4bit_nc", "turboquant_3bit_nc")
 TWO = ("int8", "turboquant_4bit_nc")

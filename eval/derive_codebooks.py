@@ -89,7 +89,7 @@ def trellis(bits: int, sample: np.ndarray, rounds: int = 60) -> tuple[float, tup
     def rounded(step: float) -> np.ndarray:
         return np.clip(np.rint(levels / step - 0.5), 0, top - 0.5)
 
-    steps = levels[-1] / top * np.linspace(0.98, 1.05, 701)
+    steps = levels[-1] / top * np.linspace(0.98, 1.1, 1201)
     step = min(steps, key=lambda step: float((mass * ((rounded(step) + 0.5) * step - levels) ** 2).sum()))
     counts = rounded(step)
     rank, mirrored = chosen((counts + 0.5) * step, step / FINE)

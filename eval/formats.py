@@ -4,7 +4,7 @@
     python eval/formats.py --show | --plot                              tables | the png, from the rows
 
 quality   KL divergence and perplexity of every format, exact zones off and at their defaults.
-ablation  what each part of HadaQuant brings: rotated values, means, an equalizer, which side gets the bits; where a mean comes from.
+ablation  what each part of HadaQuant brings: rotated values, means, a trellis, an equalizer, bits for either side; where a mean comes from.
 recall    of 10 code words in 2,000 tokens, through real caches, zones off.
 
 The model reads 8 windows of 2,000 tokens exactly, and then 96 tokens more, each of which sees those before it as a cache would hand them
@@ -32,6 +32,7 @@ from qkvcache.formats import NVFP4, REGISTRY, Codec, Codes, Format, Levels
 from qkvcache.formats.base import Buffer
 from qkvcache.formats.centered import Centered
 from qkvcache.formats.rotated import LloydMax, Rotated
+from qkvcache.formats.trellis import Trellis
 from qkvcache.harness.quality import Passages, RecallSet, divergence, recall
 from qkvcache.harness.rows import read_rows, replace_rows
 
@@ -40,11 +41,13 @@ CONTEXT, WINDOWS, READ_ON, CASES = 2000, 8, 96, 10
 OFF, DEFAULT = (0, 0), (4, 64)
 QUALITY = [
     "int8", "int8_centered", "fp8", "turboquant_k8v4", "int4", "nvfp4", "nvfp4_four_over_six", "nvfp4_mse", "nvfp4_mse_centered",
-    "int4_vllm", "turboquant_4bit_nc", "hadaquant_k4v4", "turboquant_k3v4_nc", "hadaquant_k4v3", "hadaquant_k4v3_trellis",
-    "turboquant_3bit_nc", "hadaquant_k3v3", "hadaquant_k3v3_trellis", "hadaquant_k3v2", "hadaquant_k3v2_trellis", "hadaquant_k2v2",
-    "hadaquant_k2v2_trellis",
+    "int4_vllm", "turboquant_4bit_nc", "hadaquant_k4v4", "hadaquant_k4v4_trellis", "turboquant_k3v4_nc", "hadaquant_k4v3",
+    "hadaquant_k4v3_trellis", "turboquant_3bit_nc", "hadaquant_k3v3", "hadaquant_k3v3_trellis", "hadaquant_k3v2",
+    "hadaquant_k3v2_trellis", "hadaquant_k2v2", "hadaquant_k2v2_trellis",
 ]  # fmt: skip
-RECALL = ["turboquant_4bit_nc", "hadaquant_k4v4", "turboquant_3bit_nc", "hadaquant_k3v3", "hadaquant_k3v3_trellis"]
+RECALL = [
+    "turboquant_4bit_nc", "hadaquant_k4v4", "hadaquant_k4v4_trellis", "turboquant_3bit_nc", "hadaquant_k3v3", "hadaquant_k3v3_trellis",
+]  # fmt: skip
 Sides = tuple[Codec | None, Codec | None]
 
 
@@ -160,7 +163,7 @@ def quality(bench: Bench) -> Iterator[dict]:
 
 def ablation(bench: Bench) -> Iterator[dict]:
     seed, bare = REGISTRY["turboquant_4bit_nc"], {bits: Rotated(LloydMax(bits)) for bits in (2, 3, 4)}
-    center = {bits: Centered.of(codec) for bits, codec in bare.items()}
+    center, trellis = {bits: Centered.of(codec) for bits, codec in bare.items()}, Centered.of(Rotated(Trellis(4)))
     last = len(bench.past) - 1
     steps: list[tuple[str, Sides]] = [
         ("4bit_nc", (seed.key, seed.value)),
@@ -168,25 +171,26 @@ def ablation(bench: Bench) -> Iterator[dict]:
         ("rotated values", (bare[4], bare[4])),
         ("rotated values, key mean", (center[4], bare[4])),
         ("rotated values, key and value mean", (center[4], center[4])),
-        ("and an equalizer, spread ^ 1/2", (Trial(bare[4], power=0.5), bare[4])),
-        ("and an equalizer, spread ^ 1/4", (Trial(bare[4], power=0.25), bare[4])),
-        ("mean of the first 64 tokens", (Trial(bare[4], 64), bare[4])),
-        ("mean of the last 64 tokens", (Trial(bare[4], -64), bare[4])),
-        ("mean of the first token", (Trial(bare[4], 1), bare[4])),
+        ("and a trellis", (trellis, trellis)),
+        ("and an equalizer of keys, spread ^ 1/2", (Trial(bare[4], power=0.5), center[4])),
+        ("and an equalizer of keys, spread ^ 1/4", (Trial(bare[4], power=0.25), center[4])),
+        ("key mean of the first 64 tokens", (Trial(bare[4], 64), center[4])),
+        ("key mean of the last 64 tokens", (Trial(bare[4], -64), center[4])),
+        ("key mean of the first token", (Trial(bare[4], 1), center[4])),
         ("keys alone, 4 bits", (center[4], None)),
-        ("values alone, 4 bits", (None, bare[4])),
+        ("values alone, 4 bits", (None, center[4])),
         ("keys alone, 3 bits", (center[3], None)),
-        ("values alone, 3 bits", (None, bare[3])),
+        ("values alone, 3 bits", (None, center[3])),
     ]
-    steps += [(f"bits {k} / {v}", (center[k], bare[v])) for k, v in ((4, 3), (3, 4), (3, 3), (4, 2), (3, 2), (2, 3), (2, 2))]
+    steps += [(f"bits {k} / {v}", (center[k], center[v])) for k, v in ((4, 3), (3, 4), (3, 3), (4, 2), (3, 2), (2, 3), (2, 2))]
     for label, codecs in steps:
         yield bench.measure(label, codecs)
     for zones in ((4, 0), (0, 16), (0, 64), (4, 128)):
-        yield bench.measure(f"4 / 4, exact {zones[0]} + {zones[1]}", (center[4], bare[4]), zones)
+        yield bench.measure(f"4 / 4, exact {zones[0]} + {zones[1]}", (center[4], center[4]), zones)
     for first, end in ((True, True), (True, False), (False, True)):
         label = "4 / 4, exact layers: " + " and ".join(name for name, on in (("first", first), ("last", end)) if on)
         exact = {n for n, on in ((0, first), (last, end)) if on}
-        yield bench.measure(label, lambda layer, exact=exact: (None, None) if layer in exact else (center[4], bare[4]))
+        yield bench.measure(label, lambda layer, exact=exact: (None, None) if layer in exact else (center[4], center[4]))
     plain, found = NVFP4(), NVFP4("mse", center=True)
     for label, key, value in (
         ("nvfp4", plain, plain),

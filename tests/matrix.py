@@ -42,6 +42,7 @@ FORMAT_ERRORS = {
     "hadaquant_k3v3": 0.194,
     "hadaquant_k3v2": 0.37,
     "hadaquant_k2v2": 0.37,
+    "hadaquant_k4v4_trellis": 0.084,
     "hadaquant_k4v3_trellis": 0.162,
     "hadaquant_k3v3_trellis": 0.162,
     "hadaquant_k3v2_trellis": 0.31,

@@ -54,7 +54,7 @@ _FORMATS: tuple[Format, ...] = (
     NVFP4("mse", center=True),
     *(TurboQuant(preset) for preset in PRESETS),
     *(HadaQuant(*bits) for bits in SPLITS),
-    *(HadaQuant(*bits, "trellis") for bits in SPLITS if min(bits) < 4),
+    *(HadaQuant(*bits, "trellis") for bits in SPLITS),
 )
 
 REGISTRY: dict[str, Format] = {format.name: format for format in _FORMATS}

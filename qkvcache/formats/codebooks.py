@@ -61,6 +61,7 @@ def midpoints(bits: int) -> tuple[float, ...]:
 TRELLIS: dict[int, tuple[float, tuple[int, ...]]] = {
     2: (0.0304, (5, 20, 34, 61)),
     3: (0.040623, (2, 7, 12, 18, 24, 32, 43, 60)),
+    4: (0.050482, (0, 2, 4, 6, 8, 10, 12, 15, 17, 20, 23, 27, 32, 38, 46, 58)),
 }
 """The same for the `2**(bits + 1)` levels of `trellis.py`. Below 64."""
 

@@ -1,7 +1,7 @@
 """HadaQuant: keys and values alike under a Hadamard rotation, in code planes, with one fp16 scale a side. Our own.
 
 side   `rotated.py`, 2 to 4 bits: b * D / 8 + 2 bytes
-keys   around their mean, `centered.py`: 4 D bytes a row and head, once
+mean   of keys and of values, around which codes lie, `centered.py`: 4 D bytes a side, row and head, once
 
 TurboQuant keeps values as they are, on even steps between the least and the greatest channel; rotated, they take two bytes less and err
 less: the inverse rotation costs nothing at each token, since it is done once on the output.
@@ -16,7 +16,7 @@ from typing import Literal
 
 from .base import Codec, Format, check_option
 from .centered import Centered
-from .rotated import LloydMax, Quantizer, Rotated
+from .rotated import LloydMax, Rotated
 from .trellis import Trellis
 
 Bits = Literal[2, 3, 4]
@@ -26,7 +26,7 @@ SPLITS: tuple[tuple[Bits, Bits], ...] = ((4, 4), (4, 3), (3, 3), (3, 2), (2, 2))
 
 @dataclass(frozen=True)
 class HadaQuant(Format):
-    """Rotated keys of `key_bits` and rotated values of `value_bits`; keys around their mean unless `center=False`."""
+    """Rotated keys of `key_bits` and rotated values of `value_bits`; both around their mean unless `center=False`."""
 
     key_bits: Bits = 4
     value_bits: Bits = 4
@@ -37,10 +37,6 @@ class HadaQuant(Format):
         check_option("key_bits", self.key_bits, (2, 3, 4))
         check_option("value_bits", self.value_bits, (2, 3, 4))
         check_option("quantizer", self.quantizer, ("lloyd_max", "trellis"))
-        if self.quantizer == "trellis" and min(self.key_bits, self.value_bits) == 4:
-            raise ValueError(
-                "quantizer='trellis': of no use where keys and values have 4 bits, which stay Lloyd-Max; give one of them fewer"
-            )
 
     @property
     def name(self) -> str:
@@ -48,8 +44,6 @@ class HadaQuant(Format):
         return f"hadaquant_k{self.key_bits}v{self.value_bits}" + "".join(option for option, chosen in options if chosen)
 
     def codecs(self) -> tuple[Codec, Codec]:
-        key, value = (Rotated(self._quantizer(bits)) for bits in (self.key_bits, self.value_bits))
-        return Centered.of(key) if self.center else key, value
-
-    def _quantizer(self, bits: Bits) -> Quantizer:
-        return LloydMax(bits) if self.quantizer == "lloyd_max" or bits == 4 else Trellis(bits)
+        quantizer = LloydMax if self.quantizer == "lloyd_max" else Trellis
+        key, value = (Rotated(quantizer(bits)) for bits in (self.key_bits, self.value_bits))
+        return (Centered.of(key), Centered.of(value)) if self.center else (key, value)

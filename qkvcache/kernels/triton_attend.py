@@ -53,28 +53,21 @@ def _tile_of_keys(
         w = tl.load(codes + at, mask=word[None, :] < WORDS, other=0)
     if X.high:
         HALF: tl.constexpr = WORDS // 2
-        h = tl.load(high + (slot[:, None] * HALF + (word % HALF)[None, :]))
+        at = slot[:, None] * (WORDS if X.signed else HALF) + (word % HALF)[None, :]
+        h = tl.load(high + at)
+        signs = tl.load(high + HALF + at) if X.signed else h
         # By eight bytes, which come through L1: by sixteen they would not, and all programs would wait for the same lines of L2.
         shift = tl.load(shifts + tl.max_contiguous((slot % 32)[:, None] * WIDE + word[None, :], [1, 4]))
-        return unpack(KIND, w, h, shift, ARCH)
+        return unpack(KIND, w, h, shift, signs, ARCH)
     else:
-        return unpack(KIND, w, w, w, ARCH)
+        return unpack(KIND, w, w, w, w, ARCH)
 
 
 @triton.jit
 def _tile_of_values(
-    X: tl.constexpr,
-    WORDS: tl.constexpr,
-    WIDE: tl.constexpr,
-    first: tl.constexpr,
-    codes,
-    high,
-    shifts,
-    slot,
-    valid,
-    TAIL: tl.constexpr,
-    ARCH: tl.constexpr,
-):
+    X: tl.constexpr, WORDS: tl.constexpr, WIDE: tl.constexpr, first: tl.constexpr, codes, high, shifts, slot, valid,
+    TAIL: tl.constexpr, ARCH: tl.constexpr,
+):  # fmt: skip
     """Planes `[WIDE, T]`: loaded transposed, which costs ldmatrix nothing."""
     KIND: tl.constexpr = X.kind
     j = tl.arange(0, WIDE)
@@ -90,11 +83,13 @@ def _tile_of_values(
         w = tl.load(codes + at, mask=word[:, None] < WORDS, other=0)
     if X.high:
         HALF: tl.constexpr = WORDS // 2
-        h = tl.load(high + (slot[None, :] * HALF + (word % HALF)[:, None]))
+        at = slot[None, :] * (WORDS if X.signed else HALF) + (word % HALF)[:, None]
+        h = tl.load(high + at)
+        signs = tl.load(high + HALF + at) if X.signed else h
         shift = tl.load(shifts + tl.max_contiguous((slot % 32)[None, :] * WIDE + word[:, None], [4, 1]))
-        return unpack(KIND, w, h, shift, ARCH)
+        return unpack(KIND, w, h, shift, signs, ARCH)
     else:
-        return unpack(KIND, w, w, w, ARCH)
+        return unpack(KIND, w, w, w, w, ARCH)
 
 
 @triton.jit
@@ -457,10 +452,10 @@ def attend_kernel(
             k_slots = 1 if K_ONCE else capacity
             v_slots = 1 if V_ONCE else capacity
             kc = k_codes + (tl.multiple_of(tl.load(table + slab * 8 + 2), 16) + plane * capacity * (KW // 2 if K.halved else KW))
-            kh = k_high + (tl.multiple_of(tl.load(table + slab * 8 + 3), 16) + plane * capacity * (KW // 2))
+            kh = k_high + (tl.multiple_of(tl.load(table + slab * 8 + 3), 16) + plane * capacity * (KW if K.signed else KW // 2))
             ks = k_scales + (tl.multiple_of(tl.load(table + slab * 8 + 4), 16) + kb * k_slots * KG)
             vc = v_codes + (tl.multiple_of(tl.load(table + slab * 8 + 5), 16) + plane * capacity * (VW // 2 if V.halved else VW))
-            vh = v_high + (tl.multiple_of(tl.load(table + slab * 8 + 6), 16) + plane * capacity * (VW // 2))
+            vh = v_high + (tl.multiple_of(tl.load(table + slab * 8 + 6), 16) + plane * capacity * (VW if V.signed else VW // 2))
             vs = v_scales + (tl.multiple_of(tl.load(table + slab * 8 + 7), 16) + vb * v_slots * VG)
             whole = low + tl.maximum(high - low, 0) // T * T
             for token in range(low, whole, T):

@@ -82,7 +82,7 @@ def describe(codec: Codec) -> Spec | None:
         bits = codec.quantizer.bits
         return Spec("lloyd", bits, rotation, planes=("low", "high", "scale") if bits == 3 else ("codes", "", "scale"))
     if isinstance(codec, Rotated) and isinstance(codec.quantizer, Trellis):
-        return Spec("trellis", codec.quantizer.bits, rotation, planes=("low" if codec.quantizer.bits == 3 else "codes", "high", "scale"))
+        return Spec("trellis", codec.quantizer.bits, rotation, planes=("codes" if codec.quantizer.bits == 2 else "low", "high", "scale"))
     return None
 
 
@@ -244,6 +244,12 @@ def width_of(kind: str, option: int, head_dim: int) -> int:
     return head_dim // (8 if kind in ("lloyd", "uniform") and option < 4 else 4)
 
 
+@triton.constexpr_function
+def high_width_of(kind: str, option: int, head_dim: int) -> int:
+    """Words of the plane of high bits."""
+    return head_dim // (8 if kind == "trellis" and option == 4 else 16)
+
+
 @triton.jit(do_not_specialize=["tokens", "heads"])
 def _decode_kernel(
     out, ob, oh, ot, table, codes, cb, ch, high, hb, hh, scales, sb, sh, center, eb, eh, tokens, heads,
@@ -273,11 +279,16 @@ def _decode_kernel(
         half = c // 8 // (D // 16)
         position = (c % 8 // 2 * 4 + half * 2 + c % 2)[None, :]
         block = c // 8 % (D // 16)
-        path = high.to(tl.pointer_type(tl.int16)) + (b * hb + h0 * hh + t0 * (D // 16) + (h * hh + i // ACROSS * (D // 16)))[:, None]
-        path = tl.load(path + block[None, :], mask=inside, other=0).to(tl.int32) & 0xFFFF
+        HIGH: tl.constexpr = high_width_of(KIND, OPTION, D)
+        at_high = high.to(tl.pointer_type(tl.int16)) + (b * hb + h0 * hh + t0 * HIGH + (h * hh + i // ACROSS * HIGH))[:, None]
+        at_high += block[None, :]
+        path = tl.load(at_high, mask=inside, other=0).to(tl.int32) & 0xFFFF
         word = codes.to(tl.pointer_type(tl.int16)) + at[:, None] + (block if OPTION == 2 else c // 8)[None, :]
         word = tl.load(word, mask=inside, other=0).to(tl.int32)
         index = (word >> (position ^ 2)) & 1 if OPTION == 2 else (word >> (2 * (c % 8))[None, :]) & 3
+        if OPTION == 4:
+            negative = (tl.load(at_high + D // 16, mask=inside, other=0).to(tl.int32) >> position) & 1
+            index = (index ^ (3 * negative)) | (4 * (1 - negative))
         code = 4 * index + subset_at(path | (path << 16), position)
     elif BITS == 3:
         j = tl.arange(0, P // 8)
@@ -333,9 +344,9 @@ def _decode_kernel(
             y = level.to(tl.float32) * scale[:, None]
     elif KIND == "lloyd" or KIND == "trellis":
         if KIND == "lloyd":
-            level = signed_levels(code, 2 ** (OPTION - 1), LLOYD_MAX_WORDS[OPTION][0], LLOYD_MAX_WORDS[OPTION][1])
+            level = signed_levels(code, 2 ** (OPTION - 1), *LLOYD_MAX_WORDS[OPTION])
         else:
-            level = signed_levels(code, 2**OPTION, TRELLIS_WORDS[OPTION][0], TRELLIS_WORDS[OPTION][1])
+            level = signed_levels(code, 2**OPTION, *TRELLIS_WORDS[OPTION])
         if D != P:
             level = tl.where(inside, level, 0)
         scale = tl.load(at, mask=live, other=0.0).to(tl.float32) * (HALF_STEPS[OPTION] if KIND == "lloyd" else TRELLIS_HALF_STEPS[OPTION])

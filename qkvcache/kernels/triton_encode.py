@@ -20,7 +20,21 @@ from torch import Tensor
 from ..formats.base import TINY, Codec, Codes
 from ..formats.codebooks import GRID, midpoints
 from ..formats.uniform import LEAST_SCALE
-from .triton_decode import HALF_STEPS, INTERPRETED, float8, known, packs, padded, plane_arguments, supports, table_of, tile, turn, width_of
+from .triton_decode import (
+    HALF_STEPS,
+    INTERPRETED,
+    float8,
+    high_width_of,
+    known,
+    packs,
+    padded,
+    plane_arguments,
+    supports,
+    table_of,
+    tile,
+    turn,
+    width_of,
+)
 from .triton_trellis import TRELLIS_HALF_STEPS, trellis_words
 
 __all__ = ["encode_kv", "supports"]
@@ -271,8 +285,9 @@ def store_tile(
     at = codes.to(tl.pointer_type(tl.int16)) + at if PACKED else codes + at
     at_high = at
     if KIND == "trellis" or PACKED and OPTION == 3:
+        HIGH: tl.constexpr = high_width_of(KIND, OPTION, D)
         at_high = high.to(tl.pointer_type(tl.int16)) + (
-            b * hb + h0.to(tl.int64) * hh + slot.to(tl.int64) * (D // 16) + (h * hh + i // ACROSS * (D // 16))
+            b * hb + h0.to(tl.int64) * hh + slot.to(tl.int64) * HIGH + (h * hh + i // ACROSS * HIGH)
         )
     COUNT: tl.constexpr = 2 if KIND == "uniform" else D // OPTION if KIND == "group" else D // 16 if KIND == "nvfp4" else 1
     if SPAN == "each":
@@ -348,13 +363,15 @@ def store_tile(
     if KIND == "trellis":
         full = y if CENTERED else raw.to(tl.float32)
         norm = tl.sqrt_rn(tl.sum(full * full, 1))
-        path, low, more, squares = trellis_words(y * tl.div_rn(D**0.5, norm + 1e-8)[:, None], OPTION, D, P)
+        path, negatives, low, more, squares = trellis_words(y * tl.div_rn(D**0.5, norm + 1e-8)[:, None], OPTION, D, P)
         length = tl.sqrt_rn(squares.to(tl.float32)) * TRELLIS_HALF_STEPS[OPTION]
         tl.store(at_scale, tl.div_rn(norm, length).to(tl.float16), mask=live)
         _store_words(at_high, path, live, D // 16)
         _store_words(at, low, live, D // 16)
-        if OPTION == 3:
+        if OPTION > 2:
             _store_words(at + D // 16, more, live, D // 16)
+        if OPTION == 4:
+            _store_words(at_high + D // 16, negatives, live, D // 16)
 
     if KIND == "group" or KIND == "nvfp4":
         SIZE: tl.constexpr = 16 if KIND == "nvfp4" else OPTION

@@ -14,9 +14,9 @@ from ..formats.trellis import DROPPED, FINE, LIMIT, MOST
 from .triton_levels import TRELLIS_WORDS, signed_levels
 
 _LIMIT, _MOST = tl.constexpr(LIMIT), tl.constexpr(MOST)
-_DROPPED = tl.constexpr((0, 0, DROPPED[2], DROPPED[3]))
-_PARTS = tl.constexpr((0.0, 0.0, FINE / TRELLIS[2][0], FINE / TRELLIS[3][0]))
-TRELLIS_HALF_STEPS = tl.constexpr((0.0, 0.0, TRELLIS[2][0] / 2, TRELLIS[3][0] / 2))
+_DROPPED = tl.constexpr((0, 0, *(DROPPED[bits] for bits in (2, 3, 4))))
+_PARTS = tl.constexpr((0.0, 0.0, *(FINE / TRELLIS[bits][0] for bits in (2, 3, 4))))
+TRELLIS_HALF_STEPS = tl.constexpr((0.0, 0.0, *(TRELLIS[bits][0] / 2 for bits in (2, 3, 4))))
 """By bits: half a step of the grid that levels lie on."""
 
 
@@ -26,7 +26,7 @@ def _levels(bits: int) -> tuple[int, ...]:
     return tuple([-n for n in reversed(positive)] + positive)
 
 
-_LEVELS2, _LEVELS3 = tl.constexpr(_levels(2)), tl.constexpr(_levels(3))
+_LEVELS = tl.constexpr(((), (), _levels(2), _levels(3), _levels(4)))
 
 
 @triton.jit
@@ -60,18 +60,17 @@ def _in_time(x, D: tl.constexpr, P: tl.constexpr):
 
 @triton.jit
 def _errors(x, BITS: tl.constexpr):
-    """Of each subset what its nearest level errs by, above 14 bits of zeros; and which of its levels these are, two bits each."""
-    LEVELS: tl.constexpr = _LEVELS2 if BITS == 2 else _LEVELS3
+    """Of each subset what its nearest level errs by, above 14 bits of zeros; and which of its levels these are, three bits each."""
     fine = tl.minimum(tl.maximum(tl.floor(x * _PARTS[BITS]), -_LIMIT), _LIMIT).to(tl.int32)
     errors = ()
     least = tl.full(x.shape, 0x7FFFFFFF, tl.int32)
     indices = tl.zeros(x.shape, tl.int32)
     for s in tl.static_range(4):
-        nearest = tl.abs(fine - LEVELS[s]) << 2
+        nearest = tl.abs(fine - _LEVELS[BITS][s]) << 3
         for i in tl.static_range(1, 2 ** (BITS - 1)):
-            nearest = tl.minimum(nearest, (tl.abs(fine - LEVELS[4 * i + s]) << 2) + i)
-        indices |= (nearest & 3) << (2 * s)
-        nearest = nearest >> 2
+            nearest = tl.minimum(nearest, (tl.abs(fine - _LEVELS[BITS][4 * i + s]) << 3) + i)
+        indices |= (nearest & 7) << (3 * s)
+        nearest = nearest >> 3
         errors = errors + (nearest * nearest,)  # type: ignore[assignment]
         least = tl.minimum(least, errors[s])
     scaled = ()
@@ -100,8 +99,8 @@ def _closed(r, NEWER: tl.constexpr, OLDER: tl.constexpr):
 
 @triton.jit
 def trellis_words(x, BITS: tl.constexpr, D: tl.constexpr, P: tl.constexpr):
-    """Blocks of channels `[N, P]` to words `[N, P / 16]`: paths, and the two planes' worth of indices (of 2 bits: one); and the sum of the
-    squares of twice the levels, in steps of the grid."""
+    """Blocks of channels `[N, P]` to words `[N, P / 16]`: paths; of 4 bits which levels are negative; indices for the first half of a plane
+    and (of 2 bits: none) for the second; and the sum of the squares of twice the levels, in steps of the grid."""
     tiles = _in_time(x, D, P)
     r = ()
     indices = ()
@@ -116,14 +115,19 @@ def trellis_words(x, BITS: tl.constexpr, D: tl.constexpr, P: tl.constexpr):
         path = tl.where(found < best, ((found & 0x3FFF) << 2) | start, path)
         best = tl.minimum(found, best)
     twice = path | (path << 16)
+    negatives = tl.zeros(path.shape, tl.int32)
     low = tl.zeros(path.shape, tl.int32)
     more = tl.zeros(path.shape, tl.int32)
     squares = tl.zeros(path.shape, tl.int32)
     for t in tl.static_range(16):
         subset = subset_at(twice, t)
-        index = (indices[t] >> (2 * subset)) & 3
-        level = signed_levels(4 * index + subset, 2**BITS, TRELLIS_WORDS[BITS][0], TRELLIS_WORDS[BITS][1])
+        index = (indices[t] >> (3 * subset)) & 7
+        level = signed_levels(4 * index + subset, 2**BITS, *TRELLIS_WORDS[BITS])
         squares += level * level
+        if BITS == 4:
+            negative = 1 - (index >> 2)
+            negatives |= negative << t
+            index = (index & 3) ^ (3 * negative)
         if BITS == 2:
             low |= index << (t ^ 2)
         elif t // 2 % 2 == 0:
@@ -132,4 +136,4 @@ def trellis_words(x, BITS: tl.constexpr, D: tl.constexpr, P: tl.constexpr):
             more |= index << (t // 4 * 4 + t % 2 * 2)
     if D != P:
         squares = tl.where((tl.arange(0, P // 16) < D // 16)[None, :], squares, 0)
-    return path, low, more, tl.sum(squares, 1)
+    return path, negatives, low, more, tl.sum(squares, 1)

@@ -35,7 +35,7 @@ class Words:
     """How a codec keeps its codes, for kernels. A channel is `level * scale + zero`, and `level = (number - offset) * unit`;
     `centered`: and a mean that all tokens share.
 
-    kind     of codes: half, int8, uint8, e4m3, e5m2, int4, lut4, int3, lut3, lut2, e2m1, trellis2, trellis3
+    kind     of codes: half, int8, uint8, e4m3, e5m2, int4, lut4, int3, lut3, lut2, e2m1, trellis2, trellis3, trellis4
     per      channels in a word
     scale    none; fp32 or fp16 for each token; pair: fp16 scale and zero; hidden: fp32 with the zero point in its low four bits;
              group: fp16 for each `group` channels; block: E4M3, likewise
@@ -53,12 +53,17 @@ class Words:
     @property
     def high(self) -> bool:
         """Whether high bits have a plane of their own."""
-        return self.kind in ("int3", "lut3", "trellis2", "trellis3")
+        return self.kind in ("int3", "lut3", "trellis2", "trellis3", "trellis4")
 
     @property
     def halved(self) -> bool:
         """Whether two words share one of the main plane too, as they share one of high bits."""
         return self.kind == "trellis2"
+
+    @property
+    def signed(self) -> bool:
+        """Whether as many words of signs lie behind those of high bits."""
+        return self.kind == "trellis4"
 
 
 @cache
@@ -110,15 +115,17 @@ _TRELLIS_HALF = 64
 
 
 def _trellis_table(bits: int) -> tuple[int, ...]:
-    """Likewise, by index and the two bits of the subset, the lower one before the higher."""
-    step, levels = TRELLIS[bits][0], trellis_levels(bits)
+    """Likewise, by index and the two bits of the subset, the lower one before the higher; of 4 bits for levels above zero alone: below it,
+    the bits of the subset are flipped, and then the seven bits of the entry."""
+    step, levels = TRELLIS[bits][0], trellis_levels(bits)[-16:]
     steps = [round(levels[n & ~3 | n >> 1 & 1 | (n & 1) << 1] / step - 0.5) + _TRELLIS_HALF for n in range(len(levels))]
     return tuple(int.from_bytes(bytes(steps[at : at + 4]), "little") for at in range(0, len(steps), 4))
 
 
-_TRELLIS2, _TRELLIS3 = _trellis_table(2), _trellis_table(3)
+_TRELLIS2, _TRELLIS3, _TRELLIS4 = map(_trellis_table, (2, 3, 4))
 _TRELLIS2_0, _TRELLIS2_1 = map(tl.constexpr, _TRELLIS2)
 _TRELLIS3_0, _TRELLIS3_1, _TRELLIS3_2, _TRELLIS3_3 = map(tl.constexpr, _TRELLIS3)
+_TRELLIS4_0, _TRELLIS4_1, _TRELLIS4_2, _TRELLIS4_3 = map(tl.constexpr, _TRELLIS4)
 
 _LUT2 = _table(2)
 _LUT3 = _table(3)
@@ -285,21 +292,42 @@ lop3.b32 e, e, 0x33333333, x, 0xe2;
 shr.u32 o, o, 1;
 lop3.b32 o, o, 0x33333333, $8, 0xe2;
 """
+# The signs ($11), turned likewise, flip both bits of the subset, and go to bit 2 of nibbles: of even channels in v, of odd ones in w.
+_INDEX4 = (
+    """
+shr.u32 y, $11, 2;
+lop3.b32 y, y, $10, $11, 0xe2;
+shl.b32 w, y, 1;
+lop3.b32 v, w, 0x22222222, y, 0xe2;
+xor.b32 e, e, v;
+lop3.b32 v, w, 0x44444444, y, 0xe2;
+xor.b32 o, o, v;
+shl.b32 v, y, 2;
+and.b32 v, v, 0x44444444;
+and.b32 w, w, 0x44444444;
+"""
+    + _INDEX3
+)
 
 
-def _bytes_of(table: tuple[int, ...], to: str, nibbles: str) -> str:
-    """The entries of `table` that the low four nibbles select; its words 0 and 2 are held in t and u.
+def _bytes_of(table: tuple[int, ...], to: str, nibbles: str, signs: str) -> str:
+    """The entries of `table` that the low four nibbles select, the seven bits of those with a bit of `signs` flipped; the words 0 and 2 of
+    the table are held in t and u.
 
     PRMT has eight entries, and gives 0 for a selector with bit 3 set where entries are below 128: two reads and an or make sixteen."""
     read = f"prmt.b32 {to}, t, {table[1]:#x}, {nibbles};"
     if len(table) == 2:
         return read
-    return f"{read} xor.b32 n, {nibbles}, 0x8888; prmt.b32 n, u, {table[3]:#x}, n; or.b32 {to}, {to}, n;"
+    read += f" xor.b32 n, {nibbles}, 0x8888; prmt.b32 n, u, {table[3]:#x}, n;"
+    if not signs:
+        return f"{read} or.b32 {to}, {to}, n;"
+    return f"{read} prmt.b32 y, 0, 0x7f, {signs}; lop3.b32 {to}, {to}, n, y, 0x56;"
 
 
-def _paired(nibbles: str, planes: tuple[str, ...], table: tuple[int, ...]) -> str:
+def _paired(nibbles: str, planes: tuple[str, ...], table: tuple[int, ...], signs: str = "") -> str:
     """Of four nibbles of each of two words the entries, as the low bytes of fp16 numbers: the high bytes are signs of entries, all 0."""
-    first = _bytes_of(table, "x", nibbles) + f" shr.u32 {nibbles}, {nibbles}, 16; " + _bytes_of(table, "h", nibbles)
+    others = "".join(f" shr.u32 {x}, {x}, 16; " for x in (nibbles, signs) if x)
+    first = _bytes_of(table, "x", nibbles, signs) + others + _bytes_of(table, "h", nibbles, signs)
     return first + "".join(f" prmt.b32 {to}, x, h, {0xC480 + 0x1111 * i:#x};" for i, to in enumerate(planes))
 
 
@@ -309,13 +337,14 @@ _ASM_LUT4 = tl.constexpr(
 )  # fmt: skip
 
 
-def _trellis(index: str, table: tuple[int, ...]) -> str:
-    read = _paired("e", ("$0", "$2", "$4", "$6"), table) + _paired("o", ("$1", "$3", "$5", "$7"), table)
+def _trellis(index: str, table: tuple[int, ...], signs: tuple[str, str] = ("", "")) -> str:
+    read = _paired("e", ("$0", "$2", "$4", "$6"), table, signs[0]) + _paired("o", ("$1", "$3", "$5", "$7"), table, signs[1])
     held = _held(table[0], "t") + (_held(table[2], "u") if len(table) > 2 else "")
-    return "{" + held + ".reg .b32 h, e, o, x, n;" + _SUBSETS + index + read + "}"
+    return "{" + held + ".reg .b32 h, e, o, x, n, v, w, y;" + _SUBSETS + index + read + "}"
 
 
 _ASM_TRELLIS2, _ASM_TRELLIS3 = tl.constexpr(_trellis(_INDEX2, _TRELLIS2)), tl.constexpr(_trellis(_INDEX3, _TRELLIS3))
+_ASM_TRELLIS4 = tl.constexpr(_trellis(_INDEX4, _TRELLIS4, ("v", "w")))
 
 
 @triton.jit
@@ -331,11 +360,11 @@ def _asm4(ASM: tl.constexpr, w):
 
 
 @triton.jit
-def _asm8(ASM: tl.constexpr, w, h, shift):
+def _asm8(ASM: tl.constexpr, w, h, shift, signs):
     return tl.inline_asm_elementwise(
         ASM,
-        "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r,r",
-        [w, h, shift],
+        "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r,r,r",
+        [w, h, shift, signs],
         dtype=(tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16),
         is_pure=True,
         pack=2,
@@ -355,12 +384,13 @@ def _entry(low: tl.constexpr, high: tl.constexpr, index):
 
 
 @triton.jit
-def unpack(KIND: tl.constexpr, w, h, shift, ARCH: tl.constexpr):
-    """Words `w`, and the words `h` of high bits or of paths and whether (-1) or not (0) to shift those by two, to a tuple of planes.
+def unpack(KIND: tl.constexpr, w, h, shift, signs, ARCH: tl.constexpr):
+    """Words `w`, and the words `h` of high bits or of paths, whether (-1) or not (0) to shift those by two, and the words `signs` of signs,
+    to be shifted likewise, to a tuple of planes.
 
     half    the numbers        e4m3, e5m2, int8, uint8   their values       e2m1   2^-14 of the value
     int4    16 + n             int3   8 + n
-    lut4, lut3, lut2, trellis2, trellis3   2^-24 of the level in steps, moved to be positive
+    lut4, lut3, lut2, trellis2, trellis3, trellis4   2^-24 of the level in steps, moved to be positive
     """
     if KIND == "half":
         return (w,)
@@ -383,21 +413,23 @@ def unpack(KIND: tl.constexpr, w, h, shift, ARCH: tl.constexpr):
         elif KIND == "lut4":
             return _asm4(_ASM_LUT4, w)
         elif KIND == "int3":
-            return _asm8(_ASM_INT3, w, h, shift)
+            return _asm8(_ASM_INT3, w, h, shift, signs)
         elif KIND == "lut2":
-            return _asm8(_ASM_LUT2, w, w, w)
+            return _asm8(_ASM_LUT2, w, w, w, w)
         elif KIND == "trellis2":
-            return _asm8(_ASM_TRELLIS2, w, h, shift)
+            return _asm8(_ASM_TRELLIS2, w, h, shift, signs)
         elif KIND == "trellis3":
-            return _asm8(_ASM_TRELLIS3, w, h, shift)
+            return _asm8(_ASM_TRELLIS3, w, h, shift, signs)
+        elif KIND == "trellis4":
+            return _asm8(_ASM_TRELLIS4, w, h, shift, signs)
         else:
-            return _asm8(_ASM_LUT3, w, h, shift)
+            return _asm8(_ASM_LUT3, w, h, shift, signs)
     else:
-        return _plain(KIND, w, h, shift)
+        return _plain(KIND, w, h, shift, signs)
 
 
 @triton.jit
-def _plain(KIND: tl.constexpr, w, h, shift):
+def _plain(KIND: tl.constexpr, w, h, shift, signs):
     """`unpack` without assembly."""
     x = w.to(tl.int32) & 0xFFFF
     p = ()
@@ -429,15 +461,21 @@ def _plain(KIND: tl.constexpr, w, h, shift):
     elif KIND == "lut2":
         for i in tl.static_range(8):
             p = p + (_bits(_entry(_LUT2_0, _LUT2_0, x >> (2 * i) & 3)),)
-    elif KIND == "trellis2" or KIND == "trellis3":
+    elif KIND == "trellis2" or KIND == "trellis3" or KIND == "trellis4":
         path = h.to(tl.int32) & 0xFFFF
         path = tl.where(shift != 0, path >> 2 | path << 14, path)
         index = tl.where(shift != 0, x << 2, x)
+        signs = tl.where(shift != 0, signs.to(tl.int32) >> 2, signs.to(tl.int32))
         for i in tl.static_range(8):
             at = i // 2 * 4 + i % 2
             n = (path >> at ^ path >> at + 2) & 1 | path >> at & 2
             if KIND == "trellis2":
                 p = p + (_bits(_entry(_TRELLIS2_0, _TRELLIS2_1, n | index >> at & 4)),)
+            elif KIND == "trellis4":
+                negative = signs >> at & 1
+                n = n ^ 3 * negative | (x >> (2 * i) & 3) << 2
+                entry = tl.where(n < 8, _entry(_TRELLIS4_0, _TRELLIS4_1, n & 7), _entry(_TRELLIS4_2, _TRELLIS4_3, n & 7))
+                p = p + (_bits(entry ^ 127 * negative),)
             else:
                 n |= (x >> (2 * i) & 3) << 2
                 p = p + (_bits(tl.where(n < 8, _entry(_TRELLIS3_0, _TRELLIS3_1, n & 7), _entry(_TRELLIS3_2, _TRELLIS3_3, n & 7))),)

@@ -16,6 +16,7 @@ VLLM = {
     "int8_centered": "int8_per_token_head",
     "nvfp4_mse_centered": "nvfp4_4over6",
     "hadaquant_k4v4": "turboquant_4bit_nc",
+    "hadaquant_k4v4_trellis": "turboquant_4bit_nc",
     "hadaquant_k3v3_trellis": "turboquant_3bit_nc",
 }
 """`--kv-cache-dtype` of vLLM for our formats."""

@@ -1,11 +1,14 @@
-"""Means of keys in whole caches: what padding does to them, when they are taken, and what they survive."""
+"""Means of keys and values in whole caches: what padding does to them, when they are taken, and what they survive."""
+
+import inspect
+import textwrap
 
 import pytest
 import torch
 from matrix import ATTENTION, UNSUPPORTED, model
 from transformers import DynamicCache
 
-from qkvcache import CompressedCache, HadaQuantCache, policies
+from qkvcache import CompressedCache, HadaQuantCache, demo, policies
 from qkvcache.formats import HadaQuant
 
 KINDS = {
@@ -17,9 +20,9 @@ every_kind = pytest.mark.parametrize("kind", KINDS)
 
 
 def means(cache) -> list[torch.Tensor]:
-    """Of each layer, `[B, H, 1, D]`."""
-    stores = (layer.store.once[0] if getattr(layer, "store", None) else layer.zones[0].body.once for layer in cache.layers)
-    return [once["center"].clone() for once in stores]
+    """Of keys and of values of each layer, `[B, H, 1, D]`."""
+    held = (layer.store.once if getattr(layer, "store", None) else [zone.body.once for zone in layer.zones] for layer in cache.layers)
+    return [once["center"].clone() for sides in held for once in sides]
 
 
 def read(name: str, attention: str, kind: str, ids: torch.Tensor, mask: torch.Tensor | None = None):
@@ -70,6 +73,36 @@ def test_cropped_to_nothing_means_are_taken_anew(kind):
         net(ids, past_key_values=fresh)
     for new, wanted, old in zip(means(cache), means(fresh), before, strict=True):
         assert torch.equal(new, wanted) and not torch.equal(new, old)
+
+
+def test_another_text():
+    """Means of prose, then source code, or German: keys err less around them than around nothing, values at most 2 % more; nothing is taken
+    anew until nothing is left."""
+    net, tokenizer = demo.load()
+    prose, code = demo.text_ids(tokenizer)[:256], tokenizer(inspect.getsource(textwrap.dedent)).input_ids[:128]
+    german = tokenizer("Die Würde des Menschen ist unantastbar. Sie zu achten und zu schützen ist Verpflichtung " * 6).input_ids[:128]
+    format, plain = HadaQuant(3, 3), HadaQuant(3, 3, center=False)
+    for other in (code, german):
+        exact, cache = DynamicCache(config=net.config), CompressedCache(net.config, format=format)
+        with torch.no_grad():
+            net(torch.tensor([prose + other]), past_key_values=exact)
+            net(torch.tensor([prose]), past_key_values=cache)
+            cache.layers[0].settle()
+            before = means(cache)
+            net(torch.tensor([other]), past_key_values=cache)
+            assert all(torch.equal(a, b) for a, b in zip(before, means(cache), strict=True))
+            cache.crop(-len(prose + other))
+            net(torch.tensor([other]), past_key_values=cache)
+            cache.layers[0].settle()
+            assert not any(torch.equal(a, b) for a, b in zip(before, means(cache), strict=True))
+        for layer in exact.layers:
+            for x, codec, uncentred, factor in (
+                (layer.keys, format.key, plain.key, 0.95),
+                (layer.values, format.value, plain.value, 1.02),
+            ):
+                once, new = codec.fit(x[:, :, : len(prose)]), x[:, :, len(prose) :]
+                got, without = (c.decode(c.encode(new, once) | once, new.shape[3]) for c in (codec, uncentred))
+                assert (got - new).norm() < factor * (without - new).norm()
 
 
 @pytest.mark.parametrize("kind", ["growing", "static"])

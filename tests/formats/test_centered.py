@@ -1,4 +1,4 @@
-"""Keys around their mean: what it saves, what counts for it, and that attention gets it back."""
+"""Keys, and in HadaQuant values, around their mean: what it saves, what counts for it, and that attention gets it back."""
 
 import dataclasses
 
@@ -34,7 +34,11 @@ def test_a_mean_costs_next_to_nothing(format):
     noise = x - x.mean(2, keepdim=True)
     share = (noise.norm() / x.norm()).item()
     assert error(format.key, x) == pytest.approx(error(plain.key, noise) * share, rel=0.3)
-    assert format.value == plain.value and format.bytes_per_token(128) == plain.bytes_per_token(128)
+    if isinstance(format, HadaQuant):
+        assert error(format.value, x) == error(format.key, x)
+    else:
+        assert format.value == plain.value
+    assert format.bytes_per_token(128) == plain.bytes_per_token(128)
 
 
 @each
@@ -70,6 +74,20 @@ def test_constant_channels_come_back():
     codec = Int8(center=True).key
     once = codec.fit(x)
     torch.testing.assert_close(codec.decode(codec.encode(x, once) | once, 64), x, rtol=1e-6, atol=1e-5)
+
+
+@each
+def test_a_mean_of_something_else_costs_at_most_its_length(format):
+    """Tokens around the opposite of the mean that was fitted are twice as far from it as from zero; tokens around zero, as far as those
+    that it was fitted to are from zero."""
+    x, plain = biased(1024), dataclasses.replace(format, center=False)
+    once = format.key.fit(x)
+
+    def off(codec, y):
+        return (codec.decode(codec.encode(y, once) | once, 128) - y).norm()
+
+    assert off(format.key, -x) < 2.2 * off(plain.key, -x)
+    assert off(format.key, x - x.mean(2, keepdim=True)) < 1.1 * off(plain.key, x)
 
 
 def test_heads_and_rows_have_means_of_their_own():

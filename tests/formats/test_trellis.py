@@ -15,7 +15,7 @@ def parts(bits: int) -> tuple[float, tuple[int, ...]]:
     return step / FINE, tuple(FINE * n + FINE // 2 for n in counts)
 
 
-@pytest.mark.parametrize("bits", [2, 3])
+@pytest.mark.parametrize("bits", [2, 3, 4])
 def test_search_finds_the_best_of_all_paths(bits):
     """Against all 2^16, in the integers that the search sees, ties included; far tails among the channels."""
     part, positive = parts(bits)
@@ -36,19 +36,19 @@ def test_search_finds_the_best_of_all_paths(bits):
         assert torch.equal(chosen, distance.amin(1)[torch.arange(16), subset.long()])
 
 
-@pytest.mark.parametrize(("bits", "most"), [(2, 0.0897), (3, 0.0247)])
+@pytest.mark.parametrize(("bits", "most"), [(2, 0.0897), (3, 0.0247), (4, 0.0066)])
 def test_distortion(bits, most):
-    """A quarter less than Lloyd-Max at 2 bits, three tenths at 3."""
+    """A quarter less than Lloyd-Max at 2 bits, three tenths at 3 and 4."""
     torch.manual_seed(0)
     x = torch.randn(3000, 128)
 
     def distortion(quantizer):
         return (quantizer.levels(quantizer.encode(x)) - x).square().mean().item()
 
-    assert distortion(Trellis(bits)) < most < {2: 0.77, 3: 0.72}[bits] * distortion(LloydMax(bits))
+    assert distortion(Trellis(bits)) < most < {2: 0.77, 3: 0.72, 4: 0.7}[bits] * distortion(LloydMax(bits))
 
 
-@pytest.mark.parametrize("bits", [2, 3])
+@pytest.mark.parametrize("bits", [2, 3, 4])
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_planes_say_what_the_rule_says(bits, head_dim):
     """Random planes, channel by channel, as the table in the module has them."""
@@ -63,18 +63,20 @@ def test_planes_say_what_the_rule_says(bits, head_dim):
             h, block, t = word // half, word % half, 4 * (i // 2) + 2 * (word // half) + i % 2
             path = words["high"][block]
             p = [path >> (t + n) % 16 & 1 for n in range(3)]
-            index = words["low"][word] >> 2 * i & 3 if bits == 3 else words["codes"][block] >> 4 * (i // 2) + 2 * (1 - h) + i % 2 & 1
+            index = words["codes"][block] >> 4 * (i // 2) + 2 * (1 - h) + i % 2 & 1 if bits == 2 else words["low"][word] >> 2 * i & 3
+            if bits == 4:
+                index = 3 - index if words["high"][half + block] >> t & 1 else 4 + index
             assert values[row, channel].item() == pytest.approx(trellis_levels(bits)[4 * index + 2 * (p[0] ^ p[2]) + p[1]])
 
 
-@pytest.mark.parametrize("bits", [2, 3])
+@pytest.mark.parametrize("bits", [2, 3, 4])
 def test_a_vector_is_encoded_from_itself(bits):
     codec, x = Rotated(Trellis(bits)), torch.randn(2, 3, 5, 80)
     whole, alone = codec.encode(x, {}), codec.encode(x[1:, 2:, 3:4], {})
     assert all(torch.equal(whole[name][1:, 2:, 3:4], plane) for name, plane in alone.items())
 
 
-@pytest.mark.parametrize("bits", [2, 3])
+@pytest.mark.parametrize("bits", [2, 3, 4])
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_errs_less_than_lloyd_max_at_the_same_bytes(bits, head_dim):
     x = torch.randn(1, 2, 200, head_dim)
@@ -87,12 +89,10 @@ def test_errs_less_than_lloyd_max_at_the_same_bytes(bits, head_dim):
 
 def test_refuses():
     assert "16 channels" in (Trellis(2).refuses(72) or "") and Trellis(3).refuses(80) is None
-    with pytest.raises(ValueError, match="bits=4"):
-        Trellis(4)
-    with pytest.raises(ValueError, match="quantizer='trellis'"):
-        HadaQuant(4, 4, "trellis")
+    with pytest.raises(ValueError, match="bits=5"):
+        Trellis(5)
 
 
-@pytest.mark.parametrize(("format", "size"), [((4, 3), 116), ((3, 3), 100), ((3, 2), 84), ((2, 2), 68)])
+@pytest.mark.parametrize(("format", "size"), [((4, 4), 132), ((4, 3), 116), ((3, 3), 100), ((3, 2), 84), ((2, 2), 68)])
 def test_bytes(format, size):
     assert HadaQuant(*format, "trellis").bytes_per_token(128) == size

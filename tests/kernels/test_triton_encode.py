@@ -81,12 +81,14 @@ def test_codes(format, head_dim):
             check(codec, x, planes, once, start)
 
 
-@pytest.mark.parametrize("head_dim", [80, 128])
-def test_trellis(head_dim):
-    """Not one code differs, of 3 bits and of 2: the search is exact, and ties go where the reference has them go."""
+@pytest.mark.parametrize(
+    ("format", "head_dim"), [("hadaquant_k3v2_trellis", 80), ("hadaquant_k3v2_trellis", 128), ("hadaquant_k4v4_trellis", 80)]
+)
+def test_trellis(format, head_dim):
+    """Not one code differs, of 4 bits, 3 and 2: the search is exact, and ties go where the reference has them go."""
     key, value = (data(1, 1, 3, head_dim, dtype=torch.float32) for _ in range(2))
     key[..., 1:, :] = 1.0  # ties, and all of the vector in one channel
-    for codec, x, planes, once in store("hadaquant_k3v2_trellis", key, value, 4):
+    for codec, x, planes, once in store(format, key, value, 4):
         check(codec, x, planes, once, 4, share=0.0)
 
 

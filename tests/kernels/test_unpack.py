@@ -31,6 +31,7 @@ from qkvcache.kernels.triton_unpack import (  # noqa: E402
     _ASM_LUT4,
     _ASM_TRELLIS2,
     _ASM_TRELLIS3,
+    _ASM_TRELLIS4,
     unpack,
     words,
 )
@@ -45,19 +46,21 @@ TILE = 1024 if DEVICE.type == "cuda" else 2**16  # the interpreter takes the sam
 
 
 @triton.jit
-def _unpack_kernel(words, high, shifts, out, total, KIND: tl.constexpr, PER: tl.constexpr, SIZE: tl.constexpr, ARCH: tl.constexpr):
+def _unpack_kernel(words, high, shifts, signs, out, total, KIND: tl.constexpr, PER: tl.constexpr, SIZE: tl.constexpr, ARCH: tl.constexpr):
     at = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
-    planes = unpack(KIND, tl.load(words + at), tl.load(high + at), tl.load(shifts + at), ARCH)
+    planes = unpack(KIND, tl.load(words + at), tl.load(high + at), tl.load(shifts + at), tl.load(signs + at), ARCH)
     for i in tl.static_range(PER):
         tl.store(out + i * total + at, planes[i])
 
 
-def planes(kind: str, per: int, low: Tensor, arch: int, high: Tensor | None = None, shifts: Tensor | None = None) -> Tensor:
+def planes(
+    kind: str, per: int, low: Tensor, arch: int, high: Tensor | None = None, shifts: Tensor | None = None, signs: Tensor | None = None
+) -> Tensor:
     """`[channels of a word, words]` in fp32, from words as int32."""
-    low, high, shifts = (low.to(torch.int16) if x is None else x.to(torch.int16) for x in (low, high, shifts))
+    low, high, shifts, signs = (low.to(torch.int16) if x is None else x.to(torch.int16) for x in (low, high, shifts, signs))
     size = min(TILE, low.numel())
     out = torch.full((per, low.numel()), float("nan"), dtype=torch.float16, device=DEVICE)
-    _unpack_kernel[(low.numel() // size,)](low, high, shifts, out, low.numel(), KIND=kind, PER=per, SIZE=size, ARCH=arch)
+    _unpack_kernel[(low.numel() // size,)](low, high, shifts, signs, out, low.numel(), KIND=kind, PER=per, SIZE=size, ARCH=arch)
     return out.float()
 
 
@@ -166,38 +169,39 @@ def test_all_bits_of_three_bit_words(kind, shift, arch):
 def test_halves(arch):
     low = torch.randn(TILE, device=DEVICE).half()
     out = torch.empty(1, TILE, dtype=torch.float16, device=DEVICE)
-    _unpack_kernel[(1,)](low, low, low, out, TILE, KIND="half", PER=1, SIZE=TILE, ARCH=arch)
+    _unpack_kernel[(1,)](low, low, low, low, out, TILE, KIND="half", PER=1, SIZE=TILE, ARCH=arch)
     assert torch.equal(out[0], low)
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-@pytest.mark.parametrize("bits", [2, 3])
+@pytest.mark.parametrize("bits", [2, 3, 4])
 def test_trellis(bits, arch):
-    """Every path, for both words that share it, under random indices; and every index under random paths."""
-    codec, other = Rotated(Trellis(bits)), torch.randint(2**16, ALL_WORDS.shape, device=DEVICE)
-    for paths, words_of in ((ALL_WORDS, other), (other, ALL_WORDS)):
+    """Every path, for both words that share it, under random indices; every index under random paths; of 4 bits all signs too."""
+    codec, (other, more) = Rotated(Trellis(bits)), torch.randint(2**16, (2, *ALL_WORDS.shape), device=DEVICE)
+    cases = [(ALL_WORDS, other, more), (other, ALL_WORDS, more), (other, more, ALL_WORDS)]
+    for paths, words_of, signs in cases if bits == 4 else cases[:2]:
         main = words_of if bits == 2 else torch.stack([words_of, words_of.flip(0)], -1)
-        pack = [x.to(torch.int32).to(torch.uint16).view(-1, 1 if x is paths or bits == 2 else 2).view(torch.uint8) for x in (main, paths)]
+        high = torch.stack([paths, signs], -1) if bits == 4 else paths
+        pack = [x.to(torch.int32).to(torch.uint16).view(ALL_WORDS.numel(), -1).view(torch.uint8) for x in (main, high)]
         wanted = codec.quantizer.levels(dict(zip(("codes" if bits == 2 else "low", "high"), pack, strict=True)))
         for half in (0, 1):
             low = main if bits == 2 else main[:, half]
-            numbers = levels(codec, planes(words(codec).kind, 8, low, arch, paths, torch.full_like(paths, -half)))
+            numbers = levels(codec, planes(words(codec).kind, 8, low, arch, paths, torch.full_like(paths, -half), signs))
             torch.testing.assert_close(numbers, wanted[:, 8 * half : 8 * half + 8].mT, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize(
     ("kind", "assembly", "count"),
     [("lut4", _ASM_LUT4, 4), *((kind, asm, 8) for kind, asm in (("lut2", _ASM_LUT2), ("lut3", _ASM_LUT3), ("int3", _ASM_INT3))),
-     ("trellis2", _ASM_TRELLIS2, 8), ("trellis3", _ASM_TRELLIS3, 8)],
+     ("trellis2", _ASM_TRELLIS2, 8), ("trellis3", _ASM_TRELLIS3, 8), ("trellis4", _ASM_TRELLIS4, 8)],
 )  # fmt: skip
 def test_assembly(kind, assembly, count):
     """What is assembled for NVIDIA gives, run on numbers, what plain Triton does; two words in a register, of either half."""
-    pairs = torch.randint(2**16, (3, 2, 2**16))
+    pairs = torch.randint(2**16, (4, 2, 2**16))
     pairs[2] = torch.randint(2, (2, 1)) * 0xFFFF
-    inputs = [x[0] | x[1] << 16 for x in (pairs if count == 8 else pairs[:1])]
+    inputs = [x[0] | x[1] << 16 for x in (pairs if kind == "trellis4" else pairs[:3] if count == 8 else pairs[:1])]
     got = torch.stack(run(assembly.value, count, inputs))
     for word, numbers in enumerate((got & 0xFFFF, got >> 16)):
-        plain = planes(
-            kind, count, *(x.to(DEVICE) if i != 1 else 0 for i, x in enumerate((pairs[0, word], None, pairs[1, word], pairs[2, word])))
-        )
+        low, high, shifts, signs = pairs[:, word].to(DEVICE)
+        plain = planes(kind, count, low, 0, high, shifts, signs)
         assert torch.equal(numbers.to(torch.int32).to(torch.uint16).view(torch.float16).float(), plain.cpu())
