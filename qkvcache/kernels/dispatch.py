@@ -214,7 +214,9 @@ def retire(
         return
     codecs = CODECS[numbers[0]], CODECS[numbers[1]]
     move = forgetting.retire
-    shared = any(b.heads == "shared" and b.tokens == "each" for codec, x in zip(codecs, ring, strict=True) for b in codec.buffers(x.shape[3]))
+    shared = any(
+        b.heads == "shared" and b.tokens == "each" for codec, x in zip(codecs, ring, strict=True) for b in codec.buffers(x.shape[3])
+    )
     if encodes(codecs, ring) and not shared:  # what heads share they hold each, where each has its own slot
         from .triton_retire import retire as move
     move(codecs, planes, first, records, shown, ring, seen, where)

@@ -44,13 +44,12 @@ def arrive(
         record, value = (others[i], new[i]) if i < len(others) else (positions, None)
         arguments += [record, *((positions, 0, 0) if value is None else (value, *value.stride()[:2]))]
         kinds[i] = ABSENT.value if i >= len(others) else ZERO.value if value is None else GIVEN.value
-    given = (shown, 0) if real is None else (real, real.stride(0))
+    arguments += [shown, seen, columns, *((shown, 0) if real is None else (real, real.stride(0)))]
+    arguments += [heads, width, positions.shape[2], shown.shape[1]]
     sizes = [size for token in tokens for size in (token.shape[3], padded(token.shape[3]))]
     across = max(min(triton.next_power_of_2(heads), 4096 // max(sizes)), 1)
     with torch.cuda.device_of(seen):
-        _arrive_kernel[(batch,)](
-            *arguments, shown, seen, columns, *given, heads, width, positions.shape[2], shown.shape[1], *sizes, *kinds, real is not None, across
-        )
+        _arrive_kernel[(batch,)](*arguments, *sizes, *kinds, real is not None, across)
 
 
 @triton.jit
@@ -123,9 +122,7 @@ def retire(
     across, along, warps = tile(specs, heads, 1, max(padded(x.shape[3]) for x in ring), ring[0].element_size())
     sizes = heads, first[0].shape[2], width, positions.shape[2]
     with torch.cuda.device_of(seen):
-        _retire_kernel[(triton.cdiv(heads, across), batch, 2)](
-            *arguments, *sizes, *constants, len(others), across, along, num_warps=warps
-        )
+        _retire_kernel[(triton.cdiv(heads, across), batch, 2)](*arguments, *sizes, *constants, len(others), across, along, num_warps=warps)
 
 
 @triton.jit

@@ -80,11 +80,12 @@ class StaticEvictingLayer(Counted, EvictingLayer):
     def begin(self, real: Tensor | None) -> Tensor:
         """Takes whether the running token of each row is real, bool `[B]` (None: all); returns which columns hold a token, `[B, T]`."""
         held: Fixed = self.held  # type: ignore[assignment]
-        x, self.arriving = self.arriving, None
-        seen = held.seen + (1 if real is None else real.long())
-        records = self.ledger.arrived(*x, real if real is None else real[:, None], seen[:, None, None])  # type: ignore[union-attr, misc]
+        keys, values = self.arriving  # type: ignore[misc]
+        self.arriving = None
+        seen = (held.seen + (1 if real is None else real.long()))[:, None, None]
+        records = self.ledger.arrived(keys, values, real if real is None else real[:, None], seen)  # type: ignore[union-attr]
         new = [records[name] for name in held.records if name != "positions"]
-        arrive(held.ring, list(held.records.values()), held.shown, held.seen, held.columns, x, new, real)  # type: ignore[arg-type]
+        arrive(held.ring, list(held.records.values()), held.shown, held.seen, held.columns, (keys, values), new, real)
         return held.shown
 
     @torch.no_grad()
@@ -250,7 +251,7 @@ class StaticEvictingLayer(Counted, EvictingLayer):
         super().reset()
         for tensor in self.held.tensors() if self.held else ():  # a nan that is hidden would show itself as nan times a weight of 0
             tensor.zero_()
-        self.fixed = self.running = False
+        self.arriving, self.fixed, self.running = None, False, False
         self.start_counting()
 
     def _map(self, fn: Callable[[Tensor], Tensor]) -> None:
