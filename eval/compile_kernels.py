@@ -29,7 +29,7 @@ from triton.compiler import ASTSource  # noqa: E402
 
 from qkvcache.formats import REGISTRY  # noqa: E402
 from qkvcache.formats.rotation import rotation_block  # noqa: E402
-from qkvcache.kernels import triton_column_mass, triton_decode, triton_encode, triton_step  # noqa: E402
+from qkvcache.kernels import triton_column_mass, triton_decode, triton_encode, triton_retire, triton_step  # noqa: E402
 from qkvcache.kernels.fused import EXACT_TILE, MASS_TOKENS, launched  # noqa: E402
 from qkvcache.kernels.triton_attend import attend_kernel  # noqa: E402
 from qkvcache.kernels.triton_join import reduce_kernel, rotate_kernel  # noqa: E402
@@ -44,6 +44,8 @@ TARGETS = {
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
 GREATEST_STACK = 128
+RECORD_TYPES = dict.fromkeys(("r0", "r1", "r2"), "*fp32") | dict.fromkeys(("seen", "columns", "where"), "*i64")
+RECORD_TYPES |= {"positions": "*i32", "shown": "*i1", "real": "*i1"}
 QUICK = (
     "identity",
     "int8",
@@ -175,11 +177,20 @@ def storing(format: str, head_dim: int, tokens: int, target: str) -> Job:
 
 
 def stepping(format: str, head_dim: int, target: str) -> Iterator[Job]:
-    """A step of one token into a store, and into the slots of a layer that evicts."""
+    """A step of one token into a store, and one that leaves the ring of a layer that evicts."""
     stored = storing(format, head_dim, 1, target)
-    types = stored.types | dict.fromkeys(("kring", "kfirst", "vring", "vfirst"), "*bf16") | {"state": "*i32", "where": "*i64"}
-    for name, kernel in (("step", triton_step._step_kernel), ("place", triton_step._place_kernel)):
-        yield Job(f"{name} {format} {head_dim}", kernel, types, stored.constants, target, stored.options)
+    types = stored.types | dict.fromkeys(("kring", "kfirst", "vring", "vfirst"), "*bf16") | {"state": "*i32"} | RECORD_TYPES
+    for name, kernel, more in (("step", triton_step._step_kernel, {}), ("retire", triton_retire._retire_kernel, {"RECORDS": 3})):
+        yield Job(f"{name} {format} {head_dim}", kernel, types, stored.constants | more, target, stored.options)
+
+
+def arriving(head_dim: int, heads: int, target: str) -> Job:
+    types = RECORD_TYPES | dict.fromkeys(("kring", "kx", "vring", "vx"), "*bf16") | dict.fromkeys(("n0", "n1", "n2"), "*fp32")
+    padded = triton_decode.padded(head_dim)
+    constants = {
+        "KD": head_dim, "KP": padded, "VD": head_dim, "VP": padded, "R0": 1, "R1": 2, "R2": 2, "REAL": True, "ACROSS": heads,
+    }  # fmt: skip
+    return Job(f"arrive {head_dim} {heads} heads", triton_retire._arrive_kernel, types, constants, target)
 
 
 def decoding(format: str, head_dim: int, target: str) -> Iterator[Job]:
@@ -214,6 +225,7 @@ def jobs(everything: bool) -> Iterator[Job]:
         for format in QUICK[-1:] if few else formats:
             yield attention(format, 128, target)
         yield from columns(128, target)
+        yield arriving(128, 8, target)
         if not few:
             sizes = [("int8", 256), ("int4", 96)]
             if everything:
@@ -226,6 +238,7 @@ def jobs(everything: bool) -> Iterator[Job]:
             yield joining("int8", 128, target)
             yield joining("int4_vllm", 128, target)
             yield rotating(96, target)
+            yield from (arriving(*sizes, target) for sizes in ((80, 32), (256, 16)))
             yield summing(4, target)
             yield from columns(128, target, options=True)
             yield from columns(256, target)

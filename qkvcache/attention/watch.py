@@ -112,12 +112,12 @@ def _watched_in_place(
     shown = watch.begin(real)[:, None, None]
     weights: Tensor | None = None
     mass: Tensor | None = None
-    count = query.new_ones(batch, 1, dtype=torch.float32) if real is None else real.float()[:, None]
+    count = query.new_ones(batch, 1, dtype=torch.bool) if real is None else real[:, None]
     if "eager" in implementation or kwargs.get("dropout"):
         hidden = torch.zeros_like(shown, dtype=query.dtype).masked_fill(~shown, torch.finfo(query.dtype).min)
         out, weights = stock(module, query, key.dense(), value.dense(), hidden, *args, **kwargs)
         if watch.observes and isinstance(weights, Tensor):
-            mass = torch.einsum("bhgqt,bq->bht", weights.float().unflatten(1, (key.side.shape[1], -1)), count)
+            mass = torch.einsum("bhgqt,bq->bht", weights.float().unflatten(1, (key.side.shape[1], -1)), count.float())
     else:
         options = _options(implementation, query, kwargs)
         if watch.observes:

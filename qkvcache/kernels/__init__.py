@@ -4,6 +4,7 @@ from . import ops
 from .attend import attend, attend_observed
 from .dispatch import (
     append,
+    arrive,
     attend_on_codes,
     attend_on_store,
     column_mass,
@@ -12,14 +13,15 @@ from .dispatch import (
     encodes,
     observe_on_codes,
     on_triton,
-    place,
     prepare,
+    retire,
     step,
     unfold,
 )
 from .ops import dense_payload
 from .prefill import prefill_with_lse
-from .segments import Body, Exact, Packed, Payload, Segment, Side, mix, scores, slab_table
+from .retire import take
+from .segments import Body, Exact, Packed, Payload, Segment, Side, mix, number, scores, slab_table
 from .store import Store
 
 __all__ = [
@@ -31,6 +33,7 @@ __all__ = [
     "Side",
     "Store",
     "append",
+    "arrive",
     "attend",
     "attend_observed",
     "attend_on_codes",
@@ -41,14 +44,16 @@ __all__ = [
     "encode_into",
     "encodes",
     "mix",
+    "number",
     "observe_on_codes",
     "on_triton",
     "ops",
-    "place",
     "prefill_with_lse",
     "prepare",
+    "retire",
     "scores",
     "slab_table",
     "step",
+    "take",
     "unfold",
 ]

@@ -49,7 +49,8 @@ def attend_observed(
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """As `attend`, and the attention mass of each token, fp32 `[B, H, T]`: its softmax weights, summed over the group's query heads and
-    over queries, each of which counts `observed` times, fp32 `[B, Q]`. A token that a mask hides has none, and a query of 0 adds none.
+    over queries, each of which counts `observed` times, fp32 or bool `[B, Q]`. A token that a mask hides has none, and a query of 0 adds
+    none.
     """
     batch, query_heads, queries, _ = query.shape
     _, heads, tokens, _ = payload.key.shape

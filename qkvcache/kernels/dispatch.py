@@ -10,6 +10,7 @@ import functools
 import importlib.util
 import os
 import warnings
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,9 +18,11 @@ from torch import Tensor
 
 from ..formats.base import Codec, Codes
 from . import column_mass as reference
+from . import retire as forgetting
 from . import store as counted
 from .attend import attend, attend_observed
-from .segments import Body, Exact, Payload, Side
+from .retire import Pair
+from .segments import CODECS, Exact, Payload, Side
 from .store import Store
 
 if TYPE_CHECKING:
@@ -174,32 +177,49 @@ def append(store: Store, x: tuple[Tensor, Tensor], seen: int, body: int, block: 
     counted.append(store, x, seen, body, encode)
 
 
-def place(body: Body, x: tuple[Tensor, Tensor], where: Tensor) -> None:
-    """Encodes one token `[B, H, 1, D]` of keys and of values into the slot `where` of each head, int `[B, H]`, of a body of one slab whose
-    planes are `[B, H, slots, width]`; nowhere if it is less than 0."""
-    planes = body.slabs[0]
+def arrive(
+    ring: Pair,
+    records: Sequence[Tensor],
+    shown: Tensor,
+    seen: Tensor,
+    columns: Tensor,
+    x: Pair,
+    new: Sequence[Tensor | None],
+    real: Tensor | None,
+) -> None:
+    """`retire.arrive`, in one launch where there are kernels."""
     if torch.compiler.is_compiling():
-        torch.ops.qkvcache.place([plane for side in planes for plane in side.values()], body.numbers, *x, where)
-    else:
-        place_in((body.key, body.value), planes, x, where)
-
-
-def place_in(codecs: tuple[Codec, Codec], planes: tuple[Codes, Codes], x: tuple[Tensor, Tensor], where: Tensor) -> None:
-    shared = any(
-        b.heads == "shared" and b.tokens == "each" for codec, new in zip(codecs, x, strict=True) for b in codec.buffers(new.shape[3])
-    )
-    if encodes(codecs, x) and not shared:  # what heads share they hold each, where each has its own slot
-        from .triton_step import place_kv
-
-        place_kv(codecs, planes, x, where)
+        torch.ops.qkvcache.arrive(list(ring), list(records), shown, seen, columns, *x, list(new), real)
         return
-    for codec, side, new in zip(codecs, planes, x, strict=True):
-        names = [b.name for b in codec.buffers(new.shape[3]) if b.tokens == "each"]
-        codes = codec.encode(new, {name: plane for name, plane in side.items() if name not in names})
-        for name in names:
-            plane = side[name]
-            at = where.clamp_min(0)[..., None, None].long().expand(*where.shape, 1, plane.shape[3])
-            plane.scatter_(2, at, torch.where((where >= 0)[..., None, None], codes[name], plane.gather(2, at)))
+    take = forgetting.arrive
+    if on_triton(seen.device):
+        from .triton_retire import arrive as take
+    take(ring, records, shown, seen, columns, x, new, real)
+
+
+def retire(
+    numbers: tuple[int, int],
+    planes: tuple[Codes, Codes],
+    first: Pair,
+    records: Sequence[Tensor],
+    shown: Tensor,
+    ring: Pair,
+    seen: Tensor,
+    where: Tensor,
+) -> None:
+    """`retire.retire` of the codecs with these `numbers` (`segments.number`), in one launch where there is a kernel."""
+    if torch.compiler.is_compiling():
+        held = [plane for side in planes for plane in side.values()]
+        torch.ops.qkvcache.retire(held, list(numbers), list(first), list(records), shown, list(ring), seen, where)
+        return
+    codecs = CODECS[numbers[0]], CODECS[numbers[1]]
+    move = forgetting.retire
+    shared = any(
+        b.heads == "shared" and b.tokens == "each" for codec, x in zip(codecs, ring, strict=True) for b in codec.buffers(x.shape[3])
+    )
+    if encodes(codecs, ring) and not shared:  # what heads share they hold each, where each has its own slot
+        from .triton_retire import retire as move
+    move(codecs, planes, first, records, shown, ring, seen, where)
 
 
 def unfold(store: Store, new: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:

@@ -207,7 +207,7 @@ def fused_attend(
     if observed is not None:
         hidden = 0 if window is None else n_first + n_body + n_recent - queries - window + 1
         mass_kernel[(sum(-(-n // MASS_TOKENS) for n in (n_body, n_first, n_recent)), batch * heads)](
-            weights, tops, lse, observed.float().contiguous(), mass,
+            weights, tops, lse, observed.contiguous(), mass,
             slots, grains, n_first, n_body, n_recent, hidden, blocks, heads, queries,
             G=groups, R=r, WIDTH=width, N=MASS_TOKENS, ARCH=arch, num_warps=4,
         )  # fmt: skip

@@ -165,13 +165,42 @@ def _(tensors, codecs, limit, key, value):
     return keys, values
 
 
-@torch.library.custom_op("qkvcache::place", mutates_args=("planes",))
-def _place(planes: Sequence[Tensor], codecs: Sequence[int], key: Tensor, value: Tensor, where: Tensor) -> None:
+@torch.library.custom_op("qkvcache::arrive", mutates_args=("ring", "records", "shown", "seen", "columns"))
+def _arrive(
+    ring: Sequence[Tensor],
+    records: Sequence[Tensor],
+    shown: Tensor,
+    seen: Tensor,
+    columns: Tensor,
+    key: Tensor,
+    value: Tensor,
+    new: Sequence[Tensor | None],
+    real: Tensor | None,
+) -> None:
+    dispatch.arrive((ring[0], ring[1]), records, shown, seen, columns, (key, value), new, real)
+
+
+@_arrive.register_fake
+def _(ring, records, shown, seen, columns, key, value, new, real):
+    return None
+
+
+@torch.library.custom_op("qkvcache::retire", mutates_args=("planes", "first", "records", "shown"))
+def _retire(
+    planes: Sequence[Tensor],
+    codecs: Sequence[int],
+    first: Sequence[Tensor],
+    records: Sequence[Tensor],
+    shown: Tensor,
+    ring: Sequence[Tensor],
+    seen: Tensor,
+    where: Tensor,
+) -> None:
     left = iter(planes)
-    sides = [{b.name: next(left) for b in CODECS[n].buffers(x.shape[3])} for n, x in zip(codecs, (key, value), strict=True)]
-    dispatch.place_in((CODECS[codecs[0]], CODECS[codecs[1]]), (sides[0], sides[1]), (key, value), where)
+    sides = [{b.name: next(left) for b in CODECS[n].buffers(x.shape[3])} for n, x in zip(codecs, ring, strict=True)]
+    dispatch.retire((codecs[0], codecs[1]), (sides[0], sides[1]), (first[0], first[1]), records, shown, (ring[0], ring[1]), seen, where)
 
 
-@_place.register_fake
-def _(planes, codecs, key, value, where):
+@_retire.register_fake
+def _(planes, codecs, first, records, shown, ring, seen, where):
     return None

@@ -54,7 +54,7 @@ def mass_kernel(
     r = tl.arange(0, WIDTH)
     for block in range(blocks):
         row = block * R + r
-        count = tl.load(observed + bh // heads * queries + row % queries, mask=row < G * queries, other=0.0)
+        count = tl.load(observed + bh // heads * queries + row % queries, mask=row < G * queries, other=0).to(tl.float32)
         level = tl.load(lse + bh * G * queries + row, mask=row < G * queries, other=0.0) * 1.4426950408889634
         level = tl.where((count != 0.0) & (level > UNSEEN), level - tl.log2(count), float("inf"))  # whose weights are all 0
         panel = (bh * blocks + block).to(tl.int64)

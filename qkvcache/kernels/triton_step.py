@@ -11,7 +11,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..formats.base import Codec, Codes
 from .store import Store
 from .triton_decode import known, padded, plane_arguments, table_of, tile
 from .triton_encode import store_tile, tile_of
@@ -33,63 +32,6 @@ def step_kv(store: Store, x: tuple[Tensor, Tensor]) -> None:
     sizes = store.first[0].shape[2], store.ring[0].shape[2], store.limit
     with torch.cuda.device_of(x[0]):
         _step_kernel[grid](*arguments, store.state, *sizes, tokens, heads, *constants, across, along, num_warps=warps)
-
-
-def place_kv(codecs: tuple[Codec, Codec], planes: tuple[Codes, Codes], x: tuple[Tensor, Tensor], where: Tensor) -> None:
-    """What `dispatch.place` does, for codecs that `triton_encode.supports` and whose heads share no buffer kept for each token."""
-    arguments: list[object] = []
-    constants: list[object] = []
-    specs = [known(codec, new) for codec, new in zip(codecs, x, strict=True)]
-    batch, heads, _, _ = x[0].shape
-    for spec, held, new in zip(specs, planes, x, strict=True):
-        arguments += [new, *new.stride()[:2], table_of(spec, new), *plane_arguments(spec, held, new)]
-        constants += [*spec.constants, new.shape[3], padded(new.shape[3])]
-    across, along, warps = tile(specs, heads, 1, max(padded(new.shape[3]) for new in x), x[0].element_size())
-    with torch.cuda.device_of(x[0]):
-        _place_kernel[(triton.cdiv(heads, across), batch, 2)](
-            *arguments, where, *where.stride(), heads, *constants, across, along, num_warps=warps
-        )
-
-
-@triton.jit
-def _place_side(
-    x, xb, xh, table, codes, cb, ch, high, hb, hh, scales, sb, sh, center, eb, eh, where, wb, wh, heads,
-    KIND: tl.constexpr, OPTION: tl.constexpr, ROTATION: tl.constexpr, SPAN: tl.constexpr, CENTERED: tl.constexpr,
-    D: tl.constexpr, P: tl.constexpr, ACROSS: tl.constexpr, ALONG: tl.constexpr,
-):  # fmt: skip
-    b, h0, _ = tile_of(heads, ACROSS, ALONG)
-    i = tl.arange(0, ACROSS * ALONG)
-    c = tl.arange(0, P)[None, :]
-    h = (h0 + i % ACROSS).to(tl.int64)
-    inside = (h < heads) & (i < ACROSS)
-    slot = tl.load(where + b * wb + h * wh, mask=inside, other=-1).to(tl.int32)
-    raw = tl.load(x + (b * xb + h * xh)[:, None] + c, mask=inside[:, None] & (c < D), other=0.0)
-    store_tile(
-        raw, inside & (slot >= 0), b, h0, slot, table, codes, cb, ch, high, hb, hh, scales, sb, sh, center, eb, eh,
-        KIND, OPTION, ROTATION, SPAN, CENTERED, D, P, ACROSS, ALONG,
-    )  # fmt: skip
-
-
-@triton.jit(do_not_specialize=["heads"])
-def _place_kernel(
-    kx, kxb, kxh, ktable, kcodes, kcb, kch, khigh, khb, khh, kscales, ksb, ksh, kcenter, keb, keh,
-    vx, vxb, vxh, vtable, vcodes, vcb, vch, vhigh, vhb, vhh, vscales, vsb, vsh, vcenter, veb, veh, where, wb, wh, heads,
-    KKIND: tl.constexpr, KOPTION: tl.constexpr, KROTATION: tl.constexpr, KSPAN: tl.constexpr, KCENTERED: tl.constexpr,
-    KD: tl.constexpr, KP: tl.constexpr,
-    VKIND: tl.constexpr, VOPTION: tl.constexpr, VROTATION: tl.constexpr, VSPAN: tl.constexpr, VCENTERED: tl.constexpr,
-    VD: tl.constexpr, VP: tl.constexpr,
-    ACROSS: tl.constexpr, ALONG: tl.constexpr,
-):  # fmt: skip
-    if tl.program_id(2) == 0:
-        _place_side(
-            kx, kxb, kxh, ktable, kcodes, kcb, kch, khigh, khb, khh, kscales, ksb, ksh, kcenter, keb, keh, where, wb, wh, heads,
-            KKIND, KOPTION, KROTATION, KSPAN, KCENTERED, KD, KP, ACROSS, ALONG,
-        )  # fmt: skip
-    else:
-        _place_side(
-            vx, vxb, vxh, vtable, vcodes, vcb, vch, vhigh, vhb, vhh, vscales, vsb, vsh, vcenter, veb, veh, where, wb, wh, heads,
-            VKIND, VOPTION, VROTATION, VSPAN, VCENTERED, VD, VP, ACROSS, ALONG,
-        )  # fmt: skip
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""What a layer that forgets tokens holds at fixed addresses, and how its columns are read and written, in each row apart."""
+"""What a layer that forgets tokens holds at fixed addresses: `kernels/retire.py` says where."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class Fixed:
     first: tuple[Tensor, Tensor]
     ring: tuple[Tensor, Tensor]
     planes: tuple[Codes, Codes]
-    valid: Tensor
-    """Which columns of the first zone hold a token, `[B, E]`."""
-    body: Records
-    recent: Records
+    records: Records
+    """Of all slots of the body and then of the ring, `[B, H, S + W]`."""
+    shown: Tensor
+    """Which columns hold a token, `[B, E + S + W]`."""
     seen: Tensor
     """Real tokens of each row, int64 `[B]`."""
     columns: Tensor
@@ -34,21 +34,27 @@ class Fixed:
     payload: Payload
     """What attention reads of a step in place: all columns."""
 
+    @property
+    def slots(self) -> int:
+        return self.records["positions"].shape[2] - self.ring[0].shape[2]
+
+    @property
+    def body(self) -> Records:
+        return {name: x[..., : self.slots] for name, x in self.records.items()}
+
+    @property
+    def recent(self) -> Records:
+        return {name: x[..., self.slots :] for name, x in self.records.items()}
+
+    @property
+    def valid(self) -> Tensor:
+        """Which columns of the first zone hold a token, `[B, E]`."""
+        return self.shown[:, : self.first[0].shape[2]]
+
     def tensors(self) -> list[Tensor]:
-        records = (*self.body.values(), *self.recent.values(), self.valid, self.seen, self.columns)
         planes = (plane for side in self.planes for plane in side.values())
-        return [*self.first, *self.ring, *planes, *records, *(() if self.key_sum is None else (self.key_sum,))]
-
-
-def take(x: Tensor, index: Tensor) -> Tensor:
-    """Columns `index` `[B, N]` of each row of `x` `[B, H, T]` or `[B, H, T, D]`."""
-    index = index.unsqueeze(1) if x.dim() == 3 else index[:, None, :, None]
-    return x.gather(2, index.expand(*x.shape[:2], index.shape[2], *x.shape[3:]))
-
-
-def put(x: Tensor, at: Tensor, new: Tensor) -> None:
-    """Writes `new` `[B, H, 1]` or `[B, H, 1, D]` into column `at` `[B]` of each row."""
-    x.scatter_(2, at.view(-1, *[1] * (x.dim() - 1)).expand_as(new), new)
+        counts = (self.shown, self.seen, self.columns, *(() if self.key_sum is None else (self.key_sum,)))
+        return [*self.first, *self.ring, *planes, *self.records.values(), *counts]
 
 
 def spared(shape: tuple[int, ...], **options: Any) -> Tensor:

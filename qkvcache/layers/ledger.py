@@ -54,22 +54,25 @@ class Ledger:
             positions = torch.where(real, ranks, -1).int()[:, None].expand(-1, heads, -1)
             self.seen = self.seen + real.sum(-1)
         self.columns += count
-        new = self.arrived(keys, values, positions, real)
-        self.recent = {name: torch.cat([self.recent[name], x], dim=-1) for name, x in new.items()}
+        new = {"positions": positions, **self.arrived(keys, values, real, self.rows_seen())}
+        for name in self.recent:
+            x = new.get(name)
+            x = torch.zeros_like(positions, dtype=torch.float32) if x is None else x
+            self.recent[name] = torch.cat([self.recent[name], x], dim=-1)
 
-    def arrived(self, keys: Tensor, values: Tensor, positions: Tensor, real: Tensor | None) -> Records:
-        """Records of tokens at `positions`, int `[B, H or 1, Q]`, that have been counted."""
+    def arrived(self, keys: Tensor, values: Tensor, real: Tensor | None, seen: Tensor) -> dict[str, Tensor | None]:
+        """Records of tokens, but for their positions; None where all are zero. `seen` `[B, 1, 1]` counts these tokens too."""
         if self.key_sum is not None:
             units = torch.nn.functional.normalize(keys.float(), dim=-1)
             total = self.key_sum + (units if real is None else units * real[:, None, :, None]).sum(2)
             self.key_sum = self.key_sum.copy_(total) if self.in_place else total
-        new = {"positions": positions.int().expand(*keys.shape[:3])}
+        new: dict[str, Tensor | None] = {}
+        if "score" in self.recent:
+            score = None if self.policy.tail else self.policy.score(Arrivals(keys, values, keys, values, self.mean_key(seen)))
+            new["score"] = None if score is None else score.float()
         for name, x in (("key_norm", keys), ("value_norm", values)):
             if name in self.recent:
                 new[name] = torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32)
-        if "score" in self.recent:
-            score = None if self.policy.tail else self.policy.score(Arrivals(keys, values, keys, values, self.mean_key()))
-            new["score"] = torch.zeros_like(new["positions"], dtype=torch.float32) if score is None else score.float()
         return new
 
     def valid(self) -> Tensor | None:
@@ -91,8 +94,8 @@ class Ledger:
             return self.seen[:, None, None]
         return torch.full((self.first.shape[0], 1, 1), self.columns, dtype=torch.int64, device=self.first.device)
 
-    def mean_key(self) -> Tensor | None:
-        return None if self.key_sum is None else self.key_sum / self.rows_seen().clamp_min(1)
+    def mean_key(self, seen: Tensor) -> Tensor | None:
+        return None if self.key_sum is None else self.key_sum / seen.clamp_min(1)
 
     def order(self, records: Records) -> Tensor:
         """int64 `[B, H, T]`, all different where tokens are: by the policy's priority, and of equal ones the newer higher."""

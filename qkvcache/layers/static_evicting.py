@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 from ..attention.handle import KVHandle
-from ..kernels import Body, Exact, Packed, Payload, Side, place, prepare, slab_table
+from ..kernels import Body, Exact, Packed, Payload, Side, arrive, number, prepare, retire, slab_table, take
 from ..policies import Arrivals
 from .compressed import differ
 from .counted import Counted
 from .evicting import UNSEEN, EvictingLayer
-from .fixed import Fixed, put, spared, take
+from .fixed import Fixed, spared
 from .ledger import Records
 
 
@@ -36,7 +36,10 @@ class StaticEvictingLayer(Counted, EvictingLayer):
         super().__init__(*args, **options)
         self.max_length = max_length
         self.codecs = self.format.key, self.format.value
+        self.numbers = number(self.codecs[0]), number(self.codecs[1])
         self.held: Fixed | None = None
+        self.arriving: tuple[Tensor, Tensor] | None = None
+        """Keys and values of a step in place, until its attention begins."""
         self.fixed = self.running = False
         self.start_counting()
 
@@ -69,66 +72,67 @@ class StaticEvictingLayer(Counted, EvictingLayer):
     # A step in place: update, begin, finish.
 
     def _update_fixed(self, key_states: Tensor, value_states: Tensor) -> tuple[KVHandle, KVHandle]:
-        held: Fixed = self.held  # type: ignore[assignment]
-        at = held.seen % (self.tail + 1)
-        for ring, new in zip(held.ring, (key_states, value_states), strict=True):
-            put(ring, at, new)
-        return KVHandle(held.payload, held.payload.key, watch=self), KVHandle(held.payload, held.payload.value, watch=self)
+        self.arriving = key_states, value_states
+        payload = self.held.payload  # type: ignore[union-attr]
+        return KVHandle(payload, payload.key, watch=self), KVHandle(payload, payload.value, watch=self)
 
     @torch.no_grad()
     def begin(self, real: Tensor | None) -> Tensor:
         """Takes whether the running token of each row is real, bool `[B]` (None: all); returns which columns hold a token, `[B, T]`."""
         held: Fixed = self.held  # type: ignore[assignment]
-        at = held.seen % (self.tail + 1)
-        keys, values = (take(ring, at[:, None]) for ring in held.ring)
-        positions = (held.seen.clone() if real is None else torch.where(real, held.seen, -1))[:, None, None]
-        held.seen.add_(1 if real is None else real.long())
-        held.columns.add_(1)
-        records = self.ledger.arrived(keys, values, positions, real if real is None else real[:, None])  # type: ignore[union-attr]
-        for name, new in records.items():
-            put(held.recent[name], at, new)
-        return torch.cat([held.valid, held.body["positions"][:, 0] >= 0, held.recent["positions"][:, 0] >= 0], dim=-1)
+        keys, values = self.arriving  # type: ignore[misc]
+        self.arriving = None
+        seen = (held.seen + (1 if real is None else real.long()))[:, None, None]
+        records = self.ledger.arrived(keys, values, real if real is None else real[:, None], seen)  # type: ignore[union-attr]
+        new = [records[name] for name in held.records if name != "positions"]
+        arrive(held.ring, list(held.records.values()), held.shown, held.seen, held.columns, (keys, values), new, real)
+        return held.shown
 
     @torch.no_grad()
     def finish(self, mass: Tensor | None, real: Tensor | None) -> None:
         """Takes the attention mass of all columns, `[B, H, T]`, if the policy observes; the oldest token leaves the ring."""
         held: Fixed = self.held  # type: ignore[assignment]
+        ring, slots = self.tail + 1, self.slots
+        at = (held.seen % ring)[:, None]  # of a row whose token is not real, that token
+        queries = 1 if real is None else real.long()[:, None, None]
+        mass = None if mass is None else mass[..., self.exact_first :]
+        records = dict(held.records)
         if mass is not None:
-            start, end = held.valid.shape[1], held.valid.shape[1] + self.slots
-            for records, part in ((held.body, mass[..., start:end]), (held.recent, mass[..., end:])):
-                queries = 1 if real is None else real.long()[:, None, None]
-                records["score"].copy_(self.policy.observe(records["score"], part, queries))
-        ring = self.tail + 1
-        at = held.seen % ring  # of a row whose token is not real, that token
-        keys, values = (take(x, at[:, None]) for x in held.ring)
-        leaving = {name: take(x, at[:, None]) for name, x in held.recent.items()}
-        if self.policy.tail:
-            order = (held.seen[:, None] + torch.arange(ring, device=at.device)) % ring
-            after_keys, after_values = (take(x, order) for x in held.ring)
-            if (score := self.policy.score(Arrivals(keys, values, after_keys, after_values, None))) is not None:
-                leaving["score"] = score.float()
-        if self.exact_first:
-            sink = leaving["positions"][:, 0] == torch.arange(self.exact_first, device=at.device)  # [B, E]
-            for first, x in zip(held.first, (keys, values), strict=True):
-                first.copy_(torch.where(sink[:, None, :, None], x, first))
-            held.valid.logical_or_(sink)
-            leaving["positions"] = leaving["positions"].masked_fill(sink.any(-1)[:, None, None], -1)
-        if held.payload.body is not None:
-            where = self._place_for(leaving)
-            place(held.payload.body, (keys, values), where)
-            into, taken = where.clamp_min(0)[..., None], (where >= 0)[..., None]
-            for name, x in held.body.items():
-                x.scatter_(-1, into, torch.where(taken, leaving[name], x.gather(-1, into)))
-        put(held.recent["positions"], at, torch.full_like(leaving["positions"], -1))
+            records["score"] = self.policy.observe(records["score"], mass, queries)
+        leaving = {name: take(x, slots + at) for name, x in records.items()}
+        score = self._score_leaving(at) if self.policy.tail else None
+        if score is not None:
+            leaving["score"] = score
+        where = self._place_for({name: x[..., :slots] for name, x in records.items()}, leaving)
+        retire(self.numbers, held.planes, held.first, list(held.records.values()), held.shown, held.ring, held.seen, where)
+        if "score" in records:  # where it lies now
+            moved, scores = where[..., None] == torch.arange(slots + ring, device=at.device), held.records["score"]
+            if mass is not None:
+                scores.copy_(self.policy.observe(scores, torch.where(moved, take(mass, slots + at), mass), queries))
+            if score is not None:
+                scores.copy_(torch.where(moved, score, scores))
         if not torch.compiler.is_compiling():
             self.running = False
 
-    def _place_for(self, leaving: Records) -> Tensor:
-        """The slot of the body for a token in each head, int64 `[B, H]`; -1: none. Empty slots go first, the same in all heads."""
+    def _score_leaving(self, at: Tensor) -> Tensor | None:
+        """Of the token in column `at` `[B, 1]` of the ring, fp32 `[B, H, 1]`, from the tokens after it."""
         held: Fixed = self.held  # type: ignore[assignment]
-        union = {name: torch.cat([x, leaving[name]], dim=-1) for name, x in held.body.items()}
-        least = self.ledger.order(union).argmin(dim=-1)  # type: ignore[union-attr]  # the first of those that are empty
-        return torch.where(least < self.slots, least, -1)
+        order = (at + torch.arange(self.tail + 1, device=at.device)) % (self.tail + 1)
+        after = [take(x, order) for x in held.ring]
+        score = self.policy.score(Arrivals(after[0][:, :, :1], after[1][:, :, :1], after[0], after[1], None))
+        return None if score is None else score.float()
+
+    def _place_for(self, body: Records, leaving: Records) -> Tensor:
+        """Where a token goes in each head, as `retire` takes it. Empty slots go first, the same in all heads."""
+        where = torch.full_like(leaving["positions"][..., 0], -1, dtype=torch.int64)
+        if self.slots:
+            union = {name: torch.cat([x, leaving[name]], dim=-1) for name, x in body.items()}
+            least = self.ledger.order(union).argmin(dim=-1)  # type: ignore[union-attr]  # the first of those that are empty
+            where = torch.where(least < self.slots, least, -1)
+        if self.exact_first:
+            position = leaving["positions"][..., 0].long()
+            where = torch.where((position >= 0) & (position < self.exact_first), -2 - position, where)
+        return where
 
     # Between the tensors of any size that `EvictingLayer` works with, and those that stay in their places.
 
@@ -168,15 +172,16 @@ class StaticEvictingLayer(Counted, EvictingLayer):
             if recent:
                 last.copy_(torch.where(there[..., None], take(zone.recent, place), 0))
             zone.first, zone.recent, zone.borrowed = first, last, False
-        held.valid.copy_(torch.nn.functional.pad(ledger.first, (0, self.exact_first - ledger.first.shape[1])))
+        valid = torch.nn.functional.pad(ledger.first, (0, self.exact_first - ledger.first.shape[1]))
         for name, x in held.body.items():
             x.fill_(-1)[..., : ledger.body[name].shape[-1]] = ledger.body[name]
         for name, x in held.recent.items():
             x.copy_(torch.where(there, take(ledger.recent[name], place), -1) if recent else torch.full_like(x, -1))
+        held.shown.copy_(torch.cat([valid, held.records["positions"][:, 0] >= 0], dim=-1))
         held.columns.fill_(ledger.columns)
         if held.key_sum is not None and ledger.key_sum is not None:
             held.key_sum.copy_(ledger.key_sum)
-        ledger.first, ledger.body, ledger.recent = held.valid, dict(held.body), dict(held.recent)
+        ledger.first, ledger.body, ledger.recent = held.valid, held.body, held.recent
         ledger.seen, ledger.key_sum, ledger.in_place = held.seen, held.key_sum, True
         self.fixed, self.in_order = True, False
 
@@ -190,8 +195,7 @@ class StaticEvictingLayer(Counted, EvictingLayer):
         firsts, rings = (tuple(zeros(heads, n, x.shape[3], dtype=x.dtype) for x in like) for n in (self.exact_first, ring))
         made = (codec.allocate(x, slots, per_head=True, make=spared) for codec, x in zip(self.codecs, like, strict=True))
         planes = [each | once for each, once in made]
-        records = self.ledger.body  # type: ignore[union-attr]
-        body, recent = ({name: zeros(heads, n, dtype=x.dtype) for name, x in records.items()} for n in (slots, ring))
+        records = {name: zeros(heads, slots + ring, dtype=x.dtype) for name, x in self.ledger.body.items()}  # type: ignore[union-attr]
         slabs = ((planes[0], planes[1]),)
         packed = Body(*self.codecs, slabs, slots, slab_table(slabs)) if slots else None
         sides = []
@@ -202,8 +206,8 @@ class StaticEvictingLayer(Counted, EvictingLayer):
         prepare(self.codecs, (like[0].shape[3], like[1].shape[3]), like[0].dtype, device)
         seen, columns = zeros(dtype=torch.int64), torch.zeros(1, dtype=torch.int64, device=device)
         key_sum = zeros(heads, like[0].shape[3]) if self.policy.mean_key else None
-        valid = zeros(self.exact_first, dtype=torch.bool)
-        return Fixed(firsts, rings, (planes[0], planes[1]), valid, body, recent, seen, columns, key_sum, payload)  # type: ignore[arg-type]
+        shown = zeros(self.exact_first + slots + ring, dtype=torch.bool)
+        return Fixed(firsts, rings, (planes[0], planes[1]), records, shown, seen, columns, key_sum, payload)  # type: ignore[arg-type]
 
     @torch.no_grad()
     def _loosen(self) -> None:
@@ -247,7 +251,7 @@ class StaticEvictingLayer(Counted, EvictingLayer):
         super().reset()
         for tensor in self.held.tensors() if self.held else ():  # a nan that is hidden would show itself as nan times a weight of 0
             tensor.zero_()
-        self.fixed = self.running = False
+        self.arriving, self.fixed, self.running = None, False, False
         self.start_counting()
 
     def _map(self, fn: Callable[[Tensor], Tensor]) -> None:

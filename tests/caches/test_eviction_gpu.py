@@ -1,4 +1,4 @@
-"""Eviction on a GPU: the fused kernels' attention mass, memory by the allocator, and that the kernels are taken."""
+"""Eviction on a GPU: the fused kernels' attention mass, memory by the allocator, that the kernels are taken, and CUDA graphs of steps."""
 
 import gc
 
@@ -7,6 +7,8 @@ import torch
 from matrix import POLICIES
 from reference import assert_close, forward
 from test_gpu import on_gpu, prompt
+from test_static_gpu import agree, compiling, generate, text  # noqa: F401
+from torch._dynamo.utils import counters
 from transformers import DynamicCache
 
 from qkvcache import CompressedCache, H2OCache
@@ -94,3 +96,46 @@ def test_memory_follows_the_budget(format):
         caches.append(cache)
     assert held[1] == pytest.approx(caches[1].nbytes, rel=0.06)
     assert held[1] < held[0] * (0.15 if format == "identity" else 0.1)
+
+
+@pytest.mark.parametrize(
+    ("policy", "format", "rows"),
+    [("h2o", "identity", 2), ("h2o", "turboquant_4bit_nc", 1), ("keydiff", "int8", 1), ("tova", "int8_token", 1)],
+)
+def test_generate_replays_cuda_graphs(policy, format, rows, compiling):  # noqa: F811
+    """By itself, compiled before anything else ran: the tokens of uncompiled steps from one graph, of padded rows too. In fp32, so that
+    compiled and uncompiled steps choose alike among scores that are nearly equal."""
+    compiling.float()
+    try:
+        make = lambda: CompressedCache(compiling.config, policy=POLICIES[policy](128), format=format, max_length=512)  # noqa: E731
+        inputs, cache = {name: x.repeat(rows, 1) for name, x in text(300).items()}, make()
+        inputs["attention_mask"][1:, :70] = 0
+        got = generate(cache, inputs)
+        assert cache.get_seq_length() == 349 and cache.stored_length() == 128
+        expected = generate(make(), inputs, disable_compile=True)
+        assert counters["stats"]["unique_graphs"] == 1
+        assert agree(got, expected, 300)
+        cache.reset()
+        assert agree(generate(cache, inputs), expected, 300)
+        assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
+        assert counters["inductor"]["cudagraph_skips"] == 0
+    finally:
+        compiling.bfloat16()
+
+
+@pytest.mark.parametrize("policy", ["h2o", "knorm"])
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_token_comes_and_goes_in_one_launch_each(policy, format):
+    network = on_gpu(torch.bfloat16)
+    cache = CompressedCache(network.config, policy=POLICIES[policy](BUDGET), format=format, max_length=400)
+    ids = prompt()["input_ids"]
+    with torch.no_grad():
+        network.model(ids[:, :270], past_key_values=cache)
+        network.model(ids[:, 270:271], past_key_values=cache)
+        torch.cuda.synchronize()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            network.model(ids[:, 271:272], past_key_values=cache)
+            torch.cuda.synchronize()
+    launched = [event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    for kernel in ("_arrive_kernel", "_retire_kernel"):
+        assert sum(kernel in name for name in launched) == network.config.num_hidden_layers

@@ -147,6 +147,13 @@ def test_fused(format, monkeypatch, triton):
     torch.testing.assert_close(mass.sum(-1), 2 * observed.expand(-1, mass.shape[1]), rtol=1e-3, atol=0)
 
 
+def test_a_query_counts_or_not(monkeypatch, triton):
+    query, payload, _ = make("int8", heads=1, queries=1)
+    observed = torch.arange(query.shape[0], device=DEVICE)[:, None] == 1
+    mass = check_fused(monkeypatch, query, payload, observed)
+    assert not mass[0].any()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @every_format

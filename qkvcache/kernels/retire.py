@@ -1,0 +1,97 @@
+"""A step of one token where tokens are forgotten: how one comes in and one goes, in tensors that never move, counting on the device.
+
+    first    `[B, H, E, D]`      exact tokens that stay           planes   `[B, H, S, width]`  encoded tokens, one in each slot of the body
+    ring     `[B, H, W, D]`      the last tokens, exact           records  `[B, H, S + W]`     of the body's slots and the ring's: positions
+    shown    bool `[B, E + S + W]`  which columns hold a token             int32 (-1: no token), then up to three in fp32
+    seen     int64 `[B]`         real tokens of each row          columns  int64 `[1]`         tokens of a row with its padding
+
+The `n`th real token of a row lies in column `n % W` of the ring. `arrive` comes before attention, `retire` after it, when the oldest token
+leaves the ring; between the steps the column that it had is empty. Which slots are empty is the same in all heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..formats.base import Codec, Codes
+
+Pair = tuple[Tensor, Tensor]
+"""Of keys and of values."""
+
+
+def take(x: Tensor, index: Tensor) -> Tensor:
+    """Columns `index` `[B, N]` of each row of `x` `[B, H, T]` or `[B, H, T, D]`."""
+    index = index.unsqueeze(1) if x.dim() == 3 else index[:, None, :, None]
+    return x.gather(2, index.expand(*x.shape[:2], index.shape[2], *x.shape[3:]))
+
+
+def arrive(
+    ring: Pair,
+    records: Sequence[Tensor],
+    shown: Tensor,
+    seen: Tensor,
+    columns: Tensor,
+    x: Pair,
+    new: Sequence[Tensor | None],
+    real: Tensor | None,
+) -> None:
+    """Takes keys and values `x` `[B, H, 1, D]`, `new` `[B, H, 1]` of each record after the positions (None: zero), and which rows' tokens
+    are `real`, bool `[B]` (None: all). What is not real is overwritten by what comes next."""
+    at = seen % ring[0].shape[2]
+    position = seen.clone() if real is None else torch.where(real, seen, -1)
+    for held, token in zip(ring, x, strict=True):
+        _put(held, at, token)
+    in_records = records[0].shape[2] - ring[0].shape[2] + at
+    _put(records[0], in_records, position.int()[:, None, None].expand(*records[0].shape[:2], 1))
+    for held, value in zip(records[1:], new, strict=True):
+        _put(held, in_records, held.new_zeros(*held.shape[:2], 1) if value is None else value)
+    shown.scatter_(1, (shown.shape[1] - ring[0].shape[2] + at)[:, None], (position >= 0)[:, None])
+    seen.add_(1 if real is None else real.long())
+    columns.add_(1)
+
+
+def retire(
+    codecs: tuple[Codec, Codec],
+    planes: tuple[Codes, Codes],
+    first: Pair,
+    records: Sequence[Tensor],
+    shown: Tensor,
+    ring: Pair,
+    seen: Tensor,
+    where: Tensor,
+) -> None:
+    """The token in column `seen % W` of the ring goes, in each head to its slot `where` of the body, int64 `[B, H]`; -1: it is forgotten;
+    `-2 - e`: to column `e` of the first zone. `planes` have the buffers kept once among them."""
+    tail, exact = ring[0].shape[2], first[0].shape[2]
+    slots = records[0].shape[2] - tail
+    at = seen % tail
+    token = take(ring[0], at[:, None]), take(ring[1], at[:, None])
+    there = where[:, 0] < -1
+    for held, x in zip(first, token, strict=True):
+        sink = where[..., None] == -2 - torch.arange(exact, device=where.device)
+        held.copy_(torch.where(sink[..., None], x, held))
+    in_records = (slots + at)[:, None]
+    if slots:
+        into, taken = where.clamp_min(0)[..., None], (where >= 0)[..., None]
+        for codec, side, x in zip(codecs, planes, token, strict=True):
+            names = [b.name for b in codec.buffers(x.shape[3]) if b.tokens == "each"]
+            codes = codec.encode(x, {name: plane for name, plane in side.items() if name not in names})
+            for name in names:
+                plane = side[name]
+                index = into[..., None].expand(*where.shape, 1, plane.shape[3])
+                plane.scatter_(2, index, torch.where(taken[..., None], codes[name], plane.gather(2, index)))
+        for record in records:
+            record.scatter_(2, into, torch.where(taken, take(record, in_records), record.gather(2, into)))
+    goes = torch.where(there, -2 - where[:, 0], exact + where[:, 0].clamp_min(0))[:, None]
+    holds = there[:, None] | (take(records[0], in_records)[:, 0] >= 0)
+    shown.scatter_(1, goes, torch.where(where[:, :1] == -1, shown.gather(1, goes), holds))
+    shown.scatter_(1, (exact + in_records), torch.zeros_like(holds))
+    _put(records[0], in_records[:, 0], torch.full_like(records[0][..., :1], -1))
+
+
+def _put(x: Tensor, at: Tensor, new: Tensor) -> None:
+    """Writes `new` `[B, H, 1]` or `[B, H, 1, D]` into column `at` `[B]` of each row."""
+    x.scatter_(2, at.view(-1, *[1] * (x.dim() - 1)).expand_as(new), new)

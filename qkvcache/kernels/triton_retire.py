@@ -1,0 +1,191 @@
+"""`retire.py` in one launch before attention and one after it: what moves is small, so that launches are what it costs.
+
+`arrive` has a program for each row, which counts the row's token once it has read the count. In `retire` a program takes a tile of heads
+of one side; those of the keys move the records too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..formats.base import Codec, Codes
+from .retire import Pair
+from .triton_decode import known, padded, plane_arguments, table_of, tile
+from .triton_encode import store_tile, tile_of
+
+ABSENT, ZERO, GIVEN = map(tl.constexpr, range(3))
+"""Of a record, what `arrive` writes."""
+
+
+def arrive(
+    ring: Pair,
+    records: Sequence[Tensor],
+    shown: Tensor,
+    seen: Tensor,
+    columns: Tensor,
+    x: Pair,
+    new: Sequence[Tensor | None],
+    real: Tensor | None,
+) -> None:
+    positions, *others = records
+    batch, heads, width, _ = ring[0].shape
+    tokens = [token if token.stride(3) == 1 else token.contiguous() for token in x]
+    arguments: list[object] = []
+    for held, token in zip(ring, tokens, strict=True):
+        arguments += [held, token, *token.stride()[:2]]
+    arguments.append(positions)
+    kinds = [ABSENT.value] * 3
+    for i in range(3):
+        record, value = (others[i], new[i]) if i < len(others) else (positions, None)
+        arguments += [record, *((positions, 0, 0) if value is None else (value, *value.stride()[:2]))]
+        kinds[i] = ABSENT.value if i >= len(others) else ZERO.value if value is None else GIVEN.value
+    arguments += [shown, seen, columns, *((shown, 0) if real is None else (real, real.stride(0)))]
+    arguments += [heads, width, positions.shape[2], shown.shape[1]]
+    sizes = [size for token in tokens for size in (token.shape[3], padded(token.shape[3]))]
+    across = max(min(triton.next_power_of_2(heads), 4096 // max(sizes)), 1)
+    with torch.cuda.device_of(seen):
+        _arrive_kernel[(batch,)](*arguments, *sizes, *kinds, real is not None, across)
+
+
+@triton.jit
+def _enter(ring, x, xb, xh, b, h, heads, at, width, D: tl.constexpr, P: tl.constexpr):
+    c = tl.arange(0, P)[None, :]
+    inside = (h < heads)[:, None] & (c < D)
+    token = tl.load(x + (b * xb + h * xh)[:, None] + c, mask=inside)
+    tl.store(ring + (((b * heads + h) * width + at) * D)[:, None] + c, token, mask=inside)
+
+
+@triton.jit
+def _note(record, new, nb, nh, b, h, heads, at, KIND: tl.constexpr):
+    if KIND == GIVEN:
+        tl.store(record + at, tl.load(new + b * nb + h * nh, mask=h < heads), mask=h < heads)
+    elif KIND == ZERO:
+        tl.store(record + at, tl.zeros(h.shape, record.dtype.element_ty), mask=h < heads)
+
+
+@triton.jit(do_not_specialize=["heads", "width", "record_columns", "all_columns"])
+def _arrive_kernel(
+    kring, kx, kxb, kxh, vring, vx, vxb, vxh, positions, r0, n0, n0b, n0h, r1, n1, n1b, n1h, r2, n2, n2b, n2h,
+    shown, seen, columns, real, real_b, heads, width, record_columns, all_columns,
+    KD: tl.constexpr, KP: tl.constexpr, VD: tl.constexpr, VP: tl.constexpr,
+    R0: tl.constexpr, R1: tl.constexpr, R2: tl.constexpr, REAL: tl.constexpr, ACROSS: tl.constexpr,
+):  # fmt: skip
+    b = tl.program_id(0).to(tl.int64)
+    count = tl.load(seen + b)
+    total = tl.load(columns)
+    if REAL:
+        more = tl.load(real + b * real_b).to(tl.int64)
+    else:
+        more = tl.full((), 1, tl.int64)
+    at = count % width
+    position = tl.where(more > 0, count, -1).to(tl.int32)
+    for h0 in range(0, heads, ACROSS):
+        h = (h0 + tl.arange(0, ACROSS)).to(tl.int64)
+        _enter(kring, kx, kxb, kxh, b, h, heads, at, width, KD, KP)
+        _enter(vring, vx, vxb, vxh, b, h, heads, at, width, VD, VP)
+        column = (b * heads + h) * record_columns + (record_columns - width + at)
+        tl.store(positions + column, tl.broadcast_to(position, [ACROSS]), mask=h < heads)
+        _note(r0, n0, n0b, n0h, b, h, heads, column, R0)
+        _note(r1, n1, n1b, n1h, b, h, heads, column, R1)
+        _note(r2, n2, n2b, n2h, b, h, heads, column, R2)
+    tl.store(shown + b * all_columns + (all_columns - width + at), more > 0)
+    tl.debug_barrier()  # before what others of this program have read is overwritten
+    tl.store(seen + b, count + more)
+    tl.store(columns, total + 1, mask=b == 0)
+
+
+def retire(
+    codecs: tuple[Codec, Codec],
+    planes: tuple[Codes, Codes],
+    first: Pair,
+    records: Sequence[Tensor],
+    shown: Tensor,
+    ring: Pair,
+    seen: Tensor,
+    where: Tensor,
+) -> None:
+    """For codecs that `triton_encode.supports` and whose heads share no buffer kept for each token."""
+    arguments: list[object] = []
+    constants: list[object] = []
+    specs = [known(codec, x) for codec, x in zip(codecs, ring, strict=True)]
+    batch, heads, width, _ = ring[0].shape
+    for spec, held, zone, x in zip(specs, planes, first, ring, strict=True):
+        arguments += [x, zone, table_of(spec, x), *plane_arguments(spec, held, x)]
+        constants += [*spec.constants, x.shape[3], padded(x.shape[3])]
+    positions, *others = records
+    arguments += [positions, *others, *[positions] * (3 - len(others)), shown, seen, where, *where.stride()]
+    across, along, warps = tile(specs, heads, 1, max(padded(x.shape[3]) for x in ring), ring[0].element_size())
+    sizes = heads, first[0].shape[2], width, positions.shape[2]
+    with torch.cuda.device_of(seen):
+        _retire_kernel[(triton.cdiv(heads, across), batch, 2)](*arguments, *sizes, *constants, len(others), across, along, num_warps=warps)
+
+
+@triton.jit
+def _retire_side(
+    ring, first, table, codes, cb, ch, high, hb, hh, scales, sb, sh, center, eb, eh, slot, heads, exact, width, at,
+    KIND: tl.constexpr, OPTION: tl.constexpr, ROTATION: tl.constexpr, SPAN: tl.constexpr, CENTERED: tl.constexpr,
+    D: tl.constexpr, P: tl.constexpr, ACROSS: tl.constexpr, ALONG: tl.constexpr,
+):  # fmt: skip
+    b, h0, _ = tile_of(heads, ACROSS, ALONG)
+    i = tl.arange(0, ACROSS * ALONG)
+    c = tl.arange(0, P)[None, :]
+    h = (h0 + i % ACROSS).to(tl.int64)
+    inside = (h < heads) & (i < ACROSS)
+    raw = tl.load(ring + (((b * heads + h) * width + at) * D)[:, None] + c, mask=inside[:, None] & (c < D), other=0.0)
+    zone = first + ((b * heads + h) * exact - 2 - slot) * D
+    tl.store(zone[:, None] + c, raw, mask=(inside & (slot < -1))[:, None] & (c < D))
+    store_tile(
+        raw, inside & (slot >= 0), b, h0, slot, table, codes, cb, ch, high, hb, hh, scales, sb, sh, center, eb, eh,
+        KIND, OPTION, ROTATION, SPAN, CENTERED, D, P, ACROSS, ALONG,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["heads", "exact", "width", "record_columns"])
+def _retire_kernel(
+    kring, kfirst, ktable, kcodes, kcb, kch, khigh, khb, khh, kscales, ksb, ksh, kcenter, keb, keh,
+    vring, vfirst, vtable, vcodes, vcb, vch, vhigh, vhb, vhh, vscales, vsb, vsh, vcenter, veb, veh,
+    positions, r0, r1, r2, shown, seen, where, wb, wh, heads, exact, width, record_columns,
+    KKIND: tl.constexpr, KOPTION: tl.constexpr, KROTATION: tl.constexpr, KSPAN: tl.constexpr, KCENTERED: tl.constexpr,
+    KD: tl.constexpr, KP: tl.constexpr,
+    VKIND: tl.constexpr, VOPTION: tl.constexpr, VROTATION: tl.constexpr, VSPAN: tl.constexpr, VCENTERED: tl.constexpr,
+    VD: tl.constexpr, VP: tl.constexpr,
+    RECORDS: tl.constexpr, ACROSS: tl.constexpr, ALONG: tl.constexpr,
+):  # fmt: skip
+    b, h0, _ = tile_of(heads, ACROSS, ALONG)
+    i = tl.arange(0, ACROSS * ALONG)
+    h = (h0 + i % ACROSS).to(tl.int64)
+    inside = (h < heads) & (i < ACROSS)
+    slot = tl.load(where + b * wb + h * wh, mask=inside, other=-1).to(tl.int32)
+    at = tl.load(seen + b) % width
+    if tl.program_id(2) == 0:
+        _retire_side(
+            kring, kfirst, ktable, kcodes, kcb, kch, khigh, khb, khh, kscales, ksb, ksh, kcenter, keb, keh,
+            slot, heads, exact, width, at, KKIND, KOPTION, KROTATION, KSPAN, KCENTERED, KD, KP, ACROSS, ALONG,
+        )  # fmt: skip
+        row = (b * heads + h) * record_columns
+        column = row + record_columns - width + at
+        moves = inside & (slot >= 0)
+        position = tl.load(positions + column, mask=inside, other=-1)
+        tl.store(positions + row + slot, position, mask=moves)
+        if RECORDS > 0:
+            tl.store(r0 + row + slot, tl.load(r0 + column, mask=moves), mask=moves)
+        if RECORDS > 1:
+            tl.store(r1 + row + slot, tl.load(r1 + column, mask=moves), mask=moves)
+        if RECORDS > 2:
+            tl.store(r2 + row + slot, tl.load(r2 + column, mask=moves), mask=moves)
+        leads = inside & (h == 0)
+        shows = shown + b * (exact + record_columns)
+        tl.store(shows + tl.where(slot < 0, -2 - slot, exact + slot), (slot < 0) | (position >= 0), mask=leads & (slot != -1))
+        tl.store(shows + exact + record_columns - width + at + 0 * h, tl.zeros(h.shape, tl.int1), mask=leads)
+        tl.debug_barrier()  # before what others of this program have read is overwritten
+        tl.store(positions + column, tl.full(h.shape, -1, tl.int32), mask=inside)
+    else:
+        _retire_side(
+            vring, vfirst, vtable, vcodes, vcb, vch, vhigh, vhb, vhh, vscales, vsb, vsh, vcenter, veb, veh,
+            slot, heads, exact, width, at, VKIND, VOPTION, VROTATION, VSPAN, VCENTERED, VD, VP, ACROSS, ALONG,
+        )  # fmt: skip
