@@ -174,7 +174,8 @@ def give(into: Mould, layers: Iterable[Snapshot], mould: Mould, devices: list[to
     """A new cache of `into` that holds `layers`, which were stored as `mould` holds them, each on its device."""
     cache = into.cache()
     try:
-        for layer, held, empty, device in zip(cache.layers, layers, mould.layers(), devices, strict=True):
+        empties = cache.layers if into is mould else mould.layers()
+        for layer, held, empty, device in zip(cache.layers, layers, empties, devices, strict=True):
             thaw(layer, held, empty, device, copy)
     finally:
         copy.wait()

@@ -7,7 +7,7 @@ import torch
 from matrix import POLICIES
 from reference import assert_close, forward
 from test_gpu import on_gpu, prompt
-from test_static_gpu import agree, compiling, generate, text  # noqa: F401
+from caches.test_static_gpu import agree, compiling, generate, text  # noqa: F401
 from torch._dynamo.utils import counters
 from transformers import DynamicCache
 

@@ -22,7 +22,9 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, in
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SLOTS, SENTINEL = 6, 0xA5
 SHARED = "int8_token"
-EXACT = ("identity", "int8", SHARED)
+EXACT = ("identity", SHARED)
+ROUNDED = {"int8": 0.0 if DEVICE.type == "cpu" else 0.01}
+"""Share of codes that may differ: a GPU divides otherwise in kernels than in torch."""
 QUICK = (*EXACT, "turboquant_4bit_nc", "hadaquant_k4v4")
 
 
@@ -144,7 +146,7 @@ def test_retirements(format, rows, heads, dims):
         for where in places(rows, heads, exact):
             layer.retire(kernels.retire, where)
             twin.retire(retire, where)
-            same(layer, twin)
+            same(layer, twin, ROUNDED.get(format, 0.0))
             for x in (layer.seen, twin.seen):
                 x.add_(1)
 
@@ -160,7 +162,7 @@ def test_formats(format, monkeypatch):
         twin = layer.copy()
         layer.retire(lambda codecs, *args: retire_by_dispatch(numbers, *args), where)
         twin.retire(retire, where)
-        same(layer, twin, 0.0 if format in EXACT else 0.01)
+        same(layer, twin, 0.0 if format in EXACT else ROUNDED.get(format, 0.01))
 
 
 def test_trellis():
