@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
-from typing import Any
 
-import torch
 from torch import Tensor
 
 from ..formats.base import Codes
 from ..kernels import Payload
 from .ledger import Records
-from .slots import PAGE
 
 
 @dataclass(eq=False)
@@ -55,9 +51,3 @@ class Fixed:
         planes = (plane for side in self.planes for plane in side.values())
         counts = (self.shown, self.seen, self.columns, *(() if self.key_sum is None else (self.key_sum,)))
         return [*self.first, *self.ring, *planes, *self.records.values(), *counts]
-
-
-def spared(shape: tuple[int, ...], **options: Any) -> Tensor:
-    """Zeros `[B, H, T, width]` with room behind them: kernels read whole tiles."""
-    size = math.prod(shape)
-    return torch.zeros(size + PAGE * shape[-1], **options)[:size].view(shape)

@@ -22,8 +22,9 @@ from ..policies import Arrivals
 from .compressed import differ
 from .counted import Counted
 from .evicting import UNSEEN, EvictingLayer
-from .fixed import Fixed, spared
+from .fixed import Fixed
 from .ledger import Records
+from .slots import PAGE
 
 
 class StaticEvictingLayer(Counted, EvictingLayer):
@@ -193,13 +194,15 @@ class StaticEvictingLayer(Counted, EvictingLayer):
             return torch.zeros(batch, *shape, dtype=dtype, device=device)
 
         firsts, rings = (tuple(zeros(heads, n, x.shape[3], dtype=x.dtype) for x in like) for n in (self.exact_first, ring))
-        made = (codec.allocate(x, slots, per_head=True, make=spared) for codec, x in zip(self.codecs, like, strict=True))
+        room = -(-slots // PAGE) * PAGE  # kernels read whole tiles, each at an aligned address
+        made = [codec.allocate(x, room, per_head=True) for codec, x in zip(self.codecs, like, strict=True)]
         planes = [each | once for each, once in made]
         records = {name: zeros(heads, slots + ring, dtype=x.dtype) for name, x in self.ledger.body.items()}  # type: ignore[union-attr]
         slabs = ((planes[0], planes[1]),)
         packed = Body(*self.codecs, slabs, slots, slab_table(slabs)) if slots else None
         sides = []
-        for first, last, codec, codes in zip(firsts, rings, self.codecs, planes, strict=True):
+        for first, last, codec, (each, once) in zip(firsts, rings, self.codecs, made, strict=True):
+            codes = {name: plane[:, :, :slots] for name, plane in each.items()} | once
             row = (Exact(first), Packed(codec, codes, slots, last.shape[3]), Exact(last))
             sides.append(Side.of(row, (batch, heads, self.exact_first + slots + ring, last.shape[3]), last.dtype, device))
         payload = Payload(sides[0], sides[1], packed, (*firsts, *rings))

@@ -4,10 +4,10 @@ import gc
 
 import pytest
 import torch
+from caches.test_static_gpu import agree, compiling, generate, text  # noqa: F401
 from matrix import POLICIES
 from reference import assert_close, forward
 from test_gpu import on_gpu, prompt
-from caches.test_static_gpu import agree, compiling, generate, text  # noqa: F401
 from torch._dynamo.utils import counters
 from transformers import DynamicCache
 
