@@ -1,6 +1,6 @@
 """Quality against bytes: a model with every format, and with what evicts tokens; rows in eval/results/quality.jsonl.
 
-    python eval/quality.py                                        the embedded model: five and a half minutes on two cores
+    python eval/quality.py                                        the embedded model: under five minutes on two cores
     python eval/quality.py --model MODEL --device cuda --context 8192 --formats fp8 turboquant_4bit_nc --policies keydiff
     python eval/quality.py --show | --markdown | --plot | --csv FILE      from the rows of --model
 
@@ -109,7 +109,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--evicted", nargs="*", default=EVICTED, choices=REGISTRY, metavar="FORMAT", help="formats of evicting caches")
     parser.add_argument("--context", type=int, default=2000, help="tokens")
     parser.add_argument("--passages", type=int, default=3, help="texts to read on")
-    parser.add_argument("--read-on", type=int, default=32, help="tokens of each")
+    parser.add_argument("--read-on", type=int, default=24, help="tokens of each")
     parser.add_argument("--cases", type=int, default=4, help="code words to recall, with the question seen and unseen")
     parser.add_argument("--text", type=Path, help="a file in place of Python's language reference")
     parser.add_argument("--out", type=Path, default=RESULTS, help="where the rows go")
