@@ -114,7 +114,7 @@ def held(layer: object, shape: Shape, itemsize: int, seen: int, prompt: int, row
     """
     token = 2 * shape.heads * shape.head_dim * itemsize
     if isinstance(layer, StaticEvictingLayer):
-        return _static_evicting(layer, shape, itemsize, rows)
+        return _static_evicting(layer, shape, itemsize) * rows
     if isinstance(layer, StaticLayer):
         return _static(layer, shape, itemsize) * rows
     if isinstance(layer, CompressedLayer):
@@ -146,16 +146,11 @@ def _static(layer: StaticLayer, shape: Shape, itemsize: int) -> Bytes:
     return Bytes(**_slots(layer, shape, itemsize, slots, 1, False), exact=exact)
 
 
-def _static_evicting(layer: StaticEvictingLayer, shape: Shape, itemsize: int, rows: int) -> Bytes:
+def _static_evicting(layer: StaticEvictingLayer, shape: Shape, itemsize: int) -> Bytes:
     ring, body = layer.tail + 1, layer.slots
     exact = (layer.exact_first + ring) * 2 * shape.heads * shape.head_dim * itemsize
-    sizes = _slots(layer, shape, itemsize, body, 1, True)
-    taken = Bytes(**sizes, exact=exact, bookkeeping=_ledger(layer, shape, layer.exact_first, body + ring)) * rows
-    room = {"codes": 0, "scales": 0}  # behind every plane, once for all rows
-    for codec in (layer.format.key, layer.format.value):
-        for buffer in codec.buffers(shape.head_dim):
-            room[buffer.role] += PAGE * buffer.width * (buffer.dtype.itemsize if buffer.dtype else itemsize)
-    return taken + Bytes(**room)
+    sizes = _slots(layer, shape, itemsize, -(-body // PAGE) * PAGE, 1, True)
+    return Bytes(**sizes, exact=exact, bookkeeping=_ledger(layer, shape, layer.exact_first + body + ring, body + ring))
 
 
 def _slots(layer: CompressedLayer, shape: Shape, itemsize: int, slots: int, once: int, per_head: bool) -> dict[str, int]:
@@ -170,8 +165,8 @@ def _slots(layer: CompressedLayer, shape: Shape, itemsize: int, slots: int, once
     return sizes
 
 
-def _ledger(layer: EvictingLayer, shape: Shape, first: int, tokens: int) -> int:
-    """A position and what the policy asks for, 4 bytes each, of every token and head; a byte for each of the `first`; a mean key."""
+def _ledger(layer: EvictingLayer, shape: Shape, flags: int, tokens: int) -> int:
+    """A position and what the policy asks for, 4 bytes each, of every token and head; `flags` of a byte; a mean key."""
     policy = layer.policy
     records = 1 + policy.scores + policy.norms + policy.keeps_values
-    return first + 4 * shape.heads * (tokens * records + (shape.head_dim if policy.mean_key else 0))
+    return flags + 4 * shape.heads * (tokens * records + (shape.head_dim if policy.mean_key else 0))
