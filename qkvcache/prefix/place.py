@@ -46,7 +46,10 @@ class Staging:
 
     def __call__(self, out: Tensor, x: Tensor) -> None:
         there = out if out.is_cuda else x
-        if not there.is_cuda or out.device == x.device or x.ndim < 3 or x.numel() * x.itemsize < SMALL:
+        if not there.is_cuda or out.device == x.device or x.ndim < 3:
+            out.copy_(x)
+            return
+        if x.numel() * x.itemsize < SMALL:
             out.copy_(x if x.is_cuda or x.is_contiguous() else torch.from_numpy(numpy.ascontiguousarray(raw(x))).view(x.dtype))
             return
         if self._pool is None:
