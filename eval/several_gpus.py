@@ -1,9 +1,10 @@
-"""The harness on one GPU, on two that share every layer (tensor parallelism), and on two that share the layers: the same scores.
+"""The harness on one GPU, on two that share every layer (tensor parallelism), that share the layers (`device_map`), and that share the
+requests (`accelerate launch`): the same scores.
 
     python eval/several_gpus.py [--processes 2] [--device cuda] [--model MODEL]     rows in eval/results/several_gpus.jsonl
 
-Each way runs in processes of its own, as `python` or `torchrun` starts them; what it scores is written down and compared: log-probabilities
-of choices, of a text, and answers of generated tasks, through a dense cache and through compressed ones.
+Each way runs in processes of its own, as `python`, `torchrun` or `accelerate launch` starts them; what it scores is written down and
+compared: log-probabilities of choices, of a text, and answers of generated tasks, through a dense cache and through compressed ones.
 """
 
 from __future__ import annotations
@@ -25,7 +26,11 @@ from qkvcache import demo
 from qkvcache.harness.rows import replace_rows
 
 RESULTS = Path(__file__).parent / "results" / "several_gpus.jsonl"
-WAYS = {"one": {}, "tensor parallel": {"tp_plan": "auto"}, "device_map": {"parallelize": True}}
+WAYS = {"one": {}, "tensor parallel": {"tp_plan": "auto"}, "device_map": {"parallelize": True}, "data parallel": {}}
+LAUNCHED = {  # each ends with the option that takes the number of processes
+    "tensor parallel": ["torch.distributed.run", "--standalone", "--nproc-per-node"],
+    "data parallel": ["accelerate.commands.launch", "--multi_gpu", "--num_machines=1", "--mixed_precision=no", "--num_processes"],
+}
 CACHES = (
     {"cache": "dynamic"},
     {"cache": "identity"},
@@ -33,6 +38,14 @@ CACHES = (
     {"cache": "turboquant_4bit_nc"},
     {"cache": "turboquant_4bit_nc", "policy": "h2o", "budget": 400},
 )
+
+
+def gathered(x: object, processes: int) -> list:
+    """That of each process."""
+    found = [x] * processes
+    if processes > 1:
+        torch.distributed.all_gather_object(found, x)
+    return found
 
 
 def score(way: str, args: argparse.Namespace) -> list[dict]:
@@ -53,17 +66,20 @@ def score(way: str, args: argparse.Namespace) -> list[dict]:
         words = [case.answers[0] for case in made]
 
         def ask(kind: str, arguments: list[tuple], lm=lm) -> list:
-            return getattr(lm, kind)([Instance(kind, {}, one, i) for i, one in enumerate(arguments)], disable_tqdm=True)
+            asked = [Instance(kind, {}, one, i) for i, one in enumerate(arguments)]
+            parts = gathered(getattr(lm, kind)(asked[lm.rank :: lm.world_size], disable_tqdm=True), lm.world_size)
+            return [parts[i % lm.world_size][i // lm.world_size] for i in range(len(asked))]
 
         choices = ask("loglikelihood", [(case.prompt, f" {word}") for case in made for word in words[:4]])
         texts = ask("loglikelihood_rolling", [(case.context[:1500],) for case in made[:3]])
         answers = ask("generate_until", [(case.prompt, {"until": ["."], "max_gen_toks": 8}) for case in made])
         right = sum(word in answer for word, answer in zip(words, answers, strict=True)) / len(words)
+        devices = gathered({str(parameter.device) for parameter in lm.model.parameters()}, lm.world_size)
         info = lm.get_model_info()
         rows.append(
             {
                 "cache": lm.spec.name, "choices": [log_prob for log_prob, _ in choices], "texts": texts, "answers": answers,
-                "recall": right, "devices": sorted({str(parameter.device) for parameter in lm.model.parameters()}),
+                "recall": right, "devices": sorted(set().union(*devices)),
                 "ranks": info["kv_tensor_parallel"], "bytes_per_token": info["kv_bytes_per_token"], "seconds": time.perf_counter() - begin,
             }
         )  # fmt: skip
@@ -73,7 +89,7 @@ def score(way: str, args: argparse.Namespace) -> list[dict]:
 
 def start(way: str, args: argparse.Namespace, out: Path) -> list[dict]:
     """The rows of one way, from processes of its own."""
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(args.processes)] if way == "tensor parallel" else []
+    launch = ["-m", *LAUNCHED[way], str(args.processes)] if way in LAUNCHED else []
     options = [f"--{name}={getattr(args, name)}" for name in ("model", "device", "dtype", "context", "cases", "memory")]
     seen = {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]} if way == "one" else {}
     subprocess.run([sys.executable, *launch, __file__, *options, "--way", way, "--out", str(out)], check=True, env=os.environ | seen)
@@ -130,7 +146,8 @@ def main() -> None:
             torch.distributed.destroy_process_group()
         return
     with tempfile.TemporaryDirectory() as folder:
-        found = {way: start(way, args, Path(folder) / f"{way}.json") for way in WAYS}
+        ways = [way for way in WAYS if args.device.startswith("cuda") or way != "data parallel"]  # lm-eval splits requests on GPUs alone
+        found = {way: start(way, args, Path(folder) / f"{way}.json") for way in ways}
     rows = compare(found, args)
     replace_rows(args.out, f"several_{args.device.split(':')[0]}", rows)
     show(rows)

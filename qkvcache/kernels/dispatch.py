@@ -67,9 +67,10 @@ def _warn_once(message: str) -> None:
 def prepare(codecs: tuple[Codec, Codec], dims: tuple[int, int], dtype: torch.dtype, device: torch.device) -> None:
     """Has all made that is made once for these codecs, and keys and values of this kind: `tables.py` says why."""
     if on_triton(device):
+        from .tables import tables
         from .triton_decode import describe, table_of
 
-        fused().tables(codecs, *dims, device)
+        tables(codecs, *dims, device)
     for codec, dim in zip(codecs, dims, strict=True):
         token = torch.zeros(1, 1, 1, dim, dtype=dtype, device=device)
         once = codec.fit(token)

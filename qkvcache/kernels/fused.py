@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
 import triton
@@ -80,6 +82,22 @@ def split(tokens: int, groups: int, tile: int, warps: int) -> tuple[int, int]:
     return -(-tokens // each), each
 
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def on_its_device(launches: Callable[Concatenate[Tensor, P], R]) -> Callable[Concatenate[Tensor, P], R]:
+    """Triton launches on the current device, wherever the tensors are: where a model is spread over several GPUs, on the wrong one."""
+
+    @functools.wraps(launches)
+    def on_device(first: Tensor, *args: P.args, **kwargs: P.kwargs) -> R:
+        with torch.cuda.device_of(first):
+            return launches(first, *args, **kwargs)
+
+    return on_device
+
+
+@on_its_device
 def fused_attend(
     query: Tensor,
     payload: Payload,

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .attend import HIDDEN as UNSEEN
-from .fused import architecture
+from .fused import architecture, on_its_device
 from .triton_attend import HIDDEN, LOG2E, _capped
 from .triton_math import exp2
 
@@ -149,6 +149,7 @@ def tiles(head_dim: int, arch: int) -> tuple[dict[str, int], dict[str, int]]:
     return {"BQ": 128, "BT": 128, "num_warps": 8, "num_stages": 2}, {"BQ": 64, "BT": 128, "num_warps": warps, "num_stages": 2}
 
 
+@on_its_device
 def column_mass(
     query: Tensor,
     key: Tensor,

@@ -1,9 +1,6 @@
 """A static layer against a list of tokens: what is stored, where, and that nothing moves."""
 
 import copy
-import functools
-import gc
-import importlib
 from dataclasses import dataclass, field
 
 import hypothesis.strategies as st
@@ -289,38 +286,6 @@ def test_memory_is_constant_from_the_first_token_on(format):
         once = sum(x.nbytes for side in layer.store.once for x in side.values())
         assert codes == ROWS * per_token * layer.store.slots + once
     assert layer.store.slots == 128
-
-
-def kept() -> dict[str, int]:
-    """How often anything was made that is kept for the process."""
-    gc.collect()
-    caches = [x for x in gc.get_objects() if type(x) is functools._lru_cache_wrapper and x.__module__.startswith("qkvcache")]
-    return {f"{x.__module__}.{x.__qualname__}": x.cache_info().misses for x in caches}
-
-
-KEPT = [(format, "torch") for format in (*KINDS, "nvfp4_mse_centered", "hadaquant_k4v3_trellis")]
-KEPT += [(format, "triton") for format in ("identity", "nvfp4_mse_centered", "turboquant_3bit_nc")]
-
-
-@pytest.mark.parametrize(("format", "kernels"), KEPT)
-def test_what_is_kept_is_made_before_the_first_step(format, kernels, monkeypatch):
-    """A first step in a CUDA graph would have it made in the memory of the graph."""
-    pytest.importorskip("triton")
-    monkeypatch.setenv("QKVCACHE_KERNELS", kernels)
-    for name in ("qkvcache.kernels.dispatch", "qkvcache.kernels.tables", "qkvcache.kernels.triton_decode", "qkvcache.formats.packing"):
-        module = importlib.import_module(name)
-        for x in vars(module).values():
-            if isinstance(x, functools._lru_cache_wrapper):
-                x.cache_clear()
-    layer = empty(format, zones=(0, 0), limit=40)
-    layer.update(*new(1, 1, dims=(DIM, DIM)))
-    before = kept()
-    for _ in range(2):
-        key, _ = layer.update(*new(1, 1, dims=(DIM, DIM)))
-    attend_on_codes(torch.randn(1, HEADS, 1, DIM), key.payload)
-    layer.dense()
-    no_tensors = {"qkvcache.kernels.fused.architecture", "qkvcache.kernels.dispatch.fused"}
-    assert {name for name, count in kept().items() if count != before.get(name, 0)} <= no_tensors
 
 
 def test_storage_of_early_initialization_is_used():

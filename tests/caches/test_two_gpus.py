@@ -1,0 +1,55 @@
+"""A model of which each half is on a GPU of its own, as `device_map` has it, computes what it does on one, with the cache on both."""
+
+import copy
+
+import pytest
+import torch
+from matrix import KINDS, model
+from reference import ZONES, assert_close
+from test_gpu import on_gpu, prompt
+
+from qkvcache import CompressedCache, H2OCache
+from qkvcache.prefix import PrefixStore
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
+OPTIONS = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": None, "return_dict_in_generate": True, "output_logits": True}
+
+
+@pytest.fixture(scope="module")
+def halves():
+    accelerate = pytest.importorskip("accelerate")
+    network = copy.deepcopy(model("llama"))
+    layers = network.config.num_hidden_layers
+    places = {"model.embed_tokens": 0, "model.rotary_emb": 0, "model.norm": 1, "lm_head": 1}
+    places |= {f"model.layers.{i}": 2 * i // layers for i in range(layers)}
+    return accelerate.dispatch_model(network, places)
+
+
+def made(kind: str, config, **options):
+    return H2OCache(config, budget=96, **options) if kind == "h2o" else CompressedCache(config, format=kind, **ZONES["zones"] | options)
+
+
+@pytest.mark.parametrize("options", [{}, {"max_length": 384}], ids=["grows", "in place"])
+@pytest.mark.parametrize("kind", [*KINDS, "h2o"])
+def test_generate_equals_one_gpu(halves, kind, options):
+    expected = on_gpu(torch.float32).generate(**prompt(), past_key_values=made(kind, halves.config, **options), **OPTIONS)
+    cache = made(kind, halves.config, **options)
+    for _ in range(3):  # what is read too soon differs from run to run
+        cache.reset()
+        got = halves.generate(**prompt(), past_key_values=cache, **OPTIONS)
+        assert_close(torch.stack(got.logits), torch.stack(expected.logits).to(got.logits[0].device), 0.02)
+    devices = [{x.device.index for _, x in layer.tensors()} for layer in cache.layers]
+    assert devices[0] == {0} and devices[-1] == {1}
+
+
+def test_a_stored_prefix_returns_to_both(halves):
+    ids = prompt(1)["input_ids"]
+    store = PrefixStore(halves, max_bytes=2**26, format="int8")
+    with store.reuse(ids[:, :200]) as past:
+        halves(ids[:, past.get_seq_length() : 200], past_key_values=past)
+    found = store.fetch(ids)
+    assert found.length == 200
+    assert [{x.device.index for _, x in layer.tensors()} for layer in found.cache.layers][:: len(found.cache.layers) - 1] == [{0}, {1}]
+    got = halves.generate(ids, past_key_values=found.cache, **OPTIONS)
+    expected = halves.generate(ids, past_key_values=CompressedCache(halves.config, format="int8"), **OPTIONS)
+    assert_close(torch.stack(got.logits), torch.stack(expected.logits), 0.05)  # tokens after the first 200 were computed on codes

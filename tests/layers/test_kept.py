@@ -1,0 +1,47 @@
+"""What kernels and codecs keep for the process is made when storage is taken: `kernels/tables.py` says why."""
+
+import functools
+import gc
+import importlib
+
+import pytest
+import torch
+from updates import DIM, HEADS, new
+
+from qkvcache.formats import REGISTRY
+from qkvcache.kernels import attend_on_codes
+from qkvcache.layers.static import StaticLayer
+
+KINDS = ["identity", "int8_asymmetric", "fp8_tensor_frozen", "int4_group", "nvfp4", "turboquant_3bit_nc"]
+
+
+def kept() -> dict[str, int]:
+    """How often anything was made that is kept for the process."""
+    gc.collect()
+    caches = [x for x in gc.get_objects() if type(x) is functools._lru_cache_wrapper and x.__module__.startswith("qkvcache")]
+    return {f"{x.__module__}.{x.__qualname__}": x.cache_info().misses for x in caches}
+
+
+KEPT = [(format, "torch") for format in (*KINDS, "nvfp4_mse_centered", "hadaquant_k4v3_trellis")]
+KEPT += [(format, "triton") for format in ("identity", "nvfp4_mse_centered", "turboquant_3bit_nc")]
+
+
+@pytest.mark.parametrize(("format", "kernels"), KEPT)
+def test_what_is_kept_is_made_before_the_first_step(format, kernels, monkeypatch):
+    """A first step in a CUDA graph would have it made in the memory of the graph."""
+    pytest.importorskip("triton")
+    monkeypatch.setenv("QKVCACHE_KERNELS", kernels)
+    for name in ("qkvcache.kernels.dispatch", "qkvcache.kernels.tables", "qkvcache.kernels.triton_decode", "qkvcache.formats.packing"):
+        module = importlib.import_module(name)
+        for x in vars(module).values():
+            if isinstance(x, functools._lru_cache_wrapper):
+                x.cache_clear()
+    layer = StaticLayer(REGISTRY[format], 40, 0, 0)
+    layer.update(*new(1, 1, dims=(DIM, DIM)))
+    before = kept()
+    for _ in range(2):
+        key, _ = layer.update(*new(1, 1, dims=(DIM, DIM)))
+    attend_on_codes(torch.randn(1, HEADS, 1, DIM), key.payload)
+    layer.dense()
+    no_tensors = {"qkvcache.kernels.fused.architecture", "qkvcache.kernels.dispatch.fused"}
+    assert {name for name, count in kept().items() if count != before.get(name, 0)} <= no_tensors
