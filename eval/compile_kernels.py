@@ -44,7 +44,7 @@ TARGETS = {
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
 GREATEST_STACK = 128
-RECORD_TYPES = dict.fromkeys(("r0", "r1", "r2"), "*fp32") | dict.fromkeys(("seen", "columns", "where"), "*i64")
+RECORD_TYPES = dict.fromkeys(("r0", "r1", "r2"), "*fp32") | dict.fromkeys(("seen", "columns", "order", "where"), "*i64")
 RECORD_TYPES |= {"positions": "*i32", "shown": "*i1", "real": "*i1"}
 QUICK = (
     "identity",
@@ -162,11 +162,11 @@ def _types_of(codec, dim: int, prefix: str, table: str) -> dict[str, str]:
     }
 
 
-def storing(format: str, head_dim: int, tokens: int, target: str) -> Job:
+def storing(format: str, head_dim: int, tokens: int, target: str, heads: int = 8) -> Job:
     codecs = REGISTRY[format].codecs()
     specs = [triton_encode.known(codec, _Like(head_dim)) for codec in codecs]
     padded = triton_decode.padded(head_dim)
-    across, along, warps = triton_decode.tile(specs, 8, tokens, padded)
+    across, along, warps = triton_decode.tile(specs, heads, tokens, padded)
     types, constants = {"kx": "*bf16", "vx": "*bf16"}, {"ACROSS": across, "ALONG": along}
     for prefix, codec, spec in zip("kv", codecs, specs, strict=True):
         types |= _types_of(codec, head_dim, prefix, "*bf16")
@@ -178,10 +178,14 @@ def storing(format: str, head_dim: int, tokens: int, target: str) -> Job:
 
 def stepping(format: str, head_dim: int, target: str) -> Iterator[Job]:
     """A step of one token into a store, and one that leaves the ring of a layer that evicts."""
-    stored = storing(format, head_dim, 1, target)
-    types = stored.types | dict.fromkeys(("kring", "kfirst", "vring", "vfirst"), "*bf16") | {"state": "*i32"} | RECORD_TYPES
-    for name, kernel, more in (("step", triton_step._step_kernel, {}), ("retire", triton_retire._retire_kernel, {"RECORDS": 3})):
-        yield Job(f"{name} {format} {head_dim}", kernel, types, stored.constants | more, target, stored.options)
+    types = dict.fromkeys(("kring", "kfirst", "vring", "vfirst"), "*bf16") | {"state": "*i32"} | RECORD_TYPES
+    kernels = (
+        ("step", triton_step._step_kernel, 8, {}),
+        ("retire", triton_retire._retire_kernel, 1, {"RECORDS": 3, "N": triton_retire.ORDERED}),
+    )
+    for name, kernel, heads, more in kernels:
+        stored = storing(format, head_dim, 1, target, heads)
+        yield Job(f"{name} {format} {head_dim}", kernel, stored.types | types, stored.constants | more, target, stored.options)
 
 
 def arriving(head_dim: int, heads: int, target: str) -> Job:

@@ -206,13 +206,12 @@ def retire(
     shown: Tensor,
     ring: Pair,
     seen: Tensor,
-    where: Tensor,
-) -> None:
+    order: Tensor,
+) -> Tensor:
     """`retire.retire` of the codecs with these `numbers` (`segments.number`), in one launch where there is a kernel."""
     if torch.compiler.is_compiling():
         held = [plane for side in planes for plane in side.values()]
-        torch.ops.qkvcache.retire(held, list(numbers), list(first), list(records), shown, list(ring), seen, where)
-        return
+        return torch.ops.qkvcache.retire(held, list(numbers), list(first), list(records), shown, list(ring), seen, order)
     codecs = CODECS[numbers[0]], CODECS[numbers[1]]
     move = forgetting.retire
     shared = any(
@@ -220,7 +219,7 @@ def retire(
     )
     if encodes(codecs, ring) and not shared:  # what heads share they hold each, where each has its own slot
         from .triton_retire import retire as move
-    move(codecs, planes, first, records, shown, ring, seen, where)
+    return move(codecs, planes, first, records, shown, ring, seen, order)
 
 
 def unfold(store: Store, new: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:

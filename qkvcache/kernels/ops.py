@@ -194,13 +194,15 @@ def _retire(
     shown: Tensor,
     ring: Sequence[Tensor],
     seen: Tensor,
-    where: Tensor,
-) -> None:
+    order: Tensor,
+) -> Tensor:
     left = iter(planes)
     sides = [{b.name: next(left) for b in CODECS[n].buffers(x.shape[3])} for n, x in zip(codecs, ring, strict=True)]
-    dispatch.retire((codecs[0], codecs[1]), (sides[0], sides[1]), (first[0], first[1]), records, shown, (ring[0], ring[1]), seen, where)
+    return dispatch.retire(
+        (codecs[0], codecs[1]), (sides[0], sides[1]), (first[0], first[1]), records, shown, (ring[0], ring[1]), seen, order
+    )
 
 
 @_retire.register_fake
-def _(planes, codecs, first, records, shown, ring, seen, where):
-    return None
+def _(planes, codecs, first, records, shown, ring, seen, order):
+    return order.new_empty(order.shape[:2])

@@ -61,19 +61,26 @@ def retire(
     shown: Tensor,
     ring: Pair,
     seen: Tensor,
-    where: Tensor,
-) -> None:
-    """The token in column `seen % W` of the ring goes, in each head to its slot `where` of the body, int64 `[B, H]`; -1: it is forgotten;
-    `-2 - e`: to column `e` of the first zone. `planes` have the buffers kept once among them."""
-    tail, exact = ring[0].shape[2], first[0].shape[2]
-    slots = records[0].shape[2] - tail
+    order: Tensor,
+) -> Tensor:
+    """The token in column `seen % W` of the ring leaves it: to the first zone if its position is there, and else, in each head, to the slot
+    of the body that is least in `order`, int64 `[B, H, S + 1]`, the first of equal ones. Its own place in the order is the last; if that is
+    least, it is forgotten. `planes` have the buffers kept once among them.
+
+    Returns the slot, int64 `[B, H]`; -1 where it is forgotten, `-2 - e` where it went to column `e` of the first zone.
+    """
+    tail, exact, slots = ring[0].shape[2], first[0].shape[2], order.shape[2] - 1
     at = seen % tail
     token = take(ring[0], at[:, None]), take(ring[1], at[:, None])
+    in_records = (slots + at)[:, None]
+    position = take(records[0], in_records)[..., 0].long()
+    least = order.argmin(-1)
+    where = torch.where(least < slots, least, -1)
+    where = torch.where((position >= 0) & (position < exact), -2 - position, where)
     there = where[:, 0] < -1
     for held, x in zip(first, token, strict=True):
         sink = where[..., None] == -2 - torch.arange(exact, device=where.device)
         held.copy_(torch.where(sink[..., None], x, held))
-    in_records = (slots + at)[:, None]
     if slots:
         into, taken = where.clamp_min(0)[..., None], (where >= 0)[..., None]
         for codec, side, x in zip(codecs, planes, token, strict=True):
@@ -86,10 +93,10 @@ def retire(
         for record in records:
             record.scatter_(2, into, torch.where(taken, take(record, in_records), record.gather(2, into)))
     goes = torch.where(there, -2 - where[:, 0], exact + where[:, 0].clamp_min(0))[:, None]
-    holds = there[:, None] | (take(records[0], in_records)[:, 0] >= 0)
-    shown.scatter_(1, goes, torch.where(where[:, :1] == -1, shown.gather(1, goes), holds))
-    shown.scatter_(1, (exact + in_records), torch.zeros_like(holds))
+    shown.scatter_(1, goes, torch.where(where[:, :1] == -1, shown.gather(1, goes), there[:, None] | (position[:, :1] >= 0)))
+    shown.scatter_(1, (exact + in_records), torch.zeros_like(there[:, None]))
     _put(records[0], in_records[:, 0], torch.full_like(records[0][..., :1], -1))
+    return where
 
 
 def _put(x: Tensor, at: Tensor, new: Tensor) -> None:

@@ -1,7 +1,7 @@
 """`retire.py` in one launch before attention and one after it: what moves is small, so that launches are what it costs.
 
-`arrive` has a program for each row, which counts the row's token once it has read the count. In `retire` a program takes a tile of heads
-of one side; those of the keys move the records too.
+`arrive` has a program for each row, which counts the row's token once it has read the count. `retire` has one for each head, which looks
+through the order of its tokens; torch.compile makes a minimum over thousands of columns one slow block of threads.
 """
 
 from __future__ import annotations
@@ -16,8 +16,11 @@ from torch import Tensor
 from ..formats.base import Codec, Codes
 from .retire import Pair
 from .triton_decode import known, padded, plane_arguments, table_of, tile
-from .triton_encode import store_tile, tile_of
+from .triton_encode import store_tile
 
+ORDERED = 1024
+"""Columns of the order that a program compares at once."""
+_MOST = tl.constexpr(2**63 - 1)
 ABSENT, ZERO, GIVEN = map(tl.constexpr, range(3))
 """Of a record, what `arrive` writes."""
 
@@ -107,8 +110,8 @@ def retire(
     shown: Tensor,
     ring: Pair,
     seen: Tensor,
-    where: Tensor,
-) -> None:
+    order: Tensor,
+) -> Tensor:
     """For codecs that `triton_encode.supports` and whose heads share no buffer kept for each token."""
     arguments: list[object] = []
     constants: list[object] = []
@@ -118,30 +121,42 @@ def retire(
         arguments += [x, zone, table_of(spec, x), *plane_arguments(spec, held, x)]
         constants += [*spec.constants, x.shape[3], padded(x.shape[3])]
     positions, *others = records
-    arguments += [positions, *others, *[positions] * (3 - len(others)), shown, seen, where, *where.stride()]
-    across, along, warps = tile(specs, heads, 1, max(padded(x.shape[3]) for x in ring), ring[0].element_size())
+    where = torch.empty(batch, heads, dtype=torch.int64, device=seen.device)
+    arguments += [positions, *others, *[positions] * (3 - len(others)), shown, seen, order.contiguous(), where]
+    _, along, warps = tile(specs, 1, 1, max(padded(x.shape[3]) for x in ring), ring[0].element_size())
     sizes = heads, first[0].shape[2], width, positions.shape[2]
     with torch.cuda.device_of(seen):
-        _retire_kernel[(triton.cdiv(heads, across), batch, 2)](*arguments, *sizes, *constants, len(others), across, along, num_warps=warps)
+        _retire_kernel[(heads, batch)](*arguments, *sizes, *constants, len(others), along, ORDERED, num_warps=warps)
+    return where
+
+
+@triton.jit
+def _first_least(row, columns, N: tl.constexpr):
+    """Where the least of `columns` int64 is, the first of equal ones."""
+    best = tl.full([N], _MOST, tl.int64)
+    found = tl.zeros([N], tl.int32)
+    for start in range(0, columns, N):
+        column = start + tl.arange(0, N)
+        x = tl.load(row + column, mask=column < columns, other=_MOST)
+        found = tl.where(x < best, column, found)
+        best = tl.minimum(x, best)
+    return tl.min(tl.where(best == tl.min(best, 0), found, columns), 0)
 
 
 @triton.jit
 def _retire_side(
-    ring, first, table, codes, cb, ch, high, hb, hh, scales, sb, sh, center, eb, eh, slot, heads, exact, width, at,
+    ring, first, table, codes, cb, ch, high, hb, hh, scales, sb, sh, center, eb, eh, slot, b, h, heads, exact, width, at,
     KIND: tl.constexpr, OPTION: tl.constexpr, ROTATION: tl.constexpr, SPAN: tl.constexpr, CENTERED: tl.constexpr,
-    D: tl.constexpr, P: tl.constexpr, ACROSS: tl.constexpr, ALONG: tl.constexpr,
+    D: tl.constexpr, P: tl.constexpr, ALONG: tl.constexpr,
 ):  # fmt: skip
-    b, h0, _ = tile_of(heads, ACROSS, ALONG)
-    i = tl.arange(0, ACROSS * ALONG)
     c = tl.arange(0, P)[None, :]
-    h = (h0 + i % ACROSS).to(tl.int64)
-    inside = (h < heads) & (i < ACROSS)
-    raw = tl.load(ring + (((b * heads + h) * width + at) * D)[:, None] + c, mask=inside[:, None] & (c < D), other=0.0)
-    zone = first + ((b * heads + h) * exact - 2 - slot) * D
-    tl.store(zone[:, None] + c, raw, mask=(inside & (slot < -1))[:, None] & (c < D))
+    inside = tl.arange(0, ALONG) == 0  # one token, in as many rows as a product has
+    mask = inside[:, None] & (c < D)
+    raw = tl.load(ring + ((b * heads + h) * width + at) * D + c + 0 * inside[:, None], mask=mask, other=0.0)
+    tl.store(first + ((b * heads + h) * exact - 2 - slot) * D + c + 0 * inside[:, None], raw, mask=mask & (slot < -1))
     store_tile(
-        raw, inside & (slot >= 0), b, h0, slot, table, codes, cb, ch, high, hb, hh, scales, sb, sh, center, eb, eh,
-        KIND, OPTION, ROTATION, SPAN, CENTERED, D, P, ACROSS, ALONG,
+        raw, inside & (slot >= 0), b, h, slot, table, codes, cb, ch, high, hb, hh, scales, sb, sh, center, eb, eh,
+        KIND, OPTION, ROTATION, SPAN, CENTERED, D, P, 1, ALONG,
     )  # fmt: skip
 
 
@@ -149,43 +164,41 @@ def _retire_side(
 def _retire_kernel(
     kring, kfirst, ktable, kcodes, kcb, kch, khigh, khb, khh, kscales, ksb, ksh, kcenter, keb, keh,
     vring, vfirst, vtable, vcodes, vcb, vch, vhigh, vhb, vhh, vscales, vsb, vsh, vcenter, veb, veh,
-    positions, r0, r1, r2, shown, seen, where, wb, wh, heads, exact, width, record_columns,
+    positions, r0, r1, r2, shown, seen, order, where, heads, exact, width, record_columns,
     KKIND: tl.constexpr, KOPTION: tl.constexpr, KROTATION: tl.constexpr, KSPAN: tl.constexpr, KCENTERED: tl.constexpr,
     KD: tl.constexpr, KP: tl.constexpr,
     VKIND: tl.constexpr, VOPTION: tl.constexpr, VROTATION: tl.constexpr, VSPAN: tl.constexpr, VCENTERED: tl.constexpr,
     VD: tl.constexpr, VP: tl.constexpr,
-    RECORDS: tl.constexpr, ACROSS: tl.constexpr, ALONG: tl.constexpr,
+    RECORDS: tl.constexpr, ALONG: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    b, h0, _ = tile_of(heads, ACROSS, ALONG)
-    i = tl.arange(0, ACROSS * ALONG)
-    h = (h0 + i % ACROSS).to(tl.int64)
-    inside = (h < heads) & (i < ACROSS)
-    slot = tl.load(where + b * wb + h * wh, mask=inside, other=-1).to(tl.int32)
+    h = tl.program_id(0).to(tl.int64)
+    b = tl.program_id(1).to(tl.int64)
+    slots = record_columns - width
     at = tl.load(seen + b) % width
-    if tl.program_id(2) == 0:
-        _retire_side(
-            kring, kfirst, ktable, kcodes, kcb, kch, khigh, khb, khh, kscales, ksb, ksh, kcenter, keb, keh,
-            slot, heads, exact, width, at, KKIND, KOPTION, KROTATION, KSPAN, KCENTERED, KD, KP, ACROSS, ALONG,
-        )  # fmt: skip
-        row = (b * heads + h) * record_columns
-        column = row + record_columns - width + at
-        moves = inside & (slot >= 0)
-        position = tl.load(positions + column, mask=inside, other=-1)
-        tl.store(positions + row + slot, position, mask=moves)
-        if RECORDS > 0:
-            tl.store(r0 + row + slot, tl.load(r0 + column, mask=moves), mask=moves)
-        if RECORDS > 1:
-            tl.store(r1 + row + slot, tl.load(r1 + column, mask=moves), mask=moves)
-        if RECORDS > 2:
-            tl.store(r2 + row + slot, tl.load(r2 + column, mask=moves), mask=moves)
-        leads = inside & (h == 0)
-        shows = shown + b * (exact + record_columns)
-        tl.store(shows + tl.where(slot < 0, -2 - slot, exact + slot), (slot < 0) | (position >= 0), mask=leads & (slot != -1))
-        tl.store(shows + exact + record_columns - width + at + 0 * h, tl.zeros(h.shape, tl.int1), mask=leads)
-        tl.debug_barrier()  # before what others of this program have read is overwritten
-        tl.store(positions + column, tl.full(h.shape, -1, tl.int32), mask=inside)
-    else:
-        _retire_side(
-            vring, vfirst, vtable, vcodes, vcb, vch, vhigh, vhb, vhh, vscales, vsb, vsh, vcenter, veb, veh,
-            slot, heads, exact, width, at, VKIND, VOPTION, VROTATION, VSPAN, VCENTERED, VD, VP, ACROSS, ALONG,
-        )  # fmt: skip
+    row = (b * heads + h) * record_columns
+    column = row + slots + at
+    position = tl.load(positions + column)
+    slot = _first_least(order + (b * heads + h) * (slots + 1), slots + 1, N)
+    slot = tl.where(slot < slots, slot, -1)
+    slot = tl.where((position >= 0) & (position < exact), -2 - position, slot)
+    tl.store(where + b * heads + h, slot.to(tl.int64))
+    _retire_side(
+        kring, kfirst, ktable, kcodes, kcb, kch, khigh, khb, khh, kscales, ksb, ksh, kcenter, keb, keh,
+        slot, b, h, heads, exact, width, at, KKIND, KOPTION, KROTATION, KSPAN, KCENTERED, KD, KP, ALONG,
+    )  # fmt: skip
+    _retire_side(
+        vring, vfirst, vtable, vcodes, vcb, vch, vhigh, vhb, vhh, vscales, vsb, vsh, vcenter, veb, veh,
+        slot, b, h, heads, exact, width, at, VKIND, VOPTION, VROTATION, VSPAN, VCENTERED, VD, VP, ALONG,
+    )  # fmt: skip
+    moves = slot >= 0
+    tl.store(positions + row + slot, position, mask=moves)
+    if RECORDS > 0:
+        tl.store(r0 + row + slot, tl.load(r0 + column), mask=moves)
+    if RECORDS > 1:
+        tl.store(r1 + row + slot, tl.load(r1 + column), mask=moves)
+    if RECORDS > 2:
+        tl.store(r2 + row + slot, tl.load(r2 + column), mask=moves)
+    shows = shown + b * (exact + record_columns)
+    tl.store(shows + tl.where(slot < 0, -2 - slot, exact + slot), (slot < 0) | (position >= 0), mask=(h == 0) & (slot != -1))
+    tl.store(shows + exact + slots + at, False, mask=h == 0)
+    tl.store(positions + column, -1)

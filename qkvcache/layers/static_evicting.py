@@ -23,7 +23,6 @@ from .compressed import differ
 from .counted import Counted
 from .evicting import UNSEEN, EvictingLayer
 from .fixed import Fixed
-from .ledger import Records
 from .slots import PAGE
 
 
@@ -104,8 +103,8 @@ class StaticEvictingLayer(Counted, EvictingLayer):
         score = self._score_leaving(at) if self.policy.tail else None
         if score is not None:
             leaving["score"] = score
-        where = self._place_for({name: x[..., :slots] for name, x in records.items()}, leaving)
-        retire(self.numbers, held.planes, held.first, list(held.records.values()), held.shown, held.ring, held.seen, where)
+        order = self.ledger.order({name: torch.cat([x[..., :slots], leaving[name]], dim=-1) for name, x in records.items()})  # type: ignore[union-attr]
+        where = retire(self.numbers, held.planes, held.first, list(held.records.values()), held.shown, held.ring, held.seen, order)
         if "score" in records:  # where it lies now
             moved, scores = where[..., None] == torch.arange(slots + ring, device=at.device), held.records["score"]
             if mass is not None:
@@ -122,18 +121,6 @@ class StaticEvictingLayer(Counted, EvictingLayer):
         after = [take(x, order) for x in held.ring]
         score = self.policy.score(Arrivals(after[0][:, :, :1], after[1][:, :, :1], after[0], after[1], None))
         return None if score is None else score.float()
-
-    def _place_for(self, body: Records, leaving: Records) -> Tensor:
-        """Where a token goes in each head, as `retire` takes it. Empty slots go first, the same in all heads."""
-        where = torch.full_like(leaving["positions"][..., 0], -1, dtype=torch.int64)
-        if self.slots:
-            union = {name: torch.cat([x, leaving[name]], dim=-1) for name, x in body.items()}
-            least = self.ledger.order(union).argmin(dim=-1)  # type: ignore[union-attr]  # the first of those that are empty
-            where = torch.where(least < self.slots, least, -1)
-        if self.exact_first:
-            position = leaving["positions"][..., 0].long()
-            where = torch.where((position >= 0) & (position < self.exact_first), -2 - position, where)
-        return where
 
     # Between the tensors of any size that `EvictingLayer` works with, and those that stay in their places.
 

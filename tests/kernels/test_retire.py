@@ -74,8 +74,8 @@ class Layer:
     def arrive(self, how, x, new, real) -> None:
         how(self.ring, self.records, self.shown, self.seen, self.columns, x, new, real)
 
-    def retire(self, how, where) -> None:
-        how(self.codecs, self.planes, self.first, self.records, self.shown, self.ring, self.seen, where)
+    def retire(self, how, order) -> Tensor:
+        return how(self.codecs, self.planes, self.first, self.records, self.shown, self.ring, self.seen, order)
 
 
 def bits(x: Tensor) -> Tensor:
@@ -125,30 +125,54 @@ def test_many_heads_in_rows_that_lie_apart():
     same(layer, twin)
 
 
-def places(rows: int, heads: int, exact: int) -> list[Tensor]:
-    """Slots that differ by head, with heads in which the token is forgotten; slots that heads have alike; columns of the first zone."""
-    here = torch.randint(0, SLOTS, (rows, heads), device=DEVICE)
-    mixed = torch.where(torch.rand(rows, heads, device=DEVICE) < 0.4, -1, here)
-    mixed[0, 0] = -1
-    found = [mixed, here[:, :1].expand(-1, heads)]
-    if exact:
-        sinks = -2 - torch.arange(rows, device=DEVICE)[:, None].expand(-1, heads) % exact
-        found.append(torch.where(torch.arange(rows, device=DEVICE)[:, None] == 1, mixed, sinks))
-    return found
+def orders(layer: Layer) -> list[Tensor]:
+    """In which heads differ, and some forget the token; in which slots are alike, of which the first goes; in which all forget it."""
+    shape = *layer.shape, layer.records[0].shape[2] - layer.width + 1
+    mixed = torch.randint(-(2**62), 2**62, shape, device=DEVICE)
+    mixed[0, 0, -1] = mixed.min() - 1
+    alike = torch.randint(0, 9, shape, device=DEVICE)
+    alike[..., 1::2] = -(2**40)
+    none = alike.clone()
+    none[..., -1] = -(2**63) + 1
+    return [mixed, alike, none]
+
+
+def compare(layer: Layer, twin: Layer, order: Tensor, share: float = 0.0, how=kernels.retire) -> Tensor:
+    where = layer.retire(how, order)
+    assert torch.equal(where, twin.retire(retire, order))
+    same(layer, twin, share)
+    return where
 
 
 @pytest.mark.parametrize(("rows", "heads", "dims"), [(1, 1, (64, 64)), (3, 3, (80, 64)), (1, 8, (64, 80))])
 @pytest.mark.parametrize("format", slowly(["identity", "int8"], ["int8"]))
 def test_retirements(format, rows, heads, dims):
+    seen = set()
     for exact, others, width in ((0, 1, 1), (2, 3, 4), (3, 0, 2)):
         layer = Layer(format, rows, heads, dims, exact=exact, width=width, others=others)
         twin = layer.copy()
-        for where in places(rows, heads, exact):
-            layer.retire(kernels.retire, where)
-            twin.retire(retire, where)
-            same(layer, twin, ROUNDED.get(format, 0.0))
+        for order in (*orders(layer), *orders(layer)):
+            where = compare(layer, twin, order, ROUNDED.get(format, 0.0))
+            seen |= set(where.flatten().tolist())
             for x in (layer.seen, twin.seen):
                 x.add_(1)
+            for x in (layer.records[0], twin.records[0]):  # what leaves next is one of the first tokens, or empty
+                at = layer.seen % width
+                x.scatter_(2, (SLOTS + at)[:, None, None].expand(-1, heads, 1), int(at[0]) - 1)
+    assert {-1, 0, 1, -2} <= seen or rows * heads == 1
+
+
+def test_the_least_of_many():
+    """More columns than are compared at once; the least in the first of them, the last, and between, twice."""
+    layer = Layer("identity", 1, 4)
+    layer.records = [torch.full((1, 4, 2500 + layer.width), 7, dtype=torch.int32, device=DEVICE), *layer.records[1:]]
+    layer.records[1:] = [torch.randn(1, 4, 2500 + layer.width, device=DEVICE)]
+    layer.shown = torch.ones(1, 2500 + layer.width, dtype=torch.bool, device=DEVICE)
+    layer.planes = [{name: x.repeat(1, 1, 500, 1)[:, :, :2500].contiguous() for name, x in side.items()} for side in layer.planes]
+    order = torch.randint(0, 2**62, (1, 4, 2501), device=DEVICE)
+    for head, columns in enumerate(((0,), (2500,), (1030, 2100), (1023, 1024))):
+        order[0, head, list(columns)] = -5
+    assert compare(layer, layer.copy(), order).tolist() == [[0, -1, 1030, 1023]]
 
 
 @pytest.mark.parametrize("format", slowly(QUICK, QUICK))
@@ -158,19 +182,14 @@ def test_formats(format, monkeypatch):
     layer = Layer(format, 1, 3, (64, 64), exact=1, dtype=torch.float32)
     dispatch.prepare(tuple(layer.codecs), layer.dims, layer.dtype, DEVICE)
     numbers = tuple(number(codec) for codec in layer.codecs)
-    for where in places(1, 3, 1):
-        twin = layer.copy()
-        layer.retire(lambda codecs, *args: retire_by_dispatch(numbers, *args), where)
-        twin.retire(retire, where)
-        same(layer, twin, 0.0 if format in EXACT else ROUNDED.get(format, 0.01))
+    share = 0.0 if format in EXACT else ROUNDED.get(format, 0.01)
+    for order in orders(layer):
+        compare(layer, layer.copy(), order, share, lambda codecs, *args: retire_by_dispatch(numbers, *args))
 
 
 def test_trellis():
     layer = Layer("hadaquant_k3v2_trellis", 1, 1, (64, 64), dtype=torch.float32)
-    twin, where = layer.copy(), torch.tensor([[4]], device=DEVICE)
-    layer.retire(kernels.retire, where)
-    twin.retire(retire, where)
-    same(layer, twin, 0.01)
+    compare(layer, layer.copy(), orders(layer)[1], 0.01)
 
 
 def test_no_slots():
@@ -179,16 +198,15 @@ def test_no_slots():
     layer.records = [x[..., SLOTS:].contiguous() for x in layer.records]
     layer.planes = [{name: x[:, :, :0] for name, x in side.items()} for side in layer.planes]
     layer.shown = layer.shown[:, SLOTS:].contiguous()
-    twin = layer.copy()
-    for where in (torch.tensor([[-1, -1], [-3, -3]]), torch.tensor([[-2, -2], [-1, -1]])):
-        layer.retire(kernels.retire, where.to(DEVICE))
-        twin.retire(retire, where.to(DEVICE))
-        same(layer, twin)
+    for positions in ([5, 1], [0, -1]):
+        layer.records[0].copy_(torch.tensor(positions, device=DEVICE)[:, None, None].expand_as(layer.records[0]))
+        where = compare(layer, layer.copy(), torch.zeros(2, 2, 1, dtype=torch.int64, device=DEVICE))
+        assert where[:, 0].tolist() == [-2 - n if 0 <= n < 2 else -1 for n in positions]
 
 
 @pytest.mark.parametrize("by", ["torch", "triton"])
 def test_what_the_compiler_is_told(by, monkeypatch):
-    """Which tensors the operators write, and that they return nothing."""
+    """Which tensors the operators write, and what they return."""
     monkeypatch.setenv("QKVCACHE_KERNELS", by)
     layer = Layer("int8", 1, 2, exact=1)
     x, new = layer.token(), [torch.randn(1, 2, 1, device=DEVICE)]
@@ -196,6 +214,5 @@ def test_what_the_compiler_is_told(by, monkeypatch):
     tests = ("test_schema", "test_faketensor")
     torch.library.opcheck(torch.ops.qkvcache.arrive, (list(layer.ring), list(layer.records), *counts, *x, new, None), test_utils=tests)
     planes, numbers = [plane for side in layer.planes for plane in side.values()], [number(codec) for codec in layer.codecs]
-    where = torch.tensor([[3, -1]], device=DEVICE)
-    arguments = (planes, numbers, list(layer.first), list(layer.records), layer.shown, list(layer.ring), layer.seen, where)
+    arguments = (planes, numbers, list(layer.first), list(layer.records), layer.shown, list(layer.ring), layer.seen, orders(layer)[0])
     torch.library.opcheck(torch.ops.qkvcache.retire, arguments, test_utils=tests)
