@@ -42,8 +42,8 @@ FORMATS = ("identity", "int8", "turboquant_4bit_nc", "fp8", "int4", "nvfp4")
 FOUR = "turboquant_4bit_nc"
 MAIN, SMALL = (8, 32768), (1, 8192)
 CASES = (MAIN, SMALL, (1, 32768), (8, 8192), (1, 131072), (8, 131072))
-EAGER = {SMALL: ("DynamicCache", "identity", FOUR, QUANTO), MAIN: ("DynamicCache", "identity", FOUR)}
-COMPILED = {MAIN: ("StaticCache", *FORMATS), SMALL: ("StaticCache", FOUR)}  # compiling takes most of the time
+EAGER = {SMALL: ("DynamicCache", FOUR, QUANTO), MAIN: ("DynamicCache", FOUR)}
+COMPILED = {MAIN: ("StaticCache", FOUR, "int8", "identity"), SMALL: ("StaticCache", FOUR)}  # compiling takes most of the time
 
 
 def runs(sections: list[str], every: bool) -> Iterator[Run]:
@@ -72,7 +72,7 @@ def runs(sections: list[str], every: bool) -> Iterator[Run]:
             yield from (Run("prefill", *kind, 1, context, how) for kind in kinds for how in ("whole", "chunks"))
     if "decode" in sections:
         for case in CASES:
-            yield from (Run("decode", name, "eager", *case) for name in ("DynamicCache",) if case not in EAGER)
+            yield from (Run("decode", name, "eager", *case) for name in ("DynamicCache", "identity") if name not in EAGER.get(case, ()))
             yield from (Run("decode", name, "compiled", *case) for name in ("StaticCache", *FORMATS) if name not in COMPILED.get(case, ()))
 
 

@@ -205,8 +205,11 @@ class Bench:
 
         low, high = 0, 4
         if few := fitting(lambda: size(4)):
-            low, high = 4, 4 + int((self.memory - self.weights) / (few / 4) * 1.1)
-        while high - low > 1:
+            most = (self.memory - self.weights) / (few / 4)
+            low, high = 4, 4 + int(most * 1.1)
+            if (near := int(most * 0.85)) > 4:
+                low, high = (near, high) if fitting(lambda: size(near)) else (low, near)
+        while high - low > max(1, low // 100):  # to a hundredth: a try fills all memory
             middle = (low + high) // 2
             low, high = (middle, high) if fitting(lambda count=middle: size(count)) else (low, middle)
         batch, context = shape(low)

@@ -136,35 +136,43 @@ def profile(rows: list[dict]) -> None:
     table("GPU time of a step, ms (idle: the GPU waits for the host)", ["cache", "case", *parts, "a token"], lines)
 
 
+PARTS = {"weights": "#7f8fa6", "attention": "#1f77b4", "append": "#ff7f0e", "rest": "#9467bd", "idle": "#e8e8e8"}
+"""Colours of the parts of a step."""
 TABLES = {"decode": decode, "profile": profile, "prefill": prefill, "largest": largest, "eviction": eviction}
 
 
 def plot(rows: list[dict], path: Path) -> None:
-    """Of each device: speed and memory against context, by batch."""
+    """Of each device and case, where the milliseconds of a step go."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    rows = [row for row in rows if row["section"] == "decode" and "ms" in row]
-    panels = sorted({(row["device"], row["batch"]) for row in rows})
+    held = {(row["device"], case(row), label(row)): row["cache_bytes"] / GIB for row in rows if "cache_bytes" in row}
+    panels: dict[tuple[str, str], list[dict]] = {}
+    for row in sorted(rows, key=lambda row: (row["device"], row["batch"], row["context"], -row.get("ms", 0))):
+        if row["section"] == "profile" and "ms" in row:
+            panels.setdefault((row["device"], case(row)), []).append(row)
+    panels = {at: found for at, found in panels.items() if len(found) > 2}  # what was measured to be compared
     if not panels:
-        return print("no rows of decode to plot")
-    names = sorted({label(row) for row in rows}, key=order)
-    values = {"tokens a second": lambda row: row["tokens_s"], "peak beside the weights, GiB": lambda row: row["peak_bytes"] / GIB}
-    figure, axes = pyplot.subplots(len(panels), 2, figsize=(12, 4.5 * len(panels)), squeeze=False)
-    for line, (device, batch) in zip(axes, panels, strict=True):
-        for at, (title, value) in zip(line, values.items(), strict=True):
-            for index, name in enumerate(names):
-                chosen = [row for row in rows if (row["device"], row["batch"], label(row)) == (device, batch, name)]
-                points = sorted((row["context"], value(row)) for row in chosen)
-                style = {"color": f"C{index % 10}", "linestyle": ":" if name.endswith("eager") else "-", "marker": "o", "markersize": 4}
-                at.plot([x for x, _ in points], [y for _, y in points], label=name if points else None, **style)
-            at.set(title=f"{title}, batch {batch} ({device})", xscale="log", ylim=(0, None), xlabel="context, tokens")
-            contexts = sorted({row["context"] for row in rows})
-            at.set_xticks(contexts, [f"{x:,}" for x in contexts], minor=False)
-            at.minorticks_off()
-        line[0].legend(fontsize=7)
-    figure.tight_layout()
-    figure.savefig(path.with_suffix(".png"), dpi=130)
+        return print("no rows of profile to plot")
+    heights = [0.3 * len(bars) + 0.4 for bars in panels.values()]
+    figure, axes = pyplot.subplots(
+        len(panels), 1, figsize=(11, sum(heights) + 0.55 * len(panels)), height_ratios=heights, squeeze=False, layout="constrained"
+    )
+    for ((device, at), bars), axis in zip(panels.items(), axes[:, 0], strict=True):
+        left = [0.0] * len(bars)
+        for part, color in PARTS.items():
+            widths = [row[f"{part}_ms"] for row in bars]
+            axis.barh(range(len(bars)), widths, left=left, color=color, label=part if part != "idle" else "GPU waits for the host")
+            left = [x + width for x, width in zip(left, widths, strict=True)]
+        for y, row in enumerate(bars):
+            size = held.get((device, at, label(row)))
+            axis.text(left[y], y, f" {row['ms']:.1f} ms" + (f", {size:.1f} GiB" if size else ""), va="center", fontsize=8)
+        axis.set_yticks(range(len(bars)), [label(row) for row in bars], fontsize=8)
+        axis.set(title=f"{at} tokens, {device}", xlim=(0, max(left) * 1.15))
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[0, 0].legend(fontsize=8, loc="center right")
+    figure.supxlabel("milliseconds a token", fontsize=9)
+    figure.savefig(path.with_suffix(".png"), dpi=110)
     print(path.with_suffix(".png"))
