@@ -119,7 +119,7 @@ class Body:
         return self._one(2)
 
     def _one(self, dim: int) -> tuple[bool, bool]:
-        key, value = ([plane.shape[dim] for plane in _planes(codes) if plane.numel()] for codes in self.slabs[0])
+        key, value = ([plane.shape[dim] for plane in planes if plane.numel()] for planes in (self.planes[:3], self.planes[3:]))
         return min(key) == 1 < max(key), min(value) == 1 < max(value)
 
     @cached_property
