@@ -149,7 +149,8 @@ def plane_arguments(spec: Spec, planes: Codes, instead: Tensor) -> list[object]:
     arguments: list[object] = []
     for name, unit in zip(spec.planes, (1 + words, 2, 1), strict=True):
         plane = planes[name] if name else instead
-        arguments += [plane, *((plane.stride(0) // unit, plane.stride(1) // unit) if name else (0, 0))]
+        across = plane.stride(1) // unit if plane.shape[1] > 1 else 0  # heads that share a plane are no step apart
+        arguments += [plane, *((plane.stride(0) // unit, across) if name else (0, 0))]
     center = planes["center"] if spec.centered else instead
     return [*arguments, center, *center.stride()[:2]]
 

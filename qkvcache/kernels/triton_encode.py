@@ -293,7 +293,7 @@ def store_tile(
     if SPAN == "each":
         at_scale = scales + b * sb + h0.to(tl.int64) * sh + slot.to(tl.int64) * COUNT + (h * sh + i // ACROSS * COUNT)
     else:  # ACROSS covers all heads, or nothing is stored
-        at_scale = scales + b * sb + slot.to(tl.int64) + i // ACROSS
+        at_scale = scales + b * sb + slot.to(tl.int64) + (h * sh + i // ACROSS)
 
     if KIND == "copy":
         tl.store(at[:, None] + c[None, :], raw, mask=inside)
@@ -312,7 +312,7 @@ def store_tile(
                 shared = tl.max(tl.reshape(bits, [ALONG, ACROSS]), 1)
                 bits = tl.reshape(tl.broadcast_to(shared[:, None], [ALONG, ACROSS]), [N])
             scale = tl.div_rn(bits.to(tl.float32, bitcast=True), top).to(scales.dtype.element_ty)
-            tl.store(at_scale, scale, mask=live & (i % ACROSS == 0) if SPAN == "shared" else live)
+            tl.store(at_scale, scale, mask=live & ((i % ACROSS == 0) | (sh != 0)) if SPAN == "shared" else live)  # or each head's own copy
             quotient = _over(y, tl.maximum(scale.to(tl.float32), _TINY)[:, None])
         if KIND == "int8":
             packed = _whole(quotient + tl.where(y < 0, -0.5, 0.5), -127.0, 127.0)

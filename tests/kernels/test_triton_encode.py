@@ -57,7 +57,8 @@ def check(codec: Codec, x: Tensor, planes: Codes, once: Codes, start: int, share
     for name, plane in planes.items():
         outside = torch.cat([plane[:, :, :start], plane[:, :, start + tokens :]], 2).contiguous()
         assert bool((outside.view(torch.uint8) == SENTINEL).all()), f"{name}: a slot outside was written"
-        got, want = plane[:, :, start : start + tokens], expected[name]
+        got = plane[:, :, start : start + tokens]
+        want = expected[name].expand_as(got)
         if not want.dtype.is_floating_point:
             differing = (got != want).float().mean().item()
             assert differing <= share, f"{name}: {differing:.2g} of the codes differ"
@@ -90,6 +91,23 @@ def test_trellis(format, head_dim):
     key[..., 1:, :] = 1.0  # ties, and all of the vector in one channel
     for codec, x, planes, once in store(format, key, value, 4):
         check(codec, x, planes, once, 4, share=0.0)
+
+
+@pytest.mark.parametrize(
+    "format", [name for name in SUPPORTED if name.endswith("_token") and REGISTRY[name].key.buffers(64)[1].heads == "shared"]
+)
+def test_what_heads_share_may_be_held_by_each(format):
+    """As where tokens are evicted: every head has a copy of the scale."""
+    for heads, tokens in ((3, 5), (4, 1)):
+        x = data(2, heads, tokens, 64)
+        codec = REGISTRY[format].key
+        each, _ = codec.allocate(x, CAPACITY, per_head=True)
+        planes = {name: plane.contiguous() for name, plane in each.items()}
+        for plane in planes.values():
+            plane.view(torch.uint8).fill_(SENTINEL)
+        assert {plane.shape[1] for plane in planes.values()} == {heads}
+        encode_kv([(codec, x, planes, {}), (codec, x, {name: plane.clone() for name, plane in planes.items()}, {})], 7)
+        check(codec, x, planes, {}, 7)
 
 
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
