@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedConfig, StaticCache
-from transformers.cache_utils import Cache, DynamicLayer
+from transformers.cache_utils import Cache, DynamicLayer, StaticSlidingWindowLayer
 from transformers.cache_utils import StaticLayer as StockStaticLayer
 
 from .. import attention, formats, policies
@@ -21,6 +21,7 @@ from ..layers.counted import Counted
 from ..layers.evicting import EvictingLayer
 from ..layers.static import StaticLayer
 from ..layers.static_evicting import StaticEvictingLayer
+from ..layers.static_sliding import StaticSlidingLayer
 from ..policies import Budget, Policy, check_count
 from .memory import Memory, measured
 
@@ -95,6 +96,9 @@ class CompressedCache(DynamicCache):
             super().__init__(config=config, offloading=offloading)
             if max_length is not None:
                 self.layers = StaticCache(config, max_length).layers
+                for i, layer in enumerate(self.layers):
+                    if type(layer) is StaticSlidingWindowLayer:
+                        self.layers[i] = StaticSlidingLayer(max_length, layer.max_cache_len)
             self._swap_layers(exact_layers, config.get_text_config(decoder=True).per_layer_config)
         else:
             raise TypeError(f"config must be a transformers config such as model.config, got {type(config).__name__}")
@@ -192,6 +196,8 @@ class CompressedCache(DynamicCache):
         for layer in self.layers:
             if isinstance(layer, EvictingLayer):
                 layer.crop(tokens_to_remove)  # which refuses, before any other layer is cropped
+            elif isinstance(layer, StaticSlidingLayer):
+                layer.check_crop(tokens_to_remove)
         super().crop(tokens_to_remove)
 
     def __deepcopy__(self, memo: dict) -> CompressedCache:
@@ -205,6 +211,13 @@ class CompressedCache(DynamicCache):
     def get_query_offset(self, layer_idx: int = 0):
         layer = self.layers[layer_idx] if layer_idx < len(self.layers) else None
         return layer.query_offset() if isinstance(layer, Counted) else super().get_query_offset(layer_idx)
+
+    def early_initialization(self, *args, **kwargs) -> None:
+        """As transformers' Cache; after `reset` too, for another batch."""
+        for layer in self.layers:
+            if isinstance(layer, (StaticLayer, StaticSlidingLayer)) and layer.is_initialized and not layer.get_seq_length():
+                layer.is_initialized = False
+        super().early_initialization(*args, **kwargs)
 
     def reset(self) -> None:
         """Forgets everything; the cache may then serve another prompt and another batch size."""

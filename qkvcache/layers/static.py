@@ -52,9 +52,10 @@ class StaticLayer(Counted, CompressedLayer):
         self.format.check(key_states.shape[3], value_states.shape[3])
         self.dtype, self.device = key_states.dtype, key_states.device
         like = key_states, value_states
-        with torch.inference_mode(False):  # what is made in inference mode may be written in no other
-            self._hold(Store.make(self.codecs, like, self.exact_first, self.exact_recent + 1, self.max_length, PAGE))
-        prepare(self.codecs, (key_states.shape[3], value_states.shape[3]), self.dtype, self.device)
+        if self.store is None or any(map(differ, self.store.ring, like)):
+            with torch.inference_mode(False):  # what is made in inference mode may be written in no other
+                self._hold(Store.make(self.codecs, like, self.exact_first, self.exact_recent + 1, self.max_length, PAGE))
+            prepare(self.codecs, (key_states.shape[3], value_states.shape[3]), self.dtype, self.device)
         self.is_initialized = True
 
     def _hold(self, store: Store) -> None:
@@ -75,7 +76,7 @@ class StaticLayer(Counted, CompressedLayer):
         in_place = tokens == 1 and not self.fresh
         self.count()
         self.expect(tokens)
-        if self.store is None or self.fresh and any(map(differ, self.store.ring, (key_states, value_states))):
+        if self.store is None or self.fresh:
             self.lazy_initialization(key_states, value_states)
         store: Store = self.store  # type: ignore[assignment]
         new = key_states.detach(), value_states.detach()
@@ -117,6 +118,11 @@ class StaticLayer(Counted, CompressedLayer):
         if self.store is None:
             self.lazy_initialization(key_states, value_states)
         store: Store = self.store  # type: ignore[assignment]
+        if any(map(differ, store.ring, (key_states, value_states))):
+            raise ValueError(
+                f"storage is for keys and values like {list(store.ring[0].shape)} in {store.ring[0].dtype}, got "
+                f"{list(key_states.shape)} in {key_states.dtype}: call cache.reset() and cache.early_initialization(...) before"
+            )
         tokens = key_states.shape[2]
         self.note(tokens)
         result: tuple[Tensor | KVHandle, Tensor | KVHandle] = key_states, value_states

@@ -112,7 +112,7 @@ def test_without_a_config_all_layers_are_static(attention):
 def test_exact_layers_are_static_and_exact():
     network = model("gemma3")
     cache = make(network, FOUR_BIT, exact_layers=[-1])
-    assert [type(layer).__name__ for layer in cache.layers] == ["StaticSlidingWindowLayer", "StaticLayer"] * 2
+    assert [type(layer).__name__ for layer in cache.layers] == ["StaticSlidingLayer", "StaticLayer"] * 2
     assert [layer.format.name for layer in cache.layers[1::2]] == [FOUR_BIT, "identity"]
     every = make(network, FOUR_BIT, exact_layers=[1, 3])
     pairs = zip(steps(network, every, MODES["padded"]), steps(network, DynamicCache(config=network.config), MODES["padded"]), strict=True)

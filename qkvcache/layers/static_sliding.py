@@ -1,0 +1,94 @@
+"""A sliding window at addresses that never change: transformers' own, with what our caches promise of every layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import StaticSlidingWindowLayer
+
+from .compressed import differ
+
+
+class StaticSlidingLayer(StaticSlidingWindowLayer):
+    """The last `sliding_window` of up to `max_length` tokens, in the model's dtype.
+
+    transformers' layer counts no tokens beyond the window, keeps the storage of its first batch for ever, and has no batch operations.
+    """
+
+    def __init__(self, max_length: int, sliding_window: int):
+        super().__init__(max_cache_len=max_length, sliding_window=sliding_window)
+        self.max_length = max_length
+
+    @property
+    def stored(self) -> tuple[Tensor, ...]:
+        """Keys and values, once there is storage."""
+        return () if self.keys is None or self.values is None else (self.keys, self.values)
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        if not self.stored or any(map(differ, self.stored, (key_states, value_states))):
+            super().lazy_initialization(key_states, value_states)
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
+        """As transformers'; ValueError for another batch than what is stored, or tokens beyond `max_length`, before any is stored."""
+        if not torch.compiler.is_compiling():
+            self.expect(key_states.shape[2])
+            if not self.cumulative_length_int:
+                self.lazy_initialization(key_states, value_states)
+            elif any(map(differ, self.stored, (key_states, value_states))):
+                held = self.stored[0]
+                raise ValueError(
+                    f"the cache has seen keys like {list(held.shape)} in {held.dtype}, got {list(key_states.shape)} in "
+                    f"{key_states.dtype}: call batch_repeat_interleave(n) first for beams and samples, or reset() for another batch"
+                )
+        return super().update(key_states, value_states, *args, **kwargs)
+
+    def expect(self, tokens: int) -> None:
+        """Raises ValueError if there is no room for so many more."""
+        if self.cumulative_length_int + tokens > self.max_length:
+            raise ValueError(
+                f"{self.cumulative_length_int} tokens and {tokens} more do not fit in max_length={self.max_length}: make the cache with a "
+                "larger one"
+            )
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        if not torch.compiler.is_compiling():
+            self.expect(query_length)
+        return super().get_mask_sizes(query_length)
+
+    def check_crop(self, tokens_to_remove: int) -> None:
+        """Raises NotImplementedError if tokens have left the window, which cropping would have to bring back."""
+        if tokens_to_remove and self.cumulative_length_int > self.max_cache_len:
+            raise NotImplementedError(
+                f"crop({tokens_to_remove}) after {self.cumulative_length_int} tokens, of which a sliding window at a fixed address keeps "
+                f"the last {self.max_cache_len}: leave out max_length"
+            )
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Removes the last `-tokens_to_remove` tokens, while all are in the window."""
+        self.check_crop(tokens_to_remove)
+        if tokens_to_remove:
+            self.cumulative_length_int = max(self.cumulative_length_int + tokens_to_remove, 0)
+            self.cumulative_length.fill_(self.cumulative_length_int)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        if self.cumulative_length_int:
+            for x in self.stored:
+                x.copy_(x.index_select(0, beam_idx.to(x.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self._map(lambda x: x.repeat_interleave(repeats, dim=0))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self._map(lambda x: x[indices, ...])
+
+    def _map(self, fn: Callable[[Tensor], Tensor]) -> None:
+        if not self.stored:
+            return
+        with torch.inference_mode(False):
+            self.keys, self.values = map(fn, self.stored)
+        self.batch_size = self.stored[0].shape[0]
+        for x in self.stored:
+            torch._dynamo.mark_static_address(x)
