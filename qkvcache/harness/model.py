@@ -157,6 +157,11 @@ class CacheLM(HFLM):
     def _loglikelihood_tokens(self, requests, disable_tqdm: bool = False, override_bs: int | None = None) -> list[tuple[float, bool]]:
         groups: dict[tuple[int, ...], Group] = {}
         for number, (_, context, continuation) in enumerate(requests):
+            if not context or not 0 < len(continuation) <= self.max_length:
+                raise ValueError(
+                    f"request {number}: a context of {len(context)} tokens and a continuation of {len(continuation)}; expected one token "
+                    f"or more of each, and a continuation of at most max_length={self.max_length}: shorten it, or pass a larger max_length"
+                )
             whole = (context + continuation)[-(self.max_length + 1) :]  # as lm-eval: cut from the left
             begin = tuple(whole[: -len(continuation)])
             groups.setdefault(begin, Group(begin)).choices.append((number, continuation))

@@ -1,5 +1,6 @@
 """`CacheLM` scores as lm-eval's `hf` does where the cache is exact, and as the cache does where it is not."""
 
+import re
 from unittest import mock
 
 import pytest
@@ -90,6 +91,15 @@ def test_contexts_that_are_too_long_are_cut_from_the_left():
     expected = score(plain(max_length=30), [r for r in requests if len(r[2]) <= 30])
     got = score(cached(max_length=30), [r for r in requests if len(r[2]) <= 30])
     torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("request_", [([3], [4] * 31), ([3] * 9, [4] * 40), ([3, 4], []), ([], [3, 4])])
+def test_what_has_no_score_is_refused_before_anything_is_computed(request_):
+    lm = cached(max_length=30)
+    with mock.patch.object(lm, "_forward") as forward, pytest.raises(ValueError) as refused:
+        score(lm, [(None, [3] * 5, [4] * 30), (None, *request_)])
+    lengths = [f"{len(ids)}" for ids in request_]
+    assert re.findall(r"\d+", str(refused.value)) == ["1", *lengths, "30"] and not forward.called
 
 
 @pytest.mark.parametrize("policy", [None, "h2o"])
