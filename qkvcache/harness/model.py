@@ -107,8 +107,11 @@ class CacheLM(HFLM):
         )
         check_option("scoring", scoring, SCORING)
         check_count("chunk", chunk, 1)
-        if not str(options.get("batch_size") or 1).isdecimal():
-            raise ValueError(f"batch_size={options['batch_size']!r}: is found by trying forward passes without a cache; pass a number")
+        size = options.get("batch_size", 1)
+        if str(size).startswith("auto"):
+            raise ValueError(f"batch_size={size!r}: is found by trying forward passes without a cache; pass a number")
+        digits = isinstance(size, str) and size.removeprefix("-").isdecimal()  # as a command line gives it
+        check_count("batch_size", int(size) if digits else size, 1, of="rows")
         super().__init__(pretrained, **{"softmax_dtype": "float32"} | options)
         self._options = {name: value for name, value in options.items() if name not in SAME_ANSWERS}
         if self.backend != "causal":
