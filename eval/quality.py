@@ -12,12 +12,15 @@ from __future__ import annotations
 
 import argparse
 import functools
+import re
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+import typer
+from arguments import at_least, fraction
 from quality_pictures import csv, markdown, plot, table
 from rich.console import Console
 from rich.progress import Progress
@@ -28,6 +31,7 @@ from qkvcache.formats import REGISTRY, Identity
 from qkvcache.harness.quality import CacheFactory
 from qkvcache.harness.rows import read_rows, replace_rows
 from qkvcache.harness.workload import Workload
+from qkvcache.options import device_of
 from qkvcache.planning.model import shapes
 
 RESULTS = Path(__file__).parent / "results" / "quality.jsonl"
@@ -94,6 +98,26 @@ def _device(name: str) -> str:
     return torch.cuda.get_device_name() if name.startswith("cuda") else name
 
 
+def _refused(args: argparse.Namespace) -> str | None:
+    """Why nothing can be measured, if so. What only shows rows does not ask: they may be of another machine."""
+    on_the_hub = re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", args.model)
+    if args.model != "demo" and not Path(args.model).is_dir() and not on_the_hub:
+        return f"argument --model: {args.model!r} is no folder, and no model on the Hub, whose name is OWNER/NAME"
+    if args.text is not None and not args.text.is_file():
+        return f"argument --text: {str(args.text)!r} is no file"
+    try:
+        device_of(args.device)
+    except typer.BadParameter as error:
+        return f"argument --device: {error.message}"
+    for part in args.budgets:
+        try:
+            for name in args.policies:
+                policy_of(name, int(part * args.context))
+        except ValueError as error:
+            return f"argument --budgets: {part} of {args.context} tokens is too little for {name}: {error}"
+    return None
+
+
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     known = [name for name, format in REGISTRY.items() if not isinstance(format, Identity)]
@@ -105,12 +129,12 @@ def main(arguments: list[str] | None = None) -> None:
         "--formats", nargs="*", default=usual, choices=[[], "all", *known], metavar="FORMAT", help="'all': all variants too"
     )
     parser.add_argument("--policies", nargs="*", default=list(policies.REGISTRY), choices=[[], *policies.REGISTRY], metavar="POLICY")
-    parser.add_argument("--budgets", nargs="*", type=float, default=[0.2, 0.5], help="shares of the context that policies keep")
+    parser.add_argument("--budgets", nargs="*", type=fraction, default=[0.2, 0.5], help="shares of the context that policies keep")
     parser.add_argument("--evicted", nargs="*", default=EVICTED, choices=REGISTRY, metavar="FORMAT", help="formats of evicting caches")
-    parser.add_argument("--context", type=int, default=2000, help="tokens")
-    parser.add_argument("--passages", type=int, default=3, help="texts to read on")
-    parser.add_argument("--read-on", type=int, default=24, help="tokens of each")
-    parser.add_argument("--cases", type=int, default=4, help="code words to recall, with the question seen and unseen")
+    parser.add_argument("--context", type=at_least(100), default=2000, help="tokens; the facts to recall take 80")
+    parser.add_argument("--passages", type=at_least(1), default=3, help="texts to read on")
+    parser.add_argument("--read-on", type=at_least(2), default=24, help="tokens of each; the first does not count")
+    parser.add_argument("--cases", type=at_least(1), default=4, help="code words to recall, with the question seen and unseen")
     parser.add_argument("--text", type=Path, help="a file in place of Python's language reference")
     parser.add_argument("--out", type=Path, default=RESULTS, help="where the rows go")
     parser.add_argument("--show", action="store_true", help="the table, from the rows")
@@ -125,6 +149,8 @@ def main(arguments: list[str] | None = None) -> None:
         if not rows:
             parser.error(f"{args.out} has no rows of {args.model}: run without --show, --markdown, --plot and --csv first")
     else:
+        if wrong := _refused(args):
+            parser.error(wrong)
         rows = []
         for row in measure(args):
             rows.append(row)

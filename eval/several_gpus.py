@@ -19,6 +19,7 @@ import time
 from pathlib import Path
 
 import torch
+from arguments import at_least
 from rich.console import Console
 from rich.table import Table
 
@@ -126,18 +127,18 @@ def show(rows: list[dict]) -> None:
     Console(width=140).print(table)
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=str(demo.MODEL_PATH), help="with as many KV heads as processes, or a multiple")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", default="float32", help="in 16 bit, sums in another order differ visibly")
-    parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--context", type=int, default=1500)
-    parser.add_argument("--cases", type=int, default=8)
+    parser.add_argument("--processes", type=at_least(1), default=2)
+    parser.add_argument("--context", type=at_least(200), default=1500, help="tokens; the task has no room in fewer than 200")
+    parser.add_argument("--cases", type=at_least(1), default=8)
     parser.add_argument("--memory", default="15MiB", help="of each GPU under device_map; the embedded model has 19 MiB of weights in fp32")
     parser.add_argument("--way", choices=WAYS, help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, default=RESULTS, help="where the rows go")
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     if args.way:
         rows = score(args.way, args)
         if int(os.environ.get("RANK", "0")) == 0:

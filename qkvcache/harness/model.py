@@ -107,8 +107,11 @@ class CacheLM(HFLM):
         )
         check_option("scoring", scoring, SCORING)
         check_count("chunk", chunk, 1)
-        if not str(options.get("batch_size") or 1).isdecimal():
-            raise ValueError(f"batch_size={options['batch_size']!r}: is found by trying forward passes without a cache; pass a number")
+        size = options.get("batch_size", 1)
+        if str(size).startswith("auto"):
+            raise ValueError(f"batch_size={size!r}: is found by trying forward passes without a cache; pass a number")
+        digits = isinstance(size, str) and size.removeprefix("-").isdecimal()  # as a command line gives it
+        check_count("batch_size", int(size) if digits else size, 1, of="rows")
         super().__init__(pretrained, **{"softmax_dtype": "float32"} | options)
         self._options = {name: value for name, value in options.items() if name not in SAME_ANSWERS}
         if self.backend != "causal":
@@ -157,6 +160,11 @@ class CacheLM(HFLM):
     def _loglikelihood_tokens(self, requests, disable_tqdm: bool = False, override_bs: int | None = None) -> list[tuple[float, bool]]:
         groups: dict[tuple[int, ...], Group] = {}
         for number, (_, context, continuation) in enumerate(requests):
+            if not context or not 0 < len(continuation) <= self.max_length:
+                raise ValueError(
+                    f"request {number}: a context of {len(context)} tokens and a continuation of {len(continuation)}; expected one token "
+                    f"or more of each, and a continuation of at most max_length={self.max_length}: shorten it, or pass a larger max_length"
+                )
             whole = (context + continuation)[-(self.max_length + 1) :]  # as lm-eval: cut from the left
             begin = tuple(whole[: -len(continuation)])
             groups.setdefault(begin, Group(begin)).choices.append((number, continuation))

@@ -18,6 +18,7 @@ from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import Cache
 
 from ..caches import CompressedCache
+from ..caches.memory import measured
 from .prefill import Prefilled, prefill, refill
 from .recall import RecallCase, recall_case
 
@@ -81,13 +82,10 @@ def _perplexity(log_probs: Tensor, target: Tensor) -> float:
 
 
 def held_bytes(cache: Cache) -> int:
-    """Bytes of keys and values that `cache` holds, measured: ours or a DynamicCache, whose layers keep plain tensors."""
-    if isinstance(cache, CompressedCache):
-        return cache.nbytes
-    if not isinstance(cache, DynamicCache):
+    """Bytes of keys, values and states of linear layers that `cache` holds, measured: ours or a DynamicCache, counted alike."""
+    if not isinstance(cache, CompressedCache | DynamicCache):
         raise TypeError(f"cannot count what a {type(cache).__name__} holds: expected a CompressedCache or a DynamicCache")
-    tensors = (x for layer in cache.layers for x in vars(layer).values() if isinstance(x, Tensor))
-    return sum(x.untyped_storage().nbytes() for x in tensors)
+    return measured(cache.layers).total
 
 
 @dataclass(frozen=True)

@@ -38,6 +38,46 @@ def test_rows_tables_and_pictures(study, tmp_path, capsys):
         quality.main(["--show", "--model", "another", "--out", str(file)])
 
 
+REFUSED = [
+    ("--read-on 1", "--read-on: 1: must be 2 or more"),
+    ("--passages 0", "--passages: 0: must be 1 or more"),
+    ("--cases 0", "--cases: 0: must be 1 or more"),
+    ("--context -5", "--context: -5: must be 100 or more"),
+    ("--budgets 0.2 0", "--budgets: 0: must be a share"),
+    ("--budgets 1.5", "--budgets: 1.5: must be a share"),
+    ("--budgets nan", "--budgets: nan: must be a share"),
+    ("--budgets 0.001", "--budgets: 0.001 of 2000 tokens is too little for"),
+    ("--text nowhere.txt", "--text: 'nowhere.txt' is no file"),
+    ("--model ./nowhere", "--model: './nowhere' is no folder"),
+    ("--model /nowhere/at/all", "--model: '/nowhere/at/all' is no folder"),
+    ("--device cuda:99", "--device: 'cuda:99' is no device"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "says"), REFUSED)
+def test_what_cannot_be_measured_is_refused_by_its_option(study, arguments, says, tmp_path, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        study[0].main([*arguments.split(), "--out", str(tmp_path / "rows.jsonl")])
+    assert stopped.value.code == 2 and f"argument {says}" in capsys.readouterr().err and not any(tmp_path.iterdir())
+
+
+def test_a_name_on_the_hub_is_left_to_the_hub(study, monkeypatch):
+    def load(args):
+        raise OSError(f"asked for {args.model}")
+
+    monkeypatch.setattr(study[0], "load", load)
+    with pytest.raises(OSError, match="asked for owner/name-1.5B"):
+        study[0].main(["--model", "owner/name-1.5B"])
+
+
+@pytest.mark.parametrize(("arguments", "least"), [("--processes 0", 1), ("--cases 0", 1), ("--context 0", 200)])
+def test_devices_are_not_compared_on_nothing(monkeypatch, arguments, least, capsys):
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "eval"))
+    with pytest.raises(SystemExit) as stopped:
+        importlib.import_module("several_gpus").main(arguments.split())
+    assert stopped.value.code == 2 and f"argument {arguments.replace(' ', ': ')}: must be {least} or more" in capsys.readouterr().err
+
+
 def test_the_front_is_what_nothing_beats(study):
     points = [(100, 0.0), (50, 0.2), (50, 0.1), (60, 0.1), (20, 0.5), (30, 0.6)]
     rows = [{"bytes_per_token": size, "kl": kl} for size, kl in points]

@@ -93,6 +93,24 @@ def test_rows_of_a_json_file(tmp_path):
         manager().load(["qkvcache_local_json"])
 
 
+@pytest.mark.parametrize("outputs", ["zebra", [], None, 3, [3], [""], [["zebra"]], ["zebra", None]])
+@pytest.mark.parametrize("row", [0, 1])
+def test_outputs_that_are_no_list_of_texts_are_refused(tmp_path, outputs, row):
+    rows = [["right"], ["right"]]
+    rows[row] = outputs
+    file = tmp_path / "mine.jsonl"
+    file.write_text("".join(json.dumps({"input": "The code word of Anna is", "outputs": one}) + "\n" for one in rows))
+    with pytest.raises(ValueError, match=f"row {row} has outputs=.*expected a list"):
+        manager(path=str(file)).load(["qkvcache_local_json"])
+
+
+@pytest.mark.parametrize("value", ["x", 300.7, None, True, float("inf")])
+@pytest.mark.parametrize("name", ["context_tokens", "number", "seed"])
+def test_metadata_that_is_no_whole_number_is_refused(name, value):
+    with pytest.raises(ValueError, match=f"--metadata has {name}={value!r}: expected a whole number"):
+        manager(**{name: value}).load(["qkvcache_needle"])
+
+
 def test_the_command_writes_a_result_file(tmp_path, monkeypatch, capsys):
     class Few(TaskManager):
         def __init__(self, *args, **options):

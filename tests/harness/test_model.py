@@ -1,5 +1,6 @@
 """`CacheLM` scores as lm-eval's `hf` does where the cache is exact, and as the cache does where it is not."""
 
+import re
 from unittest import mock
 
 import pytest
@@ -92,6 +93,15 @@ def test_contexts_that_are_too_long_are_cut_from_the_left():
     torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("request_", [([3], [4] * 31), ([3] * 9, [4] * 40), ([3, 4], []), ([], [3, 4])])
+def test_what_has_no_score_is_refused_before_anything_is_computed(request_):
+    lm = cached(max_length=30)
+    with mock.patch.object(lm, "_forward") as forward, pytest.raises(ValueError) as refused:
+        score(lm, [(None, [3] * 5, [4] * 30), (None, *request_)])
+    lengths = [f"{len(ids)}" for ids in request_]
+    assert re.findall(r"\d+", str(refused.value)) == ["1", *lengths, "30"] and not forward.called
+
+
 @pytest.mark.parametrize("policy", [None, "h2o"])
 def test_answers_are_those_of_generate_with_the_prompt_in_the_cache(policy):
     options = {"cache": "turboquant_3bit_nc", "policy": policy, "budget": policy and 20, **SHORT}
@@ -178,7 +188,12 @@ def test_the_results_say_what_was_measured():
         ({"cache": "int8", "policy": "h3o"}, ValueError, "h3o"),
         ({"scoring": "fast"}, ValueError, "scoring='fast'"),
         ({"chunk": 0}, ValueError, "chunk=0"),
-        ({"batch_size": "auto"}, ValueError, "batch_size='auto'"),
+        ({"batch_size": "auto"}, ValueError, "batch_size='auto': is found by trying"),
+        ({"batch_size": "auto:4"}, ValueError, "batch_size='auto:4': is found by trying"),
+        ({"batch_size": 0}, ValueError, "batch_size=0: must be 1 or more rows"),
+        ({"batch_size": "-3"}, ValueError, "batch_size=-3: must be 1 or more rows"),
+        ({"batch_size": 2.0}, TypeError, "batch_size must be a number of rows, got 2.0"),
+        ({"batch_size": "many"}, TypeError, "batch_size must be a number of rows, got 'many'"),
         ({"cache": "int8", "policy": "sink_window", "sinks": -1}, ValueError, "sinks=-1"),
         ({"exact_recent": 0}, ValueError, "exact everywhere"),
         ({"cache": "int8", "exact_first": -5}, ValueError, "exact_first=-5"),

@@ -2,10 +2,12 @@
 
 import pytest
 import torch
+from matrix import model as tiny
+from transformers import DynamicCache, StaticCache
 
 from qkvcache import CompressedCache, demo
 from qkvcache.harness.prefill import prefill, refill
-from qkvcache.harness.quality import Passages, RecallSet, divergence, recall
+from qkvcache.harness.quality import Passages, RecallSet, divergence, held_bytes, recall
 from qkvcache.policies import H2O, TOVA, KeyDiff, LagKV, Random, SinkWindow, SnapKV
 from qkvcache.policies.base import ALL
 
@@ -67,3 +69,18 @@ def test_a_question_that_was_seen_is_part_of_the_prompt(loaded):
     ]
     assert everything[0] == everything[1] >= 2 / 3
     assert recall(model, tokenizer, unseen, lambda: CompressedCache(model.config, policy=SinkWindow(window=16))) <= 1 / 3
+
+
+def test_states_of_linear_layers_are_counted_in_a_dense_cache_as_in_ours():
+    network = tiny("qwen3_next")
+    dense, ours = DynamicCache(config=network.config), CompressedCache(network.config, format="identity")
+    with torch.no_grad():
+        for cache in (dense, ours):
+            network(torch.arange(3, 43)[None], past_key_values=cache)
+    states = [layer for layer in dense.layers if hasattr(layer, "recurrent_states")]
+    in_states = sum(x.nbytes for layer in states for of in (layer.conv_states, layer.recurrent_states) for x in of.values())
+    in_keys = sum(layer.keys.nbytes + layer.values.nbytes for layer in dense.layers if layer not in states)
+    assert len(states) == 3 and in_states > 0 and held_bytes(dense) == in_states + in_keys == ours.memory().dense
+    assert held_bytes(ours) == ours.nbytes >= held_bytes(dense)
+    with pytest.raises(TypeError, match="StaticCache"):
+        held_bytes(StaticCache(config=network.config, max_cache_len=8))

@@ -26,9 +26,15 @@ def rows(task: str, *, tokenizer=None, pretrained=None, **options) -> dict[str, 
     for name in options.keys() - DEFAULTS.keys():
         if meant := difflib.get_close_matches(name, DEFAULTS, n=1, cutoff=0.8):
             raise ValueError(f"--metadata has {name!r}: did you mean {meant[0]!r}?")
-    size = {name: int(options.get(name, value)) for name, value in DEFAULTS.items()}
+    size = {name: _whole(name, options.get(name, value)) for name, value in DEFAULTS.items()}
     made = long_context.cases(task, _tokenizer(of) if isinstance(of, str) else of, size["context_tokens"], size["number"], size["seed"])
     return {"test": datasets.Dataset.from_list([{"input": case.prompt, "outputs": list(case.answers)} for case in made])}
+
+
+def _whole(name: str, value) -> int:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not float(value).is_integer():  # 2e3 is a float
+        raise ValueError(f"--metadata has {name}={value!r}: expected a whole number, such as {DEFAULTS[name]}")
+    return int(value)
 
 
 needle = functools.partial(rows, "needle")
@@ -46,6 +52,9 @@ def local_json(*, path=None, **_) -> dict[str, datasets.Dataset]:
     found = datasets.load_dataset("json", data_files=path, split="train")
     if missing := {"input", "outputs"} - set(found.column_names):
         raise ValueError(f"{path}: rows have no {' and no '.join(sorted(missing))}, only {', '.join(found.column_names)}")
+    for row, outputs in enumerate(found["outputs"]):  # a string would be scored letter by letter, an empty one is in every answer
+        if not (isinstance(outputs, list) and outputs and all(isinstance(one, str) and one for one in outputs)):
+            raise ValueError(f'{path}: row {row} has outputs={outputs!r}: expected a list of one or more texts, such as ["zebra"]')
     return {"test": found}
 
 
