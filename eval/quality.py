@@ -100,9 +100,9 @@ def _device(name: str) -> str:
 
 def _refused(args: argparse.Namespace) -> str | None:
     """Why nothing can be measured, if so. What only shows rows does not ask: they may be of another machine."""
-    on_the_hub = re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", args.model)
+    on_the_hub = re.fullmatch(r"([\w-][\w.-]*/)?[\w-][\w.-]*", args.model)
     if args.model != "demo" and not Path(args.model).is_dir() and not on_the_hub:
-        return f"argument --model: {args.model!r} is no folder, and no model on the Hub, whose name is OWNER/NAME"
+        return f"argument --model: {args.model!r} is no folder, and no name of a model on the Hub"
     if args.text is not None and not args.text.is_file():
         return f"argument --text: {str(args.text)!r} is no file"
     try:
