@@ -168,10 +168,10 @@ def recommend(
         if tried[-1][1].fits:
             break
     choice, found = tried[-1]
-    if found.ratio < LEAST_RATIO and found.fits:
-        dense = Choice("DynamicCache(config=config)", None, None, "")
+    dense = Choice("DynamicCache(config=config)", None, None, "")
+    if found.ratio < LEAST_RATIO and found.fits and (whole := planned(dense)).fits:
         why = "nothing grows enough to be worth compressing: the context is short, or the model's layers slide or are linear"
-        return _answer(dense, planned(dense), guide, [why], chat)
+        return _answer(dense, whole, guide, [why], chat)
     reasons = [choice.why]
     if len(tried) > 1 and found.fits:
         reasons.append(f"{tried[-2][0].call} would not hold {batch} such requests")

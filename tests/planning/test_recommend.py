@@ -79,6 +79,16 @@ def test_what_need_not_be_compressed_is_left_dense():
         assert type(made(found.call, config)) is hf.DynamicCache and found.vllm == "--kv-cache-dtype auto"
 
 
+def test_a_dense_cache_is_taken_only_where_it_fits():
+    compressed = next(found for n in range(60, 300) if 1 < (found := plan(SMALL, format="int8_centered", context=n)).ratio < 1.05)
+    between = (compressed.bytes_per_request + compressed.dense) / 2
+    for memory, kind in ((between, CompressedCache), (2 * between, hf.DynamicCache)):
+        found = recommend(SMALL, context=compressed.context, gpu_memory=memory, weights_memory=0)
+        assert found.plan.fits and isinstance(made(found.call, SMALL), kind)
+    nothing = recommend(SMALL, context=compressed.context, gpu_memory=between / 10, weights_memory=0)
+    assert not nothing.plan.fits and "not even this" in nothing.reason.lower()
+
+
 def test_models_that_allow_less():
     config = hf.BloomConfig(vocab_size=100, hidden_size=128, n_layer=2, n_head=2)
     found = recommend(config, context=100_000, workload="continue")
