@@ -115,7 +115,7 @@ def plan(
     gpu_memory: float | None = None,
     weights_memory: float | None = None,
     tensor_parallel: int = 1,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | str | None = None,
     exact_first: int = 4,
     exact_recent: int = 64,
     exact_layers: Iterable[int] = (),
@@ -134,7 +134,7 @@ def plan(
         gpu_memory: bytes of one GPU that weights and caches may take. Activations are not counted: leave room for them.
         weights_memory: bytes of the weights, over all GPUs; None counts the config's parameters in `dtype`.
         tensor_parallel: GPUs that share the KV heads of each layer evenly.
-        dtype: what the model computes in; None asks the config, and takes bfloat16 where it does not say.
+        dtype: what the model computes in, or its name; None asks the config, and takes bfloat16 where it does not say.
         max_length: tokens that storage is taken for at once, as CompressedCache takes it: every request then takes the same from its first
             token on, and `longest_context` is the largest `max_length` that fits.
 
@@ -153,7 +153,7 @@ def plan(
         if context > max_length:
             raise ValueError(f"context={context} does not fit in max_length={max_length}: raise max_length")
     text = text_config(config)
-    dtype = model_dtype(config) if dtype is None else dtype
+    dtype = model_dtype(config, dtype)
     layers = shapes(config, dtype.itemsize, tensor_parallel)
     zones = {"exact_first": exact_first, "exact_recent": exact_recent, "exact_layers": tuple(exact_layers)}
 
@@ -208,7 +208,7 @@ def plan_all(config: PreTrainedConfig, *, policy: str | Policy | None = None, co
     dims = {shape.head_dim for shape in shapes(config, 2)}
     held = [name for name in names if name is None or not any(formats.REGISTRY[name].refuses(dim) for dim in dims)]
     if options.get("gpu_memory") is not None and options.get("weights_memory") is None:  # once for all
-        options["weights_memory"] = weights_bytes(config, options.get("dtype") or model_dtype(config))
+        options["weights_memory"] = weights_bytes(config, model_dtype(config, options.get("dtype")))
     return [plan(config, format=name, policy=policy if name else None, context=context, **options) for name in held]
 
 

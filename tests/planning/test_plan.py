@@ -20,7 +20,9 @@ def test_without_format_and_policy_it_is_a_dynamic_cache():
     found = plan(LLAMA, context=100)
     assert found.bytes_per_request == found.dense == 100 * TOKEN and found.ratio == 1
     assert found.dtype == "bfloat16" and found.name == "dense bfloat16" and found.fits
-    assert plan(LLAMA, context=100, dtype=torch.float32).dense == 2 * found.dense
+    for dtype in (torch.float32, "float32"):
+        wide = plan(LLAMA, context=100, dtype=dtype)
+        assert wide.dense == 2 * found.dense and wide.dtype == "float32"
 
 
 def test_requests_and_longest_context_are_the_most_that_fit():
@@ -85,7 +87,7 @@ def test_words():
 
 
 def test_every_format_that_holds_the_heads_has_a_row():
-    rows = plan_all(LLAMA, context=1000, gpu_memory=1e9)
+    rows = plan_all(LLAMA, context=1000, gpu_memory=1e9, dtype="bfloat16")
     assert [row.format for row in rows] == [None, *(name for name in formats.REGISTRY if name != "identity")]
     assert len({row.weights_memory for row in rows}) == 1
     refused = MODELS["llama"]()
@@ -105,6 +107,10 @@ def test_every_format_that_holds_the_heads_has_a_row():
         ({"format": "int9"}, ValueError, "int9"),
         ({"format": "int8", "exact_layers": (7,)}, ValueError, "exact_layers"),
         ({"tensor_parallel": 4}, ValueError, r"tensor_parallel=4 does not divide 2 KV heads: expected one of \[1, 2\]"),
+        ({"dtype": "bf16"}, ValueError, "dtype='bf16'"),
+        ({"dtype": "nn"}, ValueError, "dtype='nn'"),
+        ({"dtype": torch.int8}, ValueError, "dtype=torch.int8"),
+        ({"dtype": 16}, TypeError, "dtype .* got 16"),
         ({"gpu_memory": "80GB"}, TypeError, "number of bytes"),
         ({"gpu_memory": -1.0}, ValueError, "gpu_memory=-1.0"),
         ({"gpu_memory": 1e5, "weights_memory": 1e6}, ValueError, "leaves nothing beside 1.0 MB of weights"),

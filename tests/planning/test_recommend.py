@@ -117,6 +117,7 @@ def test_flags_of_engines():
         ({"workload": "chat"}, ValueError, "workload='chat': expected 'facts', 'question' or 'continue'"),
         ({"streaming": True, "chat": True}, ValueError, "choose one"),
         ({"context": -1}, ValueError, "context=-1"),
+        ({"dtype": torch.int8}, ValueError, "dtype=torch.int8"),
         ({"tensor_parallel": 3}, ValueError, "KV heads"),
     ],
 )
@@ -128,5 +129,7 @@ def test_wrong_input_is_explained(options, error, says):
 
 
 def test_json():
-    found = json.loads(json.dumps(recommend(SMALL, context=5000, gpu_memory=1e9, dtype=torch.float16).as_json()))
+    named = recommend(SMALL, context=5000, gpu_memory=1e9, dtype="float16")
+    assert named == recommend(SMALL, context=5000, gpu_memory=1e9, dtype=torch.float16)
+    found = json.loads(json.dumps(named.as_json()))
     assert found["plan"]["dtype"] == "float16" and found["plan"]["codes"] > 0
