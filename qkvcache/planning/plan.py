@@ -5,6 +5,7 @@ The cache itself is built, empty, and asked what its layers are; `layout.py` cou
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -139,13 +140,17 @@ def plan(
             token on, and `longest_context` is the largest `max_length` that fits.
 
     Raises:
-        ValueError: what CompressedCache raises, sizes below 1, a context beyond `max_length`, KV heads that do not divide among the GPUs,
-            weights that cannot be counted or leave no memory.
-        TypeError: `config` is no config, or a size no number.
+        ValueError: what CompressedCache raises, sizes below 1, memory that is negative or infinite, a dtype that is not floating-point, a context
+            beyond `max_length`, KV heads that do not divide among the GPUs, weights that cannot be counted or leave no memory.
+        TypeError: `config` is no config, a size no number, or `dtype` neither a dtype nor a name.
         NotImplementedError: latent attention, an encoder-decoder, layer types that are unknown here.
     """
-    for name, count in (("context", context), ("batch", batch), ("tensor_parallel", tensor_parallel)):
-        check_count(name, count, 1)
+    for name, count, of in (("context", context, "tokens"), ("batch", batch, "requests"), ("tensor_parallel", tensor_parallel, "GPUs")):
+        check_count(name, count, 1, of)
+    check_count("exact_first", exact_first)
+    check_count("exact_recent", exact_recent)
+    _check_bytes("gpu_memory", gpu_memory)
+    _check_bytes("weights_memory", weights_memory)
     if prompt is not None:
         check_count("prompt", prompt, 1)
     if max_length is not None:
@@ -212,13 +217,17 @@ def plan_all(config: PreTrainedConfig, *, policy: str | Policy | None = None, co
     return [plan(config, format=name, policy=policy if name else None, context=context, **options) for name in held]
 
 
+def _check_bytes(name: str, value: float | None) -> None:
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name} must be a number of bytes such as 80e9, got {value!r}")
+    if not 0 <= value < math.inf:
+        raise ValueError(f"{name}={value!r}: must be 0 or more bytes, and finite, such as 80e9")
+
+
 def _free(gpu_memory: float, weights_memory: float, gpus: int) -> float:
     """Bytes left for caches, over all GPUs."""
-    for name, value in (("gpu_memory", gpu_memory), ("weights_memory", weights_memory)):
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise TypeError(f"{name} must be a number of bytes such as 80e9, got {value!r}")
-        if value < 0 or value != value:
-            raise ValueError(f"{name}={value!r}: must be 0 or more bytes")
     free = gpu_memory * gpus - weights_memory
     if free <= 0:
         raise ValueError(

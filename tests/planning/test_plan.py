@@ -102,7 +102,8 @@ def test_every_format_that_holds_the_heads_has_a_row():
     [
         ({"context": 0}, ValueError, "context=0"),
         ({"context": 5.0}, TypeError, "context"),
-        ({"batch": 0}, ValueError, "batch=0"),
+        ({"batch": 0}, ValueError, "batch=0: must be 1 or more requests"),
+        ({"tensor_parallel": 0}, ValueError, "tensor_parallel=0: must be 1 or more GPUs"),
         ({"prompt": 0}, ValueError, "prompt=0"),
         ({"format": "int9"}, ValueError, "int9"),
         ({"format": "int8", "exact_layers": (7,)}, ValueError, "exact_layers"),
@@ -113,6 +114,13 @@ def test_every_format_that_holds_the_heads_has_a_row():
         ({"dtype": 16}, TypeError, "dtype .* got 16"),
         ({"gpu_memory": "80GB"}, TypeError, "number of bytes"),
         ({"gpu_memory": -1.0}, ValueError, "gpu_memory=-1.0"),
+        ({"gpu_memory": float("inf"), "weights_memory": 0}, ValueError, "gpu_memory=inf.*finite"),
+        ({"gpu_memory": 1e9, "weights_memory": float("inf")}, ValueError, "weights_memory=inf"),
+        ({"gpu_memory": 1e9, "weights_memory": float("nan")}, ValueError, "weights_memory=nan"),
+        ({"weights_memory": "foo"}, TypeError, "weights_memory .* got 'foo'"),
+        ({"weights_memory": -5}, ValueError, "weights_memory=-5"),
+        ({"exact_first": -1}, ValueError, "exact_first=-1"),
+        ({"exact_recent": "a"}, TypeError, "exact_recent .* got 'a'"),
         ({"gpu_memory": 1e5, "weights_memory": 1e6}, ValueError, "leaves nothing beside 1.0 MB of weights"),
     ],
 )
