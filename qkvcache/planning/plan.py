@@ -83,8 +83,12 @@ class Plan:
     @property
     def reason(self) -> str:
         """The plan in words."""
-        smaller = "" if self.format is None and self.policy is None else f", {self.ratio:.2f}x less than {in_words(self.dense)} dense"
-        words = [f"{self.model}, {self.name}: a request of {self.context:,} tokens takes {in_words(self.bytes_per_request)}{smaller}."]
+        words = [f"{self.model}, {self.name}: a request of {self.context:,} tokens takes {in_words(self.bytes_per_request)}"]
+        if self.bytes_per_request > self.dense:
+            words[0] += f", {self.bytes_per_request / self.dense:.2f}x more than {in_words(self.dense)} dense"
+        elif self.format is not None or self.policy is not None:
+            words[0] += f", {self.ratio:.2f}x less than {in_words(self.dense)} dense"
+        words[0] += "."
         if self.gpu_memory is not None and self.weights_memory is not None:
             gpus = f"{self.tensor_parallel} x {in_words(self.gpu_memory)}" if self.tensor_parallel > 1 else in_words(self.gpu_memory)
             words.append(f"{gpus} less {in_words(self.weights_memory)} of weights hold {self.requests:,} such requests")
@@ -140,8 +144,8 @@ def plan(
             token on, and `longest_context` is the largest `max_length` that fits.
 
     Raises:
-        ValueError: what CompressedCache raises, sizes below 1, memory that is negative or infinite, a dtype that is not floating-point, a context
-            beyond `max_length`, KV heads that do not divide among the GPUs, weights that cannot be counted or leave no memory.
+        ValueError: what CompressedCache raises, sizes below 1, memory that is negative or infinite, a dtype that is not floating-point, a
+            context beyond `max_length`, KV heads that do not divide among the GPUs, weights that cannot be counted or leave no memory.
         TypeError: `config` is no config, a size no number, or `dtype` neither a dtype nor a name.
         NotImplementedError: latent attention, an encoder-decoder, layer types that are unknown here.
     """

@@ -82,6 +82,9 @@ def test_words():
     for part in ("llama, int8 + H2O 25%", "600 tokens", "80.0 GB", "2 requests of up to", "512 positions"):
         assert part in str(found), part
     assert json.loads(json.dumps(found.as_json()))["bytes_per_request"] == found.bytes_per_request
+    larger = plan(LLAMA, format="int8", policy=policies.H2O(budget=1024), context=60)
+    assert larger.ratio < 1 and f"{1 / larger.ratio:.2f}x more than 46.1 kB dense" in str(larger)
+    assert "9.00x more than" in str(plan(LLAMA, context=100, max_length=900))
     notes = plan(MODELS["qwen3_next"](), context=10).notes
     assert not notes
 

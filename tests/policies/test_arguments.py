@@ -35,7 +35,7 @@ WRONG = [
     (H2O, {"budget": 1.5}, ValueError, "budget=1.5"),
     (H2O, {"budget": math.nan}, ValueError, "budget=nan"),
     (H2O, {"budget": True}, TypeError, "True"),
-    (H2O, {"budget": "1024"}, (TypeError, ValueError), "budget"),
+    (H2O, {"budget": "0.3"}, TypeError, "budget must be a number of tokens (int) or a share (float), got '0.3'"),
     (H2O, {"budget": None}, TypeError, "None"),
     (H2O, {"budget": [64, 0]}, ValueError, "budget=0"),
     (H2O, {"budget": []}, ValueError, "budget"),
