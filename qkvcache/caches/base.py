@@ -276,6 +276,13 @@ def head_dim_of(config: PreTrainedConfig) -> int | None:
     return head_dim if isinstance(head_dim, int) else None
 
 
+OWN_ATTENTION = frozenset((
+    "big_bird", "codegen", "cpmant", "falcon", "fsmt", "git", "gpt_neo", "gpt_neox_japanese", "gptj", "imagegpt", "led", "megatron-bert",
+    "mvp", "prophetnet", "rembert", "roformer", "trocr", "xglm",
+))  # fmt: skip
+"""Model types of transformers that compute attention themselves. `_supports_attention_backend` is False on others, too (BART, Zamba)."""
+
+
 def _attends_by_place(config: PreTrainedConfig) -> str | None:
     """Why tokens of this model cannot be evicted, or None."""
     if getattr(config, "alibi", False) or config.model_type in ("bloom", "mpt"):
@@ -286,4 +293,6 @@ def _attends_by_place(config: PreTrainedConfig) -> str | None:
         return "its indexer selects keys by column"
     if getattr(config, "kv_lora_rank", None):
         return "it expands latents after the cache, so that attention does not see what is stored"
+    if config.model_type in OWN_ATTENTION:
+        return "its attention does not go through transformers' AttentionInterface, so that no policy sees it; leave out the policy"
     return None

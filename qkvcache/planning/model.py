@@ -58,10 +58,18 @@ def shapes(config: PreTrainedConfig, itemsize: int, tensor_parallel: int = 1) ->
     return [_shape(layer, itemsize, tensor_parallel) for layer in layers]
 
 
-def model_dtype(config: PreTrainedConfig) -> torch.dtype:
-    """What the model computes in; bfloat16 where the config does not say."""
-    dtype = text_config(config).dtype or config.dtype or torch.bfloat16
-    return getattr(torch, dtype) if isinstance(dtype, str) else dtype
+def model_dtype(config: PreTrainedConfig, dtype: torch.dtype | str | None = None) -> torch.dtype:
+    """`dtype`, or the one of that name; None is what the config says the model computes in, and bfloat16 where it does not say.
+
+    Raises TypeError for what is neither, ValueError for what is no floating-point dtype of torch.
+    """
+    given = text_config(config).dtype or config.dtype or torch.bfloat16 if dtype is None else dtype
+    if not isinstance(given, torch.dtype | str):
+        raise TypeError(f"dtype must be a torch dtype or its name, such as 'bfloat16', got {given!r}")
+    found = getattr(torch, given, None) if isinstance(given, str) else given
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise ValueError(f"dtype={given!r}: expected a floating-point dtype of torch, such as 'bfloat16', 'float16' or 'float32'")
+    return found
 
 
 def weights_bytes(config: PreTrainedConfig, dtype: torch.dtype) -> int:

@@ -5,6 +5,7 @@ The cache itself is built, empty, and asked what its layers are; `layout.py` cou
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -82,8 +83,12 @@ class Plan:
     @property
     def reason(self) -> str:
         """The plan in words."""
-        smaller = "" if self.format is None and self.policy is None else f", {self.ratio:.2f}x less than {in_words(self.dense)} dense"
-        words = [f"{self.model}, {self.name}: a request of {self.context:,} tokens takes {in_words(self.bytes_per_request)}{smaller}."]
+        words = [f"{self.model}, {self.name}: a request of {self.context:,} tokens takes {in_words(self.bytes_per_request)}"]
+        if self.bytes_per_request > self.dense:
+            words[0] += f", {self.bytes_per_request / self.dense:.2f}x more than {in_words(self.dense)} dense"
+        elif self.format is not None or self.policy is not None:
+            words[0] += f", {self.ratio:.2f}x less than {in_words(self.dense)} dense"
+        words[0] += "."
         if self.gpu_memory is not None and self.weights_memory is not None:
             gpus = f"{self.tensor_parallel} x {in_words(self.gpu_memory)}" if self.tensor_parallel > 1 else in_words(self.gpu_memory)
             words.append(f"{gpus} less {in_words(self.weights_memory)} of weights hold {self.requests:,} such requests")
@@ -115,7 +120,7 @@ def plan(
     gpu_memory: float | None = None,
     weights_memory: float | None = None,
     tensor_parallel: int = 1,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | str | None = None,
     exact_first: int = 4,
     exact_recent: int = 64,
     exact_layers: Iterable[int] = (),
@@ -134,18 +139,22 @@ def plan(
         gpu_memory: bytes of one GPU that weights and caches may take. Activations are not counted: leave room for them.
         weights_memory: bytes of the weights, over all GPUs; None counts the config's parameters in `dtype`.
         tensor_parallel: GPUs that share the KV heads of each layer evenly.
-        dtype: what the model computes in; None asks the config, and takes bfloat16 where it does not say.
+        dtype: what the model computes in, or its name; None asks the config, and takes bfloat16 where it does not say.
         max_length: tokens that storage is taken for at once, as CompressedCache takes it: every request then takes the same from its first
             token on, and `longest_context` is the largest `max_length` that fits.
 
     Raises:
-        ValueError: what CompressedCache raises, sizes below 1, a context beyond `max_length`, KV heads that do not divide among the GPUs,
-            weights that cannot be counted or leave no memory.
-        TypeError: `config` is no config, or a size no number.
+        ValueError: what CompressedCache raises, sizes below 1, memory that is negative or infinite, a dtype that is not floating-point, a
+            context beyond `max_length`, KV heads that do not divide among the GPUs, weights that cannot be counted or leave no memory.
+        TypeError: `config` is no config, a size no number, or `dtype` neither a dtype nor a name.
         NotImplementedError: latent attention, an encoder-decoder, layer types that are unknown here.
     """
-    for name, count in (("context", context), ("batch", batch), ("tensor_parallel", tensor_parallel)):
-        check_count(name, count, 1)
+    for name, count, of in (("context", context, "tokens"), ("batch", batch, "requests"), ("tensor_parallel", tensor_parallel, "GPUs")):
+        check_count(name, count, 1, of)
+    check_count("exact_first", exact_first)
+    check_count("exact_recent", exact_recent)
+    _check_bytes("gpu_memory", gpu_memory)
+    _check_bytes("weights_memory", weights_memory)
     if prompt is not None:
         check_count("prompt", prompt, 1)
     if max_length is not None:
@@ -153,7 +162,7 @@ def plan(
         if context > max_length:
             raise ValueError(f"context={context} does not fit in max_length={max_length}: raise max_length")
     text = text_config(config)
-    dtype = model_dtype(config) if dtype is None else dtype
+    dtype = model_dtype(config, dtype)
     layers = shapes(config, dtype.itemsize, tensor_parallel)
     zones = {"exact_first": exact_first, "exact_recent": exact_recent, "exact_layers": tuple(exact_layers)}
 
@@ -208,17 +217,21 @@ def plan_all(config: PreTrainedConfig, *, policy: str | Policy | None = None, co
     dims = {shape.head_dim for shape in shapes(config, 2)}
     held = [name for name in names if name is None or not any(formats.REGISTRY[name].refuses(dim) for dim in dims)]
     if options.get("gpu_memory") is not None and options.get("weights_memory") is None:  # once for all
-        options["weights_memory"] = weights_bytes(config, options.get("dtype") or model_dtype(config))
+        options["weights_memory"] = weights_bytes(config, model_dtype(config, options.get("dtype")))
     return [plan(config, format=name, policy=policy if name else None, context=context, **options) for name in held]
+
+
+def _check_bytes(name: str, value: float | None) -> None:
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name} must be a number of bytes such as 80e9, got {value!r}")
+    if not 0 <= value < math.inf:
+        raise ValueError(f"{name}={value!r}: must be 0 or more bytes, and finite, such as 80e9")
 
 
 def _free(gpu_memory: float, weights_memory: float, gpus: int) -> float:
     """Bytes left for caches, over all GPUs."""
-    for name, value in (("gpu_memory", gpu_memory), ("weights_memory", weights_memory)):
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise TypeError(f"{name} must be a number of bytes such as 80e9, got {value!r}")
-        if value < 0 or value != value:
-            raise ValueError(f"{name}={value!r}: must be 0 or more bytes")
     free = gpu_memory * gpus - weights_memory
     if free <= 0:
         raise ValueError(

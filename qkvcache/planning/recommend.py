@@ -127,7 +127,7 @@ def recommend(
     gpu_memory: float | None = None,
     weights_memory: float | None = None,
     tensor_parallel: int = 1,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | str | None = None,
 ) -> Recommendation:
     """Which cache to take for a model and a workload, and what it takes.
 
@@ -149,7 +149,7 @@ def recommend(
     if streaming and chat:
         raise ValueError("streaming=True with chat=True: a stream forgets the turns that a chat goes back to; choose one")
     text_config(config)
-    dtype = model_dtype(config) if dtype is None else dtype
+    dtype = model_dtype(config, dtype)
     if gpu_memory is not None and weights_memory is None:
         weights_memory = weights_bytes(config, dtype)
 
@@ -168,10 +168,10 @@ def recommend(
         if tried[-1][1].fits:
             break
     choice, found = tried[-1]
-    if found.ratio < LEAST_RATIO and found.fits:
-        dense = Choice("DynamicCache(config=config)", None, None, "")
+    dense = Choice("DynamicCache(config=config)", None, None, "")
+    if found.ratio < LEAST_RATIO and found.fits and (whole := planned(dense)).fits:
         why = "nothing grows enough to be worth compressing: the context is short, or the model's layers slide or are linear"
-        return _answer(dense, planned(dense), guide, [why], chat)
+        return _answer(dense, whole, guide, [why], chat)
     reasons = [choice.why]
     if len(tried) > 1 and found.fits:
         reasons.append(f"{tried[-2][0].call} would not hold {batch} such requests")

@@ -140,7 +140,7 @@ class Policy:
     @property
     def budgets(self) -> tuple[Budget, ...]:
         """One, or one for each full-attention layer."""
-        several = self.budget if isinstance(self.budget, Sequence) else (self.budget,)
+        several = self.budget if isinstance(self.budget, Sequence) and not isinstance(self.budget, str) else (self.budget,)
         if not several:
             raise ValueError(f"budget={self.budget!r}: holds none; pass one for all layers, or one for each full-attention layer")
         return tuple(_budget(one) for one in several)

@@ -20,7 +20,9 @@ def test_without_format_and_policy_it_is_a_dynamic_cache():
     found = plan(LLAMA, context=100)
     assert found.bytes_per_request == found.dense == 100 * TOKEN and found.ratio == 1
     assert found.dtype == "bfloat16" and found.name == "dense bfloat16" and found.fits
-    assert plan(LLAMA, context=100, dtype=torch.float32).dense == 2 * found.dense
+    for dtype in (torch.float32, "float32"):
+        wide = plan(LLAMA, context=100, dtype=dtype)
+        assert wide.dense == 2 * found.dense and wide.dtype == "float32"
 
 
 def test_requests_and_longest_context_are_the_most_that_fit():
@@ -80,12 +82,15 @@ def test_words():
     for part in ("llama, int8 + H2O 25%", "600 tokens", "80.0 GB", "2 requests of up to", "512 positions"):
         assert part in str(found), part
     assert json.loads(json.dumps(found.as_json()))["bytes_per_request"] == found.bytes_per_request
+    larger = plan(LLAMA, format="int8", policy=policies.H2O(budget=1024), context=60)
+    assert larger.ratio < 1 and f"{1 / larger.ratio:.2f}x more than 46.1 kB dense" in str(larger)
+    assert "9.00x more than" in str(plan(LLAMA, context=100, max_length=900))
     notes = plan(MODELS["qwen3_next"](), context=10).notes
     assert not notes
 
 
 def test_every_format_that_holds_the_heads_has_a_row():
-    rows = plan_all(LLAMA, context=1000, gpu_memory=1e9)
+    rows = plan_all(LLAMA, context=1000, gpu_memory=1e9, dtype="bfloat16")
     assert [row.format for row in rows] == [None, *(name for name in formats.REGISTRY if name != "identity")]
     assert len({row.weights_memory for row in rows}) == 1
     refused = MODELS["llama"]()
@@ -100,13 +105,25 @@ def test_every_format_that_holds_the_heads_has_a_row():
     [
         ({"context": 0}, ValueError, "context=0"),
         ({"context": 5.0}, TypeError, "context"),
-        ({"batch": 0}, ValueError, "batch=0"),
+        ({"batch": 0}, ValueError, "batch=0: must be 1 or more requests"),
+        ({"tensor_parallel": 0}, ValueError, "tensor_parallel=0: must be 1 or more GPUs"),
         ({"prompt": 0}, ValueError, "prompt=0"),
         ({"format": "int9"}, ValueError, "int9"),
         ({"format": "int8", "exact_layers": (7,)}, ValueError, "exact_layers"),
         ({"tensor_parallel": 4}, ValueError, r"tensor_parallel=4 does not divide 2 KV heads: expected one of \[1, 2\]"),
+        ({"dtype": "bf16"}, ValueError, "dtype='bf16'"),
+        ({"dtype": "nn"}, ValueError, "dtype='nn'"),
+        ({"dtype": torch.int8}, ValueError, "dtype=torch.int8"),
+        ({"dtype": 16}, TypeError, "dtype .* got 16"),
         ({"gpu_memory": "80GB"}, TypeError, "number of bytes"),
         ({"gpu_memory": -1.0}, ValueError, "gpu_memory=-1.0"),
+        ({"gpu_memory": float("inf"), "weights_memory": 0}, ValueError, "gpu_memory=inf.*finite"),
+        ({"gpu_memory": 1e9, "weights_memory": float("inf")}, ValueError, "weights_memory=inf"),
+        ({"gpu_memory": 1e9, "weights_memory": float("nan")}, ValueError, "weights_memory=nan"),
+        ({"weights_memory": "foo"}, TypeError, "weights_memory .* got 'foo'"),
+        ({"weights_memory": -5}, ValueError, "weights_memory=-5"),
+        ({"exact_first": -1}, ValueError, "exact_first=-1"),
+        ({"exact_recent": "a"}, TypeError, "exact_recent .* got 'a'"),
         ({"gpu_memory": 1e5, "weights_memory": 1e6}, ValueError, "leaves nothing beside 1.0 MB of weights"),
     ],
 )

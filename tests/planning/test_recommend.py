@@ -79,12 +79,26 @@ def test_what_need_not_be_compressed_is_left_dense():
         assert type(made(found.call, config)) is hf.DynamicCache and found.vllm == "--kv-cache-dtype auto"
 
 
+def test_a_dense_cache_is_taken_only_where_it_fits():
+    compressed = next(found for n in range(60, 300) if 1 < (found := plan(SMALL, format="int8_centered", context=n)).ratio < 1.05)
+    between = (compressed.bytes_per_request + compressed.dense) / 2
+    for memory, kind in ((between, CompressedCache), (2 * between, hf.DynamicCache)):
+        found = recommend(SMALL, context=compressed.context, gpu_memory=memory, weights_memory=0)
+        assert found.plan.fits and isinstance(made(found.call, SMALL), kind)
+    nothing = recommend(SMALL, context=compressed.context, gpu_memory=between / 10, weights_memory=0)
+    assert not nothing.plan.fits and "not even this" in nothing.reason.lower()
+
+
 def test_models_that_allow_less():
     config = hf.BloomConfig(vocab_size=100, hidden_size=128, n_layer=2, n_head=2)
     found = recommend(config, context=100_000, workload="continue")
     assert found.plan.policy is None and made(found.call, config)
     with pytest.raises(NotImplementedError, match="ALiBi"):
         recommend(config, context=1000, streaming=True)
+    own = hf.GPTJConfig(vocab_size=100, n_embd=128, n_layer=2, n_head=2, rotary_dim=16)
+    assert recommend(own, context=100_000, workload="continue").plan.policy is None
+    with pytest.raises(NotImplementedError, match="AttentionInterface"):
+        plan(own, policy="h2o", context=1000)
     odd = MODELS["llama"]()
     odd.head_dim = 42  # in no four-bit packing
     found = recommend(odd, context=100_000)
@@ -103,6 +117,7 @@ def test_flags_of_engines():
         ({"workload": "chat"}, ValueError, "workload='chat': expected 'facts', 'question' or 'continue'"),
         ({"streaming": True, "chat": True}, ValueError, "choose one"),
         ({"context": -1}, ValueError, "context=-1"),
+        ({"dtype": torch.int8}, ValueError, "dtype=torch.int8"),
         ({"tensor_parallel": 3}, ValueError, "KV heads"),
     ],
 )
@@ -114,5 +129,7 @@ def test_wrong_input_is_explained(options, error, says):
 
 
 def test_json():
-    found = json.loads(json.dumps(recommend(SMALL, context=5000, gpu_memory=1e9, dtype=torch.float16).as_json()))
+    named = recommend(SMALL, context=5000, gpu_memory=1e9, dtype="float16")
+    assert named == recommend(SMALL, context=5000, gpu_memory=1e9, dtype=torch.float16)
+    found = json.loads(json.dumps(named.as_json()))
     assert found["plan"]["dtype"] == "float16" and found["plan"]["codes"] > 0

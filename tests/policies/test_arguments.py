@@ -35,7 +35,7 @@ WRONG = [
     (H2O, {"budget": 1.5}, ValueError, "budget=1.5"),
     (H2O, {"budget": math.nan}, ValueError, "budget=nan"),
     (H2O, {"budget": True}, TypeError, "True"),
-    (H2O, {"budget": "1024"}, (TypeError, ValueError), "budget"),
+    (H2O, {"budget": "0.3"}, TypeError, "budget must be a number of tokens (int) or a share (float), got '0.3'"),
     (H2O, {"budget": None}, TypeError, "None"),
     (H2O, {"budget": [64, 0]}, ValueError, "budget=0"),
     (H2O, {"budget": []}, ValueError, "budget"),
@@ -98,6 +98,10 @@ CACHES = [
     (lambda: CompressedCache(config("llama"), policy="h2o", offloading=True), NotImplementedError, "offloading"),
     (lambda: CompressedCache(config("llama"), policy=H2O(budget=[9, 9])), ValueError, "2 budgets for 3"),
     (lambda: CompressedCache(hf.BloomConfig(hidden_size=64, n_head=2, n_layer=2), policy="h2o"), NotImplementedError, "ALiBi"),
+    *[
+        (lambda kind=kind: CompressedCache(kind(), policy="keydiff"), NotImplementedError, "AttentionInterface")
+        for kind in (hf.FalconConfig, hf.CodeGenConfig, hf.GPTJConfig, hf.GPTNeoConfig, hf.XGLMConfig)
+    ],
     (lambda: CompressedCache(config("t5"), policy="h2o"), NotImplementedError, "relative"),
     (lambda: CompressedCache(config("deepseek_v3"), policy="h2o"), NotImplementedError, "latents"),
     (lambda: CompressedCache(policy=SinkWindow(positions="cache")), ValueError, "config"),
