@@ -201,4 +201,4 @@ def _retire_kernel(
     shows = shown + b * (exact + record_columns)
     tl.store(shows + tl.where(slot < 0, -2 - slot, exact + slot), (slot < 0) | (position >= 0), mask=(h == 0) & (slot != -1))
     tl.store(shows + exact + slots + at, False, mask=h == 0)
-    tl.store(positions + column, -1)
+    tl.store(positions + column, -1)  # all have read it: the search for the least made them wait for each other

@@ -6,6 +6,11 @@ import torch
 from torch import Tensor
 
 
+def check_room(seen: int, tokens: int, max_length: int) -> None:
+    if seen + tokens > max_length:
+        raise ValueError(f"{seen} tokens and {tokens} more do not fit in max_length={max_length}: make the cache with a larger one")
+
+
 class Counted:
     """A mixin. Compiled code may only leave a note, since whatever it reads from the host would be compiled in; outside of it, the note
     is enough to check for room, and who needs the exact count reads it from the device once."""
@@ -46,10 +51,7 @@ class Counted:
         if self.taken:
             self.advance(self.taken)
             self.taken = 0
-        if self.seen + tokens > self.max_length:
-            raise ValueError(
-                f"{self.seen} tokens and {tokens} more do not fit in max_length={self.max_length}: make the cache with a larger one"
-            )
+        check_room(self.seen, tokens, self.max_length)
 
     def get_seq_length(self) -> int:
         self.count()

@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers.cache_utils import StaticSlidingWindowLayer
 
 from .compressed import differ
+from .counted import check_room
 
 
 class StaticSlidingLayer(StaticSlidingWindowLayer):
@@ -47,11 +48,7 @@ class StaticSlidingLayer(StaticSlidingWindowLayer):
 
     def expect(self, tokens: int) -> None:
         """Raises ValueError if there is no room for so many more."""
-        if self.cumulative_length_int + tokens > self.max_length:
-            raise ValueError(
-                f"{self.cumulative_length_int} tokens and {tokens} more do not fit in max_length={self.max_length}: make the cache with a "
-                "larger one"
-            )
+        check_room(self.cumulative_length_int, tokens, self.max_length)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         if not torch.compiler.is_compiling():
