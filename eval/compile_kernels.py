@@ -77,6 +77,11 @@ class Job:
     target: str
     options: dict[str, object] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        wanted = {param.name for param in self.kernel.params if param.is_constexpr}
+        if wanted != self.constants.keys():
+            raise ValueError(f"{self.name}: the kernel and this file differ in {sorted(wanted ^ self.constants.keys())}")
+
 
 def strides_aligned(name: str) -> bool:
     return name.endswith(("stride_b", "stride_h", "stride_t", "q_stride_q")) and not name.startswith(("mask", "out"))
@@ -185,7 +190,10 @@ def stepping(format: str, head_dim: int, target: str) -> Iterator[Job]:
     )
     for name, kernel, heads, more in kernels:
         stored = storing(format, head_dim, 1, target, heads)
-        yield Job(f"{name} {format} {head_dim}", kernel, stored.types | types, stored.constants | more, target, stored.options)
+        constants = stored.constants | more
+        if kernel is triton_retire._retire_kernel:
+            del constants["ACROSS"]  # a program has one head
+        yield Job(f"{name} {format} {head_dim}", kernel, stored.types | types, constants, target, stored.options)
 
 
 def arriving(head_dim: int, heads: int, target: str) -> Job:
