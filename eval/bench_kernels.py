@@ -2,7 +2,7 @@
 
     python eval/bench_kernels.py [--check] [--quick]     measure, print a table, write eval/results/kernels.jsonl
     python eval/bench_kernels.py --tune                  launch sizes at 8x32768; writes nothing
-    python eval/bench_kernels.py --markdown | --plot     the README's table | kernels.png, from the rows: needs no GPU
+    python eval/bench_kernels.py --markdown | --plot     the table of eval/README.md | kernels.png, from the rows: needs no GPU
 
 GPU time, by replays of a CUDA graph over two payloads in turn, together larger than the L2 cache (one, where one exceeds 2 GB); medians.
 Ratio: time of the better of flash and cuDNN attention on as many bf16 tokens / time of `fused_attend`, whole: its reduction, and 4 + 96

@@ -1,6 +1,7 @@
-"""How the package is built: who imports whom, and how long a file may be."""
+"""How the package is built: who imports whom, and how long a file may be; and that its texts point at what is there."""
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -81,3 +82,18 @@ def test_an_unguarded_launch_is_seen():
     assert launches_unguarded(ast.parse(f"def f(x):\n    {launch}")) == [2]
     assert not launches_unguarded(ast.parse(f"with torch.cuda.device_of(x):\n    {launch}"))
     assert not launches_unguarded(ast.parse(f"@on_its_device\ndef f(x):\n    {launch}"))
+
+
+def anchors(text: str) -> set[str]:
+    """Of the headings of a markdown text, as GitHub names them."""
+    return {re.sub(r"[^\w\- ]", "", title).strip().lower().replace(" ", "-") for title in re.findall(r"^#+ (.*)$", text, re.MULTILINE)}
+
+
+@pytest.mark.parametrize("name", ["README.md", "eval/README.md"])
+def test_links_lead_somewhere(name):
+    file = ROOT.parent / name
+    for link in re.findall(r"\]\(([^)\s]+)\)", file.read_text()):
+        path, _, anchor = link.partition("#")
+        target = file.parent / path if path else file
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target.read_text()), link

@@ -44,7 +44,7 @@ class CompressedCache(DynamicCache):
         policy: which tokens stay: a registry name (`qkvcache.policies.REGISTRY`) or a Policy; None keeps all. Exact zones then hold only
             tokens that it protects: at most its `sinks` and its `recent` ones.
         exact_first: tokens at the beginning that stay in the model's dtype: attention sinks live there.
-        exact_recent: tokens at the end that stay in the model's dtype, the largest quality lever there is (README). With
+        exact_recent: tokens at the end that stay in the model's dtype, the largest quality lever there is (eval/README.md). With
             `exact_first=0, exact_recent=0` the cache is the format as its authors define it; the running step still sees itself exactly.
         exact_layers: indices of layers to leave uncompressed, negative ones from the end.
         max_length: how many tokens may come: storage for all of them is taken at once and stays in its place, so that `generate` compiles
