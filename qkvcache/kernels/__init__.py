@@ -20,7 +20,7 @@ from .dispatch import (
 )
 from .ops import dense_payload
 from .prefill import prefill_with_lse
-from .retire import take
+from .retire import Places, take
 from .segments import Body, Exact, Packed, Payload, Segment, Side, mix, number, scores, slab_table
 from .store import Store
 
@@ -29,6 +29,7 @@ __all__ = [
     "Exact",
     "Packed",
     "Payload",
+    "Places",
     "Segment",
     "Side",
     "Store",

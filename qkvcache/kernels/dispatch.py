@@ -21,8 +21,8 @@ from . import column_mass as reference
 from . import retire as forgetting
 from . import store as counted
 from .attend import attend, attend_observed
-from .retire import Pair
-from .segments import CODECS, Exact, Payload, Side
+from .retire import Pair, Places
+from .segments import Exact, Payload, Side
 from .store import Store
 
 if TYPE_CHECKING:
@@ -178,48 +178,30 @@ def append(store: Store, x: tuple[Tensor, Tensor], seen: int, body: int, block: 
     counted.append(store, x, seen, body, encode)
 
 
-def arrive(
-    ring: Pair,
-    records: Sequence[Tensor],
-    shown: Tensor,
-    seen: Tensor,
-    columns: Tensor,
-    x: Pair,
-    new: Sequence[Tensor | None],
-    real: Tensor | None,
-) -> None:
+def arrive(held: Places, x: Pair, new: Sequence[Tensor | None], real: Tensor | None) -> None:
     """`retire.arrive`, in one launch where there are kernels."""
     if torch.compiler.is_compiling():
-        torch.ops.qkvcache.arrive(list(ring), list(records), shown, seen, columns, *x, list(new), real)
+        torch.ops.qkvcache.arrive(*held.arguments, *x, list(new), real)
         return
     take = forgetting.arrive
-    if on_triton(seen.device):
+    if on_triton(held.seen.device):
         from .triton_retire import arrive as take
-    take(ring, records, shown, seen, columns, x, new, real)
+    take(held, x, new, real)
 
 
-def retire(
-    numbers: tuple[int, int],
-    planes: tuple[Codes, Codes],
-    first: Pair,
-    records: Sequence[Tensor],
-    shown: Tensor,
-    ring: Pair,
-    seen: Tensor,
-    order: Tensor,
-) -> Tensor:
-    """`retire.retire` of the codecs with these `numbers` (`segments.number`), in one launch where there is a kernel."""
+def retire(held: Places, order: Tensor) -> Tensor:
+    """`retire.retire`, in one launch where there is a kernel for the codecs."""
     if torch.compiler.is_compiling():
-        held = [plane for side in planes for plane in side.values()]
-        return torch.ops.qkvcache.retire(held, list(numbers), list(first), list(records), shown, list(ring), seen, order)
-    codecs = CODECS[numbers[0]], CODECS[numbers[1]]
+        return torch.ops.qkvcache.retire(*held.arguments, order)
     move = forgetting.retire
     shared = any(
-        b.heads == "shared" and b.tokens == "each" for codec, x in zip(codecs, ring, strict=True) for b in codec.buffers(x.shape[3])
+        b.heads == "shared" and b.tokens == "each"
+        for codec, x in zip(held.codecs, held.ring, strict=True)
+        for b in codec.buffers(x.shape[3])
     )
-    if encodes(codecs, ring) and not shared:  # what heads share they hold each, where each has its own slot
+    if encodes(held.codecs, held.ring) and not shared:  # what heads share they hold each, where each has its own slot
         from .triton_retire import retire as move
-    return move(codecs, planes, first, records, shown, ring, seen, order)
+    return move(held, order)
 
 
 def unfold(store: Store, new: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:

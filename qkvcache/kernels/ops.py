@@ -14,6 +14,7 @@ from torch import Tensor
 from ..formats.base import Codec, Codes
 from . import dispatch
 from .attend import attend, attend_observed
+from .retire import Places
 from .segments import CODECS, Body, Exact, Packed, Payload, Side
 from .store import Store
 
@@ -167,6 +168,9 @@ def _(tensors, codecs, limit, key, value):
 
 @torch.library.custom_op("qkvcache::arrive", mutates_args=("ring", "records", "shown", "seen", "columns"))
 def _arrive(
+    numbers: Sequence[int],
+    planes: Sequence[Tensor],
+    first: Sequence[Tensor],
     ring: Sequence[Tensor],
     records: Sequence[Tensor],
     shown: Tensor,
@@ -177,32 +181,29 @@ def _arrive(
     new: Sequence[Tensor | None],
     real: Tensor | None,
 ) -> None:
-    dispatch.arrive((ring[0], ring[1]), records, shown, seen, columns, (key, value), new, real)
+    dispatch.arrive(Places.of(numbers, planes, first, ring, records, shown, seen, columns), (key, value), new, real)
 
 
 @_arrive.register_fake
-def _(ring, records, shown, seen, columns, key, value, new, real):
+def _(numbers, planes, first, ring, records, shown, seen, columns, key, value, new, real):
     return None
 
 
 @torch.library.custom_op("qkvcache::retire", mutates_args=("planes", "first", "records", "shown"))
 def _retire(
+    numbers: Sequence[int],
     planes: Sequence[Tensor],
-    codecs: Sequence[int],
     first: Sequence[Tensor],
+    ring: Sequence[Tensor],
     records: Sequence[Tensor],
     shown: Tensor,
-    ring: Sequence[Tensor],
     seen: Tensor,
+    columns: Tensor,
     order: Tensor,
 ) -> Tensor:
-    left = iter(planes)
-    sides = [{b.name: next(left) for b in CODECS[n].buffers(x.shape[3])} for n, x in zip(codecs, ring, strict=True)]
-    return dispatch.retire(
-        (codecs[0], codecs[1]), (sides[0], sides[1]), (first[0], first[1]), records, shown, (ring[0], ring[1]), seen, order
-    )
+    return dispatch.retire(Places.of(numbers, planes, first, ring, records, shown, seen, columns), order)
 
 
 @_retire.register_fake
-def _(planes, codecs, first, records, shown, ring, seen, order):
+def _(numbers, planes, first, ring, records, shown, seen, columns, order):
     return order.new_empty(order.shape[:2])

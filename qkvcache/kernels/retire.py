@@ -12,14 +12,70 @@ leaves the ring; between the steps the column that it had is empty. Which slots 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ..formats.base import Codec, Codes
+from .segments import CODECS
 
 Pair = tuple[Tensor, Tensor]
 """Of keys and of values."""
+
+
+@dataclass(eq=False)
+class Places:
+    """The tensors of the table above."""
+
+    numbers: tuple[int, int]
+    """The codecs, as `segments.number` counts them."""
+    planes: tuple[Codes, Codes]
+    """Those kept once among them."""
+    first: Pair
+    ring: Pair
+    records: dict[str, Tensor]
+    shown: Tensor
+    seen: Tensor
+    columns: Tensor
+
+    @property
+    def codecs(self) -> tuple[Codec, Codec]:
+        return CODECS[self.numbers[0]], CODECS[self.numbers[1]]
+
+    @property
+    def slots(self) -> int:
+        return self.records["positions"].shape[2] - self.ring[0].shape[2]
+
+    @property
+    def arguments(self) -> tuple:
+        """What an operator takes for this; `of` puts it together again, where records but the positions have no names."""
+        planes = [plane for side in self.planes for plane in side.values()]
+        return (
+            list(self.numbers),
+            planes,
+            list(self.first),
+            list(self.ring),
+            list(self.records.values()),
+            self.shown,
+            self.seen,
+            self.columns,
+        )
+
+    @classmethod
+    def of(
+        cls,
+        numbers: Sequence[int],
+        planes: Sequence[Tensor],
+        first: Sequence[Tensor],
+        ring: Sequence[Tensor],
+        records: Sequence[Tensor],
+        *counts: Tensor,
+    ) -> Places:
+        left = iter(planes)
+        sides = [{b.name: next(left) for b in CODECS[n].buffers(x.shape[3])} for n, x in zip(numbers, ring, strict=True)]
+        named = {str(i) if i else "positions": record for i, record in enumerate(records)}
+        return cls((numbers[0], numbers[1]), (sides[0], sides[1]), (first[0], first[1]), (ring[0], ring[1]), named, *counts)
 
 
 def take(x: Tensor, index: Tensor) -> Tensor:
@@ -28,49 +84,32 @@ def take(x: Tensor, index: Tensor) -> Tensor:
     return x.gather(2, index.expand(*x.shape[:2], index.shape[2], *x.shape[3:]))
 
 
-def arrive(
-    ring: Pair,
-    records: Sequence[Tensor],
-    shown: Tensor,
-    seen: Tensor,
-    columns: Tensor,
-    x: Pair,
-    new: Sequence[Tensor | None],
-    real: Tensor | None,
-) -> None:
+def arrive(held: Places, x: Pair, new: Sequence[Tensor | None], real: Tensor | None) -> None:
     """Takes keys and values `x` `[B, H, 1, D]`, `new` `[B, H, 1]` of each record after the positions (None: zero), and which rows' tokens
     are `real`, bool `[B]` (None: all). What is not real is overwritten by what comes next."""
+    ring, seen, shown, (positions, *others) = held.ring, held.seen, held.shown, held.records.values()
     at = seen % ring[0].shape[2]
     position = seen.clone() if real is None else torch.where(real, seen, -1)
-    for held, token in zip(ring, x, strict=True):
-        _put(held, at, token)
-    in_records = records[0].shape[2] - ring[0].shape[2] + at
-    _put(records[0], in_records, position.int()[:, None, None].expand(*records[0].shape[:2], 1))
-    for held, value in zip(records[1:], new, strict=True):
-        _put(held, in_records, held.new_zeros(*held.shape[:2], 1) if value is None else value)
+    for tokens, token in zip(ring, x, strict=True):
+        _put(tokens, at, token)
+    in_records = held.slots + at
+    _put(positions, in_records, position.int()[:, None, None].expand(*positions.shape[:2], 1))
+    for record, value in zip(others, new, strict=True):
+        _put(record, in_records, record.new_zeros(*record.shape[:2], 1) if value is None else value)
     shown.scatter_(1, (shown.shape[1] - ring[0].shape[2] + at)[:, None], (position >= 0)[:, None])
     seen.add_(1 if real is None else real.long())
-    columns.add_(1)
+    held.columns.add_(1)
 
 
-def retire(
-    codecs: tuple[Codec, Codec],
-    planes: tuple[Codes, Codes],
-    first: Pair,
-    records: Sequence[Tensor],
-    shown: Tensor,
-    ring: Pair,
-    seen: Tensor,
-    order: Tensor,
-) -> Tensor:
+def retire(held: Places, order: Tensor) -> Tensor:
     """The token in column `seen % W` of the ring leaves it: to the first zone if its position is there, and else, in each head, to the slot
     of the body that is least in `order`, int64 `[B, H, S + 1]`, the first of equal ones. Its own place in the order is the last; if that is
-    least, it is forgotten. `planes` have the buffers kept once among them.
+    least, it is forgotten.
 
     Returns the slot, int64 `[B, H]`; -1 where it is forgotten, `-2 - e` where it went to column `e` of the first zone.
     """
-    tail, exact, slots = ring[0].shape[2], first[0].shape[2], order.shape[2] - 1
-    at = seen % tail
+    ring, shown, records, slots, exact = held.ring, held.shown, list(held.records.values()), held.slots, held.first[0].shape[2]
+    at = held.seen % ring[0].shape[2]
     token = take(ring[0], at[:, None]), take(ring[1], at[:, None])
     in_records = (slots + at)[:, None]
     position = take(records[0], in_records)[..., 0].long()
@@ -78,12 +117,12 @@ def retire(
     where = torch.where(least < slots, least, -1)
     where = torch.where((position >= 0) & (position < exact), -2 - position, where)
     there = where[:, 0] < -1
-    for held, x in zip(first, token, strict=True):
+    for first, x in zip(held.first, token, strict=True):
         sink = where[..., None] == -2 - torch.arange(exact, device=where.device)
-        held.copy_(torch.where(sink[..., None], x, held))
+        first.copy_(torch.where(sink[..., None], x, first))
     if slots:
         into, taken = where.clamp_min(0)[..., None], (where >= 0)[..., None]
-        for codec, side, x in zip(codecs, planes, token, strict=True):
+        for codec, side, x in zip(held.codecs, held.planes, token, strict=True):
             names = [b.name for b in codec.buffers(x.shape[3]) if b.tokens == "each"]
             codes = codec.encode(x, {name: plane for name, plane in side.items() if name not in names})
             for name in names:

@@ -13,8 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..formats.base import Codec, Codes
-from .retire import Pair
+from .retire import Pair, Places
 from .triton_decode import known, padded, plane_arguments, table_of, tile
 from .triton_encode import store_tile
 
@@ -25,33 +24,24 @@ ABSENT, ZERO, GIVEN = map(tl.constexpr, range(3))
 """Of a record, what `arrive` writes."""
 
 
-def arrive(
-    ring: Pair,
-    records: Sequence[Tensor],
-    shown: Tensor,
-    seen: Tensor,
-    columns: Tensor,
-    x: Pair,
-    new: Sequence[Tensor | None],
-    real: Tensor | None,
-) -> None:
-    positions, *others = records
+def arrive(held: Places, x: Pair, new: Sequence[Tensor | None], real: Tensor | None) -> None:
+    ring, shown, (positions, *others) = held.ring, held.shown, held.records.values()
     batch, heads, width, _ = ring[0].shape
     tokens = [token if token.stride(3) == 1 else token.contiguous() for token in x]
     arguments: list[object] = []
-    for held, token in zip(ring, tokens, strict=True):
-        arguments += [held, token, *token.stride()[:2]]
+    for zone, token in zip(ring, tokens, strict=True):
+        arguments += [zone, token, *token.stride()[:2]]
     arguments.append(positions)
     kinds = [ABSENT.value] * 3
     for i in range(3):
         record, value = (others[i], new[i]) if i < len(others) else (positions, None)
         arguments += [record, *((positions, 0, 0) if value is None else (value, *value.stride()[:2]))]
         kinds[i] = ABSENT.value if i >= len(others) else ZERO.value if value is None else GIVEN.value
-    arguments += [shown, seen, columns, *((shown, 0) if real is None else (real, real.stride(0)))]
+    arguments += [shown, held.seen, held.columns, *((shown, 0) if real is None else (real, real.stride(0)))]
     arguments += [heads, width, positions.shape[2], shown.shape[1]]
     sizes = [size for token in tokens for size in (token.shape[3], padded(token.shape[3]))]
     across = max(min(triton.next_power_of_2(heads), 4096 // max(sizes)), 1)
-    with torch.cuda.device_of(seen):
+    with torch.cuda.device_of(held.seen):
         _arrive_kernel[(batch,)](*arguments, *sizes, *kinds, real is not None, across)
 
 
@@ -102,29 +92,20 @@ def _arrive_kernel(
     tl.store(columns, total + 1, mask=b == 0)
 
 
-def retire(
-    codecs: tuple[Codec, Codec],
-    planes: tuple[Codes, Codes],
-    first: Pair,
-    records: Sequence[Tensor],
-    shown: Tensor,
-    ring: Pair,
-    seen: Tensor,
-    order: Tensor,
-) -> Tensor:
+def retire(held: Places, order: Tensor) -> Tensor:
     """For codecs that `triton_encode.supports` and whose heads share no buffer kept for each token."""
     arguments: list[object] = []
     constants: list[object] = []
-    specs = [known(codec, x) for codec, x in zip(codecs, ring, strict=True)]
+    ring, seen, (positions, *others) = held.ring, held.seen, held.records.values()
+    specs = [known(codec, x) for codec, x in zip(held.codecs, ring, strict=True)]
     batch, heads, width, _ = ring[0].shape
-    for spec, held, zone, x in zip(specs, planes, first, ring, strict=True):
-        arguments += [x, zone, table_of(spec, x), *plane_arguments(spec, held, x)]
+    for spec, planes, first, x in zip(specs, held.planes, held.first, ring, strict=True):
+        arguments += [x, first, table_of(spec, x), *plane_arguments(spec, planes, x)]
         constants += [*spec.constants, x.shape[3], padded(x.shape[3])]
-    positions, *others = records
     where = torch.empty(batch, heads, dtype=torch.int64, device=seen.device)
-    arguments += [positions, *others, *[positions] * (3 - len(others)), shown, seen, order.contiguous(), where]
+    arguments += [positions, *others, *[positions] * (3 - len(others)), held.shown, seen, order.contiguous(), where]
     _, along, warps = tile(specs, 1, 1, max(padded(x.shape[3]) for x in ring), ring[0].element_size())
-    sizes = heads, first[0].shape[2], width, positions.shape[2]
+    sizes = heads, held.first[0].shape[2], width, positions.shape[2]
     with torch.cuda.device_of(seen):
         _retire_kernel[(heads, batch)](*arguments, *sizes, *constants, len(others), along, ORDERED, num_warps=warps)
     return where

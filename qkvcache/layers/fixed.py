@@ -1,4 +1,4 @@
-"""What a layer that forgets tokens holds at fixed addresses: `kernels/retire.py` says where."""
+"""What a layer that forgets tokens holds at fixed addresses."""
 
 from __future__ import annotations
 
@@ -6,33 +6,17 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ..formats.base import Codes
-from ..kernels import Payload
+from ..kernels import Payload, Places
 from .ledger import Records
 
 
 @dataclass(eq=False)
-class Fixed:
-    """The tensors that stay in their places; pairs are keys and values."""
+class Fixed(Places):
+    """All that stays in its place; the records have the ledger's names."""
 
-    first: tuple[Tensor, Tensor]
-    ring: tuple[Tensor, Tensor]
-    planes: tuple[Codes, Codes]
-    records: Records
-    """Of all slots of the body and then of the ring, `[B, H, S + W]`."""
-    shown: Tensor
-    """Which columns hold a token, `[B, E + S + W]`."""
-    seen: Tensor
-    """Real tokens of each row, int64 `[B]`."""
-    columns: Tensor
-    """Tokens of a row with its padding, int64 `[1]`."""
     key_sum: Tensor | None
     payload: Payload
     """What attention reads of a step in place: all columns."""
-
-    @property
-    def slots(self) -> int:
-        return self.records["positions"].shape[2] - self.ring[0].shape[2]
 
     @property
     def body(self) -> Records:

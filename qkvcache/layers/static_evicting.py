@@ -36,7 +36,6 @@ class StaticEvictingLayer(Counted, EvictingLayer):
         super().__init__(*args, **options)
         self.max_length = max_length
         self.codecs = self.format.key, self.format.value
-        self.numbers = number(self.codecs[0]), number(self.codecs[1])
         self.held: Fixed | None = None
         self.arriving: tuple[Tensor, Tensor] | None = None
         """Keys and values of a step in place, until its attention begins."""
@@ -85,7 +84,7 @@ class StaticEvictingLayer(Counted, EvictingLayer):
         seen = (held.seen + (1 if real is None else real.long()))[:, None, None]
         records = self.ledger.arrived(keys, values, real if real is None else real[:, None], seen)  # type: ignore[union-attr]
         new = [records[name] for name in held.records if name != "positions"]
-        arrive(held.ring, list(held.records.values()), held.shown, held.seen, held.columns, (keys, values), new, real)
+        arrive(held, (keys, values), new, real)
         return held.shown
 
     @torch.no_grad()
@@ -104,7 +103,7 @@ class StaticEvictingLayer(Counted, EvictingLayer):
         if score is not None:
             leaving["score"] = score
         order = self.ledger.order({name: torch.cat([x[..., :slots], leaving[name]], dim=-1) for name, x in records.items()})  # type: ignore[union-attr]
-        where = retire(self.numbers, held.planes, held.first, list(held.records.values()), held.shown, held.ring, held.seen, order)
+        where = retire(held, order)
         if "score" in records:  # where it lies now
             moved, scores = where[..., None] == torch.arange(slots + ring, device=at.device), held.records["score"]
             if mass is not None:
@@ -197,7 +196,8 @@ class StaticEvictingLayer(Counted, EvictingLayer):
         seen, columns = zeros(dtype=torch.int64), torch.zeros(1, dtype=torch.int64, device=device)
         key_sum = zeros(heads, like[0].shape[3]) if self.policy.mean_key else None
         shown = zeros(self.exact_first + slots + ring, dtype=torch.bool)
-        return Fixed(firsts, rings, (planes[0], planes[1]), records, shown, seen, columns, key_sum, payload)  # type: ignore[arg-type]
+        numbers = number(self.codecs[0]), number(self.codecs[1])
+        return Fixed(numbers, (planes[0], planes[1]), firsts, rings, records, shown, seen, columns, key_sum, payload)  # type: ignore[arg-type]
 
     @torch.no_grad()
     def _loosen(self) -> None:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+from dataclasses import dataclass
+
 import pytest
 import torch
 from matrix import slowly
 from torch import Tensor
 
 from qkvcache.formats import REGISTRY
-from qkvcache.kernels import dispatch, number
-from qkvcache.kernels import retire as retire_by_dispatch
+from qkvcache.kernels import Places, dispatch, number
 from qkvcache.kernels.retire import arrive, retire
 
 triton = pytest.importorskip("triton")
@@ -34,48 +36,43 @@ def poisoned(*shape: int, dtype: torch.dtype) -> Tensor:
     return x
 
 
-class Layer:
+@dataclass(eq=False)
+class Layer(Places):
     """Every byte that a step may write is the sentinel, but for what counts, and for the ring."""
-
-    def __init__(self, format: str, rows=1, heads=2, dims=(64, 80), dtype=torch.float16, exact=0, width=3, others=1):
-        self.codecs = REGISTRY[format].codecs()
-        self.dims, self.shape, self.dtype, self.exact, self.width = dims, (rows, heads), dtype, exact, width
-        self.ring = tuple(torch.randn(rows, heads, width, dim, device=DEVICE).to(dtype) for dim in dims)
-        self.first = tuple(poisoned(rows, heads, exact, dim, dtype=dtype) for dim in dims)
-        self.planes = []
-        for codec, x in zip(self.codecs, self.ring, strict=True):
-            each, _ = codec.allocate(x, SLOTS, per_head=True, make=lambda shape, **options: poisoned(*shape, dtype=options["dtype"]))
-            self.planes.append(each | codec.fit(x))
-        self.records = [torch.randint(-1, 50, (rows, 1, SLOTS + width), device=DEVICE).int().expand(-1, heads, -1).contiguous()]
-        self.records += [torch.randn(rows, heads, SLOTS + width, device=DEVICE) for _ in range(others)]
-        self.shown = torch.rand(rows, exact + SLOTS + width, device=DEVICE) < 0.5
-        self.seen = torch.randint(0, 40, (rows,), device=DEVICE)
-        self.columns = torch.full((1,), 41, device=DEVICE)
 
     def tensors(self) -> list[Tensor]:
         planes = [plane for side in self.planes for plane in side.values()]
-        return [*self.ring, *self.first, *self.records, self.shown, self.seen, self.columns, *planes]
+        return [*self.ring, *self.first, *self.records.values(), self.shown, self.seen, self.columns, *planes]
 
     def copy(self) -> Layer:
-        twin = object.__new__(Layer)
-        twin.__dict__.update(self.__dict__)
-        for name in ("ring", "first", "records"):
-            setattr(twin, name, tuple(x.clone() for x in getattr(self, name)))
-        for name in ("shown", "seen", "columns"):
-            setattr(twin, name, getattr(self, name).clone())
-        twin.planes = [{name: x.clone() for name, x in side.items()} for side in self.planes]
-        return twin
+        return copy.deepcopy(self)
 
     def token(self) -> tuple[Tensor, Tensor]:
         """As a projection leaves it: channels within a longer row, heads beside them."""
-        rows, heads = self.shape
-        return tuple(torch.randn(rows, 1, heads, dim + 8, device=DEVICE).to(self.dtype)[..., 4:-4].transpose(1, 2) for dim in self.dims)
+        rows, heads = self.ring[0].shape[:2]
+        wide = (torch.randn(rows, 1, heads, x.shape[3] + 8, device=DEVICE).to(x.dtype) for x in self.ring)
+        return tuple(x[..., 4:-4].transpose(1, 2) for x in wide)
 
-    def arrive(self, how, x, new, real) -> None:
-        how(self.ring, self.records, self.shown, self.seen, self.columns, x, new, real)
 
-    def retire(self, how, order) -> Tensor:
-        return how(self.codecs, self.planes, self.first, self.records, self.shown, self.ring, self.seen, order)
+def made(format: str, rows=1, heads=2, dims=(64, 80), dtype=torch.float16, exact=0, width=3, others=1, slots: int = SLOTS) -> Layer:
+    codecs = REGISTRY[format].codecs()
+    ring = tuple(torch.randn(rows, heads, width, dim, device=DEVICE).to(dtype) for dim in dims)
+    planes = []
+    for codec, x in zip(codecs, ring, strict=True):
+        each, _ = codec.allocate(x, slots, per_head=True, make=lambda shape, **options: poisoned(*shape, dtype=options["dtype"]))
+        planes.append(each | codec.fit(x))
+    positions = torch.randint(-1, 50, (rows, 1, slots + width), device=DEVICE).int().expand(-1, heads, -1).contiguous()
+    records = {str(i): torch.randn(rows, heads, slots + width, device=DEVICE) for i in range(others)}
+    return Layer(
+        numbers=tuple(number(codec) for codec in codecs),
+        planes=tuple(planes),
+        first=tuple(poisoned(rows, heads, exact, dim, dtype=dtype) for dim in dims),
+        ring=ring,
+        records={"positions": positions} | records,
+        shown=torch.rand(rows, exact + slots + width, device=DEVICE) < 0.5,
+        seen=torch.randint(0, 40, (rows,), device=DEVICE),
+        columns=torch.full((1,), 41, device=DEVICE),
+    )
 
 
 def bits(x: Tensor) -> Tensor:
@@ -102,32 +99,32 @@ def same(ours: Layer, theirs: Layer, share: float = 0.0) -> None:
 def test_arrivals(rows, heads, dims, real):
     """Every kind of record, given or zero or not there; a ring of one column; counts that wrap."""
     for others, width in ((0, 1), (1, 3), (3, 4)):
-        layer = Layer("identity", rows, heads, dims, width=width, others=others, exact=others)
+        layer = made("identity", rows, heads, dims, width=width, others=others, exact=others)
         twin = layer.copy()
         for step in range(2):
             x = layer.token()
             new = [None if i == step else torch.randn(rows, heads, 1, device=DEVICE) for i in range(others)]
             who = torch.tensor([True, False, True], device=DEVICE)[:rows] ^ bool(step) if real else None
-            layer.arrive(kernels.arrive, x, new, who)
-            twin.arrive(arrive, x, new, who)
+            kernels.arrive(layer, x, new, who)
+            arrive(twin, x, new, who)
             same(layer, twin)
         assert int(layer.columns) == 43
 
 
 def test_many_heads_in_rows_that_lie_apart():
     """More heads than a tile has; whether a token is real, and its records, as views."""
-    layer = Layer("identity", 2, 70, (80, 64), dtype=torch.bfloat16, others=1)
+    layer = made("identity", 2, 70, (80, 64), dtype=torch.bfloat16, others=1)
     twin, x = layer.copy(), layer.token()
     new = torch.randn(70, 2, 3, device=DEVICE)[..., 1:2].transpose(0, 1)
     real = torch.tensor([[True, False], [False, True]], device=DEVICE)[:, 1]
-    layer.arrive(kernels.arrive, x, [new], real)
-    twin.arrive(arrive, x, [new], real)
+    kernels.arrive(layer, x, [new], real)
+    arrive(twin, x, [new], real)
     same(layer, twin)
 
 
 def orders(layer: Layer) -> list[Tensor]:
     """In which heads differ, and some forget the token; in which slots are alike, of which the first goes; in which all forget it."""
-    shape = *layer.shape, layer.records[0].shape[2] - layer.width + 1
+    shape = *layer.ring[0].shape[:2], layer.slots + 1
     mixed = torch.randint(-(2**62), 2**62, shape, device=DEVICE)
     mixed[0, 0, -1] = mixed.min() - 1
     alike = torch.randint(0, 9, shape, device=DEVICE)
@@ -138,8 +135,8 @@ def orders(layer: Layer) -> list[Tensor]:
 
 
 def compare(layer: Layer, twin: Layer, order: Tensor, share: float = 0.0, how=kernels.retire) -> Tensor:
-    where = layer.retire(how, order)
-    assert torch.equal(where, twin.retire(retire, order))
+    where = how(layer, order)
+    assert torch.equal(where, retire(twin, order))
     same(layer, twin, share)
     return where
 
@@ -149,14 +146,14 @@ def compare(layer: Layer, twin: Layer, order: Tensor, share: float = 0.0, how=ke
 def test_retirements(format, rows, heads, dims):
     seen = set()
     for exact, others, width in ((0, 1, 1), (2, 3, 4), (3, 0, 2)):
-        layer = Layer(format, rows, heads, dims, exact=exact, width=width, others=others)
+        layer = made(format, rows, heads, dims, exact=exact, width=width, others=others)
         twin = layer.copy()
         for order in (*orders(layer), *orders(layer)):
             where = compare(layer, twin, order, ROUNDED.get(format, 0.0))
             seen |= set(where.flatten().tolist())
             for x in (layer.seen, twin.seen):
                 x.add_(1)
-            for x in (layer.records[0], twin.records[0]):  # what leaves next is one of the first tokens, or empty
+            for x in (layer.records["positions"], twin.records["positions"]):  # what leaves next is one of the first tokens, or empty
                 at = layer.seen % width
                 x.scatter_(2, (SLOTS + at)[:, None, None].expand(-1, heads, 1), int(at[0]) - 1)
     assert {-1, 0, 1, -2} <= seen or rows * heads == 1
@@ -164,11 +161,8 @@ def test_retirements(format, rows, heads, dims):
 
 def test_the_least_of_many():
     """More columns than are compared at once; the least in the first of them, the last, and between, twice."""
-    layer = Layer("identity", 1, 4)
-    layer.records = [torch.full((1, 4, 2500 + layer.width), 7, dtype=torch.int32, device=DEVICE), *layer.records[1:]]
-    layer.records[1:] = [torch.randn(1, 4, 2500 + layer.width, device=DEVICE)]
-    layer.shown = torch.ones(1, 2500 + layer.width, dtype=torch.bool, device=DEVICE)
-    layer.planes = [{name: x.repeat(1, 1, 500, 1)[:, :, :2500].contiguous() for name, x in side.items()} for side in layer.planes]
+    layer = made("identity", 1, 4, slots=2500)
+    layer.records["positions"].fill_(7)
     order = torch.randint(0, 2**62, (1, 4, 2501), device=DEVICE)
     for head, columns in enumerate(((0,), (2500,), (1030, 2100), (1023, 1024))):
         order[0, head, list(columns)] = -5
@@ -179,27 +173,23 @@ def test_the_least_of_many():
 def test_formats(format, monkeypatch):
     """By dispatch: formats that share a scale among heads run as torch operations."""
     monkeypatch.setenv("QKVCACHE_KERNELS", "triton")
-    layer = Layer(format, 1, 3, (64, 64), exact=1, dtype=torch.float32)
-    dispatch.prepare(tuple(layer.codecs), layer.dims, layer.dtype, DEVICE)
-    numbers = tuple(number(codec) for codec in layer.codecs)
+    layer = made(format, 1, 3, (64, 64), exact=1, dtype=torch.float32)
+    dispatch.prepare(layer.codecs, (64, 64), torch.float32, DEVICE)
     share = 0.0 if format in EXACT else ROUNDED.get(format, 0.01)
     for order in orders(layer):
-        compare(layer, layer.copy(), order, share, lambda codecs, *args: retire_by_dispatch(numbers, *args))
+        compare(layer, layer.copy(), order, share, dispatch.retire)
 
 
 def test_trellis():
-    layer = Layer("hadaquant_k3v2_trellis", 1, 1, (64, 64), dtype=torch.float32)
+    layer = made("hadaquant_k3v2_trellis", 1, 1, (64, 64), dtype=torch.float32)
     compare(layer, layer.copy(), orders(layer)[1], 0.01)
 
 
 def test_no_slots():
     """A budget that is all recent tokens: what leaves the ring goes to the first zone, or is forgotten."""
-    layer = Layer("int8", 2, 2, exact=2)
-    layer.records = [x[..., SLOTS:].contiguous() for x in layer.records]
-    layer.planes = [{name: x[:, :, :0] for name, x in side.items()} for side in layer.planes]
-    layer.shown = layer.shown[:, SLOTS:].contiguous()
+    layer = made("int8", 2, 2, exact=2, slots=0)
     for positions in ([5, 1], [0, -1]):
-        layer.records[0].copy_(torch.tensor(positions, device=DEVICE)[:, None, None].expand_as(layer.records[0]))
+        layer.records["positions"].copy_(torch.tensor(positions, device=DEVICE)[:, None, None])
         where = compare(layer, layer.copy(), torch.zeros(2, 2, 1, dtype=torch.int64, device=DEVICE))
         assert where[:, 0].tolist() == [-2 - n if 0 <= n < 2 else -1 for n in positions]
 
@@ -208,11 +198,8 @@ def test_no_slots():
 def test_what_the_compiler_is_told(by, monkeypatch):
     """Which tensors the operators write, and what they return."""
     monkeypatch.setenv("QKVCACHE_KERNELS", by)
-    layer = Layer("int8", 1, 2, exact=1)
+    layer = made("int8", 1, 2, exact=1)
     x, new = layer.token(), [torch.randn(1, 2, 1, device=DEVICE)]
-    counts = layer.shown, layer.seen, layer.columns
     tests = ("test_schema", "test_faketensor")
-    torch.library.opcheck(torch.ops.qkvcache.arrive, (list(layer.ring), list(layer.records), *counts, *x, new, None), test_utils=tests)
-    planes, numbers = [plane for side in layer.planes for plane in side.values()], [number(codec) for codec in layer.codecs]
-    arguments = (planes, numbers, list(layer.first), list(layer.records), layer.shown, list(layer.ring), layer.seen, orders(layer)[0])
-    torch.library.opcheck(torch.ops.qkvcache.retire, arguments, test_utils=tests)
+    torch.library.opcheck(torch.ops.qkvcache.arrive, (*layer.arguments, *x, new, None), test_utils=tests)
+    torch.library.opcheck(torch.ops.qkvcache.retire, (*layer.arguments, orders(layer)[0]), test_utils=tests)
