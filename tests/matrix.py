@@ -54,6 +54,9 @@ FORMATS = list(FORMAT_ERRORS)
 _VARIANTS = ("fp8_token", "int8_asymmetric", "int4_group", "nvfp4_four_over_six")
 KINDS = [name for name in FORMATS if "e5m2_" not in name and name not in _VARIANTS]
 """Less those that take no code path of their own: where a test costs much, they are left to `pytest -m slow`."""
+TRELLIS = "hadaquant_k3v2_trellis"
+ONE_TRELLIS = [name for name in FORMATS if "trellis" not in name or name == TRELLIS]
+"""Less the others whose encoder searches a trellis, for which a CPU takes long."""
 
 CACHES = {
     "compressed": functools.partial(CompressedCache, format="turboquant_4bit_nc"),
@@ -93,10 +96,11 @@ CUT_FREE = ["sink_window", "sliding_window", "lagkv", "knorm", "random"]
 """Those whose tokens do not depend on how a text is cut into steps."""
 
 
-def slowly(names: Iterable[str], fast: Iterable[str]) -> list:
-    """All names as parameters, those that are not `fast` left to `pytest -m slow`."""
-    fast = set(fast)
-    return [name if name in fast else pytest.param(name, marks=pytest.mark.slow) for name in names]
+def slowly(values: Iterable, fast: Iterable) -> list:
+    """All values as parameters, those that are not `fast` left to `pytest -m slow`: what a GPU does at once takes Triton's interpreter a
+    second."""
+    fast = list(fast)
+    return [value if value in fast else pytest.param(value, marks=pytest.mark.slow) for value in values]
 
 
 # Models: tiny, random, fp32. Head dims and windows differ on purpose; the window is short, so that every test crosses it.

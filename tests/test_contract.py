@@ -1,6 +1,8 @@
 """What transformers promises us, on the oldest and on the newest supported release: signatures, and the main job on two architectures."""
 
 import inspect
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 from qkvcache import CompressedCache, TurboQuantCache, attach
+from qkvcache.caches.evictable import OWN_ATTENTION
 from qkvcache.layers.compressed import CompressedLayer
 
 pytestmark = pytest.mark.contract
@@ -30,6 +33,19 @@ def parameters(function) -> list[str]:
 
 def test_get_interface():
     assert parameters(AttentionInterface.get_interface) == ["self", "attn_implementation", "default"]
+
+
+def test_models_whose_attention_no_policy_sees():
+    """Those that update a cache, and nowhere ask for an attention function, are among those that eviction is refused for."""
+    unseen, alibi = set(), {"bloom", "mpt"}
+    for file in (Path(transformers.__file__).parent / "models").glob("*/modeling_*.py"):
+        code = file.read_text()
+        if re.search(r"past\w*\.update\(", code) and "ALL_ATTENTION_FUNCTIONS" not in code:
+            types = re.findall(r'model_type = "([^"]+)"', "".join(x.read_text() for x in file.parent.glob("configuration_*.py")))
+            assert types, file.name
+            if not OWN_ATTENTION & set(types):
+                unseen.add(file.parent.name)
+    assert unseen <= alibi
 
 
 def test_layers():

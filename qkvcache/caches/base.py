@@ -23,6 +23,7 @@ from ..layers.static import StaticLayer
 from ..layers.static_evicting import StaticEvictingLayer
 from ..layers.static_sliding import StaticSlidingLayer
 from ..policies import Budget, Policy, check_count
+from .evictable import why_not_evict
 from .memory import Memory, measured
 
 ALL_TOKENS = policies.SlidingWindow(window=2**30, interval=1)
@@ -131,7 +132,7 @@ class CompressedCache(DynamicCache):
             raise ValueError(f"{len(policy.budgets)} budgets need the config, to know which layers they are for")
         if config is not None:
             text = config.get_text_config(decoder=True)
-            if reason := _attends_by_place(text):
+            if reason := why_not_evict(text):
                 raise NotImplementedError(f"policy={policy.name} on {text.model_type}: {reason}")
             self._shares_keys = bool(getattr(text, "num_kv_shared_layers", 0))
             if self._shares_keys and self.max_length is not None:
@@ -274,25 +275,3 @@ def head_dim_of(config: PreTrainedConfig) -> int | None:
     if head_dim is None and getattr(config, "num_attention_heads", None):
         head_dim = config.hidden_size // config.num_attention_heads
     return head_dim if isinstance(head_dim, int) else None
-
-
-OWN_ATTENTION = frozenset((
-    "big_bird", "codegen", "cpmant", "falcon", "fsmt", "git", "gpt_neo", "gpt_neox_japanese", "gptj", "imagegpt", "led", "megatron-bert",
-    "mvp", "prophetnet", "rembert", "roformer", "trocr", "xglm",
-))  # fmt: skip
-"""Model types of transformers that compute attention themselves. `_supports_attention_backend` is False on others, too (BART, Zamba)."""
-
-
-def _attends_by_place(config: PreTrainedConfig) -> str | None:
-    """Why tokens of this model cannot be evicted, or None."""
-    if getattr(config, "alibi", False) or config.model_type in ("bloom", "mpt"):
-        return "ALiBi takes a key's position from its column, which evicted tokens would shift"
-    if getattr(config, "relative_attention_num_buckets", None):
-        return "relative position bias takes a key's position from its column, which evicted tokens would shift"
-    if getattr(config, "index_topk", None):
-        return "its indexer selects keys by column"
-    if getattr(config, "kv_lora_rank", None):
-        return "it expands latents after the cache, so that attention does not see what is stored"
-    if config.model_type in OWN_ATTENTION:
-        return "its attention does not go through transformers' AttentionInterface, so that no policy sees it; leave out the policy"
-    return None

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from matrix import FORMATS
+from matrix import FORMATS, slowly
 from torch import Tensor
 
 from qkvcache.formats import REGISTRY, Codec, Format
@@ -52,11 +52,6 @@ KINDS = {  # one format of each kind of codes and of scales, and a head_dim for 
     "hadaquant_k2v2": 112,
 }
 QUICK = ("int8", "int4_vllm", "turboquant_3bit_nc")
-
-
-def mostly_slow(values, *quick) -> list:
-    """Parameters of which only some are part of `make test`: the interpreter takes a second for what a GPU does at once."""
-    return [value if value in quick else pytest.param(value, marks=pytest.mark.slow) for value in values]
 
 
 HEAD_DIMS = (32, 64, 80, 96, 112, 128, 256)
@@ -176,9 +171,13 @@ class Means(Format):
         return Centered.of(REGISTRY[self.of].key), Centered.of(REGISTRY[self.of].value)
 
 
-@pytest.mark.parametrize(("format", "dim"), [("int4_vllm", 80), ("turboquant_3bit_nc", 64), ("nvfp4", 112), ("int4", 96)])
-def test_means(format, dim, monkeypatch):
+MEANS = {"int4_vllm": 80, "turboquant_3bit_nc": 64, "nvfp4": 112, "int4": 96}
+
+
+@pytest.mark.parametrize("format", slowly(MEANS, ["int4_vllm"]))
+def test_means(format, monkeypatch):
     """Far from zero, rows and heads apart; under softcap and attention sinks, a window, exact tokens on both sides."""
+    dim = MEANS[format]
     key, value = (data(2, 2, 90, dim) + 3 * data(2, 2, 1, dim) for _ in range(2))
     payload = build(Means(format), key, value, 3, 20, (40,))
     query = data(2, 4, 1, dim)
@@ -187,7 +186,7 @@ def test_means(format, dim, monkeypatch):
     compare(monkeypatch, format, query, payload, mask, softcap=20.0, sinks=torch.tensor([-1.0, 0.5, 3.0, 0.0], device=DEVICE), window=70)
 
 
-@pytest.mark.parametrize("format", mostly_slow(KINDS, *QUICK))
+@pytest.mark.parametrize("format", slowly(KINDS, QUICK))
 def test_everything_together(format, monkeypatch):
     """Widths that differ, more rows than a block of eight, queries among themselves, every option."""
     dims = (KINDS[format], 64 if KINDS[format] != 64 else 128)
@@ -200,7 +199,7 @@ def test_everything_together(format, monkeypatch):
     compare(monkeypatch, format, query, payload, mask, causal=True, softcap=3.0, sinks=sinks, window=83, scaling=0.2)
 
 
-@pytest.mark.parametrize("format", mostly_slow(KINDS, "int4_vllm"))
+@pytest.mark.parametrize("format", slowly(KINDS, ["int4_vllm"]))
 def test_values_of_other_widths(format, monkeypatch):
     """Of the widths that are no power of two, those of `KINDS`, for values this time."""
     if KINDS[format] in (64, 128):
@@ -218,7 +217,7 @@ def test_head_dims(format, head_dim, dtype, monkeypatch):
     compare(monkeypatch, format, *make(format, tokens=90, dims=head_dim, dtype=dtype, cuts=()))
 
 
-@pytest.mark.parametrize("format", mostly_slow(["int4", "int4_vllm", "nvfp4", "turboquant_3bit_nc"], "int4"))
+@pytest.mark.parametrize("format", slowly(["int4", "int4_vllm", "nvfp4", "turboquant_3bit_nc"], ["int4"]))
 def test_narrow(format, monkeypatch):
     """Fewer words than a tile has."""
     compare(monkeypatch, format, *make(format, heads=1, tokens=60, dims=32, cuts=()))
@@ -239,8 +238,8 @@ MASKS = {
 }
 
 
-@pytest.mark.parametrize("kind", mostly_slow(["bool", "float", "half"], "bool"))
-@pytest.mark.parametrize("shape", mostly_slow(MASKS.values(), MASKS["rows"], MASKS["longer"]), ids=MASKS)
+@pytest.mark.parametrize("kind", slowly(["bool", "float", "half"], ["bool"]))
+@pytest.mark.parametrize("shape", slowly(MASKS.values(), [MASKS["rows"], MASKS["longer"]]), ids=MASKS)
 def test_masks(shape, kind, monkeypatch):
     query, payload = make("int8", batch=2, queries=3, tokens=90, cuts=())
     mask = torch.rand(shape, device=DEVICE) < 0.6
@@ -263,8 +262,8 @@ def test_a_mask_that_is_no_copy(monkeypatch):
     compare(monkeypatch, "int8", query, payload, (torch.randn(1, 1, 99, 5, device=DEVICE).mT[:, :, 1:4, 4:94]))
 
 
-@pytest.mark.parametrize("low", mostly_slow([False, -torch.inf, torch.finfo(torch.float32).min], -torch.inf))
-@pytest.mark.parametrize("format", mostly_slow(["int8", "nvfp4"], "int8"))
+@pytest.mark.parametrize("low", slowly([False, -torch.inf, torch.finfo(torch.float32).min], [-torch.inf]))
+@pytest.mark.parametrize("format", slowly(["int8", "nvfp4"], ["int8"]))
 def test_a_row_that_sees_nothing_is_finite_and_spoils_no_other(format, low, monkeypatch):
     query, payload = make(format, heads=1, queries=3, tokens=60, cuts=())
     mask = torch.full((1, 1, 3, 60), 0.0 if low else True, device=DEVICE)
@@ -294,7 +293,7 @@ def test_options(options, monkeypatch):
     compare(monkeypatch, "int8", query, payload, causal=True, **options, limit=2e-3)
 
 
-@pytest.mark.parametrize("shape", mostly_slow([(1, 4, 1), (4, 1, 1), (1, 8, 1), (1, 2, 16), (1, 3, 7), (2, 1, 2)], (1, 3, 7)))
+@pytest.mark.parametrize("shape", slowly([(1, 4, 1), (4, 1, 1), (1, 8, 1), (1, 2, 16), (1, 3, 7), (2, 1, 2)], [(1, 3, 7)]))
 def test_grouped_queries(shape, monkeypatch):
     """One block of rows, a full one, several of which the last is not full."""
     heads, group, queries = shape
@@ -320,7 +319,7 @@ def test_zones(zones, monkeypatch):
     compare(monkeypatch, "int8_asymmetric", query, payload, softcap=4.0)
 
 
-@pytest.mark.parametrize("recent", mostly_slow([0, 1, 3], 1))
+@pytest.mark.parametrize("recent", slowly([0, 1, 3], [1]))
 def test_causal_within_the_body(recent, monkeypatch):
     """Queries see each other through the exact recent tokens, and the body is not masked for them."""
     query, payload = make("int8", heads=1, queries=4, tokens=50, recent=recent, cuts=())
@@ -329,7 +328,7 @@ def test_causal_within_the_body(recent, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, BFLOAT16, torch.float32])
-@pytest.mark.parametrize("format", mostly_slow(["identity", "int8", "int4", "turboquant_4bit_nc"], "identity"))
+@pytest.mark.parametrize("format", slowly(["identity", "int8", "int4", "turboquant_4bit_nc"], ["identity"]))
 def test_dtypes(format, dtype, monkeypatch):
     compare(monkeypatch, format, *make(format, heads=1, tokens=90, dtype=dtype, dims=96 if format == "int4" else 64, cuts=()))
 
@@ -342,7 +341,7 @@ def test_strides(monkeypatch):
     compare(monkeypatch, "int8", query, dataclasses.replace(payload, exact=exact), causal=True)
 
 
-@pytest.mark.parametrize("format", mostly_slow(["int8", "turboquant_3bit_nc"], "int8"))
+@pytest.mark.parametrize("format", slowly(["int8", "turboquant_3bit_nc"], ["int8"]))
 def test_lengths(format, monkeypatch):
     """Rows that end before the others: in a tile, at the end of one, in another split, at once."""
     query, payload = make(format, batch=4, heads=1)
@@ -358,7 +357,7 @@ def _within(payload: Payload, lengths: Tensor) -> Tensor:
     return ((column < first + lengths[:, None]) | (column >= first + payload.body.tokens))[:, None, None]
 
 
-@pytest.mark.parametrize("format", mostly_slow(["int8", "int8_token", "fp8_tensor_frozen", "int4", "turboquant_3bit_nc"], "int8"))
+@pytest.mark.parametrize("format", slowly(["int8", "int8_token", "fp8_tensor_frozen", "int4", "turboquant_3bit_nc"], ["int8"]))
 def test_pages(format, monkeypatch):
     """Pages of two rows anywhere in one slab."""
     query, payload = make(format, batch=2, heads=2, group=1, tokens=150, first=2, recent=5, cuts=())
@@ -391,7 +390,7 @@ def test_a_page_that_is_no_multiple_of_the_tile():
         fused.fused_attend(query, payload, pages=torch.zeros(1, 1, dtype=torch.int32), page=16)
 
 
-@pytest.mark.parametrize("format", mostly_slow(KINDS, *QUICK))
+@pytest.mark.parametrize("format", slowly(KINDS, QUICK))
 def test_magnitudes(format, monkeypatch):
     """Vectors of zeros, and tokens and queries of very different lengths, as far as the codec itself holds them."""
     high = (
@@ -410,7 +409,7 @@ def test_tiny_queries(monkeypatch):
     compare(monkeypatch, "int8", query * 1e-39, payload)
 
 
-@pytest.mark.parametrize("format", mostly_slow(["int8", "int4_vllm"], "int8"))
+@pytest.mark.parametrize("format", slowly(["int8", "int4_vllm"], ["int8"]))
 def test_nan_stays_in_its_row(format, monkeypatch):
     """Of the batch, of a head, of a query."""
     query, payload = make(format, batch=2, queries=2, tokens=60, cuts=())

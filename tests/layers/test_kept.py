@@ -1,8 +1,8 @@
 """What kernels and codecs keep for the process is made when storage is taken: `kernels/tables.py` says why."""
 
 import functools
-import gc
 import importlib
+import sys
 
 import pytest
 import torch
@@ -17,8 +17,8 @@ KINDS = ["identity", "int8_asymmetric", "fp8_tensor_frozen", "int4_group", "nvfp
 
 def kept() -> dict[str, int]:
     """How often anything was made that is kept for the process."""
-    gc.collect()
-    caches = [x for x in gc.get_objects() if type(x) is functools._lru_cache_wrapper and x.__module__.startswith("qkvcache")]
+    modules = [module for name, module in sys.modules.items() if name.startswith("qkvcache.")]
+    caches = {x for module in modules for x in vars(module).values() if isinstance(x, functools._lru_cache_wrapper)}
     return {f"{x.__module__}.{x.__qualname__}": x.cache_info().misses for x in caches}
 
 

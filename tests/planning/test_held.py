@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from matrix import FORMATS, MODELS, POLICIES, model, slowly
+from matrix import FORMATS, MODELS, ONE_TRELLIS, POLICIES, model, slowly
 from transformers import StaticCache
 
 from qkvcache import CompressedCache, policies
@@ -71,7 +71,7 @@ def test_models(name):
 
 
 @pytest.mark.parametrize(("name", "of"), [("llama", list(ALL_POLICIES)), ("phi3", ["none", "keydiff_values", "h2o_share"])])
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", slowly(FORMATS, ONE_TRELLIS))
 def test_every_format_with_every_policy(name, of, format):
     for policy in of:
         options = {"format": format, "policy": ALL_POLICIES[policy](40)}
@@ -158,11 +158,11 @@ COUNTERS = 200
 """Bytes a layer that no plan counts: counters, addresses, what rows have seen."""
 
 
-@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("rows", slowly([1, 3], [3]))
 @pytest.mark.parametrize("policy", ["none", *POLICIES])
 def test_preallocated_caches(policy, rows):
     config = MODELS["llama"]()
-    formats = FORMATS if policy in ("none", "h2o") else ("fp8", "int8_token")
+    formats = ONE_TRELLIS if policy in ("none", "h2o") else ("fp8", "int8_token")
     for format in formats:
         for exact_layers in ((), (1,)):
             options = {"format": format, "policy": ALL_POLICIES[policy](40), "exact_layers": exact_layers, "max_length": 700}
