@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from matrix import CACHES, model
+from matrix import CACHES, model, slowly
 from reference import NEW, ZONES, decoded, prompt, run
 from transformers import DynamicCache
 
@@ -33,7 +33,7 @@ def test_the_exact_cache_gives_the_tokens_of_dynamic_cache(name, mode):
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("cache", slowly(CACHES, ["int8", "fp8", "int4_vllm", "nvfp4", "turboquant_3bit", "hadaquant"]))
 def test_every_cache_gives_the_tokens_of_its_codes_decoded(cache, mode):
     network = model("llama")
     ours = CACHES[cache](network.config, **ZONE)

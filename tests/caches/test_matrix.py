@@ -7,8 +7,10 @@ from transformers import DynamicCache
 
 from qkvcache import CompressedCache
 
+ALL_OF_IT = "chunked_padded"  # the feed that asks for everything; the others tell what is wrong, should it fail
 LEGAL = [(name, attention) for name in MODELS for attention in ATTENTION if (name, attention) not in UNSUPPORTED]
-FEEDS = [*((mode, "zones") for mode in MODES), ("chunked_padded", "bare")]
+FEEDS = [*((mode, "zones") for mode in MODES), (ALL_OF_IT, "bare")]
+SLOW = ("flex_attention", "qkvcache")
 FUSED = 16  # queries that attend on codes; more decode their layer
 FOUR_BIT = "turboquant_4bit_nc"
 
@@ -38,23 +40,37 @@ def check_against_decoded(model, mode, cache, dense_at_decode=False):
         begin += size
 
 
-@pytest.mark.parametrize(("mode", "zones"), FEEDS)
-@pytest.mark.parametrize(("name", "attention"), LEGAL)
-def test_exact_format_equals_dynamic_cache(name, attention, mode, zones):
+def some(feeds: list) -> list:
+    """Every model with every implementation in the fullest of `feeds`, with sdpa and eager in all of them."""
+    cases = [(name, attention, *feed) for name, attention in LEGAL for feed in feeds]
+    return slowly(cases, [case for case in cases if case[1] not in SLOW or case[2] == ALL_OF_IT])
+
+
+@pytest.mark.parametrize("case", some(FEEDS), ids="-".join)
+def test_exact_format_equals_dynamic_cache(case):
+    name, attention, mode, zones = case
     check_against_dynamic(model(name, attention), MODES[mode], **ZONES[zones])
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize(("name", "attention"), LEGAL)
-def test_four_bits_equal_their_codes_decoded(name, attention, mode):
+@pytest.mark.parametrize("case", some([(mode,) for mode in MODES]), ids="-".join)
+def test_four_bits_equal_their_codes_decoded(case):
+    name, attention, mode = case
     network = model(name, attention)
     cache = CompressedCache(network.config, format=FOUR_BIT, **ZONES["zones"])
     check_against_decoded(network, MODES[mode], cache, dense_at_decode=name in DENSE_BY_DESIGN)
 
 
-@pytest.mark.parametrize(("attention", "mode", "zones"), [*(("sdpa", *feed) for feed in FEEDS), ("eager", "chunked_padded", "zones")])
+@pytest.mark.parametrize(
+    "feed",
+    slowly(
+        [*(("sdpa", *feed) for feed in FEEDS), ("eager", ALL_OF_IT, "zones")],
+        [("sdpa", ALL_OF_IT, "zones"), ("sdpa", ALL_OF_IT, "bare"), ("eager", ALL_OF_IT, "zones")],
+    ),
+    ids="-".join,
+)
 @pytest.mark.parametrize("format", slowly(FORMATS, KINDS))
-def test_every_format_equals_its_codes_decoded(format, attention, mode, zones):
+def test_every_format_equals_its_codes_decoded(format, feed):
+    attention, mode, zones = feed
     network = model("llama", attention)
     check_against_decoded(network, MODES[mode], CompressedCache(network.config, format=format, **ZONES[zones]))
 

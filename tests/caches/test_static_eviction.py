@@ -64,7 +64,7 @@ def same(growing, static):
 
 
 @every_policy
-@pytest.mark.parametrize("format", [None, "int8"])
+@pytest.mark.parametrize("format", slowly([None, "int8"], ["int8"]))
 @pytest.mark.parametrize("sizes", [(40, 1, 1, 6, 1, 1, 1, 9, 1, 1), (1, 1, 1, 5, *[1] * 34), (3, 2, *[1] * 40), (12, 1, 4, 1, 30, 1, 1)])
 def test_turns_and_steps(name, format, sizes, model):
     ids = torch.randint(1, 101, (1, sum(sizes)), generator=torch.Generator().manual_seed(1))

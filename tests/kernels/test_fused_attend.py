@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from matrix import FORMATS, slowly
+from matrix import FORMATS, TRELLIS, slowly
 from torch import Tensor
 
 from qkvcache.formats import REGISTRY, Codec, Format
@@ -151,7 +151,7 @@ def expect(format, query, payload, mask, out, lse, limit=None, **kwargs) -> None
     torch.testing.assert_close(lse, expected, rtol=limit, atol=5 * limit)  # scores of N(0, 1) reach about 5
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", slowly(FORMATS, [*KINDS, TRELLIS]))
 def test_every_format(format, monkeypatch):
     query, payload = make(format, heads=2 if "tok" in format or "tensor" in format else 1)  # a scale that heads share
     compare(monkeypatch, format, query, payload)
