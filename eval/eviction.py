@@ -7,7 +7,7 @@ sinks     perplexity of text streamed far beyond the window and the trained 4,09
 budgets   every policy at 5 to 100 % of 2,000 tokens: KL and perplexity of a continuation, recall of a code word.
 defaults  what to choose where a policy leaves a choice.
 combined  eviction, compression and both, and how many requests for Llama 70B at 128K eight H100 would hold by arithmetic.
-choices   what `recommend` names that evicts.
+choices   what `recommend` names.
 
 One protocol: the model reads the prompt in one step, the cache cuts it down to the budget, then the model reads on, or answers, token by
 token through what is left. Recall is *unseen* where the question comes after the cut, and *seen* where it ends the prompt, so that policies
@@ -139,8 +139,8 @@ def request_bytes(cache: CompressedCache | DynamicCache) -> float:
 def mixtures(config: PreTrainedConfig) -> Iterator[tuple[str, CacheFactory]]:
     yield "dense", lambda: DynamicCache(config=config)
     yield "H2O 50 %", lambda: H2OCache(config, budget=0.5, recent=CONTEXT // 4)
-    yield "sinks 4 + window 1,020", lambda: SinkCache(config)
-    yield "sinks 4 + window 252", lambda: SinkCache(config, window=252)
+    yield "sinks 4 + window 1,020", lambda: SinkCache(config, positions="original")
+    yield "sinks 4 + window 252", lambda: SinkCache(config, window=252, positions="original")
     for format in ("fp8", "nvfp4", "turboquant_4bit_nc"):
         yield format, lambda format=format: CompressedCache(config, format=format)
         yield f"{format} + H2O 50 %", lambda format=format: H2OCache(config, budget=0.5, recent=CONTEXT // 4, format=format)
@@ -161,9 +161,12 @@ def combined(bench: Workload) -> Iterator[dict]:
 
 
 def choices(bench: Workload) -> Iterator[dict]:
-    for choice in dict.fromkeys(choice for ladder in LADDERS.values() for choice in ladder if choice.policy):
+    dense = bench.measure(lambda: DynamicCache(config=bench.model.config))
+    yield {"name": "DynamicCache(config=config)", "policy": None, "format": None, "parameters": {}} | dense
+    for choice in dict.fromkeys(choice.at(CONTEXT) for ladder in LADDERS.values() for choice in ladder):
         found = bench.measure(lambda choice=choice: CompressedCache(bench.model.config, format=choice.format, policy=choice.policy))
-        yield {"name": choice.call, "policy": choice.policy.name, "format": choice.format, "parameters": {}} | found
+        policy = choice.policy and choice.policy.name
+        yield {"name": choice.call, "policy": policy, "format": choice.format, "parameters": {}} | found
 
 
 STUDIES = ("sinks", "budgets", "defaults", "combined", "choices")

@@ -67,7 +67,7 @@ def combined(rows: list[dict]) -> list[Table]:
 
 
 def choices(rows: list[dict]) -> list[Table]:
-    found = Table(title=f"what recommend names that evicts: {rows[0]['context']:,} tokens of context, {rows[0]['dtype']}")
+    found = Table(title=f"what recommend names: {rows[0]['context']:,} tokens of context, {rows[0]['dtype']}")
     for header in ("cache", "smaller", "KL", "recall unseen", "seen"):
         found.add_column(header, justify="left" if header == "cache" else "right")
     for row in rows:

@@ -127,7 +127,9 @@ class CompressedCache(DynamicCache):
             if any(budget.share for budget in policy.budgets):
                 raise NotImplementedError(f"budget={policy.budget} with max_length: a share has no fixed size; pass a number of tokens")
             if getattr(policy, "positions", "original") == "cache":
-                raise NotImplementedError("positions='cache' with max_length: sinks are turned anew at every step; leave one out")
+                raise NotImplementedError(
+                    "positions='cache' with max_length: sinks are turned anew at every step; pass positions='original'"
+                )
         if config is None and len(policy.budgets) > 1:
             raise ValueError(f"{len(policy.budgets)} budgets need the config, to know which layers they are for")
         if config is not None:
@@ -140,7 +142,10 @@ class CompressedCache(DynamicCache):
         if getattr(policy, "positions", "original") == "cache":
             if config is None:
                 raise ValueError("positions='cache' needs the config, to know how keys are turned")
-            self._rope = Rope.of(text)
+            try:
+                self._rope = Rope.of(text)
+            except NotImplementedError as reason:
+                raise NotImplementedError(f"positions='cache': {reason}; positions='original' does without") from None
 
     def _new_layer(self, number: int = 0) -> CompressedLayer:
         """The full-attention layer that is `number` among those compressed."""

@@ -147,7 +147,8 @@ class SinkCache(CompressedCache):
     Args:
         window: newest tokens that are kept.
         sinks: first tokens that are kept, in the model's dtype where `exact_first` is as many.
-        positions: "original", or "cache" to read sinks as if they stood right before the window.
+        positions: "cache" reads sinks as if they stood right before the window, so that streams may outgrow what the model was trained for;
+            "original" leaves them where they were, which `max_length` and models without RoPE need.
         format: how the tokens are stored; None keeps the model's dtype.
         **options: those of CompressedCache.
     """
@@ -158,7 +159,7 @@ class SinkCache(CompressedCache):
         *,
         window: int = 1020,
         sinks: int = 4,
-        positions: Literal["original", "cache"] = "original",
+        positions: Literal["original", "cache"] = "cache",
         format: str | Format | None = None,
         **options,
     ):
@@ -226,6 +227,5 @@ class CombinedCache(CompressedCache):
         check_count("recent", recent)
         if isinstance(heavy, bool) or not isinstance(heavy, int | float):
             raise TypeError(f"heavy must be a number of tokens (int) or a share of the tokens seen (float), got {heavy!r}")
-        share = heavy if isinstance(heavy, float) else 0.0
-        budget = Budget(tokens=sinks + recent + (0 if share else int(heavy)), share=share)
+        budget = sinks + recent + heavy if isinstance(heavy, int) else Budget(tokens=sinks + recent, share=heavy)
         super().__init__(config, format=format, policy=H2O(budget=budget, recent=recent, sinks=sinks), **{"exact_first": sinks} | options)

@@ -280,7 +280,7 @@ def test_b18_a_refused_call_changes_nothing():
 def test_named_caches_are_their_policies():
     config, ids, heavy = model("llama").config, prompt()["input_ids"], H2O(budget=16, recent=6, sinks=2)
     pairs = [
-        (SinkCache(config, window=10, sinks=2), CompressedCache(config, policy=SinkWindow(window=10, sinks=2))),
+        (SinkCache(config, window=10, sinks=2), CompressedCache(config, policy=SinkWindow(window=10, sinks=2, positions="cache"))),
         (SlidingWindowCache(config, window=10), CompressedCache(config, policy=SinkWindow(window=10, sinks=0))),
         (H2OCache(config, budget=14, recent=4, sinks=1), CompressedCache(config, policy=H2O(budget=14, recent=4, sinks=1))),
         (H2OCache(config, budget=0.5, format="int8"), CompressedCache(config, policy=H2O(budget=0.5), format="int8")),

@@ -16,7 +16,7 @@ from qkvcache.planning import engines
 from qkvcache.planning.plan import Plan
 
 module = import_module("qkvcache.planning.recommend")  # behind the function of the same name
-CHOICES = {choice.call: choice for ladder in module.LADDERS.values() for choice in (*ladder, module.STREAM)}
+CHOICES = {choice.call: choice for ladder in module.LADDERS.values() for choice in (*(c.at(1000) for c in ladder), module.STREAM)}
 SMALL = MODELS["llama"]()
 
 
@@ -33,6 +33,16 @@ def test_the_call_makes_what_was_planned(choice):
     for layer, of_plan in zip(cache.layers, planned.layers, strict=True):
         names = ("exact_first", "exact_recent", "budget", "interval", "tail")
         assert [getattr(layer, name, None) for name in names] == [getattr(of_plan, name, None) for name in names]
+    if choice is not module.STREAM:
+        assert made(choice.call[:-1] + ", max_length=2000)", SMALL).max_length == 2000
+
+
+def test_budgets_are_shares_of_the_context_in_tokens():
+    found = recommend(LLAMA_70B, workload="continue", context=131_072)
+    assert found.call == 'H2OCache(config, budget=65_536, format="turboquant_4bit_nc")'
+    assert found.plan.name == "turboquant_4bit_nc + H2O 65,536"
+    combined = module.COMBINED.at(1000)
+    assert "heavy=300" in combined.call and combined.policy.budget == 368
 
 
 def format_of(**options) -> str:
@@ -46,7 +56,7 @@ def test_by_context_and_workload():
     assert format_of(context=10_000) == "hadaquant_k4v4"
     assert format_of(context=10_000, workload="continue") == "hadaquant_k4v4"
     assert format_of() == format_of(workload="question") == "hadaquant_k4v4"
-    assert format_of(workload="continue") == "turboquant_4bit_nc + H2O 50%"
+    assert format_of(workload="continue") == "turboquant_4bit_nc + H2O 50,000"
     assert format_of(streaming=True) == "SinkWindow 1,024"
     assert format_of(workload="continue", chat=True) == "hadaquant_k4v4", "a chat goes back to what it has read"
 
@@ -63,6 +73,7 @@ def test_memory_moves_the_choice_to_the_closest_cache_that_fits():
     memory = {"gpu_memory": 80e9, "weights_memory": 141e9, "tensor_parallel": 8, "context": 131_072}
     for workload, ladder in module.LADDERS.items():
         start = ladder.index(module.LONG_START[workload])
+        ladder = [choice.at(memory["context"]) for choice in ladder]
         held = [plan(LLAMA_70B, format=c.format, policy=c.policy, **memory).requests for c in ladder]
         for number in range(start, len(ladder)):
             found = recommend(LLAMA_70B, workload=workload, batch=held[number], **memory)
