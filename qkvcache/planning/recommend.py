@@ -110,7 +110,7 @@ COMBINED = Choice(
     "sinks, 30 % heavy hitters and 4 bits are the smallest measured (KL .13); facts asked for later are lost",
 )  # fmt: skip
 STREAM = Choice(
-    'SinkCache(config, window=1020, sinks=4, positions="cache")', None, policies.SinkWindow(window=1020, sinks=4, positions="cache"),
+    'SinkCache(config, window=1020, sinks=4)', None, policies.SinkWindow(window=1020, sinks=4, positions="cache"),
     "sinks and a window take constant memory, and perplexity stays flat over 200,000 tokens when sinks are read at positions of the cache; "
     "what left the window is gone",
 )  # fmt: skip
