@@ -33,11 +33,11 @@ def device_of(name: str | None) -> torch.device:
 
 
 def budget_of(value: float | None) -> int | float | None:
-    """Tokens from 1 on, a share below."""
-    if value is None or value < 1:
+    """A whole number is tokens, what lies between 0 and 1 a share."""
+    if value is None or 0 < value < 1:
         return value
-    if value != int(value):
-        raise typer.BadParameter(f"{value:g}: expected a whole number of tokens, or a share below 1", param_hint="--budget")
+    if not value.is_integer():
+        raise typer.BadParameter(f"{value:g}: expected a whole number of tokens, or a share between 0 and 1", param_hint="--budget")
     return int(value)
 
 

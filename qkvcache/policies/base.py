@@ -224,22 +224,17 @@ def _budget(budget: int | float | Budget) -> Budget:
         if not 0 <= budget.share <= 1 or not (budget.tokens or budget.share):
             raise ValueError(f"{budget}: share must be from 0 to 1, and one of the two above 0")
         return budget
-    _check_size("budget", budget)
-    if isinstance(budget, float):
-        if not budget:
-            raise ValueError("budget=0.0: must be a share above 0 of the tokens seen")
-        return Budget(share=budget)
-    if budget < 1:
-        raise ValueError(f"budget={budget}: must be 1 or more tokens, or a share of the tokens seen such as 0.2")
-    return Budget(tokens=budget)
+    _check_size("budget", budget, 1)
+    return Budget(share=budget) if isinstance(budget, float) else Budget(tokens=budget)
 
 
-def _check_size(name: str, size: int | float) -> None:
-    """Tokens, or a share."""
+def _check_size(name: str, size: int | float, least: int = 0) -> None:
+    """`least` or more tokens, or a share, which is above 0 where `least` is."""
     if isinstance(size, bool) or not isinstance(size, int | float):
         raise TypeError(f"{name} must be a number of tokens (int) or a share (float), got {size!r}")
-    if size < 0 or (isinstance(size, float) and not size <= 1):
-        raise ValueError(f"{name}={size!r}: must be a number of tokens (int, 0 or more) or a share from 0.0 to 1.0")
+    if size < 0 or (least and not size) or (isinstance(size, float) and not size <= 1):
+        shares = "above 0 and up to 1" if least else "from 0 to 1"
+        raise ValueError(f"{name}={size!r}: must be {least} or more tokens (int), or a share {shares} (float)")
 
 
 def check_count(name: str, value: int, least: int = 0, of: str = "tokens") -> None:

@@ -30,9 +30,10 @@ from qkvcache.policies import (
 
 WRONG = [
     *[(kind, {"budget": 0}, ValueError, "budget=0") for kind in (H2O, TOVA, SnapKV, KeyDiff, LagKV, Knorm, Random)],
-    (H2O, {"budget": -3}, ValueError, "budget=-3"),
-    (H2O, {"budget": 0.0}, ValueError, "budget=0.0"),
-    (H2O, {"budget": 1.5}, ValueError, "budget=1.5"),
+    *[
+        (H2O, {"budget": x}, ValueError, f"budget={x}: must be 1 or more tokens (int), or a share above 0 and up to 1 (float)")
+        for x in (0, -3, 0.0, 1.5)
+    ],
     (H2O, {"budget": math.nan}, ValueError, "budget=nan"),
     (H2O, {"budget": True}, TypeError, "True"),
     (H2O, {"budget": "0.3"}, TypeError, "budget must be a number of tokens (int) or a share (float), got '0.3'"),
@@ -45,7 +46,7 @@ WRONG = [
     (H2O, {"sinks": -1}, ValueError, "sinks=-1"),
     (H2O, {"sinks": 0.5}, TypeError, "0.5"),
     (H2O, {"recent": -1}, ValueError, "recent=-1"),
-    (H2O, {"recent": 1.01}, ValueError, "recent=1.01"),
+    (H2O, {"recent": 1.01}, ValueError, "recent=1.01: must be 0 or more tokens (int), or a share from 0 to 1 (float)"),
     (H2O, {"recent": math.nan}, ValueError, "recent=nan"),
     (H2O, {"recent": True}, TypeError, "True"),
     (H2O, {"interval": 0}, ValueError, "interval=0"),
