@@ -5,9 +5,7 @@ To add one: write its file, list it below and in `tests/matrix.py`.
 
 from __future__ import annotations
 
-from difflib import get_close_matches
-
-from .base import Buffer, Codec, Codes, Format, Levels
+from .base import Buffer, Codec, Codes, Format, Levels, hint
 from .fp8 import FP8
 from .hadaquant import SPLITS, HadaQuant
 from .identity import Identity
@@ -68,7 +66,5 @@ def resolve(format: str | Format) -> Format:
     if not isinstance(format, str):
         raise TypeError(f"format={format!r}: expected a name or a qkvcache.formats.Format, not {type(format).__name__}")
     if format not in REGISTRY:
-        close = get_close_matches(format, REGISTRY)
-        hint = f"did you mean {' or '.join(map(repr, close))}?" if close else f"known are {', '.join(REGISTRY)}"
-        raise ValueError(f"format={format!r} is unknown: {hint}")
+        raise ValueError(f"format={format!r} is unknown: {hint(format, REGISTRY)}")
     return REGISTRY[format]

@@ -10,6 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from difflib import get_close_matches
 from functools import cached_property
 from typing import Literal, NamedTuple
 
@@ -168,3 +169,10 @@ def check_option(name: str, value: object, allowed: Iterable[object]) -> None:
     allowed = tuple(allowed)
     if value not in allowed:
         raise ValueError(f"{name}={value!r}: expected {', '.join(map(repr, allowed[:-1]))} or {allowed[-1]!r}")
+
+
+def hint(name: str, known: Iterable[str]) -> str:
+    """What may have been meant by a name that is not among those known."""
+    known = tuple(known)
+    close = get_close_matches(name.lower(), known)
+    return f"did you mean {' or '.join(map(repr, close))}?" if close else f"known are {', '.join(known)}"

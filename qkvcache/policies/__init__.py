@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ..formats.base import hint
 from .base import Arrivals, Budget, Policy, Tokens, check_count
 from .custom import Custom
 from .h2o import H2O
@@ -35,7 +36,7 @@ def resolve(policy: str | Policy) -> Policy:
     if isinstance(policy, str):
         if policy in REGISTRY:
             return REGISTRY[policy]()
-        raise ValueError(f"policy {policy!r} is unknown: expected one of {', '.join(REGISTRY)}")
+        raise ValueError(f"policy={policy!r} is unknown: {hint(policy, REGISTRY)}")
     raise TypeError(f"policy must be a name or a Policy such as policies.H2O(budget=1024), got {policy!r}")
 
 

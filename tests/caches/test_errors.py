@@ -13,6 +13,7 @@ ODD = LlamaConfig(num_hidden_layers=2, num_attention_heads=4, num_key_value_head
 WRONG = [
     (CompressedCache, (CONFIG,), {"format": "int9"}, ValueError, "int9"),
     (CompressedCache, (CONFIG,), {"format": "turboquant_4bit"}, ValueError, "turboquant_4bit_nc"),
+    (CompressedCache, (CONFIG,), {"format": "FP8"}, ValueError, "format='FP8' is unknown: did you mean 'fp8'"),
     (CompressedCache, (CONFIG,), {"format": 4}, TypeError, "4"),
     (CompressedCache, (CONFIG,), {}, TypeError, "format"),
     (CompressedCache, ("llama",), {"format": "int8"}, TypeError, "model.config"),

@@ -68,7 +68,7 @@ def test_recommend():
         (("plan", "demo", "--context", "10", "--gpu-memory", "1KB"), "leaves nothing"),
         (("plan", "demo", "--context", "10", "--tensor-parallel", "3"), "KV heads"),
         (("plan", "demo", "--context", "10", "--dtype", "int8"), "bfloat16, float16, float32"),
-        (("plan", "demo", "--context", "10", "--policy", "h3o"), "h3o"),
+        (("plan", "demo", "--context", "10", "--policy", "h20"), "did you mean 'h2o'?"),
         (("plan", "demo", "--context", "10", "--policy", "sink_window", "--budget", "0.5"), "window"),
         (("plan", "demo", "--context", "10", "--budget", "9"), "add --policy"),
         (("plan", "demo", "--context", "10", "--policy", "h2o", "--budget", "0"), "budget=0: must be 1 or more tokens"),

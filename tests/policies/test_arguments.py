@@ -92,7 +92,9 @@ def config(name):
 
 
 CACHES = [
-    (lambda: CompressedCache(config("llama"), policy="h3o"), ValueError, "h3o"),
+    (lambda: CompressedCache(config("llama"), policy="h20"), ValueError, "policy='h20' is unknown: did you mean 'h2o'?"),
+    (lambda: CompressedCache(config("llama"), policy="KeyDiff"), ValueError, "did you mean 'keydiff'?"),
+    (lambda: CompressedCache(config("llama"), policy="lru"), ValueError, "known are sink_window, sliding_window, h2o"),
     (lambda: CompressedCache(config("llama"), policy=1024), TypeError, "1024"),
     (lambda: CompressedCache(config("llama"), policy=H2O), TypeError, "H2O"),
     (lambda: CompressedCache(config("llama")), TypeError, "policy"),
