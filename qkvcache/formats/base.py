@@ -164,11 +164,11 @@ class Format(ABC):
         return self.key.refuses(head_dim) or self.value.refuses(head_dim)
 
 
-def check_option(name: str, value: object, allowed: Iterable[object]) -> None:
-    """Raises ValueError unless `value` is among `allowed`."""
+def check_option(name: str, value: object, allowed: Iterable[object], beside: str = "") -> None:
+    """Raises ValueError unless `value` is among `allowed`; `beside` says what else there is."""
     allowed = tuple(allowed)
     if value not in allowed:
-        raise ValueError(f"{name}={value!r}: expected {', '.join(map(repr, allowed[:-1]))} or {allowed[-1]!r}")
+        raise ValueError(f"{name}={value!r}: expected {', '.join(map(repr, allowed[:-1]))} or {allowed[-1]!r}{beside}")
 
 
 def hint(name: str, known: Iterable[str]) -> str:

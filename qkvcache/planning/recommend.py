@@ -154,7 +154,7 @@ def recommend(
         ValueError: an unknown workload, streaming and chat at once, and what `plan` raises.
         TypeError, NotImplementedError: what `plan` raises.
     """
-    check_option("workload", workload, LADDERS)
+    check_option("workload", workload, LADDERS, "; chat=True (--chat) and streaming=True (--streaming) are options beside it")
     if streaming and chat:
         raise ValueError("streaming=True with chat=True: a stream forgets the turns that a chat goes back to; choose one")
     text_config(config)

@@ -75,7 +75,7 @@ def test_recommend():
         (("plan", "demo", "--context", "10", "--policy", "h2o", "--budget", "-5"), "budget=-5: must be 1 or more tokens"),
         (("plan", "demo", "--context", "10", "--policy", "h2o", "--budget", "1.5"), "1.5: expected a whole number of tokens"),
         (("plan", "demo", "--context", "10", "--policy", "h2o", "--budget", "nan"), "nan: expected a whole number of tokens"),
-        (("recommend", "demo", "--context", "10", "--workload", "chat"), "'facts'"),
+        (("recommend", "demo", "--context", "10", "--workload", "chat"), "'facts', 'question' or 'continue'; chat=True (--chat)"),
         (("recommend", "demo", "--context", "10", "--streaming", "--chat"), "choose one"),
     ],
 )
