@@ -6,6 +6,7 @@ import copy
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from typing import Never
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ from ..layers.static import StaticLayer
 from ..layers.static_evicting import StaticEvictingLayer
 from ..layers.static_sliding import StaticSlidingLayer
 from ..policies import Budget, Policy, check_count
+from .arguments import refuse_unknown
 from .evictable import why_not_evict
 from .memory import Memory, measured
 
@@ -54,7 +56,7 @@ class CompressedCache(DynamicCache):
 
     Raises:
         ValueError: an unknown format, one that cannot hold the model's head_dim, negative sizes, a layer index that the model lacks.
-        TypeError: `config`, `format` or `policy` of another type, neither of the last two.
+        TypeError: `config`, `format` or `policy` of another type, neither of the last two, an option that the cache has not.
         NotImplementedError: a policy with offloading, or on a model whose attention does not allow it (ALiBi, relative bias, latents).
     """
 
@@ -69,11 +71,13 @@ class CompressedCache(DynamicCache):
         exact_layers: Iterable[int] = (),
         max_length: int | None = None,
         offloading: bool = False,
+        **unknown: Never,
     ):
         if format is None and policy is None:
             raise TypeError("pass a format such as format='turboquant_4bit_nc', a policy such as policy='keydiff', or both")
         self.format = formats.resolve("identity" if format is None else format)
         self.policy = None if policy is None else policies.resolve(policy)
+        refuse_unknown(self, unknown, self.format, self.policy)
         check_count("exact_first", exact_first)
         check_count("exact_recent", exact_recent)
         if max_length is not None:

@@ -10,6 +10,7 @@ from transformers.cache_utils import DynamicLayer
 
 from ..formats import FP8, NVFP4, Format, HadaQuant, Int4, Int8, TurboQuant
 from ..policies import H2O, Budget, SinkWindow, SlidingWindow, check_count
+from .arguments import with_own
 from .base import CompressedCache
 
 
@@ -41,7 +42,8 @@ class QuantizedPerTokenCache(CompressedCache):
         center: bool = False,
         **options,
     ):
-        super().__init__(config, format=_per_token_format(dtype, scale, symmetric, center), **options)
+        format = _per_token_format(dtype, scale, symmetric, center)
+        super().__init__(config, **with_own(QuantizedPerTokenCache, options, format=format))
 
 
 def _per_token_format(dtype: str, scale: Literal["token_head", "token", "tensor"], symmetric: bool, center: bool) -> Format:
@@ -77,7 +79,7 @@ class NVFP4Cache(CompressedCache):
         center: bool = False,
         **options,
     ):
-        super().__init__(config, format=NVFP4(scale_search=scale_search, center=center), **options)
+        super().__init__(config, **with_own(NVFP4Cache, options, format=NVFP4(scale_search=scale_search, center=center)))
 
 
 class TurboQuantCache(CompressedCache):
@@ -103,7 +105,7 @@ class TurboQuantCache(CompressedCache):
         format = TurboQuant(preset=preset, center=center)
         if boundary_layers:
             exact_layers = (*exact_layers, *_boundary(config, boundary_layers))
-        super().__init__(config, format=format, exact_layers=exact_layers, **options)
+        super().__init__(config, exact_layers=exact_layers, **with_own(TurboQuantCache, options, format=format))
 
 
 def _boundary(config: PreTrainedConfig | None, count: int) -> list[int]:
@@ -138,7 +140,7 @@ class HadaQuantCache(CompressedCache):
         center: bool = True,
         **options,
     ):
-        super().__init__(config, format=HadaQuant(key_bits, value_bits, quantizer, center), **options)
+        super().__init__(config, **with_own(HadaQuantCache, options, format=HadaQuant(key_bits, value_bits, quantizer, center)))
 
 
 class SinkCache(CompressedCache):
@@ -163,7 +165,8 @@ class SinkCache(CompressedCache):
         format: str | Format | None = None,
         **options,
     ):
-        super().__init__(config, format=format, policy=SinkWindow(window=window, sinks=sinks, positions=positions), **options)
+        policy = SinkWindow(window=window, sinks=sinks, positions=positions)
+        super().__init__(config, format=format, **with_own(SinkCache, options, policy=policy))
 
 
 class SlidingWindowCache(CompressedCache):
@@ -175,7 +178,7 @@ class SlidingWindowCache(CompressedCache):
     """
 
     def __init__(self, config: PreTrainedConfig | None = None, *, window: int = 4096, format: str | Format | None = None, **options):
-        super().__init__(config, format=format, policy=SlidingWindow(window=window), **options)
+        super().__init__(config, format=format, **with_own(SlidingWindowCache, options, policy=SlidingWindow(window=window)))
 
 
 class H2OCache(CompressedCache):
@@ -199,7 +202,8 @@ class H2OCache(CompressedCache):
         format: str | Format | None = None,
         **options,
     ):
-        super().__init__(config, format=format, policy=H2O(budget=budget, recent=recent, sinks=sinks), **options)
+        policy = H2O(budget=budget, recent=recent, sinks=sinks)
+        super().__init__(config, format=format, **with_own(H2OCache, options, policy=policy))
 
 
 class CombinedCache(CompressedCache):
@@ -228,4 +232,5 @@ class CombinedCache(CompressedCache):
         if isinstance(heavy, bool) or not isinstance(heavy, int | float):
             raise TypeError(f"heavy must be a number of tokens (int) or a share of the tokens seen (float), got {heavy!r}")
         budget = sinks + recent + heavy if isinstance(heavy, int) else Budget(tokens=sinks + recent, share=heavy)
-        super().__init__(config, format=format, policy=H2O(budget=budget, recent=recent, sinks=sinks), **{"exact_first": sinks} | options)
+        policy = H2O(budget=budget, recent=recent, sinks=sinks)
+        super().__init__(config, format=format, **{"exact_first": sinks} | with_own(CombinedCache, options, policy=policy))

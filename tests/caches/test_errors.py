@@ -5,7 +5,7 @@ import torch
 from matrix import model
 from transformers import LlamaConfig
 
-from qkvcache import CompressedCache, NVFP4Cache, QuantizedPerTokenCache, TurboQuantCache
+from qkvcache import CompressedCache, HadaQuantCache, NVFP4Cache, QuantizedPerTokenCache, TurboQuantCache
 
 CONFIG = LlamaConfig(num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, hidden_size=512, head_dim=128)
 ODD = LlamaConfig(num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, hidden_size=400, head_dim=100)
@@ -31,6 +31,14 @@ WRONG = [
     (QuantizedPerTokenCache, (CONFIG,), {"dtype": "fp8", "symmetric": False}, ValueError, "no zero point"),
     (QuantizedPerTokenCache, (CONFIG,), {"dtype": "int4", "scale": "token"}, ValueError, "token_head"),
     (NVFP4Cache, (CONFIG,), {"scale_search": "best"}, ValueError, "best"),
+    (QuantizedPerTokenCache, (CONFIG,), {"format": "int8"}, TypeError, "pass dtype= or scale="),
+    (NVFP4Cache, (CONFIG,), {"format": "int8"}, TypeError, "pass scale_search= or center= in place of format='int8'"),
+    (TurboQuantCache, (CONFIG,), {"format": "int8"}, TypeError, "pass preset="),
+    (HadaQuantCache, (CONFIG,), {"format": "int8"}, TypeError, "pass key_bits= or value_bits="),
+    (CompressedCache, (CONFIG,), {"format": "fp8", "symmetric": False}, TypeError, "symmetric=False: known are config, format"),
+    (CompressedCache, (CONFIG,), {"format": "int8", "symmetric": False}, TypeError, "format=formats.Int8(symmetric=False)"),
+    (CompressedCache, (CONFIG,), {"format": "int8", "exact_recnt": 3}, TypeError, "exact_recnt=3: did you mean 'exact_recent'"),
+    (NVFP4Cache, (CONFIG,), {"centre": True}, TypeError, "NVFP4Cache has no option centre=True: did you mean 'center'?"),
     (TurboQuantCache, (CONFIG,), {"preset": "2bit_nc"}, ValueError, "2bit_nc"),
     (TurboQuantCache, (CONFIG,), {"boundary_layers": -1}, ValueError, "boundary_layers=-1"),
     (TurboQuantCache, (), {"boundary_layers": 2}, ValueError, "config"),
