@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from transformers import DynamicCache
@@ -11,6 +11,13 @@ from transformers import DynamicCache
 from ..formats import Format
 from ..formats.base import hint
 from ..policies import Policy
+
+
+def layer_indices(exact_layers: Iterable[int]) -> tuple[int, ...]:
+    """Raises TypeError for what holds no indices, such as a single one."""
+    if not isinstance(exact_layers, Iterable):
+        raise TypeError(f"exact_layers={exact_layers!r}: expected a tuple of layer indices, such as (0,) or (0, -1)")
+    return tuple(exact_layers)
 
 
 def with_own(kind: type[DynamicCache], options: Mapping[str, Any], **own: Any) -> dict[str, Any]:

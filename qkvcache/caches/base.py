@@ -24,7 +24,7 @@ from ..layers.static import StaticLayer
 from ..layers.static_evicting import StaticEvictingLayer
 from ..layers.static_sliding import StaticSlidingLayer
 from ..policies import Budget, Policy, check_count
-from .arguments import refuse_unknown
+from .arguments import layer_indices, refuse_unknown
 from .evictable import why_not_evict
 from .memory import Memory, measured
 
@@ -56,7 +56,7 @@ class CompressedCache(DynamicCache):
 
     Raises:
         ValueError: an unknown format, one that cannot hold the model's head_dim, negative sizes, a layer index that the model lacks.
-        TypeError: `config`, `format` or `policy` of another type, neither of the last two, an option that the cache has not.
+        TypeError: `config`, `format`, `policy` or `exact_layers` of another type, neither format nor policy, an unknown option.
         NotImplementedError: a policy with offloading, or on a model whose attention does not allow it (ALiBi, relative bias, latents).
     """
 
@@ -85,7 +85,7 @@ class CompressedCache(DynamicCache):
             if offloading:
                 raise NotImplementedError("offloading=True with max_length: what moves to the host has no fixed address; leave one out")
         self.max_length = max_length
-        exact_layers = tuple(exact_layers)
+        exact_layers = layer_indices(exact_layers)
         self._layer_options = {"exact_first": exact_first, "exact_recent": exact_recent}
         self._rope: Rope | None = None
         self._shares_keys = False
@@ -194,9 +194,10 @@ class CompressedCache(DynamicCache):
             if head_dim := head_dim_of(configs[i]):
                 self.format.check(head_dim)
             self.layers[i] = self._new_layer(number)
-        if not full:
-            kinds = sorted({type(layer).__name__ for layer in self.layers})
-            warnings.warn(f"no layer of this model has full attention ({', '.join(kinds)}): nothing will be compressed", stacklevel=4)
+        if not chosen:
+            kinds = ", ".join(sorted({type(layer).__name__ for layer in self.layers}))
+            why = f"exact_layers={exact_layers} holds all that could be" if full else f"no layer of this model has full attention ({kinds})"
+            warnings.warn(f"{why}: nothing will be compressed", stacklevel=4)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Removes the last `-tokens_to_remove` tokens; 0 keeps them all."""

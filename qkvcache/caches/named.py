@@ -10,7 +10,7 @@ from transformers.cache_utils import DynamicLayer
 
 from ..formats import FP8, NVFP4, Format, HadaQuant, Int4, Int8, TurboQuant
 from ..policies import H2O, Budget, SinkWindow, SlidingWindow, check_count
-from .arguments import with_own
+from .arguments import layer_indices, with_own
 from .base import CompressedCache
 
 
@@ -87,7 +87,8 @@ class TurboQuantCache(CompressedCache):
 
     Args:
         preset: "k8v4", "4bit_nc", "k3v4_nc" or "3bit_nc": 198, 134, 118 and 102 bytes a token and head at head_dim 128.
-        boundary_layers: this many full-attention layers at either end stay exact (vLLM keeps 2 for dense models). Needs the config.
+        boundary_layers: this many full-attention layers at either end stay exact (vLLM keeps 2 for dense models). Needs the config, and
+            layers between them.
         center: keys are kept around their mean, as the authors do not.
         **options: those of CompressedCache.
     """
@@ -104,7 +105,7 @@ class TurboQuantCache(CompressedCache):
     ):
         format = TurboQuant(preset=preset, center=center)
         if boundary_layers:
-            exact_layers = (*exact_layers, *_boundary(config, boundary_layers))
+            exact_layers = (*layer_indices(exact_layers), *_boundary(config, boundary_layers))
         super().__init__(config, exact_layers=exact_layers, **with_own(TurboQuantCache, options, format=format))
 
 
@@ -116,6 +117,11 @@ def _boundary(config: PreTrainedConfig | None, count: int) -> list[int]:
         raise ValueError(f"boundary_layers={count} needs the config, to know which layers are last")
     layers = DynamicCache(config=config).layers
     full = [i for i, layer in enumerate(layers) if isinstance(layer, DynamicLayer) and not layer.is_sliding]
+    if full and 2 * count >= len(full):
+        raise ValueError(
+            f"boundary_layers={count} at either end leaves none of the {len(full)} full-attention layers ({', '.join(map(str, full))}) "
+            f"compressed: the most is {(len(full) - 1) // 2}"
+        )
     return full[:count] + full[-count:]
 
 

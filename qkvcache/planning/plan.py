@@ -18,6 +18,7 @@ from transformers.cache_utils import Cache
 
 from .. import formats
 from ..caches import CompressedCache
+from ..caches.arguments import layer_indices
 from ..formats import Format, Identity
 from ..policies import Policy, check_count
 from .layout import Bytes, held, kind
@@ -164,7 +165,7 @@ def plan(
     text = text_config(config)
     dtype = model_dtype(config, dtype)
     layers = shapes(config, dtype.itemsize, tensor_parallel)
-    zones = {"exact_first": exact_first, "exact_recent": exact_recent, "exact_layers": tuple(exact_layers)}
+    zones = {"exact_first": exact_first, "exact_recent": exact_recent, "exact_layers": layer_indices(exact_layers)}
 
     def made(max_length: int | None) -> DynamicCache | StaticCache:
         if format is None and policy is None:

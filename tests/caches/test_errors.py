@@ -22,6 +22,7 @@ WRONG = [
     (CompressedCache, (CONFIG,), {"format": "int8", "exact_recent": 1.5}, TypeError, "exact_recent"),
     (CompressedCache, (CONFIG,), {"format": "int8", "exact_recent": True}, TypeError, "exact_recent"),
     (CompressedCache, (CONFIG,), {"format": "int8", "exact_layers": [4]}, ValueError, "layers 0 to 3"),
+    (CompressedCache, (CONFIG,), {"format": "int8", "exact_layers": 0}, TypeError, "exact_layers=0: expected a tuple"),
     (CompressedCache, (CONFIG,), {"format": "int8", "exact_layers": ["last"]}, ValueError, "'last'"),
     (CompressedCache, (), {"format": "int8", "exact_layers": [0]}, ValueError, "config"),
     (CompressedCache, (ODD,), {"format": "nvfp4"}, ValueError, "head_dim 100"),
@@ -42,6 +43,9 @@ WRONG = [
     (TurboQuantCache, (CONFIG,), {"preset": "2bit_nc"}, ValueError, "2bit_nc"),
     (TurboQuantCache, (CONFIG,), {"boundary_layers": -1}, ValueError, "boundary_layers=-1"),
     (TurboQuantCache, (), {"boundary_layers": 2}, ValueError, "config"),
+    (TurboQuantCache, (CONFIG,), {"boundary_layers": 2}, ValueError, "4 full-attention layers (0, 1, 2, 3) compressed: the most is 1"),
+    (TurboQuantCache, (CONFIG,), {"boundary_layers": 9}, ValueError, "boundary_layers=9"),
+    (TurboQuantCache, (CONFIG,), {"boundary_layers": 1, "exact_layers": 0}, TypeError, "exact_layers=0: expected a tuple"),
 ]
 
 
@@ -91,6 +95,8 @@ def test_crop_takes_negative_counts_only():
 def test_nothing_to_compress_is_said():
     with pytest.warns(UserWarning, match="nothing will be compressed"):
         NVFP4Cache(model("mistral").config)
+    with pytest.warns(UserWarning, match=r"exact_layers=\(0, 1, 2, 3\) holds all that could be: nothing will be compressed"):
+        NVFP4Cache(CONFIG, exact_layers=range(4))
 
 
 def test_an_unwrapped_cache_on_an_encoder_decoder_is_refused():

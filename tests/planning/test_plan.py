@@ -110,6 +110,7 @@ def test_every_format_that_holds_the_heads_has_a_row():
         ({"prompt": 0}, ValueError, "prompt=0"),
         ({"format": "int9"}, ValueError, "int9"),
         ({"format": "int8", "exact_layers": (7,)}, ValueError, "exact_layers"),
+        ({"format": "int8", "exact_layers": 0}, TypeError, "exact_layers=0: expected a tuple"),
         ({"tensor_parallel": 4}, ValueError, r"tensor_parallel=4 does not divide 2 KV heads: expected one of \[1, 2\]"),
         ({"dtype": "bf16"}, ValueError, "dtype='bf16'"),
         ({"dtype": "nn"}, ValueError, "dtype='nn'"),

@@ -167,7 +167,7 @@ def test_short_dynamic_caches_stay_exact():
 def test_the_class_of_a_cache_is_kept():
     ids = random_ids(40)
     kept = store("int8")
-    cache = fill(TurboQuantCache(model().config, preset="k8v4", boundary_layers=1, exact_recent=5), ids)
+    cache = fill(TurboQuantCache(model().config, preset="k8v4", exact_layers=[0], exact_recent=5), ids)
     kept.store(ids, cache)
     found = kept.fetch(torch.cat([ids, ids])).cache
     assert type(found) is TurboQuantCache and found.format == cache.format
