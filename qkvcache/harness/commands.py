@@ -76,15 +76,17 @@ def bench(
 
 def _table(rows: list[dict]) -> Table:
     first = rows[0]
+    peak = "peak_bytes" in first  # on a GPU
     found = Table(
         title=f"{first['model']} on {first['device']} in {first['dtype']}, {first['batch']} x {first['tokens']:,} tokens",
         box=None,
         pad_edge=False,
         collapse_padding=True,
         caption_style="dim",
-        caption="ms a step: median; faster, smaller: than the DynamicCache; MB peak: all that was allocated beside the weights.",
+        caption="ms a step: median; faster, smaller: than the DynamicCache"
+        + ("; MB peak: all that was allocated beside the weights." if peak else "."),
     )
-    headers = ["cache", "ms a step", "faster", "tokens/s", "prompt ms", "bytes/token", "smaller"] + ["MB peak"] * ("peak_bytes" in first)
+    headers = ["cache", "ms a step", "faster", "tokens/s", "prompt ms", "bytes/token", "smaller"] + ["MB peak"] * peak
     for header in headers:
         found.add_column(header, justify="left" if header == "cache" else "right", no_wrap=True)
     for row in rows:
@@ -92,7 +94,7 @@ def _table(rows: list[dict]) -> Table:
             row["cache"], f"{row['decode_ms']:.1f}", f"{row['speedup']:.2f}x", f"{row['tokens_per_second']:,.0f}",
             f"{row['prompt_ms']:,.0f}", f"{row['bytes_per_token']:,.0f}", f"{row['ratio']:.2f}x",
         ]  # fmt: skip
-        found.add_row(*cells, *([f"{row['peak_bytes'] / 1e6:,.0f}"] if "peak_bytes" in row else []))
+        found.add_row(*cells, *([f"{row['peak_bytes'] / 1e6:,.0f}"] if peak else []))
     return found
 
 

@@ -25,6 +25,7 @@ def test_bench_measures_each_cache_beside_the_dense_one():
     evicting = run("bench", "demo", "--formats", "int8", "--policy", "h2o", "--budget", "60", "--preallocate", *options)
     for part in ("int8 + h2o 60", "ms a step", "demo on cpu in float32, 2 x 200 tokens"):
         assert part in evicting.stdout, evicting.output
+    assert "MB peak" not in evicting.stdout  # which only a GPU tells
 
 
 @pytest.mark.parametrize(
