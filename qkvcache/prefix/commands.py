@@ -70,6 +70,8 @@ def bench(
 @app.command()
 def ls(directory: Directory, json_output: JsonOption = False) -> None:
     """List the entries in a directory, those used last first."""
+    from .entry import in_short
+
     rows = sorted(_entries(directory), key=lambda row: row["used"], reverse=True)
     if json_output:
         print(json.dumps(rows, indent=1))
@@ -79,7 +81,7 @@ def ls(directory: Directory, json_output: JsonOption = False) -> None:
         table.add_column(header, justify="right" if header in ("tokens", "bytes") else "left", overflow="fold")
     for row in rows:
         used = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(row["used"]))
-        says = row["problem"] or row["cache"]
+        says = row["problem"] or in_short(row["cache"])
         table.add_row(row["entry"][:12], row["model"], f"{row['tokens']:,}", f"{row['bytes']:,}", used, says)
     Console().print(table)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
@@ -78,6 +79,18 @@ def _describe(layer: Layer) -> str:
     kind = type(layer.format)
     text = f"{layer.format.name} ({kind.__module__}.{layer.format!r}), exact {layer.exact_first} + {layer.exact_recent}"
     return f"{text}, {layer.policy!r}, {layer.budget!r}, {layer.rope is not None}" if isinstance(layer, EvictingLayer) else text
+
+
+def in_short(text: str) -> str:
+    """What a mould's `text` says, for people: names of formats and policies, and the exact zones where they are not as usual."""
+    parts = []
+    for part in text.split("; "):
+        if found := re.fullmatch(r"(\S+) \(.*\), exact (\d+ \+ \d+)(?:, (\w+)\(.*)?", part):
+            name, zones, policy = found.groups()
+            usual = zones == "4 + 64" or name == "identity"  # which is exact everywhere
+            part = ", ".join(filter(None, [name, policy, None if usual else f"exact {zones}"]))
+        parts.append(part)
+    return "; ".join(dict.fromkeys(parts))
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,8 @@ from typer.testing import CliRunner
 
 from qkvcache import CompressedCache, PrefixStore
 from qkvcache.cli import app
+from qkvcache.policies import Custom, Knorm
+from qkvcache.prefix.entry import Mould, in_short
 
 
 def run(*arguments):
@@ -32,6 +34,21 @@ def test_ls_lists_what_is_there(directory):
     assert sum(row["bytes"] for row in rows) == sum(path.stat().st_size for path in directory.iterdir())
     table = run("ls", directory).stdout
     assert "1,500" in table and rows[0]["entry"][:12] in table and "2 files" in table
+    assert table.count(" nvfp4 ") == 2 and "NVFP4(" not in table
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"format": "int8"}, "int8"),
+        ({"format": "int8", "exact_recent": 16}, "int8, exact 4 + 16"),
+        ({"format": "int8", "exact_layers": [0]}, "DynamicLayer; int8"),
+        ({"policy": Knorm(budget=[50, 60])}, "identity, Knorm"),
+        ({"format": "fp8", "policy": Custom(function=max), "exact_recent": 0}, "fp8, Custom, exact 4 + 0"),
+    ],
+)
+def test_caches_in_short(options, says):
+    assert in_short(Mould(CompressedCache(model().config, **options), model().config).text) == says
 
 
 def test_verify_finds_what_is_damaged(directory):
