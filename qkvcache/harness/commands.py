@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from ..options import budget_of, device_of, dtype_of
+from ..options import budget_of, device_of, dtype_of, model_of
 from .spec import DENSE, CacheSpec
 
 USUAL = "int8,fp8,nvfp4,turboquant_k8v4,turboquant_4bit_nc,turboquant_3bit_nc"
@@ -40,16 +40,15 @@ def bench(
     import transformers
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from ..demo import MODEL_PATH, text
+    from ..demo import text
     from ..formats import REGISTRY
     from .speed import measure
 
-    computes_in, on, size = dtype_of(dtype), device_of(device), budget_of(budget)
+    path, computes_in, on, size = model_of(model), dtype_of(dtype), device_of(device), budget_of(budget)
     names = [name for name in REGISTRY if name != "identity"] if formats == "all" else formats.split(",")
     longest = tokens + new_tokens if preallocate else None
     try:
         specs = [CacheSpec(cache=name, policy=policy, budget=size, max_length=longest) for name in names]
-        path = str(MODEL_PATH) if model == "demo" else model
         transformers.logging.set_verbosity_error()
         transformers.logging.disable_progress_bar()
         network = AutoModelForCausalLM.from_pretrained(path, dtype=computes_in).eval().to(on)

@@ -11,8 +11,7 @@ from rich.console import Console
 from transformers import AutoConfig, PreTrainedConfig
 
 from .. import policies
-from ..demo import MODEL_PATH
-from ..options import budget_of, dtype_of
+from ..options import budget_of, dtype_of, model_of
 from . import plan as plan_one
 from . import plan_all, show
 from . import recommend as ask
@@ -111,10 +110,9 @@ def register(app: typer.Typer) -> None:
 
 
 def _config(model: str) -> PreTrainedConfig:
-    if model == "demo":
-        model = str(MODEL_PATH)
+    path = model_of(model)
     try:
-        return AutoConfig.from_pretrained(model)
+        return AutoConfig.from_pretrained(path)
     except (OSError, ValueError) as error:
         raise typer.BadParameter(
             f"{model!r} has no config that can be read: pass a folder with a config.json, a model on the Hub, or 'demo'. {error}",

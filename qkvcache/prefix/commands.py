@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from ..options import counts_of, device_of, dtype_of
+from ..options import counts_of, device_of, dtype_of, model_of
 
 app = typer.Typer(help="Stored beginnings of prompts.", no_args_is_help=True)
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON in place of tables.")]
@@ -33,12 +33,11 @@ def bench(
     """Measure bytes, error and latency of storing and fetching prefixes of a model's shapes."""
     from transformers import AutoConfig
 
-    from ..demo import MODEL_PATH
     from .bench import measure
 
-    counts, stored_in, on = counts_of(contexts, "--contexts"), dtype_of(dtype), device_of(device)
+    path, counts, stored_in, on = model_of(model, "--model"), counts_of(contexts, "--contexts"), dtype_of(dtype), device_of(device)
     try:
-        config = AutoConfig.from_pretrained(MODEL_PATH if model == "demo" else model)
+        config = AutoConfig.from_pretrained(path)
         console = Console()
         rows = []
         with tempfile.TemporaryDirectory(dir=directory) as folder:

@@ -1,6 +1,7 @@
 """`qkvcache plan` and `qkvcache recommend`: what they print, and what they say to wrong input."""
 
 import json
+from pathlib import Path
 
 import pytest
 from transformers import AutoConfig
@@ -61,7 +62,12 @@ def test_recommend():
     ("arguments", "says"),
     [
         (("plan", "demo"), "--context"),
-        (("plan", "no/such/folder", "--context", "10"), "'no/such/folder' has no config"),
+        (("plan", str(Path(__file__).parent), "--context", "10"), "has no config"),
+        *[
+            ((command, path, "--context", "10"), f"the folder '{path}' is not there")
+            for command in ("plan", "recommend")
+            for path in ("no/such/folder", "./no_folder", "~/no_folder")
+        ],
         (("plan", "demo", "--context", "10", "--format", "int9"), "int9"),
         (("plan", "demo", "--context", "10", "--format", "int8", "--max-length", "9"), "does not fit in max_length=9"),
         (("plan", "demo", "--context", "10", "--gpu-memory", "much"), "'much': expected a size such as 80GB"),
