@@ -30,7 +30,7 @@ CHUNK = 250
 def caches(config: PreTrainedConfig, window: int, sinks: int) -> dict[str, Callable[[], CompressedCache]]:
     return {
         'sinks, positions="cache"': lambda: SinkCache(config, window=window, sinks=sinks, positions="cache"),
-        'sinks, positions="original"': lambda: SinkCache(config, window=window, sinks=sinks),
+        'sinks, positions="original"': lambda: SinkCache(config, window=window, sinks=sinks, positions="original"),
         "window without sinks": lambda: SlidingWindowCache(config, window=window + sinks),
     }
 
