@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
@@ -97,6 +98,8 @@ def route(
             key, value = key.dense(), value.dense()
         return stock(module, query, key, value, mask, *args, **kwargs)
     if not _few(query, key) or kwargs.get("dropout"):
+        if isinstance(mask, BlockMask) and mask.shape[-1] > tokens:
+            mask = mask._adjust(queries, tokens)  # as above; its function needs no cut
         return stock(module, query, key.dense(), value.dense(), mask, *args, **kwargs)
     if kwargs.get("is_causal") is None:
         kwargs["is_causal"] = getattr(module, "is_causal", True)

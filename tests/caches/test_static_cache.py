@@ -61,6 +61,14 @@ def test_exact_format_equals_dynamic_cache(name, attention, mode, zones):
         assert_close(got, expected, 1e-5)
 
 
+def test_a_long_second_turn_with_flex_attention():
+    """The masks are for all tokens that may come, the layer's decoded keys only for those that have."""
+    network, mode = model("gemma3", "flex_attention"), Mode((0, 5), (30, 20, 1))
+    ours = make(network, "identity", 200)
+    for got, expected in zip(steps(network, ours, mode), steps(network, DynamicCache(config=network.config), mode), strict=True):
+        assert_close(got, expected, 1e-5)
+
+
 def check_against_decoded(network, mode: Mode, cache) -> None:
     ids, mask = mode.inputs()
     begin = 0
