@@ -9,6 +9,7 @@ import torch
 import transformers
 from matrix import FORMATS, MODELS, model
 from reference import MODES, ZONES, assert_close, count_decoded_layers, decoded, forward, steps
+from torch.nn.attention.flex_attention import BlockMask
 from transformers import DynamicCache, GenerationMixin
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
@@ -46,6 +47,10 @@ def test_models_whose_attention_no_policy_sees():
             if not OWN_ATTENTION & set(types):
                 unseen.add(file.parent.name)
     assert unseen <= alibi
+
+
+def test_masks_of_flex_attention_can_be_cut():
+    assert parameters(BlockMask._adjust) == ["self", "new_q_len", "new_kv_len"]
 
 
 def test_layers():
