@@ -47,6 +47,10 @@ class CompressedLayer(Fitting, CacheLayerMixin):
         self._table: tuple[tuple[int, int], Tensor] | None = None
         self.is_initialized = False
 
+    def __getstate__(self) -> dict:
+        """Of copies, whose slabs lie elsewhere than the table says."""
+        return self.__dict__ | {"_table": None}
+
     def __repr__(self) -> str:
         return f"CompressedLayer({self.format.name}, tokens={self.get_seq_length()})"
 

@@ -1,5 +1,7 @@
 """Operators and dispatch: what torch.compile sees, and what `QKVCACHE_KERNELS` forces."""
 
+import copy
+
 import pytest
 import torch
 
@@ -94,3 +96,16 @@ def test_the_whole_cache_on_kernels(on_kernels):
     layer.crop(-30)
     assert layer.get_seq_length() == 233
     torch.testing.assert_close(layer.dense()[0], dense[:, :, :233])
+
+
+def test_a_copy_reads_its_own_slabs(on_kernels):
+    """Which lie elsewhere, and as far from each other as it happens."""
+    layer = CompressedLayer(resolve("int8"), exact_first=0, exact_recent=0)
+    query = torch.randn(1, 2, 1, 64, device=DEVICE)
+    for tokens in (70, 70, 1):
+        layer.update(*torch.randn(2, 1, 1, tokens, 64, device=DEVICE))
+    other = copy.deepcopy(layer)
+    assert len(other.zones[0].body.slabs) == 2
+    for held in (layer, other):
+        handle, _ = held.update(*torch.randn(2, 1, 1, 1, 64, device=DEVICE))
+        torch.testing.assert_close(attend_on_codes(query, handle.payload), attend(query, handle.payload), rtol=0, atol=3e-3)
