@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import re
 import sys
 import time
 from collections.abc import Iterator
@@ -31,7 +30,7 @@ from qkvcache.formats import REGISTRY, Identity
 from qkvcache.harness.quality import CacheFactory
 from qkvcache.harness.rows import read_rows, replace_rows
 from qkvcache.harness.workload import Workload
-from qkvcache.options import device_of
+from qkvcache.options import device_of, model_of
 from qkvcache.planning.model import shapes
 
 RESULTS = Path(__file__).parent / "results" / "quality.jsonl"
@@ -68,8 +67,9 @@ def caches(config: PreTrainedConfig, args: argparse.Namespace) -> Iterator[tuple
 def load(args: argparse.Namespace):
     if args.model == "demo":
         return demo.load(DTYPES[args.dtype], args.device)
-    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=DTYPES[args.dtype]).eval().to(args.device)
-    return model, AutoTokenizer.from_pretrained(args.model)
+    path = model_of(args.model)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=DTYPES[args.dtype]).eval().to(args.device)
+    return model, AutoTokenizer.from_pretrained(path)
 
 
 def measure(args: argparse.Namespace) -> Iterator[dict]:
@@ -100,8 +100,9 @@ def _device(name: str) -> str:
 
 def _refused(args: argparse.Namespace) -> str | None:
     """Why nothing can be measured, if so. What only shows rows does not ask: they may be of another machine."""
-    on_the_hub = re.fullmatch(r"([\w-][\w.-]*/)?[\w-][\w.-]*", args.model)
-    if args.model != "demo" and not Path(args.model).is_dir() and not on_the_hub:
+    try:
+        model_of(args.model)
+    except typer.BadParameter:
         return f"argument --model: {args.model!r} is no folder, and no name of a model on the Hub"
     if args.text is not None and not args.text.is_file():
         return f"argument --text: {str(args.text)!r} is no file"

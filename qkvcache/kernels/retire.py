@@ -11,6 +11,7 @@ leaves the ring; between the steps the column that it had is empty. Which slots 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -51,16 +52,12 @@ class Places:
     def arguments(self) -> tuple:
         """What an operator takes for this; `of` puts it together again, where records but the positions have no names."""
         planes = [plane for side in self.planes for plane in side.values()]
-        return (
-            list(self.numbers),
-            planes,
-            list(self.first),
-            list(self.ring),
-            list(self.records.values()),
-            self.shown,
-            self.seen,
-            self.columns,
-        )
+        groups = (self.numbers, planes, self.first, self.ring, self.records.values())
+        return *[list(group) for group in groups], self.shown, self.seen, self.columns
+
+    def tensors(self) -> list[Tensor]:
+        _, *groups, shown, seen, columns = self.arguments
+        return [*itertools.chain(*groups), shown, seen, columns]
 
     @classmethod
     def of(

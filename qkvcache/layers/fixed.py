@@ -32,6 +32,4 @@ class Fixed(Places):
         return self.shown[:, : self.first[0].shape[2]]
 
     def tensors(self) -> list[Tensor]:
-        planes = (plane for side in self.planes for plane in side.values())
-        counts = (self.shown, self.seen, self.columns, *(() if self.key_sum is None else (self.key_sum,)))
-        return [*self.first, *self.ring, *planes, *self.records.values(), *counts]
+        return super().tensors() + ([] if self.key_sum is None else [self.key_sum])

@@ -40,10 +40,6 @@ def poisoned(*shape: int, dtype: torch.dtype) -> Tensor:
 class Layer(Places):
     """Every byte that a step may write is the sentinel, but for what counts, and for the ring."""
 
-    def tensors(self) -> list[Tensor]:
-        planes = [plane for side in self.planes for plane in side.values()]
-        return [*self.ring, *self.first, *self.records.values(), self.shown, self.seen, self.columns, *planes]
-
     def copy(self) -> Layer:
         return copy.deepcopy(self)
 

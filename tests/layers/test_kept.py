@@ -39,6 +39,7 @@ def test_what_is_kept_is_made_before_the_first_step(format, kernels, monkeypatch
     layer = StaticLayer(REGISTRY[format], 40, 0, 0)
     layer.update(*new(1, 1, dims=(DIM, DIM)))
     before = kept()
+    assert before["qkvcache.kernels.dispatch.prepare"]
     for _ in range(2):
         key, _ = layer.update(*new(1, 1, dims=(DIM, DIM)))
     attend_on_codes(torch.randn(1, HEADS, 1, DIM), key.payload)
