@@ -8,6 +8,7 @@ from collections.abc import Iterable
 import pytest
 import torch
 import transformers as hf
+from seeds import SEED
 
 from qkvcache import CompressedCache, HadaQuantCache, NVFP4Cache, QuantizedPerTokenCache, TurboQuantCache, policies
 from qkvcache.attention import install
@@ -154,7 +155,7 @@ MODELS = {
     "phi3": lambda: hf.Phi3Config(**_NO_HEAD_DIM | {"hidden_size": 384, "initializer_range": 0.1}),  # head_dim 96
     "mistral": lambda: hf.MistralConfig(**_TINY, sliding_window=16),
     "gpt2": lambda: hf.GPT2Config(vocab_size=100, n_positions=512, n_embd=64, n_layer=3, n_head=2, initializer_range=0.2, eos_token_id=2),
-    "qwen3_next": lambda: hf.Qwen3NextConfig(**_TINY | {"num_hidden_layers": 4}, **_LINEAR, **_EXPERTS),
+    "qwen3_next": lambda: hf.Qwen3NextConfig(**_TINY | {"num_hidden_layers": 4}, **_LINEAR, **_EXPERTS, rms_norm_eps=1e-3),
     "deepseek_v3": lambda: hf.DeepseekV3Config(**_NO_HEAD_DIM | {"num_key_value_heads": 4}, **_LATENT, **_ROUTED, first_k_dense_replace=1),
     "gemma3n": lambda: hf.Gemma3nTextConfig(
         **_TINY | _SHARED_KV | {"intermediate_size": [96] * 6}, laurel_rank=8, altup_num_inputs=2, activation_sparsity_pattern=[0.0] * 6
@@ -186,6 +187,6 @@ def _model(name: str, attention: str) -> hf.PreTrainedModel:
     install()  # registers "qkvcache"
     config: hf.PreTrainedConfig = (MODELS | ENCODER_DECODERS)[name]()
     config._attn_implementation = attention
-    torch.manual_seed(0)
+    torch.manual_seed(SEED)
     kind = {"t5": hf.T5ForConditionalGeneration, "whisper": hf.WhisperForConditionalGeneration}.get(name)
     return (kind(config) if kind else hf.AutoModelForCausalLM.from_config(config, attn_implementation=attention)).eval()

@@ -7,6 +7,8 @@ import pytest
 import torch
 from formats.roundtrip import encode, error, roundtrip
 from matrix import FORMAT_ERRORS, FORMATS, slowly
+from reference import assert_close
+from tolerance import rounding, same_decoded
 from torch import Tensor
 
 from qkvcache.formats import REGISTRY, Codec, Format, Int8, resolve
@@ -149,16 +151,16 @@ def test_codes_can_be_moved_about(name):
             return {name: t if name in once else move(t) for name, t in codes.items()}
 
         moved = tokens(lambda t: t.gather(2, order[:, None].expand(*t.shape[:2], 3, t.shape[3])))
-        assert torch.equal(codec.decode(moved, 128), decoded[:, :, order])
+        assert same_decoded(codec.decode(moved, 128), decoded[:, :, order], codec)
         moved = tokens(lambda t: t.index_select(2, order))
-        assert torch.equal(codec.decode(moved, 128), decoded[:, :, order])
-        assert torch.equal(codec.decode(tokens(lambda t: t[:, :, 3:8]), 128), decoded[:, :, 3:8])
-        assert torch.equal(codec.decode(tokens(lambda t: torch.cat([t[:, :, 5:], t[:, :, :5]], 2)), 128), decoded.roll(-5, 2))
-        assert torch.equal(codec.decode({k: t[[1, 0, 1]] for k, t in codes.items()}, 128), decoded[[1, 0, 1]])
+        assert same_decoded(codec.decode(moved, 128), decoded[:, :, order], codec)
+        assert same_decoded(codec.decode(tokens(lambda t: t[:, :, 3:8]), 128), decoded[:, :, 3:8], codec)
+        assert same_decoded(codec.decode(tokens(lambda t: torch.cat([t[:, :, 5:], t[:, :, :5]], 2)), 128), decoded.roll(-5, 2), codec)
+        assert same_decoded(codec.decode({k: t[[1, 0, 1]] for k, t in codes.items()}, 128), decoded[[1, 0, 1]], codec)
         repeated = {k: t.repeat_interleave(2, 0) for k, t in codes.items()}
-        assert torch.equal(codec.decode(repeated, 128), decoded.repeat_interleave(2, 0))
+        assert same_decoded(codec.decode(repeated, 128), decoded.repeat_interleave(2, 0), codec)
         stored = {k: torch.zeros_like(t).copy_(t) for k, t in codes.items()}
-        assert torch.equal(codec.decode(stored, 128), decoded)
+        assert same_decoded(codec.decode(stored, 128), decoded, codec)
 
 
 @every_format
@@ -171,7 +173,7 @@ def test_attention_may_rotate_the_query_instead(name):
         stored = levels.unflatten(-1, (groups, -1))
         stored = stored if scale is None else stored * scale.unsqueeze(-1)
         stored = sum(x for x in (offset, center) if x is not None) + stored.flatten(-2)
-        torch.testing.assert_close(codec.rotate(q) @ stored.mT, q @ codec.decode(codes, 128).mT, rtol=1e-4, atol=1e-4)
+        assert_close(codec.rotate(q) @ stored.mT, q @ codec.decode(codes, 128).mT, rounding(128, 128))
         assert (codec.rotation is None) == (codec.rotate(q) is q)
 
 

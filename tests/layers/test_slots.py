@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from seeds import SEED
 
 from qkvcache.formats import REGISTRY
 from qkvcache.layers.slots import MAX_GROWTH, PAGE, Slots
@@ -45,7 +46,7 @@ operations = st.lists(
 @every_codec
 @given(operations)
 def test_equals_a_plain_tensor(name, operations):
-    torch.manual_seed(0)
+    torch.manual_seed(SEED)
     codec = CODECS[name]
     slots, rows, plain, once = Slots(codec, DIM), 2, {}, {}
     for what, n in operations:

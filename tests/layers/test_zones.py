@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from seeds import SEED
 from torch import Tensor
 
 from qkvcache.formats import REGISTRY
@@ -39,7 +40,7 @@ def codes(zones: Zones) -> Tensor:
 
 @given(zones_of_any_size, updates)
 def test_first_and_recent_are_exact_and_the_rest_is_encoded(sizes, updates):
-    torch.manual_seed(0)
+    torch.manual_seed(SEED)
     first, recent = sizes
     all_tokens = torch.randn(1, 2, sum(updates), DIM)
     zones = Zones(CODEC, all_tokens, first, recent)
@@ -62,7 +63,7 @@ def test_first_and_recent_are_exact_and_the_rest_is_encoded(sizes, updates):
 @given(zones_of_any_size, st.lists(st.tuples(st.booleans(), st.integers(1, 120)), min_size=1, max_size=12))
 def test_a_token_is_encoded_once(sizes, operations):
     """Crops included: what stays is bit for bit what it was, except that recent tokens may be encoded later."""
-    torch.manual_seed(0)
+    torch.manual_seed(SEED)
     zones = Zones(CODEC, torch.empty(1, 2, 1, DIM), *sizes)
     x = torch.empty(1, 2, 0, DIM)
     for crop, n in operations:
