@@ -12,6 +12,8 @@ from tolerance import of_model, rounding, same_decoded, same_vectors
 from qkvcache import CompressedCache
 from qkvcache.formats import REGISTRY
 
+pytestmark = pytest.mark.sums
+
 
 def off(got: torch.Tensor, expected: torch.Tensor) -> float:
     return float((got - expected).abs().max() / expected.abs().max())

@@ -41,7 +41,7 @@ def of_model(network: PreTrainedModel, tokens: int = 64) -> float:
     linear = [layer.in_features for layer in network.modules() if isinstance(layer, nn.Linear)]
     linear += [layer.nx for layer in network.modules() if isinstance(layer, Conv1D)]
     attention = [getattr(m, "head_dim", 0) + tokens for m in network.modules() if type(m).__name__.endswith("Attention")]
-    decays = [float((m.A_log.exp() * F.softplus(m.dt_bias)).max()) for m in network.modules() if hasattr(m, "A_log")]
+    decays = [float((m.A_log.detach().exp() * F.softplus(m.dt_bias.detach())).max()) for m in network.modules() if hasattr(m, "A_log")]
     return rounding(*linear, *attention) + max(decays, default=0) * tokens * torch.finfo().eps / 2
 
 

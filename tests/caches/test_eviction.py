@@ -152,6 +152,7 @@ def test_b16_a_padded_row_of_codes_equals_its_prompt_alone(name, format):
     check_rows(network, make, CUTS["whole"], TURNED)
 
 
+@pytest.mark.sums
 @pytest.mark.parametrize(
     "policy", [H2O(budget=0.5, recent=0.25), H2O(budget=Budget(4, 0.3), recent=3), Knorm(budget=0.4, recent=0.2)], ids=str
 )
@@ -248,6 +249,7 @@ HYBRID = ["gemma3", "gemma2", "gpt_oss", "gemma3n", "gemma4", "qwen3_next", "mis
 FASTEST = {"gemma2": "eager", "gpt_oss": "eager"}  # the others run under -m slow
 
 
+@pytest.mark.sums
 @pytest.mark.filterwarnings("ignore:no layer of this model", "ignore:attention code calls")
 @pytest.mark.parametrize(
     ("name", "attention"),

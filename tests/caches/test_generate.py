@@ -128,6 +128,7 @@ def test_deepcopy_forks_a_prefix():
     assert torch.equal(step(fork), first)
 
 
+@pytest.mark.sums
 def test_batch_repeat_and_select():
     cache = prefilled(turboquant())
     expected = step(copy.deepcopy(cache))
@@ -137,6 +138,7 @@ def test_batch_repeat_and_select():
     assert_close(step(cache), expected, of_model(model("llama")))
 
 
+@pytest.mark.sums
 def test_reorder_moves_rows():
     cache = prefilled(turboquant(), rows=3)
     expected = step(copy.deepcopy(cache))

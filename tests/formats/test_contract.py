@@ -96,6 +96,7 @@ def test_error_at_every_head_dim(name, head_dim):
     assert max(error(codec, x) for codec in sides(name)) <= 1.2 * FORMAT_ERRORS[name]
 
 
+@pytest.mark.sums
 @pytest.mark.parametrize("name", [name for name in FORMATS if name not in FROM_THE_BLOCK])
 @pytest.mark.parametrize("heads", slowly([1, 3], [3]))
 def test_tokens_one_by_one_are_tokens_together(name, heads):
@@ -106,6 +107,7 @@ def test_tokens_one_by_one_are_tokens_together(name, heads):
         assert same({name: torch.cat([s[name] for s in single], dim=2) for name in single[0]}, codec.encode(x, once))
 
 
+@pytest.mark.sums
 @every_format
 def test_rows_stand_alone(name):
     x = torch.randn(3, 2, 9, 128) * torch.tensor([1.0, 100.0, 0.01])[:, None, None, None]
@@ -137,6 +139,7 @@ def test_layout_of_the_input_does_not_matter(name):
         assert torch.equal(view, before)
 
 
+@pytest.mark.sums
 @every_format
 def test_codes_can_be_moved_about(name):
     """What caches do with them: gather tokens and rows, repeat, join, slice, write in place."""
@@ -163,6 +166,7 @@ def test_codes_can_be_moved_about(name):
         assert same_decoded(codec.decode(stored, 128), decoded, codec)
 
 
+@pytest.mark.sums
 @every_format
 def test_attention_may_rotate_the_query_instead(name):
     x, q = torch.randn(1, 2, 9, 128), torch.randn(1, 2, 4, 128)

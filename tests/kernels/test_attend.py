@@ -61,6 +61,7 @@ def check(query, payload, *args, tolerance=TOLERANCES[torch.float32], **kwargs):
     assert_close(out.double(), naive(query, payload, *args, **kwargs), tolerance)
 
 
+@pytest.mark.sums
 @pytest.mark.parametrize("dims", [(64, 64), (64, 32), (96, 128)])
 @pytest.mark.parametrize("format", FORMATS)
 def test_every_format(format, dims):

@@ -114,6 +114,7 @@ def test_inference_mode_may_come_and_go(modes):
 # Rows and lengths
 
 
+@pytest.mark.sums
 def test_crop():
     layer = filled(50, 9)
     before = layer.dense()
@@ -184,6 +185,7 @@ def test_reset_starts_over():
     assert layer.update(*given)[0] is given[0]
 
 
+@pytest.mark.sums
 def test_a_copy_lives_its_own_life():
     layer = filled()
     before, twin = layer.dense(), copy.deepcopy(layer)

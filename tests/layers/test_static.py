@@ -115,6 +115,7 @@ def check(layer: StaticLayer, tokens: Tokens) -> None:
 # Against a list of tokens
 
 
+@pytest.mark.sums
 @pytest.mark.parametrize("zones", ZONES)
 @pytest.mark.parametrize("format", FORMATS)
 def test_update_returns_the_tensors_and_then_handles(format, zones):
@@ -425,6 +426,7 @@ def test_tokens_beyond_max_length_are_dropped_and_then_said(compiled):
 # What attention reads of the store
 
 
+@pytest.mark.sums
 @pytest.mark.parametrize("format", KINDS)
 def test_unfold_is_dense_at_its_columns(format):
     layer = filled(30, 1, 1, format=format)

@@ -13,6 +13,8 @@ from qkvcache.layers.ledger import Ledger
 from qkvcache.layers.slots import Slots
 from qkvcache.policies import H2O, Budget
 
+pytestmark = pytest.mark.sums
+
 ROWS, HEADS, DIM = 3, 2, 32
 POLICY = H2O(budget=10**6, recent=0, reduce="sum")
 

@@ -59,6 +59,7 @@ def dense_tensors(cache):
     return [x for layer in cache.layers for x in (getattr(layer, "keys", None) if not hasattr(layer, "zones") else None,)]
 
 
+@pytest.mark.sums
 @pytest.mark.parametrize("format", ["int8", "turboquant_4bit_nc"])
 @pytest.mark.parametrize("tokens", [20, 40, 47, 48])
 def test_a_fetched_prefix_has_the_logits_of_the_cache_that_was_stored(format, tokens):
