@@ -21,9 +21,10 @@ FEW = ["sink_window", "h2o", "snapkv", "keydiff"]  # the others run under -m slo
 
 
 def prompt(rows=1, length=40, seed=1):
-    """Left-padded rows, as keywords."""
+    """Left-padded rows without repetitions, as keywords: in layer 0 only rounding would tell the norms of a token's keys apart."""
     torch.manual_seed(SEED + seed)
-    ids, mask = torch.randint(3, 100, (rows, length)), (torch.arange(length) >= 5 * torch.arange(rows)[:, None]).long()
+    ids = 3 + torch.stack([torch.randperm(97)[:length] for _ in range(rows)])
+    mask = (torch.arange(length) >= 5 * torch.arange(rows)[:, None]).long()
     return {"input_ids": ids * mask, "attention_mask": mask}
 
 
