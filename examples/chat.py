@@ -4,8 +4,8 @@
     python examples/chat.py --document FILE --model MODEL --format turboquant_3bit_nc --device cuda
     python examples/chat.py --questions "What is the name of the old lighthouse?" --compare
 
-The document is read once; each turn reads its own tokens alone. Without --document, a few made-up facts are spread over the reference, so that
-the answers show what the cache remembers. In the chat: /cache shows where its bytes are, /reset forgets the turns, Ctrl-D ends.
+The document is read once; each turn reads its own tokens alone. Without --document, made-up facts are spread over the reference, so that the
+answers show what the cache remembers. In the chat: /cache shows where its bytes are, /reset forgets the turns, Ctrl-D ends.
 """
 
 from __future__ import annotations
