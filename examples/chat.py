@@ -4,8 +4,8 @@
     python examples/chat.py --document FILE --model MODEL --format turboquant_3bit_nc --device cuda
     python examples/chat.py --questions "What is the name of the old lighthouse?" --compare
 
-The document is read once; each turn reads its own tokens alone. Without --document, made-up facts are spread over the reference, so that the
-answers show what the cache remembers. In the chat: /cache shows where its bytes are, /reset forgets the turns, Ctrl-D ends.
+The document is read once; each turn reads its own tokens alone. Without --document, made-up facts are spread over the reference, so that
+the answers show what the cache remembers. In the chat: /cache shows where its bytes are, /reset forgets the turns, Ctrl-D ends.
 """
 
 from __future__ import annotations
@@ -189,6 +189,9 @@ def main(arguments: list[str] | None = None) -> list[Turn]:
     transformers.logging.disable_progress_bar()
     model, tokenizer = models.load(args.model, DTYPES[args.dtype], args.device)
     turns = Turns(tokenizer, document_of(args, tokenizer))
+    tokens, longest = turns.ids(turns.document).shape[1], model.config.max_position_embeddings
+    if tokens > longest:
+        sys.exit(f"the document has {tokens:,} tokens and {args.model} reads {longest:,}: pass a smaller --tokens")
     begin = time.perf_counter()
     try:
         chat = Chat(model, turns, partial(spec.make, model.config), args.new_tokens)
