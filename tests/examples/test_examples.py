@@ -85,7 +85,8 @@ def test_a_chat_with_a_real_model(document):
         pytest.skip(str(error))
     document.write_text(document.read_text().replace("The code word of Anna is dilzon", "The name of the head gardener is Margaret Finch"))
     questions = ["What is the name of the head gardener?", "What is the name of the gardener?"]
-    turns = load("chat").main(["--document", str(document), "--tokens", "400", "--new-tokens", "12", "--dtype", "float32", "--questions", *questions])
+    options = ["--document", str(document), "--tokens", "400", "--new-tokens", "12", "--dtype", "float32"]
+    turns = load("chat").main([*options, "--questions", *questions])
     assert all("Finch" in turn.answer for turn in turns)
     assert all(turn.read < 30 for turn in turns)
     assert "<|im_" not in turns[0].answer
