@@ -24,7 +24,8 @@ def short(value: float, places: int) -> str:
 
 
 def with_error(value: float, error: float) -> str:
-    """`.0085 ± .0004`. A single sample has no error, and is given with three digits behind the point; an error below all digits is left out."""
+    """`.0085 ± .0004`. A single sample has no error, and is given with three digits behind the point; an error that is too small to
+    be shown is left out."""
     places = decimals(error)
     if not math.isfinite(error):
         return short(value, places)

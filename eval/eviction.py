@@ -12,8 +12,8 @@ combined  eviction, compression and both, and how many requests for Llama 70B at
 choices   what `recommend` names.
 
 One protocol: the model reads the prompt in one step, the cache cuts it down to the budget, then the model reads on, or answers, token by
-token through what is left. Errors and bytes are those of `quality.py`. Recall is *unseen* where the question comes after the cut, and *seen* where it ends the prompt, so that policies
-can look at what it attends to; the first token of the answer is then the prompt's own.
+token through what is left. Errors and bytes are those of `quality.py`. Recall is *unseen* where the question comes after the cut, and
+*seen* where it ends the prompt, so that policies can look at what it attends to; the first token of the answer is then the prompt's own.
 """
 
 from __future__ import annotations
@@ -57,13 +57,7 @@ class Bench:
     @functools.cached_property
     def workload(self) -> Workload:
         args = self.args
-        sizes = {
-            "context": args.context,
-            "passages": args.passages,
-            "read_on": args.read_on,
-            "cases": args.cases,
-            "facts_in": args.facts_in,
-        }
+        sizes = {name: getattr(args, name) for name in ("context", "passages", "read_on", "cases", "facts_in")}
         form = CODE_WORD if args.model == "demo" else NUMBER
         return Workload.make(self.model, self.tokenizer, self.ids, **sizes, form=form, observes=(ALL, 1, 32))
 
@@ -95,7 +89,7 @@ def sinks(bench: Bench) -> Iterator[dict]:
             "bytes_per_token": size,
             "dtype": str(model.dtype),
         }
-        return {"name": name, "policy": name, "format": "identity", "parameters": parameters} | found | same
+        return {"name": name, "policy": name, "format": "identity", "parameters": parameters} | found | same | {"dtype": str(model.dtype)}
 
     yield row("dense", DynamicCache(config=model.config), trained)
     for window in WINDOWS:

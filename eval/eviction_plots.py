@@ -73,7 +73,7 @@ def combined(rows: list[dict], pyplot):
     notes = [f"{row['requests']:,}   KL {row['kl']:.3f}, recall {row['recall_unseen']:.0%} / {row['recall_seen']:.0%}" for row in rows]
     axes.bar_label(bars, notes, padding=4, fontsize=8)
     axes.set(xscale="log", yticks=at, yticklabels=names, xlim=(8, 300_000))
-    title = f"Requests of 131,072 tokens on 8 x H100, Llama 70B (arithmetic)\nKL and recall (unseen / seen) at {rows[0]['context']:,} tokens, measured"
+    title = "Requests of 131,072 tokens on 8 x H100, Llama 70B (arithmetic)\nKL and recall (unseen / seen), measured"
     axes.set_title(title, fontsize=10)
     axes.invert_yaxis()
     return figure

@@ -20,8 +20,8 @@ def sinks(rows: list[dict]) -> list[Table]:
     first = rows[0]
     found = Table(
         title=f"perplexity of {first['streams']} streams",
-        caption=f"within: tokens {first['trained'] // 2:,} to {first['trained']:,} of the stream; beyond: all after, which are further on than "
-        "the model was trained for",
+        caption=f"within: tokens {first['trained'] // 2:,} to {first['trained']:,} of the stream; beyond: all after, "
+        "which are further on than the model was trained for",
     )
     columns = list(dict.fromkeys((row["parameters"]["window"], row["parameters"]["positions"]) for row in rows[1:]))
     found.add_column("sinks", justify="right")

@@ -9,9 +9,9 @@ quality   KL divergence and perplexity of every format, exact zones off and at t
 ablation  what each part of HadaQuant brings: rotated values, means, a trellis, an equalizer, bits for either side; where a mean comes from.
 recall    of 10 facts in the context, through real caches, zones off.
 
-The model reads 8 windows of 2,000 tokens (or others) exactly, and then 96 tokens more, each of which sees those before it as a cache would hand them
-back: exact in the zones, from their codes elsewhere, means frozen after the context. All 96 are read in one forward pass, in which attention
-chooses token by token, so that a format takes seconds.
+The model reads 8 windows of 2,000 tokens (or others) exactly, and then 96 tokens more, each of which sees those before it as a cache would
+hand them back: exact in the zones, from their codes elsewhere, means frozen after the context. All 96 are read in one pass, in which
+attention chooses token by token, so that a format takes seconds.
 """
 
 from __future__ import annotations
@@ -152,11 +152,12 @@ class Bench:
         self.codecs, self.zones = codecs if callable(codecs) else lambda layer: codecs, zones
         found, target = self._read(), self.rest[:, 1:, None]
         kls, same = (x.double().mean(1).cpu() for x in compare(found, self.dense))
+        counted = self.rest.numel()
         losses, before = (-x[:, :-1].gather(-1, target).double().mean((1, 2)).cpu() for x in (found, self.dense))
         return self.row | {
             "label": label, "exact_first": zones[0], "exact_recent": zones[1], "bytes": size,
             "kl": kls.mean().item(), "kl_error": standard_error(kls), "kls": kls.tolist(),
-            "same_top": same.mean().item(), "same_top_error": max(standard_error(same), share_error(same.mean().item() * self.rest.numel(), self.rest.numel())),
+            "same_top": same.mean().item(), "same_top_error": max(standard_error(same), share_error(same.mean().item() * counted, counted)),
             "perplexity": losses.mean().exp().item(), "dense_perplexity": before.mean().exp().item(),
             "perplexity_ratio": (ratio := (losses - before).mean().exp().item()),
             "perplexity_ratio_error": ratio * standard_error(losses - before),

@@ -18,6 +18,11 @@ def _studied(rows: list[dict], study: str) -> dict[str, list[dict]]:
     return found
 
 
+def _cell(row: dict, fields: tuple[str, str]) -> str:
+    first, second = (row[field] for field in fields)
+    return with_error(first, second) if fields[1] == "kl_error" else f"{first:.0%} / {second:.0%}"
+
+
 def _zones(rows: list[dict]) -> dict[str, dict[int, dict]]:
     """By label, and there by the tokens of the exact recent zone."""
     found: dict[str, dict[int, dict]] = {}
@@ -72,10 +77,8 @@ def show(rows: list[dict]) -> None:
             for model in found:
                 table.add_column(model, justify="right")
             for label in dict.fromkeys(row["label"] for held in found.values() for row in held):
-                row = [next((row for row in held if row["label"] == label), None) for held in found.values()]
-                show_one = (lambda r: with_error(r["kl"], r["kl_error"])) if study == "ablation" else (
-                    lambda r: " / ".join(f"{r[f]:.0%}" for f in fields))  # fmt: skip
-                table.add_row(label, *("" if each is None else show_one(each) for each in row))
+                rows_of = [[row for row in held if row["label"] == label] for held in found.values()]
+                table.add_row(label, *("".join(_cell(row, fields) for row in held) for held in rows_of))
             console.print(table)
 
 

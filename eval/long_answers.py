@@ -5,8 +5,8 @@
     python eval/long_answers.py --show | --markdown | --plot            from the rows of --model
 
 A cache feeds on itself here: each token that it gets wrong is stored and read. Measured are where an answer first differs from the dense
-run's; how many answers are still the same after so many tokens; KL divergence along the dense run's answer, by position; and whether a chain
-of simple steps ends as it should, which is counted by words, before the first mistake and in all (difflib's ratio).
+run's; how many answers are still the same after so many tokens; KL divergence along the dense run's answer, by position; and whether a
+chain of simple steps ends as it should, counted by words: how many come before the first mistake, and how alike the whole is (difflib).
 
 text     goes on with a text: nothing is right or wrong
 count    goes on counting
@@ -41,6 +41,7 @@ from qkvcache.harness.quality import compare, held_bytes, steps
 from qkvcache.harness.recall import KEYS
 from qkvcache.harness.rows import read_rows, replace_rows
 from qkvcache.harness.spec import CacheSpec
+from qkvcache.harness.workload import rounded
 
 RESULTS = Path(__file__).parent / "results" / "long_answers.jsonl"
 KINDS = ("text", "count", "list", "recite")
@@ -146,10 +147,10 @@ def measure(args: argparse.Namespace) -> Iterator[dict]:
                 | (outcome(each.expected, str(tokenizer.decode(answer[i]))) if each.expected else {})
                 for i, each in enumerate(prompts)
             ]
-            buckets = {f"{low}-{high}": kl[:, low:high].mean(1).tolist() for low, high in BUCKETS if low < kl.shape[1]}
+            buckets = {f"{low}-{high}": rounded(kl[:, low:high].mean(1)) for low, high in BUCKETS if low < kl.shape[1]}
             yield described(args) | {
                 "cache": spec.name, "dtype": str(model.dtype), "context": args.context, "tokens": args.tokens, "prompts": args.prompts,
-                "bytes_per_token": size, "answers": outcomes, "kls": {name: [float(f"{x:.5g}") for x in row] for name, row in buckets.items()},
+                "bytes_per_token": size, "answers": outcomes, "kls": buckets,
                 "seconds": time.perf_counter() - begin,
             }  # fmt: skip
 
@@ -182,6 +183,8 @@ def main(arguments: list[str] | None = None) -> None:
         for row in measure(args):
             rows.append(row)
             replace_rows(args.out, what, rows)
+        if not rows:
+            sys.exit(f"--minutes {args.minutes:g}: over before the first cache was measured")
         print(f"{rows[-1]['seconds']:.0f} s", file=sys.stderr)
     if args.markdown:
         print(markdown(rows))

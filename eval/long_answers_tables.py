@@ -33,14 +33,13 @@ def cells(rows: list[dict]) -> list[list[str]]:
     for row in rows:
         at = [answer["first_difference"] for answer in row["answers"]]
         low, middle, high = statistics.quantiles(at, n=4, method="inclusive") if len(at) > 1 else at * 3
+        same = (recalled(sum(x >= mark for x in at), len(at)) for mark in marks(rows))
+        far = (mean_with_error(row["kls"][name]) if name in row["kls"] else "" for name in kls)
         kinds: dict[str, list[dict]] = {}
         for answer in row["answers"]:
             if "words" in answer:
                 kinds.setdefault(answer["kind"], []).append(answer)
-        found.append([
-            row["cache"], f"{middle:.0f} ({low:.0f} to {high:.0f})", *(recalled(sum(x >= mark for x in at), len(at)) for mark in marks(rows)),
-            *(mean_with_error(row["kls"][name]) if name in row["kls"] else "" for name in kls), *map(_ended, kinds.values()),
-        ])  # fmt: skip
+        found.append([row["cache"], f"{middle:.0f} ({low:.0f} to {high:.0f})", *same, *far, *map(_ended, kinds.values())])
     return found
 
 
@@ -54,10 +53,10 @@ def _ended(answers: list[dict]) -> str:
 def caption(rows: list[dict]) -> str:
     first = rows[0]
     return (
-        f"{first['model']} in {first['dtype'].removeprefix('torch.')} on {first['device']}: {first['prompts']} answers of {first['tokens']:,} tokens "
-        f"after {first['context']:,} ({first['text']}), greedy. first difference: token, median and quartiles; {first['tokens']:,}: none. KL: nats, "
-        "along the dense run's answer, with the standard error over the answers. The last columns: answers without a mistake, share of words before "
-        "the first one, likeness of the whole."
+        f"{first['model']} in {first['dtype'].removeprefix('torch.')} on {first['device']}: {first['prompts']} answers of "
+        f"{first['tokens']:,} tokens after {first['context']:,} ({first['text']}), greedy. first difference: token, median and quartiles; "
+        f"{first['tokens']:,}: none. KL: nats, along the dense run's answer, with the standard error over the answers. The last columns: "
+        "answers without a mistake, share of words before the first one, likeness of the whole."
     )
 
 
@@ -87,9 +86,8 @@ def plot(rows: list[dict], path: Path) -> None:
     for row, color in zip(rows[1:], colors * len(rows), strict=False):
         at = sorted(answer["first_difference"] for answer in row["answers"])
         same = [(0, 1.0), *((x, 1 - (i + 1) / len(at)) for i, x in enumerate(at) if x < row["tokens"])]
-        left.step(
-            [x for x, _ in same] + [row["tokens"]], [y for _, y in same] + [same[-1][1]], where="post", label=row["cache"], color=color
-        )
+        ends, shares = [x for x, _ in same] + [row["tokens"]], [y for _, y in same] + [same[-1][1]]
+        left.step(ends, shares, where="post", label=row["cache"], color=color)
         middles = [sum(map(int, name.split("-"))) / 2 for name in row["kls"]]
         right.plot(middles, [statistics.mean(kl) for kl in row["kls"].values()], marker="o", color=color)
     left.set(title="share of answers that are still the dense run's", xlabel="tokens of the answer", ylim=(-0.02, 1.02))

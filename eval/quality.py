@@ -8,7 +8,7 @@
 The model reads a context once, then reads on, or answers, through each cache as if the tokens came one by one. KL divergence is of the next
 token from the dense run, in nats. Recall is of facts, the question *unseen* when the context is stored and cut down, or *seen* at its end.
 Errors are standard errors over the passages, and those of a share of the facts. The model computes in fp32, so that nothing but the cache
-rounds; bytes are those of the same cache in 16 bit. `identity`, which stores what it is given, shows how far numbers differ for other reasons.
+rounds; bytes are those of the same cache in 16 bit. `identity`, which stores what it is given, shows by how much numbers differ anyway.
 """
 
 from __future__ import annotations
@@ -142,6 +142,8 @@ def main(arguments: list[str] | None = None) -> None:
         for row in measure(args):
             rows.append(row)
             replace_rows(args.out, what, rows)
+        if not rows:
+            sys.exit(f"--minutes {args.minutes:g}: over before the first cache was measured")
         print(f"{rows[-1]['seconds']:.0f} s", file=sys.stderr)
     if args.markdown:
         print(markdown(rows))

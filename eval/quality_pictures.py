@@ -36,17 +36,12 @@ def columns(rows: list[dict]) -> tuple[str, ...]:
 
 def by_kl(rows: list[dict]) -> list[dict]:
     """The dense row, formats by their exact tokens, and policies by format and what they keep: the closest first in each."""
-
-    def group(row: dict) -> tuple:
-        return (
-            row["format"] is not None,
-            row["policy"] is not None,
-            row["exact"],
-            row["format"] if row["policy"] else "",
-            -row.get("budget", 0),
-        )
-
     return sorted(rows, key=lambda row: (group(row), row["kl"]))
+
+
+def group(row: dict) -> tuple:
+    dense, policy = row["format"] is None, row["policy"]
+    return (not dense, policy is not None, row["exact"], row["format"] if policy else "", -row.get("budget", 0))
 
 
 def all_right(row: dict) -> int:
@@ -58,12 +53,12 @@ def cells(rows: list[dict]) -> list[tuple[str, ...]]:
     best, dense = front(rows), next((row for row in rows if row["format"] is None), None)
     found = []
     for index, row in enumerate(rows):
-        above = rows[index - 1] if index and rows[index - 1]["exact"] == row["exact"] and row["kl"] >= rows[index - 1]["kl"] else None
+        above = rows[index - 1] if index and group(rows[index - 1]) == group(row) else None
         facts = (" / ".join(recalled(right, row["cases"]).removesuffix(" %") for right in both) + " %" for both in row["recall"].values())
         found.append((
             name_of(row) + " *" * (index in best), row["exact"], f"{row['bytes_per_token']:,.0f}", f"{row['ratio']:.2f}x",
             with_error(row["kl"], row["kl_error"]), with_error(*paired(row["kls"], above["kls"])) if above else "",
-            percent(row["same_top"], row["same_top_error"]), with_error(row["perplexity_ratio"], row["perplexity_ratio_error"]), *facts,
+            percent(row["same_top"], row["same_top_error"] if row["format"] else None), with_error(row["perplexity_ratio"], row["perplexity_ratio_error"]), *facts,
             percent(all_right(row) / all_right(dense)) if dense and all_right(dense) else "",
         ))  # fmt: skip
     return found
@@ -73,10 +68,11 @@ def caption(rows: list[dict]) -> str:
     first = rows[0]
     passages, read_on = first["read_on"]
     return (
-        f"{first['model']} in {first['dtype'].removeprefix('torch.')} on {first['device']}: {passages} x {read_on - 1} tokens of {first['text']} read "
-        f"on after {first['context']:,}; {first['cases']} facts ({first['facts']}) in each context. KL in nats; errors: standard errors over the "
-        "passages, of shares of facts binomial. over the row above: difference of KL on the same passages. of dense: facts recalled, of those that "
-        "the dense run recalls. bytes and smaller: in 16 bit. exact: first + last tokens that are not compressed. *: nothing smaller is as close."
+        f"{first['model']} in {first['dtype'].removeprefix('torch.')} on {first['device']}: {passages} x {read_on - 1} tokens of "
+        f"{first['text']} read on after {first['context']:,}; {first['cases']} facts ({first['facts']}) in each. KL in nats; errors: "
+        "standard errors over the passages, of shares of facts binomial. over the row above: difference of KL on the same passages. of "
+        "dense: facts recalled, of those that the dense run recalls. bytes and smaller: in 16 bit. exact: first + last tokens that are not "
+        "compressed. *: nothing smaller is as close."
     )
 
 

@@ -1,10 +1,11 @@
 """Quality of a cache against the dense run of the same model: divergence, perplexity, recall, bytes.
 
 Every measurement prefills a context, then reads on through the cache. The prefill itself attends exactly whatever the cache is, so what is
-measured is only what the cache hands back. Numbers are kept for each passage: tokens of one passage are read through the same codes, so that
-standard errors are those of the means of passages, and two caches are compared by their differences on the same passages. The question of a recall case is unseen when the context is compressed, or seen if that is asked
-for: then it ends the prompt, and what a policy forgets is chosen with it in view. `observes` are the windows of attention that policies
-want (`Policy.observes`); a policy whose window is not among them has the model read the prompt again.
+measured is only what the cache hands back. Numbers are kept for each passage: tokens of one passage are read through the same codes, so
+that errors are those of the means of passages, and two caches are compared by their differences on the same passages. The question of a
+recall case is unseen when the context is compressed, or seen if that is asked for: then it ends the prompt, and what a policy forgets is
+chosen with it in view. `observes` are the windows of attention that policies want (`Policy.observes`); a policy whose window is not among
+them has the model read the prompt again.
 """
 
 from __future__ import annotations
@@ -79,8 +80,8 @@ class Divergence:
 def at_once(cache: Cache) -> int:
     """How many tokens may be fed in the next step so that each attends to what it would attend to if they came one by one.
 
-    A step sees itself exactly, and what is older as it is stored. Tokens leave the exact recent zone in groups: until the next group leaves,
-    storage is the same either way. What evicts, has no recent zone or is preallocated changes at every token.
+    A step sees itself exactly, and what is older as it is stored. Tokens leave the exact recent zone in groups: until the next group
+    leaves, storage is the same either way. What evicts, has no recent zone or is preallocated changes at every token.
     """
     if not isinstance(cache, CompressedCache):
         return GROUP + 1
@@ -169,9 +170,8 @@ class RecallSet:
             rows.append(tokenizer(form.opening + case.context, verbose=False)["input_ids"])
         shortest = min(map(len, rows))  # code words differ in length: a few tokens go from the end, where there is no fact
         context = torch.tensor([row[:shortest] for row in rows], device=model.device)
-        question = tokenizer(form.before_question + cases[0].question, add_special_tokens=False, return_tensors="pt")["input_ids"].to(
-            model.device
-        )
+        asked = form.before_question + cases[0].question
+        question = tokenizer(asked, add_special_tokens=False, return_tensors="pt")["input_ids"].to(model.device)
         if seen:
             context = torch.cat([context, question.expand(count, -1)], dim=1)
         prefilled, logits = prefill(model, context, observes)

@@ -1,7 +1,7 @@
 """Recall cases: a fact is planted somewhere in plain text and asked for at the end.
 
-The embedded model was trained on the form CODE_WORD (`eval/train_demo_model.py`), the demo and the quality tests ask for it. A model that was
-not recalls NUMBER far better: an uncompressed run that misses facts says nothing of a cache.
+The embedded model was trained on the form CODE_WORD (`eval/train_demo_model.py`), the demo and the quality tests ask for it. A model that
+was not recalls NUMBER far better: an uncompressed run that misses facts says nothing of a cache.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ def number(rng: random.Random) -> str:
 class Form:
     """How a fact about `{key}` is stated and asked for.
 
-    `word` draws what it says; `question` ends where the answer follows. `opening` and `before_question` are what stands before the context and
-    the question. `tokens`: as many as a fact takes at most.
+    `word` draws what it says; `question` ends where the answer follows. `opening` and `before_question` are what stands before the context
+    and the question. `tokens`: as many as a fact takes at most.
     """
 
     needle: str

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -57,8 +58,8 @@ class Workload:
         observes: tuple[int, ...] = (),
         seed: int = 0,
     ) -> Workload:
-        """`passages` stretches of `text_ids` of `context + read_on` tokens, evenly apart, and `cases` in contexts of each of `facts_in` tokens
-        (default: of `context`).
+        """`passages` stretches of `text_ids` of `context + read_on` tokens, evenly apart, and `cases` in contexts of each of `facts_in`
+        tokens (default: of `context`).
 
         Raises ValueError for a text that is shorter than all passages.
         """
@@ -82,36 +83,35 @@ class Workload:
         return held_bytes(cache) / self.passages.context.shape[1]
 
     def measure(self, make: CacheMaker) -> dict:
-        """What a cache costs and keeps. `kl` (nats), `same_top` and `perplexity_ratio` with standard errors over the passages, and what they are
-        of each passage; `recall`: how many of the facts, by tokens of context, the question unseen and seen."""
+        """What a cache costs and keeps. `kl` (nats), `same_top` and `perplexity_ratio` with standard errors over the passages, and what
+        they are of each passage; `recall`: how many facts, by tokens of context, the question unseen and seen."""
         passages, context = self.passages.context.shape
-        found = divergence(self.model, self.passages, lambda: make(context))
+        found = divergence(self.model, self.passages, functools.partial(make, context))
         size, dense = (self.bytes_per_token(cache) for cache in (make(context), DynamicCache(config=self.model.config)))
         change = found.loss_changes.mean().exp().item()
-        right = {
-            str(tokens): [
-                round(recall(self.model, self.tokenizer, of[tokens], lambda: make(tokens)) * self.cases) for of in (self.unseen, self.seen)
-            ]
-            for tokens in self.unseen
-        }
+        right = {str(tokens): [self._right(sets[tokens], make, tokens) for sets in (self.unseen, self.seen)] for tokens in self.unseen}
         counted = passages * (self.passages.continuation.shape[1] - 1)
+        same_top_error = max(standard_error(found.same_tops), share_error(found.same_top * counted, counted))
         last = right[str(max(self.unseen))]
         return {
             "bytes_per_token": size, "ratio": dense / size, "kl": found.kl, "kl_error": standard_error(found.kls),
-            "same_top": found.same_top, "same_top_error": max(standard_error(found.same_tops), share_error(found.same_top * counted, counted)),
+            "same_top": found.same_top, "same_top_error": same_top_error,
             "perplexity": found.perplexity, "dense_perplexity": self.passages.perplexity,
             "perplexity_ratio": change, "perplexity_ratio_error": change * standard_error(found.loss_changes),
             "recall": right, "recall_unseen": last[0] / self.cases, "recall_seen": last[1] / self.cases, "cases": self.cases,
             "context": context, "read_on": [passages, self.passages.continuation.shape[1]], "dtype": str(self.model.dtype),
-            "kls": _rounded(found.kls), "loss_changes": _rounded(found.loss_changes),
+            "kls": rounded(found.kls), "loss_changes": rounded(found.loss_changes),
         }  # fmt: skip
+
+    def _right(self, cases: RecallSet, make: CacheMaker, tokens: int) -> int:
+        return round(recall(self.model, self.tokenizer, cases, functools.partial(make, tokens)) * self.cases)
 
     @property
     def cases(self) -> int:
         return len(next(iter(self.unseen.values())).cases)
 
 
-def _rounded(values: Tensor) -> list[float]:
+def rounded(values: Tensor) -> list[float]:
     return [float(f"{x:.5g}") for x in values.tolist()]
 
 
