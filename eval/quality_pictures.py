@@ -53,12 +53,13 @@ def cells(rows: list[dict]) -> list[tuple[str, ...]]:
     best, dense = front(rows), next((row for row in rows if row["format"] is None), None)
     found = []
     for index, row in enumerate(rows):
+        top = percent(row["same_top"], row["same_top_error"] if row["format"] else None)
         above = rows[index - 1] if index and group(rows[index - 1]) == group(row) else None
         facts = (" / ".join(recalled(right, row["cases"]).removesuffix(" %") for right in both) + " %" for both in row["recall"].values())
         found.append((
             name_of(row) + " *" * (index in best), row["exact"], f"{row['bytes_per_token']:,.0f}", f"{row['ratio']:.2f}x",
             with_error(row["kl"], row["kl_error"]), with_error(*paired(row["kls"], above["kls"])) if above else "",
-            percent(row["same_top"], row["same_top_error"] if row["format"] else None), with_error(row["perplexity_ratio"], row["perplexity_ratio_error"]), *facts,
+            top, with_error(row["perplexity_ratio"], row["perplexity_ratio_error"]), *facts,
             percent(all_right(row) / all_right(dense)) if dense and all_right(dense) else "",
         ))  # fmt: skip
     return found
