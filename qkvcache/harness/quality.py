@@ -116,9 +116,9 @@ def divergence(model: PreTrainedModel, passages: Passages, factory: CacheFactory
     log_probs = read_on(model, cache, passages.continuation, passages.first_logits)[:, 1:]
     dense, target = passages.log_probs[:, 1:], passages.continuation[:, 1:]
     losses = _losses(log_probs, target)
-    found = (*compare(log_probs, dense), losses - _losses(dense, target))
+    kls, same_tops, changes = (x.double().mean(1).cpu() for x in (*compare(log_probs, dense), losses - _losses(dense, target)))
     rows, tokens = passages.context.shape[0], cache.get_seq_length()
-    return Divergence(*(x.double().mean(1).cpu() for x in found), losses.mean().exp().item(), held_bytes(cache) / rows / tokens)
+    return Divergence(kls, same_tops, changes, losses.mean().exp().item(), held_bytes(cache) / rows / tokens)
 
 
 def _losses(log_probs: Tensor, target: Tensor) -> Tensor:

@@ -121,6 +121,8 @@ def _sixteen_bit(prefilled: Prefilled, model: PreTrainedModel) -> Prefilled:
         return prefilled
     row = Prefilled(config=model.config)
     for index, layer in enumerate(prefilled.layers):
-        row.update(*(x[:1].to(torch.bfloat16 if x.dtype == torch.float32 else x.dtype) for x in (layer.keys, layer.values)), index)  # type: ignore[index]
+        keys, values = layer.keys[:1], layer.values[:1]  # type: ignore[index, union-attr]
+        dtype = torch.bfloat16 if keys.dtype == torch.float32 else keys.dtype
+        row.update(keys.to(dtype), values.to(dtype), index)
     row.attention = {window: [mass[:1] for mass in of] for window, of in prefilled.attention.items()}
     return row
