@@ -50,8 +50,8 @@ class CompressedCache(DynamicCache):
         exact_recent: tokens at the end that stay in the model's dtype, the largest quality lever there is (eval/README.md). With
             `exact_first=0, exact_recent=0` the cache is the format as its authors define it; the running step still sees itself exactly.
         exact_layers: indices of layers to leave uncompressed, negative ones from the end.
-        max_length: how many tokens may come: storage for all of them is taken at once and stays in its place, so that `generate` compiles
-            its steps and replays them as CUDA graphs, as with a StaticCache. Without it the cache grows.
+        max_length: how many tokens may come: storage for all of them, and for no more, is taken at once and stays in its place, so that
+            `generate` compiles its steps and replays them as CUDA graphs, as with a StaticCache. Without it the cache grows.
         offloading: keep all but the running layer in host memory, as DynamicCache does.
 
     Raises:
@@ -118,6 +118,11 @@ class CompressedCache(DynamicCache):
             raise ValueError(
                 f"an encoder-decoder model keeps its encoder's states apart: pass EncoderDecoderCache({type(self).__name__}(config, ...), "
                 "DynamicCache()) as past_key_values"
+            )
+        if layer_idx >= len(self.layers) and self.layer_class_to_replicate is None:
+            raise ValueError(
+                f"layer {layer_idx} of a cache for {len(self.layers)} layers: it was made for another model; make a new one from the "
+                "config of this one"
             )
         self._last_layer = layer_idx
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
@@ -218,6 +223,15 @@ class CompressedCache(DynamicCache):
             memo[id(self)] = made
             made.__dict__.update({name: copy.deepcopy(value, memo) for name, value in self.__dict__.items()})
         return made
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """As transformers' Cache; ValueError for a step without tokens, which `generate` makes of a prompt shorter than the cache."""
+        if not torch.compiler.is_compiling() and not query_length:
+            raise ValueError(
+                f"no token comes after the {self.get_seq_length(layer_idx)} that the cache has seen: for another prompt call reset(), or "
+                "pass a new cache; to go on, pass the whole text, longer than the cache"
+            )
+        return super().get_mask_sizes(query_length, layer_idx)
 
     def get_query_offset(self, layer_idx: int = 0):
         layer = self.layers[layer_idx] if layer_idx < len(self.layers) else None

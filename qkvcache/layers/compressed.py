@@ -10,7 +10,7 @@ each other exactly, whatever the zones: `update` hands attention the state befor
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -27,6 +27,32 @@ from .zones import Zones
 def differ(held: Tensor, given: Tensor) -> bool:
     """Whether two `[B, H, T, D]` differ in more than tokens."""
     return (held.shape[:2], held.shape[3], held.dtype) != (given.shape[:2], given.shape[3], given.dtype)
+
+
+def check_alike(held: Tensor, given: Tensor, seen: int, what: str = "keys") -> None:
+    """Raises ValueError if `given` `[B, H, T, D]` cannot follow `held`, of whatever `T`, after `seen` tokens."""
+    if not differ(held, given):
+        return
+    if held.dtype != given.dtype:
+        fix = "cast the model or the inputs (autocast changes what a layer computes in), or call reset() first"
+    elif held.shape[1::2] != given.shape[1::2]:
+        fix = "the cache is in use by another model: make a new one from this model's config, or call reset() first"
+    else:
+        fix = "call batch_repeat_interleave(n) first for beams and samples, or reset() for another batch"
+    raise ValueError(
+        f"the cache has seen {what} [B, H, T, D] = {[*held.shape[:2], seen, held.shape[3]]} in {held.dtype}, got {list(given.shape)} in "
+        f"{given.dtype}: {fix}"
+    )
+
+
+def selected(indices: Tensor | Sequence[int] | slice) -> Callable[[Tensor], Tensor]:
+    """What takes rows out of a tensor: `indices` as DynamicCache takes them. Raises TypeError for one index, which is no batch."""
+    if isinstance(indices, slice):
+        return lambda x: x[indices]
+    rows = torch.as_tensor(indices)
+    if rows.dim() != 1:
+        raise TypeError(f"batch_select_indices({indices!r}): pass the rows to keep as a list, a slice, or a tensor of one dimension")
+    return lambda x: x[rows.to(x.device)]
 
 
 class CompressedLayer(Fitting, CacheLayerMixin):
@@ -120,12 +146,7 @@ class CompressedLayer(Fitting, CacheLayerMixin):
         if key.shape[:3] != value.shape[:3]:
             raise ValueError(f"keys {tuple(key.shape)} and values {tuple(value.shape)} differ in batch, heads or tokens")
         for held, given, what in zip(self._held(), (key, value), ("keys", "values"), strict=False):
-            if differ(held, given):
-                seen = [*held.shape[:2], self.get_seq_length(), held.shape[3]]
-                raise ValueError(
-                    f"the cache has seen {what} [B, H, T, D] = {seen} in {held.dtype}, got {list(given.shape)} in {given.dtype}: call "
-                    "batch_repeat_interleave(n) first for beams and samples, or reset() for another batch"
-                )
+            check_alike(held, given, self.get_seq_length(), what)
 
     def _held(self) -> tuple[Tensor, ...]:
         """Keys and values `[B, H, T, D]` for any T, to which new ones must be alike; none if the layer is empty."""
@@ -161,8 +182,8 @@ class CompressedLayer(Fitting, CacheLayerMixin):
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self._map(lambda x: x.index_select(0, beam_idx.to(x.device)))
 
-    def batch_select_indices(self, indices: Tensor) -> None:
-        self._map(lambda x: x[indices.to(x.device)])
+    def batch_select_indices(self, indices: Tensor | Sequence[int] | slice) -> None:
+        self._map(selected(indices))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         self._map(lambda x: x.repeat_interleave(repeats, dim=0))

@@ -8,7 +8,13 @@ from torch import Tensor
 
 def check_room(seen: int, tokens: int, max_length: int) -> None:
     if seen + tokens > max_length:
-        raise ValueError(f"{seen} tokens and {tokens} more do not fit in max_length={max_length}: make the cache with a larger one")
+        again = (
+            "; generate gives all tokens again at every step with use_cache=False: leave out one of the two" if 0 < seen < tokens else ""
+        )
+        raise ValueError(
+            f"{seen} tokens and {tokens} more do not fit in max_length={max_length}: make the cache with a larger one, or call reset() for "
+            f"another prompt{again}"
+        )
 
 
 class Counted:
@@ -23,8 +29,8 @@ class Counted:
     stale: bool
     """Whether compiled code ran since the host read the counts: it may have run more than once."""
 
-    def on_device(self) -> Tensor:
-        """Tokens seen, a tensor without dimensions."""
+    def on_device(self) -> int | Tensor:
+        """Tokens seen, a tensor without dimensions; 0 as long as there is no storage."""
         raise NotImplementedError
 
     def read_counts(self) -> None:

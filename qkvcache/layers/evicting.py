@@ -140,6 +140,12 @@ class EvictingLayer(CompressedLayer):
     def fades(self) -> float:
         return self.policy.fades
 
+    def seen_before(self) -> Tensor:
+        """Real tokens of each row before the step, `[B]`."""
+        step, ledger = self._running()
+        new = 0 if not step.entered else step.queries if step.real is None else step.real.sum(-1)
+        return ledger.rows_seen()[:, 0, 0] - new
+
     @torch.no_grad()
     def enter(self, real: Tensor | None) -> Tensor | None:
         step, ledger = self._running()

@@ -48,7 +48,7 @@ class Slots:
         if missing <= 0:
             return
         self.version += 1
-        self.slabs.append(self.codec.allocate(like, growth(self.length, missing), self.per_head, torch.empty)[0])
+        self.slabs.append(_slab(self.codec, like, growth(self.length, missing), self.per_head))
 
     def fit(self, x: Tensor, real: Tensor | None = None) -> None:
         """Fills the buffers that are kept once, if nothing has, from `x` `[B, H, T, D]`, as far as it is `real`, bool `[B, T]`."""
@@ -61,9 +61,8 @@ class Slots:
         codes = self.codec.encode(x, self.once)
         self.reserve(x.shape[2], x)
         for slab, at, new in self.free(x.shape[2]):
-            with torch.inference_mode():  # a slab made in inference mode may be written in no other; one made outside in any
-                for name, plane in slab.items():
-                    plane[:, :, at : at + new.stop - new.start] = codes[name][:, :, new]
+            for name, plane in slab.items():
+                plane[:, :, at : at + new.stop - new.start] = codes[name][:, :, new]
         self.length += x.shape[2]
 
     def free(self, tokens: int) -> Iterator[tuple[Codes, int, slice]]:
@@ -97,9 +96,8 @@ class Slots:
         """Adds `tokens` slots that hold nothing: zeros, which are numbers in every format."""
         self.reserve(tokens, like)
         for slab, at, part in self.free(tokens):
-            with torch.inference_mode():
-                for plane in slab.values():
-                    plane[:, :, at : at + part.stop - part.start].zero_()
+            for plane in slab.values():
+                plane[:, :, at : at + part.stop - part.start].zero_()
         self.length += tokens
 
     def move(self, planes: Codes, slots: int, like: Tensor, real: Tensor | None) -> None:
@@ -126,28 +124,35 @@ class Slots:
     def put(self, index: Tensor, accepted: Tensor, codes: Codes) -> None:
         """Writes codes `[B, H, N, width]` into the slots `index` `[B, H, N]`, all of which differ, where `accepted`."""
         self._join()
-        with torch.inference_mode():
-            for name, plane in self.slabs[0].items():
-                where = index.unsqueeze(-1).expand(*index.shape, plane.shape[3])
-                plane.scatter_(2, where, torch.where(accepted.unsqueeze(-1), codes[name], plane.gather(2, where)))
+        for name, plane in self.slabs[0].items():
+            where = index.unsqueeze(-1).expand(*index.shape, plane.shape[3])
+            plane.scatter_(2, where, torch.where(accepted.unsqueeze(-1), codes[name], plane.gather(2, where)))
 
     def _join(self) -> None:
         """One slab of all: what is written here and there must not be looked for. Seldom, since slabs grow by an eighth."""
         if len(self.slabs) > 1:
             self.version += 1
-            self.slabs = [{name: torch.cat([slab[name] for slab in self.slabs], dim=2) for name in self.slabs[0]}]
+            with torch.inference_mode(False):
+                self.slabs = [{name: torch.cat([slab[name] for slab in self.slabs], dim=2) for name in self.slabs[0]}]
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Replaces every tensor by `fn(tensor)`; `fn` may change the rows or the device, one tensor at a time."""
         self.version += 1
-        for group in (*self.slabs, self.once):
-            for name in group:
-                group[name] = fn(group[name])
+        with torch.inference_mode(False):
+            for group in (*self.slabs, self.once):
+                for name in group:
+                    group[name] = fn(group[name])
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Every live tensor with its role, `codes` or `scales`."""
         for group in (*self.slabs, self.once):
             yield from self.codec.roles(group, self.head_dim)
+
+
+@torch.compiler.disable(reason="what a compiled graph makes in inference mode may be written in no other")
+@torch.inference_mode(False)
+def _slab(codec: Codec, like: Tensor, tokens: int, per_head: bool) -> Codes:
+    return codec.allocate(like, tokens, per_head, torch.empty)[0]
 
 
 def append_both(slots: tuple[Slots, Slots], x: tuple[Tensor, Tensor], block: int, real: Tensor | None = None) -> None:
@@ -165,8 +170,7 @@ def append_both(slots: tuple[Slots, Slots], x: tuple[Tensor, Tensor], block: int
     tokens = x[0].shape[2]
     for (k_slab, at, part), (v_slab, _, _) in zip(key.free(tokens), value.free(tokens), strict=True):
         parts = (x[0][:, :, part], x[1][:, :, part])
-        with torch.inference_mode():
-            encode_into((key.codec, value.codec), parts, (k_slab, v_slab), (key.once, value.once), at)
+        encode_into((key.codec, value.codec), parts, (k_slab, v_slab), (key.once, value.once), at)
     for side in slots:
         side.length += tokens
 

@@ -31,7 +31,8 @@ class StaticLayer(Counted, CompressedLayer):
     supports_early_init = True
 
     def __init__(self, format: Format, max_length: int, exact_first: int = 4, exact_recent: int = 64):
-        super().__init__(format, exact_first, exact_recent)
+        exact_first = min(exact_first, max_length - 1)  # the ring has room for a token
+        super().__init__(format, exact_first, min(exact_recent, max_length - 1 - exact_first))
         self.max_length, self.codecs = max_length, (format.key, format.value)
         self.store: Store | None = None
         self._forget()
@@ -116,6 +117,11 @@ class StaticLayer(Counted, CompressedLayer):
     def _update_compiled(self, key_states: Tensor, value_states: Tensor):
         """`update` without a number that changes: it may only write what it notes for the host."""
         if self.store is None:
+            if torch.compiler.is_exporting():  # storage would be made of fake tensors
+                raise NotImplementedError(
+                    "torch.export with a preallocated cache that has no storage yet: call cache.early_initialization(batch_size, num_heads, "
+                    "head_dim, dtype, device) before, for a program that reads a prompt, or run the prompt before, for one that goes on"
+                )
             self.lazy_initialization(key_states, value_states)
         store: Store = self.store  # type: ignore[assignment]
         if any(map(differ, store.ring, (key_states, value_states))):
@@ -152,8 +158,8 @@ class StaticLayer(Counted, CompressedLayer):
     def block(self) -> int:
         return block_of(self.store.ring[0])  # type: ignore[union-attr]
 
-    def on_device(self) -> Tensor:
-        return self.store.state[SEEN]  # type: ignore[union-attr]
+    def on_device(self) -> int | Tensor:
+        return 0 if self.store is None else self.store.state[SEEN]
 
     def read_counts(self) -> None:
         self.seen, self.body, _, dropped = self.store.state.tolist()  # type: ignore[union-attr]
@@ -171,7 +177,7 @@ class StaticLayer(Counted, CompressedLayer):
     def get_seq_length(self):
         """Tokens seen: in compiled code a tensor on the device."""
         if torch.compiler.is_compiling():
-            return 0 if self.store is None else self.on_device()
+            return self.on_device()
         return super().get_seq_length()
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from ..attention.handle import KVHandle
+from ..formats import Format
 from ..kernels import Body, Exact, Packed, Payload, Side, arrive, number, prepare, retire, slab_table, take
-from ..policies import Arrivals
+from ..policies import Arrivals, Budget, Policy
 from .compressed import differ
 from .counted import Counted
 from .evicting import UNSEEN, EvictingLayer
@@ -32,8 +33,9 @@ class StaticEvictingLayer(Counted, EvictingLayer):
 
     is_compileable = True
 
-    def __init__(self, *args, max_length: int, **options):
-        super().__init__(*args, **options)
+    def __init__(self, format: Format, policy: Policy, budget: Budget, *args, max_length: int, **options):
+        budget = Budget(min(budget.tokens, max(max_length, policy.sinks + policy.tail + 1)))  # no storage for tokens that cannot come
+        super().__init__(format, policy, budget, *args, **options)
         self.max_length = max_length
         self.codecs = self.format.key, self.format.value
         self.held: Fixed | None = None
@@ -216,8 +218,8 @@ class StaticEvictingLayer(Counted, EvictingLayer):
 
     # What generate and users ask.
 
-    def on_device(self) -> Tensor:
-        return self.held.columns[0]  # type: ignore[union-attr]
+    def on_device(self) -> int | Tensor:
+        return 0 if self.held is None else self.held.columns[0]
 
     def read_counts(self) -> None:
         self.seen = int(self.held.columns)  # type: ignore[union-attr]

@@ -12,7 +12,7 @@ from tolerance import of_model
 from torch import Tensor
 from transformers import DynamicCache, EncoderDecoderCache
 
-from qkvcache import CompressedCache, NVFP4Cache, QuantizedPerTokenCache, TurboQuantCache, attach
+from qkvcache import CompressedCache, NVFP4Cache, QuantizedPerTokenCache, TurboQuantCache, attach, policies
 from qkvcache.layers.static import StaticLayer
 
 NAMES = ("llama", "qwen3", "gemma3", "gemma2", "gpt_oss", "phi3")
@@ -339,3 +339,26 @@ def test_generate_fills_the_cache_to_the_last_token():
     assert cache.get_seq_length() == 40 + NEW - 1
     with pytest.raises(ValueError, match="max_length=63"):
         run(network, cache, {"input_ids": torch.full((1, 65), 5)})
+
+
+@pytest.mark.parametrize("zones", [{"exact_recent": 10**12}, {"exact_first": 10**12}, {"exact_first": 30, "exact_recent": 30}])
+@pytest.mark.parametrize("length", [1, 47])
+def test_zones_take_no_more_than_max_length(zones, length):
+    """Which then holds all tokens as they came."""
+    network, inputs = model("llama"), {"input_ids": torch.randint(3, 90, (1, min(length, 40)))}
+    cache = CompressedCache(network.config, format="nvfp4", max_length=length, **zones)
+    dense = DynamicCache(config=network.config)
+    options = {"max_new_tokens": length - inputs["input_ids"].shape[1] + 1, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    got, expected = (network.generate(**inputs, past_key_values=x, disable_compile=True, **options) for x in (cache, dense))
+    assert torch.equal(got, expected) and cache.get_seq_length() == length
+    assert cache.memory().exact == cache.memory().dense
+
+
+def test_a_budget_takes_no_more_than_max_length():
+    network, ids = model("llama"), torch.randint(3, 90, (1, 40))
+    sizes, tokens = [], []
+    for budget in (47, 10**9):
+        cache = CompressedCache(network.config, policy=policies.H2O(budget=budget, recent=3), max_length=47)
+        tokens.append(network.generate(ids, past_key_values=cache, max_new_tokens=8, eos_token_id=None, disable_compile=True))
+        sizes.append(cache.nbytes)
+    assert sizes[0] == sizes[1] and torch.equal(*tokens)
