@@ -40,9 +40,9 @@ RESULTS = Path(__file__).parent / "results" / "formats.jsonl"
 CONTEXT, WINDOWS, READ_ON, CASES = 2000, 8, 96, 10
 OFF, DEFAULT = (0, 0), (4, 64)
 QUALITY = [
-    "int8", "int8_centered", "fp8", "turboquant_k8v4", "int4", "nvfp4", "nvfp4_four_over_six", "nvfp4_mse", "nvfp4_mse_centered",
-    "int4_vllm", "turboquant_4bit_nc", "hadaquant_k4v4", "hadaquant_k4v4_trellis", "turboquant_k3v4_nc", "hadaquant_k4v3",
-    "hadaquant_k4v3_trellis", "turboquant_3bit_nc", "hadaquant_k3v3", "hadaquant_k3v3_trellis", "hadaquant_k3v2",
+    "int8", "int8_uncentered", "fp8", "fp8_uncentered", "turboquant_k8v4", "turboquant_k8v4_uncentered", "int4", "int4_uncentered", "nvfp4",
+    "nvfp4_uncentered", "nvfp4_four_over_six", "nvfp4_mse", "int4_vllm", "turboquant_4bit_nc", "turboquant_4bit_nc_uncentered", "hadaquant_k4v4", "hadaquant_k4v4_trellis", "turboquant_k3v4_nc", "hadaquant_k4v3",
+    "hadaquant_k4v3_trellis", "turboquant_3bit_nc", "turboquant_3bit_nc_uncentered", "hadaquant_k3v3", "hadaquant_k3v3_trellis", "hadaquant_k3v2",
     "hadaquant_k3v2_trellis", "hadaquant_k2v2", "hadaquant_k2v2_trellis",
 ]  # fmt: skip
 RECALL = [
@@ -162,7 +162,7 @@ def quality(bench: Bench) -> Iterator[dict]:
 
 
 def ablation(bench: Bench) -> Iterator[dict]:
-    seed, bare = REGISTRY["turboquant_4bit_nc"], {bits: Rotated(LloydMax(bits)) for bits in (2, 3, 4)}
+    seed, bare = REGISTRY["turboquant_4bit_nc_uncentered"], {bits: Rotated(LloydMax(bits)) for bits in (2, 3, 4)}
     center, trellis = {bits: Centered.of(codec) for bits, codec in bare.items()}, Centered.of(Rotated(Trellis(4)))
     last = len(bench.past) - 1
     steps: list[tuple[str, Sides]] = [
@@ -191,11 +191,11 @@ def ablation(bench: Bench) -> Iterator[dict]:
         label = "4 / 4, exact layers: " + " and ".join(name for name, on in (("first", first), ("last", end)) if on)
         exact = {n for n, on in ((0, first), (last, end)) if on}
         yield bench.measure(label, lambda layer, exact=exact: (None, None) if layer in exact else (center[4], center[4]))
-    plain, found = NVFP4(), NVFP4("mse", center=True)
+    plain, found = NVFP4(center=False), NVFP4("mse")
     for label, key, value in (
         ("nvfp4", plain, plain),
-        ("nvfp4, key mean", NVFP4(center=True), plain),
-        ("nvfp4, searched", NVFP4("mse"), found),
+        ("nvfp4, key mean", NVFP4(), plain),
+        ("nvfp4, searched", NVFP4("mse", center=False), found),
     ):
         yield bench.measure(label, (key.key, value.value))
     yield bench.measure("nvfp4, searched, key mean", (found.key, found.value))

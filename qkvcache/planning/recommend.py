@@ -67,8 +67,8 @@ class Recommendation:
 
 
 INT8 = Choice(
-    'QuantizedPerTokenCache(config, dtype="int8", center=True)', "int8_centered", None, "8 bits change next to nothing (KL .0007)"
-)  # fmt: skip
+    'QuantizedPerTokenCache(config, dtype="int8")', "int8", None, "8 bits change next to nothing (KL .0007)"
+)
 K8V4 = Choice(
     'TurboQuantCache(config, preset="k8v4")', "turboquant_k8v4", None, "int8 keys and 4-bit values stay close (KL .0025)"
 )  # fmt: skip
