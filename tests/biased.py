@@ -1,8 +1,9 @@
-"""The embedded model as one of the Qwen2 family: the same weights, and biases on keys that make some channels' means 20 to 100 times their
-spread, as in pretrained models of that family.
+"""The embedded model as one of the Qwen2 family: the same weights, and biases on keys that make the means of some channels 20 to 100 times
+their spread, as pretrained models of that family have them.
 
-The biases lie on the pairs of channels that RoPE turns slowest, so that they are next to the same for all tokens, and what they add to
-scores goes out in the softmax, as far as it goes in models that were trained with them.
+The biases lie on the pairs of channels that RoPE turns slowest, and these turn as slowly as in that family (a base of 1e6, for the 1e4 of
+the embedded model): what they add to scores is next to the same for all tokens and goes out in the softmax, so that the model reads, and
+finds, as it did.
 """
 
 from __future__ import annotations
@@ -15,40 +16,43 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, Qwen2Config, 
 from qkvcache import demo
 
 PAIRS = 4
-"""Of each head, how many have a bias."""
-STRENGTH = 50
+"""Of each head, how many have biases."""
+LEAST, MOST = 20, 100
+"""Times the spread of the channel."""
+SHARED = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
+    "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings", "bos_token_id", "eos_token_id", "pad_token_id",
+)  # fmt: skip
 
 
 @functools.cache
-def load(pairs=PAIRS, strength=STRENGTH, quiet=True) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, list[int]]:
-    model, tokenizer = demo.load(torch.float32)
-    ids = demo.text_ids(tokenizer)
-    names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
-             "max_position_embeddings", "rms_norm_eps", "rope_parameters", "tie_word_embeddings", "bos_token_id", "eos_token_id", "pad_token_id")
-    twin = Qwen2ForCausalLM(Qwen2Config(**{n: getattr(model.config, n) for n in names})).eval()
-    twin.load_state_dict(model.state_dict(), strict=False)
+def load() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The twin, ready for inference, and its tokenizer; always the same."""
+    model, tokenizer = demo.load()
+    half = model.config.head_dim // 2
+    slower = [100 ** (i / half) if i >= half - PAIRS else 1.0 for i in range(half)]
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "short_factor": slower,
+        "long_factor": slower,
+        "factor": 1.0,
+        "attention_factor": 1.0,
+        "original_max_position_embeddings": model.config.max_position_embeddings,
+    }
+    twin = Qwen2ForCausalLM(Qwen2Config(**{name: getattr(model.config, name) for name in SHARED}, rope_parameters=rope)).eval()
+    biases = {name: torch.zeros_like(x) for name, x in twin.state_dict().items() if name.endswith("_proj.bias")}
+    twin.load_state_dict(model.state_dict() | biases)
     spreads = []
-    hooks = [l.self_attn.k_proj.register_forward_hook(lambda m, a, out: spreads.append(out)) for l in twin.model.layers]
-    qs = []
-    hooks += [l.self_attn.q_proj.register_forward_hook(lambda m, a, out: qs.append(out)) for l in twin.model.layers]
-    for l in twin.model.layers:
-        for p in (l.self_attn.q_proj, l.self_attn.k_proj, l.self_attn.v_proj):
-            p.bias.data.zero_()
+    layers = [layer.self_attn.k_proj for layer in twin.model.layers]
+    hooks = [k_proj.register_forward_hook(lambda module, given, keys: spreads.append(keys[0].std(0))) for k_proj in layers]
     with torch.no_grad():
-        twin(torch.tensor([ids[:512]]))
-    for h in hooks: h.remove()
-    heads, dim = model.config.num_key_value_heads, model.config.head_dim
-    g = torch.Generator().manual_seed(0)
-    for l, k, q in zip(twin.model.layers, spreads, qs, strict=True):
-        k = k[0].unflatten(-1, (heads, dim)); q = q[0].unflatten(-1, (heads, -1, dim))
-        spread = k.std(0)  # H, D
-        bias = torch.zeros(heads, dim)
-        for h in range(heads):
-            for c in range(dim // 2 - pairs, dim // 2):
-                for half in (0, dim // 2):
-                    sign = 1 if torch.rand((), generator=g) < .5 else -1
-                    bias[h, c + half] = sign * strength * (.4 + 1.6*torch.rand((), generator=g)) * spread[h, c + half]
-        if not quiet:
-            print("spread slow", spread[:, 60:64], "all", spread.norm(dim=-1), "bias norm", bias.norm(dim=-1), "q rms slow", q.square().mean((0,2)).sqrt()[:, 56:64], q.square().mean((0,2)).sqrt().mean())
-        l.self_attn.k_proj.bias.data.copy_(bias.flatten())
-    return twin, tokenizer, ids
+        twin(torch.tensor([demo.text_ids(tokenizer)[:512]]))
+    generator = torch.Generator().manual_seed(0)
+    for k_proj, hook, spread in zip(layers, hooks, spreads, strict=True):
+        hook.remove()
+        times = LEAST * (MOST / LEAST) ** torch.rand(spread.shape, generator=generator)
+        sign = torch.randint(2, spread.shape, generator=generator) * 2 - 1
+        slowest = torch.arange(len(spread)) % half >= half - PAIRS
+        k_proj.bias.data = torch.where(slowest, sign * times * spread, 0)
+    return twin, tokenizer

@@ -35,7 +35,7 @@ class BiasedKeys:
         if mean_energy(keys[:, :, :MOST]).amax().item() > FAR:
             self.seen = None
             warnings.warn(
-                f"format={self.format!r}: the means of key channels are far above their spread (layer {layer}), as in models with a bias on "
-                "keys (Qwen2 and its family), so that most of each scale serves a constant: pass center=True",
+                f"format={self.format!r}: the means of key channels are far above their spread (layer {layer}), as in models with a bias "
+                "on keys (Qwen2 and its family), so that most of each scale serves a constant: pass center=True",
                 stacklevel=3,
             )

@@ -72,7 +72,9 @@ def test_vllm_rule_against_numpy(head_dim):
     # Two roundings of the scale apart, a code may differ where a channel lies between two of them.
     differ = unpack4(ours["codes"]).reshape(-1, head_dim).numpy() != codes
     assert differ.mean() < 1e-3
-    np.testing.assert_allclose(roundtrip(Int4("vllm").value, x).reshape(-1, head_dim)[~differ.any(-1)], restored[~differ.any(-1)], atol=1e-5)
+    np.testing.assert_allclose(
+        roundtrip(Int4("vllm").value, x).reshape(-1, head_dim)[~differ.any(-1)], restored[~differ.any(-1)], atol=1e-5
+    )
 
 
 def test_vllm_rule_errs_half_a_step():
