@@ -43,7 +43,8 @@ QUALITY = [
     "int8", "int8_uncentered", "fp8", "fp8_uncentered", "turboquant_k8v4", "turboquant_k8v4_uncentered", "int4", "int4_uncentered", "nvfp4",
     "nvfp4_uncentered", "nvfp4_four_over_six", "nvfp4_mse", "int4_vllm", "turboquant_4bit_nc", "turboquant_4bit_nc_uncentered",
     "hadaquant_k4v4", "hadaquant_k4v4_trellis", "turboquant_k3v4_nc", "hadaquant_k4v3", "hadaquant_k4v3_trellis", "turboquant_3bit_nc",
-    "turboquant_3bit_nc_uncentered", "hadaquant_k3v3", "hadaquant_k3v3_trellis", "hadaquant_k3v2", "hadaquant_k3v2_trellis", "hadaquant_k2v2", "hadaquant_k2v2_trellis",
+    "turboquant_3bit_nc_uncentered", "hadaquant_k3v3", "hadaquant_k3v3_trellis", "hadaquant_k3v2", "hadaquant_k3v2_trellis",
+    "hadaquant_k2v2", "hadaquant_k2v2_trellis",
 ]  # fmt: skip
 RECALL = [
     "turboquant_4bit_nc", "hadaquant_k4v4", "hadaquant_k4v4_trellis", "turboquant_3bit_nc", "hadaquant_k3v3", "hadaquant_k3v3_trellis",

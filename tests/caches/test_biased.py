@@ -1,5 +1,5 @@
-"""Keys whose channels have means far above their spread, as in models of the Qwen2 family: formats that keep a mean read on as if there were
-none, the authors' forms break, and a cache says so."""
+"""Keys whose channels have means far above their spread, as in models of the Qwen2 family: formats that keep a mean read on as if there
+were none, the authors' forms break, and a cache says so."""
 
 import itertools
 import warnings
