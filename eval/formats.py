@@ -176,7 +176,7 @@ def quality(bench: Bench) -> Iterator[dict]:
 
 
 def ablation(bench: Bench) -> Iterator[dict]:
-    seed, bare = REGISTRY["turboquant_4bit_nc"], {bits: Rotated(LloydMax(bits)) for bits in (2, 3, 4)}
+    seed, bare = REGISTRY["turboquant_4bit_nc_uncentered"], {bits: Rotated(LloydMax(bits)) for bits in (2, 3, 4)}
     center, trellis = {bits: Centered.of(codec) for bits, codec in bare.items()}, Centered.of(Rotated(Trellis(4)))
     last = len(bench.past) - 1
     steps: list[tuple[str, Sides]] = [
@@ -205,11 +205,11 @@ def ablation(bench: Bench) -> Iterator[dict]:
         label = "4 / 4, exact layers: " + " and ".join(name for name, on in (("first", first), ("last", end)) if on)
         exact = {n for n, on in ((0, first), (last, end)) if on}
         yield bench.measure(label, lambda layer, exact=exact: (None, None) if layer in exact else (center[4], center[4]))
-    plain, found = NVFP4(), NVFP4("mse", center=True)
+    plain, found = NVFP4(center=False), NVFP4("mse")
     for label, key, value in (
         ("nvfp4", plain, plain),
-        ("nvfp4, key mean", NVFP4(center=True), plain),
-        ("nvfp4, searched", NVFP4("mse"), found),
+        ("nvfp4, key mean", NVFP4(), plain),
+        ("nvfp4, searched", NVFP4("mse", center=False), found),
     ):
         yield bench.measure(label, (key.key, value.value))
     yield bench.measure("nvfp4, searched, key mean", (found.key, found.value))

@@ -25,6 +25,7 @@ from ..layers.static_evicting import StaticEvictingLayer
 from ..layers.static_sliding import StaticSlidingLayer
 from ..policies import Budget, Policy, check_count
 from .arguments import layer_indices, refuse_unknown
+from .biased import BiasedKeys
 from .evictable import why_not_evict
 from .memory import Memory, measured
 
@@ -44,6 +45,7 @@ class CompressedCache(DynamicCache):
     Args:
         config: the model's config. Optional where every layer has full attention.
         format: a registry name (`qkvcache.formats.REGISTRY`) or a Format; with a policy, None keeps tokens in the model's dtype.
+            The format's `center=False` form (`..._uncentered`) warns once where prompts show that keys are biased.
         policy: which tokens stay: a registry name (`qkvcache.policies.REGISTRY`) or a Policy; None keeps all. Exact zones then hold only
             tokens that it protects: at most its `sinks` and its `recent` ones.
         exact_first: tokens at the beginning that stay in the model's dtype: attention sinks live there.
@@ -109,6 +111,7 @@ class CompressedCache(DynamicCache):
             raise TypeError(f"config must be a transformers config such as model.config, got {type(config).__name__}")
         self._encoder_decoder = bool(config is not None and config.is_encoder_decoder)
         self._last_layer: int | None = None
+        self._biased_keys = None if getattr(self.format, "center", True) else BiasedKeys(self.format.name)
         attention.install()
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs):
@@ -125,7 +128,10 @@ class CompressedCache(DynamicCache):
                 "config of this one"
             )
         self._last_layer = layer_idx
-        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        result = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        if self._biased_keys is not None and getattr(self.layers[layer_idx], "format", None) == self.format:
+            self._biased_keys.look(key_states, layer_idx)
+        return result
 
     def _prepare_eviction(self, policy: Policy, config: PreTrainedConfig | None, offloading: bool) -> None:
         if offloading:

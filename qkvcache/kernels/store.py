@@ -213,7 +213,8 @@ def step(store: Store, x: tuple[Tensor, Tensor]) -> None:
     opening = ((place >= 0) & (place < tokens) & fits)[:, None]
     for side, new in enumerate(x):
         old = store.ring[side].index_select(2, slot)
-        codes = store.codecs[side].encode(torch.where(leaves[:, None], old, 0), store.once[side])  # where tokens share a scale
+        # Where tokens share a scale, those that stay have no part in it: if any leaves, the last one does.
+        codes = store.codecs[side].encode(torch.where(leaves[:, None], old, old[:, :, -1:]), store.once[side])
         for name, plane in store.planes[side].items():
             plane.index_copy_(2, into, codes[name])
         store.ring[side].index_copy_(2, slot, torch.where(((rank >= 0) & fits)[:, None], new, old))

@@ -15,8 +15,8 @@ from torch import Tensor
 from updates import DIM, HEADS, ROWS, VALUE_DIM, Pair, new
 
 from qkvcache.attention import KVHandle
-from qkvcache.formats import REGISTRY
-from qkvcache.kernels import Payload, attend, attend_on_codes, attend_on_store
+from qkvcache.formats import FP8, REGISTRY
+from qkvcache.kernels import Payload, Store, attend, attend_on_codes, attend_on_store
 from qkvcache.kernels import store as counted
 from qkvcache.layers.compressed import CompressedLayer
 from qkvcache.layers.static import StaticLayer
@@ -475,3 +475,14 @@ def test_what_lies_in_unused_slots_counts_for_nothing():
     query = torch.randn(ROWS, 4, 1, DIM)
     expected = attend(query, Payload(*layer.store.sides(layer.seen, layer.body, 16)))
     assert_close(counted.attend_on_slots(query, layer.store, None), expected, rounding(DIM, LIMIT))
+
+
+def test_tokens_that_stay_have_no_part_in_the_scale_of_those_that_leave():
+    format, x = FP8(scale="tensor"), torch.randn(1, 2, 10, 64) + 50 * (torch.arange(64) == 7)
+    store = Store.make(format.codecs(), (x, x), 0, 8, 60, 64)
+    store.fit((x, x))
+    for part in x.split((6, 4), dim=2):
+        counted.step(store, (part, part))
+    for codec, planes, once in zip(format.codecs(), store.planes, store.once, strict=True):
+        wanted = codec.encode(x[:, :, :2], once)
+        assert all(torch.equal(planes[name][:, :, :2], wanted[name]) for name in wanted)
