@@ -67,7 +67,8 @@ class Body:
             if not self.x[row]:
                 continue
             x = sign * torch.stack(self.x[row], dim=1)[None]
-            decoded = self.codec.decode(self.codec.encode(x, slots.once) | slots.once, DIM)[0]
+            once = {name: kept[row : row + 1] for name, kept in slots.once.items()}
+            decoded = self.codec.decode(self.codec.encode(x, once) | once, DIM)[0]
             at = positions[row].long()
             expected = decoded.gather(1, at.clamp_min(0)[..., None].expand(-1, -1, DIM))
             assert torch.equal(held[row][at >= 0], expected[at >= 0])
@@ -99,7 +100,7 @@ def test_rows_of_different_budgets(format, arrivals, seed, padding, shares):
 @given(seeds, st.integers(1, 200), st.integers(1, 60))
 def test_put_and_take_are_inverse(seed, tokens, count):
     generator = torch.Generator().manual_seed(seed)
-    codec = resolve("int8").key
+    codec = resolve("int8").value
     slots = Slots(codec, DIM, per_head=True)
     for part in torch.randn(ROWS, HEADS, tokens, DIM, generator=generator).split(70, dim=2):
         slots.append(part)  # several slabs
@@ -120,7 +121,7 @@ def test_put_and_take_are_inverse(seed, tokens, count):
 
 
 def test_grown_slots_hold_numbers():
-    slots = Slots(resolve("turboquant_3bit_nc").key, DIM, per_head=True)
+    slots = Slots(resolve("turboquant_3bit_nc").value, DIM, per_head=True)
     slots.grow(70, torch.empty(ROWS, HEADS, 1, DIM))
     assert slots.length == 70
     assert all(slots.codec.decode(codes | slots.once, DIM).isfinite().all() for codes, _ in slots.blocks(64))
