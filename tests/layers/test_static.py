@@ -450,6 +450,7 @@ def masks(columns: int) -> dict[str, Tensor | None]:
 @pytest.mark.parametrize("format", ["identity", "turboquant_3bit_nc"])
 def test_attention_over_slots_equals_that_over_tokens(format, sizes, mask):
     layer = filled(*sizes, format=format)
+    layer.settle()
     given = masks(LIMIT)[mask]
     query = torch.randn(ROWS, 4, 1, DIM)
     payload = Payload(*layer.store.sides(layer.seen, layer.body, 16))
