@@ -292,7 +292,7 @@ def test_storage_of_early_initialization_is_used():
     layer = empty()
     layer.lazy_initialization(*new(0))
     kept = addresses(layer)
-    assert layer.is_initialized and layer.get_seq_length() == 0 and len(kept) == 10
+    assert layer.is_initialized and layer.get_seq_length() == 0 and len(kept) == 11  # a mean among them
     x = new(40)
     assert layer.update(*x)[0] is x[0]
     assert addresses(layer) == kept
