@@ -299,7 +299,7 @@ def test_storage_of_early_initialization_is_used():
     layer = empty()
     layer.lazy_initialization(*new(0))
     kept = addresses(layer)
-    assert layer.is_initialized and layer.get_seq_length() == 0 and len(kept) == 10
+    assert layer.is_initialized and layer.get_seq_length() == 0 and len(kept) == 11  # a mean among them
     x = new(40)
     assert layer.update(*x)[0] is x[0]
     assert addresses(layer) == kept
@@ -458,6 +458,7 @@ def masks(columns: int) -> dict[str, Tensor | None]:
 @pytest.mark.parametrize("format", ["identity", "turboquant_3bit_nc"])
 def test_attention_over_slots_equals_that_over_tokens(format, sizes, mask):
     layer = filled(*sizes, format=format)
+    layer.settle()
     given = masks(LIMIT)[mask]
     query = torch.randn(ROWS, 4, 1, DIM)
     payload = Payload(*layer.store.sides(layer.seen, layer.body, 16))

@@ -10,7 +10,7 @@ from torch import Tensor
 from qkvcache.formats import REGISTRY
 from qkvcache.layers.zones import GROUP, Zones
 
-CODEC = REGISTRY["int8"].key
+CODEC = REGISTRY["int8"].value
 DIM = 8
 
 zones_of_any_size = st.tuples(st.integers(0, 6), st.integers(0, 80))

@@ -67,7 +67,9 @@ class Body:
         for row in range(ROWS):
             if not blocks or not self.x[row]:
                 continue
-            alone = self.codec.encode(sign * torch.stack(self.x[row], dim=1)[None], slots.once)
+            x = sign * torch.stack(self.x[row], dim=1)[None]
+            once = {name: kept[row : row + 1] for name, kept in slots.once.items()}
+            alone = self.codec.encode(x, once)
             at = positions[row].long()
             for name, codes in alone.items():
                 held = torch.cat([block[name] for block in blocks], dim=2)[row]
@@ -101,7 +103,7 @@ def test_rows_of_different_budgets(format, arrivals, seed, padding, shares):
 @given(seeds, st.integers(1, 200), st.integers(1, 60))
 def test_put_and_take_are_inverse(seed, tokens, count):
     generator = torch.Generator().manual_seed(seed)
-    codec = resolve("int8").key
+    codec = resolve("int8").value
     slots = Slots(codec, DIM, per_head=True)
     for part in torch.randn(ROWS, HEADS, tokens, DIM, generator=generator).split(70, dim=2):
         slots.append(part)  # several slabs
@@ -122,7 +124,7 @@ def test_put_and_take_are_inverse(seed, tokens, count):
 
 
 def test_grown_slots_hold_numbers():
-    slots = Slots(resolve("turboquant_3bit_nc").key, DIM, per_head=True)
+    slots = Slots(resolve("turboquant_3bit_nc").value, DIM, per_head=True)
     slots.grow(70, torch.empty(ROWS, HEADS, 1, DIM))
     assert slots.length == 70
     assert all(slots.codec.decode(codes | slots.once, DIM).isfinite().all() for codes, _ in slots.blocks(64))
