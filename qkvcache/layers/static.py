@@ -119,8 +119,8 @@ class StaticLayer(Counted, CompressedLayer):
         if self.store is None:
             if torch.compiler.is_exporting():  # storage would be made of fake tensors
                 raise NotImplementedError(
-                    "torch.export with a preallocated cache that has no storage yet: call cache.early_initialization(batch_size, num_heads, "
-                    "head_dim, dtype, device) before, for a program that reads a prompt, or run the prompt before, for one that goes on"
+                    "torch.export with a preallocated cache that has no storage yet: call cache.early_initialization(batch_size, "
+                    "num_heads, head_dim, dtype, device) before, to read a prompt, or run the prompt before, to go on from it"
                 )
             self.lazy_initialization(key_states, value_states)
         store: Store = self.store  # type: ignore[assignment]
