@@ -36,6 +36,7 @@ from qkvcache.formats.base import Buffer
 from qkvcache.formats.centered import Centered
 from qkvcache.formats.rotated import LloydMax, Rotated
 from qkvcache.formats.trellis import Trellis
+from qkvcache.harness.prefill import prefill
 from qkvcache.harness.quality import Passages, RecallSet, compare, divergence, recall
 from qkvcache.harness.recall import CODE_WORD, NUMBER
 from qkvcache.harness.rows import read_rows, replace_rows
@@ -98,21 +99,12 @@ class Bench:
         self.zones = OFF
         self.encoded: dict[tuple[Codec, int, int], tuple[Codes, Tensor]] = {}
         self.first = windows[:1, : args.context]
-        self.past = self._prefill(windows[:, : args.context])
+        self.past = [(layer.keys, layer.values) for layer in prefill(self.model, windows[:, : args.context])[0].layers]
         self.stock = self.model.config._attn_implementation
         ALL_ATTENTION_FUNCTIONS.register("study", self._attention)
         ALL_MASK_ATTENTION_FUNCTIONS.register("study", sdpa_mask)
         self.model.set_attn_implementation("study")
         self.dense = self._read()
-
-    @torch.no_grad()
-    def _prefill(self, context: Tensor) -> list[tuple[Tensor, Tensor]]:
-        parts = []
-        for rows in context.split(4):
-            cache = DynamicCache(config=self.model.config)
-            self.model(rows, past_key_values=cache, logits_to_keep=1)
-            parts.append([(layer.keys, layer.values) for layer in cache.layers])
-        return [tuple(torch.cat(x) for x in zip(*layer, strict=True)) for layer in zip(*parts, strict=True)]  # type: ignore[misc]
 
     @torch.no_grad()
     def _read(self) -> Tensor:

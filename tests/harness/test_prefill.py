@@ -44,6 +44,18 @@ def test_the_record_fills_a_cache_as_the_model_does(loaded, prompt, policy, form
     assert filled.nbytes == run.nbytes
 
 
+def test_rows_that_are_read_in_groups(loaded, prompt, monkeypatch):
+    """As rows that are read together, but for the order of sums."""
+    model, (ids, together) = loaded[0], prompt
+    monkeypatch.setattr("qkvcache.harness.prefill.SCORES", 1)
+    apart, logits = prefill(model, ids, (ALL, 32))
+    for index, (a, b) in enumerate(zip(apart.layers, together.layers, strict=True)):
+        torch.testing.assert_close((a.keys, a.values), (b.keys, b.values), rtol=1e-4, atol=1e-4)
+        for window in (ALL, 32):
+            torch.testing.assert_close(apart.attention[window][index], together.attention[window][index], rtol=1e-4, atol=1e-4)
+    assert logits.shape == (2, model.config.vocab_size)
+
+
 def test_without_a_record_the_model_reads_again(loaded, prompt):
     model, ids = loaded[0], prompt[0]
     prefilled, _ = prefill(model, ids)
