@@ -156,7 +156,7 @@ class Bench:
         }  # fmt: skip
 
     def format(self, format: Format, zones: tuple[int, int]) -> dict:
-        return self.measure(format.name, (format.key, format.value), zones, format.bytes_per_token(128))
+        return self.measure(format.name, (format.key, format.value), zones, format.bytes_per_token(self.past[0][0].shape[3]))
 
 
 def quality(bench: Bench) -> Iterator[dict]:
