@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
@@ -21,13 +21,15 @@ from .triton_unpack import Words, words
 
 @dataclass(frozen=True)
 class Launch:
-    """How the kernel is launched: tokens in a tile, tiles in flight, registers a thread (None: as many as it takes), programs, of one warp
-    each, for a multiprocessor."""
+    """How the kernel is launched: tokens in a tile, tiles in flight, registers a thread (None: as many as it takes), programs for a
+    multiprocessor, warps of a program, query rows of a program."""
 
     tile: int = 32
     stages: int = 2
     registers: int | None = 168
-    warps: int = 12
+    programs: int = 12
+    warps: int = 1
+    rows: int = 8
 
 
 LAUNCHES = {
@@ -38,12 +40,18 @@ LAUNCHES = {
 """By the kinds of keys and values, where `Launch()` is not the best measured on an H100 (`eval/bench_kernels.py --tune`)."""
 WIDE = Launch(registers=None)
 """For head_dim beyond 128, where larger tiles would not fit in registers."""
+MANY_ROWS = Launch(64, 3, None, 8, 2, 32), Launch(64, 3, None, 4, 4, 64)
+"""For up to 32 query rows, and for more: each code is unpacked once for as many rows as the registers of a program hold."""
 LEAST_SPLIT, MOST_SPLITS = 128, 100
 """Tokens under which a split is not worth its partial sums, and splits of a sequence beyond which joining them costs too much."""
 
 
-def launched(key: Words, value: Words, head_dim: int) -> Launch:
-    return LAUNCHES.get((key.kind, value.kind), Launch()) if head_dim <= 128 else WIDE
+def launched(key: Words, value: Words, head_dim: int, rows: int = 1, wide: bool = True) -> Launch:
+    """For `rows` query rows of a KV head. `wide`: more than 16 rows may share a program."""
+    if rows > 16 and wide and head_dim <= 128:
+        return MANY_ROWS[0] if rows <= 32 else MANY_ROWS[1]
+    launch = LAUNCHES.get((key.kind, value.kind), Launch()) if head_dim <= 128 else WIDE
+    return launch if rows <= 8 else replace(launch, rows=16)
 
 
 EXACT_TILE = 32
@@ -144,8 +152,6 @@ def fused_attend(
     device = query.device
     arch, processors = architecture(device)
     rows = groups * queries
-    r = 8 if rows <= 8 and (arch or device.type == "cpu") else 16
-    blocks = -(-rows // r)
     query = query if query.stride(-1) == 1 else query.contiguous()
 
     body = payload.body
@@ -153,9 +159,11 @@ def fused_attend(
     exact = bool(first_k.shape[2] + recent_k.shape[2])
     n_body = 0 if body is None else body.tokens
     use = tables((body.key, body.value) if body else None, dim, value_dim, device)
-    launch = launch or launched(use.key, use.value, max(dim, value_dim))
-    t = launch.tile
-    body_splits, each = split(n_body, batch * heads * blocks, t, processors * launch.warps)
+    nvidia = bool(arch) or device.type == "cpu"
+    launch = launch or launched(use.key, use.value, max(dim, value_dim), rows, nvidia)
+    t, r = launch.tile, launch.rows if nvidia else 16
+    blocks = -(-rows // r)
+    body_splits, each = split(n_body, batch * heads * blocks, t, processors * launch.programs)
     total_splits = body_splits + exact
 
     empty, body_query, factor = query.new_empty(0), query, use.factor
@@ -209,7 +217,7 @@ def fused_attend(
         K_ONCE=int(bool(body and body.once[0])), V_ONCE=int(bool(body and body.once[1])),
         SOFTCAP=softcap is not None, MASK=mask_kind, WINDOW=window is not None, CAUSAL=causal and queries > 1, LENGTHS=lengths is not None,
         PAGE=page if pages is not None else 0, ARCH=arch, EXACT=exact, TURN=factor, MASS=width,
-        COUNTED=0 if payload.store is None else LEAST_SPLIT, num_warps=1, num_stages=launch.stages,
+        COUNTED=0 if payload.store is None else LEAST_SPLIT, num_warps=launch.warps, num_stages=launch.stages,
         **({"maxnreg": launch.registers} if launch.registers and arch else {}),
     )  # fmt: skip
     out = torch.empty(batch, query_heads, queries, value_dim, dtype=query.dtype, device=device)
