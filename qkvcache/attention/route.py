@@ -3,8 +3,8 @@
 Constructing a cache calls `install`; importing the library changes nothing. Attention on plain tensors passes through for half a
 microsecond. The wrapper sees query, handles, mask and the model's keywords for every implementation:
 
-    sdpa, flash, flex, qkvcache   a few queries attend on the codes, more on chunks of the past that are dequantized one after another; where a
-                                  mask is not just causal with padding, or softcap is asked for, the layer is decoded for the stock kernel
+    sdpa, flash, flex, qkvcache   a few queries attend on the codes, more on chunks of the past that are dequantized one by one; where a
+                                  mask is not just causal with padding, or with softcap, the layer is decoded for the stock kernel
     eager                         the model's own function, whose two matmuls run on the codes (`handle.py`): it may hold private semantics
 
 Layers that evict tokens watch their attention, in all of them (`watch.py`). Models whose softcap or attention sinks tie them to eager can

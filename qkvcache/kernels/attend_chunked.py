@@ -1,14 +1,14 @@
 """Attention of many new tokens over a quantized past, without a dense layer.
 
-The past is dequantized chunk by chunk into scratch of a bounded size, torch's best attention runs on each chunk, and the outputs are merged by
-their log-sum-exps. The exact tokens, the new ones among them, are one more part:
+The past is dequantized chunk by chunk into scratch of a bounded size, torch's best attention runs on each chunk, and the outputs are
+merged by their log-sum-exps. The exact tokens, the new ones among them, are one more part:
 
     part       keys and values                                    mask
     chunk i    the next quantized tokens, in the model's dtype    none, or the columns that padding hides
     exact      sink tokens, residual, the new tokens              causal among the new tokens, and the same columns
 
-The query heads of a group are rows of their KV head, so that keys and values are never copied for query heads. `attention/route.py` says from
-how many queries on this is faster than reading the codes in the decode kernel.
+The query heads of a group are rows of their KV head, so that keys and values are never copied for query heads. `attention/route.py` says
+from how many queries on this is faster than reading the codes in the decode kernel.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ CUDNN_QUERIES = 512
 MASKED = -1e30
 
 Part = tuple[Tensor, Tensor]
-"""Output `[B, H', R, Dv]` and log-sum-exp, fp32 `[B, H', R]`, of one part of the tokens. `H'` and `R` are query heads and queries, or, folded,
-KV heads and the queries of a group's heads one after another, with rows of padding at the end."""
+"""Output `[B, H', R, Dv]` and log-sum-exp, fp32 `[B, H', R]`, of one part of the tokens. `H'` and `R` are query heads and queries, or,
+folded, KV heads and the queries of a group's heads one after another, with rows of padding at the end."""
 
 
 def supports(query: Tensor, payload: Payload) -> bool:
@@ -185,7 +185,7 @@ def _bias(hidden: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def library_attention(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scaling: float, plan: bool = False) -> Part:
-    """Attention without causality of folded queries over `[B, H, T, D]`. `plan`: the shape will come again, so that a plan of cuDNN's pays."""
+    """Attention without causality of folded queries over `[B, H, T, D]`. `plan`: the shape will come again, and a plan of cuDNN's pays."""
     aten = torch.ops.aten
     mask = None if bias is None else bias.expand(*query.shape[:3], -1)
     if not query.is_cuda:

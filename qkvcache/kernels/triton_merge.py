@@ -35,8 +35,8 @@ def _merge_kernel(
     outs, lses, strides, sinks, out, ob, oh, oq, rows, queries, heads,
     G: tl.constexpr, D: tl.constexpr, P: tl.constexpr, R: tl.constexpr, FOLDED: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
-    """Grid (row blocks, batch * heads). For each part: `outs` `[B, H, >= rows, D]` where FOLDED and `[B, H * G, queries, D]` elsewhere, `lses`
-    the same without channels in fp32, and six strides; `sinks` `[H * G]`; `out` `[B, H * G, queries, D]`."""
+    """Grid (row blocks, batch * heads). For each part: `outs` `[B, H, >= rows, D]` where FOLDED and `[B, H * G, queries, D]` elsewhere,
+    `lses` the same without channels in fp32, and six strides; `sinks` `[H * G]`; `out` `[B, H * G, queries, D]`."""
     r = tl.program_id(0) * R + tl.arange(0, R)
     b = (tl.program_id(1) // heads).to(tl.int64)
     h = tl.program_id(1) % heads

@@ -106,4 +106,4 @@ def test_what_torch_has_no_attention_for():
     held, query = payload("int8", 90, 5), torch.randn(2, 4, 5, 64, device=DEVICE, dtype=DTYPE)
     assert supports(query, held)
     assert not supports(query.double(), held)
-    assert not supports(query.half() if DTYPE == torch.float32 else query.float(), held)
+    assert not supports(query.half() if torch.float32 == DTYPE else query.float(), held)
