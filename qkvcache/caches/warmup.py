@@ -11,13 +11,10 @@ from transformers import PreTrainedModel
 
 from ..kernels import on_triton
 from ..layers.compressed import CompressedLayer
-from ..layers.counted import Counted
 from ..layers.evicting import EvictingLayer
-from ..layers.slots import PAGE, append_both
-from ..layers.static import StaticLayer
 from ..layers.static_evicting import StaticEvictingLayer
-from ..layers.zones import GROUP
 from ..policies import Budget
+from ..storage import GROUP, PAGE
 from .base import CompressedCache
 
 
@@ -54,10 +51,11 @@ def warmup(model: PreTrainedModel, cache: CompressedCache, *, queries: Iterable[
         for step in (*steps, GROUP):  # the last one moves tokens on, which encodes a few at a time
             mask = torch.cat([mask, mask.new_ones(rows, step)], dim=1)
             model(input_ids=ids[:, :step], attention_mask=mask, past_key_values=fresh)
-        for layer in fresh.layers:  # where a slab ends, one token may be encoded by itself
-            if isinstance(layer, CompressedLayer) and layer.zones and layer.exact_recent:
-                key, value = layer.zones
-                append_both((key.body, value.body), (key.recent[:, :, :1], value.recent[:, :, :1]), key.block)
+        for layer in fresh.layers:  # where a chunk ends, one token may be quantized by itself
+            if isinstance(layer, EvictingLayer) and layer.body and layer.exact_recent:
+                layer.body.append((layer.recent[0][:, :, :1], layer.recent[1][:, :, :1]))
+            elif isinstance(layer, CompressedLayer) and layer.storage:
+                layer.storage.chunks.append(layer.storage.recent(1))
 
 
 def _shrink(cache: CompressedCache, budget: Budget, length: int) -> None:
@@ -66,10 +64,10 @@ def _shrink(cache: CompressedCache, budget: Budget, length: int) -> None:
     def small(layer: Any) -> Any:
         if isinstance(layer, EvictingLayer):
             layer.budget = budget
-        if isinstance(layer, Counted):
-            layer.max_length = length
-        if isinstance(layer, StaticLayer):
-            layer.store = None
+        if isinstance(layer, CompressedLayer):
+            layer.storage = None
+            if layer.max_length is not None:
+                layer.max_length = length
         if isinstance(layer, StaticEvictingLayer):
             layer.held = None
         return layer

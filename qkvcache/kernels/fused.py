@@ -108,9 +108,6 @@ def fused_attend(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     window: int | None = None,
-    lengths: Tensor | None = None,
-    pages: Tensor | None = None,
-    page: int = 0,
     launch: Launch | None = None,
     observed: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -118,24 +115,16 @@ def fused_attend(
 
     Args:
         window: a query sees the last `window` tokens up to itself.
-        lengths: tokens in the body of each row, int32 `[B]`, on the device.
-        pages: int32 `[B, N]`: where page `n` of a row's tokens is, in units of `page` slots. One slab of one row, `[1, H, slots, width]`,
-            holds the slots of all.
         launch: for measuring; chosen by format otherwise.
         observed: without it, mass is `[B, H, 0]`, and costs nothing.
 
-    Raises ValueError for a page that is no multiple of the tile, for causal queries that are not all among the exact recent tokens, and for
-    `observed` with `lengths` or `pages`.
+    Raises ValueError for causal queries that are not all among the exact recent tokens.
     """
     if causal and query.shape[2] > payload.exact[2].shape[2]:
         raise ValueError(
             f"causal with {query.shape[2]} queries: their own tokens must be among the exact recent ones, of which there are "
             f"{payload.exact[2].shape[2]}"
         )
-    if pages is not None and page % 64:
-        raise ValueError(f"page={page}: must be a multiple of 64 slots")
-    if observed is not None and not (lengths is None and pages is None):
-        raise ValueError("observed: there is no attention mass of rows with lengths, or pages, of their own")
     global calls
     calls += 1
     batch, query_heads, queries, dim = query.shape
@@ -193,23 +182,20 @@ def fused_attend(
 
     planes = body.planes if body else [empty] * 6
     k_codes, k_high, k_scales, v_codes, v_high, v_scales = planes
-    centers = [codes["center"].contiguous() if "center" in codes else empty for codes in (body.slabs[0] if body else ({}, {}))]
+    centers = [codes["center"].contiguous() if "center" in codes else empty for codes in (body.chunks[0] if body else ({}, {}))]
     attend_kernel[(total_splits, blocks, batch * heads)](
         query, body_query, use.turning, use.signs, body.table if body else empty.long(), k_codes, k_high, use.k_shifts, k_scales,
         v_codes, v_high, use.v_shifts, v_scales,
         first_k, first_v, recent_k, recent_v, mask if mask is not None else empty,
-        lengths if lengths is not None else empty, pages if pages is not None else empty, centers[0], part, maxima, sums, weights, tops,
-        empty if payload.store is None else payload.store.state,
+        centers[0], part, maxima, sums, weights, tops, empty if payload.buffers is None else payload.buffers.state,
         *query.stride()[:3], *first_k.stride()[:3], *first_v.stride()[:3], *recent_k.stride()[:3], *recent_v.stride()[:3], *mask_strides,
-        pages.stride(0) if pages is not None else 0,
-        dim**-0.5 if scaling is None else scaling, softcap or 1.0, window or 0, len(body.slabs) if body else 0,
+        dim**-0.5 if scaling is None else scaling, softcap or 1.0, window or 0, len(body.chunks) if body else 0,
         n_first, n_body, n_recent, each, heads, queries, slots, grains,
         K=use.key, V=use.value, D=dim, DV=value_dim, G=groups, R=r, T=t, TX=EXACT_TILE,
         K_SHARED=bool(body and body.shared[0]), V_SHARED=bool(body and body.shared[1]),
         K_ONCE=int(bool(body and body.once[0])), V_ONCE=int(bool(body and body.once[1])),
-        SOFTCAP=softcap is not None, MASK=mask_kind, WINDOW=window is not None, CAUSAL=causal and queries > 1, LENGTHS=lengths is not None,
-        PAGE=page if pages is not None else 0, ARCH=arch, EXACT=exact, TURN=factor, MASS=width,
-        COUNTED=0 if payload.store is None else LEAST_SPLIT, num_warps=1, num_stages=launch.stages,
+        SOFTCAP=softcap is not None, MASK=mask_kind, WINDOW=window is not None, CAUSAL=causal and queries > 1, ARCH=arch, EXACT=exact,
+        TURN=factor, MASS=width, COUNTED=0 if payload.buffers is None else LEAST_SPLIT, num_warps=1, num_stages=launch.stages,
         **({"maxnreg": launch.registers} if launch.registers and arch else {}),
     )  # fmt: skip
     out = torch.empty(batch, query_heads, queries, value_dim, dtype=query.dtype, device=device)

@@ -1,4 +1,4 @@
-"""One model layer's cache that forgets tokens: the zones of `compressed.py`, with a body of bounded size.
+"""One model layer's cache that forgets tokens: exact zones around a body of bounded size.
 
 After each step's attention, tokens beyond the recent zone are offered to the body. Is it full, the policy ranks what it holds together with
 what comes, and the codes of those that stay among the new are written over the codes of those that go. Survivors stay where they are, bit
@@ -9,7 +9,7 @@ Exact zones hold only tokens that the policy protects, so that the tokens kept d
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -18,12 +18,12 @@ from torch import Tensor
 from ..attention.handle import KVHandle
 from ..attention.rope import Rope
 from ..formats import Format, Identity
-from ..kernels import Exact, Payload
+from ..kernels import Exact, Pair, Payload, dense
 from ..policies import Arrivals, Budget, Policy
+from ..storage import Chunks, payload_of
 from .admission import admit
 from .compressed import CompressedLayer
 from .ledger import Ledger, Records
-from .slots import Slots
 
 UNSEEN = (
     "the attention of the step before was not seen: eviction works with models whose attention goes through transformers' "
@@ -77,6 +77,9 @@ class EvictingLayer(CompressedLayer):
         self._reset()
 
     def _reset(self) -> None:
+        self.body: Chunks | None = None
+        self.first: Pair
+        self.recent: Pair
         self.ledger: Ledger | None = None
         self.step: Step | None = None
         self.in_order = not self.exact_first and isinstance(self.format, Identity)
@@ -86,10 +89,12 @@ class EvictingLayer(CompressedLayer):
         return f"EvictingLayer({self.policy.name}, {self.format.name}, tokens={self.get_seq_length()}, stored={self.stored})"
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        super().lazy_initialization(key_states, value_states)
-        for zone in self.zones or ():
-            zone.body = Slots(zone.body.codec, zone.body.head_dim, per_head=True)
+        self.format.check(key_states.shape[3], value_states.shape[3])
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.first = self.recent = key_states[:, :, :0].detach().clone(), value_states[:, :, :0].detach().clone()
+        self.body = Chunks((self.format.key, self.format.value), (key_states.shape[3], value_states.shape[3]), per_head=True)
         self.ledger = Ledger(self.policy, self.budget, key_states)
+        self.is_initialized = True
 
     # A step: update, enter, observe, settle.
 
@@ -104,11 +109,13 @@ class EvictingLayer(CompressedLayer):
         if self.step is not None and not self.step.observed:
             raise NotImplementedError(UNSEEN)
         self.settle()
-        if self.zones is None:
+        if self.body is None:
             self.lazy_initialization(key_states, value_states)
-        key, value = self.zones  # type: ignore[misc]
-        key.extend(key_states)
-        value.extend(value_states)
+        new = key_states, value_states
+        self.borrowed = not self.recent[0].shape[2]
+        if not self.borrowed:
+            new = torch.cat([self.recent[0], key_states], dim=2), torch.cat([self.recent[1], value_states], dim=2)
+        self.recent = new
         self.step = Step(key_states.shape[2])
         payload = self._payload()
         return KVHandle(payload, payload.key, watch=self), KVHandle(payload, payload.value, watch=self)
@@ -118,11 +125,10 @@ class EvictingLayer(CompressedLayer):
             raise NotImplementedError("a cache that evicts tokens has no gradients: run the model under torch.no_grad()")
 
     def _payload(self) -> Payload:
-        payload = super()._payload()
-        key, _ = self.zones  # type: ignore[misc]
-        if self.rope is None or not key.first.shape[2]:
+        payload = payload_of(self.first, self.body, self.recent)  # type: ignore[arg-type]
+        if self.rope is None or not self.first[0].shape[2]:
             return payload
-        turned = self.rope.turn(key.first, self._evicted())
+        turned = self.rope.turn(self.first[0], self._evicted())
         side = replace(payload.key, build=lambda: (Exact(turned), *payload.key.segments[1:]))
         return replace(payload, key=side, exact=(turned, *payload.exact[1:]) if payload.exact else ())
 
@@ -145,7 +151,7 @@ class EvictingLayer(CompressedLayer):
         step, ledger = self._running()
         if not step.entered:
             step.stored = ledger.valid()
-            key, value = (zone.recent[:, :, -step.queries :] for zone in self.zones or ())
+            key, value = (x[:, :, -step.queries :] for x in self.recent)
             ledger.enter(key, value, real)
             step.real = real
             step.entered = True
@@ -171,18 +177,18 @@ class EvictingLayer(CompressedLayer):
         if step is None or ledger is None or not step.observed:
             return
         self.step = None
-        key, value = self.zones  # type: ignore[misc]
         if step.mass is not None:
             ledger.observe(step.mass, step.queries if step.real is None else step.real.sum(-1)[:, None, None])
         if not self.sinks_taken:
             self._take_sinks()
         if ledger.seen is not None and (self.tail or self.exact_first):
             self._align()
-        leaving = key.recent.shape[2] - self.tail
+        leaving = self.recent[0].shape[2] - self.tail
         if leaving >= self.interval:
             self._leave(leaving)
-        key.keep()
-        value.keep()
+        # What came in is the caller's, and what is left may be a view of something larger.
+        if self.borrowed or any(x.untyped_storage().nbytes() > x.nbytes for x in self.recent):
+            self.recent = self.recent[0].clone(), self.recent[1].clone()
 
     def _take_sinks(self) -> None:
         """The first real tokens of each row go to the first zone."""
@@ -193,10 +199,12 @@ class EvictingLayer(CompressedLayer):
         positions = ledger.recent["positions"][:, 0]
         hits = positions[:, None] == torch.arange(had + missing, device=positions.device)[None, :, None]  # [B, E, T]
         found, at = hits.any(-1), hits.int().argmax(-1)
-        for zone in self.zones or ():
-            first = torch.nn.functional.pad(zone.first, (0, 0, 0, missing))
-            taken = zone.recent.gather(2, at[:, None, :, None].expand(*first.shape[:2], -1, first.shape[3]))
-            zone.first = torch.where(found[:, None, :, None], taken, first)
+        grown = []
+        for first, recent in zip(self.first, self.recent, strict=True):
+            first = torch.nn.functional.pad(first, (0, 0, 0, missing))
+            taken = recent.gather(2, at[:, None, :, None].expand(*first.shape[:2], -1, first.shape[3]))
+            grown.append(torch.where(found[:, None, :, None], taken, first))
+        self.first = grown[0], grown[1]
         ledger.first = ledger.first | found
         self.sinks_taken = ledger.first.shape[1] == self.exact_first and (ledger.seen is None or bool(ledger.first.all()))
         if ledger.seen is None:  # they are the oldest of the recent
@@ -207,8 +215,7 @@ class EvictingLayer(CompressedLayer):
 
     def _cut(self, count: int) -> None:
         """Drops the oldest `count` columns of the recent zone."""
-        for zone in self.zones or ():
-            zone.recent = zone.recent[:, :, count:]
+        self.recent = self.recent[0][:, :, count:], self.recent[1][:, :, count:]
         records = self.ledger.recent  # type: ignore[union-attr]
         for name in records:
             records[name] = records[name][..., count:].clone()  # a view would hold on to what was cut
@@ -217,33 +224,32 @@ class EvictingLayer(CompressedLayer):
         """Recent tokens to the right in each row, in their order; columns without a token to the left."""
         records = self.ledger.recent  # type: ignore[union-attr]
         order = (records["positions"][:, 0] >= 0).int().argsort(dim=-1, stable=True)[:, None]
-        for zone in self.zones or ():
-            index = order[..., None].expand(*zone.recent.shape[:2], -1, zone.recent.shape[3])
-            zone.recent = zone.recent.gather(2, index)
-            zone.borrowed = False
+        key, value = (x.gather(2, order[..., None].expand(*x.shape[:2], -1, x.shape[3])) for x in self.recent)
+        self.recent, self.borrowed = (key, value), False
         for name in records:
             records[name] = records[name].gather(-1, order.expand(records[name].shape))
 
     def _leave(self, count: int) -> None:
         """The oldest `count` columns of the recent zone go to the body, or nowhere."""
         ledger: Ledger = self.ledger  # type: ignore[assignment]
-        (keys, values), (after_keys, after_values) = zip(*((z.recent[:, :, :count], z.recent) for z in self.zones or ()), strict=True)
+        after_keys, after_values = self.recent
+        keys, values = after_keys[:, :, :count], after_values[:, :, :count]
         arriving = {name: x[..., :count] for name, x in ledger.recent.items()}
         if self.policy.tail and (score := self.policy.score(Arrivals(keys, values, after_keys, after_values, None))) is not None:
             arriving["score"] = score.float()
         self._offer((keys, values), arriving)
         self._cut(count)
 
-    def _offer(self, arrived: tuple[Tensor, Tensor], records: Records) -> None:
+    def _offer(self, arrived: Pair, records: Records) -> None:
         """Takes tokens into the body as far as the budget goes, in the place of others where it must."""
         ledger: Ledger = self.ledger  # type: ignore[assignment]
-        key, value = self.zones  # type: ignore[misc]
+        body: Chunks = self.body  # type: ignore[assignment]
         outside = ledger.first.shape[1] + self.tail + self.interval - 1
-        limit = max(self.policy.size(self.budget, ledger.columns) - outside, key.body.length)
+        limit = max(self.policy.size(self.budget, ledger.columns) - outside, body.length)
         own = None
         if self.budget.share and ledger.seen is not None:  # rows whose budgets differ
             own = self.policy.size(self.budget, ledger.rows_seen()) - outside
-        appended = admit((key.body, value.body), ledger, arrived, records, limit, own, min(key.block, value.block))
+        appended = admit(body, ledger, arrived, records, limit, own)
         self.in_order = self.in_order and appended
 
     # What generate asks.
@@ -251,10 +257,15 @@ class EvictingLayer(CompressedLayer):
     @property
     def stored(self) -> int:
         """Columns that attention reads before the tokens of the step."""
-        return self.zones[0].length - (self.step.queries if self.step else 0) if self.zones else 0
+        if self.body is None:
+            return 0
+        return self.first[0].shape[2] + self.body.length + self.recent[0].shape[2] - (self.step.queries if self.step else 0)
 
     def get_seq_length(self) -> int:
         return self.ledger.columns + (self.step.queries if self.step and not self.step.entered else 0) if self.ledger else 0
+
+    def query_offset(self) -> int | Tensor:
+        return self.get_seq_length()
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         self.settle()
@@ -274,15 +285,30 @@ class EvictingLayer(CompressedLayer):
         super().reset()
         self._reset()
 
-    def _map(self, fn) -> None:
+    def _map(self, fn: Callable[[Tensor], Tensor], in_place: bool = False) -> None:
         self.settle()
-        super()._map(fn)
-        if self.ledger is not None:
-            self.ledger.map(fn)
+        if self.body is None or self.ledger is None:
+            return
+        self.body.map(fn)
+        self.ledger.map(fn)
+        first_keys, first_values, keys, values = map(fn, (*self.first, *self.recent))
+        self.first, self.recent = (first_keys, first_values), (keys, values)
+
+    def _held(self) -> tuple[Tensor, ...]:
+        return () if self.body is None else self.first
+
+    def dense(self) -> Pair:
+        if self.body is None:
+            raise ValueError("the layer is empty")
+        self.settle()
+        payload = payload_of(self.first, self.body, self.recent)
+        return dense(payload.key), dense(payload.value)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        yield from super().tensors()
-        if self.ledger is not None:
+        self.settle()
+        if self.body is not None and self.ledger is not None:
+            yield from (("exact", x) for x in (*self.first, *self.recent))
+            yield from self.body.tensors()
             yield from (("bookkeeping", x) for x in self.ledger.tensors())
 
     def positions(self) -> Tensor:

@@ -12,29 +12,26 @@ that the policy likes least, or to an empty one, or nowhere if it is itself the 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from ..attention.handle import KVHandle
-from ..kernels import Body, Exact, Packed, Payload, Side, arrive, number, prepare, retire, slab_table, take
+from ..kernels import Exact, Packed, Payload, Side, arrive, number, prepare, retire, take
 from ..policies import Arrivals
-from .compressed import differ
-from .counted import Counted
+from ..storage import PAGE, Counter, differ
 from .evicting import UNSEEN, EvictingLayer
 from .fixed import Fixed
-from .slots import PAGE
 
 
-class StaticEvictingLayer(Counted, EvictingLayer):
+class StaticEvictingLayer(Counter, EvictingLayer):
     """An evicting layer whose steps compile; its policy must have `interval=1`. `max_length`: how many tokens may come, while storage is
     for the budget alone."""
 
-    is_compileable = True
-
     def __init__(self, *args, max_length: int, **options):
         super().__init__(*args, **options)
-        self.max_length = max_length
+        self.max_length, self.is_compileable = max_length, True
         self.codecs = self.format.key, self.format.value
         self.held: Fixed | None = None
         self.arriving: tuple[Tensor, Tensor] | None = None
@@ -137,28 +134,32 @@ class StaticEvictingLayer(Counted, EvictingLayer):
     @torch.no_grad()
     def _fix(self) -> None:
         """Lays out what is held in the tensors that stay."""
-        zones, ledger = self.zones, self.ledger
-        if zones is None or ledger is None:
+        body, ledger = self.body, self.ledger
+        if body is None or ledger is None:
             return
-        like = zones[0].first
+        like, made = self.first[0], False
         if self.held is None or differ(self.held.ring[0], like):
             with torch.inference_mode(False):  # what is made in inference mode may be written in no other
-                self.held = self._make(like, zones[1].first)
-            body = self.held.payload.body
-            for tensor in (*self.held.tensors(), *(() if body is None else (body.table,))):
-                torch._dynamo.mark_static_address(tensor)
-        held, ring, recent = self.held, self.tail + 1, zones[0].recent.shape[2]
+                self.held = self._make(*self.first)
+            made = True
+        held, ring, recent = self.held, self.tail + 1, self.recent[0].shape[2]
         held.seen.copy_(ledger.rows_seen()[:, 0, 0])
         place = (torch.arange(ring, device=self.device) - (held.seen - recent)[:, None]) % ring  # of each slot, among the recent
         there = (place < recent)[:, None]
         real = torch.cat([ledger.first, ledger.recent["positions"][:, 0] >= 0], dim=-1)
         place = place.clamp_max(max(recent - 1, 0))
-        for zone, first, last, planes in zip(zones, held.first, held.ring, held.planes, strict=True):
-            zone.body.move(planes, self.slots, torch.cat([zone.first, zone.recent], dim=2), real)
-            first[:, :, : zone.first.shape[2]] = zone.first
+        tokens = [torch.cat(zones, dim=2) for zones in zip(self.first, self.recent, strict=True)]
+        body.move(held.planes, self.slots, (tokens[0], tokens[1]), real)
+        if made:
+            held.payload = replace(held.payload, body=body.body if self.slots else None)
+            for tensor in (*held.tensors(), body.table):
+                torch._dynamo.mark_static_address(tensor)
+        for exact, x in zip(held.first, self.first, strict=True):
+            exact[:, :, : x.shape[2]] = x
+        for last, x in zip(held.ring, self.recent, strict=True):
             if recent:
-                last.copy_(torch.where(there[..., None], take(zone.recent, place), 0))
-            zone.first, zone.recent, zone.borrowed = first, last, False
+                last.copy_(torch.where(there[..., None], take(x, place), 0))
+        self.first, self.recent, self.borrowed = held.first, held.ring, False
         valid = torch.nn.functional.pad(ledger.first, (0, self.exact_first - ledger.first.shape[1]))
         for name, x in held.body.items():
             x.fill_(-1)[..., : ledger.body[name].shape[-1]] = ledger.body[name]
@@ -184,14 +185,12 @@ class StaticEvictingLayer(Counted, EvictingLayer):
         made = [codec.allocate(x, room, per_head=True) for codec, x in zip(self.codecs, like, strict=True)]
         planes = [each | once for each, once in made]
         records = {name: zeros(heads, slots + ring, dtype=x.dtype) for name, x in self.ledger.body.items()}  # type: ignore[union-attr]
-        slabs = ((planes[0], planes[1]),)
-        packed = Body(*self.codecs, slabs, slots, slab_table(slabs)) if slots else None
         sides = []
         for first, last, codec, (each, once) in zip(firsts, rings, self.codecs, made, strict=True):
             codes = {name: plane[:, :, :slots] for name, plane in each.items()} | once
             row = (Exact(first), Packed(codec, codes, slots, last.shape[3]), Exact(last))
             sides.append(Side.of(row, (batch, heads, self.exact_first + slots + ring, last.shape[3]), last.dtype, device))
-        payload = Payload(sides[0], sides[1], packed, (*firsts, *rings))
+        payload = Payload(sides[0], sides[1], None, (*firsts, *rings))
         prepare(self.codecs, (like[0].shape[3], like[1].shape[3]), like[0].dtype, device)
         seen, columns = zeros(dtype=torch.int64), torch.zeros(1, dtype=torch.int64, device=device)
         key_sum = zeros(heads, like[0].shape[3]) if self.policy.mean_key else None
@@ -208,8 +207,7 @@ class StaticEvictingLayer(Counted, EvictingLayer):
         ledger, held, recent = self.ledger, self.held, min(self.tail, self.seen)
         number = held.seen[:, None] - recent + torch.arange(recent, device=self.device)  # type: ignore[union-attr]
         order = number % (self.tail + 1)
-        for zone in self.zones or ():
-            zone.recent = take(zone.recent, order)
+        self.recent = take(self.recent[0], order), take(self.recent[1], order)
         ledger.recent = {name: take(x, order) for name, x in ledger.recent.items()}  # type: ignore[union-attr]
         ledger.recent["positions"] = ledger.recent["positions"].masked_fill((number < 0)[:, None], -1)  # type: ignore[union-attr]
         ledger.columns, ledger.in_place, self.fixed = self.seen, False, False  # type: ignore[union-attr]
@@ -221,6 +219,10 @@ class StaticEvictingLayer(Counted, EvictingLayer):
 
     def read_counts(self) -> None:
         self.seen = int(self.held.columns)  # type: ignore[union-attr]
+
+    def get_seq_length(self) -> int:
+        self.count()
+        return self.seen
 
     @property
     def stored(self) -> int:
@@ -244,7 +246,7 @@ class StaticEvictingLayer(Counted, EvictingLayer):
         self.arriving, self.fixed, self.running = None, False, False
         self.start_counting()
 
-    def _map(self, fn: Callable[[Tensor], Tensor]) -> None:
+    def _map(self, fn: Callable[[Tensor], Tensor], in_place: bool = False) -> None:
         fixed = self.fixed
         self._loosen()
         super()._map(fn)
@@ -258,8 +260,6 @@ class StaticEvictingLayer(Counted, EvictingLayer):
             for codec, planes, x in zip(self.codecs, self.held.planes, self.held.ring, strict=True):
                 yield from codec.roles(planes, x.shape[3])
             yield from (("bookkeeping", x) for x in self.held.tensors())  # those that were not named yet
-            if self.held.payload.body is not None:
-                yield "bookkeeping", self.held.payload.body.table
 
     def positions(self) -> Tensor:
         self.count()

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import StaticSlidingWindowLayer
 
-from .compressed import differ
-from .counted import check_room
+from ..storage import check_room, differ
 
 
 class StaticSlidingLayer(StaticSlidingWindowLayer):

@@ -178,7 +178,7 @@ def plan(
         at_once = context if prompt is None else min(prompt, context)
         alike = Counter((kind(layer), shape) for layer, shape in zip(cache.layers, layers, strict=True))
         one = {kind(layer): layer for layer in cache.layers}
-        each = (held(one[of], shape, dtype.itemsize, context, at_once, rows) * count for (of, shape), count in alike.items())
+        each = (held(one[of], shape, dtype, context, at_once, rows) * count for (of, shape), count in alike.items())
         return reduce(Bytes.__add__, each, Bytes()) * tensor_parallel
 
     cache = made(max_length)

@@ -21,7 +21,7 @@ every_kind = pytest.mark.parametrize("kind", KINDS)
 
 def means(cache) -> list[torch.Tensor]:
     """Of keys and of values of each layer, `[B, H, 1, D]`."""
-    held = (layer.store.once if getattr(layer, "store", None) else [zone.body.once for zone in layer.zones] for layer in cache.layers)
+    held = ((layer.storage.chunks if layer.storage else layer.body).once for layer in cache.layers)
     return [once["center"].clone() for sides in held for once in sides]
 
 

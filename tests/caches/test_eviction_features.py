@@ -46,8 +46,8 @@ def state(cache):
     held = [cache.kept_positions(i) for i in range(3)]
     for layer in cache.layers:
         held += [x.clone() for x in (*layer.dense(), *layer.ledger.tensors())]
-        for zone in layer.zones:
-            held += [x.clone() for codes, _ in zone.body.blocks(10**6) for x in codes.values()]
+        for side in (0, 1):
+            held += [x.clone() for packed in layer.body.packed(side, 10**6) for x in packed.codes.values()]
     return held
 
 

@@ -1,4 +1,4 @@
-"""A static layer against a list of tokens: what is stored, where, and that nothing moves."""
+"""A preallocated layer against a list of tokens: what is stored, where, and that nothing moves."""
 
 import copy
 from dataclasses import dataclass, field
@@ -15,10 +15,9 @@ from updates import DIM, HEADS, ROWS, VALUE_DIM, Pair, new
 
 from qkvcache.attention import KVHandle
 from qkvcache.formats import REGISTRY
-from qkvcache.kernels import Payload, attend, attend_on_codes, attend_on_store
-from qkvcache.kernels import store as counted
+from qkvcache.kernels import attend, attend_on_buffers, attend_on_codes, counted
+from qkvcache.kernels.segments import DROPPED
 from qkvcache.layers.compressed import CompressedLayer
-from qkvcache.layers.static import StaticLayer
 
 FIRST, RECENT, LIMIT = 2, 6, 90
 ZONES = {"zones": (FIRST, RECENT), "bare": (0, 0), "no_first": (0, RECENT), "no_recent": (FIRST, 0)}
@@ -26,11 +25,11 @@ KINDS = ["identity", "int8_asymmetric", "fp8_tensor_frozen", "int4_group", "nvfp
 BY_BLOCK = ("fp8_tensor", "fp8_e5m2_tensor")  # whose scale is that of all that is encoded at once
 
 
-def empty(format: str = "turboquant_4bit_nc", zones=(FIRST, RECENT), limit: int = LIMIT) -> StaticLayer:
-    return StaticLayer(REGISTRY[format], limit, *zones)
+def empty(format: str = "turboquant_4bit_nc", zones=(FIRST, RECENT), limit: int = LIMIT) -> CompressedLayer:
+    return CompressedLayer(REGISTRY[format], *zones, max_length=limit)
 
 
-def filled(*sizes: int, **options) -> StaticLayer:
+def filled(*sizes: int, **options) -> CompressedLayer:
     layer = empty(**options)
     for size in sizes or (50, 1, 1):
         layer.update(*new(size))
@@ -42,13 +41,13 @@ def same(a, b) -> bool:
     return len(a) == len(b) and all(x.shape == y.shape and torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
-def addresses(layer: StaticLayer) -> list[int]:
+def addresses(layer: CompressedLayer) -> list[int]:
     return [x.data_ptr() for _, x in layer.tensors()]
 
 
-def snapshot(layer: StaticLayer) -> list:
+def snapshot(layer: CompressedLayer) -> list:
     held = [x.flatten().view(torch.uint8).clone() for _, x in layer.tensors()]
-    return [layer.get_seq_length(), layer.body, layer.fresh, addresses(layer), [x.tolist() for x in held]]
+    return [layer.get_seq_length(), layer.storage.quantized, layer.fresh, addresses(layer), [x.tolist() for x in held]]
 
 
 @dataclass
@@ -63,8 +62,8 @@ class Tokens:
     body: int = 0
 
     @staticmethod
-    def of(layer: StaticLayer) -> "Tokens":
-        return Tokens(layer.exact_first, layer.exact_recent + 1, layer.codecs)
+    def of(layer: CompressedLayer) -> "Tokens":
+        return Tokens(layer.exact_first, layer.exact_recent + 1, layer.format.codecs())
 
     @property
     def count(self) -> int:
@@ -95,14 +94,15 @@ class Tokens:
         self.once = [{name: x[index] for name, x in once.items()} for once in self.once]
 
 
-def check(layer: StaticLayer, tokens: Tokens) -> None:
+def check(layer: CompressedLayer, tokens: Tokens) -> None:
     assert layer.get_seq_length() == tokens.count
     with torch.no_grad():
         assert layer.get_mask_sizes(0) == (layer.max_length if tokens.count else 0, 0)
     if not tokens.count:
         return
-    assert layer.body == tokens.body
-    assert layer.store.state.tolist() == [tokens.count, tokens.body, 0, 0]
+    assert layer.storage.quantized == tokens.body
+    assert layer.storage.buffers.lengths.tolist() == [[tokens.count, tokens.body]] * tokens.held[0].shape[0]
+    assert layer.storage.state[DROPPED] == 0
     assert same(layer.dense(), tokens.held)
 
 
@@ -134,11 +134,10 @@ def test_codes_are_those_of_a_growing_layer(format):
     for size in (30, 1, 1, 5, 1):
         x = new(size)
         static.update(*x), growing.update(*x)
-    for planes, zone in zip(static.store.planes, growing.zones, strict=True):
-        slab = zone.body.slabs[0]
-        assert static.body == zone.body.length - 1 == 35
-        assert planes.keys() == slab.keys()
-        assert all(torch.equal(planes[name][:, :, :35], slab[name][:, :, :35]) for name in slab)
+    assert static.storage.quantized == growing.storage.quantized == 35
+    for planes, others in zip(static.storage.chunks.chunks[0], growing.storage.chunks.chunks[0], strict=True):
+        assert planes.keys() == others.keys()
+        assert all(torch.equal(planes[name][:, :, :35], others[name][:, :, :35]) for name in planes)
     if format == "identity":
         assert same(static.dense(), growing.dense())
 
@@ -203,7 +202,7 @@ def test_cropped_slots_are_written_anew():
     tokens = layer.dense()
     kept = addresses(layer)
     layer.crop(-30)
-    assert (layer.seen, layer.body) == (29, 27)  # what was encoded stays encoded: no token is left in the ring
+    assert (layer.storage.seen, layer.storage.quantized) == (29, 27)  # what was encoded stays encoded: no token is left in the ring
     assert same(layer.dense(), [x[:, :, :29] for x in tokens])
     x = new(3)
     layer.update(*x)
@@ -217,7 +216,8 @@ def test_a_copy_lives_its_own_life():
     layer = filled(format="fp8_tensor_frozen")
     before, twin = snapshot(layer), copy.deepcopy(layer)
     assert not set(addresses(layer)) & set(addresses(twin))
-    assert all(a is b for a, b in zip(twin.store.arguments[0][:4], twin.store.exact, strict=True))
+    exact = *twin.storage.sinks, *twin.storage.residual
+    assert all(a is b for a, b in zip(twin.storage.buffers.arguments[0][:4], exact, strict=True))
     twin.update(*new(5)), twin.reorder_cache(torch.tensor([1, 1, 0])), twin.crop(-20), twin.reset()
     assert snapshot(layer) == before
 
@@ -283,9 +283,9 @@ def test_memory_is_constant_from_the_first_token_on(format):
     per_token = REGISTRY[format].bytes_per_token(DIM, HEADS, VALUE_DIM)
     if format != "identity":  # those bytes are counted for bf16
         codes = sum(x.nbytes for role, x in layer.tensors() if role in ("codes", "scales"))
-        once = sum(x.nbytes for side in layer.store.once for x in side.values())
-        assert codes == ROWS * per_token * layer.store.slots + once
-    assert layer.store.slots == 128
+        once = sum(x.nbytes for side in layer.storage.chunks.once for x in side.values())
+        assert codes == ROWS * per_token * layer.storage.chunks.capacity + once
+    assert layer.storage.chunks.capacity == 128
 
 
 def test_storage_of_early_initialization_is_used():
@@ -358,7 +358,7 @@ def test_an_empty_layer():
 # Compiled
 
 
-def one_step(layer: StaticLayer, x: Pair, query: Tensor) -> Tensor:
+def one_step(layer: CompressedLayer, x: Pair, query: Tensor) -> Tensor:
     key, _ = layer.update(*x)
     return attend_on_codes(query, key.payload)
 
@@ -382,16 +382,14 @@ def compiled():
 def test_compiled_steps_equal_eager_ones(format, compiled):
     step, graphs = compiled
     query = torch.randn(ROWS, 4, 1, DIM)
-    layer, plain = filled(20, 1, format=format), empty(format)
-    plain.store = copy.deepcopy(layer.store)
-    plain.seen, plain.body, plain.fresh, plain.is_initialized = 21, 13, False, True
-    plain.dtype, plain.device = layer.dtype, layer.device
+    layer = filled(20, 1, format=format)
+    plain = copy.deepcopy(layer)
     for _ in range(25):
         x = new(1)
         assert_close(step(layer, x, query), one_step(plain, x, query), 1e-5)
     assert len(graphs) == 1
-    assert layer.stale and layer.query_offset().item() == 46
-    assert layer.get_seq_length() == 46 and not layer.stale
+    assert layer.storage.stale and layer.query_offset().item() == 46
+    assert layer.get_seq_length() == 46 and not layer.storage.stale
     assert same(layer.dense(), plain.dense())
     x = new(3)  # and on, outside of compiled code
     layer.update(*x), plain.update(*x)
@@ -407,7 +405,7 @@ def test_tokens_beyond_max_length_are_dropped_and_then_said(compiled):
     layer = filled(20, 1, limit=24)
     outs = [step(layer, new(1), torch.ones(ROWS, 4, 1, DIM)) for _ in range(5)]
     assert len(graphs) == 1 and all(out.isfinite().all() for out in outs)
-    assert layer.store.state.tolist() == [24, 15, 0, 2]
+    assert layer.storage.buffers.lengths.tolist() == [[24, 15]] * ROWS and layer.storage.state[DROPPED] == 2
     for call in (lambda: layer.update(*new(1)), layer.get_seq_length, layer.dense, lambda: layer.crop(-1)):
         with pytest.raises(ValueError, match=r"2 tokens came when the cache was full: max_length=24 is too small; call reset\(\)"):
             call()
@@ -423,7 +421,7 @@ def test_tokens_beyond_max_length_are_dropped_and_then_said(compiled):
 def test_unfold_is_dense_at_its_columns(format):
     layer = filled(30, 1, 1, format=format)
     x = new(3)
-    got = counted.unfold(layer.store, x)
+    got = counted.unfold(layer.storage.buffers, x)
     for side, known, fresh in zip(got, layer.dense(), x, strict=True):
         assert side.shape[2] == LIMIT
         assert torch.equal(side[:, :, :32], known) and torch.equal(side[:, :, 32:35], fresh) and not side[:, :, 35:].any()
@@ -452,18 +450,18 @@ def test_attention_over_slots_equals_that_over_tokens(format, sizes, mask):
     layer = filled(*sizes, format=format)
     given = masks(LIMIT)[mask]
     query = torch.randn(ROWS, 4, 1, DIM)
-    payload = Payload(*layer.store.sides(layer.seen, layer.body, 16))
+    payload, seen = layer.storage.payload(), layer.get_seq_length()
     options = {"scaling": 0.3, "softcap": 2.0, "sinks": torch.randn(4)} if mask in ("none", "additive") else {}
-    expected = attend(query, payload, given if given is None or given.shape[-1] == 1 else given[..., : layer.seen], **options)
-    assert_close(counted.attend_on_slots(query, layer.store, given, **options), expected, 1e-5)
-    assert_close(attend_on_store(query, layer.store, given, **options), expected, 1e-5)
+    expected = attend(query, payload, given if given is None or given.shape[-1] == 1 else given[..., :seen], **options)
+    assert_close(counted.attend_on_slots(query, layer.storage.buffers, given, **options), expected, 1e-5)
+    assert_close(attend_on_buffers(query, layer.storage.buffers, given, **options), expected, 1e-5)
 
 
 def test_what_lies_in_unused_slots_counts_for_nothing():
     """Codes that were cropped, which may be of anything finite."""
     layer = filled(60, 1, 1, format="int8")
     layer.crop(-45)
-    layer.store.planes[0]["codes"][:, :, layer.body :] = 127
+    layer.storage.chunks.chunks[0][0]["codes"][:, :, layer.storage.quantized :] = 127
     query = torch.randn(ROWS, 4, 1, DIM)
-    expected = attend(query, Payload(*layer.store.sides(layer.seen, layer.body, 16)))
-    assert_close(counted.attend_on_slots(query, layer.store, None), expected, 1e-5)
+    expected = attend(query, layer.storage.payload())
+    assert_close(counted.attend_on_slots(query, layer.storage.buffers, None), expected, 1e-5)

@@ -1,7 +1,5 @@
 """`admit`: after each arrival the body holds the tokens of highest priority, and the codes in a slot are of the token recorded there."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -10,8 +8,8 @@ from hypothesis import strategies as st
 from qkvcache.formats import resolve
 from qkvcache.layers.admission import admit
 from qkvcache.layers.ledger import Ledger
-from qkvcache.layers.slots import Slots
 from qkvcache.policies import H2O, Budget
+from qkvcache.storage import Chunks
 
 ROWS, HEADS, DIM = 3, 2, 32
 POLICY = H2O(budget=10**6, recent=0, reduce="sum")
@@ -26,7 +24,7 @@ class Body:
     def __init__(self, format: str, seed: int):
         codec = resolve(format).key
         self.codec, self.generator = codec, torch.Generator().manual_seed(seed)
-        self.slots = Slots(codec, DIM, per_head=True), Slots(codec, DIM, per_head=True)
+        self.slots = Chunks((codec, codec), (DIM, DIM), per_head=True)
         self.ledger = Ledger(POLICY, Budget(10**6), torch.empty(ROWS, HEADS, 0, DIM))
         self.ledger.seen = torch.zeros(ROWS, dtype=torch.int64)
         self.x = [[] for _ in range(ROWS)]  # the tokens of each row by position
@@ -45,29 +43,30 @@ class Body:
                     (float(score[row, head, i]), int(positions[row, head, i])) for i in range(count) if real[row, i]
                 ]
                 self.tokens[row][head] = sorted(union)[max(len(union) - (limit if own is None else min(int(own[row]), limit)), 0) :]
-        admit(self.slots, self.ledger, (x, -x), {"positions": positions, "score": score}, limit, own, 64)
+        admit(self.slots, self.ledger, (x, -x), {"positions": positions, "score": score}, limit, own)
 
     def check(self, limit: int) -> None:
         body = self.ledger.body
-        assert self.slots[0].length == self.slots[1].length == body["positions"].shape[-1] <= limit
+        assert self.slots.length == body["positions"].shape[-1] <= limit
         empty = body["positions"] < 0
         assert (empty == empty[:, :1]).all()  # the same in all heads: the mask has one
         for row in range(ROWS):
             for head in range(HEADS):
                 pairs = zip(body["score"][row, head].tolist(), body["positions"][row, head].tolist(), strict=True)
                 assert sorted(pair for pair in pairs if pair[1] >= 0) == self.tokens[row][head]
-        for slots, sign in zip(self.slots, (1, -1), strict=True):
-            self.check_codes(slots, sign, body["positions"])
+        for side, sign in enumerate((1, -1)):
+            self.check_codes(side, sign, body["positions"])
 
-    def check_codes(self, slots: Slots, sign: int, positions: torch.Tensor) -> None:
-        if not slots.length:
+    def check_codes(self, side: int, sign: int, positions: torch.Tensor) -> None:
+        if not self.slots.length:
             return
-        held = torch.cat([self.codec.decode(codes, DIM) for codes, _ in slots.blocks(50)], dim=2)
+        once = self.slots.once[side]
+        held = torch.cat([self.codec.decode(packed.codes, DIM) for packed in self.slots.packed(side, 50)], dim=2)
         for row in range(ROWS):
             if not self.x[row]:
                 continue
             x = sign * torch.stack(self.x[row], dim=1)[None]
-            decoded = self.codec.decode(self.codec.encode(x, slots.once) | slots.once, DIM)[0]
+            decoded = self.codec.decode(self.codec.encode(x, once) | once, DIM)[0]
             at = positions[row].long()
             expected = decoded.gather(1, at.clamp_min(0)[..., None].expand(-1, -1, DIM))
             assert torch.equal(held[row][at >= 0], expected[at >= 0])
@@ -100,27 +99,28 @@ def test_rows_of_different_budgets(format, arrivals, seed, padding, shares):
 def test_put_and_take_are_inverse(seed, tokens, count):
     generator = torch.Generator().manual_seed(seed)
     codec = resolve("int8").key
-    slots = Slots(codec, DIM, per_head=True)
+    slots = Chunks((codec, codec), (DIM, DIM), per_head=True)
     for part in torch.randn(ROWS, HEADS, tokens, DIM, generator=generator).split(70, dim=2):
-        slots.append(part)  # several slabs
+        slots.append((part, -part))  # several chunks
     count = min(count, tokens)
     where = torch.rand(ROWS, HEADS, tokens, generator=generator).argsort(-1)[..., :count]
     accepted = torch.rand(ROWS, HEADS, count, generator=generator) > 0.3
-    before = torch.cat([codec.decode(codes, DIM) for codes, _ in slots.blocks(10**6)], dim=2)
+    before = torch.cat([codec.decode(packed.codes, DIM) for packed in slots.packed(0, 10**6)], dim=2)
     new = torch.randn(ROWS, HEADS, count, DIM, generator=generator)
-    fresh = SimpleNamespace(codes=codec.encode(new, {}))
-    slots.put(where, accepted, fresh.codes)
-    taken = slots.take(where)
+    codes = codec.encode(new, {}), codec.encode(-new, {})
+    slots.put(where, accepted, codes)
+    taken, negative = slots.take(where)
     old = before.gather(2, where[..., None].expand(-1, -1, -1, DIM))
-    expected = torch.where(accepted[..., None], codec.decode(fresh.codes, DIM), old)
-    assert torch.equal(codec.decode(taken, DIM), expected)
+    expected = torch.where(accepted[..., None], codec.decode(codes[0], DIM), old)
+    assert torch.equal(codec.decode(taken, DIM), expected) and torch.equal(codec.decode(negative, DIM), -expected)
     untouched = torch.ones(ROWS, HEADS, tokens, dtype=torch.bool).scatter_(-1, where, False)
-    after = torch.cat([codec.decode(codes, DIM) for codes, _ in slots.blocks(10**6)], dim=2)
+    after = torch.cat([codec.decode(packed.codes, DIM) for packed in slots.packed(0, 10**6)], dim=2)
     assert torch.equal(after[untouched], before[untouched]) and slots.length == tokens
 
 
 def test_grown_slots_hold_numbers():
-    slots = Slots(resolve("turboquant_3bit_nc").key, DIM, per_head=True)
-    slots.grow(70, torch.empty(ROWS, HEADS, 1, DIM))
+    codec, like = resolve("turboquant_3bit_nc").key, torch.empty(ROWS, HEADS, 1, DIM)
+    slots = Chunks((codec, codec), (DIM, DIM), per_head=True)
+    slots.grow(70, (like, like))
     assert slots.length == 70
-    assert all(slots.codec.decode(codes | slots.once, DIM).isfinite().all() for codes, _ in slots.blocks(64))
+    assert all(codec.decode(packed.codes, DIM).isfinite().all() for side in (0, 1) for packed in slots.packed(side, 64))

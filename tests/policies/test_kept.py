@@ -101,9 +101,9 @@ def test_b16_survivors_are_never_encoded_again_nor_moved(format, evictions):
     before = None
     survived = 0
     for layer in drive(Random(budget=24, recent=3), text, format, exact_first=2, exact_recent=3):
-        slots = layer.zones[0].body, layer.zones[1].body
         positions = layer.ledger.body["positions"].clone()
-        planes = [plane[:, :, : body.length].clone() for body in slots for slab in body.slabs for plane in slab.values()]
+        chunks = [codes for chunk in layer.body.chunks for codes in chunk]
+        planes = [plane[:, :, : layer.body.length].clone() for codes in chunks for plane in codes.values()]
         if before is not None and before[0].shape == positions.shape:
             same = (before[0] == positions) & (positions >= 0)
             survived += int(same.sum())

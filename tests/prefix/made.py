@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from transformers import Cache, LlamaConfig, LlamaForCausalLM
 
+from qkvcache.layers.compressed import CompressedLayer
+
 LAYERS, HEADS, DIM, WORDS = 2, 2, 32, 100
 
 
@@ -44,7 +46,7 @@ def fill(cache: Cache, ids: Tensor, step: int = 0, dtype: torch.dtype = torch.fl
 
 def held(cache: Cache) -> list[Tensor]:
     """Keys and values of every layer, decoded, `[B, H, T, D]` each."""
-    return [x for layer in cache.layers for x in (layer.dense() if hasattr(layer, "zones") else (layer.keys, layer.values))]
+    return [x for layer in cache.layers for x in (layer.dense() if isinstance(layer, CompressedLayer) else (layer.keys, layer.values))]
 
 
 def same(cache: Cache, expected: list[Tensor], tokens: int) -> bool:

@@ -106,7 +106,7 @@ def test_beams_and_samples_fork_from_one_entry(format):
         torch.manual_seed(0)
         assert torch.equal(got, generate(kept.model, ids, **options))
     assert len(kept) == 1 and kept.stats.hits["exact"] == 2
-    assert kept.fetch(ids).cache.layers[0].zones[0].first.shape[0] == 1
+    assert kept.fetch(ids).cache.layers[0].rows == 1
 
 
 def test_rows_of_a_batch_that_are_equal_share_one_entry():
