@@ -29,7 +29,8 @@ class Fitting:
 
     def settle(self) -> None:
         """Ends a step that waits."""
-        self.padding(None)
+        if self.waiting:
+            self.padding(None)
 
     @torch.no_grad()
     def padding(self, real: Tensor | None) -> None:

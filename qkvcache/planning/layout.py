@@ -51,32 +51,30 @@ class Growth:
     """How many tokens are quantized after `prompt` tokens at once and others one by one.
 
     exact: tokens that stay at the beginning and at the end. interval: how many leave the end together. limit: quantized tokens that there
-    may be when so many have been seen. least: slots that there are at first; where there are any, no token leaves before all places at the
-    end are taken.
+    may be when so many have been seen. stays: tokens that stay beside those, until the next come. least: slots that there are at first.
     """
 
     exact: int
     interval: int
     prompt: int
     limit: Callable[[int], int]
+    stays: int = 0
     least: int = 0
 
     @classmethod
     def of(cls, layer: CompressedLayer, prompt: int, group: int = 1) -> Growth:
         if not isinstance(layer, EvictingLayer):
-            return cls(layer.exact_first + layer.exact_recent, group, prompt, lambda seen: seen, PAGE)
+            return cls(layer.exact_first + layer.exact_recent, group, prompt, lambda seen: seen, 1, PAGE)
         policy, budget = layer.policy, layer.budget
         outside = layer.exact_first + layer.tail + layer.interval - 1
         return cls(layer.exact_first + layer.tail, layer.interval, prompt, lambda seen: max(policy.size(budget, seen) - outside, 0))
 
     def left(self, seen: int) -> int:
         """Tokens that have left the end."""
-        if self.least:
-            return max(self._beyond(seen) - 1, 0) // self.interval * self.interval
-        at_once = self._beyond(min(self.prompt, seen))
+        at_once = max(self._beyond(min(self.prompt, seen)) - self.stays, 0)
         if at_once < self.interval:
             at_once = 0
-        return at_once + max(self._beyond(seen) - at_once, 0) // self.interval * self.interval
+        return at_once + max(self._beyond(seen) - at_once - self.stays, 0) // self.interval * self.interval
 
     def body(self, seen: int) -> int:
         left = self.left(seen)

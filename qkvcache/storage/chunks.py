@@ -20,7 +20,7 @@ MAX_GROWTH = 16 * PAGE
 BLOCK = 2**20
 """Elements that are quantized, or dequantized by the torch reference, at a time: the bound on temporaries (4 MiB in fp32). Fewer cost a CPU
 more in calls than they save in cache."""
-GROUP = 32
+GROUP = 16
 """Tokens that leave the residual together, where quantizing one by one would cost too much."""
 ROWS = 8
 """Of the table at first, where chunks may join."""
@@ -51,7 +51,7 @@ class Chunks:
         self.once: tuple[Codes, Codes] = {}, {}
         """Buffers kept once; there is no token whose codes refer to them before they are `fitted`."""
         self.fitted = False
-        self.length = 0
+        self.length = self.capacity = 0
         self.table: Tensor | None = None
         self.body: Body | None = None
         """What kernels read, renewed when chunks come, go or move."""
@@ -64,12 +64,9 @@ class Chunks:
         self.__dict__ |= state
         self.bind()
 
-    @property
-    def capacity(self) -> int:
-        return sum(map(_tokens, self.chunks))
-
     def bind(self) -> None:
         """Writes down where chunks are. The table stays where it is as long as it has rows for them."""
+        self.capacity = sum(map(_tokens, self.chunks))
         if not self.chunks:
             self.body = self.table = None
             return

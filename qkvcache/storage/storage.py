@@ -5,9 +5,9 @@
     residual   at least the last `residual_length` tokens, in the model's dtype: a ring at a fixed address, in which a token that comes takes
                the place of the oldest
 
-When the ring is full, `group` tokens leave it for the chunks: one where steps are compiled or storage is preallocated, many where quantizing
-one by one would cost a CPU too much. A token is quantized once. The counts are on the host and on the device (`kernels.Buffers`), so that a
-step needs no number from the host.
+When the ring is full, the oldest tokens leave it for the chunks, so that `residual_length + 1` stay: one at a time where steps are compiled
+or storage is preallocated, `group` where quantizing one by one would cost a CPU too much. A token is quantized once. The counts are on the
+host and on the device (`kernels.Buffers`), so that a step needs no number from the host.
 """
 
 from __future__ import annotations
@@ -119,12 +119,13 @@ class Storage(Counter):
     def leaving(self, tokens: int) -> int:
         """How many leave the ring when `tokens` more come."""
         excess = self.seen + tokens - self.num_sink_tokens - self.chunks.length - self.slots
-        return -(-excess // self.group) * self.group if excess > 0 else 0
+        return excess + self.group - 1 if excess > 0 else 0
 
     def expect(self, tokens: int) -> None:
         """Makes room for so many more. Raises ValueError if `max_length` does not allow them."""
         super().expect(tokens)
-        grew = self.chunks.reserve(self.leaving(tokens), self.residual)
+        leaving = self.leaving(tokens)
+        grew = leaving > 0 and self.chunks.reserve(leaving, self.residual)
         if self.seen + tokens > self.columns:
             self.columns, grew = 1 << (self.seen + tokens - 1).bit_length(), True
         if grew:

@@ -126,17 +126,17 @@ def test_chunks_that_grow_while_tokens_come_one_by_one(policy):
 
 
 def test_far_from_the_prompt_chunks_are_counted_as_if_one_by_one():
-    body = 928  # in groups of 32
+    body = 931  # and then in groups
     slots = growth(0, body)
     for context in range(1001, 40_000):
-        left = (context - 69) // 32 * 32
+        left = 931 + (context - 1000) // 16 * 16
         if left > slots:
             slots += growth(body, left - slots)
         body = left
         if context % 4999 == 0:
             planned = plan(MODELS["llama"](), format="int8", context=context, prompt=1000, dtype=torch.float32)
             assert planned.request.codes == 3 * 2 * 2 * 32 * slots
-            assert planned.request.exact == 3 * 2 * 2 * 32 * 4 * (4 + 64 + 32)
+            assert planned.request.exact == 3 * 2 * 2 * 32 * 4 * (4 + 64 + 16)
 
 
 def drive_static(config, prompt: int, steps: int, rows: int, **options) -> CompressedCache:

@@ -53,7 +53,7 @@ def test_first_and_recent_are_exact_and_the_rest_is_quantized(sizes, updates):
     torch.manual_seed(0)
     first, recent = sizes
     all_tokens = torch.randn(1, 2, sum(updates), DIM)
-    held, length = make(first, recent), 0
+    held, length, left = make(first, recent), 0, 0
     for new in all_tokens.split(updates, dim=2):
         before = keys(held) if length else new[:, :, :0]
         seen = step(held, new)
@@ -69,7 +69,8 @@ def test_first_and_recent_are_exact_and_the_rest_is_quantized(sizes, updates):
         inside = exact[first : max(length - recent, 0)]
         assert inside.sum() <= group_of(recent) <= max(GROUP, 1)  # no more wait for company than that,
         assert not (inside[:-1] & ~inside[1:]).any()  # and those are the newest
-        left = max(length - first - recent - 1, 0) // group_of(recent) * group_of(recent)
+        if length - first - left > recent + group_of(recent):
+            left = length - first - recent - 1
         assert held.quantized == left and held.buffers.lengths.tolist() == [[length, left]]
 
 
