@@ -52,8 +52,9 @@ class CompressedCache(DynamicCache):
         exact_layers: indices of layers to leave uncompressed, negative ones from the end.
         max_length: how many tokens may come: storage for all of them is taken at once and stays in its place, so that `generate` compiles
             its steps and replays them as CUDA graphs, as with a StaticCache. Without it the cache grows.
-        compile: whether `generate` compiles the steps of a cache that grows, which takes half a minute once: storage then comes between the
-            steps, and masks have a power of two of columns. With `max_length` it always does.
+        compile: whether `generate` compiles the steps of a cache that grows, which takes half a minute once: chunks then join between the
+            steps, and masks have a power of two of columns. With `max_length` it always does. It takes formats with kernels, and attention
+            other than eager.
         offloading: keep all but the running layer in host memory, as DynamicCache does.
 
     Raises:
@@ -137,9 +138,7 @@ class CompressedCache(DynamicCache):
             if any(budget.share for budget in policy.budgets):
                 raise NotImplementedError(f"budget={policy.budget} with {why}: a share has no fixed size; pass a number of tokens")
             if getattr(policy, "positions", "original") == "cache":
-                raise NotImplementedError(
-                    f"positions='cache' with {why}: sinks are turned anew at every step; pass positions='original'"
-                )
+                raise NotImplementedError(f"positions='cache' with {why}: sinks are turned anew at every step; pass positions='original'")
         if config is None and len(policy.budgets) > 1:
             raise ValueError(f"{len(policy.budgets)} budgets need the config, to know which layers they are for")
         if config is not None:
@@ -241,7 +240,12 @@ class CompressedCache(DynamicCache):
     def early_initialization(self, *args, **kwargs) -> None:
         """As transformers' Cache; after `reset` too, for another batch."""
         for layer in self.layers:
-            if isinstance(layer, CompressedLayer | StaticSlidingLayer) and layer.is_compileable and layer.is_initialized and not layer.get_seq_length():
+            if (
+                isinstance(layer, CompressedLayer | StaticSlidingLayer)
+                and layer.is_compileable
+                and layer.is_initialized
+                and not layer.get_seq_length()
+            ):
                 layer.is_initialized = False
         super().early_initialization(*args, **kwargs)
 

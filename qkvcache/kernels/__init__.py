@@ -4,8 +4,8 @@ from . import ops
 from .attend import attend, attend_observed
 from .dispatch import (
     arrive,
-    attend_on_codes,
     attend_on_buffers,
+    attend_on_codes,
     column_mass,
     dense,
     encode_into,
@@ -37,8 +37,8 @@ __all__ = [
     "arrive",
     "attend",
     "attend_observed",
-    "attend_on_codes",
     "attend_on_buffers",
+    "attend_on_codes",
     "chunk_table",
     "column_mass",
     "dense",

@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 
 from .attend import attend
-from .segments import CONTROL, DROPPED, ROOM, Buffers, Exact, Packed, Pair, Payload, Side
+from .segments import DROPPED, ROOM, Buffers, Exact, Packed, Pair, Payload, Side
 
 
 def _only_chunk(held: Buffers) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     if held.grows:
         raise NotImplementedError(
-            f"a cache that grows is compiled where kernels store its format, and none stores {held.body.key}: pass max_length, or compile=False"
+            "compiled steps of a cache that grows have one token, a format with kernels, and attention other than eager: pass max_length, "
+            "or leave out compile"
         )
     return held.body.chunks[0]
 
@@ -91,8 +92,8 @@ def attend_on_slots(query: Tensor, held: Buffers, mask: Tensor | None, **options
 
 
 def unfold(held: Buffers, new: Pair | None, dense: Callable[[Side], Tensor] = Side.dense) -> Pair:
-    """All tokens at their columns, `[B, H, columns, D]` each, and then those of `new`, which are not stored yet. Columns without a token hold
-    zeros. Counts on the device; `dense` dequantizes."""
+    """All tokens at their columns, `[B, H, columns, D]` each, and then those of `new`, which are not stored yet. Columns without a token
+    hold zeros. Counts on the device; `dense` dequantizes."""
     limit, known = held.columns, columns(held)
     out = []
     for side, slots in enumerate(slotted(held)):

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from ..formats.base import Codec, Codes
 from . import column_mass as reference
-from . import retire as forgetting
 from . import counted
+from . import retire as forgetting
 from .attend import attend, attend_observed
 from .retire import Places
 from .segments import Buffers, Exact, Pair, Payload, Side

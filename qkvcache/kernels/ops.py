@@ -123,20 +123,23 @@ def _(query, planes, table, codecs, tokens, exact, mask, sinks, scaling, softcap
     return query.new_empty(*query.shape[:3], dim), lse, mass
 
 
-@torch.library.custom_op("qkvcache::step", mutates_args=("tensors",))
-def _step(tensors: Sequence[Tensor], codecs: Sequence[int], columns: int, key: Tensor, value: Tensor) -> None:
-    dispatch.step(Buffers.of(tensors, codecs, columns), (key, value))
+# Chunks are written too. Whoever is told makes a copy of what is written, which the table does not lead to; nobody but operators that take
+# `exact` reads chunks, and these stay in order.
+@torch.library.custom_op("qkvcache::step", mutates_args=("exact",))
+def _step(exact: Sequence[Tensor], quantized: Sequence[Tensor], codecs: Sequence[int], columns: int, key: Tensor, value: Tensor) -> None:
+    dispatch.step(Buffers.of(exact, quantized, codecs, columns), (key, value))
 
 
 @_step.register_fake
-def _(tensors, codecs, columns, key, value):
+def _(exact, quantized, codecs, columns, key, value):
     return None
 
 
 @torch.library.custom_op("qkvcache::attend_buffers", mutates_args=())
 def _attend_buffers(
     query: Tensor,
-    tensors: Sequence[Tensor],
+    exact: Sequence[Tensor],
+    quantized: Sequence[Tensor],
     codecs: Sequence[int],
     columns: int,
     mask: Tensor | None,
@@ -144,23 +147,27 @@ def _attend_buffers(
     scaling: float | None,
     softcap: float | None,
 ) -> Tensor:
-    return dispatch.attend_on_buffers(query, Buffers.of(tensors, codecs, columns), mask, scaling=scaling, softcap=softcap, sinks=sinks)
+    return dispatch.attend_on_buffers(
+        query, Buffers.of(exact, quantized, codecs, columns), mask, scaling=scaling, softcap=softcap, sinks=sinks
+    )
 
 
 @_attend_buffers.register_fake
-def _(query, tensors, codecs, columns, mask, sinks, scaling, softcap):
-    return query.new_empty(*query.shape[:3], tensors[3].shape[3])
+def _(query, exact, quantized, codecs, columns, mask, sinks, scaling, softcap):
+    return query.new_empty(*query.shape[:3], exact[3].shape[3])
 
 
 @torch.library.custom_op("qkvcache::unfold", mutates_args=())
-def _unfold(tensors: Sequence[Tensor], codecs: Sequence[int], columns: int, key: Tensor | None, value: Tensor | None) -> Pair:
+def _unfold(
+    exact: Sequence[Tensor], quantized: Sequence[Tensor], codecs: Sequence[int], columns: int, key: Tensor | None, value: Tensor | None
+) -> Pair:
     new = None if key is None or value is None else (key, value)
-    return dispatch.unfold(Buffers.of(tensors, codecs, columns), new)
+    return dispatch.unfold(Buffers.of(exact, quantized, codecs, columns), new)
 
 
 @_unfold.register_fake
-def _(tensors, codecs, columns, key, value):
-    keys, values = (x.new_empty(*x.shape[:2], columns + 1, x.shape[3])[:, :, :columns] for x in tensors[2:4])
+def _(exact, quantized, codecs, columns, key, value):
+    keys, values = (x.new_empty(*x.shape[:2], columns + 1, x.shape[3])[:, :, :columns] for x in exact[2:4])
     return keys, values
 
 

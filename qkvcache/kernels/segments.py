@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -91,8 +92,8 @@ def number(codec: Codec) -> int:
 
 @dataclass(eq=False)
 class Body:
-    """The quantized tokens of a layer as they are stored, which is how the fused kernel reads them: chunks of planes `[B, H, slots, width]`,
-    the buffers kept once among them.
+    """The quantized tokens of a layer as they are stored, which is how the fused kernel reads them: chunks of planes
+    `[B, H, slots, width]`, the buffers kept once among them.
 
     `table` int64 `[rows, 8]`, a row for each chunk (there may be more rows): the chunk's first token, its slots, and how far the `planes`
     are from those of the first chunk, in elements. `tokens` sizes the launch; where `Buffers` count on the device, these say how many there
@@ -182,19 +183,22 @@ class Buffers:
     body: Body
     state: Tensor
     columns: int
-    arguments: tuple[list[Tensor], list[int], int] = field(init=False)
-    """As operators of torch take it: tensors, of chunks those of the first; numbers of the codecs; columns."""
+    arguments: tuple[list[Tensor], list[Tensor], list[int], int] = field(init=False)
+    """As operators of torch take it: exact tokens and state; the table and the first chunk; numbers of the codecs; columns."""
+    launch: Any = field(init=False, default=None)
+    """What kernels keep from step to step."""
 
     def __post_init__(self) -> None:
         planes = [plane for codes in self.body.chunks[0] for plane in codes.values()]
-        tensors = [*self.sinks, *self.residual, self.state, self.body.table, *planes]
-        self.arguments = tensors, list(self.body.numbers), self.columns
+        exact = [*self.sinks, *self.residual, self.state]
+        self.arguments = exact, [self.body.table, *planes], list(self.body.numbers), self.columns
 
     @staticmethod
-    def of(tensors: Sequence[Tensor], numbers: Sequence[int], columns: int) -> Buffers:
+    def of(exact: Sequence[Tensor], quantized: Sequence[Tensor], numbers: Sequence[int], columns: int) -> Buffers:
         """Those that these `arguments` were of, with the first chunk alone: kernels find the others by the table."""
         key, value = CODECS[numbers[0]], CODECS[numbers[1]]
-        k_sinks, v_sinks, k_residual, v_residual, state, table, *planes = tensors
+        k_sinks, v_sinks, k_residual, v_residual, state = exact
+        table, *planes = quantized
         left = iter(planes)
         chunk = tuple(
             {b.name: next(left) for kind in ("each", "once") for b in codec.buffers(x.shape[3]) if b.tokens == kind}

@@ -327,7 +327,7 @@ def attend_kernel(
         chunks = tl.load(counts + 3)
         last = (tl.maximum(total - n_first, 1) - 1) % n_recent
         n_first = tl.minimum(n_first, total)
-        many = splits - 1 if EXACT else splits
+        many = tl.maximum(splits - 1, 1) if EXACT else splits
         split_tokens = tl.maximum(tl.cdiv(tl.cdiv(n_body, many), T) * T, COUNTED)
     newest = total - queries + number
     oldest = newest - window + 1

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from .segments import Buffers, Pair
 from .triton_decode import known, padded, plane_arguments, table_of, tile

@@ -30,9 +30,9 @@ class CompressedLayer(Fitting, CacheLayerMixin):
 
     Args:
         max_length: how many tokens may come; None: any number.
-        compile: whether steps of a layer that grows can be compiled; with `max_length` they always can. Chunks then join outside of compiled
-            code, where masks are made (`expect`). Where even masks are made in compiled code, tokens for which there is no room are dropped,
-            and the next call outside of it raises.
+        compile: whether steps of a layer that grows can be compiled; with `max_length` they always can. Chunks then join outside of
+            compiled code, where masks are made (`expect`). Where even masks are made in compiled code, tokens for which there is no room
+            are dropped, and the next call outside of it raises.
     """
 
     is_sliding = False
@@ -40,9 +40,7 @@ class CompressedLayer(Fitting, CacheLayerMixin):
     is_croppable = True
     supports_early_init = False
 
-    def __init__(
-        self, format: Format, exact_first: int = 4, exact_recent: int = 64, max_length: int | None = None, compile: bool = False
-    ):
+    def __init__(self, format: Format, exact_first: int = 4, exact_recent: int = 64, max_length: int | None = None, compile: bool = False):
         self.format, self.exact_first, self.exact_recent, self.max_length = format, exact_first, exact_recent, max_length
         self.is_compileable = self.supports_early_init = compile or max_length is not None
         self.storage: Storage | None = None
@@ -85,12 +83,11 @@ class CompressedLayer(Fitting, CacheLayerMixin):
         tokens, new = key_states.shape[2], (key_states, value_states)
         storage.count()
         storage.expect(tokens)
-        if torch.is_grad_enabled():
-            if key_states.requires_grad or value_states.requires_grad:
-                payload = storage.payload_with(new)
-                result = dense(payload.key), dense(payload.value)  # codes carry no gradient, the new tokens do
-                storage.append((key_states.detach(), value_states.detach()))
-                return result
+        if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
+            payload = storage.payload_with(new)
+            result = dense(payload.key), dense(payload.value)  # codes carry no gradient, the new tokens do
+            storage.append((key_states.detach(), value_states.detach()))
+            return result
         if tokens == 1:
             storage.step(new)
             payload = storage.payload()
@@ -193,8 +190,8 @@ class CompressedLayer(Fitting, CacheLayerMixin):
             check_room(0, tokens, self.max_length)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Columns of a mask, of which the first is column 0: of layers that can be compiled, for more tokens than there are. Raises ValueError
-        if `max_length` tokens are not enough for the queries."""
+        """Columns of a mask, of which the first is column 0: of layers that can be compiled, for more tokens than there are. Raises
+        ValueError if `max_length` tokens are not enough for the queries."""
         if not self.is_compileable:
             return self.get_seq_length() + query_length, 0
         if not torch.compiler.is_compiling():

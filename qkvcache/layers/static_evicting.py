@@ -149,10 +149,12 @@ class StaticEvictingLayer(Counter, EvictingLayer):
         real = torch.cat([ledger.first, ledger.recent["positions"][:, 0] >= 0], dim=-1)
         place = place.clamp_max(max(recent - 1, 0))
         tokens = [torch.cat(zones, dim=2) for zones in zip(self.first, self.recent, strict=True)]
+        if held.payload.body is not None:
+            body.table = held.payload.body.table  # which stays in its place, too
         body.move(held.planes, self.slots, (tokens[0], tokens[1]), real)
         if made:
             held.payload = replace(held.payload, body=body.body if self.slots else None)
-            for tensor in (*held.tensors(), body.table):
+            for tensor in (*held.tensors(), *([] if body.table is None else [body.table])):
                 torch._dynamo.mark_static_address(tensor)
         for exact, x in zip(held.first, self.first, strict=True):
             exact[:, :, : x.shape[2]] = x
@@ -260,6 +262,8 @@ class StaticEvictingLayer(Counter, EvictingLayer):
             for codec, planes, x in zip(self.codecs, self.held.planes, self.held.ring, strict=True):
                 yield from codec.roles(planes, x.shape[3])
             yield from (("bookkeeping", x) for x in self.held.tensors())  # those that were not named yet
+            if self.held.payload.body is not None:
+                yield "bookkeeping", self.held.payload.body.table
 
     def positions(self) -> Tensor:
         self.count()

@@ -135,7 +135,7 @@ def plan(
         format, policy, exact_first, exact_recent, exact_layers: as CompressedCache takes them; neither format nor policy is a DynamicCache,
             or with `max_length` a StaticCache.
         context: tokens of a request, the prompt and what is generated.
-        prompt: tokens of it that are read at once, None for all. What comes later comes in slabs up to an eighth larger than needed.
+        prompt: tokens of it that are read at once, None for all. What comes later comes in chunks up to an eighth larger than needed.
         batch: requests that run together.
         gpu_memory: bytes of one GPU that weights and caches may take. Activations are not counted: leave room for them.
         weights_memory: bytes of the weights, over all GPUs; None counts the config's parameters in `dtype`.

@@ -4,4 +4,17 @@ from .chunks import GROUP, MAX_GROWTH, PAGE, Chunks, block_of, growth
 from .counter import Counter, check_room
 from .storage import Storage, differ, group_of, payload_of
 
-__all__ = ["GROUP", "MAX_GROWTH", "PAGE", "Chunks", "Counter", "Storage", "block_of", "check_room", "differ", "group_of", "growth", "payload_of"]
+__all__ = [
+    "GROUP",
+    "MAX_GROWTH",
+    "PAGE",
+    "Chunks",
+    "Counter",
+    "Storage",
+    "block_of",
+    "check_room",
+    "differ",
+    "group_of",
+    "growth",
+    "payload_of",
+]

@@ -39,9 +39,13 @@ def block_of(like: Tensor) -> int:
 
 
 class Chunks:
-    """Quantized keys and values of `dims` channels. With `per_head`, buffers that all heads share are held by each: after evictions a slot holds another token
-    in every head. `rows`: how many chunks the table has room for at first. `fixed`: the
-    first chunk stays where it is."""
+    """Quantized keys and values of `dims` channels.
+
+    Args:
+        per_head: buffers that all heads share are held by each: after evictions a slot holds another token in every head.
+        rows: how many chunks the table has room for at first.
+        fixed: the first chunk stays where it is.
+    """
 
     def __init__(self, codecs: tuple[Codec, Codec], dims: Sequence[int], per_head: bool = False, rows: int = ROWS, fixed: bool = False):
         self.codecs, self.dims, self.per_head, self.rows, self.fixed = codecs, tuple(dims), per_head, rows, fixed
@@ -67,7 +71,7 @@ class Chunks:
     def bind(self) -> None:
         """Writes down where chunks are. The table stays where it is as long as it has rows for them."""
         self.capacity = sum(map(_tokens, self.chunks))
-        if not self.chunks:
+        if not self.capacity:
             self.body = self.table = None
             return
         chunks = tuple((key | self.once[0], value | self.once[1]) for key, value in self.chunks)

@@ -2,8 +2,8 @@
 
     sinks      the first `num_sink_tokens` tokens, in the model's dtype (attention sinks live there)
     chunks     quantized tokens (`chunks.py`)
-    residual   at least the last `residual_length` tokens, in the model's dtype: a ring at a fixed address, in which a token that comes takes
-               the place of the oldest
+    residual   at least the last `residual_length` tokens, in the model's dtype: a ring at a fixed address, in which a token that comes
+               takes the place of the oldest
 
 When the ring is full, the oldest tokens leave it for the chunks, so that `residual_length + 1` stay: one at a time where steps are compiled
 or storage is preallocated, `group` where quantizing one by one would cost a CPU too much. A token is quantized once. The counts are on the
@@ -83,7 +83,7 @@ class Storage(Counter):
         self.state[ROOM] = self.room
         self.state[CHUNKS] = len(self.chunks.chunks)
         if self.fixed:
-            for tensor in self.buffers.arguments[0]:
+            for tensor in (*self.buffers.arguments[0], *self.buffers.arguments[1]):
                 torch._dynamo.mark_static_address(tensor)
 
     @property
@@ -173,12 +173,8 @@ class Storage(Counter):
 
     def recent(self, count: int) -> Pair:
         """The oldest `count` tokens of the ring, in their order."""
-        return self._recent(0, self.chunks.length, count), self._recent(1, self.chunks.length, count)
-
-    def _recent(self, side: int, quantized: int, count: int) -> Tensor:
-        ring, at = self.residual[side], quantized % self.slots
-        tail = ring[:, :, at : at + count]
-        return tail if tail.shape[2] == count else torch.cat([tail, ring[:, :, : count - tail.shape[2]]], dim=2)
+        key, value = self.residual
+        return oldest(key, self.chunks.length, count), oldest(value, self.chunks.length, count)
 
     # What attention reads.
 
@@ -200,8 +196,8 @@ class Storage(Counter):
     def _side(self, side: int) -> Side:
         sinks = min(self.seen, self.num_sink_tokens)
         count = self.seen - sinks - self.chunks.length
-        recent = partial(self._recent, side, self.chunks.length, count)
-        return side_of(self.chunks, side, self.sinks[side], sinks, self.residual[side], count, recent)
+        ring = self.residual[side]
+        return side_of(self.chunks, side, self.sinks[side], sinks, ring, count, partial(oldest, ring, self.chunks.length, count))
 
     def dense(self) -> Pair:
         """All tokens, `[B, H, T, D]`."""
@@ -268,6 +264,13 @@ class Storage(Counter):
         yield from (("exact", x) for x in (*self.sinks, *self.residual))
         yield "bookkeeping", self.state
         yield from self.chunks.tensors()
+
+
+def oldest(ring: Tensor, quantized: int, count: int) -> Tensor:
+    """The oldest `count` tokens of a ring `[B, H, R, D]` in their order, where `quantized` have left it."""
+    at = quantized % ring.shape[2]
+    tail = ring[:, :, at : at + count]
+    return tail if tail.shape[2] == count else torch.cat([tail, ring[:, :, : count - tail.shape[2]]], dim=2)
 
 
 def side_of(chunks: Chunks, side: int, first: Tensor, sinks: int, like: Tensor, count: int, recent: Callable[[], Tensor]) -> Side:

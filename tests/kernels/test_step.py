@@ -8,8 +8,7 @@ from matrix import FORMATS, slowly
 from torch import Tensor
 
 from qkvcache.formats import REGISTRY
-from qkvcache.kernels import attend, whole
-from qkvcache.kernels import counted
+from qkvcache.kernels import attend, counted, whole
 from qkvcache.kernels.segments import CONTROL, DROPPED, TICKET
 from qkvcache.storage import Storage
 
@@ -131,7 +130,9 @@ def test_strides_and_dtypes(dtype):
         check(*stores)
 
 
-@pytest.mark.parametrize("format", slowly([name for name in SUPPORTED if name not in BY_BLOCK], ["int8", "turboquant_3bit_nc", "fp8_token"]))
+@pytest.mark.parametrize(
+    "format", slowly([name for name in SUPPORTED if name not in BY_BLOCK], ["int8", "turboquant_3bit_nc", "fp8_token"])
+)
 def test_chunks_are_found_by_the_table(format):
     """One by one over the ends of chunks, as into the one chunk of a storage that does not grow."""
     x = pair(2, 2, 1, dtype=torch.float32)

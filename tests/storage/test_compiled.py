@@ -51,7 +51,7 @@ def test_chunks_join_between_compiled_steps(compiled):
     torch.manual_seed(3)
     plain = grown(68, max_length=200)
     query = torch.randn(1, 4, 1, DIM)
-    fixed = [x.data_ptr() for x in layer.storage.buffers.arguments[0]]
+    fixed = [x.data_ptr() for group in layer.storage.buffers.arguments[:2] for x in group]
     for seen in range(69, 80):
         assert layer.get_mask_sizes(1) == (128, 0)  # which makes room
         x = new(1, rows=1)
@@ -60,7 +60,7 @@ def test_chunks_join_between_compiled_steps(compiled):
         assert_close(out, attend(query, plain.storage.payload()), 2e-3)
         assert len(layer.storage.chunks.chunks) == 1 + (seen + 1 - 9 > 64)
     assert len(graphs) == 1
-    assert [x.data_ptr() for x in layer.storage.buffers.arguments[0]] == fixed
+    assert [x.data_ptr() for group in layer.storage.buffers.arguments[:2] for x in group] == fixed
     assert layer.storage.stale and layer.get_seq_length() == 80
     assert layer.storage.quantized == plain.storage.quantized == 71
     for mine, theirs in zip(layer.dense(), plain.dense(), strict=True):
@@ -73,6 +73,20 @@ def test_chunks_join_between_compiled_steps(compiled):
         held.expect(1)
         outs.append(step(held, x, query))
     assert torch.equal(*outs) and len(graphs) == 1
+
+
+def test_nothing_is_compiled_anew_but_at_powers_of_two(compiled):
+    step, graphs = compiled
+    layer = grown(20, compile=True)
+    found, query = [], torch.randn(1, 4, 1, DIM)
+    for columns in (64, 64, 128, 128, 256, 512):
+        layer.expect(columns - layer.storage.seen)
+        assert layer.storage.columns == columns
+        assert step(layer, new(1, rows=1), query).isfinite().all()
+        layer.get_seq_length()
+        found.append(len(graphs))
+    assert found[0] == found[1] and found[2] == found[3] and found[-1] <= 4
+    assert layer.get_seq_length() == 27
 
 
 def test_tokens_without_room_are_dropped_and_then_said(compiled):
