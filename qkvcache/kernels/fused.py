@@ -120,7 +120,7 @@ def held_by(payload: Payload) -> Held:
     use = tables((body.key, body.value) if body else None, dim, value_dim, device)
     empty = torch.empty(0, dtype=exact[0].dtype, device=device)
     k_codes, k_high, k_scales, v_codes, v_high, v_scales = body.planes if body else [empty] * 6
-    table = body.table if body else torch.empty(0, dtype=torch.int64, device=device)
+    table = body.table if body else empty.long()
     tensors = use.turning, use.signs, table, k_codes, k_high, use.k_shifts, k_scales, v_codes, v_high, use.v_shifts, v_scales, *exact
     constants: dict[str, object] = {"K": use.key, "V": use.value, "D": dim, "DV": value_dim, "TX": EXACT_TILE}
     for i, side in enumerate("KV"):

@@ -67,7 +67,7 @@ class CompressedLayer(Fitting, CacheLayerMixin):
                 prepare(codecs, (key_states.shape[3], value_states.shape[3]), self.dtype, self.device)
         self.is_initialized = True
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> Given:
+    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> Given:  # type: ignore[override]
         """Stores `[B, H, T, D]` keys and values; returns what attention over all tokens seen takes for them.
 
         Raises ValueError for a batch, head count, head_dim or dtype other than what is stored, and if `max_length` tokens are not enough;

@@ -105,7 +105,8 @@ def snapshot(layer: Layer, tokens: int | None = None, row: int = 0, copy: Copy =
         if not layer.get_seq_length():
             return Snapshot("empty")
         if not isinstance(layer, EvictingLayer):
-            return Snapshot("compressed", _zones(*layer.storage.zones(), tokens, rows, copy))  # type: ignore[union-attr]
+            first, body, recent = layer.storage.zones()  # type: ignore[union-attr]
+            return Snapshot("compressed", _zones(first, body, recent, tokens, rows, copy))
         tensors = _zones(layer.first, layer.body, layer.recent, None, rows, copy)  # type: ignore[arg-type]
         return Snapshot("evicting", tensors | {f"ledger.{name}": host(x[rows]) for name, x in _ledger(layer)}, _evicting_numbers(layer))
     if isinstance(layer, LinearAttentionLayer):

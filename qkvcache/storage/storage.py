@@ -56,10 +56,7 @@ class Storage(Counter):
         """Of masks: for all tokens that there may be before the host is asked again."""
         batch, device = like[0].shape[0], like[0].device
         with torch.inference_mode(False):  # what is made in inference mode may be written in no other
-            self.sinks, self.residual = (
-                tuple(torch.zeros(*x.shape[:2], tokens, x.shape[3], dtype=x.dtype, device=device) for x in like)
-                for tokens in (num_sink_tokens, residual_length + self.group)
-            )
+            self.sinks, self.residual = (_zeros(like, tokens) for tokens in (num_sink_tokens, residual_length + self.group))
             self.state = torch.zeros(CONTROL + 2 * batch, dtype=torch.int32, device=device)
         self.chunks = Chunks(codecs, [x.shape[3] for x in like], rows=ROWS if max_length is None else 1, fixed=self.fixed)
         self.start_counting()
@@ -266,9 +263,14 @@ class Storage(Counter):
         yield from self.chunks.tensors()
 
 
+def _zeros(like: Pair, tokens: int) -> Pair:
+    key, value = (x.new_zeros(*x.shape[:2], tokens, x.shape[3]) for x in like)
+    return key, value
+
+
 def oldest(ring: Tensor, quantized: int, count: int) -> Tensor:
     """The oldest `count` tokens of a ring `[B, H, R, D]` in their order, where `quantized` have left it."""
-    at = quantized % ring.shape[2]
+    at = quantized % max(ring.shape[2], 1)
     tail = ring[:, :, at : at + count]
     return tail if tail.shape[2] == count else torch.cat([tail, ring[:, :, : count - tail.shape[2]]], dim=2)
 
@@ -279,7 +281,7 @@ def side_of(chunks: Chunks, side: int, first: Tensor, sinks: int, like: Tensor, 
     packed = chunks.packed(side, block_of(like))
 
     def build() -> tuple[Segment, ...]:
-        row = (Exact(first[:, :, :sinks]), *packed, Exact(recent()))
+        row: tuple[Segment, ...] = (Exact(first[:, :, :sinks]), *packed, Exact(recent()))
         return tuple(segment for segment in row if segment.tokens)
 
     batch, heads, _, dim = like.shape
@@ -289,7 +291,7 @@ def side_of(chunks: Chunks, side: int, first: Tensor, sinks: int, like: Tensor, 
 def payload_of(sinks: Pair, chunks: Chunks, recent: Pair) -> Payload:
     """Exact tokens, those that chunks hold now, and exact tokens, in this order."""
     key, value = (
-        side_of(chunks, side, first, first.shape[2], last, last.shape[2], lambda last=last: last)
+        side_of(chunks, side, first, first.shape[2], last, last.shape[2], partial(oldest, last, 0, last.shape[2]))
         for side, (first, last) in enumerate(zip(sinks, recent, strict=True))
     )
     if not on_triton(recent[0].device):

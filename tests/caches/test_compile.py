@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+from caches.test_static_compile import compiling, graphs, logits  # noqa: F401
 from matrix import model
 from reference import assert_close, prompt
-from caches.test_static_compile import compiling, graphs, logits  # noqa: F401
 
 from qkvcache import CompressedCache, policies
 
