@@ -8,7 +8,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent / "qkvcache"
 FILES = {str(path.relative_to(ROOT)): path for path in sorted(ROOT.rglob("*.py"))}
-ORDER = ["formats", "kernels", "storage", "policies", "attention", "layers", "caches"]  # each may import those before it
+ORDER = ["formats", "kernels", "policies", "storage", "attention", "layers", "caches"]  # each may import those before it
 ABOVE = {"prefix", "planning", "harness", "demo", "options", "cli", "__init__"}  # and these all of them
 
 every_file = pytest.mark.parametrize("name", FILES)

@@ -19,7 +19,6 @@ from ..attention.rope import Rope
 from ..formats import Format
 from ..layers.compressed import CompressedLayer
 from ..layers.evicting import EvictingLayer
-from ..layers.static_evicting import StaticEvictingLayer
 from ..layers.static_sliding import StaticSlidingLayer
 from ..policies import Budget, Policy, check_count
 from .arguments import layer_indices, refuse_unknown
@@ -175,10 +174,9 @@ class CompressedCache(DynamicCache):
         return self._new_evicting(formats.Identity(), whole, whole.budgets[0])
 
     def _new_evicting(self, format: Format, policy: Policy, budget: Budget, **options) -> EvictingLayer:
-        if not self.compile:
-            return EvictingLayer(format, policy, budget, **options, deferred=self._shares_keys)
-        length = UNLIMITED if self.max_length is None else self.max_length
-        return StaticEvictingLayer(format, replace(policy, interval=1), budget, max_length=length, **options)
+        policy = replace(policy, interval=1) if self.compile else policy
+        options |= {"deferred": self._shares_keys, "max_length": self.max_length, "compile": self.compile}
+        return EvictingLayer(format, policy, budget, **options)
 
     def _swap_layers(self, exact_layers: tuple[int, ...], configs: Sequence[PreTrainedConfig]) -> None:
         count = len(self.layers)
@@ -233,20 +231,15 @@ class CompressedCache(DynamicCache):
         """As transformers' Cache. It comes before a compiled step: the time to make room for it, in all layers."""
         if self.compile and not torch.compiler.is_compiling():
             for layer in self.layers:
-                if type(layer) is CompressedLayer:
+                if isinstance(layer, CompressedLayer):
                     layer.expect(query_length)
         return super().get_mask_sizes(query_length, layer_idx)
 
     def early_initialization(self, *args, **kwargs) -> None:
         """As transformers' Cache; after `reset` too, for another batch."""
         for layer in self.layers:
-            if (
-                isinstance(layer, CompressedLayer | StaticSlidingLayer)
-                and layer.is_compileable
-                and layer.is_initialized
-                and not layer.get_seq_length()
-            ):
-                layer.is_initialized = False
+            if isinstance(layer, CompressedLayer | StaticSlidingLayer) and layer.supports_early_init:
+                layer.is_initialized = layer.is_initialized and layer.get_seq_length() > 0
         super().early_initialization(*args, **kwargs)
 
     def reset(self) -> None:

@@ -12,7 +12,6 @@ from transformers import PreTrainedModel
 from ..kernels import on_triton
 from ..layers.compressed import CompressedLayer
 from ..layers.evicting import EvictingLayer
-from ..layers.static_evicting import StaticEvictingLayer
 from ..policies import Budget
 from ..storage import GROUP, PAGE
 from .base import CompressedCache
@@ -52,10 +51,9 @@ def warmup(model: PreTrainedModel, cache: CompressedCache, *, queries: Iterable[
             mask = torch.cat([mask, mask.new_ones(rows, step)], dim=1)
             model(input_ids=ids[:, :step], attention_mask=mask, past_key_values=fresh)
         for layer in fresh.layers:  # where a chunk ends, one token may be quantized by itself
-            if isinstance(layer, EvictingLayer) and layer.body and layer.exact_recent:
-                layer.body.append((layer.recent[0][:, :, :1], layer.recent[1][:, :, :1]))
-            elif isinstance(layer, CompressedLayer) and layer.storage:
-                layer.storage.chunks.append(layer.storage.recent(1))
+            if isinstance(layer, CompressedLayer) and layer.storage and layer.exact_recent:
+                keys, values = layer.storage.residual
+                layer.storage.chunks.append((keys[:, :, :1], values[:, :, :1]))
 
 
 def _shrink(cache: CompressedCache, budget: Budget, length: int) -> None:
@@ -68,8 +66,6 @@ def _shrink(cache: CompressedCache, budget: Budget, length: int) -> None:
             layer.storage = None
             if layer.max_length is not None:
                 layer.max_length = length
-        if isinstance(layer, StaticEvictingLayer):
-            layer.held = None
         return layer
 
     cache.layers = [small(layer) for layer in cache.layers]

@@ -13,16 +13,16 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from ..attention.handle import KVHandle
+from ..attention.padding import announce
 from ..formats.base import Format
 from ..kernels import Pair, Payload, dense, prepare, step, unfold, whole
 from ..storage import Storage, check_room, differ
-from .fitting import Fitting
 
 Given = tuple[Tensor | KVHandle, Tensor | KVHandle]
 """What attention is given for keys and values."""
 
 
-class CompressedLayer(Fitting, CacheLayerMixin):
+class CompressedLayer(CacheLayerMixin):
     """A layer that keeps its tokens in `format`, with `exact_first` and `exact_recent` of them in the model's dtype.
 
     `update` returns plain tensors while the layer is empty, so that a prefill runs the model's own kernel on exact keys and values, and
@@ -45,7 +45,8 @@ class CompressedLayer(Fitting, CacheLayerMixin):
         self.is_compileable = self.supports_early_init = compile or max_length is not None
         self.storage: Storage | None = None
         self.pending: Pair | None = None
-        """The prompt, while attention has not said what of it is padding."""
+        """The prompt, where the format keeps something of it once, until its attention says what of it is padding
+        (`attention/padding.py`). Where attention goes past transformers' interface, whoever asks next ends the wait, and padding counts."""
         self.fresh = True
         """Whether there are no tokens."""
         self.is_initialized = False
@@ -103,10 +104,24 @@ class CompressedLayer(Fitting, CacheLayerMixin):
         self.lazy_initialization(key_states, value_states)
         self.pending, self.fresh = (key_states.detach(), value_states.detach()), False
         if self.storage.chunks.keeps:  # type: ignore[union-attr]
-            self.wait(key_states)
+            announce(key_states, self)
         else:
-            self.take_in()
+            self.settle()
         return key_states, value_states
+
+    def settle(self) -> None:
+        """Ends the wait for what of a prompt is padding."""
+        if self.pending is not None:
+            self.padding(None)
+
+    @torch.no_grad()
+    def padding(self, real: Tensor | None) -> None:
+        """Stores a prompt that waits; its tokens that are no padding, bool `[B, Q]`, say what is kept once (None: all)."""
+        storage, (new, self.pending) = self.storage, (self.pending, None)
+        if new is not None and storage is not None:
+            storage.expect(new[0].shape[2])
+            storage.chunks.fit(new, real)
+            storage.append(new)
 
     @torch.compiler.disable
     def _update_apart(self, key_states: Tensor, value_states: Tensor) -> Given:
@@ -134,14 +149,6 @@ class CompressedLayer(Fitting, CacheLayerMixin):
             result = _handles(whole(storage.buffers))
         self.fresh = False
         return result
-
-    @torch.no_grad()
-    def take_in(self, real: Tensor | None = None) -> None:
-        """Stores the prompt, of which attention has said now what is padding."""
-        storage, (new, self.pending) = self.storage, (self.pending, None)
-        storage.expect(new[0].shape[2])  # type: ignore[union-attr, index]
-        storage.chunks.fit(new, real)  # type: ignore[union-attr, arg-type]
-        storage.append(new)  # type: ignore[union-attr, arg-type]
 
     def _check(self, key: Tensor, value: Tensor) -> None:
         if key.shape[:3] != value.shape[:3]:
@@ -218,7 +225,7 @@ class CompressedLayer(Fitting, CacheLayerMixin):
 
     def reset(self) -> None:
         """Forgets all tokens; what can be compiled keeps its storage."""
-        self.pending, self.waiting, self.fresh = None, False, True
+        self.pending, self.fresh = None, True
         if not self.is_compileable:
             self.storage, self.is_initialized = None, False
         elif self.storage is not None:

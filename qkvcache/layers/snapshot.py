@@ -21,7 +21,7 @@ from transformers import cache_utils
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
 
 from ..kernels import Pair
-from ..storage import Chunks
+from ..storage import Chunks, EvictingStorage
 from .compressed import CompressedLayer
 from .evicting import EvictingLayer
 
@@ -104,10 +104,10 @@ def snapshot(layer: Layer, tokens: int | None = None, row: int = 0, copy: Copy =
         layer.settle()
         if not layer.get_seq_length():
             return Snapshot("empty")
+        first, body, recent = layer.storage.zones()  # type: ignore[union-attr]
         if not isinstance(layer, EvictingLayer):
-            first, body, recent = layer.storage.zones()  # type: ignore[union-attr]
             return Snapshot("compressed", _zones(first, body, recent, tokens, rows, copy))
-        tensors = _zones(layer.first, layer.body, layer.recent, None, rows, copy)  # type: ignore[arg-type]
+        tensors = _zones(first, body, recent, None, rows, copy)
         return Snapshot("evicting", tensors | {f"ledger.{name}": host(x[rows]) for name, x in _ledger(layer)}, _evicting_numbers(layer))
     if isinstance(layer, LinearAttentionLayer):
         states = dict(_states(layer))
@@ -130,13 +130,13 @@ def refusal(layer: Layer, tokens: int | None = None) -> str | None:
     if kind in (LinearAttentionLayer, PLACEHOLDER):  # which do not know how many tokens were seen: the cache's other layers do
         return None
     seen = layer.get_seq_length()
-    if kind is CompressedLayer and layer.max_length is not None:
+    if kind in (CompressedLayer, EvictingLayer) and layer.is_compileable:
         return "the contents of a preallocated layer cannot be taken out"
     if isinstance(layer, EvictingLayer):
         layer.settle()
         if layer.step is not None:
             return "a step of an evicting layer is running"
-        if layer.ledger is not None and layer.ledger.seen is not None:
+        if layer.storage is not None and layer.storage.ledger.seen is not None:
             return "an evicting layer whose rows were padded"
         if tokens not in (None, seen):
             return "a layer that evicts tokens cannot be cut to fewer than it has seen"
@@ -204,34 +204,34 @@ def _fill(layer: CompressedLayer, held: Snapshot, placed: Callable[[Tensor], Ten
     first, recent = ((placed(held.tensors[f"key.{zone}"]), placed(held.tensors[f"value.{zone}"])) for zone in ("first", "recent"))
     codes, once = ((of("key", zone), of("value", zone)) for zone in ("body", "once"))
     layer.lazy_initialization(*first)
+    layer.storage.load(first, codes, once, recent, copy)  # type: ignore[union-attr]
+    layer.fresh = False
     if not isinstance(layer, EvictingLayer):
-        layer.storage.load(first, codes, once, recent, copy)  # type: ignore[union-attr]
-        layer.fresh = False
         return
-    layer.body.load(codes, once, first, copy)  # type: ignore[union-attr]
-    layer.first, layer.recent = first, recent
-    if ledger := layer.ledger:
-        layer.in_order, layer.sinks_taken = bool(held.numbers["in_order"]), bool(held.numbers["sinks_taken"])
-        ledger.columns = held.numbers["seen"]
-        for name in ("first", "key_sum"):
-            if f"ledger.{name}" in held.tensors:
-                setattr(ledger, name, placed(held.tensors[f"ledger.{name}"]))
-        for part, records in (("body", ledger.body), ("recent", ledger.recent)):
-            for name in records:
-                records[name] = placed(held.tensors[f"ledger.{part}.{name}"])
+    storage: EvictingStorage = layer.storage  # type: ignore[assignment]
+    storage.in_order, storage.sinks_taken = bool(held.numbers["in_order"]), bool(held.numbers["sinks_taken"])
+    ledger, storage.seen = storage.ledger, held.numbers["seen"]
+    ledger.columns = storage.seen
+    for name in ("first", "key_sum"):
+        if f"ledger.{name}" in held.tensors:
+            setattr(ledger, name, placed(held.tensors[f"ledger.{name}"]))
+    for part, records in (("body", ledger.body), ("recent", ledger.recent)):
+        for name in records:
+            records[name] = placed(held.tensors[f"ledger.{part}.{name}"])
 
 
 def _ledger(layer: EvictingLayer) -> Iterator[tuple[str, Tensor]]:
-    if ledger := layer.ledger:
-        yield "first", ledger.first
-        if ledger.key_sum is not None:
-            yield "key_sum", ledger.key_sum
-        for part, records in (("body", ledger.body), ("recent", ledger.recent)):
-            yield from ((f"{part}.{name}", x) for name, x in records.items())
+    ledger = layer.storage.ledger  # type: ignore[union-attr]
+    yield "first", ledger.first
+    if ledger.key_sum is not None:
+        yield "key_sum", ledger.key_sum
+    for part, records in (("body", ledger.body), ("recent", ledger.recent)):
+        yield from ((f"{part}.{name}", x) for name, x in records.items())
 
 
 def _evicting_numbers(layer: EvictingLayer) -> dict[str, int]:
-    return {"seen": layer.get_seq_length(), "in_order": int(layer.in_order), "sinks_taken": int(layer.sinks_taken)}
+    storage: EvictingStorage = layer.storage  # type: ignore[assignment]
+    return {"seen": storage.seen, "in_order": int(storage.in_order), "sinks_taken": int(storage.sinks_taken)}
 
 
 def _states(layer: LinearAttentionLayer) -> Iterator[tuple[str, object]]:

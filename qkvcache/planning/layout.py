@@ -17,7 +17,6 @@ from transformers.cache_utils import StaticLayer as StockStaticLayer
 
 from ..layers.compressed import CompressedLayer
 from ..layers.evicting import EvictingLayer
-from ..layers.static_evicting import StaticEvictingLayer
 from ..storage import MAX_GROWTH, PAGE, Chunks, Storage, growth
 from .model import Shape
 
@@ -148,7 +147,7 @@ def _chunks(layer: CompressedLayer, like: Tensor, slots: int, chunks: int = 1) -
 def _evicting(layer: EvictingLayer, like: Tensor, seen: int, prompt: int) -> Bytes:
     """A position and what the policy asks for, 4 bytes each, of every token and head; a flag of a byte; a mean key."""
     rows, heads, _, dim = like.shape
-    if isinstance(layer, StaticEvictingLayer):
+    if layer.is_compileable:
         first, body, recent = layer.exact_first, layer.slots, layer.tail + 1
         flags, slots, chunks = first + body + recent, body, 1
     else:

@@ -24,8 +24,8 @@ class Counter:
     stale: bool
     """Whether compiled code ran since the host read the counts: it may have run more than once."""
 
-    def on_device(self) -> Tensor:
-        """Tokens seen, a tensor without dimensions."""
+    def on_device(self) -> int | Tensor:
+        """Tokens seen, a tensor without dimensions; a number as long as nothing is counted on the device."""
         raise NotImplementedError
 
     def read_counts(self) -> None:

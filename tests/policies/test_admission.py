@@ -6,10 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qkvcache.formats import resolve
-from qkvcache.layers.admission import admit
-from qkvcache.layers.ledger import Ledger
 from qkvcache.policies import H2O, Budget
-from qkvcache.storage import Chunks
+from qkvcache.storage import Chunks, Ledger
+from qkvcache.storage.admission import admit
 
 ROWS, HEADS, DIM = 3, 2, 32
 POLICY = H2O(budget=10**6, recent=0, reduce="sum")

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..kernels import Pair
-from ..storage import Chunks
+from .chunks import Chunks
 from .ledger import Ledger, Records
 
 
