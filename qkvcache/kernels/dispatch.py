@@ -11,6 +11,7 @@ import importlib.util
 import os
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -153,7 +154,8 @@ def whole(held: Buffers) -> Payload:
     """What attention over a storage reads where only the device knows how many tokens there are: as many as there are columns."""
     shapes = ((*x.shape[:2], held.columns, x.shape[3]) for x in held.residual)
     key, value = (Side.of((), shape, x.dtype, x.device) for shape, x in zip(shapes, held.residual, strict=True))
-    return Payload(key, value, held.body, (*held.sinks, *held.residual), held)
+    body = held.body if torch.compiler.is_compiling() else replace(held.body, tokens=held.columns)
+    return Payload(key, value, body, (*held.sinks, *held.residual), held)
 
 
 def step(held: Buffers, x: Pair) -> None:

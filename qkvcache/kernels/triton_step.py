@@ -45,7 +45,7 @@ class Step:
         self.warps = warps
 
     def __call__(self, x: Pair) -> None:
-        key, value = x
+        key, value = (side if side.stride(3) == 1 else side.contiguous() for side in x)
         with torch.cuda.device_of(key):
             self.launch(
                 key, *key.stride()[:3], *self.fixed[0], value, *value.stride()[:3], *self.fixed[1], *self.last, num_warps=self.warps
@@ -54,7 +54,8 @@ class Step:
 
 def step_kv(held: Buffers, x: Pair) -> None:
     """`Step`, once."""
-    Step(held, x)(x)
+    key, value = (side if side.stride(3) == 1 else side.contiguous() for side in x)
+    Step(held, (key, value))((key, value))
 
 
 @triton.jit

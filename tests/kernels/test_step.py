@@ -157,6 +157,18 @@ def test_chunks_are_found_by_the_table(format):
     assert len(grows.chunks.chunks) == 2 and grows.state[CONTROL + 1] == 68
 
 
+def test_channels_that_are_not_contiguous():
+    x = pair(1, 2, 1)
+    one, other = (make("int8", x, 1, 3, 60) for _ in range(2))
+    for _ in range(5):
+        x = pair(1, 2, 1, dims=(128, 192))
+        for held, sides in ((one, tuple(side[..., ::2] for side in x)), (other, tuple(side[..., ::2].contiguous() for side in x))):
+            held.expect(1)
+            step_kv(held.buffers, sides)
+            held.advance(1)
+        check(one, other)
+
+
 def test_rows_of_different_lengths():
     """Each goes on as if it were alone."""
     x = pair(2, 1, 50)
