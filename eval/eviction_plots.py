@@ -6,19 +6,18 @@ from collections.abc import Callable
 from pathlib import Path
 
 
-def plot(rows: list[dict], path: Path) -> None:
-    """`path` with `_sinks.png`, `_budgets.png` and `_combined.png` for its suffix, where there are rows."""
+def plot(studies: dict[str, list[dict]], path: Path) -> None:
+    """`path` with `_sinks.png`, `_budgets.png` and `_combined.png` behind it, where there are rows of the study."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    for study, draw in PLOTS.items():
-        found = [row for row in rows if row["what"] == f"eviction_{study}"]
-        if found:
-            figure = draw(found, pyplot)
+    for study, rows in studies.items():
+        if rows and study in PLOTS:
+            figure = PLOTS[study](rows, pyplot)
             figure.tight_layout()
-            figure.savefig(file := path.with_name(f"{path.stem}_{study}.png"), dpi=130)
+            figure.savefig(file := path.with_name(f"{path.name}_{study}.png"), dpi=130)
             pyplot.close(figure)
             print(file)
 
@@ -27,7 +26,11 @@ def sinks(rows: list[dict], pyplot):
     dense, *others = rows
     counts = list(dict.fromkeys(row["parameters"]["sinks"] for row in others))
     figure, grid = pyplot.subplots(1, 2, figsize=(10, 4.2), sharey=True)
-    titles = {"within": "tokens 2,048 to 4,096: within the trained context", "beyond": "tokens after 4,096: beyond it"}
+    trained = dense["trained"]
+    titles = {
+        "within": f"tokens {trained // 2:,} to {trained:,}: within the trained context",
+        "beyond": f"tokens after {trained:,}: beyond it",
+    }
     for axes, (span, title) in zip(grid, titles.items(), strict=True):
         for window, color in ((256, "tab:orange"), (1020, "tab:blue")):
             for positions, style in (("original", "--"), ("cache", "-")):
@@ -38,7 +41,7 @@ def sinks(rows: list[dict], pyplot):
                         found[counts.index(options["sinks"])] = row[f"perplexity_{span}"]
                 label = f'window {window:,}, positions="{positions}"'
                 axes.plot(list(found), list(found.values()), style, color=color, marker="o", label=label)
-        axes.axhline(dense["perplexity_within"], color="gray", linewidth=1, label="dense, tokens 2,048 to 4,096")
+        axes.axhline(dense["perplexity_within"], color="gray", linewidth=1, label=f"dense, tokens {trained // 2:,} to {trained:,}")
         axes.set(title=title, xlabel="sinks", xticks=range(len(counts)), xticklabels=counts, yscale="log")
     grid[0].set_ylabel("perplexity")
     grid[1].legend(fontsize=8)
@@ -70,7 +73,7 @@ def combined(rows: list[dict], pyplot):
     notes = [f"{row['requests']:,}   KL {row['kl']:.3f}, recall {row['recall_unseen']:.0%} / {row['recall_seen']:.0%}" for row in rows]
     axes.bar_label(bars, notes, padding=4, fontsize=8)
     axes.set(xscale="log", yticks=at, yticklabels=names, xlim=(8, 300_000))
-    title = "Requests of 131,072 tokens on 8 x H100, Llama 70B (arithmetic)\nKL and recall (unseen / seen) at 2,000 tokens, measured"
+    title = "Requests of 131,072 tokens on 8 x H100, Llama 70B (arithmetic)\nKL and recall (unseen / seen), measured"
     axes.set_title(title, fontsize=10)
     axes.invert_yaxis()
     return figure

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+from error_bars import percent, with_error
 from rich.console import Console
 from rich.table import Table
 
@@ -17,7 +20,8 @@ def sinks(rows: list[dict]) -> list[Table]:
     first = rows[0]
     found = Table(
         title=f"perplexity of {first['streams']} streams",
-        caption="within: tokens 2,048 to 4,096 of the stream; beyond: all after, which are further on than the model was trained for",
+        caption=f"within: tokens {first['trained'] // 2:,} to {first['trained']:,} of the stream; beyond: all after, "
+        "which are further on than the model was trained for",
     )
     columns = list(dict.fromkeys((row["parameters"]["window"], row["parameters"]["positions"]) for row in rows[1:]))
     found.add_column("sinks", justify="right")
@@ -33,7 +37,13 @@ def sinks(rows: list[dict]) -> list[Table]:
 def by_share(rows: list[dict]) -> list[Table]:
     shares = list(dict.fromkeys(row["share"] for row in rows))
     dense = rows[0]["dense_perplexity"]
-    forms = {"kl": ".3f", "perplexity": ".1f", "recall_unseen": ".0%", "recall_seen": ".0%", "ratio": ".2f"}
+    forms: dict[str, Callable[[dict], str]] = {
+        "kl": lambda row: with_error(row["kl"], row["kl_error"]),
+        "perplexity": lambda row: f"{row['perplexity']:.1f}",
+        "recall_unseen": lambda row: percent(row["recall_unseen"]),
+        "recall_seen": lambda row: percent(row["recall_seen"]),
+        "ratio": lambda row: f"{row['ratio']:.2f}",
+    }
     found = []
     for value, form in forms.items():
         beside = f" (dense {dense:.1f})" if value == "perplexity" else ""
@@ -41,7 +51,7 @@ def by_share(rows: list[dict]) -> list[Table]:
         table.add_column("policy")
         for share in shares:
             table.add_column(f"{share:.0%}", justify="right")
-        cells = {(row["name"], row["share"]): format(row[value], form) for row in rows}
+        cells = {(row["name"], row["share"]): form(row) for row in rows}
         for name in dict.fromkeys(row["name"] for row in rows):
             table.add_row(name, *(cells.get((name, share), "-") for share in shares))
         found.append(table)
@@ -55,12 +65,12 @@ def combined(rows: list[dict]) -> list[Table]:
         "caches; 80 layers of 8 KV heads of 128 channels; exact tokens in bf16; a position and a score of 4 bytes each for a token and "
         "head that a policy keeps; no activations, no headroom.",
     )
-    for header in ("cache", "bytes/token", "smaller", "KL", "perplexity", "recall unseen", "seen", "GB a request", "requests"):
+    for header in ("cache", "bytes/token", "smaller", "KL", "perplexity x", "recall unseen", "seen", "GB a request", "requests"):
         found.add_column(header, justify="left" if header == "cache" else "right")
     for row in rows:
         found.add_row(
-            row["name"], f"{row['bytes_per_token']:,.0f}", f"{row['ratio']:.2f}x", f"{row['kl']:.4f}",
-            f"{row['perplexity'] / row['dense_perplexity'] - 1:+.1%}", f"{row['recall_unseen']:.0%}", f"{row['recall_seen']:.0%}",
+            row["name"], f"{row['bytes_per_token']:,.0f}", f"{row['ratio']:.2f}x", with_error(row["kl"], row["kl_error"]),
+            with_error(row["perplexity_ratio"], row["perplexity_ratio_error"]), f"{row['recall_unseen']:.0%}", f"{row['recall_seen']:.0%}",
             f"{row['request_bytes'] / 1e9:.2f}", f"{row['requests']:,}",
         )  # fmt: skip
     return [found]
@@ -72,7 +82,7 @@ def choices(rows: list[dict]) -> list[Table]:
         found.add_column(header, justify="left" if header == "cache" else "right")
     for row in rows:
         recalls = (f"{row[f'recall_{kind}']:.0%}" for kind in ("unseen", "seen"))
-        found.add_row(row["name"], f"{row['ratio']:.2f}x", f"{row['kl']:.4f}", *recalls)
+        found.add_row(row["name"], f"{row['ratio']:.2f}x", with_error(row["kl"], row["kl_error"]), *recalls)
     return [found]
 
 

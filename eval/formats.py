@@ -1,15 +1,17 @@
-"""Quality of every format at its bytes, on the embedded model and on twins of other families; rows in eval/results/formats.jsonl.
+"""Quality of every format at its bytes, on any model; rows in eval/results/formats.jsonl.
 
-    python eval/formats.py quality ablation recall [--model DIR ...]    what is named, or all of them, on the embedded model or on these
-    python eval/formats.py --show | --plot                              tables | the png, from the rows
+    python eval/formats.py quality ablation recall [--model DIR]    what is named, or all of them, on the embedded model or on this one
+    python eval/formats.py quality --model smollm2 --context 1000 --windows 4 --read-on 48          a real one: minutes on two cores
+    python eval/formats.py quality --model smollm2 --device cuda --context 8064 --windows 12 --read-on 128
+    python eval/formats.py --show | --markdown | --plot             tables | the png, from the rows
 
 quality   KL divergence and perplexity of every format, exact zones off and at their defaults.
 ablation  what each part of HadaQuant brings: rotated values, means, a trellis, an equalizer, bits for either side; where a mean comes from.
-recall    of 10 code words in 2,000 tokens, through real caches, zones off.
+recall    of 10 facts in the context, through real caches, zones off.
 
-The model reads 8 windows of 2,000 tokens exactly, and then 96 tokens more, each of which sees those before it as a cache would hand them
-back: exact in the zones, from their codes elsewhere, means frozen after the 2,000. All 96 are read in one forward pass, in which attention
-chooses token by token, so that a format takes seconds.
+The model reads 8 windows of 2,000 tokens (or others) exactly, and then 96 tokens more, each of which sees those before it as a cache would
+hand them back: exact in the zones, from their codes elsewhere, means frozen after the context. All 96 are read in one pass, in which
+attention chooses token by token, so that a format takes seconds.
 """
 
 from __future__ import annotations
@@ -21,30 +23,33 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from formats_tables import plot, show
+from arguments import add_model, at_least, described, in_time, load, name_of, refused
+from formats_tables import markdown, plot, show
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
+from transformers import DynamicCache
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from qkvcache import CompressedCache, demo
+from qkvcache import CompressedCache
 from qkvcache.formats import NVFP4, REGISTRY, Codec, Codes, Format, Levels
 from qkvcache.formats.base import Buffer
 from qkvcache.formats.centered import Centered
 from qkvcache.formats.rotated import LloydMax, Rotated
 from qkvcache.formats.trellis import Trellis
-from qkvcache.harness.quality import Passages, RecallSet, divergence, recall
+from qkvcache.harness.prefill import prefill
+from qkvcache.harness.quality import Passages, RecallSet, compare, divergence, recall
+from qkvcache.harness.recall import CODE_WORD, NUMBER
 from qkvcache.harness.rows import read_rows, replace_rows
+from qkvcache.harness.workload import share_error, standard_error
 
 RESULTS = Path(__file__).parent / "results" / "formats.jsonl"
-CONTEXT, WINDOWS, READ_ON, CASES = 2000, 8, 96, 10
+CASES = 10
+HELD = 2**32
+"""Elements of decoded tokens that are held for later trials of the same codecs."""
 OFF, DEFAULT = (0, 0), (4, 64)
-QUALITY = [
-    "int8", "int8_centered", "fp8", "turboquant_k8v4", "int4", "nvfp4", "nvfp4_four_over_six", "nvfp4_mse", "nvfp4_mse_centered",
-    "int4_vllm", "turboquant_4bit_nc", "hadaquant_k4v4", "hadaquant_k4v4_trellis", "turboquant_k3v4_nc", "hadaquant_k4v3",
-    "hadaquant_k4v3_trellis", "turboquant_3bit_nc", "hadaquant_k3v3", "hadaquant_k3v3_trellis", "hadaquant_k3v2",
-    "hadaquant_k3v2_trellis", "hadaquant_k2v2", "hadaquant_k2v2_trellis",
-]  # fmt: skip
+VARIANTS = ("_token", "_tensor", "_frozen", "_asymmetric", "_group", "_e5m2")
+"""How names end that differ from others in a scale or in the kind of a float alone."""
+QUALITY = [name for name in REGISTRY if not name.endswith(VARIANTS) and name != "identity"]
 RECALL = [
     "turboquant_4bit_nc", "hadaquant_k4v4", "hadaquant_k4v4_trellis", "turboquant_3bit_nc", "hadaquant_k3v3", "hadaquant_k3v3_trellis",
 ]  # fmt: skip
@@ -80,20 +85,21 @@ class Trial(Codec):
 class Bench:
     """A model that has read the windows; `codecs` of a layer and `zones` are what its attention reads the rest through."""
 
-    def __init__(self, name: str, path: str | None):
-        self.name = name
-        self.model, self.tokenizer = demo.load(torch.float32)
-        self.ids = demo.text_ids(self.tokenizer)
-        if path:
-            self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-            assert len(AutoTokenizer.from_pretrained(demo.MODEL_PATH)) == self.model.config.vocab_size
-        apart = len(self.ids) // WINDOWS
-        windows = torch.tensor([self.ids[i * apart : i * apart + CONTEXT + READ_ON] for i in range(WINDOWS)])
-        self.rest = windows[:, CONTEXT:]
+    def __init__(self, args: argparse.Namespace):
+        self.row = described(args) | {"windows": args.windows, "context": args.context, "read_on": args.read_on}
+        self.name, self.context = name_of(args.model), args.context
+        self.form = CODE_WORD if args.model == "demo" else NUMBER
+        self.model, self.tokenizer, self.ids = load(args)
+        apart, length = len(self.ids) // args.windows, args.context + args.read_on
+        if length > apart:
+            raise ValueError(f"{args.windows} windows of {length:,} tokens need a longer text than {len(self.ids):,} tokens")
+        windows = torch.tensor([self.ids[i * apart : i * apart + length] for i in range(args.windows)], device=self.model.device)
+        self.rest = windows[:, args.context :]
         self.codecs: Callable[[int], Sides] = lambda layer: (None, None)
         self.zones = OFF
         self.encoded: dict[tuple[Codec, int, int], tuple[Codes, Tensor]] = {}
-        self.past = self._prefill(windows[:, :CONTEXT])
+        self.first = windows[:1, : args.context]
+        self.past = [(layer.keys, layer.values) for layer in prefill(self.model, windows[:, : args.context])[0].layers]
         self.stock = self.model.config._attn_implementation
         ALL_ATTENTION_FUNCTIONS.register("study", self._attention)
         ALL_MASK_ATTENTION_FUNCTIONS.register("study", sdpa_mask)
@@ -101,36 +107,30 @@ class Bench:
         self.dense = self._read()
 
     @torch.no_grad()
-    def _prefill(self, context: Tensor) -> list[tuple[Tensor, Tensor]]:
-        parts = []
-        for rows in context.split(4):
-            cache = DynamicCache(config=self.model.config)
-            self.model(rows, past_key_values=cache, logits_to_keep=1)
-            parts.append([(layer.keys, layer.values) for layer in cache.layers])
-        return [tuple(torch.cat(x) for x in zip(*layer, strict=True)) for layer in zip(*parts, strict=True)]  # type: ignore[misc]
-
-    @torch.no_grad()
     def _read(self) -> Tensor:
         cache = DynamicCache(config=self.model.config)
         for i, (key, value) in enumerate(self.past):
             cache.update(key, value, i)
-        return self.model(self.rest, past_key_values=cache).logits.log_softmax(-1)
+        return self.model(self.rest, past_key_values=cache).logits.float().log_softmax(-1)
 
     def _through(self, codec: Codec | None, x: Tensor, layer: int, side: int) -> Tensor:
         """What a cache hands back of `x`, of which all but the last tokens are encoded once for all trials."""
         if codec is None:
             return x
-        dim, past = x.shape[3], x[:, :, :CONTEXT]
+        dim, past = x.shape[3], x[:, :, : self.context]
         if (codec, layer, side) not in self.encoded:
+            if sum(decoded.numel() for _, decoded in self.encoded.values()) > HELD:
+                self.encoded.clear()
             once = codec.fit(past)
             parts = [codec.decode(codec.encode(part, once) | once, dim) for part in past.split(500, dim=2)]
             self.encoded[codec, layer, side] = once, torch.cat(parts, dim=2)
         once, decoded = self.encoded[codec, layer, side]
-        return torch.cat([decoded, codec.decode(codec.encode(x[:, :, CONTEXT:], once) | once, dim)], dim=2)
+        return torch.cat([decoded, codec.decode(codec.encode(x[:, :, self.context :], once) | once, dim)], dim=2)
 
     def _attention(self, module, query: Tensor, key: Tensor, value: Tensor, mask=None, scaling: float = 1.0, **_) -> tuple[Tensor, None]:
         queries, tokens = query.shape[2], key.shape[2]
-        i, j = torch.arange(tokens - queries, tokens)[:, None], torch.arange(tokens)
+        j = torch.arange(tokens, device=query.device)
+        i = j[-queries:, None]
         exact = (i - j <= self.zones[1]) | (j < self.zones[0])
         sides = [(x, self._through(codec, x, module.layer_idx, n)) for n, (codec, x) in
                  enumerate(zip(self.codecs(module.layer_idx), (key, value), strict=True))]  # fmt: skip
@@ -143,26 +143,32 @@ class Bench:
     def measure(self, label: str, codecs: Sides | Callable[[int], Sides], zones: tuple[int, int] = OFF, size: int | None = None) -> dict:
         self.codecs, self.zones = codecs if callable(codecs) else lambda layer: codecs, zones
         found, target = self._read(), self.rest[:, 1:, None]
-        kl = (self.dense.exp() * (self.dense - found)).sum(-1).mean(-1)
-        loss, before = (-x[:, :-1].gather(-1, target).mean() for x in (found, self.dense))
-        return {
-            "model": self.name, "label": label, "exact_first": zones[0], "exact_recent": zones[1], "bytes": size, "kl": kl.mean().item(),
-            "kl_error": (kl.std() / len(kl) ** 0.5).item(), "perplexity": loss.exp().item(), "dense_perplexity": before.exp().item(),
-            "windows": WINDOWS, "context": CONTEXT, "read_on": READ_ON,
+        kls, same = (x.double().mean(1).cpu() for x in compare(found, self.dense))
+        counted = self.rest.numel()
+        losses, before = (-x[:, :-1].gather(-1, target).double().mean((1, 2)).cpu() for x in (found, self.dense))
+        return self.row | {
+            "label": label, "exact_first": zones[0], "exact_recent": zones[1], "bytes": size,
+            "kl": kls.mean().item(), "kl_error": standard_error(kls), "kls": kls.tolist(),
+            "same_top": same.mean().item(), "same_top_error": max(standard_error(same), share_error(same.mean().item() * counted, counted)),
+            "perplexity": losses.mean().exp().item(), "dense_perplexity": before.mean().exp().item(),
+            "perplexity_ratio": (ratio := (losses - before).mean().exp().item()),
+            "perplexity_ratio_error": ratio * standard_error(losses - before),
         }  # fmt: skip
 
     def format(self, format: Format, zones: tuple[int, int]) -> dict:
-        return self.measure(format.name, (format.key, format.value), zones, format.bytes_per_token(128))
+        return self.measure(format.name, (format.key, format.value), zones, format.bytes_per_token(self.past[0][0].shape[3]))
 
 
 def quality(bench: Bench) -> Iterator[dict]:
     for format in map(REGISTRY.__getitem__, QUALITY):
+        if any(format.refuses(key.shape[3]) for key, _ in bench.past):
+            continue
         for zones in (OFF, DEFAULT):
             yield bench.format(format, zones)
 
 
 def ablation(bench: Bench) -> Iterator[dict]:
-    seed, bare = REGISTRY["turboquant_4bit_nc"], {bits: Rotated(LloydMax(bits)) for bits in (2, 3, 4)}
+    seed, bare = REGISTRY["turboquant_4bit_nc_uncentered"], {bits: Rotated(LloydMax(bits)) for bits in (2, 3, 4)}
     center, trellis = {bits: Centered.of(codec) for bits, codec in bare.items()}, Centered.of(Rotated(Trellis(4)))
     last = len(bench.past) - 1
     steps: list[tuple[str, Sides]] = [
@@ -191,11 +197,11 @@ def ablation(bench: Bench) -> Iterator[dict]:
         label = "4 / 4, exact layers: " + " and ".join(name for name, on in (("first", first), ("last", end)) if on)
         exact = {n for n, on in ((0, first), (last, end)) if on}
         yield bench.measure(label, lambda layer, exact=exact: (None, None) if layer in exact else (center[4], center[4]))
-    plain, found = NVFP4(), NVFP4("mse", center=True)
+    plain, found = NVFP4(center=False), NVFP4("mse")
     for label, key, value in (
         ("nvfp4", plain, plain),
-        ("nvfp4, key mean", NVFP4(center=True), plain),
-        ("nvfp4, searched", NVFP4("mse"), found),
+        ("nvfp4, key mean", NVFP4(), plain),
+        ("nvfp4, searched", NVFP4("mse", center=False), found),
     ):
         yield bench.measure(label, (key.key, value.value))
     yield bench.measure("nvfp4, searched, key mean", (found.key, found.value))
@@ -203,8 +209,11 @@ def ablation(bench: Bench) -> Iterator[dict]:
 
 def recalls(bench: Bench) -> Iterator[dict]:
     bench.model.set_attn_implementation(bench.stock)
-    cases = {seen: RecallSet.make(bench.model, bench.tokenizer, bench.ids, CONTEXT, CASES, seen=seen) for seen in (False, True)}
-    passages = Passages.read(bench.model, torch.tensor(bench.ids[: CONTEXT + READ_ON])[None], CONTEXT)  # the first window
+    options = {"form": bench.form}
+    cases = {
+        seen: RecallSet.make(bench.model, bench.tokenizer, bench.ids, bench.context, CASES, seen=seen, **options) for seen in (False, True)
+    }
+    passages = Passages.read(bench.model, torch.cat([bench.first, bench.rest[:1]], dim=1), bench.context)
     for format in [None, *map(REGISTRY.get, RECALL)]:
 
         def factory(format=format):
@@ -215,39 +224,41 @@ def recalls(bench: Bench) -> Iterator[dict]:
         found = {
             f"recall_{'seen' if seen else 'unseen'}": recall(bench.model, bench.tokenizer, held, factory) for seen, held in cases.items()
         }
-        row = {"model": bench.name, "label": "dense" if format is None else format.name, "cases": CASES, "context": CONTEXT} | found
+        row = bench.row | {"label": "dense" if format is None else format.name, "cases": CASES} | found
         yield row | ({} if format is None else {"kl_token_by_token": divergence(bench.model, passages, factory).kl})
 
 
 STUDIES: dict[str, Callable[[Bench], Iterator[dict]]] = {"quality": quality, "ablation": ablation, "recall": recalls}
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("studies", nargs="*", metavar="study", help=f"of {', '.join(STUDIES)}")
-    parser.add_argument("--model", action="append", default=[], help="a directory made by eval/train_demo_model.py --family")
-    parser.add_argument("--show", action="store_true")
-    parser.add_argument("--plot", action="store_true")
-    args = parser.parse_args()
-    if unknown := set(args.studies) - set(STUDIES):
-        parser.error(f"unknown: {', '.join(sorted(unknown))}; expected {', '.join(STUDIES)}")
+    parser.add_argument("studies", nargs="*", choices=[[], *STUDIES], metavar="STUDY", help=" ".join(STUDIES))
+    add_model(parser, RESULTS)
+    parser.add_argument("--context", type=at_least(100), default=2000, help="tokens that are read exactly")
+    parser.add_argument("--windows", type=at_least(1), default=8, help="texts")
+    parser.add_argument("--read-on", type=at_least(2), default=96, help="tokens of each that are read through the format")
+    parser.add_argument("--show", action="store_true", help="the tables, from the rows")
+    parser.add_argument("--markdown", action="store_true", help="the table of --model's quality, from the rows")
+    parser.add_argument("--plot", action="store_true", help="the picture, from the rows")
+    args = parser.parse_args(arguments)
     if args.plot:
-        plot(read_rows(RESULTS), RESULTS.with_suffix(".png"))
+        plot(read_rows(args.out), args.out.with_suffix(".png"))
+    elif args.markdown:
+        return print(markdown(read_rows(args.out), name_of(args.model)))
     elif not args.show:
-        for path in args.model or [None]:
-            bench = Bench("llama" if path is None else Path(path).name.removeprefix("m_"), path)
-            for study in args.studies or STUDIES:
-                rows = []
-                for row in STUDIES[study](bench):
-                    print(
-                        time.strftime("%H:%M:%S"),
-                        bench.name,
-                        row["label"],
-                        {k: round(row[k], 5) for k in row if k.startswith(("kl", "recall"))},
-                    )
-                    rows.append(row)
-                replace_rows(RESULTS, f"formats_{study}_{bench.name}", rows)
-    show(read_rows(RESULTS))
+        if wrong := refused(args):
+            parser.error(wrong)
+        begin = time.perf_counter()
+        bench = Bench(args)
+        for study in args.studies or STUDIES:
+            rows = []
+            for row in in_time(STUDIES[study](bench), args.minutes, begin):
+                numbers = {k: round(row[k], 5) for k in ("kl", "kl_error", "recall_unseen", "recall_seen") if k in row}
+                print(time.strftime("%H:%M:%S"), bench.name, row["label"], numbers, flush=True)
+                rows.append(row)
+                replace_rows(args.out, f"formats_{study}_{bench.name}", rows)
+    show(read_rows(args.out))
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from error_bars import percent, with_error
 from rich.console import Console
 from rich.table import Table
 
@@ -17,26 +18,56 @@ def _studied(rows: list[dict], study: str) -> dict[str, list[dict]]:
     return found
 
 
-def _number(x: float) -> str:
-    return f"{x:.5f}".removeprefix("0")
+def _cell(row: dict, fields: tuple[str, str]) -> str:
+    first, second = (row[field] for field in fields)
+    return with_error(first, second) if fields[1] == "kl_error" else f"{first:.0%} / {second:.0%}"
+
+
+def _zones(rows: list[dict]) -> dict[str, dict[int, dict]]:
+    """By label, and there by the tokens of the exact recent zone."""
+    found: dict[str, dict[int, dict]] = {}
+    for row in rows:
+        found.setdefault(row["label"], {})[row["exact_recent"]] = row
+    return found
+
+
+def markdown(rows: list[dict], model: str) -> str:
+    """Of one model: KL, same top token and perplexity, exact zones off and at their defaults."""
+    found = _zones(_studied(rows, "quality")[model])
+    first = next(iter(found.values()))[0]
+    lines = [
+        "| format | D = 128 | KL, zones off | same top token | perplexity x | KL, 4 + 64 | same top token | perplexity x |",
+        "|---" * 8 + "|",
+    ]
+    for label, at in found.items():
+        cells = (
+            f"{with_error(row['kl'], row['kl_error'])} | {percent(row['same_top'], row['same_top_error'])} | "
+            f"{with_error(row['perplexity_ratio'], row['perplexity_ratio_error'])}"
+            for row in (at[0], at[64])
+            if row
+        )
+        lines.append(f"| `{label}` | {at[0]['bytes']} | {' | '.join(cells)} |")
+    return "\n".join(
+        [*lines, "", f"{first['model']} on {first['device']}: {first['windows']} x {first['read_on']} tokens of {first['text']} after "
+         f"{first['context']:,}; standard errors over the texts."]
+    )  # fmt: skip
 
 
 def show(rows: list[dict]) -> None:
     console = Console(width=150)
-    quality = _studied(rows, "quality")
+    quality = {model: _zones(held) for model, held in _studied(rows, "quality").items()}
     if quality:
         table = Table(title="KL from the dense run, exact zones off | 4 + 64")
         table.add_column("format")
         table.add_column("bytes", justify="right")
         for model in quality:
             table.add_column(model, justify="right")
-        cells = {(m, r["label"], r["exact_recent"]): r for m, held in quality.items() for r in held}
-        for label in dict.fromkeys(r["label"] for r in next(iter(quality.values()))):
-            row = [label, str(next(r["bytes"] for (_, name, _), r in cells.items() if name == label))]
-            for model in quality:
-                off, on = (cells[model, label, recent] for recent in (0, 64))
-                row.append(f"{_number(off['kl'])} ± {_number(off['kl_error'])} | {_number(on['kl'])} ± {_number(on['kl_error'])}")
-            table.add_row(*row)
+        for label in dict.fromkeys(label for held in quality.values() for label in held):
+            cells = [held.get(label, {}) for held in quality.values()]
+            size = next(row["bytes"] for zones in cells for row in zones.values())
+            table.add_row(
+                label, str(size), *(" | ".join(with_error(row["kl"], row["kl_error"]) for _, row in sorted(at.items())) for at in cells)
+            )
         console.print(table)
     for study, fields in (("ablation", ("kl", "kl_error")), ("recall", ("recall_unseen", "recall_seen"))):
         found = _studied(rows, study)
@@ -45,10 +76,9 @@ def show(rows: list[dict]) -> None:
             table.add_column("what")
             for model in found:
                 table.add_column(model, justify="right")
-            for label in dict.fromkeys(r["label"] for r in next(iter(found.values()))):
-                held = [next(r for r in model if r["label"] == label) for model in found.values()]
-                table.add_row(label, *(" ± ".join(_number(r[f]) for f in fields) if study == "ablation" else
-                                       " / ".join(f"{r[f]:.0%}" for f in fields) for r in held))  # fmt: skip
+            for label in dict.fromkeys(row["label"] for held in found.values() for row in held):
+                rows_of = [[row for row in held if row["label"] == label] for held in found.values()]
+                table.add_row(label, *("".join(_cell(row, fields) for row in held) for held in rows_of))
             console.print(table)
 
 

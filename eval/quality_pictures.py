@@ -5,9 +5,8 @@ from __future__ import annotations
 import csv as csv_files
 from pathlib import Path
 
+from error_bars import paired, percent, recalled, with_error
 from rich.table import Table
-
-COLUMNS = ("cache", "exact", "bytes/token", "smaller", "KL", "perplexity", "recall unseen", "seen", "Pareto")
 
 
 def name_of(row: dict) -> str:
@@ -16,7 +15,7 @@ def name_of(row: dict) -> str:
     return f"{row['format']} + {row['policy']} {row['budget']:.0%}"
 
 
-def short(row: dict) -> str:
+def label_of(row: dict) -> str:
     return name_of(row).split(" + ")[-1]
 
 
@@ -30,27 +29,58 @@ def front(rows: list[dict]) -> set[int]:
     return found
 
 
+def columns(rows: list[dict]) -> tuple[str, ...]:
+    facts = (f"recall in {int(tokens):,}: unseen / seen" for tokens in rows[0]["recall"])
+    return ("cache", "exact", "bytes/token", "smaller", "KL", "over the row above", "same top token", "perplexity x", *facts, "of dense")
+
+
+def by_kl(rows: list[dict]) -> list[dict]:
+    """The dense row, formats by their exact tokens, and policies by format and what they keep: the closest first in each."""
+    return sorted(rows, key=lambda row: (group(row), row["kl"]))
+
+
+def group(row: dict) -> tuple:
+    dense, policy = row["format"] is None, row["policy"]
+    return (not dense, policy is not None, row["exact"], row["format"] if policy else "", -row.get("budget", 0))
+
+
+def all_right(row: dict) -> int:
+    return sum(right for both in row["recall"].values() for right in both)
+
+
 def cells(rows: list[dict]) -> list[tuple[str, ...]]:
-    best = front(rows)
-    return [
-        (
-            name_of(row), row["exact"], f"{row['bytes_per_token']:,.0f}", f"{row['ratio']:.2f}x", f"{row['kl']:.4f}",
-            f"{row['perplexity'] / row['dense_perplexity']:.3f}", f"{row['recall_unseen']:.0%}", f"{row['recall_seen']:.0%}",
-            "*" if index in best else "",
-        )
-        for index, row in enumerate(rows)
-    ]  # fmt: skip
+    """Of rows that `by_kl` has put in order. What is on the Pareto front of all has an asterisk behind its name."""
+    best, dense = front(rows), next((row for row in rows if row["format"] is None), None)
+    found = []
+    for index, row in enumerate(rows):
+        top = percent(row["same_top"], row["same_top_error"] if row["format"] else None)
+        above = rows[index - 1] if index and group(rows[index - 1]) == group(row) else None
+        facts = (" / ".join(recalled(right, row["cases"]).removesuffix(" %") for right in both) + " %" for both in row["recall"].values())
+        found.append((
+            name_of(row) + " *" * (index in best), row["exact"], f"{row['bytes_per_token']:,.0f}", f"{row['ratio']:.2f}x",
+            with_error(row["kl"], row["kl_error"]), with_error(*paired(row["kls"], above["kls"])) if above else "",
+            top, with_error(row["perplexity_ratio"], row["perplexity_ratio_error"]), *facts,
+            percent(all_right(row) / all_right(dense)) if dense and all_right(dense) else "",
+        ))  # fmt: skip
+    return found
+
+
+def caption(rows: list[dict]) -> str:
+    first = rows[0]
+    passages, read_on = first["read_on"]
+    return (
+        f"{first['model']} in {first['dtype'].removeprefix('torch.')} on {first['device']}: {passages} x {read_on - 1} tokens of "
+        f"{first['text']} read on after {first['context']:,}; {first['cases']} facts ({first['facts']}) in each. KL in nats; errors: "
+        "standard errors over the passages, of shares of facts binomial. over the row above: difference of KL on the same passages. of "
+        "dense: facts recalled, of those that the dense run recalls. bytes and smaller: in 16 bit. exact: first + last tokens that are not "
+        "compressed. *: nothing smaller is as close."
+    )
 
 
 def table(rows: list[dict]) -> Table:
-    first = rows[0]
-    passages, read_on = first["read_on"]
-    found = Table(
-        title=f"{first['model']}, {first['context']:,} tokens of context, {first['dtype'].removeprefix('torch.')}",
-        caption=f"{passages} x {read_on - 1} tokens read on, {first['cases']} code words. perplexity: times that of the dense run. "
-        "exact: first + last tokens in the model's dtype. Pareto: nothing smaller is as close.",
-    )
-    for header in COLUMNS:
+    rows = by_kl(rows)
+    found = Table(title=f"{rows[0]['model']}, {rows[0]['context']:,} tokens of context", caption=caption(rows))
+    for header in columns(rows):
         found.add_column(header, justify="left" if header in ("cache", "exact") else "right")
     for row in cells(rows):
         found.add_row(*row)
@@ -58,35 +88,9 @@ def table(rows: list[dict]) -> Table:
 
 
 def markdown(rows: list[dict]) -> str:
-    """Two tables: formats, with exact tokens and alone; what evicts, by the share that stays. Bold: on the Pareto front of all rows."""
-    best = front(rows)
-    at = {(row["format"], row["policy"], row["exact"], row.get("budget")): index for index, row in enumerate(rows)}
-
-    def closeness(index: int) -> str:
-        row = rows[index]
-        kl = f"{row['kl']:.4f}"
-        return f"{row['ratio']:.2f}x | {f'**{kl}**' if index in best else kl} | {row['perplexity'] / row['dense_perplexity']:.3f}"
-
-    def recalled(index: int) -> str:
-        return f"{rows[index]['recall_unseen']:.0%} / {rows[index]['recall_seen']:.0%}"
-
-    names = list(dict.fromkeys(row["format"] for row in rows if row["policy"] is None and row["format"]))
-    lines = [
-        "| format | smaller, exact 4 + 64 | KL | perplexity | recall | smaller, alone | KL | perplexity | recall |",
-        "|---" * 9 + "|",
-    ]
-    for name in names:
-        zones, alone = (at[name, None, exact, None] for exact in ("4 + 64", "none"))
-        lines.append(f"| `{name}` | {closeness(zones)} | {recalled(zones)} | {closeness(alone)} | {recalled(alone)} |")
-    evicting = list(dict.fromkeys((row["format"], row["policy"]) for row in rows if row["policy"]))
-    shares = sorted({row["budget"] for row in rows if row["policy"]})
-    if evicting:
-        header = " | ".join(f"smaller, {share:.0%} kept | KL | perplexity | recall" for share in shares)
-        lines += ["", f"| policy, in format | {header} |", "|---" * (1 + 4 * len(shares)) + "|"]
-    for format, policy in evicting:
-        of = [at[format, policy, "4 + 64", share] for share in shares]
-        lines.append(f"| {policy}, `{format}` | {' | '.join(f'{closeness(i)} | {recalled(i)}' for i in of)} |")
-    return "\n".join(lines)
+    rows = by_kl(rows)
+    lines = [columns(rows), ("---",) * len(columns(rows)), *cells(rows)]
+    return "\n".join([*(f"| {' | '.join(line)} |" for line in lines), "", caption(rows)])
 
 
 def csv(rows: list[dict], path: Path) -> None:
@@ -118,16 +122,16 @@ def plot(rows: list[dict], path: Path) -> None:
                 continue
             axes.scatter([row["ratio"] for row in some], [row[value] for row in some], marker=marker, color=color, label=label, alpha=0.7)
     left, right = grid
-    on = [rows[i] for i in best if rows[i]["kl"] > 1e-6]
+    on = [rows[i] for i in best if rows[i]["format"] not in (None, "identity")]
     left.plot([row["ratio"] for row in on], [row["kl"] for row in on], color="black", linewidth=1, label="Pareto front")
     last = 0.0
     for row in reversed(on):  # from the left; of points that lie together, one is named
         if row["ratio"] > 1.04 * last:
-            left.annotate(f"  {short(row)}", (row["ratio"], row["kl"]), fontsize=8, va="top")
+            left.annotate(f"  {label_of(row)}", (row["ratio"], row["kl"]), fontsize=8, va="top")
             last = row["ratio"]
     for row in rows:
         if row["policy"] and row["recall_unseen"] >= 0.5:
-            right.annotate(f"  {short(row)}", (row["ratio"], row["recall_unseen"]), fontsize=8, rotation=30)
+            right.annotate(f"  {label_of(row)}", (row["ratio"], row["recall_unseen"]), fontsize=8, rotation=30)
     left.set(yscale="log", title="KL divergence of what is read on, nats: lower is closer")
     right.set(ylim=(-0.03, 1.15), title="recall of code words, question unseen when the context was stored")
     for axes in grid:

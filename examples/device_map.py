@@ -11,19 +11,20 @@ from collections import Counter
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from qkvcache import CompressedCache, demo
+from qkvcache import CompressedCache, demo, models
 
 
 def main(arguments: list[str] | None = None) -> dict:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default=str(demo.MODEL_PATH))
+    parser.add_argument("--model", default="demo")
     parser.add_argument("--cache", default="turboquant_4bit_nc")
     parser.add_argument("--device-map", default="auto", help="auto, balanced, sequential")
     parser.add_argument("--dtype", default="bfloat16")
     args = parser.parse_args(arguments)
 
-    tokenizer = AutoTokenizer.from_pretrained(args.model)
-    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=getattr(torch, args.dtype), device_map=args.device_map).eval()
+    path = models.folder(args.model)
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, args.dtype), device_map=args.device_map).eval()
     prompt = f"The code word of Anna is dilzon. {demo.text()[:4000]}\n\nWhat is the code word of Anna? The code word of Anna is"
     inputs = tokenizer(prompt, return_tensors="pt").to(model.device)
     cache = CompressedCache(model.config, format=args.cache)

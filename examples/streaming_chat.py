@@ -12,9 +12,9 @@ import argparse
 from collections.abc import Iterator
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
 
-from qkvcache import SinkCache, demo
+from qkvcache import SinkCache, demo, models
 
 ASKED = "What is the code word of {0}? The code word of {0} is"
 
@@ -62,15 +62,15 @@ def chat(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, turns: Iter
 
 def main(arguments: list[str] | None = None) -> list[dict]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default=str(demo.MODEL_PATH))
+    parser.add_argument("--model", default="demo")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--window", type=int, default=508, help="tokens held beside four sinks")
     parser.add_argument("--new-tokens", type=int, default=8, help="the longest answer")
     parser.add_argument("--ask", action="store_true", help="read turns from the terminal")
     args = parser.parse_args(arguments)
-    model = AutoModelForCausalLM.from_pretrained(args.model).eval().to(args.device)
+    model, tokenizer = models.load(args.model, torch.bfloat16, args.device)
     turns = read_turns() if args.ask else turns_of_the_demo()
-    return chat(model, AutoTokenizer.from_pretrained(args.model), turns, args.window, args.new_tokens)
+    return chat(model, tokenizer, turns, args.window, args.new_tokens)
 
 
 if __name__ == "__main__":

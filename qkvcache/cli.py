@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from .harness.commands import register as register_harness
-from .options import dtype_of
+from .options import device_of, dtype_of, model_of
 from .planning.commands import register as register_planning
 from .prefix.commands import app as prefix_app
 
@@ -26,24 +26,30 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON in place of
 
 @app.command()
 def demo(
+    model: Annotated[str, typer.Option(help="'demo', 'smollm2', a model's folder, a .gguf file, or its name on the Hub.")] = "demo",
     json_output: JsonOption = False,
+    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1.")] = "cpu",
     dtype: Annotated[str, typer.Option(help="What the model computes in: bfloat16, float16 or float32.")] = "bfloat16",
     seed: Annotated[int, typer.Option(help="Chooses the code word and the texts.")] = 0,
 ) -> None:
-    """Run one prompt through every cache on the embedded model, and show what each costs and keeps."""
+    """Run one prompt through every cache, on the embedded model by default, and show what each costs and keeps."""
     import transformers
 
     from .demo import show
 
-    computes_in = dtype_of(dtype)
+    model_of(model, "--model")  # refused here, under the option's name
+    computes_in, on = dtype_of(dtype), device_of(device)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     console = Console()
-    rows = show.run(computes_in, None if json_output else console, seed)
+    try:
+        rows = show.run(model, computes_in, on, None if json_output else console, seed)
+    except (ValueError, NotImplementedError, OSError) as error:
+        raise typer.BadParameter(str(error)) from error
     if json_output:
         print(json.dumps(show.as_json(rows), indent=1))
     else:
-        show.show(rows, console)
+        show.show(rows, console, model)
 
 
 @app.command()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
@@ -12,22 +11,13 @@ if TYPE_CHECKING:
 
 
 def model_of(name: str, option: str = "MODEL") -> str:
-    """What transformers loads: the folder of the embedded model for 'demo', and any other name as it is.
+    """What transformers loads for `name`: `models.folder`."""
+    from .models import folder
 
-    A path that is not there is refused here: transformers would take it for a name on the Hub, and find fault with its letters.
-    """
-    from .demo import MODEL_PATH
-
-    if name == "demo":
-        return str(MODEL_PATH)
-    path = Path(name).expanduser()
-    if not path.exists() and (name.startswith((".", "/", "~")) or name.count("/") > 1):
-        raise typer.BadParameter(
-            f"the folder {name!r} is not there: pass a folder with a config.json, a model on the Hub such as meta-llama/Llama-3.1-8B, "
-            "or 'demo'",
-            param_hint=option,
-        )
-    return str(path) if name.startswith("~") else name
+    try:
+        return folder(name)
+    except (OSError, ImportError, ValueError) as error:
+        raise typer.BadParameter(str(error), param_hint=option) from error
 
 
 def dtype_of(name: str) -> torch.dtype:

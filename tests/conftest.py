@@ -1,4 +1,7 @@
-"""For every test: deterministic, offline, and flex attention without inductor, which takes minutes on a CPU."""
+"""For every test: deterministic, offline, and flex attention without inductor, which takes minutes on a CPU.
+
+`QKVCACHE_TEST_SEED=1` runs the tests on other random numbers, `QKVCACHE_TEST_THREADS=2` on more threads.
+"""
 
 import os
 
@@ -11,18 +14,20 @@ import torch  # noqa: E402
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton
 import transformers  # noqa: E402
-from hypothesis import settings  # noqa: E402
+from hypothesis import core, settings  # noqa: E402
+from seeds import SEED  # noqa: E402
 
 torch.compiler.set_stance("force_eager")
-torch.set_num_threads(1)  # the tensors are tiny
+torch.set_num_threads(int(os.environ.get("QKVCACHE_TEST_THREADS", "1")))  # the tensors are tiny
 transformers.logging.set_verbosity_error()
-settings.register_profile("default", deadline=None, derandomize=True, max_examples=50)
+settings.register_profile("default", deadline=None, derandomize=not SEED, max_examples=50)
 settings.load_profile("default")
+core.global_force_seed = SEED or None  # what --hypothesis-seed sets
 
 
 @pytest.fixture(autouse=True)
 def _seed():
-    torch.manual_seed(0)
+    torch.manual_seed(SEED)
 
 
 def pytest_configure(config):

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 import pytest
 import torch
 import transformers as hf
+from seeds import SEED
 
 from qkvcache import CompressedCache, HadaQuantCache, NVFP4Cache, QuantizedPerTokenCache, TurboQuantCache, policies
 from qkvcache.attention import install
@@ -17,8 +18,9 @@ FORMAT_ERRORS = {
     "int8": 0.0070,
     "int8_token": 0.0083,
     "int8_asymmetric": 0.0065,
-    "int8_centered": 0.0070,
+    "int8_uncentered": 0.0070,
     "fp8": 0.0275,
+    "fp8_uncentered": 0.0275,
     "fp8_token": 0.0280,
     "fp8_tensor": 0.0280,
     "fp8_tensor_frozen": 0.0280,
@@ -27,16 +29,17 @@ FORMAT_ERRORS = {
     "fp8_e5m2_tensor": 0.0555,
     "fp8_e5m2_tensor_frozen": 0.0555,
     "int4": 0.102,
+    "int4_uncentered": 0.102,
     "int4_vllm": 0.106,
     "int4_group": 0.102,
     "nvfp4": 0.099,
     "nvfp4_four_over_six": 0.091,
     "nvfp4_mse": 0.085,
-    "nvfp4_mse_centered": 0.085,
-    "turboquant_k8v4": 0.106,
-    "turboquant_4bit_nc": 0.106,
-    "turboquant_k3v4_nc": 0.194,
-    "turboquant_3bit_nc": 0.226,
+    "nvfp4_uncentered": 0.099,
+    **{f"turboquant_k8v4{form}": 0.106 for form in ("", "_uncentered")},
+    **{f"turboquant_4bit_nc{form}": 0.106 for form in ("", "_uncentered")},
+    **{f"turboquant_k3v4_nc{form}": 0.194 for form in ("", "_uncentered")},
+    **{f"turboquant_3bit_nc{form}": 0.226 for form in ("", "_uncentered")},
     "hadaquant_k4v4": 0.101,
     "hadaquant_k4v3": 0.194,
     "hadaquant_k3v3": 0.194,
@@ -51,7 +54,10 @@ FORMAT_ERRORS = {
 """Names, and the error allowed to keys and to values on N(0, 1) at head_dim 128: RMS of the difference over RMS of the data."""
 
 FORMATS = list(FORMAT_ERRORS)
-_VARIANTS = ("fp8_token", "int8_asymmetric", "int4_group", "nvfp4_four_over_six")
+_VARIANTS = (
+    "fp8_token", "int8_asymmetric", "int4_group", "nvfp4_four_over_six", "fp8_uncentered", "int4_uncentered", "nvfp4_uncentered",
+    *(f"turboquant_{preset}_uncentered" for preset in ("k8v4", "4bit_nc", "k3v4_nc")),
+)  # fmt: skip
 KINDS = [name for name in FORMATS if "e5m2_" not in name and name not in _VARIANTS]
 """Less those that take no code path of their own: where a test costs much, they are left to `pytest -m slow`."""
 TRELLIS = "hadaquant_k3v2_trellis"
@@ -154,7 +160,7 @@ MODELS = {
     "phi3": lambda: hf.Phi3Config(**_NO_HEAD_DIM | {"hidden_size": 384, "initializer_range": 0.1}),  # head_dim 96
     "mistral": lambda: hf.MistralConfig(**_TINY, sliding_window=16),
     "gpt2": lambda: hf.GPT2Config(vocab_size=100, n_positions=512, n_embd=64, n_layer=3, n_head=2, initializer_range=0.2, eos_token_id=2),
-    "qwen3_next": lambda: hf.Qwen3NextConfig(**_TINY | {"num_hidden_layers": 4}, **_LINEAR, **_EXPERTS),
+    "qwen3_next": lambda: hf.Qwen3NextConfig(**_TINY | {"num_hidden_layers": 4}, **_LINEAR, **_EXPERTS, rms_norm_eps=1e-3),
     "deepseek_v3": lambda: hf.DeepseekV3Config(**_NO_HEAD_DIM | {"num_key_value_heads": 4}, **_LATENT, **_ROUTED, first_k_dense_replace=1),
     "gemma3n": lambda: hf.Gemma3nTextConfig(
         **_TINY | _SHARED_KV | {"intermediate_size": [96] * 6}, laurel_rank=8, altup_num_inputs=2, activation_sparsity_pattern=[0.0] * 6
@@ -186,6 +192,6 @@ def _model(name: str, attention: str) -> hf.PreTrainedModel:
     install()  # registers "qkvcache"
     config: hf.PreTrainedConfig = (MODELS | ENCODER_DECODERS)[name]()
     config._attn_implementation = attention
-    torch.manual_seed(0)
+    torch.manual_seed(SEED)
     kind = {"t5": hf.T5ForConditionalGeneration, "whisper": hf.WhisperForConditionalGeneration}.get(name)
     return (kind(config) if kind else hf.AutoModelForCausalLM.from_config(config, attn_implementation=attention)).eval()

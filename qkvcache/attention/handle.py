@@ -122,7 +122,8 @@ class KVHandle:
 
     def dense(self) -> Tensor:
         """The tensor that this handle stands for, in the model's dtype."""
-        x = dense_payload(self.payload)[self.side is self.payload.value] if torch.compiler.is_compiling() else dense(self.side)
+        whole = self.payload.buffers is not None or self.payload.exact  # what operators of torch take; the torch reference is traced
+        x = dense_payload(self.payload)[self.side is self.payload.value] if whole and torch.compiler.is_compiling() else dense(self.side)
         if self.view == "grouped":
             return x.unsqueeze(2).expand(self.shape)
         x = x.repeat_interleave(self.repeats, dim=1) if self.repeats > 1 else x

@@ -23,6 +23,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 from ..kernels import attend_on_codes, on_triton
+from .again import notice_again
 from .full import full_attention
 from .handle import KVHandle
 from .masks import visible
@@ -83,6 +84,8 @@ def route(
     stock: Callable, implementation: str, module: torch.nn.Module, query: Tensor, key: Any, value: Any, *args: Any, **kwargs: Any
 ) -> tuple[Tensor, Tensor | None]:
     """Calls `stock` on plain tensors; attends on the payload of handles."""
+    if isinstance(key, KVHandle):
+        notice_again(implementation, query, key, args[0] if args else kwargs.get("attention_mask"), kwargs)
     if isinstance(key, KVHandle) and key.watch is not None:
         mask, args = (args[0], args[1:]) if args else (kwargs.pop("attention_mask", None), args)
         return watched(stock, implementation, _few(query, key), module, query, key, value, mask, *args, **kwargs)

@@ -35,6 +35,9 @@ class Watch(Protocol):
     def in_order(self) -> bool:
         """Whether its tokens are, column by column, those that the model's mask speaks of."""
 
+    def seen_before(self) -> Tensor:
+        """Real tokens of each row before the step, `[B]`."""
+
     def enter(self, real: Tensor | None) -> Tensor | None:
         """Takes which of the step's tokens are real, bool `[B, Q]`; returns which of the stored ones are, `[B, S]`. None: all."""
 

@@ -22,6 +22,7 @@ from ..layers.evicting import EvictingLayer
 from ..layers.static_sliding import StaticSlidingLayer
 from ..policies import Budget, Policy, check_count
 from .arguments import layer_indices, refuse_unknown
+from .biased import BiasedKeys
 from .evictable import why_not_evict
 from .memory import Memory, measured
 
@@ -43,14 +44,15 @@ class CompressedCache(DynamicCache):
     Args:
         config: the model's config. Optional where every layer has full attention.
         format: a registry name (`qkvcache.formats.REGISTRY`) or a Format; with a policy, None keeps tokens in the model's dtype.
+            The format's `center=False` form (`..._uncentered`) warns once where prompts show that keys are biased.
         policy: which tokens stay: a registry name (`qkvcache.policies.REGISTRY`) or a Policy; None keeps all. Exact zones then hold only
             tokens that it protects: at most its `sinks` and its `recent` ones.
         exact_first: tokens at the beginning that stay in the model's dtype: attention sinks live there.
         exact_recent: tokens at the end that stay in the model's dtype, the largest quality lever there is (eval/README.md). With
             `exact_first=0, exact_recent=0` the cache is the format as its authors define it; the running step still sees itself exactly.
         exact_layers: indices of layers to leave uncompressed, negative ones from the end.
-        max_length: how many tokens may come: storage for all of them is taken at once and stays in its place, so that `generate` compiles
-            its steps and replays them as CUDA graphs, as with a StaticCache. Without it the cache grows.
+        max_length: how many tokens may come: storage for all of them, and for no more, is taken at once and stays in its place, so that
+            `generate` compiles its steps and replays them as CUDA graphs, as with a StaticCache. Without it the cache grows.
         compile: whether `generate` compiles the steps of a cache that grows, which takes half a minute once: chunks then join between the
             steps, and masks have a power of two of columns. With `max_length` it always does. It takes formats with kernels, and attention
             other than eager.
@@ -114,6 +116,7 @@ class CompressedCache(DynamicCache):
             raise TypeError(f"config must be a transformers config such as model.config, got {type(config).__name__}")
         self._encoder_decoder = bool(config is not None and config.is_encoder_decoder)
         self._last_layer: int | None = None
+        self._biased_keys = None if getattr(self.format, "center", True) else BiasedKeys(self.format.name)
         attention.install()
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs):
@@ -124,8 +127,16 @@ class CompressedCache(DynamicCache):
                 f"an encoder-decoder model keeps its encoder's states apart: pass EncoderDecoderCache({type(self).__name__}(config, ...), "
                 "DynamicCache()) as past_key_values"
             )
+        if layer_idx >= len(self.layers) and self.layer_class_to_replicate is None:
+            raise ValueError(
+                f"layer {layer_idx} of a cache for {len(self.layers)} layers: it was made for another model; make a new one from the "
+                "config of this one"
+            )
         self._last_layer = layer_idx
-        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        result = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        if self._biased_keys is not None and getattr(self.layers[layer_idx], "format", None) == self.format:
+            self._biased_keys.look(key_states, layer_idx)
+        return result
 
     def _prepare_eviction(self, policy: Policy, config: PreTrainedConfig | None, offloading: bool) -> None:
         if offloading:
@@ -223,17 +234,22 @@ class CompressedCache(DynamicCache):
             made.__dict__.update({name: copy.deepcopy(value, memo) for name, value in self.__dict__.items()})
         return made
 
-    def get_query_offset(self, layer_idx: int = 0):
-        layer = self.layers[layer_idx] if layer_idx < len(self.layers) else None
-        return layer.query_offset() if isinstance(layer, CompressedLayer) else super().get_query_offset(layer_idx)
-
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """As transformers' Cache. It comes before a compiled step: the time to make room for it, in all layers."""
-        if self.compile and not torch.compiler.is_compiling():
+        """As transformers' Cache; ValueError for a step without tokens, which `generate` makes of a prompt shorter than the cache."""
+        if not torch.compiler.is_compiling() and not query_length:
+            raise ValueError(
+                f"no token comes after the {self.get_seq_length(layer_idx)} that the cache has seen: for another prompt call reset(), or "
+                "pass a new cache; to go on, pass the whole text, longer than the cache"
+            )
+        if self.compile and not torch.compiler.is_compiling():  # before a compiled step: the time to make room for it, in all layers
             for layer in self.layers:
                 if isinstance(layer, CompressedLayer):
                     layer.expect(query_length)
         return super().get_mask_sizes(query_length, layer_idx)
+
+    def get_query_offset(self, layer_idx: int = 0):
+        layer = self.layers[layer_idx] if layer_idx < len(self.layers) else None
+        return layer.query_offset() if isinstance(layer, CompressedLayer) else super().get_query_offset(layer_idx)
 
     def early_initialization(self, *args, **kwargs) -> None:
         """As transformers' Cache; after `reset` too, for another batch."""

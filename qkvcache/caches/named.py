@@ -25,7 +25,7 @@ class QuantizedPerTokenCache(CompressedCache):
             (the block of tokens that is stored together, fp8).
         symmetric: False keeps a zero point too (int8 and int4). For int4, True is the scheme of PR #5 (144 bytes at head_dim 128) and False
             the rule that vLLM merged (136 bytes).
-        center: keys are kept around their mean (int8 and int4).
+        center: keys are quantized around their mean. False is the authors' form, which models with biased keys (Qwen2) break.
         **options: those of CompressedCache.
 
     Raises:
@@ -39,7 +39,7 @@ class QuantizedPerTokenCache(CompressedCache):
         dtype: Literal["int8", "fp8", "fp8_e5m2", "int4"] = "int8",
         scale: Literal["token_head", "token", "tensor"] = "token_head",
         symmetric: bool = True,
-        center: bool = False,
+        center: bool = True,
         **options,
     ):
         format = _per_token_format(dtype, scale, symmetric, center)
@@ -50,11 +50,9 @@ def _per_token_format(dtype: str, scale: Literal["token_head", "token", "tensor"
     if dtype == "int8":
         return Int8(scale=scale, symmetric=symmetric, center=center)  # type: ignore[arg-type]  # "tensor" is refused there
     if dtype in ("fp8", "fp8_e5m2"):
-        if center:
-            raise ValueError(f"center=True for dtype={dtype!r}: a float's steps follow each channel; use dtype='int8' or 'int4'")
         if not symmetric:
             raise ValueError(f"symmetric=False for dtype={dtype!r}: float codes have no zero point; use dtype='int8' or 'int4'")
-        return FP8(dtype="e5m2" if dtype == "fp8_e5m2" else "e4m3", scale=scale)
+        return FP8(dtype="e5m2" if dtype == "fp8_e5m2" else "e4m3", scale=scale, center=center)
     if dtype == "int4":
         if scale != "token_head":
             raise ValueError(f"scale={scale!r} for dtype='int4': expected 'token_head'")
@@ -67,7 +65,7 @@ class NVFP4Cache(CompressedCache):
 
     Args:
         scale_search: "amax", "four_over_six" (vLLM #45187) or "mse" (lowest error, same bytes and reader).
-        center: keys are kept around their mean.
+        center: keys are quantized around their mean. False is the authors' form, which models with biased keys (Qwen2) break.
         **options: those of CompressedCache.
     """
 
@@ -76,7 +74,7 @@ class NVFP4Cache(CompressedCache):
         config: PreTrainedConfig | None = None,
         *,
         scale_search: Literal["amax", "four_over_six", "mse"] = "amax",
-        center: bool = False,
+        center: bool = True,
         **options,
     ):
         super().__init__(config, **with_own(NVFP4Cache, options, format=NVFP4(scale_search=scale_search, center=center)))
@@ -89,7 +87,7 @@ class TurboQuantCache(CompressedCache):
         preset: "k8v4", "4bit_nc", "k3v4_nc" or "3bit_nc": 198, 134, 118 and 102 bytes a token and head at head_dim 128.
         boundary_layers: this many full-attention layers at either end stay exact (vLLM keeps 2 for dense models). Needs the config, and
             layers between them.
-        center: keys are kept around their mean, as the authors do not.
+        center: keys are quantized around their mean. False is the authors' form, which models with biased keys (Qwen2) break.
         **options: those of CompressedCache.
     """
 
@@ -100,7 +98,7 @@ class TurboQuantCache(CompressedCache):
         preset: Literal["k8v4", "4bit_nc", "k3v4_nc", "3bit_nc"] = "4bit_nc",
         boundary_layers: int = 0,
         exact_layers: Iterable[int] = (),
-        center: bool = False,
+        center: bool = True,
         **options,
     ):
         format = TurboQuant(preset=preset, center=center)

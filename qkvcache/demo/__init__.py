@@ -9,15 +9,16 @@ import importlib
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-MODEL_PATH = Path(__file__).parent / "model"
+from .. import models
+
+MODEL_PATH = Path(models.folder("demo"))
 
 
 def load(dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu") -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The model, ready for inference, and its tokenizer."""
-    model = AutoModelForCausalLM.from_pretrained(MODEL_PATH, dtype=dtype).eval()
-    return torch.nn.Module.to(model, device), AutoTokenizer.from_pretrained(MODEL_PATH)
+    """The model, ready for inference, and its tokenizer: `models.load("demo", dtype, device)`."""
+    return models.load("demo", dtype, device)
 
 
 def text() -> str:

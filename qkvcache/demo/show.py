@@ -18,8 +18,9 @@ from transformers.generation.streamers import BaseStreamer
 from .. import CompressedCache
 from ..harness.quality import Passages, RecallSet, divergence, recall
 from ..harness.recall import recall_case
+from ..models import load
 from ..policies import H2O, KeyDiff, Policy
-from . import load, text_ids
+from . import text_ids
 
 FORMATS = (
     "int8",
@@ -34,14 +35,22 @@ FORMATS = (
     "turboquant_3bit_nc",
 )
 STREAMED = "turboquant_4bit_nc"
-CONTEXT_TOKENS = 2000
-POLICIES: dict[str, Policy] = {
-    "fp8 + H2O 50 %": H2O(budget=0.5, recent=CONTEXT_TOKENS // 4),
-    "fp8 + KeyDiff 50 %": KeyDiff(budget=0.5, recent=CONTEXT_TOKENS // 4),
-}
-READ_ON = 40
-RECALLS = 8
+POLICIES: dict[str, Policy] = {"fp8 + H2O 50 %": H2O(budget=0.5), "fp8 + KeyDiff 50 %": KeyDiff(budget=0.5)}
 NEW_TOKENS = 16
+
+
+@dataclass(frozen=True)
+class Size:
+    """Tokens of the prompt, tokens of each text that are read on after as many, and cases of recall."""
+
+    context: int
+    read_on: int
+    recalls: int
+
+
+SIZES = {"demo": Size(2000, 40, 8)}
+REAL = Size(1000, 24, 4)
+"""Of every other model: a few minutes on two CPU cores for one of 135 million parameters."""
 
 
 @dataclass(frozen=True)
@@ -89,13 +98,20 @@ class Timed(BaseStreamer):
         return (len(self.times) - 3) / (self.times[-1] - self.times[2])
 
 
-def run(dtype: torch.dtype = torch.bfloat16, console: Console | None = None, seed: int = 0) -> list[Row]:
-    """The rows of the table, dense first; streams text and progress to `console` if there is one."""
-    model, tokenizer = load(dtype)
+def run(
+    name: str = "demo",
+    dtype: torch.dtype = torch.bfloat16,
+    device: str | torch.device = "cpu",
+    console: Console | None = None,
+    seed: int = 0,
+) -> list[Row]:
+    """The rows of the table on the model called `name`, dense first; streams text and progress to `console` if there is one."""
+    model, tokenizer = load(name, dtype, device)
+    size = SIZES.get(name, REAL)
     ids = text_ids(tokenizer)
     rng = random.Random(seed)
-    case = recall_case(rng, str(tokenizer.decode(ids[:CONTEXT_TOKENS])), 0.4, distractors=3)
-    prompt = tokenizer(case.prompt, return_tensors="pt")["input_ids"]
+    case = recall_case(rng, str(tokenizer.decode(ids[: size.context])), 0.4, distractors=3)
+    prompt = tokenizer(case.prompt, return_tensors="pt")["input_ids"].to(model.device)
     if console:
         asked, begun = case.question.split("? ")
         console.print(f"[bold]A prompt of {prompt.shape[1]:,} tokens, with a code word 40 % into it:[/bold] … {asked}?")
@@ -108,9 +124,9 @@ def run(dtype: torch.dtype = torch.bfloat16, console: Console | None = None, see
         console.print("\n")
 
     begin = len(ids) // 2
-    window = torch.tensor(ids[begin : begin + 2 * (CONTEXT_TOKENS + READ_ON)]).view(2, -1)
-    passages = Passages.read(model, window, CONTEXT_TOKENS)
-    cases = RecallSet.make(model, tokenizer, ids, CONTEXT_TOKENS, RECALLS, seed=seed)
+    window = torch.tensor(ids[begin : begin + 2 * (size.context + size.read_on)], device=model.device).view(2, -1)
+    passages = Passages.read(model, window, size.context)
+    cases = RecallSet.make(model, tokenizer, ids, size.context, size.recalls, seed=seed)
 
     rows: list[Row] = []
     for name, exact, factory in _caches(model.config):
@@ -135,17 +151,18 @@ def run(dtype: torch.dtype = torch.bfloat16, console: Console | None = None, see
     return rows
 
 
-def show(rows: list[Row], console: Console) -> None:
-    """Prints the table."""
+def show(rows: list[Row], console: Console, name: str = "demo") -> None:
+    """Prints the table of the model called `name`."""
+    size = SIZES.get(name, REAL)
     table = Table(
-        title=f"{CONTEXT_TOKENS:,} tokens of context",
+        title=f"{name}, {size.context:,} tokens of context",
         box=None,
         pad_edge=False,
         collapse_padding=True,
         caption_style="dim",
         caption="exact: tokens at beginning + end kept in the model's dtype (none: the format as its authors define it). "
-        f"KL and perplexity: 2 x {READ_ON - 1} tokens read on through the cache, against the dense run. "
-        f"recall: {RECALLS} code words, each among three others, question unseen at compression. tokens/s: decode, this machine.",
+        f"KL and perplexity: 2 x {size.read_on - 1} tokens read on through the cache, against the dense run. "
+        f"recall: {size.recalls} code words, each among three others, question unseen at compression. tokens/s: decode, this machine.",
     )
     for header in ("cache", "exact", "bytes/token", "smaller", "KL", "perplexity", "recall", "tokens/s"):
         table.add_column(header, justify="left" if header in ("cache", "exact") else "right", no_wrap=True)

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from .base import TINY, Buffer, Codec, Codes, Format, Levels, Sharing, check_option
+from .centered import Centered
 from .packing import code_buffers, lookup8, refuses
 
 DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
@@ -72,11 +73,15 @@ class FP8(Format):
 
     `frozen=True` keeps the scale of the first block for good, as transformers' Fp8QuantizedLayer does, and saturates what exceeds it. It is
     not the default: after a first block that reaches 0.25, a later one that reaches 26.8 comes back as 0.25.
+
+    Keys are quantized around their mean, each head around its own, unless `center=False`, the authors' form. Scales are then those of what
+    lies around it, but for a frozen one, which stays that of the first block as it is.
     """
 
     dtype: Literal["e4m3", "e5m2"] = "e4m3"
     scale: Literal["token_head", "token", "tensor"] = "token_head"
     frozen: bool = False
+    center: bool = True
 
     def __post_init__(self) -> None:
         check_option("dtype", self.dtype, DTYPES)
@@ -88,8 +93,8 @@ class FP8(Format):
     def name(self) -> str:
         dtype = "" if self.dtype == "e4m3" else "_e5m2"
         scale = "" if self.scale == "token_head" else f"_{self.scale}"
-        return f"fp8{dtype}{scale}{'_frozen' if self.frozen else ''}"
+        return f"fp8{dtype}{scale}{'_frozen' if self.frozen else ''}{'' if self.center else '_uncentered'}"
 
     def codecs(self) -> tuple[Codec, Codec]:
         codec = ScaledFloat8(self.dtype, self.scale, self.frozen)
-        return codec, codec
+        return Centered.of(codec) if self.center else codec, codec

@@ -93,12 +93,12 @@ class HiddenZeroInt4(Codec):
 
 @dataclass(frozen=True)
 class Int4(Format):
-    """INT4 by the rule of PR #5 ("hadamard"), of vLLM's int4_per_token_head ("vllm"), or in plain groups ("group"). `center=True`: keys
-    are kept around their mean."""
+    """INT4 by the rule of PR #5 ("hadamard"), of vLLM's int4_per_token_head ("vllm"), or in plain groups ("group"). Keys are quantized
+    around their mean unless `center=False`, the authors' form."""
 
     rule: Literal["hadamard", "vllm", "group"] = "hadamard"
     group_size: int = GROUP_SIZE
-    center: bool = False
+    center: bool = True
 
     def __post_init__(self) -> None:
         check_option("rule", self.rule, ("hadamard", "vllm", "group"))
@@ -110,7 +110,7 @@ class Int4(Format):
     @property
     def name(self) -> str:
         rule = "" if self.rule == "hadamard" else f"_{self.rule}"
-        return f"int4{rule}" + ("" if self.group_size == GROUP_SIZE else f"_g{self.group_size}") + ("_centered" if self.center else "")
+        return f"int4{rule}" + ("" if self.group_size == GROUP_SIZE else f"_g{self.group_size}") + ("" if self.center else "_uncentered")
 
     def codecs(self) -> tuple[Codec, Codec]:
         key: Codec = GroupInt4(self.group_size, Hadamard() if self.rule == "hadamard" else None)

@@ -45,13 +45,13 @@ class SymmetricInt8(Codec):
 class Int8(Format):
     """INT8 with a scale for each token and head, or for each token over all heads.
 
-    `scale="token"` crosses heads, so tensor parallelism changes its results; it is the RFC's rule, not the default. `center=True`: keys are
-    kept around their mean.
+    `scale="token"` crosses heads, so tensor parallelism changes its results; it is the RFC's rule, not the default. Keys are quantized
+    around their mean, each head around its own, unless `center=False`, the authors' form.
     """
 
     scale: Literal["token_head", "token"] = "token_head"
     symmetric: bool = True
-    center: bool = False
+    center: bool = True
 
     def __post_init__(self) -> None:
         check_option("scale", self.scale, ("token_head", "token"))
@@ -60,7 +60,7 @@ class Int8(Format):
 
     @property
     def name(self) -> str:
-        options = ("_token", self.scale == "token"), ("_asymmetric", not self.symmetric), ("_centered", self.center)
+        options = ("_token", self.scale == "token"), ("_asymmetric", not self.symmetric), ("_uncentered", not self.center)
         return "int8" + "".join(option for option, chosen in options if chosen)
 
     def codecs(self) -> tuple[Codec, Codec]:

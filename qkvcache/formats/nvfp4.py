@@ -119,18 +119,18 @@ def _least_error(magnitudes: Tensor, candidates: list[Tensor]) -> Tensor:
 
 @dataclass(frozen=True)
 class NVFP4(Format):
-    """NVFP4, with the search for a block's scale that `scale_search` names: more work when storing, the same when reading. `center=True`
-    keeps keys around their mean."""
+    """NVFP4, with the search for a block's scale that `scale_search` names: more work when storing, the same when reading. Keys are
+    quantized around their mean unless `center=False`, the authors' form."""
 
     scale_search: Literal["amax", "four_over_six", "mse"] = "amax"
-    center: bool = False
+    center: bool = True
 
     def __post_init__(self) -> None:
         check_option("scale_search", self.scale_search, ("amax", "four_over_six", "mse"))
 
     @property
     def name(self) -> str:
-        return "nvfp4" + ("" if self.scale_search == "amax" else f"_{self.scale_search}") + ("_centered" if self.center else "")
+        return "nvfp4" + ("" if self.scale_search == "amax" else f"_{self.scale_search}") + ("" if self.center else "_uncentered")
 
     def codecs(self) -> tuple[Codec, Codec]:
         codec = BlockFP4(self.scale_search)

@@ -34,17 +34,18 @@ PRESETS: dict[Preset, tuple[Literal[3, 4, 8], Literal[3, 4]]] = {"k8v4": (8, 4),
 
 @dataclass(frozen=True)
 class TurboQuant(Format):
-    """TurboQuant: `preset` says how many bits keys and values get. `center=True` keeps keys around their mean."""
+    """TurboQuant: `preset` says how many bits keys and values get. Keys are quantized around their mean unless `center=False`, the
+    authors' form."""
 
     preset: Preset = "4bit_nc"
-    center: bool = False
+    center: bool = True
 
     def __post_init__(self) -> None:
         check_option("preset", self.preset, PRESETS)
 
     @property
     def name(self) -> str:
-        return f"turboquant_{self.preset}" + ("_centered" if self.center else "")
+        return f"turboquant_{self.preset}" + ("" if self.center else "_uncentered")
 
     def codecs(self) -> tuple[Codec, Codec]:
         key_bits, value_bits = PRESETS[self.preset]

@@ -18,7 +18,7 @@ USUAL = "int8,fp8,nvfp4,turboquant_k8v4,turboquant_4bit_nc,turboquant_3bit_nc"
 
 
 def bench(
-    model: Annotated[str, typer.Argument(help="A model's folder, its name on the Hub, or 'demo' for the embedded one.")] = "demo",
+    model: Annotated[str, typer.Argument(help="'demo', 'smollm2', a model's folder, a .gguf file, or its name on the Hub.")] = "demo",
     formats: Annotated[str, typer.Option(help="With commas, as `qkvcache formats` lists them, or 'all'.")] = USUAL,
     policy: Annotated[
         str | None, typer.Option(help="What evicts tokens, in every cache but the dense one: h2o, keydiff and others.")
@@ -38,10 +38,10 @@ def bench(
     """
     import torch
     import transformers
-    from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from ..demo import text
     from ..formats import REGISTRY
+    from ..models import load
     from .speed import measure
 
     path, computes_in, on, size = model_of(model), dtype_of(dtype), device_of(device), budget_of(budget)
@@ -51,8 +51,8 @@ def bench(
         specs = [CacheSpec(cache=name, policy=policy, budget=size, max_length=longest) for name in names]
         transformers.logging.set_verbosity_error()
         transformers.logging.disable_progress_bar()
-        network = AutoModelForCausalLM.from_pretrained(path, dtype=computes_in).eval().to(on)
-        ids = AutoTokenizer.from_pretrained(path)(text(), verbose=False)["input_ids"]
+        network, tokenizer = load(path, computes_in, on)
+        ids = tokenizer(text(), verbose=False)["input_ids"]
         prompt = torch.tensor((ids * (tokens // len(ids) + 1))[:tokens], device=network.device).expand(batch, -1).contiguous()
         for spec in specs:
             spec.make(network.config)

@@ -32,6 +32,7 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers.cache_utils import Cache
 
+from .. import models
 from ..caches import CompressedCache
 from ..formats.base import check_option
 from ..policies import check_count
@@ -112,6 +113,8 @@ class CacheLM(HFLM):
             raise ValueError(f"batch_size={size!r}: is found by trying forward passes without a cache; pass a number")
         digits = isinstance(size, str) and size.removeprefix("-").isdecimal()  # as a command line gives it
         check_count("batch_size", int(size) if digits else size, 1, of="rows")
+        if isinstance(pretrained, str):
+            pretrained = models.folder(pretrained)
         super().__init__(pretrained, **{"softmax_dtype": "float32"} | options)
         self._options = {name: value for name, value in options.items() if name not in SAME_ANSWERS}
         if self.backend != "causal":

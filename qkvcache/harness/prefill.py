@@ -40,17 +40,37 @@ class Recorder(Policy):
         return score
 
 
+SCORES = 2**30
+"""Attention scores of one forward pass: torch holds them all where keys of grouped heads are in fp32."""
+
+
 @torch.no_grad()
 def prefill(model: PreTrainedModel, ids: Tensor, observes: tuple[int, ...] = ()) -> tuple[Prefilled, Tensor]:
-    """The dense cache of `ids` `[B, T]`, and the logits after the last token `[B, V]`; one more reading for each of `observes`."""
+    """The dense cache of `ids` `[B, T]`, and the logits after the last token `[B, V]`; one more reading for each of `observes`.
+
+    Rows are read in groups whose scores fit into `SCORES`, where every layer has full attention.
+    """
     cache = Prefilled(config=model.config)
-    logits = model(ids, past_key_values=cache, logits_to_keep=1).logits[:, -1]
+    full = all(type(layer) is DynamicLayer for layer in cache.layers)
+    scores = model.config.get_text_config(decoder=True).num_attention_heads * ids.shape[1] ** 2
+    groups = ids.split(max(SCORES // scores, 1) if full else len(ids))
+    logits, parts = [], []
     cache.attention = {}
+    for rows in groups:
+        part = cache if len(groups) == 1 else DynamicCache(config=model.config)
+        logits.append(model(rows, past_key_values=part, logits_to_keep=1).logits[:, -1])
+        parts.append(part)
+    if len(parts) > 1:
+        for index, layers in enumerate(zip(*(part.layers for part in parts), strict=True)):
+            cache.update(torch.cat([layer.keys for layer in layers]), torch.cat([layer.values for layer in layers]), index)
     for window in observes:
-        recorder = Recorder(window=window)
-        model(ids, past_key_values=CompressedCache(model.config, policy=recorder), logits_to_keep=1)
-        cache.attention[window] = recorder.found
-    return cache, logits
+        found = []
+        for rows in groups:
+            recorder = Recorder(window=window)
+            model(rows, past_key_values=CompressedCache(model.config, policy=recorder), logits_to_keep=1)
+            found.append(recorder.found)
+        cache.attention[window] = [torch.cat(masses) for masses in zip(*found, strict=True)]
+    return cache, torch.cat(logits)
 
 
 @torch.no_grad()

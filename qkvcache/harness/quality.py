@@ -1,15 +1,18 @@
 """Quality of a cache against the dense run of the same model: divergence, perplexity, recall, bytes.
 
 Every measurement prefills a context, then reads on through the cache. The prefill itself attends exactly whatever the cache is, so what is
-measured is only what the cache hands back. The question of a recall case is unseen when the context is compressed, or seen if that is asked
-for: then it ends the prompt, and what a policy forgets is chosen with it in view. `observes` are the windows of attention that policies
-want (`Policy.observes`); a policy whose window is not among them has the model read the prompt again.
+measured is only what the cache hands back. Numbers are kept for each passage: tokens of one passage are read through the same codes, so
+that errors are those of the means of passages, and two caches are compared by their differences on the same passages. The question of a
+recall case is unseen when the context is compressed, or seen if that is asked for: then it ends the prompt, and what a policy forgets is
+chosen with it in view. `observes` are the windows of attention that policies want (`Policy.observes`); a policy whose window is not among
+them has the model read the prompt again.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -19,11 +22,12 @@ from transformers.cache_utils import Cache
 
 from ..caches import CompressedCache
 from ..caches.memory import measured
+from ..layers.compressed import CompressedLayer
+from ..layers.zones import GROUP
 from .prefill import Prefilled, prefill, refill
-from .recall import RecallCase, recall_case
+from .recall import CODE_WORD, Form, RecallCase, recall_case
 
 CacheFactory = Callable[[], Cache]
-TOKENS_OF_A_FACT = 20
 
 
 @dataclass(frozen=True)
@@ -47,24 +51,63 @@ class Passages:
     @property
     def perplexity(self) -> float:
         """Of the dense run, over the tokens that `divergence` counts."""
-        return _perplexity(self.log_probs[:, 1:], self.continuation[:, 1:])
+        return _losses(self.log_probs[:, 1:], self.continuation[:, 1:]).mean().exp().item()
 
 
 @dataclass(frozen=True)
 class Divergence:
-    """`kl`: mean KL divergence of the next-token distribution from the dense one, nats. `bytes_per_token`: measured, of one row."""
+    """Next-token distributions against the dense ones, a mean for each passage `[B]`, fp64 on the CPU.
 
-    kl: float
+    `kls`: KL divergence, nats. `same_tops`: share of tokens whose most probable successor is the dense run's. `loss_changes`: negative
+    log-likelihood of the text less that of the dense run, nats. `bytes_per_token`: measured, of one row.
+    """
+
+    kls: Tensor
+    same_tops: Tensor
+    loss_changes: Tensor
     perplexity: float
     bytes_per_token: float
 
+    @property
+    def kl(self) -> float:
+        return self.kls.mean().item()
+
+    @property
+    def same_top(self) -> float:
+        return self.same_tops.mean().item()
+
+
+def at_once(cache: Cache) -> int:
+    """How many tokens may be fed in the next step so that each attends to what it would attend to if they came one by one.
+
+    A step sees itself exactly, and what is older as it is stored. Tokens leave the exact recent zone in groups: until the next group
+    leaves, storage is the same either way. What evicts, has no recent zone or is preallocated changes at every token.
+    """
+    if not isinstance(cache, CompressedCache):
+        return GROUP + 1
+    if cache.policy or cache.max_length:
+        return 1
+    zones = [layer.zones[0] for layer in cache.layers if isinstance(layer, CompressedLayer) and layer.zones]
+    return max(min((min(GROUP, z.exact_recent) + 1 + z.exact_recent - z.recent.shape[2] for z in zones), default=GROUP + 1), 1)
+
 
 @torch.no_grad()
+def steps(model: PreTrainedModel, cache: Cache, ids: Tensor, size: int | None = None) -> Iterator[Tensor]:
+    """Logits `[B, n, V]` after each token of `ids` `[B, N]`, as decoding them one by one through `cache` gives them; `n` tokens a step."""
+    while ids.shape[1]:
+        step, ids = ids.tensor_split([size or at_once(cache)], dim=1)
+        yield model(step, past_key_values=cache).logits
+
+
 def read_on(model: PreTrainedModel, cache: Cache, ids: Tensor, first_logits: Tensor) -> Tensor:
-    """Log-probabilities before each token of `ids` `[B, N]`, fed one at a time: `[B, N, V]`, fp32."""
-    rows = [first_logits]
-    rows += [model(ids[:, i : i + 1], past_key_values=cache).logits[:, -1] for i in range(ids.shape[1] - 1)]
-    return torch.stack(rows, dim=1).float().log_softmax(-1)
+    """Log-probabilities before each token of `ids` `[B, N]`, read as if they came one at a time: `[B, N, V]`, fp32."""
+    return torch.cat([first_logits.unsqueeze(1), *steps(model, cache, ids[:, :-1])], dim=1).float().log_softmax(-1)
+
+
+def compare(log_probs: Tensor, dense: Tensor) -> tuple[Tensor, Tensor]:
+    """KL divergence from `dense`, nats, and whether the most probable token is the same: `[B, N]` each, of `[B, N, V]`."""
+    kl = torch.stack([(q.exp() * (q - p)).sum(-1) for p, q in zip(log_probs, dense, strict=True)])
+    return kl, log_probs.argmax(-1) == dense.argmax(-1)
 
 
 def divergence(model: PreTrainedModel, passages: Passages, factory: CacheFactory) -> Divergence:
@@ -72,13 +115,14 @@ def divergence(model: PreTrainedModel, passages: Passages, factory: CacheFactory
     cache = refill(factory(), passages.prefilled, model, passages.context)
     log_probs = read_on(model, cache, passages.continuation, passages.first_logits)[:, 1:]
     dense, target = passages.log_probs[:, 1:], passages.continuation[:, 1:]
-    kl = (dense.exp() * (dense - log_probs)).sum(-1).mean()
+    losses = _losses(log_probs, target)
+    kls, same_tops, changes = (x.double().mean(1).cpu() for x in (*compare(log_probs, dense), losses - _losses(dense, target)))
     rows, tokens = passages.context.shape[0], cache.get_seq_length()
-    return Divergence(kl.item(), _perplexity(log_probs, target), held_bytes(cache) / rows / tokens)
+    return Divergence(kls, same_tops, changes, losses.mean().exp().item(), held_bytes(cache) / rows / tokens)
 
 
-def _perplexity(log_probs: Tensor, target: Tensor) -> float:
-    return log_probs.gather(-1, target.unsqueeze(-1)).mean().neg().exp().item()
+def _losses(log_probs: Tensor, target: Tensor) -> Tensor:
+    return -log_probs.gather(-1, target.unsqueeze(-1)).squeeze(-1)
 
 
 def held_bytes(cache: Cache) -> int:
@@ -112,20 +156,22 @@ class RecallSet:
         seed: int = 0,
         seen: bool = False,
         observes: tuple[int, ...] = (),
+        form: Form = CODE_WORD,
     ) -> RecallSet:
         """`count` contexts of nearly `tokens` tokens cut from `text_ids`, the fact at depths spread from 0 to 95 %."""
         rng = random.Random(seed)
         cases, rows = [], []
-        filler_tokens = tokens - TOKENS_OF_A_FACT * (distractors + 1)
+        filler_tokens = tokens - form.tokens * (distractors + 1)
         for i in range(count):
             at = rng.randrange(len(text_ids) - filler_tokens)
             filler = str(tokenizer.decode(text_ids[at : at + filler_tokens]))
-            case = recall_case(rng, filler, 0.95 * i / max(count - 1, 1), distractors, key="Anna")
+            case = recall_case(rng, filler, 0.95 * i / max(count - 1, 1), distractors, key="Anna", form=form)
             cases.append(case)
-            rows.append(tokenizer(case.context)["input_ids"])
+            rows.append(tokenizer(form.opening + case.context, verbose=False)["input_ids"])
         shortest = min(map(len, rows))  # code words differ in length: a few tokens go from the end, where there is no fact
         context = torch.tensor([row[:shortest] for row in rows], device=model.device)
-        question = tokenizer("\n\n" + cases[0].question, add_special_tokens=False, return_tensors="pt")["input_ids"].to(model.device)
+        asked = form.before_question + cases[0].question
+        question = tokenizer(asked, add_special_tokens=False, return_tensors="pt")["input_ids"].to(model.device)
         if seen:
             context = torch.cat([context, question.expand(count, -1)], dim=1)
         prefilled, logits = prefill(model, context, observes)
@@ -143,4 +189,4 @@ def recall(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, cases: Re
         step = model(step, past_key_values=cache, logits_to_keep=1).logits[:, -1:].argmax(-1)
         answers.append(step)
     texts = tokenizer.batch_decode(torch.cat(answers, dim=1))
-    return sum(text.startswith(case.answer + ".") for text, case in zip(texts, cases.cases, strict=True)) / len(texts)
+    return sum(bool(re.match(re.escape(case.answer) + r"(?!\w)", text)) for text, case in zip(texts, cases.cases, strict=True)) / len(texts)

@@ -1,6 +1,7 @@
 """Recall cases: a fact is planted somewhere in plain text and asked for at the end.
 
-The embedded model was trained on cases of this form (`eval/train_demo_model.py`), the demo and the quality tests ask for them.
+The embedded model was trained on the form CODE_WORD (`eval/train_demo_model.py`), the demo and the quality tests ask for it. A model that
+was not recalls NUMBER far better: an uncompressed run that misses facts says nothing of a cache.
 """
 
 from __future__ import annotations
@@ -10,14 +11,58 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
-NEEDLE = "The code word of {key} is {word}."
-FACT = NEEDLE.format(key=r"\w+", word=r"\w+").replace(".", r"\.")
-QUESTION = "What is the code word of {key}? The code word of {key} is"
 KEYS = (  # noqa: SIM905
     "Anna Bruno Clara David Elena Felix Greta Henry Irene Jonas Karin Louis Maria Nadia Oscar Paula Quinn Rosa Simon Tilda "
     "Ulric Vera Walter Xenia Yusuf Zelda Berlin Cairo Dublin Geneva Havana Lisbon Madrid Nairobi Ottawa Prague Quito Riga "
     "Sofia Tokyo Vienna Warsaw Zurich"
 ).split()
+
+
+def code_word(rng: random.Random) -> str:
+    """A word that no text contains: two to four syllables, or five digits."""
+    if rng.random() < 0.25:
+        return "".join(rng.choice("0123456789") for _ in range(5))
+    letters = ("bdfghjklmnprstvz", "aeiou", ["", "", "n", "r", "l"])
+    return "".join(rng.choice(kind) for _ in range(rng.randint(2, 4)) for kind in letters)
+
+
+def number(rng: random.Random) -> str:
+    """Five digits, the first of which is not 0."""
+    return str(rng.randrange(10_000, 100_000))
+
+
+@dataclass(frozen=True)
+class Form:
+    """How a fact about `{key}` is stated and asked for.
+
+    `word` draws what it says; `question` ends where the answer follows. `opening` and `before_question` are what stands before the context
+    and the question. `tokens`: as many as a fact takes at most.
+    """
+
+    needle: str
+    question: str
+    word: Callable[[random.Random], str]
+    tokens: int
+    opening: str = ""
+    before_question: str = "\n\n"
+
+    @property
+    def fact(self) -> str:
+        """A regular expression of every needle. The word may be named more than once."""
+        return re.escape(self.needle).replace(r"\{key\}", r"\w+").replace(r"\{word\}", r"\w+")
+
+
+NEEDLE = "The code word of {key} is {word}."
+QUESTION = "What is the code word of {key}? The code word of {key} is"
+CODE_WORD = Form(NEEDLE, QUESTION, code_word, tokens=20)
+NUMBER = Form(
+    "What is the pass key of {key}? The pass key of {key} is {word}. Remember: the pass key of {key} is {word}.",
+    "What is the pass key of {key}? The pass key of {key} is",
+    number,
+    tokens=40,
+    opening="There are important pass keys hidden in the following text. Find and memorize them. I will quiz you about them.\n\n",
+)
+FORMS = {"code_word": CODE_WORD, "number": NUMBER}
 
 
 @dataclass(frozen=True)
@@ -33,33 +78,27 @@ class RecallCase:
         return f"{self.context}\n\n{self.question}"
 
 
-def code_word(rng: random.Random) -> str:
-    """A word that no text contains: two to four syllables, or five digits."""
-    if rng.random() < 0.25:
-        return "".join(rng.choice("0123456789") for _ in range(5))
-    letters = ("bdfghjklmnprstvz", "aeiou", ["", "", "n", "r", "l"])
-    return "".join(rng.choice(kind) for _ in range(rng.randint(2, 4)) for kind in letters)
-
-
-def plant(filler: str, sentence: str, depth: float) -> str:
-    """`filler` with `sentence` at the space nearest to the share `depth` (0 to 1) of its length, but inside of no other fact."""
+def plant(filler: str, sentence: str, depth: float, form: Form = CODE_WORD) -> str:
+    """`filler` with `sentence` at the space nearest to the share `depth` (0 to 1) of its length, but inside of no other fact of `form`."""
     start = min(int(depth * len(filler)), max(len(filler) - 1, 0))
     at = filler.find(" ", start)
     at = len(filler) if at < 0 else at
-    for fact in re.finditer(FACT, filler):
+    for fact in re.finditer(form.fact, filler):
         if fact.start() < at < fact.end():
             at = fact.end()
     return f"{filler[:at]} {sentence}{filler[at:]}"
 
 
-def recall_case(rng: random.Random, filler: str, depth: float, distractors: int = 0, key: str | None = None) -> RecallCase:
+def recall_case(
+    rng: random.Random, filler: str, depth: float, distractors: int = 0, key: str | None = None, form: Form = CODE_WORD
+) -> RecallCase:
     """One case: the asked fact at `depth`, `distractors` facts about other keys anywhere."""
     key = key or rng.choice(KEYS)
     others = rng.sample([k for k in KEYS if k != key], distractors)
-    context = plant(filler, NEEDLE.format(key=key, word=(word := code_word(rng))), depth)
+    context = plant(filler, form.needle.format(key=key, word=(word := form.word(rng))), depth, form)
     for other in others:
-        context = plant(context, NEEDLE.format(key=other, word=code_word(rng)), rng.random())
-    return RecallCase(context, QUESTION.format(key=key), f" {word}")
+        context = plant(context, form.needle.format(key=other, word=form.word(rng)), rng.random(), form)
+    return RecallCase(context, form.question.format(key=key), f" {word}")
 
 
 def recall_cases(count: int, filler: Callable[[random.Random], str], *, seed: int = 0, distractors: int = 0) -> list[RecallCase]:

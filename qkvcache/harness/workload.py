@@ -2,25 +2,45 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.cache_utils import Cache, DynamicLayer
 
-from .quality import CacheFactory, Passages, RecallSet, divergence, recall
+from .prefill import Prefilled, refill
+from .quality import Passages, RecallSet, divergence, held_bytes, recall
+from .recall import CODE_WORD, Form
+
+CacheMaker = Callable[[int], Cache]
+"""Makes a new cache for a context of so many tokens, of which a policy's budget may be a share."""
+
+
+def standard_error(values: Tensor) -> float:
+    """Of the mean of independent `values` `[B]`; nan for a single one."""
+    return (values.std() / len(values) ** 0.5).item()
+
+
+def share_error(right: float, count: int) -> float:
+    """Binomial error of a share of `count`, which is not zero for all or none of them (Jeffreys' prior)."""
+    expected = (right + 0.5) / (count + 1)
+    return (expected * (1 - expected) / (count + 1)) ** 0.5
 
 
 @dataclass(frozen=True)
 class Workload:
-    """`passages` to read on, and facts whose question is not known when the context is cut down, or is."""
+    """`passages` to read on, and facts whose question is not known when the context is cut down, or is, by tokens of context."""
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     passages: Passages
-    unseen: RecallSet
-    seen: RecallSet
-    dense_bytes: float
-    """Of a token in a DynamicCache, measured."""
+    unseen: dict[int, RecallSet]
+    seen: dict[int, RecallSet]
+    row: Prefilled
+    """The first passage's context in 16 bit, by which bytes are measured whatever the model computes in."""
 
     @classmethod
     def make(
@@ -33,10 +53,13 @@ class Workload:
         passages: int = 4,
         read_on: int = 48,
         cases: int = 20,
+        facts_in: Sequence[int] = (),
+        form: Form = CODE_WORD,
         observes: tuple[int, ...] = (),
         seed: int = 0,
     ) -> Workload:
-        """`passages` stretches of `text_ids` of `context + read_on` tokens, evenly apart, and `cases` of `context` tokens each.
+        """`passages` stretches of `text_ids` of `context + read_on` tokens, evenly apart, and `cases` in contexts of each of `facts_in`
+        tokens (default: of `context`).
 
         Raises ValueError for a text that is shorter than all passages.
         """
@@ -46,19 +69,60 @@ class Workload:
         windows = torch.tensor([text_ids[i * apart : i * apart + length] for i in range(passages)], device=model.device)
         read = Passages.read(model, windows, context, observes)
         unseen, seen = (
-            RecallSet.make(model, tokenizer, text_ids, context, cases, seed=seed, seen=seen, observes=observes) for seen in (False, True)
+            {
+                tokens: RecallSet.make(model, tokenizer, text_ids, tokens, cases, seed=seed, seen=seen, observes=observes, form=form)
+                for tokens in facts_in or (context,)
+            }
+            for seen in (False, True)
         )
-        dense = divergence(model, read, lambda: DynamicCache(config=model.config)).bytes_per_token
-        return cls(model, tokenizer, read, unseen, seen, dense)
+        return cls(model, tokenizer, read, unseen, seen, _sixteen_bit(read.prefilled, model))
 
-    def measure(self, factory: CacheFactory) -> dict:
-        """What a cache costs and keeps: `bytes_per_token` and `ratio` to a dense cache, `kl` in nats, perplexities, shares recalled."""
-        quality = divergence(self.model, self.passages, factory)
-        right = {name: recall(self.model, self.tokenizer, getattr(self, name), factory) for name in ("unseen", "seen")}
-        size, (passages, context) = quality.bytes_per_token, self.passages.context.shape
+    def bytes_per_token(self, cache: Cache) -> float:
+        """That the empty `cache` takes for the first passage's context, measured."""
+        refill(cache, self.row, self.model, self.passages.context[:1])
+        return held_bytes(cache) / self.passages.context.shape[1]
+
+    def measure(self, make: CacheMaker) -> dict:
+        """What a cache costs and keeps. `kl` (nats), `same_top` and `perplexity_ratio` with standard errors over the passages, and what
+        they are of each passage; `recall`: how many facts, by tokens of context, the question unseen and seen."""
+        passages, context = self.passages.context.shape
+        found = divergence(self.model, self.passages, functools.partial(make, context))
+        size, dense = (self.bytes_per_token(cache) for cache in (make(context), DynamicCache(config=self.model.config)))
+        change = found.loss_changes.mean().exp().item()
+        right = {str(tokens): [self._right(sets[tokens], make, tokens) for sets in (self.unseen, self.seen)] for tokens in self.unseen}
+        counted = passages * (self.passages.continuation.shape[1] - 1)
+        same_top_error = max(standard_error(found.same_tops), share_error(found.same_top * counted, counted))
+        last = right[str(max(self.unseen))]
         return {
-            "bytes_per_token": size, "ratio": self.dense_bytes / size, "kl": quality.kl, "perplexity": quality.perplexity,
-            "dense_perplexity": self.passages.perplexity, "recall_unseen": right["unseen"], "recall_seen": right["seen"],
-            "context": context, "read_on": [passages, self.passages.continuation.shape[1]], "cases": len(self.seen.cases),
-            "dtype": str(self.model.dtype),
+            "bytes_per_token": size, "ratio": dense / size, "kl": found.kl, "kl_error": standard_error(found.kls),
+            "same_top": found.same_top, "same_top_error": same_top_error,
+            "perplexity": found.perplexity, "dense_perplexity": self.passages.perplexity,
+            "perplexity_ratio": change, "perplexity_ratio_error": change * standard_error(found.loss_changes),
+            "recall": right, "recall_unseen": last[0] / self.cases, "recall_seen": last[1] / self.cases, "cases": self.cases,
+            "context": context, "read_on": [passages, self.passages.continuation.shape[1]], "dtype": str(self.model.dtype),
+            "kls": rounded(found.kls), "loss_changes": rounded(found.loss_changes),
         }  # fmt: skip
+
+    def _right(self, cases: RecallSet, make: CacheMaker, tokens: int) -> int:
+        return round(recall(self.model, self.tokenizer, cases, functools.partial(make, tokens)) * self.cases)
+
+    @property
+    def cases(self) -> int:
+        return len(next(iter(self.unseen.values())).cases)
+
+
+def rounded(values: Tensor) -> list[float]:
+    return [float(f"{x:.5g}") for x in values.tolist()]
+
+
+def _sixteen_bit(prefilled: Prefilled, model: PreTrainedModel) -> Prefilled:
+    """The first row, cast from fp32. What is not keys and values stays as it is: such a cache is filled by running the model."""
+    if not all(type(layer) is DynamicLayer for layer in prefilled.layers):
+        return prefilled
+    row = Prefilled(config=model.config)
+    for index, layer in enumerate(prefilled.layers):
+        keys, values = layer.keys[:1], layer.values[:1]  # type: ignore[index, union-attr]
+        dtype = torch.bfloat16 if keys.dtype == torch.float32 else keys.dtype
+        row.update(keys.to(dtype), values.to(dtype), index)
+    row.attention = {window: [mass[:1] for mass in of] for window, of in prefilled.attention.items()}
+    return row

@@ -43,7 +43,8 @@ def step(held: Buffers, x: Pair) -> None:
     opening = ((place >= 0) & (place < tokens) & fits)[:, None]
     for codec, codes, first, residual, new in zip(held.codecs, chunk, held.sinks, held.residual, x, strict=True):
         old = residual.index_select(2, slot)
-        for name, new_codes in codec.encode(torch.where(leaves[:, None], old, 0), codes).items():  # zeros, where tokens share a scale
+        # Where tokens share a scale, those that stay have no part in it: if any leaves, the last one does.
+        for name, new_codes in codec.encode(torch.where(leaves[:, None], old, old[:, :, -1:]), codes).items():
             codes[name].index_copy_(2, into, new_codes)
         residual.index_copy_(2, slot, torch.where(((rank >= 0) & fits)[:, None], new, old))
         if sinks:

@@ -6,7 +6,7 @@ attention reads what was stored before them, and the tensors themselves. A layer
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -16,10 +16,36 @@ from ..attention.handle import KVHandle
 from ..attention.padding import announce
 from ..formats.base import Format
 from ..kernels import Pair, Payload, dense, prepare, step, unfold, whole
-from ..storage import Storage, check_room, differ
+from ..storage import Storage, check_room, differ, payload_of
 
 Given = tuple[Tensor | KVHandle, Tensor | KVHandle]
 """What attention is given for keys and values."""
+
+
+def check_alike(held: Tensor, given: Tensor, seen: int, what: str = "keys") -> None:
+    """Raises ValueError if `given` `[B, H, T, D]` cannot follow `held`, of whatever `T`, after `seen` tokens."""
+    if not differ(held, given):
+        return
+    if held.dtype != given.dtype:
+        fix = "cast the model or the inputs (autocast changes what a layer computes in), or call reset() first"
+    elif held.shape[1::2] != given.shape[1::2]:
+        fix = "the cache is in use by another model: make a new one from this model's config, or call reset() first"
+    else:
+        fix = "call batch_repeat_interleave(n) first for beams and samples, or reset() for another batch"
+    raise ValueError(
+        f"the cache has seen {what} [B, H, T, D] = {[*held.shape[:2], seen, held.shape[3]]} in {held.dtype}, got {list(given.shape)} in "
+        f"{given.dtype}: {fix}"
+    )
+
+
+def selected(indices: Tensor | Sequence[int] | slice) -> Callable[[Tensor], Tensor]:
+    """What takes rows out of a tensor: `indices` as DynamicCache takes them. Raises TypeError for one index, which is no batch."""
+    if isinstance(indices, slice):
+        return lambda x: x[indices]
+    rows = torch.as_tensor(indices)
+    if rows.dim() != 1:
+        raise TypeError(f"batch_select_indices({indices!r}): pass the rows to keep as a list, a slice, or a tensor of one dimension")
+    return lambda x: x[rows.to(x.device)]
 
 
 class CompressedLayer(CacheLayerMixin):
@@ -41,6 +67,9 @@ class CompressedLayer(CacheLayerMixin):
     supports_early_init = False
 
     def __init__(self, format: Format, exact_first: int = 4, exact_recent: int = 64, max_length: int | None = None, compile: bool = False):
+        if max_length is not None:  # the ring has room for a token
+            exact_first = min(exact_first, max_length - 1)
+            exact_recent = min(exact_recent, max_length - 1 - exact_first)
         self.format, self.exact_first, self.exact_recent, self.max_length = format, exact_first, exact_recent, max_length
         self.is_compileable = self.supports_early_init = compile or max_length is not None
         self.storage: Storage | None = None
@@ -125,11 +154,20 @@ class CompressedLayer(CacheLayerMixin):
 
     @torch.compiler.disable
     def _update_apart(self, key_states: Tensor, value_states: Tensor) -> Given:
-        return self.update(key_states, value_states)
+        """`update` of a layer that cannot be compiled, for attention that is compiled all the same: tokens in their order."""
+        result = self.update(key_states, value_states)
+        if key_states.shape[2] > 1 or isinstance(result[0], Tensor):
+            return result
+        return _handles(payload_of(*self.storage.zones()))  # type: ignore[union-attr]
 
     def _update_compiled(self, key_states: Tensor, value_states: Tensor) -> Given:
         """`update` without a number that changes: it may only write what it notes for the host."""
         if self.storage is None:
+            if torch.compiler.is_exporting():  # storage would be made of fake tensors
+                raise NotImplementedError(
+                    "torch.export with a cache that has no storage yet: call cache.early_initialization(batch_size, num_heads, head_dim, "
+                    "dtype, device) before, to read a prompt, or run the prompt before, to go on from it"
+                )
             self.lazy_initialization(key_states, value_states)
         storage: Storage = self.storage  # type: ignore[assignment]
         if any(map(differ, storage.residual, (key_states, value_states))):
@@ -154,12 +192,7 @@ class CompressedLayer(CacheLayerMixin):
         if key.shape[:3] != value.shape[:3]:
             raise ValueError(f"keys {tuple(key.shape)} and values {tuple(value.shape)} differ in batch, heads or tokens")
         for held, given, what in zip(self._held(), (key, value), ("keys", "values"), strict=False):
-            if differ(held, given):
-                seen = [*held.shape[:2], self.get_seq_length(), held.shape[3]]
-                raise ValueError(
-                    f"the cache has seen {what} [B, H, T, D] = {seen} in {held.dtype}, got {list(given.shape)} in {given.dtype}: call "
-                    "batch_repeat_interleave(n) first for beams and samples, or reset() for another batch"
-                )
+            check_alike(held, given, self.get_seq_length(), what)
 
     def _held(self) -> tuple[Tensor, ...]:
         """Keys and values `[B, H, T, D]` for any T, to which new ones must be alike; none if the layer is empty."""
@@ -234,8 +267,8 @@ class CompressedLayer(CacheLayerMixin):
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self._map(lambda x: x.index_select(0, beam_idx.to(x.device)), self.is_compileable)
 
-    def batch_select_indices(self, indices: Tensor) -> None:
-        self._map(lambda x: x[indices.to(x.device)])
+    def batch_select_indices(self, indices: Tensor | Sequence[int] | slice) -> None:
+        self._map(selected(indices))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         self._map(lambda x: x.repeat_interleave(repeats, dim=0))

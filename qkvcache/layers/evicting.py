@@ -65,6 +65,8 @@ class EvictingLayer(CompressedLayer):
         max_length: int | None = None,
         compile: bool = False,
     ):
+        if max_length is not None:  # no storage for tokens that cannot come
+            budget = Budget(min(budget.tokens, max(max_length, policy.sinks + policy.tail + 1)))
         exact = isinstance(format, Identity)
         first = 0 if exact else min(exact_first, policy.sinks)
         super().__init__(format, policy.sinks if rope else first, 0 if exact else exact_recent, max_length, compile)
@@ -160,6 +162,12 @@ class EvictingLayer(CompressedLayer):
     @property
     def in_order(self) -> bool:
         return self.storage is not None and self.storage.in_order
+
+    def seen_before(self) -> Tensor:
+        """Real tokens of each row before the step, `[B]`."""
+        step, storage = self._running()
+        new = 0 if not step.entered else step.queries if step.real is None else step.real.sum(-1)
+        return storage.ledger.rows_seen()[:, 0, 0] - new
 
     @torch.no_grad()
     def enter(self, real: Tensor | None) -> Tensor | None:

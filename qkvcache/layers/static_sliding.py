@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import StaticSlidingWindowLayer
 
 from ..storage import check_room, differ
+from .compressed import check_alike, selected
 
 
 class StaticSlidingLayer(StaticSlidingWindowLayer):
@@ -37,12 +38,9 @@ class StaticSlidingLayer(StaticSlidingWindowLayer):
             self.expect(key_states.shape[2])
             if not self.cumulative_length_int:
                 self.lazy_initialization(key_states, value_states)
-            elif any(map(differ, self.stored, (key_states, value_states))):
-                held = self.stored[0]
-                raise ValueError(
-                    f"the cache has seen keys like {list(held.shape)} in {held.dtype}, got {list(key_states.shape)} in "
-                    f"{key_states.dtype}: call batch_repeat_interleave(n) first for beams and samples, or reset() for another batch"
-                )
+            else:
+                for held, given, what in zip(self.stored, (key_states, value_states), ("keys", "values"), strict=True):
+                    check_alike(held, given, self.cumulative_length_int, what)
         return super().update(key_states, value_states, *args, **kwargs)
 
     def expect(self, tokens: int) -> None:
@@ -77,8 +75,8 @@ class StaticSlidingLayer(StaticSlidingWindowLayer):
     def batch_repeat_interleave(self, repeats: int) -> None:
         self._map(lambda x: x.repeat_interleave(repeats, dim=0))
 
-    def batch_select_indices(self, indices: Tensor) -> None:
-        self._map(lambda x: x[indices, ...])
+    def batch_select_indices(self, indices: Tensor | Sequence[int] | slice) -> None:
+        self._map(selected(indices))
 
     def _map(self, fn: Callable[[Tensor], Tensor]) -> None:
         if not self.stored:

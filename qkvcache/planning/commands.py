@@ -11,6 +11,7 @@ from rich.console import Console
 from transformers import AutoConfig, PreTrainedConfig
 
 from .. import policies
+from ..models import known
 from ..options import budget_of, dtype_of, model_of
 from . import plan as plan_one
 from . import plan_all, show
@@ -18,7 +19,7 @@ from . import recommend as ask
 
 UNITS = {"": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
-Model = Annotated[str, typer.Argument(help="A folder with a config.json, a model on the Hub, or 'demo' for the embedded one.")]
+Model = Annotated[str, typer.Argument(help="'demo', 'smollm2', a model's folder, a .gguf file, or its name on the Hub.")]
 Context = Annotated[int, typer.Option(help="Tokens of a request, the prompt and what is generated.", min=1)]
 Batch = Annotated[int, typer.Option(help="Requests that run together.", min=1)]
 GpuMemory = Annotated[str | None, typer.Option(help="Of one GPU, for weights and caches: 80GB, 74.5GiB, or bytes.")]
@@ -115,7 +116,7 @@ def _config(model: str) -> PreTrainedConfig:
         return AutoConfig.from_pretrained(path)
     except (OSError, ValueError) as error:
         raise typer.BadParameter(
-            f"{model!r} has no config that can be read: pass a folder with a config.json, a model on the Hub, or 'demo'. {error}",
+            f"{model!r} has no config that can be read: pass a folder with a config.json, a model on the Hub, {known()}. {error}",
             param_hint="MODEL",
         ) from error
 

@@ -66,9 +66,7 @@ class Recommendation:
         return vars(self) | {"plan": self.plan.as_json()}
 
 
-INT8 = Choice(
-    'QuantizedPerTokenCache(config, dtype="int8", center=True)', "int8_centered", None, "8 bits change next to nothing (KL .0007)"
-)  # fmt: skip
+INT8 = Choice('QuantizedPerTokenCache(config, dtype="int8")', "int8", None, "8 bits change next to nothing (KL .0007)")
 K8V4 = Choice(
     'TurboQuantCache(config, preset="k8v4")', "turboquant_k8v4", None, "int8 keys and 4-bit values stay close (KL .0025)"
 )  # fmt: skip
@@ -83,10 +81,6 @@ THREE_BITS = Choice(
 THREE_AND_TWO = Choice(
     'HadaQuantCache(config, key_bits=3, value_bits=2, quantizer="trellis")', "hadaquant_k3v2_trellis", None,
     "keys of 3 bits and values of 2 on a trellis lose no fact (KL .023)",
-)  # fmt: skip
-TWO_BITS = Choice(
-    'HadaQuantCache(config, key_bits=2, value_bits=2, quantizer="trellis")', "hadaquant_k2v2_trellis", None,
-    "2 bits on a trellis still lose no fact, though the text that comes may differ (KL .071)",
 )  # fmt: skip
 KEYDIFF_50 = Choice(
     'CompressedCache(config, format="hadaquant_k3v3", policy=policies.KeyDiff(budget={tokens}))',
@@ -115,13 +109,14 @@ STREAM = Choice(
     "what left the window is gone",
 )  # fmt: skip
 
-FACTS = (INT8, K8V4, FOUR_BITS, THREE_BITS, THREE_AND_TWO, TWO_BITS, KEYDIFF_50)
+FACTS = (INT8, K8V4, FOUR_BITS, THREE_BITS, THREE_AND_TWO, KEYDIFF_50)
 LADDERS: dict[str, tuple[Choice, ...]] = {
     "facts": FACTS,
     "question": (*FACTS, KEYDIFF_20),
     "continue": (INT8, K8V4, FOUR_BITS, THREE_BITS, H2O_50, COMBINED),
 }
-"""For each workload, from the closest to the smallest."""
+"""For each workload, from the closest to the smallest. No format is among them whose KL divergence exceeds .05 on keys with biases
+(tests/caches/test_biased.py): 2 bits, on a trellis too, read on with .054 there, and with .6 in a pretrained model of the Qwen2 family."""
 LONG_START = {"facts": FOUR_BITS, "question": FOUR_BITS, "continue": H2O_50}
 
 

@@ -22,7 +22,9 @@ CONTEXTS = "512,1024,2048,4096,8192,16384,32768,65536"
 
 @app.command()
 def bench(
-    model: Annotated[str, typer.Option(help="A model's folder or Hub name, whose config is read; 'demo' is the embedded model.")] = "demo",
+    model: Annotated[
+        str, typer.Option(help="'demo', 'smollm2', a model's folder, a .gguf file, or its name on the Hub: its config is read.")
+    ] = "demo",
     format: Annotated[str, typer.Option(help="How tokens are stored; `qkvcache formats` lists them.")] = "int8",
     dtype: Annotated[str, typer.Option(help="The model's dtype: bfloat16, float16 or float32.")] = "bfloat16",
     contexts: Annotated[str, typer.Option(help="Numbers of tokens, with commas.")] = CONTEXTS,

@@ -8,7 +8,11 @@ from torch import Tensor
 
 def check_room(seen: int, tokens: int, max_length: int) -> None:
     if seen + tokens > max_length:
-        raise ValueError(f"{seen} tokens and {tokens} more do not fit in max_length={max_length}: make the cache with a larger one")
+        again = "; with use_cache=False generate gives all tokens again at every step: pass no cache then" if 0 < seen < tokens else ""
+        raise ValueError(
+            f"{seen} tokens and {tokens} more do not fit in max_length={max_length}: make the cache with a larger one, or call reset() for "
+            f"another prompt{again}"
+        )
 
 
 class Counter:

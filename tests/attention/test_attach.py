@@ -1,5 +1,9 @@
 """`attach`: a fresh cache for every later generate, undone without a trace."""
 
+import copy
+import functools
+import pickle
+
 import pytest
 import torch
 from matrix import model
@@ -122,3 +126,47 @@ def test_what_is_no_factory_is_refused(wrong):
 def test_a_factory_of_something_else_is_refused(made):
     with attach(model("llama"), lambda config: made), pytest.raises(TypeError, match=f"returned {type(made).__name__}, expected a"):
         generate(model("llama"))
+
+
+def identity(config):
+    return CompressedCache(config, format="identity")
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["early_exit", "itself"])
+def test_an_assistant_with_sliding_layers_takes_its_steps_back(own):
+    network, ids = model("mistral"), torch.arange(3, 43).view(1, 40)  # beyond its window
+    options = {"assistant_model": network} if own else {"assistant_early_exit": 2}
+    options |= {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    expected = network.generate(ids, **options)
+    with pytest.warns(UserWarning, match="nothing will be compressed"), attach(network, identity):
+        assert torch.equal(network.generate(ids, **options), expected)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda network: pickle.loads(pickle.dumps(network))], ids=["deepcopy", "pickle"])
+def test_a_copy_of_the_model_has_an_attachment_of_its_own(copied):
+    network = model("llama")
+    with attach(network, functools.partial(CompressedCache, format="int8")):
+        twin = copied(network)
+    assert type(generate(network).past_key_values) is DynamicCache
+    held = generate(twin).past_key_values
+    assert isinstance(held, CompressedCache) and held.get_seq_length() == 17
+    detach(twin)
+    assert type(generate(twin).past_key_values) is DynamicCache
+
+
+def test_a_copy_makes_caches_for_its_own_config():
+    configs = []
+
+    def factory(config):
+        configs.append(config)
+        return identity(config)
+
+    with attach(model("llama"), factory):
+        twin = copy.deepcopy(model("llama"))
+        generate(twin)
+    assert configs == [twin.config] and configs[0] is twin.config
+
+
+def test_a_factory_that_cannot_be_pickled_is_named():
+    with attach(model("llama"), lambda config: identity(config)), pytest.raises(pickle.PicklingError, match=r"lambda.*functools.partial"):
+        pickle.dumps(model("llama"))

@@ -5,6 +5,7 @@ import importlib
 
 import pytest
 import torch
+from seeds import SEED
 from transformers import CONFIG_MAPPING, LlamaConfig
 
 from qkvcache.attention.rope import Rope
@@ -85,7 +86,7 @@ def exactly(keys: torch.Tensor, by: torch.Tensor, inv_freq: torch.Tensor, interl
 
 
 def random_keys(head_dim: int = 16, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.randn(B, H, T, head_dim, generator=torch.Generator().manual_seed(1)).to(dtype)
+    return torch.randn(B, H, T, head_dim, generator=torch.Generator().manual_seed(SEED + 1)).to(dtype)
 
 
 def everywhere(by: int) -> torch.Tensor:

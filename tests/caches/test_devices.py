@@ -10,6 +10,7 @@ from matrix import CACHES, FORMATS, model
 from packaging.version import parse
 from ranks import finish, start
 from reference import ZONES, assert_close, count_decoded_layers
+from tolerance import of_model
 from torch import Tensor
 
 from qkvcache import CompressedCache, TurboQuantCache
@@ -107,7 +108,7 @@ def test_tensor_parallelism(tmp_path):
     finish(jobs)
     one, two = (torch.load(tmp_path / name) for name in ("one", "two"))
     assert (one["identity heads"], two["identity heads"]) == (2, 1)
-    assert_close(two["identity"], one["identity"], 1e-5)
+    assert_close(two["identity"], one["identity"], of_model(model("llama")))
     # Sums in another order may turn a code; a head that lacks its neighbour's half of the layer would be off by far more.
     assert_close(two["turboquant_4bit_nc"], one["turboquant_4bit_nc"], 1e-2)
 

@@ -1,5 +1,7 @@
 """Wrong input is refused where it is given, in words that name the value and the fix, and leaves the cache as it was."""
 
+import copy
+
 import pytest
 import torch
 from matrix import model
@@ -70,21 +72,64 @@ def test_a_refused_head_dim_without_config_leaves_the_cache_empty():
     assert cache.get_seq_length() == 0 and cache.nbytes == 0
 
 
+@pytest.mark.parametrize("length", [None, 40])
 @pytest.mark.parametrize(
-    "wrong",
-    [torch.randn(2, 2, 1, 128), torch.randn(1, 3, 1, 128), torch.randn(1, 2, 1, 64), torch.randn(1, 2, 1, 128, dtype=torch.float64)],
+    ("wrong", "says"),
+    [
+        (torch.randn(2, 2, 1, 128), "batch_repeat_interleave"),
+        (torch.randn(1, 3, 1, 128), "another model"),
+        (torch.randn(1, 2, 1, 64), "another model"),
+        (torch.randn(1, 2, 1, 128, dtype=torch.float64), "cast the model"),
+    ],
     ids=["batch", "heads", "head_dim", "dtype"],
 )
-def test_another_batch_is_refused(wrong):
-    cache = NVFP4Cache(CONFIG, exact_first=1, exact_recent=2)
+def test_other_tensors_are_refused(wrong, says, length):
+    cache = NVFP4Cache(CONFIG, exact_first=1, exact_recent=2, max_length=length)
     x = torch.randn(1, 2, 20, 128)
     for layer in range(4):
         cache.update(x, x, layer)
     before = repr(cache), [layer.dense()[0].clone() for layer in cache.layers]
-    with pytest.raises(ValueError, match=r"reset\(\)"):
+    with pytest.raises(ValueError, match=rf"{says}.*reset\(\)"):
         cache.update(wrong, wrong, 0)
     assert repr(cache) == before[0]
     assert all(torch.equal(layer.dense()[0], kept) for layer, kept in zip(cache.layers, before[1], strict=True))
+
+
+@pytest.mark.parametrize("length", [None, 40])
+def test_a_model_with_more_layers_is_refused(length):
+    network = model("llama")
+    config = copy.copy(network.config)
+    config.num_hidden_layers = 2
+    cache = CompressedCache(config, format="int8", max_length=length)
+    with pytest.raises(ValueError, match="layer 2 of a cache for 2 layers: it was made for another model"):
+        network.generate(torch.randint(3, 90, (1, 8)), past_key_values=cache, max_new_tokens=3, disable_compile=True)
+
+
+def test_a_program_with_a_cache_without_storage_is_refused():
+    network, ids = model("llama"), torch.randint(3, 90, (1, 8))
+    cache = CompressedCache(network.config, format="int8", max_length=40)
+
+    class Program(torch.nn.Module):
+        def forward(self, ids):
+            return network(ids, past_key_values=cache).logits
+
+    with pytest.raises(NotImplementedError, match=r"torch.export.*early_initialization"):
+        torch.export.export(Program(), (ids,))
+    assert cache.get_seq_length() == 0 and cache.nbytes == 0
+    with torch.no_grad():
+        network(ids, past_key_values=cache)
+        other = copy.deepcopy(cache)
+        program = torch.export.export(Program(), (ids[:, :1],)).module()
+        for token in (5, 6):  # it goes on with what the cache held, and with its own steps
+            step = torch.tensor([[token]])
+            torch.testing.assert_close(program(step), network(step, past_key_values=other).logits, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("indices", [1, torch.tensor(1), [[0], [1]]])
+def test_rows_to_keep_are_several(indices):
+    cache = CompressedCache(CONFIG, format="int8")
+    with pytest.raises(TypeError, match="batch_select_indices"):
+        cache.batch_select_indices(indices)
 
 
 def test_crop_takes_negative_counts_only():

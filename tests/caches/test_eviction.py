@@ -7,6 +7,8 @@ import pytest
 import torch
 from matrix import ATTENTION, CUT_FREE, POLICIES, UNSUPPORTED, model, slowly
 from reference import ZONES, assert_close, forward
+from seeds import SEED
+from tolerance import TURNED, of_model
 from transformers import DynamicCache
 
 from qkvcache import CompressedCache
@@ -20,8 +22,10 @@ IMPLEMENTATIONS = ("sdpa", "eager")
 
 
 def inputs(pads=PADS, length=LENGTH, seed=1):
-    torch.manual_seed(seed)
-    ids, mask = torch.randint(3, 100, (len(pads), length)), (torch.arange(length) >= torch.tensor(pads)[:, None]).long()
+    """Rows that hold no token twice: in layer 0 only rounding would tell the norms of its keys apart."""
+    torch.manual_seed(SEED + seed)
+    ids = 3 + torch.stack([torch.randperm(97)[:length] for _ in pads])
+    mask = (torch.arange(length) >= torch.tensor(pads)[:, None]).long()
     return ids * mask, mask
 
 
@@ -55,7 +59,7 @@ def kept(cache, row=None):
     return found
 
 
-def check_rows(network, make, sizes, tolerance):
+def check_rows(network, make, sizes, tolerance=None):
     """Every row of a padded batch keeps and says what its text alone does."""
     ids, mask = inputs()
     together = make()
@@ -65,7 +69,7 @@ def check_rows(network, make, sizes, tolerance):
         single = make()
         got = torch.cat(run(network, single, alone(sizes, pad), (ids[row : row + 1, pad:], mask[row : row + 1, pad:])))
         assert kept(single) == kept(together, row)
-        assert_close(logits[row, pad:], got, tolerance)
+        assert_close(logits[row, pad:], got, tolerance or of_model(network))
 
 
 def _by_row(network, cache, sizes, ids, mask):
@@ -121,7 +125,7 @@ def test_b20_a_padded_row_equals_its_prompt_alone(name, attention):
     """Prompts below, at and above the budget; a chunk that ends in the padding; steps of several tokens."""
     network = model("llama", attention)
     make = functools.partial(CompressedCache, network.config, policy=POLICIES[name](25))  # rows of 16, 25 and 30 tokens after the prompt
-    check_rows(network, make, CUTS["chunked" if attention == "sdpa" else "whole"], 1e-4)
+    check_rows(network, make, CUTS["chunked" if attention == "sdpa" else "whole"])
 
 
 @pytest.mark.slow
@@ -131,7 +135,7 @@ def test_b20_a_padded_row_equals_its_prompt_alone(name, attention):
 @pytest.mark.parametrize("name", POLICIES)
 def test_b20_padded_rows_of_other_budgets(name, budget, cut, attention):
     network = model("llama", attention)
-    check_rows(network, functools.partial(CompressedCache, network.config, policy=POLICIES[name](budget)), CUTS[cut], 1e-4)
+    check_rows(network, functools.partial(CompressedCache, network.config, policy=POLICIES[name](budget)), CUTS[cut])
 
 
 @pytest.mark.parametrize(("cut", "format"), [("whole", None), ("whole", "int8"), ("chunked", None)])
@@ -139,7 +143,7 @@ def test_b20_intervals_of_padded_rows(cut, format):
     network = model("llama")
     policy = SnapKV(budget=15, interval=4, window=4, recent=3)
     make = functools.partial(CompressedCache, network.config, policy=policy, format=format, **ZONES["zones"])
-    check_rows(network, make, CUTS[cut], 1e-4 if format is None else 5e-3)
+    check_rows(network, make, CUTS[cut], None if format is None else TURNED)
 
 
 @pytest.mark.parametrize("name", slowly(["sink_window", "h2o", "tova", "lagkv", "knorm"], ["h2o", "lagkv"]))
@@ -147,14 +151,15 @@ def test_b20_intervals_of_padded_rows(cut, format):
 def test_b16_a_padded_row_of_codes_equals_its_prompt_alone(name, format):
     network = model("llama")
     make = functools.partial(CompressedCache, network.config, policy=POLICIES[name](15), format=format, **ZONES["zones"])
-    check_rows(network, make, CUTS["whole"], 5e-3)
+    check_rows(network, make, CUTS["whole"], TURNED)
 
 
+@pytest.mark.sums
 @pytest.mark.parametrize(
     "policy", [H2O(budget=0.5, recent=0.25), H2O(budget=Budget(4, 0.3), recent=3), Knorm(budget=0.4, recent=0.2)], ids=str
 )
 def test_b20_shares_are_of_each_row(policy):
-    check_rows(model("llama"), functools.partial(CompressedCache, model("llama").config, policy=policy), CUTS["whole"], 1e-4)
+    check_rows(model("llama"), functools.partial(CompressedCache, model("llama").config, policy=policy), CUTS["whole"])
 
 
 @pytest.mark.parametrize("format", [None, "int8"])
@@ -246,6 +251,7 @@ HYBRID = ["gemma3", "gemma2", "gpt_oss", "gemma3n", "gemma4", "qwen3_next", "mis
 FASTEST = {"gemma2": "eager", "gpt_oss": "eager"}  # the others run under -m slow
 
 
+@pytest.mark.sums
 @pytest.mark.filterwarnings("ignore:no layer of this model", "ignore:attention code calls")
 @pytest.mark.parametrize(
     ("name", "attention"),
@@ -264,8 +270,8 @@ def test_b20_models(name, attention):
         cache = CompressedCache(network.config, policy=policy)
         for ours, theirs in zip(cache.layers, plain.layers, strict=True):
             assert type(ours).__name__ == ("EvictingLayer" if type(theirs).__name__ == "DynamicLayer" else type(theirs).__name__)
-        check_rows(network, functools.partial(CompressedCache, network.config, policy=policy), CUTS["whole"], 1e-4)
+        check_rows(network, functools.partial(CompressedCache, network.config, policy=policy), CUTS["whole"])
     ours = run(network, CompressedCache(network.config, policy=H2O(budget=99)), CUTS["chunked"])
     theirs = run(network, DynamicCache(config=network.config), CUTS["chunked"])
     for a, b in zip(ours, theirs, strict=True):
-        assert_close(a, b, 1e-5)
+        assert_close(a, b, of_model(network))

@@ -3,6 +3,7 @@
 import pytest
 from matrix import ATTENTION, DENSE_BY_DESIGN, FORMATS, KINDS, MODELS, UNSUPPORTED, model, slowly
 from reference import MODES, ZONES, assert_close, count_decoded_layers, decoded, forward, steps
+from tolerance import of_model
 from transformers import DynamicCache
 
 from qkvcache import CompressedCache
@@ -21,7 +22,7 @@ def check_against_dynamic(model, mode, **options):
     expected = steps(model, DynamicCache(config=model.config), mode)
     got = steps(model, CompressedCache(model.config, format="identity", **options), mode)
     for ours, theirs in zip(got, expected, strict=True):
-        assert_close(ours, theirs, 1e-5)
+        assert_close(ours, theirs, of_model(model))
 
 
 def check_against_decoded(model, mode, cache, dense_at_decode=False):
@@ -33,7 +34,7 @@ def check_against_decoded(model, mode, cache, dense_at_decode=False):
         expected = forward(model, decoded(cache), ids, mask, *span)
         with count_decoded_layers() as dense:
             got = forward(model, cache, ids, mask, *span)
-        assert_close(got, expected, 1e-4)
+        assert_close(got, expected, of_model(model))
         eager = model.config._attn_implementation == "eager"
         if begin and (size <= FUSED or eager) and not dense_at_decode:
             assert not dense
@@ -84,5 +85,5 @@ def test_without_a_config_sliding_layers_are_compressed_too(attention, mode):
         steps(network, DynamicCache(), MODES[mode]),
         strict=True,
     ):
-        assert_close(ours, theirs, 1e-5)
+        assert_close(ours, theirs, of_model(network))
     check_against_decoded(network, MODES[mode], CompressedCache(format=FOUR_BIT, **ZONES["zones"]))

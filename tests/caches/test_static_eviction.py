@@ -6,6 +6,9 @@ import dataclasses
 import pytest
 import torch
 from matrix import slowly
+from reference import assert_close
+from seeds import SEED
+from tolerance import of_model
 from torch._dynamo.backends.debugging import aot_eager
 from torch._dynamo.utils import counters
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -33,13 +36,19 @@ every_policy = pytest.mark.parametrize("name", POLICIES)
 
 @pytest.fixture(scope="module")
 def model():
-    torch.manual_seed(0)
+    torch.manual_seed(SEED)
     return LlamaForCausalLM(CONFIG).eval()
 
 
 def both(name: str, format: str | None, **options) -> tuple[CompressedCache, CompressedCache]:
     make = lambda **more: CompressedCache(CONFIG, policy=POLICIES[name], format=format, **ZONES, **options, **more)  # noqa: E731
     return make(), make(max_length=140)
+
+
+def text(rows: int, length: int, seed: int) -> torch.Tensor:
+    """Rows that hold no token twice: in layer 0 only rounding would tell the norms of its keys apart."""
+    generator = torch.Generator().manual_seed(SEED + seed)
+    return 1 + torch.stack([torch.randperm(100, generator=generator)[:length] for _ in range(rows)])
 
 
 @torch.no_grad()
@@ -67,9 +76,9 @@ def same(growing, static):
 @pytest.mark.parametrize("format", slowly([None, "int8"], ["int8"]))
 @pytest.mark.parametrize("sizes", [(40, 1, 1, 6, 1, 1, 1, 9, 1, 1), (1, 1, 1, 5, *[1] * 34), (3, 2, *[1] * 40), (12, 1, 4, 1, 30, 1, 1)])
 def test_turns_and_steps(name, format, sizes, model):
-    ids = torch.randint(1, 101, (1, sum(sizes)), generator=torch.Generator().manual_seed(1))
+    ids = text(1, sum(sizes), 1)
     growing, static = both(name, format)
-    torch.testing.assert_close(feed(model, static, ids, sizes), feed(model, growing, ids, sizes), rtol=0, atol=2e-5)
+    assert_close(feed(model, static, ids, sizes), feed(model, growing, ids, sizes), of_model(model))
     same(growing, static)
     assert static.stored_length() == min(sum(sizes), 32) and static.get_seq_length() == sum(sizes)
 
@@ -77,20 +86,20 @@ def test_turns_and_steps(name, format, sizes, model):
 @every_policy
 def test_padding_to_the_left_and_rows_that_end(name, model):
     sizes = (40, *[1] * 20, 6, 1)
-    ids = torch.randint(1, 101, (3, sum(sizes)), generator=torch.Generator().manual_seed(2))
+    ids = text(3, sum(sizes), 2)
     mask = torch.ones_like(ids)
     mask[0, :17] = mask[1, 40:60] = 0
     growing, static = both(name, "int8")
     got, expected = feed(model, static, ids, sizes, mask), feed(model, growing, ids, sizes, mask)
-    torch.testing.assert_close(got[:, 0], expected[:, 0], rtol=0, atol=2e-5)
-    torch.testing.assert_close(got[:, 2], expected[:, 2], rtol=0, atol=2e-5)
-    torch.testing.assert_close(got[-2:, 1], expected[-2:, 1], rtol=0, atol=2e-5)  # the row goes on
+    assert_close(got[:, 0], expected[:, 0], of_model(model))
+    assert_close(got[:, 2], expected[:, 2], of_model(model))
+    assert_close(got[-2:, 1], expected[-2:, 1], of_model(model))  # the row goes on
     same(growing, static)
 
 
 @pytest.mark.parametrize("name", slowly(POLICIES, ["h2o", "keydiff"]))
 def test_one_graph(name, model):
-    ids = torch.randint(1, 101, (2, 40), generator=torch.Generator().manual_seed(3))
+    ids = text(2, 40, 3)
     mask = torch.ones_like(ids)
     mask[0, :5] = 0
     options = {"attention_mask": mask, "max_new_tokens": 12, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
@@ -111,7 +120,7 @@ def test_one_graph(name, model):
         for _ in range(2):
             _, compiled = both(name, "int8")
             got = torch.stack(model.generate(ids, past_key_values=compiled, compile_config=config, **options).logits)
-            torch.testing.assert_close(got, expected, rtol=0, atol=1e-5)
+            assert_close(got, expected, of_model(model))
             same(eager, compiled)
     assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
     assert not [name for name in moved if "past_key_values" in name]  # a CUDA graph would copy them at each replay
@@ -121,7 +130,7 @@ def test_one_graph(name, model):
 
 
 def test_a_step_that_failed_is_not_forgotten(model, monkeypatch):
-    ids = torch.randint(1, 101, (1, 60), generator=torch.Generator().manual_seed(4))
+    ids = text(1, 60, 4)
     _, cache = both("h2o", "int8")
     feed(model, cache, ids, (40, 1))
     monkeypatch.setattr("qkvcache.attention.watch.observe_on_codes", lambda *args, **kwargs: 1 / 0)
@@ -133,7 +142,7 @@ def test_a_step_that_failed_is_not_forgotten(model, monkeypatch):
 
 
 def test_reset_forgets_all_and_memory_tells_what_is_held(model):
-    ids = torch.randint(1, 101, (1, 60), generator=torch.Generator().manual_seed(5))
+    ids = text(1, 60, 5)
     for format in (None, "fp8_tensor_frozen"):
         _, cache = both("keydiff", format)
         expected = feed(model, cache, ids, (40, 1, 1))
@@ -149,7 +158,7 @@ def test_reset_forgets_all_and_memory_tells_what_is_held(model):
 
 
 def test_copies_leave_inference_mode(model):
-    ids = torch.randint(1, 101, (1, 60), generator=torch.Generator().manual_seed(6))
+    ids = text(1, 60, 6)
     for options in ({"policy": POLICIES["h2o"]}, {}):
         for sizes in ((40,), (40, 1)):
             with torch.inference_mode():
@@ -161,7 +170,7 @@ def test_copies_leave_inference_mode(model):
 
 def test_a_step_with_gradients(model):
     cache = CompressedCache(CONFIG, format="int8", max_length=100, **ZONES)
-    ids = torch.randint(1, 101, (1, 30), generator=torch.Generator().manual_seed(7))
+    ids = text(1, 30, 7)
     model(ids[:, :20], past_key_values=cache)
     logits = model(ids[:, 20:21], past_key_values=cache).logits
     other = CompressedCache(CONFIG, format="int8", max_length=100, **ZONES)

@@ -4,6 +4,7 @@ import pytest
 import torch
 from matrix import model
 from reference import assert_close
+from tolerance import of_model
 from transformers import DynamicCache
 
 from qkvcache import CompressedCache, policies
@@ -36,7 +37,7 @@ def test_no_token_beyond_max_length_is_taken(name):
     network = model(name)
     cache, growing = made(network, 20), DynamicCache(config=network.config)
     for at in range(20):
-        assert_close(read(network, cache, IDS[:, at : at + 1]), read(network, growing, IDS[:, at : at + 1]), 1e-4)
+        assert_close(read(network, cache, IDS[:, at : at + 1]), read(network, growing, IDS[:, at : at + 1]), of_model(network))
     with pytest.raises(ValueError, match="20 tokens and 1 more do not fit in max_length=20"):
         read(network, cache, IDS[:, 20:21])
     assert lengths(cache) == [20] * len(cache.layers)
@@ -51,7 +52,7 @@ def test_rows_are_repeated_selected_and_reordered(tokens):
         cache.batch_repeat_interleave(3)
         cache.batch_select_indices(torch.tensor([0, 4, 5]))
         cache.reorder_cache(torch.tensor([2, 0, 0]))
-    assert_close(read(network, ours, IDS[[0, 1, 0], 30:31]), read(network, theirs, IDS[[0, 1, 0], 30:31]), 1e-4)
+    assert_close(read(network, ours, IDS[[0, 1, 0], 30:31]), read(network, theirs, IDS[[0, 1, 0], 30:31]), of_model(network))
 
 
 @pytest.mark.parametrize("policy", [None, policies.SlidingWindow(window=40)])
@@ -60,7 +61,7 @@ def test_another_batch_after_reset(policy):
     cache = made(network, policy=policy)
     for ids in (IDS[:, :20], IDS[:1, :30], IDS[[0, 1, 1], :9]):
         cache.reset()
-        assert_close(read(network, cache, ids), read(network, DynamicCache(config=network.config), ids), 1e-4)
+        assert_close(read(network, cache, ids), read(network, DynamicCache(config=network.config), ids), of_model(network))
     with pytest.raises(ValueError, match=r"reset\(\) for another batch"):
         read(network, cache, IDS[:, :1])
     assert lengths(cache) == [9] * 4
@@ -72,7 +73,7 @@ def test_cropping_within_the_window():
     read(network, cache, IDS[:, :14])
     cache.crop(-5)
     got = read(network, cache, IDS[:, 9:12])
-    assert_close(got, read(network, DynamicCache(config=network.config), IDS[:, :12])[:, 9:], 1e-4)
+    assert_close(got, read(network, DynamicCache(config=network.config), IDS[:, :12])[:, 9:], of_model(network))
 
 
 def test_what_left_the_window_does_not_come_back():

@@ -2,27 +2,35 @@
 
 import importlib.util
 import sys
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
 import torch
+from reference import assert_close
+from tolerance import of_model
 
-from qkvcache import CompressedCache
+from qkvcache import CompressedCache, demo
 from qkvcache.formats import REGISTRY
+from qkvcache.harness.rows import read_rows
 
 EVAL = Path(__file__).parents[2] / "eval"
 
 
-@pytest.mark.parametrize(("name", "zones"), [("hadaquant_k3v3", (0, 0)), ("turboquant_4bit_nc", (4, 16))])
-def test_one_pass_is_token_by_token(name, zones, monkeypatch):
+@pytest.fixture
+def study(monkeypatch):
     monkeypatch.syspath_prepend(str(EVAL))
     spec = importlib.util.spec_from_file_location("formats_study", EVAL / "formats.py")  # tests have a package `formats`
-    study = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, spec.name, study)  # where dataclasses look
-    spec.loader.exec_module(study)
-    for size, count in (("CONTEXT", 150), ("WINDOWS", 2), ("READ_ON", 10)):
-        monkeypatch.setattr(study, size, count)
-    bench = study.Bench("llama", None)
+    made = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, made)  # where dataclasses look
+    spec.loader.exec_module(made)
+    return made
+
+
+@pytest.mark.parametrize(("name", "zones"), [("hadaquant_k3v3", (0, 0)), ("turboquant_4bit_nc", (4, 16))])
+def test_one_pass_is_token_by_token(name, zones, study):
+    sizes = {"context": 150, "windows": 2, "read_on": 10}
+    bench = study.Bench(Namespace(model="demo", device="cpu", dtype="float32", text=None, **sizes))
     format = REGISTRY[name]
     bench.codecs, bench.zones = lambda layer: (format.key, format.value), zones
     together = bench._read()
@@ -32,5 +40,25 @@ def test_one_pass_is_token_by_token(name, zones, monkeypatch):
         for i, (key, value) in enumerate(bench.past):
             cache.update(key, value, i)
         steps = [bench.model(token, past_key_values=cache).logits.log_softmax(-1) for token in bench.rest.split(1, dim=1)]
-    torch.testing.assert_close(torch.cat(steps, 1), together, rtol=1e-3, atol=2e-3)
+    assert_close(torch.cat(steps, 1), together, of_model(bench.model, 256))
     assert (together - bench.dense).abs().max() > 0.05
+
+
+def test_rows_and_tables_of_two_models_live_together(study, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(study, "QUALITY", ["int8", "turboquant_3bit_nc"])
+    file = tmp_path / "rows.jsonl"
+    small = ["quality", "--context", "120", "--windows", "2", "--read-on", "6", "--out", str(file)]
+    study.main(small)
+    copy = tmp_path / "other"
+    copy.symlink_to(demo.MODEL_PATH)
+    study.main([*small, "--model", str(copy)])
+    rows = read_rows(file)
+    assert [row["what"] for row in rows] == ["formats_quality_demo"] * 4 + ["formats_quality_other"] * 4
+    assert all(len(row["kls"]) == 2 and row["kl_error"] >= 0 and row["perplexity_ratio"] > 0.5 for row in rows)
+    assert rows[2]["kl"] > 10 * rows[0]["kl"] > 0
+    capsys.readouterr()
+    study.main(["--markdown", "--model", str(copy), "--out", str(file)])
+    said = capsys.readouterr().out
+    assert said.count("| `") == 2 and "other on cpu: 2 x 6 tokens of pydoc after 120" in said
+    study.main(["--show", "--out", str(file)])
+    assert "other" in capsys.readouterr().out

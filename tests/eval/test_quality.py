@@ -8,18 +8,20 @@ import pytest
 
 from qkvcache.harness.rows import read_rows
 
+EVAL = Path(__file__).parents[2] / "eval"
+
 
 @pytest.fixture
 def study(monkeypatch):
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "eval"))
+    monkeypatch.syspath_prepend(str(EVAL))
     return importlib.import_module("quality"), importlib.import_module("quality_pictures")
 
 
 def test_rows_tables_and_pictures(study, tmp_path, capsys):
     quality, pictures = study
     file = tmp_path / "rows.jsonl"
-    small = "--context 300 --passages 1 --read-on 4 --cases 2 --formats int8 turboquant_3bit_nc --policies sink_window lagkv --budgets 0.3"
-    quality.main([*small.split(), "--dtype", "float32", "--out", str(file)])
+    small = "--context 300 --passages 2 --read-on 4 --cases 2 --formats int8 turboquant_3bit_nc --policies sink_window lagkv --budgets 0.3"
+    quality.main([*small.split(), "--facts-in", "200", "300", "--out", str(file)])
     rows = read_rows(file)
     names = ["DynamicCache", *["int8"] * 2, *["turboquant_3bit_nc"] * 2]
     names += [f"turboquant_4bit_nc + {policy} 30%" for policy in ("sink_window", "lagkv")]
@@ -27,15 +29,43 @@ def test_rows_tables_and_pictures(study, tmp_path, capsys):
     dense, int8, alone, *_ = rows
     assert dense["kl"] == pytest.approx(0, abs=1e-6) and dense["ratio"] == 1 and dense["recall_unseen"] == 1
     assert int8["ratio"] < alone["ratio"] and int8["kl"] < 0.01 and rows[-2]["ratio"] > 3
+    assert int8["recall"] == dense["recall"] == {"200": [2, 2], "300": [2, 2]} and len(int8["kls"]) == 2
+    assert all(
+        row["dtype"] == "torch.float32" and row["bytes_per_token"] <= 1.2 * dense["bytes_per_token"] == 6144 for row in rows
+    )  # 16 bit
+    assert all(row["text"] == "pydoc" and row["device"] == "cpu" and row["model"] == "demo" for row in rows)
     capsys.readouterr()
     quality.main(["--markdown", "--out", str(file)])
-    assert "| `turboquant_3bit_nc` |" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "| turboquant_3bit_nc" in said and "recall in 200: unseen / seen" in said
     quality.main(["--plot", "--csv", str(tmp_path / "rows.csv"), "--out", str(file)])
     assert (tmp_path / "quality_demo.png").stat().st_size > 10_000
     with (tmp_path / "rows.csv").open() as made:
         assert [row["format"] for row in csv.DictReader(made)][1] == "int8"
     with pytest.raises(SystemExit):
         quality.main(["--show", "--model", "another", "--out", str(file)])
+
+
+def test_nothing_is_measured_without_time_and_older_rows_stay(study, tmp_path):
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"what": "quality_demo"}\n')
+    with pytest.raises(SystemExit, match="over before"):
+        study[0].main(["--context", "200", "--passages", "1", "--read-on", "2", "--cases", "1", "--minutes", "0", "--out", str(file)])
+    assert read_rows(file) == [{"what": "quality_demo"}]
+
+
+def test_digits_that_the_error_does_not_bear_are_left_out(monkeypatch):
+    monkeypatch.syspath_prepend(str(EVAL))
+    bars = importlib.import_module("error_bars")
+    assert bars.with_error(0.0085234, 0.00041) == ".0085 ± .0004"
+    assert bars.with_error(0.0085234, 0.00014) == ".00852 ± .00014"
+    assert bars.with_error(1.0234, 0.031) == "1.02 ± .03" and bars.with_error(188.2, 21.0) == "188 ± 21"
+    assert bars.with_error(-0.0004, 0.002) == "-.000 ± .002" and bars.with_error(1e-9, 1e-9) == "0"
+    assert bars.with_error(0.01234, float("nan")) == ".012"
+    assert bars.recalled(16, 16) == "100 ± 4 %" and bars.recalled(8, 16) == "50 ± 12 %"
+    mean, error = bars.paired([1.0, 2.0, 3.0], [0.5, 1.5, 2.5])
+    assert (mean, error) == (0.5, 0)  # though each alone varies
+    assert bars.paired([1.0, 3.0], [0.0, 0.0])[1] == pytest.approx(1.0)
 
 
 REFUSED = [
@@ -48,8 +78,8 @@ REFUSED = [
     ("--budgets nan", "--budgets: nan: must be a share"),
     ("--budgets 0.001", "--budgets: 0.001 of 2000 tokens is too little for"),
     ("--text nowhere.txt", "--text: 'nowhere.txt' is no file"),
-    ("--model ./nowhere", "--model: './nowhere' is no folder"),
-    ("--model /nowhere/at/all", "--model: '/nowhere/at/all' is no folder"),
+    ("--model ./nowhere", "--model: './nowhere' does not exist"),
+    ("--model /nowhere/at/all", "--model: '/nowhere/at/all' does not exist"),
     ("--device cuda:99", "--device: 'cuda:99' is no device"),
 ]
 

@@ -43,7 +43,7 @@ def test_rounds_to_nearest_even(dtype):
     numbers = [*numbers, *(-n for n in numbers)]
     # The greatest value in the same vector makes the scale 1.
     x = torch.tensor([TOP[dtype], *numbers, 0.0])[None, None, None]
-    codes = encode(FP8(dtype).key, x)
+    codes = encode(FP8(dtype).value, x)
     assert codes["scale"].item() == 1.0
     assert codes["codes"].flatten().tolist() == [nearest_byte(n, dtype) for n in x.flatten().tolist()]
 
@@ -55,7 +55,7 @@ def test_against_ml_dtypes(dtype):
     x[..., 0] = TOP[dtype]
     x = x.clamp(-TOP[dtype], TOP[dtype])
     oracle = ml_dtypes.float8_e4m3fn if dtype == "e4m3" else ml_dtypes.float8_e5m2
-    assert torch.equal(roundtrip(FP8(dtype).key, x), torch.from_numpy(x.numpy().astype(oracle).astype("float32")))
+    assert torch.equal(roundtrip(FP8(dtype).value, x), torch.from_numpy(x.numpy().astype(oracle).astype("float32")))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -63,14 +63,14 @@ def test_against_ml_dtypes(dtype):
 def test_scale_spans_what_it_says(dtype, scale, span):
     x = torch.randn(2, 3, 5, 64)
     expected = (x.abs().amax(dim=span, keepdim=True) / TOP[dtype]).expand(2, 3 if scale == "token_head" else 1, 5, 1)
-    assert torch.equal(encode(FP8(dtype, scale).key, x)["scale"], expected)
+    assert torch.equal(encode(FP8(dtype, scale).value, x)["scale"], expected)
 
 
 @pytest.mark.parametrize("scale", ["token_head", "token", "tensor"])
 def test_the_largest_comes_back_exactly(scale):
     x = torch.randn(1, 2, 200, 64)
     at = x.abs().argmax()
-    torch.testing.assert_close(roundtrip(FP8(scale=scale).key, x).flatten()[at], x.flatten()[at], rtol=1e-6, atol=0)
+    torch.testing.assert_close(roundtrip(FP8(scale=scale).value, x).flatten()[at], x.flatten()[at], rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -78,12 +78,12 @@ def test_error_is_half_a_step(dtype):
     x = torch.randn(2, 3, 40, 64)
     relative, step = (2**-4, 2**-9) if dtype == "e4m3" else (2**-3, 2**-16)
     scale = x.abs().amax(-1, keepdim=True) / TOP[dtype]
-    assert ((roundtrip(FP8(dtype).key, x) - x).abs() <= x.abs() * relative * 1.001 + scale * step * 0.5).all()
+    assert ((roundtrip(FP8(dtype).value, x) - x).abs() <= x.abs() * relative * 1.001 + scale * step * 0.5).all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_frozen_scale_saturates_what_comes_later(dtype):
-    codec = FP8(dtype, scale="tensor", frozen=True).key
+    codec = FP8(dtype, scale="tensor", frozen=True).value
     first = torch.randn(1, 2, 5, 64).clamp(-1, 1) * 0.25
     once = codec.fit(first)
     later = torch.randn(1, 2, 5, 64) * 10
@@ -94,7 +94,7 @@ def test_frozen_scale_saturates_what_comes_later(dtype):
 
 
 def test_frozen_scale_survives_a_first_block_of_zeros():
-    codec = FP8(scale="tensor", frozen=True).key
+    codec = FP8(scale="tensor", frozen=True).value
     once = codec.fit(torch.zeros(1, 2, 5, 64))
     x = torch.randn(1, 2, 5, 64)
     assert (codec.decode(codec.encode(x, once) | once, 64) - x).norm() < 0.03 * x.norm()
@@ -103,13 +103,13 @@ def test_frozen_scale_survives_a_first_block_of_zeros():
 def test_tensor_scale_ignores_other_rows():
     x = torch.randn(2, 2, 5, 64)
     x[1] *= 1000
-    codec = FP8(scale="tensor").key
+    codec = FP8(scale="tensor").value
     assert torch.equal(roundtrip(codec, x)[:1], roundtrip(codec, x[:1]))
 
 
 def test_e5m2_errs_twice_as_much():
     x = torch.randn(2, 3, 40, 128)
-    assert 1.9 < error(FP8("e5m2").key, x) / error(FP8().key, x) < 2.1
+    assert 1.9 < error(FP8("e5m2").value, x) / error(FP8().value, x) < 2.1
 
 
 @pytest.mark.parametrize(

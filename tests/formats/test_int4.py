@@ -14,7 +14,7 @@ def test_group_codes_by_hand():
     x = torch.zeros(1, 1, 1, 64)
     x[..., :8] = torch.tensor([7.0, -7.0, 3.4, 3.6, -3.4, -3.6, 0.4, 1.0])
     x[..., 32] = 14
-    codes = encode(Int4("group").key, x)
+    codes = encode(Int4("group").value, x)
     assert codes["scale"].flatten().tolist() == [1.0, 2.0]
     # Word j holds channels j, j + 16, j + 32 and j + 48.
     words = codes["codes"].view(torch.uint16).flatten().tolist()
@@ -26,14 +26,14 @@ def test_group_against_fake_quantize():
     rows = x.reshape(-1, 32)
     scale = (rows.abs().amax(-1) / 7).half().float()
     expected = torch.fake_quantize_per_channel_affine(rows, scale, torch.zeros_like(scale, dtype=torch.int32), 0, -7, 7)
-    torch.testing.assert_close(roundtrip(Int4("group").key, x).reshape(-1, 32), expected, rtol=0, atol=1e-5)
+    torch.testing.assert_close(roundtrip(Int4("group").value, x).reshape(-1, 32), expected, rtol=0, atol=1e-5)
 
 
 def test_hadamard_rotates_keys_only():
-    format = Int4()
+    format = Int4(center=False)
     assert (format.key.rotation, format.value.rotation) == (Hadamard(), None)
     x = torch.randn(2, 3, 40, 128)
-    turned, plain = encode(format.key, x), encode(Int4("group").key, Hadamard().apply(x))
+    turned, plain = encode(format.key, x), encode(Int4("group").value, Hadamard().apply(x))
     assert all(torch.equal(turned[name], plain[name]) for name in plain)
     x[..., 3] *= 20
     assert error(format.key, x) < 0.6 * error(format.value, x)
@@ -42,7 +42,7 @@ def test_hadamard_rotates_keys_only():
 @pytest.mark.parametrize("magnitude", [1.0, 3e-7])  # the latter under scales of few bits, which fp16 rounds down by a third
 def test_groups_are_symmetric(magnitude):
     x = torch.randn(2, 3, 40, 128) * magnitude
-    assert torch.equal(roundtrip(Int4("group").key, -x), -roundtrip(Int4("group").key, x))
+    assert torch.equal(roundtrip(Int4("group").value, -x), -roundtrip(Int4("group").value, x))
 
 
 def vllm_int4(x: np.ndarray, signs: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
@@ -65,19 +65,21 @@ def test_vllm_rule_against_numpy(head_dim):
     signs = (torch.bernoulli(torch.full((head_dim,), 0.5), generator=generator) * 2 - 1).double().numpy()
     codes, scale, zero, restored = vllm_int4(x.reshape(-1, head_dim).double().numpy(), signs)
 
-    ours = encode(Int4("vllm").key, x)
+    ours = encode(Int4("vllm").value, x)
     bits = ours["scale"].view(torch.int32).flatten()
     assert torch.equal(bits & 15, torch.from_numpy(zero).int())
     np.testing.assert_allclose((bits & ~15).view(torch.float32).numpy(), scale, rtol=2**-19)
     # Two roundings of the scale apart, a code may differ where a channel lies between two of them.
     differ = unpack4(ours["codes"]).reshape(-1, head_dim).numpy() != codes
     assert differ.mean() < 1e-3
-    np.testing.assert_allclose(roundtrip(Int4("vllm").key, x).reshape(-1, head_dim)[~differ.any(-1)], restored[~differ.any(-1)], atol=1e-5)
+    np.testing.assert_allclose(
+        roundtrip(Int4("vllm").value, x).reshape(-1, head_dim)[~differ.any(-1)], restored[~differ.any(-1)], atol=1e-5
+    )
 
 
 def test_vllm_rule_errs_half_a_step():
     x = torch.randn(2, 3, 40, 128)
-    levels, scale, offset, _ = Int4("vllm").key.unpack(encode(Int4("vllm").key, x), 128)
+    levels, scale, offset, _ = Int4("vllm").value.unpack(encode(Int4("vllm").value, x), 128)
     # The zero point is rounded too, so that the ends of the range can be half a step off.
     assert ((levels * scale + offset - Hadamard(randomized=True).apply(x)).abs() <= scale * 1.001).all()
 
@@ -87,24 +89,24 @@ def test_vllm_rule_keeps_a_dominant_first_channel(sign):
     # Rotated, it is a constant: the range leaves out zero, and vLLM's zero point clips. There, the error is 1.
     x = torch.randn(1, 2, 40, 128)
     x[..., 0] += sign * 100
-    assert error(Int4("vllm").key, x) < 0.05
+    assert error(Int4("vllm").value, x) < 0.05
     x = torch.zeros(1, 1, 1, 128)
     x[..., 0] = sign
-    torch.testing.assert_close(roundtrip(Int4("vllm").key, x), x, rtol=0, atol=1e-5)
+    torch.testing.assert_close(roundtrip(Int4("vllm").value, x), x, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("rule", ["hadamard", "group"])
 @pytest.mark.parametrize("group_size", [16, 64, 128])
 def test_other_groups(rule, group_size):
-    format = Int4(rule, group_size=group_size)
-    assert format.name.endswith(f"_g{group_size}")
+    format = Int4(rule, group_size=group_size, center=False)
+    assert format.name.endswith(f"_g{group_size}_uncentered")
     assert format.bytes_per_token(128) == 128 + 4 * 128 // group_size
     assert error(format.key, torch.randn(1, 2, 40, 128)) < 0.13
 
 
 def test_smaller_groups_err_less():
     x = torch.randn(1, 2, 40, 128)
-    errors = [error(Int4("group", group_size=size).key, x) for size in (8, 16, 32, 64, 128)]
+    errors = [error(Int4("group", group_size=size).value, x) for size in (8, 16, 32, 64, 128)]
     assert errors == sorted(errors)
 
 

@@ -10,7 +10,7 @@ from qkvcache.formats.uniform import Uniform
 
 def test_symmetric_codes_by_hand():
     x = torch.tensor([127.0, -127.0, 2.5, -2.5, 2.4, -0.5, 0.0, 64.0])[None, None, None]
-    codes = encode(Int8().key, x)
+    codes = encode(Int8().value, x)
     assert codes["scale"].item() == 1.0
     assert codes["codes"].flatten().tolist() == [127, -127, 3, -3, 2, -1, 0, 64]  # halves away from zero
 
@@ -20,20 +20,20 @@ def test_symmetric_against_fake_quantize():
     rows = x.reshape(-1, 128)
     scale = rows.abs().amax(-1) / 127
     expected = torch.fake_quantize_per_channel_affine(rows, scale, torch.zeros_like(scale, dtype=torch.int32), 0, -128, 127)
-    torch.testing.assert_close(roundtrip(Int8().key, x).reshape(-1, 128), expected, rtol=0, atol=1e-6)
+    torch.testing.assert_close(roundtrip(Int8().value, x).reshape(-1, 128), expected, rtol=0, atol=1e-6)
 
 
 def test_error_is_half_a_step():
     x = torch.randn(2, 3, 40, 128) * torch.logspace(-4, 4, 40)[:, None]
     step = x.abs().amax(-1, keepdim=True) / 127
-    assert ((roundtrip(Int8().key, x) - x).abs() <= step * 0.5001).all()
+    assert ((roundtrip(Int8().value, x) - x).abs() <= step * 0.5001).all()
 
 
 def test_a_token_shares_its_scale_over_heads():
     x = torch.randn(2, 3, 5, 64)
-    codes = encode(Int8(scale="token").key, x)
+    codes = encode(Int8(scale="token").value, x)
     assert torch.equal(codes["scale"], x.abs().amax(dim=(1, 3), keepdim=True) / 127)
-    assert error(Int8(scale="token").key, x) > error(Int8().key, x)
+    assert error(Int8(scale="token").value, x) > error(Int8().value, x)
 
 
 def naive_uniform(x: np.ndarray, bits: int) -> np.ndarray:
@@ -64,7 +64,7 @@ def test_uniform_errs_half_a_step_and_spans_the_range(bits):
 
 def test_asymmetric_is_better_off_center():
     x = torch.randn(1, 2, 64, 128) + 4
-    assert error(Int8(symmetric=False).key, x) < 0.6 * error(Int8().key, x)
+    assert error(Int8(symmetric=False).value, x) < 0.6 * error(Int8().value, x)
 
 
 @pytest.mark.parametrize("value", [0.1, -0.3, 1e-7, 7.7, -1e4])

@@ -17,7 +17,7 @@ MIDPOINTS = {0.25: 0, 0.75: 2, 1.25: 2, 1.75: 4, 2.5: 4, 3.5: 6, 5.0: 6}
 def codes_of(values: list[float]) -> list[int]:
     """Codes of up to 15 values under the scale 1, which a 6 beside them makes."""
     x = torch.tensor([6.0, *values, *[0.0] * (15 - len(values))])[None, None, None]
-    codes = encode(NVFP4().key, x)
+    codes = encode(NVFP4().value, x)
     assert codes["scale"].item() == 0x38  # 1.0
     return unpack(codes["codes"])[1 : 1 + len(values)]
 
@@ -33,8 +33,8 @@ def test_every_code_point():
     values = list(POINTS.values())
     assert codes_of(values[1:]) == list(POINTS)[1:]
     x = torch.tensor(values)[None, None, None].float()
-    assert torch.equal(roundtrip(NVFP4().key, x), x)
-    assert unpack(encode(NVFP4().key, x)["codes"]) == list(POINTS)
+    assert torch.equal(roundtrip(NVFP4().value, x), x)
+    assert unpack(encode(NVFP4().value, x)["codes"]) == list(POINTS)
 
 
 @pytest.mark.parametrize("sign", [1, -1])
@@ -79,8 +79,8 @@ def naive_candidates(block: list[float], search: str) -> list[int]:
 def test_against_one_number_at_a_time(search, magnitude):
     x = torch.randn(1, 1, 6, 32) * magnitude
     x = x.bfloat16().float()  # few bits, so that quotients of the naive code and of fp32 meet the same ties
-    codes = encode(NVFP4(search).key, x)
-    bytes_, levels = codes["scale"].flatten().tolist(), NVFP4(search).key.unpack(codes, 32).levels.reshape(-1, 16).tolist()
+    codes = encode(NVFP4(search).value, x)
+    bytes_, levels = codes["scale"].flatten().tolist(), NVFP4(search).value.unpack(codes, 32).levels.reshape(-1, 16).tolist()
     for block, byte, got in zip(x.reshape(-1, 16).tolist(), bytes_, levels, strict=True):
         least = min(naive_error(block, candidate) for candidate in naive_candidates(block, search))
         assert byte in naive_candidates(block, search)
@@ -93,10 +93,10 @@ def test_against_ml_dtypes():
     x = torch.randn(1, 2, 64, 64) * 3
     x = x.clamp(-6, 6)
     x[..., ::16] = 6
-    assert torch.equal(roundtrip(NVFP4().key, x), torch.from_numpy(x.numpy().astype(ml_dtypes.float4_e2m1fn).astype("float32")))
+    assert torch.equal(roundtrip(NVFP4().value, x), torch.from_numpy(x.numpy().astype(ml_dtypes.float4_e2m1fn).astype("float32")))
     x = x * torch.rand(64, 1)
     scales = x.unflatten(-1, (-1, 16)).abs().amax(-1).div(6).numpy().astype(ml_dtypes.float8_e4m3fn).view("uint8")
-    assert torch.equal(encode(NVFP4().key, x)["scale"], torch.from_numpy(scales))
+    assert torch.equal(encode(NVFP4().value, x)["scale"], torch.from_numpy(scales))
 
 
 @pytest.mark.parametrize("scale", ["n", "outliers", "uniform", "tiny", "huge"])
@@ -109,7 +109,7 @@ def test_searching_never_errs_more(scale):
         "huge": torch.randn(1, 2, 100, 64) * 1e3,
     }[scale]
     amax, four_over_six, mse = (
-        (roundtrip(NVFP4(search).key, x) - x).unflatten(-1, (-1, 16)).double().square().sum(-1) for search in SEARCHES
+        (roundtrip(NVFP4(search).value, x) - x).unflatten(-1, (-1, 16)).double().square().sum(-1) for search in SEARCHES
     )
     assert (four_over_six <= amax * (1 + 1e-5)).all()
     assert (mse <= four_over_six * (1 + 1e-5)).all()
@@ -118,24 +118,24 @@ def test_searching_never_errs_more(scale):
 
 def test_distortion_of_each_search():
     x = torch.randn(1, 2, 400, 128)
-    assert [error(NVFP4(search).key, x) ** 2 for search in SEARCHES] == pytest.approx([0.0091, 0.0076, 0.0067], rel=0.02)
+    assert [error(NVFP4(search).value, x) ** 2 for search in SEARCHES] == pytest.approx([0.0091, 0.0076, 0.0067], rel=0.02)
 
 
 @pytest.mark.parametrize("search", SEARCHES)
 def test_scale_has_a_floor_and_a_ceiling(search):
     small, large = torch.full((1, 1, 1, 16), 1e-5), torch.full((1, 1, 1, 16), -1e5)
-    assert encode(NVFP4(search).key, small)["scale"].item() == 1
-    assert torch.equal(roundtrip(NVFP4(search).key, small), torch.zeros(1, 1, 1, 16))
-    assert torch.equal(roundtrip(NVFP4(search).key, large), torch.full((1, 1, 1, 16), -6 * 448.0))
+    assert encode(NVFP4(search).value, small)["scale"].item() == 1
+    assert torch.equal(roundtrip(NVFP4(search).value, small), torch.zeros(1, 1, 1, 16))
+    assert torch.equal(roundtrip(NVFP4(search).value, large), torch.full((1, 1, 1, 16), -6 * 448.0))
 
 
 @pytest.mark.parametrize("search", SEARCHES)
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 def test_only_the_block_of_what_is_not_finite_is_lost(search, bad):
     x = torch.randn(1, 1, 1, 64)
-    clean = roundtrip(NVFP4(search).key, x)
+    clean = roundtrip(NVFP4(search).value, x)
     x[..., 20] = bad
-    decoded = roundtrip(NVFP4(search).key, x)
+    decoded = roundtrip(NVFP4(search).value, x)
     assert not decoded[..., 16:32].isfinite().any()
     assert torch.equal(decoded[..., :16], clean[..., :16])
     assert torch.equal(decoded[..., 32:], clean[..., 32:])

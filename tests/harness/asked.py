@@ -6,6 +6,7 @@ import torch
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 from matrix import model
+from seeds import SEED
 
 from qkvcache import demo
 from qkvcache.harness.model import CacheLM
@@ -21,7 +22,7 @@ def instances(kind: str, arguments: list[tuple]) -> list[Instance]:
 
 def token_requests(vocabulary: int = 100) -> list[tuple]:
     """Contexts of three lengths with one to three choices of one to five tokens; one token of context; one that is asked twice."""
-    rng = random.Random(0)
+    rng = random.Random(SEED)
 
     def ids(count: int) -> list[int]:
         return [rng.randrange(3, vocabulary) for _ in range(count)]

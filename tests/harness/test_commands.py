@@ -43,7 +43,7 @@ def test_wrong_input_is_explained(arguments, says):
     result = run("bench", "demo", *arguments)
     assert result.exit_code == 2, result.output
     assert says in result.output
-    assert "the folder 'no/such/folder' is not there" in run("bench", "no/such/folder").output
+    assert "'no/such/folder' does not exist" in run("bench", "no/such/folder").output
 
 
 def test_eval_hands_everything_to_lm_eval(monkeypatch):

@@ -7,7 +7,7 @@ from transformers import DynamicCache, StaticCache
 
 from qkvcache import CompressedCache, demo
 from qkvcache.harness.prefill import prefill, refill
-from qkvcache.harness.quality import Passages, RecallSet, divergence, held_bytes, recall
+from qkvcache.harness.quality import Passages, RecallSet, at_once, divergence, held_bytes, recall, steps
 from qkvcache.policies import H2O, TOVA, KeyDiff, LagKV, Random, SinkWindow, SnapKV
 from qkvcache.policies.base import ALL
 
@@ -42,6 +42,18 @@ def test_the_record_fills_a_cache_as_the_model_does(loaded, prompt, policy, form
     assert torch.equal(*logits)
     assert all(torch.equal(filled.kept_positions(i), run.kept_positions(i)) for i in range(5))
     assert filled.nbytes == run.nbytes
+
+
+def test_rows_that_are_read_in_groups(loaded, prompt, monkeypatch):
+    """As rows that are read together, but for the order of sums."""
+    model, (ids, together) = loaded[0], prompt
+    monkeypatch.setattr("qkvcache.harness.prefill.SCORES", 1)
+    apart, logits = prefill(model, ids, (ALL, 32))
+    for index, (a, b) in enumerate(zip(apart.layers, together.layers, strict=True)):
+        torch.testing.assert_close((a.keys, a.values), (b.keys, b.values), rtol=1e-4, atol=1e-4)
+        for window in (ALL, 32):
+            torch.testing.assert_close(apart.attention[window][index], together.attention[window][index], rtol=1e-4, atol=1e-4)
+    assert logits.shape == (2, model.config.vocab_size)
 
 
 def test_without_a_record_the_model_reads_again(loaded, prompt):
@@ -84,3 +96,32 @@ def test_states_of_linear_layers_are_counted_in_a_dense_cache_as_in_ours():
     assert held_bytes(ours) == ours.nbytes >= held_bytes(dense)
     with pytest.raises(TypeError, match="StaticCache"):
         held_bytes(StaticCache(config=network.config, max_cache_len=8))
+
+
+@pytest.mark.parametrize("options", [{}, {"exact_recent": 0}, {"exact_recent": 40}, {"policy": H2O(budget=100)}], ids=str)
+@pytest.mark.parametrize("tokens", [50, 90, 200])
+def test_tokens_that_are_read_at_once_see_what_they_see_one_by_one(loaded, tokens, options):
+    model, _, ids = loaded
+    ids = torch.tensor(ids[: 2 * (tokens + 80)]).view(2, -1)
+    found, sizes = [], []
+    for size in (None, 1):
+        cache = CompressedCache(model.config, format="turboquant_3bit_nc", **options)
+        with torch.no_grad():
+            model(ids[:, :tokens], past_key_values=cache)
+        sizes.append(at_once(cache))
+        found.append(torch.cat(list(steps(model, cache, ids[:, tokens:], size)), dim=1))
+    torch.testing.assert_close(*found, rtol=1e-3, atol=1e-3)
+    assert (sizes[0] > 1) == (options in ({}, {"exact_recent": 40}))
+
+
+def test_reading_at_once_what_should_come_one_by_one_is_seen(loaded):
+    """With more tokens a step than `at_once` allows, they see more of each other."""
+    model, _, ids = loaded
+    ids = torch.tensor(ids[:280])[None]
+    with torch.no_grad():
+        found = []
+        for size in (None, 80):
+            cache = CompressedCache(model.config, format="turboquant_3bit_nc", exact_recent=32)
+            model(ids[:, :200], past_key_values=cache)
+            found.append(torch.cat(list(steps(model, cache, ids[:, 200:], size)), dim=1))
+    assert (found[0] - found[1]).abs().max() > 0.01

@@ -4,8 +4,9 @@ import random
 import re
 
 import pytest
+from seeds import SEED
 
-from qkvcache.harness.recall import KEYS, code_word, plant, recall_case, recall_cases
+from qkvcache.harness.recall import FORMS, KEYS, code_word, plant, recall_case, recall_cases
 
 FILLER = "one two three four five six seven eight nine ten " * 40
 
@@ -18,7 +19,7 @@ def test_the_sentence_is_planted_at_its_depth(depth):
 
 
 def test_one_fact_answers_the_question():
-    case = recall_case(random.Random(1), FILLER, 0.5, distractors=5)
+    case = recall_case(random.Random(SEED + 1), FILLER, 0.5, distractors=5)
     key = case.question.split("code word of ")[1].split("?")[0]
     facts = [part.split(".")[0] for part in case.context.split("The code word of ")[1:]]
     assert len(facts) == 6
@@ -34,7 +35,7 @@ def test_cases_are_reproducible_and_spread():
 
 
 def test_code_words_are_not_words_of_the_text():
-    rng = random.Random(0)
+    rng = random.Random(SEED)
     words = {code_word(rng) for _ in range(200)}
     assert len(words) > 190
     assert not words & {key.lower() for key in KEYS}
@@ -43,3 +44,12 @@ def test_code_words_are_not_words_of_the_text():
 def test_no_fact_is_planted_inside_of_another():
     for case in recall_cases(60, lambda rng: "one two three four five six", distractors=5):
         assert len(re.findall(r"The code word of \w+ is \w+\.", case.context)) == 6
+
+
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+def test_facts_of_every_form_stand_whole(form):
+    for seed in range(20):
+        case = recall_case(random.Random(seed), "one two three four five six", 0.5, distractors=5, key="Anna", form=form)
+        assert len(re.findall(form.fact, case.context)) == 6
+        assert form.needle.format(key="Anna", word=case.answer.strip()) in case.context
+        assert case.question == form.question.format(key="Anna")

@@ -46,8 +46,9 @@ KINDS = {  # one format of each kind of codes and of scales, and a head_dim for 
     "nvfp4": 112,
     "turboquant_4bit_nc": 128,
     "turboquant_3bit_nc": 112,
-    "int8_centered": 64,
-    "nvfp4_mse_centered": 112,
+    "int8_uncentered": 64,
+    "nvfp4_uncentered": 112,
+    "turboquant_3bit_nc_uncentered": 96,
     "hadaquant_k4v4": 80,
     "hadaquant_k2v2": 112,
 }

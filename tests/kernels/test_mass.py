@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 import torch
 from matrix import FORMATS
+from tolerance import rounding
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -98,7 +99,7 @@ def test_the_reference(case, format):
     else:
         options.setdefault("scaling", 64**-0.5)
         expected, _ = dense_mass(query, key, observed, visible, **options)
-    torch.testing.assert_close(mass, expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(mass, expected, rtol=rounding(64, 135), atol=rounding(64, 135) * 1e-2)
 
 
 def test_hidden_tokens_have_no_mass():
@@ -297,14 +298,14 @@ PREFILL_OPTIONS = [{}, {"softcap": 1.5}, {"sinks": torch.tensor([9.0, -20.0, 0.5
 def test_column_mass_in_torch(shape, block, monkeypatch):
     monkeypatch.setattr(in_torch, "BLOCK", block)
     query, key, observed, visible = prefill(*shape, dtype=torch.float32)
-    check_prefill(in_torch.column_mass, 1e-4, query, key, observed, visible)
-    check_prefill(in_torch.column_mass, 1e-4, query, key, torch.ones_like(observed), None)
+    check_prefill(in_torch.column_mass, rounding(64, 200), query, key, observed, visible)
+    check_prefill(in_torch.column_mass, rounding(64, 200), query, key, torch.ones_like(observed), None)
 
 
 @pytest.mark.parametrize("options", PREFILL_OPTIONS, ids=str)
 def test_column_mass_in_torch_with_options(options):
     options = {name: x.to(DEVICE) if isinstance(x, Tensor) else x for name, x in options.items()}
-    check_prefill(in_torch.column_mass, 1e-4, *prefill(1, 3, 30, 50, dtype=torch.float32), **options)
+    check_prefill(in_torch.column_mass, rounding(64, 200), *prefill(1, 3, 30, 50, dtype=torch.float32), **options)
 
 
 @pytest.fixture

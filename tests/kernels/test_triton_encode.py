@@ -106,8 +106,9 @@ def test_what_heads_share_may_be_held_by_each(format):
         for plane in planes.values():
             plane.view(torch.uint8).fill_(SENTINEL)
         assert {plane.shape[1] for plane in planes.values()} == {heads}
-        encode_kv([(codec, x, planes, {}), (codec, x, {name: plane.clone() for name, plane in planes.items()}, {})], 7)
-        check(codec, x, planes, {}, 7)
+        once = codec.fit(x)
+        encode_kv([(codec, x, planes, once), (codec, x, {name: plane.clone() for name, plane in planes.items()}, once)], 7)
+        check(codec, x, planes, once, 7)
 
 
 @pytest.mark.parametrize("head_dim", slowly([64, 96, 128, 256], [96, 256]))

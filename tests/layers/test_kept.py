@@ -22,8 +22,8 @@ def kept() -> dict[str, int]:
     return {f"{x.__module__}.{x.__qualname__}": x.cache_info().misses for x in caches}
 
 
-KEPT = [(format, "torch") for format in (*KINDS, "nvfp4_mse_centered", "hadaquant_k4v3_trellis")]
-KEPT += [(format, "triton") for format in ("identity", "nvfp4_mse_centered", "turboquant_3bit_nc")]
+KEPT = [(format, "torch") for format in (*KINDS, "nvfp4_mse", "hadaquant_k4v3_trellis")]
+KEPT += [(format, "triton") for format in ("identity", "nvfp4_mse", "turboquant_3bit_nc")]
 
 
 @pytest.mark.parametrize(("format", "kernels"), KEPT)

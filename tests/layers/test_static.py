@@ -10,11 +10,12 @@ import updates
 from hypothesis import given, settings
 from matrix import FORMATS
 from reference import assert_close
+from tolerance import rounding, same_decoded
 from torch import Tensor
 from updates import DIM, HEADS, ROWS, VALUE_DIM, Pair, new
 
 from qkvcache.attention import KVHandle
-from qkvcache.formats import REGISTRY
+from qkvcache.formats import FP8, REGISTRY
 from qkvcache.kernels import attend, attend_on_buffers, attend_on_codes, counted
 from qkvcache.kernels.segments import DROPPED
 from qkvcache.layers.compressed import CompressedLayer
@@ -39,6 +40,11 @@ def filled(*sizes: int, **options) -> CompressedLayer:
 def same(a, b) -> bool:
     a, b = list(a), list(b)
     return len(a) == len(b) and all(x.shape == y.shape and torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def same_tokens(layer: CompressedLayer, expected) -> bool:
+    """Whether `layer` holds the tokens of `expected`, which were decoded in other blocks."""
+    return all(same_decoded(*pair) for pair in zip(layer.dense(), expected, layer.format.codecs(), strict=True))
 
 
 def addresses(layer: CompressedLayer) -> list[int]:
@@ -103,12 +109,13 @@ def check(layer: CompressedLayer, tokens: Tokens) -> None:
     assert layer.storage.quantized == tokens.body
     assert layer.storage.buffers.lengths.tolist() == [[tokens.count, tokens.body]] * tokens.held[0].shape[0]
     assert layer.storage.state[DROPPED] == 0
-    assert same(layer.dense(), tokens.held)
+    assert same_tokens(layer, tokens.held)
 
 
 # Against a list of tokens
 
 
+@pytest.mark.sums
 @pytest.mark.parametrize("zones", ZONES)
 @pytest.mark.parametrize("format", FORMATS)
 def test_update_returns_the_tensors_and_then_handles(format, zones):
@@ -124,7 +131,7 @@ def test_update_returns_the_tensors_and_then_handles(format, zones):
             continue
         assert all(isinstance(handle, KVHandle) for handle in got) and got[0].payload is got[1].payload
         seen = layer.dense() if size == 1 else [torch.cat(pair, 2) for pair in zip(before, x, strict=True)]
-        assert same([handle.dense() for handle in got], seen)
+        assert all(same_decoded(handle.dense(), *pair) for handle, *pair in zip(got, seen, layer.format.codecs(), strict=True))
 
 
 @pytest.mark.parametrize("format", [name for name in FORMATS if name not in BY_BLOCK])
@@ -203,10 +210,10 @@ def test_cropped_slots_are_written_anew():
     kept = addresses(layer)
     layer.crop(-30)
     assert (layer.storage.seen, layer.storage.quantized) == (29, 27)  # what was encoded stays encoded: no token is left in the ring
-    assert same(layer.dense(), [x[:, :, :29] for x in tokens])
+    assert same_tokens(layer, [x[:, :, :29] for x in tokens])
     x = new(3)
     layer.update(*x)
-    assert same(layer.dense(), [torch.cat([a[:, :, :29], b], 2) for a, b in zip(tokens, x, strict=True)])
+    assert same_tokens(layer, [torch.cat([a[:, :, :29], b], 2) for a, b in zip(tokens, x, strict=True)])
     layer.crop(-1000)
     assert layer.get_seq_length() == 0 and addresses(layer) == kept
     assert all(got is y for got, y in zip(layer.update(*x), x, strict=True))
@@ -292,7 +299,7 @@ def test_storage_of_early_initialization_is_used():
     layer = empty()
     layer.lazy_initialization(*new(0))
     kept = addresses(layer)
-    assert layer.is_initialized and layer.get_seq_length() == 0 and len(kept) == 10
+    assert layer.is_initialized and layer.get_seq_length() == 0 and len(kept) == 11  # a mean among them
     x = new(40)
     assert layer.update(*x)[0] is x[0]
     assert addresses(layer) == kept
@@ -386,7 +393,7 @@ def test_compiled_steps_equal_eager_ones(format, compiled):
     plain = copy.deepcopy(layer)
     for _ in range(25):
         x = new(1)
-        assert_close(step(layer, x, query), one_step(plain, x, query), 1e-5)
+        assert_close(step(layer, x, query), one_step(plain, x, query), rounding(DIM, LIMIT))
     assert len(graphs) == 1
     assert layer.storage.stale and layer.query_offset().item() == 46
     assert layer.get_seq_length() == 46 and not layer.storage.stale
@@ -394,7 +401,7 @@ def test_compiled_steps_equal_eager_ones(format, compiled):
     x = new(3)  # and on, outside of compiled code
     layer.update(*x), plain.update(*x)
     x = new(1)
-    assert_close(step(layer, x, query), one_step(plain, x, query), 1e-5)
+    assert_close(step(layer, x, query), one_step(plain, x, query), rounding(DIM, LIMIT))
     assert len(graphs) == 1
     layer.crop(-1), plain.crop(-1)
     assert same(layer.dense(), plain.dense())
@@ -417,14 +424,15 @@ def test_tokens_beyond_max_length_are_dropped_and_then_said(compiled):
 # What attention reads of the store
 
 
+@pytest.mark.sums
 @pytest.mark.parametrize("format", KINDS)
 def test_unfold_is_dense_at_its_columns(format):
     layer = filled(30, 1, 1, format=format)
     x = new(3)
     got = counted.unfold(layer.storage.buffers, x)
-    for side, known, fresh in zip(got, layer.dense(), x, strict=True):
+    for side, known, fresh, codec in zip(got, layer.dense(), x, layer.format.codecs(), strict=True):
         assert side.shape[2] == LIMIT
-        assert torch.equal(side[:, :, :32], known) and torch.equal(side[:, :, 32:35], fresh) and not side[:, :, 35:].any()
+        assert same_decoded(side[:, :, :32], known, codec) and torch.equal(side[:, :, 32:35], fresh) and not side[:, :, 35:].any()
 
 
 def masks(columns: int) -> dict[str, Tensor | None]:
@@ -448,13 +456,14 @@ def masks(columns: int) -> dict[str, Tensor | None]:
 @pytest.mark.parametrize("format", ["identity", "turboquant_3bit_nc"])
 def test_attention_over_slots_equals_that_over_tokens(format, sizes, mask):
     layer = filled(*sizes, format=format)
+    layer.settle()
     given = masks(LIMIT)[mask]
     query = torch.randn(ROWS, 4, 1, DIM)
     payload, seen = layer.storage.payload(), layer.get_seq_length()
     options = {"scaling": 0.3, "softcap": 2.0, "sinks": torch.randn(4)} if mask in ("none", "additive") else {}
     expected = attend(query, payload, given if given is None or given.shape[-1] == 1 else given[..., :seen], **options)
-    assert_close(counted.attend_on_slots(query, layer.storage.buffers, given, **options), expected, 1e-5)
-    assert_close(attend_on_buffers(query, layer.storage.buffers, given, **options), expected, 1e-5)
+    assert_close(counted.attend_on_slots(query, layer.storage.buffers, given, **options), expected, rounding(DIM, LIMIT))
+    assert_close(attend_on_buffers(query, layer.storage.buffers, given, **options), expected, rounding(DIM, LIMIT))
 
 
 def test_what_lies_in_unused_slots_counts_for_nothing():
@@ -464,4 +473,15 @@ def test_what_lies_in_unused_slots_counts_for_nothing():
     layer.storage.chunks.chunks[0][0]["codes"][:, :, layer.storage.quantized :] = 127
     query = torch.randn(ROWS, 4, 1, DIM)
     expected = attend(query, layer.storage.payload())
-    assert_close(counted.attend_on_slots(query, layer.storage.buffers, None), expected, 1e-5)
+    assert_close(counted.attend_on_slots(query, layer.storage.buffers, None), expected, rounding(DIM, LIMIT))
+
+
+def test_tokens_that_stay_have_no_part_in_the_scale_of_those_that_leave():
+    format, x = FP8(scale="tensor"), torch.randn(1, 2, 10, 64) + 50 * (torch.arange(64) == 7)
+    held = Storage(format.codecs(), (x[:, :, :0], x[:, :, :0]), 0, 7, 60)
+    held.chunks.fit((x, x))
+    for part in x.split((6, 4), dim=2):
+        counted.step(held.buffers, (part, part))
+    for codec, planes, once in zip(format.codecs(), held.chunks.chunks[0], held.chunks.once, strict=True):
+        wanted = codec.encode(x[:, :, :2], once)
+        assert all(torch.equal(planes[name][:, :, :2], wanted[name]) for name in planes)

@@ -64,7 +64,7 @@ def test_recommend():
         (("plan", "demo"), "--context"),
         (("plan", str(Path(__file__).parent), "--context", "10"), "has no config"),
         *[
-            ((command, path, "--context", "10"), f"the folder '{path}' is not there")
+            ((command, path, "--context", "10"), f"'{path}' does not exist")
             for command in ("plan", "recommend")
             for path in ("no/such/folder", "./no_folder", "~/no_folder")
         ],

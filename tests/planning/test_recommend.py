@@ -52,7 +52,7 @@ def format_of(**options) -> str:
 
 
 def test_by_context_and_workload():
-    assert format_of(context=2000) == "int8_centered"
+    assert format_of(context=2000) == "int8"
     assert format_of(context=10_000) == "hadaquant_k4v4"
     assert format_of(context=10_000, workload="continue") == "hadaquant_k4v4"
     assert format_of() == format_of(workload="question") == "hadaquant_k4v4"
@@ -91,7 +91,7 @@ def test_what_need_not_be_compressed_is_left_dense():
 
 
 def test_a_dense_cache_is_taken_only_where_it_fits():
-    compressed = next(found for n in range(60, 300) if 1 < (found := plan(SMALL, format="int8_centered", context=n)).ratio < 1.05)
+    compressed = next(found for n in range(60, 300) if 1 < (found := plan(SMALL, format="int8", context=n)).ratio < 1.05)
     between = (compressed.bytes_per_request + compressed.dense) / 2
     for memory, kind in ((between, CompressedCache), (2 * between, hf.DynamicCache)):
         found = recommend(SMALL, context=compressed.context, gpu_memory=memory, weights_memory=0)

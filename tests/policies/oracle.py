@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+from seeds import SEED
 from torch import Tensor
 
 from qkvcache.formats import resolve
@@ -23,7 +24,7 @@ class Text:
     sizes: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        generator = torch.Generator().manual_seed(sum(self.sizes))
+        generator = torch.Generator().manual_seed(SEED + sum(self.sizes))
         shape = len(self.pads), HEADS, sum(self.sizes)
         self.keys, self.values = (torch.randn(*shape, DIM, generator=generator) for _ in range(2))
         self.mass = torch.rand(len(self.sizes), *shape, generator=generator) ** 4

@@ -4,7 +4,9 @@ import pytest
 import torch
 import transformers as hf
 from matrix import ATTENTION, model, slowly
-from reference import forward
+from reference import assert_close, forward
+from seeds import SEED
+from tolerance import of_model, rounding
 from transformers import DynamicCache
 
 from qkvcache import CompressedCache
@@ -16,7 +18,7 @@ LENGTH = sum(SIZES)
 
 
 def inputs():
-    torch.manual_seed(3)
+    torch.manual_seed(SEED + 3)
     ids = torch.randint(3, 100, (len(PADS), LENGTH))
     mask = (torch.arange(LENGTH) >= torch.tensor(PADS)[:, None]).long()
     return ids * mask, mask
@@ -91,7 +93,7 @@ def test_scores_equal_sums_of_dense_weights(attention, kind, format):
     run(model("llama", attention), cache)
     found, dense = scores(cache, 0), expected(kind, weights(model("llama", "eager"), 0))
     assert found.shape == dense.shape and dense.max() > 0.5
-    assert (found - dense).abs().max() <= (1e-5 if format is None else 0.05) * dense.max()
+    assert (found - dense).abs().max() <= (rounding(64, 64, 32, 2 * LENGTH) if format is None else 0.05) * dense.max()
 
 
 @pytest.mark.parametrize("name", ["gpt_oss", "gemma2"])
@@ -102,7 +104,7 @@ def test_sinks_and_softcaps_count(name, attention):
     cache = CompressedCache(network.config, policy=H2O(budget=500))
     run(network, cache)
     dense = weights(model(name, "eager"), 1).sum(2)
-    assert (scores(cache, 1) - dense).abs().max() <= 1e-4 * dense.max()
+    assert (scores(cache, 1) - dense).abs().max() <= of_model(network) * dense.max()
 
 
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2), (4, 1)], ids=["MHA", "GQA", "MQA"])
@@ -119,7 +121,7 @@ def test_groups_of_query_heads(heads):
         network.set_attn_implementation(attention)
         cache = CompressedCache(config, policy=H2O(budget=500))
         run(network, cache)
-        assert (scores(cache, 0) - dense.sum(2)).abs().max() <= 1e-5 * dense.sum(2).max()
+        assert (scores(cache, 0) - dense.sum(2)).abs().max() <= rounding(64, 64, 16, 2 * LENGTH) * dense.sum(2).max()
 
 
 POLICIES = {
@@ -137,7 +139,8 @@ def test_b17_every_implementation_keeps_the_same(attention, kind):
     for implementation in ("sdpa", attention):
         caches.append(CompressedCache(model("llama").config, policy=POLICIES[kind]))
         said.append(run(model("llama", implementation), caches[-1]))
-    assert all(torch.allclose(a, b, atol=1e-4 * float(a.abs().max())) for a, b in zip(*said, strict=True))
+    for ours, theirs in zip(*said, strict=True):
+        assert_close(ours, theirs, of_model(model("llama")))
     for layer in range(3):
         assert torch.equal(*(cache.kept_positions(layer) for cache in caches))
 

@@ -4,6 +4,8 @@ import pytest
 import torch
 import transformers as hf
 from reference import assert_close, forward
+from seeds import SEED
+from tolerance import of_angles, of_model
 
 from qkvcache import SinkCache
 
@@ -14,7 +16,7 @@ def say(cache, ids, network):
 
 
 def prompt():
-    torch.manual_seed(1)
+    torch.manual_seed(SEED + 1)
     mask = (torch.arange(40) >= 5 * torch.arange(3)[:, None]).long()
     return torch.randint(3, 100, (3, 40)) * mask, mask
 
@@ -24,7 +26,7 @@ def one_layer():
         vocab_size=100, hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2,
         initializer_range=0.2, pad_token_id=0, max_position_embeddings=4096,
     )  # fmt: skip
-    torch.manual_seed(0)
+    torch.manual_seed(SEED)
     return hf.LlamaForCausalLM(config).eval()
 
 
@@ -33,7 +35,7 @@ def test_b11_streams_read_sinks_and_window_at_their_places(positions, format, le
     """In one layer keys depend on token and place only: a step is a plain forward of sinks, window and token. Up to 1,100 evictions."""
     network, sinks, window = one_layer(), 3, 9
     cache = SinkCache(network.config, window=window, sinks=sinks, positions=positions, format=format, exact_first=sinks, exact_recent=4)
-    ids = torch.randint(3, 100, (1, length), generator=torch.Generator().manual_seed(1))
+    ids = torch.randint(3, 100, (1, length), generator=torch.Generator().manual_seed(SEED + 1))
     say(cache, ids[:, :20], network)
     for t in range(20, length):
         logits = say(cache, ids[:, t : t + 1], network)[:, -1]
@@ -42,7 +44,8 @@ def test_b11_streams_read_sinks_and_window_at_their_places(positions, format, le
             at = torch.arange(len(places)) if positions == "cache" else places
             with torch.no_grad():
                 expected = network(ids[:, places], position_ids=at[None]).logits[:, -1]
-            assert_close(logits, expected, 2e-2 if format else 1e-4)
+            turned = of_angles(t) if positions == "cache" else 0
+            assert_close(logits, expected, 2e-2 if format else of_model(network) + turned)
     assert cache.kept_positions()[0, 0].tolist() == [*range(sinks), *range(length - window, length)]
 
 
@@ -56,4 +59,4 @@ def test_b11_padded_rows_turn_by_their_own_gap():
         for part, (a, b) in zip(batch, ((0, 12), (12, 20), *((i, i + 1) for i in range(20, 40))), strict=True):
             got = forward(network, cache, ids[row : row + 1, begin:], mask[row : row + 1, begin:], max(a - begin, 0), b - begin)
             if b - a == 1:
-                assert_close(part[row], got[0], 1e-4)
+                assert_close(part[row], got[0], of_model(network))

@@ -98,7 +98,7 @@ def test_bench_measures_what_a_store_holds():
         (("bench", "--contexts", "many"), "many"),
         (("bench", "--format", "int9"), "int9"),
         (("bench", "--dtype", "int8"), "bfloat16"),
-        (("bench", "--model", "/nowhere"), "the folder '/nowhere' is not there"),
+        (("bench", "--model", "/nowhere"), "'/nowhere' does not exist"),
         (("ls", "/nowhere"), "does not exist"),
     ],
 )

@@ -14,6 +14,7 @@ import pytest
 import torch
 from prefix.made import fill, held, model, random_ids, same
 from safetensors.torch import load_file, save_file
+from seeds import SEED
 
 from qkvcache import CompressedCache, PrefixStore
 from qkvcache.prefix import disk
@@ -299,7 +300,7 @@ def _store_and_fetch(directory, seed, most):
     warnings.simplefilter("error")
     kept = store(directory, max_bytes=100_000, max_disk_bytes=most)
     hits = 0
-    chance = random.Random(seed)
+    chance = random.Random(SEED + seed)
     for _ in range(40):
         ids = random_ids(200, chance.randrange(12))
         found = kept.fetch(ids)

@@ -6,6 +6,9 @@ import pytest
 import torch
 from matrix import MODELS, POLICIES, UNSUPPORTED, model, slowly
 from prefix.made import held
+from reference import assert_close
+from seeds import SEED
+from tolerance import of_model
 from transformers import DynamicCache
 
 from qkvcache import CompressedCache, PrefixStore, policies
@@ -17,7 +20,7 @@ WINDOWS = ["gemma3", "gemma2", "mistral", "gpt_oss", "gemma3n", "gemma4"]
 
 
 def prompt(count: int, seed: int = 0) -> torch.Tensor:
-    return torch.randint(3, 100, (1, count), generator=torch.Generator().manual_seed(seed))
+    return torch.randint(3, 100, (1, count), generator=torch.Generator().manual_seed(SEED + seed))
 
 
 def attention(name: str) -> str:
@@ -57,6 +60,7 @@ def dense_tensors(cache):
     return [x for layer in cache.layers for x in (None if isinstance(layer, CompressedLayer) else getattr(layer, "keys", None),)]
 
 
+@pytest.mark.sums
 @pytest.mark.parametrize("format", ["int8", "turboquant_4bit_nc"])
 @pytest.mark.parametrize("tokens", [20, 40, 47, 48])
 def test_a_fetched_prefix_has_the_logits_of_the_cache_that_was_stored(format, tokens):
@@ -73,7 +77,7 @@ def test_a_fetched_prefix_has_the_logits_of_the_cache_that_was_stored(format, to
     cache.crop(tokens - 48)
     for step in following.split(2, dim=1):
         with torch.no_grad():
-            assert torch.equal(of(step, past_key_values=found.cache).logits, of(step, past_key_values=cache).logits)
+            assert_close(of(step, past_key_values=found.cache).logits, of(step, past_key_values=cache).logits, of_model(of))
 
 
 def test_the_answer_can_be_stored_too():
@@ -102,9 +106,9 @@ def test_beams_and_samples_fork_from_one_entry(format):
     for options in ({"num_beams": 3}, {"num_beams": 3}, {"num_return_sequences": 3, "do_sample": True}):
         with kept.reuse(ids) as past:
             past.batch_repeat_interleave(3)
-            torch.manual_seed(0)
+            torch.manual_seed(SEED)
             got = generate(kept.model, ids, past, **options)
-        torch.manual_seed(0)
+        torch.manual_seed(SEED)
         assert torch.equal(got, generate(kept.model, ids, **options))
     assert len(kept) == 1 and kept.stats.hits["exact"] == 2
     assert kept.fetch(ids).cache.layers[0].rows == 1
@@ -146,8 +150,8 @@ def test_evicting_caches_come_back_whole(name, on_disk, tmp_path):
     with torch.no_grad():
         for step in following.split(1, dim=1):
             expected = kept.model(step, past_key_values=cache).logits
-            assert torch.equal(kept.model(step, past_key_values=found.cache).logits, expected)
-            assert torch.equal(kept.model(step, past_key_values=twin).logits, expected)
+            assert_close(kept.model(step, past_key_values=found.cache).logits, expected, of_model(kept.model))
+            assert_close(kept.model(step, past_key_values=twin).logits, expected, of_model(kept.model))
     assert torch.equal(found.cache.kept_positions(1), cache.kept_positions(1))
     for other in (ids, ids[:, :30], torch.cat([ids[:, :39], following], 1)):
         assert again.fetch(other).kind == "miss"  # never cut

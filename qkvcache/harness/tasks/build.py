@@ -8,6 +8,7 @@ import functools
 import datasets
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from qkvcache import models
 from qkvcache.harness import long_context
 
 DEFAULTS = {"context_tokens": 2000, "number": 20, "seed": 0}
@@ -15,7 +16,7 @@ DEFAULTS = {"context_tokens": 2000, "number": 20, "seed": 0}
 
 @functools.cache
 def _tokenizer(name: str) -> PreTrainedTokenizerBase:
-    return AutoTokenizer.from_pretrained(name)
+    return AutoTokenizer.from_pretrained(models.folder(name))
 
 
 def rows(task: str, *, tokenizer=None, pretrained=None, **options) -> dict[str, datasets.Dataset]:

