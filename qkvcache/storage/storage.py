@@ -89,6 +89,11 @@ class Storage(Counter):
         return self.residual[0].shape[2]
 
     @property
+    def free(self) -> int:
+        """Tokens that come before others leave the ring."""
+        return self.num_sink_tokens + self.chunks.length + self.slots - self.seen
+
+    @property
     def room(self) -> int:
         """Tokens that there is room for."""
         return self.num_sink_tokens + self.chunks.capacity + self.slots if self.max_length is None else self.max_length
@@ -115,7 +120,7 @@ class Storage(Counter):
 
     def leaving(self, tokens: int) -> int:
         """How many leave the ring when `tokens` more come."""
-        excess = self.seen + tokens - self.num_sink_tokens - self.chunks.length - self.slots
+        excess = tokens - self.free
         return excess + self.group - 1 if excess > 0 else 0
 
     def expect(self, tokens: int) -> None:

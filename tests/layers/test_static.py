@@ -19,6 +19,7 @@ from qkvcache.formats import FP8, REGISTRY
 from qkvcache.kernels import attend, attend_on_buffers, attend_on_codes, counted
 from qkvcache.kernels.segments import DROPPED
 from qkvcache.layers.compressed import CompressedLayer
+from qkvcache.storage import Storage
 
 FIRST, RECENT, LIMIT = 2, 6, 90
 ZONES = {"zones": (FIRST, RECENT), "bare": (0, 0), "no_first": (0, RECENT), "no_recent": (FIRST, 0)}
