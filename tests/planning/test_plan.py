@@ -52,7 +52,8 @@ def test_tensor_parallel_ranks_hold_their_heads():
     # What all heads share, each rank has for itself, and its own tables.
     assert halves.request.bookkeeping == 2 * whole.request.bookkeeping > 0
     assert halves.bytes_per_gpu == halves.bytes_per_request // 2
-    whole, halves = (plan(LLAMA, format="int8_token", context=500, tensor_parallel=n) for n in (1, 2))
+    shared = formats.Int8(scale="token", center=False)
+    whole, halves = (plan(LLAMA, format=shared, context=500, tensor_parallel=n) for n in (1, 2))
     assert halves.request.scales == 2 * whole.request.scales and halves.request.codes == whole.request.codes
     two = plan(LLAMA, context=500, tensor_parallel=2, gpu_memory=1e6, weights_memory=1e6)
     assert two.requests == int(1e6 // two.bytes_per_request)
