@@ -34,8 +34,8 @@ from qkvcache.formats.fp8 import ScaledFloat8
 from qkvcache.kernels.attend import attend_observed
 from qkvcache.kernels.dispatch import column_mass
 from qkvcache.kernels.prefill import prefill_with_lse
-from qkvcache.kernels.segments import Body, Exact, Packed, Payload, Side, slab_table
-from qkvcache.layers.slots import Slots
+from qkvcache.kernels.segments import Body, Payload, Side, chunk_table
+from qkvcache.storage import Chunks, payload_of
 
 if importlib.util.find_spec("triton"):
     from qkvcache.kernels import fused
@@ -88,11 +88,11 @@ def payloads(name: str, batch: int, heads: int, tokens: int, dim: int, zones: tu
     found = []
     for _ in range(1 if code_bytes(name, batch, heads, tokens, dim) > TWO_GB else 2):
         format = REGISTRY[name]
-        slabs = ((planes(format.key, batch, heads, tokens, dim), planes(format.value, batch, heads, tokens, dim)),)
+        chunks = ((planes(format.key, batch, heads, tokens, dim), planes(format.value, batch, heads, tokens, dim)),)
         side = Side.of((), (batch, heads, tokens + sum(zones), dim), torch.bfloat16, torch.device("cuda"))
         first, recent = zones
         exact = tuple(bf16(batch, heads, n, dim) for n in (first, first, recent, recent))
-        found.append(Payload(side, side, Body(format.key, format.value, slabs, tokens, slab_table(slabs)), exact))
+        found.append(Payload(side, side, Body(format.key, format.value, chunks, tokens, chunk_table(chunks).cuda()), exact))
     return found
 
 
@@ -154,16 +154,9 @@ def bandwidth() -> tuple[float, float]:
 
 def real_payload(name: str, key: Tensor, value: Tensor, first: int, recent: int) -> Payload:
     format, tokens = REGISTRY[name], key.shape[2]
-    slots = (Slots(format.key, key.shape[3]), Slots(format.value, value.shape[3]))
-    sides = []
-    for slot, x in zip(slots, (key, value), strict=True):
-        slot.append(x[:, :, first : tokens - recent])
-        packed = [Packed(slot.codec, codes, count, x.shape[3]) for codes, count in slot.blocks(256)]
-        sides.append(Side.of((Exact(x[:, :, :first]), *packed, Exact(x[:, :, tokens - recent :])), tuple(x.shape), x.dtype, x.device))
-    slabs = tuple((k | slots[0].once, v | slots[1].once) for k, v in zip(slots[0].slabs, slots[1].slabs, strict=True))
-    body = Body(format.key, format.value, slabs, slots[0].length, slab_table(slabs))
-    ends = (key[:, :, :first], value[:, :, :first], key[:, :, tokens - recent :], value[:, :, tokens - recent :])
-    return Payload(sides[0], sides[1], body, ends)
+    body = Chunks((format.key, format.value), (key.shape[3], value.shape[3]))
+    body.append((key[:, :, first : tokens - recent], value[:, :, first : tokens - recent]))
+    return payload_of((key[:, :, :first], value[:, :, :first]), body, (key[:, :, tokens - recent :], value[:, :, tokens - recent :]))
 
 
 def wrong() -> set[str]:
@@ -245,12 +238,12 @@ def measure(names: list[str], quick: bool, add: Callable[..., None]) -> None:
         for queries in (16, 32, 64, 128):
             query = bf16(1, 32, queries, 128)
 
-            def dense(slab: tuple[Codes, Codes], query: Tensor = query, format=format, out=out) -> None:
-                decode(format.key, slab[0], out[0])
-                decode(format.value, slab[1], out[1])
+            def dense(chunk: tuple[Codes, Codes], query: Tensor = query, format=format, out=out) -> None:
+                decode(format.key, chunk[0], out[0])
+                decode(format.value, chunk[1], out[1])
                 F.scaled_dot_product_attention(query, *out, enable_gqa=True)
 
-            us, other = attend_us(query, sets, causal=True), gpu_us([functools.partial(dense, p.body.slabs[0]) for p in sets])
+            us, other = attend_us(query, sets, causal=True), gpu_us([functools.partial(dense, p.body.chunks[0]) for p in sets])
             more = {"dense_us": round(other, 1), "of_dense": round(other / us, 3)}
             attended("chunk", name, f"1x32768, {queries} queries", us, (1, 32, 8, 32768, 128), queries, **more)
         del sets, out

@@ -62,7 +62,6 @@ VARIANTS: dict[str, dict[str, object]] = {
     "": {},
     "bool": {"MASK": "bool"},
     "float": {"MASK": "float", "SOFTCAP": True, "WINDOW": True, "CAUSAL": True},
-    "pages": {"PAGE": 64, "LENGTHS": True},
     "mass": {"MASS": 4},
     "store": {"MASK": "row", "COUNTED": 128},
 }
@@ -97,7 +96,7 @@ def attention(format: str, head_dim: int, target: str, variant: str = "", dtype:
     if key.rotated and key.group and head_dim & (head_dim - 1):
         types["body_query"] = "*fp32"  # rotated beforehand
     types |= {"turning": "*fp16", "signs": "*fp32", "k_center": "*fp32", "table": "*i64", "mask": "*fp32" if variant == "float" else "*u8"}
-    types |= dict.fromkeys(("k_high", "v_high", "k_shifts", "v_shifts"), "*i16") | dict.fromkeys(("lengths", "pages", "counts"), "*i32")
+    types |= dict.fromkeys(("k_high", "v_high", "k_shifts", "v_shifts"), "*i16") | {"counts": "*i32"}
     types |= (
         dict.fromkeys(("part", "maxima", "sums", "tops"), "*fp32") | {"weights": "*bf16"} | dict.fromkeys(("scaling", "softcap"), "fp32")
     )
@@ -106,7 +105,7 @@ def attention(format: str, head_dim: int, target: str, variant: str = "", dtype:
     constants = {
         "K": _not_rotated(key) if types["body_query"] == "*fp32" else key, "V": value, "D": head_dim, "DV": head_dim, "G": 4,
         "R": 8 if nvidia else 16, "T": launch.tile, "TX": EXACT_TILE, "K_SHARED": False, "V_SHARED": False, "K_ONCE": 0, "V_ONCE": 0,
-        "SOFTCAP": False, "MASK": "none", "WINDOW": False, "CAUSAL": False, "LENGTHS": False, "PAGE": 0,
+        "SOFTCAP": False, "MASK": "none", "WINDOW": False, "CAUSAL": False,
         "ARCH": TARGETS[target].arch if nvidia else 0, "EXACT": True, "TURN": rotation_block(head_dim) ** -0.5 if key.rotated else 1.0,
         "MASS": 0, "COUNTED": 0,
     }  # fmt: skip
@@ -182,10 +181,13 @@ def storing(format: str, head_dim: int, tokens: int, target: str, heads: int = 8
 
 
 def stepping(format: str, head_dim: int, target: str) -> Iterator[Job]:
-    """A step of one token into a store, and one that leaves the ring of a layer that evicts."""
-    types = dict.fromkeys(("kring", "kfirst", "vring", "vfirst"), "*bf16") | {"state": "*i32"} | RECORD_TYPES
+    """A step of one token into one chunk or many, and one that leaves the ring of a layer that evicts."""
+    types = dict.fromkeys(("kring", "kfirst", "ksinks", "vring", "vfirst", "vsinks"), "*bf16") | {"state": "*i32", "chunks": "*i64"}
+    types |= RECORD_TYPES
+    units = {"KUNIT": 2, "VUNIT": 2}
     kernels = (
-        ("step", triton_step._step_kernel, 8, {}),
+        ("step", triton_step._step_kernel, 8, units | {"GROWS": False}),
+        ("grow", triton_step._step_kernel, 8, units | {"GROWS": True}),
         ("retire", triton_retire._retire_kernel, 1, {"RECORDS": 3, "N": triton_retire.ORDERED}),
     )
     for name, kernel, heads, more in kernels:

@@ -122,7 +122,7 @@ class KVHandle:
 
     def dense(self) -> Tensor:
         """The tensor that this handle stands for, in the model's dtype."""
-        whole = self.payload.store is not None or self.payload.exact  # what operators of torch take; the torch reference is traced
+        whole = self.payload.buffers is not None or self.payload.exact  # what operators of torch take; the torch reference is traced
         x = dense_payload(self.payload)[self.side is self.payload.value] if whole and torch.compiler.is_compiling() else dense(self.side)
         if self.view == "grouped":
             return x.unsqueeze(2).expand(self.shape)

@@ -18,10 +18,7 @@ from .. import attention, formats, policies
 from ..attention.rope import Rope
 from ..formats import Format
 from ..layers.compressed import CompressedLayer
-from ..layers.counted import Counted
 from ..layers.evicting import EvictingLayer
-from ..layers.static import StaticLayer
-from ..layers.static_evicting import StaticEvictingLayer
 from ..layers.static_sliding import StaticSlidingLayer
 from ..policies import Budget, Policy, check_count
 from .arguments import layer_indices, refuse_unknown
@@ -31,6 +28,8 @@ from .memory import Memory, measured
 
 ALL_TOKENS = policies.SlidingWindow(window=2**30, interval=1)
 """What exact layers keep beside layers that evict."""
+UNLIMITED = 2**31
+"""Tokens of a layer that counts them, where there is no `max_length`."""
 
 
 class CompressedCache(DynamicCache):
@@ -54,6 +53,9 @@ class CompressedCache(DynamicCache):
         exact_layers: indices of layers to leave uncompressed, negative ones from the end.
         max_length: how many tokens may come: storage for all of them, and for no more, is taken at once and stays in its place, so that
             `generate` compiles its steps and replays them as CUDA graphs, as with a StaticCache. Without it the cache grows.
+        compile: whether `generate` compiles the steps of a cache that grows, which takes half a minute once: chunks then join between the
+            steps, and masks have a power of two of columns. With `max_length` it always does. It takes formats with kernels, and attention
+            other than eager.
         offloading: keep all but the running layer in host memory, as DynamicCache does.
 
     Raises:
@@ -72,6 +74,7 @@ class CompressedCache(DynamicCache):
         exact_recent: int = 64,
         exact_layers: Iterable[int] = (),
         max_length: int | None = None,
+        compile: bool = False,
         offloading: bool = False,
         **unknown: Never,
     ):
@@ -84,9 +87,10 @@ class CompressedCache(DynamicCache):
         check_count("exact_recent", exact_recent)
         if max_length is not None:
             check_count("max_length", max_length, least=1)
-            if offloading:
-                raise NotImplementedError("offloading=True with max_length: what moves to the host has no fixed address; leave one out")
-        self.max_length = max_length
+        if offloading and (compile or max_length is not None):
+            other = "max_length" if max_length is not None else "compile=True"
+            raise NotImplementedError(f"offloading=True with {other}: what moves to the host has no fixed address; leave one out")
+        self.max_length, self.compile = max_length, compile or max_length is not None
         exact_layers = layer_indices(exact_layers)
         self._layer_options = {"exact_first": exact_first, "exact_recent": exact_recent}
         self._rope: Rope | None = None
@@ -101,11 +105,12 @@ class CompressedCache(DynamicCache):
             Cache.__init__(self, layer_class_to_replicate=self._new_layer, offloading=offloading)  # type: ignore[arg-type]
         elif isinstance(config, PreTrainedConfig):
             super().__init__(config=config, offloading=offloading)
-            if max_length is not None:
-                self.layers = StaticCache(config, max_length).layers
+            if self.compile:
+                length = UNLIMITED if max_length is None else max_length
+                self.layers = StaticCache(config, length).layers
                 for i, layer in enumerate(self.layers):
                     if type(layer) is StaticSlidingWindowLayer:
-                        self.layers[i] = StaticSlidingLayer(max_length, layer.max_cache_len)
+                        self.layers[i] = StaticSlidingLayer(length, layer.max_cache_len)
             self._swap_layers(exact_layers, config.get_text_config(decoder=True).per_layer_config)
         else:
             raise TypeError(f"config must be a transformers config such as model.config, got {type(config).__name__}")
@@ -138,13 +143,12 @@ class CompressedCache(DynamicCache):
             raise NotImplementedError(
                 "offloading=True with a policy: what evicts holds few tokens, and must see its attention; leave it out"
             )
-        if self.max_length is not None:
+        if self.compile:
+            why = "max_length" if self.max_length is not None else "compile=True"
             if any(budget.share for budget in policy.budgets):
-                raise NotImplementedError(f"budget={policy.budget} with max_length: a share has no fixed size; pass a number of tokens")
+                raise NotImplementedError(f"budget={policy.budget} with {why}: a share has no fixed size; pass a number of tokens")
             if getattr(policy, "positions", "original") == "cache":
-                raise NotImplementedError(
-                    "positions='cache' with max_length: sinks are turned anew at every step; pass positions='original'"
-                )
+                raise NotImplementedError(f"positions='cache' with {why}: sinks are turned anew at every step; pass positions='original'")
         if config is None and len(policy.budgets) > 1:
             raise ValueError(f"{len(policy.budgets)} budgets need the config, to know which layers they are for")
         if config is not None:
@@ -152,8 +156,8 @@ class CompressedCache(DynamicCache):
             if reason := why_not_evict(text):
                 raise NotImplementedError(f"policy={policy.name} on {text.model_type}: {reason}")
             self._shares_keys = bool(getattr(text, "num_kv_shared_layers", 0))
-            if self._shares_keys and self.max_length is not None:
-                raise NotImplementedError(f"a policy with max_length on {text.model_type}: its layers share keys; leave out max_length")
+            if self._shares_keys and self.compile:
+                raise NotImplementedError(f"a policy with {why} on {text.model_type}: its layers share keys; leave out {why}")
         if getattr(policy, "positions", "original") == "cache":
             if config is None:
                 raise ValueError("positions='cache' needs the config, to know how keys are turned")
@@ -164,10 +168,8 @@ class CompressedCache(DynamicCache):
 
     def _new_layer(self, number: int = 0) -> CompressedLayer:
         """The full-attention layer that is `number` among those compressed."""
-        if self.policy is None and self.max_length is not None:
-            return StaticLayer(self.format, self.max_length, **self._layer_options)
         if self.policy is None:
-            return CompressedLayer(self.format, **self._layer_options)
+            return CompressedLayer(self.format, **self._layer_options, max_length=self.max_length, compile=self.compile)
         budgets = self.policy.budgets
         budget = budgets[number % len(budgets)]
         return self._new_evicting(self.format, self.policy, budget, **self._layer_options, rope=self._rope)
@@ -175,15 +177,17 @@ class CompressedCache(DynamicCache):
     def _new_exact(self) -> CompressedLayer:
         """An uncompressed layer among those that are not as transformers makes them."""
         if not self.policy:
-            return StaticLayer(formats.Identity(), self.max_length, 0, 0)  # type: ignore[arg-type]
+            return CompressedLayer(formats.Identity(), 0, 0, self.max_length, self.compile)
         # transformers makes one mask for all layers: those of another length must make their own
+        if self.compile and self.max_length is None:
+            raise NotImplementedError("exact_layers with a policy and compile=True: they need max_length, which is what they hold")
         whole = ALL_TOKENS if self.max_length is None else policies.SlidingWindow(window=self.max_length, interval=1)
         return self._new_evicting(formats.Identity(), whole, whole.budgets[0])
 
     def _new_evicting(self, format: Format, policy: Policy, budget: Budget, **options) -> EvictingLayer:
-        if self.max_length is None:
-            return EvictingLayer(format, policy, budget, **options, deferred=self._shares_keys)
-        return StaticEvictingLayer(format, replace(policy, interval=1), budget, max_length=self.max_length, **options)
+        policy = replace(policy, interval=1) if self.compile else policy
+        options |= {"deferred": self._shares_keys, "max_length": self.max_length, "compile": self.compile}
+        return EvictingLayer(format, policy, budget, **options)
 
     def _swap_layers(self, exact_layers: tuple[int, ...], configs: Sequence[PreTrainedConfig]) -> None:
         count = len(self.layers)
@@ -197,7 +201,7 @@ class CompressedCache(DynamicCache):
             raise ValueError(
                 f"{len(self.policy.budgets)} budgets for {len(chosen)} full-attention layers: pass one for all, or one for each"
             )
-        if self.policy or self.max_length is not None:
+        if self.policy or self.compile:
             self._exact = frozenset(exact & set(full))
         for i in self._exact:
             self.layers[i] = self._new_exact()
@@ -237,17 +241,21 @@ class CompressedCache(DynamicCache):
                 f"no token comes after the {self.get_seq_length(layer_idx)} that the cache has seen: for another prompt call reset(), or "
                 "pass a new cache; to go on, pass the whole text, longer than the cache"
             )
+        if self.compile and not torch.compiler.is_compiling():  # before a compiled step: the time to make room for it, in all layers
+            for layer in self.layers:
+                if isinstance(layer, CompressedLayer):
+                    layer.expect(query_length)
         return super().get_mask_sizes(query_length, layer_idx)
 
     def get_query_offset(self, layer_idx: int = 0):
         layer = self.layers[layer_idx] if layer_idx < len(self.layers) else None
-        return layer.query_offset() if isinstance(layer, Counted) else super().get_query_offset(layer_idx)
+        return layer.query_offset() if isinstance(layer, CompressedLayer) else super().get_query_offset(layer_idx)
 
     def early_initialization(self, *args, **kwargs) -> None:
         """As transformers' Cache; after `reset` too, for another batch."""
         for layer in self.layers:
-            if isinstance(layer, (StaticLayer, StaticSlidingLayer)) and layer.is_initialized and not layer.get_seq_length():
-                layer.is_initialized = False
+            if isinstance(layer, CompressedLayer | StaticSlidingLayer) and layer.supports_early_init:
+                layer.is_initialized = layer.is_initialized and layer.get_seq_length() > 0
         super().early_initialization(*args, **kwargs)
 
     def reset(self) -> None:

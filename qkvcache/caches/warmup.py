@@ -11,13 +11,9 @@ from transformers import PreTrainedModel
 
 from ..kernels import on_triton
 from ..layers.compressed import CompressedLayer
-from ..layers.counted import Counted
 from ..layers.evicting import EvictingLayer
-from ..layers.slots import PAGE, append_both
-from ..layers.static import StaticLayer
-from ..layers.static_evicting import StaticEvictingLayer
-from ..layers.zones import GROUP
 from ..policies import Budget
+from ..storage import GROUP, PAGE
 from .base import CompressedCache
 
 
@@ -54,10 +50,10 @@ def warmup(model: PreTrainedModel, cache: CompressedCache, *, queries: Iterable[
         for step in (*steps, GROUP):  # the last one moves tokens on, which encodes a few at a time
             mask = torch.cat([mask, mask.new_ones(rows, step)], dim=1)
             model(input_ids=ids[:, :step], attention_mask=mask, past_key_values=fresh)
-        for layer in fresh.layers:  # where a slab ends, one token may be encoded by itself
-            if isinstance(layer, CompressedLayer) and layer.zones and layer.exact_recent:
-                key, value = layer.zones
-                append_both((key.body, value.body), (key.recent[:, :, :1], value.recent[:, :, :1]), key.block)
+        for layer in fresh.layers:  # where a chunk ends, one token may be quantized by itself
+            if isinstance(layer, CompressedLayer) and layer.storage and layer.exact_recent:
+                keys, values = layer.storage.residual
+                layer.storage.chunks.append((keys[:, :, :1], values[:, :, :1]))
 
 
 def _shrink(cache: CompressedCache, budget: Budget, length: int) -> None:
@@ -66,12 +62,10 @@ def _shrink(cache: CompressedCache, budget: Budget, length: int) -> None:
     def small(layer: Any) -> Any:
         if isinstance(layer, EvictingLayer):
             layer.budget = budget
-        if isinstance(layer, Counted):
-            layer.max_length = length
-        if isinstance(layer, StaticLayer):
-            layer.store = None
-        if isinstance(layer, StaticEvictingLayer):
-            layer.held = None
+        if isinstance(layer, CompressedLayer):
+            layer.storage = None
+            if layer.max_length is not None:
+                layer.max_length = length
         return layer
 
     cache.layers = [small(layer) for layer in cache.layers]

@@ -23,7 +23,7 @@ from transformers.cache_utils import Cache
 from ..caches import CompressedCache
 from ..caches.memory import measured
 from ..layers.compressed import CompressedLayer
-from ..layers.zones import GROUP
+from ..storage import GROUP
 from .prefill import Prefilled, prefill, refill
 from .recall import CODE_WORD, Form, RecallCase, recall_case
 
@@ -80,15 +80,15 @@ class Divergence:
 def at_once(cache: Cache) -> int:
     """How many tokens may be fed in the next step so that each attends to what it would attend to if they came one by one.
 
-    A step sees itself exactly, and what is older as it is stored. Tokens leave the exact recent zone in groups: until the next group
-    leaves, storage is the same either way. What evicts, has no recent zone or is preallocated changes at every token.
+    A step sees itself exactly, and what is older as it is stored. Tokens leave the exact residual in groups: until it is full, storage is
+    the same either way. What evicts, has no residual or is preallocated changes at every token.
     """
     if not isinstance(cache, CompressedCache):
         return GROUP + 1
     if cache.policy or cache.max_length:
         return 1
-    zones = [layer.zones[0] for layer in cache.layers if isinstance(layer, CompressedLayer) and layer.zones]
-    return max(min((min(GROUP, z.exact_recent) + 1 + z.exact_recent - z.recent.shape[2] for z in zones), default=GROUP + 1), 1)
+    free = [layer.storage.free for layer in cache.layers if isinstance(layer, CompressedLayer) and layer.storage]
+    return max(min(free, default=GROUP + 1), 1)
 
 
 @torch.no_grad()

@@ -3,47 +3,49 @@
 from . import ops
 from .attend import attend, attend_observed
 from .dispatch import (
-    append,
     arrive,
+    attend_on_buffers,
     attend_on_codes,
-    attend_on_store,
     column_mass,
     dense,
     encode_into,
     encodes,
+    launch_of_step,
     observe_on_codes,
     on_triton,
     prepare,
     retire,
     step,
     unfold,
+    whole,
 )
 from .ops import dense_payload
 from .prefill import prefill_with_lse
 from .retire import Places, take
-from .segments import Body, Exact, Packed, Payload, Segment, Side, mix, number, scores, slab_table
-from .store import Store
+from .segments import Body, Buffers, Exact, Packed, Pair, Payload, Segment, Side, chunk_table, mix, number, scores
 
 __all__ = [
     "Body",
+    "Buffers",
     "Exact",
     "Packed",
+    "Pair",
     "Payload",
     "Places",
     "Segment",
     "Side",
-    "Store",
-    "append",
     "arrive",
     "attend",
     "attend_observed",
+    "attend_on_buffers",
     "attend_on_codes",
-    "attend_on_store",
+    "chunk_table",
     "column_mass",
     "dense",
     "dense_payload",
     "encode_into",
     "encodes",
+    "launch_of_step",
     "mix",
     "number",
     "observe_on_codes",
@@ -53,8 +55,8 @@ __all__ = [
     "prepare",
     "retire",
     "scores",
-    "slab_table",
     "step",
     "take",
     "unfold",
+    "whole",
 ]

@@ -119,12 +119,11 @@ def _runs(payload: Payload) -> Iterator[tuple[Packed, Packed]]:
     if (body := payload.body) is None:
         return
     dims, left = (payload.key.shape[3], payload.value.shape[3]), body.tokens
-    for slab in body.slabs:
-        slots = slab[0][_per_token(body.key, dims[0])[0]].shape[2]
-        count = min(left, slots)
+    for keys, values in body.chunks:
+        count = min(left, keys[_per_token(body.key, dims[0])[0]].shape[2])
         left -= count
         if count:
-            yield Packed(body.key, slab[0], count, dims[0]), Packed(body.value, slab[1], count, dims[1])
+            yield Packed(body.key, keys, count, dims[0]), Packed(body.value, values, count, dims[1])
 
 
 @functools.lru_cache(maxsize=64)

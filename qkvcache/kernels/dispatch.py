@@ -10,7 +10,8 @@ import functools
 import importlib.util
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,12 +19,11 @@ from torch import Tensor
 
 from ..formats.base import Codec, Codes
 from . import column_mass as reference
+from . import counted
 from . import retire as forgetting
-from . import store as counted
 from .attend import attend, attend_observed
-from .retire import Pair, Places
-from .segments import Exact, Payload, Side
-from .store import Store
+from .retire import Places
+from .segments import Buffers, Exact, Pair, Payload, Side
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -103,8 +103,8 @@ def attend_on_codes(
 ) -> Tensor:
     """`attend`, by the fused kernel where there is one."""
     if torch.compiler.is_compiling():
-        if payload.store is not None:
-            return attend_on_store(query, payload.store, mask, scaling=scaling, softcap=softcap, sinks=sinks)
+        if payload.buffers is not None:
+            return attend_on_buffers(query, payload.buffers, mask, scaling=scaling, softcap=softcap, sinks=sinks)
         if len(payload.exact):
             return _operators().attend_op(query, payload, mask, scaling=scaling, causal=causal, softcap=softcap, sinks=sinks)[0]
     elif fuses(query, payload):
@@ -132,50 +132,51 @@ def observe_on_codes(
     return attend_observed(query, payload, mask, observed=observed, scaling=scaling, causal=causal, softcap=softcap, sinks=sinks)
 
 
-def attend_on_store(
+def attend_on_buffers(
     query: Tensor,
-    store: Store,
+    held: Buffers,
     mask: Tensor | None = None,
     *,
     scaling: float | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Attention of one query a row, `[B, Hq, 1, Dv]`, over a store, counting on the device. `mask` is by column."""
+    """Attention of one query a row, `[B, Hq, 1, Dv]`, over a storage, counting on the device. `mask` is by column."""
     if torch.compiler.is_compiling():
-        return torch.ops.qkvcache.attend_store(query, *store.arguments, mask, sinks, scaling, softcap)
-    payload = store.payload(store.slotted())
+        return torch.ops.qkvcache.attend_buffers(query, *held.arguments, mask, sinks, scaling, softcap)
+    payload = whole(held)
     if fuses(query, payload):
         return fused().fused_attend(query, payload, mask, scaling=scaling, softcap=softcap, sinks=sinks)[0]
-    return counted.attend_on_slots(query, store, mask, scaling=scaling, softcap=softcap, sinks=sinks)
+    return counted.attend_on_slots(query, held, mask, scaling=scaling, softcap=softcap, sinks=sinks)
 
 
-def step(store: Store, x: tuple[Tensor, Tensor]) -> None:
+def whole(held: Buffers) -> Payload:
+    """What attention over a storage reads where only the device knows how many tokens there are: as many as there are columns."""
+    shapes = ((*x.shape[:2], held.columns, x.shape[3]) for x in held.residual)
+    key, value = (Side.of((), shape, x.dtype, x.device) for shape, x in zip(shapes, held.residual, strict=True))
+    body = held.body if torch.compiler.is_compiling() else replace(held.body, tokens=held.columns)
+    return Payload(key, value, body, (*held.sinks, *held.residual), held)
+
+
+def step(held: Buffers, x: Pair) -> None:
     """Takes keys and values `[B, H, T, D]`, counting on the device: in one launch where there is a kernel and the ring has room."""
     if torch.compiler.is_compiling():
-        torch.ops.qkvcache.step(*store.arguments, *x)
+        torch.ops.qkvcache.step(*held.arguments, *x)
         return
     take = counted.step
-    if encodes(store.codecs, x):
+    if encodes(held.codecs, x):
         from .triton_step import step_kv as take
-    for part in zip(*(side.split(store.ring[0].shape[2], dim=2) for side in x), strict=True):
-        take(store, part)
+    for part in zip(*(side.split(1 if held.grows else held.residual[0].shape[2], dim=2) for side in x), strict=True):
+        take(held, part)
 
 
-def append(store: Store, x: tuple[Tensor, Tensor], seen: int, body: int, block: int) -> None:
-    """Takes any number of tokens `[B, H, T, D]` where the host knows the counts; torch operations encode `block` at a time."""
-    by_kernel = encodes(store.codecs, x)
+def launch_of_step(held: Buffers, x: Pair) -> Callable[[Pair], None] | None:
+    """`step` for tokens like `x`, with all prepared that stays the same from step to step; None where there is no kernel for it."""
+    if not encodes(held.codecs, x):
+        return None
+    from .triton_step import Step
 
-    def encode(tokens: tuple[Tensor, Tensor], start: int) -> None:
-        if by_kernel:
-            encode_into(store.codecs, tokens, store.planes, store.once, start)
-            return
-        for codec, side, planes, once in zip(store.codecs, tokens, store.planes, store.once, strict=True):
-            for at, part in zip(range(start, start + side.shape[2], block), side.split(block, dim=2), strict=True):
-                for name, codes in codec.encode(part, once).items():
-                    planes[name][:, :, at : at + part.shape[2]] = codes
-
-    counted.append(store, x, seen, body, encode)
+    return Step(held, x)
 
 
 def arrive(held: Places, x: Pair, new: Sequence[Tensor | None], real: Tensor | None) -> None:
@@ -204,11 +205,11 @@ def retire(held: Places, order: Tensor) -> Tensor:
     return move(held, order)
 
 
-def unfold(store: Store, new: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
-    """All tokens at their columns, `[B, H, limit, D]` each, and then those of `new`; zeros beyond. Counts on the device."""
+def unfold(held: Buffers, new: Pair | None) -> Pair:
+    """All tokens at their columns, `[B, H, columns, D]` each, and then those of `new`; zeros beyond. Counts on the device."""
     if torch.compiler.is_compiling():
-        return torch.ops.qkvcache.unfold(*store.arguments, *(new or (None, None)))
-    return counted.unfold(store, new, dense)
+        return torch.ops.qkvcache.unfold(*held.arguments, *(new or (None, None)))
+    return counted.unfold(held, new, dense)
 
 
 def column_mass(

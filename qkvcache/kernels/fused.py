@@ -5,14 +5,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Concatenate, ParamSpec, TypeVar
+from typing import Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import torch
 import triton
 from torch import Tensor
 
 from .segments import Payload
-from .tables import tables
+from .tables import Tables, tables
 from .triton_attend import attend_kernel
 from .triton_join import reduce_kernel, rotate_kernel
 from .triton_mass import BODY_GRAIN, EXACT_GRAIN, mass_kernel
@@ -105,6 +105,42 @@ def on_its_device(launches: Callable[Concatenate[Tensor, P], R]) -> Callable[Con
     return on_device
 
 
+class Held(NamedTuple):
+    """What the launches take of a payload, whatever the query."""
+
+    use: Tables
+    empty: Tensor
+    """For an argument that is not there."""
+    tensors: tuple[Tensor, ...]
+    centers: list[Tensor]
+    """The means of keys and of values."""
+    strides: tuple[int, ...]
+    constants: dict[str, object]
+
+
+def held_by(payload: Payload) -> Held:
+    """Of storage that stays where it is, found out once."""
+    buffers = payload.buffers
+    if buffers is not None and buffers.launch is not None:
+        return buffers.launch
+    body, exact = payload.body, payload.exact
+    dim, value_dim, device = payload.key.shape[3], payload.value.shape[3], exact[0].device
+    use = tables((body.key, body.value) if body else None, dim, value_dim, device)
+    empty = torch.empty(0, dtype=exact[0].dtype, device=device)
+    k_codes, k_high, k_scales, v_codes, v_high, v_scales = body.planes if body else [empty] * 6
+    table = body.table if body else empty.long()
+    tensors = use.turning, use.signs, table, k_codes, k_high, use.k_shifts, k_scales, v_codes, v_high, use.v_shifts, v_scales, *exact
+    constants: dict[str, object] = {"K": use.key, "V": use.value, "D": dim, "DV": value_dim, "TX": EXACT_TILE}
+    for i, side in enumerate("KV"):
+        constants[f"{side}_SHARED"], constants[f"{side}_ONCE"] = (body.shared[i], int(body.once[i])) if body else (False, 0)
+    constants["COUNTED"] = 0 if buffers is None else LEAST_SPLIT
+    centers = [codes["center"].contiguous() if "center" in codes else empty for codes in (body.chunks[0] if body else ({}, {}))]
+    held = Held(use, empty, tensors, centers, tuple(n for x in exact for n in x.stride()[:3]), constants)
+    if buffers is not None:
+        buffers.launch = held
+    return held
+
+
 @on_its_device
 def fused_attend(
     query: Tensor,
@@ -116,9 +152,6 @@ def fused_attend(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     window: int | None = None,
-    lengths: Tensor | None = None,
-    pages: Tensor | None = None,
-    page: int = 0,
     launch: Launch | None = None,
     observed: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -126,24 +159,16 @@ def fused_attend(
 
     Args:
         window: a query sees the last `window` tokens up to itself.
-        lengths: tokens in the body of each row, int32 `[B]`, on the device.
-        pages: int32 `[B, N]`: where page `n` of a row's tokens is, in units of `page` slots. One slab of one row, `[1, H, slots, width]`,
-            holds the slots of all.
         launch: for measuring; chosen by format otherwise.
         observed: without it, mass is `[B, H, 0]`, and costs nothing.
 
-    Raises ValueError for a page that is no multiple of the tile, for causal queries that are not all among the exact recent tokens, and for
-    `observed` with `lengths` or `pages`.
+    Raises ValueError for causal queries that are not all among the exact recent tokens.
     """
     if causal and query.shape[2] > payload.exact[2].shape[2]:
         raise ValueError(
             f"causal with {query.shape[2]} queries: their own tokens must be among the exact recent ones, of which there are "
             f"{payload.exact[2].shape[2]}"
         )
-    if pages is not None and page % 64:
-        raise ValueError(f"page={page}: must be a multiple of 64 slots")
-    if observed is not None and not (lengths is None and pages is None):
-        raise ValueError("observed: there is no attention mass of rows with lengths, or pages, of their own")
     global calls
     calls += 1
     batch, query_heads, queries, dim = query.shape
@@ -154,11 +179,11 @@ def fused_attend(
     rows = groups * queries
     query = query if query.stride(-1) == 1 else query.contiguous()
 
-    body = payload.body
-    first_k, first_v, recent_k, recent_v = payload.exact
-    exact = bool(first_k.shape[2] + recent_k.shape[2])
+    body, held = payload.body, held_by(payload)
+    use, empty = held.use, held.empty
+    n_first, n_recent = payload.exact[0].shape[2], payload.exact[2].shape[2]
+    exact = n_first + n_recent > 0
     n_body = 0 if body is None else body.tokens
-    use = tables((body.key, body.value) if body else None, dim, value_dim, device)
     nvidia = bool(arch) or device.type == "cpu"
     launch = launch or launched(use.key, use.value, max(dim, value_dim), rows, nvidia)
     t, r = launch.tile, launch.rows if nvidia else 16
@@ -166,7 +191,7 @@ def fused_attend(
     body_splits, each = split(n_body, batch * heads * blocks, t, processors * launch.programs)
     total_splits = body_splits + exact
 
-    empty, body_query, factor = query.new_empty(0), query, use.factor
+    body_query, factor = query, use.factor
     if use.whole is not None:
         query = query.contiguous()
         body_query = torch.empty_like(query, dtype=torch.float32)
@@ -177,7 +202,6 @@ def fused_attend(
     part = torch.empty(batch * heads * blocks * total_splits * r * value_dim, dtype=torch.float32, device=device)
     maxima = torch.empty(batch * heads * blocks * total_splits * r, dtype=torch.float32, device=device)
     sums = torch.empty_like(maxima)
-    n_first, n_recent = first_k.shape[2], recent_k.shape[2]
     slots = grains = width = 0
     weights = tops = empty
     if observed is not None:
@@ -199,32 +223,20 @@ def fused_attend(
             mask_kind = "row"
         mask = mask.view(torch.uint8) if mask.dtype == torch.bool else mask
 
-    planes = body.planes if body else [empty] * 6
-    k_codes, k_high, k_scales, v_codes, v_high, v_scales = planes
-    centers = [codes["center"].contiguous() if "center" in codes else empty for codes in (body.slabs[0] if body else ({}, {}))]
     attend_kernel[(total_splits, blocks, batch * heads)](
-        query, body_query, use.turning, use.signs, body.table if body else empty.long(), k_codes, k_high, use.k_shifts, k_scales,
-        v_codes, v_high, use.v_shifts, v_scales,
-        first_k, first_v, recent_k, recent_v, mask if mask is not None else empty,
-        lengths if lengths is not None else empty, pages if pages is not None else empty, centers[0], part, maxima, sums, weights, tops,
-        empty if payload.store is None else payload.store.state,
-        *query.stride()[:3], *first_k.stride()[:3], *first_v.stride()[:3], *recent_k.stride()[:3], *recent_v.stride()[:3], *mask_strides,
-        pages.stride(0) if pages is not None else 0,
-        dim**-0.5 if scaling is None else scaling, softcap or 1.0, window or 0, len(body.slabs) if body else 0,
+        query, body_query, *held.tensors, empty if mask is None else mask, held.centers[0], part, maxima, sums, weights, tops,
+        empty if payload.buffers is None else payload.buffers.state, *query.stride()[:3], *held.strides, *mask_strides,
+        dim**-0.5 if scaling is None else scaling, softcap or 1.0, window or 0, len(body.chunks) if body else 0,
         n_first, n_body, n_recent, each, heads, queries, slots, grains,
-        K=use.key, V=use.value, D=dim, DV=value_dim, G=groups, R=r, T=t, TX=EXACT_TILE,
-        K_SHARED=bool(body and body.shared[0]), V_SHARED=bool(body and body.shared[1]),
-        K_ONCE=int(bool(body and body.once[0])), V_ONCE=int(bool(body and body.once[1])),
-        SOFTCAP=softcap is not None, MASK=mask_kind, WINDOW=window is not None, CAUSAL=causal and queries > 1, LENGTHS=lengths is not None,
-        PAGE=page if pages is not None else 0, ARCH=arch, EXACT=exact, TURN=factor, MASS=width,
-        COUNTED=0 if payload.store is None else LEAST_SPLIT, num_warps=launch.warps, num_stages=launch.stages,
+        G=groups, R=r, T=t, SOFTCAP=softcap is not None, MASK=mask_kind, WINDOW=window is not None, CAUSAL=causal and queries > 1,
+        ARCH=arch, EXACT=exact, TURN=factor, MASS=width, num_warps=launch.warps, num_stages=launch.stages, **held.constants,
         **({"maxnreg": launch.registers} if launch.registers and arch else {}),
     )  # fmt: skip
     out = torch.empty(batch, query_heads, queries, value_dim, dtype=query.dtype, device=device)
     lse = torch.empty(batch, query_heads, queries, dtype=torch.float32, device=device)
     columns = triton.next_power_of_2(value_dim) if use.value.rotated else 32
     reduce_kernel[(rows, batch * heads, -(-value_dim // columns))](
-        part, maxima, sums, sinks if sinks is not None else empty, use.v_signs, centers[1], out, lse, *out.stride()[:3],
+        part, maxima, sums, sinks if sinks is not None else empty, use.v_signs, held.centers[1], out, lse, *out.stride()[:3],
         total_splits, blocks, heads, queries,
         V=use.value, DV=value_dim, C=columns, G=groups, R=r, S=32, SINKS=sinks is not None, EXACT=exact, TURN=use.v_block**-0.5,
         STAGES=use.v_block.bit_length() - 1, num_warps=4 if use.value.rotated else 1,

@@ -1,6 +1,6 @@
 """Kernels as operators of torch, so that `torch.compile(fullgraph=True)` sees one operation for each.
 
-Operators take tensors and numbers: a codec is passed as its place in a list, and a payload or a store as the tensors that it is made of.
+Operators take tensors and numbers: a codec is passed as its place in a list, and a payload or a storage as the tensors that it is made of.
 """
 
 from __future__ import annotations
@@ -15,10 +15,7 @@ from ..formats.base import Codec, Codes
 from . import dispatch
 from .attend import attend, attend_observed
 from .retire import Places
-from .segments import CODECS, Body, Exact, Packed, Payload, Side
-from .store import Store
-
-Both = tuple[Tensor, Tensor]
+from .segments import CODECS, Body, Buffers, Exact, Packed, Pair, Payload, Side
 
 
 def attend_op(
@@ -38,21 +35,21 @@ def attend_op(
 
 def _parts(payload: Payload) -> tuple[list[Tensor], Tensor | None, list[int], int, list[Tensor]]:
     body = payload.body
-    planes = [] if body is None else [plane for slab in body.slabs for codes in slab for plane in codes.values()]
+    planes = [] if body is None else [plane for chunk in body.chunks for codes in chunk for plane in codes.values()]
     codecs = [] if body is None else list(body.numbers)
     table, tokens = (None, 0) if body is None else (body.table, body.tokens)
     return planes, table, codecs, tokens, list(payload.exact)
 
 
-def dense_payload(payload: Payload) -> Both:
-    """Keys and values of a payload in the model's dtype; of a store at their columns, zeros beyond."""
-    if payload.store is not None:
-        return torch.ops.qkvcache.unfold(*payload.store.arguments, None, None)
+def dense_payload(payload: Payload) -> Pair:
+    """Keys and values of a payload in the model's dtype; of a storage at their columns, zeros beyond."""
+    if payload.buffers is not None:
+        return torch.ops.qkvcache.unfold(*payload.buffers.arguments, None, None)
     return torch.ops.qkvcache.dense(*_parts(payload))
 
 
 @torch.library.custom_op("qkvcache::dense", mutates_args=())
-def _dense(planes: Sequence[Tensor], table: Tensor | None, codecs: Sequence[int], tokens: int, exact: Sequence[Tensor]) -> Both:
+def _dense(planes: Sequence[Tensor], table: Tensor | None, codecs: Sequence[int], tokens: int, exact: Sequence[Tensor]) -> Pair:
     payload = _payload(planes, table, codecs, tokens, exact)
     return dispatch.dense(payload.key), dispatch.dense(payload.value)
 
@@ -99,9 +96,10 @@ def _payload(planes: Sequence[Tensor], table: Tensor | None, codecs: Sequence[in
         key, value = (CODECS[number] for number in codecs)
         names = [[buffer.name for buffer in codec.buffers(x.shape[3])] for codec, x in zip((key, value), recent, strict=True)]
         left = iter(planes)
-        slabs = tuple(tuple({name: next(left) for name in side} for side in names) for _ in range(table.shape[0]))
-        body = Body(key, value, slabs, tokens, table)  # type: ignore[arg-type]
-        packed = [list(_packed(codec, [slab[i] for slab in slabs], tokens, recent[i])) for i, codec in enumerate((key, value))]
+        count = len(planes) // sum(map(len, names))
+        chunks = tuple(tuple({name: next(left) for name in side} for side in names) for _ in range(count))
+        body = Body(key, value, chunks, tokens, table)  # type: ignore[arg-type]
+        packed = [list(_packed(codec, [chunk[i] for chunk in chunks], tokens, recent[i])) for i, codec in enumerate((key, value))]
     sides = []
     for opening, middle, last in zip(first, packed, recent, strict=True):
         shape = (*last.shape[:2], opening.shape[2] + (tokens if table is not None else 0) + last.shape[2], last.shape[3])
@@ -109,11 +107,11 @@ def _payload(planes: Sequence[Tensor], table: Tensor | None, codecs: Sequence[in
     return Payload(sides[0], sides[1], body, tuple(exact))
 
 
-def _packed(codec: Codec, slabs: Sequence[Codes], left: int, like: Tensor) -> Iterator[Packed]:
+def _packed(codec: Codec, chunks: Sequence[Codes], left: int, like: Tensor) -> Iterator[Packed]:
     each = [b.name for b in codec.buffers(like.shape[3]) if b.tokens == "each"]
-    for slab in slabs:
-        count = min(left, slab[each[0]].shape[2])
-        yield Packed(codec, {name: x[:, :, :count] if name in each else x for name, x in slab.items()}, count, like.shape[3])
+    for chunk in chunks:
+        count = min(left, chunk[each[0]].shape[2])
+        yield Packed(codec, {name: x[:, :, :count] if name in each else x for name, x in chunk.items()}, count, like.shape[3])
         left -= count
 
 
@@ -125,44 +123,51 @@ def _(query, planes, table, codecs, tokens, exact, mask, sinks, scaling, softcap
     return query.new_empty(*query.shape[:3], dim), lse, mass
 
 
-@torch.library.custom_op("qkvcache::step", mutates_args=("tensors",))
-def _step(tensors: Sequence[Tensor], codecs: Sequence[int], limit: int, key: Tensor, value: Tensor) -> None:
-    dispatch.step(Store.of(tensors, codecs, limit), (key, value))
+# Chunks are written too. Whoever is told makes a copy of what is written, which the table does not lead to; nobody but operators that take
+# `exact` reads chunks, and these stay in order.
+@torch.library.custom_op("qkvcache::step", mutates_args=("exact",))
+def _step(exact: Sequence[Tensor], quantized: Sequence[Tensor], codecs: Sequence[int], columns: int, key: Tensor, value: Tensor) -> None:
+    dispatch.step(Buffers.of(exact, quantized, codecs, columns), (key, value))
 
 
 @_step.register_fake
-def _(tensors, codecs, limit, key, value):
+def _(exact, quantized, codecs, columns, key, value):
     return None
 
 
-@torch.library.custom_op("qkvcache::attend_store", mutates_args=())
-def _attend_store(
+@torch.library.custom_op("qkvcache::attend_buffers", mutates_args=())
+def _attend_buffers(
     query: Tensor,
-    tensors: Sequence[Tensor],
+    exact: Sequence[Tensor],
+    quantized: Sequence[Tensor],
     codecs: Sequence[int],
-    limit: int,
+    columns: int,
     mask: Tensor | None,
     sinks: Tensor | None,
     scaling: float | None,
     softcap: float | None,
 ) -> Tensor:
-    return dispatch.attend_on_store(query, Store.of(tensors, codecs, limit), mask, scaling=scaling, softcap=softcap, sinks=sinks)
+    return dispatch.attend_on_buffers(
+        query, Buffers.of(exact, quantized, codecs, columns), mask, scaling=scaling, softcap=softcap, sinks=sinks
+    )
 
 
-@_attend_store.register_fake
-def _(query, tensors, codecs, limit, mask, sinks, scaling, softcap):
-    return query.new_empty(*query.shape[:3], tensors[3].shape[3])
+@_attend_buffers.register_fake
+def _(query, exact, quantized, codecs, columns, mask, sinks, scaling, softcap):
+    return query.new_empty(*query.shape[:3], exact[3].shape[3])
 
 
 @torch.library.custom_op("qkvcache::unfold", mutates_args=())
-def _unfold(tensors: Sequence[Tensor], codecs: Sequence[int], limit: int, key: Tensor | None, value: Tensor | None) -> Both:
+def _unfold(
+    exact: Sequence[Tensor], quantized: Sequence[Tensor], codecs: Sequence[int], columns: int, key: Tensor | None, value: Tensor | None
+) -> Pair:
     new = None if key is None or value is None else (key, value)
-    return dispatch.unfold(Store.of(tensors, codecs, limit), new)
+    return dispatch.unfold(Buffers.of(exact, quantized, codecs, columns), new)
 
 
 @_unfold.register_fake
-def _(tensors, codecs, limit, key, value):
-    keys, values = (x.new_empty(*x.shape[:2], limit + 1, x.shape[3])[:, :, :limit] for x in tensors[2:4])
+def _(exact, quantized, codecs, columns, key, value):
+    keys, values = (x.new_empty(*x.shape[:2], columns + 1, x.shape[3])[:, :, :columns] for x in exact[2:4])
     return keys, values
 
 

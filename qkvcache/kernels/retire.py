@@ -19,10 +19,7 @@ import torch
 from torch import Tensor
 
 from ..formats.base import Codec, Codes
-from .segments import CODECS
-
-Pair = tuple[Tensor, Tensor]
-"""Of keys and of values."""
+from .segments import CODECS, Pair
 
 
 @dataclass(eq=False)

@@ -11,15 +11,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..formats.base import Codec, Codes, Levels, affine
 
-if TYPE_CHECKING:
-    from .store import Store
+Pair = tuple[Tensor, Tensor]
+"""Of keys and of values."""
 
 
 @dataclass(frozen=True)
@@ -92,15 +92,17 @@ def number(codec: Codec) -> int:
 
 @dataclass(eq=False)
 class Body:
-    """The packed tokens of a layer as they are stored, which is how the fused kernel reads them: slabs of planes `[B, H, slots, width]`.
+    """The quantized tokens of a layer as they are stored, which is how the fused kernel reads them: chunks of planes
+    `[B, H, slots, width]`, the buffers kept once among them.
 
-    `table` int64 `[slabs, 8]`: the slab's first token, its slots, and how far the `planes` are from those of the first slab, in
-    elements.
+    `table` int64 `[rows, 8]`, a row for each chunk (there may be more rows): the chunk's first token, its slots, and how far the `planes`
+    are from those of the first chunk, in elements. `tokens` sizes the launch; where `Buffers` count on the device, these say how many there
+    are.
     """
 
     key: Codec
     value: Codec
-    slabs: tuple[tuple[Codes, Codes], ...]
+    chunks: tuple[tuple[Codes, Codes], ...]
     tokens: int
     table: Tensor
     numbers: tuple[int, int] = field(init=False)
@@ -124,8 +126,8 @@ class Body:
 
     @cached_property
     def planes(self) -> list[Tensor]:
-        """Of the first slab, keys before values: codes or low bits, high bits, scales; what is missing is an empty tensor."""
-        return [plane for codes in self.slabs[0] for plane in _planes(codes)]
+        """Of the first chunk, keys before values: codes or low bits, high bits, scales; what is missing is an empty tensor."""
+        return [plane for codes in self.chunks[0] for plane in _planes(codes)]
 
 
 def _codes(codes: Codes) -> Tensor:
@@ -145,33 +147,94 @@ def _planes(codes: Codes) -> tuple[Tensor, Tensor, Tensor]:
     return main, none if high is None else high, none if scales is None else scales
 
 
-def slab_table(slabs: Sequence[tuple[Codes, Codes]]) -> Tensor:
-    """`Body.table` of these slabs."""
+def chunk_table(chunks: Sequence[tuple[Codes, Codes]]) -> Tensor:
+    """`Body.table` of these chunks, in host memory."""
     rows, start = [], 0
-    first = [plane for codes in slabs[0] for plane in _planes(codes)]
-    for slab in slabs:
-        planes = [plane for codes in slab for plane in _planes(codes)]
+    first = [plane for codes in chunks[0] for plane in _planes(codes)]
+    for chunk in chunks:
+        planes = [plane for codes in chunk for plane in _planes(codes)]
         slots = planes[0].shape[2]
         distances = [(x.data_ptr() - y.data_ptr()) // x.itemsize for x, y in zip(planes, first, strict=True)]
         rows.append([start, slots, *distances])
         start += slots
-    return torch.tensor(rows, dtype=torch.int64).to(first[0].device, non_blocking=True)
+    return torch.tensor(rows, dtype=torch.int64)
+
+
+CONTROL = 4
+TICKET, DROPPED, ROOM, CHUNKS = range(CONTROL)
+
+
+@dataclass(eq=False)
+class Buffers:
+    """The tensors of a storage whose counts are on the device; pairs are keys and values.
+
+    sinks      `[B, H, S, D]`   the first `S` tokens, in the model's dtype
+    residual   `[B, H, R, D]`   a ring of the last tokens, in the model's dtype: token `n` after the sinks is in slot `n % R` until it is
+                                in slot `n` of the body
+    body                        quantized tokens, in token order
+    state      int32 `[4 + 2 B]`  a ticket of kernels, tokens that came when the storage was full, tokens that the storage has room for,
+                                chunks; then `lengths` `[B, 2]`: tokens that a row has seen, and how many of them are quantized
+
+    `columns`: tokens that there may be before the host is asked again; masks have as many columns.
+    """
+
+    sinks: Pair
+    residual: Pair
+    body: Body
+    state: Tensor
+    columns: int
+    arguments: tuple[list[Tensor], list[Tensor], list[int], int] = field(init=False)
+    """As operators of torch take it: exact tokens and state; the table and the first chunk; numbers of the codecs; columns."""
+    launch: Any = field(init=False, default=None)
+    """What kernels keep from step to step."""
+
+    def __post_init__(self) -> None:
+        planes = [plane for codes in self.body.chunks[0] for plane in codes.values()]
+        exact = [*self.sinks, *self.residual, self.state]
+        self.arguments = exact, [self.body.table, *planes], list(self.body.numbers), self.columns
+
+    @staticmethod
+    def of(exact: Sequence[Tensor], quantized: Sequence[Tensor], numbers: Sequence[int], columns: int) -> Buffers:
+        """Those that these `arguments` were of, with the first chunk alone: kernels find the others by the table."""
+        key, value = CODECS[numbers[0]], CODECS[numbers[1]]
+        k_sinks, v_sinks, k_residual, v_residual, state = exact
+        table, *planes = quantized
+        left = iter(planes)
+        chunk = tuple(
+            {b.name: next(left) for kind in ("each", "once") for b in codec.buffers(x.shape[3]) if b.tokens == kind}
+            for codec, x in ((key, k_residual), (value, v_residual))
+        )
+        body = Body(key, value, (chunk,), columns, table)  # type: ignore[arg-type]
+        return Buffers((k_sinks, v_sinks), (k_residual, v_residual), body, state, columns)
+
+    @property
+    def codecs(self) -> tuple[Codec, Codec]:
+        return self.body.key, self.body.value
+
+    @property
+    def lengths(self) -> Tensor:
+        return self.state[CONTROL:].view(-1, 2)
+
+    @property
+    def grows(self) -> bool:
+        """Whether there may be more chunks than one."""
+        return self.body.table.shape[0] > 1
 
 
 @dataclass(frozen=True)
 class Payload:
     """Keys and values of one layer for one step.
 
-    `key` and `value` are what the torch reference reads. `body` and `exact` are the same for the fused kernel: the packed tokens, if there
-    are any, and the exact keys and values of the first zone and the recent one, `[B, H, T, D]` each, any of them without tokens. With
-    `store` they are its buffers, of which the device knows how much is used.
+    `key` and `value` are what the torch reference reads. `body` and `exact` are the same for the fused kernel: the quantized tokens, if
+    there are any, and the exact keys and values of the sinks and the residual, `[B, H, T, D]` each, any of them without tokens. With
+    `buffers` these are what `body` and `exact` are of, and the device knows how much of them is used.
     """
 
     key: Side
     value: Side
     body: Body | None = None
     exact: tuple[Tensor, ...] = ()
-    store: Store | None = None
+    buffers: Buffers | None = None
 
 
 def scores(q: Tensor, side: Side) -> Tensor:

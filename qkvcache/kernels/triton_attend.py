@@ -279,25 +279,25 @@ def _butterflies(tiles, N: tl.constexpr, BIT: tl.constexpr):
 # What changes from step to step, or call to call, must not compile the kernel anew.
 @triton.jit(
     do_not_specialize=[
-        "scaling", "softcap", "window", "slabs", "n_first", "n_body", "n_recent", "split_tokens", "heads", "queries", "pages_stride",
+        "scaling", "softcap", "window", "chunks", "n_first", "n_body", "n_recent", "split_tokens", "heads", "queries",
         "mask_stride_b", "mask_stride_h", "mask_stride_q", "mask_stride_t", "slots", "grains",
     ]
 )  # fmt: skip
 def attend_kernel(
     query, body_query, turning, signs, table, k_codes, k_high, k_shifts, k_scales, v_codes, v_high, v_shifts, v_scales,
-    first_k, first_v, recent_k, recent_v, mask, lengths, pages, k_center, part, maxima, sums, weights, tops,
+    first_k, first_v, recent_k, recent_v, mask, k_center, part, maxima, sums, weights, tops,
     counts, q_stride_b, q_stride_h, q_stride_q, first_stride_b, first_stride_h, first_stride_t,
     first_v_stride_b, first_v_stride_h, first_v_stride_t,
     recent_stride_b, recent_stride_h, recent_stride_t, recent_v_stride_b, recent_v_stride_h, recent_v_stride_t,
-    mask_stride_b, mask_stride_h, mask_stride_q, mask_stride_t, pages_stride,
-    scaling, softcap, window, slabs, n_first, n_body, n_recent, split_tokens, heads, queries, slots, grains,
+    mask_stride_b, mask_stride_h, mask_stride_q, mask_stride_t,
+    scaling, softcap, window, chunks, n_first, n_body, n_recent, split_tokens, heads, queries, slots, grains,
     K: tl.constexpr, V: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, G: tl.constexpr, R: tl.constexpr,
     T: tl.constexpr, TX: tl.constexpr, K_SHARED: tl.constexpr, V_SHARED: tl.constexpr, K_ONCE: tl.constexpr, V_ONCE: tl.constexpr,
-    SOFTCAP: tl.constexpr, MASK: tl.constexpr, WINDOW: tl.constexpr, CAUSAL: tl.constexpr, LENGTHS: tl.constexpr, PAGE: tl.constexpr,
-    ARCH: tl.constexpr, EXACT: tl.constexpr, TURN: tl.constexpr, MASS: tl.constexpr, COUNTED: tl.constexpr,
+    SOFTCAP: tl.constexpr, MASK: tl.constexpr, WINDOW: tl.constexpr, CAUSAL: tl.constexpr, ARCH: tl.constexpr,
+    EXACT: tl.constexpr, TURN: tl.constexpr, MASS: tl.constexpr, COUNTED: tl.constexpr,
 ):  # fmt: skip
     """Grid (splits, row blocks, batch * heads); with EXACT, split 0 is that of the exact zones. MASS: columns of the scratch, 0 if none.
-    COUNTED: the zones are those of a store, whose `counts` say how much of them is used."""
+    COUNTED: tokens are those of a storage, whose `counts` (`Buffers.state`) say how many each row has; the least of a split."""
     split = tl.program_id(0)
     block = tl.program_id(1)
     bh = tl.program_id(2)
@@ -322,11 +322,12 @@ def attend_kernel(
     total = n_first + n_body + n_recent
     last = 0
     if COUNTED > 0:
-        total = tl.load(counts)
-        n_body = tl.load(counts + 1)
+        total = tl.load(counts + 4 + 2 * b)
+        n_body = tl.load(counts + 5 + 2 * b)
+        chunks = tl.load(counts + 3)
         last = (tl.maximum(total - n_first, 1) - 1) % n_recent
         n_first = tl.minimum(n_first, total)
-        many = splits - 1 if EXACT else splits
+        many = tl.maximum(splits - 1, 1) if EXACT else splits
         split_tokens = tl.maximum(tl.cdiv(tl.cdiv(n_body, many), T) * T, COUNTED)
     newest = total - queries + number
     oldest = newest - window + 1
@@ -430,38 +431,33 @@ def attend_kernel(
             acc = acc + (tl.zeros([VT, R], tl.float32),)
         SUMMED: tl.constexpr = V.offset != 0 and (V.scale == "fp16" or V.scale == "fp32")
         state = (m, tl.zeros([T, R], tl.float32), tl.zeros([16 if SUMMED else T, R], tl.float32), acc)
-        length = n_body
-        if LENGTHS:
-            length = tl.load(lengths + b)
         begin = tl.multiple_of((split - 1 if EXACT else split) * split_tokens, T)
-        end = tl.minimum(begin + split_tokens, length)
+        end = tl.minimum(begin + split_tokens, n_body)
         if WINDOW:
             begin = tl.maximum(begin, (total - queries - window + 1 - n_first) // T * T)
         hides = _hides(mask, n_first + begin, n_first + end, mask_stride_t) if MASK == "row" else False
         t = tl.arange(0, T)
-        plane = (h if PAGE > 0 else bh).to(tl.int64)  # pages are in slots that all rows share
-        kb = (plane * 0 if PAGE > 0 else b.to(tl.int64)) if K_SHARED else plane
-        vb = (plane * 0 if PAGE > 0 else b.to(tl.int64)) if V_SHARED else plane
+        plane = bh.to(tl.int64)
+        kb = b.to(tl.int64) if K_SHARED else plane
+        vb = b.to(tl.int64) if V_SHARED else plane
         KG: tl.constexpr = D // K.group if K.group > 0 else (2 if K.scale == "pair" else 1)
         VG: tl.constexpr = DV // V.group if V.group > 0 else (2 if V.scale == "pair" else 1)
-        for slab in range(slabs):
-            start = tl.load(table + slab * 8).to(tl.int32)
-            capacity = tl.multiple_of(tl.load(table + slab * 8 + 1), 32)
+        for chunk in range(chunks):
+            start = tl.load(table + chunk * 8).to(tl.int32)
+            capacity = tl.multiple_of(tl.load(table + chunk * 8 + 1), 32)
             low = tl.maximum(begin, start) - start
             high = tl.minimum(end, start + capacity.to(tl.int32)) - start
             k_slots = 1 if K_ONCE else capacity
             v_slots = 1 if V_ONCE else capacity
-            kc = k_codes + (tl.multiple_of(tl.load(table + slab * 8 + 2), 16) + plane * capacity * (KW // 2 if K.halved else KW))
-            kh = k_high + (tl.multiple_of(tl.load(table + slab * 8 + 3), 16) + plane * capacity * (KW if K.signed else KW // 2))
-            ks = k_scales + (tl.multiple_of(tl.load(table + slab * 8 + 4), 16) + kb * k_slots * KG)
-            vc = v_codes + (tl.multiple_of(tl.load(table + slab * 8 + 5), 16) + plane * capacity * (VW // 2 if V.halved else VW))
-            vh = v_high + (tl.multiple_of(tl.load(table + slab * 8 + 6), 16) + plane * capacity * (VW if V.signed else VW // 2))
-            vs = v_scales + (tl.multiple_of(tl.load(table + slab * 8 + 7), 16) + vb * v_slots * VG)
+            kc = k_codes + (tl.multiple_of(tl.load(table + chunk * 8 + 2), 16) + plane * capacity * (KW // 2 if K.halved else KW))
+            kh = k_high + (tl.multiple_of(tl.load(table + chunk * 8 + 3), 16) + plane * capacity * (KW if K.signed else KW // 2))
+            ks = k_scales + (tl.multiple_of(tl.load(table + chunk * 8 + 4), 16) + kb * k_slots * KG)
+            vc = v_codes + (tl.multiple_of(tl.load(table + chunk * 8 + 5), 16) + plane * capacity * (VW // 2 if V.halved else VW))
+            vh = v_high + (tl.multiple_of(tl.load(table + chunk * 8 + 6), 16) + plane * capacity * (VW if V.signed else VW // 2))
+            vs = v_scales + (tl.multiple_of(tl.load(table + chunk * 8 + 7), 16) + vb * v_slots * VG)
             whole = low + tl.maximum(high - low, 0) // T * T
             for token in range(low, whole, T):
                 slot = token + t
-                if PAGE > 0:
-                    slot = tl.load(pages + b * pages_stride + token // PAGE) * PAGE + token % PAGE + t
                 state = _body_tile(
                     K, V, KW, VW, KT, VT, K_ONCE, V_ONCE, False, SOFTCAP, MASK, ARCH, state, q, q_scale, q_sum, q_center,
                     kc, kh, k_shifts, ks, vc, vh, v_shifts, vs, slot, t >= 0, mask, mask_rows, mask_stride_t,
@@ -469,8 +465,6 @@ def attend_kernel(
                 )  # fmt: skip
             if whole < high:
                 slot = whole + t
-                if PAGE > 0:
-                    slot = tl.load(pages + b * pages_stride + whole // PAGE) * PAGE + whole % PAGE + t
                 column = tl.minimum(start + whole + t, start + high - 1) + n_first
                 state = _body_tile(
                     K, V, KW, VW, KT, VT, K_ONCE, V_ONCE, True, SOFTCAP, MASK, ARCH, state, q, q_scale, q_sum, q_center,

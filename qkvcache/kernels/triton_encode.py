@@ -48,7 +48,7 @@ def encode_kv(sides: Sequence[tuple[Codec, Tensor, Codes, Codes]], start: int) -
     """Encodes `T` tokens into slots `start` to `start + T`.
 
     `sides` are keys and values, each a codec that `supports` accepts; `x` `[B, H, T, D]` in fp16, bf16 or fp32, its channels contiguous;
-    the planes `[B, H or 1, capacity, width]` of a slab; and the buffers kept once. Batch, heads and tokens are the same for both.
+    the planes `[B, H or 1, capacity, width]` of a chunk; and the buffers kept once. Batch, heads and tokens are the same for both.
 
     Raises ValueError for a codec that it does not know, or vectors whose channels are not contiguous.
     """

@@ -3,7 +3,7 @@
 
 A weight is relative to the running maximum of its tile, `top`. Scratch of a block of rows: weights `[slots, WIDTH]`, maxima
 `[grains, WIDTH]`; slots hold the body, the first zone and the recent one, each from a grain's beginning on. A grain has one maximum: it is
-as long as what tiles are multiples of, 32 slots of the body (slabs begin at any multiple of 32) and 16 of an exact zone.
+as long as what tiles are multiples of, 32 slots of the body (chunks begin at any multiple of 32) and 16 of an exact zone.
 """
 
 from __future__ import annotations

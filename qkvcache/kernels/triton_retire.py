@@ -13,7 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .retire import Pair, Places
+from .retire import Places
+from .segments import Pair
 from .triton_decode import known, padded, plane_arguments, table_of, tile
 from .triton_encode import store_tile
 

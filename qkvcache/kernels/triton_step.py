@@ -1,101 +1,150 @@
-"""A decode step's new tokens into preallocated storage, in one launch that needs no number from the host: what `store.step` computes.
+"""A decode step's new tokens into storage that counts on the device, in one launch that needs no number from the host: what `counted.step`
+computes, for rows of any lengths and bodies of many chunks.
 
-A program takes a tile of new tokens (times heads) of one side. Each takes its place in the ring, and the token that was there is encoded
+A program takes a tile of new tokens (times heads) of one side. Each takes its place in the ring, and the token that was there is quantized
 into the body by the same program. The last program to finish moves the counts on: by then all have read them.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from .store import Store
+from .segments import Buffers, Pair
 from .triton_decode import known, padded, plane_arguments, table_of, tile
 from .triton_encode import store_tile, tile_of
 
+ROWS = tl.constexpr(128)
+"""Rows that are counted at once."""
 
-def step_kv(store: Store, x: tuple[Tensor, Tensor]) -> None:
-    """Takes up to as many tokens as the ring holds, `[B, H, T, D]`; codecs must be those that `triton_encode.supports`."""
-    arguments: list[object] = []
-    constants: list[object] = []
-    specs = [known(codec, new) for codec, new in zip(store.codecs, x, strict=True)]
-    batch, heads, tokens, _ = x[0].shape
-    for side, (spec, new) in enumerate(zip(specs, x, strict=True)):
-        ring, first, head_dim = store.ring[side], store.first[side], new.shape[3]
-        planes = plane_arguments(spec, store.planes[side] | store.once[side], new)
-        arguments += [new, *new.stride()[:3], ring, *ring.stride()[:2], first, *first.stride()[:2], table_of(spec, new), *planes]
-        constants += [*spec.constants, head_dim, padded(head_dim)]
-    across, along, warps = tile(specs, heads, tokens, max(padded(new.shape[3]) for new in x), x[0].element_size())
-    grid = (triton.cdiv(tokens, along) * triton.cdiv(heads, across), batch, 2)
-    sizes = store.first[0].shape[2], store.ring[0].shape[2], store.limit
-    with torch.cuda.device_of(x[0]):
-        _step_kernel[grid](*arguments, store.state, *sizes, tokens, heads, *constants, across, along, num_warps=warps)
+
+class Step:
+    """The launch for tokens like `x`, `[B, H, T, D]`, of which all arguments but the tokens stay the same from step to step.
+
+    `T` is at most what the ring holds, and 1 where the body may have many chunks; codecs must be those that `triton_encode.supports`.
+    """
+
+    def __init__(self, held: Buffers, x: Pair):
+        specs = [known(codec, new) for codec, new in zip(held.codecs, x, strict=True)]
+        batch, heads, self.tokens, _ = x[0].shape
+        self.fixed: list[list[Any]] = []
+        constants: list[Any] = []
+        for spec, codes, sinks, ring, new in zip(specs, held.body.chunks[0], held.sinks, held.residual, x, strict=True):
+            planes = plane_arguments(spec, codes, new)
+            self.fixed.append([ring, *ring.stride()[:2], sinks, *sinks.stride()[:2], table_of(spec, new), *planes])
+            codes_unit = 2 if planes[0].itemsize == 1 else 1  # type: ignore[attr-defined]  # the table counts words of 16 bits
+            constants += [*spec.constants, new.shape[3], padded(new.shape[3]), codes_unit]
+        across, along, warps = tile(specs, heads, self.tokens, max(padded(new.shape[3]) for new in x), x[0].element_size())
+        grid = (triton.cdiv(self.tokens, along) * triton.cdiv(heads, across), batch, 2)
+        sizes = held.sinks[0].shape[2], held.residual[0].shape[2]
+        self.last = [held.state, held.body.table, *sizes, self.tokens, heads, batch, *constants, across, along, held.grows]
+        self.launch = _step_kernel[grid]
+        self.warps = warps
+
+    def __call__(self, x: Pair) -> None:
+        key, value = (side if side.stride(3) == 1 else side.contiguous() for side in x)
+        with torch.cuda.device_of(key):
+            self.launch(
+                key, *key.stride()[:3], *self.fixed[0], value, *value.stride()[:3], *self.fixed[1], *self.last, num_warps=self.warps
+            )
+
+
+def step_kv(held: Buffers, x: Pair) -> None:
+    """`Step`, once."""
+    key, value = (side if side.stride(3) == 1 else side.contiguous() for side in x)
+    Step(held, (key, value))((key, value))
 
 
 @triton.jit
 def _step_side(
-    x, xb, xh, xt, ring, rb, rh, first, fb, fh, table, codes, cb, ch, high, hb, hh, scales, sb, sh, center, eb, eh,
-    seen, body, fits, first_slots, ring_slots, tokens, heads,
+    x, xb, xh, xt, ring, rb, rh, sinks, fb, fh, rotation, codes, cb, ch, high, hb, hh, scales, sb, sh, center, eb, eh,
+    state, chunks, sink_slots, ring_slots, tokens, heads,
     KIND: tl.constexpr, OPTION: tl.constexpr, ROTATION: tl.constexpr, SPAN: tl.constexpr, CENTERED: tl.constexpr,
-    D: tl.constexpr, P: tl.constexpr, ACROSS: tl.constexpr, ALONG: tl.constexpr,
+    D: tl.constexpr, P: tl.constexpr, UNIT: tl.constexpr, ACROSS: tl.constexpr, ALONG: tl.constexpr, GROWS: tl.constexpr,
+    SIDE: tl.constexpr,
 ):  # fmt: skip
     b, h0, t0 = tile_of(heads, ACROSS, ALONG)
+    seen = tl.load(state + 4 + 2 * b)
+    body = tl.load(state + 5 + 2 * b)
+    fits = seen + tokens <= tl.load(state + 2)
     i = tl.arange(0, ACROSS * ALONG)
     c = tl.arange(0, P)[None, :]
     h = (h0 + i % ACROSS).to(tl.int64)
     t = t0 + i // ACROSS
-    opening = tl.minimum(tl.maximum(first_slots - seen, 0), tokens)  # of the new tokens, those for the first zone
-    held = seen - tl.minimum(seen, first_slots) - body
+    opening = tl.minimum(tl.maximum(sink_slots - seen, 0), tokens)  # of the new tokens, the sinks
+    exact = seen - tl.minimum(seen, sink_slots) - body
     rank = t - opening
     live = (t < tokens) & (h < heads) & fits
-    leaves = live & (rank + held >= ring_slots)
-    place = ring + b * rb + h * rh + (body + held + tl.maximum(rank, 0)) % ring_slots * D
+    leaves = live & (rank + exact >= ring_slots)
+    place = ring + b * rb + h * rh + (body + exact + tl.maximum(rank, 0)) % ring_slots * D
     old = tl.load(place[:, None] + c, mask=leaves[:, None] & (c < D), other=0.0)
+    slot = body + exact + t0 - opening - ring_slots
+    if GROWS:  # the chunk that holds the slot, nearly always the last; its planes are as far from the first one's as the table says
+        first = tl.load(chunks + 1)
+        row = chunks + (tl.load(state + 3) - 1) * 8
+        start = tl.load(row)
+        while start > tl.maximum(slot, 0):
+            row -= 8
+            start = tl.load(row)
+        capacity = tl.load(row + 1)
+        slot = (slot - start).to(tl.int32)
+        codes += tl.multiple_of(tl.load(row + 2 + 3 * SIDE), 16) * UNIT
+        high += tl.multiple_of(tl.load(row + 3 + 3 * SIDE), 16) * 2
+        cb, ch, hb, hh = cb // first * capacity, ch // first * capacity, hb // first * capacity, hh // first * capacity
+        if SPAN != "once":
+            scales += tl.multiple_of(tl.load(row + 4 + 3 * SIDE), 16)
+            sb, sh = sb // first * capacity, sh // first * capacity
     store_tile(
-        old, leaves, b, h0, body + held + t0 - opening - ring_slots, table, codes, cb, ch, high, hb, hh, scales, sb, sh, center, eb, eh,
+        old, leaves, b, h0, slot, rotation, codes, cb, ch, high, hb, hh, scales, sb, sh, center, eb, eh,
         KIND, OPTION, ROTATION, SPAN, CENTERED, D, P, ACROSS, ALONG,
     )  # fmt: skip
     new = tl.load(x + (b * xb + h * xh + t.to(tl.int64) * xt)[:, None] + c, mask=live[:, None] & (c < D), other=0.0)
     tl.debug_barrier()  # before what others of this program have read is overwritten
     tl.store(place[:, None] + c, new, mask=(live & (rank >= 0))[:, None] & (c < D))
-    start = first + b * fb + h * fh + (seen + t) * D
-    tl.store(start[:, None] + c, new, mask=(live & (rank < 0))[:, None] & (c < D))
+    start_of_sinks = sinks + b * fb + h * fh + (seen + t) * D
+    tl.store(start_of_sinks[:, None] + c, new, mask=(live & (rank < 0))[:, None] & (c < D))
 
 
-@triton.jit(do_not_specialize=["first_slots", "ring_slots", "limit", "tokens", "heads"])
+@triton.jit(do_not_specialize=["sink_slots", "ring_slots", "tokens", "heads", "rows"])
 def _step_kernel(
-    kx, kxb, kxh, kxt, kring, krb, krh, kfirst, kfb, kfh, ktable, kcodes, kcb, kch, khigh, khb, khh, kscales, ksb, ksh, kcenter, keb, keh,
-    vx, vxb, vxh, vxt, vring, vrb, vrh, vfirst, vfb, vfh, vtable, vcodes, vcb, vch, vhigh, vhb, vhh, vscales, vsb, vsh, vcenter, veb, veh,
-    state, first_slots, ring_slots, limit, tokens, heads,
+    kx, kxb, kxh, kxt, kring, krb, krh, ksinks, kfb, kfh, ktable, kcodes, kcb, kch, khigh, khb, khh, kscales, ksb, ksh, kcenter, keb, keh,
+    vx, vxb, vxh, vxt, vring, vrb, vrh, vsinks, vfb, vfh, vtable, vcodes, vcb, vch, vhigh, vhb, vhh, vscales, vsb, vsh, vcenter, veb, veh,
+    state, chunks, sink_slots, ring_slots, tokens, heads, rows,
     KKIND: tl.constexpr, KOPTION: tl.constexpr, KROTATION: tl.constexpr, KSPAN: tl.constexpr, KCENTERED: tl.constexpr,
-    KD: tl.constexpr, KP: tl.constexpr,
+    KD: tl.constexpr, KP: tl.constexpr, KUNIT: tl.constexpr,
     VKIND: tl.constexpr, VOPTION: tl.constexpr, VROTATION: tl.constexpr, VSPAN: tl.constexpr, VCENTERED: tl.constexpr,
-    VD: tl.constexpr, VP: tl.constexpr,
-    ACROSS: tl.constexpr, ALONG: tl.constexpr,
+    VD: tl.constexpr, VP: tl.constexpr, VUNIT: tl.constexpr,
+    ACROSS: tl.constexpr, ALONG: tl.constexpr, GROWS: tl.constexpr,
 ):  # fmt: skip
-    seen = tl.load(state)
-    body = tl.load(state + 1)
-    fits = seen + tokens <= limit
     if tl.program_id(2) == 0:
         _step_side(
-            kx, kxb, kxh, kxt, kring, krb, krh, kfirst, kfb, kfh, ktable, kcodes, kcb, kch, khigh, khb, khh,
-            kscales, ksb, ksh, kcenter, keb, keh, seen, body, fits, first_slots, ring_slots, tokens, heads,
-            KKIND, KOPTION, KROTATION, KSPAN, KCENTERED, KD, KP, ACROSS, ALONG,
+            kx, kxb, kxh, kxt, kring, krb, krh, ksinks, kfb, kfh, ktable, kcodes, kcb, kch, khigh, khb, khh,
+            kscales, ksb, ksh, kcenter, keb, keh, state, chunks, sink_slots, ring_slots, tokens, heads,
+            KKIND, KOPTION, KROTATION, KSPAN, KCENTERED, KD, KP, KUNIT, ACROSS, ALONG, GROWS, 0,
         )  # fmt: skip
     else:
         _step_side(
-            vx, vxb, vxh, vxt, vring, vrb, vrh, vfirst, vfb, vfh, vtable, vcodes, vcb, vch, vhigh, vhb, vhh,
-            vscales, vsb, vsh, vcenter, veb, veh, seen, body, fits, first_slots, ring_slots, tokens, heads,
-            VKIND, VOPTION, VROTATION, VSPAN, VCENTERED, VD, VP, ACROSS, ALONG,
+            vx, vxb, vxh, vxt, vring, vrb, vrh, vsinks, vfb, vfh, vtable, vcodes, vcb, vch, vhigh, vhb, vhh,
+            vscales, vsb, vsh, vcenter, veb, veh, state, chunks, sink_slots, ring_slots, tokens, heads,
+            VKIND, VOPTION, VROTATION, VSPAN, VCENTERED, VD, VP, VUNIT, ACROSS, ALONG, GROWS, 1,
         )  # fmt: skip
     tl.debug_barrier()
     programs = tl.num_programs(0) * tl.num_programs(1) * tl.num_programs(2)
-    last = tl.atomic_add(state + 2, 1, sem="acq_rel") == programs - 1
-    leaving = tl.maximum(seen + tokens - first_slots - body - ring_slots, 0)
-    tl.store(state, tl.where(fits, seen + tokens, seen), mask=last)
-    tl.store(state + 1, tl.where(fits, body + leaving, body), mask=last)
-    tl.store(state + 2, 0, mask=last)
-    dropped = tl.load(state + 3, mask=last, other=0)
-    tl.store(state + 3, tl.where(fits, dropped, dropped + tokens), mask=last)
+    if tl.atomic_add(state, 1, sem="acq_rel") == programs - 1:
+        room = tl.load(state + 2)
+        dropped = 0
+        for begin in range(0, rows, ROWS):
+            row = begin + tl.arange(0, ROWS)
+            lengths = state + 4 + 2 * row
+            seen = tl.load(lengths, mask=row < rows, other=0)
+            body = tl.load(lengths + 1, mask=row < rows, other=0)
+            fits = seen + tokens <= room
+            leaving = tl.maximum(seen + tokens - sink_slots - body - ring_slots, 0)
+            tl.store(lengths, tl.where(fits, seen + tokens, seen), mask=row < rows)
+            tl.store(lengths + 1, tl.where(fits, body + leaving, body), mask=row < rows)
+            dropped = tl.maximum(dropped, tl.max(tl.where(fits | (row >= rows), 0, tokens), 0))
+        tl.store(state + 1, tl.load(state + 1) + dropped)
+        tl.store(state, 0)

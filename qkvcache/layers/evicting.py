@@ -1,15 +1,13 @@
-"""One model layer's cache that forgets tokens: the zones of `compressed.py`, with a body of bounded size.
+"""One model layer's cache that forgets tokens: exact zones around quantized tokens within a budget (`storage/evicting.py`).
 
-After each step's attention, tokens beyond the recent zone are offered to the body. Is it full, the policy ranks what it holds together with
-what comes, and the codes of those that stay among the new are written over the codes of those that go. Survivors stay where they are, bit
-for bit; slots are in no order. The budget holds after every step, prompts included: a prompt is cut after its own attention.
+After each step's attention, tokens beyond the residual are offered to the budget, which holds after every step, prompts included: a prompt
+is cut after its own attention. Exact zones hold only tokens that the policy protects, so that the tokens kept do not depend on the format.
 
-Exact zones hold only tokens that the policy protects, so that the tokens kept do not depend on the format.
+Where steps are compiled, a step of one token works in place; a prompt, or several tokens at once, are read as where they are not.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -18,12 +16,10 @@ from torch import Tensor
 from ..attention.handle import KVHandle
 from ..attention.rope import Rope
 from ..formats import Format, Identity
-from ..kernels import Exact, Payload
-from ..policies import Arrivals, Budget, Policy
-from .admission import admit
+from ..kernels import Exact, Pair, Payload
+from ..policies import Budget, Policy
+from ..storage import EvictingStorage, check_room, differ, slots_of
 from .compressed import CompressedLayer
-from .ledger import Ledger, Records
-from .slots import Slots
 
 UNSEEN = (
     "the attention of the step before was not seen: eviction works with models whose attention goes through transformers' "
@@ -49,11 +45,12 @@ class EvictingLayer(CompressedLayer):
     Args:
         rope: how keys are turned, for sinks that are read at positions of the cache.
         deferred: other layers read this one's keys after its own attention, so that eviction waits for the next step.
+        max_length: how many tokens may come, while storage is for the budget alone; None: any number.
+        compile: whether steps of one token are compiled, for policies with `interval=1`; with `max_length` they always are.
     """
 
     is_croppable = False
-    fixed = False
-    """Whether a step of one token works in place (`static_evicting.py`)."""
+    storage: EvictingStorage | None  # type: ignore[assignment]
 
     def __init__(
         self,
@@ -65,72 +62,94 @@ class EvictingLayer(CompressedLayer):
         *,
         rope: Rope | None = None,
         deferred: bool = False,
+        max_length: int | None = None,
+        compile: bool = False,
     ):
+        if max_length is not None:  # no storage for tokens that cannot come
+            budget = Budget(min(budget.tokens, max(max_length, policy.sinks + policy.tail + 1)))
         exact = isinstance(format, Identity)
         first = 0 if exact else min(exact_first, policy.sinks)
-        super().__init__(format, policy.sinks if rope else first, 0 if exact else exact_recent)
+        super().__init__(format, policy.sinks if rope else first, 0 if exact else exact_recent, max_length, compile)
+        self.supports_early_init = False
         self.policy, self.budget, self.rope, self.deferred = policy, budget, rope, deferred
         self.interval = policy.interval_of(budget)
         least = policy.size(budget, 0)
         # For a share too, as many at every length: rows of a batch differ in theirs, and must not depend on one another.
         self.tail = max(policy.tail, min(self.exact_recent, policy.recent_of(least), least - self.exact_first - self.interval + 1))
-        self._reset()
+        self._forget()
 
-    def _reset(self) -> None:
-        self.ledger: Ledger | None = None
+    def _forget(self) -> None:
         self.step: Step | None = None
-        self.in_order = not self.exact_first and isinstance(self.format, Identity)
-        self.sinks_taken = not self.exact_first
+        self.arriving: Pair | None = None
+        """Keys and values of a step in place, until its attention begins."""
+        self.running = False
+        """Whether a step in place waits for the end of its attention."""
 
     def __repr__(self) -> str:
         return f"EvictingLayer({self.policy.name}, {self.format.name}, tokens={self.get_seq_length()}, stored={self.stored})"
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        super().lazy_initialization(key_states, value_states)
-        for zone in self.zones or ():
-            zone.body = Slots(zone.body.codec, zone.body.head_dim, per_head=True)
-        self.ledger = Ledger(self.policy, self.budget, key_states)
+        self.format.check(key_states.shape[3], value_states.shape[3])
+        self.dtype, self.device = key_states.dtype, key_states.device
+        like = key_states, value_states
+        if self.storage is None or any(map(differ, self.storage.residual, like)):
+            codecs, in_order = (self.format.key, self.format.value), not self.exact_first and isinstance(self.format, Identity)
+            self.storage = EvictingStorage(
+                codecs, like, self.policy, self.budget, self.exact_first, self.tail, self.interval, in_order, self.max_length
+            )
+        self.is_initialized = True
 
     # A step: update, enter, observe, settle.
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs):
+    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[KVHandle, KVHandle]:  # type: ignore[override]
         """Stores `[B, H, T, D]` keys and values; returns handles that report the attention on them to this layer.
 
         Raises ValueError as CompressedLayer does; NotImplementedError if the attention of the step before was not reported, which a model
-        with attention of its own does not, and if keys or values require a gradient.
+        with attention of its own does not, if keys or values require a gradient, and for a prompt in compiled code.
         """
+        tokens = key_states.shape[2]
+        if torch.compiler.is_compiling():
+            if tokens != 1 or not self.fixed:
+                raise NotImplementedError(
+                    "a cache that evicts reads its prompt uncompiled: leave out prefill_chunk_size, or pass disable_compile=True"
+                )
+            self.storage.note(1)  # type: ignore[union-attr]
+            return self._update_in_place(key_states, value_states)
         self._check(key_states, value_states)
-        self._refuse_gradients(key_states, value_states)
-        if self.step is not None and not self.step.observed:
+        if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
+            raise NotImplementedError("a cache that evicts tokens has no gradients: run the model under torch.no_grad()")
+        if self.running or self.step is not None and not self.step.observed:
             raise NotImplementedError(UNSEEN)
         self.settle()
-        if self.zones is None:
+        if self.fresh:
+            if self.max_length is not None:
+                check_room(0, tokens, self.max_length)
             self.lazy_initialization(key_states, value_states)
-        key, value = self.zones  # type: ignore[misc]
-        key.extend(key_states)
-        value.extend(value_states)
-        self.step = Step(key_states.shape[2])
-        payload = self._payload()
+        storage: EvictingStorage = self.storage  # type: ignore[assignment]
+        storage.count()
+        storage.expect(tokens)
+        self.fresh = False
+        if tokens == 1 and storage.is_static:
+            with torch.no_grad():
+                result = self._update_in_place(key_states, value_states)
+            self.running = True
+        else:
+            storage.extend((key_states, value_states))
+            self.step = Step(tokens)
+            result = self._handles(self._payload(storage, tokens))
+        storage.advance(tokens)
+        return result
+
+    def _handles(self, payload: Payload) -> tuple[KVHandle, KVHandle]:
         return KVHandle(payload, payload.key, watch=self), KVHandle(payload, payload.value, watch=self)
 
-    def _refuse_gradients(self, *x: Tensor) -> None:
-        if torch.is_grad_enabled() and any(new.requires_grad for new in x):
-            raise NotImplementedError("a cache that evicts tokens has no gradients: run the model under torch.no_grad()")
-
-    def _payload(self) -> Payload:
-        payload = super()._payload()
-        key, _ = self.zones  # type: ignore[misc]
-        if self.rope is None or not key.first.shape[2]:
+    def _payload(self, storage: EvictingStorage, running: int) -> Payload:
+        payload = storage.payload()
+        if self.rope is None or not storage.sinks[0].shape[2]:
             return payload
-        turned = self.rope.turn(key.first, self._evicted())
+        turned = self.rope.turn(storage.sinks[0], storage.evicted(running))
         side = replace(payload.key, build=lambda: (Exact(turned), *payload.key.segments[1:]))
         return replace(payload, key=side, exact=(turned, *payload.exact[1:]) if payload.exact else ())
-
-    def _evicted(self) -> int | Tensor:
-        """How many tokens of each row are gone, `[B]` where rows differ."""
-        ledger: Ledger = self.ledger  # type: ignore[assignment]
-        valid = ledger.valid()
-        return ledger.columns - self.stored if valid is None or ledger.seen is None else ledger.seen - valid.sum(-1)
 
     @property
     def observes(self) -> int:
@@ -140,19 +159,23 @@ class EvictingLayer(CompressedLayer):
     def fades(self) -> float:
         return self.policy.fades
 
+    @property
+    def in_order(self) -> bool:
+        return self.storage is not None and self.storage.in_order
+
     def seen_before(self) -> Tensor:
         """Real tokens of each row before the step, `[B]`."""
-        step, ledger = self._running()
+        step, storage = self._running()
         new = 0 if not step.entered else step.queries if step.real is None else step.real.sum(-1)
-        return ledger.rows_seen()[:, 0, 0] - new
+        return storage.ledger.rows_seen()[:, 0, 0] - new
 
     @torch.no_grad()
     def enter(self, real: Tensor | None) -> Tensor | None:
-        step, ledger = self._running()
+        step, storage = self._running()
         if not step.entered:
-            step.stored = ledger.valid()
-            key, value = (zone.recent[:, :, -step.queries :] for zone in self.zones or ())
-            ledger.enter(key, value, real)
+            step.stored = storage.ledger.valid()
+            key, value = (x[:, :, -step.queries :] for x in storage.residual)
+            storage.ledger.enter(key, value, real)
             step.real = real
             step.entered = True
         return step.stored
@@ -165,106 +188,75 @@ class EvictingLayer(CompressedLayer):
         if not self.deferred:
             self.settle()
 
-    def _running(self) -> tuple[Step, Ledger]:
-        if self.step is None or self.ledger is None:
+    def _running(self) -> tuple[Step, EvictingStorage]:
+        if self.step is None or self.storage is None:
             raise ValueError("no step is running: attention was given the keys of a step that is over")
-        return self.step, self.ledger
+        return self.step, self.storage
 
     @torch.no_grad()
     def settle(self) -> None:
-        """Moves the tokens of a step whose attention is over to where they belong, and evicts what the budget does not hold."""
-        step, ledger = self.step, self.ledger
-        if step is None or ledger is None or not step.observed:
+        """Ends a step whose attention is over."""
+        step, storage = self.step, self.storage
+        if step is None or storage is None or not step.observed:
             return
         self.step = None
-        key, value = self.zones  # type: ignore[misc]
         if step.mass is not None:
-            ledger.observe(step.mass, step.queries if step.real is None else step.real.sum(-1)[:, None, None])
-        if not self.sinks_taken:
-            self._take_sinks()
-        if ledger.seen is not None and (self.tail or self.exact_first):
-            self._align()
-        leaving = key.recent.shape[2] - self.tail
-        if leaving >= self.interval:
-            self._leave(leaving)
-        key.keep()
-        value.keep()
+            storage.ledger.observe(step.mass, step.queries if step.real is None else step.real.sum(-1)[:, None, None])
+        storage.settle()
+        if self.is_compileable:
+            storage.to_static()
 
-    def _take_sinks(self) -> None:
-        """The first real tokens of each row go to the first zone."""
-        ledger: Ledger = self.ledger  # type: ignore[assignment]
-        had = ledger.first.shape[1]
-        missing = min(self.exact_first, ledger.columns) - had
-        ledger.first = torch.nn.functional.pad(ledger.first, (0, missing))
-        positions = ledger.recent["positions"][:, 0]
-        hits = positions[:, None] == torch.arange(had + missing, device=positions.device)[None, :, None]  # [B, E, T]
-        found, at = hits.any(-1), hits.int().argmax(-1)
-        for zone in self.zones or ():
-            first = torch.nn.functional.pad(zone.first, (0, 0, 0, missing))
-            taken = zone.recent.gather(2, at[:, None, :, None].expand(*first.shape[:2], -1, first.shape[3]))
-            zone.first = torch.where(found[:, None, :, None], taken, first)
-        ledger.first = ledger.first | found
-        self.sinks_taken = ledger.first.shape[1] == self.exact_first and (ledger.seen is None or bool(ledger.first.all()))
-        if ledger.seen is None:  # they are the oldest of the recent
-            self._cut(missing)
-        else:
-            taken = (positions >= 0) & (positions < had + missing)
-            ledger.recent["positions"] = ledger.recent["positions"].masked_fill(taken[:, None], -1)
+    # A step in place: update, begin, finish.
 
-    def _cut(self, count: int) -> None:
-        """Drops the oldest `count` columns of the recent zone."""
-        for zone in self.zones or ():
-            zone.recent = zone.recent[:, :, count:]
-        records = self.ledger.recent  # type: ignore[union-attr]
-        for name in records:
-            records[name] = records[name][..., count:].clone()  # a view would hold on to what was cut
+    @property
+    def fixed(self) -> bool:
+        """Whether a step of one token works in place."""
+        return self.storage is not None and self.storage.is_static
 
-    def _align(self) -> None:
-        """Recent tokens to the right in each row, in their order; columns without a token to the left."""
-        records = self.ledger.recent  # type: ignore[union-attr]
-        order = (records["positions"][:, 0] >= 0).int().argsort(dim=-1, stable=True)[:, None]
-        for zone in self.zones or ():
-            index = order[..., None].expand(*zone.recent.shape[:2], -1, zone.recent.shape[3])
-            zone.recent = zone.recent.gather(2, index)
-            zone.borrowed = False
-        for name in records:
-            records[name] = records[name].gather(-1, order.expand(records[name].shape))
+    def _update_in_place(self, key_states: Tensor, value_states: Tensor) -> tuple[KVHandle, KVHandle]:
+        self.arriving = key_states, value_states
+        return self._handles(self.storage.static.payload)  # type: ignore[union-attr]
 
-    def _leave(self, count: int) -> None:
-        """The oldest `count` columns of the recent zone go to the body, or nowhere."""
-        ledger: Ledger = self.ledger  # type: ignore[assignment]
-        (keys, values), (after_keys, after_values) = zip(*((z.recent[:, :, :count], z.recent) for z in self.zones or ()), strict=True)
-        arriving = {name: x[..., :count] for name, x in ledger.recent.items()}
-        if self.policy.tail and (score := self.policy.score(Arrivals(keys, values, after_keys, after_values, None))) is not None:
-            arriving["score"] = score.float()
-        self._offer((keys, values), arriving)
-        self._cut(count)
+    @torch.no_grad()
+    def begin(self, real: Tensor | None) -> Tensor:
+        """Takes whether the running token of each row is real, bool `[B]` (None: all); returns which columns hold a token, `[B, T]`."""
+        keys, values = self.arriving  # type: ignore[misc]
+        self.arriving = None
+        return self.storage.append(keys, values, real)  # type: ignore[union-attr]
 
-    def _offer(self, arrived: tuple[Tensor, Tensor], records: Records) -> None:
-        """Takes tokens into the body as far as the budget goes, in the place of others where it must."""
-        ledger: Ledger = self.ledger  # type: ignore[assignment]
-        key, value = self.zones  # type: ignore[misc]
-        outside = ledger.first.shape[1] + self.tail + self.interval - 1
-        limit = max(self.policy.size(self.budget, ledger.columns) - outside, key.body.length)
-        own = None
-        if self.budget.share and ledger.seen is not None:  # rows whose budgets differ
-            own = self.policy.size(self.budget, ledger.rows_seen()) - outside
-        appended = admit((key.body, value.body), ledger, arrived, records, limit, own, min(key.block, value.block))
-        self.in_order = self.in_order and appended
+    @torch.no_grad()
+    def finish(self, mass: Tensor | None, real: Tensor | None) -> None:
+        """Takes the attention mass of all columns, `[B, H, T]`, if the policy observes; a token is evicted."""
+        self.storage.evict(mass, real)  # type: ignore[union-attr]
+        if not torch.compiler.is_compiling():
+            self.running = False
 
     # What generate asks.
 
     @property
+    def slots(self) -> int:
+        """Quantized tokens that there is room for where steps work in place."""
+        return slots_of(self.policy, self.budget, self.exact_first, self.tail)
+
+    @property
     def stored(self) -> int:
         """Columns that attention reads before the tokens of the step."""
-        return self.zones[0].length - (self.step.queries if self.step else 0) if self.zones else 0
-
-    def get_seq_length(self) -> int:
-        return self.ledger.columns + (self.step.queries if self.step and not self.step.entered else 0) if self.ledger else 0
+        return 0 if self.storage is None else self.storage.stored - (self.step.queries if self.step else 0)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        self.settle()
-        return self.stored + query_length, self.get_seq_length() - self.stored
+        """Of a step in place, one column: of a mask only those of the running tokens count. Raises ValueError if there is no room."""
+        if torch.compiler.is_compiling() and self.is_compileable:
+            raise NotImplementedError("masks of a cache that evicts are made outside of compiled code, as generate does")
+        self.expect(query_length)
+        storage = self.storage
+        if storage is None:
+            return query_length, 0
+        if query_length == 1 and storage.is_static:
+            return 1, storage.seen
+        storage.to_dynamic()
+        seen = self.get_seq_length()
+        stored = min(self.stored, seen)  # empty slots are no columns of the text
+        return stored + query_length, seen - stored
 
     def crop(self, tokens_to_remove: int) -> None:
         """Raises NotImplementedError for anything but 0: what was evicted for the tokens that would go is gone."""
@@ -278,24 +270,16 @@ class EvictingLayer(CompressedLayer):
 
     def reset(self) -> None:
         super().reset()
-        self._reset()
-
-    def _map(self, fn) -> None:
-        self.settle()
-        super()._map(fn)
-        if self.ledger is not None:
-            self.ledger.map(fn)
-
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        yield from super().tensors()
-        if self.ledger is not None:
-            yield from (("bookkeeping", x) for x in self.ledger.tensors())
+        self._forget()
 
     def positions(self) -> Tensor:
         """Positions of the tokens held, ascending, int32 `[B, H, T]`; -1 where a row holds fewer than `T`."""
         self.settle()
-        if self.ledger is None:
+        if self.fresh or self.storage is None:
             raise ValueError("the layer is empty")
-        body, recent = self.ledger.body["positions"], self.ledger.recent["positions"]
-        first = torch.arange(self.ledger.first.shape[1], dtype=torch.int32, device=body.device).where(self.ledger.first, -1)
-        return torch.cat([first[:, None].expand(-1, body.shape[1], -1), body, recent], dim=-1).sort(-1).values
+        self.storage.count()
+        ledger = self.storage.ledger
+        body, recent = ledger.body["positions"], ledger.recent["positions"]
+        first = torch.arange(ledger.first.shape[1], dtype=torch.int32, device=body.device).where(ledger.first, -1)
+        positions = torch.cat([first[:, None].expand(-1, body.shape[1], -1), body, recent], dim=-1).sort(-1).values
+        return positions[..., positions.shape[-1] - self.stored :]

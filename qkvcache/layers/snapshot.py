@@ -20,9 +20,10 @@ from torch import Tensor
 from transformers import cache_utils
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
 
+from ..kernels import Pair
+from ..storage import Chunks, EvictingStorage
 from .compressed import CompressedLayer
 from .evicting import EvictingLayer
-from .zones import Zones
 
 Layer = Any
 """A layer of a transformers cache: their classes have no base in common."""
@@ -78,10 +79,7 @@ class Snapshot:
         kept = {}
         for name, x in self.tensors.items():
             zone = name.split(".")[1]
-            if zone != "once":
-                kept[name] = x[:, :, : max(tokens - begins[zone], 0)]
-            elif tokens > first:  # without a body, the next one is fitted anew
-                kept[name] = x
+            kept[name] = x if zone == "once" else x[:, :, : max(tokens - begins[zone], 0)]
         return replace(self, tensors=kept)
 
     def _zone(self, zone: str) -> int:
@@ -104,13 +102,12 @@ def snapshot(layer: Layer, tokens: int | None = None, row: int = 0, copy: Copy =
         return Snapshot("empty")
     if isinstance(layer, CompressedLayer):
         layer.settle()
-        if not layer.zones:
+        if not layer.get_seq_length():
             return Snapshot("empty")
-        for side, zone in zip(SIDES, layer.zones, strict=True):
-            count = tokens if tokens is not None and not isinstance(layer, EvictingLayer) else zone.length
-            tensors |= {f"{side}.{name}": x for name, x in _zones(zone, count, rows, copy)}
+        first, body, recent = layer.storage.zones()  # type: ignore[union-attr]
         if not isinstance(layer, EvictingLayer):
-            return Snapshot("compressed", tensors)
+            return Snapshot("compressed", _zones(first, body, recent, tokens, rows, copy))
+        tensors = _zones(first, body, recent, None, rows, copy)
         return Snapshot("evicting", tensors | {f"ledger.{name}": host(x[rows]) for name, x in _ledger(layer)}, _evicting_numbers(layer))
     if isinstance(layer, LinearAttentionLayer):
         states = dict(_states(layer))
@@ -133,11 +130,13 @@ def refusal(layer: Layer, tokens: int | None = None) -> str | None:
     if kind in (LinearAttentionLayer, PLACEHOLDER):  # which do not know how many tokens were seen: the cache's other layers do
         return None
     seen = layer.get_seq_length()
+    if kind in (CompressedLayer, EvictingLayer) and layer.is_compileable:
+        return "the contents of a preallocated layer cannot be taken out"
     if isinstance(layer, EvictingLayer):
         layer.settle()
         if layer.step is not None:
             return "a step of an evicting layer is running"
-        if layer.ledger is not None and layer.ledger.seen is not None:
+        if layer.storage is not None and layer.storage.ledger.seen is not None:
             return "an evicting layer whose rows were padded"
         if tokens not in (None, seen):
             return "a layer that evicts tokens cannot be cut to fewer than it has seen"
@@ -175,60 +174,64 @@ def restore(layer: Layer, held: Snapshot, device: torch.device | str, copy: Copy
             layer.cumulative_length = held.numbers["seen"]
 
 
-def _zones(zone: Zones, tokens: int, rows: slice, copy: Copy) -> Iterator[tuple[str, Tensor]]:
+def _zones(first: Pair, body: Chunks, recent: Pair, tokens: int | None, rows: slice, copy: Copy) -> dict[str, Tensor]:
+    """The first `tokens` tokens of a layer, all by default."""
     host = partial(_copied, device="cpu", copy=copy)
-    yield "first", host(zone.first[rows, :, :tokens])
-    left = body = min(zone.body.length, max(tokens - zone.first.shape[2], 0))
-    planes: dict[str, Tensor] = {}
-    for codes, count in zone.body.blocks(max(zone.body.length, 1)):
-        used = min(count, left)
-        for name, x in codes.items():
-            if used and name not in zone.body.once:
-                if name not in planes:
-                    planes[name] = torch.empty(1, x.shape[1], body, x.shape[3], dtype=x.dtype)
-                copy(planes[name][:, :, body - left : body - left + used], x[rows, :, :used])
-        left -= used
-    yield from ((f"body.{name}", x) for name, x in planes.items())
-    yield from ((f"once.{name}", host(x[rows])) for name, x in zone.body.once.items() if body)
-    yield "recent", host(zone.recent[rows, :, : max(tokens - zone.first.shape[2] - zone.body.length, 0)])
+    before = first[0].shape[2]
+    tokens = before + body.length + recent[0].shape[2] if tokens is None else tokens
+    count = min(body.length, max(tokens - before, 0))
+    tensors: dict[str, Tensor] = {}
+    for number, side in enumerate(SIDES):
+        tensors[f"{side}.first"] = host(first[number][rows, :, :tokens])
+        left = count
+        for packed in body.packed(number, max(body.length, 1)):
+            used = min(packed.tokens, left)
+            for name, x in packed.codes.items():
+                if used and name not in body.once[number]:
+                    plane = tensors.setdefault(f"{side}.body.{name}", torch.empty(1, x.shape[1], count, x.shape[3], dtype=x.dtype))
+                    copy(plane[:, :, count - left : count - left + used], x[rows, :, :used])
+            left -= used
+        if body.fitted:
+            tensors |= {f"{side}.once.{name}": host(x[rows]) for name, x in body.once[number].items()}
+        tensors[f"{side}.recent"] = host(recent[number][rows, :, : max(tokens - before - body.length, 0)])
+    return tensors
 
 
 def _fill(layer: CompressedLayer, held: Snapshot, placed: Callable[[Tensor], Tensor], copy: Copy) -> None:
-    firsts = [placed(held.tensors[f"{side}.first"]) for side in SIDES]
-    layer.lazy_initialization(*firsts)
-    for side, zone, first in zip(SIDES, layer.zones or (), firsts, strict=True):
-        zone.first, zone.recent = first, placed(held.tensors[f"{side}.recent"])
-        body = {name.split(".")[2]: x for name, x in held.tensors.items() if name.startswith(f"{side}.body.")}
-        tokens = next((x.shape[2] for x in body.values()), 0)
-        if not tokens:
-            continue
-        zone.body.reserve(tokens, first)
-        for name, plane in zone.body.slabs[0].items():
-            copy(plane[:, :, :tokens], body[name])
-        zone.body.once = {name.split(".")[2]: placed(x) for name, x in held.tensors.items() if name.startswith(f"{side}.once.")}
-        zone.body.length = tokens
-    if isinstance(layer, EvictingLayer) and (ledger := layer.ledger):
-        layer.in_order, layer.sinks_taken = bool(held.numbers["in_order"]), bool(held.numbers["sinks_taken"])
-        ledger.columns = held.numbers["seen"]
-        for name in ("first", "key_sum"):
-            if f"ledger.{name}" in held.tensors:
-                setattr(ledger, name, placed(held.tensors[f"ledger.{name}"]))
-        for part, records in (("body", ledger.body), ("recent", ledger.recent)):
-            for name in records:
-                records[name] = placed(held.tensors[f"ledger.{part}.{name}"])
+    def of(side: str, zone: str) -> dict[str, Tensor]:
+        return {name.split(".")[2]: x for name, x in held.tensors.items() if name.startswith(f"{side}.{zone}.")}
+
+    first, recent = ((placed(held.tensors[f"key.{zone}"]), placed(held.tensors[f"value.{zone}"])) for zone in ("first", "recent"))
+    codes, once = ((of("key", zone), of("value", zone)) for zone in ("body", "once"))
+    layer.lazy_initialization(*first)
+    layer.storage.load(first, codes, once, recent, copy)  # type: ignore[union-attr]
+    layer.fresh = False
+    if not isinstance(layer, EvictingLayer):
+        return
+    storage: EvictingStorage = layer.storage  # type: ignore[assignment]
+    storage.in_order, storage.sinks_taken = bool(held.numbers["in_order"]), bool(held.numbers["sinks_taken"])
+    ledger, storage.seen = storage.ledger, held.numbers["seen"]
+    ledger.columns = storage.seen
+    for name in ("first", "key_sum"):
+        if f"ledger.{name}" in held.tensors:
+            setattr(ledger, name, placed(held.tensors[f"ledger.{name}"]))
+    for part, records in (("body", ledger.body), ("recent", ledger.recent)):
+        for name in records:
+            records[name] = placed(held.tensors[f"ledger.{part}.{name}"])
 
 
 def _ledger(layer: EvictingLayer) -> Iterator[tuple[str, Tensor]]:
-    if ledger := layer.ledger:
-        yield "first", ledger.first
-        if ledger.key_sum is not None:
-            yield "key_sum", ledger.key_sum
-        for part, records in (("body", ledger.body), ("recent", ledger.recent)):
-            yield from ((f"{part}.{name}", x) for name, x in records.items())
+    ledger = layer.storage.ledger  # type: ignore[union-attr]
+    yield "first", ledger.first
+    if ledger.key_sum is not None:
+        yield "key_sum", ledger.key_sum
+    for part, records in (("body", ledger.body), ("recent", ledger.recent)):
+        yield from ((f"{part}.{name}", x) for name, x in records.items())
 
 
 def _evicting_numbers(layer: EvictingLayer) -> dict[str, int]:
-    return {"seen": layer.get_seq_length(), "in_order": int(layer.in_order), "sinks_taken": int(layer.sinks_taken)}
+    storage: EvictingStorage = layer.storage  # type: ignore[assignment]
+    return {"seen": storage.seen, "in_order": int(storage.in_order), "sinks_taken": int(storage.sinks_taken)}
 
 
 def _states(layer: LinearAttentionLayer) -> Iterator[tuple[str, object]]:

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import StaticSlidingWindowLayer
 
-from .compressed import check_alike, differ, selected
-from .counted import check_room
+from ..storage import check_room, differ
+from .compressed import check_alike, selected
 
 
 class StaticSlidingLayer(StaticSlidingWindowLayer):

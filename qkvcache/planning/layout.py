@@ -1,24 +1,23 @@
-"""What one layer holds after so many tokens, in bytes: the rules of `layers/`, counted in place of run.
+"""What one layer holds after so many tokens, in bytes: its storage is made on the meta device, of the size that it has come to by then.
 
 A layer is asked for what it was built with (format, zones, policy), so that planning knows nothing that the cache does not. Left out are
-counters and the addresses of slabs that kernels read on a GPU, a few hundred bytes a layer, and what left-padding adds, eight bytes a row.
+counters of layers that evict and what left-padding adds to them, eight bytes a row.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+import torch
+from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 from transformers.cache_utils import StaticLayer as StockStaticLayer
 
 from ..layers.compressed import CompressedLayer
 from ..layers.evicting import EvictingLayer
-from ..layers.slots import MAX_GROWTH, PAGE, growth
-from ..layers.static import StaticLayer
-from ..layers.static_evicting import StaticEvictingLayer
-from ..layers.zones import GROUP
+from ..storage import MAX_GROWTH, PAGE, Chunks, Storage, growth
 from .model import Shape
 
 
@@ -47,126 +46,126 @@ class Bytes:
 
 
 @dataclass(frozen=True)
-class Zones:
-    """How many tokens of a layer lie where, after `prompt` tokens at once and others one by one.
+class Growth:
+    """How many tokens are quantized after `prompt` tokens at once and others one by one.
 
-    first, tail: tokens that stay at the beginning and at the end. interval: how many leave the end together. limit: tokens that the body
-    may hold when so many have been seen.
+    exact: tokens that stay at the beginning and at the end. interval: how many leave the end together. limit: quantized tokens that there
+    may be when so many have been seen. stays: tokens that stay beside those, until the next come. least: slots that there are at first.
     """
 
-    first: int
-    tail: int
+    exact: int
     interval: int
     prompt: int
     limit: Callable[[int], int]
+    stays: int = 0
+    least: int = 0
 
     @classmethod
-    def of(cls, layer: CompressedLayer, prompt: int) -> Zones:
+    def of(cls, layer: CompressedLayer, prompt: int, group: int = 1) -> Growth:
         if not isinstance(layer, EvictingLayer):
-            interval = min(GROUP, layer.exact_recent) + 1
-            return cls(layer.exact_first, layer.exact_recent, interval, prompt, lambda seen: seen)
+            return cls(layer.exact_first + layer.exact_recent, group, prompt, lambda seen: seen, 1, PAGE)
         policy, budget = layer.policy, layer.budget
         outside = layer.exact_first + layer.tail + layer.interval - 1
-        return cls(layer.exact_first, layer.tail, layer.interval, prompt, lambda seen: max(policy.size(budget, seen) - outside, 0))
+        return cls(layer.exact_first + layer.tail, layer.interval, prompt, lambda seen: max(policy.size(budget, seen) - outside, 0))
 
     def left(self, seen: int) -> int:
-        """Tokens that have left the recent zone."""
-        at_once = self._beyond(min(self.prompt, seen))
+        """Tokens that have left the end."""
+        at_once = max(self._beyond(min(self.prompt, seen)) - self.stays, 0)
         if at_once < self.interval:
             at_once = 0
-        return at_once + max(self._beyond(seen) - at_once, 0) // self.interval * self.interval
+        return at_once + max(self._beyond(seen) - at_once - self.stays, 0) // self.interval * self.interval
 
     def body(self, seen: int) -> int:
         left = self.left(seen)
         when = seen - self._beyond(seen) + left  # tokens seen when the last of them left
         return min(left, self.limit(when))
 
-    def recent(self, seen: int) -> int:
-        return seen - min(seen, self.first) - self.left(seen)
-
-    def capacity(self, seen: int) -> int:
-        """Slots that the body has: whole pages for the prompt, and slabs that came since."""
+    def capacity(self, seen: int) -> tuple[int, int]:
+        """Slots, and chunks: one for the prompt, and those that came since."""
         at = min(self.prompt, seen)
-        slots, held = growth(0, self.body(at)), self.body(seen)
+        slots, held = max(growth(0, self.body(at)), self.least), self.body(seen)
+        chunks = 1
         while slots < held:
             before = max(slots - self.interval, 0)
-            if growth(before, 1) == growth(before, self.interval) == MAX_GROWTH:  # from here on all slabs are as large
-                return slots - (slots - held) // MAX_GROWTH * MAX_GROWTH
+            if growth(before, 1) == growth(before, self.interval) == MAX_GROWTH:  # from here on all chunks are as large
+                more = -((slots - held) // MAX_GROWTH)
+                return slots + more * MAX_GROWTH, chunks + more
             at = bisect_left(range(seen), slots + 1, lo=at + 1, key=self.body)
             slots += growth(self.body(at - 1), self.body(at) - slots)
-        return slots
+            chunks += 1
+        return slots, chunks
 
     def _beyond(self, seen: int) -> int:
-        return max(seen - self.first - self.tail, 0)
+        return max(seen - self.exact, 0)
 
 
 def kind(layer: object) -> tuple:
     """Layers of one cache that are of a kind hold as much of a shape."""
-    of = ("budget", "sliding_window", "format", "exact_recent", "max_cache_len")
+    of = ("budget", "sliding_window", "format", "exact_recent", "max_cache_len", "max_length", "is_compileable")
     return type(layer), id(getattr(layer, "policy", None)), *(getattr(layer, name, None) for name in of)
 
 
-def held(layer: object, shape: Shape, itemsize: int, seen: int, prompt: int, rows: int = 1) -> Bytes:
-    """What `layer` holds for `rows` requests of `seen` tokens in a model dtype of `itemsize` bytes, `prompt` of them read at once.
+def held(layer: object, shape: Shape, dtype: torch.dtype, seen: int, prompt: int, rows: int = 1) -> Bytes:
+    """What `layer` holds for `rows` requests of `seen` tokens in a model of `dtype`, `prompt` of them read at once.
 
     A sliding layer's prompt counts as one that a step has followed: until then, transformers holds on to all of it. A layer that is
     preallocated holds as much from its first token on.
     """
-    token = 2 * shape.heads * shape.head_dim * itemsize
-    if isinstance(layer, StaticEvictingLayer):
-        return _static_evicting(layer, shape, itemsize) * rows
-    if isinstance(layer, StaticLayer):
-        return _static(layer, shape, itemsize) * rows
+    like = torch.empty(rows, shape.heads, 0, shape.head_dim, dtype=dtype, device="meta")
+    if isinstance(layer, EvictingLayer):
+        return _evicting(layer, like, seen, prompt)
     if isinstance(layer, CompressedLayer):
-        return _compressed(layer, shape, itemsize, seen, prompt) * rows
+        return _bytes(_storage(layer, like, seen, prompt).tensors())
+    token = rows * 2 * shape.heads * shape.head_dim * dtype.itemsize
     exact = 0
     if hasattr(layer, "conv_states"):
-        exact += shape.state
+        exact += rows * shape.state
     if isinstance(layer, DynamicLayer):
         exact += token * min(seen, getattr(layer, "sliding_window", seen))
     if isinstance(layer, StockStaticLayer):
         exact += token * layer.max_cache_len
-    return Bytes(exact=exact) * rows
+    return Bytes(exact=exact)
 
 
-def _compressed(layer: CompressedLayer, shape: Shape, itemsize: int, seen: int, prompt: int) -> Bytes:
-    zones = Zones.of(layer, prompt)
-    first, recent, body = min(seen, zones.first), zones.recent(seen), zones.body(seen)
-    exact = (first + recent) * 2 * shape.heads * shape.head_dim * itemsize
-    evicts, slots = isinstance(layer, EvictingLayer), zones.capacity(seen)
-    sizes = _slots(layer, shape, itemsize, slots, min(slots if evicts else seen, 1), evicts)
-    bookkeeping = _ledger(layer, shape, first, body + recent) if isinstance(layer, EvictingLayer) else 0
-    return Bytes(**sizes, exact=exact, bookkeeping=bookkeeping)
+def _storage(layer: CompressedLayer, like: Tensor, seen: int, prompt: int) -> Storage:
+    codecs, pair = (layer.format.key, layer.format.value), (like, like)
+    storage = Storage(codecs, pair, layer.exact_first, layer.exact_recent, layer.max_length, layer.is_compileable)
+    if layer.max_length is None:
+        slots, chunks = Growth.of(layer, prompt, storage.group).capacity(seen)
+        storage.chunks = _chunks(layer, like, slots, chunks)
+    return storage
 
 
-def _static(layer: StaticLayer, shape: Shape, itemsize: int) -> Bytes:
-    ring = layer.exact_recent + 1
-    slots = -(-max(layer.max_length - layer.exact_first - ring + 1, 1) // PAGE) * PAGE  # as Store.make
-    exact = (layer.exact_first + ring) * 2 * shape.heads * shape.head_dim * itemsize
-    return Bytes(**_slots(layer, shape, itemsize, slots, 1, False), exact=exact)
+def _chunks(layer: CompressedLayer, like: Tensor, slots: int, chunks: int = 1) -> Chunks:
+    made = Chunks((layer.format.key, layer.format.value), (like.shape[3], like.shape[3]), per_head=isinstance(layer, EvictingLayer))
+    made.rows = max(made.rows, 1 << (chunks - 1).bit_length())
+    if slots:
+        made.reserve(slots, (like, like))
+    elif layer.is_compileable:  # what is kept once is there before anything else
+        made.once = layer.format.key.allocate(like, 0, True)[1], layer.format.value.allocate(like, 0, True)[1]
+    return made
 
 
-def _static_evicting(layer: StaticEvictingLayer, shape: Shape, itemsize: int) -> Bytes:
-    ring, body = layer.tail + 1, layer.slots
-    exact = (layer.exact_first + ring) * 2 * shape.heads * shape.head_dim * itemsize
-    sizes = _slots(layer, shape, itemsize, -(-body // PAGE) * PAGE, 1, True)
-    return Bytes(**sizes, exact=exact, bookkeeping=_ledger(layer, shape, layer.exact_first + body + ring, body + ring))
-
-
-def _slots(layer: CompressedLayer, shape: Shape, itemsize: int, slots: int, once: int, per_head: bool) -> dict[str, int]:
-    """Bytes of the body by role; `once`: how many there are of the buffers kept once."""
-    sizes = {"codes": 0, "scales": 0}
-    for codec in (layer.format.key, layer.format.value):
-        for buffer in codec.buffers(shape.head_dim):
-            each = buffer.tokens == "each"
-            heads = shape.heads if buffer.heads == "each" or (per_head and each) else 1
-            width = (buffer.dtype.itemsize if buffer.dtype else itemsize) * buffer.width
-            sizes[buffer.role] += width * heads * (slots if each else once)
-    return sizes
-
-
-def _ledger(layer: EvictingLayer, shape: Shape, flags: int, tokens: int) -> int:
-    """A position and what the policy asks for, 4 bytes each, of every token and head; `flags` of a byte; a mean key."""
+def _evicting(layer: EvictingLayer, like: Tensor, seen: int, prompt: int) -> Bytes:
+    """A position and what the policy asks for, 4 bytes each, of every token and head; a flag of a byte; a mean key."""
+    rows, heads, _, dim = like.shape
+    if layer.is_compileable:
+        first, body, recent = layer.exact_first, layer.slots, layer.tail + 1
+        flags, slots, chunks = first + body + recent, body, 1
+    else:
+        growth = Growth.of(layer, prompt)
+        first, body = min(seen, layer.exact_first), growth.body(seen)
+        flags, recent = first, seen - first - growth.left(seen)
+        slots, chunks = growth.capacity(seen)
     policy = layer.policy
     records = 1 + policy.scores + policy.norms + policy.keeps_values
-    return flags + 4 * shape.heads * (tokens * records + (shape.head_dim if policy.mean_key else 0))
+    ledger = flags + 4 * heads * ((body + recent) * records + (dim if policy.mean_key else 0))
+    exact = (first + recent) * 2 * heads * dim * like.itemsize
+    return _bytes(_chunks(layer, like, slots, chunks).tensors()) + Bytes(exact=exact, bookkeeping=ledger) * rows
+
+
+def _bytes(tensors: Iterable[tuple[str, Tensor]]) -> Bytes:
+    sizes = {"codes": 0, "scales": 0, "exact": 0, "bookkeeping": 0}
+    for role, x in tensors:
+        sizes[role] += x.nbytes
+    return Bytes(**sizes)

@@ -135,7 +135,7 @@ def plan(
         format, policy, exact_first, exact_recent, exact_layers: as CompressedCache takes them; neither format nor policy is a DynamicCache,
             or with `max_length` a StaticCache.
         context: tokens of a request, the prompt and what is generated.
-        prompt: tokens of it that are read at once, None for all. What comes later comes in slabs up to an eighth larger than needed.
+        prompt: tokens of it that are read at once, None for all. What comes later comes in chunks up to an eighth larger than needed.
         batch: requests that run together.
         gpu_memory: bytes of one GPU that weights and caches may take. Activations are not counted: leave room for them.
         weights_memory: bytes of the weights, over all GPUs; None counts the config's parameters in `dtype`.
@@ -178,7 +178,7 @@ def plan(
         at_once = context if prompt is None else min(prompt, context)
         alike = Counter((kind(layer), shape) for layer, shape in zip(cache.layers, layers, strict=True))
         one = {kind(layer): layer for layer in cache.layers}
-        each = (held(one[of], shape, dtype.itemsize, context, at_once, rows) * count for (of, shape), count in alike.items())
+        each = (held(one[of], shape, dtype, context, at_once, rows) * count for (of, shape), count in alike.items())
         return reduce(Bytes.__add__, each, Bytes()) * tensor_parallel
 
     cache = made(max_length)

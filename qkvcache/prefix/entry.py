@@ -68,7 +68,8 @@ class Mould:
 
 def _emptied(layer: CompressedLayer) -> CompressedLayer:
     new = copy.copy(layer)
-    new.zones = None  # which `layer` keeps: nothing of them may be reset in place
+    new.storage = None  # which `layer` keeps: nothing of it may be reset in place
+    new.is_initialized = False
     new.reset()
     return new
 
@@ -216,11 +217,12 @@ def thaw(layer: Layer, held: Snapshot, empty: Layer, device: torch.device, copy:
 @torch.no_grad()
 def _error(layer: CompressedLayer, given: tuple[Tensor, Tensor]) -> float:
     worst = 0.0
-    for zone, x in zip(layer.zones or (), given, strict=True):
-        for codes, count in zone.body.blocks(SAMPLE):
-            begin = zone.first.shape[2]
-            sample = x[:, :, begin : begin + count].float()
-            decoded = zone.body.codec.decode(codes, x.shape[3])
+    (first, _), chunks, _ = layer.storage.zones()  # type: ignore[union-attr]
+    for side, x in enumerate(given):
+        for packed in chunks.packed(side, SAMPLE):
+            begin = first.shape[2]
+            sample = x[:, :, begin : begin + packed.tokens].float()
+            decoded = packed.codec.decode(packed.codes, x.shape[3])
             worst = max(worst, float((decoded - sample).square().mean().sqrt() / sample.square().mean().sqrt().clamp_min(1e-12)))
             break
     return worst
@@ -229,8 +231,9 @@ def _error(layer: CompressedLayer, given: tuple[Tensor, Tensor]) -> float:
 def batch(cache: Cache) -> int:
     """Rows of what the cache holds; 0 while it is empty."""
     for layer in cache.layers:
-        zones = getattr(layer, "zones", None)
-        held = getattr(layer, "keys", None) if not isinstance(layer, CompressedLayer) else zones[0].first if zones else None
-        if held is not None and held.ndim == 4:
+        held = layer.rows if isinstance(layer, CompressedLayer) else getattr(layer, "keys", None)
+        if isinstance(held, int) and held:
+            return held
+        if isinstance(held, Tensor) and held.ndim == 4:
             return int(held.shape[0])
     return 0

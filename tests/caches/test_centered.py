@@ -23,7 +23,7 @@ every_kind = pytest.mark.parametrize("kind", KINDS)
 
 def means(cache) -> list[torch.Tensor]:
     """Of keys and of values of each layer, `[B, H, 1, D]`."""
-    held = (layer.store.once if getattr(layer, "store", None) else [zone.body.once for zone in layer.zones] for layer in cache.layers)
+    held = (layer.storage.chunks.once for layer in cache.layers)
     return [once["center"].clone() for sides in held for once in sides]
 
 
@@ -125,8 +125,8 @@ def test_a_step_that_nobody_saw_is_taken_in():
     x = torch.randn(1, 2, 40, 64)
     cache.update(x, x, 0)
     layer = cache.layers[0]
-    assert layer.waiting and cache.get_seq_length() == 40
-    assert cache.memory().codes and not layer.waiting
+    assert layer.pending and cache.get_seq_length() == 40
+    assert cache.memory().codes and not layer.pending
     torch.testing.assert_close(layer.dense()[0][:, :, -4:], x[:, :, -4:], rtol=0, atol=0)
 
 

@@ -97,7 +97,7 @@ def live_bytes(cache):
             stack += x.values()
         elif isinstance(x, list | tuple):
             stack += x
-        elif type(x).__module__.startswith("qkvcache.layers"):
+        elif type(x).__module__.startswith(("qkvcache.layers", "qkvcache.storage", "qkvcache.kernels")):
             stack += vars(x).values()
     return sum(storages.values())
 

@@ -48,9 +48,9 @@ def state(cache):
     """Everything that a cache holds, in copies; not what lies in slots that nobody has written."""
     held = [cache.kept_positions(i) for i in range(3)]
     for layer in cache.layers:
-        held += [x.clone() for x in (*layer.dense(), *layer.ledger.tensors())]
-        for zone in layer.zones:
-            held += [x.clone() for codes, _ in zone.body.blocks(10**6) for x in codes.values()]
+        held += [x.clone() for x in (*layer.dense(), *layer.storage.ledger.tensors())]
+        for side in (0, 1):
+            held += [x.clone() for packed in layer.storage.chunks.packed(side, 10**6) for x in packed.codes.values()]
     return held
 
 

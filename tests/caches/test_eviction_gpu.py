@@ -63,7 +63,8 @@ def test_scores_are_the_sums_of_attention():
     run(network, caches[0])
     run(network, caches[1])
     for exact, packed in zip(caches[0].layers[:1], caches[1].layers[:1], strict=True):
-        ours, theirs = (torch.cat([layer.ledger.body["score"], layer.ledger.recent["score"]], -1) for layer in (packed, exact))
+        ledgers = (layer.storage.ledger for layer in (packed, exact))
+        ours, theirs = (torch.cat([ledger.body["score"], ledger.recent["score"]], -1) for ledger in ledgers)
         assert torch.equal(ours.sum(-1).round(), theirs.sum(-1).round())  # queries times heads of the group
         assert_close(ours, theirs, 0.02)
 

@@ -112,7 +112,7 @@ def prefilled(cache, rows: int = 1):
 
 def step(cache, token: int = 7):
     with torch.no_grad():
-        return model("llama")(torch.full((cache.layers[0].zones[0].first.shape[0], 1), token), past_key_values=cache).logits[:, -1]
+        return model("llama")(torch.full((cache.layers[0].rows, 1), token), past_key_values=cache).logits[:, -1]
 
 
 def turboquant(**options):
@@ -149,13 +149,14 @@ def test_reorder_moves_rows():
 @pytest.mark.parametrize("removed", [1, 3, 20, 39])
 def test_crop_takes_back_what_came_last(removed):
     cache = prefilled(turboquant(exact_first=0, exact_recent=0))
-    codes = [{n: x.clone() for n, x in codes.items()} for codes, _ in cache.layers[0].zones[0].body.blocks(10_000)]
+    codes = {n: x.clone() for packed in cache.layers[0].storage.chunks.packed(0, 10_000) for n, x in packed.codes.items()}
     cache.crop(0)
     cache.crop(-removed)
     assert cache.get_seq_length() == 40 - removed
-    (kept, count), *_ = cache.layers[0].zones[0].body.blocks(10_000)
-    assert count == 40 - removed
-    assert all(torch.equal(kept[name], codes[0][name][:, :, :count]) for name in kept)
+    (packed,) = cache.layers[0].storage.chunks.packed(0, 10_000)
+    count = min(40 - removed, 39)  # the last token waits for the next
+    assert packed.tokens == count
+    assert all(torch.equal(kept, codes[name][:, :, :count]) for name, kept in packed.codes.items())
     step(cache)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import DynamicCache, EncoderDecoderCache
 
 from qkvcache import CompressedCache, NVFP4Cache, QuantizedPerTokenCache, TurboQuantCache, attach, policies
-from qkvcache.layers.static import StaticLayer
+from qkvcache.layers.compressed import CompressedLayer
 
 NAMES = ("llama", "qwen3", "gemma3", "gemma2", "gpt_oss", "phi3")
 LEGAL = [(name, attention) for name in NAMES for attention in ("sdpa", "eager") if (name, attention) not in UNSUPPORTED]
@@ -26,7 +26,7 @@ def make(network, format: str = FOUR_BIT, length: int = 40 + NEW, **options) -> 
     return CompressedCache(network.config, format=format, max_length=length, **ZONE | options)
 
 
-class DenseStatic(StaticLayer):
+class DenseStatic(CompressedLayer):
     """The same layer, which hands attention its codes decoded, as many as there are."""
 
     def get_mask_sizes(self, query_length):
@@ -40,13 +40,13 @@ class DenseStatic(StaticLayer):
 def decoded(cache):
     cache = copy.deepcopy(cache)
     for layer in getattr(cache, "self_attention_cache", cache).layers:
-        if type(layer) is StaticLayer:
+        if type(layer) is CompressedLayer:
             layer.__class__ = DenseStatic
     return cache
 
 
 def snapshot(cache) -> list:
-    tensors = [x for layer in cache.layers if isinstance(layer, StaticLayer) for _, x in layer.tensors()]
+    tensors = [x for layer in cache.layers if isinstance(layer, CompressedLayer) for _, x in layer.tensors()]
     return [cache.get_seq_length(), *((x.data_ptr(), x.flatten().view(torch.uint8).tolist()) for x in tensors)]
 
 
@@ -116,13 +116,13 @@ def test_without_a_config_all_layers_are_static(attention):
         growing = DynamicCache()
         for got, expected in zip(steps(network, static, MODES[mode]), steps(network, growing, MODES[mode]), strict=True):
             assert_close(got, expected, of_model(network))
-    assert [type(layer) for layer in static.layers] == [StaticLayer] * 3
+    assert [type(layer) for layer in static.layers] == [CompressedLayer] * 3
 
 
 def test_exact_layers_are_static_and_exact():
     network = model("gemma3")
     cache = make(network, FOUR_BIT, exact_layers=[-1])
-    assert [type(layer).__name__ for layer in cache.layers] == ["StaticSlidingLayer", "StaticLayer"] * 2
+    assert [type(layer).__name__ for layer in cache.layers] == ["StaticSlidingLayer", "CompressedLayer"] * 2
     assert [layer.format.name for layer in cache.layers[1::2]] == [FOUR_BIT, "identity"]
     with pytest.warns(UserWarning, match="nothing will be compressed"):
         every = make(network, FOUR_BIT, exact_layers=[1, 3])

@@ -17,7 +17,7 @@ from transformers.generation.configuration_utils import CompileConfig
 from qkvcache import CompressedCache
 from qkvcache.formats import REGISTRY
 from qkvcache.kernels import attend_on_codes
-from qkvcache.layers.static import StaticLayer
+from qkvcache.layers.compressed import CompressedLayer
 
 FOUR_BIT = "turboquant_4bit_nc"
 
@@ -169,12 +169,12 @@ def test_inductor_copies_no_payload(attention, compiling):
     with generated_code() as code:
         assert_close(logits(this.run(cache)), logits(expected), of_model(this.network))
     assert len(code) == graphs() == 1
-    check_code(code[0], cache.layers, "qkvcache.attend_store" if attention == "sdpa" else "qkvcache.unfold")
+    check_code(code[0], cache.layers, "qkvcache.attend_buffers" if attention == "sdpa" else "qkvcache.unfold")
 
 
 @pytest.mark.filterwarnings("ignore:dynamo_pgo force disabled")
 def test_inductor_copies_no_payload_of_a_layer(compiling):
-    layers = [StaticLayer(REGISTRY[FOUR_BIT], 200, 3, 9) for _ in range(2)]
+    layers = [CompressedLayer(REGISTRY[FOUR_BIT], 3, 9, 200) for _ in range(2)]
     x = torch.randn(2, 3, 2, 20, 64)
     for layer in layers:
         layer.update(*x)
@@ -190,7 +190,7 @@ def test_inductor_copies_no_payload_of_a_layer(compiling):
         for _ in range(4):
             assert_close(compiled(layers[0]), step(layers[1]), rounding(64, 24))
     assert len(code) == graphs() == 1
-    check_code(code[0], layers[:1], "qkvcache.attend_store")
+    check_code(code[0], layers[:1], "qkvcache.attend_buffers")
 
 
 def check_code(code: str, layers, reads: str) -> None:
@@ -200,5 +200,5 @@ def check_code(code: str, layers, reads: str) -> None:
             assert f"empty_strided_cpu({shape}" not in code, f"inductor makes another {shape}"
     calls = code[code.index("def call(") :]
     assert "qkvcache.step" in calls and reads in calls
-    if reads == "qkvcache.attend_store":  # what is unfolded for eager attention is repeated for the heads of a group
+    if reads == "qkvcache.attend_buffers":  # what is unfolded for eager attention is repeated for the heads of a group
         assert "clone" not in calls and "copy_(" not in calls

@@ -124,9 +124,9 @@ def test_one_graph(name, model):
             same(eager, compiled)
     assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
     assert not [name for name in moved if "past_key_values" in name]  # a CUDA graph would copy them at each replay
-    addresses = [x.data_ptr() for x in compiled.layers[0].held.tensors()]
+    addresses = [x.data_ptr() for x in compiled.layers[0].storage.static.tensors()]
     compiled.reorder_cache(torch.tensor([1, 0]))
-    assert [x.data_ptr() for x in compiled.layers[0].held.tensors()] == addresses
+    assert [x.data_ptr() for x in compiled.layers[0].storage.static.tensors()] == addresses
 
 
 def test_a_step_that_failed_is_not_forgotten(model, monkeypatch):
@@ -147,7 +147,7 @@ def test_reset_forgets_all_and_memory_tells_what_is_held(model):
         _, cache = both("keydiff", format)
         expected = feed(model, cache, ids, (40, 1, 1))
         held = cache.nbytes
-        for x in cache.layers[0].held.tensors():
+        for x in cache.layers[0].storage.static.tensors():
             if x.is_floating_point():
                 x.fill_(torch.nan)
         cache.reset()

@@ -12,9 +12,10 @@ from transformers import DynamicCache
 
 from qkvcache import CompressedCache, demo
 from qkvcache.formats import REGISTRY
-from qkvcache.kernels import Payload, attend, attend_on_codes, dispatch
-from qkvcache.kernels import store as counted
-from qkvcache.layers.static import StaticLayer
+from qkvcache.kernels import attend, attend_on_codes, counted, dispatch
+from qkvcache.kernels.segments import CONTROL, DROPPED
+from qkvcache.layers.compressed import CompressedLayer
+from qkvcache.storage import Storage
 
 tables, rotation_table = (
     pytest.importorskip("qkvcache.kernels.tables").tables,
@@ -44,8 +45,8 @@ def close(got: torch.Tensor, expected: torch.Tensor, tolerance: float = 0.03) ->
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_steps_and_attention_equal_torch_operations(format):
-    layer = StaticLayer(REGISTRY[format], 700, 4, 32)
-    reference = StaticLayer(REGISTRY[format], 700, 4, 32)
+    layer = CompressedLayer(REGISTRY[format], 4, 32, 700)
+    reference = CompressedLayer(REGISTRY[format], 4, 32, 700)
     x = new(500)
     layer.update(*x), reference.update(*x)
     layer.settle(), reference.settle()
@@ -54,23 +55,22 @@ def test_steps_and_attention_equal_torch_operations(format):
     for step in range(100):
         x, q = new(1), query()
         key, _ = layer.update(*x)
-        counted.step(reference.store, x)
+        counted.step(reference.storage.buffers, x)
         if step % 20 and step < 98:
             continue
-        seen, body = layer.seen, layer.body
-        assert layer.store.state.tolist() == reference.store.state.tolist() == [501 + step, 464 + step, 0, 0]
+        seen, body = layer.storage.seen, layer.storage.quantized
+        lengths = [held.storage.buffers.lengths.tolist() for held in (layer, reference)]
+        assert lengths[0] == lengths[1] == [[501 + step, 464 + step]] * ROWS == [[seen, body]] * ROWS
         for given in (None, mask):
             got = attend_on_codes(q, key.payload, given)
-            wanted = attend(q.float(), Payload(*layer.store.sides(seen, body, 256)), None if given is None else given[..., :seen])
+            wanted = attend(q.float(), layer.storage.payload(), None if given is None else given[..., :seen])
             close(got, wanted)
-    assert all(torch.equal(a, b) for a, b in zip(layer.store.exact, reference.store.exact, strict=True))
-    for ours, theirs in zip(layer.dense(), counted_dense(reference, seen, body), strict=True):
+    exact = ((*held.storage.sinks, *held.storage.residual) for held in (layer, reference))
+    assert all(torch.equal(a, b) for a, b in zip(*exact, strict=True))
+    reference.storage.stale = True  # it was stepped behind the host's back
+    for ours, theirs in zip(layer.dense(), reference.dense(), strict=True):
         # A value on the border of two levels may fall to either side.
         assert ((ours.float() - theirs.float()).abs() > 0.02).float().mean() < 0.01
-
-
-def counted_dense(layer, seen, body):
-    return tuple(side.dense() for side in layer.store.sides(seen, body, 256))
 
 
 @pytest.mark.parametrize("format", [name for name in FORMATS if name not in BY_BLOCK])
@@ -80,16 +80,17 @@ def test_the_step_kernel_writes_the_codes_of_torch_operations(format, tokens):
 
     codecs = REGISTRY[format].key, REGISTRY[format].value
     x = new(tokens)
-    ours, theirs = (counted.Store.make(codecs, x, 4, 33, 200, 64) for _ in range(2))
-    ours.fit(x), theirs.fit(x)
+    ours, theirs = (Storage(codecs, x, 4, 32, 200) for _ in range(2))
+    ours.chunks.fit(x), theirs.chunks.fit(x)
     for _ in range(200 // tokens + 2):  # over the limit
         x = new(tokens)
-        step_kv(ours, x)
-        counted.step(theirs, x)
-    assert ours.state.tolist() == theirs.state.tolist() and ours.state[3] > 0
-    assert all(torch.equal(a, b) for a, b in zip(ours.exact, theirs.exact, strict=True))
-    body = int(ours.state[1])
-    for codec, a, b, once in zip(codecs, ours.planes, theirs.planes, ours.once, strict=True):
+        step_kv(ours.buffers, x)
+        counted.step(theirs.buffers, x)
+    assert torch.equal(ours.buffers.lengths, theirs.buffers.lengths) and ours.state[DROPPED] == theirs.state[DROPPED] > 0
+    exact = ((*held.sinks, *held.residual) for held in (ours, theirs))
+    assert all(torch.equal(a, b) for a, b in zip(*exact, strict=True))
+    body = int(ours.state[CONTROL + 1])
+    for codec, a, b, once in zip(codecs, ours.chunks.chunks[0], theirs.chunks.chunks[0], ours.chunks.once, strict=True):
         got, wanted = (codec.decode({n: x[:, :, :body] for n, x in planes.items()} | once, DIM) for planes in (a, b))
         assert ((got - wanted).abs() > 1e-3).float().mean() < 0.01
 
@@ -99,7 +100,7 @@ def test_the_step_kernel_writes_the_codes_of_torch_operations(format, tokens):
 
 @pytest.mark.parametrize("format", ["identity", "int8", FOUR_BIT])
 def test_a_step_does_not_wait_for_the_device(format):
-    layer = StaticLayer(REGISTRY[format], 400, 4, 32)
+    layer = CompressedLayer(REGISTRY[format], 4, 32, 400)
     layer.update(*new(300))
     steps = [(new(1), query()) for _ in range(40)]
     for x, q in steps[:4]:
@@ -114,12 +115,12 @@ def test_a_step_does_not_wait_for_the_device(format):
             assert layer.get_seq_length() == seen and layer.get_mask_sizes(1) == (seen + 1, 0)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert layer.get_seq_length() == 340 == layer.store.state[0]
+    assert layer.get_seq_length() == 340 == layer.storage.state[CONTROL]
 
 
 @pytest.mark.parametrize("format", [format for format in FORMATS if format not in BY_BLOCK])  # of which there is no kernel
 def test_an_update_is_one_launch(format):
-    layer = StaticLayer(REGISTRY[format], 400, 4, 32)
+    layer = CompressedLayer(REGISTRY[format], 4, 32, 400)
     layer.update(*new(300))
     layer.update(*new(1))
     x = new(1)

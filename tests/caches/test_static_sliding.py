@@ -23,7 +23,7 @@ def read(network, cache, ids):
 
 
 def addresses(cache) -> list[int]:
-    held = (layer.stored if isinstance(layer, StaticSlidingLayer) else layer.store.ring for layer in cache.layers)
+    held = (layer.stored if isinstance(layer, StaticSlidingLayer) else layer.storage.residual for layer in cache.layers)
     return [x.data_ptr() for pair in held for x in pair]
 
 
@@ -100,7 +100,7 @@ def test_storage_is_taken_early_for_another_batch(name, monkeypatch):
     assert kept and addresses(cache) == kept  # where a CUDA graph knows them
     cache.reset()
     cache.early_initialization(3, *of)
-    assert full.store.ring[0].shape[0] == 3
+    assert full.storage.residual[0].shape[0] == 3
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     x = torch.zeros(2, config.num_key_value_heads, 1, config.head_dim)
     with pytest.raises(ValueError, match=r"storage is for keys and values like \[3"):

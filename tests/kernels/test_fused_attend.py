@@ -13,7 +13,7 @@ from torch import Tensor
 
 from qkvcache.formats import REGISTRY, Codec, Format
 from qkvcache.formats.centered import Centered
-from qkvcache.kernels import Body, Payload, attend, scores, slab_table
+from qkvcache.kernels import Payload, attend, scores
 from qkvcache.kernels.attend import apply_mask
 
 from .payloads import build
@@ -79,7 +79,7 @@ def data(*shape: int, dtype=torch.float16) -> Tensor:
 
 
 def make(format: str, batch=1, heads=2, group=2, queries=1, tokens=135, dims=64, dtype=torch.float16, first=3, recent=20, cuts=(60,)):
-    """A query and a payload: by default two slabs, two splits, odd tails."""
+    """A query and a payload: by default two chunks, two splits, odd tails."""
     dim, value_dim = dims if isinstance(dims, tuple) else (dims, dims)
     key, value = data(batch, heads, tokens, dim, dtype=dtype), data(batch, heads, tokens, value_dim, dtype=dtype)
     query = data(batch, heads * group, queries, dim, dtype=dtype)
@@ -310,7 +310,7 @@ ZONES = {
     "only first": {"first": 60, "recent": 0},
     "one packed": {"first": 30, "recent": 29},
     "whole tiles": {"first": 0, "recent": 0, "tokens": 128, "cuts": (64,)},
-    "many slabs": {"tokens": 300, "cuts": (1, 65, 70, 200)},
+    "many chunks": {"tokens": 300, "cuts": (1, 65, 70, 200)},
 }
 
 
@@ -342,55 +342,6 @@ def test_strides(monkeypatch):
     compare(monkeypatch, "int8", query, dataclasses.replace(payload, exact=exact), causal=True)
 
 
-@pytest.mark.parametrize("format", slowly(["int8", "turboquant_3bit_nc"], ["int8"]))
-def test_lengths(format, monkeypatch):
-    """Rows that end before the others: in a tile, at the end of one, in another split, at once."""
-    query, payload = make(format, batch=4, heads=1)
-    lengths = torch.tensor([112, 64, 77, 0], dtype=torch.int32, device=DEVICE)
-    out, lse = run(monkeypatch, query, payload, lengths=lengths)
-    expect(format, query, payload, _within(payload, lengths), out, lse)
-
-
-def _within(payload: Payload, lengths: Tensor) -> Tensor:
-    """What rows of such lengths see, as a mask."""
-    first = payload.exact[0].shape[2]
-    column = torch.arange(payload.key.shape[2], device=DEVICE)
-    return ((column < first + lengths[:, None]) | (column >= first + payload.body.tokens))[:, None, None]
-
-
-@pytest.mark.parametrize("format", slowly(["int8", "int8_token", "fp8_tensor_frozen", "int4", "turboquant_3bit_nc"], ["int8"]))
-def test_pages(format, monkeypatch):
-    """Pages of two rows anywhere in one slab."""
-    query, payload = make(format, batch=2, heads=2, group=1, tokens=150, first=2, recent=5, cuts=())
-    if payload.body.once[0]:  # one scale serves all that share the slab
-        for codes in payload.body.slabs[0]:
-            codes["scale"][1] = codes["scale"][0]
-    order = torch.tensor([[4, 0, 7], [3, 5, 2]], dtype=torch.int32, device=DEVICE)
-    sides = []
-    for codes in payload.body.slabs[0]:
-        paged = {}
-        for name, plane in codes.items():
-            if plane.shape[2] == 1:
-                paged[name] = plane[:1]
-                continue
-            paged[name] = plane.new_zeros(1, plane.shape[1], 9 * 64, plane.shape[3])
-            paged[name].view(torch.uint8).fill_(0xFF)
-            for row in range(2):
-                for number, page in enumerate(order[row].tolist()):
-                    paged[name][0, :, page * 64 : page * 64 + 64] = plane[row, :, number * 64 : number * 64 + 64]
-        sides.append(paged)
-    body = Body(payload.body.key, payload.body.value, (tuple(sides),), payload.body.tokens, slab_table((tuple(sides),)))
-    lengths = torch.tensor([143, 70], dtype=torch.int32, device=DEVICE)
-    out, lse = run(monkeypatch, query, dataclasses.replace(payload, body=body), lengths=lengths, pages=order, page=64)
-    expect(format, query, payload, _within(payload, lengths), out, lse)
-
-
-def test_a_page_that_is_no_multiple_of_the_tile():
-    query, payload = make("int8", tokens=40, cuts=())
-    with pytest.raises(ValueError, match="multiple of 64"):
-        fused.fused_attend(query, payload, pages=torch.zeros(1, 1, dtype=torch.int32), page=16)
-
-
 @pytest.mark.parametrize("format", slowly(KINDS, QUICK))
 def test_magnitudes(format, monkeypatch):
     """Vectors of zeros, and tokens and queries of very different lengths, as far as the codec itself holds them."""
@@ -419,7 +370,7 @@ def test_nan_stays_in_its_row(format, monkeypatch):
     query[0, 1, 1, 5] = float("nan")
     key = payload.exact[2].clone()
     key[1, 1, 3, 7] = float("nan")
-    for codes in payload.body.slabs[0]:
+    for codes in payload.body.chunks[0]:
         codes["scale"][0, 1, 4] = float("nan")
     exact = (*payload.exact[:2], key, payload.exact[3])
     out, lse = run(monkeypatch, query, dataclasses.replace(payload, exact=exact))
@@ -432,7 +383,7 @@ def test_nan_stays_in_its_row(format, monkeypatch):
 def test_inputs_are_left_alone(monkeypatch):
     query, payload = make("int4", queries=2, tokens=60, dims=96, cuts=())
     mask = torch.randn(1, 1, 2, 60, device=DEVICE)
-    held = [query, mask, *payload.exact, payload.body.table, *(x for side in payload.body.slabs[0] for x in side.values())]
+    held = [query, mask, *payload.exact, payload.body.table, *(x for side in payload.body.chunks[0] for x in side.values())]
     before = [x.clone() for x in held]
     run(monkeypatch, query, payload, mask, causal=True)
     assert all(torch.equal(x.view(torch.uint8), y.view(torch.uint8)) for x, y in zip(before, held, strict=True))

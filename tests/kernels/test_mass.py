@@ -195,12 +195,12 @@ ZONES = {
     "none recent": {"recent": 0, "first": 17},
     "nothing packed": {"first": 5, "recent": 55},
     "one packed": {"first": 30, "recent": 29},
-    "many slabs": {"tokens": 300, "cuts": (1, 65, 70, 200)},
+    "many chunks": {"tokens": 300, "cuts": (1, 65, 70, 200)},
     "exact tokens of many tiles": {"tokens": 150, "first": 33, "recent": 50},
 }
 
 
-@pytest.mark.parametrize("zones", [x if x == "many slabs" else pytest.param(x, marks=pytest.mark.slow) for x in ZONES])
+@pytest.mark.parametrize("zones", [x if x == "many chunks" else pytest.param(x, marks=pytest.mark.slow) for x in ZONES])
 @pytest.mark.parametrize("format", ["int8", pytest.param("turboquant_4bit_nc", marks=pytest.mark.slow)])
 def test_fused_zones(format, zones, monkeypatch, triton):
     check_fused(monkeypatch, *make(format, **{"heads": 1, "queries": 1, "tokens": 60, "cuts": ()} | ZONES[zones]))

@@ -19,9 +19,10 @@ def on_kernels(monkeypatch):
     monkeypatch.setenv("QKVCACHE_KERNELS", "triton")
 
 
-def payload(format: str = "turboquant_4bit_nc"):
+def payload(format: str = "turboquant_4bit_nc", step: int = 3):
+    """What attention reads in a step of so many tokens: of one, storage that counts on the device."""
     layer = CompressedLayer(resolve(format))
-    for tokens in (200, 1):
+    for tokens in (201 - step, step):
         handle, _ = layer.update(*torch.randn(2, 2, 2, tokens, 64, device=DEVICE, dtype=torch.float16))
     return handle.payload
 
@@ -40,12 +41,13 @@ def compiled(function, *args, **kwargs):
     return out, [[target for target in graph if "getitem" not in target] for graph in graphs]
 
 
+@pytest.mark.parametrize(("step", "operation"), [(1, "qkvcache.attend_buffers"), (3, "qkvcache.attend")])
 @pytest.mark.parametrize("masked", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_one_operation_for_the_compiler(masked, on_kernels):
-    query, held = torch.randn(2, 8, 1, 64, device=DEVICE, dtype=torch.float16), payload()
+def test_one_operation_for_the_compiler(masked, step, operation, on_kernels):
+    query, held = torch.randn(2, 8, 1, 64, device=DEVICE, dtype=torch.float16), payload(step=step)
     mask = torch.rand(2, 1, 1, 201, device=DEVICE) > 0.2 if masked else None
     out, operations = compiled(attend_on_codes, query, held, mask)
-    assert operations == [["qkvcache.attend"]]
+    assert operations == [[operation]]
     torch.testing.assert_close(out, attend_on_codes(query, held, mask))
     torch.testing.assert_close(out.float(), attend(query.float(), held, mask), rtol=0, atol=3e-3)
 
@@ -63,7 +65,7 @@ def test_mass_for_the_compiler(on_kernels):
 @pytest.mark.parametrize("observed", [None, torch.ones(2, 3, device=DEVICE)], ids=["", "observed"])
 def test_the_fake_knows_shapes(observed, on_kernels):
     query, held = torch.randn(2, 8, 3, 64, device=DEVICE, dtype=torch.float16), payload()
-    planes = [plane for slab in held.body.slabs for codes in slab for plane in codes.values()]
+    planes = [plane for chunk in held.body.chunks for codes in chunk for plane in codes.values()]
     codecs, tokens = list(held.body.numbers), held.body.tokens
     arguments = (query, planes, held.body.table, codecs, tokens, list(held.exact), None, None, None, None, True)
     torch.library.opcheck(torch.ops.qkvcache.attend, (*arguments, observed), test_utils=("test_schema", "test_faketensor"))
@@ -99,14 +101,14 @@ def test_the_whole_cache_on_kernels(on_kernels):
     torch.testing.assert_close(layer.dense()[0], dense[:, :, :233])
 
 
-def test_a_copy_reads_its_own_slabs(on_kernels):
+def test_a_copy_reads_its_own_chunks(on_kernels):
     """Which lie elsewhere, and as far from each other as it happens."""
     layer = CompressedLayer(resolve("int8"), exact_first=0, exact_recent=0)
     query = torch.randn(1, 2, 1, 64, device=DEVICE)
     for tokens in (70, 70, 1):
         layer.update(*torch.randn(2, 1, 1, tokens, 64, device=DEVICE))
     other = copy.deepcopy(layer)
-    assert len(other.zones[0].body.slabs) == 2
+    assert len(other.storage.chunks.chunks) == 2
     for held in (layer, other):
         handle, _ = held.update(*torch.randn(2, 1, 1, 1, 64, device=DEVICE))
         torch.testing.assert_close(attend_on_codes(query, handle.payload), attend(query, handle.payload), rtol=0, atol=3e-3)

@@ -1,4 +1,4 @@
-"""The step kernel against `store.step`, and the attention kernel on a store whose counts only the device knows."""
+"""The step kernel against `counted.step`, and the attention kernel on a storage whose counts only the device knows."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from matrix import FORMATS, slowly
 from torch import Tensor
 
 from qkvcache.formats import REGISTRY
-from qkvcache.kernels import Payload, Store, attend
-from qkvcache.kernels import store as counted
-from qkvcache.kernels.store import BODY, SEEN
+from qkvcache.kernels import attend, counted, whole
+from qkvcache.kernels.segments import CONTROL, DROPPED, TICKET
+from qkvcache.storage import Storage
 
 triton = pytest.importorskip("triton")
 if not (torch.cuda.is_available() or triton.knobs.runtime.interpret):
@@ -37,38 +37,54 @@ def pair(rows: int, heads: int, tokens: int, dims=(64, 96), dtype=torch.float16)
     return tuple(data(rows, heads, tokens, dim, dtype=dtype) for dim in dims)
 
 
-def make(format: str, x: Pair, first: int, ring: int, limit: int) -> Store:
-    """An empty store, every byte of its body the sentinel."""
-    store = Store.make((REGISTRY[format].key, REGISTRY[format].value), x, first, ring, limit, 64)
-    for planes in store.planes:
-        for plane in planes.values():
-            plane.view(torch.uint8).fill_(SENTINEL)
-    store.fit(x)
-    return store
+def make(format: str, x: Pair, first: int, ring: int, limit: int | None) -> Storage:
+    """An empty storage, every byte of its chunks the sentinel."""
+    codecs = REGISTRY[format].key, REGISTRY[format].value
+    held = Storage(codecs, tuple(side[:, :, :0] for side in x), first, ring - 1, limit, fixed=True)
+    poison(held, SENTINEL)
+    held.chunks.fit(x)
+    return held
 
 
-def check(store: Store, expected: Store, share: float = 0.0) -> None:
-    """The same counts, zones and codes, these but for a `share`; and nothing written beyond the body."""
-    assert store.state.tolist() == expected.state.tolist()
-    assert all(torch.equal(a, b) for a, b in zip(store.exact, expected.exact, strict=True))
-    body = int(store.state[BODY])
-    for ours, theirs in zip(store.planes, expected.planes, strict=True):
-        for name in ours:
-            assert bool((ours[name][:, :, body:].contiguous().view(torch.uint8) == SENTINEL).all()), f"{name}: written beyond the body"
-            got, wanted = ours[name][:, :, :body], theirs[name][:, :, :body]
-            if share and got.is_floating_point():
-                torch.testing.assert_close(got, wanted, rtol=2e-3 if got.dtype == torch.float16 else 2e-6, atol=1e-6)
-            elif body:
-                assert (got.view(torch.uint8) != wanted.view(torch.uint8)).float().mean() <= share, name
+def poison(held: Storage, byte: int) -> None:
+    for chunk in held.chunks.chunks:
+        for plane in (*chunk[0].values(), *chunk[1].values()):
+            plane.view(torch.uint8).fill_(byte)
 
 
-def run(format: str, first: int, ring: int, limit: int, sizes, rows=1, heads=2, dims=(64, 96), dtype=torch.float16, share=0.0) -> Store:
+def planes(held: Storage, body: int) -> list[tuple[str, Tensor, Tensor]]:
+    """Of the planes of keys and values, what is used and what is not."""
+    found = []
+    for side in (0, 1):
+        for name in held.chunks.chunks[0][side]:
+            plane = torch.cat([chunk[side][name] for chunk in held.chunks.chunks], dim=2)
+            found.append((name, plane[:, :, :body], plane[:, :, body:]))
+    return found
+
+
+def check(store: Storage, expected: Storage, share: float = 0.0) -> None:
+    """The same counts, zones and codes, these but for a `share`; and nothing written beyond what is used."""
+    assert store.state[CONTROL:].tolist() == expected.state[CONTROL:].tolist()
+    assert store.state[[TICKET, DROPPED]].tolist() == expected.state[[TICKET, DROPPED]].tolist()
+    exact = ((*held.sinks, *held.residual) for held in (store, expected))
+    assert all(torch.equal(a, b) for a, b in zip(*exact, strict=True))
+    body = int(store.state[CONTROL + 1])
+    for (name, got, free), (_, wanted, _) in zip(planes(store, body), planes(expected, body), strict=True):
+        assert bool((free.contiguous().view(torch.uint8) == SENTINEL).all()), f"{name}: written beyond the body"
+        if share and got.is_floating_point():
+            torch.testing.assert_close(got, wanted, rtol=2e-3 if got.dtype == torch.float16 else 2e-6, atol=1e-6)
+        elif body:
+            got, wanted = got.contiguous(), wanted.contiguous()
+            assert (got.view(torch.uint8) != wanted.view(torch.uint8)).float().mean() <= share, name
+
+
+def run(format: str, first: int, ring: int, limit: int, sizes, rows=1, heads=2, dims=(64, 96), dtype=torch.float16, share=0.0) -> Storage:
     x = pair(rows, heads, 5, dims, dtype)
     store, expected = make(format, x, first, ring, limit), make(format, x, first, ring, limit)
     for size in sizes:
         x = pair(rows, heads, size, dims, dtype)
-        step_kv(store, x)
-        counted.step(expected, x)
+        step_kv(store.buffers, x)
+        counted.step(expected.buffers, x)
         check(store, expected, share)
     return store
 
@@ -90,7 +106,7 @@ GEOMETRY = {  # first zone, ring, limit, sizes of the steps
 def test_geometry(format, geometry):
     store = run(format, *GEOMETRY[geometry], heads=1)
     if "limit" in geometry:
-        assert store.state.tolist()[0] == 9 and store.state[3] > 0
+        assert store.state[CONTROL] == 9 and store.state[DROPPED] > 0
 
 
 @pytest.mark.parametrize("heads", [pytest.param(1, marks=pytest.mark.slow), 3])
@@ -109,9 +125,74 @@ def test_strides_and_dtypes(dtype):
     stores = [make("int8_asymmetric", tuple(sides), 1, 5, 40) for _ in range(2)]
     for part in (slice(0, 5), slice(1, 2), slice(0, 4)):
         x = tuple(side[:, :, part] for side in sides)
-        step_kv(stores[0], x)
-        counted.step(stores[1], x)
+        step_kv(stores[0].buffers, x)
+        counted.step(stores[1].buffers, x)
         check(*stores)
+
+
+@pytest.mark.parametrize(
+    "format", slowly([name for name in SUPPORTED if name not in BY_BLOCK], ["int8", "turboquant_3bit_nc", "fp8_token"])
+)
+def test_chunks_are_found_by_the_table(format):
+    """One by one over the ends of chunks, as into the one chunk of a storage that does not grow."""
+    x = pair(2, 2, 1, dtype=torch.float32)
+    grows, one = make(format, x, 1, 3, None), make(format, x, 1, 3, 200)
+    start = pair(2, 2, 62, dtype=torch.float32)
+    for held in (grows, one):
+        held.expect(62)
+        held.append(start)
+    share = 0.01 if format.startswith("turboquant") else 0.0
+    for seen in range(62, 72):
+        x = pair(2, 2, 1, dtype=torch.float32)
+        grows.expect(1)
+        if len(grows.chunks.chunks) == 1:
+            poison_rest = grows.chunks.capacity
+        elif seen == poison_rest + 4:
+            for plane in (*grows.chunks.chunks[1][0].values(), *grows.chunks.chunks[1][1].values()):
+                plane.view(torch.uint8).fill_(SENTINEL)
+        step_kv(grows.buffers, x)
+        step_kv(one.buffers, x)
+        grows.advance(1), one.advance(1)
+        check(grows, one, share)
+    assert len(grows.chunks.chunks) == 2 and grows.state[CONTROL + 1] == 68
+
+
+def test_channels_that_are_not_contiguous():
+    x = pair(1, 2, 1)
+    one, other = (make("int8", x, 1, 3, 60) for _ in range(2))
+    for _ in range(5):
+        x = pair(1, 2, 1, dims=(128, 192))
+        for held, sides in ((one, tuple(side[..., ::2] for side in x)), (other, tuple(side[..., ::2].contiguous() for side in x))):
+            held.expect(1)
+            step_kv(held.buffers, sides)
+            held.advance(1)
+        check(one, other)
+
+
+def test_rows_of_different_lengths():
+    """Each goes on as if it were alone."""
+    x = pair(2, 1, 50)
+    together = make("int8", x, 2, 5, 60)
+    alone = [make("int8", tuple(side[row : row + 1] for side in x), 2, 5, 60) for row in range(2)]
+    for row, (held, count) in enumerate(zip(alone, (50, 20), strict=True)):
+        held.append(tuple(side[row : row + 1, :, :count] for side in x))
+        for mine, theirs in zip((*together.sinks, *together.residual), (*held.sinks, *held.residual), strict=True):
+            mine[row : row + 1] = theirs
+        for mine, theirs in zip(together.chunks.chunks[0], held.chunks.chunks[0], strict=True):
+            for name in mine:
+                mine[name][row : row + 1] = theirs[name]
+        together.state[CONTROL + 2 * row : CONTROL + 2 * row + 2] = held.state[CONTROL:]
+    query = data(2, 2, 1, 64)
+    for _ in range(7):
+        x = pair(2, 1, 1)
+        step_kv(together.buffers, x)
+        for row, held in enumerate(alone):
+            step_kv(held.buffers, tuple(side[row : row + 1] for side in x))
+            held.advance(1)
+            assert together.state[CONTROL + 2 * row : CONTROL + 2 * row + 2].tolist() == held.state[CONTROL:].tolist()
+        out = fused.fused_attend(query, whole(together.buffers))[0]
+        for row, held in enumerate(alone):
+            torch.testing.assert_close(out[row : row + 1], attend(query[row : row + 1], held.payload()), rtol=0, atol=4e-3)
 
 
 # Attention
@@ -122,32 +203,25 @@ def small_splits(monkeypatch):
     monkeypatch.setattr(fused, "LEAST_SPLIT", 32)  # several splits, where few tokens would make one
 
 
-def holding(format: str, seen: int, first=3, ring=10, limit=130, rows=2, heads=1, dims=(64, 64), dtype=torch.float16) -> Store:
-    """A store of `seen` tokens; what is free is nan in the body, and shows in the zones."""
+def holding(format: str, seen: int, first=3, ring=10, limit=130, rows=2, heads=1, dims=(64, 64), dtype=torch.float16) -> Storage:
+    """A storage of `seen` tokens; what is free is nan in the chunks, and shows in the zones."""
     x = pair(rows, heads, seen, dims, dtype)
-    store = make(format, x, first, ring, limit)
-    for zone in store.exact:
+    held = make(format, x, first, ring, limit)
+    for zone in (*held.sinks, *held.residual):
         zone.fill_(100.0)
-
-    def encode(tokens: Pair, start: int) -> None:
-        for codec, side, planes, once in zip(store.codecs, tokens, store.planes, store.once, strict=True):
-            for name, codes in codec.encode(side, once).items():
-                planes[name].view(torch.uint8).fill_(0xFF)
-                planes[name][:, :, start : start + side.shape[2]] = codes
-
-    counted.append(store, x, 0, 0, encode)
-    return store
+    poison(held, 0xFF)
+    held.expect(seen)
+    held.append(x)
+    return held
 
 
-def compare(store: Store, group: int = 2, mask: Tensor | None = None, limit: float = 4e-3, **options) -> None:
-    seen, body = int(store.state[SEEN]), int(store.state[BODY])
-    rows, heads, _, dim = store.ring[0].shape
-    query = data(rows, heads * group, 1, dim, dtype=store.ring[0].dtype)
-    payload = store.payload(store.slotted())
+def compare(store: Storage, group: int = 2, mask: Tensor | None = None, limit: float = 4e-3, **options) -> None:
+    rows, heads, _, dim = store.residual[0].shape
+    query = data(rows, heads * group, 1, dim, dtype=store.residual[0].dtype)
+    payload = whole(store.buffers)
     assert fused.supports(payload, query)
     out = fused.fused_attend(query, payload, mask, **options)[0]
-    reference = Payload(*store.sides(seen, body, 64))
-    wanted = attend(query.float(), reference, mask if mask is None or mask.shape[-1] == 1 else mask[..., :seen], **options)
+    wanted = attend(query.float(), store.payload(), mask if mask is None or mask.shape[-1] == 1 else mask[..., : store.seen], **options)
     assert out.isfinite().all() and out.shape == wanted.shape
     error = ((out.float() - wanted).norm() / wanted.norm()).item()
     assert error <= limit, f"relative error {error:.2e}"
@@ -176,7 +250,8 @@ def test_attention_after_a_crop():
     """The ring begins anywhere, and what was cropped lies behind."""
     store = holding("int8", 90, rows=1)
     for seen, body in ((85, 77), (40, 37)):
-        store.state[SEEN], store.state[BODY] = seen, body
+        store.truncate(seen)
+        assert store.quantized == body
         compare(store)
 
 
@@ -206,7 +281,7 @@ def test_masks(kind):
 
 def test_a_row_that_sees_nothing_comes_out_as_numbers():
     store = holding("int8", 40)
-    payload, query = store.payload(store.slotted()), data(2, 2, 1, 64)
+    payload, query = whole(store.buffers), data(2, 2, 1, 64)
     out = fused.fused_attend(query, payload, hidden(2, slice(None)))[0]
     assert out.isfinite().all()
     alone = fused.fused_attend(query, payload)[0]
@@ -215,4 +290,6 @@ def test_a_row_that_sees_nothing_comes_out_as_numbers():
 
 def test_what_the_kernels_took_is_read_by_the_kernels():
     store = run("turboquant_4bit_nc", 2, 5, 60, (5, 5, 5, 1, 5), heads=1, dims=(64, 64), share=0.01)
+    store.stale = True
+    store.count()
     compare(store)

@@ -28,7 +28,7 @@ def test_a_share_holds_in_every_row_and_empty_slots_are_the_same_in_all_heads(po
     for size in (30, *[1] * 40):
         forward(network, cache, ids, mask, begin, begin := begin + size)
         for layer in cache.layers:
-            held = layer.ledger.body["positions"] >= 0
+            held = layer.storage.ledger.body["positions"] >= 0
             assert (held == held[:, :1]).all()
         kept = (cache.kept_positions() >= 0).sum(-1)[:, 0]
         assert (kept <= policy.size(policy.budgets[0], mask[:, :begin].sum(-1))).all()
@@ -71,7 +71,7 @@ def test_decay_does_not_depend_on_the_steps():
         begin = 0
         for size in sizes:
             forward(network, cache, ids, mask, begin, begin := begin + size)
-        found.append(cache.layers[0].ledger.body["score"])
+        found.append(cache.layers[0].storage.ledger.body["score"])
     for other in found[1:]:
         assert_close(other, found[0], rounding(64, 64, 32, 2 * 60))
 
@@ -82,12 +82,12 @@ def test_a_step_of_padding_leaves_scores_alone_where_layers_share_keys():
     mask[1, 10] = 0
     cache = CompressedCache(network.config, policy=TOVA(budget=100))
     forward(network, cache, ids, mask, 0, 10)
-    layer = next(layer for layer in cache.layers if hasattr(layer, "ledger"))
+    layer = next(layer for layer in cache.layers if hasattr(layer, "policy"))
     layer.settle()
-    before = layer.ledger.body["score"][1].clone()
+    before = layer.storage.ledger.body["score"][1].clone()
     forward(network, cache, ids, mask, 10, 11)
     layer.settle()
-    assert torch.equal(layer.ledger.body["score"][1, :, : before.shape[-1]], before)
+    assert torch.equal(layer.storage.ledger.body["score"][1, :, : before.shape[-1]], before)
 
 
 def test_no_graph_is_held():

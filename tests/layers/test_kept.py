@@ -10,7 +10,7 @@ from updates import DIM, HEADS, new
 
 from qkvcache.formats import REGISTRY
 from qkvcache.kernels import attend_on_codes
-from qkvcache.layers.static import StaticLayer
+from qkvcache.layers.compressed import CompressedLayer
 
 KINDS = ["identity", "int8_asymmetric", "fp8_tensor_frozen", "int4_group", "nvfp4", "turboquant_3bit_nc"]
 
@@ -36,7 +36,7 @@ def test_what_is_kept_is_made_before_the_first_step(format, kernels, monkeypatch
         for x in vars(module).values():
             if isinstance(x, functools._lru_cache_wrapper):
                 x.cache_clear()
-    layer = StaticLayer(REGISTRY[format], 40, 0, 0)
+    layer = CompressedLayer(REGISTRY[format], 0, 0, 40)
     layer.update(*new(1, 1, dims=(DIM, DIM)))
     before = kept()
     assert before["qkvcache.kernels.dispatch.prepare"]

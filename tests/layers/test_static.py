@@ -1,4 +1,4 @@
-"""A static layer against a list of tokens: what is stored, where, and that nothing moves."""
+"""A preallocated layer against a list of tokens: what is stored, where, and that nothing moves."""
 
 import copy
 from dataclasses import dataclass, field
@@ -16,10 +16,10 @@ from updates import DIM, HEADS, ROWS, VALUE_DIM, Pair, new
 
 from qkvcache.attention import KVHandle
 from qkvcache.formats import FP8, REGISTRY
-from qkvcache.kernels import Payload, Store, attend, attend_on_codes, attend_on_store
-from qkvcache.kernels import store as counted
+from qkvcache.kernels import attend, attend_on_buffers, attend_on_codes, counted
+from qkvcache.kernels.segments import DROPPED
 from qkvcache.layers.compressed import CompressedLayer
-from qkvcache.layers.static import StaticLayer
+from qkvcache.storage import Storage
 
 FIRST, RECENT, LIMIT = 2, 6, 90
 ZONES = {"zones": (FIRST, RECENT), "bare": (0, 0), "no_first": (0, RECENT), "no_recent": (FIRST, 0)}
@@ -27,11 +27,11 @@ KINDS = ["identity", "int8_asymmetric", "fp8_tensor_frozen", "int4_group", "nvfp
 BY_BLOCK = ("fp8_tensor", "fp8_e5m2_tensor")  # whose scale is that of all that is encoded at once
 
 
-def empty(format: str = "turboquant_4bit_nc", zones=(FIRST, RECENT), limit: int = LIMIT) -> StaticLayer:
-    return StaticLayer(REGISTRY[format], limit, *zones)
+def empty(format: str = "turboquant_4bit_nc", zones=(FIRST, RECENT), limit: int = LIMIT) -> CompressedLayer:
+    return CompressedLayer(REGISTRY[format], *zones, max_length=limit)
 
 
-def filled(*sizes: int, **options) -> StaticLayer:
+def filled(*sizes: int, **options) -> CompressedLayer:
     layer = empty(**options)
     for size in sizes or (50, 1, 1):
         layer.update(*new(size))
@@ -43,18 +43,18 @@ def same(a, b) -> bool:
     return len(a) == len(b) and all(x.shape == y.shape and torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
-def same_tokens(layer: StaticLayer, expected) -> bool:
+def same_tokens(layer: CompressedLayer, expected) -> bool:
     """Whether `layer` holds the tokens of `expected`, which were decoded in other blocks."""
-    return all(same_decoded(*pair) for pair in zip(layer.dense(), expected, layer.codecs, strict=True))
+    return all(same_decoded(*pair) for pair in zip(layer.dense(), expected, layer.format.codecs(), strict=True))
 
 
-def addresses(layer: StaticLayer) -> list[int]:
+def addresses(layer: CompressedLayer) -> list[int]:
     return [x.data_ptr() for _, x in layer.tensors()]
 
 
-def snapshot(layer: StaticLayer) -> list:
+def snapshot(layer: CompressedLayer) -> list:
     held = [x.flatten().view(torch.uint8).clone() for _, x in layer.tensors()]
-    return [layer.get_seq_length(), layer.body, layer.fresh, addresses(layer), [x.tolist() for x in held]]
+    return [layer.get_seq_length(), layer.storage.quantized, layer.fresh, addresses(layer), [x.tolist() for x in held]]
 
 
 @dataclass
@@ -69,8 +69,8 @@ class Tokens:
     body: int = 0
 
     @staticmethod
-    def of(layer: StaticLayer) -> "Tokens":
-        return Tokens(layer.exact_first, layer.exact_recent + 1, layer.codecs)
+    def of(layer: CompressedLayer) -> "Tokens":
+        return Tokens(layer.exact_first, layer.exact_recent + 1, layer.format.codecs())
 
     @property
     def count(self) -> int:
@@ -101,14 +101,15 @@ class Tokens:
         self.once = [{name: x[index] for name, x in once.items()} for once in self.once]
 
 
-def check(layer: StaticLayer, tokens: Tokens) -> None:
+def check(layer: CompressedLayer, tokens: Tokens) -> None:
     assert layer.get_seq_length() == tokens.count
     with torch.no_grad():
         assert layer.get_mask_sizes(0) == (layer.max_length if tokens.count else 0, 0)
     if not tokens.count:
         return
-    assert layer.body == tokens.body
-    assert layer.store.state.tolist() == [tokens.count, tokens.body, 0, 0]
+    assert layer.storage.quantized == tokens.body
+    assert layer.storage.buffers.lengths.tolist() == [[tokens.count, tokens.body]] * tokens.held[0].shape[0]
+    assert layer.storage.state[DROPPED] == 0
     assert same_tokens(layer, tokens.held)
 
 
@@ -131,7 +132,7 @@ def test_update_returns_the_tensors_and_then_handles(format, zones):
             continue
         assert all(isinstance(handle, KVHandle) for handle in got) and got[0].payload is got[1].payload
         seen = layer.dense() if size == 1 else [torch.cat(pair, 2) for pair in zip(before, x, strict=True)]
-        assert all(same_decoded(handle.dense(), *pair) for handle, *pair in zip(got, seen, layer.codecs, strict=True))
+        assert all(same_decoded(handle.dense(), *pair) for handle, *pair in zip(got, seen, layer.format.codecs(), strict=True))
 
 
 @pytest.mark.parametrize("format", [name for name in FORMATS if name not in BY_BLOCK])
@@ -141,11 +142,10 @@ def test_codes_are_those_of_a_growing_layer(format):
     for size in (30, 1, 1, 5, 1):
         x = new(size)
         static.update(*x), growing.update(*x)
-    for planes, zone in zip(static.store.planes, growing.zones, strict=True):
-        slab = zone.body.slabs[0]
-        assert static.body == zone.body.length - 1 == 35
-        assert planes.keys() == slab.keys()
-        assert all(torch.equal(planes[name][:, :, :35], slab[name][:, :, :35]) for name in slab)
+    assert static.storage.quantized == growing.storage.quantized == 35
+    for planes, others in zip(static.storage.chunks.chunks[0], growing.storage.chunks.chunks[0], strict=True):
+        assert planes.keys() == others.keys()
+        assert all(torch.equal(planes[name][:, :, :35], others[name][:, :, :35]) for name in planes)
     if format == "identity":
         assert same(static.dense(), growing.dense())
 
@@ -210,7 +210,7 @@ def test_cropped_slots_are_written_anew():
     tokens = layer.dense()
     kept = addresses(layer)
     layer.crop(-30)
-    assert (layer.seen, layer.body) == (29, 27)  # what was encoded stays encoded: no token is left in the ring
+    assert (layer.storage.seen, layer.storage.quantized) == (29, 27)  # what was encoded stays encoded: no token is left in the ring
     assert same_tokens(layer, [x[:, :, :29] for x in tokens])
     x = new(3)
     layer.update(*x)
@@ -224,7 +224,8 @@ def test_a_copy_lives_its_own_life():
     layer = filled(format="fp8_tensor_frozen")
     before, twin = snapshot(layer), copy.deepcopy(layer)
     assert not set(addresses(layer)) & set(addresses(twin))
-    assert all(a is b for a, b in zip(twin.store.arguments[0][:4], twin.store.exact, strict=True))
+    exact = *twin.storage.sinks, *twin.storage.residual
+    assert all(a is b for a, b in zip(twin.storage.buffers.arguments[0][:4], exact, strict=True))
     twin.update(*new(5)), twin.reorder_cache(torch.tensor([1, 1, 0])), twin.crop(-20), twin.reset()
     assert snapshot(layer) == before
 
@@ -290,9 +291,9 @@ def test_memory_is_constant_from_the_first_token_on(format):
     per_token = REGISTRY[format].bytes_per_token(DIM, HEADS, VALUE_DIM)
     if format != "identity":  # those bytes are counted for bf16
         codes = sum(x.nbytes for role, x in layer.tensors() if role in ("codes", "scales"))
-        once = sum(x.nbytes for side in layer.store.once for x in side.values())
-        assert codes == ROWS * per_token * layer.store.slots + once
-    assert layer.store.slots == 128
+        once = sum(x.nbytes for side in layer.storage.chunks.once for x in side.values())
+        assert codes == ROWS * per_token * layer.storage.chunks.capacity + once
+    assert layer.storage.chunks.capacity == 128
 
 
 def test_storage_of_early_initialization_is_used():
@@ -365,7 +366,7 @@ def test_an_empty_layer():
 # Compiled
 
 
-def one_step(layer: StaticLayer, x: Pair, query: Tensor) -> Tensor:
+def one_step(layer: CompressedLayer, x: Pair, query: Tensor) -> Tensor:
     key, _ = layer.update(*x)
     return attend_on_codes(query, key.payload)
 
@@ -389,16 +390,14 @@ def compiled():
 def test_compiled_steps_equal_eager_ones(format, compiled):
     step, graphs = compiled
     query = torch.randn(ROWS, 4, 1, DIM)
-    layer, plain = filled(20, 1, format=format), empty(format)
-    plain.store = copy.deepcopy(layer.store)
-    plain.seen, plain.body, plain.fresh, plain.is_initialized = 21, 13, False, True
-    plain.dtype, plain.device = layer.dtype, layer.device
+    layer = filled(20, 1, format=format)
+    plain = copy.deepcopy(layer)
     for _ in range(25):
         x = new(1)
         assert_close(step(layer, x, query), one_step(plain, x, query), rounding(DIM, LIMIT))
     assert len(graphs) == 1
-    assert layer.stale and layer.query_offset().item() == 46
-    assert layer.get_seq_length() == 46 and not layer.stale
+    assert layer.storage.stale and layer.query_offset().item() == 46
+    assert layer.get_seq_length() == 46 and not layer.storage.stale
     assert same(layer.dense(), plain.dense())
     x = new(3)  # and on, outside of compiled code
     layer.update(*x), plain.update(*x)
@@ -414,7 +413,7 @@ def test_tokens_beyond_max_length_are_dropped_and_then_said(compiled):
     layer = filled(20, 1, limit=24)
     outs = [step(layer, new(1), torch.ones(ROWS, 4, 1, DIM)) for _ in range(5)]
     assert len(graphs) == 1 and all(out.isfinite().all() for out in outs)
-    assert layer.store.state.tolist() == [24, 15, 0, 2]
+    assert layer.storage.buffers.lengths.tolist() == [[24, 15]] * ROWS and layer.storage.state[DROPPED] == 2
     for call in (lambda: layer.update(*new(1)), layer.get_seq_length, layer.dense, lambda: layer.crop(-1)):
         with pytest.raises(ValueError, match=r"2 tokens came when the cache was full: max_length=24 is too small; call reset\(\)"):
             call()
@@ -431,8 +430,8 @@ def test_tokens_beyond_max_length_are_dropped_and_then_said(compiled):
 def test_unfold_is_dense_at_its_columns(format):
     layer = filled(30, 1, 1, format=format)
     x = new(3)
-    got = counted.unfold(layer.store, x)
-    for side, known, fresh, codec in zip(got, layer.dense(), x, layer.codecs, strict=True):
+    got = counted.unfold(layer.storage.buffers, x)
+    for side, known, fresh, codec in zip(got, layer.dense(), x, layer.format.codecs(), strict=True):
         assert side.shape[2] == LIMIT
         assert same_decoded(side[:, :, :32], known, codec) and torch.equal(side[:, :, 32:35], fresh) and not side[:, :, 35:].any()
 
@@ -461,29 +460,29 @@ def test_attention_over_slots_equals_that_over_tokens(format, sizes, mask):
     layer.settle()
     given = masks(LIMIT)[mask]
     query = torch.randn(ROWS, 4, 1, DIM)
-    payload = Payload(*layer.store.sides(layer.seen, layer.body, 16))
+    payload, seen = layer.storage.payload(), layer.get_seq_length()
     options = {"scaling": 0.3, "softcap": 2.0, "sinks": torch.randn(4)} if mask in ("none", "additive") else {}
-    expected = attend(query, payload, given if given is None or given.shape[-1] == 1 else given[..., : layer.seen], **options)
-    assert_close(counted.attend_on_slots(query, layer.store, given, **options), expected, rounding(DIM, LIMIT))
-    assert_close(attend_on_store(query, layer.store, given, **options), expected, rounding(DIM, LIMIT))
+    expected = attend(query, payload, given if given is None or given.shape[-1] == 1 else given[..., :seen], **options)
+    assert_close(counted.attend_on_slots(query, layer.storage.buffers, given, **options), expected, rounding(DIM, LIMIT))
+    assert_close(attend_on_buffers(query, layer.storage.buffers, given, **options), expected, rounding(DIM, LIMIT))
 
 
 def test_what_lies_in_unused_slots_counts_for_nothing():
     """Codes that were cropped, which may be of anything finite."""
     layer = filled(60, 1, 1, format="int8")
     layer.crop(-45)
-    layer.store.planes[0]["codes"][:, :, layer.body :] = 127
+    layer.storage.chunks.chunks[0][0]["codes"][:, :, layer.storage.quantized :] = 127
     query = torch.randn(ROWS, 4, 1, DIM)
-    expected = attend(query, Payload(*layer.store.sides(layer.seen, layer.body, 16)))
-    assert_close(counted.attend_on_slots(query, layer.store, None), expected, rounding(DIM, LIMIT))
+    expected = attend(query, layer.storage.payload())
+    assert_close(counted.attend_on_slots(query, layer.storage.buffers, None), expected, rounding(DIM, LIMIT))
 
 
 def test_tokens_that_stay_have_no_part_in_the_scale_of_those_that_leave():
     format, x = FP8(scale="tensor"), torch.randn(1, 2, 10, 64) + 50 * (torch.arange(64) == 7)
-    store = Store.make(format.codecs(), (x, x), 0, 8, 60, 64)
-    store.fit((x, x))
+    held = Storage(format.codecs(), (x[:, :, :0], x[:, :, :0]), 0, 7, 60)
+    held.chunks.fit((x, x))
     for part in x.split((6, 4), dim=2):
-        counted.step(store, (part, part))
-    for codec, planes, once in zip(format.codecs(), store.planes, store.once, strict=True):
+        counted.step(held.buffers, (part, part))
+    for codec, planes, once in zip(format.codecs(), held.chunks.chunks[0], held.chunks.once, strict=True):
         wanted = codec.encode(x[:, :, :2], once)
-        assert all(torch.equal(planes[name][:, :, :2], wanted[name]) for name in wanted)
+        assert all(torch.equal(planes[name][:, :, :2], wanted[name]) for name in planes)

@@ -7,9 +7,9 @@ from transformers import StaticCache
 
 from qkvcache import CompressedCache, policies
 from qkvcache.layers.evicting import EvictingLayer
-from qkvcache.layers.slots import growth
 from qkvcache.planning import plan
 from qkvcache.planning.model import shapes
+from qkvcache.storage import growth
 
 MODEL_NAMES = ("llama", "gemma3", "phi3", "qwen3")
 SHARES = {
@@ -46,7 +46,7 @@ def drive(name: str, prompt: int, steps: int, **options) -> CompressedCache:
             layer.update(new, new)
             if isinstance(layer, EvictingLayer):
                 layer.enter(None)
-                columns = layer.zones[0].length
+                columns = layer.stored + tokens
                 layer.observe(torch.rand(ROWS, shape.heads, columns) if layer.observes else None)
     return cache
 
@@ -109,7 +109,7 @@ def test_layers_that_differ(options):
 
 
 @pytest.mark.parametrize("policy", [None, policies.Knorm(budget=0.9), policies.Knorm(budget=policies.Budget(100, 0.5), interval=20)])
-def test_slabs_that_grow_while_tokens_come_one_by_one(policy):
+def test_chunks_that_grow_while_tokens_come_one_by_one(policy):
     """By an eighth, which is more than a page from 1,024 tokens on."""
     config = MODELS["llama"]()
     options = {"format": "int8", "policy": policy, "exact_first": 0, "exact_recent": 0}
@@ -125,18 +125,18 @@ def test_slabs_that_grow_while_tokens_come_one_by_one(policy):
             assert plan(config, context=seen, prompt=1100, dtype=torch.float32, **options).bytes_per_request == 3 * cache.nbytes, seen
 
 
-def test_far_from_the_prompt_slabs_are_counted_as_if_one_by_one():
-    slots = growth(0, 932)
-    body = 932
+def test_far_from_the_prompt_chunks_are_counted_as_if_one_by_one():
+    body = 931  # and then in groups
+    slots = growth(0, body)
     for context in range(1001, 40_000):
-        left = 932 + (context - 1000) // 33 * 33
+        left = 931 + (context - 1000) // 16 * 16
         if left > slots:
             slots += growth(body, left - slots)
         body = left
         if context % 4999 == 0:
             planned = plan(MODELS["llama"](), format="int8", context=context, prompt=1000, dtype=torch.float32)
             assert planned.request.codes == 3 * 2 * 2 * 32 * slots
-            assert planned.request.exact == 3 * 2 * 2 * 32 * 4 * (context - body)
+            assert planned.request.exact == 3 * 2 * 2 * 32 * 4 * (4 + 64 + 16)
 
 
 def drive_static(config, prompt: int, steps: int, rows: int, **options) -> CompressedCache:
@@ -148,7 +148,7 @@ def drive_static(config, prompt: int, steps: int, rows: int, **options) -> Compr
             if isinstance(layer, EvictingLayer):
                 fixed = layer.fixed and tokens == 1
                 layer.begin(None) if fixed else layer.enter(None)
-                columns = layer.exact_first + layer.slots + layer.tail + 1 if fixed else layer.zones[0].length
+                columns = layer.exact_first + layer.slots + layer.tail + 1 if fixed else layer.stored + tokens
                 mass = torch.rand(rows, shape.heads, columns) if layer.observes else None
                 layer.finish(mass, None) if fixed else layer.observe(mass)
     return cache

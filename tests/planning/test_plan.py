@@ -39,16 +39,21 @@ def test_what_stops_growing_has_no_longest_context():
     memory = {"gpu_memory": 1e6, "weights_memory": 0}
     found = plan(LLAMA, policy=policies.SinkWindow(window=100), context=5000, **memory)
     assert found.unbounded and found.longest_context is None and "any length" in str(found)
-    tiny = plan(LLAMA, format="int8", context=10, batch=1000, **memory)
-    assert tiny.longest_context == 1 and not tiny.fits
+    tiny = plan(LLAMA, format="int8", context=200, batch=10, **memory)
+    assert tiny.longest_context == 4 + 64 + 1 + 64 and not tiny.fits  # exact tokens, and a page of the others
+    assert plan(LLAMA, format="int8", context=10, batch=1000, **memory).longest_context == 0
     assert plan(LLAMA, context=10, batch=10_000, **memory).longest_context == 0
 
 
 def test_tensor_parallel_ranks_hold_their_heads():
     whole, halves = (plan(LLAMA, format="int8", context=500, tensor_parallel=n) for n in (1, 2))
-    assert halves.bytes_per_request == whole.bytes_per_request and halves.bytes_per_gpu * 2 == whole.bytes_per_gpu
-    # What all heads share, each rank has for itself.
-    whole, halves = (plan(LLAMA, format="int8_token", context=500, tensor_parallel=n) for n in (1, 2))
+    parts = ("codes", "scales", "exact")
+    assert all(getattr(halves.request, part) == getattr(whole.request, part) for part in parts)
+    # What all heads share, each rank has for itself, and its own tables.
+    assert halves.request.bookkeeping == 2 * whole.request.bookkeeping > 0
+    assert halves.bytes_per_gpu == halves.bytes_per_request // 2
+    shared = formats.Int8(scale="token", center=False)
+    whole, halves = (plan(LLAMA, format=shared, context=500, tensor_parallel=n) for n in (1, 2))
     assert halves.request.scales == 2 * whole.request.scales and halves.request.codes == whole.request.codes
     two = plan(LLAMA, context=500, tensor_parallel=2, gpu_memory=1e6, weights_memory=1e6)
     assert two.requests == int(1e6 // two.bytes_per_request)

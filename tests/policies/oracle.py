@@ -33,7 +33,7 @@ class Text:
 
 def columns(layer: EvictingLayer) -> Tensor:
     """Positions in the order in which attention sees tokens, -1 where there is none."""
-    ledger = layer.ledger
+    ledger = layer.storage.ledger
     body, recent = ledger.body["positions"], ledger.recent["positions"]
     first = torch.arange(ledger.first.shape[1], dtype=torch.int32).where(ledger.first, -1)
     return torch.cat([first[:, None].expand(-1, HEADS, -1), body, recent], dim=-1)

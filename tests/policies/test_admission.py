@@ -1,17 +1,14 @@
 """`admit`: after each arrival the body holds the tokens of highest priority, and the codes in a slot are of the token recorded there."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qkvcache.formats import resolve
-from qkvcache.layers.admission import admit
-from qkvcache.layers.ledger import Ledger
-from qkvcache.layers.slots import Slots
 from qkvcache.policies import H2O, Budget
+from qkvcache.storage import Chunks, Ledger
+from qkvcache.storage.admission import admit
 
 pytestmark = pytest.mark.sums
 
@@ -28,7 +25,7 @@ class Body:
     def __init__(self, format: str, seed: int):
         codec = resolve(format).key
         self.codec, self.generator = codec, torch.Generator().manual_seed(seed)
-        self.slots = Slots(codec, DIM, per_head=True), Slots(codec, DIM, per_head=True)
+        self.slots = Chunks((codec, codec), (DIM, DIM), per_head=True)
         self.ledger = Ledger(POLICY, Budget(10**6), torch.empty(ROWS, HEADS, 0, DIM))
         self.ledger.seen = torch.zeros(ROWS, dtype=torch.int64)
         self.x = [[] for _ in range(ROWS)]  # the tokens of each row by position
@@ -47,28 +44,28 @@ class Body:
                     (float(score[row, head, i]), int(positions[row, head, i])) for i in range(count) if real[row, i]
                 ]
                 self.tokens[row][head] = sorted(union)[max(len(union) - (limit if own is None else min(int(own[row]), limit)), 0) :]
-        admit(self.slots, self.ledger, (x, -x), {"positions": positions, "score": score}, limit, own, 64)
+        admit(self.slots, self.ledger, (x, -x), {"positions": positions, "score": score}, limit, own)
 
     def check(self, limit: int) -> None:
         body = self.ledger.body
-        assert self.slots[0].length == self.slots[1].length == body["positions"].shape[-1] <= limit
+        assert self.slots.length == body["positions"].shape[-1] <= limit
         empty = body["positions"] < 0
         assert (empty == empty[:, :1]).all()  # the same in all heads: the mask has one
         for row in range(ROWS):
             for head in range(HEADS):
                 pairs = zip(body["score"][row, head].tolist(), body["positions"][row, head].tolist(), strict=True)
                 assert sorted(pair for pair in pairs if pair[1] >= 0) == self.tokens[row][head]
-        for slots, sign in zip(self.slots, (1, -1), strict=True):
-            self.check_codes(slots, sign, body["positions"])
+        for side, sign in enumerate((1, -1)):
+            self.check_codes(side, sign, body["positions"])
 
-    def check_codes(self, slots: Slots, sign: int, positions: torch.Tensor) -> None:
+    def check_codes(self, side: int, sign: int, positions: torch.Tensor) -> None:
         """Bit for bit: a token has the same codes alone as in a batch, though they decode to other last places there."""
-        blocks = [codes for codes, _ in slots.blocks(50)]
+        blocks = [packed.codes for packed in self.slots.packed(side, 50)]
         for row in range(ROWS):
             if not blocks or not self.x[row]:
                 continue
             x = sign * torch.stack(self.x[row], dim=1)[None]
-            once = {name: kept[row : row + 1] for name, kept in slots.once.items()}
+            once = {name: kept[row : row + 1] for name, kept in self.slots.once[side].items()}
             alone = self.codec.encode(x, once)
             at = positions[row].long()
             for name, codes in alone.items():
@@ -104,27 +101,28 @@ def test_rows_of_different_budgets(format, arrivals, seed, padding, shares):
 def test_put_and_take_are_inverse(seed, tokens, count):
     generator = torch.Generator().manual_seed(seed)
     codec = resolve("int8").value
-    slots = Slots(codec, DIM, per_head=True)
+    slots = Chunks((codec, codec), (DIM, DIM), per_head=True)
     for part in torch.randn(ROWS, HEADS, tokens, DIM, generator=generator).split(70, dim=2):
-        slots.append(part)  # several slabs
+        slots.append((part, -part))  # several chunks
     count = min(count, tokens)
     where = torch.rand(ROWS, HEADS, tokens, generator=generator).argsort(-1)[..., :count]
     accepted = torch.rand(ROWS, HEADS, count, generator=generator) > 0.3
-    before = torch.cat([codec.decode(codes, DIM) for codes, _ in slots.blocks(10**6)], dim=2)
+    before = torch.cat([codec.decode(packed.codes, DIM) for packed in slots.packed(0, 10**6)], dim=2)
     new = torch.randn(ROWS, HEADS, count, DIM, generator=generator)
-    fresh = SimpleNamespace(codes=codec.encode(new, {}))
-    slots.put(where, accepted, fresh.codes)
-    taken = slots.take(where)
+    codes = codec.encode(new, {}), codec.encode(-new, {})
+    slots.put(where, accepted, codes)
+    taken, negative = slots.take(where)
     old = before.gather(2, where[..., None].expand(-1, -1, -1, DIM))
-    expected = torch.where(accepted[..., None], codec.decode(fresh.codes, DIM), old)
-    assert torch.equal(codec.decode(taken, DIM), expected)
+    expected = torch.where(accepted[..., None], codec.decode(codes[0], DIM), old)
+    assert torch.equal(codec.decode(taken, DIM), expected) and torch.equal(codec.decode(negative, DIM), -expected)
     untouched = torch.ones(ROWS, HEADS, tokens, dtype=torch.bool).scatter_(-1, where, False)
-    after = torch.cat([codec.decode(codes, DIM) for codes, _ in slots.blocks(10**6)], dim=2)
+    after = torch.cat([codec.decode(packed.codes, DIM) for packed in slots.packed(0, 10**6)], dim=2)
     assert torch.equal(after[untouched], before[untouched]) and slots.length == tokens
 
 
 def test_grown_slots_hold_numbers():
-    slots = Slots(resolve("turboquant_3bit_nc").value, DIM, per_head=True)
-    slots.grow(70, torch.empty(ROWS, HEADS, 1, DIM))
+    codec, like = resolve("turboquant_3bit_nc").value, torch.empty(ROWS, HEADS, 1, DIM)
+    slots = Chunks((codec, codec), (DIM, DIM), per_head=True)
+    slots.grow(70, (like, like))
     assert slots.length == 70
-    assert all(slots.codec.decode(codes | slots.once, DIM).isfinite().all() for codes, _ in slots.blocks(64))
+    assert all(codec.decode(packed.codes, DIM).isfinite().all() for side in (0, 1) for packed in slots.packed(side, 64))

@@ -64,7 +64,7 @@ def test_b7_norms_are_those_of_the_tokens(norm):
     text = TEXTS["chunked"]
     custom = Custom(function=lambda tokens: -getattr(tokens, norm), budget=12, recent=3)
     for layer in drive(custom, text):
-        body = layer.ledger.body
+        body = layer.storage.ledger.body
         x = (text.keys if norm == "key_norm" else text.values).norm(dim=-1)
         at = (body["positions"].long() + torch.tensor(text.pads)[:, None, None]).clamp_min(0)
         real = body["positions"] >= 0
@@ -102,9 +102,9 @@ def test_b16_survivors_are_never_encoded_again_nor_moved(format, evictions):
     before = None
     survived = 0
     for layer in drive(Random(budget=24, recent=3), text, format, exact_first=2, exact_recent=3):
-        slots = layer.zones[0].body, layer.zones[1].body
-        positions = layer.ledger.body["positions"].clone()
-        planes = [plane[:, :, : body.length].clone() for body in slots for slab in body.slabs for plane in slab.values()]
+        positions = layer.storage.ledger.body["positions"].clone()
+        chunks = [codes for chunk in layer.storage.chunks.chunks for codes in chunk]
+        planes = [plane[:, :, : layer.storage.chunks.length].clone() for codes in chunks for plane in codes.values()]
         if before is not None and before[0].shape == positions.shape:
             same = (before[0] == positions) & (positions >= 0)
             survived += int(same.sum())

@@ -45,7 +45,7 @@ def weights(network, layer):
 
 def scores(cache, layer):
     """What the layer noted, `[B, H, T]` by column."""
-    ledger = cache.layers[layer].ledger
+    ledger = cache.layers[layer].storage.ledger
     positions = torch.cat([ledger.body["positions"], ledger.recent["positions"]], -1).long()
     score = torch.cat([ledger.body["score"], ledger.recent["score"]], -1)
     found = torch.zeros(*score.shape[:2], LENGTH + 1)

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import Cache, LlamaConfig, LlamaForCausalLM
 
 from qkvcache.formats import REGISTRY
+from qkvcache.layers.compressed import CompressedLayer
 
 LAYERS, HEADS, DIM, WORDS = 2, 2, 32, 100
 IDENTITY = REGISTRY["identity"].codecs()
@@ -49,12 +50,12 @@ def fill(cache: Cache, ids: Tensor, step: int = 0, dtype: torch.dtype = torch.fl
 
 def held(cache: Cache) -> list[Tensor]:
     """Keys and values of every layer, decoded, `[B, H, T, D]` each."""
-    return [x for layer in cache.layers for x in (layer.dense() if hasattr(layer, "zones") else (layer.keys, layer.values))]
+    return [x for layer in cache.layers for x in (layer.dense() if isinstance(layer, CompressedLayer) else (layer.keys, layer.values))]
 
 
 def same(cache: Cache, expected: list[Tensor], tokens: int) -> bool:
     """Whether `cache` holds the first `tokens` tokens of `expected`: bit for bit, but for the last places of what is rotated back."""
-    codecs = [codec for layer in cache.layers for codec in (layer.format.codecs() if hasattr(layer, "zones") else IDENTITY)]
+    codecs = [codec for layer in cache.layers for codec in (layer.format.codecs() if isinstance(layer, CompressedLayer) else IDENTITY)]
     found = held(cache)
     return len(found) == len(expected) and all(
         same_decoded(a, b[:, :, :tokens], codec) for a, b, codec in zip(found, expected, codecs, strict=True)

@@ -1,4 +1,4 @@
-"""How many tokens a preallocated layer has seen: on the device, and on the host beside it, so that nobody waits."""
+"""How many tokens a storage has seen: on the device, and on the host beside it, so that nobody waits."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ def check_room(seen: int, tokens: int, max_length: int) -> None:
         )
 
 
-class Counted:
+class Counter:
     """A mixin. Compiled code may only leave a note, since whatever it reads from the host would be compiled in; outside of it, the note
     is enough to check for room, and who needs the exact count reads it from the device once."""
 
-    max_length: int
+    max_length: int | None
+    """Tokens that may come, if there is a limit."""
     seen: int
     """Tokens seen, as far as the host knows."""
     taken: int
@@ -28,7 +29,7 @@ class Counted:
     """Whether compiled code ran since the host read the counts: it may have run more than once."""
 
     def on_device(self) -> int | Tensor:
-        """Tokens seen, a tensor without dimensions; 0 as long as there is no storage."""
+        """Tokens seen, a tensor without dimensions; a number as long as nothing is counted on the device."""
         raise NotImplementedError
 
     def read_counts(self) -> None:
@@ -55,16 +56,8 @@ class Counted:
         if self.taken:
             self.advance(self.taken)
             self.taken = 0
-        check_room(self.seen, tokens, self.max_length)
-
-    def get_seq_length(self) -> int:
-        self.count()
-        return self.seen
-
-    def get_max_length(self) -> int:
-        return self.max_length
-
-    get_max_cache_shape = get_max_length
+        if self.max_length is not None:
+            check_room(self.seen, tokens, self.max_length)
 
     def query_offset(self) -> int | Tensor:
         """Tokens seen, without waiting for the device."""

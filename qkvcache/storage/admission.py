@@ -10,20 +10,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..kernels import Pair
+from .chunks import Chunks
 from .ledger import Ledger, Records
-from .slots import Slots, append_both
-
-Both = tuple[Tensor, Tensor]
 
 
-def admit(bodies: tuple[Slots, Slots], ledger: Ledger, arrived: Both, records: Records, limit: int, own: Tensor | None, block: int) -> bool:
+def admit(body: Chunks, ledger: Ledger, arrived: Pair, records: Records, limit: int, own: Tensor | None) -> bool:
     """Takes keys and values `[B, H, N, D]` with their records into the body; whether they were only appended.
 
-    The body may hold `limit` tokens, and each row `own` `[B, 1, 1]` of them, where these differ. `block`: tokens encoded at a time.
+    The body may hold `limit` tokens, and each row `own` `[B, 1, 1]` of them, where these differ.
     """
-    held, count = bodies[0].length, records["positions"].shape[-1]
+    held, count = body.length, records["positions"].shape[-1]
     if held + count <= limit and own is None:
-        append_both(bodies, arrived, block, _real(ledger, records))
+        body.append(arrived, _real(ledger, records))
         ledger.body = {name: torch.cat([x, records[name]], dim=-1) for name, x in ledger.body.items()}
         return True
     size = min(limit, held + count)
@@ -38,7 +37,7 @@ def admit(bodies: tuple[Slots, Slots], ledger: Ledger, arrived: Both, records: R
     occupied = F.pad(ledger.body["positions"] >= 0, (0, size - held))
     stays = F.pad(stays[..., :held], (0, size - held))
     where = _first_of([occupied & ~stays, ~occupied], places)
-    _write(bodies, arrived, _real(ledger, records), new, where, accepted, size - held, block)
+    _write(body, arrived, _real(ledger, records), new, where, accepted, size - held)
     for name, x in ledger.body.items():
         x = F.pad(x, (0, size - held), value=-1)
         x = x.masked_fill(~stays, -1) if name == "positions" else x
@@ -63,18 +62,15 @@ def _real(ledger: Ledger, records: Records) -> Tensor | None:
     return None if ledger.seen is None else records["positions"][:, 0] >= 0
 
 
-def _write(
-    bodies: tuple[Slots, Slots], arrived: Both, real: Tensor | None, new: Tensor, where: Tensor, accepted: Tensor, more: int, block: int
-) -> None:
-    """Encodes what arrived, adds `more` slots, and puts the tokens `new` `[B, H, N]` into the slots `where`."""
-    fresh = Slots(bodies[0].codec, bodies[0].head_dim), Slots(bodies[1].codec, bodies[1].head_dim)
-    for slots, body in zip(fresh, bodies, strict=True):
-        slots.once = body.once
-    append_both(fresh, arrived, block, real)
-    for slots, body, x in zip(fresh, bodies, arrived, strict=True):
-        body.once = slots.once
-        body.grow(more, x)
-        body.put(where, accepted, slots.take(new))
+def _write(body: Chunks, arrived: Pair, real: Tensor | None, new: Tensor, where: Tensor, accepted: Tensor, more: int) -> None:
+    """Quantizes what arrived, adds `more` slots, and puts the tokens `new` `[B, H, N]` into the slots `where`."""
+    body.grow(more, arrived)
+    body.fit(arrived, real)
+    fresh = Chunks(body.codecs, body.dims)
+    fresh.reserve(arrived[0].shape[2], arrived)
+    fresh.once, fresh.fitted = body.once, True
+    fresh.append(arrived)
+    body.put(where, accepted, fresh.take(new))
 
 
 def _first_of(classes: list[Tensor], count: int) -> Tensor:

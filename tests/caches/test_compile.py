@@ -1,0 +1,76 @@
+"""`compile=True`: caches that grow while `generate` compiles their steps."""
+
+import pytest
+import torch
+from caches.test_static_compile import compiling, graphs, logits  # noqa: F401
+from matrix import model
+from reference import assert_close, prompt
+
+from qkvcache import CompressedCache, policies
+
+pytest.importorskip("triton")
+ZONES = {"exact_first": 2, "exact_recent": 4}
+
+
+def test_generate_compiles_steps_of_a_cache_that_grows(compiling, monkeypatch):  # noqa: F811
+    """Past the end of a chunk and of a power of two of columns, where masks get wider: once more, whatever comes later."""
+    monkeypatch.setenv("QKVCACHE_KERNELS", "triton")
+    this = compiling("llama", "sdpa")
+    inputs = {name: x.repeat(1, 2)[:, :66] for name, x in prompt(1).items()}
+    plain = CompressedCache(this.network.config, format="int8", max_length=200, **ZONES)
+    cache = CompressedCache(this.network.config, format="int8", compile=True, **ZONES)
+    expected = this.run(plain, inputs, compiled=False, max_new_tokens=10)
+    got = this.run(cache, inputs, max_new_tokens=10)
+    assert_close(logits(got), logits(expected), 1e-3)
+    assert graphs() == 1
+    assert cache.get_seq_length() == 75
+    assert [len(layer.storage.chunks.chunks) for layer in cache.layers] == [2] * 3
+    assert max(layer.storage.chunks.capacity for layer in cache.layers) == 128
+
+
+def test_which_caches_are_compiled():
+    config = model("llama").config
+    assert not CompressedCache(config, format="int8").is_compileable
+    assert CompressedCache(config, format="int8", compile=True).is_compileable
+    assert CompressedCache(config, format="int8", max_length=9).is_compileable
+    assert CompressedCache(config, format="int8", compile=True, exact_layers=(0,)).is_compileable
+    assert CompressedCache(config, policy=policies.KeyDiff(budget=40), compile=True).is_compileable
+    assert CompressedCache(model("gemma3").config, format="int8", compile=True).is_compileable
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_uncompiled_it_says_the_same(name):
+    network = model(name)
+    ids = torch.randint(3, 100, (2, 90))
+    caches = [CompressedCache(network.config, format="int8", **ZONES, **options) for options in ({"max_length": 100}, {"compile": True})]
+    with torch.no_grad():
+        for begin, end in ((0, 70), (70, 71), (71, 72), (72, 80), (80, 81)):
+            first, second = (network(ids[:, begin:end], past_key_values=cache).logits for cache in caches)
+            assert_close(second, first, 1e-5)
+            assert caches[0].get_seq_length() == caches[1].get_seq_length() == end
+
+
+@pytest.mark.parametrize("policy", ["keydiff", "h2o"])
+def test_a_policy_with_a_budget_of_tokens_needs_no_max_length(policy):
+    network = model("llama")
+    make = {"keydiff": policies.KeyDiff(budget=20), "h2o": policies.H2O(budget=20)}[policy]
+    ids = torch.randint(3, 100, (1, 50))
+    caches = [CompressedCache(network.config, format="int8", policy=make, **options) for options in ({"max_length": 60}, {"compile": True})]
+    with torch.no_grad():
+        for begin, end in ((0, 30), *((i, i + 1) for i in range(30, 40))):
+            first, second = (network(ids[:, begin:end], past_key_values=cache).logits for cache in caches)
+            assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"format": "int8", "offloading": True}, "offloading=True with compile=True"),
+        ({"policy": policies.KeyDiff(budget=0.5)}, "with compile=True: a share has no fixed size"),
+        ({"policy": policies.SinkWindow(window=30, positions="cache")}, "positions='cache' with compile=True"),
+        ({"policy": policies.KeyDiff(budget=40), "exact_layers": (0,)}, "they need max_length"),
+    ],
+)
+def test_what_cannot_be_compiled_is_refused(options, message):
+    with pytest.raises(NotImplementedError, match=message):
+        CompressedCache(model("llama").config, compile=True, **options)

@@ -1,0 +1,132 @@
+"""A storage that grows under compiled steps: chunks join between them, and nothing is compiled anew but at powers of two."""
+
+import copy
+
+import pytest
+import torch
+from reference import assert_close
+from seeds import SEED
+from torch import Tensor
+from updates import DIM, ROWS, VALUE_DIM, Pair, new
+
+from qkvcache.formats import REGISTRY
+from qkvcache.kernels import attend, attend_on_codes
+from qkvcache.kernels import step as step_on_device
+from qkvcache.layers.compressed import CompressedLayer
+
+pytest.importorskip("triton")
+
+
+def one_step(layer: CompressedLayer, x: Pair, query: Tensor) -> Tensor:
+    key, _ = layer.update(*x)
+    return attend_on_codes(query, key.payload)
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """`one_step` compiled into one graph, and how many graphs there are."""
+    monkeypatch.setenv("QKVCACHE_KERNELS", "triton")
+    torch.compiler.reset()
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    with torch.compiler.set_stance("default"), torch.no_grad():
+        yield torch.compile(one_step, fullgraph=True, backend=backend), graphs
+    torch.compiler.reset()
+
+
+def grown(tokens: int, **options) -> CompressedLayer:
+    layer = CompressedLayer(REGISTRY["int8"], 2, 6, **options)
+    layer.update(*new(tokens, rows=1))
+    layer.update(*new(1, rows=1))
+    return layer
+
+
+def test_chunks_join_between_compiled_steps(compiled):
+    step, graphs = compiled
+    torch.manual_seed(SEED)
+    layer = grown(68, compile=True)
+    torch.manual_seed(SEED)
+    plain = grown(68, max_length=200)
+    query = torch.randn(1, 4, 1, DIM)
+    fixed = [x.data_ptr() for group in layer.storage.buffers.arguments[:2] for x in group]
+    for seen in range(69, 80):
+        assert layer.get_mask_sizes(1) == (128, 0)  # which makes room
+        x = new(1, rows=1)
+        out = step(layer, x, query)
+        plain.update(*x)
+        assert_close(out, attend(query, plain.storage.payload()), 2e-3)
+        assert len(layer.storage.chunks.chunks) == 1 + (seen + 1 - 9 > 64)
+    assert len(graphs) == 1
+    assert [x.data_ptr() for group in layer.storage.buffers.arguments[:2] for x in group] == fixed
+    assert layer.storage.stale and layer.get_seq_length() == 80
+    assert layer.storage.quantized == plain.storage.quantized == 71
+    for mine, theirs in zip(layer.dense(), plain.dense(), strict=True):
+        assert torch.equal(mine, theirs)
+    twin = copy.deepcopy(layer)
+    layer.crop(-5), twin.crop(-5)
+    x = new(1, rows=1)
+    outs = []
+    for held in (layer, twin):  # one graph serves any of them
+        held.expect(1)
+        outs.append(step(held, x, query))
+    assert torch.equal(*outs) and len(graphs) == 1
+
+
+def test_nothing_is_compiled_anew_but_at_powers_of_two(compiled):
+    step, graphs = compiled
+    layer = grown(20, compile=True)
+    found, query = [], torch.randn(1, 4, 1, DIM)
+    for columns in (64, 64, 128, 128, 256, 512):
+        layer.expect(columns - layer.storage.seen)
+        assert layer.storage.columns == columns
+        assert step(layer, new(1, rows=1), query).isfinite().all()
+        layer.get_seq_length()
+        found.append(len(graphs))
+    assert found[0] == found[1] and found[2] == found[3] and found[-1] <= 4
+    assert layer.get_seq_length() == 27
+
+
+def test_tokens_without_room_are_dropped_and_then_said(compiled):
+    step, _ = compiled
+    layer = grown(60, compile=True)
+    room = layer.storage.room
+    query = torch.randn(1, 4, 1, DIM)
+    for _ in range(room - 61 + 2):
+        layer.storage.note(1)
+        step_on_device(layer.storage.buffers, new(1, rows=1))
+    with pytest.raises(ValueError, match="2 tokens came when the cache was full: masks must be made outside of compiled code"):
+        layer.get_seq_length()
+    layer.reset()
+    layer.update(*new(9, rows=1))
+    assert step(layer, new(1, rows=1), query).isfinite().all()
+
+
+def test_torch_operations_say_what_they_cannot(monkeypatch):
+    monkeypatch.setenv("QKVCACHE_KERNELS", "torch")
+    layer = grown(20, compile=True)
+    with pytest.raises(NotImplementedError, match="pass max_length"):
+        step_on_device(layer.storage.buffers, new(1, rows=1))
+    layer.update(*new(1, rows=1))  # uncompiled steps count on the host
+    assert layer.get_seq_length() == 22
+
+
+@pytest.mark.parametrize("options", [{}, {"compile": True}, {"max_length": 300}], ids=["growing", "compiled", "preallocated"])
+def test_what_a_layer_keeps_when_it_starts_over(options):
+    layer = grown(100, **options)
+    kept = [x.data_ptr() for _, x in layer.tensors()]
+    layer.reset()
+    assert layer.get_seq_length() == 0 and layer.is_initialized == bool(options)
+    assert [x.data_ptr() for _, x in layer.tensors()] == (kept if options else [])
+    x = new(7, rows=1)
+    assert layer.update(*x)[0] is x[0] and layer.get_seq_length() == 7
+
+
+def test_rows_and_dims_come_from_the_tensors():
+    layer = grown(20, compile=True)
+    layer.reset()
+    layer.update(*new(5, rows=ROWS, dims=(VALUE_DIM, DIM)))
+    assert [x.shape for x in layer.dense()] == [(ROWS, 2, 5, VALUE_DIM), (ROWS, 2, 5, DIM)]

@@ -1,0 +1,145 @@
+"""Which tokens are exact, and that a token is quantized once."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from seeds import SEED
+from torch import Tensor
+
+from qkvcache.formats import REGISTRY
+from qkvcache.storage import GROUP, PAGE, Storage, block_of, group_of
+
+CODEC = REGISTRY["int8"].value
+DIM = 8
+
+zones_of_any_size = st.tuples(st.integers(0, 6), st.integers(0, 80))
+updates = st.lists(st.integers(1, 120), min_size=1, max_size=12)
+
+
+def make(first: int, recent: int) -> Storage:
+    like = torch.empty(1, 2, 0, DIM)
+    return Storage((CODEC, CODEC), (like, like), first, recent)
+
+
+def keys(held: Storage) -> Tensor:
+    """Values are their negatives."""
+    key, value = held.dense()
+    assert torch.equal(value, -key)
+    return key
+
+
+def step(held: Storage, new: Tensor) -> Tensor:
+    """What attention sees of one update."""
+    held.expect(new.shape[2])
+    if new.shape[2] == 1:
+        held.step((new, -new))
+        return held.payload().key.dense()
+    payload = held.payload_with((new, -new))
+    held.append((new, -new))
+    return payload.key.dense()
+
+
+def encoded(x: Tensor) -> Tensor:
+    return CODEC.decode(CODEC.encode(x, {}), DIM)
+
+
+def codes(held: Storage) -> Tensor:
+    packed = [packed.codes["codes"] for packed in held.chunks.packed(0, 1000)]
+    return torch.cat(packed or [torch.empty(1, 2, 0, DIM, dtype=torch.int8)], dim=2)
+
+
+@given(zones_of_any_size, updates)
+def test_first_and_recent_are_exact_and_the_rest_is_quantized(sizes, updates):
+    torch.manual_seed(SEED)
+    first, recent = sizes
+    all_tokens = torch.randn(1, 2, sum(updates), DIM)
+    held, length, left = make(first, recent), 0, 0
+    for new in all_tokens.split(updates, dim=2):
+        before = keys(held) if length else new[:, :, :0]
+        seen = step(held, new)
+        assert torch.equal(seen[:, :, -new.shape[2] :], new)  # the step sees itself exactly,
+        if new.shape[2] > 1:
+            assert torch.equal(seen[:, :, :length], before)  # and the past as it was
+        length += new.shape[2]
+        x, now = all_tokens[:, :, :length], keys(held)
+        assert held.seen == length and now.shape == x.shape
+        exact = (now == x).all(-1).all(1)[0]
+        assert exact[:first].all() and exact[max(length - recent - 1, 0) :].all()
+        assert torch.equal(now, torch.where(exact[:, None], x, encoded(x)))
+        inside = exact[first : max(length - recent, 0)]
+        assert inside.sum() <= group_of(recent) <= max(GROUP, 1)  # no more wait for company than that,
+        assert not (inside[:-1] & ~inside[1:]).any()  # and those are the newest
+        if length - first - left > recent + group_of(recent):
+            left = length - first - recent - 1
+        assert held.quantized == left and held.buffers.lengths.tolist() == [[length, left]]
+
+
+@given(zones_of_any_size, st.lists(st.tuples(st.booleans(), st.integers(1, 120)), min_size=1, max_size=12))
+def test_a_token_is_quantized_once(sizes, operations):
+    """Crops included: what stays is bit for bit what it was, except that recent tokens may be quantized later."""
+    torch.manual_seed(SEED)
+    held = make(*sizes)
+    x = torch.empty(1, 2, 0, DIM)
+    for crop, n in operations:
+        before, was = codes(held), keys(held) if held.seen else x
+        if crop:
+            held.truncate(max(held.seen - n, 0))
+            x = x[:, :, : max(x.shape[2] - n, 0)]
+            assert held.seen == x.shape[2]
+            if held.seen:
+                assert torch.equal(keys(held), was[:, :, : held.seen])
+        else:
+            new = torch.randn(1, 2, n, DIM)
+            x = torch.cat([x, new], dim=2)
+            step(held, new)
+            was = torch.cat([was, new], dim=2)
+            now = keys(held)
+            same = (now == was).all(-1).all(1)[0]
+            assert torch.equal(now, torch.where(same[:, None], was, encoded(x)))
+        after = codes(held)
+        kept = min(before.shape[2], after.shape[2])
+        assert torch.equal(before[:, :, :kept], after[:, :, :kept])
+
+
+@pytest.mark.parametrize("recent", [0, 64])
+def test_a_chunk_of_several_blocks(recent):
+    held = make(4, recent)
+    block = block_of(held.residual[0])
+    parts = [torch.randn(1, 2, n, DIM) for n in (3, 2 * block + 500, block, 1)]
+    for part in parts:
+        assert torch.equal(step(held, part)[:, :, -part.shape[2] :], part)
+    x, now = torch.cat(parts, dim=2), keys(held)
+    middle = slice(4, x.shape[2] - recent - group_of(recent))
+    assert torch.equal(now[:, :, middle], encoded(x)[:, :, middle])
+
+
+def test_blocks_bound_the_temporaries():
+    held = make(4, 64)
+    block = block_of(held.residual[0])
+    step(held, torch.randn(1, 2, 3 * block, DIM))
+    assert max(segment.tokens for segment in held.payload().key.segments) <= block
+
+
+@given(zones_of_any_size, updates)
+def test_nothing_of_the_callers_is_kept_alive_or_read_later(sizes, updates):
+    """New tokens come as views of the fused projection's output, which the caller may overwrite."""
+    held = make(*sizes)
+    for n in updates:
+        projected = torch.randn(1, n, 2, 3 * DIM).transpose(1, 2)
+        step(held, projected[..., DIM : 2 * DIM])
+        now = keys(held)
+        projected.zero_()
+        assert torch.equal(keys(held), now)
+        for _, tensor in held.tensors():
+            assert tensor.untyped_storage().nbytes() == tensor.nbytes
+
+
+def test_what_is_idle_is_few_pages_or_an_eighth():
+    held = make(4, 64)
+    step(held, torch.randn(1, 2, 3000, DIM))
+    addresses = [x.data_ptr() for x in (*held.sinks, *held.residual, held.state, held.chunks.table)]
+    for _ in range(1000):
+        step(held, torch.randn(1, 2, 1, DIM))
+        assert held.chunks.capacity - held.quantized <= max(PAGE, held.quantized // 8)
+    assert addresses == [x.data_ptr() for x in (*held.sinks, *held.residual, held.state, held.chunks.table)]
