@@ -81,15 +81,8 @@ def sinks(bench: Bench) -> Iterator[dict]:
         spans = {"within": losses[:, trained // 2 : trained], "beyond": losses[:, trained:]}
         found = {f"perplexity_{span}": loss.mean().exp().item() for span, loss in spans.items() if loss.numel()}
         size = cache.nbytes / STREAMS / tokens if isinstance(cache, CompressedCache) else None
-        same = {
-            "tokens": tokens,
-            "trained": trained,
-            "streams": STREAMS,
-            "chunk": CHUNK,
-            "bytes_per_token": size,
-            "dtype": str(model.dtype),
-        }
-        return {"name": name, "policy": name, "format": "identity", "parameters": parameters} | found | same | {"dtype": str(model.dtype)}
+        same = {"tokens": tokens, "streams": STREAMS, "chunk": CHUNK, "bytes_per_token": size, "dtype": str(model.dtype)}
+        return {"name": name, "policy": name, "format": "identity", "parameters": parameters} | found | same
 
     yield row("dense", DynamicCache(config=model.config), trained)
     for window in WINDOWS:

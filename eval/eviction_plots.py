@@ -26,7 +26,7 @@ def sinks(rows: list[dict], pyplot):
     dense, *others = rows
     counts = list(dict.fromkeys(row["parameters"]["sinks"] for row in others))
     figure, grid = pyplot.subplots(1, 2, figsize=(10, 4.2), sharey=True)
-    trained = dense["trained"]
+    trained = dense["tokens"]  # it ends there
     titles = {
         "within": f"tokens {trained // 2:,} to {trained:,}: within the trained context",
         "beyond": f"tokens after {trained:,}: beyond it",

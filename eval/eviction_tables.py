@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
-from error_bars import percent, with_error
+from error_bars import percent, short, with_error
 from rich.console import Console
 from rich.table import Table
+
+
+def _kl(row: dict) -> str:
+    """Rows of older runs have no errors."""
+    return with_error(row["kl"], row["kl_error"]) if "kl_error" in row else short(row["kl"], 4)
+
+
+def _perplexity(row: dict) -> str:
+    """In times the dense run's."""
+    times = row.get("perplexity_ratio", row["perplexity"] / row["dense_perplexity"])
+    return with_error(times, row.get("perplexity_ratio_error", math.nan))
 
 
 def show(rows: list[dict], study: str) -> None:
@@ -18,9 +30,10 @@ def show(rows: list[dict], study: str) -> None:
 
 def sinks(rows: list[dict]) -> list[Table]:
     first = rows[0]
+    trained = first["tokens"]  # the dense run ends there
     found = Table(
         title=f"perplexity of {first['streams']} streams",
-        caption=f"within: tokens {first['trained'] // 2:,} to {first['trained']:,} of the stream; beyond: all after, "
+        caption=f"within: tokens {trained // 2:,} to {trained:,} of the stream; beyond: all after, "
         "which are further on than the model was trained for",
     )
     columns = list(dict.fromkeys((row["parameters"]["window"], row["parameters"]["positions"]) for row in rows[1:]))
@@ -38,7 +51,7 @@ def by_share(rows: list[dict]) -> list[Table]:
     shares = list(dict.fromkeys(row["share"] for row in rows))
     dense = rows[0]["dense_perplexity"]
     forms: dict[str, Callable[[dict], str]] = {
-        "kl": lambda row: with_error(row["kl"], row["kl_error"]),
+        "kl": _kl,
         "perplexity": lambda row: f"{row['perplexity']:.1f}",
         "recall_unseen": lambda row: percent(row["recall_unseen"]),
         "recall_seen": lambda row: percent(row["recall_seen"]),
@@ -69,8 +82,8 @@ def combined(rows: list[dict]) -> list[Table]:
         found.add_column(header, justify="left" if header == "cache" else "right")
     for row in rows:
         found.add_row(
-            row["name"], f"{row['bytes_per_token']:,.0f}", f"{row['ratio']:.2f}x", with_error(row["kl"], row["kl_error"]),
-            with_error(row["perplexity_ratio"], row["perplexity_ratio_error"]), f"{row['recall_unseen']:.0%}", f"{row['recall_seen']:.0%}",
+            row["name"], f"{row['bytes_per_token']:,.0f}", f"{row['ratio']:.2f}x", _kl(row),
+            _perplexity(row), f"{row['recall_unseen']:.0%}", f"{row['recall_seen']:.0%}",
             f"{row['request_bytes'] / 1e9:.2f}", f"{row['requests']:,}",
         )  # fmt: skip
     return [found]
@@ -82,7 +95,7 @@ def choices(rows: list[dict]) -> list[Table]:
         found.add_column(header, justify="left" if header == "cache" else "right")
     for row in rows:
         recalls = (f"{row[f'recall_{kind}']:.0%}" for kind in ("unseen", "seen"))
-        found.add_row(row["name"], f"{row['ratio']:.2f}x", with_error(row["kl"], row["kl_error"]), *recalls)
+        found.add_row(row["name"], f"{row['ratio']:.2f}x", _kl(row), *recalls)
     return [found]
 
 

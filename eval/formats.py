@@ -197,10 +197,10 @@ def ablation(bench: Bench) -> Iterator[dict]:
         label = "4 / 4, exact layers: " + " and ".join(name for name, on in (("first", first), ("last", end)) if on)
         exact = {n for n, on in ((0, first), (last, end)) if on}
         yield bench.measure(label, lambda layer, exact=exact: (None, None) if layer in exact else (center[4], center[4]))
-    plain, found = NVFP4(center=False), NVFP4("mse")
+    plain, found = NVFP4("amax", center=False), NVFP4("mse")
     for label, key, value in (
         ("nvfp4", plain, plain),
-        ("nvfp4, key mean", NVFP4(), plain),
+        ("nvfp4, key mean", NVFP4("amax"), plain),
         ("nvfp4, searched", NVFP4("mse", center=False), found),
     ):
         yield bench.measure(label, (key.key, value.value))

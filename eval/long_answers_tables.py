@@ -79,22 +79,27 @@ def plot(rows: list[dict], path: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib import pyplot, ticker
 
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(14, 5))
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 5), layout="constrained")
     colors = pyplot.get_cmap("tab20").colors
     for row, color in zip(rows[1:], colors * len(rows), strict=False):
         at = sorted(answer["first_difference"] for answer in row["answers"])
-        same = [(0, 1.0), *((x, 1 - (i + 1) / len(at)) for i, x in enumerate(at) if x < row["tokens"])]
+        same = [(1, 1.0), *((x, 1 - (i + 1) / len(at)) for i, x in enumerate(at) if x < row["tokens"])]
         ends, shares = [x for x, _ in same] + [row["tokens"]], [y for _, y in same] + [same[-1][1]]
         left.step(ends, shares, where="post", label=row["cache"], color=color)
         middles = [sum(map(int, name.split("-"))) / 2 for name in row["kls"]]
-        right.plot(middles, [statistics.mean(kl) for kl in row["kls"].values()], marker="o", color=color)
-    left.set(title="share of answers that are still the dense run's", xlabel="tokens of the answer", ylim=(-0.02, 1.02))
-    right.set(title="KL divergence along the dense run's answer, nats", xlabel="tokens of the answer", yscale="log")
-    left.legend(fontsize=7)
+        kls = [statistics.mean(kl) for kl in row["kls"].values()]
+        if max(kls) > 1e-6:  # less is the order of sums
+            right.plot(middles, kls, marker="o", color=color)
+    left.set(title="share of answers that are still the dense run's", xlabel="tokens of the answer", ylim=(-0.02, 1.02), xscale="log")
+    right.set(title="KL divergence along the dense run's answer, nats", xlabel="tokens of the answer", xscale="log", yscale="log")
+    for axes in (left, right):
+        axes.xaxis.set_major_locator(ticker.FixedLocator([1, 4, 16, 64, 256, 1024]))
+        axes.xaxis.set_major_formatter("{x:g}")
+        axes.xaxis.set_minor_locator(ticker.NullLocator())
+    figure.legend(loc="outside lower center", ncols=6, fontsize=8)
     first = rows[0]
     figure.suptitle(f"{first['model']}, {first['prompts']} answers after {first['context']:,} tokens")
-    figure.tight_layout()
-    figure.savefig(path, dpi=130)
+    figure.savefig(path, dpi=90)
     print(path)

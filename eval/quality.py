@@ -150,7 +150,7 @@ def main(arguments: list[str] | None = None) -> None:
     elif not (args.plot or args.csv):
         Console(width=140).print(table(rows))
     if args.plot:
-        plot(rows, args.out.with_name(f"{what}.png"))
+        plot(rows, args.out.with_name(f"{args.out.stem}_{name_of(args.model)}.png"))
     if args.csv:
         csv(rows, args.csv)
 

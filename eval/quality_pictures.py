@@ -8,6 +8,9 @@ from pathlib import Path
 from error_bars import paired, percent, recalled, with_error
 from rich.table import Table
 
+from qkvcache.harness.workload import share_error
+from qkvcache.policies import REGISTRY as POLICIES
+
 
 def name_of(row: dict) -> str:
     if row["policy"] is None:
@@ -101,45 +104,59 @@ def csv(rows: list[dict], path: Path) -> None:
         writer.writerows(rows)
 
 
+FAMILIES = {
+    "trellis": "tab:orange", "hadaquant": "tab:red", "turboquant": "tab:blue", "nvfp4": "tab:green", "int": "tab:purple", "fp8": "tab:gray"
+}  # fmt: skip
+
+
+def series(row: dict) -> tuple[str, dict]:
+    """What a point is called in the legend, and how it is drawn: formats by family, what evicts by policy."""
+    if row["policy"]:
+        color = f"C{list(POLICIES).index(row['policy'])}"
+        return f"{row['policy']}, {row['format']}", {"color": color, "marker": "^" if row["format"] == "identity" else "s"}
+    family = next((name for name in FAMILIES if name in row["format"]), "identity")
+    drawn = {"color": FAMILIES.get(family, "black"), "marker": "o" if row["exact"] == "4 + 64" else "x"}
+    center = not row["format"].endswith("_uncentered")
+    label = family + ("" if center else ", no mean of keys") + ("" if row["exact"] == "4 + 64" else ", alone")
+    return label, drawn | {"fillstyle": "full" if center else "none"}
+
+
 def plot(rows: list[dict], path: Path) -> None:
-    """Divergence and recall against bytes, the Pareto front drawn through the points that lie on it."""
+    """Divergence and recall against bytes with their errors, the Pareto front drawn through the points that lie on it."""
     import matplotlib
 
     matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib import pyplot, ticker
 
-    kinds = {
-        "format, exact 4 + 64": ("o", "tab:blue", lambda row: row["policy"] is None and row["exact"] == "4 + 64"),
-        "format alone": ("o", "tab:gray", lambda row: row["policy"] is None and row["exact"] == "none"),
-        "eviction": ("^", "tab:orange", lambda row: row["policy"] and row["format"] == "identity"),
-        "eviction and format": ("s", "tab:red", lambda row: row["policy"] and row["format"] != "identity"),
-    }
-    best = sorted(front(rows), key=lambda i: rows[i]["bytes_per_token"])
-    figure, grid = pyplot.subplots(1, 2, figsize=(14, 6))
-    for axes, value in zip(grid, ("kl", "recall_unseen"), strict=True):
-        for label, (marker, color, of) in kinds.items():
-            if not (some := [row for row in rows if of(row)]):
-                continue
-            axes.scatter([row["ratio"] for row in some], [row[value] for row in some], marker=marker, color=color, label=label, alpha=0.7)
-    left, right = grid
-    on = [rows[i] for i in best if rows[i]["format"] not in (None, "identity")]
-    left.plot([row["ratio"] for row in on], [row["kl"] for row in on], color="black", linewidth=1, label="Pareto front")
+    first = rows[0]
+    points = [row for row in by_kl(rows) if row["format"] and name_of(row) != "identity"]  # exact, but for the order of sums
+    facts = len(first["recall"]) * 2 * first["cases"]
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 6), layout="constrained")
+    for row in points:
+        label, drawn = series(row)
+        drawn |= {"markersize": 5, "elinewidth": 0.8, "linestyle": "none", "alpha": 0.8}
+        left.errorbar(row["ratio"], row["kl"], row["kl_error"], label=label, **drawn)
+        right.errorbar(row["ratio"], all_right(row) / facts, share_error(all_right(row), facts), **drawn)
+    on = [points[i] for i in sorted(front(points), key=lambda i: points[i]["ratio"])]
+    left.plot([row["ratio"] for row in on], [row["kl"] for row in on], color="black", linewidth=0.8, label="Pareto front", zorder=0)
     last = 0.0
-    for row in reversed(on):  # from the left; of points that lie together, one is named
+    for row in on:  # of points that lie together, one is named
         if row["ratio"] > 1.04 * last:
-            left.annotate(f"  {label_of(row)}", (row["ratio"], row["kl"]), fontsize=8, va="top")
+            at = {"xytext": (5, -2), "textcoords": "offset points", "fontsize": 7, "va": "top", "rotation": -20}
+            left.annotate(label_of(row), (row["ratio"], row["kl"]), **at)
             last = row["ratio"]
-    for row in rows:
-        if row["policy"] and row["recall_unseen"] >= 0.5:
-            right.annotate(f"  {label_of(row)}", (row["ratio"], row["recall_unseen"]), fontsize=8, rotation=30)
+    right.axhline(all_right(first) / facts, color="black", linestyle=":", linewidth=1, label="dense")
     left.set(yscale="log", title="KL divergence of what is read on, nats: lower is closer")
-    right.set(ylim=(-0.03, 1.15), title="recall of code words, question unseen when the context was stored")
-    for axes in grid:
-        axes.set(xscale="log", xlim=(1, 20), xlabel=f"times smaller than a dense cache in {rows[0]['dtype'].removeprefix('torch.')}")
-        axes.set_xticks([1, 2, 3, 4, 5, 8, 12, 16], [1, 2, 3, 4, 5, 8, 12, 16])
+    right.set(ylim=(-0.03, 1.05), title=f"share of {facts} facts recalled, question unseen and seen")
+    for axes in (left, right):
+        axes.set(xscale="log", xlabel="times smaller than a dense cache in 16 bit")
+        axes.set_xlim(right=1.6 * max(row["ratio"] for row in points))  # room for names
+        axes.xaxis.set_major_locator(ticker.FixedLocator([1, 2, 3, 4, 5, 6, 8, 12, 16, 24]))
+        axes.xaxis.set_major_formatter("{x:g}")
         axes.minorticks_off()
-    left.legend(fontsize=8)
-    figure.suptitle(f"{rows[0]['model']}, {rows[0]['context']:,} tokens")
-    figure.tight_layout()
-    figure.savefig(path, dpi=130)
+    named = {label: mark for axes in (left, right) for mark, label in zip(*axes.get_legend_handles_labels(), strict=True)}
+    figure.legend(named.values(), named.keys(), loc="outside lower center", ncols=5, fontsize=8)
+    passages, read_on = first["read_on"]
+    figure.suptitle(f"{first['model']}: {passages} x {read_on - 1} tokens after {first['context']:,}, standard errors over the texts")
+    figure.savefig(path, dpi=90)
     print(path)

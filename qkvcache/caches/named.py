@@ -64,7 +64,8 @@ class NVFP4Cache(CompressedCache):
     """NVFP4 in software on any device: E2M1 codes with E4M3 scales for 16 channels, 144 bytes a token and head at head_dim 128.
 
     Args:
-        scale_search: "amax", "four_over_six" (vLLM #45187) or "mse" (lowest error, same bytes and reader).
+        scale_search: of a block's scale. "mse" (default) takes the one that errs least, "four_over_six" (vLLM #45187) the better of two,
+            "amax" (the format `nvfp4`, as its authors define it) does not search. Bytes and reading are the same, storing costs more.
         center: keys are quantized around their mean. False is the authors' form, which models with biased keys (Qwen2) break.
         **options: those of CompressedCache.
     """
@@ -73,7 +74,7 @@ class NVFP4Cache(CompressedCache):
         self,
         config: PreTrainedConfig | None = None,
         *,
-        scale_search: Literal["amax", "four_over_six", "mse"] = "amax",
+        scale_search: Literal["amax", "four_over_six", "mse"] = "mse",
         center: bool = True,
         **options,
     ):

@@ -51,7 +51,7 @@ _FORMATS: tuple[Format, ...] = (
     Int4("vllm"),
     Int4("group"),
     *(NVFP4(search) for search in ("amax", "four_over_six", "mse")),
-    NVFP4(center=False),
+    NVFP4("amax", center=False),
     *(TurboQuant(preset, center) for preset in PRESETS for center in (True, False)),
     *(HadaQuant(*bits) for bits in SPLITS),
     *(HadaQuant(*bits, "trellis") for bits in SPLITS),

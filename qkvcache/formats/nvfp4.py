@@ -120,9 +120,9 @@ def _least_error(magnitudes: Tensor, candidates: list[Tensor]) -> Tensor:
 @dataclass(frozen=True)
 class NVFP4(Format):
     """NVFP4, with the search for a block's scale that `scale_search` names: more work when storing, the same when reading. Keys are
-    quantized around their mean unless `center=False`, the authors' form."""
+    quantized around their mean unless `center=False`. The authors' form, without a search, has the plain name `nvfp4`."""
 
-    scale_search: Literal["amax", "four_over_six", "mse"] = "amax"
+    scale_search: Literal["amax", "four_over_six", "mse"] = "mse"
     center: bool = True
 
     def __post_init__(self) -> None:

@@ -86,7 +86,7 @@ NAMED_CACHES = {
     "int8": lambda config, **options: QuantizedPerTokenCache(config, **options),
     "fp8": lambda config, **options: QuantizedPerTokenCache(config, dtype="fp8", **options),
     "int4": lambda config, **options: QuantizedPerTokenCache(config, dtype="int4", **options),
-    "nvfp4": NVFP4Cache,
+    "nvfp4_mse": NVFP4Cache,
     "turboquant_4bit_nc": TurboQuantCache,
     "hadaquant_k4v4": HadaQuantCache,
 }

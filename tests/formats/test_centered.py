@@ -20,7 +20,7 @@ CENTERED = [
     Int4(),
     Int4("vllm"),
     Int4("group"),
-    NVFP4(),
+    NVFP4("amax"),
     NVFP4("mse"),
     TurboQuant(),
     TurboQuant("k8v4"),

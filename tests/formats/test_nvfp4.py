@@ -4,7 +4,7 @@ import pytest
 import torch
 from formats.roundtrip import encode, error, roundtrip
 
-from qkvcache.formats import NVFP4
+from qkvcache.formats import NVFP4, REGISTRY
 
 SEARCHES = ["amax", "four_over_six", "mse"]
 
@@ -17,7 +17,7 @@ MIDPOINTS = {0.25: 0, 0.75: 2, 1.25: 2, 1.75: 4, 2.5: 4, 3.5: 6, 5.0: 6}
 def codes_of(values: list[float]) -> list[int]:
     """Codes of up to 15 values under the scale 1, which a 6 beside them makes."""
     x = torch.tensor([6.0, *values, *[0.0] * (15 - len(values))])[None, None, None]
-    codes = encode(NVFP4().value, x)
+    codes = encode(NVFP4("amax").value, x)
     assert codes["scale"].item() == 0x38  # 1.0
     return unpack(codes["codes"])[1 : 1 + len(values)]
 
@@ -33,8 +33,8 @@ def test_every_code_point():
     values = list(POINTS.values())
     assert codes_of(values[1:]) == list(POINTS)[1:]
     x = torch.tensor(values)[None, None, None].float()
-    assert torch.equal(roundtrip(NVFP4().value, x), x)
-    assert unpack(encode(NVFP4().value, x)["codes"]) == list(POINTS)
+    assert torch.equal(roundtrip(NVFP4("amax").value, x), x)
+    assert unpack(encode(NVFP4("amax").value, x)["codes"]) == list(POINTS)
 
 
 @pytest.mark.parametrize("sign", [1, -1])
@@ -93,10 +93,10 @@ def test_against_ml_dtypes():
     x = torch.randn(1, 2, 64, 64) * 3
     x = x.clamp(-6, 6)
     x[..., ::16] = 6
-    assert torch.equal(roundtrip(NVFP4().value, x), torch.from_numpy(x.numpy().astype(ml_dtypes.float4_e2m1fn).astype("float32")))
+    assert torch.equal(roundtrip(NVFP4("amax").value, x), torch.from_numpy(x.numpy().astype(ml_dtypes.float4_e2m1fn).astype("float32")))
     x = x * torch.rand(64, 1)
     scales = x.unflatten(-1, (-1, 16)).abs().amax(-1).div(6).numpy().astype(ml_dtypes.float8_e4m3fn).view("uint8")
-    assert torch.equal(encode(NVFP4().value, x)["scale"], torch.from_numpy(scales))
+    assert torch.equal(encode(NVFP4("amax").value, x)["scale"], torch.from_numpy(scales))
 
 
 @pytest.mark.parametrize("scale", ["n", "outliers", "uniform", "tiny", "huge"])
@@ -139,6 +139,10 @@ def test_only_the_block_of_what_is_not_finite_is_lost(search, bad):
     assert not decoded[..., 16:32].isfinite().any()
     assert torch.equal(decoded[..., :16], clean[..., :16])
     assert torch.equal(decoded[..., 32:], clean[..., 32:])
+
+
+def test_a_search_unless_its_name_is_the_authors():
+    assert NVFP4() == REGISTRY["nvfp4_mse"] and REGISTRY["nvfp4"] == NVFP4("amax")
 
 
 def test_refuses():

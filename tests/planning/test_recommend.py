@@ -39,10 +39,10 @@ def test_the_call_makes_what_was_planned(choice):
 
 def test_budgets_are_shares_of_the_context_in_tokens():
     found = recommend(LLAMA_70B, workload="continue", context=131_072)
-    assert found.call == 'H2OCache(config, budget=65_536, format="turboquant_4bit_nc")'
-    assert found.plan.name == "turboquant_4bit_nc + H2O 65,536"
-    combined = module.COMBINED.at(1000)
-    assert "heavy=300" in combined.call and combined.policy.budget == 368
+    assert found.call == 'CompressedCache(config, format="turboquant_4bit_nc", policy=policies.SnapKV(budget=65_536))'
+    assert found.plan.name == "turboquant_4bit_nc + SnapKV 65,536"
+    quarter = module.SNAPKV_25.at(1000)
+    assert "budget=250" in quarter.call and quarter.policy.budget == 250
 
 
 def format_of(**options) -> str:
@@ -56,9 +56,18 @@ def test_by_context_and_workload():
     assert format_of(context=10_000) == "hadaquant_k4v4"
     assert format_of(context=10_000, workload="continue") == "hadaquant_k4v4"
     assert format_of() == format_of(workload="question") == "hadaquant_k4v4"
-    assert format_of(workload="continue") == "turboquant_4bit_nc + H2O 50,000"
+    assert format_of(workload="continue") == "turboquant_4bit_nc + SnapKV 50,000"
     assert format_of(streaming=True) == "SinkWindow 1,024"
     assert format_of(workload="continue", chat=True) == "hadaquant_k4v4", "a chat goes back to what it has read"
+
+
+def test_nothing_that_may_be_asked_for_is_evicted():
+    memory = {"gpu_memory": 1e6, "weights_memory": 0, "context": 100_000}  # too little for any
+    for options in ({"workload": "facts"}, {"chat": True, "workload": "continue"}):
+        found = recommend(LLAMA_70B, **options, **memory)
+        assert not found.plan.fits and found.plan.policy is None
+    assert recommend(LLAMA_70B, workload="question", **memory).plan.policy == "SnapKV 50,000"
+    assert recommend(LLAMA_70B, workload="continue", **memory).plan.policy == "SnapKV 25,000"
 
 
 def test_the_usual_guide_is_named():
