@@ -86,11 +86,11 @@ def strides_aligned(name: str) -> bool:
     return name.endswith(("stride_b", "stride_h", "stride_t", "q_stride_q")) and not name.startswith(("mask", "out"))
 
 
-def attention(format: str, head_dim: int, target: str, variant: str = "", dtype: str = "bf16") -> Job:
+def attention(format: str, head_dim: int, target: str, variant: str = "", dtype: str = "bf16", rows: int = 1) -> Job:
     key, value = (words(codec) for codec in REGISTRY[format].codecs())
     assert key and value, format
     nvidia = TARGETS[target].backend == "cuda"
-    launch = launched(key, value, head_dim)
+    launch = launched(key, value, head_dim, rows, nvidia)
     scales = {"none": dtype, "fp32": "fp32", "fp16": "fp16", "pair": "fp16", "hidden": "fp32", "group": "fp16", "block": "u8"}
     types = dict.fromkeys(("query", "body_query", "first_k", "first_v", "recent_k", "recent_v"), f"*{dtype}")
     if key.rotated and key.group and head_dim & (head_dim - 1):
@@ -104,15 +104,15 @@ def attention(format: str, head_dim: int, target: str, variant: str = "", dtype:
         types |= {f"{side}_codes": f"*{dtype}" if how.kind == "half" else "*i16", f"{side}_scales": f"*{scales[how.scale]}"}
     constants = {
         "K": _not_rotated(key) if types["body_query"] == "*fp32" else key, "V": value, "D": head_dim, "DV": head_dim, "G": 4,
-        "R": 8 if nvidia else 16, "T": launch.tile, "TX": EXACT_TILE, "K_SHARED": False, "V_SHARED": False, "K_ONCE": 0, "V_ONCE": 0,
+        "R": launch.rows if nvidia else 16, "T": launch.tile, "TX": EXACT_TILE, "K_SHARED": False, "V_SHARED": False, "K_ONCE": 0, "V_ONCE": 0,
         "SOFTCAP": False, "MASK": "none", "WINDOW": False, "CAUSAL": False,
         "ARCH": TARGETS[target].arch if nvidia else 0, "EXACT": True, "TURN": rotation_block(head_dim) ** -0.5 if key.rotated else 1.0,
         "MASS": 0, "COUNTED": 0,
     }  # fmt: skip
-    options: dict[str, object] = {"num_warps": 1, "num_stages": launch.stages}
+    options: dict[str, object] = {"num_warps": launch.warps, "num_stages": launch.stages}
     if launch.registers and nvidia:
         options["maxnreg"] = launch.registers
-    return Job(f"attend {format} {head_dim} {variant}".rstrip(), attend_kernel, types, constants | VARIANTS[variant], target, options)
+    return Job(" ".join(filter(None, [f"attend {format} {head_dim}", variant, f"{rows} rows" * (rows > 1)])), attend_kernel, types, constants | VARIANTS[variant], target, options)
 
 
 def _not_rotated(how: Words) -> Words:
@@ -247,6 +247,8 @@ def jobs(everything: bool) -> Iterator[Job]:
             yield from (attention(format, d, target) for format, d in sizes)
             for variant in list(VARIANTS)[1:] if everything else ["float"]:
                 yield attention("turboquant_4bit_nc", 128, target, variant)
+            many = formats if everything else ("int8", "turboquant_4bit_nc")
+            yield from (attention(format, 128, target, rows=rows) for format in many for rows in (32, 64))
             yield from (attention(format, 128, target, "store") for format in ("int8", "turboquant_4bit_nc"))
             yield from (attention(format, 128, target, "mass") for format in ("identity", "int8", "turboquant_4bit_nc"))
             yield joining("int8", 128, target)
