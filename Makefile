@@ -45,7 +45,7 @@ bench: $(VENV)/installed
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[bench]'
 	$(BIN)/python eval/bench_cpu_decode.py
 
-# The tables and the picture of quality in the README: under five minutes on two cores.
+# The table and the picture of the embedded model's quality: some ten minutes on two cores.
 quality: $(VENV)/installed
 	$(BIN)/python eval/quality.py
 	$(BIN)/python eval/quality.py --plot

@@ -106,9 +106,10 @@ LADDERS: dict[str, tuple[Choice, ...]] = {
     "question": (*FACTS, SNAPKV_50),
     "continue": (INT8, K8V4, FOUR_BITS, THREE_BITS, SNAPKV_50, SNAPKV_25),
 }
-"""For each workload, from the closest to the smallest. Nothing evicts where facts may be asked for later: no policy was found that keeps them
-and stays close, KeyDiff, the best at it on the embedded model, among those that lose most on a real one. No format is among them whose KL divergence exceeds .05 on keys with biases
-(tests/caches/test_biased.py): 2 bits, on a trellis too, read on with .054 there, and with .6 in a pretrained model of the Qwen2 family."""
+"""For each workload, from the closest to the smallest. Nothing evicts where facts may be asked for later: no policy keeps them and stays
+close. KeyDiff, which does on the embedded model, does not on a real one. No format is among them whose KL divergence exceeds .05 on keys
+with biases (tests/caches/test_biased.py): 2 bits, on a trellis too, read on with .054 there, and with .6 in a pretrained model of the
+Qwen2 family."""
 LONG_START = {"facts": FOUR_BITS, "question": FOUR_BITS, "continue": SNAPKV_50}
 
 

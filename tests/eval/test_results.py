@@ -1,0 +1,37 @@
+"""The rows in eval/results are shown and drawn, those of older runs too."""
+
+import importlib.util
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+EVAL = Path(__file__).parents[2] / "eval"
+SHOWN = {
+    "quality": ["hadaquant_k4v4 ", "--markdown"],
+    "quality --model smollm2": ["nvfp4_mse ", "--markdown"],
+    "quality --model smollm2 --out quality_policies.jsonl": ["turboquant_4bit_nc + snapkv 50%", "--markdown"],
+    "long_answers --model smollm2": ["hadaquant_k2v2_trellis ", "--markdown"],
+    "eviction": ["perplexity of 3 streams", "--show"],
+    "formats": ["hadaquant_k3v2_trellis", "--show"],
+}
+
+
+@pytest.mark.parametrize("command", SHOWN)
+def test_rows_are_shown_and_drawn(command, monkeypatch, tmp_path, capsys):
+    monkeypatch.syspath_prepend(str(EVAL))
+    name, *options = command.split()
+    spec = importlib.util.spec_from_file_location(f"{name}_shown", EVAL / f"{name}.py")  # tests have a package `formats`
+    study = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, study)
+    spec.loader.exec_module(study)
+    file = options.pop() if "--out" in options else f"{name}.jsonl"
+    copy = shutil.copy(EVAL / "results" / file, tmp_path)
+    said, show = SHOWN[command]
+    arguments = [*[option for option in options if option != "--out"], "--out", str(copy)]
+    study.main([*arguments, show])
+    assert said in capsys.readouterr().out
+    study.main([*arguments, "--plot"])
+    drawn = list(tmp_path.glob("*.png"))
+    assert len(drawn) == (3 if name == "eviction" else 1) and all(file.stat().st_size > 10_000 for file in drawn)
