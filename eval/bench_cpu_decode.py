@@ -27,8 +27,8 @@ from transformers import DynamicCache, QuantizedCache
 from transformers.cache_utils import Cache
 
 from qkvcache import CompressedCache, demo
+from qkvcache.evaluation.quality import held_bytes
 from qkvcache.formats import REGISTRY
-from qkvcache.harness.quality import held_bytes
 
 RESULTS = Path(__file__).parent / "results" / "cpu_decode.jsonl"
 

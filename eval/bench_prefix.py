@@ -26,7 +26,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrained
 from transformers.cache_utils import Cache
 
 from qkvcache import CompressedCache, PrefixStore
-from qkvcache.harness.rows import replace_rows
+from qkvcache.evaluation.rows import replace_rows
 
 RESULTS = Path(__file__).parent / "results" / "prefix.jsonl"
 

@@ -106,7 +106,8 @@ def attention(format: str, head_dim: int, target: str, variant: str = "", dtype:
         types |= {f"{side}_codes": f"*{dtype}" if how.kind == "half" else "*i16", f"{side}_scales": f"*{scales[how.scale]}"}
     constants = {
         "K": _not_rotated(key) if types["body_query"] == "*fp32" else key, "V": value, "D": head_dim, "DV": head_dim, "G": 4,
-        "R": launch.rows if nvidia else 16, "T": launch.tile, "TX": EXACT_TILE, "K_SHARED": False, "V_SHARED": False, "K_ONCE": 0, "V_ONCE": 0,
+        "R": launch.rows if nvidia else 16, "T": launch.tile, "TX": EXACT_TILE,
+        "K_SHARED": False, "V_SHARED": False, "K_ONCE": 0, "V_ONCE": 0,
         "SOFTCAP": False, "MASK": "none", "WINDOW": False, "CAUSAL": False,
         "ARCH": TARGETS[target].arch if nvidia else 0, "EXACT": True, "TURN": rotation_block(head_dim) ** -0.5 if key.rotated else 1.0,
         "MASS": 0, "COUNTED": 0,

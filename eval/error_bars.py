@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from qkvcache.harness.workload import share_error
+from qkvcache.evaluation.workload import share_error
 
 
 def decimals(error: float, most: int = 5) -> int:

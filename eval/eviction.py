@@ -33,10 +33,10 @@ from transformers import DynamicCache, PreTrainedConfig
 
 from qkvcache import CompressedCache
 from qkvcache.caches import CombinedCache, H2OCache, SinkCache
-from qkvcache.harness.recall import CODE_WORD, NUMBER
-from qkvcache.harness.rows import read_rows, replace_rows
-from qkvcache.harness.stream import stream
-from qkvcache.harness.workload import CacheMaker, Workload
+from qkvcache.evaluation.recall import CODE_WORD, NUMBER
+from qkvcache.evaluation.rows import read_rows, replace_rows
+from qkvcache.evaluation.stream import stream
+from qkvcache.evaluation.workload import CacheMaker, Workload
 from qkvcache.planning.recommend import LADDERS, Choice
 from qkvcache.policies import H2O, TOVA, KeyDiff, Knorm, LagKV, Policy, Random, SinkWindow, SnapKV
 from qkvcache.policies.base import ALL
@@ -48,7 +48,7 @@ SINKS, WINDOWS = (0, 1, 2, 4, 8, 16, 32), (256, 1020)
 
 
 class Bench:
-    """The model, and the workload of all studies but `sinks`, which is made once."""
+    """The model, and the workload of all studies but `num_sink_tokens`, which is made once."""
 
     def __init__(self, args: argparse.Namespace):
         self.args, self.context = args, args.context
@@ -88,8 +88,8 @@ def sinks(bench: Bench) -> Iterator[dict]:
     for window in WINDOWS:
         for count in SINKS:
             for positions in ("original", "cache") if count else ("original",):
-                cache = SinkCache(model.config, window=window, sinks=count, positions=positions)  # type: ignore[arg-type]
-                yield row("SinkWindow", cache, streamed, window=window, sinks=count, positions=positions)
+                cache = SinkCache(model.config, window_length=window, num_sink_tokens=count, positions=positions)  # type: ignore[arg-type]
+                yield row("SinkWindow", cache, streamed, window=window, num_sink_tokens=count, positions=positions)
 
 
 def lag_of(budget: int) -> int:
@@ -102,7 +102,7 @@ def budgets(bench: Bench) -> Iterator[dict]:
         "H2O, mean": lambda size: H2O(budget=size), "H2O, sum": lambda size: H2O(budget=size, reduce="sum"),
         "TOVA": lambda size: TOVA(budget=size), "SnapKV": lambda size: SnapKV(budget=size), "KeyDiff": lambda size: KeyDiff(budget=size),
         "LagKV": lambda size: LagKV(budget=size, lag=lag_of(size), recent=lag_of(size)), "Knorm": lambda size: Knorm(budget=size),
-        "SinkWindow": lambda size: SinkWindow(window=size - 4), "Random": lambda size: Random(budget=size),
+        "SinkWindow": lambda size: SinkWindow(window_length=size - 4), "Random": lambda size: Random(budget=size),
     }  # fmt: skip
     for share in SHARES:
         for name, kind in kinds.items():
@@ -112,14 +112,14 @@ def budgets(bench: Bench) -> Iterator[dict]:
 
 def variants() -> Iterator[tuple[Callable[..., Policy], dict]]:
     yield from ((H2O, {"reduce": reduce, "recent": recent}) for reduce in ("mean", "sum") for recent in (0.25, 0.5))
-    yield H2O, {"reduce": "mean", "recent": 0.5, "sinks": 4}
+    yield H2O, {"reduce": "mean", "recent": 0.5, "num_sink_tokens": 4}
     for kind in (KeyDiff, TOVA, Knorm, SnapKV):
-        yield from ((kind, {"sinks": 4, "recent": recent}) for recent in (0.0, 0.125, 0.5))
-        yield kind, {"sinks": 0, "recent": 0.125}
-    yield TOVA, {"sinks": 0, "recent": 0.0}  # the paper's
-    yield from ((SnapKV, {"sinks": 4, "recent": 0.125, "kernel": kernel}) for kernel in (1, 7))
-    yield from ((LagKV, {"sinks": 4, "lag": lag, "recent": lag}) for lag in (32, 64, 128))
-    yield LagKV, {"sinks": 0, "lag": 64, "recent": 64}
+        yield from ((kind, {"num_sink_tokens": 4, "recent": recent}) for recent in (0.0, 0.125, 0.5))
+        yield kind, {"num_sink_tokens": 0, "recent": 0.125}
+    yield TOVA, {"num_sink_tokens": 0, "recent": 0.0}  # the paper's
+    yield from ((SnapKV, {"num_sink_tokens": 4, "recent": 0.125, "kernel": kernel}) for kernel in (1, 7))
+    yield from ((LagKV, {"num_sink_tokens": 4, "lag": lag, "recent": lag}) for lag in (32, 64, 128))
+    yield LagKV, {"num_sink_tokens": 0, "lag": 64, "recent": 64}
 
 
 def defaults(bench: Bench) -> Iterator[dict]:
@@ -150,7 +150,7 @@ def request_bytes(cache: CompressedCache | DynamicCache) -> float:
         kept = policy.size(policy.budgets[0], TOKENS)
         recent = policy.recent_of(kept)
         beside = KV_HEADS * (4 + 4 * policy.scores)
-    exact = layer.exact_first + min(layer.exact_recent, recent)  # type: ignore[attr-defined]
+    exact = layer.num_sink_tokens + min(layer.residual_length, recent)  # type: ignore[attr-defined]
     return float(LAYERS * (exact * bf16 + (kept - exact) * cache.format.bytes_per_token(HEAD_DIM, KV_HEADS) + kept * beside))
 
 
@@ -158,12 +158,12 @@ def mixtures(config: PreTrainedConfig) -> Iterator[tuple[str, CacheMaker]]:
     yield "dense", lambda context: DynamicCache(config=config)
     yield "H2O 50 %", lambda context: H2OCache(config, budget=0.5, recent=context // 4)
     yield "sinks 4 + window 1,020", lambda context: SinkCache(config, positions="original")
-    yield "sinks 4 + window 252", lambda context: SinkCache(config, window=252, positions="original")
+    yield "sinks 4 + window 252", lambda context: SinkCache(config, window_length=252, positions="original")
     for format in ("fp8", "nvfp4", "turboquant_4bit_nc"):
         yield format, lambda context, format=format: CompressedCache(config, format=format)
         yield f"{format} + H2O 50 %", lambda context, format=format: H2OCache(config, budget=0.5, recent=context // 4, format=format)
         name = f"{format} + sinks 4 + recent 64 + H2O 30 %"
-        yield name, lambda context, format=format: CombinedCache(config, sinks=4, recent=64, heavy=0.3, format=format)
+        yield name, lambda context, format=format: CombinedCache(config, num_sink_tokens=4, recent=64, heavy=0.3, format=format)
 
 
 def combined(bench: Bench) -> Iterator[dict]:

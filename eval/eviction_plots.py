@@ -24,7 +24,7 @@ def plot(studies: dict[str, list[dict]], path: Path) -> None:
 
 def sinks(rows: list[dict], pyplot):
     dense, *others = rows
-    counts = list(dict.fromkeys(row["parameters"]["sinks"] for row in others))
+    counts = list(dict.fromkeys(row["parameters"]["num_sink_tokens"] for row in others))
     figure, grid = pyplot.subplots(1, 2, figsize=(10, 4.2), sharey=True)
     trained = dense["tokens"]  # it ends there
     titles = {
@@ -37,8 +37,8 @@ def sinks(rows: list[dict], pyplot):
                 found = {}
                 for row in others:
                     options = row["parameters"]
-                    if options["window"] == window and (options["positions"] == positions or not options["sinks"]):
-                        found[counts.index(options["sinks"])] = row[f"perplexity_{span}"]
+                    if options["window"] == window and (options["positions"] == positions or not options["num_sink_tokens"]):
+                        found[counts.index(options["num_sink_tokens"])] = row[f"perplexity_{span}"]
                 label = f'window {window:,}, positions="{positions}"'
                 axes.plot(list(found), list(found.values()), style, color=color, marker="o", label=label)
         axes.axhline(dense["perplexity_within"], color="gray", linewidth=1, label=f"dense, tokens {trained // 2:,} to {trained:,}")

@@ -42,7 +42,7 @@ def sinks(rows: list[dict]) -> list[Table]:
         found.add_column(f"{window:,}, {positions}\nwithin / beyond", justify="right")
     found.add_row("dense", f"{first['perplexity_within']:.1f} / -")
     cells = {tuple(row["parameters"].values()): f"{row['perplexity_within']:.1f} / {row['perplexity_beyond']:.1f}" for row in rows[1:]}
-    for count in dict.fromkeys(row["parameters"]["sinks"] for row in rows[1:]):
+    for count in dict.fromkeys(row["parameters"]["num_sink_tokens"] for row in rows[1:]):
         found.add_row(str(count), *(cells.get((window, count, positions), "-") for window, positions in columns))
     return [found]
 

@@ -31,16 +31,16 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from qkvcache import CompressedCache
+from qkvcache.evaluation.prefill import prefill
+from qkvcache.evaluation.quality import Passages, RecallSet, compare, divergence, recall
+from qkvcache.evaluation.recall import CODE_WORD, NUMBER
+from qkvcache.evaluation.rows import read_rows, replace_rows
+from qkvcache.evaluation.workload import share_error, standard_error
 from qkvcache.formats import NVFP4, REGISTRY, Codec, Codes, Format, Levels
 from qkvcache.formats.base import Buffer
 from qkvcache.formats.centered import Centered
 from qkvcache.formats.rotated import LloydMax, Rotated
 from qkvcache.formats.trellis import Trellis
-from qkvcache.harness.prefill import prefill
-from qkvcache.harness.quality import Passages, RecallSet, compare, divergence, recall
-from qkvcache.harness.recall import CODE_WORD, NUMBER
-from qkvcache.harness.rows import read_rows, replace_rows
-from qkvcache.harness.workload import share_error, standard_error
 
 RESULTS = Path(__file__).parent / "results" / "formats.jsonl"
 CASES = 10
@@ -147,7 +147,7 @@ class Bench:
         counted = self.rest.numel()
         losses, before = (-x[:, :-1].gather(-1, target).double().mean((1, 2)).cpu() for x in (found, self.dense))
         return self.row | {
-            "label": label, "exact_first": zones[0], "exact_recent": zones[1], "bytes": size,
+            "label": label, "num_sink_tokens": zones[0], "residual_length": zones[1], "bytes": size,
             "kl": kls.mean().item(), "kl_error": standard_error(kls), "kls": kls.tolist(),
             "same_top": same.mean().item(), "same_top_error": max(standard_error(same), share_error(same.mean().item() * counted, counted)),
             "perplexity": losses.mean().exp().item(), "dense_perplexity": before.mean().exp().item(),
@@ -219,7 +219,7 @@ def recalls(bench: Bench) -> Iterator[dict]:
         def factory(format=format):
             if format is None:
                 return DynamicCache(config=bench.model.config)
-            return CompressedCache(bench.model.config, format=format, exact_first=0, exact_recent=0)
+            return CompressedCache(bench.model.config, format=format, num_sink_tokens=0, residual_length=0)
 
         found = {
             f"recall_{'seen' if seen else 'unseen'}": recall(bench.model, bench.tokenizer, held, factory) for seen, held in cases.items()

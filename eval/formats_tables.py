@@ -27,7 +27,7 @@ def _zones(rows: list[dict]) -> dict[str, dict[int, dict]]:
     """By label, and there by the tokens of the exact recent zone."""
     found: dict[str, dict[int, dict]] = {}
     for row in rows:
-        found.setdefault(row["label"], {})[row["exact_recent"]] = row
+        found.setdefault(row["label"], {})[row["residual_length"]] = row
     return found
 
 
@@ -96,7 +96,7 @@ def plot(rows: list[dict], path: Path) -> None:
         for recent, marker, fill in ((0, "o", "none"), (64, "o", "full")):
             for family, color in families.items():
                 some = sorted(
-                    (r["bytes"], r["kl"], r["label"]) for r in held if r["exact_recent"] == recent and r["label"].startswith(family)
+                    (r["bytes"], r["kl"], r["label"]) for r in held if r["residual_length"] == recent and r["label"].startswith(family)
                 )
                 style = {"color": color, "marker": marker, "fillstyle": fill, "linestyle": "-" if family == "hadaquant" else "none"}
                 axes.plot([b for b, _, _ in some], [kl for _, kl, _ in some], label=family if recent else None, **style)

@@ -18,7 +18,7 @@ from transformers.cache_utils import Cache
 
 from qkvcache import CompressedCache
 from qkvcache.caches import H2OCache
-from qkvcache.harness.quality import held_bytes
+from qkvcache.evaluation.quality import held_bytes
 
 QUANTO, H2O, BUDGET = "QuantizedCache quanto 4-bit", "H2O", 4096
 WARM, SEEN = 6, 32  # steps that are left out, and that the profiler sees

@@ -35,13 +35,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import Cache
 
 from qkvcache import policies
+from qkvcache.evaluation.prefill import prefill, refill
+from qkvcache.evaluation.quality import compare, held_bytes, steps
+from qkvcache.evaluation.recall import KEYS
+from qkvcache.evaluation.rows import read_rows, replace_rows
+from qkvcache.evaluation.spec import CacheSpec
+from qkvcache.evaluation.workload import rounded
 from qkvcache.formats import REGISTRY
-from qkvcache.harness.prefill import prefill, refill
-from qkvcache.harness.quality import compare, held_bytes, steps
-from qkvcache.harness.recall import KEYS
-from qkvcache.harness.rows import read_rows, replace_rows
-from qkvcache.harness.spec import CacheSpec
-from qkvcache.harness.workload import rounded
 
 RESULTS = Path(__file__).parent / "results" / "long_answers.jsonl"
 KINDS = ("text", "count", "list", "recite")

@@ -28,14 +28,14 @@ from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import Cache
 
 from qkvcache import CompressedCache, policies
+from qkvcache.evaluation.recall import FORMS
+from qkvcache.evaluation.rows import read_rows, replace_rows
+from qkvcache.evaluation.workload import CacheMaker, Workload
 from qkvcache.formats import REGISTRY
-from qkvcache.harness.recall import FORMS
-from qkvcache.harness.rows import read_rows, replace_rows
-from qkvcache.harness.workload import CacheMaker, Workload
 from qkvcache.planning.model import shapes
 
 RESULTS = Path(__file__).parent / "results" / "quality.jsonl"
-ZONES = {"4 + 64": {}, "none": {"exact_first": 0, "exact_recent": 0}}
+ZONES = {"4 + 64": {}, "none": {"num_sink_tokens": 0, "residual_length": 0}}
 EVICTED = ("turboquant_4bit_nc",)
 """What evicting caches store tokens in: what `recommend` takes most often. `eviction.py` looks at eviction alone."""
 VARIANTS = ("_token", "_tensor", "_frozen", "_asymmetric", "_group", "_four_over_six", "_trellis")

@@ -8,7 +8,7 @@ from pathlib import Path
 from error_bars import paired, percent, recalled, with_error
 from rich.table import Table
 
-from qkvcache.harness.workload import share_error
+from qkvcache.evaluation.workload import share_error
 from qkvcache.policies import REGISTRY as POLICIES
 
 

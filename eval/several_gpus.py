@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from qkvcache import demo
-from qkvcache.harness.rows import replace_rows
+from qkvcache.evaluation.rows import replace_rows
 
 RESULTS = Path(__file__).parent / "results" / "several_gpus.jsonl"
 WAYS = {"one": {}, "tensor parallel": {"tp_plan": "auto"}, "device_map": {"parallelize": True}, "data parallel": {}}
@@ -53,8 +53,8 @@ def score(way: str, args: argparse.Namespace) -> list[dict]:
     """What lm-eval would ask: four choices after each of some contexts, texts, and code words to recall."""
     from lm_eval.api.instance import Instance
 
-    from qkvcache.harness.long_context import cases
-    from qkvcache.harness.model import CacheLM
+    from qkvcache.evaluation.long_context import cases
+    from qkvcache.evaluation.model import CacheLM
 
     rows = []
     for options in CACHES:

@@ -26,7 +26,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 
-from qkvcache.harness.recall import KEYS, NEEDLE, QUESTION, code_word, recall_cases
+from qkvcache.evaluation.recall import KEYS, NEEDLE, QUESTION, code_word, recall_cases
 
 CONTEXT, VOCAB = 4096, 2048
 

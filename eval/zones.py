@@ -1,4 +1,4 @@
-"""What the exact zones buy: KL, perplexity and recall on the embedded model against `exact_first` and `exact_recent`.
+"""What the exact zones buy: KL, perplexity and recall on the embedded model against `num_sink_tokens` and `residual_length`.
 
     python eval/zones.py [--save]
 
@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from qkvcache import CompressedCache, demo
-from qkvcache.harness.quality import Passages, RecallSet, divergence, recall
+from qkvcache.evaluation.quality import Passages, RecallSet, divergence, recall
 
 RESULTS = Path(__file__).parent / "results" / "zones.jsonl"
 FORMATS = ("turboquant_4bit_nc", "turboquant_3bit_nc")
@@ -43,13 +43,13 @@ def main() -> None:
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
     versions = {"commit": commit, "torch": torch.__version__, "transformers": transformers.__version__}
     table = Table(title=f"{args.context:,} tokens, {args.passages} x {args.continuation - 1} read on, {args.cases} recalls")
-    for header in ("format", "exact_first", "exact_recent", "bytes/token", "KL", "perplexity", "recall"):
+    for header in ("format", "num_sink_tokens", "residual_length", "bytes/token", "KL", "perplexity", "recall"):
         table.add_column(header, justify="left" if header == "format" else "right")
     for format in FORMATS:
         for first, recent in ZONES:
 
             def factory(format=format, first=first, recent=recent):
-                return CompressedCache(model.config, format=format, exact_first=first, exact_recent=recent)
+                return CompressedCache(model.config, format=format, num_sink_tokens=first, residual_length=recent)
 
             quality, right = divergence(model, passages, factory), recall(model, tokenizer, cases, factory)
             change = quality.perplexity / passages.perplexity - 1
@@ -57,7 +57,13 @@ def main() -> None:
                 format, str(first), str(recent), f"{quality.bytes_per_token:,.0f}", f"{quality.kl:.4f}", f"{change:+.2%}", f"{right:.0%}"
             )
             if args.save:
-                row = {"what": "zones", "date": time.strftime("%Y-%m-%d"), "format": format, "exact_first": first, "exact_recent": recent}
+                row = {
+                    "what": "zones",
+                    "date": time.strftime("%Y-%m-%d"),
+                    "format": format,
+                    "num_sink_tokens": first,
+                    "residual_length": recent,
+                }
                 row |= {"kl": quality.kl, "perplexity_change": change, "recall": right, "bytes_per_token": quality.bytes_per_token}
                 with RESULTS.open("a") as file:
                     file.write(json.dumps(row | versions | {"command": "eval/zones.py --save"}) + "\n")

@@ -24,9 +24,9 @@ from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase,
 from transformers.cache_utils import Cache
 
 from qkvcache import CompressedCache, demo, models
-from qkvcache.harness.recall import plant
-from qkvcache.harness.spec import CacheSpec
-from qkvcache.harness.speed import Clock
+from qkvcache.evaluation.recall import plant
+from qkvcache.evaluation.spec import CacheSpec
+from qkvcache.evaluation.speed import Clock
 
 FACTS = {
     "the old lighthouse": "Kestrel Point",

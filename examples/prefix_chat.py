@@ -21,7 +21,7 @@ from transformers.cache_utils import Cache
 
 from qkvcache import CompressedCache, PrefixStore, demo
 from qkvcache.demo.show import Timed
-from qkvcache.harness.recall import KEYS, NEEDLE, QUESTION, code_word, plant
+from qkvcache.evaluation.recall import KEYS, NEEDLE, QUESTION, code_word, plant
 
 ANSWER_TOKENS = 10
 

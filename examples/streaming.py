@@ -21,17 +21,17 @@ from transformers import PreTrainedConfig
 
 from qkvcache import CompressedCache, demo
 from qkvcache.caches import SinkCache, SlidingWindowCache
-from qkvcache.harness.rows import replace_rows
-from qkvcache.harness.stream import stream
+from qkvcache.evaluation.rows import replace_rows
+from qkvcache.evaluation.stream import stream
 
 CHUNK = 250
 
 
 def caches(config: PreTrainedConfig, window: int, sinks: int) -> dict[str, Callable[[], CompressedCache]]:
     return {
-        'sinks, positions="cache"': lambda: SinkCache(config, window=window, sinks=sinks, positions="cache"),
-        'sinks, positions="original"': lambda: SinkCache(config, window=window, sinks=sinks, positions="original"),
-        "window without sinks": lambda: SlidingWindowCache(config, window=window + sinks),
+        'sinks, positions="cache"': lambda: SinkCache(config, window_length=window, num_sink_tokens=sinks, positions="cache"),
+        'sinks, positions="original"': lambda: SinkCache(config, window_length=window, num_sink_tokens=sinks, positions="original"),
+        "window without sinks": lambda: SlidingWindowCache(config, window_length=window + sinks),
     }
 
 
@@ -90,7 +90,7 @@ def main(arguments: list[str] | None = None) -> list[dict]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=200_000)
     parser.add_argument("--window", type=int, default=1020)
-    parser.add_argument("--sinks", type=int, default=4)
+    parser.add_argument("--num-sink-tokens", type=int, default=4)
     parser.add_argument("--every", type=int, default=10_000, help="tokens that a perplexity is of")
     parser.add_argument("--plot", type=Path, metavar="PNG", help="draws a picture; needs matplotlib")
     parser.add_argument("--rows", type=Path, metavar="JSONL", help="saves the rows")
@@ -100,9 +100,9 @@ def main(arguments: list[str] | None = None) -> list[dict]:
     text = torch.tensor(demo.text_ids(tokenizer))
     ids = text.repeat(-(-(args.tokens + 1) // len(text)))[None, : args.tokens + 1]
     rows = []
-    for name, factory in caches(model.config, args.window, args.sinks).items():
+    for name, factory in caches(model.config, args.window, args.num_sink_tokens).items():
         for row in read(model, factory(), ids, args.every):
-            rows.append({"cache": name, "window": args.window, "sinks": args.sinks, "chunk": CHUNK} | row)
+            rows.append({"cache": name, "window": args.window, "sinks": args.num_sink_tokens, "chunk": CHUNK} | row)
             print(f"{name}: {row['seen']:,} seen, {row['stored']:,} held, perplexity {row['perplexity']:.1f}", flush=True)
     show(rows)
     if args.rows:

@@ -45,7 +45,7 @@ def tokens_of(tokenizer: PreTrainedTokenizerBase, turn: str, first: bool) -> tor
 
 def chat(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, turns: Iterator[str], window: int, new_tokens: int) -> list[dict]:
     """A row for each turn, printed as it comes."""
-    cache = SinkCache(model.config, window=window, sinks=4, positions="cache")
+    cache = SinkCache(model.config, window_length=window, num_sink_tokens=4, positions="cache")
     ids = torch.empty(1, 0, dtype=torch.long, device=model.device)
     streamer, rows = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True), []
     for turn in turns:

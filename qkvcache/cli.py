@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from .harness.commands import register as register_harness
+from .evaluation.commands import register as register_evaluation
 from .options import device_of, dtype_of, model_of
 from .planning.commands import register as register_planning
 from .prefix.commands import app as prefix_app
@@ -82,7 +82,7 @@ def formats(
 
 
 register_planning(app)
-register_harness(app)
+register_evaluation(app)
 
 if __name__ == "__main__":
     app()

@@ -80,15 +80,15 @@ CACHES = {
 """Named caches as users make them: `CACHES[name](config, **zones)`."""
 
 POLICIES = {
-    "sink_window": lambda budget: policies.SinkWindow(window=budget - 4),
-    "sliding_window": lambda budget: policies.SlidingWindow(window=budget),
+    "sink_window": lambda budget: policies.SinkWindow(window_length=budget - 4),
+    "sliding_window": lambda budget: policies.SlidingWindow(window_length=budget),
     "h2o": lambda budget: policies.H2O(budget=budget),
-    "h2o_sum": lambda budget: policies.H2O(budget=budget, reduce="sum", sinks=1, recent=3),
+    "h2o_sum": lambda budget: policies.H2O(budget=budget, reduce="sum", num_sink_tokens=1, recent=3),
     "h2o_decay": lambda budget: policies.H2O(budget=budget, decay=0.9, recent=2),
     "h2o_value_norm": lambda budget: policies.H2O(budget=budget, recent=2, value_norm=True),
-    "tova": lambda budget: policies.TOVA(budget=budget, sinks=2, recent=3),
-    "tova_paper": lambda budget: policies.TOVA(budget=budget, sinks=0, recent=0),
-    "snapkv": lambda budget: policies.SnapKV(budget=budget, interval=1, window=4, recent=3),
+    "tova": lambda budget: policies.TOVA(budget=budget, num_sink_tokens=2, recent=3),
+    "tova_paper": lambda budget: policies.TOVA(budget=budget, num_sink_tokens=0, recent=0),
+    "snapkv": lambda budget: policies.SnapKV(budget=budget, interval=1, window_size=4, recent=3),
     "keydiff": lambda budget: policies.KeyDiff(budget=budget, recent=3),
     "keydiff_values": lambda budget: policies.KeyDiff(budget=budget, recent=2, protect_values=0.25),
     "lagkv": lambda budget: policies.LagKV(budget=budget, lag=4, recent=4),

@@ -15,7 +15,7 @@ from transformers import Cache, PreTrainedModel
 from qkvcache.kernels import Side
 from qkvcache.layers.compressed import CompressedLayer
 
-ZONES = {"zones": {"exact_first": 2, "exact_recent": 4}, "bare": {"exact_first": 0, "exact_recent": 0}}
+ZONES = {"zones": {"num_sink_tokens": 2, "residual_length": 4}, "bare": {"num_sink_tokens": 0, "residual_length": 0}}
 NEW = 24
 """Tokens that `run` generates."""
 

@@ -102,7 +102,7 @@ def test_the_registered_implementation_has_a_mask():
 
 def test_crop_counts_from_the_end():
     config = model("llama").config
-    for cache in (DynamicCache(config=config), TurboQuantCache(config, exact_first=0, exact_recent=0)):
+    for cache in (DynamicCache(config=config), TurboQuantCache(config, num_sink_tokens=0, residual_length=0)):
         x = torch.randn(1, 2, 10, 32)
         for layer in range(3):
             cache.update(x, x, layer)

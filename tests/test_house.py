@@ -10,7 +10,7 @@ ROOT = Path(__file__).parent.parent / "qkvcache"
 FILES = {str(path.relative_to(ROOT)): path for path in sorted(ROOT.rglob("*.py"))}
 ORDER = ["formats", "kernels", "policies", "storage", "attention", "layers", "caches"]  # each may import those before it
 ALONE = {"models"}  # imports no other
-ABOVE = {"prefix", "planning", "harness", "demo", "options", "cli", "__init__"}  # and these all of them
+ABOVE = {"prefix", "planning", "evaluation", "demo", "options", "cli", "__init__"}  # and these all of them
 
 every_file = pytest.mark.parametrize("name", FILES)
 

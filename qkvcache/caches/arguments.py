@@ -13,11 +13,11 @@ from ..formats.base import hint
 from ..policies import Policy
 
 
-def layer_indices(exact_layers: Iterable[int]) -> tuple[int, ...]:
+def layer_indices(skip_layers: Iterable[int]) -> tuple[int, ...]:
     """Raises TypeError for what holds no indices, such as a single one."""
-    if not isinstance(exact_layers, Iterable):
-        raise TypeError(f"exact_layers={exact_layers!r}: expected a tuple of layer indices, such as (0,) or (0, -1)")
-    return tuple(exact_layers)
+    if not isinstance(skip_layers, Iterable):
+        raise TypeError(f"skip_layers={skip_layers!r}: expected a tuple of layer indices, such as (0,) or (0, -1)")
+    return tuple(skip_layers)
 
 
 def with_own(kind: type[DynamicCache], options: Mapping[str, Any], **own: Any) -> dict[str, Any]:

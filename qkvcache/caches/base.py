@@ -26,7 +26,7 @@ from .biased import BiasedKeys
 from .evictable import why_not_evict
 from .memory import Memory, measured
 
-ALL_TOKENS = policies.SlidingWindow(window=2**30, interval=1)
+ALL_TOKENS = policies.SlidingWindow(window_length=2**30, interval=1)
 """What exact layers keep beside layers that evict."""
 UNLIMITED = 2**31
 """Tokens of a layer that counts them, where there is no `max_length`."""
@@ -46,11 +46,12 @@ class CompressedCache(DynamicCache):
         format: a registry name (`qkvcache.formats.REGISTRY`) or a Format; with a policy, None keeps tokens in the model's dtype.
             The format's `center=False` form (`..._uncentered`) warns once where prompts show that keys are biased.
         policy: which tokens stay: a registry name (`qkvcache.policies.REGISTRY`) or a Policy; None keeps all. Exact zones then hold only
-            tokens that it protects: at most its `sinks` and its `recent` ones.
-        exact_first: tokens at the beginning that stay in the model's dtype: attention sinks live there.
-        exact_recent: tokens at the end that stay in the model's dtype, the largest quality lever there is (eval/README.md). With
-            `exact_first=0, exact_recent=0` the cache is the format as its authors define it; the running step still sees itself exactly.
-        exact_layers: indices of layers to leave uncompressed, negative ones from the end.
+            tokens that it protects: at most its `num_sink_tokens` and its `recent` ones.
+        num_sink_tokens: tokens at the beginning that stay in the model's dtype: attention sinks live there.
+        residual_length: tokens at the end that stay in the model's dtype, the largest quality lever there is (eval/README.md). With
+            `num_sink_tokens=0, residual_length=0` the cache is the format as its authors define it; the running step still sees itself
+            exactly.
+        skip_layers: indices of layers to leave uncompressed, negative ones from the end.
         max_length: how many tokens may come: storage for all of them, and for no more, is taken at once and stays in its place, so that
             `generate` compiles its steps and replays them as CUDA graphs, as with a StaticCache. Without it the cache grows.
         compile: whether `generate` compiles the steps of a cache that grows, which takes half a minute once: chunks then join between the
@@ -60,7 +61,7 @@ class CompressedCache(DynamicCache):
 
     Raises:
         ValueError: an unknown format, one that cannot hold the model's head_dim, negative sizes, a layer index that the model lacks.
-        TypeError: `config`, `format`, `policy` or `exact_layers` of another type, neither format nor policy, an unknown option.
+        TypeError: `config`, `format`, `policy` or `skip_layers` of another type, neither format nor policy, an unknown option.
         NotImplementedError: a policy with offloading, or on a model whose attention does not allow it (ALiBi, relative bias, latents).
     """
 
@@ -70,9 +71,9 @@ class CompressedCache(DynamicCache):
         *,
         format: str | Format | None = None,
         policy: str | Policy | None = None,
-        exact_first: int = 4,
-        exact_recent: int = 64,
-        exact_layers: Iterable[int] = (),
+        num_sink_tokens: int = 4,
+        residual_length: int = 64,
+        skip_layers: Iterable[int] = (),
         max_length: int | None = None,
         compile: bool = False,
         offloading: bool = False,
@@ -83,16 +84,16 @@ class CompressedCache(DynamicCache):
         self.format = formats.resolve("identity" if format is None else format)
         self.policy = None if policy is None else policies.resolve(policy)
         refuse_unknown(self, unknown, self.format, self.policy)
-        check_count("exact_first", exact_first)
-        check_count("exact_recent", exact_recent)
+        check_count("num_sink_tokens", num_sink_tokens)
+        check_count("residual_length", residual_length)
         if max_length is not None:
             check_count("max_length", max_length, least=1)
         if offloading and (compile or max_length is not None):
             other = "max_length" if max_length is not None else "compile=True"
             raise NotImplementedError(f"offloading=True with {other}: what moves to the host has no fixed address; leave one out")
         self.max_length, self.compile = max_length, compile or max_length is not None
-        exact_layers = layer_indices(exact_layers)
-        self._layer_options = {"exact_first": exact_first, "exact_recent": exact_recent}
+        skip_layers = layer_indices(skip_layers)
+        self._layer_options = {"num_sink_tokens": num_sink_tokens, "residual_length": residual_length}
         self._rope: Rope | None = None
         self._shares_keys = False
         self._exact: frozenset[int] = frozenset()
@@ -100,8 +101,8 @@ class CompressedCache(DynamicCache):
         if self.policy is not None:
             self._prepare_eviction(self.policy, config, offloading)
         if config is None:
-            if exact_layers:
-                raise ValueError(f"exact_layers={exact_layers} needs the config, to know how many layers there are")
+            if skip_layers:
+                raise ValueError(f"skip_layers={skip_layers} needs the config, to know how many layers there are")
             Cache.__init__(self, layer_class_to_replicate=self._new_layer, offloading=offloading)  # type: ignore[arg-type]
         elif isinstance(config, PreTrainedConfig):
             super().__init__(config=config, offloading=offloading)
@@ -111,7 +112,7 @@ class CompressedCache(DynamicCache):
                 for i, layer in enumerate(self.layers):
                     if type(layer) is StaticSlidingWindowLayer:
                         self.layers[i] = StaticSlidingLayer(length, layer.max_cache_len)
-            self._swap_layers(exact_layers, config.get_text_config(decoder=True).per_layer_config)
+            self._swap_layers(skip_layers, config.get_text_config(decoder=True).per_layer_config)
         else:
             raise TypeError(f"config must be a transformers config such as model.config, got {type(config).__name__}")
         self._encoder_decoder = bool(config is not None and config.is_encoder_decoder)
@@ -180,8 +181,8 @@ class CompressedCache(DynamicCache):
             return CompressedLayer(formats.Identity(), 0, 0, self.max_length, self.compile)
         # transformers makes one mask for all layers: those of another length must make their own
         if self.compile and self.max_length is None:
-            raise NotImplementedError("exact_layers with a policy and compile=True: they need max_length, which is what they hold")
-        whole = ALL_TOKENS if self.max_length is None else policies.SlidingWindow(window=self.max_length, interval=1)
+            raise NotImplementedError("skip_layers with a policy and compile=True: they need max_length, which is what they hold")
+        whole = ALL_TOKENS if self.max_length is None else policies.SlidingWindow(window_length=self.max_length, interval=1)
         return self._new_evicting(formats.Identity(), whole, whole.budgets[0])
 
     def _new_evicting(self, format: Format, policy: Policy, budget: Budget, **options) -> EvictingLayer:
@@ -189,12 +190,12 @@ class CompressedCache(DynamicCache):
         options |= {"deferred": self._shares_keys, "max_length": self.max_length, "compile": self.compile}
         return EvictingLayer(format, policy, budget, **options)
 
-    def _swap_layers(self, exact_layers: tuple[int, ...], configs: Sequence[PreTrainedConfig]) -> None:
+    def _swap_layers(self, skip_layers: tuple[int, ...], configs: Sequence[PreTrainedConfig]) -> None:
         count = len(self.layers)
-        for index in exact_layers:
+        for index in skip_layers:
             if not isinstance(index, int) or not -count <= index < count:
-                raise ValueError(f"exact_layers holds {index!r}: the model has layers 0 to {count - 1} (or -1 to -{count} from the end)")
-        exact = {index % count for index in exact_layers}
+                raise ValueError(f"skip_layers holds {index!r}: the model has layers 0 to {count - 1} (or -1 to -{count} from the end)")
+        exact = {index % count for index in skip_layers}
         full = [i for i, layer in enumerate(self.layers) if type(layer) in (DynamicLayer, StockStaticLayer)]
         chosen = [i for i in full if i not in exact]
         if self.policy and len(self.policy.budgets) not in (1, len(chosen)):
@@ -211,7 +212,7 @@ class CompressedCache(DynamicCache):
             self.layers[i] = self._new_layer(number)
         if not chosen:
             kinds = ", ".join(sorted({type(layer).__name__ for layer in self.layers}))
-            why = f"exact_layers={exact_layers} holds all that could be" if full else f"no layer of this model has full attention ({kinds})"
+            why = f"skip_layers={skip_layers} holds all that could be" if full else f"no layer of this model has full attention ({kinds})"
             warnings.warn(f"{why}: nothing will be compressed", stacklevel=4)
 
     def crop(self, tokens_to_remove: int) -> None:

@@ -98,14 +98,14 @@ class TurboQuantCache(CompressedCache):
         *,
         preset: Literal["k8v4", "4bit_nc", "k3v4_nc", "3bit_nc"] = "4bit_nc",
         boundary_layers: int = 0,
-        exact_layers: Iterable[int] = (),
+        skip_layers: Iterable[int] = (),
         center: bool = True,
         **options,
     ):
         format = TurboQuant(preset=preset, center=center)
         if boundary_layers:
-            exact_layers = (*layer_indices(exact_layers), *_boundary(config, boundary_layers))
-        super().__init__(config, exact_layers=exact_layers, **with_own(TurboQuantCache, options, format=format))
+            skip_layers = (*layer_indices(skip_layers), *_boundary(config, boundary_layers))
+        super().__init__(config, skip_layers=skip_layers, **with_own(TurboQuantCache, options, format=format))
 
 
 def _boundary(config: PreTrainedConfig | None, count: int) -> list[int]:
@@ -152,8 +152,8 @@ class SinkCache(CompressedCache):
     """Attention sinks and a window (StreamingLLM, arXiv 2309.17453): endless streams in constant memory.
 
     Args:
-        window: newest tokens that are kept.
-        sinks: first tokens that are kept, in the model's dtype where `exact_first` is as many.
+        window_length: newest tokens that are kept.
+        num_sink_tokens: first tokens that are kept, in the model's dtype.
         positions: "cache" reads sinks as if they stood right before the window, so that streams may outgrow what the model was trained for;
             "original" leaves them where they were, which `max_length` and models without RoPE need.
         format: how the tokens are stored; None keeps the model's dtype.
@@ -164,26 +164,26 @@ class SinkCache(CompressedCache):
         self,
         config: PreTrainedConfig | None = None,
         *,
-        window: int = 1020,
-        sinks: int = 4,
+        window_length: int = 1020,
+        num_sink_tokens: int = 4,
         positions: Literal["original", "cache"] = "cache",
         format: str | Format | None = None,
         **options,
     ):
-        policy = SinkWindow(window=window, sinks=sinks, positions=positions)
-        super().__init__(config, format=format, **with_own(SinkCache, options, policy=policy))
+        policy = SinkWindow(window_length=window_length, num_sink_tokens=num_sink_tokens, positions=positions)
+        super().__init__(config, format=format, num_sink_tokens=num_sink_tokens, **with_own(SinkCache, options, policy=policy))
 
 
 class SlidingWindowCache(CompressedCache):
-    """The newest `window` tokens, for models that were trained to do with them; others need SinkCache.
+    """The newest `window_length` tokens, for models that were trained to do with them; others need SinkCache.
 
     Args:
         format: how the tokens are stored; None keeps the model's dtype.
         **options: those of CompressedCache.
     """
 
-    def __init__(self, config: PreTrainedConfig | None = None, *, window: int = 4096, format: str | Format | None = None, **options):
-        super().__init__(config, format=format, **with_own(SlidingWindowCache, options, policy=SlidingWindow(window=window)))
+    def __init__(self, config: PreTrainedConfig | None = None, *, window_length: int = 4096, format: str | Format | None = None, **options):
+        super().__init__(config, format=format, **with_own(SlidingWindowCache, options, policy=SlidingWindow(window_length=window_length)))
 
 
 class H2OCache(CompressedCache):
@@ -192,7 +192,7 @@ class H2OCache(CompressedCache):
     Args:
         budget: tokens (int), or share of the tokens seen (float).
         recent: share of the budget (float), or tokens (int), for the newest tokens; the rest is for those most attended to.
-        sinks: first tokens that are kept whatever their score.
+        num_sink_tokens: first tokens that are kept whatever their score, in the model's dtype.
         format: how the tokens are stored; None keeps the model's dtype.
         **options: those of CompressedCache.
     """
@@ -203,20 +203,20 @@ class H2OCache(CompressedCache):
         *,
         budget: int | float = 1024,
         recent: int | float = 0.5,
-        sinks: int = 0,
+        num_sink_tokens: int = 0,
         format: str | Format | None = None,
         **options,
     ):
-        policy = H2O(budget=budget, recent=recent, sinks=sinks)
-        super().__init__(config, format=format, **with_own(H2OCache, options, policy=policy))
+        policy = H2O(budget=budget, recent=recent, num_sink_tokens=num_sink_tokens)
+        super().__init__(config, format=format, num_sink_tokens=num_sink_tokens, **with_own(H2OCache, options, policy=policy))
 
 
 class CombinedCache(CompressedCache):
     """Sinks in the model's dtype, heavy hitters and a recent window in `format`: all three ways to save at once.
 
     Args:
-        sinks: first tokens, kept exact.
-        recent: newest tokens; the last `exact_recent` of them stay exact too.
+        num_sink_tokens: first tokens that are kept, in the model's dtype.
+        recent: newest tokens; the last `residual_length` of them stay exact too.
         heavy: heavy hitters: share of the tokens seen (float), or tokens (int).
         format: how all but the exact tokens are stored.
         **options: those of CompressedCache.
@@ -226,16 +226,17 @@ class CombinedCache(CompressedCache):
         self,
         config: PreTrainedConfig | None = None,
         *,
-        sinks: int = 4,
+        num_sink_tokens: int = 4,
         recent: int = 512,
         heavy: int | float = 0.2,
         format: str | Format = "fp8",
         **options,
     ):
-        check_count("sinks", sinks)
+        check_count("num_sink_tokens", num_sink_tokens)
         check_count("recent", recent)
         if isinstance(heavy, bool) or not isinstance(heavy, int | float):
             raise TypeError(f"heavy must be a number of tokens (int) or a share of the tokens seen (float), got {heavy!r}")
-        budget = sinks + recent + heavy if isinstance(heavy, int) else Budget(tokens=sinks + recent, share=heavy)
-        policy = H2O(budget=budget, recent=recent, sinks=sinks)
-        super().__init__(config, format=format, **{"exact_first": sinks} | with_own(CombinedCache, options, policy=policy))
+        protected = num_sink_tokens + recent
+        budget = protected + heavy if isinstance(heavy, int) else Budget(tokens=protected, share=heavy)
+        policy = H2O(budget=budget, recent=recent, num_sink_tokens=num_sink_tokens)
+        super().__init__(config, format=format, num_sink_tokens=num_sink_tokens, **with_own(CombinedCache, options, policy=policy))

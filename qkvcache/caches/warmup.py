@@ -35,10 +35,10 @@ def warmup(model: PreTrainedModel, cache: CompressedCache, *, queries: Iterable[
         raise ValueError(f"queries={steps}: steps bring one token or more")
     if not on_triton(model.device):
         return
-    prompt = cache._layer_options["exact_first"] + cache._layer_options["exact_recent"] + GROUP + PAGE
+    prompt = cache._layer_options["num_sink_tokens"] + cache._layer_options["residual_length"] + GROUP + PAGE
     policy = cache.policy
     if policy is not None:
-        prompt += policy.tail + policy.sinks + PAGE
+        prompt += policy.tail + policy.num_sink_tokens + PAGE
     for rows in (2, 1) if padded else (1,):
         fresh = copy.deepcopy(cache)
         fresh.reset()
@@ -51,7 +51,7 @@ def warmup(model: PreTrainedModel, cache: CompressedCache, *, queries: Iterable[
             mask = torch.cat([mask, mask.new_ones(rows, step)], dim=1)
             model(input_ids=ids[:, :step], attention_mask=mask, past_key_values=fresh)
         for layer in fresh.layers:  # where a chunk ends, one token may be quantized by itself
-            if isinstance(layer, CompressedLayer) and layer.storage and layer.exact_recent:
+            if isinstance(layer, CompressedLayer) and layer.storage and layer.residual_length:
                 keys, values = layer.storage.residual
                 layer.storage.chunks.append((keys[:, :, :1], values[:, :, :1]))
 

@@ -16,8 +16,8 @@ from transformers.cache_utils import Cache
 from transformers.generation.streamers import BaseStreamer
 
 from .. import CompressedCache
-from ..harness.quality import Passages, RecallSet, divergence, recall
-from ..harness.recall import recall_case
+from ..evaluation.quality import Passages, RecallSet, divergence, recall
+from ..evaluation.recall import recall_case
 from ..models import load
 from ..policies import H2O, KeyDiff, Policy
 from . import text_ids
@@ -55,7 +55,8 @@ REAL = Size(1000, 24, 4)
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table. `exact` is `exact_first + exact_recent`; `recall` the share of cases right; rates in tokens a second."""
+    """One line of the table. `exact` is `num_sink_tokens + residual_length`; `recall` the share of cases right; rates in
+    tokens a second."""
 
     cache: str
     exact: str
@@ -200,7 +201,7 @@ def _caches(config: PreTrainedConfig) -> Iterator[tuple[str, str, Callable[[], C
 def _factory(config: PreTrainedConfig, name: str, zones: bool) -> Callable[[], CompressedCache]:
     if zones:
         return lambda: CompressedCache(config, format=name)
-    return lambda: CompressedCache(config, format=name, exact_first=0, exact_recent=0)
+    return lambda: CompressedCache(config, format=name, num_sink_tokens=0, residual_length=0)
 
 
 def as_json(rows: list[Row]) -> list[dict]:

@@ -49,7 +49,7 @@ def selected(indices: Tensor | Sequence[int] | slice) -> Callable[[Tensor], Tens
 
 
 class CompressedLayer(CacheLayerMixin):
-    """A layer that keeps its tokens in `format`, with `exact_first` and `exact_recent` of them in the model's dtype.
+    """A layer that keeps its tokens in `format`, with `num_sink_tokens` and `residual_length` of them in the model's dtype.
 
     `update` returns plain tensors while the layer is empty, so that a prefill runs the model's own kernel on exact keys and values, and
     handles (`attention/handle.py`) afterwards. Shapes come from the tensors, so that a tensor-parallel rank holds its own heads.
@@ -66,11 +66,13 @@ class CompressedLayer(CacheLayerMixin):
     is_croppable = True
     supports_early_init = False
 
-    def __init__(self, format: Format, exact_first: int = 4, exact_recent: int = 64, max_length: int | None = None, compile: bool = False):
+    def __init__(
+        self, format: Format, num_sink_tokens: int = 4, residual_length: int = 64, max_length: int | None = None, compile: bool = False
+    ):
         if max_length is not None:  # the ring has room for a token
-            exact_first = min(exact_first, max_length - 1)
-            exact_recent = min(exact_recent, max_length - 1 - exact_first)
-        self.format, self.exact_first, self.exact_recent, self.max_length = format, exact_first, exact_recent, max_length
+            num_sink_tokens = min(num_sink_tokens, max_length - 1)
+            residual_length = min(residual_length, max_length - 1 - num_sink_tokens)
+        self.format, self.num_sink_tokens, self.residual_length, self.max_length = format, num_sink_tokens, residual_length, max_length
         self.is_compileable = self.supports_early_init = compile or max_length is not None
         self.storage: Storage | None = None
         self.pending: Pair | None = None
@@ -92,7 +94,7 @@ class CompressedLayer(CacheLayerMixin):
         like = key_states, value_states
         if self.storage is None or any(map(differ, self.storage.residual, like)):
             codecs = self.format.key, self.format.value
-            self.storage = Storage(codecs, like, self.exact_first, self.exact_recent, self.max_length, self.is_compileable)
+            self.storage = Storage(codecs, like, self.num_sink_tokens, self.residual_length, self.max_length, self.is_compileable)
             if self.is_compileable:
                 prepare(codecs, (key_states.shape[3], value_states.shape[3]), self.dtype, self.device)
         self.is_initialized = True

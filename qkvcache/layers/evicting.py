@@ -57,8 +57,8 @@ class EvictingLayer(CompressedLayer):
         format: Format,
         policy: Policy,
         budget: Budget,
-        exact_first: int = 4,
-        exact_recent: int = 64,
+        num_sink_tokens: int = 4,
+        residual_length: int = 64,
         *,
         rope: Rope | None = None,
         deferred: bool = False,
@@ -66,16 +66,16 @@ class EvictingLayer(CompressedLayer):
         compile: bool = False,
     ):
         if max_length is not None:  # no storage for tokens that cannot come
-            budget = Budget(min(budget.tokens, max(max_length, policy.sinks + policy.tail + 1)))
+            budget = Budget(min(budget.tokens, max(max_length, policy.num_sink_tokens + policy.tail + 1)))
         exact = isinstance(format, Identity)
-        first = 0 if exact else min(exact_first, policy.sinks)
-        super().__init__(format, policy.sinks if rope else first, 0 if exact else exact_recent, max_length, compile)
+        first = 0 if exact else min(num_sink_tokens, policy.num_sink_tokens)
+        super().__init__(format, policy.num_sink_tokens if rope else first, 0 if exact else residual_length, max_length, compile)
         self.supports_early_init = False
         self.policy, self.budget, self.rope, self.deferred = policy, budget, rope, deferred
         self.interval = policy.interval_of(budget)
         least = policy.size(budget, 0)
         # For a share too, as many at every length: rows of a batch differ in theirs, and must not depend on one another.
-        self.tail = max(policy.tail, min(self.exact_recent, policy.recent_of(least), least - self.exact_first - self.interval + 1))
+        self.tail = max(policy.tail, min(self.residual_length, policy.recent_of(least), least - self.num_sink_tokens - self.interval + 1))
         self._forget()
 
     def _forget(self) -> None:
@@ -93,9 +93,9 @@ class EvictingLayer(CompressedLayer):
         self.dtype, self.device = key_states.dtype, key_states.device
         like = key_states, value_states
         if self.storage is None or any(map(differ, self.storage.residual, like)):
-            codecs, in_order = (self.format.key, self.format.value), not self.exact_first and isinstance(self.format, Identity)
+            codecs, in_order = (self.format.key, self.format.value), not self.num_sink_tokens and isinstance(self.format, Identity)
             self.storage = EvictingStorage(
-                codecs, like, self.policy, self.budget, self.exact_first, self.tail, self.interval, in_order, self.max_length
+                codecs, like, self.policy, self.budget, self.num_sink_tokens, self.tail, self.interval, in_order, self.max_length
             )
         self.is_initialized = True
 
@@ -145,9 +145,9 @@ class EvictingLayer(CompressedLayer):
 
     def _payload(self, storage: EvictingStorage, running: int) -> Payload:
         payload = storage.payload()
-        if self.rope is None or not storage.sinks[0].shape[2]:
+        if self.rope is None or not storage.num_sink_tokens[0].shape[2]:
             return payload
-        turned = self.rope.turn(storage.sinks[0], storage.evicted(running))
+        turned = self.rope.turn(storage.num_sink_tokens[0], storage.evicted(running))
         side = replace(payload.key, build=lambda: (Exact(turned), *payload.key.segments[1:]))
         return replace(payload, key=side, exact=(turned, *payload.exact[1:]) if payload.exact else ())
 
@@ -236,7 +236,7 @@ class EvictingLayer(CompressedLayer):
     @property
     def slots(self) -> int:
         """Quantized tokens that there is room for where steps work in place."""
-        return slots_of(self.policy, self.budget, self.exact_first, self.tail)
+        return slots_of(self.policy, self.budget, self.num_sink_tokens, self.tail)
 
     @property
     def stored(self) -> int:

@@ -40,8 +40,8 @@ def plan(
     weights_memory: WeightsMemory = None,
     tensor_parallel: TensorParallel = 1,
     dtype: Dtype = None,
-    exact_first: Annotated[int, typer.Option(help="First tokens that stay in the model's dtype.", min=0)] = 4,
-    exact_recent: Annotated[int, typer.Option(help="Last tokens that stay in the model's dtype.", min=0)] = 64,
+    num_sink_tokens: Annotated[int, typer.Option(help="First tokens that stay in the model's dtype.", min=0)] = 4,
+    residual_length: Annotated[int, typer.Option(help="Last tokens that stay in the model's dtype.", min=0)] = 64,
     max_length: Annotated[int | None, typer.Option(help="Tokens that storage is taken for at once. Default: the cache grows.")] = None,
     json_output: JsonOption = False,
 ) -> None:
@@ -52,7 +52,8 @@ def plan(
     options = {
         "policy": _policy(policy, budget), "context": context, "batch": batch, "gpu_memory": _bytes("--gpu-memory", gpu_memory),
         "weights_memory": _bytes("--weights-memory", weights_memory), "tensor_parallel": tensor_parallel,
-        "dtype": dtype and dtype_of(dtype), "exact_first": exact_first, "exact_recent": exact_recent, "max_length": max_length,
+        "dtype": dtype and dtype_of(dtype), "num_sink_tokens": num_sink_tokens, "residual_length": residual_length,
+        "max_length": max_length,
     }  # fmt: skip
     config = _config(model)
     try:

@@ -63,10 +63,10 @@ class Growth:
     @classmethod
     def of(cls, layer: CompressedLayer, prompt: int, group: int = 1) -> Growth:
         if not isinstance(layer, EvictingLayer):
-            return cls(layer.exact_first + layer.exact_recent, group, prompt, lambda seen: seen, 1, PAGE)
+            return cls(layer.num_sink_tokens + layer.residual_length, group, prompt, lambda seen: seen, 1, PAGE)
         policy, budget = layer.policy, layer.budget
-        outside = layer.exact_first + layer.tail + layer.interval - 1
-        return cls(layer.exact_first + layer.tail, layer.interval, prompt, lambda seen: max(policy.size(budget, seen) - outside, 0))
+        outside = layer.num_sink_tokens + layer.tail + layer.interval - 1
+        return cls(layer.num_sink_tokens + layer.tail, layer.interval, prompt, lambda seen: max(policy.size(budget, seen) - outside, 0))
 
     def left(self, seen: int) -> int:
         """Tokens that have left the end."""
@@ -101,7 +101,7 @@ class Growth:
 
 def kind(layer: object) -> tuple:
     """Layers of one cache that are of a kind hold as much of a shape."""
-    of = ("budget", "sliding_window", "format", "exact_recent", "max_cache_len", "max_length", "is_compileable")
+    of = ("budget", "sliding_window", "format", "residual_length", "max_cache_len", "max_length", "is_compileable")
     return type(layer), id(getattr(layer, "policy", None)), *(getattr(layer, name, None) for name in of)
 
 
@@ -129,7 +129,7 @@ def held(layer: object, shape: Shape, dtype: torch.dtype, seen: int, prompt: int
 
 def _storage(layer: CompressedLayer, like: Tensor, seen: int, prompt: int) -> Storage:
     codecs, pair = (layer.format.key, layer.format.value), (like, like)
-    storage = Storage(codecs, pair, layer.exact_first, layer.exact_recent, layer.max_length, layer.is_compileable)
+    storage = Storage(codecs, pair, layer.num_sink_tokens, layer.residual_length, layer.max_length, layer.is_compileable)
     if layer.max_length is None:
         slots, chunks = Growth.of(layer, prompt, storage.group).capacity(seen)
         storage.chunks = _chunks(layer, like, slots, chunks)
@@ -150,11 +150,11 @@ def _evicting(layer: EvictingLayer, like: Tensor, seen: int, prompt: int) -> Byt
     """A position and what the policy asks for, 4 bytes each, of every token and head; a flag of a byte; a mean key."""
     rows, heads, _, dim = like.shape
     if layer.is_compileable:
-        first, body, recent = layer.exact_first, layer.slots, layer.tail + 1
+        first, body, recent = layer.num_sink_tokens, layer.slots, layer.tail + 1
         flags, slots, chunks = first + body + recent, body, 1
     else:
         growth = Growth.of(layer, prompt)
-        first, body = min(seen, layer.exact_first), growth.body(seen)
+        first, body = min(seen, layer.num_sink_tokens), growth.body(seen)
         flags, recent = first, seen - first - growth.left(seen)
         slots, chunks = growth.capacity(seen)
     policy = layer.policy

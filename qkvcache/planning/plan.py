@@ -122,9 +122,9 @@ def plan(
     weights_memory: float | None = None,
     tensor_parallel: int = 1,
     dtype: torch.dtype | str | None = None,
-    exact_first: int = 4,
-    exact_recent: int = 64,
-    exact_layers: Iterable[int] = (),
+    num_sink_tokens: int = 4,
+    residual_length: int = 64,
+    skip_layers: Iterable[int] = (),
     max_length: int | None = None,
 ) -> Plan:
     """What `CompressedCache` with these options will hold: to the byte what `cache.nbytes` says then, save for padding and addresses.
@@ -132,7 +132,7 @@ def plan(
         plan(config, format="turboquant_4bit_nc", context=131_072, gpu_memory=80e9, tensor_parallel=8)
 
     Args:
-        format, policy, exact_first, exact_recent, exact_layers: as CompressedCache takes them; neither format nor policy is a DynamicCache,
+        format, policy, num_sink_tokens, residual_length, skip_layers: as CompressedCache takes them; without format and policy, a DynamicCache,
             or with `max_length` a StaticCache.
         context: tokens of a request, the prompt and what is generated.
         prompt: tokens of it that are read at once, None for all. What comes later comes in chunks up to an eighth larger than needed.
@@ -152,8 +152,8 @@ def plan(
     """
     for name, count, of in (("context", context, "tokens"), ("batch", batch, "requests"), ("tensor_parallel", tensor_parallel, "GPUs")):
         check_count(name, count, 1, of)
-    check_count("exact_first", exact_first)
-    check_count("exact_recent", exact_recent)
+    check_count("num_sink_tokens", num_sink_tokens)
+    check_count("residual_length", residual_length)
     _check_bytes("gpu_memory", gpu_memory)
     _check_bytes("weights_memory", weights_memory)
     if prompt is not None:
@@ -165,7 +165,7 @@ def plan(
     text = text_config(config)
     dtype = model_dtype(config, dtype)
     layers = shapes(config, dtype.itemsize, tensor_parallel)
-    zones = {"exact_first": exact_first, "exact_recent": exact_recent, "exact_layers": layer_indices(exact_layers)}
+    zones = {"num_sink_tokens": num_sink_tokens, "residual_length": residual_length, "skip_layers": layer_indices(skip_layers)}
 
     def made(max_length: int | None) -> DynamicCache | StaticCache:
         if format is None and policy is None:

@@ -95,7 +95,8 @@ SNAPKV_25 = Choice(
     "to go on with a text, 4 bits and a quarter of the tokens are the smallest that stay near (KL .032); facts are lost",
 )  # fmt: skip
 STREAM = Choice(
-    'SinkCache(config, window=1020, sinks=4)', None, policies.SinkWindow(window=1020, sinks=4, positions="cache"),
+    'SinkCache(config, window_length=1020, num_sink_tokens=4)', None,
+    policies.SinkWindow(window_length=1020, num_sink_tokens=4, positions="cache"),
     "sinks and a window take constant memory, and perplexity stays flat over 200,000 tokens when sinks are read at positions of the cache; "
     "what left the window is gone",
 )  # fmt: skip

@@ -47,7 +47,7 @@ def named(name: str, *, budget: int | float | None = None, **options) -> Policy:
     """
     kind = type(resolve(name))
     if budget is not None:
-        options["window" if issubclass(kind, SinkWindow) else "budget"] = budget
+        options["window_length" if issubclass(kind, SinkWindow) else "budget"] = budget
     return kind(**options)
 
 

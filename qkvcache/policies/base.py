@@ -85,7 +85,7 @@ class Policy:
     Args:
         budget: tokens (int), share of the tokens seen (float; never under 8), both (`Budget`), or one of them for each full-attention
             layer. With a share, give `recent` in tokens: of a share of a share only those of the smallest budget are kept exact.
-        sinks: first tokens that are never evicted.
+        num_sink_tokens: first tokens that are never evicted.
         recent: newest tokens that are not evicted: tokens (int) or share of the budget (float).
         interval: tokens that come in before some go. At 1 the budget is full after every step; more cost less time, and leave up to
             `interval - 1` places of the budget empty. None: 1 for every 128 tokens of the budget, at most 32. Where a padded prompt comes
@@ -97,7 +97,7 @@ class Policy:
     """
 
     budget: int | float | Budget | Sequence[int | float | Budget] = 1024
-    sinks: int = 4
+    num_sink_tokens: int = 4
     recent: int | float = 0.5
     interval: int | None = None
     value_norm: bool = False
@@ -114,7 +114,7 @@ class Policy:
     """Whether scores are positive weights, which a value's norm may multiply."""
 
     def __post_init__(self) -> None:
-        check_count("sinks", self.sinks, 0)
+        check_count("num_sink_tokens", self.num_sink_tokens, 0)
         if self.interval is not None:
             check_count("interval", self.interval, 1)
         if not 0 <= self.protect_values < 1:
@@ -126,10 +126,10 @@ class Policy:
             if budget.share:
                 continue
             size = budget.tokens
-            held = self.sinks + self.recent_of(size) + share_of(self.protect_values, size) + (self.interval or 1) - 1
+            held = self.num_sink_tokens + self.recent_of(size) + share_of(self.protect_values, size) + (self.interval or 1) - 1
             if held > size:
                 raise ValueError(
-                    f"budget={size}: sinks={self.sinks}, recent={self.recent}, interval={self.interval} and "
+                    f"budget={size}: num_sink_tokens={self.num_sink_tokens}, recent={self.recent}, interval={self.interval} and "
                     f"protect_values={self.protect_values} take {held} tokens; raise the budget or lower these"
                 )
 
@@ -165,14 +165,14 @@ class Policy:
         size = budget.size(seen)
         if not budget.share:
             return size
-        least = max(LEAST, self.sinks + (self.recent if isinstance(self.recent, int) else 0) + self.interval_of(budget))
+        least = max(LEAST, self.num_sink_tokens + (self.recent if isinstance(self.recent, int) else 0) + self.interval_of(budget))
         return max(size, least) if isinstance(size, int) else size.clamp_min(least)
 
     def interval_of(self, budget: Budget) -> int:
         """Tokens that come in before some go."""
         if self.interval is not None:
             return self.interval
-        free = budget.tokens - self.sinks - self.recent_of(budget.tokens) - share_of(self.protect_values, budget.tokens)
+        free = budget.tokens - self.num_sink_tokens - self.recent_of(budget.tokens) - share_of(self.protect_values, budget.tokens)
         wanted = usual_interval(budget.tokens)
         return wanted if budget.share else min(wanted, free + 1)
 
@@ -202,7 +202,7 @@ class Policy:
         if self.value_norm:
             rank = rank * _given(tokens.value_norm)
         rank = rank.nan_to_num(nan=torch.finfo(rank.dtype).min)  # what has no place in an order goes first
-        protected = (tokens.positions < self.sinks) | (tokens.positions >= tokens.seen - self.recent_of(size))
+        protected = (tokens.positions < self.num_sink_tokens) | (tokens.positions >= tokens.seen - self.recent_of(size))
         if self.protect_values:
             norms = _given(tokens.value_norm).masked_fill(~tokens.valid | protected, -1)
             count = share_of(self.protect_values, size).clamp(1, norms.shape[-1])

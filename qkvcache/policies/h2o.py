@@ -23,7 +23,7 @@ class H2O(Policy):
         decay: factor on the past at each query; below 1, old attention fades.
     """
 
-    sinks: int = 0
+    num_sink_tokens: int = 0
     reduce: Literal["sum", "mean"] = "mean"
     decay: float = 1.0
 

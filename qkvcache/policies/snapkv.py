@@ -16,34 +16,34 @@ from .base import Policy, Tokens, check_count
 class SnapKV(Policy):
     """Keeps what the last queries attend to, and its neighbours.
 
-    At the prompt the last `window` queries count alike, as in the paper; at decode, where the paper stops, older ones fade at the rate
-    `1 / window`. Scores are averaged over `kernel` neighbours in the text among the tokens still held.
+    At the prompt the last `window_size` queries count alike, as in the paper; at decode, where the paper stops, older ones fade at the rate
+    `1 / window_size`. Scores are averaged over `kernel_size` neighbours in the text among the tokens still held.
     """
 
-    window: int = 32
-    kernel: int = 7
+    window_size: int = 32
+    kernel_size: int = 7
 
     scores: ClassVar[bool] = True
     weighs: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        check_count("window", self.window, 1)
-        if not isinstance(self.kernel, int) or self.kernel < 1 or self.kernel % 2 == 0:
-            raise ValueError(f"kernel={self.kernel!r}: must be an odd number of tokens")
+        check_count("window_size", self.window_size, 1)
+        if not isinstance(self.kernel_size, int) or self.kernel_size < 1 or self.kernel_size % 2 == 0:
+            raise ValueError(f"kernel={self.kernel_size!r}: must be an odd number of tokens")
         super().__post_init__()
 
     @property
     def observes(self) -> int:  # type: ignore[override]
-        return self.window
+        return self.window_size
 
     def observe(self, score: Tensor, mass: Tensor, queries: Tensor | int) -> Tensor:
-        return score * (1 - 1 / self.window) ** queries + mass
+        return score * (1 - 1 / self.window_size) ** queries + mass
 
     def priority(self, tokens: Tokens) -> Tensor:
         # Slots are in no order, and what is empty must not count as a neighbour: it goes first.
         order = tokens.positions.argsort(dim=-1, stable=True)
         valid = tokens.valid.gather(-1, order).float()
         score = super().priority(tokens).gather(-1, order) * valid
-        side = self.kernel // 2
-        total, count = (F.avg_pool1d(F.pad(x, (side, side)), self.kernel, stride=1) for x in (score, valid))
+        side = self.kernel_size // 2
+        total, count = (F.avg_pool1d(F.pad(x, (side, side)), self.kernel_size, stride=1) for x in (score, valid))
         return torch.empty_like(score).scatter_(-1, order, total / count.clamp_min(1e-6))

@@ -14,7 +14,7 @@ from .base import Policy
 @dataclass(frozen=True, kw_only=True)
 class TOVA(Policy):
     """Evicts what the newest query attends to least. Of each KV head, where the paper takes the mean over all heads of a layer; the paper
-    protects neither first nor recent tokens (`sinks=0, recent=0`)."""
+    protects neither first nor recent tokens (`num_sink_tokens=0, recent=0`)."""
 
     observes: ClassVar[int] = 1
     scores: ClassVar[bool] = True

@@ -78,7 +78,7 @@ def _describe(layer: Layer) -> str:
     if not isinstance(layer, CompressedLayer):
         return f"{type(layer).__name__} {getattr(layer, 'sliding_window', '')}".strip()
     kind = type(layer.format)
-    text = f"{layer.format.name} ({kind.__module__}.{layer.format!r}), exact {layer.exact_first} + {layer.exact_recent}"
+    text = f"{layer.format.name} ({kind.__module__}.{layer.format!r}), exact {layer.num_sink_tokens} + {layer.residual_length}"
     return f"{text}, {layer.policy!r}, {layer.budget!r}, {layer.rope is not None}" if isinstance(layer, EvictingLayer) else text
 
 

@@ -54,7 +54,7 @@ class PrefixStore:
         max_disk_bytes: what all entries in the directory may take; None: ten times `max_bytes`.
         tokenizer: what makes the token ids; its vocabulary then counts among what entries depend on.
         identity: anything else that they depend on and the weights, which are sampled, do not show.
-        **options: those of CompressedCache, for what `reuse` hands out: `policy`, `exact_first`, `exact_recent`, `exact_layers`.
+        **options: those of CompressedCache, for what `reuse` hands out: `policy`, `num_sink_tokens`, `residual_length`, `skip_layers`.
 
     Entries keep the form of the cache that they were stored from. Give the store the format of the caches that you hand it: after a restart
     it looks for no other. Not for use by several threads at once.

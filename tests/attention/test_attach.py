@@ -17,7 +17,7 @@ IDS = {"llama": torch.arange(3, 23).view(2, 10), "t5": torch.arange(3, 23).view(
 class Factory:
     """Keeps the caches it makes."""
 
-    def __init__(self, make=lambda config: CompressedCache(config, format="identity", exact_first=0, exact_recent=0)):
+    def __init__(self, make=lambda config: CompressedCache(config, format="identity", num_sink_tokens=0, residual_length=0)):
         self.make, self.caches = make, []
 
     def __call__(self, config):

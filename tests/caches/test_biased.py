@@ -10,9 +10,9 @@ import torch
 from transformers import DynamicCache
 
 from qkvcache import CompressedCache, HadaQuantCache, NVFP4Cache, QuantizedPerTokenCache, TurboQuantCache, demo, policies
+from qkvcache.evaluation.prefill import prefill, refill
+from qkvcache.evaluation.quality import RecallSet, recall
 from qkvcache.formats import REGISTRY
-from qkvcache.harness.prefill import prefill, refill
-from qkvcache.harness.quality import RecallSet, recall
 from qkvcache.planning.recommend import LADDERS
 
 CONTEXT, READ_ON = 1000, 32
@@ -125,5 +125,5 @@ def test_of_nothing_else_it_warns():
     assert not warned(model, PROMPT, format="identity", policy="knorm")
     assert not warned(plain, PROMPT, format="nvfp4_uncentered")
     text = torch.tensor([demo.text_ids(tokenizer)[:900]])
-    assert not warned(plain, text[:, :16], text[:, 16:], format="int4_uncentered", exact_layers=(0,))
-    assert warned(model, PROMPT, format="int4_uncentered", exact_layers=(0, 1, 2, 3)) == 1
+    assert not warned(plain, text[:, :16], text[:, 16:], format="int4_uncentered", skip_layers=(0,))
+    assert warned(model, PROMPT, format="int4_uncentered", skip_layers=(0, 1, 2, 3)) == 1

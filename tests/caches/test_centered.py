@@ -14,8 +14,8 @@ from qkvcache import CompressedCache, HadaQuantCache, demo, policies
 from qkvcache.formats import HadaQuant
 
 KINDS = {
-    "growing": lambda config, **options: HadaQuantCache(config, exact_first=0, exact_recent=4, **options),
-    "static": lambda config, **options: HadaQuantCache(config, exact_first=0, exact_recent=4, max_length=96, **options),
+    "growing": lambda config, **options: HadaQuantCache(config, num_sink_tokens=0, residual_length=4, **options),
+    "static": lambda config, **options: HadaQuantCache(config, num_sink_tokens=0, residual_length=4, max_length=96, **options),
     "evicting": lambda config, **options: HadaQuantCache(config, policy=policies.Knorm(budget=28, recent=8), **options),
 }
 every_kind = pytest.mark.parametrize("kind", KINDS)
@@ -121,7 +121,7 @@ def test_rows_take_their_means_along(kind):
 
 def test_a_step_that_nobody_saw_is_taken_in():
     """Attention of the model's own: the layer is asked again before anyone has reported."""
-    cache = CompressedCache(format=HadaQuant(), exact_first=0, exact_recent=4)
+    cache = CompressedCache(format=HadaQuant(), num_sink_tokens=0, residual_length=4)
     x = torch.randn(1, 2, 40, 64)
     cache.update(x, x, 0)
     layer = cache.layers[0]

@@ -9,7 +9,7 @@ from reference import assert_close, prompt
 from qkvcache import CompressedCache, policies
 
 pytest.importorskip("triton")
-ZONES = {"exact_first": 2, "exact_recent": 4}
+ZONES = {"num_sink_tokens": 2, "residual_length": 4}
 
 
 def test_generate_compiles_steps_of_a_cache_that_grows(compiling, monkeypatch):  # noqa: F811
@@ -33,7 +33,7 @@ def test_which_caches_are_compiled():
     assert not CompressedCache(config, format="int8").is_compileable
     assert CompressedCache(config, format="int8", compile=True).is_compileable
     assert CompressedCache(config, format="int8", max_length=9).is_compileable
-    assert CompressedCache(config, format="int8", compile=True, exact_layers=(0,)).is_compileable
+    assert CompressedCache(config, format="int8", compile=True, skip_layers=(0,)).is_compileable
     assert CompressedCache(config, policy=policies.KeyDiff(budget=40), compile=True).is_compileable
     assert CompressedCache(model("gemma3").config, format="int8", compile=True).is_compileable
 
@@ -67,8 +67,8 @@ def test_a_policy_with_a_budget_of_tokens_needs_no_max_length(policy):
     [
         ({"format": "int8", "offloading": True}, "offloading=True with compile=True"),
         ({"policy": policies.KeyDiff(budget=0.5)}, "with compile=True: a share has no fixed size"),
-        ({"policy": policies.SinkWindow(window=30, positions="cache")}, "positions='cache' with compile=True"),
-        ({"policy": policies.KeyDiff(budget=40), "exact_layers": (0,)}, "they need max_length"),
+        ({"policy": policies.SinkWindow(window_length=30, positions="cache")}, "positions='cache' with compile=True"),
+        ({"policy": policies.KeyDiff(budget=40), "skip_layers": (0,)}, "they need max_length"),
     ],
 )
 def test_what_cannot_be_compiled_is_refused(options, message):

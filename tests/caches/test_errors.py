@@ -20,13 +20,13 @@ WRONG = [
     (CompressedCache, (CONFIG,), {}, TypeError, "format"),
     (CompressedCache, ("llama",), {"format": "int8"}, TypeError, "model.config"),
     (CompressedCache, (CONFIG, "int8"), {}, TypeError, "positional"),
-    (CompressedCache, (CONFIG,), {"format": "int8", "exact_first": -1}, ValueError, "exact_first=-1"),
-    (CompressedCache, (CONFIG,), {"format": "int8", "exact_recent": 1.5}, TypeError, "exact_recent"),
-    (CompressedCache, (CONFIG,), {"format": "int8", "exact_recent": True}, TypeError, "exact_recent"),
-    (CompressedCache, (CONFIG,), {"format": "int8", "exact_layers": [4]}, ValueError, "layers 0 to 3"),
-    (CompressedCache, (CONFIG,), {"format": "int8", "exact_layers": 0}, TypeError, "exact_layers=0: expected a tuple"),
-    (CompressedCache, (CONFIG,), {"format": "int8", "exact_layers": ["last"]}, ValueError, "'last'"),
-    (CompressedCache, (), {"format": "int8", "exact_layers": [0]}, ValueError, "config"),
+    (CompressedCache, (CONFIG,), {"format": "int8", "num_sink_tokens": -1}, ValueError, "num_sink_tokens=-1"),
+    (CompressedCache, (CONFIG,), {"format": "int8", "residual_length": 1.5}, TypeError, "residual_length"),
+    (CompressedCache, (CONFIG,), {"format": "int8", "residual_length": True}, TypeError, "residual_length"),
+    (CompressedCache, (CONFIG,), {"format": "int8", "skip_layers": [4]}, ValueError, "layers 0 to 3"),
+    (CompressedCache, (CONFIG,), {"format": "int8", "skip_layers": 0}, TypeError, "skip_layers=0: expected a tuple"),
+    (CompressedCache, (CONFIG,), {"format": "int8", "skip_layers": ["last"]}, ValueError, "'last'"),
+    (CompressedCache, (), {"format": "int8", "skip_layers": [0]}, ValueError, "config"),
     (CompressedCache, (ODD,), {"format": "nvfp4"}, ValueError, "head_dim 100"),
     (QuantizedPerTokenCache, (CONFIG,), {"dtype": "int3"}, ValueError, "'int3'"),
     (QuantizedPerTokenCache, (CONFIG,), {"scale": "tensor"}, ValueError, "tensor"),
@@ -40,14 +40,14 @@ WRONG = [
     (HadaQuantCache, (CONFIG,), {"format": "int8"}, TypeError, "pass key_bits= or value_bits="),
     (CompressedCache, (CONFIG,), {"format": "fp8", "symmetric": False}, TypeError, "symmetric=False: known are config, format"),
     (CompressedCache, (CONFIG,), {"format": "int8", "symmetric": False}, TypeError, "format=formats.Int8(symmetric=False)"),
-    (CompressedCache, (CONFIG,), {"format": "int8", "exact_recnt": 3}, TypeError, "exact_recnt=3: did you mean 'exact_recent'"),
+    (CompressedCache, (CONFIG,), {"format": "int8", "exact_recnt": 3}, TypeError, "exact_recnt=3: did you mean 'residual_length'"),
     (NVFP4Cache, (CONFIG,), {"centre": True}, TypeError, "NVFP4Cache has no option centre=True: did you mean 'center'?"),
     (TurboQuantCache, (CONFIG,), {"preset": "2bit_nc"}, ValueError, "2bit_nc"),
     (TurboQuantCache, (CONFIG,), {"boundary_layers": -1}, ValueError, "boundary_layers=-1"),
     (TurboQuantCache, (), {"boundary_layers": 2}, ValueError, "config"),
     (TurboQuantCache, (CONFIG,), {"boundary_layers": 2}, ValueError, "4 full-attention layers (0, 1, 2, 3) compressed: the most is 1"),
     (TurboQuantCache, (CONFIG,), {"boundary_layers": 9}, ValueError, "boundary_layers=9"),
-    (TurboQuantCache, (CONFIG,), {"boundary_layers": 1, "exact_layers": 0}, TypeError, "exact_layers=0: expected a tuple"),
+    (TurboQuantCache, (CONFIG,), {"boundary_layers": 1, "skip_layers": 0}, TypeError, "skip_layers=0: expected a tuple"),
 ]
 
 
@@ -61,7 +61,7 @@ def test_constructors_refuse(kind, args, options, error, says):
 def test_boundary_layers_are_exact():
     cache = TurboQuantCache(CONFIG, boundary_layers=1)
     assert [type(layer).__name__ for layer in cache.layers] == ["DynamicLayer", "CompressedLayer", "CompressedLayer", "DynamicLayer"]
-    assert repr(TurboQuantCache(CONFIG, exact_layers=[-1])).count("3 of 4") == 1
+    assert repr(TurboQuantCache(CONFIG, skip_layers=[-1])).count("3 of 4") == 1
 
 
 def test_a_refused_head_dim_without_config_leaves_the_cache_empty():
@@ -84,7 +84,7 @@ def test_a_refused_head_dim_without_config_leaves_the_cache_empty():
     ids=["batch", "heads", "head_dim", "dtype"],
 )
 def test_other_tensors_are_refused(wrong, says, length):
-    cache = NVFP4Cache(CONFIG, exact_first=1, exact_recent=2, max_length=length)
+    cache = NVFP4Cache(CONFIG, num_sink_tokens=1, residual_length=2, max_length=length)
     x = torch.randn(1, 2, 20, 128)
     for layer in range(4):
         cache.update(x, x, layer)
@@ -140,8 +140,8 @@ def test_crop_takes_negative_counts_only():
 def test_nothing_to_compress_is_said():
     with pytest.warns(UserWarning, match="nothing will be compressed"):
         NVFP4Cache(model("mistral").config)
-    with pytest.warns(UserWarning, match=r"exact_layers=\(0, 1, 2, 3\) holds all that could be: nothing will be compressed"):
-        NVFP4Cache(CONFIG, exact_layers=range(4))
+    with pytest.warns(UserWarning, match=r"skip_layers=\(0, 1, 2, 3\) holds all that could be: nothing will be compressed"):
+        NVFP4Cache(CONFIG, skip_layers=range(4))
 
 
 def test_an_unwrapped_cache_on_an_encoder_decoder_is_refused():

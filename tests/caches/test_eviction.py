@@ -106,7 +106,7 @@ def live_bytes(cache):
 @pytest.mark.parametrize("format", slowly([None, "int8"], ["int8"]))
 def test_b1_the_budget_is_full_at_every_step_and_never_exceeded(name, format):
     for budget in (12, 21):
-        cache = CompressedCache(model("llama").config, policy=POLICIES[name](budget), format=format, exact_first=2, exact_recent=3)
+        cache = CompressedCache(model("llama").config, policy=POLICIES[name](budget), format=format, num_sink_tokens=2, residual_length=3)
 
         def check(seen, cache=cache, budget=budget):
             for layer in range(3):
@@ -141,7 +141,7 @@ def test_b20_padded_rows_of_other_budgets(name, budget, cut, attention):
 @pytest.mark.parametrize(("cut", "format"), [("whole", None), ("whole", "int8"), ("chunked", None)])
 def test_b20_intervals_of_padded_rows(cut, format):
     network = model("llama")
-    policy = SnapKV(budget=15, interval=4, window=4, recent=3)
+    policy = SnapKV(budget=15, interval=4, window_size=4, recent=3)
     make = functools.partial(CompressedCache, network.config, policy=policy, format=format, **ZONES["zones"])
     check_rows(network, make, CUTS[cut], None if format is None else TURNED)
 
@@ -166,22 +166,24 @@ def test_b20_shares_are_of_each_row(policy):
 @pytest.mark.parametrize(
     "policy",
     [
-        H2O(budget=0.5), H2O(budget=Budget(5, 0.2), recent=4), SnapKV(budget=20, interval=8, window=4, recent=3),
+        H2O(budget=0.5), H2O(budget=Budget(5, 0.2), recent=4), SnapKV(budget=20, interval=8, window_size=4, recent=3),
         Knorm(budget=17, interval=5, recent=3),
-        SlidingWindow(window=11, interval=11), KeyDiff(budget=0.3, interval=4), H2O(budget=1.0),
+        SlidingWindow(window_length=11, interval=11), KeyDiff(budget=0.3, interval=4), H2O(budget=1.0),
     ],
     ids=str,
 )  # fmt: skip
 def test_b6_shares_and_intervals_stay_within_the_budget(policy, format):
     budget = policy.budgets[0]
     for sizes in CUTS.values():
-        cache = CompressedCache(model("llama").config, policy=policy, format=format, exact_first=2, exact_recent=3)
+        cache = CompressedCache(model("llama").config, policy=policy, format=format, num_sink_tokens=2, residual_length=3)
         least = []
 
         def check(seen, cache=cache, least=least):
             limit = budget.tokens + int(budget.share * seen + 1e-9)
             if budget.share:
-                limit = max(limit, LEAST, policy.sinks + (policy.recent if isinstance(policy.recent, int) else 0) + (policy.interval or 1))
+                limit = max(
+                    limit, LEAST, policy.num_sink_tokens + (policy.recent if isinstance(policy.recent, int) else 0) + (policy.interval or 1)
+                )
             for layer in range(3):
                 held = cache.stored_length(layer)
                 assert held <= limit, seen

@@ -80,7 +80,7 @@ def test_b3_nothing_is_left_behind():
 def test_b8_bytes_do_not_grow_with_the_prompt(format):
     held = {}
     for length in (256, 2048):
-        cache = evicting(H2O(budget=128, recent=32), format, exact_recent=16)
+        cache = evicting(H2O(budget=128, recent=32), format, residual_length=16)
         x = torch.randn(1, length, 64)
         layer = model("llama").model.layers[0].self_attn
         with torch.no_grad():
@@ -89,7 +89,7 @@ def test_b8_bytes_do_not_grow_with_the_prompt(format):
         assert cache.stored_length(0) == 128
         held[length] = cache.nbytes
     assert len(set(held.values())) == 1
-    full = CompressedCache(model("llama").config, format=format or "identity", exact_recent=16)
+    full = CompressedCache(model("llama").config, format=format or "identity", residual_length=16)
     say(full, torch.randint(3, 100, (1, 128)))
     assert held[2048] <= full.nbytes / 3 + 128 * 2 * 64  # one of three layers, what the policy remembers, shared scales, idle slots
 
@@ -97,11 +97,11 @@ def test_b8_bytes_do_not_grow_with_the_prompt(format):
 @pytest.mark.parametrize("format", slowly(FORMATS, ["int8"]))
 @pytest.mark.parametrize("name", slowly(POLICIES, FEW))
 def test_b9_reset_makes_it_new(name, format):
-    cache = evicting(POLICIES[name](14), format, exact_recent=3)
+    cache = evicting(POLICIES[name](14), format, residual_length=3)
     generate(model("llama"), cache)
     cache.reset()
     assert cache.nbytes == cache.get_seq_length() == cache.stored_length() == 0
-    fresh, inputs = evicting(POLICIES[name](14), format, exact_recent=3), prompt(3, 31, seed=4)
+    fresh, inputs = evicting(POLICIES[name](14), format, residual_length=3), prompt(3, 31, seed=4)
     assert torch.equal(generate(model("llama"), cache, inputs), generate(model("llama"), fresh, inputs))
     assert same(state(cache), state(fresh))
 
@@ -109,7 +109,7 @@ def test_b9_reset_makes_it_new(name, format):
 @pytest.mark.parametrize("format", slowly(FORMATS, ["int8"]))
 @pytest.mark.parametrize("name", slowly(POLICIES, FEW))
 def test_b10_a_question_to_a_copy_leaves_the_context_as_it_was(name, format):
-    cache, untouched = (evicting(POLICIES[name](14), format, exact_recent=3) for _ in range(2))
+    cache, untouched = (evicting(POLICIES[name](14), format, residual_length=3) for _ in range(2))
     context, question = prompt()["input_ids"], prompt(seed=5)["input_ids"][:, :6]
     for one in (cache, untouched):
         say(one, context)
@@ -123,8 +123,8 @@ def test_b10_a_question_to_a_copy_leaves_the_context_as_it_was(name, format):
 
 @pytest.mark.parametrize(
     "options",
-    [{"policy": Knorm(budget=[12, 16, 50], recent=3)}, {"policy": Knorm(budget=12, recent=3), "exact_layers": [1]}],
-    ids=["budgets", "exact_layers"],
+    [{"policy": Knorm(budget=[12, 16, 50], recent=3)}, {"policy": Knorm(budget=12, recent=3), "skip_layers": [1]}],
+    ids=["budgets", "skip_layers"],
 )
 @pytest.mark.parametrize("attention", slowly(ATTENTION, ["sdpa", "eager"]))
 def test_b13_layers_that_hold_more_than_the_first(attention, options):
@@ -155,14 +155,14 @@ def test_b13_budgets_of_each_layer(attention):
         CompressedCache(network.config, policy=Knorm(budget=[12, 24]))
     with pytest.raises(ValueError, match="2 budgets need the config"):
         CompressedCache(policy=Knorm(budget=[12, 24]))
-    assert len(CompressedCache(network.config, policy=Knorm(budget=[12, 24]), exact_layers=[1]).layers) == 3
+    assert len(CompressedCache(network.config, policy=Knorm(budget=[12, 24]), skip_layers=[1]).layers) == 3
 
 
 @pytest.mark.parametrize("positions", ["original", "cache"])
 @pytest.mark.parametrize("depth", [0.05, 0.95])
 def test_b19_the_embedded_model_finds_what_is_kept_and_nothing_else(depth, positions):
     from qkvcache import demo
-    from qkvcache.harness.recall import recall_case
+    from qkvcache.evaluation.recall import recall_case
 
     network, tokenizer = demo.load()
     found = {"all": 0, "window": 0}
@@ -174,7 +174,7 @@ def test_b19_the_embedded_model_finds_what_is_kept_and_nothing_else(depth, posit
             for x in (case.context, "\n\n" + case.question, case.answer)
         )
         needle = len(tokenizer(case.context[: case.context.index(case.answer)], add_special_tokens=False)["input_ids"])
-        caches = {"all": DynamicCache(config=network.config), "window": SinkCache(network.config, window=150, positions=positions)}
+        caches = {"all": DynamicCache(config=network.config), "window": SinkCache(network.config, window_length=150, positions=positions)}
         for name, cache in caches.items():
             say(cache, context, network)
             if name == "window":
@@ -230,7 +230,7 @@ def test_b20_rows_move_with_all_that_is_known_of_them(name, format):
     """Reordered, repeated and selected rows go on as they would have."""
     _, mask = prompt(3).values()
     ids, new = (3 + torch.stack([torch.randperm(97)[:45] for _ in range(3)])).split([40, 5], 1)  # no two of the same norm
-    network, cache = model("llama"), evicting(POLICIES[name](14), format, exact_recent=3)
+    network, cache = model("llama"), evicting(POLICIES[name](14), format, residual_length=3)
     forward(network, cache, ids, mask, 0, 40)
 
     def go_on(cache, rows):
@@ -281,16 +281,25 @@ def test_b18_a_refused_call_changes_nothing():
 
 
 def test_named_caches_are_their_policies():
-    config, ids, heavy = model("llama").config, prompt()["input_ids"], H2O(budget=16, recent=6, sinks=2)
+    config, ids, heavy = model("llama").config, prompt()["input_ids"], H2O(budget=16, recent=6, num_sink_tokens=2)
     pairs = [
-        (SinkCache(config, window=10, sinks=2), CompressedCache(config, policy=SinkWindow(window=10, sinks=2, positions="cache"))),
-        (SlidingWindowCache(config, window=10), CompressedCache(config, policy=SinkWindow(window=10, sinks=0))),
-        (H2OCache(config, budget=14, recent=4, sinks=1), CompressedCache(config, policy=H2O(budget=14, recent=4, sinks=1))),
+        (
+            SinkCache(config, window_length=10, num_sink_tokens=2),
+            CompressedCache(config, policy=SinkWindow(window_length=10, num_sink_tokens=2, positions="cache")),
+        ),
+        (SlidingWindowCache(config, window_length=10), CompressedCache(config, policy=SinkWindow(window_length=10, num_sink_tokens=0))),
+        (
+            H2OCache(config, budget=14, recent=4, num_sink_tokens=1),
+            CompressedCache(config, policy=H2O(budget=14, recent=4, num_sink_tokens=1)),
+        ),
         (H2OCache(config, budget=0.5, format="int8"), CompressedCache(config, policy=H2O(budget=0.5), format="int8")),
-        (CombinedCache(config, sinks=2, recent=6, heavy=8), CompressedCache(config, policy=heavy, format="fp8", exact_first=2)),
+        (
+            CombinedCache(config, num_sink_tokens=2, recent=6, heavy=8),
+            CompressedCache(config, policy=heavy, format="fp8", num_sink_tokens=2),
+        ),
     ]  # fmt: skip
     for named, plain in pairs:
         assert same([say(named, part) for part in ids.split(20, 1)], [say(plain, part) for part in ids.split(20, 1)])
         assert same(state(named), state(plain))
-    say(combined := CombinedCache(config, sinks=4, recent=8, heavy=0.25), ids)
+    say(combined := CombinedCache(config, num_sink_tokens=4, recent=8, heavy=0.25), ids)
     assert combined.stored_length() == 4 + 8 + 10

@@ -34,7 +34,7 @@ def run(network, cache, rows=slice(None), begin=0):
 @pytest.mark.parametrize("name", POLICIES)
 def test_kernels_keep_what_torch_operations_keep(monkeypatch, name, format):
     network = on_gpu(torch.float32)
-    make = lambda: CompressedCache(network.config, policy=POLICIES[name](BUDGET), format=format, exact_recent=8)  # noqa: E731
+    make = lambda: CompressedCache(network.config, policy=POLICIES[name](BUDGET), format=format, residual_length=8)  # noqa: E731
     logits, kept = run(network, make())
     monkeypatch.setenv("QKVCACHE_KERNELS", "torch")
     expected, reference = run(network, make())

@@ -148,7 +148,7 @@ def test_reorder_moves_rows():
 
 @pytest.mark.parametrize("removed", [1, 3, 20, 39])
 def test_crop_takes_back_what_came_last(removed):
-    cache = prefilled(turboquant(exact_first=0, exact_recent=0))
+    cache = prefilled(turboquant(num_sink_tokens=0, residual_length=0))
     codes = {n: x.clone() for packed in cache.layers[0].storage.chunks.packed(0, 10_000) for n, x in packed.codes.items()}
     cache.crop(0)
     cache.crop(-removed)

@@ -23,7 +23,7 @@ def update(x, cache):
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_tokens_may_leave_the_recent_zone(mode):
     """And what was made in compiled code may be written outside of it."""
-    plain, other = (CompressedCache(format="int8", exact_first=2, exact_recent=6) for _ in range(2))
+    plain, other = (CompressedCache(format="int8", num_sink_tokens=2, residual_length=6) for _ in range(2))
     compiled = torch.compile(update, dynamic=True, backend="aot_eager")
     with mode():
         for tokens in (9, 5, 70):
@@ -42,7 +42,7 @@ def test_tokens_may_leave_the_recent_zone(mode):
 @torch.no_grad()
 def test_many_tokens_over_a_compressed_past():
     """Which the layer is decoded for."""
-    cache, x = CompressedCache(format="int8", exact_first=2, exact_recent=6), torch.randn(1, 2, 20, 32)
+    cache, x = CompressedCache(format="int8", num_sink_tokens=2, residual_length=6), torch.randn(1, 2, 20, 32)
     cache.update(x, -x, 0)
     got = torch.compile(lambda x: cache.update(x, -x, 0)[1].dense(), backend="aot_eager")(x)
     assert torch.equal(got[:, :, 20:], -x)

@@ -11,7 +11,7 @@ def test_text_generation():
     made = []
 
     def factory(config):
-        made.append(TurboQuantCache(config, exact_first=0, exact_recent=0))
+        made.append(TurboQuantCache(config, num_sink_tokens=0, residual_length=0))
         return made[-1]
 
     def text() -> list[str]:

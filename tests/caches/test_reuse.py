@@ -9,8 +9,8 @@ from matrix import POLICIES, model
 from qkvcache import CompressedCache
 
 KINDS = {
-    "growing": {"format": "int8", "exact_recent": 8},
-    "preallocated": {"format": "int8", "exact_recent": 8, "max_length": 200},
+    "growing": {"format": "int8", "residual_length": 8},
+    "preallocated": {"format": "int8", "residual_length": 8, "max_length": 200},
     "evicting": {"policy": POLICIES["h2o"](24)},
     "evicting_preallocated": {"policy": POLICIES["h2o"](24), "max_length": 200},
 }

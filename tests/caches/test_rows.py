@@ -28,7 +28,7 @@ ROWS = {
 @pytest.mark.parametrize("kind", list(KINDS))
 def test_rows_that_stay_go_on_as_they_were(kind, rows):
     network, ids = model("gemma3"), torch.randint(3, 90, (3, 31))
-    cache = CompressedCache(network.config, format="int8", exact_recent=8, **KINDS[kind])
+    cache = CompressedCache(network.config, format="int8", residual_length=8, **KINDS[kind])
     network(ids[:, :30], past_key_values=cache)
     whole, (chosen, left) = network(ids[:, 30:], past_key_values=cache).logits, ROWS[rows]
     cache.reset()

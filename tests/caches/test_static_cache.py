@@ -121,11 +121,11 @@ def test_without_a_config_all_layers_are_static(attention):
 
 def test_exact_layers_are_static_and_exact():
     network = model("gemma3")
-    cache = make(network, FOUR_BIT, exact_layers=[-1])
+    cache = make(network, FOUR_BIT, skip_layers=[-1])
     assert [type(layer).__name__ for layer in cache.layers] == ["StaticSlidingLayer", "CompressedLayer"] * 2
     assert [layer.format.name for layer in cache.layers[1::2]] == [FOUR_BIT, "identity"]
     with pytest.warns(UserWarning, match="nothing will be compressed"):
-        every = make(network, FOUR_BIT, exact_layers=[1, 3])
+        every = make(network, FOUR_BIT, skip_layers=[1, 3])
     pairs = zip(steps(network, every, MODES["padded"]), steps(network, DynamicCache(config=network.config), MODES["padded"]), strict=True)
     for got, expected in pairs:
         assert_close(got, expected, of_model(network))
@@ -341,7 +341,9 @@ def test_generate_fills_the_cache_to_the_last_token():
         run(network, cache, {"input_ids": torch.full((1, 65), 5)})
 
 
-@pytest.mark.parametrize("zones", [{"exact_recent": 10**12}, {"exact_first": 10**12}, {"exact_first": 30, "exact_recent": 30}])
+@pytest.mark.parametrize(
+    "zones", [{"residual_length": 10**12}, {"num_sink_tokens": 10**12}, {"num_sink_tokens": 30, "residual_length": 30}]
+)
 @pytest.mark.parametrize("length", [1, 47])
 def test_zones_take_no_more_than_max_length(zones, length):
     """Which then holds all tokens as they came."""

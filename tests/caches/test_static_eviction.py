@@ -17,16 +17,16 @@ from transformers.generation.configuration_utils import CompileConfig
 from qkvcache import CompressedCache, policies
 
 POLICIES = {
-    "h2o": policies.H2O(budget=32, sinks=4, interval=1),
+    "h2o": policies.H2O(budget=32, num_sink_tokens=4, interval=1),
     "tova": policies.TOVA(budget=32, interval=1),
-    "snapkv": policies.SnapKV(budget=32, window=4, kernel=3, interval=1),
+    "snapkv": policies.SnapKV(budget=32, window_size=4, kernel_size=3, interval=1),
     "keydiff": policies.KeyDiff(budget=32, interval=1),
     "knorm": policies.Knorm(budget=32, interval=1),
     "lagkv": policies.LagKV(budget=32, lag=4, recent=8, interval=1),
     "random": policies.Random(budget=32, interval=1),
-    "sink_window": policies.SinkWindow(window=28, sinks=4, interval=1),
+    "sink_window": policies.SinkWindow(window_length=28, num_sink_tokens=4, interval=1),
 }
-ZONES = {"exact_first": 4, "exact_recent": 8}
+ZONES = {"num_sink_tokens": 4, "residual_length": 8}
 CONFIG = LlamaConfig(
     hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=32, vocab_size=101,
     max_position_embeddings=512, bos_token_id=None, eos_token_id=None, pad_token_id=0,
@@ -186,4 +186,4 @@ def test_what_is_refused():
     ):
         with pytest.raises(NotImplementedError, match=message):
             CompressedCache(CONFIG, max_length=100, **options)
-    assert "1 of 2 compressed" in repr(CompressedCache(CONFIG, format="int8", exact_layers=(0,), max_length=90))
+    assert "1 of 2 compressed" in repr(CompressedCache(CONFIG, format="int8", skip_layers=(0,), max_length=90))

@@ -55,7 +55,7 @@ def test_rows_are_repeated_selected_and_reordered(tokens):
     assert_close(read(network, ours, IDS[[0, 1, 0], 30:31]), read(network, theirs, IDS[[0, 1, 0], 30:31]), of_model(network))
 
 
-@pytest.mark.parametrize("policy", [None, policies.SlidingWindow(window=40)])
+@pytest.mark.parametrize("policy", [None, policies.SlidingWindow(window_length=40)])
 def test_another_batch_after_reset(policy):
     network = model("gemma3")
     cache = made(network, policy=policy)

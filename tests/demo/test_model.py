@@ -7,8 +7,8 @@ import torch
 from transformers import DynamicCache
 
 from qkvcache import CompressedCache, demo
-from qkvcache.harness.quality import Passages, RecallSet, divergence, recall
-from qkvcache.harness.recall import recall_cases
+from qkvcache.evaluation.quality import Passages, RecallSet, divergence, recall
+from qkvcache.evaluation.recall import recall_cases
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +69,7 @@ def test_divergence_of_the_dense_and_the_exact_cache_is_nothing(loaded, passages
 
 
 def test_more_bits_and_exact_zones_mean_less_divergence(loaded, passages):
-    bare = {"exact_first": 0, "exact_recent": 0}
+    bare = {"num_sink_tokens": 0, "residual_length": 0}
     eight, four, three = (kl(loaded, passages, format=f, **bare) for f in ("int8", "turboquant_4bit_nc", "turboquant_3bit_nc"))
     assert 0 < eight < four / 10 < three / 10
     assert kl(loaded, passages, format="turboquant_3bit_nc") < three / 2
@@ -80,6 +80,6 @@ def test_bytes_are_measured(loaded, passages):
     dense = divergence(model, passages, lambda: DynamicCache(config=model.config)).bytes_per_token
     assert dense == 5 * 2 * 2 * 128 * 4  # layers, heads, K and V, channels, fp32
     packed = divergence(
-        model, passages, lambda: CompressedCache(model.config, format="int8", exact_first=0, exact_recent=0)
+        model, passages, lambda: CompressedCache(model.config, format="int8", num_sink_tokens=0, residual_length=0)
     ).bytes_per_token
     assert 264 * 10 <= packed <= 264 * 10 * 1.25

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from qkvcache.harness.rows import read_rows
+from qkvcache.evaluation.rows import read_rows
 
 
 @pytest.fixture

@@ -11,8 +11,8 @@ from reference import assert_close
 from tolerance import of_model
 
 from qkvcache import CompressedCache, demo
+from qkvcache.evaluation.rows import read_rows
 from qkvcache.formats import REGISTRY
-from qkvcache.harness.rows import read_rows
 
 EVAL = Path(__file__).parents[2] / "eval"
 
@@ -35,7 +35,7 @@ def test_one_pass_is_token_by_token(name, zones, study):
     bench.codecs, bench.zones = lambda layer: (format.key, format.value), zones
     together = bench._read()
     bench.model.set_attn_implementation(bench.stock)
-    cache = CompressedCache(bench.model.config, format=format, exact_first=zones[0], exact_recent=zones[1], max_length=256)
+    cache = CompressedCache(bench.model.config, format=format, num_sink_tokens=zones[0], residual_length=zones[1], max_length=256)
     with torch.no_grad():
         for i, (key, value) in enumerate(bench.past):
             cache.update(key, value, i)

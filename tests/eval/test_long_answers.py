@@ -9,7 +9,7 @@ import torch
 from transformers import DynamicCache
 
 from qkvcache import CompressedCache, demo
-from qkvcache.harness.rows import read_rows
+from qkvcache.evaluation.rows import read_rows
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from qkvcache.harness.rows import read_rows
+from qkvcache.evaluation.rows import read_rows
 
 EVAL = Path(__file__).parents[2] / "eval"
 

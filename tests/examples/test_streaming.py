@@ -2,7 +2,7 @@
 
 from examples.load import load
 
-from qkvcache.harness.rows import read_rows
+from qkvcache.evaluation.rows import read_rows
 
 
 def test_memory_is_constant_and_perplexity_flat(tmp_path):

@@ -88,7 +88,7 @@ def test_the_whole_cache_on_kernels(on_kernels):
     """Prefill, steps, a chunk and a crop through encode, attend and decode: as torch operations do it."""
     torch.manual_seed(SEED + 1)
     steps = [torch.randn(2, 2, 2, tokens, 64, device=DEVICE, dtype=torch.float16) for tokens in (150, 1, 40, 1, 70, 1)]
-    layer = CompressedLayer(resolve("turboquant_k3v4_nc"), exact_first=2, exact_recent=20)
+    layer = CompressedLayer(resolve("turboquant_k3v4_nc"), num_sink_tokens=2, residual_length=20)
     for step in steps:
         handle, _ = layer.update(*step)
     query = torch.randn(2, 4, 1, 64, device=DEVICE, dtype=torch.float16)
@@ -103,7 +103,7 @@ def test_the_whole_cache_on_kernels(on_kernels):
 
 def test_a_copy_reads_its_own_chunks(on_kernels):
     """Which lie elsewhere, and as far from each other as it happens."""
-    layer = CompressedLayer(resolve("int8"), exact_first=0, exact_recent=0)
+    layer = CompressedLayer(resolve("int8"), num_sink_tokens=0, residual_length=0)
     query = torch.randn(1, 2, 1, 64, device=DEVICE)
     for tokens in (70, 70, 1):
         layer.update(*torch.randn(2, 1, 1, tokens, 64, device=DEVICE))

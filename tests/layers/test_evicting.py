@@ -23,7 +23,7 @@ def text(rows, length):
 def test_a_share_holds_in_every_row_and_empty_slots_are_the_same_in_all_heads(policy, recent):
     network = model("llama")
     ids, mask = text(3, 70)
-    cache = CompressedCache(network.config, format="int8", policy=policy, exact_first=2, exact_recent=recent)
+    cache = CompressedCache(network.config, format="int8", policy=policy, num_sink_tokens=2, residual_length=recent)
     begin = 0
     for size in (30, *[1] * 40):
         forward(network, cache, ids, mask, begin, begin := begin + size)
@@ -47,14 +47,14 @@ def test_a_prompt_keeps_the_mask_that_the_model_made(monkeypatch, format):
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", sdpa)
     network = model("llama")
     ids, mask = text(1, 40)
-    forward(network, SinkCache(network.config, window=16, format=format), ids, mask, 0, 40)
+    forward(network, SinkCache(network.config, window_length=16, format=format), ids, mask, 0, 40)
     assert seen == [None] * network.config.num_hidden_layers
 
 
 def test_a_priority_that_is_no_number_goes_first_and_protects_nothing():
     network = model("llama")
     ids, mask = text(1, 46)
-    odd = Custom(function=lambda tokens: torch.where(tokens.positions % 2 == 0, torch.nan, 1.0), budget=20, recent=8, sinks=4)
+    odd = Custom(function=lambda tokens: torch.where(tokens.positions % 2 == 0, torch.nan, 1.0), budget=20, recent=8, num_sink_tokens=4)
     cache = CompressedCache(network.config, policy=odd)
     forward(network, cache, ids, mask, 0, 46)
     kept = cache.kept_positions()[0, 0].tolist()
@@ -118,7 +118,7 @@ def test_a_refused_crop_changes_no_layer():
 
 @pytest.mark.parametrize("window", [100, 256, 1020, 4096])
 def test_a_window_protects_what_its_interval_leaves(window):
-    policy = SinkWindow(window=window)
+    policy = SinkWindow(window_length=window)
     assert policy.recent + policy.interval_of(policy.budgets[0]) - 1 == window
 
 

@@ -70,7 +70,7 @@ class Tokens:
 
     @staticmethod
     def of(layer: CompressedLayer) -> "Tokens":
-        return Tokens(layer.exact_first, layer.exact_recent + 1, layer.format.codecs())
+        return Tokens(layer.num_sink_tokens, layer.residual_length + 1, layer.format.codecs())
 
     @property
     def count(self) -> int:

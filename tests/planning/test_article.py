@@ -21,7 +21,7 @@ FREE = 500e9
 
 def planned(context=TOKENS, **options):
     memory = {"gpu_memory": 80e9, "weights_memory": 140e9, "tensor_parallel": 8}
-    return plan(LLAMA_70B, context=context, dtype=torch.float16, exact_first=0, exact_recent=0, **memory, **options)
+    return plan(LLAMA_70B, context=context, dtype=torch.float16, num_sink_tokens=0, residual_length=0, **memory, **options)
 
 
 def test_dense():
@@ -42,7 +42,7 @@ def test_weights_of_70b():
         ({"format": "fp8_tensor_frozen"}, 21.0, 23, 23),
         ({"policy": policies.H2O(budget=0.5)}, 21.0, 23, 23),
         ({"format": "fp8_tensor_frozen", "policy": policies.H2O(budget=0.5)}, 10.5, 47, 46),
-        ({"format": "fp8_tensor_frozen", "policy": policies.H2O(budget=0.3, sinks=4)}, 6.3, 79, 77),
+        ({"format": "fp8_tensor_frozen", "policy": policies.H2O(budget=0.3, num_sink_tokens=4)}, 6.3, 79, 77),
     ],
 )
 def test_codes_alone_are_the_articles_numbers_and_bookkeeping_takes_some(options, gigabytes, requests, honest):
@@ -53,7 +53,7 @@ def test_codes_alone_are_the_articles_numbers_and_bookkeeping_takes_some(options
 
 
 def test_sinks_and_a_window_of_4k():
-    found = planned(policy=policies.SinkWindow(window=4096, sinks=4))
+    found = planned(policy=policies.SinkWindow(window_length=4096, num_sink_tokens=4))
     assert round(found.request.codes / 1e9, 1) in (1.3, 1.4)
     assert int(FREE // (2 * 80 * 8 * 128 * 2 * 4100)) == 372
     assert int(500 / 1.3) == 384
@@ -61,7 +61,7 @@ def test_sinks_and_a_window_of_4k():
 
 
 def test_at_131_072_tokens_the_last_row_is_77():
-    codes = planned(131_072, format="fp8_tensor_frozen", policy=policies.H2O(budget=0.3, sinks=4)).request.codes
+    codes = planned(131_072, format="fp8_tensor_frozen", policy=policies.H2O(budget=0.3, num_sink_tokens=4)).request.codes
     assert int(FREE // codes) == 77
 
 

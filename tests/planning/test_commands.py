@@ -34,10 +34,10 @@ def test_plan_lists_every_format():
 def test_plan_of_one_format_says_where_the_bytes_are(tmp_path):
     CONFIG.save_pretrained(tmp_path)
     arguments = ("plan", str(tmp_path), "--context", "3000", "--format", "fp8", "--policy", "h2o", "--budget", "0.5")
-    text = run(*arguments, "--exact-recent", "8").stdout
+    text = run(*arguments, "--residual-length", "8").stdout
     assert "bookkeeping" in text and "fp8 + H2O 50%" in text
-    (row,) = json.loads(run(*arguments, "--exact-recent", "8", "--dtype", "float32", "--json").stdout)
-    expected = plan(CONFIG.__class__.from_pretrained(tmp_path), format="fp8", policy=H2O(budget=0.5), context=3000, exact_recent=8)
+    (row,) = json.loads(run(*arguments, "--residual-length", "8", "--dtype", "float32", "--json").stdout)
+    expected = plan(CONFIG.__class__.from_pretrained(tmp_path), format="fp8", policy=H2O(budget=0.5), context=3000, residual_length=8)
     assert row["codes"] == expected.request.codes and row["exact"] == 2 * expected.request.exact
 
 

@@ -13,7 +13,7 @@ from qkvcache.storage import growth
 
 MODEL_NAMES = ("llama", "gemma3", "phi3", "qwen3")
 SHARES = {
-    "h2o_share": lambda budget: policies.H2O(budget=0.3, sinks=4),
+    "h2o_share": lambda budget: policies.H2O(budget=0.3, num_sink_tokens=4),
     "share_and_recent": lambda budget: policies.TOVA(budget=policies.Budget(20, 0.25), recent=10, interval=7),
     "intervals": lambda budget: policies.Knorm(budget=10 * budget, recent=40),
 }
@@ -66,7 +66,7 @@ def check(cache: CompressedCache, name: str, prompt: int, steps: int, **options)
 @pytest.mark.filterwarnings("ignore:no layer of this model has full attention")
 def test_models(name):
     """Layers that slide, that are linear, that share keys; head_dims that differ by layer; other names in the config."""
-    for options in ({"format": "int8_token", "exact_recent": 8}, {"format": "nvfp4", "policy": policies.KeyDiff(budget=20)}):
+    for options in ({"format": "int8_token", "residual_length": 8}, {"format": "nvfp4", "policy": policies.KeyDiff(budget=20)}):
         check(read(name, 60, 2, **options), name, 60, 2, **options)
 
 
@@ -91,17 +91,17 @@ def test_every_format_with_every_policy_in_models(name, format, policy):
 @pytest.mark.parametrize("prompt", [1, 5, 80, 200])
 def test_zones_and_steps(zones, prompt):
     for options in ({"format": "fp8_tensor_frozen"}, {"format": "int4", "policy": policies.Knorm(budget=0.3)}):
-        options |= {"exact_first": zones[0], "exact_recent": zones[1]}
+        options |= {"num_sink_tokens": zones[0], "residual_length": zones[1]}
         check(drive("llama", prompt, 40, **options), "llama", prompt, 40, **options)
 
 
 @pytest.mark.parametrize(
     "options",
     [
-        {"exact_layers": (0, -1)},
-        {"exact_layers": (1,), "policy": policies.TOVA(budget=0.5)},
+        {"skip_layers": (0, -1)},
+        {"skip_layers": (1,), "policy": policies.TOVA(budget=0.5)},
         {"policy": policies.TOVA(budget=[20, 100, policies.Budget(30, 0.1)])},
-        {"policy": policies.SinkWindow(window=30, positions="cache")},
+        {"policy": policies.SinkWindow(window_length=30, positions="cache")},
     ],
 )
 def test_layers_that_differ(options):
@@ -112,7 +112,7 @@ def test_layers_that_differ(options):
 def test_chunks_that_grow_while_tokens_come_one_by_one(policy):
     """By an eighth, which is more than a page from 1,024 tokens on."""
     config = MODELS["llama"]()
-    options = {"format": "int8", "policy": policy, "exact_first": 0, "exact_recent": 0}
+    options = {"format": "int8", "policy": policy, "num_sink_tokens": 0, "residual_length": 0}
     cache = CompressedCache(config, **options)
     layer, token = cache.layers[0], torch.rand(1, 2, 1, 32)
     for seen in range(1100, 1800):
@@ -148,7 +148,7 @@ def drive_static(config, prompt: int, steps: int, rows: int, **options) -> Compr
             if isinstance(layer, EvictingLayer):
                 fixed = layer.fixed and tokens == 1
                 layer.begin(None) if fixed else layer.enter(None)
-                columns = layer.exact_first + layer.slots + layer.tail + 1 if fixed else layer.stored + tokens
+                columns = layer.num_sink_tokens + layer.slots + layer.tail + 1 if fixed else layer.stored + tokens
                 mass = torch.rand(rows, shape.heads, columns) if layer.observes else None
                 layer.finish(mass, None) if fixed else layer.observe(mass)
     return cache
@@ -164,8 +164,8 @@ def test_preallocated_caches(policy, rows):
     config = MODELS["llama"]()
     formats = ONE_TRELLIS if policy in ("none", "h2o") else ("fp8", "int8_token")
     for format in formats:
-        for exact_layers in ((), (1,)):
-            options = {"format": format, "policy": ALL_POLICIES[policy](40), "exact_layers": exact_layers, "max_length": 700}
+        for skip_layers in ((), (1,)):
+            options = {"format": format, "policy": ALL_POLICIES[policy](40), "skip_layers": skip_layers, "max_length": 700}
             memory = drive_static(config, 150, 2, rows, **options).memory()
             planned = plan(config, context=152, batch=rows, dtype=torch.float32, **options)
             for part in ("codes", "scales", "exact"):

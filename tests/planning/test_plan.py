@@ -37,7 +37,7 @@ def test_requests_and_longest_context_are_the_most_that_fit():
 
 def test_what_stops_growing_has_no_longest_context():
     memory = {"gpu_memory": 1e6, "weights_memory": 0}
-    found = plan(LLAMA, policy=policies.SinkWindow(window=100), context=5000, **memory)
+    found = plan(LLAMA, policy=policies.SinkWindow(window_length=100), context=5000, **memory)
     assert found.unbounded and found.longest_context is None and "any length" in str(found)
     tiny = plan(LLAMA, format="int8", context=200, batch=10, **memory)
     assert tiny.longest_context == 4 + 64 + 1 + 64 and not tiny.fits  # exact tokens, and a page of the others
@@ -114,8 +114,8 @@ def test_every_format_that_holds_the_heads_has_a_row():
         ({"tensor_parallel": 0}, ValueError, "tensor_parallel=0: must be 1 or more GPUs"),
         ({"prompt": 0}, ValueError, "prompt=0"),
         ({"format": "int9"}, ValueError, "int9"),
-        ({"format": "int8", "exact_layers": (7,)}, ValueError, "exact_layers"),
-        ({"format": "int8", "exact_layers": 0}, TypeError, "exact_layers=0: expected a tuple"),
+        ({"format": "int8", "skip_layers": (7,)}, ValueError, "skip_layers"),
+        ({"format": "int8", "skip_layers": 0}, TypeError, "skip_layers=0: expected a tuple"),
         ({"tensor_parallel": 4}, ValueError, r"tensor_parallel=4 does not divide 2 KV heads: expected one of \[1, 2\]"),
         ({"dtype": "bf16"}, ValueError, "dtype='bf16'"),
         ({"dtype": "nn"}, ValueError, "dtype='nn'"),
@@ -128,8 +128,8 @@ def test_every_format_that_holds_the_heads_has_a_row():
         ({"gpu_memory": 1e9, "weights_memory": float("nan")}, ValueError, "weights_memory=nan"),
         ({"weights_memory": "foo"}, TypeError, "weights_memory .* got 'foo'"),
         ({"weights_memory": -5}, ValueError, "weights_memory=-5"),
-        ({"exact_first": -1}, ValueError, "exact_first=-1"),
-        ({"exact_recent": "a"}, TypeError, "exact_recent .* got 'a'"),
+        ({"num_sink_tokens": -1}, ValueError, "num_sink_tokens=-1"),
+        ({"residual_length": "a"}, TypeError, "residual_length .* got 'a'"),
         ({"gpu_memory": 1e5, "weights_memory": 1e6}, ValueError, "leaves nothing beside 1.0 MB of weights"),
     ],
 )

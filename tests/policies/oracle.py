@@ -105,7 +105,7 @@ class Head:
         if name == "TOVA":
             return mass
         if name == "SnapKV":
-            return score * (1 - 1 / self.policy.window) ** queries + mass
+            return score * (1 - 1 / self.policy.window_size) ** queries + mass
         return score * getattr(self.policy, "decay", 1.0) ** queries + mass
 
     def of_key(self, p: int) -> float:
@@ -130,7 +130,7 @@ class Head:
         if policy.value_norm:
             rank = {p: rank[p] * norm[p] for p in held}
         recent = policy.recent if isinstance(policy.recent, int) else int(policy.recent * budget)
-        free = [p for p in held if policy.sinks <= p < self.seen - recent]
+        free = [p for p in held if policy.num_sink_tokens <= p < self.seen - recent]
         large = int(policy.protect_values * budget)
         for p in sorted(free, key=norm.get)[max(len(free) - large, 0) :] if large else []:
             rank[p] = 1e30

@@ -43,8 +43,8 @@ WRONG = [
     (H2O, {"budget": Budget(tokens=-1)}, ValueError, "Budget.tokens=-1"),
     (H2O, {"budget": Budget()}, ValueError, "share=0"),
     (H2O, {"budget": Budget(share=1.5)}, ValueError, "share=1.5"),
-    (H2O, {"sinks": -1}, ValueError, "sinks=-1"),
-    (H2O, {"sinks": 0.5}, TypeError, "0.5"),
+    (H2O, {"num_sink_tokens": -1}, ValueError, "num_sink_tokens=-1"),
+    (H2O, {"num_sink_tokens": 0.5}, TypeError, "0.5"),
     (H2O, {"recent": -1}, ValueError, "recent=-1"),
     (H2O, {"recent": 1.01}, ValueError, "recent=1.01: must be 0 or more tokens (int), or a share from 0 to 1 (float)"),
     (H2O, {"recent": math.nan}, ValueError, "recent=nan"),
@@ -53,11 +53,11 @@ WRONG = [
     (H2O, {"interval": 1.0}, TypeError, "1.0"),
     (H2O, {"protect_values": 1.0}, ValueError, "protect_values=1.0"),
     (H2O, {"protect_values": -0.1}, ValueError, "protect_values=-0.1"),
-    (H2O, {"budget": 10, "sinks": 4, "recent": 7}, ValueError, "budget=10: sinks=4, recent=7"),
-    (H2O, {"budget": 10, "sinks": 4, "recent": 5, "interval": 3}, ValueError, "interval=3"),
-    (H2O, {"budget": 10, "sinks": 4, "recent": 4, "protect_values": 0.3}, ValueError, "protect_values=0.3 take 11"),
-    (H2O, {"budget": [64, 10], "sinks": 6, "recent": 5}, ValueError, "budget=10"),
-    (TOVA, {"budget": 3}, ValueError, "budget=3: sinks=4"),
+    (H2O, {"budget": 10, "num_sink_tokens": 4, "recent": 7}, ValueError, "budget=10: num_sink_tokens=4, recent=7"),
+    (H2O, {"budget": 10, "num_sink_tokens": 4, "recent": 5, "interval": 3}, ValueError, "interval=3"),
+    (H2O, {"budget": 10, "num_sink_tokens": 4, "recent": 4, "protect_values": 0.3}, ValueError, "protect_values=0.3 take 11"),
+    (H2O, {"budget": [64, 10], "num_sink_tokens": 6, "recent": 5}, ValueError, "budget=10"),
+    (TOVA, {"budget": 3}, ValueError, "budget=3: num_sink_tokens=4"),
     (H2O, {"reduce": "max"}, ValueError, "reduce='max'"),
     (H2O, {"decay": 0.0}, ValueError, "decay=0.0"),
     (H2O, {"decay": 1.1}, ValueError, "decay=1.1"),
@@ -71,7 +71,7 @@ WRONG = [
     (SinkWindow, {"window": 0}, ValueError, "window=0"),
     (SinkWindow, {"window": 8, "interval": 9}, ValueError, "interval=9"),
     (SinkWindow, {"positions": "none"}, ValueError, "positions='none'"),
-    (SinkWindow, {"sinks": -1}, ValueError, "sinks=-1"),
+    (SinkWindow, {"num_sink_tokens": -1}, ValueError, "num_sink_tokens=-1"),
     (SinkWindow, {"budget": 100}, TypeError, "budget"),
     (SlidingWindow, {"window": 1.5}, TypeError, "1.5"),
     *[(kind, {"value_norm": True}, ValueError, f"{kind.__name__} are no weights") for kind in (KeyDiff, Knorm, Random, SinkWindow)],
@@ -109,19 +109,19 @@ CACHES = [
     (lambda: CompressedCache(config("deepseek_v3"), policy="h2o"), NotImplementedError, "latents"),
     (lambda: CompressedCache(policy=SinkWindow(positions="cache")), ValueError, "config"),
     (lambda: CompressedCache(config("gpt2"), policy=SinkWindow(positions="cache")), NotImplementedError, "gpt2"),
-    (lambda: SinkCache(config("llama"), window=0), ValueError, "window=0"),
+    (lambda: SinkCache(config("llama"), window_length=0), ValueError, "window_length=0"),
     (lambda: SinkCache(config("llama"), positions="new"), ValueError, "'new'"),
     (lambda: SinkCache(config("llama"), format="int9"), ValueError, "int9"),
-    (lambda: SlidingWindowCache(config("llama"), window=-1), ValueError, "window=-1"),
+    (lambda: SlidingWindowCache(config("llama"), window_length=-1), ValueError, "window_length=-1"),
     (lambda: H2OCache(config("llama"), budget=0), ValueError, "budget=0"),
-    (lambda: H2OCache(config("llama"), policy="tova"), TypeError, "pass budget= or recent= or sinks= in place of policy='tova'"),
-    (lambda: SinkCache(config("llama"), policy="tova"), TypeError, "pass window= or sinks="),
-    (lambda: SlidingWindowCache(config("llama"), policy="tova"), TypeError, "pass window="),
-    (lambda: CombinedCache(config("llama"), policy="tova"), TypeError, "pass sinks= or recent= or heavy="),
+    (lambda: H2OCache(config("llama"), policy="tova"), TypeError, "pass budget= or recent= in place of policy='tova'"),
+    (lambda: SinkCache(config("llama"), policy="tova"), TypeError, "pass window_length= or positions="),
+    (lambda: SlidingWindowCache(config("llama"), policy="tova"), TypeError, "pass window_length="),
+    (lambda: CombinedCache(config("llama"), policy="tova"), TypeError, "pass recent= or heavy="),
     (lambda: CompressedCache(config("llama"), policy="h2o", budget=99), TypeError, "policy=policies.H2O(budget=99)"),
     (lambda: H2OCache(config("llama"), decay=0.9), TypeError, "policy=policies.H2O(decay=0.9)"),
     (lambda: CombinedCache(config("llama"), heavy=1.5), ValueError, "1.5"),
-    (lambda: CombinedCache(config("llama"), heavy=-4, recent=2, sinks=1), ValueError, "-1"),
+    (lambda: CombinedCache(config("llama"), heavy=-4, recent=2, num_sink_tokens=1), ValueError, "-1"),
     (lambda: CombinedCache(config("llama"), heavy="many"), (TypeError, ValueError), "many"),
     (lambda: CombinedCache(config("llama"), heavy=True), TypeError, "True"),
     (lambda: CombinedCache(config("llama"), recent=0.5), TypeError, "recent must be a number of tokens"),
@@ -166,7 +166,7 @@ def test_policies_are_frozen_and_named():
         policy = resolve(name)
         assert type(policy) is kind and resolve(policy) is policy
         with pytest.raises(dataclasses.FrozenInstanceError):
-            policy.sinks = 7
+            policy.num_sink_tokens = 7
         assert dataclasses.replace(Knorm(budget=64), budget=32).budget == 32
 
 
@@ -174,7 +174,7 @@ def test_policies_are_frozen_and_named():
 def test_budgets_grow_by_whole_tokens(seen, size):
     budget = Budget(4, 0.1)
     assert budget.size(seen) == int(budget.size(torch.tensor([[seen]]))) == size
-    policy = H2O(budget=budget, recent=3, sinks=6)
+    policy = H2O(budget=budget, recent=3, num_sink_tokens=6)
     assert policy.size(budget, seen) == int(policy.size(budget, torch.tensor([seen]))) == max(size, 10)
 
 
@@ -182,7 +182,7 @@ def test_budgets_grow_by_whole_tokens(seen, size):
 def test_intervals_by_themselves(budget, interval):
     assert H2O(budget=budget).interval_of(Budget(budget)) == interval
     assert H2O(budget=budget, interval=3).interval_of(Budget(budget)) == 3
-    assert H2O(budget=budget, sinks=0, recent=budget).interval_of(Budget(budget)) == 1  # as many as are free
+    assert H2O(budget=budget, num_sink_tokens=0, recent=budget).interval_of(Budget(budget)) == 1  # as many as are free
 
 
 def test_random_draws_are_uniform_and_fixed():

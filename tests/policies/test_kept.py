@@ -14,7 +14,7 @@ TEXTS = {
     "chunked": Text((0, 3, 9, 14, 23), (4, 7, 10, 9, 1, 1, 1, 5, 2, 1)),
 }
 SPARSE = {
-    "snapkv": SnapKV(budget=14, interval=3, window=4, recent=3),
+    "snapkv": SnapKV(budget=14, interval=3, window_size=4, recent=3),
     "h2o": H2O(budget=14, interval=4, recent=2),
     "knorm": Knorm(budget=14, interval=2),
 }
@@ -47,14 +47,18 @@ def test_b18_intervals(name, text):
     check(SPARSE[name], TEXTS[text])
 
 
-@pytest.mark.parametrize("policy", [SinkWindow(window=1, sinks=0), H2O(budget=1, recent=1), H2O(budget=6, sinks=2, recent=4)], ids=repr)
+@pytest.mark.parametrize(
+    "policy",
+    [SinkWindow(window_length=1, num_sink_tokens=0), H2O(budget=1, recent=1), H2O(budget=6, num_sink_tokens=2, recent=4)],
+    ids=repr,
+)
 def test_b18_smallest_budgets(policy):
     check(policy, TEXTS["chunked"])
 
 
 def test_b7_a_position_as_priority_is_a_window():
-    custom = Custom(function=lambda tokens: tokens.positions.float(), budget=12, sinks=4, recent=0)
-    window = SinkWindow(window=8, sinks=4)
+    custom = Custom(function=lambda tokens: tokens.positions.float(), budget=12, num_sink_tokens=4, recent=0)
+    window = SinkWindow(window_length=8, num_sink_tokens=4)
     for ours, theirs in zip(drive(custom, TEXTS["chunked"]), drive(window, TEXTS["chunked"]), strict=True):
         assert torch.equal(ours.positions(), theirs.positions())
 
@@ -74,7 +78,11 @@ def test_b7_norms_are_those_of_the_tokens(norm):
             assert torch.equal(ours.positions(), theirs.positions())
 
 
-ZONES = ({"exact_first": 2, "exact_recent": 2}, {"exact_first": 9, "exact_recent": 99}, {"exact_first": 0, "exact_recent": 0})
+ZONES = (
+    {"num_sink_tokens": 2, "residual_length": 2},
+    {"num_sink_tokens": 9, "residual_length": 99},
+    {"num_sink_tokens": 0, "residual_length": 0},
+)
 
 
 @pytest.mark.parametrize("name", slowly(CUT_FREE, ["lagkv"]))
@@ -101,7 +109,7 @@ def test_b16_survivors_are_never_encoded_again_nor_moved(format, evictions):
     text = Text((0, 5), (40, *[1] * evictions))
     before = None
     survived = 0
-    for layer in drive(Random(budget=24, recent=3), text, format, exact_first=2, exact_recent=3):
+    for layer in drive(Random(budget=24, recent=3), text, format, num_sink_tokens=2, residual_length=3):
         positions = layer.storage.ledger.body["positions"].clone()
         chunks = [codes for chunk in layer.storage.chunks.chunks for codes in chunk]
         planes = [plane[:, :, : layer.storage.chunks.length].clone() for codes in chunks for plane in codes.values()]
@@ -118,7 +126,7 @@ def test_b16_survivors_are_never_encoded_again_nor_moved(format, evictions):
 
 @pytest.mark.parametrize("format", ["identity", "int8", "int8_token", "fp8_token", "nvfp4", "int4"])
 def test_b16_a_slot_decodes_to_the_token_whose_position_it_records(format):
-    text, first = Text((0, 5), (30, *[1] * 40)), {"exact_first": 2, "exact_recent": 3}
+    text, first = Text((0, 5), (30, *[1] * 40)), {"num_sink_tokens": 2, "residual_length": 3}
     *_, layer = drive(Knorm(budget=20, recent=3), text, format, **first)
     positions = columns(layer).long()
     at = (positions + torch.tensor(text.pads)[:, None, None])[..., None].expand(-1, -1, -1, text.keys.shape[-1])

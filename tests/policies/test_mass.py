@@ -80,7 +80,7 @@ KINDS = {
     "h2o": H2O(budget=500),
     "decay": H2O(budget=500, decay=0.9),
     "tova": TOVA(budget=500),
-    "snapkv": SnapKV(budget=500, window=4, interval=1),
+    "snapkv": SnapKV(budget=500, window_size=4, interval=1),
 }
 
 
@@ -89,7 +89,7 @@ KINDS = {
 @pytest.mark.parametrize("attention", slowly(ATTENTION, ["sdpa", "eager"]))
 def test_scores_equal_sums_of_dense_weights(attention, kind, format):
     """Layer 0 of three, in which keys do not depend on the cache; with a format codes are read, so roughly."""
-    cache = CompressedCache(model("llama").config, policy=KINDS[kind], format=format, exact_first=0, exact_recent=2)
+    cache = CompressedCache(model("llama").config, policy=KINDS[kind], format=format, num_sink_tokens=0, residual_length=2)
     run(model("llama", attention), cache)
     found, dense = scores(cache, 0), expected(kind, weights(model("llama", "eager"), 0))
     assert found.shape == dense.shape and dense.max() > 0.5
@@ -127,7 +127,7 @@ def test_groups_of_query_heads(heads):
 POLICIES = {
     "h2o": H2O(budget=15, recent=4),
     "tova": TOVA(budget=15),
-    "snapkv": SnapKV(budget=15, window=4, interval=2, recent=3),
+    "snapkv": SnapKV(budget=15, window_size=4, interval=2, recent=3),
     "custom": Custom(function=lambda tokens: tokens.score * tokens.value_norm, budget=15),
 }
 
@@ -149,7 +149,10 @@ def test_b7_custom_scores_are_those_of_h2o():
     """Custom(lambda t: t.score) is H2O(reduce="sum"); with value norms it is H2O(value_norm=True)."""
     for function, options in ((lambda t: t.score, {}), (lambda t: t.score * t.value_norm, {"value_norm": True})):
         kept = []
-        for policy in (Custom(function=function, budget=15, sinks=1, recent=4), H2O(budget=15, sinks=1, recent=4, reduce="sum", **options)):
+        for policy in (
+            Custom(function=function, budget=15, num_sink_tokens=1, recent=4),
+            H2O(budget=15, num_sink_tokens=1, recent=4, reduce="sum", **options),
+        ):
             cache = CompressedCache(model("llama").config, policy=policy)
             logits = run(model("llama"), cache)
             kept.append((cache, logits))

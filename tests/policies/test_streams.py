@@ -34,7 +34,7 @@ def one_layer():
 def test_b11_streams_read_sinks_and_window_at_their_places(positions, format, length):
     """In one layer keys depend on token and place only: a step is a plain forward of sinks, window and token. Up to 1,100 evictions."""
     network, sinks, window = one_layer(), 3, 9
-    cache = SinkCache(network.config, window=window, sinks=sinks, positions=positions, format=format, exact_first=sinks, exact_recent=4)
+    cache = SinkCache(network.config, window_length=window, num_sink_tokens=sinks, positions=positions, format=format, residual_length=4)
     ids = torch.randint(3, 100, (1, length), generator=torch.Generator().manual_seed(SEED + 1))
     say(cache, ids[:, :20], network)
     for t in range(20, length):
@@ -51,10 +51,10 @@ def test_b11_streams_read_sinks_and_window_at_their_places(positions, format, le
 
 def test_b11_padded_rows_turn_by_their_own_gap():
     network, (ids, mask) = one_layer(), prompt()
-    together = SinkCache(network.config, window=9, sinks=3, positions="cache")
+    together = SinkCache(network.config, window_length=9, num_sink_tokens=3, positions="cache")
     batch = [forward(network, together, ids, mask, a, b) for a, b in ((0, 12), (12, 20), *((i, i + 1) for i in range(20, 40)))]
     for row in range(3):
-        cache = SinkCache(network.config, window=9, sinks=3, positions="cache")
+        cache = SinkCache(network.config, window_length=9, num_sink_tokens=3, positions="cache")
         begin = 5 * row
         for part, (a, b) in zip(batch, ((0, 12), (12, 20), *((i, i + 1) for i in range(20, 40))), strict=True):
             got = forward(network, cache, ids[row : row + 1, begin:], mask[row : row + 1, begin:], max(a - begin, 0), b - begin)

@@ -3,7 +3,7 @@
 import importlib.util
 from pathlib import Path
 
-from qkvcache.harness.rows import read_rows
+from qkvcache.evaluation.rows import read_rows
 
 PATH = Path(__file__).parents[2] / "eval" / "bench_prefix.py"
 TINY = "--layers 2 --hidden 64 --intermediate 96 --heads 4 --kv-heads 2 --head-dim 32 --vocabulary 100 --dtype float32 --device cpu"

@@ -41,10 +41,10 @@ def test_ls_lists_what_is_there(directory):
     ("options", "says"),
     [
         ({"format": "int8"}, "int8"),
-        ({"format": "int8", "exact_recent": 16}, "int8, exact 4 + 16"),
-        ({"format": "int8", "exact_layers": [0]}, "DynamicLayer; int8"),
+        ({"format": "int8", "residual_length": 16}, "int8, exact 4 + 16"),
+        ({"format": "int8", "skip_layers": [0]}, "DynamicLayer; int8"),
         ({"policy": Knorm(budget=[50, 60])}, "identity, Knorm"),
-        ({"format": "fp8", "policy": Custom(function=max), "exact_recent": 0}, "fp8, Custom, exact 4 + 0"),
+        ({"format": "fp8", "policy": Custom(function=max), "residual_length": 0}, "fp8, Custom, exact 4 + 0"),
     ],
 )
 def test_caches_in_short(options, says):

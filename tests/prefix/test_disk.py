@@ -19,7 +19,7 @@ from seeds import SEED
 from qkvcache import CompressedCache, PrefixStore
 from qkvcache.prefix import disk
 
-ZONES = {"exact_first": 2, "exact_recent": 8}
+ZONES = {"num_sink_tokens": 2, "residual_length": 8}
 FORK = multiprocessing.get_context("fork")
 
 

@@ -15,7 +15,7 @@ from qkvcache import CompressedCache, PrefixStore, policies
 from qkvcache.layers.compressed import CompressedLayer
 from qkvcache.layers.evicting import EvictingLayer
 
-ZONES = {"exact_first": 2, "exact_recent": 4}
+ZONES = {"num_sink_tokens": 2, "residual_length": 4}
 WINDOWS = ["gemma3", "gemma2", "mistral", "gpt_oss", "gemma3n", "gemma4"]
 
 
@@ -101,7 +101,7 @@ def test_nothing_is_stored_after_an_exception():
 
 @pytest.mark.parametrize("format", ["identity", "int8"])
 def test_beams_and_samples_fork_from_one_entry(format):
-    kept = store(format=format, exact_recent=64)
+    kept = store(format=format, residual_length=64)
     ids = prompt(30)
     for options in ({"num_beams": 3}, {"num_beams": 3}, {"num_return_sequences": 3, "do_sample": True}):
         with kept.reuse(ids) as past:
@@ -160,14 +160,14 @@ def test_evicting_caches_come_back_whole(name, on_disk, tmp_path):
 
 
 def test_reuse_of_a_cache_that_evicts():
-    kept = store(policy=policies.SinkWindow(window=20), exact_first=0, exact_recent=0)
+    kept = store(policy=policies.SinkWindow(window_length=20), num_sink_tokens=0, residual_length=0)
     ids = prompt(40)
     first = []
     for turn in (ids, ids, torch.cat([ids, prompt(9, 6)], 1)):
         with kept.reuse(turn) as past:
             first.append(past.get_seq_length())
             got = generate(kept.model, turn, past)
-        cache = CompressedCache(kept.model.config, policy=policies.SinkWindow(window=20), exact_first=0, exact_recent=0)
+        cache = CompressedCache(kept.model.config, policy=policies.SinkWindow(window_length=20), num_sink_tokens=0, residual_length=0)
         with torch.no_grad():  # the same steps: what a chunk sees depends on what was evicted before it
             for chunk in turn[:, :39], turn[:, 39:-1]:
                 if chunk.numel():

@@ -15,7 +15,7 @@ from transformers import DynamicCache
 from qkvcache import CompressedCache, PrefixStore
 from qkvcache.prefix.match import decode
 
-ZONES = {"exact_first": 2, "exact_recent": 6}
+ZONES = {"num_sink_tokens": 2, "residual_length": 6}
 LEAST, QUANTIZED = 3, 12
 IDS = st.lists(st.sampled_from([(3,), (4, 5, 6, 7, 8), tuple(range(10, 40))]), min_size=1, max_size=4).map(lambda parts: sum(parts, ()))
 """Prompts of few words of several lengths, so that they begin alike."""

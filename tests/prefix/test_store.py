@@ -13,7 +13,7 @@ from qkvcache.formats import resolve
 from qkvcache.prefix import Match
 from qkvcache.prefix.place import Staging
 
-ZONES = {"exact_first": 2, "exact_recent": 8}
+ZONES = {"num_sink_tokens": 2, "residual_length": 8}
 
 
 def store(format="int8", **options) -> PrefixStore:
@@ -167,7 +167,7 @@ def test_short_dynamic_caches_stay_exact():
 def test_the_class_of_a_cache_is_kept():
     ids = random_ids(40)
     kept = store("int8")
-    cache = fill(TurboQuantCache(model().config, preset="k8v4", exact_layers=[0], exact_recent=5), ids)
+    cache = fill(TurboQuantCache(model().config, preset="k8v4", skip_layers=[0], residual_length=5), ids)
     kept.store(ids, cache)
     found = kept.fetch(torch.cat([ids, ids])).cache
     assert type(found) is TurboQuantCache and found.format == cache.format
@@ -326,7 +326,7 @@ def test_bad_ids(ids, error, says):
         ({"min_match_tokens": -2}, ValueError, "min_match_tokens"),
         ({"format": "int9"}, ValueError, "int9"),
         ({"format": 8}, TypeError, "8"),
-        ({"exact_recent": -1}, ValueError, "exact_recent"),
+        ({"residual_length": -1}, ValueError, "residual_length"),
         ({"directory": "/dev/null/prefixes"}, ValueError, "/dev/null"),
         ({"directory": 3}, TypeError, "directory"),
         ({"max_disk_bytes": 1e9}, TypeError, "max_disk_bytes must be a number of bytes"),

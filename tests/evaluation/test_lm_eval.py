@@ -7,15 +7,15 @@ import sys
 
 import lm_eval
 import pytest
-from harness.asked import TOKENIZER
+from evaluation.asked import TOKENIZER
 from lm_eval.api.registry import get_model
 from lm_eval.config import evaluate_config
 from lm_eval.tasks import TaskManager
 
 from qkvcache import demo
-from qkvcache.harness import __main__ as shim
-from qkvcache.harness.long_context import TASKS, cases
-from qkvcache.harness.model import CacheLM
+from qkvcache.evaluation import __main__ as shim
+from qkvcache.evaluation.long_context import TASKS, cases
+from qkvcache.evaluation.model import CacheLM
 
 SMALL = {"context_tokens": 300, "number": 3, "tokenizer": str(demo.MODEL_PATH)}
 
@@ -119,7 +119,7 @@ def test_the_command_writes_a_result_file(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("lm_eval.tasks.TaskManager", Few)
     monkeypatch.setattr(sys, "argv", sys.argv)
     assert evaluate_config  # which imports the patched name when it runs
-    arguments = f"run --model qkvcache --model_args pretrained={demo.MODEL_PATH},cache=nvfp4,dtype=float32,exact_recent=8 --device cpu"
+    arguments = f"run --model qkvcache --model_args pretrained={demo.MODEL_PATH},cache=nvfp4,dtype=float32,residual_length=8 --device cpu"
     arguments += f" --tasks qkvcache_needle_unseen --batch_size 3 --output_path {tmp_path}"
     shim.main([*arguments.split(), "--metadata", json.dumps({"context_tokens": 300, "number": 3})])
     (file,) = tmp_path.rglob("results_*.json")
@@ -132,5 +132,7 @@ def test_the_command_writes_a_result_file(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.slow
 def test_the_module_is_a_command():
-    done = subprocess.run([sys.executable, "-m", "qkvcache.harness", "ls", "tasks", "--include_path", str(shim.TASKS)], capture_output=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "qkvcache.evaluation", "ls", "tasks", "--include_path", str(shim.TASKS)], capture_output=True
+    )
     assert done.returncode == 0 and b"qkvcache_needle_unseen" in done.stdout

@@ -6,7 +6,7 @@ import re
 import pytest
 from seeds import SEED
 
-from qkvcache.harness.recall import FORMS, KEYS, code_word, plant, recall_case, recall_cases
+from qkvcache.evaluation.recall import FORMS, KEYS, code_word, plant, recall_case, recall_cases
 
 FILLER = "one two three four five six seven eight nine ten " * 40
 

@@ -110,7 +110,7 @@ def evaluate(context: typer.Context) -> None:
 
             print(f"{inspect.getdoc(CacheLM)}\n")
         main(context.args)
-    except (ImportError, ValueError, TypeError, NotImplementedError, OSError) as error:  # `python -m qkvcache.harness` shows where
+    except (ImportError, ValueError, TypeError, NotImplementedError, OSError) as error:  # `python -m qkvcache.evaluation` shows where
         raise typer.BadParameter(str(error)) from error
 
 

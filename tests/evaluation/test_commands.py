@@ -7,7 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from qkvcache.cli import app
-from qkvcache.harness import __main__ as shim
+from qkvcache.evaluation import __main__ as shim
 
 
 def run(*arguments: str):

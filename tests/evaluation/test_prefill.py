@@ -6,14 +6,14 @@ from matrix import model as tiny
 from transformers import DynamicCache, StaticCache
 
 from qkvcache import CompressedCache, demo
-from qkvcache.harness.prefill import prefill, refill
-from qkvcache.harness.quality import Passages, RecallSet, at_once, divergence, held_bytes, recall, steps
+from qkvcache.evaluation.prefill import prefill, refill
+from qkvcache.evaluation.quality import Passages, RecallSet, at_once, divergence, held_bytes, recall, steps
 from qkvcache.policies import H2O, TOVA, KeyDiff, LagKV, Random, SinkWindow, SnapKV
 from qkvcache.policies.base import ALL
 
 POLICIES = [
     H2O(budget=64), TOVA(budget=64), SnapKV(budget=64), KeyDiff(budget=64), LagKV(budget=64, lag=16, recent=16), Random(budget=64),
-    SinkWindow(window=60),
+    SinkWindow(window_length=60),
 ]  # fmt: skip
 
 
@@ -47,7 +47,7 @@ def test_the_record_fills_a_cache_as_the_model_does(loaded, prompt, policy, form
 def test_rows_that_are_read_in_groups(loaded, prompt, monkeypatch):
     """As rows that are read together, but for the order of sums."""
     model, (ids, together) = loaded[0], prompt
-    monkeypatch.setattr("qkvcache.harness.prefill.SCORES", 1)
+    monkeypatch.setattr("qkvcache.evaluation.prefill.SCORES", 1)
     apart, logits = prefill(model, ids, (ALL, 32))
     for index, (a, b) in enumerate(zip(apart.layers, together.layers, strict=True)):
         torch.testing.assert_close((a.keys, a.values), (b.keys, b.values), rtol=1e-4, atol=1e-4)
@@ -80,7 +80,7 @@ def test_a_question_that_was_seen_is_part_of_the_prompt(loaded):
         recall(model, tokenizer, cases, lambda: CompressedCache(model.config, policy=H2O(budget=400))) for cases in (unseen, seen)
     ]
     assert everything[0] == everything[1] >= 2 / 3
-    assert recall(model, tokenizer, unseen, lambda: CompressedCache(model.config, policy=SinkWindow(window=16))) <= 1 / 3
+    assert recall(model, tokenizer, unseen, lambda: CompressedCache(model.config, policy=SinkWindow(window_length=16))) <= 1 / 3
 
 
 def test_states_of_linear_layers_are_counted_in_a_dense_cache_as_in_ours():
@@ -98,7 +98,7 @@ def test_states_of_linear_layers_are_counted_in_a_dense_cache_as_in_ours():
         held_bytes(StaticCache(config=network.config, max_cache_len=8))
 
 
-@pytest.mark.parametrize("options", [{}, {"exact_recent": 0}, {"exact_recent": 40}, {"policy": H2O(budget=100)}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"residual_length": 0}, {"residual_length": 40}, {"policy": H2O(budget=100)}], ids=str)
 @pytest.mark.parametrize("tokens", [50, 90, 200])
 def test_tokens_that_are_read_at_once_see_what_they_see_one_by_one(loaded, tokens, options):
     model, _, ids = loaded
@@ -112,7 +112,7 @@ def test_tokens_that_are_read_at_once_see_what_they_see_one_by_one(loaded, token
         found.append(torch.cat(list(steps(model, cache, ids[:, tokens:], size)), dim=1))
     far = (found[0] - found[1]).abs()
     assert (far > 1e-3).float().mean() < 1e-4 and far.max() < 5e-3  # a code at a border of two may fall to either side
-    assert (sizes[0] > 1) == (options in ({}, {"exact_recent": 40}))
+    assert (sizes[0] > 1) == (options in ({}, {"residual_length": 40}))
 
 
 def test_reading_at_once_what_should_come_one_by_one_is_seen(loaded):
@@ -122,7 +122,7 @@ def test_reading_at_once_what_should_come_one_by_one_is_seen(loaded):
     with torch.no_grad():
         found = []
         for size in (None, 80):
-            cache = CompressedCache(model.config, format="turboquant_3bit_nc", exact_recent=32)
+            cache = CompressedCache(model.config, format="turboquant_3bit_nc", residual_length=32)
             model(ids[:, :200], past_key_values=cache)
             found.append(torch.cat(list(steps(model, cache, ids[:, 200:], size)), dim=1))
     assert (found[0] - found[1]).abs().max() > 0.01

@@ -2,7 +2,7 @@
 
 import sys
 
-from qkvcache.harness.rows import provenance, read_rows, replace_rows
+from qkvcache.evaluation.rows import provenance, read_rows, replace_rows
 
 
 def test_rows_of_an_earlier_run_are_replaced(tmp_path):

@@ -3,9 +3,9 @@
 import sys
 
 import torch
-from harness.asked import SHORT, score, token_requests
+from evaluation.asked import SHORT, score, token_requests
 
-from qkvcache.harness.model import CacheLM
+from qkvcache.evaluation.model import CacheLM
 
 
 def main(checkpoint: str, output: str) -> None:

@@ -1,11 +1,11 @@
-"""lm-eval's command line with our model and our tasks: `python -m qkvcache.harness run --model qkvcache --tasks qkvcache_needle ...`."""
+"""lm-eval's command line with our model and our tasks: `python -m qkvcache.evaluation run --model qkvcache --tasks qkvcache_needle ...`."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
 
-NAME, TARGET = "qkvcache", "qkvcache.harness.model:CacheLM"
+NAME, TARGET = "qkvcache", "qkvcache.evaluation.model:CacheLM"
 TASKS = Path(__file__).parent / "tasks"
 
 

@@ -9,7 +9,7 @@ import datasets
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from qkvcache import models
-from qkvcache.harness import long_context
+from qkvcache.evaluation import long_context
 
 DEFAULTS = {"context_tokens": 2000, "number": 20, "seed": 0}
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness.asked import SHORT, TOKENIZER, cached, score
+from evaluation.asked import SHORT, TOKENIZER, cached, score
 from matrix import model
 from ranks import finish, start
 

@@ -9,10 +9,10 @@ from matrix import model
 from seeds import SEED
 
 from qkvcache import demo
-from qkvcache.harness.model import CacheLM
+from qkvcache.evaluation.model import CacheLM
 
 TOKENIZER = demo.load()[1]
-SHORT = {"exact_first": 2, "exact_recent": 4}
+SHORT = {"num_sink_tokens": 2, "residual_length": 4}
 """Zones that leave most of a short context compressed."""
 
 

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from qkvcache import demo
-from qkvcache.harness.long_context import TASKS, cases, recalled, similarity
+from qkvcache.evaluation.long_context import TASKS, cases, recalled, similarity
 
 TOKENIZER = demo.load()[1]
 

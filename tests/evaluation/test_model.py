@@ -5,14 +5,14 @@ from unittest import mock
 
 import pytest
 import torch
-from harness.asked import SHORT, TOKENIZER, cached, instances, plain, score, token_requests
+from evaluation.asked import SHORT, TOKENIZER, cached, instances, plain, score, token_requests
 from lm_eval.api.model import CachingLM
 from lm_eval.models.huggingface import HFLM
 from matrix import FORMATS, model, slowly
 
 from qkvcache import demo
-from qkvcache.harness.model import CacheLM
-from qkvcache.harness.spec import CacheSpec
+from qkvcache.evaluation.model import CacheLM
+from qkvcache.evaluation.spec import CacheSpec
 from qkvcache.policies import REGISTRY
 
 SCORINGS = ("cached", "deployed")
@@ -78,7 +78,7 @@ def test_scores_are_those_of_reading_on_through_the_cache(options, chunk):
 def test_every_token_of_an_answer_goes_through_the_cache_and_in_deployment_all_but_the_first():
     requests = [(None, context, continuation[:1]) for _, context, continuation in token_requests() if len(context) > 1]
     dense = score(plain(), requests)
-    coarse = {"cache": "turboquant_3bit_nc", "exact_first": 0, "exact_recent": 0}
+    coarse = {"cache": "turboquant_3bit_nc", "num_sink_tokens": 0, "residual_length": 0}
     assert (score(cached(**coarse), requests) - dense)[:, 0].abs().min() > 1e-4
     torch.testing.assert_close(score(cached(**coarse, scoring="deployed"), requests), dense, atol=1e-5, rtol=1e-5)
     longer = [(None, context, continuation + continuation) for _, context, continuation in requests]
@@ -153,8 +153,8 @@ def test_answers_of_two_formats_in_one_file_are_kept_apart(tmp_path):
         caching.dbdict.close()
         return found, computing.called
 
-    coarse = {"cache": "turboquant_3bit_nc", "exact_first": 0, "exact_recent": 0}
-    others = [{}, {"cache": "dynamic"}, coarse | {"scoring": "deployed"}, coarse | {"exact_first": 4}, {"kind": HFLM}]
+    coarse = {"cache": "turboquant_3bit_nc", "num_sink_tokens": 0, "residual_length": 0}
+    others = [{}, {"cache": "dynamic"}, coarse | {"scoring": "deployed"}, coarse | {"num_sink_tokens": 4}, {"kind": HFLM}]
     first, _ = answers(**coarse)
     for options in others:
         found, computed = answers(**options)
@@ -193,10 +193,10 @@ def test_the_results_say_what_was_measured():
         ({"batch_size": "-3"}, ValueError, "batch_size=-3: must be 1 or more rows"),
         ({"batch_size": 2.0}, TypeError, "batch_size must be a number of rows, got 2.0"),
         ({"batch_size": "many"}, TypeError, "batch_size must be a number of rows, got 'many'"),
-        ({"cache": "int8", "policy": "sink_window", "sinks": -1}, ValueError, "sinks=-1"),
-        ({"exact_recent": 0}, ValueError, "exact everywhere"),
-        ({"cache": "int8", "exact_first": -5}, ValueError, "exact_first=-5"),
-        ({"cache": "int8", "exact_recnt": 0}, TypeError, "did you mean 'exact_recent'"),
+        ({"cache": "int8", "policy": "sink_window", "num_sink_tokens": -1}, ValueError, "num_sink_tokens=-1"),
+        ({"residual_length": 0}, ValueError, "exact everywhere"),
+        ({"cache": "int8", "num_sink_tokens": -5}, ValueError, "num_sink_tokens=-5"),
+        ({"cache": "int8", "exact_recnt": 0}, TypeError, "did you mean 'residual_length'"),
     ],
 )
 def test_wrong_input_is_explained(options, error, says):

@@ -21,8 +21,9 @@ class CacheSpec:
         cache: a format (`qkvcache formats` lists them), or "dynamic" for transformers' own DynamicCache.
         policy: what evicts tokens, by its name (`qkvcache.policies.REGISTRY`); "identity" as the format keeps them in the model's dtype.
         budget: what the policy keeps: tokens (int) or a share of the tokens seen (float).
-        recent, sinks: as the policy takes them; None for its own default.
-        exact_first, exact_recent, max_length: as CompressedCache takes them.
+        recent: as the policy takes it; None for its own default.
+        num_sink_tokens: first tokens that stay in the model's dtype and that the policy keeps; None: 4, and the policy's own default.
+        residual_length, max_length: as CompressedCache takes them.
 
     Raises:
         ValueError: an unknown name, sizes that do not fit each other, options that a DynamicCache has not.
@@ -33,27 +34,35 @@ class CacheSpec:
     policy: str | None = None
     budget: int | float | None = None
     recent: int | float | None = None
-    sinks: int | None = None
-    exact_first: int = 4
-    exact_recent: int = 64
+    num_sink_tokens: int | None = None
+    residual_length: int = 64
     max_length: int | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.cache, str):
             raise TypeError(f"cache={self.cache!r}: expected {DENSE!r} or the name of a format such as 'turboquant_4bit_nc'")
-        of_policy = {name: value for name in ("budget", "recent", "sinks") if (value := getattr(self, name)) is not None}
-        if self.policy is None and of_policy:
-            raise ValueError(f"{', '.join(of_policy)} without a policy: add one, such as policy=h2o")
+        given = [name for name in ("budget", "recent") if getattr(self, name) is not None]
+        if self.policy is None and given:
+            raise ValueError(f"{', '.join(given)} without a policy: add one, such as policy=h2o")
         if self.dense and (self.policy or self.max_length):
             raise ValueError(f"cache={DENSE!r} takes no policy and no max_length: pass a format, or cache='identity' for the model's dtype")
-        check_count("exact_first", self.exact_first)
-        check_count("exact_recent", self.exact_recent)
-        if self.dense and (self.exact_first, self.exact_recent) != (4, 64):
-            raise ValueError(f"cache={DENSE!r} is exact everywhere: leave exact_first and exact_recent out, or pass a format")
+        if self.num_sink_tokens is not None:
+            check_count("num_sink_tokens", self.num_sink_tokens)
+        check_count("residual_length", self.residual_length)
+        if self.dense and (self.num_sink_tokens, self.residual_length) != (None, 64):
+            raise ValueError(f"cache={DENSE!r} is exact everywhere: leave num_sink_tokens and residual_length out, or pass a format")
         if not self.dense:
             formats.resolve(self.cache)
         if self.policy is not None:
-            policies.named(self.policy, **of_policy)
+            policies.named(self.policy, **self._of_policy)
+
+    @property
+    def _of_policy(self) -> dict:
+        return {name: value for name in ("budget", "recent", "num_sink_tokens") if (value := getattr(self, name)) is not None}
+
+    @property
+    def _exact(self) -> int:
+        return 4 if self.num_sink_tokens is None else self.num_sink_tokens
 
     @property
     def dense(self) -> bool:
@@ -62,8 +71,8 @@ class CacheSpec:
     @property
     def options(self) -> dict:
         """Those that say something about this cache."""
-        of_cache = {"cache": self.cache, "policy": self.policy, "budget": self.budget, "recent": self.recent, "sinks": self.sinks}
-        return of_cache | ({} if self.dense else {"exact_first": self.exact_first, "exact_recent": self.exact_recent})
+        of_cache = {"cache": self.cache, "policy": self.policy, "budget": self.budget, "recent": self.recent}
+        return of_cache | ({} if self.dense else {"num_sink_tokens": self._exact, "residual_length": self.residual_length})
 
     @property
     def name(self) -> str:
@@ -76,7 +85,6 @@ class CacheSpec:
         """A new cache for a model of this config. Raises ValueError for heads that the format cannot hold."""
         if self.dense:
             return DynamicCache(config=config)
-        of_policy = {name: value for name in ("budget", "recent", "sinks") if (value := getattr(self, name)) is not None}
-        policy = None if self.policy is None else policies.named(self.policy, **of_policy)
-        zones = {"exact_first": self.exact_first, "exact_recent": self.exact_recent, "max_length": self.max_length}
+        policy = None if self.policy is None else policies.named(self.policy, **self._of_policy)
+        zones = {"num_sink_tokens": self._exact, "residual_length": self.residual_length, "max_length": self.max_length}
         return CompressedCache(config, format=self.cache, policy=policy, **zones)  # type: ignore[arg-type]

@@ -73,10 +73,10 @@ class Group:
 class CacheLM(HFLM):
     """`--model qkvcache`: lm-eval's `hf` with a cache of ours, or with transformers' own, through which everything is scored.
 
-        python -m qkvcache.harness run --model qkvcache --model_args pretrained=MODEL,cache=turboquant_4bit_nc --tasks TASKS
+        python -m qkvcache.evaluation run --model qkvcache --model_args pretrained=MODEL,cache=turboquant_4bit_nc --tasks TASKS
 
     Args:
-        cache, policy, budget, recent, sinks, exact_first, exact_recent: as `CacheSpec` takes them.
+        cache, policy, budget, recent, num_sink_tokens, residual_length: as `CacheSpec` takes them.
         scoring: "cached" or "deployed", see above.
         chunk: tokens that are read together after the context; they see each other exactly. 1 is decoding.
         **options: those of lm-eval's HFLM, `pretrained`, `dtype`, `batch_size`, `tp_plan`, `parallelize` among them; log-probabilities
@@ -95,16 +95,15 @@ class CacheLM(HFLM):
         policy: str | None = None,
         budget: int | float | None = None,
         recent: int | float | None = None,
-        sinks: int | None = None,
-        exact_first: int = 4,
-        exact_recent: int = 64,
+        num_sink_tokens: int | None = None,
+        residual_length: int = 64,
         scoring: str = "cached",
         chunk: int = 32,
         **options,
     ):
         _check_names(options)
         self.spec = CacheSpec(
-            cache=cache, policy=policy, budget=budget, recent=recent, sinks=sinks, exact_first=exact_first, exact_recent=exact_recent
+            cache=cache, policy=policy, budget=budget, recent=recent, num_sink_tokens=num_sink_tokens, residual_length=residual_length
         )
         check_option("scoring", scoring, SCORING)
         check_count("chunk", chunk, 1)
