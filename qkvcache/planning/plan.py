@@ -132,7 +132,7 @@ def plan(
         plan(config, format="turboquant_4bit_nc", context=131_072, gpu_memory=80e9, tensor_parallel=8)
 
     Args:
-        format, policy, num_sink_tokens, residual_length, skip_layers: as CompressedCache takes them; without format and policy, a DynamicCache,
+        format, policy, num_sink_tokens, residual_length, skip_layers: as CompressedCache takes them; without both, a DynamicCache,
             or with `max_length` a StaticCache.
         context: tokens of a request, the prompt and what is generated.
         prompt: tokens of it that are read at once, None for all. What comes later comes in chunks up to an eighth larger than needed.

@@ -12,7 +12,7 @@ from .base import Budget, Policy, Tokens, check_count, usual_interval
 
 @dataclass(frozen=True, kw_only=True)
 class SinkWindow(Policy):
-    """The first `num_sink_tokens` and the newest `window_length` tokens (StreamingLLM, arXiv 2309.17453): endless streams in constant memory.
+    """The first `num_sink_tokens` and the newest `window_length` tokens (StreamingLLM, arXiv 2309.17453): streams in constant memory.
 
     Args:
         window_length: newest tokens that are kept.
