@@ -117,7 +117,7 @@ def variants() -> Iterator[tuple[Callable[..., Policy], dict]]:
         yield from ((kind, {"num_sink_tokens": 4, "recent": recent}) for recent in (0.0, 0.125, 0.5))
         yield kind, {"num_sink_tokens": 0, "recent": 0.125}
     yield TOVA, {"num_sink_tokens": 0, "recent": 0.0}  # the paper's
-    yield from ((SnapKV, {"num_sink_tokens": 4, "recent": 0.125, "kernel": kernel}) for kernel in (1, 7))
+    yield from ((SnapKV, {"num_sink_tokens": 4, "recent": 0.125, "kernel_size": kernel}) for kernel in (1, 7))
     yield from ((LagKV, {"num_sink_tokens": 4, "lag": lag, "recent": lag}) for lag in (32, 64, 128))
     yield LagKV, {"num_sink_tokens": 0, "lag": 64, "recent": 64}
 

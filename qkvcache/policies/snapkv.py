@@ -29,7 +29,7 @@ class SnapKV(Policy):
     def __post_init__(self) -> None:
         check_count("window_size", self.window_size, 1)
         if not isinstance(self.kernel_size, int) or self.kernel_size < 1 or self.kernel_size % 2 == 0:
-            raise ValueError(f"kernel={self.kernel_size!r}: must be an odd number of tokens")
+            raise ValueError(f"kernel_size={self.kernel_size!r}: must be an odd number of tokens")
         super().__post_init__()
 
     @property
