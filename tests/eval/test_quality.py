@@ -39,7 +39,7 @@ def test_rows_tables_and_pictures(study, tmp_path, capsys):
     said = capsys.readouterr().out
     assert "| turboquant_3bit_nc" in said and "recall in 200: unseen / seen" in said
     quality.main(["--plot", "--csv", str(tmp_path / "rows.csv"), "--out", str(file)])
-    assert (tmp_path / "quality_demo.png").stat().st_size > 10_000
+    assert (tmp_path / "rows_demo.png").stat().st_size > 10_000
     with (tmp_path / "rows.csv").open() as made:
         assert [row["format"] for row in csv.DictReader(made)][1] == "int8"
     with pytest.raises(SystemExit):
