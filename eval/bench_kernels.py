@@ -51,7 +51,7 @@ FEW = ("int8", "nvfp4", "turboquant_4bit_nc", "turboquant_3bit_nc")
 TWO = ("int8", "turboquant_4bit_nc")
 CASES = ((8, 32768), (8, 131072), (1, 32768), (32, 4096))
 SHAPES = ((32, 8, 64), (32, 32, 128), (64, 8, 128))  # query heads, KV heads, head_dim
-TUNED = tuple(itertools.product((32, 64), (2, 3), (None, 168), (8, 12, 24)))  # Launch(tile, stages, registers, warps)
+TUNED = tuple(itertools.product((32, 64), (2, 3), (None, 168), (8, 12, 24)))  # Launch(tile, stages, registers, programs)
 TWO_GB = 2**31
 UNCENTERED = "_uncentered"
 """Ends the names of rows measured without a mean of keys; not each of these formats is registered."""

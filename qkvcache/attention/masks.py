@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
@@ -33,3 +34,38 @@ def visible(
     if bias is not None:
         mask = bias if mask is None else bias.masked_fill(~mask, torch.finfo(bias.dtype).min) if mask.dtype == torch.bool else mask + bias
     return mask, causal
+
+
+_last_padding: tuple[Any, tuple[int, int, int], tuple[bool, Tensor | None]] = (lambda: None, (0, 0, 0), (False, None))
+"""All layers of a step have the same mask: what it says of padding, which takes a look at the device, is found out once."""
+COMPARED = 2**26
+"""Entries of a mask that are compared at a time."""
+
+
+def padding_columns(given: Any, mask: Tensor | None, causal: bool, queries: int, tokens: int) -> tuple[bool, Tensor | None]:
+    """Whether a mask of `visible`, made of what transformers has `given`, is causal but for columns that no query sees; and these columns,
+    bool `[B or 1, T]`, or None where there are none."""
+    global _last_padding
+    if mask is None:
+        return causal, None
+    if mask.dtype != torch.bool or mask.shape[1] != 1 or (mask.shape[2] == 1) != causal:
+        return False, None
+    written = given._version if isinstance(given, Tensor) and not given.is_inference() else 0
+    state = queries, tokens, written
+    if _last_padding[0]() is not given or _last_padding[1] != state:
+        shown = mask[:, 0, -1]  # the last query sees every token that is there
+        fits = causal or all(
+            torch.equal(mask[:, 0, begin : begin + rows], shown[:, None] & _before(begin, min(rows, queries - begin), queries, shown))
+            for rows in (max(COMPARED // shown.numel(), 1),)
+            for begin in range(0, queries, rows)
+        )
+        found = fits, None if not fits or bool(shown.all()) else ~shown
+        _last_padding = weakref.ref(given), state, found
+    return _last_padding[2]
+
+
+def _before(begin: int, count: int, queries: int, shown: Tensor) -> Tensor:
+    """Which tokens come not after queries `begin` to `begin + count`, bool `[count, T]`."""
+    tokens = shown.shape[1]
+    newest = torch.arange(tokens - queries + begin, tokens - queries + begin + count, device=shown.device)
+    return torch.arange(tokens, device=shown.device) <= newest[:, None]

@@ -3,7 +3,8 @@
 Constructing a cache calls `install`; importing the library changes nothing. Attention on plain tensors passes through for half a
 microsecond. The wrapper sees query, handles, mask and the model's keywords for every implementation:
 
-    sdpa, flash, flex, qkvcache   a few queries attend on the codes; more decode this one layer and run the stock kernel
+    sdpa, flash, flex, qkvcache   a few queries attend on the codes, more on chunks of the past that are dequantized one by one; where a
+                                  mask is not just causal with padding, or with softcap, the layer is decoded for the stock kernel
     eager                         the model's own function, whose two matmuls run on the codes (`handle.py`): it may hold private semantics
 
 Layers that evict tokens watch their attention, in all of them (`watch.py`). Models whose softcap or attention sinks tie them to eager can
@@ -23,10 +24,11 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 from ..kernels import attend_on_codes, on_triton
+from ..kernels.attend_chunked import attend_chunked, supports
 from .again import notice_again
 from .full import full_attention
 from .handle import KVHandle
-from .masks import visible
+from .masks import padding_columns, visible
 from .padding import report
 from .watch import watched
 
@@ -80,6 +82,27 @@ def _few(query: Tensor, key: KVHandle) -> bool:
     return query.shape[2] <= MAX_QUERIES
 
 
+def _attend_many(
+    implementation: str, module: torch.nn.Module, query: Tensor, key: KVHandle, given: Any, options: dict[str, Any]
+) -> Tensor | None:
+    """Attention of many queries without decoding the layer, `[B, Hq, Q, D]`; None where masks, options or tensors are not made for it."""
+    if torch.compiler.is_compiling() or options.get("dropout") or not supports(query, key.payload):
+        return None
+    if torch.is_grad_enabled() and query.requires_grad:
+        return None
+    stock = implementation == "sdpa"  # which has neither softcap nor sinks, see below
+    if not stock and options.get("softcap") is not None:
+        return None
+    queries, tokens = query.shape[2], key.shape[2]
+    options = {"is_causal": getattr(module, "is_causal", True)} | {name: x for name, x in options.items() if x is not None}
+    mask, causal = visible(implementation, given, query.shape[0], queries, tokens, query.device, options)
+    fits, hidden = padding_columns(given, mask, causal, queries, tokens)
+    if not fits:
+        return None
+    sinks = None if stock else options.get("s_aux")
+    return attend_chunked(query, key.payload, hidden, scaling=options.get("scaling"), sinks=sinks)
+
+
 def route(
     stock: Callable, implementation: str, module: torch.nn.Module, query: Tensor, key: Any, value: Any, *args: Any, **kwargs: Any
 ) -> tuple[Tensor, Tensor | None]:
@@ -100,7 +123,10 @@ def route(
         if torch.compiler.is_compiling():
             key, value = key.dense(), value.dense()
         return stock(module, query, key, value, mask, *args, **kwargs)
-    if not _few(query, key) or kwargs.get("dropout"):
+    many = not _few(query, key)
+    if many and (out := _attend_many(implementation, module, query, key, mask, kwargs)) is not None:
+        return out.transpose(1, 2).contiguous(), None
+    if many or kwargs.get("dropout"):
         if isinstance(mask, BlockMask) and mask.shape[-1] > tokens:
             mask = mask._adjust(queries, tokens)  # as above; its function needs no cut
         return stock(module, query, key.dense(), value.dense(), mask, *args, **kwargs)

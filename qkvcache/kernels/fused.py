@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import torch
@@ -21,13 +21,15 @@ from .triton_unpack import Words, words
 
 @dataclass(frozen=True)
 class Launch:
-    """How the kernel is launched: tokens in a tile, tiles in flight, registers a thread (None: as many as it takes), programs, of one warp
-    each, for a multiprocessor."""
+    """How the kernel is launched: tokens in a tile, tiles in flight, registers a thread (None: as many as it takes), programs for a
+    multiprocessor, warps of a program, query rows of a program."""
 
     tile: int = 32
     stages: int = 2
     registers: int | None = 168
-    warps: int = 12
+    programs: int = 12
+    warps: int = 1
+    rows: int = 8
 
 
 LAUNCHES = {
@@ -38,12 +40,18 @@ LAUNCHES = {
 """By the kinds of keys and values, where `Launch()` is not the best measured on an H100 (`eval/bench_kernels.py --tune`)."""
 WIDE = Launch(registers=None)
 """For head_dim beyond 128, where larger tiles would not fit in registers."""
+MANY_ROWS = Launch(64, 3, None, 8, 2, 32), Launch(64, 3, None, 4, 4, 64)
+"""For up to 32 query rows, and for more: each code is unpacked once for as many rows as the registers of a program hold."""
 LEAST_SPLIT, MOST_SPLITS = 128, 100
 """Tokens under which a split is not worth its partial sums, and splits of a sequence beyond which joining them costs too much."""
 
 
-def launched(key: Words, value: Words, head_dim: int) -> Launch:
-    return LAUNCHES.get((key.kind, value.kind), Launch()) if head_dim <= 128 else WIDE
+def launched(key: Words, value: Words, head_dim: int, rows: int = 1, wide: bool = True) -> Launch:
+    """For `rows` query rows of a KV head. `wide`: more than 16 rows may share a program."""
+    if rows > 16 and wide and head_dim <= 128:
+        return MANY_ROWS[0] if rows <= 32 else MANY_ROWS[1]
+    launch = LAUNCHES.get((key.kind, value.kind), Launch()) if head_dim <= 128 else WIDE
+    return launch if rows <= 8 else replace(launch, rows=16)
 
 
 EXACT_TILE = 32
@@ -125,7 +133,7 @@ def held_by(payload: Payload) -> Held:
     constants: dict[str, object] = {"K": use.key, "V": use.value, "D": dim, "DV": value_dim, "TX": EXACT_TILE}
     for i, side in enumerate("KV"):
         constants[f"{side}_SHARED"], constants[f"{side}_ONCE"] = (body.shared[i], int(body.once[i])) if body else (False, 0)
-    constants |= {"COUNTED": 0 if buffers is None else LEAST_SPLIT, "num_warps": 1}
+    constants["COUNTED"] = 0 if buffers is None else LEAST_SPLIT
     centers = [codes["center"].contiguous() if "center" in codes else empty for codes in (body.chunks[0] if body else ({}, {}))]
     held = Held(use, empty, tensors, centers, tuple(n for x in exact for n in x.stride()[:3]), constants)
     if buffers is not None:
@@ -171,8 +179,6 @@ def fused_attend(
     device = query.device
     arch, processors = architecture(device)
     rows = groups * queries
-    r = 8 if rows <= 8 and (arch or device.type == "cpu") else 16
-    blocks = -(-rows // r)
     query = query if query.stride(-1) == 1 else query.contiguous()
 
     body, held = payload.body, held_by(payload)
@@ -180,9 +186,11 @@ def fused_attend(
     n_first, n_recent = payload.exact[0].shape[2], payload.exact[2].shape[2]
     exact = n_first + n_recent > 0
     n_body = 0 if body is None else body.tokens
-    launch = launch or launched(use.key, use.value, max(dim, value_dim))
-    t = launch.tile
-    body_splits, each = split(n_body, batch * heads * blocks, t, processors * launch.warps)
+    nvidia = bool(arch) or device.type == "cpu"
+    launch = launch or launched(use.key, use.value, max(dim, value_dim), rows, nvidia)
+    t, r = launch.tile, launch.rows if nvidia else 16
+    blocks = -(-rows // r)
+    body_splits, each = split(n_body, batch * heads * blocks, t, processors * launch.programs)
     total_splits = body_splits + exact
 
     body_query, factor = query, use.factor
@@ -223,7 +231,7 @@ def fused_attend(
         dim**-0.5 if scaling is None else scaling, softcap or 1.0, window or 0, len(body.chunks) if body else 0,
         n_first, n_body, n_recent, each, heads, queries, slots, grains,
         G=groups, R=r, T=t, SOFTCAP=softcap is not None, MASK=mask_kind, WINDOW=window is not None, CAUSAL=causal and queries > 1,
-        ARCH=arch, EXACT=exact, TURN=factor, MASS=width, num_stages=launch.stages, **held.constants,
+        ARCH=arch, EXACT=exact, TURN=factor, MASS=width, num_warps=launch.warps, num_stages=launch.stages, **held.constants,
         **({"maxnreg": launch.registers} if launch.registers and arch else {}),
     )  # fmt: skip
     out = torch.empty(batch, query_heads, queries, value_dim, dtype=query.dtype, device=device)

@@ -20,10 +20,13 @@ from qkvcache import CompressedCache
 from qkvcache.attention import KVHandle, install, installed, uninstall
 from qkvcache.attention.route import MAX_QUERIES, NAME, route
 from qkvcache.formats import REGISTRY
+from qkvcache.kernels import attend
 from qkvcache.layers.compressed import CompressedLayer
 
 REGISTRIES = (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS)
 MODULE = SimpleNamespace(is_causal=True)
+MANY = MAX_QUERIES + 1
+"""Queries for which a CPU does not attend on the codes."""
 
 
 @pytest.fixture
@@ -166,13 +169,59 @@ def test_eager_gets_the_handles(implementation):
     assert calls[0][0][2:4] == (key, value)
 
 
-@pytest.mark.parametrize(("queries", "options"), [(MAX_QUERIES + 1, {}), (1, {"dropout": 0.1})])
+@pytest.mark.parametrize(("queries", "options"), [(MANY, {"softcap": 3.0}), (MANY, {"dropout": 0.1}), (1, {"dropout": 0.1})])
 def test_what_is_not_fused_gets_one_dense_layer(queries, options):
     stock, calls = recorder()
     key, value = handles(queries)
-    route(stock, "sdpa", MODULE, torch.zeros(2, 4, queries, 32), key, value, None, **options)
+    route(stock, "flash_attention_2", MODULE, torch.zeros(2, 4, queries, 32), key, value, None, **options)
     ((args, kwargs),) = calls
     assert torch.equal(args[2], key.dense()) and torch.equal(args[3], value.dense()) and kwargs == options
+
+
+def masks_of(queries: int, tokens: int) -> dict[str, torch.Tensor | None]:
+    """As transformers' sdpa hands them over, `[B, 1, Q, T]`: causal, with padding, and one that is neither."""
+    causal = torch.ones(2, 1, queries, tokens, dtype=torch.bool).tril(tokens - queries)
+    padded, odd = causal.clone(), causal.clone()
+    padded[1, ..., :9] = False
+    odd[0, 0, 2, 5] = False
+    return {"none": None, "causal": causal, "padded": padded, "odd": odd}
+
+
+@pytest.mark.parametrize("name", ["none", "causal", "padded", "odd"])
+def test_many_queries_decode_no_layer(name):
+    """Where the mask is causal but for padding. Another mask decodes the layer."""
+    stock, calls = recorder()
+    key, value = handles(MANY)
+    tokens, query = 30 + MANY, torch.randn(2, 4, MANY, 32)
+    mask = masks_of(MANY, tokens)[name]
+    with count_decoded_layers() as decoded:
+        outs = [route(stock, "sdpa", MODULE, query, key, value, mask)[0] for _ in range(2)]
+    if name == "odd":
+        assert len(calls) == 2 and decoded
+        return
+    assert not calls and not decoded and torch.equal(*outs)
+    wanted = attend(query, key.payload, mask, causal=mask is None).transpose(1, 2)
+    assert outs[0].is_contiguous()
+    assert_close(outs[0], wanted, 1e-5)
+
+
+def test_a_mask_that_is_written_again_is_looked_at_again():
+    key, value = handles(MANY)
+    query, mask = torch.randn(2, 4, MANY, 32), masks_of(MANY, 30 + MANY)["causal"]
+    for columns in (0, 9, 17):
+        mask[1, ..., :columns] = False
+        out, _ = route(recorder()[0], "sdpa", MODULE, query, key, value, mask)
+        assert_close(out, attend(query, key.payload, mask).transpose(1, 2), 1e-5)
+
+
+@pytest.mark.parametrize("implementation", ["flash_attention_2", "flex_attention", "qkvcache"])
+def test_many_queries_with_learned_sinks(implementation):
+    stock, calls = recorder()
+    key, value = handles(MANY)
+    query, sinks = torch.randn(2, 4, MANY, 32), torch.tensor([0.0, 1.0, 2.0, -1.0])
+    out, _ = route(stock, implementation, MODULE, query, key, value, None, s_aux=sinks)
+    assert not calls
+    assert_close(out, attend(query, key.payload, causal=True, sinks=sinks).transpose(1, 2), 1e-5)
 
 
 def naive(query, key, value, visible, scaling, softcap, sinks):

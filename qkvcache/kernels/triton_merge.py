@@ -1,0 +1,73 @@
+"""Outputs of attention on parts of the tokens, merged by their log-sum-exps in one launch: what `attend_chunked.merge` computes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+ROWS = 16
+"""Query rows of a program."""
+
+
+def merge(parts: Sequence[tuple[Tensor, Tensor]], query_heads: int, queries: int, heads: int, sinks: Tensor | None) -> Tensor:
+    """As `attend_chunked.merge`; the result is a view of contiguous `[B, Q, Hq, Dv]`, which is what transformers asks for."""
+    first = parts[0][0]
+    batch, value_dim, groups = first.shape[0], first.shape[3], query_heads // heads
+    out = torch.empty(batch, queries, query_heads, value_dim, dtype=first.dtype, device=first.device).transpose(1, 2)
+    strides = tuple((*x.stride()[:3], *lse.stride()) for x, lse in parts)
+    folded = tuple(int(x.shape[1] != query_heads or groups == 1) for x, _ in parts)
+    outs, lses = tuple(x for x, _ in parts), tuple(lse for _, lse in parts)
+    grid = (triton.cdiv(groups * queries, ROWS), batch * heads)
+    with torch.cuda.device_of(first):
+        _merge_kernel[grid](
+            outs, lses, strides, first if sinks is None else sinks, out, *out.stride()[:3], groups * queries, queries, heads,
+            G=groups, D=value_dim, P=triton.next_power_of_2(value_dim), R=ROWS, FOLDED=folded, SINKS=sinks is not None,
+        )  # fmt: skip
+    return out
+
+
+@triton.jit(do_not_specialize=["rows", "queries", "heads"])
+def _merge_kernel(
+    outs, lses, strides, sinks, out, ob, oh, oq, rows, queries, heads,
+    G: tl.constexpr, D: tl.constexpr, P: tl.constexpr, R: tl.constexpr, FOLDED: tl.constexpr, SINKS: tl.constexpr,
+):  # fmt: skip
+    """Grid (row blocks, batch * heads). For each part: `outs` `[B, H, >= rows, D]` where FOLDED and `[B, H * G, queries, D]` elsewhere,
+    `lses` the same without channels in fp32, and six strides; `sinks` `[H * G]`; `out` `[B, H * G, queries, D]`."""
+    r = tl.program_id(0) * R + tl.arange(0, R)
+    b = (tl.program_id(1) // heads).to(tl.int64)
+    h = tl.program_id(1) % heads
+    live = r < rows
+    c = tl.arange(0, P)
+    inside = live[:, None] & (c < D)[None, :]
+    head = h * G + r // queries
+    query = r % queries
+    top = tl.full([R], -float("inf"), tl.float32)
+    total = tl.zeros([R], tl.float32)
+    acc = tl.zeros([R, P], tl.float32)
+    for i in tl.static_range(len(outs)):
+        sb, sh, sr, lb, lh, lr = strides[i]
+        if FOLDED[i]:
+            at = b * sb + h * sh + r.to(tl.int64) * sr
+            at_lse = b * lb + h * lh + r.to(tl.int64) * lr
+        else:
+            at = b * sb + head.to(tl.int64) * sh + query.to(tl.int64) * sr
+            at_lse = b * lb + head.to(tl.int64) * lh + query.to(tl.int64) * lr
+        lse = tl.load(lses[i] + at_lse, mask=live, other=0.0)
+        x = tl.load(outs[i] + at[:, None] + c[None, :], mask=inside, other=0.0).to(tl.float32)
+        higher = tl.maximum(top, lse)
+        shrink = tl.exp(top - higher)
+        weight = tl.exp(lse - higher)
+        acc = acc * shrink[:, None] + x * weight[:, None]
+        total = total * shrink + weight
+        top = higher
+    if SINKS:
+        sink = tl.load(sinks + head, mask=live, other=0.0).to(tl.float32)
+        higher = tl.maximum(top, sink)
+        acc = acc * tl.exp(top - higher)[:, None]
+        total = total * tl.exp(top - higher) + tl.exp(sink - higher)
+    at = b * ob + head.to(tl.int64) * oh + query.to(tl.int64) * oq
+    tl.store(out + at[:, None] + c[None, :], (acc / total[:, None]).to(out.dtype.element_ty), mask=inside)

@@ -1,0 +1,110 @@
+"""Attention of many queries over chunks of a quantized past is the attention over all of it."""
+
+import pytest
+import torch
+from kernels.payloads import build
+
+from qkvcache.formats import REGISTRY
+from qkvcache.kernels import Payload, attend, triton_merge
+from qkvcache.kernels.attend_chunked import attend_chunked, chunks, merge, supports, tokens_of
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DTYPE = torch.bfloat16 if torch.cuda.is_available() else torch.float32
+LIMIT = 1e-2 if torch.cuda.is_available() else 1e-5
+FORMATS = ("identity", "int8", "fp8", "int4_vllm", "nvfp4", "turboquant_3bit_nc", "hadaquant_k4v4")
+
+
+def payload(format: str, tokens: int, queries: int, dim: int = 64, first: int = 4, recent: int = 33, batch: int = 2) -> Payload:
+    key, value = (torch.randn(batch, 2, tokens + queries, dim, device=DEVICE, dtype=DTYPE) for _ in range(2))
+    cuts = (70, 130) if tokens > 200 else ()
+    return build(REGISTRY[format], key, value, first, recent + queries, cuts)
+
+
+def close(out: torch.Tensor, wanted: torch.Tensor) -> None:
+    assert out.shape == wanted.shape and out.dtype == DTYPE
+    assert ((out.float() - wanted.float()).norm() / wanted.float().norm()).item() < LIMIT
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("queries", [1, 5, 19])
+@pytest.mark.parametrize("triton", [False, True], ids=["torch", "stored"])
+def test_chunks_of_any_size(format, queries, triton):
+    """Those of attention end within those of storage, at their ends, and hold several; without `exact` the payload is what the torch reference
+    reads."""
+    held = payload(format, 300, queries)
+    held = held if triton else Payload(held.key, held.value)
+    query = torch.randn(2, 8, queries, 64, device=DEVICE, dtype=DTYPE)
+    wanted = attend(query, held, causal=True)
+    for size in (64, 192, 4096):
+        close(attend_chunked(query, held, chunk_tokens=size), wanted)
+
+
+@pytest.mark.parametrize("heads", [(2, 2), (6, 2), (16, 2)])
+@pytest.mark.parametrize("dim", [64, 80, 128])
+def test_groups_and_channels(heads, dim):
+    held = payload("int8", 200, 7, dim)
+    query = torch.randn(2, heads[0], 7, dim, device=DEVICE, dtype=DTYPE)
+    close(attend_chunked(query, held, chunk_tokens=64), attend(query, held, causal=True))
+
+
+@pytest.mark.parametrize("first", [0, 4])
+def test_padding_sinks_and_scaling(first):
+    held = payload("turboquant_4bit_nc", 300, 9, first=first)
+    query = torch.randn(2, 8, 9, 64, device=DEVICE, dtype=DTYPE)
+    hidden = torch.zeros(2, 309, dtype=torch.bool, device=DEVICE)
+    hidden[1, :150] = True  # two whole chunks
+    options = {"scaling": 0.3, "sinks": torch.randn(8, device=DEVICE)}
+    wanted = attend(query, held, ~hidden[:, None, None], causal=True, **options)
+    close(attend_chunked(query, held, hidden, chunk_tokens=64, **options), wanted)
+    close(attend_chunked(query, held, hidden[1:], chunk_tokens=64), attend(query, held, ~hidden[1:, None, None], causal=True))
+
+
+def test_a_past_without_quantized_tokens():
+    held = payload("int8", 30, 6, recent=26, first=4)
+    assert held.body is None
+    query = torch.randn(2, 4, 6, 64, device=DEVICE, dtype=DTYPE)
+    close(attend_chunked(query, held), attend(query, held, causal=True))
+
+
+def test_scratch_that_was_written_before_does_not_show(monkeypatch):
+    """The last chunk is shorter than the scratch, whose rest holds the tokens of the chunk before, or anything."""
+    empty = torch.Tensor.new_empty
+    held = payload("int8", 333, 11)
+    monkeypatch.setattr(torch.Tensor, "new_empty", lambda x, *shape, **options: empty(x, *shape, **options).fill_(torch.nan))
+    query = torch.randn(2, 8, 11, 64, device=DEVICE, dtype=DTYPE)
+    out = attend_chunked(query, held, chunk_tokens=128)
+    monkeypatch.undo()
+    close(out, attend(query, held, causal=True))
+
+
+def test_chunks_hold_every_token_once():
+    held = payload("int8", 700, 3)
+    _, _, packed = tokens_of(held)
+    sizes = [sum(key.tokens for key, _ in chunk) for chunk in chunks(packed, 192)]
+    assert sum(sizes) == held.body.tokens and set(sizes[:-1]) == {192} and 0 < sizes[-1] <= 192
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize(("heads", "groups", "dim"), [(3, 4, 80), (2, 1, 64)])
+def test_merge_kernel(heads, groups, dim, sinks):
+    """Parts folded and not, of any layout in memory, one of them with next to no weight."""
+    batch, queries = 2, 5
+    all_heads = heads * groups
+    parts = [
+        (torch.randn(batch, heads, 32, dim, device=DEVICE), torch.randn(batch, heads, 32, device=DEVICE)),
+        (torch.randn(batch, all_heads, queries, dim, device=DEVICE), torch.randn(batch, all_heads, queries, device=DEVICE)),
+        (torch.randn(batch, queries, all_heads, dim, device=DEVICE).transpose(1, 2), torch.full((batch, all_heads, queries), -1e30)),
+    ]
+    parts[2] = parts[2][0], parts[2][1].to(DEVICE)
+    logits = torch.randn(all_heads, device=DEVICE) if sinks else None
+    wanted = merge(parts, all_heads, queries, heads, logits)
+    out = triton_merge.merge(parts, all_heads, queries, heads, logits)
+    assert out.transpose(1, 2).is_contiguous()
+    torch.testing.assert_close(out, wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_what_torch_has_no_attention_for():
+    held, query = payload("int8", 90, 5), torch.randn(2, 4, 5, 64, device=DEVICE, dtype=DTYPE)
+    assert supports(query, held)
+    assert not supports(query.double(), held)
+    assert not supports(query.half() if torch.float32 == DTYPE else query.float(), held)
