@@ -27,7 +27,7 @@ from qkvcache.evaluation.stream import stream
 CHUNK = 250
 
 
-def caches(config: PreTrainedConfig, window: int, num_sink_tokens: int) -> dict[str, Callable[[], CompressedCache]]:
+def caches(config: PreTrainedConfig, window: int, sinks: int) -> dict[str, Callable[[], CompressedCache]]:
     return {
         'sinks, positions="cache"': lambda: SinkCache(config, window_length=window, num_sink_tokens=sinks, positions="cache"),
         'sinks, positions="original"': lambda: SinkCache(config, window_length=window, num_sink_tokens=sinks, positions="original"),
@@ -102,7 +102,7 @@ def main(arguments: list[str] | None = None) -> list[dict]:
     rows = []
     for name, factory in caches(model.config, args.window, args.num_sink_tokens).items():
         for row in read(model, factory(), ids, args.every):
-            rows.append({"cache": name, "window": args.window, "num_sink_tokens": args.num_sink_tokens, "chunk": CHUNK} | row)
+            rows.append({"cache": name, "window": args.window, "sinks": args.num_sink_tokens, "chunk": CHUNK} | row)
             print(f"{name}: {row['seen']:,} seen, {row['stored']:,} held, perplexity {row['perplexity']:.1f}", flush=True)
     show(rows)
     if args.rows:

@@ -162,13 +162,15 @@ def fused_attend(
         launch: for measuring; chosen by format otherwise.
         observed: without it, mass is `[B, H, 0]`, and costs nothing.
 
-    Raises ValueError for causal queries that are not all among the exact recent tokens.
+    Raises ValueError for causal queries that are not all among the exact recent tokens, and for `observed` where the device counts tokens.
     """
     if causal and query.shape[2] > payload.exact[2].shape[2]:
         raise ValueError(
             f"causal with {query.shape[2]} queries: their own tokens must be among the exact recent ones, of which there are "
             f"{payload.exact[2].shape[2]}"
         )
+    if observed is not None and payload.buffers is not None:
+        raise ValueError("`observed` cannot be combined with storage that counts on the device")
     global calls
     calls += 1
     batch, query_heads, queries, dim = query.shape

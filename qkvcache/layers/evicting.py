@@ -145,9 +145,9 @@ class EvictingLayer(CompressedLayer):
 
     def _payload(self, storage: EvictingStorage, running: int) -> Payload:
         payload = storage.payload()
-        if self.rope is None or not storage.num_sink_tokens[0].shape[2]:
+        if self.rope is None or not storage.sinks[0].shape[2]:
             return payload
-        turned = self.rope.turn(storage.num_sink_tokens[0], storage.evicted(running))
+        turned = self.rope.turn(storage.sinks[0], storage.evicted(running))
         side = replace(payload.key, build=lambda: (Exact(turned), *payload.key.segments[1:]))
         return replace(payload, key=side, exact=(turned, *payload.exact[1:]) if payload.exact else ())
 

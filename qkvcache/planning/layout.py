@@ -141,7 +141,7 @@ def _chunks(layer: CompressedLayer, like: Tensor, slots: int, chunks: int = 1) -
     made.rows = max(made.rows, 1 << (chunks - 1).bit_length())
     if slots:
         made.reserve(slots, (like, like))
-    elif layer.is_compileable:  # what is kept once is there before anything else
+    else:  # what is kept once is there before anything else
         made.once = layer.format.key.allocate(like, 0, True)[1], layer.format.value.allocate(like, 0, True)[1]
     return made
 

@@ -22,7 +22,7 @@ def admit(body: Chunks, ledger: Ledger, arrived: Pair, records: Records, limit: 
     """
     held, count = body.length, records["positions"].shape[-1]
     if held + count <= limit and own is None:
-        body.append(arrived, _real(ledger, records))
+        body.append(arrived)
         ledger.body = {name: torch.cat([x, records[name]], dim=-1) for name, x in ledger.body.items()}
         return True
     size = min(limit, held + count)
@@ -37,7 +37,7 @@ def admit(body: Chunks, ledger: Ledger, arrived: Pair, records: Records, limit: 
     occupied = F.pad(ledger.body["positions"] >= 0, (0, size - held))
     stays = F.pad(stays[..., :held], (0, size - held))
     where = _first_of([occupied & ~stays, ~occupied], places)
-    _write(body, arrived, _real(ledger, records), new, where, accepted, size - held)
+    _write(body, arrived, new, where, accepted, size - held)
     for name, x in ledger.body.items():
         x = F.pad(x, (0, size - held), value=-1)
         x = x.masked_fill(~stays, -1) if name == "positions" else x
@@ -57,15 +57,10 @@ def _stays(ledger: Ledger, records: Records, size: int, own: Tensor | None) -> T
     return stays & (union["positions"] >= 0)
 
 
-def _real(ledger: Ledger, records: Records) -> Tensor | None:
-    """Which of the tokens that come are no padding, bool `[B, N]`; None where no row has any."""
-    return None if ledger.seen is None else records["positions"][:, 0] >= 0
-
-
-def _write(body: Chunks, arrived: Pair, real: Tensor | None, new: Tensor, where: Tensor, accepted: Tensor, more: int) -> None:
+def _write(body: Chunks, arrived: Pair, new: Tensor, where: Tensor, accepted: Tensor, more: int) -> None:
     """Quantizes what arrived, adds `more` slots, and puts the tokens `new` `[B, H, N]` into the slots `where`."""
     body.grow(more, arrived)
-    body.fit(arrived, real)
+    body.fit(arrived)
     fresh = Chunks(body.codecs, body.dims)
     fresh.reserve(arrived[0].shape[2], arrived)
     fresh.once, fresh.fitted = body.once, True

@@ -95,8 +95,7 @@ class Chunks:
         slots = growth(self.length, max(missing, 1))
         with torch.inference_mode(False):  # what is made in inference mode may be written in no other
             key, value = (codec.allocate(x, slots, self.per_head) for codec, x in zip(self.codecs, like, strict=True))
-        if not any(self.once):
-            self.once = key[1], value[1]
+        self._keep_once(like)
         self.chunks.append((key[0], value[0]))
         self.bind()
         return True
@@ -106,16 +105,23 @@ class Chunks:
         if self.fitted:
             return
         self.fitted = True
+        self._keep_once(x)
         for codec, once, new in zip(self.codecs, self.once, x, strict=True):
             if once:
                 for name, value in codec.fit(new.detach(), real).items():
                     once[name].copy_(value)
 
-    def append(self, x: Pair, real: Tensor | None = None) -> None:
-        """Quantizes keys and values `[B, H, T, D]` into the next `T` slots: in one launch where there is a kernel, else block by block.
-        Those that are `real`, bool `[B, T]` (None: all), say what is kept once."""
+    def _keep_once(self, like: Pair) -> None:
+        """Makes the buffers that are kept once, where there are none."""
+        if self.keeps and not any(self.once):
+            with torch.inference_mode(False):
+                key, value = (codec.allocate(x, 0, self.per_head)[1] for codec, x in zip(self.codecs, like, strict=True))
+            self.once = key, value
+
+    def append(self, x: Pair) -> None:
+        """Quantizes keys and values `[B, H, T, D]` into the next `T` slots: in one launch where there is a kernel, else block by block."""
         self.reserve(x[0].shape[2], x)
-        self.fit(x, real)
+        self.fit(x)
         by_kernel = encodes(self.codecs, x)
         for chunk, at, part in self.free(x[0].shape[2]):
             new = x[0][:, :, part], x[1][:, :, part]
@@ -163,9 +169,8 @@ class Chunks:
                 plane[:, :, at : at + part.stop - part.start].zero_()
         self.length += tokens
 
-    def move(self, planes: tuple[Codes, Codes], slots: int, like: Pair, real: Tensor | None) -> None:
-        """Moves what is stored into `planes`, buffers kept once among them, of `slots` slots, all of which count as used then. `like`:
-        tokens to fit those from, if nothing is stored yet, as far as they are `real`."""
+    def move(self, planes: tuple[Codes, Codes], slots: int) -> None:
+        """Moves what is stored into `planes`, buffers kept once among them, of `slots` slots, all of which count as used then."""
         self._join()
         held = [(chunk | once, once) for chunk, once in zip(self.chunks[0] if self.chunks else ({}, {}), self.once, strict=True)]
         names = [{b.name for b in codec.buffers(dim) if b.tokens == "once"} for codec, dim in zip(self.codecs, self.dims, strict=True)]
@@ -177,13 +182,12 @@ class Chunks:
         key, value = ({name: x for name, x in new.items() if name not in once} for new, once in zip(planes, names, strict=True))
         first, second = ({name: new[name] for name in once} for new, once in zip(planes, names, strict=True))
         self.chunks, self.once, self.length = [(key, value)], (first, second), slots
-        if like[0].shape[2]:
-            self.fit(like, real)
         self.bind()
 
     def load(self, codes: tuple[Codes, Codes], once: tuple[Codes, Codes], like: Pair, copy: Callable[[Tensor, Tensor], object]) -> None:
         """Takes copies of `codes` `[B, H, T, width]` and of buffers kept once, where there are any, into empty chunks; `copy(to, from)`."""
         tokens = next((x.shape[2] for x in codes[0].values()), 0)
+        self._keep_once(like)
         if tokens:
             self.reserve(tokens, like)
         for chunk, at, part in self.free(tokens):

@@ -133,6 +133,8 @@ class EvictingStorage(Counter):
 
     def settle(self) -> None:
         """Moves the tokens of a step whose attention is over to where they belong, and evicts what the budget does not hold."""
+        if not self.chunks.fitted:
+            self.chunks.fit(self.residual, None if self.ledger.seen is None else self.ledger.recent["positions"][:, 0] >= 0)
         if not self.sinks_taken:
             self._take_sinks()
         if self.ledger.seen is not None and (self.tail or self.num_sink_tokens):
@@ -253,11 +255,9 @@ class EvictingStorage(Counter):
         place = (torch.arange(ring, device=self.device) - (held.seen - recent)[:, None]) % ring  # of each slot, among the recent
         there = (place < recent)[:, None]
         place = place.clamp_max(max(recent - 1, 0))
-        real = torch.cat([ledger.first, ledger.recent["positions"][:, 0] >= 0], dim=-1)
-        keys, values = (torch.cat(zones, dim=2) for zones in zip(self.sinks, self.residual, strict=True))
         if held.payload.body is not None:
             self.chunks.table = held.payload.body.table  # which stays in its place, too
-        self.chunks.move(held.planes, self.slots, (keys, values), real)
+        self.chunks.move(held.planes, self.slots)
         table = self.chunks.table
         if made:
             held.payload = replace(held.payload, body=self.chunks.body)

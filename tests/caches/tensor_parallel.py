@@ -21,7 +21,7 @@ def main(checkpoint: str, output: str, plan: str | None) -> None:
         with torch.no_grad():
             steps = [network(ids[:, a:b], past_key_values=cache).logits for a, b in ((0, 30), (30, 36), (36, 37), (37, 40))]
         result[format] = torch.cat(steps, dim=1)
-        result[f"{format} heads"] = cache.layers[0].storage.num_sink_tokens[0].shape[1]
+        result[f"{format} heads"] = cache.layers[0].storage.sinks[0].shape[1]
     if not parallel or torch.distributed.get_rank() == 0:
         torch.save(result, output)
     if parallel:

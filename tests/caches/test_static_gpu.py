@@ -65,7 +65,7 @@ def test_steps_and_attention_equal_torch_operations(format):
             got = attend_on_codes(q, key.payload, given)
             wanted = attend(q.float(), layer.storage.payload(), None if given is None else given[..., :seen])
             close(got, wanted)
-    exact = ((*held.storage.num_sink_tokens, *held.storage.residual) for held in (layer, reference))
+    exact = ((*held.storage.sinks, *held.storage.residual) for held in (layer, reference))
     assert all(torch.equal(a, b) for a, b in zip(*exact, strict=True))
     reference.storage.stale = True  # it was stepped behind the host's back
     for ours, theirs in zip(layer.dense(), reference.dense(), strict=True):
@@ -87,7 +87,7 @@ def test_the_step_kernel_writes_the_codes_of_torch_operations(format, tokens):
         step_kv(ours.buffers, x)
         counted.step(theirs.buffers, x)
     assert torch.equal(ours.buffers.lengths, theirs.buffers.lengths) and ours.state[DROPPED] == theirs.state[DROPPED] > 0
-    exact = ((*held.num_sink_tokens, *held.residual) for held in (ours, theirs))
+    exact = ((*held.sinks, *held.residual) for held in (ours, theirs))
     assert all(torch.equal(a, b) for a, b in zip(*exact, strict=True))
     body = int(ours.state[CONTROL + 1])
     for codec, a, b, once in zip(codecs, ours.chunks.chunks[0], theirs.chunks.chunks[0], ours.chunks.once, strict=True):

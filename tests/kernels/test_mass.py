@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from qkvcache.formats import REGISTRY
-from qkvcache.kernels import attend, attend_observed, observe_on_codes, prefill_with_lse
+from qkvcache.kernels import attend, attend_observed, observe_on_codes, prefill_with_lse, whole
+from qkvcache.storage import Storage
 
 from .payloads import build
 
@@ -233,12 +234,14 @@ def test_magnitudes(monkeypatch, triton):
     torch.testing.assert_close(fused.fused_attend(query, payload, observed=observed)[2], expected, rtol=5e-3, atol=1e-6)
 
 
-def test_mass_of_rows_with_lengths_is_refused(triton):
+def test_mass_of_storage_that_counts_on_the_device_is_refused(triton):
     from .test_fused_attend import fused
 
     query, payload, observed = make("int8", tokens=40, cuts=())
-    with pytest.raises(ValueError, match="no attention mass of rows with lengths"):
-        fused.fused_attend(query, payload, observed=observed, lengths=torch.ones(2, dtype=torch.int32))
+    key, value = payload.exact[2:]
+    held = Storage((payload.body.key, payload.body.value), (key, value), 0, 4, 60)
+    with pytest.raises(ValueError, match="`observed` cannot be combined with storage that counts on the device"):
+        fused.fused_attend(query, whole(held.buffers), observed=observed)
 
 
 @pytest.mark.parametrize("kernels", ["torch", "triton"])

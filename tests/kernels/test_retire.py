@@ -171,7 +171,7 @@ def test_formats(format, monkeypatch):
     """By dispatch: formats that share a scale among heads run as torch operations."""
     monkeypatch.setenv("QKVCACHE_KERNELS", "triton")
     layer = made(format, 1, 3, (64, 64), exact=1, dtype=torch.float32)
-    dispatch.prepare(layer.format.codecs(), (64, 64), torch.float32, DEVICE)
+    dispatch.prepare(layer.codecs, (64, 64), torch.float32, DEVICE)
     share = 0.0 if format in EXACT else ROUNDED.get(format, 0.01)
     for order in orders(layer):
         compare(layer, layer.copy(), order, share, dispatch.retire)

@@ -130,8 +130,8 @@ def test_b16_a_slot_decodes_to_the_token_whose_position_it_records(format):
     *_, layer = drive(Knorm(budget=20, recent=3), text, format, **first)
     positions = columns(layer).long()
     at = (positions + torch.tensor(text.pads)[:, None, None])[..., None].expand(-1, -1, -1, text.keys.shape[-1])
-    for side, x, zone in zip(layer.dense(), (text.keys, text.values), layer.zones, strict=True):
-        codec, once = zone.body.codec, zone.body.once
+    chunks = layer.storage.chunks
+    for side, x, codec, once in zip(layer.dense(), (text.keys, text.values), chunks.codecs, chunks.once, strict=True):
         stored = codec.decode(codec.encode(x, once) | once, x.shape[-1])
         exact = (x.gather(2, at.clamp_min(0)) == side).all(-1) | (positions < 0)
         assert same_decoded(side[~exact], stored.gather(2, at.clamp_min(0))[~exact], codec)
