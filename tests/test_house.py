@@ -42,6 +42,29 @@ def test_imports_go_one_way(name):
     assert ours <= set(allowed)
 
 
+def cycles(graph: dict[str, set[str]]) -> list[list[str]]:
+    """Modules that can be reached from themselves, each with the others on its way, by removing those that nothing is left to import."""
+    left = {name: set(found) for name, found in graph.items()}
+    while done := {name for name, found in left.items() if not found & left.keys()}:
+        left = {name: found - done for name, found in left.items() if name not in done}
+    return [[name, *sorted(found & left.keys())] for name, found in left.items()]
+
+
+def test_no_module_imports_itself_by_way_of_others():
+    """Imports within functions and for types alone count too. A package's `__init__` counts where something of it is taken from there."""
+    modules = {".".join(("qkvcache", *Path(name).with_suffix("").parts)).removesuffix(".__init__"): name for name in FILES}
+    graph = {}
+    for module, name in modules.items():
+        found = {taken if taken in modules else taken.rpartition(".")[0] for taken in imports(name)}
+        graph[module] = (found & modules.keys()) - {module}
+    assert not cycles(graph)
+
+
+def test_a_cycle_is_seen():
+    assert cycles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}, "e": set()})
+    assert not cycles({"a": {"b", "c"}, "b": {"c"}, "c": set()})
+
+
 @every_file
 def test_formats_and_kernels_know_nothing_of_transformers(name):
     if part(name) in ("formats", "kernels"):

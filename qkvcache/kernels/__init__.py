@@ -8,6 +8,7 @@ from .dispatch import (
     attend_on_codes,
     column_mass,
     dense,
+    dense_payload,
     encode_into,
     encodes,
     launch_of_step,
@@ -19,7 +20,6 @@ from .dispatch import (
     unfold,
     whole,
 )
-from .ops import dense_payload
 from .prefill import prefill_with_lse
 from .retire import Places, take
 from .segments import Body, Buffers, Exact, Packed, Pair, Payload, Segment, Side, chunk_table, mix, number, scores

@@ -52,12 +52,6 @@ def fused() -> ModuleType:
     return fused
 
 
-def _operators() -> ModuleType:
-    from . import ops
-
-    return ops
-
-
 @functools.cache
 def _warn_once(message: str) -> None:
     warnings.warn(message, stacklevel=3)
@@ -106,7 +100,7 @@ def attend_on_codes(
         if payload.buffers is not None:
             return attend_on_buffers(query, payload.buffers, mask, scaling=scaling, softcap=softcap, sinks=sinks)
         if len(payload.exact):
-            return _operators().attend_op(query, payload, mask, scaling=scaling, causal=causal, softcap=softcap, sinks=sinks)[0]
+            return torch.ops.qkvcache.attend(query, *payload.arguments, mask, sinks, scaling, softcap, causal)[0]
     elif fuses(query, payload):
         return fused().fused_attend(query, payload, mask, scaling=scaling, causal=causal, softcap=softcap, sinks=sinks)[0]
     return attend(query, payload, mask, scaling=scaling, causal=causal, softcap=softcap, sinks=sinks)
@@ -124,10 +118,12 @@ def observe_on_codes(
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`attend_observed`, by the fused kernel where there is one."""
-    compiled = torch.compiler.is_compiling() and len(payload.exact) > 0
-    if compiled or fuses(query, payload):
-        attends = _operators().attend_op if compiled else fused().fused_attend
-        out, _, mass = attends(query, payload, mask, scaling=scaling, causal=causal, softcap=softcap, sinks=sinks, observed=observed)
+    if torch.compiler.is_compiling() and len(payload.exact):
+        out, _, mass = torch.ops.qkvcache.attend(query, *payload.arguments, mask, sinks, scaling, softcap, causal, observed)
+        return out, mass
+    if fuses(query, payload):
+        options = {"scaling": scaling, "causal": causal, "softcap": softcap, "sinks": sinks, "observed": observed}
+        out, _, mass = fused().fused_attend(query, payload, mask, **options)
         return out, mass
     return attend_observed(query, payload, mask, observed=observed, scaling=scaling, causal=causal, softcap=softcap, sinks=sinks)
 
@@ -249,6 +245,13 @@ def encode_into(
 
     x = tuple(side if side.stride(-1) == 1 else side.contiguous() for side in x)  # type: ignore[assignment]
     encode_kv(list(zip(codecs, x, planes, once, strict=True)), start)
+
+
+def dense_payload(payload: Payload) -> Pair:
+    """Keys and values of a payload in the model's dtype, in compiled code; of a storage at their columns, zeros beyond."""
+    if payload.buffers is not None:
+        return torch.ops.qkvcache.unfold(*payload.buffers.arguments, None, None)
+    return torch.ops.qkvcache.dense(*payload.arguments)
 
 
 def dense(side: Side) -> Tensor:

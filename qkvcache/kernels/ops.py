@@ -18,36 +18,6 @@ from .retire import Places
 from .segments import CODECS, Body, Buffers, Exact, Packed, Pair, Payload, Side
 
 
-def attend_op(
-    query: Tensor,
-    payload: Payload,
-    mask: Tensor | None = None,
-    *,
-    scaling: float | None = None,
-    causal: bool = False,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    observed: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`fused_attend` as `torch.ops.qkvcache.attend`."""
-    return torch.ops.qkvcache.attend(query, *_parts(payload), mask, sinks, scaling, softcap, causal, observed)
-
-
-def _parts(payload: Payload) -> tuple[list[Tensor], Tensor | None, list[int], int, list[Tensor]]:
-    body = payload.body
-    planes = [] if body is None else [plane for chunk in body.chunks for codes in chunk for plane in codes.values()]
-    codecs = [] if body is None else list(body.numbers)
-    table, tokens = (None, 0) if body is None else (body.table, body.tokens)
-    return planes, table, codecs, tokens, list(payload.exact)
-
-
-def dense_payload(payload: Payload) -> Pair:
-    """Keys and values of a payload in the model's dtype; of a storage at their columns, zeros beyond."""
-    if payload.buffers is not None:
-        return torch.ops.qkvcache.unfold(*payload.buffers.arguments, None, None)
-    return torch.ops.qkvcache.dense(*_parts(payload))
-
-
 @torch.library.custom_op("qkvcache::dense", mutates_args=())
 def _dense(planes: Sequence[Tensor], table: Tensor | None, codecs: Sequence[int], tokens: int, exact: Sequence[Tensor]) -> Pair:
     payload = _payload(planes, table, codecs, tokens, exact)

@@ -236,6 +236,14 @@ class Payload:
     exact: tuple[Tensor, ...] = ()
     buffers: Buffers | None = None
 
+    @property
+    def arguments(self) -> tuple[list[Tensor], Tensor | None, list[int], int, list[Tensor]]:
+        """As operators of torch take it: planes of all chunks, table, numbers of the codecs and tokens of the body; exact tokens."""
+        if (body := self.body) is None:
+            return [], None, [], 0, list(self.exact)
+        planes = [plane for chunk in body.chunks for codes in chunk for plane in codes.values()]
+        return planes, body.table, list(body.numbers), body.tokens, list(self.exact)
+
 
 def scores(q: Tensor, side: Side) -> Tensor:
     """`q . k` for every token: `[B, H, R, D]` -> `[B, H, R, T]`."""
