@@ -29,7 +29,7 @@ def close(out: torch.Tensor, wanted: torch.Tensor) -> None:
 @pytest.mark.parametrize("queries", [1, 5, 19])
 @pytest.mark.parametrize("triton", [False, True], ids=["torch", "chunks"])
 def test_chunks_of_any_size(format, queries, triton):
-    """Chunks end within chunks, at their ends, and hold several; without `exact` the payload is what the torch reference reads."""
+    """They end within chunks of storage, at their ends, and hold several; without `exact` the payload is what the torch reference reads."""
     held = payload(format, 300, queries)
     held = held if triton else Payload(held.key, held.value)
     query = torch.randn(2, 8, queries, 64, device=DEVICE, dtype=DTYPE)
