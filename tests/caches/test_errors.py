@@ -40,7 +40,7 @@ WRONG = [
     (HadaQuantCache, (CONFIG,), {"format": "int8"}, TypeError, "pass key_bits= or value_bits="),
     (CompressedCache, (CONFIG,), {"format": "fp8", "symmetric": False}, TypeError, "symmetric=False: known are config, format"),
     (CompressedCache, (CONFIG,), {"format": "int8", "symmetric": False}, TypeError, "format=formats.Int8(symmetric=False)"),
-    (CompressedCache, (CONFIG,), {"format": "int8", "exact_recnt": 3}, TypeError, "exact_recnt=3: did you mean 'residual_length'"),
+    (CompressedCache, (CONFIG,), {"format": "int8", "residual_lenght": 3}, TypeError, "residual_lenght=3: did you mean 'residual_length'"),
     (NVFP4Cache, (CONFIG,), {"centre": True}, TypeError, "NVFP4Cache has no option centre=True: did you mean 'center'?"),
     (TurboQuantCache, (CONFIG,), {"preset": "2bit_nc"}, ValueError, "2bit_nc"),
     (TurboQuantCache, (CONFIG,), {"boundary_layers": -1}, ValueError, "boundary_layers=-1"),

@@ -119,7 +119,7 @@ def test_without_a_config_all_layers_are_static(attention):
     assert [type(layer) for layer in static.layers] == [CompressedLayer] * 3
 
 
-def test_exact_layers_are_static_and_exact():
+def test_skipped_layers_are_static_and_exact():
     network = model("gemma3")
     cache = make(network, FOUR_BIT, skip_layers=[-1])
     assert [type(layer).__name__ for layer in cache.layers] == ["StaticSlidingLayer", "CompressedLayer"] * 2

@@ -66,7 +66,7 @@ def test_generate_compiles_one_graph(format, attention, compiling):
     assert not graphs()
     got = this.run(first, max_new_tokens=50)
     assert graphs() == 1
-    assert_close(logits(got), logits(expected), of_model(this.network))
+    assert_close(logits(got), logits(expected), of_model(this.network, 140))
     assert first.get_seq_length() == plain.get_seq_length() == 89
     assert_close(logits(this.run(second, max_new_tokens=10)), logits(expected)[:10], of_model(this.network))
     second.reset()
@@ -178,6 +178,7 @@ def test_inductor_copies_no_payload_of_a_layer(compiling):
     x = torch.randn(2, 3, 2, 20, 64)
     for layer in layers:
         layer.update(*x)
+        layer.settle()  # which attention on what it returned does
     new, query, mask = torch.randn(2, 3, 2, 1, 64), torch.randn(3, 4, 1, 64), torch.ones(3, 1, 1, 200, dtype=torch.bool)
 
     def step(layer):
@@ -194,9 +195,9 @@ def test_inductor_copies_no_payload_of_a_layer(compiling):
 
 
 def check_code(code: str, layers, reads: str) -> None:
-    """Neither planes nor rings are made anew, and they are passed to the operators as they came."""
+    """Neither planes nor rings are made anew, and they are passed to the operators as they came. Means have the shape of a new token."""
     for layer in layers:
-        for shape in {str(tuple(tensor.shape)) for _, tensor in layer.tensors()}:
+        for shape in {str(tuple(tensor.shape)) for _, tensor in layer.tensors() if tensor.dim() < 3 or tensor.shape[2] > 1}:
             assert f"empty_strided_cpu({shape}" not in code, f"inductor makes another {shape}"
     calls = code[code.index("def call(") :]
     assert "qkvcache.step" in calls and reads in calls

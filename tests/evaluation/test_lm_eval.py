@@ -125,7 +125,7 @@ def test_the_command_writes_a_result_file(tmp_path, monkeypatch, capsys):
     (file,) = tmp_path.rglob("results_*.json")
     found = json.loads(file.read_text())
     assert found["results"]["qkvcache_needle_unseen"]["recall,none"] == 1
-    assert found["config"]["kv_cache"] == "nvfp4" and found["config"]["kv_exact_recent"] == 8
+    assert found["config"]["kv_cache"] == "nvfp4" and found["config"]["kv_residual_length"] == 8
     assert found["config"]["kv_bytes_per_token"] * found["config"]["kv_ratio"] == pytest.approx(5 * 2 * 2 * 128 * 4)
     assert "qkvcache_needle_unseen" in capsys.readouterr().out
 

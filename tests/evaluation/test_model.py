@@ -196,7 +196,7 @@ def test_the_results_say_what_was_measured():
         ({"cache": "int8", "policy": "sink_window", "num_sink_tokens": -1}, ValueError, "num_sink_tokens=-1"),
         ({"residual_length": 0}, ValueError, "exact everywhere"),
         ({"cache": "int8", "num_sink_tokens": -5}, ValueError, "num_sink_tokens=-5"),
-        ({"cache": "int8", "exact_recnt": 0}, TypeError, "did you mean 'residual_length'"),
+        ({"cache": "int8", "residual_lenght": 0}, TypeError, "did you mean 'residual_length'"),
     ],
 )
 def test_wrong_input_is_explained(options, error, says):
