@@ -82,25 +82,11 @@ def _few(query: Tensor, key: KVHandle) -> bool:
     return query.shape[2] <= MAX_QUERIES
 
 
-def _attend_many(
-    implementation: str, module: torch.nn.Module, query: Tensor, key: KVHandle, given: Any, options: dict[str, Any]
-) -> Tensor | None:
-    """Attention of many queries without decoding the layer, `[B, Hq, Q, D]`; None where masks, options or tensors are not made for it."""
-    if torch.compiler.is_compiling() or options.get("dropout") or not supports(query, key.payload):
-        return None
-    if torch.is_grad_enabled() and query.requires_grad:
-        return None
-    stock = implementation == "sdpa"  # which has neither softcap nor sinks, see below
-    if not stock and options.get("softcap") is not None:
-        return None
-    queries, tokens = query.shape[2], key.shape[2]
-    options = {"is_causal": getattr(module, "is_causal", True)} | {name: x for name, x in options.items() if x is not None}
-    mask, causal = visible(implementation, given, query.shape[0], queries, tokens, query.device, options)
-    fits, hidden = padding_columns(given, mask, causal, queries, tokens)
-    if not fits:
-        return None
-    sinks = None if stock else options.get("s_aux")
-    return attend_chunked(query, key.payload, hidden, scaling=options.get("scaling"), sinks=sinks)
+def _in_chunks(implementation: str, query: Tensor, key: KVHandle, options: dict[str, Any]) -> bool:
+    """Whether `attend_chunked` has these options, and attention for these tensors."""
+    if torch.compiler.is_compiling() or (torch.is_grad_enabled() and query.requires_grad):
+        return False
+    return (implementation == "sdpa" or options.get("softcap") is None) and supports(query, key.payload)
 
 
 def route(
@@ -115,25 +101,32 @@ def route(
     if not isinstance(key, KVHandle):
         report(implementation, query, key, args[0] if args else kwargs.get("attention_mask"))
         return stock(module, query, key, value, *args, **kwargs)
-    mask, args = (args[0], args[1:]) if args else (kwargs.pop("attention_mask", None), args)
+    given, args = (args[0], args[1:]) if args else (kwargs.pop("attention_mask", None), args)
     queries, tokens = query.shape[2], key.shape[2]
+    mask = given
     if isinstance(mask, Tensor) and mask.dim() == 4 and mask.shape[3] > tokens:
         mask = mask[..., :tokens]  # which is for all that a preallocated cache may come to hold
     if "eager" in implementation:
         if torch.compiler.is_compiling():
             key, value = key.dense(), value.dense()
         return stock(module, query, key, value, mask, *args, **kwargs)
-    many = not _few(query, key)
-    if many and (out := _attend_many(implementation, module, query, key, mask, kwargs)) is not None:
-        return out.transpose(1, 2).contiguous(), None
-    if many or kwargs.get("dropout"):
+    many, shown, causal, hidden = not _few(query, key), None, False, None
+    fits = False
+    if not kwargs.get("dropout") and (not many or _in_chunks(implementation, query, key, kwargs)):
+        said = kwargs if kwargs.get("is_causal") is not None else kwargs | {"is_causal": getattr(module, "is_causal", True)}
+        shown, causal = visible(implementation, mask, query.shape[0], queries, tokens, query.device, said)
+        if queries > 1 and not torch.compiler.is_compiling():
+            fits, hidden = padding_columns(given, shown, causal, queries, tokens)
+    if kwargs.get("dropout") or (many and not fits):
         if isinstance(mask, BlockMask) and mask.shape[-1] > tokens:
             mask = mask._adjust(queries, tokens)  # as above; its function needs no cut
         return stock(module, query, key.dense(), value.dense(), mask, *args, **kwargs)
-    if kwargs.get("is_causal") is None:
-        kwargs["is_causal"] = getattr(module, "is_causal", True)
-    mask, causal = visible(implementation, mask, query.shape[0], queries, tokens, query.device, kwargs)
     # sdpa has no softcap and no sinks: transformers 5.17 drops them without a word, and a decode must not differ from its prefill.
     extras = {} if implementation == "sdpa" else {"softcap": kwargs.get("softcap"), "sinks": kwargs.get("s_aux")}
-    out = attend_on_codes(query, key.payload, mask, scaling=kwargs.get("scaling"), causal=causal, **extras)
+    if many:
+        out = attend_chunked(query, key.payload, hidden, scaling=kwargs.get("scaling"), sinks=extras.get("sinks"))
+    else:
+        if fits:  # causality costs a kernel less than a mask of queries x tokens
+            shown, causal = None if hidden is None else ~hidden[:, None, None], True
+        out = attend_on_codes(query, key.payload, shown, scaling=kwargs.get("scaling"), causal=causal, **extras)
     return out.transpose(1, 2).contiguous(), None
