@@ -187,7 +187,8 @@ def fused_attend(
     exact = n_first + n_recent > 0
     n_body = 0 if body is None else body.tokens
     nvidia = bool(arch) or device.type == "cpu"
-    launch = launch or launched(use.key, use.value, max(dim, value_dim), rows, nvidia)
+    wide = nvidia and observed is None  # weights that are kept take the registers
+    launch = launch or launched(use.key, use.value, max(dim, value_dim), rows, wide)
     t, r = launch.tile, launch.rows if nvidia else 16
     blocks = -(-rows // r)
     body_splits, each = split(n_body, batch * heads * blocks, t, processors * launch.programs)
