@@ -130,8 +130,8 @@ class Body:
         return [plane for codes in self.chunks[0] for plane in _planes(codes)]
 
 
-def _codes(codes: Codes) -> Tensor:
-    return codes["codes"] if "codes" in codes else codes["low"]
+def _codes(codes: Codes) -> Tensor | None:
+    return codes.get("codes", codes.get("low"))
 
 
 def _scales(codes: Codes) -> Tensor | None:
@@ -139,8 +139,11 @@ def _scales(codes: Codes) -> Tensor | None:
 
 
 def _planes(codes: Codes) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes of less than 16 bits are read as words of 16."""
+    """Codes of less than 16 bits are read as words of 16. A codec whose buffers have other names is one that kernels do not read."""
     main, high, scales = _codes(codes), codes.get("high"), _scales(codes)
+    if main is None:
+        none = next(iter(codes.values())).new_empty(0)
+        return none, none, none
     none = main.new_empty(0)
     main = main if main.itemsize > 1 else main.view(torch.int16)
     high = high if high is None else high.view(torch.int16)
@@ -153,7 +156,7 @@ def chunk_table(chunks: Sequence[tuple[Codes, Codes]]) -> Tensor:
     first = [plane for codes in chunks[0] for plane in _planes(codes)]
     for chunk in chunks:
         planes = [plane for codes in chunk for plane in _planes(codes)]
-        slots = planes[0].shape[2]
+        slots = next(iter(chunk[0].values())).shape[2]
         distances = [(x.data_ptr() - y.data_ptr()) // x.itemsize for x, y in zip(planes, first, strict=True)]
         rows.append([start, slots, *distances])
         start += slots

@@ -143,7 +143,7 @@ class Head:
         if policy.name == "H2O" and policy.reduce == "mean":
             return self.score[p] / sum(policy.decay**n for n in range(self.seen - p))
         if policy.name == "SnapKV":
-            side = policy.kernel // 2
+            side = policy.kernel_size // 2
             near = [self.score[q] for q in held[max(i - side, 0) : i + side + 1]]
             return sum(near) / len(near)
         if policy.name == "Random":
