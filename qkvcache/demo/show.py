@@ -17,7 +17,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from .. import CompressedCache
 from ..evaluation.quality import Passages, RecallSet, divergence, recall
-from ..evaluation.recall import recall_case
+from ..evaluation.recall import CODE_WORD, NUMBER, Form, recall_case
 from ..models import load
 from ..policies import H2O, KeyDiff, Policy
 from . import text_ids
@@ -41,17 +41,18 @@ NEW_TOKENS = 16
 
 @dataclass(frozen=True)
 class Size:
-    """Tokens of the prompt, tokens of each text that are read on after as many, cases of recall, and whether formats are shown without
-    exact tokens too."""
+    """Tokens of the prompt, tokens of each text that are read on after as many, cases of recall and their form, and whether formats are
+    shown without exact tokens too."""
 
     context: int
     read_on: int
     recalls: int
+    form: Form
     bare: bool
 
 
-SIZES = {"demo": Size(2000, 40, 8, bare=True)}
-REAL = Size(700, 16, 2, bare=False)
+SIZES = {"demo": Size(2000, 40, 8, CODE_WORD, bare=True)}
+REAL = Size(700, 16, 4, NUMBER, bare=False)
 """Of every other model: some three minutes on two CPU cores for one of 135 million parameters."""
 
 
@@ -129,7 +130,7 @@ def run(
     begin = len(ids) // 2
     window = torch.tensor(ids[begin : begin + 2 * (size.context + size.read_on)], device=model.device).view(2, -1)
     passages = Passages.read(model, window, size.context)
-    cases = RecallSet.make(model, tokenizer, ids, size.context, size.recalls, seed=seed)
+    cases = RecallSet.make(model, tokenizer, ids, size.context, size.recalls, seed=seed, form=size.form)
 
     rows: list[Row] = []
     for name, exact, factory in _caches(model.config, size.bare):
@@ -165,7 +166,7 @@ def show(rows: list[Row], console: Console, name: str = "demo") -> None:
         caption_style="dim",
         caption="exact: tokens at beginning + end kept in the model's dtype (none: the format as its authors define it). "
         f"KL and perplexity: 2 x {size.read_on - 1} tokens read on through the cache, against the dense run. "
-        f"recall: {size.recalls} code words, each among three others, question unseen at compression. tokens/s: decode, this machine.",
+        f"recall: {size.recalls} facts, each among three others, question unseen at compression. tokens/s: decode, this machine.",
     )
     for header in ("cache", "exact", "bytes/token", "smaller", "KL", "perplexity", "recall", "tokens/s"):
         table.add_column(header, justify="left" if header in ("cache", "exact") else "right", no_wrap=True)
