@@ -8,6 +8,7 @@ from typer.testing import CliRunner
 from qkvcache import demo, models
 from qkvcache.cli import app
 from qkvcache.demo import show
+from qkvcache.evaluation.recall import CODE_WORD, NUMBER
 from qkvcache.policies import H2O
 
 
@@ -47,8 +48,8 @@ def test_wrong_input_is_explained(arguments, says):
 def small_demo(monkeypatch):
     monkeypatch.setattr(show, "FORMATS", ("turboquant_4bit_nc",))
     monkeypatch.setattr(show, "POLICIES", {"fp8 + H2O 50 %": H2O(budget=0.5)})
-    monkeypatch.setattr(show, "SIZES", {"demo": show.Size(400, 8, 2)})
-    monkeypatch.setattr(show, "REAL", show.Size(300, 8, 2))
+    monkeypatch.setattr(show, "SIZES", {"demo": show.Size(400, 8, 2, CODE_WORD, bare=True)})
+    monkeypatch.setattr(show, "REAL", show.Size(300, 8, 2, NUMBER, bare=False))
 
 
 def test_demo_prints_the_answer_and_the_table(small_demo):
