@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .segments import Payload, mix, scores
+from .segments import AttentionInputs, pv, qk
 
 HIDDEN = -1e29  # scores under it are of tokens that a mask hides
 MASKED = torch.finfo(torch.float32).min  # finite: a fully masked row must come out as numbers, not as nan
@@ -16,7 +16,7 @@ MASKED = torch.finfo(torch.float32).min  # finite: a fully masked row must come 
 
 def attend(
     query: Tensor,
-    payload: Payload,
+    attention_inputs: AttentionInputs,
     mask: Tensor | None = None,
     *,
     scaling: float | None = None,
@@ -34,12 +34,12 @@ def attend(
         softcap: `softcap * tanh(score / softcap)` before the mask (Gemma 2).
         sinks: a learned logit for each query head, `[Hq]`, that takes part in the softmax and has no value (gpt-oss).
     """
-    return _output(_logits(query, payload, mask, scaling, causal, softcap, sinks).softmax(-1), query, payload)
+    return _output(_logits(query, attention_inputs, mask, scaling, causal, softcap, sinks).softmax(-1), query, attention_inputs)
 
 
 def attend_observed(
     query: Tensor,
-    payload: Payload,
+    attention_inputs: AttentionInputs,
     mask: Tensor | None = None,
     *,
     observed: Tensor,
@@ -48,24 +48,25 @@ def attend_observed(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """As `attend`, and the attention mass of each token, fp32 `[B, H, T]`: its softmax weights, summed over the group's query heads and
+    """As `attend`, and the accumulated attention of each token, fp32 `[B, H, T]`: its softmax weights, summed over the group's query heads
+    and
     over queries, each of which counts `observed` times, fp32 or bool `[B, Q]`. A token that a mask hides has none, and a query of 0 adds
     none.
     """
     batch, query_heads, queries, _ = query.shape
-    _, heads, tokens, _ = payload.key.shape
-    logits = _logits(query, payload, mask, scaling, causal, softcap, sinks)
+    _, heads, tokens, _ = attention_inputs.key.shape
+    logits = _logits(query, attention_inputs, mask, scaling, causal, softcap, sinks)
     probabilities = logits.softmax(-1)
     count = observed.float()[:, None].masked_fill(logits[..., :tokens].amax(-1) <= HIDDEN, 0)
     counted = probabilities[..., :tokens].masked_fill((count == 0)[..., None], 0)  # which may hold nan
     rows = (batch, heads, query_heads // heads * queries)
-    mass = count.reshape(rows)[:, :, None] @ counted.reshape(*rows, tokens)
-    return _output(probabilities, query, payload), mass[:, :, 0]
+    attention_sums = count.reshape(rows)[:, :, None] @ counted.reshape(*rows, tokens)
+    return _output(probabilities, query, attention_inputs), attention_sums[:, :, 0]
 
 
 def _logits(
     query: Tensor,
-    payload: Payload,
+    attention_inputs: AttentionInputs,
     mask: Tensor | None,
     scaling: float | None,
     causal: bool,
@@ -74,10 +75,10 @@ def _logits(
 ) -> Tensor:
     """What the softmax is of: `[B, Hq, Q, T]`, with sinks one more column."""
     batch, query_heads, queries, dim = query.shape
-    _, heads, tokens, _ = payload.key.shape
+    _, heads, tokens, _ = attention_inputs.key.shape
     groups = query_heads // heads
     scaling = dim**-0.5 if scaling is None else scaling
-    logits = scores(query.float().mul(scaling).reshape(batch, heads, groups * queries, dim), payload.key)
+    logits = qk(query.float().mul(scaling).reshape(batch, heads, groups * queries, dim), attention_inputs.key)
     logits = logits.view(batch, query_heads, queries, tokens)
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
@@ -88,11 +89,11 @@ def _logits(
     return logits
 
 
-def _output(probabilities: Tensor, query: Tensor, payload: Payload) -> Tensor:
+def _output(probabilities: Tensor, query: Tensor, attention_inputs: AttentionInputs) -> Tensor:
     batch, query_heads, queries, _ = query.shape
-    _, heads, tokens, _ = payload.key.shape
+    _, heads, tokens, _ = attention_inputs.key.shape
     rows = probabilities[..., :tokens].reshape(batch, heads, query_heads // heads * queries, tokens)
-    out = mix(rows, payload.value)
+    out = pv(rows, attention_inputs.value)
     return out.view(batch, query_heads, queries, -1).to(query.dtype)
 
 

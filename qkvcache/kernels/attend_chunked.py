@@ -7,43 +7,59 @@ merged by their log-sum-exps. The exact tokens, the new ones among them, are one
     chunk i    the next quantized tokens, in the model's dtype    none, or the columns that padding hides
     exact      sink tokens, residual, the new tokens              causal among the new tokens, and the same columns
 
-The query heads of a group are rows of their KV head, so that keys and values are never copied for query heads. `attention/route.py` says
-from how many queries on this is faster than reading the codes in the decode kernel.
+The query heads of a group are rows of their KV head, so that keys and values are never copied for query heads. Vectors that are stored
+rotated stay rotated in the scratch: queries are rotated before, and outputs rotated back after, attention on chunks.
+`attention/route.py` says from how many queries on this is faster than reading the codes in the decode kernel.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from itertools import takewhile
 
 import torch
 from torch import Tensor
 
-from ..formats.base import Codec, Codes
-from .segments import Exact, Packed, Payload
+from ..formats.base import Codec, Codes, affine
+from ..formats.identity import AsIs
+from ..formats.rotation import rotation_block
+from .dispatch import dequantize_pages, on_triton
+from .pages import Pages
+from .segments import AttentionInputs, Exact, Packed, Pair, QuantizedRegion
 
-CHUNK_TOKENS, CHUNK_BYTES = 16384, 512 * 2**20
-"""Tokens of a chunk, and the bound on its scratch, keys and values together, which may make it shorter."""
+CHUNK_TOKENS, CUDNN_CHUNK_TOKENS, CHUNK_BYTES = 65536, 16384, 512 * 2**20
+"""Tokens of a chunk, likewise where cuDNN attends on it, and the bound on its scratch, keys and values together, which may make it
+shorter."""
 ROW_STEP = 128
 """Folded rows are padded to a multiple of this, so that few shapes exist."""
 CUDNN_QUERIES = 512
 """cuDNN prepares a plan for each new shape, which takes a tenth of a second on an H100: fewer queries never win that back."""
 MASKED = -1e30
 
+Fill = Callable[[Tensor, Tensor], None]
+"""Writes the keys and values of a chunk, rotated as they are stored, into two tensors `[B, H, T, D]`."""
+Piece = tuple[int, tuple[Codec, Codec], Fill]
+"""Quantized tokens of a chunk: how many, the codecs whose rotations they are stored under, and what dequantizes them."""
 Part = tuple[Tensor, Tensor]
 """Output `[B, H', R, Dv]` and log-sum-exp, fp32 `[B, H', R]`, of one part of the tokens. `H'` and `R` are query heads and queries, or,
 folded, KV heads and the queries of a group's heads one after another, with rows of padding at the end."""
 
 
-def supports(query: Tensor, payload: Payload) -> bool:
+def supports(query: Tensor, attention_inputs: AttentionInputs) -> bool:
     """Whether torch has attention with log-sum-exp for these tensors."""
+    return query.dtype == attention_inputs.key.dtype and supports_queries(query, attention_inputs.value.shape[3])
+
+
+def supports_queries(query: Tensor, value_dim: int) -> bool:
+    """The same of queries, with keys of their dtype and values of `value_dim` channels."""
     dtypes = (torch.float16, torch.bfloat16) if query.is_cuda else (torch.float16, torch.bfloat16, torch.float32)
     dim = query.shape[3]
     return (
         query.device.type in ("cuda", "cpu")
-        and query.dtype == payload.key.dtype
         and query.dtype in dtypes
-        and payload.value.shape[3] == dim
+        and value_dim == dim
         and dim <= 256
         and (dim % 8 == 0 or not query.is_cuda)
     )
@@ -51,79 +67,143 @@ def supports(query: Tensor, payload: Payload) -> bool:
 
 def attend_chunked(
     query: Tensor,
-    payload: Payload,
+    attention_inputs: AttentionInputs,
     hidden: Tensor | None = None,
     *,
     scaling: float | None = None,
     sinks: Tensor | None = None,
-    chunk_tokens: int = CHUNK_TOKENS,
-) -> Tensor:
-    """Causal attention of the last `Q` tokens, `[B, Hq, Q, D]` in the query's dtype.
+    chunk_tokens: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Causal attention of the last `Q` tokens: the output `[B, Hq, Q, D]` in the query's dtype, and the log of the normaliser, fp32
+    `[B, Hq, Q]`.
 
     Args:
-        query: `[B, Hq, Q, D]`, `Hq` a multiple of the KV heads; the tokens of the queries are the last `Q` of the payload, and exact.
-        hidden: columns that no query sees, bool `[B, T]` (padding), or None.
+        query: `[B, Hq, Q, D]`, `Hq` a multiple of the KV heads; the tokens of the queries are the last `Q` of the attention inputs, and
+        exact. hidden: columns that no query sees, bool `[B, T]` (padding), or None.
         scaling: factor on the scores, `D ** -0.5` by default.
         sinks: a learned logit for each query head, `[Hq]`, that takes part in the softmax and has no value (gpt-oss).
-        chunk_tokens: bound on the tokens of a chunk.
+        chunk_tokens: bound on the tokens of a chunk. Default: what is fastest for so many queries.
     """
+    exact, before, packed = exact_tokens(attention_inputs)
+    return _attend(query, exact, before, partial(chunks, attention_inputs, packed), hidden, scaling, sinks, chunk_tokens)
+
+
+def attend_chunked_pages(
+    query: Tensor, pages: Pages, begin: int, end: int, sinks: Pair, recent: Pair, *, scaling: float | None = None
+) -> tuple[Tensor, Tensor]:
+    """`attend_chunked` over the tokens `begin` to `end` of pages with one table for all heads, between exact keys and values
+    `[B, H, T, D]`: first tokens, and those after the pages, of which the last `Q` are those of the queries `[B, Hq, Q, D]`."""
+
+    def pieces(size: int) -> Iterator[Piece]:
+        for at in range(begin, end, size):
+            yield min(size, end - at), (AsIs(), AsIs()), partial(_dequantize_pages, pages, at)
+
+    exact = _joined((sinks[0], recent[0])), _joined((sinks[1], recent[1]))
+    return _attend(query, exact, sinks[0].shape[2], pieces, None, scaling, None, None)
+
+
+def _dequantize_pages(pages: Pages, begin: int, keys: Tensor, values: Tensor) -> None:
+    dequantize_pages(pages, (keys, values), begin)
+
+
+def _attend(
+    query: Tensor,
+    exact: Pair,
+    before: int,
+    pieces: Callable[[int], Iterator[Piece]],
+    hidden: Tensor | None,
+    scaling: float | None,
+    sinks: Tensor | None,
+    chunk_tokens: int | None,
+) -> tuple[Tensor, Tensor]:
+    """Attention over exact keys and values `[B, H, T, D]` and, after `before` of these, what `pieces` dequantizes in chunks of the size
+    that it is given."""
     batch, query_heads, queries, dim = query.shape
-    heads = payload.key.shape[1]
+    heads = exact[0].shape[1]
     scaling = dim**-0.5 if scaling is None else scaling
     folded = fold(query, heads)
+    if chunk_tokens is None:
+        chunk_tokens = CUDNN_CHUNK_TOKENS if queries >= CUDNN_QUERIES else CHUNK_TOKENS
     size = min(chunk_tokens, max(CHUNK_BYTES // (2 * batch * heads * dim * query.itemsize) // 64, 1) * 64)
-    first, recent, packed = tokens_of(payload)
-    column = first[0].shape[2]
+    rotated, unrotated = folded, scaling
+    column = before
     parts: list[Part] = []
     scratch: Tensor | None = None
-    for chunk in chunks(packed, size):
-        count = sum(key.tokens for key, _ in chunk)
+    for count, codecs, fill in pieces(size):
         if scratch is None:
             scratch = query.new_empty(2, batch, heads, count, dim)
-        at = 0
-        for pair in chunk:
-            for side, tokens in enumerate(pair):
-                dequantize_into(tokens, scratch[side, :, :, at : at + tokens.tokens])
-            at += pair[0].tokens
+            rotated, factor = rotate(folded, codecs[0])
+            unrotated = scaling * factor
         keys, values = scratch[0, :, :, :count], scratch[1, :, :, :count]
+        fill(keys, values)
         bias = None if hidden is None else _bias(hidden[:, None, None, column : column + count], query.dtype)
-        parts.append(library_attention(folded, keys, values, bias, scaling, plan=count == size and queries >= CUDNN_QUERIES))
+        out, lse = library_attention(rotated, keys, values, bias, unrotated, plan=count == size and queries >= CUDNN_QUERIES)
+        parts.append((rotate_back(out, codecs[1]), lse))
         column += count
-    keys, values = (torch.cat([x, y], dim=2) if x.shape[2] else y for x, y in zip(first, recent, strict=True))
     if hidden is not None:
-        hidden = torch.cat([hidden[:, : first[0].shape[2]], hidden[:, column:]], dim=1)
-    parts.append(causal_attention(query, folded, keys, values, hidden, scaling))
-    if query.is_cuda:
+        hidden = torch.cat([hidden[:, :before], hidden[:, column:]], dim=1)
+    parts.append(causal_attention(query, folded, *exact, hidden, scaling))
+    if on_triton(query.device):
         from .triton_merge import merge as merge_parts
 
         return merge_parts(parts, query_heads, queries, heads, sinks)
     return merge(parts, query_heads, queries, heads, sinks)
 
 
-def tokens_of(payload: Payload) -> tuple[Sequence[Tensor], Sequence[Tensor], Iterator[tuple[Packed, Packed]]]:
-    """Exact keys and values before the quantized tokens, those after them, and the quantized keys and values in runs of tokens."""
-    if payload.exact:
-        return payload.exact[:2], payload.exact[2:], _runs(payload)
-    first, recent = [], []
-    for side in (payload.key, payload.value):
-        places = [i for i, segment in enumerate(side.segments) if isinstance(segment, Packed)] or [0]
-        exact = [(i, segment.x) for i, segment in enumerate(side.segments) if isinstance(segment, Exact)]
-        empty = exact[-1][1][:, :, :0]
-        first.append(torch.cat([empty, *(x for i, x in exact if i < places[0])], dim=2))
-        recent.append(torch.cat([empty, *(x for i, x in exact if i >= places[0])], dim=2))
-    pairs = zip(payload.key.segments, payload.value.segments, strict=True)
-    return first, recent, ((k, v) for k, v in pairs if isinstance(k, Packed) and isinstance(v, Packed))
+def exact_tokens(attention_inputs: AttentionInputs) -> tuple[Pair, int, list[tuple[Packed, Packed]]]:
+    """The exact keys and values `[B, H, T, D]`, how many of their tokens come before the quantized ones, and, where there is no region, the
+    blocks of quantized keys and values."""
+    exact, packed = attention_inputs.exact, []
+    if exact:
+        keys, values, before = exact[::2], exact[1::2], exact[0].shape[2]
+    else:
+        key, value = attention_inputs.key.segments, attention_inputs.value.segments
+        keys, values = (tuple(segment.x for segment in side if isinstance(segment, Exact)) for side in (key, value))
+        before = sum(segment.tokens for segment in takewhile(lambda segment: isinstance(segment, Exact), key))
+        packed = [(k, v) for k, v in zip(key, value, strict=True) if isinstance(k, Packed) and isinstance(v, Packed)]
+    return attention_inputs.joined or (_joined(keys), _joined(values)), before, packed
 
 
-def _runs(payload: Payload) -> Iterator[tuple[Packed, Packed]]:
-    if (body := payload.body) is None:
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    parts = [x for x in parts if x.shape[2]]
+    return torch.cat(parts, dim=2) if len(parts) > 1 else parts[0]
+
+
+def chunks(attention_inputs: AttentionInputs, blocks: list[tuple[Packed, Packed]], size: int) -> Iterator[Piece]:
+    """Quantized tokens in chunks of `size`, the last one perhaps shorter."""
+    region, dims = attention_inputs.region, (attention_inputs.key.shape[3], attention_inputs.value.shape[3])
+    if region is not None and on_triton(attention_inputs.key.device):
+        from .triton_dequantize_region import dequantize_region, supports
+
+        if supports(region, dims):
+            for begin in range(0, region.tokens, size):
+                yield min(size, region.tokens - begin), (region.key, region.value), partial(dequantize_region, region, begin)
+            return
+    for chunk in _cut(blocks or _blocks(region, dims), size):
+        codecs = chunk[0][0].codec, chunk[0][1].codec
+        yield sum(key.tokens for key, _ in chunk), codecs, partial(dequantize_blocks, chunk)
+
+
+def dequantize_blocks(chunk: list[tuple[Packed, Packed]], keys: Tensor, values: Tensor) -> None:
+    """Dequantizes blocks one after another, in plain torch."""
+    at = 0
+    for pair in chunk:
+        for packed, out in zip(pair, (keys, values), strict=True):
+            levels, scale, offset, center = packed.codec.unpack(packed.codes, packed.head_dim)
+            stored = affine(levels, scale, offset)
+            out[:, :, at : at + packed.tokens] = stored if center is None else stored + center
+        at += pair[0].tokens
+
+
+def _blocks(region: QuantizedRegion | None, dims: tuple[int, int]) -> Iterator[tuple[Packed, Packed]]:
+    if region is None:
         return
-    dims, left = (payload.key.shape[3], payload.value.shape[3]), body.tokens
-    for keys, values in body.chunks:
-        count = min(left, keys[_per_token(body.key, dims[0])[0]].shape[2])
+    left = region.tokens
+    for keys, values in region.chunks:
+        count = min(left, keys[_per_token(region.key, dims[0])[0]].shape[2])
         left -= count
         if count:
-            yield Packed(body.key, keys, count, dims[0]), Packed(body.value, values, count, dims[1])
+            yield Packed(region.key, keys, count, dims[0]), Packed(region.value, values, count, dims[1])
 
 
 @functools.lru_cache(maxsize=64)
@@ -138,11 +218,11 @@ def _part(packed: Packed, begin: int, count: int) -> Packed:
     return Packed(packed.codec, codes, count, packed.head_dim)
 
 
-def chunks(runs: Iterator[tuple[Packed, Packed]], size: int) -> Iterator[list[tuple[Packed, Packed]]]:
-    """Quantized keys and values in chunks of `size` tokens; the last one may be shorter."""
+def _cut(blocks: Iterable[tuple[Packed, Packed]], size: int) -> Iterator[list[tuple[Packed, Packed]]]:
+    """Blocks in chunks of `size` tokens; the last one may be shorter."""
     chunk: list[tuple[Packed, Packed]] = []
     room = size
-    for key, value in runs:
+    for key, value in blocks:
         at = 0
         while at < key.tokens:
             count = min(room, key.tokens - at)
@@ -155,15 +235,22 @@ def chunks(runs: Iterator[tuple[Packed, Packed]], size: int) -> Iterator[list[tu
         yield chunk
 
 
-def dequantize_into(packed: Packed, out: Tensor) -> None:
-    """Writes the tokens of `packed` into `out` `[B, H, T, D]`."""
-    if out.is_cuda:
-        from .triton_decode import decode, supports
+def rotate(query: Tensor, codec: Codec) -> tuple[Tensor, float]:
+    """Queries `[B, H, R, D]` to where keys are stored, short of a factor."""
+    if codec.rotation is None:
+        return query, 1.0
+    return query @ codec.rotation.matrix(query.shape[3], query.device, query.dtype), rotation_block(query.shape[3]) ** -0.5
 
-        if supports(packed.codec, packed.head_dim):
-            decode(packed.codec, packed.codes, out)
-            return
-    out.copy_(packed.codec.decode(packed.codes, packed.head_dim, out.dtype))
+
+def rotate_back(out: Tensor, codec: Codec) -> Tensor:
+    """Outputs of attention `[B, H, R, D]` from where values are stored."""
+    if codec.rotation is None:
+        return out
+    matrix = codec.rotation.matrix(out.shape[3], out.device, out.dtype).mT
+    rows = out.transpose(1, 2) if out.transpose(1, 2).is_contiguous() else out  # as attention kernels lay it out
+    flat = rows.reshape(-1, out.shape[3])
+    flat = torch.addmm(matrix[0], flat, matrix, beta=0, alpha=rotation_block(out.shape[3]) ** -0.5).view(rows.shape)
+    return flat.transpose(1, 2) if rows is not out else flat
 
 
 def fold(query: Tensor, heads: int) -> Tensor:
@@ -180,7 +267,7 @@ def _bias(hidden: Tensor, dtype: torch.dtype) -> Tensor:
     """Additive, with memory for whole vectors of 16 bytes in each row, which torch's kernel asks for."""
     tokens = hidden.shape[3]
     bias = torch.zeros(*hidden.shape[:3], -(-tokens // 16) * 16, dtype=dtype, device=hidden.device)[..., :tokens]
-    return bias.masked_fill_(hidden, MASKED)
+    return bias.masked_fill_(hidden, max(MASKED, torch.finfo(dtype).min))
 
 
 def library_attention(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scaling: float, plan: bool = False) -> Part:
@@ -219,8 +306,8 @@ def causal_attention(query: Tensor, folded: Tensor, key: Tensor, value: Tensor, 
     return library_attention(folded, key, value, _bias(masked, query.dtype), scaling)
 
 
-def merge(parts: list[Part], query_heads: int, queries: int, heads: int, sinks: Tensor | None) -> Tensor:
-    """`[B, Hq, Q, D]` out of parts, folded or not."""
+def merge(parts: list[Part], query_heads: int, queries: int, heads: int, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Output `[B, Hq, Q, D]` and log-sum-exp, fp32 `[B, Hq, Q]`, of parts, folded or not."""
 
     def unfolded(x: Tensor) -> Tensor:
         if x.shape[1] == query_heads and heads != query_heads:
@@ -232,4 +319,5 @@ def merge(parts: list[Part], query_heads: int, queries: int, heads: int, sinks: 
     if sinks is not None:
         total = torch.logaddexp(total, sinks.float()[:, None])
     weights = (lse - total).exp()[..., None]
-    return torch.stack([unfolded(part[0]) * weight for part, weight in zip(parts, weights, strict=True)]).sum(0).to(parts[0][0].dtype)
+    out = torch.stack([unfolded(part[0]) * weight for part, weight in zip(parts, weights, strict=True)]).sum(0)
+    return out.to(parts[0][0].dtype), total

@@ -12,22 +12,26 @@ import os
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from ..formats.base import Codec, Codes
-from . import column_mass as reference
 from . import counted
-from . import retire as forgetting
+from . import evict as evicting
+from . import pages as paged
+from . import sum_attention as reference
 from .attend import attend, attend_observed
-from .retire import Places
-from .segments import Buffers, Exact, Pair, Payload, Side
+from .evict import StaticTensors
+from .pages import PagedInputs, Pages
+from .segments import AttentionInputs, Buffers, Exact, KeysOrValues, Pair, layout_of
+from .store_exact import store_exact as store_exact_in_torch
 
 if TYPE_CHECKING:
     from types import ModuleType
 
+_NO_KERNEL = "no fused attention for head_dim {} in {}: torch operations instead, which are slow"
 BACKENDS = ("torch", "triton")
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
 
@@ -62,32 +66,33 @@ def prepare(codecs: tuple[Codec, Codec], dims: tuple[int, int], dtype: torch.dty
     """Has all made that is made once for these codecs, and keys and values of this kind: `tables.py` says why."""
     if on_triton(device):
         from .tables import tables
-        from .triton_decode import describe, table_of
+        from .triton_dequantize import table_of
 
         tables(codecs, *dims, device)
     for codec, dim in zip(codecs, dims, strict=True):
         token = torch.zeros(1, 1, 1, dim, dtype=dtype, device=device)
-        once = codec.fit(token)
-        codec.decode(codec.encode(token, once) | once, dim)  # torch operations keep constants, and kernels use some of them
-        if on_triton(device) and (spec := describe(codec)):
-            table_of(spec, token)
-            table_of(spec, token.bfloat16())  # of what decodes
+        statistics = codec.calibrate(token)
+        codec.dequantize(
+            codec.quantize(token, statistics) | statistics, dim
+        )  # torch operations keep constants, and kernels use some of them
+        if on_triton(device) and (layout := layout_of(codec)):
+            table_of(layout, token)
+            table_of(layout, token.bfloat16())  # of what decodes
 
 
-def fuses(query: Tensor, payload: Payload) -> bool:
+def fuses(query: Tensor, attention_inputs: AttentionInputs) -> bool:
     """Whether the fused kernel is there for this; if it should be and is not, with a warning."""
-    if not (payload.exact and on_triton(query.device)):
+    if not (attention_inputs.exact and on_triton(query.device)):
         return False
-    if fused().supports(payload, query):
+    if fused().supports(attention_inputs, query):
         return True
-    dim, dtype = payload.key.shape[3], payload.key.dtype
-    _warn_once(f"no fused attention for head_dim {dim} in {dtype}: torch operations instead, which are slow")
+    _warn_once(_NO_KERNEL.format(attention_inputs.key.shape[3], attention_inputs.key.dtype))
     return False
 
 
 def attend_on_codes(
     query: Tensor,
-    payload: Payload,
+    attention_inputs: AttentionInputs,
     mask: Tensor | None = None,
     *,
     scaling: float | None = None,
@@ -97,18 +102,18 @@ def attend_on_codes(
 ) -> Tensor:
     """`attend`, by the fused kernel where there is one."""
     if torch.compiler.is_compiling():
-        if payload.buffers is not None:
-            return attend_on_buffers(query, payload.buffers, mask, scaling=scaling, softcap=softcap, sinks=sinks)
-        if len(payload.exact):
-            return torch.ops.qkvcache.attend(query, *payload.arguments, mask, sinks, scaling, softcap, causal)[0]
-    elif fuses(query, payload):
-        return fused().fused_attend(query, payload, mask, scaling=scaling, causal=causal, softcap=softcap, sinks=sinks)[0]
-    return attend(query, payload, mask, scaling=scaling, causal=causal, softcap=softcap, sinks=sinks)
+        if attention_inputs.buffers is not None:
+            return attend_on_buffers(query, attention_inputs.buffers, mask, scaling=scaling, softcap=softcap, sinks=sinks)
+        if len(attention_inputs.exact):
+            return torch.ops.qkvcache.attend(query, *attention_inputs.arguments, mask, sinks, scaling, softcap, causal)[0]
+    elif fuses(query, attention_inputs):
+        return fused().fused_attend(query, attention_inputs, mask, scaling=scaling, causal=causal, softcap=softcap, sinks=sinks)[0]
+    return attend(query, attention_inputs, mask, scaling=scaling, causal=causal, softcap=softcap, sinks=sinks)
 
 
 def observe_on_codes(
     query: Tensor,
-    payload: Payload,
+    attention_inputs: AttentionInputs,
     mask: Tensor | None = None,
     *,
     observed: Tensor,
@@ -118,19 +123,21 @@ def observe_on_codes(
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`attend_observed`, by the fused kernel where there is one."""
-    if torch.compiler.is_compiling() and len(payload.exact):
-        out, _, mass = torch.ops.qkvcache.attend(query, *payload.arguments, mask, sinks, scaling, softcap, causal, observed)
-        return out, mass
-    if fuses(query, payload):
+    if torch.compiler.is_compiling() and len(attention_inputs.exact):
+        out, _, attention_sums = torch.ops.qkvcache.attend(
+            query, *attention_inputs.arguments, mask, sinks, scaling, softcap, causal, observed
+        )
+        return out, attention_sums
+    if fuses(query, attention_inputs):
         options = {"scaling": scaling, "causal": causal, "softcap": softcap, "sinks": sinks, "observed": observed}
-        out, _, mass = fused().fused_attend(query, payload, mask, **options)
-        return out, mass
-    return attend_observed(query, payload, mask, observed=observed, scaling=scaling, causal=causal, softcap=softcap, sinks=sinks)
+        out, _, attention_sums = fused().fused_attend(query, attention_inputs, mask, **options)
+        return out, attention_sums
+    return attend_observed(query, attention_inputs, mask, observed=observed, scaling=scaling, causal=causal, softcap=softcap, sinks=sinks)
 
 
 def attend_on_buffers(
     query: Tensor,
-    held: Buffers,
+    buffers: Buffers,
     mask: Tensor | None = None,
     *,
     scaling: float | None = None,
@@ -139,76 +146,153 @@ def attend_on_buffers(
 ) -> Tensor:
     """Attention of one query a row, `[B, Hq, 1, Dv]`, over a storage, counting on the device. `mask` is by column."""
     if torch.compiler.is_compiling():
-        return torch.ops.qkvcache.attend_buffers(query, *held.arguments, mask, sinks, scaling, softcap)
-    payload = whole(held)
-    if fuses(query, payload):
-        return fused().fused_attend(query, payload, mask, scaling=scaling, softcap=softcap, sinks=sinks)[0]
-    return counted.attend_on_slots(query, held, mask, scaling=scaling, softcap=softcap, sinks=sinks)
+        return torch.ops.qkvcache.attend_buffers(query, *buffers.arguments, mask, sinks, scaling, softcap)
+    attention_inputs = whole(buffers)
+    if fuses(query, attention_inputs):
+        return fused().fused_attend(query, attention_inputs, mask, scaling=scaling, softcap=softcap, sinks=sinks)[0]
+    return counted.attend_on_slots(query, buffers, mask, scaling=scaling, softcap=softcap, sinks=sinks)
 
 
-def whole(held: Buffers) -> Payload:
+def attend_pages(
+    query: Tensor,
+    inputs: PagedInputs,
+    mask: Tensor | None = None,
+    *,
+    scaling: float | None = None,
+    causal: bool = False,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    window: int | None = None,
+    observed: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`pages.attend_pages`, by the fused kernel where there is one."""
+    if torch.compiler.is_compiling():
+        return torch.ops.qkvcache.attend_pages(query, *inputs.arguments, mask, sinks, observed, scaling, softcap, window, causal)
+    options: dict[str, Any] = {"scaling": scaling, "causal": causal, "softcap": softcap, "sinks": sinks, "window": window}
+    options["observed"] = observed
+    if on_triton(query.device):
+        if fused().supports_pages(query, inputs):
+            return fused().attend_pages(query, inputs, mask, **options)
+        _warn_once(_NO_KERNEL.format(query.shape[3], query.dtype))
+    return paged.attend_pages(query, inputs, mask, **options)
+
+
+def quantize_pages(
+    codecs: tuple[Codec, Codec], x: Pair, planes: tuple[Codes, Codes], statistics: tuple[Codes, Codes], slots: Tensor
+) -> None:
+    """`pages.quantize_pages`, in one launch where there is a kernel."""
+    if quantizes(codecs, x):
+        from .triton_quantize import quantize_pages
+
+        quantize_pages(codecs, x, planes, statistics, slots)
+        return
+    paged.quantize_pages(codecs, x, planes, statistics, slots)
+
+
+def append_tokens(inputs: PagedInputs, x: Pair, state: Tensor) -> None:
+    """`pages.append_tokens`, in one launch where there is a kernel."""
+    if torch.compiler.is_compiling():
+        torch.ops.qkvcache.append_tokens(*inputs.arguments, *x, state)
+        return
+    if quantizes(inputs.pages.codecs, x):
+        from .triton_append import append_tokens
+
+        append_tokens(inputs, x, state)
+        return
+    paged.append_tokens(inputs, x, state)
+
+
+def launch_of_append(inputs: PagedInputs, x: Pair, state: Tensor) -> Callable[[Pair], None] | None:
+    """`append_tokens` for tokens like `x`, with all prepared that stays the same from step to step; None without a kernel for it."""
+    if not quantizes(inputs.pages.codecs, x):
+        return None
+    from .triton_append import AppendTokens
+
+    return AppendTokens(inputs, x, state)
+
+
+def dequantize_pages(pages: Pages, out: Pair, begin: int = 0) -> None:
+    """`pages.dequantize_pages`, in one launch for keys and one for values where there is a kernel."""
+    if on_triton(out[0].device):
+        from .triton_dequantize import dequantize_pages, supports
+
+        if all(supports(codec, side.shape[3]) for codec, side in zip(pages.codecs, out, strict=True)):
+            dequantize_pages(pages, out, begin)
+            return
+    paged.dequantize_pages(pages, out, begin)
+
+
+def whole(buffers: Buffers) -> AttentionInputs:
     """What attention over a storage reads where only the device knows how many tokens there are: as many as there are columns."""
-    shapes = ((*x.shape[:2], held.columns, x.shape[3]) for x in held.residual)
-    key, value = (Side.of((), shape, x.dtype, x.device) for shape, x in zip(shapes, held.residual, strict=True))
-    body = held.body if torch.compiler.is_compiling() else replace(held.body, tokens=held.columns)
-    return Payload(key, value, body, (*held.sinks, *held.residual), held)
+    shapes = ((*x.shape[:2], buffers.columns, x.shape[3]) for x in buffers.residual)
+    key, value = (KeysOrValues.of((), shape, x.dtype, x.device) for shape, x in zip(shapes, buffers.residual, strict=True))
+    region = buffers.region if torch.compiler.is_compiling() else replace(buffers.region, tokens=buffers.columns)
+    return AttentionInputs(key, value, region, (*buffers.sinks, *buffers.residual), buffers)
 
 
-def step(held: Buffers, x: Pair) -> None:
+def step(buffers: Buffers, x: Pair) -> None:
     """Takes keys and values `[B, H, T, D]`, counting on the device: in one launch where there is a kernel and the ring has room."""
     if torch.compiler.is_compiling():
-        torch.ops.qkvcache.step(*held.arguments, *x)
+        torch.ops.qkvcache.step(*buffers.arguments, *x)
         return
     take = counted.step
-    if encodes(held.codecs, x):
+    if quantizes(buffers.codecs, x):
         from .triton_step import step_kv as take
-    for part in zip(*(side.split(1 if held.grows else held.residual[0].shape[2], dim=2) for side in x), strict=True):
-        take(held, part)
+    for part in zip(*(side.split(1 if buffers.grows else buffers.residual[0].shape[2], dim=2) for side in x), strict=True):
+        take(buffers, part)
 
 
-def launch_of_step(held: Buffers, x: Pair) -> Callable[[Pair], None] | None:
+def launch_of_step(buffers: Buffers, x: Pair) -> Callable[[Pair], None] | None:
     """`step` for tokens like `x`, with all prepared that stays the same from step to step; None where there is no kernel for it."""
-    if not encodes(held.codecs, x):
+    if not quantizes(buffers.codecs, x):
         return None
     from .triton_step import Step
 
-    return Step(held, x)
+    return Step(buffers, x)
 
 
-def arrive(held: Places, x: Pair, new: Sequence[Tensor | None], real: Tensor | None) -> None:
-    """`retire.arrive`, in one launch where there are kernels."""
+def store_exact(buffers: Buffers, exact: Pair, sinks: tuple[int, int], begin: int, slot: int, lengths: tuple[int, int]) -> None:
+    """`store_exact.store_exact`, in one launch where there are kernels."""
+    store = store_exact_in_torch
+    if on_triton(buffers.state.device):
+        from .triton_store_exact import store_exact as store
+    store(buffers, exact, sinks, begin, slot, lengths)
+
+
+def append_token(static: StaticTensors, x: Pair, new: Sequence[Tensor | None], is_valid: Tensor | None) -> None:
+    """`evict.append_token`, in one launch where there are kernels."""
     if torch.compiler.is_compiling():
-        torch.ops.qkvcache.arrive(*held.arguments, *x, list(new), real)
+        torch.ops.qkvcache.append_token(*static.arguments, *x, list(new), is_valid)
         return
-    take = forgetting.arrive
-    if on_triton(held.seen.device):
-        from .triton_retire import arrive as take
-    take(held, x, new, real)
+    take = evicting.append_token
+    if on_triton(static.seen.device):
+        from .triton_evict import append_token as take
+    take(static, x, new, is_valid)
 
 
-def retire(held: Places, order: Tensor) -> Tensor:
-    """`retire.retire`, in one launch where there is a kernel for the codecs."""
+def evict_token(static: StaticTensors, order: Tensor) -> Tensor:
+    """`evict.evict_token`, in one launch where there is a kernel for the codecs."""
     if torch.compiler.is_compiling():
-        return torch.ops.qkvcache.retire(*held.arguments, order)
-    move = forgetting.retire
+        return torch.ops.qkvcache.evict_token(*static.arguments, order)
+    move = evicting.evict_token
     shared = any(
         b.heads == "shared" and b.tokens == "each"
-        for codec, x in zip(held.codecs, held.ring, strict=True)
+        for codec, x in zip(static.codecs, static.ring, strict=True)
         for b in codec.buffers(x.shape[3])
     )
-    if encodes(held.codecs, held.ring) and not shared:  # what heads share they hold each, where each has its own slot
-        from .triton_retire import retire as move
-    return move(held, order)
+    if quantizes(static.codecs, static.ring) and not shared:  # what heads share they hold each, where each has its own slot
+        from .triton_evict import evict_token as move
+    return move(static, order)
 
 
-def unfold(held: Buffers, new: Pair | None) -> Pair:
+def unfold(buffers: Buffers, new: Pair | None) -> Pair:
     """All tokens at their columns, `[B, H, columns, D]` each, and then those of `new`; zeros beyond. Counts on the device."""
     if torch.compiler.is_compiling():
-        return torch.ops.qkvcache.unfold(*held.arguments, *(new or (None, None)))
-    return counted.unfold(held, new, dense)
+        return torch.ops.qkvcache.unfold(*buffers.arguments, *(new or (None, None)))
+    return counted.unfold(buffers, new, dense)
 
 
-def column_mass(
+def sum_attention(
     query: Tensor,
     key: Tensor,
     observed: Tensor,
@@ -219,45 +303,45 @@ def column_mass(
     sinks: Tensor | None = None,
     lse: Tensor | None = None,
 ) -> Tensor:
-    """Attention mass of a prefill, fp32 `[B, H, T]`: `column_mass.py` says of what."""
+    """Accumulated attention of a prefill, fp32 `[B, H, T]`: `sum_attention.py` says of what."""
     if on_triton(query.device):
-        from . import triton_column_mass as kernels
+        from . import triton_sum_attention as kernels
 
         if kernels.supports(query, key):
-            return kernels.column_mass(query, key, observed, visible, scaling=scaling, softcap=softcap, sinks=sinks, lse=lse)
-    return reference.column_mass(query, key, observed, visible, scaling=scaling, softcap=softcap, sinks=sinks, lse=lse)
+            return kernels.sum_attention(query, key, observed, visible, scaling=scaling, softcap=softcap, sinks=sinks, lse=lse)
+    return reference.sum_attention(query, key, observed, visible, scaling=scaling, softcap=softcap, sinks=sinks, lse=lse)
 
 
-def encodes(codecs: tuple[Codec, Codec], x: tuple[Tensor, Tensor]) -> bool:
-    """Whether `encode_into` can store these keys and values."""
+def quantizes(codecs: tuple[Codec, Codec], x: tuple[Tensor, Tensor]) -> bool:
+    """Whether `quantize_into` can store these keys and values."""
     if not on_triton(x[0].device):
         return False
-    from .triton_encode import supports
+    from .triton_quantize import supports
 
     return all(supports(codec, side.shape[3]) for codec, side in zip(codecs, x, strict=True))
 
 
-def encode_into(
-    codecs: tuple[Codec, Codec], x: tuple[Tensor, Tensor], planes: tuple[Codes, Codes], once: tuple[Codes, Codes], start: int
+def quantize_into(
+    codecs: tuple[Codec, Codec], x: tuple[Tensor, Tensor], planes: tuple[Codes, Codes], statistics: tuple[Codes, Codes], start: int
 ) -> None:
     """Encodes keys and values `[B, H, T, D]` into slots `start` to `start + T` of planes `[B, H, slots, width]`, in one launch."""
-    from .triton_encode import encode_kv
+    from .triton_quantize import quantize_kv
 
     x = tuple(side if side.stride(-1) == 1 else side.contiguous() for side in x)  # type: ignore[assignment]
-    encode_kv(list(zip(codecs, x, planes, once, strict=True)), start)
+    quantize_kv(list(zip(codecs, x, planes, statistics, strict=True)), start)
 
 
-def dense_payload(payload: Payload) -> Pair:
-    """Keys and values of a payload in the model's dtype, in compiled code; of a storage at their columns, zeros beyond."""
-    if payload.buffers is not None:
-        return torch.ops.qkvcache.unfold(*payload.buffers.arguments, None, None)
-    return torch.ops.qkvcache.dense(*payload.arguments)
+def dense_attention_inputs(attention_inputs: AttentionInputs) -> Pair:
+    """Keys and values of the attention inputs in the model's dtype, in compiled code; of a storage at their columns, zeros beyond."""
+    if attention_inputs.buffers is not None:
+        return torch.ops.qkvcache.unfold(*attention_inputs.buffers.arguments, None, None)
+    return torch.ops.qkvcache.dense(*attention_inputs.arguments)
 
 
-def dense(side: Side) -> Tensor:
+def dense(side: KeysOrValues) -> Tensor:
     """All tokens of `side` in the model's dtype: the only place where a whole history is decoded."""
     if on_triton(side.device):
-        from .triton_decode import decode, supports
+        from .triton_dequantize import decode, supports
 
         if all(isinstance(s, Exact) or supports(s.codec, s.head_dim) for s in side.segments):
             out = torch.empty(side.shape, dtype=side.dtype, device=side.device)

@@ -1,6 +1,7 @@
 """Kernels as operators of torch, so that `torch.compile(fullgraph=True)` sees one operation for each.
 
-Operators take tensors and numbers: a codec is passed as its place in a list, and a payload or a storage as the tensors that it is made of.
+Operators take tensors and numbers: a codec is passed as its place in a list, and the attention inputs or a storage as the tensors that it
+is made of.
 """
 
 from __future__ import annotations
@@ -14,14 +15,15 @@ from torch import Tensor
 from ..formats.base import Codec, Codes
 from . import dispatch
 from .attend import attend, attend_observed
-from .retire import Places
-from .segments import CODECS, Body, Buffers, Exact, Packed, Pair, Payload, Side
+from .evict import StaticTensors
+from .pages import PagedInputs
+from .segments import CODECS, AttentionInputs, Buffers, Exact, KeysOrValues, Packed, Pair, QuantizedRegion
 
 
 @torch.library.custom_op("qkvcache::dense", mutates_args=())
 def _dense(planes: Sequence[Tensor], table: Tensor | None, codecs: Sequence[int], tokens: int, exact: Sequence[Tensor]) -> Pair:
-    payload = _payload(planes, table, codecs, tokens, exact)
-    return dispatch.dense(payload.key), dispatch.dense(payload.value)
+    attention_inputs = _inputs_of(planes, table, codecs, tokens, exact)
+    return dispatch.dense(attention_inputs.key), dispatch.dense(attention_inputs.value)
 
 
 @_dense.register_fake
@@ -46,21 +48,25 @@ def _attend(
     causal: bool,
     observed: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    payload = _payload(planes, table, codecs, tokens, exact)
-    if dispatch.fuses(query, payload):
+    attention_inputs = _inputs_of(planes, table, codecs, tokens, exact)
+    if dispatch.fuses(query, attention_inputs):
         fused = dispatch.fused()
-        return fused.fused_attend(query, payload, mask, scaling=scaling, causal=causal, softcap=softcap, sinks=sinks, observed=observed)
+        return fused.fused_attend(
+            query, attention_inputs, mask, scaling=scaling, causal=causal, softcap=softcap, sinks=sinks, observed=observed
+        )
     options: dict[str, Any] = {"scaling": scaling, "causal": causal, "softcap": softcap, "sinks": sinks}
     lse = query.new_empty(query.shape[:3], dtype=torch.float32)  # which nobody asks for here
     if observed is None:
-        return attend(query, payload, mask, **options), lse, query.new_empty(*exact[0].shape[:2], 0, dtype=torch.float32)
-    out, mass = attend_observed(query, payload, mask, observed=observed, **options)
-    return out, lse, mass
+        return attend(query, attention_inputs, mask, **options), lse, query.new_empty(*exact[0].shape[:2], 0, dtype=torch.float32)
+    out, attention_sums = attend_observed(query, attention_inputs, mask, observed=observed, **options)
+    return out, lse, attention_sums
 
 
-def _payload(planes: Sequence[Tensor], table: Tensor | None, codecs: Sequence[int], tokens: int, exact: Sequence[Tensor]) -> Payload:
+def _inputs_of(
+    planes: Sequence[Tensor], table: Tensor | None, codecs: Sequence[int], tokens: int, exact: Sequence[Tensor]
+) -> AttentionInputs:
     first, recent = exact[:2], exact[2:]
-    body = None
+    region = None
     packed: list[list[Packed]] = [[], []]
     if table is not None:
         key, value = (CODECS[number] for number in codecs)
@@ -68,13 +74,13 @@ def _payload(planes: Sequence[Tensor], table: Tensor | None, codecs: Sequence[in
         left = iter(planes)
         count = len(planes) // sum(map(len, names))
         chunks = tuple(tuple({name: next(left) for name in side} for side in names) for _ in range(count))
-        body = Body(key, value, chunks, tokens, table)  # type: ignore[arg-type]
+        region = QuantizedRegion(key, value, chunks, tokens, table)  # type: ignore[arg-type]
         packed = [list(_packed(codec, [chunk[i] for chunk in chunks], tokens, recent[i])) for i, codec in enumerate((key, value))]
     sides = []
     for opening, middle, last in zip(first, packed, recent, strict=True):
         shape = (*last.shape[:2], opening.shape[2] + (tokens if table is not None else 0) + last.shape[2], last.shape[3])
-        sides.append(Side.of((Exact(opening), *middle, Exact(last)), shape, last.dtype, last.device))
-    return Payload(sides[0], sides[1], body, tuple(exact))
+        sides.append(KeysOrValues.of((Exact(opening), *middle, Exact(last)), shape, last.dtype, last.device))
+    return AttentionInputs(sides[0], sides[1], region, tuple(exact))
 
 
 def _packed(codec: Codec, chunks: Sequence[Codes], left: int, like: Tensor) -> Iterator[Packed]:
@@ -89,8 +95,8 @@ def _packed(codec: Codec, chunks: Sequence[Codes], left: int, like: Tensor) -> I
 def _(query, planes, table, codecs, tokens, exact, mask, sinks, scaling, softcap, causal, observed=None):
     batch, heads, recent, dim = exact[3].shape
     total = 0 if observed is None else exact[0].shape[2] + tokens + recent
-    lse, mass = (query.new_empty(shape, dtype=torch.float32) for shape in (query.shape[:3], (batch, heads, total)))
-    return query.new_empty(*query.shape[:3], dim), lse, mass
+    lse, attention_sums = (query.new_empty(shape, dtype=torch.float32) for shape in (query.shape[:3], (batch, heads, total)))
+    return query.new_empty(*query.shape[:3], dim), lse, attention_sums
 
 
 # Chunks are written too. Whoever is told makes a copy of what is written, which the table does not lead to; nobody but operators that take
@@ -141,8 +147,8 @@ def _(exact, quantized, codecs, columns, key, value):
     return keys, values
 
 
-@torch.library.custom_op("qkvcache::arrive", mutates_args=("ring", "records", "shown", "seen", "columns"))
-def _arrive(
+@torch.library.custom_op("qkvcache::append_token", mutates_args=("ring", "records", "shown", "seen", "columns"))
+def _append_token(
     numbers: Sequence[int],
     planes: Sequence[Tensor],
     first: Sequence[Tensor],
@@ -154,18 +160,18 @@ def _arrive(
     key: Tensor,
     value: Tensor,
     new: Sequence[Tensor | None],
-    real: Tensor | None,
+    is_valid: Tensor | None,
 ) -> None:
-    dispatch.arrive(Places.of(numbers, planes, first, ring, records, shown, seen, columns), (key, value), new, real)
+    dispatch.append_token(StaticTensors.of(numbers, planes, first, ring, records, shown, seen, columns), (key, value), new, is_valid)
 
 
-@_arrive.register_fake
-def _(numbers, planes, first, ring, records, shown, seen, columns, key, value, new, real):
+@_append_token.register_fake
+def _(numbers, planes, first, ring, records, shown, seen, columns, key, value, new, is_valid):
     return None
 
 
-@torch.library.custom_op("qkvcache::retire", mutates_args=("planes", "first", "records", "shown"))
-def _retire(
+@torch.library.custom_op("qkvcache::evict_token", mutates_args=("planes", "first", "records", "shown"))
+def _evict_token(
     numbers: Sequence[int],
     planes: Sequence[Tensor],
     first: Sequence[Tensor],
@@ -176,9 +182,60 @@ def _retire(
     columns: Tensor,
     order: Tensor,
 ) -> Tensor:
-    return dispatch.retire(Places.of(numbers, planes, first, ring, records, shown, seen, columns), order)
+    return dispatch.evict_token(StaticTensors.of(numbers, planes, first, ring, records, shown, seen, columns), order)
 
 
-@_retire.register_fake
+@_evict_token.register_fake
 def _(numbers, planes, first, ring, records, shown, seen, columns, order):
     return order.new_empty(order.shape[:2])
+
+
+@torch.library.custom_op("qkvcache::attend_pages", mutates_args=())
+def _attend_pages(
+    query: Tensor,
+    pool: Sequence[Tensor],
+    counts: Sequence[Tensor],
+    exact: Sequence[Tensor],
+    codecs: Sequence[int],
+    max_length: int,
+    tokens: int,
+    mask: Tensor | None,
+    sinks: Tensor | None,
+    observed: Tensor | None,
+    scaling: float | None,
+    softcap: float | None,
+    window: int | None,
+    causal: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    inputs = PagedInputs.of(pool, counts, exact, codecs, max_length, tokens)
+    options: dict[str, Any] = {"scaling": scaling, "softcap": softcap, "window": window, "causal": causal}
+    return dispatch.attend_pages(query, inputs, mask, sinks=sinks, observed=observed, **options)
+
+
+@_attend_pages.register_fake
+def _(query, pool, counts, exact, codecs, max_length, tokens, mask, sinks, observed, scaling, softcap, window, causal):
+    _, heads, ring_slots, dim = exact[3].shape
+    slots = 0 if observed is None else exact[0].shape[2] + max_length + ring_slots
+    lse, attention_sums = (query.new_empty(shape, dtype=torch.float32) for shape in (query.shape[:3], (query.shape[0], heads, slots)))
+    return query.new_empty(*query.shape[:3], dim), lse, attention_sums
+
+
+# The pool is written too: as for `step`.
+@torch.library.custom_op("qkvcache::append_tokens", mutates_args=("counts", "exact", "state"))
+def _append_tokens(
+    pool: Sequence[Tensor],
+    counts: Sequence[Tensor],
+    exact: Sequence[Tensor],
+    codecs: Sequence[int],
+    max_length: int,
+    tokens: int,
+    key: Tensor,
+    value: Tensor,
+    state: Tensor,
+) -> None:
+    dispatch.append_tokens(PagedInputs.of(pool, counts, exact, codecs, max_length, tokens), (key, value), state)
+
+
+@_append_tokens.register_fake
+def _(pool, counts, exact, codecs, max_length, tokens, key, value, state):
+    return None

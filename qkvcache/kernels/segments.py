@@ -1,6 +1,6 @@
 """What attention reads: one side (keys or values) of a layer as a row of segments, exact or packed, in token order.
 
-The two halves of attention in plain torch: `scores` (q . k) and `mix` (p . v). Packed segments are blocks of a bounded number of tokens,
+The two halves of attention in plain torch: `qk` (q . k) and `pv` (p . v). Packed segments are blocks of a bounded number of tokens,
 and only one block at a time exists in floating point. This is the reference that fused kernels are tested against, and what CPU users run.
 
 Shapes: `q` `[B, H, R, D]` with `R` = query heads of the group times queries, in fp32; scores and probabilities `[B, H, R, T]`.
@@ -8,6 +8,7 @@ Shapes: `q` `[B, H, R, D]` with `R` = query heads of the group times queries, in
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..formats.base import Codec, Codes, Levels, affine
+from ..formats.base import Codec, Codes, PackedLayout, QuantizedValues, affine
 
 Pair = tuple[Tensor, Tensor]
 """Of keys and of values."""
@@ -42,19 +43,19 @@ class Packed:
     tokens: int
     head_dim: int
 
-    def levels(self) -> Levels:
-        """Levels with at most one scale and offset a token: finer ones are multiplied out."""
+    def levels(self) -> QuantizedValues:
+        """QuantizedValues with at most one scale and offset a token: finer ones are multiplied out."""
         levels, scale, offset, center = self.codec.unpack(self.codes, self.head_dim)
         if any(factor is not None and factor.shape[-1] > 1 for factor in (scale, offset)):
-            return Levels(affine(levels, scale, offset), center=center)
-        return Levels(levels, scale, offset, center)
+            return QuantizedValues(affine(levels, scale, offset), center=center)
+        return QuantizedValues(levels, scale, offset, center)
 
 
 Segment = Exact | Packed
 
 
 @dataclass(frozen=True, eq=False)
-class Side:
+class KeysOrValues:
     """The keys or the values that one attention call sees: `[B, H, T, D]` in effect. `build` makes the segments when they are asked for:
     kernels do without them."""
 
@@ -64,10 +65,10 @@ class Side:
     device: torch.device
 
     @staticmethod
-    def of(segments: Sequence[Segment], shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Side:
+    def of(segments: Sequence[Segment], shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> KeysOrValues:
         """A side of these segments, those without tokens left out."""
-        held = tuple(segment for segment in segments if segment.tokens)
-        return Side(partial(tuple, held), tuple(shape), dtype, device)  # type: ignore[arg-type]  # deepcopy would share what a lambda holds
+        kept = tuple(segment for segment in segments if segment.tokens)
+        return KeysOrValues(partial(tuple, kept), tuple(shape), dtype, device)  # type: ignore[arg-type]  # deepcopy does not copy what a lambda refers to
 
     @cached_property
     def segments(self) -> tuple[Segment, ...]:
@@ -75,7 +76,7 @@ class Side:
 
     def dense(self) -> Tensor:
         """All tokens in the model's dtype."""
-        parts = [s.x if isinstance(s, Exact) else s.codec.decode(s.codes, s.head_dim, self.dtype) for s in self.segments]
+        parts = [s.x if isinstance(s, Exact) else s.codec.dequantize(s.codes, s.head_dim, self.dtype) for s in self.segments]
         return torch.cat(parts, dim=2)
 
 
@@ -91,7 +92,7 @@ def number(codec: Codec) -> int:
 
 
 @dataclass(eq=False)
-class Body:
+class QuantizedRegion:
     """The quantized tokens of a layer as they are stored, which is how the fused kernel reads them: chunks of planes
     `[B, H, slots, width]`, the buffers kept once among them.
 
@@ -116,7 +117,7 @@ class Body:
         return self._one(1)
 
     @cached_property
-    def once(self) -> tuple[bool, bool]:
+    def statistics(self) -> tuple[bool, bool]:
         """Whether all tokens have one scale."""
         return self._one(2)
 
@@ -127,35 +128,30 @@ class Body:
     @cached_property
     def planes(self) -> list[Tensor]:
         """Of the first chunk, keys before values: codes or low bits, high bits, scales; what is missing is an empty tensor."""
-        return [plane for codes in self.chunks[0] for plane in _planes(codes)]
+        return [plane for codec, codes in zip((self.key, self.value), self.chunks[0], strict=True) for plane in planes_of(codec, codes)]
 
 
-def _codes(codes: Codes) -> Tensor | None:
-    return codes.get("codes", codes.get("low"))
+@functools.cache
+def layout_of(codec: Codec) -> PackedLayout | None:
+    """What kernels know of `codec`."""
+    return codec.packed_layout
 
 
-def _scales(codes: Codes) -> Tensor | None:
-    return codes.get("scale", codes.get("scale_zero"))
-
-
-def _planes(codes: Codes) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes of less than 16 bits are read as words of 16. A codec whose buffers have other names is one that kernels do not read."""
-    main, high, scales = _codes(codes), codes.get("high"), _scales(codes)
-    if main is None:
-        none = next(iter(codes.values())).new_empty(0)
+def planes_of(codec: Codec, codes: Codes) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes, high bits and scales; what a codec has not is an empty tensor. Codes of less than 16 bits are read as words of 16."""
+    none = next(iter(codes.values())).new_empty(0)
+    if (layout := layout_of(codec)) is None:
         return none, none, none
-    none = main.new_empty(0)
-    main = main if main.itemsize > 1 else main.view(torch.int16)
-    high = high if high is None else high.view(torch.int16)
-    return main, none if high is None else high, none if scales is None else scales
+    main, high, scales = (codes[name] if name else none for name in layout.planes)
+    return main if main.itemsize > 1 else main.view(torch.int16), high.view(torch.int16), scales
 
 
-def chunk_table(chunks: Sequence[tuple[Codes, Codes]]) -> Tensor:
-    """`Body.table` of these chunks, in host memory."""
+def chunk_table(chunks: Sequence[tuple[Codes, Codes]], codecs: tuple[Codec, Codec]) -> Tensor:
+    """`QuantizedRegion.table` of these chunks, in host memory."""
     rows, start = [], 0
-    first = [plane for codes in chunks[0] for plane in _planes(codes)]
+    first = [plane for codec, codes in zip(codecs, chunks[0], strict=True) for plane in planes_of(codec, codes)]
     for chunk in chunks:
-        planes = [plane for codes in chunk for plane in _planes(codes)]
+        planes = [plane for codec, codes in zip(codecs, chunk, strict=True) for plane in planes_of(codec, codes)]
         slots = next(iter(chunk[0].values())).shape[2]
         distances = [(x.data_ptr() - y.data_ptr()) // x.itemsize for x, y in zip(planes, first, strict=True)]
         rows.append([start, slots, *distances])
@@ -183,7 +179,7 @@ class Buffers:
 
     sinks: Pair
     residual: Pair
-    body: Body
+    region: QuantizedRegion
     state: Tensor
     columns: int
     arguments: tuple[list[Tensor], list[Tensor], list[int], int] = field(init=False)
@@ -192,9 +188,9 @@ class Buffers:
     """What kernels keep from step to step."""
 
     def __post_init__(self) -> None:
-        planes = [plane for codes in self.body.chunks[0] for plane in codes.values()]
+        planes = [plane for codes in self.region.chunks[0] for plane in codes.values()]
         exact = [*self.sinks, *self.residual, self.state]
-        self.arguments = exact, [self.body.table, *planes], list(self.body.numbers), self.columns
+        self.arguments = exact, [self.region.table, *planes], list(self.region.numbers), self.columns
 
     @staticmethod
     def of(exact: Sequence[Tensor], quantized: Sequence[Tensor], numbers: Sequence[int], columns: int) -> Buffers:
@@ -207,12 +203,12 @@ class Buffers:
             {b.name: next(left) for kind in ("each", "once") for b in codec.buffers(x.shape[3]) if b.tokens == kind}
             for codec, x in ((key, k_residual), (value, v_residual))
         )
-        body = Body(key, value, (chunk,), columns, table)  # type: ignore[arg-type]
-        return Buffers((k_sinks, v_sinks), (k_residual, v_residual), body, state, columns)
+        region = QuantizedRegion(key, value, (chunk,), columns, table)  # type: ignore[arg-type]
+        return Buffers((k_sinks, v_sinks), (k_residual, v_residual), region, state, columns)
 
     @property
     def codecs(self) -> tuple[Codec, Codec]:
-        return self.body.key, self.body.value
+        return self.region.key, self.region.value
 
     @property
     def lengths(self) -> Tensor:
@@ -221,34 +217,36 @@ class Buffers:
     @property
     def grows(self) -> bool:
         """Whether there may be more chunks than one."""
-        return self.body.table.shape[0] > 1
+        return self.region.table.shape[0] > 1
 
 
 @dataclass(frozen=True)
-class Payload:
+class AttentionInputs:
     """Keys and values of one layer for one step.
 
-    `key` and `value` are what the torch reference reads. `body` and `exact` are the same for the fused kernel: the quantized tokens, if
+    `key` and `value` are what the torch reference reads. `region` and `exact` are the same for the fused kernel: the quantized tokens, if
     there are any, and the exact keys and values of the sinks and the residual, `[B, H, T, D]` each, any of them without tokens. With
-    `buffers` these are what `body` and `exact` are of, and the device knows how much of them is used.
+    `buffers` these are what `region` and `exact` are of, and the device knows how much of them is used. `joined`: the exact keys and the
+    exact values `[B, H, T, D]` of sinks and residual in one tensor each, where they lie so.
     """
 
-    key: Side
-    value: Side
-    body: Body | None = None
+    key: KeysOrValues
+    value: KeysOrValues
+    region: QuantizedRegion | None = None
     exact: tuple[Tensor, ...] = ()
     buffers: Buffers | None = None
+    joined: Pair | None = None
 
     @property
     def arguments(self) -> tuple[list[Tensor], Tensor | None, list[int], int, list[Tensor]]:
         """As operators of torch take it: planes of all chunks, table, numbers of the codecs and tokens of the body; exact tokens."""
-        if (body := self.body) is None:
+        if (region := self.region) is None:
             return [], None, [], 0, list(self.exact)
-        planes = [plane for chunk in body.chunks for codes in chunk for plane in codes.values()]
-        return planes, body.table, list(body.numbers), body.tokens, list(self.exact)
+        planes = [plane for chunk in region.chunks for codes in chunk for plane in codes.values()]
+        return planes, region.table, list(region.numbers), region.tokens, list(self.exact)
 
 
-def scores(q: Tensor, side: Side) -> Tensor:
+def qk(q: Tensor, side: KeysOrValues) -> Tensor:
     """`q . k` for every token: `[B, H, R, D]` -> `[B, H, R, T]`."""
     rotated: dict[Codec, Tensor] = {}
     parts = []
@@ -271,7 +269,7 @@ def scores(q: Tensor, side: Side) -> Tensor:
     return torch.cat(parts, dim=-1) if len(parts) > 1 else parts[0]
 
 
-def mix(p: Tensor, side: Side) -> Tensor:
+def pv(p: Tensor, side: KeysOrValues) -> Tensor:
     """`p . v`: `[B, H, R, T]` -> `[B, H, R, D]`. Packed values are summed rotated, and turned back once."""
     sums: dict[Codec | None, Tensor] = {}
     start = 0

@@ -14,23 +14,23 @@ import torch
 import triton
 from torch import Tensor
 
-from ..formats.base import Codec
+from ..formats.base import Codec, PackedLayout
 from ..formats.rotation import Hadamard, random_signs, rotation_block, sylvester_matrix
-from .triton_unpack import Words, words
+from .segments import layout_of
 
 CPU = torch.device("cpu")
-PLAIN = Words("half", 1, "none")
+PLAIN = PackedLayout("half", planes=("codes", "", ""))
 """For a side without a body."""
 
 
 class Tables(NamedTuple):
     """For keys and values of one kind."""
 
-    key: Words
-    value: Words
+    key: PackedLayout
+    value: PackedLayout
     whole: Tensor | None
     """Turns queries ahead of the kernel, fp16 `[D, D]`, where it cannot."""
-    turning: Tensor
+    rotation: Tensor
     """Turns the words of a tile; additions across planes follow, `signs` come before, `factor` after."""
     signs: Tensor
     factor: float
@@ -44,30 +44,23 @@ class Tables(NamedTuple):
 @torch.inference_mode(False)  # what is made once for all callers must serve those that differentiate too
 def tables(codecs: tuple[Codec, Codec] | None, dim: int, value_dim: int, device: torch.device) -> Tables:
     """Of a body of these codecs, or of none."""
-    key, value = (PLAIN, PLAIN) if codecs is None else (words(codec) or PLAIN for codec in codecs)
+    key, value = (PLAIN, PLAIN) if codecs is None else (dataclasses.replace(layout_of(codec) or PLAIN, search=0) for codec in codecs)
     k_rotation, v_rotation = (None, None) if codecs is None else (codec.rotation for codec in codecs)
     whole, factor, v_block = None, 1.0, 1
-    turning = signs = v_signs = torch.empty(0, device=device)
+    rotation = signs = v_signs = torch.empty(0, device=device)
     shifts = {"k_shifts": _shifts(key, dim, device), "v_shifts": _shifts(value, value_dim, device)}
     if k_rotation:
         factor = rotation_block(dim) ** -0.5
         if key.group and dim & (dim - 1):  # words of whole planes cut across the blocks of the rotation
-            whole, key = _whole(k_rotation, dim).to(device, torch.float16), dataclasses.replace(key, rotated=False)
+            whole, key = k_rotation.matrix(dim, device, torch.float16), dataclasses.replace(key, rotation=0)
         else:
-            turning, signs = _across_words(key, dim).to(device, torch.float16), _signs(k_rotation, dim, device)
+            rotation, signs = _across_words(key, dim).to(device, torch.float16), _signs(k_rotation, dim, device)
     if v_rotation:
         v_signs, v_block = _signs(v_rotation, value_dim, device), rotation_block(value_dim)
-    return Tables(key, value, whole, turning, signs, factor, v_signs=v_signs, v_block=v_block, **shifts)
+    return Tables(key, value, whole, rotation, signs, factor, v_signs=v_signs, v_block=v_block, **shifts)
 
 
-def _whole(rotation: Hadamard, dim: int) -> Tensor:
-    """`m` with `rotation.apply(x) = factor * x @ m`, of 1 and -1."""
-    block = rotation_block(dim)
-    matrix = torch.block_diag(*[sylvester_matrix(block, CPU)] * (dim // block))
-    return random_signs(dim, CPU)[:, None] * matrix if rotation.randomized else matrix
-
-
-def _across_words(codec: Words, dim: int) -> Tensor:
+def _across_words(codec: PackedLayout, dim: int) -> Tensor:
     width = 16 if codec.group else max(triton.next_power_of_2(dim // codec.per), 16)
     size = min(16, dim // codec.per) if codec.group else rotation_block(dim) // codec.per
     matrix = torch.zeros(width, width)
@@ -80,7 +73,7 @@ def _signs(rotation: Hadamard, dim: int, device: torch.device) -> Tensor:
     return random_signs(dim, device) if rotation.randomized else torch.ones(dim, device=device)
 
 
-def _shifts(codec: Words, dim: int, device: torch.device) -> Tensor:
+def _shifts(codec: PackedLayout, dim: int, device: torch.device) -> Tensor:
     """Whether words of high bits are shifted (-1) for each word of low bits `[32, words]`: the first half and the second share them.
 
     The kernel loads what it could compute, a row for each token of a tile: only loads in the loop may stay in the layout of an operand."""

@@ -8,8 +8,8 @@ multiply codes never exceed 1:
 
     u = s + log2(scale);  m = max u;  w = 2^(u - m);  output = sum w * number;  normaliser = sum w / scale
 
-Splits of the body, and the exact tokens as one more split, leave partial sums, which `triton_join.py` adds up. With MASS, weights go to
-scratch, for `triton_mass.py`. All exponents are base 2.
+Splits of the body, and the exact tokens as one more split, leave partial sums, which `triton_join.py` adds up. With ATTENTION_SUMS,
+weights go to scratch, for `triton_sum_splits.py`. All exponents are base 2.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .triton_mass import BODY_GRAIN, EXACT_GRAIN, keep
 from .triton_math import exp2, inverse, log2
 from .triton_scales import group_scales, scale_of_plane, scaled, token_scale
-from .triton_unpack import unpack
+from .triton_sum_splits import BODY_GRAIN, EXACT_GRAIN, keep
+from .triton_unpack import offset_of, unit_of, unpack
 
 HIDDEN = tl.constexpr(-1e30)  # finite: a row that sees nothing must come out as numbers
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -38,44 +38,38 @@ def _channel(X: tl.constexpr, WORDS: tl.constexpr, word, i: tl.constexpr):
 
 @triton.jit
 def _tile_of_keys(
-    X: tl.constexpr, WORDS: tl.constexpr, WIDE: tl.constexpr, first: tl.constexpr, codes, high, shifts, slot, ARCH: tl.constexpr
+    X: tl.constexpr, WORDS: tl.constexpr, WIDE: tl.constexpr, first: tl.constexpr, codes, high, shifts, page, slot, ARCH: tl.constexpr
 ):
     """Planes `[T, WIDE]` of words from `first` on."""
     KIND: tl.constexpr = X.kind
     j = tl.arange(0, WIDE)
     word = first + j
-    at = slot[:, None] * WORDS + word[None, :]
-    if X.halved:
-        w = tl.load(codes + (slot[:, None] * (WORDS // 2) + (word % (WORDS // 2))[None, :]))
-    elif WORDS % WIDE == 0:
+    at = page[0] + slot[:, None] * WORDS + word[None, :]
+    if WORDS % WIDE == 0:
         w = tl.load(codes + at)
     else:
         w = tl.load(codes + at, mask=word[None, :] < WORDS, other=0)
     if X.high:
         HALF: tl.constexpr = WORDS // 2
-        at = slot[:, None] * (WORDS if X.signed else HALF) + (word % HALF)[None, :]
-        h = tl.load(high + at)
-        signs = tl.load(high + HALF + at) if X.signed else h
+        h = tl.load(high + (page[1] + slot[:, None] * HALF + (word % HALF)[None, :]))
         # By eight bytes, which come through L1: by sixteen they would not, and all programs would wait for the same lines of L2.
         shift = tl.load(shifts + tl.max_contiguous((slot % 32)[:, None] * WIDE + word[None, :], [1, 4]))
-        return unpack(KIND, w, h, shift, signs, ARCH)
+        return unpack(KIND, w, h, shift, ARCH)
     else:
-        return unpack(KIND, w, w, w, w, ARCH)
+        return unpack(KIND, w, w, w, ARCH)
 
 
 @triton.jit
 def _tile_of_values(
-    X: tl.constexpr, WORDS: tl.constexpr, WIDE: tl.constexpr, first: tl.constexpr, codes, high, shifts, slot, valid,
+    X: tl.constexpr, WORDS: tl.constexpr, WIDE: tl.constexpr, first: tl.constexpr, codes, high, shifts, page, slot, valid,
     TAIL: tl.constexpr, ARCH: tl.constexpr,
 ):  # fmt: skip
     """Planes `[WIDE, T]`: loaded transposed, which costs ldmatrix nothing."""
     KIND: tl.constexpr = X.kind
     j = tl.arange(0, WIDE)
     word = first + j
-    at = slot[None, :] * WORDS + word[:, None]
-    if X.halved:  # no code is nan, whatever it is
-        w = tl.load(codes + (slot[None, :] * (WORDS // 2) + (word % (WORDS // 2))[:, None]))
-    elif TAIL:  # what lies beyond the end may be nan, and nan times a weight of 0 is nan
+    at = page[0] + slot[None, :] * WORDS + word[:, None]
+    if TAIL:  # what lies beyond the end may be nan, and nan times a weight of 0 is nan
         w = tl.load(codes + at, mask=(word[:, None] < WORDS) & valid[None, :], other=0)
     elif WORDS % WIDE == 0:
         w = tl.load(codes + at)
@@ -83,13 +77,11 @@ def _tile_of_values(
         w = tl.load(codes + at, mask=word[:, None] < WORDS, other=0)
     if X.high:
         HALF: tl.constexpr = WORDS // 2
-        at = slot[None, :] * (WORDS if X.signed else HALF) + (word % HALF)[:, None]
-        h = tl.load(high + at)
-        signs = tl.load(high + HALF + at) if X.signed else h
+        h = tl.load(high + (page[1] + slot[None, :] * HALF + (word % HALF)[:, None]))
         shift = tl.load(shifts + tl.max_contiguous((slot % 32)[None, :] * WIDE + word[:, None], [4, 1]))
-        return unpack(KIND, w, h, shift, signs, ARCH)
+        return unpack(KIND, w, h, shift, ARCH)
     else:
-        return unpack(KIND, w, w, w, w, ARCH)
+        return unpack(KIND, w, w, w, ARCH)
 
 
 @triton.jit
@@ -132,8 +124,9 @@ def _hides(mask, begin, end, mask_stride):
 def _body_tile(
     K: tl.constexpr, V: tl.constexpr, KW: tl.constexpr, VW: tl.constexpr, KT: tl.constexpr, VT: tl.constexpr,
     K_ONCE: tl.constexpr, V_ONCE: tl.constexpr, TAIL: tl.constexpr, SOFTCAP: tl.constexpr, MASK: tl.constexpr, ARCH: tl.constexpr,
-    state, q, q_scale, q_sum, q_center, k_codes, k_high, k_shifts, k_scales, v_codes, v_high, v_shifts, v_scales, slot, valid,
-    mask, mask_rows, mask_stride, column, hides, oldest, softcap, WINDOW: tl.constexpr, weights, tops, place, count, MASS: tl.constexpr,
+    state, q, q_scale, q_sum, q_center, k_codes, k_high, k_shifts, k_scales, v_codes, v_high, v_shifts, v_scales, k_page, v_page, slot,
+    valid, mask, mask_rows, mask_stride, column, hides, oldest, softcap, WINDOW: tl.constexpr, weights, tops, place, count, ATTENTION_SUMS:
+    tl.constexpr,
 ):  # fmt: skip
     """One tile of tokens joins the running maximum, normaliser, constant part and planes of the output, `state`."""
     m, l, z, acc = state
@@ -143,12 +136,12 @@ def _body_tile(
     VP: tl.constexpr = V.per
 
     s = tl.zeros(l.shape, tl.float32)
-    if K.group == 0 and K.scale != "hidden" and K.offset != 0:
-        s -= (K.offset * q_sum)[None, :]
+    if K.group == 0 and K.scale != "hidden" and offset_of(K) != 0:
+        s -= (offset_of(K) * q_sum)[None, :]
     if K.group > 0:
         found = group_scales(K, KW, k_scales, slot, ARCH)
     for c in tl.static_range(KN):
-        planes = _tile_of_keys(K, KW, KT, c * KT, k_codes, k_high, k_shifts, slot, ARCH)
+        planes = _tile_of_keys(K, KW, KT, c * KT, k_codes, k_high, k_shifts, k_page, slot, ARCH)
         for i in tl.static_range(KP):
             k = planes[i]
             if K.group > 0:
@@ -159,7 +152,7 @@ def _body_tile(
     else:
         scale, zero = token_scale(K, K_ONCE, k_scales, slot)
         if K.scale == "hidden":
-            s = (s - (zero[:, None] + K.offset) * q_sum[None, :]) * scale[:, None]
+            s = (s - (zero[:, None] + offset_of(K)) * q_sum[None, :]) * scale[:, None]
         else:
             s = s * scale[:, None]
             if K.scale == "pair":
@@ -196,23 +189,23 @@ def _body_tile(
         l = l * shrink[None, :] + w * unscale[:, None]
         rounded = p.to(tl.float32)  # as they multiply numbers: what is taken away for an offset must be what the offset brought
         if V.scale == "hidden":
-            z = z * shrink[None, :] - rounded * (zero + V.offset)[:, None]
+            z = z * shrink[None, :] - rounded * (zero + offset_of(V))[:, None]
         elif V.scale == "pair":
-            z = z * shrink[None, :] + rounded * (zero * unscale - V.offset * V.unit)[:, None]
-        elif V.offset != 0:  # the same for all tokens: a product sums weights at no conversion
+            z = z * shrink[None, :] + rounded * (zero * unscale - offset_of(V) * unit_of(V))[:, None]
+        elif offset_of(V) != 0:  # the same for all tokens: a product sums weights at no conversion
             z = tl.dot(tl.full([16, p.shape[0]], -1 / 16, tl.float16), p, z * shrink[None, :], input_precision="ieee")
-        if MASS > 0:
-            keep(weights, tops, w * unscale[:, None], top, place, count, BODY_GRAIN, MASS)
+        if ATTENTION_SUMS > 0:
+            keep(weights, tops, w * unscale[:, None], top, place, count, BODY_GRAIN, ATTENTION_SUMS)
     else:
         l = l * shrink[None, :] + w
-        if MASS > 0:
-            keep(weights, tops, w, top, place, count, BODY_GRAIN, MASS)
+        if ATTENTION_SUMS > 0:
+            keep(weights, tops, w, top, place, count, BODY_GRAIN, ATTENTION_SUMS)
 
     new = ()
     if V.group > 0:
         found_v = group_scales(V, VW, v_scales, slot, ARCH)
     for c in tl.static_range(VN):
-        planes = _tile_of_values(V, VW, VT, c * VT, v_codes, v_high, v_shifts, slot, valid, TAIL, ARCH)
+        planes = _tile_of_values(V, VW, VT, c * VT, v_codes, v_high, v_shifts, v_page, slot, valid, TAIL, ARCH)
         for i in tl.static_range(VP):
             v = planes[i]
             if V.group > 0:
@@ -229,9 +222,9 @@ def _exact_tiles(
     D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr, T: tl.constexpr, SOFTCAP: tl.constexpr, MASK: tl.constexpr,
     ARCH: tl.constexpr, WINDOW: tl.constexpr, CAUSAL: tl.constexpr, RING: tl.constexpr,
     state, q, q_scale, keys, key_stride, values, value_stride, tokens, start, newest, oldest, mask, mask_rows, mask_stride, softcap,
-    weights, tops, total, last, MASS: tl.constexpr,
+    weights, tops, oldest_slot, count, ATTENTION_SUMS: tl.constexpr,
 ):  # fmt: skip
-    """Tokens in the model's dtype, `keys` `[tokens, D]`, whose columns begin at `start`; of a ring, the newest is in slot `last`."""
+    """Tokens in the model's dtype, `keys` `[tokens, D]`, whose columns begin at `start`; of a RING, `count` from `oldest_slot` on."""
     m, l, acc = state
     t = tl.arange(0, T)
     d = tl.arange(0, DP)
@@ -241,8 +234,9 @@ def _exact_tiles(
         valid = at < tokens
         column = start + at
         if RING:
-            column = total - 1 - (last - at + tokens) % tokens
-            valid = valid & (column >= start)
+            turn = (at - oldest_slot + tokens) % tokens
+            valid = valid & (turn < count)
+            column = start + turn
         k = tl.load(keys + at[:, None] * key_stride + d[None, :], mask=valid[:, None] & (d < D)[None, :], other=0.0)
         s = tl.dot(k, q, input_precision="ieee") * q_scale[None, :]
         s = _capped(s, softcap, SOFTCAP, ARCH)
@@ -256,8 +250,8 @@ def _exact_tiles(
         shrink = exp2(m - top, ARCH)
         w = tl.where(valid[:, None], exp2(s - top[None, :], ARCH), 0.0)
         l = l * shrink + tl.sum(w, 0)
-        if MASS > 0:
-            keep(weights, tops, w, top, begin, tokens - begin, EXACT_GRAIN, MASS)
+        if ATTENTION_SUMS > 0:
+            keep(weights, tops, w, top, begin, tokens - begin, EXACT_GRAIN, ATTENTION_SUMS)
         v = tl.load(values + at[None, :] * value_stride + e[:, None], mask=valid[None, :] & (e < DV)[:, None], other=0.0)
         acc = tl.dot(v, w.to(v.dtype), acc * shrink[None, :], input_precision="ieee")
         m = top
@@ -276,6 +270,73 @@ def _butterflies(tiles, N: tl.constexpr, BIT: tl.constexpr):
     return new
 
 
+@triton.jit
+def _query_planes(
+    K: tl.constexpr, KW: tl.constexpr, KT: tl.constexpr, D: tl.constexpr, G: tl.constexpr, TURN: tl.constexpr, ARCH: tl.constexpr,
+    SOFTCAP: tl.constexpr, body_query, q_rows, live, rotation, signs, center, scaling,
+):  # fmt: skip
+    """Queries `[R, D]`, rows `q_rows` of `body_query`, as the product with planes of keys takes them: planes `[KT, R]`, and for each row
+    the factor of its scores, the sum of its channels and its product with the mean of keys."""
+    KP: tl.constexpr = K.per
+    KN: tl.constexpr = (KW + KT - 1) // KT
+    R: tl.constexpr = q_rows.shape[0]
+    log2e = 1.0 if SOFTCAP else LOG2E
+    amax = tl.zeros([R], tl.float32)
+    # The queries, in planes like the keys' and normalised by their largest channel, so that fp16 holds them; as rows, since the product
+    # that turns them then leaves channels where the keys' product wants them: else every tile would shuffle them again.
+    q = ()
+    j = tl.arange(0, KT)
+    for c in tl.static_range(KN):
+        for i in tl.static_range(KP):
+            channel = _channel(K, KW, c * KT + j, i)
+            inside = (c * KT + j < KW)[None, :] & live[:, None]
+            x = tl.load(body_query + q_rows[:, None] + channel[None, :], mask=inside, other=0.0)
+            if K.rotated:
+                x = x * tl.load(signs + channel, mask=c * KT + j < KW, other=0.0).to(x.dtype)[None, :]
+                turn = tl.load(rotation + j[:, None] * KT + j[None, :]).to(x.dtype)
+                x = tl.dot(x, turn, input_precision="ieee")  # which is symmetric
+            q = q + (x,)
+    if K.rotated:
+        KNP: tl.constexpr = KN * KP
+        q = _butterflies(q, KNP, 1)
+        q = _butterflies(q, KNP, 2)
+        if KP > 4:
+            q = _butterflies(q, KNP, 4)
+        if K.group > 0:  # in which case there are four planes
+            if KN > 1:
+                q = _butterflies(q, KNP, 4)
+            if KN > 2:
+                q = _butterflies(q, KNP, 8)
+    q_center = tl.zeros([R], tl.float32)
+    if K.centered:  # the mean is rotated like the keys
+        for c in tl.static_range(KN):
+            for i in tl.static_range(KP):
+                channel = _channel(K, KW, c * KT + j, i)
+                mean = tl.load(center + channel, mask=c * KT + j < KW, other=0.0)
+                q_center += tl.sum(q[c * KP + i].to(tl.float32) * mean[None, :], 1)
+        q_center *= scaling * TURN * log2e
+    if K.kind != "half":
+        for i in tl.static_range(KN * KP):
+            amax = tl.maximum(amax, tl.max(tl.abs(q[i].to(tl.float32)), 1))
+    q_sum = tl.zeros([R], tl.float32)
+    if K.kind == "half":
+        q_scale = tl.full([R], 1.0, tl.float32) * scaling * log2e
+    else:
+        normal = 1.0 / tl.where(amax < 1e-30, 1e-30, amax)
+        q_scale = amax * (scaling * unit_of(K) * TURN) * log2e
+        tiles = ()
+        for i in tl.static_range(KN * KP):
+            x = (q[i].to(tl.float32) * normal[:, None]).to(tl.float16)
+            q_sum += tl.sum(x.to(tl.float32), 1)
+            tiles = tiles + (x,)
+        q = tiles
+    tiles = ()
+    for i in tl.static_range(KN * KP):
+        tiles = tiles + (tl.trans(q[i]),)
+    q = tiles
+    return q, q_scale, q_sum, q_center
+
+
 # What changes from step to step, or call to call, must not compile the kernel anew.
 @triton.jit(
     do_not_specialize=[
@@ -284,7 +345,7 @@ def _butterflies(tiles, N: tl.constexpr, BIT: tl.constexpr):
     ]
 )  # fmt: skip
 def attend_kernel(
-    query, body_query, turning, signs, table, k_codes, k_high, k_shifts, k_scales, v_codes, v_high, v_shifts, v_scales,
+    query, body_query, rotation, signs, table, k_codes, k_high, k_shifts, k_scales, v_codes, v_high, v_shifts, v_scales,
     first_k, first_v, recent_k, recent_v, mask, k_center, part, maxima, sums, weights, tops,
     counts, q_stride_b, q_stride_h, q_stride_q, first_stride_b, first_stride_h, first_stride_t,
     first_v_stride_b, first_v_stride_h, first_v_stride_t,
@@ -294,10 +355,10 @@ def attend_kernel(
     K: tl.constexpr, V: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, G: tl.constexpr, R: tl.constexpr,
     T: tl.constexpr, TX: tl.constexpr, K_SHARED: tl.constexpr, V_SHARED: tl.constexpr, K_ONCE: tl.constexpr, V_ONCE: tl.constexpr,
     SOFTCAP: tl.constexpr, MASK: tl.constexpr, WINDOW: tl.constexpr, CAUSAL: tl.constexpr, ARCH: tl.constexpr,
-    EXACT: tl.constexpr, TURN: tl.constexpr, MASS: tl.constexpr, COUNTED: tl.constexpr,
+    EXACT: tl.constexpr, TURN: tl.constexpr, ATTENTION_SUMS: tl.constexpr, COUNTED: tl.constexpr,
 ):  # fmt: skip
-    """Grid (splits, row blocks, batch * heads); with EXACT, split 0 is that of the exact zones. MASS: columns of the scratch, 0 if none.
-    COUNTED: tokens are those of a storage, whose `counts` (`Buffers.state`) say how many each row has; the least of a split."""
+    """Grid (splits, row blocks, batch * heads); with EXACT, split 0 is that of the exact zones. ATTENTION_SUMS: columns of the scratch, 0
+    if none. COUNTED: tokens are those of a storage, whose `counts` (`Buffers.state`) say how many each row has; the least of a split."""
     split = tl.program_id(0)
     block = tl.program_id(1)
     bh = tl.program_id(2)
@@ -309,9 +370,7 @@ def attend_kernel(
     # Words of a tile: all of a token's, or sixteen where scales are by group.
     KT: tl.constexpr = 16 if K.group > 0 else max(triton.next_power_of_2(KW), 16)
     VT: tl.constexpr = 16 if V.group > 0 else max(triton.next_power_of_2(VW), 16)
-    KP: tl.constexpr = K.per
     VP: tl.constexpr = V.per
-    KN: tl.constexpr = (KW + KT - 1) // KT
     VN: tl.constexpr = (VW + VT - 1) // VT
 
     r = block * R + tl.arange(0, R)
@@ -320,13 +379,15 @@ def attend_kernel(
     head = h * G + row // queries
     number = row % queries
     total = n_first + n_body + n_recent
-    last = 0
+    oldest_slot = 0
+    in_ring = n_recent
     if COUNTED > 0:
         total = tl.load(counts + 4 + 2 * b)
         n_body = tl.load(counts + 5 + 2 * b)
         chunks = tl.load(counts + 3)
-        last = (tl.maximum(total - n_first, 1) - 1) % n_recent
         n_first = tl.minimum(n_first, total)
+        oldest_slot = n_body % n_recent
+        in_ring = total - n_first - n_body
         many = tl.maximum(splits - 1, 1) if EXACT else splits
         split_tokens = tl.maximum(tl.cdiv(tl.cdiv(n_body, many), T) * T, COUNTED)
     newest = total - queries + number
@@ -338,10 +399,10 @@ def attend_kernel(
     m = tl.full([R], HIDDEN, tl.float32)
     q_rows = b.to(tl.int64) * q_stride_b + head * q_stride_h + number * q_stride_q
     log2e = 1.0 if SOFTCAP else LOG2E
-    if MASS > 0:
+    if ATTENTION_SUMS > 0:
         panel = (bh * tl.num_programs(1) + block).to(tl.int64)
-        weights += panel * slots * MASS
-        tops += panel * grains * MASS
+        weights += panel * slots * ATTENTION_SUMS
+        tops += panel * grains * ATTENTION_SUMS
 
     if EXACT and split == 0:
         DP: tl.constexpr = max(triton.next_power_of_2(D), 16)
@@ -350,86 +411,37 @@ def attend_kernel(
         x_query = tl.load(query + q_rows[None, :] + d[:, None], mask=(d < D)[:, None] & live[None, :], other=0.0)
         x_scale = tl.full([R], 1.0, tl.float32) * scaling * log2e
         exact = (m, tl.zeros([R], tl.float32), tl.zeros([DVP, R], tl.float32))
-        if MASS > 0:
-            weights += tl.cdiv(n_body, BODY_GRAIN) * BODY_GRAIN * MASS
-            tops += tl.cdiv(n_body, BODY_GRAIN) * MASS
+        if ATTENTION_SUMS > 0:
+            weights += tl.cdiv(n_body, BODY_GRAIN) * BODY_GRAIN * ATTENTION_SUMS
+            tops += tl.cdiv(n_body, BODY_GRAIN) * ATTENTION_SUMS
         exact = _exact_tiles(
             D, DV, DP, DVP, TX, SOFTCAP, MASK, ARCH, WINDOW, CAUSAL, False, exact, x_query, x_scale,
             first_k + b.to(tl.int64) * first_stride_b + h * first_stride_h, first_stride_t,
             first_v + b.to(tl.int64) * first_v_stride_b + h * first_v_stride_h, first_v_stride_t,
-            n_first, 0, newest, oldest, mask, mask_rows, mask_stride_t, softcap, weights, tops, total, last, MASS,
+            n_first, 0, newest, oldest, mask, mask_rows, mask_stride_t, softcap, weights, tops, oldest_slot, in_ring,
+            ATTENTION_SUMS,
         )  # fmt: skip
-        if MASS > 0:
-            weights += tl.cdiv(n_first, EXACT_GRAIN) * EXACT_GRAIN * MASS
-            tops += tl.cdiv(n_first, EXACT_GRAIN) * MASS
+        if ATTENTION_SUMS > 0:
+            weights += tl.cdiv(n_first, EXACT_GRAIN) * EXACT_GRAIN * ATTENTION_SUMS
+            tops += tl.cdiv(n_first, EXACT_GRAIN) * ATTENTION_SUMS
         exact = _exact_tiles(
             D, DV, DP, DVP, TX, SOFTCAP, MASK, ARCH, WINDOW, CAUSAL, COUNTED > 0, exact, x_query, x_scale,
             recent_k + b.to(tl.int64) * recent_stride_b + h * recent_stride_h, recent_stride_t,
             recent_v + b.to(tl.int64) * recent_v_stride_b + h * recent_v_stride_h, recent_v_stride_t,
-            n_recent, n_first + n_body, newest, oldest, mask, mask_rows, mask_stride_t, softcap, weights, tops, total, last, MASS,
+            n_recent, n_first + n_body, newest, oldest, mask, mask_rows, mask_stride_t, softcap, weights, tops, oldest_slot, in_ring,
+            ATTENTION_SUMS,
         )  # fmt: skip
         m, l, x_out = exact
         e = tl.arange(0, DVP)
         tl.store(out + tl.arange(0, R)[None, :] * DV + e[:, None], x_out, mask=(e < DV)[:, None] & live[None, :])
     else:
-        # The queries, in planes like the keys' and normalised by their largest channel, so that fp16 holds them; as rows, since the product
-        # that turns them then leaves channels where the keys' product wants them: else every tile would shuffle them again.
-        q = ()
-        amax = tl.zeros([R], tl.float32)
-        j = tl.arange(0, KT)
-        for c in tl.static_range(KN):
-            for i in tl.static_range(KP):
-                channel = _channel(K, KW, c * KT + j, i)
-                inside = (c * KT + j < KW)[None, :] & live[:, None]
-                x = tl.load(body_query + q_rows[:, None] + channel[None, :], mask=inside, other=0.0)
-                if K.rotated:
-                    x = x * tl.load(signs + channel, mask=c * KT + j < KW, other=0.0).to(x.dtype)[None, :]
-                    turn = tl.load(turning + j[:, None] * KT + j[None, :]).to(x.dtype)
-                    x = tl.dot(x, turn, input_precision="ieee")  # which is symmetric
-                q = q + (x,)
-        if K.rotated:
-            KNP: tl.constexpr = KN * KP
-            q = _butterflies(q, KNP, 1)
-            q = _butterflies(q, KNP, 2)
-            if KP > 4:
-                q = _butterflies(q, KNP, 4)
-            if K.group > 0:  # in which case there are four planes
-                if KN > 1:
-                    q = _butterflies(q, KNP, 4)
-                if KN > 2:
-                    q = _butterflies(q, KNP, 8)
-        q_center = tl.zeros([R], tl.float32)
-        if K.centered:  # the mean is rotated like the keys
-            for c in tl.static_range(KN):
-                for i in tl.static_range(KP):
-                    channel = _channel(K, KW, c * KT + j, i)
-                    mean = tl.load(k_center + bh * D + channel, mask=c * KT + j < KW, other=0.0)
-                    q_center += tl.sum(q[c * KP + i].to(tl.float32) * mean[None, :], 1)
-            q_center *= scaling * TURN * log2e
-        if K.kind != "half":
-            for i in tl.static_range(KN * KP):
-                amax = tl.maximum(amax, tl.max(tl.abs(q[i].to(tl.float32)), 1))
-        q_sum = tl.zeros([R], tl.float32)
-        if K.kind == "half":
-            q_scale = tl.full([R], 1.0, tl.float32) * scaling * log2e
-        else:
-            normal = 1.0 / tl.where(amax < 1e-30, 1e-30, amax)
-            q_scale = amax * (scaling * K.unit * TURN) * log2e
-            tiles = ()
-            for i in tl.static_range(KN * KP):
-                x = (q[i].to(tl.float32) * normal[:, None]).to(tl.float16)
-                q_sum += tl.sum(x.to(tl.float32), 1)
-                tiles = tiles + (x,)
-            q = tiles
-        tiles = ()
-        for i in tl.static_range(KN * KP):
-            tiles = tiles + (tl.trans(q[i]),)
-        q = tiles
-
+        q, q_scale, q_sum, q_center = _query_planes(
+            K, KW, KT, D, G, TURN, ARCH, SOFTCAP, body_query, q_rows, live, rotation, signs, k_center + bh * D, scaling
+        )
         acc = ()
         for i in tl.static_range(VN * VP):
             acc = acc + (tl.zeros([VT, R], tl.float32),)
-        SUMMED: tl.constexpr = V.offset != 0 and (V.scale == "fp16" or V.scale == "fp32")
+        SUMMED: tl.constexpr = offset_of(V) != 0 and (V.scale == "fp16" or V.scale == "fp32")
         state = (m, tl.zeros([T, R], tl.float32), tl.zeros([16 if SUMMED else T, R], tl.float32), acc)
         begin = tl.multiple_of((split - 1 if EXACT else split) * split_tokens, T)
         end = tl.minimum(begin + split_tokens, n_body)
@@ -449,40 +461,259 @@ def attend_kernel(
             high = tl.minimum(end, start + capacity.to(tl.int32)) - start
             k_slots = 1 if K_ONCE else capacity
             v_slots = 1 if V_ONCE else capacity
-            kc = k_codes + (tl.multiple_of(tl.load(table + chunk * 8 + 2), 16) + plane * capacity * (KW // 2 if K.halved else KW))
-            kh = k_high + (tl.multiple_of(tl.load(table + chunk * 8 + 3), 16) + plane * capacity * (KW if K.signed else KW // 2))
+            kc = k_codes + (tl.multiple_of(tl.load(table + chunk * 8 + 2), 16) + plane * capacity * KW)
+            kh = k_high + (tl.multiple_of(tl.load(table + chunk * 8 + 3), 16) + plane * capacity * (KW // 2))
             ks = k_scales + (tl.multiple_of(tl.load(table + chunk * 8 + 4), 16) + kb * k_slots * KG)
-            vc = v_codes + (tl.multiple_of(tl.load(table + chunk * 8 + 5), 16) + plane * capacity * (VW // 2 if V.halved else VW))
-            vh = v_high + (tl.multiple_of(tl.load(table + chunk * 8 + 6), 16) + plane * capacity * (VW if V.signed else VW // 2))
+            vc = v_codes + (tl.multiple_of(tl.load(table + chunk * 8 + 5), 16) + plane * capacity * VW)
+            vh = v_high + (tl.multiple_of(tl.load(table + chunk * 8 + 6), 16) + plane * capacity * (VW // 2))
             vs = v_scales + (tl.multiple_of(tl.load(table + chunk * 8 + 7), 16) + vb * v_slots * VG)
             whole = low + tl.maximum(high - low, 0) // T * T
             for token in range(low, whole, T):
                 slot = token + t
                 state = _body_tile(
                     K, V, KW, VW, KT, VT, K_ONCE, V_ONCE, False, SOFTCAP, MASK, ARCH, state, q, q_scale, q_sum, q_center,
-                    kc, kh, k_shifts, ks, vc, vh, v_shifts, vs, slot, t >= 0, mask, mask_rows, mask_stride_t,
-                    n_first + start + token + t, hides, oldest, softcap, WINDOW, weights, tops, start + token, T, MASS,
+                    kc, kh, k_shifts, ks, vc, vh, v_shifts, vs, (0, 0), (0, 0), slot, t >= 0, mask, mask_rows, mask_stride_t,
+                    n_first + start + token + t, hides, oldest, softcap, WINDOW, weights, tops, start + token, T, ATTENTION_SUMS,
                 )  # fmt: skip
             if whole < high:
                 slot = whole + t
                 column = tl.minimum(start + whole + t, start + high - 1) + n_first
                 state = _body_tile(
                     K, V, KW, VW, KT, VT, K_ONCE, V_ONCE, True, SOFTCAP, MASK, ARCH, state, q, q_scale, q_sum, q_center,
-                    kc, kh, k_shifts, ks, vc, vh, v_shifts, vs, slot, whole + t < high,
+                    kc, kh, k_shifts, ks, vc, vh, v_shifts, vs, (0, 0), (0, 0), slot, whole + t < high,
                     mask, mask_rows, mask_stride_t, column, hides, oldest, softcap, WINDOW, weights, tops,
-                    start + whole, high - whole, MASS,
+                    start + whole, high - whole, ATTENTION_SUMS,
                 )  # fmt: skip
         m, l2, z2, acc = state
         l = tl.sum(l2, 0)
         z = tl.sum(z2, 0)
         if SUMMED:
-            z *= V.offset * V.unit
+            z *= offset_of(V) * unit_of(V)
         j = tl.arange(0, VT)
         for c in tl.static_range(VN):
             for i in tl.static_range(VP):  # plane after plane: `_reduce` puts channels in order
                 word = c * VT + j
                 place = tl.arange(0, R)[None, :] * DV + i * VW + word[:, None]
-                tl.store(out + place, acc[c * VP + i] * V.unit + z[None, :], mask=(word < VW)[:, None] & live[None, :])
+                tl.store(out + place, acc[c * VP + i] * unit_of(V) + z[None, :], mask=(word < VW)[:, None] & live[None, :])
     entry = (bh * tl.num_programs(1) + block) * splits * R + split * R + tl.arange(0, R)
     tl.store(maxima + entry, m)
     tl.store(sums + entry, l)
+
+
+@triton.jit
+def _tiles_of_split(span, many, least, T: tl.constexpr):
+    """Tokens of each of `many` splits of `span` tokens: whole tiles, and no fewer than `least`."""
+    return tl.maximum(tl.cdiv(tl.cdiv(span, many), T) * T, least)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "scaling", "softcap", "window", "sink_slots", "ring_slots", "least", "heads", "queries", "table_b", "table_h", "lengths_b",
+        "lengths_h", "mask_b", "mask_h", "mask_q", "mask_t", "max_length",
+    ]
+)  # fmt: skip
+def attend_pages_kernel(
+    query, region_query, rotation, signs, table, lengths, rows, k_planes, v_planes, exact, mask, part, maxima, sums, weights, tops,
+    query_b, query_h, query_q, table_b, table_h, lengths_b, lengths_h, k_strides, v_strides, exact_strides, mask_b, mask_h, mask_q, mask_t,
+    scaling, softcap, window, sink_slots, ring_slots, max_length, least, heads, queries,
+    K: tl.constexpr, V: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, G: tl.constexpr, R: tl.constexpr, T: tl.constexpr,
+    TX: tl.constexpr, PAGE: tl.constexpr, K_ONCE: tl.constexpr, V_ONCE: tl.constexpr, SOFTCAP: tl.constexpr, MASK: tl.constexpr,
+    WINDOW: tl.constexpr, CAUSAL: tl.constexpr, ARCH: tl.constexpr, EXACT: tl.constexpr, TURN: tl.constexpr, ATTENTION_SUMS: tl.constexpr,
+    WIDE: tl.constexpr,
+):  # fmt: skip
+    """Attention of `Q` queries over sinks, pages and a ring (`pages.PagedInputs`), split over programs.
+
+    Grid (splits, blocks of R query rows, B * H); with EXACT, split 0 is that of the exact tokens. Strides are in elements, words of 16 bits
+    for packed codes, and those of the last dimension are 1 unless given.
+
+    query          [B, H * G, Q, D] model dtype                    query_b, query_h, query_q
+    region_query   the same, or fp32 and rotated ahead
+    rotation        [KT, KT] fp16, signs [D] fp32                   of the rotation of keys; read if K.rotated
+    table          int32 [B, P] or [B, H, P]                       table_b, table_h (0: all heads share)
+    lengths        int32 [B] or [B, H], tokens in the pages        lengths_b, lengths_h (0: all heads share)
+    rows           int32 [B, 6]: `pages.COLUMNS`
+    k_planes       codes [N, H', PAGE, KW] words, high bits [N, H', PAGE, KW / 2] words, scales [N, H', PAGE, groups] or [B, H'] if K_ONCE,
+                   mean fp32 [B, H, D], and shifts [32, words] of high bits; what a codec has not is not read
+    k_strides      of pages and of heads, for codes, high bits and scales; of rows and heads, for the mean
+    v_planes, v_strides   the same of values
+    exact          sinks [E, H, S, D] and [E, H, S, DV], ring [F, H, ring_slots, D] and [.., DV]: keys, values, keys, values
+    exact_strides  of rows, heads and tokens, for each of the four
+    mask           uint8 or additive, [B, H * G, Q, columns]       mask_b, mask_h, mask_q, mask_t
+    part           fp32 [B * H, blocks, splits, R, DV]; maxima, sums fp32 [B * H, blocks, splits, R]
+    weights, tops  scratch of accumulated attention, `triton_sum_splits.py`; ATTENTION_SUMS: its columns, 0 if none
+    WIDE           whether a plane of codes has 2^31 elements or more
+    scaling, softcap (in the units of scores), window, max_length, least (of a split): tokens
+    """
+    split = tl.program_id(0)
+    block = tl.program_id(1)
+    bh = tl.program_id(2)
+    splits = tl.num_programs(0)
+    b = (bh // heads).to(tl.int64)
+    h = bh % heads
+    KW: tl.constexpr = D // K.per
+    VW: tl.constexpr = DV // V.per
+    # Words of a tile: all of a token's, or sixteen where scales are by group.
+    KT: tl.constexpr = 16 if K.group > 0 else max(triton.next_power_of_2(KW), 16)
+    VT: tl.constexpr = 16 if V.group > 0 else max(triton.next_power_of_2(VW), 16)
+    VP: tl.constexpr = V.per
+    VN: tl.constexpr = (VW + VT - 1) // VT
+
+    r = block * R + tl.arange(0, R)
+    live = r < G * queries
+    row = tl.minimum(r, G * queries - 1)
+    head = h * G + row // queries
+    number = row % queries
+    first_token = tl.load(rows + b * 6)
+    n_sinks = tl.load(rows + b * 6 + 2)
+    in_ring = tl.load(rows + b * 6 + 5)
+    length = tl.load(lengths + b * lengths_b + h * lengths_h)
+    shift = n_sinks - first_token  # from places in the pages to columns
+    total = tl.maximum(length, first_token) + shift + in_ring
+    newest = total - queries + number
+    oldest = newest - window + 1
+    if MASK == "row":
+        mask += b * mask_b
+    mask_rows = b * mask_b + head * mask_h + number * mask_q
+    many = splits - EXACT
+    # The first tile begins at a multiple of T, so that no tile crosses a page.
+    origin = first_token // T * T
+    each = _tiles_of_split(tl.maximum(length - origin, 0), tl.maximum(many, 1), least, T)
+    low = tl.multiple_of(origin + (split - EXACT) * each, T)
+    high = tl.minimum(low + each, length)
+    if WINDOW:
+        low = tl.maximum(low, tl.maximum(total - queries - window + 1 - shift, 0) // T * T)
+    out = part + ((bh * tl.num_programs(1) + block).to(tl.int64) * splits + split) * (R * DV)
+    m = tl.full([R], HIDDEN, tl.float32)
+    l = tl.zeros([R], tl.float32)
+    q_rows = b * query_b + head * query_h + number * query_q
+    log2e = 1.0 if SOFTCAP else LOG2E
+    if ATTENTION_SUMS > 0:
+        region_slots = tl.cdiv(max_length, BODY_GRAIN) * BODY_GRAIN
+        first_slots = tl.cdiv(sink_slots, EXACT_GRAIN) * EXACT_GRAIN
+        slots = region_slots + first_slots + tl.cdiv(ring_slots, EXACT_GRAIN) * EXACT_GRAIN
+        grains = region_slots // BODY_GRAIN + (slots - region_slots) // EXACT_GRAIN
+        panel = (bh * tl.num_programs(1) + block).to(tl.int64)
+        weights += panel * slots * ATTENTION_SUMS
+        tops += panel * grains * ATTENTION_SUMS
+
+    if EXACT and split == 0:
+        DP: tl.constexpr = max(triton.next_power_of_2(D), 16)
+        DVP: tl.constexpr = max(triton.next_power_of_2(DV), 16)
+        d = tl.arange(0, DP)
+        x_query = tl.load(query + q_rows[None, :] + d[:, None], mask=(d < D)[:, None] & live[None, :], other=0.0)
+        x_scale = tl.full([R], 1.0, tl.float32) * scaling * log2e
+        sink_row = tl.load(rows + b * 6 + 1).to(tl.int64)
+        ring_row = tl.load(rows + b * 6 + 3).to(tl.int64)
+        ring_start = tl.load(rows + b * 6 + 4)
+        state = (m, l, tl.zeros([DVP, R], tl.float32))
+        if ATTENTION_SUMS > 0:
+            weights += region_slots * ATTENTION_SUMS
+            tops += region_slots // BODY_GRAIN * ATTENTION_SUMS
+        state = _exact_tiles(
+            D, DV, DP, DVP, TX, SOFTCAP, MASK, ARCH, WINDOW, CAUSAL, False, state, x_query, x_scale,
+            exact[0] + sink_row * exact_strides[0] + h * exact_strides[1], exact_strides[2],
+            exact[1] + sink_row * exact_strides[3] + h * exact_strides[4], exact_strides[5],
+            n_sinks, 0, newest, oldest, mask, mask_rows, mask_t, softcap, weights, tops, 0, 0, ATTENTION_SUMS,
+        )  # fmt: skip
+        if ATTENTION_SUMS > 0:
+            weights += first_slots * ATTENTION_SUMS
+            tops += first_slots // EXACT_GRAIN * ATTENTION_SUMS
+        state = _exact_tiles(
+            D, DV, DP, DVP, TX, SOFTCAP, MASK, ARCH, WINDOW, CAUSAL, True, state, x_query, x_scale,
+            exact[2] + ring_row * exact_strides[6] + h * exact_strides[7], exact_strides[8],
+            exact[3] + ring_row * exact_strides[9] + h * exact_strides[10], exact_strides[11],
+            ring_slots, total - in_ring, newest, oldest, mask, mask_rows, mask_t, softcap, weights, tops, ring_start, in_ring,
+            ATTENTION_SUMS,
+        )  # fmt: skip
+        m, l, x_out = state
+        e = tl.arange(0, DVP)
+        tl.store(out + tl.arange(0, R)[None, :] * DV + e[:, None], x_out, mask=(e < DV)[:, None] & live[None, :])
+    elif low < high:
+        kc, kh, ks, k_mean, k_shifts = k_planes
+        vc, vh, vs, _, v_shifts = v_planes
+        if K.centered:
+            k_mean += b * k_strides[6] + h * k_strides[7]
+        q, q_scale, q_sum, q_center = _query_planes(
+            K, KW, KT, D, G, TURN, ARCH, SOFTCAP, region_query, q_rows, live, rotation, signs, k_mean, scaling
+        )
+        acc = ()
+        for i in tl.static_range(VN * VP):
+            acc = acc + (tl.zeros([VT, R], tl.float32),)
+        SUMMED: tl.constexpr = offset_of(V) != 0 and (V.scale == "fp16" or V.scale == "fp32")
+        state = (m, tl.zeros([T, R], tl.float32), tl.zeros([16 if SUMMED else T, R], tl.float32), acc)
+        hides = _hides(mask, shift + tl.maximum(low, first_token), shift + high, mask_t) if MASK == "row" else False
+        t = tl.arange(0, T)
+        kc += tl.multiple_of(h * k_strides[1], 16)
+        vc += tl.multiple_of(h * v_strides[1], 16)
+        if K.high:
+            kh += tl.multiple_of(h * k_strides[3], 16)
+        if V.high:
+            vh += tl.multiple_of(h * v_strides[3], 16)
+        if K.scale != "none":
+            ks += h * k_strides[5]
+            if K_ONCE:
+                ks += b * k_strides[4]
+        if V.scale != "none":
+            vs += h * v_strides[5]
+            if V_ONCE:
+                vs += b * v_strides[4]
+        table += b * table_b + h * table_h
+        KS: tl.constexpr = K.scale != "none" and not K_ONCE
+        VS: tl.constexpr = V.scale != "none" and not V_ONCE
+        whole_low = tl.multiple_of(tl.cdiv(tl.maximum(low, first_token), T) * T, T)
+        whole_high = tl.multiple_of(high // T * T, T)
+        # The page of a tile is looked up one tile ahead: what loads codes must not wait for another load of its own tile.
+        page = tl.load(table + whole_low // PAGE, mask=whole_low < whole_high, other=0)
+        for token in range(whole_low, whole_high, T):
+            this, slot = page, token % PAGE + t
+            page = tl.load(table + (token + T) // PAGE, mask=token + T < whole_high, other=0)
+            state = _body_tile(
+                K, V, KW, VW, KT, VT, K_ONCE, V_ONCE, False, SOFTCAP, MASK, ARCH, state, q, q_scale, q_sum, q_center,
+                kc, kh, k_shifts, _page_of(ks, this, k_strides[4], KS), vc, vh, v_shifts, _page_of(vs, this, v_strides[4], VS),
+                _in_pool(this, k_strides, WIDE), _in_pool(this, v_strides, WIDE), slot, t >= 0,
+                mask, mask_rows, mask_t, shift + token + t, hides, oldest, softcap, WINDOW, weights, tops, token, T, ATTENTION_SUMS,
+            )  # fmt: skip
+        for edge in tl.range(0, 2, num_stages=1):  # the tile before them, of which the first tokens do not count, and the one behind
+            token = tl.where(edge == 0, whole_low - T, whole_high)
+            if (edge == 0 and whole_low > low) or (edge == 1 and whole_high < high and whole_high >= whole_low):
+                this, slot = tl.load(table + token // PAGE), token % PAGE + t
+                place = token + t
+                state = _body_tile(
+                    K, V, KW, VW, KT, VT, K_ONCE, V_ONCE, True, SOFTCAP, MASK, ARCH, state, q, q_scale, q_sum, q_center,
+                    kc, kh, k_shifts, _page_of(ks, this, k_strides[4], KS), vc, vh, v_shifts, _page_of(vs, this, v_strides[4], VS),
+                    _in_pool(this, k_strides, WIDE), _in_pool(this, v_strides, WIDE), slot, (place >= first_token) & (place < high),
+                    mask, mask_rows, mask_t, shift + tl.minimum(tl.maximum(place, first_token), high - 1), hides, oldest, softcap, WINDOW,
+                    weights, tops, token, T, ATTENTION_SUMS,
+                )  # fmt: skip
+        m, l2, z2, acc = state
+        l = tl.sum(l2, 0)
+        z = tl.sum(z2, 0)
+        if SUMMED:
+            z *= offset_of(V) * unit_of(V)
+        j = tl.arange(0, VT)
+        for c in tl.static_range(VN):
+            for i in tl.static_range(VP):  # plane after plane: `reduce_kernel` puts channels in order
+                word = c * VT + j
+                place = tl.arange(0, R)[None, :] * DV + i * VW + word[:, None]
+                tl.store(out + place, acc[c * VP + i] * unit_of(V) + z[None, :], mask=(word < VW)[:, None] & live[None, :])
+    entry = (bh * tl.num_programs(1) + block) * splits * R + split * R + tl.arange(0, R)
+    tl.store(maxima + entry, m)
+    tl.store(sums + entry, l)
+
+
+@triton.jit
+def _in_pool(page, strides, WIDE: tl.constexpr):
+    """How far a page is from the beginning of the planes of codes and of high bits. 32 bits, unless WIDE, leave one addition of 64 bits for
+    each address of a tile."""
+    if WIDE:
+        page = page.to(tl.int64)
+    return tl.multiple_of(page * strides[0], 16), tl.multiple_of(page * strides[2], 16)
+
+
+@triton.jit
+def _page_of(plane, page, stride, HAS: tl.constexpr):
+    """Where the page `page` of a plane begins, if the plane has pages."""
+    if HAS:
+        return plane + tl.multiple_of(page.to(tl.int64) * stride, 16)
+    else:
+        return plane

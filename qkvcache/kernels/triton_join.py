@@ -15,11 +15,12 @@ def _hadamard_stage(x, N: tl.constexpr, WIDTH: tl.constexpr):
     return tl.reshape(tl.permute(tl.join(low + high, low - high), (0, 2, 1)), [N])
 
 
-@triton.jit(do_not_specialize=["splits", "blocks", "heads", "queries"])
+@triton.jit(do_not_specialize=["splits", "blocks", "heads", "queries", "center_b", "center_h"])
 def reduce_kernel(
     part, maxima, sums, sinks, signs, center, out, lse, out_stride_b, out_stride_h, out_stride_q, splits, blocks, heads, queries,
+    center_b, center_h,
     V: tl.constexpr, DV: tl.constexpr, C: tl.constexpr, G: tl.constexpr, R: tl.constexpr, S: tl.constexpr, SINKS: tl.constexpr,
-    EXACT: tl.constexpr, TURN: tl.constexpr, STAGES: tl.constexpr,
+    EXACT: tl.constexpr, TURN: tl.constexpr, STAGES: tl.constexpr, RAGGED: tl.constexpr,
 ):  # fmt: skip
     """One program for `C` channels of a query row: joins the splits, adds the mean of values, turns back what was stored rotated, divides.
     `lse` in base e."""
@@ -41,8 +42,8 @@ def reduce_kernel(
         channel = place % VW * V.per + place // VW
     top = tl.load(maxima + base * R + row % R)
     total = tl.zeros([], tl.float32)
-    mass = tl.zeros([], tl.float32)  # of packed tokens
-    body = tl.zeros([C], tl.float32)
+    attention_sums = tl.zeros([], tl.float32)  # of packed tokens
+    region = tl.zeros([C], tl.float32)
     for begin in range(0, splits, S):
         split = begin + at
         live = split < splits
@@ -53,30 +54,33 @@ def reduce_kernel(
         else:
             packed = live
         x = tl.load(part + ((base + split) * R + row % R)[:, None] * DV + place[None, :], mask=packed[:, None] & inside[None, :], other=0.0)
+        if RAGGED:  # splits without tokens wrote no output
+            x = tl.where((l != 0)[:, None], x, 0.0)
         higher = tl.maximum(top, tl.max(m, 0))
         shrink = tl.exp2(top - higher)
         weight = tl.where(live, tl.exp2(m - higher), 0.0)
         total = total * shrink + tl.sum(weight * l, 0)
-        mass = mass * shrink + tl.sum(tl.where(packed, weight * l, 0.0), 0)
-        body = body * shrink + tl.sum(x * weight[:, None], 0)
+        attention_sums = attention_sums * shrink + tl.sum(tl.where(packed, weight * l, 0.0), 0)
+        region = region * shrink + tl.sum(x * weight[:, None], 0)
         top = higher
     if V.centered:
-        body += mass * tl.load(center + bh * DV + channel, mask=inside, other=0.0)
+        region += attention_sums * tl.load(center + b * center_b + bh % heads * center_h + channel, mask=inside, other=0.0)
     if V.rotated:
         for stage in tl.static_range(STAGES):  # the Hadamard transform, which undoes itself
-            body = _hadamard_stage(body, C, 1 << stage)
-        body *= tl.load(signs + channel, mask=inside, other=0.0) * TURN
+            region = _hadamard_stage(region, C, 1 << stage)
+        region *= tl.load(signs + channel, mask=inside, other=0.0) * TURN
     if EXACT:
         weight = tl.exp2(tl.load(maxima + base * R + row % R) - top)
-        body += weight * tl.load(part + (base * R + row % R) * DV + channel, mask=inside, other=0.0)
+        region += weight * tl.load(part + (base * R + row % R) * DV + channel, mask=inside, other=0.0)
     if SINKS:
         sink = tl.load(sinks + head).to(tl.float32) * LOG2E
         higher = tl.maximum(top, sink)
-        body *= tl.exp2(top - higher)
+        region *= tl.exp2(top - higher)
         total = total * tl.exp2(top - higher) + tl.exp2(sink - higher)
         top = higher
     query = row % queries
-    tl.store(out + b.to(tl.int64) * out_stride_b + head * out_stride_h + query * out_stride_q + channel, body / total, mask=inside)
+    region /= tl.where(total == 0, 1.0, total) if RAGGED else total
+    tl.store(out + b.to(tl.int64) * out_stride_b + head * out_stride_h + query * out_stride_q + channel, region, mask=inside)
     if tl.program_id(2) == 0:
         tl.store(lse + (bh * G * queries) + row, (top + tl.log2(total)) / LOG2E)
 

@@ -1,11 +1,11 @@
-"""Levels of codes as odd integers out of constants, a byte each, so that no memory is read."""
+"""QuantizedValues of codes as odd integers out of constants, a byte each, so that no memory is read."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from ..formats.codebooks import GRID, TRELLIS
+from ..formats.codebooks import GRID
 
 
 def _words(positive: tuple[int, ...]) -> tuple[int, ...]:
@@ -15,7 +15,6 @@ def _words(positive: tuple[int, ...]) -> tuple[int, ...]:
 
 
 LLOYD_MAX_WORDS = tl.constexpr(tuple(_words(GRID[bits][1] if bits in GRID else ()) for bits in range(5)))
-TRELLIS_WORDS = tl.constexpr(tuple(_words(TRELLIS[bits][1] if bits in TRELLIS else ()) for bits in range(5)))
 """By bits."""
 
 

@@ -13,30 +13,34 @@ ROWS = 16
 """Query rows of a program."""
 
 
-def merge(parts: Sequence[tuple[Tensor, Tensor]], query_heads: int, queries: int, heads: int, sinks: Tensor | None) -> Tensor:
-    """As `attend_chunked.merge`; the result is a view of contiguous `[B, Q, Hq, Dv]`, which is what transformers asks for."""
+def merge(
+    parts: Sequence[tuple[Tensor, Tensor]], query_heads: int, queries: int, heads: int, sinks: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """As `attend_chunked.merge`; the output is a view of contiguous `[B, Q, Hq, Dv]`, which is what transformers asks for."""
     first = parts[0][0]
     batch, value_dim, groups = first.shape[0], first.shape[3], query_heads // heads
     out = torch.empty(batch, queries, query_heads, value_dim, dtype=first.dtype, device=first.device).transpose(1, 2)
+    total = torch.empty(batch, query_heads, queries, dtype=torch.float32, device=first.device)
     strides = tuple((*x.stride()[:3], *lse.stride()) for x, lse in parts)
     folded = tuple(int(x.shape[1] != query_heads or groups == 1) for x, _ in parts)
     outs, lses = tuple(x for x, _ in parts), tuple(lse for _, lse in parts)
     grid = (triton.cdiv(groups * queries, ROWS), batch * heads)
     with torch.cuda.device_of(first):
         _merge_kernel[grid](
-            outs, lses, strides, first if sinks is None else sinks, out, *out.stride()[:3], groups * queries, queries, heads,
+            outs, lses, strides, first if sinks is None else sinks, out, *out.stride()[:3], total, groups * queries, queries, heads,
             G=groups, D=value_dim, P=triton.next_power_of_2(value_dim), R=ROWS, FOLDED=folded, SINKS=sinks is not None,
         )  # fmt: skip
-    return out
+    return out, total
 
 
 @triton.jit(do_not_specialize=["rows", "queries", "heads"])
 def _merge_kernel(
-    outs, lses, strides, sinks, out, ob, oh, oq, rows, queries, heads,
+    outs, lses, strides, sinks, out, ob, oh, oq, totals, rows, queries, heads,
     G: tl.constexpr, D: tl.constexpr, P: tl.constexpr, R: tl.constexpr, FOLDED: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     """Grid (row blocks, batch * heads). For each part: `outs` `[B, H, >= rows, D]` where FOLDED and `[B, H * G, queries, D]` elsewhere,
-    `lses` the same without channels in fp32, and six strides; `sinks` `[H * G]`; `out` `[B, H * G, queries, D]`."""
+    `lses` the same without channels in fp32, and six strides; `sinks` `[H * G]`; `out` `[B, H * G, queries, D]`;
+    `totals` fp32 `[B, H * G, queries]`, contiguous."""
     r = tl.program_id(0) * R + tl.arange(0, R)
     b = (tl.program_id(1) // heads).to(tl.int64)
     h = tl.program_id(1) % heads
@@ -69,5 +73,7 @@ def _merge_kernel(
         higher = tl.maximum(top, sink)
         acc = acc * tl.exp(top - higher)[:, None]
         total = total * tl.exp(top - higher) + tl.exp(sink - higher)
+        top = higher
     at = b * ob + head.to(tl.int64) * oh + query.to(tl.int64) * oq
     tl.store(out + at[:, None] + c[None, :], (acc / total[:, None]).to(out.dtype.element_ty), mask=inside)
+    tl.store(totals + (b * heads * G + head) * queries + query, top + tl.log(total), mask=live)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .triton_unpack import offset_of
+
 
 @triton.jit
 def _half(word):
@@ -102,7 +104,7 @@ def scale_of_plane(
 @triton.jit
 def scaled(X: tl.constexpr, numbers, scale):
     """fp16 numbers less the offset, times the scale of their group; one rounding, one of `scale * offset` (2^-12 of two dozen steps)."""
-    if X.offset != 0:
-        return tl.fma(numbers, tl.broadcast_to(scale, numbers.shape), tl.broadcast_to(scale * -X.offset, numbers.shape))
+    if offset_of(X) != 0:
+        return tl.fma(numbers, tl.broadcast_to(scale, numbers.shape), tl.broadcast_to(scale * -offset_of(X), numbers.shape))
     else:
         return (numbers * scale).to(tl.float16)

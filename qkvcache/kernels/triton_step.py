@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 
 from .segments import Buffers, Pair
-from .triton_decode import known, padded, plane_arguments, table_of, tile
-from .triton_encode import store_tile, tile_of
+from .triton_dequantize import known, padded, plane_arguments, table_of, tile
+from .triton_quantize import store_tile, tile_of
 
 ROWS = tl.constexpr(128)
 """Rows that are counted at once."""
@@ -24,23 +24,23 @@ ROWS = tl.constexpr(128)
 class Step:
     """The launch for tokens like `x`, `[B, H, T, D]`, of which all arguments but the tokens stay the same from step to step.
 
-    `T` is at most what the ring holds, and 1 where the body may have many chunks; codecs must be those that `triton_encode.supports`.
+    `T` is at most what the ring holds, and 1 where the body may have many chunks; codecs must be those that `triton_quantize.supports`.
     """
 
-    def __init__(self, held: Buffers, x: Pair):
-        specs = [known(codec, new) for codec, new in zip(held.codecs, x, strict=True)]
+    def __init__(self, buffers: Buffers, x: Pair):
+        layouts = [known(codec, new) for codec, new in zip(buffers.codecs, x, strict=True)]
         batch, heads, self.tokens, _ = x[0].shape
         self.fixed: list[list[Any]] = []
         constants: list[Any] = []
-        for spec, codes, sinks, ring, new in zip(specs, held.body.chunks[0], held.sinks, held.residual, x, strict=True):
-            planes = plane_arguments(spec, codes, new)
-            self.fixed.append([ring, *ring.stride()[:2], sinks, *sinks.stride()[:2], table_of(spec, new), *planes])
+        for layout, codes, sinks, ring, new in zip(layouts, buffers.region.chunks[0], buffers.sinks, buffers.residual, x, strict=True):
+            planes = plane_arguments(layout, codes, new)
+            self.fixed.append([ring, *ring.stride()[:2], sinks, *sinks.stride()[:2], table_of(layout, new), *planes])
             codes_unit = 2 if planes[0].itemsize == 1 else 1  # type: ignore[attr-defined]  # the table counts words of 16 bits
-            constants += [*spec.constants, new.shape[3], padded(new.shape[3]), codes_unit]
-        across, along, warps = tile(specs, heads, self.tokens, max(padded(new.shape[3]) for new in x), x[0].element_size())
+            constants += [layout, new.shape[3], padded(new.shape[3]), codes_unit]
+        across, along, warps = tile(layouts, heads, self.tokens, max(padded(new.shape[3]) for new in x), x[0].element_size())
         grid = (triton.cdiv(self.tokens, along) * triton.cdiv(heads, across), batch, 2)
-        sizes = held.sinks[0].shape[2], held.residual[0].shape[2]
-        self.last = [held.state, held.body.table, *sizes, self.tokens, heads, batch, *constants, across, along, held.grows]
+        sizes = buffers.sinks[0].shape[2], buffers.residual[0].shape[2]
+        self.last = [buffers.state, buffers.region.table, *sizes, self.tokens, heads, batch, *constants, across, along, buffers.grows]
         self.launch = _step_kernel[grid]
         self.warps = warps
 
@@ -52,36 +52,35 @@ class Step:
             )
 
 
-def step_kv(held: Buffers, x: Pair) -> None:
+def step_kv(buffers: Buffers, x: Pair) -> None:
     """`Step`, once."""
     key, value = (side if side.stride(3) == 1 else side.contiguous() for side in x)
-    Step(held, (key, value))((key, value))
+    Step(buffers, (key, value))((key, value))
 
 
 @triton.jit
 def _step_side(
     x, xb, xh, xt, ring, rb, rh, sinks, fb, fh, rotation, codes, cb, ch, high, hb, hh, scales, sb, sh, center, eb, eh,
     state, chunks, sink_slots, ring_slots, tokens, heads,
-    KIND: tl.constexpr, OPTION: tl.constexpr, ROTATION: tl.constexpr, SPAN: tl.constexpr, CENTERED: tl.constexpr,
-    D: tl.constexpr, P: tl.constexpr, UNIT: tl.constexpr, ACROSS: tl.constexpr, ALONG: tl.constexpr, GROWS: tl.constexpr,
+    L: tl.constexpr, D: tl.constexpr, P: tl.constexpr, UNIT: tl.constexpr, ACROSS: tl.constexpr, ALONG: tl.constexpr, GROWS: tl.constexpr,
     SIDE: tl.constexpr,
 ):  # fmt: skip
     b, h0, t0 = tile_of(heads, ACROSS, ALONG)
     seen = tl.load(state + 4 + 2 * b)
-    body = tl.load(state + 5 + 2 * b)
+    region = tl.load(state + 5 + 2 * b)
     fits = seen + tokens <= tl.load(state + 2)
     i = tl.arange(0, ACROSS * ALONG)
     c = tl.arange(0, P)[None, :]
     h = (h0 + i % ACROSS).to(tl.int64)
     t = t0 + i // ACROSS
     opening = tl.minimum(tl.maximum(sink_slots - seen, 0), tokens)  # of the new tokens, the sinks
-    exact = seen - tl.minimum(seen, sink_slots) - body
+    exact = seen - tl.minimum(seen, sink_slots) - region
     rank = t - opening
     live = (t < tokens) & (h < heads) & fits
     leaves = live & (rank + exact >= ring_slots)
-    place = ring + b * rb + h * rh + (body + exact + tl.maximum(rank, 0)) % ring_slots * D
+    place = ring + b * rb + h * rh + (region + exact + tl.maximum(rank, 0)) % ring_slots * D
     old = tl.load(place[:, None] + c, mask=leaves[:, None] & (c < D), other=0.0)
-    slot = body + exact + t0 - opening - ring_slots
+    slot = region + exact + t0 - opening - ring_slots
     if GROWS:  # the chunk that holds the slot, nearly always the last; its planes are as far from the first one's as the table says
         first = tl.load(chunks + 1)
         row = chunks + (tl.load(state + 3) - 1) * 8
@@ -94,12 +93,12 @@ def _step_side(
         codes += tl.multiple_of(tl.load(row + 2 + 3 * SIDE), 16) * UNIT
         high += tl.multiple_of(tl.load(row + 3 + 3 * SIDE), 16) * 2
         cb, ch, hb, hh = cb // first * capacity, ch // first * capacity, hb // first * capacity, hh // first * capacity
-        if SPAN != "once":
+        if L.span != "once":
             scales += tl.multiple_of(tl.load(row + 4 + 3 * SIDE), 16)
             sb, sh = sb // first * capacity, sh // first * capacity
     store_tile(
-        old, leaves, b, h0, slot, rotation, codes, cb, ch, high, hb, hh, scales, sb, sh, center, eb, eh,
-        KIND, OPTION, ROTATION, SPAN, CENTERED, D, P, ACROSS, ALONG,
+        old, leaves, b, b, h0, slot + i // ACROSS, rotation, codes, cb, ch, high, hb, hh, scales, sb, sh, center, eb, eh,
+        L, D, P, ACROSS, ALONG,
     )  # fmt: skip
     new = tl.load(x + (b * xb + h * xh + t.to(tl.int64) * xt)[:, None] + c, mask=live[:, None] & (c < D), other=0.0)
     tl.debug_barrier()  # before what others of this program have read is overwritten
@@ -113,23 +112,21 @@ def _step_kernel(
     kx, kxb, kxh, kxt, kring, krb, krh, ksinks, kfb, kfh, ktable, kcodes, kcb, kch, khigh, khb, khh, kscales, ksb, ksh, kcenter, keb, keh,
     vx, vxb, vxh, vxt, vring, vrb, vrh, vsinks, vfb, vfh, vtable, vcodes, vcb, vch, vhigh, vhb, vhh, vscales, vsb, vsh, vcenter, veb, veh,
     state, chunks, sink_slots, ring_slots, tokens, heads, rows,
-    KKIND: tl.constexpr, KOPTION: tl.constexpr, KROTATION: tl.constexpr, KSPAN: tl.constexpr, KCENTERED: tl.constexpr,
-    KD: tl.constexpr, KP: tl.constexpr, KUNIT: tl.constexpr,
-    VKIND: tl.constexpr, VOPTION: tl.constexpr, VROTATION: tl.constexpr, VSPAN: tl.constexpr, VCENTERED: tl.constexpr,
-    VD: tl.constexpr, VP: tl.constexpr, VUNIT: tl.constexpr,
+    KL: tl.constexpr, KD: tl.constexpr, KP: tl.constexpr, KUNIT: tl.constexpr,
+    VL: tl.constexpr, VD: tl.constexpr, VP: tl.constexpr, VUNIT: tl.constexpr,
     ACROSS: tl.constexpr, ALONG: tl.constexpr, GROWS: tl.constexpr,
 ):  # fmt: skip
     if tl.program_id(2) == 0:
         _step_side(
             kx, kxb, kxh, kxt, kring, krb, krh, ksinks, kfb, kfh, ktable, kcodes, kcb, kch, khigh, khb, khh,
             kscales, ksb, ksh, kcenter, keb, keh, state, chunks, sink_slots, ring_slots, tokens, heads,
-            KKIND, KOPTION, KROTATION, KSPAN, KCENTERED, KD, KP, KUNIT, ACROSS, ALONG, GROWS, 0,
+            KL, KD, KP, KUNIT, ACROSS, ALONG, GROWS, 0,
         )  # fmt: skip
     else:
         _step_side(
             vx, vxb, vxh, vxt, vring, vrb, vrh, vsinks, vfb, vfh, vtable, vcodes, vcb, vch, vhigh, vhb, vhh,
             vscales, vsb, vsh, vcenter, veb, veh, state, chunks, sink_slots, ring_slots, tokens, heads,
-            VKIND, VOPTION, VROTATION, VSPAN, VCENTERED, VD, VP, VUNIT, ACROSS, ALONG, GROWS, 1,
+            VL, VD, VP, VUNIT, ACROSS, ALONG, GROWS, 1,
         )  # fmt: skip
     tl.debug_barrier()
     programs = tl.num_programs(0) * tl.num_programs(1) * tl.num_programs(2)
@@ -140,11 +137,11 @@ def _step_kernel(
             row = begin + tl.arange(0, ROWS)
             lengths = state + 4 + 2 * row
             seen = tl.load(lengths, mask=row < rows, other=0)
-            body = tl.load(lengths + 1, mask=row < rows, other=0)
+            region = tl.load(lengths + 1, mask=row < rows, other=0)
             fits = seen + tokens <= room
-            leaving = tl.maximum(seen + tokens - sink_slots - body - ring_slots, 0)
+            leaving = tl.maximum(seen + tokens - sink_slots - region - ring_slots, 0)
             tl.store(lengths, tl.where(fits, seen + tokens, seen), mask=row < rows)
-            tl.store(lengths + 1, tl.where(fits, body + leaving, body), mask=row < rows)
+            tl.store(lengths + 1, tl.where(fits, region + leaving, region), mask=row < rows)
             dropped = tl.maximum(dropped, tl.max(tl.where(fits | (row >= rows), 0, tokens), 0))
         tl.store(state + 1, tl.load(state + 1) + dropped)
         tl.store(state, 0)

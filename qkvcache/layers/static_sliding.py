@@ -1,4 +1,4 @@
-"""A sliding window at addresses that never change: transformers' own, with what our caches promise of every layer."""
+"""`StaticSlidingLayer`: transformers' sliding window at fixed addresses, with batch operations and checks of this library's layers."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from torch import Tensor
 from transformers.cache_utils import StaticSlidingWindowLayer
 
 from ..storage import check_room, differ
-from .compressed import check_alike, selected
+from .compressed import check_alike, row_selector
 
 
 class StaticSlidingLayer(StaticSlidingWindowLayer):
     """The last `sliding_window` of up to `max_length` tokens, in the model's dtype.
 
-    transformers' layer counts no tokens beyond the window, keeps the storage of its first batch for ever, and has no batch operations.
+    transformers' layer does not count tokens beyond the window, keeps the storage of its first batch, and has no batch operations.
     """
 
     def __init__(self, max_length: int, sliding_window: int):
@@ -24,7 +24,7 @@ class StaticSlidingLayer(StaticSlidingWindowLayer):
 
     @property
     def stored(self) -> tuple[Tensor, ...]:
-        """Keys and values, once there is storage."""
+        """Keys and values; empty before storage is allocated."""
         return () if self.keys is None or self.values is None else (self.keys, self.values)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -33,27 +33,28 @@ class StaticSlidingLayer(StaticSlidingWindowLayer):
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
-        """As transformers'; ValueError for another batch than what is stored, or tokens beyond `max_length`, before any is stored."""
+        """As transformers'. Raises ValueError for a batch that differs from what is stored and for tokens beyond `max_length`; nothing is
+        stored then."""
         if not torch.compiler.is_compiling():
-            self.expect(key_states.shape[2])
+            self.reserve(key_states.shape[2])
             if not self.cumulative_length_int:
                 self.lazy_initialization(key_states, value_states)
             else:
-                for held, given, what in zip(self.stored, (key_states, value_states), ("keys", "values"), strict=True):
-                    check_alike(held, given, self.cumulative_length_int, what)
+                for stored, given, what in zip(self.stored, (key_states, value_states), ("keys", "values"), strict=True):
+                    check_alike(stored, given, self.cumulative_length_int, what)
         return super().update(key_states, value_states, *args, **kwargs)
 
-    def expect(self, tokens: int) -> None:
-        """Raises ValueError if there is no room for so many more."""
+    def reserve(self, tokens: int) -> None:
+        """Raises ValueError if there is no room for `tokens` more."""
         check_room(self.cumulative_length_int, tokens, self.max_length)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         if not torch.compiler.is_compiling():
-            self.expect(query_length)
+            self.reserve(query_length)
         return super().get_mask_sizes(query_length)
 
     def check_crop(self, tokens_to_remove: int) -> None:
-        """Raises NotImplementedError if tokens have left the window, which cropping would have to bring back."""
+        """Raises NotImplementedError if cropping would have to restore tokens that have left the window."""
         if tokens_to_remove and self.cumulative_length_int > self.max_cache_len:
             raise NotImplementedError(
                 f"crop({tokens_to_remove}) after {self.cumulative_length_int} tokens, of which a sliding window at a fixed address keeps "
@@ -76,7 +77,7 @@ class StaticSlidingLayer(StaticSlidingWindowLayer):
         self._map(lambda x: x.repeat_interleave(repeats, dim=0))
 
     def batch_select_indices(self, indices: Tensor | Sequence[int] | slice) -> None:
-        self._map(selected(indices))
+        self._map(row_selector(indices))
 
     def _map(self, fn: Callable[[Tensor], Tensor]) -> None:
         if not self.stored:

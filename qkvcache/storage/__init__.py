@@ -1,25 +1,25 @@
-"""The quantized and exact tokens of one layer: pages, growth, counts on the device, what is evicted."""
+"""The quantized and exact tokens of one layer: growth, counts on the device, eviction, crop, copies."""
 
+from .base import Copy, check_room, copy_to, differ
 from .chunks import GROUP, MAX_GROWTH, PAGE, Chunks, block_of, growth
-from .counter import Counter, check_room
-from .evicting import EvictingStorage, slots_of
-from .ledger import Ledger
-from .storage import Storage, differ, group_of, payload_of
+from .evicting import EvictingStorage
+from .metadata import TokenMetadata
+from .storage import Storage, attention_inputs_of, group_of
 
 __all__ = [
     "GROUP",
     "MAX_GROWTH",
     "PAGE",
     "Chunks",
-    "Counter",
+    "Copy",
     "EvictingStorage",
-    "Ledger",
     "Storage",
+    "TokenMetadata",
+    "attention_inputs_of",
     "block_of",
     "check_room",
+    "copy_to",
     "differ",
     "group_of",
     "growth",
-    "payload_of",
-    "slots_of",
 ]

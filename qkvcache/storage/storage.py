@@ -1,13 +1,13 @@
 """`Storage`: the keys and values of one layer that keeps all tokens, in three zones in token order.
 
-    sinks      the first `num_sink_tokens` tokens, in the model's dtype (attention sinks live there)
+    sinks      the first `num_sink_tokens` tokens, in the model's dtype
     chunks     quantized tokens (`chunks.py`)
-    residual   at least the last `residual_length` tokens, in the model's dtype: a ring at a fixed address, in which a token that comes
-               takes the place of the oldest
+    residual   at least the last `residual_length` tokens, in the model's dtype: a ring at a fixed address, in which a new token overwrites
+               the oldest
 
-When the ring is full, the oldest tokens leave it for the chunks, so that `residual_length + 1` stay: one at a time where steps are compiled
-or storage is preallocated, `group` where quantizing one by one would cost a CPU too much. A token is quantized once. The counts are on the
-host and on the device (`kernels.Buffers`), so that a step needs no number from the host.
+When the ring is full, its oldest tokens are quantized into the chunks, so that `residual_length + 1` remain: one token at a time if steps
+are compiled or storage is preallocated, else `group` tokens, since quantizing them one by one would cost a CPU too much. A token is
+quantized once. Counts are kept on the host and on the device (`kernels.Buffers`), so that a step reads no number from the host.
 """
 
 from __future__ import annotations
@@ -19,25 +19,19 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ..formats.base import Codec, Codes
-from ..kernels import Body, Buffers, Exact, Pair, Payload, Segment, Side, dense, launch_of_step, on_triton
+from ..formats.base import Codec
+from ..kernels import AttentionInputs, Buffers, Exact, KeysOrValues, Pair, QuantizedRegion, Segment, launch_of_step, on_triton, store_exact
 from ..kernels.segments import CHUNKS, CONTROL, DROPPED, ROOM
+from .base import LayerStorage
 from .chunks import GROUP, PAGE, ROWS, Chunks, block_of
-from .counter import Counter
 
 
-def differ(held: Tensor, given: Tensor) -> bool:
-    """Whether two `[B, H, T, D]` differ in more than tokens."""
-    a, b = held.shape, given.shape
-    return a[0] != b[0] or a[1] != b[1] or a[3] != b[3] or held.dtype is not given.dtype
-
-
-class Storage(Counter):
-    """Room for keys and values like `like`, `[B, H, T, D]` each, and so many of them at first.
+class Storage(LayerStorage):
+    """Storage for keys and values with the shapes of `like`, `[B, H, T, D]` each, with room for `T` tokens at first.
 
     Args:
-        max_length: tokens that may come; room for them is taken at once. None grows by chunks.
-        fixed: what there is stays at its address, for compiled code; chunks may join.
+        max_length: the most tokens, for all of which room is allocated at once. None: storage grows by chunks.
+        static: tensors keep their addresses, as compiled code needs; chunks can still be added.
     """
 
     def __init__(
@@ -47,21 +41,21 @@ class Storage(Counter):
         num_sink_tokens: int,
         residual_length: int,
         max_length: int | None = None,
-        fixed: bool = False,
+        static: bool = False,
     ):
         self.max_length, self.num_sink_tokens = max_length, num_sink_tokens
-        self.fixed = fixed or max_length is not None
-        self.group = 1 if self.fixed else group_of(residual_length)
+        self.static = static or max_length is not None
+        self.group = 1 if self.static else group_of(residual_length)
         self.columns = PAGE if max_length is None else max_length
-        """Of masks: for all tokens that there may be before the host is asked again."""
+        """Columns of a mask: as many tokens as there can be before the host makes room again."""
         batch, device = like[0].shape[0], like[0].device
-        with torch.inference_mode(False):  # what is made in inference mode may be written in no other
+        with torch.inference_mode(False):  # tensors made in inference mode cannot be written outside of it
             self.sinks, self.residual = (_zeros(like, tokens) for tokens in (num_sink_tokens, residual_length + self.group))
             self.state = torch.zeros(CONTROL + 2 * batch, dtype=torch.int32, device=device)
-        self.chunks = Chunks(codecs, [x.shape[3] for x in like], rows=ROWS if max_length is None else 1, fixed=self.fixed)
-        self.start_counting()
-        least = self.leaving(like[0].shape[2]) if max_length is None else max_length - num_sink_tokens - self.slots + 1  # one is spare
-        self.chunks.reserve(max(least, 1), like)
+        self.chunks = Chunks(codecs, [x.shape[3] for x in like], rows=ROWS if max_length is None else 1, static=self.static)
+        self.reset_counts()
+        slots = self.overflow(like[0].shape[2]) if max_length is None else max_length - num_sink_tokens - self.slots + 1  # one is spare
+        self.chunks.reserve(max(slots, 1), like)
         self.bind()
 
     def __getstate__(self) -> dict:
@@ -72,30 +66,30 @@ class Storage(Counter):
         self.bind()
 
     def bind(self) -> None:
-        """Renews what is derived from where tensors are."""
-        body: Body = self.chunks.body  # type: ignore[assignment]
-        self.buffers = Buffers(self.sinks, self.residual, body, self.state, self.columns)
+        """Rebuilds what depends on the addresses of tensors."""
+        region: QuantizedRegion = self.chunks.region  # type: ignore[assignment]
+        self.buffers = Buffers(self.sinks, self.residual, region, self.state, self.columns)
         self.views = self.state[CONTROL::2], self.state[CONTROL + 1 :: 2]
         self.launch = launch_of_step(self.buffers, (self.residual[0][:, :, :1], self.residual[1][:, :, :1]))
-        self.state[ROOM] = self.room
-        self.state[CHUNKS] = len(self.chunks.chunks)
-        if self.fixed:
+        counts = torch.tensor([self.room, len(self.chunks.chunks)], dtype=torch.int32)
+        self.state[ROOM : CHUNKS + 1].copy_(counts, non_blocking=True)
+        if self.static:
             for tensor in (*self.buffers.arguments[0], *self.buffers.arguments[1]):
                 torch._dynamo.mark_static_address(tensor)
 
     @property
     def slots(self) -> int:
-        """Of the ring."""
+        """Slots of the ring."""
         return self.residual[0].shape[2]
 
     @property
     def free(self) -> int:
-        """Tokens that come before others leave the ring."""
-        return self.num_sink_tokens + self.chunks.length + self.slots - self.seen
+        """Tokens that can be added before others leave the ring."""
+        return self.num_sink_tokens + self.chunks.length + self.slots - self.seq_length
 
     @property
     def room(self) -> int:
-        """Tokens that there is room for."""
+        """The most tokens that the allocated tensors hold."""
         return self.num_sink_tokens + self.chunks.capacity + self.slots if self.max_length is None else self.max_length
 
     @property
@@ -105,148 +99,152 @@ class Storage(Counter):
 
     # Counts.
 
-    def on_device(self) -> Tensor:
+    def device_length(self) -> Tensor:
         return self.state[CONTROL]
 
     def read_counts(self) -> None:
-        _, dropped, _, _, self.seen, self.chunks.length, *_ = self.state.tolist()
+        _, dropped, _, _, self.seq_length, self.chunks.length, *_ = self.state.tolist()
         if dropped:
             limit = f"max_length={self.max_length} is too small" if self.max_length else "masks must be made outside of compiled code"
             raise ValueError(f"{dropped} tokens came when the cache was full: {limit}; call reset()")
 
     def advance(self, tokens: int) -> None:
-        self.chunks.length += self.leaving(tokens)
-        self.seen += tokens
+        self.chunks.length += self.overflow(tokens)
+        self.seq_length += tokens
 
-    def leaving(self, tokens: int) -> int:
-        """How many leave the ring when `tokens` more come."""
+    def overflow(self, tokens: int) -> int:
+        """How many tokens leave the ring when `tokens` more are added."""
         excess = tokens - self.free
         return excess + self.group - 1 if excess > 0 else 0
 
-    def expect(self, tokens: int) -> None:
-        """Makes room for so many more. Raises ValueError if `max_length` does not allow them."""
-        super().expect(tokens)
-        leaving = self.leaving(tokens)
+    def reserve(self, tokens: int) -> None:
+        super().reserve(tokens)
+        leaving = self.overflow(tokens)
         grew = leaving > 0 and self.chunks.reserve(leaving, self.residual)
-        if self.seen + tokens > self.columns:
-            self.columns, grew = 1 << (self.seen + tokens - 1).bit_length(), True
+        if self.seq_length + tokens > self.columns:
+            self.columns, grew = 1 << (self.seq_length + tokens - 1).bit_length(), True
         if grew:
             self.bind()
 
-    def set_lengths(self, seen: int, quantized: int) -> None:
-        """On the host and on the device."""
-        self.seen, self.chunks.length = seen, quantized
-        self.views[0].fill_(seen)
+    def simulate(self, prompt: int, seq_length: int, query_heads: int) -> None:
+        """Allocates what storage holds after `prompt` tokens at once and others one by one, `seq_length` in all. Nothing is stored: for
+        planning, on the meta device."""
+        if self.max_length is None:
+            self.reserve(prompt)
+            self.advance(prompt)
+            before, more = self.chunks.length, max(seq_length - prompt - self.free, 0)
+            self.chunks.simulate(lambda k: before + k * self.group, -(-more // self.group), self.residual)
+
+    def set_lengths(self, seq_length: int, quantized: int) -> None:
+        """Sets the counts on the host and on the device."""
+        self.seq_length, self.chunks.length = seq_length, quantized
+        self.views[0].fill_(seq_length)
         self.views[1].fill_(quantized)
 
-    # Tokens come, where the host knows the counts. `expect` has made room.
+    # Adding tokens in eager code, after `reserve`.
 
-    def step(self, x: Pair) -> None:
-        """Takes one token, `[B, H, 1, D]`: in one launch where there is a kernel."""
+    def append_token(self, x: Pair) -> None:
+        """Adds one token, `[B, H, 1, D]`: in one launch if there is a kernel."""
         if self.launch is None:
             self.append(x)
             return
-        if self.group > 1 and (leaving := self.leaving(1)):
-            self.chunks.append(self.recent(leaving))
+        if self.group > 1 and (leaving := self.overflow(1)):
+            self.chunks.append(self.oldest(leaving))
             self.views[1].fill_(self.chunks.length)
         self.launch(x)
         self.advance(1)
 
-    def append(self, x: Pair) -> None:
-        """Takes any number of tokens, `[B, H, T, D]`."""
-        sinks, tokens = min(self.seen, self.num_sink_tokens), x[0].shape[2]
-        opening = min(self.num_sink_tokens - sinks, tokens)
-        exact, leaving = self.seen - sinks - self.chunks.length, self.leaving(tokens)
-        old, passing = min(leaving, exact), max(leaving - exact, 0)  # of the ring, and of those that come
-        if old:
-            self.chunks.append(self.recent(old))
-        if passing:
-            self.chunks.append((x[0][:, :, opening : opening + passing], x[1][:, :, opening : opening + passing]))
-        at = (self.chunks.length + exact - old) % self.slots
-        for first, ring, new in zip(self.sinks, self.residual, x, strict=True):
-            if opening:
-                first[:, :, sinks : sinks + opening] = new[:, :, :opening]
-            new = new[:, :, opening + passing :]
-            end = min(self.slots - at, new.shape[2])
-            ring[:, :, at : at + end] = new[:, :, :end]
-            if end < new.shape[2]:
-                ring[:, :, : new.shape[2] - end] = new[:, :, end:]
-        self.set_lengths(self.seen + tokens, self.chunks.length)
+    def append(self, x: Pair, exact: Pair | None = None) -> None:
+        """Adds keys and values `[B, H, T, D]`. `exact`: `exact_with(x)`, if the caller has it already."""
+        exact = self.exact_with(x) if exact is None else exact
+        tokens, leaving, stored = x[0].shape[2], self.overflow(x[0].shape[2]), exact[0].shape[2] - x[0].shape[2]
+        sinks = min(self.seq_length + tokens, self.num_sink_tokens)
+        if leaving:
+            self.chunks.append((exact[0][:, :, sinks : sinks + leaving], exact[1][:, :, sinks : sinks + leaving]))
+        begin = max(stored, sinks + leaving)  # the first token that the ring does not hold yet
+        slot = (self.chunks.length + begin - sinks - leaving) % self.slots
+        self.seq_length += tokens
+        store_exact(self.buffers, exact, (min(stored, sinks), sinks), begin, slot, (self.seq_length, self.chunks.length))
 
-    def recent(self, count: int) -> Pair:
-        """The oldest `count` tokens of the ring, in their order."""
+    def exact_with(self, x: Pair) -> Pair:
+        """The sinks, the residual and `x`, `[B, H, T, D]` each, in one tensor each, which shares no memory with the storage."""
+        if not self.seq_length:
+            return x
+        sinks = min(self.seq_length, self.num_sink_tokens)
+        count, at = self.seq_length - sinks - self.chunks.length, self.chunks.length % self.slots
+        key, value = (
+            torch.cat([first[:, :, :sinks], ring[:, :, at : at + count], ring[:, :, : max(at + count - self.slots, 0)], new], dim=2)
+            for first, ring, new in zip(self.sinks, self.residual, x, strict=True)
+        )
+        return key, value
+
+    def oldest(self, count: int) -> Pair:
+        """The oldest `count` tokens of the ring, in token order."""
         key, value = self.residual
-        return oldest(key, self.chunks.length, count), oldest(value, self.chunks.length, count)
+        return _oldest(key, self.chunks.length, count), _oldest(value, self.chunks.length, count)
 
     # What attention reads.
 
-    def payload(self) -> Payload:
-        """All tokens, where they are: until the next ones come."""
+    def attention_inputs(self) -> AttentionInputs:
+        """All tokens, by reference: valid until the next token is added."""
         key, value = self._side(0), self._side(1)
         if not on_triton(self.state.device):
-            return Payload(key, value)
-        self.buffers.body.tokens = self.chunks.length
-        return Payload(key, value, self.buffers.body, (*self.sinks, *self.residual), self.buffers)
+            return AttentionInputs(key, value)
+        self.buffers.region.tokens = self.chunks.length
+        return AttentionInputs(key, value, self.buffers.region, (*self.sinks, *self.residual), self.buffers)
 
-    def payload_with(self, new: Pair) -> Payload:
-        """All tokens and then `new`, which are not stored yet. It stays as it is when they are."""
-        sinks = min(self.seen, self.num_sink_tokens)
-        held = self.recent(self.seen - sinks - self.chunks.length)
-        recent = torch.cat([held[0], new[0]], dim=2), torch.cat([held[1], new[1]], dim=2)
-        return payload_of((self.sinks[0][:, :, :sinks], self.sinks[1][:, :, :sinks]), self.chunks, recent)
+    def attention_inputs_with(self, exact: Pair) -> AttentionInputs:
+        """All tokens and then others, which are not stored yet: `exact` is `exact_with` of these, so that storing them changes nothing."""
+        sinks = min(self.seq_length, self.num_sink_tokens)
+        first, residual = (exact[0][:, :, :sinks], exact[1][:, :, :sinks]), (exact[0][:, :, sinks:], exact[1][:, :, sinks:])
+        return attention_inputs_of(first, self.chunks, residual, exact)
 
-    def _side(self, side: int) -> Side:
-        sinks = min(self.seen, self.num_sink_tokens)
-        count = self.seen - sinks - self.chunks.length
+    def _side(self, side: int) -> KeysOrValues:
+        sinks = min(self.seq_length, self.num_sink_tokens)
+        count = self.seq_length - sinks - self.chunks.length
         ring = self.residual[side]
-        return side_of(self.chunks, side, self.sinks[side], sinks, ring, count, partial(oldest, ring, self.chunks.length, count))
+        return _side_of(self.chunks, side, self.sinks[side], sinks, ring, count, partial(_oldest, ring, self.chunks.length, count))
 
-    def dense(self) -> Pair:
-        """All tokens, `[B, H, T, D]`."""
-        return dense(self._side(0)), dense(self._side(1))
+    def zones(self) -> tuple[Pair, Pair]:
+        sinks = min(self.seq_length, self.num_sink_tokens)
+        return (self.sinks[0][:, :, :sinks], self.sinks[1][:, :, :sinks]), self.oldest(self.seq_length - sinks - self.chunks.length)
 
     # All tokens at once.
 
-    def truncate(self, seen: int) -> None:
-        """Keeps the first `seen` tokens."""
-        quantized = min(self.chunks.length, max(seen - self.num_sink_tokens, 0))
+    def truncate(self, seq_length: int) -> None:
+        """Keeps the first `seq_length` tokens."""
+        quantized = min(self.chunks.length, max(seq_length - self.num_sink_tokens, 0))
         before = len(self.chunks.chunks)
-        if not self.fixed:
+        if not self.static:
             self.chunks.truncate(quantized)
-        self.set_lengths(seen, quantized)
-        self.chunks.fitted = self.chunks.fitted and seen > 0
+        self.set_lengths(seq_length, quantized)
+        self.chunks.calibrated = self.chunks.calibrated and seq_length > 0
         self.state[DROPPED] = 0
         if len(self.chunks.chunks) < before:
             self.bind()
 
     def clear(self) -> None:
-        """Forgets all tokens and keeps the storage, of chunks the first."""
-        self.stale, self.taken = False, 0
+        """Removes all tokens; keeps the tensors, of the chunks only the first."""
+        self.reset_counts()
         self.chunks.truncate(0)
-        for _, tensor in self.tensors():  # a nan that is hidden would show itself as nan times a weight of 0
+        for _, tensor in self.tensors():  # masked attention multiplies stale values by 0, which leaves a nan a nan
             if tensor is not self.chunks.table:
                 tensor.zero_()
         self.truncate(0)
         self.bind()
 
-    def zones(self) -> tuple[Pair, Chunks, Pair]:
-        """Sinks, chunks and the residual in its order, of the tokens that there are."""
-        sinks = min(self.seen, self.num_sink_tokens)
-        return (self.sinks[0][:, :, :sinks], self.sinks[1][:, :, :sinks]), self.chunks, self.recent(self.seen - sinks - self.chunks.length)
-
-    def load(self, sinks: Pair, codes: tuple[Codes, Codes], once: tuple[Codes, Codes], recent: Pair, copy: Callable) -> None:
-        """Takes copies of what `zones` gave, into an empty storage. A residual that is too long for it is quantized."""
-        self.chunks.load(codes, once, sinks, copy)
+    def load_exact(self, sinks: Pair, residual: Pair) -> None:
+        """A residual that is longer than the ring is quantized."""
         for first, x in zip(self.sinks, sinks, strict=True):
             first[:, :, : x.shape[2]] = x
         self.set_lengths(sinks[0].shape[2] + self.chunks.length, self.chunks.length)
-        self.expect(recent[0].shape[2])
+        self.reserve(residual[0].shape[2])
         self.bind()
-        self.append(recent)
+        self.append(residual)
 
     def map(self, fn: Callable[[Tensor], Tensor], in_place: bool = False) -> None:
-        """Replaces tensors by `fn(tensor)`, which may change rows or the device, or writes it `in_place`, where it changes the order of
-        rows."""
+        """Replaces tensors by `fn(tensor)`, which may change the rows or the device. With `in_place`, `fn` only reorders rows, and tensors
+        are overwritten."""
         exact = *self.sinks, *self.residual
         lengths = self.state[CONTROL:].view(-1, 2)
         self.chunks.map(fn, in_place)
@@ -273,16 +271,16 @@ def _zeros(like: Pair, tokens: int) -> Pair:
     return key, value
 
 
-def oldest(ring: Tensor, quantized: int, count: int) -> Tensor:
-    """The oldest `count` tokens of a ring `[B, H, R, D]` in their order, where `quantized` have left it."""
+def _oldest(ring: Tensor, quantized: int, count: int) -> Tensor:
+    """The oldest `count` tokens of a ring `[B, H, R, D]` in token order, after `quantized` tokens have left it."""
     at = quantized % max(ring.shape[2], 1)
     tail = ring[:, :, at : at + count]
     return tail if tail.shape[2] == count else torch.cat([tail, ring[:, :, : count - tail.shape[2]]], dim=2)
 
 
-def side_of(chunks: Chunks, side: int, first: Tensor, sinks: int, like: Tensor, count: int, recent: Callable[[], Tensor]) -> Side:
-    """Keys (0) or values (1): the `sinks` first tokens of `first`, those in chunks now, and the `count` that `recent` makes when they are
-    asked for, like `like`."""
+def _side_of(chunks: Chunks, side: int, first: Tensor, sinks: int, like: Tensor, count: int, recent: Callable[[], Tensor]) -> KeysOrValues:
+    """Keys (0) or values (1), shaped like `like` `[B, H, T, D]`: the first `sinks` tokens of `first`, the tokens now in `chunks`, and the
+    `count` tokens that `recent()` returns when they are read."""
     packed = chunks.packed(side, block_of(like))
 
     def build() -> tuple[Segment, ...]:
@@ -290,21 +288,22 @@ def side_of(chunks: Chunks, side: int, first: Tensor, sinks: int, like: Tensor, 
         return tuple(segment for segment in row if segment.tokens)
 
     batch, heads, _, dim = like.shape
-    return Side(build, (batch, heads, sinks + chunks.length + count, dim), like.dtype, like.device)
+    return KeysOrValues(build, (batch, heads, sinks + chunks.length + count, dim), like.dtype, like.device)
 
 
-def payload_of(sinks: Pair, chunks: Chunks, recent: Pair) -> Payload:
-    """Exact tokens, those that chunks hold now, and exact tokens, in this order."""
+def attention_inputs_of(sinks: Pair, chunks: Chunks, residual: Pair, joined: Pair | None = None) -> AttentionInputs:
+    """What attention reads of exact tokens, the tokens now in `chunks`, and exact tokens, in this order. `joined`: both exact parts in one
+    tensor each, if there are such tensors."""
     key, value = (
-        side_of(chunks, side, first, first.shape[2], last, last.shape[2], partial(oldest, last, 0, last.shape[2]))
-        for side, (first, last) in enumerate(zip(sinks, recent, strict=True))
+        _side_of(chunks, side, first, first.shape[2], last, last.shape[2], partial(_oldest, last, 0, last.shape[2]))
+        for side, (first, last) in enumerate(zip(sinks, residual, strict=True))
     )
-    if not on_triton(recent[0].device):
-        return Payload(key, value)
-    body = replace(chunks.body, tokens=chunks.length) if chunks.length else None  # type: ignore[type-var]
-    return Payload(key, value, body, (*sinks, *recent))
+    if not on_triton(residual[0].device):
+        return AttentionInputs(key, value, joined=joined)
+    region = replace(chunks.region, tokens=chunks.length) if chunks.length else None  # type: ignore[type-var]
+    return AttentionInputs(key, value, region, (*sinks, *residual), joined=joined)
 
 
 def group_of(residual_length: int) -> int:
-    """Tokens that leave a residual of such length together, where storage grows and nothing is compiled."""
+    """Tokens that leave a residual of this length together in eager steps of a growing cache."""
     return max(min(GROUP, residual_length), 1)

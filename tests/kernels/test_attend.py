@@ -10,34 +10,36 @@ from tolerance import rounding
 from torch import Tensor
 
 from qkvcache.formats import REGISTRY, Codec
-from qkvcache.kernels import Exact, Packed, Payload, Side, attend, mix, scores
+from qkvcache.kernels import AttentionInputs, Exact, KeysOrValues, Packed, attend, pv, qk
 
 TOKENS = 40
 # Of the output; half a unit in its last place where that is more.
 TOLERANCES = {torch.float32: rounding(128, TOKENS), torch.float16: 2**-11, torch.bfloat16: 2**-8}
 
 
-def make_side(codec: Codec, x: Tensor, first: int = 3, recent: int = 5, block: int = 7) -> Side:
+def make_side(codec: Codec, x: Tensor, first: int = 3, recent: int = 5, block: int = 7) -> KeysOrValues:
     """`x` as exact tokens, packed blocks and exact tokens."""
-    body = x[:, :, first : x.shape[2] - recent]
-    once = codec.fit(body[:, :, :block])
-    packed = [Packed(codec, codec.encode(b, once) | once, b.shape[2], x.shape[3]) for b in body.split(block, dim=2)]
-    return Side.of((Exact(x[:, :, :first]), *packed, Exact(x[:, :, x.shape[2] - recent :])), tuple(x.shape), x.dtype, x.device)
+    region = x[:, :, first : x.shape[2] - recent]
+    statistics = codec.calibrate(region[:, :, :block])
+    packed = [Packed(codec, codec.quantize(b, statistics) | statistics, b.shape[2], x.shape[3]) for b in region.split(block, dim=2)]
+    return KeysOrValues.of((Exact(x[:, :, :first]), *packed, Exact(x[:, :, x.shape[2] - recent :])), tuple(x.shape), x.dtype, x.device)
 
 
-def make_payload(format="turboquant_4bit_nc", heads=2, dims=(64, 64), dtype=torch.float32, batch=2, **zones) -> Payload:
+def make_payload(format="turboquant_4bit_nc", heads=2, dims=(64, 64), dtype=torch.float32, batch=2, **zones) -> AttentionInputs:
     format = REGISTRY[format]
     key, value = (torch.randn(batch, heads, TOKENS, dim).to(dtype) for dim in dims)
-    return Payload(make_side(format.key, key, **zones), make_side(format.value, value, **zones))
+    return AttentionInputs(make_side(format.key, key, **zones), make_side(format.value, value, **zones))
 
 
-def exactly(side: Side) -> Tensor:
+def exactly(side: KeysOrValues) -> Tensor:
     """What the codes stand for, not rounded to the model's dtype."""
     return dataclasses.replace(side, dtype=torch.float32).dense().double()
 
 
-def naive(query, payload, mask=None, *, scaling=None, causal=False, softcap=None, sinks=None) -> Tensor:
-    key, value = (exactly(side).repeat_interleave(query.shape[1] // side.shape[1], 1) for side in (payload.key, payload.value))
+def naive(query, attention_inputs, mask=None, *, scaling=None, causal=False, softcap=None, sinks=None) -> Tensor:
+    key, value = (
+        exactly(side).repeat_interleave(query.shape[1] // side.shape[1], 1) for side in (attention_inputs.key, attention_inputs.value)
+    )
     queries, tokens = query.shape[2], key.shape[2]
     logits = query.double() @ key.mT * (query.shape[3] ** -0.5 if scaling is None else scaling)
     if softcap is not None:
@@ -55,26 +57,26 @@ def naive(query, payload, mask=None, *, scaling=None, causal=False, softcap=None
     return weights / total @ value
 
 
-def check(query, payload, *args, tolerance=TOLERANCES[torch.float32], **kwargs):
-    out = attend(query, payload, *args, **kwargs)
+def check(query, attention_inputs, *args, tolerance=TOLERANCES[torch.float32], **kwargs):
+    out = attend(query, attention_inputs, *args, **kwargs)
     assert out.dtype == query.dtype
-    assert_close(out.double(), naive(query, payload, *args, **kwargs), tolerance)
+    assert_close(out.double(), naive(query, attention_inputs, *args, **kwargs), tolerance)
 
 
 @pytest.mark.sums
 @pytest.mark.parametrize("dims", [(64, 64), (64, 32), (96, 128)])
 @pytest.mark.parametrize("format", FORMATS)
 def test_every_format(format, dims):
-    payload = make_payload(format, dims=dims)
-    check(torch.randn(2, 4, 3, dims[0]), payload, causal=True)
+    attention_inputs = make_payload(format, dims=dims)
+    check(torch.randn(2, 4, 3, dims[0]), attention_inputs, causal=True)
 
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_scores_and_mix(format):
-    payload = make_payload(format)
+    attention_inputs = make_payload(format)
     q, p = torch.randn(2, 2, 5, 64), torch.rand(2, 2, 5, TOKENS)
-    assert_close(scores(q, payload.key).double(), q.double() @ exactly(payload.key).mT, rounding(64, 64))
-    assert_close(mix(p, payload.value).double(), p.double() @ exactly(payload.value), rounding(64, TOKENS))
+    assert_close(qk(q, attention_inputs.key).double(), q.double() @ exactly(attention_inputs.key).mT, rounding(64, 64))
+    assert_close(pv(p, attention_inputs.value).double(), p.double() @ exactly(attention_inputs.value), rounding(64, TOKENS))
 
 
 @pytest.mark.parametrize("zones", [{"first": 0}, {"recent": 0}, {"first": 0, "recent": 0}, {"first": 34}, {"block": 100}, {"block": 1}])
@@ -86,17 +88,17 @@ def test_any_row_of_segments(zones):
 @pytest.mark.parametrize("format", ["identity", "fp8", "turboquant_3bit_nc"])
 def test_dtypes(format, dtype):
     """Decoded tokens are never rounded to the dtype; the output is, once."""
-    payload = make_payload(format, dtype=dtype)
-    check(torch.randn(2, 4, 3, 64).to(dtype), payload, tolerance=TOLERANCES[dtype])
+    attention_inputs = make_payload(format, dtype=dtype)
+    check(torch.randn(2, 4, 3, 64).to(dtype), attention_inputs, tolerance=TOLERANCES[dtype])
 
 
 @pytest.mark.parametrize("queries", [1, 2, 7, 16])
 @pytest.mark.parametrize(("query_heads", "heads"), [(4, 4), (6, 2), (4, 1)])
 def test_grouped_queries(query_heads, heads, queries):
-    payload = make_payload(heads=heads)
+    attention_inputs = make_payload(heads=heads)
     query = torch.randn(2, query_heads, queries, 64)
-    check(query, payload)
-    check(query, payload, causal=True)
+    check(query, attention_inputs)
+    check(query, attention_inputs, causal=True)
 
 
 MASKS = {
@@ -113,16 +115,16 @@ MASKS = {
 @pytest.mark.parametrize("shape", MASKS.values(), ids=MASKS)
 @pytest.mark.parametrize("causal", [False, True])
 def test_masks(shape, causal):
-    payload, query = make_payload(), torch.randn(2, 4, 3, 64)
+    attention_inputs, query = make_payload(), torch.randn(2, 4, 3, 64)
     visible = torch.rand(shape) < 0.6
     visible[..., 0] = True
     bias = torch.randn(shape)
-    check(query, payload, visible, causal=causal)
-    check(query, payload, bias, causal=causal)
+    check(query, attention_inputs, visible, causal=causal)
+    check(query, attention_inputs, bias, causal=causal)
     for dtype in TOLERANCES:
         hidden = torch.zeros(shape, dtype=dtype).masked_fill(~visible, torch.finfo(dtype).min)
-        check(query, payload, hidden, causal=causal)
-    check(query, payload, bias.masked_fill(~visible, -torch.inf), causal=causal)
+        check(query, attention_inputs, hidden, causal=causal)
+    check(query, attention_inputs, bias.masked_fill(~visible, -torch.inf), causal=causal)
 
 
 @pytest.mark.parametrize("scaling", [None, 0.05, 1.0])
@@ -135,23 +137,23 @@ def test_options(scaling, softcap, sinks):
 
 @pytest.mark.parametrize("low", [False, -torch.inf, torch.finfo(torch.float32).min])
 def test_a_row_that_sees_nothing_is_finite_and_spoils_no_other(low):
-    payload, query = make_payload(), torch.randn(2, 4, 3, 64)
+    attention_inputs, query = make_payload(), torch.randn(2, 4, 3, 64)
     mask = torch.full((2, 1, 3, TOKENS), 0.0 if low else True)
     mask[0, :, 1] = low
-    out = attend(query, payload, mask)
+    out = attend(query, attention_inputs, mask)
     assert out.isfinite().all()
     rest = torch.ones(2, 3, dtype=torch.bool)
     rest[0, 1] = False
-    assert torch.equal(out.transpose(1, 2)[rest], attend(query, payload).transpose(1, 2)[rest])
-    with_sinks = attend(query, payload, mask, sinks=torch.zeros(4))
+    assert torch.equal(out.transpose(1, 2)[rest], attend(query, attention_inputs).transpose(1, 2)[rest])
+    with_sinks = attend(query, attention_inputs, mask, sinks=torch.zeros(4))
     assert not with_sinks[0, :, 1].any()  # all of it went to the sink
     assert with_sinks.isfinite().all()
 
 
 def test_inputs_are_left_alone():
-    payload, query, mask = make_payload("int8_asymmetric"), torch.randn(2, 4, 3, 64), torch.randn(2, 1, 3, TOKENS)
-    segments = payload.key.segments + payload.value.segments
+    attention_inputs, query, mask = make_payload("int8_asymmetric"), torch.randn(2, 4, 3, 64), torch.randn(2, 1, 3, TOKENS)
+    segments = attention_inputs.key.segments + attention_inputs.value.segments
     held = [t for s in segments for t in ([s.x] if isinstance(s, Exact) else s.codes.values())]
     before = [t.clone() for t in (query, mask, *held)]
-    attend(query, payload, mask, softcap=3.0, sinks=torch.zeros(4), causal=True)
+    attend(query, attention_inputs, mask, softcap=3.0, sinks=torch.zeros(4), causal=True)
     assert all(map(torch.equal, before, (query, mask, *held)))

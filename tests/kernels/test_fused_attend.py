@@ -1,4 +1,5 @@
-"""The fused kernel against the torch reference on the same payload: outputs, normalisers, and that nothing else is read or written."""
+"""The fused kernel against the torch reference on the same attention_inputs: outputs, normalisers, and that nothing else is read or
+written."""
 
 from __future__ import annotations
 
@@ -8,22 +9,22 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from matrix import FORMATS, TRELLIS, slowly
+from matrix import FORMATS, slowly
 from torch import Tensor
 
 from qkvcache.formats import REGISTRY, Codec, Format
 from qkvcache.formats.centered import Centered
-from qkvcache.kernels import Payload, attend, scores
+from qkvcache.kernels import AttentionInputs, attend, qk
 from qkvcache.kernels.attend import apply_mask
 
-from .payloads import build
+from .attention_inputs import build
 
 triton = pytest.importorskip("triton")
 if not (torch.cuda.is_available() or triton.knobs.runtime.interpret):
     pytest.skip("needs a GPU, or Triton's interpreter", allow_module_level=True)
 
 from qkvcache.kernels import fused  # noqa: E402
-from qkvcache.kernels.triton_unpack import words  # noqa: E402
+from qkvcache.kernels.triton_unpack import offset_of  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, about nan and infinity, in the interpreter
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -65,13 +66,13 @@ def tolerance(format: str, dtype: torch.dtype) -> float:
     fp32 has the roundings of fp16 but the last one, unless nothing is packed. Where numbers carry an offset (16 to 31 for four bits), a
     rounded weight counts as many times more as they exceed their spread. The interpreter rounds scaled int4 twice.
     """
-    key, value = (words(codec) for codec in REGISTRY[format].codecs())
+    key, value = (codec.packed_layout for codec in REGISTRY[format].codecs())
     if dtype == torch.float32 and key.kind == "half":
         return 2e-5
     error = {torch.float16: 1e-3, torch.bfloat16: 5e-3, torch.float32: 1e-3}[dtype]
-    if value.group and value.offset:
+    if value.group and offset_of(value):
         return error + (6e-3 if DEVICE.type == "cpu" else 3e-3)
-    return error + (3e-3 if value.offset else 0)
+    return error + (3e-3 if offset_of(value) else 0)
 
 
 def data(*shape: int, dtype=torch.float16) -> Tensor:
@@ -79,7 +80,7 @@ def data(*shape: int, dtype=torch.float16) -> Tensor:
 
 
 def make(format: str, batch=1, heads=2, group=2, queries=1, tokens=135, dims=64, dtype=torch.float16, first=3, recent=20, cuts=(60,)):
-    """A query and a payload: by default two chunks, two splits, odd tails."""
+    """A query and the attention inputs: by default two chunks, two splits, odd tails."""
     dim, value_dim = dims if isinstance(dims, tuple) else (dims, dims)
     key, value = data(batch, heads, tokens, dim, dtype=dtype), data(batch, heads, tokens, value_dim, dtype=dtype)
     query = data(batch, heads * group, queries, dim, dtype=dtype)
@@ -106,17 +107,17 @@ def guarded(monkeypatch):
         assert whole[:GUARD].isnan().all() and whole[-GUARD:].isnan().all(), "written beyond a buffer"
 
 
-def run(monkeypatch, query: Tensor, payload: Payload, *args, **kwargs) -> tuple[Tensor, Tensor]:
-    assert fused.supports(payload, query)
+def run(monkeypatch, query: Tensor, attention_inputs: AttentionInputs, *args, **kwargs) -> tuple[Tensor, Tensor]:
+    assert fused.supports(attention_inputs, query)
     with guarded(monkeypatch):
-        return fused.fused_attend(query, payload, *args, **kwargs)[:2]
+        return fused.fused_attend(query, attention_inputs, *args, **kwargs)[:2]
 
 
-def logsumexp(query: Tensor, payload: Payload, mask, *, scaling=None, causal=False, softcap=None, sinks=None) -> Tensor:
+def logsumexp(query: Tensor, attention_inputs: AttentionInputs, mask, *, scaling=None, causal=False, softcap=None, sinks=None) -> Tensor:
     batch, query_heads, queries, dim = query.shape
-    heads = payload.key.shape[1]
+    heads = attention_inputs.key.shape[1]
     rows = (query.float() * (dim**-0.5 if scaling is None else scaling)).reshape(batch, heads, -1, dim)
-    logits = scores(rows, payload.key).view(batch, query_heads, queries, -1)
+    logits = qk(rows, attention_inputs.key).view(batch, query_heads, queries, -1)
     logits = softcap * torch.tanh(logits / softcap) if softcap else logits
     logits = apply_mask(logits, mask, causal)
     if sinks is not None:
@@ -135,27 +136,27 @@ def windowed(mask: Tensor | None, window: int | None, queries: int, tokens: int)
     return mask & inside if mask.dtype == torch.bool else mask.float().masked_fill(~inside, -torch.inf)
 
 
-def compare(monkeypatch, format, query, payload, mask=None, *, window=None, limit=None, **kwargs) -> None:
-    out, lse = run(monkeypatch, query, payload, mask, window=window, **kwargs)
-    seen = windowed(mask, window, query.shape[2], payload.key.shape[2])
-    expect(format, query, payload, seen, out, lse, limit, **kwargs)
+def compare(monkeypatch, format, query, attention_inputs, mask=None, *, window=None, limit=None, **kwargs) -> None:
+    out, lse = run(monkeypatch, query, attention_inputs, mask, window=window, **kwargs)
+    seen = windowed(mask, window, query.shape[2], attention_inputs.key.shape[2])
+    expect(format, query, attention_inputs, seen, out, lse, limit, **kwargs)
 
 
-def expect(format, query, payload, mask, out, lse, limit=None, **kwargs) -> None:
-    wanted = attend(query.float(), payload, mask, **kwargs)
+def expect(format, query, attention_inputs, mask, out, lse, limit=None, **kwargs) -> None:
+    wanted = attend(query.float(), attention_inputs, mask, **kwargs)
     limit = limit or tolerance(format, query.dtype)
     assert out.dtype == query.dtype and out.shape == wanted.shape
     assert out.isfinite().all()
     error = ((out.float() - wanted).norm() / wanted.norm()).item()
     assert error <= limit, f"relative error {error:.2e} > {limit:.1e}"
-    expected = logsumexp(query, payload, mask, **kwargs)
+    expected = logsumexp(query, attention_inputs, mask, **kwargs)
     torch.testing.assert_close(lse, expected, rtol=limit, atol=5 * limit)  # scores of N(0, 1) reach about 5
 
 
-@pytest.mark.parametrize("format", slowly(FORMATS, [*KINDS, TRELLIS]))
+@pytest.mark.parametrize("format", slowly(FORMATS, KINDS))
 def test_every_format(format, monkeypatch):
-    query, payload = make(format, heads=2 if "tok" in format or "tensor" in format else 1)  # a scale that heads share
-    compare(monkeypatch, format, query, payload)
+    query, attention_inputs = make(format, heads=2 if "tok" in format or "tensor" in format else 1)  # a scale that heads share
+    compare(monkeypatch, format, query, attention_inputs)
 
 
 @dataclass(frozen=True)
@@ -180,24 +181,33 @@ def test_means(format, monkeypatch):
     """Far from zero, rows and heads apart; under softcap and attention sinks, a window, exact tokens on both sides."""
     dim = MEANS[format]
     key, value = (data(2, 2, 90, dim) + 3 * data(2, 2, 1, dim) for _ in range(2))
-    payload = build(Means(format), key, value, 3, 20, (40,))
+    attention_inputs = build(Means(format), key, value, 3, 20, (40,))
     query = data(2, 4, 1, dim)
     mask = torch.rand(2, 1, 1, 90, device=DEVICE) < 0.8
     mask[..., -1] = True
-    compare(monkeypatch, format, query, payload, mask, softcap=20.0, sinks=torch.tensor([-1.0, 0.5, 3.0, 0.0], device=DEVICE), window=70)
+    compare(
+        monkeypatch,
+        format,
+        query,
+        attention_inputs,
+        mask,
+        softcap=20.0,
+        sinks=torch.tensor([-1.0, 0.5, 3.0, 0.0], device=DEVICE),
+        window=70,
+    )
 
 
 @pytest.mark.parametrize("format", slowly(KINDS, QUICK))
 def test_everything_together(format, monkeypatch):
     """Widths that differ, more rows than a block of eight, queries among themselves, every option."""
     dims = (KINDS[format], 64 if KINDS[format] != 64 else 128)
-    query, payload = make(
+    query, attention_inputs = make(
         format, heads=1, group=3, queries=3, tokens=101, dims=dims, dtype=torch.float16 if DEVICE.type == "cpu" else torch.bfloat16, cuts=()
     )
     mask = torch.rand(1, 1, 3, 101, device=DEVICE) < 0.7
     mask[..., -4:] = True
     sinks = torch.tensor([-1.0, 0.5, 3.0], device=DEVICE)
-    compare(monkeypatch, format, query, payload, mask, causal=True, softcap=3.0, sinks=sinks, window=83, scaling=0.2)
+    compare(monkeypatch, format, query, attention_inputs, mask, causal=True, softcap=3.0, sinks=sinks, window=83, scaling=0.2)
 
 
 @pytest.mark.parametrize("format", slowly(KINDS, ["int4_vllm"]))
@@ -225,8 +235,8 @@ def test_narrow(format, monkeypatch):
 
 
 def test_wide_heads_are_left_to_torch():
-    query, payload = make("int4", heads=1, group=1, tokens=44, dims=512, first=0, recent=5, cuts=())
-    assert not fused.supports(payload, query)
+    query, attention_inputs = make("int4", heads=1, group=1, tokens=44, dims=512, first=0, recent=5, cuts=())
+    assert not fused.supports(attention_inputs, query)
 
 
 MASKS = {
@@ -242,38 +252,38 @@ MASKS = {
 @pytest.mark.parametrize("kind", slowly(["bool", "float", "half"], ["bool"]))
 @pytest.mark.parametrize("shape", slowly(MASKS.values(), [MASKS["rows"], MASKS["longer"]]), ids=MASKS)
 def test_masks(shape, kind, monkeypatch):
-    query, payload = make("int8", batch=2, queries=3, tokens=90, cuts=())
+    query, attention_inputs = make("int8", batch=2, queries=3, tokens=90, cuts=())
     mask = torch.rand(shape, device=DEVICE) < 0.6
     mask[..., 0] = True
     if kind != "bool":
         dtype = torch.float32 if kind == "float" else query.dtype
         mask = torch.randn(shape, device=DEVICE).to(dtype).masked_fill(~mask, -torch.inf if kind == "float" else torch.finfo(dtype).min)
-    compare(monkeypatch, "int8", query, payload, mask, causal=kind != "half")
+    compare(monkeypatch, "int8", query, attention_inputs, mask, causal=kind != "half")
 
 
 def test_masks_of_fewer_dimensions(monkeypatch):
     """Whatever broadcasts."""
-    query, payload = make("int8", heads=1, queries=3, tokens=40, cuts=())
-    compare(monkeypatch, "int8", query, payload, torch.randn(3, 40, device=DEVICE))
+    query, attention_inputs = make("int8", heads=1, queries=3, tokens=40, cuts=())
+    compare(monkeypatch, "int8", query, attention_inputs, torch.randn(3, 40, device=DEVICE))
 
 
 def test_a_mask_that_is_no_copy(monkeypatch):
     """Columns far apart, and a slice of something longer."""
-    query, payload = make("int8", heads=1, queries=3, tokens=90, cuts=())
-    compare(monkeypatch, "int8", query, payload, (torch.randn(1, 1, 99, 5, device=DEVICE).mT[:, :, 1:4, 4:94]))
+    query, attention_inputs = make("int8", heads=1, queries=3, tokens=90, cuts=())
+    compare(monkeypatch, "int8", query, attention_inputs, (torch.randn(1, 1, 99, 5, device=DEVICE).mT[:, :, 1:4, 4:94]))
 
 
 @pytest.mark.parametrize("low", slowly([False, -torch.inf, torch.finfo(torch.float32).min], [-torch.inf]))
 @pytest.mark.parametrize("format", slowly(["int8", "nvfp4"], ["int8"]))
 def test_a_row_that_sees_nothing_is_finite_and_spoils_no_other(format, low, monkeypatch):
-    query, payload = make(format, heads=1, queries=3, tokens=60, cuts=())
+    query, attention_inputs = make(format, heads=1, queries=3, tokens=60, cuts=())
     mask = torch.full((1, 1, 3, 60), 0.0 if low else True, device=DEVICE)
     mask[0, :, 1] = low
-    out, _ = run(monkeypatch, query, payload, mask)
+    out, _ = run(monkeypatch, query, attention_inputs, mask)
     assert out.isfinite().all()
-    free, _ = run(monkeypatch, query, payload)
+    free, _ = run(monkeypatch, query, attention_inputs)
     assert torch.equal(out[:, :, [0, 2]], free[:, :, [0, 2]])
-    out, _ = run(monkeypatch, query, payload, mask, sinks=torch.zeros(2, device=DEVICE))
+    out, _ = run(monkeypatch, query, attention_inputs, mask, sinks=torch.zeros(2, device=DEVICE))
     assert not out[:, :, 1].any()  # all of it went to the sink
 
 
@@ -290,16 +300,16 @@ OPTIONS = {
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_options(options, monkeypatch):
     options = {name: x.to(DEVICE) if isinstance(x, Tensor) else x for name, x in options.items()}
-    query, payload = make("int8", queries=2)
-    compare(monkeypatch, "int8", query, payload, causal=True, **options, limit=2e-3)
+    query, attention_inputs = make("int8", queries=2)
+    compare(monkeypatch, "int8", query, attention_inputs, causal=True, **options, limit=2e-3)
 
 
 @pytest.mark.parametrize("shape", slowly([(1, 4, 1), (4, 1, 1), (1, 8, 1), (1, 2, 16), (1, 3, 7), (2, 1, 2)], [(1, 3, 7)]))
 def test_grouped_queries(shape, monkeypatch):
     """One block of rows, a full one, several of which the last is not full."""
     heads, group, queries = shape
-    query, payload = make("int8", heads=heads, group=group, queries=queries, tokens=80, cuts=())
-    compare(monkeypatch, "int8", query, payload, causal=True)
+    query, attention_inputs = make("int8", heads=heads, group=group, queries=queries, tokens=80, cuts=())
+    compare(monkeypatch, "int8", query, attention_inputs, causal=True)
 
 
 ZONES = {
@@ -316,16 +326,16 @@ ZONES = {
 
 @pytest.mark.parametrize("zones", ZONES.values(), ids=ZONES)
 def test_zones(zones, monkeypatch):
-    query, payload = make("int8_asymmetric", **{"heads": 1, "tokens": 60, "cuts": ()} | zones)
-    compare(monkeypatch, "int8_asymmetric", query, payload, softcap=4.0)
+    query, attention_inputs = make("int8_asymmetric", **{"heads": 1, "tokens": 60, "cuts": ()} | zones)
+    compare(monkeypatch, "int8_asymmetric", query, attention_inputs, softcap=4.0)
 
 
 @pytest.mark.parametrize("recent", slowly([0, 1, 3], [1]))
 def test_causal_within_the_body(recent, monkeypatch):
     """Queries see each other through the exact recent tokens, and the body is not masked for them."""
-    query, payload = make("int8", heads=1, queries=4, tokens=50, recent=recent, cuts=())
+    query, attention_inputs = make("int8", heads=1, queries=4, tokens=50, recent=recent, cuts=())
     with pytest.raises(ValueError, match="causal with 4 queries: their own tokens must be among the exact recent ones"):
-        fused.fused_attend(query, payload, causal=True)
+        fused.fused_attend(query, attention_inputs, causal=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, BFLOAT16, torch.float32])
@@ -336,10 +346,10 @@ def test_dtypes(format, dtype, monkeypatch):
 
 def test_strides(monkeypatch):
     """Queries and exact tokens as a projection leaves them."""
-    query, payload = make("int8", queries=2, tokens=60, cuts=())
+    query, attention_inputs = make("int8", queries=2, tokens=60, cuts=())
     query = query.transpose(1, 2).contiguous().transpose(1, 2)
-    exact = tuple(x.transpose(1, 2).contiguous().transpose(1, 2) for x in payload.exact)
-    compare(monkeypatch, "int8", query, dataclasses.replace(payload, exact=exact), causal=True)
+    exact = tuple(x.transpose(1, 2).contiguous().transpose(1, 2) for x in attention_inputs.exact)
+    compare(monkeypatch, "int8", query, dataclasses.replace(attention_inputs, exact=exact), causal=True)
 
 
 @pytest.mark.parametrize("format", slowly(KINDS, QUICK))
@@ -351,29 +361,29 @@ def test_magnitudes(format, monkeypatch):
     lengths = torch.tensor([0.0, 1e-6, 1.0, 1e2, high], device=DEVICE)[torch.arange(60, device=DEVICE) % 5]
     key, value = (data(1, 1, 60, 64, dtype=torch.float32) * lengths[order, None] for order in (torch.arange(60), torch.randperm(60)))
     query = data(1, 3, 1, 64, dtype=WIDE_RANGE) * torch.tensor([1e-8, 1e-3, 0.0], device=DEVICE, dtype=WIDE_RANGE)[:, None, None]
-    payload = build(REGISTRY[format], key.to(WIDE_RANGE), value.to(WIDE_RANGE), 0, 0)
-    compare(monkeypatch, format, query, payload, limit=tolerance(format, torch.bfloat16) * 2)
+    attention_inputs = build(REGISTRY[format], key.to(WIDE_RANGE), value.to(WIDE_RANGE), 0, 0)
+    compare(monkeypatch, format, query, attention_inputs, limit=tolerance(format, torch.bfloat16) * 2)
 
 
 def test_tiny_queries(monkeypatch):
     """Whose inverse overflows."""
-    query, payload = make("int8", heads=1, tokens=40, dtype=torch.float32, cuts=())
-    compare(monkeypatch, "int8", query * 1e-39, payload)
+    query, attention_inputs = make("int8", heads=1, tokens=40, dtype=torch.float32, cuts=())
+    compare(monkeypatch, "int8", query * 1e-39, attention_inputs)
 
 
 @pytest.mark.parametrize("format", slowly(["int8", "int4_vllm"], ["int8"]))
 def test_nan_stays_in_its_row(format, monkeypatch):
     """Of the batch, of a head, of a query."""
-    query, payload = make(format, batch=2, queries=2, tokens=60, cuts=())
-    clean, clean_lse = run(monkeypatch, query, payload)
+    query, attention_inputs = make(format, batch=2, queries=2, tokens=60, cuts=())
+    clean, clean_lse = run(monkeypatch, query, attention_inputs)
     query = query.clone()
     query[0, 1, 1, 5] = float("nan")
-    key = payload.exact[2].clone()
+    key = attention_inputs.exact[2].clone()
     key[1, 1, 3, 7] = float("nan")
-    for codes in payload.body.chunks[0]:
+    for codes in attention_inputs.region.chunks[0]:
         codes["scale"][0, 1, 4] = float("nan")
-    exact = (*payload.exact[:2], key, payload.exact[3])
-    out, lse = run(monkeypatch, query, dataclasses.replace(payload, exact=exact))
+    exact = (*attention_inputs.exact[:2], key, attention_inputs.exact[3])
+    out, lse = run(monkeypatch, query, dataclasses.replace(attention_inputs, exact=exact))
     spoilt = torch.zeros(2, 4, 2, dtype=torch.bool, device=DEVICE)
     spoilt[0, 1, 1] = spoilt[1, 2:] = spoilt[0, 2:] = True
     assert out[spoilt].isnan().all()
@@ -381,9 +391,15 @@ def test_nan_stays_in_its_row(format, monkeypatch):
 
 
 def test_inputs_are_left_alone(monkeypatch):
-    query, payload = make("int4", queries=2, tokens=60, dims=96, cuts=())
+    query, attention_inputs = make("int4", queries=2, tokens=60, dims=96, cuts=())
     mask = torch.randn(1, 1, 2, 60, device=DEVICE)
-    held = [query, mask, *payload.exact, payload.body.table, *(x for side in payload.body.chunks[0] for x in side.values())]
+    held = [
+        query,
+        mask,
+        *attention_inputs.exact,
+        attention_inputs.region.table,
+        *(x for side in attention_inputs.region.chunks[0] for x in side.values()),
+    ]
     before = [x.clone() for x in held]
-    run(monkeypatch, query, payload, mask, causal=True)
+    run(monkeypatch, query, attention_inputs, mask, causal=True)
     assert all(torch.equal(x.view(torch.uint8), y.view(torch.uint8)) for x, y in zip(before, held, strict=True))

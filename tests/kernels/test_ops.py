@@ -19,12 +19,12 @@ def on_kernels(monkeypatch):
     monkeypatch.setenv("QKVCACHE_KERNELS", "triton")
 
 
-def payload(format: str = "turboquant_4bit_nc", step: int = 3):
+def attention_inputs(format: str = "turboquant_4bit_nc", step: int = 3):
     """What attention reads in a step of so many tokens: of one, storage that counts on the device."""
     layer = CompressedLayer(resolve(format))
     for tokens in (201 - step, step):
         handle, _ = layer.update(*torch.randn(2, 2, 2, tokens, 64, device=DEVICE, dtype=torch.float16))
-    return handle.payload
+    return handle.attention_inputs
 
 
 def compiled(function, *args, **kwargs):
@@ -44,7 +44,7 @@ def compiled(function, *args, **kwargs):
 @pytest.mark.parametrize(("step", "operation"), [(1, "qkvcache.attend_buffers"), (3, "qkvcache.attend")])
 @pytest.mark.parametrize("masked", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_one_operation_for_the_compiler(masked, step, operation, on_kernels):
-    query, held = torch.randn(2, 8, 1, 64, device=DEVICE, dtype=torch.float16), payload(step=step)
+    query, held = torch.randn(2, 8, 1, 64, device=DEVICE, dtype=torch.float16), attention_inputs(step=step)
     mask = torch.rand(2, 1, 1, 201, device=DEVICE) > 0.2 if masked else None
     out, operations = compiled(attend_on_codes, query, held, mask)
     assert operations == [[operation]]
@@ -54,7 +54,11 @@ def test_one_operation_for_the_compiler(masked, step, operation, on_kernels):
 
 @pytest.mark.slow
 def test_mass_for_the_compiler(on_kernels):
-    query, held, observed = torch.randn(2, 8, 1, 64, device=DEVICE, dtype=torch.float16), payload(), torch.ones(2, 1, device=DEVICE)
+    query, held, observed = (
+        torch.randn(2, 8, 1, 64, device=DEVICE, dtype=torch.float16),
+        attention_inputs(),
+        torch.ones(2, 1, device=DEVICE),
+    )
     found, operations = compiled(observe_on_codes, query, held, observed=observed)
     assert operations == [["qkvcache.attend"]]
     for x, expected in zip(found, observe_on_codes(query, held, observed=observed), strict=True):
@@ -64,10 +68,10 @@ def test_mass_for_the_compiler(on_kernels):
 @pytest.mark.slow
 @pytest.mark.parametrize("observed", [None, torch.ones(2, 3, device=DEVICE)], ids=["", "observed"])
 def test_the_fake_knows_shapes(observed, on_kernels):
-    query, held = torch.randn(2, 8, 3, 64, device=DEVICE, dtype=torch.float16), payload()
-    planes = [plane for chunk in held.body.chunks for codes in chunk for plane in codes.values()]
-    codecs, tokens = list(held.body.numbers), held.body.tokens
-    arguments = (query, planes, held.body.table, codecs, tokens, list(held.exact), None, None, None, None, True)
+    query, held = torch.randn(2, 8, 3, 64, device=DEVICE, dtype=torch.float16), attention_inputs()
+    planes = [plane for chunk in held.region.chunks for codes in chunk for plane in codes.values()]
+    codecs, tokens = list(held.region.numbers), held.region.tokens
+    arguments = (query, planes, held.region.table, codecs, tokens, list(held.exact), None, None, None, None, True)
     torch.library.opcheck(torch.ops.qkvcache.attend, (*arguments, observed), test_utils=("test_schema", "test_faketensor"))
 
 
@@ -92,10 +96,10 @@ def test_the_whole_cache_on_kernels(on_kernels):
     for step in steps:
         handle, _ = layer.update(*step)
     query = torch.randn(2, 4, 1, 64, device=DEVICE, dtype=torch.float16)
-    expected = attend(query.float(), handle.payload)
-    torch.testing.assert_close(attend_on_codes(query, handle.payload).float(), expected, rtol=0, atol=3e-3)
+    expected = attend(query.float(), handle.attention_inputs)
+    torch.testing.assert_close(attend_on_codes(query, handle.attention_inputs).float(), expected, rtol=0, atol=3e-3)
     dense = handle.dense()
-    torch.testing.assert_close(dense, handle.payload.key.dense(), rtol=0, atol=4e-3)
+    torch.testing.assert_close(dense, handle.attention_inputs.key.dense(), rtol=0, atol=4e-3)
     layer.crop(-30)
     assert layer.get_seq_length() == 233
     torch.testing.assert_close(layer.dense()[0], dense[:, :, :233])
@@ -111,4 +115,6 @@ def test_a_copy_reads_its_own_chunks(on_kernels):
     assert len(other.storage.chunks.chunks) == 2
     for held in (layer, other):
         handle, _ = held.update(*torch.randn(2, 1, 1, 1, 64, device=DEVICE))
-        torch.testing.assert_close(attend_on_codes(query, handle.payload), attend(query, handle.payload), rtol=0, atol=3e-3)
+        torch.testing.assert_close(
+            attend_on_codes(query, handle.attention_inputs), attend(query, handle.attention_inputs), rtol=0, atol=3e-3
+        )

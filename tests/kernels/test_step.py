@@ -17,7 +17,7 @@ if not (torch.cuda.is_available() or triton.knobs.runtime.interpret):
     pytest.skip("needs a GPU, or Triton's interpreter", allow_module_level=True)
 
 from qkvcache.kernels import fused  # noqa: E402
-from qkvcache.kernels.triton_encode import supports  # noqa: E402
+from qkvcache.kernels.triton_quantize import supports  # noqa: E402
 from qkvcache.kernels.triton_step import step_kv  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, in the interpreter
@@ -40,9 +40,9 @@ def pair(rows: int, heads: int, tokens: int, dims=(64, 96), dtype=torch.float16)
 def make(format: str, x: Pair, first: int, ring: int, limit: int | None) -> Storage:
     """An empty storage, every byte of its chunks the sentinel."""
     codecs = REGISTRY[format].key, REGISTRY[format].value
-    held = Storage(codecs, tuple(side[:, :, :0] for side in x), first, ring - 1, limit, fixed=True)
+    held = Storage(codecs, tuple(side[:, :, :0] for side in x), first, ring - 1, limit, static=True)
     poison(held, SENTINEL)
-    held.chunks.fit(x)
+    held.chunks.calibrate(x)
     return held
 
 
@@ -52,13 +52,13 @@ def poison(held: Storage, byte: int) -> None:
             plane.view(torch.uint8).fill_(byte)
 
 
-def planes(held: Storage, body: int) -> list[tuple[str, Tensor, Tensor]]:
+def planes(held: Storage, region: int) -> list[tuple[str, Tensor, Tensor]]:
     """Of the planes of keys and values, what is used and what is not."""
     found = []
     for side in (0, 1):
         for name in held.chunks.chunks[0][side]:
             plane = torch.cat([chunk[side][name] for chunk in held.chunks.chunks], dim=2)
-            found.append((name, plane[:, :, :body], plane[:, :, body:]))
+            found.append((name, plane[:, :, :region], plane[:, :, region:]))
     return found
 
 
@@ -68,12 +68,12 @@ def check(store: Storage, expected: Storage, share: float = 0.0) -> None:
     assert store.state[[TICKET, DROPPED]].tolist() == expected.state[[TICKET, DROPPED]].tolist()
     exact = ((*held.sinks, *held.residual) for held in (store, expected))
     assert all(torch.equal(a, b) for a, b in zip(*exact, strict=True))
-    body = int(store.state[CONTROL + 1])
-    for (name, got, free), (_, wanted, _) in zip(planes(store, body), planes(expected, body), strict=True):
+    region = int(store.state[CONTROL + 1])
+    for (name, got, free), (_, wanted, _) in zip(planes(store, region), planes(expected, region), strict=True):
         assert bool((free.contiguous().view(torch.uint8) == SENTINEL).all()), f"{name}: written beyond the body"
         if share and got.is_floating_point():
             torch.testing.assert_close(got, wanted, rtol=2e-3 if got.dtype == torch.float16 else 2e-6, atol=1e-6)
-        elif body:
+        elif region:
             got, wanted = got.contiguous(), wanted.contiguous()
             assert (got.view(torch.uint8) != wanted.view(torch.uint8)).float().mean() <= share, name
 
@@ -139,12 +139,12 @@ def test_chunks_are_found_by_the_table(format):
     grows, one = make(format, x, 1, 3, None), make(format, x, 1, 3, 200)
     start = pair(2, 2, 62, dtype=torch.float32)
     for held in (grows, one):
-        held.expect(62)
+        held.reserve(62)
         held.append(start)
     share = 0.01 if format.startswith("turboquant") else 0.0
     for seen in range(62, 72):
         x = pair(2, 2, 1, dtype=torch.float32)
-        grows.expect(1)
+        grows.reserve(1)
         if len(grows.chunks.chunks) == 1:
             poison_rest = grows.chunks.capacity
         elif seen == poison_rest + 4:
@@ -163,7 +163,7 @@ def test_channels_that_are_not_contiguous():
     for _ in range(5):
         x = pair(1, 2, 1, dims=(128, 192))
         for held, sides in ((one, tuple(side[..., ::2] for side in x)), (other, tuple(side[..., ::2].contiguous() for side in x))):
-            held.expect(1)
+            held.reserve(1)
             step_kv(held.buffers, sides)
             held.advance(1)
         check(one, other)
@@ -192,7 +192,7 @@ def test_rows_of_different_lengths():
             assert together.state[CONTROL + 2 * row : CONTROL + 2 * row + 2].tolist() == held.state[CONTROL:].tolist()
         out = fused.fused_attend(query, whole(together.buffers))[0]
         for row, held in enumerate(alone):
-            torch.testing.assert_close(out[row : row + 1], attend(query[row : row + 1], held.payload()), rtol=0, atol=4e-3)
+            torch.testing.assert_close(out[row : row + 1], attend(query[row : row + 1], held.attention_inputs()), rtol=0, atol=4e-3)
 
 
 # Attention
@@ -210,7 +210,7 @@ def holding(format: str, seen: int, first=3, ring=10, limit=130, rows=2, heads=1
     for zone in (*held.sinks, *held.residual):
         zone.fill_(100.0)
     poison(held, 0xFF)
-    held.expect(seen)
+    held.reserve(seen)
     held.append(x)
     return held
 
@@ -218,10 +218,12 @@ def holding(format: str, seen: int, first=3, ring=10, limit=130, rows=2, heads=1
 def compare(store: Storage, group: int = 2, mask: Tensor | None = None, limit: float = 4e-3, **options) -> None:
     rows, heads, _, dim = store.residual[0].shape
     query = data(rows, heads * group, 1, dim, dtype=store.residual[0].dtype)
-    payload = whole(store.buffers)
-    assert fused.supports(payload, query)
-    out = fused.fused_attend(query, payload, mask, **options)[0]
-    wanted = attend(query.float(), store.payload(), mask if mask is None or mask.shape[-1] == 1 else mask[..., : store.seen], **options)
+    attention_inputs = whole(store.buffers)
+    assert fused.supports(attention_inputs, query)
+    out = fused.fused_attend(query, attention_inputs, mask, **options)[0]
+    wanted = attend(
+        query.float(), store.attention_inputs(), mask if mask is None or mask.shape[-1] == 1 else mask[..., : store.seq_length], **options
+    )
     assert out.isfinite().all() and out.shape == wanted.shape
     error = ((out.float() - wanted).norm() / wanted.norm()).item()
     assert error <= limit, f"relative error {error:.2e}"
@@ -249,9 +251,9 @@ def test_attention_without_zones(first, ring):
 def test_attention_after_a_crop():
     """The ring begins anywhere, and what was cropped lies behind."""
     store = holding("int8", 90, rows=1)
-    for seen, body in ((85, 77), (40, 37)):
+    for seen, region in ((85, 77), (40, 37)):
         store.truncate(seen)
-        assert store.quantized == body
+        assert store.quantized == region
         compare(store)
 
 
@@ -281,15 +283,15 @@ def test_masks(kind):
 
 def test_a_row_that_sees_nothing_comes_out_as_numbers():
     store = holding("int8", 40)
-    payload, query = whole(store.buffers), data(2, 2, 1, 64)
-    out = fused.fused_attend(query, payload, hidden(2, slice(None)))[0]
+    attention_inputs, query = whole(store.buffers), data(2, 2, 1, 64)
+    out = fused.fused_attend(query, attention_inputs, hidden(2, slice(None)))[0]
     assert out.isfinite().all()
-    alone = fused.fused_attend(query, payload)[0]
+    alone = fused.fused_attend(query, attention_inputs)[0]
     assert torch.equal(out[0], alone[0])
 
 
 def test_what_the_kernels_took_is_read_by_the_kernels():
     store = run("turboquant_4bit_nc", 2, 5, 60, (5, 5, 5, 1, 5), heads=1, dims=(64, 64), share=0.01)
-    store.stale = True
-    store.count()
+    store.counts_stale = True
+    store.sync_counts()
     compare(store)

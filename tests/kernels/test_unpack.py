@@ -13,7 +13,6 @@ from qkvcache.formats.int4 import GroupInt4, HiddenZeroInt4
 from qkvcache.formats.nvfp4 import BlockFP4
 from qkvcache.formats.packing import pack3
 from qkvcache.formats.rotated import LloydMax, Rotated
-from qkvcache.formats.trellis import Trellis
 
 triton = pytest.importorskip("triton")
 if not (torch.cuda.is_available() or triton.knobs.runtime.interpret):
@@ -29,11 +28,9 @@ from qkvcache.kernels.triton_unpack import (  # noqa: E402
     _ASM_LUT2,
     _ASM_LUT3,
     _ASM_LUT4,
-    _ASM_TRELLIS2,
-    _ASM_TRELLIS3,
-    _ASM_TRELLIS4,
+    offset_of,
+    unit_of,
     unpack,
-    words,
 )
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -46,28 +43,26 @@ TILE = 1024 if DEVICE.type == "cuda" else 2**16  # the interpreter takes the sam
 
 
 @triton.jit
-def _unpack_kernel(words, high, shifts, signs, out, total, KIND: tl.constexpr, PER: tl.constexpr, SIZE: tl.constexpr, ARCH: tl.constexpr):
+def _unpack_kernel(words, high, shifts, out, total, KIND: tl.constexpr, PER: tl.constexpr, SIZE: tl.constexpr, ARCH: tl.constexpr):
     at = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
-    planes = unpack(KIND, tl.load(words + at), tl.load(high + at), tl.load(shifts + at), tl.load(signs + at), ARCH)
+    planes = unpack(KIND, tl.load(words + at), tl.load(high + at), tl.load(shifts + at), ARCH)
     for i in tl.static_range(PER):
         tl.store(out + i * total + at, planes[i])
 
 
-def planes(
-    kind: str, per: int, low: Tensor, arch: int, high: Tensor | None = None, shifts: Tensor | None = None, signs: Tensor | None = None
-) -> Tensor:
+def planes(kind: str, per: int, low: Tensor, arch: int, high: Tensor | None = None, shifts: Tensor | None = None) -> Tensor:
     """`[channels of a word, words]` in fp32, from words as int32."""
-    low, high, shifts, signs = (low.to(torch.int16) if x is None else x.to(torch.int16) for x in (low, high, shifts, signs))
+    low, high, shifts = (low.to(torch.int16) if x is None else x.to(torch.int16) for x in (low, high, shifts))
     size = min(TILE, low.numel())
     out = torch.full((per, low.numel()), float("nan"), dtype=torch.float16, device=DEVICE)
-    _unpack_kernel[(low.numel() // size,)](low, high, shifts, signs, out, low.numel(), KIND=kind, PER=per, SIZE=size, ARCH=arch)
+    _unpack_kernel[(low.numel() // size,)](low, high, shifts, out, low.numel(), KIND=kind, PER=per, SIZE=size, ARCH=arch)
     return out.float()
 
 
 def levels(codec, numbers: Tensor) -> Tensor:
-    """What `unpack` gave, as `Words` says to read it."""
-    how = words(codec)
-    return (numbers - how.offset) * how.unit
+    """What `unpack` gave, as the layout says to read it."""
+    how = codec.packed_layout
+    return (numbers - offset_of(how)) * unit_of(how)
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
@@ -83,9 +78,9 @@ def levels(codec, numbers: Tensor) -> Tensor:
 )
 def test_bytes(codec, table, arch):
     """Both of a word, each among all others."""
-    numbers = levels(codec, planes(words(codec).kind, 2, ALL_WORDS, arch))
+    numbers = levels(codec, planes(codec.packed_layout.kind, 2, ALL_WORDS, arch))
     table = torch.tensor([float(x) for x in table], device=DEVICE)
-    if 0 < arch < 89 and words(codec).kind == "e4m3":  # has no conversion, and no nan
+    if 0 < arch < 89 and codec.packed_layout.kind == "e4m3":  # has no conversion, and no nan
         table[127], table[255] = 480, -480
     wanted = torch.stack([table[ALL_WORDS & 255], table[ALL_WORDS >> 8]])
     torch.testing.assert_close(numbers, wanted, rtol=0, atol=0, equal_nan=True)
@@ -97,10 +92,10 @@ def test_bytes(codec, table, arch):
 )
 def test_nibbles(codec, arch):
     table = {"Uniform": range(16), "HiddenZeroInt4": range(16), "GroupInt4": range(-8, 8), "Rotated": grid_levels(4)}[type(codec).__name__]
-    numbers = levels(codec, planes(words(codec).kind, 4, ALL_WORDS, arch))
+    numbers = levels(codec, planes(codec.packed_layout.kind, 4, ALL_WORDS, arch))
     table = torch.tensor([float(x) for x in table], device=DEVICE)
     wanted = torch.stack([table[ALL_WORDS >> 4 * i & 15] for i in range(4)])
-    # Levels of Lloyd-Max are products of a step and a count, rounded here and there.
+    # QuantizedValues of Lloyd-Max are products of a step and a count, rounded here and there.
     torch.testing.assert_close(numbers, wanted, rtol=1e-6, atol=0)
 
 
@@ -110,7 +105,7 @@ def test_e2m1(arch):
     codec = BlockFP4()
     packed = ALL_WORDS.to(torch.int16).view(torch.uint8).view(1, 1, -1, 32)  # 16 words, 64 channels
     one = torch.full((*packed.shape[:3], 4), 7 << 3, dtype=torch.uint8, device=DEVICE)  # 1 in E4M3
-    wanted = codec.decode({"codes": packed, "scale": one}, 64)[0, 0]
+    wanted = codec.dequantize({"codes": packed, "scale": one}, 64)[0, 0]
     numbers = planes("e2m1", 4, ALL_WORDS, arch).view(4, -1, 16).transpose(0, 1).flatten(1) * 2.0**14
     assert torch.equal(numbers, wanted)
 
@@ -130,7 +125,7 @@ def test_three_bits(codec, arch):
     codes = codes.view(-1, 16)
     low, high = (x.contiguous().view(torch.int16) for x in pack3(codes))  # two words of low bits share one of high bits
     shifts = torch.tensor([0, -1], device=DEVICE).expand(low.shape)
-    kind = words(codec).kind
+    kind = codec.packed_layout.kind
     numbers = levels(codec, planes(kind, 8, low.flatten(), arch, high.expand(low.shape).flatten(), shifts.flatten()))
     table = torch.tensor([float(x) for x in (range(8) if kind == "int3" else grid_levels(3))], device=DEVICE)
     wanted = table[codes.view(-1, 8).long()].mT
@@ -140,7 +135,7 @@ def test_three_bits(codec, arch):
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_two_bits(arch):
     codec = Rotated(LloydMax(2))
-    numbers = levels(codec, planes(words(codec).kind, 8, ALL_WORDS, arch))
+    numbers = levels(codec, planes(codec.packed_layout.kind, 8, ALL_WORDS, arch))
     table = torch.tensor(grid_levels(2), device=DEVICE)
     wanted = torch.stack([table[ALL_WORDS >> 2 * i & 3] for i in range(8)])
     torch.testing.assert_close(numbers, wanted, rtol=1e-6, atol=0)
@@ -169,39 +164,21 @@ def test_all_bits_of_three_bit_words(kind, shift, arch):
 def test_halves(arch):
     low = torch.randn(TILE, device=DEVICE).half()
     out = torch.empty(1, TILE, dtype=torch.float16, device=DEVICE)
-    _unpack_kernel[(1,)](low, low, low, low, out, TILE, KIND="half", PER=1, SIZE=TILE, ARCH=arch)
+    _unpack_kernel[(1,)](low, low, low, out, TILE, KIND="half", PER=1, SIZE=TILE, ARCH=arch)
     assert torch.equal(out[0], low)
-
-
-@pytest.mark.parametrize("arch", ARCHITECTURES)
-@pytest.mark.parametrize("bits", [2, 3, 4])
-def test_trellis(bits, arch):
-    """Every path, for both words that share it, under random indices; every index under random paths; of 4 bits all signs too."""
-    codec, (other, more) = Rotated(Trellis(bits)), torch.randint(2**16, (2, *ALL_WORDS.shape), device=DEVICE)
-    cases = [(ALL_WORDS, other, more), (other, ALL_WORDS, more), (other, more, ALL_WORDS)]
-    for paths, words_of, signs in cases if bits == 4 else cases[:2]:
-        main = words_of if bits == 2 else torch.stack([words_of, words_of.flip(0)], -1)
-        high = torch.stack([paths, signs], -1) if bits == 4 else paths
-        pack = [x.to(torch.int32).to(torch.uint16).view(ALL_WORDS.numel(), -1).view(torch.uint8) for x in (main, high)]
-        wanted = codec.quantizer.levels(dict(zip(("codes" if bits == 2 else "low", "high"), pack, strict=True)))
-        for half in (0, 1):
-            low = main if bits == 2 else main[:, half]
-            numbers = levels(codec, planes(words(codec).kind, 8, low, arch, paths, torch.full_like(paths, -half), signs))
-            torch.testing.assert_close(numbers, wanted[:, 8 * half : 8 * half + 8].mT, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize(
     ("kind", "assembly", "count"),
-    [("lut4", _ASM_LUT4, 4), *((kind, asm, 8) for kind, asm in (("lut2", _ASM_LUT2), ("lut3", _ASM_LUT3), ("int3", _ASM_INT3))),
-     ("trellis2", _ASM_TRELLIS2, 8), ("trellis3", _ASM_TRELLIS3, 8), ("trellis4", _ASM_TRELLIS4, 8)],
+    [("lut4", _ASM_LUT4, 4), *((kind, asm, 8) for kind, asm in (("lut2", _ASM_LUT2), ("lut3", _ASM_LUT3), ("int3", _ASM_INT3)))],
 )  # fmt: skip
 def test_assembly(kind, assembly, count):
     """What is assembled for NVIDIA gives, run on numbers, what plain Triton does; two words in a register, of either half."""
-    pairs = torch.randint(2**16, (4, 2, 2**16))
+    pairs = torch.randint(2**16, (3, 2, 2**16))
     pairs[2] = torch.randint(2, (2, 1)) * 0xFFFF
-    inputs = [x[0] | x[1] << 16 for x in (pairs if kind == "trellis4" else pairs[:3] if count == 8 else pairs[:1])]
+    inputs = [x[0] | x[1] << 16 for x in (pairs if count == 8 else pairs[:1])]
     got = torch.stack(run(assembly.value, count, inputs))
     for word, numbers in enumerate((got & 0xFFFF, got >> 16)):
-        low, high, shifts, signs = pairs[:, word].to(DEVICE)
-        plain = planes(kind, count, low, 0, high, shifts, signs)
+        low, high, shifts = pairs[:, word].to(DEVICE)
+        plain = planes(kind, count, low, 0, high, shifts)
         assert torch.equal(numbers.to(torch.int32).to(torch.uint16).view(torch.float16).float(), plain.cpu())

@@ -12,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from updates import BAD_UPDATES, DIM, HEADS, ROWS, VALUE_DIM, new
 
-from qkvcache.attention import KVHandle
+from qkvcache.attention import CompressedKV
 from qkvcache.formats import REGISTRY
 from qkvcache.kernels import attend
 from qkvcache.layers.compressed import CompressedLayer
@@ -60,8 +60,8 @@ def test_update_returns_the_tensors_and_then_handles(format, zones):
     for size in (1, 3, 20):
         before, given = layer.dense(), new(size)
         handles = layer.update(*given)
-        assert all(isinstance(handle, KVHandle) for handle in handles)
-        assert handles[0].payload is handles[1].payload
+        assert all(isinstance(handle, CompressedKV) for handle in handles)
+        assert handles[0].attention_inputs is handles[1].attention_inputs
         # A step of one token is in the residual before attention, which the oldest leave for it.
         seen = layer.dense() if size == 1 else [torch.cat(pair, dim=2) for pair in zip(before, given, strict=True)]
         for handle, past, x in zip(handles, seen, given, strict=True):
@@ -100,7 +100,7 @@ def test_the_first_update_keeps_gradients_and_stores_none():
     assert all(x is y for x, y in zip(got, given, strict=True))
     assert not any(t.requires_grad for _, t in layer.tensors())
     with torch.no_grad():
-        assert isinstance(layer.update(*given)[0], KVHandle)
+        assert isinstance(layer.update(*given)[0], CompressedKV)
 
 
 @pytest.mark.parametrize("modes", [(torch.inference_mode, torch.no_grad), (torch.no_grad, torch.inference_mode)])
@@ -283,8 +283,8 @@ def test_tensors_are_all_that_is_held(format):
     per_token = REGISTRY[format].bytes_per_token(DIM, HEADS, VALUE_DIM)
     codes = sum(t.nbytes for role, t in layer.tensors() if role in ("codes", "scales"))
     if format != "identity":  # those bytes are counted for bf16
-        once = sum(t.nbytes for side in layer.storage.chunks.once for t in side.values())
-        assert codes == ROWS * per_token * layer.storage.chunks.capacity + once
+        statistics = sum(t.nbytes for side in layer.storage.chunks.statistics for t in side.values())
+        assert codes == ROWS * per_token * layer.storage.chunks.capacity + statistics
 
 
 class Allocations(TorchDispatchMode):
@@ -316,9 +316,9 @@ def test_a_step_decodes_no_more_than_a_block(format, monkeypatch):
     layer.update(*new(8192, rows=1, dtype=torch.bfloat16))
     key, _ = layer.update(*new(1, rows=1, dtype=torch.bfloat16))
     query = torch.randn(1, HEADS, 1, DIM).bfloat16()
-    attend(query, key.payload)  # makes the tables that are made once
+    attend(query, key.attention_inputs)  # makes the tables that are made once
     with Allocations() as step:
-        attend(query, key.payload)
+        attend(query, key.attention_inputs)
     block = chunks.BLOCK * 4
     assert block / 2 <= step.largest <= block
     assert step.peak <= 4 * block < 8192 * HEADS * (DIM + VALUE_DIM) * 4 / 2

@@ -7,7 +7,7 @@ from reference import assert_close, forward
 from tolerance import rounding
 
 from qkvcache import CompressedCache, SinkCache, policies
-from qkvcache.attention import watch
+from qkvcache.attention import observer
 from qkvcache.policies import H2O, TOVA, Custom, KeyDiff, SinkWindow
 
 SHARES = [H2O(budget=0.3), H2O(budget=0.5, recent=1.0), KeyDiff(budget=0.2, interval=8, recent=2), KeyDiff(budget=0.2, recent=0.9)]
@@ -28,7 +28,7 @@ def test_a_share_holds_in_every_row_and_empty_slots_are_the_same_in_all_heads(po
     for size in (30, *[1] * 40):
         forward(network, cache, ids, mask, begin, begin := begin + size)
         for layer in cache.layers:
-            held = layer.storage.ledger.body["positions"] >= 0
+            held = layer.storage.metadata.region["positions"] >= 0
             assert (held == held[:, :1]).all()
         kept = (cache.kept_positions() >= 0).sum(-1)[:, 0]
         assert (kept <= policy.size(policy.budgets[0], mask[:, :begin].sum(-1))).all()
@@ -71,7 +71,7 @@ def test_decay_does_not_depend_on_the_steps():
         begin = 0
         for size in sizes:
             forward(network, cache, ids, mask, begin, begin := begin + size)
-        found.append(cache.layers[0].storage.ledger.body["score"])
+        found.append(cache.layers[0].storage.metadata.region["score"])
     for other in found[1:]:
         assert_close(other, found[0], rounding(64, 64, 32, 2 * 60))
 
@@ -83,11 +83,11 @@ def test_a_step_of_padding_leaves_scores_alone_where_layers_share_keys():
     cache = CompressedCache(network.config, policy=TOVA(budget=100))
     forward(network, cache, ids, mask, 0, 10)
     layer = next(layer for layer in cache.layers if hasattr(layer, "policy"))
-    layer.settle()
-    before = layer.storage.ledger.body["score"][1].clone()
+    layer.commit()
+    before = layer.storage.metadata.region["score"][1].clone()
     forward(network, cache, ids, mask, 10, 11)
-    layer.settle()
-    assert torch.equal(layer.storage.ledger.body["score"][1, :, : before.shape[-1]], before)
+    layer.commit()
+    assert torch.equal(layer.storage.metadata.region["score"][1, :, : before.shape[-1]], before)
 
 
 def test_no_graph_is_held():
@@ -132,8 +132,8 @@ def test_shares_are_exact(share):
 
 def test_all_layers_look_at_a_mask_once(monkeypatch):
     looks = []
-    stock = watch._diagonal
-    monkeypatch.setattr(watch, "_diagonal", lambda *args: looks.append(1) or stock(*args))
+    stock = observer._sees_itself
+    monkeypatch.setattr(observer, "_sees_itself", lambda *args: looks.append(1) or stock(*args))
     network = model("llama")
     ids, mask = text(2, 30)
     forward(network, CompressedCache(network.config, policy=H2O(budget=16)), ids, mask, 0, 30)

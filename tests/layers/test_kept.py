@@ -22,7 +22,7 @@ def kept() -> dict[str, int]:
     return {f"{x.__module__}.{x.__qualname__}": x.cache_info().misses for x in caches}
 
 
-KEPT = [(format, "torch") for format in (*KINDS, "nvfp4_mse", "hadaquant_k4v3_trellis")]
+KEPT = [(format, "torch") for format in (*KINDS, "nvfp4_mse", "hadaquant_k4v3")]
 KEPT += [(format, "triton") for format in ("identity", "nvfp4_mse", "turboquant_3bit_nc")]
 
 
@@ -31,7 +31,7 @@ def test_what_is_kept_is_made_before_the_first_step(format, kernels, monkeypatch
     """A first step in a CUDA graph would have it made in the memory of the graph."""
     pytest.importorskip("triton")
     monkeypatch.setenv("QKVCACHE_KERNELS", kernels)
-    for name in ("qkvcache.kernels.dispatch", "qkvcache.kernels.tables", "qkvcache.kernels.triton_decode", "qkvcache.formats.packing"):
+    for name in ("qkvcache.kernels.dispatch", "qkvcache.kernels.tables", "qkvcache.kernels.triton_dequantize", "qkvcache.formats.packing"):
         module = importlib.import_module(name)
         for x in vars(module).values():
             if isinstance(x, functools._lru_cache_wrapper):
@@ -42,7 +42,7 @@ def test_what_is_kept_is_made_before_the_first_step(format, kernels, monkeypatch
     assert before["qkvcache.kernels.dispatch.prepare"]
     for _ in range(2):
         key, _ = layer.update(*new(1, 1, dims=(DIM, DIM)))
-    attend_on_codes(torch.randn(1, HEADS, 1, DIM), key.payload)
+    attend_on_codes(torch.randn(1, HEADS, 1, DIM), key.attention_inputs)
     layer.dense()
     no_tensors = {"qkvcache.kernels.fused.architecture", "qkvcache.kernels.dispatch.fused"}
     assert {name for name, count in kept().items() if count != before.get(name, 0)} <= no_tensors

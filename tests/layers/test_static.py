@@ -14,7 +14,7 @@ from tolerance import rounding, same_decoded
 from torch import Tensor
 from updates import DIM, HEADS, ROWS, VALUE_DIM, Pair, new
 
-from qkvcache.attention import KVHandle
+from qkvcache.attention import CompressedKV
 from qkvcache.formats import FP8, REGISTRY
 from qkvcache.kernels import attend, attend_on_buffers, attend_on_codes, counted
 from qkvcache.kernels.segments import DROPPED
@@ -54,19 +54,19 @@ def addresses(layer: CompressedLayer) -> list[int]:
 
 def snapshot(layer: CompressedLayer) -> list:
     held = [x.flatten().view(torch.uint8).clone() for _, x in layer.tensors()]
-    return [layer.get_seq_length(), layer.storage.quantized, layer.fresh, addresses(layer), [x.tolist() for x in held]]
+    return [layer.get_seq_length(), layer.storage.quantized, layer.empty, addresses(layer), [x.tolist() for x in held]]
 
 
 @dataclass
 class Tokens:
-    """All tokens of a layer, those that have left the ring as their codes decode; `body` of them are there, after the first zone."""
+    """All tokens of a layer, those that have left the ring as their codes decode; `region` of them are there, after the first zone."""
 
     first: int
     ring: int
     codecs: tuple
     held: list[Tensor] = field(default_factory=list)
-    once: list[dict] = field(default_factory=list)
-    body: int = 0
+    statistics: list[dict] = field(default_factory=list)
+    region: int = 0
 
     @staticmethod
     def of(layer: CompressedLayer) -> "Tokens":
@@ -79,26 +79,24 @@ class Tokens:
     def update(self, x: Pair) -> None:
         if not self.count:
             self.held = [side[:, :, :0] for side in x]
-            self.once = [codec.fit(side) for codec, side in zip(self.codecs, x, strict=True)]
-        before = self.count
+            self.statistics = [codec.calibrate(side) for codec, side in zip(self.codecs, x, strict=True)]
         self.held = [torch.cat(pair, 2) for pair in zip(self.held, x, strict=True)]
-        begin = self.first + self.body
+        begin = self.first + self.region
         end = max(begin, self.count - self.ring)
-        for low, high in ((begin, min(end, max(before, begin))), (max(before, begin), end)):  # from the ring; straight from the step
-            for codec, side, once in zip(self.codecs, self.held, self.once, strict=True):
-                if low < high:
-                    leaving = side[:, :, low:high]
-                    side[:, :, low:high] = codec.decode(codec.encode(leaving, once) | once, side.shape[3])
-        self.body = end - self.first
+        for codec, side, statistics in zip(self.codecs, self.held, self.statistics, strict=True):
+            if begin < end:
+                leaving = side[:, :, begin:end]
+                side[:, :, begin:end] = codec.dequantize(codec.quantize(leaving, statistics) | statistics, side.shape[3])
+        self.region = end - self.first
 
     def crop(self, removed: int) -> None:
         count = max(self.count - removed, 0)
         self.held = [x[:, :, :count] for x in self.held]
-        self.body = min(self.body, max(count - self.first, 0))
+        self.region = min(self.region, max(count - self.first, 0))
 
     def move(self, index: list[int]) -> None:
         self.held = [x[index] for x in self.held]
-        self.once = [{name: x[index] for name, x in once.items()} for once in self.once]
+        self.statistics = [{name: x[index] for name, x in statistics.items()} for statistics in self.statistics]
 
 
 def check(layer: CompressedLayer, tokens: Tokens) -> None:
@@ -107,8 +105,8 @@ def check(layer: CompressedLayer, tokens: Tokens) -> None:
         assert layer.get_mask_sizes(0) == (layer.max_length if tokens.count else 0, 0)
     if not tokens.count:
         return
-    assert layer.storage.quantized == tokens.body
-    assert layer.storage.buffers.lengths.tolist() == [[tokens.count, tokens.body]] * tokens.held[0].shape[0]
+    assert layer.storage.quantized == tokens.region
+    assert layer.storage.buffers.lengths.tolist() == [[tokens.count, tokens.region]] * tokens.held[0].shape[0]
     assert layer.storage.state[DROPPED] == 0
     assert same_tokens(layer, tokens.held)
 
@@ -130,7 +128,7 @@ def test_update_returns_the_tensors_and_then_handles(format, zones):
         if not before:
             assert all(a is b for a, b in zip(got, x, strict=True))
             continue
-        assert all(isinstance(handle, KVHandle) for handle in got) and got[0].payload is got[1].payload
+        assert all(isinstance(handle, CompressedKV) for handle in got) and got[0].attention_inputs is got[1].attention_inputs
         seen = layer.dense() if size == 1 else [torch.cat(pair, 2) for pair in zip(before, x, strict=True)]
         assert all(same_decoded(handle.dense(), *pair) for handle, *pair in zip(got, seen, layer.format.codecs(), strict=True))
 
@@ -210,7 +208,7 @@ def test_cropped_slots_are_written_anew():
     tokens = layer.dense()
     kept = addresses(layer)
     layer.crop(-30)
-    assert (layer.storage.seen, layer.storage.quantized) == (29, 27)  # what was encoded stays encoded: no token is left in the ring
+    assert (layer.storage.seq_length, layer.storage.quantized) == (29, 27)  # what was encoded stays encoded: no token is left in the ring
     assert same_tokens(layer, [x[:, :, :29] for x in tokens])
     x = new(3)
     layer.update(*x)
@@ -291,8 +289,8 @@ def test_memory_is_constant_from_the_first_token_on(format):
     per_token = REGISTRY[format].bytes_per_token(DIM, HEADS, VALUE_DIM)
     if format != "identity":  # those bytes are counted for bf16
         codes = sum(x.nbytes for role, x in layer.tensors() if role in ("codes", "scales"))
-        once = sum(x.nbytes for side in layer.storage.chunks.once for x in side.values())
-        assert codes == ROWS * per_token * layer.storage.chunks.capacity + once
+        statistics = sum(x.nbytes for side in layer.storage.chunks.statistics for x in side.values())
+        assert codes == ROWS * per_token * layer.storage.chunks.capacity + statistics
     assert layer.storage.chunks.capacity == 128
 
 
@@ -368,7 +366,7 @@ def test_an_empty_layer():
 
 def one_step(layer: CompressedLayer, x: Pair, query: Tensor) -> Tensor:
     key, _ = layer.update(*x)
-    return attend_on_codes(query, key.payload)
+    return attend_on_codes(query, key.attention_inputs)
 
 
 @pytest.fixture
@@ -396,8 +394,8 @@ def test_compiled_steps_equal_eager_ones(format, compiled):
         x = new(1)
         assert_close(step(layer, x, query), one_step(plain, x, query), rounding(DIM, LIMIT))
     assert len(graphs) == 1
-    assert layer.storage.stale and layer.query_offset().item() == 46
-    assert layer.get_seq_length() == 46 and not layer.storage.stale
+    assert layer.storage.counts_stale and layer.query_offset().item() == 46
+    assert layer.get_seq_length() == 46 and not layer.storage.counts_stale
     assert same(layer.dense(), plain.dense())
     x = new(3)  # and on, outside of compiled code
     layer.update(*x), plain.update(*x)
@@ -457,12 +455,12 @@ def masks(columns: int) -> dict[str, Tensor | None]:
 @pytest.mark.parametrize("format", ["identity", "turboquant_3bit_nc"])
 def test_attention_over_slots_equals_that_over_tokens(format, sizes, mask):
     layer = filled(*sizes, format=format)
-    layer.settle()
+    layer.commit()
     given = masks(LIMIT)[mask]
     query = torch.randn(ROWS, 4, 1, DIM)
-    payload, seen = layer.storage.payload(), layer.get_seq_length()
+    attention_inputs, seen = layer.storage.attention_inputs(), layer.get_seq_length()
     options = {"scaling": 0.3, "softcap": 2.0, "sinks": torch.randn(4)} if mask in ("none", "additive") else {}
-    expected = attend(query, payload, given if given is None or given.shape[-1] == 1 else given[..., :seen], **options)
+    expected = attend(query, attention_inputs, given if given is None or given.shape[-1] == 1 else given[..., :seen], **options)
     assert_close(counted.attend_on_slots(query, layer.storage.buffers, given, **options), expected, rounding(DIM, LIMIT))
     assert_close(attend_on_buffers(query, layer.storage.buffers, given, **options), expected, rounding(DIM, LIMIT))
 
@@ -473,16 +471,16 @@ def test_what_lies_in_unused_slots_counts_for_nothing():
     layer.crop(-45)
     layer.storage.chunks.chunks[0][0]["codes"][:, :, layer.storage.quantized :] = 127
     query = torch.randn(ROWS, 4, 1, DIM)
-    expected = attend(query, layer.storage.payload())
+    expected = attend(query, layer.storage.attention_inputs())
     assert_close(counted.attend_on_slots(query, layer.storage.buffers, None), expected, rounding(DIM, LIMIT))
 
 
 def test_tokens_that_stay_have_no_part_in_the_scale_of_those_that_leave():
     format, x = FP8(scale="tensor"), torch.randn(1, 2, 10, 64) + 50 * (torch.arange(64) == 7)
     held = Storage(format.codecs(), (x[:, :, :0], x[:, :, :0]), 0, 7, 60)
-    held.chunks.fit((x, x))
+    held.chunks.calibrate((x, x))
     for part in x.split((6, 4), dim=2):
         counted.step(held.buffers, (part, part))
-    for codec, planes, once in zip(format.codecs(), held.chunks.chunks[0], held.chunks.once, strict=True):
-        wanted = codec.encode(x[:, :, :2], once)
+    for codec, planes, statistics in zip(format.codecs(), held.chunks.chunks[0], held.chunks.statistics, strict=True):
+        wanted = codec.quantize(x[:, :, :2], statistics)
         assert all(torch.equal(planes[name][:, :, :2], wanted[name]) for name in planes)

@@ -60,15 +60,15 @@ operations = st.lists(
 def test_equals_a_plain_tensor(name, operations):
     torch.manual_seed(SEED)
     codec = CODECS[name]
-    chunks, rows, plain, once = empty(name), 2, ({}, {}), ({}, {})
+    chunks, rows, plain, statistics = empty(name), 2, ({}, {}), ({}, {})
     for what, n in operations:
         if what == "append":
             x = both(torch.randn(rows, HEADS, n, DIM))
-            if not chunks.fitted:
-                once = tuple(codec.fit(side) for side in x)
-            codes = [codec.encode(side, kept) for side, kept in zip(x, once, strict=True)]
+            if not chunks.calibrated:
+                statistics = tuple(codec.calibrate(side) for side in x)
+            codes = [codec.quantize(side, kept) for side, kept in zip(x, statistics, strict=True)]
             plain = tuple(
-                {key: torch.cat([held[key], t], dim=2) if held else t for key, t in new.items() if key not in once[0]}
+                {key: torch.cat([held[key], t], dim=2) if held else t for key, t in new.items() if key not in statistics[0]}
                 for held, new in zip(plain, codes, strict=True)
             )
             chunks.append(x)
@@ -78,14 +78,14 @@ def test_equals_a_plain_tensor(name, operations):
         else:
             index = torch.tensor([i % rows for i in n]) if what == "select" else torch.arange(rows).repeat_interleave(n)
             index = index[:4]
-            plain, once = (tuple({key: t[index] for key, t in side.items()} for side in group) for group in (plain, once))
+            plain, statistics = (tuple({key: t[index] for key, t in side.items()} for side in group) for group in (plain, statistics))
             chunks.map(lambda t, index=index: t.index_select(0, index))
             rows = len(index)
         for side in (0, 1):
             held = stored(chunks, side)
             assert held.keys() == plain[side].keys() and all(torch.equal(held[key], plain[side][key]) for key in held)
             if held:
-                assert all(torch.equal(chunks.once[side][key], once[side][key]) for key in once[side])
+                assert all(torch.equal(chunks.statistics[side][key], statistics[side][key]) for key in statistics[side])
         assert chunks.length == (next(iter(plain[0].values())).shape[2] if plain[0] else 0) <= chunks.capacity
 
 
@@ -106,7 +106,7 @@ def test_chunks_stay_few_and_the_table_says_where_they_are():
         tables.add(chunks.table.data_ptr())
     count = len(chunks.chunks)
     assert 16 < count <= 32  # of 79 pages
-    assert chunks.table.shape == (32, 8) and torch.equal(chunks.table[:count], chunk_table(chunks.body.chunks))
+    assert chunks.table.shape == (32, 8) and torch.equal(chunks.table[:count], chunk_table(chunks.region.chunks, chunks.codecs))
     assert len(tables) <= 3  # which moves at powers of two alone
 
 
@@ -144,26 +144,26 @@ def test_truncate_gives_chunks_back_but_the_first():
     chunks = filled("identity", 64, 64, 64)
     for length, count in ((200, 3), (129, 3), (128, 2), (65, 2), (64, 1), (0, 1)):
         chunks.truncate(length)
-        assert (chunks.length, len(chunks.chunks), len(chunks.body.chunks)) == (min(length, 192), count, count)
+        assert (chunks.length, len(chunks.chunks), len(chunks.region.chunks)) == (min(length, 192), count, count)
     assert chunks.capacity == 64 and list(chunks.packed(0, 10)) == []
 
 
 def test_what_is_kept_once_stays_until_it_is_fitted_again():
     chunks = filled("fp8_tensor_frozen", 10)
-    before = chunks.once[0]["scale"].clone()
+    before = chunks.statistics[0]["scale"].clone()
     chunks.append(both(100 * torch.randn(2, HEADS, 10, DIM)))
-    assert torch.equal(chunks.once[0]["scale"], before)
+    assert torch.equal(chunks.statistics[0]["scale"], before)
     chunks.truncate(0)
-    chunks.fitted = False
+    chunks.calibrated = False
     chunks.append(both(100 * torch.randn(2, HEADS, 10, DIM)))
-    assert (chunks.once[0]["scale"] > 10 * before).all()
+    assert (chunks.statistics[0]["scale"] > 10 * before).all()
 
 
 @every_codec
 def test_tensors_lists_each_once_with_its_role(name):
     chunks = filled(name, 100, 100)
     roles = {b.name: b.role for b in CODECS[name].buffers(DIM)}
-    live = {id(t): roles[key] for pair in (*chunks.chunks, chunks.once) for group in pair for key, t in group.items()}
+    live = {id(t): roles[key] for pair in (*chunks.chunks, chunks.statistics) for group in pair for key, t in group.items()}
     live[id(chunks.table)] = "bookkeeping"
     listed = [(id(t), role) for role, t in chunks.tensors()]
     assert len(listed) == len(live) and dict(listed) == live
@@ -172,8 +172,8 @@ def test_tensors_lists_each_once_with_its_role(name):
 def test_a_copy_says_where_its_own_chunks_are():
     chunks = filled("turboquant_3bit_nc", 100, 100)
     twin = copy.deepcopy(chunks)
-    assert torch.equal(twin.table[:2], chunk_table(twin.body.chunks)) and twin.body.table is twin.table
-    assert twin.body.chunks[1][0]["low"] is twin.chunks[1][0]["low"]
+    assert torch.equal(twin.table[:2], chunk_table(twin.region.chunks, twin.codecs)) and twin.region.table is twin.table
+    assert twin.region.chunks[1][0]["low"] is twin.chunks[1][0]["low"]
 
 
 @pytest.mark.parametrize("modes", [(torch.inference_mode, torch.no_grad), (torch.no_grad, torch.inference_mode)])

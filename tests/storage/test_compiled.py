@@ -19,7 +19,7 @@ pytest.importorskip("triton")
 
 def one_step(layer: CompressedLayer, x: Pair, query: Tensor) -> Tensor:
     key, _ = layer.update(*x)
-    return attend_on_codes(query, key.payload)
+    return attend_on_codes(query, key.attention_inputs)
 
 
 @pytest.fixture
@@ -58,11 +58,11 @@ def test_chunks_join_between_compiled_steps(compiled):
         x = new(1, rows=1)
         out = step(layer, x, query)
         plain.update(*x)
-        assert_close(out, attend(query, plain.storage.payload()), 2e-3)
+        assert_close(out, attend(query, plain.storage.attention_inputs()), 2e-3)
         assert len(layer.storage.chunks.chunks) == 1 + (seen + 1 - 9 > 64)
     assert len(graphs) == 1
     assert [x.data_ptr() for group in layer.storage.buffers.arguments[:2] for x in group] == fixed
-    assert layer.storage.stale and layer.get_seq_length() == 80
+    assert layer.storage.counts_stale and layer.get_seq_length() == 80
     assert layer.storage.quantized == plain.storage.quantized == 71
     for mine, theirs in zip(layer.dense(), plain.dense(), strict=True):
         assert torch.equal(mine, theirs)
@@ -71,7 +71,7 @@ def test_chunks_join_between_compiled_steps(compiled):
     x = new(1, rows=1)
     outs = []
     for held in (layer, twin):  # one graph serves any of them
-        held.expect(1)
+        held.reserve(1)
         outs.append(step(held, x, query))
     assert torch.equal(*outs) and len(graphs) == 1
 
@@ -81,7 +81,7 @@ def test_nothing_is_compiled_anew_but_at_powers_of_two(compiled):
     layer = grown(20, compile=True)
     found, query = [], torch.randn(1, 4, 1, DIM)
     for columns in (64, 64, 128, 128, 256, 512):
-        layer.expect(columns - layer.storage.seen)
+        layer.reserve(columns - layer.storage.seq_length)
         assert layer.storage.columns == columns
         assert step(layer, new(1, rows=1), query).isfinite().all()
         layer.get_seq_length()
@@ -96,7 +96,7 @@ def test_tokens_without_room_are_dropped_and_then_said(compiled):
     room = layer.storage.room
     query = torch.randn(1, 4, 1, DIM)
     for _ in range(room - 61 + 2):
-        layer.storage.note(1)
+        layer.storage.record_compiled_step(1)
         step_on_device(layer.storage.buffers, new(1, rows=1))
     with pytest.raises(ValueError, match="2 tokens came when the cache was full: masks must be made outside of compiled code"):
         layer.get_seq_length()

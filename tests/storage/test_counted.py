@@ -40,8 +40,8 @@ def take_by_the_ring(held: Storage, x: Pair) -> None:
 
 
 def content(held: Storage) -> list[Tensor]:
-    body = int(held.state[CONTROL + 1])
-    codes = [plane[:, :, :body].contiguous() for side in held.chunks.chunks[0] for plane in side.values()]
+    region = int(held.state[CONTROL + 1])
+    codes = [plane[:, :, :region].contiguous() for side in held.chunks.chunks[0] for plane in side.values()]
     return [held.state, *held.sinks, *held.residual, *codes]
 
 
@@ -53,7 +53,7 @@ def test_ways_to_take_tokens_agree(format, first, ring, sizes):
     ways = (take_by_append, take_one_by_one, take_by_the_ring)
     x = new(20)
     for store in stores:
-        store.chunks.fit(x)
+        store.chunks.calibrate(x)
     for size in sizes:
         x = new(size)
         for store, take in zip(stores, ways, strict=True):
@@ -85,10 +85,10 @@ def test_columns_and_unfold(first, ring):
             counted.step(store.buffers, tuple(side[:, :, seen - 1 : seen] for side in whole))
         slots = store.chunks.capacity
         expected = [-1] * (first + slots + ring)
-        body = max(seen - first - ring, 0)
+        region = max(seen - first - ring, 0)
         for token in range(seen):
             left = token - first
-            slot = token if left < 0 else first + left if left < body else first + slots + left % ring
+            slot = token if left < 0 else first + left if left < region else first + slots + left % ring
             expected[slot] = token
         assert counted.columns(store.buffers).tolist() == expected
         if seen % 7 and seen < 60:

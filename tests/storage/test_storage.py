@@ -31,17 +31,18 @@ def keys(held: Storage) -> Tensor:
 
 def step(held: Storage, new: Tensor) -> Tensor:
     """What attention sees of one update."""
-    held.expect(new.shape[2])
+    held.reserve(new.shape[2])
     if new.shape[2] == 1:
-        held.step((new, -new))
-        return held.payload().key.dense()
-    payload = held.payload_with((new, -new))
-    held.append((new, -new))
-    return payload.key.dense()
+        held.append_token((new, -new))
+        return held.attention_inputs().key.dense()
+    exact = held.exact_with((new, -new))
+    attention_inputs = held.attention_inputs_with(exact)
+    held.append((new, -new), exact)
+    return attention_inputs.key.dense()
 
 
 def encoded(x: Tensor) -> Tensor:
-    return CODEC.decode(CODEC.encode(x, {}), DIM)
+    return CODEC.dequantize(CODEC.quantize(x, {}), DIM)
 
 
 def codes(held: Storage) -> Tensor:
@@ -63,7 +64,7 @@ def test_first_and_recent_are_exact_and_the_rest_is_quantized(sizes, updates):
             assert torch.equal(seen[:, :, :length], before)  # and the past as it was
         length += new.shape[2]
         x, now = all_tokens[:, :, :length], keys(held)
-        assert held.seen == length and now.shape == x.shape
+        assert held.seq_length == length and now.shape == x.shape
         exact = (now == x).all(-1).all(1)[0]
         assert exact[:first].all() and exact[max(length - recent - 1, 0) :].all()
         assert torch.equal(now, torch.where(exact[:, None], x, encoded(x)))
@@ -82,13 +83,13 @@ def test_a_token_is_quantized_once(sizes, operations):
     held = make(*sizes)
     x = torch.empty(1, 2, 0, DIM)
     for crop, n in operations:
-        before, was = codes(held), keys(held) if held.seen else x
+        before, was = codes(held), keys(held) if held.seq_length else x
         if crop:
-            held.truncate(max(held.seen - n, 0))
+            held.truncate(max(held.seq_length - n, 0))
             x = x[:, :, : max(x.shape[2] - n, 0)]
-            assert held.seen == x.shape[2]
-            if held.seen:
-                assert torch.equal(keys(held), was[:, :, : held.seen])
+            assert held.seq_length == x.shape[2]
+            if held.seq_length:
+                assert torch.equal(keys(held), was[:, :, : held.seq_length])
         else:
             new = torch.randn(1, 2, n, DIM)
             x = torch.cat([x, new], dim=2)
@@ -118,7 +119,7 @@ def test_blocks_bound_the_temporaries():
     held = make(4, 64)
     block = block_of(held.residual[0])
     step(held, torch.randn(1, 2, 3 * block, DIM))
-    assert max(segment.tokens for segment in held.payload().key.segments) <= block
+    assert max(segment.tokens for segment in held.attention_inputs().key.segments) <= block
 
 
 @given(zones_of_any_size, updates)

@@ -1,5 +1,6 @@
 # mypy: ignore-errors
-"""Attention mass of a prefill (`column_mass.py`) on tensor cores: one kernel for normalisers, if they are not known, and one for columns.
+"""Accumulated attention of a prefill (`sum_attention.py`) on tensor cores: one kernel for normalisers, if they are not known, and one for
+columns.
 
 Of a query, columns need one number, its level: the weight of key k is 2^(score - level), in base 2. It is the log of the normaliser, less
 that of how often the query counts, so that padding has a level of infinity and adds nothing.
@@ -105,12 +106,12 @@ def _added(
 
 @triton.jit(do_not_specialize=["visible_stride", "scale", "softcap", "heads", "queries", "tokens"])
 def column_kernel(
-    query, key, visible, level, mass, q_stride_b, q_stride_h, q_stride_q, k_stride_b, k_stride_h, k_stride_t, visible_stride,
+    query, key, visible, level, attention_sums, q_stride_b, q_stride_h, q_stride_q, k_stride_b, k_stride_h, k_stride_t, visible_stride,
     scale, softcap, heads, queries, tokens,
     D: tl.constexpr, DP: tl.constexpr, G: tl.constexpr, BQ: tl.constexpr, BT: tl.constexpr, SOFTCAP: tl.constexpr,
     VISIBLE: tl.constexpr, ARCH: tl.constexpr,
 ):  # fmt: skip
-    """One program for `BT` keys of one (sequence, KV head), which stay, while the queries of the group pass: `mass` `[B, H, T]`.
+    """One program for `BT` keys of one (sequence, KV head), which stay, while the queries of the group pass: `attention_sums` `[B, H, T]`.
 
     Sums are kept for each place in a tile of queries, and added up at the end: a weight costs a product, an exponential and an addition.
     """
@@ -134,7 +135,7 @@ def column_kernel(
     if VISIBLE:
         shown = tl.load(visible + b.to(tl.int64) * visible_stride + t, mask=t < tokens, other=0)
         sums = tl.where(shown != 0, sums, 0.0)
-    tl.store(mass + tl.program_id(1).to(tl.int64) * tokens + t, sums, mask=t < tokens)
+    tl.store(attention_sums + tl.program_id(1).to(tl.int64) * tokens + t, sums, mask=t < tokens)
 
 
 def supports(query: Tensor, key: Tensor) -> bool:
@@ -150,7 +151,7 @@ def tiles(head_dim: int, arch: int) -> tuple[dict[str, int], dict[str, int]]:
 
 
 @on_its_device
-def column_mass(
+def sum_attention(
     query: Tensor,
     key: Tensor,
     observed: Tensor,
@@ -161,7 +162,7 @@ def column_mass(
     sinks: Tensor | None = None,
     lse: Tensor | None = None,
 ) -> Tensor:
-    """As `column_mass.column_mass`; `observed` is not negative."""
+    """As `sum_attention.sum_attention`; `observed` is not negative."""
     batch, query_heads, queries, dim = query.shape
     heads, tokens = key.shape[1:3]
     arch = architecture(query.device)[0]
@@ -185,8 +186,8 @@ def column_mass(
     else:
         count = observed[:, None]
         level = torch.where((count > 0) & (lse > UNSEEN), lse * LOG2E.value - count.log2(), torch.inf).contiguous()
-    mass = torch.empty(batch, heads, tokens, dtype=torch.float32, device=query.device)
+    attention_sums = torch.empty(batch, heads, tokens, dtype=torch.float32, device=query.device)
     column_kernel[(triton.cdiv(tokens, for_columns["BT"]), batch * heads)](
-        query, key, shown, level, mass, *strides, *numbers, **shape, **options, **for_columns
+        query, key, shown, level, attention_sums, *strides, *numbers, **shape, **options, **for_columns
     )
-    return mass
+    return attention_sums

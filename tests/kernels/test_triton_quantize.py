@@ -1,8 +1,8 @@
-"""Triton's `encode_kv` and `decode` against the codecs: codes, what they stand for, and what stays untouched."""
+"""Triton's `quantize_kv` and `decode` against the codecs: codes, what they stand for, and what stays untouched."""
 
 import pytest
 import torch
-from matrix import FORMATS, KINDS, TRELLIS, slowly
+from matrix import FORMATS, KINDS, slowly
 from torch import Tensor
 
 from qkvcache.formats import REGISTRY, Codec, Codes
@@ -11,15 +11,15 @@ triton = pytest.importorskip("triton")
 if not (torch.cuda.is_available() or triton.knobs.runtime.interpret):
     pytest.skip("needs a GPU, or Triton's interpreter", allow_module_level=True)
 
-from qkvcache.kernels.triton_decode import decode  # noqa: E402
-from qkvcache.kernels.triton_encode import encode_kv, supports  # noqa: E402
+from qkvcache.kernels.triton_dequantize import decode  # noqa: E402
+from qkvcache.kernels.triton_quantize import quantize_kv, supports  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, about nan, in the interpreter
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SENTINEL = 0xA5
 CAPACITY = 24
 SUPPORTED = [name for name in FORMATS if all(supports(codec, 128) for codec in REGISTRY[name].codecs())]
-QUICK = [name for name in SUPPORTED if DEVICE.type == "cuda" or (name in KINDS and not name.endswith("trellis"))]
+QUICK = [name for name in SUPPORTED if DEVICE.type == "cuda" or name in KINDS]
 
 
 def poisoned(codec: Codec, x: Tensor) -> Codes:
@@ -36,9 +36,9 @@ def poisoned(codec: Codec, x: Tensor) -> Codes:
 
 
 def store(format, key: Tensor, value: Tensor, start: int = 0) -> list[tuple[Codec, Tensor, Codes, Codes]]:
-    """Both sides, after `encode_kv`: planes whose slots hold the codes, and buffers kept once."""
-    sides = [(codec, x, poisoned(codec, x), codec.fit(x)) for codec, x in zip(REGISTRY[format].codecs(), (key, value), strict=True)]
-    encode_kv(sides, start)
+    """Both sides, after `quantize_kv`: planes whose slots hold the codes, and buffers kept once."""
+    sides = [(codec, x, poisoned(codec, x), codec.calibrate(x)) for codec, x in zip(REGISTRY[format].codecs(), (key, value), strict=True)]
+    quantize_kv(sides, start)
     return sides
 
 
@@ -50,10 +50,12 @@ def data(*shape: int, dtype=torch.bfloat16, scale: float = 1.0) -> Tensor:
     return (torch.randn(shape, device=DEVICE) * scale).to(dtype)
 
 
-def check(codec: Codec, x: Tensor, planes: Codes, once: Codes, start: int, share: float = 1e-3 if DEVICE.type == "cpu" else 5e-3) -> None:
+def check(
+    codec: Codec, x: Tensor, planes: Codes, statistics: Codes, start: int, share: float = 1e-3 if DEVICE.type == "cpu" else 5e-3
+) -> None:
     """Codes as the codec has them, up to a step for a `share` of them; slots outside untouched."""
     tokens, head_dim = x.shape[2:]
-    expected = codec.encode(x, once)
+    expected = codec.quantize(x, statistics)
     for name, plane in planes.items():
         outside = torch.cat([plane[:, :, :start], plane[:, :, start + tokens :]], 2).contiguous()
         assert bool((outside.view(torch.uint8) == SENTINEL).all()), f"{name}: a slot outside was written"
@@ -64,7 +66,7 @@ def check(codec: Codec, x: Tensor, planes: Codes, once: Codes, start: int, share
             assert differing <= share, f"{name}: {differing:.2g} of the codes differ"
         else:
             torch.testing.assert_close(got, want, rtol=2e-3 if got.dtype == torch.float16 else 2e-6, atol=1e-6, equal_nan=True)
-    decoded, wanted = (codec.decode(c | once, head_dim) for c in (view(planes, start, tokens), expected))
+    decoded, wanted = (codec.dequantize(c | statistics, head_dim) for c in (view(planes, start, tokens), expected))
     step = (wanted.amax(-1, keepdim=True) - wanted.amin(-1, keepdim=True)).abs() / 3
     assert bool(((decoded - wanted).abs() <= step + 1e-6).all())
 
@@ -78,19 +80,8 @@ def test_codes(format, head_dim):
     dtype = (torch.bfloat16, torch.float16, torch.float32)[head_dim // 16 % 3]
     for batch, heads, tokens, start in ((1, 3, 17, 5), (2, 3, 1, 23)):
         key, value = (data(batch, heads, tokens, head_dim, dtype=dtype, scale=2.0) for _ in range(2))
-        for codec, x, planes, once in store(format, key, value, start):
-            check(codec, x, planes, once, start)
-
-
-@pytest.mark.parametrize(
-    ("format", "head_dim"), [(TRELLIS, 80), pytest.param(TRELLIS, 128, marks=pytest.mark.slow), ("hadaquant_k4v4_trellis", 80)]
-)
-def test_trellis(format, head_dim):
-    """Not one code differs, of 4 bits, 3 and 2: the search is exact, and ties go where the reference has them go."""
-    key, value = (data(1, 1, 3, head_dim, dtype=torch.float32) for _ in range(2))
-    key[..., 1:, :] = 1.0  # ties, and all of the vector in one channel
-    for codec, x, planes, once in store(format, key, value, 4):
-        check(codec, x, planes, once, 4, share=0.0)
+        for codec, x, planes, statistics in store(format, key, value, start):
+            check(codec, x, planes, statistics, start)
 
 
 @pytest.mark.parametrize(
@@ -106,13 +97,13 @@ def test_what_heads_share_may_be_held_by_each(format):
         for plane in planes.values():
             plane.view(torch.uint8).fill_(SENTINEL)
         assert {plane.shape[1] for plane in planes.values()} == {heads}
-        once = codec.fit(x)
-        encode_kv([(codec, x, planes, once), (codec, x, {name: plane.clone() for name, plane in planes.items()}, once)], 7)
-        check(codec, x, planes, once, 7)
+        statistics = codec.calibrate(x)
+        quantize_kv([(codec, x, planes, statistics), (codec, x, {name: plane.clone() for name, plane in planes.items()}, statistics)], 7)
+        check(codec, x, planes, statistics, 7)
 
 
 @pytest.mark.parametrize("head_dim", slowly([64, 96, 128, 256], [96, 256]))
-@pytest.mark.parametrize("format", slowly(SUPPORTED, [*QUICK, TRELLIS]))
+@pytest.mark.parametrize("format", slowly(SUPPORTED, QUICK))
 def test_decode(format, head_dim):
     """What the codec decodes, up to the rounding of the last step, from views into planes to a view of the output."""
     if REGISTRY[format].refuses(head_dim):
@@ -120,16 +111,16 @@ def test_decode(format, head_dim):
     dtype = (torch.float32, torch.bfloat16, torch.float16)[head_dim // 32 % 3]
     x = data(2, 3, 5, head_dim, dtype=dtype)
     for codec in dict.fromkeys(REGISTRY[format].codecs()):
-        once = codec.fit(x)
+        statistics = codec.calibrate(x)
         planes = poisoned(codec, x)
-        for name, codes in codec.encode(x, once).items():
+        for name, codes in codec.quantize(x, statistics).items():
             planes[name][:, :, 3:8] = codes
         out = torch.full((2, 7, 3, head_dim), 7.0, dtype=dtype, device=DEVICE).transpose(1, 2)
-        codes = view(planes, 3, 5) | once
+        codes = view(planes, 3, 5) | statistics
         decode(codec, codes, out[:, :, 1:6])
         assert bool((out[:, :, [0, 6]] == 7).all())
         rtol = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}[dtype]
-        torch.testing.assert_close(out[:, :, 1:6], codec.decode(codes, head_dim, dtype), rtol=rtol, atol=rtol / 10)
+        torch.testing.assert_close(out[:, :, 1:6], codec.dequantize(codes, head_dim, dtype), rtol=rtol, atol=rtol / 10)
 
 
 @pytest.mark.parametrize("format", slowly(SUPPORTED, QUICK))
@@ -137,8 +128,8 @@ def test_strides(format):
     """Vectors as a projection leaves them, heads within tokens, and rows cut out of something longer."""
     key, value = (data(2, 6, 3, 72, scale=3.0)[:, 1:, :, 8:].transpose(1, 2) for _ in range(2))
     if not REGISTRY[format].refuses(64):
-        for codec, x, planes, once in store(format, key, value, 2):
-            check(codec, x, planes, once, 2)
+        for codec, x, planes, statistics in store(format, key, value, 2):
+            check(codec, x, planes, statistics, 2)
 
 
 @pytest.mark.parametrize("format", slowly(SUPPORTED, QUICK))
@@ -146,8 +137,8 @@ def test_magnitudes(format):
     """Codes are those of the codec wherever its scales hold; beyond, what comes back is as finite as there."""
     scales = (0.0, 1e-30, 1e-6, 1e4, 1e18)
     key, value = (data(1, 2, 5, 64, dtype=torch.float32) * torch.tensor(scales, device=DEVICE)[:, None] for _ in range(2))
-    for codec, x, planes, once in store(format, key.bfloat16(), value.bfloat16()):
-        decoded, wanted = (codec.decode(c | once, 64) for c in (view(planes, 0, 5), codec.encode(x, once)))
+    for codec, x, planes, statistics in store(format, key.bfloat16(), value.bfloat16()):
+        decoded, wanted = (codec.dequantize(c | statistics, 64) for c in (view(planes, 0, 5), codec.quantize(x, statistics)))
         finite = wanted.isfinite()
         assert torch.equal(decoded.isfinite(), finite)
         for t, scale in enumerate(scales):
@@ -161,12 +152,12 @@ def test_not_finite(format):
     key, value = (data(1, 2, 5, 64, dtype=torch.float32) for _ in range(2))
     sides = []
     for codec, x in zip(REGISTRY[format].codecs(), (key, value), strict=True):
-        once = codec.fit(x)
+        statistics = codec.calibrate(x)
         x[0, 1, :4, 37] = torch.tensor([float("nan"), -float("nan"), float("inf"), -float("inf")], device=DEVICE)
-        sides.append((codec, x, poisoned(codec, x), once))
-    encode_kv(sides, 0)
-    for codec, x, planes, once in sides:
-        decoded, wanted = (codec.decode(c | once, 64) for c in (view(planes, 0, 5), codec.encode(x, once)))
+        sides.append((codec, x, poisoned(codec, x), statistics))
+    quantize_kv(sides, 0)
+    for codec, x, planes, statistics in sides:
+        decoded, wanted = (codec.dequantize(c | statistics, 64) for c in (view(planes, 0, 5), codec.quantize(x, statistics)))
         assert torch.equal(decoded.isfinite(), wanted.isfinite())
 
 
@@ -175,9 +166,9 @@ def test_alone_as_in_a_block():
     for format in QUICK:
         key, value = (data(1, 2, 9, 64) for _ in range(2))
         block = store(format, key, value)
-        for codec, x, planes, once in block:
+        for codec, x, planes, statistics in block:
             alone = poisoned(codec, x)
-            encode_kv([(codec, x[:, :, 4:5], alone, once)] * 2, 4)
+            quantize_kv([(codec, x[:, :, 4:5], alone, statistics)] * 2, 4)
             for name, plane in planes.items():
                 assert torch.equal(alone[name][:, :, 4].view(torch.uint8), plane[:, :, 4].view(torch.uint8)), (format, name)
 
@@ -186,10 +177,10 @@ def test_errors():
     x = data(1, 1, 2, 64)
     codec = REGISTRY["int8"].key
     with pytest.raises(ValueError, match="contiguous"):
-        encode_kv([(codec, x.mT.contiguous().mT, poisoned(codec, x), {})] * 2, 0)
+        quantize_kv([(codec, x.mT.contiguous().mT, poisoned(codec, x), {})] * 2, 0)
     block = REGISTRY["fp8_tensor"].key
     assert not supports(block, 64) and not supports(codec, 512) and not supports(REGISTRY["int4"].key, 80)
     with pytest.raises(ValueError, match="ask `supports`"):
-        encode_kv([(block, x, {}, {})] * 2, 0)
+        quantize_kv([(block, x, {}, {})] * 2, 0)
     with pytest.raises(ValueError, match="ask `supports`"):
-        decode(block, {}, x)
+        decode(REGISTRY["int4"].key, {}, data(1, 1, 2, 80))

@@ -20,31 +20,35 @@ from torch import Tensor
 from ..formats.base import TINY, Codec, Codes
 from ..formats.codebooks import GRID, midpoints
 from ..formats.uniform import LEAST_SCALE
-from .triton_decode import (
+from .segments import layout_of
+from .triton_dequantize import (
     HALF_STEPS,
     INTERPRETED,
     float8,
     high_width_of,
     known,
-    packs,
     padded,
     plane_arguments,
-    supports,
+    scales_of,
     table_of,
     tile,
     turn,
     width_of,
 )
-from .triton_trellis import TRELLIS_HALF_STEPS, trellis_words
-
-__all__ = ["encode_kv", "supports"]
+from .triton_dequantize import supports as dequantizes
 
 _TINY = tl.constexpr(TINY)
 _LEAST_SCALE = tl.constexpr(LEAST_SCALE)
 _INFINITY = tl.constexpr(0x7F800000)
 
 
-def encode_kv(sides: Sequence[tuple[Codec, Tensor, Codes, Codes]], start: int) -> None:
+def supports(codec: Codec, head_dim: int) -> bool:
+    """Whether `quantize_kv` knows `codec` at `head_dim`."""
+    layout = layout_of(codec)
+    return layout is not None and layout.writable and dequantizes(codec, head_dim)
+
+
+def quantize_kv(sides: Sequence[tuple[Codec, Tensor, Codes, Codes]], start: int) -> None:
     """Encodes `T` tokens into slots `start` to `start + T`.
 
     `sides` are keys and values, each a codec that `supports` accepts; `x` `[B, H, T, D]` in fp16, bf16 or fp32, its channels contiguous;
@@ -54,15 +58,15 @@ def encode_kv(sides: Sequence[tuple[Codec, Tensor, Codes, Codes]], start: int) -
     """
     arguments: list[object] = []
     constants: list[object] = []
-    specs = [known(codec, x) for codec, x, _, _ in sides]
+    layouts = [known(codec, x) for codec, x, _, _ in sides]
     x = sides[0][1]
     batch, heads, tokens, _ = x.shape
     if not x.numel():
         return
-    for spec, (_, x, planes, once) in zip(specs, sides, strict=True):
-        arguments += [x, *x.stride()[:3], table_of(spec, x), *plane_arguments(spec, planes | once, x)]
-        constants += [*spec.constants, x.shape[3], padded(x.shape[3])]
-    across, along, warps = tile(specs, heads, tokens, max(padded(side[1].shape[3]) for side in sides), x.element_size())
+    for layout, (_, x, planes, statistics) in zip(layouts, sides, strict=True):
+        arguments += [x, *x.stride()[:3], table_of(layout, x), *plane_arguments(layout, planes | statistics, x)]
+        constants += [layout, x.shape[3], padded(x.shape[3])]
+    across, along, warps = tile(layouts, heads, tokens, max(padded(side[1].shape[3]) for side in sides), x.element_size())
     grid = (triton.cdiv(tokens, along) * triton.cdiv(heads, across), batch, 2)
     with torch.cuda.device_of(x):
         _encode_kernel[grid](*arguments, start, tokens, heads, *constants, across, along, num_warps=warps)
@@ -248,8 +252,7 @@ def tile_of(heads, ACROSS: tl.constexpr, ALONG: tl.constexpr):
 @triton.jit
 def _encode_side(
     x, xb, xh, xt, table, codes, cb, ch, high, hb, hh, scales, sb, sh, center, eb, eh, start, tokens, heads,
-    KIND: tl.constexpr, OPTION: tl.constexpr, ROTATION: tl.constexpr, SPAN: tl.constexpr, CENTERED: tl.constexpr,
-    D: tl.constexpr, P: tl.constexpr, ACROSS: tl.constexpr, ALONG: tl.constexpr,
+    L: tl.constexpr, D: tl.constexpr, P: tl.constexpr, ACROSS: tl.constexpr, ALONG: tl.constexpr,
 ):  # fmt: skip
     b, h0, t0 = tile_of(heads, ACROSS, ALONG)
     i = tl.arange(0, ACROSS * ALONG)
@@ -260,70 +263,73 @@ def _encode_side(
     first = x + b * xb + h0.to(tl.int64) * xh + t0.to(tl.int64) * xt
     raw = tl.load(first + (h * xh + i // ACROSS * xt)[:, None] + c[None, :], mask=inside, other=0.0)
     store_tile(
-        raw, live, b, h0, start + t0, table, codes, cb, ch, high, hb, hh, scales, sb, sh, center, eb, eh,
-        KIND, OPTION, ROTATION, SPAN, CENTERED, D, P, ACROSS, ALONG,
+        raw, live, b, b, h0, start + t0 + i // ACROSS, table, codes, cb, ch, high, hb, hh, scales, sb, sh, center, eb, eh,
+        L, D, P, ACROSS, ALONG,
     )  # fmt: skip
 
 
 @triton.jit
 def store_tile(
-    raw, live, b, h0, slot, table, codes, cb, ch, high, hb, hh, scales, sb, sh, center, eb, eh,
-    KIND: tl.constexpr, OPTION: tl.constexpr, ROTATION: tl.constexpr, SPAN: tl.constexpr, CENTERED: tl.constexpr,
-    D: tl.constexpr, P: tl.constexpr, ACROSS: tl.constexpr, ALONG: tl.constexpr,
+    raw, live, block, row, h0, slot, table, codes, cb, ch, high, hb, hh, scales, sb, sh, center, eb, eh,
+    L: tl.constexpr, D: tl.constexpr, P: tl.constexpr, ACROSS: tl.constexpr, ALONG: tl.constexpr,
 ):  # fmt: skip
-    """Encodes vectors `[ALONG * ACROSS, P]`, those that are `live`, into the slots from `slot` on of the heads from `h0` on. `slot` may be
-    one for each vector, if these are of one token."""
+    """Quantizes vectors and stores those that are live. Vector `i` of a tile is of head `h0 + i % ACROSS`.
+
+    raw      [N, P] of ALONG tokens and ACROSS heads, N = ALONG * ACROSS; live: bool [N]
+    block    int64, scalar or [N]: the batch row, or the page, of planes [blocks, H', slots, width]; slot: [N]
+    row      int64: the batch row of statistics
+    codes, high, scales   planes, words of 16 bits where codes are packed; cb, ch, ...: strides of blocks and heads
+    center   fp32 [rows, H, D]; eb, eh
+    """
     N: tl.constexpr = ACROSS * ALONG
     i = tl.arange(0, N)
     c = tl.arange(0, P)
     inside = live[:, None] if D == P else live[:, None] & (c < D)[None, :]
     h = i % ACROSS if ACROSS == 1 else (i % ACROSS).to(tl.int64)
+    slot = slot.to(tl.int64)
 
-    PACKED: tl.constexpr = packs(KIND, OPTION)
-    WIDTH: tl.constexpr = width_of(KIND, OPTION, D)
-    at = b * cb + h0.to(tl.int64) * ch + slot.to(tl.int64) * WIDTH + (h * ch + i // ACROSS * WIDTH)
-    at = codes.to(tl.pointer_type(tl.int16)) + at if PACKED else codes + at
+    WIDTH: tl.constexpr = width_of(L, D)
+    at = block * cb + h0.to(tl.int64) * ch + (h * ch + slot * WIDTH)
+    at = codes.to(tl.pointer_type(tl.int16)) + at if L.packed else codes + at
     at_high = at
-    if KIND == "trellis" or PACKED and OPTION == 3:
-        HIGH: tl.constexpr = high_width_of(KIND, OPTION, D)
-        at_high = high.to(tl.pointer_type(tl.int16)) + (
-            b * hb + h0.to(tl.int64) * hh + slot.to(tl.int64) * HIGH + (h * hh + i // ACROSS * HIGH)
-        )
-    COUNT: tl.constexpr = 2 if KIND == "uniform" else D // OPTION if KIND == "group" else D // 16 if KIND == "nvfp4" else 1
-    if SPAN == "each":
-        at_scale = scales + b * sb + h0.to(tl.int64) * sh + slot.to(tl.int64) * COUNT + (h * sh + i // ACROSS * COUNT)
+    if L.high:
+        HIGH: tl.constexpr = high_width_of(L, D)
+        at_high = high.to(tl.pointer_type(tl.int16)) + (block * hb + h0.to(tl.int64) * hh + (h * hh + slot * HIGH))
+    COUNT: tl.constexpr = scales_of(L, D)
+    if L.span == "each":
+        at_scale = scales + block * sb + h0.to(tl.int64) * sh + (h * sh + slot * COUNT)
     else:  # ACROSS covers all heads, or nothing is stored
-        at_scale = scales + b * sb + slot.to(tl.int64) + (h * sh + i // ACROSS)
+        at_scale = scales + block * sb + (h * sh + slot)
 
-    if KIND == "copy":
+    if L.kind == "half":
         tl.store(at[:, None] + c[None, :], raw, mask=inside)
-    y = _apply(raw, table, D, P, ROTATION == 2) if ROTATION > 0 else raw.to(tl.float32)
-    if CENTERED:
-        y -= tl.load(center + (b * eb + (h0 + h) * eh)[:, None] + c[None, :], mask=inside, other=0.0)
+    y = _apply(raw, table, D, P, L.rotation == 2) if L.rotated else raw.to(tl.float32)
+    if L.centered:
+        y -= tl.load(center + (row * eb + (h0 + h) * eh)[:, None] + c[None, :], mask=inside, other=0.0)
 
-    if KIND == "int8" or KIND == "fp8":
-        top: tl.constexpr = 127.0 if KIND == "int8" else 448.0 if OPTION == 3 else 57344.0
-        if SPAN == "once":
-            scale = tl.load(scales + b * sb)
+    if L.bits == 8 and L.scale != "pair":
+        top: tl.constexpr = 127.0 if L.kind == "int8" else 448.0 if L.kind == "e4m3" else 57344.0
+        if L.span == "once":
+            scale = tl.load(scales + row * sb)
             quotient = tl.div_rn(y, tl.maximum(scale, _TINY))
         else:
             bits = tl.max(_abs_bits(y), 1)
-            if SPAN == "shared":
+            if L.span == "shared":
                 shared = tl.max(tl.reshape(bits, [ALONG, ACROSS]), 1)
                 bits = tl.reshape(tl.broadcast_to(shared[:, None], [ALONG, ACROSS]), [N])
             scale = tl.div_rn(bits.to(tl.float32, bitcast=True), top).to(scales.dtype.element_ty)
-            tl.store(at_scale, scale, mask=live & ((i % ACROSS == 0) | (sh != 0)) if SPAN == "shared" else live)  # or each head's own copy
+            tl.store(at_scale, scale, mask=live)  # of heads that share one all store the same
             quotient = _over(y, tl.maximum(scale.to(tl.float32), _TINY)[:, None])
-        if KIND == "int8":
+        if L.kind == "int8":
             packed = _whole(quotient + tl.where(y < 0, -0.5, 0.5), -127.0, 127.0)
         else:
             sign = (y.to(tl.int32, bitcast=True) >> 24) & 0x80
-            packed = _minifloat(tl.minimum(tl.abs(quotient), top), OPTION, -6 if OPTION == 3 else -14) | sign
+            packed = _minifloat(tl.minimum(tl.abs(quotient), top), 3 if L.kind == "e4m3" else 2, -6 if L.kind == "e4m3" else -14) | sign
             packed = tl.where(_abs_bits(y) >= _INFINITY, 0x7F, packed)  # saturation is for numbers
         tl.store(at[:, None] + c[None, :], packed.to(codes.dtype.element_ty), mask=inside)
 
-    if KIND == "uniform":
-        top: tl.constexpr = 2.0**OPTION - 1
+    if L.scale == "pair":
+        top: tl.constexpr = 2.0**L.bits - 1
         # Padding repeats the first channel of the row: neither least nor greatest change.
         low, greatest = _range(y if D == P else tl.where((c < D)[None, :], y, tl.sum(tl.where((c == 0)[None, :], y, 0.0), 1)[:, None]))
         zero = low.to(tl.float16)
@@ -333,12 +339,12 @@ def store_tile(
         tl.store(at_scale + 1, zero, mask=live)
         quotient = _over(y - zero.to(tl.float32)[:, None], scale.to(tl.float32)[:, None])
         packed = _whole(quotient + 0.5, 0.0, top)
-        if OPTION == 8:
+        if L.bits == 8:
             tl.store(at[:, None] + c[None, :], packed.to(tl.uint8), mask=inside)
         else:
-            _store_codes(at, at_high, packed, live, OPTION, D, P)
+            _store_codes(at, at_high, packed, live, L.bits, D, P)
 
-    if KIND == "hidden":
+    if L.scale == "hidden":
         low, greatest = _range(y)
         # Not tl.minimum, which would put zero in the place of nan.
         low, greatest = tl.where(low > 0, 0.0, low), tl.where(greatest < 0, 0.0, greatest)
@@ -350,46 +356,33 @@ def store_tile(
         packed = _whole(_over(y, scale) + zero.to(tl.float32)[:, None] + 0.5, 0.0, 15.0)
         _store_codes(at, at_high, packed, live, 4, D, P)
 
-    if KIND == "lloyd":
-        full = y if CENTERED else raw.to(tl.float32)
+    if L.bits < 8 and L.scale == "fp16":
+        full = y if L.centered else raw.to(tl.float32)
         norm = tl.sqrt_rn(tl.sum(full * full, 1))
         unit = y * tl.div_rn(D**0.5, norm + 1e-8)[:, None]
-        packed, level = _lloyd(unit, OPTION)
+        packed, level = _lloyd(unit, L.bits)
         squares = level * level if D == P else tl.where((c < D)[None, :], level * level, 0)
-        length = tl.sqrt_rn(tl.sum(squares, 1).to(tl.float32)) * HALF_STEPS[OPTION]
+        length = tl.sqrt_rn(tl.sum(squares, 1).to(tl.float32)) * HALF_STEPS[L.bits]
         tl.store(at_scale, tl.div_rn(norm, length).to(tl.float16), mask=live)
-        _store_codes(at, at_high, packed, live, OPTION, D, P)
+        _store_codes(at, at_high, packed, live, L.bits, D, P)
 
-    if KIND == "trellis":
-        full = y if CENTERED else raw.to(tl.float32)
-        norm = tl.sqrt_rn(tl.sum(full * full, 1))
-        path, negatives, low, more, squares = trellis_words(y * tl.div_rn(D**0.5, norm + 1e-8)[:, None], OPTION, D, P)
-        length = tl.sqrt_rn(squares.to(tl.float32)) * TRELLIS_HALF_STEPS[OPTION]
-        tl.store(at_scale, tl.div_rn(norm, length).to(tl.float16), mask=live)
-        _store_words(at_high, path, live, D // 16)
-        _store_words(at, low, live, D // 16)
-        if OPTION > 2:
-            _store_words(at + D // 16, more, live, D // 16)
-        if OPTION == 4:
-            _store_words(at_high + D // 16, negatives, live, D // 16)
-
-    if KIND == "group" or KIND == "nvfp4":
-        SIZE: tl.constexpr = 16 if KIND == "nvfp4" else OPTION
+    if L.group > 0:
+        SIZE: tl.constexpr = L.group
         g = tl.arange(0, P // SIZE)
         blocks = tl.reshape(y, [N, P // SIZE, SIZE])
         absmax = tl.max(_abs_bits(blocks), 2)[:, :, None].to(tl.float32, bitcast=True)
-        if KIND == "group":
+        if L.scale == "group":
             scale = tl.div_rn(absmax, 7.0).to(tl.float16)
             packed = _whole(_over(blocks, tl.maximum(scale.to(tl.float32), _TINY)) + 8.5, 1.0, 15.0)
         else:
             magnitude = tl.abs(blocks)
-            scale = tl.where(_abs_bits(absmax) >= _INFINITY, 127, _fp4_scale(magnitude, absmax, OPTION))
+            scale = tl.where(_abs_bits(absmax) >= _INFINITY, 127, _fp4_scale(magnitude, absmax, L.search))
             packed = _minifloat(tl.minimum(_over(magnitude, float8(scale, 3)), 6.0), 1, 0)
             packed |= (blocks.to(tl.int32, bitcast=True) >> 28) & 8
         mask = live[:, None] & (g < COUNT)[None, :]
         scale = tl.reshape(scale, [N, P // SIZE]).to(scales.dtype.element_ty)
         tl.store(at_scale[:, None] + g[None, :], scale, mask=mask)
-        _store_planes(at, tl.reshape(packed, [N, P]), live, KIND == "nvfp4", D, P)
+        _store_planes(at, tl.reshape(packed, [N, P]), live, L.scale == "block", D, P)
 
 
 @triton.jit(do_not_specialize=["start", "tokens", "heads"])
@@ -397,19 +390,80 @@ def _encode_kernel(
     kx, kxb, kxh, kxt, ktable, kcodes, kcb, kch, khigh, khb, khh, kscales, ksb, ksh, kcenter, keb, keh,
     vx, vxb, vxh, vxt, vtable, vcodes, vcb, vch, vhigh, vhb, vhh, vscales, vsb, vsh, vcenter, veb, veh,
     start, tokens, heads,
-    KKIND: tl.constexpr, KOPTION: tl.constexpr, KROTATION: tl.constexpr, KSPAN: tl.constexpr, KCENTERED: tl.constexpr,
-    KD: tl.constexpr, KP: tl.constexpr,
-    VKIND: tl.constexpr, VOPTION: tl.constexpr, VROTATION: tl.constexpr, VSPAN: tl.constexpr, VCENTERED: tl.constexpr,
-    VD: tl.constexpr, VP: tl.constexpr,
+    KL: tl.constexpr, KD: tl.constexpr, KP: tl.constexpr,
+    VL: tl.constexpr, VD: tl.constexpr, VP: tl.constexpr,
     ACROSS: tl.constexpr, ALONG: tl.constexpr,
 ):  # fmt: skip
     if tl.program_id(2) == 0:
         _encode_side(
             kx, kxb, kxh, kxt, ktable, kcodes, kcb, kch, khigh, khb, khh, kscales, ksb, ksh, kcenter, keb, keh, start, tokens, heads,
-            KKIND, KOPTION, KROTATION, KSPAN, KCENTERED, KD, KP, ACROSS, ALONG,
+            KL, KD, KP, ACROSS, ALONG,
         )  # fmt: skip
     else:
         _encode_side(
             vx, vxb, vxh, vxt, vtable, vcodes, vcb, vch, vhigh, vhb, vhh, vscales, vsb, vsh, vcenter, veb, veh, start, tokens, heads,
-            VKIND, VOPTION, VROTATION, VSPAN, VCENTERED, VD, VP, ACROSS, ALONG,
+            VL, VD, VP, ACROSS, ALONG,
+        )  # fmt: skip
+
+
+def quantize_pages(
+    codecs: tuple[Codec, Codec], x: tuple[Tensor, Tensor], planes: tuple[Codes, Codes], statistics: tuple[Codes, Codes], slots: Tensor
+) -> None:
+    """`pages.quantize_pages` in one launch."""
+    arguments: list[object] = []
+    constants: list[object] = []
+    x = tuple(side if side.stride(3) == 1 else side.contiguous() for side in x)  # type: ignore[assignment]
+    layouts = [known(codec, side) for codec, side in zip(codecs, x, strict=True)]
+    batch, heads, tokens, _ = x[0].shape
+    if not slots.numel():
+        return
+    for layout, side, each, once in zip(layouts, x, planes, statistics, strict=True):
+        arguments += [side, *side.stride()[:3], table_of(layout, side), *plane_arguments(layout, each | once, side)]
+        constants += [layout, side.shape[3], padded(side.shape[3])]
+    across, along, warps = tile(layouts, heads, tokens, max(padded(side.shape[3]) for side in x), x[0].element_size())
+    grid = (triton.cdiv(tokens, along) * triton.cdiv(heads, across), batch, 2)
+    strides = slots.stride(0), slots.stride(1) if slots.dim() == 3 else 0, slots.stride(-1)
+    page = next(iter(planes[0].values())).shape[2]
+    with torch.cuda.device_of(x[0]):
+        _quantize_pages_kernel[grid](*arguments, slots, *strides, tokens, heads, *constants, across, along, page, num_warps=warps)
+
+
+@triton.jit
+def _quantize_pages_side(
+    x, xb, xh, xt, table, codes, cb, ch, high, hb, hh, scales, sb, sh, center, eb, eh, slots, slots_b, slots_h, slots_t, tokens, heads,
+    L: tl.constexpr, D: tl.constexpr, P: tl.constexpr, ACROSS: tl.constexpr, ALONG: tl.constexpr, PAGE: tl.constexpr,
+):  # fmt: skip
+    b, h0, t0 = tile_of(heads, ACROSS, ALONG)
+    i = tl.arange(0, ACROSS * ALONG)
+    c = tl.arange(0, P)
+    t = t0 + i // ACROSS
+    h = (h0 + i % ACROSS).to(tl.int64)
+    live = (t < tokens) & (h < heads)
+    inside = live[:, None] if D == P else live[:, None] & (c < D)[None, :]
+    raw = tl.load(x + (b * xb + h * xh + t.to(tl.int64) * xt)[:, None] + c[None, :], mask=inside, other=0.0)
+    slot = tl.load(slots + b * slots_b + h * slots_h + t.to(tl.int64) * slots_t, mask=live, other=-1).to(tl.int64)
+    store_tile(
+        raw, slot >= 0, slot // PAGE, b, h0, slot % PAGE, table, codes, cb, ch, high, hb, hh, scales, sb, sh, center, eb, eh,
+        L, D, P, ACROSS, ALONG,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["tokens", "heads"])
+def _quantize_pages_kernel(
+    kx, kxb, kxh, kxt, ktable, kcodes, kcb, kch, khigh, khb, khh, kscales, ksb, ksh, kcenter, keb, keh,
+    vx, vxb, vxh, vxt, vtable, vcodes, vcb, vch, vhigh, vhb, vhh, vscales, vsb, vsh, vcenter, veb, veh,
+    slots, slots_b, slots_h, slots_t, tokens, heads,
+    KL: tl.constexpr, KD: tl.constexpr, KP: tl.constexpr,
+    VL: tl.constexpr, VD: tl.constexpr, VP: tl.constexpr,
+    ACROSS: tl.constexpr, ALONG: tl.constexpr, PAGE: tl.constexpr,
+):  # fmt: skip
+    if tl.program_id(2) == 0:
+        _quantize_pages_side(
+            kx, kxb, kxh, kxt, ktable, kcodes, kcb, kch, khigh, khb, khh, kscales, ksb, ksh, kcenter, keb, keh,
+            slots, slots_b, slots_h, slots_t, tokens, heads, KL, KD, KP, ACROSS, ALONG, PAGE,
+        )  # fmt: skip
+    else:
+        _quantize_pages_side(
+            vx, vxb, vxh, vxt, vtable, vcodes, vcb, vch, vhigh, vhb, vhh, vscales, vsb, vsh, vcenter, veb, veh,
+            slots, slots_b, slots_h, slots_t, tokens, heads, VL, VD, VP, ACROSS, ALONG, PAGE,
         )  # fmt: skip

@@ -11,14 +11,14 @@ from matrix import slowly
 from torch import Tensor
 
 from qkvcache.formats import REGISTRY
-from qkvcache.kernels import Places, dispatch, number
-from qkvcache.kernels.retire import arrive, retire
+from qkvcache.kernels import StaticTensors, dispatch, number
+from qkvcache.kernels.evict import append_token, evict_token
 
 triton = pytest.importorskip("triton")
 if not (torch.cuda.is_available() or triton.knobs.runtime.interpret):
     pytest.skip("needs a GPU, or Triton's interpreter", allow_module_level=True)
 
-from qkvcache.kernels import triton_retire as kernels  # noqa: E402
+from qkvcache.kernels import triton_evict as kernels  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, in the interpreter
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -37,7 +37,7 @@ def poisoned(*shape: int, dtype: torch.dtype) -> Tensor:
 
 
 @dataclass(eq=False)
-class Layer(Places):
+class Layer(StaticTensors):
     """Every byte that a step may write is the sentinel, but for what counts, and for the ring."""
 
     def copy(self) -> Layer:
@@ -56,7 +56,7 @@ def made(format: str, rows=1, heads=2, dims=(64, 80), dtype=torch.float16, exact
     planes = []
     for codec, x in zip(codecs, ring, strict=True):
         each, _ = codec.allocate(x, slots, per_head=True, make=lambda shape, **options: poisoned(*shape, dtype=options["dtype"]))
-        planes.append(each | codec.fit(x))
+        planes.append(each | codec.calibrate(x))
     positions = torch.randint(-1, 50, (rows, 1, slots + width), device=DEVICE).int().expand(-1, heads, -1).contiguous()
     records = {str(i): torch.randn(rows, heads, slots + width, device=DEVICE) for i in range(others)}
     return Layer(
@@ -90,9 +90,9 @@ def same(ours: Layer, theirs: Layer, share: float = 0.0) -> None:
             assert torch.equal(bits(got), bits(wanted))
 
 
-@pytest.mark.parametrize("real", [None, "some"])
+@pytest.mark.parametrize("is_valid", [None, "some"])
 @pytest.mark.parametrize(("rows", "heads", "dims"), [(1, 1, (64, 64)), (3, 3, (80, 64)), (3, 8, (64, 80))])
-def test_arrivals(rows, heads, dims, real):
+def test_arrivals(rows, heads, dims, is_valid):
     """Every kind of record, given or zero or not there; a ring of one column; counts that wrap."""
     for others, width in ((0, 1), (1, 3), (3, 4)):
         layer = made("identity", rows, heads, dims, width=width, others=others, exact=others)
@@ -100,9 +100,9 @@ def test_arrivals(rows, heads, dims, real):
         for step in range(2):
             x = layer.token()
             new = [None if i == step else torch.randn(rows, heads, 1, device=DEVICE) for i in range(others)]
-            who = torch.tensor([True, False, True], device=DEVICE)[:rows] ^ bool(step) if real else None
-            kernels.arrive(layer, x, new, who)
-            arrive(twin, x, new, who)
+            who = torch.tensor([True, False, True], device=DEVICE)[:rows] ^ bool(step) if is_valid else None
+            kernels.append_token(layer, x, new, who)
+            append_token(twin, x, new, who)
             same(layer, twin)
         assert int(layer.columns) == 43
 
@@ -112,9 +112,9 @@ def test_many_heads_in_rows_that_lie_apart():
     layer = made("identity", 2, 70, (80, 64), dtype=torch.bfloat16, others=1)
     twin, x = layer.copy(), layer.token()
     new = torch.randn(70, 2, 3, device=DEVICE)[..., 1:2].transpose(0, 1)
-    real = torch.tensor([[True, False], [False, True]], device=DEVICE)[:, 1]
-    kernels.arrive(layer, x, [new], real)
-    arrive(twin, x, [new], real)
+    is_valid = torch.tensor([[True, False], [False, True]], device=DEVICE)[:, 1]
+    kernels.append_token(layer, x, [new], is_valid)
+    append_token(twin, x, [new], is_valid)
     same(layer, twin)
 
 
@@ -130,9 +130,9 @@ def orders(layer: Layer) -> list[Tensor]:
     return [mixed, alike, none]
 
 
-def compare(layer: Layer, twin: Layer, order: Tensor, share: float = 0.0, how=kernels.retire) -> Tensor:
+def compare(layer: Layer, twin: Layer, order: Tensor, share: float = 0.0, how=kernels.evict_token) -> Tensor:
     where = how(layer, order)
-    assert torch.equal(where, retire(twin, order))
+    assert torch.equal(where, evict_token(twin, order))
     same(layer, twin, share)
     return where
 
@@ -174,12 +174,7 @@ def test_formats(format, monkeypatch):
     dispatch.prepare(layer.codecs, (64, 64), torch.float32, DEVICE)
     share = 0.0 if format in EXACT else ROUNDED.get(format, 0.01)
     for order in orders(layer):
-        compare(layer, layer.copy(), order, share, dispatch.retire)
-
-
-def test_trellis():
-    layer = made("hadaquant_k3v2_trellis", 1, 1, (64, 64), dtype=torch.float32)
-    compare(layer, layer.copy(), orders(layer)[1], 0.01)
+        compare(layer, layer.copy(), order, share, dispatch.evict_token)
 
 
 def test_no_slots():
@@ -198,5 +193,5 @@ def test_what_the_compiler_is_told(by, monkeypatch):
     layer = made("int8", 1, 2, exact=1)
     x, new = layer.token(), [torch.randn(1, 2, 1, device=DEVICE)]
     tests = ("test_schema", "test_faketensor")
-    torch.library.opcheck(torch.ops.qkvcache.arrive, (*layer.arguments, *x, new, None), test_utils=tests)
-    torch.library.opcheck(torch.ops.qkvcache.retire, (*layer.arguments, orders(layer)[0]), test_utils=tests)
+    torch.library.opcheck(torch.ops.qkvcache.append_token, (*layer.arguments, *x, new, None), test_utils=tests)
+    torch.library.opcheck(torch.ops.qkvcache.evict_token, (*layer.arguments, orders(layer)[0]), test_utils=tests)

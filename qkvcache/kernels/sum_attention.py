@@ -1,4 +1,5 @@
-"""Attention mass of a prefill: the softmax weight of each key, summed over queries, in plain torch and with memory linear in tokens."""
+"""Accumulated attention of a prefill: the softmax weight of each key, summed over queries, in plain torch and with memory linear in
+tokens."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ BLOCK = 2**24
 """Most scores that exist at once."""
 
 
-def column_mass(
+def sum_attention(
     query: Tensor,
     key: Tensor,
     observed: Tensor,
@@ -36,7 +37,7 @@ def column_mass(
     heads, tokens = key.shape[1:3]
     groups = query_heads // heads
     key = key.float()
-    mass = torch.zeros(batch, heads, tokens, dtype=torch.float32, device=key.device)
+    attention_sums = torch.zeros(batch, heads, tokens, dtype=torch.float32, device=key.device)
     step = max(BLOCK // (batch * query_heads * tokens), 1)
     for begin in range(0, queries, step):
         end = min(begin + step, queries)
@@ -59,5 +60,5 @@ def column_mass(
         count = observed[:, None, begin:end].float().expand(batch, query_heads, -1)
         weights = logits.sub_(level[..., None]).exp_().masked_fill_(unseen | (count == 0)[..., None], 0)
         rows_of = (batch, heads, groups * (end - begin))
-        mass[:, :, :seen] += (count.reshape(rows_of)[:, :, None] @ weights.reshape(*rows_of, seen))[:, :, 0]
-    return mass
+        attention_sums[:, :, :seen] += (count.reshape(rows_of)[:, :, None] @ weights.reshape(*rows_of, seen))[:, :, 0]
+    return attention_sums

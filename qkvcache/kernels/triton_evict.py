@@ -1,7 +1,7 @@
-"""`retire.py` in one launch before attention and one after it: what moves is small, so that launches are what it costs.
+"""`evict_token.py` in one launch before attention and one after it: what moves is small, so that launches are what it costs.
 
-`arrive` has a program for each row, which counts the row's token once it has read the count. `retire` has one for each head, which looks
-through the order of its tokens; torch.compile makes a minimum over thousands of columns one slow block of threads.
+`append_token` has a program for each row, which counts the row's token once it has read the count. `evict_token` has one for each head,
+which looks through the order of its tokens; torch.compile makes a minimum over thousands of columns one slow block of threads.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .retire import Places
+from .evict import StaticTensors
 from .segments import Pair
-from .triton_decode import known, padded, plane_arguments, table_of, tile
-from .triton_encode import store_tile
+from .triton_dequantize import known, padded, plane_arguments, table_of, tile
+from .triton_quantize import store_tile
 
 ORDERED = 1024
 """Columns of the order that a program compares at once."""
 _MOST = tl.constexpr(2**63 - 1)
 ABSENT, ZERO, GIVEN = map(tl.constexpr, range(3))
-"""Of a record, what `arrive` writes."""
+"""Of a record, what `append_token` writes."""
 
 
-def arrive(held: Places, x: Pair, new: Sequence[Tensor | None], real: Tensor | None) -> None:
-    ring, shown, (positions, *others) = held.ring, held.shown, held.records.values()
+def append_token(static: StaticTensors, x: Pair, new: Sequence[Tensor | None], is_valid: Tensor | None) -> None:
+    ring, shown, (positions, *others) = static.ring, static.shown, static.records.values()
     batch, heads, width, _ = ring[0].shape
     tokens = [token if token.stride(3) == 1 else token.contiguous() for token in x]
     arguments: list[object] = []
@@ -38,12 +38,12 @@ def arrive(held: Places, x: Pair, new: Sequence[Tensor | None], real: Tensor | N
         record, value = (others[i], new[i]) if i < len(others) else (positions, None)
         arguments += [record, *((positions, 0, 0) if value is None else (value, *value.stride()[:2]))]
         kinds[i] = ABSENT.value if i >= len(others) else ZERO.value if value is None else GIVEN.value
-    arguments += [shown, held.seen, held.columns, *((shown, 0) if real is None else (real, real.stride(0)))]
+    arguments += [shown, static.seen, static.columns, *((shown, 0) if is_valid is None else (is_valid, is_valid.stride(0)))]
     arguments += [heads, width, positions.shape[2], shown.shape[1]]
     sizes = [size for token in tokens for size in (token.shape[3], padded(token.shape[3]))]
     across = max(min(triton.next_power_of_2(heads), 4096 // max(sizes)), 1)
-    with torch.cuda.device_of(held.seen):
-        _arrive_kernel[(batch,)](*arguments, *sizes, *kinds, real is not None, across)
+    with torch.cuda.device_of(static.seen):
+        _append_kernel[(batch,)](*arguments, *sizes, *kinds, is_valid is not None, across)
 
 
 @triton.jit
@@ -63,9 +63,9 @@ def _note(record, new, nb, nh, b, h, heads, at, KIND: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["heads", "width", "record_columns", "all_columns"])
-def _arrive_kernel(
+def _append_kernel(
     kring, kx, kxb, kxh, vring, vx, vxb, vxh, positions, r0, n0, n0b, n0h, r1, n1, n1b, n1h, r2, n2, n2b, n2h,
-    shown, seen, columns, real, real_b, heads, width, record_columns, all_columns,
+    shown, seen, columns, is_valid, real_b, heads, width, record_columns, all_columns,
     KD: tl.constexpr, KP: tl.constexpr, VD: tl.constexpr, VP: tl.constexpr,
     R0: tl.constexpr, R1: tl.constexpr, R2: tl.constexpr, REAL: tl.constexpr, ACROSS: tl.constexpr,
 ):  # fmt: skip
@@ -73,7 +73,7 @@ def _arrive_kernel(
     count = tl.load(seen + b)
     total = tl.load(columns)
     if REAL:
-        more = tl.load(real + b * real_b).to(tl.int64)
+        more = tl.load(is_valid + b * real_b).to(tl.int64)
     else:
         more = tl.full((), 1, tl.int64)
     at = count % width
@@ -93,22 +93,22 @@ def _arrive_kernel(
     tl.store(columns, total + 1, mask=b == 0)
 
 
-def retire(held: Places, order: Tensor) -> Tensor:
-    """For codecs that `triton_encode.supports` and whose heads share no buffer kept for each token."""
+def evict_token(static: StaticTensors, order: Tensor) -> Tensor:
+    """For codecs that `triton_quantize.supports` and whose heads share no buffer kept for each token."""
     arguments: list[object] = []
     constants: list[object] = []
-    ring, seen, (positions, *others) = held.ring, held.seen, held.records.values()
-    specs = [known(codec, x) for codec, x in zip(held.codecs, ring, strict=True)]
+    ring, seen, (positions, *others) = static.ring, static.seen, static.records.values()
+    layouts = [known(codec, x) for codec, x in zip(static.codecs, ring, strict=True)]
     batch, heads, width, _ = ring[0].shape
-    for spec, planes, first, x in zip(specs, held.planes, held.first, ring, strict=True):
-        arguments += [x, first, table_of(spec, x), *plane_arguments(spec, planes, x)]
-        constants += [*spec.constants, x.shape[3], padded(x.shape[3])]
+    for layout, planes, first, x in zip(layouts, static.planes, static.first, ring, strict=True):
+        arguments += [x, first, table_of(layout, x), *plane_arguments(layout, planes, x)]
+        constants += [layout, x.shape[3], padded(x.shape[3])]
     where = torch.empty(batch, heads, dtype=torch.int64, device=seen.device)
-    arguments += [positions, *others, *[positions] * (3 - len(others)), held.shown, seen, order.contiguous(), where]
-    _, along, warps = tile(specs, 1, 1, max(padded(x.shape[3]) for x in ring), ring[0].element_size())
-    sizes = heads, held.first[0].shape[2], width, positions.shape[2]
+    arguments += [positions, *others, *[positions] * (3 - len(others)), static.shown, seen, order.contiguous(), where]
+    _, along, warps = tile(layouts, 1, 1, max(padded(x.shape[3]) for x in ring), ring[0].element_size())
+    sizes = heads, static.first[0].shape[2], width, positions.shape[2]
     with torch.cuda.device_of(seen):
-        _retire_kernel[(heads, batch)](*arguments, *sizes, *constants, len(others), along, ORDERED, num_warps=warps)
+        _evict_kernel[(heads, batch)](*arguments, *sizes, *constants, len(others), along, ORDERED, num_warps=warps)
     return where
 
 
@@ -128,8 +128,7 @@ def _first_least(row, columns, N: tl.constexpr):
 @triton.jit
 def _retire_side(
     ring, first, table, codes, cb, ch, high, hb, hh, scales, sb, sh, center, eb, eh, slot, b, h, heads, exact, width, at,
-    KIND: tl.constexpr, OPTION: tl.constexpr, ROTATION: tl.constexpr, SPAN: tl.constexpr, CENTERED: tl.constexpr,
-    D: tl.constexpr, P: tl.constexpr, ALONG: tl.constexpr,
+    L: tl.constexpr, D: tl.constexpr, P: tl.constexpr, ALONG: tl.constexpr,
 ):  # fmt: skip
     c = tl.arange(0, P)[None, :]
     inside = tl.arange(0, ALONG) == 0  # one token, in as many rows as a product has
@@ -137,20 +136,18 @@ def _retire_side(
     raw = tl.load(ring + ((b * heads + h) * width + at) * D + c + 0 * inside[:, None], mask=mask, other=0.0)
     tl.store(first + ((b * heads + h) * exact - 2 - slot) * D + c + 0 * inside[:, None], raw, mask=mask & (slot < -1))
     store_tile(
-        raw, inside & (slot >= 0), b, h, slot, table, codes, cb, ch, high, hb, hh, scales, sb, sh, center, eb, eh,
-        KIND, OPTION, ROTATION, SPAN, CENTERED, D, P, 1, ALONG,
+        raw, inside & (slot >= 0), b, b, h, slot + tl.arange(0, ALONG), table, codes, cb, ch, high, hb, hh, scales, sb, sh, center, eb, eh,
+        L, D, P, 1, ALONG,
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["heads", "exact", "width", "record_columns"])
-def _retire_kernel(
+def _evict_kernel(
     kring, kfirst, ktable, kcodes, kcb, kch, khigh, khb, khh, kscales, ksb, ksh, kcenter, keb, keh,
     vring, vfirst, vtable, vcodes, vcb, vch, vhigh, vhb, vhh, vscales, vsb, vsh, vcenter, veb, veh,
     positions, r0, r1, r2, shown, seen, order, where, heads, exact, width, record_columns,
-    KKIND: tl.constexpr, KOPTION: tl.constexpr, KROTATION: tl.constexpr, KSPAN: tl.constexpr, KCENTERED: tl.constexpr,
-    KD: tl.constexpr, KP: tl.constexpr,
-    VKIND: tl.constexpr, VOPTION: tl.constexpr, VROTATION: tl.constexpr, VSPAN: tl.constexpr, VCENTERED: tl.constexpr,
-    VD: tl.constexpr, VP: tl.constexpr,
+    KL: tl.constexpr, KD: tl.constexpr, KP: tl.constexpr,
+    VL: tl.constexpr, VD: tl.constexpr, VP: tl.constexpr,
     RECORDS: tl.constexpr, ALONG: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     h = tl.program_id(0).to(tl.int64)
@@ -166,11 +163,11 @@ def _retire_kernel(
     tl.store(where + b * heads + h, slot.to(tl.int64))
     _retire_side(
         kring, kfirst, ktable, kcodes, kcb, kch, khigh, khb, khh, kscales, ksb, ksh, kcenter, keb, keh,
-        slot, b, h, heads, exact, width, at, KKIND, KOPTION, KROTATION, KSPAN, KCENTERED, KD, KP, ALONG,
+        slot, b, h, heads, exact, width, at, KL, KD, KP, ALONG,
     )  # fmt: skip
     _retire_side(
         vring, vfirst, vtable, vcodes, vcb, vch, vhigh, vhb, vhh, vscales, vsb, vsh, vcenter, veb, veh,
-        slot, b, h, heads, exact, width, at, VKIND, VOPTION, VROTATION, VSPAN, VCENTERED, VD, VP, ALONG,
+        slot, b, h, heads, exact, width, at, VL, VD, VP, ALONG,
     )  # fmt: skip
     moves = slot >= 0
     tl.store(positions + row + slot, position, mask=moves)

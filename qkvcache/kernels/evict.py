@@ -5,8 +5,8 @@
     shown    bool `[B, E + S + W]`  which columns hold a token             int32 (-1: no token), then up to three in fp32
     seen     int64 `[B]`         real tokens of each row          columns  int64 `[1]`         tokens of a row with its padding
 
-The `n`th real token of a row lies in column `n % W` of the ring. `arrive` comes before attention, `retire` after it, when the oldest token
-leaves the ring; between the steps the column that it had is empty. Which slots are empty is the same in all heads.
+The `n`th real token of a row lies in column `n % W` of the ring. `append_token` comes before attention, `evict_token` after it, when the
+oldest token leaves the ring; between the steps the column that it had is empty. Which slots are empty is the same in all heads.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .segments import CODECS, Pair
 
 
 @dataclass(eq=False)
-class Places:
+class StaticTensors:
     """The tensors of the table above."""
 
     numbers: tuple[int, int]
@@ -65,7 +65,7 @@ class Places:
         ring: Sequence[Tensor],
         records: Sequence[Tensor],
         *counts: Tensor,
-    ) -> Places:
+    ) -> StaticTensors:
         left = iter(planes)
         sides = [{b.name: next(left) for b in CODECS[n].buffers(x.shape[3])} for n, x in zip(numbers, ring, strict=True)]
         named = {str(i) if i else "positions": record for i, record in enumerate(records)}
@@ -78,32 +78,32 @@ def take(x: Tensor, index: Tensor) -> Tensor:
     return x.gather(2, index.expand(*x.shape[:2], index.shape[2], *x.shape[3:]))
 
 
-def arrive(held: Places, x: Pair, new: Sequence[Tensor | None], real: Tensor | None) -> None:
+def append_token(static: StaticTensors, x: Pair, new: Sequence[Tensor | None], is_valid: Tensor | None) -> None:
     """Takes keys and values `x` `[B, H, 1, D]`, `new` `[B, H, 1]` of each record after the positions (None: zero), and which rows' tokens
-    are `real`, bool `[B]` (None: all). What is not real is overwritten by what comes next."""
-    ring, seen, shown, (positions, *others) = held.ring, held.seen, held.shown, held.records.values()
+    are `is_valid`, bool `[B]` (None: all). What is not real is overwritten by what comes next."""
+    ring, seen, shown, (positions, *others) = static.ring, static.seen, static.shown, static.records.values()
     at = seen % ring[0].shape[2]
-    position = seen.clone() if real is None else torch.where(real, seen, -1)
+    position = seen.clone() if is_valid is None else torch.where(is_valid, seen, -1)
     for tokens, token in zip(ring, x, strict=True):
         _put(tokens, at, token)
-    in_records = held.slots + at
+    in_records = static.slots + at
     _put(positions, in_records, position.int()[:, None, None].expand(*positions.shape[:2], 1))
     for record, value in zip(others, new, strict=True):
         _put(record, in_records, record.new_zeros(*record.shape[:2], 1) if value is None else value)
     shown.scatter_(1, (shown.shape[1] - ring[0].shape[2] + at)[:, None], (position >= 0)[:, None])
-    seen.add_(1 if real is None else real.long())
-    held.columns.add_(1)
+    seen.add_(1 if is_valid is None else is_valid.long())
+    static.columns.add_(1)
 
 
-def retire(held: Places, order: Tensor) -> Tensor:
+def evict_token(static: StaticTensors, order: Tensor) -> Tensor:
     """The token in column `seen % W` of the ring leaves it: to the first zone if its position is there, and else, in each head, to the slot
     of the body that is least in `order`, int64 `[B, H, S + 1]`, the first of equal ones. Its own place in the order is the last; if that is
     least, it is forgotten.
 
     Returns the slot, int64 `[B, H]`; -1 where it is forgotten, `-2 - e` where it went to column `e` of the first zone.
     """
-    ring, shown, records, slots, exact = held.ring, held.shown, list(held.records.values()), held.slots, held.first[0].shape[2]
-    at = held.seen % ring[0].shape[2]
+    ring, shown, records, slots, exact = static.ring, static.shown, list(static.records.values()), static.slots, static.first[0].shape[2]
+    at = static.seen % ring[0].shape[2]
     token = take(ring[0], at[:, None]), take(ring[1], at[:, None])
     in_records = (slots + at)[:, None]
     position = take(records[0], in_records)[..., 0].long()
@@ -111,14 +111,14 @@ def retire(held: Places, order: Tensor) -> Tensor:
     where = torch.where(least < slots, least, -1)
     where = torch.where((position >= 0) & (position < exact), -2 - position, where)
     there = where[:, 0] < -1
-    for first, x in zip(held.first, token, strict=True):
+    for first, x in zip(static.first, token, strict=True):
         sink = where[..., None] == -2 - torch.arange(exact, device=where.device)
         first.copy_(torch.where(sink[..., None], x, first))
     if slots:
         into, taken = where.clamp_min(0)[..., None], (where >= 0)[..., None]
-        for codec, side, x in zip(held.codecs, held.planes, token, strict=True):
+        for codec, side, x in zip(static.codecs, static.planes, token, strict=True):
             names = [b.name for b in codec.buffers(x.shape[3]) if b.tokens == "each"]
-            codes = codec.encode(x, {name: plane for name, plane in side.items() if name not in names})
+            codes = codec.quantize(x, {name: plane for name, plane in side.items() if name not in names})
             for name in names:
                 plane = side[name]
                 index = into[..., None].expand(*where.shape, 1, plane.shape[3])

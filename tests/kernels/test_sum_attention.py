@@ -1,4 +1,4 @@
-"""Attention mass: torch references against a dense softmax, and kernels against the references."""
+"""Accumulated attention: torch references against a dense softmax, and kernels against the references."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from qkvcache.formats import REGISTRY
 from qkvcache.kernels import attend, attend_observed, observe_on_codes, prefill_with_lse, whole
 from qkvcache.storage import Storage
 
-from .payloads import build
+from .attention_inputs import build
 
-in_torch = importlib.import_module("qkvcache.kernels.column_mass")
+in_torch = importlib.import_module("qkvcache.kernels.sum_attention")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
@@ -57,8 +57,8 @@ def triton():
 
 def make(format: str, heads=2, group=2, queries=3, tokens=135, dim=64, dtype=torch.float32, first=3, recent=20, cuts=(60,)):
     key, value = (data(2, heads, tokens, dim, dtype=dtype) for _ in range(2))
-    payload = build(REGISTRY[format], key, value, first, recent, cuts)
-    return data(2, heads * group, queries, dim, dtype=dtype), payload, torch.rand(2, queries, device=DEVICE)
+    attention_inputs = build(REGISTRY[format], key, value, first, recent, cuts)
+    return data(2, heads * group, queries, dim, dtype=dtype), attention_inputs, torch.rand(2, queries, device=DEVICE)
 
 
 OPTIONS = {
@@ -85,13 +85,13 @@ def options_of(case: str) -> dict:
 @pytest.mark.parametrize("format", ["identity", "turboquant_3bit_nc"])
 @pytest.mark.parametrize("case", OPTIONS)
 def test_the_reference(case, format):
-    query, payload, observed = make(format)
+    query, attention_inputs, observed = make(format)
     options = options_of(case)
-    out, mass = attend_observed(query, payload, observed=observed, **options)
-    assert torch.equal(out, attend(query, payload, **options))
+    out, attention_sums = attend_observed(query, attention_inputs, observed=observed, **options)
+    assert torch.equal(out, attend(query, attention_inputs, **options))
     mask = options.pop("mask", None)
     visible = causal(3, 135) if options.pop("causal", False) else torch.ones(3, 135, dtype=torch.bool, device=DEVICE)
-    key = payload.key.dense()
+    key = attention_inputs.key.dense()
     if mask is not None and mask.dtype == torch.bool:
         visible = visible & mask
     if mask is not None and mask.dtype != torch.bool:  # as one more channel for each query's sake would be: by definition instead
@@ -100,40 +100,42 @@ def test_the_reference(case, format):
     else:
         options.setdefault("scaling", 64**-0.5)
         expected, _ = dense_mass(query, key, observed, visible, **options)
-    torch.testing.assert_close(mass, expected, rtol=rounding(64, 135), atol=rounding(64, 135) * 1e-2)
+    torch.testing.assert_close(attention_sums, expected, rtol=rounding(64, 135), atol=rounding(64, 135) * 1e-2)
 
 
 def test_hidden_tokens_have_no_mass():
     """Nor do padding queries give any, which may hold nan."""
-    query, payload, observed = make("int8")
+    query, attention_inputs, observed = make("int8")
     mask = torch.ones(2, 1, 3, 135, dtype=torch.bool, device=DEVICE)
     mask[0, :, :, 5:20] = False
     mask[0, :, 1] = False
     query[1, :, 2] = torch.nan
     observed[1, 2] = 0
-    out, mass = attend_observed(query, payload, mask, observed=observed)
-    assert not mass[0, :, 5:20].any() and out[0].isfinite().all()
-    torch.testing.assert_close(mass.sum(-1), (2 * torch.stack([observed[0, ::2].sum(), observed[1].sum()]))[:, None].expand(2, 2))
+    out, attention_sums = attend_observed(query, attention_inputs, mask, observed=observed)
+    assert not attention_sums[0, :, 5:20].any() and out[0].isfinite().all()
+    torch.testing.assert_close(attention_sums.sum(-1), (2 * torch.stack([observed[0, ::2].sum(), observed[1].sum()]))[:, None].expand(2, 2))
 
 
-def check_fused(monkeypatch, query, payload, observed, mask=None, *, window=None, **options):
+def check_fused(monkeypatch, query, attention_inputs, observed, mask=None, *, window=None, **options):
     from .test_fused_attend import expect, fused, guarded, tolerance, windowed
 
     with guarded(monkeypatch):
-        out, lse, mass = fused.fused_attend(query, payload, mask, observed=observed, window=window, **options)
-    seen = windowed(mask, window, query.shape[2], payload.key.shape[2])
+        out, lse, attention_sums = fused.fused_attend(query, attention_inputs, mask, observed=observed, window=window, **options)
+    seen = windowed(mask, window, query.shape[2], attention_inputs.key.shape[2])
     format = next(
-        name for name, format in REGISTRY.items() if payload.body is None or format.codecs() == (payload.body.key, payload.body.value)
+        name
+        for name, format in REGISTRY.items()
+        if attention_inputs.region is None or format.codecs() == (attention_inputs.region.key, attention_inputs.region.value)
     )
-    expect(format, query, payload, seen, out, lse, 3 * tolerance(format, query.dtype), **options)
-    _, expected = attend_observed(query.float(), payload, seen, observed=observed, **options)
-    assert mass.dtype == torch.float32 and mass.shape == expected.shape
+    expect(format, query, attention_inputs, seen, out, lse, 3 * tolerance(format, query.dtype), **options)
+    _, expected = attend_observed(query.float(), attention_inputs, seen, observed=observed, **options)
+    assert attention_sums.dtype == torch.float32 and attention_sums.shape == expected.shape
     # Weights in bf16 have 8 bits, to which the interpreter does not round: it cuts.
     limit = tolerance(format, query.dtype) + (0 if query.dtype == torch.float32 else 2**-7 if DEVICE.type == "cpu" else 2**-8)
-    error = ((mass - expected).norm() / expected.norm()).item()
+    error = ((attention_sums - expected).norm() / expected.norm()).item()
     assert error <= limit, f"relative error {error:.1e} > {limit:.1e}"
-    assert not mass[expected == 0].any()
-    return mass
+    assert not attention_sums[expected == 0].any()
+    return attention_sums
 
 
 QUICK = ("int8", "turboquant_4bit_nc")
@@ -144,16 +146,16 @@ every_format = pytest.mark.parametrize(
 
 @every_format
 def test_fused(format, monkeypatch, triton):
-    query, payload, observed = make(format, heads=2 if "tok" in format or "tensor" in format else 1, queries=1)
-    mass = check_fused(monkeypatch, query, payload, observed)
-    torch.testing.assert_close(mass.sum(-1), 2 * observed.expand(-1, mass.shape[1]), rtol=1e-3, atol=0)
+    query, attention_inputs, observed = make(format, heads=2 if "tok" in format or "tensor" in format else 1, queries=1)
+    attention_sums = check_fused(monkeypatch, query, attention_inputs, observed)
+    torch.testing.assert_close(attention_sums.sum(-1), 2 * observed.expand(-1, attention_sums.shape[1]), rtol=1e-3, atol=0)
 
 
 def test_a_query_counts_or_not(monkeypatch, triton):
-    query, payload, _ = make("int8", heads=1, queries=1)
+    query, attention_inputs, _ = make("int8", heads=1, queries=1)
     observed = torch.arange(query.shape[0], device=DEVICE)[:, None] == 1
-    mass = check_fused(monkeypatch, query, payload, observed)
-    assert not mass[0].any()
+    attention_sums = check_fused(monkeypatch, query, attention_inputs, observed)
+    assert not attention_sums[0].any()
 
 
 @pytest.mark.slow
@@ -177,8 +179,8 @@ def test_fused_options(case, monkeypatch, triton):
 
 @pytest.mark.parametrize("window", [7, pytest.param(50, marks=pytest.mark.slow), pytest.param(1000, marks=pytest.mark.slow)])
 def test_fused_window(window, monkeypatch, triton):
-    mass = check_fused(monkeypatch, *make("int8", heads=1), causal=True, window=window)
-    assert not mass[:, :, : 135 - 2 - window].any()
+    attention_sums = check_fused(monkeypatch, *make("int8", heads=1), causal=True, window=window)
+    assert not attention_sums[:, :, : 135 - 2 - window].any()
 
 
 SHAPES = [(1, 4, 1), (4, 1, 1), (1, 8, 1), (1, 2, 16), (1, 3, 7), (2, 1, 2), (1, 3, 1)]
@@ -211,16 +213,16 @@ def test_fused_hides(monkeypatch, triton):
     """What a mask hides has no mass, not even from a row that sees nothing; a padding query that holds nan gives none."""
     from .test_fused_attend import fused, guarded
 
-    query, payload, observed = make("int8", heads=1, tokens=90, cuts=())
+    query, attention_inputs, observed = make("int8", heads=1, tokens=90, cuts=())
     mask = torch.ones(2, 1, 3, 90, dtype=torch.bool, device=DEVICE)
     mask[0, :, :, 4:30] = False
     mask[0, :, 1] = False
     query[1, :, 2], observed[1, 2] = torch.nan, 0
-    expected = attend_observed(query, payload, mask, observed=observed)[1]
+    expected = attend_observed(query, attention_inputs, mask, observed=observed)[1]
     with guarded(monkeypatch):
-        mass = fused.fused_attend(query, payload, mask, observed=observed)[2]
-    torch.testing.assert_close(mass, expected, rtol=5e-3, atol=1e-5)
-    assert not mass[0, :, 4:30].any()
+        attention_sums = fused.fused_attend(query, attention_inputs, mask, observed=observed)[2]
+    torch.testing.assert_close(attention_sums, expected, rtol=5e-3, atol=1e-5)
+    assert not attention_sums[0, :, 4:30].any()
 
 
 def test_magnitudes(monkeypatch, triton):
@@ -228,18 +230,18 @@ def test_magnitudes(monkeypatch, triton):
     from .test_fused_attend import fused
 
     lengths = torch.tensor([0.0, 1e-6, 1.0, 1e2, 1e6], device=DEVICE)[torch.arange(60, device=DEVICE) % 5]
-    query, payload = data(1, 2, 1, 64), build(REGISTRY["int8"], data(1, 1, 60, 64), data(1, 1, 60, 64) * lengths[:, None], 0, 0)
+    query, attention_inputs = data(1, 2, 1, 64), build(REGISTRY["int8"], data(1, 1, 60, 64), data(1, 1, 60, 64) * lengths[:, None], 0, 0)
     observed = torch.ones(1, 1, device=DEVICE)
-    expected = attend_observed(query, payload, observed=observed)[1]
-    torch.testing.assert_close(fused.fused_attend(query, payload, observed=observed)[2], expected, rtol=5e-3, atol=1e-6)
+    expected = attend_observed(query, attention_inputs, observed=observed)[1]
+    torch.testing.assert_close(fused.fused_attend(query, attention_inputs, observed=observed)[2], expected, rtol=5e-3, atol=1e-6)
 
 
 def test_mass_of_storage_that_counts_on_the_device_is_refused(triton):
     from .test_fused_attend import fused
 
-    query, payload, observed = make("int8", tokens=40, cuts=())
-    key, value = payload.exact[2:]
-    held = Storage((payload.body.key, payload.body.value), (key, value), 0, 4, 60)
+    query, attention_inputs, observed = make("int8", tokens=40, cuts=())
+    key, value = attention_inputs.exact[2:]
+    held = Storage((attention_inputs.region.key, attention_inputs.region.value), (key, value), 0, 4, 60)
     with pytest.raises(ValueError, match="`observed` cannot be combined with storage that counts on the device"):
         fused.fused_attend(query, whole(held.buffers), observed=observed)
 
@@ -249,11 +251,11 @@ def test_dispatch(kernels, monkeypatch, request):
     if kernels == "triton":
         request.getfixturevalue("triton")
     monkeypatch.setenv("QKVCACHE_KERNELS", kernels)
-    query, payload, observed = make("int8", heads=1, queries=1, tokens=50, cuts=())
-    out, mass = observe_on_codes(query, payload, observed=observed)
-    expected_out, expected = attend_observed(query, payload, observed=observed)
+    query, attention_inputs, observed = make("int8", heads=1, queries=1, tokens=50, cuts=())
+    out, attention_sums = observe_on_codes(query, attention_inputs, observed=observed)
+    expected_out, expected = attend_observed(query, attention_inputs, observed=observed)
     torch.testing.assert_close(out, expected_out, rtol=0, atol=3e-3)
-    torch.testing.assert_close(mass, expected, rtol=3e-3, atol=1e-6)
+    torch.testing.assert_close(attention_sums, expected, rtol=3e-3, atol=1e-6)
 
 
 # Of a prefill
@@ -283,14 +285,14 @@ def check_prefill(function, limit, query, key, observed, visible, **options):
     shown = causal(queries, tokens) & (True if visible is None else visible[:, None, None])
     expected, lse = dense_mass(query, key, observed, shown, **options)
     for known in (None, lse):
-        mass = function(query, key, observed, visible, lse=known, **options)
-        assert mass.dtype == torch.float32 and mass.shape == expected.shape
-        torch.testing.assert_close(mass, expected, rtol=limit, atol=limit * 1e-2)
+        attention_sums = function(query, key, observed, visible, lse=known, **options)
+        assert attention_sums.dtype == torch.float32 and attention_sums.shape == expected.shape
+        torch.testing.assert_close(attention_sums, expected, rtol=limit, atol=limit * 1e-2)
         if "sinks" not in options:
             counted = observed.sum(-1, keepdim=True) * (query.shape[1] // key.shape[1])
-            torch.testing.assert_close(mass.sum(-1), counted.expand(-1, key.shape[1]), rtol=limit, atol=limit)
+            torch.testing.assert_close(attention_sums.sum(-1), counted.expand(-1, key.shape[1]), rtol=limit, atol=limit)
         if visible is not None:
-            assert not mass.masked_select(~visible[:, None]).any()
+            assert not attention_sums.masked_select(~visible[:, None]).any()
 
 
 PREFILL_OPTIONS = [{}, {"softcap": 1.5}, {"sinks": torch.tensor([9.0, -20.0, 0.5])}, {"scaling": 0.4}]
@@ -301,57 +303,57 @@ PREFILL_OPTIONS = [{}, {"softcap": 1.5}, {"sinks": torch.tensor([9.0, -20.0, 0.5
 def test_column_mass_in_torch(shape, block, monkeypatch):
     monkeypatch.setattr(in_torch, "BLOCK", block)
     query, key, observed, visible = prefill(*shape, dtype=torch.float32)
-    check_prefill(in_torch.column_mass, rounding(64, 200), query, key, observed, visible)
-    check_prefill(in_torch.column_mass, rounding(64, 200), query, key, torch.ones_like(observed), None)
+    check_prefill(in_torch.sum_attention, rounding(64, 200), query, key, observed, visible)
+    check_prefill(in_torch.sum_attention, rounding(64, 200), query, key, torch.ones_like(observed), None)
 
 
 @pytest.mark.parametrize("options", PREFILL_OPTIONS, ids=str)
 def test_column_mass_in_torch_with_options(options):
     options = {name: x.to(DEVICE) if isinstance(x, Tensor) else x for name, x in options.items()}
-    check_prefill(in_torch.column_mass, rounding(64, 200), *prefill(1, 3, 30, 50, dtype=torch.float32), **options)
+    check_prefill(in_torch.sum_attention, rounding(64, 200), *prefill(1, 3, 30, 50, dtype=torch.float32), **options)
 
 
 @pytest.fixture
 def columns(triton, monkeypatch):
     """The kernels, whose buffers hold nan at first."""
-    from qkvcache.kernels import triton_column_mass
+    from qkvcache.kernels import triton_sum_attention
 
     def poisoned(*shape, dtype, device):
         return torch.full(shape, torch.nan, dtype=dtype, device=device)
 
-    monkeypatch.setattr(triton_column_mass.torch, "empty", poisoned)
-    return triton_column_mass
+    monkeypatch.setattr(triton_sum_attention.torch, "empty", poisoned)
+    return triton_sum_attention
 
 
 @pytest.mark.parametrize("shape", [x if x[3] < 8 or x[2] == 97 else pytest.param(x, marks=pytest.mark.slow) for x in PREFILLS])
 def test_column_mass(shape, columns):
     query, key, observed, visible = prefill(*shape)
-    check_prefill(columns.column_mass, 2e-3, query, key, observed, visible)
-    check_prefill(columns.column_mass, 2e-3, query, key, torch.ones_like(observed), None)
+    check_prefill(columns.sum_attention, 2e-3, query, key, observed, visible)
+    check_prefill(columns.sum_attention, 2e-3, query, key, torch.ones_like(observed), None)
 
 
 @pytest.mark.parametrize("options", PREFILL_OPTIONS, ids=str)
 def test_column_mass_with_options(options, columns):
     options = {name: x.to(DEVICE) if isinstance(x, Tensor) else x for name, x in options.items()}
-    check_prefill(columns.column_mass, 2e-3, *prefill(1, 3, 30, 70), **options)
+    check_prefill(columns.sum_attention, 2e-3, *prefill(1, 3, 30, 70), **options)
 
 
 @pytest.mark.parametrize("dim", [96, *(pytest.param(dim, marks=pytest.mark.slow) for dim in (80, 128, 256))])
 def test_column_mass_of_other_widths(dim, columns):
-    check_prefill(columns.column_mass, 2e-3, *prefill(1, 2, 30, 70, dim=dim), scaling=0.1)
+    check_prefill(columns.sum_attention, 2e-3, *prefill(1, 2, 30, 70, dim=dim), scaling=0.1)
 
 
 def test_column_mass_of_slices(columns):
     """Queries as a projection leaves them, of which the last are taken; a normaliser of infinity and nan where padding is."""
     query, key, observed, visible = prefill(1, 2, 90, 90)
     query, key = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (query, key))
-    check_prefill(columns.column_mass, 2e-3, query[:, :, -7:], key, observed[:, -7:], visible)
+    check_prefill(columns.sum_attention, 2e-3, query[:, :, -7:], key, observed[:, -7:], visible)
     shown = causal(90, 90) & visible[:, None, None]
     expected, lse = dense_mass(query, key, observed, shown, scaling=0.1)
     lse[1, :, :5], lse[1, :, 5:9] = torch.nan, -torch.inf
-    for function in (columns.column_mass, in_torch.column_mass):
-        mass = function(query, key, observed, visible, scaling=0.1, lse=lse)
-        torch.testing.assert_close(mass, expected, rtol=2e-3, atol=1e-4)
+    for function in (columns.sum_attention, in_torch.sum_attention):
+        attention_sums = function(query, key, observed, visible, scaling=0.1, lse=lse)
+        torch.testing.assert_close(attention_sums, expected, rtol=2e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
@@ -360,7 +362,7 @@ def test_column_mass_dispatch(dtype, monkeypatch, triton):
     from qkvcache.kernels import dispatch
 
     monkeypatch.setenv("QKVCACHE_KERNELS", "triton")
-    check_prefill(dispatch.column_mass, 2e-3, *prefill(1, 2, 20, 30, dtype=dtype))
+    check_prefill(dispatch.sum_attention, 2e-3, *prefill(1, 2, 20, 30, dtype=dtype))
 
 
 @pytest.mark.gpu

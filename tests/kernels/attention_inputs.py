@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from qkvcache.formats import Format
-from qkvcache.kernels import Payload
-from qkvcache.storage import Chunks, payload_of
+from qkvcache.kernels import AttentionInputs
+from qkvcache.storage import Chunks, attention_inputs_of
 
 
-def build(format: Format, key: Tensor, value: Tensor, first: int, recent: int, cuts: Sequence[int] = ()) -> Payload:
+def build(format: Format, key: Tensor, value: Tensor, first: int, recent: int, cuts: Sequence[int] = ()) -> AttentionInputs:
     """Keys `[B, H, T, D]` and values, all but the first and the recent tokens packed.
 
     `cuts` are token counts of the body after which a new piece is appended, and with it a chunk if the last one is full. Slots without a
@@ -27,19 +27,19 @@ def build(format: Format, key: Tensor, value: Tensor, first: int, recent: int, c
             x = key[:, :, low:high], value[:, :, low:high]
             chunks.reserve(high - low, x)
             _poison(chunks)
-            chunks.fit(x)
+            chunks.calibrate(x)
             _encode(chunks, x)
-    payload = payload_of((key[:, :, :begin], value[:, :, :begin]), chunks, (key[:, :, end:], value[:, :, end:]))
+    attention_inputs = attention_inputs_of((key[:, :, :begin], value[:, :, :begin]), chunks, (key[:, :, end:], value[:, :, end:]))
     exact = (key[:, :, :begin], value[:, :, :begin], key[:, :, end:], value[:, :, end:])
-    body = None if not chunks.length else dataclasses.replace(chunks.body, tokens=chunks.length)
-    return Payload(payload.key, payload.value, body, exact)
+    region = None if not chunks.length else dataclasses.replace(chunks.region, tokens=chunks.length)
+    return AttentionInputs(attention_inputs.key, attention_inputs.value, region, exact)
 
 
 def _encode(chunks: Chunks, x: tuple[Tensor, Tensor]) -> None:
     """By the torch reference, whatever kernels there are."""
-    for chunk, at, part in chunks.free(x[0].shape[2]):
-        for codec, planes, once, side in zip(chunks.codecs, chunk, chunks.once, x, strict=True):
-            for name, codes in codec.encode(side[:, :, part], once).items():
+    for chunk, at, part in chunks.free_slots(x[0].shape[2]):
+        for codec, planes, statistics, side in zip(chunks.codecs, chunk, chunks.statistics, x, strict=True):
+            for name, codes in codec.quantize(side[:, :, part], statistics).items():
                 planes[name][:, :, at : at + part.stop - part.start] = codes
     chunks.length += x[0].shape[2]
 

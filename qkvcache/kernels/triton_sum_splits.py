@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""Attention mass of a decode step: the weights that `triton_attend.py` leaves behind, summed when the normaliser is known.
+"""Accumulated attention of a decode step: the weights that `triton_attend.py` leaves behind, summed when the normaliser is known.
 
 A weight is relative to the running maximum of its tile, `top`. Scratch of a block of rows: weights `[slots, WIDTH]`, maxima
 `[grains, WIDTH]`; slots hold the body, the first zone and the recent one, each from a grain's beginning on. A grain has one maximum: it is
@@ -31,13 +31,24 @@ def keep(weights, tops, w, top, slot, count, GRAIN: tl.constexpr, WIDTH: tl.cons
     tl.store(tops + slot // GRAIN * WIDTH + (g * WIDTH + r), many, mask=(g * GRAIN < count) & (r < WIDTH))
 
 
-@triton.jit(do_not_specialize=["slots", "grains", "n_first", "n_body", "n_recent", "hidden", "blocks", "heads", "queries"])
-def mass_kernel(
-    weights, tops, lse, observed, mass, slots, grains, n_first, n_body, n_recent, hidden, blocks, heads, queries,
-    G: tl.constexpr, R: tl.constexpr, WIDTH: tl.constexpr, N: tl.constexpr, ARCH: tl.constexpr,
+@triton.jit(
+    do_not_specialize=[
+        "slots", "grains", "n_first", "n_body", "n_recent", "hidden", "blocks", "heads", "queries", "lengths_b", "lengths_h", "window",
+    ]
+)  # fmt: skip
+def sum_splits_kernel(
+    weights, tops, lse, observed, attention_sums, rows, lengths, lengths_b, lengths_h, window,
+    slots, grains, n_first, n_body, n_recent, hidden, blocks, heads, queries,
+    G: tl.constexpr, R: tl.constexpr, WIDTH: tl.constexpr, N: tl.constexpr, ARCH: tl.constexpr, RAGGED: tl.constexpr,
 ):  # fmt: skip
-    """One program for `N` tokens of one zone of one (sequence, KV head): body, first or recent, in this order; `mass` `[B, H, T]`. The
-    first `hidden` tokens lie before every window."""
+    """One program for `N` tokens of one zone of one (sequence, KV head): body, first or recent, in this order. The first `hidden` tokens
+    lie before every window.
+
+    weights   [B * H, blocks, slots, WIDTH] fp32 or bf16, tops fp32 [B * H, blocks, grains, WIDTH]
+    lse       fp32 [B, H * G, queries]          observed        fp32 or bool [B, queries]
+    rows, lengths, window (0: none)             read if RAGGED: zones are the slots of sinks, pages and ring, as of `attend_pages_kernel`
+    attention_sums  fp32 [B, H, n_first + n_body + n_recent]
+    """
     program = tl.program_id(0)
     bh = tl.program_id(1)
     body_slots = tl.cdiv(n_body, BODY_GRAIN) * BODY_GRAIN
@@ -63,5 +74,22 @@ def mass_kernel(
         w = tl.load(weights + panel * slots * WIDTH + ((slot + t) * WIDTH)[:, None] + r[None, :]).to(tl.float32)
         w = w * exp2(top - level[None, :], ARCH)
         total += tl.sum(tl.where((count != 0.0)[None, :], w, 0.0), 1)  # of rows that do not exist, or of padding, it may be nan
-    total = tl.where(column + t >= hidden, total, 0.0)
-    tl.store(mass + bh.to(tl.int64) * (n_first + n_body + n_recent) + column + t, total, mask=t < held)
+    if RAGGED:
+        row = rows + bh // heads * 6
+        begin = tl.load(row)
+        n_sinks = tl.load(row + 2)
+        in_ring = tl.load(row + 5)
+        length = tl.load(lengths + bh // heads * lengths_b + bh % heads * lengths_h)
+        quantized = tl.maximum(length - begin, 0)
+        if column == 0 and slot > 0:
+            place, count = t, n_sinks
+        elif slot == 0:
+            place, count = tl.where(t < begin, length, t - begin) + n_sinks, n_sinks + quantized
+        else:
+            place = (t - tl.load(row + 4) + n_recent) % n_recent + n_sinks + quantized
+            count = n_sinks + quantized + in_ring
+        oldest = tl.where(window > 0, n_sinks + quantized + in_ring - queries - window + 1, 0)
+        total = tl.where((place < count) & (place >= oldest), total, 0.0)
+    else:
+        total = tl.where(column + t >= hidden, total, 0.0)
+    tl.store(attention_sums + bh.to(tl.int64) * (n_first + n_body + n_recent) + column + t, total, mask=t < held)

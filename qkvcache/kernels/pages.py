@@ -1,0 +1,311 @@
+"""Quantized tokens in pages that a table finds, rows of any lengths, and the torch reference of what kernels do with them.
+
+A pool holds `N` pages of `PAGE` tokens, a power of two of at least 64. Token `n` of a row is at offset `n % PAGE` of the page
+`table[row, n // PAGE]`. Pages may be anywhere in the pool, and rows may share them. Lengths are on the device: no function here needs them
+on the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..formats.base import Codec, Codes
+from .attend import HIDDEN, apply_mask
+from .segments import CODECS, Exact, KeysOrValues, Packed, Pair, number, pv, qk
+
+COLUMNS = BEGIN, SINK_ROW, SINKS, RING_ROW, RING_START, RING_TOKENS = range(6)
+"""Columns of `PagedInputs.rows`."""
+
+
+@dataclass(eq=False)
+class Pages:
+    """The quantized tokens of a layer.
+
+    planes      of keys and of values: `[N, H', PAGE, width]` for each buffer that is kept for each token. `H'` is `H`, or 1 for a buffer
+                that heads share, or 1 where each head has pages of its own
+    statistics  of keys and of values: `[B or 1, H or 1, 1, width]` for each buffer that is kept once; of one row if all rows share it
+    table       int32 `[B, P]`, where all heads of a row share its pages, or `[B, H, P]`, where each head has its own. Entries beyond the
+                length may hold anything
+    lengths     int32 `[B]` or, with pages for each head, `[B, H]`: tokens
+
+    Kernels ask that the last two dimensions of planes are contiguous, and that their addresses, their strides over pages and, unless
+    heads lie `PAGE * width` apart, over heads are multiples of 64 bytes. A plane may have more than 2^31 elements, with those between its
+    pages: kernels multiply page numbers by the stride of pages in 64 bits then.
+    """
+
+    key: Codec
+    value: Codec
+    planes: tuple[Codes, Codes]
+    statistics: tuple[Codes, Codes]
+    table: Tensor
+    lengths: Tensor
+
+    @property
+    def codecs(self) -> tuple[Codec, Codec]:
+        return self.key, self.value
+
+    @cached_property
+    def page_size(self) -> int:
+        """Tokens of a page."""
+        return next(iter(self.planes[0].values())).shape[2]
+
+    @property
+    def per_head(self) -> bool:
+        """Whether each head has pages of its own."""
+        return self.table.dim() == 3
+
+    def gather(self, side: int, tokens: int, begin: int = 0) -> tuple[Codes, Tensor]:
+        """Codes of the keys (0) or values (1) `begin` to `begin + tokens` of all rows, `[B, H', tokens, width]` with the statistics among
+        them, and which of them exist, bool `[B, 1 or H, tokens]`. Codes of those that do not are zeros."""
+        place = torch.arange(begin, begin + tokens, device=self.table.device)
+        table = self.table if self.per_head else self.table[:, None]
+        exists = (place < self.lengths.view(len(table), -1, 1)).expand(*table.shape[:2], tokens)
+        entry = place.div(self.page_size, rounding_mode="floor").clamp_max(table.shape[2] - 1)
+        page = torch.where(exists, table[:, :, entry], 0).long()
+        offset = place % self.page_size
+        codes: Codes = {}
+        for name, plane in self.planes[side].items():
+            found = plane[page, 0, offset] if self.per_head else plane[page[:, 0], :, offset].transpose(1, 2)
+            codes[name] = torch.where(exists[..., None], found, 0)
+        return codes | self.statistics[side], exists
+
+
+@dataclass(eq=False)
+class PagedInputs:
+    """What attention over pages reads. Row `b` has, in this order, sinks, quantized tokens and the tokens of a ring.
+
+    sinks       keys and values `[E, H, S, D]` in the model's dtype, `S` may be 0
+    ring        keys and values `[F, H, R, D]` in the model's dtype, `R` may be 0
+    rows        int32 `[B, 6]`, for each row:
+                BEGIN        the first token of its pages that is read
+                SINK_ROW     which of the `E` rows of `sinks` is its own, and SINKS, how many tokens of it are read
+                RING_ROW     which of the `F` rows of `ring` is its own; RING_START, the slot of its oldest token, and RING_TOKENS, how many
+                             there are, in slots `(RING_START + i) % R`
+    max_length  bound on `pages.lengths`, which sizes launches and results
+    tokens      about how many tokens the pages of all rows hold together, where lengths differ much: long rows get more splits then. None:
+                rows are about as long as each other
+    """
+
+    pages: Pages
+    sinks: Pair
+    ring: Pair
+    rows: Tensor
+    max_length: int
+    tokens: int | None = None
+    launch: Any = field(init=False, default=None)
+    """What kernels keep from step to step; tensors stay where they are."""
+    arguments: tuple[list[Tensor], list[Tensor], list[Tensor], list[int], int, int] = field(init=False)
+    """As operators of torch take it: the table, planes and statistics; `rows` and `lengths`; sinks and ring; numbers of the codecs;
+    `max_length` and `tokens` (-1: None)."""
+
+    def __post_init__(self) -> None:
+        pages = self.pages
+        pool = [pages.table]
+        for kind, sides in (("each", pages.planes), ("once", pages.statistics)):
+            for codec, side, x in zip(pages.codecs, sides, self.ring, strict=True):
+                pool += [side[buffer.name] for buffer in codec.buffers(x.shape[3]) if buffer.tokens == kind]
+        numbers = [number(codec) for codec in pages.codecs]
+        tokens = -1 if self.tokens is None else self.tokens
+        self.arguments = pool, [self.rows, pages.lengths], [*self.sinks, *self.ring], numbers, self.max_length, tokens
+
+    @staticmethod
+    def of(
+        pool: Sequence[Tensor], counts: Sequence[Tensor], exact: Sequence[Tensor], numbers: Sequence[int], max_length: int, tokens: int
+    ) -> PagedInputs:
+        """Those that these `arguments` were of."""
+        key, value = (CODECS[n] for n in numbers)
+        left = iter(pool[1:])
+        sides = [
+            {b.name: next(left) for b in codec.buffers(x.shape[3]) if b.tokens == kind}
+            for kind in ("each", "once")
+            for codec, x in zip((key, value), exact[2:], strict=True)
+        ]
+        pages = Pages(key, value, (sides[0], sides[1]), (sides[2], sides[3]), pool[0], counts[1])
+        return PagedInputs(pages, (exact[0], exact[1]), (exact[2], exact[3]), counts[0], max_length, None if tokens < 0 else tokens)
+
+    @property
+    def slots(self) -> tuple[int, int, int]:
+        """Of sinks, pages and ring."""
+        return self.sinks[0].shape[2], self.max_length, self.ring[0].shape[2]
+
+    def columns(self, exists: Tensor) -> Tensor:
+        """The place of each slot's token in its row, int64 `[B, 1 or H, S + max_length + R]`, -1 for a slot without a token. `exists`:
+        bool `[B, 1 or H, max_length]`."""
+        begin, _, sinks, _, start, count = self.rows[:, None, :, None].long().unbind(2)
+        first, region, ring = (torch.arange(n, device=self.rows.device) for n in self.slots)
+        exists = exists & (region >= begin)
+        quantized = exists.sum(-1, keepdim=True)
+        heads = exists.shape[:2]
+        turn = (ring - start) % max(len(ring), 1)
+        return torch.cat(
+            [
+                torch.where(first < sinks, first, -1).expand(*heads, -1),
+                torch.where(exists, region - begin + sinks, -1),
+                torch.where(turn < count, sinks + quantized + turn, -1).expand(*heads, -1),
+            ],
+            dim=-1,
+        )
+
+
+def attend_pages(
+    query: Tensor,
+    inputs: PagedInputs,
+    mask: Tensor | None = None,
+    *,
+    scaling: float | None = None,
+    causal: bool = False,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    window: int | None = None,
+    observed: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Attention of a few queries over sinks, pages and a ring.
+
+    Args:
+        query: `[B, Hq, Q, D]`, `Hq` a multiple of the KV heads.
+        mask: bool (True: visible) or additive, broadcastable to `[B, Hq, Q, T]`, where `T` is at least the tokens of the longest row: a
+            column is a token's place in its row.
+        scaling: factor on the scores, `D ** -0.5` by default.
+        causal: the queries are the last `Q` tokens of each row, and each sees up to itself.
+        softcap: `softcap * tanh(score / softcap)` before the mask.
+        sinks: a learned logit for each query head, `[Hq]`, that takes part in the softmax and has no value.
+        window: a query sees the last `window` tokens up to itself; the queries are the last `Q` tokens.
+        observed: how often each query counts for accumulated attention, fp32 or bool `[B, Q]`.
+
+    Returns the output `[B, Hq, Q, Dv]` in the query's dtype, the log of the normaliser, fp32 `[B, Hq, Q]`, and accumulated attention by
+    slot, fp32 `[B, H, S + max_length + R]`, without `observed` `[B, H, 0]`. A row without tokens has the output 0 and, without `sinks`,
+    the log -inf.
+    """
+    batch, query_heads, queries, dim = query.shape
+    key, exists = _side(inputs, 0)
+    value, _ = _side(inputs, 1)
+    heads, slots = key.shape[1:3]
+    groups = query_heads // heads
+    rows = query.float().mul(dim**-0.5 if scaling is None else scaling).reshape(batch, heads, groups * queries, dim)
+    logits = qk(rows, key).view(batch, heads, groups, queries, slots)
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    column = inputs.columns(exists)[:, :, None, None]
+    newest = column.amax(-1, keepdim=True) + 1 - queries + torch.arange(queries, device=query.device)[:, None]
+    if mask is not None:
+        mask = mask[(None,) * (4 - mask.dim())].expand(batch, query_heads, queries, -1).unflatten(1, (heads, groups))
+        index = column.clamp(0, mask.shape[-1] - 1).expand(batch, heads, groups, queries, slots)
+        logits = apply_mask(logits, mask.gather(-1, index), False)
+    if causal:
+        logits = logits.masked_fill(column > newest, torch.finfo(torch.float32).min)
+    if window is not None:
+        logits = logits.masked_fill(column <= newest - window, torch.finfo(torch.float32).min)
+    logits = logits.masked_fill(column < 0, -torch.inf).flatten(1, 2)
+    lse = torch.logsumexp(logits, -1)
+    if sinks is not None:
+        lse = torch.logaddexp(lse, sinks.float()[:, None])
+    probabilities = (logits - lse[..., None]).exp().masked_fill(lse[..., None] == -torch.inf, 0)
+    by_head = probabilities.reshape(batch, heads, groups * queries, slots)
+    out = pv(by_head, value).view(batch, query_heads, queries, -1).to(query.dtype)
+    if observed is None:
+        return out, lse, lse.new_empty(batch, heads, 0)
+    count = observed.float()[:, None].masked_fill(logits.amax(-1) <= HIDDEN, 0).reshape(batch, heads, 1, groups * queries)
+    counted = by_head.masked_fill((count == 0).mT, 0)
+    return out, lse, (count @ counted)[:, :, 0]
+
+
+def _side(inputs: PagedInputs, side: int) -> tuple[KeysOrValues, Tensor]:
+    """All slots, those without a token holding zeros, and which tokens of the pages exist."""
+    pages, exact = inputs.pages, (inputs.sinks[side], inputs.ring[side])
+    batch, (_, heads, _, dim) = inputs.rows.shape[0], exact[1].shape
+    codes, exists = pages.gather(side, inputs.max_length)
+    rows = inputs.rows.long()
+    first, ring = exact[0][rows[:, SINK_ROW]], exact[1][rows[:, RING_ROW]]
+    column = inputs.columns(exists)[:, :1, :, None]
+    first = first.masked_fill(column[:, :, : first.shape[2]] < 0, 0)
+    ring = ring.masked_fill(column[:, :, column.shape[2] - ring.shape[2] :] < 0, 0)
+    segments = Exact(first), Packed(pages.codecs[side], codes, inputs.max_length, dim), Exact(ring)
+    shape = (batch, heads, sum(inputs.slots), dim)
+    return KeysOrValues.of(segments, shape, ring.dtype, ring.device), exists
+
+
+def quantize_pages(
+    codecs: tuple[Codec, Codec], x: Pair, planes: tuple[Codes, Codes], statistics: tuple[Codes, Codes], slots: Tensor
+) -> None:
+    """Quantizes keys and values `[B, H, T, D]` into slots of a pool.
+
+    Args:
+        planes: as of `Pages`.
+        statistics: as of `Pages`.
+        slots: `page * PAGE + offset` of each token, int32 or int64 `[B, T]`, or of each vector, `[B, H, T]`, where each head has pages of
+            its own; of tokens that are not stored, negative.
+    """
+    at = slots.long()
+    for codec, side, pool, constant in zip(codecs, x, planes, statistics, strict=True):
+        codes = codec.quantize(side, constant)
+        for name, plane in pool.items():
+            new = codes[name]
+            if at.dim() == 3:
+                _put(plane.select(1, 0), at.flatten(), new.expand(-1, at.shape[1], -1, -1).flatten(0, 2))
+            else:
+                _put(plane.transpose(1, 2), at.flatten(), new.transpose(1, 2).flatten(0, 1))
+
+
+def _put(plane: Tensor, slots: Tensor, new: Tensor) -> None:
+    """Writes `new` `[M, ...]` into the slots `[M]` of `plane` `[N, PAGE, ...]`, unless they are negative. The host learns nothing: what has
+    no slot is written as the first entry that has one."""
+    stored = slots >= 0
+    first = stored.int().argmax()
+    at = torch.where(stored, slots, slots[first].clamp_min(0))
+    index = at.div(plane.shape[1], rounding_mode="floor"), at % plane.shape[1]
+    stored = stored.view(-1, *[1] * (new.dim() - 1))
+    plane[index] = torch.where(stored, new, torch.where(stored.any(), new[first], plane[index]))
+
+
+def dequantize_pages(pages: Pages, out: Pair, begin: int = 0) -> None:
+    """Writes keys and values `begin` to `begin + T` of each row into `out` `[B, H, T, D]`, and zeros beyond a row's length."""
+    for side, x in enumerate(out):
+        codes, exists = pages.gather(side, x.shape[2], begin)
+        x.copy_(pages.codecs[side].dequantize(codes, x.shape[3], x.dtype).masked_fill(~exists[..., None], 0))
+
+
+STATE = TICKET, DROPPED, ROOM = range(3)
+"""Of the int32 `[3]` of `append_tokens`: a ticket of kernels, tokens that came when there was no room, and the room that each row's pages
+have, in tokens."""
+
+
+def append_tokens(inputs: PagedInputs, x: Pair, state: Tensor) -> None:
+    """Takes tokens, `[B, H, T, D]`, `T` no more than the ring holds: the first into sinks until these are full, the others into the ring,
+    whose oldest tokens are quantized into the next slots of the row's pages when it is full. `rows` and `lengths` are updated. A row whose
+    pages have no room (`state`) takes none. Pages must be those of rows, not of heads.
+    """
+    pages, rows, tokens = inputs.pages, inputs.rows.long(), x[0].shape[2]
+    sink_slots, _, ring_slots = inputs.slots
+    _, sink_row, sinks, ring_row, start, count = rows[:, :, None].unbind(1)
+    length = pages.lengths.long()[:, None]
+    i = torch.arange(tokens, device=rows.device)
+    opening = (sink_slots - sinks).clamp(0, tokens)
+    leaving = (count + tokens - opening - ring_slots).clamp_min(0)
+    fits = length + leaving <= state[ROOM]
+    rank = count + i - opening  # in the ring, the oldest being 0
+    slot = (start + rank) % ring_slots
+    leaves = (rank >= ring_slots) & fits
+    place = (length + rank - ring_slots).clamp_min(0)
+    page = pages.table.gather(1, place.div(pages.page_size, rounding_mode="floor").clamp_max(pages.table.shape[1] - 1))
+    into = torch.where(leaves, page.long() * pages.page_size + place % pages.page_size, -1)
+    old = [ring[ring_row, :, slot].transpose(1, 2) for ring in inputs.ring]
+    # Where tokens share a scale, those that stay have no part in it: if any leaves, the last one does.
+    key, value = (torch.where(leaves[:, None, :, None], side, side[:, :, -1:]) for side in old)
+    quantize_pages(pages.codecs, (key, value), pages.planes, pages.statistics, into)
+    first = torch.arange(sink_slots, device=rows.device) - sinks
+    opens = (first >= 0) & (first < opening) & fits
+    for ring, sink, side, new in zip(inputs.ring, inputs.sinks, old, x, strict=True):
+        ring[ring_row, :, slot] = torch.where(((i >= opening) & fits)[:, None, :, None], new, side).transpose(1, 2)
+        if sink_slots:
+            index = first.clamp(0, tokens - 1)[:, None, :, None].expand(-1, new.shape[1], -1, new.shape[3])
+            sink[sink_row[:, 0]] = torch.where(opens[:, None, :, None], new.gather(2, index), sink[sink_row[:, 0]])
+    entered = torch.cat([opening, (start + leaving) % ring_slots - start, (count + tokens - opening).clamp_max(ring_slots) - count], dim=1)
+    inputs.rows[:, [SINKS, RING_START, RING_TOKENS]] += (entered * fits).int()
+    pages.lengths += (leaving * fits)[:, 0].int()
+    state[DROPPED] += (tokens * ~fits).amax().int()

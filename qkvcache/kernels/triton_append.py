@@ -1,0 +1,159 @@
+"""New tokens into sinks, ring and pages in one launch that needs no number from the host: what `pages.append_tokens` computes.
+
+A program takes a tile of new tokens (times heads) of keys or of values. Each takes its slot in the ring, and the token that was there is
+quantized into the row's pages by the same program. The last program to finish updates the counts: by then all have read them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .pages import PagedInputs
+from .segments import Pair
+from .triton_dequantize import known, padded, plane_arguments, table_of, tile
+from .triton_quantize import store_tile, tile_of
+
+ROWS = tl.constexpr(128)
+"""Rows whose counts are updated at once."""
+
+
+class AppendTokens:
+    """The launch for tokens like `x`, `[B, H, T, D]`, with all arguments but the tokens. `T` is at most what the ring holds; codecs must be
+    those that `triton_quantize.supports`."""
+
+    def __init__(self, inputs: PagedInputs, x: Pair, state: Tensor):
+        pages = inputs.pages
+        layouts = [known(codec, new) for codec, new in zip(pages.codecs, x, strict=True)]
+        batch, heads, tokens, _ = x[0].shape
+        self.sides: list[list[Any]] = []
+        constants: list[Any] = []
+        for layout, each, once, sinks, ring, new in zip(layouts, pages.planes, pages.statistics, inputs.sinks, inputs.ring, x, strict=True):
+            planes = plane_arguments(layout, each | once, new)
+            self.sides.append([ring, *ring.stride()[:3], sinks, *sinks.stride()[:3], table_of(layout, new), *planes])
+            constants += [layout, new.shape[3], padded(new.shape[3])]
+        across, along, warps = tile(layouts, heads, tokens, max(padded(new.shape[3]) for new in x), x[0].element_size())
+        sizes = inputs.sinks[0].shape[2], inputs.ring[0].shape[2], tokens, heads, batch
+        self.last = [
+            inputs.rows,
+            pages.lengths,
+            pages.table,
+            pages.table.stride(0),
+            state,
+            *sizes,
+            *constants,
+            across,
+            along,
+            pages.page_size,
+        ]
+        self.launch = _append_kernel[(triton.cdiv(tokens, along) * triton.cdiv(heads, across), batch, 2)]
+        self.warps = warps
+
+    def __call__(self, x: Pair) -> None:
+        key, value = (side if side.stride(3) == 1 else side.contiguous() for side in x)
+        with torch.cuda.device_of(key):
+            self.launch(
+                key, *key.stride()[:3], *self.sides[0], value, *value.stride()[:3], *self.sides[1], *self.last, num_warps=self.warps
+            )
+
+
+def append_tokens(inputs: PagedInputs, x: Pair, state: Tensor) -> None:
+    """`AppendTokens`, once."""
+    x = x[0] if x[0].stride(3) == 1 else x[0].contiguous(), x[1] if x[1].stride(3) == 1 else x[1].contiguous()
+    AppendTokens(inputs, x, state)(x)
+
+
+@triton.jit
+def _append_side(
+    x, xb, xh, xt, ring, rb, rh, rt, sinks, fb, fh, ft, rotation, codes, cb, ch, high, hb, hh, scales, sb, sh, center, eb, eh,
+    rows, lengths, table, table_b, state, sink_slots, ring_slots, tokens, heads,
+    L: tl.constexpr, D: tl.constexpr, P: tl.constexpr, ACROSS: tl.constexpr, ALONG: tl.constexpr, PAGE: tl.constexpr,
+):  # fmt: skip
+    b, h0, t0 = tile_of(heads, ACROSS, ALONG)
+    row = rows + b * 6
+    sink_row = tl.load(row + 1).to(tl.int64)
+    n_sinks = tl.load(row + 2)
+    ring_row = tl.load(row + 3).to(tl.int64)
+    start = tl.load(row + 4)
+    count = tl.load(row + 5)
+    length = tl.load(lengths + b)
+    opening = tl.minimum(tl.maximum(sink_slots - n_sinks, 0), tokens)  # of the new tokens, the sinks
+    fits = length + tl.maximum(count + tokens - opening - ring_slots, 0) <= tl.load(state + 2)
+    i = tl.arange(0, ACROSS * ALONG)
+    c = tl.arange(0, P)[None, :]
+    h = (h0 + i % ACROSS).to(tl.int64)
+    t = t0 + i // ACROSS
+    live = (t < tokens) & (h < heads) & fits
+    number = count + t - opening  # in the ring, the oldest being 0
+    leaves = live & (number >= ring_slots)
+    slot = ring + ring_row * rb + h * rh + (start + tl.maximum(number, 0)) % ring_slots * rt
+    old = tl.load(slot[:, None] + c, mask=leaves[:, None] & (c < D), other=0.0)
+    place = tl.maximum(length + number - ring_slots, 0)
+    page = tl.load(table + b * table_b + place // PAGE, mask=leaves, other=0).to(tl.int64)
+    store_tile(
+        old, leaves, page, b, h0, place % PAGE, rotation, codes, cb, ch, high, hb, hh, scales, sb, sh, center, eb, eh,
+        L, D, P, ACROSS, ALONG,
+    )  # fmt: skip
+    new = tl.load(x + (b * xb + h * xh + t.to(tl.int64) * xt)[:, None] + c, mask=live[:, None] & (c < D), other=0.0)
+    tl.debug_barrier()  # before what others of this program have read is overwritten
+    tl.store(slot[:, None] + c, new, mask=(live & (t >= opening))[:, None] & (c < D))
+    sink = sinks + sink_row * fb + h * fh + (n_sinks + t) * ft
+    tl.store(sink[:, None] + c, new, mask=(live & (t < opening))[:, None] & (c < D))
+
+
+@triton.jit(do_not_specialize=["table_b", "sink_slots", "ring_slots", "tokens", "heads", "batch"])
+def _append_kernel(
+    kx, kxb, kxh, kxt, kring, krb, krh, krt, ksinks, kfb, kfh, kft, krotation, kcodes, kcb, kch, khigh, khb, khh, kscales, ksb, ksh,
+    kcenter, keb, keh,
+    vx, vxb, vxh, vxt, vring, vrb, vrh, vrt, vsinks, vfb, vfh, vft, vrotation, vcodes, vcb, vch, vhigh, vhb, vhh, vscales, vsb, vsh,
+    vcenter, veb, veh,
+    rows, lengths, table, table_b, state, sink_slots, ring_slots, tokens, heads, batch,
+    KL: tl.constexpr, KD: tl.constexpr, KP: tl.constexpr,
+    VL: tl.constexpr, VD: tl.constexpr, VP: tl.constexpr,
+    ACROSS: tl.constexpr, ALONG: tl.constexpr, PAGE: tl.constexpr,
+):  # fmt: skip
+    """Grid (tiles of tokens and heads, B, 2): keys, values.
+
+    x        [B, H, tokens, D] model dtype: xb, xh, xt
+    ring     [F, H, ring_slots, D] model dtype: rb, rh, rt        sinks    [E, H, sink_slots, D] model dtype: fb, fh, ft
+    rotation `triton_dequantize.rotation_table`                   codes, high, scales, center: as of `triton_quantize.store_tile`
+    rows     int32 [B, 6]    lengths  int32 [B]    table  int32 [B, P]: table_b    state  int32 [3]: `pages.STATE`
+    """
+    if tl.program_id(2) == 0:
+        _append_side(
+            kx, kxb, kxh, kxt, kring, krb, krh, krt, ksinks, kfb, kfh, kft, krotation, kcodes, kcb, kch, khigh, khb, khh, kscales, ksb, ksh,
+            kcenter, keb, keh, rows, lengths, table, table_b, state, sink_slots, ring_slots, tokens, heads,
+            KL, KD, KP, ACROSS, ALONG, PAGE,
+        )  # fmt: skip
+    else:
+        _append_side(
+            vx, vxb, vxh, vxt, vring, vrb, vrh, vrt, vsinks, vfb, vfh, vft, vrotation, vcodes, vcb, vch, vhigh, vhb, vhh, vscales, vsb, vsh,
+            vcenter, veb, veh, rows, lengths, table, table_b, state, sink_slots, ring_slots, tokens, heads,
+            VL, VD, VP, ACROSS, ALONG, PAGE,
+        )  # fmt: skip
+    tl.debug_barrier()
+    programs = tl.num_programs(0) * tl.num_programs(1) * tl.num_programs(2)
+    if tl.atomic_add(state, 1, sem="acq_rel") == programs - 1:
+        room = tl.load(state + 2)
+        dropped = 0
+        for begin in range(0, batch, ROWS):
+            b = begin + tl.arange(0, ROWS)
+            row = rows + b * 6
+            n_sinks = tl.load(row + 2, mask=b < batch, other=0)
+            start = tl.load(row + 4, mask=b < batch, other=0)
+            count = tl.load(row + 5, mask=b < batch, other=0)
+            length = tl.load(lengths + b, mask=b < batch, other=0)
+            opening = tl.minimum(tl.maximum(sink_slots - n_sinks, 0), tokens)
+            leaving = tl.maximum(count + tokens - opening - ring_slots, 0)
+            fits = (length + leaving <= room) & (b < batch)
+            tl.store(row + 2, n_sinks + opening, mask=fits)
+            tl.store(row + 4, (start + leaving) % ring_slots, mask=fits)
+            tl.store(row + 5, tl.minimum(count + tokens - opening, ring_slots), mask=fits)
+            tl.store(lengths + b, length + leaving, mask=fits)
+            dropped = tl.maximum(dropped, tl.max(tl.where(fits | (b >= batch), 0, tokens), 0))
+        tl.store(state + 1, tl.load(state + 1) + dropped)
+        tl.store(state, 0)

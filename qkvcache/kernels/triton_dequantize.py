@@ -1,0 +1,376 @@
+"""Expanding the codes of one side in one launch: what `Codec.decode` computes, for when a whole layer has to be in the model's dtype.
+
+A program decodes a tile of tokens, all channels of them, and turns them back. What is turned are integers (levels counted in half steps),
+exact in bfloat16, and the scale follows; where scales span groups, products of code and scale are split into two bfloat16, exact as well.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..formats.base import Codec, Codes, PackedLayout
+from ..formats.codebooks import GRID
+from ..formats.rotation import random_signs, rotation_block, sylvester_matrix
+from .pages import Pages
+from .segments import layout_of
+from .triton_levels import LLOYD_MAX_WORDS, signed_levels
+
+GREATEST_HEAD_DIM = 256
+CHUNK = 128  # channels that one product rotates: twice as many take two and a butterfly, so that the matrix fits every shared memory
+
+INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
+HALF_STEPS = tl.constexpr((0.0, 0.0, *(GRID[bits][0] / 2 for bits in (2, 3, 4))))
+"""By bits: half a step of the grid that Lloyd-Max levels lie on."""
+
+
+BYTES = ("int8", "e4m3", "e5m2")
+COMBINATIONS = {
+    ("half", "none"),
+    *((kind, scale) for kind in BYTES for scale in ("fp32", "fp16")),
+    *((kind, "pair") for kind in ("uint8", "int4", "int3")),
+    ("int4", "hidden"),
+    ("int4", "group"),
+    ("e2m1", "block"),
+    *((f"lut{bits}", "fp16") for bits in (2, 3, 4)),
+}
+"""Kinds of codes and of scales that kernels quantize and dequantize."""
+
+
+def supports(codec: Codec, head_dim: int) -> bool:
+    """Whether `dequantize` knows `codec` at `head_dim`."""
+    layout = layout_of(codec)
+    if layout is None or head_dim > GREATEST_HEAD_DIM or codec.refuses(head_dim) is not None:
+        return False
+    return (layout.kind, layout.scale) in COMBINATIONS and layout.group & (layout.group - 1) == 0
+
+
+def padded(head_dim: int) -> int:
+    return 1 << max(6, (head_dim - 1).bit_length())
+
+
+@functools.lru_cache(maxsize=64)
+@torch.inference_mode(False)
+def rotation_table(head_dim: int, device: torch.device, dtype: torch.dtype, randomized: bool) -> Tensor:
+    """What a kernel rotates by, flat: a matrix of 1 and -1, then the sign of each channel. Blocks lie on the diagonal."""
+    chunk, block = min(padded(head_dim), CHUNK), rotation_block(head_dim)
+    block = min(block, chunk)
+    matrix = torch.block_diag(*[sylvester_matrix(block, torch.device("cpu"))] * (chunk // block))
+    signs = torch.ones(padded(head_dim))
+    if randomized:
+        signs[:head_dim] = random_signs(head_dim, torch.device("cpu"))
+    return torch.cat([matrix.flatten(), signs]).to(device, dtype)
+
+
+def table_of(layout: PackedLayout, x: Tensor) -> Tensor:
+    """What the kernel rotates vectors like `x` by; `x` itself, which it does not look at, if nothing is rotated."""
+    if not layout.rotated:
+        return x
+    return rotation_table(x.shape[3], x.device, torch.float16 if x.dtype == torch.float16 else torch.bfloat16, layout.rotation == 2)
+
+
+def tile(layouts: Sequence[PackedLayout], heads: int, tokens: int, width: int, itemsize: int = 2) -> tuple[int, int, int]:
+    """Heads and tokens of a tile, and warps, for rows of `width` channels of `itemsize` bytes."""
+    rotated = any(layout.rotated for layout in layouts)
+    # Twice as many rows share the matrix of a product; 64 is what Hopper's takes. fp32, in three parts, needs the registers.
+    rows = 16 if rotated and itemsize == 4 else min(max((8192 if rotated else 4096) // width, 16), 64)
+    least = 16 if rotated else 1
+    # One token or many: every other size would be compiled anew, in the middle of a generate.
+    many, long = triton.next_power_of_2(heads), 1 if tokens == 1 else 64
+    shared = any(layout.span == "shared" for layout in layouts)
+    across = many if shared else max(min(many, 16 // long), 1)
+    along = max(min(rows // across, long), least // across, 1)
+    return across, along, 8 if across * along * width > 8192 or rotated and (width > CHUNK or itemsize == 4) else 4
+
+
+def known(codec: Codec, x: Tensor, writes: bool = True) -> PackedLayout:
+    """The layout of `codec`. Raises ValueError for what kernels cannot read, or write where they are to, and for vectors `x` whose channels
+    are not contiguous."""
+    layout = layout_of(codec)
+    if layout is None or not supports(codec, x.shape[3]) or writes > layout.writable:
+        raise ValueError(f"no kernel for {codec} at head_dim {x.shape[3]}: ask `supports` first")
+    if x.stride(3) != 1:
+        raise ValueError(f"strides {x.stride()}: the channels of a vector must be contiguous")
+    return layout
+
+
+def plane_arguments(layout: PackedLayout, planes: Codes, instead: Tensor) -> list[object]:
+    """Codes, high bits and scales, each with its strides over batch and heads; `instead` for those that the codec has not.
+
+    Strides of packed codes count words.
+    """
+    arguments: list[object] = []
+    for name, unit in zip(layout.planes, (1 + layout.packed, 2, 1), strict=True):
+        plane = planes[name] if name else instead
+        across = plane.stride(1) // unit if plane.shape[1] > 1 else 0  # heads that share a plane are no step apart
+        rows = plane.stride(0) // unit if plane.shape[0] > 1 or layout.span != "once" else 0  # one row may serve all
+        arguments += [plane, *((rows, across) if name else (0, 0))]
+    if not layout.centered:
+        return [*arguments, instead, 0, 0]
+    center = planes["center"]
+    return [*arguments, center, center.stride(0) if center.shape[0] > 1 else 0, center.stride(1)]
+
+
+def decode(codec: Codec, codes: Codes, out: Tensor) -> None:
+    """Decodes `T` tokens into `out` `[B, H, T, D]` in fp16, bf16 or fp32, whose channels are contiguous.
+
+    `codes`: views of planes `[B, H or 1, T, width]`, the tokens of a head contiguous in each, with the buffers kept once among them.
+
+    Raises ValueError for a codec that `supports` does not accept, or an output whose channels are not contiguous.
+    """
+    layout = known(codec, out, writes=False)
+    batch, heads, tokens, head_dim = out.shape
+    if not out.numel():
+        return
+    if layout.centered:  # what is turned are integers, and the mean joins them afterwards
+        codes = codes | {"center": codec.unrotate(codes["center"])}
+    width = padded(head_dim)
+    table = rotation_table(head_dim, out.device, torch.bfloat16, layout.rotation == 2) if layout.rotated else out
+    across, along, warps = tile([replace(layout, span="each")], heads, tokens, width)
+    grid = (triton.cdiv(tokens, along) * triton.cdiv(heads, across), batch)
+    with torch.cuda.device_of(out):
+        _decode_kernel[grid](
+            out, *out.stride()[:3], table, *plane_arguments(layout, codes, out), tokens, heads,
+            layout, head_dim, width, across, along, num_warps=warps,
+        )  # fmt: skip
+
+
+@triton.jit
+def float8(code, MANTISSA: tl.constexpr):
+    """What a byte of E4M3 or E5M2 (int32) stands for. Both are parts of fp16: its upper byte, and one short of a bit of exponent."""
+    if MANTISSA == 2:
+        value = (code << 8).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    else:
+        half = ((code & 0x80) << 8) | ((code & 0x7F) << 7)
+        value = half.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32) * 256
+        value = tl.where((code & 0x7F) == 0x7F, float("nan"), value)
+    return value
+
+
+@triton.jit
+def product(a, b):
+    """A product of 16-bit matrices, summed in fp32."""
+    if INTERPRETED:  # has no bfloat16
+        a, b = a.to(tl.float32), b.to(tl.float32)
+    return tl.dot(a, b)
+
+
+@triton.jit
+def _times(x, matrix):
+    if x.dtype == tl.float32:
+        first = x.to(tl.bfloat16)
+        x -= first.to(tl.float32)
+        second = x.to(tl.bfloat16)
+        third = (x - second.to(tl.float32)).to(tl.bfloat16)
+        y = product(third, matrix) + product(second, matrix) + product(first, matrix)
+    else:
+        y = product(x, matrix)
+    return y
+
+
+@triton.jit
+def turn(x, table, D: tl.constexpr, P: tl.constexpr):
+    """Rows times the matrix of 1 and -1, in blocks of the largest power of two that divides D."""
+    C: tl.constexpr = min(P, 128)
+    i = tl.arange(0, C)
+    matrix = tl.load(table + i[:, None] * C + i[None, :])
+    if P == C:
+        y = _times(x, matrix)
+    else:
+        left, right = tl.split(tl.permute(tl.reshape(x, [x.shape[0], 2, C]), [0, 2, 1]))
+        left, right = _times(left, matrix), _times(right, matrix)
+        if D == P:
+            left, right = left + right, left - right
+        y = tl.reshape(tl.permute(tl.join(left, right), [0, 2, 1]), [x.shape[0], P])
+    return y
+
+
+@triton.constexpr_function
+def width_of(layout: PackedLayout, head_dim: int) -> int:
+    """Words of the main plane, or elements where codes are not packed."""
+    return head_dim // layout.per if layout.packed else head_dim
+
+
+@triton.constexpr_function
+def high_width_of(layout: PackedLayout, head_dim: int) -> int:
+    """Words of the plane of high bits."""
+    return head_dim // 16
+
+
+@triton.constexpr_function
+def scales_of(layout: PackedLayout, head_dim: int) -> int:
+    """Elements of the plane of scales."""
+    return head_dim // layout.group if layout.group else 2 if layout.scale == "pair" else 1
+
+
+@triton.jit
+def load_tile(
+    live, block, row, h0, slot, table, codes, cb, ch, high, hb, hh, scales, sb, sh, center, eb, eh,
+    L: tl.constexpr, D: tl.constexpr, P: tl.constexpr, ACROSS: tl.constexpr, ALONG: tl.constexpr,
+):  # fmt: skip
+    """Dequantizes vectors: fp32 [N, P], or the dtype of codes of kind "half". Arguments as of `triton_quantize.store_tile`; what is not
+    live is not read."""
+    N: tl.constexpr = ACROSS * ALONG
+    i = tl.arange(0, N)
+    c = tl.arange(0, P)
+    h = i % ACROSS if ACROSS == 1 else (i % ACROSS).to(tl.int64)
+    slot = slot.to(tl.int64)
+    inside = live[:, None] if D == P else live[:, None] & (c < D)[None, :]
+
+    WIDTH: tl.constexpr = width_of(L, D)
+    at = block * cb + h0 * ch + (h * ch + slot * WIDTH)
+    if not L.packed:
+        code = tl.load(codes + at[:, None] + c[None, :], mask=inside, other=0)
+    elif L.bits == 3:
+        j = tl.arange(0, P // 8)
+        mask = live[:, None] if D == P else live[:, None] & (j < WIDTH)[None, :]
+        low = tl.load(codes.to(tl.pointer_type(tl.int16)) + at[:, None] + j[None, :], mask=mask, other=0).to(tl.int32)
+        at = block * hb + h0 * hh + (h * hh + slot * (D // 16))
+        word = tl.load(high.to(tl.pointer_type(tl.int16)) + at[:, None] + (j % (D // 16))[None, :], mask=mask, other=0).to(tl.int32)
+        word = word >> tl.where(j < D // 16, 2, 0)[None, :]
+        e = tl.arange(0, 8)[None, None, :]
+        code = ((low[:, :, None] >> (2 * e)) & 3) | (((word[:, :, None] >> (4 * (e // 2) + e % 2)) & 1) << 2)
+        code = tl.reshape(code, [N, P])
+    elif L.bits == 2:
+        j = tl.arange(0, P // 8)
+        mask = live[:, None] if D == P else live[:, None] & (j < WIDTH)[None, :]
+        word = tl.load(codes.to(tl.pointer_type(tl.int16)) + at[:, None] + j[None, :], mask=mask, other=0).to(tl.int32)
+        code = tl.reshape((word[:, :, None] >> (2 * tl.arange(0, 8))[None, None, :]) & 3, [N, P])
+    elif L.group > 0:
+        # A word serves four channels far apart: four loads, all but the first from the cache, instead of an exchange among threads.
+        word = tl.load(codes.to(tl.pointer_type(tl.int16)) + at[:, None] + (c % (D // 4))[None, :], mask=inside, other=0).to(tl.int32)
+        a = c // (D // 4)
+        if L.scale == "group":
+            code = (word >> (4 * a)[None, :]) & 15
+        else:
+            sign = tl.where(a == 0, 15, tl.where(a == 1, 12, tl.where(a == 2, 14, 13)))
+            half = (((word >> (9 - 3 * tl.minimum(a, 3))[None, :]) & 7) << 9) | (((word >> sign[None, :]) & 1) << 15)
+            code = half.to(tl.int16).to(tl.float16, bitcast=True)
+    else:
+        j = tl.arange(0, P // 4)
+        mask = live[:, None] if D == P else live[:, None] & (j < WIDTH)[None, :]
+        word = tl.load(codes.to(tl.pointer_type(tl.int16)) + at[:, None] + j[None, :], mask=mask, other=0).to(tl.int32)
+        code = tl.reshape((word[:, :, None] >> (4 * tl.arange(0, 4))[None, None, :]) & 15, [N, P])
+
+    COUNT: tl.constexpr = scales_of(L, D)
+    at = scales + block * sb + (h0 * sh + (h * sh + slot * COUNT) if L.span == "each" else slot)
+
+    if L.kind == "half":
+        y = code
+    elif L.bits == 8 and L.scale != "pair":
+        level = code.to(tl.float32) if L.kind == "int8" else float8(code.to(tl.int32), 3 if L.kind == "e4m3" else 2)
+        y = level * (tl.load(scales + row * sb) if L.span == "once" else tl.load(at, mask=live, other=0.0).to(tl.float32)[:, None])
+    elif L.scale == "pair":
+        scale, zero = tl.load(at, mask=live, other=0.0).to(tl.float32), tl.load(at + 1, mask=live, other=0.0).to(tl.float32)
+        y = code.to(tl.float32) * scale[:, None] + zero[:, None]
+    elif L.scale == "hidden":
+        bits = tl.load(at, mask=live, other=0.0).to(tl.int32, bitcast=True)
+        level = code - (bits & 15)[:, None]
+        if D != P:
+            level = tl.where(inside, level, 0)
+        scale = (bits & ~15).to(tl.float32, bitcast=True)
+        if L.rotated:
+            y = turn(level.to(tl.float32).to(tl.bfloat16), table, D, P) * (scale * (D & -D) ** -0.5)[:, None]
+        else:
+            y = level.to(tl.float32) * scale[:, None]
+    elif L.group == 0:
+        level = signed_levels(code, 2 ** (L.bits - 1), *LLOYD_MAX_WORDS[L.bits])
+        if D != P:
+            level = tl.where(inside, level, 0)
+        scale = tl.load(at, mask=live, other=0.0).to(tl.float32) * HALF_STEPS[L.bits]
+        if L.rotated:
+            y = turn(level.to(tl.float32).to(tl.bfloat16), table, D, P) * (scale * (D & -D) ** -0.5)[:, None]
+        else:
+            y = level.to(tl.float32) * scale[:, None]
+    else:
+        scale = tl.load(at[:, None] + (c // L.group)[None, :], mask=inside, other=0)
+        if L.scale == "block":
+            y = code.to(tl.float32) * (float8(scale.to(tl.int32), 3) * 2.0**14)
+        else:
+            y = (code - 8).to(tl.float32) * scale.to(tl.float32)
+            if L.rotated:
+                first = y.to(tl.bfloat16)
+                second = (y - first.to(tl.float32)).to(tl.bfloat16)
+                y = (turn(first, table, D, P) + turn(second, table, D, P)) * (D & -D) ** -0.5
+    if L.rotation == 2:
+        y *= tl.load(table + min(P, 128) * min(P, 128) + c).to(tl.float32)[None, :]
+    if L.centered:
+        y += tl.load(center + (row * eb + (h0 + h) * eh)[:, None] + c[None, :], mask=inside, other=0.0)
+    return y
+
+
+@triton.jit(do_not_specialize=["tokens", "heads"])
+def _decode_kernel(
+    out, ob, oh, ot, table, codes, cb, ch, high, hb, hh, scales, sb, sh, center, eb, eh, tokens, heads,
+    L: tl.constexpr, D: tl.constexpr, P: tl.constexpr, ACROSS: tl.constexpr, ALONG: tl.constexpr,
+):  # fmt: skip
+    b = tl.program_id(1).to(tl.int64)
+    parts = tl.cdiv(heads, ACROSS)
+    t0 = ((tl.program_id(0) // parts) * ALONG).to(tl.int64)
+    h0 = ((tl.program_id(0) % parts) * ACROSS).to(tl.int64)
+    i = tl.arange(0, ACROSS * ALONG)
+    c = tl.arange(0, P)
+    t = t0 + i // ACROSS
+    h = h0 + i % ACROSS
+    live = (t < tokens) & (h < heads)
+    inside = live[:, None] if D == P else live[:, None] & (c < D)[None, :]
+    y = load_tile(
+        live, b, b, h0, t, table, codes, cb, ch, high, hb, hh, scales, sb, sh, center, eb, eh,
+        L, D, P, ACROSS, ALONG,
+    )  # fmt: skip
+    tl.store(out + (b * ob + h * oh + t * ot)[:, None] + c[None, :], y.to(out.dtype.element_ty), mask=inside)
+
+
+def dequantize_pages(pages: Pages, out: tuple[Tensor, Tensor], begin: int = 0) -> None:
+    """`pages.dequantize_pages`, in a launch for keys and one for values."""
+    table, lengths = pages.table, pages.lengths
+    strides = (*table.stride()[:-1], *(() if pages.per_head else (0,)), *lengths.stride(), *(() if lengths.dim() > 1 else (0,)))
+    for codec, each, once, x in zip(pages.codecs, pages.planes, pages.statistics, out, strict=True):
+        layout, (batch, heads, tokens, head_dim) = known(codec, x, writes=False), x.shape
+        if not x.numel():
+            continue
+        if layout.centered:
+            once = once | {"center": codec.unrotate(once["center"])}
+        rotation = rotation_table(head_dim, x.device, torch.bfloat16, layout.rotation == 2) if layout.rotated else x
+        across, along, warps = tile([replace(layout, span="each")], heads, tokens, padded(head_dim))
+        grid = (triton.cdiv(tokens, along) * triton.cdiv(heads, across), batch)
+        with torch.cuda.device_of(x):
+            _dequantize_pages_kernel[grid](
+                x, *x.stride()[:3], rotation, *plane_arguments(layout, each | once, x), table, lengths, *strides, begin, tokens, heads,
+                layout, head_dim, padded(head_dim), across, along, pages.page_size, num_warps=warps,
+            )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["table_b", "table_h", "lengths_b", "lengths_h", "begin", "tokens", "heads"])
+def _dequantize_pages_kernel(
+    out, ob, oh, ot, rotation, codes, cb, ch, high, hb, hh, scales, sb, sh, center, eb, eh,
+    table, lengths, table_b, table_h, lengths_b, lengths_h, begin, tokens, heads,
+    L: tl.constexpr, D: tl.constexpr, P: tl.constexpr, ACROSS: tl.constexpr, ALONG: tl.constexpr, PAGE: tl.constexpr,
+):  # fmt: skip
+    """Grid (tiles of tokens and heads, B). `out` [B, H, tokens, D]: tokens from `begin` on, zeros beyond the length; `table` int32 [B, P]
+    or [B, H, P], `lengths` int32 [B] or [B, H]; planes [N, H', PAGE, width], statistics [B or 1, H or 1, 1, width]."""
+    b = tl.program_id(1).to(tl.int64)
+    parts = tl.cdiv(heads, ACROSS)
+    t0 = ((tl.program_id(0) // parts) * ALONG).to(tl.int64)
+    h0 = ((tl.program_id(0) % parts) * ACROSS).to(tl.int64)
+    i = tl.arange(0, ACROSS * ALONG)
+    c = tl.arange(0, P)
+    t = t0 + i // ACROSS
+    h = h0 + i % ACROSS
+    live = (t < tokens) & (h < heads)
+    inside = live[:, None] if D == P else live[:, None] & (c < D)[None, :]
+    place = begin + t
+    exists = live & (place < tl.load(lengths + b * lengths_b + h * lengths_h, mask=h < heads, other=0))
+    page = tl.load(table + b * table_b + h * table_h + place // PAGE, mask=exists, other=0).to(tl.int64)
+    y = load_tile(
+        exists, page, b, h0, place % PAGE, rotation, codes, cb, ch, high, hb, hh, scales, sb, sh, center, eb, eh,
+        L, D, P, ACROSS, ALONG,
+    )  # fmt: skip
+    y = tl.where(exists[:, None], y, 0.0)
+    tl.store(out + (b * ob + h * oh + t * ot)[:, None] + c[None, :], y.to(out.dtype.element_ty), mask=inside)

@@ -1,0 +1,146 @@
+"""What the storages of all layers share: the count of tokens seen, on the device and on the host, and copying tokens out and back in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from ..formats.base import Codes
+from ..kernels import Pair, dense
+from .chunks import Chunks
+
+SIDES = ("key", "value")
+Copy = Callable[[Tensor, Tensor], object]
+"""`copy(destination, source)` fills `destination` with `source`; each may be in host memory or on a device."""
+
+
+def check_room(seq_length: int, tokens: int, max_length: int) -> None:
+    """Raises ValueError if `tokens` more than the `seq_length` tokens seen exceed `max_length`."""
+    if seq_length + tokens > max_length:
+        again = (
+            "; with use_cache=False generate gives all tokens again at every step: pass no cache then" if 0 < seq_length < tokens else ""
+        )
+        raise ValueError(
+            f"{seq_length} tokens and {tokens} more do not fit in max_length={max_length}: make the cache with a larger one, or call "
+            f"reset() for another prompt{again}"
+        )
+
+
+def differ(stored: Tensor, given: Tensor) -> bool:
+    """Whether two tensors `[B, H, T, D]` differ in batch, heads, head_dim or dtype."""
+    a, b = stored.shape, given.shape
+    return a[0] != b[0] or a[1] != b[1] or a[3] != b[3] or stored.dtype is not given.dtype
+
+
+def copy_to(x: Tensor, device: torch.device | str, copy: Copy = Tensor.copy_) -> Tensor:
+    """A contiguous copy of `x` on `device` that shares no memory with it."""
+    new = torch.empty(x.shape, dtype=x.dtype, device=device)
+    copy(new, x.detach())
+    return new
+
+
+class LayerStorage:
+    """The base of `Storage` and `EvictingStorage`.
+
+    Compiled code cannot read a count from the host: it would be compiled in as a constant. It counts on the device and leaves
+    `uncounted` and `counts_stale` on the host; `sync_counts` reads the device once when an exact count is needed.
+    """
+
+    max_length: int | None
+    """The most tokens that may be seen; None: no limit."""
+    seq_length: int
+    """Tokens seen, as far as the host knows."""
+    uncounted: int
+    """Tokens of a compiled step that `seq_length` does not include yet."""
+    counts_stale: bool
+    """Whether compiled code ran since the host last read the counts: it may have run more than once."""
+    chunks: Chunks
+    sinks: Pair
+    residual: Pair
+
+    def device_length(self) -> int | Tensor:
+        """Tokens seen: a 0-d tensor on the device, or a number while nothing is counted there."""
+        raise NotImplementedError
+
+    def read_counts(self) -> None:
+        """Copies the counts from the device to the host."""
+        raise NotImplementedError
+
+    def advance(self, tokens: int) -> None:
+        """Adds `tokens` to the counts on the host."""
+        self.seq_length += tokens
+
+    def reset_counts(self) -> None:
+        self.seq_length = self.uncounted = 0
+        self.counts_stale = False
+
+    def record_compiled_step(self, tokens: int) -> None:
+        self.uncounted, self.counts_stale = tokens, True
+
+    def sync_counts(self) -> None:
+        """Makes the counts on the host exact."""
+        if self.counts_stale:
+            self.read_counts()
+            self.uncounted, self.counts_stale = 0, False
+
+    def reserve(self, tokens: int) -> None:
+        """Makes room for `tokens` more. Raises ValueError if `max_length` does not allow them."""
+        if self.uncounted:
+            self.advance(self.uncounted)
+            self.uncounted = 0
+        if self.max_length is not None:
+            check_room(self.seq_length, tokens, self.max_length)
+
+    def query_offset(self) -> int | Tensor:
+        """Tokens seen, without waiting for the device."""
+        return self.device_length() if self.counts_stale or torch.compiler.is_compiling() else self.seq_length
+
+    def zones(self) -> tuple[Pair, Pair]:
+        """The sinks and the residual in token order, keys and values `[B, H, T, D]` each. The tokens in `chunks` lie between them."""
+        raise NotImplementedError
+
+    def attention_inputs(self):
+        raise NotImplementedError
+
+    def dense(self) -> Pair:
+        """All stored tokens in the model's dtype, keys and values `[B, H, T, D]`."""
+        inputs = self.attention_inputs()
+        return dense(inputs.key), dense(inputs.value)
+
+    def snapshot(self, row: int, tokens: int | None = None, copy: Copy = Tensor.copy_) -> tuple[dict[str, Tensor], dict[str, int]]:
+        """Copies row `row` to host memory; only the first `tokens` tokens if given.
+
+        Returns tensors named `key.sinks`, `key.region.<buffer>`, `key.statistics.<buffer>`, `key.residual` and the same of `value`, with
+        one row each, and counts that no shape tells. Codes are copied as they are.
+        """
+        host = partial(copy_to, device="cpu", copy=copy)
+        (sinks, residual), chunks, rows = self.zones(), self.chunks, slice(row, row + 1)
+        before = sinks[0].shape[2]
+        tokens = before + chunks.length + residual[0].shape[2] if tokens is None else tokens
+        region = chunks.snapshot(rows, min(chunks.length, max(tokens - before, 0)), copy)
+        tensors: dict[str, Tensor] = {}
+        for side, first, codes, statistics, last in zip(SIDES, sinks, region, chunks.statistics, residual, strict=True):
+            tensors[f"{side}.sinks"] = host(first[rows, :, :tokens])
+            tensors |= {f"{side}.region.{name}": x for name, x in codes.items()}
+            if chunks.calibrated:
+                tensors |= {f"{side}.statistics.{name}": host(x[rows]) for name, x in statistics.items()}
+            tensors[f"{side}.residual"] = host(last[rows, :, : max(tokens - before - chunks.length, 0)])
+        return tensors, {}
+
+    def restore(self, tensors: dict[str, Tensor], numbers: dict[str, int], device: torch.device | str, copy: Copy = Tensor.copy_) -> None:
+        """Copies the result of `snapshot` into this storage, which must be empty."""
+        codes, statistics = ((_named(tensors, f"key.{zone}."), _named(tensors, f"value.{zone}.")) for zone in ("region", "statistics"))
+        sinks, residual = (tuple(copy_to(tensors[f"{side}.{zone}"], device, copy) for side in SIDES) for zone in ("sinks", "residual"))
+        self.chunks.load(codes, statistics, sinks, copy)  # type: ignore[arg-type]
+        self.load_exact(sinks, residual)  # type: ignore[arg-type]
+
+    def load_exact(self, sinks: Pair, residual: Pair) -> None:
+        """Takes the exact tokens of a snapshot, after its codes."""
+        raise NotImplementedError
+
+
+def _named(tensors: dict[str, Tensor], prefix: str) -> Codes:
+    return {name.removeprefix(prefix): x for name, x in tensors.items() if name.startswith(prefix)}

@@ -1,0 +1,87 @@
+"""Adding tokens to a quantized region within its budget: the policy ranks stored and new tokens together, and the codes of retained new
+tokens overwrite those of evicted ones.
+
+Retained tokens keep their slots and their codes, bit for bit. All new tokens are quantized before some are selected, so that formats that
+share a scale between heads see the same token in all of them.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..kernels import Pair
+from .chunks import Chunks, block_of
+from .metadata import TokenFields, TokenMetadata
+
+
+def append_and_evict(
+    region: Chunks, metadata: TokenMetadata, new: Pair, fields: TokenFields, limit: int, row_limits: Tensor | None
+) -> bool:
+    """Adds keys and values `new` `[B, H, N, D]` with their `fields` to `region`; returns whether all were appended and none evicted.
+
+    Args:
+        limit: tokens that the region may hold.
+        row_limits: int64 `[B, 1, 1]`, tokens that each row may hold, if these differ.
+    """
+    stored, count = region.length, fields["positions"].shape[-1]
+    if stored + count <= limit and row_limits is None:
+        region.append(new)
+        metadata.region = {name: torch.cat([x, fields[name]], dim=-1) for name, x in metadata.region.items()}
+        return True
+    size = min(limit, stored + count)
+    keys = _all_keys(region, new[0]) if metadata.policy.needs_stored_keys else None
+    retained = _retained(metadata, fields, size, row_limits, keys)
+    selected = min(count, size)
+    if not selected:
+        return False
+    index = _first_of([retained[..., stored:]], selected)
+    accepted = retained[..., stored:].gather(-1, index)
+    # Slots of evicted tokens first, then empty ones, so that the latter stay the same in all heads. Both new tokens and slots are in
+    # ascending order, so that tokens added to an empty region are in token order.
+    added = size - stored
+    occupied = F.pad(metadata.region["positions"] >= 0, (0, added))
+    retained = F.pad(retained[..., :stored], (0, added))
+    slots = _first_of([occupied & ~retained, ~occupied], selected)
+    region.append_zeros(added, new)
+    region.calibrate(new)
+    quantized = Chunks(region.codecs, region.dims)
+    quantized.reserve(count, new)
+    quantized.statistics, quantized.calibrated = region.statistics, True
+    quantized.append(new)
+    region.scatter(slots, accepted, quantized.gather(index))
+    for name, x in metadata.region.items():
+        x = F.pad(x, (0, added), value=-1)
+        x = x.masked_fill(~retained, -1) if name == "positions" else x
+        metadata.region[name] = x.scatter(-1, slots, torch.where(accepted, fields[name].gather(-1, index), x.gather(-1, slots)))
+    return False
+
+
+def _all_keys(region: Chunks, new: Tensor) -> Tensor:
+    """Stored and then new keys, `[B, H, T, D]` in the dtype of `new`."""
+    stored = [part.codec.dequantize(part.codes, part.head_dim, new.dtype) for part in region.packed(0, block_of(new))]
+    return torch.cat([*stored, new], dim=2)
+
+
+def _retained(metadata: TokenMetadata, fields: TokenFields, size: int, row_limits: Tensor | None, keys: Tensor | None) -> Tensor:
+    """Which of the stored and then of the new tokens are retained, bool `[B, H, T]`."""
+    union = {name: torch.cat([x, fields[name]], dim=-1) for name, x in metadata.region.items()}
+    order = metadata.order(union, keys)
+    if row_limits is not None:
+        retained = order.argsort(dim=-1, descending=True).argsort(dim=-1) < row_limits.clamp(0, size)
+    else:
+        evicted = order.topk(order.shape[-1] - size, dim=-1, largest=False).indices
+        retained = torch.ones_like(order, dtype=torch.bool).scatter_(-1, evicted, False)
+    return retained & (union["positions"] >= 0)
+
+
+def _first_of(masks: list[Tensor], count: int) -> Tensor:
+    """The first `count` indices `[B, H, count]` where `masks[0]` `[B, H, T]` is true, then those where `masks[1]` is, then any others;
+    ascending within each group."""
+    size = masks[0].shape[-1]
+    index = torch.arange(size, device=masks[0].device)
+    rank = index + size * len(masks)
+    for number, mask in reversed(list(enumerate(masks))):
+        rank = torch.where(mask, index + size * number, rank)
+    return rank.topk(count, dim=-1, largest=False, sorted=True).indices

@@ -1,0 +1,166 @@
+"""`TokenMetadata`: what an evicting layer keeps of each token besides its key and value: position, score, norms.
+
+Columns are in the order in which attention reads them: sinks, slots of the quantized region, residual with the tokens of the running step.
+A token's position is its rank among the tokens of its row that are not padding; -1 marks a column without a token. Which columns are empty
+is the same in all heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from ..kernels import Pair
+from ..policies import Arrivals, Budget, Policy, Rotation, Tokens, given
+
+TokenFields = dict[str, Tensor]
+"""`positions` int32, and `score`, `key_norm`, `value_norm` fp32 if the policy needs them: `[B, H, T]` each."""
+
+
+def output_norm(values: Tensor, gram: Tensor) -> Tensor:
+    """How long `values` `[B, H, T, D]` are in the layer's output, the mean over the query heads of a group, fp32 `[B, H, T]`; `gram` as
+    `Arrivals.output_gram`."""
+    total = values.new_zeros(values.shape[:3], dtype=torch.float32)
+    gram = gram.unflatten(0, (values.shape[1], -1))
+    for each in gram.unbind(1):
+        projected = values @ each.to(values.dtype)
+        total += (projected.float() * values.float()).sum(-1).clamp_min(0).sqrt()
+    return total / gram.shape[1]
+
+
+class TokenMetadata:
+    """The metadata of one layer, for keys `[B, H, T, D]`."""
+
+    def __init__(self, policy: Policy, budget: Budget, keys: Tensor, rope: Rotation | None = None):
+        self.policy, self.budget, self.rope = policy, budget, rope
+        batch = keys.shape[0]
+        self.columns = 0
+        """Tokens seen by a row, padding included."""
+        self.row_lengths: Tensor | None = None
+        """Tokens seen by each row without padding, int64 `[B]`; None while there was no padding."""
+        self.sinks = torch.empty(batch, 0, dtype=torch.bool, device=keys.device)
+        """Which columns of the sinks hold a token, `[B, S]`."""
+        self.region: TokenFields = self._empty(keys)
+        self.residual: TokenFields = self._empty(keys)
+        self.static = False
+        """Whether tensors must keep their addresses."""
+        self.statistics: dict[str, Tensor] = {}
+        """What the policy accumulates of all tokens seen, `[B, ...]` each."""
+
+    def _empty(self, like: Tensor) -> TokenFields:
+        fields = {"positions": torch.empty(*like.shape[:2], 0, dtype=torch.int32, device=like.device)}
+        wanted = {
+            "score": self.policy.scores,
+            "key_norm": self.policy.norms,
+            "value_norm": self.policy.keeps_values,
+            "output_norm": self.policy.needs_output_projection,
+        }
+        return fields | {name: torch.empty(*like.shape[:2], 0, device=like.device) for name, kept in wanted.items() if kept}
+
+    def append(self, tokens: Arrivals) -> None:
+        """Adds the tokens of a step to the residual's metadata. `positions` and `seen` of `tokens` are not read."""
+        keys, is_valid = tokens.keys, tokens.is_valid
+        batch, heads, count, _ = keys.shape
+        if is_valid is not None and self.row_lengths is None:
+            self.row_lengths = torch.full((batch,), self.columns, dtype=torch.int64, device=keys.device)
+        if self.row_lengths is None:
+            positions = torch.arange(self.columns, self.columns + count, dtype=torch.int32, device=keys.device).expand(batch, -1)
+        else:
+            is_valid = torch.ones(batch, count, dtype=torch.bool, device=keys.device) if is_valid is None else is_valid
+            ranks = self.row_lengths[:, None] + is_valid.cumsum(-1) - 1
+            positions = torch.where(is_valid, ranks, -1).int()
+            self.row_lengths = self.row_lengths + is_valid.sum(-1)
+        self.columns += count
+        fields = self.new_fields(replace(tokens, positions=positions, seen=self.lengths()))
+        zeros = torch.zeros(batch, heads, count, device=keys.device)
+        for name in self.residual:
+            new = positions[:, None].expand(-1, heads, -1) if name == "positions" else fields.get(name)
+            self.residual[name] = torch.cat([self.residual[name], zeros if new is None else new], dim=-1)
+
+    def simulate(self, like: Pair, query_heads: int) -> None:
+        """Allocates the statistics of tokens like `like` `[B, H, T, D]` and their `query_heads`, on the meta device."""
+        keys, values = (x.new_zeros(*x.shape[:2], 1, x.shape[3]) for x in like)
+        queries = keys.new_zeros(keys.shape[0], query_heads, 1, keys.shape[3])
+        position = torch.zeros(keys.shape[0], 1, dtype=torch.int32, device=keys.device)
+        size = self.policy.size(self.budget, self.lengths())
+        step = Arrivals(keys, values, keys, values, None, position, self.lengths(), size, queries=queries, scaling=1.0, rope=self.rope)
+        self.statistics, _ = self.policy.arrive({}, step)
+
+    def new_fields(self, tokens: Arrivals) -> dict[str, Tensor | None]:
+        """The fields of new tokens except their positions; None stands for zeros. A field depends on the tokens seen so far alone, not on
+        when a token is quantized."""
+        tokens = replace(tokens, size=self.policy.size(self.budget, given(tokens.seen, "counts of tokens")))
+        statistics, score = self.policy.arrive(self.statistics, tokens)
+        if self.static:  # at fixed addresses
+            for name, x in self.statistics.items():
+                x.copy_(statistics[name])
+        else:
+            self.statistics = statistics
+        new: dict[str, Tensor | None] = {}
+        if "score" in self.residual:
+            new["score"] = None if score is None else score.float()
+        for name, x in (("key_norm", tokens.keys), ("value_norm", tokens.values)):
+            if name in self.residual:
+                new[name] = torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32)
+        if "output_norm" in self.residual:
+            new["output_norm"] = output_norm(tokens.values, given(tokens.output_gram, "the output projection"))
+        return new
+
+    def is_valid(self) -> Tensor | None:
+        """Which columns hold a token, bool `[B, T]`; None if all do."""
+        if self.row_lengths is None:
+            return None
+        return torch.cat([self.sinks, *(zone["positions"][:, 0] >= 0 for zone in (self.region, self.residual))], dim=-1)
+
+    def observe(self, attention_sums: Tensor, queries: Tensor | int) -> None:
+        """Updates scores with the attention `[B, H, T]` that `queries` queries gave to each column."""
+        sinks, region = self.sinks.shape[1], self.region["positions"].shape[-1]
+        parts = attention_sums[..., sinks : sinks + region], attention_sums[..., sinks + region :]
+        for zone, part in zip((self.region, self.residual), parts, strict=True):
+            zone["score"] = self.policy.observe(zone["score"], part, queries)
+
+    def lengths(self) -> Tensor:
+        """Tokens seen by each row without padding, int64 `[B, 1, 1]`."""
+        if self.row_lengths is not None:
+            return self.row_lengths[:, None, None]
+        return torch.full((self.sinks.shape[0], 1, 1), self.columns, dtype=torch.int64, device=self.sinks.device)
+
+    def order(self, fields: TokenFields, keys: Tensor | None = None) -> Tensor:
+        """Order of retention, int64 `[B, H, T]`, without ties: by the policy's priority, and at equal priority newer tokens higher.
+        `keys` `[B, H, T, D]`, for a policy that needs them."""
+        positions = fields["positions"]
+        optional = {name: x for name, x in fields.items() if name != "positions"}
+        state = {"statistics": self.statistics, "keys": keys, "rope": self.rope}
+        tokens = Tokens(positions, positions >= 0, self.lengths(), **optional, **state)  # type: ignore[arg-type]
+        rank = self.policy.rank(tokens, self.budget) + 0.0  # -0.0 equals 0.0
+        bits = rank.contiguous().view(torch.int32)
+        return (torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long() << 32) + positions  # floats compare as these integers do
+
+    def map(self, fn: Callable[[Tensor], Tensor]) -> None:
+        """Replaces every tensor by `fn(tensor)`, which may change the rows."""
+        self.sinks = fn(self.sinks)
+        self.row_lengths = None if self.row_lengths is None else fn(self.row_lengths)
+        self.statistics = {name: fn(x) for name, x in self.statistics.items()}
+        for zone in (self.region, self.residual):
+            for name in zone:
+                zone[name] = fn(zone[name])
+
+    def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor with its name in a snapshot."""
+        named = {"sinks": self.sinks, "row_lengths": self.row_lengths}
+        yield from ((f"metadata.{name}", x) for name, x in named.items() if x is not None)
+        for zone, fields in (("region", self.region), ("residual", self.residual), ("statistics", self.statistics)):
+            yield from ((f"metadata.{zone}.{name}", x) for name, x in fields.items())
+
+    def load(self, tensors: dict[str, Tensor], place: Callable[[Tensor], Tensor]) -> None:
+        """Takes `place(tensor)` of each of the `named_tensors` of another layer."""
+        for name, x in tensors.items():
+            if name.startswith("metadata."):
+                _, zone, *field = name.split(".")
+                if field:
+                    getattr(self, zone)[field[0]] = place(x)
+                else:
+                    setattr(self, zone, place(x))

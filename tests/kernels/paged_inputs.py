@@ -1,0 +1,108 @@
+"""Rows of different lengths in pages that lie anywhere in a pool, may be shared, and hold nan or codes that show wherever no token is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from qkvcache.formats import Format
+from qkvcache.kernels import PagedInputs, Pages
+from qkvcache.kernels import pages as reference
+
+
+def pool(format: Format, like: tuple[Tensor, Tensor], pages: int, page: int, per_head: bool = False):
+    """Planes of keys and of values, all bits set, and the statistics of `like` `[1, H, T, D]`."""
+    planes, statistics = [], []
+    for codec, x in zip(format.codecs(), like, strict=True):
+        heads = 1 if per_head else x.shape[1]
+        each, _ = codec.allocate(x.new_empty(pages, heads, 0, x.shape[3]), page)
+        for plane in each.values():
+            plane.view(torch.uint8).fill_(0xFF)
+        planes.append(each)
+        statistics.append(codec.calibrate(x))
+    return tuple(planes), tuple(statistics)
+
+
+def build(
+    format: Format,
+    lengths: Sequence[int] | Sequence[Sequence[int]],
+    *,
+    heads: int = 2,
+    dims: tuple[int, int] = (64, 64),
+    dtype: torch.dtype = torch.float16,
+    page: int = 64,
+    begin: int = 0,
+    sinks: int = 3,
+    ring: int = 8,
+    ring_tokens: Sequence[int] = (),
+    shared: int = 0,
+    device: torch.device | str = "cpu",
+) -> PagedInputs:
+    """Rows of `lengths` tokens in pages, for each head apart if they are lists; of the first `shared` pages all rows have the same."""
+    batch, per_head = len(lengths), not isinstance(lengths[0], int)
+    counts = torch.tensor(lengths, dtype=torch.int32, device=device)
+    longest = max(int(counts.max()), 1)
+    width = -(-longest // page) + 1
+    number = torch.randperm(batch * (heads if per_head else 1) * width + 3)
+    table = (
+        number[: batch * (heads if per_head else 1) * width].view(batch, heads, width)
+        if per_head
+        else number[: batch * width].view(batch, width)
+    )
+    table = table.int().to(device)
+    if shared:
+        table[..., :shared] = table[:1, ..., :shared]
+    x = tuple(torch.randn(batch, heads, longest, dim, device=device).to(dtype) for dim in dims)
+    if shared:
+        for side in x:
+            side[:, :, : shared * page] = side[:1, :, : shared * page]
+    planes, statistics = pool(format, tuple(side[:1, :, :32] for side in x), len(number), page, per_head)
+    place = torch.arange(longest, device=device)
+    slots = table[..., place // page].long() * page + place % page
+    slots = slots.masked_fill(place >= counts[..., None], -1)
+    reference.quantize_pages(format.codecs(), x, planes, statistics, slots)
+    after = torch.arange(width, device=device) >= -(-counts[..., None] // page)
+    table = table.masked_fill(after, 2**30)  # which nobody may read
+    pages = Pages(*format.codecs(), planes, statistics, table, counts)
+    tokens = torch.tensor(ring_tokens or [ring] * batch, dtype=torch.int32, device=device)
+    rows = torch.zeros(batch, 6, dtype=torch.int32, device=device)
+    rows[:, reference.BEGIN] = begin
+    rows[:, reference.SINK_ROW] = torch.randperm(batch + 1, device=device)[:batch]
+    rows[:, reference.SINKS] = torch.arange(batch, device=device) % (sinks + 1)
+    rows[:, reference.RING_ROW] = torch.randperm(batch + 2, device=device)[:batch]
+    rows[:, reference.RING_START] = torch.randint(max(ring, 1), (batch,), device=device)
+    rows[:, reference.RING_TOKENS] = tokens
+    first, last = (
+        tuple(torch.full((rows_, heads, count, dim), torch.nan, dtype=dtype, device=device) for dim in dims)
+        for rows_, count in ((batch + 1, sinks), (batch + 2, ring))
+    )
+    for b in range(batch):
+        _, sink_row, count, ring_row, start, filled = rows[b].tolist()
+        for side, dim in enumerate(dims):
+            first[side][sink_row, :, :count] = torch.randn(heads, count, dim).to(first[side])
+            last[side][ring_row, :, (start + torch.arange(filled)) % max(ring, 1)] = torch.randn(heads, filled, dim).to(last[side])
+    return PagedInputs(pages, first, last, rows, max_length=longest + 40)
+
+
+def row(inputs: PagedInputs, b: int, h: int, side: int) -> Tensor:
+    """The keys (0) or values (1) of a head of a row, `[T, D]` in fp32: token after token, by the tables."""
+    pages, rows = inputs.pages, inputs.rows[b].tolist()
+    begin, sink_row, sinks, ring_row, start, tokens = rows
+    first, ring = inputs.sinks[side][sink_row, h, :sinks], inputs.ring[side][ring_row, h]
+    order = [(start + i) % max(ring.shape[0], 1) for i in range(tokens)]
+    table, length = (pages.table[b, h], pages.lengths[b, h]) if pages.per_head else (pages.table[b], pages.lengths[b])
+    parts = [first.float()]
+    for n in range(begin, int(length)):
+        page, offset = int(table[n // pages.page_size]), n % pages.page_size
+        codes = {}
+        for name, plane in pages.planes[side].items():
+            codes[name] = plane[page : page + 1, :, offset : offset + 1]
+        head = 0 if pages.per_head else h
+        statistics = {name: x[b % x.shape[0]][None] for name, x in pages.statistics[side].items()}
+        if pages.per_head:  # codes of one head, so that its statistics are its own
+            statistics = {name: x[:, h % x.shape[1]][:, None] for name, x in statistics.items()}
+        parts.append(pages.codecs[side].dequantize(codes | statistics, first.shape[1])[0, head])
+    parts.append(ring[order].float())
+    return torch.cat(parts)

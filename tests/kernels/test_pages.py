@@ -1,0 +1,381 @@
+"""Attention over pages, in torch and in the fused kernel, against one row and head after another; and quantizing into pages and back."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from matrix import FORMATS, slowly
+from torch import Tensor
+
+from qkvcache.formats import REGISTRY
+from qkvcache.kernels import PagedInputs, append_tokens, attend_pages
+from qkvcache.kernels import pages as reference
+
+from .paged_inputs import build, pool, row
+from .test_fused_attend import KINDS, guarded, tolerance
+
+QUICK = ("identity", "int8_token", "nvfp4", "turboquant_3bit_nc", "fp8_tensor_frozen")
+
+
+def by_row(query: Tensor, inputs: PagedInputs, mask=None, *, scaling=None, causal=False, softcap=None, sinks=None, window=None):
+    """`attend_pages` for one row and head after another."""
+    batch, query_heads, queries, dim = query.shape
+    heads, value_dim = inputs.ring[0].shape[1], inputs.ring[1].shape[3]
+    out, lse = query.new_zeros(batch, query_heads, queries, value_dim, dtype=torch.float32), torch.full(query.shape[:3], -math.inf)
+    for b in range(batch):
+        for head in range(query_heads):
+            h = head // (query_heads // heads)
+            key, value = row(inputs, b, h, 0), row(inputs, b, h, 1)
+            for q in range(queries):
+                score = (key @ query[b, head, q].float()) * (dim**-0.5 if scaling is None else scaling)
+                score = softcap * torch.tanh(score / softcap) if softcap else score
+                place = torch.arange(len(key))
+                newest = len(key) - queries + q
+                if mask is not None:
+                    shown = mask.expand(batch, query_heads, queries, -1)[b, head, q, : len(key)]
+                    score = score.masked_fill(~shown, -math.inf) if mask.dtype == torch.bool else score + shown
+                if causal:
+                    score = score.masked_fill(place > newest, -math.inf)
+                if window:
+                    score = score.masked_fill(place <= newest - window, -math.inf)
+                logits = score if sinks is None else torch.cat([score, sinks[head : head + 1].float()])
+                if len(logits):
+                    lse[b, head, q] = torch.logsumexp(logits, 0)
+                if len(key):
+                    out[b, head, q] = logits.softmax(0)[: len(key)] @ value
+    return out, lse
+
+
+@pytest.mark.parametrize("format", slowly(FORMATS, QUICK))
+@pytest.mark.parametrize("per_head", [False, True], ids=["rows", "heads"])
+def test_the_reference(format, per_head):
+    lengths = [[70, 0], [5, 130]] if per_head else [70, 0, 130]
+    batch = len(lengths)
+    inputs = build(REGISTRY[format], lengths, begin=2, sinks=2, ring=5, ring_tokens=[4, 0, 5][:batch], shared=0 if per_head else 1)
+    query = torch.randn(batch, 4, 1, 64)
+    out, lse, sums = reference.attend_pages(query, inputs)
+    wanted, wanted_lse = by_row(query, inputs)
+    torch.testing.assert_close(out, wanted, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(lse, wanted_lse, rtol=1e-4, atol=1e-4)
+    assert sums.shape == (batch, 2, 0)
+
+
+def test_everything_that_attention_has():
+    inputs = build(REGISTRY["int8"], [70, 3, 130], begin=1, ring=9, ring_tokens=[9, 6, 7])
+    query = torch.randn(3, 4, 4, 64)
+    options = {"softcap": 5.0, "sinks": torch.randn(4), "window": 60, "causal": True, "scaling": 0.3}
+    for mask in (None, torch.rand(3, 1, 4, 150) < 0.7, torch.randn(1, 4, 1, 150)):
+        if mask is not None and mask.dtype == torch.bool:
+            mask = mask | (torch.rand(3, 1, 1, 150) < 0.5)
+        out, lse, _ = reference.attend_pages(query, inputs, mask, **options)
+        wanted, wanted_lse = by_row(query, inputs, mask, **options)
+        torch.testing.assert_close(out, wanted, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(lse, wanted_lse, rtol=1e-4, atol=1e-4)
+
+
+def test_accumulated_attention():
+    """Of each slot, and 0 where there is no token: sums over slots are the numbers of queries."""
+    inputs = build(REGISTRY["int8"], [70, 0], ring=6, ring_tokens=[6, 3])
+    query, observed = torch.randn(2, 4, 3, 64), torch.tensor([[1.0, 0, 2], [0, 1, 1]])
+    sums = reference.attend_pages(query, inputs, causal=True, observed=observed)[2]
+    torch.testing.assert_close(sums.sum(-1), (2 * observed.sum(1))[:, None].expand(2, 2))
+    _, exists = inputs.pages.gather(0, inputs.max_length)
+    assert (sums[inputs.columns(exists).expand_as(sums) < 0] == 0).all()
+
+
+@pytest.mark.parametrize("format", slowly(FORMATS, QUICK))
+@pytest.mark.parametrize("per_head", [False, True], ids=["rows", "heads"])
+def test_quantizing_and_back(format, per_head):
+    """Codes are those of the codec, tokens without a slot leave none, and nothing else is written."""
+    chosen, x = REGISTRY[format], (torch.randn(1, 2, 5, 64), torch.randn(1, 2, 5, 64))
+    planes, statistics = pool(chosen, x, 4, 64, per_head)
+    slots = torch.tensor([[[70, -1, 3, 255, 128], [1, 2, -1, 0, 65]]] if per_head else [[70, -1, 3, 255, 128]])
+    reference.quantize_pages(chosen.codecs(), x, planes, statistics, slots)
+    for codec, side, pooled, constant in zip(chosen.codecs(), x, planes, statistics, strict=True):
+        wanted = codec.quantize(side, constant)
+        for name, plane in pooled.items():
+            expected = torch.full_like(plane.view(torch.uint8), 0xFF).view(plane.dtype)
+            for h in range(2):
+                for t, slot in enumerate((slots[0, h] if per_head else slots[0]).tolist()):
+                    if slot >= 0:
+                        codes = wanted[name].expand(-1, 2, -1, -1)[0, h, t]
+                        expected[slot // 64, 0 if per_head else h % plane.shape[1], slot % 64] = codes
+            assert torch.equal(plane.view(torch.uint8), expected.view(torch.uint8)), name
+
+
+@pytest.mark.parametrize("format", slowly(FORMATS, QUICK))
+def test_dequantizing(format):
+    inputs = build(REGISTRY[format], [70, 0, 130], sinks=0, ring=0, dims=(64, 96))
+    pages = inputs.pages
+    out = tuple(torch.full((3, 2, 90, dim), torch.nan) for dim in (64, inputs.ring[1].shape[3]))
+    reference.dequantize_pages(pages, out, begin=50)
+    for side, x in enumerate(out):
+        for b, length in enumerate(pages.lengths.tolist()):
+            count = min(max(length - 50, 0), 90)
+            for h in range(2):
+                torch.testing.assert_close(x[b, h, :count], row(inputs, b, h, side)[50 : 50 + count], rtol=1e-5, atol=1e-5)
+            assert (x[b, :, count:] == 0).all()
+
+
+triton = pytest.importorskip("triton")
+KERNELS = pytest.mark.skipif(
+    not (torch.cuda.is_available() or triton.knobs.runtime.interpret), reason="needs a GPU, or Triton's interpreter"
+)
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def compare(monkeypatch, format: str, query: Tensor, inputs: PagedInputs, mask=None, **options) -> None:
+    from qkvcache.kernels import fused
+
+    with guarded(monkeypatch):
+        out, lse, sums = fused.attend_pages(query, inputs, mask, **options)
+    wanted, wanted_lse, wanted_sums = reference.attend_pages(query.float(), inputs, mask, **options)
+    limit = tolerance(format, query.dtype)
+    assert out.isfinite().all() and out.dtype == query.dtype and sums.shape == wanted_sums.shape
+    error = ((out.float() - wanted).norm() / wanted.norm()).item()
+    assert error <= limit, f"relative error {error:.2e} > {limit:.1e}"
+    torch.testing.assert_close(lse, wanted_lse, rtol=limit, atol=5 * limit)
+    torch.testing.assert_close(sums, wanted_sums, rtol=limit, atol=10 * limit)
+
+
+@KERNELS
+@pytest.mark.parametrize("format", slowly(FORMATS, KINDS))
+def test_the_kernel(format, monkeypatch):
+    dim = KINDS.get(format, 64)
+    inputs = build(REGISTRY[format], [70, 0, 200], begin=3, ring=5, ring_tokens=[4, 0, 5], dims=(dim, dim), shared=1, device=DEVICE)
+    compare(monkeypatch, format, torch.randn(3, 4, 1, dim, device=DEVICE).half(), inputs)
+
+
+STORED = [name for name in FORMATS if name not in ("fp8_tensor", "fp8_e5m2_tensor")]
+"""Formats that kernels quantize."""
+
+
+@KERNELS
+@pytest.mark.parametrize("format", slowly(STORED, [name for name in KINDS if name in STORED]))
+@pytest.mark.parametrize("per_head", [False, True], ids=["rows", "heads"])
+def test_the_kernel_that_quantizes(format, per_head):
+    """Codes of the same tokens stored by kernels that are tested against the codec; nothing else is written."""
+    from qkvcache.kernels import triton_quantize
+
+    chosen, dim = REGISTRY[format], KINDS.get(format, 64)
+    x = tuple(torch.randn(2, 2, 5, dim, device=DEVICE).half() for _ in range(2))
+    like = tuple(side[:1] for side in x)
+    planes, statistics = pool(chosen, like, 4, 64, per_head)
+    slots = torch.tensor([[70, -1, 3, 255, 128], [1, 2, -1, 0, 65]], device=DEVICE)
+    if per_head:
+        slots = torch.stack([slots, torch.where(slots >= 0, slots ^ 4, -1)], 1)
+    triton_quantize.quantize_pages(chosen.codecs(), x, planes, statistics, slots)
+    block = tuple(
+        {name: codes.new_zeros(2, *codes.shape[1:]) for name, codes in codec.allocate(x[0], 5)[0].items()} for codec in chosen.codecs()
+    )
+    once = tuple({name: value.expand(2, -1, -1, -1) for name, value in side.items()} for side in statistics)
+    triton_quantize.quantize_kv(list(zip(chosen.codecs(), x, block, once, strict=True)), 0)
+    for codes, pooled in zip(block, planes, strict=True):
+        for name, plane in pooled.items():
+            expected = torch.full_like(plane.view(torch.uint8), 0xFF).view(plane.dtype)
+            for b in range(2):
+                for h in range(2):
+                    for t, slot in enumerate((slots[b, h] if per_head else slots[b]).tolist()):
+                        if slot >= 0:
+                            expected[slot // 64, 0 if per_head else h % plane.shape[1], slot % 64] = codes[name][
+                                b, h % codes[name].shape[1], t
+                            ]
+            assert torch.equal(plane.view(torch.uint8), expected.view(torch.uint8)), name
+
+
+@KERNELS
+@pytest.mark.parametrize("format", slowly(STORED, [name for name in KINDS if name in STORED]))
+@pytest.mark.parametrize("per_head", [False, True], ids=["rows", "heads"])
+def test_the_kernel_that_dequantizes(format, per_head):
+    from qkvcache.kernels import triton_dequantize
+
+    dim = KINDS.get(format, 64)
+    lengths = [[70, 0], [5, 100]] if per_head else [70, 100]
+    pages = build(REGISTRY[format], lengths, sinks=0, ring=0, dims=(dim, dim), device=DEVICE).pages
+    out, wanted = (tuple(torch.full((2, 2, 50, dim), torch.nan, device=DEVICE) for _ in range(2)) for _ in range(2))
+    triton_dequantize.dequantize_pages(pages, out, 40)
+    reference.dequantize_pages(pages, wanted, 40)
+    for x, y in zip(out, wanted, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-4)
+
+
+@KERNELS
+@pytest.mark.parametrize("format", slowly(["int8", "turboquant_3bit_nc"], ["int8"]))
+def test_the_kernel_with_everything_that_attention_has(format, monkeypatch):
+    inputs = build(REGISTRY[format], [150, 3, 40], begin=1, ring=19, ring_tokens=[19, 16, 17], device=DEVICE)
+    options = {"softcap": 5.0, "sinks": torch.randn(4, device=DEVICE), "window": 100, "scaling": 0.3}
+    for queries, mask in (
+        (16, None),
+        (3, torch.rand(3, 1, 3, 200) < 0.7),
+        (1, torch.rand(3, 1, 1, 200) < 0.7),
+        (2, torch.randn(1, 4, 1, 200)),
+    ):
+        if mask is not None:
+            mask = mask.to(DEVICE)
+            mask[..., :25] = mask[..., :25] if mask.dtype == torch.float32 else True
+        query = torch.randn(3, 4, queries, 64, device=DEVICE).half()
+        compare(monkeypatch, format, query, inputs, mask, causal=queries > 1, **options)
+
+
+@KERNELS
+@pytest.mark.slow
+def test_rows_of_very_different_lengths(monkeypatch):
+    """Splits of the long row are chosen for the tokens of all."""
+    inputs = build(REGISTRY["int8"], [500, 0, 20, 64], ring=5, ring_tokens=[5, 0, 1, 2], device=DEVICE)
+    inputs.tokens = 600
+    compare(monkeypatch, "int8", torch.randn(4, 4, 1, 64, device=DEVICE).half(), inputs)
+    inputs.rows[:, reference.BEGIN] = 70
+    compare(monkeypatch, "int8", torch.randn(4, 4, 1, 64, device=DEVICE).half(), inputs)
+
+
+@KERNELS
+@pytest.mark.parametrize("per_head", [False, True], ids=["rows", "heads"])
+def test_accumulated_attention_of_the_kernel(per_head, monkeypatch):
+    lengths = [[150, 40], [3, 70]] if per_head else [150, 3]
+    inputs = build(REGISTRY["int8"], lengths, begin=1, ring=19, ring_tokens=[19, 17], device=DEVICE)
+    for queries, window in ((1, None), (5, 100)):
+        observed = torch.rand(2, queries, device=DEVICE)
+        query = torch.randn(2, 4, queries, 64, device=DEVICE).half()
+        compare(monkeypatch, "int8", query, inputs, causal=queries > 1, window=window, observed=observed)
+
+
+@KERNELS
+def test_heads_with_pages_of_their_own(monkeypatch):
+    inputs = build(REGISTRY["int8_token"], [[70, 0], [5, 130]], begin=2, sinks=2, ring=5, device=DEVICE)
+    compare(monkeypatch, "int8_token", torch.randn(2, 4, 1, 64, device=DEVICE).half(), inputs)
+
+
+def empty(format: str, *, rows: int, room: int, sinks: int, ring: int, heads: int, dims: tuple[int, int]) -> tuple[PagedInputs, Tensor]:
+    """Rows without tokens, whose pages have room for `room`, and the counts of `append_tokens`."""
+    inputs = build(REGISTRY[format], [room] * rows, sinks=sinks, ring=ring, ring_tokens=[0] * rows, heads=heads, dims=dims, device=DEVICE)
+    inputs.pages.lengths.zero_()
+    inputs.rows[:, reference.SINKS] = 0
+    for plane in (*inputs.pages.planes[0].values(), *inputs.pages.planes[1].values()):
+        plane.view(torch.uint8).fill_(0)
+    return inputs, torch.tensor([0, 0, room], dtype=torch.int32, device=DEVICE)
+
+
+def tensors(inputs: PagedInputs) -> list[Tensor]:
+    pages = inputs.pages
+    return [*pages.planes[0].values(), *pages.planes[1].values(), *inputs.sinks, *inputs.ring, inputs.rows, pages.lengths]
+
+
+@pytest.mark.parametrize("format", slowly(FORMATS, [name for name in QUICK if name != "fp8_tensor_frozen"]))
+def test_appended_tokens_are_attended_to(format):
+    """In their order: some are sinks, some in the ring, the others quantized, of rows that began at other slots of their rings."""
+    inputs, state = empty(format, rows=2, room=70, sinks=2, ring=5, heads=2, dims=(64, 64))
+    x = torch.randn(2, 2, 2, 60, 64, device=DEVICE).half()
+    at = 0
+    for tokens in (1, 1, 3, 5, 1, 4, 5, 5, 5, 5, 5, 5, 5, 5, 5):
+        reference.append_tokens(inputs, (x[0, :, :, at : at + tokens], x[1, :, :, at : at + tokens]), state)
+        at += tokens
+    assert at == 60 and inputs.pages.lengths.tolist() == [53, 53] and state.tolist() == [0, 0, 70]
+    for side in (0, 1):
+        codec = inputs.pages.codecs[side]
+        for b in range(2):
+            for h in range(2):
+                found = row(inputs, b, h, side)
+                wanted = x[side, b, h].half().float()
+                assert torch.equal(found[:2], wanted[:2]) and torch.equal(found[55:], wanted[55:])
+                statistics = inputs.pages.statistics[side]
+                if not any(buffer.heads == "shared" for buffer in codec.buffers(64)):
+                    codes = codec.quantize(wanted[None, None, 2:55].half().expand(1, 2, -1, -1), statistics)
+                    torch.testing.assert_close(found[2:55], codec.dequantize(codes | statistics, 64)[0, h], rtol=1e-5, atol=1e-5)
+
+
+@KERNELS
+@pytest.mark.parametrize("format", slowly(STORED, ["int8", "turboquant_3bit_nc"]))
+def test_the_kernel_that_appends(format):
+    from qkvcache.kernels.triton_append import append_tokens
+
+    torch.manual_seed(0)
+    one, state = empty(format, rows=2, room=66, sinks=2, ring=7, heads=3, dims=(64, 96))
+    torch.manual_seed(0)
+    other, other_state = empty(format, rows=2, room=66, sinks=2, ring=7, heads=3, dims=(64, 96))
+    for tokens in (1, 3, 7, 6, 5, 7, 7, 7, 7, 7, 7, 7, 4, 1):  # of which the last one finds no room
+        x = tuple(torch.randn(2, 3, tokens, dim, device=DEVICE).half() for dim in (64, 96))
+        append_tokens(one, x, state)
+        reference.append_tokens(other, x, other_state)
+    assert state.tolist() == other_state.tolist() and state[1] == 1
+    pairs = list(zip(tensors(one), tensors(other), strict=True))
+    exact = len(pairs) - 6
+    assert all(torch.equal(x.nan_to_num(), y.nan_to_num()) for x, y in pairs[exact:])
+    for side in (0, 1):
+        for b in range(2):
+            for h in range(3):
+                x, y = row(one, b, h, side), row(other, b, h, side)
+                assert (x - y).norm() <= 0.02 * y.norm()  # codes between two levels may turn to either
+
+
+def test_operators():
+    """What a compiled graph calls does what the functions do."""
+    torch.manual_seed(0)
+    one, state = empty("turboquant_3bit_nc", rows=2, room=40, sinks=2, ring=4, heads=2, dims=(64, 64))
+    torch.manual_seed(0)
+    other, other_state = empty("turboquant_3bit_nc", rows=2, room=40, sinks=2, ring=4, heads=2, dims=(64, 64))
+    options = torch.tensor([1.0, -1.0, 0.0, 2.0]), torch.ones(2, 1), 0.2, 10.0, 12, False
+    for _ in range(6):
+        x = torch.randn(2, 2, 2, 3, 64, device=DEVICE).half()
+        torch.ops.qkvcache.append_tokens(*one.arguments, *x, state)
+        append_tokens(other, (x[0], x[1]), other_state)
+    for x, y in zip((state, *tensors(one)), (other_state, *tensors(other)), strict=True):
+        assert torch.equal(x.nan_to_num(), y.nan_to_num())
+    query = torch.randn(2, 4, 1, 64, device=DEVICE).half()
+    sinks, observed, scaling, softcap, window, causal = (x.to(DEVICE) if isinstance(x, Tensor) else x for x in options)
+    outs = torch.ops.qkvcache.attend_pages(query, *one.arguments, None, sinks, observed, scaling, softcap, window, causal)
+    wanted = attend_pages(query, other, sinks=sinks, observed=observed, scaling=scaling, softcap=softcap, window=window, causal=causal)
+    for x, y in zip(outs, wanted, strict=True):
+        assert torch.equal(x, y)
+    torch.library.opcheck(
+        torch.ops.qkvcache.attend_pages,
+        (query, *one.arguments, None, sinks, observed, scaling, softcap, window, causal),
+        test_utils=("test_schema", "test_faketensor"),
+    )
+
+
+def far_apart(inputs: PagedInputs) -> PagedInputs:
+    """The two pages of the only row as pages 1 and 2 of a pool with more than 2^31 bytes from one page to the next, which the system
+    allocates when they are written."""
+    used = inputs.pages.table[0, :2].long()
+    planes = []
+    for codes in inputs.pages.planes:
+        planes.append({})
+        for name, plane in codes.items():
+            stride, shape = (2**31 + 128) // plane.itemsize, (3, *plane.shape[1:])
+            buffer = torch.empty(2 * stride + plane[0].numel(), dtype=plane.dtype)
+            planes[-1][name] = buffer.as_strided(shape, (stride, *plane.stride()[1:]))
+            planes[-1][name][1:] = plane[used]
+    table = inputs.pages.table.clone()
+    table[0, :2] = torch.tensor([1, 2])
+    pages = replace(inputs.pages, planes=tuple(planes), table=table, lengths=inputs.pages.lengths.clone())
+    return PagedInputs(pages, inputs.sinks, tuple(x.clone() for x in inputs.ring), inputs.rows.clone(), inputs.max_length)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="memory of a GPU is allocated whether it is written or not")
+@pytest.mark.parametrize("format", ["int8_token", "turboquant_3bit_nc"])
+def test_pages_of_a_pool_beyond_32_bits(format):
+    from qkvcache.kernels import fused, triton_append, triton_dequantize, triton_quantize
+
+    near = build(REGISTRY[format], [70], heads=1, sinks=0, ring=4)
+    far = far_apart(near)
+    query = torch.randn(1, 2, 1, 64, dtype=torch.float16)
+    assert torch.equal(fused.attend_pages(query, far)[0], fused.attend_pages(query, near)[0])
+    outs = []
+    for inputs in (near, far):
+        outs.append(tuple(torch.empty(1, 1, 75, 64, dtype=torch.float16) for _ in range(2)))
+        triton_dequantize.dequantize_pages(inputs.pages, outs[-1])
+    assert all(map(torch.equal, *outs))
+    new = tuple(torch.randn(1, 1, 1, 64, dtype=torch.float16) for _ in range(2))
+    for inputs in (near, far):
+        page = int(inputs.pages.table[0, 1])
+        slots = torch.tensor([[page * 64 + 20]])  # the token of another row, say
+        triton_quantize.quantize_pages(inputs.pages.codecs, new, inputs.pages.planes, inputs.pages.statistics, slots)
+        triton_append.append_tokens(inputs, new, torch.tensor([0, 0, 100], dtype=torch.int32))
+        assert inputs.pages.lengths.tolist() == [71]
+    used = near.pages.table[0, :2].long()
+    for codes, others in zip(near.pages.planes, far.pages.planes, strict=True):
+        for name, plane in codes.items():
+            assert torch.equal(plane[used].view(torch.uint8), others[name][1:].contiguous().view(torch.uint8))

@@ -1,0 +1,100 @@
+"""How many kernels a layer launches in a second turn: on a GPU, each costs the host as much as its work costs the GPU."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from qkvcache.attention.route import MAX_FUSED_ROWS, route
+from qkvcache.formats import REGISTRY
+from qkvcache.kernels import attend_chunked, fused
+from qkvcache.layers.compressed import CompressedLayer
+from qkvcache.storage.chunks import GROUP
+
+triton = pytest.importorskip("triton")
+if not triton.knobs.runtime.interpret:
+    pytest.skip("needs Triton's interpreter", allow_module_level=True)
+
+from triton.runtime.interpreter import GridExecutor  # noqa: E402
+
+HEADS, GROUPS, DIM = 1, 4, 64
+PAST = 141
+"""Tokens before, of which 128 are quantized and fill a chunk: tokens that cross from one to the next take a launch more."""
+FEW, MANY = 16, MAX_FUSED_ROWS // GROUPS + 1
+"""New tokens for the fused kernel, and for attention in chunks."""
+ALLOCATIONS = ("empty", "new_empty", "empty_strided", "empty_like", "_unsafe_view")
+
+
+RUN = GridExecutor.__call__
+
+
+class Launches(TorchDispatchMode):
+    """Names of the operators, views and allocations left out, and of the Triton kernels that ran."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+        self.inside = False
+
+    def launch(self, kernel: GridExecutor, *args: object, **kwargs: object) -> None:
+        self.names.append(kernel.fn.__name__)
+        self.inside = True
+        RUN(kernel, *args, **kwargs)
+        self.inside = False
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        if not (self.inside or func.is_view or name in ALLOCATIONS):
+            self.names.append(name)
+        return func(*args, **kwargs or {})
+
+
+def attention(query: Tensor, key: Tensor, *rest: object, **options: object) -> tuple[Tensor, Tensor]:
+    """Allocates the result of attention by the library, whose launches are its own."""
+    return torch.empty_like(query), query.new_empty(query.shape[:3], dtype=torch.float32)
+
+
+@torch.no_grad()
+def turn(patch: pytest.MonkeyPatch, format: str, queries: int, max_length: int | None = None) -> list[str]:
+    """What a turn of `queries` tokens launches where no chunk has to be added."""
+    patch.setenv("QKVCACHE_KERNELS", "triton")
+    patch.setattr(attend_chunked, "library_attention", attention)
+    patch.setattr(attend_chunked, "causal_attention", lambda query, folded, *rest: attention(query, *rest))
+    layer = CompressedLayer(REGISTRY[format], 4, 8, max_length)
+    new = [torch.randn(1, n, HEADS, DIM).transpose(1, 2) for n in (PAST, queries)]
+    query = torch.randn(1, queries, HEADS * GROUPS, DIM).transpose(1, 2)
+    for codec in REGISTRY[format].codecs():
+        attend_chunked.rotate(query, codec)  # makes constants
+    layer.update(new[0], new[0])
+    layer.reserve(queries + GROUP)
+    launches = Launches()
+    with patch.context() as within, launches:
+        within.setattr(GridExecutor, "__call__", lambda kernel, *args, **kwargs: launches.launch(kernel, *args, **kwargs))
+        key, value = layer.update(new[1], new[1])
+        route(lambda *args: pytest.fail("attention of the model"), "sdpa", SimpleNamespace(is_causal=True), query, key, value, None)
+    return launches.names
+
+
+STORING = ["cat", "cat", "_encode_kernel", "_store_exact_kernel"]
+FORMATS = {"int8": 0, "turboquant_4bit_nc": 1, "hadaquant_k4v4": 2}
+"""Products that rotate queries, and outputs back."""
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("format", FORMATS)
+def test_many_new_tokens(monkeypatch, format):
+    """With the attention of the library on the past and on exact tokens, of at most two launches each, 11 (int8) to 13 (hadaquant)."""
+    growing, preallocated = (turn(monkeypatch, format, MANY, max_length) for max_length in (None, 600))
+    assert growing == preallocated and growing[:4] == STORING
+    assert len(growing) == 7 + FORMATS[format], growing
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_few_new_tokens(monkeypatch):
+    monkeypatch.setattr(fused, "LEAST_SPLIT", 512)  # few programs to interpret
+    growing, preallocated = (turn(monkeypatch, "int8", FEW, max_length) for max_length in (None, 600))
+    assert growing == preallocated == [*STORING, "attend_kernel", "reduce_kernel", "clone"]
