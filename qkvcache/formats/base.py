@@ -43,7 +43,69 @@ class Buffer:
         return (self.dtype or model_dtype).itemsize * self.width
 
 
-class Levels(NamedTuple):
+BITS = {"half": 16, "int8": 8, "uint8": 8, "e4m3": 8, "e5m2": 8, "int4": 4, "lut4": 4, "e2m1": 4, "int3": 3, "lut3": 3, "lut2": 2}
+"""Bits of a code, by `PackedLayout.kind`."""
+
+
+@dataclass(frozen=True)
+class PackedLayout:
+    """How kernels read and write the planes of a codec. A channel is `value(code) * scale + zero`, plus the mean if `centered`.
+
+    kind      half: codes are numbers in the model's dtype
+              int8, uint8, e4m3, e5m2: a byte each
+              int4, int3: unsigned integers; lut4, lut3, lut2: indices of the Lloyd-Max levels of `codebooks.py`; e2m1: as in `nvfp4.py`
+              `packing.py` says in which order channels lie in words
+    scale     none
+              fp32, fp16: one for each token
+              pair: fp16 scale and zero, the least channel, for each token
+              hidden: fp32 for each token, with the zero point in its low four bits
+              group: fp16 for each `group` channels, for codes around 8
+              block: E4M3 for each `group` channels
+    group     channels that share a scale; 0 if a token has one
+    planes    names of the buffers of codes, of high bits and of scales; "" where there is none
+    span      of the scale of a token: each head has its own, or it is shared by all heads; once: one for all tokens
+    search    how scales of `block` are chosen, by number; readers need not know
+    rotation  0: none, 1: Hadamard, 2: Hadamard with random signs
+    centered  whether codes are of what lies around a mean, the buffer "center"
+    writable  whether kernels may quantize too, by the rule of the kind and the scale. If not, torch does: where a codec has another rule,
+              or a scale spans several tokens
+    """
+
+    kind: str
+    scale: str = "none"
+    group: int = 0
+    planes: tuple[str, str, str] = ("codes", "", "scale")
+    span: Literal["each", "shared", "once"] = "each"
+    search: int = 0
+    rotation: int = 0
+    centered: bool = False
+    writable: bool = True
+
+    @property
+    def bits(self) -> int:
+        return BITS[self.kind]
+
+    @property
+    def packed(self) -> bool:
+        """Whether several codes share a byte."""
+        return self.bits < 8
+
+    @property
+    def per(self) -> int:
+        """Channels of a word of 16 bits."""
+        return 16 // self.bits if self.bits > 3 else 8
+
+    @property
+    def rotated(self) -> bool:
+        return self.rotation > 0
+
+    @property
+    def high(self) -> bool:
+        """Whether high bits have a plane of their own."""
+        return self.bits == 3
+
+
+class QuantizedValues(NamedTuple):
     """Unpacked codes, still rotated. `levels` `[B, H, T, D]`; `scale`, `offset` `[B, H or 1, T or 1, 1 or D / group]`; `center`, which all
     tokens share, `[B, H, 1, D]`; fp32."""
 
@@ -64,32 +126,37 @@ class Codec(ABC):
     rotation: Hadamard | None = None
     """The orthonormal map under which vectors are stored, if any."""
 
+    @property
+    def packed_layout(self) -> PackedLayout | None:
+        """What kernels know of the planes; None if there are no kernels for this codec. torch then does what they would."""
+        return None
+
     @abstractmethod
     def buffers(self, head_dim: int) -> tuple[Buffer, ...]: ...
 
     @abstractmethod
-    def encode(self, x: Tensor, once: Codes) -> Codes:
-        """`x` `[B, H, T, D]` to the buffers kept for each token. `once` is what `fit` returned for the first block."""
+    def quantize(self, x: Tensor, statistics: Codes) -> Codes:
+        """`x` `[B, H, T, D]` to the buffers kept for each token. `statistics` is what `calibrate` returned for the first block."""
 
     @abstractmethod
-    def unpack(self, codes: Codes, head_dim: int) -> Levels:
+    def unpack(self, codes: Codes, head_dim: int) -> QuantizedValues:
         """Codes of any number of tokens, with the buffers kept once among them, to levels."""
 
-    def fit(self, x: Tensor, real: Tensor | None = None) -> Codes:
-        """The buffers kept once, from the first block `[B, H, T, D]`, of which the tokens count that are `real`, bool `[B, T]` (None: all).
-        Each row stands alone."""
+    def calibrate(self, x: Tensor, is_valid: Tensor | None = None) -> Codes:
+        """The buffers kept once, from the first block `[B, H, T, D]`, of which the tokens count that are `is_valid`, bool `[B, T]` (None:
+        all). Each row stands alone."""
         return {}
 
     def allocate(self, like: Tensor, tokens: int, per_head: bool = False, make: Callable[..., Tensor] = torch.zeros) -> tuple[Codes, Codes]:
         """Buffers kept for each of `tokens` tokens, and buffers kept once, for the rows, heads, channels, dtype and device of `like`
         `[B, H, T, D]`. With `per_head` each head holds its own of what they share. `make(shape, dtype=, device=)` makes a tensor."""
         each: Codes = {}
-        once: Codes = {}
+        statistics: Codes = {}
         for buffer in self.buffers(like.shape[3]):
             heads = like.shape[1] if per_head or buffer.heads == "each" else 1
-            held, count = (each, tokens) if buffer.tokens == "each" else (once, 1)
+            held, count = (each, tokens) if buffer.tokens == "each" else (statistics, 1)
             held[buffer.name] = make((like.shape[0], heads, count, buffer.width), dtype=buffer.dtype or like.dtype, device=like.device)
-        return each, once
+        return each, statistics
 
     def roles(self, codes: Codes, head_dim: int) -> Iterator[tuple[str, Tensor]]:
         """Each tensor with its role, `codes` or `scales`."""
@@ -111,7 +178,7 @@ class Codec(ABC):
     def unrotate(self, x: Tensor) -> Tensor:
         return x if self.rotation is None else self.rotation.undo(x)
 
-    def decode(self, codes: Codes, head_dim: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    def dequantize(self, codes: Codes, head_dim: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """Codes to `[B, H, T, D]` in `dtype`."""
         levels, scale, offset, center = self.unpack(codes, head_dim)
         stored = affine(levels, scale, offset)
@@ -152,6 +219,10 @@ class Format(ABC):
         sides = ((self.key, head_dim), (self.value, head_dim if value_dim is None else value_dim))
         buffers = [b for codec, dim in sides for b in codec.buffers(dim) if b.tokens == "each"]
         return sum(b.nbytes() * (kv_heads if b.heads == "each" else 1) for b in buffers)
+
+    def for_layers(self, count: int) -> tuple[Format, ...]:
+        """The formats of `count` full-attention layers: this one for each (`FormatByLayer` has several)."""
+        return (self,) * count
 
     def check(self, head_dim: int, value_dim: int | None = None) -> None:
         """Raises ValueError if keys of `head_dim` or values of `value_dim` cannot be held."""

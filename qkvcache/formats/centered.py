@@ -26,8 +26,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from .base import Buffer, Codec, Codes, Levels
-from .rotation import Hadamard, exact_dtype
+from .base import Buffer, Codec, Codes, PackedLayout, QuantizedValues
+from .rotation import Hadamard, exact_dtype, number_of
 
 FEW = 64
 """Tokens of zeros that the mean of a channel is taken with which varies as much as it is large. 32 and 128 measure alike."""
@@ -49,29 +49,34 @@ class Centered(Codec):
         """`codec` with a mean, whether it rotates or not."""
         return Centered(codec if codec.rotation is None else replace(codec, rotation=None), codec.rotation)  # type: ignore[type-var]
 
+    @property
+    def packed_layout(self) -> PackedLayout | None:
+        layout = self.codec.packed_layout
+        return layout and replace(layout, rotation=number_of(self.rotation), centered=True)
+
     def buffers(self, head_dim: int) -> tuple[Buffer, ...]:
         return (*self.codec.buffers(head_dim), Buffer("center", torch.float32, head_dim, "scales", tokens="once"))
 
-    def fit(self, x: Tensor, real: Tensor | None = None) -> Codes:
-        once = {"center": self.rotate(_mean(x, real))}
-        return once | self.codec.fit(self.rotate(x), real) if self.codec.keeps(x.shape[3]) else once
+    def calibrate(self, x: Tensor, is_valid: Tensor | None = None) -> Codes:
+        statistics = {"center": self.rotate(_mean(x, is_valid))}
+        return statistics | self.codec.calibrate(self.rotate(x), is_valid) if self.codec.keeps(x.shape[3]) else statistics
 
-    def encode(self, x: Tensor, once: Codes) -> Codes:
-        return self.codec.encode(self._around(x, once), once)
+    def quantize(self, x: Tensor, statistics: Codes) -> Codes:
+        return self.codec.quantize(self._around(x, statistics), statistics)
 
-    def unpack(self, codes: Codes, head_dim: int) -> Levels:
+    def unpack(self, codes: Codes, head_dim: int) -> QuantizedValues:
         return self.codec.unpack(codes, head_dim)._replace(center=codes["center"])
 
     def refuses(self, head_dim: int) -> str | None:
         return self.codec.refuses(head_dim)
 
-    def _around(self, x: Tensor, once: Codes) -> Tensor:
-        return self.rotate(x).float() - once["center"]
+    def _around(self, x: Tensor, statistics: Codes) -> Tensor:
+        return self.rotate(x).float() - statistics["center"]
 
 
-def _mean(x: Tensor, real: Tensor | None) -> Tensor:
-    """Over the tokens that are `real`, fp32 `[B, H, 1, D]`, shrunk as said above; 0 where there is no finite one."""
-    mean, square, count = _moments(x, real)
+def _mean(x: Tensor, is_valid: Tensor | None) -> Tensor:
+    """Over the tokens that are `is_valid`, fp32 `[B, H, 1, D]`, shrunk as said above; 0 where there is no finite one."""
+    mean, square, count = _moments(x, is_valid)
     typical = square.sort(-1).values[..., x.shape[3] // 2, None]
     doubt = torch.minimum(square - mean.square() + typical / count, mean.square())
     weight = count * mean.square()
@@ -86,11 +91,11 @@ def mean_energy(x: Tensor) -> Tensor:
     return (mean / (square - mean).clamp_min(torch.finfo(mean.dtype).tiny)).float()
 
 
-def _moments(x: Tensor, real: Tensor | None) -> tuple[Tensor, Tensor, int | Tensor]:
-    """Means of channels and of their squares over the tokens that are `real`, `[B, H, 1, D]`, and how many these are, at least 1."""
+def _moments(x: Tensor, is_valid: Tensor | None) -> tuple[Tensor, Tensor, int | Tensor]:
+    """Means of channels and of their squares over the tokens that are `is_valid`, `[B, H, 1, D]`, and how many these are, at least 1."""
     count: int | Tensor = x.shape[2]
-    if real is not None:
-        shown = real[:, None, :, None]
+    if is_valid is not None:
+        shown = is_valid[:, None, :, None]
         x, count = x.masked_fill(~shown, 0), shown.sum(2, keepdim=True).clamp_min(1)
     exact = exact_dtype(x.device)
     tokens = x.shape[2] if torch.compiler.is_compiling() else max(BLOCK * x.shape[2] // max(x.numel(), 1), 1)

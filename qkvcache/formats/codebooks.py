@@ -46,7 +46,7 @@ GRID: dict[int, tuple[float, tuple[int, ...]]] = {
 
 @functools.cache
 def grid_levels(bits: int) -> tuple[float, ...]:
-    """Levels as stored, ascending."""
+    """QuantizedValues as stored, ascending."""
     step, counts = GRID[bits]
     return _mirrored(*((n + 0.5) * step for n in counts))
 
@@ -56,18 +56,3 @@ def midpoints(bits: int) -> tuple[float, ...]:
     """Where one level stops being the nearest and the next begins."""
     levels = LLOYD_MAX[bits]
     return tuple((low + high) / 2 for low, high in zip(levels, levels[1:], strict=False))
-
-
-TRELLIS: dict[int, tuple[float, tuple[int, ...]]] = {
-    2: (0.0304, (5, 20, 34, 61)),
-    3: (0.040623, (2, 7, 12, 18, 24, 32, 43, 60)),
-    4: (0.050482, (0, 2, 4, 6, 8, 10, 12, 15, 17, 20, 23, 27, 32, 38, 46, 58)),
-}
-"""The same for the `2**(bits + 1)` levels of `trellis.py`. Below 64."""
-
-
-@functools.cache
-def trellis_levels(bits: int) -> tuple[float, ...]:
-    """Levels, ascending; subsets take turns."""
-    step, counts = TRELLIS[bits]
-    return _mirrored(*((n + 0.5) * step for n in counts))

@@ -19,7 +19,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from .base import TINY, Buffer, Codec, Codes, Format, Levels, Sharing, check_option
+from .base import TINY, Buffer, Codec, Codes, Format, PackedLayout, QuantizedValues, Sharing, check_option
 from .centered import Centered
 from .packing import code_buffers, lookup8, refuses
 
@@ -36,28 +36,33 @@ class ScaledFloat8(Codec):
     scale: Literal["token_head", "token", "tensor"] = "token_head"
     frozen: bool = False
 
+    @property
+    def packed_layout(self) -> PackedLayout:
+        span: Literal["each", "shared", "once"] = "once" if self.frozen else "each" if self.scale == "token_head" else "shared"
+        return PackedLayout(self.dtype, "fp32", span=span, writable=self.frozen or self.scale != "tensor")
+
     def buffers(self, head_dim: int) -> tuple[Buffer, ...]:
         heads: Sharing = "each" if self.scale == "token_head" else "shared"
         scale = Buffer("scale", torch.float32, 1, "scales", heads, "once" if self.frozen else "each")
         return (*code_buffers(8, head_dim), scale)
 
-    def fit(self, x: Tensor, real: Tensor | None = None) -> Codes:
+    def calibrate(self, x: Tensor, is_valid: Tensor | None = None) -> Codes:
         if not self.frozen:
             return {}
-        scale = self._scale(x if real is None else x.masked_fill(~real[:, None, :, None], 0))
+        scale = self._scale(x if is_valid is None else x.masked_fill(~is_valid[:, None, :, None], 0))
         return {"scale": torch.where(scale == 0, 1, scale)}  # zeros say nothing about what follows
 
-    def encode(self, x: Tensor, once: Codes) -> Codes:
+    def quantize(self, x: Tensor, statistics: Codes) -> Codes:
         x = x.float()
-        scale = once["scale"] if self.frozen else self._scale(x)
+        scale = statistics["scale"] if self.frozen else self._scale(x)
         top = torch.finfo(DTYPES[self.dtype]).max
         scaled = (x / scale.clamp_min(TINY)).clamp(-top, top)
         scaled = scaled.masked_fill(~x.isfinite(), torch.nan)  # saturation is for numbers
         codes = {"codes": scaled.to(DTYPES[self.dtype]).view(torch.uint8)}
         return codes if self.frozen else codes | {"scale": scale.expand(-1, -1, x.shape[2], -1).contiguous()}
 
-    def unpack(self, codes: Codes, head_dim: int) -> Levels:
-        return Levels(lookup8(codes["codes"], VALUES[self.dtype]), codes["scale"])
+    def unpack(self, codes: Codes, head_dim: int) -> QuantizedValues:
+        return QuantizedValues(lookup8(codes["codes"], VALUES[self.dtype]), codes["scale"])
 
     def refuses(self, head_dim: int) -> str | None:
         return refuses(8, head_dim)

@@ -17,33 +17,31 @@ from typing import Literal
 from .base import Codec, Format, check_option
 from .centered import Centered
 from .rotated import LloydMax, Rotated
-from .trellis import Trellis
 
 Bits = Literal[2, 3, 4]
-SPLITS: tuple[tuple[Bits, Bits], ...] = ((4, 4), (4, 3), (3, 3), (3, 2), (2, 2))
-"""Bits of keys and of values of the registered ones."""
+BITS: tuple[Bits, ...] = (2, 3, 4)
+SPLITS: tuple[tuple[Bits, Bits], ...] = ((4, 4), (4, 3), (3, 3), (3, 2), (2, 2), (4, 2), (3, 4), (2, 4), (2, 3))
+"""Bits of keys and of values of the registered ones. The last four are for single layers (`by_layer.py`): for all layers, another split of
+the same bytes loses less."""
 
 
 @dataclass(frozen=True)
 class HadaQuant(Format):
-    """Rotated keys of `key_bits` and rotated values of `value_bits`; both around their mean unless `center=False`."""
+    """Hadamard-rotated keys of `key_bits` and values of `value_bits` (2, 3 or 4); both are quantized around their mean unless
+    `center=False`. Raises ValueError for other bits."""
 
     key_bits: Bits = 4
     value_bits: Bits = 4
-    quantizer: Literal["lloyd_max", "trellis"] = "lloyd_max"
     center: bool = True
 
     def __post_init__(self) -> None:
         check_option("key_bits", self.key_bits, (2, 3, 4))
         check_option("value_bits", self.value_bits, (2, 3, 4))
-        check_option("quantizer", self.quantizer, ("lloyd_max", "trellis"))
 
     @property
     def name(self) -> str:
-        options = ("_trellis", self.quantizer == "trellis"), ("_uncentered", not self.center)
-        return f"hadaquant_k{self.key_bits}v{self.value_bits}" + "".join(option for option, chosen in options if chosen)
+        return f"hadaquant_k{self.key_bits}v{self.value_bits}{'' if self.center else '_uncentered'}"
 
     def codecs(self) -> tuple[Codec, Codec]:
-        quantizer = LloydMax if self.quantizer == "lloyd_max" else Trellis
-        key, value = (Rotated(quantizer(bits)) for bits in (self.key_bits, self.value_bits))
+        key, value = (Rotated(LloydMax(bits)) for bits in (self.key_bits, self.value_bits))
         return (Centered.of(key), Centered.of(value)) if self.center else (key, value)

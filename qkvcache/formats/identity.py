@@ -6,24 +6,28 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from .base import Buffer, Codec, Codes, Format, Levels
+from .base import Buffer, Codec, Codes, Format, PackedLayout, QuantizedValues
 
 
 @dataclass(frozen=True)
 class AsIs(Codec):
+    @property
+    def packed_layout(self) -> PackedLayout:
+        return PackedLayout("half", planes=("codes", "", ""))
+
     def buffers(self, head_dim: int) -> tuple[Buffer, ...]:
         return (Buffer("codes", None, head_dim),)
 
-    def encode(self, x: Tensor, once: Codes) -> Codes:
+    def quantize(self, x: Tensor, statistics: Codes) -> Codes:
         return {"codes": x}
 
-    def unpack(self, codes: Codes, head_dim: int) -> Levels:
-        return Levels(codes["codes"].float())
+    def unpack(self, codes: Codes, head_dim: int) -> QuantizedValues:
+        return QuantizedValues(codes["codes"].float())
 
 
 @dataclass(frozen=True)
 class Identity(Format):
-    """Nothing is compressed."""
+    """Keys and values in the model's dtype, without compression."""
 
     @property
     def name(self) -> str:

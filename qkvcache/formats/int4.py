@@ -23,10 +23,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from .base import TINY, Buffer, Codec, Codes, Format, Levels, check_option
+from .base import TINY, Buffer, Codec, Codes, Format, PackedLayout, QuantizedValues, check_option
 from .centered import Centered
 from .packing import code_buffers, from_planes, lookup4, pack, refuses, to_planes
-from .rotation import Hadamard
+from .rotation import Hadamard, number_of
 
 GROUP_SIZE = 32
 
@@ -38,17 +38,22 @@ class GroupInt4(Codec):
     group_size: int = GROUP_SIZE
     rotation: Hadamard | None = None
 
+    @property
+    def packed_layout(self) -> PackedLayout:
+        writable = self.group_size.bit_count() == 1
+        return PackedLayout("int4", "group", self.group_size, rotation=number_of(self.rotation), writable=writable)
+
     def buffers(self, head_dim: int) -> tuple[Buffer, ...]:
         return (*code_buffers(4, head_dim), Buffer("scale", torch.float16, head_dim // self.group_size, "scales"))
 
-    def encode(self, x: Tensor, once: Codes) -> Codes:
+    def quantize(self, x: Tensor, statistics: Codes) -> Codes:
         groups = self.rotate(x).float().unflatten(-1, (-1, self.group_size))
         scale = (groups.abs().amax(-1, keepdim=True) / 7).half()  # codes are chosen for the scale that is really stored
         codes = (groups / scale.float().clamp_min(TINY) + 8.5).clamp(1, 15).to(torch.uint8)
         return pack(to_planes(codes.flatten(-2)), 4) | {"scale": scale.squeeze(-1)}
 
-    def unpack(self, codes: Codes, head_dim: int) -> Levels:
-        return Levels(from_planes(lookup4(codes["codes"], tuple(range(-8, 8)))), codes["scale"].float())
+    def unpack(self, codes: Codes, head_dim: int) -> QuantizedValues:
+        return QuantizedValues(from_planes(lookup4(codes["codes"], tuple(range(-8, 8)))), codes["scale"].float())
 
     def refuses(self, head_dim: int) -> str | None:
         reason = refuses(4, head_dim)
@@ -64,10 +69,14 @@ class HiddenZeroInt4(Codec):
 
     rotation: Hadamard | None = Hadamard(randomized=True)
 
+    @property
+    def packed_layout(self) -> PackedLayout:
+        return PackedLayout("int4", "hidden", rotation=number_of(self.rotation))
+
     def buffers(self, head_dim: int) -> tuple[Buffer, ...]:
         return (*code_buffers(4, head_dim), Buffer("scale", torch.float32, 1, "scales"))
 
-    def encode(self, x: Tensor, once: Codes) -> Codes:
+    def quantize(self, x: Tensor, statistics: Codes) -> Codes:
         x = self.rotate(x).float()
         low, high = x.aminmax(dim=-1, keepdim=True)
         low, high = low.clamp_max(0), high.clamp_min(0)
@@ -78,9 +87,9 @@ class HiddenZeroInt4(Codec):
         codes = (x / scale.clamp_min(TINY) + zero + 0.5).clamp(0, 15).to(torch.uint8)
         return pack(codes, 4) | {"scale": hidden}
 
-    def unpack(self, codes: Codes, head_dim: int) -> Levels:
+    def unpack(self, codes: Codes, head_dim: int) -> QuantizedValues:
         scale, zero = self._reveal(codes["scale"])
-        return Levels(lookup4(codes["codes"], tuple(range(16))), scale, -zero * scale)
+        return QuantizedValues(lookup4(codes["codes"], tuple(range(16))), scale, -zero * scale)
 
     def refuses(self, head_dim: int) -> str | None:
         return refuses(4, head_dim)

@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from .base import TINY, Buffer, Codec, Codes, Format, Levels, Sharing, check_option
+from .base import TINY, Buffer, Codec, Codes, Format, PackedLayout, QuantizedValues, Sharing, check_option
 from .centered import Centered
 from .uniform import Uniform
 
@@ -25,11 +25,16 @@ class SymmetricInt8(Codec):
     scale: Literal["token_head", "token"] = "token_head"
     scale_dtype: torch.dtype = torch.float32
 
+    @property
+    def packed_layout(self) -> PackedLayout:
+        scale = "fp16" if self.scale_dtype == torch.float16 else "fp32"
+        return PackedLayout("int8", scale, span="each" if self.scale == "token_head" else "shared")
+
     def buffers(self, head_dim: int) -> tuple[Buffer, ...]:
         heads: Sharing = "each" if self.scale == "token_head" else "shared"
         return (Buffer("codes", torch.int8, head_dim), Buffer("scale", self.scale_dtype, 1, "scales", heads))
 
-    def encode(self, x: Tensor, once: Codes) -> Codes:
+    def quantize(self, x: Tensor, statistics: Codes) -> Codes:
         x = x.float()
         absmax = x.abs().amax(dim=-1 if self.scale == "token_head" else (1, -1), keepdim=True)
         # Codes are chosen for the scale that is really stored. Half away from zero, as vLLM rounds.
@@ -37,8 +42,8 @@ class SymmetricInt8(Codec):
         codes = torch.trunc(x / scale.float().clamp_min(TINY) + 0.5 * x.sign()).clamp(-127, 127)
         return {"codes": codes.to(torch.int8), "scale": scale}
 
-    def unpack(self, codes: Codes, head_dim: int) -> Levels:
-        return Levels(codes["codes"].float(), codes["scale"].float())
+    def unpack(self, codes: Codes, head_dim: int) -> QuantizedValues:
+        return QuantizedValues(codes["codes"].float(), codes["scale"].float())
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from .base import Buffer, Codec, Codes, Format, Levels, check_option
+from .base import Buffer, Codec, Codes, Format, PackedLayout, QuantizedValues, check_option
 from .centered import Centered
 from .fp8 import VALUES as FLOAT8
 from .packing import as_rows, code_buffers, constants, from_planes, lookup_words, rank, to_planes
@@ -42,10 +42,14 @@ LEAST_SCALE, GREATEST_SCALE, NAN_SCALE = 1, 126, 127  # bytes of E4M3: 2^-9, 448
 class BlockFP4(Codec):
     search: Literal["amax", "four_over_six", "mse"] = "amax"
 
+    @property
+    def packed_layout(self) -> PackedLayout:
+        return PackedLayout("e2m1", "block", BLOCK, search=("amax", "four_over_six", "mse").index(self.search))
+
     def buffers(self, head_dim: int) -> tuple[Buffer, ...]:
         return (*code_buffers(4, head_dim), Buffer("scale", torch.uint8, head_dim // BLOCK, "scales"))
 
-    def encode(self, x: Tensor, once: Codes) -> Codes:
+    def quantize(self, x: Tensor, statistics: Codes) -> Codes:
         blocks = x.float().unflatten(-1, (-1, BLOCK))
         magnitudes = blocks.abs()
         absmax = magnitudes.amax(-1, keepdim=True)
@@ -53,8 +57,8 @@ class BlockFP4(Codec):
         codes = rank(_rounded(magnitudes / _e4m3(scale)), MAGNITUDES[1:]) | blocks.signbit().to(torch.uint8) << 3
         return {"codes": _pack(to_planes(codes.flatten(-2))), "scale": scale.squeeze(-1)}
 
-    def unpack(self, codes: Codes, head_dim: int) -> Levels:
-        return Levels(from_planes(lookup_words(codes["codes"], _words(codes["codes"].device))), _e4m3(codes["scale"]))
+    def unpack(self, codes: Codes, head_dim: int) -> QuantizedValues:
+        return QuantizedValues(from_planes(lookup_words(codes["codes"], _words(codes["codes"].device))), _e4m3(codes["scale"]))
 
     def refuses(self, head_dim: int) -> str | None:
         return None if head_dim % BLOCK == 0 else f"scales span {BLOCK} channels, and it is no multiple of that; use 'int4_vllm' or 'int8'"

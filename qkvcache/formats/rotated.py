@@ -10,27 +10,29 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from .base import Buffer, Codec, Codes, Levels, check_option
+from .base import Buffer, Codec, Codes, PackedLayout, QuantizedValues, check_option
 from .codebooks import GRID, grid_levels, midpoints
 from .packing import code_buffers, lookup, pack, rank, refuses
-from .rotation import Hadamard, exact_dtype
+from .rotation import Hadamard, exact_dtype, number_of
 
 
 class Quantizer(ABC):
     """How vectors whose channels are about N(0, 1) become codes of `bits` a channel. Subclasses are frozen dataclasses without state."""
 
     bits: int
+    kind: ClassVar[str]
+    """Of `PackedLayout`, without the bits."""
 
     @abstractmethod
     def buffers(self, head_dim: int) -> tuple[Buffer, ...]: ...
 
     @abstractmethod
-    def encode(self, x: Tensor) -> Codes:
+    def quantize(self, x: Tensor) -> Codes:
         """`x` fp32 `[..., D]` to a tensor for each buffer; each vector from itself alone."""
 
     @abstractmethod
@@ -47,6 +49,7 @@ class LloydMax(Quantizer):
     """Each channel on its own, to the level that is nearest by the exact midpoints; a midpoint goes up."""
 
     bits: Literal[2, 3, 4]
+    kind: ClassVar[str] = "lut"
 
     def __post_init__(self) -> None:
         check_option("bits", self.bits, GRID)
@@ -54,7 +57,7 @@ class LloydMax(Quantizer):
     def buffers(self, head_dim: int) -> tuple[Buffer, ...]:
         return code_buffers(self.bits, head_dim)
 
-    def encode(self, x: Tensor) -> Codes:
+    def quantize(self, x: Tensor) -> Codes:
         return pack(rank(x, midpoints(self.bits)), self.bits)
 
     def levels(self, codes: Codes) -> Tensor:
@@ -71,16 +74,22 @@ class Rotated(Codec):
     quantizer: Quantizer
     rotation: Hadamard | None = Hadamard()
 
+    @property
+    def packed_layout(self) -> PackedLayout:
+        codes, *high = (buffer.name for buffer in self.quantizer.buffers(16))
+        planes = (codes, high[0] if high else "", "scale")
+        return PackedLayout(f"{self.quantizer.kind}{self.quantizer.bits}", "fp16", planes=planes, rotation=number_of(self.rotation))
+
     def buffers(self, head_dim: int) -> tuple[Buffer, ...]:
         return (*self.quantizer.buffers(head_dim), Buffer("scale", torch.float16, 1, "scales"))
 
-    def encode(self, x: Tensor, once: Codes) -> Codes:
+    def quantize(self, x: Tensor, statistics: Codes) -> Codes:
         norm = _norm(x)
-        codes = self.quantizer.encode(self.rotate(x).float() * (x.shape[-1] ** 0.5 / (norm + 1e-8)))
+        codes = self.quantizer.quantize(self.rotate(x).float() * (x.shape[-1] ** 0.5 / (norm + 1e-8)))
         return codes | {"scale": (norm / _norm(self.quantizer.levels(codes))).half()}
 
-    def unpack(self, codes: Codes, head_dim: int) -> Levels:
-        return Levels(self.quantizer.levels(codes), codes["scale"].float())
+    def unpack(self, codes: Codes, head_dim: int) -> QuantizedValues:
+        return QuantizedValues(self.quantizer.levels(codes), codes["scale"].float())
 
     def refuses(self, head_dim: int) -> str | None:
         return self.quantizer.refuses(head_dim)

@@ -43,6 +43,14 @@ def random_signs(size: int, device: torch.device) -> Tensor:
     return (torch.bernoulli(torch.full((size,), 0.5), generator=generator) * 2 - 1).to(device)
 
 
+@functools.lru_cache(maxsize=32)
+@torch.inference_mode(False)
+def _signed_matrix(randomized: bool, dim: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+    cpu, block = torch.device("cpu"), rotation_block(dim)
+    matrix = torch.block_diag(*[sylvester_matrix(block, cpu)] * (dim // block))
+    return (random_signs(dim, cpu)[:, None] * matrix if randomized else matrix).to(device, dtype)
+
+
 def exact_dtype(device: torch.device) -> torch.dtype:
     """In which a sum of fp16 or bf16 numbers is exact, so that no order of summation shows in it. MPS has nothing wider than fp32."""
     return torch.float32 if device.type == "mps" else torch.float64
@@ -67,8 +75,17 @@ class Hadamard:
         x = (x.unflatten(-1, (-1, block)) @ sylvester_matrix(block, x.device, x.dtype)).flatten(-2)
         return (x * block**-0.5).float()
 
+    def matrix(self, dim: int, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
+        """`m` `[D, D]` of 1 and -1, so that `apply(x) = rotation_block(D) ** -0.5 * x @ m`."""
+        return _signed_matrix(self.randomized, dim, device, dtype)
+
     def undo(self, x: Tensor) -> Tensor:
         """fp32 `[..., D]` back: `undo(apply(x)) = x`."""
         block = rotation_block(x.shape[-1])
         x = (x.float().unflatten(-1, (-1, block)) @ hadamard_matrix(block, x.device)).flatten(-2)
         return x * random_signs(x.shape[-1], x.device) if self.randomized else x
+
+
+def number_of(rotation: Hadamard | None) -> int:
+    """As kernels are told: 0 for none, 1 without signs, 2 with random ones."""
+    return 0 if rotation is None else 1 + rotation.randomized

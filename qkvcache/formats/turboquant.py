@@ -34,8 +34,8 @@ PRESETS: dict[Preset, tuple[Literal[3, 4, 8], Literal[3, 4]]] = {"k8v4": (8, 4),
 
 @dataclass(frozen=True)
 class TurboQuant(Format):
-    """TurboQuant: `preset` says how many bits keys and values get. Keys are quantized around their mean unless `center=False`, the
-    authors' form."""
+    """TurboQuant: `preset` ("k8v4", "4bit_nc", "k3v4_nc" or "3bit_nc") says how many bits keys and values get. Keys are quantized around
+    their mean unless `center=False`, the authors' form. Raises ValueError for another preset."""
 
     preset: Preset = "4bit_nc"
     center: bool = True

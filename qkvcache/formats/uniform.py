@@ -17,7 +17,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from .base import Buffer, Codec, Codes, Levels
+from .base import Buffer, Codec, Codes, PackedLayout, QuantizedValues
 from .packing import code_buffers, lookup, pack, refuses
 
 LEAST_SCALE = 2.0**-24  # of fp16. At zero all channels would come back as the least of them
@@ -27,10 +27,15 @@ LEAST_SCALE = 2.0**-24  # of fp16. At zero all channels would come back as the l
 class Uniform(Codec):
     bits: Literal[3, 4, 8]
 
+    @property
+    def packed_layout(self) -> PackedLayout:
+        kind = {8: "uint8", 4: "int4", 3: "int3"}[self.bits]
+        return PackedLayout(kind, "pair", planes=("low", "high", "scale_zero") if self.bits == 3 else ("codes", "", "scale_zero"))
+
     def buffers(self, head_dim: int) -> tuple[Buffer, ...]:
         return (*code_buffers(self.bits, head_dim), Buffer("scale_zero", torch.float16, 2, "scales"))
 
-    def encode(self, x: Tensor, once: Codes) -> Codes:
+    def quantize(self, x: Tensor, statistics: Codes) -> Codes:
         x = x.float()
         top = 2**self.bits - 1
         low, high = x.aminmax(dim=-1, keepdim=True)
@@ -40,10 +45,10 @@ class Uniform(Codec):
         codes = (x / scale.float() + 0.5).clamp(0, top)
         return pack(codes.to(torch.uint8), self.bits) | {"scale_zero": torch.cat([scale, zero], dim=-1)}
 
-    def unpack(self, codes: Codes, head_dim: int) -> Levels:
+    def unpack(self, codes: Codes, head_dim: int) -> QuantizedValues:
         levels = codes["codes"].float() if self.bits == 8 else lookup(codes, self.bits, tuple(range(2**self.bits)))
         scale, zero = codes["scale_zero"].float().split(1, dim=-1)
-        return Levels(levels, scale, zero)
+        return QuantizedValues(levels, scale, zero)
 
     def refuses(self, head_dim: int) -> str | None:
         return None if self.bits == 8 else refuses(self.bits, head_dim)

@@ -9,12 +9,12 @@ from qkvcache.formats import Codec, Codes
 
 def encode(codec: Codec, x: Tensor) -> Codes:
     """All buffers of one block, those kept once among them."""
-    once = codec.fit(x)
-    return codec.encode(x, once) | once
+    statistics = codec.calibrate(x)
+    return codec.quantize(x, statistics) | statistics
 
 
 def roundtrip(codec: Codec, x: Tensor) -> Tensor:
-    return codec.decode(encode(codec, x), x.shape[-1])
+    return codec.dequantize(encode(codec, x), x.shape[-1])
 
 
 def error(codec: Codec, x: Tensor) -> float:

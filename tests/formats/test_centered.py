@@ -59,20 +59,20 @@ def test_a_mean_costs_next_to_nothing(format):
 @each
 def test_padding_does_not_count(format):
     x = biased(300)
-    alone = format.key.fit(x[1:, :, 200:])
+    alone = format.key.calibrate(x[1:, :, 200:])
     x[1, :, :200] = 1e4
-    real = torch.arange(300).expand(2, -1) >= torch.tensor([[0], [200]])
-    once = format.key.fit(x, real)
-    assert torch.equal(once["center"][1:], alone["center"])
-    assert torch.equal(once["center"][:1], format.key.fit(x[:1])["center"])
-    nothing = format.key.fit(x, torch.zeros_like(real))
+    is_valid = torch.arange(300).expand(2, -1) >= torch.tensor([[0], [200]])
+    statistics = format.key.calibrate(x, is_valid)
+    assert torch.equal(statistics["center"][1:], alone["center"])
+    assert torch.equal(statistics["center"][:1], format.key.calibrate(x[:1])["center"])
+    nothing = format.key.calibrate(x, torch.zeros_like(is_valid))
     assert not nothing["center"].any()
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 16, 200])
 def test_few_tokens_say_little_of_most_channels_and_much_of_biased_ones(tokens):
     x = biased(200)
-    center, plain = Int8().key.fit(x[:, :, :tokens])["center"], x[:, :, :tokens].mean(2, keepdim=True)
+    center, plain = Int8().key.calibrate(x[:, :, :tokens])["center"], x[:, :, :tokens].mean(2, keepdim=True)
     kept = center / plain
     biases = torch.zeros(128, dtype=torch.bool)
     biases[[5, 64, 100]] = True
@@ -82,7 +82,7 @@ def test_few_tokens_say_little_of_most_channels_and_much_of_biased_ones(tokens):
 
 def test_one_token_of_even_channels_is_next_to_no_mean():
     x = torch.ones(1, 1, 1, 64)
-    torch.testing.assert_close(Int8().key.fit(x)["center"], x / (1 + FEW))
+    torch.testing.assert_close(Int8().key.calibrate(x)["center"], x / (1 + FEW))
 
 
 @each
@@ -90,18 +90,18 @@ def test_one_token_of_even_channels_is_next_to_no_mean():
 def test_a_short_first_block_is_no_worse_than_no_mean(format, tokens):
     """Of channels that turn with the position, as RoPE turns them: what is constant in a few tokens is not in many."""
     x, plain = torch.randn(1, 2, 1024, 128) + turning(1024), dataclasses.replace(format, center=False)
-    once, alone = format.key.fit(x[:, :, :tokens]), plain.key.fit(x[:, :, :tokens])
+    statistics, alone = format.key.calibrate(x[:, :, :tokens]), plain.key.calibrate(x[:, :, :tokens])
 
-    def off(codec, once):
-        return (codec.decode(codec.encode(x, once) | once, 128) - x).norm()
+    def off(codec, statistics):
+        return (codec.dequantize(codec.quantize(x, statistics) | statistics, 128) - x).norm()
 
-    assert off(format.key, once) < 1.1 * off(plain.key, alone)
+    assert off(format.key, statistics) < 1.1 * off(plain.key, alone)
 
 
 def test_what_is_not_finite_has_no_mean():
     x = biased(8)
     x[0, 1, 3, 7] = torch.inf
-    center = HadaQuant().key.fit(x)["center"]
+    center = HadaQuant().key.calibrate(x)["center"]
     assert not center[0, 1].any() and center[0, 0].all() and center.isfinite().all()
 
 
@@ -109,19 +109,19 @@ def test_constant_channels_come_back():
     x = torch.zeros(1, 1, 512, 64)
     x[..., 3] = 7
     codec = Int8().key
-    once = codec.fit(x)
-    torch.testing.assert_close(codec.decode(codec.encode(x, once) | once, 64), x, rtol=1e-6, atol=1e-5)
+    statistics = codec.calibrate(x)
+    torch.testing.assert_close(codec.dequantize(codec.quantize(x, statistics) | statistics, 64), x, rtol=1e-6, atol=1e-5)
 
 
 @pytest.mark.parametrize("format", [format for format in CENTERED if not getattr(format, "frozen", False)], ids=lambda format: format.name)
 def test_a_mean_of_something_else_costs_at_most_its_length(format):
-    """Tokens around the opposite of the mean that was fitted are twice as far from it as from zero; tokens around zero, as far as those
-    that it was fitted to are from zero. (A frozen scale saturates what is twice as far.)"""
+    """Tokens around the opposite of the mean that was calibrated are twice as far from it as from zero; tokens around zero, as far as those
+    that it was calibrated to are from zero. (A frozen scale saturates what is twice as far.)"""
     x, plain = biased(1024), dataclasses.replace(format, center=False)
 
     def off(codec, y):
-        once = codec.fit(x)
-        return (codec.decode(codec.encode(y, once) | once, 128) - y).norm()
+        statistics = codec.calibrate(x)
+        return (codec.dequantize(codec.quantize(y, statistics) | statistics, 128) - y).norm()
 
     assert off(format.key, -x) < 2.4 * off(plain.key, -x)  # a float's error doubles by binades
     assert off(format.key, x - x.mean(2, keepdim=True)) < 1.1 * off(plain.key, x)
@@ -129,8 +129,8 @@ def test_a_mean_of_something_else_costs_at_most_its_length(format):
 
 def test_heads_and_rows_have_means_of_their_own():
     x = biased(64)
-    whole = HadaQuant().key.fit(x)["center"]
-    assert torch.equal(HadaQuant().key.fit(x[1:, 1:2])["center"], whole[1:, 1:2])  # as on a rank that holds one head
+    whole = HadaQuant().key.calibrate(x)["center"]
+    assert torch.equal(HadaQuant().key.calibrate(x[1:, 1:2])["center"], whole[1:, 1:2])  # as on a rank that holds one head
 
 
 def test_names_and_refusals():

@@ -28,8 +28,8 @@ def test_codebooks_against_max_1960(bits, published):
 
 def normal_mean(low: float, high: float) -> float:
     density = [math.exp(-end * end / 2) / math.sqrt(2 * math.pi) for end in (low, high)]
-    mass = (math.erfc(low / math.sqrt(2)) - math.erfc(high / math.sqrt(2))) / 2
-    return (density[0] - density[1]) / mass
+    attention_sums = (math.erfc(low / math.sqrt(2)) - math.erfc(high / math.sqrt(2))) / 2
+    return (density[0] - density[1]) / attention_sums
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4])
@@ -82,7 +82,7 @@ def test_keys_keep_their_length(bits, magnitude):
 def test_a_midpoint_goes_up(bits, unpack):
     x = torch.zeros(1, 1, 1, 64)
     x[..., :2] = 1  # every second coordinate of its rotation is 0, a midpoint
-    codes = Rotated(LloydMax(bits)).encode(x, {})
+    codes = Rotated(LloydMax(bits)).quantize(x, {})
     codes.pop("scale")
     assert unpack(*codes.values()).flatten().tolist()[1::2] == [2 ** (bits - 1)] * 32
 

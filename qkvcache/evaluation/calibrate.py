@@ -1,0 +1,258 @@
+"""`calibrate`: bits for the keys and values of each layer, chosen by what they cost this model.
+
+The model reads windows of a text exactly. Then the keys, or the values, of one layer are stored with 2, 3 or 4 bits and handed back
+(`CompressedLayer.dense`, exact zones as in a cache), all others stay exact, and the model reads on. The KL divergence from the exact run
+over these tokens is what those bits cost. Costs of layers and of sides add up (`eval/keys.py`), so that bits under a budget of bytes are
+chosen by their sum alone: a knapsack, solved exactly.
+
+A calibration runs the model `6 L + 5` times over `windows * read_on` tokens, for `L` full-attention layers.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.cache_utils import Cache, DynamicLayer
+
+from .. import demo
+from ..formats import FormatByLayer, HadaQuant
+from ..formats.hadaquant import BITS
+from ..kernels import Pair
+from ..layers.compressed import CompressedLayer
+from ..policies import check_count
+from .prefill import prefill
+from .quality import compare
+from .rows import provenance
+
+SIDES = ("keys", "values")
+Choice = tuple[tuple[int, int], ...]
+"""Bits of keys and of values of each layer."""
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What bits cost, and the choice under a budget.
+
+    Args:
+        costs: `costs[layer][side][bits - 2]`, the KL divergence in nats of these bits alone, of keys (side 0) and values (1).
+        shapes: KV heads, and channels of a key and of a value, of each layer.
+        bits: those of keys and of values of each layer, chosen.
+        kl: measured with all layers in the chosen bits at once, on the text of the calibration.
+        kl_uniform: the same with 2, 3 and 4 bits for all layers and sides, by bits.
+        about: where this comes from: the model, sizes, date, versions.
+    """
+
+    costs: tuple[tuple[tuple[float, ...], ...], ...]
+    shapes: tuple[tuple[int, int, int], ...]
+    bits: Choice
+    kl: float
+    kl_uniform: dict[int, float]
+    about: dict[str, object]
+
+    @property
+    def format(self) -> FormatByLayer:
+        """What a cache takes as `format=`."""
+        return FormatByLayer(tuple(HadaQuant(*bits) for bits in self.bits))  # type: ignore[arg-type]
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Bytes of a token and head, keys and values, the mean over heads of all layers."""
+        return _bytes(self.shapes, self.bits)
+
+    @property
+    def expected_kl(self) -> float:
+        """The sum of what the chosen bits cost alone."""
+        return sum(self.costs[i][side][bits - 2] for i, chosen in enumerate(self.bits) for side, bits in enumerate(chosen))
+
+    def as_json(self) -> dict:
+        uniform = {str(bits): kl for bits, kl in self.kl_uniform.items()}
+        derived = {
+            "bytes_per_token": self.bytes_per_token,
+            "expected_kl": self.expected_kl,
+            "formats": [f.name for f in self.format.formats],
+        }
+        return derived | {"bits": self.bits, "kl": self.kl, "kl_uniform": uniform, "costs": self.costs, "shapes": self.shapes} | self.about
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the calibration file, which caches take as `format=path`."""
+        self.format.save(path, **{name: value for name, value in self.as_json().items() if name != "formats"})
+
+
+@torch.no_grad()
+def calibrate(
+    model: PreTrainedModel,
+    text: PreTrainedTokenizerBase | Tensor | Sequence[int],
+    *,
+    bits: float = 3.0,
+    bytes_per_token: float | None = None,
+    context: int = 1024,
+    windows: int = 4,
+    read_on: int = 128,
+    num_sink_tokens: int = 4,
+    residual_length: int = 64,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Calibration:
+    """Measures what 2, 3 and 4 bits cost the keys and values of each full-attention layer, and chooses.
+
+        calibration = calibrate(model, tokenizer, bits=3)
+        calibration.save("calibrated.json")
+        model.generate(**inputs, past_key_values=CompressedCache(model.config, format="calibrated.json"))
+
+    Args:
+        model: a decoder. In 16 bits, what rounding changes covers what 4 bits cost: load it in float32.
+        text: token ids `[T]`, or the tokenizer, which then reads the language reference of Python (`demo.text`).
+        bits: of a channel, the mean over keys and values of all layers, 2 to 4.
+        bytes_per_token: of a token and head, keys and values, in place of `bits`: 100 are 3 bits at head_dim 128.
+        context: tokens of each window that are read exactly, and stored.
+        windows: pieces of the text, evenly spaced.
+        read_on: tokens of each window, after the context, over which the divergence is measured.
+        num_sink_tokens, residual_length: as CompressedCache takes them. The choice is for caches with exact zones: without a residual,
+            the layers that read the tokens just before matter most, and one format for all loses less (`eval/calibrated.py`).
+        progress: called with runs of the model done, and all of them.
+
+    Raises:
+        ValueError: a budget that no bits meet, a text that is too short, a model without full attention or with a head_dim that the formats
+            cannot hold.
+        TypeError: `text` is no text, a size no number.
+        NotImplementedError: an encoder-decoder.
+    """
+    for name, count in (("context", context), ("windows", windows), ("read_on", read_on)):
+        check_count(name, count, 1)
+    check_count("num_sink_tokens", num_sink_tokens)
+    check_count("residual_length", residual_length, 1)
+    if context <= num_sink_tokens + residual_length:
+        raise ValueError(f"context={context}: must be more than num_sink_tokens + residual_length = {num_sink_tokens + residual_length}")
+    if model.config.is_encoder_decoder:
+        raise NotImplementedError(f"{model.config.model_type} is an encoder-decoder: its cross attention is not compressed")
+    rows = _windows(text, windows, context + read_on).to(model.device)
+    context_ids, rest = rows[:, :context], rows[:, context:]
+    layers = [i for i, layer in enumerate(DynamicCache(config=model.config).layers) if type(layer) is DynamicLayer]
+    if not layers:
+        raise ValueError(f"no layer of {model.config.model_type} has full attention: nothing can be compressed")
+    total, done = 6 * len(layers) + 5, 0
+
+    def step() -> None:
+        nonlocal done
+        done += 1
+        progress(done, total)
+
+    past: Cache = prefill(model, context_ids)[0]
+    pairs: list[Pair] = [(past.layers[i].keys, past.layers[i].values) for i in layers]  # type: ignore[misc, union-attr]
+    shapes = tuple((key.shape[1], key.shape[3], value.shape[3]) for key, value in pairs)
+    for key, value in pairs:
+        HadaQuant(2, 2).check(key.shape[3], value.shape[3])
+    _check_budget(shapes, bits, bytes_per_token)
+    dense = _read(model, past, rest, {})
+    step()
+
+    def stored(number: int, key_bits: int, value_bits: int) -> Pair:
+        layer = CompressedLayer(HadaQuant(key_bits, value_bits), num_sink_tokens, residual_length)  # type: ignore[arg-type]
+        layer.update(*pairs[number])
+        return layer.dense()
+
+    def measured(replaced: dict[int, Pair]) -> float:
+        kl = compare(_read(model, past, rest, replaced), dense)[0].double().mean().item()
+        step()
+        return kl
+
+    costs = []
+    for number, (i, (key, value)) in enumerate(zip(layers, pairs, strict=True)):
+        by_bits = [stored(number, b, b) for b in BITS]
+        of_keys = tuple(measured({i: (found, value)}) for found, _ in by_bits)
+        of_values = tuple(measured({i: (key, found)}) for _, found in by_bits)
+        costs.append((of_keys, of_values))
+
+    def together(chosen: Choice) -> float:
+        return measured({i: stored(number, *chosen[number]) for number, i in enumerate(layers)})
+
+    chosen = choose(costs, shapes, bits, bytes_per_token)
+    kl = together(chosen)
+    uniform: dict[int, float] = {b: together(((b, b),) * len(layers)) for b in BITS}
+    sizes = {"context": context, "windows": windows, "read_on": read_on}
+    zones = {"num_sink_tokens": num_sink_tokens, "residual_length": residual_length}
+    about: dict[str, object] = {"model_type": model.config.model_type, "dtype": str(model.dtype).removeprefix("torch.")}
+    return Calibration(tuple(costs), shapes, chosen, kl, uniform, about | sizes | zones | provenance())
+
+
+def choose(
+    costs: Sequence[Sequence[Sequence[float]]],
+    shapes: Sequence[tuple[int, int, int]],
+    bits: float = 3.0,
+    bytes_per_token: float | None = None,
+) -> Choice:
+    """Bits of least total cost within the budget; `costs` and `shapes` as `Calibration` has them, the budget as `calibrate` takes it.
+
+    Raises ValueError for a budget that no bits meet.
+    """
+    _check_budget(shapes, bits, bytes_per_token)
+    items = [
+        (heads * dim // 8, cost) for (heads, *dims), layer in zip(shapes, costs, strict=True) for dim, cost in zip(dims, layer, strict=True)
+    ]
+    unit = math.gcd(*(size for size, _ in items))  # bytes of a bit more
+    if bytes_per_token is None:
+        room = (bits - 2) * sum(size for size, _ in items)
+    else:
+        room = (bytes_per_token - _bytes(shapes, ((2, 2),) * len(shapes))) * sum(heads for heads, *_ in shapes)
+    room = int(room / unit + 1e-6)
+    # least[n]: cost of the items so far in n units above 2 bits, and their bits
+    least: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}
+    for size, cost in items:
+        found: dict[int, tuple[float, tuple[int, ...]]] = {}
+        for used, (so_far, chosen) in least.items():
+            for b, more in zip(BITS, cost, strict=True):
+                now = used + (b - 2) * size // unit
+                if now <= room and (now not in found or so_far + more < found[now][0]):
+                    found[now] = so_far + more, (*chosen, b)
+        least = found
+    _, flat = min(least.values())
+    return tuple(zip(flat[::2], flat[1::2], strict=True))
+
+
+def _bytes(shapes: Sequence[tuple[int, int, int]], bits: Choice) -> float:
+    sizes = [
+        HadaQuant(*chosen).bytes_per_token(key_dim, heads, value_dim)  # type: ignore[arg-type]
+        for (heads, key_dim, value_dim), chosen in zip(shapes, bits, strict=True)
+    ]
+    return sum(sizes) / sum(heads for heads, *_ in shapes)
+
+
+def _check_budget(shapes: Sequence[tuple[int, int, int]], bits: float, bytes_per_token: float | None) -> None:
+    for name, value in (("bits", bits), ("bytes_per_token", bytes_per_token)):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
+            raise TypeError(f"{name} must be a number, got {value!r}")
+    if not 2 <= bits <= 4:
+        raise ValueError(f"bits={bits}: must be 2 to 4 bits a channel")
+    least, most = (_bytes(shapes, ((b, b),) * len(shapes)) for b in (2, 4))
+    if bytes_per_token is not None and not least <= bytes_per_token <= most:
+        raise ValueError(f"bytes_per_token={bytes_per_token}: must be {least:g} (2 bits) to {most:g} (4 bits) for this model")
+
+
+def _windows(text: PreTrainedTokenizerBase | Tensor | Sequence[int], windows: int, length: int) -> Tensor:
+    """`[windows, length]` token ids, evenly spaced."""
+    if isinstance(text, PreTrainedTokenizerBase):
+        text = demo.text_ids(text)
+    try:
+        ids = torch.as_tensor(text)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(f"text must be token ids [T] or a tokenizer, got {type(text).__name__}") from error
+    if ids.dim() != 1 or ids.is_floating_point():
+        raise TypeError(f"text must be token ids [T], got {ids.dtype} of shape {list(ids.shape)}")
+    apart = len(ids) // windows
+    if length > apart:
+        raise ValueError(f"{windows} windows of {length:,} tokens need a longer text than {len(ids):,} tokens")
+    return torch.stack([ids[i * apart : i * apart + length] for i in range(windows)]).long()
+
+
+def _read(model: PreTrainedModel, past: Cache, rest: Tensor, replaced: dict[int, Pair]) -> Tensor:
+    """Log-probabilities `[B, N, V]` after each token of `rest` `[B, N]`, with keys and values of some layers of `past` replaced."""
+    cache = copy.deepcopy(past)
+    for i, (key, value) in replaced.items():
+        cache.layers[i].keys, cache.layers[i].values = key, value  # type: ignore[union-attr]
+    return model(rest, past_key_values=cache).logits.float().log_softmax(-1)
