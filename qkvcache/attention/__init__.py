@@ -1,7 +1,7 @@
-"""How compressed keys and values enter a transformers model."""
+"""Attention of transformers models over compressed keys and values."""
 
 from .attach import Attachment, attach, detach
-from .handle import KVHandle
+from .compressed_kv import CompressedKV
 from .route import install, installed, uninstall
 
-__all__ = ["Attachment", "KVHandle", "attach", "detach", "install", "installed", "uninstall"]
+__all__ = ["Attachment", "CompressedKV", "attach", "detach", "install", "installed", "uninstall"]

@@ -1,8 +1,8 @@
-"""Noticing a prompt that does not go on where the cache ends: transformers appends it without a word.
+"""Detecting a prompt that does not continue the text in the cache: transformers appends it silently.
 
-`generate` gives a cache that is in use the tokens of a prompt after as many as the cache has seen. A prompt that is as long as that, or a
-little shorter, or the whole text at every step (`use_cache=False`), comes with positions that the cache has seen already. Positions are on
-the device, so they are read at steps of several tokens only, and once for all layers.
+`generate` passes the tokens of a prompt that follow as many tokens as the cache has seen. Another prompt, or the whole text at every step
+(`use_cache=False`), has positions that the cache has seen already. Positions are on the device, so they are read only in steps of several
+tokens, and once for all layers.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from .handle import KVHandle
+from .compressed_kv import CompressedKV
 
 _last: Any = lambda: None  # noqa: E731
-"""The positions that were looked at last: all layers of a step get the same."""
+"""A weak reference to the positions read last: all layers of a step get the same tensor."""
 
 
-def notice_again(implementation: str, query: Tensor, key: KVHandle, mask: Any, options: dict[str, Any]) -> None:
-    """Warns if in every row the step's first token has a position that the cache has seen; raises ValueError if that is position 0."""
+def notice_again(implementation: str, query: Tensor, key: CompressedKV, mask: Any, options: dict[str, Any]) -> None:
+    """Warns if the step's first token has a position that the cache has seen, in every row; raises ValueError if that is position 0."""
     global _last
     positions = options.get("position_ids")
     if query.shape[2] == 1 or torch.compiler.is_compiling() or not isinstance(positions, Tensor) or positions.dim() != 2:
-        return  # of three dimensions are those of images and text, which may stand still
+        return  # positions of images and text have three dimensions, and need not increase
     if _last() is positions:
         return
     _last = weakref.ref(positions)
@@ -34,20 +34,20 @@ def notice_again(implementation: str, query: Tensor, key: KVHandle, mask: Any, o
     first = positions[:, 0].to(query.device)
     if not bool((first < seen).all()):
         return
-    begins = int(first.max())
-    said = (
-        f"the step's {query.shape[2]} tokens begin at position {begins}, and the cache has seen {int(seen.max())} tokens: for another "
+    begin = int(first.max())
+    message = (
+        f"the step's {query.shape[2]} tokens begin at position {begin}, and the cache has seen {int(seen.max())} tokens: for another "
         "prompt call cache.reset(), or pass a new cache; to go on, pass the whole text, longer than the cache"
     )
-    if not begins:
-        raise ValueError(f"{said}; with use_cache=False, which reads all tokens at every step, pass none")
-    warnings.warn(said, stacklevel=3)
+    if not begin:
+        raise ValueError(f"{message}; with use_cache=False, which reads all tokens at every step, pass none")
+    warnings.warn(message, stacklevel=3)
 
 
-def _seen(implementation: str, query: Tensor, key: KVHandle, mask: Any) -> Tensor:
-    """Real tokens of each row before the step, `[B]` or `[1]`: those that its last query sees."""
-    if key.watch is not None:
-        return key.watch.seen_before()
+def _seen(implementation: str, query: Tensor, key: CompressedKV, mask: Any) -> Tensor:
+    """Tokens of each row before the step, padding not counted, `[B]` or `[1]`: those that the last query attends to."""
+    if key.observer is not None:
+        return key.observer.tokens_before()
     queries, device = query.shape[2], query.device
     before = key.shape[2] - queries
     if mask is None:

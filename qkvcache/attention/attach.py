@@ -14,27 +14,27 @@ _METHOD = "_prepare_cache_for_generation"
 
 
 class Attachment:
-    """What `attach` returns: `detach()` undoes it, and so does leaving it as a context manager.
+    """The result of `attach`. `detach()`, or leaving it as a context manager, undoes it.
 
-    It stands in the model in place of the method that prepares caches. A copy of the model, pickled or deep-copied, has an attachment of
-    its own with the same factory; `detach(copy)` undoes that one.
+    It replaces the model's method that prepares caches. A copy of the model, pickled or deep-copied, has its own attachment with the same
+    factory; `detach(copy)` undoes that one.
     """
 
     def __init__(self, model: PreTrainedModel, factory: Callable[..., Cache]):
         self.model, self.factory = model, factory
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's `_prepare_cache_for_generation`, with a cache of the factory where the caller asks for none."""
+        """The model's `_prepare_cache_for_generation`, with a cache of the factory if the caller passes none."""
         stock = getattr(type(self.model), _METHOD).__get__(self.model)
         given = inspect.signature(stock).bind(*args, **kwargs).arguments
         model_kwargs, generation = given["model_kwargs"], given["generation_config"]
         if model_kwargs.get("past_key_values") is None and generation.use_cache is not False and generation.cache_implementation is None:
-            model_kwargs["past_key_values"] = cache = self._made()
-            if generation.is_assistant:  # its steps are taken back; transformers says so to the caches that it makes itself
+            model_kwargs["past_key_values"] = cache = self._new_cache()
+            if generation.is_assistant:  # transformers does so for the caches that it makes: steps of an assistant are cropped
                 cache.activate_past_recording()
         return stock(*args, **kwargs)
 
-    def _made(self) -> Cache:
+    def _new_cache(self) -> Cache:
         config = self.model.config
         cache = self.factory(config)
         if not isinstance(cache, Cache):
@@ -57,7 +57,7 @@ class Attachment:
         return self.__dict__
 
     def detach(self) -> None:
-        """Gives the model its own caches back. Idempotent, and no danger to a later attachment."""
+        """Restores the model's own caches. Idempotent; a later attachment is left in place."""
         if self.model.__dict__.get(_METHOD) is self:
             del self.model.__dict__[_METHOD]
 
@@ -72,6 +72,12 @@ def attach(model: PreTrainedModel, factory: Callable[..., Cache]) -> Attachment:
     """Every later `model.generate` that is given no cache of its own gets `factory(model.config)`.
 
     Encoder-decoder models get it for self-attention, beside an ordinary cache for the encoder's states.
+
+    Args:
+        model: any model with `generate`.
+        factory: makes a new cache from the model's config, such as a cache class.
+
+    Returns an Attachment, which undoes it on `detach()` or as a context manager.
 
     Raises:
         TypeError: `factory` is not callable (a cache instance cannot serve two calls), or returns something other than a Cache.

@@ -1,6 +1,6 @@
 """The attention implementation `qkvcache` on plain tensors: a prefill with softcap and attention sinks, in blocks of queries.
 
-transformers' sdpa refuses softcap and knows no sinks, and its eager function holds all scores at once; this holds `QUERY_BLOCK` rows.
+transformers' sdpa supports neither, and its eager function allocates the scores of all queries at once; this one, of `QUERY_BLOCK` queries.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..kernels import Exact, Payload, Side, attend
+from ..kernels import AttentionInputs, Exact, KeysOrValues, attend
 
 QUERY_BLOCK = 256
 
@@ -29,7 +29,7 @@ def full_attention(
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of `[B, Hq, Q, D]` over `[B, H, T, D]`, returned `[B, Q, Hq, Dv]` as transformers wants it."""
+    """Attention of queries `[B, Hq, Q, D]` over keys and values `[B, H, T, D]`; returns `[B, Q, Hq, Dv]`, as transformers expects."""
     if dropout:
         raise NotImplementedError("attention dropout is for training: call model.eval(), or use another attn_implementation")
     queries, tokens = query.shape[2], key.shape[2]
@@ -42,13 +42,13 @@ def full_attention(
     blocks = []
     for start in range(0, queries, QUERY_BLOCK):
         rows = slice(start, min(start + QUERY_BLOCK, queries))
-        seen = tokens - queries + rows.stop if causal else tokens  # later keys are hidden from all of these rows
+        visible = tokens - queries + rows.stop if causal else tokens  # later keys are hidden from all of these queries
         key_side, value_side = (
-            Side.of((Exact(x[:, :, :seen]),), (*x.shape[:2], seen, x.shape[3]), x.dtype, x.device) for x in (key, value)
+            KeysOrValues.of((Exact(x[:, :, :visible]),), (*x.shape[:2], visible, x.shape[3]), x.dtype, x.device) for x in (key, value)
         )
-        payload = Payload(key_side, value_side)
+        attention_inputs = AttentionInputs(key_side, value_side)
         mask = attention_mask
         if mask is not None and mask.shape[-2] > 1:
             mask = mask[..., rows, :]
-        blocks.append(attend(query[:, :, rows], payload, mask, scaling=scaling, causal=causal, softcap=softcap, sinks=s_aux))
+        blocks.append(attend(query[:, :, rows], attention_inputs, mask, scaling=scaling, causal=causal, softcap=softcap, sinks=s_aux))
     return torch.cat(blocks, dim=2).transpose(1, 2).contiguous(), None

@@ -1,4 +1,4 @@
-"""Every mask that an implementation of transformers hands to attention, as one that `attend` takes."""
+"""Converting the masks of every attention implementation of transformers to the form that `attend` takes."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ def visible(
 ) -> tuple[Tensor | None, bool]:
     """`(mask, causal)` for the last `queries` of `tokens` tokens: mask bool or additive, broadcastable to `[B, Hq, Q, T]`, or None.
 
-    flash passes a 2-D padding mask over the keys and says window and causality in keywords; flex passes index functions; the others pass
-    the finished 4-D mask, or None for "causal from the absolute offset". A `position_bias` keyword is added.
+    flash passes a 2-D padding mask over the keys, and window and causality as keywords; flex passes index functions; the others pass the
+    4-D mask, or None for causal attention. A `position_bias` keyword is added.
     """
     bias = options.get("position_bias")
     if isinstance(mask, BlockMask):
@@ -37,14 +37,14 @@ def visible(
 
 
 _last_padding: tuple[Any, tuple[int, int, int], tuple[bool, Tensor | None]] = (lambda: None, (0, 0, 0), (False, None))
-"""All layers of a step have the same mask: what it says of padding, which takes a look at the device, is found out once."""
+"""The mask of the last step and its result: all layers of a step have the same mask, and reading it waits for the device."""
 COMPARED = 2**26
-"""Entries of a mask that are compared at a time."""
+"""Entries of a mask compared at a time."""
 
 
 def padding_columns(given: Any, mask: Tensor | None, causal: bool, queries: int, tokens: int) -> tuple[bool, Tensor | None]:
-    """Whether a mask of `visible`, made of what transformers has `given`, is causal but for columns that no query sees; and these columns,
-    bool `[B or 1, T]`, or None where there are none."""
+    """Whether a mask of `visible`, made from the `given` mask of transformers, is causal except for columns hidden from all queries; and
+    these columns, bool `[B or 1, T]`, or None if there are none."""
     global _last_padding
     if mask is None:
         return causal, None
@@ -53,7 +53,7 @@ def padding_columns(given: Any, mask: Tensor | None, causal: bool, queries: int,
     written = given._version if isinstance(given, Tensor) and not given.is_inference() else 0
     state = queries, tokens, written
     if _last_padding[0]() is not given or _last_padding[1] != state:
-        shown = mask[:, 0, -1]  # the last query sees every token that is there
+        shown = mask[:, 0, -1]  # the last query attends to every token that is no padding
         fits = causal or all(
             torch.equal(mask[:, 0, begin : begin + rows], shown[:, None] & _before(begin, min(rows, queries - begin), queries, shown))
             for rows in (max(COMPARED // shown.numel(), 1),)
@@ -65,7 +65,7 @@ def padding_columns(given: Any, mask: Tensor | None, causal: bool, queries: int,
 
 
 def _before(begin: int, count: int, queries: int, shown: Tensor) -> Tensor:
-    """Which tokens come not after queries `begin` to `begin + count`, bool `[count, T]`."""
+    """Which tokens are not after each of the queries `begin` to `begin + count`, bool `[count, T]`."""
     tokens = shown.shape[1]
     newest = torch.arange(tokens - queries + begin, tokens - queries + begin + count, device=shown.device)
     return torch.arange(tokens, device=shown.device) <= newest[:, None]

@@ -1,38 +1,61 @@
-"""Telling layers what of a prompt is padding: they are handed plain tensors, and only the mask that comes with these to attention knows."""
+"""Telling layers what attention gets with the plain tensors that they returned: which tokens of a prompt are padding, which only the mask
+shows, and the queries."""
 
 from __future__ import annotations
 
 import weakref
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
-from .watch import new_tokens
+from .observer import new_tokens
 
 
-class Waits(Protocol):
-    """A layer that wants to know."""
+class PendingPrompt(Protocol):
+    """A layer that stores its prompt when it knows the padding."""
 
-    def padding(self, real: Tensor | None) -> None: ...
-
-
-_announced: dict[int, tuple[weakref.ref, weakref.ref]] = {}
-"""Keys on their way to attention, by identity."""
+    def store_pending(self, is_valid: Tensor | None) -> None: ...
 
 
-def announce(keys: Tensor, layer: Waits) -> None:
-    """`layer` is told when attention gets `keys`."""
+class AttentionReceiver(Protocol):
+    """A layer that is told of the attention over its keys."""
+
+    def receive_attention(self, module: torch.nn.Module, query: Tensor, scaling: float, softcap: float | None) -> None: ...
+
+
+_pending: dict[int, tuple[weakref.ref, weakref.ref]] = {}
+"""Keys that have not reached attention yet, and their layer, by the identity of the keys."""
+
+
+def _await(keys: Tensor, layer: PendingPrompt | AttentionReceiver) -> None:
     at = id(keys)
 
     def forget(_: object) -> None:
-        _announced.pop(at, None)
+        _pending.pop(at, None)
 
-    _announced[at] = weakref.ref(keys, forget), weakref.ref(layer)
+    _pending[at] = weakref.ref(keys, forget), weakref.ref(layer)
 
 
-def report(implementation: str, query: Tensor, keys: Any, mask: Any) -> None:
-    """Tells the layer that announced `keys`, if one did. Nearly always there is none, and this costs nothing."""
-    if _announced and (found := _announced.pop(id(keys), None)):
+def await_padding(keys: Tensor, layer: PendingPrompt) -> None:
+    """`layer.store_pending` is called when attention gets `keys`."""
+    _await(keys, layer)
+
+
+def await_attention(keys: Tensor, layer: AttentionReceiver) -> None:
+    """`layer.receive_attention` is called when attention gets `keys`."""
+    _await(keys, layer)
+
+
+def report_attention(
+    implementation: str, module: torch.nn.Module, query: Tensor, keys: Any, mask: Any, scaling: float | None, softcap: float | None
+) -> None:
+    """Tells the layer that waits for `keys`. There is rarely one, and this costs nothing then."""
+    if _pending and (found := _pending.pop(id(keys), None)):
         layer = found[1]()
-        if layer is not None and found[0]() is keys:
-            layer.padding(new_tokens(implementation, mask, query.shape[0], query.shape[2], query.device)[1])
+        if layer is None or found[0]() is not keys:
+            return
+        if hasattr(layer, "receive_attention"):
+            layer.receive_attention(module, query, query.shape[3] ** -0.5 if scaling is None else scaling, softcap)
+        else:
+            layer.store_pending(new_tokens(implementation, mask, query.shape[0], query.shape[2], query.device)[1])

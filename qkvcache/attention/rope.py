@@ -1,7 +1,8 @@
-"""Cached keys carry the rotary embedding (RoPE) of their positions; here they are turned to others.
+"""Rotating cached keys, which carry the rotary embedding (RoPE) of their positions, to other positions.
 
-Which channels pair up, and by what angle, is asked of the model's own code instead of a list of models: its rotary module gives the
-frequencies, and a probe that its `apply_rotary_pos_emb` turns gives the pairs. What the probe does not confirm is refused.
+Which channels form a pair, and the angle of each pair, come from the model's own code instead of a list of models: its rotary module has
+the frequencies, and its `apply_rotary_pos_emb` applied to a probe shows the pairs. If the probe does not confirm them, NotImplementedError
+is raised.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import ast
 import functools
 import importlib
 import inspect
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
@@ -18,14 +19,14 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-LAYER_TYPE = "full_attention"  # whose keys we hold, where a model turns each type of layer in its own way
+LAYER_TYPE = "full_attention"  # the layers whose keys are cached here; some models have a rotation for each type of layer
 APPLY = ("apply_rotary_pos_emb", "apply_rotary_emb", "_apply_rotary_emb")
 PROBE_AT, PROBE_BY, PROBE_TOLERANCE = 7, 1009, 1e-2  # the fp32 angles of the models err by 1e-4 there, a wrong pairing by 1
 
 
 @dataclass(frozen=True, eq=False)
 class Rope:
-    """How a model turns its keys: angle of each pair for one position, which channels pair up.
+    """The rotation of a model's keys: the angle of each pair of channels for one position, and which channels form a pair.
 
     `inv_freq` is fp32 or fp64 `[R/2]` on the CPU, of the first R channels. Pairs are (2i, 2i+1) if `interleaved` (GPT-J, Cohere), else
     (i, i + R/2) (Llama).
@@ -33,6 +34,7 @@ class Rope:
 
     inv_freq: Tensor
     interleaved: bool
+    _on_device: dict[torch.device, Tensor] = field(default_factory=dict, init=False, repr=False)
 
     @classmethod
     def of(cls, config: PreTrainedConfig) -> Rope:
@@ -40,13 +42,13 @@ class Rope:
 
         Raises:
             NotImplementedError: no RoPE, one whose frequencies change with the length ("dynamic", "longrope"), one of several axes, one
-                that only some layers have, latent attention (MLA), or one that the model's code applies in a way not known here.
+                that only some layers have, latent attention (MLA), or one that the model's code applies in an unknown way.
         """
         config = config.get_text_config(decoder=True)
         name = config.model_type
         parameters = getattr(config, "rope_parameters", None)
         if not parameters:
-            raise NotImplementedError(f"{name!r} has no rope_parameters in its config: its keys are not turned by RoPE as known here")
+            raise NotImplementedError(f"{name!r} has no rope_parameters in its config: its keys are not rotated by a known RoPE")
         nested = any(isinstance(value, dict) for value in parameters.values())
         own = parameters.get(LAYER_TYPE) if nested else parameters
         if not own:
@@ -55,7 +57,9 @@ class Rope:
         if "dynamic" in kind or kind == "longrope":
             raise NotImplementedError(f"{name!r} has rope_type {kind!r}: its frequencies change with the length")
         if getattr(config, "qk_rope_head_dim", None):
-            raise NotImplementedError(f"{name!r} has latent attention: it turns {config.qk_rope_head_dim} channels that are not the first")
+            raise NotImplementedError(
+                f"{name!r} has latent attention: it rotates {config.qk_rope_head_dim} channels that are not the first"
+            )
         several_axes = f"{name!r} has multimodal RoPE: its positions have several axes, a gap is not one number"
         if any("mrope" in key for key in own):
             raise NotImplementedError(several_axes)
@@ -67,20 +71,30 @@ class Rope:
         if any("mrope" in key for key in vars(rotary)):
             raise NotImplementedError(several_axes)
         if where := _exception(module, apply.__name__):
-            raise NotImplementedError(f"{name!r} turns keys in some layers only ({where}), and which ones is not known here")
+            raise NotImplementedError(f"{name!r} rotates keys in some layers only ({where}), and which ones is unknown")
         return _probed(name, rotary, apply, LAYER_TYPE if nested else None)
 
-    def turn(self, keys: Tensor, by: int | Tensor) -> Tensor:
-        """`keys` `[B, H, T, D]` turned forward by `by` positions, an int or a tensor `[B]` or `[B, T]`, in the keys' dtype.
+    def _frequencies(self, device: torch.device) -> Tensor:
+        """`inv_freq` in fp64 on `device`, always the same tensor, as CUDA graphs need it."""
+        if device not in self._on_device:
+            with torch.inference_mode(False):  # it must also serve callers that differentiate
+                self._on_device[device] = self.inv_freq.to(device, torch.float64, copy=True)
+            if device.type != "meta":
+                torch._dynamo.mark_static_address(self._on_device[device])
+        return self._on_device[device]
 
-        Angles are computed in fp64, as those of far positions need, and the turn in fp32 at least. Channels beyond R pass through.
+    def rotate(self, keys: Tensor, by: int | Tensor) -> Tensor:
+        """`keys` `[B, H, T, D]` rotated forward by `by` positions, an int or a tensor `[B]` or `[B, T]`, in the keys' dtype.
+
+        Angles are computed in fp64, which distant positions need, and the rotation in fp32 at least. Channels beyond R are unchanged.
+        Raises ValueError for keys with fewer than R channels and for another shape of `by`.
         """
         batch, _, tokens, head_dim = keys.shape
         channels = 2 * len(self.inv_freq)
         if channels > head_dim:
-            raise ValueError(f"the model turns {channels} channels, the keys have {head_dim}: they are of another model")
+            raise ValueError(f"the model rotates {channels} channels, the keys have {head_dim}: they are of another model")
         device = torch.device("cpu") if keys.device.type == "mps" else keys.device  # MPS has no fp64
-        angles = _frequencies(self, device)
+        angles = self._frequencies(device)
         if isinstance(by, Tensor):
             if by.shape not in ((), (batch,), (batch, tokens)):
                 raise ValueError(f"by has shape {list(by.shape)}: keys {list(keys.shape)} take an int, [{batch}] or [{batch}, {tokens}]")
@@ -88,20 +102,14 @@ class Rope:
         angles = by * angles
         dtype = torch.promote_types(keys.dtype, torch.float32)
         cos, sin = angles.cos().to(keys.device, dtype), angles.sin().to(keys.device, dtype)
-        turned, rest = keys[..., :channels].to(dtype), keys[..., channels:]
+        rotated, rest = keys[..., :channels].to(dtype), keys[..., channels:]
         if self.interleaved:
-            one, two = turned[..., 0::2], turned[..., 1::2]
-            turned = torch.stack([one * cos - two * sin, two * cos + one * sin], -1).flatten(-2)
+            one, two = rotated[..., 0::2], rotated[..., 1::2]
+            rotated = torch.stack([one * cos - two * sin, two * cos + one * sin], -1).flatten(-2)
         else:
-            one, two = turned.chunk(2, -1)
-            turned = torch.cat([one * cos - two * sin, two * cos + one * sin], -1)
-        return torch.cat([turned.to(keys.dtype), rest], -1)
-
-
-@functools.lru_cache(maxsize=32)
-@torch.inference_mode(False)  # what is made once for all callers must serve those that differentiate too
-def _frequencies(rope: Rope, device: torch.device) -> Tensor:
-    return rope.inv_freq.to(device, torch.float64)
+            one, two = rotated.chunk(2, -1)
+            rotated = torch.cat([one * cos - two * sin, two * cos + one * sin], -1)
+        return torch.cat([rotated.to(keys.dtype), rest], -1)
 
 
 def _modeling(config: PreTrainedConfig) -> ModuleType:
@@ -110,14 +118,16 @@ def _modeling(config: PreTrainedConfig) -> ModuleType:
     try:
         return importlib.import_module(beside.replace(".configuration_", ".modeling_"))
     except ImportError as error:
-        raise NotImplementedError(f"{config.model_type!r}: no code of the model beside {beside}, to ask how it turns its keys") from error
+        raise NotImplementedError(
+            f"{config.model_type!r}: no code of the model beside {beside} that shows how it rotates its keys"
+        ) from error
 
 
 def _rotary(config: PreTrainedConfig, module: ModuleType) -> nn.Module | None:
-    """The model's rotary module, without weights. Beside those of encoders it is known by the config that its constructor wants."""
+    """The model's rotary module, without weights. Its constructor takes the model's config; those of encoders take another one."""
     kinds = [k for n, k in vars(module).items() if "Rotary" in n and inspect.isclass(k) and issubclass(k, nn.Module)]
     wanted = {kind.__name__ for kind in type(config).__mro__}
-    fitting = [kind for kind in kinds if _wants(kind) in wanted] or kinds
+    fitting = [kind for kind in kinds if _config_class(kind) in wanted] or kinds
     if len(fitting) != 1:
         return None
     try:
@@ -127,8 +137,8 @@ def _rotary(config: PreTrainedConfig, module: ModuleType) -> nn.Module | None:
         raise NotImplementedError(f"{config.model_type!r}: {fitting[0].__name__} is not made from its config ({error})") from error
 
 
-def _wants(kind: type) -> str:
-    """The name of the class that the constructor wants as `config`."""
+def _config_class(kind: type) -> str:
+    """The name of the class that the constructor takes as `config`."""
     parameter = inspect.signature(kind).parameters.get("config")
     wants = parameter.annotation if parameter else None
     return wants if isinstance(wants, str) else getattr(wants, "__name__", "")
@@ -136,7 +146,7 @@ def _wants(kind: type) -> str:
 
 @functools.lru_cache(maxsize=32)
 def _exception(module: ModuleType, function: str) -> str | None:
-    """Where attention caches keys that `function` has not turned: a class that calls it under an `if` only, or never. Layers may differ."""
+    """The class, if any, that caches keys which `function` has not always rotated: it calls `function` only under an `if`, or never."""
     for kind in ast.parse(inspect.getsource(module)).body:
         if isinstance(kind, ast.ClassDef):
             calls = _calls(kind, function, None)
@@ -165,7 +175,7 @@ def _calls(node: ast.AST, function: str, condition: str | None) -> list[str | No
 @torch.inference_mode(False)
 @torch.no_grad()
 def _probed(name: str, rotary: nn.Module, apply: Any, layer_type: str | None) -> Rope:
-    """The Rope that turns what the model has turned for one position into what it turns for another."""
+    """The Rope that maps keys which the model rotated for one position to those that it rotates for another."""
     frequencies = f"{layer_type}_inv_freq" if layer_type else "inv_freq"
     inv_freq = getattr(rotary, frequencies, None)
     if inv_freq is None:
@@ -175,15 +185,15 @@ def _probed(name: str, rotary: nn.Module, apply: Any, layer_type: str | None) ->
     def model(position: int) -> Tensor:
         cos, sin = rotary(keys, torch.tensor([[position]], device="cpu"), *([layer_type] if layer_type else []))
         offered = {"q": keys, "k": keys, "x": keys, "cos": cos, "sin": sin}
-        turned = apply(**{key: offered[key] for key in inspect.signature(apply).parameters if key in offered})
-        return turned[1] if isinstance(turned, tuple) else turned
+        rotated = apply(**{key: offered[key] for key in inspect.signature(apply).parameters if key in offered})
+        return rotated[1] if isinstance(rotated, tuple) else rotated
 
     try:
         before, after = model(PROBE_AT), model(PROBE_AT + PROBE_BY)
     except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
-        raise NotImplementedError(f"{name!r} calls {apply.__name__} in a way not known here ({error})") from error
+        raise NotImplementedError(f"{name!r} calls {apply.__name__} in an unknown way ({error})") from error
     for interleaved in (False, True):
         rope = Rope(inv_freq.detach().clone(), interleaved)
-        if after.shape == keys.shape and torch.allclose(rope.turn(before, PROBE_BY), after, rtol=0, atol=PROBE_TOLERANCE):
+        if after.shape == keys.shape and torch.allclose(rope.rotate(before, PROBE_BY), after, rtol=0, atol=PROBE_TOLERANCE):
             return rope
-    raise NotImplementedError(f"{name!r}: {apply.__name__} turns neither pairs (i, i + R/2) nor (2i, 2i+1) by its frequencies")
+    raise NotImplementedError(f"{name!r}: {apply.__name__} rotates neither pairs (i, i + R/2) nor (2i, 2i+1) by its frequencies")

@@ -1,14 +1,15 @@
-"""The route into the model: what `AttentionInterface.get_interface` returns is wrapped once, so that attention sees handles first.
+"""The entry into transformers models: `install` wraps what `AttentionInterface.get_interface` returns, once.
 
-Constructing a cache calls `install`; importing the library changes nothing. Attention on plain tensors passes through for half a
-microsecond. The wrapper sees query, handles, mask and the model's keywords for every implementation:
+Constructing a cache calls `install`; importing the library changes nothing. Attention on plain tensors costs half a microsecond more. The
+wrapper gets the query, the keys and values (`CompressedKV`), the mask and the model's keywords:
 
-    sdpa, flash, flex, qkvcache   a few queries attend on the codes, more on chunks of the past that are dequantized one by one; where a
-                                  mask is not just causal with padding, or with softcap, the layer is decoded for the stock kernel
-    eager                         the model's own function, whose two matmuls run on the codes (`handle.py`): it may hold private semantics
+    sdpa, flash, flex, qkvcache   few queries attend on the codes; many attend on chunks of the past that are dequantized one at a time. If
+                                  the mask is more than causal with padding, or with softcap, the layer is dequantized for the stock kernel
+    eager                         the model's own function, which may have semantics of its own; its two matmuls run on the codes
+                                  (`compressed_kv.py`)
 
-Layers that evict tokens watch their attention, in all of them (`watch.py`). Models whose softcap or attention sinks tie them to eager can
-opt in with `model.set_attn_implementation("qkvcache")`.
+Layers that evict tokens observe their attention in every implementation (`observer.py`). Models whose softcap or attention sinks tie them
+to eager can opt in with `model.set_attn_implementation("qkvcache")`.
 """
 
 from __future__ import annotations
@@ -26,25 +27,25 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterf
 from ..kernels import attend_on_codes, on_triton
 from ..kernels.attend_chunked import attend_chunked, supports
 from .again import notice_again
+from .compressed_kv import CompressedKV
 from .full import full_attention
-from .handle import KVHandle
 from .masks import padding_columns, visible
-from .padding import report
-from .watch import watched
+from .observer import attend_observed
+from .padding import report_attention
 
 NAME = "qkvcache"
 MAX_QUERIES = 16
-"""Beyond it the layer is decoded once and the stock kernel runs: the torch reference holds the fp32 scores of all queries, which would
-outgrow a decoded layer."""
+"""Queries up to which torch attends on the codes. It allocates the fp32 scores of all queries, which for more would exceed a dequantized
+layer."""
 MAX_FUSED_ROWS = 384
-"""The same for the fused kernel, in queries times query heads of a KV head: it reads the codes once for 16 of them. Measured, decoding and
-the stock kernel win beyond 400 (`eval/bench_kernels.py`, "chunk")."""
+"""The same for the fused kernel, in queries times query heads of a KV head. Measured, dequantizing is faster beyond 400
+(`eval/bench_kernels.py`, "chunk")."""
 
 _stock_get_interface: Callable | None = None
 
 
 def install() -> None:
-    """Puts the route in place and registers the attention implementation `qkvcache`. Idempotent."""
+    """Wraps transformers' attention and registers the attention implementation `qkvcache`. Idempotent."""
     global _stock_get_interface
     if _stock_get_interface is not None:
         return
@@ -61,7 +62,7 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Gives transformers back as it was. Live caches go on working through their handles, more slowly; those that evict refuse to."""
+    """Restores transformers. Live caches still work, but slower; caches that evict raise NotImplementedError."""
     global _stock_get_interface
     if _stock_get_interface is None:
         return
@@ -72,40 +73,44 @@ def uninstall() -> None:
 
 
 def installed() -> bool:
+    """Whether the route is installed: the first cache installs it, `uninstall` removes it."""
     return _stock_get_interface is not None
 
 
-def _few(query: Tensor, key: KVHandle) -> bool:
-    """Whether attention on the codes is faster than decoding them."""
+def _few(query: Tensor, key: CompressedKV) -> bool:
+    """Whether attention on the codes is faster than dequantizing them."""
     if on_triton(query.device):
         return query.shape[2] * query.shape[1] <= MAX_FUSED_ROWS * key.side.shape[1]
     return query.shape[2] <= MAX_QUERIES
 
 
-def _in_chunks(implementation: str, query: Tensor, key: KVHandle, options: dict[str, Any]) -> bool:
-    """Whether `attend_chunked` has these options, and attention for these tensors."""
+def _in_chunks(implementation: str, query: Tensor, key: CompressedKV, options: dict[str, Any]) -> bool:
+    """Whether `attend_chunked` supports these options and tensors."""
     if torch.compiler.is_compiling() or (torch.is_grad_enabled() and query.requires_grad):
         return False
-    return (implementation == "sdpa" or options.get("softcap") is None) and supports(query, key.payload)
+    return (implementation == "sdpa" or options.get("softcap") is None) and supports(query, key.attention_inputs)
 
 
 def route(
     stock: Callable, implementation: str, module: torch.nn.Module, query: Tensor, key: Any, value: Any, *args: Any, **kwargs: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """Calls `stock` on plain tensors; attends on the payload of handles."""
-    if isinstance(key, KVHandle):
+    """Calls `stock` on plain tensors; attends on the attention inputs of `CompressedKV`."""
+    if isinstance(key, CompressedKV):
         notice_again(implementation, query, key, args[0] if args else kwargs.get("attention_mask"), kwargs)
-    if isinstance(key, KVHandle) and key.watch is not None:
+    if isinstance(key, CompressedKV) and key.observer is not None:
         mask, args = (args[0], args[1:]) if args else (kwargs.pop("attention_mask", None), args)
-        return watched(stock, implementation, _few(query, key), module, query, key, value, mask, *args, **kwargs)
-    if not isinstance(key, KVHandle):
-        report(implementation, query, key, args[0] if args else kwargs.get("attention_mask"))
+        return attend_observed(stock, implementation, _few(query, key), module, query, key, value, mask, *args, **kwargs)
+    if not isinstance(key, CompressedKV):
+        softcap = None if implementation == "sdpa" else kwargs.get("softcap")
+        report_attention(
+            implementation, module, query, key, args[0] if args else kwargs.get("attention_mask"), kwargs.get("scaling"), softcap
+        )
         return stock(module, query, key, value, *args, **kwargs)
     given, args = (args[0], args[1:]) if args else (kwargs.pop("attention_mask", None), args)
     queries, tokens = query.shape[2], key.shape[2]
     mask = given
     if isinstance(mask, Tensor) and mask.dim() == 4 and mask.shape[3] > tokens:
-        mask = mask[..., :tokens]  # which is for all that a preallocated cache may come to hold
+        mask = mask[..., :tokens]  # the mask of a preallocated cache has `max_length` columns
     if "eager" in implementation:
         if torch.compiler.is_compiling():
             key, value = key.dense(), value.dense()
@@ -119,14 +124,14 @@ def route(
             fits, hidden = padding_columns(given, shown, causal, queries, tokens)
     if kwargs.get("dropout") or (many and not fits):
         if isinstance(mask, BlockMask) and mask.shape[-1] > tokens:
-            mask = mask._adjust(queries, tokens)  # as above; its function needs no cut
+            mask = mask._adjust(queries, tokens)  # as above
         return stock(module, query, key.dense(), value.dense(), mask, *args, **kwargs)
-    # sdpa has no softcap and no sinks: transformers 5.17 drops them without a word, and a decode must not differ from its prefill.
+    # transformers 5.17 ignores softcap and sinks in sdpa; a decode must not differ from its prefill.
     extras = {} if implementation == "sdpa" else {"softcap": kwargs.get("softcap"), "sinks": kwargs.get("s_aux")}
     if many:
-        out = attend_chunked(query, key.payload, hidden, scaling=kwargs.get("scaling"), sinks=extras.get("sinks"))
+        out, _ = attend_chunked(query, key.attention_inputs, hidden, scaling=kwargs.get("scaling"), sinks=extras.get("sinks"))
     else:
         if fits:  # causality costs a kernel less than a mask of queries x tokens
             shown, causal = None if hidden is None else ~hidden[:, None, None], True
-        out = attend_on_codes(query, key.payload, shown, scaling=kwargs.get("scaling"), causal=causal, **extras)
+        out = attend_on_codes(query, key.attention_inputs, shown, scaling=kwargs.get("scaling"), causal=causal, **extras)
     return out.transpose(1, 2).contiguous(), None

@@ -8,7 +8,7 @@ from reference import assert_close
 from torch.nn.attention.flex_attention import create_block_mask
 
 from qkvcache.attention.masks import visible
-from qkvcache.kernels import Exact, Payload, Side, attend
+from qkvcache.kernels import AttentionInputs, Exact, KeysOrValues, attend
 
 B, H, Q, T = 2, 3, 4, 12
 PADDING = (0, 5)
@@ -27,8 +27,10 @@ def resolved(implementation: str, mask, **options) -> torch.Tensor:
     """`[B, Q, T]` of what `attend` makes visible with what `visible` returns."""
     mask, causal = visible(implementation, mask, B, Q, T, CPU, options)
     one_hot = torch.eye(T).expand(B, 1, T, T)
-    payload = Payload(*(Side.of((Exact(x),), tuple(x.shape), x.dtype, x.device) for x in (torch.zeros(B, 1, T, 1), one_hot)))
-    weights = attend(torch.zeros(B, 1, Q, 1), payload, mask, causal=causal)[:, 0]
+    attention_inputs = AttentionInputs(
+        *(KeysOrValues.of((Exact(x),), tuple(x.shape), x.dtype, x.device) for x in (torch.zeros(B, 1, T, 1), one_hot))
+    )
+    weights = attend(torch.zeros(B, 1, Q, 1), attention_inputs, mask, causal=causal)[:, 0]
     return weights > 1 / (2 * T)
 
 

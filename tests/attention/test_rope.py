@@ -107,7 +107,7 @@ def test_channels_and_pairs_are_those_of_the_model(name):
 def test_keys_turn_as_the_model_turns_them(name, gap, tolerance):
     model, keys = model_of(name), random_keys()
     positions = torch.arange(T).expand(B, T)
-    turned = Rope.of(model.config).turn(model.at(keys, positions), gap)
+    turned = Rope.of(model.config).rotate(model.at(keys, positions), gap)
     # atol: the keys reach 4, and yarn stretches them
     torch.testing.assert_close(turned, model.at(keys, positions + gap), rtol=0, atol=4 * tolerance)
 
@@ -117,7 +117,7 @@ def test_keys_turn_as_the_model_turns_them(name, gap, tolerance):
 def test_far_gaps_are_as_exact_as_near_ones(name, gap):
     rope, keys = Rope.of(model_of(name).config), random_keys()
     expected = exactly(keys, everywhere(gap), rope.inv_freq, rope.interleaved)
-    torch.testing.assert_close(rope.turn(keys, gap).double(), expected, rtol=0, atol=2e-6)
+    torch.testing.assert_close(rope.rotate(keys, gap).double(), expected, rtol=0, atol=2e-6)
 
 
 def test_the_frequencies_are_those_of_the_papers():
@@ -136,7 +136,7 @@ def test_each_row_and_each_token_may_turn_by_its_own(interleaved, channels, head
     rope, keys = Rope(1e4 ** -(torch.arange(0, channels, 2) / channels), interleaved), random_keys(head_dim)
     for by in (torch.tensor([0, 1234]), torch.tensor([[0, 1, 2, 77, 100_000], [5, 4, 3, 2, -1]]), torch.tensor(9)):
         each = (by[:, None] if by.dim() == 1 else by).expand(B, T)
-        turned = rope.turn(keys, by)
+        turned = rope.rotate(keys, by)
         torch.testing.assert_close(turned.double(), exactly(keys, each, rope.inv_freq, interleaved), rtol=0, atol=2e-6)
         assert torch.equal(turned[..., channels:], keys[..., channels:])
 
@@ -145,45 +145,45 @@ def test_each_row_and_each_token_may_turn_by_its_own(interleaved, channels, head
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_keys_are_rounded_once(dtype, interleaved):
     rope, keys = Rope(1e4 ** -(torch.arange(8) / 8), interleaved), random_keys(dtype=dtype)
-    turned = rope.turn(keys, 12_345)
+    turned = rope.rotate(keys, 12_345)
     assert turned.dtype == dtype
     expected = exactly(keys, everywhere(12_345), rope.inv_freq, interleaved)
     error = (turned.double() - expected).abs()
     assert (error <= expected.abs() * torch.finfo(dtype).eps / 2 + (1e-12 if dtype == torch.float64 else 2e-6)).all()
-    assert torch.equal(rope.turn(keys, 0), keys)
+    assert torch.equal(rope.rotate(keys, 0), keys)
 
 
 def test_no_drift_from_the_originals_at_each_step():
     rope, keys = Rope.of(config_of("llama", {})), random_keys()
     for by in range(1, 1001):
-        turned = rope.turn(keys, by)
+        turned = rope.rotate(keys, by)
         assert (turned.double() - exactly(keys, everywhere(by), rope.inv_freq, False)).abs().max() < 2e-6, by
 
 
 @every_model
 def test_turns_add_up_and_undo_each_other(name):
     rope, keys = Rope.of(model_of(name).config), random_keys()
-    torch.testing.assert_close(rope.turn(rope.turn(keys, 700), 55_000), rope.turn(keys, 55_700), rtol=0, atol=1e-5)
-    torch.testing.assert_close(rope.turn(rope.turn(keys, 700), -700), keys, rtol=0, atol=1e-5)
+    torch.testing.assert_close(rope.rotate(rope.rotate(keys, 700), 55_000), rope.rotate(keys, 55_700), rtol=0, atol=1e-5)
+    torch.testing.assert_close(rope.rotate(rope.rotate(keys, 700), -700), keys, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_a_query_sees_a_turned_key_as_if_there_were_no_gap(interleaved):
     rope, keys = Rope(1e4 ** -(torch.arange(8) / 8), interleaved), random_keys()
     query = random_keys().flip(2)
-    near = (rope.turn(query, 6) * rope.turn(keys, 2)).sum(-1)
-    far = (rope.turn(query, 6 + 5000) * rope.turn(rope.turn(keys, 2), 5000)).sum(-1)
+    near = (rope.rotate(query, 6) * rope.rotate(keys, 2)).sum(-1)
+    far = (rope.rotate(query, 6 + 5000) * rope.rotate(rope.rotate(keys, 2), 5000)).sum(-1)
     torch.testing.assert_close(near, far, rtol=0, atol=5e-5)
 
 
 def test_no_keys_and_gradients():
     rope = Rope.of(config_of("llama", {}))
-    assert rope.turn(torch.zeros(B, H, 0, 16), 3).shape == (B, H, 0, 16)
+    assert rope.rotate(torch.zeros(B, H, 0, 16), 3).shape == (B, H, 0, 16)
     with torch.inference_mode():
         made = Rope.of(config_of("llama", {}))
-        made.turn(random_keys(), 3)
+        made.rotate(random_keys(), 3)
     keys = random_keys().requires_grad_()
-    made.turn(keys, 3).square().sum().backward()  # a turn keeps the norm
+    made.rotate(keys, 3).square().sum().backward()  # a turn keeps the norm
     torch.testing.assert_close(keys.grad, 2 * keys.detach(), rtol=0, atol=1e-5)
 
 
@@ -231,8 +231,8 @@ def test_what_cannot_be_turned_is_refused(case):
 
 def test_keys_that_do_not_fit_are_refused():
     rope = Rope.of(config_of("llama", {}))
-    with pytest.raises(ValueError, match="turns 16 channels, the keys have 8"):
-        rope.turn(random_keys(8), 1)
+    with pytest.raises(ValueError, match="rotates 16 channels, the keys have 8"):
+        rope.rotate(random_keys(8), 1)
     for by in (torch.zeros(B + 1), torch.zeros(B, T + 1), torch.zeros(B, 1, T)):
         with pytest.raises(ValueError, match="by has shape"):
-            rope.turn(random_keys(), by)
+            rope.rotate(random_keys(), by)

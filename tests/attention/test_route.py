@@ -17,7 +17,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 from qkvcache import CompressedCache
-from qkvcache.attention import KVHandle, install, installed, uninstall
+from qkvcache.attention import CompressedKV, install, installed, uninstall
 from qkvcache.attention.route import MAX_QUERIES, NAME, route
 from qkvcache.formats import REGISTRY
 from qkvcache.kernels import attend
@@ -42,7 +42,7 @@ def transformers_state() -> tuple:
     return AttentionInterface.__dict__["get_interface"], *(dict(registry._global_mapping) for registry in REGISTRIES)
 
 
-def handles(queries: int = 1) -> tuple[KVHandle, KVHandle]:
+def handles(queries: int = 1) -> tuple[CompressedKV, CompressedKV]:
     layer = CompressedLayer(REGISTRY["turboquant_4bit_nc"], 2, 4)
     for tokens in (30, queries):
         out = layer.update(torch.randn(2, 2, tokens, 32), torch.randn(2, 2, tokens, 32))
@@ -200,7 +200,7 @@ def test_many_queries_decode_no_layer(name):
         assert len(calls) == 2 and decoded
         return
     assert not calls and not decoded and torch.equal(*outs)
-    wanted = attend(query, key.payload, mask, causal=mask is None).transpose(1, 2)
+    wanted = attend(query, key.attention_inputs, mask, causal=mask is None).transpose(1, 2)
     assert outs[0].is_contiguous()
     assert_close(outs[0], wanted, 1e-5)
 
@@ -211,7 +211,7 @@ def test_a_mask_that_is_written_again_is_looked_at_again():
     for columns in (0, 9, 17):
         mask[1, ..., :columns] = False
         out, _ = route(recorder()[0], "sdpa", MODULE, query, key, value, mask)
-        assert_close(out, attend(query, key.payload, mask).transpose(1, 2), 1e-5)
+        assert_close(out, attend(query, key.attention_inputs, mask).transpose(1, 2), 1e-5)
 
 
 @pytest.mark.parametrize("implementation", ["flash_attention_2", "flex_attention", "qkvcache"])
@@ -221,7 +221,7 @@ def test_many_queries_with_learned_sinks(implementation):
     query, sinks = torch.randn(2, 4, MANY, 32), torch.tensor([0.0, 1.0, 2.0, -1.0])
     out, _ = route(stock, implementation, MODULE, query, key, value, None, s_aux=sinks)
     assert not calls
-    assert_close(out, attend(query, key.payload, causal=True, sinks=sinks).transpose(1, 2), 1e-5)
+    assert_close(out, attend(query, key.attention_inputs, causal=True, sinks=sinks).transpose(1, 2), 1e-5)
 
 
 def naive(query, key, value, visible, scaling, softcap, sinks):

@@ -13,7 +13,7 @@ from tolerance import rounding
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.models.llama.modeling_llama import eager_attention_forward
 
-from qkvcache.attention import KVHandle
+from qkvcache.attention import CompressedKV
 from qkvcache.formats import REGISTRY
 from qkvcache.layers.compressed import CompressedLayer
 
@@ -22,7 +22,7 @@ SLOW = "attention code calls .* on compressed keys or values"
 
 
 @pytest.fixture
-def handles() -> tuple[KVHandle, KVHandle]:
+def handles() -> tuple[CompressedKV, CompressedKV]:
     layer = CompressedLayer(REGISTRY["turboquant_4bit_nc"], 2, 4)
     layer.update(torch.randn(B, H, T - 3, D), torch.randn(B, H, T - 3, D))
     return layer.update(torch.randn(B, H, 3, D), torch.randn(B, H, 3, D))
@@ -37,9 +37,9 @@ def lazily():
     assert not decoded
 
 
-def assert_stands_for(got: KVHandle, expected: torch.Tensor) -> None:
+def assert_stands_for(got: CompressedKV, expected: torch.Tensor) -> None:
     with lazily():
-        assert isinstance(got, KVHandle)
+        assert isinstance(got, CompressedKV)
         assert got.shape == expected.shape and isinstance(got.shape, torch.Size)
         assert got.size() == expected.size() and got.dim() == got.ndim == expected.dim() and len(got) == len(expected)
         assert [got.size(i) for i in range(-1, got.ndim)] == [expected.size(i) for i in range(-1, got.ndim)]

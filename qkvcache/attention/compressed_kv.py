@@ -1,0 +1,196 @@
+"""`CompressedKV`: what a compressed layer returns from `update` in place of a key or value tensor.
+
+It is a plain object, not a Tensor subclass: that costs a tenth to build, and torch.compile traces it. It has the shape attributes that
+attention code reads, supports the views that attention code takes (`repeat_kv`, `k.transpose(2, 3)`), and runs both matmuls of eager
+attention and `scaled_dot_product_attention` on the codes. Every other operation dequantizes the layer, which is correct but slow.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from ..kernels import AttentionInputs, KeysOrValues, attend_on_codes, dense, dense_attention_inputs, pv, qk
+
+_MATMULS = (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.bmm)
+
+
+class CompressedKV:
+    """The keys or values of one layer for one step: `[B, H, T, D]`, or `[B, H * repeats, T, D]` after `repeat_kv`.
+
+    It refers to the attention inputs, so that it stays valid if the layer is offloaded or cropped, and in layers that share its keys, until
+    the next `update` of its layer, which may overwrite slots freed by a crop. `observer`: the layer, if it evicts (`observer.py`).
+    """
+
+    __slots__ = ("attention_inputs", "side", "repeats", "view", "observer")
+
+    def __init__(self, attention_inputs: AttentionInputs, side: KeysOrValues, repeats: int = 1, view: str = "plain", observer: Any = None):
+        self.attention_inputs, self.side, self.repeats, self.view, self.observer = attention_inputs, side, repeats, view, observer
+
+    def __repr__(self) -> str:
+        return f"CompressedKV(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
+
+    # Shape attributes.
+
+    @property
+    def shape(self) -> torch.Size:
+        b, h, t, d = self.side.shape
+        if self.view == "plain":
+            return torch.Size((b, h * self.repeats, t, d))
+        if self.view == "transposed":
+            return torch.Size((b, h * self.repeats, d, t))
+        return torch.Size((b, h, self.repeats, t, d))  # inside repeat_kv
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.side.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.side.device
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    def dim(self) -> int:
+        return self.ndim
+
+    def size(self, dim: int | None = None) -> torch.Size | int:
+        return self.shape if dim is None else self.shape[dim]
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    # Views that stay lazy.
+
+    def _as(self, repeats: int, view: str) -> CompressedKV:
+        return CompressedKV(self.attention_inputs, self.side, repeats, view, self.observer)
+
+    def __getitem__(self, index: Any) -> CompressedKV | Tensor:
+        everything = slice(None)
+        repeat_kv = (everything, everything, None, everything, everything), (everything, everything, None)
+        if self.view == "plain" and self.repeats == 1 and index in repeat_kv:
+            return self._as(1, "grouped")
+        return _dense_with_warning(self, "indexing")[index]
+
+    def expand(self, *sizes: int) -> CompressedKV | Tensor:
+        target = _sizes(sizes)
+        b, h, t, d = self.side.shape
+        if self.view == "grouped" and len(target) == 5 and (target[0], target[1], target[3], target[4]) == (b, h, t, d):
+            return self._as(target[2], "grouped")
+        return _dense_with_warning(self, "expand").expand(*sizes)
+
+    def reshape(self, *sizes: int) -> CompressedKV | Tensor:
+        b, h, t, d = self.side.shape
+        if self.view == "grouped" and _sizes(sizes) == (b, h * self.repeats, t, d):
+            return self._as(self.repeats, "plain")
+        return _dense_with_warning(self, "reshape").reshape(*sizes)
+
+    def transpose(self, first: int, second: int) -> CompressedKV | Tensor:
+        if {first % self.ndim, second % self.ndim} == {2, 3} and self.view != "grouped":
+            return self._as(self.repeats, "plain" if self.view == "transposed" else "transposed")
+        return _dense_with_warning(self, "transpose").transpose(first, second)
+
+    @property
+    def mT(self) -> CompressedKV | Tensor:
+        return self.transpose(-2, -1)
+
+    def contiguous(self, *args: Any, **kwargs: Any) -> CompressedKV:
+        return self
+
+    def to(self, target: Any = None, *args: Any, **kwargs: Any) -> CompressedKV | Tensor:
+        """Returns itself if nothing would change: layers that share keys, and accelerate's hooks, move keys to their own device."""
+        same = target is self.dtype or (isinstance(target, str | int | torch.device) and torch.device(target) == self.device)
+        if same and not args and kwargs.keys() <= {"non_blocking"}:
+            return self
+        return _dense_with_warning(self, "to").to(target, *args, **kwargs)
+
+    # Every other operation dequantizes.
+
+    def dense(self) -> Tensor:
+        """The dequantized tensor, in the model's dtype."""
+        inputs = self.attention_inputs
+        if torch.compiler.is_compiling() and (inputs.buffers is not None or inputs.exact):  # else the torch reference is traced
+            x = dense_attention_inputs(inputs)[self.side is inputs.value]
+        else:
+            x = dense(self.side)
+        if self.view == "grouped":
+            return x.unsqueeze(2).expand(self.shape)
+        x = x.repeat_interleave(self.repeats, dim=1) if self.repeats > 1 else x
+        return x.mT if self.view == "transposed" else x
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(_dense_with_warning(self, name), name)
+
+    def __rmatmul__(self, other: Tensor) -> Tensor:
+        return torch.matmul(other, self)  # type: ignore[arg-type]
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        two = func in _MATMULS and not kwargs and len(args) == 2 and isinstance(args[1], cls)
+        if two and (out := _lazy_matmul(args[0], args[1])) is not None:
+            return out
+        if func is F.scaled_dot_product_attention and (out := _lazy_sdpa(*args, **kwargs)) is not None:
+            return out
+        name = getattr(func, "__name__", "?")
+        args, kwargs = tree_map(lambda x: _dense_with_warning(x, name) if isinstance(x, cls) else x, (args, kwargs))
+        return func(*args, **kwargs)
+
+
+def _operator(name: str) -> Any:
+    return lambda self, *other: getattr(_dense_with_warning(self, name), name)(*other)
+
+
+for _name in ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "neg"):  # Python looks these up on the class
+    setattr(CompressedKV, f"__{_name}__", _operator(f"__{_name}__"))
+
+
+def _sizes(sizes: tuple) -> tuple:
+    return tuple(sizes[0]) if len(sizes) == 1 and not isinstance(sizes[0], int) else sizes
+
+
+def _dense_with_warning(given: CompressedKV, what: str) -> Tensor:
+    warnings.warn(
+        f"attention code calls {what!r} on compressed keys or values, which dequantizes the whole layer at each step", stacklevel=3
+    )
+    return given.dense()
+
+
+def _lazy_matmul(left: Any, right: CompressedKV) -> Tensor | None:
+    """`q @ k.T` (`[B, Hq, Q, D]` to `[B, Hq, Q, T]`) or `p @ v` after `repeat_kv`; None for any other matmul."""
+    b, h, t, d = right.side.shape
+    if not isinstance(left, Tensor) or left.dim() != 4 or left.shape[:2] != (b, h * right.repeats) or right.view == "grouped":
+        return None
+    keys = right.side is right.attention_inputs.key
+    if keys != (right.view == "transposed"):
+        return None
+    grouped = left.float().reshape(b, h, right.repeats * left.shape[2], left.shape[3])
+    out = qk(grouped, right.side) if keys else pv(grouped, right.side)
+    return out.view(*left.shape[:3], -1).to(left.dtype)
+
+
+def _lazy_sdpa(
+    query: Tensor,
+    key: Any,
+    value: Any,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor | None:
+    """`scaled_dot_product_attention` on compressed keys and values; None if it needs the dense tensors."""
+    if not isinstance(key, CompressedKV) or not isinstance(value, CompressedKV) or {key.view, value.view} != {"plain"}:
+        return None
+    if dropout_p or is_causal or query.shape[1] % key.side.shape[1]:
+        return None
+    return attend_on_codes(query, key.attention_inputs, attn_mask, scaling=scale)

@@ -1,0 +1,61 @@
+"""How long a value is in the output of its layer: the Gram matrices of the output projection."""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+from torch import Tensor, nn
+
+NAMES = ("o_proj", "out_proj", "dense", "c_proj", "wo")
+"""What models call the output projection of an attention module."""
+
+_projections: weakref.WeakKeyDictionary[nn.Module, OutputProjection] = weakref.WeakKeyDictionary()
+
+
+class OutputProjection:
+    """The output projection of an attention module, of which all caches of the model share one object.
+
+    `gram` fp32 `[Hq, D, D]`: `W W^T` of each query head's rows `W` `[D, hidden]` of the transposed projection, so that `sqrt(v W W^T v)` is
+    the norm of what the value `v` adds to the output.
+    """
+
+    def __init__(self, gram: Tensor):
+        self.gram = gram
+
+    def __deepcopy__(self, memo: dict) -> OutputProjection:
+        return self
+
+    @staticmethod
+    @torch.no_grad()
+    def of(module: nn.Module, heads: int, dim: int) -> OutputProjection:
+        """That of attention `module` with `heads` query heads and values of `dim` channels, computed once: weights are taken as fixed.
+
+        Raises NotImplementedError for a module without an output projection of `heads * dim` channels.
+        """
+        if module not in _projections:
+            projection = next((getattr(module, name) for name in NAMES if isinstance(getattr(module, name, None), nn.Module)), None)
+            if projection is None:
+                raise NotImplementedError(
+                    f"{type(module).__name__} has no output projection ({', '.join(NAMES)}): leave out the policy's option that needs it"
+                )
+            rows = _rows(projection, heads * dim).float().unflatten(0, (heads, dim))
+            gram = torch.stack([each @ each.mT for each in rows])
+            torch._dynamo.mark_static_address(gram)  # CUDA graphs would copy it at each replay
+            _projections[module] = OutputProjection(gram)
+        return _projections[module]
+
+
+def _rows(projection: nn.Module, channels: int) -> Tensor:
+    """The transposed weight `[channels, hidden]`; of a quantized layer, by what it makes of unit vectors."""
+    weight = getattr(projection, "weight", None)
+    if type(projection) is nn.Linear and isinstance(weight, Tensor) and weight.is_floating_point():
+        rows = weight.mT
+    else:
+        like = next((x for x in (*projection.parameters(), *projection.buffers()) if x.is_floating_point()), None)
+        dtype, device = (torch.float32, None) if like is None else (like.dtype, like.device)
+        units = torch.eye(channels, dtype=dtype, device=device)
+        rows = projection(units) - projection(torch.zeros_like(units[:1]))
+    if rows.shape[0] != channels:
+        raise NotImplementedError(f"the output projection takes {rows.shape[0]} channels, the values of all query heads have {channels}")
+    return rows
