@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 from ..formats.base import hint
-from .base import Arrivals, Budget, Policy, Tokens, check_count
+from .base import Arrivals, Budget, ObservedAttention, Policy, Rotation, Tokens, check_count, given, pyramid
+from .compactor import Compactor
 from .custom import Custom
+from .dropkv import DropKV
+from .expected_attention import ExpectedAttention
 from .h2o import H2O
 from .keys import KeyDiff, Knorm
+from .kvzip import KVzip
 from .lagkv import LagKV
 from .random import Random
+from .rkv import RKV
 from .snapkv import SnapKV
 from .tova import TOVA
+from .triattention import TriAttention
 from .window import SinkWindow, SlidingWindow
 
 REGISTRY: dict[str, type[Policy]] = {
@@ -21,7 +27,13 @@ REGISTRY: dict[str, type[Policy]] = {
     "snapkv": SnapKV,
     "keydiff": KeyDiff,
     "lagkv": LagKV,
+    "expected_attention": ExpectedAttention,
+    "compactor": Compactor,
+    "kvzip": KVzip,
     "knorm": Knorm,
+    "dropkv": DropKV,
+    "rkv": RKV,
+    "triattention": TriAttention,
     "random": Random,
 }
 
@@ -54,20 +66,30 @@ def named(name: str, *, budget: int | float | None = None, **options) -> Policy:
 __all__ = [
     "H2O",
     "REGISTRY",
+    "RKV",
     "TOVA",
     "Arrivals",
     "Budget",
+    "Compactor",
     "Custom",
+    "DropKV",
+    "ExpectedAttention",
+    "KVzip",
     "KeyDiff",
     "Knorm",
     "LagKV",
+    "ObservedAttention",
     "Policy",
     "Random",
+    "Rotation",
     "SinkWindow",
     "SlidingWindow",
     "SnapKV",
     "Tokens",
+    "TriAttention",
     "check_count",
+    "given",
     "named",
+    "pyramid",
     "resolve",
 ]

@@ -7,9 +7,10 @@ must go (`priority`). Positions are ranks among the real tokens of a row, so tha
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import ClassVar, TypeVar
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,10 +20,13 @@ ALL = 2**31
 LEAST = 8
 """Tokens that a share never goes under, nor under the tokens that are protected."""
 TOKENS_PER_INTERVAL, MOST_INTERVAL = 128, 32
+EPSILON = 1e-4
+"""Share of all scores that is added to each token's in the second stage of CriticalKV, as its authors do."""
 KEPT = 1e30
 """Priority of a token that is kept for its value; sinks and recent tokens go before even it."""
 
 Count = TypeVar("Count", int, Tensor)
+Given = TypeVar("Given")
 
 
 @dataclass(frozen=True)
@@ -37,26 +41,122 @@ class Budget:
         return self.tokens + share_of(self.share, seen)
 
 
-def share_of(share: float, count: Count) -> Count:
+def share_of(share: float, count: Any) -> Any:
     """`share` of `count`, rounded down, the same for numbers and tensors and without fp64, which not all devices have."""
-    return (count * round(share * 2**32) + 2**22) >> 32  # type: ignore[return-value]
+    return (count * round(share * 2**32) + 2**22) >> 32
+
+
+def pyramid(budget: int | float, layers: int, *, steepness: float = 20.0) -> tuple[int | float, ...]:
+    """Budgets that fall evenly with depth and have the mean `budget` (PyramidKV, arXiv 2406.02069), for `Policy.budget`.
+
+    Args:
+        budget: the mean over layers: tokens (int) or share of the tokens seen (float).
+        layers: full-attention layers of the model that are compressed.
+        steepness: the last layer has `budget / steepness`, the first `budget * (2 - 1 / steepness)`. Of 1, all have `budget`.
+
+    Raises ValueError for a steepness below 1, and for a share of which the first layer's would be above 1; TypeError for other types.
+    """
+    check_count("layers", layers, 1, of="layers")
+    _check_size("budget", budget, 1)
+    if not steepness >= 1:
+        raise ValueError(f"steepness={steepness!r}: must be 1 or more")
+    last = budget / steepness
+    first = 2 * budget - last
+    if isinstance(budget, float) and first > 1:
+        raise ValueError(f"budget={budget} with steepness={steepness}: the first layer's share would be {first:.3g}; lower one of the two")
+    places = [i / max(layers - 1, 1) for i in range(layers)]
+    sizes = [budget] if layers == 1 else [first + (last - first) * place for place in places]
+    if isinstance(budget, float):
+        return tuple(sizes)
+    ends = [round(total) for total in itertools.accumulate(sizes)]  # so that they sum to `budget * layers`
+    return tuple(end - begin for begin, end in zip([0, *ends], ends, strict=False))
 
 
 def usual_interval(tokens: int) -> int:
     return min(max(tokens // TOKENS_PER_INTERVAL, 1), MOST_INTERVAL)
 
 
+class Rotation(Protocol):
+    """The model's rotary embedding (`attention/rope.py`)."""
+
+    @property
+    def inv_freq(self) -> Tensor:
+        """fp32 or fp64 `[R/2]` on the CPU, the angle of each pair of channels for one position."""
+
+    @property
+    def interleaved(self) -> bool:
+        """Whether pairs are channels (2i, 2i+1), else (i, i + R/2)."""
+
+    def rotate(self, keys: Tensor, by: int | Tensor) -> Tensor:
+        """`[B, H, T, D]` rotated forward by `by` positions, an int or `[B]` or `[B, T]`."""
+
+
 @dataclass(frozen=True)
 class Arrivals:
-    """Tokens to score, `keys` and `values` `[B, H, T, D]`: those of a step, or with a `tail` those that leave it; `after_keys` and
-    `after_values` `[B, H, T + N, D]` are they and the tokens after them. `mean_key` `[B, H, D]`: mean direction of all keys seen, where the
-    policy asks for it."""
+    """Tokens to score, `keys` and `values` `[B, H, T, D]`: those of a step, or with a `lag_length` those that leave the residual. What the
+    policy does not ask for is None.
+
+    after_keys, after_values: `[B, H, T + N, D]`, they and the tokens after them.
+    is_valid: bool `[B, T]`, False for padding; None: no padding.
+    positions: int32 `[B, T]`, the rank among the row's tokens that are no padding, which generate gives the model as its position; -1 for
+        padding. None with a `lag_length`.
+    seen: int64 `[B, 1, 1]`, real tokens that the row has seen, these included.
+    size: tokens that the layer may hold when it has seen them; int64 `[B, 1, 1]` for a share.
+    statistics: those of the layer, after `accumulate` has taken these tokens.
+    queries: `[B, Hq, T, D]`, the queries of the same tokens, with `needs_queries`.
+    scaling: the factor on `q k`.
+    rope: with `needs_rope`.
+    output_gram: fp32 `[Hq, D, D]`, with `needs_output_projection`: `W W^T` of each query head's rows `W` `[D, hidden]` of the transposed
+        output projection, so that the norm of what a value `v` adds to the layer's output is `sqrt(v W W^T v)`.
+    """
 
     keys: Tensor
     values: Tensor
     after_keys: Tensor
     after_values: Tensor
-    mean_key: Tensor | None
+    is_valid: Tensor | None = None
+    positions: Tensor | None = None
+    seen: Tensor | None = None
+    size: int | Tensor | None = None
+    statistics: dict[str, Tensor] = field(default_factory=dict)
+    queries: Tensor | None = None
+    scaling: float | None = None
+    rope: Rotation | None = None
+    output_gram: Tensor | None = None
+
+    @property
+    def unrotated_keys(self) -> Tensor:
+        """The keys before RoPE, `[B, H, T, D]`, in their dtype; computed anew each time."""
+        return self._unrotated(self.keys)
+
+    @property
+    def unrotated_queries(self) -> Tensor:
+        """The queries before RoPE, `[B, Hq, T, D]`, in their dtype; computed anew each time."""
+        return self._unrotated(given(self.queries, "queries"))
+
+    def _unrotated(self, x: Tensor) -> Tensor:
+        return given(self.rope, "the model's rotary embedding").rotate(x, -given(self.positions, "positions").clamp_min(0))
+
+    def valid(self) -> Tensor:
+        """`is_valid`, bool `[B, T]`, never None."""
+        x = self.keys
+        return torch.ones(x.shape[0], x.shape[2], dtype=torch.bool, device=x.device) if self.is_valid is None else self.is_valid
+
+
+@dataclass(frozen=True)
+class ObservedAttention:
+    """The attention of the last queries of a step, for policies that reduce it on their own (`reduces_attention`).
+
+    weights: fp32 `[B, H, G, Q, T]`, softmax weights of `Q` queries in each of the `G` query heads of a KV head; 0 for hidden columns.
+    outputs: fp32 `[B, H, G, Q, D]`, what these queries got.
+    values: `[B, H, T, D]`, of all columns.
+    observed: fp32 `[B, Q]`, how much each query counts; 0 for padding.
+    """
+
+    weights: Tensor
+    outputs: Tensor
+    values: Tensor
+    observed: Tensor
 
 
 @dataclass(frozen=True)
@@ -68,6 +168,10 @@ class Tokens:
     seen: int64 `[B, 1, 1]`, real tokens that the row has seen.
     score: fp32 `[B, H, T]`, what `score` and `observe` made it.
     key_norm, value_norm: fp32 `[B, H, T]`.
+    output_norm: fp32 `[B, H, T]`, how long a value is in the layer's output, the mean over the group's query heads.
+    statistics: those of the layer.
+    keys: `[B, H, T, D]` in the model's dtype, with `needs_stored_keys`: dequantized, those that are about to be stored as they came.
+    rope: with `needs_rope`.
     """
 
     positions: Tensor
@@ -76,6 +180,10 @@ class Tokens:
     score: Tensor | None = None
     key_norm: Tensor | None = None
     value_norm: Tensor | None = None
+    output_norm: Tensor | None = None
+    statistics: dict[str, Tensor] = field(default_factory=dict)
+    keys: Tensor | None = None
+    rope: Rotation | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,6 +200,9 @@ class Policy:
             in chunks, rows count padding as tokens that come in.
         value_norm: weigh a token's score by the norm of its value (VATP, arXiv 2406.12335), where scores are weights.
         protect_values: share of the budget for the tokens with the largest values (VaSE, arXiv 2606.03928).
+        first_stage_ratio: share of the budget that goes to the tokens with the highest scores, where scores are weights; the others compete
+            by their share of all scores times how long their value is in the layer's output (CriticalKV, arXiv 2502.03805, where it is
+            .5, and lengths are in the 1-norm; here they are in the 2-norm, which takes a `D x D` matrix for each head). 0: all by scores.
 
     Raises ValueError for sizes that do not fit into the budget, TypeError for other types.
     """
@@ -102,15 +213,25 @@ class Policy:
     interval: int | None = None
     value_norm: bool = False
     protect_values: float = 0.0
+    first_stage_ratio: float = 0.0
 
-    observes: ClassVar[int] = 0
+    observation_window: ClassVar[int] = 0
     """Of how many of a step's last queries the attention weights are wanted."""
     scores: ClassVar[bool] = False
     """Whether tokens have a score."""
-    mean_key: ClassVar[bool] = False
+    needs_queries: ClassVar[bool] = False
+    """Whether `Arrivals.queries` are wanted."""
+    needs_rope: ClassVar[bool] = False
+    """Whether keys or queries before RoPE are wanted; the cache is refused for models whose RoPE is unknown."""
+    needs_stored_keys: ClassVar[bool] = False
+    """Whether `Tokens.keys` are wanted, which dequantizes all stored keys whenever tokens are evicted. Not in compiled steps."""
+    reduces_attention: ClassVar[bool] = False
+    """Whether `reduce_attention` replaces the sum of attention weights. The weights of the observed queries are then computed in torch."""
+    second_reading: ClassVar[bool] = False
+    """Whether scores come from a second reading of the context: the cache must be filled by its `compress`."""
     norms: ClassVar[bool] = False
     """Whether norms of keys and values are kept."""
-    weighs: ClassVar[bool] = False
+    needs_attention_weights: ClassVar[bool] = False
     """Whether scores are positive weights, which a value's norm may multiply."""
 
     def __post_init__(self) -> None:
@@ -119,8 +240,19 @@ class Policy:
             check_count("interval", self.interval, 1)
         if not 0 <= self.protect_values < 1:
             raise ValueError(f"protect_values={self.protect_values!r}: must be a share of the budget, from 0 to below 1")
-        if self.value_norm and not self.weighs:
+        if self.value_norm and not self.needs_attention_weights:
             raise ValueError(f"value_norm=True: the scores of {type(self).__name__} are no weights; H2O, TOVA, SnapKV and LagKV have such")
+        if not 0 <= self.first_stage_ratio < 1:
+            raise ValueError(f"first_stage_ratio={self.first_stage_ratio!r}: must be a share of the budget, from 0 to below 1")
+        if self.first_stage_ratio and not self.needs_attention_weights:
+            raise ValueError(
+                f"first_stage_ratio={self.first_stage_ratio}: the scores of {type(self).__name__} are no weights; H2O, TOVA, SnapKV and "
+                "ExpectedAttention have such"
+            )
+        if self.first_stage_ratio and self.value_norm:
+            raise ValueError(
+                f"value_norm=True with first_stage_ratio={self.first_stage_ratio}: both weigh scores by values; leave out value_norm"
+            )
         _check_size("recent", self.recent)
         for budget in self.budgets:
             if budget.share:
@@ -146,12 +278,12 @@ class Policy:
         return tuple(_budget(one) for one in several)
 
     @property
-    def tail(self) -> int:
+    def lag_length(self) -> int:
         """Tokens after it that a token waits for, exact, before it gets its `score`."""
         return 0
 
     @property
-    def fades(self) -> float:
+    def decay(self) -> float:
         """Factor on the weight of a query for each one after it."""
         return 1.0
 
@@ -159,6 +291,11 @@ class Policy:
     def keeps_values(self) -> bool:
         """Whether the norms of values are looked at."""
         return self.norms or self.value_norm or self.protect_values > 0
+
+    @property
+    def needs_output_projection(self) -> bool:
+        """Whether `Arrivals.output_gram` and `Tokens.output_norm` are wanted."""
+        return self.first_stage_ratio > 0
 
     def size(self, budget: Budget, seen: Count) -> Count:
         """Tokens that a layer may hold when `seen` have been seen; a tensor for a tensor."""
@@ -180,13 +317,27 @@ class Policy:
         """Protected recent tokens in a budget of `size`."""
         return share_of(self.recent, size) if isinstance(self.recent, float) else size * 0 + self.recent
 
+    def accumulate(self, statistics: dict[str, Tensor], tokens: Arrivals) -> dict[str, Tensor]:
+        """Statistics of a layer after the tokens of a step: tensors `[B, ...]` by name. `statistics`: those before, none
+        before the first token."""
+        return statistics
+
     def score(self, tokens: Arrivals) -> Tensor | None:
         """fp32 `[B, H, T]`; None where scores are from attention."""
         return None
 
-    def observe(self, score: Tensor, mass: Tensor, queries: Tensor | int) -> Tensor:
-        """The score after a step: `mass` `[B, H, T]` is the attention that the group's query heads gave the token, summed over the last
-        `observes` real queries, of which there were `queries` (`[B, 1, 1]`)."""
+    def arrive(self, statistics: dict[str, Tensor], tokens: Arrivals) -> tuple[dict[str, Tensor], Tensor | None]:
+        """`accumulate`, and the `score` of tokens that do not wait for a `lag_length`; for policies that compute both at once."""
+        statistics = self.accumulate(statistics, tokens)
+        return statistics, None if self.lag_length else self.score(replace(tokens, statistics=statistics))
+
+    def observe(self, score: Tensor, attention_sums: Tensor, queries: Tensor | int) -> Tensor:
+        """The score after a step: `attention_sums` `[B, H, T]` is the attention that the group's query heads gave the token, summed over
+        the last `observation_window` real queries, of which there were `queries` (`[B, 1, 1]`)."""
+        raise NotImplementedError
+
+    def reduce_attention(self, attention: ObservedAttention) -> Tensor:
+        """`[B, H, T]` for `observe` in place of summed weights, if `reduces_attention`."""
         raise NotImplementedError
 
     def priority(self, tokens: Tokens) -> Tensor:
@@ -200,21 +351,40 @@ class Policy:
         rank = self.priority(tokens).float()
         size = self.size(budget, tokens.seen)
         if self.value_norm:
-            rank = rank * _given(tokens.value_norm)
+            rank = rank * given(tokens.value_norm, "norms of values")
         rank = rank.nan_to_num(nan=torch.finfo(rank.dtype).min)  # what has no place in an order goes first
         protected = (tokens.positions < self.num_sink_tokens) | (tokens.positions >= tokens.seen - self.recent_of(size))
         if self.protect_values:
-            norms = _given(tokens.value_norm).masked_fill(~tokens.valid | protected, -1)
+            norms = given(tokens.value_norm, "norms of values").masked_fill(~tokens.valid | protected, -1)
             count = share_of(self.protect_values, size).clamp(1, norms.shape[-1])
             least = norms.sort(-1, descending=True).values.gather(-1, (count - 1).expand(*norms.shape[:2], 1))
             rank = rank.masked_fill(norms >= least, KEPT)
-        rank = rank.masked_fill(protected, torch.inf)
-        return rank.masked_fill(~tokens.valid, -torch.inf)
+        rank = rank.masked_fill(protected, torch.inf).masked_fill(~tokens.valid, -torch.inf)
+        return self._in_two_stages(rank, tokens, size) if self.first_stage_ratio else rank
+
+    def _in_two_stages(self, rank: Tensor, tokens: Tokens, size: int | Tensor) -> Tensor:
+        """Tokens beyond the first `first_stage_ratio` of the budget by their share of all scores and the length of their value."""
+        count = share_of(self.first_stage_ratio, size)
+        free = rank.isfinite() & (rank < KEPT)
+        weights = rank.masked_fill(~free, 0)
+        weights = weights / weights.sum(-1, keepdim=True).clamp_min(1e-20)
+        second = (weights + EPSILON) * given(tokens.output_norm, "norms of outputs")
+        first = largest(rank, tokens.positions, count)
+        return torch.where(free, torch.where(first, KEPT, second), rank)
 
 
-def _given(x: Tensor | None) -> Tensor:
+def largest(x: Tensor, positions: Tensor, count: int | Tensor) -> Tensor:
+    """Which are the `count` largest of `x` `[B, H, T]`, of equal ones those at higher `positions`; `count` an int or `[B, 1, 1]`."""
+    order = positions.argsort(dim=-1, descending=True, stable=True)
+    order = order.gather(-1, x.gather(-1, order).argsort(dim=-1, descending=True, stable=True))
+    chosen = (torch.arange(x.shape[-1], device=x.device) < count).expand(x.shape)
+    return torch.empty_like(chosen, memory_format=torch.contiguous_format).scatter_(-1, order, chosen)
+
+
+def given(x: Given | None, what: str) -> Given:
+    """`x`. Raises ValueError if the layer does not have `what`."""
     if x is None:
-        raise ValueError("the norms of values are not kept by this layer")
+        raise ValueError(f"this layer was not given {what}")
     return x
 
 

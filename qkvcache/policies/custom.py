@@ -13,25 +13,25 @@ from .base import ALL, Policy, Tokens
 
 @dataclass(frozen=True, kw_only=True)
 class Custom(Policy):
-    """`function(tokens)` gives the priority `[B, H, T]` of `Tokens`: `score` is the attention mass accumulated so far, and norms, positions
+    """`function(tokens)` gives the priority `[B, H, T]` of `Tokens`: `score` is the accumulated attention, and norms, positions
     and validity are there too.
 
         Custom(function=lambda tokens: tokens.score * tokens.value_norm, budget=1024)
     """
 
     function: Callable[[Tokens], Tensor]
-    observes: ClassVar[int] = ALL
+    observation_window: ClassVar[int] = ALL
     scores: ClassVar[bool] = True
     norms: ClassVar[bool] = True
-    weighs: ClassVar[bool] = True
+    needs_attention_weights: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if not callable(self.function):
             raise TypeError(f"function must take Tokens and return their priority, got {self.function!r}")
         super().__post_init__()
 
-    def observe(self, score: Tensor, mass: Tensor, queries: Tensor | int) -> Tensor:
-        return score + mass
+    def observe(self, score: Tensor, attention_sums: Tensor, queries: Tensor | int) -> Tensor:
+        return score + attention_sums
 
     def priority(self, tokens: Tokens) -> Tensor:
         found = self.function(tokens)

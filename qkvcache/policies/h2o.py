@@ -20,16 +20,16 @@ class H2O(Policy):
     Args:
         reduce: "mean" divides by the number of queries that could see the token, so that a token does not lose to older ones because it
             is younger; "sum" is the paper's, in which only the recent zone protects the young.
-        decay: factor on the past at each query; below 1, old attention fades.
+        decay: factor on the past at each query; below 1, old attention decay.
     """
 
     num_sink_tokens: int = 0
     reduce: Literal["sum", "mean"] = "mean"
     decay: float = 1.0
 
-    observes: ClassVar[int] = ALL
+    observation_window: ClassVar[int] = ALL
     scores: ClassVar[bool] = True
-    weighs: ClassVar[bool] = True
+    needs_attention_weights: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -38,12 +38,8 @@ class H2O(Policy):
         if not 0 < self.decay <= 1:
             raise ValueError(f"decay={self.decay!r}: must be above 0 and at most 1")
 
-    @property
-    def fades(self) -> float:
-        return self.decay
-
-    def observe(self, score: Tensor, mass: Tensor, queries: Tensor | int) -> Tensor:
-        return (score if self.decay == 1 else score * self.decay**queries) + mass
+    def observe(self, score: Tensor, attention_sums: Tensor, queries: Tensor | int) -> Tensor:
+        return (score if self.decay == 1 else score * self.decay**queries) + attention_sums
 
     def priority(self, tokens: Tokens) -> Tensor:
         score = super().priority(tokens)

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from .base import Arrivals, Policy
+from .base import Arrivals, Policy, given
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,10 +31,14 @@ class KeyDiff(Policy):
     """
 
     scores: ClassVar[bool] = True
-    mean_key: ClassVar[bool] = True
+
+    def accumulate(self, statistics: dict[str, Tensor], tokens: Arrivals) -> dict[str, Tensor]:
+        units = torch.nn.functional.normalize(tokens.keys.float(), dim=-1)
+        total = (units if tokens.is_valid is None else units * tokens.is_valid[:, None, :, None]).sum(2)
+        return {"key_sum": statistics["key_sum"] + total if statistics else total}
 
     def score(self, tokens: Arrivals) -> Tensor:
-        if tokens.mean_key is None:
+        if "key_sum" not in tokens.statistics:
             raise ValueError("KeyDiff needs the mean key")
-        keys = tokens.keys.float()
-        return -torch.nn.functional.cosine_similarity(keys, tokens.mean_key.unsqueeze(2), dim=-1)
+        mean_key = tokens.statistics["key_sum"] / given(tokens.seen, "counts of tokens").clamp_min(1)
+        return -torch.nn.functional.cosine_similarity(tokens.keys.float(), mean_key.unsqueeze(2), dim=-1)

@@ -23,7 +23,7 @@ class LagKV(Policy):
     recent: int | float = 128
 
     scores: ClassVar[bool] = True
-    weighs: ClassVar[bool] = True
+    needs_attention_weights: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_count("lag", self.lag, 2)
@@ -33,7 +33,7 @@ class LagKV(Policy):
                 raise ValueError(f"recent={self.recent}: must be at least lag={self.lag} tokens, which are the range of those before")
 
     @property
-    def tail(self) -> int:
+    def lag_length(self) -> int:
         return self.lag
 
     def score(self, tokens: Arrivals) -> Tensor:

@@ -24,7 +24,7 @@ class SnapKV(Policy):
     kernel_size: int = 7
 
     scores: ClassVar[bool] = True
-    weighs: ClassVar[bool] = True
+    needs_attention_weights: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_count("window_size", self.window_size, 1)
@@ -33,11 +33,11 @@ class SnapKV(Policy):
         super().__post_init__()
 
     @property
-    def observes(self) -> int:  # type: ignore[override]
+    def observation_window(self) -> int:  # type: ignore[override]
         return self.window_size
 
-    def observe(self, score: Tensor, mass: Tensor, queries: Tensor | int) -> Tensor:
-        return score * (1 - 1 / self.window_size) ** queries + mass
+    def observe(self, score: Tensor, attention_sums: Tensor, queries: Tensor | int) -> Tensor:
+        return score * (1 - 1 / self.window_size) ** queries + attention_sums
 
     def priority(self, tokens: Tokens) -> Tensor:
         # Slots are in no order, and what is empty must not count as a neighbour: it goes first.

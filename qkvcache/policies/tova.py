@@ -16,11 +16,11 @@ class TOVA(Policy):
     """Evicts what the newest query attends to least. Of each KV head, where the paper takes the mean over all heads of a layer; the paper
     protects neither first nor recent tokens (`num_sink_tokens=0, recent=0`)."""
 
-    observes: ClassVar[int] = 1
+    observation_window: ClassVar[int] = 1
     scores: ClassVar[bool] = True
-    weighs: ClassVar[bool] = True
+    needs_attention_weights: ClassVar[bool] = True
 
-    def observe(self, score: Tensor, mass: Tensor, queries: Tensor | int) -> Tensor:
+    def observe(self, score: Tensor, attention_sums: Tensor, queries: Tensor | int) -> Tensor:
         if isinstance(queries, int):
-            return mass.clone()  # it is a part of a larger tensor
-        return torch.where(queries > 0, mass, score)  # a step of nothing but padding asks nothing
+            return attention_sums.clone()  # it is a part of a larger tensor
+        return torch.where(queries > 0, attention_sums, score)  # a step of nothing but padding asks nothing

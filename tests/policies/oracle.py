@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import cmath
+import itertools
+import math
+import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -9,16 +13,31 @@ import torch
 from seeds import SEED
 from torch import Tensor
 
+from qkvcache.attention.rope import Rope
 from qkvcache.formats import resolve
 from qkvcache.layers.evicting import EvictingLayer
 from qkvcache.policies import Policy, Tokens
 
-HEADS, DIM = 2, 32
+HEADS, GROUPS, DIM, HIDDEN = 2, 2, 32, 48
+ROPE = Rope(1000.0 ** -(torch.arange(DIM // 2) / (DIM // 2)), interleaved=False)
+
+
+class Projection(torch.nn.Module):
+    """An attention module with nothing but its output projection."""
+
+    def __init__(self):
+        super().__init__()
+        generator = torch.Generator().manual_seed(SEED)
+        self.o_proj = torch.nn.Linear(HEADS * GROUPS * DIM, HIDDEN, bias=False)
+        self.o_proj.weight = torch.nn.Parameter(torch.randn(HIDDEN, HEADS * GROUPS * DIM, generator=generator), requires_grad=False)
+
+
+PROJECTION = Projection()
 
 
 @dataclass
 class Text:
-    """Keys and values `[B, H, T, D]` with left padding, cut into steps; `mass[step]` `[B, H, T]` by position."""
+    """Keys and values `[B, H, T, D]` with left padding, cut into steps; `attention_sums[step]` `[B, H, T]` by position."""
 
     pads: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -27,32 +46,37 @@ class Text:
         generator = torch.Generator().manual_seed(SEED + sum(self.sizes))
         shape = len(self.pads), HEADS, sum(self.sizes)
         self.keys, self.values = (torch.randn(*shape, DIM, generator=generator) for _ in range(2))
-        self.mass = torch.rand(len(self.sizes), *shape, generator=generator) ** 4
+        self.queries = torch.randn(len(self.pads), HEADS * GROUPS, sum(self.sizes), DIM, generator=generator) + 0.5
+        self.attention_sums = torch.rand(len(self.sizes), *shape, generator=generator) ** 4
         self.mask = torch.arange(shape[2]) >= torch.tensor(self.pads)[:, None]
 
 
 def columns(layer: EvictingLayer) -> Tensor:
     """Positions in the order in which attention sees tokens, -1 where there is none."""
-    ledger = layer.storage.ledger
-    body, recent = ledger.body["positions"], ledger.recent["positions"]
-    first = torch.arange(ledger.first.shape[1], dtype=torch.int32).where(ledger.first, -1)
-    return torch.cat([first[:, None].expand(-1, HEADS, -1), body, recent], dim=-1)
+    metadata = layer.storage.metadata
+    region, recent = metadata.region["positions"], metadata.residual["positions"]
+    first = torch.arange(metadata.sinks.shape[1], dtype=torch.int32).where(metadata.sinks, -1)
+    return torch.cat([first[:, None].expand(-1, HEADS, -1), region, recent], dim=-1)
 
 
 def drive(policy: Policy, text: Text, format: str = "identity", **zones) -> Iterator[EvictingLayer]:
     """A layer after each step, with the attention of `text`."""
-    layer = EvictingLayer(resolve(format), policy, policy.budgets[0], **zones)
+    layer = EvictingLayer(resolve(format), policy, policy.budgets[0], rope=ROPE, **zones)
     begin = 0
     for number, size in enumerate(text.sizes):
         step = slice(begin, begin + size)
         layer.update(text.keys[:, :, step], text.values[:, :, step])
-        real = text.mask[:, step]
-        layer.enter(real)
-        mass = None
-        if policy.observes:
+        is_valid = text.mask[:, step]
+        layer.begin_attention(is_valid, text.queries[:, :, step], DIM**-0.5, PROJECTION)
+        attention_sums = None
+        if policy.observation_window:
             positions = columns(layer).long()
-            mass = text.mass[number].gather(-1, positions.clamp_min(0)).masked_fill((positions < 0) | ~real.any(-1)[:, None, None], 0)
-        layer.observe(mass)
+            attention_sums = (
+                text.attention_sums[number]
+                .gather(-1, positions.clamp_min(0))
+                .masked_fill((positions < 0) | ~is_valid.any(-1)[:, None, None], 0)
+            )
+        layer.end_attention(attention_sums)
         begin += size
         yield layer
 
@@ -69,11 +93,22 @@ def kept(policy: Policy, text: Text) -> Iterator[list[list[list[int]]]]:
         begin += size
 
 
+def turned(x: Tensor, by: int) -> Tensor:
+    """Vectors `[..., D]` rotated by `by` positions."""
+    return ROPE.rotate(x.reshape(1, 1, -1, DIM), by).view(x.shape)
+
+
+def moments(x: list[float]) -> tuple[float, float]:
+    return statistics.fmean(x), statistics.pstdev(x)
+
+
 class Head:
     def __init__(self, policy: Policy, text: Text, row: int, head: int):
         self.policy, self.row, self.head, self.pad = policy, row, head, text.pads[row]
         self.keys, self.values = (x[row, head, self.pad :].double() for x in (text.keys, text.values))
-        self.mass = text.mass[:, row, head].double()
+        self.queries = text.queries[row, head * GROUPS : (head + 1) * GROUPS, self.pad :].double()
+        self.attention_sums = text.attention_sums[:, row, head].double()
+        self.statistics: dict = {}
         self.held: list[int] = []
         self.score: dict[int, float] = {}
         self.waiting = self.seen = 0
@@ -84,14 +119,18 @@ class Head:
         self.seen += queries
         self.held += new
         self.score |= dict.fromkeys(new, 0.0)
-        if queries and self.policy.observes:
+        if queries and self.policy.observation_window:
             for p in self.held:
-                self.score[p] = self.observed(self.score[p], float(self.mass[number, p]), queries)
+                self.score[p] = self.observed(self.score[p], float(self.attention_sums[number, p]), queries)
         elif self.policy.name in ("Knorm", "KeyDiff"):
             self.score |= {p: self.of_key(p) for p in new}
         elif self.policy.name == "LagKV":
             lag = self.policy.lag
             self.score |= {p: self.spread(self.keys, p, lag) + self.spread(self.values, p, lag) for p in range(self.seen - lag)}
+        elif self.policy.name == "ExpectedAttention":
+            self.score |= self.expected(new)
+        elif self.policy.name == "Compactor":
+            self.score |= self.compactor(new)
         self.waiting += end - begin
         interval = self.policy.interval or 1
         if self.waiting >= interval:
@@ -100,13 +139,13 @@ class Head:
             rank = self.ranks()
             self.held = sorted(self.held, key=lambda p: (rank[p], p))[-limit:]
 
-    def observed(self, score: float, mass: float, queries: int) -> float:
+    def observed(self, score: float, attention_sums: float, queries: int) -> float:
         name = self.policy.name
         if name == "TOVA":
-            return mass
-        if name == "SnapKV":
-            return score * (1 - 1 / self.policy.window_size) ** queries + mass
-        return score * getattr(self.policy, "decay", 1.0) ** queries + mass
+            return attention_sums
+        if name in ("SnapKV", "RKV", "DropKV"):
+            return score * (1 - 1 / self.policy.window_size) ** queries + attention_sums
+        return score * getattr(self.policy, "decay", 1.0) ** queries + attention_sums
 
     def of_key(self, p: int) -> float:
         if self.policy.name == "Knorm":
@@ -114,6 +153,64 @@ class Head:
         units = self.keys[: self.seen] / self.keys[: self.seen].norm(dim=-1, keepdim=True)
         mean = units.mean(0)
         return -float(units[p] @ mean / mean.norm())
+
+    def expected(self, new: range) -> dict[int, float]:
+        """`(softmax + epsilon) |v|` times the tokens of the softmax."""
+        policy, after, known = self.policy, range(self.seen, self.seen + self.policy.horizon), self.statistics
+        own = [p for p in new if p >= policy.num_sink_tokens]
+        if len(own) > 1:
+            before_rope = torch.stack([turned(self.queries[:, p], -p) for p in own], dim=1)  # [G, T, D]
+            known["mean"] = before_rope.mean(1)
+            known["covariance"] = [torch.cov(x.T, correction=0) for x in before_rope]
+        score = dict.fromkeys(new, 0.0)
+        for group in range(GROUPS):
+            logits = {}
+            if "mean" in known:
+                mean = torch.stack([turned(known["mean"][group], t) for t in after]).mean(0)
+                average = torch.stack([turned(torch.eye(DIM).double(), t) for t in after]).mean(0)
+                for p in new:
+                    key = self.keys[p]
+                    quadratic = float(key @ average.T @ known["covariance"][group] @ average @ key) / DIM / 2 if len(own) > 1 else 0.0
+                    logits[p] = float(key @ mean) / DIM**0.5, quadratic
+            if len(own) > 1:
+                weights = {p: math.exp(sum(logits[p])) for p in own}
+                known["sum", group], known["count"] = sum(weights.values()), len(own)
+                known["offset", group] = sum(logits[p][1] for p in own) / len(own)
+            for p in new:
+                weight, count = 1.0, known.get("count", 1)
+                if "mean" in known:
+                    linear, quadratic = logits[p]
+                    quadratic = quadratic if len(own) > 1 else known["offset", group]
+                    weight = math.exp(linear + quadratic) / known["sum", group] * count
+                score[p] += (weight + policy.epsilon * count) * float(self.values[p].norm()) / GROUPS
+        return score
+
+    def compactor(self, new: range) -> dict[int, float]:
+        policy, known = self.policy, self.statistics
+        own = [p for p in new if p >= policy.num_sink_tokens]
+        sketch = torch.randn(DIM, policy.sketch, generator=torch.Generator().manual_seed(policy.seed)).double() / policy.sketch**0.5
+        x = {p: turned(self.keys[p], -p) @ sketch for p in new}
+        if len(own) >= 2 * policy.sketch:
+            known["center"] = sum(x[p] for p in own) / len(own)
+            centred = torch.stack([x[p] - known["center"] for p in own])
+            gram = centred.T @ centred
+            known["inverse"] = torch.linalg.inv(gram + torch.eye(policy.sketch) * gram.trace() / policy.sketch * 1e-5)
+        leverage = {p: float((x[p] - known["center"]) @ known["inverse"] @ (x[p] - known["center"])) for p in new} if known else {}
+        blending = max(1 - policy.budgets[0].tokens / max(self.seen, 1), 0) if policy.blending is None else policy.blending
+        if len(own) < 2 * policy.sketch:
+            mean, deviation = known.get("moments", (0.0, 1.0))
+            return {p: blending * (leverage.get(p, 0.0) - mean) / deviation for p in new}
+        received = {}
+        for p in new:
+            near = [q for q in own if q // policy.chunk_size == p // policy.chunk_size]
+            total = 0.0
+            for query, group in itertools.product(near, range(GROUPS)):
+                logits = {q: float(self.queries[group, query] @ self.keys[q]) / DIM**0.5 for q in near}
+                total += math.exp(logits[p]) / sum(map(math.exp, logits.values())) if p in near else 0.0
+            received[p] = total / GROUPS * float(self.values[p].norm())
+        known["moments"] = moments([leverage[p] for p in own])
+        (mean, deviation), (center, spread) = known["moments"], moments([received[p] for p in own])
+        return {p: blending * (leverage[p] - mean) / deviation + (received[p] - center) / spread for p in new}
 
     @staticmethod
     def spread(x: Tensor, p: int, lag: int) -> float:
@@ -125,7 +222,8 @@ class Head:
         policy = self.policy
         budget = policy.budgets[0].tokens
         held = sorted(self.held)
-        rank = {p: self.priority(i, held) for i, p in enumerate(held)}
+        whole = {"RKV": self.less_redundancy, "TriAttention": self.around_centers}.get(policy.name)
+        rank = whole(held) if whole else {p: self.priority(i, held) for i, p in enumerate(held)}
         norm = {p: float(self.values[p].norm()) for p in held}
         if policy.value_norm:
             rank = {p: rank[p] * norm[p] for p in held}
@@ -134,7 +232,17 @@ class Head:
         large = int(policy.protect_values * budget)
         for p in sorted(free, key=norm.get)[max(len(free) - large, 0) :] if large else []:
             rank[p] = 1e30
-        return {p: rank[p] if p in free else float("inf") for p in held}
+        rank = {p: rank[p] if p in free else float("inf") for p in held}
+        if policy.first_stage_ratio:
+            first = sorted(held, key=lambda p: (rank[p], p))[::-1][: int(policy.first_stage_ratio * budget)]
+            left = [p for p in free if rank[p] < 1e30]
+            total = sum(rank[p] for p in left)
+            rank |= {p: 1e30 if p in first else (rank[p] / total + 1e-4) * self.output_norm(p) for p in left}
+        return rank
+
+    def output_norm(self, p: int) -> float:
+        rows = PROJECTION.o_proj.weight.double().T.view(HEADS * GROUPS, DIM, HIDDEN)
+        return sum(float((self.values[p] @ rows[self.head * GROUPS + group]).norm()) for group in range(GROUPS)) / GROUPS
 
     def priority(self, i: int, held: list[int]) -> float:
         p, policy = held[i], self.policy
@@ -142,7 +250,7 @@ class Head:
             return p
         if policy.name == "H2O" and policy.reduce == "mean":
             return self.score[p] / sum(policy.decay**n for n in range(self.seen - p))
-        if policy.name == "SnapKV":
+        if policy.name in ("SnapKV", "RKV"):
             side = policy.kernel_size // 2
             near = [self.score[q] for q in held[max(i - side, 0) : i + side + 1]]
             return sum(near) / len(near)
@@ -151,3 +259,44 @@ class Head:
         if policy.name == "Custom":
             return self.score[p] * float(self.values[p].norm())
         return self.score[p]
+
+    def less_redundancy(self, held: list[int]) -> dict[int, float]:
+        """R-KV's of all tokens held, which are compared with each other."""
+        attention = [self.priority(i, held) for i in range(len(held))]
+        units = [self.keys[p] / self.keys[p].norm() for p in held]
+        cosines = [sum(float(a @ b) for b in units if b is not a) / max(len(held) - 1, 1) for a in units]
+        exponentials = [math.exp(x) for x in cosines]
+        weight = self.policy.attention_weight
+        return {
+            p: weight * a / sum(attention) - (1 - weight) * e / sum(exponentials)
+            for p, a, e in zip(held, attention, exponentials, strict=True)
+        }
+
+    def around_centers(self, held: list[int]) -> dict[int, float]:
+        """TriAttention's: mean logits of queries around the center at 17 distances."""
+
+        def parts(x: Tensor, position: int) -> list[complex]:
+            """The rotated channels of a vector before RoPE."""
+            x = x.tolist()
+            return [complex(x[f], x[f + DIM // 2]) * cmath.exp(-1j * position * w) for f, w in enumerate(ROPE.inv_freq.tolist())]
+
+        best = dict.fromkeys(held, -math.inf)
+        if not held:
+            return best
+        for queries in self.queries:
+            each = [parts(queries[p], p) for p in range(self.seen)]
+            center = [sum(column) / self.seen for column in zip(*each, strict=True)]
+            length = [sum(map(abs, column)) / self.seen for column in zip(*each, strict=True)]
+            score = {}
+            for p in held:
+                key = parts(self.keys[p], p)
+                total = 0.0
+                for f, w in enumerate(ROPE.inv_freq.tolist()):
+                    apart = [self.seen - 1 + 2**n - p for n in range(17)]
+                    total += sum((center[f] * key[f].conjugate() * cmath.exp(1j * w * t)).real for t in apart) / 17
+                    total += (length[f] - abs(center[f])) * abs(key[f])
+                score[p] = total
+            mean = sum(score.values()) / len(score)
+            deviation = math.sqrt(sum((x - mean) ** 2 for x in score.values()) / len(score))
+            best = {p: max(best[p], (score[p] - mean) / (deviation or 1)) for p in held}
+        return best

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 
 import pytest
 import torch
@@ -15,7 +16,9 @@ from qkvcache.policies import (
     TOVA,
     Arrivals,
     Budget,
+    Compactor,
     Custom,
+    ExpectedAttention,
     KeyDiff,
     Knorm,
     LagKV,
@@ -25,6 +28,7 @@ from qkvcache.policies import (
     SlidingWindow,
     SnapKV,
     Tokens,
+    pyramid,
     resolve,
 )
 
@@ -53,6 +57,15 @@ WRONG = [
     (H2O, {"interval": 1.0}, TypeError, "1.0"),
     (H2O, {"protect_values": 1.0}, ValueError, "protect_values=1.0"),
     (H2O, {"protect_values": -0.1}, ValueError, "protect_values=-0.1"),
+    (H2O, {"first_stage_ratio": 1.0}, ValueError, "first_stage_ratio=1.0"),
+    (KeyDiff, {"first_stage_ratio": 0.5}, ValueError, "first_stage_ratio=0.5: the scores of KeyDiff are no weights"),
+    (H2O, {"first_stage_ratio": 0.5, "value_norm": True}, ValueError, "value_norm=True with first_stage_ratio=0.5"),
+    (ExpectedAttention, {"value_norm": True}, ValueError, "value_norm=True"),
+    (ExpectedAttention, {"horizon": 0}, ValueError, "horizon=0: must be 1 or more positions"),
+    (ExpectedAttention, {"epsilon": -1.0}, ValueError, "epsilon=-1.0"),
+    (Compactor, {"chunk_size": 1}, ValueError, "chunk_size=1"),
+    (Compactor, {"sketch": 0}, ValueError, "sketch=0: must be 1 or more columns"),
+    (Compactor, {"blending": -0.5}, ValueError, "blending=-0.5"),
     (H2O, {"budget": 10, "num_sink_tokens": 4, "recent": 7}, ValueError, "budget=10: num_sink_tokens=4, recent=7"),
     (H2O, {"budget": 10, "num_sink_tokens": 4, "recent": 5, "interval": 3}, ValueError, "interval=3"),
     (H2O, {"budget": 10, "num_sink_tokens": 4, "recent": 4, "protect_values": 0.3}, ValueError, "protect_values=0.3 take 11"),
@@ -158,7 +171,7 @@ def test_what_a_policy_lacks_is_said():
         H2O(value_norm=True).rank(tokens(score=torch.ones(1, 2, 3)), Budget(8))
     x = torch.ones(1, 2, 3, 4)
     with pytest.raises(ValueError, match="mean key"):
-        KeyDiff().score(Arrivals(x, x, x, x, None))
+        KeyDiff().score(Arrivals(x, x, x, x))
 
 
 def test_policies_are_frozen_and_named():
@@ -195,3 +208,30 @@ def test_random_draws_are_uniform_and_fixed():
     assert (unit >= 0).all() and (unit < 1).all() and (unit.mean(-1) - 0.5).abs().max() < 0.01
     other = torch.stack([draw[0, 0], draw[0, 1], Random(seed=4).priority(tokens(positions=positions))[0, 0]])
     assert (torch.corrcoef(torch.cat([other, other[:1].roll(1, -1)])) - torch.eye(4)).abs().max() < 0.03
+
+
+@pytest.mark.parametrize(("budget", "layers", "steepness"), [(1024, 32, 20.0), (100, 7, 3.0), (64, 1, 20.0), (50, 2, 1.0)])
+def test_a_pyramid_falls_with_depth_and_has_the_mean_of_its_budget(budget, layers, steepness):
+    sizes = pyramid(budget, layers, steepness=steepness)
+    assert len(sizes) == layers and sum(sizes) == budget * layers and all(isinstance(size, int) for size in sizes)
+    assert all(a >= b - 1 for a, b in zip(sizes, sizes[1:], strict=False))  # rounding may move one token
+    if layers > 1:
+        assert abs(sizes[-1] - budget / steepness) <= 1 and abs(sizes[0] - budget * (2 - 1 / steepness)) <= 1
+    shares = pyramid(0.25, layers, steepness=steepness)
+    assert sum(shares) == pytest.approx(0.25 * layers) and KeyDiff(budget=shares).budgets[0] == Budget(share=shares[0])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ((64, 0), ValueError, "layers=0: must be 1 or more layers"),
+        ((0, 4), ValueError, "budget=0"),
+        ((0.6, 4), ValueError, "budget=0.6 with steepness=20.0: the first layer's share would be 1.17"),
+        (("64", 4), TypeError, "budget"),
+    ],
+)
+def test_pyramids_that_do_not_fit(arguments, error, message):
+    with pytest.raises(error, match=re.escape(message)):
+        pyramid(*arguments)
+    with pytest.raises(ValueError, match="steepness=0.5"):
+        pyramid(64, 4, steepness=0.5)

@@ -68,11 +68,11 @@ def test_b7_norms_are_those_of_the_tokens(norm):
     text = TEXTS["chunked"]
     custom = Custom(function=lambda tokens: -getattr(tokens, norm), budget=12, recent=3)
     for layer in drive(custom, text):
-        body = layer.storage.ledger.body
+        region = layer.storage.metadata.region
         x = (text.keys if norm == "key_norm" else text.values).norm(dim=-1)
-        at = (body["positions"].long() + torch.tensor(text.pads)[:, None, None]).clamp_min(0)
-        real = body["positions"] >= 0
-        torch.testing.assert_close(body[norm][real], x.gather(-1, at)[real], rtol=rounding(x.shape[-1]), atol=0)
+        at = (region["positions"].long() + torch.tensor(text.pads)[:, None, None]).clamp_min(0)
+        is_valid = region["positions"] >= 0
+        torch.testing.assert_close(region[norm][is_valid], x.gather(-1, at)[is_valid], rtol=rounding(x.shape[-1]), atol=0)
     if norm == "key_norm":
         for ours, theirs in zip(drive(custom, text), drive(Knorm(budget=12, recent=3), text), strict=True):
             assert torch.equal(ours.positions(), theirs.positions())
@@ -110,7 +110,7 @@ def test_b16_survivors_are_never_encoded_again_nor_moved(format, evictions):
     before = None
     survived = 0
     for layer in drive(Random(budget=24, recent=3), text, format, num_sink_tokens=2, residual_length=3):
-        positions = layer.storage.ledger.body["positions"].clone()
+        positions = layer.storage.metadata.region["positions"].clone()
         chunks = [codes for chunk in layer.storage.chunks.chunks for codes in chunk]
         planes = [plane[:, :, : layer.storage.chunks.length].clone() for codes in chunks for plane in codes.values()]
         if before is not None and before[0].shape == positions.shape:
@@ -131,8 +131,8 @@ def test_b16_a_slot_decodes_to_the_token_whose_position_it_records(format):
     positions = columns(layer).long()
     at = (positions + torch.tensor(text.pads)[:, None, None])[..., None].expand(-1, -1, -1, text.keys.shape[-1])
     chunks = layer.storage.chunks
-    for side, x, codec, once in zip(layer.dense(), (text.keys, text.values), chunks.codecs, chunks.once, strict=True):
-        stored = codec.decode(codec.encode(x, once) | once, x.shape[-1])
+    for side, x, codec, statistics in zip(layer.dense(), (text.keys, text.values), chunks.codecs, chunks.statistics, strict=True):
+        stored = codec.dequantize(codec.quantize(x, statistics) | statistics, x.shape[-1])
         exact = (x.gather(2, at.clamp_min(0)) == side).all(-1) | (positions < 0)
         assert same_decoded(side[~exact], stored.gather(2, at.clamp_min(0))[~exact], codec)
         assert exact.all() == (format == "identity")

@@ -45,9 +45,9 @@ def weights(network, layer):
 
 def scores(cache, layer):
     """What the layer noted, `[B, H, T]` by column."""
-    ledger = cache.layers[layer].storage.ledger
-    positions = torch.cat([ledger.body["positions"], ledger.recent["positions"]], -1).long()
-    score = torch.cat([ledger.body["score"], ledger.recent["score"]], -1)
+    metadata = cache.layers[layer].storage.metadata
+    positions = torch.cat([metadata.region["positions"], metadata.residual["positions"]], -1).long()
+    score = torch.cat([metadata.region["score"], metadata.residual["score"]], -1)
     found = torch.zeros(*score.shape[:2], LENGTH + 1)
     at = (positions + torch.tensor(PADS)[:, None, None]).masked_fill(positions < 0, LENGTH)
     return found.scatter_(-1, at, score)[..., :LENGTH]
@@ -64,14 +64,14 @@ def expected(name, attention):
     _, mask = inputs()
     for size in SIZES:
         step = slice(begin, begin + size)
-        real = mask[:, step].bool()
+        is_valid = mask[:, step].bool()
         if name == "decay":
-            count = real.sum(-1)[:, None, None]
-            fades = 0.9 ** (real.flip(-1).cumsum(-1).flip(-1) - 1).clamp_min(0)
-            total = total * 0.9**count + (attention[:, :, step] * (fades * real)[:, None, :, None]).sum(2)
+            count = is_valid.sum(-1)[:, None, None]
+            decay = 0.9 ** (is_valid.flip(-1).cumsum(-1).flip(-1) - 1).clamp_min(0)
+            total = total * 0.9**count + (attention[:, :, step] * (decay * is_valid)[:, None, :, None]).sum(2)
         else:  # snapkv, window 4
-            late = real.flip(-1).cumsum(-1).flip(-1) <= 4
-            total = total * 0.75 ** real.sum(-1)[:, None, None] + (attention[:, :, step] * (real & late)[:, None, :, None]).sum(2)
+            late = is_valid.flip(-1).cumsum(-1).flip(-1) <= 4
+            total = total * 0.75 ** is_valid.sum(-1)[:, None, None] + (attention[:, :, step] * (is_valid & late)[:, None, :, None]).sum(2)
         begin += size
     return total
 

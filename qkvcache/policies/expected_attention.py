@@ -1,0 +1,134 @@
+"""The attention that queries like those of the prompt will give in future positions (arXiv 2510.00636)."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from .base import Arrivals, Policy, Rotation, check_count, given
+
+BLOCK = 2**25
+"""Elements of queries, or of products with keys, that exist at once in fp32."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpectedAttention(Policy):
+    """Keeps the tokens to which queries with the mean and covariance of the prompt's queries, moved to the next `horizon` positions, are
+    expected to attend, times the norms of their values. It needs no attention weights, and no question.
+
+    `(softmax over tokens of (k mu scaling + k S k scaling^2 / 2) + epsilon) |v|`, the mean over the query heads of a group, where `mu` and
+    `S` are the mean and covariance of the queries before RoPE, rotated by the mean rotation of the next `horizon` positions. Sinks are left
+    out. The score here is that times the number of tokens of the softmax, so that scores of steps compare.
+
+    A token is scored once, when it comes. Statistics are those of the last step that brought several tokens of its row: a prompt in chunks
+    is scored chunk by chunk, and not as the whole. A token that comes alone is scored with their mean, and with the mean of the prompt's
+    covariance terms in place of its own: the covariances would take more memory than the tokens. Until a row has had a step of several
+    tokens, all its scores are `(1 + epsilon) |v|`.
+
+    Args:
+        horizon: positions after the last token, over which rotations are averaged.
+        epsilon: added to each token's weight.
+    """
+
+    horizon: int = 512
+    epsilon: float = 0.0
+    recent: int | float = 64
+
+    scores: ClassVar[bool] = True
+    needs_attention_weights: ClassVar[bool] = True
+    needs_queries: ClassVar[bool] = True
+    needs_rope: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        check_count("horizon", self.horizon, 1, of="positions")
+        if not self.epsilon >= 0:
+            raise ValueError(f"epsilon={self.epsilon!r}: must be 0 or more")
+        if self.value_norm:
+            raise ValueError("value_norm=True: the scores of ExpectedAttention have the values' norms in them; leave it out")
+        super().__post_init__()
+
+    def arrive(self, statistics: dict[str, Tensor], tokens: Arrivals) -> tuple[dict[str, Tensor], Tensor]:
+        keys, queries = tokens.keys, given(tokens.queries, "queries")
+        positions, seen = given(tokens.positions, "positions"), given(tokens.seen, "counts of tokens")
+        rope = given(tokens.rope, "the model's rotary embedding")
+        batch, heads, count, _ = keys.shape
+        query_heads, dim = queries.shape[1], queries.shape[3]
+        if not statistics:
+            one = torch.zeros(batch, query_heads, device=keys.device)
+            statistics = {"mean": one[..., None].repeat(1, 1, dim), "offset": one, "level": one.clone(), "tokens": one[:, 0] + 1}
+        mean, offset, level, number = (statistics[name] for name in ("mean", "offset", "level", "tokens"))
+        scaling = dim**-0.5 if tokens.scaling is None else tokens.scaling
+        quadratic: Tensor | None = None
+        counted = positions >= self.num_sink_tokens
+        fresh = counted.sum(-1) > 1  # rows that get statistics
+        if count > 1:
+            n = counted.sum(-1).clamp_min(1).float()
+            average = average_rotation(rope, self.horizon, dim, keys.device)  # type: ignore[arg-type]
+            new_mean, covariance = moments(queries, counted, positions, rope)
+            mean = torch.where(fresh[:, None, None], new_mean @ average, mean)
+            covariance = average.mT @ covariance @ average
+            covariance = rope.rotate(rope.rotate(covariance, seen[:, 0, 0]).mT, seen[:, 0, 0])
+            quadratic = quadratic_form(keys, covariance) * (scaling**2 / 2)
+        linear = rope.rotate(mean[:, :, None], seen[:, 0, 0])[:, :, 0].unflatten(1, (heads, -1))  # [B, H, G, D]
+        logits = ((linear * scaling).to(keys.dtype) @ keys.mT).float()  # [B, H, G, T]
+        by_group = heads, query_heads // heads
+        if quadratic is None:
+            logits = logits + offset.unflatten(1, by_group)[..., None]
+        else:
+            own = counted[:, None, None]
+            offset = torch.where(fresh[:, None], ((quadratic * own).sum(-1) / n[:, None, None]).flatten(1), offset)
+            stale = ~fresh[:, None, None, None]
+            logits = logits + torch.where(stale, offset.unflatten(1, by_group)[..., None], quadratic)
+            total = logits.masked_fill(~own, -torch.inf).logsumexp(-1).flatten(1)
+            level = torch.where(fresh[:, None], total - n.log()[:, None], level)
+            number = torch.where(fresh, n, number)
+        weights = (logits - level.unflatten(1, by_group)[..., None]).exp().mean(2)
+        known = (mean != 0).any(-1).any(-1)[:, None, None]  # rows that have had statistics
+        weights = torch.where(known, weights, 1.0) + self.epsilon * number[:, None, None]
+        score = weights * torch.linalg.vector_norm(tokens.values, dim=-1, dtype=torch.float32)
+        return {"mean": mean, "offset": offset, "level": level, "tokens": number}, score
+
+
+def moments(queries: Tensor, counted: Tensor, positions: Tensor, rope: Rotation) -> tuple[Tensor, Tensor]:
+    """Mean `[B, Hq, D]` and covariance `[B, Hq, D, D]` of queries before RoPE, fp32, from queries `[B, Hq, T, D]` after RoPE at `positions`
+    `[B, T]`, of those that are `counted`, bool `[B, T]`."""
+    batch, heads, tokens, dim = queries.shape
+    total, squares = (torch.zeros(batch, heads, dim, n, device=queries.device) for n in (1, dim))
+    block = max(BLOCK // (batch * heads * dim), 1)
+    for begin in range(0, tokens, block):
+        part = slice(begin, begin + block)
+        x = rope.rotate(queries[:, :, part], -positions[:, part].clamp_min(0)).float()
+        x = x.masked_fill(~counted[:, None, part, None], 0)
+        total += x.sum(2)[..., None]
+        squares += x.mT @ x
+    n = counted.sum(-1).clamp_min(1).float()[:, None, None, None]
+    mean = total / n
+    return mean[..., 0], squares / n - mean @ mean.mT
+
+
+def quadratic_form(keys: Tensor, matrix: Tensor) -> Tensor:
+    """`k M k` of keys `[B, H, T, D]` and the matrices `[B, Hq, D, D]` of their query heads, fp32 `[B, H, G, T]`."""
+    batch, heads, tokens, dim = keys.shape
+    matrix = matrix.unflatten(1, (heads, -1))
+    block = max(BLOCK // (batch * matrix.shape[1] * matrix.shape[2] * dim), 1)
+    parts = []
+    for part in keys.split(block, dim=2):
+        product = part[:, :, None] @ matrix.to(keys.dtype)
+        parts.append((product.float() * part[:, :, None].float()).sum(-1))
+    return torch.cat(parts, dim=-1)
+
+
+@functools.lru_cache(maxsize=32)
+@torch.inference_mode(False)
+@torch.no_grad()
+def average_rotation(rope: Rotation, horizon: int, dim: int, device: torch.device) -> Tensor:
+    """The mean of the rotations by 0 to `horizon - 1` positions, fp32 `[D, D]`, which row vectors are multiplied with."""
+    units = torch.eye(dim, device=device)[None, None]
+    total = torch.zeros(dim, dim, device=device)
+    for steps in torch.arange(horizon, device=device).split(64):
+        total += rope.rotate(units.expand(len(steps), -1, -1, -1), steps)[:, 0].sum(0)
+    return total / horizon
