@@ -21,8 +21,8 @@ from transformers import PreTrainedConfig
 
 from qkvcache import CompressedCache, demo
 from qkvcache.caches import SinkCache, SlidingWindowCache
+from qkvcache.evaluation.quality import stream
 from qkvcache.evaluation.rows import replace_rows
-from qkvcache.evaluation.stream import stream
 
 CHUNK = 250
 

@@ -12,54 +12,64 @@ from transformers import AutoConfig, PreTrainedConfig
 
 from .. import policies
 from ..models import known
-from ..options import budget_of, dtype_of, model_of
+from ..options import MODEL, JsonOption, budget_of, dtype_of, examples, model_of, refusals
 from . import plan as plan_one
 from . import plan_all, show
 from . import recommend as ask
 
 UNITS = {"": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
-Model = Annotated[str, typer.Argument(help="'demo', 'smollm2', a model's folder, a .gguf file, or its name on the Hub.")]
-Context = Annotated[int, typer.Option(help="Tokens of a request, the prompt and what is generated.", min=1)]
+Model = Annotated[str, typer.Argument(help=MODEL)]
+Context = Annotated[
+    int | None, typer.Option(help="Tokens of a request, the prompt and what is generated. Default: of the longest of --requests.", min=1)
+]
+Requests = Annotated[
+    str | None,
+    typer.Option(
+        metavar="MIX",
+        help="How many requests of a mix run together in continuous batching: WEIGHTxPROMPT+ANSWER in tokens, with commas between them, "
+        "such as 3x1000+200,1x16000+500.",
+    ),
+]
 Batch = Annotated[int, typer.Option(help="Requests that run together.", min=1)]
-GpuMemory = Annotated[str | None, typer.Option(help="Of one GPU, for weights and caches: 80GB, 74.5GiB, or bytes.")]
-WeightsMemory = Annotated[str | None, typer.Option(help="Of the weights, over all GPUs; counted from the config if left out.")]
+GpuMemory = Annotated[str | None, typer.Option(help="Memory of one GPU for weights and caches: 80GB, 74.5GiB, or bytes.")]
+WeightsMemory = Annotated[str | None, typer.Option(help="Memory of the weights, over all GPUs. Default: computed from the config.")]
 TensorParallel = Annotated[int, typer.Option(help="GPUs that share the KV heads.", min=1)]
-Dtype = Annotated[str | None, typer.Option(help="What the model computes in: bfloat16, float16 or float32. Default: as the config says.")]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON in place of tables.")]
+Dtype = Annotated[str | None, typer.Option(help="Dtype of the model: bfloat16, float16 or float32. Default: the config's.")]
 
 
 def plan(
     model: Model,
-    context: Context,
-    format: Annotated[str | None, typer.Option(help="One format, as `qkvcache formats` lists them. Default: a row for each.")] = None,
-    policy: Annotated[str | None, typer.Option(help="What evicts tokens: h2o, keydiff, sink_window and others.")] = None,
-    budget: Annotated[float | None, typer.Option(help="Tokens that the policy keeps: a number from 1 on, or a share such as 0.5.")] = None,
+    context: Context = None,
+    format: Annotated[
+        str | None, typer.Option(help="One format, as `qkvcache formats` lists them, or a calibration file. Default: a row for each.")
+    ] = None,
+    policy: Annotated[str | None, typer.Option(help="Eviction policy: h2o, keydiff, sink_window and others.")] = None,
+    budget: Annotated[
+        float | None, typer.Option(help="Tokens that the policy retains: a number from 1 on, or a share such as 0.5.")
+    ] = None,
     batch: Batch = 1,
+    requests: Requests = None,
     gpu_memory: GpuMemory = None,
     weights_memory: WeightsMemory = None,
     tensor_parallel: TensorParallel = 1,
     dtype: Dtype = None,
     num_sink_tokens: Annotated[int, typer.Option(help="First tokens that stay in the model's dtype.", min=0)] = 4,
     residual_length: Annotated[int, typer.Option(help="Last tokens that stay in the model's dtype.", min=0)] = 64,
-    max_length: Annotated[int | None, typer.Option(help="Tokens that storage is taken for at once. Default: the cache grows.")] = None,
+    max_length: Annotated[int | None, typer.Option(help="Tokens for which storage is allocated at once. Default: the cache grows.")] = None,
     json_output: JsonOption = False,
 ) -> None:
-    """Say what a cache will take, how many requests fit beside the weights, and how long they may be.
-
-    qkvcache plan meta-llama/Llama-3.1-70B --context 131072 --gpu-memory 80GB --tensor-parallel 8
-    """
+    """Show the bytes of a cache, how many requests fit beside the weights, and the longest context."""
+    _check_context(context, requests)
     options = {
-        "policy": _policy(policy, budget), "context": context, "batch": batch, "gpu_memory": _bytes("--gpu-memory", gpu_memory),
-        "weights_memory": _bytes("--weights-memory", weights_memory), "tensor_parallel": tensor_parallel,
-        "dtype": dtype and dtype_of(dtype), "num_sink_tokens": num_sink_tokens, "residual_length": residual_length,
-        "max_length": max_length,
+        "policy": _policy(policy, budget), "context": context, "batch": batch, "requests": _mix(requests),
+        "gpu_memory": _bytes("--gpu-memory", gpu_memory), "weights_memory": _bytes("--weights-memory", weights_memory),
+        "tensor_parallel": tensor_parallel, "dtype": dtype and dtype_of(dtype), "num_sink_tokens": num_sink_tokens,
+        "residual_length": residual_length, "max_length": max_length,
     }  # fmt: skip
     config = _config(model)
-    try:
+    with refusals():
         plans = [plan_one(config, format=format, **options)] if format else plan_all(config, **options)  # type: ignore[arg-type]
-    except (ValueError, NotImplementedError) as error:
-        raise typer.BadParameter(str(error)) from error
     if json_output:
         print(json.dumps([found.as_json() for found in plans], indent=1))
         return
@@ -72,33 +82,30 @@ def plan(
 
 def recommend(
     model: Model,
-    context: Context,
+    context: Context = None,
     workload: Annotated[
         str, typer.Option(help="'facts' that may be asked for later, a 'question' that ends the prompt, or 'continue' a text.")
     ] = "facts",
-    streaming: Annotated[bool, typer.Option("--streaming", help="Tokens come without end.")] = False,
+    streaming: Annotated[bool, typer.Option("--streaming", help="The stream has no end.")] = False,
     chat: Annotated[bool, typer.Option("--chat", help="Several turns.")] = False,
     batch: Batch = 1,
+    requests: Requests = None,
     gpu_memory: GpuMemory = None,
     weights_memory: WeightsMemory = None,
     tensor_parallel: TensorParallel = 1,
     dtype: Dtype = None,
     json_output: JsonOption = False,
 ) -> None:
-    """Say which cache to take, why, what it takes, and the nearest flags of vLLM and SGLang.
-
-    qkvcache recommend meta-llama/Llama-3.1-70B --context 131072 --workload continue --gpu-memory 80GB --tensor-parallel 8
-    """
+    """Show which cache to choose, why, its bytes, and the nearest flags of vLLM and SGLang."""
+    _check_context(context, requests)
     options = {
-        "workload": workload, "context": context, "streaming": streaming, "chat": chat, "batch": batch, "dtype": dtype and dtype_of(dtype),
-        "gpu_memory": _bytes("--gpu-memory", gpu_memory), "weights_memory": _bytes("--weights-memory", weights_memory),
-        "tensor_parallel": tensor_parallel,
+        "workload": workload, "context": context, "streaming": streaming, "chat": chat, "batch": batch, "requests": _mix(requests),
+        "dtype": dtype and dtype_of(dtype), "gpu_memory": _bytes("--gpu-memory", gpu_memory),
+        "weights_memory": _bytes("--weights-memory", weights_memory), "tensor_parallel": tensor_parallel,
     }  # fmt: skip
     config = _config(model)
-    try:
+    with refusals():
         found = ask(config, **options)  # type: ignore[arg-type]
-    except (ValueError, NotImplementedError) as error:
-        raise typer.BadParameter(str(error)) from error
     if json_output:
         print(json.dumps(found.as_json(), indent=1))
     else:
@@ -107,8 +114,15 @@ def recommend(
 
 def register(app: typer.Typer) -> None:
     """Adds both commands to the command line."""
-    app.command()(plan)
-    app.command()(recommend)
+    eight_gpus = "meta-llama/Llama-3.1-70B --context 131072 --gpu-memory 80GB --tensor-parallel 8"
+    app.command(
+        epilog=examples(
+            f"qkvcache plan {eight_gpus}",
+            "qkvcache plan demo --context 4000 --format fp8 --policy h2o --budget 0.5",
+            "qkvcache plan meta-llama/Llama-3.1-8B --requests 3x1000+200,1x16000+500 --gpu-memory 80GB",
+        )
+    )(plan)
+    app.command(epilog=examples(f"qkvcache recommend {eight_gpus} --workload continue"))(recommend)
 
 
 def _config(model: str) -> PreTrainedConfig:
@@ -131,6 +145,21 @@ def _policy(name: str | None, budget: float | None) -> policies.Policy | None:
         return policies.named(name, budget=budget_of(budget))
     except (ValueError, TypeError) as error:
         raise typer.BadParameter(str(error), param_hint="--policy, --budget") from error
+
+
+def _check_context(context: int | None, requests: str | None) -> None:
+    if context is None and requests is None:
+        raise typer.BadParameter("missing: pass the tokens of a request, or --requests", param_hint="--context")
+
+
+def _mix(text: str | None) -> list[tuple[float, int, int]] | None:
+    """`3x1000+200,1x16000+500` to weights, prompts and answers."""
+    if text is None:
+        return None
+    kinds = [re.fullmatch(r"\s*(?:([0-9]*\.?[0-9]+)\s*x\s*)?([0-9]+)\s*\+\s*([0-9]+)\s*", kind) for kind in text.split(",")]
+    if not all(kinds):
+        raise typer.BadParameter(f"{text!r}: expected WEIGHTxPROMPT+ANSWER such as 3x1000+200,1x16000+500", param_hint="--requests")
+    return [(float(kind[1] or 1), int(kind[2]), int(kind[3])) for kind in kinds if kind]
 
 
 def _bytes(name: str, text: str | None) -> float | None:

@@ -1,4 +1,4 @@
-"""The nearest setting of a serving engine, for those who move to one: names as vLLM 0.33 and SGLang 0.5 spell them."""
+"""The nearest settings of serving engines, by the names of vLLM 0.33 and SGLang 0.5."""
 
 from __future__ import annotations
 
@@ -15,19 +15,18 @@ VLLM = {
     "turboquant_3bit_nc": "turboquant_3bit_nc",
     "nvfp4_mse": "nvfp4_4over6",
     "hadaquant_k4v4": "turboquant_4bit_nc",
-    "hadaquant_k4v4_trellis": "turboquant_4bit_nc",
-    "hadaquant_k3v3_trellis": "turboquant_3bit_nc",
+    "hadaquant_k3v3": "turboquant_3bit_nc",
 }
-"""`--kv-cache-dtype` of vLLM for our formats."""
+"""vLLM's `--kv-cache-dtype` for each format."""
 SGLANG = "fp8_e4m3"
-"""That of SGLang, whose 4-bit formats are for Blackwell only."""
+"""SGLang's `--kv-cache-dtype` for every format: its 4-bit formats run on Blackwell only."""
 
 
 def vllm_flag(format: str | None) -> str:
-    """What to pass to `vllm serve` for a format of ours; FP8 where vLLM has no such format."""
+    """The flag of `vllm serve` for a format; FP8 if vLLM has no such format."""
     return f"--kv-cache-dtype {'auto' if format is None else VLLM.get(format, 'fp8_e4m3')}"
 
 
 def sglang_flag(format: str | None, chat: bool = False) -> str:
-    """What to pass to `sglang.launch_server`; for `chat`, with the store of prefixes in host memory."""
+    """The flag of `sglang.launch_server`; for `chat`, with prefixes stored in host memory."""
     return f"--kv-cache-dtype {'auto' if format is None else SGLANG}{' --enable-hierarchical-cache' if chat else ''}"

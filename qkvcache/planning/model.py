@@ -1,4 +1,4 @@
-"""What a config says about a model's cache: KV heads and channels of every layer, states that do not grow, bytes of the weights."""
+"""What a config tells of a model's cache: KV heads and channels of each layer, states of fixed size, bytes of the weights."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from ..caches.base import head_dim_of
 GROWING = {"full_attention", "sliding_attention", "chunked_attention", "reference_sliding_attention"}
 STATES = {"linear_attention", "conv", "mamba", "hybrid", "hybrid_sliding"}
 EMPTY = {"moe", "mlp"}
-"""Layer types, as `config.layer_types` names them: with keys and values, with states that do not grow, with neither."""
+"""Layer types in `config.layer_types`: with keys and values, with states of fixed size, with neither."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """One layer on one GPU: KV heads, channels of a head, and the bytes a row of a batch takes whatever its length (linear attention)."""
+    """One layer on one GPU: KV heads, query heads, channels of a head, and bytes of the state of a row (linear attention)."""
 
     heads: int
+    query_heads: int
     head_dim: int
     state: int
 
@@ -28,7 +29,7 @@ class Shape:
 def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
     """The config of the decoder.
 
-    Raises TypeError for what is no config, NotImplementedError for a cache that a config does not tell.
+    Raises TypeError for what is no config, NotImplementedError for models whose cache cannot be computed from the config.
     """
     if not isinstance(config, PreTrainedConfig):
         raise TypeError(f"config must be a transformers config such as model.config, got {type(config).__name__}")
@@ -40,12 +41,12 @@ def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
     text = config.get_text_config(decoder=True)
     if getattr(text, "kv_lora_rank", None):
         raise NotImplementedError(
-            f"planning for {text.model_type}: latent attention (MLA) caches latents whose layout the releases of transformers change, and "
-            "they are compressed already; measure cache.nbytes"
+            f"planning for {text.model_type}: latent attention (MLA) caches latents, which are compressed already and whose layout "
+            "differs between releases of transformers; measure cache.nbytes"
         )
     if unknown := set(getattr(text, "layer_types", None) or ()) - GROWING - STATES - EMPTY:
         kinds = ", ".join(sorted(unknown))
-        raise NotImplementedError(f"planning for {text.model_type}: what {kinds} layers hold is unknown; measure cache.nbytes")
+        raise NotImplementedError(f"planning for {text.model_type}: what {kinds} layers store is unknown; measure cache.nbytes")
     return text
 
 
@@ -59,9 +60,9 @@ def shapes(config: PreTrainedConfig, itemsize: int, tensor_parallel: int = 1) ->
 
 
 def model_dtype(config: PreTrainedConfig, dtype: torch.dtype | str | None = None) -> torch.dtype:
-    """`dtype`, or the one of that name; None is what the config says the model computes in, and bfloat16 where it does not say.
+    """`dtype`, or the dtype of that name; None: the config's, or bfloat16 if it has none.
 
-    Raises TypeError for what is neither, ValueError for what is no floating-point dtype of torch.
+    Raises TypeError for any other type, ValueError for what is no floating-point dtype of torch.
     """
     given = text_config(config).dtype or config.dtype or torch.bfloat16 if dtype is None else dtype
     if not isinstance(given, torch.dtype | str):
@@ -75,7 +76,7 @@ def model_dtype(config: PreTrainedConfig, dtype: torch.dtype | str | None = None
 def weights_bytes(config: PreTrainedConfig, dtype: torch.dtype) -> int:
     """Bytes of the model's weights in `dtype`, from its parameters on the meta device.
 
-    Raises ValueError where they cannot be counted: a model with code of its own, or quantized weights.
+    Raises ValueError if they cannot be counted: for models that transformers does not know, and quantized weights.
     """
     if getattr(config, "quantization_config", None):
         raise ValueError("the weights of this config are quantized: pass weights_memory=, the bytes that they take")
@@ -88,7 +89,7 @@ def weights_bytes(config: PreTrainedConfig, dtype: torch.dtype) -> int:
 
 
 def has_unknown_states(config: PreTrainedConfig) -> bool:
-    """Whether layers keep states beside keys and values whose size is not known here."""
+    """Whether layers keep states, besides keys and values, of unknown size."""
     text = text_config(config)
     kinds = STATES & set(getattr(text, "layer_types", None) or ())
     return bool(kinds) and not (kinds == {"linear_attention"} and getattr(text, "linear_num_value_heads", None))
@@ -101,7 +102,8 @@ def _shape(config: PreTrainedConfig, itemsize: int, tensor_parallel: int) -> Sha
     if heads % tensor_parallel:
         wide = [n for n in range(1, heads + 1) if heads % n == 0]
         raise ValueError(f"tensor_parallel={tensor_parallel} does not divide {heads} KV heads: expected one of {wide}")
-    return Shape(heads // tensor_parallel, head_dim, _state_bytes(config, itemsize))
+    query_heads = getattr(config, "num_attention_heads", None) or heads
+    return Shape(heads // tensor_parallel, query_heads // tensor_parallel, head_dim, _state_bytes(config, itemsize))
 
 
 def _kv_heads(config: PreTrainedConfig) -> int | None:
@@ -111,8 +113,8 @@ def _kv_heads(config: PreTrainedConfig) -> int | None:
 
 
 def _state_bytes(config: PreTrainedConfig, itemsize: int) -> int:
-    """Of gated delta rules (Qwen3-Next and later): the last inputs of a convolution in the model's dtype, and a matrix a head in fp32. A
-    tensor-parallel rank is taken to hold them whole."""
+    """Bytes of gated delta rules (Qwen3-Next and later) of a row: the last inputs of a convolution in the model's dtype, and a matrix for
+    each head in fp32. Every tensor-parallel rank is assumed to hold all of them."""
     value_heads = getattr(config, "linear_num_value_heads", None)
     if not value_heads:
         return 0

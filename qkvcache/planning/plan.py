@@ -1,6 +1,6 @@
-"""`plan`: what a cache will take, how many requests fit beside the weights, and how long they may be; before anything is allocated.
+"""`plan`: the bytes of a cache, the requests that fit beside the weights, and the longest context, before anything is allocated.
 
-The cache itself is built, empty, and asked what its layers are; `layout.py` counts what they will hold. Bytes are decimal: 1 GB = 1e9.
+The empty cache is built, and `layout.py` computes what its layers will hold. Bytes are decimal: 1 GB = 1e9.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import reduce
 
 import torch
 from transformers import DynamicCache, PreTrainedConfig, StaticCache
@@ -19,22 +18,24 @@ from transformers.cache_utils import Cache
 from .. import formats
 from ..caches import CompressedCache
 from ..caches.arguments import layer_indices
-from ..formats import Format, Identity
+from ..formats import FormatLike, Identity
 from ..policies import Policy, check_count
-from .layout import Bytes, held, kind
+from .batching import BatchingPlan, Mix, check_mix, in_pages, plan_batching
+from .layout import Bytes, kind, layer_bytes
 from .model import has_unknown_states, model_dtype, shapes, text_config, weights_bytes
 
-FURTHEST = 2**32
-"""Tokens beyond which a context counts as without a limit."""
+FURTHEST = 2**30
+"""Tokens from which on a context counts as unlimited."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a cache takes for `batch` requests of `context` tokens, in bytes summed over `gpus`.
+    """The bytes of `batch` requests of `context` tokens, summed over all GPUs.
 
-    `request` is one request as `cache.memory()` counts it: codes, scales, exact tokens, bookkeeping. `dense` is the same in a DynamicCache.
-    `requests` fit into `gpu_memory` beside `weights_memory`, and at `batch` requests each may have `longest_context` tokens; both are None
-    without `gpu_memory`, and `longest_context` also where the cache stops growing before the memory ends (`unbounded`).
+    request: one request, as `cache.memory()` counts it. dense: the same in a DynamicCache. requests: how many fit into `gpu_memory` beside
+    `weights_memory`. longest_context: the most tokens of each of `batch` requests; None if the cache stops growing before memory is full
+    (`unbounded`). Both are None without `gpu_memory`. batching: how many requests of a mix run together in continuous batching, if `plan`
+    was given one.
     """
 
     model: str
@@ -52,6 +53,7 @@ class Plan:
     longest_context: int | None
     unbounded: bool
     notes: tuple[str, ...]
+    batching: BatchingPlan | None = None
 
     @property
     def bytes_per_request(self) -> int:
@@ -59,22 +61,24 @@ class Plan:
 
     @property
     def bytes_per_token(self) -> float:
-        """Of one request, averaged over all tokens of the context, those forgotten among them."""
+        """Bytes of one request over all tokens of its context, evicted ones included."""
         return self.bytes_per_request / self.context
 
     @property
     def bytes_per_gpu(self) -> int:
-        """Of the whole batch, on each GPU."""
+        """Bytes of the whole batch on each GPU."""
         return self.bytes_per_request * self.batch // self.tensor_parallel
 
     @property
     def ratio(self) -> float:
-        """How many times smaller than a DynamicCache in the model's dtype."""
+        """Bytes of a DynamicCache in the model's dtype over those of this cache."""
         return self.dense / self.bytes_per_request
 
     @property
     def fits(self) -> bool:
-        """Whether `batch` requests fit; True without `gpu_memory`."""
+        """Whether `batch` requests fit, of the mix if there is one; True without `gpu_memory`."""
+        if self.batching is not None:
+            return self.batching.requests >= self.batch
         return self.requests is None or self.requests >= self.batch
 
     @property
@@ -96,6 +100,8 @@ class Plan:
             each = f"{self.batch} requests of" if self.batch > 1 else "one request of"
             longest = "any length" if self.unbounded else f"up to {self.longest_context:,} tokens"
             words[-1] += f", or {each} {longest}." if self.unbounded or self.longest_context else f", and not {each} a single token."
+        if self.batching is not None:
+            words.append(self.batching.reason)
         return " ".join((*words, *self.notes))
 
     def __str__(self) -> str:
@@ -107,17 +113,19 @@ class Plan:
         taken = {name: getattr(self.request, name) for name in names}
         fields = {name: value for name, value in vars(self).items() if name != "request"}
         derived = ("bytes_per_request", "bytes_per_token", "bytes_per_gpu", "ratio", "fits", "reason")
+        fields["batching"] = self.batching and self.batching.as_json()
         return fields | taken | {name: getattr(self, name) for name in derived}
 
 
 def plan(
     config: PreTrainedConfig,
     *,
-    format: str | Format | None = None,
+    format: FormatLike | None = None,
     policy: str | Policy | None = None,
-    context: int,
+    context: int | None = None,
     prompt: int | None = None,
     batch: int = 1,
+    requests: Mix | None = None,
     gpu_memory: float | None = None,
     weights_memory: float | None = None,
     tensor_parallel: int = 1,
@@ -127,29 +135,40 @@ def plan(
     skip_layers: Iterable[int] = (),
     max_length: int | None = None,
 ) -> Plan:
-    """What `CompressedCache` with these options will hold: to the byte what `cache.nbytes` says then, save for padding and addresses.
+    """What a `CompressedCache` with these options will hold: the bytes that `cache.nbytes` measures, for requests without padding.
 
         plan(config, format="turboquant_4bit_nc", context=131_072, gpu_memory=80e9, tensor_parallel=8)
+        plan(config, format="turboquant_4bit_nc", requests=[(3, 1_000, 200), (1, 16_000, 500)], gpu_memory=80e9)
 
     Args:
         format, policy, num_sink_tokens, residual_length, skip_layers: as CompressedCache takes them; without both, a DynamicCache,
             or with `max_length` a StaticCache.
-        context: tokens of a request, the prompt and what is generated.
-        prompt: tokens of it that are read at once, None for all. What comes later comes in chunks up to an eighth larger than needed.
+        context: tokens of a request, the prompt and what is generated. None: those of the longest of `requests`.
+        prompt: tokens of it that are read at once; None: all. Storage for later tokens grows by chunks, to an eighth more than needed.
         batch: requests that run together.
-        gpu_memory: bytes of one GPU that weights and caches may take. Activations are not counted: leave room for them.
+        requests: kinds of requests of continuous batching, `(weight, prompt tokens, answer tokens)` each. `Plan.batching` then says how
+            many of them run together in pages of `format` (None: transformers' own), each of 256 tokens, in the share of the memory that
+            transformers takes by default. Requires `gpu_memory`, without `policy`, `max_length` and `skip_layers`.
+        gpu_memory: bytes of one GPU for weights and caches. Activations are not counted: leave room for them.
         weights_memory: bytes of the weights, over all GPUs; None counts the config's parameters in `dtype`.
         tensor_parallel: GPUs that share the KV heads of each layer evenly.
         dtype: what the model computes in, or its name; None asks the config, and takes bfloat16 where it does not say.
-        max_length: tokens that storage is taken for at once, as CompressedCache takes it: every request then takes the same from its first
+        max_length: tokens for which storage is allocated at once, as CompressedCache takes it: a request then takes the same from its first
             token on, and `longest_context` is the largest `max_length` that fits.
 
     Raises:
         ValueError: what CompressedCache raises, sizes below 1, memory that is negative or infinite, a dtype that is not floating-point, a
             context beyond `max_length`, KV heads that do not divide among the GPUs, weights that cannot be counted or leave no memory.
         TypeError: `config` is no config, a size no number, or `dtype` neither a dtype nor a name.
-        NotImplementedError: latent attention, an encoder-decoder, layer types that are unknown here.
+        NotImplementedError: latent attention, an encoder-decoder, unknown layer types; with `requests`, what `continuous_batching` refuses.
     """
+    if requests is not None:
+        requests = check_mix(requests)
+        if gpu_memory is None or policy is not None or max_length is not None or skip_layers:
+            raise ValueError("requests= says how many fit into gpu_memory=, in pages without policy=, max_length= and skip_layers=")
+        context = max(sum(kind[1:]) for kind in requests) if context is None else context
+    if context is None:
+        raise ValueError("context=None: pass the tokens of a request, or requests=")
     for name, count, of in (("context", context, "tokens"), ("batch", batch, "requests"), ("tensor_parallel", tensor_parallel, "GPUs")):
         check_count(name, count, 1, of)
     check_count("num_sink_tokens", num_sink_tokens)
@@ -171,24 +190,33 @@ def plan(
         if format is None and policy is None:
             return DynamicCache(config=config) if max_length is None else StaticCache(config, max_length)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that nothing will be compressed: the ratio says so
+            warnings.simplefilter("ignore")  # "nothing will be compressed": the ratio shows it
             return CompressedCache(config, format=format, policy=policy, max_length=max_length, **zones)  # type: ignore[arg-type]
 
-    def taken(cache: Cache, context: int, rows: int) -> Bytes:
+    def taken(cache: Cache, context: int, rows: int) -> Counter[str]:
+        """Bytes by role of `rows` requests of `context` tokens on all GPUs."""
         at_once = context if prompt is None else min(prompt, context)
         alike = Counter((kind(layer), shape) for layer, shape in zip(cache.layers, layers, strict=True))
         one = {kind(layer): layer for layer in cache.layers}
-        each = (held(one[of], shape, dtype, context, at_once, rows) * count for (of, shape), count in alike.items())
-        return reduce(Bytes.__add__, each, Bytes()) * tensor_parallel
+        sizes: Counter[str] = Counter()
+        for (of, shape), count in alike.items():
+            for role, size in layer_bytes(one[of], shape, dtype, context, at_once, rows).items():
+                sizes[role] += size * count * tensor_parallel
+        return sizes
 
     cache = made(max_length)
-    request = taken(cache, context, batch).each(batch)
-    requests = longest = free = None
+    request = Bytes(**{role: size // batch for role, size in taken(cache, context, batch).items()})
+    fitting = longest = batching = None
     if gpu_memory is not None:
         weights_memory = weights_bytes(config, dtype) if weights_memory is None else weights_memory
         free = _free(gpu_memory, weights_memory, tensor_parallel)
-        requests = int(free // request.total)
-        longest = _longest(lambda tokens: taken(made(tokens) if max_length else cache, tokens, batch).total <= free)
+        fitting = int(free // request.total)
+        longest = _longest(lambda tokens: taken(made(tokens) if max_length else cache, tokens, batch).total() <= free)
+        if requests is not None:
+            batching = plan_batching(
+                config, None if format is None else formats.resolve(format), requests, free=free / tensor_parallel, shapes=layers,
+                dtype=dtype, tensor_parallel=tensor_parallel, num_sink_tokens=num_sink_tokens, residual_length=residual_length,
+            )  # fmt: skip
     unbounded = longest == FURTHEST
     return Plan(
         model=text.model_type,
@@ -199,27 +227,31 @@ def plan(
         batch=batch,
         tensor_parallel=tensor_parallel,
         request=request,
-        dense=taken(DynamicCache(config=config), context, 1).total,
+        dense=taken(DynamicCache(config=config), context, 1).total(),
         gpu_memory=gpu_memory,
         weights_memory=None if gpu_memory is None else weights_memory,
-        requests=requests,
+        requests=fitting,
         longest_context=None if unbounded else longest,
         unbounded=unbounded,
         notes=_notes(config, context),
+        batching=batching,
     )
 
 
-def plan_all(config: PreTrainedConfig, *, policy: str | Policy | None = None, context: int, **options) -> list[Plan]:
-    """The plan of a DynamicCache, and then of every format that can hold the model's heads; `policy` and `options` are those of `plan`.
+def plan_all(config: PreTrainedConfig, *, policy: str | Policy | None = None, context: int | None = None, **options) -> list[Plan]:
+    """The plan of a DynamicCache, and then of every format that can hold the model's heads, in pages if there are `requests`; `policy` and
+    `options` are those of `plan`.
 
     Raises what `plan` does.
     """
     names = [None, *(name for name, format in formats.REGISTRY.items() if not isinstance(format, Identity))]
     dims = {shape.head_dim for shape in shapes(config, 2)}
-    held = [name for name in names if name is None or not any(formats.REGISTRY[name].refuses(dim) for dim in dims)]
+    possible = [name for name in names if name is None or not any(formats.REGISTRY[name].refuses(dim) for dim in dims)]
+    if options.get("requests") is not None:
+        possible = [name for name in possible if name is None or in_pages(formats.REGISTRY[name])]
     if options.get("gpu_memory") is not None and options.get("weights_memory") is None:  # once for all
         options["weights_memory"] = weights_bytes(config, model_dtype(config, options.get("dtype")))
-    return [plan(config, format=name, policy=policy if name else None, context=context, **options) for name in held]
+    return [plan(config, format=name, policy=policy if name else None, context=context, **options) for name in possible]
 
 
 def _check_bytes(name: str, value: float | None) -> None:
@@ -232,7 +264,7 @@ def _check_bytes(name: str, value: float | None) -> None:
 
 
 def _free(gpu_memory: float, weights_memory: float, gpus: int) -> float:
-    """Bytes left for caches, over all GPUs."""
+    """Bytes for caches, over all GPUs."""
     free = gpu_memory * gpus - weights_memory
     if free <= 0:
         raise ValueError(
@@ -243,7 +275,7 @@ def _free(gpu_memory: float, weights_memory: float, gpus: int) -> float:
 
 
 def _longest(fits: Callable[[int], bool]) -> int:
-    """The most tokens, up to `FURTHEST`, that fit."""
+    """The most tokens, at most `FURTHEST`, for which `fits` is true."""
     low, high = 0, 1
     while high <= FURTHEST and fits(high):
         low, high = high, high * 2

@@ -1,8 +1,8 @@
-"""`recommend`: which cache to take, in code and in words.
+"""`recommend`: which cache to choose, as code and in words.
 
 It follows the usual selection guide (short: FP8; medium: FP8 and H2O with half of the tokens; long: sinks, H2O with 30 % and FP8; streams:
-sinks and a window; chat: FP8 and shared prefixes) as far as what was measured here agrees, and says where it does not. The KL divergences
-and recalls quoted are of `eval/quality.py --model smollm2`: a real model of 135 million parameters, 8,064 tokens, facts in 1,000 to 8,000.
+sinks and a window; chat: FP8 and shared prefixes) where measurements agree with it, and names the guide's choice too. The KL divergences
+and recalls quoted come from `eval/quality.py --model smollm2`: a model of 135 million parameters, 8,064 tokens, facts in 1,000 to 8,000.
 """
 
 from __future__ import annotations
@@ -18,19 +18,20 @@ from .. import policies
 from ..caches import CompressedCache
 from ..formats.base import check_option
 from ..policies import Policy
+from .batching import Mix, check_mix
 from .engines import sglang_flag, vllm_flag
 from .model import model_dtype, text_config, weights_bytes
 from .plan import Plan, plan
 
 SHORT, LONG = 4096, 32_768
-"""Tokens of context: below the first a cache is small beside the weights, from the second on it is larger than they are."""
+"""Tokens of context: below SHORT a cache is small beside the weights, from LONG on it is larger than they are."""
 LEAST_RATIO = 1.05
-"""What is smaller by less than this is not worth another cache."""
+"""The ratio to a DynamicCache below which compressing is not worthwhile."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A cache, what makes it, and what was measured of it. A budget that is a share of the context is `{tokens}` in the call."""
+    """A cache: the call that makes it, and why. In the call, `{tokens}` stands for a budget that is a share of the context."""
 
     call: str
     format: str | None
@@ -38,7 +39,7 @@ class Choice:
     why: str
 
     def at(self, context: int) -> Choice:
-        """The same for `context` tokens: a budget in tokens, which `max_length` allows."""
+        """The same with the budget as a number of tokens, for `context` tokens: `max_length` requires one."""
         if self.policy is None or not (budget := self.policy.budgets[0]).share:
             return self
         tokens = max(budget.size(context), 1)
@@ -48,8 +49,8 @@ class Choice:
 
 @dataclass(frozen=True)
 class Recommendation:
-    """`call` makes the cache from `config` and the public names of qkvcache (DynamicCache: of transformers); `guide` is what the usual
-    selection guide takes; `vllm` and `sglang` are the nearest flags of these engines, both of which keep every token."""
+    """call: code that makes the cache from `config`, with the public names of qkvcache (DynamicCache: of transformers). guide: the choice
+    of the usual selection guide. vllm, sglang: the nearest flags of these engines, which retain every token."""
 
     call: str
     reason: str
@@ -76,12 +77,14 @@ FOUR_BITS = Choice(
     "(KL .0040)",
 )  # fmt: skip
 THREE_BITS = Choice(
-    'HadaQuantCache(config, key_bits=3, value_bits=3, quantizer="trellis")', "hadaquant_k3v3_trellis", None,
-    "3 bits on a trellis lose few facts (KL .012; 93 % of what the dense run recalls)",
+    "HadaQuantCache(config, key_bits=3, value_bits=3)", "hadaquant_k3v3", None,
+    "3 bits lose few facts (KL .017; 97 % of what the dense run recalls); calibrated by layer (`qkvcache calibrate`), the same bytes have "
+    "about half of the divergence",
 )  # fmt: skip
 THREE_AND_TWO = Choice(
-    'HadaQuantCache(config, key_bits=3, value_bits=2, quantizer="trellis")', "hadaquant_k3v2_trellis", None,
-    "keys of 3 bits and values of 2 lose few facts (KL .030, and 95 % of what the dense run recalls, without the trellis)",
+    "HadaQuantCache(config, key_bits=3, value_bits=2)", "hadaquant_k3v2", None,
+    "keys of 3 bits and values of 2 lose few facts (KL .030; 95 % of what the dense run recalls); calibrated by layer "
+    "(`qkvcache calibrate`), the same bytes have .4 to .8 of the divergence",
 )  # fmt: skip
 SNAPKV_50 = Choice(
     'CompressedCache(config, format="turboquant_4bit_nc", policy=policies.SnapKV(budget={tokens}))',
@@ -107,10 +110,9 @@ LADDERS: dict[str, tuple[Choice, ...]] = {
     "question": (*FACTS, SNAPKV_50),
     "continue": (INT8, K8V4, FOUR_BITS, THREE_BITS, SNAPKV_50, SNAPKV_25),
 }
-"""For each workload, from the closest to the smallest. Nothing evicts where facts may be asked for later: no policy keeps them and stays
-close. KeyDiff, which does on the embedded model, does not on a real one. No format is among them whose KL divergence exceeds .05 on keys
-with biases (tests/caches/test_biased.py): 2 bits, on a trellis too, read on with .054 there, and with .6 in a pretrained model of the
-Qwen2 family."""
+"""Choices for each workload, from the most accurate to the smallest. For "facts" nothing is evicted: no policy retains facts at a low KL
+divergence (KeyDiff does on the embedded model, but not on a real one). Formats whose KL divergence exceeds .05 on biased keys
+(tests/caches/test_biased.py) are left out, such as 2 bits, which have .6 in a pretrained model of the Qwen2 family."""
 LONG_START = {"facts": FOUR_BITS, "question": FOUR_BITS, "continue": SNAPKV_50}
 
 
@@ -118,42 +120,50 @@ def recommend(
     config: PreTrainedConfig,
     *,
     workload: Literal["facts", "question", "continue"] = "facts",
-    context: int,
+    context: int | None = None,
     streaming: bool = False,
     chat: bool = False,
     batch: int = 1,
+    requests: Mix | None = None,
     gpu_memory: float | None = None,
     weights_memory: float | None = None,
     tensor_parallel: int = 1,
     dtype: torch.dtype | str | None = None,
 ) -> Recommendation:
-    """Which cache to take for a model and a workload, and what it takes.
+    """Which cache to choose for a model and a workload, and its bytes.
 
         recommend(model.config, workload="continue", context=100_000, gpu_memory=80e9)
 
     Args:
         workload: "facts" that may be asked for later (agents, retrieval, code), a "question" that ends the prompt, or "continue" a text
             or a chain of thought.
-        streaming: tokens come without end.
-        chat: several turns; what one turn read may be asked for in the next, so that "facts" it is.
-        batch: requests of `context` tokens that must fit into `gpu_memory`; where they do not, a smaller cache is chosen.
+        streaming: the stream has no end.
+        chat: several turns. Later turns may ask for anything in earlier ones, so the workload is "facts".
+        batch: requests of `context` tokens that must fit into `gpu_memory`; if they do not, a smaller cache is chosen.
+        requests: kinds of requests of continuous batching, as `plan` takes them: `batch` of them must fit, in pages without a policy.
         context, gpu_memory, weights_memory, tensor_parallel, dtype: as `plan` takes them.
 
     Raises:
-        ValueError: an unknown workload, streaming and chat at once, and what `plan` raises.
+        ValueError: an unknown workload, streaming together with chat or requests, and what `plan` raises.
         TypeError, NotImplementedError: what `plan` raises.
     """
     check_option("workload", workload, LADDERS, "; chat=True (--chat) and streaming=True (--streaming) are options beside it")
     if streaming and chat:
-        raise ValueError("streaming=True with chat=True: a stream forgets the turns that a chat goes back to; choose one")
+        raise ValueError("streaming=True with chat=True: a stream evicts earlier turns, which a chat refers to; choose one")
+    if streaming and requests is not None:
+        raise ValueError("streaming=True with requests=: a stream evicts tokens, which pages retain; choose one")
     text_config(config)
     dtype = model_dtype(config, dtype)
+    if requests is not None and context is None:
+        context = max(sum(kind[1:]) for kind in check_mix(requests))
+    if context is None:
+        raise ValueError("context=None: pass the tokens of a request, or requests=")
     if gpu_memory is not None and weights_memory is None:
         weights_memory = weights_bytes(config, dtype)
 
     def planned(choice: Choice) -> Plan:
         return plan(
-            config, format=choice.format, policy=choice.policy, context=context, batch=batch, gpu_memory=gpu_memory,
+            config, format=choice.format, policy=choice.policy, context=context, batch=batch, requests=requests, gpu_memory=gpu_memory,
             weights_memory=weights_memory, tensor_parallel=tensor_parallel, dtype=dtype,
         )  # fmt: skip
 
@@ -161,13 +171,13 @@ def recommend(
     if streaming:
         return _answer(STREAM, planned(STREAM), guide, [STREAM.why], chat)
     tried = []
-    for choice in _ladder(config, "facts" if chat else workload, context):
+    for choice in _ladder(config, "facts" if chat else workload, context, requests is not None):
         choice = choice.at(context)
         tried.append((choice, planned(choice)))
         if tried[-1][1].fits:
             break
     choice, found = tried[-1]
-    dense = Choice("DynamicCache(config=config)", None, None, "")
+    dense = Choice("DynamicCache(config=config)" if requests is None else "model.generate_batch(prompts)", None, None, "")
     if found.ratio < LEAST_RATIO and found.fits and (whole := planned(dense)).fits:
         why = "nothing grows enough to be worth compressing: the context is short, or the model's layers slide or are linear"
         return _answer(dense, whole, guide, [why], chat)
@@ -176,24 +186,26 @@ def recommend(
         reasons.append(f"{tried[-2][0].call} would not hold {batch} such requests")
     if not found.fits:
         reasons.append(f"not even this holds {batch} such requests: shorten them, or add memory")
-    if chat:
+    if chat and requests is None:
         reasons.append("keep one cache over the turns, and share what all chats begin with in a PrefixStore")
     return _answer(choice, found, guide, reasons, chat)
 
 
-def _ladder(config: PreTrainedConfig, workload: str, context: int) -> list[Choice]:
-    """What to try, from where the context says to begin, of what the model allows."""
+def _ladder(config: PreTrainedConfig, workload: str, context: int, pages: bool) -> list[Choice]:
+    """Choices to try in order, from the one for this context on, without those that the model does not allow; in `pages`, those without a
+    policy, as code that enters continuous batching."""
     ladder = LADDERS[workload]
-    start = INT8 if context < SHORT else FOUR_BITS if context < LONG else LONG_START[workload]
-    possible = [choice for choice in ladder if _possible(config, choice)]
+    start = INT8 if context < SHORT else FOUR_BITS if context < LONG or pages else LONG_START[workload]
+    possible = [choice for choice in ladder if _possible(config, choice) and not (pages and choice.policy)]
     wanted = ladder[ladder.index(start) :]
-    return [choice for choice in possible if choice in wanted] or possible[-1:]
+    chosen = [choice for choice in possible if choice in wanted] or possible[-1:]
+    return [replace(choice, call=f'continuous_batching(model, format="{choice.format}")') for choice in chosen] if pages else chosen
 
 
 def _possible(config: PreTrainedConfig, choice: Choice) -> bool:
-    """Whether the format holds the model's heads, and its attention allows the policy."""
+    """Whether the format supports the model's heads and its attention the policy."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that nothing will be compressed: the ratio says so
+        warnings.simplefilter("ignore")  # "nothing will be compressed": the ratio shows it
         try:
             CompressedCache(config, format=choice.format, policy=choice.policy)
         except (ValueError, NotImplementedError):

@@ -10,22 +10,26 @@ from .recommend import Recommendation
 
 
 def table(plans: list[Plan]) -> Table:
-    """One row a plan, all of one model, context and memory."""
+    """A row for each plan; all have the same model, context and memory."""
     first = plans[0]
     found = Table(title=f"{first.model}, {first.context:,} tokens a request, {first.dtype}", caption=_caption(first))
     budget = first.gpu_memory is not None
-    for header in ("cache", "bytes a token", "MB a request", "smaller", *(("requests", "longest context") if budget else ())):
+    mixed = first.batching is not None
+    fits = ("pages", "requests of the mix") if mixed else ("requests", "longest context")
+    for header in ("cache", "bytes a token", "MB a request", "smaller", *(fits if budget else ())):
         found.add_column(header, justify="left" if header == "cache" else "right", no_wrap=header == "cache")
     for plan in plans:
         cells = [plan.name, f"{plan.bytes_per_token:,.0f}", f"{plan.bytes_per_request / 1e6:,.1f}", f"{plan.ratio:.2f}x"]
-        if budget:
+        if plan.batching is not None:
+            cells += [f"{plan.batching.pages:,}", f"{plan.batching.requests:,}"]
+        elif budget:
             cells += [f"{plan.requests:,}", "any" if plan.unbounded else f"{plan.longest_context:,}"]
         found.add_row(*cells)
     return found
 
 
 def parts(plan: Plan) -> Table:
-    """Where the bytes of one request are."""
+    """The bytes of one request by role."""
     found = Table(title=f"one request in {plan.name}")
     found.add_column("part")
     found.add_column("MB", justify="right")

@@ -1,14 +1,16 @@
 """Planned bytes are the bytes that a real cache then holds: to the byte, save for what a sliding layer notes of its window."""
 
+import functools
+
 import pytest
 import torch
-from matrix import FORMATS, MODELS, ONE_TRELLIS, POLICIES, model, slowly
+from matrix import FORMATS, KINDS, MODELS, POLICIES, STATIC, by_layer, model, slowly
 from transformers import StaticCache
 
 from qkvcache import CompressedCache, policies
 from qkvcache.layers.evicting import EvictingLayer
 from qkvcache.planning import plan
-from qkvcache.planning.model import shapes
+from qkvcache.planning.model import Shape, shapes
 from qkvcache.storage import growth
 
 MODEL_NAMES = ("llama", "gemma3", "phi3", "qwen3")
@@ -36,6 +38,14 @@ def read(name: str, prompt: int, steps: int, **options) -> CompressedCache:
     return cache
 
 
+@functools.cache
+def projection(shape: Shape) -> torch.nn.Module:
+    """An attention module with nothing but its output projection."""
+    module = torch.nn.Module()
+    module.o_proj = torch.nn.Linear(shape.query_heads * shape.head_dim, 8, bias=False)
+    return module
+
+
 def drive(name: str, prompt: int, steps: int, **options) -> CompressedCache:
     """The same without the model: keys and values, and the attention on them where a policy looks at it."""
     config = MODELS[name]()
@@ -43,11 +53,12 @@ def drive(name: str, prompt: int, steps: int, **options) -> CompressedCache:
     for layer, shape in zip(cache.layers, shapes(config, 4), strict=True):
         for tokens in (prompt, *[1] * steps):
             new = torch.rand(ROWS, shape.heads, tokens, shape.head_dim)
+            queries = torch.rand(ROWS, shape.query_heads, tokens, shape.head_dim)
             layer.update(new, new)
             if isinstance(layer, EvictingLayer):
-                layer.enter(None)
+                layer.begin_attention(None, queries, 1.0, projection(shape))
                 columns = layer.stored + tokens
-                layer.observe(torch.rand(ROWS, shape.heads, columns) if layer.observes else None)
+                layer.end_attention(torch.rand(ROWS, shape.heads, columns) if layer.policy.observation_window else None)
     return cache
 
 
@@ -71,7 +82,7 @@ def test_models(name):
 
 
 @pytest.mark.parametrize(("name", "of"), [("llama", list(ALL_POLICIES)), ("phi3", ["none", "keydiff_values", "h2o_share"])])
-@pytest.mark.parametrize("format", slowly(FORMATS, ONE_TRELLIS))
+@pytest.mark.parametrize("format", slowly(FORMATS, [*KINDS, "hadaquant_k3v4"]))
 def test_every_format_with_every_policy(name, of, format):
     for policy in of:
         options = {"format": format, "policy": ALL_POLICIES[policy](40)}
@@ -80,8 +91,15 @@ def test_every_format_with_every_policy(name, of, format):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODEL_NAMES)
+@pytest.mark.parametrize("policy", ["none", "keydiff"])
+def test_formats_by_layer(name, policy):
+    options = {"format": by_layer(MODELS[name]()), "policy": ALL_POLICIES[policy](50)}
+    check(drive(name, 100, 30, **options), name, 100, 30, **options)
+
+
+@pytest.mark.parametrize("name", MODEL_NAMES)
 @pytest.mark.parametrize("policy", ALL_POLICIES)
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", slowly(FORMATS, ["identity", "int8", "fp8_tensor", "nvfp4_mse", "turboquant_3bit_nc", "hadaquant_k3v4"]))
 def test_every_format_with_every_policy_in_models(name, format, policy):
     options = {"format": format, "policy": ALL_POLICIES[policy](40)}
     check(read(name, 150, 2, **options), name, 150, 2, **options)
@@ -119,20 +137,20 @@ def test_chunks_that_grow_while_tokens_come_one_by_one(policy):
         new = token.expand(-1, -1, 1100 if seen == 1100 else 1, -1)
         layer.update(new, new)
         if policy:
-            layer.enter(None)
-            layer.observe(None)
+            layer.begin_attention(None)
+            layer.end_attention(None)
         if seen % 37 == 0:
             assert plan(config, context=seen, prompt=1100, dtype=torch.float32, **options).bytes_per_request == 3 * cache.nbytes, seen
 
 
 def test_far_from_the_prompt_chunks_are_counted_as_if_one_by_one():
-    body = 931  # and then in groups
-    slots = growth(0, body)
+    region = 931  # and then in groups
+    slots = growth(0, region)
     for context in range(1001, 40_000):
         left = 931 + (context - 1000) // 16 * 16
         if left > slots:
-            slots += growth(body, left - slots)
-        body = left
+            slots += growth(region, left - slots)
+        region = left
         if context % 4999 == 0:
             planned = plan(MODELS["llama"](), format="int8", context=context, prompt=1000, dtype=torch.float32)
             assert planned.request.codes == 3 * 2 * 2 * 32 * slots
@@ -144,13 +162,14 @@ def drive_static(config, prompt: int, steps: int, rows: int, **options) -> Compr
     for layer, shape in zip(cache.layers, shapes(config, 4), strict=True):
         for tokens in (prompt, *[1] * steps):
             new = torch.rand(rows, shape.heads, tokens, shape.head_dim)
+            queries = torch.rand(rows, shape.query_heads, tokens, shape.head_dim)
             layer.update(new, new)
             if isinstance(layer, EvictingLayer):
-                fixed = layer.fixed and tokens == 1
-                layer.begin(None) if fixed else layer.enter(None)
-                columns = layer.num_sink_tokens + layer.slots + layer.tail + 1 if fixed else layer.stored + tokens
-                mass = torch.rand(rows, shape.heads, columns) if layer.observes else None
-                layer.finish(mass, None) if fixed else layer.observe(mass)
+                fixed = layer.is_static and tokens == 1
+                layer.begin_attention(None, queries, 1.0, projection(shape))
+                columns = layer.num_sink_tokens + layer.storage.slots + layer.lag_length + 1 if fixed else layer.stored + tokens
+                attention_sums = torch.rand(rows, shape.heads, columns) if layer.policy.observation_window else None
+                layer.end_attention(attention_sums)
     return cache
 
 
@@ -159,10 +178,10 @@ COUNTERS = 200
 
 
 @pytest.mark.parametrize("rows", slowly([1, 3], [3]))
-@pytest.mark.parametrize("policy", ["none", *POLICIES])
+@pytest.mark.parametrize("policy", ["none", *STATIC])
 def test_preallocated_caches(policy, rows):
     config = MODELS["llama"]()
-    formats = ONE_TRELLIS if policy in ("none", "h2o") else ("fp8", "int8_token")
+    formats = FORMATS if policy in ("none", "h2o") else ("fp8", "int8_token")
     for format in formats:
         for skip_layers in ((), (1,)):
             options = {"format": format, "policy": ALL_POLICIES[policy](40), "skip_layers": skip_layers, "max_length": 700}

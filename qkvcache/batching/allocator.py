@@ -1,0 +1,73 @@
+"""`CompressedAllocator`: compressed pages as a cache allocator of transformers.
+
+Blocks are counted, shared, forked, hashed and freed as in transformers. What is other: the bytes of a page (`layout.py`), the ring of each
+request (`rings.py`), and what a request's row tells kernels (`step.py`).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from transformers.generation.continuous_batching.cache_allocators import CachePool, FullAttentionCacheAllocator
+
+from ..kernels import Pages, Pair
+from .layout import PageLayout
+from .rings import Rings
+from .statistics import Statistics
+from .step import HEADER, Batch, Row
+
+
+class CompressedAllocator(FullAttentionCacheAllocator):
+    """The pages of all layers of a model with full attention in every layer."""
+
+    def __init__(self, layout: PageLayout, rings: Rings, statistics: Statistics, layers: list[int], rank: int, allow_block_sharing: bool):
+        self.layout, self.rings, self.statistics = layout, rings, statistics
+        self.head_dim, self.num_key_value_heads, self.cache_dtype = layout.head_dim, layout.heads, layout.dtype
+        self._before_cache_tensor_init(
+            index=0,
+            layer_indices=layers,
+            tokens_per_page=layout.page_size,
+            bytes_per_page=layout.nbytes,
+            allow_block_sharing=allow_block_sharing,
+        )
+        like = torch.empty(1, layout.heads, 1, layout.head_dim, dtype=layout.dtype, device=rings.tensor.device)
+        self.once = {layer: statistics.of_layer(layer, like, rank) for layer in layers}
+
+    def register_cache_tensor(self, bytes_per_sector: int, non_trash_bytes: int, cache_tensor: Tensor, pool: CachePool) -> None:
+        self.bytes_per_sector = bytes_per_sector
+        self._copy_view = cache_tensor.view(-1, self.bytes_per_block)
+        self._after_cache_tensor_init(non_trash_bytes, bytes_per_sector, cache_tensor, pool)
+        self.write_trash_index = 0  # in sector 0, which holds no request
+        self.views = {layer: self.layout.views(cache_tensor, i, self.pages_per_block) for i, layer in enumerate(self.layer_indices)}
+
+    def pages(self, layer: int, table: Tensor, lengths: Tensor) -> Pages:
+        """The pages of a layer, of rows with this `table` `[B, P]` and these `lengths` `[B]`."""
+        return Pages(*self.layout.codecs, self.views[layer][0], self.once[layer], table, lengths)
+
+    def sinks(self, layer: int) -> Pair:
+        """The first tokens of requests, `[N, H, S, D]`, by their first block."""
+        return self.views[layer][1]
+
+    def free_blocks(self, request_id: str, no_cache: bool = False) -> None:
+        super().free_blocks(request_id, no_cache)
+        self.rings.release(request_id)
+
+    def fork_blocks(self, source_request_id: str, dest_request_id: str, past_length: int) -> tuple[list[int], list[int]]:
+        self.rings.fork(source_request_id, dest_request_id)
+        return super().fork_blocks(source_request_id, dest_request_id, past_length)
+
+    def row(self, request_id: str, past_length: int, query_length: int) -> Row:
+        """What is read and written for the next tokens of a request."""
+        before = self.rings.of(request_id, past_length)
+        after = self.rings.advance(request_id, past_length, query_length)
+        return Row.of(self.layout, self.rings, self.block_table[request_id], before, after)
+
+    def fill_block_table(self, request_id: str, past_length: int, query_length: int, block_table: Tensor) -> None:
+        """Writes the header of the row, and then its blocks."""
+        row = self.row(request_id, past_length, query_length)
+        entries = torch.tensor([*row.header(), *row.blocks], dtype=block_table.dtype)
+        block_table[: HEADER + len(row.blocks)].copy_(entries, non_blocking=True)
+
+    def extend(self, batch: Batch, request_id: str, past_length: int, query_length: int) -> None:
+        """Adds the next tokens of a request to a batch that has others than single tokens."""
+        batch.add(self.row(request_id, past_length, query_length))

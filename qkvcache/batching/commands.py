@@ -1,0 +1,55 @@
+"""`qkvcache serve`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from ..options import MODEL, examples, model_of, refusals
+
+
+def serve(
+    context: typer.Context,
+    model: Annotated[str, typer.Argument(help=MODEL)],
+    format: Annotated[str, typer.Option(help="Storage format of the pages; `qkvcache formats` lists them.")] = "turboquant_4bit_nc",
+    num_sink_tokens: Annotated[int, typer.Option(help="First tokens of a request that stay in the model's dtype.", min=0)] = 4,
+    residual_length: Annotated[int, typer.Option(help="Last tokens of a request that stay in the model's dtype.", min=0)] = 64,
+    metrics_interval: Annotated[float, typer.Option(help="Seconds between two lines of metrics; 0 prints none.", min=0)] = 10.0,
+) -> None:
+    """Serve a model behind transformers' OpenAI-compatible server, with a compressed cache.
+
+    Takes every option of `transformers serve` too: --host, --port, --device, --dtype, --cb-max-memory-percent, --cb-num-blocks,
+    --enable-cors and others. Continuous batching is on; --no-continuous-batching runs requests one after the other.
+    `GET /metrics` returns what the line of metrics says, in the text format of Prometheus.
+    """
+    model_of(model)  # refused here, under the argument's name
+    with refusals():
+        options = stock_options(context.args)
+        from .server import Server
+
+        cache = {"format": format, "num_sink_tokens": num_sink_tokens, "residual_length": residual_length}
+        server = Server(model, cache, metrics_interval=metrics_interval, **options)
+    server.run()
+
+
+def stock_options(arguments: list[str]) -> dict[str, Any]:
+    """Options of `transformers serve` by name, with continuous batching on. Raises what typer raises for wrong ones."""
+    from transformers.cli.serve import Serve
+    from transformers.utils.import_utils import is_serve_available
+
+    if not is_serve_available():
+        raise ImportError("serving needs packages that are not installed: pip install 'qkvcache[serve]'")
+    app = typer.Typer(add_completion=False)
+    app.command()(Serve)
+    command = typer.main.get_command(app)
+    options = command.make_context("qkvcache serve MODEL", ["--continuous-batching", *arguments]).params
+    if options.pop("force_model", None) is not None:
+        raise typer.BadParameter(f"one model is served, got {arguments} beside it", param_hint="MODEL")
+    return {name: value for name, value in options.items() if name != "non_blocking"}
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the command to the command line."""
+    example = examples("qkvcache serve smollm2 --format turboquant_4bit_nc --port 8000")
+    app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True}, epilog=example)(serve)

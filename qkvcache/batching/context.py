@@ -1,0 +1,217 @@
+"""`continuous_batching`: compressed pages for `generate_batch` and `init_continuous_batching` of a model."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import transformers
+from packaging.version import Version
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
+
+from .. import formats
+from ..attention import install
+from ..caches.base import head_dim_of
+from ..formats import Format, FormatByLayer
+from ..kernels import on_triton
+from ..policies import check_count
+from .metrics import Counters, Metrics
+from .statistics import Statistics
+
+if TYPE_CHECKING:
+    from .manager import CompressedManager
+
+OLDEST = "5.19"
+"""The first transformers whose continuous batching has allocators."""
+_METHOD, _CACHED = "init_continuous_batching", "_cached_continuous_batching_manager"
+
+
+class Batching:
+    """The result of `continuous_batching`, a context manager: inside, or until `close`, the model's continuous batching uses compressed
+    pages. `statistics.save(path)` keeps what a format froze."""
+
+    def __init__(self, model: PreTrainedModel, format: Format, num_sink_tokens: int, residual_length: int, statistics: Statistics):
+        self.model, self.format, self.statistics = model, format, statistics
+        self.num_sink_tokens, self.residual_length = num_sink_tokens, residual_length
+        self.manager: CompressedManager | None = None
+        """The one that was made last."""
+        self._counters = Counters()
+        self._attention = model.config._attn_implementation
+
+    def __call__(
+        self,
+        generation_config: GenerationConfig | None = None,
+        continuous_batching_config: Any = None,
+        workload_hints: Any = None,
+    ) -> CompressedManager:
+        """The model's `init_continuous_batching`."""
+        from transformers.generation.configuration_utils import ContinuousBatchingConfig
+
+        from .manager import CompressedManager
+
+        kept = getattr(self.model, _CACHED, None)
+        if isinstance(kept, CompressedManager):
+            kept.switch_to_cb_friendly_attn(self.model)
+            return kept
+        if kept is not None:
+            raise ValueError("the model keeps a manager with dense pages: call model.destroy_cached_continuous_batching_manager() before")
+        generation = self.model.generation_config if generation_config is None else generation_config
+        if generation is None:
+            raise ValueError("a GenerationConfig must be passed or set in the model")
+        if generation.eos_token_id is None:
+            generation.eos_token_id = -1  # as transformers: no token ends a text
+        config = continuous_batching_config or getattr(generation, "continuous_batching_config", None) or ContinuousBatchingConfig()
+        self.manager = CompressedManager(
+            self.model,
+            generation,
+            config,
+            workload_hints,
+            format=self.format,
+            num_sink_tokens=self.num_sink_tokens,
+            residual_length=self.residual_length,
+            statistics=self.statistics,
+            counters=self._counters,
+        )
+        return self.manager
+
+    def metrics(self) -> Metrics:
+        """Requests, pages and tokens now."""
+        if self.manager is None:
+            return Metrics(tokens_generated=self._counters.tokens_generated, preemptions=self._counters.preemptions)
+        return self.manager.metrics(self._counters)
+
+    def close(self) -> None:
+        """Stops the manager and restores the model. Idempotent."""
+        if self.model.__dict__.get(_METHOD) is not self:
+            return
+        del self.model.__dict__[_METHOD]
+        if self.manager is not None:
+            if self.manager.is_running():
+                self.manager.stop(block=True, hard_stop=True)
+            self.manager.destroy()
+            self.manager.batch_processor = None
+            if self.model.config._attn_implementation != self._attention:  # of a manager that never started
+                self.model.set_attn_implementation(self._attention)
+        if getattr(self.model, _CACHED, None) is self.manager:
+            self.model.__dict__.pop(_CACHED, None)
+        self.manager = None
+
+    def __deepcopy__(self, memo: dict) -> Batching:
+        return Batching(
+            copy.deepcopy(self.model, memo), self.format, self.num_sink_tokens, self.residual_length, copy.deepcopy(self.statistics, memo)
+        )
+
+    def __enter__(self) -> Batching:
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        self.close()
+
+
+def continuous_batching(
+    model: PreTrainedModel,
+    format: str | Format = "turboquant_4bit_nc",
+    *,
+    residual_length: int = 64,
+    num_sink_tokens: int = 4,
+    statistics: Statistics | str | Path | None = None,
+) -> Batching:
+    """Keeps the requests of `model.generate_batch` and `model.init_continuous_batching` in compressed pages.
+
+        with continuous_batching(model, format="turboquant_4bit_nc") as batching:
+            outputs = model.generate_batch(prompts, max_new_tokens=100)
+
+    Every token is quantized when it is written; each request also keeps its last tokens in the model's dtype, and the first ones beside its
+    first block. The tokens of a step see each other exactly. Blocks that are shared, forked, moved to the host and back keep their codes.
+
+    Args:
+        format: a registry name (`qkvcache.formats.REGISTRY`) or a Format, whose scales do not span tokens.
+        residual_length: last tokens of each request that attention reads in the model's dtype.
+        num_sink_tokens: first tokens of each request that stay in the model's dtype.
+        statistics: for formats that keep a mean or a scale once for all tokens: `batching.statistics` of an earlier run, or the file that
+            its `save` wrote. None: they come from the first batch of prompts, and are frozen for all requests that follow.
+
+    Raises:
+        NotImplementedError: transformers below 5.19, models with sliding, linear or latent attention, or encoder-decoders.
+        ValueError: an unknown format or one that cannot hold the model's head_dim, negative sizes, statistics of another format or model,
+            a model that batches on compressed pages already.
+        TypeError: `format`, `statistics` or a size of another type.
+    """
+    resolved = formats.resolve(format)
+    check_count("num_sink_tokens", num_sink_tokens)
+    check_count("residual_length", residual_length)
+    _check_model(model)
+    chosen = check_format(resolved, head_dim_of(model.config.get_text_config(decoder=True)))
+    if isinstance(statistics, str | Path):
+        statistics = Statistics.load(statistics, chosen)
+    elif statistics is None:
+        statistics = Statistics(chosen)
+    elif not isinstance(statistics, Statistics):
+        raise TypeError(f"statistics={statistics!r}: expected a file, or the statistics of an earlier run")
+    if statistics.format != chosen:
+        raise ValueError(f"statistics are of format {statistics.format.name!r}, not of {chosen.name!r}")
+    if _METHOD in model.__dict__:
+        raise ValueError("the model batches on compressed pages already: close that first")
+    if not on_triton(model.device):
+        _warn_slow(model.device.type)
+    install()
+    batching = Batching(model, chosen, num_sink_tokens, residual_length, statistics)
+    model.__dict__[_METHOD] = batching
+    return batching
+
+
+@cache
+def _warn_slow(device: str) -> None:
+    warnings.warn(
+        f"continuous batching on compressed pages has no kernels for {device}: torch operations instead, which are slow", stacklevel=3
+    )
+
+
+def _check_model(model: PreTrainedModel) -> None:
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(f"model must be a transformers model, got {type(model).__name__}")
+    check_config(model.config)
+    if not model._can_set_attn_implementation():
+        raise NotImplementedError(f"{type(model).__name__} does not go through transformers' attention interface")
+
+
+def check_config(config: PreTrainedConfig) -> None:
+    """Raises NotImplementedError for models, and releases of transformers, without compressed pages."""
+    if Version(transformers.__version__).release < Version(OLDEST).release:
+        raise NotImplementedError(
+            f"transformers {transformers.__version__} has no page allocators: compressed pages need {OLDEST} or later; upgrade it"
+        )
+    text = config.get_text_config(decoder=True)
+    if config.is_encoder_decoder:
+        raise NotImplementedError(f"{config.model_type} is an encoder-decoder: transformers batches decoders only")
+    if getattr(text, "kv_lora_rank", None):
+        raise NotImplementedError(f"{text.model_type} caches latents (MLA), which are compressed already")
+    kinds = set(getattr(text, "layer_types", None) or ()) - {"full_attention"}
+    if kinds or (getattr(text, "layer_types", None) is None and getattr(text, "sliding_window", None) is not None):
+        kind = ", ".join(sorted(kinds)) or "sliding_attention"
+        raise NotImplementedError(f"{text.model_type} has {kind} layers: compressed pages need full attention in every layer")
+    if getattr(text, "num_kv_shared_layers", 0):
+        raise NotImplementedError(f"{text.model_type} shares keys among layers: compressed pages hold each layer's own")
+
+
+def check_format(format: Format | FormatByLayer, head_dim: int | None) -> Format:
+    """The format, if pages can hold it.
+
+    Raises NotImplementedError for formats by layer, ValueError for a format that cannot hold `head_dim`, or whose scales span tokens.
+    """
+    if isinstance(format, FormatByLayer):
+        raise NotImplementedError(f"format={format.name}: pages of all layers have one format; pass one")
+    if head_dim:
+        format.check(head_dim)
+    if not fits_pages(format):
+        raise ValueError(f"format {format.name!r} has a scale for several tokens, which would be those of different requests; use 'fp8'")
+    return format
+
+
+def fits_pages(format: Format) -> bool:
+    """Whether each token has scales of its own, or those of all tokens of the model."""
+    layouts = (codec.packed_layout for codec in (format.key, format.value))
+    return all(layout is None or layout.writable for layout in layouts)

@@ -1,0 +1,202 @@
+"""`CompressedManager`: transformers' manager of continuous batching, with compressed pages."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.generation.configuration_utils import ContinuousBatchingConfig
+from transformers.generation.continuous_batching import ContinuousBatchingManager, RequestState
+from transformers.generation.continuous_batching.continuous_api import ContinuousBatchProcessor
+from transformers.generation.continuous_batching.initialization import update_cb_config_after_cache_creation
+from transformers.generation.continuous_batching.scheduler import SCHEDULER_MAPPING
+from transformers.generation.continuous_batching.utils import WorkloadHints, get_accelerator_graph_name
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from ..formats import Format
+from .attention import NAME, paged_attention
+from .metrics import Counters, Metrics
+from .pool import CompressedPagedCache
+from .statistics import Statistics
+
+NO_ROOM = "No requests can be scheduled and no requests can be offloaded."
+"""What transformers' processor raises when a request does not fit into an empty pool."""
+
+
+class CompressedManager(ContinuousBatchingManager):
+    """A manager whose requests are in compressed pages; `continuous_batching` says what the options are."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        generation_config: GenerationConfig,
+        continuous_batching_config: ContinuousBatchingConfig,
+        workload_hints: WorkloadHints | None,
+        *,
+        format: Format,
+        num_sink_tokens: int,
+        residual_length: int,
+        statistics: Statistics,
+        counters: Counters,
+    ):
+        asked = continuous_batching_config
+        self._cache_options: dict[str, Any] = {
+            "format": format,
+            "num_sink_tokens": num_sink_tokens,
+            "residual_length": residual_length,
+            "statistics": statistics,
+            "counters": counters,
+            "max_requests": asked.max_requests_per_batch,
+            "max_blocks_per_request": asked.max_blocks_per_request,
+        }
+        if asked.max_blocks_per_request is None and workload_hints is not None and workload_hints.max_generated_length:
+            longest = workload_hints.max_prompt_length + workload_hints.max_generated_length
+            self._cache_options["max_blocks_per_request"] = -(-longest // asked.page_size)
+        super().__init__(model, generation_config, continuous_batching_config, workload_hints)  # type: ignore[arg-type]
+        config = self.continuous_batching_config
+        # Batches with prompts run eagerly: what they launch depends on how many prompts there are.
+        wanted = asked.use_cuda_graph is None or asked.cuda_graph_booleans[1]
+        graphs = model.device.type == "cuda" and get_accelerator_graph_name() is not None and wanted and asked.max_blocks_per_request != 0
+        config.use_cuda_graph = (False, graphs)
+        if asked.use_async_batching is None:
+            config.use_async_batching = graphs
+
+    def switch_to_cb_friendly_attn(self, model: Any, auto_switch_to_flash: bool = True) -> None:
+        ALL_ATTENTION_FUNCTIONS.register(NAME, paged_attention)
+        if model.config._attn_implementation != NAME:
+            self._original_attn_impl = model.config._attn_implementation
+            model.set_attn_implementation(NAME)
+
+    def warmup(self) -> None:
+        """As transformers' `warmup`; statistics do not come from its made-up tokens."""
+        if self.batch_processor is None:
+            self.batch_processor = self._create_batch_processor()
+        cache = self.cache
+        cache.calibrating = False
+        try:
+            super().warmup()
+        finally:
+            cache.calibrating = True
+
+    @property
+    def cache(self) -> CompressedPagedCache:
+        return self.batch_processor.cache  # type: ignore[union-attr, return-value]
+
+    def metrics(self, counters: Counters) -> Metrics:
+        """Of now; without pages as long as there is no processor."""
+        counts = {"tokens_generated": counters.tokens_generated, "preemptions": counters.preemptions}
+        processor = self.batch_processor
+        if processor is None:
+            return Metrics(waiting=self.input_queue.qsize(), **counts)
+        scheduler, allocator = processor.scheduler, self.cache.allocator
+        pool, cached = allocator.pool, len(allocator.ledger.cached_blocks)
+        free = pool.num_free_sectors * allocator.blocks_per_sector + pool.count_free_blocks(allocator.index)
+        return Metrics(
+            running=len(scheduler.active_requests),
+            waiting=len(scheduler.waiting_requests) + self.input_queue.qsize(),
+            pages_used=allocator.num_blocks - free - cached,
+            pages_cached=cached,
+            pages_total=allocator.num_blocks,
+            page_size=allocator.tokens_per_page,
+            **counts,
+        )
+
+    def _create_batch_processor(self) -> ContinuousBatchProcessor:
+        """The processor, made or reset on the current stream: others, which do not wait for it, copy and compute the first batch."""
+        if isinstance(processor := getattr(self, "batch_processor", None), ContinuousBatchProcessor):
+            processor.reset()
+        else:
+            processor = self._make_processor()
+        if self.model.device.type == "cuda":
+            torch.cuda.current_stream(self.model.device).synchronize()
+        return processor
+
+    def _make_processor(self) -> ContinuousBatchProcessor:
+        model, config = self.model, self.continuous_batching_config
+        text = model.config.get_text_config()
+        supports = getattr(model, "_supports_logits_to_keep", None)
+        cache = CompressedPagedCache(
+            config=text,
+            continuous_batching_config=config,
+            device=model.device,
+            distributed_helper=self.distributed_helper,
+            dtype=model.dtype,
+            model_supports_logits_to_keep=callable(supports) and supports(),
+            **self._cache_options,
+        )
+        self._use_prefix_sharing = cache.use_prefix_sharing
+        update_cb_config_after_cache_creation(config, num_blocks=cache.num_blocks, max_batch_tokens=cache.max_batch_tokens)
+        kind = SCHEDULER_MAPPING.get(config.scheduler_type)
+        if kind is None:
+            raise ValueError(f"scheduler_type={config.scheduler_type!r}: expected one of {', '.join(map(repr, SCHEDULER_MAPPING))}")
+        admitting = type(kind.__name__, (Admission, kind), {})
+        scheduler = admitting(
+            cache=cache,
+            safety_margin=config.safety_margin,
+            max_requests_per_batch=config.max_requests_per_batch,
+        )
+        return CompressedProcessor(
+            cache=cache,
+            config=text,
+            generation_config=self.generation_config,
+            continuous_batching_config=config,
+            logit_processor=self.logit_processor,
+            input_queue=self.input_queue if self.is_tp_driver else None,
+            cancel_queue=self.cancel_queue if self.is_tp_driver else None,
+            output_router=self.output_router,
+            background_thread_status=self.background_thread_status,
+            model_device=model.device,
+            model_dtype=model.dtype,
+            scheduler=scheduler,
+            distributed_helper=self.distributed_helper,
+        )
+
+
+class Admission:
+    """Of a scheduler: a request that can never have all its pages is refused, which fails it alone."""
+
+    cache: CompressedPagedCache
+
+    def add_waiting_request(self, state: RequestState) -> None:
+        _check_room(state, len(state.initial_tokens) + (state.max_new_tokens or 1) - 1, self.cache)
+        super().add_waiting_request(state)  # type: ignore[misc]
+
+
+def _check_room(state: RequestState, tokens: int, cache: CompressedPagedCache) -> None:
+    """Raises MemoryError if a request of so many tokens, the last one not stored, does not fit into the empty pool."""
+    room = cache.num_blocks * cache.allocator.tokens_per_page
+    if tokens > room:
+        raise MemoryError(
+            f"request {state.request_id} of {tokens} tokens does not fit into a pool of {room} tokens: shorten it, or raise "
+            "max_memory_percent or num_blocks of the ContinuousBatchingConfig"
+        )
+
+
+class CompressedProcessor(ContinuousBatchProcessor):
+    """A processor that fails a request that outgrows the pool, and goes on with the others."""
+
+    cache: CompressedPagedCache
+
+    def prepare_next_batch(self) -> bool:
+        while True:
+            try:
+                return super().prepare_next_batch()
+            except RuntimeError as error:
+                if str(error) != NO_ROOM or not self._fail_one():
+                    raise
+
+    def _fail_one(self) -> bool:
+        """Fails the request that no pages are left for."""
+        scheduler = self.scheduler
+        if not scheduler.starved_requests:
+            return False
+        state, tokens = scheduler.starved_requests[0]
+        try:
+            _check_room(state, state.current_len() + tokens, self.cache)
+        except MemoryError as error:
+            self._handle_request_error(error, state)
+            scheduler.finish_request(state.request_id)
+            scheduler.block_new_requests = False
+            return True
+        return False

@@ -1,0 +1,103 @@
+"""`Statistics`: what a format keeps once for all tokens (means, a frozen scale), frozen for all requests of a model.
+
+Blocks are shared among requests, so that their codes must mean the same for all of them. The statistics come from the tokens of the first
+batch of prompts, or from a file that `save` wrote.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from ..formats import Codes, Format
+from ..kernels import Pair
+
+SIDES = "key", "value"
+
+
+class Statistics:
+    """The statistics of every layer of a model in one format; empty until the first prompts are read."""
+
+    def __init__(self, format: Format):
+        self.format = format
+        self.layers: dict[int, tuple[Codes, Codes]] = {}
+        """Tensors `[1, H or 1, 1, width]`, which keep their addresses."""
+        self.pending: set[int] = set()
+        """Layers without statistics so far."""
+        self.stored: dict[str, Tensor] = {}
+        """Tensors of a file, until a layer takes them."""
+
+    @staticmethod
+    def load(path: str | Path, format: Format) -> Statistics:
+        """Those that `save` wrote.
+
+        Raises ValueError for a file that is no such file, or one for another format.
+        """
+        statistics = Statistics(format)
+        try:
+            with safe_open(path, framework="pt") as file:
+                name = (file.metadata() or {}).get("format")
+                statistics.stored = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"statistics={str(path)!r} cannot be read: {error}") from error
+        if name != format.name:
+            raise ValueError(
+                f"statistics={str(path)!r} are of format {name!r}, not of {format.name!r}: pass format={name!r}, or another file"
+            )
+        return statistics
+
+    def save(self, path: str | Path) -> None:
+        """Writes the statistics of all layers, for `continuous_batching(statistics=path)`.
+
+        Raises ValueError before the first prompts were read.
+        """
+        if self.pending or not self.layers:
+            raise ValueError("there are no statistics yet: they come from the first prompts")
+        tensors = {
+            f"{layer}.{side}.{name}": x.contiguous()
+            for layer, sides in self.layers.items()
+            for side, codes in zip(SIDES, sides, strict=True)
+            for name, x in codes.items()
+        }
+        save_file(tensors, path, {"format": self.format.name})
+
+    def of_layer(self, layer: int, like: Tensor, rank: int = 0) -> tuple[Codes, Codes]:
+        """Those of a layer whose keys and values are like `like` `[1, H, T, D]`; of a tensor-parallel `rank`, those of its heads.
+
+        Raises ValueError if a file has none for this layer, or others.
+        """
+        if layer not in self.layers:
+            sides: list[Codes] = []
+            with torch.inference_mode(False):
+                for side, codec in zip(SIDES, (self.format.key, self.format.value), strict=True):
+                    once = codec.allocate(like, 0)[1]
+                    for name, x in once.items():
+                        self._take(f"{layer}.{side}.{name}", x, rank)
+                    sides.append(once)
+            self.layers[layer] = sides[0], sides[1]
+            if not self.stored and any(sides):
+                self.pending.add(layer)
+        return self.layers[layer]
+
+    def _take(self, key: str, out: Tensor, rank: int) -> None:
+        if not self.stored:
+            return
+        found = self.stored.get(key)
+        if found is not None and found.shape[1] > out.shape[1] > 1 or found is not None and out.shape[1] == 1 < found.shape[1]:
+            found = found[:, rank * out.shape[1] : (rank + 1) * out.shape[1]]
+        if found is None or found.shape != out.shape:
+            raise ValueError(f"the statistics have no {key} of shape {list(out.shape)}: they were saved for another model")
+        out.copy_(found)
+
+    def calibrate(self, layer: int, x: Pair) -> None:
+        """Freezes those of a layer, from keys and values `[1, H, T, D]`, unless they are."""
+        if layer not in self.pending:
+            return
+        for codec, codes, side in zip((self.format.key, self.format.value), self.layers[layer], x, strict=True):
+            for name, found in codec.calibrate(side).items():
+                codes[name].copy_(found)
+        self.pending.discard(layer)

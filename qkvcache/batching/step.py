@@ -1,0 +1,213 @@
+"""What a forward pass reads and writes, planned on the host and sent to the device once for all layers.
+
+Steps in which every request has one token are described by transformers' block table, at fixed addresses, so that they can be replayed as
+CUDA graphs: a header for each row, and then its blocks. Other batches are described by `Batch`: rows with one token and a past are decoded
+together, the prompts, or chunks of them, one after another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ..kernels.pages import COLUMNS
+from .layout import PageLayout
+from .rings import Ring, Rings
+
+LENGTH, PAGE_SLOT, RING_SLOT, SINK_SLOT = range(8, 12)
+HEADER = SINK_SLOT + 1
+"""Columns of the block table before the blocks: those of `PagedInputs.rows`, tokens in the pages, and where the new token is written; 0 is
+a slot that nobody reads. Lengths and blocks begin at multiples of 16 bytes, as those of other batches do, for which Triton would compile
+its kernels again otherwise."""
+
+TYPICAL_TOKENS = 4096
+"""Of a row, for which the work of a replayed step is split: its graph knows only the most that there may be, for which a split would be
+most of a row. Longer rows get more splits."""
+
+
+@dataclass
+class Row:
+    """The next tokens, `past` to `end`, of a request with these blocks."""
+
+    blocks: list[int]
+    past: int
+    end: int
+    page_size: int
+    slots: int
+    """Of its ring."""
+    ring: int
+    """The row of its ring."""
+    sink_slots: int
+    past_ring: int
+    past_ring_tokens: int
+    """The row of the ring of the past, and tokens of the past that are read from it."""
+    ring_tokens: int
+    """Tokens that are in the ring once the new ones are written."""
+
+    @staticmethod
+    def of(layout: PageLayout, rings: Rings, blocks: list[int], before: Ring, after: Ring) -> Row:
+        sinks = layout.num_sink_tokens
+        past, end = before.end, after.end
+        read, kept = rings.tokens(before, min(past, sinks)), rings.tokens(after, min(end, sinks))
+        return Row(blocks, past, end, layout.page_size, rings.slots, after.row, sinks, before.row, read, kept)
+
+    @property
+    def count(self) -> int:
+        return self.end - self.past
+
+    @property
+    def past_sinks(self) -> int:
+        return min(self.past, self.sink_slots)
+
+    @property
+    def past_quantized(self) -> int:
+        """Tokens of the past that are read from the pages, or as exact first tokens."""
+        return self.past - self.past_ring_tokens
+
+    def columns(self) -> list[int]:
+        """Up to LENGTH, once the new tokens are written."""
+        sinks = min(self.end, self.sink_slots)
+        length = self.end - self.ring_tokens
+        return [sinks, self.blocks[0], sinks, self.ring, length % self.slots, self.ring_tokens, 0, 0, length]
+
+    def page_slots(self) -> list[int]:
+        """Slots of the new tokens in the pages."""
+        size, blocks = self.page_size, self.blocks
+        return [blocks[n // size] * size + n % size for n in range(self.past, self.end)]
+
+    def ring_places(self) -> range:
+        """The new tokens that are written into the ring."""
+        return range(max(self.past, self.end - self.slots, self.sink_slots), self.end)
+
+    def sink_places(self) -> range:
+        """The new tokens that are kept as first tokens."""
+        return range(self.past, min(self.end, self.sink_slots))
+
+    def ring_slot(self, place: int) -> int:
+        return self.ring * self.slots + place % self.slots
+
+    def sink_slot(self, place: int) -> int:
+        return self.blocks[0] * self.sink_slots + place
+
+    def header(self) -> list[int]:
+        """Of a row with one new token."""
+        sink = self.sink_slot(self.past) if self.past < self.sink_slots else 0
+        ring = 0 if self.past < self.sink_slots else self.ring_slot(self.past)
+        return [*self.columns(), *self.page_slots(), ring, sink]
+
+
+@dataclass
+class Chunk:
+    """A prompt, or a part of one: the queries `begin` to `end` of the batch. `table` is the row of its blocks among the past's."""
+
+    row: Row
+    begin: int
+    end: int
+    table: Tensor | None = None
+
+
+@dataclass
+class Rows:
+    """Rows with one new token each. `at` says where their queries are in the batch; None: they are all of it."""
+
+    columns: Tensor
+    lengths: Tensor
+    table: Tensor
+    max_length: int
+    tokens: int | None
+    at: slice | Tensor | None = None
+
+
+@dataclass
+class Writes:
+    """Slots of new tokens: of pages for every token of the batch; rows and slots of rings, and of first tokens, for those tokens that are
+    written there (None: for every token)."""
+
+    pages: Tensor
+    ring: tuple[Tensor, Tensor]
+    sinks: tuple[Tensor, Tensor]
+    ring_tokens: Tensor | None = None
+    sink_tokens: Tensor | None = None
+
+
+@dataclass
+class Step:
+    writes: Writes
+    rows: Rows | None
+    chunks: list[Chunk] = field(default_factory=list)
+
+
+def step_of_table(table: Tensor, page_size: int, pool_tokens: int, ring_slots: int, sink_slots: int) -> Step:
+    """The step of a block table, int32 `[B, HEADER + P]`, whose rows without a request hold -1; `pool_tokens` of all pages."""
+    table = table.clamp_min(0)
+    max_length = (table.shape[1] - HEADER) * page_size
+    if table.device.type == "cpu":  # the torch reference reads all that there may be
+        max_length = max(int(table[:, LENGTH].max()), 1)
+    columns = table[:, : len(COLUMNS)].contiguous()
+    tokens = min(len(table) * min(TYPICAL_TOKENS, max_length), pool_tokens)
+    rows = Rows(columns, table[:, LENGTH], table[:, HEADER:], max_length, tokens)
+    pages, ring, sinks = table[:, PAGE_SLOT : SINK_SLOT + 1].long().unbind(1)
+    return Step(Writes(pages, rows_and_slots(ring, ring_slots), rows_and_slots(sinks, sink_slots)), rows)
+
+
+def rows_and_slots(slots: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """Of slots in rows of `size`; none if these have none."""
+    return (slots.div(size, rounding_mode="floor"), slots % size) if size else (slots[:0], slots[:0])
+
+
+class Batch:
+    """The rows of a batch, as they are added; slots of a ring, and of first tokens."""
+
+    def __init__(self, ring_slots: int, sink_slots: int) -> None:
+        self.ring_slots, self.sink_slots = ring_slots, sink_slots
+        self.rows: list[Row] = []
+
+    def add(self, row: Row) -> None:
+        self.rows.append(row)
+
+    def step(self, tokens: int, device: torch.device) -> Step:
+        """The step of these rows in a batch of `tokens` tokens, the last of which may be padding."""
+        decoded: list[Row] = []
+        places: list[int] = []
+        chunks: list[Chunk] = []
+        pages: list[int] = []
+        ring_tokens, ring, sink_tokens, sinks = ([] for _ in range(4))  # type: tuple[list[int], list[int], list[int], list[int]]
+        for row in self.rows:
+            begin = len(pages)
+            pages += row.page_slots()
+            ring_tokens += [begin + place - row.past for place in row.ring_places()]
+            ring += [row.ring_slot(place) for place in row.ring_places()]
+            sink_tokens += [begin + place - row.past for place in row.sink_places()]
+            sinks += [row.sink_slot(place) for place in row.sink_places()]
+            if row.past and row.count == 1:
+                decoded.append(row)
+                places.append(begin)
+            else:
+                chunks.append(Chunk(row, begin, begin + row.count))
+        pages += [0] * (tokens - len(pages))
+        late = [chunk for chunk in chunks if chunk.row.past]
+        lists: list[Sequence[int]] = [pages, ring, sinks, ring_tokens, sink_tokens, places]
+        sent = send([n for part in lists for n in part], torch.int64, device).split([len(part) for part in lists])
+        tables = [row.blocks for row in decoded] + [chunk.row.blocks for chunk in late]
+        width = max(map(len, tables), default=0)
+        blocks = send([n for table in tables for n in (*table, *[0] * (width - len(table)))], torch.int32, device).view(len(tables), width)
+        for chunk, table in zip(late, blocks[len(decoded) :], strict=True):
+            chunk.table = table[None]
+        rows = None
+        if decoded:
+            columns = send([n for row in decoded for n in row.columns()], torch.int32, device).view(len(decoded), -1)
+            longest = max(row.end for row in decoded)
+            at = slice(places[0], places[0] + len(places)) if places[-1] - places[0] + 1 == len(places) else sent[5]
+            held = sum(row.end for row in decoded)
+            rows = Rows(columns[:, : len(COLUMNS)].contiguous(), columns[:, LENGTH], blocks[: len(decoded)], longest, held, at)
+        of_ring, of_sinks = rows_and_slots(sent[1], self.ring_slots), rows_and_slots(sent[2], self.sink_slots)
+        return Step(Writes(sent[0], of_ring, of_sinks, sent[3], sent[4]), rows, chunks)
+
+
+def send(numbers: list[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A tensor on the device, copied without waiting for it."""
+    tensor = torch.tensor(numbers, dtype=dtype)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

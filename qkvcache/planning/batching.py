@@ -1,0 +1,187 @@
+"""How many requests of a mix of lengths run together in continuous batching: pages and rings as `qkvcache.batching` allocates them."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig
+
+from ..formats import Format, FormatByLayer
+from ..policies import check_count
+from .model import Shape, text_config
+
+PAGE_SIZE = 256
+"""transformers' default, in tokens."""
+MEMORY_SHARE = 0.9
+"""transformers' default of `max_memory_percent` on a GPU."""
+MOST_REQUESTS = 1024
+"""transformers' default of `max_requests_per_batch`."""
+
+Mix = Sequence[tuple[float, int, int]]
+"""Kinds of requests: a weight, tokens of the prompt, and tokens of the answer."""
+
+
+@dataclass(frozen=True)
+class BatchingPlan:
+    """The pool of pages beside the weights, and the requests of a mix that it holds, each at its full length.
+
+    mix: kinds of requests as given. counts: how many of each fit at once. page_size: tokens of a page. pages: pages of the pool. rings:
+    requests that may have exact last tokens at once (0: transformers' own pages). bytes_per_page, bytes_per_ring: of all layers, on all
+    GPUs. dense_counts: `counts` in transformers' own pages in the same memory.
+    """
+
+    mix: tuple[tuple[float, int, int], ...]
+    counts: tuple[int, ...]
+    dense_counts: tuple[int, ...]
+    page_size: int
+    pages: int
+    rings: int
+    bytes_per_page: int
+    bytes_per_ring: int
+
+    @property
+    def requests(self) -> int:
+        return sum(self.counts)
+
+    @property
+    def dense_requests(self) -> int:
+        return sum(self.dense_counts)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that the pool holds."""
+        return self.pages * self.page_size
+
+    @property
+    def pages_used(self) -> int:
+        """Pages of the requests of `counts`."""
+        return sum(
+            count * pages_of(prompt + answer, self.page_size) for count, (_, prompt, answer) in zip(self.counts, self.mix, strict=True)
+        )
+
+    @property
+    def reason(self) -> str:
+        """The plan in words."""
+        kinds = ", ".join(f"{count:,} of {prompt:,} + {answer:,}" for count, (_, prompt, answer) in zip(self.counts, self.mix, strict=True))
+        words = f"Continuous batching: {self.pages:,} pages of {self.page_size} tokens hold {self.requests:,} requests at once ({kinds})"
+        if self.dense_counts != self.counts:
+            words += f", where transformers' own pages hold {self.dense_requests:,}"
+        limit = " More would share the memory of exact last tokens." if self.requests == self.rings else ""
+        return f"{words}.{limit}"
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values, in bytes, pages and requests."""
+        derived = ("requests", "dense_requests", "tokens", "pages_used", "reason")
+        return vars(self) | {"mix": [list(kind) for kind in self.mix]} | {name: getattr(self, name) for name in derived}
+
+
+def plan_batching(
+    config: PreTrainedConfig,
+    format: Format | FormatByLayer | None,
+    mix: Mix,
+    *,
+    free: float,
+    shapes: Sequence[Shape],
+    dtype: torch.dtype,
+    tensor_parallel: int,
+    num_sink_tokens: int,
+    residual_length: int,
+) -> BatchingPlan:
+    """The plan for `free` bytes of each GPU beside the weights; `shapes` are the layers on one GPU. Raises what `plan` does."""
+    from transformers import ContinuousBatchingConfig
+
+    from ..batching.attention import NAME
+    from ..batching.context import check_config, check_format
+    from ..batching.layout import PageLayout
+    from ..batching.pool import pool_size
+
+    kinds = check_mix(mix)
+    check_config(config)
+    text = copy.deepcopy(text_config(config))
+    shape = shapes[0]
+    # What transformers decides for a GPU, with buffers for two steps at once.
+    batching = ContinuousBatchingConfig(
+        page_size=PAGE_SIZE, max_memory_percent=MEMORY_SHARE, max_requests_per_batch=MOST_REQUESTS, max_blocks_per_request=0,
+        use_async_batching=True,
+    )  # fmt: skip
+    options: dict[str, Any] = {"logits_to_keep": _keeps_logits(config), "layers": len(shapes), "free": free}
+    text._attn_implementation = "flash_attention_2"  # the fastest that transformers' own pages have, without masks
+    blocks, bytes_per_block = _stock_blocks(text, batching, shape, dtype, **options)
+    dense = fitting(kinds, blocks, PAGE_SIZE, MOST_REQUESTS)
+    if format is None:
+        return BatchingPlan(kinds, dense, dense, PAGE_SIZE, blocks, 0, bytes_per_block * tensor_parallel, 0)
+    format = check_format(format, shape.head_dim)
+    text._attn_implementation = NAME
+    layout = PageLayout(format, shape.heads, shape.head_dim, PAGE_SIZE, num_sink_tokens, dtype)
+    size = pool_size(text, batching, layout, residual_length=residual_length, **options)
+    counts = fitting(kinds, size.blocks, PAGE_SIZE, size.rings)
+    sizes = (size.bytes_per_block * tensor_parallel, size.bytes_per_ring * tensor_parallel)
+    return BatchingPlan(kinds, counts, dense, PAGE_SIZE, size.blocks, size.rings, *sizes)
+
+
+def in_pages(format: Format) -> bool:
+    """Whether pages can hold the format."""
+    from ..batching.context import fits_pages
+
+    return fits_pages(format)
+
+
+def check_mix(mix: Mix) -> tuple[tuple[float, int, int], ...]:
+    """The mix as tuples. Raises ValueError or TypeError for weights that are not positive and lengths below one token."""
+    kinds: tuple[Any, ...] = tuple(tuple(kind) for kind in mix)
+    if not kinds or any(len(kind) != 3 for kind in kinds):
+        raise ValueError(f"requests={mix!r}: expected one or more of (weight, prompt tokens, answer tokens), such as [(3, 1000, 200)]")
+    for weight, prompt, answer in kinds:
+        if isinstance(weight, bool) or not isinstance(weight, int | float):
+            raise TypeError(f"requests: a weight must be a number, got {weight!r}")
+        if not 0 < weight < float("inf"):
+            raise ValueError(f"requests: a weight must be above 0 and finite, got {weight!r}")
+        check_count("prompt of requests", prompt, 1)
+        check_count("answer of requests", answer, 1)
+    return kinds
+
+
+def pages_of(tokens: int, page_size: int) -> int:
+    return -(-tokens // page_size)
+
+
+def fitting(kinds: tuple[tuple[float, int, int], ...], pages: int, page_size: int, most: int) -> tuple[int, ...]:
+    """How many requests of each kind fit into so many pages, at most `most` in all, if they come in proportion to their weights: at each
+    turn the kind that is furthest behind its share."""
+    total = sum(weight for weight, _, _ in kinds)
+    counts = [0] * len(kinds)
+    for turn in range(1, most + 1):
+        behind = [turn * weight / total - count for (weight, _, _), count in zip(kinds, counts, strict=True)]
+        kind = max(range(len(kinds)), key=behind.__getitem__)
+        pages -= pages_of(kinds[kind][1] + kinds[kind][2], page_size)
+        if pages < 0:
+            break
+        counts[kind] += 1
+    return tuple(counts)
+
+
+def _stock_blocks(
+    config: PreTrainedConfig, cb_config: Any, shape: Shape, dtype: torch.dtype, *, layers: int, logits_to_keep: bool, free: float
+) -> tuple[int, int]:
+    """Blocks of transformers' own pool, and bytes of one."""
+    from transformers.generation.continuous_batching.cache_allocators import FULL_ATTENTION, FullAttentionCacheAllocator
+
+    from ..batching.pool import StockSizing
+
+    size = layers * FullAttentionCacheAllocator.get_bytes_per_page(shape.heads, shape.head_dim, dtype, cb_config.page_size)
+    sizing = StockSizing(
+        config=config, cb_config=cb_config, dtype=dtype, bytes_per_sector=size, tokens_per_sector=cb_config.page_size, bytes_per_block=size,
+        attn_types=[FULL_ATTENTION], model_supports_logits_to_keep=logits_to_keep, free=free,
+    )  # fmt: skip
+    return sizing.infer_max_batch_tokens_and_num_sectors()[1], size
+
+
+def _keeps_logits(config: PreTrainedConfig) -> bool:
+    """Whether the model computes the logits of some tokens alone, as `GenerationMixin` asks."""
+    model: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    return model is not None and "logits_to_keep" in inspect.signature(model.forward).parameters

@@ -1,0 +1,115 @@
+"""Requests on a tiny model: through continuous batching, and one after another with a cache."""
+
+from __future__ import annotations
+
+import functools
+import time
+from contextlib import contextmanager
+
+import pytest
+import torch
+import transformers
+from matrix import MODELS, model
+from packaging.version import Version
+from seeds import SEED
+from transformers import AutoModelForCausalLM, GenerationConfig
+
+from qkvcache import CompressedCache
+from qkvcache.batching.context import OLDEST
+
+if Version(transformers.__version__) < Version(OLDEST):
+    pytest.skip(f"continuous batching needs transformers {OLDEST}", allow_module_level=True)
+
+ZONES = {"num_sink_tokens": 2, "residual_length": 4}
+NEW = 12
+"""Tokens that a request generates."""
+LENGTHS = (70, 5, 140, 1, 130)
+"""Of prompts: less and more than a page, and less than the exact tokens."""
+
+
+def prompts(*lengths: int, seed: int = 0) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(SEED + seed)
+    return [torch.randint(3, 100, (length,), generator=generator).tolist() for length in lengths]
+
+
+def pool(blocks: int = 40, **options):
+    from transformers.generation.configuration_utils import ContinuousBatchingConfig
+
+    return ContinuousBatchingConfig(**{"page_size": 64, "num_blocks": blocks, "max_batch_tokens": 512} | options)
+
+
+def greedy(new: int = NEW) -> GenerationConfig:
+    return GenerationConfig(max_new_tokens=new, do_sample=False, eos_token_id=-1)
+
+
+@contextmanager
+def serving(network, new: int = NEW, **options):
+    """A running manager, within `continuous_batching`."""
+    manager = network.init_continuous_batching(generation_config=greedy(new), continuous_batching_config=pool(**options))
+    manager.warmup()
+    manager.start()
+    try:
+        yield manager
+    finally:
+        manager.stop()
+
+
+def collect(manager, names: list[str], seconds: float = 60) -> dict:
+    """The outputs of these requests."""
+    found, deadline = {}, time.monotonic() + seconds
+    while len(found) < len(names):
+        assert time.monotonic() < deadline and manager.is_running()
+        if (output := manager.get_result(timeout=1)) and output.is_finished() and output.request_id in names:
+            found[output.request_id] = output
+    return found
+
+
+def answers(manager, ids: list[list[int]]) -> list[list[int]]:
+    """Tokens of requests that run together."""
+    names = manager.add_requests(ids)
+    found = collect(manager, names)
+    assert [found[name].error for name in names] == [None] * len(ids)
+    return [found[name].generated_tokens for name in names]
+
+
+def single(network, ids: list[int], format: str, new: int = NEW, chunk: int | None = None, **zones) -> tuple[list[int], list[float]]:
+    """Tokens of one prompt, read in chunks, with a cache whose residual is as long as a ring; and by how much the logit of each exceeds
+    the next one, relative to the largest logit."""
+    cache = CompressedCache(network.config, format=format, max_length=len(ids) + new, **ZONES | zones)
+    given, tokens, margins = list(ids), [], []
+    with torch.no_grad():
+        for _ in range(new):
+            for begin in range(0, len(given), chunk or len(given)):
+                logits = network(torch.tensor([given[begin : begin + (chunk or len(given))]]), past_key_values=cache).logits[0, -1]
+            first, second = logits.topk(2).values.tolist()
+            margins.append((first - second) / logits.abs().max().item())
+            given = [int(logits.argmax())]
+            tokens += given
+    return tokens, margins
+
+
+CLOSE = 1e-3
+"""A margin that the rounding of another order of sums, and the code that it may turn, can exceed."""
+
+
+def assert_same(got: list[int], expected: tuple[list[int], list[float]]) -> int:
+    """The same tokens, until two of them are as likely as each other; returns how many were compared."""
+    tokens, margins = expected
+    decided = next((i for i, margin in enumerate(margins) if margin < CLOSE), len(margins))
+    assert got[:decided] == tokens[:decided]
+    assert len(got) == len(tokens)
+    return decided
+
+
+def llama():
+    return model("llama")
+
+
+@functools.lru_cache
+def tiniest():
+    """A model of one layer, for many requests."""
+    config = MODELS["llama"]()
+    config.num_hidden_layers, config.hidden_size, config.intermediate_size, config.head_dim = 1, 16, 16, 16
+    config.num_attention_heads, config.num_key_value_heads = 2, 1
+    torch.manual_seed(SEED)
+    return AutoModelForCausalLM.from_config(config).eval()

@@ -1,0 +1,117 @@
+"""Continuous batching on a GPU: the answers of a cache, steps replayed as CUDA graphs and prepared ahead, blocks on the host and back."""
+
+from __future__ import annotations
+
+import copy
+import functools
+
+import pytest
+import torch
+
+from qkvcache import CompressedCache, continuous_batching
+from qkvcache.kernels import fused
+
+from .requests import ZONES, answers, assert_same, llama, prompts, serving
+
+pytestmark = pytest.mark.gpu
+FORMATS = ["identity", "int8", "nvfp4_mse", "turboquant_4bit_nc", "hadaquant_k3v3"]
+SYNCHRONOUS = {"use_cuda_graph": False, "use_async_batching": False}
+
+
+@functools.cache
+def network(dtype=torch.float16):
+    return copy.deepcopy(llama()).to("cuda", dtype)
+
+
+def steps(net, ids: list[int], format: str, new: int) -> tuple[list[int], list[float]]:
+    """As `requests.single`, on the GPU."""
+    cache = CompressedCache(net.config, format=format, max_length=len(ids) + new, **ZONES)
+    given, tokens, margins = torch.tensor([ids], device="cuda"), [], []
+    with torch.no_grad():
+        for _ in range(new):
+            logits = net(given, past_key_values=cache).logits[0, -1].float()
+            first, second = logits.topk(2).values.tolist()
+            margins.append((first - second) / logits.abs().max().item() / 20)  # fp16 rounds more
+            given = logits.argmax().view(1, 1)
+            tokens.append(int(given))
+    return tokens, margins
+
+
+@pytest.mark.parametrize(
+    ("format", "dtype"), [*((format, torch.float32) for format in FORMATS), ("identity", torch.float16), ("int8", torch.float16)]
+)
+def test_answers_equal_a_cache(format, dtype):
+    """With graphs and batches prepared ahead, which are the defaults; through the kernels.
+
+    In fp16, another order of sums turns codes of few bits, and with them tokens that are far from as likely as each other.
+    """
+    net, ids, compared = network(dtype), prompts(150, 70, 30), 0
+    for one in ids:
+        before = fused.calls
+        with continuous_batching(net, format, **ZONES), serving(net, new=12) as manager:
+            config = manager.continuous_batching_config
+            assert config.use_cuda_graph == (False, True) and config.use_async_batching
+            (got,) = answers(manager, [one])
+        assert fused.calls > before
+        compared += assert_same(got, steps(net, one, format, 12))
+    assert compared > 6
+
+
+def test_a_manager_that_starts_while_the_default_stream_is_busy(monkeypatch):
+    """There it clears the inputs of its batches; these are copied on another stream, and must not be cleared once they are there."""
+    net, ids = network(torch.float32), prompts(150)
+    with continuous_batching(net, "identity", **ZONES), serving(net) as manager:
+        expected = answers(manager, ids)
+    from qkvcache.batching.manager import CompressedManager
+
+    start = CompressedManager.start
+    monkeypatch.setattr(CompressedManager, "start", lambda manager: (torch.cuda._sleep(400_000_000), start(manager)))
+    with continuous_batching(net, "identity", **ZONES), serving(net) as manager:
+        assert answers(manager, ids) == expected
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_graphs_equal_eager_steps(format):
+    ids, net = prompts(150, 1, 64, 300, 5, 90, 128, 33), network(torch.float32)  # whose sums differ least with what is in a batch
+    results: list[tuple] = []
+    for options in ({}, SYNCHRONOUS, {"use_cuda_graph": False}, {"use_async_batching": False}):
+        with continuous_batching(net, format, **ZONES) as batching:
+            if results:
+                batching.statistics = results[0][1]
+            with serving(net, new=20, allow_block_sharing=False, max_batch_tokens=1024, **options) as manager:
+                results.append((answers(manager, ids), batching.statistics))
+    assert all(tokens == results[0][0] for tokens, _ in results)
+
+
+def test_chunks_shared_blocks_and_blocks_on_the_host():
+    begin = prompts(128)[0]
+    ids = [begin + more for more in prompts(200, 30, 70, 1, 150, seed=1)]
+    with continuous_batching(network(), "turboquant_4bit_nc", **ZONES) as batching:
+        small = {"max_batch_tokens": 64, "blocks": 14, "cpu_offload_space": 0.01, "safety_margin": 0.0}
+        with serving(network(), new=70, **small) as manager:
+            assert [len(tokens) for tokens in answers(manager, ids)] == [70] * 5
+            metrics = batching.metrics()
+            assert metrics.preemptions and metrics.pages_used == 0 and metrics.tokens_generated >= 350
+
+
+def test_a_client_that_leaves():
+    with continuous_batching(network(), "int8", **ZONES) as batching, serving(network(), new=500, blocks=60) as manager:
+        names = manager.add_requests(prompts(100, 60, 20), max_new_tokens=400)
+        for name in names:
+            manager.cancel_request(name)
+        assert len(answers(manager, prompts(10))[0]) == 500
+        assert batching.metrics().pages_used == 0
+
+
+def test_the_pool_and_its_rings_fit():
+    """Sized by the free memory, of a copy with as many layers as a model that is served."""
+    from transformers import AutoModelForCausalLM
+
+    config = copy.deepcopy(network().config)
+    config.num_hidden_layers, config.head_dim, config.num_key_value_heads, config.num_attention_heads = 16, 128, 4, 8
+    torch.manual_seed(0)
+    large = AutoModelForCausalLM.from_config(config).to("cuda", torch.bfloat16).eval()
+    with continuous_batching(large, "turboquant_4bit_nc") as batching:
+        outputs = large.generate_batch(prompts(300, 40), max_new_tokens=10)
+        assert [len(output.generated_tokens) for output in outputs.values()] == [10, 10]
+        assert batching.metrics().tokens_generated == 20

@@ -1,0 +1,167 @@
+"""Blocks that requests share, fork, lose to others and get back; what requests leave behind."""
+
+from __future__ import annotations
+
+import random
+import time
+
+import pytest
+import torch
+from seeds import SEED
+from transformers import GenerationConfig
+
+from qkvcache import continuous_batching
+
+from .requests import ZONES, answers, assert_same, collect, llama, pool, prompts, serving, single, tiniest
+
+pytestmark = pytest.mark.filterwarnings("ignore:continuous batching on compressed pages")
+FORMAT = "turboquant_4bit_nc"
+
+
+def allocator(manager):
+    return manager.cache.allocator
+
+
+def free_pages(manager) -> int:
+    """Pages that a request could have: those that nobody has, and those that are kept in case a prompt begins with them."""
+    held = allocator(manager)
+    return held.pool.num_free_sectors * held.blocks_per_sector + held.pool.count_free_blocks(0) + len(held.ledger.cached_blocks)
+
+
+def assert_nothing_is_left(manager) -> None:
+    held = allocator(manager)
+    assert free_pages(manager) == held.num_blocks and not held.block_table
+    assert not held.rings.held and sorted(held.rings.free) == list(range(1, held.rings.tensor.shape[2]))
+
+
+def test_a_prompt_in_chunks_equals_a_cache():
+    """Its chunks are smaller and larger than the exact tokens, and end within pages."""
+    network, ids = llama(), prompts(100)
+    for chunk in (3, 30):
+        with continuous_batching(network, "int8_uncentered", **ZONES), serving(network, max_batch_tokens=chunk) as manager:
+            (got,) = answers(manager, ids)
+        assert assert_same(got, single(network, ids[0], "int8_uncentered", chunk=chunk))
+
+
+def test_prompts_that_begin_alike_share_their_blocks(monkeypatch):
+    """The codes of shared blocks are read, not written again; answers are those of a prompt in two chunks."""
+    network = llama()
+    (begin,) = prompts(128)
+    first, second = begin + prompts(20, seed=1)[0], begin + prompts(30, seed=2)[0]
+    with continuous_batching(network, "int8_uncentered", **ZONES | {"residual_length": 0}) as batching, serving(network) as manager:
+        answers(manager, [first])
+        cached = dict(allocator(manager).ledger.hash_to_block)
+        assert batching.metrics().pages_cached == len(cached) == 2
+        before = manager.cache.cache_tensor.view(-1, allocator(manager).bytes_per_block)[list(cached.values())].clone()
+        (got,) = answers(manager, [second])
+        assert cached.items() <= allocator(manager).ledger.hash_to_block.items()
+        after = manager.cache.cache_tensor.view(-1, allocator(manager).bytes_per_block)[list(cached.values())]
+        assert torch.equal(before, after)
+        assert_nothing_is_left(manager)
+    # The first chunk of a cache with a residual of one token; the last of the 128 is exact there, and a code here.
+    assert assert_same(got[:2], tuple(x[:2] for x in single(network, second, "int8_uncentered", chunk=128, residual_length=0)))
+
+
+def test_forks_equal_the_request_that_they_come_from():
+    network, (ids,) = llama(), prompts(100)
+    options = {"max_new_tokens": 10, "do_sample": True, "top_k": 1, "eos_token_id": -1}
+    with continuous_batching(network, FORMAT, **ZONES):
+        several = network.generate_batch(
+            [ids], generation_config=GenerationConfig(**options, num_return_sequences=3), continuous_batching_config=pool()
+        )
+    tokens = [output.generated_tokens for output in several.values()]
+    assert len(tokens) == 3 and tokens[0] == tokens[1] == tokens[2] and len(tokens[0]) == 10
+
+
+@pytest.mark.parametrize("space", [0, 0.01], ids=["reset", "offload"])
+def test_a_request_that_loses_its_blocks_gets_them_back(space, monkeypatch):
+    """From the host bit by bit, or read again; all requests end, and nothing is left."""
+    network, ids = llama(), prompts(60, 55, 50, 58)
+    real, moved = torch.empty, []
+    monkeypatch.setattr(torch, "empty", lambda *a, pin_memory=False, **k: real(*a, **k))  # a CPU pins nothing
+    with continuous_batching(network, "int8_uncentered", **ZONES) as batching:
+        with serving(network, new=80, blocks=7, cpu_offload_space=space, safety_margin=0.0, allow_block_sharing=False) as manager:
+            offloading = manager.batch_processor.offloading_manager
+            offload, restore = offloading._offload_to_cpu, offloading.restore_scheduled_requests
+
+            def bytes_of(names):
+                view = allocator(manager)._copy_view
+                return {
+                    name: view[allocator(manager).block_table[name]].clone() for name in names if name in allocator(manager).block_table
+                }
+
+            def leaving(victims, tables):
+                view = allocator(manager)._copy_view
+                found = offload(victims, tables)
+                moved.extend((name, view[tables[name]["full_attention"]].clone()) for name in found)
+                return found
+
+            def returning(batch):
+                names = [future.state.request_id for future in batch if future.state.is_cpu_offloaded]
+                restore(batch)
+                for name, blocks in bytes_of(names).items():
+                    left = dict(moved)[name]
+                    assert torch.equal(blocks[: len(left)], left)
+
+            offloading._offload_to_cpu, offloading.restore_scheduled_requests = leaving, returning
+            tokens = answers(manager, ids)
+            assert_nothing_is_left(manager)
+        assert batching.metrics().preemptions > 0 and (not space or moved)
+    assert [len(x) for x in tokens] == [80] * 4
+
+
+def test_a_ring_that_another_request_takes():
+    """A request whose ring is given away reads codes, and goes on with a ring of later tokens."""
+    from qkvcache.batching.rings import Rings
+
+    rings = Rings(1, 2, 1, 4, 8, torch.float32, torch.device("cpu"))
+    a = rings.advance("a", 0, 10)
+    rings.advance("b", 0, 3)
+    assert rings.tokens(a, 2) == 4 and rings.tokens(rings.of("b", 3), 2) == 1
+    c = rings.advance("c", 0, 5)
+    assert c.row == a.row and rings.tokens(rings.of("a", 10), 2) == 0
+    back = rings.advance("a", 10, 1)
+    assert rings.tokens(back, 2) == 1 and "b" not in rings.held
+    ring = torch.arange(2 * 4.0).view(2, 1, 4, 1)
+    assert Rings.unroll(ring, 1, 6, 9).flatten().tolist() == [6, 7, 4]
+
+
+def test_a_request_that_does_not_fit_fails_alone():
+    """Before it is read, if its length is known; else once it has all pages. The others go on."""
+    network = tiniest()
+    with continuous_batching(network, FORMAT, **ZONES) as batching, serving(network, new=5, blocks=2) as manager:
+        long = manager.add_request(prompts(125)[0], max_new_tokens=5)
+        found = collect(manager, [long])
+        assert "129 tokens" in found[long].error and "pool of 128" in found[long].error
+        assert not batching.metrics().tokens_generated
+        manager.generation_config.max_new_tokens = None
+        endless = manager.add_request(prompts(100)[0])
+        found = collect(manager, [endless])
+        assert "pool of 128" in found[endless].error and len(found[endless].generated_tokens) == 29
+        manager.generation_config.max_new_tokens = 5
+        assert len(answers(manager, prompts(40, 30))) == 2
+        assert_nothing_is_left(manager)
+
+
+def test_a_thousand_requests_with_cancels_and_preemptions():
+    """Every request that is not cancelled ends with all its tokens; no page and no ring is left; the thread lives."""
+    network, draw = tiniest(), random.Random(SEED)
+    with continuous_batching(network, FORMAT, **ZONES) as batching:
+        with serving(network, blocks=20, max_requests_per_batch=32, safety_margin=0.0) as manager:
+            wanted: dict[str, int] = {}
+            cancelled: set[str] = set()
+            for i, ids in enumerate(prompts(*(draw.choice((1, 9, 61, 63)) for _ in range(1000)))):
+                wanted[str(i)] = draw.randint(1, 5)
+                manager.add_request(ids, request_id=str(i), max_new_tokens=wanted[str(i)])
+                if draw.random() < 0.2:
+                    cancelled.add(draw.choice(list(wanted)))
+            for name in cancelled:
+                manager.cancel_request(name)
+            found = collect(manager, [name for name in wanted if name not in cancelled], 120)
+            while manager.batch_processor.has_pending_requests():
+                time.sleep(0.01)
+            assert_nothing_is_left(manager)
+            assert len(answers(manager, prompts(20))) == 1
+        assert {name: len(found[name].generated_tokens) for name in found} == {name: wanted[name] for name in found}
+        metrics = batching.metrics()
+        assert metrics.preemptions and metrics.tokens_generated >= sum(wanted[name] for name in found)

@@ -1,0 +1,224 @@
+"""`qkvcache serve` with the `openai` package as client, on the embedded model: what users type, and what they do to a server."""
+
+import threading
+import time
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+import transformers
+from packaging.version import Version
+from transformers import ContinuousBatchingConfig
+from typer.testing import CliRunner
+
+from qkvcache import CompressedCache, demo, models
+from qkvcache.batching import continuous_batching
+from qkvcache.cli import app
+
+openai = pytest.importorskip("openai")
+pytest.importorskip("uvicorn")
+if Version(transformers.__version__) < Version("5.19"):
+    pytest.skip("transformers has no page allocators", allow_module_level=True)
+
+from qkvcache.batching import server as serving  # noqa: E402
+
+FORMAT = "turboquant_4bit_nc"
+CACHE = {"format": FORMAT, "residual_length": 16}
+OPTIONS = {"host": "127.0.0.1", "port": 0, "device": "cpu", "dtype": "float32", "cb_num_blocks": 16, "cb_max_batch_tokens": 512}
+PROMPT = "The code word of Anna is dilzon. {} What is the code word of Anna? The code word of Anna is"
+CHAT = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"
+
+
+def address(server) -> str:
+    host, port = server.server.servers[0].sockets[0].getsockname()
+    return f"http://{host}:{port}"
+
+
+def client(server):
+    return openai.OpenAI(base_url=f"{address(server)}/v1", api_key="-", max_retries=0, timeout=60)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """The embedded model with a chat template."""
+    model, tokenizer = models.load("demo")
+    tokenizer.chat_template = CHAT
+    path = tmp_path_factory.mktemp("chat")
+    model.save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def server(folder):
+    started = serving.Server(folder, CACHE, metrics_interval=0.2, **OPTIONS)
+    started.start()
+    yield started
+    started.close()
+
+
+def prompts(count: int) -> list[str]:
+    text = demo.text()
+    return [PROMPT.format(text[300 * i : 300 * i + 150 + 90 * i]) for i in range(count)]
+
+
+def generated(folder: str, asked: list[str], tokens: int) -> list[str]:
+    """By `generate_batch` with pages of the same options."""
+    model, tokenizer = models.load(folder)
+    with continuous_batching(model, **CACHE):
+        config = ContinuousBatchingConfig(num_blocks=16, max_batch_tokens=512)
+        inputs = [tokenizer(prompt)["input_ids"] for prompt in asked]
+        found = model.generate_batch(inputs, continuous_batching_config=config, max_new_tokens=tokens)
+    return [tokenizer.decode(output.generated_tokens, skip_special_tokens=True) for output in found.values()]
+
+
+def until(condition, seconds: float = 10.0) -> bool:
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        if condition():
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def complete(server, folder: str, prompt: str, tokens: int = 6) -> str:
+    return client(server).completions.create(model=folder, prompt=prompt, max_tokens=tokens, temperature=0).choices[0].text
+
+
+def test_answers_are_those_of_generate_alone_and_together(server, folder):
+    asked = prompts(3)
+    expected = generated(folder, asked, 6)
+    assert expected[0].startswith(" dilzon")
+    assert [complete(server, folder, prompt) for prompt in asked] == expected
+    with ThreadPoolExecutor(6) as threads:
+        assert list(threads.map(lambda prompt: complete(server, folder, prompt), asked * 2)) == expected * 2
+
+
+def test_streaming(server, folder):
+    (prompt,) = prompts(1)
+    whole = complete(server, folder, prompt)
+    events = list(client(server).completions.create(model=folder, prompt=prompt, max_tokens=6, stream=True))
+    assert "".join(event.choices[0].text for event in events) == whole and len(events) > 4
+    assert events[-1].choices[0].finish_reason == "length" and events[-1].usage.completion_tokens == 6
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_chats(server, folder, stream):
+    said = [{"role": "user", "content": prompts(1)[0]}]
+    answer = client(server).chat.completions.create(model=folder, messages=said, max_tokens=4, stream=stream)
+    text = "".join(event.choices[0].delta.content or "" for event in answer) if stream else answer.choices[0].message.content
+    assert text
+
+
+def test_a_client_that_leaves_frees_its_pages(server, folder):
+    (prompt,) = prompts(1)
+    complete(server, folder, prompt)
+    with client(server).completions.create(model=folder, prompt=prompt, max_tokens=3000, stream=True) as events:
+        next(iter(events))
+        assert until(lambda: server.metrics().running == 1)
+        assert server.metrics().pages_used >= 1
+    assert until(lambda: server.metrics().running == 0)
+    assert complete(server, folder, prompt, 4)
+
+
+def test_metrics(server, folder, capfd):
+    before = server.metrics().tokens_generated
+    complete(server, folder, prompts(1)[0], 10)
+    found = server.metrics()
+    assert found.tokens_generated == before + 10 and found.page_size == 256 and found.pages_total >= 16
+    with urllib.request.urlopen(f"{address(server)}/metrics") as answer:
+        assert answer.headers["content-type"].startswith("text/plain")
+        values = dict(line.split() for line in answer.read().decode().splitlines() if not line.startswith("#"))
+    assert int(values["qkvcache_tokens_generated_total"]) == found.tokens_generated
+    assert int(values["qkvcache_pages_total"]) == found.pages_total
+    assert until(lambda: "tokens/s" in capfd.readouterr().err)
+
+
+def test_requests_for_another_model_are_refused(server):
+    with pytest.raises(openai.BadRequestError) as found:
+        complete(server, "other", "A")
+    assert "pinned" in found.value.response.text
+
+
+def test_the_served_model_is_listed(server, folder):
+    assert [model.id for model in client(server).models.list()] == [folder]
+
+
+def test_a_reset_server_serves_compressed_pages_again(server, folder):
+    (prompt,) = prompts(1)
+    expected, before = complete(server, folder, prompt), server.batching
+    threads = threading.active_count()
+    urllib.request.urlopen(urllib.request.Request(f"{address(server)}/reset", method="POST")).close()
+    assert server.metrics() is None
+    assert complete(server, folder, prompt) == expected
+    assert server.batching is not before and server.metrics().tokens_generated == 6
+    assert until(lambda: threading.active_count() <= threads)  # the thread that served the model of before has ended
+
+
+# The command.
+
+
+def serve(monkeypatch, *arguments: str):
+    """Runs the command; the server answers one request. Returns what typer says, and what was answered."""
+    answers = []
+
+    def run(server):
+        server.start()
+        answers.append((type(server.batching).__name__, complete(server, "demo", prompts(1)[0])))
+        server.close()
+
+    monkeypatch.setattr(serving.Server, "run", run)
+    options = [f"--{name.replace('_', '-')}={value}" for name, value in OPTIONS.items()]
+    return CliRunner(env={"COLUMNS": "200", "NO_COLOR": "1"}).invoke(app, ["serve", "demo", *options, *arguments]), answers
+
+
+def test_the_command_serves_a_model_by_its_name(monkeypatch):
+    result, ((_, text),) = serve(monkeypatch, "--format", "int8", "--metrics-interval", "0")
+    assert result.exit_code == 0, result.output
+    assert text.startswith(" dilzon")
+
+
+def test_without_continuous_batching_generate_gets_the_cache(monkeypatch):
+    made, stock = [], CompressedCache.__init__
+
+    def init(cache, *args, **kwargs):
+        made.append(kwargs)
+        stock(cache, *args, **kwargs)
+
+    monkeypatch.setattr(CompressedCache, "__init__", init)
+    result, ((batching, text),) = serve(monkeypatch, "--no-continuous-batching", "--residual-length", "32")
+    assert result.exit_code == 0, result.output
+    assert batching == "NoneType" and text.startswith(" dilzon")
+    assert {"format": FORMAT, "num_sink_tokens": 4, "residual_length": 32} in made
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["./nowhere"], "'./nowhere' does not exist"),
+        (["demo", "--format", "int9"], "int9"),
+        (["demo", "--residual-length", "-1"], "--residual-length"),
+        (["demo", "--no-such-option"], "--no-such-option"),
+        (["demo", "demo"], "one model"),
+        (["demo", "--quantization", "3bit"], "3bit"),
+    ],
+)
+def test_wrong_input_is_explained(arguments, says):
+    result = CliRunner(env={"COLUMNS": "200", "NO_COLOR": "1"}).invoke(app, ["serve", *arguments, "--device", "cpu"])
+    assert result.exit_code == 2, result.output
+    assert says in result.output
+
+
+def test_models_that_cannot_be_batched_are_refused_before_the_server_listens(tmp_path):
+    from matrix import MODELS
+
+    config = MODELS["gemma3"]()
+    tokenizer = models.load("demo")[1]
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(NotImplementedError, match="slid"):
+        serving.Server(str(tmp_path), CACHE, **OPTIONS)

@@ -1,0 +1,51 @@
+"""What the server relies on in transformers' server, on the oldest release with page allocators and on the newest."""
+
+import ast
+import inspect
+import textwrap
+
+import pytest
+import transformers
+from packaging.version import Version
+
+pytestmark = pytest.mark.contract
+if Version(transformers.__version__) < Version("5.19"):
+    pytest.skip("transformers has no page allocators", allow_module_level=True)
+pytest.importorskip("fastapi")
+pytest.importorskip("openai")
+
+from transformers.cli.serve import Serve  # noqa: E402
+from transformers.cli.serving import server  # noqa: E402
+from transformers.cli.serving.model_manager import ModelManager  # noqa: E402
+from transformers.cli.serving.utils import BaseHandler, GenerationState  # noqa: E402
+
+
+def parameters(function) -> list[str]:
+    return list(inspect.signature(function).parameters)
+
+
+def test_the_constructor_starts_the_server_last():
+    assert {"force_model", "continuous_batching", "non_blocking", "host", "port", "device", "dtype", "cb_num_blocks"} <= set(
+        parameters(Serve)
+    )
+    body = ast.parse(textwrap.dedent(inspect.getsource(Serve.__init__))).body[0].body
+    last = ast.unparse(body[-1])
+    assert last.startswith("if non_blocking:\n    self.start_server()") and "self.server.run()" in last
+    names = {ast.unparse(node) for node in ast.walk(ast.Module(body, [])) if isinstance(node, ast.Attribute)}
+    assert {"self._model_manager", "self._generation_state", "self.server"} <= names
+
+
+def test_the_server_asks_the_instance_of_the_model_manager():
+    source = inspect.getsource(server)
+    for call in ("model_manager.shutdown()", "model_manager.get_gen_models()", "model_manager.load_model_streaming("):
+        assert call in source
+    assert "self.model_manager.load_model_and_processor(" in inspect.getsource(BaseHandler._resolve_model)
+    assert "self.load_model_and_processor" in inspect.getsource(ModelManager.load_model_streaming)
+    assert parameters(ModelManager.load_model_and_processor)[:2] == ["self", "model_id_and_revision"]
+    assert ModelManager.process_model_name("demo") == "demo@main" and ModelManager.process_model_name("demo@v2") == "demo@v2"
+
+
+def test_the_state_of_generation_can_be_shut_down():
+    state = GenerationState(continuous_batching=True)
+    state.shutdown()
+    assert state.is_cb_alive()
