@@ -1,6 +1,5 @@
 """Beginnings of prompts that are computed once: `PrefixStore` keeps them compressed, in memory and on disk."""
 
-from .stats import Match, Stats
-from .store import PrefixStore
+from .store import Match, PrefixStore, Stats
 
 __all__ = ["Match", "PrefixStore", "Stats"]

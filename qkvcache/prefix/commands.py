@@ -10,25 +10,23 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.progress import Progress, track
 from rich.table import Table
 
-from ..options import counts_of, device_of, dtype_of, model_of
+from ..options import MODEL, JsonOption, counts_of, device_of, dtype_of, examples, model_of, refusals
 
 app = typer.Typer(help="Stored beginnings of prompts.", no_args_is_help=True)
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON in place of tables.")]
 Directory = Annotated[Path, typer.Argument(help="The directory of a PrefixStore.", exists=True, file_okay=False)]
 CONTEXTS = "512,1024,2048,4096,8192,16384,32768,65536"
 
 
-@app.command()
+@app.command(epilog=examples("qkvcache prefix bench --model meta-llama/Llama-3.1-8B --format turboquant_4bit_nc --contexts 4096,32768"))
 def bench(
-    model: Annotated[
-        str, typer.Option(help="'demo', 'smollm2', a model's folder, a .gguf file, or its name on the Hub: its config is read.")
-    ] = "demo",
-    format: Annotated[str, typer.Option(help="How tokens are stored; `qkvcache formats` lists them.")] = "int8",
+    model: Annotated[str, typer.Option(help=f"{MODEL} Only its config is read.")] = "demo",
+    format: Annotated[str, typer.Option(help="Storage format; `qkvcache formats` lists them.")] = "int8",
     dtype: Annotated[str, typer.Option(help="The model's dtype: bfloat16, float16 or float32.")] = "bfloat16",
     contexts: Annotated[str, typer.Option(help="Numbers of tokens, with commas.")] = CONTEXTS,
-    device: Annotated[str, typer.Option(help="Where the caches live: cpu, cuda.")] = "cpu",
+    device: Annotated[str, typer.Option(help="Device of the caches: cpu, cuda.")] = "cpu",
     directory: Annotated[Path | None, typer.Option(help="Where files are written; a temporary one by default.")] = None,
     json_output: JsonOption = False,
 ) -> None:
@@ -38,26 +36,18 @@ def bench(
     from .bench import measure
 
     path, counts, stored_in, on = model_of(model, "--model"), counts_of(contexts, "--contexts"), dtype_of(dtype), device_of(device)
-    try:
+    with refusals():
         config = AutoConfig.from_pretrained(path)
-        console = Console()
         rows = []
-        with tempfile.TemporaryDirectory(dir=directory) as folder:
-            for row in measure(config, format, counts, Path(folder), stored_in, str(on)):
+        with tempfile.TemporaryDirectory(dir=directory) as folder, Progress(console=Console(stderr=True), transient=True) as progress:
+            found = measure(config, format, counts, Path(folder), stored_in, str(on))
+            for row in progress.track(found, total=len(counts), description="storing and fetching"):
                 rows.append({"model": model, "format": format, "dtype": dtype, "device": device} | row)
-                if console.is_terminal and not json_output:
-                    console.print(f"{row['tokens']:,} of {max(counts):,} tokens …", end="\r", style="dim")
-    except (ValueError, NotImplementedError, OSError) as error:
-        raise typer.BadParameter(str(error)) from error
     if json_output:
         print(json.dumps(rows, indent=1))
         return
-    table = Table(
-        title=f"{model} in {dtype} on {device}, stored as {format}; milliseconds, and microseconds a token",
-        box=None,
-        pad_edge=False,
-        collapse_padding=True,
-    )
+    title = f"{model} in {dtype} on {device}, stored as {format}; milliseconds, and microseconds a token"
+    table = Table(title=title, box=None, pad_edge=False, collapse_padding=True)
     for header in ("tokens", "MB", "smaller", "error", "store", "fetch", "half", "us/token", "write", "read", "half"):
         table.add_column(header, justify="right", no_wrap=True)
     for row in rows:
@@ -65,12 +55,12 @@ def bench(
         files = (f"{row[name]:.1f}" for name in ("write_ms", "read_ms", "read_half_ms"))
         sizes = (f"{row['tokens']:,}", f"{row['bytes'] / 1e6:.1f}", f"{row['ratio']:.2f}x", f"{row['error']:.4f}")
         table.add_row(*sizes, *times, f"{1000 * row['fetch_ms'] / row['tokens']:.2f}", *files)
-    console.print(table)
+    Console().print(table)
 
 
-@app.command()
+@app.command(epilog=examples("qkvcache prefix ls prefixes"))
 def ls(directory: Directory, json_output: JsonOption = False) -> None:
-    """List the entries in a directory, those used last first."""
+    """List the entries in a directory, the most recently used first."""
     from .entry import in_short
 
     rows = sorted(_entries(directory), key=lambda row: row["used"], reverse=True)
@@ -87,13 +77,14 @@ def ls(directory: Directory, json_output: JsonOption = False) -> None:
     Console().print(table)
 
 
-@app.command()
+@app.command(epilog=examples("qkvcache prefix rm prefixes 3f2a 91bc", "qkvcache prefix rm prefixes --all"))
 def rm(
     directory: Directory,
     entries: Annotated[list[str] | None, typer.Argument(help="How the entries' names begin, as `ls` shows them.")] = None,
-    everything: Annotated[bool, typer.Option("--all", help="Remove every entry, and what killed processes left.")] = False,
+    everything: Annotated[bool, typer.Option("--all", help="Remove every entry, and the remains of killed processes.")] = False,
+    json_output: JsonOption = False,
 ) -> None:
-    """Remove entries. Files that are no entries stay."""
+    """Remove entries. Other files are left alone."""
     from . import disk
 
     if bool(entries) == everything:
@@ -111,10 +102,11 @@ def rm(
     for path in chosen:
         path.unlink(missing_ok=True)
     disk.trim(directory, 2**63)
-    print(f"removed {len(chosen)} entries, {size:,} bytes")
+    removed = {"entries": sorted(disk.label(path.name) for path in chosen), "bytes": size}
+    print(json.dumps(removed, indent=1) if json_output else f"removed {len(chosen)} entries, {size:,} bytes")
 
 
-@app.command()
+@app.command(epilog=examples("qkvcache prefix verify prefixes --json"))
 def verify(directory: Directory, json_output: JsonOption = False) -> None:
     """Read every entry and check it against its digests; exit with 1 if one is damaged."""
     rows = _entries(directory, contents=True)
@@ -131,24 +123,20 @@ def verify(directory: Directory, json_output: JsonOption = False) -> None:
 
 
 def _entries(directory: Path, contents: bool = False) -> list[dict]:
-    """A row for each file; `contents`: with all of it read and checked."""
+    """A row for each file. `contents`: read and check all of it."""
     from . import disk
 
     rows = []
-    for entry in sorted(disk.files(directory), key=lambda entry: entry.name):
+    entries = sorted(disk.files(directory), key=lambda entry: entry.name)
+    for entry in track(entries, "reading", console=Console(stderr=True), transient=True) if contents else entries:
         path = Path(entry.path)
         name = disk.label(path.name) if disk.parts(path.name) else path.name
         row = {"entry": name, "file": path.name, "model": "", "tokens": 0, "bytes": path.stat().st_size, "used": path.stat().st_mtime}
         row |= {"cache": "", "whole": False, "error": 0.0, "problem": ""}
         try:
             file = disk.read_header(path)
-            row |= {
-                "model": file.model,
-                "tokens": file.tokens,
-                "cache": file.text,
-                "whole": file.whole,
-                "error": max(file.errors, default=0.0),
-            }
+            row |= {"model": file.model, "tokens": file.tokens, "cache": file.text, "whole": file.whole}
+            row |= {"error": max(file.errors, default=0.0)}
             if contents:
                 for _ in disk.read(file):
                     pass

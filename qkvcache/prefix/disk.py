@@ -1,8 +1,9 @@
-"""Entries as files: one safetensors file each, in a directory that any number of processes share.
+"""Entries as files: one safetensors file for each, in a directory that any number of processes share.
 
-A file's name says who may use it: model, kind of cache, tokens. So the directory is the index, there is nothing to keep in step, and what
-appears was whole when it was renamed. The header holds a digest of itself and digests of every layer, for each `CHUNK` tokens apart, so
-that a fetch reads and checks only what it matched. They find damage and mistakes; they are no signature.
+A file name holds the names of the model and of the cache template and a digest of the tokens, so that the directory itself is the index. A
+file is complete when it appears, since it is renamed into place. Its header holds a digest of itself and digests of every layer, one for
+each `CHUNK` tokens, so that a fetch reads and checks only the tokens that it matched. Digests detect damage and mistakes; they are no
+signature.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ import platform
 import re
 import shutil
 import time
-from collections.abc import Iterator
+import warnings
+from collections import Counter
+from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,105 +32,105 @@ from torch import Tensor
 
 from ..layers.snapshot import Snapshot
 from . import match
+from .copier import as_bytes
 from .entry import Entry
-from .place import raw
 
-VERSION = 1
+VERSION = 2
 CHUNK = 4096
-"""Tokens that are checked together."""
+"""Tokens with a digest of their own."""
 READERS = min(os.cpu_count() or 1, 16)
 SUFFIX, WRITING = ".safetensors", ".writing"
 _NAME = re.compile(r"([0-9a-f]{32})-([0-9a-f]{32})-([0-9a-f]{32})\.safetensors")
 
 
 class Damaged(Exception):
-    """A file that must not be loaded; says why."""
+    """A file must not be loaded, for the given reason."""
 
 
 @dataclass(frozen=True)
 class File:
-    """What the header of an entry's file says. `text` describes the cache that it was stored from, `model` the model."""
+    """The header of an entry's file. `text` describes the template, `model` the model; `digest` is of the header and the token ids."""
 
     path: Path
     key: bytes
-    mould: bytes
+    template: bytes
     text: str
     model: str
     whole: bool
     errors: tuple[float, ...]
     layers: list[dict]
+    digest: str
 
     @property
     def tokens(self) -> int:
         return match.length(self.key)
 
-    @property
-    def nbytes(self) -> int:
-        return self.path.stat().st_size
 
-
-def file_name(key: bytes, mould: bytes) -> str:
+def file_name(key: bytes, template: bytes) -> str:
     tokens = hashlib.blake2b(key, digest_size=16).hexdigest()
-    return f"{key[: match.NAME].hex()}-{mould.hex()}-{tokens}{SUFFIX}"
+    return f"{key[: match.NAME].hex()}-{template.hex()}-{tokens}{SUFFIX}"
 
 
-def write(directory: Path, entry: Entry, model: str) -> Path:
-    """Writes the entry into a folder of this process, then moves it out. Raises OSError if it cannot; no half of a file is left then."""
+def write(directory: Path, entry: Entry, model: str) -> File:
+    """Writes the entry into a folder of this process and moves the file into `directory`. Raises OSError if it cannot; no part of a file is
+    left then."""
     tensors = {f"{i}.{name}": x for i, layer in enumerate(entry.layers) for name, x in layer.tensors.items()}
     with ThreadPoolExecutor(READERS) as pool:
         sums = list(pool.map(_sums, entry.layers))
     header = {
-        "mould": entry.mould.name.hex(),
-        "text": entry.mould.text,
+        "template": entry.template.name.hex(),
+        "text": entry.template.text,
         "model": model,
         "identity": entry.key[: match.NAME].hex(),
         "whole": entry.whole,
         "errors": entry.errors,
         "layers": [{"kind": x.kind, "numbers": x.numbers, "sums": y} for x, y in zip(entry.layers, sums, strict=True)],
     }
-    text = json.dumps(header)
-    ids = match.decode(entry.key).int()
-    metadata = {"qkvcache_prefix": str(VERSION), "header": text, "digest": _digest(text.encode(), ids)}
-    final = directory / file_name(entry.key, entry.mould.name)
-    own = directory / f"{platform.node()}.{os.getpid()}.{uuid4().hex}{WRITING}"  # a folder: safetensors makes temporary files of its own
+    text, ids = json.dumps(header), match.decode(entry.key).int()
+    digest = _digest(text.encode(), ids)
+    final = directory / file_name(entry.key, entry.template.name)
+    folder = directory / f"{platform.node()}.{os.getpid()}.{uuid4().hex}{WRITING}"  # safetensors makes temporary files of its own
     try:
-        own.mkdir(parents=True)
-        save_file(tensors | {"ids": ids}, own / final.name, metadata)
-        os.replace(own / final.name, final)
+        folder.mkdir(parents=True)
+        save_file(tensors | {"ids": ids}, folder / final.name, {"qkvcache_prefix": str(VERSION), "header": text, "digest": digest})
+        os.replace(folder / final.name, final)
     except SafetensorError as error:
         raise OSError(str(error)) from error
     finally:
-        shutil.rmtree(own, ignore_errors=True)
-    return final
+        shutil.rmtree(folder, ignore_errors=True)
+    return _file(final, header, ids, digest)
+
+
+def _file(path: Path, header: dict, ids: Tensor, digest: str) -> File:
+    key = match.encode(bytes.fromhex(header["identity"]), ids)
+    template, errors = bytes.fromhex(header["template"]), tuple(header["errors"])
+    return File(path, key, template, header["text"], header["model"], header["whole"], errors, header["layers"], digest)
 
 
 def read_header(path: Path) -> File:
-    """Raises Damaged for what is no entry, not a whole one, or not the one that its name says; FileNotFoundError if it is gone."""
-    with _opened(path) as file:
-        metadata = file.metadata() or {}
+    """Raises Damaged for a file that is no entry, incomplete, or not the entry that its name says; FileNotFoundError if it is gone."""
+    with _opened(path) as handle:
+        metadata = handle.metadata() or {}
         version = metadata.get("qkvcache_prefix")
         if version is None:
             raise Damaged("it is no prefix entry")
         if version != str(VERSION):
             raise Damaged(f"it has version {version[:20]}, this release reads version {VERSION}: upgrade qkvcache, or remove the file")
-        ids = file.get_tensor("ids").clone()
-        if metadata.get("digest") != _digest(metadata["header"].encode(), ids):
+        ids, text = handle.get_tensor("ids").clone(), metadata["header"]
+        if metadata.get("digest") != _digest(text.encode(), ids):
             raise Damaged("its header was changed")
-        header = json.loads(metadata["header"])
-        key = match.encode(bytes.fromhex(header["identity"]), ids)
-        layers, errors = header["layers"], tuple(header["errors"])
-        found = File(path, key, bytes.fromhex(header["mould"]), header["text"], header["model"], header["whole"], errors, layers)
-    if path.name != file_name(found.key, found.mould):
+        found = _file(path, json.loads(text), ids, metadata["digest"])
+    if path.name != file_name(found.key, found.template):
         raise Damaged("its name belongs to another entry")
     return found
 
 
 @contextmanager
 def _opened(path: Path) -> Iterator[safe_open]:
-    """The file, opened; what goes wrong with it meanwhile raises FileNotFoundError if it is gone, else Damaged."""
+    """The open file. Errors meanwhile become FileNotFoundError if the file is gone, else Damaged."""
     try:
-        with safe_open(path, framework="pt") as file:
-            yield file
+        with safe_open(path, framework="pt") as handle:
+            yield handle
     except (SafetensorError, OSError, RuntimeError, LookupError, ValueError, TypeError) as error:
         if not path.exists():  # another process removed it: before it was opened, or before torch mapped it
             raise FileNotFoundError(path) from error
@@ -135,22 +138,24 @@ def _opened(path: Path) -> Iterator[safe_open]:
 
 
 def read(file: File, tokens: int | None = None) -> Iterator[Snapshot]:
-    """The layers of a file in order, each cut to the first `tokens` tokens and checked. Their tensors are views of the file, of which only
-    what is used is read. Raises Damaged where a digest does not fit."""
+    """The layers of a file in order, cut to the first `tokens` tokens and checked. Their tensors are views of the file, of which only the
+    used part is read. Raises Damaged if a digest does not match or the file is no longer the one of this header."""
     with _opened(file.path) as handle:
+        if (handle.metadata() or {}).get("digest") != file.digest:
+            raise Damaged("it was replaced by something else")
         names: list[list[str]] = [[] for _ in file.layers]
         for name in handle.keys():  # noqa: SIM118  (it is no dictionary)
             if name != "ids":
                 names[int(name.split(".")[0])].append(name)
-        held = [
-            Snapshot(layer["kind"], {name.partition(".")[2]: handle.get_tensor(name) for name in own}, layer["numbers"])
-            for layer, own in zip(file.layers, names, strict=True)
+        whole = [
+            Snapshot(layer["kind"], {name.partition(".")[2]: handle.get_tensor(name) for name in those}, layer["numbers"])
+            for layer, those in zip(file.layers, names, strict=True)
         ]
-        cut = held if tokens in (None, file.tokens) else [layer.cut(tokens) for layer in held]  # type: ignore[arg-type]
+        cut = whole if tokens in (None, file.tokens) else [layer.cut(tokens) for layer in whole]  # type: ignore[arg-type]
     with ThreadPoolExecutor(READERS) as pool:
-        checks = pool.map(_fits, held, cut, [layer["sums"] for layer in file.layers])
-        for i, (fits, layer) in enumerate(zip(checks, cut, strict=True)):
-            if not fits:
+        checks = pool.map(_matches, whole, cut, [layer["sums"] for layer in file.layers])
+        for i, (matches, layer) in enumerate(zip(checks, cut, strict=True)):
+            if not matches:
                 raise Damaged(f"the contents of layer {i} were changed")
             yield layer
 
@@ -165,55 +170,50 @@ def files(directory: Path) -> list[os.DirEntry]:
 
 
 def parts(name: str) -> tuple[bytes, bytes] | None:
-    """Whose entry a file is by its name, and of which kind of cache; None if the name is not of an entry."""
+    """The names of model and template in a file name; None if it is not the name of an entry."""
     fits = _NAME.fullmatch(name)
     return (bytes.fromhex(fits[1]), bytes.fromhex(fits[2])) if fits else None
 
 
 def label(name: str) -> str:
-    """What tells the entry of this file name from others: the digest of its tokens."""
+    """The digest of the tokens in a file name."""
     return name.removesuffix(SUFFIX).rpartition("-")[2]
 
 
 def trim(directory: Path, max_bytes: int) -> int:
-    """Removes what killed processes left, then the entries that were used longest ago, until the rest fits; returns how many entries."""
+    """Removes what killed processes left, then the least recently used entries, until the rest fits; returns how many entries it
+    removed."""
     for path in directory.glob(f"*{WRITING}"):
-        if _stale(path):
+        if _abandoned(path):
             shutil.rmtree(path, ignore_errors=True)
-    found = sorted(
-        ((s.st_mtime_ns, s.st_size, entry.path) for entry in files(directory) if parts(entry.name) and (s := _stat(entry))), reverse=True
-    )
     total = removed = 0
-    for _, size, path in found:
+    for _, size, name in sorted(((stat.st_mtime_ns, stat.st_size, path) for path, stat in _entries(directory)), reverse=True):
         total += size
         if total > max_bytes:
-            Path(path).unlink(missing_ok=True)
+            Path(name).unlink(missing_ok=True)
             total -= size
             removed += 1
     return removed
 
 
-def size(directory: Path) -> tuple[int, int]:
-    """Entries in the directory, and their bytes."""
-    sizes = [s.st_size for entry in files(directory) if parts(entry.name) and (s := _stat(entry))]
-    return len(sizes), sum(sizes)
+def _entries(directory: Path) -> Iterator[tuple[str, os.stat_result]]:
+    """The entries in a directory, except those that another process removes meanwhile."""
+    for entry in files(directory):
+        try:
+            if parts(entry.name):
+                yield entry.path, entry.stat()
+        except FileNotFoundError:
+            continue
 
 
-def _stat(entry: os.DirEntry) -> os.stat_result | None:
+def _abandoned(folder: Path) -> bool:
+    """Whether the process that made this folder has ended."""
     try:
-        return entry.stat()
-    except FileNotFoundError:  # another process removed it
-        return None
-
-
-def _stale(path: Path) -> bool:
-    """Whether nobody writes into this folder any more."""
-    try:
-        host, pid, _, _ = path.name.rsplit(".", 3)
+        host, pid, _, _ = folder.name.rsplit(".", 3)
         if host == platform.node():
             os.kill(int(pid), 0)
-        return time.time() - path.stat().st_mtime > 86_400
-    except PermissionError:  # of another user, and alive
+        return time.time() - folder.stat().st_mtime > 86_400
+    except PermissionError:  # a running process of another user
         return False
     except (ProcessLookupError, ValueError):
         return True
@@ -226,13 +226,13 @@ def _digest(text: bytes, ids: Tensor) -> str:
 
 
 def _sums(layer: Snapshot, chunks: int | None = None) -> list[str]:
-    """Digests of the first chunks, or of all. The first one covers what has no tokens, and that there is nothing else."""
+    """Digests of the first `chunks` chunks, or of all. The first one includes names, shapes and whatever is not divided into tokens."""
     tensors = sorted(layer.tensors.items())
-    arrays = [raw(x) for _, x in tensors if x.numel()]
+    arrays = [as_bytes(x) for _, x in tensors if x.numel()]
     text = "".join(f"{name} {x.dtype} {list(x.shape)} " for name, x in tensors)
     sums = []
     for begin in range(0, _tokens(layer) or 1, CHUNK)[:chunks]:
-        digest = xxhash.xxh3_128(b"" if begin else text.encode())  # as fast as the files come
+        digest = xxhash.xxh3_128(b"" if begin else text.encode())  # as fast as files are read
         for x in arrays:
             part = x[:, :, begin : begin + CHUNK] if x.ndim == 4 else x[: 0 if begin else None]
             if part.size:
@@ -245,7 +245,128 @@ def _tokens(layer: Snapshot) -> int:
     return max((x.shape[2] for x in layer.tensors.values() if x.ndim == 4), default=0)
 
 
-def _fits(layer: Snapshot, cut: Snapshot, sums: list[str]) -> bool:
-    """Whether the chunks of `layer` that `cut` takes tokens from are as they were written."""
+def _matches(layer: Snapshot, cut: Snapshot, sums: list[str]) -> bool:
+    """Whether the chunks of `layer` that `cut` takes tokens from have these digests."""
     chunks = None if layer is cut else -(-_tokens(cut) // CHUNK) or 1
     return _sums(layer, chunks) == sums[:chunks]
+
+
+class DiskStore:
+    """The entries in `directory` that one process may use; all entries in it together take at most `max_bytes`. The directory is created if
+    missing. `model` is written into headers.
+
+    Raises ValueError if the directory cannot be created or written.
+    """
+
+    def __init__(self, directory: Path, max_bytes: int, model: str):
+        self.directory, self.max_bytes, self.model = directory, max_bytes, model
+        self.index = match.Index()
+        self.skipped: Counter[str] = Counter()
+        self.evicted = 0
+        self._files: dict[bytes, File] = {}
+        self._known: dict[str, bytes | None] = {}
+        """Keys of the files that were looked at, by file name; None for those that are skipped."""
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            if not os.access(directory, os.W_OK):
+                raise PermissionError(f"no permission to write into {directory}")
+        except OSError as error:
+            raise ValueError(f"directory={str(directory)!r} cannot be used: {error}") from error
+
+    def scan(self, identity: bytes, templates: Collection[bytes]) -> None:
+        """Finds files that other processes have written or removed. Files of other models and templates are ignored."""
+        names = {entry.name for entry in files(self.directory)}
+        for name in self._known.keys() - names:
+            self._forget(name)
+        for name in sorted(names - self._known.keys()):
+            found = parts(name)
+            if found is None:
+                self._skip(name, "it is no prefix entry")
+            elif found[0] == identity and found[1] in templates:
+                try:
+                    self._add(read_header(self.directory / name))
+                except FileNotFoundError:
+                    continue
+                except Damaged as error:
+                    self._skip(name, str(error))
+
+    def _add(self, file: File) -> None:
+        self._known[file.path.name] = file.key
+        self._files[file.key] = file
+        self.index.add(file.key, file.whole)
+
+    def _skip(self, name: str, reason: str) -> None:
+        """Warns once; the file stays where it is."""
+        self._forget(name)
+        self._known[name] = None
+        self.skipped[reason] += 1
+        warnings.warn(f"{self.directory / name} is skipped: {reason}", stacklevel=5)
+
+    def _forget(self, name: str) -> None:
+        key = self._known.pop(name, None)
+        if key is not None and key in self._files and self._files[key].path.name == name:
+            del self._files[key]
+            self.index.remove(key)
+            for other in [other for other, same in self._known.items() if same == key]:  # another template's: looked at again
+                del self._known[other]
+
+    def get(self, key: bytes) -> File:
+        return self._files[key]
+
+    def read(self, key: bytes, tokens: int) -> Iterator[Snapshot]:
+        """The first `tokens` tokens, layer by layer, as views of the file. Raises Damaged if the file is damaged or gone; it is then not
+        used again."""
+        file = self._files[key]
+        try:
+            yield from read(file, tokens)
+            os.utime(file.path)  # marks it as used
+        except FileNotFoundError as error:
+            self._forget(file.path.name)
+            raise Damaged("it is gone") from error
+        except Damaged as error:
+            self._skip(file.path.name, str(error))
+            raise
+
+    def write(self, entry: Entry) -> str | None:
+        """Writes an entry and removes those of its template whose tokens it begins with; returns why not, or None."""
+        if entry.nbytes > self.max_bytes:
+            return "larger than the whole budget on disk"
+        self.trim(self.max_bytes - entry.nbytes)
+        try:
+            file = write(self.directory, entry, self.model)
+        except OSError as error:
+            return f"writing failed: {error.strerror or error}"
+        self._forget(file.path.name)
+        self._add(file)
+        if not entry.whole:
+            for key in self.index.beginnings(entry.key):
+                shorter = self._files[key]
+                if shorter.template == entry.template.name:
+                    shorter.path.unlink(missing_ok=True)
+                    self._forget(shorter.path.name)
+        self.trim(self.max_bytes)
+        return None
+
+    def trim(self, max_bytes: int) -> None:
+        """Removes the least recently used entries until at most `max_bytes` are left."""
+        if removed := trim(self.directory, max_bytes):
+            self.evicted += removed
+            names = {entry.name for entry in files(self.directory)}
+            for name in self._known.keys() - names:
+                self._forget(name)
+
+    def covering(self, key: bytes, template: bytes) -> bytes | None:
+        """The key of an entry of this template that begins with all tokens of `key`."""
+        found = key if key in self._files else self.index.covering(key)
+        return found if found is not None and self._files[found].template == template else None
+
+    def size(self) -> tuple[int, int]:
+        """Entries in the directory, of all models and processes, and their bytes."""
+        sizes = [stat.st_size for _, stat in _entries(self.directory)]
+        return len(sizes), sum(sizes)
+
+    def newest(self, identity: bytes) -> list[bytes]:
+        """Keys of this model, from the most recently used to the least."""
+        times = {path: stat.st_mtime_ns for path, stat in _entries(self.directory)}
+        used = {key: times[str(file.path)] for key, file in self._files.items() if str(file.path) in times}
+        return sorted((key for key in used if key[: match.NAME] == identity), key=used.__getitem__, reverse=True)

@@ -1,4 +1,7 @@
-"""An entry: the keys and values of some first tokens as they were stored, and the empty cache that they go back into."""
+"""`Entry`: the keys and values of the first tokens of a prompt in host memory; `CacheTemplate`: the kind of cache that they are for.
+
+`snapshot_cache` makes an entry from a cache, `restore_cache` a cache from an entry, layer by layer (`layers/snapshot.py`).
+"""
 
 from __future__ import annotations
 
@@ -16,32 +19,32 @@ from transformers.cache_utils import Cache, DynamicLayer
 from ..caches import CompressedCache
 from ..layers.compressed import CompressedLayer
 from ..layers.evicting import EvictingLayer
-from ..layers.snapshot import PLACEHOLDER, Layer, Snapshot, restore, snapshot, storages
+from ..layers.snapshot import PLACEHOLDER, Layer, Snapshot, restore, snapshot, snapshot_bytes
 from . import match
-from .place import Staging
+from .copier import PinnedCopier
 
 SAMPLE = 256
-"""Tokens of a layer whose error is measured when they are quantized."""
+"""Tokens of a layer whose quantization error is measured."""
 
 
-class Mould:
-    """Makes empty caches like `cache`, of a model with `config`; `name` (16 bytes) and `text` say what they store and how.
+class CacheTemplate:
+    """Makes empty caches like `cache` for a model with `config`. `name` (16 bytes) and `text` identify what they store and how.
 
-    Raises NotImplementedError for caches whose layers transformers would not make for the model, nor this library.
+    Raises NotImplementedError for caches whose layers neither transformers nor this library would make for the model.
     """
 
     def __init__(self, cache: Cache, config: PreTrainedConfig):
         self._config = config
         self._cache = copy.copy(cache)
         self._cache.layers = []
-        self._cache.layer_class_to_replicate = None  # it may hold on to the cache
+        self._cache.layer_class_to_replicate = None  # it may refer to the cache
         stock = DynamicCache(config=config).layers
         if len(stock) != len(cache.layers):
             raise NotImplementedError(f"a cache of {len(cache.layers)} layers for a model of {len(stock)}: make it with the model's config")
-        for i, (layer, own) in enumerate(zip(cache.layers, stock, strict=True)):
-            if type(layer) is not type(own) and not (isinstance(layer, CompressedLayer) and type(own) is DynamicLayer):
+        for i, (layer, expected) in enumerate(zip(cache.layers, stock, strict=True)):
+            if type(layer) is not type(expected) and not (isinstance(layer, CompressedLayer) and type(expected) is DynamicLayer):
                 raise NotImplementedError(
-                    f"layer {i} is a {type(layer).__name__}, not a {type(own).__name__}: make the cache with the model's config"
+                    f"layer {i} is a {type(layer).__name__}, not a {type(expected).__name__}: make the cache with the model's config"
                 )
         self._layers = [_emptied(layer) if isinstance(layer, CompressedLayer) else None for layer in cache.layers]
         self.text = "; ".join(dict.fromkeys(map(_describe, cache.layers)))
@@ -53,9 +56,9 @@ class Mould:
         return len(self._layers)
 
     def layers(self) -> list[Layer]:
-        """A new empty layer for each of the model's."""
+        """A new empty layer for each layer of the model."""
         stock = DynamicCache(config=self._config).layers
-        return [own if kept is None else _emptied(kept) for kept, own in zip(self._layers, stock, strict=True)]
+        return [layer if ours is None else _emptied(ours) for ours, layer in zip(self._layers, stock, strict=True)]
 
     def cache(self) -> Cache:
         """A new empty cache."""
@@ -68,7 +71,7 @@ class Mould:
 
 def _emptied(layer: CompressedLayer) -> CompressedLayer:
     new = copy.copy(layer)
-    new.storage = None  # which `layer` keeps: nothing of it may be reset in place
+    new.storage = None  # before `reset`, which would clear the storage of `layer`
     new.is_initialized = False
     new.reset()
     return new
@@ -83,7 +86,7 @@ def _describe(layer: Layer) -> str:
 
 
 def in_short(text: str) -> str:
-    """What a mould's `text` says, for people: names of formats and policies, and the exact zones where they are not as usual."""
+    """A template's `text` for people: the names of formats and policies, and the exact zones if they are not the default."""
     parts = []
     for part in text.split("; "):
         if found := re.fullmatch(r"(\S+) \(.*\), exact (\d+ \+ \d+)(?:, (\w+)\(.*)?", part):
@@ -96,11 +99,11 @@ def in_short(text: str) -> str:
 
 @dataclass(frozen=True)
 class Entry:
-    """What is stored under `key`. `errors`: of each layer, how far decoded tokens are from those that were given (RMS of the difference
-    over RMS, the larger of keys and values, of a sample); 0 where nothing was quantized."""
+    """The tokens of `key`, as `template` stores them. `errors`: for each layer the quantization error (RMS of the difference over RMS, the
+    larger of keys and values, of a sample); 0 if nothing was quantized."""
 
     key: bytes
-    mould: Mould
+    template: CacheTemplate
     layers: list[Snapshot]
     errors: tuple[float, ...]
 
@@ -110,130 +113,142 @@ class Entry:
 
     @property
     def whole(self) -> bool:
-        """Whether only prompts that begin with all of its tokens can use it."""
+        """Whether it can be used only by prompts that begin with all of its tokens."""
         return any(layer.whole for layer in self.layers)
 
     @property
     def nbytes(self) -> int:
-        """Bytes that it holds in memory, the token ids among them."""
-        return storages(self.layers) + len(self.key)
+        """Bytes in memory, token ids included."""
+        return snapshot_bytes(self.layers) + len(self.key)
 
     def cut(self, tokens: int) -> list[Snapshot]:
         return self.layers if tokens == self.tokens else [layer.cut(tokens) for layer in self.layers]
 
 
 class TooLarge(Exception):
-    """More bytes than a store may hold."""
+    """An entry has more bytes than a store may hold."""
 
 
-def take(
-    cache: Cache, mould: Mould, key: bytes, row: int, quantize: bool, max_bytes: int, copy: Staging, release: Mould | None = None
+def check_size(key: bytes, layers: list[Snapshot], max_bytes: int) -> None:
+    """Raises TooLarge if an entry of `layers` exceeds `max_bytes`."""
+    if snapshot_bytes(layers) + len(key) > max_bytes:
+        raise TooLarge
+
+
+def snapshot_cache(
+    cache: Cache,
+    template: CacheTemplate,
+    key: bytes,
+    row: int,
+    quantize: bool,
+    max_bytes: int,
+    copy: PinnedCopier,
+    release: CacheTemplate | None = None,
 ) -> Entry:
-    """The tokens of `key` out of row `row` of `cache`, stored as `mould` holds them.
+    """An entry of the tokens of `key` in row `row` of `cache`, stored as `template` stores them.
 
-    With `release`, the cache's layers are replaced by empty ones of that mould as they are done, so that one layer at a time exists twice.
-    Raises NotImplementedError, with the reason, where that would not be exact, and TooLarge beyond `max_bytes`.
+    Args:
+        quantize: quantize dense layers where the template's are compressed.
+        release: replace each layer of the cache, once it is copied, by an empty one of this template, so that only one layer exists twice.
+
+    Raises NotImplementedError, with the reason, if the entry would not be exact, and TooLarge beyond `max_bytes`.
     """
-    into = mould.layers()
+    into = template.layers()
     if len(into) != len(cache.layers):
         raise NotImplementedError(f"a cache of {len(cache.layers)} layers for a model of {len(into)}: make it with the model's config")
     layers: list[Snapshot] = []
     errors = []
     for i, (layer, empty) in enumerate(zip(list(cache.layers), into, strict=True)):
-        held, error = freeze(layer, empty, match.length(key), row, quantize, copy)
+        stored, error = _snapshot_as(empty, layer, match.length(key), row, quantize, copy)
         copy.wait()
-        layers.append(held)
+        layers.append(stored)
         errors.append(error)
-        if storages(layers) + len(key) > max_bytes:
-            raise TooLarge
+        check_size(key, layers, max_bytes)
         if release:
             cache.layers[i] = release.layers()[i]
         del layer, empty
-    return Entry(key, mould, layers, tuple(errors))
+    return Entry(key, template, layers, tuple(errors))
 
 
-def owned(key: bytes, mould: Mould, layers: Iterable[Snapshot], errors: tuple[float, ...], max_bytes: int | None = None) -> Entry:
-    """An entry of `layers` in memory of its own, such as those of a file. Raises TooLarge beyond `max_bytes`, where that is given."""
-    copied = []
-    for layer in layers:
-        copied.append(replace(layer, tensors={name: x.clone() for name, x in layer.tensors.items()}))
-        if max_bytes is not None and storages(copied) + len(key) > max_bytes:
-            raise TooLarge
-    return Entry(key, mould, copied, errors)
-
-
-def freeze(layer: Layer, into: Layer, tokens: int, row: int, quantize: bool, copy: Staging) -> tuple[Snapshot, float]:
-    """The first `tokens` tokens of row `row` of `layer` as `into`, an empty layer, would hold them, and the error that this makes.
-
-    Codes and states are taken as they are; dense tokens are encoded where `into` is compressed, unless `quantize` is False. Raises
-    NotImplementedError, with the reason, where the layer cannot be taken or not be had so.
-    """
-    encodes = type(layer) is DynamicLayer and isinstance(into, CompressedLayer)
-    if encodes and isinstance(into, EvictingLayer):
+def _snapshot_as(into: Layer, layer: Layer, tokens: int, row: int, quantize: bool, copy: PinnedCopier) -> tuple[Snapshot, float]:
+    """A snapshot of the first `tokens` tokens of row `row` of `layer` as `into`, an empty layer, would store them, and the quantization
+    error."""
+    quantizes = type(layer) is DynamicLayer and isinstance(into, CompressedLayer)
+    if quantizes and isinstance(into, EvictingLayer):
         raise NotImplementedError("what a cache evicts depends on its attention: a DynamicCache cannot be stored as one that evicts")
-    if not encodes and type(layer) is not type(into):
+    if not quantizes and type(layer) is not type(into):
         raise NotImplementedError(
             f"a {type(layer).__name__} where a {type(into).__name__} is stored: make the cache with the model's config"
         )
-    if not encodes or not quantize or not layer.is_initialized:
+    if not quantizes or not quantize or not layer.is_initialized:
         counts = hasattr(layer, "get_seq_length") and layer.get_seq_length()
         return snapshot(layer, tokens if counts else None, row, copy), 0.0
     keys, values = (x[row : row + 1, :, :tokens] for x in (layer.keys, layer.values))
     into.update(keys, values)  # type: ignore[attr-defined]
-    held = snapshot(into, copy=copy)
-    return held, _error(into, (keys, values))  # type: ignore[arg-type]
+    return snapshot(into, copy=copy), _error(into, (keys, values))  # type: ignore[arg-type]
 
 
-def give(into: Mould, layers: Iterable[Snapshot], mould: Mould, devices: list[torch.device], copy: Staging) -> Cache:
-    """A new cache of `into` that holds `layers`, which were stored as `mould` holds them, each on its device."""
+def restore_cache(
+    into: CacheTemplate, layers: Iterable[Snapshot], template: CacheTemplate, devices: list[torch.device], copy: PinnedCopier
+) -> Cache:
+    """A new cache of the template `into`, filled from the `layers` of an entry of `template`, each on its device."""
     cache = into.cache()
     try:
-        empties = cache.layers if into is mould else mould.layers()
-        for layer, held, empty, device in zip(cache.layers, layers, empties, devices, strict=True):
-            thaw(layer, held, empty, device, copy)
+        empties = cache.layers if into is template else template.layers()
+        for layer, stored, empty, device in zip(cache.layers, layers, empties, devices, strict=True):
+            _restore_as(layer, stored, empty, device, copy)
     finally:
         copy.wait()
     return cache
 
 
-def thaw(layer: Layer, held: Snapshot, empty: Layer, device: torch.device, copy: Staging) -> None:
-    """Puts `held` into `layer`, an empty one on `device`, decoding or encoding where the one is dense and the other is not.
-
-    `empty` is an empty layer of the kind that `held` came from.
-    """
-    if held.kind == "dense" and isinstance(layer, CompressedLayer):
+def _restore_as(layer: Layer, stored: Snapshot, empty: Layer, device: torch.device, copy: PinnedCopier) -> None:
+    """Restores `stored` into `layer`, which is empty. If only one of the two is compressed, tokens are quantized or dequantized. `empty` is
+    an empty layer of the kind that `stored` came from."""
+    if stored.kind == "dense" and isinstance(layer, CompressedLayer):
         dense = DynamicLayer()
-        restore(dense, held, device, copy)
+        restore(dense, stored, device, copy)
         copy.wait()
         layer.update(dense.keys, dense.values)  # type: ignore[arg-type]
-    elif held.kind == "compressed" and type(layer) is DynamicLayer and isinstance(empty, CompressedLayer):
-        restore(empty, held, device, copy)
+    elif stored.kind == "compressed" and type(layer) is DynamicLayer and isinstance(empty, CompressedLayer):
+        restore(empty, stored, device, copy)
         copy.wait()
         layer.update(*empty.dense())
     else:
-        restore(layer, held, device, copy)
+        restore(layer, stored, device, copy)
 
 
 @torch.no_grad()
 def _error(layer: CompressedLayer, given: tuple[Tensor, Tensor]) -> float:
     worst = 0.0
-    (first, _), chunks, _ = layer.storage.zones()  # type: ignore[union-attr]
+    chunks, begin = layer.storage.chunks, layer.storage.zones()[0][0].shape[2]  # type: ignore[union-attr]
     for side, x in enumerate(given):
         for packed in chunks.packed(side, SAMPLE):
-            begin = first.shape[2]
             sample = x[:, :, begin : begin + packed.tokens].float()
-            decoded = packed.codec.decode(packed.codes, x.shape[3])
-            worst = max(worst, float((decoded - sample).square().mean().sqrt() / sample.square().mean().sqrt().clamp_min(1e-12)))
+            dequantized = packed.codec.dequantize(packed.codes, x.shape[3])
+            worst = max(worst, float((dequantized - sample).square().mean().sqrt() / sample.square().mean().sqrt().clamp_min(1e-12)))
             break
     return worst
 
 
-def batch(cache: Cache) -> int:
-    """Rows of what the cache holds; 0 while it is empty."""
+def load_entry(
+    key: bytes, template: CacheTemplate, layers: Iterable[Snapshot], errors: tuple[float, ...], max_bytes: int | None = None
+) -> Entry:
+    """An entry in memory from the `layers` of a file. Raises TooLarge beyond `max_bytes`, if given."""
+    copied: list[Snapshot] = []
+    for layer in layers:
+        copied.append(replace(layer, tensors={name: x.clone() for name, x in layer.tensors.items()}))
+        if max_bytes is not None:
+            check_size(key, copied, max_bytes)
+    return Entry(key, template, copied, errors)
+
+
+def batch_size(cache: Cache) -> int:
+    """Rows of the cache; 0 while it is empty."""
     for layer in cache.layers:
-        held = layer.rows if isinstance(layer, CompressedLayer) else getattr(layer, "keys", None)
-        if isinstance(held, int) and held:
-            return held
-        if isinstance(held, Tensor) and held.ndim == 4:
-            return int(held.shape[0])
+        rows = layer.rows if isinstance(layer, CompressedLayer) else getattr(layer, "keys", None)
+        if isinstance(rows, int) and rows:
+            return rows
+        if isinstance(rows, Tensor) and rows.ndim == 4:
+            return int(rows.shape[0])
     return 0

@@ -1,7 +1,7 @@
-"""Whose keys and values these are: everything that they depend on beside the tokens, in one name.
+"""`Identity`: a name for everything that keys and values depend on besides the tokens.
 
-Weights are sampled, evenly through every parameter and buffer (rotary frequencies among them), which tells fine-tunes of one base apart at
-the price of milliseconds. An edit of a few entries of one matrix can be missed; `extra` is for what a sample does not see.
+Weights are sampled evenly from every parameter and buffer (rotary frequencies included), which distinguishes fine-tunes of one base model
+within milliseconds. An edit of a few entries of one matrix can be missed; `extra` is for what a sample does not show.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 SAMPLES = 64
-"""Entries that are looked at in each tensor."""
-_SAYS_NOTHING = ("_name_or_path", "transformers_version", "architectures", "use_cache", "dtype", "_attn_implementation_internal")
+"""Entries that are sampled from each tensor."""
+_IGNORED = ("_name_or_path", "transformers_version", "architectures", "use_cache", "dtype", "_attn_implementation_internal")
 
 
 class Identity:
-    """The name of `model` as it is now. Asking again is cheap while no tensor was replaced or written to.
+    """The name of `model` in its current state. `current` is cheap while no tensor was replaced or written to.
 
     Args:
-        tokenizer: what made the token ids, or None.
-        extra: anything else that the entries depend on.
+        tokenizer: the tokenizer that makes the token ids, or None.
+        extra: anything else that entries depend on.
 
-    Raises ValueError where weights are not in memory (offloaded by accelerate): nothing could be sampled.
+    Raises ValueError if weights are not in memory (offloaded by accelerate) and cannot be sampled.
     """
 
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None, extra: str = ""):
@@ -37,7 +37,7 @@ class Identity:
         self.current()
 
     def current(self) -> bytes:
-        """16 bytes."""
+        """The name of the model now, 16 bytes."""
         state = (_adapters(self.model), *((name, x.data_ptr(), _version(x)) for name, x in _tensors(self.model)))
         if state != self._state:
             parts = [_config(self.model), str(self.model.dtype), str(_adapters(self.model)), self.tokenizer, self.extra]
@@ -55,14 +55,12 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         for name, x in named:
             x = x.to_local() if hasattr(x, "to_local") else x  # a shard
             if x.device.type == "meta":
-                raise ValueError(
-                    f"{name} is not in memory, so that the weights cannot be told from others: load the model without offloading"
-                )
+                raise ValueError(f"{name} is not in memory, so that the weights cannot be identified: load the model without offloading")
             yield name, x.detach()
 
 
 def _samples(model: nn.Module) -> Iterator[Tensor]:
-    """Bytes of the sampled entries, brought over in one piece for each device."""
+    """Bytes of the sampled entries in host memory: one copy from each device."""
     taken: dict[torch.device, list[Tensor]] = {}
     for _, x in _tensors(model):
         if x.numel():
@@ -79,11 +77,11 @@ def _version(x: Tensor) -> int:
 
 def _config(model: PreTrainedModel) -> dict:
     config = model.config.to_dict()
-    return json.loads(json.dumps({name: value for name, value in config.items() if name not in _SAYS_NOTHING}, default=str, sort_keys=True))
+    return json.loads(json.dumps({name: value for name, value in config.items() if name not in _IGNORED}, default=str, sort_keys=True))
 
 
 def _adapters(model: nn.Module) -> tuple[str, ...]:
-    """Which adapters are on, merged and how strong: their weights are parameters like all others, these are not."""
+    """Which adapters are active or merged, and their scaling: unlike their weights, these are no parameters."""
     marks = ("active_adapter", "merged_adapters", "disable_adapters", "scaling")
     return tuple(
         f"{name}.{mark}={getattr(module, mark)}"

@@ -1,7 +1,7 @@
-"""Which stored tokens a prompt begins with.
+"""`Index`: the longest stored beginning of a prompt.
 
-A key is the name of who computed the tokens, then four bytes a token, most significant first, so that bytes compare as tokens do. Among
-sorted keys, the longest common beginning with a prompt is with one of its two neighbours.
+A key is the name of the model and then four bytes for each token, most significant byte first, so that keys sort as tokens do. Among sorted
+keys, one of the two neighbours of a prompt has the longest beginning in common with it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def prefix(key: bytes, tokens: int) -> bytes:
 
 
 def common(a: bytes, b: bytes) -> int:
-    """Tokens that both keys begin with; 0 where their names differ."""
+    """Tokens that both keys begin with; 0 if their names differ."""
     low, high = 0, min(len(a), len(b)) + 1
     while high - low > 1:  # a[:low] == b[:low], and not so at high
         middle = (low + high) // 2
@@ -51,7 +51,7 @@ def common(a: bytes, b: bytes) -> int:
 
 
 def kind(stored: bytes, key: bytes) -> str:
-    """How the tokens of `stored` lie to those of `key`: "exact", "shorter", "longer" or "common"."""
+    """How the tokens of `stored` relate to those of `key`: "exact", "shorter", "longer" or "common"."""
     if stored == key:
         return "exact"
     if key.startswith(stored):
@@ -60,7 +60,7 @@ def kind(stored: bytes, key: bytes) -> str:
 
 
 class Index:
-    """Keys, some of which can be used only `whole`: by prompts that begin with all of their tokens."""
+    """Keys. Those added as `whole` can be used only by prompts that begin with all of their tokens."""
 
     def __init__(self) -> None:
         self._sorted: list[bytes] = []
@@ -88,7 +88,7 @@ class Index:
             del self._sorted[at]
 
     def best(self, key: bytes, limit: int) -> tuple[bytes | None, int]:
-        """The stored key with the longest beginning in common with `key`, at most `limit` tokens of it, and how many those are."""
+        """The stored key with the longest beginning in common with `key`, of at most `limit` tokens, and the number of these tokens."""
         found, most = None, 0
         at = bisect_left(self._sorted, key)
         for neighbour in self._sorted[max(at - 1, 0) : at + 1]:
@@ -104,7 +104,7 @@ class Index:
         return found, most
 
     def beginnings(self, key: bytes) -> list[bytes]:
-        """Keys that can be cut and whose tokens are a beginning of `key`'s, not all of them; the longest first."""
+        """Keys that can be cut and whose tokens are a proper beginning of `key`'s; the longest first."""
         found, probe = [], key
         while at := bisect_left(self._sorted, probe):
             below = self._sorted[at - 1]

@@ -1,4 +1,4 @@
-"""Entries in host memory, within a number of bytes."""
+"""`MemoryStore`: entries in host memory."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from .entry import Entry
 from .match import Index
 
 
-class Memory:
-    """Entries, those used longest ago first; together they take at most `max_bytes`, measured."""
+class MemoryStore:
+    """Entries of at most `max_bytes` in all, measured, from the least recently used to the most recently used."""
 
     def __init__(self, max_bytes: int):
         self.max_bytes = max_bytes
@@ -20,9 +20,6 @@ class Memory:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def __contains__(self, key: bytes) -> bool:
-        return key in self._entries
-
     @property
     def nbytes(self) -> int:
         return sum(entry.nbytes for entry in self._entries.values())
@@ -32,28 +29,28 @@ class Memory:
         return list(self._entries.values())
 
     def use(self, key: bytes) -> Entry:
-        """The entry, which is then the one used last."""
+        """The entry, which becomes the most recently used."""
         self._entries.move_to_end(key)
         return self._entries[key]
 
-    def covering(self, key: bytes, mould: bytes) -> bytes | None:
-        """The key of an entry for this kind of cache that begins with all tokens of `key`."""
+    def covering(self, key: bytes, template: bytes) -> bytes | None:
+        """The key of an entry of this template that begins with all tokens of `key`."""
         found = key if key in self._entries else self.index.covering(key)
-        return found if found is not None and self._entries[found].mould.name == mould else None
+        return found if found is not None and self._entries[found].template.name == template else None
 
     def put(self, entry: Entry) -> None:
-        """Takes an entry in, in the place of those whose tokens it begins with, and makes room."""
-        self._drop(entry.key)
+        """Adds an entry, removes those of its template whose tokens it begins with, and makes room."""
+        self._remove(entry.key)
         if not entry.whole:
             for key in self.index.beginnings(entry.key):
-                if self._entries[key].mould.name == entry.mould.name:
-                    self._drop(key)
+                if self._entries[key].template.name == entry.template.name:
+                    self._remove(key)
         self._entries[entry.key] = entry
         self.index.add(entry.key, entry.whole)
         self.trim(self.max_bytes)
 
     def add_oldest(self, entry: Entry) -> bool:
-        """Takes an entry in if there is room, as the one used longest ago; says whether."""
+        """Adds an entry as the least recently used one if there is room; returns whether there was."""
         if self.nbytes + entry.nbytes > self.max_bytes:
             return False
         self._entries[entry.key] = entry
@@ -62,11 +59,11 @@ class Memory:
         return True
 
     def trim(self, max_bytes: int) -> None:
-        """Drops what was used longest ago until at most `max_bytes` are taken."""
+        """Evicts the least recently used entries until at most `max_bytes` are left."""
         while self._entries and self.nbytes > max_bytes:
-            self._drop(next(iter(self._entries)))
+            self._remove(next(iter(self._entries)))
             self.evicted += 1
 
-    def _drop(self, key: bytes) -> None:
+    def _remove(self, key: bytes) -> None:
         if self._entries.pop(key, None) is not None:
             self.index.remove(key)

@@ -1,4 +1,4 @@
-"""What a prompt's token ids say, and what they do not."""
+"""Token ids of prompts: which of them a store may use."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MEDIA = ("image_token_id", "image_token_index", "video_token_id", "audio_token_i
 
 
 def rows(ids: Ids) -> list[Tensor]:
-    """Token ids `[T]` or `[B, T]` as rows, int64 `[T]` in host memory. Raises TypeError or ValueError for anything else."""
+    """Token ids `[T]` or `[B, T]` as rows, int64 `[T]` each, in host memory. Raises TypeError or ValueError for anything else."""
     try:
         given = torch.as_tensor(ids).detach().cpu()
     except (TypeError, ValueError, RuntimeError) as error:
@@ -30,7 +30,7 @@ def rows(ids: Ids) -> list[Tensor]:
 
 
 def text_tokens(row: Tensor, config: PreTrainedConfig) -> int:
-    """Tokens before the first that stands for an image, a video or a sound: what it shows is not among the ids."""
+    """Tokens before the first placeholder of an image, a video or a sound, whose content the ids do not show."""
     media = sorted({value for name in MEDIA if (value := getattr(config, name, None)) is not None})
     hits = torch.isin(row, torch.tensor(media, dtype=torch.int64)).nonzero()
     return int(hits[0]) if len(hits) else len(row)
@@ -38,7 +38,7 @@ def text_tokens(row: Tensor, config: PreTrainedConfig) -> int:
 
 @torch.no_grad()
 def compute(model: PreTrainedModel, ids: Tensor, cache: Cache) -> bool:
-    """Lets `cache` see what it lacks of `ids` `[B, T]`; returns whether it lacked anything."""
+    """Runs the model on the tokens of `ids` `[B, T]` that `cache` has not seen; returns whether there were any."""
     ids = ids[:, cache.get_seq_length() :].to(model.device)
     if ids.shape[1]:
         last = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
@@ -46,14 +46,14 @@ def compute(model: PreTrainedModel, ids: Tensor, cache: Cache) -> bool:
     return bool(ids.shape[1])
 
 
-def written(row: Tensor, config: PreTrainedConfig) -> int:
-    """Tokens up to the last that is no padding."""
+def unpadded(row: Tensor, config: PreTrainedConfig) -> int:
+    """Tokens up to the last one that is no padding."""
     text = (row != _padding(config)).nonzero()
     return int(text[-1]) + 1 if len(text) else 0
 
 
 def refusal(row: Tensor, config: PreTrainedConfig, least: int, padded: bool = False) -> str | None:
-    """Why a row is not stored, or None; `padded`: it is one of a batch."""
+    """Why a row is not stored, or None. `padded`: the row is part of a batch."""
     text = config.get_text_config(decoder=True)
     ends = text.eos_token_id if isinstance(text.eos_token_id, list) else [text.eos_token_id]
     if len(row) < least:

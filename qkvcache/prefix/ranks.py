@@ -1,4 +1,4 @@
-"""Processes that share each layer's heads (tensor parallelism): each stores its own, and all must go on from the same token."""
+"""Tensor parallelism: each process stores its own heads, and all must continue from the same token."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import torch
 from torch import distributed
 from transformers import PreTrainedModel
 
-Place = TypeVar("Place")
+Store = TypeVar("Store")
 
 
 class Ranks:
-    """The processes that `model` is spread over; one process alone, where it is not."""
+    """The processes that `model` is spread over; a single one without tensor parallelism."""
 
     def __init__(self, model: PreTrainedModel):
         mesh = getattr(model, "_device_mesh", None)
@@ -22,8 +22,9 @@ class Ranks:
         self._group = mesh.get_group() if mesh is not None and mesh.ndim == 1 else None
         self._device = model.device
 
-    def agree(self, find: Callable[[int], tuple[Place, bytes, int] | None], limit: int) -> tuple[Place, bytes, int] | None:
-        """What `find(limit)` gives, whose last item counts tokens, under the highest limit at which all ranks find as many."""
+    def agree(self, find: Callable[[int], tuple[Store, bytes, int] | None], limit: int) -> tuple[Store, bytes, int] | None:
+        """The result of `find(limit)`, whose last item is a number of tokens, for the highest limit at which all ranks find the same
+        number."""
         while True:
             found = find(limit)
             tokens = found[2] if found else 0
@@ -32,7 +33,7 @@ class Ranks:
                 return found
 
     def least(self, value: int) -> int:
-        """The least value that any of them gives. All must ask."""
+        """The least `value` of all processes, each of which must call this."""
         if self.size == 1:
             return value
         shared = torch.tensor(value, device=self._device)

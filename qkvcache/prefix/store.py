@@ -1,7 +1,7 @@
-"""`PrefixStore`: beginnings of prompts that need not be computed again, in memory and on disk, as compressed as the caches they go into.
+"""`PrefixStore`: stored beginnings of prompts, in memory and on disk, as compressed as the caches that they are for.
 
-Tokens are compared, so that a wrong prefix cannot be used; entries carry the name of the model, its weights, adapter and tokenizer
-(`identity.py`) and of the kind of cache that they are for. Codes go in and codes come out: nothing is quantized a second time.
+Tokens are compared, so that a wrong prefix cannot be used. Entries are named after the model, its weights, adapter and tokenizer
+(`identity.py`) and the cache template. Codes are stored and restored as they are; nothing is quantized a second time.
 """
 
 from __future__ import annotations
@@ -10,34 +10,81 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from copy import deepcopy
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from os import PathLike
 from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import Cache
 
 from ..caches import CompressedCache
-from ..formats import Format
+from ..formats import FormatLike
 from ..layers.snapshot import Snapshot
 from ..policies import check_count
 from . import match
-from .checks import check_sizes, check_store
-from .disk import Damaged
-from .entry import Entry, Mould, TooLarge, batch, give, owned, take
+from .copier import PinnedCopier, layer_devices
+from .disk import Damaged, DiskStore
+from .entry import CacheTemplate, Entry, TooLarge, batch_size, load_entry, restore_cache, snapshot_cache
 from .identity import Identity
-from .memory import Memory
-from .place import Staging, layer_devices
-from .prompt import Ids, compute, refusal, rows, text_tokens, written
+from .memory import MemoryStore
+from .prompt import Ids, compute, refusal, rows, text_tokens, unpadded
 from .ranks import Ranks
-from .shelf import Shelf
-from .stats import Match, Stats
+
+
+@dataclass(frozen=True)
+class Match:
+    """The result of `fetch`: a cache that holds the first `length` tokens, or None.
+
+    `kind`: "exact" (the stored tokens are the prompt), "shorter" (the prompt continues after them), "longer" (they continue after the
+    prompt), "common" (both continue, differently), or "miss". `source`: "memory", "disk" or None. `error`: the quantization error of the
+    worst layer when the tokens were stored (RMS of the difference over RMS); 0 if codes or exact tokens were stored as given.
+    """
+
+    cache: Cache | None = None
+    length: int = 0
+    kind: str = "miss"
+    source: str | None = None
+    error: float = 0.0
+
+
+@dataclass
+class Stats:
+    """Counts since the store was made, and what it holds now.
+
+    Attributes:
+        hits: fetches that found something, by kind of match.
+        misses: fetches that found nothing.
+        tokens_reused: tokens that were fetched and need not be computed.
+        stored: entries stored.
+        covered: entries not stored, because another, in memory or on disk, already held all of their tokens.
+        rejected: entries larger than the whole budget.
+        refused: entries that would not have been exact to reuse, by reason; and failed writes.
+        evicted, evicted_files: entries that made room in memory, and on disk.
+        skipped: files that were not loaded, by reason.
+        entries, nbytes: in memory, bytes measured from live tensors.
+        files, disk_bytes: on disk, of all processes.
+    """
+
+    hits: Counter[str] = field(default_factory=Counter)
+    misses: int = 0
+    tokens_reused: int = 0
+    stored: int = 0
+    covered: int = 0
+    rejected: int = 0
+    refused: Counter[str] = field(default_factory=Counter)
+    evicted: int = 0
+    evicted_files: int = 0
+    skipped: Counter[str] = field(default_factory=Counter)
+    entries: int = 0
+    nbytes: int = 0
+    files: int = 0
+    disk_bytes: int = 0
 
 
 class PrefixStore:
-    """Keeps the keys and values of prompts, and hands them to later prompts that begin alike.
+    """Stores the keys and values of prompts, and gives them to later prompts that begin with the same tokens.
 
         store = PrefixStore(model, max_bytes=8 * 2**30, format="turboquant_4bit_nc", directory="prefixes")
         with store.reuse(ids) as past:
@@ -45,22 +92,23 @@ class PrefixStore:
 
     Args:
         model: a decoder-only model.
-        max_bytes: what entries may take in host memory, measured; those used longest ago make room. A larger one is stored nowhere.
-        format: how the tokens of a DynamicCache are stored, and the format of the caches that `reuse` hands out.
-        dense: hand out DynamicCaches, decoded, in place of compressed caches.
+        max_bytes: the most bytes of all entries in host memory, measured. The least recently used are evicted; a larger one is not stored.
+        format: how the tokens of a DynamicCache are stored, and the format of the caches that `reuse` returns.
+        dense: return DynamicCaches, dequantized, in place of compressed caches.
         min_quantize_tokens: shorter DynamicCaches are stored exact.
-        min_match_tokens: shorter beginnings are neither stored nor handed out.
-        directory: where entries are also written, to be found after a restart and by other processes; None keeps them in memory.
-        max_disk_bytes: what all entries in the directory may take; None: ten times `max_bytes`.
-        tokenizer: what makes the token ids; its vocabulary then counts among what entries depend on.
-        identity: anything else that they depend on and the weights, which are sampled, do not show.
-        **options: those of CompressedCache, for what `reuse` hands out: `policy`, `num_sink_tokens`, `residual_length`, `skip_layers`.
+        min_match_tokens: shorter beginnings are neither stored nor fetched.
+        directory: where entries are also written, for other processes and for later; None keeps them in memory only.
+        max_disk_bytes: the most bytes of all entries in the directory; None: ten times `max_bytes`.
+        tokenizer: makes the token ids; if given, entries are used only with the same vocabulary.
+        identity: anything else that entries depend on and that the weights, which are sampled, do not show.
+        **options: those of CompressedCache, for the caches that `reuse` returns: `policy`, `num_sink_tokens`, `residual_length`,
+            `skip_layers`.
 
-    Entries keep the form of the cache that they were stored from. Give the store the format of the caches that you hand it: after a restart
+    Entries keep the form of the cache that they were stored from. Give the store the format of the caches that you store: after a restart
     it looks for no other. Not for use by several threads at once.
 
     Raises:
-        ValueError: sizes that are negative, an unknown format, options that do not go together, a directory that cannot be written.
+        ValueError: negative sizes, an unknown format, options that exclude each other, a directory that cannot be written.
         TypeError: an argument of another type.
         NotImplementedError: an encoder-decoder model.
     """
@@ -70,7 +118,7 @@ class PrefixStore:
         model: PreTrainedModel,
         *,
         max_bytes: int,
-        format: str | Format = "int8",
+        format: FormatLike = "int8",
         dense: bool = False,
         min_quantize_tokens: int = 256,
         min_match_tokens: int = 16,
@@ -80,24 +128,27 @@ class PrefixStore:
         identity: str = "",
         **options,
     ):
-        check_store(model, options, dense=dense, tokenizer=tokenizer, identity=identity, directory=directory)
+        _check_arguments(model, options, dense=dense, tokenizer=tokenizer, identity=identity, directory=directory)
         max_disk_bytes = 10 * max_bytes if max_disk_bytes is None else max_disk_bytes
-        check_sizes(max_bytes, max_disk_bytes, min_quantize_tokens, min_match_tokens)
+        check_count("max_bytes", max_bytes, of="bytes")
+        check_count("max_disk_bytes", max_disk_bytes, of="bytes")
+        check_count("min_quantize_tokens", min_quantize_tokens)
+        check_count("min_match_tokens", min_match_tokens)
         self.model, self.dense, self.min_quantize_tokens = model, dense, min_quantize_tokens
         self.min_match_tokens = max(min_match_tokens, 1)
-        self._template = Mould(CompressedCache(model.config, format=format, **options), model.config)
-        self._dense = Mould(DynamicCache(config=model.config), model.config)
-        self._moulds = {self._template.name: self._template}
+        self._template = CacheTemplate(CompressedCache(model.config, format=format, **options), model.config)
+        self._dense = CacheTemplate(DynamicCache(config=model.config), model.config)
+        self._templates = {self._template.name: self._template}
         self._ranks = Ranks(model)
         self._identity = Identity(model, tokenizer, f"{identity} shard {self._ranks.rank} of {self._ranks.size}")
-        self._memory = Memory(max_bytes)
-        self._shelf = None if directory is None else Shelf(Path(directory), max_disk_bytes, model.config.model_type)
+        self._memory = MemoryStore(max_bytes)
+        self._disk = None if directory is None else DiskStore(Path(directory), max_disk_bytes, model.config.model_type)
         self._stats = Stats()
-        self._copy = Staging()
+        self._copy = PinnedCopier()
 
     @torch.no_grad()
     def fetch(self, ids: Ids) -> Match:
-        """The longest stored beginning of `ids`, `[T]` or `[B, T]` with equal rows, in a cache of `B` rows that nothing else holds.
+        """The longest stored beginning of `ids`, `[T]` or `[B, T]` with equal rows, in a new cache of `B` rows.
 
         At most `T - 1` tokens, since `generate` must have one to compute. Raises TypeError or ValueError for what are no token ids, and for
         rows that differ.
@@ -107,193 +158,215 @@ class PrefixStore:
         if any(not torch.equal(row, other) for other in given):
             raise ValueError(f"fetch got {len(given)} rows that differ: fetch one row at a time, with the cache of that row alone")
         limit = min(len(row) - 1, text_tokens(row, self.model.config))
-        key = match.encode(self._identity.current(), row)
-        self._scan()
+        key = match.encode(self._scanned(), row)
         while (found := self._ranks.agree(lambda most: self._best(key, most), limit)) is not None:
-            shelf, stored, tokens = found
-            if shelf is None:
+            disk, stored, tokens = found
+            if disk is None:
                 entry = self._memory.use(stored)
-                mould, errors = entry.mould, entry.errors
+                template, errors = entry.template, entry.errors
                 layers: Iterable[Snapshot] = entry.cut(tokens)
             else:
-                file, layers = shelf.get(stored), shelf.read(stored, tokens)
-                mould, errors = self._moulds[file.mould], file.errors
-            cache = self._fill(mould, layers)
+                file, layers = disk.get(stored), disk.read(stored, tokens)
+                template, errors = self._templates[file.template], file.errors
+            cache = self._restore(template, layers)
             if not self._ranks.least(cache is not None) or cache is None:
                 continue
             if len(given) > 1:
                 cache.batch_repeat_interleave(len(given))
             self._stats.hits[kind := match.kind(stored, key)] += 1
             self._stats.tokens_reused += tokens
-            return Match(cache, tokens, kind, "disk" if shelf else "memory", max(errors, default=0.0))
+            return Match(cache, tokens, kind, "disk" if disk else "memory", max(errors, default=0.0))
         self._stats.misses += 1
         return Match()
 
     def store(self, ids: Ids, cache: Cache) -> bool:
-        """Stores what `cache` holds of `ids`, `[T]` or a row for each of the cache's: as many tokens as both have. The cache stays.
+        """Stores the tokens of `ids`, `[T]` or a row for each of the cache's, that `cache` holds. The cache is not changed.
 
-        A row of ids serves a cache of several rows, as beams are, if all of them began with it. Returns whether everything given is now
-        stored; if not, `stats` says why. What an entry from such a cache holds already, in memory or on disk, stays as it is there.
+        One row of ids serves a cache of several rows, such as beams, that all began with it. Returns whether all rows are stored now; if
+        not, `stats` says why. An entry whose tokens another entry of such a cache holds already, in memory or on disk, is not stored again.
 
-        Raises TypeError or ValueError for what are no token ids, no cache, or other numbers of rows.
+        Raises TypeError or ValueError for what are no token ids, no cache, or another number of rows.
         """
         given = rows(ids)
         if not isinstance(cache, Cache) or not hasattr(cache, "layers"):
             raise TypeError(f"cache must be the cache of a decoder, such as DynamicCache, got {type(cache).__name__}")
-        held = batch(cache)
-        if held and len(given) not in (1, held):
-            raise ValueError(f"{len(given)} rows of ids for a cache of {held} rows: pass the ids of each row, or one that all began with")
-        self._scan()
-        return all([self._take(row, cache, number, padded=len(given) > 1) for number, row in enumerate(given)])
+        batch = batch_size(cache)
+        if batch and len(given) not in (1, batch):
+            raise ValueError(f"{len(given)} rows of ids for a cache of {batch} rows: pass the ids of each row, or one that all began with")
+        identity = self._scanned()
+        return all([self._store(row, cache, identity, number, padded=len(given) > 1) for number, row in enumerate(given)])
 
     @contextmanager
     def reuse(self, ids: Ids) -> Iterator[Cache]:
-        """A cache for `model.generate(ids, past_key_values=past)` that holds what is stored of `ids`; takes in the prompt on exit.
+        """A cache for `model.generate(ids, past_key_values=past)` that holds the stored beginning of `ids`; stores the prompt on exit.
 
-        The cache is the store's: when the block ends it is emptied, one layer at a time as it is stored, so that nothing exists twice.
-        Generated tokens are cut off. Where they cannot be, because the cache evicts or the model has sliding or linear layers, the prompt
-        is computed here up to its last token and stored before the block runs. After an exception nothing is stored.
+        The cache belongs to the store: on exit it is emptied, one layer at a time as it is stored, so that nothing is held twice. Generated
+        tokens are cut off. If the cache cannot be cut, because it evicts or the model has sliding or linear layers, the prompt up to its
+        last token is computed and stored before the block runs. After an exception nothing is stored.
 
-        What the block computes with the cache must be `ids`, and what may follow them: a cache does not know its tokens. For beams, samples
-        or choices, call `past.batch_repeat_interleave(n)` first. To store the answer as well, call `store(output_ids, past)`.
+        The block must compute `ids`, and any tokens after them, with the cache: a cache does not know its tokens. For beams, samples or
+        choices, call `past.batch_repeat_interleave(n)` first. To store the answer too, call `store(output_ids, past)`.
         """
         found = self.fetch(ids)
         given = rows(ids)
         row = given[0]
         text = row[: text_tokens(row, self.model.config)]
-        own = self._dense if self.dense and not self._template.evicts else self._template
-        cache = own.cache() if found.cache is None else found.cache
+        template = self._dense if self.dense and not self._template.evicts else self._template
+        cache = template.cache() if found.cache is None else found.cache
         if found.cache is not None:
-            own = self._mould(cache) if isinstance(cache, CompressedCache) else self._dense
+            template = self._template_of(cache) if isinstance(cache, CompressedCache) else self._dense
         try:
             begin = text[: len(row) - 1]
-            if not own.cuttable and not self._refuses(begin) and compute(self.model, begin.expand(len(given), -1), cache):
-                self._take(begin, cache)
+            if not template.cuttable and not self._refusal(begin) and compute(self.model, begin.expand(len(given), -1), cache):
+                self._store(begin, cache, self._identity.current())
             yield cache
-            if own.cuttable:
-                self._take(text, cache, release=own)
+            if template.cuttable:
+                self._store(text, cache, self._identity.current(), release=template)
         finally:
-            cache.layers = own.layers()
+            cache.layers = template.layers()
 
     def trim(self, max_bytes: int, max_disk_bytes: int | None = None) -> None:
-        """Drops what was used longest ago until entries take at most `max_bytes` in memory, and `max_disk_bytes` on disk if given."""
+        """Evicts the least recently used entries until at most `max_bytes` are in memory, and `max_disk_bytes` on disk if given."""
         check_count("max_bytes", max_bytes, of="bytes")
         if max_disk_bytes is not None:
             check_count("max_disk_bytes", max_disk_bytes, of="bytes")
-            self._need_shelf().trim(max_disk_bytes)
+            self._require_disk().trim(max_disk_bytes)
         self._memory.trim(max_bytes)
 
     def save(self) -> int:
-        """Writes the entries in memory that are not on disk, as after files were removed; returns how many."""
-        shelf = self._need_shelf()
-        self._scan()
-        return sum(self._write(shelf, entry) for entry in self._memory.entries)
+        """Writes the entries in memory that are not on disk, for example after files were removed; returns how many."""
+        disk = self._require_disk()
+        self._scanned()
+        return sum(self._write(disk, entry) for entry in self._memory.entries)
 
     def load(self) -> int:
-        """Reads entries from disk into memory, those used last first, as many as fit beside what is there; returns how many."""
-        shelf = self._need_shelf()
-        self._scan()
+        """Reads entries from disk into memory, the most recently used first, as many as fit beside what is there; returns how many."""
+        disk = self._require_disk()
         loaded = 0
-        for key in shelf.newest(self._identity.current()):
-            file = shelf.get(key)
-            if self._memory.covering(key, file.mould) is None:
+        for key in disk.newest(self._scanned()):
+            file = disk.get(key)
+            if self._memory.covering(key, file.template) is None:
                 with suppress(Damaged):
-                    entry = owned(key, self._moulds[file.mould], shelf.read(key, file.tokens), file.errors)
+                    entry = load_entry(key, self._templates[file.template], disk.read(key, file.tokens), file.errors)
                     loaded += self._memory.add_oldest(entry)
         return loaded
 
     @property
     def stats(self) -> Stats:
-        """Counts so far and what is held now, a copy."""
-        shelf = self._shelf
+        """A copy of the counts, with what is held now."""
         now = replace(deepcopy(self._stats), entries=len(self), nbytes=self._memory.nbytes, evicted=self._memory.evicted)
-        if shelf is None:
+        if (disk := self._disk) is None:
             return now
-        files, disk_bytes = shelf.size()
-        return replace(now, files=files, disk_bytes=disk_bytes, evicted_files=shelf.evicted, skipped=Counter(shelf.skipped))
+        files, disk_bytes = disk.size()
+        return replace(now, files=files, disk_bytes=disk_bytes, evicted_files=disk.evicted, skipped=Counter(disk.skipped))
 
     def __len__(self) -> int:
         return len(self._memory)
 
     def __repr__(self) -> str:
-        where = "" if self._shelf is None else f", directory={str(self._shelf.directory)!r}"
+        where = "" if self._disk is None else f", directory={str(self._disk.directory)!r}"
         return (
             f"PrefixStore({self._template.text}, entries={len(self)}, bytes={self._memory.nbytes:,} of {self._memory.max_bytes:,}{where})"
         )
 
-    # How.
-
-    def _best(self, key: bytes, limit: int) -> tuple[Shelf | None, bytes, int] | None:
-        """Where the longest match is (None: in memory, which goes before), its key and its tokens."""
+    def _best(self, key: bytes, limit: int) -> tuple[DiskStore | None, bytes, int] | None:
+        """Where the longest match is (None: in memory, which is preferred), its key and its tokens."""
         where, (stored, tokens) = None, self._memory.index.best(key, limit)
-        if self._shelf is not None:
-            on_disk, more = self._shelf.index.best(key, limit)
+        if self._disk is not None:
+            on_disk, more = self._disk.index.best(key, limit)
             if more > tokens:
-                where, stored, tokens = self._shelf, on_disk, more
+                where, stored, tokens = self._disk, on_disk, more
         return None if stored is None or tokens < self.min_match_tokens else (where, stored, tokens)
 
-    def _fill(self, mould: Mould, layers: Iterable[Snapshot]) -> Cache | None:
-        """None if the file that they come from turns out to be damaged or gone, which is then known."""
-        into = self._dense if self.dense and not mould.evicts else mould
+    def _restore(self, template: CacheTemplate, layers: Iterable[Snapshot]) -> Cache | None:
+        """None if the file of the layers turns out to be damaged or gone; it is not used again."""
+        into = self._dense if self.dense and not template.evicts else template
         try:
-            return give(into, layers, mould, layer_devices(self.model, len(mould)), self._copy)
+            return restore_cache(into, layers, template, layer_devices(self.model, len(template)), self._copy)
         except Damaged:
             return None
 
     @torch.no_grad()
-    def _take(self, row: Tensor, cache: Cache, number: int = 0, padded: bool = False, release: Mould | None = None) -> bool:
-        row = row[: min(cache.get_seq_length(), written(row, self.model.config))]
+    def _store(
+        self, row: Tensor, cache: Cache, identity: bytes, number: int = 0, padded: bool = False, release: CacheTemplate | None = None
+    ) -> bool:
+        row = row[: min(cache.get_seq_length(), unpadded(row, self.model.config))]
         tokens = len(row)
         try:
-            if reason := self._refuses(row, padded):
+            if reason := self._refusal(row, padded):
                 raise NotImplementedError(reason)
-            mould = self._mould(cache)
-            key = match.encode(self._identity.current(), row)
-            if (held := self._memory.covering(key, mould.name)) is not None:
-                self._memory.use(held)
+            template = self._template_of(cache)
+            key = match.encode(identity, row)
+            if (covering := self._memory.covering(key, template.name)) is not None:
+                self._memory.use(covering)
                 self._stats.covered += 1
                 return True
-            # What is fetched does not depend on whether it comes from memory or from disk: both hold what was given first.
-            if self._shelf is not None and (held := self._shelf.covering(key, mould.name)) is not None:
+            # A fetch must not depend on whether it is served from memory or from disk: both hold what was stored first.
+            if self._disk is not None and (covering := self._disk.covering(key, template.name)) is not None:
                 with suppress(Damaged):
-                    errors, layers = self._shelf.get(held).errors, list(self._shelf.read(held, tokens))
+                    errors, layers = self._disk.get(covering).errors, list(self._disk.read(covering, tokens))
                     cache.layers = release.layers() if release else cache.layers
-                    self._memory.put(owned(key, mould, layers, errors, self._memory.max_bytes))
+                    self._memory.put(load_entry(key, template, layers, errors, self._memory.max_bytes))
                     self._stats.covered += 1
                     return True
-            entry = take(cache, mould, key, number, tokens >= self.min_quantize_tokens, self._memory.max_bytes, self._copy, release)
+            quantize = tokens >= self.min_quantize_tokens
+            entry = snapshot_cache(cache, template, key, number, quantize, self._memory.max_bytes, self._copy, release)
         except TooLarge:
             self._stats.rejected += 1
             return False
-        except NotImplementedError as refusal:
-            self._stats.refused[str(refusal)] += 1
+        except NotImplementedError as refused:
+            self._stats.refused[str(refused)] += 1
             return False
         self._memory.put(entry)
         self._stats.stored += 1
-        if self._shelf:
-            self._write(self._shelf, entry)
+        if self._disk:
+            self._write(self._disk, entry)
         return True
 
-    def _refuses(self, row: Tensor, padded: bool = False) -> str | None:
+    def _refusal(self, row: Tensor, padded: bool = False) -> str | None:
         return refusal(row, self.model.config, self.min_match_tokens, padded)
 
-    def _write(self, shelf: Shelf, entry: Entry) -> bool:
-        if shelf.covering(entry.key, entry.mould.name) is not None:
+    def _write(self, disk: DiskStore, entry: Entry) -> bool:
+        if disk.covering(entry.key, entry.template.name) is not None:
             return False
-        if reason := shelf.write(entry):
+        if reason := disk.write(entry):
             self._stats.refused[f"on disk: {reason}"] += 1
         return not reason
 
-    def _mould(self, cache: Cache) -> Mould:
-        """How what `cache` holds is stored: a compressed cache as it is, any other as the store's `format`."""
-        mould = Mould(cache, self.model.config) if isinstance(cache, CompressedCache) else self._template
-        return self._moulds.setdefault(mould.name, mould)
+    def _template_of(self, cache: Cache) -> CacheTemplate:
+        """How the tokens of `cache` are stored: those of a compressed cache as they are, others in the store's `format`."""
+        template = CacheTemplate(cache, self.model.config) if isinstance(cache, CompressedCache) else self._template
+        return self._templates.setdefault(template.name, template)
 
-    def _scan(self) -> None:
-        if self._shelf is not None:
-            self._shelf.scan(self._identity.current(), self._moulds)
+    def _scanned(self) -> bytes:
+        """The identity of the model, after looking for files that other processes have written for it."""
+        identity = self._identity.current()
+        if self._disk is not None:
+            self._disk.scan(identity, self._templates)
+        return identity
 
-    def _need_shelf(self) -> Shelf:
-        if self._shelf is None:
+    def _require_disk(self) -> DiskStore:
+        if self._disk is None:
             raise ValueError("the store has no directory: pass directory=... when it is made")
-        return self._shelf
+        return self._disk
+
+
+def _check_arguments(model: object, options: dict, *, dense: object, tokenizer: object, identity: object, directory: object) -> None:
+    """Raises TypeError, ValueError or NotImplementedError, with the name of the argument."""
+    config = getattr(model, "config", None)
+    if not isinstance(config, PreTrainedConfig) or not isinstance(model, torch.nn.Module):  # peft wraps models
+        raise TypeError(f"model must be a transformers model, got {type(model).__name__}")
+    if config.is_encoder_decoder:
+        raise NotImplementedError(f"{config.model_type} is an encoder-decoder model: its cache depends on more than a prefix")
+    if not isinstance(dense, bool):
+        raise TypeError(f"dense must be True or False, got {dense!r}")
+    if not isinstance(identity, str):
+        raise TypeError(f"identity must be a string, got {identity!r}")
+    if tokenizer is not None and not hasattr(tokenizer, "get_vocab"):
+        raise TypeError(f"tokenizer must be a transformers tokenizer, got {tokenizer!r}")
+    if directory is not None and not isinstance(directory, str | PathLike):
+        raise TypeError(f"directory must be a path, got {directory!r}")
+    if options.get("max_length") is not None:
+        raise ValueError(f"max_length={options['max_length']}: the caches of a store grow; leave it out")
+    if dense and options.get("policy") is not None:
+        raise ValueError("dense=True with a policy: a cache that evicts has no dense form; leave one of them out")

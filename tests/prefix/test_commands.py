@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from qkvcache import CompressedCache, PrefixStore
 from qkvcache.cli import app
 from qkvcache.policies import Custom, Knorm
-from qkvcache.prefix.entry import Mould, in_short
+from qkvcache.prefix.entry import CacheTemplate, in_short
 
 
 def run(*arguments):
@@ -48,7 +48,7 @@ def test_ls_lists_what_is_there(directory):
     ],
 )
 def test_caches_in_short(options, says):
-    assert in_short(Mould(CompressedCache(model().config, **options), model().config).text) == says
+    assert in_short(CacheTemplate(CompressedCache(model().config, **options), model().config).text) == says
 
 
 def test_verify_finds_what_is_damaged(directory):

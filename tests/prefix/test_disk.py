@@ -40,7 +40,7 @@ def test_an_entry_that_is_on_disk_is_not_written_again(tmp_path):
             model()(ids[None], past_key_values=cache)
         kept = store(tmp_path / str(policy))
         assert kept.store(ids, cache)
-        (path,) = kept._shelf.directory.iterdir()
+        (path,) = kept._disk.directory.iterdir()
         number = path.stat().st_ino
         kept.trim(0)
         assert kept.store(ids, cache) and kept.stats.covered == 1 and len(kept) == 1
@@ -116,7 +116,7 @@ def test_every_part_of_a_fetch_is_checked_and_no_other(small_chunks, two):
     """A flipped bit in the last tokens is no reason not to use the first ones."""
     path, first, _ = two
     tensors = load_file(path)
-    (name,) = [name for name in tensors if name.startswith("1.value.body.codes")]
+    (name,) = [name for name in tensors if name.startswith("1.value.region.codes")]
     tensors[name][0, 1, -1, 0] ^= 1
     save_file(tensors, path, metadata=disk_metadata(path))
     kept = store(path.parent)
@@ -133,17 +133,17 @@ def disk_metadata(path) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (lambda tensors, data: data.update(qkvcache_prefix="2"), "upgrade"),
+        (lambda tensors, data: data.update(qkvcache_prefix="99"), "upgrade"),
         (lambda tensors, data: data.pop("qkvcache_prefix"), "no prefix entry"),
         (lambda tensors, data: data.pop("digest"), "header was changed"),
         (lambda tensors, data: data.update(header=data["header"].replace("0.", "1.", 1)), "header was changed"),
         (lambda tensors, data: tensors["ids"][5:6].add_(1), "header was changed"),
-        (lambda tensors, data: tensors.pop("1.key.recent"), "damaged"),
-        (lambda tensors, data: tensors.update({"1.key.first": tensors["1.key.first"] + 1}), "layer 1 were changed"),
-        (lambda tensors, data: tensors.update({"1.key.body.spare": tensors["1.key.first"] + 1}), "layer 1 were changed"),
-        (lambda tensors, data: tensors.update({"0.key.first": tensors["1.key.first"], "1.key.first": tensors["0.key.first"]}), "layer 0"),
-        (lambda tensors, data: tensors.update({"9.key.first": tensors["1.key.first"].clone()}), "damaged"),
-        (lambda tensors, data: tensors.pop("1.value.recent"), "layer 1 were changed"),
+        (lambda tensors, data: tensors.pop("1.key.residual"), "damaged"),
+        (lambda tensors, data: tensors.update({"1.key.sinks": tensors["1.key.sinks"] + 1}), "layer 1 were changed"),
+        (lambda tensors, data: tensors.update({"1.key.region.spare": tensors["1.key.sinks"] + 1}), "layer 1 were changed"),
+        (lambda tensors, data: tensors.update({"0.key.sinks": tensors["1.key.sinks"], "1.key.sinks": tensors["0.key.sinks"]}), "layer 0"),
+        (lambda tensors, data: tensors.update({"9.key.sinks": tensors["1.key.sinks"].clone()}), "damaged"),
+        (lambda tensors, data: tensors.pop("1.value.residual"), "layer 1 were changed"),
         (lambda tensors, data: tensors.clear(), "damaged"),
     ],
 )
@@ -182,7 +182,7 @@ def test_a_file_that_vanishes_is_a_miss(two):
     assert kept.fetch(first[:1000]).source == "disk"
     path.unlink()
     assert kept.fetch(first[:1000]).kind == "miss" and kept.fetch(second).kind == "exact"
-    kept._shelf.scan = lambda *args: None  # as if it went between looking and reading
+    kept._disk.scan = lambda *args: None  # as if it went between looking and reading
     next(path.parent.iterdir()).unlink()
     assert kept.fetch(second).kind == "miss"
 

@@ -4,14 +4,14 @@ import copy
 
 import pytest
 import torch
-from matrix import FORMATS
+from matrix import FORMATS, by_layer
 from prefix.made import WORDS, fill, held, keys_and_values, model, random_ids, same
 from transformers import DynamicCache, EncoderDecoderCache, StaticCache
 
 from qkvcache import CompressedCache, PrefixStore, TurboQuantCache, policies
 from qkvcache.formats import resolve
 from qkvcache.prefix import Match
-from qkvcache.prefix.place import Staging
+from qkvcache.prefix.copier import PinnedCopier
 
 ZONES = {"num_sink_tokens": 2, "residual_length": 8}
 
@@ -29,7 +29,7 @@ def dense(ids) -> DynamicCache:
 
 
 @pytest.mark.parametrize("on_disk", [False, True], ids=["memory", "disk"])
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", [*FORMATS, by_layer(model().config)], ids=str)
 def test_codes_go_in_and_come_out_bit_for_bit(format, on_disk, tmp_path):
     ids = random_ids(150)
     cache = compressed(ids, format)
@@ -286,8 +286,8 @@ def test_a_fetch_copies_the_match_and_not_the_entry(monkeypatch):
     ids = random_ids(4096)
     kept = store("int4")
     kept.store(ids, compressed(ids, "int4"))
-    copied, copy = [], Staging.__call__
-    monkeypatch.setattr(Staging, "__call__", lambda self, out, x: copied.append(x.numel() * x.itemsize) or copy(self, out, x))
+    copied, copy = [], PinnedCopier.__call__
+    monkeypatch.setattr(PinnedCopier, "__call__", lambda self, out, x: copied.append(x.numel() * x.itemsize) or copy(self, out, x))
     sums = []
     for prompt in (ids, ids[:2049]):
         copied.clear()
