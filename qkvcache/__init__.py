@@ -2,6 +2,7 @@
 
 from . import formats, policies
 from .attention import attach, detach
+from .batching import continuous_batching
 from .caches import (
     CombinedCache,
     CompressedCache,
@@ -14,6 +15,7 @@ from .caches import (
     TurboQuantCache,
     warmup,
 )
+from .evaluation.calibrate import calibrate
 from .planning import plan, recommend
 from .prefix import PrefixStore
 
@@ -29,6 +31,8 @@ __all__ = [
     "SlidingWindowCache",
     "TurboQuantCache",
     "attach",
+    "calibrate",
+    "continuous_batching",
     "detach",
     "formats",
     "plan",
@@ -36,4 +40,4 @@ __all__ = [
     "recommend",
     "warmup",
 ]
-__version__ = "0.1.0"
+__version__ = "0.2.0"

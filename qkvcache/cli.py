@@ -9,8 +9,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from .batching.commands import register as register_batching
 from .evaluation.commands import register as register_evaluation
-from .options import device_of, dtype_of, model_of
+from .options import MODEL, JsonOption, device_of, dtype_of, examples, model_of, refusals
 from .planning.commands import register as register_planning
 from .prefix.commands import app as prefix_app
 
@@ -21,12 +22,14 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(prefix_app, name="prefix")
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON in place of tables.")]
 
 
-@app.command()
+@app.command(epilog=examples("qkvcache demo", "qkvcache demo --model smollm2 --formats int8,hadaquant_k4v4 --device cuda"))
 def demo(
-    model: Annotated[str, typer.Option(help="'demo', 'smollm2', a model's folder, a .gguf file, or its name on the Hub.")] = "demo",
+    model: Annotated[str, typer.Option(help=MODEL)] = "demo",
+    formats: Annotated[
+        str | None, typer.Option(help="With commas, as `qkvcache formats` lists them. Default: a selection, and two policies.")
+    ] = None,
     json_output: JsonOption = False,
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1.")] = "cpu",
     dtype: Annotated[str, typer.Option(help="What the model computes in: bfloat16, float16 or float32.")] = "bfloat16",
@@ -36,53 +39,61 @@ def demo(
     import transformers
 
     from .demo import show
+    from .formats import resolve
 
     model_of(model, "--model")  # refused here, under the option's name
     computes_in, on = dtype_of(dtype), device_of(device)
+    names = None if formats is None else formats.split(",")
+    with refusals():
+        for name in names or ():
+            resolve(name)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     console = Console()
-    try:
-        rows = show.run(model, computes_in, on, None if json_output else console, seed)
-    except (ValueError, NotImplementedError, OSError) as error:
-        raise typer.BadParameter(str(error)) from error
+    with refusals():
+        rows = show.run(model, computes_in, on, None if json_output else console, seed, names)
     if json_output:
         print(json.dumps(show.as_json(rows), indent=1))
     else:
         show.show(rows, console, model)
 
 
-@app.command()
+@app.command(epilog=examples("qkvcache formats", "qkvcache formats --head-dim 64 --kv-heads 3 --json"))
 def formats(
     head_dim: Annotated[int, typer.Option(help="Channels of one head.")] = 128,
     kv_heads: Annotated[int, typer.Option(help="KV heads of a layer.")] = 8,
     json_output: JsonOption = False,
 ) -> None:
-    """List the storage formats and what a token takes in each."""
+    """List the storage formats and what a token takes in each. An asterisk marks those that `qkvcache recommend` chooses from."""
     from .formats import REGISTRY
+    from .planning.recommend import LADDERS
 
     if head_dim < 1 or kv_heads < 1:
         raise typer.BadParameter(f"--head-dim {head_dim} --kv-heads {kv_heads}: both must be at least 1")
+    chosen = {choice.format for ladder in LADDERS.values() for choice in ladder}
     rows = []
     for name, format in REGISTRY.items():
         refusal = format.refuses(head_dim)
         size = None if refusal else format.bytes_per_token(head_dim, kv_heads) / kv_heads
-        rows.append({"format": name, "bytes": size, "ratio": size and 4 * head_dim / size, "refuses": refusal})
+        rows.append(
+            {"format": name, "bytes": size, "ratio": size and 4 * head_dim / size, "recommended": name in chosen, "refuses": refusal}
+        )
     if json_output:
         print(json.dumps(rows, indent=1))
         return
-    table = Table(title=f"bytes a token and head, keys and values, head_dim {head_dim}, {kv_heads} KV heads")
+    table = Table(title=f"bytes a token and head, keys and values, head_dim {head_dim}, {kv_heads} KV heads", caption="*: recommended")
     table.add_column("format")
     table.add_column("bytes", justify="right")
     table.add_column("than 16 bit", justify="right")
     for row in rows:
         cells = (f"{row['bytes']:g}", f"{row['ratio']:.2f}x smaller") if row["bytes"] else ("-", str(row["refuses"]))
-        table.add_row(str(row["format"]), *cells)
+        table.add_row(f"{row['format']}{' *' * bool(row['recommended'])}", *cells)
     Console().print(table)
 
 
 register_planning(app)
 register_evaluation(app)
+register_batching(app)
 
 if __name__ == "__main__":
     app()

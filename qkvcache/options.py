@@ -1,17 +1,36 @@
-"""What words on the command line mean, the same in every command. Each refuses what it does not know, by the name of its option."""
+"""Options that several commands share, and how their values are read. Wrong values raise typer.BadParameter with the option's name."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 if TYPE_CHECKING:
     import torch
 
+MODEL = "'demo', 'smollm2', a model's folder, a .gguf file, or its name on the Hub."
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON in place of tables.")]
+
+
+def examples(*commands: str) -> str:
+    """The end of a command's `--help`, for `epilog=`: whole commands that begin with "qkvcache", one a line. Each command has one."""
+    return "\n\n".join(["Examples:" if len(commands) > 1 else "Example:", *(f"  {command}" for command in commands)]).replace("[", r"\[")
+
+
+@contextmanager
+def refusals() -> Iterator[None]:
+    """Turns the errors of the library into typer.BadParameter."""
+    try:
+        yield
+    except (ImportError, ValueError, TypeError, NotImplementedError, OSError) as error:
+        raise typer.BadParameter(str(error)) from error
+
 
 def model_of(name: str, option: str = "MODEL") -> str:
-    """What transformers loads for `name`: `models.folder`."""
+    """The path or name that transformers loads for `name` (`models.folder`)."""
     from .models import folder
 
     try:
@@ -30,7 +49,7 @@ def dtype_of(name: str) -> torch.dtype:
 
 
 def device_of(name: str | None) -> torch.device:
-    """None: a GPU if there is one."""
+    """None: a GPU if there is one, else the CPU."""
     import torch
 
     try:
@@ -43,7 +62,7 @@ def device_of(name: str | None) -> torch.device:
 
 
 def budget_of(value: float | None) -> int | float | None:
-    """A whole number is tokens, what lies between 0 and 1 a share."""
+    """A whole number of tokens, or a share between 0 and 1."""
     if value is None or 0 < value < 1:
         return value
     if not value.is_integer():
@@ -52,7 +71,7 @@ def budget_of(value: float | None) -> int | float | None:
 
 
 def counts_of(text: str, option: str) -> list[int]:
-    """Whole numbers with commas."""
+    """Whole numbers separated by commas."""
     try:
         return [int(count) for count in text.split(",")]
     except ValueError as error:

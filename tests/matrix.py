@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterable
 
 import pytest
 import torch
 import transformers as hf
 from seeds import SEED
+from transformers.cache_utils import DynamicLayer
 
 from qkvcache import CompressedCache, HadaQuantCache, NVFP4Cache, QuantizedPerTokenCache, TurboQuantCache, policies
 from qkvcache.attention import install
@@ -45,11 +47,10 @@ FORMAT_ERRORS = {
     "hadaquant_k3v3": 0.194,
     "hadaquant_k3v2": 0.37,
     "hadaquant_k2v2": 0.37,
-    "hadaquant_k4v4_trellis": 0.084,
-    "hadaquant_k4v3_trellis": 0.162,
-    "hadaquant_k3v3_trellis": 0.162,
-    "hadaquant_k3v2_trellis": 0.31,
-    "hadaquant_k2v2_trellis": 0.31,
+    "hadaquant_k4v2": 0.37,
+    "hadaquant_k3v4": 0.194,
+    "hadaquant_k2v4": 0.37,
+    "hadaquant_k2v3": 0.37,
 }
 """Names, and the error allowed to keys and to values on N(0, 1) at head_dim 128: RMS of the difference over RMS of the data."""
 
@@ -57,12 +58,19 @@ FORMATS = list(FORMAT_ERRORS)
 _VARIANTS = (
     "fp8_token", "int8_asymmetric", "int4_group", "nvfp4_four_over_six", "fp8_uncentered", "int4_uncentered", "nvfp4_uncentered",
     *(f"turboquant_{preset}_uncentered" for preset in ("k8v4", "4bit_nc", "k3v4_nc")),
+    "hadaquant_k4v2", "hadaquant_k3v4", "hadaquant_k2v4", "hadaquant_k2v3",
 )  # fmt: skip
 KINDS = [name for name in FORMATS if "e5m2_" not in name and name not in _VARIANTS]
 """Less those that take no code path of their own: where a test costs much, they are left to `pytest -m slow`."""
-TRELLIS = "hadaquant_k3v2_trellis"
-ONE_TRELLIS = [name for name in FORMATS if "trellis" not in name or name == TRELLIS]
-"""Less the others whose encoder searches a trellis, for which a CPU takes long."""
+
+
+def by_layer(config: hf.PreTrainedConfig) -> list[str]:
+    """Formats for the full-attention layers of a model, each other than the one before: with a mean or without, shared scales, of 2 to 8
+    bits."""
+    layers = hf.DynamicCache(config=config).layers
+    count = sum(type(layer) is DynamicLayer for layer in layers)
+    return list(itertools.islice(itertools.cycle(["hadaquant_k3v2", "fp8_token", "turboquant_k8v4_uncentered"]), count))
+
 
 CACHES = {
     "compressed": functools.partial(CompressedCache, format="turboquant_4bit_nc"),
@@ -76,6 +84,7 @@ CACHES = {
     "turboquant": TurboQuantCache,
     "hadaquant": functools.partial(HadaQuantCache, key_bits=3, value_bits=3),
     "turboquant_3bit": functools.partial(TurboQuantCache, preset="3bit_nc", boundary_layers=1),
+    "by_layer": lambda config, **options: CompressedCache(config, format=by_layer(config), **options),
 }
 """Named caches as users make them: `CACHES[name](config, **zones)`."""
 
@@ -93,10 +102,21 @@ POLICIES = {
     "keydiff_values": lambda budget: policies.KeyDiff(budget=budget, recent=2, protect_values=0.25),
     "lagkv": lambda budget: policies.LagKV(budget=budget, lag=4, recent=4),
     "knorm": lambda budget: policies.Knorm(budget=budget, recent=3),
+    "dropkv": lambda budget: policies.DropKV(budget=budget, window_size=4, recent=3),
+    "rkv": lambda budget: policies.RKV(budget=budget, interval=1, window_size=4, kernel_size=3, recent=2, attention_weight=0.4),
+    "triattention": lambda budget: policies.TriAttention(budget=budget, interval=1, recent=2),
     "random": lambda budget: policies.Random(budget=budget, recent=2),
+    "expected_attention": lambda budget: policies.ExpectedAttention(budget=budget, recent=3, horizon=16),
+    "expected_attention_epsilon": lambda budget: policies.ExpectedAttention(budget=budget, recent=2, horizon=9, epsilon=0.1),
+    "compactor": lambda budget: policies.Compactor(budget=budget, recent=3, chunk_size=8, sketch=3),
+    "compactor_blending": lambda budget: policies.Compactor(budget=budget, recent=2, chunk_size=5, sketch=4, blending=2.0),
+    "tova_critical": lambda budget: policies.TOVA(budget=budget, num_sink_tokens=1, recent=2, first_stage_ratio=0.5),
     "custom": lambda budget: policies.Custom(function=lambda tokens: tokens.score * tokens.value_norm, budget=budget, recent=2),
 }
 """Policies with every option, of an interval of 1: `POLICIES[name](budget)`, of 12 tokens at least."""
+
+STATIC = [name for name, policy in POLICIES.items() if not policy(64).needs_stored_keys]
+"""Those that run in tensors of fixed size."""
 
 CUT_FREE = ["sink_window", "sliding_window", "lagkv", "knorm", "random"]
 """Those whose tokens do not depend on how a text is cut into steps."""

@@ -26,12 +26,15 @@ def start(script: Path, arguments: list, world: int) -> list[subprocess.Popen]:
     ]
 
 
-def finish(jobs: list[subprocess.Popen]) -> None:
-    """Waits for all of them; a process that fails fails the test with what it printed."""
+def finish(jobs: list[subprocess.Popen]) -> list[str]:
+    """Waits for all of them, and returns what each printed; a process that fails fails the test with it."""
+    found = []
     try:
         for job in jobs:
             printed, _ = job.communicate(timeout=180)
             assert job.returncode == 0, printed
+            found.append(printed)
+        return found
     finally:
         for job in jobs:
             job.kill()

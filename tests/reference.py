@@ -12,7 +12,7 @@ from seeds import SEED
 from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
-from qkvcache.kernels import Side
+from qkvcache.kernels import KeysOrValues
 from qkvcache.layers.compressed import CompressedLayer
 
 ZONES = {"zones": {"num_sink_tokens": 2, "residual_length": 4}, "bare": {"num_sink_tokens": 0, "residual_length": 0}}
@@ -103,17 +103,17 @@ def assert_close(got: Tensor, expected: Tensor, tolerance: float) -> None:
 
 
 @contextmanager
-def count_decoded_layers() -> Iterator[list[Side]]:
+def count_decoded_layers() -> Iterator[list[KeysOrValues]]:
     """Collects every side that is decoded as a whole meanwhile."""
-    seen: list[Side] = []
-    stock = Side.dense
+    seen: list[KeysOrValues] = []
+    stock = KeysOrValues.dense
 
-    def dense(self: Side) -> Tensor:
+    def dense(self: KeysOrValues) -> Tensor:
         seen.append(self)
         return stock(self)
 
-    Side.dense = dense
+    KeysOrValues.dense = dense
     try:
         yield seen
     finally:
-        Side.dense = stock
+        KeysOrValues.dense = stock

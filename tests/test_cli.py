@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from qkvcache import demo, models
@@ -21,7 +22,39 @@ def test_formats_lists_bytes_and_refusals():
     assert rows["int8"]["bytes"] == 264 and rows["nvfp4"]["bytes"] == 144 and rows["turboquant_3bit_nc"]["bytes"] == 102
     refused = {row["format"]: row for row in json.loads(run("formats", "--json", "--head-dim", "80").stdout)}
     assert refused["int4"]["bytes"] is None and "group_size" in refused["int4"]["refuses"]
-    assert "turboquant_4bit_nc" in run("formats").stdout
+    printed = run("formats").stdout
+    assert "turboquant_4bit_nc" in printed and "hadaquant_k4v4 *" in printed and "nvfp4 *" not in printed
+    assert rows["hadaquant_k4v4"]["recommended"] and not rows["nvfp4"]["recommended"]
+
+
+def commands(group=None, name: str = "qkvcache"):
+    """Every command with its full name."""
+    for word, command in (group or typer.main.get_command(app)).commands.items():
+        if hasattr(command, "commands"):
+            yield from commands(command, f"{name} {word}")
+        else:
+            yield f"{name} {word}", command
+
+
+COMMANDS = dict(commands())
+NO_TABLES = {"qkvcache eval", "qkvcache serve"}
+"""Commands that pass options on to another program, and print what it prints."""
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_an_example_and_json(name):
+    command = COMMANDS[name]
+    known = {option for parameter in command.params for option in parameter.opts}
+    shown = [line.strip() for line in (command.epilog or "").splitlines() if line.strip().startswith("qkvcache ")]
+    assert shown, "epilog=examples(...)"
+    for line in shown:
+        assert line.startswith(name)
+        assert name in NO_TABLES or {word for word in line.split() if word.startswith("--")} <= known
+    assert "--json" in known or name in NO_TABLES
+
+
+def test_help_shows_the_example():
+    assert "qkvcache plan demo --context 4000" in run("plan", "--help").stdout
 
 
 @pytest.mark.parametrize(
@@ -30,6 +63,7 @@ def test_formats_lists_bytes_and_refusals():
         (("formats", "--head-dim", "0"), "--head-dim 0"),
         (("demo", "--dtype", "int8"), "bfloat16, float16, float32"),
         (("demo", "--device", "foo"), "--device"),
+        (("demo", "--formats", "int8,int9"), "'int9' is unknown"),
         (("demo", "--model", "./nowhere"), "'./nowhere' does not exist"),
         (("dmeo",), "No such command"),
         (("bench", "demo", "--device", "foo"), "--device"),

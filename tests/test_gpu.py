@@ -3,6 +3,10 @@
 import copy
 import functools
 import gc
+import json
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -90,14 +94,14 @@ def test_warmup_compiles_all_that_generate_needs(network):
 def test_codes_are_those_of_a_cpu(format):
     x = torch.randn(2, 2, 100, 64, dtype=torch.bfloat16)
     for codec in resolve(format).codecs():
-        here, there = (codec.decode(codes | once, 64) for codes, once in ((encoded(codec, x)), (encoded(codec, x.cuda()))))
+        here, there = (codec.dequantize(codes | statistics, 64) for codes, statistics in ((encoded(codec, x)), (encoded(codec, x.cuda()))))
         # A value on the border of two levels may fall to either side.
         assert ((here - there.cpu()).abs() > 1e-5).float().mean() < 0.01
 
 
 def encoded(codec, x):
-    once = codec.fit(x)
-    return codec.encode(x, once), once
+    statistics = codec.calibrate(x)
+    return codec.quantize(x, statistics), statistics
 
 
 @pytest.mark.parametrize("format", ["identity", "int8", "turboquant_3bit_nc"])
@@ -134,6 +138,16 @@ def test_the_allocator_agrees_with_nbytes(network, format):
     assert dense_bytes == pytest.approx(memory.dense, rel=0.02)
     assert held == pytest.approx(memory.total, rel=0.05)
     assert held < dense_bytes / memory.ratio * 1.05
+
+
+@pytest.mark.parametrize("max_length", [0, 2048], ids=["growing", "max_length"])
+@pytest.mark.parametrize("format", ["int8", "turboquant_4bit_nc"])
+def test_two_turns_in_a_fresh_process(format, max_length):
+    script = Path(__file__).parent / "two_turns.py"
+    done = subprocess.run([sys.executable, script, "cuda", format, str(max_length)], capture_output=True, text=True, timeout=300)
+    assert not done.returncode, done.stderr[-2000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["seen"] == found["expected"] and found["kl"] < 0.05
 
 
 def test_other_streams(network):

@@ -28,11 +28,11 @@ def turn_one(planes: dict[str, torch.Tensor], bit: int = 0) -> None:
 def test_one_wrong_code_is_another_vector(name):
     for codec in REGISTRY[name].codecs():
         codes = encode(codec, torch.randn(2, 2, 5, 128))
-        right = codec.decode(codes, 128)
-        alone = torch.cat([codec.decode({k: x[row : row + 1] for k, x in codes.items()}, 128) for row in range(2)])
+        right = codec.dequantize(codes, 128)
+        alone = torch.cat([codec.dequantize({k: x[row : row + 1] for k, x in codes.items()}, 128) for row in range(2)])
         assert same_decoded(alone, right, codec)
         turn_one(codes)
-        wrong = codec.decode(codes, 128)
+        wrong = codec.dequantize(codes, 128)
         assert not same_vectors(wrong, right)
         assert same_vectors(wrong[1:], right[1:])
 

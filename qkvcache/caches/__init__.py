@@ -1,4 +1,4 @@
-"""What users pass as `past_key_values`."""
+"""Caches to pass as `past_key_values`."""
 
 from .base import CompressedCache, Memory
 from .named import (

@@ -1,4 +1,4 @@
-"""What caches say to arguments that they cannot take."""
+"""Errors of caches for arguments of the wrong type, unknown options, and options in the wrong place."""
 
 from __future__ import annotations
 
@@ -8,36 +8,36 @@ from typing import Any
 
 from transformers import DynamicCache
 
-from ..formats import Format
+from ..formats import Format, FormatByLayer
 from ..formats.base import hint
 from ..policies import Policy
 
 
 def layer_indices(skip_layers: Iterable[int]) -> tuple[int, ...]:
-    """Raises TypeError for what holds no indices, such as a single one."""
+    """`skip_layers` as a tuple. Raises TypeError for what is not iterable, such as a single index."""
     if not isinstance(skip_layers, Iterable):
         raise TypeError(f"skip_layers={skip_layers!r}: expected a tuple of layer indices, such as (0,) or (0, -1)")
     return tuple(skip_layers)
 
 
-def with_own(kind: type[DynamicCache], options: Mapping[str, Any], **own: Any) -> dict[str, Any]:
-    """`options` and what a named cache of that `kind` makes itself, its `own`.
+def merged_options(kind: type[DynamicCache], options: Mapping[str, Any], **fixed: Any) -> dict[str, Any]:
+    """The user's `options` together with those that the named cache `kind` has `fixed`.
 
-    Raises TypeError for an option that is its own, with the names of those that it has in place of it.
+    Raises TypeError for an option that is fixed, with the names of the arguments that determine it.
     """
-    for name in own.keys() & options.keys():
+    for name in fixed.keys() & options.keys():
         base = _keywords(kind.__mro__[1])
         words = " or ".join(f"{word}=" for word in _keywords(kind) if word not in base)
         raise TypeError(f"{kind.__name__} makes its {name} itself: pass {words} in place of {name}={options[name]!r}")
-    return {**own, **options}
+    return {**fixed, **options}
 
 
-def refuse_unknown(cache: DynamicCache, options: Mapping[str, object], format: Format, policy: Policy | None) -> None:
-    """Raises TypeError for the first of `options`, none of which the cache has, with where it belongs or the nearest name."""
+def refuse_unknown(cache: DynamicCache, options: Mapping[str, object], format: Format | FormatByLayer, policy: Policy | None) -> None:
+    """Raises TypeError for the first of the unknown `options`, with the format or policy that has it, or the nearest name."""
     for name, value in options.items():
         kinds = type(cache).__mro__[: type(cache).__mro__.index(DynamicCache)]
         fix = hint(name, dict.fromkeys(word for kind in kinds for word in _keywords(kind)))
-        if name in _keywords(type(format)):
+        if isinstance(format, Format) and name in _keywords(type(format)):
             fix = f"it is the format's: CompressedCache(config, format=formats.{type(format).__name__}({name}={value!r}))"
         if policy and name in _keywords(type(policy)):
             fix = f"it is the policy's: CompressedCache(config, policy=policies.{type(policy).__name__}({name}={value!r}))"

@@ -6,70 +6,77 @@ import copy
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Never
+from typing import Any, Never
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedConfig, StaticCache
+from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel, StaticCache
 from transformers.cache_utils import Cache, DynamicLayer, StaticSlidingWindowLayer
 from transformers.cache_utils import StaticLayer as StockStaticLayer
 
 from .. import attention, formats, policies
 from ..attention.rope import Rope
-from ..formats import Format
+from ..formats import Format, FormatByLayer, FormatLike
 from ..layers.compressed import CompressedLayer
 from ..layers.evicting import EvictingLayer
 from ..layers.static_sliding import StaticSlidingLayer
 from ..policies import Budget, Policy, check_count
+from ..storage import check_room
 from .arguments import layer_indices, refuse_unknown
 from .biased import BiasedKeys
+from .compress import compress
 from .evictable import why_not_evict
 from .memory import Memory, measured
 
 ALL_TOKENS = policies.SlidingWindow(window_length=2**30, interval=1)
-"""What exact layers keep beside layers that evict."""
+"""The policy of exact layers in a cache whose other layers evict."""
 UNLIMITED = 2**31
-"""Tokens of a layer that counts them, where there is no `max_length`."""
+"""`max_cache_len` of transformers' layers if there is no `max_length`."""
 
 
 class CompressedCache(DynamicCache):
-    """A KV cache that stays compressed, that attention reads compressed, and that forgets what a policy tells it to.
+    """A KV cache that is stored compressed, attended to while compressed, and evicted by a policy.
 
         model.generate(**inputs, past_key_values=CompressedCache(model.config, format="turboquant_4bit_nc"))
         model.generate(**inputs, past_key_values=CompressedCache(model.config, format="fp8", policy=policies.KeyDiff(budget=2048)))
 
-    Full-attention layers are compressed; sliding, linear and shared layers stay as transformers makes them. Every feature of `generate`
-    works: batches with padding, beams, multi-turn, deepcopy; and without a policy, assisted decoding and offloading.
+    Full-attention layers are compressed; sliding, linear and shared layers are those of transformers. Every feature of `generate` works:
+    batches with padding, beams, multi-turn, deepcopy; and without a policy, assisted decoding and offloading.
 
     Args:
         config: the model's config. Optional where every layer has full attention.
-        format: a registry name (`qkvcache.formats.REGISTRY`) or a Format; with a policy, None keeps tokens in the model's dtype.
-            The format's `center=False` form (`..._uncentered`) warns once where prompts show that keys are biased.
-        policy: which tokens stay: a registry name (`qkvcache.policies.REGISTRY`) or a Policy; None keeps all. Exact zones then hold only
-            tokens that it protects: at most its `num_sink_tokens` and its `recent` ones.
-        num_sink_tokens: tokens at the beginning that stay in the model's dtype: attention sinks live there.
-        residual_length: tokens at the end that stay in the model's dtype, the largest quality lever there is (eval/README.md). With
-            `num_sink_tokens=0, residual_length=0` the cache is the format as its authors define it; the running step still sees itself
-            exactly.
+        format: a registry name (`qkvcache.formats.REGISTRY`) or a Format; a sequence of these, one for each full-attention layer, those of
+            `skip_layers` included; or the path of a calibration file, which holds such a sequence (`qkvcache calibrate`). With a policy,
+            None keeps tokens in the model's dtype. A format's `center=False` form (`..._uncentered`) warns once if the keys of a prompt
+            have a large mean.
+        policy: which tokens are retained: a registry name (`qkvcache.policies.REGISTRY`) or a Policy; None retains all. With a policy,
+            exact zones hold only tokens that it protects: at most its `num_sink_tokens` and its `recent` ones.
+        num_sink_tokens: first tokens that stay in the model's dtype (attention sinks).
+        residual_length: last tokens that stay in the model's dtype; nothing else improves quality as much (eval/README.md). With
+            `num_sink_tokens=0, residual_length=0` the cache is the format as its authors define it; the tokens of the running step still
+            attend to each other exactly.
         skip_layers: indices of layers to leave uncompressed, negative ones from the end.
-        max_length: how many tokens may come: storage for all of them, and for no more, is taken at once and stays in its place, so that
-            `generate` compiles its steps and replays them as CUDA graphs, as with a StaticCache. Without it the cache grows.
-        compile: whether `generate` compiles the steps of a cache that grows, which takes half a minute once: chunks then join between the
-            steps, and masks have a power of two of columns. With `max_length` it always does. It takes formats with kernels, and attention
+        max_length: the most tokens that may be seen. Storage for them is allocated at once, at fixed addresses, so that `generate` compiles
+            its steps and replays them as CUDA graphs, as with a StaticCache. None: the cache grows.
+        compile: whether `generate` compiles the steps of a growing cache, which takes half a minute once: chunks are added between steps,
+            and the number of mask columns is a power of two. With `max_length` it always does. It needs formats with kernels, and attention
             other than eager.
         offloading: keep all but the running layer in host memory, as DynamicCache does.
 
     Raises:
-        ValueError: an unknown format, one that cannot hold the model's head_dim, negative sizes, a layer index that the model lacks.
+        ValueError: an unknown format, one that cannot hold the model's head_dim, another number of formats than layers, a file that is no
+            calibration file, negative sizes, a layer index that the model lacks.
         TypeError: `config`, `format`, `policy` or `skip_layers` of another type, neither format nor policy, an unknown option.
-        NotImplementedError: a policy with offloading, or on a model whose attention does not allow it (ALiBi, relative bias, latents).
+        NotImplementedError: a policy with offloading, or on a model whose attention does not allow it (ALiBi, relative bias, latents);
+            `max_length` or `compile=True` with offloading, with a budget that is a share, with `positions="cache"`, and with policies that
+            read stored keys (RKV, TriAttention).
     """
 
     def __init__(
         self,
         config: PreTrainedConfig | None = None,
         *,
-        format: str | Format | None = None,
+        format: FormatLike | None = None,
         policy: str | Policy | None = None,
         num_sink_tokens: int = 4,
         residual_length: int = 64,
@@ -90,19 +97,21 @@ class CompressedCache(DynamicCache):
             check_count("max_length", max_length, least=1)
         if offloading and (compile or max_length is not None):
             other = "max_length" if max_length is not None else "compile=True"
-            raise NotImplementedError(f"offloading=True with {other}: what moves to the host has no fixed address; leave one out")
+            raise NotImplementedError(f"offloading=True with {other}: tensors that move to the host have no fixed address; leave one out")
         self.max_length, self.compile = max_length, compile or max_length is not None
         skip_layers = layer_indices(skip_layers)
         self._layer_options = {"num_sink_tokens": num_sink_tokens, "residual_length": residual_length}
         self._rope: Rope | None = None
         self._shares_keys = False
         self._exact: frozenset[int] = frozenset()
-        """Full-attention layers that are left uncompressed, in layers of ours."""
+        """Full-attention layers that are uncompressed layers of this library."""
         if self.policy is not None:
             self._prepare_eviction(self.policy, config, offloading)
         if config is None:
             if skip_layers:
                 raise ValueError(f"skip_layers={skip_layers} needs the config, to know how many layers there are")
+            if isinstance(self.format, FormatByLayer):
+                raise ValueError(f"{len(self.format.formats)} formats by layer need the config, to know which layers they are for")
             Cache.__init__(self, layer_class_to_replicate=self._new_layer, offloading=offloading)  # type: ignore[arg-type]
         elif isinstance(config, PreTrainedConfig):
             super().__init__(config=config, offloading=offloading)
@@ -117,12 +126,12 @@ class CompressedCache(DynamicCache):
             raise TypeError(f"config must be a transformers config such as model.config, got {type(config).__name__}")
         self._encoder_decoder = bool(config is not None and config.is_encoder_decoder)
         self._last_layer: int | None = None
-        self._biased_keys = None if getattr(self.format, "center", True) else BiasedKeys(self.format.name)
+        self._biased_keys = BiasedKeys()
         attention.install()
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs):
-        """As transformers' Cache, which would append the encoder's states to the decoder's without a word."""
-        # The sign of a cache outside of an EncoderDecoderCache: a step comes back to the layer that it has just updated.
+        """As transformers' Cache, which would silently append the encoder's states to the decoder's."""
+        # Outside of an EncoderDecoderCache, a step updates the same layer twice in a row.
         if self._encoder_decoder and layer_idx == self._last_layer and len(self.layers) > 1:
             raise ValueError(
                 f"an encoder-decoder model keeps its encoder's states apart: pass EncoderDecoderCache({type(self).__name__}(config, ...), "
@@ -135,21 +144,62 @@ class CompressedCache(DynamicCache):
             )
         self._last_layer = layer_idx
         result = super().update(key_states, value_states, layer_idx, *args, **kwargs)
-        if self._biased_keys is not None and getattr(self.layers[layer_idx], "format", None) == self.format:
-            self._biased_keys.look(key_states, layer_idx)
+        format = getattr(self.layers[layer_idx], "format", None)
+        if format is not None and not getattr(format, "center", True):
+            self._biased_keys.examine(key_states, layer_idx, format.name)
         return result
+
+    def compress(
+        self,
+        model: PreTrainedModel,
+        ids: Tensor,
+        *,
+        attention_mask: Tensor | None = None,
+        tokenizer: Any = None,
+        progress: bool = True,
+    ) -> None:
+        """Fills the empty cache with a context, which the model reads twice, for policies that score tokens by the second reading (KVzip).
+        `generate` with ids that begin with the context goes on from it. The context is held uncompressed meanwhile.
+
+        Args:
+            model: the model that the cache is for.
+            ids: the context, int64 `[B, T]`.
+            attention_mask: `[B, T]`, 0 for padding.
+            tokenizer: encodes the instruction to repeat the context; None: there is no instruction.
+            progress: a progress bar on the terminal.
+
+        Raises:
+            ValueError: a policy without a second reading, a cache that holds tokens, or shapes that do not fit.
+            NotImplementedError: compiled steps of a model with layers of other kinds than full attention.
+        """
+        if self.policy is None or not self.policy.second_reading:
+            raise ValueError(f"compress with policy={self.policy and self.policy.name}: only KVzip reads a context twice; call generate")
+        if self.get_seq_length():
+            raise ValueError(f"compress after {self.get_seq_length()} tokens: call it on an empty cache, or call reset() before")
+        if ids.dim() != 2 or not ids.shape[1] or (attention_mask is not None and attention_mask.shape != ids.shape):
+            masked = "" if attention_mask is None else f" and attention_mask {list(attention_mask.shape)}"
+            raise ValueError(f"compress of ids {list(ids.shape)}{masked}: both must be [B, T], with T of 1 or more")
+        if any(type(layer) in (StaticSlidingWindowLayer, StaticSlidingLayer) for layer in self.layers):
+            raise NotImplementedError("compress with max_length or compile=True on a model with sliding layers: leave these out")
+        if self.max_length is not None:
+            check_room(0, ids.shape[1], self.max_length)
+        compress(self.layers, self.policy, model, ids, attention_mask, tokenizer, progress)
 
     def _prepare_eviction(self, policy: Policy, config: PreTrainedConfig | None, offloading: bool) -> None:
         if offloading:
             raise NotImplementedError(
-                "offloading=True with a policy: what evicts holds few tokens, and must see its attention; leave it out"
+                "offloading=True with a policy: a layer that evicts stores few tokens, and must observe its attention; leave it out"
             )
         if self.compile:
             why = "max_length" if self.max_length is not None else "compile=True"
             if any(budget.share for budget in policy.budgets):
                 raise NotImplementedError(f"budget={policy.budget} with {why}: a share has no fixed size; pass a number of tokens")
             if getattr(policy, "positions", "original") == "cache":
-                raise NotImplementedError(f"positions='cache' with {why}: sinks are turned anew at every step; pass positions='original'")
+                raise NotImplementedError(f"positions='cache' with {why}: sinks are rotated again at every step; pass positions='original'")
+            if policy.needs_stored_keys:
+                raise NotImplementedError(f"policy={policy.name} with {why}: it dequantizes all stored keys to evict; leave out {why}")
+        if config is None and policy.second_reading:
+            raise ValueError(f"policy={policy.name} needs the config, to know the layers before they are filled")
         if config is None and len(policy.budgets) > 1:
             raise ValueError(f"{len(policy.budgets)} budgets need the config, to know which layers they are for")
         if config is not None:
@@ -159,29 +209,34 @@ class CompressedCache(DynamicCache):
             self._shares_keys = bool(getattr(text, "num_kv_shared_layers", 0))
             if self._shares_keys and self.compile:
                 raise NotImplementedError(f"a policy with {why} on {text.model_type}: its layers share keys; leave out {why}")
-        if getattr(policy, "positions", "original") == "cache":
+        rotates_sinks = getattr(policy, "positions", "original") == "cache"
+        if rotates_sinks or policy.needs_rope:
+            what = "positions='cache'" if rotates_sinks else f"policy={policy.name}"
+            fix = "positions='original'" if rotates_sinks else "another policy, such as KeyDiff,"
             if config is None:
-                raise ValueError("positions='cache' needs the config, to know how keys are turned")
+                raise ValueError(f"{what} needs the config, to know how keys are rotated")
             try:
                 self._rope = Rope.of(text)
             except NotImplementedError as reason:
-                raise NotImplementedError(f"positions='cache': {reason}; positions='original' does without") from None
+                raise NotImplementedError(f"{what}: {reason}; {fix} does without") from None
 
-    def _new_layer(self, number: int = 0) -> CompressedLayer:
-        """The full-attention layer that is `number` among those compressed."""
+    def _new_layer(self, format: Format | None = None, number: int = 0) -> CompressedLayer:
+        """A full-attention layer, `number` among those compressed, in `format`; None: the cache's."""
+        if format is None:
+            (format,) = self.format.for_layers(1)
         if self.policy is None:
-            return CompressedLayer(self.format, **self._layer_options, max_length=self.max_length, compile=self.compile)
+            return CompressedLayer(format, **self._layer_options, max_length=self.max_length, compile=self.compile)
         budgets = self.policy.budgets
         budget = budgets[number % len(budgets)]
-        return self._new_evicting(self.format, self.policy, budget, **self._layer_options, rope=self._rope)
+        return self._new_evicting(format, self.policy, budget, **self._layer_options, rope=self._rope)
 
     def _new_exact(self) -> CompressedLayer:
-        """An uncompressed layer among those that are not as transformers makes them."""
+        """An uncompressed layer of this library: in a cache that evicts or whose steps are compiled."""
         if not self.policy:
             return CompressedLayer(formats.Identity(), 0, 0, self.max_length, self.compile)
-        # transformers makes one mask for all layers: those of another length must make their own
+        # transformers makes one mask for all layers; layers of another length must make their own
         if self.compile and self.max_length is None:
-            raise NotImplementedError("skip_layers with a policy and compile=True: they need max_length, which is what they hold")
+            raise NotImplementedError("skip_layers with a policy and compile=True: they store max_length tokens, so pass it")
         whole = ALL_TOKENS if self.max_length is None else policies.SlidingWindow(window_length=self.max_length, interval=1)
         return self._new_evicting(formats.Identity(), whole, whole.budgets[0])
 
@@ -198,6 +253,7 @@ class CompressedCache(DynamicCache):
         exact = {index % count for index in skip_layers}
         full = [i for i, layer in enumerate(self.layers) if type(layer) in (DynamicLayer, StockStaticLayer)]
         chosen = [i for i in full if i not in exact]
+        format_of = dict(zip(full, self.format.for_layers(len(full)), strict=True))
         if self.policy and len(self.policy.budgets) not in (1, len(chosen)):
             raise ValueError(
                 f"{len(self.policy.budgets)} budgets for {len(chosen)} full-attention layers: pass one for all, or one for each"
@@ -208,11 +264,15 @@ class CompressedCache(DynamicCache):
             self.layers[i] = self._new_exact()
         for number, i in enumerate(chosen):
             if head_dim := head_dim_of(configs[i]):
-                self.format.check(head_dim)
-            self.layers[i] = self._new_layer(number)
+                format_of[i].check(head_dim)
+            self.layers[i] = self._new_layer(format_of[i], number)
         if not chosen:
             kinds = ", ".join(sorted({type(layer).__name__ for layer in self.layers}))
-            why = f"skip_layers={skip_layers} holds all that could be" if full else f"no layer of this model has full attention ({kinds})"
+            why = (
+                f"skip_layers={skip_layers} contains every full-attention layer"
+                if full
+                else f"no layer of this model has full attention ({kinds})"
+            )
             warnings.warn(f"{why}: nothing will be compressed", stacklevel=4)
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -222,13 +282,13 @@ class CompressedCache(DynamicCache):
             raise ValueError(f"crop({tokens_to_remove}): pass a negative number, the count of tokens to remove from the end")
         for layer in self.layers:
             if isinstance(layer, EvictingLayer):
-                layer.crop(tokens_to_remove)  # which refuses, before any other layer is cropped
+                layer.crop(tokens_to_remove)  # raises before any other layer is cropped
             elif isinstance(layer, StaticSlidingLayer):
                 layer.check_crop(tokens_to_remove)
         super().crop(tokens_to_remove)
 
     def __deepcopy__(self, memo: dict) -> CompressedCache:
-        """A copy that works where this one does not, too: outside of inference mode."""
+        """A copy that can be written outside of inference mode, even if this cache cannot."""
         with torch.inference_mode(False):
             made = self.__class__.__new__(self.__class__)
             memo[id(self)] = made
@@ -236,16 +296,17 @@ class CompressedCache(DynamicCache):
         return made
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """As transformers' Cache; ValueError for a step without tokens, which `generate` makes of a prompt shorter than the cache."""
+        """As transformers' Cache. Raises ValueError for a step without tokens: `generate` makes one if a prompt is shorter than the
+        cache."""
         if not torch.compiler.is_compiling() and not query_length:
             raise ValueError(
                 f"no token comes after the {self.get_seq_length(layer_idx)} that the cache has seen: for another prompt call reset(), or "
                 "pass a new cache; to go on, pass the whole text, longer than the cache"
             )
-        if self.compile and not torch.compiler.is_compiling():  # before a compiled step: the time to make room for it, in all layers
+        if self.compile and not torch.compiler.is_compiling():  # before a compiled step, all layers make room for it
             for layer in self.layers:
                 if isinstance(layer, CompressedLayer):
-                    layer.expect(query_length)
+                    layer.reserve(query_length)
         return super().get_mask_sizes(query_length, layer_idx)
 
     def get_query_offset(self, layer_idx: int = 0):
@@ -253,31 +314,31 @@ class CompressedCache(DynamicCache):
         return layer.query_offset() if isinstance(layer, CompressedLayer) else super().get_query_offset(layer_idx)
 
     def early_initialization(self, *args, **kwargs) -> None:
-        """As transformers' Cache; after `reset` too, for another batch."""
+        """As transformers' Cache; also after `reset`, for another batch size."""
         for layer in self.layers:
             if isinstance(layer, CompressedLayer | StaticSlidingLayer) and layer.supports_early_init:
                 layer.is_initialized = layer.is_initialized and layer.get_seq_length() > 0
         super().early_initialization(*args, **kwargs)
 
     def reset(self) -> None:
-        """Forgets everything; the cache may then serve another prompt and another batch size."""
+        """Removes all tokens; the cache can then be used for another prompt and another batch size."""
         super().reset()
         self._last_layer = None
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the cache really holds: the storage of every live tensor."""
+        """Bytes of the memory of all live tensors of the cache."""
         return self.memory().total
 
     def memory(self) -> Memory:
-        """Where the bytes are, measured."""
+        """The bytes of the cache by role, measured."""
         return measured(self.layers)
 
     def stored_length(self, layer_idx: int = 0) -> int:
-        """Tokens that layer `layer_idx` holds; `get_seq_length` is how many it has seen."""
+        """Tokens that layer `layer_idx` stores; `get_seq_length` counts the tokens seen."""
         layer = self.layers[layer_idx] if layer_idx < len(self.layers) else None
         if isinstance(layer, EvictingLayer):
-            layer.settle()
+            layer.commit()
             return layer.stored
         if isinstance(layer, CompressedLayer) or layer is None:
             return self.get_seq_length(layer_idx)
@@ -285,9 +346,10 @@ class CompressedCache(DynamicCache):
         return 0 if keys is None or not keys.numel() else keys.shape[-2]
 
     def kept_positions(self, layer_idx: int = 0) -> Tensor:
-        """Positions of the tokens that layer `layer_idx` holds, ascending, int32 `[B, H, T]`; -1 fills rows that hold fewer.
+        """Positions of the tokens that layer `layer_idx` retains, ascending, int32 `[B, H, T]`; -1 fills rows that retain fewer.
 
-        A position is the rank among the real tokens of the row. Raises ValueError for a layer that evicts nothing, or is empty.
+        A position is the rank among the tokens of the row that are no padding. Raises ValueError for a layer that evicts nothing or is
+        empty.
         """
         layer = self.layers[layer_idx] if layer_idx < len(self.layers) else None
         if not isinstance(layer, EvictingLayer):
@@ -307,7 +369,7 @@ class CompressedCache(DynamicCache):
 
 
 def head_dim_of(config: PreTrainedConfig) -> int | None:
-    """Channels of a cached key, or None where only the tensors tell (latent attention)."""
+    """Channels of a cached key; None if the config does not tell (latent attention)."""
     if getattr(config, "kv_lora_rank", None):
         return None
     head_dim = getattr(config, "head_dim", None) or getattr(config, "d_kv", None)

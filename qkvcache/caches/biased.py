@@ -1,4 +1,4 @@
-"""The warning of caches with `center=False` that see biased keys."""
+"""The warning of caches with `center=False` for models with biased keys."""
 
 from __future__ import annotations
 
@@ -10,32 +10,32 @@ from torch import Tensor
 from ..formats.centered import mean_energy
 
 LEAST = 16
-"""Tokens of a block that says something about means."""
+"""The fewest tokens whose means are meaningful."""
 MOST = 1024
-"""Tokens of it that are looked at."""
+"""The most tokens that are examined."""
 FAR = 16.0
-"""Energy of means over that of spreads from which on keys count as biased. Of the embedded model and SmolLM2-135M no head of any layer
-exceeds 7; keys with biases of 20 to 100 times the spread of a few channels have 90 to 500."""
+"""Energy of the means over energy of the spreads above which keys count as biased. No head of the embedded model or of SmolLM2-135M exceeds
+7; keys with biases of 20 to 100 times the spread in a few channels have 90 to 500."""
 
 
 class BiasedKeys:
-    """Looks at the first block of each layer, and warns once of keys whose means are far above their spread."""
+    """Examines the first keys of layers, and warns once if their means are far above their spread."""
 
-    def __init__(self, format: str):
-        self.format = format
-        self.seen: set[int] | None = set()
-        """Layers that were looked at; None once it has warned."""
+    def __init__(self) -> None:
+        self.examined: set[int] | None = set()
+        """Layers whose keys were examined; None after the warning."""
 
     @torch.no_grad()
-    def look(self, keys: Tensor, layer: int) -> None:
-        """`keys` `[B, H, T, D]`, new ones of `layer`. Waits for the device, but never in a decode step or in compiled code."""
-        if torch.compiler.is_compiling() or keys.shape[2] < LEAST or self.seen is None or layer in self.seen:
+    def examine(self, keys: Tensor, layer: int, format: str) -> None:
+        """Takes new keys `[B, H, T, D]` of `layer`, whose format has this name. Waits for the device, but never in a decode step or in
+        compiled code."""
+        if torch.compiler.is_compiling() or keys.shape[2] < LEAST or self.examined is None or layer in self.examined:
             return
-        self.seen.add(layer)
+        self.examined.add(layer)
         if mean_energy(keys[:, :, :MOST]).amax().item() > FAR:
-            self.seen = None
+            self.examined = None
             warnings.warn(
-                f"format={self.format!r}: the means of key channels are far above their spread (layer {layer}), as in models with a bias "
+                f"format={format!r}: the means of key channels are far above their spread (layer {layer}), as in models with a bias "
                 "on keys (Qwen2 and its family), so that most of each scale serves a constant: pass center=True",
                 stacklevel=3,
             )

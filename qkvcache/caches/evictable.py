@@ -1,4 +1,4 @@
-"""Which models' tokens can be evicted: those whose attention shows a policy what it reads, and does not tell keys by their columns."""
+"""Models whose tokens can be evicted: their attention must go through transformers, and must not depend on the columns of keys."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a cache holds, measured."""
+"""Bytes that a cache holds, measured."""
 
 from __future__ import annotations
 
@@ -8,53 +8,55 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ..layers.compressed import CompressedLayer
-from ..layers.evicting import EvictingLayer
 
 
 @dataclass(frozen=True)
 class Memory:
-    """What a cache holds, in bytes, counted from live tensors.
+    """Bytes of a cache, counted from its tensors.
 
-    `exact` are tokens in the model's dtype, in compressed layers and in layers left as transformers makes them; `bookkeeping` is where
-    kernels find the rest, and what a policy remembers of each token. `dense` is what all tokens seen would take in a DynamicCache, and
-    `ratio` is `dense / total`.
+    `exact`: tokens in the model's dtype, also those of layers left as transformers makes them. `bookkeeping`: tables of kernels, and the
+    metadata of tokens that a policy needs. `dense`: what all tokens seen would take in a DynamicCache; `ratio` is `dense / total`.
     """
 
     codes: int
     scales: int
     exact: int
     bookkeeping: int
-    total: int
     dense: int
+
+    @property
+    def total(self) -> int:
+        return self.codes + self.scales + self.exact + self.bookkeeping
 
     @property
     def ratio(self) -> float:
         return self.dense / self.total if self.total else 1.0
 
 
+def bytes_by_role(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, int]:
+    """Bytes of the memory of `(role, tensor)` pairs for each role of `Memory`. Memory that several tensors share counts once."""
+    sizes = {"codes": 0, "scales": 0, "exact": 0, "bookkeeping": 0}
+    counted: set[int] = set()
+    for role, tensor in tensors:
+        storage = tensor.untyped_storage()
+        if storage.nbytes() and storage._cdata not in counted:  # on the meta device, data_ptr() is the same for all
+            counted.add(storage._cdata)
+            sizes[role] += storage.nbytes()
+    return sizes
+
+
 def measured(layers: Iterable[object]) -> Memory:
-    """The storage of every live tensor, each counted once."""
-    held = {"codes": 0, "scales": 0, "exact": 0, "bookkeeping": 0}
-    seen: set[int] = set()
-    dense = 0
-    for layer in layers:
-        if isinstance(layer, EvictingLayer):
-            layer.settle()
-        for role, tensor in _tensors(layer):
-            storage = tensor.untyped_storage()
-            if storage.nbytes() and storage.data_ptr() not in seen:
-                seen.add(storage.data_ptr())
-                held[role] += storage.nbytes()
-        dense += _dense_bytes(layer)
-    return Memory(**held, total=sum(held.values()), dense=dense)
+    """The bytes that the live tensors of `layers` take."""
+    layers = list(layers)
+    return Memory(**bytes_by_role(pair for layer in layers for pair in _tensors(layer)), dense=sum(map(_dense_bytes, layers)))
 
 
 def _tensors(layer: object) -> Iterator[tuple[str, Tensor]]:
     if isinstance(layer, CompressedLayer):
         yield from layer.tensors()
         return
-    for held in vars(layer).values():
-        for tensor in held.values() if isinstance(held, dict) else [held]:
+    for state in vars(layer).values():
+        for tensor in state.values() if isinstance(state, dict) else [state]:
             if isinstance(tensor, Tensor):
                 yield "exact", tensor
 

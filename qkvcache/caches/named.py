@@ -8,9 +8,9 @@ from typing import Literal
 from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import DynamicLayer
 
-from ..formats import FP8, NVFP4, Format, HadaQuant, Int4, Int8, TurboQuant
+from ..formats import FP8, NVFP4, Format, FormatLike, HadaQuant, Int4, Int8, TurboQuant
 from ..policies import H2O, Budget, SinkWindow, SlidingWindow, check_count
-from .arguments import layer_indices, with_own
+from .arguments import layer_indices, merged_options
 from .base import CompressedCache
 
 
@@ -43,7 +43,7 @@ class QuantizedPerTokenCache(CompressedCache):
         **options,
     ):
         format = _per_token_format(dtype, scale, symmetric, center)
-        super().__init__(config, **with_own(QuantizedPerTokenCache, options, format=format))
+        super().__init__(config, **merged_options(QuantizedPerTokenCache, options, format=format))
 
 
 def _per_token_format(dtype: str, scale: Literal["token_head", "token", "tensor"], symmetric: bool, center: bool) -> Format:
@@ -78,7 +78,7 @@ class NVFP4Cache(CompressedCache):
         center: bool = True,
         **options,
     ):
-        super().__init__(config, **with_own(NVFP4Cache, options, format=NVFP4(scale_search=scale_search, center=center)))
+        super().__init__(config, **merged_options(NVFP4Cache, options, format=NVFP4(scale_search=scale_search, center=center)))
 
 
 class TurboQuantCache(CompressedCache):
@@ -88,6 +88,7 @@ class TurboQuantCache(CompressedCache):
         preset: "k8v4", "4bit_nc", "k3v4_nc" or "3bit_nc": 198, 134, 118 and 102 bytes a token and head at head_dim 128.
         boundary_layers: this many full-attention layers at either end stay exact (vLLM keeps 2 for dense models). Needs the config, and
             layers between them.
+        skip_layers: further layers that stay exact, as CompressedCache takes them.
         center: keys are quantized around their mean. False is the authors' form, which models with biased keys (Qwen2) break.
         **options: those of CompressedCache.
     """
@@ -105,7 +106,7 @@ class TurboQuantCache(CompressedCache):
         format = TurboQuant(preset=preset, center=center)
         if boundary_layers:
             skip_layers = (*layer_indices(skip_layers), *_boundary(config, boundary_layers))
-        super().__init__(config, skip_layers=skip_layers, **with_own(TurboQuantCache, options, format=format))
+        super().__init__(config, skip_layers=skip_layers, **merged_options(TurboQuantCache, options, format=format))
 
 
 def _boundary(config: PreTrainedConfig | None, count: int) -> list[int]:
@@ -125,13 +126,12 @@ def _boundary(config: PreTrainedConfig | None, count: int) -> list[int]:
 
 
 class HadaQuantCache(CompressedCache):
-    """Keys and values alike around their mean, under a Hadamard rotation on Lloyd-Max levels: more quality a byte, no calibration.
+    """Hadamard-rotated keys and values, both around their mean, on Lloyd-Max levels: less error for the same bytes, no calibration.
 
     Args:
         key_bits, value_bits: 2 to 4: 132 bytes a token and head with 4 and 4 at head_dim 128, 116 with 4 and 3, 100 with 3 and 3, 68 with 2
             and 2.
-        quantizer: "trellis" errs a quarter to a third less in the same bytes than "lloyd_max", and is slower to store and to read.
-        center: False keeps keys and values as they are.
+        center: keys and values are quantized around their means. False quantizes them as they are.
         **options: those of CompressedCache.
     """
 
@@ -141,21 +141,20 @@ class HadaQuantCache(CompressedCache):
         *,
         key_bits: Literal[2, 3, 4] = 4,
         value_bits: Literal[2, 3, 4] = 4,
-        quantizer: Literal["lloyd_max", "trellis"] = "lloyd_max",
         center: bool = True,
         **options,
     ):
-        super().__init__(config, **with_own(HadaQuantCache, options, format=HadaQuant(key_bits, value_bits, quantizer, center)))
+        super().__init__(config, **merged_options(HadaQuantCache, options, format=HadaQuant(key_bits, value_bits, center)))
 
 
 class SinkCache(CompressedCache):
-    """Attention sinks and a window (StreamingLLM, arXiv 2309.17453): endless streams in constant memory.
+    """Attention sinks and a window (StreamingLLM, arXiv 2309.17453): streams of any length in constant memory.
 
     Args:
-        window_length: newest tokens that are kept.
-        num_sink_tokens: first tokens that are kept, in the model's dtype.
-        positions: "cache" reads sinks as if they stood right before the window, so that streams may outgrow what the model was trained for;
-            "original" leaves them where they were, which `max_length` and models without RoPE need.
+        window_length: newest tokens that are retained.
+        num_sink_tokens: first tokens that are retained, in the model's dtype.
+        positions: "cache" reads sinks at the positions right before the window, so that streams may be longer than the model was trained
+            for; "original" reads them at their own positions, which `max_length` and models without RoPE need.
         format: how the tokens are stored; None keeps the model's dtype.
         **options: those of CompressedCache.
     """
@@ -167,23 +166,26 @@ class SinkCache(CompressedCache):
         window_length: int = 1020,
         num_sink_tokens: int = 4,
         positions: Literal["original", "cache"] = "cache",
-        format: str | Format | None = None,
+        format: FormatLike | None = None,
         **options,
     ):
         policy = SinkWindow(window_length=window_length, num_sink_tokens=num_sink_tokens, positions=positions)
-        super().__init__(config, format=format, num_sink_tokens=num_sink_tokens, **with_own(SinkCache, options, policy=policy))
+        super().__init__(config, format=format, num_sink_tokens=num_sink_tokens, **merged_options(SinkCache, options, policy=policy))
 
 
 class SlidingWindowCache(CompressedCache):
-    """The newest `window_length` tokens, for models that were trained to do with them; others need SinkCache.
+    """The newest `window_length` tokens, for models that were trained with such a window; others need SinkCache.
 
     Args:
+        window_length: newest tokens that are retained.
         format: how the tokens are stored; None keeps the model's dtype.
         **options: those of CompressedCache.
     """
 
-    def __init__(self, config: PreTrainedConfig | None = None, *, window_length: int = 4096, format: str | Format | None = None, **options):
-        super().__init__(config, format=format, **with_own(SlidingWindowCache, options, policy=SlidingWindow(window_length=window_length)))
+    def __init__(self, config: PreTrainedConfig | None = None, *, window_length: int = 4096, format: FormatLike | None = None, **options):
+        super().__init__(
+            config, format=format, **merged_options(SlidingWindowCache, options, policy=SlidingWindow(window_length=window_length))
+        )
 
 
 class H2OCache(CompressedCache):
@@ -191,8 +193,8 @@ class H2OCache(CompressedCache):
 
     Args:
         budget: tokens (int), or share of the tokens seen (float).
-        recent: share of the budget (float), or tokens (int), for the newest tokens; the rest is for those most attended to.
-        num_sink_tokens: first tokens that are kept whatever their score, in the model's dtype.
+        recent: newest tokens that are retained: share of the budget (float), or tokens (int). The rest is for the tokens most attended to.
+        num_sink_tokens: first tokens that are retained whatever their score, in the model's dtype.
         format: how the tokens are stored; None keeps the model's dtype.
         **options: those of CompressedCache.
     """
@@ -204,19 +206,19 @@ class H2OCache(CompressedCache):
         budget: int | float = 1024,
         recent: int | float = 0.5,
         num_sink_tokens: int = 0,
-        format: str | Format | None = None,
+        format: FormatLike | None = None,
         **options,
     ):
         policy = H2O(budget=budget, recent=recent, num_sink_tokens=num_sink_tokens)
-        super().__init__(config, format=format, num_sink_tokens=num_sink_tokens, **with_own(H2OCache, options, policy=policy))
+        super().__init__(config, format=format, num_sink_tokens=num_sink_tokens, **merged_options(H2OCache, options, policy=policy))
 
 
 class CombinedCache(CompressedCache):
-    """Sinks in the model's dtype, heavy hitters and a recent window in `format`: all three ways to save at once.
+    """Sinks in the model's dtype, heavy hitters and a recent window in `format`.
 
     Args:
-        num_sink_tokens: first tokens that are kept, in the model's dtype.
-        recent: newest tokens; the last `residual_length` of them stay exact too.
+        num_sink_tokens: first tokens that are retained, in the model's dtype.
+        recent: newest tokens that are retained; the last `residual_length` of them stay exact too.
         heavy: heavy hitters: share of the tokens seen (float), or tokens (int).
         format: how all but the exact tokens are stored.
         **options: those of CompressedCache.
@@ -229,7 +231,7 @@ class CombinedCache(CompressedCache):
         num_sink_tokens: int = 4,
         recent: int = 512,
         heavy: int | float = 0.2,
-        format: str | Format = "fp8",
+        format: FormatLike = "fp8",
         **options,
     ):
         check_count("num_sink_tokens", num_sink_tokens)
@@ -239,4 +241,4 @@ class CombinedCache(CompressedCache):
         protected = num_sink_tokens + recent
         budget = protected + heavy if isinstance(heavy, int) else Budget(tokens=protected, share=heavy)
         policy = H2O(budget=budget, recent=recent, num_sink_tokens=num_sink_tokens)
-        super().__init__(config, format=format, num_sink_tokens=num_sink_tokens, **with_own(CombinedCache, options, policy=policy))
+        super().__init__(config, format=format, num_sink_tokens=num_sink_tokens, **merged_options(CombinedCache, options, policy=policy))

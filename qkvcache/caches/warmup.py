@@ -1,4 +1,4 @@
-"""Compiling kernels before the first token instead of during it."""
+"""`warmup`: compiling kernels before the first token."""
 
 from __future__ import annotations
 
@@ -19,14 +19,16 @@ from .base import CompressedCache
 
 @torch.no_grad()
 def warmup(model: PreTrainedModel, cache: CompressedCache, *, queries: Iterable[int] = (1,), padded: bool = True) -> None:
-    """Runs `model` on a few tokens with a cache like `cache`, so that every kernel that a generate with it needs is compiled.
+    """Runs `model` on a few tokens with a cache like `cache`, so that every kernel that `generate` needs with it is compiled.
 
-    `cache` itself is left as it is. Triton keeps what it compiled on disk: the second process is fast. Nothing happens where torch
-    operations run instead of Triton.
+    `cache` is not changed. Triton caches compiled kernels on disk, so that this is fast in a second process. If torch operations run
+    instead of Triton, nothing is done.
 
     Args:
-        queries: how many tokens a step brings: 1, and what assisted decoding checks at once.
-        padded: prepare for batches with padding too.
+        model: the model that will generate, on its device.
+        cache: a cache with the options that will be used.
+        queries: tokens of a step: 1, and the number that assisted decoding verifies at once.
+        padded: also compile for batches with padding.
 
     Raises ValueError for a step of less than one token.
     """
@@ -38,7 +40,7 @@ def warmup(model: PreTrainedModel, cache: CompressedCache, *, queries: Iterable[
     prompt = cache._layer_options["num_sink_tokens"] + cache._layer_options["residual_length"] + GROUP + PAGE
     policy = cache.policy
     if policy is not None:
-        prompt += policy.tail + policy.num_sink_tokens + PAGE
+        prompt += policy.lag_length + policy.num_sink_tokens + PAGE
     for rows in (2, 1) if padded else (1,):
         fresh = copy.deepcopy(cache)
         fresh.reset()
@@ -47,17 +49,17 @@ def warmup(model: PreTrainedModel, cache: CompressedCache, *, queries: Iterable[
         mask[1:, 0] = 0
         ids = torch.zeros_like(mask)
         model(input_ids=ids, attention_mask=mask, past_key_values=fresh)
-        for step in (*steps, GROUP):  # the last one moves tokens on, which encodes a few at a time
+        for step in (*steps, GROUP):  # the last step quantizes a group of tokens
             mask = torch.cat([mask, mask.new_ones(rows, step)], dim=1)
             model(input_ids=ids[:, :step], attention_mask=mask, past_key_values=fresh)
-        for layer in fresh.layers:  # where a chunk ends, one token may be quantized by itself
+        for layer in fresh.layers:  # at the end of a chunk, a single token may be quantized
             if isinstance(layer, CompressedLayer) and layer.storage and layer.residual_length:
                 keys, values = layer.storage.residual
                 layer.storage.chunks.append((keys[:, :, :1], values[:, :, :1]))
 
 
 def _shrink(cache: CompressedCache, budget: Budget, length: int) -> None:
-    """Kernels are the same for any budget and `max_length`, and what is small is soon full. Layers may be there, or be made when needed."""
+    """Makes the cache small, so that it is soon full: kernels do not depend on budget and `max_length`. Layers may be made later."""
 
     def small(layer: Any) -> Any:
         if isinstance(layer, EvictingLayer):

@@ -5,11 +5,12 @@ from __future__ import annotations
 import functools
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 
 import torch
 from rich.console import Console
+from rich.progress import track
 from rich.table import Table
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import Cache
@@ -23,17 +24,8 @@ from ..policies import H2O, KeyDiff, Policy
 from . import text_ids
 
 FORMATS = (
-    "int8",
-    "fp8",
-    "nvfp4",
-    "nvfp4_mse",
-    "int4",
-    "int4_vllm",
-    "turboquant_k8v4",
-    "turboquant_4bit_nc",
-    "turboquant_k3v4_nc",
-    "turboquant_3bit_nc",
-)
+    "int8", "fp8", "turboquant_k8v4", "turboquant_4bit_nc", "hadaquant_k4v4", "int4", "nvfp4_mse", "hadaquant_k3v3", "turboquant_3bit_nc"
+)  # fmt: skip
 STREAMED = "turboquant_4bit_nc"
 POLICIES: dict[str, Policy] = {"fp8 + H2O 50 %": H2O(budget=0.5), "fp8 + KeyDiff 50 %": KeyDiff(budget=0.5)}
 NEW_TOKENS = 16
@@ -108,8 +100,10 @@ def run(
     device: str | torch.device = "cpu",
     console: Console | None = None,
     seed: int = 0,
+    formats: Sequence[str] | None = None,
 ) -> list[Row]:
-    """The rows of the table on the model called `name`, dense first; streams text and progress to `console` if there is one."""
+    """The rows of the table on the model called `name`, dense first; streams text to `console` if there is one. `formats`: these alone;
+    None takes `FORMATS`, and `POLICIES`."""
     model, tokenizer = load(name, dtype, device)
     size = SIZES.get(name, REAL)
     ids = text_ids(tokenizer)
@@ -133,9 +127,8 @@ def run(
     cases = RecallSet.make(model, tokenizer, ids, size.context, size.recalls, seed=seed, form=size.form)
 
     rows: list[Row] = []
-    for name, exact, factory in _caches(model.config, size.bare):
-        if console and console.is_terminal:
-            console.print(f"measuring {name} {exact} …", end="\r", style="dim")
+    every = list(_caches(model.config, size.bare, formats))
+    for name, exact, factory in track(every, "measuring every cache", console=Console(stderr=True), transient=True):
         streamer = generate(model, tokenizer, prompt, factory())
         quality = divergence(model, passages, factory)
         dense = rows[0] if rows else None
@@ -192,12 +185,12 @@ def generate(
     return streamer
 
 
-def _caches(config: PreTrainedConfig, bare: bool) -> Iterator[tuple[str, str, Callable[[], Cache]]]:
+def _caches(config: PreTrainedConfig, bare: bool, formats: Sequence[str] | None) -> Iterator[tuple[str, str, Callable[[], Cache]]]:
     yield "DynamicCache", "all", lambda: DynamicCache(config=config)
-    for name in FORMATS:
+    for name in FORMATS if formats is None else formats:
         for zones in (True, False) if bare else (True,):
             yield name, "4 + 64" if zones else "none", _factory(config, name, zones)
-    for name, policy in POLICIES.items():
+    for name, policy in POLICIES.items() if formats is None else ():
         yield name, "4 + 64", functools.partial(CompressedCache, config, format="fp8", policy=policy)
 
 

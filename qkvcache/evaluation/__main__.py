@@ -1,4 +1,5 @@
-"""lm-eval's command line with our model and our tasks: `python -m qkvcache.evaluation run --model qkvcache --tasks qkvcache_needle ...`."""
+"""lm-eval's command line with the model and the tasks of this library: `python -m qkvcache.evaluation run --model qkvcache --tasks
+qkvcache_needle ...`."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ TASKS = Path(__file__).parent / "tasks"
 
 
 def register() -> None:
-    """Makes `model="qkvcache"` known to lm-eval. Its next release finds it by itself."""
+    """Registers `model="qkvcache"` with lm-eval."""
     try:
         import lm_eval.models  # noqa: F401  # first: it registers its own models only in an empty registry
         from lm_eval.api.registry import model_registry
@@ -21,7 +22,7 @@ def register() -> None:
 
 
 def _with_ours(manager: type) -> type:
-    """lm-eval's TaskManager with our tasks: its `--include_path` takes one folder, which is left to the user."""
+    """lm-eval's TaskManager with the tasks of this library: its `--include_path` takes one folder, which is left to the user."""
 
     class WithOurs(manager):
         def __init__(self, *args, include_path=None, **options):
@@ -32,7 +33,7 @@ def _with_ours(manager: type) -> type:
 
 
 def main(arguments: list[str]) -> None:
-    """`lm-eval ARGUMENTS`, with our tasks beside its own."""
+    """`lm-eval ARGUMENTS`, with the tasks of this library beside its own."""
     register()
     import lm_eval.tasks
     from lm_eval.__main__ import cli_evaluate

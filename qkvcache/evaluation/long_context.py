@@ -1,4 +1,4 @@
-"""Long-context tasks that are made, not downloaded: any length, any tokenizer, always the same for a seed.
+"""Long-context tasks that are generated: of any length, for any tokenizer, reproducible by a seed.
 
     needle           one code word in a text                          (as the embedded model was trained on)
     needle_multikey  the code word of one name among many             (RULER, arXiv 2404.06654)
@@ -29,7 +29,7 @@ TextOf = Callable[[random.Random, int], str]
 
 @dataclass(frozen=True)
 class Case:
-    """`context` is what is compressed, `question` what comes after it; each of `answers` is looked for in what the model then says."""
+    """`context` is compressed, `question` follows it; each of `answers` is searched for in the model's output."""
 
     context: str
     question: str
@@ -41,21 +41,21 @@ class Case:
 
 
 def needle(rng: random.Random, tokens: int, count: COUNT, text: TextOf, depth: float, names: int = 1) -> Case:
-    """A code word at `depth` of the text, and those of `names - 1` other names anywhere."""
+    """A code word at `depth` of the text, and the code words of `names - 1` other names anywhere."""
     keys = rng.sample(KEYS, names)
     facts = [NEEDLE.format(key=key, word=code_word(rng)) for key in keys]
     filler = text(rng, max(tokens - sum(map(count, facts)) - 20, 1))
-    context = _plant(filler, list(zip([depth, *(rng.random() for _ in keys[1:])], facts, strict=True)))
+    context = insert(filler, list(zip([depth, *(rng.random() for _ in keys[1:])], facts, strict=True)))
     return Case(context, f"\n\n{QUESTION.format(key=keys[0])}", (facts[0].split()[-1].rstrip("."),))
 
 
 def needle_multikey(rng: random.Random, tokens: int, count: COUNT, text: TextOf, depth: float) -> Case:
-    """A code word among those of many other names: one for every 100 tokens, as many as there are names."""
+    """A code word among those of many other names, one for every 100 tokens."""
     return needle(rng, tokens, count, text, depth, names=min(max(tokens // 100, 2), len(KEYS)))
 
 
 def coreference(rng: random.Random, tokens: int, count: COUNT, text: TextOf, depth: float) -> Case:
-    """A chat in which the same things are asked for several times; the last turn wants one of them again, word for word."""
+    """A chat in which the same is asked for several times; the last turn asks for one of the answers again, word for word."""
     kinds, topics = ("poem", "riddle", "story", "letter"), ("rivers", "trains", "owls", "bread", "clocks", "snow")
     ordinals = ("first", "second", "third", "fourth")
     same = rng.choice(kinds), rng.choice(topics)
@@ -72,7 +72,7 @@ def coreference(rng: random.Random, tokens: int, count: COUNT, text: TextOf, dep
     asked = [turn(*same) for _ in ordinals]
     mark = code_word(rng)
     question = f"User: Write {mark} and then repeat the {ordinals[wanted]} {same[0]} about {same[1]}, word for word.\nAssistant: {mark}"
-    turns = _fill(others(), tokens - sum(map(count, asked)) - count(question), count)
+    turns = fill(others(), tokens - sum(map(count, asked)) - count(question), count)
     answer = asked[wanted].split("Assistant: ")[1].strip()
     places = sorted(rng.random() for _ in ordinals)
     for place, one in reversed(list(zip(places, asked, strict=True))):
@@ -91,9 +91,9 @@ def variables(rng: random.Random, tokens: int, count: COUNT, text: TextOf, depth
         statements.append([f"VAR {own[0]} = {value}."] + [f"VAR {b} = VAR {a}." for a, b in zip(own, own[1:], strict=False)])
     question = f"\n\nQuestion: Which variables hold the value {values[0]}? Name all of them. Answer: the variables"
     filler = text(rng, max(tokens - sum(count(s) for chain in statements for s in chain) - count(question), 1))
-    # a name is given its value after the one that it is taken from
+    # a variable is assigned after the one that it copies
     placed = [pair for chain in statements for pair in zip(sorted(rng.random() for _ in chain), chain, strict=True)]
-    return Case(_plant(filler, placed), question, tuple(names[:links]))
+    return Case(insert(filler, placed), question, tuple(names[:links]))
 
 
 def key_value(rng: random.Random, tokens: int, count: COUNT, text: TextOf, depth: float) -> Case:
@@ -103,13 +103,13 @@ def key_value(rng: random.Random, tokens: int, count: COUNT, text: TextOf, depth
         while True:
             yield f'"{rng.randrange(10**7):07d}": "{code_word(rng)}"\n'
 
-    found = _fill(pairs(), tokens - 40, count)
+    found = fill(pairs(), tokens - 40, count)
     key, value = found[min(int(depth * len(found)), len(found) - 1)].strip().replace('"', "").split(": ")
     return Case("".join(found), f'\nQuestion: Which word belongs to "{key}"? Answer: "{key}": "', (value,))
 
 
 def aggregation(rng: random.Random, tokens: int, count: COUNT, text: TextOf, depth: float) -> Case:
-    """A list of made-up words, of which three come in every tenth place and the others rarely."""
+    """A list of made-up words, of which three make up a tenth each and the others are rare."""
     often, rare = [code_word(rng) for _ in range(3)], [code_word(rng) for _ in range(400)]
 
     def words() -> Iterator[str]:
@@ -117,7 +117,7 @@ def aggregation(rng: random.Random, tokens: int, count: COUNT, text: TextOf, dep
             yield f" {rng.choice(often if rng.random() < 0.3 else rare)}"
 
     question = "\n\nQuestion: Which three words come most often in this list? Answer: the three words that come most often are"
-    return Case("".join(_fill(words(), tokens - count(question), count)).strip(), question, tuple(often))
+    return Case("".join(fill(words(), tokens - count(question), count)).strip(), question, tuple(often))
 
 
 TASKS: dict[str, Callable[[random.Random, int, COUNT, TextOf, float], Case]] = {
@@ -131,9 +131,9 @@ TASKS: dict[str, Callable[[random.Random, int, COUNT, TextOf, float], Case]] = {
 
 
 def cases(name: str, tokenizer, tokens: int, number: int, seed: int = 0) -> list[Case]:
-    """`number` cases of a task of about `tokens` tokens, what is asked for at depths spread from beginning to end.
+    """`number` cases of a task of about `tokens` tokens, with the answers at depths from the beginning to the end.
 
-    Raises ValueError for an unknown task, and for fewer than 200 tokens, in which no task has room.
+    Raises ValueError for an unknown task, and for fewer than 200 tokens, which are too few for a task.
     """
     if name not in TASKS:
         raise ValueError(f"task {name!r} is unknown: expected one of {', '.join(TASKS)}")
@@ -159,12 +159,12 @@ def recalled(said: str, answers: tuple[str, ...] | list[str]) -> float:
 
 
 def similarity(said: str, answer: str) -> float:
-    """How much of `answer` comes at the beginning of `said`, as MRCR scores it: 1 for word for word."""
+    """How similar the beginning of `said` is to `answer`, as MRCR scores it; 1 if equal."""
     return SequenceMatcher(None, said.strip()[: len(answer)], answer, autojunk=False).ratio()
 
 
-def _plant(text: str, sentences: list[tuple[float, str]]) -> str:
-    """`text` with each sentence at a share of its words, none inside of another."""
+def insert(text: str, sentences: list[tuple[float, str]]) -> str:
+    """`text` with each sentence inserted at a share of its words, none inside of another."""
     words = text.split(" ")
     count = len(words)
     for place, sentence in sorted(sentences, key=lambda pair: pair[0], reverse=True):
@@ -177,8 +177,8 @@ def _ids(tokenizer) -> list[int]:
     return text_ids(tokenizer)
 
 
-def _fill(units: Iterator[str], tokens: int, count: COUNT) -> list[str]:
-    """As many units as there is room for, one at least."""
+def fill(units: Iterator[str], tokens: int, count: COUNT) -> list[str]:
+    """As many units as fit into `tokens`, at least one."""
     found = [next(units)]
     left = tokens - count(found[0])
     while (size := count(unit := next(units))) <= left:
@@ -188,7 +188,7 @@ def _fill(units: Iterator[str], tokens: int, count: COUNT) -> list[str]:
 
 
 def _lines(rng: random.Random) -> str:
-    """Two lines that exist nowhere else."""
+    """Two random lines."""
     places = ("in the morning", "behind the hill", "without a word", "under the bridge", "at the gate", "before the rain")
     doing = ("waits for", "remembers", "carries", "follows", "sings to", "forgets")
     return " ".join(f"{rng.choice(KEYS)} {rng.choice(doing)} {code_word(rng)} {rng.choice(places)}." for _ in range(2))

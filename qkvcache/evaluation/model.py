@@ -1,16 +1,17 @@
 """`CacheLM`: lm-eval's Hugging Face model, scoring through a cache.
 
-lm-eval reads a request in one forward pass, and a prompt of `generate` in another. Both attend on exact keys and values whatever the cache
-is, so that its effect is seen by no loglikelihood task, by no perplexity, and by no first token of an answer. Here
+lm-eval computes a request, and the prompt of a `generate`, in one forward pass. It attends to exact keys and values whatever the cache is,
+so that the cache affects no loglikelihood, no perplexity, and not the first token of an answer. Here
 
-- a choice is scored by reading the context without its last token, and then that token and the choice through the cache. Choices of one
-  context share its reading: each gets a fork of the cache;
-- a text is read in chunks, each through the cache of those before;
-- `generate` begins with the cache of the prompt without its last token.
+- a choice is scored by reading the context without its last token, and then that token and the choice through the cache. The context is
+read
+  once for all its choices: each gets a copy of the cache;
+- a text is read in chunks, each through the cache of the chunks before;
+- `generate` starts from the cache of the prompt without its last token.
 
-`scoring="deployed"` is what a server would do: prompts are read whole, so that the first token of an answer is always exact, and a text
-to be scored, which is a prompt and nothing else, is read as lm-eval reads it. Rows of a batch have the same length, so that no cache ever
-sees padding and the batch size changes nothing.
+`scoring="deployed"` does what a server does: prompts are read whole, so that the first token of an answer is always exact, and a text to be
+scored is read as lm-eval reads it. Rows of a batch have the same length, so that caches contain no padding and the batch size does not
+affect results.
 """
 
 from __future__ import annotations
@@ -40,50 +41,50 @@ from .quality import held_bytes
 from .spec import CacheSpec
 
 SCORING = ("cached", "deployed")
-"""Whether what is scored is always read through the cache, or only as far as a server would."""
+"""Whether scored tokens are always read through the cache, or only as in a server."""
 
 
 SAME_ANSWERS = ("batch_size", "max_batch_size", "device", "parallelize", "tp_plan", "max_memory_per_gpu", "max_cpu_memory")
-"""Options of HFLM that change no answer."""
+"""Options of HFLM that do not affect answers."""
 
 
 @dataclass
-class Held:
-    """Bytes of all caches of a run after their last token, those of dense ones, and the tokens that they had read."""
+class Measured:
+    """Sums over all caches of a run after their last token: bytes, bytes of dense caches, tokens seen."""
 
     bytes: int = 0
     dense: int = 0
     tokens: int = 0
 
     def count(self, cache: Cache, rows: int) -> None:
-        held = held_bytes(cache)
-        self.bytes += held
-        self.dense += cache.memory().dense if isinstance(cache, CompressedCache) else held
+        size = held_bytes(cache)
+        self.bytes += size
+        self.dense += cache.memory().dense if isinstance(cache, CompressedCache) else size
         self.tokens += rows * int(cache.get_seq_length())
 
 
 @dataclass
 class Group:
-    """The choices of one context: `(number of the request, continuation)`."""
+    """A context and its choices, each `(number of the request, continuation)`."""
 
     context: tuple[int, ...]
     choices: list[tuple[int, list[int]]] = field(default_factory=list)
 
 
 class CacheLM(HFLM):
-    """`--model qkvcache`: lm-eval's `hf` with a cache of ours, or with transformers' own, through which everything is scored.
+    """`--model qkvcache`: lm-eval's `hf` with everything scored through a cache, of this library or a DynamicCache.
 
         python -m qkvcache.evaluation run --model qkvcache --model_args pretrained=MODEL,cache=turboquant_4bit_nc --tasks TASKS
 
     Args:
         cache, policy, budget, recent, num_sink_tokens, residual_length: as `CacheSpec` takes them.
         scoring: "cached" or "deployed", see above.
-        chunk: tokens that are read together after the context; they see each other exactly. 1 is decoding.
+        chunk: tokens that are read together after the context; they attend to each other exactly. 1 is decoding.
         **options: those of lm-eval's HFLM, `pretrained`, `dtype`, `batch_size`, `tp_plan`, `parallelize` among them; log-probabilities
             are computed in float32 unless `softmax_dtype` says otherwise.
 
     Raises:
-        ValueError: what `CacheSpec` raises, an unknown `scoring`, a batch size that is found by trying.
+        ValueError: what `CacheSpec` raises, an unknown `scoring`, an automatic batch size.
         NotImplementedError: an encoder-decoder model; beams with scoring="cached".
     """
 
@@ -119,8 +120,10 @@ class CacheLM(HFLM):
         if self.backend != "causal":
             raise NotImplementedError(f"{self.config.model_type} is an encoder-decoder: its cross attention is not compressed; use hf")
         self.scoring, self.chunk = scoring, chunk
-        self.held = Held()
-        self.new_cache()  # refuses now what the model's heads do not allow
+        self.measured = Measured()
+        made = self.new_cache()  # raises now if the format does not support the model's heads
+        if isinstance(made, CompressedCache) and made.policy is not None and made.policy.second_reading:
+            raise NotImplementedError(f"policy={policy!r} reads a context twice, which scoring does not: choose another policy")
 
     def new_cache(self) -> Cache:
         return self.spec.make(self.model.config)
@@ -138,13 +141,13 @@ class CacheLM(HFLM):
         return torch.autocast(self.device.type, dtype=self.mixed_precision_dtype, enabled=self.mixed_precision_dtype is not None)
 
     def _tensor(self, rows: Sequence[Sequence[int]]) -> Tensor:
-        """`[B, T]`, rows that are shorter filled with zeros at their end, which nothing that counts can see."""
+        """`[B, T]`; shorter rows are padded with zeros at their end, to which no scored token attends."""
         longest = max(map(len, rows))
         return torch.tensor([[*row, *[0] * (longest - len(row))] for row in rows], dtype=torch.long, device=self.device)
 
     def _score(self, cache: Cache, first: Tensor | None, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Log-probabilities of `targets` `[B, N]`, and whether each is the likeliest. `inputs` `[B, N or N - 1]` come before them; `first`
-        `[B, 1, V]` are the logits of the first target, where it has no input."""
+        """Log-probabilities of `targets` `[B, N]`, and whether each is the likeliest. `inputs` `[B, N or N - 1]` precede them; `first`
+        `[B, 1, V]` are the logits of the first target if it has no input."""
         at_once = self.chunk if cache.get_seq_length() or self.scoring == "cached" else inputs.shape[1]
         steps = inputs.split(at_once, dim=1) if inputs.shape[1] else ()
         pieces = ([] if first is None else [lambda: first]) + [lambda step=step: self._forward(step, cache) for step in steps]
@@ -184,7 +187,7 @@ class CacheLM(HFLM):
         return [answers[number] for number in range(len(requests))]
 
     def _score_groups(self, groups: Sequence[Group], rows: int) -> Iterator[tuple[int, tuple[float, bool]]]:
-        """Answers of the requests of contexts of one length, `rows` at a time."""
+        """Answers to the requests of contexts of equal length, `rows` at a time."""
         cache, first = self.new_cache(), None
         contexts = self._tensor([group.context for group in groups])
         apart = 0 if self.scoring == "deployed" and contexts.shape[1] > 1 else 1  # tokens of the context that are read with the choice
@@ -200,7 +203,7 @@ class CacheLM(HFLM):
             targets = self._tensor([continuation for _, _, continuation in piece])
             inputs = torch.cat([contexts[at, contexts.shape[1] - apart :], targets[:, :-1]], dim=1)
             scores = self._score(fork, None if apart else first[at.to(first.device)], inputs, targets)  # type: ignore[index, union-attr]
-            self.held.count(fork, len(piece))
+            self.measured.count(fork, len(piece))
             for (_, number, continuation), found, likeliest in zip(piece, *scores, strict=True):
                 length = len(continuation)
                 yield number, (float(found[:length].sum()), bool(likeliest[:length].all()))
@@ -208,16 +211,16 @@ class CacheLM(HFLM):
     def _model_generate(self, context: Tensor, max_length: int, stop: list[str], **options) -> Tensor:
         """As lm-eval's, a batch of rows of one length at a time.
 
-        `compress_before=TEXT` among the options, which `generation_kwargs` of a task may hold, ends what is compressed at the last TEXT in
-        the prompt: the question after it is read through the cache, which has been filled, and cut, without it.
+        With `compress_before=TEXT` among the options (a task's `generation_kwargs`), the prompt is read up to its last TEXT, and the rest,
+        the question, through the cache, which was filled and evicted without it.
         """
         mask, marker = options.pop("attention_mask", None), options.pop("compress_before", None)
         if self.scoring == "cached" and options.get("num_beams", 1) * options.get("num_return_sequences", 1) > 1:
             raise NotImplementedError("several sequences a prompt with scoring='cached': generate repeats no cache; use scoring='deployed'")
-        real = torch.ones_like(context) if mask is None else mask
+        is_valid = torch.ones_like(context) if mask is None else mask
         new, pad = max_length - context.shape[1], self.tokenizer.pad_token_id
         by_shape: dict[tuple[int, int], list[int]] = defaultdict(list)
-        for row, length in enumerate(real.sum(-1).tolist()):
+        for row, length in enumerate(is_valid.sum(-1).tolist()):
             begin = self._begin_of(marker, context[row, -length:].tolist()) if marker else length - (self.scoring == "cached")
             by_shape[length, begin].append(row)
         out = context.new_full((context.shape[0], max_length), pad)
@@ -228,28 +231,28 @@ class CacheLM(HFLM):
                 self._forward(ids[:, :begin], cache, last_only=True)
             options["attention_mask"] = torch.ones_like(ids)
             made = super()._model_generate(ids, length + new, stop, past_key_values=cache, **options)[:, length:]
-            self.held.count(cache, len(rows))
+            self.measured.count(cache, len(rows))
             out[rows, context.shape[1] : context.shape[1] + made.shape[1]] = made
         return out
 
     def _begin_of(self, marker: str, ids: list[int]) -> int:
-        """Where the last `marker` begins."""
+        """The index of the token at which the last `marker` begins."""
         for begin in range(len(ids) - 1, 0, -1):
             if marker in self.tokenizer.decode(ids[begin:]):
                 return begin
         raise ValueError(f"compress_before={marker!r} is not in the prompt: {self.tokenizer.decode(ids[-60:])!r}")
 
     def get_model_info(self) -> dict:
-        """With `kv_` options, and what was measured: bytes of a token over all ranks, as a mean over all that was read."""
-        held, ranks = self.held, getattr(self.model, "tp_size", None) or 1
+        """lm-eval's, with `kv_` options and measured bytes of a token over all ranks, averaged over all tokens read."""
+        measured, ranks = self.measured, getattr(self.model, "tp_size", None) or 1
         named = {f"kv_{name}": value for name, value in self.spec.options.items()}
         named |= {"kv_scoring": self.scoring, "kv_chunk": self.chunk, "kv_dtype": str(self.model.dtype).removeprefix("torch.")}
-        if held.bytes:
-            named |= {"kv_bytes_per_token": ranks * held.bytes / held.tokens, "kv_ratio": held.dense / held.bytes}
+        if measured.bytes:
+            named |= {"kv_bytes_per_token": ranks * measured.bytes / measured.tokens, "kv_ratio": measured.dense / measured.bytes}
         return super().get_model_info() | named | {"kv_tensor_parallel": ranks}
 
     def set_cache_hook(self, cache_hook: CacheHook) -> None:
-        """For `--use_cache`, whose keys are the requests alone: answers under other options lie in a table of their own."""
+        """For `--use_cache`, whose keys are the requests alone: answers with other options get a table of their own."""
         super().set_cache_hook(cache_hook)
         if (answers := cache_hook.dbdict) is None:
             return
@@ -258,12 +261,12 @@ class CacheLM(HFLM):
         of = [str(self.pretrained if isinstance(self.pretrained, str) else self.config.to_dict()), str(self.model.dtype), self.chunk]
         words = json.dumps([*of, self.scoring, asdict(self.spec), self._options], default=str, sort_keys=True)
         table = f"qkvcache_{hashlib.sha256(words.encode()).hexdigest()[:16]}"
-        SqliteDict(answers.filename, tablename=table, autocommit=True).close()  # which makes it
+        SqliteDict(answers.filename, tablename=table, autocommit=True).close()  # creates it
         answers.tablename = table
 
 
 def _check_names(options: dict) -> None:
-    """Raises TypeError for what is nearly the name of an option of ours: transformers would get it, or nobody."""
+    """Raises TypeError for a misspelled option of CacheLM: HFLM would pass it to transformers, or ignore it."""
     ours = [name for name, at in inspect.signature(CacheLM).parameters.items() if at.kind is at.KEYWORD_ONLY]
     for name in options.keys() - inspect.signature(HFLM).parameters.keys():
         if meant := difflib.get_close_matches(name, ours, n=1, cutoff=0.8):

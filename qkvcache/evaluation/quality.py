@@ -1,11 +1,11 @@
 """Quality of a cache against the dense run of the same model: divergence, perplexity, recall, bytes.
 
-Every measurement prefills a context, then reads on through the cache. The prefill itself attends exactly whatever the cache is, so what is
-measured is only what the cache hands back. Numbers are kept for each passage: tokens of one passage are read through the same codes, so
-that errors are those of the means of passages, and two caches are compared by their differences on the same passages. The question of a
-recall case is unseen when the context is compressed, or seen if that is asked for: then it ends the prompt, and what a policy forgets is
-chosen with it in view. `observes` are the windows of attention that policies want (`Policy.observes`); a policy whose window is not among
-them has the model read the prompt again.
+Every measurement prefills a context and reads a continuation through the cache. The prefill itself is exact for every cache, so that only
+reading from the cache is measured. Numbers are kept for each passage: tokens of one passage are read through the same codes, so that
+standard errors are those of the means of passages, and two caches are compared by their differences on the same passages. The question of a
+recall case is unseen when the context is compressed; or, if requested, seen: it ends the prompt, and a policy evicts with it in view.
+`observation_window` lists the windows that policies need (`Policy.observation_window`); for a policy with another window the model reads
+the prompt again.
 """
 
 from __future__ import annotations
@@ -32,34 +32,34 @@ CacheFactory = Callable[[], Cache]
 
 @dataclass(frozen=True)
 class Passages:
-    """`context` `[B, T]` to prefill and `continuation` `[B, N]` to read token by token, with what the dense run thinks of it."""
+    """`context` `[B, T]` to prefill and `continuation` `[B, N]` to read token by token, with the dense run's results."""
 
     context: Tensor
     continuation: Tensor
     prefilled: Prefilled
     first_logits: Tensor
-    log_probs: Tensor  # [B, N, V], of each continuation token's position
+    log_probs: Tensor  # [B, N, V], for the position of each token of the continuation
 
     @classmethod
-    def read(cls, model: PreTrainedModel, ids: Tensor, context_tokens: int, observes: tuple[int, ...] = ()) -> Passages:
+    def read(cls, model: PreTrainedModel, ids: Tensor, context_tokens: int, observation_window: tuple[int, ...] = ()) -> Passages:
         """`ids` `[B, T + N]`, split after `context_tokens`."""
         context, continuation = ids[:, :context_tokens], ids[:, context_tokens:]
-        prefilled, first = prefill(model, context, observes)
+        prefilled, first = prefill(model, context, observation_window)
         cache = refill(DynamicCache(config=model.config), prefilled, model, context)
         return cls(context, continuation, prefilled, first, read_on(model, cache, continuation, first))
 
     @property
     def perplexity(self) -> float:
-        """Of the dense run, over the tokens that `divergence` counts."""
+        """Perplexity of the dense run, over the tokens that `divergence` counts."""
         return _losses(self.log_probs[:, 1:], self.continuation[:, 1:]).mean().exp().item()
 
 
 @dataclass(frozen=True)
 class Divergence:
-    """Next-token distributions against the dense ones, a mean for each passage `[B]`, fp64 on the CPU.
+    """Next-token distributions compared with the dense ones: means for each passage `[B]`, fp64 on the CPU.
 
     `kls`: KL divergence, nats. `same_tops`: share of tokens whose most probable successor is the dense run's. `loss_changes`: negative
-    log-likelihood of the text less that of the dense run, nats. `bytes_per_token`: measured, of one row.
+    log-likelihood of the text minus that of the dense run, nats. `bytes_per_token`: measured, of one row.
     """
 
     kls: Tensor
@@ -78,10 +78,10 @@ class Divergence:
 
 
 def at_once(cache: Cache) -> int:
-    """How many tokens may be fed in the next step so that each attends to what it would attend to if they came one by one.
+    """How many tokens can be read in the next step so that each attends to the same keys and values as if they were read one by one.
 
-    A step sees itself exactly, and what is older as it is stored. Tokens leave the exact residual in groups: until it is full, storage is
-    the same either way. What evicts, has no residual or is preallocated changes at every token.
+    The tokens of a step attend to each other exactly, and to older tokens as stored. Tokens leave the exact residual in groups: until it is
+    full, storage is the same either way. Caches that evict, have no residual or are preallocated change with every token.
     """
     if not isinstance(cache, CompressedCache):
         return GROUP + 1
@@ -99,6 +99,14 @@ def steps(model: PreTrainedModel, cache: Cache, ids: Tensor, size: int | None = 
         yield model(step, past_key_values=cache).logits
 
 
+@torch.no_grad()
+def stream(model: PreTrainedModel, cache: Cache, ids: Tensor, chunk: int) -> Iterator[Tensor]:
+    """Negative log-likelihood of all tokens of `ids` `[B, T]` but the first, read `chunk` tokens a step: `[B, n]` fp32 for each step."""
+    for step, target in zip(ids[:, :-1].split(chunk, dim=1), ids[:, 1:].split(chunk, dim=1), strict=True):
+        logits = model(step, past_key_values=cache).logits
+        yield torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), target.flatten(), reduction="none").view(target.shape)
+
+
 def read_on(model: PreTrainedModel, cache: Cache, ids: Tensor, first_logits: Tensor) -> Tensor:
     """Log-probabilities before each token of `ids` `[B, N]`, read as if they came one at a time: `[B, N, V]`, fp32."""
     return torch.cat([first_logits.unsqueeze(1), *steps(model, cache, ids[:, :-1])], dim=1).float().log_softmax(-1)
@@ -110,9 +118,12 @@ def compare(log_probs: Tensor, dense: Tensor) -> tuple[Tensor, Tensor]:
     return kl, log_probs.argmax(-1) == dense.argmax(-1)
 
 
-def divergence(model: PreTrainedModel, passages: Passages, factory: CacheFactory) -> Divergence:
-    """How far reading through `factory()` is from the dense run. The first token, which no cache touched, is not counted."""
-    cache = refill(factory(), passages.prefilled, model, passages.context)
+def divergence(
+    model: PreTrainedModel, passages: Passages, factory: CacheFactory, tokenizer: PreTrainedTokenizerBase | None = None
+) -> Divergence:
+    """The divergence of reading through `factory()` from the dense run. The first token does not depend on the cache and is not counted.
+    `tokenizer`: for policies that read the context twice, as in `CompressedCache.compress`."""
+    cache = refill(factory(), passages.prefilled, model, passages.context, tokenizer)
     log_probs = read_on(model, cache, passages.continuation, passages.first_logits)[:, 1:]
     dense, target = passages.log_probs[:, 1:], passages.continuation[:, 1:]
     losses = _losses(log_probs, target)
@@ -126,16 +137,16 @@ def _losses(log_probs: Tensor, target: Tensor) -> Tensor:
 
 
 def held_bytes(cache: Cache) -> int:
-    """Bytes of keys, values and states of linear layers that `cache` holds, measured: ours or a DynamicCache, counted alike."""
+    """Bytes of keys, values and states of linear layers in a CompressedCache or a DynamicCache, measured in the same way."""
     if not isinstance(cache, CompressedCache | DynamicCache):
-        raise TypeError(f"cannot count what a {type(cache).__name__} holds: expected a CompressedCache or a DynamicCache")
+        raise TypeError(f"cannot count the bytes of a {type(cache).__name__}: expected a CompressedCache or a DynamicCache")
     return measured(cache.layers).total
 
 
 @dataclass(frozen=True)
 class RecallSet:
-    """Cases of equal length that ask for the same key, prefilled once: `context` `[B, T]`, `question` `[1, Q]`. Where the question has been
-    seen, it ends the context, and `first` `[B, 1]` is the first token of the answers."""
+    """Cases of equal length that ask for the same key, prefilled once: `context` `[B, T]`, `question` `[1, Q]`. If the question is seen, it
+    ends the context, and `first` `[B, 1]` is the first token of the answers."""
 
     cases: list[RecallCase]
     context: Tensor
@@ -155,7 +166,7 @@ class RecallSet:
         distractors: int = 3,
         seed: int = 0,
         seen: bool = False,
-        observes: tuple[int, ...] = (),
+        observation_window: tuple[int, ...] = (),
         form: Form = CODE_WORD,
     ) -> RecallSet:
         """`count` contexts of nearly `tokens` tokens cut from `text_ids`, the fact at depths spread from 0 to 95 %."""
@@ -168,20 +179,20 @@ class RecallSet:
             case = recall_case(rng, filler, 0.95 * i / max(count - 1, 1), distractors, key="Anna", form=form)
             cases.append(case)
             rows.append(tokenizer(form.opening + case.context, verbose=False)["input_ids"])
-        shortest = min(map(len, rows))  # code words differ in length: a few tokens go from the end, where there is no fact
+        shortest = min(map(len, rows))  # code words differ in length; the last tokens contain no fact
         context = torch.tensor([row[:shortest] for row in rows], device=model.device)
         asked = form.before_question + cases[0].question
         question = tokenizer(asked, add_special_tokens=False, return_tensors="pt")["input_ids"].to(model.device)
         if seen:
             context = torch.cat([context, question.expand(count, -1)], dim=1)
-        prefilled, logits = prefill(model, context, observes)
+        prefilled, logits = prefill(model, context, observation_window)
         return cls(cases, context, question, prefilled, logits.argmax(-1, keepdim=True) if seen else None)
 
 
 @torch.no_grad()
 def recall(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, cases: RecallSet, factory: CacheFactory) -> float:
     """Share of the cases whose answer comes out right, greedily, when context, question and answer all pass through `factory()`."""
-    cache = refill(factory(), cases.prefilled, model, cases.context)
+    cache = refill(factory(), cases.prefilled, model, cases.context, tokenizer)
     step = cases.question.expand(len(cases.cases), -1) if cases.first is None else cases.first
     longest = max(len(tokenizer(case.answer, add_special_tokens=False)["input_ids"]) for case in cases.cases)
     answers = [] if cases.first is None else [cases.first]

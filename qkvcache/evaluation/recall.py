@@ -1,7 +1,7 @@
-"""Recall cases: a fact is planted somewhere in plain text and asked for at the end.
+"""Recall cases: a fact is inserted into plain text and asked for at the end.
 
-The embedded model was trained on the form CODE_WORD (`eval/train_demo_model.py`), the demo and the quality tests ask for it. A model that
-was not recalls NUMBER far better: an uncompressed run that misses facts says nothing of a cache.
+The embedded model was trained on the form CODE_WORD (`eval/train_demo_model.py`), which the demo and the quality tests use. Other models
+recall NUMBER far better; if an uncompressed run misses facts, the recall of a cache means nothing.
 """
 
 from __future__ import annotations
@@ -19,15 +19,20 @@ KEYS = (  # noqa: SIM905
 
 
 def code_word(rng: random.Random) -> str:
-    """A word that no text contains: two to four syllables, or five digits."""
+    """A random word of two to four syllables, or five digits."""
     if rng.random() < 0.25:
         return "".join(rng.choice("0123456789") for _ in range(5))
+    return syllables(rng)
+
+
+def syllables(rng: random.Random) -> str:
+    """A random word of two to four syllables."""
     letters = ("bdfghjklmnprstvz", "aeiou", ["", "", "n", "r", "l"])
     return "".join(rng.choice(kind) for _ in range(rng.randint(2, 4)) for kind in letters)
 
 
 def number(rng: random.Random) -> str:
-    """Five digits, the first of which is not 0."""
+    """Five digits, of which the first is not 0."""
     return str(rng.randrange(10_000, 100_000))
 
 
@@ -35,8 +40,8 @@ def number(rng: random.Random) -> str:
 class Form:
     """How a fact about `{key}` is stated and asked for.
 
-    `word` draws what it says; `question` ends where the answer follows. `opening` and `before_question` are what stands before the context
-    and the question. `tokens`: as many as a fact takes at most.
+    `word` draws the answer, which follows `question`. `opening` and `before_question` precede the context and the question. `tokens`: the
+    most tokens of a fact.
     """
 
     needle: str
@@ -48,7 +53,7 @@ class Form:
 
     @property
     def fact(self) -> str:
-        """A regular expression of every needle. The word may be named more than once."""
+        """A regular expression that matches every fact of this form."""
         return re.escape(self.needle).replace(r"\{key\}", r"\w+").replace(r"\{word\}", r"\w+")
 
 
@@ -67,7 +72,7 @@ FORMS = {"code_word": CODE_WORD, "number": NUMBER}
 
 @dataclass(frozen=True)
 class RecallCase:
-    """`context` holds the fact, `question` ends where the model must go on with `answer` (which begins with a space)."""
+    """`context` contains the fact; `answer`, which begins with a space, must follow `question`."""
 
     context: str
     question: str
@@ -79,7 +84,8 @@ class RecallCase:
 
 
 def plant(filler: str, sentence: str, depth: float, form: Form = CODE_WORD) -> str:
-    """`filler` with `sentence` at the space nearest to the share `depth` (0 to 1) of its length, but inside of no other fact of `form`."""
+    """`filler` with `sentence` inserted at the space nearest to the share `depth` (0 to 1) of its length, outside of other facts of
+    `form`."""
     start = min(int(depth * len(filler)), max(len(filler) - 1, 0))
     at = filler.find(" ", start)
     at = len(filler) if at < 0 else at
@@ -102,6 +108,6 @@ def recall_case(
 
 
 def recall_cases(count: int, filler: Callable[[random.Random], str], *, seed: int = 0, distractors: int = 0) -> list[RecallCase]:
-    """`count` cases whose facts lie evenly from the beginning to the end of the text that `filler` draws."""
+    """`count` cases with facts at even depths from the beginning to the end of the text that `filler` draws."""
     rng = random.Random(seed)
     return [recall_case(rng, filler(rng), i / max(count - 1, 1), distractors) for i in range(count)]

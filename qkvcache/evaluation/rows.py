@@ -1,8 +1,10 @@
-"""Rows of results: one JSON object a line, each with what it takes to measure it again."""
+"""Rows of results: one JSON object a line, each with the command and versions that reproduce it."""
 
 from __future__ import annotations
 
+import functools
 import json
+import os
 import subprocess
 import sys
 import time
@@ -13,10 +15,14 @@ import transformers
 
 
 def provenance() -> dict[str, str]:
-    """Date, commit, versions and the command that is running; of paths that only its machine has, the name."""
-    commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True).stdout.strip()
+    """Date, commit, versions and the running command; absolute paths are reduced to their last part."""
     versions = {"torch": torch.__version__, "transformers": transformers.__version__}
-    return {"date": time.strftime("%Y-%m-%d"), "commit": commit} | versions | {"command": " ".join(map(_portable, sys.argv))}
+    return {"date": time.strftime("%Y-%m-%d"), "commit": _commit()} | versions | {"command": " ".join(map(_portable, sys.argv))}
+
+
+@functools.cache
+def _commit() -> str:
+    return subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True).stdout.strip()
 
 
 def _portable(argument: str) -> str:
@@ -28,8 +34,14 @@ def read_rows(path: Path) -> list[dict]:
 
 
 def replace_rows(path: Path, what: str, rows: list[dict]) -> None:
-    """Puts `rows`, all of the study `what`, in the place of its rows of an earlier run."""
-    same = provenance()
+    """Replaces the rows of the study `what` in a file by `rows`, with the provenance of this process."""
+    write_rows(path, what, [row | provenance() for row in rows])
+
+
+def write_rows(path: Path, what: str, rows: list[dict]) -> None:
+    """Replaces the rows of the study `what` in a file by `rows`; a process that is killed leaves the file as it was before or is after."""
     others = [row for row in read_rows(path) if row["what"] != what]
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(row) + "\n" for row in others + [{"what": what} | row | same for row in rows]))
+    aside = path.with_name(f"{path.name}.{os.getpid()}")
+    aside.write_text("".join(json.dumps(row) + "\n" for row in others + [{"what": what} | row for row in rows]))
+    aside.replace(path)

@@ -1,4 +1,4 @@
-"""A cache in plain words, as command lines, lm-eval's model arguments and result files name it."""
+"""`CacheSpec`: a cache by the names that command lines, lm-eval's model arguments and result files use."""
 
 from __future__ import annotations
 
@@ -15,18 +15,19 @@ DENSE = "dynamic"
 
 @dataclass(frozen=True, kw_only=True)
 class CacheSpec:
-    """What makes a cache for any model.
+    """The options of a cache for any model.
 
     Args:
-        cache: a format (`qkvcache formats` lists them), or "dynamic" for transformers' own DynamicCache.
-        policy: what evicts tokens, by its name (`qkvcache.policies.REGISTRY`); "identity" as the format keeps them in the model's dtype.
-        budget: what the policy keeps: tokens (int) or a share of the tokens seen (float).
-        recent: as the policy takes it; None for its own default.
-        num_sink_tokens: first tokens that stay in the model's dtype and that the policy keeps; None: 4, and the policy's own default.
+        cache: a format (`qkvcache formats` lists them), the path of a calibration file (`qkvcache calibrate`), or "dynamic" for
+            transformers' own DynamicCache.
+        policy: the name of an eviction policy (`qkvcache.policies.REGISTRY`). With `cache="identity"` tokens stay in the model's dtype.
+        budget: what the policy retains: tokens (int) or a share of the tokens seen (float).
+        recent: as the policy takes it; None: its default.
+        num_sink_tokens: first tokens that stay in the model's dtype and that the policy retains; None: 4, and the policy's default.
         residual_length, max_length: as CompressedCache takes them.
 
     Raises:
-        ValueError: an unknown name, sizes that do not fit each other, options that a DynamicCache has not.
+        ValueError: an unknown name, sizes that contradict each other, options that a DynamicCache does not have.
         TypeError: a size that is no number.
     """
 
@@ -70,7 +71,7 @@ class CacheSpec:
 
     @property
     def options(self) -> dict:
-        """Those that say something about this cache."""
+        """The options that apply to this cache."""
         of_cache = {"cache": self.cache, "policy": self.policy, "budget": self.budget, "recent": self.recent}
         return of_cache | ({} if self.dense else {"num_sink_tokens": self._exact, "residual_length": self.residual_length})
 
@@ -82,7 +83,7 @@ class CacheSpec:
         return f"{self.cache} + {self.policy}{budget}"
 
     def make(self, config: PreTrainedConfig) -> DynamicCache:
-        """A new cache for a model of this config. Raises ValueError for heads that the format cannot hold."""
+        """A new cache for a model of this config. Raises ValueError for heads that the format does not support."""
         if self.dense:
             return DynamicCache(config=config)
         policy = None if self.policy is None else policies.named(self.policy, **self._of_policy)

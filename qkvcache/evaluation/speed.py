@@ -1,4 +1,4 @@
-"""How fast a model decodes with a cache, and what the cache takes: `generate` as users call it."""
+"""Decoding speed with a cache, and the bytes of the cache, measured with `generate`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .spec import CacheSpec
 
 
 class Clock(StoppingCriteria):
-    """Notes when each token has come, and stops nothing."""
+    """Records the time of each token; never stops."""
 
     def __init__(self) -> None:
         self.times: list[float] = []

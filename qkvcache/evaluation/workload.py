@@ -1,4 +1,4 @@
-"""One workload for many caches: texts to read on and facts to recall, which the model has read once."""
+"""`Workload`: passages to continue and facts to recall, read by the model once for many caches."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from .quality import Passages, RecallSet, divergence, held_bytes, recall
 from .recall import CODE_WORD, Form
 
 CacheMaker = Callable[[int], Cache]
-"""Makes a new cache for a context of so many tokens, of which a policy's budget may be a share."""
+"""Makes a new cache for a context of the given tokens, of which a policy's budget may be a share."""
 
 
 def standard_error(values: Tensor) -> float:
-    """Of the mean of independent `values` `[B]`; nan for a single one."""
+    """The standard error of the mean of independent `values` `[B]`; nan for a single one."""
     return (values.std() / len(values) ** 0.5).item()
 
 
 def share_error(right: float, count: int) -> float:
-    """Binomial error of a share of `count`, which is not zero for all or none of them (Jeffreys' prior)."""
+    """The standard error of a share `right` of `count`, above zero even for 0 and 1 (Jeffreys' prior)."""
     expected = (right + 0.5) / (count + 1)
     return (expected * (1 - expected) / (count + 1)) ** 0.5
 
 
 @dataclass(frozen=True)
 class Workload:
-    """`passages` to read on, and facts whose question is not known when the context is cut down, or is, by tokens of context."""
+    """`passages` to continue, and facts whose question is `unseen` or `seen` when the context is compressed, by tokens of context."""
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
@@ -40,7 +40,7 @@ class Workload:
     unseen: dict[int, RecallSet]
     seen: dict[int, RecallSet]
     row: Prefilled
-    """The first passage's context in 16 bit, by which bytes are measured whatever the model computes in."""
+    """The first passage's context in 16 bits, with which bytes are measured whatever the model's dtype."""
 
     @classmethod
     def make(
@@ -55,10 +55,10 @@ class Workload:
         cases: int = 20,
         facts_in: Sequence[int] = (),
         form: Form = CODE_WORD,
-        observes: tuple[int, ...] = (),
+        observation_window: tuple[int, ...] = (),
         seed: int = 0,
     ) -> Workload:
-        """`passages` stretches of `text_ids` of `context + read_on` tokens, evenly apart, and `cases` in contexts of each of `facts_in`
+        """`passages` pieces of `text_ids` of `context + read_on` tokens each, evenly spaced, and `cases` in contexts of each of `facts_in`
         tokens (default: of `context`).
 
         Raises ValueError for a text that is shorter than all passages.
@@ -67,10 +67,12 @@ class Workload:
         if length > apart:
             raise ValueError(f"{passages} passages of {length:,} tokens need a longer text than {len(text_ids):,} tokens")
         windows = torch.tensor([text_ids[i * apart : i * apart + length] for i in range(passages)], device=model.device)
-        read = Passages.read(model, windows, context, observes)
+        read = Passages.read(model, windows, context, observation_window)
         unseen, seen = (
             {
-                tokens: RecallSet.make(model, tokenizer, text_ids, tokens, cases, seed=seed, seen=seen, observes=observes, form=form)
+                tokens: RecallSet.make(
+                    model, tokenizer, text_ids, tokens, cases, seed=seed, seen=seen, observation_window=observation_window, form=form
+                )
                 for tokens in facts_in or (context,)
             }
             for seen in (False, True)
@@ -78,15 +80,15 @@ class Workload:
         return cls(model, tokenizer, read, unseen, seen, _sixteen_bit(read.prefilled, model))
 
     def bytes_per_token(self, cache: Cache) -> float:
-        """That the empty `cache` takes for the first passage's context, measured."""
-        refill(cache, self.row, self.model, self.passages.context[:1])
+        """Measured bytes of the empty `cache` after the first passage's context."""
+        refill(cache, self.row, self.model, self.passages.context[:1], self.tokenizer)
         return held_bytes(cache) / self.passages.context.shape[1]
 
     def measure(self, make: CacheMaker) -> dict:
-        """What a cache costs and keeps. `kl` (nats), `same_top` and `perplexity_ratio` with standard errors over the passages, and what
-        they are of each passage; `recall`: how many facts, by tokens of context, the question unseen and seen."""
+        """Bytes and quality of a cache: `kl` (nats), `same_top` and `perplexity_ratio` with standard errors over the passages, and values
+        of each passage; `recall`: facts recalled with the question unseen and seen, by tokens of context."""
         passages, context = self.passages.context.shape
-        found = divergence(self.model, self.passages, functools.partial(make, context))
+        found = divergence(self.model, self.passages, functools.partial(make, context), self.tokenizer)
         size, dense = (self.bytes_per_token(cache) for cache in (make(context), DynamicCache(config=self.model.config)))
         change = found.loss_changes.mean().exp().item()
         right = {str(tokens): [self._right(sets[tokens], make, tokens) for sets in (self.unseen, self.seen)] for tokens in self.unseen}
@@ -116,7 +118,7 @@ def rounded(values: Tensor) -> list[float]:
 
 
 def _sixteen_bit(prefilled: Prefilled, model: PreTrainedModel) -> Prefilled:
-    """The first row, cast from fp32. What is not keys and values stays as it is: such a cache is filled by running the model."""
+    """The first row, cast from fp32. Caches with other states are returned unchanged: they are filled by running the model."""
     if not all(type(layer) is DynamicLayer for layer in prefilled.layers):
         return prefilled
     row = Prefilled(config=model.config)
@@ -124,5 +126,5 @@ def _sixteen_bit(prefilled: Prefilled, model: PreTrainedModel) -> Prefilled:
         keys, values = layer.keys[:1], layer.values[:1]  # type: ignore[index, union-attr]
         dtype = torch.bfloat16 if keys.dtype == torch.float32 else keys.dtype
         row.update(keys.to(dtype), values.to(dtype), index)
-    row.attention = {window: [mass[:1] for mass in of] for window, of in prefilled.attention.items()}
+    row.attention = {window: [attention_sums[:1] for attention_sums in of] for window, of in prefilled.attention.items()}
     return row

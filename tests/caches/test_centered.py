@@ -23,8 +23,8 @@ every_kind = pytest.mark.parametrize("kind", KINDS)
 
 def means(cache) -> list[torch.Tensor]:
     """Of keys and of values of each layer, `[B, H, 1, D]`."""
-    held = (layer.storage.chunks.once for layer in cache.layers)
-    return [once["center"].clone() for sides in held for once in sides]
+    held = (layer.storage.chunks.statistics for layer in cache.layers)
+    return [statistics["center"].clone() for sides in held for statistics in sides]
 
 
 def read(name: str, attention: str, kind: str, ids: torch.Tensor, mask: torch.Tensor | None = None):
@@ -33,7 +33,7 @@ def read(name: str, attention: str, kind: str, ids: torch.Tensor, mask: torch.Te
     positions = None if mask is None else (mask.cumsum(-1) - 1).clamp_min(0)
     with torch.no_grad():
         net(ids, attention_mask=mask, position_ids=positions, past_key_values=cache)
-    cache.layers[0].settle()
+    cache.layers[0].commit()
     return net, cache
 
 
@@ -89,21 +89,21 @@ def test_another_text():
         with torch.no_grad():
             net(torch.tensor([prose + other]), past_key_values=exact)
             net(torch.tensor([prose]), past_key_values=cache)
-            cache.layers[0].settle()
+            cache.layers[0].commit()
             before = means(cache)
             net(torch.tensor([other]), past_key_values=cache)
             assert all(torch.equal(a, b) for a, b in zip(before, means(cache), strict=True))
             cache.crop(-len(prose + other))
             net(torch.tensor([other]), past_key_values=cache)
-            cache.layers[0].settle()
+            cache.layers[0].commit()
             assert not any(torch.equal(a, b) for a, b in zip(before, means(cache), strict=True))
         for layer in exact.layers:
             for x, codec, uncentred, factor in (
                 (layer.keys, format.key, plain.key, 0.95),
                 (layer.values, format.value, plain.value, 1.02),
             ):
-                once, new = codec.fit(x[:, :, : len(prose)]), x[:, :, len(prose) :]
-                got, without = (c.decode(c.encode(new, once) | once, new.shape[3]) for c in (codec, uncentred))
+                statistics, new = codec.calibrate(x[:, :, : len(prose)]), x[:, :, len(prose) :]
+                got, without = (c.dequantize(c.quantize(new, statistics) | statistics, new.shape[3]) for c in (codec, uncentred))
                 assert (got - new).norm() < factor * (without - new).norm()
 
 

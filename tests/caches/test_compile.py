@@ -68,7 +68,7 @@ def test_a_policy_with_a_budget_of_tokens_needs_no_max_length(policy):
         ({"format": "int8", "offloading": True}, "offloading=True with compile=True"),
         ({"policy": policies.KeyDiff(budget=0.5)}, "with compile=True: a share has no fixed size"),
         ({"policy": policies.SinkWindow(window_length=30, positions="cache")}, "positions='cache' with compile=True"),
-        ({"policy": policies.KeyDiff(budget=40), "skip_layers": (0,)}, "they need max_length"),
+        ({"policy": policies.KeyDiff(budget=40), "skip_layers": (0,)}, "they store max_length tokens"),
     ],
 )
 def test_what_cannot_be_compiled_is_refused(options, message):

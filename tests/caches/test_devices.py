@@ -29,6 +29,7 @@ def filled(format: str, rows: int = 2) -> CompressedLayer:
 @pytest.mark.parametrize("format", FORMATS)
 def test_every_tensor_moves(format):
     layer = filled(format)
+    layer.commit()
     layer.device = torch.device("meta")  # stands for another device
     layer.prefetch()
     assert {x.device.type for _, x in layer.tensors()} == {"meta"}
@@ -65,6 +66,33 @@ def test_offload_and_prefetch_change_nothing():
     layer.offload()
     layer.prefetch()
     assert all(torch.equal(a, b) for a, b in zip(layer.dense(), before, strict=True))
+
+
+class Moving(CompressedCache):
+    """Offloads its layers when transformers' Cache does, which asks for streams of a GPU."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs):
+        self.layers[(layer_idx + 1) % len(self.layers)].prefetch()
+        result = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        self.layers[layer_idx].offload()
+        return result
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_offloaded_layers_compute_statistics_without_padding(format, monkeypatch):
+    network, left, stock = model("llama"), [], CompressedLayer._map
+    ids = torch.randint(3, 100, (2, 40))
+    mask = torch.ones_like(ids)
+    mask[1, :7] = 0
+    options = {"attention_mask": mask, "max_new_tokens": 8, "do_sample": False, "eos_token_id": None}
+    options |= {"return_dict_in_generate": True, "output_logits": True}
+    expected = network.generate(ids, past_key_values=CompressedCache(network.config, format=format, **ZONE), **options)
+    monkeypatch.setattr(CompressedLayer, "_map", lambda layer, fn, *more: (left.append(layer), stock(layer, fn, *more))[1])
+    cache = Moving(network.config, format=format, **ZONE)
+    got = network.generate(ids, past_key_values=cache, **options)
+    assert all(torch.equal(a, b) for a, b in zip(got.logits, expected.logits, strict=True))
+    # Eight forward passes offload each layer, the prompt's among them, and prefetch it but for the first time.
+    assert [left.count(layer) for layer in cache.layers] == [8 + 8, *[8 + 7] * (len(cache.layers) - 1)]
 
 
 @pytest.mark.parametrize("cache", CACHES)

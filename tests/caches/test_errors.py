@@ -140,7 +140,7 @@ def test_crop_takes_negative_counts_only():
 def test_nothing_to_compress_is_said():
     with pytest.warns(UserWarning, match="nothing will be compressed"):
         NVFP4Cache(model("mistral").config)
-    with pytest.warns(UserWarning, match=r"skip_layers=\(0, 1, 2, 3\) holds all that could be: nothing will be compressed"):
+    with pytest.warns(UserWarning, match=r"skip_layers=\(0, 1, 2, 3\) contains every full-attention layer: nothing will be compressed"):
         NVFP4Cache(CONFIG, skip_layers=range(4))
 
 

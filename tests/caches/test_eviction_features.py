@@ -48,7 +48,7 @@ def state(cache):
     """Everything that a cache holds, in copies; not what lies in slots that nobody has written."""
     held = [cache.kept_positions(i) for i in range(3)]
     for layer in cache.layers:
-        held += [x.clone() for x in (*layer.dense(), *layer.storage.ledger.tensors())]
+        held += [x.clone() for x in (*layer.dense(), *(x for _, x in layer.storage.metadata.named_tensors()))]
         for side in (0, 1):
             held += [x.clone() for packed in layer.storage.chunks.packed(side, 10**6) for x in packed.codes.values()]
     return held
@@ -201,10 +201,10 @@ def test_b20_turns_of_different_lengths(name, attention):
     batch = CompressedCache(network.config, policy=POLICIES[name](15))
     parts = [forward(network, batch, ids * mask, mask, a, b) for a, b in spans]
     for row in range(3):
-        real, single = mask[row].bool(), CompressedCache(network.config, policy=POLICIES[name](15))
-        mine, ones = ids[row : row + 1, real], mask[row : row + 1, real]
+        is_valid, single = mask[row].bool(), CompressedCache(network.config, policy=POLICIES[name](15))
+        mine, ones = ids[row : row + 1, is_valid], mask[row : row + 1, is_valid]
         for (a, b), part in zip(spans, parts, strict=True):
-            got = forward(network, single, mine, ones, int(real[:a].sum()), int(real[:b].sum()))
+            got = forward(network, single, mine, ones, int(is_valid[:a].sum()), int(is_valid[:b].sum()))
             counts = mask[:, a:b].sum(-1).tolist()
             assert_close(part.split(counts)[row], got, of_model(network))
         for layer in range(3):
@@ -234,8 +234,8 @@ def test_b20_rows_move_with_all_that_is_known_of_them(name, format):
     forward(network, cache, ids, mask, 0, 40)
 
     def go_on(cache, rows):
-        text, real = torch.cat([ids, new], 1)[rows], torch.cat([mask, torch.ones_like(new)], 1)[rows]
-        logits = [forward(network, cache, text, real, a, a + 1) for a in range(40, 45)]
+        text, is_valid = torch.cat([ids, new], 1)[rows], torch.cat([mask, torch.ones_like(new)], 1)[rows]
+        logits = [forward(network, cache, text, is_valid, a, a + 1) for a in range(40, 45)]
         return torch.stack(logits, 1), [cache.kept_positions(i) for i in range(3)]
 
     expected, kept = go_on(copy.deepcopy(cache), torch.arange(3))

@@ -1,4 +1,5 @@
-"""Eviction on a GPU: the fused kernels' attention mass, memory by the allocator, that the kernels are taken, and CUDA graphs of steps."""
+"""Eviction on a GPU: the fused kernels' accumulated attention, memory by the allocator, that the kernels are taken, and CUDA graphs of
+steps."""
 
 import gc
 
@@ -38,7 +39,7 @@ def test_kernels_keep_what_torch_operations_keep(monkeypatch, name, format):
     logits, kept = run(network, make())
     monkeypatch.setenv("QKVCACHE_KERNELS", "torch")
     expected, reference = run(network, make())
-    watches = bool(POLICIES[name](BUDGET).observes)
+    watches = bool(POLICIES[name](BUDGET).observation_window)
     for layer, (ours, theirs) in enumerate(zip(kept, reference, strict=True)):
         same = (ours == theirs).float().mean()
         # Of scores that are nearly equal, rounding may choose another; those of later layers differ by what was chosen before.
@@ -63,8 +64,8 @@ def test_scores_are_the_sums_of_attention():
     run(network, caches[0])
     run(network, caches[1])
     for exact, packed in zip(caches[0].layers[:1], caches[1].layers[:1], strict=True):
-        ledgers = (layer.storage.ledger for layer in (packed, exact))
-        ours, theirs = (torch.cat([ledger.body["score"], ledger.recent["score"]], -1) for ledger in ledgers)
+        ledgers = (layer.storage.metadata for layer in (packed, exact))
+        ours, theirs = (torch.cat([metadata.region["score"], metadata.residual["score"]], -1) for metadata in ledgers)
         assert torch.equal(ours.sum(-1).round(), theirs.sum(-1).round())  # queries times heads of the group
         assert_close(ours, theirs, 0.02)
 
@@ -138,5 +139,5 @@ def test_a_token_comes_and_goes_in_one_launch_each(policy, format):
             network.model(ids[:, 271:272], past_key_values=cache)
             torch.cuda.synchronize()
     launched = [event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
-    for kernel in ("_arrive_kernel", "_retire_kernel"):
+    for kernel in ("_append_kernel", "_evict_kernel"):
         assert sum(kernel in name for name in launched) == network.config.num_hidden_layers

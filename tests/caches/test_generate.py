@@ -35,7 +35,7 @@ def test_the_exact_cache_gives_the_tokens_of_dynamic_cache(name, mode):
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("cache", slowly(CACHES, ["int8", "fp8", "int4_vllm", "nvfp4", "turboquant_3bit", "hadaquant"]))
+@pytest.mark.parametrize("cache", slowly(CACHES, ["int8", "fp8", "int4_vllm", "nvfp4", "turboquant_3bit", "hadaquant", "by_layer"]))
 def test_every_cache_gives_the_tokens_of_its_codes_decoded(cache, mode):
     network = model("llama")
     ours = CACHES[cache](network.config, **ZONE)
@@ -58,9 +58,9 @@ def test_a_padded_row_equals_the_prompt_alone():
     inputs = prompt(rows=3)
     together = run(network, CompressedCache(network.config, format="identity", **ZONE), inputs)
     for row in range(3):
-        real = inputs["attention_mask"][row].bool()
+        is_valid = inputs["attention_mask"][row].bool()
         alone = run(
-            network, CompressedCache(network.config, format="identity", **ZONE), {"input_ids": inputs["input_ids"][row, real][None]}
+            network, CompressedCache(network.config, format="identity", **ZONE), {"input_ids": inputs["input_ids"][row, is_valid][None]}
         )
         assert torch.equal(alone[0, -NEW:], together[row, -NEW:])
 

@@ -3,6 +3,7 @@
 import copy
 import functools
 
+import matrix
 import pytest
 import torch
 from matrix import FORMATS, UNSUPPORTED, model, slowly
@@ -19,7 +20,12 @@ NAMES = ("llama", "qwen3", "gemma3", "gemma2", "gpt_oss", "phi3")
 LEGAL = [(name, attention) for name in NAMES for attention in ("sdpa", "eager") if (name, attention) not in UNSUPPORTED]
 ZONE = ZONES["zones"]
 FOUR_BIT = "turboquant_4bit_nc"
-CACHES = {"int8": QuantizedPerTokenCache, "nvfp4": NVFP4Cache, "turboquant": functools.partial(TurboQuantCache, preset="3bit_nc")}
+CACHES = {
+    "int8": QuantizedPerTokenCache,
+    "nvfp4": NVFP4Cache,
+    "turboquant": functools.partial(TurboQuantCache, preset="3bit_nc"),
+    "by_layer": matrix.CACHES["by_layer"],
+}
 
 
 def make(network, format: str = FOUR_BIT, length: int = 40 + NEW, **options) -> CompressedCache:

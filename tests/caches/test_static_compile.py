@@ -8,7 +8,7 @@ import pytest
 import torch
 from matrix import model
 from reference import NEW, ZONES, assert_close, prompt, run
-from tolerance import RESCALED, of_model, rounding
+from tolerance import TURNED, of_model, rounding
 from torch import Tensor
 from torch._dynamo.utils import counters
 from transformers import StaticCache
@@ -61,7 +61,7 @@ def logits(out) -> Tensor:
 def test_generate_compiles_one_graph(format, attention, compiling):
     """For 50 tokens, of any cache, after any prompt."""
     this = compiling("llama", attention)
-    limit = of_model(this.network, 140) if format == "identity" else RESCALED
+    limit = of_model(this.network, 140) if format == "identity" else TURNED
     plain, first, second, third = (make(this.network, format, 90) for _ in range(4))
     expected = this.run(plain, compiled=False, max_new_tokens=50)
     assert not graphs()
@@ -91,7 +91,7 @@ def test_a_turn_after_a_compiled_one(compiling):
             ids = torch.cat([out.sequences[:, :-2], torch.full((3, 9), 5 + turn)], 1)
             inputs = {"input_ids": ids, "attention_mask": torch.cat([prompt(3)["attention_mask"], torch.ones_like(ids[:, 40:])], 1)}
         sequences.append(out)
-    assert_close(logits(sequences[1]), logits(sequences[0]), of_model(this.network))
+    assert_close(logits(sequences[1]), logits(sequences[0]), TURNED)
     assert graphs() == 1
 
 
@@ -179,13 +179,13 @@ def test_inductor_copies_no_payload_of_a_layer(compiling):
     x = torch.randn(2, 3, 2, 20, 64)
     for layer in layers:
         layer.update(*x)
-        layer.settle()  # which attention on what it returned does
+        layer.commit()  # which attention on what it returned does
     new, query, mask = torch.randn(2, 3, 2, 1, 64), torch.randn(3, 4, 1, 64), torch.ones(3, 1, 1, 200, dtype=torch.bool)
 
     def step(layer):
         layer.update(new[0], new[1])
         key, _ = layer.update(new[1], new[0])  # writes are kept in order
-        return attend_on_codes(query, key.payload, mask)
+        return attend_on_codes(query, key.attention_inputs, mask)
 
     with torch.no_grad(), generated_code() as code:
         compiled = torch.compile(step, fullgraph=True)

@@ -24,6 +24,9 @@ POLICIES = {
     "knorm": policies.Knorm(budget=32, interval=1),
     "lagkv": policies.LagKV(budget=32, lag=4, recent=8, interval=1),
     "random": policies.Random(budget=32, interval=1),
+    "expected_attention": policies.ExpectedAttention(budget=32, recent=8, horizon=16, interval=1),
+    "compactor": policies.Compactor(budget=32, recent=8, chunk_size=8, sketch=3, interval=1),
+    "h2o_critical": policies.H2O(budget=32, recent=8, interval=1, first_stage_ratio=0.5),
     "sink_window": policies.SinkWindow(window_length=28, num_sink_tokens=4, interval=1),
 }
 ZONES = {"num_sink_tokens": 4, "residual_length": 8}
@@ -133,7 +136,7 @@ def test_a_step_that_failed_is_not_forgotten(model, monkeypatch):
     ids = text(1, 60, 4)
     _, cache = both("h2o", "int8")
     feed(model, cache, ids, (40, 1))
-    monkeypatch.setattr("qkvcache.attention.watch.observe_on_codes", lambda *args, **kwargs: 1 / 0)
+    monkeypatch.setattr("qkvcache.attention.observer.observe_on_codes", lambda *args, **kwargs: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         feed(model, cache, ids[:, 41:], (1,))
     monkeypatch.undo()
@@ -181,7 +184,7 @@ def test_what_is_refused():
     share = dataclasses.replace(POLICIES["h2o"], budget=0.5)
     for options, message in (
         ({"policy": share}, "a share has no fixed size"),
-        ({"policy": policies.SinkWindow(positions="cache")}, "sinks are turned anew"),
+        ({"policy": policies.SinkWindow(positions="cache")}, "sinks are rotated again"),
         ({"format": "int8", "offloading": True}, "no fixed address"),
     ):
         with pytest.raises(NotImplementedError, match=message):

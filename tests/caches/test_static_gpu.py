@@ -19,7 +19,7 @@ from qkvcache.storage import Storage
 
 tables, rotation_table = (
     pytest.importorskip("qkvcache.kernels.tables").tables,
-    pytest.importorskip("qkvcache.kernels.triton_decode").rotation_table,
+    pytest.importorskip("qkvcache.kernels.triton_dequantize").rotation_table,
 )
 pytestmark = pytest.mark.gpu
 FOUR_BIT = "turboquant_4bit_nc"
@@ -49,7 +49,7 @@ def test_steps_and_attention_equal_torch_operations(format):
     reference = CompressedLayer(REGISTRY[format], 4, 32, 700)
     x = new(500)
     layer.update(*x), reference.update(*x)
-    layer.settle(), reference.settle()
+    layer.commit(), reference.commit()
     mask = torch.ones(ROWS, 1, 1, 700, dtype=torch.bool, device="cuda")
     mask[1, ..., 3:40] = False
     for step in range(100):
@@ -58,16 +58,16 @@ def test_steps_and_attention_equal_torch_operations(format):
         counted.step(reference.storage.buffers, x)
         if step % 20 and step < 98:
             continue
-        seen, body = layer.storage.seen, layer.storage.quantized
+        seen, region = layer.storage.seq_length, layer.storage.quantized
         lengths = [held.storage.buffers.lengths.tolist() for held in (layer, reference)]
-        assert lengths[0] == lengths[1] == [[501 + step, 464 + step]] * ROWS == [[seen, body]] * ROWS
+        assert lengths[0] == lengths[1] == [[501 + step, 464 + step]] * ROWS == [[seen, region]] * ROWS
         for given in (None, mask):
-            got = attend_on_codes(q, key.payload, given)
-            wanted = attend(q.float(), layer.storage.payload(), None if given is None else given[..., :seen])
+            got = attend_on_codes(q, key.attention_inputs, given)
+            wanted = attend(q.float(), layer.storage.attention_inputs(), None if given is None else given[..., :seen])
             close(got, wanted)
     exact = ((*held.storage.sinks, *held.storage.residual) for held in (layer, reference))
     assert all(torch.equal(a, b) for a, b in zip(*exact, strict=True))
-    reference.storage.stale = True  # it was stepped behind the host's back
+    reference.storage.counts_stale = True  # it was stepped behind the host's back
     for ours, theirs in zip(layer.dense(), reference.dense(), strict=True):
         # A value on the border of two levels may fall to either side.
         assert ((ours.float() - theirs.float()).abs() > 0.02).float().mean() < 0.01
@@ -81,7 +81,7 @@ def test_the_step_kernel_writes_the_codes_of_torch_operations(format, tokens):
     codecs = REGISTRY[format].key, REGISTRY[format].value
     x = new(tokens)
     ours, theirs = (Storage(codecs, x, 4, 32, 200) for _ in range(2))
-    ours.chunks.fit(x), theirs.chunks.fit(x)
+    ours.chunks.calibrate(x), theirs.chunks.calibrate(x)
     for _ in range(200 // tokens + 2):  # over the limit
         x = new(tokens)
         step_kv(ours.buffers, x)
@@ -89,9 +89,9 @@ def test_the_step_kernel_writes_the_codes_of_torch_operations(format, tokens):
     assert torch.equal(ours.buffers.lengths, theirs.buffers.lengths) and ours.state[DROPPED] == theirs.state[DROPPED] > 0
     exact = ((*held.sinks, *held.residual) for held in (ours, theirs))
     assert all(torch.equal(a, b) for a, b in zip(*exact, strict=True))
-    body = int(ours.state[CONTROL + 1])
-    for codec, a, b, once in zip(codecs, ours.chunks.chunks[0], theirs.chunks.chunks[0], ours.chunks.once, strict=True):
-        got, wanted = (codec.decode({n: x[:, :, :body] for n, x in planes.items()} | once, DIM) for planes in (a, b))
+    region = int(ours.state[CONTROL + 1])
+    for codec, a, b, statistics in zip(codecs, ours.chunks.chunks[0], theirs.chunks.chunks[0], ours.chunks.statistics, strict=True):
+        got, wanted = (codec.dequantize({n: x[:, :, :region] for n, x in planes.items()} | statistics, DIM) for planes in (a, b))
         assert ((got - wanted).abs() > 1e-3).float().mean() < 0.01
 
 
@@ -105,13 +105,13 @@ def test_a_step_does_not_wait_for_the_device(format):
     steps = [(new(1), query()) for _ in range(40)]
     for x, q in steps[:4]:
         key, _ = layer.update(*x)
-        attend_on_codes(q, key.payload)
+        attend_on_codes(q, key.attention_inputs)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
         for seen, (x, q) in enumerate(steps[4:], 305):
             key, _ = layer.update(*x)
-            attend_on_codes(q, key.payload)
+            attend_on_codes(q, key.attention_inputs)
             assert layer.get_seq_length() == seen and layer.get_mask_sizes(1) == (seen + 1, 0)
     finally:
         torch.cuda.set_sync_debug_mode("default")
@@ -154,7 +154,7 @@ def text(tokens: int = 300, begin: int = 0) -> dict[str, torch.Tensor]:
 def compiling():
     """Nothing is compiled yet, and nothing made that kernels keep."""
     from qkvcache.kernels.tables import tables
-    from qkvcache.kernels.triton_decode import rotation_table
+    from qkvcache.kernels.triton_dequantize import rotation_table
 
     for kept in (dispatch.prepare, tables, rotation_table):
         kept.cache_clear()
@@ -234,7 +234,7 @@ def test_overrun_of_a_compiled_generate_is_refused(compiling):
 # Memory
 
 
-def settle() -> None:
+def commit() -> None:
     gc.collect()
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
@@ -243,7 +243,7 @@ def settle() -> None:
 
 def prefill(network, cache, ids: torch.Tensor, chunk: int) -> tuple[int, int]:
     """Bytes that are held more after a prefill in chunks than before, and bytes at the peak."""
-    settle()
+    commit()
     before = torch.cuda.memory_allocated()
     with torch.no_grad():
         for part in ids.split(chunk, 1):

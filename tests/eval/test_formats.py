@@ -30,7 +30,7 @@ def study(monkeypatch):
 @pytest.mark.parametrize(("name", "zones"), [("hadaquant_k3v3", (0, 0)), ("turboquant_4bit_nc", (4, 16))])
 def test_one_pass_is_token_by_token(name, zones, study):
     sizes = {"context": 150, "windows": 2, "read_on": 10}
-    bench = study.Bench(Namespace(model="demo", device="cpu", dtype="float32", text=None, **sizes))
+    bench = study.Bench(Namespace(model="demo", device="cpu", dtype="float32", text=Path("pydoc"), **sizes))
     format = REGISTRY[name]
     bench.codecs, bench.zones = lambda layer: (format.key, format.value), zones
     together = bench._read()

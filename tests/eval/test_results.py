@@ -12,9 +12,10 @@ SHOWN = {
     "quality": ["hadaquant_k4v4 ", "--markdown"],
     "quality --model smollm2": ["nvfp4_mse ", "--markdown"],
     "quality --model smollm2 --out quality_policies.jsonl": ["turboquant_4bit_nc + snapkv 50%", "--markdown"],
-    "long_answers --model smollm2": ["hadaquant_k2v2_trellis ", "--markdown"],
+    "long_answers --model smollm2": ["turboquant_3bit_nc ", "--markdown"],
     "eviction": ["perplexity of 3 streams", "--show"],
-    "formats": ["hadaquant_k3v2_trellis", "--show"],
+    "formats": ["hadaquant_k3v2", "--show"],
+    "calibrated": ["| calibrated, 3 bits | 100 |", "--markdown"],
 }
 
 

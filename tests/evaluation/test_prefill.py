@@ -8,7 +8,19 @@ from transformers import DynamicCache, StaticCache
 from qkvcache import CompressedCache, demo
 from qkvcache.evaluation.prefill import prefill, refill
 from qkvcache.evaluation.quality import Passages, RecallSet, at_once, divergence, held_bytes, recall, steps
-from qkvcache.policies import H2O, TOVA, KeyDiff, LagKV, Random, SinkWindow, SnapKV
+from qkvcache.policies import (
+    H2O,
+    RKV,
+    TOVA,
+    DropKV,
+    ExpectedAttention,
+    KeyDiff,
+    LagKV,
+    Random,
+    SinkWindow,
+    SnapKV,
+    TriAttention,
+)
 from qkvcache.policies.base import ALL
 
 POLICIES = [
@@ -42,6 +54,37 @@ def test_the_record_fills_a_cache_as_the_model_does(loaded, prompt, policy, form
     assert torch.equal(*logits)
     assert all(torch.equal(filled.kept_positions(i), run.kept_positions(i)) for i in range(5))
     assert filled.nbytes == run.nbytes
+
+
+CALLED = [
+    H2O(budget=64, decay=0.9), SnapKV(budget=64), TOVA(budget=64, first_stage_ratio=0.5), DropKV(budget=64), RKV(budget=64),
+    TriAttention(budget=64), ExpectedAttention(budget=64, recent=16), KeyDiff(budget=64),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def called(loaded, prompt):
+    return prefill(loaded[0], prompt[0], calls=True)[0]
+
+
+@pytest.mark.parametrize("policy", CALLED, ids=lambda policy: policy.name)
+def test_recorded_calls_fill_a_cache_of_any_policy_as_the_model_does(loaded, prompt, called, policy):
+    model, ids = loaded[0], prompt[0]
+    filled, run = (CompressedCache(model.config, policy=policy) for _ in range(2))
+    refill(filled, called, model, ids)
+    with torch.no_grad():
+        model(ids, past_key_values=run)
+        logits = [model(ids[:, :3], past_key_values=cache).logits for cache in (filled, run)]
+    assert torch.equal(*logits)
+    assert all(torch.equal(filled.kept_positions(i), run.kept_positions(i)) for i in range(5))
+
+
+def test_calls_are_recorded_beside_what_a_prefill_holds(loaded, prompt, called):
+    model, (ids, prefilled) = loaded[0], prompt
+    assert all(torch.equal(a.keys, b.keys) for a, b in zip(called.layers, prefilled.layers, strict=True))
+    assert [tuple(call.query.shape) for call in called.calls] == [(2, 4, 150, 128)] * 5
+    dense = refill(DynamicCache(config=model.config), called, model, ids)
+    assert torch.equal(dense.layers[0].values, prefilled.layers[0].values)
 
 
 def test_rows_that_are_read_in_groups(loaded, prompt, monkeypatch):
@@ -99,7 +142,7 @@ def test_states_of_linear_layers_are_counted_in_a_dense_cache_as_in_ours():
 
 
 @pytest.mark.parametrize("options", [{}, {"residual_length": 0}, {"residual_length": 40}, {"policy": H2O(budget=100)}], ids=str)
-@pytest.mark.parametrize("tokens", [50, 90, 200])
+@pytest.mark.parametrize("tokens", [50, pytest.param(90, marks=pytest.mark.slow), 200])
 def test_tokens_that_are_read_at_once_see_what_they_see_one_by_one(loaded, tokens, options):
     model, _, ids = loaded
     ids = torch.tensor(ids[: 2 * (tokens + 80)]).view(2, -1)

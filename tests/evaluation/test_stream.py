@@ -6,7 +6,7 @@ from tolerance import of_model
 from transformers import DynamicCache
 
 from qkvcache import demo
-from qkvcache.evaluation.stream import stream
+from qkvcache.evaluation.quality import stream
 
 
 def test_chunks_do_not_change_the_loss():

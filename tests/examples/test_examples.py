@@ -1,12 +1,17 @@
 """The scripts among the examples, made small. Notebooks are run by nbmake."""
 
-import json
+import subprocess
+import sys
 
 import pytest
+import transformers
 from examples.load import EXAMPLES, load
+from packaging.version import Version
 from ranks import finish, start
 
 from qkvcache import demo, models
+
+BATCHING = pytest.mark.skipif(Version(transformers.__version__) < Version("5.19"), reason="transformers has no page allocators")
 
 
 def test_a_chat_goes_on_in_constant_memory(capsys):
@@ -99,13 +104,61 @@ def test_device_map(capsys):
     assert "MB of the cache" in capsys.readouterr().out
 
 
+@BATCHING
+@pytest.mark.filterwarnings("ignore:continuous batching on compressed pages has no kernels")
+def test_a_batch_beside_transformers_own_pages(capsys):
+    dense, four = load("batch").main(["--prompts", "4", "--new-tokens", "4", "--dtype", "float32", "--pool-mb", "20"])
+    assert four["tokens"] > 3 * dense["tokens"]
+    assert four["answers"] == dense["answers"] and all(len(answer) == 4 for answer in four["answers"])
+    assert "tokens fit" in capsys.readouterr().out
+
+
+@BATCHING
+@pytest.mark.filterwarnings("ignore:continuous batching on compressed pages has no kernels")
+def test_a_client_of_the_server(capsys):
+    pytest.importorskip("openai")
+    pytest.importorskip("uvicorn")
+    from qkvcache.batching.server import Server
+
+    options = {"host": "127.0.0.1", "port": 0, "device": "cpu", "dtype": "float32", "cb_num_blocks": 8, "cb_max_batch_tokens": 256}
+    server = Server("demo", {"format": "int8"}, metrics_interval=0, **options)
+    server.start()
+    try:
+        host, port = server.server.servers[0].sockets[0].getsockname()
+        asked = ["--model", "demo", "--raw", "--new-tokens", "4", "--url", f"http://{host}:{port}/v1"]
+        answers = load("serve_client").main([*asked, f"The code word of Anna is dilzon. {ASKED}", "The"])
+    finally:
+        server.close()
+    assert answers[0]["text"].startswith(" dilzon") and [answer["tokens"] for answer in answers] == [4, 4]
+    assert "2 requests" in capsys.readouterr().out
+
+
+@BATCHING
+@pytest.mark.filterwarnings("ignore:continuous batching on compressed pages has no kernels")
+def test_a_batch_with_accelerate():
+    state = pytest.importorskip("accelerate").PartialState
+    try:
+        assert [answer[:7] for answer in load("batch_accelerate").main(["--prompts", "2"])] == [" dilzon"] * 2
+    finally:
+        state._reset_state()
+
+
+@BATCHING
+@pytest.mark.slow
+def test_a_batch_over_processes():
+    pytest.importorskip("accelerate")
+    printed = finish(start(EXAMPLES / "batch_accelerate.py", ["--prompts", "3"], 2))
+    assert "process 0 of 2 on cpu:0: 2 prompts" in printed[0] and "process 1 of 2 on cpu:0: 1 prompts" in printed[1]
+    assert "3 answers, the first of them ' dilzon" in printed[0]
+
+
+@BATCHING
+def test_a_process_for_each_device():
+    command = [sys.executable, str(EXAMPLES / "batch_processes.py"), "--devices", "cpu", "--prompts", "3", "--together", "2"]
+    printed = subprocess.run(command, capture_output=True, text=True, timeout=180, check=True).stdout
+    assert printed.count("on cpu: ' dilzon") == 3
+
+
 @pytest.mark.slow
 def test_tensor_parallel():
     finish(start(EXAMPLES / "tensor_parallel.py", ["--dtype", "float32"], 2))
-
-
-@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.ipynb")), ids=lambda path: path.stem)
-def test_notebooks_are_stored_without_output(path):
-    cells = json.loads(path.read_text())["cells"]
-    assert all(not cell["outputs"] and cell["execution_count"] is None for cell in cells if cell["cell_type"] == "code")
-    assert sum(cell["cell_type"] == "markdown" for cell in cells) >= 3

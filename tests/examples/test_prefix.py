@@ -19,7 +19,6 @@ def test_a_chat_computes_each_token_once(capsys):
 def test_the_notebook_runs(capsys):
     notebook = json.loads((EXAMPLES / "prefix_store.ipynb").read_text())
     code = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
-    assert all(not cell["outputs"] and cell["execution_count"] is None for cell in code)
     names: dict = {}
     for cell in code:
         exec("".join(cell["source"]), names)  # noqa: S102

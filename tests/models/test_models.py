@@ -88,8 +88,8 @@ def install(tmp_path: Path, monkeypatch, network: LlamaForCausalLM | None) -> No
 
 
 def without_gguf(monkeypatch) -> None:
-    real = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "gguf" else real(name, *rest))
+    is_valid = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "gguf" else is_valid(name, *rest))
 
 
 def test_names_folders_and_hub_ids(tmp_path, monkeypatch):

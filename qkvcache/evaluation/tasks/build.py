@@ -1,4 +1,4 @@
-"""What the task files name as `!function build...`: rows of the generated tasks, and scores."""
+"""Functions that the task files name (`!function build...`): rows of the generated tasks, and scores."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ aggregation = functools.partial(rows, "aggregation")
 
 
 def local_json(*, path=None, **_) -> dict[str, datasets.Dataset]:
-    """Rows of a JSON or JSON-lines file of your own with `input` and `outputs` (a list of what the answer must hold)."""
+    """Rows of a JSON or JSON-lines file with `input` and `outputs` (a list of texts that the answer must contain)."""
     if not isinstance(path, str):
         raise ValueError('pass the file as --metadata \'{"path": "mine.jsonl"}\': rows with "input" and "outputs"')
     found = datasets.load_dataset("json", data_files=path, split="train")
     if missing := {"input", "outputs"} - set(found.column_names):
         raise ValueError(f"{path}: rows have no {' and no '.join(sorted(missing))}, only {', '.join(found.column_names)}")
-    for row, outputs in enumerate(found["outputs"]):  # a string would be scored letter by letter, an empty one is in every answer
+    for row, outputs in enumerate(found["outputs"]):  # a string would be scored letter by letter; every answer contains an empty text
         if not (isinstance(outputs, list) and outputs and all(isinstance(one, str) and one for one in outputs)):
             raise ValueError(f'{path}: row {row} has outputs={outputs!r}: expected a list of one or more texts, such as ["zebra"]')
     return {"test": found}

@@ -1,0 +1,132 @@
+"""Filling a cache with a context that is read twice, for policies that score tokens by the second reading."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from rich.progress import track
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
+
+from ..attention.second_reading import ReadingLayer
+from ..layers.evicting import EvictingLayer
+
+FIRST = "\n\nRepeat the previous context exactly.\n\n"
+LATER = "\n\nRepeat the part of the previous context that starts as follows.\n\n"
+HINT = 8
+"""Tokens before a later chunk that the instruction ends with."""
+
+
+@torch.no_grad()
+def compress(
+    layers: list[Any], policy: Any, model: PreTrainedModel, ids: Tensor, attention_mask: Tensor | None, tokenizer: Any, progress: bool
+) -> None:
+    """`CompressedCache.compress`, of a cache with these layers, checked."""
+    mask = torch.ones_like(ids) if attention_mask is None else attention_mask.to(ids.device)
+    dense = _reading_cache(model, policy)
+    _forward(model, dense, ids, mask, ids.shape[1])
+    others = {i: copy.deepcopy(x) for i, x in enumerate(dense.layers) if not isinstance(x, ReadingLayer)}
+    order = (mask == 0).int().argsort(dim=-1, stable=True)  # columns of the tokens of each row, without padding
+    lengths = mask.sum(-1)
+    longest, sinks = int(lengths.max()), policy.num_sink_tokens
+    steps = range(min(sinks, longest), longest, policy.chunk_size)
+    handles = _watch_inputs(model, dense) if policy.normalized else []
+    try:
+        for begin in track(list(steps), "Reading the context again", transient=True, disable=not progress):
+            _read(model, dense, ids, mask, order, lengths, begin, policy, _instruction(tokenizer, begin > sinks, ids.device))
+            for i, layer in enumerate(dense.layers):
+                if isinstance(layer, ReadingLayer):
+                    layer.truncate(ids.shape[1])
+                else:
+                    dense.layers[i] = copy.deepcopy(others[i])
+    finally:
+        for handle in handles:
+            handle.remove()
+    padding = None if bool(mask.all()) else mask.bool()
+    for i, layer in enumerate(dense.layers):
+        if not isinstance(layer, ReadingLayer):
+            layers[i] = others[i]
+            continue
+        _fill(layers[i], layer, model, padding)
+        dense.layers[i] = DynamicLayer()  # its memory is free from here on
+
+
+def _reading_cache(model: PreTrainedModel, policy: Any) -> DynamicCache:
+    dense = DynamicCache(config=model.config)
+    for i, layer in enumerate(dense.layers):
+        if type(layer) is DynamicLayer:
+            dense.layers[i] = ReadingLayer(policy.num_sink_tokens, policy.normalized)
+    return dense
+
+
+def _forward(model: PreTrainedModel, cache: DynamicCache, ids: Tensor, mask: Tensor, count: int) -> None:
+    """Runs the last `count` tokens of `ids` `[B, T]`; `mask` `[B, T]` is 0 for padding."""
+    positions = (mask.cumsum(-1) - 1).clamp_min(0)[:, -count:]
+    model(ids[:, -count:], attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True, logits_to_keep=1)
+
+
+def _instruction(tokenizer: Any, later: bool, device: torch.device) -> Tensor:
+    """Token ids that ask for the repetition; none without a tokenizer."""
+    found = [] if tokenizer is None else tokenizer(LATER if later else FIRST, add_special_tokens=False)["input_ids"]
+    return torch.tensor(found, dtype=torch.long, device=device)
+
+
+def _read(
+    model: PreTrainedModel, dense: DynamicCache, ids: Tensor, mask: Tensor, order: Tensor, lengths: Tensor, begin: int, policy: Any,
+    instruction: Tensor,
+) -> None:  # fmt: skip
+    """Reads the tokens from `begin` to `begin + chunk_size` of each row once more, after the whole context."""
+    sinks, size, device = policy.num_sink_tokens, policy.chunk_size, ids.device
+    end = min(begin + size, int(lengths.max()))
+    hint = min(HINT, begin - sinks) if len(instruction) else 0
+    place = torch.arange(begin - hint, end, device=device)
+    at = order[:, begin - hint : end]
+    real = place < lengths[:, None]
+    real &= (begin < lengths)[:, None]  # of a row that has ended, nothing is repeated, not even the hint
+    asked = instruction.expand(len(ids), -1)
+    reading = torch.cat([asked, ids.gather(1, at)], dim=1)
+    is_valid = torch.cat([(begin < lengths)[:, None].expand_as(asked), real], dim=1)
+    left = is_valid.int().argsort(dim=-1, stable=True)  # padding to the left
+    reading, is_valid = reading.gather(1, left), is_valid.gather(1, left)
+    first = torch.arange(sinks, device=device)
+    columns = torch.cat([order[:, :sinks], order[:, begin:end]], dim=1)
+    exists = torch.cat([first < lengths[:, None], place[hint:] < lengths[:, None]], dim=1)
+    for layer in dense.layers:
+        if isinstance(layer, ReadingLayer):
+            layer.chunk = columns, exists, is_valid
+    whole = torch.cat([ids, reading], dim=1), torch.cat([mask, is_valid.to(mask.dtype)], dim=1)
+    _forward(model, dense, *whole, reading.shape[1])
+
+
+def _watch_inputs(model: PreTrainedModel, dense: DynamicCache) -> list[Any]:
+    """Tells each layer how long the inputs of its attention are."""
+    handles = []
+    for layer in dense.layers:
+        if isinstance(layer, ReadingLayer) and layer.module is not None:
+
+            def before(module: Any, args: tuple, kwargs: dict, layer: ReadingLayer = layer) -> None:
+                states = args[0] if args else kwargs["hidden_states"]
+                layer.inputs = torch.linalg.vector_norm(states, dim=-1, dtype=torch.float32).clamp_min(1e-6)
+
+            handles.append(layer.module.register_forward_pre_hook(before, with_kwargs=True))
+    return handles
+
+
+def _fill(layer: EvictingLayer, read: ReadingLayer, model: PreTrainedModel, is_valid: Tensor | None) -> None:
+    """Gives `layer` the context of `read`, with its scores, as attention does."""
+    keys, values, scores = read.keys, read.values, read.scores
+    if keys is None or values is None or read.module is None:
+        raise NotImplementedError(
+            f"compress on {model.config.model_type}: its attention does not go through transformers' AttentionInterface"
+        )
+    layer.read_twice = True
+    layer.update(keys, values)
+    layer.begin_attention(is_valid, read.query, None, read.module)
+    if not layer.policy.second_reading:  # a layer that evicts nothing
+        scores = None
+    elif scores is None:  # no token but sinks
+        scores = torch.zeros(*keys.shape[:3], device=keys.device)
+    layer.end_attention(scores)

@@ -1,0 +1,74 @@
+"""The pages of the site: their code runs, and their commands and options exist. CPU, embedded model, no network."""
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import typer
+
+from qkvcache.cli import app
+
+ROOT = Path(__file__).parents[2]
+PAGES = ["README.md", "CONTRIBUTING.md", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md"))]
+FENCE = re.compile(r"^(?P<indent> *)```(?P<language>\w+)\n(?P<source>.*?)^(?P=indent)```$", re.MULTILINE | re.DOTALL)
+
+
+def blocks(page: str, language: str) -> list[tuple[int, str]]:
+    """The line before each block of that language, and its source without the indentation of the fence."""
+    text = (ROOT / page).read_text()
+    found = []
+    for match in FENCE.finditer(text):
+        if match["language"] == language:
+            source = re.sub(rf"^{match['indent']}", "", match["source"], flags=re.MULTILINE)
+            found.append((text.count("\n", 0, match.start("source")), source))
+    return found
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")])
+def test_code_runs(page, monkeypatch, tmp_path):
+    """All blocks of a page, in order, in one namespace."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(os, "environ", os.environ.copy())  # a page may set variables
+    torch.manual_seed(0)
+    names = {"__name__": f"docs.{Path(page).stem}"}
+    for line, source in blocks(page, "python"):
+        exec(compile("\n" * line + source, ROOT / page, "exec"), names)  # errors name the line of the page
+
+
+def command_of(words: list[str]):
+    """The command that `words` name, after "qkvcache", and the words after its name."""
+    command = typer.main.get_command(app)
+    while words and hasattr(command, "commands"):
+        assert words[0] in command.commands, f"no command {words[0]!r}"
+        command, words = command.commands[words[0]], words[1:]
+    return command, words
+
+
+COMMANDS = sorted(
+    {
+        (page, line.split("#")[0].strip())
+        for page in PAGES
+        for _, source in blocks(page, "bash")
+        for line in source.replace("\\\n", " ").splitlines()
+        if line.startswith("qkvcache ")
+    }
+)
+
+
+@pytest.mark.parametrize("page, line", COMMANDS)
+def test_commands_exist(page, line):
+    command, words = command_of(line.split()[1:])
+    if command.name in ("eval", "serve"):  # they pass options on
+        return
+    known = {option for parameter in command.params for option in parameter.opts} | {"--help"}
+    assert {word for word in words if word.startswith("--")} <= known
+
+
+def test_make_targets_exist():
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    named = {
+        target for page in PAGES for _, source in blocks(page, "bash") for target in re.findall(r"^make ([\w-]+)", source, re.MULTILINE)
+    }
+    assert named and named <= targets

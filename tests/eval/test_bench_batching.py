@@ -1,0 +1,84 @@
+"""The benchmark of continuous batching runs on a CPU, and its rows are shown and drawn."""
+
+import importlib.util
+import json
+import math
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from packaging.version import Version
+
+EVAL = Path(__file__).parents[2] / "eval"
+if Version(transformers.__version__) < Version("5.19"):
+    pytest.skip("transformers has no page allocators", allow_module_level=True)
+
+
+@pytest.fixture
+def bench(monkeypatch):
+    monkeypatch.syspath_prepend(str(EVAL))
+    spec = importlib.util.spec_from_file_location("bench_batching", EVAL / "bench_batching.py")
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, module)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.filterwarnings("ignore:continuous batching on compressed pages has no kernels")
+def test_it_measures_shows_and_draws(bench, tmp_path, capsys):
+    out = tmp_path / "batching.jsonl"
+    bench.main(["--tiny", "--device", "cpu", "--rounds", "1", "--out", str(out)])
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [row["cache"] for row in rows] == ["stock", "identity", "turboquant_4bit_nc"]
+    for row in rows:
+        assert "failed" not in row, row
+        assert row["answered"] == row["sent"] == 3 and row["requests_s"] > 0 and row["preempted"] == 0
+        assert 0 < row["ttft_median"] <= row["ttft_p95"] < row["seconds"] and not math.isnan(row["tpot_median"])
+        assert row["pool_bytes"] < 1.3 * 0.002 * 2**30
+    stock, exact, four = (row["pool_tokens"] for row in rows)
+    assert four > 3 * exact > 2 * stock
+    assert capsys.readouterr().out.count("| 3 | ") == 3
+    bench.main(["--plot", "--out", str(out)])
+    assert out.with_suffix(".png").stat().st_size > 10_000
+
+
+def test_loads_are_the_same_for_every_cache(bench):
+    cells = [bench.Cell(cache, 5, 2, (16, 1024), (2, 64), None) for cache in ("stock", "int8")]
+    loads = [[bench.Load(cell, 64).request() for _ in range(1)] for cell in cells]
+    assert loads[0] == loads[1]
+    load = bench.Load(cells[0], 64)
+    lengths = sorted(load.length((16, 1024)) for _ in range(400))
+    assert lengths[0] >= 16 and lengths[-1] <= 1024 and 100 < lengths[200] < 165
+
+
+def test_a_cell_that_fails_is_noted_and_the_others_are_measured(bench, tmp_path, monkeypatch):
+    out, stock = tmp_path / "batching.jsonl", bench.serve
+
+    def serve(manager, load, *args):
+        if load.cell.cache == "stock":
+            raise RuntimeError("out of luck")
+        return stock(manager, load, *args)
+
+    monkeypatch.setattr(bench, "serve", serve)
+    bench.main(["--tiny", "--device", "cpu", "--rounds", "1", "--caches", "stock", "identity", "--out", str(out)])
+    failed, measured = (json.loads(line) for line in out.read_text().splitlines())
+    assert failed["failed"] == "RuntimeError: out of luck" and measured["answered"] == 3
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="would measure")
+def test_measuring_needs_a_gpu(bench, capsys, tmp_path):
+    with pytest.raises(SystemExit):
+        bench.main(["--out", str(tmp_path / "rows.jsonl")])
+    assert "needs a GPU" in capsys.readouterr().err
+
+
+def test_quick_cells(bench, monkeypatch):
+    measured = []
+    monkeypatch.setattr(bench, "measure", measured.append)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    bench.main(["--quick", "--device", "cuda", "--out", "/nowhere/rows.jsonl"])
+    cells = [(cell.cache, cell.users) for cell in bench.cells(measured[0])]
+    four = "turboquant_4bit_nc"
+    assert cells == [("identity", 128), (four, 128), ("identity", 8), (four, 8), ("stock", 8), ("stock", 128)]

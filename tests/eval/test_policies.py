@@ -1,0 +1,211 @@
+"""The study of policies, made small: tasks whose answers stand in the context, cells, rows of a shard, tables, pictures."""
+
+import importlib
+import json
+import math
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from qkvcache import demo, policies
+from qkvcache.evaluation.rows import read_rows
+
+
+@pytest.fixture
+def study(monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "eval"))
+    return importlib.import_module("policies")
+
+
+@pytest.fixture
+def tasks(study):
+    return importlib.import_module("policies_tasks")
+
+
+@pytest.fixture
+def tables(study):
+    return importlib.import_module("policies_tables")
+
+
+@pytest.fixture(scope="module")
+def loaded():
+    return demo.load()
+
+
+@pytest.fixture
+def writer(tasks, loaded):
+    tokenizer = loaded[1]
+    return tasks.Writer(tokenizer, demo.text_ids(tokenizer), tasks.STYLES["number"])
+
+
+def test_answers_stand_in_the_context(tasks, writer):
+    decode = writer.tokenizer.decode
+    for task in tasks.TASKS:
+        made = tasks.example(task, writer, 900, 3)
+        assert made == tasks.example(task, writer, 900, 3) != tasks.example(task, writer, 900, 4)
+        assert 850 < len(made.context) < 950
+        context = decode(made.context)
+        for question in made.questions:
+            assert all(decode(question.answer[a:b]).strip() in context for a, b in question.parts)
+            assert bool(question.parts) == (task != "text")
+        if task == "copy":
+            first = made.questions[0]
+            assert decode(first.ids[-16:] + first.answer) in context
+        if task == "words":
+            words = context.replace(",", "").split()
+            assert max(set(words), key=words.count) == decode(made.questions[0].answer).strip()
+
+
+def test_steps_of_a_chain_lead_from_the_last_name_to_the_number(tasks, writer):
+    made = tasks.variables(writer, random.Random(1), 900)
+    text = [writer.tokenizer.decode(question.ids) for question in made.questions]
+    answers = [writer.tokenizer.decode(question.answer).strip() for question in made.questions]
+    for begin in range(0, 12, 3):
+        assert f"of {answers[begin]} is the same" in text[begin + 1]
+        assert f"of {answers[begin + 1]}?" in text[begin + 2] and answers[begin + 2].isdigit()
+
+
+def test_thoughts_repeat_only_what_they_said(tasks, writer):
+    decode = writer.tokenizer.decode
+    made = tasks.thought("chain", writer, 800, 0)
+    assert len(made.ids) == 800 and len(made.parts) > 5
+    for a, b in made.parts:
+        assert decode(made.ids[a:b]).strip() in decode(made.ids[: a - 30])
+    assert tasks.thought("text", writer, 800, 0).parts == []
+
+
+def test_what_is_measured_in_one_step_is_what_the_model_says_of_the_whole(study, tasks, loaded):
+    """A budget that holds everything: rows of different lengths, questions seen or not, are those of a plain forward."""
+    model, tokenizer = loaded
+    bench = study.Bench(parsed(study, "--tasks multikey --tokens 500"))
+    made = tasks.example("multikey", bench.writer, 500, 0)
+    for seen in (False, True):
+        found = bench.measure(study.Cell("h2o", 1.5, "multikey", 500, seen, "identity", 0))
+        right, likelihood = [], []
+        for question in made.questions[: study.SEEN_QUESTIONS if seen else None]:
+            ids = torch.tensor([made.context + question.ids + question.answer])
+            with torch.no_grad():
+                log_probs = model(ids).logits[0, -len(question.answer) - 1 : -1].log_softmax(-1)
+            of = log_probs.gather(-1, ids[0, -len(question.answer) :, None])
+            right.append(float((log_probs.argmax(-1) == ids[0, -len(question.answer) :])[int(seen) :].all()))
+            likelihood.append(of[int(seen) :].mean().item())  # a seen question predicts the first token before anything is evicted
+        assert found["recall"] == pytest.approx(sum(right) / len(right), abs=1e-3)
+        assert found["ll"] == pytest.approx(sum(likelihood) / len(likelihood), rel=5e-3, abs=1e-4)
+
+
+def test_the_order_of_cells_gives_a_balanced_table_early(study):
+    args = parsed(study, "--tokens 500 900 --budgets 0.5 0.25 --policies h2o random --tasks needle text --contexts 4 --shard 1/2")
+    found = list(study.cells(args))
+    assert {cell.context for cell in found} == {1, 3}
+    first = [(cell.policy, cell.task) for cell in found[:6]]
+    assert first == [(policy, task) for policy in ("dense", "h2o", "random") for task in ("needle", "text")]
+    assert len(set(found)) == len(found)
+    assert not any(cell.seen and cell.task == "text" for cell in found)
+    assert {(cell.tokens, cell.seen, cell.format) for cell in found} == {
+        (500, False, "identity"), (500, False, "turboquant_4bit_nc"), (500, True, "identity"), (900, False, "identity"),
+        (900, True, "identity"),
+    }  # fmt: skip
+
+
+def test_every_policy_of_the_registry_is_measured(study):
+    assert set(study.VARIANTS) >= set(policies.REGISTRY)
+    for name in study.VARIANTS:
+        assert study.policy_of(name, 200).budgets[0].tokens == 200
+
+
+SMALL = "--tokens 500 --budgets 0.5 --policies keydiff random --tasks multikey text --contexts 2 --kept 64 --length 320 --rows 2 --step 16"
+
+
+def parsed(study, text):
+    return study.parser().parse_args(text.split())
+
+
+def test_rows_of_shards_tables_and_pictures(study, tmp_path, capsys, monkeypatch):
+    whole, parts = tmp_path / "whole.jsonl", [tmp_path / f"{shard}.jsonl" for shard in range(2)]
+    options = [*SMALL.split(), "--questions", "unseen", "--formats", "identity"]
+    study.main([*options, "--out", str(whole)])
+    for shard, part in enumerate(parts):
+        study.main([*options, "--shard", f"{shard}/2", "--out", str(part)])
+    merged = tmp_path / "merged.jsonl"
+    study.main(["--merge", *map(str, parts), "--out", str(merged)])
+
+    def by_name(file):
+        return {(row["what"], row["policy"], row["budget"]): row for row in read_rows(file)}
+
+    one, other = by_name(whole), by_name(merged)
+    assert one.keys() == other.keys() and len(one) == 3 + 3
+    for name, row in one.items():
+        assert row["errors"] == [] and row.keys() >= {"commit", "command", "dtype"}
+        for what in ("contexts", "chain", "text"):
+            assert json.dumps(row.get(what), sort_keys=True) == json.dumps(other[name].get(what), sort_keys=True)
+    dense, keydiff = (one["policies_recall_demo", *of]["contexts"]["multikey"] for of in (("dense", 1.0), ("keydiff", 0.5)))
+    assert dense.keys() == keydiff.keys() == {"0", "1"}
+    assert all(dense[context]["ll"] > keydiff[context]["ll"] for context in dense)
+    capsys.readouterr()
+    study.main(["--markdown", "--out", str(merged)])
+    text = capsys.readouterr().out
+    assert "| keydiff |" in text and "500 tokens, question unseen" in text and "thoughts: tokens kept while decoding" in text
+    study.main(["recall", "--plot", "--out", str(merged)])
+    assert (tmp_path / "merged_demo.png").stat().st_size > 10_000
+
+
+def test_a_policy_that_fails_does_not_end_the_study(study, tmp_path, monkeypatch):
+    class Broken(policies.Random):
+        def priority(self, tokens):
+            raise NotImplementedError("of this model nothing is known")
+
+    monkeypatch.setattr(study, "policy_of", lambda name, size: (Broken if name == "random" else policies.KeyDiff)(budget=size))
+    file = tmp_path / "rows.jsonl"
+    study.main(["recall", *SMALL.split(), "--questions", "unseen", "--formats", "identity", "--contexts", "1", "--out", str(file)])
+    rows = {row["policy"]: row for row in read_rows(file)}
+    assert rows["random"]["errors"] == [f"{task} 0: NotImplementedError: of this model nothing is known" for task in ("multikey", "text")]
+    assert rows["random"]["contexts"] == {} and set(rows["keydiff"]["contexts"]) == {"multikey", "text"}
+
+
+def rows_of(policy, budget, recalls, kl=0.1, **more):
+    contexts = {
+        "needle": {str(i): {"recall": x, "ll": -1 + x} for i, x in enumerate(recalls)},
+        "words": {str(i): {"recall": 0.1, "ll": -3.0} for i in range(len(recalls))},
+        "text": {str(i): {"kl": kl + 0.1 * i} for i in range(len(recalls))},
+    }
+    same = {"what": "policies_recall_demo", "model": "demo", "tokens": 500, "seen": False, "format": "identity", "errors": []}
+    return same | {"policy": policy, "budget": budget, "contexts": contexts} | more
+
+
+def test_recall_is_relative_to_the_dense_run_with_its_error(tables):
+    dense, half = rows_of("dense", 1.0, [1.0, 0.5, 0.75]), rows_of("h2o", 0.5, [0.5, 0.25, 0.75])
+    assert tables.counted(dense) == ["needle"]
+    value, error = tables.relative_recall(half, dense, ["needle"])
+    residuals = [0.5 - 2 / 3 * 1.0, 0.25 - 2 / 3 * 0.5, 0.75 - 2 / 3 * 0.75]
+    assert value == pytest.approx(2 / 3)
+    assert error == pytest.approx(math.sqrt(sum(x * x for x in residuals) / 2 / 3) / 0.75)
+    assert tables.lost(half, dense, ["needle"])[0] == pytest.approx(0.25)
+    assert tables.divergence(half)[0] == pytest.approx(0.2)
+    del half["contexts"]["needle"]["0"]  # what one row lacks is compared in neither
+    assert tables.relative_recall(half, dense, ["needle"])[0] == pytest.approx(1.0 / 1.25)
+
+
+def test_tables_say_what_they_leave_out_and_put_the_best_first(tables):
+    rows = [rows_of("dense", 1.0, [1.0, 1.0]), rows_of("random", 0.5, [0.1, 0.2]), rows_of("keydiff", 0.5, [0.9, 0.8])]
+    first, by_task, dense = tables.recall_tables(rows)
+    assert [row[0] for row in first.cells] == ["keydiff", "random"]
+    assert first.cells[0][1].startswith("85 ± 5 %") and "left out" in first.caption and "words" in first.caption
+    assert by_task.headers == ["policy", "needle"] and dense.cells[0][1:] == ["100 %", "10 %"]
+    assert "| keydiff | 85 ± 5 %" in first.markdown()
+
+
+def test_the_dense_run_of_thoughts_is_read_as_at_once(study, loaded):
+    """In steps or at once, a dense cache gives the same; a budget that holds everything diverges by nothing."""
+    bench = study.Bench(parsed(study, "--length 256 --step 32 --rows 2"))
+    made = [study.thought("chain", bench.writer, 257, index) for index in range(2)]
+    dense = study.think(bench, made, DynamicCache(config=loaded[0].config))
+    whole = study.think(bench, made, bench.cache("keydiff", "identity", 400))
+    assert dense["recall"] == whole["recall"] and max(whole["kl"]) < 1e-5
+    with torch.no_grad():
+        logits = loaded[0](torch.tensor([made[0].ids])).logits[0].log_softmax(-1)
+    parts = [(a, b) for a, b in made[0].parts if a > 128 and b <= 256]
+    expected = sum(logits[a - 1 : b - 1].gather(-1, torch.tensor(made[0].ids[a:b])[:, None]).mean().item() for a, b in parts) / len(parts)
+    assert dense["ll"][0] == pytest.approx(expected, rel=1e-3, abs=1e-4)
