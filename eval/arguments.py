@@ -14,9 +14,12 @@ import typer
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from qkvcache import demo, models
+from qkvcache.evaluation.twins import TWINS, sources
 from qkvcache.options import device_of
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+TEXTS = {"pydoc": demo.text, "stdlib": sources}
+"""Texts that every Python brings: its language reference, and the sources of its library."""
 T = TypeVar("T")
 
 
@@ -35,12 +38,14 @@ def fraction(text: str) -> float:
     return value
 
 
-def add_model(parser: ArgumentParser, results: Path) -> None:
+def add_model(parser: ArgumentParser, results: Path, text: str = "pydoc") -> None:
     """What is measured, on what, where the rows go, and for how long."""
     parser.add_argument("--model", default="demo", help="'demo' (embedded), 'smollm2', a folder or a model on the Hub")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="float32", choices=DTYPES, help="of the model: what rounds is then the cache")
-    parser.add_argument("--text", type=Path, help="a file (.xz too) in place of Python's language reference")
+    parser.add_argument(
+        "--text", type=Path, default=text, help="'pydoc', the language reference of Python; 'stdlib', its library; a file, .xz too"
+    )
     parser.add_argument("--out", type=Path, default=results, help="where the rows go")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="after so many, nothing more is started")
 
@@ -51,7 +56,7 @@ def refused(args: Namespace) -> str | None:
         models.folder(args.model)
     except (FileNotFoundError, ModuleNotFoundError) as error:
         return f"argument --model: {error}"
-    if args.text is not None and not args.text.is_file():
+    if str(args.text) not in TEXTS and not args.text.is_file():
         return f"argument --text: {str(args.text)!r} is no file"
     try:
         device_of(args.device)
@@ -61,10 +66,13 @@ def refused(args: Namespace) -> str | None:
 
 
 def load(args: Namespace) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, list[int]]:
-    """The model, its tokenizer, and the text as its tokens."""
-    model, tokenizer = models.load(args.model, DTYPES[args.dtype], args.device)
-    if args.text is None:
-        text = demo.text()
+    """The model, a twin of the embedded one by its name, its tokenizer, and the text as its tokens."""
+    if args.model in TWINS:
+        model, tokenizer = TWINS[args.model](args.device)
+    else:
+        model, tokenizer = models.load(args.model, DTYPES[args.dtype], args.device)
+    if str(args.text) in TEXTS:
+        text = TEXTS[str(args.text)]()
     else:
         with (lzma.open if args.text.suffix == ".xz" else open)(args.text, "rt", encoding="utf-8") as file:
             text = " ".join(file.read().split())
@@ -74,7 +82,7 @@ def load(args: Namespace) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, lis
 def described(args: Namespace) -> dict:
     """What rows say of the model, of the text and of where they were measured."""
     device = torch.cuda.get_device_name() if args.device.startswith("cuda") else args.device
-    return {"model": name_of(args.model), "text": "pydoc" if args.text is None else args.text.name, "device": device}
+    return {"model": name_of(args.model), "text": args.text.name, "device": device}
 
 
 def name_of(model: str) -> str:

@@ -47,7 +47,7 @@ COMPILED = {MAIN: ("StaticCache", FOUR, "int8", "identity"), SMALL: ("StaticCach
 
 
 def runs(sections: list[str], every: bool) -> Iterator[Run]:
-    """What is measured, what the table of the README needs; `every`: the rest as well."""
+    """What is measured, what the table of the documentation needs; `every`: the rest as well."""
     if "eviction" in sections:
         yield Run("eviction", "identity", "compiled", 1, BUDGET)
         yield Run("eviction", H2O, "compiled", 1, 131072, "chunks")

@@ -2,7 +2,7 @@
 
     python eval/bench_kernels.py [--check] [--quick]     measure, print a table, write eval/results/kernels.jsonl
     python eval/bench_kernels.py --tune                  launch sizes at 8x32768; writes nothing
-    python eval/bench_kernels.py --markdown | --plot     the table of eval/README.md | kernels.png, from the rows: needs no GPU
+    python eval/bench_kernels.py --markdown | --plot     the table of the documentation | kernels.png, from the rows: needs no GPU
 
 GPU time, by replays of a CUDA graph over two payloads in turn, together larger than the L2 cache (one, where one exceeds 2 GB); medians.
 Ratio: time of the better of flash and cuDNN attention on as many bf16 tokens / time of `fused_attend`, whole: its reduction, and 4 + 96
@@ -32,21 +32,20 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from qkvcache.formats import REGISTRY, Codec, Codes
 from qkvcache.formats.fp8 import ScaledFloat8
 from qkvcache.kernels.attend import attend_observed
-from qkvcache.kernels.dispatch import column_mass
+from qkvcache.kernels.dispatch import sum_attention
 from qkvcache.kernels.prefill import prefill_with_lse
-from qkvcache.kernels.segments import Body, Payload, Side, chunk_table
-from qkvcache.storage import Chunks, payload_of
+from qkvcache.kernels.segments import AttentionInputs, KeysOrValues, QuantizedRegion, chunk_table
+from qkvcache.storage import Chunks, attention_inputs_of
 
 if importlib.util.find_spec("triton"):
     from qkvcache.kernels import fused
-    from qkvcache.kernels.triton_decode import decode
-    from qkvcache.kernels.triton_encode import encode_kv
+    from qkvcache.kernels.triton_dequantize import decode
+    from qkvcache.kernels.triton_quantize import quantize_kv
 
 RESULTS = Path(__file__).parent / "results" / "kernels.jsonl"
 TURBO = ("turboquant_k8v4", "turboquant_4bit_nc", "turboquant_k3v4_nc", "turboquant_3bit_nc")
 HADA = ("hadaquant_k4v4", "hadaquant_k4v3", "hadaquant_k3v3", "hadaquant_k3v2", "hadaquant_k2v2")
-TRELLIS = tuple(f"{name}_trellis" for name in HADA)  # beside the Lloyd-Max ones of the same bytes
-FORMATS = ("identity", "int8", "fp8", TURBO[0], "nvfp4", "int4", "int4_vllm", *TURBO[1:], *HADA, *TRELLIS)
+FORMATS = ("identity", "int8", "fp8", TURBO[0], "nvfp4", "int4", "int4_vllm", *TURBO[1:], *HADA)
 FEW = ("int8", "nvfp4", "turboquant_4bit_nc", "turboquant_3bit_nc")
 TWO = ("int8", "turboquant_4bit_nc")
 CASES = ((8, 32768), (8, 131072), (1, 32768), (32, 4096))
@@ -83,16 +82,17 @@ def bf16(*shape: int) -> Tensor:
     return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
 
 
-def payloads(name: str, batch: int, heads: int, tokens: int, dim: int, zones: tuple[int, int] = (4, 96)) -> list[Payload]:
+def payloads(name: str, batch: int, heads: int, tokens: int, dim: int, zones: tuple[int, int] = (4, 96)) -> list[AttentionInputs]:
     """Two of them, or one if it is large; `tokens` are packed, and those of the zones come on top."""
     found = []
     for _ in range(1 if code_bytes(name, batch, heads, tokens, dim) > TWO_GB else 2):
         format = REGISTRY[name]
         chunks = ((planes(format.key, batch, heads, tokens, dim), planes(format.value, batch, heads, tokens, dim)),)
-        side = Side.of((), (batch, heads, tokens + sum(zones), dim), torch.bfloat16, torch.device("cuda"))
+        side = KeysOrValues.of((), (batch, heads, tokens + sum(zones), dim), torch.bfloat16, torch.device("cuda"))
         first, recent = zones
         exact = tuple(bf16(batch, heads, n, dim) for n in (first, first, recent, recent))
-        found.append(Payload(side, side, Body(format.key, format.value, chunks, tokens, chunk_table(chunks).cuda()), exact))
+        table = chunk_table(chunks, format.codecs()).cuda()
+        found.append(AttentionInputs(side, side, QuantizedRegion(format.key, format.value, chunks, tokens, table), exact))
     return found
 
 
@@ -122,8 +122,8 @@ def gpu_us(calls: list[Callable[[], object]], replays: int = 10) -> float:
     return statistics.median(times)
 
 
-def attend_us(query: Tensor, sets: list[Payload], mask: Tensor | None = None, **options) -> float:
-    return gpu_us([functools.partial(fused.fused_attend, query, payload, mask, **options) for payload in sets])
+def attend_us(query: Tensor, sets: list[AttentionInputs], mask: Tensor | None = None, **options) -> float:
+    return gpu_us([functools.partial(fused.fused_attend, query, attention_inputs, mask, **options) for attention_inputs in sets])
 
 
 @functools.cache
@@ -152,11 +152,13 @@ def bandwidth() -> tuple[float, float]:
     return 2 * size / gpu_us([lambda: y.copy_(x)], 5), size / gpu_us([lambda: x.sum()], 5)
 
 
-def real_payload(name: str, key: Tensor, value: Tensor, first: int, recent: int) -> Payload:
+def real_payload(name: str, key: Tensor, value: Tensor, first: int, recent: int) -> AttentionInputs:
     format, tokens = REGISTRY[name], key.shape[2]
-    body = Chunks((format.key, format.value), (key.shape[3], value.shape[3]))
-    body.append((key[:, :, first : tokens - recent], value[:, :, first : tokens - recent]))
-    return payload_of((key[:, :, :first], value[:, :, :first]), body, (key[:, :, tokens - recent :], value[:, :, tokens - recent :]))
+    region = Chunks((format.key, format.value), (key.shape[3], value.shape[3]))
+    region.append((key[:, :, first : tokens - recent], value[:, :, first : tokens - recent]))
+    return attention_inputs_of(
+        (key[:, :, :first], value[:, :, :first]), region, (key[:, :, tokens - recent :], value[:, :, tokens - recent :])
+    )
 
 
 def wrong() -> set[str]:
@@ -169,11 +171,15 @@ def wrong() -> set[str]:
             torch.manual_seed(0)
             key, value, query = (torch.randn(2, h, n, dim, device="cuda", dtype=dtype) for h, n in ((2, 700), (2, 700), (8, queries)))
             try:
-                payload = real_payload(name, key, value, 4, 33)
+                attention_inputs = real_payload(name, key, value, 4, 33)
                 observed = torch.ones(2, queries, device="cuda")
-                expected, expected_mass = attend_observed(query.float(), payload, causal=True, observed=observed)
-                out, _, mass = fused.fused_attend(query, payload, causal=True, observed=observed)
-                pairs = [(fused.fused_attend(query, payload, causal=True)[0], expected), (out, expected), (mass, expected_mass)]
+                expected, expected_mass = attend_observed(query.float(), attention_inputs, causal=True, observed=observed)
+                out, _, attention_sums = fused.fused_attend(query, attention_inputs, causal=True, observed=observed)
+                pairs = [
+                    (fused.fused_attend(query, attention_inputs, causal=True)[0], expected),
+                    (out, expected),
+                    (attention_sums, expected_mass),
+                ]
                 error = max(((x.float() - y).norm() / y.norm()).item() for x, y in pairs)
             except Exception as failure:  # whatever it is, the format is not timed
                 error = float("nan")
@@ -243,7 +249,7 @@ def measure(names: list[str], quick: bool, add: Callable[..., None]) -> None:
                 decode(format.value, chunk[1], out[1])
                 F.scaled_dot_product_attention(query, *out, enable_gqa=True)
 
-            us, other = attend_us(query, sets, causal=True), gpu_us([functools.partial(dense, p.body.chunks[0]) for p in sets])
+            us, other = attend_us(query, sets, causal=True), gpu_us([functools.partial(dense, p.region.chunks[0]) for p in sets])
             more = {"dense_us": round(other, 1), "of_dense": round(other / us, 3)}
             attended("chunk", name, f"1x32768, {queries} queries", us, (1, 32, 8, 32768, 128), queries, **more)
         del sets, out
@@ -251,12 +257,12 @@ def measure(names: list[str], quick: bool, add: Callable[..., None]) -> None:
         measure_columns(add)
     for name in names:
         format = REGISTRY[name]
-        # A step of so many rows, the group that a growing cache encodes at a time, prompts.
+        # A step of so many rows, the group that a growing cache quantizes at a time, prompts.
         for batch, tokens in ((8, 32768), (1, 1), (8, 1), (32, 1), (1, 32), (1, 8192)):
             sets = [[planes(codec, batch, 8, max(tokens, 64), 128) for codec in format.codecs()] for _ in range(1 if tokens > 8192 else 4)]
             inputs = [(bf16(batch, 8, tokens, 128), bf16(batch, 8, tokens, 128)) for _ in sets]
             calls = [
-                functools.partial(encode_kv, [(format.key, x[0], p[0], {}), (format.value, x[1], p[1], {})], 0)
+                functools.partial(quantize_kv, [(format.key, x[0], p[0], {}), (format.value, x[1], p[1], {})], 0)
                 for x, p in zip(inputs, sets, strict=True)
             ]
             size = code_bytes(name, batch, 8, tokens, 128) + batch * 8 * tokens * 128 * 4
@@ -267,7 +273,7 @@ def measure(names: list[str], quick: bool, add: Callable[..., None]) -> None:
 
 
 def measure_columns(add: Callable[..., None]) -> None:
-    """Attention mass of a prompt beside its attention."""
+    """Accumulated attention of a prompt beside its attention."""
     shape = (1, 32, 8, 32768, 128)
     batch, query_heads, heads, tokens, dim = shape
     query, key, observed = bf16(batch, query_heads, tokens, dim), bf16(batch, heads, tokens, dim), torch.ones(batch, tokens, device="cuda")
@@ -275,15 +281,15 @@ def measure_columns(add: Callable[..., None]) -> None:
     base, backend = sdpa_us(*shape, queries=tokens, causal=True)
     cases = [("given lse", tokens, lse), ("without lse", tokens, None), ("last 32 queries", 32, None)]
     for case, queries, level in cases:
-        call = functools.partial(column_mass, query[:, :, -queries:], key, observed[:, -queries:], scaling=dim**-0.5, lse=level)
+        call = functools.partial(sum_attention, query[:, :, -queries:], key, observed[:, -queries:], scaling=dim**-0.5, lse=level)
         us = gpu_us([call], 5)
         size = 2 * dim * (query_heads * queries + heads * tokens)
         more = {"ratio": round(base / us, 3)} if queries == tokens else {}
-        add("column_mass", "bf16", f"{batch}x{tokens}, {case}", us, size, **more, sdpa_us=round(base, 1), sdpa=backend)
+        add("sum_attention", "bf16", f"{batch}x{tokens}, {case}", us, size, **more, sdpa_us=round(base, 1), sdpa=backend)
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):  # whichever is the best here
         us = gpu_us([lambda: prefill_with_lse(query, key, key, dim**-0.5)], 5)
     size, more = 2 * dim * tokens * 2 * (query_heads + heads), {"ratio": round(base / us, 3)}
-    add("column_mass", "bf16", f"{batch}x{tokens}, attention with lse", us, size, **more, sdpa_us=round(base, 1), sdpa=backend)
+    add("sum_attention", "bf16", f"{batch}x{tokens}, attention with lse", us, size, **more, sdpa_us=round(base, 1), sdpa=backend)
 
 
 def rows_of(path: Path) -> list[dict]:
@@ -332,9 +338,10 @@ def plot(path: Path) -> None:
         floors = [rows[format, "{}x{}".format(*CASES[0])]["floor"] for format in formats]
         axes.scatter(floors, range(len(formats)), marker="|", s=450, color="black", label="floor: as many times fewer bytes", zorder=3)
         axes.axvline(1, color="gray", linewidth=1, linestyle="--")
-        axes.set(title=f"Decode attention, times as fast as bf16 ({device})", yticks=range(len(formats)), yticklabels=formats)
+        axes.set_title(f"Decode attention on {device}: times as fast as bf16 (right is better)", fontsize=10)
+        axes.set(yticks=range(len(formats)), yticklabels=formats)
         axes.invert_yaxis()
-        axes.legend(loc="upper right")
+        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.06), ncols=3, fontsize=8)
     figure.tight_layout()
     figure.savefig(path.with_suffix(".png"), dpi=130)
     print(path.with_suffix(".png"))
@@ -364,7 +371,7 @@ def show(rows: list[dict]) -> None:
 
 
 @torch.no_grad()
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--formats", nargs="+", choices=list(REGISTRY), default=list(FORMATS), metavar="FORMAT")
     parser.add_argument("--check", action="store_true", help="compare with the reference first; a format that is wrong is not timed")
@@ -372,7 +379,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS, help="the rows; those of other devices and formats are kept")
     for mode in ("tune", "markdown", "plot"):
         parser.add_argument(f"--{mode}", action="store_true")
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     if args.markdown or args.plot:
         for mode in (markdown, plot):
             if getattr(args, mode.__name__):

@@ -114,7 +114,7 @@ def from_disk(make: Callable[[], PrefixStore], ids: Tensor, cache: CompressedCac
     row = {"store_and_write_ms": least(args.device, 1, lambda: writer.store(ids[:, :-1], cache)), "disk_bytes": writer.stats.disk_bytes}
     writer.trim(0)  # what is fetched now comes from the files
     row |= {"read_ms": timed(lambda: writer.fetch(ids)), "read_half_ms": timed(lambda: writer.fetch(ids[:, : args.tokens // 2 + 1]))}
-    row |= {"read_cold_ms": least(args.device, 1, lambda: writer.fetch(ids), before=lambda: forget(writer._shelf.directory))}
+    row |= {"read_cold_ms": least(args.device, 1, lambda: writer.fetch(ids), before=lambda: forget(writer._disk.directory))}
     found = make().fetch(ids)
     same = found.source == "disk" and torch.equal(writer.model(ids[:, -1:], past_key_values=found.cache).logits, last)
     writer.trim(0, 0)

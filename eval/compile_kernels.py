@@ -28,13 +28,13 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
 from qkvcache.formats import REGISTRY  # noqa: E402
+from qkvcache.formats.base import PackedLayout  # noqa: E402
 from qkvcache.formats.rotation import rotation_block  # noqa: E402
-from qkvcache.kernels import triton_column_mass, triton_decode, triton_encode, triton_retire, triton_step  # noqa: E402
-from qkvcache.kernels.fused import EXACT_TILE, MASS_TOKENS, launched  # noqa: E402
-from qkvcache.kernels.triton_attend import attend_kernel  # noqa: E402
+from qkvcache.kernels import triton_dequantize, triton_evict, triton_quantize, triton_step, triton_store_exact, triton_sum_attention  # noqa: E402
+from qkvcache.kernels.fused import EXACT_TILE, SUM_TOKENS, launched  # noqa: E402
+from qkvcache.kernels.triton_attend import attend_kernel, attend_pages_kernel  # noqa: E402
 from qkvcache.kernels.triton_join import reduce_kernel, rotate_kernel  # noqa: E402
-from qkvcache.kernels.triton_mass import mass_kernel  # noqa: E402
-from qkvcache.kernels.triton_unpack import Words, words  # noqa: E402
+from qkvcache.kernels.triton_sum_splits import sum_splits_kernel  # noqa: E402
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 TARGETS = {
@@ -45,7 +45,7 @@ TARGETS = {
 }
 GREATEST_STACK = 128
 RECORD_TYPES = dict.fromkeys(("r0", "r1", "r2"), "*fp32") | dict.fromkeys(("seen", "columns", "order", "where"), "*i64")
-RECORD_TYPES |= {"positions": "*i32", "shown": "*i1", "real": "*i1"}
+RECORD_TYPES |= {"positions": "*i32", "shown": "*i1", "is_valid": "*i1"}
 QUICK = (
     "identity",
     "int8",
@@ -62,7 +62,7 @@ VARIANTS: dict[str, dict[str, object]] = {
     "": {},
     "bool": {"MASK": "bool"},
     "float": {"MASK": "float", "SOFTCAP": True, "WINDOW": True, "CAUSAL": True},
-    "mass": {"MASS": 4},
+    "mass": {"ATTENTION_SUMS": 4},
     "store": {"MASK": "row", "COUNTED": 128},
 }
 
@@ -71,7 +71,7 @@ VARIANTS: dict[str, dict[str, object]] = {
 class Job:
     name: str
     kernel: triton.JITFunction
-    types: dict[str, str]
+    types: dict[str, str | tuple[str, ...]]
     constants: dict[str, object]
     target: str
     options: dict[str, object] = field(default_factory=dict)
@@ -85,11 +85,12 @@ class Job:
 
 
 def strides_aligned(name: str) -> bool:
-    return name.endswith(("stride_b", "stride_h", "stride_t", "q_stride_q")) and not name.startswith(("mask", "out"))
+    ends = ("stride_b", "stride_h", "stride_t", "q_stride_q", "strides", "query_b", "query_h", "query_q")
+    return name.endswith(ends) and not name.startswith(("mask", "out"))
 
 
 def attention(format: str, head_dim: int, target: str, variant: str = "", dtype: str = "bf16", rows: int = 1) -> Job:
-    key, value = (words(codec) for codec in REGISTRY[format].codecs())
+    key, value = (codec.packed_layout for codec in REGISTRY[format].codecs())
     assert key and value, format
     nvidia = TARGETS[target].backend == "cuda"
     launch = launched(key, value, head_dim, rows, nvidia)
@@ -97,7 +98,7 @@ def attention(format: str, head_dim: int, target: str, variant: str = "", dtype:
     types = dict.fromkeys(("query", "body_query", "first_k", "first_v", "recent_k", "recent_v"), f"*{dtype}")
     if key.rotated and key.group and head_dim & (head_dim - 1):
         types["body_query"] = "*fp32"  # rotated beforehand
-    types |= {"turning": "*fp16", "signs": "*fp32", "k_center": "*fp32", "table": "*i64", "mask": "*fp32" if variant == "float" else "*u8"}
+    types |= {"rotation": "*fp16", "signs": "*fp32", "k_center": "*fp32", "table": "*i64", "mask": "*fp32" if variant == "float" else "*u8"}
     types |= dict.fromkeys(("k_high", "v_high", "k_shifts", "v_shifts"), "*i16") | {"counts": "*i32"}
     types |= (
         dict.fromkeys(("part", "maxima", "sums", "tops"), "*fp32") | {"weights": "*bf16"} | dict.fromkeys(("scaling", "softcap"), "fp32")
@@ -110,7 +111,7 @@ def attention(format: str, head_dim: int, target: str, variant: str = "", dtype:
         "K_SHARED": False, "V_SHARED": False, "K_ONCE": 0, "V_ONCE": 0,
         "SOFTCAP": False, "MASK": "none", "WINDOW": False, "CAUSAL": False,
         "ARCH": TARGETS[target].arch if nvidia else 0, "EXACT": True, "TURN": rotation_block(head_dim) ** -0.5 if key.rotated else 1.0,
-        "MASS": 0, "COUNTED": 0,
+        "ATTENTION_SUMS": 0, "COUNTED": 0,
     }  # fmt: skip
     options: dict[str, object] = {"num_warps": launch.warps, "num_stages": launch.stages}
     if launch.registers and nvidia:
@@ -126,18 +127,31 @@ def attention(format: str, head_dim: int, target: str, variant: str = "", dtype:
     )
 
 
-def _not_rotated(how: Words) -> Words:
-    return dataclasses.replace(how, rotated=False)
+def attention_over_pages(format: str, head_dim: int, target: str, variant: str = "", rows: int = 1) -> Job:
+    job = attention(format, head_dim, target, variant, rows=rows)
+    types: dict[str, str | tuple[str, ...]] = {"region_query": job.types["body_query"], "exact": (job.types["query"],) * 4}
+    types |= {name: job.types[name] for name in ("query", "rotation", "signs", "mask", "part", "maxima", "sums", "weights", "tops")}
+    types |= {"table": "*i32", "lengths": "*i32", "rows": "*i32", "scaling": "fp32", "softcap": "fp32", "exact_strides": ("i32",) * 12}
+    for side in "kv":
+        codes, scales = (job.types[f"{side}_{plane}"] for plane in ("codes", "scales"))
+        types |= {f"{side}_planes": (codes, "*i16", scales, "*fp32", "*i16"), f"{side}_strides": ("i32",) * 8}
+    gone = ("K_SHARED", "V_SHARED", "COUNTED")
+    constants = {name: x for name, x in job.constants.items() if name not in gone} | {"PAGE": 64, "WIDE": False}
+    return Job(job.name.replace("attend", "pages"), attend_pages_kernel, types, constants, target, job.options, job.may_spill)
+
+
+def _not_rotated(how: PackedLayout) -> PackedLayout:
+    return dataclasses.replace(how, rotation=0)
 
 
 def joining(format: str, head_dim: int, target: str) -> Job:
-    value = words(REGISTRY[format].value)
+    value = REGISTRY[format].value.packed_layout
     assert value
     types = dict.fromkeys(("part", "maxima", "sums", "signs", "center", "lse"), "*fp32") | {"sinks": "*bf16", "out": "*bf16"}
     block = rotation_block(head_dim) if value.rotated else 1
     constants = {
         "V": value, "DV": head_dim, "C": triton.next_power_of_2(head_dim) if value.rotated else 32, "G": 4,
-        "R": 8 if TARGETS[target].backend == "cuda" else 16, "S": 32, "SINKS": True, "EXACT": True, "TURN": block**-0.5,
+        "R": 8 if TARGETS[target].backend == "cuda" else 16, "S": 32, "SINKS": True, "EXACT": True, "TURN": block**-0.5, "RAGGED": True,
         "STAGES": block.bit_length() - 1,
     }  # fmt: skip
     return Job(f"reduce {format} {head_dim}", reduce_kernel, types, constants, target, {"num_warps": 4 if value.rotated else 1})
@@ -149,18 +163,19 @@ def rotating(head_dim: int, target: str) -> Job:
 
 
 def summing(width: int, target: str) -> Job:
-    types = {"weights": "*bf16"} | dict.fromkeys(("tops", "lse", "observed", "mass"), "*fp32")
-    constants = {"G": 4, "R": 8, "WIDTH": width, "N": MASS_TOKENS, "ARCH": TARGETS[target].arch if TARGETS[target].backend == "cuda" else 0}
-    return Job(f"mass {width} rows", mass_kernel, types, constants, target, {"num_warps": 4})
+    types = {"weights": "*bf16", "rows": "*i32", "lengths": "*i32"} | dict.fromkeys(("tops", "lse", "observed", "attention_sums"), "*fp32")
+    constants = {"G": 4, "R": 8, "WIDTH": width, "N": SUM_TOKENS, "RAGGED": True}
+    constants["ARCH"] = TARGETS[target].arch if TARGETS[target].backend == "cuda" else 0
+    return Job(f"mass {width} rows", sum_splits_kernel, types, constants, target, {"num_warps": 4})
 
 
 def columns(head_dim: int, target: str, dtype: str = "bf16", options: bool = False) -> Iterator[Job]:
     arch = TARGETS[target].arch if TARGETS[target].backend == "cuda" else 0
     types = {"query": f"*{dtype}", "key": f"*{dtype}", "visible": "*u8", "sinks": "*bf16"}
-    types |= dict.fromkeys(("observed", "level", "mass"), "*fp32") | dict.fromkeys(("scale", "softcap"), "fp32")
+    types |= dict.fromkeys(("observed", "level", "attention_sums"), "*fp32") | dict.fromkeys(("scale", "softcap"), "fp32")
     constants = {"D": head_dim, "DP": triton.next_power_of_2(head_dim), "G": 4, "SOFTCAP": options, "VISIBLE": options, "ARCH": arch}
-    kernels = (("level", triton_column_mass.level_kernel, {"SINKS": options}), ("column", triton_column_mass.column_kernel, {}))
-    for (name, kernel, more), tile in zip(kernels, triton_column_mass.tiles(head_dim, arch), strict=True):
+    kernels = (("level", triton_sum_attention.level_kernel, {"SINKS": options}), ("column", triton_sum_attention.column_kernel, {}))
+    for (name, kernel, more), tile in zip(kernels, triton_sum_attention.tiles(head_dim, arch), strict=True):
         launch = {option: x for option, x in tile.items() if option.startswith("num")}
         sizes = {option: x for option, x in tile.items() if option not in launch}
         yield Job(f"{name} {head_dim}{' options' if options else ''}", kernel, types, constants | more | sizes, target, launch)
@@ -169,26 +184,25 @@ def columns(head_dim: int, target: str, dtype: str = "bf16", options: bool = Fal
 def _types_of(codec, dim: int, prefix: str, table: str) -> dict[str, str]:
     """Of the pointers of one side of the kernels that store and decode."""
     names = {"float32": "fp32", "float16": "fp16", "uint8": "u8", "int8": "i8", "float8_e4m3fn": "u8", "float8_e5m2": "u8"}
-    spec = triton_decode.describe(codec)
+    layout = codec.packed_layout
     held = {buffer.name: names[str(buffer.dtype)[6:]] if buffer.dtype else "bf16" for buffer in codec.buffers(dim)}
-    return {f"{prefix}{to}": f"*{held.get(name, 'bf16')}" for to, name in zip(("codes", "high", "scales"), spec.planes, strict=True)} | {
-        f"{prefix}table": table if spec.rotation else "*bf16",
-        f"{prefix}center": "*fp32" if spec.centered else "*bf16",
+    return {f"{prefix}{to}": f"*{held.get(name, 'bf16')}" for to, name in zip(("codes", "high", "scales"), layout.planes, strict=True)} | {
+        f"{prefix}table": table if layout.rotated else "*bf16",
+        f"{prefix}center": "*fp32" if layout.centered else "*bf16",
     }
 
 
 def storing(format: str, head_dim: int, tokens: int, target: str, heads: int = 8) -> Job:
     codecs = REGISTRY[format].codecs()
-    specs = [triton_encode.known(codec, _Like(head_dim)) for codec in codecs]
-    padded = triton_decode.padded(head_dim)
-    across, along, warps = triton_decode.tile(specs, heads, tokens, padded)
+    layouts = [triton_quantize.known(codec, _Like(head_dim)) for codec in codecs]
+    padded = triton_dequantize.padded(head_dim)
+    across, along, warps = triton_dequantize.tile(layouts, heads, tokens, padded)
     types, constants = {"kx": "*bf16", "vx": "*bf16"}, {"ACROSS": across, "ALONG": along}
-    for prefix, codec, spec in zip("kv", codecs, specs, strict=True):
+    for prefix, codec, layout in zip("kv", codecs, layouts, strict=True):
         types |= _types_of(codec, head_dim, prefix, "*bf16")
-        fields = ("KIND", "OPTION", "ROTATION", "SPAN", "CENTERED", "D", "P")
-        constants |= {prefix.upper() + f: x for f, x in zip(fields, (*spec.constants, head_dim, padded), strict=True)}
+        constants |= {prefix.upper() + f: x for f, x in zip("LDP", (layout, head_dim, padded), strict=True)}
     name = f"encode {format} {head_dim} {'block' if tokens > 1 else 'token'}"
-    return Job(name, triton_encode._encode_kernel, types, constants, target, {"num_warps": warps})
+    return Job(name, triton_quantize._encode_kernel, types, constants, target, {"num_warps": warps})
 
 
 def stepping(format: str, head_dim: int, target: str) -> Iterator[Job]:
@@ -199,34 +213,47 @@ def stepping(format: str, head_dim: int, target: str) -> Iterator[Job]:
     kernels = (
         ("step", triton_step._step_kernel, 8, units | {"GROWS": False}),
         ("grow", triton_step._step_kernel, 8, units | {"GROWS": True}),
-        ("retire", triton_retire._retire_kernel, 1, {"RECORDS": 3, "N": triton_retire.ORDERED}),
+        ("evict_token", triton_evict._evict_kernel, 1, {"RECORDS": 3, "N": triton_evict.ORDERED}),
     )
     for name, kernel, heads, more in kernels:
         stored = storing(format, head_dim, 1, target, heads)
         constants = stored.constants | more
-        if kernel is triton_retire._retire_kernel:
+        if kernel is triton_evict._evict_kernel:
             del constants["ACROSS"]  # a program has one head
         yield Job(f"{name} {format} {head_dim}", kernel, stored.types | types, constants, target, stored.options)
 
 
 def arriving(head_dim: int, heads: int, target: str) -> Job:
     types = RECORD_TYPES | dict.fromkeys(("kring", "kx", "vring", "vx"), "*bf16") | dict.fromkeys(("n0", "n1", "n2"), "*fp32")
-    padded = triton_decode.padded(head_dim)
+    padded = triton_dequantize.padded(head_dim)
     constants = {
         "KD": head_dim, "KP": padded, "VD": head_dim, "VP": padded, "R0": 1, "R1": 2, "R2": 2, "REAL": True, "ACROSS": heads,
     }  # fmt: skip
-    return Job(f"arrive {head_dim} {heads} heads", triton_retire._arrive_kernel, types, constants, target)
+    return Job(f"arrive {head_dim} {heads} heads", triton_evict._append_kernel, types, constants, target)
+
+
+def storing_exact(head_dim: int, target: str) -> Job:
+    types = dict.fromkeys(("kx", "ksinks", "kring", "vx", "vsinks", "vring"), "*bf16") | {"state": "*i32"}
+    padded = triton.next_power_of_2(head_dim)
+    constants = {"KD": head_dim, "KP": padded, "VD": head_dim, "VP": padded, "N": triton_store_exact.TILE}
+    return Job(f"store exact {head_dim}", triton_store_exact._store_exact_kernel, types, constants, target)
 
 
 def decoding(format: str, head_dim: int, target: str) -> Iterator[Job]:
     for codec in dict.fromkeys(REGISTRY[format].codecs()):
-        spec = triton_decode.known(codec, _Like(head_dim))
-        padded = triton_decode.padded(head_dim)
-        across, along, warps = triton_decode.tile([spec._replace(span="each")], 8, 512, padded)
-        fields = ("KIND", "OPTION", "ROTATION", "SPAN", "CENTERED", "D", "P", "ACROSS", "ALONG")
-        constants = dict(zip(fields, (*spec.constants, head_dim, padded, across, along), strict=True))
+        layout = triton_dequantize.known(codec, _Like(head_dim))
+        padded = triton_dequantize.padded(head_dim)
+        across, along, warps = triton_dequantize.tile([dataclasses.replace(layout, span="each")], 8, 512, padded)
+        constants = {"L": layout, "D": head_dim, "P": padded, "ACROSS": across, "ALONG": along}
         types = {"out": "*bf16", **_types_of(codec, head_dim, "", "*bf16")}
-        yield Job(f"decode {spec.kind} {head_dim}", triton_decode._decode_kernel, types, constants, target, {"num_warps": warps})
+        yield Job(
+            f"decode {layout.kind} {layout.scale} {head_dim}",
+            triton_dequantize._decode_kernel,
+            types,
+            constants,
+            target,
+            {"num_warps": warps},
+        )
 
 
 @dataclass(frozen=True)
@@ -249,8 +276,10 @@ def jobs(everything: bool) -> Iterator[Job]:
         few = not everything and target != "sm_90"
         for format in QUICK[-1:] if few else formats:
             yield attention(format, 128, target)
+            yield attention_over_pages(format, 128, target)
         yield from columns(128, target)
         yield arriving(128, 8, target)
+        yield storing_exact(128, target)
         if not few:
             sizes = [("int8", 256), ("int4", 96)]
             if everything:
@@ -266,13 +295,14 @@ def jobs(everything: bool) -> Iterator[Job]:
             yield joining("int4_vllm", 128, target)
             yield rotating(96, target)
             yield from (arriving(*sizes, target) for sizes in ((80, 32), (256, 16)))
+            yield storing_exact(80, target)
             yield summing(4, target)
             yield from columns(128, target, options=True)
             yield from columns(256, target)
         for format in formats:
             if not everything and (few or format not in ("int4", "hadaquant_k2v2", "turboquant_3bit_nc")):
                 continue
-            if all(triton_decode.supports(codec, 128) for codec in REGISTRY[format].codecs()):
+            if all(triton_dequantize.supports(codec, 128) for codec in REGISTRY[format].codecs()):
                 yield from (storing(format, 128, tokens, target) for tokens in ((1, 512) if everything else (512,)))
                 yield from stepping(format, 128, target)
                 yield from decoding(format, 128, target)
@@ -283,8 +313,10 @@ def compiled(job: Job):
     signature, attributes = {}, {}
     for i, name in enumerate(job.kernel.arg_names):
         signature[name] = "constexpr" if name in job.constants else job.types.get(name, "i32")
-        if signature[name].startswith("*") or strides_aligned(name) or name == "split_tokens":
-            attributes[(i,)] = [["tt.divisibility", 16]]
+        types = signature[name] if isinstance(signature[name], tuple) else (signature[name],)
+        for j, kind in enumerate(types):
+            if kind.startswith("*") or strides_aligned(name) or name in ("split_tokens", "least"):
+                attributes[(i, j) if isinstance(signature[name], tuple) else (i,)] = [["tt.divisibility", 16]]
     source = ASTSource(fn=job.kernel, signature=signature, constexprs=job.constants, attrs=attributes)
     return triton.compile(source, target=TARGETS[job.target], options=job.options)
 

@@ -1,7 +1,6 @@
 """Derives the constants of qkvcache/formats/codebooks.py.
 
-Lloyd-Max levels for N(0, 1), by fixed-point iteration on the exact density; the grid that they are stored on; and the levels of trellises,
-by the same iteration (each level the mean of what it is chosen for) on a sample, through the encoder that ships.
+Lloyd-Max levels for N(0, 1), by fixed-point iteration on the exact density, and the grid that they are stored on.
 
 python eval/derive_codebooks.py            prints them
 python eval/derive_codebooks.py --check    compares them with the shipped ones
@@ -12,11 +11,9 @@ from __future__ import annotations
 import argparse
 
 import numpy as np
-import torch
-from scipy.special import ndtr, ndtri
+from scipy.special import ndtr
 
-from qkvcache.formats.codebooks import GRID, LLOYD_MAX, TRELLIS
-from qkvcache.formats.trellis import DROPPED, FINE, search
+from qkvcache.formats.codebooks import GRID, LLOYD_MAX
 
 BITS = (2, 3, 4)
 MOST = {2: 128, 3: 128, 4: 64}
@@ -65,37 +62,6 @@ def grid(levels: np.ndarray, most: int) -> tuple[float, tuple[int, ...]]:
     return float(step), tuple(int(n) for n in nearest(step))
 
 
-TRELLIS_GRID = 64
-"""Steps of the grid on either side of zero: kernels read levels as bytes whose upper bit is 0."""
-
-
-def trellis(bits: int, sample: np.ndarray, rounds: int = 60) -> tuple[float, tuple[int, ...], float]:
-    """`(step, counts, distortion)` as in `codebooks.TRELLIS`, for a `sample` of N(0, 1) in blocks of 16."""
-    top, half = TRELLIS_GRID - 0.5, 2**bits
-    x = torch.from_numpy(sample).float()
-
-    def chosen(levels: np.ndarray, part: float) -> tuple[np.ndarray, np.ndarray]:
-        """Which positive level each channel gets, and the channel, mirrored where it gets a negative one."""
-        path, index = (side.numpy() for side in search(x, part, tuple(int(n) for n in np.rint(levels / part)), DROPPED[bits]))
-        code = 4 * index + 2 * (path ^ np.roll(path, -2, -1)) + np.roll(path, -1, -1)
-        return np.where(code < half, half - 1 - code, code - half), np.where(code < half, -sample, sample)
-
-    levels = 1.1 * ndtri(0.5 + (np.arange(half) + 0.5) / (2 * half))
-    for _ in range(rounds):
-        rank, mirrored = chosen(levels, levels[-1] / top / FINE)
-        mass = np.bincount(rank.ravel())
-        levels = np.bincount(rank.ravel(), mirrored.ravel()) / mass
-
-    def rounded(step: float) -> np.ndarray:
-        return np.clip(np.rint(levels / step - 0.5), 0, top - 0.5)
-
-    steps = levels[-1] / top * np.linspace(0.98, 1.1, 1201)
-    step = min(steps, key=lambda step: float((mass * ((rounded(step) + 0.5) * step - levels) ** 2).sum()))
-    counts = rounded(step)
-    rank, mirrored = chosen((counts + 0.5) * step, step / FINE)
-    return step, tuple(int(n) for n in counts), float(((mirrored - ((counts + 0.5) * step)[rank]) ** 2).mean())
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="compare with the shipped constants; exit status 1 if they differ")
@@ -112,13 +78,6 @@ def main() -> None:
         print(f"    {bits}: ({step:.7f}, {counts}),  # grid")
         if check and (counts != GRID[bits][1] or abs(step / GRID[bits][0] - 1) > 5e-3):
             raise SystemExit(f"the shipped {bits}-bit grid is {GRID[bits]}: replace it with the line above")
-
-    sample = np.random.default_rng(0).standard_normal((20_000, 16))
-    for bits in TRELLIS:
-        step, counts, error = trellis(bits, sample)
-        print(f"    {bits}: ({step:.6f}, {counts}),  # trellis, distortion {error:.5f}")
-        if check and (abs(step / TRELLIS[bits][0] - 1) > 1e-3 or np.abs(np.subtract(counts, TRELLIS[bits][1])).max() > 1):
-            raise SystemExit(f"the shipped {bits}-bit trellis is {TRELLIS[bits]}: replace it with the line above")
 
 
 if __name__ == "__main__":

@@ -33,9 +33,9 @@ from transformers import DynamicCache, PreTrainedConfig
 
 from qkvcache import CompressedCache
 from qkvcache.caches import CombinedCache, H2OCache, SinkCache
+from qkvcache.evaluation.quality import stream
 from qkvcache.evaluation.recall import CODE_WORD, NUMBER
 from qkvcache.evaluation.rows import read_rows, replace_rows
-from qkvcache.evaluation.stream import stream
 from qkvcache.evaluation.workload import CacheMaker, Workload
 from qkvcache.planning.recommend import LADDERS, Choice
 from qkvcache.policies import H2O, TOVA, KeyDiff, Knorm, LagKV, Policy, Random, SinkWindow, SnapKV
@@ -59,7 +59,7 @@ class Bench:
         args = self.args
         sizes = {name: getattr(args, name) for name in ("context", "passages", "read_on", "cases", "facts_in")}
         form = CODE_WORD if args.model == "demo" else NUMBER
-        return Workload.make(self.model, self.tokenizer, self.ids, **sizes, form=form, observes=(ALL, 1, 32))
+        return Workload.make(self.model, self.tokenizer, self.ids, **sizes, form=form, observation_window=(ALL, 1, 32))
 
     def measure(self, make: CacheMaker) -> dict:
         return self.workload.measure(make)

@@ -6,7 +6,7 @@
     python eval/formats.py --show | --markdown | --plot             tables | the png, from the rows
 
 quality   KL divergence and perplexity of every format, exact zones off and at their defaults.
-ablation  what each part of HadaQuant brings: rotated values, means, a trellis, an equalizer, bits for either side; where a mean comes from.
+ablation  what each part of HadaQuant brings: rotated values, means, an equalizer, bits for either side; where a mean comes from.
 recall    of 10 facts in the context, through real caches, zones off.
 
 The model reads 8 windows of 2,000 tokens (or others) exactly, and then 96 tokens more, each of which sees those before it as a cache would
@@ -26,7 +26,7 @@ import torch
 from arguments import add_model, at_least, described, in_time, load, name_of, refused
 from formats_tables import markdown, plot, show
 from torch import Tensor
-from transformers import DynamicCache
+from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -36,11 +36,10 @@ from qkvcache.evaluation.quality import Passages, RecallSet, compare, divergence
 from qkvcache.evaluation.recall import CODE_WORD, NUMBER
 from qkvcache.evaluation.rows import read_rows, replace_rows
 from qkvcache.evaluation.workload import share_error, standard_error
-from qkvcache.formats import NVFP4, REGISTRY, Codec, Codes, Format, Levels
+from qkvcache.formats import NVFP4, REGISTRY, Codec, Codes, Format, QuantizedValues
 from qkvcache.formats.base import Buffer
 from qkvcache.formats.centered import Centered
 from qkvcache.formats.rotated import LloydMax, Rotated
-from qkvcache.formats.trellis import Trellis
 
 RESULTS = Path(__file__).parent / "results" / "formats.jsonl"
 CASES = 10
@@ -51,9 +50,10 @@ VARIANTS = ("_token", "_tensor", "_frozen", "_asymmetric", "_group", "_e5m2")
 """How names end that differ from others in a scale or in the kind of a float alone."""
 QUALITY = [name for name in REGISTRY if not name.endswith(VARIANTS) and name != "identity"]
 RECALL = [
-    "turboquant_4bit_nc", "hadaquant_k4v4", "hadaquant_k4v4_trellis", "turboquant_3bit_nc", "hadaquant_k3v3", "hadaquant_k3v3_trellis",
+    "turboquant_4bit_nc", "hadaquant_k4v4", "turboquant_3bit_nc", "hadaquant_k3v3",
 ]  # fmt: skip
 Sides = tuple[Codec | None, Codec | None]
+Loaded = tuple[PreTrainedModel, PreTrainedTokenizerBase, list[int]]
 
 
 @dataclass(frozen=True)
@@ -68,28 +68,29 @@ class Trial(Codec):
     def buffers(self, head_dim: int) -> tuple[Buffer, ...]:
         return (*self.codec.buffers(head_dim), *(Buffer(name, torch.float32, head_dim, "scales", tokens="once") for name in ("mean", "s")))
 
-    def fit(self, x: Tensor, real: Tensor | None = None) -> Codes:
+    def calibrate(self, x: Tensor, is_valid: Tensor | None = None) -> Codes:
         part = x[:, :, self.tokens :] if self.tokens < 0 else x[:, :, : self.tokens or None]
         mean = part.mean(2, keepdim=True)
         spread = (x - mean).square().mean(2, keepdim=True).unflatten(-1, (2, -1)).mean(-2).sqrt().repeat(1, 1, 1, 2)
         s = spread.clamp_min(1e-6) ** self.power
         return {"mean": mean, "s": s / s.log().mean(-1, keepdim=True).exp()}
 
-    def encode(self, x: Tensor, once: Codes) -> Codes:
-        return self.codec.encode((x - once["mean"]) / once["s"], once)
+    def quantize(self, x: Tensor, statistics: Codes) -> Codes:
+        return self.codec.quantize((x - statistics["mean"]) / statistics["s"], statistics)
 
-    def unpack(self, codes: Codes, head_dim: int) -> Levels:
-        return Levels(self.codec.decode(codes, head_dim) * codes["s"] + codes["mean"])
+    def unpack(self, codes: Codes, head_dim: int) -> QuantizedValues:
+        return QuantizedValues(self.codec.dequantize(codes, head_dim) * codes["s"] + codes["mean"])
 
 
 class Bench:
     """A model that has read the windows; `codecs` of a layer and `zones` are what its attention reads the rest through."""
 
-    def __init__(self, args: argparse.Namespace):
+    def __init__(self, args: argparse.Namespace, loaded: Loaded | None = None):
+        """`loaded`: what `load(args)` returns."""
         self.row = described(args) | {"windows": args.windows, "context": args.context, "read_on": args.read_on}
         self.name, self.context = name_of(args.model), args.context
         self.form = CODE_WORD if args.model == "demo" else NUMBER
-        self.model, self.tokenizer, self.ids = load(args)
+        self.model, self.tokenizer, self.ids = loaded or load(args)
         apart, length = len(self.ids) // args.windows, args.context + args.read_on
         if length > apart:
             raise ValueError(f"{args.windows} windows of {length:,} tokens need a longer text than {len(self.ids):,} tokens")
@@ -98,8 +99,8 @@ class Bench:
         self.codecs: Callable[[int], Sides] = lambda layer: (None, None)
         self.zones = OFF
         self.encoded: dict[tuple[Codec, int, int], tuple[Codes, Tensor]] = {}
-        self.first = windows[:1, : args.context]
-        self.past = [(layer.keys, layer.values) for layer in prefill(self.model, windows[:, : args.context])[0].layers]
+        self.windows = windows[:, : args.context]
+        self.past = [(layer.keys, layer.values) for layer in prefill(self.model, self.windows)[0].layers]
         self.stock = self.model.config._attn_implementation
         ALL_ATTENTION_FUNCTIONS.register("study", self._attention)
         ALL_MASK_ATTENTION_FUNCTIONS.register("study", sdpa_mask)
@@ -121,11 +122,11 @@ class Bench:
         if (codec, layer, side) not in self.encoded:
             if sum(decoded.numel() for _, decoded in self.encoded.values()) > HELD:
                 self.encoded.clear()
-            once = codec.fit(past)
-            parts = [codec.decode(codec.encode(part, once) | once, dim) for part in past.split(500, dim=2)]
-            self.encoded[codec, layer, side] = once, torch.cat(parts, dim=2)
-        once, decoded = self.encoded[codec, layer, side]
-        return torch.cat([decoded, codec.decode(codec.encode(x[:, :, self.context :], once) | once, dim)], dim=2)
+            statistics = codec.calibrate(past)
+            parts = [codec.dequantize(codec.quantize(part, statistics) | statistics, dim) for part in past.split(500, dim=2)]
+            self.encoded[codec, layer, side] = statistics, torch.cat(parts, dim=2)
+        statistics, decoded = self.encoded[codec, layer, side]
+        return torch.cat([decoded, codec.dequantize(codec.quantize(x[:, :, self.context :], statistics) | statistics, dim)], dim=2)
 
     def _attention(self, module, query: Tensor, key: Tensor, value: Tensor, mask=None, scaling: float = 1.0, **_) -> tuple[Tensor, None]:
         queries, tokens = query.shape[2], key.shape[2]
@@ -135,10 +136,14 @@ class Bench:
         sides = [(x, self._through(codec, x, module.layer_idx, n)) for n, (codec, x) in
                  enumerate(zip(self.codecs(module.layer_idx), (key, value), strict=True))]  # fmt: skip
         grouped = query.unflatten(1, (key.shape[1], -1)) * scaling
-        scores = [grouped @ x[:, :, None].mT for x in sides[0]]
+        scores = self._scores(module.layer_idx, grouped, *sides[0])
         p = torch.where(exact, *scores).masked_fill(j > i, -1e30).softmax(-1)
         out = (p * exact) @ sides[1][0][:, :, None] + (p * ~exact) @ sides[1][1][:, :, None]
         return out.flatten(1, 2).transpose(1, 2).contiguous(), None
+
+    def _scores(self, layer: int, queries: Tensor, keys: Tensor, decoded: Tensor) -> tuple[Tensor, Tensor]:
+        """`[B, H, G, Q, T]` each, of queries `[B, H, G, Q, D]` with keys as they are and as they are handed back, `[B, H, T, D]`."""
+        return queries @ keys[:, :, None].mT, queries @ decoded[:, :, None].mT
 
     def measure(self, label: str, codecs: Sides | Callable[[int], Sides], zones: tuple[int, int] = OFF, size: int | None = None) -> dict:
         self.codecs, self.zones = codecs if callable(codecs) else lambda layer: codecs, zones
@@ -169,7 +174,7 @@ def quality(bench: Bench) -> Iterator[dict]:
 
 def ablation(bench: Bench) -> Iterator[dict]:
     seed, bare = REGISTRY["turboquant_4bit_nc_uncentered"], {bits: Rotated(LloydMax(bits)) for bits in (2, 3, 4)}
-    center, trellis = {bits: Centered.of(codec) for bits, codec in bare.items()}, Centered.of(Rotated(Trellis(4)))
+    center = {bits: Centered.of(codec) for bits, codec in bare.items()}
     last = len(bench.past) - 1
     steps: list[tuple[str, Sides]] = [
         ("4bit_nc", (seed.key, seed.value)),
@@ -177,7 +182,6 @@ def ablation(bench: Bench) -> Iterator[dict]:
         ("rotated values", (bare[4], bare[4])),
         ("rotated values, key mean", (center[4], bare[4])),
         ("rotated values, key and value mean", (center[4], center[4])),
-        ("and a trellis", (trellis, trellis)),
         ("and an equalizer of keys, spread ^ 1/2", (Trial(bare[4], power=0.5), center[4])),
         ("and an equalizer of keys, spread ^ 1/4", (Trial(bare[4], power=0.25), center[4])),
         ("key mean of the first 64 tokens", (Trial(bare[4], 64), center[4])),
@@ -213,7 +217,7 @@ def recalls(bench: Bench) -> Iterator[dict]:
     cases = {
         seen: RecallSet.make(bench.model, bench.tokenizer, bench.ids, bench.context, CASES, seen=seen, **options) for seen in (False, True)
     }
-    passages = Passages.read(bench.model, torch.cat([bench.first, bench.rest[:1]], dim=1), bench.context)
+    passages = Passages.read(bench.model, torch.cat([bench.windows[:1], bench.rest[:1]], dim=1), bench.context)
     for format in [None, *map(REGISTRY.get, RECALL)]:
 
         def factory(format=format):

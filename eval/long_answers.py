@@ -46,8 +46,8 @@ from qkvcache.formats import REGISTRY
 RESULTS = Path(__file__).parent / "results" / "long_answers.jsonl"
 KINDS = ("text", "count", "list", "recite")
 USUAL = (
-    "identity", "int8", "fp8", "turboquant_k8v4", "hadaquant_k4v4", "hadaquant_k4v4_trellis", "turboquant_4bit_nc", "int4", "nvfp4",
-    "hadaquant_k3v3_trellis", "turboquant_3bit_nc", "hadaquant_k2v2_trellis",
+    "identity", "int8", "fp8", "turboquant_k8v4", "hadaquant_k4v4", "turboquant_4bit_nc", "int4", "nvfp4",
+    "hadaquant_k3v3", "turboquant_3bit_nc", "hadaquant_k2v2",
 )  # fmt: skip
 EVICTED = "turboquant_4bit_nc"
 
@@ -125,12 +125,12 @@ def measure(args: argparse.Namespace) -> Iterator[dict]:
     ids = torch.tensor([each.ids for each in prompts], device=model.device)
     specs = [CacheSpec(cache=name) for name in args.formats]
     specs += [CacheSpec(cache=EVICTED, policy=name, budget=int(args.budget * args.context)) for name in args.policies]
-    observes = {policies.named(name).observes for name in args.policies} - {0}
-    prefilled, logits = prefill(model, ids, tuple(sorted(observes)))
+    observation_window = {policies.named(name).observation_window for name in args.policies} - {0}
+    prefilled, logits = prefill(model, ids, tuple(sorted(observation_window)))
     first = logits.argmax(-1, keepdim=True)
 
     def filled(spec: CacheSpec) -> Cache:
-        return refill(spec.make(model.config), prefilled, model, ids)
+        return refill(spec.make(model.config), prefilled, model, ids, tokenizer)
 
     dense = None
     with Progress(console=Console(stderr=True), transient=True) as progress:

@@ -38,7 +38,7 @@ RESULTS = Path(__file__).parent / "results" / "quality.jsonl"
 ZONES = {"4 + 64": {}, "none": {"num_sink_tokens": 0, "residual_length": 0}}
 EVICTED = ("turboquant_4bit_nc",)
 """What evicting caches store tokens in: what `recommend` takes most often. `eviction.py` looks at eviction alone."""
-VARIANTS = ("_token", "_tensor", "_frozen", "_asymmetric", "_group", "_four_over_six", "_trellis")
+VARIANTS = ("_token", "_tensor", "_frozen", "_asymmetric", "_group", "_four_over_six")
 """How names end that differ from others in a scale alone, or that take a CPU a minute to store."""
 
 
@@ -76,9 +76,11 @@ def measure(args: argparse.Namespace) -> Iterator[dict]:
     dims = head_dims(model.config)
     args.formats = [name for name in args.formats if not any(REGISTRY[name].refuses(dim) for dim in dims)]
     chosen = [policy_of(name, int(share * args.context)) for name in args.policies for share in args.budgets]
-    observes = tuple(sorted({policy.observes for policy in chosen if policy.observes}))
+    observation_window = tuple(sorted({policy.observation_window for policy in chosen if policy.observation_window}))
     sizes = {"context": args.context, "passages": args.passages, "read_on": args.read_on, "cases": args.cases}
-    workload = Workload.make(model, tokenizer, ids, **sizes, facts_in=args.facts_in, form=FORMS[args.facts], observes=observes)
+    workload = Workload.make(
+        model, tokenizer, ids, **sizes, facts_in=args.facts_in, form=FORMS[args.facts], observation_window=observation_window
+    )
     every = list(caches(model.config, args))
     with Progress(console=Console(stderr=True), transient=True) as progress:
         for row, make in in_time(progress.track(every, description="caches"), args.minutes, begin):

@@ -6,10 +6,10 @@ import csv as csv_files
 from pathlib import Path
 
 from error_bars import paired, percent, recalled, with_error
+from palette import family, format_color, policy_color
 from rich.table import Table
 
 from qkvcache.evaluation.workload import share_error
-from qkvcache.policies import REGISTRY as POLICIES
 
 
 def name_of(row: dict) -> str:
@@ -104,20 +104,14 @@ def csv(rows: list[dict], path: Path) -> None:
         writer.writerows(rows)
 
 
-FAMILIES = {
-    "trellis": "tab:orange", "hadaquant": "tab:red", "turboquant": "tab:blue", "nvfp4": "tab:green", "int": "tab:purple", "fp8": "tab:gray"
-}  # fmt: skip
-
-
 def series(row: dict) -> tuple[str, dict]:
     """What a point is called in the legend, and how it is drawn: formats by family, what evicts by policy."""
     if row["policy"]:
-        color = f"C{list(POLICIES).index(row['policy'])}"
-        return f"{row['policy']}, {row['format']}", {"color": color, "marker": "^" if row["format"] == "identity" else "s"}
-    family = next((name for name in FAMILIES if name in row["format"]), "identity")
-    drawn = {"color": FAMILIES.get(family, "black"), "marker": "o" if row["exact"] == "4 + 64" else "x"}
+        drawn = {"color": policy_color(row["policy"]), "marker": "^" if row["format"] == "identity" else "s"}
+        return f"{row['policy']}, {row['format']}", drawn
+    drawn = {"color": format_color(row["format"]), "marker": "o" if row["exact"] == "4 + 64" else "x"}
     center = not row["format"].endswith("_uncentered")
-    label = family + ("" if center else ", no mean of keys") + ("" if row["exact"] == "4 + 64" else ", alone")
+    label = family(row["format"]) + ("" if center else ", no mean of keys") + ("" if row["exact"] == "4 + 64" else ", alone")
     return label, drawn | {"fillstyle": "full" if center else "none"}
 
 
@@ -146,10 +140,10 @@ def plot(rows: list[dict], path: Path) -> None:
             left.annotate(label_of(row), (row["ratio"], row["kl"]), **at)
             last = row["ratio"]
     right.axhline(all_right(first) / facts, color="black", linestyle=":", linewidth=1, label="dense")
-    left.set(yscale="log", title="KL divergence of what is read on, nats: lower is closer")
-    right.set(ylim=(-0.03, 1.05), title=f"share of {facts} facts recalled, question unseen and seen")
+    left.set(yscale="log", title="KL divergence from the uncompressed run, nats (lower is better)")
+    right.set(ylim=(-0.03, 1.05), title=f"share of {facts} facts recalled (higher is better)")
     for axes in (left, right):
-        axes.set(xscale="log", xlabel="times smaller than a dense cache in 16 bit")
+        axes.set(xscale="log", xlabel="times smaller than DynamicCache in 16 bit (right is better)")
         axes.set_xlim(right=1.6 * max(row["ratio"] for row in points))  # room for names
         axes.xaxis.set_major_locator(ticker.FixedLocator([1, 2, 3, 4, 5, 6, 8, 12, 16, 24]))
         axes.xaxis.set_major_formatter("{x:g}")

@@ -1,0 +1,347 @@
+"""Many requests at once on one GPU: compressed pages in continuous batching beside transformers' own; rows in eval/results/batching.jsonl.
+
+    python eval/bench_batching.py [--minutes 15]          measure; the most telling cells first
+    python eval/bench_batching.py --quick                 8 and 128 users of stock, identity, 4 bits on 8 layers, in 90 seconds
+    python eval/bench_batching.py --markdown | --plot     the table | batching.png, from the rows; needs no GPU
+
+A Llama of the 8B shape with random bf16 weights serves N users in a closed loop: each sends a request, and the next when it is answered.
+Lengths of prompts and answers are lognormal within their limits, drawn once for all caches. A cell ends after `--rounds` answers a user
+or `--seconds`; requests that are still running then count for nothing but `tokens_s`.
+
+cache         stock: transformers' pages and sdpa, unchanged. Others: pages of that format in our kernels; identity isolates compression.
+requests_s    answered requests a second, from the first request on.
+tokens_s      tokens that the model read or wrote a second, those of unanswered requests too.
+ttft, tpot    seconds from a request to its first token, its wait in the queue included; between two tokens of one request.
+pool_tokens   tokens that the pool holds.
+preempted     answered requests whose pages were taken away meanwhile, and read again.
+
+`--pool-gib` gives every cache the same memory for pages and rings; without it, transformers sizes the pool by the memory that is free.
+`--quick` has the share of its layers in the pool of a card of 80 GB beside a whole model of eight billion parameters.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from arguments import at_least
+from generate_runs import LLAMA, TINY, gpu
+from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig, LlamaConfig
+
+from qkvcache import continuous_batching, plan
+from qkvcache.evaluation.rows import read_rows, replace_rows
+
+RESULTS = Path(__file__).parent / "results" / "batching.jsonl"
+STOCK, EXACT, FOUR = "stock", "identity", "turboquant_4bit_nc"
+CACHES = (EXACT, FOUR, STOCK, "int8")
+USERS = (128, 8, 512, 32)
+FEW = 8
+PAGE, WARM = 256, 4
+"""Tokens of a page, and requests that compile the kernels."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One cache under one load."""
+
+    cache: str
+    users: int
+    layers: int
+    prompts: tuple[int, int]
+    outputs: tuple[int, int]
+    pool_gib: float | None
+
+    def __str__(self) -> str:
+        pool = "" if self.pool_gib is None else f", a pool of {self.pool_gib:g} GiB"
+        lengths = f"prompts {self.prompts[0]} to {self.prompts[1]}, outputs {self.outputs[0]} to {self.outputs[1]}"
+        return f"{self.cache}, {self.users} users, {self.layers} layers, {lengths}{pool}"
+
+
+class Load:
+    """The requests of a cell: prompts and lengths of answers, the same for every cache."""
+
+    def __init__(self, cell: Cell, vocabulary: int):
+        self.generator = torch.Generator().manual_seed(cell.users)
+        self.cell, self.vocabulary = cell, vocabulary
+
+    def length(self, limits: tuple[int, int]) -> int:
+        """Lognormal around the geometric mean of the limits, which are two deviations away."""
+        low, high = (torch.tensor(float(limit)).log() for limit in limits)
+        drawn = (low + high) / 2 + (high - low) / 4 * torch.randn((), generator=self.generator)
+        return round(drawn.clamp(low, high).exp().item())
+
+    def prompt(self, tokens: int) -> list[int]:
+        return torch.randint(3, self.vocabulary, (tokens,), generator=self.generator).tolist()
+
+    def request(self) -> tuple[list[int], int]:
+        return self.prompt(self.length(self.cell.prompts)), self.length(self.cell.outputs)
+
+
+class Bench:
+    """The model, and what is measured on it."""
+
+    def __init__(self, device: str, layers: int, tiny: bool):
+        shape = (TINY if tiny else LLAMA) | {"num_hidden_layers": layers, "max_position_embeddings": 2**17}
+        config = LlamaConfig(**shape, bos_token_id=None, eos_token_id=None)
+        torch.manual_seed(0)
+        with torch.device(device):
+            self.model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa").eval()
+        self.config = config
+        self.weights = gpu("memory_allocated")
+
+    def pages(self, cache: str) -> AbstractContextManager:
+        if cache == STOCK:
+            return nullcontext()
+        return continuous_batching(self.model, format=cache)
+
+    def batching_config(self, cell: Cell) -> ContinuousBatchingConfig:
+        requests, blocks = max(cell.users, WARM), None
+        if cell.pool_gib is not None:
+            format = None if cell.cache == STOCK else cell.cache
+            memory = {"gpu_memory": 80e9, "weights_memory": 0}  # of which nothing but sizes are asked
+            sizes = plan(self.config, format=format, dtype=self.model.dtype, requests=[(1, PAGE, 1)], **memory).batching
+            blocks = max(int(cell.pool_gib * 2**30 - requests * sizes.bytes_per_ring) // sizes.bytes_per_page, 1)
+        return ContinuousBatchingConfig(
+            page_size=PAGE, num_blocks=blocks, max_batch_tokens=self.batch_tokens(cell), max_requests_per_batch=requests,
+            auto_switch_to_flash=False,
+        )  # fmt: skip
+
+    @staticmethod
+    def batch_tokens(cell: Cell) -> int:
+        return min(8192, cell.prompts[1])
+
+    def measure(self, cell: Cell, rounds: int, seconds: float) -> dict[str, Any]:
+        gpu("reset_peak_memory_stats")
+        greedy = GenerationConfig(do_sample=False, max_new_tokens=cell.outputs[1], eos_token_id=-1)
+        with self.pages(cell.cache):
+            manager = self.model.init_continuous_batching(generation_config=greedy, continuous_batching_config=self.batching_config(cell))
+            try:
+                begin = time.perf_counter()
+                manager.warmup()
+                manager.start()
+                self.warm(manager, cell)
+                warmup = time.perf_counter() - begin
+                found = serve(manager, Load(cell, self.config.vocab_size), rounds * cell.users, seconds)
+            finally:
+                manager.stop(block=True, timeout=60, hard_stop=True)
+                manager.destroy()
+        return found | {"warmup_s": warmup, "peak_bytes": gpu("max_memory_allocated") - self.weights}
+
+    def warm(self, manager: Any, cell: Cell) -> None:
+        """Compiles the kernels: of prompts, of chunks of a prompt, of both beside decoding, and of decoding alone."""
+        load = Load(replace(cell, users=0), self.config.vocab_size)
+        most = self.batch_tokens(cell)
+        lengths = [cell.prompts[0], most // 2, min(most + PAGE, cell.prompts[1]), cell.prompts[0]]
+        for tokens in lengths:
+            manager.add_request(load.prompt(tokens), max_new_tokens=8)
+        for _ in range(WARM):
+            answer(manager, time.perf_counter() + 120)
+
+
+def answer(manager: Any, until: float) -> Any:
+    """The next finished request; None if there is none until then.
+
+    Raises RuntimeError if the request failed, or if generation stopped.
+    """
+    while (left := until - time.perf_counter()) > 0:
+        result = manager.get_result(timeout=min(left, 1.0))
+        if result is not None and result.error is not None:
+            raise RuntimeError(result.error)
+        if result is not None:
+            return result
+        if not manager.is_running():
+            raise RuntimeError(f"generation stopped: {manager.background_thread_status.fatal_error}")
+    return None
+
+
+def serve(manager: Any, load: Load, requests: int, seconds: float) -> dict[str, Any]:
+    """A closed loop of `load.cell.users` until `requests` are answered or `seconds` have passed."""
+    sent: dict[str, float] = {}
+    ttft, tpot, preempted, answered, written, processed = [], [], 0, 0, 0, 0
+    ready = [load.request() for _ in range(min(requests, 3 * load.cell.users))][::-1]  # drawing lengths must not delay answers
+    begin = time.perf_counter()
+
+    def send() -> None:
+        prompt, tokens = ready.pop() if ready else load.request()
+        now = time.perf_counter()
+        sent[manager.add_request(prompt, max_new_tokens=tokens, record_timestamps=True)] = now
+
+    for _ in range(load.cell.users):
+        send()
+    while answered < requests and (result := answer(manager, begin + seconds)):
+        answered += 1
+        if len(sent) < requests:
+            send()
+        tokens, times = len(result.generated_tokens), result.timestamps
+        written, processed = written + tokens, processed + len(result.prompt_ids) + tokens
+        if len(times) < tokens:  # it was read again, and transformers forgot the times of tokens before that
+            preempted += 1
+            continue
+        ttft.append(times[0] - sent[result.request_id])
+        if tokens > 1:
+            tpot.append((times[-1] - times[0]) / (tokens - 1))
+    elapsed = time.perf_counter() - begin
+    processor = manager.batch_processor
+    processed += sum(state.current_len() for state in list(processor.scheduler.active_requests.values()))
+    allocators = processor.cache.cache_allocators.values()
+    return {
+        "requests_s": answered / elapsed, "tokens_s": processed / elapsed, "written_s": written / elapsed, "answered": answered,
+        "sent": len(sent), "seconds": elapsed, "preempted": preempted,
+        "ttft_median": median(ttft or [float("nan")]), "ttft_p95": quantile(ttft, 0.95),
+        "tpot_median": median(tpot or [float("nan")]), "tpot_p95": quantile(tpot, 0.95),
+        "pool_tokens": max(allocator.tokens_per_page * allocator.num_blocks for allocator in allocators),
+        "pool_bytes": processor.cache.cache_tensor.nbytes,
+    }  # fmt: skip
+
+
+def quantile(values: list[float], share: float) -> float:
+    return sorted(values)[min(int(share * len(values)), len(values) - 1)] if values else float("nan")
+
+
+def cells(args: argparse.Namespace) -> Iterator[Cell]:
+    """The most telling first. Stock with many users is the last: it attends to the tokens of all requests under one mask."""
+    found = [
+        Cell(cache, users, args.layers, tuple(args.prompts), tuple(args.outputs), args.pool_gib)
+        for users in args.users
+        for cache in args.caches
+    ]
+    yield from sorted(found, key=lambda cell: cell.cache == STOCK and cell.users > FEW)
+
+
+def measure(args: argparse.Namespace) -> None:
+    begin, longest = time.perf_counter(), 0.0
+    bench = Bench(args.device, args.layers, args.tiny)
+    device = torch.cuda.get_device_name() if args.device.startswith("cuda") else args.device
+    for cell in cells(args):
+        started = time.perf_counter()
+        if started - begin + longest > 60 * args.minutes:
+            print(f"no time left for {cell}", file=sys.stderr, flush=True)
+            continue
+        try:
+            row = bench.measure(cell, args.rounds, args.seconds)
+        except Exception as failure:  # whatever it is, the others are measured
+            row = {"failed": f"{type(failure).__name__}: {str(failure)[:300]}"}
+        same = {"device": device, "run": time.strftime("%Y-%m-%d %H:%M:%S"), "quick": args.quick}
+        replace_rows(args.out, f"batching: {cell}, {device}", [asdict(cell) | row | same])
+        short = {name: round(value, 3) if isinstance(value, float) else value for name, value in row.items()}
+        print(f"{time.perf_counter() - begin:4.0f} s  {cell}: {short}", file=sys.stderr, flush=True)
+        gc.collect()
+        gpu("empty_cache")
+        longest = max(longest, time.perf_counter() - started)
+
+
+def settings(rows: list[dict]) -> Iterator[tuple[str, list[dict]]]:
+    """Rows that may be compared, under a title."""
+    same = ("device", "layers", "prompts", "outputs", "pool_gib")
+    groups: dict[str, list[dict]] = {}
+    for row in rows:
+        groups.setdefault(str([row[name] for name in same]), []).append(row)
+    for group in groups.values():
+        first = group[0]
+        pool = "" if first["pool_gib"] is None else f", a pool of {first['pool_gib']:g} GiB"
+        prompts, outputs = (" to ".join(f"{limit:,}" for limit in first[name]) for name in ("prompts", "outputs"))
+        yield f"{first['device']}, {first['layers']} layers, prompts of {prompts} tokens, answers of {outputs}{pool}", group
+
+
+def markdown(rows: list[dict]) -> Iterator[str]:
+    """A table for each setting; times of requests/s are those of `identity` in the same run of users."""
+    for title, group in settings(rows):
+        yield f"\n{title}:\n"
+        yield "| users | cache | requests/s | x identity | tokens/s | TTFT s | TPOT ms | tokens in the pool | preempted |"
+        yield "|---:|---|---:|---:|---:|---:|---:|---:|---:|"
+        for row in sorted(group, key=lambda row: (row["users"], row["cache"] != STOCK, row["cache"] != EXACT, row["cache"])):
+            head = f"| {row['users']} | {row['cache']} |"
+            if "failed" in row:
+                yield f"{head} {row['failed'].split(':')[0]} | | | | | | |"
+                continue
+            exact = next((other for other in group if other["users"] == row["users"] and other["cache"] == EXACT), {})
+            times = f"{row['requests_s'] / exact['requests_s']:.2f}" if exact.get("requests_s") else "-"
+            answered = row["answered"] > 0
+            latency = f"{row['ttft_median']:.2f} | {1e3 * row['tpot_median']:.1f}" if answered else "- | -"
+            rate = f"{row['requests_s']:.2f} | {times}" if answered else "none answered | -"
+            yield f"{head} {rate} | {row['tokens_s']:,.0f} | {latency} | {row['pool_tokens']:,} | {row['preempted']} |"
+
+
+def plot(rows: list[dict], out: Path) -> None:
+    """Requests/s against users, a panel for each setting."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    import matplotlib.pyplot as plt
+
+    panels = list(settings([row for row in rows if "failed" not in row]))
+    figure, axes = plt.subplots(1, len(panels), figsize=(6 * len(panels), 4.2), squeeze=False, layout="constrained")
+    for axis, (title, group) in zip(axes[0], panels, strict=True):
+        for cache in dict.fromkeys(row["cache"] for row in group):
+            points = sorted((row["users"], row["requests_s"]) for row in group if row["cache"] == cache)
+            axis.plot(*zip(*points, strict=True), marker="o", label=cache)
+        axis.set(xscale="log", yscale="log", xlabel="users in a closed loop", ylabel="requests / s")
+        axis.set_title(title.replace(", prompts", ",\nprompts").replace(", a pool", ",\na pool"), fontsize=9)
+        users = sorted({row["users"] for row in group})
+        axis.set_xticks(users, map(str, users), minor=False)
+        axis.minorticks_off()
+        axis.grid(alpha=0.3)
+        axis.legend()
+    figure.savefig(out.with_suffix(".png"), dpi=120)
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="a few cells on 8 layers with short answers; options given beside it count")
+    parser.add_argument("--caches", nargs="+", metavar="NAME", help=f"stock, or formats; by default {' '.join(CACHES)}")
+    parser.add_argument("--users", nargs="+", type=at_least(1), metavar="N", help=f"by default {' '.join(map(str, USERS))}")
+    parser.add_argument("--layers", type=at_least(1), help="of the model; by default 32")
+    parser.add_argument("--prompts", nargs=2, type=at_least(1), metavar="TOKENS", help="shortest and longest; by default 256 32768")
+    parser.add_argument("--outputs", nargs=2, type=at_least(1), metavar="TOKENS", help="shortest and longest; by default 64 1024")
+    parser.add_argument("--pool-gib", type=float, help="the same pool for every cache")
+    parser.add_argument("--rounds", type=at_least(1), help="answers a user; by default 3")
+    parser.add_argument("--seconds", type=float, help="the longest that a cell is measured; by default 60")
+    parser.add_argument("--minutes", type=float, help="start nothing that, if it took as long as the longest so far, would end after this")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--tiny", action="store_true", help="a tiny model and short requests, to try the script")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="the rows; those of the same cell and device are replaced")
+    parser.add_argument("--markdown", action="store_true", help="the tables, from the rows")
+    parser.add_argument("--plot", action="store_true", help="the picture, from the rows")
+    args = parser.parse_args(argv)
+    for name, value in defaults(args).items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+    if not (args.markdown or args.plot):
+        if args.device == "cpu" and not args.tiny:
+            parser.error("measuring needs a GPU; --markdown, --plot and --tiny do not")
+        measure(args)
+    rows = [row for row in read_rows(args.out) if row["what"].startswith("batching")]
+    if args.plot:
+        plot(rows, args.out)
+    else:
+        print("\n".join(markdown(rows)))
+
+
+def defaults(args: argparse.Namespace) -> dict[str, Any]:
+    if args.tiny:
+        return {
+            "caches": [STOCK, EXACT, FOUR], "users": [3], "layers": 2, "prompts": [8, 400], "outputs": [2, 8], "rounds": 2, "seconds": 30.0,
+            "minutes": 2.0, "pool_gib": 0.002,
+        }  # fmt: skip
+    if args.quick:
+        return {
+            "caches": [EXACT, FOUR, STOCK], "users": [128, 8], "layers": 8, "prompts": [256, 16384], "outputs": [32, 256], "rounds": 2,
+            "seconds": 9.0, "minutes": 1.5, "pool_gib": 12.0,
+        }  # fmt: skip
+    return {
+        "caches": CACHES, "users": USERS, "layers": 32, "prompts": [256, 32768], "outputs": [64, 1024], "rounds": 3, "seconds": 60.0,
+        "minutes": 15.0,
+    }  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,35 @@
+"""Runs the notebooks of examples/ again and keeps their outputs, without what they print of this machine (warnings, progress bars).
+
+python eval/notebooks.py [NOTEBOOK ...]
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import nbformat
+from nbclient import NotebookClient
+
+EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+
+
+def tidy(notebook: nbformat.NotebookNode) -> None:
+    """Removes what was written to stderr, and when cells ran."""
+    for cell in notebook.cells:
+        cell.metadata.pop("execution", None)
+        if cell.cell_type == "code":
+            cell.outputs = [output for output in cell.outputs if output.get("name") != "stderr"]
+
+
+def main(names: list[str]) -> None:
+    for path in map(Path, names) if names else sorted(EXAMPLES.glob("*.ipynb")):
+        notebook = nbformat.read(path, as_version=4)
+        NotebookClient(notebook, timeout=600, resources={"metadata": {"path": str(EXAMPLES)}}).execute()
+        tidy(notebook)
+        nbformat.write(notebook, path)
+        print(path)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,231 @@
+"""The tables and the picture of README and of the site that draw on several studies, from the rows in eval/results; nothing is measured.
+
+python eval/summary.py caches | steps | room | prefix | zones | cpu     a table, as markdown
+python eval/summary.py picture [--out FILE]                             quality against memory on the real model
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from palette import family, format_color, policy_color
+
+RESULTS = Path(__file__).parent / "results"
+PICTURE = RESULTS / "overview.png"
+UNCENTERED = "_uncentered"
+CACHES = {
+    'QuantizedPerTokenCache(config, dtype="int8")': "int8",
+    "TurboQuantCache(config)": "turboquant_4bit_nc",
+    "HadaQuantCache(config)": "hadaquant_k4v4",
+    "HadaQuantCache(config, key_bits=3, value_bits=3)": "hadaquant_k3v3",
+}
+SNAPKV = 'CompressedCache(config, format="turboquant_4bit_nc", policy=policies.SnapKV(budget=0.5))'
+H100 = "NVIDIA H100 80GB HBM3"
+
+
+def rows(name: str) -> list[dict]:
+    path = RESULTS / f"{name}.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines() if line] if path.exists() else []
+
+
+def table(headers: Iterable[str], lines: Iterable[Iterable[str]]) -> str:
+    headers = list(headers)
+    return "\n".join(f"| {' | '.join(line)} |" for line in [headers, ["---"] * len(headers), *map(list, lines)])
+
+
+def number(value: float) -> str:
+    """.0038, .017, 1.2: two digits."""
+    return f"{value:.2g}" if value >= 1 else f"{value:.{5 if value < 0.0001 else 4 if value < 0.01 else 3}f}".lstrip("0") or "0"
+
+
+def quality(format: str | None, policy: str | None = None, budget: float | None = None) -> dict | None:
+    """The row of the real model."""
+    for row in rows("quality") if policy is None else rows("quality_policies"):
+        same = row["format"] == format and row["policy"] == policy and row.get("budget") == budget
+        if row["model"] == "smollm2" and same and row["exact"] in ("4 + 64", "all"):
+            return row
+    return None
+
+
+def facts(row: dict) -> int:
+    return sum(right for both in row["recall"].values() for right in both)
+
+
+def attention(format: str, case: str = "8x32768") -> dict | None:
+    """The newest row of the kernels for the format, which was measured with or without a mean of keys."""
+    found = [
+        row for row in rows("kernels")
+        if row["kind"] == "attend" and row["case"] == case and row["device"] == H100 and row["format"].removesuffix(UNCENTERED) == format
+    ]  # fmt: skip
+    return max(found, key=lambda row: row["date"], default=None)
+
+
+def step(cache: str, mode: str, case: tuple[int, int] = (8, 32_768), device: str = H100) -> dict | None:
+    found = [
+        row for row in rows("generate")
+        if row["section"] == "decode" and row["mode"] == mode and (row["batch"], row["context"]) == case and row["device"] == device
+        and row["cache"].removesuffix(UNCENTERED) == cache
+    ]  # fmt: skip
+    return max(found, key=lambda row: row["run"], default=None)
+
+
+def caches() -> str:
+    dense, base = quality(None), step("DynamicCache", "eager")
+    kept, kept_of = quality("turboquant_4bit_nc", "snapkv", 0.5), next(row for row in rows("quality_policies") if row["format"] is None)
+    if dense is None or base is None or kept is None:
+        raise ValueError("rows are missing")
+    lines = [["`DynamicCache` (transformers)", "1.0x", "0", "100 %", "1.0x", "1.0x"]]
+    for call, format in CACHES.items():
+        near, fast, whole = quality(format), attention(format), step(format, "compiled")
+        lines.append([
+            f"`{call}`", *(_quality(near, dense) if near else ("",) * 3), f"{fast['ratio']:.1f}x" if fast else "",
+            f"{base['ms'] / whole['ms']:.1f}x" if whole else "",
+        ])  # fmt: skip
+    lines.append([f"`{SNAPKV}`", *_quality(kept, kept_of), "", ""])
+    return table(["cache", "smaller", "KL", "facts", "attention", "a step"], lines)
+
+
+def _quality(row: dict, dense: dict) -> tuple[str, str, str]:
+    return f"{row['ratio']:.1f}x", number(row["kl"]), f"{100 * facts(row) / facts(dense):.0f} %"
+
+
+def steps() -> str:
+    shown = [("DynamicCache", "eager"), ("StaticCache", "compiled"), ("identity", "eager"), ("turboquant_4bit_nc", "eager")]
+    shown += [(name, "compiled") for name in ("identity", "int8", "fp8", "int4", "nvfp4", "turboquant_4bit_nc")]
+    places = [((8, 32_768), H100), ((8, 32_768), "NVIDIA H200"), ((1, 8192), "NVIDIA H200")]
+    lines = []
+    for cache, mode in shown:
+        cells = []
+        for case, device in places:
+            row, base = step(cache, mode, case, device), step("StaticCache", "compiled", case, device)
+            cells.append(f"{row['ms']:.1f} ({base['ms'] / row['ms']:.2f}x)" if row and base else "")
+        size = next((row for case, device in places[:2] if (row := step(cache, mode, case, device))), None)
+        how = {"eager": "" if "Cache" in cache else ", growing", "compiled": ", compiled"}[mode]
+        lines.append([f"`{cache}`{how}", *cells, f"{size['cache_bytes'] / 2**30:.1f}" if size else ""])
+    titles = [f"{batch} x {context:,}, {device.split()[1]}" for (batch, context), device in places]
+    return table(["cache", *titles, "GiB at 8 x 32,768"], lines)
+
+
+def room() -> str:
+    """What fits an H100 of 80 GB beside the weights of the 8B shape."""
+    found = {
+        (row["cache"].removesuffix(UNCENTERED), row["how"]): row["found"]
+        for row in rows("generate") if row["section"] == "largest" and row["device"] == H100
+    }  # fmt: skip
+    lines = []
+    for how, name in (("context", "longest context of one request, tokens"), ("batch", "requests of 32,768 tokens")):
+        dense, ours = found["DynamicCache", how], found["turboquant_4bit_nc", how]
+        lines.append([name, f"{dense:,}", f"{ours:,}", f"{ours / dense:.2f}x"])
+    return table(["", "`DynamicCache`", "`turboquant_4bit_nc`", ""], lines)
+
+
+def prefix() -> str:
+    lines = [
+        [
+            f"`{row['format']}`", f"{row['bytes'] / 1e6:,.0f}", f"{row['ratio']:.2f}x", f"{row['prefill_ms']:,.0f}",
+            f"{row['fetch_ms']:.0f}",
+            f"{row['fetch_half_ms']:.0f}", f"{row['read_ms']:.0f}", "yes" if row["same"] else "no",
+        ]
+        for row in rows("prefix")
+    ]  # fmt: skip
+    headers = ["format", "MB", "smaller", "computed, ms", "fetched, ms", "half of it, ms", "from disk, ms", "same logits, to the bit"]
+    return table(headers, lines)
+
+
+def zones() -> str:
+    found = rows("zones")
+    kinds = list(dict.fromkeys((row["num_sink_tokens"], row["residual_length"]) for row in found))
+    kl = {(row["format"], row["num_sink_tokens"], row["residual_length"]): row["kl"] for row in found}
+    names = dict.fromkeys(row["format"] for row in found)
+    lines = [[f"`{name}`", *(number(kl[name, *kind]) if (name, *kind) in kl else "" for kind in kinds)] for name in names]
+    return table(["first + last exact tokens", *(f"{first} + {last}" for first, last in kinds)], lines)
+
+
+def cpu() -> str:
+    found = {row["cache"].removesuffix(UNCENTERED): row for row in rows("cpu_decode")}  # the last of each
+    shown = [
+        "DynamicCache",
+        *(name for name in found if name.startswith("Quantized")),
+        "identity",
+        "int8",
+        "fp8",
+        "nvfp4",
+        "turboquant_4bit_nc",
+    ]
+    lines = [
+        [f"`{name}`", f"{row['ms_per_token']:.1f}", f"{row['of_dynamic']:.2f}", f"{row['of_quanto4']:.2f}"]
+        for name in shown if (row := found.get(name))
+    ]  # fmt: skip
+    return table(["cache", "ms a token", "times `DynamicCache`'s", "times quanto's, 4 bits"], lines)
+
+
+TABLES: dict[str, Callable[[], str]] = {"caches": caches, "steps": steps, "room": room, "prefix": prefix, "zones": zones, "cpu": cpu}
+
+
+BESIDE = {
+    "int8": (8, 0), "fp8": (8, 0), "turboquant_k8v4": (8, 0), "turboquant_4bit_nc": (-8, -8), "hadaquant_k4v4": (8, -7),
+    "nvfp4_mse": (-8, 0), "nvfp4": (-8, 0), "hadaquant_k4v3": (4, -9), "hadaquant_k3v3": (2, -12), "hadaquant_k3v2": (-8, 3),
+    "hadaquant_k2v2": (-8, 3),
+    "policy": (8, -4), "quanto_int4": (8, 0), "quanto_int2": (8, 0), "hqq_int4": (8, 0), "hqq_int2": (8, 0),
+}  # fmt: skip
+"""Where names stand, in points from theirs; what is not here has its color in the legend alone."""
+
+
+def points() -> list[dict]:
+    """Formats with their exact zones, policies with half and a quarter of the tokens, and peers where they have rows."""
+    found = [row for row in rows("quality") if row["model"] == "smollm2" and row["format"] and row["exact"] == "4 + 64"]
+    found = [row for row in found if not row["format"].endswith(UNCENTERED) and row["format"] != "identity"]
+    found += [
+        row for row in rows("quality_policies")
+        if row["policy"] in ("snapkv", "h2o") and row["format"] == "turboquant_4bit_nc" and row["budget"] in (0.5, 0.25)
+    ]  # fmt: skip
+    return found + [row for row in rows("peers") if "kl" in row]
+
+
+def picture(path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot, ticker
+
+    figure, axes = pyplot.subplots(figsize=(9, 4.6), layout="constrained")
+    for row in sorted(points(), key=lambda row: row["ratio"]):
+        policy = row["policy"]
+        kind = f"4 bits + {policy}" if policy else family(row["format"])
+        color = policy_color(policy) if policy else format_color(row["format"])
+        name = f"4 bits, {row['budget']:.0%} of the tokens" if policy == "snapkv" else "" if policy else row["format"]
+        marker = "X" if "peer" in row else "D" if policy else "o"
+        drawn = {"marker": marker, "color": color, "markersize": 6, "elinewidth": 0.8, "linestyle": "none"}
+        axes.errorbar(row["ratio"], row["kl"], row["kl_error"], label=kind, **drawn)
+        if at := BESIDE.get(row["format"] if not policy else "policy"):
+            side = {"ha": "right" if at[0] < 0 else "left", "va": "center", "fontsize": 8, "color": color}
+            axes.annotate(name, (row["ratio"], row["kl"]), at, textcoords="offset points", **side)
+    named = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
+    axes.legend(named.values(), named.keys(), loc="lower right", fontsize=8)
+    axes.set(xscale="log", yscale="log", xlim=(1.55, 22), xlabel="times smaller than DynamicCache in 16 bit  (right is better)")
+    axes.set_ylabel("KL divergence from the uncompressed model, nats\n(lower is better)")
+    axes.xaxis.set_major_locator(ticker.FixedLocator([2, 3, 4, 5, 6, 8, 10, 12]))
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.xaxis.set_minor_locator(ticker.NullLocator())
+    axes.grid(alpha=0.25)
+    axes.set_title("SmolLM2-135M-Instruct after 8,064 tokens: next-token divergence against memory", fontsize=10)
+    figure.savefig(path, dpi=110)
+    print(path)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=[*TABLES, "picture"])
+    parser.add_argument("--out", type=Path, default=PICTURE, help="of the picture")
+    args = parser.parse_args(arguments)
+    if args.what == "picture":
+        picture(args.out)
+    else:
+        print(TABLES[args.what]())
+
+
+if __name__ == "__main__":
+    main()
