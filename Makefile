@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo chat test test-processors test-oldest lint kernels format bench quality studies clean
+.PHONY: demo chat test test-processors test-oldest lint kernels format docs tables pictures notebooks package bench quality studies clean
 
 demo: $(VENV)/installed
 	$(BIN)/qkvcache demo
@@ -24,9 +24,10 @@ test-processors: $(VENV)/installed
 	MKL_ENABLE_INSTRUCTIONS=SSE4_2 ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 OMP_WAIT_POLICY=passive \
 	QKVCACHE_TEST_SEED=1 QKVCACHE_TEST_THREADS=2 $(BIN)/pytest -n auto -m "sums and not slow"
 
-# The promises that transformers makes us, on the oldest release that we support.
-test-oldest: $(VENV)-oldest/installed
+# The promises that transformers makes us, on the oldest release that we support, and on the oldest with continuous batching.
+test-oldest: $(VENV)-oldest/installed $(VENV)-batching/installed
 	$(VENV)-oldest/bin/pytest -n auto -m contract
+	$(VENV)-batching/bin/pytest -n auto -m contract tests/batching
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .
@@ -36,6 +37,43 @@ lint: $(VENV)/installed
 # Compiles the kernels for GPUs that are not here, and looks for spills.
 kernels: $(VENV)/installed
 	$(BIN)/python eval/compile_kernels.py --quick
+
+# The site, in build/site; `$(BIN)/mkdocs serve` shows it while it is written.
+docs: $(VENV)/installed
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+# The tables of README and of the site, from the rows; and the pictures.
+tables: $(VENV)/installed
+	$(BIN)/python eval/pages.py
+
+pictures: $(VENV)/installed
+	$(BIN)/python eval/summary.py picture
+	$(BIN)/python eval/quality.py --plot
+	$(BIN)/python eval/quality.py --model smollm2 --plot
+	$(BIN)/python eval/quality.py --model smollm2 --out eval/results/quality_policies.jsonl --plot
+	$(BIN)/python eval/long_answers.py --model smollm2 --plot
+	$(BIN)/python eval/eviction.py --plot
+	$(BIN)/python eval/formats.py --plot
+	$(BIN)/python eval/bench_kernels.py --plot
+	$(BIN)/python eval/bench_generate.py --plot
+	$(BIN)/python eval/bench_turns.py --plot
+	$(BIN)/python eval/bench_batching.py --plot
+	$(BIN)/python eval/calibrated.py --plot
+	$(BIN)/python eval/policies.py recall --model smollm2 --plot
+
+# The notebooks again, with their outputs.
+notebooks: $(VENV)/installed
+	$(BIN)/python eval/notebooks.py
+
+# A wheel, made from the sdist, and the demo from it in an empty environment and another directory.
+package: $(VENV)/installed
+	rm -rf dist build/lib build/empty
+	$(BIN)/python -m build --outdir dist
+	$(BIN)/twine check --strict dist/*
+	$(PYTHON) -m venv build/empty
+	build/empty/bin/pip install --quiet --constraint constraints.txt dist/*.whl
+	cd build/empty && bin/qkvcache demo --formats int8,turboquant_4bit_nc --dtype float32
+	rm -rf build/empty
 
 format: $(VENV)/installed
 	$(BIN)/ruff check --fix .
@@ -70,5 +108,10 @@ $(VENV)-oldest/installed: pyproject.toml constraints-oldest.txt
 	$(VENV)-oldest/bin/pip install --quiet --constraint constraints-oldest.txt --editable '.[dev]'
 	touch $@
 
+$(VENV)-batching/installed: pyproject.toml constraints-batching.txt
+	$(PYTHON) -m venv $(VENV)-batching
+	$(VENV)-batching/bin/pip install --quiet --constraint constraints-batching.txt --editable '.[dev]'
+	touch $@
+
 clean:
-	rm -rf $(VENV) $(VENV)-oldest build *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(VENV)-oldest $(VENV)-batching build *.egg-info .pytest_cache .mypy_cache .ruff_cache
