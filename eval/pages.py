@@ -13,7 +13,7 @@ command.
 from __future__ import annotations
 
 import argparse
-import importlib.util
+import importlib
 import io
 import re
 import shlex
@@ -52,18 +52,7 @@ def printed(command: str) -> str:
             result = CliRunner().invoke(app, options, env={"COLUMNS": "110", "TERM": "dumb", "NO_COLOR": "1"})
             lines = "\n".join(line.rstrip() for line in result.output.strip("\n").splitlines())
             return f"```text\n{lines}\n```\n"
-        script = ROOT / name
-        sys.path.insert(0, str(EVAL))
-        try:
-            spec = importlib.util.spec_from_file_location(f"{script.stem}_of_pages", script)
-            if spec is None or spec.loader is None:
-                raise ValueError(f"{name}: no script")
-            module = importlib.util.module_from_spec(spec)
-            sys.modules[spec.name] = module
-            spec.loader.exec_module(module)
-            module.main(options)
-        finally:
-            sys.path.remove(str(EVAL))
+        importlib.import_module(Path(name).stem).main(options)  # this folder is on the path
     return "\n" + out.getvalue().strip() + "\n\n"
 
 

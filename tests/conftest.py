@@ -15,7 +15,8 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton
 import transformers  # noqa: E402
 from hypothesis import core, settings  # noqa: E402
-from seeds import SEED  # noqa: E402
+
+from tests.seeds import SEED  # noqa: E402
 
 torch.compiler.set_stance("force_eager")
 torch.set_num_threads(int(os.environ.get("QKVCACHE_TEST_THREADS", "1")))  # the tensors are tiny

@@ -9,11 +9,11 @@ from collections.abc import Iterable
 import pytest
 import torch
 import transformers as hf
-from seeds import SEED
 from transformers.cache_utils import DynamicLayer
 
 from qkvcache import CompressedCache, HadaQuantCache, NVFP4Cache, QuantizedPerTokenCache, TurboQuantCache, policies
 from qkvcache.attention import install
+from tests.seeds import SEED
 
 FORMAT_ERRORS = {
     "identity": 0.0,

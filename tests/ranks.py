@@ -13,7 +13,7 @@ def start(script: Path, arguments: list, world: int) -> list[subprocess.Popen]:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     common = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "CUDA_VISIBLE_DEVICES": ""}
-    common |= {"PYTHONPATH": os.pathsep.join(filter(None, [*map(str, Path(__file__).parents[:2]), os.environ.get("PYTHONPATH")]))}
+    common |= {"PYTHONPATH": os.pathsep.join(filter(None, [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")]))}
     return [
         subprocess.Popen(
             [sys.executable, str(script), *map(str, arguments)],

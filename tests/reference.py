@@ -8,12 +8,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-from seeds import SEED
 from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
 from qkvcache.kernels import KeysOrValues
 from qkvcache.layers.compressed import CompressedLayer
+from tests.seeds import SEED
 
 ZONES = {"zones": {"num_sink_tokens": 2, "residual_length": 4}, "bare": {"num_sink_tokens": 0, "residual_length": 0}}
 NEW = 24

@@ -7,10 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from matrix import FORMATS, MODELS, model
-from reference import MODES, ZONES, assert_close, count_decoded_layers, decoded, forward, steps
-from seeds import SEED
-from tolerance import of_model
 from torch.nn.attention.flex_attention import BlockMask
 from transformers import DynamicCache, GenerationMixin
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
@@ -20,6 +16,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterf
 from qkvcache import CompressedCache, TurboQuantCache, attach
 from qkvcache.caches.evictable import OWN_ATTENTION
 from qkvcache.layers.compressed import CompressedLayer
+from tests.matrix import FORMATS, MODELS, model
+from tests.reference import MODES, ZONES, assert_close, count_decoded_layers, decoded, forward, steps
+from tests.seeds import SEED
+from tests.tolerance import of_model
 
 pytestmark = pytest.mark.contract
 

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from matrix import FORMATS, model
-from reference import ZONES, assert_close, count_decoded_layers, decoded, forward
-from seeds import SEED
 from transformers import DynamicCache
 
 from qkvcache import CompressedCache, warmup
 from qkvcache.formats import resolve
+from tests.matrix import FORMATS, model
+from tests.reference import ZONES, assert_close, count_decoded_layers, decoded, forward
+from tests.seeds import SEED
 
 pytestmark = pytest.mark.gpu
 

@@ -4,13 +4,13 @@ import copy
 
 import pytest
 import torch
-from formats.roundtrip import encode
-from matrix import FORMATS, KINDS, model
-from reference import MODES, ZONES, assert_close, forward
-from tolerance import of_model, rounding, same_decoded, same_vectors
 
 from qkvcache import CompressedCache
 from qkvcache.formats import REGISTRY
+from tests.formats.roundtrip import encode
+from tests.matrix import FORMATS, KINDS, model
+from tests.reference import MODES, ZONES, assert_close, forward
+from tests.tolerance import of_model, rounding, same_decoded, same_vectors
 
 pytestmark = pytest.mark.sums
 

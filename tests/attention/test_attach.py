@@ -6,10 +6,10 @@ import pickle
 
 import pytest
 import torch
-from matrix import model
 from transformers import DynamicCache, EncoderDecoderCache
 
 from qkvcache import CompressedCache, TurboQuantCache, attach, detach
+from tests.matrix import model
 
 IDS = {"llama": torch.arange(3, 23).view(2, 10), "t5": torch.arange(3, 23).view(2, 10)}
 

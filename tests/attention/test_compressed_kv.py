@@ -7,15 +7,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from reference import assert_close, count_decoded_layers
-from seeds import SEED
-from tolerance import rounding
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.models.llama.modeling_llama import eager_attention_forward
 
 from qkvcache.attention import CompressedKV
 from qkvcache.formats import REGISTRY
 from qkvcache.layers.compressed import CompressedLayer
+from tests.reference import assert_close, count_decoded_layers
+from tests.seeds import SEED
+from tests.tolerance import rounding
 
 B, H, T, D = 2, 3, 40, 32
 SLOW = "attention code calls .* on compressed keys or values"

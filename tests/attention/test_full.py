@@ -4,10 +4,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from reference import assert_close, count_decoded_layers
-from tolerance import rounding
 
 from qkvcache.attention.full import QUERY_BLOCK, full_attention
+from tests.reference import assert_close, count_decoded_layers
+from tests.tolerance import rounding
 
 MODULE = SimpleNamespace(is_causal=True)
 B, HQ, H, D, DV = 2, 4, 2, 16, 8

@@ -4,11 +4,11 @@ import itertools
 
 import pytest
 import torch
-from reference import assert_close
 from torch.nn.attention.flex_attention import create_block_mask
 
 from qkvcache.attention.masks import visible
 from qkvcache.kernels import AttentionInputs, Exact, KeysOrValues, attend
+from tests.reference import assert_close
 
 B, H, Q, T = 2, 3, 4, 12
 PADDING = (0, 5)

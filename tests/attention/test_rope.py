@@ -5,10 +5,10 @@ import importlib
 
 import pytest
 import torch
-from seeds import SEED
 from transformers import CONFIG_MAPPING, LlamaConfig
 
 from qkvcache.attention.rope import Rope
+from tests.seeds import SEED
 
 B, H, T = 2, 3, 5
 TINY = dict(hidden_size=64, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=2, intermediate_size=64, vocab_size=32)

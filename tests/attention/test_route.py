@@ -9,9 +9,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from matrix import model
-from reference import MODES, ZONES, assert_close, count_decoded_layers, forward, steps
-from tolerance import of_model, rounding
 from transformers import DynamicCache
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
@@ -22,6 +19,9 @@ from qkvcache.attention.route import MAX_QUERIES, NAME, route
 from qkvcache.formats import REGISTRY
 from qkvcache.kernels import attend
 from qkvcache.layers.compressed import CompressedLayer
+from tests.matrix import model
+from tests.reference import MODES, ZONES, assert_close, count_decoded_layers, forward, steps
+from tests.tolerance import of_model, rounding
 
 REGISTRIES = (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS)
 MODULE = SimpleNamespace(is_causal=True)

@@ -9,13 +9,13 @@ from contextlib import contextmanager
 import pytest
 import torch
 import transformers
-from matrix import MODELS, model
 from packaging.version import Version
-from seeds import SEED
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from qkvcache import CompressedCache
 from qkvcache.batching.context import OLDEST
+from tests.matrix import MODELS, model
+from tests.seeds import SEED
 
 if Version(transformers.__version__) < Version(OLDEST):
     pytest.skip(f"continuous batching needs transformers {OLDEST}", allow_module_level=True)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from matrix import FORMATS, slowly
 
 from qkvcache import continuous_batching
 from qkvcache.formats import REGISTRY
+from tests.matrix import FORMATS, slowly
 
 from .requests import LENGTHS, ZONES, answers, assert_same, llama, prompts, serving, single
 

@@ -6,11 +6,11 @@ import inspect
 
 import pytest
 import transformers
-from matrix import MODELS, UNSUPPORTED, model
 from packaging.version import Version
 
 from qkvcache import continuous_batching, formats
 from qkvcache.batching.context import OLDEST
+from tests.matrix import MODELS, UNSUPPORTED, model
 
 pytestmark = [pytest.mark.contract, pytest.mark.filterwarnings("ignore:continuous batching on compressed pages")]
 TOO_OLD = Version(transformers.__version__) < Version(OLDEST)

@@ -7,10 +7,10 @@ import time
 
 import pytest
 import torch
-from seeds import SEED
 from transformers import GenerationConfig
 
 from qkvcache import continuous_batching
+from tests.seeds import SEED
 
 from .requests import ZONES, answers, assert_same, collect, llama, pool, prompts, serving, single, tiniest
 

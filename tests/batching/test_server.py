@@ -211,7 +211,7 @@ def test_wrong_input_is_explained(arguments, says):
 
 
 def test_models_that_cannot_be_batched_are_refused_before_the_server_listens(tmp_path):
-    from matrix import MODELS
+    from tests.matrix import MODELS
 
     config = MODELS["gemma3"]()
     tokenizer = models.load("demo")[1]

@@ -3,10 +3,10 @@
 import sys
 
 import torch
-from seeds import SEED
 from transformers import AutoModelForCausalLM
 
 from qkvcache import CompressedCache
+from tests.seeds import SEED
 
 
 def main(checkpoint: str, output: str, plan: str | None) -> None:

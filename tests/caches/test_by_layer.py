@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from matrix import MODELS, by_layer, model
-from reference import ZONES, prompt, run
 from transformers import DynamicCache, LlamaConfig
 
 from qkvcache import CompressedCache, H2OCache, SinkCache, attach, policies
 from qkvcache.formats import REGISTRY, FormatByLayer
 from qkvcache.layers.compressed import CompressedLayer
+from tests.matrix import MODELS, by_layer, model
+from tests.reference import ZONES, prompt, run
 
 ZONE = ZONES["zones"]
 ODD = LlamaConfig(num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, hidden_size=400, head_dim=100)

@@ -5,13 +5,13 @@ import textwrap
 
 import pytest
 import torch
-from matrix import ATTENTION, UNSUPPORTED, model
-from reference import assert_close
-from tolerance import of_model
 from transformers import DynamicCache
 
 from qkvcache import CompressedCache, HadaQuantCache, demo, policies
 from qkvcache.formats import HadaQuant
+from tests.matrix import ATTENTION, UNSUPPORTED, model
+from tests.reference import assert_close
+from tests.tolerance import of_model
 
 KINDS = {
     "growing": lambda config, **options: HadaQuantCache(config, num_sink_tokens=0, residual_length=4, **options),

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from caches.test_static_compile import compiling, graphs, logits  # noqa: F401
-from matrix import model
-from reference import assert_close, prompt
 
 from qkvcache import CompressedCache, policies
+from tests.caches.test_static_compile import compiling, graphs, logits  # noqa: F401
+from tests.matrix import model
+from tests.reference import assert_close, prompt
 
 pytest.importorskip("triton")
 ZONES = {"num_sink_tokens": 2, "residual_length": 4}

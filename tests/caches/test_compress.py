@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from matrix import model
-from seeds import SEED
 from transformers import DynamicCache
 
 from qkvcache import CompressedCache, policies
+from tests.matrix import model
+from tests.seeds import SEED
 
 LENGTH, BUDGET = 37, 16
 

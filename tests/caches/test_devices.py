@@ -6,16 +6,16 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from matrix import CACHES, FORMATS, model
 from packaging.version import parse
-from ranks import finish, start
-from reference import ZONES, assert_close, count_decoded_layers
-from tolerance import of_model
 from torch import Tensor
 
 from qkvcache import CompressedCache, TurboQuantCache
 from qkvcache.formats import resolve
 from qkvcache.layers.compressed import CompressedLayer
+from tests.matrix import CACHES, FORMATS, model
+from tests.ranks import finish, start
+from tests.reference import ZONES, assert_close, count_decoded_layers
+from tests.tolerance import of_model
 
 ZONE = ZONES["zones"]
 

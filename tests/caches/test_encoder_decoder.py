@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from matrix import model
-from reference import ZONES, assert_close, count_decoded_layers, decoded
-from seeds import SEED
-from tolerance import of_model
 from transformers import DynamicCache, EncoderDecoderCache
 
 from qkvcache import CompressedCache, TurboQuantCache, attach, detach
+from tests.matrix import model
+from tests.reference import ZONES, assert_close, count_decoded_layers, decoded
+from tests.seeds import SEED
+from tests.tolerance import of_model
 
 NAMES = ["t5", "whisper"]
 ATTENTION = ["sdpa", "eager"]

@@ -4,10 +4,10 @@ import copy
 
 import pytest
 import torch
-from matrix import model
 from transformers import LlamaConfig
 
 from qkvcache import CompressedCache, HadaQuantCache, NVFP4Cache, QuantizedPerTokenCache, TurboQuantCache
+from tests.matrix import model
 
 CONFIG = LlamaConfig(num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, hidden_size=512, head_dim=128)
 ODD = LlamaConfig(num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, hidden_size=400, head_dim=100)

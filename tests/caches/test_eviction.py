@@ -5,15 +5,15 @@ import functools
 
 import pytest
 import torch
-from matrix import ATTENTION, CUT_FREE, POLICIES, UNSUPPORTED, model, slowly
-from reference import ZONES, assert_close, forward
-from seeds import SEED
-from tolerance import TURNED, of_model
 from transformers import DynamicCache
 
 from qkvcache import CompressedCache
 from qkvcache.policies import H2O, Budget, KeyDiff, Knorm, SlidingWindow, SnapKV
 from qkvcache.policies.base import LEAST
+from tests.matrix import ATTENTION, CUT_FREE, POLICIES, UNSUPPORTED, model, slowly
+from tests.reference import ZONES, assert_close, forward
+from tests.seeds import SEED
+from tests.tolerance import TURNED, of_model
 
 PADS = (0, 5, 14)
 CUTS = {"whole": (30, 1, 1, 3, 1, 1), "chunked": (4, 17, 9, 1, 1, 3, 1, 1)}  # a boundary in the padding

@@ -5,16 +5,16 @@ import random
 
 import pytest
 import torch
-from matrix import ATTENTION, POLICIES, model, slowly
-from reference import assert_close, forward
-from seeds import SEED
-from tolerance import TURNED, of_model
 from transformers import DynamicCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 from qkvcache import CombinedCache, CompressedCache, H2OCache, SinkCache, SlidingWindowCache
 from qkvcache.attention import install, installed, uninstall
 from qkvcache.policies import H2O, Knorm, SinkWindow
+from tests.matrix import ATTENTION, POLICIES, model, slowly
+from tests.reference import assert_close, forward
+from tests.seeds import SEED
+from tests.tolerance import TURNED, of_model
 
 FORMATS = [None, "int8", "turboquant_3bit_nc"]
 FEW = ["sink_window", "h2o", "snapkv", "keydiff"]  # the others run under -m slow

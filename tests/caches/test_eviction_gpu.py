@@ -5,14 +5,14 @@ import gc
 
 import pytest
 import torch
-from caches.test_static_gpu import agree, compiling, generate, text  # noqa: F401
-from matrix import POLICIES
-from reference import assert_close, forward
-from test_gpu import on_gpu, prompt
 from torch._dynamo.utils import counters
 from transformers import DynamicCache
 
 from qkvcache import CompressedCache, H2OCache
+from tests.caches.test_static_gpu import agree, compiling, generate, text  # noqa: F401
+from tests.matrix import POLICIES
+from tests.reference import assert_close, forward
+from tests.test_gpu import on_gpu, prompt
 
 pytestmark = pytest.mark.gpu
 BUDGET = 96

@@ -4,13 +4,13 @@ import copy
 
 import pytest
 import torch
-from matrix import CACHES, model, slowly
-from reference import NEW, ZONES, assert_close, decoded, prompt, run
-from seeds import SEED
-from tolerance import of_model
 from transformers import DynamicCache
 
 from qkvcache import CompressedCache, NVFP4Cache, TurboQuantCache, attach, detach
+from tests.matrix import CACHES, model, slowly
+from tests.reference import NEW, ZONES, assert_close, decoded, prompt, run
+from tests.seeds import SEED
+from tests.tolerance import of_model
 
 ZONE = ZONES["zones"]
 MODES = {

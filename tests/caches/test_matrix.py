@@ -1,12 +1,12 @@
 """Models x attention implementations x ways to feed a prompt: the exact format equals DynamicCache, every other one its codes decoded."""
 
 import pytest
-from matrix import ATTENTION, DENSE_BY_DESIGN, FORMATS, KINDS, MODELS, UNSUPPORTED, model, slowly
-from reference import MODES, ZONES, assert_close, count_decoded_layers, decoded, forward, steps
-from tolerance import of_model
 from transformers import DynamicCache
 
 from qkvcache import CompressedCache
+from tests.matrix import ATTENTION, DENSE_BY_DESIGN, FORMATS, KINDS, MODELS, UNSUPPORTED, model, slowly
+from tests.reference import MODES, ZONES, assert_close, count_decoded_layers, decoded, forward, steps
+from tests.tolerance import of_model
 
 ALL_OF_IT = "chunked_padded"  # the feed that asks for everything; the others tell what is wrong, should it fail
 LEGAL = [(name, attention) for name in MODELS for attention in ATTENTION if (name, attention) not in UNSUPPORTED]

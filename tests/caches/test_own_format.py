@@ -4,13 +4,13 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from matrix import model
-from reference import assert_close, prompt, run
 from torch import Tensor
 
 from qkvcache import CompressedCache, plan, policies
 from qkvcache.formats import Buffer, Codec, Codes, Format, PackedLayout, QuantizedValues
 from qkvcache.kernels import Pages, attend_pages, dequantize_pages, pages, quantizes
+from tests.matrix import model
+from tests.reference import assert_close, prompt, run
 
 
 @dataclass(frozen=True)

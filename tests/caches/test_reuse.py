@@ -4,9 +4,9 @@ import warnings
 
 import pytest
 import torch
-from matrix import POLICIES, model
 
 from qkvcache import CompressedCache
+from tests.matrix import POLICIES, model
 
 KINDS = {
     "growing": {"format": "int8", "residual_length": 8},

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from matrix import POLICIES, model
 
 from qkvcache import CompressedCache
+from tests.matrix import POLICIES, model
 
 KINDS = {
     "growing": {},

@@ -3,18 +3,18 @@
 import copy
 import functools
 
-import matrix
 import pytest
 import torch
-from matrix import FORMATS, UNSUPPORTED, model, slowly
-from reference import MODES, NEW, ZONES, Mode, assert_close, count_decoded_layers, forward, prompt, run, steps
-from seeds import SEED
-from tolerance import of_model
 from torch import Tensor
 from transformers import DynamicCache, EncoderDecoderCache
 
 from qkvcache import CompressedCache, NVFP4Cache, QuantizedPerTokenCache, TurboQuantCache, attach, policies
 from qkvcache.layers.compressed import CompressedLayer
+from tests import matrix
+from tests.matrix import FORMATS, UNSUPPORTED, model, slowly
+from tests.reference import MODES, NEW, ZONES, Mode, assert_close, count_decoded_layers, forward, prompt, run, steps
+from tests.seeds import SEED
+from tests.tolerance import of_model
 
 NAMES = ("llama", "qwen3", "gemma3", "gemma2", "gpt_oss", "phi3")
 LEGAL = [(name, attention) for name in NAMES for attention in ("sdpa", "eager") if (name, attention) not in UNSUPPORTED]

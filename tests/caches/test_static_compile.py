@@ -6,9 +6,6 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from matrix import model
-from reference import NEW, ZONES, assert_close, prompt, run
-from tolerance import TURNED, of_model, rounding
 from torch import Tensor
 from torch._dynamo.utils import counters
 from transformers import StaticCache
@@ -18,6 +15,9 @@ from qkvcache import CompressedCache
 from qkvcache.formats import REGISTRY
 from qkvcache.kernels import attend_on_codes
 from qkvcache.layers.compressed import CompressedLayer
+from tests.matrix import model
+from tests.reference import NEW, ZONES, assert_close, prompt, run
+from tests.tolerance import TURNED, of_model, rounding
 
 FOUR_BIT = "turboquant_4bit_nc"
 

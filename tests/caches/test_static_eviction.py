@@ -5,16 +5,16 @@ import dataclasses
 
 import pytest
 import torch
-from matrix import slowly
-from reference import assert_close
-from seeds import SEED
-from tolerance import of_model
 from torch._dynamo.backends.debugging import aot_eager
 from torch._dynamo.utils import counters
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.generation.configuration_utils import CompileConfig
 
 from qkvcache import CompressedCache, policies
+from tests.matrix import slowly
+from tests.reference import assert_close
+from tests.seeds import SEED
+from tests.tolerance import of_model
 
 POLICIES = {
     "h2o": policies.H2O(budget=32, num_sink_tokens=4, interval=1),

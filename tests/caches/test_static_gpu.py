@@ -5,8 +5,6 @@ import gc
 
 import pytest
 import torch
-from matrix import FORMATS
-from test_gpu import on_gpu, prompt
 from torch._dynamo.utils import counters
 from transformers import DynamicCache
 
@@ -16,6 +14,8 @@ from qkvcache.kernels import attend, attend_on_codes, counted, dispatch
 from qkvcache.kernels.segments import CONTROL, DROPPED
 from qkvcache.layers.compressed import CompressedLayer
 from qkvcache.storage import Storage
+from tests.matrix import FORMATS
+from tests.test_gpu import on_gpu, prompt
 
 tables, rotation_table = (
     pytest.importorskip("qkvcache.kernels.tables").tables,

@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from matrix import model
-from reference import assert_close
-from tolerance import of_model
 from transformers import DynamicCache
 
 from qkvcache import CompressedCache, policies
 from qkvcache.layers.static_sliding import StaticSlidingLayer
+from tests.matrix import model
+from tests.reference import assert_close
+from tests.tolerance import of_model
 
 IDS = torch.arange(3, 93).view(2, 45)
 

@@ -4,12 +4,12 @@ import copy
 
 import pytest
 import torch
-from matrix import KINDS, model
-from reference import ZONES, assert_close
-from test_gpu import on_gpu, prompt
 
 from qkvcache import CompressedCache, H2OCache
 from qkvcache.prefix import PrefixStore
+from tests.matrix import KINDS, model
+from tests.reference import ZONES, assert_close
+from tests.test_gpu import on_gpu, prompt
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
 OPTIONS = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": None, "return_dict_in_generate": True, "output_logits": True}

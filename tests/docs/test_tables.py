@@ -1,14 +1,10 @@
 """The tables of README and of the site say what the rows say. `make tables` writes them again."""
 
-import importlib.util
-from pathlib import Path
+import importlib
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-spec = importlib.util.spec_from_file_location("eval_pages", ROOT / "eval" / "pages.py")
-pages = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(pages)
+pages = importlib.import_module("pages")
 TABLES = [(page, match["command"], match["text"]) for page in pages.pages() for match in pages.tables(page.read_text())]
 
 

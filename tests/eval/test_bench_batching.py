@@ -1,29 +1,21 @@
 """The benchmark of continuous batching runs on a CPU, and its rows are shown and drawn."""
 
-import importlib.util
+import importlib
 import json
 import math
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 import transformers
 from packaging.version import Version
 
-EVAL = Path(__file__).parents[2] / "eval"
 if Version(transformers.__version__) < Version("5.19"):
     pytest.skip("transformers has no page allocators", allow_module_level=True)
 
 
 @pytest.fixture
-def bench(monkeypatch):
-    monkeypatch.syspath_prepend(str(EVAL))
-    spec = importlib.util.spec_from_file_location("bench_batching", EVAL / "bench_batching.py")
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, spec.name, module)
-    spec.loader.exec_module(module)
-    return module
+def bench():
+    return importlib.import_module("bench_batching")
 
 
 @pytest.mark.filterwarnings("ignore:continuous batching on compressed pages has no kernels")

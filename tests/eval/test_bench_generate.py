@@ -1,7 +1,6 @@
 """The benchmark of `generate` on a tiny model: every row is there, a run that resumes adds none, tables come from the rows."""
 
 import importlib
-from pathlib import Path
 
 import pytest
 
@@ -9,8 +8,7 @@ from qkvcache.evaluation.rows import read_rows
 
 
 @pytest.fixture
-def bench(monkeypatch):
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "eval"))
+def bench():
     return importlib.import_module("bench_generate")
 
 

@@ -2,13 +2,9 @@
 
 import importlib
 import json
-from pathlib import Path
-
-EVAL = Path(__file__).parents[2] / "eval"
 
 
-def test_a_row_for_each_policy(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(str(EVAL))
+def test_a_row_for_each_policy(tmp_path):
     bench_policies = importlib.import_module("bench_policies")
     out = tmp_path / "rows.jsonl"
     options = ["--quick", "--context", "64", "--steps", "2", "--layers", "1", "--out", str(out)]

@@ -1,23 +1,14 @@
 """The table of second turns is made of the rows; measuring says that it needs a GPU."""
 
-import importlib.util
-import sys
-from pathlib import Path
+import importlib
 
 import pytest
 import torch
 
-EVAL = Path(__file__).parents[2] / "eval"
-
 
 @pytest.fixture
-def bench(monkeypatch):
-    monkeypatch.syspath_prepend(str(EVAL))
-    spec = importlib.util.spec_from_file_location("bench_turns", EVAL / "bench_turns.py")
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, spec.name, module)
-    spec.loader.exec_module(module)
-    return module
+def bench():
+    return importlib.import_module("bench_turns")
 
 
 def test_the_table_shows_every_row(bench, capsys):

@@ -1,30 +1,22 @@
 """The study of formats reads all at once what a cache would hand back token by token."""
 
-import importlib.util
-import sys
+import importlib
 from argparse import Namespace
 from pathlib import Path
 
 import pytest
 import torch
-from reference import assert_close
-from tolerance import of_model
 
 from qkvcache import CompressedCache, demo
 from qkvcache.evaluation.rows import read_rows
 from qkvcache.formats import REGISTRY
-
-EVAL = Path(__file__).parents[2] / "eval"
+from tests.reference import assert_close
+from tests.tolerance import of_model
 
 
 @pytest.fixture
-def study(monkeypatch):
-    monkeypatch.syspath_prepend(str(EVAL))
-    spec = importlib.util.spec_from_file_location("formats_study", EVAL / "formats.py")  # tests have a package `formats`
-    made = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, spec.name, made)  # where dataclasses look
-    spec.loader.exec_module(made)
-    return made
+def study():
+    return importlib.import_module("formats")
 
 
 @pytest.mark.parametrize(("name", "zones"), [("hadaquant_k3v3", (0, 0)), ("turboquant_4bit_nc", (4, 16))])

@@ -2,7 +2,6 @@
 
 import importlib
 import random
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,8 +12,7 @@ from qkvcache.evaluation.rows import read_rows
 
 
 @pytest.fixture
-def study(monkeypatch):
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "eval"))
+def study():
     return importlib.import_module("long_answers")
 
 

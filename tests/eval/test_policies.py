@@ -4,7 +4,6 @@ import importlib
 import json
 import math
 import random
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,8 +14,7 @@ from qkvcache.evaluation.rows import read_rows
 
 
 @pytest.fixture
-def study(monkeypatch):
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "eval"))
+def study():
     return importlib.import_module("policies")
 
 

@@ -2,18 +2,14 @@
 
 import csv
 import importlib
-from pathlib import Path
 
 import pytest
 
 from qkvcache.evaluation.rows import read_rows
 
-EVAL = Path(__file__).parents[2] / "eval"
-
 
 @pytest.fixture
-def study(monkeypatch):
-    monkeypatch.syspath_prepend(str(EVAL))
+def study():
     return importlib.import_module("quality"), importlib.import_module("quality_pictures")
 
 
@@ -71,8 +67,7 @@ def test_nothing_is_measured_without_time_and_older_rows_stay(study, tmp_path):
     assert read_rows(file) == [{"what": "quality_demo"}]
 
 
-def test_digits_that_the_error_does_not_bear_are_left_out(monkeypatch):
-    monkeypatch.syspath_prepend(str(EVAL))
+def test_digits_that_the_error_does_not_bear_are_left_out():
     bars = importlib.import_module("error_bars")
     assert bars.with_error(0.0085234, 0.00041) == ".0085 ± .0004"
     assert bars.with_error(0.0085234, 0.00014) == ".00852 ± .00014"
@@ -118,8 +113,7 @@ def test_a_name_on_the_hub_is_left_to_the_hub(study, monkeypatch):
 
 
 @pytest.mark.parametrize(("arguments", "least"), [("--processes 0", 1), ("--cases 0", 1), ("--context 0", 200)])
-def test_devices_are_not_compared_on_nothing(monkeypatch, arguments, least, capsys):
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "eval"))
+def test_devices_are_not_compared_on_nothing(arguments, least, capsys):
     with pytest.raises(SystemExit) as stopped:
         importlib.import_module("several_gpus").main(arguments.split())
     assert stopped.value.code == 2 and f"argument {arguments.replace(' ', ': ')}: must be {least} or more" in capsys.readouterr().err
@@ -131,8 +125,7 @@ def test_the_front_is_what_nothing_beats(study):
     assert study[1].front(rows) == {0, 2, 4}
 
 
-def test_devices_are_compared_with_the_first(monkeypatch):
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "eval"))
+def test_devices_are_compared_with_the_first():
     several = importlib.import_module("several_gpus")
     one = {"cache": "int8", "choices": [-2.0, -0.5], "texts": [-100.0], "answers": ["a", "b"], "recall": 1.0, "devices": ["cpu"]}
     one |= {"bytes_per_token": 9.0, "ranks": 1, "seconds": 1.0}

@@ -1,8 +1,7 @@
 """The rows in eval/results are shown and drawn, those of older runs too."""
 
-import importlib.util
+import importlib
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
@@ -20,13 +19,9 @@ SHOWN = {
 
 
 @pytest.mark.parametrize("command", SHOWN)
-def test_rows_are_shown_and_drawn(command, monkeypatch, tmp_path, capsys):
-    monkeypatch.syspath_prepend(str(EVAL))
+def test_rows_are_shown_and_drawn(command, tmp_path, capsys):
     name, *options = command.split()
-    spec = importlib.util.spec_from_file_location(f"{name}_shown", EVAL / f"{name}.py")  # tests have a package `formats`
-    study = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, spec.name, study)
-    spec.loader.exec_module(study)
+    study = importlib.import_module(name)
     file = options.pop() if "--out" in options else f"{name}.jsonl"
     copy = shutil.copy(EVAL / "results" / file, tmp_path)
     said, show = SHOWN[command]

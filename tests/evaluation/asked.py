@@ -5,11 +5,11 @@ import random
 import torch
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
-from matrix import model
-from seeds import SEED
 
 from qkvcache import demo
 from qkvcache.evaluation.model import CacheLM
+from tests.matrix import model
+from tests.seeds import SEED
 
 TOKENIZER = demo.load()[1]
 SHORT = {"num_sink_tokens": 2, "residual_length": 4}

@@ -3,9 +3,9 @@
 import sys
 
 import torch
-from evaluation.asked import SHORT, score, token_requests
 
 from qkvcache.evaluation.model import CacheLM
+from tests.evaluation.asked import SHORT, score, token_requests
 
 
 def main(checkpoint: str, output: str) -> None:

@@ -5,7 +5,6 @@ import json
 
 import pytest
 import torch
-from matrix import MODELS, by_layer, model
 from transformers import DynamicCache
 from typer.testing import CliRunner
 
@@ -14,6 +13,7 @@ from qkvcache.cli import app
 from qkvcache.evaluation.calibrate import choose
 from qkvcache.evaluation.quality import Passages, divergence
 from qkvcache.formats import FormatByLayer, resolve
+from tests.matrix import MODELS, by_layer, model
 
 SMALL = {"context": 90, "windows": 2, "read_on": 20}
 IDS = torch.arange(400) * 37 % 97 + 3

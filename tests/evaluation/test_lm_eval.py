@@ -7,7 +7,6 @@ import sys
 
 import lm_eval
 import pytest
-from evaluation.asked import TOKENIZER
 from lm_eval.api.registry import get_model
 from lm_eval.config import evaluate_config
 from lm_eval.tasks import TaskManager
@@ -16,6 +15,7 @@ from qkvcache import demo
 from qkvcache.evaluation import __main__ as shim
 from qkvcache.evaluation.long_context import TASKS, cases
 from qkvcache.evaluation.model import CacheLM
+from tests.evaluation.asked import TOKENIZER
 
 SMALL = {"context_tokens": 300, "number": 3, "tokenizer": str(demo.MODEL_PATH)}
 

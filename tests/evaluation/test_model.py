@@ -5,15 +5,15 @@ from unittest import mock
 
 import pytest
 import torch
-from evaluation.asked import SHORT, TOKENIZER, cached, instances, plain, score, token_requests
 from lm_eval.api.model import CachingLM
 from lm_eval.models.huggingface import HFLM
-from matrix import FORMATS, model, slowly
 
 from qkvcache import demo
 from qkvcache.evaluation.model import CacheLM
 from qkvcache.evaluation.spec import CacheSpec
 from qkvcache.policies import REGISTRY
+from tests.evaluation.asked import SHORT, TOKENIZER, cached, instances, plain, score, token_requests
+from tests.matrix import FORMATS, model, slowly
 
 SCORINGS = ("cached", "deployed")
 PROMPTS = [("One two three four five six seven eight nine ten " * n + "go", {"until": ["."], "max_gen_toks": 6}) for n in (4, 2, 4, 1)]

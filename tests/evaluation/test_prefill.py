@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from matrix import model as tiny
 from transformers import DynamicCache, StaticCache
 
 from qkvcache import CompressedCache, demo
@@ -22,6 +21,7 @@ from qkvcache.policies import (
     TriAttention,
 )
 from qkvcache.policies.base import ALL
+from tests.matrix import model as tiny
 
 POLICIES = [
     H2O(budget=64), TOVA(budget=64), SnapKV(budget=64), KeyDiff(budget=64), LagKV(budget=64, lag=16, recent=16), Random(budget=64),

@@ -4,9 +4,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from evaluation.asked import SHORT, TOKENIZER, cached, score
-from matrix import model
-from ranks import finish, start
+
+from tests.evaluation.asked import SHORT, TOKENIZER, cached, score
+from tests.matrix import model
+from tests.ranks import finish, start
 
 
 def test_two_ranks_score_as_one(tmp_path):

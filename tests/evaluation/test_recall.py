@@ -4,9 +4,9 @@ import random
 import re
 
 import pytest
-from seeds import SEED
 
 from qkvcache.evaluation.recall import FORMS, KEYS, code_word, plant, recall_case, recall_cases
+from tests.seeds import SEED
 
 FILLER = "one two three four five six seven eight nine ten " * 40
 

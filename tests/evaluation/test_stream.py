@@ -1,12 +1,12 @@
 """Streams: the loss of every token, however the text is cut."""
 
 import torch
-from reference import assert_close
-from tolerance import of_model
 from transformers import DynamicCache
 
 from qkvcache import demo
 from qkvcache.evaluation.quality import stream
+from tests.reference import assert_close
+from tests.tolerance import of_model
 
 
 def test_chunks_do_not_change_the_loss():

@@ -5,11 +5,11 @@ import sys
 
 import pytest
 import transformers
-from examples.load import EXAMPLES, load
 from packaging.version import Version
-from ranks import finish, start
 
 from qkvcache import demo, models
+from tests.examples.load import EXAMPLES, load
+from tests.ranks import finish, start
 
 BATCHING = pytest.mark.skipif(Version(transformers.__version__) < Version("5.19"), reason="transformers has no page allocators")
 

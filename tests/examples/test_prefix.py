@@ -2,7 +2,7 @@
 
 import json
 
-from examples.load import EXAMPLES, load
+from tests.examples.load import EXAMPLES, load
 
 
 def test_a_chat_computes_each_token_once(capsys):

@@ -1,8 +1,7 @@
 """The streaming example, made small."""
 
-from examples.load import load
-
 from qkvcache.evaluation.rows import read_rows
+from tests.examples.load import load
 
 
 def test_memory_is_constant_and_perplexity_flat(tmp_path):

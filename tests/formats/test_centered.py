@@ -4,10 +4,10 @@ import dataclasses
 
 import pytest
 import torch
-from formats.roundtrip import error
 
 from qkvcache.formats import FP8, NVFP4, HadaQuant, Int4, Int8, TurboQuant
 from qkvcache.formats.centered import FEW, Centered
+from tests.formats.roundtrip import error
 
 CENTERED = [
     Int8(),

@@ -5,13 +5,13 @@ import itertools
 
 import pytest
 import torch
-from formats.roundtrip import encode, error, roundtrip
-from matrix import FORMAT_ERRORS, FORMATS, slowly
-from reference import assert_close
-from tolerance import rounding, same_decoded
 from torch import Tensor
 
 from qkvcache.formats import REGISTRY, Codec, Format, Int8, resolve
+from tests.formats.roundtrip import encode, error, roundtrip
+from tests.matrix import FORMAT_ERRORS, FORMATS, slowly
+from tests.reference import assert_close
+from tests.tolerance import rounding, same_decoded
 
 DIMS = [64, 80, 96, 112, 128, 192, 256]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

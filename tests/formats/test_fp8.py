@@ -2,10 +2,10 @@ import math
 
 import pytest
 import torch
-from formats.roundtrip import encode, error, roundtrip
 
 from qkvcache.formats import FP8
 from qkvcache.formats.fp8 import VALUES
+from tests.formats.roundtrip import encode, error, roundtrip
 
 TOP = {"e4m3": 448.0, "e5m2": 57344.0}
 DTYPES = ["e4m3", "e5m2"]

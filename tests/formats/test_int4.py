@@ -1,11 +1,11 @@
 import numpy as np
 import pytest
 import torch
-from formats.roundtrip import encode, error, roundtrip
 
 from qkvcache.formats import Int4
 from qkvcache.formats.packing import unpack4
 from qkvcache.formats.rotation import Hadamard, rotation_block
+from tests.formats.roundtrip import encode, error, roundtrip
 
 DIMS = [64, 80, 96, 112, 128, 192, 256]
 

@@ -1,11 +1,11 @@
 import numpy as np
 import pytest
 import torch
-from formats.roundtrip import encode, error, roundtrip
 
 from qkvcache.formats import Int8
 from qkvcache.formats.int8 import SymmetricInt8
 from qkvcache.formats.uniform import Uniform
+from tests.formats.roundtrip import encode, error, roundtrip
 
 
 def test_symmetric_codes_by_hand():

@@ -2,9 +2,9 @@ import math
 
 import pytest
 import torch
-from formats.roundtrip import encode, error, roundtrip
 
 from qkvcache.formats import NVFP4, REGISTRY
+from tests.formats.roundtrip import encode, error, roundtrip
 
 SEARCHES = ["amax", "four_over_six", "mse"]
 

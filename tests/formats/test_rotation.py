@@ -1,9 +1,9 @@
 import pytest
 import torch
-from tolerance import same_vectors
 
 from qkvcache.formats import rotation
 from qkvcache.formats.rotation import Hadamard
+from tests.tolerance import same_vectors
 
 DIMS = [64, 80, 96, 112, 128, 192, 256]
 CPU = torch.device("cpu")

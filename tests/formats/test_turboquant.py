@@ -2,7 +2,6 @@ import math
 
 import pytest
 import torch
-from formats.roundtrip import encode, error, roundtrip
 
 from qkvcache.formats import Int8, TurboQuant
 from qkvcache.formats.codebooks import LLOYD_MAX, grid_levels, midpoints
@@ -10,6 +9,7 @@ from qkvcache.formats.packing import rank, unpack3, unpack4
 from qkvcache.formats.rotated import LloydMax, Rotated
 from qkvcache.formats.rotation import Hadamard
 from qkvcache.formats.uniform import Uniform
+from tests.formats.roundtrip import encode, error, roundtrip
 
 
 @pytest.mark.parametrize(

@@ -4,13 +4,13 @@ import dataclasses
 
 import pytest
 import torch
-from matrix import FORMATS
-from reference import assert_close
-from tolerance import rounding
 from torch import Tensor
 
 from qkvcache.formats import REGISTRY, Codec
 from qkvcache.kernels import AttentionInputs, Exact, KeysOrValues, Packed, attend, pv, qk
+from tests.matrix import FORMATS
+from tests.reference import assert_close
+from tests.tolerance import rounding
 
 TOKENS = 40
 # Of the output; half a unit in its last place where that is more.

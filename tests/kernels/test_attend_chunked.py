@@ -2,15 +2,15 @@
 
 from dataclasses import replace
 
-import matrix
 import pytest
 import torch
-from kernels.attention_inputs import build
-from matrix import slowly
 
 from qkvcache.formats import REGISTRY
 from qkvcache.kernels import AttentionInputs, attend, triton_dequantize_region, triton_merge
 from qkvcache.kernels.attend_chunked import _blocks, _cut, attend_chunked, chunks, dequantize_blocks, merge, supports
+from tests import matrix
+from tests.kernels.attention_inputs import build
+from tests.matrix import slowly
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPE = torch.bfloat16 if torch.cuda.is_available() else torch.float32

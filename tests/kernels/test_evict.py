@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from matrix import slowly
 from torch import Tensor
 
 from qkvcache.formats import REGISTRY
 from qkvcache.kernels import StaticTensors, dispatch, number
 from qkvcache.kernels.evict import append_token, evict_token
+from tests.matrix import slowly
 
 triton = pytest.importorskip("triton")
 if not (torch.cuda.is_available() or triton.knobs.runtime.interpret):

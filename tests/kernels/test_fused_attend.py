@@ -9,13 +9,13 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from matrix import FORMATS, slowly
 from torch import Tensor
 
 from qkvcache.formats import REGISTRY, Codec, Format
 from qkvcache.formats.centered import Centered
 from qkvcache.kernels import AttentionInputs, attend, qk
 from qkvcache.kernels.attend import apply_mask
+from tests.matrix import FORMATS, slowly
 
 from .attention_inputs import build
 

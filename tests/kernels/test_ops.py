@@ -4,11 +4,11 @@ import copy
 
 import pytest
 import torch
-from seeds import SEED
 
 from qkvcache.formats import resolve
 from qkvcache.kernels import attend, attend_on_codes, observe_on_codes, on_triton
 from qkvcache.layers.compressed import CompressedLayer
+from tests.seeds import SEED
 
 triton = pytest.importorskip("triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

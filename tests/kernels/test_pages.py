@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from matrix import FORMATS, slowly
 from torch import Tensor
 
 from qkvcache.formats import REGISTRY
 from qkvcache.kernels import PagedInputs, append_tokens, attend_pages
 from qkvcache.kernels import pages as reference
+from tests.matrix import FORMATS, slowly
 
 from .paged_inputs import build, pool, row
 from .test_fused_attend import KINDS, guarded, tolerance

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from matrix import FORMATS, slowly
 from torch import Tensor
 
 from qkvcache.formats import REGISTRY
 from qkvcache.kernels import attend, counted, whole
 from qkvcache.kernels.segments import CONTROL, DROPPED, TICKET
 from qkvcache.storage import Storage
+from tests.matrix import FORMATS, slowly
 
 triton = pytest.importorskip("triton")
 if not (torch.cuda.is_available() or triton.knobs.runtime.interpret):

@@ -7,14 +7,14 @@ from functools import partial
 
 import pytest
 import torch
-from matrix import FORMATS
-from tolerance import rounding
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from qkvcache.formats import REGISTRY
 from qkvcache.kernels import attend, attend_observed, observe_on_codes, prefill_with_lse, whole
 from qkvcache.storage import Storage
+from tests.matrix import FORMATS
+from tests.tolerance import rounding
 
 from .attention_inputs import build
 

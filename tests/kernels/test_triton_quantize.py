@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from matrix import FORMATS, KINDS, slowly
 from torch import Tensor
 
 from qkvcache.formats import REGISTRY, Codec, Codes
+from tests.matrix import FORMATS, KINDS, slowly
 
 triton = pytest.importorskip("triton")
 if not (torch.cuda.is_available() or triton.knobs.runtime.interpret):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kernels.ptx import run
 from torch import Tensor
 
 from qkvcache.formats.codebooks import GRID, grid_levels
@@ -13,6 +12,7 @@ from qkvcache.formats.int4 import GroupInt4, HiddenZeroInt4
 from qkvcache.formats.nvfp4 import BlockFP4
 from qkvcache.formats.packing import pack3
 from qkvcache.formats.rotated import LloydMax, Rotated
+from tests.kernels.ptx import run
 
 triton = pytest.importorskip("triton")
 if not (torch.cuda.is_available() or triton.knobs.runtime.interpret):

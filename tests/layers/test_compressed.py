@@ -5,18 +5,18 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from matrix import FORMATS
-from tolerance import same_decoded
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from updates import BAD_UPDATES, DIM, HEADS, ROWS, VALUE_DIM, new
 
 from qkvcache.attention import CompressedKV
 from qkvcache.formats import REGISTRY
 from qkvcache.kernels import attend
 from qkvcache.layers.compressed import CompressedLayer
 from qkvcache.storage import chunks
+from tests.matrix import FORMATS
+from tests.tolerance import same_decoded
+from tests.updates import BAD_UPDATES, DIM, HEADS, ROWS, VALUE_DIM, new
 
 
 def filled(*sizes: int, format: str = "turboquant_4bit_nc", first: int = 2, recent: int = 8) -> CompressedLayer:

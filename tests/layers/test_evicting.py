@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from matrix import model
-from reference import assert_close, forward
-from tolerance import rounding
 
 from qkvcache import CompressedCache, SinkCache, policies
 from qkvcache.attention import observer
 from qkvcache.policies import H2O, TOVA, Custom, KeyDiff, SinkWindow
+from tests.matrix import model
+from tests.reference import assert_close, forward
+from tests.tolerance import rounding
 
 SHARES = [H2O(budget=0.3), H2O(budget=0.5, recent=1.0), KeyDiff(budget=0.2, interval=8, recent=2), KeyDiff(budget=0.2, recent=0.9)]
 

@@ -6,13 +6,8 @@ from dataclasses import dataclass, field
 import hypothesis.strategies as st
 import pytest
 import torch
-import updates
 from hypothesis import given, settings
-from matrix import FORMATS
-from reference import assert_close
-from tolerance import rounding, same_decoded
 from torch import Tensor
-from updates import DIM, HEADS, ROWS, VALUE_DIM, Pair, new
 
 from qkvcache.attention import CompressedKV
 from qkvcache.formats import FP8, REGISTRY
@@ -20,6 +15,11 @@ from qkvcache.kernels import attend, attend_on_buffers, attend_on_codes, counted
 from qkvcache.kernels.segments import DROPPED
 from qkvcache.layers.compressed import CompressedLayer
 from qkvcache.storage import Storage
+from tests import updates
+from tests.matrix import FORMATS
+from tests.reference import assert_close
+from tests.tolerance import rounding, same_decoded
+from tests.updates import DIM, HEADS, ROWS, VALUE_DIM, Pair, new
 
 FIRST, RECENT, LIMIT = 2, 6, 90
 ZONES = {"zones": (FIRST, RECENT), "bare": (0, 0), "no_first": (0, RECENT), "no_recent": (FIRST, 0)}

@@ -10,10 +10,10 @@ Its numbers come out of `plan` once its slips are known:
 
 import pytest
 import torch
-from planning.llama import LLAMA_70B
 
 from qkvcache import plan, policies
 from qkvcache.planning.model import weights_bytes
+from tests.planning.llama import LLAMA_70B
 
 TOKENS = 128_000
 FREE = 500e9

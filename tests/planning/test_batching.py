@@ -7,7 +7,6 @@ import re
 import pytest
 import torch
 import transformers
-from matrix import MODELS, model
 from packaging.version import Version
 from transformers import PretrainedConfig
 from typer.testing import CliRunner
@@ -16,6 +15,7 @@ from qkvcache import plan, recommend
 from qkvcache.cli import app
 from qkvcache.planning import plan_all
 from qkvcache.planning.batching import fitting
+from tests.matrix import MODELS, model
 
 if Version(transformers.__version__) < Version("5.19"):
     pytest.skip("transformers has no page allocators", allow_module_level=True)

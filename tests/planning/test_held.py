@@ -4,7 +4,6 @@ import functools
 
 import pytest
 import torch
-from matrix import FORMATS, KINDS, MODELS, POLICIES, STATIC, by_layer, model, slowly
 from transformers import StaticCache
 
 from qkvcache import CompressedCache, policies
@@ -12,6 +11,7 @@ from qkvcache.layers.evicting import EvictingLayer
 from qkvcache.planning import plan
 from qkvcache.planning.model import Shape, shapes
 from qkvcache.storage import growth
+from tests.matrix import FORMATS, KINDS, MODELS, POLICIES, STATIC, by_layer, model, slowly
 
 MODEL_NAMES = ("llama", "gemma3", "phi3", "qwen3")
 SHARES = {

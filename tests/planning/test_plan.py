@@ -5,11 +5,11 @@ import json
 import pytest
 import torch
 import transformers as hf
-from matrix import ENCODER_DECODERS, MODELS, model
 
 from qkvcache import formats, plan, policies
 from qkvcache.planning import plan_all
 from qkvcache.planning.model import weights_bytes
+from tests.matrix import ENCODER_DECODERS, MODELS, model
 
 LLAMA = MODELS["llama"]()
 TOKEN = 3 * 2 * 2 * 32 * 2

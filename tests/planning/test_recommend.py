@@ -6,14 +6,14 @@ from importlib import import_module
 import pytest
 import torch
 import transformers as hf
-from matrix import MODELS
-from planning.llama import LLAMA_70B
 
 import qkvcache
 from qkvcache import CompressedCache, plan, recommend
 from qkvcache.formats import REGISTRY
 from qkvcache.planning import engines
 from qkvcache.planning.plan import Plan
+from tests.matrix import MODELS
+from tests.planning.llama import LLAMA_70B
 
 module = import_module("qkvcache.planning.recommend")  # behind the function of the same name
 CHOICES = {choice.call: choice for ladder in module.LADDERS.values() for choice in (*(c.at(1000) for c in ladder), module.STREAM)}

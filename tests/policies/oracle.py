@@ -10,13 +10,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-from seeds import SEED
 from torch import Tensor
 
 from qkvcache.attention.rope import Rope
 from qkvcache.formats import resolve
 from qkvcache.layers.evicting import EvictingLayer
 from qkvcache.policies import Policy, Tokens
+from tests.seeds import SEED
 
 HEADS, GROUPS, DIM, HIDDEN = 2, 2, 32, 48
 ROPE = Rope(1000.0 ** -(torch.arange(DIM // 2) / (DIM // 2)), interleaved=False)

@@ -7,7 +7,6 @@ import re
 import pytest
 import torch
 import transformers as hf
-from matrix import model
 
 from qkvcache import CombinedCache, CompressedCache, H2OCache, SinkCache, SlidingWindowCache
 from qkvcache.policies import (
@@ -31,6 +30,7 @@ from qkvcache.policies import (
     pyramid,
     resolve,
 )
+from tests.matrix import model
 
 WRONG = [
     *[(kind, {"budget": 0}, ValueError, "budget=0") for kind in (H2O, TOVA, SnapKV, KeyDiff, LagKV, Knorm, Random)],

@@ -3,14 +3,14 @@
 import pytest
 import torch
 import transformers as hf
-from matrix import ATTENTION, model, slowly
-from reference import assert_close, forward
-from seeds import SEED
-from tolerance import of_model, rounding
 from transformers import DynamicCache
 
 from qkvcache import CompressedCache
 from qkvcache.policies import H2O, TOVA, Custom, SnapKV
+from tests.matrix import ATTENTION, model, slowly
+from tests.reference import assert_close, forward
+from tests.seeds import SEED
+from tests.tolerance import of_model, rounding
 
 PADS = (0, 5, 9)
 SIZES = (4, 17, 10, 1, 3, 1)  # a boundary within the padding, chunks above and below what attends on codes

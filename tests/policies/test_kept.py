@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from matrix import CUT_FREE, FORMATS, POLICIES, slowly
-from policies.oracle import Text, columns, drive, kept
-from tolerance import rounding, same_decoded
 
 from qkvcache.policies import H2O, Custom, Knorm, Random, SinkWindow, SnapKV
+from tests.matrix import CUT_FREE, FORMATS, POLICIES, slowly
+from tests.policies.oracle import Text, columns, drive, kept
+from tests.tolerance import rounding, same_decoded
 
 TEXTS = {
     "even": Text((0,) * 5, (20, 1, 1, 3, *[1] * 12)),

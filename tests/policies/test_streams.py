@@ -3,11 +3,11 @@
 import pytest
 import torch
 import transformers as hf
-from reference import assert_close, forward
-from seeds import SEED
-from tolerance import of_angles, of_model
 
 from qkvcache import SinkCache
+from tests.reference import assert_close, forward
+from tests.seeds import SEED
+from tests.tolerance import of_angles, of_model
 
 
 def say(cache, ids, network):

@@ -5,13 +5,13 @@ from __future__ import annotations
 import functools
 
 import torch
-from seeds import SEED
-from tolerance import same_decoded
 from torch import Tensor
 from transformers import Cache, LlamaConfig, LlamaForCausalLM
 
 from qkvcache.formats import REGISTRY
 from qkvcache.layers.compressed import CompressedLayer
+from tests.seeds import SEED
+from tests.tolerance import same_decoded
 
 LAYERS, HEADS, DIM, WORDS = 2, 2, 32, 100
 IDENTITY = REGISTRY["identity"].codecs()

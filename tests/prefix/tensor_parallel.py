@@ -5,10 +5,10 @@ import sys
 from pathlib import Path
 
 import torch
-from seeds import SEED
 from transformers import AutoModelForCausalLM
 
 from qkvcache import PrefixStore
+from tests.seeds import SEED
 
 
 def main(checkpoint: str, folder: str) -> None:

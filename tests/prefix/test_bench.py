@@ -1,18 +1,14 @@
 """The benchmark script, on a model as small as can be."""
 
-import importlib.util
-from pathlib import Path
+import importlib
 
 from qkvcache.evaluation.rows import read_rows
 
-PATH = Path(__file__).parents[2] / "eval" / "bench_prefix.py"
 TINY = "--layers 2 --hidden 64 --intermediate 96 --heads 4 --kv-heads 2 --head-dim 32 --vocabulary 100 --dtype float32 --device cpu"
 
 
 def test_the_script_measures_and_checks(tmp_path):
-    spec = importlib.util.spec_from_file_location("bench_prefix", PATH)
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
+    script = importlib.import_module("bench_prefix")
     rows = script.main(f"{TINY} --tokens 400 --repeats 1 --rows {tmp_path / 'rows.jsonl'} --directory {tmp_path}".split())
     assert [row["format"] for row in rows] == ["int8", "turboquant_4bit_nc"]
     for row in rows:

@@ -5,13 +5,13 @@ import platform
 
 import pytest
 import torch
-from prefix.made import fill, model, random_ids
 from typer.testing import CliRunner
 
 from qkvcache import CompressedCache, PrefixStore
 from qkvcache.cli import app
 from qkvcache.policies import Custom, Knorm
 from qkvcache.prefix.entry import CacheTemplate, in_short
+from tests.prefix.made import fill, model, random_ids
 
 
 def run(*arguments):
@@ -108,7 +108,7 @@ def test_wrong_input_is_explained(arguments, says):
 
 
 def test_bench_refuses_what_it_cannot_make(tmp_path):
-    from matrix import MODELS
+    from tests.matrix import MODELS
 
     MODELS["qwen3_next"]().save_pretrained(tmp_path)
     result = run("bench", "--model", tmp_path, "--contexts", "300")

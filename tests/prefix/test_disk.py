@@ -12,12 +12,12 @@ import warnings
 
 import pytest
 import torch
-from prefix.made import fill, held, model, random_ids, same
 from safetensors.torch import load_file, save_file
-from seeds import SEED
 
 from qkvcache import CompressedCache, PrefixStore
 from qkvcache.prefix import disk
+from tests.prefix.made import fill, held, model, random_ids, same
+from tests.seeds import SEED
 
 ZONES = {"num_sink_tokens": 2, "residual_length": 8}
 FORK = multiprocessing.get_context("fork")

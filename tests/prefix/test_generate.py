@@ -4,16 +4,16 @@ import copy
 
 import pytest
 import torch
-from matrix import MODELS, POLICIES, UNSUPPORTED, model, slowly
-from prefix.made import held
-from reference import assert_close
-from seeds import SEED
-from tolerance import of_model
 from transformers import DynamicCache
 
 from qkvcache import CompressedCache, PrefixStore, policies
 from qkvcache.layers.compressed import CompressedLayer
 from qkvcache.layers.evicting import EvictingLayer
+from tests.matrix import MODELS, POLICIES, UNSUPPORTED, model, slowly
+from tests.prefix.made import held
+from tests.reference import assert_close
+from tests.seeds import SEED
+from tests.tolerance import of_model
 
 ZONES = {"num_sink_tokens": 2, "residual_length": 4}
 WINDOWS = ["gemma3", "gemma2", "mistral", "gpt_oss", "gemma3n", "gemma4"]

@@ -4,12 +4,12 @@ import copy
 
 import pytest
 import torch
-from prefix.made import fill, model, random_ids
 from torch import nn
 from transformers import LlamaForCausalLM
 
 from qkvcache import CompressedCache, PrefixStore, demo
 from qkvcache.prefix.identity import Identity
+from tests.prefix.made import fill, model, random_ids
 
 IDS = random_ids(60)
 

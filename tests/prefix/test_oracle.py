@@ -9,11 +9,11 @@ import torch
 from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
-from prefix.made import fill, held, model, same
 from transformers import DynamicCache
 
 from qkvcache import CompressedCache, PrefixStore
 from qkvcache.prefix.match import decode
+from tests.prefix.made import fill, held, model, same
 
 ZONES = {"num_sink_tokens": 2, "residual_length": 6}
 LEAST, QUANTIZED = 3, 12

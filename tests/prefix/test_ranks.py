@@ -4,8 +4,9 @@ import json
 from pathlib import Path
 
 import pytest
-from matrix import model
-from ranks import finish, start
+
+from tests.matrix import model
+from tests.ranks import finish, start
 
 
 @pytest.mark.slow

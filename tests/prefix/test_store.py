@@ -4,14 +4,14 @@ import copy
 
 import pytest
 import torch
-from matrix import FORMATS, by_layer
-from prefix.made import WORDS, fill, held, keys_and_values, model, random_ids, same
 from transformers import DynamicCache, EncoderDecoderCache, StaticCache
 
 from qkvcache import CompressedCache, PrefixStore, TurboQuantCache, policies
 from qkvcache.formats import resolve
 from qkvcache.prefix import Match
 from qkvcache.prefix.copier import PinnedCopier
+from tests.matrix import FORMATS, by_layer
+from tests.prefix.made import WORDS, fill, held, keys_and_values, model, random_ids, same
 
 ZONES = {"num_sink_tokens": 2, "residual_length": 8}
 

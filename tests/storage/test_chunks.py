@@ -6,11 +6,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from seeds import SEED
 
 from qkvcache.formats import REGISTRY
 from qkvcache.kernels import chunk_table
 from qkvcache.storage import MAX_GROWTH, PAGE, Chunks
+from tests.seeds import SEED
 
 DIM = 16
 HEADS = 2

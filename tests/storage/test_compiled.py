@@ -4,15 +4,15 @@ import copy
 
 import pytest
 import torch
-from reference import assert_close
-from seeds import SEED
 from torch import Tensor
-from updates import DIM, ROWS, VALUE_DIM, Pair, new
 
 from qkvcache.formats import REGISTRY
 from qkvcache.kernels import attend, attend_on_codes
 from qkvcache.kernels import step as step_on_device
 from qkvcache.layers.compressed import CompressedLayer
+from tests.reference import assert_close
+from tests.seeds import SEED
+from tests.updates import DIM, ROWS, VALUE_DIM, Pair, new
 
 pytest.importorskip("triton")
 

@@ -4,11 +4,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from seeds import SEED
 from torch import Tensor
 
 from qkvcache.formats import REGISTRY
 from qkvcache.storage import GROUP, PAGE, Storage, block_of, group_of
+from tests.seeds import SEED
 
 CODEC = REGISTRY["int8"].value
 DIM = 8

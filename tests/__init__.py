@@ -1,0 +1,1 @@
+"""Tests, and what they share: `from tests.matrix import FORMATS`."""
