@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from .observer import new_tokens
+from .masks import new_tokens
 
 
 class PendingPrompt(Protocol):
@@ -58,4 +58,4 @@ def report_attention(
         if hasattr(layer, "receive_attention"):
             layer.receive_attention(module, query, query.shape[3] ** -0.5 if scaling is None else scaling, softcap)
         else:
-            layer.store_pending(new_tokens(implementation, mask, query.shape[0], query.shape[2], query.device)[1])
+            layer.store_pending(new_tokens(implementation, mask, query.shape[0], query.shape[2], query.device).is_valid)

@@ -302,14 +302,16 @@ def sum_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     lse: Tensor | None = None,
+    causal: bool = True,
 ) -> Tensor:
-    """Accumulated attention of a prefill, fp32 `[B, H, T]`: `sum_attention.py` says of what."""
+    """Accumulated attention of many queries, fp32 `[B, H, T]`: `sum_attention.py` says of what."""
+    options: dict[str, Any] = {"scaling": scaling, "softcap": softcap, "sinks": sinks, "lse": lse, "causal": causal}
     if on_triton(query.device):
         from . import triton_sum_attention as kernels
 
         if kernels.supports(query, key):
-            return kernels.sum_attention(query, key, observed, visible, scaling=scaling, softcap=softcap, sinks=sinks, lse=lse)
-    return reference.sum_attention(query, key, observed, visible, scaling=scaling, softcap=softcap, sinks=sinks, lse=lse)
+            return kernels.sum_attention(query, key, observed, visible, **options)
+    return reference.sum_attention(query, key, observed, visible, **options)
 
 
 def quantizes(codecs: tuple[Codec, Codec], x: tuple[Tensor, Tensor]) -> bool:
