@@ -209,10 +209,9 @@ def stepping(format: str, head_dim: int, target: str) -> Iterator[Job]:
     """A step of one token into one chunk or many, and one that leaves the ring of a layer that evicts."""
     types = dict.fromkeys(("kring", "kfirst", "ksinks", "vring", "vfirst", "vsinks"), "*bf16") | {"state": "*i32", "chunks": "*i64"}
     types |= RECORD_TYPES
-    units = {"KUNIT": 2, "VUNIT": 2}
     kernels = (
-        ("step", triton_step._step_kernel, 8, units | {"GROWS": False}),
-        ("grow", triton_step._step_kernel, 8, units | {"GROWS": True}),
+        ("step", triton_step._step_kernel, 8, {"GROWS": False}),
+        ("grow", triton_step._step_kernel, 8, {"GROWS": True}),
         ("evict_token", triton_evict._evict_kernel, 1, {"RECORDS": 3, "N": triton_evict.ORDERED}),
     )
     for name, kernel, heads, more in kernels:
