@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import functools
 import importlib.metadata
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -73,7 +72,8 @@ def caches(config: PreTrainedConfig, formats: Sequence[str]) -> Iterator[tuple[d
             yield row | {PACKAGES[backend]: installed}, functools.partial(QuantizedCache, backend, config, **options)
 
 
-def measure(args: argparse.Namespace) -> list[dict]:
+def measure(args: argparse.Namespace) -> Iterator[list[dict]]:
+    """All rows, after each text: those of the texts so far."""
     model, _, ids = load(args)
     apart, length = len(ids) // args.passages, args.context + args.read_on
     if length > apart:
@@ -84,29 +84,28 @@ def measure(args: argparse.Namespace) -> list[dict]:
     for i in in_time(range(args.passages), args.minutes, time.perf_counter()):
         window = torch.tensor([ids[i * apart : i * apart + length]], device=model.device)
         passages = Passages.read(model, window, args.context)
-        row = sixteen_bit(passages.prefilled, model)
         if i == 0:
-            sizes = [
-                held_bytes(refill(make(), row, model, passages.context)) / args.context
-                for make in [functools.partial(DynamicCache, config=model.config), *(make for _, make in every)]
-            ]
+            row = sixteen_bit(passages.prefilled, model)
+            makers = [functools.partial(DynamicCache, config=model.config), *(make for _, make in every)]
+            sizes = [held_bytes(refill(make(), row, model, passages.context)) / args.context for make in makers]
         for (_, make), of in zip(track(every, f"text {i + 1}", console=Console(stderr=True), transient=True), found, strict=True):
             of.append(divergence(model, passages, make))
-    if not sizes:
-        sys.exit(f"--minutes {args.minutes:g}: over before the first text was read")
-    dense, *sizes = sizes
-    rows = []
-    for (named, _), size, of in zip(every, sizes, found, strict=True):
-        kls, same, changes = (torch.cat([getattr(one, name) for one in of]) for name in ("kls", "same_tops", "loss_changes"))
-        ratio = changes.mean().exp().item()
-        rows.append(described(args) | named | {
-            "bytes_per_token": size, "ratio": dense / size, "kl": kls.mean().item(), "kl_error": standard_error(kls),
-            "same_top": same.mean().item(), "same_top_error": standard_error(same),
-            "perplexity_ratio": ratio, "perplexity_ratio_error": ratio * standard_error(changes),
-            "context": args.context, "read_on": [len(kls), args.read_on], "dtype": str(model.dtype),
-            "kls": rounded(kls), "loss_changes": rounded(changes),
-        })  # fmt: skip
-    return rows
+        yield [
+            described(args) | named | measured(size, sizes[0], of) | {"context": args.context, "read_on": [i + 1, args.read_on]}
+            for (named, _), size, of in zip(every, sizes[1:], found, strict=True)
+        ]
+
+
+def measured(size: float, dense: float, of: list[Divergence]) -> dict:
+    """Bytes a token and the divergence of a cache, as in the rows of `quality.py`."""
+    kls, same, changes = (torch.cat([getattr(one, name) for one in of]) for name in ("kls", "same_tops", "loss_changes"))
+    perplexity = changes.mean().exp().item()
+    return {
+        "bytes_per_token": size, "ratio": dense / size, "kl": kls.mean().item(), "kl_error": standard_error(kls),
+        "same_top": same.mean().item(), "same_top_error": standard_error(same),
+        "perplexity_ratio": perplexity, "perplexity_ratio_error": perplexity * standard_error(changes),
+        "kls": rounded(kls), "loss_changes": rounded(changes),
+    }  # fmt: skip
 
 
 def name_of_cache(row: dict) -> str:
@@ -146,7 +145,8 @@ def main(arguments: list[str] | None = None) -> None:
     if not args.markdown:
         if wrong := refused(args):
             parser.error(wrong)
-        replace_rows(args.out, what, measure(args))
+        for rows in measure(args):
+            replace_rows(args.out, what, rows)
     rows = [row for row in read_rows(args.out) if row["what"] == what]
     if not rows:
         parser.error(f"{args.out} has no rows of {args.model}: run without --markdown first")

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase, QuantizedCache
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache, DynamicLayer
 
 from ..caches import CompressedCache
 from ..caches.memory import bytes_by_role, live_tensors, measured
@@ -85,7 +85,7 @@ def at_once(cache: Cache) -> int:
     that fills the residual of a `QuantizedCache` still attends to it.
     """
     if isinstance(cache, QuantizedCache):
-        return max(min(map(_until_quantized, cache.layers)), 1)
+        return max(min(_until_quantized(layer) for layer in cache.layers if isinstance(layer, DynamicLayer)), 1)
     if not isinstance(cache, CompressedCache):
         return GROUP + 1
     if cache.policy or cache.max_length:
@@ -94,7 +94,7 @@ def at_once(cache: Cache) -> int:
     return max(min(free, default=GROUP + 1), 1)
 
 
-def _until_quantized(layer: CacheLayerMixin) -> int:
+def _until_quantized(layer: DynamicLayer) -> int:
     """Tokens until a layer of `QuantizedCache` quantizes everything again; 1 for fp8, which quantizes each token."""
     held = layer.keys.shape[-2] if layer.keys is not None and layer.keys.dim() == 4 else 0
     return getattr(layer, "residual_length", 1) - held
@@ -146,7 +146,7 @@ def _losses(log_probs: Tensor, target: Tensor) -> Tensor:
 
 
 def held_bytes(cache: Cache) -> int:
-    """Bytes of keys, values and states of linear layers, measured in the same way in a CompressedCache, a DynamicCache and a QuantizedCache."""
+    """Bytes of keys, values and states of linear layers, measured in the same way in ours, a DynamicCache and a QuantizedCache."""
     if isinstance(cache, QuantizedCache):
         return sum(bytes_by_role(("codes", tensor) for layer in cache.layers for tensor in live_tensors(vars(layer))).values())
     if not isinstance(cache, CompressedCache | DynamicCache):
