@@ -91,7 +91,10 @@ def measure(args: argparse.Namespace) -> Iterator[list[dict]]:
         for (_, make), of in zip(track(every, f"text {i + 1}", console=Console(stderr=True), transient=True), found, strict=True):
             of.append(divergence(model, passages, make))
         yield [
-            described(args) | named | measured(size, sizes[0], of) | {"context": args.context, "read_on": [i + 1, args.read_on]}
+            described(args)
+            | named
+            | measured(size, sizes[0], of)
+            | {"context": args.context, "read_on": [i + 1, args.read_on], "dtype": str(model.dtype)}
             for (named, _), size, of in zip(every, sizes[1:], found, strict=True)
         ]
 
