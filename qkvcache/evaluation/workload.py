@@ -21,7 +21,7 @@ CacheMaker = Callable[[int], Cache]
 
 def standard_error(values: Tensor) -> float:
     """The standard error of the mean of independent `values` `[B]`; nan for a single one."""
-    return (values.std() / len(values) ** 0.5).item()
+    return (values.std() / len(values) ** 0.5).item() if len(values) > 1 else float("nan")
 
 
 def share_error(right: float, count: int) -> float:
