@@ -1,4 +1,4 @@
-"""Bytes that a cache holds, measured."""
+"""The measured bytes of a cache."""
 
 from __future__ import annotations
 
