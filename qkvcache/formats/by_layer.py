@@ -64,6 +64,9 @@ class FormatByLayer:
         """Reads a calibration file. Raises ValueError for any other file, OSError for a path that cannot be read."""
         try:
             content = json.loads(Path(path).read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            made = "`qkvcache calibrate MODEL --out FILE` writes one"
+            raise FileNotFoundError(f"{os.fspath(path)!r} does not exist: a calibration file was expected; {made}") from None
         except ValueError as error:
             raise ValueError(f"{os.fspath(path)!r} is no calibration file of `qkvcache calibrate`: {error}") from None
         if not isinstance(content, dict) or content.get("file") != FILE:
