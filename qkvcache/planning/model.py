@@ -1,4 +1,4 @@
-"""What a config tells of a model's cache: KV heads and channels of each layer, states of fixed size, bytes of the weights."""
+"""The shapes of a model's cache from its config: KV heads and channels of each layer, states of fixed size, bytes of the weights."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def shapes(config: PreTrainedConfig, itemsize: int, tensor_parallel: int = 1) -> list[Shape]:
-    """Every layer of the model as one of `tensor_parallel` GPUs holds it; `itemsize` is of the model's dtype, in bytes.
+    """Every layer of the model on one of `tensor_parallel` GPUs; `itemsize` is that of the model's dtype, in bytes.
 
     Raises ValueError where KV heads do not divide among the GPUs, and what `text_config` does.
     """

@@ -1,6 +1,6 @@
 """`plan`: the bytes of a cache, the requests that fit beside the weights, and the longest context, before anything is allocated.
 
-The empty cache is built, and `layout.py` computes what its layers will hold. Bytes are decimal: 1 GB = 1e9.
+The empty cache is built, and `layout.py` computes the bytes of its layers. Bytes are decimal: 1 GB = 1e9.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ def plan(
     skip_layers: Iterable[int] = (),
     max_length: int | None = None,
 ) -> Plan:
-    """What a `CompressedCache` with these options will hold: the bytes that `cache.nbytes` measures, for requests without padding.
+    """The bytes of a `CompressedCache` with these options, as `cache.nbytes` will measure them, for requests without padding.
 
         plan(config, format="turboquant_4bit_nc", context=131_072, gpu_memory=80e9, tensor_parallel=8)
         plan(config, format="turboquant_4bit_nc", requests=[(3, 1_000, 200), (1, 16_000, 500)], gpu_memory=80e9)
@@ -152,8 +152,9 @@ def plan(
         gpu_memory: bytes of one GPU for weights and caches. Activations are not counted: leave room for them.
         weights_memory: bytes of the weights, over all GPUs; None counts the config's parameters in `dtype`.
         tensor_parallel: GPUs that share the KV heads of each layer evenly.
-        dtype: what the model computes in, or its name; None asks the config, and takes bfloat16 where it does not say.
-        max_length: tokens for which storage is allocated at once, as CompressedCache takes it: a request then takes the same from its first
+        dtype: the model's dtype, or its name; None: that of the config, or bfloat16 if it has none.
+        max_length: tokens for which storage is allocated at once, as CompressedCache takes it: a request then has the same bytes from its
+        first
             token on, and `longest_context` is the largest `max_length` that fits.
 
     Raises:

@@ -86,12 +86,12 @@ def _describe(layer: Layer) -> str:
 
 
 def in_short(text: str) -> str:
-    """A template's `text` for people: the names of formats and policies, and the exact zones if they are not the default."""
+    """A readable form of a template's `text`: the names of formats and policies, and the exact zones if they are not the default."""
     parts = []
     for part in text.split("; "):
         if found := re.fullmatch(r"(\S+) \(.*\), exact (\d+ \+ \d+)(?:, (\w+)\(.*)?", part):
             name, zones, policy = found.groups()
-            usual = zones == "4 + 64" or name == "identity"  # which is exact everywhere
+            usual = zones == "4 + 64" or name == "identity"  # exact everywhere
             part = ", ".join(filter(None, [name, policy, None if usual else f"exact {zones}"]))
         parts.append(part)
     return "; ".join(dict.fromkeys(parts))

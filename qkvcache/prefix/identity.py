@@ -1,7 +1,7 @@
-"""`Identity`: a name for everything that keys and values depend on besides the tokens.
+"""`Identity`: a name for all that keys and values depend on besides the tokens.
 
 Weights are sampled evenly from every parameter and buffer (rotary frequencies included), which distinguishes fine-tunes of one base model
-within milliseconds. An edit of a few entries of one matrix can be missed; `extra` is for what a sample does not show.
+within milliseconds. An edit of a few entries of one matrix can be missed; `extra` covers such changes.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def _config(model: PreTrainedModel) -> dict:
 
 
 def _adapters(model: nn.Module) -> tuple[str, ...]:
-    """Which adapters are active or merged, and their scaling: unlike their weights, these are no parameters."""
+    """Which adapters are active or merged, and their scaling: unlike the adapters' weights, these are no parameters."""
     marks = ("active_adapter", "merged_adapters", "disable_adapters", "scaling")
     return tuple(
         f"{name}.{mark}={getattr(module, mark)}"

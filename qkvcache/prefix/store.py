@@ -51,7 +51,7 @@ class Match:
 
 @dataclass
 class Stats:
-    """Counts since the store was made, and what it holds now.
+    """Counts since the store was made, and its current size.
 
     Attributes:
         hits: fetches that found something, by kind of match.
@@ -84,7 +84,7 @@ class Stats:
 
 
 class PrefixStore:
-    """Stores the keys and values of prompts, and gives them to later prompts that begin with the same tokens.
+    """Stores the keys and values of prompts for later prompts that begin with the same tokens.
 
         store = PrefixStore(model, max_bytes=8 * 2**30, format="turboquant_4bit_nc", directory="prefixes")
         with store.reuse(ids) as past:
@@ -200,9 +200,9 @@ class PrefixStore:
     def reuse(self, ids: Ids) -> Iterator[Cache]:
         """A cache for `model.generate(ids, past_key_values=past)` that holds the stored beginning of `ids`; stores the prompt on exit.
 
-        The cache belongs to the store: on exit it is emptied, one layer at a time as it is stored, so that nothing is held twice. Generated
-        tokens are cut off. If the cache cannot be cut, because it evicts or the model has sliding or linear layers, the prompt up to its
-        last token is computed and stored before the block runs. After an exception nothing is stored.
+        The cache belongs to the store: on exit it is emptied, one layer at a time as it is stored, so that only one layer is in memory
+        twice. Generated tokens are cut off. If the cache cannot be cut, because it evicts or the model has sliding or linear layers, the
+        prompt up to its last token is computed and stored before the block runs. After an exception nothing is stored.
 
         The block must compute `ids`, and any tokens after them, with the cache: a cache does not know its tokens. For beams, samples or
         choices, call `past.batch_repeat_interleave(n)` first. To store the answer too, call `store(output_ids, past)`.
@@ -253,7 +253,7 @@ class PrefixStore:
 
     @property
     def stats(self) -> Stats:
-        """A copy of the counts, with what is held now."""
+        """A copy of the counts, with the current size."""
         now = replace(deepcopy(self._stats), entries=len(self), nbytes=self._memory.nbytes, evicted=self._memory.evicted)
         if (disk := self._disk) is None:
             return now
@@ -279,7 +279,7 @@ class PrefixStore:
         return None if stored is None or tokens < self.min_match_tokens else (where, stored, tokens)
 
     def _restore(self, template: CacheTemplate, layers: Iterable[Snapshot]) -> Cache | None:
-        """None if the file of the layers turns out to be damaged or gone; it is not used again."""
+        """The cache, or None if the file of the layers is damaged or was removed; it is not used again."""
         into = self._dense if self.dense and not template.evicts else template
         try:
             return restore_cache(into, layers, template, layer_devices(self.model, len(template)), self._copy)
@@ -301,7 +301,7 @@ class PrefixStore:
                 self._memory.use(covering)
                 self._stats.covered += 1
                 return True
-            # A fetch must not depend on whether it is served from memory or from disk: both hold what was stored first.
+            # A fetch must have the same result from memory and from disk: both keep the entry that was stored first.
             if self._disk is not None and (covering := self._disk.covering(key, template.name)) is not None:
                 with suppress(Damaged):
                     errors, layers = self._disk.get(covering).errors, list(self._disk.read(covering, tokens))
