@@ -59,8 +59,8 @@ def padding_columns(given: Any, mask: Tensor | None, causal: bool, queries: int,
             for rows in (max(COMPARED // shown.numel(), 1),)
             for begin in range(0, queries, rows)
         )
-        found = fits, None if not fits or bool(shown.all()) else ~shown
-        _last_padding = weakref.ref(given), state, found
+        padding = fits, None if not fits or bool(shown.all()) else ~shown
+        _last_padding = weakref.ref(given), state, padding
     return _last_padding[2]
 
 

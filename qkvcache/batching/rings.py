@@ -35,7 +35,7 @@ class Rings:
         with torch.inference_mode(False):
             self.tensor = torch.zeros(self.shape(layers, count + 1, heads, slots, head_dim), dtype=dtype, device=device)
         self.free = list(range(count, 0, -1))
-        self.held: dict[str, Ring] = {}
+        self.by_request: dict[str, Ring] = {}
         """Rings by request, the least recently used first."""
         self.copies: list[tuple[int, int]] = []
         """Rows of forked requests, and the rows to copy them to."""
@@ -54,30 +54,30 @@ class Rings:
 
     def advance(self, request: str, past: int, count: int) -> Ring:
         """The ring of a request with `past` tokens, for `count` more: its own, a free one, or that of the least recently used request."""
-        ring = self.held.pop(request, None)
+        ring = self.by_request.pop(request, None)
         if ring is None:
-            row = self.free.pop() if self.free else self.held.pop(next(iter(self.held))).row
+            row = self.free.pop() if self.free else self.by_request.pop(next(iter(self.by_request))).row
             ring = Ring(row, past, past)
         if ring.end != past:
             ring.since = past
         ring.end = past + count
-        self.held[request] = ring
+        self.by_request[request] = ring
         return ring
 
     def of(self, request: str, past: int) -> Ring:
         """The ring of a request with `past` tokens; an empty one if it has none."""
-        ring = self.held.get(request)
+        ring = self.by_request.get(request)
         return Ring(0, past, past) if ring is None or ring.end != past else Ring(ring.row, ring.since, past)
 
     def release(self, request: str) -> None:
-        if ring := self.held.pop(request, None):
+        if ring := self.by_request.pop(request, None):
             self.free.append(ring.row)
 
     def fork(self, source: str, request: str) -> None:
         """Assigns a free ring, if any, to `request`, for the tokens of the ring of `source`, which `copy` copies."""
-        if (ring := self.held.get(source)) and self.free:
-            self.held[request] = Ring(self.free.pop(), ring.since, ring.end)
-            self.copies.append((ring.row, self.held[request].row))
+        if (ring := self.by_request.get(source)) and self.free:
+            self.by_request[request] = Ring(self.free.pop(), ring.since, ring.end)
+            self.copies.append((ring.row, self.by_request[request].row))
 
     def copy(self) -> None:
         """Copies the rings of forked requests."""

@@ -201,8 +201,8 @@ class Batch:
             columns = send([n for row in decoded for n in row.columns()], torch.int32, device).view(len(decoded), -1)
             longest = max(row.end for row in decoded)
             at = slice(places[0], places[0] + len(places)) if places[-1] - places[0] + 1 == len(places) else sent[5]
-            held = sum(row.end for row in decoded)
-            rows = Rows(columns[:, : len(COLUMNS)].contiguous(), columns[:, LENGTH], blocks[: len(decoded)], longest, held, at)
+            total_length = sum(row.end for row in decoded)
+            rows = Rows(columns[:, : len(COLUMNS)].contiguous(), columns[:, LENGTH], blocks[: len(decoded)], longest, total_length, at)
         of_ring, of_sinks = rows_and_slots(sent[1], self.ring_slots), rows_and_slots(sent[2], self.sink_slots)
         return Step(Writes(sent[0], of_ring, of_sinks, sent[3], sent[4]), rows, chunks)
 

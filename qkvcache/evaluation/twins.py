@@ -111,8 +111,8 @@ def _imitate(twin: PreTrainedModel, model: PreTrainedModel, ids: list[int]) -> N
         with torch.no_grad():
             wanted = model(rows, use_cache=False).logits.log_softmax(-1)
         with torch.enable_grad():
-            found = twin(rows, use_cache=False).logits.log_softmax(-1)
-            loss = (wanted.exp() * (wanted - found)).sum(-1).mean()
+            logprobs = twin(rows, use_cache=False).logits.log_softmax(-1)
+            loss = (wanted.exp() * (wanted - logprobs)).sum(-1).mean()
             loss.backward()
         torch.nn.utils.clip_grad_norm_(twin.parameters(), 1.0)
         optimizer.step()

@@ -97,8 +97,8 @@ def level_kernel(
         top = tl.maximum(m, sink)
         l = l * tl.exp2(m - top) + tl.exp2(sink - top)
         m = top
-    found = m + tl.log2(l) - tl.log2(tl.where(counts, count, 1.0))
-    tl.store(level + tl.program_id(1).to(tl.int64) * queries + row, tl.where(counts, found, float("inf")), mask=row < queries)
+    levels = m + tl.log2(l) - tl.log2(tl.where(counts, count, 1.0))
+    tl.store(level + tl.program_id(1).to(tl.int64) * queries + row, tl.where(counts, levels, float("inf")), mask=row < queries)
 
 
 @triton.jit

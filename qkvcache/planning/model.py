@@ -64,13 +64,13 @@ def model_dtype(config: PreTrainedConfig, dtype: torch.dtype | str | None = None
 
     Raises TypeError for any other type, ValueError for what is no floating-point dtype of torch.
     """
-    given = text_config(config).dtype or config.dtype or torch.bfloat16 if dtype is None else dtype
-    if not isinstance(given, torch.dtype | str):
-        raise TypeError(f"dtype must be a torch dtype or its name, such as 'bfloat16', got {given!r}")
-    found = getattr(torch, given, None) if isinstance(given, str) else given
-    if not isinstance(found, torch.dtype) or not found.is_floating_point:
-        raise ValueError(f"dtype={given!r}: expected a floating-point dtype of torch, such as 'bfloat16', 'float16' or 'float32'")
-    return found
+    name = text_config(config).dtype or config.dtype or torch.bfloat16 if dtype is None else dtype
+    if not isinstance(name, torch.dtype | str):
+        raise TypeError(f"dtype must be a torch dtype or its name, such as 'bfloat16', got {name!r}")
+    resolved = getattr(torch, name, None) if isinstance(name, str) else name
+    if not isinstance(resolved, torch.dtype) or not resolved.is_floating_point:
+        raise ValueError(f"dtype={name!r}: expected a floating-point dtype of torch, such as 'bfloat16', 'float16' or 'float32'")
+    return resolved
 
 
 def weights_bytes(config: PreTrainedConfig, dtype: torch.dtype) -> int:

@@ -358,8 +358,8 @@ class DiskStore:
 
     def covering(self, key: bytes, template: bytes) -> bytes | None:
         """The key of an entry of this template that begins with all tokens of `key`."""
-        found = key if key in self._files else self.index.covering(key)
-        return found if found is not None and self._files[found].template == template else None
+        longer = key if key in self._files else self.index.covering(key)
+        return longer if longer is not None and self._files[longer].template == template else None
 
     def size(self) -> tuple[int, int]:
         """Entries in the directory, of all models and processes, and their bytes."""

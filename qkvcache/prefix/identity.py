@@ -61,13 +61,13 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def _samples(model: nn.Module) -> Iterator[Tensor]:
     """Bytes of the sampled entries in host memory: one copy from each device."""
-    taken: dict[torch.device, list[Tensor]] = {}
+    samples: dict[torch.device, list[Tensor]] = {}
     for _, x in _tensors(model):
         if x.numel():
             flat = x.reshape(-1)
             entries = flat[:: max(flat.numel() // SAMPLES, 1)][:SAMPLES]
-            taken.setdefault(x.device, []).append(entries.contiguous().view(torch.uint8))
-    for parts in taken.values():
+            samples.setdefault(x.device, []).append(entries.contiguous().view(torch.uint8))
+    for parts in samples.values():
         yield torch.cat(parts).cpu()
 
 

@@ -26,11 +26,11 @@ class Ranks:
         """The result of `find(limit)`, whose last item is a number of tokens, for the highest limit at which it is the same number on all
         ranks."""
         while True:
-            found = find(limit)
-            tokens = found[2] if found else 0
+            agreed = find(limit)
+            tokens = agreed[2] if agreed else 0
             limit = self.least(tokens)
             if self.least(-tokens) == -limit:  # the maximum equals the minimum
-                return found
+                return agreed
 
     def least(self, value: int) -> int:
         """The minimum of `value` over all processes, each of which must call this."""

@@ -153,14 +153,14 @@ class PrefixStore:
         At most `T - 1` tokens, since `generate` must have one to compute. Raises TypeError or ValueError for what are no token ids, and for
         rows that differ.
         """
-        given = rows(ids)
-        row = given[0]
-        if any(not torch.equal(row, other) for other in given):
-            raise ValueError(f"fetch got {len(given)} rows that differ: fetch one row at a time, with the cache of that row alone")
+        inputs = rows(ids)
+        row = inputs[0]
+        if any(not torch.equal(row, other) for other in inputs):
+            raise ValueError(f"fetch got {len(inputs)} rows that differ: fetch one row at a time, with the cache of that row alone")
         limit = min(len(row) - 1, text_tokens(row, self.model.config))
         key = match.encode(self._scanned(), row)
-        while (found := self._ranks.agree(lambda most: self._best(key, most), limit)) is not None:
-            disk, stored, tokens = found
+        while (longest := self._ranks.agree(lambda most: self._best(key, most), limit)) is not None:
+            disk, stored, tokens = longest
             if disk is None:
                 entry = self._memory.use(stored)
                 template, errors = entry.template, entry.errors
@@ -171,8 +171,8 @@ class PrefixStore:
             cache = self._restore(template, layers)
             if not self._ranks.least(cache is not None) or cache is None:
                 continue
-            if len(given) > 1:
-                cache.batch_repeat_interleave(len(given))
+            if len(inputs) > 1:
+                cache.batch_repeat_interleave(len(inputs))
             self._stats.hits[kind := match.kind(stored, key)] += 1
             self._stats.tokens_reused += tokens
             return Match(cache, tokens, kind, "disk" if disk else "memory", max(errors, default=0.0))
@@ -187,14 +187,14 @@ class PrefixStore:
 
         Raises TypeError or ValueError for what are no token ids, no cache, or another number of rows.
         """
-        given = rows(ids)
+        inputs = rows(ids)
         if not isinstance(cache, Cache) or not hasattr(cache, "layers"):
             raise TypeError(f"cache must be the cache of a decoder, such as DynamicCache, got {type(cache).__name__}")
         batch = batch_size(cache)
-        if batch and len(given) not in (1, batch):
-            raise ValueError(f"{len(given)} rows of ids for a cache of {batch} rows: pass the ids of each row, or one that all began with")
+        if batch and len(inputs) not in (1, batch):
+            raise ValueError(f"{len(inputs)} rows of ids for a cache of {batch} rows: pass the ids of each row, or one that all began with")
         identity = self._scanned()
-        return all([self._store(row, cache, identity, number, padded=len(given) > 1) for number, row in enumerate(given)])
+        return all([self._store(row, cache, identity, number, padded=len(inputs) > 1) for number, row in enumerate(inputs)])
 
     @contextmanager
     def reuse(self, ids: Ids) -> Iterator[Cache]:
@@ -207,17 +207,17 @@ class PrefixStore:
         The block must compute `ids`, and any tokens after them, with the cache: a cache does not know its tokens. For beams, samples or
         choices, call `past.batch_repeat_interleave(n)` first. To store the answer too, call `store(output_ids, past)`.
         """
-        found = self.fetch(ids)
-        given = rows(ids)
-        row = given[0]
+        match = self.fetch(ids)
+        inputs = rows(ids)
+        row = inputs[0]
         text = row[: text_tokens(row, self.model.config)]
         template = self._dense if self.dense and not self._template.evicts else self._template
-        cache = template.cache() if found.cache is None else found.cache
-        if found.cache is not None:
+        cache = template.cache() if match.cache is None else match.cache
+        if match.cache is not None:
             template = self._template_of(cache) if isinstance(cache, CompressedCache) else self._dense
         try:
             begin = text[: len(row) - 1]
-            if not template.cuttable and not self._refusal(begin) and compute(self.model, begin.expand(len(given), -1), cache):
+            if not template.cuttable and not self._refusal(begin) and compute(self.model, begin.expand(len(inputs), -1), cache):
                 self._store(begin, cache, self._identity.current())
             yield cache
             if template.cuttable:
