@@ -87,5 +87,5 @@ class Hadamard:
 
 
 def number_of(rotation: Hadamard | None) -> int:
-    """As kernels are told: 0 for none, 1 without signs, 2 with random ones."""
+    """The number of `PackedLayout.rotation`: 0 for none, 1 without signs, 2 with random ones."""
     return 0 if rotation is None else 1 + rotation.randomized
