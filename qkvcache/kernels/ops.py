@@ -204,15 +204,8 @@ def _attend_pages(
     causal: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     inputs = PagedInputs.of(pool, counts, exact, codecs, max_length, tokens)
-    options: PageOptions = {
-        "scaling": scaling,
-        "softcap": softcap,
-        "window": window,
-        "causal": causal,
-        "sinks": sinks,
-        "observed": observed,
-    }
-    return dispatch.attend_pages(query, inputs, mask, **options)
+    options: PageOptions = {"scaling": scaling, "softcap": softcap, "window": window, "causal": causal}
+    return dispatch.attend_pages(query, inputs, mask, **options | {"sinks": sinks, "observed": observed})
 
 
 @_attend_pages.register_fake
