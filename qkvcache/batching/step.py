@@ -135,6 +135,8 @@ class Writes:
 
 @dataclass
 class Step:
+    """One forward pass: the slots that it writes, its rows with one token, and its chunks of prompts."""
+
     writes: Writes
     rows: Rows | None
     chunks: list[Chunk] = field(default_factory=list)

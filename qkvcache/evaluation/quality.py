@@ -142,6 +142,7 @@ def divergence(
 
 
 def _losses(log_probs: Tensor, target: Tensor) -> Tensor:
+    """Negative log-likelihoods `[B, N]` of `target` `[B, N]` under `log_probs` `[B, N, V]`."""
     return -log_probs.gather(-1, target.unsqueeze(-1)).squeeze(-1)
 
 

@@ -39,6 +39,7 @@ def hadamard_matrix(size: int, device: torch.device, dtype: torch.dtype = torch.
 @functools.lru_cache(maxsize=32)
 @torch.inference_mode(False)
 def random_signs(size: int, device: torch.device) -> Tensor:
+    """fp32 `[size]` of 1 and -1, always the same."""
     generator = torch.Generator().manual_seed(SIGN_SEED)
     return (torch.bernoulli(torch.full((size,), 0.5), generator=generator) * 2 - 1).to(device)
 

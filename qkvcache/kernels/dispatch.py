@@ -51,6 +51,7 @@ def on_triton(device: torch.device) -> bool:
 
 @functools.cache
 def fused() -> ModuleType:
+    """The module of the fused kernels, imported on first use: it needs Triton."""
     from . import fused
 
     return fused

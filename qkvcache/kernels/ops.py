@@ -61,6 +61,7 @@ def _attend(
 def _inputs_of(
     planes: Sequence[Tensor], table: Tensor | None, codecs: Sequence[int], tokens: int, exact: Sequence[Tensor]
 ) -> AttentionInputs:
+    """The inverse of `AttentionInputs.arguments`."""
     first, recent = exact[:2], exact[2:]
     region = None
     packed: list[list[Packed]] = [[], []]
@@ -80,6 +81,7 @@ def _inputs_of(
 
 
 def _packed(codec: Codec, chunks: Sequence[Codes], left: int, like: Tensor) -> Iterator[Packed]:
+    """The first `left` tokens of `chunks` as segments; `like` `[B, H, T, D]` has their channels."""
     each = [b.name for b in codec.buffers(like.shape[3]) if b.tokens == "each"]
     for chunk in chunks:
         count = min(left, chunk[each[0]].shape[2])

@@ -147,6 +147,7 @@ def check_mix(mix: Mix) -> tuple[tuple[float, int, int], ...]:
 
 
 def pages_of(tokens: int, page_size: int) -> int:
+    """Pages for `tokens` tokens of one request."""
     return -(-tokens // page_size)
 
 

@@ -40,6 +40,7 @@ def parts(plan: Plan) -> Table:
 
 
 def show(recommendation: Recommendation, console: Console) -> None:
+    """Prints a recommendation."""
     grid = Table(show_header=False, title="recommended")
     grid.add_column()
     grid.add_column(overflow="fold")

@@ -67,6 +67,7 @@ class File:
 
 
 def file_name(key: bytes, template: bytes) -> str:
+    """The file name of an entry: hex of the model's name, of the template's name and of a digest of the tokens."""
     tokens = hashlib.blake2b(key, digest_size=16).hexdigest()
     return f"{key[: match.NAME].hex()}-{template.hex()}-{tokens}{SUFFIX}"
 

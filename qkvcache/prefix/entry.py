@@ -220,6 +220,8 @@ def _restore_as(layer: Layer, stored: Snapshot, empty: Layer, device: torch.devi
 
 @torch.no_grad()
 def _error(layer: CompressedLayer, given: tuple[Tensor, Tensor]) -> float:
+    """The quantization error of `layer`, RMS of the difference over RMS, on samples of `given`, keys and values `[1, H, T, D]`; the larger
+    of both."""
     worst = 0.0
     chunks, begin = layer.storage.chunks, layer.storage.zones()[0][0].shape[2]  # type: ignore[union-attr]
     for side, x in enumerate(given):
