@@ -100,7 +100,9 @@ def attend_on_codes(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """`attend`, by the fused kernel where there is one."""
+    """`attend`, by the fused kernel where there is one. Without a mask, over pages if there are such."""
+    if attention_inputs.paged is not None and mask is None:
+        return attend_pages(query, attention_inputs.paged, scaling=scaling, causal=causal, softcap=softcap, sinks=sinks)[0]
     if torch.compiler.is_compiling():
         if attention_inputs.buffers is not None:
             return attend_on_buffers(query, attention_inputs.buffers, mask, scaling=scaling, softcap=softcap, sinks=sinks)
@@ -122,7 +124,12 @@ def observe_on_codes(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`attend_observed`, by the fused kernel where there is one."""
+    """`attend_observed`, by the fused kernel where there is one. Without a mask, over pages if there are such."""
+    if attention_inputs.paged is not None and mask is None:
+        out, _, attention_sums = attend_pages(
+            query, attention_inputs.paged, scaling=scaling, causal=causal, softcap=softcap, sinks=sinks, observed=observed
+        )
+        return out, attention_sums
     if torch.compiler.is_compiling() and len(attention_inputs.exact):
         out, _, attention_sums = torch.ops.qkvcache.attend(
             query, *attention_inputs.arguments, mask, sinks, scaling, softcap, causal, observed
@@ -304,7 +311,7 @@ def sum_attention(
     lse: Tensor | None = None,
 ) -> Tensor:
     """Accumulated attention of a prefill, fp32 `[B, H, T]`: `sum_attention.py` says of what."""
-    if on_triton(query.device):
+    if on_triton(query.device) and (visible is None or visible.dim() == 2):
         from . import triton_sum_attention as kernels
 
         if kernels.supports(query, key):

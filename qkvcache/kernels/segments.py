@@ -228,6 +228,9 @@ class AttentionInputs:
     there are any, and the exact keys and values of the sinks and the residual, `[B, H, T, D]` each, any of them without tokens. With
     `buffers` these are what `region` and `exact` are of, and the device knows how much of them is used. `joined`: the exact keys and the
     exact values `[B, H, T, D]` of sinks and residual in one tensor each, where they lie so.
+
+    `paged` (`PagedInputs`) is there in place of `region` and `exact` where each head has pages of its own. It leaves out columns without a
+    token; attention over `key` and `value` needs a mask for each head then.
     """
 
     key: KeysOrValues
@@ -236,6 +239,7 @@ class AttentionInputs:
     exact: tuple[Tensor, ...] = ()
     buffers: Buffers | None = None
     joined: Pair | None = None
+    paged: Any = None
 
     @property
     def arguments(self) -> tuple[list[Tensor], Tensor | None, list[int], int, list[Tensor]]:
