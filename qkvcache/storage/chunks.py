@@ -59,7 +59,7 @@ class Chunks(QuantizedTokens):
         """Tokens stored, and slots."""
         self.table: Tensor | None = None
         self.region: QuantizedRegion | None = None
-        """What kernels read; `bind` renews it when chunks are added, removed or moved."""
+        """The input of kernels; `bind` renews it when chunks are added, removed or moved."""
 
     def __getstate__(self) -> dict:
         """Without `region`: the table of a copy would hold the addresses of the original's chunks."""
@@ -162,7 +162,7 @@ class Chunks(QuantizedTokens):
             self.bind()
 
     def append_zeros(self, tokens: int, like: Pair) -> None:
-        """Adds `tokens` slots without a token. Their codes are zeros, which every format decodes to finite numbers."""
+        """Adds `tokens` slots without a token. Their codes are zeros, which every format dequantizes to finite numbers."""
         self.reserve(tokens, like)
         for chunk, at, part in self.free_slots(tokens):
             for plane in (*chunk[0].values(), *chunk[1].values()):
@@ -170,7 +170,7 @@ class Chunks(QuantizedTokens):
         self.length += tokens
 
     def move_to(self, planes: tuple[Codes, Codes], slots: int) -> None:
-        """Copies the stored tokens into `planes`, statistics among them, of `slots` slots, all of which count as used afterwards."""
+        """Copies the stored tokens and the statistics into `planes` of `slots` slots, all of which count as used afterwards."""
         self._join()
         sides = []
         for codec, dim, stored, statistics, new in zip(

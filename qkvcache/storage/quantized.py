@@ -18,7 +18,7 @@ class QuantizedTokens:
     """Quantized keys and values of `dims` channels, and the statistics that all tokens share.
 
     Args:
-        per_head: each head holds its own copy of buffers that heads would share: after evictions a slot holds another token in every head.
+        per_head: each head has a copy of buffers that heads would share: after evictions a slot has another token in each head.
     """
 
     length: int
