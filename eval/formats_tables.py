@@ -117,6 +117,7 @@ def plot(rows: list[dict], path: Path) -> None:
             xscale="log",
         )
         axes.set_xticks([68, 84, 100, 116, 132, 144, 198, 264], [68, 84, 100, 116, 132, 144, 198, 264], fontsize=7)
+        axes.set_xlim(left=58)  # room for names
         axes.minorticks_off()
     grid[0][0].set_ylabel("KL divergence from the dense run, nats (lower is better)")
     grid[0][0].legend(fontsize=8, loc="lower left")
