@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from error_bars import percent, with_error
+from palette import format_color
 from rich.console import Console
 from rich.table import Table
 
@@ -99,6 +100,11 @@ def show(rows: list[dict]) -> None:
             console.print(table)
 
 
+NAMED = {"hadaquant": (-3, -8), "turboquant": (3, 3)}
+"""Families whose points have names, and where those stand, in points; the others lie too close together."""
+TITLES = {"demo": "embedded", "qwen2": "biased keys", "qwen3": "normed keys"}
+
+
 def plot(rows: list[dict], path: Path) -> None:
     """Quality against bytes, a panel a model."""
     import matplotlib
@@ -108,29 +114,29 @@ def plot(rows: list[dict], path: Path) -> None:
 
     found = _studied(rows, "quality")
     figure, grid = pyplot.subplots(1, len(found), figsize=(6 * len(found), 5.2), squeeze=False)
-    families = {"hadaquant": "tab:red", "turboquant": "tab:blue", "nvfp4": "tab:green", "int": "tab:purple", "fp8": "tab:gray"}
     for axes, (model, held) in zip(grid[0], found.items(), strict=True):
         for recent, marker, fill in ((0, "o", "none"), (64, "o", "full")):
-            for family, color in families.items():
+            for family in ("hadaquant", "turboquant", "nvfp4", "int4", "int8", "fp8"):
                 some = sorted(
                     (r["bytes"], r["kl"], r["label"]) for r in held if r["residual_length"] == recent and r["label"].startswith(family)
                 )
-                style = {"color": color, "marker": marker, "fillstyle": fill, "linestyle": "-" if family == "hadaquant" else "none"}
+                line = "-" if family == "hadaquant" else "none"
+                style = {"color": format_color(family), "marker": marker, "fillstyle": fill, "linestyle": line}
                 axes.plot([b for b, _, _ in some], [kl for _, kl, _ in some], label=family if recent else None, **style)
-                for size, kl, label in some if recent == 0 else ():
-                    axes.annotate(
-                        label.removeprefix(family).strip("_") or label, (size, kl), fontsize=6, xytext=(3, 3), textcoords="offset points"
-                    )
+                for size, kl, label in some if recent == 0 and family in NAMED else ():
+                    name = label.removeprefix(f"{family}_").removesuffix("_uncentered")
+                    place = {"xytext": NAMED[family], "textcoords": "offset points", "ha": "right" if NAMED[family][0] < 0 else "left"}
+                    axes.annotate(name, (size, kl), fontsize=6, color=style["color"], **place)
         axes.set(
-            title=f"{model}: hollow, zones off; filled, 4 + 64 exact",
-            xlabel="bytes of a token and head, D = 128",
+            title=f"{TITLES.get(model, model)}: hollow, no exact tokens; filled, 4 + 64",
+            xlabel="bytes of a token and head (left is better)",
             yscale="log",
             xscale="log",
         )
         axes.set_xticks([68, 84, 100, 116, 132, 144, 198, 264], [68, 84, 100, 116, 132, 144, 198, 264], fontsize=7)
         axes.minorticks_off()
-    grid[0][0].set_ylabel("KL divergence from the dense run, nats")
-    grid[0][0].legend(fontsize=8)
+    grid[0][0].set_ylabel("KL divergence from the dense run, nats (lower is better)")
+    grid[0][0].legend(fontsize=8, loc="lower left")
     figure.tight_layout()
     figure.savefig(path, dpi=130)
     print(path)

@@ -1,5 +1,5 @@
-"""Telling layers what attention gets with the plain tensors that they returned: which tokens of a prompt are padding, which only the mask
-shows, and the queries."""
+"""Callbacks from attention to the layers whose plain keys it gets: with the padding of a prompt, which only the mask shows, and with the
+queries."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from .observer import new_tokens
 
 
 class PendingPrompt(Protocol):
-    """A layer that stores its prompt when it knows the padding."""
+    """A layer that stores its prompt once the padding is known."""
 
     def store_pending(self, is_valid: Tensor | None) -> None: ...
 
 
 class AttentionReceiver(Protocol):
-    """A layer that is told of the attention over its keys."""
+    """A layer that receives the attention over its keys."""
 
     def receive_attention(self, module: torch.nn.Module, query: Tensor, scaling: float, softcap: float | None) -> None: ...
 
 
 _pending: dict[int, tuple[weakref.ref, weakref.ref]] = {}
-"""Keys that have not reached attention yet, and their layer, by the identity of the keys."""
+"""Keys that have not reached attention yet, and their layer, by `id` of the keys."""
 
 
 def _await(keys: Tensor, layer: PendingPrompt | AttentionReceiver) -> None:

@@ -21,7 +21,7 @@ CacheMaker = Callable[[int], Cache]
 
 def standard_error(values: Tensor) -> float:
     """The standard error of the mean of independent `values` `[B]`; nan for a single one."""
-    return (values.std() / len(values) ** 0.5).item()
+    return (values.std() / len(values) ** 0.5).item() if len(values) > 1 else float("nan")
 
 
 def share_error(right: float, count: int) -> float:
@@ -77,7 +77,7 @@ class Workload:
             }
             for seen in (False, True)
         )
-        return cls(model, tokenizer, read, unseen, seen, _sixteen_bit(read.prefilled, model))
+        return cls(model, tokenizer, read, unseen, seen, sixteen_bit(read.prefilled, model))
 
     def bytes_per_token(self, cache: Cache) -> float:
         """Measured bytes of the empty `cache` after the first passage's context."""
@@ -117,7 +117,7 @@ def rounded(values: Tensor) -> list[float]:
     return [float(f"{x:.5g}") for x in values.tolist()]
 
 
-def _sixteen_bit(prefilled: Prefilled, model: PreTrainedModel) -> Prefilled:
+def sixteen_bit(prefilled: Prefilled, model: PreTrainedModel) -> Prefilled:
     """The first row, cast from fp32. Caches with other states are returned unchanged: they are filled by running the model."""
     if not all(type(layer) is DynamicLayer for layer in prefilled.layers):
         return prefilled

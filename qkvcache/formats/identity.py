@@ -1,4 +1,4 @@
-"""The model's own dtype, stored as it is: the baseline of every comparison and the format of exact tests."""
+"""Keys and values in the model's dtype: the baseline of comparisons and the format of exact tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention of a few queries over a compressed layer: softmax(q . k) . v with everything that transformers' models ask of it.
+"""Attention of a few queries over a compressed layer: softmax(q . k) . v with the options of transformers' models.
 
 Scores of all tokens exist at once, `[B, H, G * Q, T]` in fp32; keys and values never do (`segments.py`).
 """
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .segments import AttentionInputs, pv, qk
 
-HIDDEN = -1e29  # scores under it are of tokens that a mask hides
+HIDDEN = -1e29  # scores below it are of masked tokens
 MASKED = torch.finfo(torch.float32).min  # finite: a fully masked row must come out as numbers, not as nan
 
 
@@ -49,9 +49,10 @@ def attend_observed(
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """As `attend`, and the accumulated attention of each token, fp32 `[B, H, T]`: its softmax weights, summed over the group's query heads
-    and
-    over queries, each of which counts `observed` times, fp32 or bool `[B, Q]`. A token that a mask hides has none, and a query of 0 adds
-    none.
+    and over queries.
+
+    Args:
+        observed: how often each query counts, fp32 or bool `[B, Q]`; 0 for padding. Tokens that the mask hides accumulate nothing.
     """
     batch, query_heads, queries, _ = query.shape
     _, heads, tokens, _ = attention_inputs.key.shape
@@ -73,7 +74,7 @@ def _logits(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """What the softmax is of: `[B, Hq, Q, T]`, with sinks one more column."""
+    """Masked scores, fp32 `[B, Hq, Q, T]`, with `sinks` one more column."""
     batch, query_heads, queries, dim = query.shape
     _, heads, tokens, _ = attention_inputs.key.shape
     groups = query_heads // heads
@@ -90,6 +91,7 @@ def _logits(
 
 
 def _output(probabilities: Tensor, query: Tensor, attention_inputs: AttentionInputs) -> Tensor:
+    """`[B, Hq, Q, Dv]` in the query's dtype, from probabilities `[B, Hq, Q, >= T]`."""
     batch, query_heads, queries, _ = query.shape
     _, heads, tokens, _ = attention_inputs.key.shape
     rows = probabilities[..., :tokens].reshape(batch, heads, query_heads // heads * queries, tokens)

@@ -1,7 +1,7 @@
-"""Which code runs: Triton on a GPU, the torch reference elsewhere. `QKVCACHE_KERNELS=torch` or `triton` forces one (triton on a CPU needs
-its interpreter, `TRITON_INTERPRET=1`).
+"""Chooses between kernels: Triton on a GPU, the torch reference elsewhere. `QKVCACHE_KERNELS=torch` or `triton` forces one (triton on a
+CPU needs its interpreter, `TRITON_INTERPRET=1`).
 
-What Triton cannot do for a codec or a shape runs in torch, on a GPU with one warning, since it is slow there.
+Where there is no Triton kernel for a codec or a shape, the torch reference runs; on a GPU, where it is slow, with one warning.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def _warn_once(message: str) -> None:
 
 @functools.lru_cache(maxsize=32)
 def prepare(codecs: tuple[Codec, Codec], dims: tuple[int, int], dtype: torch.dtype, device: torch.device) -> None:
-    """Has all made that is made once for these codecs, and keys and values of this kind: `tables.py` says why."""
+    """Allocates the tensors that are cached for these codecs and for keys and values `[B, H, T, dim]` of `dtype`: `tables.py` says why."""
     if on_triton(device):
         from .tables import tables
         from .triton_dequantize import table_of
@@ -72,16 +72,14 @@ def prepare(codecs: tuple[Codec, Codec], dims: tuple[int, int], dtype: torch.dty
     for codec, dim in zip(codecs, dims, strict=True):
         token = torch.zeros(1, 1, 1, dim, dtype=dtype, device=device)
         statistics = codec.calibrate(token)
-        codec.dequantize(
-            codec.quantize(token, statistics) | statistics, dim
-        )  # torch operations keep constants, and kernels use some of them
+        codec.dequantize(codec.quantize(token, statistics) | statistics, dim)  # the torch operations cache constants, too
         if on_triton(device) and (layout := layout_of(codec)):
             table_of(layout, token)
-            table_of(layout, token.bfloat16())  # of what decodes
+            table_of(layout, token.bfloat16())  # for dequantizing
 
 
 def fuses(query: Tensor, attention_inputs: AttentionInputs) -> bool:
-    """Whether the fused kernel is there for this; if it should be and is not, with a warning."""
+    """Whether the fused kernel attends to these inputs. Warns once if kernels are on and it cannot."""
     if not (attention_inputs.exact and on_triton(query.device)):
         return False
     if fused().supports(attention_inputs, query):
@@ -144,7 +142,8 @@ def attend_on_buffers(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Attention of one query a row, `[B, Hq, 1, Dv]`, over a storage, counting on the device. `mask` is by column."""
+    """Attention of one query of each row, `[B, Hq, 1, D]` to `[B, Hq, 1, Dv]`, over storage that counts on the device. `mask` is by
+    column."""
     if torch.compiler.is_compiling():
         return torch.ops.qkvcache.attend_buffers(query, *buffers.arguments, mask, sinks, scaling, softcap)
     attention_inputs = whole(buffers)
@@ -203,7 +202,7 @@ def append_tokens(inputs: PagedInputs, x: Pair, state: Tensor) -> None:
 
 
 def launch_of_append(inputs: PagedInputs, x: Pair, state: Tensor) -> Callable[[Pair], None] | None:
-    """`append_tokens` for tokens like `x`, with all prepared that stays the same from step to step; None without a kernel for it."""
+    """`append_tokens` for tokens of the shape and dtype of `x`, with all other arguments prepared; None if there is no kernel for it."""
     if not quantizes(inputs.pages.codecs, x):
         return None
     from .triton_append import AppendTokens
@@ -223,7 +222,7 @@ def dequantize_pages(pages: Pages, out: Pair, begin: int = 0) -> None:
 
 
 def whole(buffers: Buffers) -> AttentionInputs:
-    """What attention over a storage reads where only the device knows how many tokens there are: as many as there are columns."""
+    """The inputs of attention over storage that counts on the device, sized for `buffers.columns` tokens."""
     shapes = ((*x.shape[:2], buffers.columns, x.shape[3]) for x in buffers.residual)
     key, value = (KeysOrValues.of((), shape, x.dtype, x.device) for shape, x in zip(shapes, buffers.residual, strict=True))
     region = buffers.region if torch.compiler.is_compiling() else replace(buffers.region, tokens=buffers.columns)
@@ -231,19 +230,20 @@ def whole(buffers: Buffers) -> AttentionInputs:
 
 
 def step(buffers: Buffers, x: Pair) -> None:
-    """Takes keys and values `[B, H, T, D]`, counting on the device: in one launch where there is a kernel and the ring has room."""
+    """Stores keys and values `[B, H, T, D]`, counting on the device: `counted.step`, in one launch where there is a kernel. More tokens
+    than the ring has slots are stored in several steps."""
     if torch.compiler.is_compiling():
         torch.ops.qkvcache.step(*buffers.arguments, *x)
         return
-    take = counted.step
+    store = counted.step
     if quantizes(buffers.codecs, x):
-        from .triton_step import step_kv as take
+        from .triton_step import step_kv as store
     for part in zip(*(side.split(1 if buffers.grows else buffers.residual[0].shape[2], dim=2) for side in x), strict=True):
-        take(buffers, part)
+        store(buffers, part)
 
 
 def launch_of_step(buffers: Buffers, x: Pair) -> Callable[[Pair], None] | None:
-    """`step` for tokens like `x`, with all prepared that stays the same from step to step; None where there is no kernel for it."""
+    """`step` for tokens of the shape and dtype of `x`, with all other arguments prepared; None if there is no kernel for it."""
     if not quantizes(buffers.codecs, x):
         return None
     from .triton_step import Step
@@ -264,29 +264,29 @@ def append_token(static: StaticTensors, x: Pair, new: Sequence[Tensor | None], i
     if torch.compiler.is_compiling():
         torch.ops.qkvcache.append_token(*static.arguments, *x, list(new), is_valid)
         return
-    take = evicting.append_token
+    append = evicting.append_token
     if on_triton(static.seen.device):
-        from .triton_evict import append_token as take
-    take(static, x, new, is_valid)
+        from .triton_evict import append_token as append
+    append(static, x, new, is_valid)
 
 
 def evict_token(static: StaticTensors, order: Tensor) -> Tensor:
     """`evict.evict_token`, in one launch where there is a kernel for the codecs."""
     if torch.compiler.is_compiling():
         return torch.ops.qkvcache.evict_token(*static.arguments, order)
-    move = evicting.evict_token
+    evict = evicting.evict_token
     shared = any(
         b.heads == "shared" and b.tokens == "each"
         for codec, x in zip(static.codecs, static.ring, strict=True)
         for b in codec.buffers(x.shape[3])
     )
-    if quantizes(static.codecs, static.ring) and not shared:  # what heads share they hold each, where each has its own slot
-        from .triton_evict import evict_token as move
-    return move(static, order)
+    if quantizes(static.codecs, static.ring) and not shared:  # each head stores a copy of shared buffers, since it evicts on its own
+        from .triton_evict import evict_token as evict
+    return evict(static, order)
 
 
 def unfold(buffers: Buffers, new: Pair | None) -> Pair:
-    """All tokens at their columns, `[B, H, columns, D]` each, and then those of `new`; zeros beyond. Counts on the device."""
+    """`counted.unfold`: keys and values at their columns, `[B, H, columns, D]` each, followed by `new` `[B, H, T, D]`; zeros beyond."""
     if torch.compiler.is_compiling():
         return torch.ops.qkvcache.unfold(*buffers.arguments, *(new or (None, None)))
     return counted.unfold(buffers, new, dense)
@@ -303,7 +303,7 @@ def sum_attention(
     sinks: Tensor | None = None,
     lse: Tensor | None = None,
 ) -> Tensor:
-    """Accumulated attention of a prefill, fp32 `[B, H, T]`: `sum_attention.py` says of what."""
+    """`sum_attention.sum_attention`, by kernels where there are: the accumulated attention of a prefill, fp32 `[B, H, T]`."""
     if on_triton(query.device):
         from . import triton_sum_attention as kernels
 
@@ -313,7 +313,7 @@ def sum_attention(
 
 
 def quantizes(codecs: tuple[Codec, Codec], x: tuple[Tensor, Tensor]) -> bool:
-    """Whether `quantize_into` can store these keys and values."""
+    """Whether kernels can quantize these keys and values `[B, H, T, D]`."""
     if not on_triton(x[0].device):
         return False
     from .triton_quantize import supports
@@ -324,7 +324,8 @@ def quantizes(codecs: tuple[Codec, Codec], x: tuple[Tensor, Tensor]) -> bool:
 def quantize_into(
     codecs: tuple[Codec, Codec], x: tuple[Tensor, Tensor], planes: tuple[Codes, Codes], statistics: tuple[Codes, Codes], start: int
 ) -> None:
-    """Encodes keys and values `[B, H, T, D]` into slots `start` to `start + T` of planes `[B, H, slots, width]`, in one launch."""
+    """Quantizes keys and values `[B, H, T, D]` into slots `start` to `start + T` of planes `[B, H, slots, width]`, in one launch; needs
+    `quantizes`. `statistics`: the buffers that are kept once, `[B, H, 1, width]`."""
     from .triton_quantize import quantize_kv
 
     x = tuple(side if side.stride(-1) == 1 else side.contiguous() for side in x)  # type: ignore[assignment]
@@ -332,14 +333,15 @@ def quantize_into(
 
 
 def dense_attention_inputs(attention_inputs: AttentionInputs) -> Pair:
-    """Keys and values of the attention inputs in the model's dtype, in compiled code; of a storage at their columns, zeros beyond."""
+    """Keys and values `[B, H, T, D]` of the attention inputs in the model's dtype, in compiled code. For storage that counts on the device,
+    `T` is its columns, with zeros where there is no token."""
     if attention_inputs.buffers is not None:
         return torch.ops.qkvcache.unfold(*attention_inputs.buffers.arguments, None, None)
     return torch.ops.qkvcache.dense(*attention_inputs.arguments)
 
 
 def dense(side: KeysOrValues) -> Tensor:
-    """All tokens of `side` in the model's dtype: the only place where a whole history is decoded."""
+    """All tokens of `side` in the model's dtype, `[B, H, T, D]`: the only place where a whole layer is dequantized."""
     if on_triton(side.device):
         from .triton_dequantize import decode, supports
 

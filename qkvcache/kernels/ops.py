@@ -1,7 +1,7 @@
 """Kernels as operators of torch, so that `torch.compile(fullgraph=True)` sees one operation for each.
 
-Operators take tensors and numbers: a codec is passed as its place in a list, and the attention inputs or a storage as the tensors that it
-is made of.
+Operators accept tensors and numbers only: a codec is passed as its index (`segments.number`), and attention inputs or storage as their
+`arguments`.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def _attend(
             query, attention_inputs, mask, scaling=scaling, causal=causal, softcap=softcap, sinks=sinks, observed=observed
         )
     options: dict[str, Any] = {"scaling": scaling, "causal": causal, "softcap": softcap, "sinks": sinks}
-    lse = query.new_empty(query.shape[:3], dtype=torch.float32)  # which nobody asks for here
+    lse = query.new_empty(query.shape[:3], dtype=torch.float32)  # unused: only the kernel computes it
     if observed is None:
         return attend(query, attention_inputs, mask, **options), lse, query.new_empty(*exact[0].shape[:2], 0, dtype=torch.float32)
     out, attention_sums = attend_observed(query, attention_inputs, mask, observed=observed, **options)
@@ -99,8 +99,8 @@ def _(query, planes, table, codecs, tokens, exact, mask, sinks, scaling, softcap
     return query.new_empty(*query.shape[:3], dim), lse, attention_sums
 
 
-# Chunks are written too. Whoever is told makes a copy of what is written, which the table does not lead to; nobody but operators that take
-# `exact` reads chunks, and these stay in order.
+# Chunks are mutated too. Were they declared, functionalization would copy them, and the table would point to the originals. Only operators
+# with `exact` among their arguments read chunks, and those keep their order.
 @torch.library.custom_op("qkvcache::step", mutates_args=("exact",))
 def _step(exact: Sequence[Tensor], quantized: Sequence[Tensor], codecs: Sequence[int], columns: int, key: Tensor, value: Tensor) -> None:
     dispatch.step(Buffers.of(exact, quantized, codecs, columns), (key, value))
@@ -220,7 +220,7 @@ def _(query, pool, counts, exact, codecs, max_length, tokens, mask, sinks, obser
     return query.new_empty(*query.shape[:3], dim), lse, attention_sums
 
 
-# The pool is written too: as for `step`.
+# The pool is mutated too: see `step`.
 @torch.library.custom_op("qkvcache::append_tokens", mutates_args=("counts", "exact", "state"))
 def _append_tokens(
     pool: Sequence[Tensor],

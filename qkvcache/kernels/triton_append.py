@@ -23,8 +23,8 @@ ROWS = tl.constexpr(128)
 
 
 class AppendTokens:
-    """The launch for tokens like `x`, `[B, H, T, D]`, with all arguments but the tokens. `T` is at most what the ring holds; codecs must be
-    those that `triton_quantize.supports`."""
+    """The launch for tokens of the shape and dtype of `x`, keys and values `[B, H, T, D]`, with all arguments but the tokens prepared. `T`
+    is at most the slots of the ring; codecs must be those that `triton_quantize.supports`."""
 
     def __init__(self, inputs: PagedInputs, x: Pair, state: Tensor):
         pages = inputs.pages
@@ -62,7 +62,7 @@ class AppendTokens:
 
 
 def append_tokens(inputs: PagedInputs, x: Pair, state: Tensor) -> None:
-    """`AppendTokens`, once."""
+    """One `AppendTokens`."""
     x = x[0] if x[0].stride(3) == 1 else x[0].contiguous(), x[1] if x[1].stride(3) == 1 else x[1].contiguous()
     AppendTokens(inputs, x, state)(x)
 
@@ -73,6 +73,7 @@ def _append_side(
     rows, lengths, table, table_b, state, sink_slots, ring_slots, tokens, heads,
     L: tl.constexpr, D: tl.constexpr, P: tl.constexpr, ACROSS: tl.constexpr, ALONG: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
+    """A program of `_append_kernel`, for keys or for values; arguments as there."""
     b, h0, t0 = tile_of(heads, ACROSS, ALONG)
     row = rows + b * 6
     sink_row = tl.load(row + 1).to(tl.int64)
@@ -116,12 +117,17 @@ def _append_kernel(
     VL: tl.constexpr, VD: tl.constexpr, VP: tl.constexpr,
     ACROSS: tl.constexpr, ALONG: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles of tokens and heads, B, 2): keys, values.
+    """Grid (tiles of ALONG tokens and ACROSS heads, B, 2): keys, values.
 
-    x        [B, H, tokens, D] model dtype: xb, xh, xt
-    ring     [F, H, ring_slots, D] model dtype: rb, rh, rt        sinks    [E, H, sink_slots, D] model dtype: fb, fh, ft
-    rotation `triton_dequantize.rotation_table`                   codes, high, scales, center: as of `triton_quantize.store_tile`
-    rows     int32 [B, 6]    lengths  int32 [B]    table  int32 [B, P]: table_b    state  int32 [3]: `pages.STATE`
+    Arguments of keys begin with k, those of values with v. Strides are in elements, of packed codes and high bits in words of 16 bits.
+
+    x          [B, H, tokens, D] model dtype, channels contiguous: xb, xh, xt; `tokens` <= `ring_slots`
+    ring       [F, H, ring_slots, D] model dtype: rb, rh, rt        sinks    [E, H, sink_slots, D] model dtype: fb, fh, ft
+    rotation   `triton_dequantize.rotation_table`; codes, high, scales, center with their strides, L, D and P: as of
+               `triton_quantize._quantize_pages_kernel`
+    rows       int32 [B, 6], contiguous: `pages.COLUMNS`            lengths  int32 [B]
+    table      int32 [B, P]: table_b                                state    int32 [3]: `pages.STATE`
+    heads      H                                                    batch    B
     """
     if tl.program_id(2) == 0:
         _append_side(

@@ -1,12 +1,11 @@
-"""Storing keys and values in one launch of one Triton kernel: what `Codec.encode` computes, written straight into the slots.
+"""Quantizing keys and values into storage in one launch of one Triton kernel: what `Codec.quantize` computes.
 
-A program takes a tile of tokens (times heads, where few tokens come at once or where a scale spans heads) of one side, all channels of it,
-in registers: rotation, scale, codes, packing. Rows that are no power of two are padded and masked.
+A program quantizes a tile of tokens (times heads, where few tokens come at once or where a scale spans heads) of keys or of values, all
+channels of it, in registers: rotation, scale, codes, packing. Head dims that are no power of two are padded and masked.
 
 The rotation is a product with a matrix of 1 and -1, in which 16-bit inputs are exact; fp32 is split into three bfloat16, which is exact as
-well. Only sums round. Codes differ from those of `Codec.encode` where a channel lies within such a rounding of the border of two codes.
-Greatest and least are found among bit patterns, since a maximum of floats passes over nan.
-"""
+well. Only sums round. Codes differ from those of `Codec.quantize` where a channel lies within such a rounding of the border of two codes.
+Minima and maxima are computed on bit patterns, since a maximum of floats ignores nan."""
 
 from __future__ import annotations
 
@@ -74,18 +73,19 @@ def quantize_kv(sides: Sequence[tuple[Codec, Tensor, Codes, Codes]], start: int)
 
 @triton.jit
 def _abs_bits(x):
+    """The bits of `|x|`, int32 of the shape of `x`, fp32."""
     return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
 @triton.jit
 def _ordered(x):
-    """Bits of a float to an integer of the same order, and back: nan lies beyond the infinities."""
+    """Bits of fp32, int32 of any shape, to integers of the same order, and back: nan lies beyond the infinities."""
     return x ^ ((x >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
 def _range(x):
-    """Least and greatest of each row: one of them is nan if a channel is."""
+    """Minimum and maximum of each row of `x`, fp32 [N, P] to [N] each: one of them is nan if a channel is."""
     keys = _ordered(x.to(tl.int32, bitcast=True))
     low = _ordered(tl.min(keys, 1)).to(tl.float32, bitcast=True)
     return low, _ordered(tl.max(keys, 1)).to(tl.float32, bitcast=True)
@@ -93,7 +93,8 @@ def _range(x):
 
 @triton.jit
 def _over(x, scale):
-    """`x / scale`, rounded once, for one reciprocal a scale: two steps of refinement cost less than a division."""
+    """`x / scale`, fp32 of shapes that broadcast, rounded once, with one reciprocal for each scale: two steps of refinement cost less than
+    a division."""
     if INTERPRETED:  # has no fused multiply-add
         quotient = x / scale
     else:
@@ -106,7 +107,7 @@ def _over(x, scale):
 
 @triton.jit
 def _whole(x, LOW: tl.constexpr, HIGH: tl.constexpr):
-    """Truncated and clamped; nan becomes a bound."""
+    """`x`, fp32, truncated to int32 and clamped to LOW and HIGH; nan becomes a bound."""
     return tl.minimum(tl.maximum(x, LOW), HIGH).to(tl.int32)
 
 
@@ -124,7 +125,7 @@ def _minifloat(x, MANTISSA: tl.constexpr, LEAST: tl.constexpr):
 
 @triton.jit
 def _apply(x, table, D: tl.constexpr, P: tl.constexpr, SIGNED: tl.constexpr):
-    """`Hadamard.apply`"""
+    """`Hadamard.apply` for rows `x` [N, P], 16-bit or fp32: fp32 [N, P]. `table`: `rotation_table`; SIGNED: random signs come first."""
     if SIGNED:
         signs = tl.load(table + min(P, 128) * min(P, 128) + tl.arange(0, P)).to(tl.float32)
         x = (x.to(tl.float32) * signs[None, :]).to(x.dtype)
@@ -133,7 +134,8 @@ def _apply(x, table, D: tl.constexpr, P: tl.constexpr, SIGNED: tl.constexpr):
 
 @triton.jit
 def _store_words(at, words, live, COUNT: tl.constexpr):
-    """`words` `[N, >= COUNT]` to the rows that begin at `at`."""
+    """Stores the first COUNT columns of `words`, int32 [N, >= COUNT], as int16 to rows that begin at the pointers `at` [N], if `live`
+    [N]."""
     j = tl.arange(0, words.shape[1])
     mask = live[:, None] if words.shape[1] == COUNT else live[:, None] & (j < COUNT)[None, :]
     tl.store(at[:, None] + j[None, :], words.to(tl.int16), mask=mask)
@@ -141,7 +143,8 @@ def _store_words(at, words, live, COUNT: tl.constexpr):
 
 @triton.jit
 def _store_codes(low, high, codes, live, BITS: tl.constexpr, D: tl.constexpr, P: tl.constexpr):
-    """Codes in the order of channels `[N, P]`, packed by `packing.pack`. A sum of fields that do not overlap is their union."""
+    """Stores codes in the order of channels, int32 [N, P], packed as `packing.pack` does, to rows at the pointers `low` and (3 bits) `high`
+    [N], if `live` [N]. Fields of a word do not overlap, so that their sum is their union."""
     N: tl.constexpr = codes.shape[0]
     if BITS == 4:
         words = tl.sum(tl.reshape(codes, [N, P // 4, 4]) << (4 * tl.arange(0, 4))[None, None, :], 2)
@@ -164,7 +167,8 @@ def _store_codes(low, high, codes, live, BITS: tl.constexpr, D: tl.constexpr, P:
 
 @triton.jit
 def _store_planes(at, codes, live, E2M1: tl.constexpr, D: tl.constexpr, P: tl.constexpr):
-    """4-bit codes in the order of channels `[N, P]` as words of `packing.to_planes`."""
+    """Stores 4-bit codes in the order of channels, int32 [N, P], as words of `packing.to_planes`, to rows at the pointers `at` [N], if
+    `live` [N]."""
     a = tl.arange(0, 4)[None, :, None]
     if D != P:
         c = tl.arange(0, P)
@@ -181,7 +185,7 @@ def _store_planes(at, codes, live, E2M1: tl.constexpr, D: tl.constexpr, P: tl.co
 
 @triton.jit
 def _fp4_error(x, scale):
-    """Squared error of blocks of magnitudes under `scale` `[N, G, 1]`."""
+    """Squared error of E2M1 for blocks of magnitudes `x`, fp32 [N, G, 16], under `scale` [N, G, 1]: fp32 [N, G, 1]."""
     q = tl.minimum(_over(x, scale), 6.0)
     # The step is half the power of two below q, or .5 under 1; what is added leaves no bit below it.
     power = tl.maximum(q.to(tl.int32, bitcast=True) & 0x7F800000, 0x3F800000)
@@ -192,7 +196,8 @@ def _fp4_error(x, scale):
 
 @triton.jit
 def _fp4_scale(magnitude, absmax, SEARCH: tl.constexpr):
-    """Bytes of E4M3, one for each block of 16."""
+    """Scales of blocks of 16 as bytes of E4M3, int32 [N, G, 1], from `magnitude` fp32 [N, G, 16] and its maxima `absmax` [N, G, 1]. SEARCH
+    0: maximum / 6; 1: the better of 6 and 4; 2: the best of eight."""
     six = _minifloat(tl.minimum(tl.maximum(tl.div_rn(absmax, 6.0), 2.0**-9), 448.0), 3, -6)
     if SEARCH == 0:
         return six
@@ -209,7 +214,7 @@ def _fp4_scale(magnitude, absmax, SEARCH: tl.constexpr):
 
 @triton.jit
 def _lloyd(x, BITS: tl.constexpr):
-    """Codes of `x`, and twice their levels, in steps of the grid."""
+    """Codes of `x`, fp32 of any shape, and twice the magnitudes of their levels in steps of the grid: int32 each."""
     # Twice the level in the low half, the rank in the high half: one sum for both.
     if BITS == 2:
         reached = _climb(tl.abs(x), _AT2, _UP2, 2)
@@ -224,6 +229,7 @@ def _lloyd(x, BITS: tl.constexpr):
 
 @triton.jit
 def _climb(x, AT: tl.constexpr, UP: tl.constexpr, COUNT: tl.constexpr):
+    """The sum of those of COUNT entries of UP whose thresholds in AT are at most `x`, fp32 of any shape and not negative: int32."""
     reached = tl.full(x.shape, UP[0], tl.int32)
     for i in tl.static_range(1, COUNT):
         reached += tl.where(x >= AT[i], UP[i], 0)
@@ -231,7 +237,7 @@ def _climb(x, AT: tl.constexpr, UP: tl.constexpr, COUNT: tl.constexpr):
 
 
 def _rungs(bits: int) -> tuple[tuple[float, ...], tuple[int, ...]]:
-    """What magnitudes must reach, and what `_lloyd` then adds."""
+    """Thresholds of magnitudes, and what `_lloyd` adds at each."""
     odd = [2 * n + 1 for n in GRID[bits][1]]
     up = (odd[0], *((1 << 16) + high - low for low, high in zip(odd, odd[1:], strict=False)))
     return (0.0, *midpoints(bits)[2 ** (bits - 1) :]), up
@@ -244,7 +250,7 @@ _AT4, _UP4 = map(tl.constexpr, _rungs(4))
 
 @triton.jit
 def tile_of(heads, ACROSS: tl.constexpr, ALONG: tl.constexpr):
-    """Where a program's tile begins: row, head, token."""
+    """Where a program's tile begins: row (int64), head, token."""
     parts = tl.cdiv(heads, ACROSS)
     return tl.program_id(1).to(tl.int64), (tl.program_id(0) % parts) * ACROSS, (tl.program_id(0) // parts) * ALONG
 
@@ -254,6 +260,7 @@ def _encode_side(
     x, xb, xh, xt, table, codes, cb, ch, high, hb, hh, scales, sb, sh, center, eb, eh, start, tokens, heads,
     L: tl.constexpr, D: tl.constexpr, P: tl.constexpr, ACROSS: tl.constexpr, ALONG: tl.constexpr,
 ):  # fmt: skip
+    """A program of `_encode_kernel`, for keys or for values; arguments as there."""
     b, h0, t0 = tile_of(heads, ACROSS, ALONG)
     i = tl.arange(0, ACROSS * ALONG)
     c = tl.arange(0, P)
@@ -394,6 +401,17 @@ def _encode_kernel(
     VL: tl.constexpr, VD: tl.constexpr, VP: tl.constexpr,
     ACROSS: tl.constexpr, ALONG: tl.constexpr,
 ):  # fmt: skip
+    """Quantizes `tokens` tokens into slots from `start` on. Grid (tiles of ALONG tokens and ACROSS heads, B, 2): keys, values.
+
+    Arguments of keys begin with k, those of values with v. Strides are in elements, of packed codes and high bits in words of 16 bits.
+
+    x        [B, H, tokens, D] fp16, bf16 or fp32, channels contiguous: xb, xh, xt
+    table    the rotation, `triton_dequantize.rotation_table`, flat; read if a layout is rotated
+    codes    [B, H', slots, width], a plane of a chunk, tokens contiguous: cb, ch; H' is H, or 1 if heads share it (ch 0)
+    high     [B, H', slots, width] likewise: hb, hh                     scales  [B, H', slots, scales of a token] likewise: sb, sh
+    center   fp32 [B, H, 1, D], the mean: eb, eh over B and H           heads   H
+    L        `PackedLayout`; D channels, padded to P; what a layout has not is not read
+    """
     if tl.program_id(2) == 0:
         _encode_side(
             kx, kxb, kxh, kxt, ktable, kcodes, kcb, kch, khigh, khb, khh, kscales, ksb, ksh, kcenter, keb, keh, start, tokens, heads,
@@ -433,6 +451,7 @@ def _quantize_pages_side(
     x, xb, xh, xt, table, codes, cb, ch, high, hb, hh, scales, sb, sh, center, eb, eh, slots, slots_b, slots_h, slots_t, tokens, heads,
     L: tl.constexpr, D: tl.constexpr, P: tl.constexpr, ACROSS: tl.constexpr, ALONG: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
+    """A program of `_quantize_pages_kernel`, for keys or for values; arguments as there."""
     b, h0, t0 = tile_of(heads, ACROSS, ALONG)
     i = tl.arange(0, ACROSS * ALONG)
     c = tl.arange(0, P)
@@ -457,6 +476,12 @@ def _quantize_pages_kernel(
     VL: tl.constexpr, VD: tl.constexpr, VP: tl.constexpr,
     ACROSS: tl.constexpr, ALONG: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
+    """Quantizes `tokens` tokens into slots of a pool. Grid (tiles of ALONG tokens and ACROSS heads, B, 2): keys, values.
+
+    x, table, center   as of `_encode_kernel`
+    codes, high, scales   as there, but planes of a pool [N, H', PAGE, width]: cb, hb, sb are strides over pages
+    slots    int32 or int64 [B, tokens] or [B, H, tokens], `page * PAGE + offset`, or negative: not stored; slots_b, slots_h, slots_t
+    """
     if tl.program_id(2) == 0:
         _quantize_pages_side(
             kx, kxb, kxh, kxt, ktable, kcodes, kcb, kch, khigh, khb, khh, kscales, ksb, ksh, kcenter, keb, keh,

@@ -1,9 +1,8 @@
-"""A decode step's new tokens into storage that counts on the device, in one launch that needs no number from the host: what `counted.step`
-computes, for rows of any lengths and bodies of many chunks.
+"""Storing the tokens of a decode step in storage that counts on the device, in one launch that needs no number from the host: what
+`counted.step` computes, for rows of any lengths and regions of many chunks.
 
-A program takes a tile of new tokens (times heads) of one side. Each takes its place in the ring, and the token that was there is quantized
-into the body by the same program. The last program to finish moves the counts on: by then all have read them.
-"""
+A program stores a tile of new tokens (times heads) of keys or of values. Each token takes a slot of the ring, and the token that was there
+is quantized into the region by the same program. The last program to finish updates the counts: by then all have read them."""
 
 from __future__ import annotations
 
@@ -18,13 +17,13 @@ from .triton_dequantize import known, padded, plane_arguments, table_of, tile
 from .triton_quantize import store_tile, tile_of
 
 ROWS = tl.constexpr(128)
-"""Rows that are counted at once."""
+"""Rows whose counts are updated at once."""
 
 
 class Step:
-    """The launch for tokens like `x`, `[B, H, T, D]`, of which all arguments but the tokens stay the same from step to step.
+    """The launch for tokens of the shape and dtype of `x`, keys and values `[B, H, T, D]`, with all arguments but the tokens prepared.
 
-    `T` is at most what the ring holds, and 1 where the body may have many chunks; codecs must be those that `triton_quantize.supports`.
+    `T` is at most the slots of the ring, and 1 where the region may have many chunks; codecs must be those that `triton_quantize.supports`.
     """
 
     def __init__(self, buffers: Buffers, x: Pair):
@@ -53,7 +52,7 @@ class Step:
 
 
 def step_kv(buffers: Buffers, x: Pair) -> None:
-    """`Step`, once."""
+    """One `Step`."""
     key, value = (side if side.stride(3) == 1 else side.contiguous() for side in x)
     Step(buffers, (key, value))((key, value))
 
@@ -65,6 +64,7 @@ def _step_side(
     L: tl.constexpr, D: tl.constexpr, P: tl.constexpr, UNIT: tl.constexpr, ACROSS: tl.constexpr, ALONG: tl.constexpr, GROWS: tl.constexpr,
     SIDE: tl.constexpr,
 ):  # fmt: skip
+    """A program of `_step_kernel`, for keys (SIDE 0) or for values (1); arguments as there."""
     b, h0, t0 = tile_of(heads, ACROSS, ALONG)
     seen = tl.load(state + 4 + 2 * b)
     region = tl.load(state + 5 + 2 * b)
@@ -116,6 +116,19 @@ def _step_kernel(
     VL: tl.constexpr, VD: tl.constexpr, VP: tl.constexpr, VUNIT: tl.constexpr,
     ACROSS: tl.constexpr, ALONG: tl.constexpr, GROWS: tl.constexpr,
 ):  # fmt: skip
+    """Grid (tiles of ALONG tokens and ACROSS heads, B, 2): keys, values.
+
+    Arguments of keys begin with k, those of values with v. Strides are in elements, of packed codes and high bits in words of 16 bits.
+
+    x          [B, H, tokens, D] model dtype, channels contiguous: xb, xh, xt; `tokens` <= `ring_slots`, 1 if GROWS
+    ring       [B, H, ring_slots, D] model dtype, tokens contiguous: rb, rh          sinks   [B, H, sink_slots, D] likewise: fb, fh
+    table, codes, high, scales, center with their strides, L, D and P: as of `triton_quantize._encode_kernel`; planes are those of the first
+               chunk
+    state      int32 [4 + 2 B]: `segments.Buffers`
+    chunks     int64 [chunks, 8]: `QuantizedRegion.table`, read if GROWS
+    heads      H                                                     rows    B
+    UNIT       elements of the plane of codes in 16 bits: 2 or 1     GROWS   whether there may be more chunks than one
+    """
     if tl.program_id(2) == 0:
         _step_side(
             kx, kxb, kxh, kxt, kring, krb, krh, ksinks, kfb, kfh, ktable, kcodes, kcb, kch, khigh, khb, khh,

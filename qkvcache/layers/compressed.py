@@ -102,15 +102,15 @@ class CompressedLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def make_storage(self, like: Pair) -> Storage:
-        """Empty storage for keys and values like `like`, `[B, H, T, D]` each."""
+        """Empty storage for keys and values of the shape, dtype and device of `like`, `[B, H, T, D]` each."""
         codecs = self.format.key, self.format.value
         return Storage(codecs, like, self.num_sink_tokens, self.residual_length, self.max_length, self.is_compileable)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> KeysAndValues:  # type: ignore[override]
-        """Stores keys and values `[B, H, T, D]`; returns what attention over all tokens seen reads.
+        """Stores keys and values `[B, H, T, D]`; returns the keys and values of all tokens seen, for attention.
 
-        Raises ValueError for a batch, head count, head_dim or dtype other than what is stored, and if `max_length` tokens are not enough;
-        nothing is stored then.
+        Raises ValueError for a batch, head count, head_dim or dtype other than those of stored tokens, and if `max_length` tokens are not
+        enough; nothing is stored then.
         """
         if torch.compiler.is_compiling():
             return (
@@ -221,7 +221,7 @@ class CompressedLayer(CacheLayerMixin):
         stored = self._stored_like()
         return stored[0].shape[0] if stored else 0
 
-    # What generate asks.
+    # The interface of `generate`.
 
     def get_seq_length(self):
         """Tokens seen: an int, and in compiled code of a layer whose steps can be compiled a 0-d tensor."""
@@ -311,7 +311,7 @@ class CompressedLayer(CacheLayerMixin):
             self.storage.sync_counts()
             self.storage.map(fn, in_place)
 
-    # What users ask.
+    # The interface of users.
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Every live tensor with its role: `codes`, `scales`, `exact` or `bookkeeping`."""
@@ -342,7 +342,7 @@ class CompressedLayer(CacheLayerMixin):
 
 
 def compressed(inputs: AttentionInputs, observer: object = None) -> tuple[CompressedKV, CompressedKV]:
-    """What `update` returns in place of tensors for attention over `inputs`; `observer` is told of that attention."""
+    """The keys and values that `update` returns for attention over `inputs`; `observer` observes that attention."""
     return CompressedKV(inputs, inputs.key, observer=observer), CompressedKV(inputs, inputs.value, observer=observer)
 
 

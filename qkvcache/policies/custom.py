@@ -1,4 +1,4 @@
-"""A policy of one's own, as one function."""
+"""A user-defined policy, as one function."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from .base import ALL, Policy, Tokens
 
 @dataclass(frozen=True, kw_only=True)
 class Custom(Policy):
-    """`function(tokens)` gives the priority `[B, H, T]` of `Tokens`: `score` is the accumulated attention, and norms, positions
-    and validity are there too.
+    """`function(tokens)` returns the priority `[B, H, T]` of `Tokens`, which has the accumulated attention (`score`), norms, positions and
+    validity.
 
         Custom(function=lambda tokens: tokens.score * tokens.value_norm, budget=1024)
     """

@@ -1,4 +1,4 @@
-"""What the storages of all layers share: the count of tokens seen, on the device and on the host, and copying tokens out and back in."""
+"""The base of storage: counting the tokens seen, on the device and on the host, and snapshots."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ class LayerStorage:
         """Copies row `row` to host memory; only the first `tokens` tokens if given.
 
         Returns tensors named `key.sinks`, `key.region.<buffer>`, `key.statistics.<buffer>`, `key.residual` and the same of `value`, with
-        one row each, and counts that no shape tells. Codes are copied as they are.
+        one row each, and counts that do not follow from shapes. Codes are copied as they are.
         """
         host = partial(copy_to, device="cpu", copy=copy)
         (sinks, residual), chunks, rows = self.zones(), self.chunks, slice(row, row + 1)
@@ -138,7 +138,7 @@ class LayerStorage:
         self.load_exact(sinks, residual)  # type: ignore[arg-type]
 
     def load_exact(self, sinks: Pair, residual: Pair) -> None:
-        """Takes the exact tokens of a snapshot, after its codes."""
+        """Loads the exact tokens of a snapshot, after its codes."""
         raise NotImplementedError
 
 

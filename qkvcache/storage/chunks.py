@@ -45,7 +45,7 @@ class Chunks:
     """Quantized keys and values of `dims` channels.
 
     Args:
-        per_head: each head holds its own copy of buffers that heads would share: after evictions a slot holds another token in every head.
+        per_head: each head has a copy of buffers that heads would share: after evictions a slot has another token in each head.
         rows: rows of the chunk table at first.
         static: the first chunk keeps its address.
     """
@@ -62,7 +62,7 @@ class Chunks:
         """Tokens stored, and slots."""
         self.table: Tensor | None = None
         self.region: QuantizedRegion | None = None
-        """What kernels read; `bind` renews it when chunks are added, removed or moved."""
+        """The input of kernels; `bind` renews it when chunks are added, removed or moved."""
 
     def __getstate__(self) -> dict:
         """Without `region`: the table of a copy would hold the addresses of the original's chunks."""
@@ -183,7 +183,7 @@ class Chunks:
             self.bind()
 
     def append_zeros(self, tokens: int, like: Pair) -> None:
-        """Adds `tokens` slots without a token. Their codes are zeros, which every format decodes to finite numbers."""
+        """Adds `tokens` slots without a token. Their codes are zeros, which every format dequantizes to finite numbers."""
         self.reserve(tokens, like)
         for chunk, at, part in self.free_slots(tokens):
             for plane in (*chunk[0].values(), *chunk[1].values()):
@@ -191,7 +191,7 @@ class Chunks:
         self.length += tokens
 
     def move_to(self, planes: tuple[Codes, Codes], slots: int) -> None:
-        """Copies the stored tokens into `planes`, statistics among them, of `slots` slots, all of which count as used afterwards."""
+        """Copies the stored tokens and the statistics into `planes` of `slots` slots, all of which count as used afterwards."""
         self._join()
         sides = []
         for codec, dim, stored, statistics, new in zip(
