@@ -65,10 +65,12 @@ def markdown_frozen(rows: list[dict]) -> str:
             found = {row["source"]: row for row in held if row["format"] == name and row["residual_length"]}
             cells = " | ".join(with_error(found[x]["kl"], found[x]["kl_error"]) for x in sources)
             lines.append(f"| {model} | `{name}` | {cells} |")
-    return "\n".join(
-        [*lines, "", f"KL on {first['device']}: {first['windows']} x {first['read_on']} tokens of {first['text']} after {first['context']:,}; "
-         "4 sink tokens and 64 recent ones exact; standard errors over the texts."]
-    )  # fmt: skip
+    lines += [
+        "",
+        f"KL on {first['device']}: {first['windows']} x {first['read_on']} tokens of {first['text']} after {first['context']:,}; "
+        "4 sink tokens and 64 recent ones exact; standard errors over the texts.",
+    ]
+    return "\n".join(lines)
 
 
 def show(rows: list[dict]) -> None:
