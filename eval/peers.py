@@ -1,8 +1,9 @@
 """transformers' own QuantizedCache (quanto, HQQ) on the windows of `quality.py --model smollm2`; rows in eval/results/peers.jsonl.
 
-    python eval/peers.py                                 an hour and a half on one core
-    python eval/peers.py --model demo --context 512 --passages 2 --read-on 34 --out FILE       seconds
-    python eval/peers.py --markdown                      the table, from the rows of --model
+    python eval/peers.py                                 hours on one core: HQQ optimizes its scales in 20 rounds each time it quantizes
+    python eval/peers.py --backends quanto --minutes 30  one backend; no further text is begun after these minutes
+    python eval/peers.py --model demo --context 512 --passages 2 --read-on 34 --out FILE        seconds
+    python eval/peers.py --markdown                      the table, from the rows of --model and --text
 
 Needs `pip install hqq optimum-quanto`; without one of them, its rows are not measured. The model reads each context once, in fp32, then
 reads on through every cache as if the tokens came one by one. KL divergence is of the next token from the dense run, in nats; bytes are
@@ -30,7 +31,7 @@ from transformers.cache_utils import Cache
 from qkvcache import CompressedCache
 from qkvcache.evaluation.prefill import refill
 from qkvcache.evaluation.quality import Divergence, Passages, divergence, held_bytes
-from qkvcache.evaluation.rows import read_rows, replace_rows
+from qkvcache.evaluation.rows import provenance, read_rows, write_rows
 from qkvcache.evaluation.workload import rounded, sixteen_bit, standard_error
 from qkvcache.formats import REGISTRY
 
@@ -50,7 +51,8 @@ CONFIGURATIONS = [
     *(("hqq", bits, "by token", 128) for bits in (4, 2)),
 ]
 """Backend, bits, grouping and `residual_length`: 128 by default, 64 as here. HQQ does not read back what it packs by token in 3 bits."""
-OURS = ("turboquant_4bit_nc", "hadaquant_k3v3", "hadaquant_k2v2")
+BASE = "turboquant_4bit_nc"
+OURS = (BASE, "hadaquant_k3v3", "hadaquant_k2v2")
 
 
 def version(backend: str) -> str | None:
@@ -61,12 +63,12 @@ def version(backend: str) -> str | None:
         return None
 
 
-def caches(config: PreTrainedConfig, formats: Sequence[str]) -> Iterator[tuple[dict, Callable[[], Cache]]]:
+def caches(config: PreTrainedConfig, formats: Sequence[str], backends: Sequence[str]) -> Iterator[tuple[dict, Callable[[], Cache]]]:
     """What names a row, and what makes its cache: ours, and those of the peers that are installed."""
     for name in formats:
         yield {"format": name, "exact": "4 + 64"}, functools.partial(CompressedCache, config, format=name)
     for backend, bits, grouping, residual in CONFIGURATIONS:
-        if installed := version(backend):
+        if backend in backends and (installed := version(backend)):
             row = {"format": f"{backend}_int{bits}", "peer": "QuantizedCache", "grouping": grouping, "exact": f"0 + {residual}"}
             options = {"nbits": bits, "residual_length": residual, **GROUPINGS[grouping]}
             yield row | {PACKAGES[backend]: installed}, functools.partial(QuantizedCache, backend, config, **options)
@@ -78,7 +80,7 @@ def measure(args: argparse.Namespace) -> Iterator[list[dict]]:
     apart, length = len(ids) // args.passages, args.context + args.read_on
     if length > apart:
         raise ValueError(f"{args.passages} passages of {length:,} tokens need a longer text than {len(ids):,} tokens")
-    every = list(caches(model.config, args.formats))
+    every = list(caches(model.config, args.formats, args.backends))
     found: list[list[Divergence]] = [[] for _ in every]
     sizes: list[float] = []
     for i in in_time(range(args.passages), args.minutes, time.perf_counter()):
@@ -111,26 +113,36 @@ def measured(size: float, dense: float, of: list[Divergence]) -> dict:
     }  # fmt: skip
 
 
+def key(row: dict) -> tuple:
+    """What one row alone has: when it is measured again, the new row takes its place."""
+    return row["format"], row["exact"], row.get("grouping"), row["text"]
+
+
 def name_of_cache(row: dict) -> str:
     if "peer" not in row:
         return f"`{row['format']}`"
     backend, bits = row["format"].split("_int")
-    return f"`QuantizedCache({backend!r}, nbits={bits})`".replace("'", '"') + (
-        "" if row["grouping"] == "default" else f", {row['grouping']}"
-    )
+    return f'`QuantizedCache("{backend}", nbits={bits})`' + ("" if row["grouping"] == "default" else f", {row['grouping']}")
+
+
+def times(kls: list[float], base: list[float]) -> str:
+    """The ratio of the means over the texts that both have read."""
+    both = list(zip(kls, base, strict=False))
+    ratio = sum(kl for kl, _ in both) / sum(kl for _, kl in both)
+    return f"{ratio:.0f}" if ratio >= 10 else f"{ratio:.1f}"
 
 
 def markdown(rows: list[dict]) -> str:
     """The peers and ours, the largest first."""
-    headers = ("cache", "exact", "bytes/token", "smaller", "KL", "same top token", "perplexity x")
+    base = next((row["kls"] for row in rows if row["format"] == BASE), None)
+    headers = ("cache", "exact", "bytes/token", "smaller", "texts", "KL", f"times `{BASE}`'s", "same top token", "perplexity x")
     lines = [headers, ("---",) * len(headers)]
     for row in sorted(rows, key=lambda row: (row["ratio"], row["kl"])):
-        top, perplexity = (
-            percent(row["same_top"], row["same_top_error"]),
-            with_error(row["perplexity_ratio"], row["perplexity_ratio_error"]),
-        )
-        size = f"{row['bytes_per_token']:,.0f}", f"{row['ratio']:.2f}x"
-        lines.append((name_of_cache(row), row["exact"], *size, with_error(row["kl"], row["kl_error"]), top, perplexity))
+        lines.append((
+            name_of_cache(row), row["exact"], f"{row['bytes_per_token']:,.0f}", f"{row['ratio']:.2f}x", str(len(row["kls"])),
+            with_error(row["kl"], row["kl_error"]), times(row["kls"], base) if base else "",
+            percent(row["same_top"], row["same_top_error"]), with_error(row["perplexity_ratio"], row["perplexity_ratio_error"]),
+        ))  # fmt: skip
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
@@ -139,6 +151,8 @@ def main(arguments: list[str] | None = None) -> None:
     add_model(parser, RESULTS)
     parser.set_defaults(model="smollm2")
     parser.add_argument("--formats", nargs="*", default=OURS, choices=[[], *REGISTRY], metavar="FORMAT", help="ours, beside the peers")
+    known = list(PACKAGES)
+    parser.add_argument("--backends", nargs="*", default=known, choices=[[], *known], metavar="BACKEND", help="of QuantizedCache")
     parser.add_argument("--context", type=at_least(100), default=8064, help="tokens of the texts to read on")
     parser.add_argument("--passages", type=at_least(1), default=12, help="texts to read on")
     parser.add_argument("--read-on", type=at_least(2), default=128, help="tokens of each; the first does not count")
@@ -148,11 +162,13 @@ def main(arguments: list[str] | None = None) -> None:
     if not args.markdown:
         if wrong := refused(args):
             parser.error(wrong)
+        before = [row for row in read_rows(args.out) if row["what"] == what]
         for rows in measure(args):
-            replace_rows(args.out, what, rows)
-    rows = [row for row in read_rows(args.out) if row["what"] == what]
+            again = set(map(key, rows))
+            write_rows(args.out, what, [row for row in before if key(row) not in again] + [row | provenance() for row in rows])
+    rows = [row for row in read_rows(args.out) if row["what"] == what and row["text"] == args.text.name]
     if not rows:
-        parser.error(f"{args.out} has no rows of {args.model}: run without --markdown first")
+        parser.error(f"{args.out} has no rows of {args.model} on {args.text.name}: run without --markdown first")
     print(markdown(rows))
 
 
