@@ -54,6 +54,25 @@ def markdown(rows: list[dict], model: str) -> str:
     )  # fmt: skip
 
 
+def markdown_frozen(rows: list[dict]) -> str:
+    """KL with exact zones at their defaults, a column for each origin of the statistics."""
+    studied = _studied(rows, "frozen")
+    first = next(iter(studied.values()))[0]
+    sources = list(dict.fromkeys(row["source"] for held in studied.values() for row in held))
+    lines = [f"| model | format | {' | '.join(sources)} |", "|---" * (2 + len(sources)) + "|"]
+    for model, held in studied.items():
+        for name in dict.fromkeys(row["format"] for row in held):
+            found = {row["source"]: row for row in held if row["format"] == name and row["residual_length"]}
+            cells = " | ".join(with_error(found[x]["kl"], found[x]["kl_error"]) for x in sources)
+            lines.append(f"| {model} | `{name}` | {cells} |")
+    lines += [
+        "",
+        f"KL on {first['device']}: {first['windows']} x {first['read_on']} tokens of {first['text']} after {first['context']:,}; "
+        "4 sink tokens and 64 recent ones exact; standard errors over the texts.",
+    ]
+    return "\n".join(lines)
+
+
 def show(rows: list[dict]) -> None:
     console = Console(width=150)
     quality = {model: _zones(held) for model, held in _studied(rows, "quality").items()}
@@ -70,7 +89,7 @@ def show(rows: list[dict]) -> None:
                 label, str(size), *(" | ".join(with_error(row["kl"], row["kl_error"]) for _, row in sorted(at.items())) for at in cells)
             )
         console.print(table)
-    for study, fields in (("ablation", ("kl", "kl_error")), ("recall", ("recall_unseen", "recall_seen"))):
+    for study, fields in (("ablation", ("kl", "kl_error")), ("frozen", ("kl", "kl_error")), ("recall", ("recall_unseen", "recall_seen"))):
         found = _studied(rows, study)
         if found:
             table = Table(title=f"{study}: {', '.join(fields)}")
@@ -117,6 +136,7 @@ def plot(rows: list[dict], path: Path) -> None:
             xscale="log",
         )
         axes.set_xticks([68, 84, 100, 116, 132, 144, 198, 264], [68, 84, 100, 116, 132, 144, 198, 264], fontsize=7)
+        axes.set_xlim(left=58)  # room for names
         axes.minorticks_off()
     grid[0][0].set_ylabel("KL divergence from the dense run, nats (lower is better)")
     grid[0][0].legend(fontsize=8, loc="lower left")

@@ -20,6 +20,7 @@ from ..kernels import Exact, KeysOrValues, attend_on_codes, dense, observe_on_co
 from ..kernels.sum_attention import BLOCK
 from ..policies import ObservedAttention, Policy
 from .compressed_kv import CompressedKV
+from .full import full_attention
 
 
 class AttentionObserver(Protocol):
@@ -42,8 +43,8 @@ class AttentionObserver(Protocol):
         self, is_valid: Tensor | None, query: Tensor | None = None, scaling: float | None = None, module: torch.nn.Module | None = None
     ) -> Tensor | None:
         """Takes which of the step's tokens are no padding, bool `[B, Q]` (None: all), the queries `[B, Hq, Q, D]`, the factor on `q k` and
-        the attention module, which policies may ask for. Returns which stored columns hold a token, bool
-        `[B, S]` (None: all); if `is_static` and Q = 1, all columns `[B, T]`, the new token's included."""
+        the attention module, which policies may ask for. Returns which stored columns hold a token, bool `[B, S]`, or `[B, H, S]` where
+        heads differ (None: all); if `is_static` and Q = 1, all columns `[B, T]`, the new token's included."""
 
     def end_attention(self, attention_sums: Tensor | None) -> None:
         """Takes the attention weights of all columns, `[B, H, T]`, summed over queries and over the query heads of a KV head, or what the
@@ -69,8 +70,13 @@ def attend_observed(
     attention_sums: Tensor | None = None
     weights: Tensor | None = None
     lse: Tensor | None = None
+    if _by_head(stored) and "eager" not in implementation and implementation != "sdpa":
+        stock, implementation = full_attention, "qkvcache"  # the masks of flash and flex are the same for all heads
     if not in_order and few and "eager" not in implementation and not kwargs.get("dropout"):
-        bits = None if stored is None and new is None else _joined(stored, new, batch, stored_tokens, queries, query.device)
+        unmasked = (stored is None and new is None) or (
+            key.attention_inputs.paged is not None and is_valid is None and (new is None or queries == 1)
+        )
+        bits = None if unmasked else _joined(stored, new, batch, stored_tokens, query)
         causal = bits is None
         if observed is None:
             out = attend_on_codes(query, key.attention_inputs, bits, causal=causal, **options)
@@ -145,7 +151,8 @@ def _reduced(
     softcap: float | None, sinks: Tensor | None,
 ) -> Tensor:  # fmt: skip
     """`policy.reduce_attention` of the last queries `[B, Hq, Q, D]` over keys and values `[B, H, T, D]`, of which the last `Q` columns are
-    their own tokens if `Q > 1`; added over blocks of queries, which bound the memory. `valid`, bool `[B, T]`: columns with a token."""
+    their own tokens if `Q > 1`; added over blocks of queries, which bound the memory. `valid`, bool `[B, T]` or `[B, H, T]`: columns with a
+    token."""
     (batch, heads, tokens, _), queries = keys.shape, query.shape[2]
     total = torch.zeros(batch, heads, tokens, device=keys.device)
     columns = torch.arange(tokens, device=keys.device)
@@ -159,7 +166,7 @@ def _reduced(
             last = torch.arange(begin, begin + rows.shape[3], device=keys.device) + tokens - queries
             logits = logits.masked_fill(columns > last[:, None], -torch.inf)
         if valid is not None:
-            logits = logits.masked_fill(~valid[:, None, None, None], -torch.inf)
+            logits = logits.masked_fill(~(valid[:, :, None, None] if _by_head(valid) else valid[:, None, None, None]), -torch.inf)
         lse = logits.logsumexp(-1, keepdim=True)
         if sinks is not None:
             lse = torch.logaddexp(lse, sinks.float().view(heads, -1, 1, 1))
@@ -273,21 +280,33 @@ def _last(window: int, is_valid: Tensor | None, queries: int) -> slice:
 def _valid_columns(
     stored: Tensor | None, is_valid: Tensor | None, batch: int, stored_tokens: int, queries: int, device: torch.device
 ) -> Tensor | None:
-    """Which columns hold a token, bool `[B, S + Q]`; None: all."""
+    """Which columns hold a token, bool `[B, S + Q]`, or `[B, H, S + Q]` where heads differ; None: all."""
     if stored is None and is_valid is None:
         return None
-    parts = (stored, stored_tokens), (is_valid, queries)
-    return torch.cat([torch.ones(batch, n, dtype=torch.bool, device=device) if x is None else x for x, n in parts], dim=1)
+    parts = [
+        torch.ones(batch, n, dtype=torch.bool, device=device) if x is None else x for x, n in ((stored, stored_tokens), (is_valid, queries))
+    ]
+    if _by_head(stored):
+        parts[1] = parts[1][:, None].expand(-1, parts[0].shape[1], -1)
+    return torch.cat(parts, dim=-1)
 
 
-def _joined(stored: Tensor | None, new: Tensor | None, batch: int, stored_tokens: int, queries: int, device: torch.device) -> Tensor:
-    """A mask over all columns, `[B, H, Q, S + Q]` with `H` perhaps 1, bool or additive as `new` is."""
+def _by_head(stored: Tensor | None) -> bool:
+    """Whether the columns that hold a token differ between heads."""
+    return stored is not None and stored.dim() == 3
+
+
+def _joined(stored: Tensor | None, new: Tensor | None, batch: int, stored_tokens: int, query: Tensor) -> Tensor:
+    """A mask over all columns, `[B, H, Q, S + Q]` with `H` 1 or the heads of `query` `[B, Hq, Q, D]`, bool or additive as `new` is."""
+    queries, device = query.shape[2], query.device
     new = _causal(queries, device)[None, None] if new is None else new
     new = new.expand(batch, -1, queries, -1)
     past = torch.ones(batch, stored_tokens, dtype=torch.bool, device=device) if stored is None else stored
     if new.dtype != torch.bool:
         past = torch.zeros_like(past, dtype=new.dtype).masked_fill(~past, torch.finfo(new.dtype).min)
-    return torch.cat([past[:, None, None, :].expand(-1, new.shape[1], queries, -1), new], dim=-1)
+    past = past.repeat_interleave(query.shape[1] // past.shape[1], dim=1) if _by_head(stored) else past[:, None]
+    heads = max(past.shape[1], new.shape[1])
+    return torch.cat([past[:, :, None].expand(-1, heads, queries, -1), new.expand(-1, heads, -1, -1)], dim=-1)
 
 
 def _mask_of_all(
@@ -297,7 +316,7 @@ def _mask_of_all(
     batch, queries, device = query.shape[0], query.shape[2], query.device
     if "flash" in implementation:
         return _valid_columns(stored, is_valid, batch, stored_tokens, queries, device)
-    mask = _joined(stored, new, batch, stored_tokens, queries, device)
+    mask = _joined(stored, new, batch, stored_tokens, query)
     if mask.dtype == torch.bool and ("eager" in implementation or "flex" in implementation):
         return torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, torch.finfo(query.dtype).min)
     return mask

@@ -90,7 +90,9 @@ def fuses(query: Tensor, attention_inputs: AttentionInputs) -> bool:
 
 
 def attend_on_codes(query: Tensor, attention_inputs: AttentionInputs, mask: Tensor | None = None, **options: Unpack[Options]) -> Tensor:
-    """`attend`, by the fused kernel where there is one."""
+    """`attend`, by the fused kernel where there is one. Without a mask, over pages if there are such."""
+    if attention_inputs.paged is not None and mask is None:
+        return attend_pages(query, attention_inputs.paged, **options)[0]
     if torch.compiler.is_compiling():
         if attention_inputs.buffers is not None:
             return attend_on_buffers(query, attention_inputs.buffers, mask, **options)
@@ -104,7 +106,10 @@ def attend_on_codes(query: Tensor, attention_inputs: AttentionInputs, mask: Tens
 def observe_on_codes(
     query: Tensor, attention_inputs: AttentionInputs, mask: Tensor | None = None, *, observed: Tensor, **options: Unpack[Options]
 ) -> tuple[Tensor, Tensor]:
-    """`attend_observed`, by the fused kernel where there is one."""
+    """`attend_observed`, by the fused kernel where there is one. Without a mask, over pages if there are such."""
+    if attention_inputs.paged is not None and mask is None:
+        out, _, attention_sums = attend_pages(query, attention_inputs.paged, observed=observed, **options)
+        return out, attention_sums
     if torch.compiler.is_compiling() and len(attention_inputs.exact):
         out, _, attention_sums = torch.ops.qkvcache.attend(query, *attention_inputs.arguments, mask, observed=observed, **options)
         return out, attention_sums
@@ -267,7 +272,7 @@ def sum_attention(
     lse: Tensor | None = None,
 ) -> Tensor:
     """`sum_attention.sum_attention`, by kernels where there are: the accumulated attention of a prefill, fp32 `[B, H, T]`."""
-    if on_triton(query.device):
+    if on_triton(query.device) and (visible is None or visible.dim() == 2):
         from . import triton_sum_attention as kernels
 
         if kernels.supports(query, key):

@@ -228,6 +228,8 @@ class AttentionInputs:
     exact       and keys and values of the sinks, then of the residual, `[B, H, T, D]` each, any of them without tokens
     buffers     the storage of `region` and `exact`, where it counts its tokens on the device
     joined      keys and values `[B, H, T, D]` of sinks and residual in one tensor each, where they are contiguous in memory
+    paged       `PagedInputs` in place of `region` and `exact`, where each head has pages of its own. It leaves out columns without a token;
+                attention over `key` and `value` needs a mask for each head then
     """
 
     key: KeysOrValues
@@ -236,6 +238,7 @@ class AttentionInputs:
     exact: tuple[Tensor, ...] = ()
     buffers: Buffers | None = None
     joined: Pair | None = None
+    paged: Any = None
 
     @property
     def arguments(self) -> tuple[list[Tensor], Tensor | None, list[int], int, list[Tensor]]:

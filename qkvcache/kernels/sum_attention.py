@@ -30,7 +30,7 @@ def sum_attention(
         query: `[B, Hq, Q, D]`, those of the last `Q` tokens.
         key: `[B, H, T, D]`.
         observed: how often each query counts, fp32 `[B, Q]`; 0 for padding.
-        visible: bool `[B, T]`, False for padding.
+        visible: bool `[B, T]`, or `[B, H, T]` where heads differ; False for padding.
         scaling: factor on the scores.
         softcap: as for `attend`.
         sinks: as for `attend`.
@@ -40,6 +40,8 @@ def sum_attention(
     heads, tokens = key.shape[1:3]
     groups = query_heads // heads
     key = key.float()
+    if visible is not None:
+        visible = visible[:, None] if visible.dim() == 2 else visible.repeat_interleave(groups, dim=1)
     attention_sums = torch.zeros(batch, heads, tokens, dtype=torch.float32, device=key.device)
     step = max(BLOCK // (batch * query_heads * tokens), 1)
     for begin in range(0, queries, step):
@@ -52,7 +54,7 @@ def sum_attention(
         own = logits[..., end_key - (end - begin) :]
         own.masked_fill_(torch.ones_like(own[0, 0], dtype=torch.bool).triu(1), MASKED)
         if visible is not None:
-            logits.masked_fill_(~visible[:, None, None, :end_key], MASKED)
+            logits.masked_fill_(~visible[:, :, None, :end_key], MASKED)
         if lse is not None:
             level = lse[:, :, begin:end]
         else:

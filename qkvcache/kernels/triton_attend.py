@@ -756,7 +756,7 @@ def attend_pages_kernel(
                     kc, kh, k_shifts, _page_of(ks, this, k_strides[4], KS), vc, vh, v_shifts, _page_of(vs, this, v_strides[4], VS),
                     _in_pool(this, k_strides, WIDE), _in_pool(this, v_strides, WIDE), slot, (place >= first_token) & (place < high),
                     mask, mask_rows, mask_t, shift + tl.minimum(tl.maximum(place, first_token), high - 1), hides, oldest, softcap, WINDOW,
-                    weights, tops, token, T, ATTENTION_SUMS,
+                    weights, tops, token, tl.minimum(high - token, T), ATTENTION_SUMS,
                 )  # fmt: skip
         m, l = _store_region(out, state, live, V, DV, VW, VT)
     entry = (bh * tl.num_programs(1) + block) * splits * R + split * R + tl.arange(0, R)

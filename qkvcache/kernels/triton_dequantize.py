@@ -261,7 +261,8 @@ def load_tile(
         code = tl.reshape((word[:, :, None] >> (4 * tl.arange(0, 4))[None, None, :]) & 15, [N, P])
 
     COUNT: tl.constexpr = scales_of(L, D)
-    at = scales + block * sb + (h0 * sh + (h * sh + slot * COUNT) if L.span == "each" else slot)
+    # Heads may have copies of the scales that they share: `sh` is 0 if they have not.
+    at = scales + block * sb + (h0 * sh + (h * sh + (slot * COUNT if L.span == "each" else slot)))
 
     if L.kind == "half":
         y = code

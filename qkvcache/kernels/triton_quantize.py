@@ -322,10 +322,10 @@ def store_tile(
     raw, live, block, row, h0, slot, table, codes, cb, ch, high, hb, hh, scales, sb, sh, center, eb, eh,
     L: tl.constexpr, D: tl.constexpr, P: tl.constexpr, ACROSS: tl.constexpr, ALONG: tl.constexpr,
 ):  # fmt: skip
-    """Quantizes vectors and stores those that are live. Vector `i` of a tile is of head `h0 + i % ACROSS`.
+    """Quantizes vectors and stores those that are live and have a slot. Vector `i` of a tile is of head `h0 + i % ACROSS`.
 
-    raw      [N, P] of ALONG tokens and ACROSS heads, N = ALONG * ACROSS; live: bool [N]
-    block    int64, scalar or [N]: the batch row, or the page, of planes [blocks, H', slots, width]; slot: [N]
+    raw      [N, P] of ALONG tokens and ACROSS heads, N = ALONG * ACROSS; live: bool [N], those that take part in shared scales
+    block    int64, scalar or [N]: the batch row, or the page, of planes [blocks, H', slots, width]; slot: [N], negative: none
     row      int64: the batch row of statistics
     codes, high, scales   planes, words of 16 bits where codes are packed; cb, ch, ...: strides of blocks and heads
     center   fp32 [rows, H, D]; eb, eh
@@ -333,6 +333,8 @@ def store_tile(
     N: tl.constexpr = ACROSS * ALONG
     i = tl.arange(0, N)
     c = tl.arange(0, P)
+    there = live[:, None] if D == P else live[:, None] & (c < D)[None, :]
+    live = live & (slot >= 0)
     inside = live[:, None] if D == P else live[:, None] & (c < D)[None, :]
     h = i % ACROSS if ACROSS == 1 else (i % ACROSS).to(tl.int64)
     slot = slot.to(tl.int64)
@@ -354,7 +356,7 @@ def store_tile(
         tl.store(at[:, None] + c[None, :], raw, mask=inside)
     y = _apply(raw, table, D, P, L.rotation == 2) if L.rotated else raw.to(tl.float32)
     if L.centered:
-        y -= tl.load(center + (row * eb + (h0 + h) * eh)[:, None] + c[None, :], mask=inside, other=0.0)
+        y -= tl.load(center + (row * eb + (h0 + h) * eh)[:, None] + c[None, :], mask=there, other=0.0)
 
     if L.bits == 8 and L.scale != "pair":
         top: tl.constexpr = 127.0 if L.kind == "int8" else 448.0 if L.kind == "e4m3" else 57344.0
@@ -504,8 +506,8 @@ def _quantize_pages_side(
     raw = tl.load(x + (b * xb + h * xh + t.to(tl.int64) * xt)[:, None] + c[None, :], mask=inside, other=0.0)
     slot = tl.load(slots + b * slots_b + h * slots_h + t.to(tl.int64) * slots_t, mask=live, other=-1).to(tl.int64)
     store_tile(
-        raw, slot >= 0, slot // PAGE, b, h0, slot % PAGE, table, codes, cb, ch, high, hb, hh, scales, sb, sh, center, eb, eh,
-        L, D, P, ACROSS, ALONG,
+        raw, live, slot // PAGE, b, h0, tl.where(slot < 0, -1, slot % PAGE), table, codes, cb, ch, high, hb, hh, scales, sb, sh, center,
+        eb, eh, L, D, P, ACROSS, ALONG,
     )  # fmt: skip
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -10,11 +9,9 @@ from torch import Tensor
 
 from ..formats.base import Codes
 from ..kernels import Pair, dense
-from .chunks import Chunks
+from .quantized import Copy, QuantizedTokens
 
 SIDES = ("key", "value")
-Copy = Callable[[Tensor, Tensor], object]
-"""`copy(destination, source)` fills `destination` with `source`; each may be in host memory or on a device."""
 
 
 def check_room(seq_length: int, tokens: int, max_length: int) -> None:
@@ -57,7 +54,7 @@ class LayerStorage:
     """Tokens of a compiled step that `seq_length` does not include yet."""
     counts_stale: bool
     """Whether compiled code ran since the host last read the counts: it may have run more than once."""
-    chunks: Chunks
+    chunks: QuantizedTokens
     sinks: Pair
     residual: Pair
 

@@ -24,6 +24,7 @@ from ..kernels import AttentionInputs, Buffers, Exact, KeysOrValues, Pair, Quant
 from ..kernels.segments import CHUNKS, CONTROL, DROPPED, ROOM
 from .base import LayerStorage
 from .chunks import GROUP, PAGE, ROWS, Chunks, block_of
+from .head_pages import HeadPages
 
 
 class Storage(LayerStorage):
@@ -33,6 +34,8 @@ class Storage(LayerStorage):
         max_length: the most tokens, for all of which room is allocated at once. None: storage grows by chunks.
         static: tensors keep their addresses, as compiled code needs; chunks can still be added.
     """
+
+    chunks: Chunks
 
     def __init__(
         self,
@@ -279,7 +282,9 @@ def _oldest(ring: Tensor, quantized: int, count: int) -> Tensor:
     return tail if tail.shape[2] == count else torch.cat([tail, ring[:, :, : count - tail.shape[2]]], dim=2)
 
 
-def _side_of(chunks: Chunks, side: int, first: Tensor, sinks: int, like: Tensor, count: int, recent: Callable[[], Tensor]) -> KeysOrValues:
+def _side_of(
+    chunks: Chunks | HeadPages, side: int, first: Tensor, sinks: int, like: Tensor, count: int, recent: Callable[[], Tensor]
+) -> KeysOrValues:
     """Keys (0) or values (1), shaped like `like` `[B, H, T, D]`: the first `sinks` tokens of `first`, the tokens now in `chunks`, and the
     `count` tokens that `recent()` returns when they are read."""
     packed = chunks.packed(side, block_of(like))
@@ -295,14 +300,20 @@ def _side_of(chunks: Chunks, side: int, first: Tensor, sinks: int, like: Tensor,
 def attention_inputs_of(sinks: Pair, chunks: Chunks, residual: Pair, joined: Pair | None = None) -> AttentionInputs:
     """The inputs of attention over exact tokens, the tokens now in `chunks`, and exact tokens, in this order. `joined`: both exact parts in
     one tensor each, if there are such tensors."""
-    key, value = (
-        _side_of(chunks, side, first, first.shape[2], last, last.shape[2], partial(_oldest, last, 0, last.shape[2]))
-        for side, (first, last) in enumerate(zip(sinks, residual, strict=True))
-    )
+    key, value = sides_of(sinks, chunks, residual)
     if not on_triton(residual[0].device):
         return AttentionInputs(key, value, joined=joined)
     region = replace(chunks.region, tokens=chunks.length) if chunks.length else None  # type: ignore[type-var]
     return AttentionInputs(key, value, region, (*sinks, *residual), joined=joined)
+
+
+def sides_of(sinks: Pair, chunks: Chunks | HeadPages, residual: Pair) -> tuple[KeysOrValues, KeysOrValues]:
+    """Keys and values: exact tokens, the tokens now in `chunks`, and exact tokens."""
+    key, value = (
+        _side_of(chunks, side, first, first.shape[2], last, last.shape[2], partial(_oldest, last, 0, last.shape[2]))
+        for side, (first, last) in enumerate(zip(sinks, residual, strict=True))
+    )
+    return key, value
 
 
 def group_of(residual_length: int) -> int:
