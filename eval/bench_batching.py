@@ -35,6 +35,7 @@ from typing import Any
 import torch
 from arguments import at_least
 from generate_runs import LLAMA, TINY, gpu
+from palette import format_color
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig, LlamaConfig
 
 from qkvcache import continuous_batching, plan
@@ -282,9 +283,9 @@ def plot(rows: list[dict], out: Path) -> None:
     figure, axes = plt.subplots(1, len(panels), figsize=(6 * len(panels), 4.2), squeeze=False, layout="constrained")
     for axis, (title, group) in zip(axes[0], panels, strict=True):
         for cache in dict.fromkeys(row["cache"] for row in group):
-            points = sorted((row["users"], row["requests_s"]) for row in group if row["cache"] == cache)
-            axis.plot(*zip(*points, strict=True), marker="o", label=cache)
-        axis.set(xscale="log", yscale="log", xlabel="users in a closed loop", ylabel="requests / s")
+            points = sorted((row["users"], row["requests_s"]) for row in group if row["cache"] == cache and row["requests_s"])
+            axis.plot(*zip(*points, strict=True), marker="o", color=format_color(cache), label=cache)
+        axis.set(xscale="log", yscale="log", xlabel="users in a closed loop", ylabel="requests/s (higher is better)")
         axis.set_title(title.replace(", prompts", ",\nprompts").replace(", a pool", ",\na pool"), fontsize=9)
         users = sorted({row["users"] for row in group})
         axis.set_xticks(users, map(str, users), minor=False)

@@ -72,8 +72,7 @@ def main() -> None:
         token = model(ids, past_key_values=cache, logits_to_keep=1).logits[:, -1:].argmax(-1)
         decode_ms(model, cache, token, 3)
         ready[name] = cache, token
-        if not isinstance(cache, QuantizedCache):  # its backends keep packed tensors out of reach
-            bytes_held[name] = held_bytes(cache) / cache.get_seq_length()
+        bytes_held[name] = held_bytes(cache) / cache.get_seq_length()
     times: dict[str, list[float]] = {name: [] for name in ready}
     for _ in range(args.rounds):
         for name, (cache, token) in ready.items():
@@ -96,7 +95,7 @@ def main() -> None:
             f"{ms:.2f}",
             f"{ratio:.2f}",
             f"{against:.2f}" if against else "-",
-            f"{bytes_held[name]:,.0f}" if name in bytes_held else "-",
+            f"{bytes_held[name]:,.0f}",
         )
         row = {"what": "cpu_decode", "date": time.strftime("%Y-%m-%d"), "cache": name, "tokens": args.tokens, "dtype": args.dtype}
         row |= {"ms_per_token": round(ms, 3), "of_dynamic": round(ratio, 3), "of_quanto4": against and round(against, 3)}

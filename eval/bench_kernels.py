@@ -26,6 +26,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from palette import format_color
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -331,17 +332,18 @@ def plot(path: Path) -> None:
     figure, grid = pyplot.subplots(len(devices), 1, figsize=(9, 4.5 * len(devices)), squeeze=False)
     for (axes,), (device, rows) in zip(grid, devices.items(), strict=True):
         formats = list(dict.fromkeys(format for format, _ in rows))
-        for shift, (batch, tokens) in zip((-0.2, 0.2), CASES[:2], strict=True):
+        for shift, strength, (batch, tokens) in zip((-0.2, 0.2), (1, 0.5), CASES[:2], strict=True):
             found = [rows[format, f"{batch}x{tokens}"] for format in formats]
             where, ratios = [i + shift for i in range(len(formats))], [row["ratio"] for row in found]
-            axes.barh(where, ratios, 0.36, label=f"{batch} sequences of {tokens:,} tokens")
+            axes.barh(where, ratios, 0.36, color=[format_color(format) for format in formats], alpha=strength)
+            axes.barh([0], [0], color="black", alpha=strength, label=f"{batch} sequences of {tokens:,} tokens")
         floors = [rows[format, "{}x{}".format(*CASES[0])]["floor"] for format in formats]
         axes.scatter(floors, range(len(formats)), marker="|", s=450, color="black", label="floor: as many times fewer bytes", zorder=3)
         axes.axvline(1, color="gray", linewidth=1, linestyle="--")
         axes.set_title(f"Decode attention on {device}: times as fast as bf16 (right is better)", fontsize=10)
         axes.set(yticks=range(len(formats)), yticklabels=formats)
         axes.invert_yaxis()
-        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.06), ncols=3, fontsize=8)
+        axes.legend(loc="upper center", bbox_to_anchor=(0.4, -0.06), ncols=3, fontsize=8, markerscale=0.5)
     figure.tight_layout()
     figure.savefig(path.with_suffix(".png"), dpi=130)
     print(path.with_suffix(".png"))

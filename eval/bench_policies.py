@@ -32,7 +32,7 @@ SHAPES = {
 }
 
 
-ROWS = [*(name for name, kind in policies.REGISTRY.items() if not issubclass(kind, policies.SinkWindow)), "snapkv_critical"]
+ROWS = [*(name for name, kind in policies.REGISTRY.items() if not issubclass(kind, policies.SinkWindow)), "snapkv_critical", "snapkv_adakv"]
 """Policies by the name of their row."""
 
 
@@ -41,6 +41,8 @@ def policy_of(row: str, budget: int) -> policies.Policy:
         return policies.LagKV(budget=budget, lag=min(128, budget // 4), recent=min(128, budget // 4))
     if row == "snapkv_critical":
         return policies.SnapKV(budget=budget, recent=min(64, budget // 4), first_stage_ratio=0.5)
+    if row == "snapkv_adakv":
+        return policies.SnapKV(budget=budget, recent=min(64, budget // 4), alpha_safeguard=0.2)
     return policies.named(row, budget=budget, recent=min(64, budget // 4))
 
 

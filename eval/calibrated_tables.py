@@ -7,7 +7,7 @@ from pathlib import Path
 from error_bars import with_error
 from palette import format_color
 
-ZONES = {(4, 64): "4 + 64 exact", (0, 0): "zones off"}
+ZONES = {(4, 64): "4 + 64 exact", (0, 0): "no exact tokens"}
 NAMES = {"smollm2": "SmolLM2-135M", "biased": "biased keys", "normed": "normed keys", "demo": "embedded"}
 
 
@@ -33,7 +33,7 @@ def markdown(rows: list[dict]) -> str:
         of = [row for row in rows if row["model"] == model]
         places = sorted({(zones_of(row), row["context"]) for row in of}, key=lambda place: (-place[0][1], place[1]))
         head = [f"{ZONES.get(zones, zones)}, prompt {context:,}" for zones, context in places]
-        lines = [f"| {model} | D = 128 | {' | '.join(head)} |", "|---" * (2 + len(head)) + "|"]
+        lines = [f"| {NAMES.get(model, model)} | bytes | {' | '.join(head)} |", "|---" * (2 + len(head)) + "|"]
         at = {(row["label"], zones_of(row), row["context"]): row for row in of}
         for label in by_size(of):
             size = next(row["size_at_128"] for row in of if row["label"] == label)
@@ -42,7 +42,9 @@ def markdown(rows: list[dict]) -> str:
             lines.append(f"| {label} | {size:g} | {' | '.join(cells)} |")
         first = of[0]
         parts.append(
-            "\n".join([*lines, "", f"KL on {first['windows']} x {first['read_on']:,} tokens of {first['text']}, on {first['device']}."])
+            "\n".join(
+                [*lines, "", f"KL in nats, on {first['windows']} x {first['read_on']:,} tokens of {first['text']}, on {first['device']}."]
+            )
         )
     return "\n\n".join(parts)
 
@@ -62,7 +64,7 @@ def plot(rows: list[dict], path: Path) -> None:
         for zones, style in (((4, 64), "-"), ((0, 0), ":")):
             at = [row for row in rows if row["model"] == model and row["context"] == longest and zones_of(row) == zones]
             for prefix, color, name in (
-                ("calibrated", "#000000", "bits by layer"),
+                ("calibrated", format_color("calibrated"), "bits by layer"),
                 ("hadaquant", format_color("hadaquant"), "HadaQuant, one for all"),
                 ("turboquant", format_color("turboquant"), "turboquant_4bit_nc"),
             ):
@@ -71,8 +73,8 @@ def plot(rows: list[dict], path: Path) -> None:
                     sizes, kls, errors = zip(*some, strict=True)
                     label = f"{name}, {ZONES[zones]}"
                     axes.errorbar(sizes, kls, errors, color=color, linestyle=style, marker="o", markersize=3, capsize=2, label=label)
-        axes.set(title=NAMES.get(model, model), xlabel="bytes of a token and head, D = 128", yscale="log")
-    grid[0][0].set_ylabel("KL divergence from the dense run, nats (lower is closer)")
+        axes.set(title=NAMES.get(model, model), xlabel="bytes of a token and head (left is better)", yscale="log")
+    grid[0][0].set_ylabel("KL from the dense run, nats (lower is better)")
     figure.tight_layout(rect=(0, 0.09, 1, 1))
     figure.legend(*grid[0][0].get_legend_handles_labels(), loc="lower center", ncols=6, fontsize=9, frameon=False)
     figure.savefig(path, dpi=100)

@@ -95,9 +95,9 @@ def attention(format: str, head_dim: int, target: str, variant: str = "", dtype:
     nvidia = TARGETS[target].backend == "cuda"
     launch = launched(key, value, head_dim, rows, nvidia)
     scales = {"none": dtype, "fp32": "fp32", "fp16": "fp16", "pair": "fp16", "hidden": "fp32", "group": "fp16", "block": "u8"}
-    types = dict.fromkeys(("query", "body_query", "first_k", "first_v", "recent_k", "recent_v"), f"*{dtype}")
+    types = dict.fromkeys(("query", "region_query", "sinks_k", "sinks_v", "residual_k", "residual_v"), f"*{dtype}")
     if key.rotated and key.group and head_dim & (head_dim - 1):
-        types["body_query"] = "*fp32"  # rotated beforehand
+        types["region_query"] = "*fp32"  # rotated beforehand
     types |= {"rotation": "*fp16", "signs": "*fp32", "k_center": "*fp32", "table": "*i64", "mask": "*fp32" if variant == "float" else "*u8"}
     types |= dict.fromkeys(("k_high", "v_high", "k_shifts", "v_shifts"), "*i16") | {"counts": "*i32"}
     types |= (
@@ -106,7 +106,7 @@ def attention(format: str, head_dim: int, target: str, variant: str = "", dtype:
     for side, how in (("k", key), ("v", value)):
         types |= {f"{side}_codes": f"*{dtype}" if how.kind == "half" else "*i16", f"{side}_scales": f"*{scales[how.scale]}"}
     constants = {
-        "K": _not_rotated(key) if types["body_query"] == "*fp32" else key, "V": value, "D": head_dim, "DV": head_dim, "G": 4,
+        "K": _not_rotated(key) if types["region_query"] == "*fp32" else key, "V": value, "D": head_dim, "DV": head_dim, "G": 4,
         "R": launch.rows if nvidia else 16, "T": launch.tile, "TX": EXACT_TILE,
         "K_SHARED": False, "V_SHARED": False, "K_ONCE": 0, "V_ONCE": 0,
         "SOFTCAP": False, "MASK": "none", "WINDOW": False, "CAUSAL": False,
@@ -129,7 +129,7 @@ def attention(format: str, head_dim: int, target: str, variant: str = "", dtype:
 
 def attention_over_pages(format: str, head_dim: int, target: str, variant: str = "", rows: int = 1) -> Job:
     job = attention(format, head_dim, target, variant, rows=rows)
-    types: dict[str, str | tuple[str, ...]] = {"region_query": job.types["body_query"], "exact": (job.types["query"],) * 4}
+    types: dict[str, str | tuple[str, ...]] = {"region_query": job.types["region_query"], "exact": (job.types["query"],) * 4}
     types |= {name: job.types[name] for name in ("query", "rotation", "signs", "mask", "part", "maxima", "sums", "weights", "tops")}
     types |= {"table": "*i32", "lengths": "*i32", "rows": "*i32", "scaling": "fp32", "softcap": "fp32", "exact_strides": ("i32",) * 12}
     for side in "kv":
@@ -209,10 +209,9 @@ def stepping(format: str, head_dim: int, target: str) -> Iterator[Job]:
     """A step of one token into one chunk or many, and one that leaves the ring of a layer that evicts."""
     types = dict.fromkeys(("kring", "kfirst", "ksinks", "vring", "vfirst", "vsinks"), "*bf16") | {"state": "*i32", "chunks": "*i64"}
     types |= RECORD_TYPES
-    units = {"KUNIT": 2, "VUNIT": 2}
     kernels = (
-        ("step", triton_step._step_kernel, 8, units | {"GROWS": False}),
-        ("grow", triton_step._step_kernel, 8, units | {"GROWS": True}),
+        ("step", triton_step._step_kernel, 8, {"GROWS": False}),
+        ("grow", triton_step._step_kernel, 8, {"GROWS": True}),
         ("evict_token", triton_evict._evict_kernel, 1, {"RECORDS": 3, "N": triton_evict.ORDERED}),
     )
     for name, kernel, heads, more in kernels:

@@ -1,12 +1,13 @@
 """Quality of every format at its bytes, on any model; rows in eval/results/formats.jsonl.
 
-    python eval/formats.py quality ablation recall [--model DIR]    what is named, or all of them, on the embedded model or on this one
+    python eval/formats.py [STUDY ...] [--model NAME]               what is named, or all of them, on the embedded model or on this one
     python eval/formats.py quality --model smollm2 --context 1000 --windows 4 --read-on 48          a real one: minutes on two cores
     python eval/formats.py quality --model smollm2 --device cuda --context 8064 --windows 12 --read-on 128
     python eval/formats.py --show | --markdown | --plot             tables | the png, from the rows
 
 quality   KL divergence and perplexity of every format, exact zones off and at their defaults.
 ablation  what each part of HadaQuant brings: rotated values, means, an equalizer, bits for either side; where a mean comes from.
+frozen    statistics of the text itself against statistics of other prompts, which many requests share in continuous batching.
 recall    of 10 facts in the context, through real caches, zones off.
 
 The model reads 8 windows of 2,000 tokens (or others) exactly, and then 96 tokens more, each of which sees those before it as a cache would
@@ -23,8 +24,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from arguments import add_model, at_least, described, in_time, load, name_of, refused
-from formats_tables import markdown, plot, show
+from arguments import TEXTS, add_model, at_least, described, in_time, load, name_of, refused
+from formats_tables import markdown, markdown_frozen, plot, show
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
@@ -52,6 +53,8 @@ QUALITY = [name for name in REGISTRY if not name.endswith(VARIANTS) and name != 
 RECALL = [
     "turboquant_4bit_nc", "hadaquant_k4v4", "turboquant_3bit_nc", "hadaquant_k3v3",
 ]  # fmt: skip
+FROZEN = ["int8", "turboquant_4bit_nc", "hadaquant_k4v4", "hadaquant_k3v3"]
+"""Formats with a mean."""
 Sides = tuple[Codec | None, Codec | None]
 Loaded = tuple[PreTrainedModel, PreTrainedTokenizerBase, list[int]]
 
@@ -98,6 +101,8 @@ class Bench:
         self.rest = windows[:, args.context :]
         self.codecs: Callable[[int], Sides] = lambda layer: (None, None)
         self.zones = OFF
+        self.calibration: Callable[[Tensor, int, int], Tensor] = lambda past, layer, side: past
+        """The keys (0) or values (1) of a layer that statistics come from, `[B or 1, H, T, D]`; of the context itself unless replaced."""
         self.encoded: dict[tuple[Codec, int, int], tuple[Codes, Tensor]] = {}
         self.windows = windows[:, : args.context]
         self.past = [(layer.keys, layer.values) for layer in prefill(self.model, self.windows)[0].layers]
@@ -122,7 +127,7 @@ class Bench:
         if (codec, layer, side) not in self.encoded:
             if sum(decoded.numel() for _, decoded in self.encoded.values()) > HELD:
                 self.encoded.clear()
-            statistics = codec.calibrate(past)
+            statistics = codec.calibrate(self.calibration(past, layer, side))
             parts = [codec.dequantize(codec.quantize(part, statistics) | statistics, dim) for part in past.split(500, dim=2)]
             self.encoded[codec, layer, side] = statistics, torch.cat(parts, dim=2)
         statistics, decoded = self.encoded[codec, layer, side]
@@ -232,7 +237,35 @@ def recalls(bench: Bench) -> Iterator[dict]:
         yield row | ({} if format is None else {"kl_token_by_token": divergence(bench.model, passages, factory).kl})
 
 
-STUDIES: dict[str, Callable[[Bench], Iterator[dict]]] = {"quality": quality, "ablation": ablation, "recall": recalls}
+def frozen(bench: Bench) -> Iterator[dict]:
+    """A mean that is frozen for all requests: from the text itself, from one prompt of the same kind, from its first tokens, and from a
+    prompt of another kind."""
+    stock, other = bench.model.config._attn_implementation, "stdlib" if bench.row["text"] != "stdlib" else "pydoc"
+    bench.model.set_attn_implementation(bench.stock)
+    ids = bench.tokenizer(TEXTS[other](), add_special_tokens=False, verbose=False)["input_ids"][: bench.context]
+    foreign = prefill(bench.model, torch.tensor([ids], device=bench.model.device))[0].layers
+    bench.model.set_attn_implementation(stock)
+    sources: dict[str, Callable[[Tensor, int, int], Tensor]] = {
+        "its own context": lambda past, layer, side: past,
+        "another prompt of the text": lambda past, layer, side: past.roll(1, 0),
+        "64 tokens of another prompt": lambda past, layer, side: past.roll(1, 0)[:, :, :64],
+        f"a prompt of {other}": lambda past, layer, side: (foreign[layer].keys, foreign[layer].values)[side],
+    }
+    for name in FROZEN:
+        format = REGISTRY[name]
+        for source, tokens in sources.items():
+            bench.encoded.clear()
+            bench.calibration = tokens
+            for zones in (OFF, DEFAULT):
+                row = bench.measure(f"{name}, mean of {source}", (format.key, format.value), zones)
+                yield row | {"format": name, "source": source}
+    bench.encoded.clear()
+    bench.calibration = sources["its own context"]
+
+
+STUDIES: dict[str, Callable[[Bench], Iterator[dict]]] = {
+    "quality": quality, "ablation": ablation, "frozen": frozen, "recall": recalls
+}  # fmt: skip
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -243,13 +276,14 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--windows", type=at_least(1), default=8, help="texts")
     parser.add_argument("--read-on", type=at_least(2), default=96, help="tokens of each that are read through the format")
     parser.add_argument("--show", action="store_true", help="the tables, from the rows")
-    parser.add_argument("--markdown", action="store_true", help="the table of --model's quality, from the rows")
+    parser.add_argument("--markdown", action="store_true", help="the table of --model's quality, or of frozen statistics, from the rows")
     parser.add_argument("--plot", action="store_true", help="the picture, from the rows")
     args = parser.parse_args(arguments)
     if args.plot:
         plot(read_rows(args.out), args.out.with_suffix(".png"))
     elif args.markdown:
-        return print(markdown(read_rows(args.out), name_of(args.model)))
+        rows = read_rows(args.out)
+        return print(markdown_frozen(rows) if args.studies == ["frozen"] else markdown(rows, name_of(args.model)))
     elif not args.show:
         if wrong := refused(args):
             parser.error(wrong)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from error_bars import percent, with_error
+from palette import format_color
 from rich.console import Console
 from rich.table import Table
 
@@ -53,6 +54,25 @@ def markdown(rows: list[dict], model: str) -> str:
     )  # fmt: skip
 
 
+def markdown_frozen(rows: list[dict]) -> str:
+    """KL with exact zones at their defaults, a column for each origin of the statistics."""
+    studied = _studied(rows, "frozen")
+    first = next(iter(studied.values()))[0]
+    sources = list(dict.fromkeys(row["source"] for held in studied.values() for row in held))
+    lines = [f"| model | format | {' | '.join(sources)} |", "|---" * (2 + len(sources)) + "|"]
+    for model, held in studied.items():
+        for name in dict.fromkeys(row["format"] for row in held):
+            found = {row["source"]: row for row in held if row["format"] == name and row["residual_length"]}
+            cells = " | ".join(with_error(found[x]["kl"], found[x]["kl_error"]) for x in sources)
+            lines.append(f"| {model} | `{name}` | {cells} |")
+    lines += [
+        "",
+        f"KL on {first['device']}: {first['windows']} x {first['read_on']} tokens of {first['text']} after {first['context']:,}; "
+        "4 sink tokens and 64 recent ones exact; standard errors over the texts.",
+    ]
+    return "\n".join(lines)
+
+
 def show(rows: list[dict]) -> None:
     console = Console(width=150)
     quality = {model: _zones(held) for model, held in _studied(rows, "quality").items()}
@@ -69,7 +89,7 @@ def show(rows: list[dict]) -> None:
                 label, str(size), *(" | ".join(with_error(row["kl"], row["kl_error"]) for _, row in sorted(at.items())) for at in cells)
             )
         console.print(table)
-    for study, fields in (("ablation", ("kl", "kl_error")), ("recall", ("recall_unseen", "recall_seen"))):
+    for study, fields in (("ablation", ("kl", "kl_error")), ("frozen", ("kl", "kl_error")), ("recall", ("recall_unseen", "recall_seen"))):
         found = _studied(rows, study)
         if found:
             table = Table(title=f"{study}: {', '.join(fields)}")
@@ -82,6 +102,11 @@ def show(rows: list[dict]) -> None:
             console.print(table)
 
 
+NAMED = {"hadaquant": (-3, -8), "turboquant": (3, 3)}
+"""Families whose points have names, and where those stand, in points; the others lie too close together."""
+TITLES = {"demo": "embedded", "qwen2": "biased keys", "qwen3": "normed keys"}
+
+
 def plot(rows: list[dict], path: Path) -> None:
     """Quality against bytes, a panel a model."""
     import matplotlib
@@ -91,29 +116,30 @@ def plot(rows: list[dict], path: Path) -> None:
 
     found = _studied(rows, "quality")
     figure, grid = pyplot.subplots(1, len(found), figsize=(6 * len(found), 5.2), squeeze=False)
-    families = {"hadaquant": "tab:red", "turboquant": "tab:blue", "nvfp4": "tab:green", "int": "tab:purple", "fp8": "tab:gray"}
     for axes, (model, held) in zip(grid[0], found.items(), strict=True):
         for recent, marker, fill in ((0, "o", "none"), (64, "o", "full")):
-            for family, color in families.items():
+            for family in ("hadaquant", "turboquant", "nvfp4", "int4", "int8", "fp8"):
                 some = sorted(
                     (r["bytes"], r["kl"], r["label"]) for r in held if r["residual_length"] == recent and r["label"].startswith(family)
                 )
-                style = {"color": color, "marker": marker, "fillstyle": fill, "linestyle": "-" if family == "hadaquant" else "none"}
+                line = "-" if family == "hadaquant" else "none"
+                style = {"color": format_color(family), "marker": marker, "fillstyle": fill, "linestyle": line}
                 axes.plot([b for b, _, _ in some], [kl for _, kl, _ in some], label=family if recent else None, **style)
-                for size, kl, label in some if recent == 0 else ():
-                    axes.annotate(
-                        label.removeprefix(family).strip("_") or label, (size, kl), fontsize=6, xytext=(3, 3), textcoords="offset points"
-                    )
+                for size, kl, label in some if recent == 0 and family in NAMED else ():
+                    name = label.removeprefix(f"{family}_").removesuffix("_uncentered")
+                    place = {"xytext": NAMED[family], "textcoords": "offset points", "ha": "right" if NAMED[family][0] < 0 else "left"}
+                    axes.annotate(name, (size, kl), fontsize=6, color=style["color"], **place)
         axes.set(
-            title=f"{model}: hollow, zones off; filled, 4 + 64 exact",
-            xlabel="bytes of a token and head, D = 128",
+            title=f"{TITLES.get(model, model)}: hollow, no exact tokens; filled, 4 + 64",
+            xlabel="bytes of a token and head (left is better)",
             yscale="log",
             xscale="log",
         )
         axes.set_xticks([68, 84, 100, 116, 132, 144, 198, 264], [68, 84, 100, 116, 132, 144, 198, 264], fontsize=7)
+        axes.set_xlim(left=58)  # room for names
         axes.minorticks_off()
-    grid[0][0].set_ylabel("KL divergence from the dense run, nats")
-    grid[0][0].legend(fontsize=8)
+    grid[0][0].set_ylabel("KL divergence from the dense run, nats (lower is better)")
+    grid[0][0].legend(fontsize=8, loc="lower left")
     figure.tight_layout()
     figure.savefig(path, dpi=130)
     print(path)

@@ -173,6 +173,6 @@ def plot(rows: list[dict], path: Path) -> None:
         axis.set(title=f"{at} tokens, {device}", xlim=(0, max(left) * 1.15))
         axis.spines[["top", "right"]].set_visible(False)
     axes[0, 0].legend(fontsize=8, loc="center right")
-    figure.supxlabel("milliseconds a token", fontsize=9)
+    figure.supxlabel("milliseconds a step (left is better)", fontsize=9)
     figure.savefig(path.with_suffix(".png"), dpi=110)
     print(path.with_suffix(".png"))

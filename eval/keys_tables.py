@@ -47,8 +47,8 @@ def plot(rows: list[dict], path: Path) -> None:
         for study in dict.fromkeys(row["what"] for row in rows):
             some = [row for row in rows if row["what"] == study and row["model"] == model]
             axes.plot([row["bytes"] for row in some], [row["kl"] for row in some], "o", markersize=3, label=study.removeprefix("keys_"))
-        axes.set(title=model, xlabel="bytes of a token and head, D = 128", yscale="log")
-    grid[0][0].set_ylabel("KL divergence from the dense run, nats")
+        axes.set(title=model, xlabel="bytes of a token and head (left is better)", yscale="log")
+    grid[0][0].set_ylabel("KL divergence from the dense run, nats (lower is better)")
     grid[0][0].legend(fontsize=7)
     figure.tight_layout()
     figure.savefig(path, dpi=130)

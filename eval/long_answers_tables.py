@@ -6,6 +6,7 @@ import statistics
 from pathlib import Path
 
 from error_bars import percent, recalled, with_error
+from palette import line_styles
 from rich.table import Table
 
 BUCKETS = ((0, 64), (64, 128), (128, 256), (256, 512), (512, 1024))
@@ -82,18 +83,27 @@ def plot(rows: list[dict], path: Path) -> None:
     from matplotlib import pyplot, ticker
 
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 5), layout="constrained")
-    colors = pyplot.get_cmap("tab20").colors
-    for row, color in zip(rows[1:], colors * len(rows), strict=False):
+    styles = line_styles(row["cache"] for row in rows[1:])
+    for row in rows[1:]:
+        style = styles[row["cache"]]
         at = sorted(answer["first_difference"] for answer in row["answers"])
         same = [(1, 1.0), *((x, 1 - (i + 1) / len(at)) for i, x in enumerate(at) if x < row["tokens"])]
         ends, shares = [x for x, _ in same] + [row["tokens"]], [y for _, y in same] + [same[-1][1]]
-        left.step(ends, shares, where="post", label=row["cache"], color=color)
+        left.step(ends, shares, where="post", label=row["cache"], **style | {"marker": ""})
         middles = [sum(map(int, name.split("-"))) / 2 for name in row["kls"]]
         kls = [statistics.mean(kl) for kl in row["kls"].values()]
         if max(kls) > 1e-6:  # less is the order of sums
-            right.plot(middles, kls, marker="o", color=color)
-    left.set(title="share of answers that are still the dense run's", xlabel="tokens of the answer", ylim=(-0.02, 1.02), xscale="log")
-    right.set(title="KL divergence along the dense run's answer, nats", xlabel="tokens of the answer", xscale="log", yscale="log")
+            right.plot(middles, kls, **style)
+    left.set(
+        title="share of answers that are still the dense run's (higher is better)",
+        ylim=(-0.02, 1.02),
+        xscale="log",
+    )
+    right.set(
+        title="KL divergence along the dense run's answer, nats (lower is better)",
+        xscale="log",
+        yscale="log",
+    )
     for axes in (left, right):
         axes.xaxis.set_major_locator(ticker.FixedLocator([1, 4, 16, 64, 256, 1024]))
         axes.xaxis.set_major_formatter("{x:g}")

@@ -1,20 +1,26 @@
 """How every picture draws a cache: one color for each family of formats and for each policy, wherever it appears.
 
-Colors are those of Okabe and Ito, which people with color blindness can tell apart, and some between them.
+Colors are those of Okabe and Ito, which people with color blindness can tell apart, and some between them. Where a picture has lines of
+several caches of one color, `line_styles` tells them apart by dashes and markers.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+
 FAMILIES = {
-    "DynamicCache": "#000000", "StaticCache": "#666666", "identity": "#7f7f7f", "int8": "#0072b2", "fp8": "#56b4e9", "int4": "#cc79a7",
-    "nvfp4": "#009e73", "turboquant": "#e69f00", "hadaquant": "#d55e00", "quanto": "#8c6d31", "hqq": "#bcbd22",
+    "DynamicCache": "#000000", "StaticCache": "#666666", "stock": "#000000", "identity": "#7f7f7f", "int8": "#0072b2", "fp8": "#56b4e9",
+    "int4": "#cc79a7", "nvfp4": "#009e73", "turboquant": "#e69f00", "hadaquant": "#d55e00", "calibrated": "#661100", "quanto": "#8c6d31",
+    "hqq": "#bcbd22",
 }  # fmt: skip
-"""Formats by the beginning of their name; the last two are peers'."""
+"""Formats by the beginning of their name. `stock`: transformers' own pages; `calibrated`: bits by layer; the last two are peers'."""
 POLICIES = {
     "sink_window": "#44aa99", "sliding_window": "#999999", "h2o": "#332288", "tova": "#88ccee", "snapkv": "#882255", "keydiff": "#117733",
-    "lagkv": "#aa4499", "knorm": "#999933", "random": "#bbbbbb",
+    "lagkv": "#aa4499", "knorm": "#999933", "random": "#000000", "expected_attention": "#cc6677", "compactor": "#ee7733",
+    "kvzip": "#0077bb", "dropkv": "#ddcc77", "rkv": "#6699cc", "triattention": "#663333",
 }  # fmt: skip
-_MORE = ("#661100", "#6699cc", "#ddaa33", "#bb5566", "#004488", "#228833", "#ccbb44", "#aa3377")
+LINES = (("-", "o"), ("--", "s"), (":", "^"), ("-.", "v"), ((0, (1, 3)), "D"), ((0, (5, 4, 1, 4)), "P"))
+"""Dashes and markers."""
 
 
 def family(format: str) -> str:
@@ -23,14 +29,24 @@ def family(format: str) -> str:
 
 
 def format_color(format: str) -> str:
-    return FAMILIES.get(family(format)) or _other(format)
+    return FAMILIES.get(family(format), "#444444")
+
+
+def policy_of(name: str) -> str:
+    """`snapkv` of `SnapKV`, and of a variant such as `snapkv, recent 32`."""
+    plain = name.split(",")[0].strip().lower()
+    return next((policy for policy in POLICIES if policy.replace("_", "") == plain.replace("_", "")), plain)
 
 
 def policy_color(policy: str) -> str:
-    """The same for `SnapKV` and `snapkv`."""
-    return POLICIES.get(policy.lower()) or _other(policy)
+    return POLICIES.get(policy_of(policy), "#444444")
 
 
-def _other(name: str) -> str:
-    """Of a name that is not listed: always the same."""
-    return _MORE[sum(map(ord, name.lower())) % len(_MORE)]
+def line_styles(names: Iterable[str], color: Callable[[str], str] = format_color) -> dict[str, dict]:
+    """For each of `names` how matplotlib draws its line: those of one color have different dashes and markers."""
+    found: dict[str, dict] = {}
+    for name in names:
+        same = sum(style["color"] == color(name) for style in found.values())
+        dashes, marker = LINES[same % len(LINES)]
+        found[name] = {"color": color(name), "linestyle": dashes, "marker": marker}
+    return found

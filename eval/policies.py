@@ -61,6 +61,7 @@ def variants() -> dict[str, dict]:
         found[f"{name}, recent {RECENT}"] = {"recent": RECENT}
     for name in ("snapkv", "expected_attention", "kvzip"):
         found[f"{name}, critical"] = {"first_stage_ratio": 0.5}
+        found[f"{name}, adakv"] = {"alpha_safeguard": 0.2}
     found["kvzip, normalized"] = {"normalized": True}
     return found
 

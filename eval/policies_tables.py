@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from error_bars import percent, with_error
+from palette import line_styles, policy_color
 from rich.table import Table
 
 DENSE = "dense"
@@ -236,10 +237,7 @@ def plot(rows: list[dict], path: Path) -> None:
     every = [setting for setting in settings(rows) if setting.format == "identity"]
     every = [setting for setting in every if setting.tokens == every[0].tokens]
     figure, grid = pyplot.subplots(1, len(every) + 1, figsize=(5.5 * (len(every) + 1), 5.5), layout="constrained", squeeze=False)
-    colors = pyplot.get_cmap("tab20").colors
-    names = sorted({policy for setting in every for policy in setting.policies})
-    styles = {name: {"color": colors[i % 20], "linestyle": ("-", "--")[i // 20 % 2]} for i, name in enumerate(names)}
-    styles["random"] = {"color": "black", "linestyle": ":"}
+    styles = line_styles(sorted({policy for setting in every for policy in setting.policies}), policy_color)
     drawn = {}
     for index, axes in enumerate(grid[0]):
         setting = every[min(index, len(every) - 1)] if index < len(every) else every[0]
@@ -252,12 +250,12 @@ def plot(rows: list[dict], path: Path) -> None:
                 if value:
                     found.append((100 * budget, value[0] * (100 if index < len(every) else 1)))
             if found:
-                (drawn[policy],) = axes.plot(*zip(*found, strict=True), marker="o", markersize=4, **styles[policy])
+                (drawn[policy],) = axes.plot(*zip(*found, strict=True), markersize=4, **styles[policy])
         if index < len(every):
-            axes.set(title=setting.name, ylabel="recall, % of the dense run's")
+            axes.set(title=setting.name, ylabel="recall, % of the dense run's (higher is better)")
         else:
-            axes.set(title=f"{setting.tokens:,} tokens: text read on", ylabel="KL divergence, nats", yscale="log")
-        axes.set(xlabel="tokens kept, %")
+            axes.set(title=f"{setting.tokens:,} tokens: text read on", ylabel="KL divergence, nats (lower is better)", yscale="log")
+        axes.set(xlabel="tokens kept, % (left is smaller)")
         axes.grid(alpha=0.3)
     figure.legend(drawn.values(), drawn, loc="outside lower center", ncols=6, fontsize=8)
     figure.savefig(path, dpi=90)

@@ -166,23 +166,29 @@ TABLES: dict[str, Callable[[], str]] = {"caches": caches, "steps": steps, "room"
 
 
 BESIDE = {
-    "int8": (8, 0), "fp8": (8, 0), "turboquant_k8v4": (8, 0), "turboquant_4bit_nc": (-8, -8), "hadaquant_k4v4": (8, -7),
-    "nvfp4_mse": (-8, 0), "nvfp4": (-8, 0), "hadaquant_k4v3": (4, -9), "hadaquant_k3v3": (2, -12), "hadaquant_k3v2": (-8, 3),
-    "hadaquant_k2v2": (-8, 3),
-    "policy": (8, -4), "quanto_int4": (8, 0), "quanto_int2": (8, 0), "hqq_int4": (8, 0), "hqq_int2": (8, 0),
+    "int8": (8, 0), "fp8": (8, 0), "k8v4": (8, 0), "4bit_nc": (-8, -8), "k4v4": (8, -7), "nvfp4_mse": (-8, 5), "nvfp4": (-8, 0),
+    "k4v3": (8, -3), "k3v3": (8, -3), "k3v2": (-8, 3), "k2v2": (-8, 3), "policy": (8, -4),
+    "quanto_int4": (8, 7), "quanto_int4, keys by channel": (-14, -7), "hqq_int4": (8, 0), "hqq_int4, by token": (-8, 6), "hqq_int3": (8, 0),
+    "quanto_int2": (8, 6), "quanto_int2, keys by channel": (8, 0), "hqq_int2": (-8, 0), "hqq_int2, by token": (8, -6),
 }  # fmt: skip
 """Where names stand, in points from theirs; what is not here has its color in the legend alone."""
 
 
+def short(row: dict) -> str:
+    """A format without the family that the legend names; peers' with how they group values, where that is not the default."""
+    name = row["format"].removeprefix("hadaquant_").removeprefix("turboquant_")
+    return name if row.get("grouping", "default") == "default" else f"{name}, {row['grouping']}"
+
+
 def points() -> list[dict]:
-    """Formats with their exact zones, policies with half and a quarter of the tokens, and peers where they have rows."""
+    """Formats with their exact tokens, policies with half and a quarter of the tokens, and peers as they are by default."""
     found = [row for row in rows("quality") if row["model"] == "smollm2" and row["format"] and row["exact"] == "4 + 64"]
     found = [row for row in found if not row["format"].endswith(UNCENTERED) and row["format"] != "identity"]
     found += [
         row for row in rows("quality_policies")
         if row["policy"] in ("snapkv", "h2o") and row["format"] == "turboquant_4bit_nc" and row["budget"] in (0.5, 0.25)
     ]  # fmt: skip
-    return found + [row for row in rows("peers") if "kl" in row]
+    return found + [row for row in rows("peers") if row["model"] == "smollm2" and "peer" in row and row["exact"] == "0 + 128"]
 
 
 def picture(path: Path) -> None:
@@ -191,16 +197,16 @@ def picture(path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot, ticker
 
-    figure, axes = pyplot.subplots(figsize=(9, 4.6), layout="constrained")
+    figure, axes = pyplot.subplots(figsize=(9, 5.2), layout="constrained")
     for row in sorted(points(), key=lambda row: row["ratio"]):
-        policy = row["policy"]
-        kind = f"4 bits + {policy}" if policy else family(row["format"])
+        policy = row.get("policy")
+        kind = f"4 bits + {policy}" if policy else family(row["format"]) + (" (transformers)" if "peer" in row else "")
         color = policy_color(policy) if policy else format_color(row["format"])
-        name = f"4 bits, {row['budget']:.0%} of the tokens" if policy == "snapkv" else "" if policy else row["format"]
+        name = f"4 bits, {row['budget']:.0%} of the tokens" if policy == "snapkv" else "" if policy else short(row)
         marker = "X" if "peer" in row else "D" if policy else "o"
         drawn = {"marker": marker, "color": color, "markersize": 6, "elinewidth": 0.8, "linestyle": "none"}
         axes.errorbar(row["ratio"], row["kl"], row["kl_error"], label=kind, **drawn)
-        if at := BESIDE.get(row["format"] if not policy else "policy"):
+        if at := BESIDE.get(short(row) if not policy else "policy"):
             side = {"ha": "right" if at[0] < 0 else "left", "va": "center", "fontsize": 8, "color": color}
             axes.annotate(name, (row["ratio"], row["kl"]), at, textcoords="offset points", **side)
     named = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
@@ -211,7 +217,7 @@ def picture(path: Path) -> None:
     axes.xaxis.set_major_formatter("{x:g}")
     axes.xaxis.set_minor_locator(ticker.NullLocator())
     axes.grid(alpha=0.25)
-    axes.set_title("SmolLM2-135M-Instruct after 8,064 tokens: next-token divergence against memory", fontsize=10)
+    axes.set_title("SmolLM2-135M-Instruct after 8,064 tokens: next-token divergence against memory (crosses: one text)", fontsize=10)
     figure.savefig(path, dpi=110)
     print(path)
 

@@ -17,6 +17,7 @@ from .prefix.commands import app as prefix_app
 
 app = typer.Typer(
     help="KV caches for Hugging Face transformers that stay compressed while attention reads them.",
+    epilog=examples("qkvcache demo", "qkvcache recommend demo --context 100000 --gpu-memory 80GB", "qkvcache plan --help"),
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,

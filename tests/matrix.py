@@ -115,6 +115,18 @@ POLICIES = {
 }
 """Policies with every option, of an interval of 1: `POLICIES[name](budget)`, of 12 tokens at least."""
 
+SHARED = {
+    "snapkv": lambda budget: policies.SnapKV(budget=budget, interval=1, window_size=4, recent=3, alpha_safeguard=0.2),
+    "snapkv_interval": lambda budget: policies.SnapKV(budget=budget, interval=3, window_size=4, recent=2, alpha_safeguard=0.3),
+    "h2o_value_norm": lambda budget: policies.H2O(budget=budget, recent=2, value_norm=True, alpha_safeguard=0.5),
+    "tova": lambda budget: policies.TOVA(budget=budget, num_sink_tokens=0, recent=0, alpha_safeguard=0.0),
+    "dropkv": lambda budget: policies.DropKV(budget=budget, window_size=4, recent=3, protect_values=0.25, alpha_safeguard=0.2),
+    "lagkv": lambda budget: policies.LagKV(budget=budget, lag=4, recent=4, alpha_safeguard=0.2),
+    "expected_attention": lambda budget: policies.ExpectedAttention(budget=budget, recent=3, horizon=16, alpha_safeguard=0.1),
+    "custom": lambda budget: policies.Custom(function=lambda t: t.score * t.value_norm, budget=budget, recent=2, alpha_safeguard=0.2),
+}
+"""Policies whose heads share the budget: `SHARED[name](budget)`."""
+
 STATIC = [name for name, policy in POLICIES.items() if not policy(64).needs_stored_keys]
 """Those that run in tensors of fixed size."""
 

@@ -42,7 +42,7 @@ def full_attention(
     blocks = []
     for start in range(0, queries, QUERY_BLOCK):
         rows = slice(start, min(start + QUERY_BLOCK, queries))
-        visible = tokens - queries + rows.stop if causal else tokens  # later keys are hidden from all of these queries
+        visible = tokens - queries + rows.stop if causal else tokens  # later keys are masked for all of these queries
         key_side, value_side = (
             KeysOrValues.of((Exact(x[:, :, :visible]),), (*x.shape[:2], visible, x.shape[3]), x.dtype, x.device) for x in (key, value)
         )

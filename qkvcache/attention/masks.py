@@ -60,8 +60,8 @@ def padding_columns(given: Any, mask: Tensor | None, causal: bool, queries: int,
     if _last_padding[0]() is not given or _last_padding[1] != state:
         shown = mask[:, 0, -1]  # the last query attends to every token that is no padding
         fits = causal or _hides_columns(mask)
-        found = fits, None if not fits or bool(shown.all()) else ~shown
-        _last_padding = weakref.ref(given), state, found
+        padding = fits, None if not fits or bool(shown.all()) else ~shown
+        _last_padding = weakref.ref(given), state, padding
     return _last_padding[2]
 
 
@@ -146,24 +146,34 @@ def _causal(queries: int, device: torch.device) -> Tensor:
 # With the columns of stored tokens.
 
 
+def differs_by_head(columns: Tensor | None) -> bool:
+    """Whether the columns that hold a token differ between heads: `[B, H, T]` instead of `[B, T]`."""
+    return columns is not None and columns.dim() == 3
+
+
 def valid_columns(
     stored: Tensor | None, new: NewTokens, batch: int, stored_tokens: int, queries: int, device: torch.device
 ) -> Tensor | None:
-    """Which columns hold a token, bool `[B, S + Q]`; None: all. `stored`: the same of the stored ones, `[B, S]`."""
+    """Which columns hold a token, bool `[B, S + Q]`, or `[B, H, S + Q]` where heads differ; None: all. `stored`: the same of the stored
+    ones."""
     if stored is None and new.is_valid is None:
         return None
-    parts = (stored, stored_tokens), (new.is_valid, queries)
-    return torch.cat([torch.ones(batch, n, dtype=torch.bool, device=device) if x is None else x for x, n in parts], dim=1)
+    sizes = (stored, stored_tokens), (new.is_valid, queries)
+    past, own = (torch.ones(batch, n, dtype=torch.bool, device=device) if x is None else x for x, n in sizes)
+    if differs_by_head(past):
+        own = own[:, None].expand(-1, past.shape[1], -1)
+    return torch.cat([past, own], dim=-1)
 
 
 def joined(valid: Tensor | None, new: Tensor | None, query: Tensor, tokens: int) -> Tensor:
-    """A mask over all columns, `[B, H, Q, T]` with `H` perhaps 1, bool or additive as `new` is. `valid`: which of them hold a token, bool
-    `[B, T]`; None: all."""
-    batch, _, queries, _ = query.shape
+    """A mask over all columns, `[B, H, Q, T]` with `H` 1 or the heads of `query` `[B, Hq, Q, D]`, bool or additive as `new` is. `valid`:
+    which columns hold a token, as `valid_columns` has it."""
+    batch, query_heads, queries, _ = query.shape
     new = _causal(queries, query.device)[None, None] if new is None else new
-    new = new.expand(batch, -1, queries, -1)
-    shape = batch, tokens - queries
-    past = torch.ones(shape, dtype=torch.bool, device=query.device) if valid is None else valid[:, : tokens - queries]
+    stored = tokens - queries
+    past = torch.ones(batch, stored, dtype=torch.bool, device=query.device) if valid is None else valid[..., :stored]
+    past = past.repeat_interleave(query_heads // past.shape[1], dim=1) if differs_by_head(past) else past[:, None]
     if new.dtype != torch.bool:
         past = torch.zeros_like(past, dtype=new.dtype).masked_fill(~past, torch.finfo(new.dtype).min)
-    return torch.cat([past[:, None, None, :].expand(-1, new.shape[1], queries, -1), new], dim=-1)
+    heads = max(past.shape[1], new.shape[1])
+    return torch.cat([past[:, :, None].expand(-1, heads, queries, -1), new.expand(batch, heads, queries, -1)], dim=-1)

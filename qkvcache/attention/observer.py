@@ -23,7 +23,8 @@ from ..kernels.attend_chunked import Columns, attend_chunked, observe_chunked
 from ..kernels.sum_attention import BLOCK
 from ..policies import ObservedAttention, Policy
 from .compressed_kv import CompressedKV
-from .masks import NewTokens, joined, mask_of_new, new_tokens, sees_itself, valid_columns
+from .full import full_attention
+from .masks import NewTokens, differs_by_head, joined, mask_of_new, new_tokens, sees_itself, valid_columns
 
 
 class AttentionObserver(Protocol):
@@ -46,8 +47,8 @@ class AttentionObserver(Protocol):
         self, is_valid: Tensor | None, query: Tensor | None = None, scaling: float | None = None, module: torch.nn.Module | None = None
     ) -> Tensor | None:
         """Takes which of the step's tokens are no padding, bool `[B, Q]` (None: all), the queries `[B, Hq, Q, D]`, the factor on `q k` and
-        the attention module, which policies may ask for. Returns which stored columns hold a token, bool
-        `[B, S]` (None: all); if `is_static` and Q = 1, all columns `[B, T]`, the new token's included."""
+        the attention module, which policies may ask for. Returns which stored columns hold a token, bool `[B, S]`, or `[B, H, S]` where
+        heads differ (None: all); if `is_static` and Q = 1, all columns `[B, T]`, the new token's included."""
 
     def end_attention(self, attention_sums: Tensor | None) -> None:
         """Takes the attention weights of all columns, `[B, H, T]`, summed over queries and over the query heads of a KV head, or what the
@@ -71,7 +72,9 @@ def attend_observed(
     observed = _query_weights(policy.observation_window, policy.decay, new.is_valid, query)
     last = _last(policy.observation_window, new.is_valid, queries)
     in_order = in_order and _fits(mask, tokens, padded=stored is not None)
-    chunked = chunked and new.causal
+    chunked = chunked and new.causal and not differs_by_head(stored) and key.attention_inputs.paged is None
+    if differs_by_head(stored) and "eager" not in implementation and implementation != "sdpa":
+        stock, implementation = full_attention, "qkvcache"  # the masks of flash and flex are the same for all heads
     if not in_order and (few or chunked) and "eager" not in implementation and not kwargs.get("dropout"):
         if chunked and (not few or policy.reduces_attention):
             counts = None if observed is None else observed[:, last]
@@ -125,12 +128,16 @@ def _attend_on_codes(
     last: slice, options: dict[str, Any],
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """The same for a few queries, with any mask."""
-    mask = None if valid is None else valid[:, None, None]
-    if not new.causal:  # causality costs a kernel less than a mask of queries x tokens
-        mask = joined(valid, new.mask, query, key.shape[2])
+    paged = key.attention_inputs.paged is not None
+    if new.causal and paged and new.is_valid is None:  # pages leave out columns without a token
+        mask, causal = None, True
+    elif new.causal and not paged and not differs_by_head(valid):  # causality costs a kernel less than a mask of queries x tokens
+        mask, causal = None if valid is None else valid[:, None, None], True
+    else:
+        mask, causal = joined(valid, new.mask, query, key.shape[2]), False
     if observed is not None and not policy.reduces_attention:
-        return observe_on_codes(query, key.attention_inputs, mask, observed=observed, causal=new.causal, **options)
-    out = attend_on_codes(query, key.attention_inputs, mask, causal=new.causal, **options)
+        return observe_on_codes(query, key.attention_inputs, mask, observed=observed, causal=causal, **options)
+    out = attend_on_codes(query, key.attention_inputs, mask, causal=causal, **options)
     if observed is None:
         return out, None
     return out, _reduced(policy, query[:, :, last], key.dense(), value.dense(), observed[:, last], valid, **options)
@@ -209,7 +216,8 @@ def _reduced(
             newest = torch.arange(begin, end, device=keys.device) + tokens - queries
             logits = logits.masked_fill(columns > newest[:, None], -torch.inf)
         if valid is not None:
-            logits = logits.masked_fill(~valid[:, None, None, None], -torch.inf)
+            shown = valid[:, :, None, None] if differs_by_head(valid) else valid[:, None, None, None]
+            logits = logits.masked_fill(~shown, -torch.inf)
         if lse is not None:
             level = lse[:, :, begin:end].unflatten(1, (heads, -1))[..., None]
         else:

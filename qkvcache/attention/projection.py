@@ -1,4 +1,4 @@
-"""How long a value is in the output of its layer: the Gram matrices of the output projection."""
+"""Norms of values in the output of their layer: the Gram matrices of the output projection."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ class OutputProjection:
     @staticmethod
     @torch.no_grad()
     def of(module: nn.Module, heads: int, dim: int) -> OutputProjection:
-        """That of attention `module` with `heads` query heads and values of `dim` channels, computed once: weights are taken as fixed.
+        """The output projection of attention `module` with `heads` query heads and values of `dim` channels; computed once, since weights
+        are assumed to be constant.
 
         Raises NotImplementedError for a module without an output projection of `heads * dim` channels.
         """
@@ -47,7 +48,7 @@ class OutputProjection:
 
 
 def _rows(projection: nn.Module, channels: int) -> Tensor:
-    """The transposed weight `[channels, hidden]`; of a quantized layer, by what it makes of unit vectors."""
+    """The transposed weight `[channels, hidden]`; for a quantized layer, its outputs for unit vectors."""
     weight = getattr(projection, "weight", None)
     if type(projection) is nn.Linear and isinstance(weight, Tensor) and weight.is_floating_point():
         rows = weight.mT

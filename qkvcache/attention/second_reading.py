@@ -6,20 +6,20 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicLayer
 
-from .padding import await_attention
+from .padding import PlainAttention, await_attention
 from .projection import OutputProjection
 
 BLOCK = 2**26
-"""Attention weights that exist at once in fp32."""
+"""fp32 attention weights in memory at a time."""
 
 
 class ReadingLayer(DynamicLayer):
-    """A dense layer that watches a second reading: `scores` fp32 `[B, H, T]` are the largest attention that each token of the context
+    """A dense layer that observes a second reading: `scores` fp32 `[B, H, T]` are the largest attention that each token of the context
     receives from the queries of the readings so far.
 
     Args:
         sinks: the first tokens of a row, which take part in each softmax and get no score.
-        normalized: weights count times the length of the value in the output over the length of the attention's input at the query.
+        normalized: weights are multiplied by the norm of the value in the output over the norm of the attention's input at the query.
     """
 
     def __init__(self, sinks: int, normalized: bool):
@@ -33,11 +33,11 @@ class ReadingLayer(DynamicLayer):
         self.query: Tensor | None = None
         """Without tokens: for its query heads."""
         self.inputs: Tensor | None = None
-        """Lengths of what attention reads at each token of the reading, `[B, R]`, with `normalized`."""
+        """Norms of the attention's input at each token of the reading, `[B, R]`, with `normalized`."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
         keys, values = super().update(key_states, value_states, *args, **kwargs)
-        await_attention(keys, self)
+        await_attention(keys, self.receive_attention)
         return keys, values
 
     def truncate(self, tokens: int) -> None:
@@ -45,8 +45,9 @@ class ReadingLayer(DynamicLayer):
         self.keys, self.values = (x[:, :, :tokens] for x in (self.keys, self.values))  # type: ignore[index]
 
     @torch.no_grad()
-    def receive_attention(self, module: nn.Module, query: Tensor, scaling: float, softcap: float | None) -> None:
-        """Takes the queries `[B, Hq, R, D]` of a reading, before its tokens are removed."""
+    def receive_attention(self, attention: PlainAttention) -> None:
+        """Scores the context by the queries `[B, Hq, R, D]` of a reading, before its tokens are removed."""
+        _, module, query, _, scaling, softcap = attention
         self.module, self.query = module, query[:, :, :0]
         if self.chunk is None:
             return
@@ -86,7 +87,7 @@ class ReadingLayer(DynamicLayer):
         self.scores.scatter_reduce_(2, columns[:, None].expand(-1, heads, -1), best, "amax")
 
     def _factors(self, module: nn.Module, query: Tensor, at: Tensor) -> Tensor:
-        """How long the values of columns `at` are in the output of each query head, fp32 `[B, H, G, C]`."""
+        """Norms of the values of columns `at` in the output of each query head, fp32 `[B, H, G, C]`."""
         stored: Tensor = self.values  # type: ignore[assignment]
         values = stored.gather(2, at.expand(-1, -1, -1, stored.shape[3])).float()
         gram = OutputProjection.of(module, query.shape[1], values.shape[3]).gram.unflatten(0, (values.shape[1], -1))

@@ -69,7 +69,7 @@ class CompressedCache(DynamicCache):
         TypeError: `config`, `format`, `policy` or `skip_layers` of another type, neither format nor policy, an unknown option.
         NotImplementedError: a policy with offloading, or on a model whose attention does not allow it (ALiBi, relative bias, latents);
             `max_length` or `compile=True` with offloading, with a budget that is a share, with `positions="cache"`, and with policies that
-            read stored keys (RKV, TriAttention).
+            read stored keys (RKV, TriAttention) or share budgets between heads (`alpha_safeguard`).
     """
 
     def __init__(
@@ -196,6 +196,10 @@ class CompressedCache(DynamicCache):
                 raise NotImplementedError(f"budget={policy.budget} with {why}: a share has no fixed size; pass a number of tokens")
             if getattr(policy, "positions", "original") == "cache":
                 raise NotImplementedError(f"positions='cache' with {why}: sinks are rotated again at every step; pass positions='original'")
+            if policy.alpha_safeguard is not None:
+                raise NotImplementedError(
+                    f"alpha_safeguard={policy.alpha_safeguard} with {why}: how many tokens a head retains is not fixed; leave out {why}"
+                )
             if policy.needs_stored_keys:
                 raise NotImplementedError(f"policy={policy.name} with {why}: it dequantizes all stored keys to evict; leave out {why}")
         if config is None and policy.second_reading:
@@ -335,7 +339,7 @@ class CompressedCache(DynamicCache):
         return measured(self.layers)
 
     def stored_length(self, layer_idx: int = 0) -> int:
-        """Tokens that layer `layer_idx` stores; `get_seq_length` counts the tokens seen."""
+        """Tokens that layer `layer_idx` stores, of the head that stores most; `get_seq_length` counts the tokens seen."""
         layer = self.layers[layer_idx] if layer_idx < len(self.layers) else None
         if isinstance(layer, EvictingLayer):
             layer.commit()
@@ -346,7 +350,7 @@ class CompressedCache(DynamicCache):
         return 0 if keys is None or not keys.numel() else keys.shape[-2]
 
     def kept_positions(self, layer_idx: int = 0) -> Tensor:
-        """Positions of the tokens that layer `layer_idx` retains, ascending, int32 `[B, H, T]`; -1 fills rows that retain fewer.
+        """Positions of the tokens that layer `layer_idx` retains, ascending, int32 `[B, H, T]`; -1 fills rows and heads that retain fewer.
 
         A position is the rank among the tokens of the row that are no padding. Raises ValueError for a layer that evicts nothing or is
         empty.

@@ -17,7 +17,7 @@ from ..layers.evicting import EvictingLayer
 FIRST = "\n\nRepeat the previous context exactly.\n\n"
 LATER = "\n\nRepeat the part of the previous context that starts as follows.\n\n"
 HINT = 8
-"""Tokens before a later chunk that the instruction ends with."""
+"""Tokens before a chunk, other than the first, with which the instruction ends."""
 
 
 @torch.no_grad()
@@ -85,7 +85,7 @@ def _read(
     place = torch.arange(begin - hint, end, device=device)
     at = order[:, begin - hint : end]
     real = place < lengths[:, None]
-    real &= (begin < lengths)[:, None]  # of a row that has ended, nothing is repeated, not even the hint
+    real &= (begin < lengths)[:, None]  # a row that has ended repeats nothing, not even the hint
     asked = instruction.expand(len(ids), -1)
     reading = torch.cat([asked, ids.gather(1, at)], dim=1)
     is_valid = torch.cat([(begin < lengths)[:, None].expand_as(asked), real], dim=1)
@@ -102,7 +102,7 @@ def _read(
 
 
 def _watch_inputs(model: PreTrainedModel, dense: DynamicCache) -> list[Any]:
-    """Tells each layer how long the inputs of its attention are."""
+    """Passes the norms of its attention's inputs to each layer."""
     handles = []
     for layer in dense.layers:
         if isinstance(layer, ReadingLayer) and layer.module is not None:

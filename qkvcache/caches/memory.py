@@ -1,4 +1,4 @@
-"""Bytes that a cache holds, measured."""
+"""The measured bytes of a cache."""
 
 from __future__ import annotations
 
@@ -51,14 +51,21 @@ def measured(layers: Iterable[object]) -> Memory:
     return Memory(**bytes_by_role(pair for layer in layers for pair in _tensors(layer)), dense=sum(map(_dense_bytes, layers)))
 
 
+def live_tensors(of: object) -> Iterator[Tensor]:
+    """The plain tensors in `of`: a tensor, those inside a tensor subclass such as quanto's, and those of dictionaries, lists and tuples."""
+    if hasattr(of, "__tensor_flatten__"):  # a subclass has no storage of its own
+        of = [getattr(of, name) for name in of.__tensor_flatten__()[0]]
+    if isinstance(of, Tensor):
+        yield of
+    elif isinstance(of, dict | list | tuple):
+        for part in of.values() if isinstance(of, dict) else of:
+            yield from live_tensors(part)
+
+
 def _tensors(layer: object) -> Iterator[tuple[str, Tensor]]:
     if isinstance(layer, CompressedLayer):
-        yield from layer.tensors()
-        return
-    for state in vars(layer).values():
-        for tensor in state.values() if isinstance(state, dict) else [state]:
-            if isinstance(tensor, Tensor):
-                yield "exact", tensor
+        return layer.tensors()
+    return (("exact", tensor) for tensor in live_tensors(vars(layer)))
 
 
 def _dense_bytes(layer: object) -> int:

@@ -13,7 +13,7 @@ from ..kernels import on_triton
 from ..layers.compressed import CompressedLayer
 from ..layers.evicting import EvictingLayer
 from ..policies import Budget
-from ..storage import GROUP, PAGE
+from ..storage import GROUP, PAGE, Chunks
 from .base import CompressedCache
 
 
@@ -53,7 +53,7 @@ def warmup(model: PreTrainedModel, cache: CompressedCache, *, queries: Iterable[
             mask = torch.cat([mask, mask.new_ones(rows, step)], dim=1)
             model(input_ids=ids[:, :step], attention_mask=mask, past_key_values=fresh)
         for layer in fresh.layers:  # at the end of a chunk, a single token may be quantized
-            if isinstance(layer, CompressedLayer) and layer.storage and layer.residual_length:
+            if isinstance(layer, CompressedLayer) and layer.storage and layer.residual_length and isinstance(layer.storage.chunks, Chunks):
                 keys, values = layer.storage.residual
                 layer.storage.chunks.append((keys[:, :, :1], values[:, :, :1]))
 

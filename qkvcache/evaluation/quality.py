@@ -17,11 +17,11 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.cache_utils import Cache
+from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase, QuantizedCache
+from transformers.cache_utils import Cache, DynamicLayer
 
 from ..caches import CompressedCache
-from ..caches.memory import measured
+from ..caches.memory import bytes_by_role, live_tensors, measured
 from ..layers.compressed import CompressedLayer
 from ..storage import GROUP
 from .prefill import Prefilled, prefill, refill
@@ -81,14 +81,23 @@ def at_once(cache: Cache) -> int:
     """How many tokens can be read in the next step so that each attends to the same keys and values as if they were read one by one.
 
     The tokens of a step attend to each other exactly, and to older tokens as stored. Tokens leave the exact residual in groups: until it is
-    full, storage is the same either way. Caches that evict, have no residual or are preallocated change with every token.
+    full, storage is the same either way. Caches that evict, have no residual or are preallocated change with every token. The last token
+    that fills the residual of a `QuantizedCache` still attends to it.
     """
+    if isinstance(cache, QuantizedCache):
+        return max(min(_until_quantized(layer) for layer in cache.layers if isinstance(layer, DynamicLayer)), 1)
     if not isinstance(cache, CompressedCache):
         return GROUP + 1
     if cache.policy or cache.max_length:
         return 1
     free = [layer.storage.free for layer in cache.layers if isinstance(layer, CompressedLayer) and layer.storage]
     return max(min(free, default=GROUP + 1), 1)
+
+
+def _until_quantized(layer: DynamicLayer) -> int:
+    """Tokens until a layer of `QuantizedCache` quantizes everything again; 1 for fp8, which quantizes each token."""
+    num_stored = layer.keys.shape[-2] if layer.keys is not None and layer.keys.dim() == 4 else 0
+    return getattr(layer, "residual_length", 1) - num_stored
 
 
 @torch.no_grad()
@@ -133,13 +142,18 @@ def divergence(
 
 
 def _losses(log_probs: Tensor, target: Tensor) -> Tensor:
+    """Negative log-likelihoods `[B, N]` of `target` `[B, N]` under `log_probs` `[B, N, V]`."""
     return -log_probs.gather(-1, target.unsqueeze(-1)).squeeze(-1)
 
 
 def held_bytes(cache: Cache) -> int:
-    """Bytes of keys, values and states of linear layers in a CompressedCache or a DynamicCache, measured in the same way."""
+    """Bytes of keys, values and states of linear layers, measured in the same way in ours, a DynamicCache and a QuantizedCache."""
+    if isinstance(cache, QuantizedCache):
+        return sum(bytes_by_role(("codes", tensor) for layer in cache.layers for tensor in live_tensors(vars(layer))).values())
     if not isinstance(cache, CompressedCache | DynamicCache):
-        raise TypeError(f"cannot count the bytes of a {type(cache).__name__}: expected a CompressedCache or a DynamicCache")
+        raise TypeError(
+            f"cannot count the bytes of a {type(cache).__name__}: expected a CompressedCache, a DynamicCache or a QuantizedCache"
+        )
     return measured(cache.layers).total
 
 

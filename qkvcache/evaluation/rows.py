@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import platform
 import subprocess
 import sys
 import time
@@ -16,7 +17,7 @@ import transformers
 
 def provenance() -> dict[str, str]:
     """Date, commit, versions and the running command; absolute paths are reduced to their last part."""
-    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+    versions = {"torch": torch.__version__, "transformers": transformers.__version__, "python": platform.python_version()}
     return {"date": time.strftime("%Y-%m-%d"), "commit": _commit()} | versions | {"command": " ".join(map(_portable, sys.argv))}
 
 
@@ -30,6 +31,7 @@ def _portable(argument: str) -> str:
 
 
 def read_rows(path: Path) -> list[dict]:
+    """All rows of a file; none if it does not exist."""
     return [json.loads(line) for line in path.read_text().splitlines() if line] if path.exists() else []
 
 

@@ -1,4 +1,4 @@
-"""How one block of keys or values is stored: plain torch, one file a format. `base.py` says what a format is.
+"""Storage formats of keys and values: plain torch, one file for each format. `base.py` defines what a format is.
 
 To add one: write its file, list it in `registry.py` and in `tests/matrix.py`.
 """

@@ -1,8 +1,8 @@
-"""What a storage format is: a codec for keys and a codec for values, each declaring its buffers once.
+"""The interface of storage formats: a codec for keys and a codec for values, each of which declares its buffers once.
 
-A codec stores a token-head vector as `x = undo_rotation(levels * scale + offset + center)`. Keeping that factorisation visible is what lets
-attention run on codes: the rotation goes once on the query and once on the output, `scale` onto the score columns and the probabilities.
-Allocation, byte counts and planning all read `buffers`; nothing else knows how wide a token is.
+A codec stores the vector of a token and head as `x = undo_rotation(levels * scale + offset + center)`. Attention on codes uses that
+factorization: the query is rotated once, the output is rotated back once, and `scale` multiplies scores and probabilities. Allocation, byte
+counts and planning all read `buffers`, the only place that says how wide a token is.
 """
 
 from __future__ import annotations
@@ -63,12 +63,12 @@ class PackedLayout:
               block: E4M3 for each `group` channels
     group     channels that share a scale; 0 if a token has one
     planes    names of the buffers of codes, of high bits and of scales; "" where there is none
-    span      of the scale of a token: each head has its own, or it is shared by all heads; once: one for all tokens
-    search    how scales of `block` are chosen, by number; readers need not know
+    span      what shares a scale. each: one token of one head; shared: one token of all heads; once: all tokens
+    search    how scales of `block` are chosen when quantizing: 0: amax, 1: the better of two, 2: the best of eight
     rotation  0: none, 1: Hadamard, 2: Hadamard with random signs
-    centered  whether codes are of what lies around a mean, the buffer "center"
-    writable  whether kernels may quantize too, by the rule of the kind and the scale. If not, torch does: where a codec has another rule,
-              or a scale spans several tokens
+    centered  whether a mean, the buffer "center", is subtracted before quantizing
+    writable  whether kernels may quantize, by the rule of the kind and the scale. If not, torch does: codecs with another rule, or with a
+              scale that spans several tokens
     """
 
     kind: str
@@ -101,13 +101,13 @@ class PackedLayout:
 
     @property
     def high(self) -> bool:
-        """Whether high bits have a plane of their own."""
+        """Whether high bits have a separate plane."""
         return self.bits == 3
 
 
 class QuantizedValues(NamedTuple):
-    """Unpacked codes, still rotated. `levels` `[B, H, T, D]`; `scale`, `offset` `[B, H or 1, T or 1, 1 or D / group]`; `center`, which all
-    tokens share, `[B, H, 1, D]`; fp32."""
+    """Unpacked codes, not rotated back. `levels` `[B, H, T, D]`; `scale`, `offset` `[B, H or 1, T or 1, 1 or D / group]`; `center`, which
+    all tokens share, `[B, H, 1, D]`; fp32."""
 
     levels: Tensor
     scale: Tensor | None = None
@@ -116,11 +116,10 @@ class QuantizedValues(NamedTuple):
 
 
 class Codec(ABC):
-    """How one side, keys or values, is stored. Subclasses are frozen dataclasses without state.
+    """How keys, or values, are stored. Subclasses are frozen dataclasses without state.
 
-    Append-only: a token is encoded once, from itself alone, except where a scale is stated to span a block.
-    Input may be fp16, bf16 or fp32. What holds inf or nan decodes to values that are not finite, as does all that shares a scale or a
-    rotation with it; the rest is untouched.
+    A token is quantized once, and independently of other tokens unless a scale spans a block. Input may be fp16, bf16 or fp32. A vector
+    with inf or nan dequantizes to values that are not finite, as do those that share its scale; others are not affected.
     """
 
     rotation: Hadamard | None = None
@@ -128,7 +127,7 @@ class Codec(ABC):
 
     @property
     def packed_layout(self) -> PackedLayout | None:
-        """What kernels know of the planes; None if there are no kernels for this codec. torch then does what they would."""
+        """The planes as kernels read them; None if there are no kernels for this codec, and torch operations run instead."""
         return None
 
     @abstractmethod
@@ -136,26 +135,27 @@ class Codec(ABC):
 
     @abstractmethod
     def quantize(self, x: Tensor, statistics: Codes) -> Codes:
-        """`x` `[B, H, T, D]` to the buffers kept for each token. `statistics` is what `calibrate` returned for the first block."""
+        """The buffers kept for each token, from `x` `[B, H, T, D]`. `statistics`: the result of `calibrate` for the first block."""
 
     @abstractmethod
     def unpack(self, codes: Codes, head_dim: int) -> QuantizedValues:
-        """Codes of any number of tokens, with the buffers kept once among them, to levels."""
+        """The quantized values of codes of any number of tokens; `codes` includes the buffers that are kept once."""
 
     def calibrate(self, x: Tensor, is_valid: Tensor | None = None) -> Codes:
-        """The buffers kept once, from the first block `[B, H, T, D]`, of which the tokens count that are `is_valid`, bool `[B, T]` (None:
-        all). Each row stands alone."""
+        """The buffers kept once, from the first block `[B, H, T, D]`, each row by itself. `is_valid`: bool `[B, T]`, False for padding,
+        which is left out; None: no padding."""
         return {}
 
     def allocate(self, like: Tensor, tokens: int, per_head: bool = False, make: Callable[..., Tensor] = torch.zeros) -> tuple[Codes, Codes]:
         """Buffers kept for each of `tokens` tokens, and buffers kept once, for the rows, heads, channels, dtype and device of `like`
-        `[B, H, T, D]`. With `per_head` each head holds its own of what they share. `make(shape, dtype=, device=)` makes a tensor."""
+        `[B, H, T, D]`. With `per_head`, each head has a copy of buffers that heads would share. `make(shape, dtype=, device=)` makes a
+        tensor."""
         each: Codes = {}
         statistics: Codes = {}
         for buffer in self.buffers(like.shape[3]):
             heads = like.shape[1] if per_head or buffer.heads == "each" else 1
-            held, count = (each, tokens) if buffer.tokens == "each" else (statistics, 1)
-            held[buffer.name] = make((like.shape[0], heads, count, buffer.width), dtype=buffer.dtype or like.dtype, device=like.device)
+            target, count = (each, tokens) if buffer.tokens == "each" else (statistics, 1)
+            target[buffer.name] = make((like.shape[0], heads, count, buffer.width), dtype=buffer.dtype or like.dtype, device=like.device)
         return each, statistics
 
     def roles(self, codes: Codes, head_dim: int) -> Iterator[tuple[str, Tensor]]:
@@ -172,7 +172,7 @@ class Codec(ABC):
         return None
 
     def rotate(self, x: Tensor) -> Tensor:
-        """To where vectors are stored; `rotate(q) . rotate(k) = q . k`."""
+        """`x` `[B, H, T, D]` as it is stored, before quantization, fp32; `rotate(q) . rotate(k) = q . k`."""
         return x if self.rotation is None else self.rotation.apply(x)
 
     def unrotate(self, x: Tensor) -> Tensor:
@@ -186,7 +186,7 @@ class Codec(ABC):
 
 
 def affine(levels: Tensor, scale: Tensor | None, offset: Tensor | None) -> Tensor:
-    """`levels * scale + offset`, each entry of `scale` and `offset` serving an equal share of the channels."""
+    """`levels * scale + offset`; each entry of `scale` and `offset` belongs to an equal share of the channels."""
     for factor, combine in ((scale, Tensor.mul), (offset, Tensor.add)):
         if factor is not None:
             grouped = levels.unflatten(-1, (factor.shape[-1], -1))
@@ -196,7 +196,7 @@ def affine(levels: Tensor, scale: Tensor | None, offset: Tensor | None) -> Tenso
 
 @dataclass(frozen=True)
 class Format(ABC):
-    """A named pair of codecs: what `format=` of a cache takes. Subclasses are frozen dataclasses whose fields are the options."""
+    """A named pair of codecs, for `format=` of a cache. Subclasses are frozen dataclasses whose fields are the options."""
 
     @property
     @abstractmethod
@@ -236,14 +236,14 @@ class Format(ABC):
 
 
 def check_option(name: str, value: object, allowed: Iterable[object], beside: str = "") -> None:
-    """Raises ValueError unless `value` is among `allowed`; `beside` says what else there is."""
+    """Raises ValueError unless `value` is among `allowed`; `beside` names other alternatives."""
     allowed = tuple(allowed)
     if value not in allowed:
         raise ValueError(f"{name}={value!r}: expected {', '.join(map(repr, allowed[:-1]))} or {allowed[-1]!r}{beside}")
 
 
 def hint(name: str, known: Iterable[str]) -> str:
-    """What may have been meant by a name that is not among those known."""
+    """A suggestion for a name that is unknown."""
     known = tuple(known)
     close = get_close_matches(name.lower(), known)
     return f"did you mean {' or '.join(map(repr, close))}?" if close else f"known are {', '.join(known)}"

@@ -3,8 +3,8 @@
 Layers differ in how much their codes cost: at the same bytes, bits by layer have about half of the KL divergence of one format for all
 (`eval/calibrated.py`). `qkvcache calibrate` measures a model and writes the file.
 
-The file is JSON: `{"file": "qkvcache formats by layer", "version": 1, "formats": [a registered name for each layer], ...}`. What else it
-holds says how it was made (`evaluation/calibrate.py`), and reading ignores it.
+The file is JSON: `{"file": "qkvcache formats by layer", "version": 1, "formats": [a registered name for each layer], ...}`. Other
+entries describe the calibration (`evaluation/calibrate.py`) and are ignored when the file is read.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ FILE, VERSION = "qkvcache formats by layer", 1
 
 @dataclass(frozen=True)
 class FormatByLayer:
-    """`formats[i]` is that of the model's full-attention layer `i`, counted without layers of other kinds."""
+    """`formats[i]` is the format of the model's full-attention layer `i`, counted without layers of other kinds."""
 
     formats: tuple[Format, ...]
 
@@ -52,7 +52,7 @@ class FormatByLayer:
         return sum(format.bytes_per_token(head_dim, kv_heads, value_dim) for format in self.formats) / len(self.formats)
 
     def save(self, path: str | os.PathLike[str], **about: object) -> None:
-        """Writes a calibration file; `about` joins it. Raises ValueError for formats that are not registered."""
+        """Writes a calibration file, with the entries of `about`. Raises ValueError for formats that are not registered."""
         for format in self.formats:
             if REGISTRY.get(format.name) != format:
                 raise ValueError(f"{format!r} is not a registered format: a file holds names of qkvcache.formats.REGISTRY alone")
@@ -61,9 +61,12 @@ class FormatByLayer:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> FormatByLayer:
-        """Reads a calibration file. Raises ValueError for what is none, OSError for a path that cannot be read."""
+        """Reads a calibration file. Raises ValueError for any other file, OSError for a path that cannot be read."""
         try:
             content = json.loads(Path(path).read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            made = "`qkvcache calibrate MODEL --out FILE` writes one"
+            raise FileNotFoundError(f"{os.fspath(path)!r} does not exist: a calibration file was expected; {made}") from None
         except ValueError as error:
             raise ValueError(f"{os.fspath(path)!r} is no calibration file of `qkvcache calibrate`: {error}") from None
         if not isinstance(content, dict) or content.get("file") != FILE:
@@ -80,12 +83,13 @@ class FormatByLayer:
 
 
 FormatLike = str | os.PathLike[str] | Format | FormatByLayer | Sequence[str | Format]
-"""What `format=` of a cache takes: a registered name, a Format, a sequence of these, one for each full-attention layer, or the path of a
+"""Values of `format=` of a cache: a registered name, a Format, a sequence of these, one for each full-attention layer, or the path of a
 calibration file."""
 
 
 def resolve(format: FormatLike) -> Format | FormatByLayer:
-    """What `format=` of a cache means. A string that ends with `.json` or has a path separator is the path of a calibration file.
+    """The format that `format=` of a cache names. A string that ends with `.json` or has a path separator is the path of a calibration
+    file.
 
     Raises:
         ValueError: an unknown name, an empty sequence, a file that is no calibration file.

@@ -1,22 +1,23 @@
-"""A codec around the mean of its first block: codes are of `x - mean`, and the mean is kept once for each row and head.
+"""A codec around the mean of its first block: `x - mean` is quantized, and the mean is stored once for each row and head.
 
-Where channels have a mean, as keys do in models with a bias on them (Qwen2 and its family: some channels' means are 20 to 100 times their
-spread), most of a scale serves a constant. Attention on codes needs little to put it back: `q . mean` joins the scores of the compressed
-tokens, and the mean of values joins the output as often as these tokens weigh, so that exact tokens, softcap, attention sinks and masks
-stay what they are.
+Where channels have a mean, as keys do in models with a bias on them (Qwen2 and its family: the means of some channels are 20 to 100 times
+their spread), most of the quantization range is spent on a constant. Attention on codes adds the mean back at little cost: `q . mean` is
+added to the scores of the quantized tokens, and the mean of values, times the weight of these tokens, to the output. Exact tokens, softcap,
+attention sinks and masks are not affected.
 
-center   the mean where vectors are stored: rotated like them          fp32, D channels, once a row and head
+center   the mean, rotated like the stored vectors                     fp32, D channels, once for each row and head
 
-Keys turn with their position, so that the mean of a short block is partly that of a place in the text. Each channel's mean m is therefore
-shrunk towards zero, by as many tokens of zeros as it is in doubt: `FEW * min(1, s^2 / m^2)`, with s the spread of the channel, to which one
-token is added that is as large as the median channel of the head. A channel that is much larger than it varies, or than the others of a
-single token, keeps its mean; others begin at `1 / (1 + FEW)` of it. From one token on this errs no more than no mean
+RoPE rotates keys by their position, so that the mean of a short block depends on its place in the text. The mean m of each channel is
+therefore shrunk towards zero, as if tokens of zeros were added: `FEW * min(1, s^2 / m^2)` of them, with s the spread of the channel,
+computed with one more token as large as the median channel of the head. A channel whose mean is far above its spread, or above the other
+channels of a single token, keeps its mean; others begin at `1 / (1 + FEW)` of it. From one token on the error is no larger than without a
+mean
 (KL of attention, int4, first blocks of 1 / 16 / 200 / 1,000 tokens: .0059 / .0055 / .0054 / .0042 for .0067 without a mean on the embedded
 model, and .011 / .011 / .0096 / .0068 for .43 on the same with biased keys).
 
-What a mean cannot carry: it is that of the first block for good, so that a text whose keys lie elsewhere is quantized around the wrong
-place, at most twice as far from it as from zero; and a bias on channels that turn within the text averages out of a long first block, and
-is that of a place in a short one.
+Limits: the mean of the first block is never updated, so that a text whose keys have another mean is quantized around the wrong point, at
+most twice as far from it as from zero; and a bias on channels that RoPE rotates fast averages out over a long first block, and depends on
+its place in a short one.
 """
 
 from __future__ import annotations
@@ -30,23 +31,23 @@ from .base import Buffer, Codec, Codes, PackedLayout, QuantizedValues
 from .rotation import Hadamard, exact_dtype, number_of
 
 FEW = 64
-"""Tokens of zeros that the mean of a channel is taken with which varies as much as it is large. 32 and 128 measure alike."""
+"""Tokens of zeros in the mean of a channel whose spread equals its mean. 32 and 128 have the same errors."""
 BLOCK = 2**20
 """Elements that are summed at a time: the bound on temporaries (8 MiB)."""
 
 
 @dataclass(frozen=True)
 class Centered(Codec):
-    """`codec`, which rotates nothing itself, of what lies around the mean under `rotation`. A scale that heads or tokens share is that of
-    what lies around their means, each head's around its own; one that is kept once is that of the first block as it is, which leaves room
-    for tokens that lie further from the mean than those that it was taken from."""
+    """`codec`, which has no rotation, applied to vectors under `rotation` minus their mean. A scale that heads or tokens share is that of
+    the differences from each head's mean; one that is kept once is that of the first block with its mean, which leaves range for tokens
+    that are further from the mean than those of the first block."""
 
     codec: Codec
     rotation: Hadamard | None = None
 
     @staticmethod
     def of(codec: Codec) -> Centered:
-        """`codec` with a mean, whether it rotates or not."""
+        """`codec` with a mean; its rotation, if any, is applied first."""
         return Centered(codec if codec.rotation is None else replace(codec, rotation=None), codec.rotation)  # type: ignore[type-var]
 
     @property
@@ -75,7 +76,7 @@ class Centered(Codec):
 
 
 def _mean(x: Tensor, is_valid: Tensor | None) -> Tensor:
-    """Over the tokens that are `is_valid`, fp32 `[B, H, 1, D]`, shrunk as said above; 0 where there is no finite one."""
+    """The mean of `x` over the tokens that are `is_valid`, fp32 `[B, H, 1, D]`, shrunk as above; 0 where no token is finite."""
     mean, square, count = _moments(x, is_valid)
     typical = square.sort(-1).values[..., x.shape[3] // 2, None]
     doubt = torch.minimum(square - mean.square() + typical / count, mean.square())
@@ -85,14 +86,15 @@ def _mean(x: Tensor, is_valid: Tensor | None) -> Tensor:
 
 
 def mean_energy(x: Tensor) -> Tensor:
-    """Energy of the means of channels, over that of what varies around them: fp32 `[B, H]` of keys `[B, H, T, D]`."""
+    """The energy of the means of channels over that of their variation, fp32 `[B, H]`, of keys `[B, H, T, D]`."""
     mean, square, _ = _moments(x, None)
     mean, square = (energy.sum(-1).squeeze(-1) for energy in (mean.square(), square))
     return (mean / (square - mean).clamp_min(torch.finfo(mean.dtype).tiny)).float()
 
 
 def _moments(x: Tensor, is_valid: Tensor | None) -> tuple[Tensor, Tensor, int | Tensor]:
-    """Means of channels and of their squares over the tokens that are `is_valid`, `[B, H, 1, D]`, and how many these are, at least 1."""
+    """Means of channels and of their squares over the tokens that are `is_valid`, `[B, H, 1, D]` each, and the number of these tokens, at
+    least 1."""
     count: int | Tensor = x.shape[2]
     if is_valid is not None:
         shown = is_valid[:, None, :, None]

@@ -4,10 +4,10 @@ A rotation spreads a vector evenly: each coordinate of a Hadamard-rotated unit v
 so about N(0, 1/D) whatever the vector was. Times sqrt(D), these levels suit every head of every model, and no calibration is needed. (The
 exact law of a coordinate on the sphere would save 0.1 % of the error at D = 128, 0.4 % at 64.)
 
-What formats store are the nearest points of a grid, so that a kernel can look levels up as bytes: `GRID`. That costs .7 % of the error at 4
+Formats store the nearest points of a grid (`GRID`), so that a kernel can look levels up as bytes. That costs .7 % of the error at 4
 bits, .002 % at 3 and nothing at 2.
 
-`eval/derive_codebooks.py` derives the constants, and compares them with these under `--check`. Distortion: .1175, .03455, .009501.
+`eval/derive_codebooks.py` derives the constants; with `--check` it compares them with these. Distortion: .1175, .03455, .009501.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ GRID: dict[int, tuple[float, tuple[int, ...]]] = {
 
 @functools.cache
 def grid_levels(bits: int) -> tuple[float, ...]:
-    """QuantizedValues as stored, ascending."""
+    """The levels that are stored, ascending."""
     step, counts = GRID[bits]
     return _mirrored(*((n + 0.5) * step for n in counts))
 
 
 @functools.cache
 def midpoints(bits: int) -> tuple[float, ...]:
-    """Where one level stops being the nearest and the next begins."""
+    """The midpoints between neighbouring levels, ascending."""
     levels = LLOYD_MAX[bits]
     return tuple((low + high) / 2 for low, high in zip(levels, levels[1:], strict=False))

@@ -4,11 +4,11 @@ scale = absmax / 448 (57344 for E5M2), fp32;  code = x / scale, rounded to neare
 
 token_head   absmax over the channels of one token and head             D + 4 bytes a side
 token        over all heads of a token, the scale shared by them        D + 4 / H bytes
-tensor       over the block that is encoded, the batch row's share of it: heads and tokens. Kept with each of its tokens, since blocks are
-             encoded one after another and tokens move between them     D + 4 / H bytes
-tensor, frozen=True   over the row's first block, and kept once         D bytes
+tensor       over the heads and tokens of a row in the block that is quantized. Stored with each token, since blocks are quantized one
+             after another and tokens move between them                 D + 4 / H bytes
+tensor, frozen=True   over the row's first block, stored once           D bytes
 
-E5M2 has two mantissa bits for E4M3's three: twice the error. Its range is of no use under a dynamic scale; it is here to compare with.
+E5M2 has two mantissa bits where E4M3 has three, and twice the error. Under a dynamic scale its range has no use; it is for comparison.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from .packing import code_buffers, lookup8, refuses
 
 DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 VALUES = {name: tuple(torch.arange(256, dtype=torch.uint8).view(dtype).tolist()) for name, dtype in DTYPES.items()}
-"""What each byte stands for: on a CPU a table is three times as fast as the cast."""
+"""The value of each byte: on a CPU a table is three times as fast as the cast."""
 
 
 @dataclass(frozen=True)
 class ScaledFloat8(Codec):
-    """Codes are kept as uint8, since torch has few operations on float8: gather and scatter are missing."""
+    """FP8 codes under a scale. They are stored as uint8, since torch lacks gather and scatter on float8."""
 
     dtype: Literal["e4m3", "e5m2"] = "e4m3"
     scale: Literal["token_head", "token", "tensor"] = "token_head"
@@ -50,7 +50,7 @@ class ScaledFloat8(Codec):
         if not self.frozen:
             return {}
         scale = self._scale(x if is_valid is None else x.masked_fill(~is_valid[:, None, :, None], 0))
-        return {"scale": torch.where(scale == 0, 1, scale)}  # zeros say nothing about what follows
+        return {"scale": torch.where(scale == 0, 1, scale)}  # a block of zeros is no measure for later ones
 
     def quantize(self, x: Tensor, statistics: Codes) -> Codes:
         x = x.float()
@@ -76,11 +76,11 @@ class ScaledFloat8(Codec):
 class FP8(Format):
     """FP8 with a scale for each token and head, for each token over all heads, or for each block of tokens.
 
-    `frozen=True` keeps the scale of the first block for good, as transformers' Fp8QuantizedLayer does, and saturates what exceeds it. It is
-    not the default: after a first block that reaches 0.25, a later one that reaches 26.8 comes back as 0.25.
+    `frozen=True` keeps the scale of the first block, as transformers' Fp8QuantizedLayer does, and saturates larger values. It is not the
+    default: after a first block with a maximum of 0.25, a later 26.8 is stored as 0.25.
 
-    Keys are quantized around their mean, each head around its own, unless `center=False`, the authors' form. Scales are then those of what
-    lies around it, but for a frozen one, which stays that of the first block as it is.
+    Keys are quantized around their mean, each head around its own, unless `center=False`, the authors' form. Scales are then
+    those of the differences from it, except a frozen one, which is that of the first block with its mean.
     """
 
     dtype: Literal["e4m3", "e5m2"] = "e4m3"

@@ -1,10 +1,10 @@
-"""HadaQuant: keys and values alike under a Hadamard rotation, in code planes, with one fp16 scale a side. Our own.
+"""HadaQuant: Hadamard-rotated keys and values on Lloyd-Max levels, with one fp16 scale for each token and head. Specific to qkvcache.
 
 side   `rotated.py`, 2 to 4 bits: b * D / 8 + 2 bytes
-mean   of keys and of values, around which codes lie, `centered.py`: 4 D bytes a side, row and head, once
+mean   of keys and of values, `centered.py`: 4 D bytes for each side, row and head, once
 
-TurboQuant keeps values as they are, on even steps between the least and the greatest channel; rotated, they take two bytes less and err
-less: the inverse rotation costs nothing at each token, since it is done once on the output.
+TurboQuant stores values unrotated, on even steps between their minimum and maximum. Rotated values take two bytes less and have less error;
+the inverse rotation is applied once to the output, not to each token.
 
 Bytes of a token and head: k4v4 132, k4v3 116, k3v3 100, k3v2 84, k2v2 68 at head_dim 128; 68, 60, 52, 44, 36 at 64.
 """
@@ -21,8 +21,8 @@ from .rotated import LloydMax, Rotated
 Bits = Literal[2, 3, 4]
 BITS: tuple[Bits, ...] = (2, 3, 4)
 SPLITS: tuple[tuple[Bits, Bits], ...] = ((4, 4), (4, 3), (3, 3), (3, 2), (2, 2), (4, 2), (3, 4), (2, 4), (2, 3))
-"""Bits of keys and of values of the registered ones. The last four are for single layers (`by_layer.py`): for all layers, another split of
-the same bytes loses less."""
+"""Bits of keys and of values of the registered formats. The last four are for single layers (`by_layer.py`): for all layers, other splits
+of the same bytes have less error."""
 
 
 @dataclass(frozen=True)

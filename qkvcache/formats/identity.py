@@ -1,4 +1,4 @@
-"""The model's own dtype, stored as it is: the baseline of every comparison and the format of exact tests."""
+"""Keys and values in the model's dtype: the baseline of comparisons and the format of exact tests."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from .base import Buffer, Codec, Codes, Format, PackedLayout, QuantizedValues
 
 @dataclass(frozen=True)
 class AsIs(Codec):
+    """Vectors in the model's dtype: one buffer of D channels."""
+
     @property
     def packed_layout(self) -> PackedLayout:
         return PackedLayout("half", planes=("codes", "", ""))

@@ -1,4 +1,4 @@
-"""Even steps between the least and the greatest channel of a token-head: asymmetric INT8 and the values of TurboQuant.
+"""Even steps between the minimum and the maximum of the channels of a token and head: asymmetric INT8 and the values of TurboQuant.
 
 zero  = min                    fp16
 scale = (max - zero) / (2^b-1) fp16, at least its smallest number
@@ -6,7 +6,7 @@ code  = int((x - zero) / scale + .5)         b = 8: D bytes;  4: D / 2;  3: D / 
 x     = code * scale + zero
 
 vLLM and the article choose codes for the fp32 scale and minimum, and store both in fp16; here codes are chosen for what is stored, which
-costs nothing and errs less. A minimum or a scale beyond fp16 decodes to inf or nan.
+costs nothing and has less error. A minimum or a scale beyond fp16 dequantizes to inf or nan.
 """
 
 from __future__ import annotations
@@ -20,11 +20,13 @@ from torch import Tensor
 from .base import Buffer, Codec, Codes, PackedLayout, QuantizedValues
 from .packing import code_buffers, lookup, pack, refuses
 
-LEAST_SCALE = 2.0**-24  # of fp16. At zero all channels would come back as the least of them
+LEAST_SCALE = 2.0**-24  # of fp16: with a scale of zero all channels would dequantize to the minimum
 
 
 @dataclass(frozen=True)
 class Uniform(Codec):
+    """Codes of `bits` on even steps between the minimum and the maximum of each token and head."""
+
     bits: Literal[3, 4, 8]
 
     @property

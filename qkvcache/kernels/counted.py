@@ -1,19 +1,20 @@
-"""A decode step on storage that counts on the device, in plain torch: without a number from the host, so that it can be compiled and
-replayed as a CUDA graph. It is what the kernels are tested against, and what runs where a codec has none."""
+"""A decode step on storage that counts on the device, in plain torch: it needs no number from the host, so that it can be compiled and
+replayed as a CUDA graph. The kernels are tested against it, and it runs where a codec has no kernel."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Unpack
 
 import torch
 from torch import Tensor
 
-from .attend import attend
+from .attend import Options, attend
 from .segments import DROPPED, ROOM, AttentionInputs, Buffers, Exact, KeysOrValues, Packed, Pair
 
 
 def _only_chunk(buffers: Buffers) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Planes of keys and of values. Raises NotImplementedError for storage that grows."""
     if buffers.grows:
         raise NotImplementedError(
             "compiled steps of a cache that grows have one token, a format with kernels, and attention other than eager: pass max_length, "
@@ -23,27 +24,29 @@ def _only_chunk(buffers: Buffers) -> tuple[dict[str, Tensor], dict[str, Tensor]]
 
 
 def _slots(buffers: Buffers) -> int:
+    """Slots of the quantized region."""
     return next(iter(buffers.region.chunks[0][0].values())).shape[2]
 
 
 def step(buffers: Buffers, x: Pair) -> None:
-    """Takes up to as many tokens as the ring holds, `[B, H, T, D]`. None is taken where not all have room."""
+    """Stores new tokens, keys and values `[B, H, T, D]`, `T` at most the slots of the ring. A step that does not fit is dropped and counted
+    in `state`."""
     chunk = _only_chunk(buffers)
     sinks, ring = buffers.sinks[0].shape[2], buffers.residual[0].shape[2]
     tokens, device = x[0].shape[2], buffers.state.device
-    seen, region = buffers.lengths[0].long()
-    fits = seen + tokens <= buffers.state[ROOM]
+    seq_length, quantized = buffers.lengths[0].long()
+    fits = seq_length + tokens <= buffers.state[ROOM]
     i = torch.arange(tokens, device=device)
-    exact = seen - seen.clamp_max(sinks) - region
-    rank = i - (sinks - seen).clamp(0, tokens)  # among those that enter the ring; less than 0: a sink
-    slot = (region + exact + rank) % ring
+    exact = seq_length - seq_length.clamp_max(sinks) - quantized
+    rank = i - (sinks - seq_length).clamp(0, tokens)  # among those that enter the ring; less than 0: a sink
+    slot = (quantized + exact + rank) % ring
     leaves = (rank + exact >= ring) & fits
-    into = torch.where(leaves, region + exact + rank - ring, _slots(buffers) - 1)  # the last slot is spare
-    place = torch.arange(sinks, device=device) - seen
+    into = torch.where(leaves, quantized + exact + rank - ring, _slots(buffers) - 1)  # the last slot is spare
+    place = torch.arange(sinks, device=device) - seq_length
     opening = ((place >= 0) & (place < tokens) & fits)[:, None]
     for codec, codes, first, residual, new in zip(buffers.codecs, chunk, buffers.sinks, buffers.residual, x, strict=True):
         old = residual.index_select(2, slot)
-        # Where tokens share a scale, those that stay have no part in it: if any leaves, the last one does.
+        # Where tokens share a scale, it must come from the tokens that are quantized: the last one is, if any is.
         for name, new_codes in codec.quantize(torch.where(leaves[:, None], old, old[:, :, -1:]), codes).items():
             codes[name].index_copy_(2, into, new_codes)
         residual.index_copy_(2, slot, torch.where(((rank >= 0) & fits)[:, None], new, old))
@@ -54,7 +57,7 @@ def step(buffers: Buffers, x: Pair) -> None:
 
 
 def slotted(buffers: Buffers) -> tuple[KeysOrValues, KeysOrValues]:
-    """All slots, those without a token too, in the order of `columns`."""
+    """Keys and values of all slots, also of those without a token, in the order of `columns`."""
     sides = []
     for codec, codes, first, ring in zip(buffers.codecs, _only_chunk(buffers), buffers.sinks, buffers.residual, strict=True):
         tokens = first.shape[2] + _slots(buffers) + ring.shape[2]
@@ -64,22 +67,26 @@ def slotted(buffers: Buffers) -> tuple[KeysOrValues, KeysOrValues]:
 
 
 def columns(buffers: Buffers) -> Tensor:
-    """Which token is in each slot, the sinks before the body before the ring, int64 `[S + C + R]`; -1: none. On the device."""
+    """The token in each slot of the sinks, the region and the ring, int64 `[S + C + R]`; -1: none. On the device."""
     device, ring = buffers.state.device, buffers.residual[0].shape[2]
-    seen, region = buffers.lengths[0]
+    seq_length, quantized = buffers.lengths[0]
     first = torch.arange(buffers.sinks[0].shape[2], device=device)
     slot = torch.arange(_slots(buffers), device=device)
-    start = seen.clamp_max(first.shape[0])  # sinks
+    start = seq_length.clamp_max(first.shape[0])  # sinks
     at = torch.arange(ring, device=device)
-    number = region + (at - region) % ring  # of the tokens after the sinks
-    inside = number < seen - start
+    number = quantized + (at - quantized) % ring  # of the tokens after the sinks
+    inside = number < seq_length - start
     return torch.cat(
-        [torch.where(first < seen, first, -1), torch.where(slot < region, slot + start, -1), torch.where(inside, number + start, -1)]
+        [
+            torch.where(first < seq_length, first, -1),
+            torch.where(slot < quantized, slot + start, -1),
+            torch.where(inside, number + start, -1),
+        ]
     )
 
 
-def attend_on_slots(query: Tensor, buffers: Buffers, mask: Tensor | None, **options: Any) -> Tensor:
-    """`attend` for one query a row over all slots, those without a token hidden: slower than over the tokens, but counted on the device."""
+def attend_on_slots(query: Tensor, buffers: Buffers, mask: Tensor | None, **options: Unpack[Options]) -> Tensor:
+    """`attend` for one query of each row over all slots, masking those without a token: slower, but counted on the device."""
     at = columns(buffers)
     shown = at >= 0
     if mask is None:
@@ -93,8 +100,8 @@ def attend_on_slots(query: Tensor, buffers: Buffers, mask: Tensor | None, **opti
 
 
 def unfold(buffers: Buffers, new: Pair | None, dense: Callable[[KeysOrValues], Tensor] = KeysOrValues.dense) -> Pair:
-    """All tokens at their columns, `[B, H, columns, D]` each, and then those of `new`, which are not stored yet. Columns without a token
-    hold zeros. Counts on the device; `dense` dequantizes."""
+    """Keys and values of all tokens at their columns, `[B, H, columns, D]` each, followed by `new` `[B, H, T, D]`, which are not stored
+    yet. Columns without a token are zero. `dense` dequantizes."""
     limit, known = buffers.columns, columns(buffers)
     out = []
     for side, slots in enumerate(slotted(buffers)):

@@ -1,7 +1,7 @@
-"""Which code runs: Triton on a GPU, the torch reference elsewhere. `QKVCACHE_KERNELS=torch` or `triton` forces one (triton on a CPU needs
-its interpreter, `TRITON_INTERPRET=1`).
+"""Chooses between kernels: Triton on a GPU, the torch reference elsewhere. `QKVCACHE_KERNELS=torch` or `triton` forces one (triton on a
+CPU needs its interpreter, `TRITON_INTERPRET=1`).
 
-What Triton cannot do for a codec or a shape runs in torch, on a GPU with one warning, since it is slow there.
+Where there is no Triton kernel for a codec or a shape, the torch reference runs; on a GPU, where it is slow, with one warning.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import os
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
 from torch import Tensor
@@ -22,9 +22,9 @@ from . import counted
 from . import evict as evicting
 from . import pages as paged
 from . import sum_attention as reference
-from .attend import attend, attend_observed
+from .attend import Options, attend, attend_observed
 from .evict import StaticTensors
-from .pages import PagedInputs, Pages
+from .pages import PagedInputs, PageOptions, Pages
 from .segments import AttentionInputs, Buffers, Exact, KeysOrValues, Pair, layout_of
 from .store_exact import store_exact as store_exact_in_torch
 
@@ -51,6 +51,7 @@ def on_triton(device: torch.device) -> bool:
 
 @functools.cache
 def fused() -> ModuleType:
+    """The module of the fused kernels, imported on first use: it needs Triton."""
     from . import fused
 
     return fused
@@ -63,7 +64,7 @@ def _warn_once(message: str) -> None:
 
 @functools.lru_cache(maxsize=32)
 def prepare(codecs: tuple[Codec, Codec], dims: tuple[int, int], dtype: torch.dtype, device: torch.device) -> None:
-    """Has all made that is made once for these codecs, and keys and values of this kind: `tables.py` says why."""
+    """Allocates the tensors that are cached for these codecs and for keys and values `[B, H, T, dim]` of `dtype`: `tables.py` says why."""
     if on_triton(device):
         from .tables import tables
         from .triton_dequantize import table_of
@@ -72,16 +73,14 @@ def prepare(codecs: tuple[Codec, Codec], dims: tuple[int, int], dtype: torch.dty
     for codec, dim in zip(codecs, dims, strict=True):
         token = torch.zeros(1, 1, 1, dim, dtype=dtype, device=device)
         statistics = codec.calibrate(token)
-        codec.dequantize(
-            codec.quantize(token, statistics) | statistics, dim
-        )  # torch operations keep constants, and kernels use some of them
+        codec.dequantize(codec.quantize(token, statistics) | statistics, dim)  # the torch operations cache constants, too
         if on_triton(device) and (layout := layout_of(codec)):
             table_of(layout, token)
-            table_of(layout, token.bfloat16())  # of what decodes
+            table_of(layout, token.bfloat16())  # for dequantizing
 
 
 def fuses(query: Tensor, attention_inputs: AttentionInputs) -> bool:
-    """Whether the fused kernel is there for this; if it should be and is not, with a warning."""
+    """Whether the fused kernel attends to these inputs. Warns once if kernels are on and it cannot."""
     if not (attention_inputs.exact and on_triton(query.device)):
         return False
     if fused().supports(attention_inputs, query):
@@ -90,86 +89,54 @@ def fuses(query: Tensor, attention_inputs: AttentionInputs) -> bool:
     return False
 
 
-def attend_on_codes(
-    query: Tensor,
-    attention_inputs: AttentionInputs,
-    mask: Tensor | None = None,
-    *,
-    scaling: float | None = None,
-    causal: bool = False,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-) -> Tensor:
-    """`attend`, by the fused kernel where there is one."""
+def attend_on_codes(query: Tensor, attention_inputs: AttentionInputs, mask: Tensor | None = None, **options: Unpack[Options]) -> Tensor:
+    """`attend`, by the fused kernel where there is one. Without a mask, over pages if there are such."""
+    if attention_inputs.paged is not None and mask is None:
+        return attend_pages(query, attention_inputs.paged, **options)[0]
     if torch.compiler.is_compiling():
         if attention_inputs.buffers is not None:
-            return attend_on_buffers(query, attention_inputs.buffers, mask, scaling=scaling, softcap=softcap, sinks=sinks)
+            return attend_on_buffers(query, attention_inputs.buffers, mask, **options)
         if len(attention_inputs.exact):
-            return torch.ops.qkvcache.attend(query, *attention_inputs.arguments, mask, sinks, scaling, softcap, causal)[0]
+            return torch.ops.qkvcache.attend(query, *attention_inputs.arguments, mask, **options)[0]
     elif fuses(query, attention_inputs):
-        return fused().fused_attend(query, attention_inputs, mask, scaling=scaling, causal=causal, softcap=softcap, sinks=sinks)[0]
-    return attend(query, attention_inputs, mask, scaling=scaling, causal=causal, softcap=softcap, sinks=sinks)
+        return fused().fused_attend(query, attention_inputs, mask, **options)[0]
+    return attend(query, attention_inputs, mask, **options)
 
 
 def observe_on_codes(
-    query: Tensor,
-    attention_inputs: AttentionInputs,
-    mask: Tensor | None = None,
-    *,
-    observed: Tensor,
-    scaling: float | None = None,
-    causal: bool = False,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
+    query: Tensor, attention_inputs: AttentionInputs, mask: Tensor | None = None, *, observed: Tensor, **options: Unpack[Options]
 ) -> tuple[Tensor, Tensor]:
-    """`attend_observed`, by the fused kernel where there is one."""
+    """`attend_observed`, by the fused kernel where there is one. Without a mask, over pages if there are such."""
+    if attention_inputs.paged is not None and mask is None:
+        out, _, attention_sums = attend_pages(query, attention_inputs.paged, observed=observed, **options)
+        return out, attention_sums
     if torch.compiler.is_compiling() and len(attention_inputs.exact):
-        out, _, attention_sums = torch.ops.qkvcache.attend(
-            query, *attention_inputs.arguments, mask, sinks, scaling, softcap, causal, observed
-        )
+        out, _, attention_sums = torch.ops.qkvcache.attend(query, *attention_inputs.arguments, mask, observed=observed, **options)
         return out, attention_sums
     if fuses(query, attention_inputs):
-        options = {"scaling": scaling, "causal": causal, "softcap": softcap, "sinks": sinks, "observed": observed}
-        out, _, attention_sums = fused().fused_attend(query, attention_inputs, mask, **options)
+        out, _, attention_sums = fused().fused_attend(query, attention_inputs, mask, observed=observed, **options)
         return out, attention_sums
-    return attend_observed(query, attention_inputs, mask, observed=observed, scaling=scaling, causal=causal, softcap=softcap, sinks=sinks)
+    return attend_observed(query, attention_inputs, mask, observed=observed, **options)
 
 
-def attend_on_buffers(
-    query: Tensor,
-    buffers: Buffers,
-    mask: Tensor | None = None,
-    *,
-    scaling: float | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-) -> Tensor:
-    """Attention of one query a row, `[B, Hq, 1, Dv]`, over a storage, counting on the device. `mask` is by column."""
+def attend_on_buffers(query: Tensor, buffers: Buffers, mask: Tensor | None = None, **options: Unpack[Options]) -> Tensor:
+    """Attention of one query of each row, `[B, Hq, 1, D]` to `[B, Hq, 1, Dv]`, over storage that counts on the device. `mask` is by
+    column."""
     if torch.compiler.is_compiling():
+        sinks, scaling, softcap = options.get("sinks"), options.get("scaling"), options.get("softcap")
         return torch.ops.qkvcache.attend_buffers(query, *buffers.arguments, mask, sinks, scaling, softcap)
     attention_inputs = whole(buffers)
     if fuses(query, attention_inputs):
-        return fused().fused_attend(query, attention_inputs, mask, scaling=scaling, softcap=softcap, sinks=sinks)[0]
-    return counted.attend_on_slots(query, buffers, mask, scaling=scaling, softcap=softcap, sinks=sinks)
+        return fused().fused_attend(query, attention_inputs, mask, **options)[0]
+    return counted.attend_on_slots(query, buffers, mask, **options)
 
 
 def attend_pages(
-    query: Tensor,
-    inputs: PagedInputs,
-    mask: Tensor | None = None,
-    *,
-    scaling: float | None = None,
-    causal: bool = False,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    window: int | None = None,
-    observed: Tensor | None = None,
+    query: Tensor, inputs: PagedInputs, mask: Tensor | None = None, **options: Unpack[PageOptions]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`pages.attend_pages`, by the fused kernel where there is one."""
     if torch.compiler.is_compiling():
-        return torch.ops.qkvcache.attend_pages(query, *inputs.arguments, mask, sinks, observed, scaling, softcap, window, causal)
-    options: dict[str, Any] = {"scaling": scaling, "causal": causal, "softcap": softcap, "sinks": sinks, "window": window}
-    options["observed"] = observed
+        return torch.ops.qkvcache.attend_pages(query, *inputs.arguments, mask, **options)
     if on_triton(query.device):
         if fused().supports_pages(query, inputs):
             return fused().attend_pages(query, inputs, mask, **options)
@@ -203,12 +170,12 @@ def append_tokens(inputs: PagedInputs, x: Pair, state: Tensor) -> None:
 
 
 def launch_of_append(inputs: PagedInputs, x: Pair, state: Tensor) -> Callable[[Pair], None] | None:
-    """`append_tokens` for tokens like `x`, with all prepared that stays the same from step to step; None without a kernel for it."""
+    """`append_tokens` for tokens of the shape and dtype of `x`, with all other arguments prepared; None if there is no kernel for it."""
     if not quantizes(inputs.pages.codecs, x):
         return None
-    from .triton_append import AppendTokens
+    from .triton_append import append_launch
 
-    return AppendTokens(inputs, x, state)
+    return append_launch(inputs, x, state)
 
 
 def dequantize_pages(pages: Pages, out: Pair, begin: int = 0) -> None:
@@ -223,7 +190,7 @@ def dequantize_pages(pages: Pages, out: Pair, begin: int = 0) -> None:
 
 
 def whole(buffers: Buffers) -> AttentionInputs:
-    """What attention over a storage reads where only the device knows how many tokens there are: as many as there are columns."""
+    """The inputs of attention over storage that counts on the device, sized for `buffers.columns` tokens."""
     shapes = ((*x.shape[:2], buffers.columns, x.shape[3]) for x in buffers.residual)
     key, value = (KeysOrValues.of((), shape, x.dtype, x.device) for shape, x in zip(shapes, buffers.residual, strict=True))
     region = buffers.region if torch.compiler.is_compiling() else replace(buffers.region, tokens=buffers.columns)
@@ -231,24 +198,25 @@ def whole(buffers: Buffers) -> AttentionInputs:
 
 
 def step(buffers: Buffers, x: Pair) -> None:
-    """Takes keys and values `[B, H, T, D]`, counting on the device: in one launch where there is a kernel and the ring has room."""
+    """Stores keys and values `[B, H, T, D]`, counting on the device: `counted.step`, in one launch where there is a kernel. More tokens
+    than the ring has slots are stored in several steps."""
     if torch.compiler.is_compiling():
         torch.ops.qkvcache.step(*buffers.arguments, *x)
         return
-    take = counted.step
+    store = counted.step
     if quantizes(buffers.codecs, x):
-        from .triton_step import step_kv as take
+        from .triton_step import step_kv as store
     for part in zip(*(side.split(1 if buffers.grows else buffers.residual[0].shape[2], dim=2) for side in x), strict=True):
-        take(buffers, part)
+        store(buffers, part)
 
 
 def launch_of_step(buffers: Buffers, x: Pair) -> Callable[[Pair], None] | None:
-    """`step` for tokens like `x`, with all prepared that stays the same from step to step; None where there is no kernel for it."""
+    """`step` for tokens of the shape and dtype of `x`, with all other arguments prepared; None if there is no kernel for it."""
     if not quantizes(buffers.codecs, x):
         return None
-    from .triton_step import Step
+    from .triton_step import step_launch
 
-    return Step(buffers, x)
+    return step_launch(buffers, x)
 
 
 def store_exact(buffers: Buffers, exact: Pair, sinks: tuple[int, int], begin: int, slot: int, lengths: tuple[int, int]) -> None:
@@ -264,29 +232,29 @@ def append_token(static: StaticTensors, x: Pair, new: Sequence[Tensor | None], i
     if torch.compiler.is_compiling():
         torch.ops.qkvcache.append_token(*static.arguments, *x, list(new), is_valid)
         return
-    take = evicting.append_token
+    append = evicting.append_token
     if on_triton(static.seen.device):
-        from .triton_evict import append_token as take
-    take(static, x, new, is_valid)
+        from .triton_evict import append_token as append
+    append(static, x, new, is_valid)
 
 
 def evict_token(static: StaticTensors, order: Tensor) -> Tensor:
     """`evict.evict_token`, in one launch where there is a kernel for the codecs."""
     if torch.compiler.is_compiling():
         return torch.ops.qkvcache.evict_token(*static.arguments, order)
-    move = evicting.evict_token
+    evict = evicting.evict_token
     shared = any(
         b.heads == "shared" and b.tokens == "each"
         for codec, x in zip(static.codecs, static.ring, strict=True)
         for b in codec.buffers(x.shape[3])
     )
-    if quantizes(static.codecs, static.ring) and not shared:  # what heads share they hold each, where each has its own slot
-        from .triton_evict import evict_token as move
-    return move(static, order)
+    if quantizes(static.codecs, static.ring) and not shared:  # each head stores a copy of shared buffers, since it evicts on its own
+        from .triton_evict import evict_token as evict
+    return evict(static, order)
 
 
 def unfold(buffers: Buffers, new: Pair | None) -> Pair:
-    """All tokens at their columns, `[B, H, columns, D]` each, and then those of `new`; zeros beyond. Counts on the device."""
+    """`counted.unfold`: keys and values at their columns, `[B, H, columns, D]` each, followed by `new` `[B, H, T, D]`; zeros beyond."""
     if torch.compiler.is_compiling():
         return torch.ops.qkvcache.unfold(*buffers.arguments, *(new or (None, None)))
     return counted.unfold(buffers, new, dense)
@@ -304,9 +272,9 @@ def sum_attention(
     lse: Tensor | None = None,
     causal: bool = True,
 ) -> Tensor:
-    """Accumulated attention of many queries, fp32 `[B, H, T]`: `sum_attention.py` says of what."""
+    """`sum_attention.sum_attention`, by kernels where there are: the accumulated attention of many queries, fp32 `[B, H, T]`."""
     options: dict[str, Any] = {"scaling": scaling, "softcap": softcap, "sinks": sinks, "lse": lse, "causal": causal}
-    if on_triton(query.device):
+    if on_triton(query.device) and (visible is None or visible.dim() == 2):
         from . import triton_sum_attention as kernels
 
         if kernels.supports(query, key):
@@ -315,7 +283,7 @@ def sum_attention(
 
 
 def quantizes(codecs: tuple[Codec, Codec], x: tuple[Tensor, Tensor]) -> bool:
-    """Whether `quantize_into` can store these keys and values."""
+    """Whether kernels can quantize these keys and values `[B, H, T, D]`."""
     if not on_triton(x[0].device):
         return False
     from .triton_quantize import supports
@@ -326,7 +294,8 @@ def quantizes(codecs: tuple[Codec, Codec], x: tuple[Tensor, Tensor]) -> bool:
 def quantize_into(
     codecs: tuple[Codec, Codec], x: tuple[Tensor, Tensor], planes: tuple[Codes, Codes], statistics: tuple[Codes, Codes], start: int
 ) -> None:
-    """Encodes keys and values `[B, H, T, D]` into slots `start` to `start + T` of planes `[B, H, slots, width]`, in one launch."""
+    """Quantizes keys and values `[B, H, T, D]` into slots `start` to `start + T` of planes `[B, H, slots, width]`, in one launch; needs
+    `quantizes`. `statistics`: the buffers that are kept once, `[B, H, 1, width]`."""
     from .triton_quantize import quantize_kv
 
     x = tuple(side if side.stride(-1) == 1 else side.contiguous() for side in x)  # type: ignore[assignment]
@@ -334,14 +303,15 @@ def quantize_into(
 
 
 def dense_attention_inputs(attention_inputs: AttentionInputs) -> Pair:
-    """Keys and values of the attention inputs in the model's dtype, in compiled code; of a storage at their columns, zeros beyond."""
+    """Keys and values `[B, H, T, D]` of the attention inputs in the model's dtype, in compiled code. For storage that counts on the device,
+    `T` is its columns, with zeros where there is no token."""
     if attention_inputs.buffers is not None:
         return torch.ops.qkvcache.unfold(*attention_inputs.buffers.arguments, None, None)
     return torch.ops.qkvcache.dense(*attention_inputs.arguments)
 
 
 def dense(side: KeysOrValues) -> Tensor:
-    """All tokens of `side` in the model's dtype: the only place where a whole history is decoded."""
+    """All tokens of `side` in the model's dtype, `[B, H, T, D]`: the only place where a whole layer is dequantized."""
     if on_triton(side.device):
         from .triton_dequantize import decode, supports
 

@@ -1,12 +1,15 @@
-"""A step of one token where tokens are forgotten: how one comes in and one goes, in tensors that never move, counting on the device.
+"""A decode step of a cache that evicts: appending one token and evicting one, in tensors at fixed addresses, with counts on the device.
 
-    first    `[B, H, E, D]`      exact tokens that stay           planes   `[B, H, S, width]`  encoded tokens, one in each slot of the body
-    ring     `[B, H, W, D]`      the last tokens, exact           records  `[B, H, S + W]`     of the body's slots and the ring's: positions
-    shown    bool `[B, E + S + W]`  which columns hold a token             int32 (-1: no token), then up to three in fp32
-    seen     int64 `[B]`         real tokens of each row          columns  int64 `[1]`         tokens of a row with its padding
+    first    `[B, H, E, D]`      the sinks, in the model's dtype
+    ring     `[B, H, W, D]`      the last tokens, in the model's dtype
+    planes   `[B, H, S, width]`  quantized tokens, one in each slot of the region
+    records  `[B, H, S + W]`     of the slots of the region, then of the ring: positions int32 (-1: no token), then up to three in fp32
+    shown    bool `[B, E + S + W]`  which columns hold a token: sinks, region, ring
+    seen     int64 `[B]`         tokens of each row without padding
+    columns  int64 `[1]`         tokens of a row with padding
 
-The `n`th real token of a row lies in column `n % W` of the ring. `append_token` comes before attention, `evict_token` after it, when the
-oldest token leaves the ring; between the steps the column that it had is empty. Which slots are empty is the same in all heads.
+Token `n` of a row is in column `n % W` of the ring. `append_token` is called before attention. `evict_token` is called after it and removes
+the oldest token from the ring; its column stays empty until the next step. All heads have the same empty slots.
 """
 
 from __future__ import annotations
@@ -27,9 +30,9 @@ class StaticTensors:
     """The tensors of the table above."""
 
     numbers: tuple[int, int]
-    """The codecs, as `segments.number` counts them."""
+    """Indices of the codecs of keys and of values, see `segments.number`."""
     planes: tuple[Codes, Codes]
-    """Those kept once among them."""
+    """Of keys and of values, with the buffers that are kept once."""
     first: Pair
     ring: Pair
     records: dict[str, Tensor]
@@ -47,7 +50,7 @@ class StaticTensors:
 
     @property
     def arguments(self) -> tuple:
-        """What an operator takes for this; `of` puts it together again, where records but the positions have no names."""
+        """Arguments of torch operators; `of` is the inverse, but for the names of the records after the positions."""
         planes = [plane for side in self.planes for plane in side.values()]
         groups = (self.numbers, planes, self.first, self.ring, self.records.values())
         return *[list(group) for group in groups], self.shown, self.seen, self.columns
@@ -79,8 +82,13 @@ def take(x: Tensor, index: Tensor) -> Tensor:
 
 
 def append_token(static: StaticTensors, x: Pair, new: Sequence[Tensor | None], is_valid: Tensor | None) -> None:
-    """Takes keys and values `x` `[B, H, 1, D]`, `new` `[B, H, 1]` of each record after the positions (None: zero), and which rows' tokens
-    are `is_valid`, bool `[B]` (None: all). What is not real is overwritten by what comes next."""
+    """Writes one token of each row into the ring.
+
+    Args:
+        x: keys and values `[B, H, 1, D]`.
+        new: `[B, H, 1]`, the value of each record after the positions; None: 0.
+        is_valid: bool `[B]`, False for padding, which the next token overwrites; None: no padding.
+    """
     ring, seen, shown, (positions, *others) = static.ring, static.seen, static.shown, static.records.values()
     at = seen % ring[0].shape[2]
     position = seen.clone() if is_valid is None else torch.where(is_valid, seen, -1)
@@ -96,11 +104,14 @@ def append_token(static: StaticTensors, x: Pair, new: Sequence[Tensor | None], i
 
 
 def evict_token(static: StaticTensors, order: Tensor) -> Tensor:
-    """The token in column `seen % W` of the ring leaves it: to the first zone if its position is there, and else, in each head, to the slot
-    of the body that is least in `order`, int64 `[B, H, S + 1]`, the first of equal ones. Its own place in the order is the last; if that is
-    least, it is forgotten.
+    """Removes the token in column `seen % W` from the ring. It becomes a sink if its position is below `E`. Else each head quantizes it
+    into the slot of the region whose token has the lowest rank, and that token is evicted; it is evicted itself if its own rank is the
+    lowest.
 
-    Returns the slot, int64 `[B, H]`; -1 where it is forgotten, `-2 - e` where it went to column `e` of the first zone.
+    Args:
+        order: ranks, int64 `[B, H, S + 1]`: of the slots of the region, then of the token itself. The first of equal ones is the lowest.
+
+    Returns the slot, int64 `[B, H]`; -1 where the token is evicted, `-2 - e` where it became sink `e`.
     """
     ring, shown, records, slots, exact = static.ring, static.shown, list(static.records.values()), static.slots, static.first[0].shape[2]
     at = static.seen % ring[0].shape[2]
@@ -110,24 +121,24 @@ def evict_token(static: StaticTensors, order: Tensor) -> Tensor:
     least = order.argmin(-1)
     where = torch.where(least < slots, least, -1)
     where = torch.where((position >= 0) & (position < exact), -2 - position, where)
-    there = where[:, 0] < -1
+    is_sink = where[:, 0] < -1
     for first, x in zip(static.first, token, strict=True):
         sink = where[..., None] == -2 - torch.arange(exact, device=where.device)
         first.copy_(torch.where(sink[..., None], x, first))
     if slots:
-        into, taken = where.clamp_min(0)[..., None], (where >= 0)[..., None]
+        into, stored = where.clamp_min(0)[..., None], (where >= 0)[..., None]
         for codec, side, x in zip(static.codecs, static.planes, token, strict=True):
             names = [b.name for b in codec.buffers(x.shape[3]) if b.tokens == "each"]
             codes = codec.quantize(x, {name: plane for name, plane in side.items() if name not in names})
             for name in names:
                 plane = side[name]
                 index = into[..., None].expand(*where.shape, 1, plane.shape[3])
-                plane.scatter_(2, index, torch.where(taken[..., None], codes[name], plane.gather(2, index)))
+                plane.scatter_(2, index, torch.where(stored[..., None], codes[name], plane.gather(2, index)))
         for record in records:
-            record.scatter_(2, into, torch.where(taken, take(record, in_records), record.gather(2, into)))
-    goes = torch.where(there, -2 - where[:, 0], exact + where[:, 0].clamp_min(0))[:, None]
-    shown.scatter_(1, goes, torch.where(where[:, :1] == -1, shown.gather(1, goes), there[:, None] | (position[:, :1] >= 0)))
-    shown.scatter_(1, (exact + in_records), torch.zeros_like(there[:, None]))
+            record.scatter_(2, into, torch.where(stored, take(record, in_records), record.gather(2, into)))
+    goes = torch.where(is_sink, -2 - where[:, 0], exact + where[:, 0].clamp_min(0))[:, None]
+    shown.scatter_(1, goes, torch.where(where[:, :1] == -1, shown.gather(1, goes), is_sink[:, None] | (position[:, :1] >= 0)))
+    shown.scatter_(1, (exact + in_records), torch.zeros_like(is_sink[:, None]))
     _put(records[0], in_records[:, 0], torch.full_like(records[0][..., :1], -1))
     return where
 

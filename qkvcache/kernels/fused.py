@@ -3,27 +3,27 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Concatenate, NamedTuple, ParamSpec, TypeVar
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar, Unpack
 
 import torch
 import triton
 from torch import Tensor
 
 from ..formats.base import PackedLayout
-from .pages import PagedInputs
+from .pages import PagedInputs, PageOptions
 from .segments import AttentionInputs, layout_of, planes_of
 from .tables import Tables, tables
 from .triton_attend import attend_kernel, attend_pages_kernel
 from .triton_join import reduce_kernel, rotate_kernel
-from .triton_sum_splits import BODY_GRAIN, EXACT_GRAIN, sum_splits_kernel
+from .triton_sum_splits import EXACT_GRAIN, REGION_GRAIN, sum_splits_kernel
 
 
 @dataclass(frozen=True)
 class Launch:
-    """How the kernel is launched: tokens in a tile, tiles in flight, registers a thread (None: as many as it takes), programs for a
-    multiprocessor, warps of a program, query rows of a program."""
+    """How the attention kernel is launched: tokens in a tile, tiles in flight, registers of a thread (None: the compiler chooses), programs
+    of a multiprocessor, warps of a program, query rows of a program."""
 
     tile: int = 32
     stages: int = 2
@@ -44,11 +44,11 @@ WIDE = Launch(registers=None)
 MANY_ROWS = Launch(64, 3, None, 8, 2, 32), Launch(64, 3, None, 4, 4, 64)
 """For up to 32 query rows, and for more: each code is unpacked once for as many rows as the registers of a program hold."""
 LEAST_SPLIT, MOST_SPLITS = 128, 100
-"""Tokens under which a split is not worth its partial sums, and splits of a sequence beyond which joining them costs too much."""
+"""Fewest tokens of a split: fewer are not worth its partial outputs. Most splits of a sequence: joining more costs too much."""
 
 
 def launched(key: PackedLayout, value: PackedLayout, head_dim: int, rows: int = 1, wide: bool = True) -> Launch:
-    """For `rows` query rows of a KV head. `wide`: more than 16 rows may share a program."""
+    """The launch for `rows` query rows of a KV head; `wide`: more than 16 rows may share a program."""
     if rows > 16 and wide and head_dim <= 128:
         return MANY_ROWS[0] if rows <= 32 else MANY_ROWS[1]
     launch = LAUNCHES.get((key.kind, value.kind), Launch()) if head_dim <= 128 else WIDE
@@ -56,16 +56,16 @@ def launched(key: PackedLayout, value: PackedLayout, head_dim: int, rows: int = 
 
 
 EXACT_TILE = 32
-"""Exact tokens of a tile. One program reads them all, and with few other tokens the rest waits for it."""
+"""Exact tokens of a tile. One program reads all of them, and with few other tokens all others wait for it."""
 SUM_TOKENS = 1024
-"""Of a program that sums attention."""
+"""Tokens of a program that sums attention."""
 
 calls = 0
-"""How often the fused kernel ran."""
+"""How often the fused kernels ran."""
 
 
 def supports(attention_inputs: AttentionInputs, query: Tensor) -> bool:
-    """Whether the fused kernel can read this attention_inputs."""
+    """Whether the fused kernel can read these inputs."""
     if attention_inputs.region is not None and not all(map(layout_of, (attention_inputs.region.key, attention_inputs.region.value))):
         return False
     widths = (attention_inputs.key.shape[3], attention_inputs.value.shape[3])
@@ -82,13 +82,16 @@ def architecture(device: torch.device) -> tuple[int, int]:
 
 
 def split(tokens: int, groups: int, tile: int, warps: int) -> tuple[int, int]:
-    """`(splits, tokens of each)` for a body of `tokens` that `groups` programs would read."""
+    """`(splits, tokens of each)` for `tokens` quantized tokens that `groups` programs would read unsplit.
+
+    `tile`: tokens of a tile, which divides those of a split. `warps`: programs that the GPU runs at a time.
+    """
     if not tokens:
         return 0, tile
     wanted = min(max(warps // groups - 1, 1), MOST_SPLITS)  # one is for the exact tokens
-    each = max(-(-tokens // wanted), LEAST_SPLIT)
-    each = -(-each // tile) * tile
-    return -(-tokens // each), each
+    split_tokens = max(-(-tokens // wanted), LEAST_SPLIT)
+    split_tokens = -(-split_tokens // tile) * tile
+    return -(-tokens // split_tokens), split_tokens
 
 
 P = ParamSpec("P")
@@ -107,11 +110,11 @@ def on_its_device(launches: Callable[Concatenate[Tensor, P], R]) -> Callable[Con
 
 
 class AttendLaunch(NamedTuple):
-    """What the launches take of the attention inputs, whatever the query."""
+    """Arguments of launches over `AttentionInputs` that do not depend on the query."""
 
     use: Tables
     empty: Tensor
-    """For an argument that is not there."""
+    """Passed for an argument that is None."""
     tensors: tuple[Tensor, ...]
     centers: list[Tensor]
     """The means of keys and of values."""
@@ -120,7 +123,7 @@ class AttendLaunch(NamedTuple):
 
 
 def launch_for(attention_inputs: AttentionInputs) -> AttendLaunch:
-    """Of storage that stays where it is, found out once."""
+    """The arguments of these inputs; for storage whose tensors do not move, computed once."""
     buffers = attention_inputs.buffers
     if buffers is not None and buffers.launch is not None:
         return buffers.launch
@@ -142,123 +145,8 @@ def launch_for(attention_inputs: AttentionInputs) -> AttendLaunch:
     return args
 
 
-@on_its_device
-def fused_attend(
-    query: Tensor,
-    attention_inputs: AttentionInputs,
-    mask: Tensor | None = None,
-    *,
-    scaling: float | None = None,
-    causal: bool = False,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    window: int | None = None,
-    launch: Launch | None = None,
-    observed: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """As `attend_observed`, with the log of the normaliser between: output, `[B, Hq, Q]`, accumulated attention; in one pass over the
-    codes.
-
-    Args:
-        window: a query sees the last `window` tokens up to itself.
-        launch: for measuring; chosen by format otherwise.
-        observed: without it, the accumulated attention is `[B, H, 0]`, and costs nothing.
-
-    Raises ValueError for causal queries that are not all among the exact recent tokens, and for `observed` where the device counts tokens.
-    """
-    if causal and query.shape[2] > attention_inputs.exact[2].shape[2]:
-        raise ValueError(
-            f"causal with {query.shape[2]} queries: their own tokens must be among the exact recent ones, of which there are "
-            f"{attention_inputs.exact[2].shape[2]}"
-        )
-    if observed is not None and attention_inputs.buffers is not None:
-        raise ValueError("`observed` cannot be combined with storage that counts on the device")
-    global calls
-    calls += 1
-    batch, query_heads, queries, dim = query.shape
-    heads, value_dim = attention_inputs.key.shape[1], attention_inputs.value.shape[3]
-    groups = query_heads // heads
-    device = query.device
-    arch, processors = architecture(device)
-    rows = groups * queries
-    query = query if query.stride(-1) == 1 else query.contiguous()
-
-    region, args = attention_inputs.region, launch_for(attention_inputs)
-    use, empty = args.use, args.empty
-    n_first, n_recent = attention_inputs.exact[0].shape[2], attention_inputs.exact[2].shape[2]
-    exact = n_first + n_recent > 0
-    n_body = 0 if region is None else region.tokens
-    nvidia = bool(arch) or device.type == "cpu"
-    wide = nvidia and observed is None  # weights that are kept take the registers
-    launch = launch or launched(use.key, use.value, max(dim, value_dim), rows, wide)
-    t, r = launch.tile, launch.rows if nvidia else 16
-    blocks = -(-rows // r)
-    body_splits, each = split(n_body, batch * heads * blocks, t, processors * launch.programs)
-    total_splits = body_splits + exact
-
-    body_query, factor = query, use.factor
-    if use.whole is not None:
-        query = query.contiguous()
-        body_query = torch.empty_like(query, dtype=torch.float32)
-        count = batch * query_heads * queries
-        rotate_kernel[(-(-count // 16),)](query, use.whole, body_query, count, D=dim, DP=triton.next_power_of_2(dim), R=16, TURN=factor)
-        factor = 1.0
-
-    part = torch.empty(batch * heads * blocks * total_splits * r * value_dim, dtype=torch.float32, device=device)
-    maxima = torch.empty(batch * heads * blocks * total_splits * r, dtype=torch.float32, device=device)
-    sums = torch.empty_like(maxima)
-    slots = grains = width = 0
-    weights = tops = empty
-    if observed is not None:
-        width = max(triton.next_power_of_2(min(rows, r)), 2)  # two columns are what a thread holds
-        body_grains, *exact_grains = (
-            -(-n // grain.value) for n, grain in ((n_body, BODY_GRAIN), (n_first, EXACT_GRAIN), (n_recent, EXACT_GRAIN))
-        )
-        slots, grains = body_grains * BODY_GRAIN.value + sum(exact_grains) * EXACT_GRAIN.value, body_grains + sum(exact_grains)
-        panels = batch * heads * blocks * width
-        kept_as = torch.float32 if query.dtype == torch.float32 else torch.bfloat16
-        weights = torch.empty(panels * slots + SUM_TOKENS * width, dtype=kept_as, device=device)  # programs read beyond the end
-        tops = torch.empty(panels * grains + SUM_TOKENS * width, dtype=torch.float32, device=device)
-    mask_kind, mask_strides = "none", [0] * 4
-    if mask is not None:
-        mask = mask[(None,) * (4 - mask.dim())]
-        mask = mask.expand(batch, query_heads, queries, attention_inputs.key.shape[2] if mask.shape[3] == 1 else -1)
-        mask_kind, mask_strides = ("bool" if mask.dtype == torch.bool else "float"), list(mask.stride())
-        if mask_kind == "bool" and queries == 1 and not mask_strides[1]:
-            mask_kind = "row"
-        mask = mask.view(torch.uint8) if mask.dtype == torch.bool else mask
-
-    attend_kernel[(total_splits, blocks, batch * heads)](
-        query, body_query, *args.tensors, empty if mask is None else mask, args.centers[0], part, maxima, sums, weights, tops,
-        empty if attention_inputs.buffers is None else attention_inputs.buffers.state, *query.stride()[:3], *args.strides, *mask_strides,
-        dim**-0.5 if scaling is None else scaling, softcap or 1.0, window or 0, len(region.chunks) if region else 0,
-        n_first, n_body, n_recent, each, heads, queries, slots, grains,
-        G=groups, R=r, T=t, SOFTCAP=softcap is not None, MASK=mask_kind, WINDOW=window is not None, CAUSAL=causal and queries > 1,
-        ARCH=arch, EXACT=exact, TURN=factor, ATTENTION_SUMS=width, num_warps=launch.warps, num_stages=launch.stages, **args.constants,
-        **({"maxnreg": launch.registers} if launch.registers and arch else {}),
-    )  # fmt: skip
-    out = torch.empty(batch, query_heads, queries, value_dim, dtype=query.dtype, device=device)
-    lse = torch.empty(batch, query_heads, queries, dtype=torch.float32, device=device)
-    columns = triton.next_power_of_2(value_dim) if use.value.rotated else 32
-    reduce_kernel[(rows, batch * heads, -(-value_dim // columns))](
-        part, maxima, sums, sinks if sinks is not None else empty, use.v_signs, args.centers[1], out, lse, *out.stride()[:3],
-        total_splits, blocks, heads, queries, heads * value_dim, value_dim,
-        V=use.value, DV=value_dim, C=columns, G=groups, R=r, S=32, SINKS=sinks is not None, EXACT=exact, TURN=use.v_block**-0.5,
-        STAGES=use.v_block.bit_length() - 1, RAGGED=False, num_warps=4 if use.value.rotated else 1,
-    )  # fmt: skip
-    attention_sums = torch.empty(batch, heads, n_first + n_body + n_recent if width else 0, dtype=torch.float32, device=device)
-    if observed is not None:
-        hidden = 0 if window is None else n_first + n_body + n_recent - queries - window + 1
-        sum_splits_kernel[(sum(-(-n // SUM_TOKENS) for n in (n_body, n_first, n_recent)), batch * heads)](
-            weights, tops, lse, observed.contiguous(), attention_sums, empty, empty, 0, 0, 0,
-            slots, grains, n_first, n_body, n_recent, hidden, blocks, heads, queries,
-            G=groups, R=r, WIDTH=width, N=SUM_TOKENS, ARCH=arch, RAGGED=False, num_warps=4,
-        )  # fmt: skip
-    return out, lse, attention_sums
-
-
 class PagesLaunch(NamedTuple):
-    """What launches over pages take of the inputs, whatever the query."""
+    """Arguments of launches over `PagedInputs` that do not depend on the query."""
 
     use: Tables
     empty: Tensor
@@ -272,8 +160,164 @@ class PagesLaunch(NamedTuple):
     constants: dict[str, object]
 
 
+class Call:
+    """One call of attention, over chunks or over pages: what its launches share.
+
+    `zones` are the quantized tokens, the sinks and the tokens of the residual, or the slots for them, which bound the columns of a mask.
+    """
+
+    def __init__(
+        self,
+        query: Tensor,
+        mask: Tensor | None,
+        args: AttendLaunch | PagesLaunch,
+        heads: int,
+        value_dim: int,
+        zones: tuple[int, int, int],
+        options: PageOptions,
+        launch: Launch | None,
+    ) -> None:
+        self.batch, query_heads, self.queries, dim = query.shape
+        scaling, softcap = options.get("scaling"), options.get("softcap")
+        self.window, self.sinks, self.observed = options.get("window"), options.get("sinks"), options.get("observed")
+        self.use, self.empty, self.heads, self.groups = args.use, args.empty, heads, query_heads // heads
+        self.value_dim, self.zones = value_dim, zones
+        arch, processors = architecture(query.device)
+        rows, nvidia = self.groups * self.queries, bool(arch) or query.device.type == "cpu"
+        # Weights that are stored need the registers that more rows would.
+        launch = launch or launched(self.use.key, self.use.value, max(dim, value_dim), rows, nvidia and self.observed is None)
+        self.tile, self.rows = launch.tile, launch.rows if nvidia else 16
+        self.blocks, self.programs = -(-rows // self.rows), processors * launch.programs
+        self.panels = self.batch * heads * self.blocks  # each is read by as many programs as there are splits
+        self.query = query if query.stride(-1) == 1 else query.contiguous()
+        self.region_query, factor = self.query, self.use.factor
+        if self.use.whole is not None:
+            self.query = query.contiguous()
+            self.region_query, factor = _rotate(self.query, self.use.whole, factor), 1.0
+        self.mask_strides: tuple[int, ...] = (0, 0, 0, 0)
+        kind = "none"
+        if mask is not None:
+            mask = mask[(None,) * (4 - mask.dim())]
+            mask = mask.expand(self.batch, query_heads, self.queries, sum(zones) if mask.shape[3] == 1 else -1)
+            kind, self.mask_strides = "float", mask.stride()
+            if mask.dtype == torch.bool:
+                kind, mask = "row" if self.queries == 1 and not self.mask_strides[1] else "bool", mask.view(torch.uint8)
+        self.mask = self.empty if mask is None else mask
+        self.scalars = dim**-0.5 if scaling is None else scaling, softcap or 1.0, self.window or 0
+        # Columns of the scratch of accumulated attention: at least the two that a thread holds.
+        self.width = 0 if self.observed is None else max(triton.next_power_of_2(min(rows, self.rows)), 2)
+        self.exact = zones[1] + zones[2] > 0
+        self.constants: dict[str, Any] = {
+            "G": self.groups, "R": self.rows, "T": self.tile, "SOFTCAP": softcap is not None, "MASK": kind,
+            "WINDOW": self.window is not None, "CAUSAL": options.get("causal", False) and self.queries > 1, "ARCH": arch,
+            "EXACT": self.exact, "TURN": factor, "ATTENTION_SUMS": self.width,
+            "num_warps": launch.warps, "num_stages": launch.stages, **args.constants,
+        }  # fmt: skip
+        if launch.registers and arch:
+            self.constants["maxnreg"] = launch.registers
+
+    def allocate(self, splits: int) -> None:
+        """Tensors for what `splits` programs leave of each block of rows: outputs, maxima, normalisers; weights and their maxima."""
+        self.splits, entries = splits, self.panels * splits * self.rows
+        part, maxima, sums = (self._empty(entries * width) for width in (self.value_dim, 1, 1))
+        self.outputs, self.weights, self.tops, self.slots, self.grains = (part, maxima, sums), self.empty, self.empty, 0, 0
+        if self.width:
+            region, *exact = (-(-n // grain.value) for n, grain in zip(self.zones, (REGION_GRAIN, EXACT_GRAIN, EXACT_GRAIN), strict=True))
+            self.slots, self.grains = region * REGION_GRAIN.value + sum(exact) * EXACT_GRAIN.value, region + sum(exact)
+            beyond = SUM_TOKENS * self.width  # programs read beyond the end
+            dtype = torch.float32 if self.query.dtype == torch.float32 else torch.bfloat16
+            self.weights = self._empty(self.panels * self.slots * self.width + beyond, dtype=dtype)
+            self.tops = self._empty(self.panels * self.grains * self.width + beyond)
+
+    def _empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=self.query.device)
+
+    def finish(self, center: Tensor, center_strides: Sequence[int], ragged: Sequence[Any] | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """Joins the splits: the output `[B, Hq, Q, Dv]`, the log of the normaliser, fp32 `[B, Hq, Q]`, and the accumulated attention, fp32
+        `[B, H, sum(zones)]`, or `[B, H, 0]` if it is not observed.
+
+        Args:
+            center: the mean of values, fp32 `[B, H, 1, Dv]`, with its strides over rows and heads.
+            ragged: of pages, `PagedInputs.rows`, and `Pages.lengths` with its strides over rows and heads.
+        """
+        use, value_dim = self.use, self.value_dim
+        out = self._empty(*self.query.shape[:3], value_dim, dtype=self.query.dtype)
+        lse = self._empty(*self.query.shape[:3])
+        columns = triton.next_power_of_2(value_dim) if use.value.rotated else 32
+        attention_sums = self._empty(self.batch, self.heads, sum(self.zones) if self.width else 0)
+        shape = {"G": self.groups, "R": self.rows, "RAGGED": ragged is not None}
+        with torch.cuda.device_of(out):
+            reduce_kernel[(self.groups * self.queries, self.batch * self.heads, -(-value_dim // columns))](
+                *self.outputs, self.empty if self.sinks is None else self.sinks, use.v_signs, center, out, lse, *out.stride()[:3],
+                self.splits, self.blocks, self.heads, self.queries, *center_strides,
+                V=use.value, DV=value_dim, C=columns, S=32, SINKS=self.sinks is not None, EXACT=self.exact, TURN=use.v_block**-0.5,
+                STAGES=use.v_block.bit_length() - 1, num_warps=4 if use.value.rotated else 1, **shape,
+            )  # fmt: skip
+            if self.observed is not None:
+                n_quantized, n_sinks, n_residual = self.zones
+                hidden = 0 if self.window is None else sum(self.zones) - self.queries - self.window + 1
+                sum_splits_kernel[(sum(-(-n // SUM_TOKENS) for n in self.zones), self.batch * self.heads)](
+                    self.weights, self.tops, lse, self.observed.contiguous(), attention_sums, *(ragged or (self.empty, self.empty, 0, 0)),
+                    self.scalars[2], self.slots, self.grains, n_sinks, n_quantized, n_residual, hidden, self.blocks, self.heads,
+                    self.queries, WIDTH=self.width, N=SUM_TOKENS, ARCH=self.constants["ARCH"], num_warps=4, **shape,
+                )  # fmt: skip
+        return out, lse, attention_sums
+
+
+@on_its_device
+def _rotate(query: Tensor, matrix: Tensor, factor: float) -> Tensor:
+    """Contiguous queries `[..., D]` times `matrix` `[D, D]` and `factor`, in fp32."""
+    out, dim = torch.empty_like(query, dtype=torch.float32), query.shape[-1]
+    rows = query.numel() // dim
+    rotate_kernel[(-(-rows // 16),)](query, matrix, out, rows, D=dim, DP=triton.next_power_of_2(dim), R=16, TURN=factor)
+    return out
+
+
+@on_its_device
+def fused_attend(
+    query: Tensor,
+    attention_inputs: AttentionInputs,
+    mask: Tensor | None = None,
+    *,
+    launch: Launch | None = None,
+    **options: Unpack[PageOptions],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As `attend_observed`, in one pass over the codes. Returns the output `[B, Hq, Q, Dv]`, the log of the normaliser, fp32
+    `[B, Hq, Q]`, and the accumulated attention, fp32 `[B, H, T]`.
+
+    Args:
+        launch: for measuring; chosen by format otherwise.
+        options: without `observed`, the accumulated attention is `[B, H, 0]`, and costs nothing.
+
+    Raises ValueError for causal queries that are not all among the exact recent tokens, and for `observed` where the device counts tokens.
+    """
+    if options.get("causal") and query.shape[2] > attention_inputs.exact[2].shape[2]:
+        raise ValueError(
+            f"causal with {query.shape[2]} queries: their own tokens must be among the exact recent ones, of which there are "
+            f"{attention_inputs.exact[2].shape[2]}"
+        )
+    if options.get("observed") is not None and attention_inputs.buffers is not None:
+        raise ValueError("`observed` cannot be combined with storage that counts on the device")
+    global calls
+    calls += 1
+    region, exact, buffers = attention_inputs.region, attention_inputs.exact, attention_inputs.buffers
+    heads, value_dim = attention_inputs.key.shape[1], attention_inputs.value.shape[3]
+    args = launch_for(attention_inputs)
+    zones = n_quantized, n_sinks, n_residual = 0 if region is None else region.tokens, exact[0].shape[2], exact[2].shape[2]
+    call = Call(query, mask, args, heads, value_dim, zones, options, launch)
+    splits, split_tokens = split(n_quantized, call.panels, call.tile, call.programs)
+    call.allocate(splits + call.exact)
+    attend_kernel[(call.splits, call.blocks, call.batch * heads)](
+        call.query, call.region_query, *args.tensors, call.mask, args.centers[0], *call.outputs, call.weights, call.tops,
+        args.empty if buffers is None else buffers.state, *call.query.stride()[:3], *args.strides, *call.mask_strides, *call.scalars,
+        len(region.chunks) if region else 0, n_sinks, n_quantized, n_residual, split_tokens, heads, call.queries, call.slots, call.grains,
+        **call.constants,
+    )  # fmt: skip
+    return call.finish(args.centers[1], (heads * value_dim, value_dim))
+
+
 def launch_over(inputs: PagedInputs) -> PagesLaunch:
-    """Found out once for these inputs."""
+    """The arguments of these inputs, computed once."""
     if inputs.launch is not None:
         return inputs.launch
     pages, exact = inputs.pages, (*inputs.sinks, *inputs.ring)
@@ -297,7 +341,7 @@ def launch_over(inputs: PagedInputs) -> PagesLaunch:
 
 
 def _outer_strides(x: Tensor) -> tuple[int, int]:
-    """Over the first two dimensions, 0 where there is one entry for all."""
+    """Over the first two dimensions, 0 where there is one entry for all; `(0, 0)` if `x` has not four dimensions."""
     return (x.stride(0) if x.shape[0] > 1 else 0, x.stride(1) if x.shape[1] > 1 else 0) if x.dim() == 4 else (0, 0)
 
 
@@ -313,91 +357,26 @@ def supports_pages(query: Tensor, inputs: PagedInputs) -> bool:
 
 @on_its_device
 def attend_pages(
-    query: Tensor,
-    inputs: PagedInputs,
-    mask: Tensor | None = None,
-    *,
-    scaling: float | None = None,
-    causal: bool = False,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    window: int | None = None,
-    observed: Tensor | None = None,
-    launch: Launch | None = None,
+    query: Tensor, inputs: PagedInputs, mask: Tensor | None = None, *, launch: Launch | None = None, **options: Unpack[PageOptions]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`pages.attend_pages` in two launches, of codes in one pass. `launch`: for measuring; chosen by format otherwise."""
     global calls
     calls += 1
-    batch, query_heads, queries, dim = query.shape
     heads, value_dim = inputs.ring[1].shape[1], inputs.ring[1].shape[3]
-    groups, device = query_heads // heads, query.device
-    arch, processors = architecture(device)
-    rows = groups * queries
-    query = query if query.stride(-1) == 1 else query.contiguous()
+    sink_slots, max_length, ring_slots = inputs.slots
     args = launch_over(inputs)
-    use, empty = args.use, args.empty
-    sink_slots, most, ring_slots = inputs.slots
-    exact = sink_slots + ring_slots > 0
-    nvidia = bool(arch) or device.type == "cpu"
-    launch = launch or launched(use.key, use.value, max(dim, value_dim), rows, nvidia and observed is None)
-    t, r = launch.tile, launch.rows if nvidia else 16
-    blocks = -(-rows // r)
-    # Rows of different lengths: as many tokens to a split as if all were one row, of the longest rows as many splits as it takes.
-    programs = processors * launch.programs
-    least = LEAST_SPLIT if inputs.tokens is None else -(-max(inputs.tokens * heads * blocks // programs, LEAST_SPLIT) // t) * t
-    splits = split(most, batch * heads * blocks, t, programs)[0] if inputs.tokens is None else min(-(-most // least), MOST_SPLITS)
-    total_splits = max(splits, 1) + exact
-
-    region_query, factor = query, use.factor
-    if use.whole is not None:
-        query = query.contiguous()
-        region_query = torch.empty_like(query, dtype=torch.float32)
-        count = batch * query_heads * queries
-        rotate_kernel[(-(-count // 16),)](query, use.whole, region_query, count, D=dim, DP=triton.next_power_of_2(dim), R=16, TURN=factor)
-        factor = 1.0
-    entries = batch * heads * blocks * total_splits * r
-    part = torch.empty(entries * value_dim, dtype=torch.float32, device=device)
-    maxima, sums = (torch.empty(entries, dtype=torch.float32, device=device) for _ in range(2))
-    weights = tops = empty
-    width = slots = grains = 0
-    if observed is not None:
-        width = max(triton.next_power_of_2(min(rows, r)), 2)  # two columns are what a thread holds
-        region_grains = -(-most // BODY_GRAIN.value)
-        exact_grains = -(-sink_slots // EXACT_GRAIN.value) - (-ring_slots // EXACT_GRAIN.value)
-        slots, grains = region_grains * BODY_GRAIN.value + exact_grains * EXACT_GRAIN.value, region_grains + exact_grains
-        panels = batch * heads * blocks * width
-        kept_as = torch.float32 if query.dtype == torch.float32 else torch.bfloat16
-        weights = torch.empty(panels * slots + SUM_TOKENS * width, dtype=kept_as, device=device)  # programs read beyond the end
-        tops = torch.empty(panels * grains + SUM_TOKENS * width, dtype=torch.float32, device=device)
-    kind, mask_strides = "none", [0] * 4
-    if mask is not None:
-        mask = mask[(None,) * (4 - mask.dim())].expand(batch, query_heads, queries, -1)
-        kind, mask_strides = ("bool" if mask.dtype == torch.bool else "float"), list(mask.stride())
-        kind = "row" if kind == "bool" and queries == 1 and not mask_strides[1] else kind
-        mask = mask.view(torch.uint8) if mask.dtype == torch.bool else mask
-    attend_pages_kernel[(total_splits, blocks, batch * heads)](
-        query, region_query, use.rotation, use.signs, inputs.pages.table, inputs.pages.lengths, inputs.rows, *args.planes, args.exact,
-        empty if mask is None else mask, part, maxima, sums, weights, tops, *query.stride()[:3], *args.table_strides, *args.strides,
-        args.exact_strides, *mask_strides, dim**-0.5 if scaling is None else scaling, softcap or 1.0, window or 0,
-        sink_slots, ring_slots, most, least, heads, queries,
-        G=groups, R=r, T=t, SOFTCAP=softcap is not None, MASK=kind, WINDOW=window is not None, CAUSAL=causal and queries > 1,
-        ARCH=arch, EXACT=exact, TURN=factor, ATTENTION_SUMS=width, num_warps=launch.warps, num_stages=launch.stages, **args.constants,
-        **({"maxnreg": launch.registers} if launch.registers and arch else {}),
+    zones = max_length, sink_slots, ring_slots
+    call = Call(query, mask, args, heads, value_dim, zones, options, launch)
+    least, splits = LEAST_SPLIT, split(max_length, call.panels, call.tile, call.programs)[0]
+    if inputs.tokens is not None:  # rows of different lengths: as many tokens to a split as if all were one row
+        least = -(-max(inputs.tokens * heads * call.blocks // call.programs, LEAST_SPLIT) // call.tile) * call.tile
+        splits = min(-(-max_length // least), MOST_SPLITS)
+    call.allocate(max(splits, 1) + call.exact)
+    attend_pages_kernel[(call.splits, call.blocks, call.batch * heads)](
+        call.query, call.region_query, args.use.rotation, args.use.signs, inputs.pages.table, inputs.pages.lengths, inputs.rows,
+        *args.planes, args.exact, call.mask, *call.outputs, call.weights, call.tops, *call.query.stride()[:3], *args.table_strides,
+        *args.strides, args.exact_strides, *call.mask_strides, *call.scalars, sink_slots, ring_slots, max_length, least, heads,
+        call.queries, **call.constants,
     )  # fmt: skip
-    out = torch.empty(batch, query_heads, queries, value_dim, dtype=query.dtype, device=device)
-    lse = torch.empty(batch, query_heads, queries, dtype=torch.float32, device=device)
-    columns = triton.next_power_of_2(value_dim) if use.value.rotated else 32
-    reduce_kernel[(rows, batch * heads, -(-value_dim // columns))](
-        part, maxima, sums, sinks if sinks is not None else empty, use.v_signs, args.planes[1][3], out, lse, *out.stride()[:3],
-        total_splits, blocks, heads, queries, *args.strides[1][6:],
-        V=use.value, DV=value_dim, C=columns, G=groups, R=r, S=32, SINKS=sinks is not None, EXACT=exact, TURN=use.v_block**-0.5,
-        STAGES=use.v_block.bit_length() - 1, RAGGED=True, num_warps=4 if use.value.rotated else 1,
-    )  # fmt: skip
-    attention_sums = torch.empty(batch, heads, sum(inputs.slots) if width else 0, dtype=torch.float32, device=device)
-    if observed is not None:
-        sum_splits_kernel[(sum(-(-n // SUM_TOKENS) for n in inputs.slots), batch * heads)](
-            weights, tops, lse, observed.contiguous(), attention_sums, inputs.rows, inputs.pages.lengths, *args.table_strides[2:],
-            window or 0, slots, grains, sink_slots, most, ring_slots, 0, blocks, heads, queries,
-            G=groups, R=r, WIDTH=width, N=SUM_TOKENS, ARCH=arch, RAGGED=True, num_warps=4,
-        )  # fmt: skip
-    return out, lse, attention_sums
+    ragged = inputs.rows, inputs.pages.lengths, *args.table_strides[2:]
+    return call.finish(args.planes[1][3], args.strides[1][6:], ragged)

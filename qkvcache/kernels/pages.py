@@ -1,8 +1,8 @@
-"""Quantized tokens in pages that a table finds, rows of any lengths, and the torch reference of what kernels do with them.
+"""Quantized tokens in pages, for rows of any lengths, with the torch reference of the kernels that read and write them.
 
 A pool holds `N` pages of `PAGE` tokens, a power of two of at least 64. Token `n` of a row is at offset `n % PAGE` of the page
-`table[row, n // PAGE]`. Pages may be anywhere in the pool, and rows may share them. Lengths are on the device: no function here needs them
-on the host.
+`table[row, n // PAGE]`. Pages may be anywhere in the pool, and rows may share them. Lengths are on the device: no function here reads them
+from the host.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..formats.base import Codec, Codes
-from .attend import HIDDEN, apply_mask
+from .attend import HIDDEN, Options, apply_mask
 from .segments import CODECS, Exact, KeysOrValues, Packed, Pair, number, pv, qk
 
 COLUMNS = BEGIN, SINK_ROW, SINKS, RING_ROW, RING_START, RING_TOKENS = range(6)
@@ -31,12 +31,12 @@ class Pages:
                 that heads share, or 1 where each head has pages of its own
     statistics  of keys and of values: `[B or 1, H or 1, 1, width]` for each buffer that is kept once; of one row if all rows share it
     table       int32 `[B, P]`, where all heads of a row share its pages, or `[B, H, P]`, where each head has its own. Entries beyond the
-                length may hold anything
+                length are not read
     lengths     int32 `[B]` or, with pages for each head, `[B, H]`: tokens
 
-    Kernels ask that the last two dimensions of planes are contiguous, and that their addresses, their strides over pages and, unless
-    heads lie `PAGE * width` apart, over heads are multiples of 64 bytes. A plane may have more than 2^31 elements, with those between its
-    pages: kernels multiply page numbers by the stride of pages in 64 bits then.
+    Kernels require that the last two dimensions of planes are contiguous, and that their addresses, their strides over pages and, unless
+    heads are `PAGE * width` apart, over heads are multiples of 64 bytes. Kernels use 64-bit offsets of pages where a plane spans 2^31
+    elements or more.
     """
 
     key: Codec
@@ -61,8 +61,8 @@ class Pages:
         return self.table.dim() == 3
 
     def gather(self, side: int, tokens: int, begin: int = 0) -> tuple[Codes, Tensor]:
-        """Codes of the keys (0) or values (1) `begin` to `begin + tokens` of all rows, `[B, H', tokens, width]` with the statistics among
-        them, and which of them exist, bool `[B, 1 or H, tokens]`. Codes of those that do not are zeros."""
+        """Codes of the keys (`side` 0) or values (1) `begin` to `begin + tokens` of all rows, `[B, H', tokens, width]`, with the
+        statistics, and which of them exist, bool `[B, 1 or H, tokens]`. Codes of those that do not are zeros."""
         place = torch.arange(begin, begin + tokens, device=self.table.device)
         table = self.table if self.per_head else self.table[:, None]
         exists = (place < self.lengths.view(len(table), -1, 1)).expand(*table.shape[:2], tokens)
@@ -71,25 +71,25 @@ class Pages:
         offset = place % self.page_size
         codes: Codes = {}
         for name, plane in self.planes[side].items():
-            found = plane[page, 0, offset] if self.per_head else plane[page[:, 0], :, offset].transpose(1, 2)
-            codes[name] = torch.where(exists[..., None], found, 0)
+            gathered = plane[page, 0, offset] if self.per_head else plane[page[:, 0], :, offset].transpose(1, 2)
+            codes[name] = torch.where(exists[..., None], gathered, 0)
         return codes | self.statistics[side], exists
 
 
 @dataclass(eq=False)
 class PagedInputs:
-    """What attention over pages reads. Row `b` has, in this order, sinks, quantized tokens and the tokens of a ring.
+    """The inputs of attention over pages. A row has, in this order, sinks, quantized tokens and the tokens of a ring.
 
     sinks       keys and values `[E, H, S, D]` in the model's dtype, `S` may be 0
     ring        keys and values `[F, H, R, D]` in the model's dtype, `R` may be 0
     rows        int32 `[B, 6]`, for each row:
                 BEGIN        the first token of its pages that is read
-                SINK_ROW     which of the `E` rows of `sinks` is its own, and SINKS, how many tokens of it are read
-                RING_ROW     which of the `F` rows of `ring` is its own; RING_START, the slot of its oldest token, and RING_TOKENS, how many
-                             there are, in slots `(RING_START + i) % R`
+                SINK_ROW     its row of the `E` in `sinks`, and SINKS, how many tokens of it are read
+                RING_ROW     its row of the `F` in `ring`; RING_START, the slot of its oldest token, and RING_TOKENS, how many there are,
+                             in slots `(RING_START + i) % R`
     max_length  bound on `pages.lengths`, which sizes launches and results
-    tokens      about how many tokens the pages of all rows hold together, where lengths differ much: long rows get more splits then. None:
-                rows are about as long as each other
+    tokens      approximate sum of the lengths of all rows, where they differ much: long rows then get more splits. None: lengths are
+                similar
     """
 
     pages: Pages
@@ -99,9 +99,9 @@ class PagedInputs:
     max_length: int
     tokens: int | None = None
     launch: Any = field(init=False, default=None)
-    """What kernels keep from step to step; tensors stay where they are."""
+    """Arguments that kernels reuse from step to step: tensors do not move."""
     arguments: tuple[list[Tensor], list[Tensor], list[Tensor], list[int], int, int] = field(init=False)
-    """As operators of torch take it: the table, planes and statistics; `rows` and `lengths`; sinks and ring; numbers of the codecs;
+    """Arguments of torch operators: the table, planes and statistics; `rows` and `lengths`; sinks and ring; indices of the codecs;
     `max_length` and `tokens` (-1: None)."""
 
     def __post_init__(self) -> None:
@@ -118,7 +118,7 @@ class PagedInputs:
     def of(
         pool: Sequence[Tensor], counts: Sequence[Tensor], exact: Sequence[Tensor], numbers: Sequence[int], max_length: int, tokens: int
     ) -> PagedInputs:
-        """Those that these `arguments` were of."""
+        """The inverse of `arguments`."""
         key, value = (CODECS[n] for n in numbers)
         left = iter(pool[1:])
         sides = [
@@ -131,26 +131,35 @@ class PagedInputs:
 
     @property
     def slots(self) -> tuple[int, int, int]:
-        """Of sinks, pages and ring."""
+        """Slots of sinks, pages and ring."""
         return self.sinks[0].shape[2], self.max_length, self.ring[0].shape[2]
 
     def columns(self, exists: Tensor) -> Tensor:
-        """The place of each slot's token in its row, int64 `[B, 1 or H, S + max_length + R]`, -1 for a slot without a token. `exists`:
-        bool `[B, 1 or H, max_length]`."""
+        """The index of each slot's token in its row, int64 `[B, 1 or H, S + max_length + R]`, -1 for a slot without a token. `exists`:
+        bool `[B, 1 or H, max_length]`, as `Pages.gather` returns it."""
         begin, _, sinks, _, start, count = self.rows[:, None, :, None].long().unbind(2)
         first, region, ring = (torch.arange(n, device=self.rows.device) for n in self.slots)
         exists = exists & (region >= begin)
         quantized = exists.sum(-1, keepdim=True)
         heads = exists.shape[:2]
-        turn = (ring - start) % max(len(ring), 1)
+        age = (ring - start) % max(len(ring), 1)
         return torch.cat(
             [
                 torch.where(first < sinks, first, -1).expand(*heads, -1),
                 torch.where(exists, region - begin + sinks, -1),
-                torch.where(turn < count, sinks + quantized + turn, -1).expand(*heads, -1),
+                torch.where(age < count, sinks + quantized + age, -1).expand(*heads, -1),
             ],
             dim=-1,
         )
+
+
+class PageOptions(Options, total=False):
+    """Options of attention over pages."""
+
+    window: int | None
+    """A query attends to the last `window` tokens up to itself; the queries are those of the last `Q` tokens."""
+    observed: Tensor | None
+    """How often each query counts for accumulated attention, fp32 or bool `[B, Q]`."""
 
 
 def attend_pages(
@@ -170,13 +179,8 @@ def attend_pages(
     Args:
         query: `[B, Hq, Q, D]`, `Hq` a multiple of the KV heads.
         mask: bool (True: visible) or additive, broadcastable to `[B, Hq, Q, T]`, where `T` is at least the tokens of the longest row: a
-            column is a token's place in its row.
-        scaling: factor on the scores, `D ** -0.5` by default.
-        causal: the queries are the last `Q` tokens of each row, and each sees up to itself.
-        softcap: `softcap * tanh(score / softcap)` before the mask.
-        sinks: a learned logit for each query head, `[Hq]`, that takes part in the softmax and has no value.
-        window: a query sees the last `window` tokens up to itself; the queries are the last `Q` tokens.
-        observed: how often each query counts for accumulated attention, fp32 or bool `[B, Q]`.
+            column is a token's index in its row.
+        scaling, causal, softcap, sinks, window, observed: see `PageOptions`.
 
     Returns the output `[B, Hq, Q, Dv]` in the query's dtype, the log of the normaliser, fp32 `[B, Hq, Q]`, and accumulated attention by
     slot, fp32 `[B, H, S + max_length + R]`, without `observed` `[B, H, 0]`. A row without tokens has the output 0 and, without `sinks`,
@@ -216,7 +220,7 @@ def attend_pages(
 
 
 def _side(inputs: PagedInputs, side: int) -> tuple[KeysOrValues, Tensor]:
-    """All slots, those without a token holding zeros, and which tokens of the pages exist."""
+    """Keys (0) or values (1) in all slots, zeros where there is no token, and which tokens of the pages exist."""
     pages, exact = inputs.pages, (inputs.sinks[side], inputs.ring[side])
     batch, (_, heads, _, dim) = inputs.rows.shape[0], exact[1].shape
     codes, exists = pages.gather(side, inputs.max_length)
@@ -239,7 +243,7 @@ def quantize_pages(
         planes: as of `Pages`.
         statistics: as of `Pages`.
         slots: `page * PAGE + offset` of each token, int32 or int64 `[B, T]`, or of each vector, `[B, H, T]`, where each head has pages of
-            its own; of tokens that are not stored, negative.
+            its own; negative for tokens that are not stored.
     """
     at = slots.long()
     for codec, side, pool, constant in zip(codecs, x, planes, statistics, strict=True):
@@ -253,8 +257,8 @@ def quantize_pages(
 
 
 def _put(plane: Tensor, slots: Tensor, new: Tensor) -> None:
-    """Writes `new` `[M, ...]` into the slots `[M]` of `plane` `[N, PAGE, ...]`, unless they are negative. The host learns nothing: what has
-    no slot is written as the first entry that has one."""
+    """Writes `new` `[M, ...]` into the slots `[M]` of `plane` `[N, PAGE, ...]`, unless they are negative. So that the host need
+    not know which are, those without a slot are written as copies of the first entry that has one."""
     stored = slots >= 0
     first = stored.int().argmax()
     at = torch.where(stored, slots, slots[first].clamp_min(0))
@@ -271,14 +275,18 @@ def dequantize_pages(pages: Pages, out: Pair, begin: int = 0) -> None:
 
 
 STATE = TICKET, DROPPED, ROOM = range(3)
-"""Of the int32 `[3]` of `append_tokens`: a ticket of kernels, tokens that came when there was no room, and the room that each row's pages
-have, in tokens."""
+"""Of the int32 `[3]` of `append_tokens`: programs of the launch that have finished, tokens dropped because the pages were full, and the
+capacity of each row's pages, in tokens."""
 
 
 def append_tokens(inputs: PagedInputs, x: Pair, state: Tensor) -> None:
-    """Takes tokens, `[B, H, T, D]`, `T` no more than the ring holds: the first into sinks until these are full, the others into the ring,
-    whose oldest tokens are quantized into the next slots of the row's pages when it is full. `rows` and `lengths` are updated. A row whose
-    pages have no room (`state`) takes none. Pages must be those of rows, not of heads.
+    """Stores new tokens: in the sinks until these are full, then in the ring. When the ring is full, its oldest tokens are quantized into
+    the next slots of the row's pages. Updates `rows` and `lengths`.
+
+    Args:
+        inputs: its heads share the pages of a row.
+        x: keys and values `[B, H, T, D]`, `T` at most the slots of the ring.
+        state: int32 `[3]`, see `STATE`; a row whose pages have no room stores none of its tokens.
     """
     pages, rows, tokens = inputs.pages, inputs.rows.long(), x[0].shape[2]
     sink_slots, _, ring_slots = inputs.slots
@@ -295,7 +303,7 @@ def append_tokens(inputs: PagedInputs, x: Pair, state: Tensor) -> None:
     page = pages.table.gather(1, place.div(pages.page_size, rounding_mode="floor").clamp_max(pages.table.shape[1] - 1))
     into = torch.where(leaves, page.long() * pages.page_size + place % pages.page_size, -1)
     old = [ring[ring_row, :, slot].transpose(1, 2) for ring in inputs.ring]
-    # Where tokens share a scale, those that stay have no part in it: if any leaves, the last one does.
+    # Where tokens share a scale, it must come from the tokens that are quantized: the last one is, if any is.
     key, value = (torch.where(leaves[:, None, :, None], side, side[:, :, -1:]) for side in old)
     quantize_pages(pages.codecs, (key, value), pages.planes, pages.statistics, into)
     first = torch.arange(sink_slots, device=rows.device) - sinks

@@ -1,4 +1,4 @@
-"""Attention of a whole prompt, where the normaliser is wanted too."""
+"""Attention of a whole prompt with the log of its normaliser."""
 
 from __future__ import annotations
 
@@ -8,9 +8,13 @@ from torch.nn.attention import SDPBackend
 
 
 def prefill_with_lse(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> tuple[Tensor, Tensor] | None:
-    """Causal attention `[B, Hq, T, D]` and the log of its normaliser, fp32 `[B, Hq, T]`; None where this does not apply.
+    """Causal attention `[B, Hq, T, D]` and the log of its normaliser, fp32 `[B, Hq, T]`, of a prompt without padding; None where
+    `scaled_dot_product_attention` would not choose flash attention, whose output this is.
 
-    It applies where `scaled_dot_product_attention` would choose flash attention, whose output it is, and to prompts without padding.
+    Args:
+        query: `[B, Hq, T, D]`.
+        key, value: `[B, H, T, D]`.
+        scaling: factor on the scores.
     """
     if query.device.type != "cuda" or torch.version.hip or query.dtype not in (torch.float16, torch.bfloat16):
         return None

@@ -1,4 +1,4 @@
-"""What attention reads: one side (keys or values) of a layer as a row of segments, exact or packed, in token order.
+"""The inputs of attention: the keys or the values of a layer as a sequence of segments, exact or packed, in token order.
 
 The two halves of attention in plain torch: `qk` (q . k) and `pv` (p . v). Packed segments are blocks of a bounded number of tokens,
 and only one block at a time exists in floating point. This is the reference that fused kernels are tested against, and what CPU users run.
@@ -20,7 +20,7 @@ from torch import Tensor
 from ..formats.base import Codec, Codes, PackedLayout, QuantizedValues, affine
 
 Pair = tuple[Tensor, Tensor]
-"""Of keys and of values."""
+"""Keys and values."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Exact:
 
 @dataclass(frozen=True)
 class Packed:
-    """A block of `tokens` tokens as `codec` stores them."""
+    """A block of `tokens` tokens as `codec` stores them: planes `[B, H or 1, tokens or 1, width]`."""
 
     codec: Codec
     codes: Codes
@@ -44,7 +44,7 @@ class Packed:
     head_dim: int
 
     def levels(self) -> QuantizedValues:
-        """QuantizedValues with at most one scale and offset a token: finer ones are multiplied out."""
+        """Quantized values with at most one scale and offset for each token: finer ones are multiplied out."""
         levels, scale, offset, center = self.codec.unpack(self.codes, self.head_dim)
         if any(factor is not None and factor.shape[-1] > 1 for factor in (scale, offset)):
             return QuantizedValues(affine(levels, scale, offset), center=center)
@@ -56,8 +56,8 @@ Segment = Exact | Packed
 
 @dataclass(frozen=True, eq=False)
 class KeysOrValues:
-    """The keys or the values that one attention call sees: `[B, H, T, D]` in effect. `build` makes the segments when they are asked for:
-    kernels do without them."""
+    """The keys or the values of one attention call, of shape `[B, H, T, D]`. `build` makes the segments at first use: kernels do not need
+    them."""
 
     build: Callable[[], tuple[Segment, ...]]
     shape: tuple[int, int, int, int]
@@ -66,7 +66,7 @@ class KeysOrValues:
 
     @staticmethod
     def of(segments: Sequence[Segment], shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> KeysOrValues:
-        """A side of these segments, those without tokens left out."""
+        """The keys or the values in these segments; segments without tokens are dropped."""
         kept = tuple(segment for segment in segments if segment.tokens)
         return KeysOrValues(partial(tuple, kept), tuple(shape), dtype, device)  # type: ignore[arg-type]  # deepcopy does not copy what a lambda refers to
 
@@ -75,17 +75,17 @@ class KeysOrValues:
         return self.build()
 
     def dense(self) -> Tensor:
-        """All tokens in the model's dtype."""
+        """All tokens in the model's dtype, `[B, H, T, D]`."""
         parts = [s.x if isinstance(s, Exact) else s.codec.dequantize(s.codes, s.head_dim, self.dtype) for s in self.segments]
         return torch.cat(parts, dim=2)
 
 
 CODECS: list[Codec] = []
-"""Codecs in use. They are few, and equal ones have one place for the life of the process."""
+"""Codecs in use. They are few; equal ones share one index for the life of the process."""
 
 
 def number(codec: Codec) -> int:
-    """Where `codec` is in `CODECS`: operators of torch take numbers."""
+    """The index of `codec` in `CODECS`: operators of torch cannot take a codec."""
     if codec not in CODECS:
         CODECS.append(codec)
     return CODECS.index(codec)
@@ -93,12 +93,12 @@ def number(codec: Codec) -> int:
 
 @dataclass(eq=False)
 class QuantizedRegion:
-    """The quantized tokens of a layer as they are stored, which is how the fused kernel reads them: chunks of planes
-    `[B, H, slots, width]`, the buffers kept once among them.
+    """The quantized tokens of a layer as they are stored, and as the fused kernel reads them: chunks of planes `[B, H, slots, width]`, with
+    the buffers that are kept once.
 
-    `table` int64 `[rows, 8]`, a row for each chunk (there may be more rows): the chunk's first token, its slots, and how far the `planes`
-    are from those of the first chunk, in elements. `tokens` sizes the launch; where `Buffers` count on the device, these say how many there
-    are.
+    table   int64 `[rows, 8]`, a row for each chunk (there may be more rows): the chunk's first token, its slots, and the distances of its
+            `planes` from those of the first chunk, in elements
+    tokens  quantized tokens; an upper bound where `Buffers` count them on the device
     """
 
     key: Codec
@@ -113,12 +113,12 @@ class QuantizedRegion:
 
     @cached_property
     def shared(self) -> tuple[bool, bool]:
-        """Whether all heads have one scale: of keys, of values."""
+        """Whether all heads share one scale: of keys, of values."""
         return self._one(1)
 
     @cached_property
     def statistics(self) -> tuple[bool, bool]:
-        """Whether all tokens have one scale."""
+        """Whether all tokens share one scale: of keys, of values."""
         return self._one(2)
 
     def _one(self, dim: int) -> tuple[bool, bool]:
@@ -127,18 +127,18 @@ class QuantizedRegion:
 
     @cached_property
     def planes(self) -> list[Tensor]:
-        """Of the first chunk, keys before values: codes or low bits, high bits, scales; what is missing is an empty tensor."""
+        """The planes of the first chunk, keys before values: codes or low bits, high bits, scales. Missing ones are empty tensors."""
         return [plane for codec, codes in zip((self.key, self.value), self.chunks[0], strict=True) for plane in planes_of(codec, codes)]
 
 
 @functools.cache
 def layout_of(codec: Codec) -> PackedLayout | None:
-    """What kernels know of `codec`."""
+    """The layout that kernels read and write; None if they cannot."""
     return codec.packed_layout
 
 
 def planes_of(codec: Codec, codes: Codes) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes, high bits and scales; what a codec has not is an empty tensor. Codes of less than 16 bits are read as words of 16."""
+    """Codes, high bits and scales; missing ones are empty tensors. Codes of less than 16 bits are viewed as words of 16."""
     none = next(iter(codes.values())).new_empty(0)
     if (layout := layout_of(codec)) is None:
         return none, none, none
@@ -147,7 +147,7 @@ def planes_of(codec: Codec, codes: Codes) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def chunk_table(chunks: Sequence[tuple[Codes, Codes]], codecs: tuple[Codec, Codec]) -> Tensor:
-    """`QuantizedRegion.table` of these chunks, in host memory."""
+    """`QuantizedRegion.table` of these chunks, int64 `[chunks, 8]`, in host memory."""
     rows, start = [], 0
     first = [plane for codec, codes in zip(codecs, chunks[0], strict=True) for plane in planes_of(codec, codes)]
     for chunk in chunks:
@@ -169,12 +169,11 @@ class Buffers:
 
     sinks      `[B, H, S, D]`   the first `S` tokens, in the model's dtype
     residual   `[B, H, R, D]`   a ring of the last tokens, in the model's dtype: token `n` after the sinks is in slot `n % R` until it is
-                                in slot `n` of the body
-    body                        quantized tokens, in token order
-    state      int32 `[4 + 2 B]`  a ticket of kernels, tokens that came when the storage was full, tokens that the storage has room for,
-                                chunks; then `lengths` `[B, 2]`: tokens that a row has seen, and how many of them are quantized
-
-    `columns`: tokens that there may be before the host is asked again; masks have as many columns.
+                                in slot `n` of the region
+    region                      quantized tokens, in token order
+    state      int32 `[4 + 2 B]`  programs of the launch that have finished, tokens dropped because the storage was full, its capacity in
+                                tokens, its chunks; then `lengths` `[B, 2]`: tokens of a row, and how many of them are quantized
+    columns    bound on the tokens of a row until the host changes it; masks have as many columns
     """
 
     sinks: Pair
@@ -183,9 +182,9 @@ class Buffers:
     state: Tensor
     columns: int
     arguments: tuple[list[Tensor], list[Tensor], list[int], int] = field(init=False)
-    """As operators of torch take it: exact tokens and state; the table and the first chunk; numbers of the codecs; columns."""
+    """Arguments of torch operators: exact tokens and state; the table and the first chunk; indices of the codecs; columns."""
     launch: Any = field(init=False, default=None)
-    """What kernels keep from step to step."""
+    """Arguments that kernels reuse from step to step."""
 
     def __post_init__(self) -> None:
         planes = [plane for codes in self.region.chunks[0] for plane in codes.values()]
@@ -194,7 +193,7 @@ class Buffers:
 
     @staticmethod
     def of(exact: Sequence[Tensor], quantized: Sequence[Tensor], numbers: Sequence[int], columns: int) -> Buffers:
-        """Those that these `arguments` were of, with the first chunk alone: kernels find the others by the table."""
+        """The inverse of `arguments`, with the first chunk alone: kernels find the others through the table."""
         key, value = CODECS[numbers[0]], CODECS[numbers[1]]
         k_sinks, v_sinks, k_residual, v_residual, state = exact
         table, *planes = quantized
@@ -216,7 +215,7 @@ class Buffers:
 
     @property
     def grows(self) -> bool:
-        """Whether there may be more chunks than one."""
+        """Whether there may be more than one chunk."""
         return self.region.table.shape[0] > 1
 
 
@@ -224,10 +223,13 @@ class Buffers:
 class AttentionInputs:
     """Keys and values of one layer for one step.
 
-    `key` and `value` are what the torch reference reads. `region` and `exact` are the same for the fused kernel: the quantized tokens, if
-    there are any, and the exact keys and values of the sinks and the residual, `[B, H, T, D]` each, any of them without tokens. With
-    `buffers` these are what `region` and `exact` are of, and the device knows how much of them is used. `joined`: the exact keys and the
-    exact values `[B, H, T, D]` of sinks and residual in one tensor each, where they lie so.
+    key, value  what the torch reference reads
+    region      the same for the fused kernel: the quantized tokens, if there are any,
+    exact       and keys and values of the sinks, then of the residual, `[B, H, T, D]` each, any of them without tokens
+    buffers     the storage of `region` and `exact`, where it counts its tokens on the device
+    joined      keys and values `[B, H, T, D]` of sinks and residual in one tensor each, where they are contiguous in memory
+    paged       `PagedInputs` in place of `region` and `exact`, where each head has pages of its own. It leaves out columns without a token;
+                attention over `key` and `value` needs a mask for each head then
     """
 
     key: KeysOrValues
@@ -236,10 +238,11 @@ class AttentionInputs:
     exact: tuple[Tensor, ...] = ()
     buffers: Buffers | None = None
     joined: Pair | None = None
+    paged: Any = None
 
     @property
     def arguments(self) -> tuple[list[Tensor], Tensor | None, list[int], int, list[Tensor]]:
-        """As operators of torch take it: planes of all chunks, table, numbers of the codecs and tokens of the body; exact tokens."""
+        """Arguments of torch operators: planes of all chunks, table, indices of the codecs, quantized tokens; exact tokens."""
         if (region := self.region) is None:
             return [], None, [], 0, list(self.exact)
         planes = [plane for chunk in region.chunks for codes in chunk for plane in codes.values()]
@@ -247,7 +250,7 @@ class AttentionInputs:
 
 
 def qk(q: Tensor, side: KeysOrValues) -> Tensor:
-    """`q . k` for every token: `[B, H, R, D]` -> `[B, H, R, T]`."""
+    """Scores of queries against all keys: `q` `[B, H, R, D]` to `[B, H, R, T]`, in the dtype of `q`."""
     rotated: dict[Codec, Tensor] = {}
     parts = []
     for segment in side.segments:
@@ -256,21 +259,22 @@ def qk(q: Tensor, side: KeysOrValues) -> Tensor:
             continue
         if segment.codec not in rotated:
             rotated[segment.codec] = segment.codec.rotate(q)
-        turned = rotated[segment.codec]
+        q_rotated = rotated[segment.codec]
         levels, scale, offset, center = segment.levels()
-        part = turned @ levels.mT
+        part = q_rotated @ levels.mT
         if scale is not None:
             part *= scale.mT
         if offset is not None:
-            part += turned.sum(-1, keepdim=True) * offset.mT
+            part += q_rotated.sum(-1, keepdim=True) * offset.mT
         if center is not None:
-            part += turned @ center.mT
+            part += q_rotated @ center.mT
         parts.append(part)
     return torch.cat(parts, dim=-1) if len(parts) > 1 else parts[0]
 
 
 def pv(p: Tensor, side: KeysOrValues) -> Tensor:
-    """`p . v`: `[B, H, R, T]` -> `[B, H, R, D]`. Packed values are summed rotated, and turned back once."""
+    """Weighted sums of values: `p` `[B, H, R, T]` to `[B, H, R, D]`, in the dtype of `p`. Packed values are summed rotated, and rotated
+    back once."""
     sums: dict[Codec | None, Tensor] = {}
     start = 0
     for segment in side.segments:

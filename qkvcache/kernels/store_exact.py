@@ -1,4 +1,4 @@
-"""Tokens of a step of several into the sinks and the residual of a storage, in plain torch."""
+"""Storing several exact tokens in the sinks and the residual of storage that counts on the device, in plain torch."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ def store_exact(buffers: Buffers, exact: Pair, sinks: tuple[int, int], begin: in
     """Copies exact tokens, keys and values `[B, H, T, D]` each, into the storage and sets its counts on the device.
 
     Args:
-        sinks: which of the `T` tokens are new sinks: the first of them, and the one after the last.
-        begin: the first token that is copied into the ring; all after it are. The ring has room for them.
+        sinks: which of the `T` tokens are new sinks: the first, and the one after the last.
+        begin: the first token that is copied into the ring; all later ones are, too. The ring has room for them.
         slot: the slot of the ring for token `begin`.
-        lengths: tokens seen and tokens quantized, the same for all rows.
+        lengths: tokens and quantized tokens of each row afterwards, the same for all rows.
     """
     for x, first, ring in zip(exact, buffers.sinks, buffers.residual, strict=True):
         if sinks[0] < sinks[1]:

@@ -9,7 +9,7 @@ from torch import Tensor
 from .attend import HIDDEN, MASKED
 
 BLOCK = 2**24
-"""Most scores that exist at once."""
+"""Greatest number of scores in memory at a time."""
 
 
 def sum_attention(
@@ -24,36 +24,40 @@ def sum_attention(
     lse: Tensor | None = None,
     causal: bool = True,
 ) -> Tensor:
-    """Mass of each token, fp32 `[B, H, T]`, summed over the query heads of its group too.
+    """Accumulated attention of each token, fp32 `[B, H, T]`: its softmax weights, summed over queries and the query heads of its group.
 
     Args:
         query: `[B, Hq, Q, D]`.
         key: `[B, H, T, D]`.
         observed: how often each query counts, fp32 `[B, Q]`; 0 for padding.
-        visible: bool `[B, T]`, False for padding.
-        softcap, sinks: as for `attend`.
-        lse: log of the normaliser `[B, Hq, Q]` of the scaled scores, sinks included, if it is known. Then `sinks` are not read, and the
-        keys may be a part of those that queries attend to.
+        visible: bool `[B, T]`, or `[B, H, T]` where heads differ; False for padding.
+        scaling: factor on the scores.
+        softcap: as for `attend`.
+        sinks: as for `attend`.
+        lse: log of the normaliser, fp32 `[B, Hq, Q]`, of the scaled scores, sinks included, if it is known. Then `sinks` are not read, and
+        the keys may be a part of those that queries attend to.
         causal: the last `Q` tokens are those of the queries, and each sees up to itself. Else each sees all tokens.
     """
     batch, query_heads, queries, dim = query.shape
     heads, tokens = key.shape[1:3]
     groups = query_heads // heads
     key = key.float()
+    if visible is not None:
+        visible = visible[:, None] if visible.dim() == 2 else visible.repeat_interleave(groups, dim=1)
     attention_sums = torch.zeros(batch, heads, tokens, dtype=torch.float32, device=key.device)
     step = max(BLOCK // (batch * query_heads * tokens), 1)
     for begin in range(0, queries, step):
         end = min(begin + step, queries)
-        seen = tokens - queries + end if causal else tokens
+        end_key = tokens - queries + end if causal else tokens
         rows = query[:, :, begin:end].float().mul(scaling).reshape(batch, heads, groups * (end - begin), dim)
-        logits = (rows @ key[:, :, :seen].mT).view(batch, query_heads, end - begin, seen)
+        logits = (rows @ key[:, :, :end_key].mT).view(batch, query_heads, end - begin, end_key)
         if softcap is not None:
             logits = softcap * torch.tanh(logits / softcap)
         if causal:
-            own = logits[..., seen - (end - begin) :]
+            own = logits[..., end_key - (end - begin) :]
             own.masked_fill_(torch.ones_like(own[0, 0], dtype=torch.bool).triu(1), MASKED)
         if visible is not None:
-            logits.masked_fill_(~visible[:, None, None, :seen], MASKED)
+            logits.masked_fill_(~visible[:, :, None, :end_key], MASKED)
         if lse is not None:
             level = lse[:, :, begin:end]
         else:
@@ -64,5 +68,5 @@ def sum_attention(
         count = observed[:, None, begin:end].float().expand(batch, query_heads, -1)
         weights = logits.sub_(level[..., None]).exp_().masked_fill_(unseen | (count == 0)[..., None], 0)
         rows_of = (batch, heads, groups * (end - begin))
-        attention_sums[:, :, :seen] += (count.reshape(rows_of)[:, :, None] @ weights.reshape(*rows_of, seen))[:, :, 0]
+        attention_sums[:, :, :end_key] += (count.reshape(rows_of)[:, :, None] @ weights.reshape(*rows_of, end_key))[:, :, 0]
     return attention_sums

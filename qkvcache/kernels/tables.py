@@ -1,7 +1,7 @@
-"""What kernels look up that depends on codecs and shapes alone: made once, kept for the process.
+"""Constant tensors that kernels read: they depend on codecs and shapes alone, and are cached for the process.
 
-A CUDA graph gives the memory of what it makes to the next thing that it makes, so nothing may be kept that was made in one:
-`dispatch.prepare` has everything made before.
+A CUDA graph reuses the memory of tensors that are allocated while it is captured, so that none of those may be cached: `dispatch.prepare`
+allocates all of them beforehand.
 """
 
 from __future__ import annotations
@@ -20,30 +20,34 @@ from .segments import layout_of
 
 CPU = torch.device("cpu")
 PLAIN = PackedLayout("half", planes=("codes", "", ""))
-"""For a side without a body."""
+"""For keys or values without quantized tokens."""
 
 
 class Tables(NamedTuple):
-    """For keys and values of one kind."""
+    """For one pair of codecs, head dim and device."""
 
     key: PackedLayout
     value: PackedLayout
     whole: Tensor | None
-    """Turns queries ahead of the kernel, fp16 `[D, D]`, where it cannot."""
+    """Rotates queries before the attention kernel where it cannot, fp16 `[D, D]`; else None."""
     rotation: Tensor
-    """Turns the words of a tile; additions across planes follow, `signs` come before, `factor` after."""
+    """Rotates the words of a tile, fp16 `[words, words]`; additions across planes follow, `signs` come before, `factor` after."""
     signs: Tensor
+    """Of the channels of keys, fp32 `[D]`."""
     factor: float
     k_shifts: Tensor
+    """int16 `[32, words]`: see `_shifts`."""
     v_shifts: Tensor
     v_signs: Tensor
+    """Of the channels of values, fp32 `[Dv]`."""
     v_block: int
+    """Channels in a block of the rotation of values; 1 if they are not rotated."""
 
 
 @functools.lru_cache(maxsize=32)
-@torch.inference_mode(False)  # what is made once for all callers must serve those that differentiate too
+@torch.inference_mode(False)  # cached for all callers, also those that differentiate
 def tables(codecs: tuple[Codec, Codec] | None, dim: int, value_dim: int, device: torch.device) -> Tables:
-    """Of a body of these codecs, or of none."""
+    """Of quantized tokens of these codecs, of keys and of values; of exact tokens alone for None."""
     key, value = (PLAIN, PLAIN) if codecs is None else (dataclasses.replace(layout_of(codec) or PLAIN, search=0) for codec in codecs)
     k_rotation, v_rotation = (None, None) if codecs is None else (codec.rotation for codec in codecs)
     whole, factor, v_block = None, 1.0, 1
@@ -61,6 +65,7 @@ def tables(codecs: tuple[Codec, Codec] | None, dim: int, value_dim: int, device:
 
 
 def _across_words(codec: PackedLayout, dim: int) -> Tensor:
+    """The rotation across the words of a tile, fp32 `[words, words]`: matrices of 1 and -1 on the diagonal."""
     width = 16 if codec.group else max(triton.next_power_of_2(dim // codec.per), 16)
     size = min(16, dim // codec.per) if codec.group else rotation_block(dim) // codec.per
     matrix = torch.zeros(width, width)
@@ -70,11 +75,12 @@ def _across_words(codec: PackedLayout, dim: int) -> Tensor:
 
 
 def _signs(rotation: Hadamard, dim: int, device: torch.device) -> Tensor:
+    """Signs of channels, fp32 `[dim]`."""
     return random_signs(dim, device) if rotation.randomized else torch.ones(dim, device=device)
 
 
 def _shifts(codec: PackedLayout, dim: int, device: torch.device) -> Tensor:
-    """Whether words of high bits are shifted (-1) for each word of low bits `[32, words]`: the first half and the second share them.
+    """Whether words of high bits are shifted (-1) for each word of low bits, int16 `[32, words]`: the first half and the second share them.
 
     The kernel loads what it could compute, a row for each token of a tile: only loads in the loop may stay in the layout of an operand."""
     width = max(triton.next_power_of_2(dim // codec.per), 16)

@@ -1,16 +1,17 @@
-"""The fused attention kernel: a few queries over a layer whose body is packed, in one pass over the codes.
+"""The fused attention kernels: a few queries over a layer whose tokens are quantized, in one pass over the codes.
 
-One program is one warp: it takes one split of the tokens of one (sequence, KV head) for all query heads of the group. Tokens are the rows
+One program is one warp: it reads one split of the tokens of one (sequence, KV head) for all query heads of the group. Tokens are the rows
 of both matrix products (scores^T = K q^T, output^T = V^T p^T), so that a tensor core serves eight query rows without waste, each code is
 unpacked once and in the registers where the product wants it (`triton_unpack.py`), and warps share nothing. Codes stream through cp.async.
-A key's scale multiplies its scores, and what the mean of keys gives is added; a value's scale joins the exponent, so that the weights that
-multiply codes never exceed 1:
+The scale of a key multiplies its scores, and the product of the query with the mean of keys is added; the scale of a value joins the
+exponent, so that the weights that multiply codes never exceed 1:
 
     u = s + log2(scale);  m = max u;  w = 2^(u - m);  output = sum w * number;  normaliser = sum w / scale
 
-Splits of the body, and the exact tokens as one more split, leave partial sums, which `triton_join.py` adds up. With ATTENTION_SUMS,
-weights go to scratch, for `triton_sum_splits.py`. All exponents are base 2.
-"""
+Splits of the quantized region, and the exact tokens as one more split, leave partial outputs, which `triton_join.py` joins. With
+ATTENTION_SUMS, weights are stored in scratch, for `triton_sum_splits.py`. All exponents are base 2.
+
+Shapes of tiles: T tokens, R query rows, WIDE words of a token, `per` channels in a word. X, K and V are the `PackedLayout` of a codec."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ import triton.language as tl
 
 from .triton_math import exp2, inverse, log2
 from .triton_scales import group_scales, scale_of_plane, scaled, token_scale
-from .triton_sum_splits import BODY_GRAIN, EXACT_GRAIN, keep
+from .triton_sum_splits import EXACT_GRAIN, REGION_GRAIN, keep
 from .triton_unpack import offset_of, unit_of, unpack
 
 HIDDEN = tl.constexpr(-1e30)  # finite: a row that sees nothing must come out as numbers
@@ -28,7 +29,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def _channel(X: tl.constexpr, WORDS: tl.constexpr, word, i: tl.constexpr):
-    """Which channel plane `i` of a word holds."""
+    """The channel that plane `i` holds of `word`, an int or int tensor of any shape; WORDS: words of a token."""
     PER: tl.constexpr = X.per
     if X.group > 0:
         return i * WORDS + word
@@ -40,7 +41,11 @@ def _channel(X: tl.constexpr, WORDS: tl.constexpr, word, i: tl.constexpr):
 def _tile_of_keys(
     X: tl.constexpr, WORDS: tl.constexpr, WIDE: tl.constexpr, first: tl.constexpr, codes, high, shifts, page, slot, ARCH: tl.constexpr
 ):
-    """Planes `[T, WIDE]` of words from `first` on."""
+    """Words `first` to `first + WIDE` of the keys `slot`, int [T], as a tuple of X.per planes [T, WIDE], fp16 (the model's dtype for
+    `half`).
+
+    `codes`: words of 16 bits [slots, WORDS] and `high`: [slots, WORDS / 2] of one head, at `page[0]` and `page[1]` elements from there;
+    `shifts`: int16 [32, words], see `tables.py`."""
     KIND: tl.constexpr = X.kind
     j = tl.arange(0, WIDE)
     word = first + j
@@ -64,7 +69,8 @@ def _tile_of_values(
     X: tl.constexpr, WORDS: tl.constexpr, WIDE: tl.constexpr, first: tl.constexpr, codes, high, shifts, page, slot, valid,
     TAIL: tl.constexpr, ARCH: tl.constexpr,
 ):  # fmt: skip
-    """Planes `[WIDE, T]`: loaded transposed, which costs ldmatrix nothing."""
+    """As `_tile_of_keys`, but planes [WIDE, T]: loaded transposed, which costs ldmatrix nothing. With TAIL, tokens that are not `valid`,
+    bool [T], read as 0."""
     KIND: tl.constexpr = X.kind
     j = tl.arange(0, WIDE)
     word = first + j
@@ -86,7 +92,7 @@ def _tile_of_values(
 
 @triton.jit
 def _capped(s, softcap, SOFTCAP: tl.constexpr, ARCH: tl.constexpr):
-    """Scores to base 2, after `softcap * tanh(s / softcap)`."""
+    """Scores `s`, fp32 of any shape, to base 2, after `softcap * tanh(s / softcap)`; without SOFTCAP they are to base 2 already."""
     if SOFTCAP:
         e = exp2(s * (2 * LOG2E / softcap), ARCH)
         return softcap * LOG2E * (1 - 2 * inverse(e + 1, ARCH))
@@ -96,7 +102,10 @@ def _capped(s, softcap, SOFTCAP: tl.constexpr, ARCH: tl.constexpr):
 
 @triton.jit
 def _masked(s, mask, mask_rows, mask_stride, column, hides, MASK: tl.constexpr):
-    """Scores `[T, R]` under the caller's mask: additive, bool, or bool and the same for all rows; of that `hides` says whether to look."""
+    """Scores `s`, fp32 [T, R], under the caller's mask: "float" is additive, "bool" has a row for each query, "row" one for all.
+
+    `mask_rows`: int [R], where the mask of a query row begins; `column`: int [T], the tokens' columns, `mask_stride` apart; `hides`: for
+    "row", whether the mask hides any token of the split."""
     if MASK == "row":
         if hides:
             shown = tl.load(mask + column * mask_stride)
@@ -112,7 +121,8 @@ def _masked(s, mask, mask_rows, mask_stride, column, hides, MASK: tl.constexpr):
 
 @triton.jit
 def _hides(mask, begin, end, mask_stride):
-    """Whether the mask hides a column from `begin` to `end`: seldom, and a look at each tile's part would wait for memory."""
+    """Whether the mask, uint8 with columns `mask_stride` apart, hides any column from `begin` to `end`. It seldom does, and reading the
+    mask in each tile would wait for memory."""
     i = tl.arange(0, 1024)
     shown = tl.full([1024], 1, tl.uint8)
     for at in range(begin, end, 1024):
@@ -121,14 +131,21 @@ def _hides(mask, begin, end, mask_stride):
 
 
 @triton.jit
-def _body_tile(
+def _region_tile(
     K: tl.constexpr, V: tl.constexpr, KW: tl.constexpr, VW: tl.constexpr, KT: tl.constexpr, VT: tl.constexpr,
     K_ONCE: tl.constexpr, V_ONCE: tl.constexpr, TAIL: tl.constexpr, SOFTCAP: tl.constexpr, MASK: tl.constexpr, ARCH: tl.constexpr,
     state, q, q_scale, q_sum, q_center, k_codes, k_high, k_shifts, k_scales, v_codes, v_high, v_shifts, v_scales, k_page, v_page, slot,
     valid, mask, mask_rows, mask_stride, column, hides, oldest, softcap, WINDOW: tl.constexpr, weights, tops, place, count, ATTENTION_SUMS:
     tl.constexpr,
 ):  # fmt: skip
-    """One tile of tokens joins the running maximum, normaliser, constant part and planes of the output, `state`."""
+    """Adds one tile of T quantized tokens, `slot` int [T], to `state`: running maximum fp32 [R], normaliser fp32 [T, R], constant part of
+    the output fp32 [T or 16, R], and a tuple of the planes of the output, fp32 [VT, R] each. Returns the new state.
+
+    q        a tuple of planes [KT, R], with `q_scale`, `q_sum`, `q_center` from `_query_planes`
+    k_codes  and all planes of a head: as of `_tile_of_keys`; k_scales: as of `triton_scales.py`; K_ONCE: one scale serves all tokens
+    valid    bool [T], read with TAIL; column: int [T], columns in the mask; oldest: int [R], the first column in the window
+    weights  scratch of the program's rows (`keep`), `count` tokens from slot `place` on
+    """
     m, l, z, acc = state
     KN: tl.constexpr = (KW + KT - 1) // KT
     VN: tl.constexpr = (VW + VT - 1) // VT
@@ -139,13 +156,13 @@ def _body_tile(
     if K.group == 0 and K.scale != "hidden" and offset_of(K) != 0:
         s -= (offset_of(K) * q_sum)[None, :]
     if K.group > 0:
-        found = group_scales(K, KW, k_scales, slot, ARCH)
+        k_by_group = group_scales(K, KW, k_scales, slot, ARCH)
     for c in tl.static_range(KN):
         planes = _tile_of_keys(K, KW, KT, c * KT, k_codes, k_high, k_shifts, k_page, slot, ARCH)
         for i in tl.static_range(KP):
             k = planes[i]
             if K.group > 0:
-                k = scaled(K, k, scale_of_plane(K, KW, found, k_scales, slot, c * KT, i, 0))
+                k = scaled(K, k, scale_of_plane(K, KW, k_by_group, k_scales, slot, c * KT, i, 0))
             s = tl.dot(k, q[c * KP + i], s, input_precision="ieee")
     if K.group > 0 or K.scale == "none":
         s = s * q_scale[None, :]
@@ -195,21 +212,21 @@ def _body_tile(
         elif offset_of(V) != 0:  # the same for all tokens: a product sums weights at no conversion
             z = tl.dot(tl.full([16, p.shape[0]], -1 / 16, tl.float16), p, z * shrink[None, :], input_precision="ieee")
         if ATTENTION_SUMS > 0:
-            keep(weights, tops, w * unscale[:, None], top, place, count, BODY_GRAIN, ATTENTION_SUMS)
+            keep(weights, tops, w * unscale[:, None], top, place, count, REGION_GRAIN, ATTENTION_SUMS)
     else:
         l = l * shrink[None, :] + w
         if ATTENTION_SUMS > 0:
-            keep(weights, tops, w, top, place, count, BODY_GRAIN, ATTENTION_SUMS)
+            keep(weights, tops, w, top, place, count, REGION_GRAIN, ATTENTION_SUMS)
 
     new = ()
     if V.group > 0:
-        found_v = group_scales(V, VW, v_scales, slot, ARCH)
+        v_by_group = group_scales(V, VW, v_scales, slot, ARCH)
     for c in tl.static_range(VN):
         planes = _tile_of_values(V, VW, VT, c * VT, v_codes, v_high, v_shifts, v_page, slot, valid, TAIL, ARCH)
         for i in tl.static_range(VP):
             v = planes[i]
             if V.group > 0:
-                scale = scale_of_plane(V, VW, found_v, v_scales, slot, c * VT, i, 1)
+                scale = scale_of_plane(V, VW, v_by_group, v_scales, slot, c * VT, i, 1)
                 if TAIL:
                     scale = tl.where(valid[None, :], scale, 0.0)
                 v = scaled(V, v, scale)
@@ -224,7 +241,14 @@ def _exact_tiles(
     state, q, q_scale, keys, key_stride, values, value_stride, tokens, start, newest, oldest, mask, mask_rows, mask_stride, softcap,
     weights, tops, oldest_slot, count, ATTENTION_SUMS: tl.constexpr,
 ):  # fmt: skip
-    """Tokens in the model's dtype, `keys` `[tokens, D]`, whose columns begin at `start`; of a RING, `count` from `oldest_slot` on."""
+    """Adds tokens in the model's dtype to `state`: running maximum and normaliser, fp32 [R] each, and output, fp32 [DVP, R]. Returns it.
+
+    q        [DP, R] model dtype; `q_scale` fp32 [R]
+    keys     [tokens, D], a token `key_stride` elements from the next; values [tokens, DV]: value_stride
+    start    column of the first token; newest, oldest: int [R], the columns that a query row sees at most, read if CAUSAL and WINDOW
+    RING     whether tokens are the `count` of a ring of `tokens` slots from `oldest_slot` on
+    weights, tops   scratch from the zone's first slot on
+    """
     m, l, acc = state
     t = tl.arange(0, T)
     d = tl.arange(0, DP)
@@ -260,7 +284,8 @@ def _exact_tiles(
 
 @triton.jit
 def _butterflies(tiles, N: tl.constexpr, BIT: tl.constexpr):
-    """One stage of the Hadamard transform across `N` tiles: the one in the bit `BIT` of their numbers."""
+    """One stage of the Hadamard transform across N tiles, a tuple of tensors of one shape: sums and differences of tiles whose numbers
+    differ in the bit BIT."""
     new = ()
     for i in tl.static_range(N):
         if i & BIT:
@@ -273,10 +298,13 @@ def _butterflies(tiles, N: tl.constexpr, BIT: tl.constexpr):
 @triton.jit
 def _query_planes(
     K: tl.constexpr, KW: tl.constexpr, KT: tl.constexpr, D: tl.constexpr, G: tl.constexpr, TURN: tl.constexpr, ARCH: tl.constexpr,
-    SOFTCAP: tl.constexpr, body_query, q_rows, live, rotation, signs, center, scaling,
+    SOFTCAP: tl.constexpr, region_query, q_rows, live, rotation, signs, center, scaling,
 ):  # fmt: skip
-    """Queries `[R, D]`, rows `q_rows` of `body_query`, as the product with planes of keys takes them: planes `[KT, R]`, and for each row
-    the factor of its scores, the sum of its channels and its product with the mean of keys."""
+    """Query rows `q_rows`, int64 [R], of `region_query`, as the product with planes of keys needs them. Rows that are not `live`, bool [R],
+    are 0.
+
+    Returns planes, a tuple of [KT, R], fp16 (the model's dtype for `half`), and for each row, fp32 [R]: the factor of its scores, the sum
+    of its channels, and its product with `center`, the mean of keys, fp32 [D]."""
     KP: tl.constexpr = K.per
     KN: tl.constexpr = (KW + KT - 1) // KT
     R: tl.constexpr = q_rows.shape[0]
@@ -290,7 +318,7 @@ def _query_planes(
         for i in tl.static_range(KP):
             channel = _channel(K, KW, c * KT + j, i)
             inside = (c * KT + j < KW)[None, :] & live[:, None]
-            x = tl.load(body_query + q_rows[:, None] + channel[None, :], mask=inside, other=0.0)
+            x = tl.load(region_query + q_rows[:, None] + channel[None, :], mask=inside, other=0.0)
             if K.rotated:
                 x = x * tl.load(signs + channel, mask=c * KT + j < KW, other=0.0).to(x.dtype)[None, :]
                 turn = tl.load(rotation + j[:, None] * KT + j[None, :]).to(x.dtype)
@@ -337,28 +365,101 @@ def _query_planes(
     return q, q_scale, q_sum, q_center
 
 
+@triton.constexpr_function
+def _words_of_tile(layout, head_dim):
+    """Words of a token in one tile: all of them, padded to a power of two, or 16 where scales are by group."""
+    return 16 if layout.group > 0 else max(triton.next_power_of_2(head_dim // layout.per), 16)
+
+
+@triton.constexpr_function
+def _same_offset(layout):
+    """Whether all tokens have the same offset, so that one product sums the weights that it multiplies."""
+    return offset_of(layout) != 0 and layout.scale in ("fp16", "fp32")
+
+
+@triton.jit
+def _empty_state(m, V: tl.constexpr, VW: tl.constexpr, VT: tl.constexpr, T: tl.constexpr):
+    """The state of `_region_tile` before the first tile, `m` fp32 [R] being the running maximum."""
+    R: tl.constexpr = m.shape[0]
+    TILES: tl.constexpr = (VW + VT - 1) // VT * V.per
+    acc = ()
+    for i in tl.static_range(TILES):
+        acc = acc + (tl.zeros([VT, R], tl.float32),)
+    SUMS: tl.constexpr = 16 if _same_offset(V) else T
+    return m, tl.zeros([T, R], tl.float32), tl.zeros([SUMS, R], tl.float32), acc
+
+
+@triton.jit
+def _store_region(out, state, live, V: tl.constexpr, DV: tl.constexpr, VW: tl.constexpr, VT: tl.constexpr):
+    """Stores the output of a split, fp32 [R, DV], for the rows `live`, bool [R], plane after plane: `reduce_kernel` puts channels in order.
+    Returns the maximum and the normaliser, fp32 [R] each."""
+    m, l, z, acc = state
+    R: tl.constexpr = m.shape[0]
+    VP: tl.constexpr = V.per
+    VN: tl.constexpr = (VW + VT - 1) // VT
+    z = tl.sum(z, 0)
+    if _same_offset(V):
+        z *= offset_of(V) * unit_of(V)
+    for c in tl.static_range(VN):
+        word = c * VT + tl.arange(0, VT)
+        for i in tl.static_range(VP):
+            place = tl.arange(0, R)[None, :] * DV + i * VW + word[:, None]
+            tl.store(out + place, acc[c * VP + i] * unit_of(V) + z[None, :], mask=(word < VW)[:, None] & live[None, :])
+    return m, tl.sum(l, 0)
+
+
+@triton.jit
+def _tiles_of_split(span, many, least, T: tl.constexpr):
+    """Tokens of each of `many` splits of `span` tokens: whole tiles of T tokens, and no fewer than `least`."""
+    return tl.maximum(tl.cdiv(tl.cdiv(span, many), T) * T, least)
+
+
 # What changes from step to step, or call to call, must not compile the kernel anew.
 @triton.jit(
     do_not_specialize=[
-        "scaling", "softcap", "window", "chunks", "n_first", "n_body", "n_recent", "split_tokens", "heads", "queries",
+        "scaling", "softcap", "window", "chunks", "n_sinks", "n_quantized", "n_residual", "split_tokens", "heads", "queries",
         "mask_stride_b", "mask_stride_h", "mask_stride_q", "mask_stride_t", "slots", "grains",
     ]
 )  # fmt: skip
 def attend_kernel(
-    query, body_query, rotation, signs, table, k_codes, k_high, k_shifts, k_scales, v_codes, v_high, v_shifts, v_scales,
-    first_k, first_v, recent_k, recent_v, mask, k_center, part, maxima, sums, weights, tops,
-    counts, q_stride_b, q_stride_h, q_stride_q, first_stride_b, first_stride_h, first_stride_t,
-    first_v_stride_b, first_v_stride_h, first_v_stride_t,
-    recent_stride_b, recent_stride_h, recent_stride_t, recent_v_stride_b, recent_v_stride_h, recent_v_stride_t,
+    query, region_query, rotation, signs, table, k_codes, k_high, k_shifts, k_scales, v_codes, v_high, v_shifts, v_scales,
+    sinks_k, sinks_v, residual_k, residual_v, mask, k_center, part, maxima, sums, weights, tops,
+    counts, q_stride_b, q_stride_h, q_stride_q, sinks_stride_b, sinks_stride_h, sinks_stride_t,
+    sinks_v_stride_b, sinks_v_stride_h, sinks_v_stride_t,
+    residual_stride_b, residual_stride_h, residual_stride_t, residual_v_stride_b, residual_v_stride_h, residual_v_stride_t,
     mask_stride_b, mask_stride_h, mask_stride_q, mask_stride_t,
-    scaling, softcap, window, chunks, n_first, n_body, n_recent, split_tokens, heads, queries, slots, grains,
+    scaling, softcap, window, chunks, n_sinks, n_quantized, n_residual, split_tokens, heads, queries, slots, grains,
     K: tl.constexpr, V: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, G: tl.constexpr, R: tl.constexpr,
     T: tl.constexpr, TX: tl.constexpr, K_SHARED: tl.constexpr, V_SHARED: tl.constexpr, K_ONCE: tl.constexpr, V_ONCE: tl.constexpr,
     SOFTCAP: tl.constexpr, MASK: tl.constexpr, WINDOW: tl.constexpr, CAUSAL: tl.constexpr, ARCH: tl.constexpr,
     EXACT: tl.constexpr, TURN: tl.constexpr, ATTENTION_SUMS: tl.constexpr, COUNTED: tl.constexpr,
 ):  # fmt: skip
-    """Grid (splits, row blocks, batch * heads); with EXACT, split 0 is that of the exact zones. ATTENTION_SUMS: columns of the scratch, 0
-    if none. COUNTED: tokens are those of a storage, whose `counts` (`Buffers.state`) say how many each row has; the least of a split."""
+    """Attention of `queries` queries over sinks, a quantized region and the residual (`segments.AttentionInputs`), split over programs.
+
+    Grid (splits, blocks of R query rows, B * H); with EXACT, split 0 is that of the exact tokens. Strides are in elements. Channels are
+    contiguous. Query row `r` of a KV head is query `r % queries` of query head `h * G + r // queries`.
+
+    query          [B, H * G, queries, D] model dtype               q_stride_b, q_stride_h, q_stride_q
+    region_query   the same; or fp32 and rotated beforehand, with the strides of `query`
+    rotation       fp16 [KT, KT], signs fp32 [D]: `tables.Tables`; read if K.rotated
+    table          int64 [chunks, 8]: `QuantizedRegion.table`
+    k_codes, v_codes     [B, H, slots, words] of the first chunk, words of 16 bits (`half`: the model's dtype), contiguous
+    k_high, v_high       int16 [B, H, slots, words / 2] likewise, and k_shifts, v_shifts int16 [32, words]; read if a layout has high bits
+    k_scales, v_scales   [B, H, slots, scales of a token] likewise; [B, 1, ..] if K_SHARED or V_SHARED, [.., 1, ..] if K_ONCE or V_ONCE
+    sinks_k, sinks_v     [B, H, n_sinks, D] and [.., DV] model dtype: sinks_stride_b, _h, _t and sinks_v_stride_b, _h, _t
+    residual_k, residual_v   [B, H, n_residual, D] and [.., DV]: residual_stride_b, _h, _t and residual_v_stride_b, _h, _t
+    mask           uint8 (0: hidden) or additive, [B, H * G, queries, columns]: mask_stride_b, _h, _q, _t; MASK as of `_masked`
+    k_center       fp32 [B, H, D], contiguous; read if K.centered
+    part           fp32 [B * H, blocks, splits, R, DV]; maxima, sums fp32 [B * H, blocks, splits, R]; contiguous
+    weights, tops  scratch [B * H, blocks, slots or grains, ATTENTION_SUMS], `triton_sum_splits.py`; ATTENTION_SUMS 0: none
+    counts         int32 [4 + 2 B], `Buffers.state`, read if COUNTED, the least of a split in tokens: then it counts tokens and chunks,
+                   `n_sinks` and `n_residual` are slots, and `n_quantized`, `chunks` and `split_tokens` are not read
+    scaling, softcap   factor and cap of scores                     window   tokens that a query sees, read if WINDOW
+    chunks         chunks of the region                             n_sinks, n_quantized, n_residual   tokens, the same for all rows
+    split_tokens   quantized tokens of a split, a multiple of T     heads    H
+    TX             exact tokens of a tile                           TURN     factor of the rotation
+    CAUSAL         whether the last `queries` tokens are the queries' own
+    """
     split = tl.program_id(0)
     block = tl.program_id(1)
     bh = tl.program_id(2)
@@ -367,29 +468,25 @@ def attend_kernel(
     h = bh % heads
     KW: tl.constexpr = D // K.per
     VW: tl.constexpr = DV // V.per
-    # Words of a tile: all of a token's, or sixteen where scales are by group.
-    KT: tl.constexpr = 16 if K.group > 0 else max(triton.next_power_of_2(KW), 16)
-    VT: tl.constexpr = 16 if V.group > 0 else max(triton.next_power_of_2(VW), 16)
-    VP: tl.constexpr = V.per
-    VN: tl.constexpr = (VW + VT - 1) // VT
+    KT: tl.constexpr = _words_of_tile(K, D)
+    VT: tl.constexpr = _words_of_tile(V, DV)
 
     r = block * R + tl.arange(0, R)
     live = r < G * queries
     row = tl.minimum(r, G * queries - 1)
     head = h * G + row // queries
     number = row % queries
-    total = n_first + n_body + n_recent
+    total = n_sinks + n_quantized + n_residual
     oldest_slot = 0
-    in_ring = n_recent
+    in_ring = n_residual
     if COUNTED > 0:
         total = tl.load(counts + 4 + 2 * b)
-        n_body = tl.load(counts + 5 + 2 * b)
+        n_quantized = tl.load(counts + 5 + 2 * b)
         chunks = tl.load(counts + 3)
-        n_first = tl.minimum(n_first, total)
-        oldest_slot = n_body % n_recent
-        in_ring = total - n_first - n_body
-        many = tl.maximum(splits - 1, 1) if EXACT else splits
-        split_tokens = tl.maximum(tl.cdiv(tl.cdiv(n_body, many), T) * T, COUNTED)
+        n_sinks = tl.minimum(n_sinks, total)
+        oldest_slot = n_quantized % n_residual
+        in_ring = total - n_sinks - n_quantized
+        split_tokens = _tiles_of_split(n_quantized, tl.maximum(splits - EXACT, 1), COUNTED, T)
     newest = total - queries + number
     oldest = newest - window + 1
     if MASK == "row":
@@ -412,23 +509,23 @@ def attend_kernel(
         x_scale = tl.full([R], 1.0, tl.float32) * scaling * log2e
         exact = (m, tl.zeros([R], tl.float32), tl.zeros([DVP, R], tl.float32))
         if ATTENTION_SUMS > 0:
-            weights += tl.cdiv(n_body, BODY_GRAIN) * BODY_GRAIN * ATTENTION_SUMS
-            tops += tl.cdiv(n_body, BODY_GRAIN) * ATTENTION_SUMS
+            weights += tl.cdiv(n_quantized, REGION_GRAIN) * REGION_GRAIN * ATTENTION_SUMS
+            tops += tl.cdiv(n_quantized, REGION_GRAIN) * ATTENTION_SUMS
         exact = _exact_tiles(
             D, DV, DP, DVP, TX, SOFTCAP, MASK, ARCH, WINDOW, CAUSAL, False, exact, x_query, x_scale,
-            first_k + b.to(tl.int64) * first_stride_b + h * first_stride_h, first_stride_t,
-            first_v + b.to(tl.int64) * first_v_stride_b + h * first_v_stride_h, first_v_stride_t,
-            n_first, 0, newest, oldest, mask, mask_rows, mask_stride_t, softcap, weights, tops, oldest_slot, in_ring,
+            sinks_k + b.to(tl.int64) * sinks_stride_b + h * sinks_stride_h, sinks_stride_t,
+            sinks_v + b.to(tl.int64) * sinks_v_stride_b + h * sinks_v_stride_h, sinks_v_stride_t,
+            n_sinks, 0, newest, oldest, mask, mask_rows, mask_stride_t, softcap, weights, tops, oldest_slot, in_ring,
             ATTENTION_SUMS,
         )  # fmt: skip
         if ATTENTION_SUMS > 0:
-            weights += tl.cdiv(n_first, EXACT_GRAIN) * EXACT_GRAIN * ATTENTION_SUMS
-            tops += tl.cdiv(n_first, EXACT_GRAIN) * ATTENTION_SUMS
+            weights += tl.cdiv(n_sinks, EXACT_GRAIN) * EXACT_GRAIN * ATTENTION_SUMS
+            tops += tl.cdiv(n_sinks, EXACT_GRAIN) * ATTENTION_SUMS
         exact = _exact_tiles(
             D, DV, DP, DVP, TX, SOFTCAP, MASK, ARCH, WINDOW, CAUSAL, COUNTED > 0, exact, x_query, x_scale,
-            recent_k + b.to(tl.int64) * recent_stride_b + h * recent_stride_h, recent_stride_t,
-            recent_v + b.to(tl.int64) * recent_v_stride_b + h * recent_v_stride_h, recent_v_stride_t,
-            n_recent, n_first + n_body, newest, oldest, mask, mask_rows, mask_stride_t, softcap, weights, tops, oldest_slot, in_ring,
+            residual_k + b.to(tl.int64) * residual_stride_b + h * residual_stride_h, residual_stride_t,
+            residual_v + b.to(tl.int64) * residual_v_stride_b + h * residual_v_stride_h, residual_v_stride_t,
+            n_residual, n_sinks + n_quantized, newest, oldest, mask, mask_rows, mask_stride_t, softcap, weights, tops, oldest_slot, in_ring,
             ATTENTION_SUMS,
         )  # fmt: skip
         m, l, x_out = exact
@@ -436,18 +533,14 @@ def attend_kernel(
         tl.store(out + tl.arange(0, R)[None, :] * DV + e[:, None], x_out, mask=(e < DV)[:, None] & live[None, :])
     else:
         q, q_scale, q_sum, q_center = _query_planes(
-            K, KW, KT, D, G, TURN, ARCH, SOFTCAP, body_query, q_rows, live, rotation, signs, k_center + bh * D, scaling
+            K, KW, KT, D, G, TURN, ARCH, SOFTCAP, region_query, q_rows, live, rotation, signs, k_center + bh * D, scaling
         )
-        acc = ()
-        for i in tl.static_range(VN * VP):
-            acc = acc + (tl.zeros([VT, R], tl.float32),)
-        SUMMED: tl.constexpr = offset_of(V) != 0 and (V.scale == "fp16" or V.scale == "fp32")
-        state = (m, tl.zeros([T, R], tl.float32), tl.zeros([16 if SUMMED else T, R], tl.float32), acc)
+        state = _empty_state(m, V, VW, VT, T)
         begin = tl.multiple_of((split - 1 if EXACT else split) * split_tokens, T)
-        end = tl.minimum(begin + split_tokens, n_body)
+        end = tl.minimum(begin + split_tokens, n_quantized)
         if WINDOW:
-            begin = tl.maximum(begin, (total - queries - window + 1 - n_first) // T * T)
-        hides = _hides(mask, n_first + begin, n_first + end, mask_stride_t) if MASK == "row" else False
+            begin = tl.maximum(begin, (total - queries - window + 1 - n_sinks) // T * T)
+        hides = _hides(mask, n_sinks + begin, n_sinks + end, mask_stride_t) if MASK == "row" else False
         t = tl.arange(0, T)
         plane = bh.to(tl.int64)
         kb = b.to(tl.int64) if K_SHARED else plane
@@ -470,40 +563,24 @@ def attend_kernel(
             whole = low + tl.maximum(high - low, 0) // T * T
             for token in range(low, whole, T):
                 slot = token + t
-                state = _body_tile(
+                state = _region_tile(
                     K, V, KW, VW, KT, VT, K_ONCE, V_ONCE, False, SOFTCAP, MASK, ARCH, state, q, q_scale, q_sum, q_center,
                     kc, kh, k_shifts, ks, vc, vh, v_shifts, vs, (0, 0), (0, 0), slot, t >= 0, mask, mask_rows, mask_stride_t,
-                    n_first + start + token + t, hides, oldest, softcap, WINDOW, weights, tops, start + token, T, ATTENTION_SUMS,
+                    n_sinks + start + token + t, hides, oldest, softcap, WINDOW, weights, tops, start + token, T, ATTENTION_SUMS,
                 )  # fmt: skip
             if whole < high:
                 slot = whole + t
-                column = tl.minimum(start + whole + t, start + high - 1) + n_first
-                state = _body_tile(
+                column = tl.minimum(start + whole + t, start + high - 1) + n_sinks
+                state = _region_tile(
                     K, V, KW, VW, KT, VT, K_ONCE, V_ONCE, True, SOFTCAP, MASK, ARCH, state, q, q_scale, q_sum, q_center,
                     kc, kh, k_shifts, ks, vc, vh, v_shifts, vs, (0, 0), (0, 0), slot, whole + t < high,
                     mask, mask_rows, mask_stride_t, column, hides, oldest, softcap, WINDOW, weights, tops,
                     start + whole, high - whole, ATTENTION_SUMS,
                 )  # fmt: skip
-        m, l2, z2, acc = state
-        l = tl.sum(l2, 0)
-        z = tl.sum(z2, 0)
-        if SUMMED:
-            z *= offset_of(V) * unit_of(V)
-        j = tl.arange(0, VT)
-        for c in tl.static_range(VN):
-            for i in tl.static_range(VP):  # plane after plane: `_reduce` puts channels in order
-                word = c * VT + j
-                place = tl.arange(0, R)[None, :] * DV + i * VW + word[:, None]
-                tl.store(out + place, acc[c * VP + i] * unit_of(V) + z[None, :], mask=(word < VW)[:, None] & live[None, :])
+        m, l = _store_region(out, state, live, V, DV, VW, VT)
     entry = (bh * tl.num_programs(1) + block) * splits * R + split * R + tl.arange(0, R)
     tl.store(maxima + entry, m)
     tl.store(sums + entry, l)
-
-
-@triton.jit
-def _tiles_of_split(span, many, least, T: tl.constexpr):
-    """Tokens of each of `many` splits of `span` tokens: whole tiles, and no fewer than `least`."""
-    return tl.maximum(tl.cdiv(tl.cdiv(span, many), T) * T, least)
 
 
 @triton.jit(
@@ -521,28 +598,31 @@ def attend_pages_kernel(
     WINDOW: tl.constexpr, CAUSAL: tl.constexpr, ARCH: tl.constexpr, EXACT: tl.constexpr, TURN: tl.constexpr, ATTENTION_SUMS: tl.constexpr,
     WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Attention of `Q` queries over sinks, pages and a ring (`pages.PagedInputs`), split over programs.
+    """Attention of `queries` queries over sinks, pages and a ring (`pages.PagedInputs`), split over programs.
 
     Grid (splits, blocks of R query rows, B * H); with EXACT, split 0 is that of the exact tokens. Strides are in elements, words of 16 bits
-    for packed codes, and those of the last dimension are 1 unless given.
+    for packed codes. Channels are contiguous.
 
-    query          [B, H * G, Q, D] model dtype                    query_b, query_h, query_q
-    region_query   the same, or fp32 and rotated ahead
-    rotation        [KT, KT] fp16, signs [D] fp32                   of the rotation of keys; read if K.rotated
+    query          [B, H * G, queries, D] model dtype              query_b, query_h, query_q
+    region_query   the same; or fp32 and rotated beforehand, with the strides of `query`
+    rotation       fp16 [KT, KT], signs fp32 [D]: `tables.Tables`; read if K.rotated
     table          int32 [B, P] or [B, H, P]                       table_b, table_h (0: all heads share)
     lengths        int32 [B] or [B, H], tokens in the pages        lengths_b, lengths_h (0: all heads share)
-    rows           int32 [B, 6]: `pages.COLUMNS`
-    k_planes       codes [N, H', PAGE, KW] words, high bits [N, H', PAGE, KW / 2] words, scales [N, H', PAGE, groups] or [B, H'] if K_ONCE,
-                   mean fp32 [B, H, D], and shifts [32, words] of high bits; what a codec has not is not read
-    k_strides      of pages and of heads, for codes, high bits and scales; of rows and heads, for the mean
-    v_planes, v_strides   the same of values
-    exact          sinks [E, H, S, D] and [E, H, S, DV], ring [F, H, ring_slots, D] and [.., DV]: keys, values, keys, values
+    rows           int32 [B, 6], contiguous: `pages.COLUMNS`
+    k_planes       codes [N, H', PAGE, words], high bits int16 [N, H', PAGE, words / 2], scales [N, H', PAGE, groups] or [B, H'] if K_ONCE,
+                   mean fp32 [B, H, D], and shifts int16 [32, words] of high bits; what a codec has not is not read
+    k_strides      of pages and of heads, for codes, high bits and scales (of rows and heads if K_ONCE); of rows and heads, for the mean
+    v_planes, v_strides   the same of values, with V_ONCE
+    exact          sinks [E, H, sink_slots, D] and [.., DV], ring [F, H, ring_slots, D] and [.., DV]: keys, values, keys, values
     exact_strides  of rows, heads and tokens, for each of the four
-    mask           uint8 or additive, [B, H * G, Q, columns]       mask_b, mask_h, mask_q, mask_t
-    part           fp32 [B * H, blocks, splits, R, DV]; maxima, sums fp32 [B * H, blocks, splits, R]
-    weights, tops  scratch of accumulated attention, `triton_sum_splits.py`; ATTENTION_SUMS: its columns, 0 if none
+    mask           uint8 (0: hidden) or additive, [B, H * G, queries, columns]: mask_b, mask_h, mask_q, mask_t; MASK as of `_masked`
+    part           fp32 [B * H, blocks, splits, R, DV]; maxima, sums fp32 [B * H, blocks, splits, R]; contiguous
+    weights, tops  scratch [B * H, blocks, slots or grains, ATTENTION_SUMS], `triton_sum_splits.py`; ATTENTION_SUMS 0: none
+    scaling, softcap   factor and cap of scores                    window   tokens that a query sees, read if WINDOW
+    max_length     bound on `lengths`                              least    of a split, in tokens: a multiple of T
+    TX             exact tokens of a tile                          TURN     factor of the rotation
+    CAUSAL         whether the last `queries` tokens are the queries' own
     WIDE           whether a plane of codes has 2^31 elements or more
-    scaling, softcap (in the units of scores), window, max_length, least (of a split): tokens
     """
     split = tl.program_id(0)
     block = tl.program_id(1)
@@ -552,11 +632,8 @@ def attend_pages_kernel(
     h = bh % heads
     KW: tl.constexpr = D // K.per
     VW: tl.constexpr = DV // V.per
-    # Words of a tile: all of a token's, or sixteen where scales are by group.
-    KT: tl.constexpr = 16 if K.group > 0 else max(triton.next_power_of_2(KW), 16)
-    VT: tl.constexpr = 16 if V.group > 0 else max(triton.next_power_of_2(VW), 16)
-    VP: tl.constexpr = V.per
-    VN: tl.constexpr = (VW + VT - 1) // VT
+    KT: tl.constexpr = _words_of_tile(K, D)
+    VT: tl.constexpr = _words_of_tile(V, DV)
 
     r = block * R + tl.arange(0, R)
     live = r < G * queries
@@ -588,10 +665,10 @@ def attend_pages_kernel(
     q_rows = b * query_b + head * query_h + number * query_q
     log2e = 1.0 if SOFTCAP else LOG2E
     if ATTENTION_SUMS > 0:
-        region_slots = tl.cdiv(max_length, BODY_GRAIN) * BODY_GRAIN
-        first_slots = tl.cdiv(sink_slots, EXACT_GRAIN) * EXACT_GRAIN
-        slots = region_slots + first_slots + tl.cdiv(ring_slots, EXACT_GRAIN) * EXACT_GRAIN
-        grains = region_slots // BODY_GRAIN + (slots - region_slots) // EXACT_GRAIN
+        region_slots = tl.cdiv(max_length, REGION_GRAIN) * REGION_GRAIN
+        padded_sinks = tl.cdiv(sink_slots, EXACT_GRAIN) * EXACT_GRAIN
+        slots = region_slots + padded_sinks + tl.cdiv(ring_slots, EXACT_GRAIN) * EXACT_GRAIN
+        grains = region_slots // REGION_GRAIN + (slots - region_slots) // EXACT_GRAIN
         panel = (bh * tl.num_programs(1) + block).to(tl.int64)
         weights += panel * slots * ATTENTION_SUMS
         tops += panel * grains * ATTENTION_SUMS
@@ -608,7 +685,7 @@ def attend_pages_kernel(
         state = (m, l, tl.zeros([DVP, R], tl.float32))
         if ATTENTION_SUMS > 0:
             weights += region_slots * ATTENTION_SUMS
-            tops += region_slots // BODY_GRAIN * ATTENTION_SUMS
+            tops += region_slots // REGION_GRAIN * ATTENTION_SUMS
         state = _exact_tiles(
             D, DV, DP, DVP, TX, SOFTCAP, MASK, ARCH, WINDOW, CAUSAL, False, state, x_query, x_scale,
             exact[0] + sink_row * exact_strides[0] + h * exact_strides[1], exact_strides[2],
@@ -616,8 +693,8 @@ def attend_pages_kernel(
             n_sinks, 0, newest, oldest, mask, mask_rows, mask_t, softcap, weights, tops, 0, 0, ATTENTION_SUMS,
         )  # fmt: skip
         if ATTENTION_SUMS > 0:
-            weights += first_slots * ATTENTION_SUMS
-            tops += first_slots // EXACT_GRAIN * ATTENTION_SUMS
+            weights += padded_sinks * ATTENTION_SUMS
+            tops += padded_sinks // EXACT_GRAIN * ATTENTION_SUMS
         state = _exact_tiles(
             D, DV, DP, DVP, TX, SOFTCAP, MASK, ARCH, WINDOW, CAUSAL, True, state, x_query, x_scale,
             exact[2] + ring_row * exact_strides[6] + h * exact_strides[7], exact_strides[8],
@@ -636,11 +713,7 @@ def attend_pages_kernel(
         q, q_scale, q_sum, q_center = _query_planes(
             K, KW, KT, D, G, TURN, ARCH, SOFTCAP, region_query, q_rows, live, rotation, signs, k_mean, scaling
         )
-        acc = ()
-        for i in tl.static_range(VN * VP):
-            acc = acc + (tl.zeros([VT, R], tl.float32),)
-        SUMMED: tl.constexpr = offset_of(V) != 0 and (V.scale == "fp16" or V.scale == "fp32")
-        state = (m, tl.zeros([T, R], tl.float32), tl.zeros([16 if SUMMED else T, R], tl.float32), acc)
+        state = _empty_state(m, V, VW, VT, T)
         hides = _hides(mask, shift + tl.maximum(low, first_token), shift + high, mask_t) if MASK == "row" else False
         t = tl.arange(0, T)
         kc += tl.multiple_of(h * k_strides[1], 16)
@@ -667,7 +740,7 @@ def attend_pages_kernel(
         for token in range(whole_low, whole_high, T):
             this, slot = page, token % PAGE + t
             page = tl.load(table + (token + T) // PAGE, mask=token + T < whole_high, other=0)
-            state = _body_tile(
+            state = _region_tile(
                 K, V, KW, VW, KT, VT, K_ONCE, V_ONCE, False, SOFTCAP, MASK, ARCH, state, q, q_scale, q_sum, q_center,
                 kc, kh, k_shifts, _page_of(ks, this, k_strides[4], KS), vc, vh, v_shifts, _page_of(vs, this, v_strides[4], VS),
                 _in_pool(this, k_strides, WIDE), _in_pool(this, v_strides, WIDE), slot, t >= 0,
@@ -678,24 +751,14 @@ def attend_pages_kernel(
             if (edge == 0 and whole_low > low) or (edge == 1 and whole_high < high and whole_high >= whole_low):
                 this, slot = tl.load(table + token // PAGE), token % PAGE + t
                 place = token + t
-                state = _body_tile(
+                state = _region_tile(
                     K, V, KW, VW, KT, VT, K_ONCE, V_ONCE, True, SOFTCAP, MASK, ARCH, state, q, q_scale, q_sum, q_center,
                     kc, kh, k_shifts, _page_of(ks, this, k_strides[4], KS), vc, vh, v_shifts, _page_of(vs, this, v_strides[4], VS),
                     _in_pool(this, k_strides, WIDE), _in_pool(this, v_strides, WIDE), slot, (place >= first_token) & (place < high),
                     mask, mask_rows, mask_t, shift + tl.minimum(tl.maximum(place, first_token), high - 1), hides, oldest, softcap, WINDOW,
-                    weights, tops, token, T, ATTENTION_SUMS,
+                    weights, tops, token, tl.minimum(high - token, T), ATTENTION_SUMS,
                 )  # fmt: skip
-        m, l2, z2, acc = state
-        l = tl.sum(l2, 0)
-        z = tl.sum(z2, 0)
-        if SUMMED:
-            z *= offset_of(V) * unit_of(V)
-        j = tl.arange(0, VT)
-        for c in tl.static_range(VN):
-            for i in tl.static_range(VP):  # plane after plane: `reduce_kernel` puts channels in order
-                word = c * VT + j
-                place = tl.arange(0, R)[None, :] * DV + i * VW + word[:, None]
-                tl.store(out + place, acc[c * VP + i] * unit_of(V) + z[None, :], mask=(word < VW)[:, None] & live[None, :])
+        m, l = _store_region(out, state, live, V, DV, VW, VT)
     entry = (bh * tl.num_programs(1) + block) * splits * R + split * R + tl.arange(0, R)
     tl.store(maxima + entry, m)
     tl.store(sums + entry, l)
@@ -703,8 +766,8 @@ def attend_pages_kernel(
 
 @triton.jit
 def _in_pool(page, strides, WIDE: tl.constexpr):
-    """How far a page is from the beginning of the planes of codes and of high bits. 32 bits, unless WIDE, leave one addition of 64 bits for
-    each address of a tile."""
+    """Elements from the beginning of a pool to page `page` in the planes of codes and of high bits. 32 bits, unless WIDE, leave one
+    addition of 64 bits for each address of a tile."""
     if WIDE:
         page = page.to(tl.int64)
     return tl.multiple_of(page * strides[0], 16), tl.multiple_of(page * strides[2], 16)
@@ -712,7 +775,7 @@ def _in_pool(page, strides, WIDE: tl.constexpr):
 
 @triton.jit
 def _page_of(plane, page, stride, HAS: tl.constexpr):
-    """Where the page `page` of a plane begins, if the plane has pages."""
+    """The pointer to page `page` of `plane`, pages `stride` elements apart; `plane` itself unless HAS."""
     if HAS:
         return plane + tl.multiple_of(page.to(tl.int64) * stride, 16)
     else:

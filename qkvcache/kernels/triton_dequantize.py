@@ -1,8 +1,8 @@
-"""Expanding the codes of one side in one launch: what `Codec.decode` computes, for when a whole layer has to be in the model's dtype.
+"""Dequantizing keys or values in one launch: what `Codec.dequantize` computes, where a whole layer must be in the model's dtype.
 
-A program decodes a tile of tokens, all channels of them, and turns them back. What is turned are integers (levels counted in half steps),
-exact in bfloat16, and the scale follows; where scales span groups, products of code and scale are split into two bfloat16, exact as well.
-"""
+A program dequantizes a tile of tokens, all channels of it, and rotates back. What is rotated are integers (levels counted in half steps),
+exact in bfloat16, and the scale follows; where scales span groups, products of code and scale are split into two bfloat16, exact as
+well."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ COMBINATIONS = {
 
 
 def supports(codec: Codec, head_dim: int) -> bool:
-    """Whether `dequantize` knows `codec` at `head_dim`."""
+    """Whether `decode` can dequantize `codec` at `head_dim`."""
     layout = layout_of(codec)
     if layout is None or head_dim > GREATEST_HEAD_DIM or codec.refuses(head_dim) is not None:
         return False
@@ -52,13 +52,15 @@ def supports(codec: Codec, head_dim: int) -> bool:
 
 
 def padded(head_dim: int) -> int:
+    """Channels of a row in a kernel: a power of two of at least 64."""
     return 1 << max(6, (head_dim - 1).bit_length())
 
 
 @functools.lru_cache(maxsize=64)
 @torch.inference_mode(False)
 def rotation_table(head_dim: int, device: torch.device, dtype: torch.dtype, randomized: bool) -> Tensor:
-    """What a kernel rotates by, flat: a matrix of 1 and -1, then the sign of each channel. Blocks lie on the diagonal."""
+    """What kernels rotate by, flat: a matrix of 1 and -1 [C, C], C = min(padded(head_dim), 128), with blocks on its diagonal, then the sign
+    of each channel [padded(head_dim)]."""
     chunk, block = min(padded(head_dim), CHUNK), rotation_block(head_dim)
     block = min(block, chunk)
     matrix = torch.block_diag(*[sylvester_matrix(block, torch.device("cpu"))] * (chunk // block))
@@ -69,14 +71,14 @@ def rotation_table(head_dim: int, device: torch.device, dtype: torch.dtype, rand
 
 
 def table_of(layout: PackedLayout, x: Tensor) -> Tensor:
-    """What the kernel rotates vectors like `x` by; `x` itself, which it does not look at, if nothing is rotated."""
+    """The table that kernels rotate vectors like `x` by; `x` itself, which is not read, if nothing is rotated."""
     if not layout.rotated:
         return x
     return rotation_table(x.shape[3], x.device, torch.float16 if x.dtype == torch.float16 else torch.bfloat16, layout.rotation == 2)
 
 
 def tile(layouts: Sequence[PackedLayout], heads: int, tokens: int, width: int, itemsize: int = 2) -> tuple[int, int, int]:
-    """Heads and tokens of a tile, and warps, for rows of `width` channels of `itemsize` bytes."""
+    """Heads and tokens of a tile, and warps of its program, for vectors of `width` channels, padded, of `itemsize` bytes each."""
     rotated = any(layout.rotated for layout in layouts)
     # Twice as many rows share the matrix of a product; 64 is what Hopper's takes. fp32, in three parts, needs the registers.
     rows = 16 if rotated and itemsize == 4 else min(max((8192 if rotated else 4096) // width, 16), 64)
@@ -90,8 +92,8 @@ def tile(layouts: Sequence[PackedLayout], heads: int, tokens: int, width: int, i
 
 
 def known(codec: Codec, x: Tensor, writes: bool = True) -> PackedLayout:
-    """The layout of `codec`. Raises ValueError for what kernels cannot read, or write where they are to, and for vectors `x` whose channels
-    are not contiguous."""
+    """The layout of `codec`, for vectors `x` `[B, H, T, D]`. Raises ValueError for a codec that kernels cannot read, or cannot write if
+    `writes`, and for vectors whose channels are not contiguous."""
     layout = layout_of(codec)
     if layout is None or not supports(codec, x.shape[3]) or writes > layout.writable:
         raise ValueError(f"no kernel for {codec} at head_dim {x.shape[3]}: ask `supports` first")
@@ -101,10 +103,8 @@ def known(codec: Codec, x: Tensor, writes: bool = True) -> PackedLayout:
 
 
 def plane_arguments(layout: PackedLayout, planes: Codes, instead: Tensor) -> list[object]:
-    """Codes, high bits and scales, each with its strides over batch and heads; `instead` for those that the codec has not.
-
-    Strides of packed codes count words.
-    """
+    """Arguments of a kernel for one codec: codes, high bits and scales, then the mean, each with its strides over rows (or pages) and
+    heads; `instead`, with strides 0, for those that the codec has not. Strides of packed codes count words of 16 bits."""
     arguments: list[object] = []
     for name, unit in zip(layout.planes, (1 + layout.packed, 2, 1), strict=True):
         plane = planes[name] if name else instead
@@ -118,12 +118,11 @@ def plane_arguments(layout: PackedLayout, planes: Codes, instead: Tensor) -> lis
 
 
 def decode(codec: Codec, codes: Codes, out: Tensor) -> None:
-    """Decodes `T` tokens into `out` `[B, H, T, D]` in fp16, bf16 or fp32, whose channels are contiguous.
+    """Dequantizes `T` tokens into `out` `[B, H, T, D]` in fp16, bf16 or fp32, whose channels are contiguous.
 
     `codes`: views of planes `[B, H or 1, T, width]`, the tokens of a head contiguous in each, with the buffers kept once among them.
 
-    Raises ValueError for a codec that `supports` does not accept, or an output whose channels are not contiguous.
-    """
+    Raises ValueError for a codec that `supports` does not accept, or an output whose channels are not contiguous."""
     layout = known(codec, out, writes=False)
     batch, heads, tokens, head_dim = out.shape
     if not out.numel():
@@ -143,7 +142,8 @@ def decode(codec: Codec, codes: Codes, out: Tensor) -> None:
 
 @triton.jit
 def float8(code, MANTISSA: tl.constexpr):
-    """What a byte of E4M3 or E5M2 (int32) stands for. Both are parts of fp16: its upper byte, and one short of a bit of exponent."""
+    """The value of a byte of E4M3 (MANTISSA 3) or E5M2 (2), `code` int32 of any shape, in fp32. Both are parts of fp16: E5M2 is its upper
+    byte, E4M3 has one bit of exponent less."""
     if MANTISSA == 2:
         value = (code << 8).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
     else:
@@ -155,7 +155,7 @@ def float8(code, MANTISSA: tl.constexpr):
 
 @triton.jit
 def product(a, b):
-    """A product of 16-bit matrices, summed in fp32."""
+    """The product of 16-bit matrices [N, C] and [C, C], summed in fp32."""
     if INTERPRETED:  # has no bfloat16
         a, b = a.to(tl.float32), b.to(tl.float32)
     return tl.dot(a, b)
@@ -163,6 +163,7 @@ def product(a, b):
 
 @triton.jit
 def _times(x, matrix):
+    """`x` [N, C], fp32 or 16-bit, times `matrix` [C, C], 16-bit: fp32. fp32 is split into three bfloat16."""
     if x.dtype == tl.float32:
         first = x.to(tl.bfloat16)
         x -= first.to(tl.float32)
@@ -176,7 +177,8 @@ def _times(x, matrix):
 
 @triton.jit
 def turn(x, table, D: tl.constexpr, P: tl.constexpr):
-    """Rows times the matrix of 1 and -1, in blocks of the largest power of two that divides D."""
+    """Rows `x` [N, P] times the matrix of 1 and -1 in `table` (`rotation_table`), in blocks of the largest power of two that divides D:
+    fp32 [N, P]."""
     C: tl.constexpr = min(P, 128)
     i = tl.arange(0, C)
     matrix = tl.load(table + i[:, None] * C + i[None, :])
@@ -214,8 +216,8 @@ def load_tile(
     live, block, row, h0, slot, table, codes, cb, ch, high, hb, hh, scales, sb, sh, center, eb, eh,
     L: tl.constexpr, D: tl.constexpr, P: tl.constexpr, ACROSS: tl.constexpr, ALONG: tl.constexpr,
 ):  # fmt: skip
-    """Dequantizes vectors: fp32 [N, P], or the dtype of codes of kind "half". Arguments as of `triton_quantize.store_tile`; what is not
-    live is not read."""
+    """Dequantizes vectors: fp32 [N, P], or the dtype of codes of kind "half". Arguments as of `triton_quantize.store_tile`; vectors that
+    are not live are not read."""
     N: tl.constexpr = ACROSS * ALONG
     i = tl.arange(0, N)
     c = tl.arange(0, P)
@@ -259,7 +261,8 @@ def load_tile(
         code = tl.reshape((word[:, :, None] >> (4 * tl.arange(0, 4))[None, None, :]) & 15, [N, P])
 
     COUNT: tl.constexpr = scales_of(L, D)
-    at = scales + block * sb + (h0 * sh + (h * sh + slot * COUNT) if L.span == "each" else slot)
+    # Heads may have copies of the scales that they share: `sh` is 0 if they have not.
+    at = scales + block * sb + (h0 * sh + (h * sh + (slot * COUNT if L.span == "each" else slot)))
 
     if L.kind == "half":
         y = code
@@ -305,26 +308,47 @@ def load_tile(
     return y
 
 
+@triton.jit
+def _vectors(tokens, heads, ACROSS: tl.constexpr, ALONG: tl.constexpr):
+    """The vectors of a program's tile, N = ACROSS * ALONG: its row, its first head, and of each vector head and token, int64 [N], and
+    whether it exists, bool [N]."""
+    parts = tl.cdiv(heads, ACROSS)
+    h0 = ((tl.program_id(0) % parts) * ACROSS).to(tl.int64)
+    i = tl.arange(0, ACROSS * ALONG)
+    h = h0 + i % ACROSS
+    t = ((tl.program_id(0) // parts) * ALONG).to(tl.int64) + i // ACROSS
+    return tl.program_id(1).to(tl.int64), h0, h, t, (t < tokens) & (h < heads)
+
+
+@triton.jit
+def _store_vectors(at, y, live, D: tl.constexpr):
+    """Stores the first D channels of `y` [N, P] to vectors that begin at the pointers `at` [N], if `live` [N]."""
+    c = tl.arange(0, y.shape[1])
+    inside = live[:, None] if y.shape[1] == D else live[:, None] & (c < D)[None, :]
+    tl.store(at[:, None] + c[None, :], y.to(at.dtype.element_ty), mask=inside)
+
+
 @triton.jit(do_not_specialize=["tokens", "heads"])
 def _decode_kernel(
     out, ob, oh, ot, table, codes, cb, ch, high, hb, hh, scales, sb, sh, center, eb, eh, tokens, heads,
     L: tl.constexpr, D: tl.constexpr, P: tl.constexpr, ACROSS: tl.constexpr, ALONG: tl.constexpr,
 ):  # fmt: skip
-    b = tl.program_id(1).to(tl.int64)
-    parts = tl.cdiv(heads, ACROSS)
-    t0 = ((tl.program_id(0) // parts) * ALONG).to(tl.int64)
-    h0 = ((tl.program_id(0) % parts) * ACROSS).to(tl.int64)
-    i = tl.arange(0, ACROSS * ALONG)
-    c = tl.arange(0, P)
-    t = t0 + i // ACROSS
-    h = h0 + i % ACROSS
-    live = (t < tokens) & (h < heads)
-    inside = live[:, None] if D == P else live[:, None] & (c < D)[None, :]
+    """Dequantizes `tokens` tokens. Grid (tiles of ALONG tokens and ACROSS heads, B). Strides are in elements, of packed codes and high bits
+    in words of 16 bits.
+
+    out      [B, H, tokens, D] fp16, bf16 or fp32, channels contiguous: ob, oh, ot
+    table    bf16, `rotation_table`, read if L.rotated
+    codes    [B, H', tokens, width], tokens contiguous: cb, ch; H' is H, or 1 if heads share it (ch 0)
+    high     [B, H', tokens, width] likewise: hb, hh                    scales  [B, H', tokens, scales of a token] likewise: sb, sh
+    center   fp32 [B, H, 1, D], the mean, rotated back: eb, eh          heads   H
+    L        `PackedLayout`; D channels, padded to P; what a layout has not is not read
+    """
+    b, h0, h, t, live = _vectors(tokens, heads, ACROSS, ALONG)
     y = load_tile(
         live, b, b, h0, t, table, codes, cb, ch, high, hb, hh, scales, sb, sh, center, eb, eh,
         L, D, P, ACROSS, ALONG,
     )  # fmt: skip
-    tl.store(out + (b * ob + h * oh + t * ot)[:, None] + c[None, :], y.to(out.dtype.element_ty), mask=inside)
+    _store_vectors(out + (b * ob + h * oh + t * ot), y, live, D)
 
 
 def dequantize_pages(pages: Pages, out: tuple[Tensor, Tensor], begin: int = 0) -> None:
@@ -353,18 +377,14 @@ def _dequantize_pages_kernel(
     table, lengths, table_b, table_h, lengths_b, lengths_h, begin, tokens, heads,
     L: tl.constexpr, D: tl.constexpr, P: tl.constexpr, ACROSS: tl.constexpr, ALONG: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles of tokens and heads, B). `out` [B, H, tokens, D]: tokens from `begin` on, zeros beyond the length; `table` int32 [B, P]
-    or [B, H, P], `lengths` int32 [B] or [B, H]; planes [N, H', PAGE, width], statistics [B or 1, H or 1, 1, width]."""
-    b = tl.program_id(1).to(tl.int64)
-    parts = tl.cdiv(heads, ACROSS)
-    t0 = ((tl.program_id(0) // parts) * ALONG).to(tl.int64)
-    h0 = ((tl.program_id(0) % parts) * ACROSS).to(tl.int64)
-    i = tl.arange(0, ACROSS * ALONG)
-    c = tl.arange(0, P)
-    t = t0 + i // ACROSS
-    h = h0 + i % ACROSS
-    live = (t < tokens) & (h < heads)
-    inside = live[:, None] if D == P else live[:, None] & (c < D)[None, :]
+    """Dequantizes `tokens` tokens from `begin` on of each row, zeros beyond its length. Grid (tiles of ALONG tokens and ACROSS heads, B).
+
+    out, rotation (there `table`), center, heads, L   as of `_decode_kernel`: ob, oh, ot, eb, eh
+    codes, high, scales   as there, but planes of a pool [N, H', PAGE, width]: cb, ch, hb, hh, sb, sh are strides over pages and heads
+    table    int32 [B, P] or [B, H, P]: table_b, table_h (0: all heads share)
+    lengths  int32 [B] or [B, H]: lengths_b, lengths_h (0: all heads share)
+    """
+    b, h0, h, t, live = _vectors(tokens, heads, ACROSS, ALONG)
     place = begin + t
     exists = live & (place < tl.load(lengths + b * lengths_b + h * lengths_h, mask=h < heads, other=0))
     page = tl.load(table + b * table_b + h * table_h + place // PAGE, mask=exists, other=0).to(tl.int64)
@@ -373,4 +393,4 @@ def _dequantize_pages_kernel(
         L, D, P, ACROSS, ALONG,
     )  # fmt: skip
     y = tl.where(exists[:, None], y, 0.0)
-    tl.store(out + (b * ob + h * oh + t * ot)[:, None] + c[None, :], y.to(out.dtype.element_ty), mask=inside)
+    _store_vectors(out + (b * ob + h * oh + t * ot), y, live, D)

@@ -59,13 +59,15 @@ def _dequantize_region_kernel(
     K: tl.constexpr, K_BYTES: tl.constexpr, DK: tl.constexpr, PK: tl.constexpr,
     V: tl.constexpr, V_BYTES: tl.constexpr, DV: tl.constexpr, PV: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles of tokens, B * H, keys and values).
+    """Dequantizes `tokens` tokens from `begin` on. Grid (tiles of N tokens, B * H, 2): keys, values. Strides are in elements.
 
-    k_out, v_out        [B, H, tokens, D] with strides over B, H, tokens
-    k_codes, k_high,    planes [B, H, slots, width] of the first chunk, contiguous; heads that share scales have one plane [B, 1, slots, 1];
-    k_scales            a scale kept once is [B, 1, 1, 1] with stride `k_once` over B
-    k_center            fp32 [B, H, 1, D] with strides over B, H
+    k_out, v_out        [B, H, tokens, D] fp16, bf16 or fp32, channels contiguous: kb, kh, kt and vb, vh, vt
+    k_codes, v_codes    [B, H, slots, width] of the first chunk, contiguous; K_BYTES, V_BYTES: whether its elements are bytes
+    k_high, v_high      likewise, read if a layout has high bits
+    k_scales, v_scales  likewise; [B, 1, slots, 1] if heads share them, [B, 1, 1, 1] if one is kept for all tokens: k_once, v_once over B
+    k_center, v_center  fp32 [B, H, 1, D]: k_eb, k_eh and v_eb, v_eh over B, H; read if a layout is centered
     table               int64 [chunks, 8]: first token, slots, distances of the planes from those of the first chunk, keys before values
+    heads               H                      K, V   layouts, without their rotation; DK, DV channels, padded to PK, PV
     """
     b = (tl.program_id(1) // heads).to(tl.int64)
     h = (tl.program_id(1) % heads).to(tl.int64)
@@ -87,6 +89,8 @@ def _tile(
     out, ob, oh, ot, codes, high, scales, once, center, eb, eh, distances, table, chunks, begin, tokens, heads, b, h, t0,
     L: tl.constexpr, BYTES: tl.constexpr, D: tl.constexpr, P: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
+    """A program of `_dequantize_region_kernel`, for keys or for values: the N tokens from `t0` on of head `h` of row `b`. `distances`:
+    `table` from the column of the first plane on."""
     WIDTH: tl.constexpr = width_of(L, D)
     HIGH: tl.constexpr = high_width_of(L, D)
     COUNT: tl.constexpr = scales_of(L, D)

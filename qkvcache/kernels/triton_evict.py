@@ -1,8 +1,7 @@
-"""`evict_token.py` in one launch before attention and one after it: what moves is small, so that launches are what it costs.
+"""`evict.py` in one launch before attention and one after it: little data moves, so that launches are what it costs.
 
 `append_token` has a program for each row, which counts the row's token once it has read the count. `evict_token` has one for each head,
-which looks through the order of its tokens; torch.compile makes a minimum over thousands of columns one slow block of threads.
-"""
+which looks through the order of its tokens; torch.compile makes a minimum over thousands of columns one slow block of threads."""
 
 from __future__ import annotations
 
@@ -26,6 +25,7 @@ ABSENT, ZERO, GIVEN = map(tl.constexpr, range(3))
 
 
 def append_token(static: StaticTensors, x: Pair, new: Sequence[Tensor | None], is_valid: Tensor | None) -> None:
+    """`evict.append_token`."""
     ring, shown, (positions, *others) = static.ring, static.shown, static.records.values()
     batch, heads, width, _ = ring[0].shape
     tokens = [token if token.stride(3) == 1 else token.contiguous() for token in x]
@@ -48,6 +48,7 @@ def append_token(static: StaticTensors, x: Pair, new: Sequence[Tensor | None], i
 
 @triton.jit
 def _enter(ring, x, xb, xh, b, h, heads, at, width, D: tl.constexpr, P: tl.constexpr):
+    """Copies the vectors of the heads `h`, int [ACROSS], of row `b` of `x` into column `at` of `ring`."""
     c = tl.arange(0, P)[None, :]
     inside = (h < heads)[:, None] & (c < D)
     token = tl.load(x + (b * xb + h * xh)[:, None] + c, mask=inside)
@@ -56,6 +57,7 @@ def _enter(ring, x, xb, xh, b, h, heads, at, width, D: tl.constexpr, P: tl.const
 
 @triton.jit
 def _note(record, new, nb, nh, b, h, heads, at, KIND: tl.constexpr):
+    """Writes the new value of a record to `record + at`, int [ACROSS], for the heads `h` of row `b`: `new` if GIVEN, 0 if ZERO."""
     if KIND == GIVEN:
         tl.store(record + at, tl.load(new + b * nb + h * nh, mask=h < heads), mask=h < heads)
     elif KIND == ZERO:
@@ -69,6 +71,18 @@ def _append_kernel(
     KD: tl.constexpr, KP: tl.constexpr, VD: tl.constexpr, VP: tl.constexpr,
     R0: tl.constexpr, R1: tl.constexpr, R2: tl.constexpr, REAL: tl.constexpr, ACROSS: tl.constexpr,
 ):  # fmt: skip
+    """Stores one token of each row in the ring. Grid (B).
+
+    Arguments of keys begin with k, those of values with v; r0 to r2 are records, n0 to n2 their new values. Strides are in elements.
+
+    ring       [B, H, width, D] model dtype, contiguous              x          [B, H, 1, D] likewise, channels contiguous: xb, xh
+    positions  int32 [B, H, record_columns], contiguous: of slots of the region, then of the ring
+    r0, r1, r2   fp32, likewise; R0, R1, R2 (ABSENT, ZERO, GIVEN) say what is written: nothing, 0, or n0, n1, n2
+    n0, n1, n2   fp32 [B, H, 1]: n0b, n0h, n1b, n1h, n2b, n2h over B and H
+    shown      bool [B, all_columns], contiguous: sinks, region, ring   seen   int64 [B]: tokens of a row without padding
+    columns    int64 [1]: tokens of a row with padding
+    is_valid   bool [B]: real_b; read if REAL                        heads      H, in tiles of ACROSS; D channels, padded to P
+    """
     b = tl.program_id(0).to(tl.int64)
     count = tl.load(seen + b)
     total = tl.load(columns)
@@ -94,7 +108,7 @@ def _append_kernel(
 
 
 def evict_token(static: StaticTensors, order: Tensor) -> Tensor:
-    """For codecs that `triton_quantize.supports` and whose heads share no buffer kept for each token."""
+    """`evict.evict_token`, for codecs that `triton_quantize.supports` and whose heads share no buffer kept for each token."""
     arguments: list[object] = []
     constants: list[object] = []
     ring, seen, (positions, *others) = static.ring, static.seen, static.records.values()
@@ -114,15 +128,15 @@ def evict_token(static: StaticTensors, order: Tensor) -> Tensor:
 
 @triton.jit
 def _first_least(row, columns, N: tl.constexpr):
-    """Where the least of `columns` int64 is, the first of equal ones."""
+    """The index of the least of `columns` int64 at the pointer `row`, the first of equal ones; N are compared at once."""
     best = tl.full([N], _MOST, tl.int64)
-    found = tl.zeros([N], tl.int32)
+    index = tl.zeros([N], tl.int32)
     for start in range(0, columns, N):
         column = start + tl.arange(0, N)
         x = tl.load(row + column, mask=column < columns, other=_MOST)
-        found = tl.where(x < best, column, found)
+        index = tl.where(x < best, column, index)
         best = tl.minimum(x, best)
-    return tl.min(tl.where(best == tl.min(best, 0), found, columns), 0)
+    return tl.min(tl.where(best == tl.min(best, 0), index, columns), 0)
 
 
 @triton.jit
@@ -130,6 +144,8 @@ def _retire_side(
     ring, first, table, codes, cb, ch, high, hb, hh, scales, sb, sh, center, eb, eh, slot, b, h, heads, exact, width, at,
     L: tl.constexpr, D: tl.constexpr, P: tl.constexpr, ALONG: tl.constexpr,
 ):  # fmt: skip
+    """A program of `_evict_kernel`, for keys or for values: column `at` of the ring into slot `slot` of the region, or, if it is less than
+    -1, into sink `-2 - slot`."""
     c = tl.arange(0, P)[None, :]
     inside = tl.arange(0, ALONG) == 0  # one token, in as many rows as a product has
     mask = inside[:, None] & (c < D)
@@ -150,6 +166,18 @@ def _evict_kernel(
     VL: tl.constexpr, VD: tl.constexpr, VP: tl.constexpr,
     RECORDS: tl.constexpr, ALONG: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
+    """Moves the oldest token of the ring to the sinks or into the region, or drops it. Grid (H, B).
+
+    Arguments of keys begin with k, those of values with v. Strides are in elements, of packed codes and high bits in words of 16 bits.
+
+    ring       [B, H, width, D] model dtype, contiguous              first      sinks [B, H, exact, D] likewise
+    table, codes, high, scales, center with their strides, L, D and P: as of `triton_quantize._encode_kernel`
+    positions  int32 [B, H, record_columns], r0, r1, r2 fp32 likewise, contiguous; RECORDS: how many of these there are
+    shown      bool [B, exact + record_columns], contiguous          seen       int64 [B]: tokens of a row without padding
+    order      int64 [B, H, record_columns - width + 1], contiguous: of each slot of the region, then of the token itself
+    where      int64 [B, H], contiguous: output, as `evict.evict_token` returns it
+    heads      H              N   entries of `order` that are compared at once        ALONG   rows of the tile that quantizes
+    """
     h = tl.program_id(0).to(tl.int64)
     b = tl.program_id(1).to(tl.int64)
     slots = record_columns - width

@@ -1,4 +1,4 @@
-"""Before and after the attention kernel: queries turned as the keys are, and partial sums of the splits joined by their maxima."""
+"""What comes before and after the attention kernel: rotating queries, and joining the partial outputs of splits by their maxima."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def _hadamard_stage(x, N: tl.constexpr, WIDTH: tl.constexpr):
+    """One stage of the Hadamard transform of `x`, fp32 [N]: sums and differences of channels that are WIDTH apart."""
     low, high = tl.split(tl.permute(tl.reshape(x, [N // (2 * WIDTH), 2, WIDTH]), (0, 2, 1)))
     return tl.reshape(tl.permute(tl.join(low + high, low - high), (0, 2, 1)), [N])
 
@@ -22,8 +23,21 @@ def reduce_kernel(
     V: tl.constexpr, DV: tl.constexpr, C: tl.constexpr, G: tl.constexpr, R: tl.constexpr, S: tl.constexpr, SINKS: tl.constexpr,
     EXACT: tl.constexpr, TURN: tl.constexpr, STAGES: tl.constexpr, RAGGED: tl.constexpr,
 ):  # fmt: skip
-    """One program for `C` channels of a query row: joins the splits, adds the mean of values, turns back what was stored rotated, divides.
-    `lse` in base e."""
+    """Joins splits, adds the mean of values, rotates back what was stored rotated, and divides by the normaliser. Grid (G * queries, B * H,
+    blocks of C channels): one query row each.
+
+    part       fp32 [B * H, blocks, splits, R, DV], contiguous. With EXACT, split 0 is that of exact tokens, its channels in order; the
+               others have channels plane after plane (`unpack`), rotated if V.rotated
+    maxima     fp32 [B * H, blocks, splits, R]: maxima of scores, to base 2; sums the same: normalisers relative to them
+    sinks      [H * G]: a logit for each query head; read if SINKS
+    signs      fp32 [DV], read if V.rotated
+    center     fp32 [B, H, DV], read if V.centered: center_b, center_h
+    out        [B, H * G, queries, DV] in the model's dtype: out_stride_b, out_stride_h, out_stride_q
+    lse        fp32 [B, H * G, queries], contiguous: log of the normaliser, to base e
+    blocks     blocks of R query rows                    S       splits that are read at once
+    TURN       factor of the inverse rotation; STAGES: the logarithm of its block, to base 2; with V.rotated, C covers all channels
+    RAGGED     whether splits, and rows, may have no tokens
+    """
     row = tl.program_id(0)
     bh = tl.program_id(1)
     b = bh // heads
@@ -87,7 +101,12 @@ def reduce_kernel(
 
 @triton.jit(do_not_specialize=["rows"])
 def rotate_kernel(x, matrix, out, rows, D: tl.constexpr, DP: tl.constexpr, R: tl.constexpr, TURN: tl.constexpr):
-    """`x` `[rows, D]` times a matrix of 1 and -1 `[D, D]`, and `TURN`, in fp32."""
+    """Rotates queries where the attention kernel cannot. Grid (tiles of R rows).
+
+    x        [rows, D], contiguous                 matrix   fp16 [D, D], entries 1, -1 and 0
+    out      fp32 [rows, D], contiguous: `x @ matrix * TURN`
+    DP       `D`, padded to a power of two
+    """
     r = tl.program_id(0) * R + tl.arange(0, R)
     d = tl.arange(0, DP)
     inside = (r < rows)[:, None] & (d < D)[None, :]

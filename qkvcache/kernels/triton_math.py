@@ -1,4 +1,5 @@
-"""Functions of the special function units, without the care for denormals that Triton takes."""
+"""Exponentials, logarithms and reciprocals of the special function units of NVIDIA GPUs, without Triton's handling of denormal numbers,
+which costs five instructions. `ARCH` is the compute capability (90: Hopper), or 0 where there is no NVIDIA assembly: plain Triton there."""
 
 from __future__ import annotations
 
@@ -8,7 +9,8 @@ import triton.language as tl
 
 @triton.jit
 def exp2(x, ARCH: tl.constexpr):
-    if ARCH > 0:  # without the handling of denormals, which costs five instructions
+    """2 to the power of `x`, fp32 of any shape; denormal results are 0 where ARCH > 0."""
+    if ARCH > 0:
         return tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1)
     else:
         return tl.exp2(x)
@@ -16,6 +18,7 @@ def exp2(x, ARCH: tl.constexpr):
 
 @triton.jit
 def log2(x, ARCH: tl.constexpr):
+    """The logarithm of `x`, fp32 of any shape, to base 2."""
     if ARCH > 0:
         return tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1)
     else:
@@ -24,6 +27,7 @@ def log2(x, ARCH: tl.constexpr):
 
 @triton.jit
 def inverse(x, ARCH: tl.constexpr):
+    """1 / `x`, fp32 of any shape."""
     if ARCH > 0:
         return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1)
     else:

@@ -38,9 +38,19 @@ def _merge_kernel(
     outs, lses, strides, sinks, out, ob, oh, oq, totals, rows, queries, heads,
     G: tl.constexpr, D: tl.constexpr, P: tl.constexpr, R: tl.constexpr, FOLDED: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
-    """Grid (row blocks, batch * heads). For each part: `outs` `[B, H, >= rows, D]` where FOLDED and `[B, H * G, queries, D]` elsewhere,
-    `lses` the same without channels in fp32, and six strides; `sinks` `[H * G]`; `out` `[B, H * G, queries, D]`;
-    `totals` fp32 `[B, H * G, queries]`, contiguous."""
+    """Merges attention over parts of the tokens, and the sinks, by their log-sum-exps. Grid (blocks of R query rows, B * H).
+
+    Strides are in elements; channels are contiguous. Query row `r` of a KV head is query `r % queries` of query head `h * G + r //
+    queries`.
+
+    outs     for each part, in the model's dtype: [B, H, >= rows, D] where FOLDED, else [B, H * G, queries, D]
+    lses     for each part, fp32: [B, H, >= rows] where FOLDED, else [B, H * G, queries]
+    strides  for each part, six: over batch, heads and rows (queries, unless FOLDED) of `outs`, then of `lses`
+    sinks    [H * G], read if SINKS
+    out      [B, H * G, queries, D] in the model's dtype: ob, oh, oq over its first three dimensions
+    totals   fp32 [B, H * G, queries], contiguous: the log-sum-exp of all parts and the sink
+    rows     `G * queries`                P   `D`, padded to a power of two
+    """
     r = tl.program_id(0) * R + tl.arange(0, R)
     b = (tl.program_id(1) // heads).to(tl.int64)
     h = tl.program_id(1) % heads

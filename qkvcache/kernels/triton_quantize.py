@@ -1,12 +1,11 @@
-"""Storing keys and values in one launch of one Triton kernel: what `Codec.encode` computes, written straight into the slots.
+"""Quantizing keys and values into storage in one launch of one Triton kernel: what `Codec.quantize` computes.
 
-A program takes a tile of tokens (times heads, where few tokens come at once or where a scale spans heads) of one side, all channels of it,
-in registers: rotation, scale, codes, packing. Rows that are no power of two are padded and masked.
+A program quantizes a tile of tokens (times heads, where few tokens come at once or where a scale spans heads) of keys or of values, all
+channels of it, in registers: rotation, scale, codes, packing. Head dims that are no power of two are padded and masked.
 
 The rotation is a product with a matrix of 1 and -1, in which 16-bit inputs are exact; fp32 is split into three bfloat16, which is exact as
-well. Only sums round. Codes differ from those of `Codec.encode` where a channel lies within such a rounding of the border of two codes.
-Greatest and least are found among bit patterns, since a maximum of floats passes over nan.
-"""
+well. Only sums round. Codes differ from those of `Codec.quantize` where a channel lies within such a rounding of the border of two codes.
+Minima and maxima are computed on bit patterns, since a maximum of floats ignores nan."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ from torch import Tensor
 from ..formats.base import TINY, Codec, Codes
 from ..formats.codebooks import GRID, midpoints
 from ..formats.uniform import LEAST_SCALE
-from .segments import layout_of
+from .segments import Pair, layout_of
 from .triton_dequantize import (
     HALF_STEPS,
     INTERPRETED,
@@ -72,20 +71,63 @@ def quantize_kv(sides: Sequence[tuple[Codec, Tensor, Codes, Codes]], start: int)
         _encode_kernel[grid](*arguments, start, tokens, heads, *constants, across, along, num_warps=warps)
 
 
+class PreparedStep:
+    """A launch that stores tokens of the shape and dtype of `x`, keys and values `[B, H, T, D]`, with all other arguments prepared.
+
+    Args:
+        codecs: of keys and values, both of which `supports` accepts.
+        planes: those of `kernel`, with the buffers kept once.
+        rings, sinks: in the model's dtype; `T` is at most the slots of the ring.
+        strides: how many strides of rings and sinks `kernel` takes.
+        before, after: further arguments of `kernel`, before the sizes and after all others.
+    """
+
+    def __init__(
+        self,
+        kernel: triton.JITFunction,
+        codecs: tuple[Codec, Codec],
+        x: Pair,
+        planes: tuple[Codes, Codes],
+        rings: Pair,
+        sinks: Pair,
+        strides: int,
+        before: Sequence[object],
+        after: int,
+    ) -> None:
+        layouts = [known(codec, new) for codec, new in zip(codecs, x, strict=True)]
+        batch, heads, tokens, _ = x[0].shape
+        self.sides: list[list[object]] = []
+        constants: list[object] = []
+        for layout, codes, ring, sink, new in zip(layouts, planes, rings, sinks, x, strict=True):
+            places = [ring, *ring.stride()[:strides], sink, *sink.stride()[:strides]]
+            self.sides.append([*places, table_of(layout, new), *plane_arguments(layout, codes, new)])
+            constants += [layout, new.shape[3], padded(new.shape[3])]
+        across, along, self.warps = tile(layouts, heads, tokens, max(padded(new.shape[3]) for new in x), x[0].element_size())
+        self.last = [*before, sinks[0].shape[2], rings[0].shape[2], tokens, heads, batch, *constants, across, along, after]
+        self.launch = kernel[(triton.cdiv(tokens, along) * triton.cdiv(heads, across), batch, 2)]
+
+    def __call__(self, x: Pair) -> None:
+        key, value = (side if side.stride(3) == 1 else side.contiguous() for side in x)
+        k_side, v_side = self.sides
+        with torch.cuda.device_of(key):
+            self.launch(key, *key.stride()[:3], *k_side, value, *value.stride()[:3], *v_side, *self.last, num_warps=self.warps)
+
+
 @triton.jit
 def _abs_bits(x):
+    """The bits of `|x|`, int32 of the shape of `x`, fp32."""
     return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
 @triton.jit
 def _ordered(x):
-    """Bits of a float to an integer of the same order, and back: nan lies beyond the infinities."""
+    """Bits of fp32, int32 of any shape, to integers of the same order, and back: nan lies beyond the infinities."""
     return x ^ ((x >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
 def _range(x):
-    """Least and greatest of each row: one of them is nan if a channel is."""
+    """Minimum and maximum of each row of `x`, fp32 [N, P] to [N] each: one of them is nan if a channel is."""
     keys = _ordered(x.to(tl.int32, bitcast=True))
     low = _ordered(tl.min(keys, 1)).to(tl.float32, bitcast=True)
     return low, _ordered(tl.max(keys, 1)).to(tl.float32, bitcast=True)
@@ -93,7 +135,8 @@ def _range(x):
 
 @triton.jit
 def _over(x, scale):
-    """`x / scale`, rounded once, for one reciprocal a scale: two steps of refinement cost less than a division."""
+    """`x / scale`, fp32 of shapes that broadcast, rounded once, with one reciprocal for each scale: two steps of refinement cost less than
+    a division."""
     if INTERPRETED:  # has no fused multiply-add
         quotient = x / scale
     else:
@@ -106,7 +149,7 @@ def _over(x, scale):
 
 @triton.jit
 def _whole(x, LOW: tl.constexpr, HIGH: tl.constexpr):
-    """Truncated and clamped; nan becomes a bound."""
+    """`x`, fp32, truncated to int32 and clamped to LOW and HIGH; nan becomes a bound."""
     return tl.minimum(tl.maximum(x, LOW), HIGH).to(tl.int32)
 
 
@@ -124,7 +167,7 @@ def _minifloat(x, MANTISSA: tl.constexpr, LEAST: tl.constexpr):
 
 @triton.jit
 def _apply(x, table, D: tl.constexpr, P: tl.constexpr, SIGNED: tl.constexpr):
-    """`Hadamard.apply`"""
+    """`Hadamard.apply` for rows `x` [N, P], 16-bit or fp32: fp32 [N, P]. `table`: `rotation_table`; SIGNED: random signs come first."""
     if SIGNED:
         signs = tl.load(table + min(P, 128) * min(P, 128) + tl.arange(0, P)).to(tl.float32)
         x = (x.to(tl.float32) * signs[None, :]).to(x.dtype)
@@ -133,7 +176,8 @@ def _apply(x, table, D: tl.constexpr, P: tl.constexpr, SIGNED: tl.constexpr):
 
 @triton.jit
 def _store_words(at, words, live, COUNT: tl.constexpr):
-    """`words` `[N, >= COUNT]` to the rows that begin at `at`."""
+    """Stores the first COUNT columns of `words`, int32 [N, >= COUNT], as int16 to rows that begin at the pointers `at` [N], if `live`
+    [N]."""
     j = tl.arange(0, words.shape[1])
     mask = live[:, None] if words.shape[1] == COUNT else live[:, None] & (j < COUNT)[None, :]
     tl.store(at[:, None] + j[None, :], words.to(tl.int16), mask=mask)
@@ -141,7 +185,8 @@ def _store_words(at, words, live, COUNT: tl.constexpr):
 
 @triton.jit
 def _store_codes(low, high, codes, live, BITS: tl.constexpr, D: tl.constexpr, P: tl.constexpr):
-    """Codes in the order of channels `[N, P]`, packed by `packing.pack`. A sum of fields that do not overlap is their union."""
+    """Stores codes in the order of channels, int32 [N, P], packed as `packing.pack` does, to rows at the pointers `low` and (3 bits) `high`
+    [N], if `live` [N]. Fields of a word do not overlap, so that their sum is their union."""
     N: tl.constexpr = codes.shape[0]
     if BITS == 4:
         words = tl.sum(tl.reshape(codes, [N, P // 4, 4]) << (4 * tl.arange(0, 4))[None, None, :], 2)
@@ -164,7 +209,8 @@ def _store_codes(low, high, codes, live, BITS: tl.constexpr, D: tl.constexpr, P:
 
 @triton.jit
 def _store_planes(at, codes, live, E2M1: tl.constexpr, D: tl.constexpr, P: tl.constexpr):
-    """4-bit codes in the order of channels `[N, P]` as words of `packing.to_planes`."""
+    """Stores 4-bit codes in the order of channels, int32 [N, P], as words of `packing.to_planes`, to rows at the pointers `at` [N], if
+    `live` [N]."""
     a = tl.arange(0, 4)[None, :, None]
     if D != P:
         c = tl.arange(0, P)
@@ -181,7 +227,7 @@ def _store_planes(at, codes, live, E2M1: tl.constexpr, D: tl.constexpr, P: tl.co
 
 @triton.jit
 def _fp4_error(x, scale):
-    """Squared error of blocks of magnitudes under `scale` `[N, G, 1]`."""
+    """Squared error of E2M1 for blocks of magnitudes `x`, fp32 [N, G, 16], under `scale` [N, G, 1]: fp32 [N, G, 1]."""
     q = tl.minimum(_over(x, scale), 6.0)
     # The step is half the power of two below q, or .5 under 1; what is added leaves no bit below it.
     power = tl.maximum(q.to(tl.int32, bitcast=True) & 0x7F800000, 0x3F800000)
@@ -192,7 +238,8 @@ def _fp4_error(x, scale):
 
 @triton.jit
 def _fp4_scale(magnitude, absmax, SEARCH: tl.constexpr):
-    """Bytes of E4M3, one for each block of 16."""
+    """Scales of blocks of 16 as bytes of E4M3, int32 [N, G, 1], from `magnitude` fp32 [N, G, 16] and its maxima `absmax` [N, G, 1]. SEARCH
+    0: maximum / 6; 1: the better of 6 and 4; 2: the best of eight."""
     six = _minifloat(tl.minimum(tl.maximum(tl.div_rn(absmax, 6.0), 2.0**-9), 448.0), 3, -6)
     if SEARCH == 0:
         return six
@@ -209,7 +256,7 @@ def _fp4_scale(magnitude, absmax, SEARCH: tl.constexpr):
 
 @triton.jit
 def _lloyd(x, BITS: tl.constexpr):
-    """Codes of `x`, and twice their levels, in steps of the grid."""
+    """Codes of `x`, fp32 of any shape, and twice the magnitudes of their levels in steps of the grid: int32 each."""
     # Twice the level in the low half, the rank in the high half: one sum for both.
     if BITS == 2:
         reached = _climb(tl.abs(x), _AT2, _UP2, 2)
@@ -224,6 +271,7 @@ def _lloyd(x, BITS: tl.constexpr):
 
 @triton.jit
 def _climb(x, AT: tl.constexpr, UP: tl.constexpr, COUNT: tl.constexpr):
+    """The sum of those of COUNT entries of UP whose thresholds in AT are at most `x`, fp32 of any shape and not negative: int32."""
     reached = tl.full(x.shape, UP[0], tl.int32)
     for i in tl.static_range(1, COUNT):
         reached += tl.where(x >= AT[i], UP[i], 0)
@@ -231,7 +279,7 @@ def _climb(x, AT: tl.constexpr, UP: tl.constexpr, COUNT: tl.constexpr):
 
 
 def _rungs(bits: int) -> tuple[tuple[float, ...], tuple[int, ...]]:
-    """What magnitudes must reach, and what `_lloyd` then adds."""
+    """Thresholds of magnitudes, and what `_lloyd` adds at each."""
     odd = [2 * n + 1 for n in GRID[bits][1]]
     up = (odd[0], *((1 << 16) + high - low for low, high in zip(odd, odd[1:], strict=False)))
     return (0.0, *midpoints(bits)[2 ** (bits - 1) :]), up
@@ -244,7 +292,7 @@ _AT4, _UP4 = map(tl.constexpr, _rungs(4))
 
 @triton.jit
 def tile_of(heads, ACROSS: tl.constexpr, ALONG: tl.constexpr):
-    """Where a program's tile begins: row, head, token."""
+    """Where a program's tile begins: row (int64), head, token."""
     parts = tl.cdiv(heads, ACROSS)
     return tl.program_id(1).to(tl.int64), (tl.program_id(0) % parts) * ACROSS, (tl.program_id(0) // parts) * ALONG
 
@@ -254,6 +302,7 @@ def _encode_side(
     x, xb, xh, xt, table, codes, cb, ch, high, hb, hh, scales, sb, sh, center, eb, eh, start, tokens, heads,
     L: tl.constexpr, D: tl.constexpr, P: tl.constexpr, ACROSS: tl.constexpr, ALONG: tl.constexpr,
 ):  # fmt: skip
+    """A program of `_encode_kernel`, for keys or for values; arguments as there."""
     b, h0, t0 = tile_of(heads, ACROSS, ALONG)
     i = tl.arange(0, ACROSS * ALONG)
     c = tl.arange(0, P)
@@ -273,10 +322,10 @@ def store_tile(
     raw, live, block, row, h0, slot, table, codes, cb, ch, high, hb, hh, scales, sb, sh, center, eb, eh,
     L: tl.constexpr, D: tl.constexpr, P: tl.constexpr, ACROSS: tl.constexpr, ALONG: tl.constexpr,
 ):  # fmt: skip
-    """Quantizes vectors and stores those that are live. Vector `i` of a tile is of head `h0 + i % ACROSS`.
+    """Quantizes vectors and stores those that are live and have a slot. Vector `i` of a tile is of head `h0 + i % ACROSS`.
 
-    raw      [N, P] of ALONG tokens and ACROSS heads, N = ALONG * ACROSS; live: bool [N]
-    block    int64, scalar or [N]: the batch row, or the page, of planes [blocks, H', slots, width]; slot: [N]
+    raw      [N, P] of ALONG tokens and ACROSS heads, N = ALONG * ACROSS; live: bool [N], those that take part in shared scales
+    block    int64, scalar or [N]: the batch row, or the page, of planes [blocks, H', slots, width]; slot: [N], negative: none
     row      int64: the batch row of statistics
     codes, high, scales   planes, words of 16 bits where codes are packed; cb, ch, ...: strides of blocks and heads
     center   fp32 [rows, H, D]; eb, eh
@@ -284,6 +333,8 @@ def store_tile(
     N: tl.constexpr = ACROSS * ALONG
     i = tl.arange(0, N)
     c = tl.arange(0, P)
+    there = live[:, None] if D == P else live[:, None] & (c < D)[None, :]
+    live = live & (slot >= 0)
     inside = live[:, None] if D == P else live[:, None] & (c < D)[None, :]
     h = i % ACROSS if ACROSS == 1 else (i % ACROSS).to(tl.int64)
     slot = slot.to(tl.int64)
@@ -305,7 +356,7 @@ def store_tile(
         tl.store(at[:, None] + c[None, :], raw, mask=inside)
     y = _apply(raw, table, D, P, L.rotation == 2) if L.rotated else raw.to(tl.float32)
     if L.centered:
-        y -= tl.load(center + (row * eb + (h0 + h) * eh)[:, None] + c[None, :], mask=inside, other=0.0)
+        y -= tl.load(center + (row * eb + (h0 + h) * eh)[:, None] + c[None, :], mask=there, other=0.0)
 
     if L.bits == 8 and L.scale != "pair":
         top: tl.constexpr = 127.0 if L.kind == "int8" else 448.0 if L.kind == "e4m3" else 57344.0
@@ -394,6 +445,17 @@ def _encode_kernel(
     VL: tl.constexpr, VD: tl.constexpr, VP: tl.constexpr,
     ACROSS: tl.constexpr, ALONG: tl.constexpr,
 ):  # fmt: skip
+    """Quantizes `tokens` tokens into slots from `start` on. Grid (tiles of ALONG tokens and ACROSS heads, B, 2): keys, values.
+
+    Arguments of keys begin with k, those of values with v. Strides are in elements, of packed codes and high bits in words of 16 bits.
+
+    x        [B, H, tokens, D] fp16, bf16 or fp32, channels contiguous: xb, xh, xt
+    table    the rotation, `triton_dequantize.rotation_table`, flat; read if a layout is rotated
+    codes    [B, H', slots, width], a plane of a chunk, tokens contiguous: cb, ch; H' is H, or 1 if heads share it (ch 0)
+    high     [B, H', slots, width] likewise: hb, hh                     scales  [B, H', slots, scales of a token] likewise: sb, sh
+    center   fp32 [B, H, 1, D], the mean: eb, eh over B and H           heads   H
+    L        `PackedLayout`; D channels, padded to P; what a layout has not is not read
+    """
     if tl.program_id(2) == 0:
         _encode_side(
             kx, kxb, kxh, kxt, ktable, kcodes, kcb, kch, khigh, khb, khh, kscales, ksb, ksh, kcenter, keb, keh, start, tokens, heads,
@@ -433,6 +495,7 @@ def _quantize_pages_side(
     x, xb, xh, xt, table, codes, cb, ch, high, hb, hh, scales, sb, sh, center, eb, eh, slots, slots_b, slots_h, slots_t, tokens, heads,
     L: tl.constexpr, D: tl.constexpr, P: tl.constexpr, ACROSS: tl.constexpr, ALONG: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
+    """A program of `_quantize_pages_kernel`, for keys or for values; arguments as there."""
     b, h0, t0 = tile_of(heads, ACROSS, ALONG)
     i = tl.arange(0, ACROSS * ALONG)
     c = tl.arange(0, P)
@@ -443,8 +506,8 @@ def _quantize_pages_side(
     raw = tl.load(x + (b * xb + h * xh + t.to(tl.int64) * xt)[:, None] + c[None, :], mask=inside, other=0.0)
     slot = tl.load(slots + b * slots_b + h * slots_h + t.to(tl.int64) * slots_t, mask=live, other=-1).to(tl.int64)
     store_tile(
-        raw, slot >= 0, slot // PAGE, b, h0, slot % PAGE, table, codes, cb, ch, high, hb, hh, scales, sb, sh, center, eb, eh,
-        L, D, P, ACROSS, ALONG,
+        raw, live, slot // PAGE, b, h0, tl.where(slot < 0, -1, slot % PAGE), table, codes, cb, ch, high, hb, hh, scales, sb, sh, center,
+        eb, eh, L, D, P, ACROSS, ALONG,
     )  # fmt: skip
 
 
@@ -457,6 +520,12 @@ def _quantize_pages_kernel(
     VL: tl.constexpr, VD: tl.constexpr, VP: tl.constexpr,
     ACROSS: tl.constexpr, ALONG: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
+    """Quantizes `tokens` tokens into slots of a pool. Grid (tiles of ALONG tokens and ACROSS heads, B, 2): keys, values.
+
+    x, table, center   as of `_encode_kernel`
+    codes, high, scales   as there, but planes of a pool [N, H', PAGE, width]: cb, hb, sb are strides over pages
+    slots    int32 or int64 [B, tokens] or [B, H, tokens], `page * PAGE + offset`, or negative: not stored; slots_b, slots_h, slots_t
+    """
     if tl.program_id(2) == 0:
         _quantize_pages_side(
             kx, kxb, kxh, kxt, ktable, kcodes, kcb, kch, khigh, khb, khh, kscales, ksb, ksh, kcenter, keb, keh,

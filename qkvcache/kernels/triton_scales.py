@@ -10,13 +10,14 @@ from .triton_unpack import offset_of
 
 @triton.jit
 def _half(word):
-    """The fp16 in the low half of a word of 32 bits, as fp32."""
+    """The fp16 in the low half of `word`, int32 of any shape, as fp32."""
     return word.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
 
 
 @triton.jit
 def token_scale(X: tl.constexpr, ONCE: tl.constexpr, scales, slot):
-    """Scale and zero of tokens `[T]`; the zero of `hidden` is in codes, that of `pair` in values."""
+    """Scale and zero of the tokens `slot`, int [T], as fp32 [T] each, from the plane `scales` of their head; one entry for all tokens with
+    ONCE. The zero of `hidden` is in codes, that of `pair` in values."""
     if X.scale == "fp32":
         scale = tl.load(scales + slot * (1 - ONCE))
         zero = tl.zeros_like(scale)
@@ -52,47 +53,49 @@ mov.b32 {$2, $3}, y;
 
 @triton.jit
 def _e4m3(byte):
-    """A scale in E4M3, times 2^6, in fp16."""
+    """A scale in E4M3, the low byte of `byte` (int32 of any shape), as fp16, times 2^6."""
     number = (byte << 7).to(tl.int16).to(tl.float16, bitcast=True) * 16384.0
     return tl.where(byte == 127, float("nan"), number).to(tl.float16)
 
 
 @triton.jit
 def group_scales(X: tl.constexpr, WORDS: tl.constexpr, scales, slot, ARCH: tl.constexpr):
-    """All scales of tokens, one `[T]` in fp16 for each group, where sixteen words have one scale a plane; else nothing."""
+    """All scales of the tokens `slot`, int [T], as a tuple of fp16 [T], one for each group, from the plane `scales` [slots, groups] of
+    their head; an empty tuple where 16 words of a plane do not lie in one group."""
     GROUPS: tl.constexpr = WORDS * X.per // X.group
-    found = ()
+    by_group = ()
     if WORDS % 16 == 0:
         if X.scale == "block":
             for i in tl.static_range(GROUPS // 4):
                 word = tl.load(scales.to(tl.pointer_type(tl.int32)) + slot * (GROUPS // 4) + i)
                 if ARCH >= 89:
-                    found = found + tl.inline_asm_elementwise(
+                    by_group = by_group + tl.inline_asm_elementwise(
                         _ASM_SCALES, "=h,=h,=h,=h,r", [word], dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=1
                     )
                 else:
                     for n in tl.static_range(4):
-                        found = found + (_e4m3(word >> (8 * n) & 127),)
+                        by_group = by_group + (_e4m3(word >> (8 * n) & 127),)
         elif GROUPS % 2 == 0:
             for i in tl.static_range(GROUPS // 2):
                 word = tl.load(scales.to(tl.pointer_type(tl.int32)) + slot * (GROUPS // 2) + i)
                 for n in tl.static_range(2):
-                    found = found + ((word >> (16 * n)).to(tl.int16).to(tl.float16, bitcast=True),)
+                    by_group = by_group + ((word >> (16 * n)).to(tl.int16).to(tl.float16, bitcast=True),)
         else:
             for i in tl.static_range(GROUPS):
-                found = found + (tl.load(scales + slot * GROUPS + i),)
-    return found
+                by_group = by_group + (tl.load(scales + slot * GROUPS + i),)
+    return by_group
 
 
 @triton.jit
 def scale_of_plane(
-    X: tl.constexpr, WORDS: tl.constexpr, found, scales, slot, first: tl.constexpr, i: tl.constexpr, TOKENS_AXIS: tl.constexpr
+    X: tl.constexpr, WORDS: tl.constexpr, by_group, scales, slot, first: tl.constexpr, i: tl.constexpr, TOKENS_AXIS: tl.constexpr
 ):
-    """Scales of plane `i` of a tile of 16 words from word `first` on, in fp16, broadcastable to it; tokens along `TOKENS_AXIS`."""
+    """Scales of plane `i` of a tile of 16 words from word `first` on: fp16, [T, 1] or [T, 16] with TOKENS_AXIS 0, [1, T] or [16, T] with 1.
+    `by_group` comes from `group_scales`; `scales` and `slot` as there."""
     GROUP: tl.constexpr = X.group
     GROUPS: tl.constexpr = WORDS * X.per // GROUP
     if WORDS % 16 == 0:
-        return tl.expand_dims(found[(i * WORDS + first) // GROUP], 1 - TOKENS_AXIS)
+        return tl.expand_dims(by_group[(i * WORDS + first) // GROUP], 1 - TOKENS_AXIS)
     else:
         group = tl.minimum((i * WORDS + first + tl.arange(0, 16)) // GROUP, GROUPS - 1)
         scale = tl.load(scales + tl.expand_dims(slot, 1 - TOKENS_AXIS) * GROUPS + tl.expand_dims(group, TOKENS_AXIS))

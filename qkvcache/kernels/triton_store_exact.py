@@ -1,4 +1,4 @@
-"""Tokens of a step of several into the sinks and the residual, with the counts, in one launch: what `store_exact.store_exact` computes."""
+"""Storing several exact tokens in the sinks and the residual, and their counts, in one launch: what `store_exact.store_exact` computes."""
 
 from __future__ import annotations
 
@@ -24,19 +24,9 @@ def store_exact(buffers: Buffers, exact: Pair, sinks: tuple[int, int], begin: in
     grid = (triton.cdiv(max(sinks[1] - sinks[0] + tokens - begin, 1), TILE), batch * heads, 2)
     with torch.cuda.device_of(buffers.state):
         _store_exact_kernel[grid](
-            *arguments,
-            buffers.state,
-            *sinks,
-            begin,
-            slot,
-            buffers.residual[0].shape[2],
-            tokens,
-            heads,
-            *lengths,
-            *constants,
-            TILE,
+            *arguments, buffers.state, *sinks, begin, slot, buffers.residual[0].shape[2], tokens, heads, *lengths, *constants, TILE,
             num_warps=4,
-        )
+        )  # fmt: skip
 
 
 @triton.jit
@@ -44,6 +34,8 @@ def _store(
     x, xb, xh, xt, sinks, fb, fh, ring, rb, rh, b, h, token, live, sink, place,
     D: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
+    """Copies vectors [N, D] of tokens `token` of `x` into slot `token` of `sinks` where `sink`, else into slot `place` of `ring`; those
+    that are not `live` nowhere. `token`, `live`, `sink`, `place`: [N]."""
     c = tl.arange(0, P)[None, :]
     inside = live[:, None] & (c < D)
     new = tl.load(x + (b * xb + h * xh + token.to(tl.int64) * xt)[:, None] + c, mask=inside, other=0.0)
@@ -58,13 +50,14 @@ def _store_exact_kernel(
     state, sink_begin, sink_end, begin, slot, ring_slots, tokens, heads, seq_length, quantized,
     KD: tl.constexpr, KP: tl.constexpr, VD: tl.constexpr, VP: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles of tokens, B * H, keys and values).
+    """Grid (tiles of N tokens, B * H, 2): keys, values. Arguments of keys begin with k, those of values with v; strides are in elements.
 
     x          [B, H, tokens, D] model dtype, channels contiguous: xb, xh, xt
     sinks      [B, H, S, D] model dtype, tokens contiguous: fb, fh          ring   [B, H, ring_slots, D] likewise: rb, rh
     state      int32 [4 + 2 B]: `segments.Buffers`
-    sink_begin, sink_end   new sinks among the tokens        begin, slot   the first token for the ring, and its slot
+    sink_begin, sink_end   which tokens are new sinks        begin, slot   the first token for the ring, and its slot
     seq_length, quantized  counts of tokens that all rows have afterwards
+    P          `D`, padded to a power of two
     """
     b = (tl.program_id(1) // heads).to(tl.int64)
     h = (tl.program_id(1) % heads).to(tl.int64)

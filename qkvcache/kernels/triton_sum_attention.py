@@ -2,9 +2,8 @@
 """Accumulated attention of many queries (`sum_attention.py`) on tensor cores: one kernel for normalisers, if they are not known, and one
 for columns.
 
-Of a query, columns need one number, its level: the weight of key k is 2^(score - level), in base 2. It is the log of the normaliser, less
-that of how often the query counts, so that padding has a level of infinity and adds nothing.
-"""
+The kernel for columns needs one number for each query, its level: the weight of key k is 2^(score - level), in base 2. It is the log of the
+normaliser, less that of how often the query counts, so that padding has a level of infinity and adds nothing."""
 
 from __future__ import annotations
 
@@ -24,7 +23,8 @@ UNSEEN = tl.constexpr(HIDDEN_SCORE)
 
 @triton.jit
 def _rows(x, stride, start, count, N: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, WHOLE: tl.constexpr):
-    """`N` vectors of `x` from `start` on, of which there are `count`; WHOLE: that many at least."""
+    """Vectors `start` to `start + N` of `x`, which are `stride` elements apart, as [N, DP]: 0 beyond the `count` that there are, and beyond
+    channel D. WHOLE: all N exist."""
     n = tl.arange(0, N)[:, None]
     d = tl.arange(0, DP)[None, :]
     at = x + tl.cast(start, tl.int64) * stride + n * stride + d
@@ -42,7 +42,8 @@ def _joined(
     D: tl.constexpr, DP: tl.constexpr, BT: tl.constexpr, SOFTCAP: tl.constexpr, VISIBLE: tl.constexpr, DIAGONAL: tl.constexpr,
     ARCH: tl.constexpr,
 ):  # fmt: skip
-    """Maxima and normalisers `[Q]` with a tile of keys."""
+    """Maxima `m` and normalisers `l`, fp32 [BQ], updated with a tile of BT keys from `start` on. `q`: [BQ, DP]; `keys`: [tokens, D],
+    `stride` apart; `newest`: int [BQ], the last key that a query sees, read with DIAGONAL; `visible`: uint8 [tokens], read with VISIBLE."""
     s = tl.dot(q, tl.trans(_rows(keys, stride, start, tokens, BT, D, DP, not DIAGONAL)))
     if SOFTCAP:
         s = _capped(s * scale, softcap, SOFTCAP, ARCH)
@@ -65,7 +66,18 @@ def lse_kernel(
     D: tl.constexpr, DP: tl.constexpr, G: tl.constexpr, BQ: tl.constexpr, BT: tl.constexpr, SOFTCAP: tl.constexpr,
     VISIBLE: tl.constexpr, SINKS: tl.constexpr, ARCH: tl.constexpr,
 ):  # fmt: skip
-    """One program for `BQ` queries of one (sequence, query head): `lse` `[B, Hq, Q]`. The first query sees `before` tokens and its own."""
+    """Log-sum-exps of queries. Grid (blocks of BQ queries, B * H * G). Strides are in elements.
+
+    query     [B, H * G, queries, D] fp16 or bf16, channels contiguous, the last `queries` tokens: q_stride_b, q_stride_h, q_stride_q
+    key       [B, H, tokens, D] likewise: k_stride_b, k_stride_h, k_stride_t
+    visible   uint8 [B, tokens], tokens contiguous: visible_stride; 0: padding; read with VISIBLE
+    sinks     [H * G]: a logit for each query head; read with SINKS
+    lse       fp32 [B, H * G, queries], contiguous: output
+    scale     factor of scores, times log2(e) unless SOFTCAP           softcap   cap of scores, read with SOFTCAP
+    heads     H                 BT   keys of a tile                    DP        `D`, padded to a power of two of at least 16
+    before    tokens that the first query sees before its own
+    ARCH      compute capability, 0 without NVIDIA assembly
+    """
     first = (tl.num_programs(0) - 1 - tl.program_id(0)) * BQ  # those with most to do come first
     b = tl.program_id(1) // (heads * G)
     head = tl.program_id(1) % (heads * G)
@@ -94,7 +106,9 @@ def _added(
     total, k, rows, stride, lse, counts, start, queries, before, t, scale, softcap,
     D: tl.constexpr, DP: tl.constexpr, BQ: tl.constexpr, SOFTCAP: tl.constexpr, DIAGONAL: tl.constexpr, ARCH: tl.constexpr,
 ):  # fmt: skip
-    """Sums `[BQ, BT]` with the weights that `BQ` queries give to the tile of keys."""
+    """`total`, fp32 [BQ, BT], with the weights that BQ queries from `start` on give to a tile of keys `k` [BT, DP] at columns `t` [BT].
+    `rows`: queries [queries, D], `stride` apart; `lse`, `counts`: fp32 [queries]; `before`: tokens before the first query; DIAGONAL:
+    some of the queries come before some of the keys."""
     row = start + tl.arange(0, BQ)
     q = _rows(rows, stride, start, queries, BQ, D, DP, False)
     count = tl.load(counts + row, mask=row < queries, other=0.0)
@@ -113,11 +127,16 @@ def column_kernel(
     D: tl.constexpr, DP: tl.constexpr, G: tl.constexpr, BQ: tl.constexpr, BT: tl.constexpr, SOFTCAP: tl.constexpr,
     VISIBLE: tl.constexpr, ARCH: tl.constexpr,
 ):  # fmt: skip
-    """One program for `BT` keys of one (sequence, KV head), which stay, while the queries of the group pass: `attention_sums` `[B, H, T]`.
-    `counts` `[B, Q]` are in base 2.
+    """Accumulated attention of keys. Grid (blocks of BT keys, B * H): the keys stay in registers, while the queries of the group pass.
 
-    Sums are kept for each place in a tile of queries, and added up at the end: a weight costs a product, an exponential and an addition.
-    """
+    attention_sums  fp32 [B, H, tokens], contiguous: output
+    counts          fp32 [B, queries], contiguous: how often each query counts, in base 2
+    lse             fp32 [B, H * G, queries], contiguous, sinks included
+    BQ              queries of a tile
+    query, key, visible, scale, softcap, heads, before, D, DP, ARCH with q_stride_b, q_stride_h, q_stride_q, k_stride_b, k_stride_h,
+    k_stride_t, visible_stride, SOFTCAP and VISIBLE: as of `lse_kernel`
+
+    Sums are kept for each place in a tile of queries, and added up at the end: a weight costs a product, an exponential and an addition."""
     first = tl.program_id(0) * BT
     b = tl.program_id(1) // heads
     h = tl.program_id(1) % heads
@@ -146,6 +165,7 @@ def column_kernel(
 
 
 def supports(query: Tensor, key: Tensor) -> bool:
+    """Whether the kernels can read these queries and keys."""
     return query.dtype == key.dtype and query.dtype in (torch.float16, torch.bfloat16) and key.shape[3] % 16 == 0 and key.shape[3] <= 256
 
 

@@ -1,10 +1,9 @@
 # mypy: ignore-errors
-"""Accumulated attention of a decode step: the weights that `triton_attend.py` leaves behind, summed when the normaliser is known.
+"""Accumulated attention of a decode step: the weights that `triton_attend.py` stores, summed once the normaliser is known.
 
-A weight is relative to the running maximum of its tile, `top`. Scratch of a block of rows: weights `[slots, WIDTH]`, maxima
-`[grains, WIDTH]`; slots hold the body, the first zone and the recent one, each from a grain's beginning on. A grain has one maximum: it is
-as long as what tiles are multiples of, 32 slots of the body (chunks begin at any multiple of 32) and 16 of an exact zone.
-"""
+A weight is relative to the running maximum of its tile. Scratch of a block of query rows: weights `[slots, WIDTH]`, maxima (`tops`)
+`[grains, WIDTH]`; slots are those of the quantized tokens, the sinks and the residual, each zone padded to whole grains. A grain has one
+maximum: it is as long as what tiles are multiples of, 32 quantized tokens (chunks begin at any multiple of 32) or 16 exact ones."""
 
 from __future__ import annotations
 
@@ -13,14 +12,15 @@ import triton.language as tl
 
 from .triton_math import exp2
 
-BODY_GRAIN = tl.constexpr(32)
+REGION_GRAIN = tl.constexpr(32)
 EXACT_GRAIN = tl.constexpr(16)
 UNSEEN = tl.constexpr(-1e29)  # under it lies what a mask hides
 
 
 @triton.jit
 def keep(weights, tops, w, top, slot, count, GRAIN: tl.constexpr, WIDTH: tl.constexpr):
-    """Stores weights `[T, R]` of `count` tokens from `slot` on, and the maximum `[R]`; of `R` rows, `WIDTH`."""
+    """Stores the weights `w`, fp32 [T, R], of `count` tokens into slots from `slot` on of `weights` [slots, WIDTH], and their maxima `top`,
+    fp32 [R], into `tops` [grains, WIDTH]: the first WIDTH of R rows. GRAIN: tokens that share a maximum; it divides `slot` and T."""
     T: tl.constexpr = w.shape[0]
     R: tl.constexpr = w.shape[1]
     t = tl.arange(0, T)[:, None]
@@ -33,33 +33,41 @@ def keep(weights, tops, w, top, slot, count, GRAIN: tl.constexpr, WIDTH: tl.cons
 
 @triton.jit(
     do_not_specialize=[
-        "slots", "grains", "n_first", "n_body", "n_recent", "hidden", "blocks", "heads", "queries", "lengths_b", "lengths_h", "window",
+        "slots", "grains", "n_sinks", "n_quantized", "n_residual", "hidden", "blocks", "heads", "queries", "lengths_b", "lengths_h",
+        "window",
     ]
 )  # fmt: skip
 def sum_splits_kernel(
     weights, tops, lse, observed, attention_sums, rows, lengths, lengths_b, lengths_h, window,
-    slots, grains, n_first, n_body, n_recent, hidden, blocks, heads, queries,
+    slots, grains, n_sinks, n_quantized, n_residual, hidden, blocks, heads, queries,
     G: tl.constexpr, R: tl.constexpr, WIDTH: tl.constexpr, N: tl.constexpr, ARCH: tl.constexpr, RAGGED: tl.constexpr,
 ):  # fmt: skip
-    """One program for `N` tokens of one zone of one (sequence, KV head): body, first or recent, in this order. The first `hidden` tokens
-    lie before every window.
+    """Sums weights over the query heads of a group, and over queries. Grid (tiles of N tokens: of the quantized region, then of the sinks,
+    then of the residual; B * H).
 
-    weights   [B * H, blocks, slots, WIDTH] fp32 or bf16, tops fp32 [B * H, blocks, grains, WIDTH]
-    lse       fp32 [B, H * G, queries]          observed        fp32 or bool [B, queries]
-    rows, lengths, window (0: none)             read if RAGGED: zones are the slots of sinks, pages and ring, as of `attend_pages_kernel`
-    attention_sums  fp32 [B, H, n_first + n_body + n_recent]
+    weights         [B * H, blocks, slots, WIDTH] fp32 or bf16; tops fp32 [B * H, blocks, grains, WIDTH]
+    lse             fp32 [B, H * G, queries], contiguous: logs of the normalisers, to base e
+    observed        fp32 or bool [B, queries], contiguous: how often each query counts
+    attention_sums  fp32 [B, H, n_sinks + n_quantized + n_residual], contiguous: sinks, quantized tokens, residual
+    n_sinks, n_quantized, n_residual   tokens of each zone; where RAGGED, slots of sinks, of pages and of the ring
+    hidden          how many of the oldest tokens lie before every window; not read where RAGGED
+    blocks          blocks of R query rows
+    rows            int32 [B, 6]: `pages.COLUMNS`; read where RAGGED, as are `lengths` and `window`
+    lengths         int32 [B] or [B, H], tokens in the pages: lengths_b, lengths_h (0: all heads share)
+    window          tokens that a query sees; 0: all
+    ARCH            compute capability, 0 without NVIDIA assembly
     """
     program = tl.program_id(0)
     bh = tl.program_id(1)
-    body_slots = tl.cdiv(n_body, BODY_GRAIN) * BODY_GRAIN
-    first_slots = tl.cdiv(n_first, EXACT_GRAIN) * EXACT_GRAIN
-    slot, column, grain, held, shift = 0, n_first, 0, n_body, 5
-    if program >= tl.cdiv(n_body, N):
-        program -= tl.cdiv(n_body, N)
-        slot, column, grain, held, shift = body_slots, 0, body_slots // BODY_GRAIN, n_first, 4
-        if program >= tl.cdiv(n_first, N):
-            program -= tl.cdiv(n_first, N)
-            slot, column, grain, held = slot + first_slots, n_first + n_body, grain + first_slots // EXACT_GRAIN, n_recent
+    region_slots = tl.cdiv(n_quantized, REGION_GRAIN) * REGION_GRAIN
+    padded_sinks = tl.cdiv(n_sinks, EXACT_GRAIN) * EXACT_GRAIN
+    slot, column, grain, tokens, shift = 0, n_sinks, 0, n_quantized, 5
+    if program >= tl.cdiv(n_quantized, N):
+        program -= tl.cdiv(n_quantized, N)
+        slot, column, grain, tokens, shift = region_slots, 0, region_slots // REGION_GRAIN, n_sinks, 4
+        if program >= tl.cdiv(n_sinks, N):
+            program -= tl.cdiv(n_sinks, N)
+            slot, column, grain, tokens = slot + padded_sinks, n_sinks + n_quantized, grain + padded_sinks // EXACT_GRAIN, n_residual
     t = program * N + tl.arange(0, N)
     total = tl.zeros([N], tl.float32)
     r = tl.arange(0, WIDTH)
@@ -77,19 +85,19 @@ def sum_splits_kernel(
     if RAGGED:
         row = rows + bh // heads * 6
         begin = tl.load(row)
-        n_sinks = tl.load(row + 2)
+        row_sinks = tl.load(row + 2)
         in_ring = tl.load(row + 5)
         length = tl.load(lengths + bh // heads * lengths_b + bh % heads * lengths_h)
         quantized = tl.maximum(length - begin, 0)
         if column == 0 and slot > 0:
-            place, count = t, n_sinks
+            place, count = t, row_sinks
         elif slot == 0:
-            place, count = tl.where(t < begin, length, t - begin) + n_sinks, n_sinks + quantized
+            place, count = tl.where(t < begin, length, t - begin) + row_sinks, row_sinks + quantized
         else:
-            place = (t - tl.load(row + 4) + n_recent) % n_recent + n_sinks + quantized
-            count = n_sinks + quantized + in_ring
-        oldest = tl.where(window > 0, n_sinks + quantized + in_ring - queries - window + 1, 0)
+            place = (t - tl.load(row + 4) + n_residual) % n_residual + row_sinks + quantized
+            count = row_sinks + quantized + in_ring
+        oldest = tl.where(window > 0, row_sinks + quantized + in_ring - queries - window + 1, 0)
         total = tl.where((place < count) & (place >= oldest), total, 0.0)
     else:
         total = tl.where(column + t >= hidden, total, 0.0)
-    tl.store(attention_sums + bh.to(tl.int64) * (n_first + n_body + n_recent) + column + t, total, mask=t < held)
+    tl.store(attention_sums + bh.to(tl.int64) * (n_sinks + n_quantized + n_residual) + column + t, total, mask=t < tokens)

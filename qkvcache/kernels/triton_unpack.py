@@ -2,9 +2,9 @@
 
 A code becomes a number by putting its bits where fp16 keeps them: an integer n of four bits on top of the mantissa of 16 reads 16 + n.
 Nothing is converted, and whoever uses the numbers takes `offset_of` away and multiplies by `unit_of` where that is cheap: on the scores, or
-once on the output. QuantizedValues that no shift makes come from a table of bytes, of which PRMT reads four entries at a time.
+once on the output. Levels that no shift yields come from a table of bytes, of which PRMT reads four entries at a time.
 
-Kernels take the `PackedLayout` of a codec as a constant; a new kind of codes is a branch of `unpack`, with its unit and its offset. On
+The `PackedLayout` of a codec is a constant of a kernel; a new kind of codes is a branch of `unpack`, with its unit and its offset. On
 NVIDIA GPUs (`ARCH` > 0) the bit operations act on two words at once, as they lie in a register of a matrix operand; elsewhere, in the
 interpreter among others, plain Triton does the same.
 """
@@ -32,7 +32,7 @@ def _table(bits: int) -> tuple[int, ...]:
 
 @triton.constexpr_function
 def unit_of(layout: PackedLayout) -> float:
-    """What a difference of one between numbers is worth, in units of the scale: `value = (number - offset_of) * unit_of`."""
+    """The step between numbers, in units of the scale: `value = (number - offset_of) * unit_of`."""
     if layout.kind == "e2m1":
         return 2.0**8  # times 2^6, which scales are kept small by
     return GRID[layout.bits][0] / _TINY if layout.kind.startswith("lut") else 1.0
@@ -40,7 +40,7 @@ def unit_of(layout: PackedLayout) -> float:
 
 @triton.constexpr_function
 def offset_of(layout: PackedLayout) -> float:
-    """Which number stands for zero; where scales have a zero of their own, for code 0."""
+    """The number that stands for zero; for scales with a zero of their own, the one that stands for code 0."""
     if layout.kind == "int4":
         return 16.0 + 8 * (layout.scale == "group")
     if layout.kind == "int3":
@@ -127,7 +127,7 @@ lop3.b32 $3, e, 0x80008000, d, 0xea;
 }""")
 
 
-def _held(word: int, to: str) -> str:
+def _in_register(word: int, to: str) -> str:
     """A constant for the operand of PRMT that must be a register. No bit 31 is before any lane's, which the assembler does not know: it
     would put a constant there anew, by one instruction for almost each that uses it."""
     return f".reg .b32 {to}; mov.u32 {to}, %lanemask_lt; shr.u32 {to}, {to}, 31; or.b32 {to}, {to}, {word:#x}; "
@@ -175,7 +175,7 @@ def _read_both(read: str) -> str:
 
 _ASM_LUT3 = tl.constexpr(
     "{"
-    + _held(_LUT3[0], "t")
+    + _in_register(_LUT3[0], "t")
     + ".reg .b32 h, e, o, x;"
     + _NIBBLES3
     + _read_both(_read("and.b32 {0}, {0}, 0x77777777; prmt.b32 {0}, {0}, 0, 0x3120", "t", _LUT3[1]))
@@ -203,18 +203,20 @@ def _paired(nibbles: str, planes: tuple[str, ...], table: tuple[int, ...]) -> st
 
 
 _ASM_LUT4 = tl.constexpr(
-    "{" + _held(_LUT4[0], "t") + _held(_LUT4[2], "u") + ".reg .b32 p, x, h, n; mov.b32 p, $4;"
+    "{" + _in_register(_LUT4[0], "t") + _in_register(_LUT4[2], "u") + ".reg .b32 p, x, h, n; mov.b32 p, $4;"
     + _paired("p", ("$0", "$1", "$2", "$3"), _LUT4) + "}"
 )  # fmt: skip
 
 
 @triton.jit
 def _asm2(ASM: tl.constexpr, w):
+    """Planes of words `w`, int16 of any shape, by assembly that reads two words at a time: two of fp16, of the shape of `w`."""
     return tl.inline_asm_elementwise(ASM, "=&r,=&r,r", [w], dtype=(tl.float16, tl.float16), is_pure=True, pack=2)
 
 
 @triton.jit
 def _asm4(ASM: tl.constexpr, w):
+    """As `_asm2`, four planes."""
     return tl.inline_asm_elementwise(
         ASM, "=&r,=&r,=&r,=&r,r", [w], dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=2
     )
@@ -222,6 +224,7 @@ def _asm4(ASM: tl.constexpr, w):
 
 @triton.jit
 def _asm8(ASM: tl.constexpr, w, h, shift):
+    """As `_asm2`, eight planes; `h`: words of high bits, `shift`: whether (-1) to shift them, of the shape of `w`."""
     return tl.inline_asm_elementwise(
         ASM,
         "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r,r",
@@ -234,19 +237,21 @@ def _asm8(ASM: tl.constexpr, w, h, shift):
 
 @triton.jit
 def _bits(x):
+    """int32 of any shape, below 2^16, as the fp16 of these bits."""
     return x.to(tl.uint16).to(tl.float16, bitcast=True)
 
 
 @triton.jit
 def _entry(low: tl.constexpr, high: tl.constexpr, index):
-    """Byte `index` (0 to 7) of a table of two words."""
+    """Byte `index` (int32 of any shape, 0 to 7) of a table of two words: int32."""
     word = tl.where(index < 4, tl.full(index.shape, low, tl.int64), tl.full(index.shape, high, tl.int64))
     return ((word >> ((index & 3) * 8)) & 255).to(tl.int32)
 
 
 @triton.jit
 def unpack(KIND: tl.constexpr, w, h, shift, ARCH: tl.constexpr):
-    """Words `w`, the words `h` of high bits, and whether (-1) or not (0) to shift those by two, to a tuple of planes.
+    """Words `w`, the words `h` of high bits, and whether (-1) or not (0) to shift those by two, int16 of one shape, to a tuple of planes of
+    that shape, fp16 (the dtype of `w` for `half`), one for each channel of a word.
 
     half    the numbers        e4m3, e5m2, int8, uint8   their values       e2m1   2^-14 of the value
     int4    16 + n             int3   8 + n

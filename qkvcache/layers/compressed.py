@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from ..attention.compressed_kv import CompressedKV
-from ..attention.padding import await_padding
+from ..attention.padding import PlainAttention, await_attention
 from ..formats.base import Format
 from ..kernels import AttentionInputs, Pair, dense, prepare, step, unfold, whole
 from ..storage import Storage, attention_inputs_of, check_room, differ
@@ -102,15 +102,15 @@ class CompressedLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def make_storage(self, like: Pair) -> Storage:
-        """Empty storage for keys and values like `like`, `[B, H, T, D]` each."""
+        """Empty storage for keys and values of the shape, dtype and device of `like`, `[B, H, T, D]` each."""
         codecs = self.format.key, self.format.value
         return Storage(codecs, like, self.num_sink_tokens, self.residual_length, self.max_length, self.is_compileable)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> KeysAndValues:  # type: ignore[override]
-        """Stores keys and values `[B, H, T, D]`; returns what attention over all tokens seen reads.
+        """Stores keys and values `[B, H, T, D]`; returns the keys and values of all tokens seen, for attention.
 
-        Raises ValueError for a batch, head count, head_dim or dtype other than what is stored, and if `max_length` tokens are not enough;
-        nothing is stored then.
+        Raises ValueError for a batch, head count, head_dim or dtype other than those of stored tokens, and if `max_length` tokens are not
+        enough; nothing is stored then.
         """
         if torch.compiler.is_compiling():
             return (
@@ -147,7 +147,7 @@ class CompressedLayer(CacheLayerMixin):
         self.lazy_initialization(key_states, value_states)
         self.pending, self.empty = (key_states.detach(), value_states.detach()), False
         if self.storage.chunks.has_statistics:  # type: ignore[union-attr]
-            await_padding(key_states, self)
+            await_attention(key_states, self.store_pending)
         else:
             self.commit()
         return key_states, value_states
@@ -158,12 +158,12 @@ class CompressedLayer(CacheLayerMixin):
             self.store_pending(None)
 
     @torch.no_grad()
-    def store_pending(self, is_valid: Tensor | None) -> None:
-        """Stores a pending prompt of `Q` tokens. Statistics come from the tokens that are no padding, bool `[B, Q]` (None: all)."""
+    def store_pending(self, attention: PlainAttention | None) -> None:
+        """Stores a pending prompt. Statistics come from the tokens that are no padding in `attention`, or from all for None."""
         storage, (new, self.pending) = self.storage, (self.pending, None)
         if new is not None and storage is not None:
             storage.reserve(new[0].shape[2])
-            storage.chunks.calibrate(new, is_valid)
+            storage.chunks.calibrate(new, attention and attention.is_valid())
             storage.append(new)
             if self.offload_pending:
                 self.offload()
@@ -221,7 +221,7 @@ class CompressedLayer(CacheLayerMixin):
         stored = self._stored_like()
         return stored[0].shape[0] if stored else 0
 
-    # What generate asks.
+    # The interface of `generate`.
 
     def get_seq_length(self):
         """Tokens seen: an int, and in compiled code of a layer whose steps can be compiled a 0-d tensor."""
@@ -311,7 +311,7 @@ class CompressedLayer(CacheLayerMixin):
             self.storage.sync_counts()
             self.storage.map(fn, in_place)
 
-    # What users ask.
+    # The interface of users.
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Every live tensor with its role: `codes`, `scales`, `exact` or `bookkeeping`."""
@@ -342,7 +342,7 @@ class CompressedLayer(CacheLayerMixin):
 
 
 def compressed(inputs: AttentionInputs, observer: object = None) -> tuple[CompressedKV, CompressedKV]:
-    """What `update` returns in place of tensors for attention over `inputs`; `observer` is told of that attention."""
+    """The keys and values that `update` returns for attention over `inputs`; `observer` observes that attention."""
     return CompressedKV(inputs, inputs.key, observer=observer), CompressedKV(inputs, inputs.value, observer=observer)
 
 

@@ -40,7 +40,7 @@ class Step:
     is_valid: Tensor | None = None
     """Which tokens of the step are no padding, bool `[B, Q]`; None: all."""
     stored: Tensor | None = None
-    """Which columns before the step hold a token, bool `[B, S]`; None: all."""
+    """Which columns before the step hold a token, bool `[B, S]`, or `[B, H, S]` where heads differ; None: all."""
     attention_sums: Tensor | None = None
     observed: bool = False
 
@@ -271,7 +271,7 @@ class EvictingLayer(CompressedLayer):
         self.step, self.read_twice = None, False
 
     def positions(self) -> Tensor:
-        """Positions of the retained tokens, ascending, int32 `[B, H, T]`; -1 in rows that retain fewer than `T`."""
+        """Positions of the retained tokens, ascending, int32 `[B, H, T]`; -1 in rows and heads that retain fewer than `T`."""
         self.commit()
         if self.empty or self.storage is None:
             raise ValueError("the layer is empty")

@@ -1,7 +1,7 @@
 """`snapshot` and `restore`: one row of a layer as named tensors in host memory, and back into an empty layer. Codes are copied as they are.
 
-Compressed and dense layers can be cut to any number of first tokens. Layers that evict, slide or have a recurrent state do not hold how
-they were earlier, and are taken whole.
+Compressed and dense layers can be cut to any number of first tokens. Layers that evict, slide or have a recurrent state cannot be
+reduced to an earlier state, and are copied whole.
 
 Names: of our layers, those of `LayerStorage.snapshot`; `keys` and `values` of dense layers; states of linear attention by their attributes.
 """
@@ -35,7 +35,7 @@ KINDS = {
 
 @dataclass(frozen=True)
 class Snapshot:
-    """One row of one layer. `kind`: the kind of layer, or "empty"; `numbers`: counts of the layer that no shape tells."""
+    """One row of one layer. `kind`: the kind of layer, or "empty"; `numbers`: counts of the layer that do not follow from shapes."""
 
     kind: str
     tensors: dict[str, Tensor] = field(default_factory=dict)
@@ -104,11 +104,11 @@ def snapshot(layer: Layer, tokens: int | None = None, row: int = 0, copy: Copy =
 
 
 def refusal(layer: Layer, tokens: int | None = None) -> str | None:
-    """Why `layer`, or its first `tokens` tokens, cannot be copied, or None."""
+    """The reason why `layer`, or its first `tokens` tokens, cannot be copied; None if they can."""
     kind = KINDS.get(type(layer))
     if kind is None:
         return f"the contents of a {type(layer).__name__} cannot be taken out"
-    if kind in ("linear", "empty"):  # which do not count tokens: the cache's other layers do
+    if kind in ("linear", "empty"):  # these do not count tokens; other layers of the cache do
         return None
     seq_length = layer.get_seq_length()
     if isinstance(layer, CompressedLayer) and layer.is_compileable:
@@ -152,7 +152,7 @@ def restore(layer: Layer, stored: Snapshot, device: torch.device | str, copy: Co
 
 
 def _states(layer: LinearAttentionLayer) -> Iterator[tuple[str, object]]:
-    """Attributes; the states in a dictionary of numbered states one by one."""
+    """Attributes with their names; dictionaries of numbered states are flattened."""
     for name, x in vars(layer).items():
         yield from ((f"{name}.{i}", state) for i, state in x.items()) if isinstance(x, dict) else ((name, x),)
 

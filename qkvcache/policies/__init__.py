@@ -1,4 +1,4 @@
-"""Which tokens stay. One file a policy; `REGISTRY` names them, with the options that they have by default."""
+"""Eviction policies, one file each. `REGISTRY` maps their names to policies with default options."""
 
 from __future__ import annotations
 
@@ -53,9 +53,10 @@ def resolve(policy: str | Policy) -> Policy:
 
 
 def named(name: str, *, budget: int | float | None = None, **options) -> Policy:
-    """The policy of a registry name that keeps `budget` tokens (int) or that share of them (float); for a window, so many newest ones.
+    """The policy of a registry name with `budget`: tokens (int) or a share of them (float) that are retained; the length of a window
+    policy.
 
-    Raises ValueError for an unknown name and for sizes that do not fit, TypeError for an option that the policy has not.
+    Raises ValueError for an unknown name and for sizes that do not fit, TypeError for an option that the policy does not have.
     """
     kind = type(resolve(name))
     if budget is not None:

@@ -203,6 +203,9 @@ class Policy:
         first_stage_ratio: share of the budget that goes to the tokens with the highest scores, where scores are weights; the others compete
             by their share of all scores times how long their value is in the layer's output (CriticalKV, arXiv 2502.03805, where it is
             .5, and lengths are in the 1-norm; here they are in the 2-norm, which takes a `D x D` matrix for each head). 0: all by scores.
+        alpha_safeguard: share of the budget that each head is guaranteed, where scores are weights; the rest of what the heads of a layer
+            may hold together, `H * budget` tokens, goes to the tokens of highest priority in all of them (AdaKV, arXiv 2407.11550, where it
+            is .2). None: each head has the budget to itself. The heads are those of one process: tensor parallelism splits them.
 
     Raises ValueError for sizes that do not fit into the budget, TypeError for other types.
     """
@@ -214,6 +217,7 @@ class Policy:
     value_norm: bool = False
     protect_values: float = 0.0
     first_stage_ratio: float = 0.0
+    alpha_safeguard: float | None = None
 
     observation_window: ClassVar[int] = 0
     """Of how many of a step's last queries the attention weights are wanted."""
@@ -253,6 +257,7 @@ class Policy:
             raise ValueError(
                 f"value_norm=True with first_stage_ratio={self.first_stage_ratio}: both weigh scores by values; leave out value_norm"
             )
+        self._check_alpha_safeguard()
         _check_size("recent", self.recent)
         for budget in self.budgets:
             if budget.share:
@@ -264,6 +269,25 @@ class Policy:
                     f"budget={size}: num_sink_tokens={self.num_sink_tokens}, recent={self.recent}, interval={self.interval} and "
                     f"protect_values={self.protect_values} take {held} tokens; raise the budget or lower these"
                 )
+
+    def _check_alpha_safeguard(self) -> None:
+        alpha = self.alpha_safeguard
+        if alpha is None:
+            return
+        if isinstance(alpha, bool) or not isinstance(alpha, int | float):
+            raise TypeError(f"alpha_safeguard must be a share of the budget (float) or None, got {alpha!r}")
+        if not 0 <= alpha <= 1:
+            raise ValueError(f"alpha_safeguard={alpha!r}: must be a share of the budget, from 0 to 1")
+        if not self.needs_attention_weights:
+            raise ValueError(
+                f"alpha_safeguard={alpha}: the scores of {type(self).__name__} are no weights, which heads could compare; H2O, TOVA, "
+                "SnapKV, ExpectedAttention, KVzip, DropKV and LagKV have such"
+            )
+        if self.first_stage_ratio:
+            raise ValueError(
+                f"alpha_safeguard={alpha} with first_stage_ratio={self.first_stage_ratio}: the second stage compares tokens of one head "
+                "only; leave out one of the two"
+            )
 
     @property
     def name(self) -> str:

@@ -1,4 +1,4 @@
-"""Keys that others cannot stand in for, and keys that their neighbourhood attends to (Compactor, arXiv 2507.08143)."""
+"""Keys that are not combinations of other keys, and keys that their neighbourhood attends to (Compactor, arXiv 2507.08143)."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from torch import Tensor
 from .base import Arrivals, Policy, check_count, given
 
 BLOCK = 2**25
-"""Scores of attention in chunks that exist at once in fp32."""
+"""fp32 scores of attention within chunks in memory at a time."""
 RIDGE = 1e-5
-"""Added to the sketch's Gram matrix, times its mean diagonal: of fewer tokens than columns it is singular."""
+"""Added to the Gram matrix of the sketch, times its mean diagonal: with fewer tokens than columns the matrix is singular."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,9 +24,9 @@ class Compactor(Policy):
     Attention is that of the queries of a chunk of `chunk_size` tokens to all keys of the chunk, causal or not, summed over queries and over
     the query heads of a group. Chunks begin at multiples of `chunk_size` in the row. Sinks are left out of all sums.
 
-    A token is scored once, when it comes. Sums are over the tokens of a step: a prompt in chunks is scored chunk by chunk, and not as the
-    whole. The tokens of a step that brings a row fewer than `2 sketch`, as decoding does, have their leverage among those of the last step
-    that brought so many, and no attention; before there was one, their scores are 0.
+    A token is scored once, in its own step. Sums are over the tokens of a step: a prompt in chunks is scored chunk by chunk. In steps with
+    fewer than `2 sketch` tokens of a row, such as decode steps, tokens have their leverage among those of the last larger step, and no
+    attention; before the first larger step, their scores are 0.
 
     Args:
         blending: `r`; None: the share of the tokens seen that the budget does not hold, as in the paper.
@@ -97,24 +97,24 @@ class Compactor(Policy):
         return (1 - size / seen.clamp_min(1).float()).clamp_min(0)
 
     def _attention(self, tokens: Arrivals, counted: Tensor) -> Tensor:
-        """The attention that each token gets within its chunk, fp32 `[B, H, T]`."""
+        """The attention that each token receives within its chunk, fp32 `[B, H, T]`."""
         keys, queries, positions = tokens.keys, given(tokens.queries, "queries"), given(tokens.positions, "positions")
         batch, heads, count, dim = keys.shape
         size, device = self.chunk_size, keys.device
-        # Cells of a grid of whole chunks: the row's token at the position that a cell stands for.
+        # A grid of whole chunks: each cell is a position of the row, and holds the index of its token.
         order = (positions < 0).int().argsort(dim=-1, stable=True)  # tokens without padding, in order
         n = (positions >= 0).sum(-1, keepdim=True)
         first = positions.gather(1, order[:, :1]).clamp_min(0) % size
         chunks = (count + size - 2) // size + 1
         place = torch.arange(chunks * size, device=device) - first
         index = order.gather(1, place.clamp(0, count - 1))
-        shown = (place >= 0) & (place < n) & counted.gather(1, index)
+        counted_cells = (place >= 0) & (place < n) & counted.gather(1, index)
         scaling = dim**-0.5 if tokens.scaling is None else tokens.scaling
         received = torch.empty(batch, heads, chunks, size, device=device)
         block = max(BLOCK // (batch * queries.shape[1] * size * size), 1)
         for begin in range(0, chunks, block):
             part = slice(begin * size, (begin + block) * size)
-            at, visible = index[:, None, part, None], shown[:, part].unflatten(1, (-1, size))  # [B, C, N]
+            at, visible = index[:, None, part, None], counted_cells[:, part].unflatten(1, (-1, size))  # [B, C, N]
             k, q = (x.gather(2, at.expand(-1, x.shape[1], -1, dim)).unflatten(2, (-1, size)) for x in (keys, queries))
             logits = (q.unflatten(1, (heads, -1)) @ k.mT[:, :, None]).float() * scaling  # [B, H, G, C, N, N]
             logits = logits.masked_fill(~visible[:, None, None, :, None], torch.finfo(torch.float32).min)
@@ -125,6 +125,6 @@ class Compactor(Policy):
 
 
 def _moments(x: Tensor, own: Tensor, n: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and standard deviation, `[B, H, 1]`, of the `n` values of `x` `[B, H, T]` that are their `own`."""
+    """Mean and standard deviation, `[B, H, 1]` each, of the `n` values of `x` `[B, H, T]` where `own`."""
     mean = (x * own).sum(-1, keepdim=True) / n
     return mean, (((x - mean) * own).square().sum(-1, keepdim=True) / n).sqrt().clamp_min(1e-6)

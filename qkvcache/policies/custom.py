@@ -1,4 +1,4 @@
-"""A policy of one's own, as one function."""
+"""A user-defined policy, as one function."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from .base import ALL, Policy, Tokens
 
 @dataclass(frozen=True, kw_only=True)
 class Custom(Policy):
-    """`function(tokens)` gives the priority `[B, H, T]` of `Tokens`: `score` is the accumulated attention, and norms, positions
-    and validity are there too.
+    """`function(tokens)` returns the priority `[B, H, T]` of `Tokens`, which has the accumulated attention (`score`), norms, positions and
+    validity.
 
         Custom(function=lambda tokens: tokens.score * tokens.value_norm, budget=1024)
     """
@@ -34,8 +34,8 @@ class Custom(Policy):
         return score + attention_sums
 
     def priority(self, tokens: Tokens) -> Tensor:
-        found = self.function(tokens)
-        if not isinstance(found, Tensor) or found.shape != tokens.positions.shape:
-            shape = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
+        priority = self.function(tokens)
+        if not isinstance(priority, Tensor) or priority.shape != tokens.positions.shape:
+            shape = tuple(priority.shape) if isinstance(priority, Tensor) else type(priority).__name__
             raise ValueError(f"the policy's function gave {shape}, expected priorities of shape {tuple(tokens.positions.shape)}")
-        return found
+        return priority

@@ -1,4 +1,4 @@
-"""By what the layer's attention would lose without the token, exactly (DropKV)."""
+"""The exact change of the layer's attention output without the token (DropKV)."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from .base import ObservedAttention, Policy, check_count
 
 @dataclass(frozen=True, kw_only=True)
 class DropKV(Policy):
-    """Evicts the token without which the outputs of the last queries change least.
+    """Evicts the token whose removal changes the outputs of the last queries least.
 
-    Without a token of weight `p` and value `v`, the other weights grow by `1 / (1 - p)`, and an output `o` moves by exactly
-    `p / (1 - p) * (o - v)`. The score is the squared length of that, summed over the last `window_size` queries and the query heads of the
-    group: a token that is attended to, but whose value the others give as well, costs nothing. It is the cost of dropping one token; the
-    costs of several do not add up exactly. As in SnapKV, older queries fade at decode at the rate `1 / window_size`.
+    Without a token of weight `p` and value `v`, the other weights grow by `1 / (1 - p)`, and an output `o` changes by exactly
+    `p / (1 - p) * (o - v)`. The score is the squared norm of that change, summed over the last `window_size` queries and the query heads of
+    the group: a token that receives attention, but whose value equals the output, costs nothing. The costs of several tokens do not add up
+    exactly. As in SnapKV, older queries decay at decode at the rate `1 / window_size`.
 
     The weights and outputs of the observed queries are computed in torch, over dequantized keys and values: slower than other policies.
     """

@@ -1,4 +1,4 @@
-"""The attention that queries like those of the prompt will give in future positions (arXiv 2510.00636)."""
+"""The expected attention of future queries that are distributed like those of the prompt (arXiv 2510.00636)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from .base import Arrivals, Policy, Rotation, check_count, given
 
 BLOCK = 2**25
-"""Elements of queries, or of products with keys, that exist at once in fp32."""
+"""fp32 elements of queries, or of products with keys, in memory at a time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,12 +22,12 @@ class ExpectedAttention(Policy):
 
     `(softmax over tokens of (k mu scaling + k S k scaling^2 / 2) + epsilon) |v|`, the mean over the query heads of a group, where `mu` and
     `S` are the mean and covariance of the queries before RoPE, rotated by the mean rotation of the next `horizon` positions. Sinks are left
-    out. The score here is that times the number of tokens of the softmax, so that scores of steps compare.
+    out. The score here is that times the number of tokens of the softmax, so that scores of different steps are comparable.
 
-    A token is scored once, when it comes. Statistics are those of the last step that brought several tokens of its row: a prompt in chunks
-    is scored chunk by chunk, and not as the whole. A token that comes alone is scored with their mean, and with the mean of the prompt's
-    covariance terms in place of its own: the covariances would take more memory than the tokens. Until a row has had a step of several
-    tokens, all its scores are `(1 + epsilon) |v|`.
+    A token is scored once, in its own step. Statistics are those of the last step with several tokens of its row: a prompt in chunks is
+    scored chunk by chunk. The token of a decode step is scored with their mean, and with the mean of the prompt's covariance terms in place
+    of its own: the covariances would take more memory than the tokens. Before the first step with several tokens of a row, its scores are
+    `(1 + epsilon) |v|`.
 
     Args:
         horizon: positions after the last token, over which rotations are averaged.

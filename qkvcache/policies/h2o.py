@@ -1,4 +1,4 @@
-"""Heavy hitters: tokens that attention has looked at most (arXiv 2306.14048)."""
+"""Heavy hitters: the tokens with the most accumulated attention (arXiv 2306.14048)."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from .base import ALL, Policy, Tokens
 class H2O(Policy):
     """Half of the budget for the newest tokens, the rest for those with the most accumulated attention, of each layer, row and KV head.
 
-    The attention of every real query counts, those of the prompt included, summed over the query heads of the group, in fp32. H2O keeps
-    what the text so far looked back at: it is weak at finding what nobody has asked about yet (README).
+    The attention of all queries except padding is summed over the query heads of the group, in fp32, those of the prompt included. H2O
+    retains what the text so far attended to: it recalls few facts that are asked for only later (README).
 
     Args:
-        reduce: "mean" divides by the number of queries that could see the token, so that a token does not lose to older ones because it
-            is younger; "sum" is the paper's, in which only the recent zone protects the young.
-        decay: factor on the past at each query; below 1, old attention decay.
+        reduce: "mean" divides by the number of queries that could attend to the token, so that older tokens have no advantage; "sum" is the
+            paper's, where only the recent zone protects new tokens.
+        decay: factor on the accumulated attention at each query; 1: no decay.
     """
 
     num_sink_tokens: int = 0

@@ -1,4 +1,4 @@
-"""By the key itself, with no attention at all: its norm, or how unlike the others it is."""
+"""Scores of keys alone, without attention weights: their norm, or their distance from the mean key."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from .base import Arrivals, Policy, given
 
 @dataclass(frozen=True, kw_only=True)
 class Knorm(Policy):
-    """Evicts keys of large norm, which attention tends to pass over (arXiv 2406.11430). Not for models that normalise their keys (Qwen 3,
-    Gemma 3): there norms are all the same, and what is left to choose by is rounding."""
+    """Evicts keys of large norm, which tend to receive little attention (arXiv 2406.11430). Not for models that normalize their keys (Qwen
+    3, Gemma 3): there all norms are equal, and rounding decides."""
 
     scores: ClassVar[bool] = True
 
@@ -26,8 +26,8 @@ class Knorm(Policy):
 class KeyDiff(Policy):
     """Keeps keys that differ most from the mean direction of all keys (arXiv 2504.15364): the best choice without attention weights.
 
-    A token is scored once, when it comes, against the mean over all tokens seen by then; the paper scores all tokens anew against the mean
-    of those held. So nothing is decoded for it, and every format keeps the same tokens.
+    A token is scored once, in its own step, against the mean over all tokens seen by then; the paper scores all tokens again against the
+    mean of the retained ones. Here no key is dequantized, and every format retains the same tokens.
     """
 
     scores: ClassVar[bool] = True

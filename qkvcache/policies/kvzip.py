@@ -1,4 +1,4 @@
-"""What repeating the context needs of it (KVzip, arXiv 2505.23416)."""
+"""The tokens that a model needs to repeat its context (KVzip, arXiv 2505.23416)."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class KVzip(Policy):
         cache.compress(model, context_ids, tokenizer=tokenizer)
         model.generate(context_and_question_ids, past_key_values=cache)
 
-    It depends on no question, but on a model that is able to repeat its context. It costs a second reading, with which the authors measure
-    two to three prefills, and `compress` holds the context uncompressed meanwhile. Tokens that come after the context have a higher score
-    than any of it: they take the places of the context's least needed tokens, and then of the oldest of their own kind.
+    It depends on no question, but the model must be able to repeat its context. The second reading makes `compress` cost two to three
+    prefills (as the authors measure), with the context uncompressed meanwhile. Tokens after the context have a higher score than all tokens
+    of it: they evict the context's lowest scores first, and then the oldest tokens after the context.
 
     Args:
         normalized: a weight counts times the length of the token's value in the layer's output over the length of what attention reads at

@@ -1,4 +1,4 @@
-"""A token by its spread within the range of those that follow (arXiv 2504.04704)."""
+"""The spread of a token within the range of the tokens after it (arXiv 2504.04704)."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from .base import Arrivals, Policy, check_count
 class LagKV(Policy):
     """Keeps tokens whose channels, scaled to the range of the `lag` tokens after them, spread most; keys and values count alike.
 
-    The paper cuts the text into parts of `lag` tokens and takes the next part as the range of the whole part. Here every token has its own
-    range, so that the tokens kept do not depend on how a prompt was cut or padded. The last `lag` tokens stay exact.
+    The paper cuts the text into parts of `lag` tokens and takes the next part as the range of the whole part. Here each token has its own
+    range, so that the retained tokens do not depend on chunks or padding of a prompt. The last `lag` tokens stay exact.
     """
 
     lag: int = 128
@@ -42,7 +42,8 @@ class LagKV(Policy):
 
 
 def _spread(x: Tensor, count: int, lag: int) -> Tensor:
-    """Of the first `count` tokens of `[B, H, T, D]`: standard deviation over the channels, each scaled to its range over `lag` tokens."""
+    """The standard deviation over the channels, each scaled to its range over `lag` tokens, of the first `count` tokens of `[B, H, T,
+    D]`."""
     after = x[:, :, 1 : count + lag].float()
     high, low = _sliding_max(after, lag), -_sliding_max(-after, lag)
     scaled = (x[:, :, :count].float() - low) / (high - low).clamp_min(1e-6)
@@ -50,7 +51,7 @@ def _spread(x: Tensor, count: int, lag: int) -> Tensor:
 
 
 def _sliding_max(x: Tensor, width: int) -> Tensor:
-    """`[B, H, T, D]` -> `[B, H, T - width + 1, D]`: windows of twice the width are made of two, the last of two that overlap."""
+    """`[B, H, T, D]` -> `[B, H, T - width + 1, D]`: windows of twice the width are the maxima of two, the last of two that overlap."""
     reach = 1
     while 2 * reach <= width:
         x = torch.maximum(x[:, :, :-reach], x[:, :, reach:])

@@ -1,4 +1,4 @@
-"""No knowledge at all: the control that a policy must beat."""
+"""Random eviction: the baseline that a policy must beat."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .base import Policy, Tokens
 
 @dataclass(frozen=True, kw_only=True)
 class Random(Policy):
-    """A fixed draw for each position and KV head, the same in every row, batch and chunking."""
+    """A fixed random score for each position and KV head, the same in every row, batch and chunking."""
 
     seed: int = 0
 

@@ -14,11 +14,12 @@ from .snapkv import SnapKV
 
 @dataclass(frozen=True, kw_only=True)
 class RKV(SnapKV):
-    """Keeps what the last queries attend to and no other key says: `attention_weight * attention - (1 - attention_weight) * redundancy`.
+    """Retains tokens that the last queries attend to and whose keys are not redundant: `attention_weight * attention - (1 -
+    attention_weight) * redundancy`.
 
     Attention is SnapKV's score, as a share of that of all candidates. Redundancy is the mean cosine of a key to the other candidates, and
-    its softmax over them. Every eviction dequantizes the stored keys. The paper exempts the newest of several like keys from redundancy;
-    here recent tokens are protected as in every policy.
+    its softmax over them. Every eviction dequantizes the stored keys. The paper exempts the newest of several similar keys from
+    redundancy; here recent tokens are protected as in every policy.
 
     Args:
         window_size: last queries whose attention counts.

@@ -14,10 +14,10 @@ from .base import Policy, Tokens, check_count
 
 @dataclass(frozen=True, kw_only=True)
 class SnapKV(Policy):
-    """Keeps what the last queries attend to, and its neighbours.
+    """Retains the tokens that the last queries attend to, and their neighbours.
 
-    At the prompt the last `window_size` queries count alike, as in the paper; at decode, where the paper stops, older ones fade at the rate
-    `1 / window_size`. Scores are averaged over `kernel_size` neighbours in the text among the tokens still held.
+    At the prompt the last `window_size` queries count alike, as in the paper; at decode, which the paper does not cover, older ones decay
+    at the rate `1 / window_size`. Scores are averaged over `kernel_size` neighbours in the text, among the retained tokens.
     """
 
     window_size: int = 32
@@ -40,7 +40,7 @@ class SnapKV(Policy):
         return score * (1 - 1 / self.window_size) ** queries + attention_sums
 
     def priority(self, tokens: Tokens) -> Tensor:
-        # Slots are in no order, and what is empty must not count as a neighbour: it goes first.
+        # Slots are in no order. Empty ones are sorted first, so that they are no neighbours.
         order = tokens.positions.argsort(dim=-1, stable=True)
         valid = tokens.valid.gather(-1, order).float()
         score = super().priority(tokens).gather(-1, order) * valid

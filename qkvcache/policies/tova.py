@@ -13,8 +13,8 @@ from .base import Policy
 
 @dataclass(frozen=True, kw_only=True)
 class TOVA(Policy):
-    """Evicts what the newest query attends to least. Of each KV head, where the paper takes the mean over all heads of a layer; the paper
-    protects neither first nor recent tokens (`num_sink_tokens=0, recent=0`)."""
+    """Evicts the token that the newest query attends to least, in each KV head by itself; the paper takes the mean over all heads of a
+    layer, and protects neither first nor recent tokens (`num_sink_tokens=0, recent=0`)."""
 
     observation_window: ClassVar[int] = 1
     scores: ClassVar[bool] = True
@@ -23,4 +23,4 @@ class TOVA(Policy):
     def observe(self, score: Tensor, attention_sums: Tensor, queries: Tensor | int) -> Tensor:
         if isinstance(queries, int):
             return attention_sums.clone()  # it is a part of a larger tensor
-        return torch.where(queries > 0, attention_sums, score)  # a step of nothing but padding asks nothing
+        return torch.where(queries > 0, attention_sums, score)  # a step of padding alone has no query

@@ -1,4 +1,4 @@
-"""By the attention that future queries are expected to give, from the mean query before RoPE (TriAttention, arXiv 2604.04921)."""
+"""The expected attention of future queries, from the mean query before RoPE (TriAttention, arXiv 2604.04921)."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from .base import Arrivals, Policy, Rotation, Tokens, given
 
 @dataclass(frozen=True, kw_only=True)
 class TriAttention(Policy):
-    """Keeps keys that queries like those so far will attend to from many distances.
+    """Retains keys that queries like the earlier ones will attend to from many distances.
 
-    Before RoPE the queries of a head lie around one center. For RoPE frequency `w`, query center `q` and key `k` (complex numbers, the key
-    with its rotation), the score of a query at position `t` is the sum over frequencies of `Re(q e^{itw} conj(k))`, averaged over
+    Before RoPE the queries of a head cluster around one center. For RoPE frequency `w`, query center `q` and key `k` (complex numbers, the
+    key with its rotation), the score of a query at position `t` is the sum over frequencies of `Re(q e^{itw} conj(k))`, averaged over
     distances of 1, 2, 4, ... 65,536 from the newest token; added is `(mean |q| - |mean q|) |k|`, which stands for queries off the center.
     Scores of each query head are scaled to mean 0 and deviation 1 over the candidates; the largest of a KV head's group counts.
 
@@ -69,7 +69,7 @@ def rotate_to(center: Tensor, newest: Tensor, rope: Rotation) -> Tensor:
     angles = at[..., None] * rope.inv_freq.to(newest.device, torch.float64)  # [B, distances, R/2]
     cos, sin = angles.cos().mean(1)[:, None].float(), angles.sin().mean(1)[:, None].float()
     real, imaginary = pairs(center, rope)
-    turned = real * cos - imaginary * sin, real * sin + imaginary * cos
+    rotated = real * cos - imaginary * sin, real * sin + imaginary * cos
     rest = center[..., 2 * len(rope.inv_freq) :]
-    both = torch.stack(turned, dim=-1).flatten(-2) if rope.interleaved else torch.cat(turned, dim=-1)
+    both = torch.stack(rotated, dim=-1).flatten(-2) if rope.interleaved else torch.cat(rotated, dim=-1)
     return torch.cat([both, rest], dim=-1)

@@ -1,4 +1,4 @@
-"""By position alone: the newest tokens, with or without the first."""
+"""Policies of positions alone: the newest tokens, with or without the first ones."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class SinkWindow(Policy):
     """The first `num_sink_tokens` and the newest `window_length` tokens (StreamingLLM, arXiv 2309.17453): streams in constant memory.
 
     Args:
-        window_length: newest tokens that are kept.
-        positions: "original": every token keeps its position. "cache": sinks are read as if they stood right before the window, as
-            StreamingLLM does it, turned anew from their stored keys at each step: for streams longer than the model's context.
+        window_length: newest tokens that are retained.
+        positions: "original": every token keeps its position. "cache": sinks are read at the positions right before the window, as
+            in StreamingLLM: at each step their stored keys are rotated again. For streams longer than the model's context.
     """
 
     window_length: int = 1020

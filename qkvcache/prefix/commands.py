@@ -15,7 +15,7 @@ from rich.table import Table
 
 from ..options import MODEL, JsonOption, counts_of, device_of, dtype_of, examples, model_of, refusals
 
-app = typer.Typer(help="Stored beginnings of prompts.", no_args_is_help=True)
+app = typer.Typer(help="Stored beginnings of prompts.", no_args_is_help=True, epilog=examples("qkvcache prefix ls FOLDER"))
 Directory = Annotated[Path, typer.Argument(help="The directory of a PrefixStore.", exists=True, file_okay=False)]
 CONTEXTS = "512,1024,2048,4096,8192,16384,32768,65536"
 

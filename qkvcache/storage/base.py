@@ -1,8 +1,7 @@
-"""What the storages of all layers share: the count of tokens seen, on the device and on the host, and copying tokens out and back in."""
+"""The base of storage: counting the tokens seen, on the device and on the host, and snapshots."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -10,11 +9,9 @@ from torch import Tensor
 
 from ..formats.base import Codes
 from ..kernels import Pair, dense
-from .chunks import Chunks
+from .quantized import Copy, QuantizedTokens
 
 SIDES = ("key", "value")
-Copy = Callable[[Tensor, Tensor], object]
-"""`copy(destination, source)` fills `destination` with `source`; each may be in host memory or on a device."""
 
 
 def check_room(seq_length: int, tokens: int, max_length: int) -> None:
@@ -57,7 +54,7 @@ class LayerStorage:
     """Tokens of a compiled step that `seq_length` does not include yet."""
     counts_stale: bool
     """Whether compiled code ran since the host last read the counts: it may have run more than once."""
-    chunks: Chunks
+    chunks: QuantizedTokens
     sinks: Pair
     residual: Pair
 
@@ -114,7 +111,7 @@ class LayerStorage:
         """Copies row `row` to host memory; only the first `tokens` tokens if given.
 
         Returns tensors named `key.sinks`, `key.region.<buffer>`, `key.statistics.<buffer>`, `key.residual` and the same of `value`, with
-        one row each, and counts that no shape tells. Codes are copied as they are.
+        one row each, and counts that do not follow from shapes. Codes are copied as they are.
         """
         host = partial(copy_to, device="cpu", copy=copy)
         (sinks, residual), chunks, rows = self.zones(), self.chunks, slice(row, row + 1)
@@ -138,7 +135,7 @@ class LayerStorage:
         self.load_exact(sinks, residual)  # type: ignore[arg-type]
 
     def load_exact(self, sinks: Pair, residual: Pair) -> None:
-        """Takes the exact tokens of a snapshot, after its codes."""
+        """Loads the exact tokens of a snapshot, after its codes."""
         raise NotImplementedError
 
 

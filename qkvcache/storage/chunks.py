@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..formats.base import Codec, Codes
 from ..kernels import Packed, Pair, QuantizedRegion, chunk_table, quantize_into, quantizes
+from .quantized import Copy, QuantizedTokens
 
 PAGE = 64
 """Tokens in a page."""
@@ -41,28 +42,24 @@ def block_of(like: Tensor) -> int:
     return max(BLOCK // (batch * heads * dim) // PAGE, 1) * PAGE
 
 
-class Chunks:
-    """Quantized keys and values of `dims` channels.
+class Chunks(QuantizedTokens):
+    """Quantized keys and values of `dims` channels, in slots that are the same in all heads.
 
     Args:
-        per_head: each head holds its own copy of buffers that heads would share: after evictions a slot holds another token in every head.
+        per_head: as of QuantizedTokens.
         rows: rows of the chunk table at first.
         static: the first chunk keeps its address.
     """
 
     def __init__(self, codecs: tuple[Codec, Codec], dims: Sequence[int], per_head: bool = False, rows: int = ROWS, static: bool = False):
-        self.codecs, self.dims, self.per_head, self.rows, self.static = codecs, tuple(dims), per_head, rows, static
-        self.has_statistics = any(codec.keeps(dim) for codec, dim in zip(codecs, dims, strict=True))
-        """Whether there are buffers that all tokens share."""
+        super().__init__(codecs, dims, per_head)
+        self.rows, self.static = rows, static
         self.chunks: list[tuple[Codes, Codes]] = []
-        self.statistics: tuple[Codes, Codes] = {}, {}
-        """Buffers that all tokens share; they must be `calibrated` before a token is quantized."""
-        self.calibrated = False
         self.length = self.capacity = 0
         """Tokens stored, and slots."""
         self.table: Tensor | None = None
         self.region: QuantizedRegion | None = None
-        """What kernels read; `bind` renews it when chunks are added, removed or moved."""
+        """The input of kernels; `bind` renews it when chunks are added, removed or moved."""
 
     def __getstate__(self) -> dict:
         """Without `region`: the table of a copy would hold the addresses of the original's chunks."""
@@ -121,24 +118,6 @@ class Chunks:
         self._allocate_statistics(like)
         self.length = length(groups)
 
-    def calibrate(self, x: Pair, is_valid: Tensor | None = None) -> None:
-        """Computes the statistics from keys and values `[B, H, T, D]`, once. `is_valid`, bool `[B, T]`, leaves out padding (None: no
-        padding)."""
-        if self.calibrated:
-            return
-        self.calibrated = True
-        self._allocate_statistics(x)
-        for codec, statistics, new in zip(self.codecs, self.statistics, x, strict=True):
-            if statistics:
-                for name, value in codec.calibrate(new.detach(), is_valid).items():
-                    statistics[name].copy_(value)
-
-    def _allocate_statistics(self, like: Pair) -> None:
-        if self.has_statistics and not any(self.statistics):
-            with torch.inference_mode(False):
-                key, value = (codec.allocate(x, 0, self.per_head)[1] for codec, x in zip(self.codecs, like, strict=True))
-            self.statistics = key, value
-
     def append(self, x: Pair) -> None:
         """Quantizes keys and values `[B, H, T, D]` into the next `T` slots: in one launch if there is a kernel, else block by block."""
         self.reserve(x[0].shape[2], x)
@@ -183,7 +162,7 @@ class Chunks:
             self.bind()
 
     def append_zeros(self, tokens: int, like: Pair) -> None:
-        """Adds `tokens` slots without a token. Their codes are zeros, which every format decodes to finite numbers."""
+        """Adds `tokens` slots without a token. Their codes are zeros, which every format dequantizes to finite numbers."""
         self.reserve(tokens, like)
         for chunk, at, part in self.free_slots(tokens):
             for plane in (*chunk[0].values(), *chunk[1].values()):
@@ -191,7 +170,7 @@ class Chunks:
         self.length += tokens
 
     def move_to(self, planes: tuple[Codes, Codes], slots: int) -> None:
-        """Copies the stored tokens into `planes`, statistics among them, of `slots` slots, all of which count as used afterwards."""
+        """Copies the stored tokens and the statistics into `planes` of `slots` slots, all of which count as used afterwards."""
         self._join()
         sides = []
         for codec, dim, stored, statistics, new in zip(
@@ -207,7 +186,7 @@ class Chunks:
         self.chunks, self.statistics, self.length = [(key, value)], (key_statistics, value_statistics), slots
         self.bind()
 
-    def snapshot(self, rows: slice, tokens: int, copy: Callable[[Tensor, Tensor], object]) -> tuple[Codes, Codes]:
+    def snapshot(self, rows: slice, tokens: int, copy: Copy) -> tuple[Codes, Codes]:
         """Codes of the first `tokens` tokens, `[rows, H, tokens, width]` each, copied to host memory by `copy(destination, source)`."""
         sides: tuple[Codes, Codes] = {}, {}
         start = 0
@@ -221,9 +200,7 @@ class Chunks:
             start += count
         return sides
 
-    def load(
-        self, codes: tuple[Codes, Codes], statistics: tuple[Codes, Codes], like: Pair, copy: Callable[[Tensor, Tensor], object]
-    ) -> None:
+    def load(self, codes: tuple[Codes, Codes], statistics: tuple[Codes, Codes], like: Pair, copy: Copy) -> None:
         """Copies `codes` `[B, H, T, width]` and `statistics`, if there are any, into empty chunks with `copy(destination, source)`."""
         tokens = next((x.shape[2] for x in codes[0].values()), 0)
         self._allocate_statistics(like)
@@ -233,10 +210,7 @@ class Chunks:
             for planes, given in zip(chunk, codes, strict=True):
                 for name, plane in planes.items():
                     copy(plane[:, :, at : at + part.stop - part.start], given[name][:, :, part])
-        for kept, given in zip(self.statistics, statistics, strict=True):
-            for name, x in given.items():
-                copy(kept[name], x)
-                self.calibrated = True
+        self._load_statistics(statistics, copy)
         self.length = tokens
 
     def gather(self, index: Tensor) -> tuple[Codes, Codes]:
@@ -302,6 +276,7 @@ class Chunks:
 def _packed(
     codec: Codec, side: int, chunks: Sequence[tuple[Codes, Codes]], statistics: Codes, left: int, limit: int, head_dim: int
 ) -> Iterator[Packed]:
+    """The keys (0) or values (1) of the first `left` tokens of `chunks`, as views of at most `limit` tokens."""
     for chunk in chunks:
         used = min(left, _tokens(chunk))
         for at in range(0, used, limit):

@@ -1,7 +1,8 @@
 """`EvictingStorage`: the keys and values of one layer that evicts tokens, with what the policy needs to know of them (`metadata.py`).
 
     sinks       the first tokens of each row, in the model's dtype; never evicted
-    chunks      quantized tokens, different ones in each head, in slots without order
+    chunks      quantized tokens, different ones in each head, in slots without order; as many in each head, or, if heads share the budget
+                (`Policy.alpha_safeguard`), in pages of each head (`head_pages.py`)
     residual    the last tokens, in the model's dtype
 
 Tokens that leave the residual are quantized into the chunks. When the chunks hold as many tokens as the budget allows, the policy ranks
@@ -24,14 +25,30 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..formats.base import Codec
-from ..kernels import AttentionInputs, Exact, KeysOrValues, Packed, Pair, StaticTensors, append_token, evict_token, number, take
+from ..kernels import (
+    AttentionInputs,
+    Exact,
+    KeysOrValues,
+    Packed,
+    PagedInputs,
+    Pages,
+    Pair,
+    StaticTensors,
+    append_token,
+    evict_token,
+    number,
+    on_triton,
+    take,
+)
 from ..policies import Arrivals, Budget, Policy, Rotation
-from ..policies.base import Count
-from .base import Copy, LayerStorage, copy_to, differ
+from ..policies.base import Count, share_of
+from .base import LayerStorage, copy_to, differ
 from .chunks import PAGE, Chunks
-from .eviction import append_and_evict
+from .eviction import append_and_evict, append_and_share
+from .head_pages import HeadPages
 from .metadata import TokenFields, TokenMetadata
-from .storage import attention_inputs_of
+from .quantized import Copy
+from .storage import attention_inputs_of, sides_of
 
 
 @dataclass(eq=False)
@@ -64,6 +81,8 @@ class EvictingStorage(LayerStorage):
         rope: the model's rotary embedding, for policies that need it.
     """
 
+    chunks: Chunks | HeadPages
+
     def __init__(
         self,
         codecs: tuple[Codec, Codec],
@@ -88,7 +107,11 @@ class EvictingStorage(LayerStorage):
         self.sinks = self.residual = empty
         self.borrowed = False
         """Whether the residual is a tensor of the caller."""
-        self.chunks = Chunks(self.codecs, [x.shape[3] for x in empty], per_head=True)
+        dims, (batch, heads) = [x.shape[3] for x in empty], empty[0].shape[:2]
+        if self.policy.alpha_safeguard is None:
+            self.chunks = Chunks(self.codecs, dims, per_head=True)
+        else:
+            self.chunks = HeadPages(self.codecs, dims, torch.zeros(batch, heads, dtype=torch.int32, device=empty[0].device))
         self.metadata = TokenMetadata(self.policy, self.budget, empty[0], self.rope)
         self.in_order, self.sinks_full = self.ordered, not self.num_sink_tokens
         self.is_static = False
@@ -122,7 +145,23 @@ class EvictingStorage(LayerStorage):
         self.residual = new
 
     def attention_inputs(self) -> AttentionInputs:
-        return attention_inputs_of(self.sinks, self.chunks, self.residual)
+        if not isinstance(self.chunks, HeadPages):
+            return attention_inputs_of(self.sinks, self.chunks, self.residual)
+        sides = sides_of(self.sinks, self.chunks, self.residual)
+        if self.chunks.length:
+            return AttentionInputs(*sides, paged=self._paged_inputs(self.chunks) if self.metadata.ragged else None)
+        return AttentionInputs(*sides, None, (*self.sinks, *self.residual) if on_triton(self.device) else ())
+
+    def _paged_inputs(self, chunks: HeadPages) -> PagedInputs:
+        """For a step whose tokens are all valid: in each row, the valid tokens of the residual are its last ones."""
+        metadata, columns = self.metadata, self.residual[0].shape[2]
+        before = metadata.residual["positions"][:, 0] >= 0
+        empty = before.shape[1] - before.sum(-1)
+        row = torch.arange(len(before), device=self.device)
+        rows = torch.stack([row * 0, row, metadata.sinks.sum(-1), row, empty, columns - empty], dim=1).int()
+        tokens = len(row) * min(metadata.columns, self.policy.size(self.budget, metadata.columns))
+        pages: Pages = chunks.pages  # type: ignore[assignment]
+        return PagedInputs(pages, self.sinks, self.residual, rows, chunks.length, tokens)
 
     def num_evicted(self, running: int) -> int | Tensor:
         """Tokens of each row that were evicted before a step of `running` tokens; `[B]` if rows differ."""
@@ -139,7 +178,7 @@ class EvictingStorage(LayerStorage):
             self.chunks.calibrate(self.residual, is_valid)
         if not self.sinks_full:
             self._fill_sinks()
-        if metadata.row_lengths is not None and (self.lag_length or self.num_sink_tokens):
+        if metadata.row_lengths is not None and (self.lag_length or self.num_sink_tokens or metadata.ragged):
             self._align_right()
         leaving = self.residual[0].shape[2] - self.lag_length
         if leaving >= self.interval:
@@ -193,12 +232,24 @@ class EvictingStorage(LayerStorage):
         fields = {name: x[..., :count] for name, x in metadata.residual.items()}
         if self.policy.lag_length and (score := self.policy.score(Arrivals(*leaving, *residual))) is not None:
             fields["score"] = score.float()
-        limit = max(self._region_limit(metadata.columns), self.chunks.length)
-        row_limits = None
+        limit: int = self._region_limit(metadata.columns)
+        row_limits: Tensor | None = None
         if self.budget.share and metadata.row_lengths is not None:
             row_limits = self._region_limit(metadata.lengths())
-        self.in_order = append_and_evict(self.chunks, metadata, leaving, fields, limit, row_limits) and self.in_order
+        if isinstance(self.chunks, HeadPages):
+            guaranteed = self._guaranteed(limit) if row_limits is None else self._guaranteed(row_limits)
+            arguments = leaving, fields, max(limit, 0), row_limits, guaranteed, self.in_order
+            self.in_order = append_and_share(self.chunks, metadata, *arguments)
+        else:
+            limit = max(limit, self.chunks.length)
+            self.in_order = append_and_evict(self.chunks, metadata, leaving, fields, limit, row_limits) and self.in_order
         self._drop_oldest(count)
+
+    def _guaranteed(self, limit: Count) -> Count:
+        """Quantized tokens that each head is guaranteed of `limit`: those beside its exact ones, which are protected."""
+        exact = self.num_sink_tokens + self.lag_length
+        count = share_of(self.policy.alpha_safeguard or 0.0, limit + exact) - exact
+        return max(count, 0) if isinstance(count, int) else count.clamp_min(0)  # type: ignore[return-value]
 
     def _region_limit(self, seq_length: Count) -> Count:
         """Quantized tokens within the budget after `seq_length` tokens; a tensor for a tensor."""
@@ -206,7 +257,12 @@ class EvictingStorage(LayerStorage):
 
     def simulate(self, prompt: int, seq_length: int, query_heads: int) -> None:
         """Allocates what storage holds after `prompt` tokens at once and others one by one, `seq_length` in all. Nothing is stored: for
-        planning, on the meta device."""
+        planning, on the meta device. Raises NotImplementedError where heads share a budget."""
+        if isinstance(self.chunks, HeadPages):
+            raise NotImplementedError(
+                f"alpha_safeguard={self.policy.alpha_safeguard}: how many tokens each head retains, and so the bytes of its table and "
+                "metadata, depends on the text; plan without it, which takes about as much"
+            )
         exact, interval = self.num_sink_tokens + self.lag_length, self.interval
         first = prompt - exact if prompt - exact >= interval else 0  # tokens that leave the residual after the prompt
         groups = max(seq_length - exact - first, 0) // interval
@@ -283,17 +339,18 @@ class EvictingStorage(LayerStorage):
             with torch.inference_mode(False):  # tensors made in inference mode cannot be written outside of it
                 self.static = self._allocate(self.sinks)
             new = True
+        chunks: Chunks = self.chunks  # type: ignore[assignment]
         layout, ring, residual = self.static, self.lag_length + 1, self.residual[0].shape[2]
         layout.seen.copy_(metadata.lengths()[:, 0, 0])
         index = (torch.arange(ring, device=self.device) - (layout.seen - residual)[:, None]) % ring  # in the residual, of each slot
         used = (index < residual)[:, None]
         index = index.clamp_max(max(residual - 1, 0))
         if layout.attention_inputs.region is not None:
-            self.chunks.table = layout.attention_inputs.region.table  # which keeps its address, too
-        self.chunks.move_to(layout.planes, self.slots)
-        table = self.chunks.table
+            chunks.table = layout.attention_inputs.region.table  # which keeps its address, too
+        chunks.move_to(layout.planes, self.slots)
+        table = chunks.table
         if new:
-            layout.attention_inputs = replace(layout.attention_inputs, region=self.chunks.region)
+            layout.attention_inputs = replace(layout.attention_inputs, region=chunks.region)
             for tensor in (*layout.tensors(), *([] if table is None else [table])):
                 torch._dynamo.mark_static_address(tensor)
         for exact, x in zip(layout.first, self.sinks, strict=True):
@@ -383,7 +440,7 @@ class EvictingStorage(LayerStorage):
 
     def snapshot(self, row: int, tokens: int | None = None, copy: Copy = Tensor.copy_) -> tuple[dict[str, Tensor], dict[str, int]]:
         tensors, _ = super().snapshot(row, tokens, copy)
-        tensors |= {name: copy_to(x[row : row + 1], "cpu", copy) for name, x in self.metadata.named_tensors()}
+        tensors |= {name: copy_to(x[row : row + 1], "cpu", copy) for name, x in self._named_tensors()}
         return tensors, {"seen": self.seq_length, "in_order": int(self.in_order), "sinks_full": int(self.sinks_full)}
 
     def restore(self, tensors: dict[str, Tensor], numbers: dict[str, int], device: torch.device | str, copy: Copy = Tensor.copy_) -> None:
@@ -391,6 +448,16 @@ class EvictingStorage(LayerStorage):
         self.metadata.load(tensors, lambda x: copy_to(x, device, copy))
         self.seq_length = self.metadata.columns = numbers["seen"]
         self.in_order, self.sinks_full = bool(numbers["in_order"]), bool(numbers["sinks_full"])
+        if isinstance(self.chunks, HeadPages):
+            table, lengths = (copy_to(tensors[f"pages.{name}"], device) for name in ("table", "lengths"))
+            self.chunks.place(table, lengths, self.metadata.region["positions"].shape[-1])
+            self.metadata.ragged = self.chunks.length > 0 and not self.in_order
+
+    def _named_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """What a snapshot holds beside keys and values, `[B, ...]` each."""
+        yield from self.metadata.named_tensors()
+        if isinstance(self.chunks, HeadPages):
+            yield from (("pages.table", self.chunks.table), ("pages.lengths", self.chunks.lengths))
 
     def load_exact(self, sinks: Pair, residual: Pair) -> None:
         self.sinks, self.residual = sinks, residual

@@ -1,8 +1,8 @@
 """Adding tokens to a quantized region within its budget: the policy ranks stored and new tokens together, and the codes of retained new
 tokens overwrite those of evicted ones.
 
-Retained tokens keep their slots and their codes, bit for bit. All new tokens are quantized before some are selected, so that formats that
-share a scale between heads see the same token in all of them.
+Retained tokens keep their codes, bit for bit, and their slots, unless heads share the budget (`head_pages.py`). All new tokens are
+quantized before some are selected, so that formats that share a scale between heads see the same token in all of them.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..kernels import Pair
 from .chunks import Chunks, block_of
+from .head_pages import HeadPages
 from .metadata import TokenFields, TokenMetadata
 
 
@@ -58,7 +59,48 @@ def append_and_evict(
     return False
 
 
-def _all_keys(region: Chunks, new: Tensor) -> Tensor:
+def append_and_share(
+    region: HeadPages,
+    metadata: TokenMetadata,
+    new: Pair,
+    fields: TokenFields,
+    limit: int,
+    row_limits: Tensor | None,
+    guaranteed: int | Tensor,
+    in_order: bool,
+) -> bool:
+    """`append_and_evict` within a budget that the heads of a row share: `H * limit` tokens, of which each head is `guaranteed` as many, an
+    int or `[B, 1, 1]`. `in_order`: whether columns are in token order so far; padding is stored while they stay so."""
+    stored, count = region.length, fields["positions"].shape[-1]
+    union = {name: torch.cat([x, fields[name]], dim=-1) for name, x in metadata.region.items()}
+    valid, heads = union["positions"] >= 0, union["positions"].shape[1]
+    fits = not metadata.ragged and row_limits is None and stored + count <= limit
+    in_order = in_order and fits
+    if fits:
+        retained = torch.ones_like(valid) if in_order else valid
+    else:
+        keys = _all_keys(region, new[0]) if metadata.policy.needs_stored_keys else None
+        limits = limit if row_limits is None else row_limits.clamp(0, limit)[:, 0]
+        retained = _shared(metadata.order(union, keys), heads * limits, guaranteed) & valid
+    source = region.retain(retained[..., :stored], new, retained[..., stored:], heads * limit)
+    for name, x in union.items():
+        x = x.gather(-1, source.clamp_min(0))
+        metadata.region[name] = x.masked_fill(source < 0, -1) if name == "positions" else x
+    metadata.ragged = not in_order
+    return in_order
+
+
+def _shared(order: Tensor, total: int | Tensor, guaranteed: int | Tensor) -> Tensor:
+    """The `total` tokens, an int or `[B, 1]`, of highest `order` `[B, H, T]` over all heads of a row, among them the first `guaranteed` of
+    each head, an int or `[B, 1, 1]`; of equal ones those of the first heads. Bool `[B, H, T]`."""
+    place = order.argsort(dim=-1, descending=True).argsort(dim=-1)
+    order = order.masked_fill(place < guaranteed, torch.iinfo(order.dtype).max).flatten(1)
+    highest = order.argsort(dim=-1, descending=True, stable=True)
+    chosen = (torch.arange(order.shape[1], device=order.device) < total).expand_as(order)
+    return torch.zeros_like(chosen).scatter_(1, highest, chosen).view_as(place)
+
+
+def _all_keys(region: Chunks | HeadPages, new: Tensor) -> Tensor:
     """Stored and then new keys, `[B, H, T, D]` in the dtype of `new`."""
     stored = [part.codec.dequantize(part.codes, part.head_dim, new.dtype) for part in region.packed(0, block_of(new))]
     return torch.cat([*stored, new], dim=2)

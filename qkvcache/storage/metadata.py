@@ -2,7 +2,7 @@
 
 Columns are in the order in which attention reads them: sinks, slots of the quantized region, residual with the tokens of the running step.
 A token's position is its rank among the tokens of its row that are not padding; -1 marks a column without a token. Which columns are empty
-is the same in all heads.
+is the same in all heads, unless these share a budget (`ragged`).
 """
 
 from __future__ import annotations
@@ -45,6 +45,8 @@ class TokenMetadata:
         """Which columns of the sinks hold a token, `[B, S]`."""
         self.region: TokenFields = self._empty(keys)
         self.residual: TokenFields = self._empty(keys)
+        self.ragged = False
+        """Whether columns of the region may be empty in some heads alone."""
         self.static = False
         """Whether tensors must keep their addresses."""
         self.statistics: dict[str, Tensor] = {}
@@ -110,7 +112,10 @@ class TokenMetadata:
         return new
 
     def is_valid(self) -> Tensor | None:
-        """Which columns hold a token, bool `[B, T]`; None if all do."""
+        """Which columns hold a token, bool `[B, T]`, or `[B, H, T]` if `ragged`; None if all do."""
+        if self.ragged:
+            region, residual = self.region["positions"] >= 0, self.residual["positions"] >= 0
+            return torch.cat([self.sinks[:, None].expand(-1, region.shape[1], -1), region, residual], dim=-1)
         if self.row_lengths is None:
             return None
         return torch.cat([self.sinks, *(zone["positions"][:, 0] >= 0 for zone in (self.region, self.residual))], dim=-1)

@@ -24,6 +24,7 @@ from ..kernels import AttentionInputs, Buffers, Exact, KeysOrValues, Pair, Quant
 from ..kernels.segments import CHUNKS, CONTROL, DROPPED, ROOM
 from .base import LayerStorage
 from .chunks import GROUP, PAGE, ROWS, Chunks, block_of
+from .head_pages import HeadPages
 
 
 class Storage(LayerStorage):
@@ -33,6 +34,8 @@ class Storage(LayerStorage):
         max_length: the most tokens, for all of which room is allocated at once. None: storage grows by chunks.
         static: tensors keep their addresses, as compiled code needs; chunks can still be added.
     """
+
+    chunks: Chunks
 
     def __init__(
         self,
@@ -84,12 +87,12 @@ class Storage(LayerStorage):
 
     @property
     def free(self) -> int:
-        """Tokens that can be added before others leave the ring."""
+        """Tokens that can be added before the ring is full."""
         return self.num_sink_tokens + self.chunks.length + self.slots - self.seq_length
 
     @property
     def room(self) -> int:
-        """The most tokens that the allocated tensors hold."""
+        """The capacity of the allocated tensors, in tokens."""
         return self.num_sink_tokens + self.chunks.capacity + self.slots if self.max_length is None else self.max_length
 
     @property
@@ -161,7 +164,7 @@ class Storage(LayerStorage):
         sinks = min(self.seq_length + tokens, self.num_sink_tokens)
         if leaving:
             self.chunks.append((exact[0][:, :, sinks : sinks + leaving], exact[1][:, :, sinks : sinks + leaving]))
-        begin = max(stored, sinks + leaving)  # the first token that the ring does not hold yet
+        begin = max(stored, sinks + leaving)  # the first token that is not in the ring yet
         slot = (self.chunks.length + begin - sinks - leaving) % self.slots
         self.seq_length += tokens
         store_exact(self.buffers, exact, (min(stored, sinks), sinks), begin, slot, (self.seq_length, self.chunks.length))
@@ -183,7 +186,7 @@ class Storage(LayerStorage):
         key, value = self.residual
         return _oldest(key, self.chunks.length, count), _oldest(value, self.chunks.length, count)
 
-    # What attention reads.
+    # Inputs of attention.
 
     def attention_inputs(self) -> AttentionInputs:
         """All tokens, by reference: valid until the next token is added."""
@@ -194,7 +197,8 @@ class Storage(LayerStorage):
         return AttentionInputs(key, value, self.buffers.region, (*self.sinks, *self.residual), self.buffers)
 
     def attention_inputs_with(self, exact: Pair) -> AttentionInputs:
-        """All tokens and then others, which are not stored yet: `exact` is `exact_with` of these, so that storing them changes nothing."""
+        """All tokens and then new ones, which are not stored yet: `exact` is `exact_with(x)` of the new ones, a copy that later steps do
+        not change."""
         sinks = min(self.seq_length, self.num_sink_tokens)
         first, residual = (exact[0][:, :, :sinks], exact[1][:, :, :sinks]), (exact[0][:, :, sinks:], exact[1][:, :, sinks:])
         return attention_inputs_of(first, self.chunks, residual, exact)
@@ -227,7 +231,7 @@ class Storage(LayerStorage):
         """Removes all tokens; keeps the tensors, of the chunks only the first."""
         self.reset_counts()
         self.chunks.truncate(0)
-        for _, tensor in self.tensors():  # masked attention multiplies stale values by 0, which leaves a nan a nan
+        for _, tensor in self.tensors():  # masked attention multiplies stale values by 0, and nan times 0 is nan
             if tensor is not self.chunks.table:
                 tensor.zero_()
         self.truncate(0)
@@ -278,7 +282,9 @@ def _oldest(ring: Tensor, quantized: int, count: int) -> Tensor:
     return tail if tail.shape[2] == count else torch.cat([tail, ring[:, :, : count - tail.shape[2]]], dim=2)
 
 
-def _side_of(chunks: Chunks, side: int, first: Tensor, sinks: int, like: Tensor, count: int, recent: Callable[[], Tensor]) -> KeysOrValues:
+def _side_of(
+    chunks: Chunks | HeadPages, side: int, first: Tensor, sinks: int, like: Tensor, count: int, recent: Callable[[], Tensor]
+) -> KeysOrValues:
     """Keys (0) or values (1), shaped like `like` `[B, H, T, D]`: the first `sinks` tokens of `first`, the tokens now in `chunks`, and the
     `count` tokens that `recent()` returns when they are read."""
     packed = chunks.packed(side, block_of(like))
@@ -292,16 +298,22 @@ def _side_of(chunks: Chunks, side: int, first: Tensor, sinks: int, like: Tensor,
 
 
 def attention_inputs_of(sinks: Pair, chunks: Chunks, residual: Pair, joined: Pair | None = None) -> AttentionInputs:
-    """What attention reads of exact tokens, the tokens now in `chunks`, and exact tokens, in this order. `joined`: both exact parts in one
-    tensor each, if there are such tensors."""
-    key, value = (
-        _side_of(chunks, side, first, first.shape[2], last, last.shape[2], partial(_oldest, last, 0, last.shape[2]))
-        for side, (first, last) in enumerate(zip(sinks, residual, strict=True))
-    )
+    """The inputs of attention over exact tokens, the tokens now in `chunks`, and exact tokens, in this order. `joined`: both exact parts in
+    one tensor each, if there are such tensors."""
+    key, value = sides_of(sinks, chunks, residual)
     if not on_triton(residual[0].device):
         return AttentionInputs(key, value, joined=joined)
     region = replace(chunks.region, tokens=chunks.length) if chunks.length else None  # type: ignore[type-var]
     return AttentionInputs(key, value, region, (*sinks, *residual), joined=joined)
+
+
+def sides_of(sinks: Pair, chunks: Chunks | HeadPages, residual: Pair) -> tuple[KeysOrValues, KeysOrValues]:
+    """Keys and values: exact tokens, the tokens now in `chunks`, and exact tokens."""
+    key, value = (
+        _side_of(chunks, side, first, first.shape[2], last, last.shape[2], partial(_oldest, last, 0, last.shape[2]))
+        for side, (first, last) in enumerate(zip(sinks, residual, strict=True))
+    )
+    return key, value
 
 
 def group_of(residual_length: int) -> int:

@@ -54,3 +54,15 @@ def test_rows_and_tables_of_two_models_live_together(study, tmp_path, capsys, mo
     assert said.count("| `") == 2 and "other on cpu: 2 x 6 tokens of pydoc after 120" in said
     study.main(["--show", "--out", str(file)])
     assert "other" in capsys.readouterr().out
+
+
+def test_a_mean_of_other_prompts(study, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(study, "FROZEN", ["turboquant_4bit_nc"])
+    file = tmp_path / "rows.jsonl"
+    study.main(["frozen", "--context", "120", "--windows", "2", "--read-on", "6", "--out", str(file)])
+    rows = {(row["source"], row["residual_length"]): row["kls"] for row in read_rows(file)}
+    assert len(rows) == 8 and len({tuple(kls) for kls in rows.values()}) == 8
+    assert all(0 < kl < 1 for kls in rows.values() for kl in kls)
+    capsys.readouterr()
+    study.main(["frozen", "--markdown", "--out", str(file)])
+    assert "| demo | `turboquant_4bit_nc` | ." in capsys.readouterr().out

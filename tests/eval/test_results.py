@@ -14,6 +14,7 @@ SHOWN = {
     "long_answers --model smollm2": ["turboquant_3bit_nc ", "--markdown"],
     "eviction": ["perplexity of 3 streams", "--show"],
     "formats": ["hadaquant_k3v2", "--show"],
+    "formats frozen": ["a prompt of stdlib", "--markdown"],
     "calibrated": ["| calibrated, 3 bits | 100 |", "--markdown"],
 }
 

@@ -167,6 +167,7 @@ def test_the_kernel_that_quantizes(format, per_head):
     slots = torch.tensor([[70, -1, 3, 255, 128], [1, 2, -1, 0, 65]], device=DEVICE)
     if per_head:
         slots = torch.stack([slots, torch.where(slots >= 0, slots ^ 4, -1)], 1)
+        slots[:, 1, 2] = -1  # a token that one head stores; the other still has its part in what they share
     triton_quantize.quantize_pages(chosen.codecs(), x, planes, statistics, slots)
     block = tuple(
         {name: codes.new_zeros(2, *codes.shape[1:]) for name, codes in codec.allocate(x[0], 5)[0].items()} for codec in chosen.codecs()
@@ -240,6 +241,15 @@ def test_accumulated_attention_of_the_kernel(per_head, monkeypatch):
         observed = torch.rand(2, queries, device=DEVICE)
         query = torch.randn(2, 4, queries, 64, device=DEVICE).half()
         compare(monkeypatch, "int8", query, inputs, causal=queries > 1, window=window, observed=observed)
+
+
+@KERNELS
+def test_accumulated_attention_where_the_longest_row_is_the_bound(monkeypatch):
+    """The last tile of the pages is longer than what is left of them: its end is not where the ring's weights lie."""
+    inputs = build(REGISTRY["int8"], [[70, 74], [66, 3]], ring=6, device=DEVICE)
+    inputs = PagedInputs(inputs.pages, inputs.sinks, inputs.ring, inputs.rows, max_length=74)
+    query, observed = torch.randn(2, 4, 1, 64, device=DEVICE).half(), torch.ones(2, 1, device=DEVICE)
+    compare(monkeypatch, "int8", query, inputs, observed=observed)
 
 
 @KERNELS

@@ -100,6 +100,11 @@ def test_what_heads_share_may_be_held_by_each(format):
         statistics = codec.calibrate(x)
         quantize_kv([(codec, x, planes, statistics), (codec, x, {name: plane.clone() for name, plane in planes.items()}, statistics)], 7)
         check(codec, x, planes, statistics, 7)
+        # After evictions a slot has another token, and another scale, in each head.
+        planes[codec.buffers(64)[1].name][:, :, 7 : 7 + tokens] *= 1 + torch.arange(heads, device=DEVICE)[:, None, None]
+        out, codes = torch.empty_like(x), view(planes, 7, tokens) | statistics
+        decode(codec, codes, out)
+        torch.testing.assert_close(out, codec.dequantize(codes, 64, x.dtype), rtol=8e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("head_dim", slowly([64, 96, 128, 256], [96, 256]))

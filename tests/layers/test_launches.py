@@ -127,7 +127,7 @@ def observed_turn(patch: pytest.MonkeyPatch, policy: Policy) -> list[str]:
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_many_new_tokens_over_a_layer_that_evicts(monkeypatch):
-    """Two copies join the exact tokens. The sums take a kernel for each part, and the chunk, which is still there, is not dequantized again."""
+    """Two copies join the exact tokens. The sums take a kernel for each part; the chunk is still there."""
     joined, attended = ["cat", "cat"], ["copy_", "_dequantize_region_kernel", "_merge_kernel"]
     assert observed_turn(monkeypatch, KeyDiff(budget=PAST)) == joined + attended
     names = observed_turn(monkeypatch, H2O(budget=PAST, num_sink_tokens=4))

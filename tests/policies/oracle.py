@@ -41,6 +41,8 @@ class Text:
 
     pads: tuple[int, ...]
     sizes: tuple[int, ...]
+    skew: float = 1.0
+    """How much more attention the second head's tokens get."""
 
     def __post_init__(self) -> None:
         generator = torch.Generator().manual_seed(SEED + sum(self.sizes))
@@ -48,6 +50,7 @@ class Text:
         self.keys, self.values = (torch.randn(*shape, DIM, generator=generator) for _ in range(2))
         self.queries = torch.randn(len(self.pads), HEADS * GROUPS, sum(self.sizes), DIM, generator=generator) + 0.5
         self.attention_sums = torch.rand(len(self.sizes), *shape, generator=generator) ** 4
+        self.attention_sums[:, :, 1] *= self.skew
         self.mask = torch.arange(shape[2]) >= torch.tensor(self.pads)[:, None]
 
 
@@ -87,10 +90,28 @@ def kept(policy: Policy, text: Text) -> Iterator[list[list[list[int]]]]:
     begin = 0
     for number, size in enumerate(text.sizes):
         for row in rows:
-            for head in row:
-                head.step(number, begin, begin + size)
+            limits = [head.step(number, begin, begin + size) for head in row]
+            if limits[0] is not None:
+                evict(row, limits[0])
         yield [[sorted(head.held) for head in row] for row in rows]
         begin += size
+
+
+def evict(row: list[Head], limit: int) -> None:
+    """Each head keeps the `limit` tokens of highest rank; with `alpha_safeguard` that share of them, and the rest of what the heads may
+    hold together is of the highest rank in all of them."""
+    alpha = row[0].policy.alpha_safeguard
+    sure = limit if alpha is None else math.floor(alpha * limit + 1e-6)
+    left = []
+    for number, head in enumerate(row):
+        rank = head.ranks()
+        best = sorted(head.held, key=lambda p: (rank[p], p), reverse=True)
+        head.held = best[:sure]
+        left += [(rank[p], p, -number) for p in best[sure:]]
+    for _, p, number in sorted(left, reverse=True)[: len(row) * (limit - sure)]:
+        row[-number].held.append(p)
+    for head in row:
+        head.held.sort()
 
 
 def turned(x: Tensor, by: int) -> Tensor:
@@ -113,7 +134,8 @@ class Head:
         self.score: dict[int, float] = {}
         self.waiting = self.seen = 0
 
-    def step(self, number: int, begin: int, end: int) -> None:
+    def step(self, number: int, begin: int, end: int) -> int | None:
+        """Takes the tokens of a step; returns how many may be held if some must go now."""
         queries = max(end - self.pad, 0) - self.seen
         new = range(self.seen, self.seen + queries)
         self.seen += queries
@@ -133,11 +155,10 @@ class Head:
             self.score |= self.compactor(new)
         self.waiting += end - begin
         interval = self.policy.interval or 1
-        if self.waiting >= interval:
-            self.waiting = 0
-            limit = self.policy.budgets[0].tokens - interval + 1
-            rank = self.ranks()
-            self.held = sorted(self.held, key=lambda p: (rank[p], p))[-limit:]
+        if self.waiting < interval:
+            return None
+        self.waiting = 0
+        return self.policy.budgets[0].tokens - interval + 1
 
     def observed(self, score: float, attention_sums: float, queries: int) -> float:
         name = self.policy.name

@@ -9,7 +9,7 @@ from transformers import DynamicCache
 from qkvcache import CompressedCache, PrefixStore, policies
 from qkvcache.layers.compressed import CompressedLayer
 from qkvcache.layers.evicting import EvictingLayer
-from tests.matrix import MODELS, POLICIES, UNSUPPORTED, model, slowly
+from tests.matrix import MODELS, POLICIES, SHARED, UNSUPPORTED, model, slowly
 from tests.prefix.made import held
 from tests.reference import assert_close
 from tests.seeds import SEED
@@ -128,9 +128,9 @@ def state(cache) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("on_disk", [False, True], ids=["memory", "disk"])
-@pytest.mark.parametrize("name", slowly(POLICIES, ["sink_window", "h2o", "snapkv", "keydiff_values", "custom"]))
+@pytest.mark.parametrize("name", [*slowly(POLICIES, ["sink_window", "h2o", "snapkv", "keydiff_values", "custom"]), "shared_budget"])
 def test_evicting_caches_come_back_whole(name, on_disk, tmp_path):
-    policy = POLICIES[name](24)
+    policy = SHARED["snapkv"](24) if name == "shared_budget" else POLICIES[name](24)
     options = {"format": "int8", "policy": policy, "directory": tmp_path if on_disk else None}
     kept = store(**options)
     ids, following = prompt(40), prompt(6, 5)

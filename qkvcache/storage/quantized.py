@@ -1,0 +1,65 @@
+"""`QuantizedTokens`: what the stores of quantized keys and values of one layer share, wherever their tokens lie."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from ..formats.base import Codec, Codes
+from ..kernels import Pair
+
+Copy = Callable[[Tensor, Tensor], object]
+"""`copy(destination, source)` fills `destination` with `source`; each may be in host memory or on a device."""
+
+
+class QuantizedTokens:
+    """Quantized keys and values of `dims` channels, and the statistics that all tokens share.
+
+    Args:
+        per_head: each head has a copy of buffers that heads would share: after evictions a slot has another token in each head.
+    """
+
+    length: int
+    """Columns of attention: tokens stored, of the head that stores most."""
+
+    def __init__(self, codecs: tuple[Codec, Codec], dims: Sequence[int], per_head: bool = False):
+        self.codecs, self.dims, self.per_head = codecs, tuple(dims), per_head
+        self.has_statistics = any(codec.keeps(dim) for codec, dim in zip(codecs, dims, strict=True))
+        """Whether there are buffers that all tokens share."""
+        self.statistics: tuple[Codes, Codes] = {}, {}
+        """Buffers that all tokens share; they must be `calibrated` before a token is quantized."""
+        self.calibrated = False
+
+    def calibrate(self, x: Pair, is_valid: Tensor | None = None) -> None:
+        """Computes the statistics from keys and values `[B, H, T, D]`, once. `is_valid`, bool `[B, T]`, leaves out padding (None: no
+        padding)."""
+        if self.calibrated:
+            return
+        self.calibrated = True
+        self._allocate_statistics(x)
+        for codec, statistics, new in zip(self.codecs, self.statistics, x, strict=True):
+            if statistics:
+                for name, value in codec.calibrate(new.detach(), is_valid).items():
+                    statistics[name].copy_(value)
+
+    def _allocate_statistics(self, like: Pair) -> None:
+        if self.has_statistics and not any(self.statistics):
+            with torch.inference_mode(False):
+                key, value = (codec.allocate(x, 0, self.per_head)[1] for codec, x in zip(self.codecs, like, strict=True))
+            self.statistics = key, value
+
+    def snapshot(self, rows: slice, tokens: int, copy: Copy) -> tuple[Codes, Codes]:
+        """Codes of the first `tokens` tokens of `rows`, copied to host memory by `copy`."""
+        raise NotImplementedError
+
+    def load(self, codes: tuple[Codes, Codes], statistics: tuple[Codes, Codes], like: Pair, copy: Copy) -> None:
+        """Takes what `snapshot` returned, and `statistics`, if there are any, by `copy`; nothing may be stored."""
+        raise NotImplementedError
+
+    def _load_statistics(self, given: tuple[Codes, Codes], copy: Copy) -> None:
+        for kept, side in zip(self.statistics, given, strict=True):
+            for name, x in side.items():
+                copy(kept[name], x)
+                self.calibrated = True

@@ -1,0 +1,280 @@
+"""Budgets that the heads of a layer share (AdaKV), in models: what holds for budgets of each head holds for them too."""
+
+import copy
+import functools
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from qkvcache import CompressedCache, plan
+from qkvcache.kernels import dispatch
+from qkvcache.layers.evicting import EvictingLayer
+from qkvcache.layers.snapshot import restore, snapshot
+from qkvcache.policies import H2O, SnapKV
+from tests.caches.test_eviction import CUTS, LENGTH, check_rows, inputs, kept, live_bytes, run
+from tests.caches.test_eviction_features import generate, prompt, same, state
+from tests.matrix import ATTENTION, SHARED, model, slowly
+from tests.reference import ZONES, assert_close, forward
+from tests.tolerance import TURNED, of_model
+
+FEW = ["snapkv", "h2o_value_norm"]
+POLICY = SHARED["snapkv"](15)
+
+
+def cache_of(name="snapkv", budget=14, format=None, **options):
+    return CompressedCache(model("llama").config, policy=SHARED[name](budget), format=format, **options)
+
+
+def counts(cache, layer=0):
+    """Tokens of each head, `[B, H]`."""
+    return (cache.kept_positions(layer) >= 0).sum(-1)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("name", slowly(SHARED, FEW))
+def test_a_padded_row_equals_its_prompt_alone(name, attention):
+    network = model("llama", attention)
+    make = functools.partial(CompressedCache, network.config, policy=SHARED[name](21))
+    check_rows(network, make, CUTS["chunked" if attention == "sdpa" else "whole"])
+
+
+@pytest.mark.parametrize("name", slowly(SHARED, FEW))
+def test_a_padded_row_of_codes_equals_its_prompt_alone(name):
+    make = functools.partial(CompressedCache, model("llama").config, policy=SHARED[name](15), format="int8", **ZONES["zones"])
+    check_rows(model("llama"), make, CUTS["whole"], TURNED)
+
+
+def test_shares_of_the_tokens_seen_are_of_each_row():
+    policy = H2O(budget=0.5, recent=3, alpha_safeguard=0.2)
+    check_rows(model("llama"), functools.partial(CompressedCache, model("llama").config, policy=policy), CUTS["whole"])
+
+
+@pytest.mark.parametrize("attention", ATTENTION)
+def test_attention_implementations_agree(attention):
+    """Steps of one token and of several, with padding among the new tokens and without."""
+    network, expected = model("llama", attention), model("llama", "eager")
+    for text in (inputs((0,)), inputs()):
+        caches = [CompressedCache(network.config, policy=POLICY) for _ in range(2)]
+        ours, theirs = (run(n, cache, (4, 17, 9, 1, 3, 1, 1, 1), text) for n, cache in zip((network, expected), caches, strict=True))
+        assert kept(caches[0]) == kept(caches[1])
+        for a, b in zip(ours, theirs, strict=True):
+            assert_close(a, b, of_model(network))
+
+
+@pytest.mark.parametrize("format", [None, "int8"])
+@pytest.mark.parametrize("name", slowly(SHARED, FEW))
+def test_the_budget_holds_at_every_step_and_bytes_are_counted(name, format):
+    cache, differ = cache_of(name, 14, format, num_sink_tokens=2, residual_length=3), []
+
+    def check(seen):
+        for layer in range(3):
+            held = counts(cache, layer)
+            assert held.sum() <= 2 * 14 and cache.stored_length(layer) == held.max()
+            differ.append(bool((held != held[:, :1]).any()))
+        assert cache.nbytes == live_bytes(cache)
+
+    run(model("llama"), cache, (30, *[1] * 6, 3, 1), inputs((0,), 40), check)
+    assert any(differ)
+
+
+@pytest.mark.parametrize("format", ["int8", "turboquant_4bit_nc"])
+def test_memory_is_for_the_tokens_of_all_heads_and_not_for_the_longest(format):
+    """One head retains nearly everything: pages are not allocated for others that retain nothing."""
+    budget, tokens, heads = 512, 2048, 4
+    layer = CompressedCache(
+        policy=SnapKV(budget=budget, interval=1, window_size=8, recent=8, kernel_size=1, alpha_safeguard=0.0),
+        format=format,
+        residual_length=8,
+    )._new_layer()
+    generator = torch.Generator().manual_seed(0)
+    layer.update(*(torch.randn(1, heads, tokens, 32, generator=generator) for _ in range(2)))
+    layer.begin_attention(None)
+    layer.end_attention(torch.rand(1, heads, tokens, generator=generator) * torch.tensor([1.0, 0.01, 0.01, 0.01])[:, None])
+    held = (layer.positions() >= 0).sum(-1)[0].tolist()
+    assert sum(held) == heads * budget and held[0] > 3.5 * budget
+    chunks = layer.storage.chunks
+    assert chunks.capacity <= heads * budget // 64 + heads
+    own = sum(x.untyped_storage().nbytes() for role, x in layer.tensors() if role in ("codes", "scales"))
+    assert own <= 1.1 * layer.format.bytes_per_token(32, 1) * heads * budget + 10_000
+
+
+@pytest.mark.parametrize("name", slowly(SHARED, FEW))
+def test_a_budget_that_is_not_reached_changes_no_bit(name):
+    network = model("llama")
+    for sizes, text in ((CUTS["chunked"], inputs()), (CUTS["whole"], inputs((0,)))):
+        ours = run(network, cache_of(name, LENGTH), sizes, text)
+        theirs = run(network, DynamicCache(config=network.config), sizes, text)
+        assert same(ours, theirs)
+
+
+@pytest.mark.parametrize("format", [None, "int8"])
+def test_a_share_of_everything_is_a_budget_for_each_head(format):
+    policies = (SnapKV(budget=14, interval=1, window_size=4, recent=3, alpha_safeguard=alpha) for alpha in (1.0, None))
+    caches = [CompressedCache(model("llama").config, policy=policy, format=format, **ZONES["zones"]) for policy in policies]
+    ours, theirs = (run(model("llama"), cache, CUTS["whole"]) for cache in caches)
+    assert kept(caches[0]) == kept(caches[1])
+    for a, b in zip(ours, theirs, strict=True):
+        assert_close(a, b, of_model(model("llama")))
+
+
+@pytest.mark.parametrize("chunk", [None, 7])
+def test_generate_equals_a_manual_loop(chunk):
+    network, (ids, mask) = model("llama"), inputs(length=29)
+    ours, manual = cache_of(), cache_of()
+    options = {"max_new_tokens": 10, "do_sample": False, "eos_token_id": None, "prefill_chunk_size": chunk}
+    expected = network.generate(input_ids=ids, attention_mask=mask, past_key_values=ours, **options)
+    sizes, begin = ([7] * 4 + [1] if chunk else [29]), 0
+    for size in sizes + [1] * 9:
+        logits = forward(network, manual, ids, mask, begin, begin + size)
+        begin += size
+        if begin >= 29:
+            last = logits.view(3, -1, 100)[:, -1] if size == 1 else logits[mask.sum(-1).cumsum(0) - 1]
+            ids = torch.cat([ids, last.argmax(-1)[:, None]], 1)
+            mask = torch.cat([mask, torch.ones(3, 1, dtype=torch.long)], 1)
+    assert torch.equal(ids, expected)
+    assert kept(ours) == kept(manual) and (counts(ours).sum(-1) == 2 * 14).all()
+
+
+@pytest.mark.parametrize("options", [{"num_beams": 3}, {"num_return_sequences": 3, "do_sample": True}], ids=str)
+def test_beams(options):
+    network, inputs = model("llama"), prompt(2)
+    expected = generate(network, DynamicCache(config=network.config), inputs, **options)
+    assert torch.equal(generate(network, cache_of(budget=60), inputs, **options), expected)
+    generate(network, cache := cache_of(format="int8"), inputs, **options)
+    assert (counts(cache).sum(-1) == 2 * 14).all() and len(counts(cache)) == 6
+
+
+@pytest.mark.parametrize("format", [None, "int8"])
+def test_rows_move_and_copies_stand_alone(format):
+    _, mask = prompt(3).values()
+    ids, new = (3 + torch.stack([torch.randperm(97)[:45] for _ in range(3)])).split([40, 5], 1)
+    network, cache = model("llama"), cache_of(format=format, residual_length=3)
+    forward(network, cache, ids, mask, 0, 40)
+
+    def go_on(cache, rows):
+        text, is_valid = torch.cat([ids, new], 1)[rows], torch.cat([mask, torch.ones_like(new)], 1)[rows]
+        logits = [forward(network, cache, text, is_valid, a, a + 1) for a in range(40, 45)]
+        return torch.stack(logits, 1), [cache.kept_positions(i) for i in range(3)]
+
+    before = state(cache)
+    expected, positions = go_on(copy.deepcopy(cache), torch.arange(3))
+    assert same(state(cache), before)
+    moves = {
+        "reorder_cache": (torch.tensor([2, 0, 0]), torch.tensor([2, 0, 0])),
+        "batch_repeat_interleave": (2, torch.tensor([0, 0, 1, 1, 2, 2])),
+        "batch_select_indices": (torch.tensor([1]), torch.tensor([1])),
+    }
+    for method, (argument, rows) in moves.items():
+        moved = copy.deepcopy(cache)
+        getattr(moved, method)(argument)
+        logits, found = go_on(moved, rows)
+        assert_close(logits, expected[rows], TURNED if format else of_model(network))
+        for ours, theirs in zip(found, positions, strict=True):
+            assert [[[p for p in h if p >= 0] for h in r] for r in ours.tolist()] == [
+                [[p for p in h if p >= 0] for h in r] for r in theirs[rows].tolist()
+            ]
+    cache.reset()
+    assert cache.nbytes == cache.get_seq_length() == cache.stored_length() == 0
+
+
+@pytest.mark.parametrize("format", [None, "int8"])
+def test_a_row_comes_back_from_a_snapshot(format):
+    """Of a batch whose other row has a longer head."""
+    network, (ids, _) = model("llama"), inputs((0, 0))
+    cache = cache_of(format=format, residual_length=3)
+    for a, b in ((0, 30), (30, 31), (31, 32)):
+        forward(network, cache, ids, torch.ones_like(ids), a, b)
+    for row in range(2):
+        again, alone = cache_of(format=format, residual_length=3), copy.deepcopy(cache)
+        alone.batch_select_indices([row])
+        for into, layer in zip(again.layers, cache.layers, strict=True):
+            restore(into, snapshot(layer, row=row), "cpu")
+        assert again.nbytes == alone.nbytes
+        for a in range(32, LENGTH):
+            logits = [forward(network, x, ids[row : row + 1], torch.ones_like(ids[:1]), a, a + 1) for x in (again, alone)]
+            assert same(*([x] for x in logits)) and kept(again) == kept(alone)
+
+
+def test_turns_of_different_lengths():
+    """Padding in the middle of a conversation: each row is as alone without it."""
+    network, generator = model("llama"), torch.Generator().manual_seed(3)
+    ids, mask = 3 + torch.stack([torch.randperm(97, generator=generator)[:46] for _ in range(3)]), torch.ones(3, 46, dtype=torch.long)
+    for row, (left, middle) in enumerate(((0, 6), (4, 0), (9, 3))):
+        mask[row, :left] = 0
+        mask[row, 24 : 24 + middle] = 0
+    spans = [(0, 20), *((i, i + 1) for i in range(20, 24)), (24, 36), *((i, i + 1) for i in range(36, 46))]
+    for name in ("snapkv", "snapkv_interval"):
+        batch, single = cache_of(name), cache_of(name)
+        parts = [forward(network, batch, ids * mask, mask, a, b) for a, b in spans]
+        is_valid = mask[2].bool()
+        mine, ones = ids[2:, is_valid], mask[2:, is_valid]
+        for (a, b), part in zip(spans, parts, strict=True):
+            got = forward(network, single, mine, ones, int(is_valid[:a].sum()), int(is_valid[:b].sum()))
+            if name == "snapkv":  # with an interval, rows count padding as tokens that come in
+                assert_close(part.split(mask[:, a:b].sum(-1).tolist())[2], got, of_model(network))
+        assert name != "snapkv" or kept(single) == kept(batch, 2)
+
+
+@pytest.mark.parametrize("format", slowly(["int8", "identity", "turboquant_4bit_nc", "fp8_token", "hadaquant_k3v3"], ["int8", "fp8_token"]))
+def test_kernels_do_what_torch_operations_do(monkeypatch, format):
+    """Steps over the pages of heads of different lengths, in Triton's interpreter."""
+    policy = H2O(budget=80, num_sink_tokens=2, recent=10, interval=4, alpha_safeguard=0.2)
+    network, text = model("llama"), inputs((0, 9), 97)
+    sizes, results = (90, *[1] * 6, 1), []
+    attend_pages, taken = dispatch.attend_pages, []
+    monkeypatch.setattr(dispatch, "attend_pages", lambda *args, **kwargs: taken.append(1) or attend_pages(*args, **kwargs))
+    for kernels in ("torch", "triton"):
+        monkeypatch.setenv("QKVCACHE_KERNELS", kernels)
+        taken.clear()
+        cache = CompressedCache(network.config, policy=policy, format=format, num_sink_tokens=2, residual_length=5)
+        logits = run(network, cache, sizes[:-1], text)
+        assert len(taken) == 6 * 3  # every step of every layer
+        region = cache.layers[0].storage.metadata.region
+        results.append((logits, region["positions"], region["score"], cache.layers[0].dense()))
+    (logits, positions, scores, dense), (expected, reference, totals, exact) = results[1], results[0]
+    for ours, theirs in zip(logits, expected, strict=True):
+        assert_close(ours, theirs, TURNED)
+    alike = (positions == reference) & (reference >= 0)
+    assert alike.sum() > 0.98 * (reference >= 0).sum()  # of scores that are nearly equal, rounding may choose another
+    assert_close(scores[alike], totals[alike], TURNED)
+    columns = torch.cat([torch.ones_like(alike[..., :2]), alike, torch.ones_like(alike[..., : dense[0].shape[2] - 2 - alike.shape[2]])], -1)
+    for a, b in zip(dense, exact, strict=True):
+        assert_close(a[columns], b[columns], TURNED)
+
+
+REFUSED = [
+    ({"max_length": 64}, NotImplementedError, "alpha_safeguard=0.2 with max_length"),
+    ({"compile": True}, NotImplementedError, "alpha_safeguard=0.2 with compile=True"),
+    ({"offloading": True}, NotImplementedError, "offloading=True with a policy"),
+]
+
+
+@pytest.mark.parametrize(("options", "error", "says"), REFUSED, ids=str)
+def test_what_is_refused(options, error, says):
+    with pytest.raises(error, match=says):
+        cache_of(**options)
+
+
+def test_plans_and_steps_back_are_refused():
+    config = model("llama").config
+    with pytest.raises(NotImplementedError, match=r"alpha_safeguard=0.2: how many tokens each head retains"):
+        plan(config, format="int8", policy=SHARED["snapkv"](14), context=100)
+    generate(model("llama"), cache := cache_of())
+    before = state(cache)
+    with pytest.raises(NotImplementedError, match="take steps back"):
+        cache.crop(-1)
+    assert same(state(cache), before)
+
+
+def test_the_embedded_model_answers():
+    """Heads of a trained model differ: the shared budget is used unevenly, and text goes on."""
+    from qkvcache import demo
+
+    network, tokenizer = demo.load()
+    ids = tokenizer(demo.text()[:3000], return_tensors="pt").to(network.device)
+    cache = CompressedCache(network.config, format="int8", policy=SnapKV(budget=128, recent=16, alpha_safeguard=0.2))
+    out = network.generate(**ids, past_key_values=cache, max_new_tokens=20, do_sample=False)
+    assert out.shape[1] == ids["input_ids"].shape[1] + 20
+    held = torch.cat([counts(cache, i) for i, layer in enumerate(cache.layers) if isinstance(layer, EvictingLayer)])
+    assert (held.sum(-1) <= 128 * held.shape[1]).all() and (held.amax(-1) > 140).any()

@@ -1,0 +1,98 @@
+"""transformers' QuantizedCache beside ours: its bytes, its steps, and the rows. A layer that quantizes as HQQ does stands in where neither
+quanto nor HQQ is installed."""
+
+import importlib
+import json
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import QuantizedCache, cache_utils
+
+from qkvcache import demo
+from qkvcache.caches.memory import live_tensors
+from qkvcache.evaluation.quality import at_once, held_bytes, steps
+
+
+class StandIn(cache_utils.QuantizedLayer):
+    """Eight bits a value, and an fp32 scale for each group, in a pair of codes and metadata."""
+
+    def _quantize(self, tensor: Tensor, axis: int) -> tuple[Tensor, dict]:
+        groups = tensor.float().reshape(-1, self.q_group_size)
+        scale = groups.abs().amax(-1, keepdim=True).clamp(min=1e-9) / 127
+        return (groups / scale).round().to(torch.int8), {"scale": scale, "shape": tensor.shape, "dtype": tensor.dtype}
+
+    def _dequantize(self, quantized: tuple[Tensor, dict]) -> Tensor:
+        codes, meta = quantized
+        return (codes * meta["scale"]).to(meta["dtype"]).reshape(meta["shape"])
+
+
+@pytest.fixture(scope="module")
+def loaded():
+    model, tokenizer = demo.load()
+    return model, demo.text_ids(tokenizer)
+
+
+@pytest.fixture(params=["stand-in", "quanto", "hqq"])
+def backend(request, monkeypatch):
+    """What `QuantizedCache` is made of."""
+    if request.param == "stand-in":
+        monkeypatch.setattr(cache_utils, "QuantoQuantizedLayer", StandIn)
+        return "quanto"
+    pytest.importorskip({"quanto": "optimum.quanto", "hqq": "hqq"}[request.param])
+    return request.param
+
+
+def test_every_live_tensor_of_a_quantized_cache_is_counted_once(backend, loaded):
+    config = loaded[0].config
+    heads, dim, layers = config.num_key_value_heads, config.head_dim, config.num_hidden_layers
+    cache = QuantizedCache(backend, config, residual_length=64)
+    for tokens in (96, 5):
+        for index in range(layers):
+            cache.update(*torch.randn(2, 1, heads, tokens, dim, dtype=torch.bfloat16), index)
+    values, residual = 96 * heads * dim, 5 * heads * dim
+    stand_in = type(cache.layers[0]) is StandIn
+    quantized = values + values // 64 * 4 if stand_in else values // 2 + values // 64 * 2 * 2  # a scale, or a scale and a zero in 16 bit
+    assert held_bytes(cache) == 2 * layers * (quantized + 2 * residual)
+
+
+def test_memory_that_tensors_share_and_numbers_beside_them_are_no_bytes():
+    whole = torch.zeros(8)
+    assert [x.shape for x in live_tensors({"a": (whole, [whole[:2]], 3), "b": None, "c": "codes"})] == [(8,), (2,)]
+
+
+def test_a_quantized_cache_is_read_in_steps_that_end_where_it_quantizes_again(backend, loaded):
+    model, ids = loaded
+    ids = torch.tensor(ids[:228])[None]
+    found, sizes = [], []
+    for size in (None, 1, 100):
+        cache = QuantizedCache(backend, model.config, residual_length=32)
+        with torch.no_grad():
+            model(ids[:, :128], past_key_values=cache)
+            found.append(torch.cat(list(steps(model, cache, ids[:, 128:], size)), dim=1))
+        sizes.append(at_once(cache))
+    assert sizes == [32 - 100 % 32] * 2 + [32]
+    torch.testing.assert_close(found[0][:, :32], found[1][:, :32], rtol=1e-3, atol=1e-3)  # later, codes at a border may fall to either side
+    whole, one_by_one, too_many = found
+    assert (whole - one_by_one).abs().mean() < 0.3 * (whole - too_many).abs().mean()
+
+
+def test_rows_are_measured_and_shown(backend, tmp_path, capsys, monkeypatch):
+    peers = importlib.import_module("peers")
+    monkeypatch.setattr(peers, "version", {backend: "1.0"}.get)
+    monkeypatch.setattr(peers, "CONFIGURATIONS", [(backend, 4, "default", 64)])
+    file = tmp_path / "rows.jsonl"
+    small = "--model demo --context 256 --passages 2 --read-on 80 --formats int8"
+    peers.main([*small.split(), "--out", str(file)])
+    ours, peer = (json.loads(line) for line in file.read_text().splitlines())
+    assert ours["what"] == peer["what"] == "peers_demo" and "peer" not in ours and peer["exact"] == "0 + 64"
+    assert peer[peers.PACKAGES[backend]] == "1.0" and peer["grouping"] == "default"
+    assert 0 < ours["kl"] < 0.01 and 0 < peer["kl"] < 0.5 and peer["ratio"] > 1.5 and len(peer["kls"]) == 2
+    shown = capsys.readouterr().out
+    peers.main([*small.split(), "--backends", "--out", str(file), "--read-on", "40"])
+    assert [json.loads(line)["read_on"] for line in file.read_text().splitlines()] == [[2, 80], [2, 40]]  # of the peer, of ours again
+    shown = capsys.readouterr().out
+    peers.main(["--model", "demo", "--markdown", "--out", str(file)])
+    assert capsys.readouterr().out == shown and f'| `QuantizedCache("{backend}", nbits=4)` | 0 + 64 |' in shown
+    with pytest.raises(SystemExit):
+        peers.main(["--markdown", "--out", str(file)])
