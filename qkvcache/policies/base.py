@@ -147,9 +147,12 @@ class Arrivals:
 class ObservedAttention:
     """The attention of the last queries of a step, for policies that reduce it on their own (`reduces_attention`).
 
+    Queries come in blocks, whose results are added, and columns in parts, whose results are joined: what is computed of a token must not
+    depend on other columns than its own.
+
     weights: fp32 `[B, H, G, Q, T]`, softmax weights of `Q` queries in each of the `G` query heads of a KV head; 0 for hidden columns.
     outputs: fp32 `[B, H, G, Q, D]`, what these queries got.
-    values: `[B, H, T, D]`, of all columns.
+    values: `[B, H, T, D]`, of these columns.
     observed: fp32 `[B, Q]`, how much each query counts; 0 for padding.
     """
 
