@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import lzma
+import sys
 import time
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Callable, Iterable, Iterator
@@ -14,6 +15,7 @@ import typer
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from qkvcache import demo, models
+from qkvcache.evaluation.rows import read_rows, replace_rows
 from qkvcache.evaluation.twins import TWINS, sources
 from qkvcache.options import device_of
 
@@ -95,3 +97,50 @@ def in_time(tasks: Iterable[T], minutes: float, begin: float) -> Iterator[T]:
         if time.perf_counter() - begin > 60 * minutes:
             return
         yield task
+
+
+def stored_or_measured(
+    parser: ArgumentParser,
+    args: Namespace,
+    what: str,
+    measure: Callable[[Namespace], Iterable[dict]],
+    shows: tuple[str, ...],
+    refused: Callable[[Namespace], str | None] = refused,
+) -> list[dict]:
+    """Rows of the study `what`: those in `args.out`, if one of the options `shows` asks for them; else measured, each written at once."""
+    if any(getattr(args, option) for option in shows):
+        if not (rows := [row for row in read_rows(args.out) if row["what"] == what]):
+            *first, last = (f"--{option}" for option in shows)
+            parser.error(f"{args.out} has no rows of {args.model}: run without {', '.join(first)} and {last} first")
+        return rows
+    if wrong := refused(args):
+        parser.error(wrong)
+    rows = []
+    for row in measure(args):
+        rows.append(row)
+        replace_rows(args.out, what, rows)
+    if not rows:
+        sys.exit(f"--minutes {args.minutes:g}: over before the first cache was measured")
+    print(f"{rows[-1]['seconds']:.0f} s", file=sys.stderr)
+    return rows
+
+
+def add_views(parser: ArgumentParser) -> None:
+    """Options of `run_or_show`."""
+    parser.add_argument("--markdown", action="store_true", help="the tables, from the rows")
+    parser.add_argument("--plot", action="store_true", help="the picture, from the rows")
+
+
+def run_or_show(
+    args: Namespace,
+    run: Callable[[Namespace], object],
+    markdown: Callable[[list[dict]], str],
+    plot: Callable[[list[dict], Path], object],
+) -> None:
+    """Measures, unless `--markdown` or `--plot` asks for what the rows in `args.out` show."""
+    if args.plot:
+        plot(read_rows(args.out), args.out.with_suffix(".png"))
+    elif args.markdown:
+        print(markdown(read_rows(args.out)))
+    else:
+        run(args)

@@ -21,14 +21,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from arguments import add_model, at_least, described, load, refused
+from arguments import add_model, add_views, at_least, described, load, refused, run_or_show
 from calibrated_tables import markdown, plot
 from formats import DEFAULT, OFF, Bench
 from keys import Rows
 
 from qkvcache import calibrate
 from qkvcache.evaluation.calibrate import choose
-from qkvcache.evaluation.rows import read_rows
 from qkvcache.formats import REGISTRY, Format, FormatByLayer, HadaQuant
 
 RESULTS = Path(__file__).parent / "results" / "calibrated.jsonl"
@@ -135,15 +134,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--windows", type=at_least(1), default=8, help="texts")
     parser.add_argument("--read-on", type=at_least(2), default=1024, help="tokens of each that are read through the format")
     parser.add_argument("--shard", type=shard, default=(0, 1), metavar="N/OF", help="measure the Nth part of the cells alone")
-    parser.add_argument("--markdown", action="store_true", help="the tables, from the rows")
-    parser.add_argument("--plot", action="store_true", help="the picture, from the rows")
+    add_views(parser)
     args = parser.parse_args(arguments)
-    if args.plot:
-        plot(read_rows(args.out), args.out.with_suffix(".png"))
-    elif args.markdown:
-        print(markdown(read_rows(args.out)))
-    else:
-        run(args)
+    run_or_show(args, run, markdown, plot)
 
 
 if __name__ == "__main__":

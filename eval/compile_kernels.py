@@ -172,9 +172,9 @@ def summing(width: int, target: str) -> Job:
 def columns(head_dim: int, target: str, dtype: str = "bf16", options: bool = False) -> Iterator[Job]:
     arch = TARGETS[target].arch if TARGETS[target].backend == "cuda" else 0
     types = {"query": f"*{dtype}", "key": f"*{dtype}", "visible": "*u8", "sinks": "*bf16"}
-    types |= dict.fromkeys(("observed", "level", "attention_sums"), "*fp32") | dict.fromkeys(("scale", "softcap"), "fp32")
+    types |= dict.fromkeys(("counts", "lse", "attention_sums"), "*fp32") | dict.fromkeys(("scale", "softcap"), "fp32")
     constants = {"D": head_dim, "DP": triton.next_power_of_2(head_dim), "G": 4, "SOFTCAP": options, "VISIBLE": options, "ARCH": arch}
-    kernels = (("level", triton_sum_attention.level_kernel, {"SINKS": options}), ("column", triton_sum_attention.column_kernel, {}))
+    kernels = (("lse", triton_sum_attention.lse_kernel, {"SINKS": options}), ("column", triton_sum_attention.column_kernel, {}))
     for (name, kernel, more), tile in zip(kernels, triton_sum_attention.tiles(head_dim, arch), strict=True):
         launch = {option: x for option, x in tile.items() if option.startswith("num")}
         sizes = {option: x for option, x in tile.items() if option not in launch}
@@ -209,10 +209,9 @@ def stepping(format: str, head_dim: int, target: str) -> Iterator[Job]:
     """A step of one token into one chunk or many, and one that leaves the ring of a layer that evicts."""
     types = dict.fromkeys(("kring", "kfirst", "ksinks", "vring", "vfirst", "vsinks"), "*bf16") | {"state": "*i32", "chunks": "*i64"}
     types |= RECORD_TYPES
-    units = {"KUNIT": 2, "VUNIT": 2}
     kernels = (
-        ("step", triton_step._step_kernel, 8, units | {"GROWS": False}),
-        ("grow", triton_step._step_kernel, 8, units | {"GROWS": True}),
+        ("step", triton_step._step_kernel, 8, {"GROWS": False}),
+        ("grow", triton_step._step_kernel, 8, {"GROWS": True}),
         ("evict_token", triton_evict._evict_kernel, 1, {"RECORDS": 3, "N": triton_evict.ORDERED}),
     )
     for name, kernel, heads, more in kernels:

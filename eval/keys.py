@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from arguments import add_model, at_least, refused
+from arguments import add_model, add_views, at_least, refused, run_or_show
 from formats import DEFAULT, Bench, Sides
 from keys_codecs import Directions, Halves, Rounded, mean_of, moments, principal
 from keys_tables import markdown, plot
@@ -486,15 +486,10 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--windows", type=at_least(1), default=8, help="texts")
     parser.add_argument("--read-on", type=at_least(2), default=1024, help="tokens of each that are read through the format")
     parser.add_argument("--zones", nargs=2, type=at_least(0), default=DEFAULT, metavar=("SINKS", "RESIDUAL"), help="exact tokens")
-    parser.add_argument("--markdown", action="store_true", help="the tables, from the rows")
-    parser.add_argument("--plot", action="store_true", help="the picture, from the rows")
+    add_views(parser)
     args = parser.parse_args(arguments)
-    if args.plot:
-        plot(read_rows(args.out), args.out.with_suffix(".png"))
-    elif args.markdown:
-        print(markdown([row for row in read_rows(args.out) if row["what"].removeprefix("keys_") in (args.studies or STUDIES)]))
-    else:
-        run(args)
+    studies = args.studies or STUDIES
+    run_or_show(args, run, lambda rows: markdown([row for row in rows if row["what"].removeprefix("keys_") in studies]), plot)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import random
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -26,7 +25,7 @@ from difflib import SequenceMatcher
 from pathlib import Path
 
 import torch
-from arguments import add_model, at_least, described, fraction, in_time, load, name_of, refused
+from arguments import add_model, at_least, described, fraction, in_time, load, name_of, stored_or_measured
 from long_answers_tables import BUCKETS, markdown, plot, table
 from rich.console import Console
 from rich.progress import Progress
@@ -38,7 +37,6 @@ from qkvcache import policies
 from qkvcache.evaluation.prefill import prefill, refill
 from qkvcache.evaluation.quality import compare, held_bytes, steps
 from qkvcache.evaluation.recall import KEYS
-from qkvcache.evaluation.rows import read_rows, replace_rows
 from qkvcache.evaluation.spec import CacheSpec
 from qkvcache.evaluation.workload import rounded
 from qkvcache.formats import REGISTRY
@@ -172,20 +170,7 @@ def main(arguments: list[str] | None = None) -> None:
     args = parser.parse_args(arguments)
     args.forced = min(args.forced or args.tokens, args.tokens)
     what = f"long_answers_{name_of(args.model)}"
-    if args.show or args.markdown or args.plot:
-        rows = [row for row in read_rows(args.out) if row["what"] == what]
-        if not rows:
-            parser.error(f"{args.out} has no rows of {args.model}: run without --show, --markdown and --plot first")
-    else:
-        if wrong := refused(args):
-            parser.error(wrong)
-        rows = []
-        for row in measure(args):
-            rows.append(row)
-            replace_rows(args.out, what, rows)
-        if not rows:
-            sys.exit(f"--minutes {args.minutes:g}: over before the first cache was measured")
-        print(f"{rows[-1]['seconds']:.0f} s", file=sys.stderr)
+    rows = stored_or_measured(parser, args, what, measure, ("show", "markdown", "plot"))
     if args.markdown:
         print(markdown(rows))
     elif args.plot:

@@ -15,12 +15,11 @@ from __future__ import annotations
 
 import argparse
 import functools
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from arguments import add_model, at_least, described, fraction, in_time, load, name_of, refused
+from arguments import add_model, at_least, described, fraction, in_time, load, name_of, refused, stored_or_measured
 from quality_pictures import csv, markdown, plot, table
 from rich.console import Console
 from rich.progress import Progress
@@ -29,7 +28,6 @@ from transformers.cache_utils import Cache
 
 from qkvcache import CompressedCache, policies
 from qkvcache.evaluation.recall import FORMS
-from qkvcache.evaluation.rows import read_rows, replace_rows
 from qkvcache.evaluation.workload import CacheMaker, Workload
 from qkvcache.formats import REGISTRY
 from qkvcache.planning.model import shapes
@@ -133,20 +131,7 @@ def main(arguments: list[str] | None = None) -> None:
     args.facts_in = args.facts_in or [args.context]
     args.facts = args.facts or ("code_word" if args.model == "demo" else "number")
     what = f"quality_{name_of(args.model)}"
-    if args.show or args.markdown or args.plot or args.csv:
-        rows = [row for row in read_rows(args.out) if row["what"] == what]
-        if not rows:
-            parser.error(f"{args.out} has no rows of {args.model}: run without --show, --markdown, --plot and --csv first")
-    else:
-        if wrong := _refused(args):
-            parser.error(wrong)
-        rows = []
-        for row in measure(args):
-            rows.append(row)
-            replace_rows(args.out, what, rows)
-        if not rows:
-            sys.exit(f"--minutes {args.minutes:g}: over before the first cache was measured")
-        print(f"{rows[-1]['seconds']:.0f} s", file=sys.stderr)
+    rows = stored_or_measured(parser, args, what, measure, ("show", "markdown", "plot", "csv"), _refused)
     if args.markdown:
         print(markdown(rows))
     elif not (args.plot or args.csv):

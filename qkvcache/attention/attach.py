@@ -26,8 +26,8 @@ class Attachment:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's `_prepare_cache_for_generation`, with a cache of the factory if the caller passes none."""
         stock = getattr(type(self.model), _METHOD).__get__(self.model)
-        given = inspect.signature(stock).bind(*args, **kwargs).arguments
-        model_kwargs, generation = given["model_kwargs"], given["generation_config"]
+        bound = inspect.signature(stock).bind(*args, **kwargs).arguments
+        model_kwargs, generation = bound["model_kwargs"], bound["generation_config"]
         if model_kwargs.get("past_key_values") is None and generation.use_cache is not False and generation.cache_implementation is None:
             model_kwargs["past_key_values"] = cache = self._new_cache()
             if generation.is_assistant:  # transformers does so for the caches that it makes: steps of an assistant are cropped

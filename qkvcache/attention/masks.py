@@ -1,8 +1,13 @@
-"""Converting the masks of every attention implementation of transformers to the form that `attend` takes."""
+"""Converting the masks of every attention implementation of transformers to the form that kernels take.
+
+Layers that evict tokens have columns of their own. Of the model's mask they use those of the running step (`new_tokens`), and join to these
+the columns of the tokens that they hold (`joined`).
+"""
 
 from __future__ import annotations
 
 import weakref
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -54,14 +59,20 @@ def padding_columns(given: Any, mask: Tensor | None, causal: bool, queries: int,
     state = queries, tokens, written
     if _last_padding[0]() is not given or _last_padding[1] != state:
         shown = mask[:, 0, -1]  # the last query attends to every token that is no padding
-        fits = causal or all(
-            torch.equal(mask[:, 0, begin : begin + rows], shown[:, None] & _before(begin, min(rows, queries - begin), queries, shown))
-            for rows in (max(COMPARED // shown.numel(), 1),)
-            for begin in range(0, queries, rows)
-        )
-        found = fits, None if not fits or bool(shown.all()) else ~shown
-        _last_padding = weakref.ref(given), state, found
+        fits = causal or _hides_columns(mask)
+        padding = fits, None if not fits or bool(shown.all()) else ~shown
+        _last_padding = weakref.ref(given), state, padding
     return _last_padding[2]
+
+
+def _hides_columns(mask: Tensor) -> bool:
+    """Whether a mask, bool `[B, 1, Q, T]`, is causal except for columns hidden from all queries."""
+    queries, shown = mask.shape[2], mask[:, 0, -1]
+    rows = max(COMPARED // shown.numel(), 1)
+    return all(
+        torch.equal(mask[:, 0, begin : begin + rows], shown[:, None] & _before(begin, min(rows, queries - begin), queries, shown))
+        for begin in range(0, queries, rows)
+    )
 
 
 def _before(begin: int, count: int, queries: int, shown: Tensor) -> Tensor:
@@ -69,3 +80,100 @@ def _before(begin: int, count: int, queries: int, shown: Tensor) -> Tensor:
     tokens = shown.shape[1]
     newest = torch.arange(tokens - queries + begin, tokens - queries + begin + count, device=shown.device)
     return torch.arange(tokens, device=shown.device) <= newest[:, None]
+
+
+# Of a step's own tokens.
+
+
+@dataclass(frozen=True)
+class NewTokens:
+    """What a mask says of the step's own tokens.
+
+    mask: bool or additive, `[B, H, Q, Q]` with `B` and `H` perhaps 1; None if causal.
+    is_valid: which are no padding, bool `[B, Q]`; None: all.
+    causal: whether the mask is causal except for the columns of padding.
+    """
+
+    mask: Tensor | None
+    is_valid: Tensor | None
+    causal: bool
+
+
+_last_new: tuple[Any, tuple[int, int], tuple[Tensor | None, bool]] = (lambda: None, (0, 0), (None, True))
+"""The mask of the last step, and `is_valid` and `causal` of its tokens, as `_last_padding`."""
+
+
+def new_tokens(implementation: str, mask: Any, batch: int, queries: int, device: torch.device) -> NewTokens:
+    """What the `mask` of transformers says of the last `queries` tokens."""
+    global _last_new
+    new = mask_of_new(implementation, mask, batch, queries, device)
+    if new is None:
+        return NewTokens(None, None, True)
+    written = mask._version if isinstance(mask, Tensor) and not mask.is_inference() else 0  # the caller may write into its mask
+    if _last_new[0]() is not mask or _last_new[1] != (queries, written):
+        valid = sees_itself(new, batch)
+        causal = new.dtype == torch.bool and new.shape[1] == 1 and (queries == 1 or _hides_columns(new))
+        found = None if bool(valid.all()) else valid.clone(), causal  # a view would keep the mask alive
+        _last_new = weakref.ref(mask), (queries, written), found
+    is_valid, causal = _last_new[2]
+    return NewTokens(new, None if is_valid is None else is_valid.to(device), causal)
+
+
+def mask_of_new(implementation: str, mask: Any, batch: int, queries: int, device: torch.device) -> Tensor | None:
+    """`NewTokens.mask`."""
+    if mask is None:
+        return None
+    if isinstance(mask, BlockMask):
+        rows, q = torch.arange(batch, device=device)[:, None, None], torch.arange(queries, device=device)
+        shown = mask.mask_mod(rows, rows * 0, q[None, :, None], q[None, None, :] + mask.shape[-1] - queries)
+        return shown.expand(batch, queries, queries)[:, None]
+    if "flash" in implementation:
+        return _causal(queries, device) & mask[:, None, None, -queries:].bool()
+    return mask[..., -queries:]
+
+
+def sees_itself(new: Tensor, batch: int) -> Tensor:
+    """Whether each new token attends to itself, bool `[B, Q]`: padding does not."""
+    diagonal = new[:, 0].diagonal(dim1=-2, dim2=-1)
+    diagonal = diagonal if diagonal.dtype == torch.bool else diagonal > torch.finfo(diagonal.dtype).min / 2
+    return diagonal.expand(batch, -1)
+
+
+def _causal(queries: int, device: torch.device) -> Tensor:
+    return torch.ones(queries, queries, dtype=torch.bool, device=device).tril()
+
+
+# With the columns of stored tokens.
+
+
+def differs_by_head(columns: Tensor | None) -> bool:
+    """Whether the columns that hold a token differ between heads: `[B, H, T]` instead of `[B, T]`."""
+    return columns is not None and columns.dim() == 3
+
+
+def valid_columns(
+    stored: Tensor | None, new: NewTokens, batch: int, stored_tokens: int, queries: int, device: torch.device
+) -> Tensor | None:
+    """Which columns hold a token, bool `[B, S + Q]`, or `[B, H, S + Q]` where heads differ; None: all. `stored`: the same of the stored
+    ones."""
+    if stored is None and new.is_valid is None:
+        return None
+    sizes = (stored, stored_tokens), (new.is_valid, queries)
+    past, own = (torch.ones(batch, n, dtype=torch.bool, device=device) if x is None else x for x, n in sizes)
+    if differs_by_head(past):
+        own = own[:, None].expand(-1, past.shape[1], -1)
+    return torch.cat([past, own], dim=-1)
+
+
+def joined(valid: Tensor | None, new: Tensor | None, query: Tensor, tokens: int) -> Tensor:
+    """A mask over all columns, `[B, H, Q, T]` with `H` 1 or the heads of `query` `[B, Hq, Q, D]`, bool or additive as `new` is. `valid`:
+    which columns hold a token, as `valid_columns` has it."""
+    batch, query_heads, queries, _ = query.shape
+    new = _causal(queries, query.device)[None, None] if new is None else new
+    stored = tokens - queries
+    past = torch.ones(batch, stored, dtype=torch.bool, device=query.device) if valid is None else valid[..., :stored]
+    past = past.repeat_interleave(query_heads // past.shape[1], dim=1) if differs_by_head(past) else past[:, None]
+    if new.dtype != torch.bool:
+        past = torch.zeros_like(past, dtype=new.dtype).masked_fill(~past, torch.finfo(new.dtype).min)
+    heads = max(past.shape[1], new.shape[1])
+    return torch.cat([past[:, :, None].expand(-1, heads, queries, -1), new.expand(batch, heads, queries, -1)], dim=-1)

@@ -4,23 +4,27 @@ transformers builds masks by column, but the tokens of an evicting layer are in 
 mask only the columns of the running step are used: they tell which new tokens are padding. For stored tokens the layer knows it. While
 nothing has been evicted and columns are in token order, the model's own mask and attention function are used unchanged. The attention
 weights of a prompt are causal, even if the user's mask lets tokens attend to later ones.
+
+Stored tokens are attended to as in layers that keep everything: on the codes, or in chunks, which also yield the weights that the policy
+wants. Under eager attention, with dropout, and for many queries with another mask than causality and padding, the model's function attends,
+to the whole layer dequantized; eager attention, on the codes.
 """
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask
 
 from ..kernels import Exact, KeysOrValues, attend_on_codes, dense, observe_on_codes, prefill_with_lse, sum_attention
+from ..kernels.attend_chunked import Columns, attend_chunked, observe_chunked
 from ..kernels.sum_attention import BLOCK
 from ..policies import ObservedAttention, Policy
 from .compressed_kv import CompressedKV
 from .full import full_attention
+from .masks import NewTokens, differs_by_head, joined, mask_of_new, new_tokens, sees_itself, valid_columns
 
 
 class AttentionObserver(Protocol):
@@ -52,39 +56,31 @@ class AttentionObserver(Protocol):
 
 
 def attend_observed(
-    stock: Callable, implementation: str, few: bool, module: torch.nn.Module, query: Tensor, key: CompressedKV, value: CompressedKV,
-    mask: Any, *args: Any, **kwargs: Any,
+    stock: Callable, implementation: str, few: bool, chunked: bool, module: torch.nn.Module, query: Tensor, key: CompressedKV,
+    value: CompressedKV, mask: Any, *args: Any, **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """`route` for an evicting layer. `few`: attention on the codes is faster than dequantizing them first."""
+    """`route` for an evicting layer. `few`: attention on the codes is faster than dequantizing them first; `chunked`: there is attention in
+    chunks for these tensors."""
     observer: AttentionObserver = key.observer
     if observer.is_static and query.shape[2] == 1:
         return _attend_static(stock, implementation, module, query, key, value, mask, *args, **kwargs)
-    batch, queries, stored_tokens = query.shape[0], query.shape[2], key.shape[2] - query.shape[2]
-    new, is_valid = new_tokens(implementation, mask, batch, queries, query.device)
+    batch, queries, tokens = query.shape[0], query.shape[2], key.shape[2]
+    new = new_tokens(implementation, mask, batch, queries, query.device)
     options, policy = _options(implementation, query, kwargs), observer.policy
-    in_order, stored = observer.in_order or not stored_tokens, observer.begin_attention(is_valid, query, options["scaling"], module)
-    in_order = in_order and _fits(mask, key.shape[2], padded=stored is not None)
-    observed = _query_weights(policy.observation_window, policy.decay, is_valid, query)
-    reduced = observed if policy.reduces_attention else None
-    observed = None if policy.reduces_attention else observed
-    attention_sums: Tensor | None = None
-    weights: Tensor | None = None
-    lse: Tensor | None = None
-    if _by_head(stored) and "eager" not in implementation and implementation != "sdpa":
+    in_order, stored = observer.in_order or tokens == queries, observer.begin_attention(new.is_valid, query, options["scaling"], module)
+    valid = valid_columns(stored, new, batch, tokens - queries, queries, query.device)
+    observed = _query_weights(policy.observation_window, policy.decay, new.is_valid, query)
+    last = _last(policy.observation_window, new.is_valid, queries)
+    in_order = in_order and _fits(mask, tokens, padded=stored is not None)
+    chunked = chunked and new.causal and not differs_by_head(stored) and key.attention_inputs.paged is None
+    if differs_by_head(stored) and "eager" not in implementation and implementation != "sdpa":
         stock, implementation = full_attention, "qkvcache"  # the masks of flash and flex are the same for all heads
-    if not in_order and few and "eager" not in implementation and not kwargs.get("dropout"):
-        unmasked = (stored is None and new is None) or (
-            key.attention_inputs.paged is not None and is_valid is None and (new is None or queries == 1)
-        )
-        bits = None if unmasked else _joined(stored, new, batch, stored_tokens, query)
-        causal = bits is None
-        if observed is None:
-            out = attend_on_codes(query, key.attention_inputs, bits, causal=causal, **options)
+    if not in_order and (few or chunked) and "eager" not in implementation and not kwargs.get("dropout"):
+        if chunked and (not few or policy.reduces_attention):
+            counts = None if observed is None else observed[:, last]
+            out, attention_sums = _attend_in_chunks(policy, query, key, None if valid is None else ~valid, counts, options)
         else:
-            out, attention_sums = observe_on_codes(query, key.attention_inputs, bits, observed=observed, causal=causal, **options)
-        if reduced is not None:
-            valid = _valid_columns(stored, is_valid, batch, stored_tokens, queries, query.device)
-            attention_sums = _reduced(policy, query, key.dense(), value.dense(), reduced, valid, **options)
+            out, attention_sums = _attend_on_codes(policy, query, key, value, new, valid, observed, last, options)
         observer.end_attention(attention_sums)
         return out.transpose(1, 2).contiguous(), None
 
@@ -92,27 +88,69 @@ def attend_observed(
     if in_order or "eager" not in implementation:
         keys, values = _dense(key), _dense(value)  # type: ignore[assignment]
     if not in_order:
-        mask = _mask_of_all(implementation, stored, new, is_valid, query, stored_tokens)
-    if observed is not None and mask is None and implementation == "sdpa" and not stored_tokens:
+        mask = _mask_of_all(implementation, valid, new, query, tokens)
+    weights: Tensor | None = None
+    attention_sums = None
+    found = None
+    if observed is not None and not policy.reduces_attention and mask is None and implementation == "sdpa" and tokens == queries:
         found = prefill_with_lse(query, keys, values, options["scaling"])  # type: ignore[arg-type]
-        if found is not None:
-            out, lse = found[0].transpose(1, 2).contiguous(), found[1]
-    if lse is None:
+    if found is not None:
+        out = found[0].transpose(1, 2).contiguous()
+    else:
         out, weights = stock(module, query, keys, values, mask, *args, **kwargs)
-
-    if observed is not None and isinstance(weights, Tensor):
+    if observed is not None and isinstance(weights, Tensor) and not policy.reduces_attention:
         attention_sums = _summed(weights, key, observed)
-    elif policy.observation_window:
-        last = _last(policy.observation_window, is_valid, queries)
-        valid = _valid_columns(stored, is_valid, batch, stored_tokens, queries, query.device)
-        if reduced is not None:
-            k, v = (x.dense() if isinstance(x, CompressedKV) else x for x in (keys, values))
-            attention_sums = _reduced(policy, query[:, :, last], k, v, reduced[:, last], valid, **options)
-        elif observed is not None:
-            lse = None if lse is None else lse[:, :, last]
-            attention_sums = sum_attention(query[:, :, last].detach(), keys, observed[:, last], valid, lse=lse, **options)  # type: ignore[arg-type]
+    elif observed is not None:
+        lse = None if found is None else found[1][:, :, last]
+        k, v = (x.dense() if isinstance(x, CompressedKV) else x for x in (keys, values))
+        attention_sums = _sums_of(policy, query[:, :, last], k, v, observed[:, last], valid, lse=lse, **options)
     observer.end_attention(attention_sums)
     return out, weights
+
+
+def _attend_in_chunks(
+    policy: Policy, query: Tensor, key: CompressedKV, hidden: Tensor | None, observed: Tensor | None, options: dict[str, Any]
+) -> tuple[Tensor, Tensor | None]:
+    """Attention `[B, Hq, Q, D]` without a dense layer, and what the policy is told of the last queries, which count `observed` times."""
+    if observed is None:
+        return attend_chunked(query, key.attention_inputs, hidden, **options)[0], None
+
+    def reduce(columns: Columns, out: Tensor, lse: Tensor) -> Tensor:
+        known = {"scaling": columns.scaling, "softcap": options["softcap"], "causal": columns.causal, "outputs": out, "lse": lse}
+        return _reduced(policy, columns.query, columns.keys, columns.values, observed, columns.visible, **known)
+
+    given = reduce if policy.reduces_attention else None
+    return observe_chunked(query, key.attention_inputs, hidden, observed=observed, reduce=given, **options)
+
+
+def _attend_on_codes(
+    policy: Policy, query: Tensor, key: CompressedKV, value: CompressedKV, new: NewTokens, valid: Tensor | None, observed: Tensor | None,
+    last: slice, options: dict[str, Any],
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """The same for a few queries, with any mask."""
+    paged = key.attention_inputs.paged is not None
+    if new.causal and paged and new.is_valid is None:  # pages leave out columns without a token
+        mask, causal = None, True
+    elif new.causal and not paged and not differs_by_head(valid):  # causality costs a kernel less than a mask of queries x tokens
+        mask, causal = None if valid is None else valid[:, None, None], True
+    else:
+        mask, causal = joined(valid, new.mask, query, key.shape[2]), False
+    if observed is not None and not policy.reduces_attention:
+        return observe_on_codes(query, key.attention_inputs, mask, observed=observed, causal=causal, **options)
+    out = attend_on_codes(query, key.attention_inputs, mask, causal=causal, **options)
+    if observed is None:
+        return out, None
+    return out, _reduced(policy, query[:, :, last], key.dense(), value.dense(), observed[:, last], valid, **options)
+
+
+def _mask_of_all(implementation: str, valid: Tensor | None, new: NewTokens, query: Tensor, tokens: int) -> Tensor | None:
+    """The mask over all columns, in the form that the stock attention function of `implementation` takes."""
+    if "flash" in implementation:
+        return valid
+    mask = joined(valid, new.mask, query, tokens)
+    if mask.dtype == torch.bool and ("eager" in implementation or "flex" in implementation):
+        return torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, torch.finfo(query.dtype).min)
+    return mask
 
 
 def _attend_static(
@@ -122,8 +160,8 @@ def _attend_static(
     """A step of one token that neither waits for the device nor depends on how many tokens there are."""
     observer: AttentionObserver = key.observer
     batch = query.shape[0]
-    new = _mask_of_new(implementation, mask, batch, 1, query.device)
-    is_valid = None if new is None else _sees_itself(new, batch)
+    new = mask_of_new(implementation, mask, batch, 1, query.device)
+    is_valid = None if new is None else sees_itself(new, batch)
     options, policy = _options(implementation, query, kwargs), observer.policy
     shown = observer.begin_attention(is_valid, query, options["scaling"], module)[:, None, None]  # type: ignore[index]
     weights: Tensor | None = None
@@ -141,38 +179,59 @@ def _attend_static(
             out = attend_on_codes(query, key.attention_inputs, shown, **options)
         out = out.transpose(1, 2).contiguous()
     if policy.observation_window and policy.reduces_attention:
-        attention_sums = _reduced(policy, query, key.dense(), value.dense(), observed.float(), shown[:, 0, 0], **options)  # type: ignore[arg-type]
+        valid = shown[:, 0, 0]
+        attention_sums = _reduced(policy, query, key.dense(), value.dense(), observed.float(), valid, causal=False, **options)
     observer.end_attention(attention_sums)
     return out, weights
 
 
+# What policies are told of the weights.
+
+
+def _sums_of(policy: Policy, query: Tensor, keys: Tensor, values: Tensor, observed: Tensor, valid: Tensor | None, **options: Any) -> Tensor:
+    """Of the last queries `[B, Hq, Q, D]` over keys and values `[B, H, T, D]`."""
+    if policy.reduces_attention:
+        return _reduced(policy, query, keys, values, observed, valid, **options)
+    return sum_attention(query.detach(), keys, observed, valid, **options)
+
+
 def _reduced(
     policy: Policy, query: Tensor, keys: Tensor, values: Tensor, observed: Tensor, valid: Tensor | None, *, scaling: float,
-    softcap: float | None, sinks: Tensor | None,
+    softcap: float | None, sinks: Tensor | None = None, lse: Tensor | None = None, outputs: Tensor | None = None, causal: bool = True,
 ) -> Tensor:  # fmt: skip
-    """`policy.reduce_attention` of the last queries `[B, Hq, Q, D]` over keys and values `[B, H, T, D]`, of which the last `Q` columns are
-    their own tokens if `Q > 1`; added over blocks of queries, which bound the memory. `valid`, bool `[B, T]` or `[B, H, T]`: columns with a
-    token."""
+    """`policy.reduce_attention` of queries `[B, Hq, Q, D]` over keys and values `[B, H, T, D]`, added over blocks of queries, which bound
+    the memory. Arguments as of `sum_attention`; with `outputs`, those of the queries, `[B, Hq, Q, D]`, and `lse` the columns may be a part
+    of all."""
     (batch, heads, tokens, _), queries = keys.shape, query.shape[2]
     total = torch.zeros(batch, heads, tokens, device=keys.device)
     columns = torch.arange(tokens, device=keys.device)
     block = max(BLOCK // (batch * query.shape[1] * tokens), 1)
     for begin in range(0, queries, block):
-        rows = query[:, :, begin : begin + block].float().unflatten(1, (heads, -1))  # [B, H, G, q, D]
+        end = min(begin + block, queries)
+        rows = query[:, :, begin:end].float().unflatten(1, (heads, -1))  # [B, H, G, q, D]
         logits = rows * scaling @ keys.float().mT[:, :, None]
         if softcap is not None:
             logits = softcap * torch.tanh(logits / softcap)
-        if queries > 1:
-            last = torch.arange(begin, begin + rows.shape[3], device=keys.device) + tokens - queries
-            logits = logits.masked_fill(columns > last[:, None], -torch.inf)
+        if causal:
+            newest = torch.arange(begin, end, device=keys.device) + tokens - queries
+            logits = logits.masked_fill(columns > newest[:, None], -torch.inf)
         if valid is not None:
-            logits = logits.masked_fill(~(valid[:, :, None, None] if _by_head(valid) else valid[:, None, None, None]), -torch.inf)
-        lse = logits.logsumexp(-1, keepdim=True)
-        if sinks is not None:
-            lse = torch.logaddexp(lse, sinks.float().view(heads, -1, 1, 1))
-        count = observed[:, begin : begin + block].float()
-        weights = (logits - lse).exp().masked_fill((count == 0)[:, None, None, :, None], 0)  # of padding they are nan
-        total += policy.reduce_attention(ObservedAttention(weights, weights @ values.float()[:, :, None], values, count))
+            shown = valid[:, :, None, None] if differs_by_head(valid) else valid[:, None, None, None]
+            logits = logits.masked_fill(~shown, -torch.inf)
+        if lse is not None:
+            level = lse[:, :, begin:end].unflatten(1, (heads, -1))[..., None]
+        else:
+            level = logits.logsumexp(-1, keepdim=True)
+            if sinks is not None:
+                level = torch.logaddexp(level, sinks.float().view(heads, -1, 1, 1))
+        count = observed[:, begin:end].float()
+        padding = (count == 0)[:, None, None, :, None]
+        weights = (logits - level).exp().masked_fill(padding, 0)  # of padding they are nan
+        if outputs is not None:
+            out = outputs[:, :, begin:end].float().unflatten(1, (heads, -1)).masked_fill(padding, 0)
+        else:
+            out = weights @ values.float()[:, :, None]
+        total += policy.reduce_attention(ObservedAttention(weights, out, values, count))
     return total
 
 
@@ -183,10 +242,8 @@ def prompt_attention(policy: Policy, query: Tensor, keys: Tensor, values: Tensor
     weights = _query_weights(policy.observation_window, policy.decay, None, query)
     if weights is None:
         return None
-    last, options = _last(policy.observation_window, None, query.shape[2]), {"scaling": scaling, "softcap": None, "sinks": None}
-    if policy.reduces_attention:
-        return _reduced(policy, query[:, :, last], keys, values, weights[:, last], None, **options)  # type: ignore[arg-type]
-    return sum_attention(query[:, :, last], keys, weights[:, last], None, lse=None, **options)  # type: ignore[arg-type]
+    last = _last(policy.observation_window, None, query.shape[2])
+    return _sums_of(policy, query[:, :, last], keys, values, weights[:, last], None, scaling=scaling, softcap=None, sinks=None)
 
 
 def _summed(weights: Tensor, key: CompressedKV, observed: Tensor) -> Tensor:
@@ -214,49 +271,6 @@ def _dense(given: CompressedKV) -> Tensor:
     return dense(side)
 
 
-_last_mask: tuple[Any, tuple[int, int], Tensor | None] = (lambda: None, (0, 0), None)
-"""The mask of the last step and which tokens it shows as valid. All layers of a step have the same mask; reading it waits for the
-device."""
-
-
-def new_tokens(implementation: str, mask: Any, batch: int, queries: int, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
-    """`_mask_of_new`, and which of the step's tokens are no padding, bool `[B, Q]`; None if none is padding."""
-    global _last_mask
-    if mask is None:
-        return None, None
-    new = _mask_of_new(implementation, mask, batch, queries, device)
-    written = mask._version if isinstance(mask, Tensor) and not mask.is_inference() else 0  # the caller may write into its mask
-    if _last_mask[0]() is not mask or _last_mask[1] != (queries, written):
-        is_valid = None if new is None else _sees_itself(new, batch).clone()  # a view would keep the mask alive
-        _last_mask = weakref.ref(mask), (queries, written), None if is_valid is None or bool(is_valid.all()) else is_valid
-    is_valid = _last_mask[2]
-    return new, is_valid if is_valid is None else is_valid.to(device)
-
-
-def _mask_of_new(implementation: str, mask: Any, batch: int, queries: int, device: torch.device) -> Tensor | None:
-    """The part of the mask among the step's own tokens, bool or additive, `[B, H, Q, Q]` with `B` and `H` perhaps 1; None if causal."""
-    if mask is None:
-        return None
-    if isinstance(mask, BlockMask):
-        rows, q = torch.arange(batch, device=device)[:, None, None], torch.arange(queries, device=device)
-        shown = mask.mask_mod(rows, rows * 0, q[None, :, None], q[None, None, :] + mask.shape[-1] - queries)
-        return shown.expand(batch, queries, queries)[:, None]
-    if "flash" in implementation:
-        return _causal(queries, device) & mask[:, None, None, -queries:].bool()
-    return mask[..., -queries:]
-
-
-def _causal(queries: int, device: torch.device) -> Tensor:
-    return torch.ones(queries, queries, dtype=torch.bool, device=device).tril()
-
-
-def _sees_itself(new: Tensor, batch: int) -> Tensor:
-    """Whether each new token attends to itself, bool `[B, Q]`: padding does not."""
-    diagonal = new[:, 0].diagonal(dim1=-2, dim2=-1)
-    diagonal = diagonal if diagonal.dtype == torch.bool else diagonal > torch.finfo(diagonal.dtype).min / 2
-    return diagonal.expand(batch, -1)
-
-
 def _query_weights(window: int, decay: float, is_valid: Tensor | None, query: Tensor) -> Tensor | None:
     """The weight of each query's attention, fp32 `[B, Q]`: 1 for the last valid query, `decay` times less for each before it, 0 outside of
     the last `window` ones; None if `window` is 0."""
@@ -275,48 +289,3 @@ def _last(window: int, is_valid: Tensor | None, queries: int) -> slice:
     if window < queries and (is_valid is None or bool(is_valid[:, -window:].all())):
         return slice(queries - window, queries)
     return slice(0, queries)
-
-
-def _valid_columns(
-    stored: Tensor | None, is_valid: Tensor | None, batch: int, stored_tokens: int, queries: int, device: torch.device
-) -> Tensor | None:
-    """Which columns hold a token, bool `[B, S + Q]`, or `[B, H, S + Q]` where heads differ; None: all."""
-    if stored is None and is_valid is None:
-        return None
-    parts = [
-        torch.ones(batch, n, dtype=torch.bool, device=device) if x is None else x for x, n in ((stored, stored_tokens), (is_valid, queries))
-    ]
-    if _by_head(stored):
-        parts[1] = parts[1][:, None].expand(-1, parts[0].shape[1], -1)
-    return torch.cat(parts, dim=-1)
-
-
-def _by_head(stored: Tensor | None) -> bool:
-    """Whether the columns that hold a token differ between heads."""
-    return stored is not None and stored.dim() == 3
-
-
-def _joined(stored: Tensor | None, new: Tensor | None, batch: int, stored_tokens: int, query: Tensor) -> Tensor:
-    """A mask over all columns, `[B, H, Q, S + Q]` with `H` 1 or the heads of `query` `[B, Hq, Q, D]`, bool or additive as `new` is."""
-    queries, device = query.shape[2], query.device
-    new = _causal(queries, device)[None, None] if new is None else new
-    new = new.expand(batch, -1, queries, -1)
-    past = torch.ones(batch, stored_tokens, dtype=torch.bool, device=device) if stored is None else stored
-    if new.dtype != torch.bool:
-        past = torch.zeros_like(past, dtype=new.dtype).masked_fill(~past, torch.finfo(new.dtype).min)
-    past = past.repeat_interleave(query.shape[1] // past.shape[1], dim=1) if _by_head(stored) else past[:, None]
-    heads = max(past.shape[1], new.shape[1])
-    return torch.cat([past[:, :, None].expand(-1, heads, queries, -1), new.expand(-1, heads, -1, -1)], dim=-1)
-
-
-def _mask_of_all(
-    implementation: str, stored: Tensor | None, new: Tensor | None, is_valid: Tensor | None, query: Tensor, stored_tokens: int
-) -> Tensor | None:
-    """The mask over all columns, in the form that the stock attention function of `implementation` takes."""
-    batch, queries, device = query.shape[0], query.shape[2], query.device
-    if "flash" in implementation:
-        return _valid_columns(stored, is_valid, batch, stored_tokens, queries, device)
-    mask = _joined(stored, new, batch, stored_tokens, query)
-    if mask.dtype == torch.bool and ("eager" in implementation or "flex" in implementation):
-        return torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, torch.finfo(query.dtype).min)
-    return mask

@@ -4,7 +4,8 @@ Constructing a cache calls `install`; importing the library changes nothing. Att
 wrapper gets the query, the keys and values (`CompressedKV`), the mask and the model's keywords:
 
     sdpa, flash, flex, qkvcache   few queries attend on the codes; many attend on chunks of the past that are dequantized one at a time. If
-                                  the mask is more than causal with padding, or with softcap, the layer is dequantized for the stock kernel
+                                  the mask is more than causal with padding, the layer is dequantized for the stock kernel; also with
+                                  softcap for flash and flex, whose kernels have it
     eager                         the model's own function, which may have semantics of its own; its two matmuls run on the codes
                                   (`compressed_kv.py`)
 
@@ -85,10 +86,8 @@ def _few(query: Tensor, key: CompressedKV) -> bool:
 
 
 def _in_chunks(implementation: str, query: Tensor, key: CompressedKV, options: dict[str, Any]) -> bool:
-    """Whether `attend_chunked` supports these options and tensors."""
-    if torch.compiler.is_compiling() or (torch.is_grad_enabled() and query.requires_grad):
-        return False
-    return (implementation == "sdpa" or options.get("softcap") is None) and supports(query, key.attention_inputs)
+    """Whether `attend_chunked` supports these tensors, and options as fast as the implementation does."""
+    return (implementation in ("sdpa", NAME) or options.get("softcap") is None) and supports(query, key.attention_inputs)
 
 
 def route(
@@ -99,7 +98,8 @@ def route(
         notice_again(implementation, query, key, args[0] if args else kwargs.get("attention_mask"), kwargs)
     if isinstance(key, CompressedKV) and key.observer is not None:
         mask, args = (args[0], args[1:]) if args else (kwargs.pop("attention_mask", None), args)
-        return attend_observed(stock, implementation, _few(query, key), module, query, key, value, mask, *args, **kwargs)
+        ways = _few(query, key), _in_chunks(implementation, query, key, kwargs)
+        return attend_observed(stock, implementation, *ways, module, query, key, value, mask, *args, **kwargs)
     if not isinstance(key, CompressedKV):
         softcap = None if implementation == "sdpa" else kwargs.get("softcap")
         report_attention(
@@ -129,7 +129,7 @@ def route(
     # transformers 5.17 ignores softcap and sinks in sdpa; a decode must not differ from its prefill.
     extras = {} if implementation == "sdpa" else {"softcap": kwargs.get("softcap"), "sinks": kwargs.get("s_aux")}
     if many:
-        out, _ = attend_chunked(query, key.attention_inputs, hidden, scaling=kwargs.get("scaling"), sinks=extras.get("sinks"))
+        out, _ = attend_chunked(query, key.attention_inputs, hidden, scaling=kwargs.get("scaling"), **extras)
     else:
         if fits:  # causality costs a kernel less than a mask of queries x tokens
             shown, causal = None if hidden is None else ~hidden[:, None, None], True

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicLayer
 
-from .padding import await_attention
+from .padding import PlainAttention, await_attention
 from .projection import OutputProjection
 
 BLOCK = 2**26
@@ -37,7 +37,7 @@ class ReadingLayer(DynamicLayer):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
         keys, values = super().update(key_states, value_states, *args, **kwargs)
-        await_attention(keys, self)
+        await_attention(keys, self.receive_attention)
         return keys, values
 
     def truncate(self, tokens: int) -> None:
@@ -45,8 +45,9 @@ class ReadingLayer(DynamicLayer):
         self.keys, self.values = (x[:, :, :tokens] for x in (self.keys, self.values))  # type: ignore[index]
 
     @torch.no_grad()
-    def receive_attention(self, module: nn.Module, query: Tensor, scaling: float, softcap: float | None) -> None:
+    def receive_attention(self, attention: PlainAttention) -> None:
         """Scores the context by the queries `[B, Hq, R, D]` of a reading, before its tokens are removed."""
+        _, module, query, _, scaling, softcap = attention
         self.module, self.query = module, query[:, :, :0]
         if self.chunk is None:
             return

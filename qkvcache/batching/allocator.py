@@ -1,7 +1,7 @@
 """`CompressedAllocator`: compressed pages as a cache allocator of transformers.
 
-Blocks are counted, shared, forked, hashed and freed as in transformers. What is other: the bytes of a page (`layout.py`), the ring of each
-request (`rings.py`), and what a request's row tells kernels (`step.py`).
+Blocks are counted, shared, forked, hashed and freed as in transformers. Different are the bytes of a page (`layout.py`), the ring of each
+request (`rings.py`), and the row of a request in the inputs of kernels (`step.py`).
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class CompressedAllocator(FullAttentionCacheAllocator):
         return super().fork_blocks(source_request_id, dest_request_id, past_length)
 
     def row(self, request_id: str, past_length: int, query_length: int) -> Row:
-        """What is read and written for the next tokens of a request."""
+        """The slots that are read and written for the next tokens of a request."""
         before = self.rings.of(request_id, past_length)
         after = self.rings.advance(request_id, past_length, query_length)
         return Row.of(self.layout, self.rings, self.block_table[request_id], before, after)
@@ -69,5 +69,5 @@ class CompressedAllocator(FullAttentionCacheAllocator):
         block_table[: HEADER + len(row.blocks)].copy_(entries, non_blocking=True)
 
     def extend(self, batch: Batch, request_id: str, past_length: int, query_length: int) -> None:
-        """Adds the next tokens of a request to a batch that has others than single tokens."""
+        """Adds the next tokens of a request to a batch in which some request has several."""
         batch.add(self.row(request_id, past_length, query_length))

@@ -1,12 +1,12 @@
 """Attention of a batch of requests over compressed pages: the attention implementation `qkvcache_pages`.
 
-The tokens of a step see each other exactly, and the past as it is stored:
+The tokens of a step attend to each other exactly, and to the past as it is stored:
 
     first chunk of a prompt     torch's attention on exact keys and values
     chunk with a past           the past is dequantized in pieces, and their outputs merged (`kernels/attend_chunked.py`)
     rows with one new token     the fused kernel over the first tokens, pages and ring
 
-Chunks are attended to before the new tokens are written, since the ring still holds their past then; rows with one token after it.
+Chunks attend before the new tokens are written, while the ring still has their past; rows with one token after that.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def attend_chunk(
 
 
 def write(cache: CompressedPagedCache, layer: int, writes: Writes, x: Pair) -> None:
-    """Quantizes keys and values `[1, H, T, D]` into pages, and keeps the last and the first tokens as they are."""
+    """Quantizes keys and values `[1, H, T, D]` into pages, and stores the first and the last tokens in the model's dtype."""
     allocator = cache.allocator
     quantize_pages(allocator.layout.codecs, x, allocator.views[layer][0], allocator.once[layer], writes.pages[None])
     for places, (row, slot), tokens in (

@@ -21,7 +21,7 @@ def serve(
 
     Takes every option of `transformers serve` too: --host, --port, --device, --dtype, --cb-max-memory-percent, --cb-num-blocks,
     --enable-cors and others. Continuous batching is on; --no-continuous-batching runs requests one after the other.
-    `GET /metrics` returns what the line of metrics says, in the text format of Prometheus.
+    `GET /metrics` returns the metrics of the terminal's line in the text format of Prometheus.
     """
     model_of(model)  # refused here, under the argument's name
     with refusals():

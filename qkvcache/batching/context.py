@@ -31,13 +31,13 @@ _METHOD, _CACHED = "init_continuous_batching", "_cached_continuous_batching_mana
 
 class Batching:
     """The result of `continuous_batching`, a context manager: inside, or until `close`, the model's continuous batching uses compressed
-    pages. `statistics.save(path)` keeps what a format froze."""
+    pages. `statistics.save(path)` stores the frozen statistics of the format."""
 
     def __init__(self, model: PreTrainedModel, format: Format, num_sink_tokens: int, residual_length: int, statistics: Statistics):
         self.model, self.format, self.statistics = model, format, statistics
         self.num_sink_tokens, self.residual_length = num_sink_tokens, residual_length
         self.manager: CompressedManager | None = None
-        """The one that was made last."""
+        """The latest manager."""
         self._counters = Counters()
         self._attention = model.config._attn_implementation
 
@@ -125,7 +125,8 @@ def continuous_batching(
             outputs = model.generate_batch(prompts, max_new_tokens=100)
 
     Every token is quantized when it is written; each request also keeps its last tokens in the model's dtype, and the first ones beside its
-    first block. The tokens of a step see each other exactly. Blocks that are shared, forked, moved to the host and back keep their codes.
+    first block. The tokens of a step attend to each other exactly. Blocks that are shared, forked, moved to the host and back keep their
+    codes.
 
     Args:
         format: a registry name (`qkvcache.formats.REGISTRY`) or a Format, whose scales do not span tokens.
@@ -212,6 +213,6 @@ def check_format(format: Format | FormatByLayer, head_dim: int | None) -> Format
 
 
 def fits_pages(format: Format) -> bool:
-    """Whether each token has scales of its own, or those of all tokens of the model."""
+    """Whether each token has its own scales, or one scale serves all tokens of the model."""
     layouts = (codec.packed_layout for codec in (format.key, format.value))
     return all(layout is None or layout.writable for layout in layouts)

@@ -1,10 +1,9 @@
-"""`PageLayout`: where the codes of a page lie in its bytes.
+"""`PageLayout`: the offsets of the planes in the bytes of a page.
 
     page    planes of the keys `[H', PAGE, width]`, planes of the values, the exact keys and values of the first tokens `[H, S, D]`
     block   a page for each layer
 
-The first tokens of a request are in its first block. Whoever copies the bytes of a block, shares it or brings it back from the host keeps
-them too.
+The first tokens of a request are in its first block, so that they are copied, shared and offloaded with it.
 """
 
 from __future__ import annotations
@@ -19,9 +18,9 @@ from ..formats import Codec, Codes, Format
 from ..kernels import Pair
 
 ALIGNMENT = 64
-"""Bytes that kernels ask the addresses of planes to be multiples of."""
+"""The alignment that kernels require of planes, in bytes."""
 PAGE_ALIGNMENT = 128
-"""Bytes that transformers asks blocks to be multiples of."""
+"""The alignment that transformers requires of blocks, in bytes."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +61,7 @@ class PageLayout:
 
     @property
     def nbytes(self) -> int:
-        """Of a page."""
+        """Bytes of a page."""
         return self.places[2]
 
     def views(self, pool: Tensor, page: int, pages_per_block: int) -> tuple[tuple[Codes, Codes], Pair]:

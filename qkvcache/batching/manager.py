@@ -21,11 +21,11 @@ from .pool import CompressedPagedCache
 from .statistics import Statistics
 
 NO_ROOM = "No requests can be scheduled and no requests can be offloaded."
-"""What transformers' processor raises when a request does not fit into an empty pool."""
+"""The error of transformers' processor for a request that does not fit into an empty pool."""
 
 
 class CompressedManager(ContinuousBatchingManager):
-    """A manager whose requests are in compressed pages; `continuous_batching` says what the options are."""
+    """A manager whose requests are in compressed pages. Options are those of `continuous_batching`."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class CompressedManager(ContinuousBatchingManager):
             self._cache_options["max_blocks_per_request"] = -(-longest // asked.page_size)
         super().__init__(model, generation_config, continuous_batching_config, workload_hints)  # type: ignore[arg-type]
         config = self.continuous_batching_config
-        # Batches with prompts run eagerly: what they launch depends on how many prompts there are.
+        # Batches with prompts run eagerly: their launches depend on the number of prompts.
         wanted = asked.use_cuda_graph is None or asked.cuda_graph_booleans[1]
         graphs = model.device.type == "cuda" and get_accelerator_graph_name() is not None and wanted and asked.max_blocks_per_request != 0
         config.use_cuda_graph = (False, graphs)
@@ -69,7 +69,7 @@ class CompressedManager(ContinuousBatchingManager):
             model.set_attn_implementation(NAME)
 
     def warmup(self) -> None:
-        """As transformers' `warmup`; statistics do not come from its made-up tokens."""
+        """As transformers' `warmup`, whose random tokens do not count for statistics."""
         if self.batch_processor is None:
             self.batch_processor = self._create_batch_processor()
         cache = self.cache
@@ -84,7 +84,7 @@ class CompressedManager(ContinuousBatchingManager):
         return self.batch_processor.cache  # type: ignore[union-attr, return-value]
 
     def metrics(self, counters: Counters) -> Metrics:
-        """Of now; without pages as long as there is no processor."""
+        """The current metrics; without pages as long as there is no processor."""
         counts = {"tokens_generated": counters.tokens_generated, "preemptions": counters.preemptions}
         processor = self.batch_processor
         if processor is None:
@@ -154,7 +154,7 @@ class CompressedManager(ContinuousBatchingManager):
 
 
 class Admission:
-    """Of a scheduler: a request that can never have all its pages is refused, which fails it alone."""
+    """A mixin for schedulers that refuses a request that can never have all its pages. Other requests are not affected."""
 
     cache: CompressedPagedCache
 
@@ -174,7 +174,7 @@ def _check_room(state: RequestState, tokens: int, cache: CompressedPagedCache) -
 
 
 class CompressedProcessor(ContinuousBatchProcessor):
-    """A processor that fails a request that outgrows the pool, and goes on with the others."""
+    """A processor that fails a request that outgrows the pool, and continues with the others."""
 
     cache: CompressedPagedCache
 

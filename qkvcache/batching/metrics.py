@@ -1,4 +1,4 @@
-"""What a server wants to know of its requests and pages."""
+"""Metrics of requests and pages."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class Metrics:
     running           requests that have pages
     waiting           requests that wait for pages, or to be read
     pages_used        pages of running requests
-    pages_cached      pages that no request reads, kept in case a prompt begins with their tokens; given away when pages are needed
+    pages_cached      pages that no request reads, kept for prompts that begin with their tokens; freed when pages are needed
     pages_total       pages of the pool; 0 as long as there is none
     page_size         tokens of a page (of all layers)
     tokens_generated  since `continuous_batching` was entered
@@ -31,7 +31,7 @@ class Metrics:
 
 @dataclass
 class Counters:
-    """Counts that outlive a manager."""
+    """Counts that several managers add to."""
 
     tokens_generated: int = 0
     preemptions: int = 0

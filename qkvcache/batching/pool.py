@@ -28,7 +28,7 @@ from .statistics import Statistics
 from .step import HEADER, Batch, Step, step_of_table
 
 RING_SHARE = 16
-"""Rings take at most one part in so many of the free memory, unless `max_requests_per_batch` says how many there are."""
+"""Rings take at most one sixteenth of the free memory, unless `max_requests_per_batch` sets their number."""
 
 
 class StockSizing(PagedAttentionMemoryHandler):
@@ -49,7 +49,8 @@ class StockSizing(PagedAttentionMemoryHandler):
 
 
 class Sizing(StockSizing):
-    """The same for compressed pages: no masks, and no dense copy of what a step reads; `num_blocks` counts compressed blocks."""
+    """The same for compressed pages: no masks, and no dense copy of the keys and values that a step reads; `num_blocks` counts compressed
+    blocks."""
 
     def __init__(self, **kwargs: Any):
         super().__init__(**kwargs)
@@ -69,7 +70,7 @@ class Sizing(StockSizing):
 
 @dataclass(frozen=True)
 class PoolSize:
-    """What is allocated for all requests. blocks: pages of `page_size` tokens, each with a page of every layer. rings: requests that have
+    """The allocation for all requests. blocks: pages of `page_size` tokens, each with a page of every layer. rings: requests that have
     exact last tokens at the same time. batch_tokens: new tokens of a step. bytes_per_block, bytes_per_ring: of all layers."""
 
     blocks: int
@@ -80,7 +81,7 @@ class PoolSize:
 
     @property
     def bytes_per_sector(self) -> int:
-        """transformers' unit: one block here, with what aligns it."""
+        """transformers' unit: one block here, with its padding."""
         return lcm(self.bytes_per_block, PAGE_ALIGNMENT)
 
 
@@ -102,9 +103,9 @@ def pool_size(
         cb_config: resolved, as transformers' managers do.
         layout: of a page of one layer, with the KV heads of one GPU; `layers` have such pages.
         logits_to_keep: whether the model computes the logits of some tokens alone.
-        max_requests: so many rings; None: as many as a share of the memory holds, up to `cb_config.max_requests_per_batch`.
+        max_requests: number of rings; None: as many as fit into a share of the memory, up to `cb_config.max_requests_per_batch`.
         free: free bytes before anything is allocated; None asks the device.
-        least: the least of a count over the GPUs of a tensor-parallel group.
+        least: the minimum of a count over the GPUs of a tensor-parallel group.
     """
     bytes_per_block = layout.nbytes * layers
     bytes_per_ring = Rings.nbytes(layers, 1, layout.heads, residual_length + 1, layout.head_dim, layout.dtype)
@@ -125,7 +126,7 @@ class CompressedPagedCache(PagedAttentionCache):
     """Compressed pages for all requests of a model.
 
     Args:
-        max_requests: as many rings are allocated; None: as many as the memory allows, up to `max_requests_per_batch`.
+        max_requests: number of rings; None: as many as the memory allows, up to `max_requests_per_batch`.
     """
 
     def __init__(
@@ -204,7 +205,7 @@ class CompressedPagedCache(PagedAttentionCache):
         self.allocator.extend(self.batch, request_id, past_length, query_length)
 
     def step_of(self, layer: int, block_table: Tensor | None, tokens: int) -> Step:
-        """What this forward pass of `tokens` tokens reads and writes: found out in the first layer."""
+        """The slots that this forward pass of `tokens` tokens reads and writes, computed in the first layer."""
         if layer == self.first_layer or self.step is None:
             if block_table is None:
                 self.step = self.batch.step(tokens, self.cache_tensor.device)
@@ -225,7 +226,7 @@ class CompressedPagedCache(PagedAttentionCache):
         self.allocator.rings.copy()
 
     def free_blocks(self, request_id: str, no_cache: bool = False) -> None:
-        self.counters.preemptions += no_cache  # which only offloading asks for
+        self.counters.preemptions += no_cache  # only offloading needs it
         super().free_blocks(request_id, no_cache)
 
     def mark_complete_blocks(self, state: RequestState, complete_blocks: dict[str, int]) -> None:
@@ -236,7 +237,7 @@ class CompressedPagedCache(PagedAttentionCache):
 
 
 def _least(count: int, helper: DistributedHelper, device: torch.device) -> int:
-    """The least count of a tensor-parallel group."""
+    """The minimum of a count over a tensor-parallel group."""
     if helper.tp_size == 1:
         return count
     value = torch.tensor([count], device=device, dtype=torch.int64)

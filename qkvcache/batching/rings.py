@@ -1,7 +1,7 @@
 """`Rings`: the last tokens of each request in the model's dtype.
 
-The token at place `n` of a request is in slot `n % R` of its ring. Its codes are in the pages too, so that a ring may be dropped at any
-time: its request then reads codes, and has a ring again from its next token on.
+Token `n` of a request is in slot `n % R` of its ring. Its codes are in the pages too, so that a ring may be dropped at any time: its
+request then reads codes, and gets a ring again with its next token.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ..kernels import Pair
 
 @dataclass
 class Ring:
-    """The ring `row` of a request that holds the tokens `since` to `end`, as many of the last ones as there are slots."""
+    """The ring `row` of a request. It has the tokens `since` to `end`, at most as many as there are slots."""
 
     row: int
     since: int
@@ -27,7 +27,7 @@ class Ring:
 class Rings:
     """Rings of `slots` tokens of `heads` heads with `head_dim` channels, for `count` requests and `layers` layers.
 
-    Row 0 takes what nobody reads.
+    Row 0 receives writes that are never read.
     """
 
     def __init__(self, layers: int, count: int, heads: int, slots: int, head_dim: int, dtype: torch.dtype, device: torch.device):
@@ -35,8 +35,8 @@ class Rings:
         with torch.inference_mode(False):
             self.tensor = torch.zeros(self.shape(layers, count + 1, heads, slots, head_dim), dtype=dtype, device=device)
         self.free = list(range(count, 0, -1))
-        self.held: dict[str, Ring] = {}
-        """By request, the least recently used first."""
+        self.by_request: dict[str, Ring] = {}
+        """Rings by request, the least recently used first."""
         self.copies: list[tuple[int, int]] = []
         """Rows of forked requests, and the rows to copy them to."""
 
@@ -53,32 +53,31 @@ class Rings:
         return self.tensor[index, 0], self.tensor[index, 1]
 
     def advance(self, request: str, past: int, count: int) -> Ring:
-        """The ring of a request that has seen `past` tokens, for `count` more: its own, a free one, or that of the request that was not
-        seen for longest."""
-        ring = self.held.pop(request, None)
+        """The ring of a request with `past` tokens, for `count` more: its own, a free one, or that of the least recently used request."""
+        ring = self.by_request.pop(request, None)
         if ring is None:
-            row = self.free.pop() if self.free else self.held.pop(next(iter(self.held))).row
+            row = self.free.pop() if self.free else self.by_request.pop(next(iter(self.by_request))).row
             ring = Ring(row, past, past)
         if ring.end != past:
             ring.since = past
         ring.end = past + count
-        self.held[request] = ring
+        self.by_request[request] = ring
         return ring
 
     def of(self, request: str, past: int) -> Ring:
-        """The ring of a request that has seen `past` tokens; without tokens if there is none."""
-        ring = self.held.get(request)
+        """The ring of a request with `past` tokens; an empty one if it has none."""
+        ring = self.by_request.get(request)
         return Ring(0, past, past) if ring is None or ring.end != past else Ring(ring.row, ring.since, past)
 
     def release(self, request: str) -> None:
-        if ring := self.held.pop(request, None):
+        if ring := self.by_request.pop(request, None):
             self.free.append(ring.row)
 
     def fork(self, source: str, request: str) -> None:
-        """Gives `request` a ring with the tokens of that of `source`, if one is free; `copy` copies them."""
-        if (ring := self.held.get(source)) and self.free:
-            self.held[request] = Ring(self.free.pop(), ring.since, ring.end)
-            self.copies.append((ring.row, self.held[request].row))
+        """Assigns a free ring, if any, to `request`, for the tokens of the ring of `source`, which `copy` copies."""
+        if (ring := self.by_request.get(source)) and self.free:
+            self.by_request[request] = Ring(self.free.pop(), ring.since, ring.end)
+            self.copies.append((ring.row, self.by_request[request].row))
 
     def copy(self) -> None:
         """Copies the rings of forked requests."""
@@ -87,7 +86,7 @@ class Rings:
             self.tensor[:, :, row] = self.tensor[:, :, source]
 
     def tokens(self, ring: Ring, sinks: int) -> int:
-        """How many of the last tokens attention reads from the ring, if the first `sinks` are elsewhere."""
+        """How many of the last tokens attention reads from the ring, if the first `sinks` are stored elsewhere."""
         return max(min(self.slots, ring.end - max(ring.since, sinks)), 0)
 
     @staticmethod

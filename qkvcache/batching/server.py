@@ -54,7 +54,7 @@ class Server(Serve):
 
     def start_server(self) -> None:
         """Called at the end of the parent's constructor, when everything is built and nothing listens."""
-        models: Any = self._model_manager  # whose methods are replaced on the instance
+        models: Any = self._model_manager  # its methods are replaced on the instance
         path, load, shutdown = models.force_model, models.load_model_and_processor, models.shutdown
 
         def load_compressed(model_id: str, *args, **kwargs):
@@ -75,7 +75,7 @@ class Server(Serve):
         models.load_model_and_processor = load_compressed
         models.shutdown = stop_and_shutdown
         started = int(time.time())
-        # transformers would list the models in the cache of the Hub, none of which this server takes requests for.
+        # transformers would list the models in the cache of the Hub, but this server has only its own.
         models.get_gen_models = lambda: [{"id": self._name, "object": "model", "created": started, "owned_by": "qkvcache"}]
         load_compressed(models.process_model_name(self._name))
         self._add_metrics()

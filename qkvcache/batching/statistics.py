@@ -1,4 +1,4 @@
-"""`Statistics`: what a format keeps once for all tokens (means, a frozen scale), frozen for all requests of a model.
+"""`Statistics`: the buffers that a format keeps once (means, a frozen scale), for all requests of a model.
 
 Blocks are shared among requests, so that their codes must mean the same for all of them. The statistics come from the tokens of the first
 batch of prompts, or from a file that `save` wrote.
@@ -25,17 +25,17 @@ class Statistics:
     def __init__(self, format: Format):
         self.format = format
         self.layers: dict[int, tuple[Codes, Codes]] = {}
-        """Tensors `[1, H or 1, 1, width]`, which keep their addresses."""
+        """For each layer, tensors `[1, H or 1, 1, width]` of keys and of values, at fixed addresses."""
         self.pending: set[int] = set()
         """Layers without statistics so far."""
         self.stored: dict[str, Tensor] = {}
-        """Tensors of a file, until a layer takes them."""
+        """Tensors of a file, until their layer is created."""
 
     @staticmethod
     def load(path: str | Path, format: Format) -> Statistics:
-        """Those that `save` wrote.
+        """Reads statistics that `save` wrote.
 
-        Raises ValueError for a file that is no such file, or one for another format.
+        Raises ValueError for any other file, and for statistics of another format.
         """
         statistics = Statistics(format)
         try:
@@ -66,9 +66,10 @@ class Statistics:
         save_file(tensors, path, {"format": self.format.name})
 
     def of_layer(self, layer: int, like: Tensor, rank: int = 0) -> tuple[Codes, Codes]:
-        """Those of a layer whose keys and values are like `like` `[1, H, T, D]`; of a tensor-parallel `rank`, those of its heads.
+        """The statistics of a layer with keys and values of the shapes of `like`, `[1, H, T, D]` each; for a tensor-parallel `rank`, those
+        of its heads.
 
-        Raises ValueError if a file has none for this layer, or others.
+        Raises ValueError if the file has none for this layer, or of other shapes.
         """
         if layer not in self.layers:
             sides: list[Codes] = []
@@ -94,7 +95,7 @@ class Statistics:
         out.copy_(found)
 
     def calibrate(self, layer: int, x: Pair) -> None:
-        """Freezes those of a layer, from keys and values `[1, H, T, D]`, unless they are."""
+        """Computes the statistics of a layer from keys and values `[1, H, T, D]`, unless it has them."""
         if layer not in self.pending:
             return
         for codec, codes, side in zip((self.format.key, self.format.value), self.layers[layer], x, strict=True):

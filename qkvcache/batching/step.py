@@ -1,4 +1,4 @@
-"""What a forward pass reads and writes, planned on the host and sent to the device once for all layers.
+"""The slots that a forward pass reads and writes, planned on the host and sent to the device once for all layers.
 
 Steps in which every request has one token are described by transformers' block table, at fixed addresses, so that they can be replayed as
 CUDA graphs: a header for each row, and then its blocks. Other batches are described by `Batch`: rows with one token and a past are decoded
@@ -19,13 +19,13 @@ from .rings import Ring, Rings
 
 LENGTH, PAGE_SLOT, RING_SLOT, SINK_SLOT = range(8, 12)
 HEADER = SINK_SLOT + 1
-"""Columns of the block table before the blocks: those of `PagedInputs.rows`, tokens in the pages, and where the new token is written; 0 is
-a slot that nobody reads. Lengths and blocks begin at multiples of 16 bytes, as those of other batches do, for which Triton would compile
+"""Columns of the block table before the blocks: those of `PagedInputs.rows`, tokens in the pages, and the slots of the new token; slot 0 is
+never read. Lengths and blocks begin at multiples of 16 bytes, as those of other batches do, for which Triton would compile
 its kernels again otherwise."""
 
 TYPICAL_TOKENS = 4096
-"""Of a row, for which the work of a replayed step is split: its graph knows only the most that there may be, for which a split would be
-most of a row. Longer rows get more splits."""
+"""Tokens of a row for which replayed steps are split. A graph knows only the maximum, for which one split would cover most of a row. Longer
+rows get more splits."""
 
 
 @dataclass
@@ -37,7 +37,7 @@ class Row:
     end: int
     page_size: int
     slots: int
-    """Of its ring."""
+    """Slots of its ring."""
     ring: int
     """The row of its ring."""
     sink_slots: int
@@ -68,7 +68,7 @@ class Row:
         return self.past - self.past_ring_tokens
 
     def columns(self) -> list[int]:
-        """Up to LENGTH, once the new tokens are written."""
+        """The columns up to LENGTH, after the new tokens are written."""
         sinks = min(self.end, self.sink_slots)
         length = self.end - self.ring_tokens
         return [sinks, self.blocks[0], sinks, self.ring, length % self.slots, self.ring_tokens, 0, 0, length]
@@ -83,7 +83,7 @@ class Row:
         return range(max(self.past, self.end - self.slots, self.sink_slots), self.end)
 
     def sink_places(self) -> range:
-        """The new tokens that are kept as first tokens."""
+        """The new tokens that are stored as first tokens."""
         return range(self.past, min(self.end, self.sink_slots))
 
     def ring_slot(self, place: int) -> int:
@@ -93,7 +93,7 @@ class Row:
         return self.blocks[0] * self.sink_slots + place
 
     def header(self) -> list[int]:
-        """Of a row with one new token."""
+        """The header of a row with one new token."""
         sink = self.sink_slot(self.past) if self.past < self.sink_slots else 0
         ring = 0 if self.past < self.sink_slots else self.ring_slot(self.past)
         return [*self.columns(), *self.page_slots(), ring, sink]
@@ -111,7 +111,7 @@ class Chunk:
 
 @dataclass
 class Rows:
-    """Rows with one new token each. `at` says where their queries are in the batch; None: they are all of it."""
+    """Rows with one new token each. `at`: indices of their queries in the batch; None: they are the whole batch."""
 
     columns: Tensor
     lengths: Tensor
@@ -135,6 +135,8 @@ class Writes:
 
 @dataclass
 class Step:
+    """One forward pass: the slots that it writes, its rows with one token, and its chunks of prompts."""
+
     writes: Writes
     rows: Rows | None
     chunks: list[Chunk] = field(default_factory=list)
@@ -144,7 +146,7 @@ def step_of_table(table: Tensor, page_size: int, pool_tokens: int, ring_slots: i
     """The step of a block table, int32 `[B, HEADER + P]`, whose rows without a request hold -1; `pool_tokens` of all pages."""
     table = table.clamp_min(0)
     max_length = (table.shape[1] - HEADER) * page_size
-    if table.device.type == "cpu":  # the torch reference reads all that there may be
+    if table.device.type == "cpu":  # the torch reference reads up to the maximum
         max_length = max(int(table[:, LENGTH].max()), 1)
     columns = table[:, : len(COLUMNS)].contiguous()
     tokens = min(len(table) * min(TYPICAL_TOKENS, max_length), pool_tokens)
@@ -154,7 +156,7 @@ def step_of_table(table: Tensor, page_size: int, pool_tokens: int, ring_slots: i
 
 
 def rows_and_slots(slots: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Of slots in rows of `size`; none if these have none."""
+    """Rows, and slots within them, of slots that are counted over rows of `size`; empty tensors if `size` is 0."""
     return (slots.div(size, rounding_mode="floor"), slots % size) if size else (slots[:0], slots[:0])
 
 
@@ -201,8 +203,8 @@ class Batch:
             columns = send([n for row in decoded for n in row.columns()], torch.int32, device).view(len(decoded), -1)
             longest = max(row.end for row in decoded)
             at = slice(places[0], places[0] + len(places)) if places[-1] - places[0] + 1 == len(places) else sent[5]
-            held = sum(row.end for row in decoded)
-            rows = Rows(columns[:, : len(COLUMNS)].contiguous(), columns[:, LENGTH], blocks[: len(decoded)], longest, held, at)
+            total_length = sum(row.end for row in decoded)
+            rows = Rows(columns[:, : len(COLUMNS)].contiguous(), columns[:, LENGTH], blocks[: len(decoded)], longest, total_length, at)
         of_ring, of_sinks = rows_and_slots(sent[1], self.ring_slots), rows_and_slots(sent[2], self.sink_slots)
         return Step(Writes(sent[0], of_ring, of_sinks, sent[3], sent[4]), rows, chunks)
 

@@ -45,7 +45,7 @@ class Size:
 
 SIZES = {"demo": Size(2000, 40, 8, CODE_WORD, bare=True)}
 REAL = Size(700, 16, 4, NUMBER, bare=False)
-"""Of every other model: some three minutes on two CPU cores for one of 135 million parameters."""
+"""The size for every other model: some three minutes on two CPU cores for one of 135 million parameters."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Row:
 
 
 class Timed(BaseStreamer):
-    """Notes when tokens arrive, and passes the text on as it grows."""
+    """Records the time of each token, and prints the text as it grows."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, write: Callable[[str], None] | None = None):
         self.tokenizer, self.write = tokenizer, write
@@ -90,7 +90,7 @@ class Timed(BaseStreamer):
 
     @property
     def tokens_per_second(self) -> float:
-        """Of the decode steps: the first token comes out of the prefill, and one step more warms up."""
+        """Tokens per second of the decode steps: the first token comes from the prefill, and one more step warms up."""
         return (len(self.times) - 3) / (self.times[-1] - self.times[2])
 
 
@@ -178,7 +178,7 @@ def generate(
     cache: Cache,
     write: Callable[[str], None] | None = None,
 ) -> Timed:
-    """The main job: `model.generate` with the cache, nothing else changed."""
+    """Runs `model.generate` with the cache; nothing else changes."""
     streamer = Timed(tokenizer, write)
     options = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": NEW_TOKENS, "do_sample": False, "streamer": streamer}
     model.generate(prompt, past_key_values=cache, **options)  # type: ignore[operator]

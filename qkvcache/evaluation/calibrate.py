@@ -1,9 +1,9 @@
-"""`calibrate`: bits for the keys and values of each layer, chosen by what they cost this model.
+"""`calibrate`: bits for the keys and values of each layer, chosen by their cost in this model.
 
-The model reads windows of a text exactly. Then the keys, or the values, of one layer are stored with 2, 3 or 4 bits and handed back
-(`CompressedLayer.dense`, exact zones as in a cache), all others stay exact, and the model reads on. The KL divergence from the exact run
-over these tokens is what those bits cost. Costs of layers and of sides add up (`eval/keys.py`), so that bits under a budget of bytes are
-chosen by their sum alone: a knapsack, solved exactly.
+The model reads windows of a text exactly. Then the keys, or the values, of one layer are quantized with 2, 3 or 4 bits and dequantized
+(`CompressedLayer.dense`, exact zones as in a cache), all others stay exact, and the model reads on. The cost of those bits is the KL
+divergence from the exact run over these tokens. Costs of layers and of sides add up (`eval/keys.py`), so that bits under a budget of bytes
+are chosen by their sum alone: a knapsack, solved exactly.
 
 A calibration runs the model `6 L + 5` times over `windows * read_on` tokens, for `L` full-attention layers.
 """
@@ -38,7 +38,7 @@ Choice = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class Calibration:
-    """What bits cost, and the choice under a budget.
+    """The costs of bits, and the choice under a budget.
 
     Args:
         costs: `costs[layer][side][bits - 2]`, the KL divergence in nats of these bits alone, of keys (side 0) and values (1).
@@ -46,7 +46,7 @@ class Calibration:
         bits: those of keys and of values of each layer, chosen.
         kl: measured with all layers in the chosen bits at once, on the text of the calibration.
         kl_uniform: the same with 2, 3 and 4 bits for all layers and sides, by bits.
-        about: where this comes from: the model, sizes, date, versions.
+        about: the origin: model, sizes, date, versions.
     """
 
     costs: tuple[tuple[tuple[float, ...], ...], ...]
@@ -58,7 +58,7 @@ class Calibration:
 
     @property
     def format(self) -> FormatByLayer:
-        """What a cache takes as `format=`."""
+        """The value for `format=` of a cache."""
         return FormatByLayer(tuple(HadaQuant(*bits) for bits in self.bits))  # type: ignore[arg-type]
 
     @property
@@ -68,7 +68,7 @@ class Calibration:
 
     @property
     def expected_kl(self) -> float:
-        """The sum of what the chosen bits cost alone."""
+        """The sum of the costs of the chosen bits."""
         return sum(self.costs[i][side][bits - 2] for i, chosen in enumerate(self.bits) for side, bits in enumerate(chosen))
 
     def as_json(self) -> dict:
@@ -99,14 +99,14 @@ def calibrate(
     residual_length: int = 64,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Calibration:
-    """Measures what 2, 3 and 4 bits cost the keys and values of each full-attention layer, and chooses.
+    """Measures the cost of 2, 3 and 4 bits for the keys and values of each full-attention layer, and chooses.
 
         calibration = calibrate(model, tokenizer, bits=3)
         calibration.save("calibrated.json")
         model.generate(**inputs, past_key_values=CompressedCache(model.config, format="calibrated.json"))
 
     Args:
-        model: a decoder. In 16 bits, what rounding changes covers what 4 bits cost: load it in float32.
+        model: a decoder, in float32: the rounding of a model in 16 bits exceeds the cost of 4 bits.
         text: token ids `[T]`, or the tokenizer, which then reads the language reference of Python (`demo.text`).
         bits: of a channel, the mean over keys and values of all layers, 2 to 4.
         bytes_per_token: of a token and head, keys and values, in place of `bits`: 100 are 3 bits at head_dim 128.

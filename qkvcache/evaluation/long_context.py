@@ -55,7 +55,7 @@ def needle_multikey(rng: random.Random, tokens: int, count: COUNT, text: TextOf,
 
 
 def coreference(rng: random.Random, tokens: int, count: COUNT, text: TextOf, depth: float) -> Case:
-    """A chat in which the same is asked for several times; the last turn asks for one of the answers again, word for word."""
+    """A chat with several requests for the same kind of text; the last turn asks for one of the answers again, word for word."""
     kinds, topics = ("poem", "riddle", "story", "letter"), ("rivers", "trains", "owls", "bread", "clocks", "snow")
     ordinals = ("first", "second", "third", "fourth")
     same = rng.choice(kinds), rng.choice(topics)
@@ -81,7 +81,7 @@ def coreference(rng: random.Random, tokens: int, count: COUNT, text: TextOf, dep
 
 
 def variables(rng: random.Random, tokens: int, count: COUNT, text: TextOf, depth: float) -> Case:
-    """Chains of assignments in a text: every name that holds the value of the first of one chain is asked for."""
+    """Chains of assignments in a text: the question asks for every name with the value of the first of one chain."""
     chains, links = 3, 4
     values = rng.sample(range(10_000, 100_000), chains)
     names = [code_word(rng).upper() for _ in range(chains * links)]
@@ -154,7 +154,7 @@ def cases(name: str, tokenizer, tokens: int, number: int, seed: int = 0) -> list
 
 
 def recalled(said: str, answers: tuple[str, ...] | list[str]) -> float:
-    """Share of the answers that `said` holds."""
+    """Share of the answers that `said` contains."""
     return sum(answer in said for answer in answers) / len(answers)
 
 

@@ -4,8 +4,7 @@ lm-eval computes a request, and the prompt of a `generate`, in one forward pass.
 so that the cache affects no loglikelihood, no perplexity, and not the first token of an answer. Here
 
 - a choice is scored by reading the context without its last token, and then that token and the choice through the cache. The context is
-read
-  once for all its choices: each gets a copy of the cache;
+  read once for all its choices: each gets a copy of the cache;
 - a text is read in chunks, each through the cache of the chunks before;
 - `generate` starts from the cache of the prompt without its last token.
 
@@ -160,7 +159,7 @@ class CacheLM(HFLM):
             done += target.shape[1]
         return torch.cat(found, dim=1), torch.cat(likeliest, dim=1)
 
-    # What lm-eval asks.
+    # The interface of lm-eval.
 
     def _loglikelihood_tokens(self, requests, disable_tqdm: bool = False, override_bs: int | None = None) -> list[tuple[float, bool]]:
         groups: dict[tuple[int, ...], Group] = {}
@@ -252,7 +251,7 @@ class CacheLM(HFLM):
         return super().get_model_info() | named | {"kv_tensor_parallel": ranks}
 
     def set_cache_hook(self, cache_hook: CacheHook) -> None:
-        """For `--use_cache`, whose keys are the requests alone: answers with other options get a table of their own."""
+        """For `--use_cache`, whose keys are the requests alone: answers with other options get another table."""
         super().set_cache_hook(cache_hook)
         if (answers := cache_hook.dbdict) is None:
             return

@@ -20,7 +20,7 @@ from ..policies import Budget, Policy
 
 @dataclass(frozen=True)
 class Call:
-    """What the attention of one layer was given: queries `[B, Hq, T, D]`, the factor on `q k`, and the attention module."""
+    """The inputs of one layer's attention: queries `[B, Hq, T, D]`, the factor on `q k`, and the attention module."""
 
     query: Tensor
     scaling: float
@@ -35,7 +35,8 @@ class Prefilled(DynamicCache):
     calls: list[Call]
 
     def observed(self, index: int, policy: Policy) -> Tensor | None:
-        """The attention that a layer of `policy` is told, `[B, H, T]`, from the calls; once for policies that observe the same."""
+        """The accumulated attention `[B, H, T]` of a layer under `policy`, from the calls; computed once for policies that observe
+        alike."""
         call, layer = self.calls[index], self.layers[index]
         if policy.reduces_attention:
             return prompt_attention(policy, call.query, layer.keys, layer.values, call.scaling)  # type: ignore[arg-type, union-attr]
@@ -52,7 +53,7 @@ class Prefilled(DynamicCache):
 
 
 class RecordingLayer(EvictingLayer):
-    """A layer that keeps what it is given in its first step."""
+    """A layer that keeps the keys and values of its first step."""
 
     call: Call
     given: Pair
@@ -103,8 +104,9 @@ SCORES = 2**30
 @torch.no_grad()
 def prefill(model: PreTrainedModel, ids: Tensor, observation_window: tuple[int, ...] = (), calls: bool = False) -> tuple[Prefilled, Tensor]:
     """The dense cache of `ids` `[B, T]`, and the logits after the last token `[B, V]`. The model reads `ids` once more for each window in
-    `observation_window`. `calls` records instead what every policy may ask for, which takes as much memory as keys and values; in models
-    with full attention in every layer, in `sdpa`. If every layer has full attention, rows are read in groups of at most `SCORES` scores.
+    `observation_window`. `calls` records the inputs of attention instead, which serve every policy and take as much memory as keys and
+    values; for models with full attention in every layer, in `sdpa`. If every layer has full attention, rows are read in groups of at most
+    `SCORES` scores.
     """
     cache = Prefilled(config=model.config)
     full = all(type(layer) is DynamicLayer for layer in cache.layers)

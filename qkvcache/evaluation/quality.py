@@ -96,8 +96,8 @@ def at_once(cache: Cache) -> int:
 
 def _until_quantized(layer: DynamicLayer) -> int:
     """Tokens until a layer of `QuantizedCache` quantizes everything again; 1 for fp8, which quantizes each token."""
-    held = layer.keys.shape[-2] if layer.keys is not None and layer.keys.dim() == 4 else 0
-    return getattr(layer, "residual_length", 1) - held
+    num_stored = layer.keys.shape[-2] if layer.keys is not None and layer.keys.dim() == 4 else 0
+    return getattr(layer, "residual_length", 1) - num_stored
 
 
 @torch.no_grad()
@@ -142,6 +142,7 @@ def divergence(
 
 
 def _losses(log_probs: Tensor, target: Tensor) -> Tensor:
+    """Negative log-likelihoods `[B, N]` of `target` `[B, N]` under `log_probs` `[B, N, V]`."""
     return -log_probs.gather(-1, target.unsqueeze(-1)).squeeze(-1)
 
 

@@ -31,6 +31,7 @@ def _portable(argument: str) -> str:
 
 
 def read_rows(path: Path) -> list[dict]:
+    """All rows of a file; none if it does not exist."""
     return [json.loads(line) for line in path.read_text().splitlines() if line] if path.exists() else []
 
 

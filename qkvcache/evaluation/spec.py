@@ -42,9 +42,9 @@ class CacheSpec:
     def __post_init__(self) -> None:
         if not isinstance(self.cache, str):
             raise TypeError(f"cache={self.cache!r}: expected {DENSE!r} or the name of a format such as 'turboquant_4bit_nc'")
-        given = [name for name in ("budget", "recent") if getattr(self, name) is not None]
-        if self.policy is None and given:
-            raise ValueError(f"{', '.join(given)} without a policy: add one, such as policy=h2o")
+        set_options = [name for name in ("budget", "recent") if getattr(self, name) is not None]
+        if self.policy is None and set_options:
+            raise ValueError(f"{', '.join(set_options)} without a policy: add one, such as policy=h2o")
         if self.dense and (self.policy or self.max_length):
             raise ValueError(f"cache={DENSE!r} takes no policy and no max_length: pass a format, or cache='identity' for the model's dtype")
         if self.num_sink_tokens is not None:

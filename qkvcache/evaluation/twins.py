@@ -1,9 +1,9 @@
-"""Twins of the embedded model: the same model as one of another family, whose keys are distributed otherwise.
+"""Twins of the embedded model: models with its outputs, and with keys distributed as in other families.
 
 biased   as the Qwen2 family: the same weights, and biases on keys that make the means of some channels 20 to 100 times their spread, as
-         pretrained models of that family have them. The biases lie on the pairs of channels that RoPE turns slowest, and these turn as
-         slowly as in that family (a base of 1e6, for the 1e4 of the embedded model): what they add to scores is next to the same for all
-         tokens and goes out in the softmax, so that the model reads, and finds, as it did.
+         pretrained models of that family have them. The biases are on the pairs of channels that RoPE rotates slowest, as
+         slowly as in that family (a base of 1e6, for the 1e4 of the embedded model): they add nearly the same to the scores of all tokens,
+         which cancels in the softmax, so that the outputs stay nearly the same.
 normed   as the Qwen3 family: queries and keys of each token have the same root mean square before RoPE. The weights are trained for a
          minute to give the distributions of the embedded model again, on the standard library's sources.
 """
@@ -22,11 +22,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, Qwen2Config, 
 from .. import demo
 
 PAIRS = 4
-"""Of each head, how many have biases."""
+"""Pairs of channels with biases, in each head."""
 LEAST, MOST = 20, 100
-"""Times the spread of the channel."""
+"""Bounds of biases, relative to the spread of the channel."""
 STEPS, LENGTH, ROWS = 600, 1024, 8
-"""Of the training: steps, and the tokens and rows of each."""
+"""Steps of the training, and the tokens and rows of each."""
 SHARED = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
     "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings", "bos_token_id", "eos_token_id", "pad_token_id",
@@ -111,8 +111,8 @@ def _imitate(twin: PreTrainedModel, model: PreTrainedModel, ids: list[int]) -> N
         with torch.no_grad():
             wanted = model(rows, use_cache=False).logits.log_softmax(-1)
         with torch.enable_grad():
-            found = twin(rows, use_cache=False).logits.log_softmax(-1)
-            loss = (wanted.exp() * (wanted - found)).sum(-1).mean()
+            logprobs = twin(rows, use_cache=False).logits.log_softmax(-1)
+            loss = (wanted.exp() * (wanted - logprobs)).sum(-1).mean()
             loss.backward()
         torch.nn.utils.clip_grad_norm_(twin.parameters(), 1.0)
         optimizer.step()
@@ -127,4 +127,4 @@ def _biased_on(device: str | torch.device) -> Loaded:
 
 
 TWINS: dict[str, Callable[[str | torch.device], Loaded]] = {"biased": _biased_on, "normed": normed}
-"""By name, on a device."""
+"""Makers of twins on a device, by name."""

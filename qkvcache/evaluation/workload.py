@@ -88,21 +88,21 @@ class Workload:
         """Bytes and quality of a cache: `kl` (nats), `same_top` and `perplexity_ratio` with standard errors over the passages, and values
         of each passage; `recall`: facts recalled with the question unseen and seen, by tokens of context."""
         passages, context = self.passages.context.shape
-        found = divergence(self.model, self.passages, functools.partial(make, context), self.tokenizer)
+        result = divergence(self.model, self.passages, functools.partial(make, context), self.tokenizer)
         size, dense = (self.bytes_per_token(cache) for cache in (make(context), DynamicCache(config=self.model.config)))
-        change = found.loss_changes.mean().exp().item()
+        change = result.loss_changes.mean().exp().item()
         right = {str(tokens): [self._right(sets[tokens], make, tokens) for sets in (self.unseen, self.seen)] for tokens in self.unseen}
         counted = passages * (self.passages.continuation.shape[1] - 1)
-        same_top_error = max(standard_error(found.same_tops), share_error(found.same_top * counted, counted))
+        same_top_error = max(standard_error(result.same_tops), share_error(result.same_top * counted, counted))
         last = right[str(max(self.unseen))]
         return {
-            "bytes_per_token": size, "ratio": dense / size, "kl": found.kl, "kl_error": standard_error(found.kls),
-            "same_top": found.same_top, "same_top_error": same_top_error,
-            "perplexity": found.perplexity, "dense_perplexity": self.passages.perplexity,
-            "perplexity_ratio": change, "perplexity_ratio_error": change * standard_error(found.loss_changes),
+            "bytes_per_token": size, "ratio": dense / size, "kl": result.kl, "kl_error": standard_error(result.kls),
+            "same_top": result.same_top, "same_top_error": same_top_error,
+            "perplexity": result.perplexity, "dense_perplexity": self.passages.perplexity,
+            "perplexity_ratio": change, "perplexity_ratio_error": change * standard_error(result.loss_changes),
             "recall": right, "recall_unseen": last[0] / self.cases, "recall_seen": last[1] / self.cases, "cases": self.cases,
             "context": context, "read_on": [passages, self.passages.continuation.shape[1]], "dtype": str(self.model.dtype),
-            "kls": rounded(found.kls), "loss_changes": rounded(found.loss_changes),
+            "kls": rounded(result.kls), "loss_changes": rounded(result.loss_changes),
         }  # fmt: skip
 
     def _right(self, cases: RecallSet, make: CacheMaker, tokens: int) -> int:

@@ -154,8 +154,8 @@ class Codec(ABC):
         statistics: Codes = {}
         for buffer in self.buffers(like.shape[3]):
             heads = like.shape[1] if per_head or buffer.heads == "each" else 1
-            held, count = (each, tokens) if buffer.tokens == "each" else (statistics, 1)
-            held[buffer.name] = make((like.shape[0], heads, count, buffer.width), dtype=buffer.dtype or like.dtype, device=like.device)
+            target, count = (each, tokens) if buffer.tokens == "each" else (statistics, 1)
+            target[buffer.name] = make((like.shape[0], heads, count, buffer.width), dtype=buffer.dtype or like.dtype, device=like.device)
         return each, statistics
 
     def roles(self, codes: Codes, head_dim: int) -> Iterator[tuple[str, Tensor]]:

@@ -11,6 +11,8 @@ from .base import Buffer, Codec, Codes, Format, PackedLayout, QuantizedValues
 
 @dataclass(frozen=True)
 class AsIs(Codec):
+    """Vectors in the model's dtype: one buffer of D channels."""
+
     @property
     def packed_layout(self) -> PackedLayout:
         return PackedLayout("half", planes=("codes", "", ""))

@@ -40,6 +40,8 @@ LEAST_SCALE, GREATEST_SCALE, NAN_SCALE = 1, 126, 127  # bytes of E4M3: 2^-9, 448
 
 @dataclass(frozen=True)
 class BlockFP4(Codec):
+    """E2M1 codes under E4M3 scales of 16 channels; `search`: how a scale is chosen."""
+
     search: Literal["amax", "four_over_six", "mse"] = "amax"
 
     @property
@@ -108,6 +110,8 @@ def _rounded(x: Tensor) -> Tensor:
 
 
 def _least_error(magnitudes: Tensor, candidates: list[Tensor]) -> Tensor:
+    """Of candidate scales, bytes of E4M3 `[..., 1]`, the one with the least squared error for each block of `magnitudes` `[..., 16]`."""
+
     def error_of(candidate: Tensor) -> Tensor:
         scale = _e4m3(candidate)
         error = _rounded(magnitudes / scale).mul_(scale).sub_(magnitudes).square_()

@@ -31,6 +31,7 @@ _MULTIPLE = {2: 8, 3: 16, 4: 4, 8: 2}  # of channels that one gather, or one wor
 
 
 def code_buffers(bits: int, head_dim: int) -> tuple[Buffer, ...]:
+    """The buffers for codes of `bits`, uint8, one entry for each token and head."""
     return tuple(Buffer(name, torch.uint8, head_dim // per_byte) for name, per_byte in PLANES[bits])
 
 
@@ -68,6 +69,7 @@ def pack4(codes: Tensor) -> Tensor:
 
 
 def unpack4(packed: Tensor) -> Tensor:
+    """The inverse of `pack4`: uint8 codes `[..., D]`."""
     return torch.stack([packed & 15, packed >> 4], dim=-1).flatten(-2)
 
 
@@ -93,10 +95,6 @@ def pack3(codes: Tensor) -> tuple[Tensor, Tensor]:
     return low, _spread(pairs[..., 0, :], pairs[..., 1, :])
 
 
-def unpack3(low: Tensor, high: Tensor) -> Tensor:
-    return _unpack_bits(low, 2) | _unpack_bits(_gathered(high), 1) << 2
-
-
 def _spread(first: Tensor, second: Tensor) -> Tensor:
     """Bytes of high bits for words j and j + D/16 `[..., D / 16]` each, to the high plane's bytes `[..., D / 8]`."""
     first, second = first.int(), second.int()
@@ -112,14 +110,10 @@ def _gathered(high: Tensor) -> Tensor:
 
 
 def _pack_bits(codes: Tensor, bits: int) -> Tensor:
+    """uint8 codes below `2**bits` `[..., N]` to bytes `[..., N * bits / 8]`, the first in the lowest bits."""
     per_byte = 8 // bits
     shifts = torch.arange(0, 8, bits, device=codes.device, dtype=torch.uint8)
     return (codes.unflatten(-1, (-1, per_byte)) << shifts).sum(-1, dtype=torch.uint8)
-
-
-def _unpack_bits(packed: Tensor, bits: int) -> Tensor:
-    shifts = torch.arange(0, 8, bits, device=packed.device, dtype=torch.uint8)
-    return (packed.unsqueeze(-1) >> shifts & 2**bits - 1).flatten(-2)
 
 
 def lookup4(packed: Tensor, levels: tuple[float, ...]) -> Tensor:
@@ -171,6 +165,7 @@ def as_rows(values: Tensor) -> Tensor:
 
 @functools.lru_cache(maxsize=64)
 def _table(levels: tuple[float, ...], fields: tuple[int, ...], device: torch.device) -> Tensor:
+    """`levels` of all indices of `sum(fields)` bits, the widths of the codes that an index consists of, as rows for `lookup`."""
     index = torch.arange(2 ** sum(fields), device=device)
     columns, at = [], 0
     values = constants(levels, device)
@@ -182,6 +177,7 @@ def _table(levels: tuple[float, ...], fields: tuple[int, ...], device: torch.dev
 
 @functools.lru_cache(maxsize=64)
 def _table3(levels: tuple[float, ...], device: torch.device) -> Tensor:
+    """`levels` of all indices of 12 bits: low bits of four channels, then their high bits; as rows for `lookup3`."""
     index = torch.arange(2**12, device=device)
     values = constants(levels, device)
     return as_rows(torch.stack([values[(index >> 2 * i & 3) | (index >> 8 + i & 1) << 2] for i in range(4)], dim=-1))

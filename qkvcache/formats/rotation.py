@@ -39,6 +39,7 @@ def hadamard_matrix(size: int, device: torch.device, dtype: torch.dtype = torch.
 @functools.lru_cache(maxsize=32)
 @torch.inference_mode(False)
 def random_signs(size: int, device: torch.device) -> Tensor:
+    """fp32 `[size]` of 1 and -1, always the same."""
     generator = torch.Generator().manual_seed(SIGN_SEED)
     return (torch.bernoulli(torch.full((size,), 0.5), generator=generator) * 2 - 1).to(device)
 
@@ -87,5 +88,5 @@ class Hadamard:
 
 
 def number_of(rotation: Hadamard | None) -> int:
-    """As kernels are told: 0 for none, 1 without signs, 2 with random ones."""
+    """The number of `PackedLayout.rotation`: 0 for none, 1 without signs, 2 with random ones."""
     return 0 if rotation is None else 1 + rotation.randomized

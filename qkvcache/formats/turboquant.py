@@ -6,10 +6,10 @@ values              not rotated, `uniform.py`                                 th
 keys of k8v4        scale = absmax / 127, fp16, and int8 codes                D + 2
 
 vLLM stores n, and divides by |levels| wherever it reads (its "norm correction", nc). Here that division happens once, when storing: the
-same two bytes, the same result, and nothing left to do for a reader.
+same two bytes and the same result, without work for readers.
 
 For k8v4 vLLM stores keys as E4M3 without any scale: what exceeds 448 (1.875 on GPUs before Ada, where it takes another FP8) is clipped, and
-every channel has three mantissa bits. Int8 with a scale takes two bytes more, cannot clip, and on normal data errs a quarter as much.
+every channel has three mantissa bits. Int8 with a scale takes two bytes more, cannot clip, and on normal data has a quarter of the error.
 
 Bytes of a token and head: k8v4 198, 4bit_nc 134, k3v4_nc 118, 3bit_nc 102 at head_dim 128; 102, 70, 62, 54 at 64.
 """
@@ -34,7 +34,7 @@ PRESETS: dict[Preset, tuple[Literal[3, 4, 8], Literal[3, 4]]] = {"k8v4": (8, 4),
 
 @dataclass(frozen=True)
 class TurboQuant(Format):
-    """TurboQuant: `preset` ("k8v4", "4bit_nc", "k3v4_nc" or "3bit_nc") says how many bits keys and values get. Keys are quantized around
+    """TurboQuant: `preset` ("k8v4", "4bit_nc", "k3v4_nc" or "3bit_nc") chooses the bits of keys and values. Keys are quantized around
     their mean unless `center=False`, the authors' form. Raises ValueError for another preset."""
 
     preset: Preset = "4bit_nc"

@@ -25,6 +25,8 @@ LEAST_SCALE = 2.0**-24  # of fp16: with a scale of zero all channels would dequa
 
 @dataclass(frozen=True)
 class Uniform(Codec):
+    """Codes of `bits` on even steps between the minimum and the maximum of each token and head."""
+
     bits: Literal[3, 4, 8]
 
     @property

@@ -5,6 +5,8 @@ Scores of all tokens exist at once, `[B, H, G * Q, T]` in fp32; keys and values 
 
 from __future__ import annotations
 
+from typing import TypedDict, Unpack
+
 import torch
 from torch import Tensor
 
@@ -14,39 +16,31 @@ HIDDEN = -1e29  # scores below it are of masked tokens
 MASKED = torch.finfo(torch.float32).min  # finite: a fully masked row must come out as numbers, not as nan
 
 
-def attend(
-    query: Tensor,
-    attention_inputs: AttentionInputs,
-    mask: Tensor | None = None,
-    *,
-    scaling: float | None = None,
-    causal: bool = False,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-) -> Tensor:
+class Options(TypedDict, total=False):
+    """Options of attention."""
+
+    scaling: float | None
+    """Factor on the scores; None: `D ** -0.5`."""
+    causal: bool
+    """The last `Q` tokens are the queries' own, and a query attends to no later token. Default: False."""
+    softcap: float | None
+    """`softcap * tanh(score / softcap)` before the mask (Gemma 2)."""
+    sinks: Tensor | None
+    """A learned logit for each query head, `[Hq]`, that takes part in the softmax and has no value (gpt-oss)."""
+
+
+def attend(query: Tensor, attention_inputs: AttentionInputs, mask: Tensor | None = None, **options: Unpack[Options]) -> Tensor:
     """Attention output `[B, Hq, Q, Dv]` in the query's dtype.
 
     Args:
         query: `[B, Hq, Q, D]`, `Hq` a multiple of the KV heads.
         mask: bool (True: visible) or additive, broadcastable to `[B, Hq, Q, T]`; a longer last dimension is cut.
-        scaling: factor on the scores, `D ** -0.5` by default.
-        causal: the last `Q` tokens are the queries themselves and each sees up to itself.
-        softcap: `softcap * tanh(score / softcap)` before the mask (Gemma 2).
-        sinks: a learned logit for each query head, `[Hq]`, that takes part in the softmax and has no value (gpt-oss).
     """
-    return _output(_logits(query, attention_inputs, mask, scaling, causal, softcap, sinks).softmax(-1), query, attention_inputs)
+    return _output(_logits(query, attention_inputs, mask, **options).softmax(-1), query, attention_inputs)
 
 
 def attend_observed(
-    query: Tensor,
-    attention_inputs: AttentionInputs,
-    mask: Tensor | None = None,
-    *,
-    observed: Tensor,
-    scaling: float | None = None,
-    causal: bool = False,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
+    query: Tensor, attention_inputs: AttentionInputs, mask: Tensor | None = None, *, observed: Tensor, **options: Unpack[Options]
 ) -> tuple[Tensor, Tensor]:
     """As `attend`, and the accumulated attention of each token, fp32 `[B, H, T]`: its softmax weights, summed over the group's query heads
     and over queries.
@@ -56,7 +50,7 @@ def attend_observed(
     """
     batch, query_heads, queries, _ = query.shape
     _, heads, tokens, _ = attention_inputs.key.shape
-    logits = _logits(query, attention_inputs, mask, scaling, causal, softcap, sinks)
+    logits = _logits(query, attention_inputs, mask, **options)
     probabilities = logits.softmax(-1)
     count = observed.float()[:, None].masked_fill(logits[..., :tokens].amax(-1) <= HIDDEN, 0)
     counted = probabilities[..., :tokens].masked_fill((count == 0)[..., None], 0)  # which may hold nan
@@ -69,10 +63,10 @@ def _logits(
     query: Tensor,
     attention_inputs: AttentionInputs,
     mask: Tensor | None,
-    scaling: float | None,
-    causal: bool,
-    softcap: float | None,
-    sinks: Tensor | None,
+    scaling: float | None = None,
+    causal: bool = False,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Masked scores, fp32 `[B, Hq, Q, T]`, with `sinks` one more column."""
     batch, query_heads, queries, dim = query.shape

@@ -10,12 +10,16 @@ merged by their log-sum-exps. The exact tokens, the new ones among them, are one
 The query heads of a group are rows of their KV head, so that keys and values are never copied for query heads. Vectors that are stored
 rotated stay rotated in the scratch: queries are rotated before, and outputs rotated back after, attention on chunks.
 `attention/route.py` says from how many queries on this is faster than reading the codes in the decode kernel.
+
+What policies want of the weights (`observe_chunked`) needs the normalisers, which are known after the merge. The parts are then read a
+second time, the last chunk first: it is still in the scratch.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import takewhile
 
@@ -25,9 +29,10 @@ from torch import Tensor
 from ..formats.base import Codec, Codes, affine
 from ..formats.identity import AsIs
 from ..formats.rotation import rotation_block
-from .dispatch import dequantize_pages, on_triton
+from .dispatch import dequantize_pages, on_triton, sum_attention
 from .pages import Pages
 from .segments import AttentionInputs, Exact, Packed, Pair, QuantizedRegion
+from .sum_attention import BLOCK
 
 CHUNK_TOKENS, CUDNN_CHUNK_TOKENS, CHUNK_BYTES = 65536, 16384, 512 * 2**20
 """Tokens of a chunk, likewise where cuDNN attends on it, and the bound on its scratch, keys and values together, which may make it
@@ -47,8 +52,39 @@ Part = tuple[Tensor, Tensor]
 folded, KV heads and the queries of a group's heads one after another, with rows of padding at the end."""
 
 
+@dataclass(frozen=True)
+class Columns:
+    """One part of the tokens in the second pass, and the last `W` queries `[B, Hq, W, D]`, rotated as its keys are.
+
+    keys, stored_values: `[B, H, T, D]` as they lie in the scratch, valid during the call.
+    visible: bool `[B or 1, T]`, False for what no query sees; None: all.
+    scaling: factor on the scores of these queries and keys.
+    causal: the last `W` tokens are the queries' own. Of a chunk, every query sees every token.
+    codec: of the values; None where these are exact.
+    """
+
+    query: Tensor
+    keys: Tensor
+    stored_values: Tensor
+    visible: Tensor | None
+    scaling: float
+    causal: bool
+    codec: Codec | None = None
+
+    @property
+    def values(self) -> Tensor:
+        """`[B, H, T, D]`, rotated back."""
+        return self.stored_values if self.codec is None else rotate_back(self.stored_values, self.codec)
+
+
+Reduce = Callable[[Columns, Tensor, Tensor], Tensor]
+"""`[B, H, T]` of some columns, the outputs `[B, Hq, W, D]` of the last queries, and the logs of their normalisers, fp32 `[B, Hq, W]`."""
+
+
 def supports(query: Tensor, attention_inputs: AttentionInputs) -> bool:
-    """Whether torch has attention with log-sum-exp for these tensors."""
+    """Whether torch has attention with log-sum-exp for these tensors, without gradients and uncompiled."""
+    if torch.compiler.is_compiling() or (torch.is_grad_enabled() and query.requires_grad):
+        return False
     return query.dtype == attention_inputs.key.dtype and supports_queries(query, attention_inputs.value.shape[3])
 
 
@@ -71,6 +107,7 @@ def attend_chunked(
     hidden: Tensor | None = None,
     *,
     scaling: float | None = None,
+    softcap: float | None = None,
     sinks: Tensor | None = None,
     chunk_tokens: int | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -79,13 +116,41 @@ def attend_chunked(
 
     Args:
         query: `[B, Hq, Q, D]`, `Hq` a multiple of the KV heads; the tokens of the queries are the last `Q` of the attention inputs, and
-        exact. hidden: columns that no query sees, bool `[B, T]` (padding), or None.
+        exact.
+        hidden: columns that no query sees, bool `[B or 1, T]` (padding), or None.
         scaling: factor on the scores, `D ** -0.5` by default.
+        softcap: `softcap * tanh(score / softcap)` before the mask (Gemma 2), in plain torch.
         sinks: a learned logit for each query head, `[Hq]`, that takes part in the softmax and has no value (gpt-oss).
         chunk_tokens: bound on the tokens of a chunk. Default: what is fastest for so many queries.
     """
-    exact, before, packed = exact_tokens(attention_inputs)
-    return _attend(query, exact, before, partial(chunks, attention_inputs, packed), hidden, scaling, sinks, chunk_tokens)
+    return _attend(query, Tokens.of(attention_inputs), hidden, scaling, softcap, sinks, chunk_tokens)[:2]
+
+
+def observe_chunked(
+    query: Tensor,
+    attention_inputs: AttentionInputs,
+    hidden: Tensor | None = None,
+    *,
+    observed: Tensor,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    reduce: Reduce | None = None,
+    chunk_tokens: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """As `attend_chunked`: the output, and the accumulated attention of each token, fp32 `[B, H, T]`: its softmax weights, summed over the
+    group's query heads and over the last `W` queries, each of which counts `observed` times, fp32 `[B, W]`; 0 for padding.
+
+    `reduce`: computes something else of these queries, part by part.
+    """
+
+    def sums(columns: Columns, out: Tensor, lse: Tensor) -> Tensor:
+        options = {"scaling": columns.scaling, "softcap": softcap, "lse": lse, "causal": columns.causal}
+        return sum_attention(columns.query, columns.keys, observed, columns.visible, **options)  # type: ignore[arg-type]
+
+    second = observed.shape[1], reduce or sums
+    out, _, reduced = _attend(query, Tokens.of(attention_inputs), hidden, scaling, softcap, sinks, chunk_tokens, second)
+    return out, reduced  # type: ignore[return-value]
 
 
 def attend_chunked_pages(
@@ -99,55 +164,83 @@ def attend_chunked_pages(
             yield min(size, end - at), (AsIs(), AsIs()), partial(_dequantize_pages, pages, at)
 
     exact = _joined((sinks[0], recent[0])), _joined((sinks[1], recent[1]))
-    return _attend(query, exact, sinks[0].shape[2], pieces, None, scaling, None, None)
+    return _attend(query, Tokens(exact, sinks[0].shape[2], pieces), None, scaling, None, None, None)[:2]
 
 
 def _dequantize_pages(pages: Pages, begin: int, keys: Tensor, values: Tensor) -> None:
     dequantize_pages(pages, (keys, values), begin)
 
 
+@dataclass(frozen=True)
+class Tokens:
+    """Exact keys and values `[B, H, T, D]` and, after `before` of these, quantized ones, which `pieces` cuts into chunks of a size."""
+
+    exact: Pair
+    before: int
+    pieces: Callable[[int], Iterator[Piece]]
+
+    @staticmethod
+    def of(attention_inputs: AttentionInputs) -> Tokens:
+        exact, before, packed = exact_tokens(attention_inputs)
+        return Tokens(exact, before, partial(chunks, attention_inputs, packed))
+
+
 def _attend(
     query: Tensor,
-    exact: Pair,
-    before: int,
-    pieces: Callable[[int], Iterator[Piece]],
+    tokens: Tokens,
     hidden: Tensor | None,
     scaling: float | None,
+    softcap: float | None,
     sinks: Tensor | None,
     chunk_tokens: int | None,
-) -> tuple[Tensor, Tensor]:
-    """Attention over exact keys and values `[B, H, T, D]` and, after `before` of these, what `pieces` dequantizes in chunks of the size
-    that it is given."""
+    second: tuple[int, Reduce] | None = None,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Output and log-sum-exp; and, of so many last queries, what a function computes in a second pass."""
     batch, query_heads, queries, dim = query.shape
+    exact, before = tokens.exact, tokens.before
     heads = exact[0].shape[1]
     scaling = dim**-0.5 if scaling is None else scaling
     folded = fold(query, heads)
     if chunk_tokens is None:
         chunk_tokens = CUDNN_CHUNK_TOKENS if queries >= CUDNN_QUERIES else CHUNK_TOKENS
     size = min(chunk_tokens, max(CHUNK_BYTES // (2 * batch * heads * dim * query.itemsize) // 64, 1) * 64)
-    rotated, unrotated = folded, scaling
-    column = before
-    parts: list[Part] = []
-    scratch: Tensor | None = None
-    for count, codecs, fill in pieces(size):
-        if scratch is None:
-            scratch = query.new_empty(2, batch, heads, count, dim)
-            rotated, factor = rotate(folded, codecs[0])
-            unrotated = scaling * factor
-        keys, values = scratch[0, :, :, :count], scratch[1, :, :, :count]
+    pieces = list(tokens.pieces(size))
+    column, parts, rotated, unrotated = before, list[Part](), folded, scaling
+    scratch = query.new_empty(2, batch, heads, pieces[0][0] if pieces else 0, dim)
+    if pieces:
+        rotated, factor = rotate(folded, pieces[0][1][0])
+        unrotated = scaling * factor
+    for count, codecs, fill in pieces:
+        keys, values = scratch[:, :, :, :count]
         fill(keys, values)
         bias = None if hidden is None else _bias(hidden[:, None, None, column : column + count], query.dtype)
-        out, lse = library_attention(rotated, keys, values, bias, unrotated, plan=count == size and queries >= CUDNN_QUERIES)
+        plan = count == size and queries >= CUDNN_QUERIES
+        out, lse = library_attention(rotated, keys, values, bias, unrotated, softcap, plan=plan)
         parts.append((rotate_back(out, codecs[1]), lse))
         column += count
-    if hidden is not None:
-        hidden = torch.cat([hidden[:, :before], hidden[:, column:]], dim=1)
-    parts.append(causal_attention(query, folded, *exact, hidden, scaling))
+    own = None if hidden is None else torch.cat([hidden[:, :before], hidden[:, column:]], dim=1)
+    parts.append(causal_attention(query, folded, *exact, own, scaling, softcap))
     if on_triton(query.device):
         from .triton_merge import merge as merge_parts
+    else:
+        merge_parts = merge
+    out, lse = merge_parts(parts, query_heads, queries, heads, sinks)
+    if second is None:
+        return out, lse, None
 
-        return merge_parts(parts, query_heads, queries, heads, sinks)
-    return merge(parts, query_heads, queries, heads, sinks)
+    last, reduce = queries - second[0], second[1]
+    query, given = query[:, :, last:].detach(), (out[:, :, last:], lse[:, :, last:])
+    rest = reduce(Columns(query, *exact, None if own is None else ~own, scaling, causal=True), *given)
+    found = [rest[..., before:]]
+    for i, (count, codecs, fill) in reversed(list(enumerate(pieces))):
+        column -= count
+        keys, values = scratch[:, :, :, :count]
+        if i < len(pieces) - 1:  # the last one is still there
+            fill(keys, values)
+        visible = None if hidden is None else ~hidden[:, column : column + count]
+        columns = Columns(rotate(query, codecs[0])[0], keys, values, visible, unrotated, causal=False, codec=codecs[1])
+        found.append(reduce(columns, *given))
+    return out, lse, torch.cat([rest[..., :before], *reversed(found)], dim=-1)
 
 
 def exact_tokens(attention_inputs: AttentionInputs) -> tuple[Pair, int, list[tuple[Packed, Packed]]]:
@@ -270,8 +363,12 @@ def _bias(hidden: Tensor, dtype: torch.dtype) -> Tensor:
     return bias.masked_fill_(hidden, max(MASKED, torch.finfo(dtype).min))
 
 
-def library_attention(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scaling: float, plan: bool = False) -> Part:
+def library_attention(
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scaling: float, softcap: float | None, plan: bool = False
+) -> Part:
     """Attention without causality of folded queries over `[B, H, T, D]`. `plan`: the shape will come again, and a plan of cuDNN's pays."""
+    if softcap is not None:
+        return capped_attention(query, key, value, bias, scaling, softcap)
     aten = torch.ops.aten
     mask = None if bias is None else bias.expand(*query.shape[:3], -1)
     if not query.is_cuda:
@@ -285,6 +382,23 @@ def library_attention(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | 
     return aten._scaled_dot_product_flash_attention(query, key, value, 0.0, False, scale=scaling)[:2]
 
 
+def capped_attention(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scaling: float, softcap: float) -> Part:
+    """`library_attention` with softcap, which the library has not: scores in fp32, of a bounded block of rows at once."""
+    key, value = key.float(), value.float()
+    step = max(BLOCK // (key.shape[0] * key.shape[1] * key.shape[2]), 1)
+    parts = []
+    for begin in range(0, query.shape[2], step):
+        rows = slice(begin, begin + step)
+        scores = query[:, :, rows].float().mul(scaling / softcap) @ key.mT
+        scores = scores.tanh_().mul_(softcap)
+        if bias is not None:
+            scores += bias if bias.shape[2] == 1 else bias[:, :, rows]
+        lse = scores.logsumexp(-1)
+        parts.append((scores.sub_(lse[..., None]).exp_() @ value, lse))
+    out, lse = (torch.cat(x, dim=2) for x in zip(*parts, strict=True))
+    return out.to(query.dtype), lse
+
+
 def _cudnn_is_faster(query: Tensor) -> bool:
     """On Hopper and later, where its programs, one for 128 rows, fill the GPU: flash attention also splits keys."""
     properties = torch.cuda.get_device_properties(query.device)
@@ -292,10 +406,12 @@ def _cudnn_is_faster(query: Tensor) -> bool:
     return not torch.version.hip and properties.major >= 9 and query.shape[3] <= 128 and 2 * programs >= properties.multi_processor_count
 
 
-def causal_attention(query: Tensor, folded: Tensor, key: Tensor, value: Tensor, hidden: Tensor | None, scaling: float) -> Part:
+def causal_attention(
+    query: Tensor, folded: Tensor, key: Tensor, value: Tensor, hidden: Tensor | None, scaling: float, softcap: float | None
+) -> Part:
     """Attention over the exact tokens `[B, H, T, D]`, of which the last `Q` are the queries' own."""
     queries, tokens = query.shape[2], key.shape[2]
-    if query.is_cuda and hidden is None:
+    if query.is_cuda and hidden is None and softcap is None:
         # Causal means aligned with the last key in this operator. It serves the heads of a group without copies.
         return torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, True, scale=scaling)[:2]
     later = torch.ones(queries, tokens, dtype=torch.bool, device=query.device).triu(tokens - queries + 1)[None, None]
@@ -303,10 +419,10 @@ def causal_attention(query: Tensor, folded: Tensor, key: Tensor, value: Tensor, 
     groups, rows = query.shape[1] // key.shape[1], folded.shape[2]
     masked = masked.repeat(1, 1, groups, 1)
     masked = torch.nn.functional.pad(masked, (0, 0, 0, rows - masked.shape[2]))
-    return library_attention(folded, key, value, _bias(masked, query.dtype), scaling)
+    return library_attention(folded, key, value, _bias(masked, query.dtype), scaling, softcap)
 
 
-def merge(parts: list[Part], query_heads: int, queries: int, heads: int, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+def merge(parts: Sequence[Part], query_heads: int, queries: int, heads: int, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
     """Output `[B, Hq, Q, D]` and log-sum-exp, fp32 `[B, Hq, Q]`, of parts, folded or not."""
 
     def unfolded(x: Tensor) -> Tensor:

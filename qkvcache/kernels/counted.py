@@ -4,12 +4,12 @@ replayed as a CUDA graph. The kernels are tested against it, and it runs where a
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Unpack
 
 import torch
 from torch import Tensor
 
-from .attend import attend
+from .attend import Options, attend
 from .segments import DROPPED, ROOM, AttentionInputs, Buffers, Exact, KeysOrValues, Packed, Pair
 
 
@@ -85,7 +85,7 @@ def columns(buffers: Buffers) -> Tensor:
     )
 
 
-def attend_on_slots(query: Tensor, buffers: Buffers, mask: Tensor | None, **options: Any) -> Tensor:
+def attend_on_slots(query: Tensor, buffers: Buffers, mask: Tensor | None, **options: Unpack[Options]) -> Tensor:
     """`attend` for one query of each row over all slots, masking those without a token: slower, but counted on the device."""
     at = columns(buffers)
     shown = at >= 0

@@ -12,7 +12,7 @@ import os
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
 from torch import Tensor
@@ -22,9 +22,9 @@ from . import counted
 from . import evict as evicting
 from . import pages as paged
 from . import sum_attention as reference
-from .attend import attend, attend_observed
+from .attend import Options, attend, attend_observed
 from .evict import StaticTensors
-from .pages import PagedInputs, Pages
+from .pages import PagedInputs, PageOptions, Pages
 from .segments import AttentionInputs, Buffers, Exact, KeysOrValues, Pair, layout_of
 from .store_exact import store_exact as store_exact_in_torch
 
@@ -51,6 +51,7 @@ def on_triton(device: torch.device) -> bool:
 
 @functools.cache
 def fused() -> ModuleType:
+    """The module of the fused kernels, imported on first use: it needs Triton."""
     from . import fused
 
     return fused
@@ -88,94 +89,54 @@ def fuses(query: Tensor, attention_inputs: AttentionInputs) -> bool:
     return False
 
 
-def attend_on_codes(
-    query: Tensor,
-    attention_inputs: AttentionInputs,
-    mask: Tensor | None = None,
-    *,
-    scaling: float | None = None,
-    causal: bool = False,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-) -> Tensor:
+def attend_on_codes(query: Tensor, attention_inputs: AttentionInputs, mask: Tensor | None = None, **options: Unpack[Options]) -> Tensor:
     """`attend`, by the fused kernel where there is one. Without a mask, over pages if there are such."""
     if attention_inputs.paged is not None and mask is None:
-        return attend_pages(query, attention_inputs.paged, scaling=scaling, causal=causal, softcap=softcap, sinks=sinks)[0]
+        return attend_pages(query, attention_inputs.paged, **options)[0]
     if torch.compiler.is_compiling():
         if attention_inputs.buffers is not None:
-            return attend_on_buffers(query, attention_inputs.buffers, mask, scaling=scaling, softcap=softcap, sinks=sinks)
+            return attend_on_buffers(query, attention_inputs.buffers, mask, **options)
         if len(attention_inputs.exact):
-            return torch.ops.qkvcache.attend(query, *attention_inputs.arguments, mask, sinks, scaling, softcap, causal)[0]
+            return torch.ops.qkvcache.attend(query, *attention_inputs.arguments, mask, **options)[0]
     elif fuses(query, attention_inputs):
-        return fused().fused_attend(query, attention_inputs, mask, scaling=scaling, causal=causal, softcap=softcap, sinks=sinks)[0]
-    return attend(query, attention_inputs, mask, scaling=scaling, causal=causal, softcap=softcap, sinks=sinks)
+        return fused().fused_attend(query, attention_inputs, mask, **options)[0]
+    return attend(query, attention_inputs, mask, **options)
 
 
 def observe_on_codes(
-    query: Tensor,
-    attention_inputs: AttentionInputs,
-    mask: Tensor | None = None,
-    *,
-    observed: Tensor,
-    scaling: float | None = None,
-    causal: bool = False,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
+    query: Tensor, attention_inputs: AttentionInputs, mask: Tensor | None = None, *, observed: Tensor, **options: Unpack[Options]
 ) -> tuple[Tensor, Tensor]:
     """`attend_observed`, by the fused kernel where there is one. Without a mask, over pages if there are such."""
     if attention_inputs.paged is not None and mask is None:
-        out, _, attention_sums = attend_pages(
-            query, attention_inputs.paged, scaling=scaling, causal=causal, softcap=softcap, sinks=sinks, observed=observed
-        )
+        out, _, attention_sums = attend_pages(query, attention_inputs.paged, observed=observed, **options)
         return out, attention_sums
     if torch.compiler.is_compiling() and len(attention_inputs.exact):
-        out, _, attention_sums = torch.ops.qkvcache.attend(
-            query, *attention_inputs.arguments, mask, sinks, scaling, softcap, causal, observed
-        )
+        out, _, attention_sums = torch.ops.qkvcache.attend(query, *attention_inputs.arguments, mask, observed=observed, **options)
         return out, attention_sums
     if fuses(query, attention_inputs):
-        options = {"scaling": scaling, "causal": causal, "softcap": softcap, "sinks": sinks, "observed": observed}
-        out, _, attention_sums = fused().fused_attend(query, attention_inputs, mask, **options)
+        out, _, attention_sums = fused().fused_attend(query, attention_inputs, mask, observed=observed, **options)
         return out, attention_sums
-    return attend_observed(query, attention_inputs, mask, observed=observed, scaling=scaling, causal=causal, softcap=softcap, sinks=sinks)
+    return attend_observed(query, attention_inputs, mask, observed=observed, **options)
 
 
-def attend_on_buffers(
-    query: Tensor,
-    buffers: Buffers,
-    mask: Tensor | None = None,
-    *,
-    scaling: float | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-) -> Tensor:
+def attend_on_buffers(query: Tensor, buffers: Buffers, mask: Tensor | None = None, **options: Unpack[Options]) -> Tensor:
     """Attention of one query of each row, `[B, Hq, 1, D]` to `[B, Hq, 1, Dv]`, over storage that counts on the device. `mask` is by
     column."""
     if torch.compiler.is_compiling():
+        sinks, scaling, softcap = options.get("sinks"), options.get("scaling"), options.get("softcap")
         return torch.ops.qkvcache.attend_buffers(query, *buffers.arguments, mask, sinks, scaling, softcap)
     attention_inputs = whole(buffers)
     if fuses(query, attention_inputs):
-        return fused().fused_attend(query, attention_inputs, mask, scaling=scaling, softcap=softcap, sinks=sinks)[0]
-    return counted.attend_on_slots(query, buffers, mask, scaling=scaling, softcap=softcap, sinks=sinks)
+        return fused().fused_attend(query, attention_inputs, mask, **options)[0]
+    return counted.attend_on_slots(query, buffers, mask, **options)
 
 
 def attend_pages(
-    query: Tensor,
-    inputs: PagedInputs,
-    mask: Tensor | None = None,
-    *,
-    scaling: float | None = None,
-    causal: bool = False,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    window: int | None = None,
-    observed: Tensor | None = None,
+    query: Tensor, inputs: PagedInputs, mask: Tensor | None = None, **options: Unpack[PageOptions]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`pages.attend_pages`, by the fused kernel where there is one."""
     if torch.compiler.is_compiling():
-        return torch.ops.qkvcache.attend_pages(query, *inputs.arguments, mask, sinks, observed, scaling, softcap, window, causal)
-    options: dict[str, Any] = {"scaling": scaling, "causal": causal, "softcap": softcap, "sinks": sinks, "window": window}
-    options["observed"] = observed
+        return torch.ops.qkvcache.attend_pages(query, *inputs.arguments, mask, **options)
     if on_triton(query.device):
         if fused().supports_pages(query, inputs):
             return fused().attend_pages(query, inputs, mask, **options)
@@ -212,9 +173,9 @@ def launch_of_append(inputs: PagedInputs, x: Pair, state: Tensor) -> Callable[[P
     """`append_tokens` for tokens of the shape and dtype of `x`, with all other arguments prepared; None if there is no kernel for it."""
     if not quantizes(inputs.pages.codecs, x):
         return None
-    from .triton_append import AppendTokens
+    from .triton_append import append_launch
 
-    return AppendTokens(inputs, x, state)
+    return append_launch(inputs, x, state)
 
 
 def dequantize_pages(pages: Pages, out: Pair, begin: int = 0) -> None:
@@ -253,9 +214,9 @@ def launch_of_step(buffers: Buffers, x: Pair) -> Callable[[Pair], None] | None:
     """`step` for tokens of the shape and dtype of `x`, with all other arguments prepared; None if there is no kernel for it."""
     if not quantizes(buffers.codecs, x):
         return None
-    from .triton_step import Step
+    from .triton_step import step_launch
 
-    return Step(buffers, x)
+    return step_launch(buffers, x)
 
 
 def store_exact(buffers: Buffers, exact: Pair, sinks: tuple[int, int], begin: int, slot: int, lengths: tuple[int, int]) -> None:
@@ -309,14 +270,16 @@ def sum_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     lse: Tensor | None = None,
+    causal: bool = True,
 ) -> Tensor:
-    """`sum_attention.sum_attention`, by kernels where there are: the accumulated attention of a prefill, fp32 `[B, H, T]`."""
+    """`sum_attention.sum_attention`, by kernels where there are: the accumulated attention of many queries, fp32 `[B, H, T]`."""
+    options: dict[str, Any] = {"scaling": scaling, "softcap": softcap, "sinks": sinks, "lse": lse, "causal": causal}
     if on_triton(query.device) and (visible is None or visible.dim() == 2):
         from . import triton_sum_attention as kernels
 
         if kernels.supports(query, key):
-            return kernels.sum_attention(query, key, observed, visible, scaling=scaling, softcap=softcap, sinks=sinks, lse=lse)
-    return reference.sum_attention(query, key, observed, visible, scaling=scaling, softcap=softcap, sinks=sinks, lse=lse)
+            return kernels.sum_attention(query, key, observed, visible, **options)
+    return reference.sum_attention(query, key, observed, visible, **options)
 
 
 def quantizes(codecs: tuple[Codec, Codec], x: tuple[Tensor, Tensor]) -> bool:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar, Unpack
 
 import torch
 import triton
 from torch import Tensor
 
 from ..formats.base import PackedLayout
-from .pages import PagedInputs
+from .pages import PagedInputs, PageOptions
 from .segments import AttentionInputs, layout_of, planes_of
 from .tables import Tables, tables
 from .triton_attend import attend_kernel, attend_pages_kernel
@@ -174,17 +174,18 @@ class Call:
         heads: int,
         value_dim: int,
         zones: tuple[int, int, int],
-        options: tuple[float | None, float | None, int | None, bool],
-        observed: Tensor | None,
+        options: PageOptions,
         launch: Launch | None,
     ) -> None:
-        (self.batch, query_heads, self.queries, dim), (scaling, softcap, window, causal) = query.shape, options
+        self.batch, query_heads, self.queries, dim = query.shape
+        scaling, softcap = options.get("scaling"), options.get("softcap")
+        self.window, self.sinks, self.observed = options.get("window"), options.get("sinks"), options.get("observed")
         self.use, self.empty, self.heads, self.groups = args.use, args.empty, heads, query_heads // heads
-        self.value_dim, self.zones, self.observed = value_dim, zones, observed
+        self.value_dim, self.zones = value_dim, zones
         arch, processors = architecture(query.device)
         rows, nvidia = self.groups * self.queries, bool(arch) or query.device.type == "cpu"
         # Weights that are stored need the registers that more rows would.
-        launch = launch or launched(self.use.key, self.use.value, max(dim, value_dim), rows, nvidia and observed is None)
+        launch = launch or launched(self.use.key, self.use.value, max(dim, value_dim), rows, nvidia and self.observed is None)
         self.tile, self.rows = launch.tile, launch.rows if nvidia else 16
         self.blocks, self.programs = -(-rows // self.rows), processors * launch.programs
         self.panels = self.batch * heads * self.blocks  # each is read by as many programs as there are splits
@@ -202,13 +203,14 @@ class Call:
             if mask.dtype == torch.bool:
                 kind, mask = "row" if self.queries == 1 and not self.mask_strides[1] else "bool", mask.view(torch.uint8)
         self.mask = self.empty if mask is None else mask
-        self.scalars = dim**-0.5 if scaling is None else scaling, softcap or 1.0, window or 0
+        self.scalars = dim**-0.5 if scaling is None else scaling, softcap or 1.0, self.window or 0
         # Columns of the scratch of accumulated attention: at least the two that a thread holds.
-        self.width = 0 if observed is None else max(triton.next_power_of_2(min(rows, self.rows)), 2)
+        self.width = 0 if self.observed is None else max(triton.next_power_of_2(min(rows, self.rows)), 2)
         self.exact = zones[1] + zones[2] > 0
         self.constants: dict[str, Any] = {
-            "G": self.groups, "R": self.rows, "T": self.tile, "SOFTCAP": softcap is not None, "MASK": kind, "WINDOW": window is not None,
-            "CAUSAL": causal and self.queries > 1, "ARCH": arch, "EXACT": self.exact, "TURN": factor, "ATTENTION_SUMS": self.width,
+            "G": self.groups, "R": self.rows, "T": self.tile, "SOFTCAP": softcap is not None, "MASK": kind,
+            "WINDOW": self.window is not None, "CAUSAL": options.get("causal", False) and self.queries > 1, "ARCH": arch,
+            "EXACT": self.exact, "TURN": factor, "ATTENTION_SUMS": self.width,
             "num_warps": launch.warps, "num_stages": launch.stages, **args.constants,
         }  # fmt: skip
         if launch.registers and arch:
@@ -230,20 +232,12 @@ class Call:
     def _empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=self.query.device)
 
-    def finish(
-        self,
-        sinks: Tensor | None,
-        center: Tensor,
-        center_strides: Sequence[int],
-        hidden: int = 0,
-        ragged: Sequence[Any] | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def finish(self, center: Tensor, center_strides: Sequence[int], ragged: Sequence[Any] | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Joins the splits: the output `[B, Hq, Q, Dv]`, the log of the normaliser, fp32 `[B, Hq, Q]`, and the accumulated attention, fp32
         `[B, H, sum(zones)]`, or `[B, H, 0]` if it is not observed.
 
         Args:
             center: the mean of values, fp32 `[B, H, 1, Dv]`, with its strides over rows and heads.
-            hidden: how many of the oldest tokens no query sees.
             ragged: of pages, `PagedInputs.rows`, and `Pages.lengths` with its strides over rows and heads.
         """
         use, value_dim = self.use, self.value_dim
@@ -254,13 +248,14 @@ class Call:
         shape = {"G": self.groups, "R": self.rows, "RAGGED": ragged is not None}
         with torch.cuda.device_of(out):
             reduce_kernel[(self.groups * self.queries, self.batch * self.heads, -(-value_dim // columns))](
-                *self.outputs, self.empty if sinks is None else sinks, use.v_signs, center, out, lse, *out.stride()[:3],
+                *self.outputs, self.empty if self.sinks is None else self.sinks, use.v_signs, center, out, lse, *out.stride()[:3],
                 self.splits, self.blocks, self.heads, self.queries, *center_strides,
-                V=use.value, DV=value_dim, C=columns, S=32, SINKS=sinks is not None, EXACT=self.exact, TURN=use.v_block**-0.5,
+                V=use.value, DV=value_dim, C=columns, S=32, SINKS=self.sinks is not None, EXACT=self.exact, TURN=use.v_block**-0.5,
                 STAGES=use.v_block.bit_length() - 1, num_warps=4 if use.value.rotated else 1, **shape,
             )  # fmt: skip
             if self.observed is not None:
                 n_quantized, n_sinks, n_residual = self.zones
+                hidden = 0 if self.window is None else sum(self.zones) - self.queries - self.window + 1
                 sum_splits_kernel[(sum(-(-n // SUM_TOKENS) for n in self.zones), self.batch * self.heads)](
                     self.weights, self.tops, lse, self.observed.contiguous(), attention_sums, *(ragged or (self.empty, self.empty, 0, 0)),
                     self.scalars[2], self.slots, self.grains, n_sinks, n_quantized, n_residual, hidden, self.blocks, self.heads,
@@ -284,30 +279,24 @@ def fused_attend(
     attention_inputs: AttentionInputs,
     mask: Tensor | None = None,
     *,
-    scaling: float | None = None,
-    causal: bool = False,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    window: int | None = None,
     launch: Launch | None = None,
-    observed: Tensor | None = None,
+    **options: Unpack[PageOptions],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As `attend_observed`, in one pass over the codes. Returns the output `[B, Hq, Q, Dv]`, the log of the normaliser, fp32
     `[B, Hq, Q]`, and the accumulated attention, fp32 `[B, H, T]`.
 
     Args:
-        window: a query sees the last `window` tokens up to itself.
         launch: for measuring; chosen by format otherwise.
-        observed: None: the accumulated attention is `[B, H, 0]`, and costs nothing.
+        options: without `observed`, the accumulated attention is `[B, H, 0]`, and costs nothing.
 
     Raises ValueError for causal queries that are not all among the exact recent tokens, and for `observed` where the device counts tokens.
     """
-    if causal and query.shape[2] > attention_inputs.exact[2].shape[2]:
+    if options.get("causal") and query.shape[2] > attention_inputs.exact[2].shape[2]:
         raise ValueError(
             f"causal with {query.shape[2]} queries: their own tokens must be among the exact recent ones, of which there are "
             f"{attention_inputs.exact[2].shape[2]}"
         )
-    if observed is not None and attention_inputs.buffers is not None:
+    if options.get("observed") is not None and attention_inputs.buffers is not None:
         raise ValueError("`observed` cannot be combined with storage that counts on the device")
     global calls
     calls += 1
@@ -315,7 +304,7 @@ def fused_attend(
     heads, value_dim = attention_inputs.key.shape[1], attention_inputs.value.shape[3]
     args = launch_for(attention_inputs)
     zones = n_quantized, n_sinks, n_residual = 0 if region is None else region.tokens, exact[0].shape[2], exact[2].shape[2]
-    call = Call(query, mask, args, heads, value_dim, zones, (scaling, softcap, window, causal), observed, launch)
+    call = Call(query, mask, args, heads, value_dim, zones, options, launch)
     splits, split_tokens = split(n_quantized, call.panels, call.tile, call.programs)
     call.allocate(splits + call.exact)
     attend_kernel[(call.splits, call.blocks, call.batch * heads)](
@@ -324,8 +313,7 @@ def fused_attend(
         len(region.chunks) if region else 0, n_sinks, n_quantized, n_residual, split_tokens, heads, call.queries, call.slots, call.grains,
         **call.constants,
     )  # fmt: skip
-    hidden = 0 if window is None else sum(zones) - call.queries - window + 1
-    return call.finish(sinks, args.centers[1], (heads * value_dim, value_dim), hidden)
+    return call.finish(args.centers[1], (heads * value_dim, value_dim))
 
 
 def launch_over(inputs: PagedInputs) -> PagesLaunch:
@@ -369,17 +357,7 @@ def supports_pages(query: Tensor, inputs: PagedInputs) -> bool:
 
 @on_its_device
 def attend_pages(
-    query: Tensor,
-    inputs: PagedInputs,
-    mask: Tensor | None = None,
-    *,
-    scaling: float | None = None,
-    causal: bool = False,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    window: int | None = None,
-    observed: Tensor | None = None,
-    launch: Launch | None = None,
+    query: Tensor, inputs: PagedInputs, mask: Tensor | None = None, *, launch: Launch | None = None, **options: Unpack[PageOptions]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`pages.attend_pages` in two launches, of codes in one pass. `launch`: for measuring; chosen by format otherwise."""
     global calls
@@ -388,7 +366,7 @@ def attend_pages(
     sink_slots, max_length, ring_slots = inputs.slots
     args = launch_over(inputs)
     zones = max_length, sink_slots, ring_slots
-    call = Call(query, mask, args, heads, value_dim, zones, (scaling, softcap, window, causal), observed, launch)
+    call = Call(query, mask, args, heads, value_dim, zones, options, launch)
     least, splits = LEAST_SPLIT, split(max_length, call.panels, call.tile, call.programs)[0]
     if inputs.tokens is not None:  # rows of different lengths: as many tokens to a split as if all were one row
         least = -(-max(inputs.tokens * heads * call.blocks // call.programs, LEAST_SPLIT) // call.tile) * call.tile
@@ -401,4 +379,4 @@ def attend_pages(
         call.queries, **call.constants,
     )  # fmt: skip
     ragged = inputs.rows, inputs.pages.lengths, *args.table_strides[2:]
-    return call.finish(sinks, args.planes[1][3], args.strides[1][6:], ragged=ragged)
+    return call.finish(args.planes[1][3], args.strides[1][6:], ragged)

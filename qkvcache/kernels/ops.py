@@ -7,16 +7,15 @@ Operators accept tensors and numbers only: a codec is passed as its index (`segm
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..formats.base import Codec, Codes
 from . import dispatch
-from .attend import attend, attend_observed
+from .attend import Options, attend, attend_observed
 from .evict import StaticTensors
-from .pages import PagedInputs
+from .pages import PagedInputs, PageOptions
 from .segments import CODECS, AttentionInputs, Buffers, Exact, KeysOrValues, Packed, Pair, QuantizedRegion
 
 
@@ -41,20 +40,17 @@ def _attend(
     codecs: Sequence[int],
     tokens: int,
     exact: Sequence[Tensor],
-    mask: Tensor | None,
-    sinks: Tensor | None,
-    scaling: float | None,
-    softcap: float | None,
-    causal: bool,
+    mask: Tensor | None = None,
+    sinks: Tensor | None = None,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    causal: bool = False,
     observed: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     attention_inputs = _inputs_of(planes, table, codecs, tokens, exact)
+    options: Options = {"scaling": scaling, "causal": causal, "softcap": softcap, "sinks": sinks}
     if dispatch.fuses(query, attention_inputs):
-        fused = dispatch.fused()
-        return fused.fused_attend(
-            query, attention_inputs, mask, scaling=scaling, causal=causal, softcap=softcap, sinks=sinks, observed=observed
-        )
-    options: dict[str, Any] = {"scaling": scaling, "causal": causal, "softcap": softcap, "sinks": sinks}
+        return dispatch.fused().fused_attend(query, attention_inputs, mask, observed=observed, **options)
     lse = query.new_empty(query.shape[:3], dtype=torch.float32)  # unused: only the kernel computes it
     if observed is None:
         return attend(query, attention_inputs, mask, **options), lse, query.new_empty(*exact[0].shape[:2], 0, dtype=torch.float32)
@@ -65,6 +61,7 @@ def _attend(
 def _inputs_of(
     planes: Sequence[Tensor], table: Tensor | None, codecs: Sequence[int], tokens: int, exact: Sequence[Tensor]
 ) -> AttentionInputs:
+    """The inverse of `AttentionInputs.arguments`."""
     first, recent = exact[:2], exact[2:]
     region = None
     packed: list[list[Packed]] = [[], []]
@@ -84,6 +81,7 @@ def _inputs_of(
 
 
 def _packed(codec: Codec, chunks: Sequence[Codes], left: int, like: Tensor) -> Iterator[Packed]:
+    """The first `left` tokens of `chunks` as segments; `like` `[B, H, T, D]` has their channels."""
     each = [b.name for b in codec.buffers(like.shape[3]) if b.tokens == "each"]
     for chunk in chunks:
         count = min(left, chunk[each[0]].shape[2])
@@ -92,7 +90,7 @@ def _packed(codec: Codec, chunks: Sequence[Codes], left: int, like: Tensor) -> I
 
 
 @_attend.register_fake
-def _(query, planes, table, codecs, tokens, exact, mask, sinks, scaling, softcap, causal, observed=None):
+def _(query, planes, table, codecs, tokens, exact, mask=None, sinks=None, scaling=None, softcap=None, causal=False, observed=None):
     batch, heads, recent, dim = exact[3].shape
     total = 0 if observed is None else exact[0].shape[2] + tokens + recent
     lse, attention_sums = (query.new_empty(shape, dtype=torch.float32) for shape in (query.shape[:3], (batch, heads, total)))
@@ -199,21 +197,24 @@ def _attend_pages(
     codecs: Sequence[int],
     max_length: int,
     tokens: int,
-    mask: Tensor | None,
-    sinks: Tensor | None,
-    observed: Tensor | None,
-    scaling: float | None,
-    softcap: float | None,
-    window: int | None,
-    causal: bool,
+    mask: Tensor | None = None,
+    sinks: Tensor | None = None,
+    observed: Tensor | None = None,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    window: int | None = None,
+    causal: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     inputs = PagedInputs.of(pool, counts, exact, codecs, max_length, tokens)
-    options: dict[str, Any] = {"scaling": scaling, "softcap": softcap, "window": window, "causal": causal}
-    return dispatch.attend_pages(query, inputs, mask, sinks=sinks, observed=observed, **options)
+    options: PageOptions = {"scaling": scaling, "softcap": softcap, "window": window, "causal": causal}
+    return dispatch.attend_pages(query, inputs, mask, **options | {"sinks": sinks, "observed": observed})
 
 
 @_attend_pages.register_fake
-def _(query, pool, counts, exact, codecs, max_length, tokens, mask, sinks, observed, scaling, softcap, window, causal):
+def _(
+    query, pool, counts, exact, codecs, max_length, tokens, mask=None, sinks=None, observed=None, scaling=None, softcap=None, window=None,
+    causal=False,
+):  # fmt: skip
     _, heads, ring_slots, dim = exact[3].shape
     slots = 0 if observed is None else exact[0].shape[2] + max_length + ring_slots
     lse, attention_sums = (query.new_empty(shape, dtype=torch.float32) for shape in (query.shape[:3], (query.shape[0], heads, slots)))

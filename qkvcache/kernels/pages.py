@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..formats.base import Codec, Codes
-from .attend import HIDDEN, apply_mask
+from .attend import HIDDEN, Options, apply_mask
 from .segments import CODECS, Exact, KeysOrValues, Packed, Pair, number, pv, qk
 
 COLUMNS = BEGIN, SINK_ROW, SINKS, RING_ROW, RING_START, RING_TOKENS = range(6)
@@ -153,6 +153,15 @@ class PagedInputs:
         )
 
 
+class PageOptions(Options, total=False):
+    """Options of attention over pages."""
+
+    window: int | None
+    """A query attends to the last `window` tokens up to itself; the queries are those of the last `Q` tokens."""
+    observed: Tensor | None
+    """How often each query counts for accumulated attention, fp32 or bool `[B, Q]`."""
+
+
 def attend_pages(
     query: Tensor,
     inputs: PagedInputs,
@@ -170,13 +179,8 @@ def attend_pages(
     Args:
         query: `[B, Hq, Q, D]`, `Hq` a multiple of the KV heads.
         mask: bool (True: visible) or additive, broadcastable to `[B, Hq, Q, T]`, where `T` is at least the tokens of the longest row: a
-            column is a token's place in its row.
-        scaling: factor on the scores, `D ** -0.5` by default.
-        causal: the queries are the last `Q` tokens of each row, and each sees up to itself.
-        softcap: `softcap * tanh(score / softcap)` before the mask.
-        sinks: a learned logit for each query head, `[Hq]`, that takes part in the softmax and has no value.
-        window: a query sees the last `window` tokens up to itself; the queries are the last `Q` tokens.
-        observed: how often each query counts for accumulated attention, fp32 or bool `[B, Q]`.
+            column is a token's index in its row.
+        scaling, causal, softcap, sinks, window, observed: see `PageOptions`.
 
     Returns the output `[B, Hq, Q, Dv]` in the query's dtype, the log of the normaliser, fp32 `[B, Hq, Q]`, and accumulated attention by
     slot, fp32 `[B, H, S + max_length + R]`, without `observed` `[B, H, 0]`. A row without tokens has the output 0 and, without `sinks`,

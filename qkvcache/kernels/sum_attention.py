@@ -1,4 +1,4 @@
-"""Accumulated attention of a prefill: the softmax weight of each key, summed over queries, in plain torch and with memory linear in
+"""Accumulated attention of many queries: the softmax weight of each key, summed over queries, in plain torch and with memory linear in
 tokens."""
 
 from __future__ import annotations
@@ -22,19 +22,21 @@ def sum_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     lse: Tensor | None = None,
+    causal: bool = True,
 ) -> Tensor:
     """Accumulated attention of each token, fp32 `[B, H, T]`: its softmax weights, summed over queries and the query heads of its group.
-    Attention is causal.
 
     Args:
-        query: `[B, Hq, Q, D]`, those of the last `Q` tokens.
+        query: `[B, Hq, Q, D]`.
         key: `[B, H, T, D]`.
         observed: how often each query counts, fp32 `[B, Q]`; 0 for padding.
         visible: bool `[B, T]`, or `[B, H, T]` where heads differ; False for padding.
         scaling: factor on the scores.
         softcap: as for `attend`.
         sinks: as for `attend`.
-        lse: log of the normaliser, fp32 `[B, Hq, Q]`, of the scaled scores, sinks included, if it is known. Then `sinks` are not read.
+        lse: log of the normaliser, fp32 `[B, Hq, Q]`, of the scaled scores, sinks included, if it is known. Then `sinks` are not read, and
+        the keys may be a part of those that queries attend to.
+        causal: the last `Q` tokens are those of the queries, and each sees up to itself. Else each sees all tokens.
     """
     batch, query_heads, queries, dim = query.shape
     heads, tokens = key.shape[1:3]
@@ -46,13 +48,14 @@ def sum_attention(
     step = max(BLOCK // (batch * query_heads * tokens), 1)
     for begin in range(0, queries, step):
         end = min(begin + step, queries)
-        end_key = tokens - queries + end
+        end_key = tokens - queries + end if causal else tokens
         rows = query[:, :, begin:end].float().mul(scaling).reshape(batch, heads, groups * (end - begin), dim)
         logits = (rows @ key[:, :, :end_key].mT).view(batch, query_heads, end - begin, end_key)
         if softcap is not None:
             logits = softcap * torch.tanh(logits / softcap)
-        own = logits[..., end_key - (end - begin) :]
-        own.masked_fill_(torch.ones_like(own[0, 0], dtype=torch.bool).triu(1), MASKED)
+        if causal:
+            own = logits[..., end_key - (end - begin) :]
+            own.masked_fill_(torch.ones_like(own[0, 0], dtype=torch.bool).triu(1), MASKED)
         if visible is not None:
             logits.masked_fill_(~visible[:, :, None, :end_key], MASKED)
         if lse is not None:

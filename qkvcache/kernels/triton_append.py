@@ -6,65 +6,30 @@ quantized into the row's pages by the same program. The last program to finish u
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from .pages import PagedInputs
 from .segments import Pair
-from .triton_dequantize import known, padded, plane_arguments, table_of, tile
-from .triton_quantize import store_tile, tile_of
+from .triton_quantize import PreparedStep, store_tile, tile_of
 
 ROWS = tl.constexpr(128)
 """Rows whose counts are updated at once."""
 
 
-class AppendTokens:
-    """The launch for tokens of the shape and dtype of `x`, keys and values `[B, H, T, D]`, with all arguments but the tokens prepared. `T`
-    is at most the slots of the ring; codecs must be those that `triton_quantize.supports`."""
-
-    def __init__(self, inputs: PagedInputs, x: Pair, state: Tensor):
-        pages = inputs.pages
-        layouts = [known(codec, new) for codec, new in zip(pages.codecs, x, strict=True)]
-        batch, heads, tokens, _ = x[0].shape
-        self.sides: list[list[Any]] = []
-        constants: list[Any] = []
-        for layout, each, once, sinks, ring, new in zip(layouts, pages.planes, pages.statistics, inputs.sinks, inputs.ring, x, strict=True):
-            planes = plane_arguments(layout, each | once, new)
-            self.sides.append([ring, *ring.stride()[:3], sinks, *sinks.stride()[:3], table_of(layout, new), *planes])
-            constants += [layout, new.shape[3], padded(new.shape[3])]
-        across, along, warps = tile(layouts, heads, tokens, max(padded(new.shape[3]) for new in x), x[0].element_size())
-        sizes = inputs.sinks[0].shape[2], inputs.ring[0].shape[2], tokens, heads, batch
-        self.last = [
-            inputs.rows,
-            pages.lengths,
-            pages.table,
-            pages.table.stride(0),
-            state,
-            *sizes,
-            *constants,
-            across,
-            along,
-            pages.page_size,
-        ]
-        self.launch = _append_kernel[(triton.cdiv(tokens, along) * triton.cdiv(heads, across), batch, 2)]
-        self.warps = warps
-
-    def __call__(self, x: Pair) -> None:
-        key, value = (side if side.stride(3) == 1 else side.contiguous() for side in x)
-        with torch.cuda.device_of(key):
-            self.launch(
-                key, *key.stride()[:3], *self.sides[0], value, *value.stride()[:3], *self.sides[1], *self.last, num_warps=self.warps
-            )
+def append_launch(inputs: PagedInputs, x: Pair, state: Tensor) -> PreparedStep:
+    """The launch for tokens like `x`."""
+    pages = inputs.pages
+    planes = pages.planes[0] | pages.statistics[0], pages.planes[1] | pages.statistics[1]
+    before = inputs.rows, pages.lengths, pages.table, pages.table.stride(0), state
+    return PreparedStep(_append_kernel, pages.codecs, x, planes, inputs.ring, inputs.sinks, 3, before, pages.page_size)
 
 
 def append_tokens(inputs: PagedInputs, x: Pair, state: Tensor) -> None:
-    """One `AppendTokens`."""
-    x = x[0] if x[0].stride(3) == 1 else x[0].contiguous(), x[1] if x[1].stride(3) == 1 else x[1].contiguous()
-    AppendTokens(inputs, x, state)(x)
+    """`pages.append_tokens`."""
+    key, value = (side if side.stride(3) == 1 else side.contiguous() for side in x)
+    append_launch(inputs, (key, value), state)((key, value))
 
 
 @triton.jit

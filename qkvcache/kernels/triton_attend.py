@@ -408,6 +408,12 @@ def _store_region(out, state, live, V: tl.constexpr, DV: tl.constexpr, VW: tl.co
     return m, tl.sum(l, 0)
 
 
+@triton.jit
+def _tiles_of_split(span, many, least, T: tl.constexpr):
+    """Tokens of each of `many` splits of `span` tokens: whole tiles of T tokens, and no fewer than `least`."""
+    return tl.maximum(tl.cdiv(tl.cdiv(span, many), T) * T, least)
+
+
 # What changes from step to step, or call to call, must not compile the kernel anew.
 @triton.jit(
     do_not_specialize=[
@@ -480,8 +486,7 @@ def attend_kernel(
         n_sinks = tl.minimum(n_sinks, total)
         oldest_slot = n_quantized % n_residual
         in_ring = total - n_sinks - n_quantized
-        many = tl.maximum(splits - 1, 1) if EXACT else splits
-        split_tokens = tl.maximum(tl.cdiv(tl.cdiv(n_quantized, many), T) * T, COUNTED)
+        split_tokens = _tiles_of_split(n_quantized, tl.maximum(splits - EXACT, 1), COUNTED, T)
     newest = total - queries + number
     oldest = newest - window + 1
     if MASK == "row":
@@ -576,12 +581,6 @@ def attend_kernel(
     entry = (bh * tl.num_programs(1) + block) * splits * R + split * R + tl.arange(0, R)
     tl.store(maxima + entry, m)
     tl.store(sums + entry, l)
-
-
-@triton.jit
-def _tiles_of_split(span, many, least, T: tl.constexpr):
-    """Tokens of each of `many` splits of `span` tokens: whole tiles of T tokens, and no fewer than `least`."""
-    return tl.maximum(tl.cdiv(tl.cdiv(span, many), T) * T, least)
 
 
 @triton.jit(

@@ -308,6 +308,26 @@ def load_tile(
     return y
 
 
+@triton.jit
+def _vectors(tokens, heads, ACROSS: tl.constexpr, ALONG: tl.constexpr):
+    """The vectors of a program's tile, N = ACROSS * ALONG: its row, its first head, and of each vector head and token, int64 [N], and
+    whether it exists, bool [N]."""
+    parts = tl.cdiv(heads, ACROSS)
+    h0 = ((tl.program_id(0) % parts) * ACROSS).to(tl.int64)
+    i = tl.arange(0, ACROSS * ALONG)
+    h = h0 + i % ACROSS
+    t = ((tl.program_id(0) // parts) * ALONG).to(tl.int64) + i // ACROSS
+    return tl.program_id(1).to(tl.int64), h0, h, t, (t < tokens) & (h < heads)
+
+
+@triton.jit
+def _store_vectors(at, y, live, D: tl.constexpr):
+    """Stores the first D channels of `y` [N, P] to vectors that begin at the pointers `at` [N], if `live` [N]."""
+    c = tl.arange(0, y.shape[1])
+    inside = live[:, None] if y.shape[1] == D else live[:, None] & (c < D)[None, :]
+    tl.store(at[:, None] + c[None, :], y.to(at.dtype.element_ty), mask=inside)
+
+
 @triton.jit(do_not_specialize=["tokens", "heads"])
 def _decode_kernel(
     out, ob, oh, ot, table, codes, cb, ch, high, hb, hh, scales, sb, sh, center, eb, eh, tokens, heads,
@@ -323,21 +343,12 @@ def _decode_kernel(
     center   fp32 [B, H, 1, D], the mean, rotated back: eb, eh          heads   H
     L        `PackedLayout`; D channels, padded to P; what a layout has not is not read
     """
-    b = tl.program_id(1).to(tl.int64)
-    parts = tl.cdiv(heads, ACROSS)
-    t0 = ((tl.program_id(0) // parts) * ALONG).to(tl.int64)
-    h0 = ((tl.program_id(0) % parts) * ACROSS).to(tl.int64)
-    i = tl.arange(0, ACROSS * ALONG)
-    c = tl.arange(0, P)
-    t = t0 + i // ACROSS
-    h = h0 + i % ACROSS
-    live = (t < tokens) & (h < heads)
-    inside = live[:, None] if D == P else live[:, None] & (c < D)[None, :]
+    b, h0, h, t, live = _vectors(tokens, heads, ACROSS, ALONG)
     y = load_tile(
         live, b, b, h0, t, table, codes, cb, ch, high, hb, hh, scales, sb, sh, center, eb, eh,
         L, D, P, ACROSS, ALONG,
     )  # fmt: skip
-    tl.store(out + (b * ob + h * oh + t * ot)[:, None] + c[None, :], y.to(out.dtype.element_ty), mask=inside)
+    _store_vectors(out + (b * ob + h * oh + t * ot), y, live, D)
 
 
 def dequantize_pages(pages: Pages, out: tuple[Tensor, Tensor], begin: int = 0) -> None:
@@ -373,16 +384,7 @@ def _dequantize_pages_kernel(
     table    int32 [B, P] or [B, H, P]: table_b, table_h (0: all heads share)
     lengths  int32 [B] or [B, H]: lengths_b, lengths_h (0: all heads share)
     """
-    b = tl.program_id(1).to(tl.int64)
-    parts = tl.cdiv(heads, ACROSS)
-    t0 = ((tl.program_id(0) // parts) * ALONG).to(tl.int64)
-    h0 = ((tl.program_id(0) % parts) * ACROSS).to(tl.int64)
-    i = tl.arange(0, ACROSS * ALONG)
-    c = tl.arange(0, P)
-    t = t0 + i // ACROSS
-    h = h0 + i % ACROSS
-    live = (t < tokens) & (h < heads)
-    inside = live[:, None] if D == P else live[:, None] & (c < D)[None, :]
+    b, h0, h, t, live = _vectors(tokens, heads, ACROSS, ALONG)
     place = begin + t
     exists = live & (place < tl.load(lengths + b * lengths_b + h * lengths_h, mask=h < heads, other=0))
     page = tl.load(table + b * table_b + h * table_h + place // PAGE, mask=exists, other=0).to(tl.int64)
@@ -391,4 +393,4 @@ def _dequantize_pages_kernel(
         L, D, P, ACROSS, ALONG,
     )  # fmt: skip
     y = tl.where(exists[:, None], y, 0.0)
-    tl.store(out + (b * ob + h * oh + t * ot)[:, None] + c[None, :], y.to(out.dtype.element_ty), mask=inside)
+    _store_vectors(out + (b * ob + h * oh + t * ot), y, live, D)

@@ -35,8 +35,11 @@ def dequantize_region(region: QuantizedRegion, begin: int, keys: Tensor, values:
     batch, heads, tokens = keys.shape[:3]
     arguments: list[object] = []
     constants: list[object] = []
-    for codec, codes, x in zip((region.key, region.value), region.chunks[0], (keys, values), strict=True):
+    sides = zip((region.key, region.value), region.chunks[0], (keys, values), region.shared, strict=True)
+    for codec, codes, x, shared in sides:
         layout, dim = known(codec, x, writes=False), x.shape[3]
+        if layout.span == "shared" and not shared:  # a layer that evicts has another token in each head
+            layout = replace(layout, span="each")
         main, high, scales = (codes[name] if name else x for name in layout.planes)
         center = codes["center"] if layout.centered else x
         arguments += [x, *x.stride()[:3], main, high, scales, scales.stride(0), center, *center.stride()[:2]]

@@ -130,13 +130,13 @@ def evict_token(static: StaticTensors, order: Tensor) -> Tensor:
 def _first_least(row, columns, N: tl.constexpr):
     """The index of the least of `columns` int64 at the pointer `row`, the first of equal ones; N are compared at once."""
     best = tl.full([N], _MOST, tl.int64)
-    found = tl.zeros([N], tl.int32)
+    index = tl.zeros([N], tl.int32)
     for start in range(0, columns, N):
         column = start + tl.arange(0, N)
         x = tl.load(row + column, mask=column < columns, other=_MOST)
-        found = tl.where(x < best, column, found)
+        index = tl.where(x < best, column, index)
         best = tl.minimum(x, best)
-    return tl.min(tl.where(best == tl.min(best, 0), found, columns), 0)
+    return tl.min(tl.where(best == tl.min(best, 0), index, columns), 0)
 
 
 @triton.jit

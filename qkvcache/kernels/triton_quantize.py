@@ -19,7 +19,7 @@ from torch import Tensor
 from ..formats.base import TINY, Codec, Codes
 from ..formats.codebooks import GRID, midpoints
 from ..formats.uniform import LEAST_SCALE
-from .segments import layout_of
+from .segments import Pair, layout_of
 from .triton_dequantize import (
     HALF_STEPS,
     INTERPRETED,
@@ -69,6 +69,48 @@ def quantize_kv(sides: Sequence[tuple[Codec, Tensor, Codes, Codes]], start: int)
     grid = (triton.cdiv(tokens, along) * triton.cdiv(heads, across), batch, 2)
     with torch.cuda.device_of(x):
         _encode_kernel[grid](*arguments, start, tokens, heads, *constants, across, along, num_warps=warps)
+
+
+class PreparedStep:
+    """A launch that stores tokens of the shape and dtype of `x`, keys and values `[B, H, T, D]`, with all other arguments prepared.
+
+    Args:
+        codecs: of keys and values, both of which `supports` accepts.
+        planes: those of `kernel`, with the buffers kept once.
+        rings, sinks: in the model's dtype; `T` is at most the slots of the ring.
+        strides: how many strides of rings and sinks `kernel` takes.
+        before, after: further arguments of `kernel`, before the sizes and after all others.
+    """
+
+    def __init__(
+        self,
+        kernel: triton.JITFunction,
+        codecs: tuple[Codec, Codec],
+        x: Pair,
+        planes: tuple[Codes, Codes],
+        rings: Pair,
+        sinks: Pair,
+        strides: int,
+        before: Sequence[object],
+        after: int,
+    ) -> None:
+        layouts = [known(codec, new) for codec, new in zip(codecs, x, strict=True)]
+        batch, heads, tokens, _ = x[0].shape
+        self.sides: list[list[object]] = []
+        constants: list[object] = []
+        for layout, codes, ring, sink, new in zip(layouts, planes, rings, sinks, x, strict=True):
+            places = [ring, *ring.stride()[:strides], sink, *sink.stride()[:strides]]
+            self.sides.append([*places, table_of(layout, new), *plane_arguments(layout, codes, new)])
+            constants += [layout, new.shape[3], padded(new.shape[3])]
+        across, along, self.warps = tile(layouts, heads, tokens, max(padded(new.shape[3]) for new in x), x[0].element_size())
+        self.last = [*before, sinks[0].shape[2], rings[0].shape[2], tokens, heads, batch, *constants, across, along, after]
+        self.launch = kernel[(triton.cdiv(tokens, along) * triton.cdiv(heads, across), batch, 2)]
+
+    def __call__(self, x: Pair) -> None:
+        key, value = (side if side.stride(3) == 1 else side.contiguous() for side in x)
+        k_side, v_side = self.sides
+        with torch.cuda.device_of(key):
+            self.launch(key, *key.stride()[:3], *k_side, value, *value.stride()[:3], *v_side, *self.last, num_warps=self.warps)
 
 
 @triton.jit

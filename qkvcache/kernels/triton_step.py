@@ -6,75 +6,45 @@ is quantized into the region by the same program. The last program to finish upd
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
 import triton
 import triton.language as tl
 
 from .segments import Buffers, Pair
-from .triton_dequantize import known, padded, plane_arguments, table_of, tile
-from .triton_quantize import store_tile, tile_of
+from .triton_quantize import PreparedStep, store_tile, tile_of
 
 ROWS = tl.constexpr(128)
 """Rows whose counts are updated at once."""
 
 
-class Step:
-    """The launch for tokens of the shape and dtype of `x`, keys and values `[B, H, T, D]`, with all arguments but the tokens prepared.
-
-    `T` is at most the slots of the ring, and 1 where the region may have many chunks; codecs must be those that `triton_quantize.supports`.
-    """
-
-    def __init__(self, buffers: Buffers, x: Pair):
-        layouts = [known(codec, new) for codec, new in zip(buffers.codecs, x, strict=True)]
-        batch, heads, self.tokens, _ = x[0].shape
-        self.fixed: list[list[Any]] = []
-        constants: list[Any] = []
-        for layout, codes, sinks, ring, new in zip(layouts, buffers.region.chunks[0], buffers.sinks, buffers.residual, x, strict=True):
-            planes = plane_arguments(layout, codes, new)
-            self.fixed.append([ring, *ring.stride()[:2], sinks, *sinks.stride()[:2], table_of(layout, new), *planes])
-            codes_unit = 2 if planes[0].itemsize == 1 else 1  # type: ignore[attr-defined]  # the table counts words of 16 bits
-            constants += [layout, new.shape[3], padded(new.shape[3]), codes_unit]
-        across, along, warps = tile(layouts, heads, self.tokens, max(padded(new.shape[3]) for new in x), x[0].element_size())
-        grid = (triton.cdiv(self.tokens, along) * triton.cdiv(heads, across), batch, 2)
-        sizes = buffers.sinks[0].shape[2], buffers.residual[0].shape[2]
-        self.last = [buffers.state, buffers.region.table, *sizes, self.tokens, heads, batch, *constants, across, along, buffers.grows]
-        self.launch = _step_kernel[grid]
-        self.warps = warps
-
-    def __call__(self, x: Pair) -> None:
-        key, value = (side if side.stride(3) == 1 else side.contiguous() for side in x)
-        with torch.cuda.device_of(key):
-            self.launch(
-                key, *key.stride()[:3], *self.fixed[0], value, *value.stride()[:3], *self.fixed[1], *self.last, num_warps=self.warps
-            )
+def step_launch(buffers: Buffers, x: Pair) -> PreparedStep:
+    """The launch for tokens like `x`; `T` is 1 where the region may have many chunks."""
+    planes, before = buffers.region.chunks[0], (buffers.state, buffers.region.table)
+    return PreparedStep(_step_kernel, buffers.codecs, x, planes, buffers.residual, buffers.sinks, 2, before, buffers.grows)
 
 
 def step_kv(buffers: Buffers, x: Pair) -> None:
-    """One `Step`."""
+    """`counted.step`."""
     key, value = (side if side.stride(3) == 1 else side.contiguous() for side in x)
-    Step(buffers, (key, value))((key, value))
+    step_launch(buffers, (key, value))((key, value))
 
 
 @triton.jit
 def _step_side(
     x, xb, xh, xt, ring, rb, rh, sinks, fb, fh, rotation, codes, cb, ch, high, hb, hh, scales, sb, sh, center, eb, eh,
     state, chunks, sink_slots, ring_slots, tokens, heads,
-    L: tl.constexpr, D: tl.constexpr, P: tl.constexpr, UNIT: tl.constexpr, ACROSS: tl.constexpr, ALONG: tl.constexpr, GROWS: tl.constexpr,
-    SIDE: tl.constexpr,
+    L: tl.constexpr, D: tl.constexpr, P: tl.constexpr, ACROSS: tl.constexpr, ALONG: tl.constexpr, GROWS: tl.constexpr, SIDE: tl.constexpr,
 ):  # fmt: skip
     """A program of `_step_kernel`, for keys (SIDE 0) or for values (1); arguments as there."""
     b, h0, t0 = tile_of(heads, ACROSS, ALONG)
-    seen = tl.load(state + 4 + 2 * b)
+    seq_length = tl.load(state + 4 + 2 * b)
     region = tl.load(state + 5 + 2 * b)
-    fits = seen + tokens <= tl.load(state + 2)
+    fits = seq_length + tokens <= tl.load(state + 2)
     i = tl.arange(0, ACROSS * ALONG)
     c = tl.arange(0, P)[None, :]
     h = (h0 + i % ACROSS).to(tl.int64)
     t = t0 + i // ACROSS
-    opening = tl.minimum(tl.maximum(sink_slots - seen, 0), tokens)  # of the new tokens, the sinks
-    exact = seen - tl.minimum(seen, sink_slots) - region
+    opening = tl.minimum(tl.maximum(sink_slots - seq_length, 0), tokens)  # of the new tokens, the sinks
+    exact = seq_length - tl.minimum(seq_length, sink_slots) - region
     rank = t - opening
     live = (t < tokens) & (h < heads) & fits
     leaves = live & (rank + exact >= ring_slots)
@@ -90,6 +60,7 @@ def _step_side(
             start = tl.load(row)
         capacity = tl.load(row + 1)
         slot = (slot - start).to(tl.int32)
+        UNIT: tl.constexpr = 2 if codes.dtype.element_ty.primitive_bitwidth == 8 else 1  # the table counts words of 16 bits
         codes += tl.multiple_of(tl.load(row + 2 + 3 * SIDE), 16) * UNIT
         high += tl.multiple_of(tl.load(row + 3 + 3 * SIDE), 16) * 2
         cb, ch, hb, hh = cb // first * capacity, ch // first * capacity, hb // first * capacity, hh // first * capacity
@@ -103,7 +74,7 @@ def _step_side(
     new = tl.load(x + (b * xb + h * xh + t.to(tl.int64) * xt)[:, None] + c, mask=live[:, None] & (c < D), other=0.0)
     tl.debug_barrier()  # before what others of this program have read is overwritten
     tl.store(place[:, None] + c, new, mask=(live & (rank >= 0))[:, None] & (c < D))
-    start_of_sinks = sinks + b * fb + h * fh + (seen + t) * D
+    start_of_sinks = sinks + b * fb + h * fh + (seq_length + t) * D
     tl.store(start_of_sinks[:, None] + c, new, mask=(live & (rank < 0))[:, None] & (c < D))
 
 
@@ -112,8 +83,8 @@ def _step_kernel(
     kx, kxb, kxh, kxt, kring, krb, krh, ksinks, kfb, kfh, ktable, kcodes, kcb, kch, khigh, khb, khh, kscales, ksb, ksh, kcenter, keb, keh,
     vx, vxb, vxh, vxt, vring, vrb, vrh, vsinks, vfb, vfh, vtable, vcodes, vcb, vch, vhigh, vhb, vhh, vscales, vsb, vsh, vcenter, veb, veh,
     state, chunks, sink_slots, ring_slots, tokens, heads, rows,
-    KL: tl.constexpr, KD: tl.constexpr, KP: tl.constexpr, KUNIT: tl.constexpr,
-    VL: tl.constexpr, VD: tl.constexpr, VP: tl.constexpr, VUNIT: tl.constexpr,
+    KL: tl.constexpr, KD: tl.constexpr, KP: tl.constexpr,
+    VL: tl.constexpr, VD: tl.constexpr, VP: tl.constexpr,
     ACROSS: tl.constexpr, ALONG: tl.constexpr, GROWS: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles of ALONG tokens and ACROSS heads, B, 2): keys, values.
@@ -126,20 +97,19 @@ def _step_kernel(
                chunk
     state      int32 [4 + 2 B]: `segments.Buffers`
     chunks     int64 [chunks, 8]: `QuantizedRegion.table`, read if GROWS
-    heads      H                                                     rows    B
-    UNIT       elements of the plane of codes in 16 bits: 2 or 1     GROWS   whether there may be more chunks than one
+    heads      H                        rows   B                     GROWS   whether there may be more chunks than one
     """
     if tl.program_id(2) == 0:
         _step_side(
             kx, kxb, kxh, kxt, kring, krb, krh, ksinks, kfb, kfh, ktable, kcodes, kcb, kch, khigh, khb, khh,
             kscales, ksb, ksh, kcenter, keb, keh, state, chunks, sink_slots, ring_slots, tokens, heads,
-            KL, KD, KP, KUNIT, ACROSS, ALONG, GROWS, 0,
+            KL, KD, KP, ACROSS, ALONG, GROWS, 0,
         )  # fmt: skip
     else:
         _step_side(
             vx, vxb, vxh, vxt, vring, vrb, vrh, vsinks, vfb, vfh, vtable, vcodes, vcb, vch, vhigh, vhb, vhh,
             vscales, vsb, vsh, vcenter, veb, veh, state, chunks, sink_slots, ring_slots, tokens, heads,
-            VL, VD, VP, VUNIT, ACROSS, ALONG, GROWS, 1,
+            VL, VD, VP, ACROSS, ALONG, GROWS, 1,
         )  # fmt: skip
     tl.debug_barrier()
     programs = tl.num_programs(0) * tl.num_programs(1) * tl.num_programs(2)
@@ -149,11 +119,11 @@ def _step_kernel(
         for begin in range(0, rows, ROWS):
             row = begin + tl.arange(0, ROWS)
             lengths = state + 4 + 2 * row
-            seen = tl.load(lengths, mask=row < rows, other=0)
+            seq_length = tl.load(lengths, mask=row < rows, other=0)
             region = tl.load(lengths + 1, mask=row < rows, other=0)
-            fits = seen + tokens <= room
-            leaving = tl.maximum(seen + tokens - sink_slots - region - ring_slots, 0)
-            tl.store(lengths, tl.where(fits, seen + tokens, seen), mask=row < rows)
+            fits = seq_length + tokens <= room
+            leaving = tl.maximum(seq_length + tokens - sink_slots - region - ring_slots, 0)
+            tl.store(lengths, tl.where(fits, seq_length + tokens, seq_length), mask=row < rows)
             tl.store(lengths + 1, tl.where(fits, region + leaving, region), mask=row < rows)
             dropped = tl.maximum(dropped, tl.max(tl.where(fits | (row >= rows), 0, tokens), 0))
         tl.store(state + 1, tl.load(state + 1) + dropped)

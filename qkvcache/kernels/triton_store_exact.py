@@ -24,19 +24,9 @@ def store_exact(buffers: Buffers, exact: Pair, sinks: tuple[int, int], begin: in
     grid = (triton.cdiv(max(sinks[1] - sinks[0] + tokens - begin, 1), TILE), batch * heads, 2)
     with torch.cuda.device_of(buffers.state):
         _store_exact_kernel[grid](
-            *arguments,
-            buffers.state,
-            *sinks,
-            begin,
-            slot,
-            buffers.residual[0].shape[2],
-            tokens,
-            heads,
-            *lengths,
-            *constants,
-            TILE,
+            *arguments, buffers.state, *sinks, begin, slot, buffers.residual[0].shape[2], tokens, heads, *lengths, *constants, TILE,
             num_warps=4,
-        )
+        )  # fmt: skip
 
 
 @triton.jit

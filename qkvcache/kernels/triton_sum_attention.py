@@ -1,6 +1,6 @@
 # mypy: ignore-errors
-"""Accumulated attention of a prefill (`sum_attention.py`) on tensor cores: one kernel for normalisers, if they are not known, and one for
-columns.
+"""Accumulated attention of many queries (`sum_attention.py`) on tensor cores: one kernel for normalisers, if they are not known, and one
+for columns.
 
 The kernel for columns needs one number for each query, its level: the weight of key k is 2^(score - level), in base 2. It is the log of the
 normaliser, less that of how often the query counts, so that padding has a level of infinity and adds nothing."""
@@ -12,10 +12,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .attend import HIDDEN as UNSEEN
+from .attend import HIDDEN as HIDDEN_SCORE
 from .fused import architecture, on_its_device
 from .triton_attend import HIDDEN, LOG2E, _capped
 from .triton_math import exp2
+
+UNSEEN = tl.constexpr(HIDDEN_SCORE)
+"""Normalisers under it are of queries to which every token is hidden."""
 
 
 @triton.jit
@@ -56,100 +59,104 @@ def _joined(
     return top, l
 
 
-@triton.jit(do_not_specialize=["visible_stride", "scale", "softcap", "heads", "queries", "tokens"])
-def level_kernel(
-    query, key, visible, observed, sinks, level, q_stride_b, q_stride_h, q_stride_q, k_stride_b, k_stride_h, k_stride_t, visible_stride,
-    scale, softcap, heads, queries, tokens,
+@triton.jit(do_not_specialize=["visible_stride", "scale", "softcap", "heads", "queries", "tokens", "before"])
+def lse_kernel(
+    query, key, visible, sinks, lse, q_stride_b, q_stride_h, q_stride_q, k_stride_b, k_stride_h, k_stride_t, visible_stride,
+    scale, softcap, heads, queries, tokens, before,
     D: tl.constexpr, DP: tl.constexpr, G: tl.constexpr, BQ: tl.constexpr, BT: tl.constexpr, SOFTCAP: tl.constexpr,
     VISIBLE: tl.constexpr, SINKS: tl.constexpr, ARCH: tl.constexpr,
 ):  # fmt: skip
-    """Levels of queries. Grid (blocks of BQ queries, B * H * G). Strides are in elements.
+    """Log-sum-exps of queries. Grid (blocks of BQ queries, B * H * G). Strides are in elements.
 
     query     [B, H * G, queries, D] fp16 or bf16, channels contiguous, the last `queries` tokens: q_stride_b, q_stride_h, q_stride_q
     key       [B, H, tokens, D] likewise: k_stride_b, k_stride_h, k_stride_t
     visible   uint8 [B, tokens], tokens contiguous: visible_stride; 0: padding; read with VISIBLE
-    observed  fp32 [B, queries], contiguous: how often each query counts
     sinks     [H * G]: a logit for each query head; read with SINKS
-    level     fp32 [B, H * G, queries], contiguous: output
+    lse       fp32 [B, H * G, queries], contiguous: output
     scale     factor of scores, times log2(e) unless SOFTCAP           softcap   cap of scores, read with SOFTCAP
     heads     H                 BT   keys of a tile                    DP        `D`, padded to a power of two of at least 16
+    before    tokens that the first query sees before its own
     ARCH      compute capability, 0 without NVIDIA assembly
     """
     first = (tl.num_programs(0) - 1 - tl.program_id(0)) * BQ  # those with most to do come first
     b = tl.program_id(1) // (heads * G)
     head = tl.program_id(1) % (heads * G)
     row = first + tl.arange(0, BQ)
-    newest = tokens - queries + row
+    newest = tl.minimum(before + row, tokens - 1)
     q = _rows(query + b.to(tl.int64) * q_stride_b + head * q_stride_h, q_stride_q, first, queries, BQ, D, DP, False)
     keys = key + b.to(tl.int64) * k_stride_b + head // G * k_stride_h
     visible += b.to(tl.int64) * visible_stride
     m = tl.full([BQ], HIDDEN, tl.float32)
     l = tl.zeros([BQ], tl.float32)
-    whole = (tokens - queries + first + 1) // BT * BT  # tokens before it are seen by all
+    whole = tl.minimum(before + first + 1, tokens) // BT * BT  # tokens before it are seen by all
     for start in range(0, whole, BT):
         m, l = _joined(m, l, q, keys, k_stride_t, start, tokens, newest, visible, scale, softcap, D, DP, BT, SOFTCAP, VISIBLE, False, ARCH)
-    for start in tl.range(whole, tl.minimum(tokens - queries + first + BQ, tokens), BT, num_stages=1):
+    for start in tl.range(whole, tl.minimum(before + first + BQ, tokens), BT, num_stages=1):
         m, l = _joined(m, l, q, keys, k_stride_t, start, tokens, newest, visible, scale, softcap, D, DP, BT, SOFTCAP, VISIBLE, True, ARCH)
-    count = tl.load(observed + b * queries + row, mask=row < queries, other=0.0)
-    counts = (count > 0) & (m > HIDDEN / 2)
     if SINKS:
         sink = tl.load(sinks + head).to(tl.float32) * LOG2E
         top = tl.maximum(m, sink)
         l = l * tl.exp2(m - top) + tl.exp2(sink - top)
         m = top
-    found = m + tl.log2(l) - tl.log2(tl.where(counts, count, 1.0))
-    tl.store(level + tl.program_id(1).to(tl.int64) * queries + row, tl.where(counts, found, float("inf")), mask=row < queries)
+    tl.store(lse + tl.program_id(1).to(tl.int64) * queries + row, (m + tl.log2(l)) / LOG2E, mask=row < queries)
 
 
 @triton.jit
 def _added(
-    total, k, rows, stride, levels, start, queries, before, t, scale, softcap,
+    total, k, rows, stride, lse, counts, start, queries, before, t, scale, softcap,
     D: tl.constexpr, DP: tl.constexpr, BQ: tl.constexpr, SOFTCAP: tl.constexpr, DIAGONAL: tl.constexpr, ARCH: tl.constexpr,
 ):  # fmt: skip
     """`total`, fp32 [BQ, BT], with the weights that BQ queries from `start` on give to a tile of keys `k` [BT, DP] at columns `t` [BT].
-    `rows`: queries [queries, D], `stride` apart; `levels`: fp32 [queries]; `before`: tokens before the first query; DIAGONAL: some of the
-    queries come before some of the keys."""
+    `rows`: queries [queries, D], `stride` apart; `lse`, `counts`: fp32 [queries]; `before`: tokens before the first query; DIAGONAL:
+    some of the queries come before some of the keys."""
     row = start + tl.arange(0, BQ)
     q = _rows(rows, stride, start, queries, BQ, D, DP, False)
-    level = tl.load(levels + row, mask=row < queries, other=float("inf"))
+    count = tl.load(counts + row, mask=row < queries, other=0.0)
+    level = tl.load(lse + row, mask=row < queries, other=float("-inf"))
+    level = tl.where(level > UNSEEN, level * LOG2E - count, float("inf"))
     s = _capped(tl.dot(q, tl.trans(k)) * scale, softcap, SOFTCAP, ARCH) - level[:, None]
     if DIAGONAL:
         s = tl.where((before + row)[:, None] >= t[None, :], s, float("-inf"))
     return total + exp2(s, ARCH)
 
 
-@triton.jit(do_not_specialize=["visible_stride", "scale", "softcap", "heads", "queries", "tokens"])
+@triton.jit(do_not_specialize=["visible_stride", "scale", "softcap", "heads", "queries", "tokens", "before"])
 def column_kernel(
-    query, key, visible, level, attention_sums, q_stride_b, q_stride_h, q_stride_q, k_stride_b, k_stride_h, k_stride_t, visible_stride,
-    scale, softcap, heads, queries, tokens,
+    query, key, visible, counts, lse, attention_sums, q_stride_b, q_stride_h, q_stride_q, k_stride_b, k_stride_h, k_stride_t,
+    visible_stride, scale, softcap, heads, queries, tokens, before,
     D: tl.constexpr, DP: tl.constexpr, G: tl.constexpr, BQ: tl.constexpr, BT: tl.constexpr, SOFTCAP: tl.constexpr,
     VISIBLE: tl.constexpr, ARCH: tl.constexpr,
 ):  # fmt: skip
     """Accumulated attention of keys. Grid (blocks of BT keys, B * H): the keys stay in registers, while the queries of the group pass.
 
     attention_sums  fp32 [B, H, tokens], contiguous: output
-    level           fp32 [B, H * G, queries], contiguous
+    counts          fp32 [B, queries], contiguous: how often each query counts, in base 2
+    lse             fp32 [B, H * G, queries], contiguous, sinks included
     BQ              queries of a tile
-    query, key, visible, scale, softcap, heads, D, DP, ARCH with q_stride_b, q_stride_h, q_stride_q, k_stride_b, k_stride_h, k_stride_t,
-    visible_stride, SOFTCAP and VISIBLE: as of `level_kernel`
+    query, key, visible, scale, softcap, heads, before, D, DP, ARCH with q_stride_b, q_stride_h, q_stride_q, k_stride_b, k_stride_h,
+    k_stride_t, visible_stride, SOFTCAP and VISIBLE: as of `lse_kernel`
 
     Sums are kept for each place in a tile of queries, and added up at the end: a weight costs a product, an exponential and an addition."""
     first = tl.program_id(0) * BT
     b = tl.program_id(1) // heads
     h = tl.program_id(1) % heads
     t = first + tl.arange(0, BT)
-    before = tokens - queries
     k = _rows(key + b.to(tl.int64) * k_stride_b + h * k_stride_h, k_stride_t, first, tokens, BT, D, DP, False)
     begin = tl.maximum(first - before, 0) // BQ * BQ
     whole = tl.minimum(tl.cdiv(tl.maximum(first + BT - 1 - before, 0), BQ) * BQ, queries)  # queries from it on see all
     total = tl.zeros([BQ, BT], tl.float32)
+    counts += b.to(tl.int64) * queries
     for g in range(G):
         rows = query + b.to(tl.int64) * q_stride_b + (h * G + g) * q_stride_h
-        levels = level + (tl.program_id(1) * G + g).to(tl.int64) * queries
+        levels = lse + (tl.program_id(1) * G + g).to(tl.int64) * queries
         for start in tl.range(begin, whole, BQ, num_stages=1):
-            total = _added(total, k, rows, q_stride_q, levels, start, queries, before, t, scale, softcap, D, DP, BQ, SOFTCAP, True, ARCH)
+            total = _added(
+                total, k, rows, q_stride_q, levels, counts, start, queries, before, t, scale, softcap, D, DP, BQ, SOFTCAP, True, ARCH
+            )
         for start in range(whole, queries, BQ):
-            total = _added(total, k, rows, q_stride_q, levels, start, queries, before, t, scale, softcap, D, DP, BQ, SOFTCAP, False, ARCH)
+            total = _added(
+                total, k, rows, q_stride_q, levels, counts, start, queries, before, t, scale, softcap, D, DP, BQ, SOFTCAP, False, ARCH
+            )
     sums = tl.sum(total, 0)
     if VISIBLE:
         shown = tl.load(visible + b.to(tl.int64) * visible_stride + t, mask=t < tokens, other=0)
@@ -163,7 +170,7 @@ def supports(query: Tensor, key: Tensor) -> bool:
 
 
 def tiles(head_dim: int, arch: int) -> tuple[dict[str, int], dict[str, int]]:
-    """Launch options of `level_kernel`, and of `column_kernel`: queries and keys of a tile, warps, tiles in flight."""
+    """Launch options of `lse_kernel`, and of `column_kernel`: queries and keys of a tile, warps, tiles in flight."""
     if head_dim > 128 or arch < 90:  # where what stays must fit in registers, or shared memory is small
         return ({"BQ": 64, "BT": 64, "num_warps": 4, "num_stages": 2},) * 2
     warps = 4 if arch == 90 else 8  # two programs, of which one multiplies while the other takes exponentials
@@ -181,33 +188,31 @@ def sum_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     lse: Tensor | None = None,
+    causal: bool = True,
 ) -> Tensor:
     """As `sum_attention.sum_attention`; `observed` is not negative."""
     batch, query_heads, queries, dim = query.shape
     heads, tokens = key.shape[1:3]
     arch = architecture(query.device)[0]
     query, key = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key))
-    observed = observed.float().contiguous()
-    shown, shown_stride = observed, 0
+    counts = observed.float().log2().contiguous()
+    shown, shown_stride, before = counts, 0, tokens - queries if causal else tokens
     if visible is not None:
         shown = visible.contiguous().view(torch.uint8)
         shown_stride = shown.stride(0)
     shape = {"D": dim, "DP": max(triton.next_power_of_2(dim), 16), "G": query_heads // heads}
     options = {"SOFTCAP": softcap is not None, "VISIBLE": visible is not None, "ARCH": arch}
     strides = (*query.stride()[:3], *key.stride()[:3], shown_stride)
-    numbers = (scaling * (1.0 if softcap is not None else LOG2E.value), softcap or 1.0, heads, queries, tokens)
-    for_levels, for_columns = tiles(dim, arch)
+    numbers = (scaling * (1.0 if softcap is not None else LOG2E.value), softcap or 1.0, heads, queries, tokens, before)
+    for_lse, for_columns = tiles(dim, arch)
     if lse is None:
-        level = torch.empty(batch, query_heads, queries, dtype=torch.float32, device=query.device)
-        level_kernel[(triton.cdiv(queries, for_levels["BQ"]), batch * query_heads)](
-            query, key, shown, observed, observed if sinks is None else sinks, level, *strides, *numbers,
-            **shape, **options, SINKS=sinks is not None, **for_levels,
+        lse = torch.empty(batch, query_heads, queries, dtype=torch.float32, device=query.device)
+        lse_kernel[(triton.cdiv(queries, for_lse["BQ"]), batch * query_heads)](
+            query, key, shown, counts if sinks is None else sinks, lse, *strides, *numbers,
+            **shape, **options, SINKS=sinks is not None, **for_lse,
         )  # fmt: skip
-    else:
-        count = observed[:, None]
-        level = torch.where((count > 0) & (lse > UNSEEN), lse * LOG2E.value - count.log2(), torch.inf).contiguous()
     attention_sums = torch.empty(batch, heads, tokens, dtype=torch.float32, device=query.device)
     column_kernel[(triton.cdiv(tokens, for_columns["BT"]), batch * heads)](
-        query, key, shown, level, attention_sums, *strides, *numbers, **shape, **options, **for_columns
+        query, key, shown, counts, lse.contiguous(), attention_sums, *strides, *numbers, **shape, **options, **for_columns
     )
     return attention_sums

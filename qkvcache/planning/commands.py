@@ -71,7 +71,7 @@ def plan(
     with refusals():
         plans = [plan_one(config, format=format, **options)] if format else plan_all(config, **options)  # type: ignore[arg-type]
     if json_output:
-        print(json.dumps([found.as_json() for found in plans], indent=1))
+        print(json.dumps([plan.as_json() for plan in plans], indent=1))
         return
     console = Console()
     console.print(show.table(plans))
@@ -105,11 +105,11 @@ def recommend(
     }  # fmt: skip
     config = _config(model)
     with refusals():
-        found = ask(config, **options)  # type: ignore[arg-type]
+        recommendation = ask(config, **options)  # type: ignore[arg-type]
     if json_output:
-        print(json.dumps(found.as_json(), indent=1))
+        print(json.dumps(recommendation.as_json(), indent=1))
     else:
-        show.show(found, Console())
+        show.show(recommendation, Console())
 
 
 def register(app: typer.Typer) -> None:

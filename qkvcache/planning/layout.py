@@ -1,4 +1,4 @@
-"""What one layer will hold, in bytes: its storage is allocated on the meta device, as large as it will have become, and measured."""
+"""The bytes of one layer: its storage is allocated on the meta device, in its final size, and measured."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ def kind(layer: object) -> tuple:
 
 
 def layer_bytes(layer: object, shape: Shape, dtype: torch.dtype, seq_length: int, prompt: int, rows: int = 1) -> dict[str, int]:
-    """Bytes by role that `layer` holds for `rows` requests of `seq_length` tokens without padding in a model of `dtype`, after `prompt`
+    """Bytes by role of `layer` for `rows` requests of `seq_length` tokens without padding in a model of `dtype`, after `prompt`
     tokens at once.
 
     A sliding layer is counted as after a step that follows the prompt: until then, transformers keeps the whole prompt. A preallocated
-    layer holds the same from its first token on.
+    layer has the same size from its first token on.
     """
     if isinstance(layer, CompressedLayer):
         like = torch.empty(rows, shape.heads, 0, shape.head_dim, dtype=dtype, device="meta")

@@ -1,4 +1,4 @@
-"""What a config tells of a model's cache: KV heads and channels of each layer, states of fixed size, bytes of the weights."""
+"""The shapes of a model's cache from its config: KV heads and channels of each layer, states of fixed size, bytes of the weights."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def shapes(config: PreTrainedConfig, itemsize: int, tensor_parallel: int = 1) -> list[Shape]:
-    """Every layer of the model as one of `tensor_parallel` GPUs holds it; `itemsize` is of the model's dtype, in bytes.
+    """Every layer of the model on one of `tensor_parallel` GPUs; `itemsize` is that of the model's dtype, in bytes.
 
     Raises ValueError where KV heads do not divide among the GPUs, and what `text_config` does.
     """
@@ -64,13 +64,13 @@ def model_dtype(config: PreTrainedConfig, dtype: torch.dtype | str | None = None
 
     Raises TypeError for any other type, ValueError for what is no floating-point dtype of torch.
     """
-    given = text_config(config).dtype or config.dtype or torch.bfloat16 if dtype is None else dtype
-    if not isinstance(given, torch.dtype | str):
-        raise TypeError(f"dtype must be a torch dtype or its name, such as 'bfloat16', got {given!r}")
-    found = getattr(torch, given, None) if isinstance(given, str) else given
-    if not isinstance(found, torch.dtype) or not found.is_floating_point:
-        raise ValueError(f"dtype={given!r}: expected a floating-point dtype of torch, such as 'bfloat16', 'float16' or 'float32'")
-    return found
+    name = text_config(config).dtype or config.dtype or torch.bfloat16 if dtype is None else dtype
+    if not isinstance(name, torch.dtype | str):
+        raise TypeError(f"dtype must be a torch dtype or its name, such as 'bfloat16', got {name!r}")
+    resolved = getattr(torch, name, None) if isinstance(name, str) else name
+    if not isinstance(resolved, torch.dtype) or not resolved.is_floating_point:
+        raise ValueError(f"dtype={name!r}: expected a floating-point dtype of torch, such as 'bfloat16', 'float16' or 'float32'")
+    return resolved
 
 
 def weights_bytes(config: PreTrainedConfig, dtype: torch.dtype) -> int:

@@ -1,6 +1,6 @@
 """`plan`: the bytes of a cache, the requests that fit beside the weights, and the longest context, before anything is allocated.
 
-The empty cache is built, and `layout.py` computes what its layers will hold. Bytes are decimal: 1 GB = 1e9.
+The empty cache is built, and `layout.py` computes the bytes of its layers. Bytes are decimal: 1 GB = 1e9.
 """
 
 from __future__ import annotations
@@ -110,11 +110,11 @@ class Plan:
     def as_json(self) -> dict:
         """Plain values, in bytes and tokens."""
         names = ("codes", "scales", "exact", "bookkeeping")
-        taken = {name: getattr(self.request, name) for name in names}
+        sizes = {name: getattr(self.request, name) for name in names}
         fields = {name: value for name, value in vars(self).items() if name != "request"}
         derived = ("bytes_per_request", "bytes_per_token", "bytes_per_gpu", "ratio", "fits", "reason")
         fields["batching"] = self.batching and self.batching.as_json()
-        return fields | taken | {name: getattr(self, name) for name in derived}
+        return fields | sizes | {name: getattr(self, name) for name in derived}
 
 
 def plan(
@@ -135,7 +135,7 @@ def plan(
     skip_layers: Iterable[int] = (),
     max_length: int | None = None,
 ) -> Plan:
-    """What a `CompressedCache` with these options will hold: the bytes that `cache.nbytes` measures, for requests without padding.
+    """The bytes of a `CompressedCache` with these options, as `cache.nbytes` will measure them, for requests without padding.
 
         plan(config, format="turboquant_4bit_nc", context=131_072, gpu_memory=80e9, tensor_parallel=8)
         plan(config, format="turboquant_4bit_nc", requests=[(3, 1_000, 200), (1, 16_000, 500)], gpu_memory=80e9)
@@ -152,8 +152,9 @@ def plan(
         gpu_memory: bytes of one GPU for weights and caches. Activations are not counted: leave room for them.
         weights_memory: bytes of the weights, over all GPUs; None counts the config's parameters in `dtype`.
         tensor_parallel: GPUs that share the KV heads of each layer evenly.
-        dtype: what the model computes in, or its name; None asks the config, and takes bfloat16 where it does not say.
-        max_length: tokens for which storage is allocated at once, as CompressedCache takes it: a request then takes the same from its first
+        dtype: the model's dtype, or its name; None: that of the config, or bfloat16 if it has none.
+        max_length: tokens for which storage is allocated at once, as CompressedCache takes it: a request then has the same bytes from its
+        first
             token on, and `longest_context` is the largest `max_length` that fits.
 
     Raises:
@@ -193,7 +194,7 @@ def plan(
             warnings.simplefilter("ignore")  # "nothing will be compressed": the ratio shows it
             return CompressedCache(config, format=format, policy=policy, max_length=max_length, **zones)  # type: ignore[arg-type]
 
-    def taken(cache: Cache, context: int, rows: int) -> Counter[str]:
+    def bytes_of(cache: Cache, context: int, rows: int) -> Counter[str]:
         """Bytes by role of `rows` requests of `context` tokens on all GPUs."""
         at_once = context if prompt is None else min(prompt, context)
         alike = Counter((kind(layer), shape) for layer, shape in zip(cache.layers, layers, strict=True))
@@ -205,13 +206,13 @@ def plan(
         return sizes
 
     cache = made(max_length)
-    request = Bytes(**{role: size // batch for role, size in taken(cache, context, batch).items()})
+    request = Bytes(**{role: size // batch for role, size in bytes_of(cache, context, batch).items()})
     fitting = longest = batching = None
     if gpu_memory is not None:
         weights_memory = weights_bytes(config, dtype) if weights_memory is None else weights_memory
         free = _free(gpu_memory, weights_memory, tensor_parallel)
         fitting = int(free // request.total)
-        longest = _longest(lambda tokens: taken(made(tokens) if max_length else cache, tokens, batch).total() <= free)
+        longest = _longest(lambda tokens: bytes_of(made(tokens) if max_length else cache, tokens, batch).total() <= free)
         if requests is not None:
             batching = plan_batching(
                 config, None if format is None else formats.resolve(format), requests, free=free / tensor_parallel, shapes=layers,
@@ -227,7 +228,7 @@ def plan(
         batch=batch,
         tensor_parallel=tensor_parallel,
         request=request,
-        dense=taken(DynamicCache(config=config), context, 1).total(),
+        dense=bytes_of(DynamicCache(config=config), context, 1).total(),
         gpu_memory=gpu_memory,
         weights_memory=None if gpu_memory is None else weights_memory,
         requests=fitting,

@@ -176,19 +176,19 @@ def recommend(
         tried.append((choice, planned(choice)))
         if tried[-1][1].fits:
             break
-    choice, found = tried[-1]
+    choice, planned_bytes = tried[-1]
     dense = Choice("DynamicCache(config=config)" if requests is None else "model.generate_batch(prompts)", None, None, "")
-    if found.ratio < LEAST_RATIO and found.fits and (whole := planned(dense)).fits:
+    if planned_bytes.ratio < LEAST_RATIO and planned_bytes.fits and (whole := planned(dense)).fits:
         why = "nothing grows enough to be worth compressing: the context is short, or the model's layers slide or are linear"
         return _answer(dense, whole, guide, [why], chat)
     reasons = [choice.why]
-    if len(tried) > 1 and found.fits:
+    if len(tried) > 1 and planned_bytes.fits:
         reasons.append(f"{tried[-2][0].call} would not hold {batch} such requests")
-    if not found.fits:
+    if not planned_bytes.fits:
         reasons.append(f"not even this holds {batch} such requests: shorten them, or add memory")
     if chat and requests is None:
         reasons.append("keep one cache over the turns, and share what all chats begin with in a PrefixStore")
-    return _answer(choice, found, guide, reasons, chat)
+    return _answer(choice, planned_bytes, guide, reasons, chat)
 
 
 def _ladder(config: PreTrainedConfig, workload: str, context: int, pages: bool) -> list[Choice]:
@@ -223,6 +223,6 @@ def _guide(context: int, streaming: bool, chat: bool) -> str:
     return "FP8 + H2O 50 %" if context < LONG else "sinks + H2O 30 % + FP8"
 
 
-def _answer(choice: Choice, found: Plan, guide: str, reasons: list[str], chat: bool) -> Recommendation:
+def _answer(choice: Choice, plan: Plan, guide: str, reasons: list[str], chat: bool) -> Recommendation:
     words = ". ".join(reason[0].upper() + reason[1:] for reason in reasons)
-    return Recommendation(choice.call, f"{words}. {found.reason}", guide, found, vllm_flag(choice.format), sglang_flag(choice.format, chat))
+    return Recommendation(choice.call, f"{words}. {plan.reason}", guide, plan, vllm_flag(choice.format), sglang_flag(choice.format, chat))

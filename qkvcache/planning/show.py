@@ -12,37 +12,38 @@ from .recommend import Recommendation
 def table(plans: list[Plan]) -> Table:
     """A row for each plan; all have the same model, context and memory."""
     first = plans[0]
-    found = Table(title=f"{first.model}, {first.context:,} tokens a request, {first.dtype}", caption=_caption(first))
+    grid = Table(title=f"{first.model}, {first.context:,} tokens a request, {first.dtype}", caption=_caption(first))
     budget = first.gpu_memory is not None
     mixed = first.batching is not None
     fits = ("pages", "requests of the mix") if mixed else ("requests", "longest context")
     for header in ("cache", "bytes a token", "MB a request", "smaller", *(fits if budget else ())):
-        found.add_column(header, justify="left" if header == "cache" else "right", no_wrap=header == "cache")
+        grid.add_column(header, justify="left" if header == "cache" else "right", no_wrap=header == "cache")
     for plan in plans:
         cells = [plan.name, f"{plan.bytes_per_token:,.0f}", f"{plan.bytes_per_request / 1e6:,.1f}", f"{plan.ratio:.2f}x"]
         if plan.batching is not None:
             cells += [f"{plan.batching.pages:,}", f"{plan.batching.requests:,}"]
         elif budget:
             cells += [f"{plan.requests:,}", "any" if plan.unbounded else f"{plan.longest_context:,}"]
-        found.add_row(*cells)
-    return found
+        grid.add_row(*cells)
+    return grid
 
 
 def parts(plan: Plan) -> Table:
     """The bytes of one request by role."""
-    found = Table(title=f"one request in {plan.name}")
-    found.add_column("part")
-    found.add_column("MB", justify="right")
+    grid = Table(title=f"one request in {plan.name}")
+    grid.add_column("part")
+    grid.add_column("MB", justify="right")
     for name in ("codes", "scales", "exact", "bookkeeping"):
-        found.add_row(name, f"{getattr(plan.request, name) / 1e6:,.2f}")
-    found.add_row("all", f"{plan.bytes_per_request / 1e6:,.2f}")
-    return found
+        grid.add_row(name, f"{getattr(plan.request, name) / 1e6:,.2f}")
+    grid.add_row("all", f"{plan.bytes_per_request / 1e6:,.2f}")
+    return grid
 
 
 def show(recommendation: Recommendation, console: Console) -> None:
-    found = Table(show_header=False, title="recommended")
-    found.add_column()
-    found.add_column(overflow="fold")
+    """Prints a recommendation."""
+    grid = Table(show_header=False, title="recommended")
+    grid.add_column()
+    grid.add_column(overflow="fold")
     for name, text in (
         ("cache", recommendation.call),
         ("because", recommendation.reason),
@@ -50,8 +51,8 @@ def show(recommendation: Recommendation, console: Console) -> None:
         ("vLLM", recommendation.vllm),
         ("SGLang", recommendation.sglang),
     ):
-        found.add_row(name, text)
-    console.print(found)
+        grid.add_row(name, text)
+    console.print(grid)
 
 
 def _caption(plan: Plan) -> str | None:

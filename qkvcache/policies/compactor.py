@@ -108,13 +108,13 @@ class Compactor(Policy):
         chunks = (count + size - 2) // size + 1
         place = torch.arange(chunks * size, device=device) - first
         index = order.gather(1, place.clamp(0, count - 1))
-        shown = (place >= 0) & (place < n) & counted.gather(1, index)
+        counted_cells = (place >= 0) & (place < n) & counted.gather(1, index)
         scaling = dim**-0.5 if tokens.scaling is None else tokens.scaling
         received = torch.empty(batch, heads, chunks, size, device=device)
         block = max(BLOCK // (batch * queries.shape[1] * size * size), 1)
         for begin in range(0, chunks, block):
             part = slice(begin * size, (begin + block) * size)
-            at, visible = index[:, None, part, None], shown[:, part].unflatten(1, (-1, size))  # [B, C, N]
+            at, visible = index[:, None, part, None], counted_cells[:, part].unflatten(1, (-1, size))  # [B, C, N]
             k, q = (x.gather(2, at.expand(-1, x.shape[1], -1, dim)).unflatten(2, (-1, size)) for x in (keys, queries))
             logits = (q.unflatten(1, (heads, -1)) @ k.mT[:, :, None]).float() * scaling  # [B, H, G, C, N, N]
             logits = logits.masked_fill(~visible[:, None, None, :, None], torch.finfo(torch.float32).min)

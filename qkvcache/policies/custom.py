@@ -34,8 +34,8 @@ class Custom(Policy):
         return score + attention_sums
 
     def priority(self, tokens: Tokens) -> Tensor:
-        found = self.function(tokens)
-        if not isinstance(found, Tensor) or found.shape != tokens.positions.shape:
-            shape = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
+        priority = self.function(tokens)
+        if not isinstance(priority, Tensor) or priority.shape != tokens.positions.shape:
+            shape = tuple(priority.shape) if isinstance(priority, Tensor) else type(priority).__name__
             raise ValueError(f"the policy's function gave {shape}, expected priorities of shape {tuple(tokens.positions.shape)}")
-        return found
+        return priority

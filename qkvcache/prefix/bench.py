@@ -65,7 +65,7 @@ def _row(
     store_ms = []
     for _ in range(repeats):
         cache = _random(config, tokens, dtype, device)
-        given = sum(x.untyped_storage().nbytes() for layer in cache.layers for x in vars(layer).values() if isinstance(x, torch.Tensor))
+        nbytes = sum(x.untyped_storage().nbytes() for layer in cache.layers for x in vars(layer).values() if isinstance(x, torch.Tensor))
         entry, ms = _timed(device, partial(snapshot_cache, cache, template, key, 0, True, 2**63, copy, dense))
         store_ms.append(ms)
         del cache
@@ -78,7 +78,7 @@ def _row(
     def least(count: int, from_disk: bool) -> float:
         return min(_timed(device, partial(fetch, count, from_disk))[1] for _ in range(repeats))
 
-    sizes = {"tokens": tokens, "bytes": entry.nbytes, "bytes_per_token": entry.nbytes / tokens, "ratio": given / entry.nbytes}
+    sizes = {"tokens": tokens, "bytes": entry.nbytes, "bytes_per_token": entry.nbytes / tokens, "ratio": nbytes / entry.nbytes}
     times = {"store_ms": min(store_ms), "fetch_ms": least(tokens, False), "fetch_half_ms": least(tokens // 2, False)}
     files = {"write_ms": write_ms, "read_ms": least(tokens, True), "read_half_ms": least(tokens // 2, True)}
     file.path.unlink()

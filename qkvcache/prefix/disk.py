@@ -1,7 +1,7 @@
 """Entries as files: one safetensors file for each, in a directory that any number of processes share.
 
-A file name holds the names of the model and of the cache template and a digest of the tokens, so that the directory itself is the index. A
-file is complete when it appears, since it is renamed into place. Its header holds a digest of itself and digests of every layer, one for
+A file name consists of the names of the model and of the cache template and a digest of the tokens, so that the directory is the index. A
+file is complete when it appears, since it is renamed into place. Its header has a digest of itself and digests of every layer, one for
 each `CHUNK` tokens, so that a fetch reads and checks only the tokens that it matched. Digests detect damage and mistakes; they are no
 signature.
 """
@@ -37,7 +37,7 @@ from .entry import Entry
 
 VERSION = 2
 CHUNK = 4096
-"""Tokens with a digest of their own."""
+"""Tokens that share a digest."""
 READERS = min(os.cpu_count() or 1, 16)
 SUFFIX, WRITING = ".safetensors", ".writing"
 _NAME = re.compile(r"([0-9a-f]{32})-([0-9a-f]{32})-([0-9a-f]{32})\.safetensors")
@@ -67,6 +67,7 @@ class File:
 
 
 def file_name(key: bytes, template: bytes) -> str:
+    """The file name of an entry: hex of the model's name, of the template's name and of a digest of the tokens."""
     tokens = hashlib.blake2b(key, digest_size=16).hexdigest()
     return f"{key[: match.NAME].hex()}-{template.hex()}-{tokens}{SUFFIX}"
 
@@ -127,7 +128,7 @@ def read_header(path: Path) -> File:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[safe_open]:
-    """The open file. Errors meanwhile become FileNotFoundError if the file is gone, else Damaged."""
+    """The open file. Errors inside become FileNotFoundError if the file was removed, else Damaged."""
     try:
         with safe_open(path, framework="pt") as handle:
             yield handle
@@ -161,7 +162,7 @@ def read(file: File, tokens: int | None = None) -> Iterator[Snapshot]:
 
 
 def files(directory: Path) -> list[os.DirEntry]:
-    """Every file that could be an entry; none if the directory is gone."""
+    """Every file that could be an entry; none if the directory was removed."""
     try:
         with os.scandir(directory) as found:
             return [entry for entry in found if entry.name.endswith(SUFFIX)]
@@ -181,7 +182,7 @@ def label(name: str) -> str:
 
 
 def trim(directory: Path, max_bytes: int) -> int:
-    """Removes what killed processes left, then the least recently used entries, until the rest fits; returns how many entries it
+    """Removes the files of killed processes, then the least recently used entries until the rest fits; returns the number of entries
     removed."""
     for path in directory.glob(f"*{WRITING}"):
         if _abandoned(path):
@@ -226,7 +227,7 @@ def _digest(text: bytes, ids: Tensor) -> str:
 
 
 def _sums(layer: Snapshot, chunks: int | None = None) -> list[str]:
-    """Digests of the first `chunks` chunks, or of all. The first one includes names, shapes and whatever is not divided into tokens."""
+    """Digests of the first `chunks` chunks, or of all. The first one includes names, shapes and tensors that are not by token."""
     tensors = sorted(layer.tensors.items())
     arrays = [as_bytes(x) for _, x in tensors if x.numel()]
     text = "".join(f"{name} {x.dtype} {list(x.shape)} " for name, x in tensors)
@@ -265,7 +266,7 @@ class DiskStore:
         self.evicted = 0
         self._files: dict[bytes, File] = {}
         self._known: dict[str, bytes | None] = {}
-        """Keys of the files that were looked at, by file name; None for those that are skipped."""
+        """Keys of the files that were checked, by file name; None for those that are skipped."""
         try:
             directory.mkdir(parents=True, exist_ok=True)
             if not os.access(directory, os.W_OK):
@@ -307,15 +308,15 @@ class DiskStore:
         if key is not None and key in self._files and self._files[key].path.name == name:
             del self._files[key]
             self.index.remove(key)
-            for other in [other for other, same in self._known.items() if same == key]:  # another template's: looked at again
+            for other in [other for other, same in self._known.items() if same == key]:  # another template's: checked again next time
                 del self._known[other]
 
     def get(self, key: bytes) -> File:
         return self._files[key]
 
     def read(self, key: bytes, tokens: int) -> Iterator[Snapshot]:
-        """The first `tokens` tokens, layer by layer, as views of the file. Raises Damaged if the file is damaged or gone; it is then not
-        used again."""
+        """The first `tokens` tokens, layer by layer, as views of the file. Raises Damaged if the file is damaged or was removed; it is then
+        not used again."""
         file = self._files[key]
         try:
             yield from read(file, tokens)
@@ -328,7 +329,8 @@ class DiskStore:
             raise
 
     def write(self, entry: Entry) -> str | None:
-        """Writes an entry and removes those of its template whose tokens it begins with; returns why not, or None."""
+        """Writes an entry and removes those of its template whose tokens it begins with; returns None, or the reason why it was not
+        written."""
         if entry.nbytes > self.max_bytes:
             return "larger than the whole budget on disk"
         self.trim(self.max_bytes - entry.nbytes)
@@ -357,8 +359,8 @@ class DiskStore:
 
     def covering(self, key: bytes, template: bytes) -> bytes | None:
         """The key of an entry of this template that begins with all tokens of `key`."""
-        found = key if key in self._files else self.index.covering(key)
-        return found if found is not None and self._files[found].template == template else None
+        longer = key if key in self._files else self.index.covering(key)
+        return longer if longer is not None and self._files[longer].template == template else None
 
     def size(self) -> tuple[int, int]:
         """Entries in the directory, of all models and processes, and their bytes."""

@@ -86,12 +86,12 @@ def _describe(layer: Layer) -> str:
 
 
 def in_short(text: str) -> str:
-    """A template's `text` for people: the names of formats and policies, and the exact zones if they are not the default."""
+    """A readable form of a template's `text`: the names of formats and policies, and the exact zones if they are not the default."""
     parts = []
     for part in text.split("; "):
         if found := re.fullmatch(r"(\S+) \(.*\), exact (\d+ \+ \d+)(?:, (\w+)\(.*)?", part):
             name, zones, policy = found.groups()
-            usual = zones == "4 + 64" or name == "identity"  # which is exact everywhere
+            usual = zones == "4 + 64" or name == "identity"  # exact everywhere
             part = ", ".join(filter(None, [name, policy, None if usual else f"exact {zones}"]))
         parts.append(part)
     return "; ".join(dict.fromkeys(parts))
@@ -220,6 +220,8 @@ def _restore_as(layer: Layer, stored: Snapshot, empty: Layer, device: torch.devi
 
 @torch.no_grad()
 def _error(layer: CompressedLayer, given: tuple[Tensor, Tensor]) -> float:
+    """The quantization error of `layer`, RMS of the difference over RMS, on samples of `given`, keys and values `[1, H, T, D]`; the larger
+    of both."""
     worst = 0.0
     chunks, begin = layer.storage.chunks, layer.storage.zones()[0][0].shape[2]  # type: ignore[union-attr]
     for side, x in enumerate(given):

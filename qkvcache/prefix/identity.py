@@ -1,7 +1,7 @@
-"""`Identity`: a name for everything that keys and values depend on besides the tokens.
+"""`Identity`: a name for all that keys and values depend on besides the tokens.
 
 Weights are sampled evenly from every parameter and buffer (rotary frequencies included), which distinguishes fine-tunes of one base model
-within milliseconds. An edit of a few entries of one matrix can be missed; `extra` is for what a sample does not show.
+within milliseconds. An edit of a few entries of one matrix can be missed; `extra` covers such changes.
 """
 
 from __future__ import annotations
@@ -61,13 +61,13 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def _samples(model: nn.Module) -> Iterator[Tensor]:
     """Bytes of the sampled entries in host memory: one copy from each device."""
-    taken: dict[torch.device, list[Tensor]] = {}
+    samples: dict[torch.device, list[Tensor]] = {}
     for _, x in _tensors(model):
         if x.numel():
             flat = x.reshape(-1)
             entries = flat[:: max(flat.numel() // SAMPLES, 1)][:SAMPLES]
-            taken.setdefault(x.device, []).append(entries.contiguous().view(torch.uint8))
-    for parts in taken.values():
+            samples.setdefault(x.device, []).append(entries.contiguous().view(torch.uint8))
+    for parts in samples.values():
         yield torch.cat(parts).cpu()
 
 
@@ -81,7 +81,7 @@ def _config(model: PreTrainedModel) -> dict:
 
 
 def _adapters(model: nn.Module) -> tuple[str, ...]:
-    """Which adapters are active or merged, and their scaling: unlike their weights, these are no parameters."""
+    """Which adapters are active or merged, and their scaling: unlike the adapters' weights, these are no parameters."""
     marks = ("active_adapter", "merged_adapters", "disable_adapters", "scaling")
     return tuple(
         f"{name}.{mark}={getattr(module, mark)}"

@@ -35,6 +35,7 @@ def length(key: bytes) -> int:
 
 
 def prefix(key: bytes, tokens: int) -> bytes:
+    """The key of the first `tokens` tokens of `key`."""
     return key[: NAME + WIDTH * tokens]
 
 

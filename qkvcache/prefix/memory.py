@@ -35,8 +35,8 @@ class MemoryStore:
 
     def covering(self, key: bytes, template: bytes) -> bytes | None:
         """The key of an entry of this template that begins with all tokens of `key`."""
-        found = key if key in self._entries else self.index.covering(key)
-        return found if found is not None and self._entries[found].template.name == template else None
+        longer = key if key in self._entries else self.index.covering(key)
+        return longer if longer is not None and self._entries[longer].template.name == template else None
 
     def put(self, entry: Entry) -> None:
         """Adds an entry, removes those of its template whose tokens it begins with, and makes room."""

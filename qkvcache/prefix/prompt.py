@@ -17,16 +17,16 @@ MEDIA = ("image_token_id", "image_token_index", "video_token_id", "audio_token_i
 def rows(ids: Ids) -> list[Tensor]:
     """Token ids `[T]` or `[B, T]` as rows, int64 `[T]` each, in host memory. Raises TypeError or ValueError for anything else."""
     try:
-        given = torch.as_tensor(ids).detach().cpu()
+        all_ids = torch.as_tensor(ids).detach().cpu()
     except (TypeError, ValueError, RuntimeError) as error:
         raise TypeError(f"token ids must be a list of integers or a tensor, got {type(ids).__name__}: {error}") from error
-    if given.ndim not in (1, 2) or not given.numel():
-        raise ValueError(f"token ids must be [T] or [B, T] with at least one token, got {list(given.shape)}")
-    if given.is_floating_point() or given.is_complex() or given.dtype == torch.bool:
-        raise TypeError(f"token ids must be integers, got {given.dtype}")
-    if given.min() < 0 or given.max() >= 2**31:
-        raise ValueError(f"token ids must be from 0 to 2**31 - 1, got {int(given.min())} to {int(given.max())}")
-    return list(given.long().view(-1, given.shape[-1]))
+    if all_ids.ndim not in (1, 2) or not all_ids.numel():
+        raise ValueError(f"token ids must be [T] or [B, T] with at least one token, got {list(all_ids.shape)}")
+    if all_ids.is_floating_point() or all_ids.is_complex() or all_ids.dtype == torch.bool:
+        raise TypeError(f"token ids must be integers, got {all_ids.dtype}")
+    if all_ids.min() < 0 or all_ids.max() >= 2**31:
+        raise ValueError(f"token ids must be from 0 to 2**31 - 1, got {int(all_ids.min())} to {int(all_ids.max())}")
+    return list(all_ids.long().view(-1, all_ids.shape[-1]))
 
 
 def text_tokens(row: Tensor, config: PreTrainedConfig) -> int:

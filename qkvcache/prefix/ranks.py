@@ -23,17 +23,17 @@ class Ranks:
         self._device = model.device
 
     def agree(self, find: Callable[[int], tuple[Store, bytes, int] | None], limit: int) -> tuple[Store, bytes, int] | None:
-        """The result of `find(limit)`, whose last item is a number of tokens, for the highest limit at which all ranks find the same
-        number."""
+        """The result of `find(limit)`, whose last item is a number of tokens, for the highest limit at which it is the same number on all
+        ranks."""
         while True:
-            found = find(limit)
-            tokens = found[2] if found else 0
+            agreed = find(limit)
+            tokens = agreed[2] if agreed else 0
             limit = self.least(tokens)
-            if self.least(-tokens) == -limit:  # the most is the least
-                return found
+            if self.least(-tokens) == -limit:  # the maximum equals the minimum
+                return agreed
 
     def least(self, value: int) -> int:
-        """The least `value` of all processes, each of which must call this."""
+        """The minimum of `value` over all processes, each of which must call this."""
         if self.size == 1:
             return value
         shared = torch.tensor(value, device=self._device)

@@ -51,7 +51,7 @@ class Match:
 
 @dataclass
 class Stats:
-    """Counts since the store was made, and what it holds now.
+    """Counts since the store was made, and its current size.
 
     Attributes:
         hits: fetches that found something, by kind of match.
@@ -84,7 +84,7 @@ class Stats:
 
 
 class PrefixStore:
-    """Stores the keys and values of prompts, and gives them to later prompts that begin with the same tokens.
+    """Stores the keys and values of prompts for later prompts that begin with the same tokens.
 
         store = PrefixStore(model, max_bytes=8 * 2**30, format="turboquant_4bit_nc", directory="prefixes")
         with store.reuse(ids) as past:
@@ -153,14 +153,14 @@ class PrefixStore:
         At most `T - 1` tokens, since `generate` must have one to compute. Raises TypeError or ValueError for what are no token ids, and for
         rows that differ.
         """
-        given = rows(ids)
-        row = given[0]
-        if any(not torch.equal(row, other) for other in given):
-            raise ValueError(f"fetch got {len(given)} rows that differ: fetch one row at a time, with the cache of that row alone")
+        inputs = rows(ids)
+        row = inputs[0]
+        if any(not torch.equal(row, other) for other in inputs):
+            raise ValueError(f"fetch got {len(inputs)} rows that differ: fetch one row at a time, with the cache of that row alone")
         limit = min(len(row) - 1, text_tokens(row, self.model.config))
         key = match.encode(self._scanned(), row)
-        while (found := self._ranks.agree(lambda most: self._best(key, most), limit)) is not None:
-            disk, stored, tokens = found
+        while (longest := self._ranks.agree(lambda most: self._best(key, most), limit)) is not None:
+            disk, stored, tokens = longest
             if disk is None:
                 entry = self._memory.use(stored)
                 template, errors = entry.template, entry.errors
@@ -171,8 +171,8 @@ class PrefixStore:
             cache = self._restore(template, layers)
             if not self._ranks.least(cache is not None) or cache is None:
                 continue
-            if len(given) > 1:
-                cache.batch_repeat_interleave(len(given))
+            if len(inputs) > 1:
+                cache.batch_repeat_interleave(len(inputs))
             self._stats.hits[kind := match.kind(stored, key)] += 1
             self._stats.tokens_reused += tokens
             return Match(cache, tokens, kind, "disk" if disk else "memory", max(errors, default=0.0))
@@ -187,37 +187,37 @@ class PrefixStore:
 
         Raises TypeError or ValueError for what are no token ids, no cache, or another number of rows.
         """
-        given = rows(ids)
+        inputs = rows(ids)
         if not isinstance(cache, Cache) or not hasattr(cache, "layers"):
             raise TypeError(f"cache must be the cache of a decoder, such as DynamicCache, got {type(cache).__name__}")
         batch = batch_size(cache)
-        if batch and len(given) not in (1, batch):
-            raise ValueError(f"{len(given)} rows of ids for a cache of {batch} rows: pass the ids of each row, or one that all began with")
+        if batch and len(inputs) not in (1, batch):
+            raise ValueError(f"{len(inputs)} rows of ids for a cache of {batch} rows: pass the ids of each row, or one that all began with")
         identity = self._scanned()
-        return all([self._store(row, cache, identity, number, padded=len(given) > 1) for number, row in enumerate(given)])
+        return all([self._store(row, cache, identity, number, padded=len(inputs) > 1) for number, row in enumerate(inputs)])
 
     @contextmanager
     def reuse(self, ids: Ids) -> Iterator[Cache]:
         """A cache for `model.generate(ids, past_key_values=past)` that holds the stored beginning of `ids`; stores the prompt on exit.
 
-        The cache belongs to the store: on exit it is emptied, one layer at a time as it is stored, so that nothing is held twice. Generated
-        tokens are cut off. If the cache cannot be cut, because it evicts or the model has sliding or linear layers, the prompt up to its
-        last token is computed and stored before the block runs. After an exception nothing is stored.
+        The cache belongs to the store: on exit it is emptied, one layer at a time as it is stored, so that only one layer is in memory
+        twice. Generated tokens are cut off. If the cache cannot be cut, because it evicts or the model has sliding or linear layers, the
+        prompt up to its last token is computed and stored before the block runs. After an exception nothing is stored.
 
         The block must compute `ids`, and any tokens after them, with the cache: a cache does not know its tokens. For beams, samples or
         choices, call `past.batch_repeat_interleave(n)` first. To store the answer too, call `store(output_ids, past)`.
         """
-        found = self.fetch(ids)
-        given = rows(ids)
-        row = given[0]
+        match = self.fetch(ids)
+        inputs = rows(ids)
+        row = inputs[0]
         text = row[: text_tokens(row, self.model.config)]
         template = self._dense if self.dense and not self._template.evicts else self._template
-        cache = template.cache() if found.cache is None else found.cache
-        if found.cache is not None:
+        cache = template.cache() if match.cache is None else match.cache
+        if match.cache is not None:
             template = self._template_of(cache) if isinstance(cache, CompressedCache) else self._dense
         try:
             begin = text[: len(row) - 1]
-            if not template.cuttable and not self._refusal(begin) and compute(self.model, begin.expand(len(given), -1), cache):
+            if not template.cuttable and not self._refusal(begin) and compute(self.model, begin.expand(len(inputs), -1), cache):
                 self._store(begin, cache, self._identity.current())
             yield cache
             if template.cuttable:
@@ -253,7 +253,7 @@ class PrefixStore:
 
     @property
     def stats(self) -> Stats:
-        """A copy of the counts, with what is held now."""
+        """A copy of the counts, with the current size."""
         now = replace(deepcopy(self._stats), entries=len(self), nbytes=self._memory.nbytes, evicted=self._memory.evicted)
         if (disk := self._disk) is None:
             return now
@@ -279,7 +279,7 @@ class PrefixStore:
         return None if stored is None or tokens < self.min_match_tokens else (where, stored, tokens)
 
     def _restore(self, template: CacheTemplate, layers: Iterable[Snapshot]) -> Cache | None:
-        """None if the file of the layers turns out to be damaged or gone; it is not used again."""
+        """The cache, or None if the file of the layers is damaged or was removed; it is not used again."""
         into = self._dense if self.dense and not template.evicts else template
         try:
             return restore_cache(into, layers, template, layer_devices(self.model, len(template)), self._copy)
@@ -301,7 +301,7 @@ class PrefixStore:
                 self._memory.use(covering)
                 self._stats.covered += 1
                 return True
-            # A fetch must not depend on whether it is served from memory or from disk: both hold what was stored first.
+            # A fetch must have the same result from memory and from disk: both keep the entry that was stored first.
             if self._disk is not None and (covering := self._disk.covering(key, template.name)) is not None:
                 with suppress(Damaged):
                     errors, layers = self._disk.get(covering).errors, list(self._disk.read(covering, tokens))

@@ -276,6 +276,7 @@ class Chunks(QuantizedTokens):
 def _packed(
     codec: Codec, side: int, chunks: Sequence[tuple[Codes, Codes]], statistics: Codes, left: int, limit: int, head_dim: int
 ) -> Iterator[Packed]:
+    """The keys (0) or values (1) of the first `left` tokens of `chunks`, as views of at most `limit` tokens."""
     for chunk in chunks:
         used = min(left, _tokens(chunk))
         for at in range(0, used, limit):

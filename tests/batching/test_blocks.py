@@ -31,7 +31,7 @@ def free_pages(manager) -> int:
 def assert_nothing_is_left(manager) -> None:
     held = allocator(manager)
     assert free_pages(manager) == held.num_blocks and not held.block_table
-    assert not held.rings.held and sorted(held.rings.free) == list(range(1, held.rings.tensor.shape[2]))
+    assert not held.rings.by_request and sorted(held.rings.free) == list(range(1, held.rings.tensor.shape[2]))
 
 
 def test_a_prompt_in_chunks_equals_a_cache():
@@ -121,7 +121,7 @@ def test_a_ring_that_another_request_takes():
     c = rings.advance("c", 0, 5)
     assert c.row == a.row and rings.tokens(rings.of("a", 10), 2) == 0
     back = rings.advance("a", 10, 1)
-    assert rings.tokens(back, 2) == 1 and "b" not in rings.held
+    assert rings.tokens(back, 2) == 1 and "b" not in rings.by_request
     ring = torch.arange(2 * 4.0).view(2, 1, 4, 1)
     assert Rings.unroll(ring, 1, 6, 9).flatten().tolist() == [6, 7, 4]
 

@@ -8,10 +8,11 @@ import torch
 from transformers import DynamicCache
 
 from qkvcache import CompressedCache
+from qkvcache.attention import route
 from qkvcache.policies import H2O, Budget, KeyDiff, Knorm, SlidingWindow, SnapKV
 from qkvcache.policies.base import LEAST
 from tests.matrix import ATTENTION, CUT_FREE, POLICIES, UNSUPPORTED, model, slowly
-from tests.reference import ZONES, assert_close, forward
+from tests.reference import ZONES, assert_close, count_decoded_layers, forward
 from tests.seeds import SEED
 from tests.tolerance import TURNED, of_model
 
@@ -126,6 +127,25 @@ def test_b20_a_padded_row_equals_its_prompt_alone(name, attention):
     network = model("llama", attention)
     make = functools.partial(CompressedCache, network.config, policy=POLICIES[name](25))  # rows of 16, 25 and 30 tokens after the prompt
     check_rows(network, make, CUTS["chunked" if attention == "sdpa" else "whole"])
+
+
+@pytest.mark.sums
+@pytest.mark.parametrize("attention", slowly([name for name in ATTENTION if name != "eager"], ["sdpa"]))
+@pytest.mark.parametrize("name", slowly(POLICIES, ["h2o", "tova", "snapkv", "dropkv", "keydiff"]))
+@pytest.mark.parametrize("format", slowly([None, "int8", "turboquant_3bit_nc"], ["int8"]))
+def test_many_new_tokens_in_chunks_keep_what_a_dense_layer_keeps(monkeypatch, name, attention, format):
+    """Of rows with padding, without dequantizing a layer."""
+    network, sizes, found = model("llama", attention), (25, 20, 33, 19), []
+    for chunked in (True, False):
+        cache = CompressedCache(network.config, policy=POLICIES[name](20), format=format, num_sink_tokens=2, residual_length=3)
+        with monkeypatch.context() as patch, count_decoded_layers() as decoded:
+            if not chunked:
+                patch.setattr(route, "_in_chunks", lambda *args: False)
+            logits = run(network, cache, sizes, inputs(length=sum(sizes)))
+        assert bool(decoded) != chunked
+        found.append((kept(cache), torch.cat(logits)))
+    assert found[0][0] == found[1][0]
+    assert_close(found[0][1], found[1][1], of_model(network, sum(sizes)) if format is None else TURNED)
 
 
 @pytest.mark.slow

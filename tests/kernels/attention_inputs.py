@@ -13,13 +13,15 @@ from qkvcache.kernels import AttentionInputs
 from qkvcache.storage import Chunks, attention_inputs_of
 
 
-def build(format: Format, key: Tensor, value: Tensor, first: int, recent: int, cuts: Sequence[int] = ()) -> AttentionInputs:
+def build(
+    format: Format, key: Tensor, value: Tensor, first: int, recent: int, cuts: Sequence[int] = (), per_head: bool = False
+) -> AttentionInputs:
     """Keys `[B, H, T, D]` and values, all but the first and the recent tokens packed.
 
     `cuts` are token counts of the body after which a new piece is appended, and with it a chunk if the last one is full. Slots without a
-    token hold nan, or codes that show.
+    token hold nan, or codes that show. `per_head`: as layers that evict have them.
     """
-    chunks = Chunks((format.key, format.value), (key.shape[3], value.shape[3]))
+    chunks = Chunks((format.key, format.value), (key.shape[3], value.shape[3]), per_head)
     begin, end = first, key.shape[2] - recent
     edges = [begin, *(begin + cut for cut in cuts), end]
     for low, high in zip(edges, edges[1:], strict=False):

@@ -7,10 +7,23 @@ import torch
 
 from qkvcache.formats import REGISTRY
 from qkvcache.kernels import AttentionInputs, attend, triton_dequantize_region, triton_merge
-from qkvcache.kernels.attend_chunked import _blocks, _cut, attend_chunked, chunks, dequantize_blocks, merge, supports
+from qkvcache.kernels import attend_chunked as attend_chunked_module
+from qkvcache.kernels.attend_chunked import (
+    Columns,
+    _blocks,
+    _cut,
+    attend_chunked,
+    chunks,
+    dequantize_blocks,
+    merge,
+    observe_chunked,
+    supports,
+)
+from qkvcache.kernels.sum_attention import sum_attention
 from tests import matrix
 from tests.kernels.attention_inputs import build
 from tests.matrix import slowly
+from tests.tolerance import rounding
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPE = torch.bfloat16 if torch.cuda.is_available() else torch.float32
@@ -19,11 +32,23 @@ FORMATS = ("identity", "int8", "fp8", "int4_vllm", "nvfp4", "turboquant_3bit_nc"
 
 
 def attention_inputs(
-    format: str, tokens: int, queries: int, dim: int = 64, first: int = 4, recent: int = 33, batch: int = 2
+    format: str, tokens: int, queries: int, dim: int = 64, first: int = 4, recent: int = 33, batch: int = 2, per_head: bool = False
 ) -> AttentionInputs:
     key, value = (torch.randn(batch, 2, tokens + queries, dim, device=DEVICE, dtype=DTYPE) for _ in range(2))
     cuts = (70, 130) if tokens > 200 else ()
-    return build(REGISTRY[format], key, value, first, recent + queries, cuts)
+    return build(REGISTRY[format], key, value, first, recent + queries, cuts, per_head)
+
+
+@pytest.fixture
+def poisoned(monkeypatch):
+    """Scratch that holds nan at first."""
+    empty = torch.Tensor.new_empty
+
+    def new_empty(x: torch.Tensor, *shape, **options) -> torch.Tensor:
+        out = empty(x, *shape, **options)
+        return out.fill_(torch.nan) if out.is_floating_point() else out
+
+    monkeypatch.setattr(torch.Tensor, "new_empty", new_empty)
 
 
 def close(out: torch.Tensor, wanted: torch.Tensor) -> None:
@@ -71,15 +96,116 @@ def test_a_past_without_quantized_tokens():
     close(attend_chunked(query, held)[0], attend(query, held, causal=True))
 
 
-def test_scratch_that_was_written_before_does_not_show(monkeypatch):
+def test_scratch_that_was_written_before_does_not_show(poisoned):
     """The last chunk is shorter than the scratch, whose rest holds the tokens of the chunk before, or anything."""
-    empty = torch.Tensor.new_empty
     held = attention_inputs("int8", 333, 11)
-    monkeypatch.setattr(torch.Tensor, "new_empty", lambda x, *shape, **options: empty(x, *shape, **options).fill_(torch.nan))
     query = torch.randn(2, 8, 11, 64, device=DEVICE, dtype=DTYPE)
     out, _ = attend_chunked(query, held, chunk_tokens=128)
-    monkeypatch.undo()
     close(out, attend(query, held, causal=True))
+
+
+@pytest.mark.parametrize("first", [0, 4])
+def test_softcap(first):
+    held = attention_inputs("turboquant_4bit_nc", 300, 9, first=first)
+    query = torch.randn(2, 8, 9, 64, device=DEVICE, dtype=DTYPE)
+    hidden = torch.zeros(2, 309, dtype=torch.bool, device=DEVICE)
+    hidden[1, :150] = True
+    options = {"softcap": 2.0, "scaling": 0.3, "sinks": torch.randn(8, device=DEVICE)}
+    close(
+        attend_chunked(query, held, hidden, chunk_tokens=64, **options)[0],
+        attend(query, held, ~hidden[:, None, None], causal=True, **options),
+    )
+    close(attend_chunked(query, held, softcap=2.0)[0], attend(query, held, causal=True, softcap=2.0))
+
+
+# Accumulated attention
+
+
+def check_sums(query, held, hidden, observed, *, scaling=None, softcap=None, sinks=None, **options):
+    """Against the reference over dense keys, with the normaliser that it computes itself."""
+    options |= {"scaling": scaling, "softcap": softcap, "sinks": sinks}
+    out, sums = observe_chunked(query, held, hidden, observed=observed, **options)
+    torch.testing.assert_close(out, attend_chunked(query, held, hidden, **options)[0], rtol=0, atol=0)
+    visible = None if hidden is None else ~hidden
+    keys, last = held.key.dense(), query[:, :, query.shape[2] - observed.shape[1] :]
+    given = {"scaling": query.shape[3] ** -0.5 if scaling is None else scaling, "softcap": softcap, "sinks": sinks}
+    wanted = sum_attention(last, keys, observed, visible, **given)
+    assert sums.dtype == torch.float32 and sums.shape == wanted.shape
+    limit = LIMIT if torch.bfloat16 == DTYPE else rounding(query.shape[3], query.shape[3], keys.shape[2])
+    assert ((sums - wanted).abs().max() / wanted.abs().max()).item() < limit
+    if hidden is not None:
+        assert not sums.masked_select(hidden[:, None]).any()
+
+
+@pytest.mark.parametrize("format", slowly(matrix.FORMATS, FORMATS))
+@pytest.mark.parametrize("triton", [False, True], ids=["torch", "chunks"])
+@pytest.mark.parametrize("queries", [1, 19])
+def test_sums_of_chunks_of_any_size(format, triton, queries, poisoned):
+    """With slots as layers that evict have them: each head has its own scales."""
+    held = attention_inputs(format, 300, queries, per_head=True)
+    held = held if triton else AttentionInputs(held.key, held.value)
+    query = torch.randn(2, 6, queries, 64, device=DEVICE, dtype=DTYPE)
+    check_sums(query, held, None, torch.rand(2, queries, device=DEVICE), chunk_tokens=64 if queries == 1 else 192)
+
+
+@pytest.mark.parametrize("window", [1, 4, 9])
+@pytest.mark.parametrize("first", [0, 4])
+def test_sums_of_the_last_queries_with_padding_and_options(window, first, poisoned):
+    held = attention_inputs("turboquant_4bit_nc", 300, 9, first=first, per_head=True)
+    query = torch.randn(2, 4, 9, 64, device=DEVICE, dtype=DTYPE)
+    hidden = torch.zeros(2, 309, dtype=torch.bool, device=DEVICE)
+    hidden[0, 300:304] = hidden[1, :150] = True
+    observed = torch.rand(2, window, device=DEVICE).masked_fill(hidden[:, 309 - window :], 0)
+    for options in ({}, {"scaling": 0.3, "sinks": torch.randn(4, device=DEVICE)}, {"softcap": 2.0}):
+        check_sums(query, held, hidden, observed, chunk_tokens=64, **options)
+
+
+@pytest.mark.parametrize(("heads", "dim"), [(2, 80), (16, 128)])
+def test_sums_of_groups_and_channels(heads, dim):
+    held = attention_inputs("int8", 200, 7, dim)
+    query = torch.randn(2, heads, 7, dim, device=DEVICE, dtype=DTYPE)
+    check_sums(query, held, None, torch.ones(2, 5, device=DEVICE), chunk_tokens=64)
+
+
+def test_sums_without_quantized_tokens():
+    held = attention_inputs("int8", 30, 6, recent=26, first=4)
+    check_sums(torch.randn(2, 4, 6, 64, device=DEVICE, dtype=DTYPE), held, None, torch.ones(2, 6, device=DEVICE))
+
+
+def test_chunks_are_dequantized_at_most_twice_and_the_last_one_once(monkeypatch):
+    filled = []
+    stock = attend_chunked_module.chunks
+
+    def counted(*args):
+        for i, (count, codecs, fill) in enumerate(stock(*args)):
+            yield count, codecs, lambda *out, i=i, fill=fill: filled.append(i) or fill(*out)
+
+    monkeypatch.setattr(attend_chunked_module, "chunks", counted)
+    held = attention_inputs("int8", 300, 5)
+    query = torch.randn(2, 4, 5, 64, device=DEVICE, dtype=DTYPE)
+    observe_chunked(query, held, observed=torch.ones(2, 5, device=DEVICE), chunk_tokens=128)
+    assert filled == [0, 1, 2, 1, 0]
+
+
+@pytest.mark.parametrize("format", ["int8", "turboquant_4bit_nc"])
+def test_another_reduction_gets_columns_that_give_the_output(format):
+    """Weights of the parts, times their values rotated back, add up to the output."""
+    held = attention_inputs(format, 300, 6)
+    query = torch.randn(2, 2, 6, 64, device=DEVICE, dtype=DTYPE)
+    total = torch.zeros(2, 2, 4, 64, device=DEVICE)
+
+    def reduce(columns: Columns, out: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
+        scores = columns.query.float() @ columns.keys.float().mT * columns.scaling
+        if columns.causal:
+            tokens = columns.keys.shape[2]
+            scores.masked_fill_(~torch.ones(4, tokens, dtype=torch.bool, device=DEVICE).tril(tokens - 4), -torch.inf)
+        total.add_((scores - lse[..., None]).exp() @ columns.values.float())
+        return columns.values.float()[..., 0].clone()
+
+    out, found = observe_chunked(query, held, observed=torch.ones(2, 4, device=DEVICE), reduce=reduce, chunk_tokens=128)
+    close(total.to(DTYPE), out[:, :, -4:])
+    values = held.value.dense().float()[..., 0]
+    assert ((found - values).norm() / values.norm()).item() < LIMIT
 
 
 def test_chunks_hold_every_token_once():
@@ -90,11 +216,12 @@ def test_chunks_hold_every_token_once():
 
 @pytest.mark.parametrize("format", slowly(matrix.FORMATS, FORMATS))
 @pytest.mark.parametrize("dim", slowly([64, 80], [64]))
-def test_dequantize_kernel(format, dim):
+@pytest.mark.parametrize("per_head", [False, True])
+def test_dequantize_kernel(format, dim, per_head):
     """Any piece of storage in chunks, which holds anything in slots without tokens; nothing beyond the piece is written."""
     if REGISTRY[format].refuses(dim):
         pytest.skip("the format does not hold these channels")
-    region = attention_inputs(format, 300, 3, dim).region
+    region = attention_inputs(format, 300, 3, dim, per_head=per_head).region
     if not triton_dequantize_region.supports(region, (dim, dim)):
         pytest.skip("torch reads it")
     for begin, count in ((0, 70), (64, 192), (192, region.tokens - 192)):

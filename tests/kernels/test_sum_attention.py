@@ -279,13 +279,14 @@ def prefill(heads, group, queries, tokens, dim=64, dtype=torch.float16):
     return query, key, observed, visible
 
 
-def check_prefill(function, limit, query, key, observed, visible, **options):
+def check_prefill(function, limit, query, key, observed, visible, later=False, **options):
+    """`later`: queries see all tokens, those after their own too."""
     queries, tokens = query.shape[2], key.shape[2]
     options.setdefault("scaling", 64**-0.5)
-    shown = causal(queries, tokens) & (True if visible is None else visible[:, None, None])
+    shown = (causal(queries, tokens) | later) & (True if visible is None else visible[:, None, None])
     expected, lse = dense_mass(query, key, observed, shown, **options)
     for known in (None, lse):
-        attention_sums = function(query, key, observed, visible, lse=known, **options)
+        attention_sums = function(query, key, observed, visible, lse=known, causal=not later, **options)
         assert attention_sums.dtype == torch.float32 and attention_sums.shape == expected.shape
         torch.testing.assert_close(attention_sums, expected, rtol=limit, atol=limit * 1e-2)
         if "sinks" not in options:
@@ -295,7 +296,7 @@ def check_prefill(function, limit, query, key, observed, visible, **options):
             assert not attention_sums.masked_select(~visible[:, None]).any()
 
 
-PREFILL_OPTIONS = [{}, {"softcap": 1.5}, {"sinks": torch.tensor([9.0, -20.0, 0.5])}, {"scaling": 0.4}]
+PREFILL_OPTIONS = [{}, {"later": True}, {"softcap": 1.5}, {"sinks": torch.tensor([9.0, -20.0, 0.5])}, {"scaling": 0.4}]
 
 
 @pytest.mark.parametrize("shape", PREFILLS)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from qkvcache import CompressedCache, SinkCache, policies
-from qkvcache.attention import observer
+from qkvcache.attention import masks
 from qkvcache.policies import H2O, TOVA, Custom, KeyDiff, SinkWindow
 from tests.matrix import model
 from tests.reference import assert_close, forward
@@ -132,8 +132,8 @@ def test_shares_are_exact(share):
 
 def test_all_layers_look_at_a_mask_once(monkeypatch):
     looks = []
-    stock = observer._sees_itself
-    monkeypatch.setattr(observer, "_sees_itself", lambda *args: looks.append(1) or stock(*args))
+    stock = masks.sees_itself
+    monkeypatch.setattr(masks, "sees_itself", lambda *args: looks.append(1) or stock(*args))
     network = model("llama")
     ids, mask = text(2, 30)
     forward(network, CompressedCache(network.config, policy=H2O(budget=16)), ids, mask, 0, 30)

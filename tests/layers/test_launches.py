@@ -13,6 +13,8 @@ from qkvcache.attention.route import MAX_FUSED_ROWS, route
 from qkvcache.formats import REGISTRY
 from qkvcache.kernels import attend_chunked, fused
 from qkvcache.layers.compressed import CompressedLayer
+from qkvcache.layers.evicting import EvictingLayer
+from qkvcache.policies import H2O, KeyDiff, Policy
 from qkvcache.storage.chunks import GROUP
 
 triton = pytest.importorskip("triton")
@@ -98,3 +100,37 @@ def test_few_new_tokens(monkeypatch):
     monkeypatch.setattr(fused, "LEAST_SPLIT", 512)  # few programs to interpret
     growing, preallocated = (turn(monkeypatch, "int8", FEW, max_length) for max_length in (None, 600))
     assert growing == preallocated == [*STORING, "attend_kernel", "reduce_kernel", "clone"]
+
+
+@torch.no_grad()
+def observed_turn(patch: pytest.MonkeyPatch, policy: Policy) -> list[str]:
+    """What the attention of a turn launches in a layer that evicts, from `update` to the report of the weights."""
+    patch.setenv("QKVCACHE_KERNELS", "triton")
+    patch.setattr(attend_chunked, "library_attention", attention)
+    patch.setattr(attend_chunked, "causal_attention", lambda query, folded, *rest: attention(query, *rest))
+    layer = EvictingLayer(REGISTRY["int8"], policy, policy.budgets[0], 4, 8)
+    stock = SimpleNamespace(is_causal=True)
+    launches = Launches()
+    for tokens in (PAST, MANY):
+        key, value = layer.update(*(torch.randn(1, HEADS, tokens, DIM, dtype=torch.float16) for _ in range(2)))
+        query = torch.randn(1, HEADS * GROUPS, tokens, DIM, dtype=torch.float16)
+        layer.begin_attention(None, query, 1.0)
+        if tokens == PAST:
+            layer.end_attention(torch.zeros(1, HEADS, PAST) if policy.observation_window else None)
+            continue
+        with patch.context() as within, launches:
+            within.setattr(GridExecutor, "__call__", lambda kernel, *args, **kwargs: launches.launch(kernel, *args, **kwargs))
+            within.setattr(layer, "end_attention", lambda sums: None)
+            route(lambda *args: pytest.fail("attention of the model"), "sdpa", stock, query, key, value, None)
+    return launches.names
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_many_new_tokens_over_a_layer_that_evicts(monkeypatch):
+    """Two copies join the exact tokens. The sums take a kernel for each part; the chunk is still there."""
+    joined, attended = ["cat", "cat"], ["copy_", "_dequantize_region_kernel", "_merge_kernel"]
+    assert observed_turn(monkeypatch, KeyDiff(budget=PAST)) == joined + attended
+    names = observed_turn(monkeypatch, H2O(budget=PAST, num_sink_tokens=4))
+    counted = ["ones", "_to_copy"]
+    summed = ["log2", "column_kernel"]
+    assert names == [*counted, *joined, *attended, *summed, *summed, "cat"]

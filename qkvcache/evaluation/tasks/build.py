@@ -28,8 +28,8 @@ def rows(task: str, *, tokenizer=None, pretrained=None, **options) -> dict[str, 
         if meant := difflib.get_close_matches(name, DEFAULTS, n=1, cutoff=0.8):
             raise ValueError(f"--metadata has {name!r}: did you mean {meant[0]!r}?")
     size = {name: _whole(name, options.get(name, value)) for name, value in DEFAULTS.items()}
-    made = long_context.cases(task, _tokenizer(of) if isinstance(of, str) else of, size["context_tokens"], size["number"], size["seed"])
-    return {"test": datasets.Dataset.from_list([{"input": case.prompt, "outputs": list(case.answers)} for case in made])}
+    drawn = long_context.cases(task, _tokenizer(of) if isinstance(of, str) else of, size["context_tokens"], size["number"], size["seed"])
+    return {"test": datasets.Dataset.from_list([{"input": case.prompt, "outputs": list(case.answers)} for case in drawn])}
 
 
 def _whole(name: str, value) -> int:
@@ -50,13 +50,13 @@ def local_json(*, path=None, **_) -> dict[str, datasets.Dataset]:
     """Rows of a JSON or JSON-lines file with `input` and `outputs` (a list of texts that the answer must contain)."""
     if not isinstance(path, str):
         raise ValueError('pass the file as --metadata \'{"path": "mine.jsonl"}\': rows with "input" and "outputs"')
-    found = datasets.load_dataset("json", data_files=path, split="train")
-    if missing := {"input", "outputs"} - set(found.column_names):
-        raise ValueError(f"{path}: rows have no {' and no '.join(sorted(missing))}, only {', '.join(found.column_names)}")
-    for row, outputs in enumerate(found["outputs"]):  # a string would be scored letter by letter; every answer contains an empty text
+    dataset = datasets.load_dataset("json", data_files=path, split="train")
+    if missing := {"input", "outputs"} - set(dataset.column_names):
+        raise ValueError(f"{path}: rows have no {' and no '.join(sorted(missing))}, only {', '.join(dataset.column_names)}")
+    for row, outputs in enumerate(dataset["outputs"]):  # a string would be scored letter by letter; every answer contains an empty text
         if not (isinstance(outputs, list) and outputs and all(isinstance(one, str) and one for one in outputs)):
             raise ValueError(f'{path}: row {row} has outputs={outputs!r}: expected a list of one or more texts, such as ["zebra"]')
-    return {"test": found}
+    return {"test": dataset}
 
 
 def recall(doc: dict, results: list[str]) -> dict[str, float]:
