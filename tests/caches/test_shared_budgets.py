@@ -11,7 +11,7 @@ from qkvcache import CompressedCache, plan
 from qkvcache.kernels import dispatch
 from qkvcache.layers.evicting import EvictingLayer
 from qkvcache.layers.snapshot import restore, snapshot
-from qkvcache.policies import H2O, SnapKV
+from qkvcache.policies import H2O, KVzip, SnapKV
 from tests.caches.test_eviction import CUTS, LENGTH, check_rows, inputs, kept, live_bytes, run
 from tests.caches.test_eviction_features import generate, prompt, same, state
 from tests.matrix import ATTENTION, SHARED, model, slowly
@@ -241,6 +241,20 @@ def test_kernels_do_what_torch_operations_do(monkeypatch, format):
     columns = torch.cat([torch.ones_like(alike[..., :2]), alike, torch.ones_like(alike[..., : dense[0].shape[2] - 2 - alike.shape[2]])], -1)
     for a, b in zip(dense, exact, strict=True):
         assert_close(a[columns], b[columns], TURNED)
+
+
+def test_a_context_that_is_read_twice():
+    """KVzip's scores, and a row that is padded."""
+    network, (ids, mask) = model("llama"), inputs((0, 7), 48)
+    found = {}
+    for alpha in (0.2, 1.0, None):
+        policy = KVzip(budget=20, recent=4, alpha_safeguard=alpha)
+        cache = CompressedCache(network.config, format="int8", policy=policy, num_sink_tokens=2, residual_length=3)
+        cache.compress(network, ids[:, :40], attention_mask=mask[:, :40], progress=False)
+        assert (counts(cache).sum(-1) == 2 * 20).all() and (counts(cache) >= int(0.2 * 20)).all()
+        found[alpha] = kept(cache)
+        assert forward(network, cache, ids, mask, 40, 41).isfinite().all()
+    assert found[1.0] == found[None] != found[0.2]
 
 
 REFUSED = [
