@@ -40,12 +40,10 @@ def markdown(rows: list[dict]) -> str:
             found = [at.get((label, *place)) for place in places]
             cells = [with_error(row["kl"], row["kl_error"]) if row else "" for row in found]
             lines.append(f"| {label} | {size:g} | {' | '.join(cells)} |")
-        first = of[0]
-        parts.append(
-            "\n".join(
-                [*lines, "", f"KL in nats, on {first['windows']} x {first['read_on']:,} tokens of {first['text']}, on {first['device']}."]
-            )
-        )
+        first, *others = {row["device"]: row for row in of}.values()
+        said = f"KL in nats, on {first['windows']} x {first['read_on']:,} tokens of {first['text']}, on {first['device']}"
+        said += "".join(f"; prompt {row['context']:,} on {row['device']}" for row in others)
+        parts.append("\n".join([*lines, "", f"{said}."]))
     return "\n\n".join(parts)
 
 

@@ -27,6 +27,8 @@ class KVzip(Policy):
     prefills (as the authors measure), with the context uncompressed meanwhile. Tokens after the context have a higher score than all tokens
     of it: they evict the context's lowest scores first, and then the oldest tokens after the context.
 
+    The authors rank the tokens of all heads together: pass `alpha_safeguard`, with which the heads of a layer share their budgets.
+
     Args:
         normalized: a weight counts times the length of the token's value in the layer's output over the length of what attention reads at
             the query (KVzip+).
