@@ -229,11 +229,8 @@ def test_b4_b14_any_cut_of_a_static_text_keeps_the_same(name, attention):
     assert found.shape[-1] == 15
 
 
-@pytest.mark.parametrize("chunk", [pytest.param(None, marks=pytest.mark.slow), 7])
-@pytest.mark.parametrize("name", POLICIES)
-def test_b4_generate_equals_a_manual_loop(name, chunk):
-    network, (ids, mask) = model("llama"), inputs(PADS, 29)
-    ours, manual = (CompressedCache(network.config, policy=POLICIES[name](14)) for _ in range(2))
+def assert_generate_equals_a_loop(network, ours, manual, ids, mask, chunk):
+    """`generate` through `ours` gives the tokens of a loop of forwards through `manual`, for prompts `[3, 29]` in chunks of 7 or whole."""
     options = {"max_new_tokens": 10, "do_sample": False, "eos_token_id": None, "prefill_chunk_size": chunk}
     expected = network.generate(input_ids=ids, attention_mask=mask, past_key_values=ours, **options)
     sizes, begin = ([7] * 4 + [1] if chunk else [29]), 0
@@ -245,6 +242,14 @@ def test_b4_generate_equals_a_manual_loop(name, chunk):
             ids = torch.cat([ids, last.argmax(-1)[:, None]], 1)
             mask = torch.cat([mask, torch.ones(3, 1, dtype=torch.long)], 1)
     assert torch.equal(ids, expected)
+
+
+@pytest.mark.parametrize("chunk", [pytest.param(None, marks=pytest.mark.slow), 7])
+@pytest.mark.parametrize("name", POLICIES)
+def test_b4_generate_equals_a_manual_loop(name, chunk):
+    network, (ids, mask) = model("llama"), inputs(PADS, 29)
+    ours, manual = (CompressedCache(network.config, policy=POLICIES[name](14)) for _ in range(2))
+    assert_generate_equals_a_loop(network, ours, manual, ids, mask, chunk)
     assert kept(ours) == kept(manual) and ours.stored_length() == 14
 
 

@@ -16,6 +16,13 @@ from tests.reference import assert_close, forward
 from tests.seeds import SEED
 from tests.tolerance import TURNED, of_model
 
+MOVES = {
+    "reorder_cache": (torch.tensor([2, 0, 0]), torch.tensor([2, 0, 0])),
+    "batch_repeat_interleave": (2, torch.tensor([0, 0, 1, 1, 2, 2])),
+    "batch_select_indices": (torch.tensor([1]), torch.tensor([1])),
+}
+"""Methods that change the rows of a cache of three: their argument, and the row before of each row after."""
+
 FORMATS = [None, "int8", "turboquant_3bit_nc"]
 FEW = ["sink_window", "h2o", "snapkv", "keydiff"]  # the others run under -m slow
 
@@ -239,12 +246,7 @@ def test_b20_rows_move_with_all_that_is_known_of_them(name, format):
         return torch.stack(logits, 1), [cache.kept_positions(i) for i in range(3)]
 
     expected, kept = go_on(copy.deepcopy(cache), torch.arange(3))
-    moves = {
-        "reorder_cache": (torch.tensor([2, 0, 0]), torch.tensor([2, 0, 0])),
-        "batch_repeat_interleave": (2, torch.tensor([0, 0, 1, 1, 2, 2])),
-        "batch_select_indices": (torch.tensor([1]), torch.tensor([1])),
-    }
-    for method, (argument, rows) in moves.items():
+    for method, (argument, rows) in MOVES.items():
         moved = copy.deepcopy(cache)
         getattr(moved, method)(argument)
         logits, positions = go_on(moved, rows)

@@ -12,8 +12,8 @@ from qkvcache.kernels import dispatch
 from qkvcache.layers.evicting import EvictingLayer
 from qkvcache.layers.snapshot import restore, snapshot
 from qkvcache.policies import H2O, KVzip, SnapKV
-from tests.caches.test_eviction import CUTS, LENGTH, check_rows, inputs, kept, live_bytes, run
-from tests.caches.test_eviction_features import generate, prompt, same, state
+from tests.caches.test_eviction import CUTS, LENGTH, assert_generate_equals_a_loop, check_rows, inputs, kept, live_bytes, run
+from tests.caches.test_eviction_features import MOVES, generate, prompt, same, state
 from tests.matrix import ATTENTION, SHARED, model, slowly
 from tests.reference import ZONES, assert_close, forward
 from tests.tolerance import TURNED, of_model
@@ -122,17 +122,7 @@ def test_a_share_of_everything_is_a_budget_for_each_head(format):
 def test_generate_equals_a_manual_loop(chunk):
     network, (ids, mask) = model("llama"), inputs(length=29)
     ours, manual = cache_of(), cache_of()
-    options = {"max_new_tokens": 10, "do_sample": False, "eos_token_id": None, "prefill_chunk_size": chunk}
-    expected = network.generate(input_ids=ids, attention_mask=mask, past_key_values=ours, **options)
-    sizes, begin = ([7] * 4 + [1] if chunk else [29]), 0
-    for size in sizes + [1] * 9:
-        logits = forward(network, manual, ids, mask, begin, begin + size)
-        begin += size
-        if begin >= 29:
-            last = logits.view(3, -1, 100)[:, -1] if size == 1 else logits[mask.sum(-1).cumsum(0) - 1]
-            ids = torch.cat([ids, last.argmax(-1)[:, None]], 1)
-            mask = torch.cat([mask, torch.ones(3, 1, dtype=torch.long)], 1)
-    assert torch.equal(ids, expected)
+    assert_generate_equals_a_loop(network, ours, manual, ids, mask, chunk)
     assert kept(ours) == kept(manual) and (counts(ours).sum(-1) == 2 * 14).all()
 
 
@@ -160,12 +150,7 @@ def test_rows_move_and_copies_stand_alone(format):
     before = state(cache)
     expected, positions = go_on(copy.deepcopy(cache), torch.arange(3))
     assert same(state(cache), before)
-    moves = {
-        "reorder_cache": (torch.tensor([2, 0, 0]), torch.tensor([2, 0, 0])),
-        "batch_repeat_interleave": (2, torch.tensor([0, 0, 1, 1, 2, 2])),
-        "batch_select_indices": (torch.tensor([1]), torch.tensor([1])),
-    }
-    for method, (argument, rows) in moves.items():
+    for method, (argument, rows) in MOVES.items():
         moved = copy.deepcopy(cache)
         getattr(moved, method)(argument)
         logits, found = go_on(moved, rows)
