@@ -16,6 +16,7 @@ from .pages import PagedInputs, PageOptions
 from .segments import AttentionInputs, layout_of, planes_of
 from .tables import Tables, tables
 from .triton_attend import attend_kernel, attend_pages_kernel
+from .triton_attend_tiles import attend_tiles_kernel
 from .triton_join import reduce_kernel, rotate_kernel
 from .triton_sum_splits import EXACT_GRAIN, REGION_GRAIN, sum_splits_kernel
 
@@ -23,7 +24,7 @@ from .triton_sum_splits import EXACT_GRAIN, REGION_GRAIN, sum_splits_kernel
 @dataclass(frozen=True)
 class Launch:
     """How the attention kernel is launched: tokens in a tile, tiles in flight, registers of a thread (None: the compiler chooses), programs
-    of a multiprocessor, warps of a program, query rows of a program."""
+    of a multiprocessor, warps of a program, query rows of a program; and whether it is the kernel for many rows, `attend_tiles_kernel`."""
 
     tile: int = 32
     stages: int = 2
@@ -31,6 +32,7 @@ class Launch:
     programs: int = 12
     warps: int = 1
     rows: int = 8
+    many: bool = False
 
 
 LAUNCHES = {
@@ -43,6 +45,10 @@ WIDE = Launch(registers=None)
 """For head_dim beyond 128, where larger tiles would not fit in registers."""
 MANY_ROWS = Launch(64, 3, None, 8, 2, 32), Launch(64, 3, None, 4, 4, 64)
 """For up to 32 query rows, and for more: each code is unpacked once for as many rows as the registers of a program hold."""
+TILES = Launch(64, 3, 168, 3, 4, 64, many=True), Launch(64, 3, 128, 2, 8, 128, many=True)
+"""Of the kernel for many rows: for up to 64, and for more."""
+FEWEST_TILE_ROWS = 33
+"""Query rows of a KV head from which on that kernel is faster (`eval/bench_turns.py`)."""
 LEAST_SPLIT, MOST_SPLITS = 128, 100
 """Fewest tokens of a split: fewer are not worth its partial outputs. Most splits of a sequence: joining more costs too much."""
 
@@ -55,8 +61,32 @@ def launched(key: PackedLayout, value: PackedLayout, head_dim: int, rows: int = 
     return launch if rows <= 8 else replace(launch, rows=16)
 
 
+def tiled(query: Tensor, attention_inputs: AttentionInputs, mask: Tensor | None, options: PageOptions) -> Launch | None:
+    """The launch of the kernel for many query rows; None where it does not serve these inputs, or is slower than the decode kernel.
+
+    It serves causal attention under no mask but one that hides columns, of keys and values of 64 or 128 channels in fp16 or bf16."""
+    region, heads = attention_inputs.region, attention_inputs.key.shape[1]
+    rows = query.shape[1] // heads * query.shape[2]
+    arch = architecture(query.device)[0]
+    if region is None or rows < FEWEST_TILE_ROWS or not (arch >= 80 or query.device.type == "cpu"):
+        return None
+    if options.get("observed") is not None or options.get("window") is not None or not options.get("causal"):
+        return None
+    if mask is not None and (mask.dtype != torch.bool or any(n > 1 for n in (1, 1, 1, *mask.shape)[-3:-1])):
+        return None
+    widths = (query.shape[3], attention_inputs.value.shape[3])
+    if query.dtype not in (torch.float16, torch.bfloat16) or not all(dim in (64, 128) for dim in widths):
+        return None
+    return TILES[rows > TILES[0].rows]
+
+
 EXACT_TILE = 32
 """Exact tokens of a tile. One program reads all of them, and with few other tokens all others wait for it."""
+TILE_CONSTANTS = (
+    "K", "V", "D", "DV", "G", "R", "T", "K_SHARED", "V_SHARED", "K_ONCE", "V_ONCE", "SOFTCAP", "ARCH", "EXACT", "TURN", "COUNTED",
+    "num_warps", "num_stages", "maxnreg",
+)  # fmt: skip
+"""What `attend_tiles_kernel` takes of the constants of a call."""
 SUM_TOKENS = 1024
 """Tokens of a program that sums attention."""
 
@@ -304,7 +334,11 @@ def fused_attend(
     heads, value_dim = attention_inputs.key.shape[1], attention_inputs.value.shape[3]
     args = launch_for(attention_inputs)
     zones = n_quantized, n_sinks, n_residual = 0 if region is None else region.tokens, exact[0].shape[2], exact[2].shape[2]
+    launch = launch or tiled(query, attention_inputs, mask, options)
     call = Call(query, mask, args, heads, value_dim, zones, options, launch)
+    if launch is not None and launch.many:
+        _attend_tiles(call, attention_inputs, args)
+        return call.finish(args.centers[1], (heads * value_dim, value_dim))
     splits, split_tokens = split(n_quantized, call.panels, call.tile, call.programs)
     call.allocate(splits + call.exact)
     attend_kernel[(call.splits, call.blocks, call.batch * heads)](
@@ -314,6 +348,24 @@ def fused_attend(
         **call.constants,
     )  # fmt: skip
     return call.finish(args.centers[1], (heads * value_dim, value_dim))
+
+
+def _attend_tiles(call: Call, attention_inputs: AttentionInputs, args: AttendLaunch) -> None:
+    """Launches `attend_tiles_kernel`, which leaves the outputs of splits."""
+    n_quantized, n_sinks, n_residual = call.zones
+    buffers, region = attention_inputs.buffers, attention_inputs.region
+    table, k_codes, k_high, _, k_scales, v_codes, v_high, _, v_scales, *exact = args.tensors[2:]
+    # Beside few long splits, the programs of the exact tokens are brief.
+    spare = call.programs // call.panels
+    splits, split_tokens = split(n_quantized, call.panels, call.tile, call.programs + call.panels * (spare <= 8))
+    call.allocate(splits + call.exact)
+    constants = {name: call.constants[name] for name in TILE_CONSTANTS if name in call.constants}
+    attend_tiles_kernel[(call.splits, call.blocks, call.batch * call.heads)](
+        call.query, args.use.matrix, table, k_codes, k_high, k_scales, v_codes, v_high, v_scales, *exact, call.mask, args.centers[0],
+        *call.outputs, args.empty if buffers is None else buffers.state, *call.query.stride()[:3], *args.strides, call.mask_strides[0],
+        call.mask_strides[3], *call.scalars[:2], len(region.chunks) if region else 0, n_sinks, n_quantized, n_residual, split_tokens,
+        call.heads, call.queries, **constants | {"MASK": call.constants["MASK"] != "none"},
+    )  # fmt: skip
 
 
 def launch_over(inputs: PagedInputs) -> PagesLaunch:
