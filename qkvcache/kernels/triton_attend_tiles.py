@@ -97,8 +97,8 @@ def _scales_of_plane(X: tl.constexpr, WORDS: tl.constexpr, by_group, i: tl.const
         return by_group[FIRST][:, None]
     else:
         tl.static_assert(WORDS == 2 * GROUP)
-        both = tl.join(by_group[FIRST], by_group[FIRST + 1])
-        return tl.reshape(tl.broadcast_to(both[:, :, None], [T, 2, GROUP]), [T, WORDS])
+        low = (tl.arange(0, WORDS) < GROUP)[None, :]
+        return tl.where(low, by_group[FIRST][:, None], by_group[FIRST + 1][:, None])
 
 
 @triton.jit
