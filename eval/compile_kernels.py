@@ -31,8 +31,9 @@ from qkvcache.formats import REGISTRY  # noqa: E402
 from qkvcache.formats.base import PackedLayout  # noqa: E402
 from qkvcache.formats.rotation import rotation_block  # noqa: E402
 from qkvcache.kernels import triton_dequantize, triton_evict, triton_quantize, triton_step, triton_store_exact, triton_sum_attention  # noqa: E402
-from qkvcache.kernels.fused import EXACT_TILE, SUM_TOKENS, launched  # noqa: E402
+from qkvcache.kernels.fused import EXACT_TILE, SUM_TOKENS, TILES, launched  # noqa: E402
 from qkvcache.kernels.triton_attend import attend_kernel, attend_pages_kernel  # noqa: E402
+from qkvcache.kernels.triton_attend_tiles import attend_tiles_kernel  # noqa: E402
 from qkvcache.kernels.triton_join import reduce_kernel, rotate_kernel  # noqa: E402
 from qkvcache.kernels.triton_sum_splits import sum_splits_kernel  # noqa: E402
 
@@ -138,6 +139,20 @@ def attention_over_pages(format: str, head_dim: int, target: str, variant: str =
     gone = ("K_SHARED", "V_SHARED", "COUNTED")
     constants = {name: x for name, x in job.constants.items() if name not in gone} | {"PAGE": 64, "WIDE": False}
     return Job(job.name.replace("attend", "pages"), attend_pages_kernel, types, constants, target, job.options, job.may_spill)
+
+
+def attention_in_tiles(format: str, head_dim: int, target: str, rows: int, variant: str = "") -> Job:
+    launch = TILES[rows > TILES[0].rows]
+    job = attention(format, head_dim, target, variant)
+    names = {param.name for param in attend_tiles_kernel.params}
+    types = {name: kind for name, kind in job.types.items() if name in names}
+    constants = {name: x for name, x in job.constants.items() if name in names}
+    constants |= {"R": launch.rows, "T": launch.tile, "MASK": job.constants["MASK"] != "none"}
+    options: dict[str, object] = {"num_warps": launch.warps, "num_stages": launch.stages}
+    if constants["ARCH"]:
+        options["maxnreg"] = launch.registers
+    name = " ".join(filter(None, [f"tiles {format} {head_dim}", variant, f"{rows} rows"]))
+    return Job(name, attend_tiles_kernel, types, constants, target, options, may_spill=True)
 
 
 def _not_rotated(how: PackedLayout) -> PackedLayout:
@@ -276,6 +291,7 @@ def jobs(everything: bool) -> Iterator[Job]:
         for format in QUICK[-1:] if few else formats:
             yield attention(format, 128, target)
             yield attention_over_pages(format, 128, target)
+            yield attention_in_tiles(format, 128, target, 128)
         yield from columns(128, target)
         yield arriving(128, 8, target)
         yield storing_exact(128, target)
@@ -288,6 +304,8 @@ def jobs(everything: bool) -> Iterator[Job]:
                 yield attention("turboquant_4bit_nc", 128, target, variant)
             many = [(format, rows) for format in formats for rows in (32, 64)] if everything else [("int8", 64), ("turboquant_4bit_nc", 64)]
             yield from (attention(format, 128, target, rows=rows) for format, rows in many)
+            yield from (attention_in_tiles(format, 128, target, 64) for format, rows in many if rows > 32)
+            yield attention_in_tiles("int8", 128, target, 128, "store")
             yield from (attention(format, 128, target, "store") for format in ("int8", "turboquant_4bit_nc"))
             yield from (attention(format, 128, target, "mass") for format in ("identity", "int8", "turboquant_4bit_nc"))
             yield joining("int8", 128, target)

@@ -178,10 +178,8 @@ def _region_tile(
             factor = tl.full(factor.shape, 1.0, tl.float32)
         if TAIL:
             s = tl.where(valid[None, :], s, HIDDEN)
-        if MASK:
-            if hides:
-                shown = tl.load(mask + column * mask_stride)
-                s = tl.where((shown != 0)[None, :], s, HIDDEN)
+        if MASK and hides:
+            s = tl.where((tl.load(mask + column * mask_stride) != 0)[None, :], s, HIDDEN)
     v = _tile(V, V_ONCE, DV, v_codes, v_high, v_scales, v_norm, slot, ARCH)
     return _absorb(state, s, factor, v, ARCH)
 
