@@ -172,14 +172,10 @@ def _region_tile(
     if SOFTCAP:
         s = _capped(s * factor[:, None] + q_center[:, None], softcap, True, ARCH)
         factor = tl.full(factor.shape, 1.0, tl.float32)
-    if TAIL or MASK:
-        if not SOFTCAP:
-            s = s * factor[:, None]
-            factor = tl.full(factor.shape, 1.0, tl.float32)
-        if TAIL:
-            s = tl.where(valid[None, :], s, HIDDEN)
-        if MASK and hides:
-            s = tl.where((tl.load(mask + column * mask_stride) != 0)[None, :], s, HIDDEN)
+    if TAIL:
+        s = tl.where(valid[None, :], s, float("-inf"))
+    if MASK and hides:
+        s = tl.where((tl.load(mask + column * mask_stride) != 0)[None, :], s, float("-inf"))
     v = _tile(V, V_ONCE, DV, v_codes, v_high, v_scales, v_norm, slot, ARCH)
     return _absorb(state, s, factor, v, ARCH)
 
@@ -373,7 +369,7 @@ def attend_tiles_kernel(
             m, l, acc = state
             state = m, l, acc * (unit / v_norm)
             unit = v_norm
-            k_factor = factor * k_norm
+            k_factor = tl.maximum(factor * k_norm, 1e-37)  # what is hidden stays hidden
             whole = low + tl.maximum(high - low, 0) // T * T
             for token in range(low, whole, T):
                 slot = token + t
