@@ -44,13 +44,17 @@ def _word_and_plane(X: tl.constexpr, place):
 
 
 @triton.jit
-def _channels(X: tl.constexpr, D: tl.constexpr):
-    """The channels of a token in the order of a tile, int [D]."""
-    word, plane = _word_and_plane(X, tl.arange(0, D))
-    if X.group > 0:
-        return plane * (D // X.per) + word
+def _reordered(X: tl.constexpr, x):
+    """Vectors `x`, [R, D], with their channels in the order of a tile."""
+    R: tl.constexpr = x.shape[0]
+    D: tl.constexpr = x.shape[1]
+    PER: tl.constexpr = X.per
+    if PER == 1:
+        return x
+    elif X.group > 0:
+        return tl.reshape(tl.permute(tl.reshape(x, [R, PER, D // PER // 2, 2]), (0, 2, 1, 3)), [R, D])
     else:
-        return word * X.per + plane
+        return tl.reshape(tl.permute(tl.reshape(x, [R, D // PER // 2, 2, PER]), (0, 1, 3, 2)), [R, D])
 
 
 @triton.jit
@@ -78,9 +82,9 @@ def _norm(X: tl.constexpr, ONCE: tl.constexpr, scales, low, high):
     if X.scale == "none" or X.group > 0:
         return 1.0
     else:
-        i = tl.arange(0, 1024)
-        most = tl.full([1024], 1e-30, tl.float32)
-        for at in range(low, high, 1024):
+        i = tl.arange(0, 4096)
+        most = tl.full([4096], 1e-30, tl.float32)
+        for at in range(low, high, 4096):
             scale, zero = token_scale(X, ONCE, scales, tl.minimum(at + i, high - 1))
             if X.scale == "pair":
                 scale = tl.maximum(scale, tl.abs(zero) / LARGEST_ZERO)
@@ -104,7 +108,7 @@ def _scales_of_plane(X: tl.constexpr, WORDS: tl.constexpr, by_group, i: tl.const
 @triton.jit
 def _tile(X: tl.constexpr, ONCE: tl.constexpr, D: tl.constexpr, codes, high, scales, norm, slot, ARCH: tl.constexpr):
     """The tokens `slot`, int [T], of one head: fp16 [T, D] (the model's dtype for `half`), in units of `unit_of(X) * norm / _power(X)`, the
-    channels in the order of `_channels`.
+    channels in the order of `_word_and_plane`.
 
     codes   words of 16 bits [slots, D / X.per]         high   [slots, half as many], read if X.high
     scales  as of `triton_scales.py`                    norm   fp32, from `_norm`
@@ -224,23 +228,20 @@ def _queries(
     Returns [R, D], fp16 (the model's dtype for `half`), and for each row, fp32 [R]: the factor of its scores without that of the tile, and
     its product with `center`, the mean of keys, fp32 [D]."""
     R: tl.constexpr = q_rows.shape[0]
-    channel = _channels(K, D)
+    d = tl.arange(0, D)
+    x = tl.load(query + q_rows[:, None] + d[None, :], mask=live[:, None], other=0.0)
     if K.rotated:
-        d = tl.arange(0, D)
-        x = tl.load(query + q_rows[:, None] + d[None, :], mask=live[:, None], other=0.0)
-        turn = tl.load(rotation + d[:, None] * D + channel[None, :]).to(x.dtype)
+        turn = tl.load(rotation + d[:, None] * D + d[None, :]).to(x.dtype)
         x = tl.dot(x, turn, input_precision="ieee")
-    else:
-        x = tl.load(query + q_rows[:, None] + channel[None, :], mask=live[:, None], other=0.0)
     factor = tl.full([R], 1.0, tl.float32) * (scaling * TURN)
     q_center = tl.zeros([R], tl.float32)
     if K.centered:
-        q_center = tl.sum(x.to(tl.float32) * tl.load(center + channel)[None, :], 1) * factor
+        q_center = tl.sum(x.to(tl.float32) * tl.load(center + d)[None, :], 1) * factor
     if K.kind != "half":
         largest = tl.maximum(tl.max(tl.abs(x.to(tl.float32)), 1), 1e-30)
         factor *= largest * (unit_of(K) / _power(K))
         x = (x.to(tl.float32) / largest[:, None]).to(tl.float16)
-    return x, factor, q_center
+    return _reordered(K, x), factor, q_center
 
 
 # What changes from step to step, or call to call, must not compile the kernel anew.
