@@ -45,7 +45,7 @@ WIDE = Launch(registers=None)
 """For head_dim beyond 128, where larger tiles would not fit in registers."""
 MANY_ROWS = Launch(64, 3, None, 8, 2, 32), Launch(64, 3, None, 4, 4, 64)
 """For up to 32 query rows, and for more: each code is unpacked once for as many rows as the registers of a program hold."""
-TILES = Launch(64, 3, 168, 3, 4, 64, many=True), Launch(64, 3, 128, 2, 8, 128, many=True)
+TILES = Launch(64, 1, 168, 3, 4, 64, many=True), Launch(64, 1, 128, 2, 8, 128, many=True)
 """Of the kernel for many rows: for up to 64, and for more."""
 FEWEST_TILE_ROWS, MOST_TILE_ROWS = 33, 2048
 """Query rows of a KV head for which that kernel is the fastest: with fewer, the decode kernel; with more, dequantizing chunks

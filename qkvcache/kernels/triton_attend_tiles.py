@@ -8,8 +8,8 @@ holds whatever fp32 scales say, they are relative to the largest one of the spli
 Splits of the quantized region, and the exact tokens as one more, leave partial outputs in the order of `triton_attend.py`, which
 `triton_join.py` joins. All exponents are base 2.
 
-A tile has its channels in the order in which assembly unpacks them: two words, plane by plane (`_word_and_plane`). Queries are loaded, and
-outputs stored, in that order.
+A tile has its channels in the order in which assembly unpacks them (`_word_and_plane`). Queries are reordered likewise, and outputs stored
+in the order that they have elsewhere.
 
 Shapes of tiles: T tokens, R query rows. X, K and V are the `PackedLayout` of a codec."""
 
@@ -34,13 +34,18 @@ def _power(layout):
 
 
 @triton.jit
-def _word_and_plane(X: tl.constexpr, place):
-    """The word of a token, and the plane of that word, that a tile holds in channel `place`, int of any shape."""
-    PER: tl.constexpr = X.per
-    if PER == 1:
-        return place, place * 0
+def _word_and_plane(X: tl.constexpr, D: tl.constexpr):
+    """The word of a token, and the plane of that word, that a tile holds in each channel, int [D] each.
+
+    Of the eight words that a thread loads at once, the first four go to the first half of the tile, the others to the second: then threads
+    that store to shared memory at a time do not share banks. Four words lie there as two times two words, plane by plane."""
+    at = tl.arange(0, D)
+    if X.per == 1:
+        return at, at * 0
     else:
-        return place // (2 * PER) * 2 + place % 2, place // 2 % PER
+        in_half = at % (D // 2)
+        four, two = in_half // (4 * X.per), in_half // (2 * X.per) % 2
+        return four * 8 + at // (D // 2) * 4 + two * 2 + at % 2, at // 2 % X.per
 
 
 @triton.jit
@@ -49,31 +54,29 @@ def _reordered(X: tl.constexpr, x):
     R: tl.constexpr = x.shape[0]
     D: tl.constexpr = x.shape[1]
     PER: tl.constexpr = X.per
+    EIGHTS: tl.constexpr = D // PER // 8
     if PER == 1:
         return x
     elif X.group > 0:
-        return tl.reshape(tl.permute(tl.reshape(x, [R, PER, D // PER // 2, 2]), (0, 2, 1, 3)), [R, D])
+        return tl.reshape(tl.permute(tl.reshape(x, [R, PER, EIGHTS, 2, 2, 2]), (0, 3, 2, 4, 1, 5)), [R, D])
     else:
-        return tl.reshape(tl.permute(tl.reshape(x, [R, D // PER // 2, 2, PER]), (0, 1, 3, 2)), [R, D])
+        return tl.reshape(tl.permute(tl.reshape(x, [R, EIGHTS, 2, 2, 2, PER]), (0, 2, 1, 3, 5, 4)), [R, D])
 
 
 @triton.jit
 def _interleaved(planes, T: tl.constexpr, WORDS: tl.constexpr, PER: tl.constexpr):
     """A tuple of PER planes [T, WORDS] as one tile [T, WORDS * PER], its channels in the order of `_word_and_plane`."""
-    if PER == 1:
-        return planes[0]
-    elif PER == 2:
-        x = tl.reshape(tl.join(planes[0], planes[1]), [T, WORDS // 2, 2, 2])
-        return tl.reshape(tl.permute(x, (0, 1, 3, 2)), [T, WORDS * 2])
+    if PER == 2:
+        x = tl.join(planes[0], planes[1])
+        x = tl.permute(tl.reshape(x, [T, WORDS // 8, 2, 2, 2, 2]), (0, 2, 1, 3, 5, 4))
     elif PER == 4:
         x = tl.join(tl.join(planes[0], planes[1]), tl.join(planes[2], planes[3]))
-        x = tl.reshape(x, [T, WORDS // 2, 2, 2, 2])
-        return tl.reshape(tl.permute(x, (0, 1, 4, 3, 2)), [T, WORDS * 4])
+        x = tl.permute(tl.reshape(x, [T, WORDS // 8, 2, 2, 2, 2, 2]), (0, 2, 1, 3, 6, 5, 4))
     else:
-        x = tl.join(tl.join(planes[0], planes[1]), tl.join(planes[2], planes[3]))
-        y = tl.join(tl.join(planes[4], planes[5]), tl.join(planes[6], planes[7]))
-        z = tl.reshape(tl.join(x, y), [T, WORDS // 2, 2, 2, 2, 2])
-        return tl.reshape(tl.permute(z, (0, 1, 5, 4, 3, 2)), [T, WORDS * 8])
+        first = tl.join(tl.join(planes[0], planes[1]), tl.join(planes[2], planes[3]))
+        last = tl.join(tl.join(planes[4], planes[5]), tl.join(planes[6], planes[7]))
+        x = tl.permute(tl.reshape(tl.join(first, last), [T, WORDS // 8, 2, 2, 2, 2, 2, 2]), (0, 2, 1, 3, 7, 6, 5, 4))
+    return tl.reshape(x, [T, WORDS * PER])
 
 
 @triton.jit
@@ -106,39 +109,54 @@ def _scales_of_plane(X: tl.constexpr, WORDS: tl.constexpr, by_group, i: tl.const
 
 
 @triton.jit
-def _tile(X: tl.constexpr, ONCE: tl.constexpr, D: tl.constexpr, codes, high, scales, norm, slot, ARCH: tl.constexpr):
-    """The tokens `slot`, int [T], of one head: fp16 [T, D] (the model's dtype for `half`), in units of `unit_of(X) * norm / _power(X)`, the
-    channels in the order of `_word_and_plane`.
+def _stored(X: tl.constexpr, ONCE: tl.constexpr, D: tl.constexpr, codes, high, scales, slot, ARCH: tl.constexpr):
+    """What is stored of the tokens `slot`, int [T], of one head, as `_tile` takes it: codes, two words as one int32 [T, words / 2] (`half`:
+    the model's dtype [T, D]); then high bits, int16 [T, words]; then the scales of groups, or scale and zero of tokens.
 
     codes   words of 16 bits [slots, D / X.per]         high   [slots, half as many], read if X.high
-    scales  as of `triton_scales.py`                    norm   fp32, from `_norm`
+    scales  as of `triton_scales.py`
     """
-    T: tl.constexpr = slot.shape[0]
+    WORDS: tl.constexpr = D // X.per
+    if X.kind == "half":
+        return (tl.load(codes + (slot[:, None] * WORDS + tl.arange(0, WORDS)[None, :])),)
+    else:
+        HALF: tl.constexpr = WORDS // 2
+        stored = (tl.load(codes.to(tl.pointer_type(tl.int32)) + (slot[:, None] * HALF + tl.arange(0, HALF)[None, :])),)
+        if X.high:
+            stored = stored + (tl.load(high + (slot[:, None] * HALF + (tl.arange(0, WORDS) % HALF)[None, :])),)
+        if X.group > 0:
+            return stored + (group_scales(X, WORDS, scales, slot, ARCH),)
+        else:
+            return stored + (token_scale(X, ONCE, scales, slot),)
+
+
+@triton.jit
+def _tile(X: tl.constexpr, D: tl.constexpr, stored, norm, ARCH: tl.constexpr):
+    """What `_stored` returned as numbers: fp16 [T, D] (the model's dtype for `half`), in units of `unit_of(X) * norm / _power(X)`, the
+    channels in the order of `_word_and_plane`. `norm`: fp32, from `_norm`."""
+    T: tl.constexpr = stored[0].shape[0]
     WORDS: tl.constexpr = D // X.per
     KIND: tl.constexpr = X.kind
     PER: tl.constexpr = X.per
-    word = tl.arange(0, WORDS)
-    w = tl.load(codes + (slot[:, None] * WORDS + word[None, :]))
     if KIND == "half":
-        return w
+        return stored[0]
     else:
+        w = tl.reshape(tl.join(stored[0].to(tl.int16), (stored[0] >> 16).to(tl.int16)), [T, WORDS])
         if X.high:
-            HALF: tl.constexpr = WORDS // 2
-            h = tl.load(high + (slot[:, None] * HALF + (word % HALF)[None, :]))
-            shift = tl.broadcast_to(tl.where(word >= HALF, -1, 0).to(tl.int16)[None, :], [T, WORDS])
-            planes = unpack(KIND, w, h, shift, ARCH)
+            shift = tl.broadcast_to(tl.where(tl.arange(0, WORDS) >= WORDS // 2, -1, 0).to(tl.int16)[None, :], [T, WORDS])
+            planes = unpack(KIND, w, stored[1], shift, ARCH)
         else:
             planes = unpack(KIND, w, w, w, ARCH)
         tiles = ()
         if X.group > 0:
-            by_group = group_scales(X, WORDS, scales, slot, ARCH)
             for i in tl.static_range(PER):
-                tiles = tiles + (scaled(X, planes[i], _scales_of_plane(X, WORDS, by_group, i, T)),)
+                tiles = tiles + (scaled(X, planes[i], _scales_of_plane(X, WORDS, stored[1 + X.high], i, T)),)
         else:
-            scale, zero = token_scale(X, ONCE, scales, slot)
-            factor = (scale * (_power(X) / norm)).to(tl.float16)
+            scale, zero = stored[1 + X.high]
+            inverse_norm = 1.0 / norm
+            factor = (scale * (_power(X) * inverse_norm)).to(tl.float16)
             if X.scale == "pair":
-                start = zero / norm - offset_of(X) * factor.to(tl.float32)
+                start = zero * inverse_norm - offset_of(X) * factor.to(tl.float32)
             else:
                 start = factor.to(tl.float32) * -(offset_of(X) + zero)
             factor = tl.broadcast_to(factor[:, None], [T, WORDS])
@@ -166,13 +184,24 @@ def _absorb(state, u, factor, v, ARCH: tl.constexpr):
 def _region_tile(
     K: tl.constexpr, V: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, K_ONCE: tl.constexpr, V_ONCE: tl.constexpr, TAIL: tl.constexpr,
     SOFTCAP: tl.constexpr, MASK: tl.constexpr, ARCH: tl.constexpr,
-    state, q, factor, q_center, k_codes, k_high, k_scales, k_norm, v_codes, v_high, v_scales, v_norm, slot, valid,
+    state, stored, q, factor, q_center, k_codes, k_high, k_scales, k_norm, v_codes, v_high, v_scales, v_norm, next_slot, valid,
     mask, mask_stride, column, hides, softcap,
 ):  # fmt: skip
-    """Adds the tokens `slot`, int [T], to `state` (`_absorb`). `q`: [R, D] with `factor` and `q_center` from `_queries`; `valid`: bool [T],
-    read with TAIL; `column`: int [T], columns of the mask, read with MASK if it `hides` any."""
-    k = _tile(K, K_ONCE, D, k_codes, k_high, k_scales, k_norm, slot, ARCH)
+    """Adds a tile, of which `stored` holds keys and values (`_stored`), to `state` (`_absorb`). Returns the new state, and what is stored of
+    the tokens `next_slot`, int [T], unless this is the TAIL.
+
+    q       [R, D] with `factor` and `q_center` from `_queries`
+    valid   bool [T], read with TAIL; column: int [T], columns of the mask, read with MASK if it `hides` any
+    """
+    k = _tile(K, D, stored[0], k_norm, ARCH)
+    v = _tile(V, DV, stored[1], v_norm, ARCH)
     s = tl.dot(q, tl.trans(k), input_precision="ieee")
+    # After the product: until then, the fence that hands tiles to it would wait for these loads.
+    if not TAIL:
+        stored = (
+            _stored(K, K_ONCE, D, k_codes, k_high, k_scales, next_slot, ARCH),
+            _stored(V, V_ONCE, DV, v_codes, v_high, v_scales, next_slot, ARCH),
+        )
     if SOFTCAP:
         s = _capped(s * factor[:, None] + q_center[:, None], softcap, True, ARCH)
         factor = tl.full(factor.shape, 1.0, tl.float32)
@@ -180,8 +209,7 @@ def _region_tile(
         s = tl.where(valid[None, :], s, float("-inf"))
     if MASK and hides:
         s = tl.where((tl.load(mask + column * mask_stride) != 0)[None, :], s, float("-inf"))
-    v = _tile(V, V_ONCE, DV, v_codes, v_high, v_scales, v_norm, slot, ARCH)
-    return _absorb(state, s, factor, v, ARCH)
+    return _absorb(state, s, factor, v, ARCH), stored
 
 
 @triton.jit
@@ -372,23 +400,25 @@ def attend_tiles_kernel(
             unit = v_norm
             k_factor = tl.maximum(factor * k_norm, 1e-37)  # what is hidden stays hidden
             whole = low + tl.maximum(high - low, 0) // T * T
-            for token in range(low, whole, T):
-                slot = token + t
-                state = _region_tile(
-                    K, V, D, DV, K_ONCE, V_ONCE, False, SOFTCAP, MASK, ARCH, state, q, k_factor, q_center,
-                    kc, kh, ks, k_norm, vc, vh, vs, v_norm, slot, t >= 0, mask, mask_stride_t, n_sinks + start + slot, hides, softcap,
+            slot = tl.maximum(tl.minimum(low + t, high - 1), 0)
+            stored = (_stored(K, K_ONCE, D, kc, kh, ks, slot, ARCH), _stored(V, V_ONCE, DV, vc, vh, vs, slot, ARCH))
+            for token in tl.range(low, whole, T, num_stages=1):
+                state, stored = _region_tile(
+                    K, V, D, DV, K_ONCE, V_ONCE, False, SOFTCAP, MASK, ARCH, state, stored, q, k_factor, q_center,
+                    kc, kh, ks, k_norm, vc, vh, vs, v_norm, tl.minimum(token + T + t, high - 1), t >= 0,
+                    mask, mask_stride_t, n_sinks + start + token + t, hides, softcap,
                 )  # fmt: skip
             if whole < high:
                 slot = tl.minimum(whole + t, high - 1)
-                state = _region_tile(
-                    K, V, D, DV, K_ONCE, V_ONCE, True, SOFTCAP, MASK, ARCH, state, q, k_factor, q_center,
+                state, stored = _region_tile(
+                    K, V, D, DV, K_ONCE, V_ONCE, True, SOFTCAP, MASK, ARCH, state, stored, q, k_factor, q_center,
                     kc, kh, ks, k_norm, vc, vh, vs, v_norm, slot, whole + t < high, mask, mask_stride_t, n_sinks + start + slot, hides,
                     softcap,
                 )  # fmt: skip
         m, l, acc = state
         if not SOFTCAP:
             m += q_center
-        word, i = _word_and_plane(V, tl.arange(0, DV))
+        word, i = _word_and_plane(V, DV)
         acc *= unit * (unit_of(V) / _power(V))
         tl.store(out + (i * VW + word)[None, :], acc, mask=live[:, None])
     entry = (panel * splits + split) * R + tl.arange(0, R)
