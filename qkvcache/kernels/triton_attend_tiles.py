@@ -187,8 +187,8 @@ def _region_tile(
     state, stored, q, factor, q_center, k_codes, k_high, k_scales, k_norm, v_codes, v_high, v_scales, v_norm, next_slot, valid,
     mask, mask_stride, column, hides, softcap,
 ):  # fmt: skip
-    """Adds a tile, of which `stored` holds keys and values (`_stored`), to `state` (`_absorb`). Returns the new state, and what is stored of
-    the tokens `next_slot`, int [T], unless this is the TAIL.
+    """Adds a tile, of which `stored` holds keys and values (`_stored`), to `state` (`_absorb`). Returns the new state and what is stored of
+    the tokens `next_slot`, int [T]; with TAIL there are none.
 
     q       [R, D] with `factor` and `q_center` from `_queries`
     valid   bool [T], read with TAIL; column: int [T], columns of the mask, read with MASK if it `hides` any
