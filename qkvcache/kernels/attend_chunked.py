@@ -164,7 +164,8 @@ def attend_chunked_pages(
             yield min(size, end - at), (AsIs(), AsIs()), partial(_dequantize_pages, pages, at)
 
     exact = _joined((sinks[0], recent[0])), _joined((sinks[1], recent[1]))
-    return _attend(query, Tokens(exact, sinks[0].shape[2], pieces), None, scaling, None, None, None)[:2]
+    # Prompts of a batch are cut anywhere, so that no plan of cuDNN's would serve twice.
+    return _attend(query, Tokens(exact, sinks[0].shape[2], pieces), None, scaling, None, None, CHUNK_TOKENS, plans=False)[:2]
 
 
 def _dequantize_pages(pages: Pages, begin: int, keys: Tensor, values: Tensor) -> None:
@@ -194,8 +195,10 @@ def _attend(
     sinks: Tensor | None,
     chunk_tokens: int | None,
     second: tuple[int, Reduce] | None = None,
+    plans: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Output and log-sum-exp; and, of so many last queries, what a function computes in a second pass."""
+    """Output and log-sum-exp; and, of so many last queries, what a function computes in a second pass. `plans`: whether as many queries will
+    come again."""
     batch, query_heads, queries, dim = query.shape
     exact, before = tokens.exact, tokens.before
     heads = exact[0].shape[1]
@@ -214,7 +217,7 @@ def _attend(
         keys, values = scratch[:, :, :, :count]
         fill(keys, values)
         bias = None if hidden is None else _bias(hidden[:, None, None, column : column + count], query.dtype)
-        plan = count == size and queries >= CUDNN_QUERIES
+        plan = plans and count == size and queries >= CUDNN_QUERIES
         out, lse = library_attention(rotated, keys, values, bias, unrotated, softcap, plan=plan)
         parts.append((rotate_back(out, codecs[1]), lse))
         column += count
