@@ -35,8 +35,8 @@ class Plan:
     request: one request, as `cache.memory()` counts it. dense: the same in a DynamicCache. requests: how many fit into `gpu_memory` beside
     `weights_memory`. longest_context: the most tokens of each of `batch` requests; None if the cache stops growing before memory is full
     (`unbounded`). Both are None without `gpu_memory`. at_most: heads share budgets (`Policy.alpha_safeguard`), so that the bytes depend on
-    the text; these are the most, and as many requests fit at least. batching: how many requests of a mix run together in continuous batching, if `plan`
-    was given one.
+    the text; these are the most, and as many requests fit at least. batching: how many requests of a mix run together in continuous
+    batching, if `plan` was given one.
     """
 
     model: str

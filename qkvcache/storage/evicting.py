@@ -257,8 +257,8 @@ class EvictingStorage(LayerStorage):
         return self.policy.size(self.budget, seq_length) - (self.num_sink_tokens + self.lag_length + self.interval - 1)
 
     def simulate(self, prompt: int, seq_length: int, query_heads: int) -> None:
-        """Allocates what storage holds after `prompt` tokens at once and others one by one, `seq_length` in all; where heads share a budget,
-        the most that it may hold. Nothing is stored: for planning, on the meta device."""
+        """Allocates what storage holds after `prompt` tokens at once and others one by one, `seq_length` in all; the most that it may hold,
+        where heads share a budget. Nothing is stored: for planning, on the meta device."""
         exact, interval = self.num_sink_tokens + self.lag_length, self.interval
         first = prompt - exact if prompt - exact >= interval else 0  # tokens that leave the residual after the prompt
         groups = max(seq_length - exact - first, 0) // interval

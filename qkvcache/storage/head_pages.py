@@ -123,7 +123,7 @@ class HeadPages(QuantizedTokens):
                     planes[name].unflatten(0, (batch, -1))[:, : self.capacity] = x.unflatten(0, (batch, -1))
                 grown.append(planes)
             for name, x in self.fields.items():
-                pages = F.pad(x[:-1].view(batch, self.capacity, PAGE), (0, 0, 0, capacity - self.capacity))
+                pages = F.pad(x[:-1].unflatten(0, (batch, self.capacity)), (0, 0, 0, capacity - self.capacity))
                 self.fields[name] = _with_empty_page(pages.flatten(0, 1), name)
         self.planes, self.capacity = (grown[0], grown[1]), capacity
         self._place(within)
@@ -178,12 +178,12 @@ class HeadPages(QuantizedTokens):
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Replaces every tensor by `fn(tensor)`, which may change the rows or the device."""
-        batch, within = len(self.lengths), fn(self._table_of_rows())
+        shape, within = (len(self.lengths), self.capacity), fn(self._table_of_rows())
         with torch.inference_mode(False):
-            key, value = ({name: fn(x.unflatten(0, (batch, self.capacity))).flatten(0, 1) for name, x in planes.items()} for planes in self.planes)
+            key, value = ({name: fn(x.unflatten(0, shape)).flatten(0, 1) for name, x in planes.items()} for planes in self.planes)
             k_statistics, v_statistics = ({name: fn(x) for name, x in side.items()} for side in self.statistics)
             for name, x in self.fields.items():
-                self.fields[name] = _with_empty_page(fn(x[:-1].view(batch, self.capacity, PAGE)).flatten(0, 1), name)
+                self.fields[name] = _with_empty_page(fn(x[:-1].unflatten(0, shape)).flatten(0, 1), name)
         self.planes, self.statistics = (key, value), (k_statistics, v_statistics)
         self.lengths = fn(self.lengths)
         self._place(within)
@@ -211,7 +211,8 @@ class HeadPages(QuantizedTokens):
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """What a snapshot holds beside codes and statistics, `[B, ...]` each, with its name."""
         yield from (("pages.table", self._table_of_rows()), ("pages.lengths", self.lengths))
-        yield from ((f"pages.{name}", x[:-1].view(-1, self.capacity, PAGE)) for name, x in self.fields.items())
+        shape = len(self.lengths), self.capacity
+        yield from ((f"pages.{name}", x[:-1].unflatten(0, shape)) for name, x in self.fields.items())
 
     def place(self, tensors: dict[str, Tensor], length: int) -> None:
         """Takes `length` and the `named_tensors` of another layer, whose codes are already there."""

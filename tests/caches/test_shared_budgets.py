@@ -163,12 +163,12 @@ def test_rows_move_and_copies_stand_alone(format):
     assert cache.nbytes == cache.get_seq_length() == cache.stored_length() == 0
 
 
-@pytest.mark.parametrize("format", [None, "int8"])
-def test_a_row_comes_back_from_a_snapshot(format):
-    """Of a batch whose other row has a longer head."""
+@pytest.mark.parametrize(("format", "prompt"), [(None, 30), ("int8", 30), ("int8", 4)])
+def test_a_row_comes_back_from_a_snapshot(format, prompt):
+    """Of a batch whose other row has a longer head; and where nothing is quantized yet."""
     network, (ids, _) = model("llama"), inputs((0, 0))
     cache = cache_of(format=format, residual_length=3)
-    for a, b in ((0, 30), (30, 31), (31, 32)):
+    for a, b in ((0, prompt), (prompt, prompt + 1), (prompt + 1, prompt + 2)):
         forward(network, cache, ids, torch.ones_like(ids), a, b)
     for row in range(2):
         again, alone = cache_of(format=format, residual_length=3), copy.deepcopy(cache)
@@ -176,7 +176,7 @@ def test_a_row_comes_back_from_a_snapshot(format):
         for into, layer in zip(again.layers, cache.layers, strict=True):
             restore(into, snapshot(layer, row=row), "cpu")
         assert again.nbytes == alone.nbytes
-        for a in range(32, LENGTH):
+        for a in range(prompt + 2, LENGTH):
             logits = [forward(network, x, ids[row : row + 1], torch.ones_like(ids[:1]), a, a + 1) for x in (again, alone)]
             assert same(*([x] for x in logits)) and kept(again) == kept(alone)
 
