@@ -197,8 +197,8 @@ def _attend(
     second: tuple[int, Reduce] | None = None,
     plans: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Output and log-sum-exp; and, of so many last queries, what a function computes in a second pass. `plans`: whether as many queries will
-    come again."""
+    """Output and log-sum-exp; and, of so many last queries, what a function computes in a second pass. `plans`: whether as many queries
+    will come again."""
     batch, query_heads, queries, dim = query.shape
     exact, before = tokens.exact, tokens.before
     heads = exact[0].shape[1]
