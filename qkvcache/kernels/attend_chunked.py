@@ -171,7 +171,8 @@ def attend_chunked_pages(
             at += count
 
     exact = _joined((sinks[0], recent[0])), _joined((sinks[1], recent[1]))
-    return _attend(query, Tokens(exact, sinks[0].shape[2], pieces), None, scaling, None, None, None)[:2]
+    # Prompts of a batch are cut anywhere, so that no plan of cuDNN's would serve twice.
+    return _attend(query, Tokens(exact, sinks[0].shape[2], pieces), None, scaling, None, None, CHUNK_TOKENS, plans=False)[:2]
 
 
 def _dequantize_pages(pages: Pages, begin: int, keys: Tensor, values: Tensor) -> None:
@@ -202,14 +203,16 @@ def _attend(
     sinks: Tensor | None,
     chunk_tokens: int | None,
     second: tuple[int, Reduce] | None = None,
+    plans: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Output and log-sum-exp; and, of so many last queries, what a function computes in a second pass."""
+    """Output and log-sum-exp; and, of so many last queries, what a function computes in a second pass. `plans`: whether as many queries
+    will come again."""
     batch, query_heads, queries, dim = query.shape
     exact, before = tokens.exact, tokens.before
     heads = exact[0].shape[1]
     scaling = dim**-0.5 if scaling is None else scaling
     folded = fold(query, heads)
-    by_cudnn = query.is_cuda and hidden is None and softcap is None and queries >= CUDNN_QUERIES and _cudnn_is_faster(folded)
+    by_cudnn = plans and query.is_cuda and hidden is None and softcap is None and queries >= CUDNN_QUERIES and _cudnn_is_faster(folded)
     most = max(CHUNK_BYTES // (2 * batch * heads * dim * query.itemsize) // 64, 1) * 64
     wanted = CUDNN_CHUNKS if by_cudnn else (CHUNK_TOKENS,)
     sizes = sorted({min(size, most, chunk_tokens or most) for size in wanted}, reverse=True)
