@@ -34,7 +34,7 @@ def turn(patch: pytest.MonkeyPatch, format: str, queries: int, max_length: int |
     """What a turn of `queries` tokens launches where no chunk has to be added."""
     patch.setenv("QKVCACHE_KERNELS", "triton")
     patch.setattr(attend_chunked, "library_attention", attention)
-    patch.setattr(attend_chunked, "causal_attention", lambda query, folded, *rest: attention(query, *rest))
+    patch.setattr(attend_chunked, "causal_attention", lambda query, folded, *rest, **options: [attention(query, *rest)])
     layer = CompressedLayer(REGISTRY[format], 4, 8, max_length)
     new = [torch.randn(1, n, HEADS, DIM).transpose(1, 2) for n in (PAST, queries)]
     query = torch.randn(1, queries, HEADS * GROUPS, DIM).transpose(1, 2)
@@ -74,7 +74,7 @@ def observed_turn(patch: pytest.MonkeyPatch, policy: Policy) -> list[str]:
     """What the attention of a turn launches in a layer that evicts, from `update` to the report of the weights."""
     patch.setenv("QKVCACHE_KERNELS", "triton")
     patch.setattr(attend_chunked, "library_attention", attention)
-    patch.setattr(attend_chunked, "causal_attention", lambda query, folded, *rest: attention(query, *rest))
+    patch.setattr(attend_chunked, "causal_attention", lambda query, folded, *rest, **options: [attention(query, *rest)])
     layer = EvictingLayer(REGISTRY["int8"], policy, policy.budgets[0], 4, 8)
     stock = SimpleNamespace(is_causal=True)
     for tokens in (PAST, MANY):
