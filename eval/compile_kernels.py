@@ -206,7 +206,7 @@ def storing(format: str, head_dim: int, tokens: int, target: str, heads: int = 8
     codecs = REGISTRY[format].codecs()
     layouts = [triton_quantize.known(codec, _Like(head_dim)) for codec in codecs]
     padded = triton_dequantize.padded(head_dim)
-    across, along, warps = triton_dequantize.tile(layouts, heads, tokens, padded)
+    across, along, warps = triton_dequantize.tile(tuple(layouts), heads, tokens, padded)
     types, constants = {"kx": "*bf16", "vx": "*bf16"}, {"ACROSS": across, "ALONG": along}
     for prefix, codec, layout in zip("kv", codecs, layouts, strict=True):
         types |= _types_of(codec, head_dim, prefix, "*bf16")
@@ -252,7 +252,7 @@ def decoding(format: str, head_dim: int, target: str) -> Iterator[Job]:
     for codec in dict.fromkeys(REGISTRY[format].codecs()):
         layout = triton_dequantize.known(codec, _Like(head_dim))
         padded = triton_dequantize.padded(head_dim)
-        across, along, warps = triton_dequantize.tile([dataclasses.replace(layout, span="each")], 8, 512, padded)
+        across, along, warps = triton_dequantize.tile((dataclasses.replace(layout, span="each"),), 8, 512, padded)
         constants = {"L": layout, "D": head_dim, "P": padded, "ACROSS": across, "ALONG": along}
         types = {"out": "*bf16", **_types_of(codec, head_dim, "", "*bf16")}
         yield Job(
@@ -269,7 +269,7 @@ def gathering(format: str, head_dim: int, target: str) -> Job:
     codecs = REGISTRY[format].codecs()
     layouts = [triton_dequantize.known(codec, _Like(head_dim)) for codec in codecs]
     padded = triton_dequantize.padded(head_dim)
-    across, along, warps = triton_gather.tile_of(layouts, 8, padded)
+    across, along, warps = triton_gather.tile_of(tuple(layouts), 8, padded)
     types = dict.fromkeys((f"{side}{name}" for side in "kv" for name in ("out", "new", "sinks", "ring")), "*bf16")
     types |= dict.fromkeys(("tiles", "new_starts", "out_starts", "rows", "lengths", "table"), "*i32")
     constants: dict[str, object] = {"ACROSS": across, "ALONG": along, "TILE": GATHER_TILE, "PAGE": 256}

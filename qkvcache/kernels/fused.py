@@ -146,7 +146,7 @@ def launch_for(attention_inputs: AttentionInputs) -> AttendLaunch:
 
 
 class PagesLaunch(NamedTuple):
-    """Arguments of launches over `PagedInputs` that do not depend on the query."""
+    """Arguments of launches over `PagedInputs` that depend on neither the query nor the rows."""
 
     use: Tables
     empty: Tensor
@@ -156,7 +156,6 @@ class PagesLaunch(NamedTuple):
     """Of keys and of values: over pages and heads of codes, high bits and scales, over rows and heads of the mean."""
     exact: tuple[Tensor, ...]
     exact_strides: tuple[int, ...]
-    table_strides: tuple[int, ...]
     constants: dict[str, object]
 
 
@@ -318,8 +317,8 @@ def fused_attend(
 
 def launch_over(inputs: PagedInputs) -> PagesLaunch:
     """The arguments of these inputs, computed once."""
-    if inputs.launch is not None:
-        return inputs.launch
+    if "attend" in inputs.launches:
+        return inputs.launches["attend"]
     pages, exact = inputs.pages, (*inputs.sinks, *inputs.ring)
     dims, device = (exact[2].shape[3], exact[3].shape[3]), exact[0].device
     use = tables(pages.codecs, *dims, device)
@@ -333,11 +332,10 @@ def launch_over(inputs: PagedInputs) -> PagesLaunch:
         strides.append(tuple(n for x in (*found, mean) for n in _outer_strides(x)))
         constants[f"{name}_ONCE"] = int(any(key != "center" for key in once))
         constants["WIDE"] = bool(constants.get("WIDE")) or any(x.stride(0) * x.shape[0] >= 2**31 for x in found[:2] if x.numel())
-    table, lengths = pages.table, pages.lengths
-    table_strides = (*table.stride()[:-1], *(() if pages.per_head else (0,)), *lengths.stride(), *(() if lengths.dim() > 1 else (0,)))
     exact_strides = tuple(n for x in exact for n in x.stride()[:3])
-    inputs.launch = PagesLaunch(use, empty, tuple(planes), tuple(strides), exact, exact_strides, table_strides, constants)
-    return inputs.launch
+    args = PagesLaunch(use, empty, tuple(planes), tuple(strides), exact, exact_strides, constants)
+    inputs.launches["attend"] = args
+    return args
 
 
 def _outer_strides(x: Tensor) -> tuple[int, int]:
@@ -364,7 +362,7 @@ def attend_pages(
     calls += 1
     heads, value_dim = inputs.ring[1].shape[1], inputs.ring[1].shape[3]
     sink_slots, max_length, ring_slots = inputs.slots
-    args = launch_over(inputs)
+    args, table_strides = launch_over(inputs), inputs.pages.outer_strides
     zones = max_length, sink_slots, ring_slots
     call = Call(query, mask, args, heads, value_dim, zones, options, launch)
     least, splits = LEAST_SPLIT, split(max_length, call.panels, call.tile, call.programs)[0]
@@ -374,9 +372,9 @@ def attend_pages(
     call.allocate(max(splits, 1) + call.exact)
     attend_pages_kernel[(call.splits, call.blocks, call.batch * heads)](
         call.query, call.region_query, args.use.rotation, args.use.signs, inputs.pages.table, inputs.pages.lengths, inputs.rows,
-        *args.planes, args.exact, call.mask, *call.outputs, call.weights, call.tops, *call.query.stride()[:3], *args.table_strides,
+        *args.planes, args.exact, call.mask, *call.outputs, call.weights, call.tops, *call.query.stride()[:3], *table_strides,
         *args.strides, args.exact_strides, *call.mask_strides, *call.scalars, sink_slots, ring_slots, max_length, least, heads,
         call.queries, **call.constants,
     )  # fmt: skip
-    ragged = inputs.rows, inputs.pages.lengths, *args.table_strides[2:]
+    ragged = inputs.rows, inputs.pages.lengths, *table_strides[2:]
     return call.finish(args.planes[1][3], args.strides[1][6:], ragged)

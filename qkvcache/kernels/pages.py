@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..formats.base import Codec, Codes
 from .attend import HIDDEN, Options, apply_mask
-from .segments import CODECS, Exact, KeysOrValues, Packed, Pair, number, pv, qk
+from .segments import CODECS, Exact, KeysOrValues, Packed, Pair, names, number, pv, qk
 
 COLUMNS = BEGIN, SINK_ROW, SINKS, RING_ROW, RING_START, RING_TOKENS = range(6)
 """Columns of `PagedInputs.rows`."""
@@ -60,6 +60,17 @@ class Pages:
         """Whether each head has pages of its own."""
         return self.table.dim() == 3
 
+    @property
+    def outer_strides(self) -> tuple[int, int, int, int]:
+        """Of the table and of the lengths, over rows and heads each; 0 where all heads share them."""
+        table, lengths = self.table, self.lengths
+        return (
+            table.stride(0),
+            table.stride(1) if self.per_head else 0,
+            lengths.stride(0),
+            lengths.stride(1) if lengths.dim() > 1 else 0,
+        )
+
     def gather(self, side: int, tokens: int, begin: int = 0) -> tuple[Codes, Tensor]:
         """Codes of the keys (`side` 0) or values (1) `begin` to `begin + tokens` of all rows, `[B, H', tokens, width]`, with the
         statistics, and which of them exist, bool `[B, 1 or H, tokens]`. Codes of those that do not are zeros."""
@@ -98,8 +109,9 @@ class PagedInputs:
     rows: Tensor
     max_length: int
     tokens: int | None = None
-    launch: Any = field(init=False, default=None)
-    """Arguments that kernels reuse from step to step: tensors do not move."""
+    launches: dict[str, Any] = field(default_factory=dict)
+    """Arguments that kernels reuse from step to step: tensors do not move, and statistics do not change. Inputs over the same storage may
+    share them, whatever their rows, tables and lengths."""
     arguments: tuple[list[Tensor], list[Tensor], list[Tensor], list[int], int, int] = field(init=False)
     """Arguments of torch operators: the table, planes and statistics; `rows` and `lengths`; sinks and ring; indices of the codecs;
     `max_length` and `tokens` (-1: None)."""
@@ -109,7 +121,7 @@ class PagedInputs:
         pool = [pages.table]
         for kind, sides in (("each", pages.planes), ("once", pages.statistics)):
             for codec, side, x in zip(pages.codecs, sides, self.ring, strict=True):
-                pool += [side[buffer.name] for buffer in codec.buffers(x.shape[3]) if buffer.tokens == kind]
+                pool += [side[name] for name in names(codec, x.shape[3], kind)]
         numbers = [number(codec) for codec in pages.codecs]
         tokens = -1 if self.tokens is None else self.tokens
         self.arguments = pool, [self.rows, pages.lengths], [*self.sinks, *self.ring], numbers, self.max_length, tokens
@@ -122,7 +134,7 @@ class PagedInputs:
         key, value = (CODECS[n] for n in numbers)
         left = iter(pool[1:])
         sides = [
-            {b.name: next(left) for b in codec.buffers(x.shape[3]) if b.tokens == kind}
+            {name: next(left) for name in names(codec, x.shape[3], kind)}
             for kind in ("each", "once")
             for codec, x in zip((key, value), exact[2:], strict=True)
         ]

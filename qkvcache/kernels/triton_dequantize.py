@@ -7,7 +7,6 @@ well."""
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -43,6 +42,7 @@ COMBINATIONS = {
 """Kinds of codes and of scales that kernels quantize and dequantize."""
 
 
+@functools.cache
 def supports(codec: Codec, head_dim: int) -> bool:
     """Whether `decode` can dequantize `codec` at `head_dim`."""
     layout = layout_of(codec)
@@ -77,7 +77,8 @@ def table_of(layout: PackedLayout, x: Tensor) -> Tensor:
     return rotation_table(x.shape[3], x.device, torch.float16 if x.dtype == torch.float16 else torch.bfloat16, layout.rotation == 2)
 
 
-def tile(layouts: Sequence[PackedLayout], heads: int, tokens: int, width: int, itemsize: int = 2) -> tuple[int, int, int]:
+@functools.cache
+def tile(layouts: tuple[PackedLayout, ...], heads: int, tokens: int, width: int, itemsize: int = 2) -> tuple[int, int, int]:
     """Heads and tokens of a tile, and warps of its program, for vectors of `width` channels, padded, of `itemsize` bytes each."""
     rotated = any(layout.rotated for layout in layouts)
     # Twice as many rows share the matrix of a product; 64 is what Hopper's takes. fp32, in three parts, needs the registers.
@@ -131,7 +132,7 @@ def decode(codec: Codec, codes: Codes, out: Tensor) -> None:
         codes = codes | {"center": codec.unrotate(codes["center"])}
     width = padded(head_dim)
     table = rotation_table(head_dim, out.device, torch.bfloat16, layout.rotation == 2) if layout.rotated else out
-    across, along, warps = tile([replace(layout, span="each")], heads, tokens, width)
+    across, along, warps = tile((replace(layout, span="each"),), heads, tokens, width)
     grid = (triton.cdiv(tokens, along) * triton.cdiv(heads, across), batch)
     with torch.cuda.device_of(out):
         _decode_kernel[grid](
@@ -353,8 +354,6 @@ def _decode_kernel(
 
 def dequantize_pages(pages: Pages, out: tuple[Tensor, Tensor], begin: int = 0) -> None:
     """`pages.dequantize_pages`, in a launch for keys and one for values."""
-    table, lengths = pages.table, pages.lengths
-    strides = (*table.stride()[:-1], *(() if pages.per_head else (0,)), *lengths.stride(), *(() if lengths.dim() > 1 else (0,)))
     for codec, each, once, x in zip(pages.codecs, pages.planes, pages.statistics, out, strict=True):
         layout, (batch, heads, tokens, head_dim) = known(codec, x, writes=False), x.shape
         if not x.numel():
@@ -362,11 +361,12 @@ def dequantize_pages(pages: Pages, out: tuple[Tensor, Tensor], begin: int = 0) -
         if layout.centered:
             once = once | {"center": codec.unrotate(once["center"])}
         rotation = rotation_table(head_dim, x.device, torch.bfloat16, layout.rotation == 2) if layout.rotated else x
-        across, along, warps = tile([replace(layout, span="each")], heads, tokens, padded(head_dim))
+        across, along, warps = tile((replace(layout, span="each"),), heads, tokens, padded(head_dim))
         grid = (triton.cdiv(tokens, along) * triton.cdiv(heads, across), batch)
         with torch.cuda.device_of(x):
             _dequantize_pages_kernel[grid](
-                x, *x.stride()[:3], rotation, *plane_arguments(layout, each | once, x), table, lengths, *strides, begin, tokens, heads,
+                x, *x.stride()[:3], rotation, *plane_arguments(layout, each | once, x), pages.table, pages.lengths, *pages.outer_strides,
+                begin, tokens, heads,
                 layout, head_dim, padded(head_dim), across, along, pages.page_size, num_warps=warps,
             )  # fmt: skip
 

@@ -119,7 +119,7 @@ def evict_token(static: StaticTensors, order: Tensor) -> Tensor:
         constants += [layout, x.shape[3], padded(x.shape[3])]
     where = torch.empty(batch, heads, dtype=torch.int64, device=seen.device)
     arguments += [positions, *others, *[positions] * (3 - len(others)), static.shown, seen, order.contiguous(), where]
-    _, along, warps = tile(layouts, 1, 1, max(padded(x.shape[3]) for x in ring), ring[0].element_size())
+    _, along, warps = tile(tuple(layouts), 1, 1, max(padded(x.shape[3]) for x in ring), ring[0].element_size())
     sizes = heads, static.first[0].shape[2], width, positions.shape[2]
     with torch.cuda.device_of(seen):
         _evict_kernel[(heads, batch)](*arguments, *sizes, *constants, len(others), along, ORDERED, num_warps=warps)

@@ -6,8 +6,9 @@ the ring, or among the new tokens.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 import triton
@@ -20,33 +21,55 @@ from .segments import Pair
 from .triton_dequantize import known, load_tile, padded, plane_arguments, rotation_table, store_vectors, tile
 
 
-def tile_of(layouts: Sequence[PackedLayout], heads: int, width: int) -> tuple[int, int, int]:
+@functools.cache
+def tile_of(layouts: tuple[PackedLayout, ...], heads: int, width: int) -> tuple[int, int, int]:
     """`triton_dequantize.tile`, of at most 32 tokens: the addresses of more, in four places, would not fit in registers."""
-    across, along, warps = tile([replace(layout, span="each") for layout in layouts], heads, GATHER_TILE, width)
+    across, along, warps = tile(tuple(replace(layout, span="each") for layout in layouts), heads, GATHER_TILE, width)
     return across, min(along, 32), warps
+
+
+class GatherLaunch(NamedTuple):
+    """Arguments of launches over `PagedInputs` that depend on neither rows nor tokens."""
+
+    sides: list[list[object]]
+    """Of keys and of values: sinks, ring, rotation and planes."""
+    constants: list[object]
+    tile: tuple[int, int, int]
+
+
+def launch_over(inputs: PagedInputs, heads: int) -> GatherLaunch:
+    """The arguments of these inputs, computed once."""
+    if "gather" in inputs.launches:
+        return inputs.launches["gather"]
+    pages = inputs.pages
+    layouts = tuple(known(codec, ring, writes=False) for codec, ring in zip(pages.codecs, inputs.ring, strict=True))
+    sides, constants = [], list[object]()
+    parts = zip(layouts, pages.codecs, pages.planes, pages.statistics, inputs.sinks, inputs.ring, strict=True)
+    for layout, codec, each, once, sinks, ring in parts:
+        dim = ring.shape[3]
+        if layout.centered:  # what is turned are integers, and the mean joins them afterwards
+            once = once | {"center": codec.unrotate(once["center"])}
+        rotation = rotation_table(dim, ring.device, torch.bfloat16, layout.rotation == 2) if layout.rotated else ring
+        exact = sinks, *sinks.stride()[:3], ring, *ring.stride()[:3]
+        sides.append([*exact, rotation, *plane_arguments(layout, each | once, ring)])
+        constants += [layout, dim, padded(dim)]
+    args = GatherLaunch(sides, constants, tile_of(layouts, heads, max(padded(ring.shape[3]) for ring in inputs.ring)))
+    inputs.launches["gather"] = args
+    return args
 
 
 def gather_rows(inputs: PagedInputs, new: Pair, starts: tuple[Tensor, Tensor], tiles: Tensor, out: Pair) -> None:
     """As `pages.gather_rows`."""
     pages, heads = inputs.pages, out[0].shape[1]
-    layouts = [known(codec, x, writes=False) for codec, x in zip(pages.codecs, out, strict=True)]
-    across, along, warps = tile_of(layouts, heads, max(padded(x.shape[3]) for x in out))
+    sides, constants, (across, along, warps) = launch_over(inputs, heads)
     arguments: list[object] = []
-    constants: list[object] = []
-    sides = zip(layouts, pages.codecs, pages.planes, pages.statistics, inputs.sinks, inputs.ring, new, out, strict=True)
-    for layout, codec, each, once, sinks, ring, fresh, x in sides:
-        dim = x.shape[3]
-        if layout.centered:  # what is turned are integers, and the mean joins them afterwards
-            once = once | {"center": codec.unrotate(once["center"])}
-        rotation = rotation_table(dim, x.device, torch.bfloat16, layout.rotation == 2) if layout.rotated else x
+    for side, fresh, x in zip(sides, new, out, strict=True):
         fresh = fresh if fresh.stride(3) == 1 else fresh.contiguous()
-        arguments += [x, *x.stride()[1:3], fresh, *fresh.stride()[1:3], sinks, *sinks.stride()[:3], ring, *ring.stride()[:3], rotation]
-        arguments += plane_arguments(layout, each | once, x)
-        constants += [layout, dim, padded(dim)]
+        arguments += [x, *x.stride()[1:3], fresh, *fresh.stride()[1:3], *side]
     grid = (len(tiles) * (GATHER_TILE // along), triton.cdiv(heads, across), 2)
     with torch.cuda.device_of(out[0]):
         _gather_rows_kernel[grid](
-            *arguments, tiles, *starts, inputs.rows, pages.lengths, *pages.lengths.stride(), pages.table, pages.table.stride(0),
+            *arguments, tiles, *starts, inputs.rows, pages.lengths, pages.lengths.stride(0), pages.table, pages.table.stride(0),
             max(inputs.slots[2], 1), heads, *constants, across, along, GATHER_TILE, pages.page_size, num_warps=warps,
         )  # fmt: skip
 

@@ -65,7 +65,7 @@ def quantize_kv(sides: Sequence[tuple[Codec, Tensor, Codes, Codes]], start: int)
     for layout, (_, x, planes, statistics) in zip(layouts, sides, strict=True):
         arguments += [x, *x.stride()[:3], table_of(layout, x), *plane_arguments(layout, planes | statistics, x)]
         constants += [layout, x.shape[3], padded(x.shape[3])]
-    across, along, warps = tile(layouts, heads, tokens, max(padded(side[1].shape[3]) for side in sides), x.element_size())
+    across, along, warps = tile(tuple(layouts), heads, tokens, max(padded(side[1].shape[3]) for side in sides), x.element_size())
     grid = (triton.cdiv(tokens, along) * triton.cdiv(heads, across), batch, 2)
     with torch.cuda.device_of(x):
         _encode_kernel[grid](*arguments, start, tokens, heads, *constants, across, along, num_warps=warps)
@@ -102,7 +102,7 @@ class PreparedStep:
             places = [ring, *ring.stride()[:strides], sink, *sink.stride()[:strides]]
             self.sides.append([*places, table_of(layout, new), *plane_arguments(layout, codes, new)])
             constants += [layout, new.shape[3], padded(new.shape[3])]
-        across, along, self.warps = tile(layouts, heads, tokens, max(padded(new.shape[3]) for new in x), x[0].element_size())
+        across, along, self.warps = tile(tuple(layouts), heads, tokens, max(padded(new.shape[3]) for new in x), x[0].element_size())
         self.last = [*before, sinks[0].shape[2], rings[0].shape[2], tokens, heads, batch, *constants, across, along, after]
         self.launch = kernel[(triton.cdiv(tokens, along) * triton.cdiv(heads, across), batch, 2)]
 
@@ -482,7 +482,7 @@ def quantize_pages(
     for layout, side, each, once in zip(layouts, x, planes, statistics, strict=True):
         arguments += [side, *side.stride()[:3], table_of(layout, side), *plane_arguments(layout, each | once, side)]
         constants += [layout, side.shape[3], padded(side.shape[3])]
-    across, along, warps = tile(layouts, heads, tokens, max(padded(side.shape[3]) for side in x), x[0].element_size())
+    across, along, warps = tile(tuple(layouts), heads, tokens, max(padded(side.shape[3]) for side in x), x[0].element_size())
     grid = (triton.cdiv(tokens, along) * triton.cdiv(heads, across), batch, 2)
     strides = slots.stride(0), slots.stride(1) if slots.dim() == 3 else 0, slots.stride(-1)
     page = next(iter(planes[0].values())).shape[2]
