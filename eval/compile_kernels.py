@@ -30,7 +30,7 @@ from triton.compiler import ASTSource  # noqa: E402
 from qkvcache.formats import REGISTRY  # noqa: E402
 from qkvcache.formats.base import PackedLayout  # noqa: E402
 from qkvcache.formats.rotation import rotation_block  # noqa: E402
-from qkvcache.kernels import triton_dequantize, triton_evict, triton_quantize, triton_step, triton_store_exact, triton_sum_attention  # noqa: E402
+from qkvcache.kernels import triton_append, triton_dequantize, triton_evict, triton_quantize, triton_store_exact, triton_sum_attention  # noqa: E402
 from qkvcache.kernels.fused import EXACT_TILE, SUM_TOKENS, launched  # noqa: E402
 from qkvcache.kernels.triton_attend import attend_kernel, attend_pages_kernel  # noqa: E402
 from qkvcache.kernels.triton_join import reduce_kernel, rotate_kernel  # noqa: E402
@@ -44,8 +44,8 @@ TARGETS = {
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
 GREATEST_STACK = 128
-RECORD_TYPES = dict.fromkeys(("r0", "r1", "r2"), "*fp32") | dict.fromkeys(("seen", "columns", "order", "where"), "*i64")
-RECORD_TYPES |= {"positions": "*i32", "shown": "*i1", "is_valid": "*i1"}
+RECORD_TYPES = dict.fromkeys(("seen", "columns", "order", "where"), "*i64") | dict.fromkeys(("shown", "is_valid"), "*i1")
+RECORD_TYPES |= {"records": ("*i32", "*fp32", "*fp32", "*fp32")}
 QUICK = (
     "identity",
     "int8",
@@ -67,11 +67,14 @@ VARIANTS: dict[str, dict[str, object]] = {
 }
 
 
+Types = tuple["str | Types", ...]
+
+
 @dataclass(frozen=True)
 class Job:
     name: str
     kernel: triton.JITFunction
-    types: dict[str, str | tuple[str, ...]]
+    types: dict[str, str | Types]
     constants: dict[str, object]
     target: str
     options: dict[str, object] = field(default_factory=dict)
@@ -181,78 +184,74 @@ def columns(head_dim: int, target: str, dtype: str = "bf16", options: bool = Fal
         yield Job(f"{name} {head_dim}{' options' if options else ''}", kernel, types, constants | more | sizes, target, launch)
 
 
-def _types_of(codec, dim: int, prefix: str, table: str) -> dict[str, str]:
-    """Of the pointers of one side of the kernels that store and decode."""
+def _strided(pointer: str, strides: int) -> Types:
+    """Of a tensor with its strides."""
+    return (pointer, *["i32"] * strides)
+
+
+def _planes_of(codec, dim: int, table: str) -> Types:
+    """Of `triton_dequantize.plane_arguments`."""
     names = {"float32": "fp32", "float16": "fp16", "uint8": "u8", "int8": "i8", "float8_e4m3fn": "u8", "float8_e5m2": "u8"}
     layout = codec.packed_layout
     held = {buffer.name: names[str(buffer.dtype)[6:]] if buffer.dtype else "bf16" for buffer in codec.buffers(dim)}
-    return {f"{prefix}{to}": f"*{held.get(name, 'bf16')}" for to, name in zip(("codes", "high", "scales"), layout.planes, strict=True)} | {
-        f"{prefix}table": table if layout.rotated else "*bf16",
-        f"{prefix}center": "*fp32" if layout.centered else "*bf16",
-    }
+    types: Types = (table if layout.rotated else "*bf16",)
+    for name in layout.planes:
+        types += _strided(f"*{held.get(name, 'bf16')}", 2)
+    return types + _strided("*fp32" if layout.centered else "*bf16", 2)
 
 
 def storing(format: str, head_dim: int, tokens: int, target: str, heads: int = 8) -> Job:
     codecs = REGISTRY[format].codecs()
     layouts = [triton_quantize.known(codec, _Like(head_dim)) for codec in codecs]
-    padded = triton_dequantize.padded(head_dim)
-    across, along, warps = triton_dequantize.tile(layouts, heads, tokens, padded)
-    types, constants = {"kx": "*bf16", "vx": "*bf16"}, {"ACROSS": across, "ALONG": along}
-    for prefix, codec, layout in zip("kv", codecs, layouts, strict=True):
-        types |= _types_of(codec, head_dim, prefix, "*bf16")
-        constants |= {prefix.upper() + f: x for f, x in zip("LDP", (layout, head_dim, padded), strict=True)}
-    name = f"encode {format} {head_dim} {'block' if tokens > 1 else 'token'}"
-    return Job(name, triton_quantize._encode_kernel, types, constants, target, {"num_warps": warps})
+    across, along, warps = triton_dequantize.tile(layouts, heads, tokens, triton_dequantize.padded(head_dim))
+    types = dict.fromkeys(("key", "value", "slots"), _strided("*bf16", 3))
+    types |= {name: _planes_of(codec, head_dim, "*bf16") for name, codec in zip(("k_planes", "v_planes"), codecs, strict=True)}
+    constants = {"K": layouts[0], "D": head_dim, "V": layouts[1], "DV": head_dim, "ACROSS": across, "ALONG": along, "PAGE": 0}
+    name = f"quantize {format} {head_dim} {'block' if tokens > 1 else 'token'}"
+    return Job(name, triton_quantize._quantize_kernel, types, constants, target, {"num_warps": warps})
 
 
 def stepping(format: str, head_dim: int, target: str) -> Iterator[Job]:
-    """A step of one token into one chunk or many, and one that leaves the ring of a layer that evicts."""
-    types = dict.fromkeys(("kring", "kfirst", "ksinks", "vring", "vfirst", "vsinks"), "*bf16") | {"state": "*i32", "chunks": "*i64"}
-    types |= RECORD_TYPES
+    """A step of one token into one chunk, many or pages, and one that leaves the ring of a layer that evicts."""
+    types = dict.fromkeys(("k_ring", "k_sinks", "v_ring", "v_sinks"), _strided("*bf16", 3)) | dict.fromkeys(("k_first", "v_first"), "*bf16")
+    types |= dict.fromkeys(("state", "counts", "lengths"), "*i32")
     kernels = (
-        ("step", triton_step._step_kernel, 8, {"GROWS": False}),
-        ("grow", triton_step._step_kernel, 8, {"GROWS": True}),
-        ("evict_token", triton_evict._evict_kernel, 1, {"RECORDS": 3, "N": triton_evict.ORDERED}),
+        ("step", triton_append._append_kernel, 8, {"PAGE": 0, "GROWS": False}, {"table": "*i64"}),
+        ("grow", triton_append._append_kernel, 8, {"PAGE": 0, "GROWS": True}, {"table": "*i64"}),
+        ("append", triton_append._append_kernel, 8, {"PAGE": 64, "GROWS": False}, {"table": "*i32"}),
+        ("evict_token", triton_evict._evict_kernel, 1, {"N": triton_evict.ORDERED}, RECORD_TYPES | {"k_ring": "*bf16", "v_ring": "*bf16"}),
     )
-    for name, kernel, heads, more in kernels:
+    for name, kernel, heads, more, further in kernels:
         stored = storing(format, head_dim, 1, target, heads)
         constants = stored.constants | more
         if kernel is triton_evict._evict_kernel:
-            del constants["ACROSS"]  # a program has one head
-        yield Job(f"{name} {format} {head_dim}", kernel, stored.types | types, constants, target, stored.options)
+            del constants["ACROSS"], constants["PAGE"]  # a program has one head
+        yield Job(f"{name} {format} {head_dim}", kernel, stored.types | types | further, constants, target, stored.options)
 
 
 def arriving(head_dim: int, heads: int, target: str) -> Job:
-    types = RECORD_TYPES | dict.fromkeys(("kring", "kx", "vring", "vx"), "*bf16") | dict.fromkeys(("n0", "n1", "n2"), "*fp32")
-    padded = triton_dequantize.padded(head_dim)
-    constants = {
-        "KD": head_dim, "KP": padded, "VD": head_dim, "VP": padded, "R0": 1, "R1": 2, "R2": 2, "REAL": True, "ACROSS": heads,
-    }  # fmt: skip
+    types = RECORD_TYPES | dict.fromkeys(("key", "value"), _strided("*bf16", 2)) | {"ring": ("*bf16", "*bf16")}
+    types["new"] = tuple(_strided(record, 2) for record in RECORD_TYPES["records"])
+    constants = {"D": head_dim, "DV": head_dim, "GIVEN": (False, False, True, True), "REAL": True, "ACROSS": heads}
     return Job(f"arrive {head_dim} {heads} heads", triton_evict._append_kernel, types, constants, target)
 
 
 def storing_exact(head_dim: int, target: str) -> Job:
-    types = dict.fromkeys(("kx", "ksinks", "kring", "vx", "vsinks", "vring"), "*bf16") | {"state": "*i32"}
-    padded = triton.next_power_of_2(head_dim)
-    constants = {"KD": head_dim, "KP": padded, "VD": head_dim, "VP": padded, "N": triton_store_exact.TILE}
+    types = dict.fromkeys(("k_sinks", "k_ring", "v_sinks", "v_ring"), _strided("*bf16", 2)) | {"state": "*i32"}
+    types |= dict.fromkeys(("key", "value"), _strided("*bf16", 3))
+    constants = {"D": head_dim, "DV": head_dim, "N": triton_store_exact.TILE}
     return Job(f"store exact {head_dim}", triton_store_exact._store_exact_kernel, types, constants, target)
 
 
 def decoding(format: str, head_dim: int, target: str) -> Iterator[Job]:
     for codec in dict.fromkeys(REGISTRY[format].codecs()):
         layout = triton_dequantize.known(codec, _Like(head_dim))
-        padded = triton_dequantize.padded(head_dim)
-        across, along, warps = triton_dequantize.tile([dataclasses.replace(layout, span="each")], 8, 512, padded)
-        constants = {"L": layout, "D": head_dim, "P": padded, "ACROSS": across, "ALONG": along}
-        types = {"out": "*bf16", **_types_of(codec, head_dim, "", "*bf16")}
-        yield Job(
-            f"decode {layout.kind} {layout.scale} {head_dim}",
-            triton_dequantize._decode_kernel,
-            types,
-            constants,
-            target,
-            {"num_warps": warps},
-        )
+        wide = triton_dequantize.padded(head_dim)
+        across, along, warps = triton_dequantize.tile([dataclasses.replace(layout, span="each")], 8, 512, wide)
+        types = {"out": _strided("*bf16", 3), "planes": _planes_of(codec, head_dim, "*bf16"), "table": "*i32", "lengths": "*i32"}
+        constants = {"L": layout, "D": head_dim, "ACROSS": across, "ALONG": along, "PAGE": 0}
+        name = f"dequantize {layout.kind} {layout.scale} {head_dim}"
+        yield Job(name, triton_dequantize._dequantize_kernel, types, constants, target, {"num_warps": warps})
 
 
 @dataclass(frozen=True)
@@ -307,15 +306,23 @@ def jobs(everything: bool) -> Iterator[Job]:
                 yield from decoding(format, 128, target)
 
 
+def _leaves(types: str | Types, path: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], str]]:
+    """The types of an argument, with where they are in it."""
+    if isinstance(types, str):
+        yield path, types
+    else:
+        for i, inner in enumerate(types):
+            yield from _leaves(inner, (*path, i))
+
+
 def compiled(job: Job):
     """Integers are 32 bits wide, and what the launch would find to be multiples of 16 is said to be."""
     signature, attributes = {}, {}
     for i, name in enumerate(job.kernel.arg_names):
         signature[name] = "constexpr" if name in job.constants else job.types.get(name, "i32")
-        types = signature[name] if isinstance(signature[name], tuple) else (signature[name],)
-        for j, kind in enumerate(types):
+        for path, kind in _leaves(signature[name], (i,)):
             if kind.startswith("*") or strides_aligned(name) or name in ("split_tokens", "least"):
-                attributes[(i, j) if isinstance(signature[name], tuple) else (i,)] = [["tt.divisibility", 16]]
+                attributes[path] = [["tt.divisibility", 16]]
     source = ASTSource(fn=job.kernel, signature=signature, constexprs=job.constants, attrs=attributes)
     return triton.compile(source, target=TARGETS[job.target], options=job.options)
 

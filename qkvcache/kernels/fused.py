@@ -333,10 +333,8 @@ def launch_over(inputs: PagedInputs) -> PagesLaunch:
         strides.append(tuple(n for x in (*found, mean) for n in _outer_strides(x)))
         constants[f"{name}_ONCE"] = int(any(key != "center" for key in once))
         constants["WIDE"] = bool(constants.get("WIDE")) or any(x.stride(0) * x.shape[0] >= 2**31 for x in found[:2] if x.numel())
-    table, lengths = pages.table, pages.lengths
-    table_strides = (*table.stride()[:-1], *(() if pages.per_head else (0,)), *lengths.stride(), *(() if lengths.dim() > 1 else (0,)))
     exact_strides = tuple(n for x in exact for n in x.stride()[:3])
-    inputs.launch = PagesLaunch(use, empty, tuple(planes), tuple(strides), exact, exact_strides, table_strides, constants)
+    inputs.launch = PagesLaunch(use, empty, tuple(planes), tuple(strides), exact, exact_strides, pages.strides, constants)
     return inputs.launch
 
 
