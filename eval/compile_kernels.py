@@ -32,7 +32,7 @@ from qkvcache.formats.base import PackedLayout  # noqa: E402
 from qkvcache.formats.rotation import rotation_block  # noqa: E402
 from qkvcache.kernels import triton_append, triton_dequantize, triton_evict, triton_quantize, triton_store_exact, triton_sum_attention  # noqa: E402
 from qkvcache.kernels.fused import EXACT_TILE, SUM_TOKENS, launched  # noqa: E402
-from qkvcache.kernels.triton_attend import attend_kernel, attend_pages_kernel  # noqa: E402
+from qkvcache.kernels.triton_attend import attend_kernel  # noqa: E402
 from qkvcache.kernels.triton_join import reduce_kernel, rotate_kernel  # noqa: E402
 from qkvcache.kernels.triton_sum_splits import sum_splits_kernel  # noqa: E402
 
@@ -63,7 +63,7 @@ VARIANTS: dict[str, dict[str, object]] = {
     "bool": {"MASK": "bool"},
     "float": {"MASK": "float", "SOFTCAP": True, "WINDOW": True, "CAUSAL": True},
     "mass": {"ATTENTION_SUMS": 4},
-    "store": {"MASK": "row", "COUNTED": 128},
+    "store": {"MASK": "row", "COUNTED": True},
 }
 
 
@@ -88,7 +88,7 @@ class Job:
 
 
 def strides_aligned(name: str) -> bool:
-    ends = ("stride_b", "stride_h", "stride_t", "q_stride_q", "strides", "query_b", "query_h", "query_q")
+    ends = ("strides", "query_b", "query_h", "query_q")
     return name.endswith(ends) and not name.startswith(("mask", "out"))
 
 
@@ -98,23 +98,23 @@ def attention(format: str, head_dim: int, target: str, variant: str = "", dtype:
     nvidia = TARGETS[target].backend == "cuda"
     launch = launched(key, value, head_dim, rows, nvidia)
     scales = {"none": dtype, "fp32": "fp32", "fp16": "fp16", "pair": "fp16", "hidden": "fp32", "group": "fp16", "block": "u8"}
-    types = dict.fromkeys(("query", "region_query", "sinks_k", "sinks_v", "residual_k", "residual_v"), f"*{dtype}")
+    types: dict[str, str | Types] = {"query": f"*{dtype}", "region_query": f"*{dtype}", "exact": (f"*{dtype}",) * 4}
     if key.rotated and key.group and head_dim & (head_dim - 1):
         types["region_query"] = "*fp32"  # rotated beforehand
-    types |= {"rotation": "*fp16", "signs": "*fp32", "k_center": "*fp32", "table": "*i64", "mask": "*fp32" if variant == "float" else "*u8"}
-    types |= dict.fromkeys(("k_high", "v_high", "k_shifts", "v_shifts"), "*i16") | {"counts": "*i32"}
-    types |= (
-        dict.fromkeys(("part", "maxima", "sums", "tops"), "*fp32") | {"weights": "*bf16"} | dict.fromkeys(("scaling", "softcap"), "fp32")
-    )
+    types |= {"rotation": "*fp16", "signs": "*fp32", "table": "*i64", "mask": "*fp32" if variant == "float" else "*u8"}
+    types |= dict.fromkeys(("part", "maxima", "sums", "tops"), "*fp32") | {"weights": "*bf16"}
+    types |= dict.fromkeys(("scaling", "softcap"), "fp32") | dict.fromkeys(("counts", "lengths"), "*i32")
+    types |= {"exact_strides": ("i32",) * 12} | dict.fromkeys(("k_strides", "v_strides"), ("i32",) * 8)
     for side, how in (("k", key), ("v", value)):
-        types |= {f"{side}_codes": f"*{dtype}" if how.kind == "half" else "*i16", f"{side}_scales": f"*{scales[how.scale]}"}
+        codes = f"*{dtype}" if how.kind == "half" else "*i16"
+        types[f"{side}_planes"] = (codes, "*i16", f"*{scales[how.scale]}", "*fp32", "*i16")
     constants = {
         "K": _not_rotated(key) if types["region_query"] == "*fp32" else key, "V": value, "D": head_dim, "DV": head_dim, "G": 4,
         "R": launch.rows if nvidia else 16, "T": launch.tile, "TX": EXACT_TILE,
         "K_SHARED": False, "V_SHARED": False, "K_ONCE": 0, "V_ONCE": 0,
         "SOFTCAP": False, "MASK": "none", "WINDOW": False, "CAUSAL": False,
         "ARCH": TARGETS[target].arch if nvidia else 0, "EXACT": True, "TURN": rotation_block(head_dim) ** -0.5 if key.rotated else 1.0,
-        "ATTENTION_SUMS": 0, "COUNTED": 0,
+        "ATTENTION_SUMS": 0, "COUNTED": False, "PAGE": 0, "WIDE": False,
     }  # fmt: skip
     options: dict[str, object] = {"num_warps": launch.warps, "num_stages": launch.stages}
     if launch.registers and nvidia:
@@ -132,15 +132,9 @@ def attention(format: str, head_dim: int, target: str, variant: str = "", dtype:
 
 def attention_over_pages(format: str, head_dim: int, target: str, variant: str = "", rows: int = 1) -> Job:
     job = attention(format, head_dim, target, variant, rows=rows)
-    types: dict[str, str | tuple[str, ...]] = {"region_query": job.types["region_query"], "exact": (job.types["query"],) * 4}
-    types |= {name: job.types[name] for name in ("query", "rotation", "signs", "mask", "part", "maxima", "sums", "weights", "tops")}
-    types |= {"table": "*i32", "lengths": "*i32", "rows": "*i32", "scaling": "fp32", "softcap": "fp32", "exact_strides": ("i32",) * 12}
-    for side in "kv":
-        codes, scales = (job.types[f"{side}_{plane}"] for plane in ("codes", "scales"))
-        types |= {f"{side}_planes": (codes, "*i16", scales, "*fp32", "*i16"), f"{side}_strides": ("i32",) * 8}
-    gone = ("K_SHARED", "V_SHARED", "COUNTED")
-    constants = {name: x for name, x in job.constants.items() if name not in gone} | {"PAGE": 64, "WIDE": False}
-    return Job(job.name.replace("attend", "pages"), attend_pages_kernel, types, constants, target, job.options, job.may_spill)
+    return dataclasses.replace(
+        job, name=job.name.replace("attend", "pages"), types=job.types | {"table": "*i32"}, constants=job.constants | {"PAGE": 64}
+    )
 
 
 def _not_rotated(how: PackedLayout) -> PackedLayout:
@@ -321,7 +315,7 @@ def compiled(job: Job):
     for i, name in enumerate(job.kernel.arg_names):
         signature[name] = "constexpr" if name in job.constants else job.types.get(name, "i32")
         for path, kind in _leaves(signature[name], (i,)):
-            if kind.startswith("*") or strides_aligned(name) or name in ("split_tokens", "least"):
+            if kind.startswith("*") or strides_aligned(name) or name == "least":
                 attributes[path] = [["tt.divisibility", 16]]
     source = ASTSource(fn=job.kernel, signature=signature, constexprs=job.constants, attrs=attributes)
     return triton.compile(source, target=TARGETS[job.target], options=job.options)

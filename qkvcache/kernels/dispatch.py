@@ -257,20 +257,9 @@ def unfold(buffers: Buffers, new: Pair | None) -> Pair:
     return counted.unfold(buffers, new, dense)
 
 
-def sum_attention(
-    query: Tensor,
-    key: Tensor,
-    observed: Tensor,
-    visible: Tensor | None = None,
-    *,
-    scaling: float,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    lse: Tensor | None = None,
-    causal: bool = True,
-) -> Tensor:
+@functools.wraps(reference.sum_attention)
+def sum_attention(query: Tensor, key: Tensor, observed: Tensor, visible: Tensor | None = None, **options: Any) -> Tensor:
     """`sum_attention.sum_attention`, by kernels where there are: the accumulated attention of many queries, fp32 `[B, H, T]`."""
-    options: dict[str, Any] = {"scaling": scaling, "softcap": softcap, "sinks": sinks, "lse": lse, "causal": causal}
     if on_triton(query.device) and (visible is None or visible.dim() == 2):
         from . import triton_sum_attention as kernels
 

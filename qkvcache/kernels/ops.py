@@ -1,7 +1,7 @@
 """Kernels as operators of torch, so that `torch.compile(fullgraph=True)` sees one operation for each.
 
 Operators accept tensors and numbers only: a codec is passed as its index (`segments.number`), and attention inputs or storage as their
-`arguments`.
+`arguments`. Those that return nothing need no fake implementation.
 """
 
 from __future__ import annotations
@@ -104,11 +104,6 @@ def _step(exact: Sequence[Tensor], quantized: Sequence[Tensor], codecs: Sequence
     dispatch.step(Buffers.of(exact, quantized, codecs, columns), (key, value))
 
 
-@_step.register_fake
-def _(exact, quantized, codecs, columns, key, value):
-    return None
-
-
 @torch.library.custom_op("qkvcache::attend_buffers", mutates_args=())
 def _attend_buffers(
     query: Tensor,
@@ -161,11 +156,6 @@ def _append_token(
     is_valid: Tensor | None,
 ) -> None:
     dispatch.append_token(StaticTensors.of(numbers, planes, first, ring, records, shown, seen, columns), (key, value), new, is_valid)
-
-
-@_append_token.register_fake
-def _(numbers, planes, first, ring, records, shown, seen, columns, key, value, new, is_valid):
-    return None
 
 
 @torch.library.custom_op("qkvcache::evict_token", mutates_args=("planes", "first", "records", "shown"))
@@ -235,8 +225,3 @@ def _append_tokens(
     state: Tensor,
 ) -> None:
     dispatch.append_tokens(PagedInputs.of(pool, counts, exact, codecs, max_length, tokens), (key, value), state)
-
-
-@_append_tokens.register_fake
-def _(pool, counts, exact, codecs, max_length, tokens, key, value, state):
-    return None
