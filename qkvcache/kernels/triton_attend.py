@@ -39,56 +39,34 @@ def _channel(X: tl.constexpr, WORDS: tl.constexpr, word, i: tl.constexpr):
 
 
 @triton.jit
-def _tile_of_keys(
-    X: tl.constexpr, WORDS: tl.constexpr, WIDE: tl.constexpr, first: tl.constexpr, codes, high, shifts, page, slot, ARCH: tl.constexpr
-):
-    """Words `first` to `first + WIDE` of the keys `slot`, int [T], as a tuple of X.per planes [T, WIDE], fp16 (the model's dtype for
-    `half`).
-
-    `codes`: words of 16 bits [slots, WORDS] and `high`: [slots, WORDS / 2] of one head, at `page[0]` and `page[1]` elements from there;
-    `shifts`: int16 [32, words], see `tables.py`."""
-    KIND: tl.constexpr = X.kind
-    j = tl.arange(0, WIDE)
-    word = first + j
-    at = page[0] + slot[:, None] * WORDS + word[None, :]
-    if WORDS % WIDE == 0:
-        w = tl.load(codes + at)
-    else:
-        w = tl.load(codes + at, mask=word[None, :] < WORDS, other=0)
-    if X.high:
-        HALF: tl.constexpr = WORDS // 2
-        h = tl.load(high + (page[1] + slot[:, None] * HALF + (word % HALF)[None, :]))
-        # By eight bytes, which come through L1: by sixteen they would not, and all programs would wait for the same lines of L2.
-        shift = tl.load(shifts + tl.max_contiguous((slot % 32)[:, None] * WIDE + word[None, :], [1, 4]))
-        return unpack(KIND, w, h, shift, ARCH)
-    else:
-        return unpack(KIND, w, w, w, ARCH)
-
-
-@triton.jit
-def _tile_of_values(
-    X: tl.constexpr, WORDS: tl.constexpr, WIDE: tl.constexpr, first: tl.constexpr, codes, high, shifts, page, slot, valid,
+def _tile(
+    X: tl.constexpr, WORDS: tl.constexpr, WIDE: tl.constexpr, first: tl.constexpr, planes, slot, valid, AXIS: tl.constexpr,
     TAIL: tl.constexpr, ARCH: tl.constexpr,
 ):  # fmt: skip
-    """As `_tile_of_keys`, but planes [WIDE, T]: loaded transposed, which costs ldmatrix nothing. With TAIL, tokens that are not `valid`,
-    bool [T], read as 0."""
+    """Words `first` to `first + WIDE` of the tokens `slot`, int [T], as a tuple of X.per planes, fp16 (the model's dtype for `half`): [T,
+    WIDE] with AXIS 0, as keys are multiplied, and [WIDE, T] with 1, loaded transposed, which costs ldmatrix nothing.
+
+    `planes`: words of 16 bits [slots, WORDS], of high bits [slots, WORDS / 2], shifts int16 [32, words] (`tables.py`), and how many
+    elements from there the words and the high bits of the head begin. With TAIL, tokens that are not `valid`, bool [T], read as 0."""
+    codes, high, shifts, page = planes
     KIND: tl.constexpr = X.kind
-    j = tl.arange(0, WIDE)
-    word = first + j
-    at = page[0] + slot[None, :] * WORDS + word[:, None]
+    word = first + tl.arange(0, WIDE)
+    at = tl.expand_dims(slot, 1 - AXIS)
+    w = tl.expand_dims(word, AXIS)
     if TAIL:  # what lies beyond the end may be nan, and nan times a weight of 0 is nan
-        w = tl.load(codes + at, mask=(word[:, None] < WORDS) & valid[None, :], other=0)
+        low = tl.load(codes + (page[0] + at * WORDS + w), mask=(w < WORDS) & tl.expand_dims(valid, 1 - AXIS), other=0)
     elif WORDS % WIDE == 0:
-        w = tl.load(codes + at)
+        low = tl.load(codes + (page[0] + at * WORDS + w))
     else:
-        w = tl.load(codes + at, mask=word[:, None] < WORDS, other=0)
+        low = tl.load(codes + (page[0] + at * WORDS + w), mask=w < WORDS, other=0)
     if X.high:
         HALF: tl.constexpr = WORDS // 2
-        h = tl.load(high + (page[1] + slot[None, :] * HALF + (word % HALF)[:, None]))
-        shift = tl.load(shifts + tl.max_contiguous((slot % 32)[None, :] * WIDE + word[:, None], [4, 1]))
-        return unpack(KIND, w, h, shift, ARCH)
+        h = tl.load(high + (page[1] + at * HALF + w % HALF))
+        # By eight bytes, which come through L1: by sixteen they would not, and all programs would wait for the same lines of L2.
+        shift = tl.load(shifts + tl.max_contiguous(at % 32 * WIDE + w, [1, 4] if AXIS == 0 else [4, 1]))
+        return unpack(KIND, low, h, shift, ARCH)
     else:
-        return unpack(KIND, w, w, w, ARCH)
+        return unpack(KIND, low, low, low, ARCH)
 
 
 @triton.jit
@@ -135,21 +113,19 @@ def _hides(mask, begin, end, mask_stride):
 def _region_tile(
     K: tl.constexpr, V: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, K_ONCE: tl.constexpr, V_ONCE: tl.constexpr, TAIL: tl.constexpr,
     SOFTCAP: tl.constexpr, MASK: tl.constexpr, WINDOW: tl.constexpr, ARCH: tl.constexpr, ATTENTION_SUMS: tl.constexpr,
-    state, queries, k_planes, v_planes, slot, valid, visible, hides, column, weights, tops, place, count,
+    state, queries, k_planes, k_scales, v_planes, v_scales, slot, valid, visible, hides, column, weights, tops, place, count,
 ):  # fmt: skip
     """Adds one tile of T quantized tokens, `slot` int [T], to `state`: running maximum fp32 [R], normaliser fp32 [T, R], constant part of
     the output fp32 [T or 16, R], and a tuple of the planes of the output, fp32 [VT, R] each. Returns the new state.
 
     queries  as `_query_planes` returns them
-    k_planes   codes, high bits and shifts of a head as of `_tile_of_keys`, scales as of `triton_scales.py`, and `page` as of
-               `_tile_of_keys`; K_ONCE: one scale serves all tokens; v_planes, V_ONCE: the same of values
+    k_planes   as of `_tile`, of a head; k_scales as of `triton_scales.py`; K_ONCE: one scale serves all tokens; v_planes, v_scales, V_ONCE:
+               the same of values
     valid    bool [T], read with TAIL; column: int [T], columns in the mask
     visible  as of `_exact_tiles`; hides: as of `_masked`
     weights  scratch of the program's rows (`keep`), `count` tokens from slot `place` on
     """
     q, q_scale, q_sum, q_center = queries
-    k_codes, k_high, k_shifts, k_scales, k_page = k_planes
-    v_codes, v_high, v_shifts, v_scales, v_page = v_planes
     mask, mask_rows, mask_stride, _, oldest, softcap = visible
     KW: tl.constexpr = D // K.per
     VW: tl.constexpr = DV // V.per
@@ -167,7 +143,7 @@ def _region_tile(
     if K.group > 0:
         k_by_group = group_scales(K, KW, k_scales, slot, ARCH)
     for c in tl.static_range(KN):
-        planes = _tile_of_keys(K, KW, KT, c * KT, k_codes, k_high, k_shifts, k_page, slot, ARCH)
+        planes = _tile(K, KW, KT, c * KT, k_planes, slot, valid, 0, False, ARCH)
         for i in tl.static_range(KP):
             k = planes[i]
             if K.group > 0:
@@ -209,7 +185,7 @@ def _region_tile(
         w = tl.where(valid[:, None], w, 0.0)
     p = w.to(tl.float16)
     if V.kind == "half":
-        p = w.to(v_codes.dtype.element_ty)
+        p = w.to(v_planes[0].dtype.element_ty)
     if PER_TOKEN:
         unscale = inverse(scale, ARCH)
         l = l * shrink[None, :] + w * unscale[:, None]
@@ -231,7 +207,7 @@ def _region_tile(
     if V.group > 0:
         v_by_group = group_scales(V, VW, v_scales, slot, ARCH)
     for c in tl.static_range(VN):
-        planes = _tile_of_values(V, VW, VT, c * VT, v_codes, v_high, v_shifts, v_page, slot, valid, TAIL, ARCH)
+        planes = _tile(V, VW, VT, c * VT, v_planes, slot, valid, 1, TAIL, ARCH)
         for i in tl.static_range(VP):
             v = planes[i]
             if V.group > 0:
@@ -604,8 +580,8 @@ def attend_kernel(
                 page = tl.load(table + (token + T) // PAGE, mask=token + T < whole_high, other=0)
                 state = _region_tile(
                     K, V, D, DV, K_ONCE, V_ONCE, False, SOFTCAP, MASK, WINDOW, ARCH, ATTENTION_SUMS, state, rows,
-                    (kc, kh, k_shifts, _page_of(ks, this, k_strides[4], KS), _in_pool(this, k_strides, WIDE)),
-                    (vc, vh, v_shifts, _page_of(vs, this, v_strides[4], VS), _in_pool(this, v_strides, WIDE)),
+                    (kc, kh, k_shifts, _in_pool(this, k_strides, WIDE)), _page_of(ks, this, k_strides[4], KS),
+                    (vc, vh, v_shifts, _in_pool(this, v_strides, WIDE)), _page_of(vs, this, v_strides[4], VS),
                     slot, t >= 0, visible, hides, shift + token + t, weights, tops, token, T,
                 )  # fmt: skip
             for edge in tl.range(0, 2, num_stages=1):  # the tile before them, of which the first tokens do not count, and the one behind
@@ -615,8 +591,8 @@ def attend_kernel(
                     place = token + t
                     state = _region_tile(
                         K, V, D, DV, K_ONCE, V_ONCE, True, SOFTCAP, MASK, WINDOW, ARCH, ATTENTION_SUMS, state, rows,
-                        (kc, kh, k_shifts, _page_of(ks, this, k_strides[4], KS), _in_pool(this, k_strides, WIDE)),
-                        (vc, vh, v_shifts, _page_of(vs, this, v_strides[4], VS), _in_pool(this, v_strides, WIDE)),
+                        (kc, kh, k_shifts, _in_pool(this, k_strides, WIDE)), _page_of(ks, this, k_strides[4], KS),
+                        (vc, vh, v_shifts, _in_pool(this, v_strides, WIDE)), _page_of(vs, this, v_strides[4], VS),
                         slot, (place >= first_token) & (place < high), visible, hides,
                         shift + tl.minimum(tl.maximum(place, first_token), high - 1), weights, tops, token, tl.minimum(high - token, T),
                     )  # fmt: skip
@@ -637,24 +613,28 @@ def attend_kernel(
                 k_here = (
                     kc + (tl.multiple_of(tl.load(entry + 2), 16) + plane * capacity * KW),
                     kh + (tl.multiple_of(tl.load(entry + 3), 16) + plane * capacity * (KW // 2)),
-                    k_shifts, ks + (tl.multiple_of(tl.load(entry + 4), 16) + kb * k_slots * KG), (0, 0),
+                    k_shifts, (0, 0),
                 )  # fmt: skip
+                k_scales = ks + (tl.multiple_of(tl.load(entry + 4), 16) + kb * k_slots * KG)
                 v_here = (
                     vc + (tl.multiple_of(tl.load(entry + 5), 16) + plane * capacity * VW),
                     vh + (tl.multiple_of(tl.load(entry + 6), 16) + plane * capacity * (VW // 2)),
-                    v_shifts, vs + (tl.multiple_of(tl.load(entry + 7), 16) + vb * v_slots * VG), (0, 0),
+                    v_shifts, (0, 0),
                 )  # fmt: skip
+                v_scales = vs + (tl.multiple_of(tl.load(entry + 7), 16) + vb * v_slots * VG)
                 whole = begin + tl.maximum(end - begin, 0) // T * T
                 for token in range(begin, whole, T):
                     state = _region_tile(
-                        K, V, D, DV, K_ONCE, V_ONCE, False, SOFTCAP, MASK, WINDOW, ARCH, ATTENTION_SUMS, state, rows, k_here, v_here,
-                        token + t, t >= 0, visible, hides, shift + start + token + t, weights, tops, start + token, T,
+                        K, V, D, DV, K_ONCE, V_ONCE, False, SOFTCAP, MASK, WINDOW, ARCH, ATTENTION_SUMS, state, rows,
+                        k_here, k_scales, v_here, v_scales, token + t, t >= 0, visible, hides, shift + start + token + t,
+                        weights, tops, start + token, T,
                     )  # fmt: skip
                 if whole < end:
                     column = tl.minimum(start + whole + t, start + end - 1) + shift
                     state = _region_tile(
-                        K, V, D, DV, K_ONCE, V_ONCE, True, SOFTCAP, MASK, WINDOW, ARCH, ATTENTION_SUMS, state, rows, k_here, v_here,
-                        whole + t, whole + t < end, visible, hides, column, weights, tops, start + whole, end - whole,
+                        K, V, D, DV, K_ONCE, V_ONCE, True, SOFTCAP, MASK, WINDOW, ARCH, ATTENTION_SUMS, state, rows,
+                        k_here, k_scales, v_here, v_scales, whole + t, whole + t < end, visible, hides, column,
+                        weights, tops, start + whole, end - whole,
                     )  # fmt: skip
         m, l = _store_region(out, state, live, V, DV, VW, VT)
     entry = (bh * tl.num_programs(1) + block) * splits * R + split * R + tl.arange(0, R)
