@@ -30,8 +30,17 @@ from triton.compiler import ASTSource  # noqa: E402
 from qkvcache.formats import REGISTRY  # noqa: E402
 from qkvcache.formats.base import PackedLayout  # noqa: E402
 from qkvcache.formats.rotation import rotation_block  # noqa: E402
-from qkvcache.kernels import triton_append, triton_dequantize, triton_evict, triton_quantize, triton_store_exact, triton_sum_attention  # noqa: E402
+from qkvcache.kernels import (  # noqa: E402
+    triton_append,
+    triton_dequantize,
+    triton_evict,
+    triton_gather,
+    triton_quantize,
+    triton_store_exact,
+    triton_sum_attention,
+)
 from qkvcache.kernels.fused import EXACT_TILE, SUM_TOKENS, launched  # noqa: E402
+from qkvcache.kernels.pages import GATHER_TILE  # noqa: E402
 from qkvcache.kernels.triton_attend import attend_kernel  # noqa: E402
 from qkvcache.kernels.triton_join import reduce_kernel, rotate_kernel  # noqa: E402
 from qkvcache.kernels.triton_sum_splits import sum_splits_kernel  # noqa: E402
@@ -248,6 +257,19 @@ def decoding(format: str, head_dim: int, target: str) -> Iterator[Job]:
         yield Job(name, triton_dequantize._dequantize_kernel, types, constants, target, {"num_warps": warps})
 
 
+def gathering(format: str, head_dim: int, target: str) -> Job:
+    codecs = REGISTRY[format].codecs()
+    layouts = [triton_dequantize.known(codec, _Like(head_dim)) for codec in codecs]
+    across, along, warps = triton_gather.tile_of(layouts, 8, triton_dequantize.padded(head_dim))
+    types: dict[str, str | Types] = dict.fromkeys(("tiles", "new_starts", "out_starts", "rows", "lengths", "table"), "*i32")
+    types |= dict.fromkeys(("key", "k_new", "value", "v_new"), _strided("*bf16", 2))
+    types |= dict.fromkeys(("k_sinks", "k_ring", "v_sinks", "v_ring"), _strided("*bf16", 3))
+    types |= {name: _planes_of(codec, head_dim, "*bf16") for name, codec in zip(("k_planes", "v_planes"), codecs, strict=True)}
+    constants: dict[str, object] = {"K": layouts[0], "D": head_dim, "V": layouts[1], "DV": head_dim, "ACROSS": across, "ALONG": along}
+    constants |= {"TILE": GATHER_TILE, "PAGE": 256}
+    return Job(f"gather {format} {head_dim}", triton_gather._gather_rows_kernel, types, constants, target, {"num_warps": warps})
+
+
 @dataclass(frozen=True)
 class _Like:
     """As much of a tensor as `known` asks for."""
@@ -298,6 +320,7 @@ def jobs(everything: bool) -> Iterator[Job]:
                 yield from (storing(format, 128, tokens, target) for tokens in ((1, 512) if everything else (512,)))
                 yield from stepping(format, 128, target)
                 yield from decoding(format, 128, target)
+                yield gathering(format, 128, target)
 
 
 def _leaves(types: str | Types, path: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], str]]:

@@ -122,6 +122,15 @@ def plane_arguments(layout: PackedLayout, planes: Codes, x: Tensor, table: Tenso
     return (*arguments, center, center.stride(0) if center.shape[0] > 1 else 0, center.stride(1))
 
 
+def planes_to_read(codec: Codec, codes: Codes, out: Tensor) -> tuple[PackedLayout, tuple[object, ...]]:
+    """The layout of `codec`, and `plane_arguments` for dequantizing `codes`, with the buffers kept once, into vectors like `out`."""
+    layout = known(codec, out, writes=False)
+    if layout.centered:  # what is turned are integers, and the mean joins them afterwards
+        codes = codes | {"center": codec.unrotate(codes["center"])}
+    table = rotation_table(out.shape[3], out.device, torch.bfloat16, layout.rotation == 2) if layout.rotated else out
+    return layout, plane_arguments(layout, codes, out, table)
+
+
 def decode(codec: Codec, codes: Codes, out: Tensor) -> None:
     """Dequantizes `T` tokens into `out` `[B, H, T, D]` in fp16, bf16 or fp32, whose channels are contiguous.
 
@@ -141,16 +150,13 @@ def _dequantize(
     codec: Codec, codes: Codes, out: Tensor, pages: Tensor, lengths: Tensor, strides: tuple[int, ...], begin: int, page: int
 ) -> None:
     """A launch of `_dequantize_kernel`, of whose arguments those after `out` are."""
-    layout, (batch, heads, tokens, head_dim) = known(codec, out, writes=False), out.shape
+    (layout, planes), (batch, heads, tokens, head_dim) = planes_to_read(codec, codes, out), out.shape
     if not out.numel():
         return
-    if layout.centered:  # what is turned are integers, and the mean joins them afterwards
-        codes = codes | {"center": codec.unrotate(codes["center"])}
-    table = rotation_table(head_dim, out.device, torch.bfloat16, layout.rotation == 2) if layout.rotated else out
     across, along, warps = tile([replace(layout, span="each")], heads, tokens, padded(head_dim))
     with torch.cuda.device_of(out):
         _dequantize_kernel[(triton.cdiv(tokens, along) * triton.cdiv(heads, across), batch)](
-            (out, *out.stride()[:3]), plane_arguments(layout, codes, out, table), pages, lengths, *strides, begin, tokens, heads,
+            (out, *out.stride()[:3]), planes, pages, lengths, *strides, begin, tokens, heads,
             layout, head_dim, across, along, page, num_warps=warps,
         )  # fmt: skip
 
@@ -334,6 +340,14 @@ def load_tile(live, block, row, h0, slot, planes, L: tl.constexpr, D: tl.constex
     return y
 
 
+@triton.jit
+def store_vectors(at, y, live, D: tl.constexpr):
+    """Stores the first D channels of `y` [N, P] to vectors that begin at the pointers `at` [N], if `live` [N]."""
+    c = tl.arange(0, y.shape[1])
+    inside = live[:, None] if y.shape[1] == D else live[:, None] & (c < D)[None, :]
+    tl.store(at[:, None] + c[None, :], y.to(at.dtype.element_ty), mask=inside)
+
+
 @triton.jit(do_not_specialize=["table_b", "table_h", "lengths_b", "lengths_h", "begin", "tokens", "heads"])
 def _dequantize_kernel(
     out, planes, table, lengths, table_b, table_h, lengths_b, lengths_h, begin, tokens, heads,
@@ -359,6 +373,4 @@ def _dequantize_kernel(
     else:
         y = load_tile(live, b, b, h0, t, planes, L, D, ACROSS)
     x, xb, xh, xt = out
-    c = tl.arange(0, y.shape[1])
-    inside = live[:, None] if y.shape[1] == D else live[:, None] & (c < D)[None, :]
-    tl.store((x + (b * xb + h * xh + t * xt))[:, None] + c[None, :], y.to(x.dtype.element_ty), mask=inside)
+    store_vectors(x + (b * xb + h * xh + t * xt), y, live, D)

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .segments import QuantizedRegion
-from .triton_dequantize import high_width_of, known, load_tile, scales_of, width_of
+from .triton_dequantize import high_width_of, known, load_tile, scales_of, store_vectors, width_of
 from .triton_dequantize import supports as knows
 
 TILE = 64
@@ -99,11 +99,8 @@ def _tile(
             factors = scales + tl.load(distances + chunk * 8 + 2)
             here = (
                 x, main, heads * capacity * WIDTH, capacity * WIDTH, bits, heads * capacity * HIGH, capacity * HIGH,
-                factors, once if L.span == "once" else capacity if L.span == "shared" else heads * capacity * COUNT, capacity * COUNT,
-                center, eb, eh,
+                factors, once if L.span == "once" else capacity if L.span == "shared" else heads * capacity * COUNT,
+                0 if L.span == "shared" else capacity * COUNT, center, eb, eh,
             )  # fmt: skip
             y = load_tile(live, b, b, h, slot, here, L, D, 1)
-            c = tl.arange(0, y.shape[1])
-            inside = live[:, None] if y.shape[1] == D else live[:, None] & (c < D)[None, :]
-            at = b * xb + h * xh + t.to(tl.int64)[:, None] * xt + c[None, :]
-            tl.store(x + at, y.to(x.dtype.element_ty), mask=inside)
+            store_vectors(x + (b * xb + h * xh + t.to(tl.int64) * xt), y, live, D)

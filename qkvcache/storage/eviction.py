@@ -69,8 +69,13 @@ def append_and_share(
     guaranteed: int | Tensor,
     in_order: bool,
 ) -> bool:
-    """`append_and_evict` within a budget that the heads of a row share: `H * limit` tokens, of which each head is `guaranteed` as many, an
-    int or `[B, 1, 1]`. `in_order`: whether columns are in token order so far; padding is stored while they stay so."""
+    """`append_and_evict` within a budget that the heads of a row share: `H * limit` tokens.
+
+    Args:
+        guaranteed: tokens that each head may have whatever others have, an int or int64 `[1 or B, 1 or H, 1]`; of all heads together, no
+            more than the budget.
+        in_order: whether columns are in token order so far; padding is stored while they stay so.
+    """
     stored, count = region.length, fields["positions"].shape[-1]
     union = {name: torch.cat([x, fields[name]], dim=-1) for name, x in metadata.region.items()}
     valid, heads = union["positions"] >= 0, union["positions"].shape[1]
@@ -81,23 +86,21 @@ def append_and_share(
     else:
         keys = _all_keys(region, new[0]) if metadata.policy.needs_stored_keys else None
         limits = limit if row_limits is None else row_limits.clamp(0, limit)[:, 0]
-        retained = _shared(metadata.order(union, keys), heads * limits, guaranteed) & valid
-    source = region.retain(retained[..., :stored], new, retained[..., stored:], heads * limit)
-    for name, x in union.items():
-        x = x.gather(-1, source.clamp_min(0))
-        metadata.region[name] = x.masked_fill(source < 0, -1) if name == "positions" else x
+        retained = _shared(metadata.order(union, keys), valid, heads * limits, guaranteed)
+    region.retain(retained[..., :stored], new, retained[..., stored:], union, heads * limit)
     metadata.ragged = not in_order
     return in_order
 
 
-def _shared(order: Tensor, total: int | Tensor, guaranteed: int | Tensor) -> Tensor:
+def _shared(order: Tensor, valid: Tensor, total: int | Tensor, guaranteed: int | Tensor) -> Tensor:
     """The `total` tokens, an int or `[B, 1]`, of highest `order` `[B, H, T]` over all heads of a row, among them the first `guaranteed` of
-    each head, an int or `[B, 1, 1]`; of equal ones those of the first heads. Bool `[B, H, T]`."""
+    each head, an int or `[1 or B, 1 or H, 1]`; of equal ones those of the first heads. `valid`, bool `[B, H, T]`: which are tokens at all.
+    Bool `[B, H, T]`."""
     place = order.argsort(dim=-1, descending=True).argsort(dim=-1)
-    order = order.masked_fill(place < guaranteed, torch.iinfo(order.dtype).max).flatten(1)
+    order = order.masked_fill((place < guaranteed) & valid, torch.iinfo(order.dtype).max).flatten(1)
     highest = order.argsort(dim=-1, descending=True, stable=True)
     chosen = (torch.arange(order.shape[1], device=order.device) < total).expand_as(order)
-    return torch.zeros_like(chosen).scatter_(1, highest, chosen).view_as(place)
+    return torch.zeros_like(chosen).scatter_(1, highest, chosen).view_as(place) & valid
 
 
 def _all_keys(region: Chunks | HeadPages, new: Tensor) -> Tensor:
