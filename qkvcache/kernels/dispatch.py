@@ -248,7 +248,7 @@ def append_token(static: StaticTensors, x: Pair, new: Sequence[Tensor | None], i
         torch.ops.qkvcache.append_token(*static.arguments, *x, list(new), is_valid)
         return
     append = evicting.append_token
-    if on_triton(static.seen.device):
+    if on_triton(static.row_lengths.device):
         from .triton_evict import append_token as append
     append(static, x, new, is_valid)
 

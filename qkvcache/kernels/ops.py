@@ -92,7 +92,10 @@ def _(query, planes, table, codecs, tokens, exact, mask=None, sinks=None, scalin
 
 BUFFERS = "Tensor[] exact, Tensor[] quantized, SymInt[] codecs, SymInt columns"
 """`Buffers.arguments`"""
-STATIC = "SymInt[] numbers, Tensor[] planes, Tensor[] first, Tensor[] ring, Tensor[] records, Tensor shown, Tensor seen, Tensor columns"
+STATIC = (
+    "SymInt[] numbers, Tensor[] planes, Tensor[] sinks, Tensor[] ring, Tensor[] records, Tensor column_mask, Tensor row_lengths, "
+    "Tensor columns"
+)
 """`StaticTensors.arguments`"""
 PAGES = "Tensor[] pool, Tensor[] counts, Tensor[] exact, SymInt[] codecs, SymInt max_length, SymInt tokens"
 """`PagedInputs.arguments`"""
@@ -139,14 +142,14 @@ def _(exact, quantized, codecs, columns, key, value):
 @_operator(
     "append_token",
     f"{STATIC}, Tensor key, Tensor value, Tensor?[] new, Tensor? is_valid",
-    mutates=["ring", "records", "shown", "seen", "columns"],
+    mutates=["ring", "records", "column_mask", "row_lengths", "columns"],
 )
 def _append_token(*args):
     *static, key, value, new, is_valid = args
     dispatch.append_token(StaticTensors.of(*static), (key, value), new, is_valid)
 
 
-@_operator("evict_token", f"{STATIC}, Tensor order", "Tensor", mutates=["planes", "first", "records", "shown"])
+@_operator("evict_token", f"{STATIC}, Tensor order", "Tensor", mutates=["planes", "sinks", "records", "column_mask"])
 def _evict_token(*args):
     *static, order = args
     return dispatch.evict_token(StaticTensors.of(*static), order)
