@@ -60,6 +60,12 @@ class Pages:
         """Whether each head has pages of its own."""
         return self.table.dim() == 3
 
+    @property
+    def strides(self) -> tuple[int, int, int, int]:
+        """Of `table`, then of `lengths`, over rows and heads; 0 over heads that share."""
+        pages, lengths = self.table.stride()[:-1], self.lengths.stride()
+        return pages[0], pages[1] if len(pages) > 1 else 0, lengths[0], lengths[1] if len(lengths) > 1 else 0
+
     def gather(self, side: int, tokens: int, begin: int = 0) -> tuple[Codes, Tensor]:
         """Codes of the keys (`side` 0) or values (1) `begin` to `begin + tokens` of all rows, `[B, H', tokens, width]`, with the
         statistics, and which of them exist, bool `[B, 1 or H, tokens]`. Codes of those that do not are zeros."""
@@ -265,6 +271,17 @@ def _put(plane: Tensor, slots: Tensor, new: Tensor) -> None:
     index = at.div(plane.shape[1], rounding_mode="floor"), at % plane.shape[1]
     stored = stored.view(-1, *[1] * (new.dim() - 1))
     plane[index] = torch.where(stored, new, torch.where(stored.any(), new[first], plane[index]))
+
+
+def store_rows(x: Pair, ring: Pair, ring_slots: Tensor, sinks: Pair, sink_slots: Tensor) -> None:
+    """Copies keys and values `[1, H, T, D]` into the slots of rings `[F, H, R, D]` and of sinks `[E, H, S, D]`, `S` may be 0.
+
+    `ring_slots`, `sink_slots`: `row * R + slot` and `row * S + slot` of each token, int64 `[T]`; negative for tokens that are not stored.
+    """
+    for places, slots in ((ring, ring_slots), (sinks, sink_slots)):
+        for place, side in zip(places, x, strict=True):
+            if place.shape[2]:
+                _put(place.transpose(1, 2), slots, side[0].transpose(0, 1))
 
 
 def dequantize_pages(pages: Pages, out: Pair, begin: int = 0) -> None:
