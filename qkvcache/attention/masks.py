@@ -169,8 +169,8 @@ def joined(valid: Tensor | None, new: Tensor | None, query: Tensor, tokens: int)
 
 
 def joined_by_head(paged: PagedInputs, new: NewTokens, query: Tensor) -> Tensor:
-    """A mask over pages of each head, `[B, Hq, Q, T]`, bool or additive as `new` is: a column is a token's index among those of its head, of
-    which the last are those of the queries `[B, Hq, Q, D]`."""
+    """A mask over pages of each head, `[B, Hq, Q, T]`, bool or additive as `new` is: a column is a token's index among those of its head,
+    of which the last are those of the queries `[B, Hq, Q, D]`."""
     batch, query_heads, queries, _ = query.shape
     mask = _causal(queries, query.device)[None, None] if new.mask is None else new.mask
     lengths, exact = paged.pages.lengths, paged.rows[:, SINKS] + paged.rows[:, RING_TOKENS]

@@ -155,8 +155,8 @@ class HeadPages(QuantizedTokens):
         self.bind()
 
     def _assign(self, had: Tensor, wanted: Tensor, width: int) -> None:
-        """Changes the pages of each head from `had` to `wanted`, int32 `[B, H, 1]`, at most `width`: heads give pages at their end back, and
-        take free ones."""
+        """Changes the pages of each head from `had` to `wanted`, int32 `[B, H, 1]`, at most `width`: heads give pages at their end back,
+        and take free ones."""
         place, spare = torch.arange(width, device=had.device), len(had) * self.capacity
         table = F.pad(self.table, (0, width - self.table.shape[-1]))
         missing = (place >= had) & (place < wanted)
