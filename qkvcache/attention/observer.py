@@ -135,10 +135,9 @@ def _attend_on_codes(
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """The same for a few queries, with any mask."""
     inputs, attention_sums = key.attention_inputs, None
-    summed = observed is not None and not policy.reduces_attention
+    counts = None if policy.reduces_attention else observed
     if inputs.paged is not None:
         mask = None if new.causal and new.is_valid is None else joined_by_head(inputs.paged, new, query)
-        counts = observed if summed else None
         out, _, attention_sums = attend_pages(query, inputs.paged, mask, causal=mask is None, observed=counts, **options)
     else:
         if new.causal:  # costs a kernel less than a mask of queries x tokens
@@ -146,15 +145,15 @@ def _attend_on_codes(
             mask = None if shown is None else shown[:, None, None]
         else:
             mask = joined(valid(), new.mask, query, key.shape[2])
-        if summed:
-            out, attention_sums = observe_on_codes(query, inputs, mask, observed=observed, causal=new.causal, **options)
-        else:
+        if counts is None:
             out = attend_on_codes(query, inputs, mask, causal=new.causal, **options)
+        else:
+            out, attention_sums = observe_on_codes(query, inputs, mask, observed=counts, causal=new.causal, **options)
     if observed is None:
         return out, None
-    if summed:
-        return out, attention_sums
-    return out, _reduced(policy, query[:, :, last], key.dense(), value.dense(), observed[:, last], valid(), **options)
+    if counts is None:
+        attention_sums = _reduced(policy, query[:, :, last], key.dense(), value.dense(), observed[:, last], valid(), **options)
+    return out, attention_sums
 
 
 def _mask_of_all(implementation: str, valid: Tensor | None, new: NewTokens, query: Tensor, tokens: int) -> Tensor | None:

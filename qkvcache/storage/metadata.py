@@ -119,8 +119,8 @@ class TokenMetadata:
     def new_fields(self, tokens: Arrivals) -> dict[str, Tensor | None]:
         """The fields of new tokens except their positions; None stands for zeros. A field depends on the tokens seen so far alone, not on
         when a token is quantized."""
-        seen = given(tokens.seen, "counts of tokens") if self.budget.share else 0
-        tokens = replace(tokens, size=self.policy.size(self.budget, seen))
+        fixed = None if self.budget.share else self.policy.size(self.budget, 0)
+        tokens = replace(tokens, size=self.policy.size(self.budget, given(tokens.seen, "counts of tokens")) if fixed is None else fixed)
         statistics, score = self.policy.arrive(self.statistics, tokens)
         if self.static:  # at fixed addresses
             for name, x in self.statistics.items():
