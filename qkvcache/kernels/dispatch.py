@@ -102,9 +102,9 @@ def observe_on_codes(
     observed: Tensor | None = None,
     **options: Unpack[Options],
 ) -> tuple[Tensor, Tensor]:
-    """As `attend_on_codes`, for `attend_observed`."""
-    if attention_inputs.paged is not None and mask is None:
-        out, _, attention_sums = attend_pages(query, attention_inputs.paged, observed=observed, **options)
+    """`attend_observed`, by the fused kernel where there is one."""
+    if attention_inputs.paged is not None and mask is None and observed is None:  # the sums of pages are by slot
+        out, _, attention_sums = attend_pages(query, attention_inputs.paged, **options)
     elif torch.compiler.is_compiling() and attention_inputs.buffers is not None and observed is None:
         out = attend_on_buffers(query, attention_inputs.buffers, mask, **options)
         attention_sums = out.new_empty(0)
@@ -278,11 +278,14 @@ def unfold(buffers: Buffers, new: Pair | None) -> Pair:
 @functools.wraps(reference.sum_attention)
 def sum_attention(query: Tensor, key: Tensor, observed: Tensor, visible: Tensor | None = None, **options: Any) -> Tensor:
     """`sum_attention.sum_attention`, by kernels where there are: the accumulated attention of many queries, fp32 `[B, H, T]`."""
-    if on_triton(query.device) and (visible is None or visible.dim() == 2):
+    by_head = visible is not None and visible.dim() == 3
+    if on_triton(query.device) and (options.get("lse") is not None or not by_head):
         from . import triton_sum_attention as kernels
 
         if kernels.supports(query, key):
-            return kernels.sum_attention(query, key, observed, visible, **options)
+            if not by_head:
+                return kernels.sum_attention(query, key, observed, visible, **options)
+            return kernels.sum_attention(query, key, observed, **options).masked_fill_(~visible, 0)  # type: ignore[operator]
     return reference.sum_attention(query, key, observed, visible, **options)
 
 
