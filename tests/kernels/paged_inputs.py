@@ -91,8 +91,8 @@ def build(
 def of_heads(
     format: Format, queries: int, lengths: Sequence[Sequence[int]] = ((150, 5), (0, 97)), *, dtype: torch.dtype, device: torch.device | str
 ) -> tuple[AttentionInputs, Tensor]:
-    """Inputs of attention as storage makes them whose heads share a budget, with the last `queries` tokens running; and the columns without a
-    token, bool `[B, H, T]`: those that a head lacks, and in the last row the first of the residual."""
+    """Inputs of attention as storage makes them whose heads share a budget, with the last `queries` tokens running; and the columns
+    without a token, bool `[B, H, T]`: those that a head lacks, and in the last row the first of the residual."""
     batch, heads, longest, sinks, residual, empty = len(lengths), len(lengths[0]), max(map(max, lengths)), 3, 14, 4
 
     def random(tokens: int) -> tuple[Tensor, Tensor]:
