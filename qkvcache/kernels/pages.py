@@ -61,15 +61,10 @@ class Pages:
         return self.table.dim() == 3
 
     @property
-    def outer_strides(self) -> tuple[int, int, int, int]:
-        """Of the table and of the lengths, over rows and heads each; 0 where all heads share them."""
-        table, lengths = self.table, self.lengths
-        return (
-            table.stride(0),
-            table.stride(1) if self.per_head else 0,
-            lengths.stride(0),
-            lengths.stride(1) if lengths.dim() > 1 else 0,
-        )
+    def strides(self) -> tuple[int, int, int, int]:
+        """Of `table`, then of `lengths`, over rows and heads; 0 over heads that share."""
+        pages, lengths = self.table.stride()[:-1], self.lengths.stride()
+        return pages[0], pages[1] if len(pages) > 1 else 0, lengths[0], lengths[1] if len(lengths) > 1 else 0
 
     def gather(self, side: int, tokens: int, begin: int = 0) -> tuple[Codes, Tensor]:
         """Codes of the keys (`side` 0) or values (1) `begin` to `begin + tokens` of all rows, `[B, H', tokens, width]`, with the

@@ -23,6 +23,7 @@ from qkvcache.kernels.attend_chunked import (
 from qkvcache.kernels.sum_attention import sum_attention
 from tests import matrix
 from tests.kernels.attention_inputs import build
+from tests.kernels.paged_inputs import of_heads
 from tests.matrix import slowly
 from tests.tolerance import rounding
 
@@ -153,7 +154,7 @@ def check_sums(query, held, hidden, observed, *, scaling=None, softcap=None, sin
     limit = LIMIT if torch.bfloat16 == DTYPE else rounding(query.shape[3], query.shape[3], keys.shape[2])
     assert ((sums - wanted).abs().max() / wanted.abs().max()).item() < limit
     if hidden is not None:
-        assert not sums.masked_select(hidden[:, None]).any()
+        assert not sums.masked_select(hidden if hidden.dim() == 3 else hidden[:, None]).any()
 
 
 @pytest.mark.parametrize("format", slowly(matrix.FORMATS, FORMATS))
@@ -177,6 +178,21 @@ def test_sums_of_the_last_queries_with_padding_and_options(window, first, poison
     observed = torch.rand(2, window, device=DEVICE).masked_fill(hidden[:, 309 - window :], 0)
     for options in ({}, {"scaling": 0.3, "sinks": torch.randn(4, device=DEVICE)}, {"softcap": 2.0}):
         check_sums(query, held, hidden, observed, chunk_tokens=64, **options)
+
+
+@pytest.mark.parametrize("format", ["identity", "int8", "turboquant_3bit_nc", "fp8_token"])
+@pytest.mark.parametrize("triton", [False, True], ids=["torch", "triton"])
+def test_pages_of_heads_of_different_lengths(monkeypatch, format, triton, poisoned):
+    """Of one head nothing is quantized, of another whole chunks are missing; a row has padding among its exact tokens."""
+    monkeypatch.setenv("QKVCACHE_KERNELS", "triton" if triton else "torch")
+    queries = 9
+    held, hidden = of_heads(REGISTRY[format], queries, dtype=DTYPE, device=DEVICE)
+    query = torch.randn(2, 6, queries, 64, device=DEVICE, dtype=DTYPE)
+    options = {"scaling": 0.3, "sinks": torch.randn(6, device=DEVICE)}
+    shown = ~hidden.repeat_interleave(3, dim=1)[:, :, None]
+    close(attend_chunked(query, held, hidden, chunk_tokens=64, **options)[0], attend(query, held, shown, causal=True, **options))
+    for window in (1, queries):
+        check_sums(query, held, hidden, torch.rand(2, window, device=DEVICE), chunk_tokens=64, **options)
 
 
 @pytest.mark.parametrize(("heads", "dim"), [(2, 80), (16, 128)])
