@@ -108,7 +108,7 @@ class EvictingStorage(LayerStorage):
         self.borrowed = False
         """Whether the residual is a tensor of the caller."""
         dims, (batch, heads) = [x.shape[3] for x in empty], empty[0].shape[:2]
-        if self.policy.alpha_safeguard is None:
+        if self.policy.alpha_safeguard is None and not self.budget.heads:
             self.chunks = Chunks(self.codecs, dims, per_head=True)
         else:
             self.chunks = HeadPages(self.codecs, dims, torch.zeros(batch, heads, dtype=torch.int32, device=empty[0].device))
@@ -237,13 +237,23 @@ class EvictingStorage(LayerStorage):
         if self.budget.share and metadata.row_lengths is not None:
             row_limits = self._region_limit(metadata.lengths())
         if isinstance(self.chunks, HeadPages):
-            guaranteed = self._guaranteed(limit) if row_limits is None else self._guaranteed(row_limits)
-            arguments = leaving, fields, max(limit, 0), row_limits, guaranteed, self.in_order
-            self.in_order = append_and_share(self.chunks, metadata, *arguments)
+            arguments = leaving, fields, max(limit, 0), row_limits
+            if self.budget.heads:
+                parts = [part * len(self.budget.heads) / sum(self.budget.heads) for part in self.budget.heads]
+                guaranteed = self._divided(parts, limit if row_limits is None else row_limits)
+                least = share_of(min(parts), max(limit, 0))
+            else:
+                guaranteed, least = self._guaranteed(limit if row_limits is None else row_limits), None
+            self.in_order = append_and_share(self.chunks, metadata, *arguments, guaranteed, self.in_order, least)
         else:
             limit = max(limit, self.chunks.length)
             self.in_order = append_and_evict(self.chunks, metadata, leaving, fields, limit, row_limits) and self.in_order
         self._drop_oldest(count)
+
+    def _divided(self, parts: list[float], limit: int | Tensor) -> Tensor:
+        """Quantized tokens of each head, int64 `[1 or B, H, 1]`, where all have `limit` (int or `[B, 1, 1]`) on average."""
+        counts = torch.tensor([round(part * 2**32) for part in parts], device=self.device)[:, None]
+        return (counts * limit + 2**22 >> 32).clamp_min(0).expand(-1 if isinstance(limit, Tensor) else 1, -1, -1)
 
     def _guaranteed(self, limit: Count) -> Count:
         """Quantized tokens that each head is guaranteed of `limit`: those beside its exact ones, which are protected."""
