@@ -30,8 +30,17 @@ from triton.compiler import ASTSource  # noqa: E402
 from qkvcache.formats import REGISTRY  # noqa: E402
 from qkvcache.formats.base import PackedLayout  # noqa: E402
 from qkvcache.formats.rotation import rotation_block  # noqa: E402
-from qkvcache.kernels import triton_dequantize, triton_evict, triton_quantize, triton_step, triton_store_exact, triton_sum_attention  # noqa: E402
+from qkvcache.kernels import (  # noqa: E402
+    triton_dequantize,
+    triton_evict,
+    triton_gather,
+    triton_quantize,
+    triton_step,
+    triton_store_exact,
+    triton_sum_attention,
+)
 from qkvcache.kernels.fused import EXACT_TILE, SUM_TOKENS, launched  # noqa: E402
+from qkvcache.kernels.pages import GATHER_TILE  # noqa: E402
 from qkvcache.kernels.triton_attend import attend_kernel, attend_pages_kernel  # noqa: E402
 from qkvcache.kernels.triton_join import reduce_kernel, rotate_kernel  # noqa: E402
 from qkvcache.kernels.triton_sum_splits import sum_splits_kernel  # noqa: E402
@@ -255,6 +264,20 @@ def decoding(format: str, head_dim: int, target: str) -> Iterator[Job]:
         )
 
 
+def gathering(format: str, head_dim: int, target: str) -> Job:
+    codecs = REGISTRY[format].codecs()
+    layouts = [triton_dequantize.known(codec, _Like(head_dim)) for codec in codecs]
+    padded = triton_dequantize.padded(head_dim)
+    across, along, warps = triton_gather.tile_of(layouts, 8, padded)
+    types = dict.fromkeys((f"{side}{name}" for side in "kv" for name in ("out", "new", "sinks", "ring")), "*bf16")
+    types |= dict.fromkeys(("tiles", "new_starts", "out_starts", "rows", "lengths", "table"), "*i32")
+    constants: dict[str, object] = {"ACROSS": across, "ALONG": along, "TILE": GATHER_TILE, "PAGE": 256}
+    for prefix, codec, layout in zip("kv", codecs, layouts, strict=True):
+        types |= {name.replace("table", "rotation"): kind for name, kind in _types_of(codec, head_dim, prefix, "*bf16").items()}
+        constants |= {prefix.upper() + f: x for f, x in zip("LDP", (layout, head_dim, padded), strict=True)}
+    return Job(f"gather {format} {head_dim}", triton_gather._gather_rows_kernel, types, constants, target, {"num_warps": warps})
+
+
 @dataclass(frozen=True)
 class _Like:
     """As much of a tensor as `known` asks for."""
@@ -305,6 +328,7 @@ def jobs(everything: bool) -> Iterator[Job]:
                 yield from (storing(format, 128, tokens, target) for tokens in ((1, 512) if everything else (512,)))
                 yield from stepping(format, 128, target)
                 yield from decoding(format, 128, target)
+                yield gathering(format, 128, target)
 
 
 def compiled(job: Job):

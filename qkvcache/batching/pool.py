@@ -157,7 +157,8 @@ class CompressedPagedCache(PagedAttentionCache):
         prepare(layout.codecs, (head_dim, head_dim), dtype, device)
         self.counters, self.calibrating = counters, True
         self.slots = residual_length + 1, num_sink_tokens  # the new token is in the ring too
-        self.batch, self.step, self.first_layer = Batch(*self.slots), None, layers[0]  # type: tuple[Batch, Step | None, int]
+        self.scratch_tokens = CHUNK_BYTES // (2 * heads * head_dim * dtype.itemsize)
+        self.batch, self.step, self.first_layer = self.new_batch(), None, layers[0]  # type: tuple[Batch, Step | None, int]
 
         allow = continuous_batching_config.allow_block_sharing
         rank = distributed_helper.tp_local_rank
@@ -195,12 +196,15 @@ class CompressedPagedCache(PagedAttentionCache):
 
     # A forward pass.
 
+    def new_batch(self) -> Batch:
+        return Batch(*self.slots, self.scratch_tokens)
+
     def extend_read_and_write_indices(
         self, request_id: str, past_length: int, query_length: int, read_index: list[list[int]] | None, write_index: list[list[int]]
     ) -> None:
         """Plans the next tokens of a request. The lists only say whether it is the first of a batch."""
         if not write_index[0]:
-            self.batch = Batch(*self.slots)
+            self.batch = self.new_batch()
         write_index[0] += [0] * query_length
         self.allocator.extend(self.batch, request_id, past_length, query_length)
 

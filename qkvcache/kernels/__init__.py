@@ -12,6 +12,7 @@ from .dispatch import (
     dense_attention_inputs,
     dequantize_pages,
     evict_token,
+    gather_rows,
     launch_of_append,
     launch_of_step,
     observe_on_codes,
@@ -27,7 +28,7 @@ from .dispatch import (
     whole,
 )
 from .evict import StaticTensors, take
-from .pages import PagedInputs, Pages
+from .pages import PagedInputs, Pages, gather_tiles
 from .prefill import prefill_with_lse
 from .segments import AttentionInputs, Buffers, Exact, KeysOrValues, Packed, Pair, QuantizedRegion, Segment, chunk_table, number, pv, qk
 
@@ -55,6 +56,8 @@ __all__ = [
     "dense_attention_inputs",
     "dequantize_pages",
     "evict_token",
+    "gather_rows",
+    "gather_tiles",
     "launch_of_append",
     "launch_of_step",
     "number",

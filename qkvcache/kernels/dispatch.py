@@ -189,6 +189,18 @@ def dequantize_pages(pages: Pages, out: Pair, begin: int = 0) -> None:
     paged.dequantize_pages(pages, out, begin)
 
 
+def gather_rows(inputs: PagedInputs, new: Pair, starts: tuple[Tensor, Tensor], tiles: Tensor, out: Pair) -> None:
+    """`pages.gather_rows`, in one launch where there is a kernel."""
+    if on_triton(out[0].device):
+        from .triton_dequantize import supports
+        from .triton_gather import gather_rows
+
+        if all(supports(codec, side.shape[3]) for codec, side in zip(inputs.pages.codecs, out, strict=True)):
+            gather_rows(inputs, new, starts, tiles, out)
+            return
+    paged.gather_rows(inputs, new, starts, tiles, out)
+
+
 def whole(buffers: Buffers) -> AttentionInputs:
     """The inputs of attention over storage that counts on the device, sized for `buffers.columns` tokens."""
     shapes = ((*x.shape[:2], buffers.columns, x.shape[3]) for x in buffers.residual)

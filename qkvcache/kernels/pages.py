@@ -274,6 +274,41 @@ def dequantize_pages(pages: Pages, out: Pair, begin: int = 0) -> None:
         x.copy_(pages.codecs[side].dequantize(codes, x.shape[3], x.dtype).masked_fill(~exists[..., None], 0))
 
 
+GATHER_TILE = 64
+"""Tokens of a tile of `gather_rows`."""
+
+
+def gather_tiles(lengths: Sequence[int]) -> list[int]:
+    """Tiles of rows of these lengths in tokens: for each its row, and its first token in that row."""
+    return [n for row, length in enumerate(lengths) for at in range(0, length, GATHER_TILE) for n in (row, at)]
+
+
+def gather_rows(inputs: PagedInputs, new: Pair, starts: tuple[Tensor, Tensor], tiles: Tensor, out: Pair) -> None:
+    """Writes all tokens of rows of different lengths, one row after another, in the model's dtype: of each row sinks, quantized tokens, the
+    tokens of the ring and, after these, its new tokens.
+
+    Args:
+        inputs: its heads share the pages of a row.
+        new: keys and values `[1, H, N, D]`, those of one row after another.
+        starts: the first token of each row in `new` and in `out`, int32 `[B + 1]` each; the last entries are the tokens of all rows.
+        tiles: int32 `[M, 2]`, `gather_tiles` of the rows' tokens in `out`, for kernels.
+        out: keys and values `[1, H, T, D]`.
+    """
+    pages, (news, places) = inputs.pages, (x.tolist() for x in starts)
+    for b, ((begin, sink_row, sinks, ring_row, start, count), length) in enumerate(
+        zip(inputs.rows.tolist(), pages.lengths.tolist(), strict=True)
+    ):
+        row = Pages(*pages.codecs, pages.planes, pages.statistics, pages.table[b : b + 1], pages.lengths[b : b + 1])
+        order = torch.arange(start, start + count, device=inputs.rows.device) % max(inputs.slots[2], 1)
+        quantized = max(length - begin, 0)
+        dense = tuple(x.new_empty(1, x.shape[1], quantized, x.shape[3]) for x in out)
+        if quantized:
+            dequantize_pages(row, dense, begin)  # type: ignore[arg-type]
+        for x, sink, middle, ring, last in zip(out, inputs.sinks, dense, inputs.ring, new, strict=True):
+            parts = sink[sink_row, :, :sinks], middle[0], ring[ring_row][:, order], last[0, :, news[b] : news[b + 1]]
+            x[0, :, places[b] : places[b + 1]] = torch.cat(parts, dim=1)
+
+
 STATE = TICKET, DROPPED, ROOM = range(3)
 """Of the int32 `[3]` of `append_tokens`: programs of the launch that have finished, tokens dropped because the pages were full, and the
 capacity of each row's pages, in tokens."""

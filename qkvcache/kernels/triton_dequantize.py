@@ -321,7 +321,7 @@ def _vectors(tokens, heads, ACROSS: tl.constexpr, ALONG: tl.constexpr):
 
 
 @triton.jit
-def _store_vectors(at, y, live, D: tl.constexpr):
+def store_vectors(at, y, live, D: tl.constexpr):
     """Stores the first D channels of `y` [N, P] to vectors that begin at the pointers `at` [N], if `live` [N]."""
     c = tl.arange(0, y.shape[1])
     inside = live[:, None] if y.shape[1] == D else live[:, None] & (c < D)[None, :]
@@ -348,7 +348,7 @@ def _decode_kernel(
         live, b, b, h0, t, table, codes, cb, ch, high, hb, hh, scales, sb, sh, center, eb, eh,
         L, D, P, ACROSS, ALONG,
     )  # fmt: skip
-    _store_vectors(out + (b * ob + h * oh + t * ot), y, live, D)
+    store_vectors(out + (b * ob + h * oh + t * ot), y, live, D)
 
 
 def dequantize_pages(pages: Pages, out: tuple[Tensor, Tensor], begin: int = 0) -> None:
@@ -393,4 +393,4 @@ def _dequantize_pages_kernel(
         L, D, P, ACROSS, ALONG,
     )  # fmt: skip
     y = tl.where(exists[:, None], y, 0.0)
-    _store_vectors(out + (b * ob + h * oh + t * ot), y, live, D)
+    store_vectors(out + (b * ob + h * oh + t * ot), y, live, D)

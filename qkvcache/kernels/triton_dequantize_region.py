@@ -109,8 +109,8 @@ def _tile(
             factors = scales + tl.load(distances + chunk * 8 + 2)
             y = load_tile(
                 live, b, b, h, slot, out, main, heads * capacity * WIDTH, capacity * WIDTH, bits, heads * capacity * HIGH, capacity * HIGH,
-                factors, once if L.span == "once" else capacity if L.span == "shared" else heads * capacity * COUNT, capacity * COUNT,
-                center, eb, eh, L, D, P, 1, N,
+                factors, once if L.span == "once" else capacity if L.span == "shared" else heads * capacity * COUNT,
+                0 if L.span == "shared" else capacity * COUNT, center, eb, eh, L, D, P, 1, N,
             )  # fmt: skip
             inside = live[:, None] if D == P else live[:, None] & (c < D)[None, :]
             tl.store(out + at, y.to(out.dtype.element_ty), mask=inside)

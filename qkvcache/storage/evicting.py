@@ -46,7 +46,7 @@ from .base import LayerStorage, copy_to, differ
 from .chunks import PAGE, Chunks
 from .eviction import append_and_evict, append_and_share
 from .head_pages import HeadPages
-from .metadata import TokenFields, TokenMetadata
+from .metadata import TokenFields, TokenMetadata, no_tokens
 from .quantized import Copy
 from .storage import attention_inputs_of, sides_of
 
@@ -107,12 +107,13 @@ class EvictingStorage(LayerStorage):
         self.sinks = self.residual = empty
         self.borrowed = False
         """Whether the residual is a tensor of the caller."""
-        dims, (batch, heads) = [x.shape[3] for x in empty], empty[0].shape[:2]
+        dims = [x.shape[3] for x in empty]
         if self.policy.alpha_safeguard is None and not self.budget.heads:
             self.chunks = Chunks(self.codecs, dims, per_head=True)
         else:
-            self.chunks = HeadPages(self.codecs, dims, torch.zeros(batch, heads, dtype=torch.int32, device=empty[0].device))
-        self.metadata = TokenMetadata(self.policy, self.budget, empty[0], self.rope)
+            self.chunks = HeadPages(self.codecs, dims, no_tokens(self.policy, empty[0]))
+        pages = self.chunks if isinstance(self.chunks, HeadPages) else None
+        self.metadata = TokenMetadata(self.policy, self.budget, empty[0], self.rope, pages)
         self.in_order, self.sinks_full = self.ordered, not self.num_sink_tokens
         self.is_static = False
         """Whether the tokens are in `static`."""
@@ -266,13 +267,8 @@ class EvictingStorage(LayerStorage):
         return self.policy.size(self.budget, seq_length) - (self.num_sink_tokens + self.lag_length + self.interval - 1)
 
     def simulate(self, prompt: int, seq_length: int, query_heads: int) -> None:
-        """Allocates what storage holds after `prompt` tokens at once and others one by one, `seq_length` in all. Nothing is stored: for
-        planning, on the meta device. Raises NotImplementedError where heads share a budget."""
-        if isinstance(self.chunks, HeadPages):
-            raise NotImplementedError(
-                f"alpha_safeguard={self.policy.alpha_safeguard}: how many tokens each head retains, and so the bytes of its table and "
-                "metadata, depends on the text; plan without it, which takes about as much"
-            )
+        """Allocates what storage holds after `prompt` tokens at once and others one by one, `seq_length` in all; the most that it may hold,
+        where heads share a budget. Nothing is stored: for planning, on the meta device."""
         exact, interval = self.num_sink_tokens + self.lag_length, self.interval
         first = prompt - exact if prompt - exact >= interval else 0  # tokens that leave the residual after the prompt
         groups = max(seq_length - exact - first, 0) // interval
@@ -283,18 +279,20 @@ class EvictingStorage(LayerStorage):
 
         sinks = min(seq_length, self.num_sink_tokens)
         residual = seq_length - sinks - first - groups * interval
-        self.chunks.chunks, self.chunks.length = [], 0
-        if length(0):
-            self.chunks.reserve(length(0), self.sinks)
-        self.chunks.simulate(length, groups, self.sinks)
+        if isinstance(self.chunks, HeadPages):
+            limit = max(self._region_limit(exact + first + groups * interval), 0)
+            self.chunks.simulate(first, groups, interval, limit, self.sinks)
+        else:
+            self.chunks.chunks, self.chunks.length = [], 0
+            if length(0):
+                self.chunks.reserve(length(0), self.sinks)
+            self.chunks.simulate(length, groups, self.sinks)
         zones = ([x.new_zeros(*x.shape[:2], n, x.shape[3]) for x in self.sinks] for n in (sinks, residual))
         self.sinks, self.residual = map(tuple, zones)  # type: ignore[assignment]
         metadata = self.metadata
         metadata.sinks = F.pad(metadata.sinks, (0, sinks))
         metadata.simulate(self.sinks, query_heads)
-        for zone, tokens in ((metadata.region, self.chunks.length), (metadata.residual, residual)):
-            for name, x in zone.items():
-                zone[name] = F.pad(x, (0, tokens))
+        metadata.allocate(self.chunks.length, residual)
 
     # Steps of one token in the static layout.
 
@@ -451,7 +449,8 @@ class EvictingStorage(LayerStorage):
     def snapshot(self, row: int, tokens: int | None = None, copy: Copy = Tensor.copy_) -> tuple[dict[str, Tensor], dict[str, int]]:
         tensors, _ = super().snapshot(row, tokens, copy)
         tensors |= {name: copy_to(x[row : row + 1], "cpu", copy) for name, x in self._named_tensors()}
-        return tensors, {"seen": self.seq_length, "in_order": int(self.in_order), "sinks_full": int(self.sinks_full)}
+        numbers = {"seen": self.seq_length, "in_order": int(self.in_order), "sinks_full": int(self.sinks_full)}
+        return tensors, numbers | ({"longest": self.chunks.length} if isinstance(self.chunks, HeadPages) else {})
 
     def restore(self, tensors: dict[str, Tensor], numbers: dict[str, int], device: torch.device | str, copy: Copy = Tensor.copy_) -> None:
         super().restore(tensors, numbers, device, copy)
@@ -459,15 +458,15 @@ class EvictingStorage(LayerStorage):
         self.seq_length = self.metadata.columns = numbers["seen"]
         self.in_order, self.sinks_full = bool(numbers["in_order"]), bool(numbers["sinks_full"])
         if isinstance(self.chunks, HeadPages):
-            table, lengths = (copy_to(tensors[f"pages.{name}"], device) for name in ("table", "lengths"))
-            self.chunks.place(table, lengths, self.metadata.region["positions"].shape[-1])
+            placed = {name: copy_to(x, device, copy) for name, x in tensors.items() if name.startswith("pages.")}
+            self.chunks.place(placed, numbers["longest"])
             self.metadata.ragged = self.chunks.length > 0 and not self.in_order
 
     def _named_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """What a snapshot holds beside keys and values, `[B, ...]` each."""
         yield from self.metadata.named_tensors()
         if isinstance(self.chunks, HeadPages):
-            yield from (("pages.table", self.chunks.table), ("pages.lengths", self.chunks.lengths))
+            yield from self.chunks.named_tensors()
 
     def load_exact(self, sinks: Pair, residual: Pair) -> None:
         self.sinks, self.residual = sinks, residual

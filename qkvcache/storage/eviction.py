@@ -70,10 +70,13 @@ def append_and_share(
     in_order: bool,
     least: int | None = None,
 ) -> bool:
-    """`append_and_evict` where heads retain different numbers of tokens: together `H * limit`, of which each head is `guaranteed` as many,
-    an int or `[B, 1, 1]`; or, with `least`, each head what is `guaranteed` and no more, int64 `[B or 1, H, 1]`, `least` or more tokens.
+    """`append_and_evict` where heads retain different numbers of tokens, together `H * limit` at most.
 
-    `in_order`: whether columns are in token order so far; padding is stored while they stay so.
+    Args:
+        guaranteed: tokens that each head may have whatever others have, an int or int64 `[1 or B, 1 or H, 1]`; of all heads together, no
+            more than the budget.
+        in_order: whether columns are in token order so far; padding is stored while they stay so.
+        least: no head may have more than is `guaranteed`, which is `least` or more; None: heads share the rest of the budget.
     """
     stored, count = region.length, fields["positions"].shape[-1]
     union = {name: torch.cat([x, fields[name]], dim=-1) for name, x in metadata.region.items()}
@@ -89,28 +92,26 @@ def append_and_share(
             retained = _first(order, guaranteed) & valid
         else:
             limits = limit if row_limits is None else row_limits.clamp(0, limit)[:, 0]
-            retained = _shared(order, heads * limits, guaranteed) & valid
-    source = region.retain(retained[..., :stored], new, retained[..., stored:], heads * limit)
-    for name, x in union.items():
-        x = x.gather(-1, source.clamp_min(0))
-        metadata.region[name] = x.masked_fill(source < 0, -1) if name == "positions" else x
+            retained = _shared(order, valid, heads * limits, guaranteed)
+    region.retain(retained[..., :stored], new, retained[..., stored:], union, heads * limit)
     metadata.ragged = not in_order
     return in_order
 
 
 def _first(order: Tensor, count: int | Tensor) -> Tensor:
-    """The `count` tokens of highest `order` `[B, H, T]` in each head; `count` an int or broadcast `[B, H, 1]`. Bool `[B, H, T]`."""
+    """The `count` tokens of highest `order` `[B, H, T]` in each head; `count` an int or `[1 or B, 1 or H, 1]`. Bool `[B, H, T]`."""
     return order.argsort(dim=-1, descending=True).argsort(dim=-1) < count
 
 
-def _shared(order: Tensor, total: int | Tensor, guaranteed: int | Tensor) -> Tensor:
+def _shared(order: Tensor, valid: Tensor, total: int | Tensor, guaranteed: int | Tensor) -> Tensor:
     """The `total` tokens, an int or `[B, 1]`, of highest `order` `[B, H, T]` over all heads of a row, among them the first `guaranteed` of
-    each head, an int or `[B, 1, 1]`; of equal ones those of the first heads. Bool `[B, H, T]`."""
+    each head, an int or `[1 or B, 1 or H, 1]`; of equal ones those of the first heads. `valid`, bool `[B, H, T]`: which are tokens at all.
+    Bool `[B, H, T]`."""
     shape = order.shape
-    order = order.masked_fill(_first(order, guaranteed), torch.iinfo(order.dtype).max).flatten(1)
+    order = order.masked_fill(_first(order, guaranteed) & valid, torch.iinfo(order.dtype).max).flatten(1)
     highest = order.argsort(dim=-1, descending=True, stable=True)
     chosen = (torch.arange(order.shape[1], device=order.device) < total).expand_as(order)
-    return torch.zeros_like(chosen).scatter_(1, highest, chosen).view(shape)
+    return torch.zeros_like(chosen).scatter_(1, highest, chosen).view(shape) & valid
 
 
 def _all_keys(region: Chunks | HeadPages, new: Tensor) -> Tensor:

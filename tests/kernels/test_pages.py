@@ -389,3 +389,39 @@ def test_pages_of_a_pool_beyond_32_bits(format):
     for codes, others in zip(near.pages.planes, far.pages.planes, strict=True):
         for name, plane in codes.items():
             assert torch.equal(plane[used].view(torch.uint8), others[name][1:].contiguous().view(torch.uint8))
+
+
+def gathered(format: str, dim: int, device: torch.device):
+    """Rows with and without tokens in sinks, pages and ring, new tokens, the starts of both, and outputs full of NaN."""
+    lengths, news = [70, 2, 130, 3], [5, 70, 1, 9]
+    options = {"begin": 2, "sinks": 3, "ring": 6, "ring_tokens": [4, 0, 6, 1], "dims": (dim, dim), "device": device}
+    inputs = build(REGISTRY[format], lengths, **options)
+    new = tuple(torch.randn(1, 9, sum(news), 2 * dim, device=device).half()[:, :2, :, :dim] for _ in range(2))
+    totals = [int(inputs.rows[b, reference.SINKS]) + lengths[b] - 2 + options["ring_tokens"][b] + news[b] for b in range(4)]
+    starts = tuple(torch.tensor([0, *counts], device=device).cumsum(0).int() for counts in (news, totals))
+    tiles = torch.tensor(reference.gather_tiles(totals), dtype=torch.int32, device=device).view(-1, 2)
+    outs = [tuple(torch.full((1, 2, sum(totals) + 1, dim), torch.nan, device=device).half() for _ in range(2)) for _ in range(2)]
+    return inputs, new, starts, tiles, outs
+
+
+@pytest.mark.parametrize("format", slowly(FORMATS, QUICK))
+def test_gathering(format):
+    inputs, new, starts, tiles, (out, _) = gathered(format, 64, torch.device("cpu"))
+    reference.gather_rows(inputs, new, starts, tiles, out)
+    for side in range(2):
+        for h in range(2):
+            rows = [torch.cat([row(inputs, b, h, side), new[side][0, h, starts[0][b] : starts[0][b + 1]].float()]) for b in range(4)]
+            torch.testing.assert_close(out[side][0, h, :-1].float(), torch.cat(rows), rtol=1e-3, atol=1e-3)
+        assert out[side][0, :, -1].isnan().all()
+
+
+@KERNELS
+@pytest.mark.parametrize("format", slowly(STORED, [name for name in KINDS if name in STORED]))
+def test_the_kernel_that_gathers(format):
+    from qkvcache.kernels import triton_gather
+
+    inputs, new, starts, tiles, (out, wanted) = gathered(format, KINDS.get(format, 64), DEVICE)
+    triton_gather.gather_rows(inputs, new, starts, tiles, out)
+    reference.gather_rows(inputs, new, starts, tiles, wanted)
+    for x, y in zip(out, wanted, strict=True):
+        torch.testing.assert_close(x, y, rtol=2e-3, atol=2e-3, equal_nan=True)
