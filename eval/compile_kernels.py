@@ -37,6 +37,7 @@ from qkvcache.kernels import (  # noqa: E402
     triton_quantize,
     triton_step,
     triton_store_exact,
+    triton_store_rows,
     triton_sum_attention,
 )
 from qkvcache.kernels.fused import EXACT_TILE, SUM_TOKENS, launched  # noqa: E402
@@ -278,6 +279,13 @@ def gathering(format: str, head_dim: int, target: str) -> Job:
     return Job(f"gather {format} {head_dim}", triton_gather._gather_rows_kernel, types, constants, target, {"num_warps": warps})
 
 
+def storing_rows(head_dim: int, target: str) -> Job:
+    types = dict.fromkeys(("kx", "kring", "ksinks", "vx", "vring", "vsinks"), "*bf16") | dict.fromkeys(("ring_at", "sink_at"), "*i64")
+    padded = triton.next_power_of_2(head_dim)
+    constants = {"KD": head_dim, "KP": padded, "VD": head_dim, "VP": padded, "N": triton_store_rows.TILE, "SINKS": True}
+    return Job(f"store rows {head_dim}", triton_store_rows._store_rows_kernel, types, constants, target)
+
+
 @dataclass(frozen=True)
 class _Like:
     """As much of a tensor as `known` asks for."""
@@ -302,6 +310,7 @@ def jobs(everything: bool) -> Iterator[Job]:
         yield from columns(128, target)
         yield arriving(128, 8, target)
         yield storing_exact(128, target)
+        yield storing_rows(128, target)
         if not few:
             sizes = [("int8", 256), ("int4", 96)]
             if everything:

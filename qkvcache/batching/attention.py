@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..attention.varlen import varlen_attention
-from ..kernels import PagedInputs, Pair, attend_pages, gather_rows, quantize_pages
+from ..kernels import PagedInputs, Pair, attend_pages, gather_rows, quantize_pages, store_rows
 from ..kernels.attend_chunked import attend_chunked_pages, supports_queries
 from .pool import CompressedPagedCache
 from .rings import Rings
@@ -116,10 +116,4 @@ def write(cache: CompressedPagedCache, layer: int, writes: Writes, x: Pair) -> N
     """Quantizes keys and values `[1, H, T, D]` into pages, and stores the first and the last tokens in the model's dtype."""
     allocator = cache.allocator
     quantize_pages(allocator.layout.codecs, x, allocator.views[layer][0], allocator.once[layer], writes.pages[None])
-    for places, (row, slot), tokens in (
-        (cache.ring(layer), writes.ring, writes.ring_tokens),
-        (allocator.sinks(layer), writes.sinks, writes.sink_tokens),
-    ):
-        if row.numel():
-            for place, side in zip(places, x, strict=True):
-                place[row, :, slot] = (side[0] if tokens is None else side[0].index_select(1, tokens)).transpose(0, 1)
+    store_rows(x, cache.ring(layer), writes.ring, allocator.sinks(layer), writes.sinks)

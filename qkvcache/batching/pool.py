@@ -156,9 +156,9 @@ class CompressedPagedCache(PagedAttentionCache):
         layout = PageLayout(format, heads, head_dim, page_size, num_sink_tokens, dtype)
         prepare(layout.codecs, (head_dim, head_dim), dtype, device)
         self.counters, self.calibrating = counters, True
-        self.slots = residual_length + 1, num_sink_tokens  # the new token is in the ring too
+        slots = residual_length + 1  # the new token is in the ring too
         self.scratch_tokens = CHUNK_BYTES // (2 * heads * head_dim * dtype.itemsize)
-        self.batch, self.step, self.first_layer = self.new_batch(), None, layers[0]  # type: tuple[Batch, Step | None, int]
+        self.batch, self.step, self.first_layer = Batch(self.scratch_tokens), None, layers[0]  # type: tuple[Batch, Step | None, int]
 
         allow = continuous_batching_config.allow_block_sharing
         rank = distributed_helper.tp_local_rank
@@ -168,7 +168,7 @@ class CompressedPagedCache(PagedAttentionCache):
             least=lambda count: _least(count, distributed_helper, device),
         )  # fmt: skip
         continuous_batching_config.max_requests_per_batch = size.rings
-        rings = Rings(len(layers), size.rings, heads, self.slots[0], head_dim, dtype, device)
+        rings = Rings(len(layers), size.rings, heads, slots, head_dim, dtype, device)
         self.allocator = CompressedAllocator(layout, rings, statistics, layers, rank, allow)
         self.cache_allocators = {FULL_ATTENTION: self.allocator}
         self.layer_to_allocator = dict.fromkeys(layers, self.allocator)
@@ -196,15 +196,12 @@ class CompressedPagedCache(PagedAttentionCache):
 
     # A forward pass.
 
-    def new_batch(self) -> Batch:
-        return Batch(*self.slots, self.scratch_tokens)
-
     def extend_read_and_write_indices(
         self, request_id: str, past_length: int, query_length: int, read_index: list[list[int]] | None, write_index: list[list[int]]
     ) -> None:
         """Plans the next tokens of a request. The lists only say whether it is the first of a batch."""
         if not write_index[0]:
-            self.batch = self.new_batch()
+            self.batch = Batch(self.scratch_tokens)
         write_index[0] += [0] * query_length
         self.allocator.extend(self.batch, request_id, past_length, query_length)
 
@@ -214,7 +211,7 @@ class CompressedPagedCache(PagedAttentionCache):
             if block_table is None:
                 self.step = self.batch.step(tokens, self.cache_tensor.device)
             else:
-                self.step = step_of_table(block_table[0], self.allocator.tokens_per_page, self.max_tokens_read, *self.slots)
+                self.step = step_of_table(block_table[0], self.allocator.tokens_per_page, self.max_tokens_read)
         return self.step
 
     def calibrate(self, layer: int, x: Pair) -> None:

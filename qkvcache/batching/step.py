@@ -175,14 +175,11 @@ class Rows:
 
 @dataclass
 class Writes:
-    """Slots of new tokens: of pages for every token of the batch; rows and slots of rings, and of first tokens, for those tokens that are
-    written there (None: for every token)."""
+    """Slots of the new tokens, int64 `[T]` each: of pages, of rings, and of first tokens; negative for tokens that are not stored there."""
 
     pages: Tensor
-    ring: tuple[Tensor, Tensor]
-    sinks: tuple[Tensor, Tensor]
-    ring_tokens: Tensor | None = None
-    sink_tokens: Tensor | None = None
+    ring: Tensor
+    sinks: Tensor
 
 
 @dataclass
@@ -195,7 +192,7 @@ class Step:
     tokens: int = 0
 
 
-def step_of_table(table: Tensor, page_size: int, pool_tokens: int, ring_slots: int, sink_slots: int) -> Step:
+def step_of_table(table: Tensor, page_size: int, pool_tokens: int) -> Step:
     """The step of a block table, int32 `[B, HEADER + P]`, whose rows without a request hold -1; `pool_tokens` of all pages."""
     table = table.clamp_min(0)
     max_length = (table.shape[1] - HEADER) * page_size
@@ -204,21 +201,14 @@ def step_of_table(table: Tensor, page_size: int, pool_tokens: int, ring_slots: i
     columns = table[:, : len(COLUMNS)].contiguous()
     tokens = min(len(table) * min(TYPICAL_TOKENS, max_length), pool_tokens)
     rows = Rows(columns, table[:, LENGTH], table[:, HEADER:], max_length, tokens)
-    pages, ring, sinks = table[:, PAGE_SLOT : SINK_SLOT + 1].long().unbind(1)
-    return Step(Writes(pages, rows_and_slots(ring, ring_slots), rows_and_slots(sinks, sink_slots)), rows)
-
-
-def rows_and_slots(slots: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Rows, and slots within them, of slots that are counted over rows of `size`; empty tensors if `size` is 0."""
-    return (slots.div(size, rounding_mode="floor"), slots % size) if size else (slots[:0], slots[:0])
+    return Step(Writes(*table[:, PAGE_SLOT : SINK_SLOT + 1].long().unbind(1)), rows)
 
 
 class Batch:
-    """The rows of a batch, as they are added; slots of a ring, and of first tokens; tokens of the scratch through which chunks of prompts
-    read their past."""
+    """The rows of a batch, as they are added; tokens of the scratch through which chunks of prompts read their past."""
 
-    def __init__(self, ring_slots: int, sink_slots: int, scratch_tokens: int) -> None:
-        self.ring_slots, self.sink_slots, self.scratch_tokens = ring_slots, sink_slots, scratch_tokens
+    def __init__(self, scratch_tokens: int) -> None:
+        self.scratch_tokens = scratch_tokens
         self.rows: list[Row] = []
 
     def add(self, row: Row) -> None:
@@ -230,14 +220,14 @@ class Batch:
         places: list[int] = []
         chunks: list[Chunks] = []
         pages: list[int] = []
-        ring_tokens, ring, sink_tokens, sinks = ([] for _ in range(4))  # type: tuple[list[int], list[int], list[int], list[int]]
+        ring: list[int] = []
+        sinks: list[int] = []
         for row in self.rows:
             begin = len(pages)
             pages += row.page_slots()
-            ring_tokens += [begin + place - row.past for place in row.ring_places()]
-            ring += [row.ring_slot(place) for place in row.ring_places()]
-            sink_tokens += [begin + place - row.past for place in row.sink_places()]
-            sinks += [row.sink_slot(place) for place in row.sink_places()]
+            for slots, places_of, slot in ((ring, row.ring_places(), row.ring_slot), (sinks, row.sink_places(), row.sink_slot)):
+                slots += [-1] * (begin + min(places_of.start, row.end) - row.past - len(slots))
+                slots += map(slot, places_of)
             if row.past and row.count == 1:
                 decoded.append(row)
                 places.append(begin)
@@ -246,8 +236,9 @@ class Batch:
             else:
                 chunks.append(Chunks([row], begin, row.end <= self.scratch_tokens))
         count = len(pages)
-        pages += [0] * (tokens - count)
-        indices = send([pages, ring, sinks, ring_tokens, sink_tokens, places], torch.int64, device)
+        for slots in (pages, ring, sinks):
+            slots += [-1] * (tokens - len(slots))
+        *writes, indices = send([pages, ring, sinks, places], torch.int64, device)
         wanted = [
             [n for row in decoded for n in row.columns()[: len(COLUMNS)]],
             [row.columns()[LENGTH] for row in decoded],
@@ -261,10 +252,9 @@ class Batch:
         rows = None
         if decoded:
             longest, total = max(row.end for row in decoded), sum(row.end for row in decoded)
-            at = slice(places[0], places[0] + len(places)) if places[-1] - places[0] + 1 == len(places) else indices[5]
+            at = slice(places[0], places[0] + len(places)) if places[-1] - places[0] + 1 == len(places) else indices
             rows = Rows(columns.view(-1, len(COLUMNS)), lengths, table.view(len(decoded), -1), longest, total, at)
-        of_ring, of_sinks = rows_and_slots(indices[1], self.ring_slots), rows_and_slots(indices[2], self.sink_slots)
-        return Step(Writes(indices[0], of_ring, of_sinks, indices[3], indices[4]), rows, chunks, count)
+        return Step(Writes(*writes), rows, chunks, count)
 
 
 def blocks_of(rows: list[Row]) -> list[int]:

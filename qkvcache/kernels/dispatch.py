@@ -156,6 +156,14 @@ def quantize_pages(
     paged.quantize_pages(codecs, x, planes, statistics, slots)
 
 
+def store_rows(x: Pair, ring: Pair, ring_slots: Tensor, sinks: Pair, sink_slots: Tensor) -> None:
+    """`pages.store_rows`, in one launch where there are kernels."""
+    store = paged.store_rows
+    if on_triton(x[0].device):
+        from .triton_store_rows import store_rows as store
+    store(x, ring, ring_slots, sinks, sink_slots)
+
+
 def append_tokens(inputs: PagedInputs, x: Pair, state: Tensor) -> None:
     """`pages.append_tokens`, in one launch where there is a kernel."""
     if torch.compiler.is_compiling():

@@ -267,6 +267,17 @@ def _put(plane: Tensor, slots: Tensor, new: Tensor) -> None:
     plane[index] = torch.where(stored, new, torch.where(stored.any(), new[first], plane[index]))
 
 
+def store_rows(x: Pair, ring: Pair, ring_slots: Tensor, sinks: Pair, sink_slots: Tensor) -> None:
+    """Copies keys and values `[1, H, T, D]` into the slots of rings `[F, H, R, D]` and of sinks `[E, H, S, D]`, `S` may be 0.
+
+    `ring_slots`, `sink_slots`: `row * R + slot` and `row * S + slot` of each token, int64 `[T]`; negative for tokens that are not stored.
+    """
+    for places, slots in ((ring, ring_slots), (sinks, sink_slots)):
+        for place, side in zip(places, x, strict=True):
+            if place.shape[2]:
+                _put(place.transpose(1, 2), slots, side[0].transpose(0, 1))
+
+
 def dequantize_pages(pages: Pages, out: Pair, begin: int = 0) -> None:
     """Writes keys and values `begin` to `begin + T` of each row into `out` `[B, H, T, D]`, and zeros beyond a row's length."""
     for side, x in enumerate(out):

@@ -425,3 +425,31 @@ def test_the_kernel_that_gathers(format):
     reference.gather_rows(inputs, new, starts, tiles, wanted)
     for x, y in zip(out, wanted, strict=True):
         torch.testing.assert_close(x, y, rtol=2e-3, atol=2e-3, equal_nan=True)
+
+
+@pytest.mark.parametrize("sinks", [3, 0])
+def test_storing_in_rings_and_sinks(sinks):
+    """Tokens without a slot leave nothing; and nothing else is written."""
+    x = tuple(torch.randn(1, 40, 2, dim, device=DEVICE).half().transpose(1, 2) for dim in (64, 80))
+    like = [(side.new_full((5, 2, n, side.shape[3]), torch.nan)) for n in (7, sinks) for side in x]
+    ring_slots = torch.randperm(35, device=DEVICE)[:20].repeat_interleave(2)
+    ring_slots[1::2] = -1
+    sink_slots = torch.full((40,), -1, device=DEVICE)
+    if sinks:
+        sink_slots[[1, 20, 39]] = torch.tensor([4, 14, 0], device=DEVICE)
+    wanted = [place.clone() for place in like]
+    for place, side, slots in zip(wanted, (*x, *x), (ring_slots, ring_slots, sink_slots, sink_slots), strict=True):
+        for t, slot in enumerate(slots.tolist()):
+            if slot >= 0:
+                place[slot // place.shape[2], :, slot % place.shape[2]] = side[0, :, t]
+    stores = [reference.store_rows]
+    if DEVICE.type == "cuda" or triton.knobs.runtime.interpret:
+        from qkvcache.kernels import triton_store_rows
+
+        stores.append(triton_store_rows.store_rows)
+    slots = torch.stack([ring_slots, sink_slots], 1)  # columns of a table, as in steps that are replayed
+    for store in stores:
+        got = [place.clone() for place in like]
+        store(x, (got[0], got[1]), slots[:, 0], (got[2], got[3]), slots[:, 1])
+        for place, expected in zip(got, wanted, strict=True):
+            torch.testing.assert_close(place, expected, rtol=0, atol=0, equal_nan=True)
