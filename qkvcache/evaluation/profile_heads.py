@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ def profile_heads(
     tokenizer: PreTrainedTokenizerBase | None = None,
     context: int = 2048,
     windows: int = 4,
+    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> HeadProfile:
     """Measures which heads look things up: the model reads windows of a text and then repeats them; the score of a token in a head is the
     largest attention that it receives meanwhile (KVzip, arXiv 2505.23416). Heads whose tokens score high need much of a context.
@@ -38,6 +39,7 @@ def profile_heads(
         tokenizer: asks the model for the repetition; by default the tokenizer given as `text`, if any.
         context: tokens of a window.
         windows: pieces of the text, evenly spaced.
+        progress: called with windows done, and all of them.
 
     Raises:
         ValueError: a text that is too short, a model without full attention.
@@ -51,7 +53,7 @@ def profile_heads(
     if tokenizer is None and isinstance(text, PreTrainedTokenizerBase):
         tokenizer = text
     policy, found = KVzip(budget=1.0), list[list[Tensor]]()
-    for ids in windows_of(text, windows, context).to(model.device).split(1):
+    for number, ids in enumerate(windows_of(text, windows, context).to(model.device).split(1), 1):
         dense, _ = read_twice(model, policy, ids, torch.ones_like(ids), tokenizer, progress=False)
         layers = [layer for layer in dense.layers if isinstance(layer, ReadingLayer)]
         if not layers:
@@ -61,9 +63,11 @@ def profile_heads(
                 f"profile_heads on {model.config.model_type}: its attention does not go through transformers' AttentionInterface"
             )
         found.append([layer.scores[0, :, policy.num_sink_tokens :].cpu() for layer in layers])  # type: ignore[index]
+        progress(number, windows)
     ranks = (torch.arange(QUANTILES) + 0.5) / QUANTILES
     quantiles = tuple(
-        tuple(tuple(torch.cat(head).quantile(1 - ranks).tolist()) for head in zip(*layer, strict=True)) for layer in zip(*found, strict=True)
+        tuple(tuple(torch.cat(head).quantile(1 - ranks).tolist()) for head in zip(*layer, strict=True))
+        for layer in zip(*found, strict=True)
     )
     about: dict[str, object] = {"model_type": model.config.model_type, "dtype": str(model.dtype).removeprefix("torch.")}
     return HeadProfile(quantiles, about | {"context": context, "windows": windows} | provenance())
