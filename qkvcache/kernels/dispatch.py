@@ -168,22 +168,19 @@ def append_tokens(inputs: PagedInputs, x: Pair, state: Tensor) -> None:
     """`pages.append_tokens`, in one launch where there is a kernel."""
     if torch.compiler.is_compiling():
         torch.ops.qkvcache.append_tokens(*inputs.arguments, *x, state)
-        return
-    if quantizes(inputs.pages.codecs, x):
-        from .triton_append import append_tokens
-
-        append_tokens(inputs, x, state)
-        return
-    paged.append_tokens(inputs, x, state)
+    elif launch := launch_of_append(inputs, x, state):
+        launch(x)
+    else:
+        paged.append_tokens(inputs, x, state)
 
 
 def launch_of_append(inputs: PagedInputs, x: Pair, state: Tensor) -> Callable[[Pair], None] | None:
     """`append_tokens` for tokens of the shape and dtype of `x`, with all other arguments prepared; None if there is no kernel for it."""
     if not quantizes(inputs.pages.codecs, x):
         return None
-    from .triton_append import append_launch
+    from .triton_append import launch_of_append
 
-    return append_launch(inputs, x, state)
+    return launch_of_append(inputs, x, state)
 
 
 def dequantize_pages(pages: Pages, out: Pair, begin: int = 0) -> None:
@@ -223,20 +220,20 @@ def step(buffers: Buffers, x: Pair) -> None:
     if torch.compiler.is_compiling():
         torch.ops.qkvcache.step(*buffers.arguments, *x)
         return
-    store = counted.step
-    if quantizes(buffers.codecs, x):
-        from .triton_step import step_kv as store
     for part in zip(*(side.split(1 if buffers.grows else buffers.residual[0].shape[2], dim=2) for side in x), strict=True):
-        store(buffers, part)
+        if launch := launch_of_step(buffers, part):
+            launch(part)
+        else:
+            counted.step(buffers, part)
 
 
 def launch_of_step(buffers: Buffers, x: Pair) -> Callable[[Pair], None] | None:
     """`step` for tokens of the shape and dtype of `x`, with all other arguments prepared; None if there is no kernel for it."""
     if not quantizes(buffers.codecs, x):
         return None
-    from .triton_step import step_launch
+    from .triton_append import launch_of_step
 
-    return step_launch(buffers, x)
+    return launch_of_step(buffers, x)
 
 
 def store_exact(buffers: Buffers, exact: Pair, sinks: tuple[int, int], begin: int, slot: int, lengths: tuple[int, int]) -> None:
@@ -280,20 +277,9 @@ def unfold(buffers: Buffers, new: Pair | None) -> Pair:
     return counted.unfold(buffers, new, dense)
 
 
-def sum_attention(
-    query: Tensor,
-    key: Tensor,
-    observed: Tensor,
-    visible: Tensor | None = None,
-    *,
-    scaling: float,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    lse: Tensor | None = None,
-    causal: bool = True,
-) -> Tensor:
+@functools.wraps(reference.sum_attention)
+def sum_attention(query: Tensor, key: Tensor, observed: Tensor, visible: Tensor | None = None, **options: Any) -> Tensor:
     """`sum_attention.sum_attention`, by kernels where there are: the accumulated attention of many queries, fp32 `[B, H, T]`."""
-    options: dict[str, Any] = {"scaling": scaling, "softcap": softcap, "sinks": sinks, "lse": lse, "causal": causal}
     if on_triton(query.device) and (visible is None or visible.dim() == 2):
         from . import triton_sum_attention as kernels
 
@@ -316,10 +302,9 @@ def quantize_into(
 ) -> None:
     """Quantizes keys and values `[B, H, T, D]` into slots `start` to `start + T` of planes `[B, H, slots, width]`, in one launch; needs
     `quantizes`. `statistics`: the buffers that are kept once, `[B, H, 1, width]`."""
-    from .triton_quantize import quantize_kv
+    from .triton_quantize import contiguous, quantize_kv
 
-    x = tuple(side if side.stride(-1) == 1 else side.contiguous() for side in x)  # type: ignore[assignment]
-    quantize_kv(list(zip(codecs, x, planes, statistics, strict=True)), start)
+    quantize_kv(codecs, contiguous(x), planes, statistics, start)
 
 
 def dense_attention_inputs(attention_inputs: AttentionInputs) -> Pair:

@@ -60,6 +60,12 @@ class Pages:
         """Whether each head has pages of its own."""
         return self.table.dim() == 3
 
+    @property
+    def strides(self) -> tuple[int, int, int, int]:
+        """Of `table`, then of `lengths`, over rows and heads; 0 over heads that share."""
+        pages, lengths = self.table.stride()[:-1], self.lengths.stride()
+        return pages[0], pages[1] if len(pages) > 1 else 0, lengths[0], lengths[1] if len(lengths) > 1 else 0
+
     def gather(self, side: int, tokens: int, begin: int = 0) -> tuple[Codes, Tensor]:
         """Codes of the keys (`side` 0) or values (1) `begin` to `begin + tokens` of all rows, `[B, H', tokens, width]`, with the
         statistics, and which of them exist, bool `[B, 1 or H, tokens]`. Codes of those that do not are zeros."""

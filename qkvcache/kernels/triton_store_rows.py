@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .segments import Pair
+from .triton_quantize import contiguous
 
 TILE = 16
 """Tokens of a program."""
@@ -15,13 +16,12 @@ TILE = 16
 
 def store_rows(x: Pair, ring: Pair, ring_slots: Tensor, sinks: Pair, sink_slots: Tensor) -> None:
     """As `pages.store_rows`."""
-    x = tuple(side if side.stride(3) == 1 else side.contiguous() for side in x)  # type: ignore[assignment]
     heads, tokens = x[0].shape[1:3]
     arguments: list[object] = []
     constants: list[int] = []
-    for side, last, first in zip(x, ring, sinks, strict=True):
-        arguments += [side, *side.stride()[1:3], last, *last.stride()[:3], first, *first.stride()[:3]]
-        constants += [side.shape[3], triton.next_power_of_2(side.shape[3])]
+    for side, last, first in zip(contiguous(x), ring, sinks, strict=True):
+        arguments += [(side, *side.stride()[1:3]), (last, *last.stride()[:3]), (first, *first.stride()[:3])]
+        constants.append(side.shape[3])
     slots = ring_slots, ring_slots.stride(0), sink_slots, sink_slots.stride(0)
     with torch.cuda.device_of(x[0]):
         _store_rows_kernel[(triton.cdiv(tokens, TILE), heads, 2)](
@@ -31,13 +31,16 @@ def store_rows(x: Pair, ring: Pair, ring_slots: Tensor, sinks: Pair, sink_slots:
 
 @triton.jit
 def _store(
-    x, xh, xt, ring, rb, rh, rt, sinks, fb, fh, ft, ring_at, ring_step, sink_at, sink_step, ring_slots, sink_slots, tokens,
-    D: tl.constexpr, P: tl.constexpr, N: tl.constexpr, SINKS: tl.constexpr,
+    x, ring, sinks, ring_at, ring_step, sink_at, sink_step, ring_slots, sink_slots, tokens,
+    D: tl.constexpr, N: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     """A program of `_store_rows_kernel`, for keys or for values; arguments as there."""
+    x, xh, xt = x
+    ring, rb, rh, rt = ring
+    sinks, fb, fh, ft = sinks
     t = tl.program_id(0).to(tl.int64) * N + tl.arange(0, N)
     h = tl.program_id(1).to(tl.int64)
-    c = tl.arange(0, P)[None, :]
+    c = tl.arange(0, triton.next_power_of_2(D))[None, :]
     live = t < tokens
     last = tl.load(ring_at + t * ring_step, mask=live, other=-1)
     stored = last >= 0
@@ -54,26 +57,18 @@ def _store(
 
 @triton.jit(do_not_specialize=["ring_step", "sink_step", "ring_slots", "sink_slots", "tokens"])
 def _store_rows_kernel(
-    kx, kxh, kxt, kring, krb, krh, krt, ksinks, kfb, kfh, kft,
-    vx, vxh, vxt, vring, vrb, vrh, vrt, vsinks, vfb, vfh, vft,
-    ring_at, ring_step, sink_at, sink_step, ring_slots, sink_slots, tokens,
-    KD: tl.constexpr, KP: tl.constexpr, VD: tl.constexpr, VP: tl.constexpr, N: tl.constexpr, SINKS: tl.constexpr,
+    key, k_ring, k_sinks, value, v_ring, v_sinks, ring_at, ring_step, sink_at, sink_step, ring_slots, sink_slots, tokens,
+    D: tl.constexpr, DV: tl.constexpr, N: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles of N tokens, H, 2): keys, values. Arguments of keys begin with k, those of values with v; strides are in elements.
+    """Grid (tiles of N tokens, H, 2): keys, values. Tensors of vectors come with their strides, in elements.
 
-    x          [1, H, tokens, D] model dtype, channels contiguous: xh, xt
-    ring       [F, H, ring_slots, D] model dtype: rb, rh, rt        sinks    [E, H, sink_slots, D] model dtype: fb, fh, ft; read if SINKS
+    key        [1, H, tokens, D] model dtype, channels contiguous: over heads and tokens
+    k_ring     [F, H, ring_slots, D] model dtype, and k_sinks [E, H, sink_slots, D], read if SINKS: over the first three dimensions
+    value, v_ring, v_sinks   the same of values, [.., DV]
     ring_at, sink_at   int64 [tokens], the slot of each token in `ring` and in `sinks`, counted over their rows; negative: none.
                ring_step, sink_step
-    P          `D`, padded to a power of two
     """
     if tl.program_id(2) == 0:
-        _store(
-            kx, kxh, kxt, kring, krb, krh, krt, ksinks, kfb, kfh, kft,
-            ring_at, ring_step, sink_at, sink_step, ring_slots, sink_slots, tokens, KD, KP, N, SINKS,
-        )  # fmt: skip
+        _store(key, k_ring, k_sinks, ring_at, ring_step, sink_at, sink_step, ring_slots, sink_slots, tokens, D, N, SINKS)
     else:
-        _store(
-            vx, vxh, vxt, vring, vrb, vrh, vrt, vsinks, vfb, vfh, vft,
-            ring_at, ring_step, sink_at, sink_step, ring_slots, sink_slots, tokens, VD, VP, N, SINKS,
-        )  # fmt: skip
+        _store(value, v_ring, v_sinks, ring_at, ring_step, sink_at, sink_step, ring_slots, sink_slots, tokens, DV, N, SINKS)

@@ -42,8 +42,8 @@ def steps(patch: pytest.MonkeyPatch, format: str, ids: list[list[int]], **option
     return found
 
 
-WRITES = ["_quantize_pages_kernel", "_store_rows_kernel"]
-DECODED = ["attend_pages_kernel", "reduce_kernel", "copy_"]
+WRITES = ["_quantize_kernel", "_store_rows_kernel"]
+DECODED = ["attend_kernel", "reduce_kernel", "copy_"]
 
 
 def test_prompts_are_read_together(monkeypatch):

@@ -173,7 +173,7 @@ def test_the_kernel_that_quantizes(format, per_head):
         {name: codes.new_zeros(2, *codes.shape[1:]) for name, codes in codec.allocate(x[0], 5)[0].items()} for codec in chosen.codecs()
     )
     once = tuple({name: value.expand(2, -1, -1, -1) for name, value in side.items()} for side in statistics)
-    triton_quantize.quantize_kv(list(zip(chosen.codecs(), x, block, once, strict=True)), 0)
+    triton_quantize.quantize_kv(chosen.codecs(), x, block, once, 0)
     for codes, pooled in zip(block, planes, strict=True):
         for name, plane in pooled.items():
             expected = torch.full_like(plane.view(torch.uint8), 0xFF).view(plane.dtype)
@@ -299,7 +299,7 @@ def test_appended_tokens_are_attended_to(format):
 @KERNELS
 @pytest.mark.parametrize("format", slowly(STORED, ["int8", "turboquant_3bit_nc"]))
 def test_the_kernel_that_appends(format):
-    from qkvcache.kernels.triton_append import append_tokens
+    from qkvcache.kernels.triton_append import launch_of_append
 
     torch.manual_seed(0)
     one, state = empty(format, rows=2, room=66, sinks=2, ring=7, heads=3, dims=(64, 96))
@@ -307,7 +307,7 @@ def test_the_kernel_that_appends(format):
     other, other_state = empty(format, rows=2, room=66, sinks=2, ring=7, heads=3, dims=(64, 96))
     for tokens in (1, 3, 7, 6, 5, 7, 7, 7, 7, 7, 7, 7, 4, 1):  # of which the last one finds no room
         x = tuple(torch.randn(2, 3, tokens, dim, device=DEVICE).half() for dim in (64, 96))
-        append_tokens(one, x, state)
+        launch_of_append(one, x, state)(x)
         reference.append_tokens(other, x, other_state)
     assert state.tolist() == other_state.tolist() and state[1] == 1
     pairs = list(zip(tensors(one), tensors(other), strict=True))
@@ -383,7 +383,7 @@ def test_pages_of_a_pool_beyond_32_bits(format):
         page = int(inputs.pages.table[0, 1])
         slots = torch.tensor([[page * 64 + 20]])  # the token of another row, say
         triton_quantize.quantize_pages(inputs.pages.codecs, new, inputs.pages.planes, inputs.pages.statistics, slots)
-        triton_append.append_tokens(inputs, new, torch.tensor([0, 0, 100], dtype=torch.int32))
+        triton_append.launch_of_append(inputs, new, torch.tensor([0, 0, 100], dtype=torch.int32))(new)
         assert inputs.pages.lengths.tolist() == [71]
     used = near.pages.table[0, :2].long()
     for codes, others in zip(near.pages.planes, far.pages.planes, strict=True):

@@ -48,7 +48,7 @@ def turn(patch: pytest.MonkeyPatch, format: str, queries: int, max_length: int |
     return launches.names
 
 
-STORING = ["cat", "cat", "_encode_kernel", "_store_exact_kernel"]
+STORING = ["cat", "cat", "_quantize_kernel", "_store_exact_kernel"]
 FORMATS = {"int8": 0, "turboquant_4bit_nc": 1, "hadaquant_k4v4": 2}
 """Products that rotate queries, and outputs back."""
 
