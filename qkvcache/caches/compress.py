@@ -23,7 +23,7 @@ HINT = 8
 
 
 def compress(
-    layers: list[Any], policy: KVzip, model: PreTrainedModel, ids: Tensor, attention_mask: Tensor | None, tokenizer: Any, progress: bool
+    layers: list[Any], policy: Any, model: PreTrainedModel, ids: Tensor, attention_mask: Tensor | None, tokenizer: Any, progress: bool
 ) -> None:
     """`CompressedCache.compress`, of a cache with these layers, checked."""
     mask = torch.ones_like(ids) if attention_mask is None else attention_mask.to(ids.device)

@@ -66,8 +66,8 @@ def profile_heads(
         progress(number, windows)
     ranks = (torch.arange(QUANTILES) + 0.5) / QUANTILES
     quantiles = tuple(
-        tuple(tuple(torch.cat(head).quantile(1 - ranks).tolist()) for head in zip(*layer, strict=True))
-        for layer in zip(*found, strict=True)
+        tuple(tuple(torch.cat(windows_of_head).quantile(1 - ranks).tolist()) for windows_of_head in zip(*windows_of_layer, strict=True))
+        for windows_of_layer in zip(*found, strict=True)
     )
     about: dict[str, object] = {"model_type": model.config.model_type, "dtype": str(model.dtype).removeprefix("torch.")}
     return HeadProfile(quantiles, about | {"context": context, "windows": windows} | provenance())

@@ -34,8 +34,8 @@ Given = TypeVar("Given")
 class Budget:
     """`tokens`, and `share` of the tokens seen on top of them, for each head.
 
-    heads: parts of the heads of a layer in what they may hold together, relative to one another, one number for each KV head; (): all the
-        same. Exact tokens (sinks, residual) are in all heads; the rest of the budget is divided. `HeadProfile.budget` makes them.
+    heads: a part for each KV head of a layer, relative to the others; (): all the same. Sinks and recent tokens are in all heads, and the
+        rest of what the heads may hold together is divided by their parts. `HeadProfile.budget` makes them.
     """
 
     tokens: int = 0
@@ -200,8 +200,9 @@ class Policy:
     """Options that every policy has.
 
     Args:
-        budget: tokens (int), share of the tokens seen (float; never under 8), both, or with parts for each head (`Budget`), or one of
-            them for each full-attention layer (`pyramid`, `HeadProfile.budget`). With a share, give `recent` in tokens: of a share of a share only those of the smallest budget are kept exact.
+        budget: tokens (int), share of the tokens seen (float; never under 8), both, or with a part for each head (`Budget`), or one of
+            them for each full-attention layer (`pyramid`, `HeadProfile.budget`). With a share, give `recent` in tokens: of a share of a
+            share only those of the smallest budget are kept exact.
         num_sink_tokens: first tokens that are never evicted.
         recent: newest tokens that are not evicted: tokens (int) or share of the budget (float).
         interval: tokens that come in before some go. At 1 the budget is full after every step; more cost less time, and leave up to

@@ -1,7 +1,7 @@
-"""Budgets for each head of each layer from a profile of the model: heads that look things up in a context keep much of it, the others little.
+"""Budgets for each head of each layer, from a profile of the model: heads that look things up keep much of a context, the others little.
 
-Which heads these are hardly depends on the context (DuoAttention, arXiv 2410.10819; KVzip, arXiv 2505.23416, section 4.3), so that a model is
-profiled once (`qkvcache.profile_heads`).
+Which heads these are hardly depends on the context (DuoAttention, arXiv 2410.10819; KVzip, arXiv 2505.23416), so that a model is profiled
+once (`qkvcache.profile_heads`).
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class HeadProfile:
         cache = CompressedCache(model.config, policy=SnapKV(budget=profile.budget(0.25)))
 
     Args:
-        quantiles: `quantiles[layer][head]` are the scores of the tokens of a text (`KVzip`) at evenly spaced ranks, descending: the first is
-            the highest of all tokens, the last the lowest.
+        quantiles: `quantiles[layer][head]` are scores of the tokens of a text (`KVzip`) at evenly spaced ranks, from the highest to the
+            lowest, as many for each head.
         about: the origin: model, text, sizes, date, versions.
     """
 
@@ -59,7 +59,7 @@ class HeadProfile:
 
         Args:
             budget: the mean over all heads: tokens (int), or share of the tokens seen (float).
-            share: of a budget in tokens, the share of the context that it is about; by default a quarter. The less is retained, the more of it
+            share: about which share of the context a budget in tokens is; by default a quarter. The smaller it is, the more of the budget
                 belongs to few heads.
 
         Raises ValueError for sizes that are no budget, TypeError for other types.

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -240,21 +241,28 @@ class EvictingStorage(LayerStorage):
         if isinstance(self.chunks, HeadPages):
             arguments = leaving, fields, max(limit, 0), row_limits
             if self.budget.heads:
-                parts = [part * len(self.budget.heads) / sum(self.budget.heads) for part in self.budget.heads]
-                guaranteed = self._divided(parts, limit if row_limits is None else row_limits)
-                least = share_of(min(parts), max(limit, 0))
+                of_heads = self._of_heads(metadata.columns if row_limits is None else metadata.lengths())
+                least = 0 if row_limits is not None else min(of_heads)
+                guaranteed = torch.cat([torch.as_tensor(x, device=self.device).view(-1, 1, 1) for x in of_heads], dim=1)
+                self.in_order = append_and_share(self.chunks, metadata, *arguments, guaranteed, self.in_order, least)
             else:
-                guaranteed, least = self._guaranteed(limit if row_limits is None else row_limits), None
-            self.in_order = append_and_share(self.chunks, metadata, *arguments, guaranteed, self.in_order, least)
+                own: int | Tensor = self._guaranteed(limit) if row_limits is None else self._guaranteed(row_limits)
+                self.in_order = append_and_share(self.chunks, metadata, *arguments, own, self.in_order)
         else:
             limit = max(limit, self.chunks.length)
             self.in_order = append_and_evict(self.chunks, metadata, leaving, fields, limit, row_limits) and self.in_order
         self._drop_oldest(count)
 
-    def _divided(self, parts: list[float], limit: int | Tensor) -> Tensor:
-        """Quantized tokens of each head, int64 `[1 or B, H, 1]`, where all have `limit` (int or `[B, 1, 1]`) on average."""
-        counts = torch.tensor([round(part * 2**32) for part in parts], device=self.device)[:, None]
-        return (counts * limit + 2**22 >> 32).clamp_min(0).expand(-1 if isinstance(limit, Tensor) else 1, -1, -1)
+    def _of_heads(self, seq_length: Any) -> list[Any]:
+        """Quantized tokens that each head may hold after `seq_length` tokens, an int or `[B, 1, 1]`, as are they: what the policy protects,
+        and its part of the rest of the budget."""
+        policy, heads = self.policy, self.budget.heads
+        size: Any = policy.size(self.budget, seq_length)
+        protected, size = policy.num_sink_tokens + policy.recent_of(size), size - self.interval + 1
+        protected = protected - (protected - size) * (protected > size)
+        exact, whole = self.num_sink_tokens + self.lag_length, sum(heads)
+        found = [protected - exact + share_of(part * len(heads) / whole, size - protected) for part in heads]
+        return [x * (x > 0) for x in found]
 
     def _guaranteed(self, limit: Count) -> Count:
         """Quantized tokens that each head is guaranteed of `limit`: those beside its exact ones, which are protected."""

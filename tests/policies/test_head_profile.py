@@ -1,5 +1,7 @@
 """Profiles of heads: shares of a context, budgets made of them, files; heads that look things up are found."""
 
+import copy
+import functools
 import json
 import math
 
@@ -9,6 +11,13 @@ import torch
 from qkvcache import CompressedCache, demo, policies, profile_heads
 from qkvcache.policies import Budget, HeadProfile
 from tests import matrix
+from tests.caches.test_eviction import CUTS, check_rows, inputs, live_bytes, run
+from tests.policies.oracle import drive
+from tests.policies.test_kept import ZONES as LAYER_ZONES
+from tests.policies.test_kept import check, held
+from tests.policies.test_shared_budgets import TEXTS
+from tests.reference import ZONES, forward
+from tests.tolerance import TURNED
 
 PROFILE = HeadProfile((((0.9, 0.8, 0.7, 0.6), (0.5, 0.1, 0.0, 0.0)), ((0.4, 0.3, 0.2, 0.1), (0.0, 0.0, 0.0, 0.0))))
 
@@ -31,7 +40,7 @@ def test_the_mean_of_shares_is_what_was_asked_for(share):
     threshold = scores.flatten().sort(descending=True).values[round(share * scores.numel()) - 1]
     assert torch.equal(shares, (scores >= threshold).float().mean(-1))
     budgets = profile.budget(share)
-    assert sum(budget.share for budget in budgets) == pytest.approx(share * 3, rel=1e-3)
+    assert sum(budget.share for budget in budgets) == pytest.approx(share * 3, abs=3 / 1000)
     assert [budget.heads for budget in budgets] == [tuple(parts) for parts in profile.shares(share)]
 
 
@@ -95,6 +104,74 @@ def test_heads_of_a_model_that_looks_things_up():
         log_probs = model(repeated, past_key_values=cache).logits.log_softmax(-1)
         losses[name] = -log_probs[:, 20:-1].gather(-1, repeated[:, 21:, None]).mean().item()
     assert losses["heads"] < losses["equal"] - 0.3, losses
+
+
+OF_HEADS = {
+    "snapkv": lambda budget: policies.SnapKV(budget=budget, interval=1, window_size=4, recent=3),
+    "snapkv_interval": lambda budget: policies.SnapKV(budget=budget, interval=3, window_size=4, recent=2),
+    "keydiff": lambda budget: policies.KeyDiff(budget=budget, recent=3),
+    "rkv": lambda budget: policies.RKV(budget=budget, window_size=4, recent=4),
+}
+"""Policies whose scores heads cannot compare, too."""
+
+
+@pytest.mark.parametrize("heads", [(3.0, 1.0), (0.0, 1.0), (1.0, 1.0), (0.9, 0.1)], ids=str)
+@pytest.mark.parametrize("text", TEXTS)
+@pytest.mark.parametrize("name", OF_HEADS)
+def test_each_head_retains_its_part(name, text, heads):
+    """Against a plain loop, in a cache without exact zones and in one with them."""
+    for zones in ({}, LAYER_ZONES[0]):
+        check(OF_HEADS[name](Budget(14, heads=heads)), TEXTS[text], **zones)
+
+
+def test_equal_parts_are_a_budget_for_each_head():
+    for zones in ({}, LAYER_ZONES[0]):
+        divided, whole = (
+            drive(OF_HEADS["snapkv"](Budget(14, heads=heads)), TEXTS["padded"], "int8", **zones) for heads in ((2.0, 2.0), ())
+        )
+        for one, other in zip(divided, whole, strict=True):
+            assert held(one) == held(other)
+
+
+def cache_of(budget, format=None, **options):
+    return CompressedCache(matrix.model("llama").config, policy=OF_HEADS["snapkv"](budget), format=format, **options)
+
+
+@pytest.mark.parametrize("budget", [Budget(15, heads=(3.0, 1.0)), Budget(share=0.5, heads=(0.3, 0.6))], ids=str)
+@pytest.mark.parametrize("format", [None, "int8"])
+def test_in_a_model(budget, format):
+    """A padded row equals its prompt alone; the budget holds after every step; bytes are those of live tensors; a copy goes on alike."""
+    network = matrix.model("llama")
+    zones = ZONES["zones"] if format else {}
+    make = functools.partial(cache_of, budget, format, **zones)
+    check_rows(network, make, CUTS["whole" if format else "chunked"], TURNED if format else None)
+    cache = cache_of(budget, format, num_sink_tokens=2, residual_length=3)
+
+    def bounded(seen):
+        for layer in range(3):
+            held = (cache.kept_positions(layer) >= 0).sum(-1)
+            assert held.sum() <= 2 * max(OF_HEADS["snapkv"](budget).size(budget, seen), 8)
+        assert cache.nbytes == live_bytes(cache)
+
+    run(network, cache, (30, *[1] * 6, 3, 1), inputs((0,), 40), bounded)
+    both = [forward(network, each, *inputs((0,), 41), 40, 41) for each in (copy.deepcopy(cache), cache)]
+    assert torch.equal(*both)
+
+
+def test_refusals():
+    config = matrix.model("llama").config
+    for options, error, match in (
+        ({"max_length": 64}, NotImplementedError, "budgets of heads with max_length"),
+        ({"compile": True}, NotImplementedError, "budgets of heads with compile=True"),
+        ({"budget": Budget(15, heads=(1.0,) * 3)}, ValueError, "budgets for 3 heads: a layer of llama has 2 KV heads"),
+    ):
+        policy = OF_HEADS["snapkv"](options.pop("budget", Budget(15, heads=(3.0, 1.0))))
+        with pytest.raises(error, match=match):
+            CompressedCache(config, policy=policy, **options)
+    cache = CompressedCache(policy=OF_HEADS["snapkv"](Budget(15, heads=(1.0,) * 3)))
+    with pytest.raises(ValueError, match=r"a budget for 3 heads: the keys \[1, 2, 5, 32\] have 2"):
+        cache.update(torch.zeros(1, 2, 5, 32), torch.zeros(1, 2, 5, 32), 0)
+    assert cache.get_seq_length() == 0
 
 
 def test_profiles_of_models_without_full_attention():
