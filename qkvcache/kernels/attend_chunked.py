@@ -62,7 +62,7 @@ class Columns:
     """One part of the tokens in the second pass, and the last `W` queries `[B, Hq, W, D]`, rotated as its keys are.
 
     keys, stored_values: `[B, H, T, D]` as they lie in the scratch, valid during the call.
-    visible: bool `[B or 1, T]`, False for what no query sees; None: all.
+    visible: bool `[B or 1, T]`, or `[B, H, T]` where heads differ, False for what no query sees; None: all.
     scaling: factor on the scores of these queries and keys.
     causal: the last `W` tokens are the queries' own. Of a chunk, every query sees every token.
     codec: of the values; None where these are exact.
@@ -122,7 +122,8 @@ def attend_chunked(
     Args:
         query: `[B, Hq, Q, D]`, `Hq` a multiple of the KV heads; the tokens of the queries are the last `Q` of the attention inputs, and
         exact.
-        hidden: columns that no query sees, bool `[B or 1, T]` (padding), or None.
+        hidden: columns that no query sees, bool `[B or 1, T]` (padding), or `[B, H, T]` where heads have pages of their own and store
+        different numbers of tokens; or None.
         scaling: factor on the scores, `D ** -0.5` by default.
         softcap: `softcap * tanh(score / softcap)` before the mask (Gemma 2), in plain torch.
         sinks: a learned logit for each query head, `[Hq]`, that takes part in the softmax and has no value (gpt-oss).
@@ -164,15 +165,14 @@ def attend_chunked_pages(
     """`attend_chunked` over the tokens `begin` to `end` of pages with one table for all heads, between exact keys and values
     `[B, H, T, D]`: first tokens, and those after the pages, of which the last `Q` are those of the queries `[B, Hq, Q, D]`."""
 
-    def pieces(sizes: Sequence[int]) -> Iterator[Piece]:
-        at = begin
-        for count in cut(end - begin, sizes):
-            yield count, (AsIs(), AsIs()), partial(_dequantize_pages, pages, at)
-            at += count
-
-    exact = _joined((sinks[0], recent[0])), _joined((sinks[1], recent[1]))
     # Prompts of a batch are cut anywhere, so that no plan of cuDNN's would serve twice.
-    return _attend(query, Tokens(exact, sinks[0].shape[2], pieces), None, scaling, None, None, CHUNK_TOKENS, plans=False)[:2]
+    return _attend(query, Tokens.of_pages(pages, begin, end, sinks, recent), None, scaling, None, None, CHUNK_TOKENS, plans=False)[:2]
+
+
+def _pieces_of_pages(pages: Pages, begin: int, end: int, sizes: Sequence[int]) -> Iterator[Piece]:
+    for count in cut(end - begin, sizes):
+        yield count, (AsIs(), AsIs()), partial(_dequantize_pages, pages, begin)
+        begin += count
 
 
 def _dequantize_pages(pages: Pages, begin: int, keys: Tensor, values: Tensor) -> None:
@@ -189,7 +189,16 @@ class Tokens:
     pieces: Callable[[Sequence[int]], Iterator[Piece]]
 
     @staticmethod
+    def of_pages(pages: Pages, begin: int, end: int, sinks: Pair, recent: Pair) -> Tokens:
+        """Those of `attend_chunked_pages`."""
+        exact = _joined((sinks[0], recent[0])), _joined((sinks[1], recent[1]))
+        return Tokens(exact, sinks[0].shape[2], partial(_pieces_of_pages, pages, begin, end))
+
+    @staticmethod
     def of(attention_inputs: AttentionInputs) -> Tokens:
+        if (paged := attention_inputs.paged) is not None:
+            end = attention_inputs.key.shape[2] - paged.sinks[0].shape[2] - paged.ring[0].shape[2]
+            return Tokens.of_pages(paged.pages, 0, end, paged.sinks, paged.ring)
         exact, before, packed = exact_tokens(attention_inputs)
         return Tokens(exact, before, partial(chunks, attention_inputs, packed))
 
@@ -229,13 +238,14 @@ def _attend(
     for count, codecs, fill in pieces:
         keys, values = scratch[:, :, :, :count]
         fill(keys, values)
-        bias = None if hidden is None else _bias(hidden[:, None, None, column : column + count], query.dtype)
+        bias = None if hidden is None else _bias(_by_head(hidden)[:, :, None, column : column + count], query.dtype)
         out, lse = library_attention(rotated, keys, values, bias, unrotated, softcap, by_cudnn=by_cudnn and count in sizes)
         parts.append((rotate_back(out, codecs[1]), lse))
         column += count
         if len(parts) == MERGED_PARTS:
             parts = [merge_parts(parts, query_heads, queries, heads, None)]
-    own = None if hidden is None else torch.cat([hidden[:, :before], hidden[:, column:]], dim=1)
+    own = None if hidden is None else _by_head(hidden)[:, 0]  # exact tokens are the same in all heads
+    own = None if own is None else torch.cat([own[:, :before], own[:, column:]], dim=1)
     causal_by_cudnn = by_cudnn and queries >= CUDNN_CAUSAL_QUERIES
     parts += causal_attention(query, folded, *exact, own, scaling, softcap, by_cudnn=causal_by_cudnn)
     out, lse = merge_parts(parts, query_heads, queries, heads, sinks)
@@ -251,7 +261,7 @@ def _attend(
         keys, values = scratch[:, :, :, :count]
         if i < len(pieces) - 1:  # the last one is still there
             fill(keys, values)
-        visible = None if hidden is None else ~hidden[:, column : column + count]
+        visible = None if hidden is None else ~hidden[..., column : column + count]
         columns = Columns(rotate(query, codecs[0])[0], keys, values, visible, unrotated, causal=False, codec=codecs[1])
         found.append(reduce(columns, *given))
     return out, lse, torch.cat([rest[..., :before], *reversed(found)], dim=-1)
@@ -378,6 +388,11 @@ def fold(query: Tensor, heads: int) -> Tensor:
     folded = query.new_empty(batch, heads, -(-rows // step) * step, dim)
     folded[:, :, :rows].view(batch, heads, query_heads // heads, queries, dim).copy_(query.unflatten(1, (heads, -1)))
     return folded
+
+
+def _by_head(hidden: Tensor) -> Tensor:
+    """`[B, 1 or H, T]`."""
+    return hidden if hidden.dim() == 3 else hidden[:, None]
 
 
 def _bias(hidden: Tensor, dtype: torch.dtype) -> Tensor:

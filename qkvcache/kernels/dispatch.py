@@ -106,10 +106,7 @@ def attend_on_codes(query: Tensor, attention_inputs: AttentionInputs, mask: Tens
 def observe_on_codes(
     query: Tensor, attention_inputs: AttentionInputs, mask: Tensor | None = None, *, observed: Tensor, **options: Unpack[Options]
 ) -> tuple[Tensor, Tensor]:
-    """`attend_observed`, by the fused kernel where there is one. Without a mask, over pages if there are such."""
-    if attention_inputs.paged is not None and mask is None:
-        out, _, attention_sums = attend_pages(query, attention_inputs.paged, observed=observed, **options)
-        return out, attention_sums
+    """`attend_observed`, by the fused kernel where there is one."""
     if torch.compiler.is_compiling() and len(attention_inputs.exact):
         out, _, attention_sums = torch.ops.qkvcache.attend(query, *attention_inputs.arguments, mask, observed=observed, **options)
         return out, attention_sums
@@ -280,11 +277,14 @@ def unfold(buffers: Buffers, new: Pair | None) -> Pair:
 @functools.wraps(reference.sum_attention)
 def sum_attention(query: Tensor, key: Tensor, observed: Tensor, visible: Tensor | None = None, **options: Any) -> Tensor:
     """`sum_attention.sum_attention`, by kernels where there are: the accumulated attention of many queries, fp32 `[B, H, T]`."""
-    if on_triton(query.device) and (visible is None or visible.dim() == 2):
+    by_head = visible is not None and visible.dim() == 3
+    if on_triton(query.device) and (options.get("lse") is not None or not by_head):
         from . import triton_sum_attention as kernels
 
         if kernels.supports(query, key):
-            return kernels.sum_attention(query, key, observed, visible, **options)
+            if not by_head:
+                return kernels.sum_attention(query, key, observed, visible, **options)
+            return kernels.sum_attention(query, key, observed, **options).masked_fill_(~visible, 0)  # type: ignore[operator]
     return reference.sum_attention(query, key, observed, visible, **options)
 
 

@@ -228,8 +228,9 @@ class AttentionInputs:
     exact       and keys and values of the sinks, then of the residual, `[B, H, T, D]` each, any of them without tokens
     buffers     the storage of `region` and `exact`, where it counts its tokens on the device
     joined      keys and values `[B, H, T, D]` of sinks and residual in one tensor each, where they are contiguous in memory
-    paged       `PagedInputs` in place of `region` and `exact`, where each head has pages of its own. It leaves out columns without a token;
-                attention over `key` and `value` needs a mask for each head then
+    paged       `PagedInputs` in place of `region` and `exact`, where each head has pages of its own, with a slot for each of these; of
+                `key` and `value`, the quantized tokens are as many as the longest head has. It leaves out slots without a token; attention
+                over `key` and `value` needs a mask for each head then
     """
 
     key: KeysOrValues

@@ -41,6 +41,7 @@ from ..kernels import (
     on_triton,
     take,
 )
+from ..kernels.pages import COLUMNS, RING_TOKENS
 from ..policies import Arrivals, Budget, Policy, Rotation
 from ..policies.base import Count, share_of
 from .base import LayerStorage, copy_to, differ
@@ -118,6 +119,8 @@ class EvictingStorage(LayerStorage):
         self.in_order, self.sinks_full = self.ordered, not self.num_sink_tokens
         self.is_static = False
         """Whether the tokens are in `static`."""
+        self.rows: Tensor | None = None
+        """`PagedInputs.rows` of the sinks and the residual; None: not known yet."""
         self.reset_counts()
 
     @property
@@ -141,10 +144,17 @@ class EvictingStorage(LayerStorage):
     def append(self, new: Pair) -> None:
         """Adds the tokens of a step, `[B, H, Q, D]`, to the residual."""
         self.to_dynamic()
+        new_tokens = new[0].shape[2]
         self.borrowed = not self.residual[0].shape[2]
         if not self.borrowed:
             new = torch.cat([self.residual[0], new[0]], dim=2), torch.cat([self.residual[1], new[1]], dim=2)
         self.residual = new
+        self._count_residual(new_tokens)
+
+    def _count_residual(self, tokens: int) -> None:
+        """Counts so many tokens more in the residual of each row."""
+        if self.rows is not None:
+            self.rows[:, RING_TOKENS].add_(tokens)
 
     def attention_inputs(self) -> AttentionInputs:
         if not isinstance(self.chunks, HeadPages):
@@ -155,15 +165,17 @@ class EvictingStorage(LayerStorage):
         return AttentionInputs(*sides, None, (*self.sinks, *self.residual) if on_triton(self.device) else ())
 
     def _paged_inputs(self, chunks: HeadPages) -> PagedInputs:
-        """For a step whose tokens are all valid: in each row, the valid tokens of the residual are its last ones."""
+        """With all tokens of the step, padding too: in each row, the other valid tokens of the residual are the last ones before them."""
         metadata, columns = self.metadata, self.residual[0].shape[2]
-        before = metadata.residual["positions"][:, 0] >= 0
-        empty = before.shape[1] - before.sum(-1)
-        row = torch.arange(len(before), device=self.device)
-        rows = torch.stack([row * 0, row, metadata.sinks.sum(-1), row, empty, columns - empty], dim=1).int()
-        tokens = len(row) * min(metadata.columns, self.policy.size(self.budget, metadata.columns))
+        if self.rows is None:
+            before = metadata.residual["positions"][:, 0] >= 0
+            empty = before.shape[1] - before.sum(-1)
+            row = torch.arange(len(before), device=self.device)
+            with torch.inference_mode(False):  # tensors made in inference mode cannot be written outside of it
+                self.rows = torch.stack([row * 0, row, metadata.sinks.sum(-1), row, empty, columns - empty], dim=1).int()
+        tokens = len(self.rows) * min(metadata.columns, self.policy.size(self.budget, metadata.columns))
         pages: Pages = chunks.pages  # type: ignore[assignment]
-        return PagedInputs(pages, self.sinks, self.residual, rows, chunks.length, tokens)
+        return PagedInputs(pages, self.sinks, self.residual, self.rows, chunks.columns, tokens)
 
     def num_evicted(self, running: int) -> int | Tensor:
         """Tokens of each row that were evicted before a step of `running` tokens; `[B]` if rows differ."""
@@ -180,7 +192,7 @@ class EvictingStorage(LayerStorage):
             self.chunks.calibrate(self.residual, is_valid)
         if not self.sinks_full:
             self._fill_sinks()
-        if metadata.row_lengths is not None and (self.lag_length or self.num_sink_tokens or metadata.ragged):
+        if metadata.has_gaps and (self.lag_length or self.num_sink_tokens or metadata.ragged):
             self._align_right()
         leaving = self.residual[0].shape[2] - self.lag_length
         if leaving >= self.interval:
@@ -191,7 +203,7 @@ class EvictingStorage(LayerStorage):
 
     def _fill_sinks(self) -> None:
         """Moves the first tokens of each row that are not padding to the sinks."""
-        metadata = self.metadata
+        metadata, self.rows = self.metadata, None
         before = metadata.sinks.shape[1]
         missing = min(self.num_sink_tokens, metadata.columns) - before
         metadata.sinks = F.pad(metadata.sinks, (0, missing))
@@ -211,6 +223,7 @@ class EvictingStorage(LayerStorage):
         else:
             moved = (positions >= 0) & (positions < before + missing)
             metadata.residual["positions"] = metadata.residual["positions"].masked_fill(moved[:, None], -1)
+            metadata.has_gaps = True
 
     def _drop_oldest(self, count: int) -> None:
         """Removes the first `count` columns of the residual."""
@@ -221,7 +234,7 @@ class EvictingStorage(LayerStorage):
 
     def _align_right(self) -> None:
         """Moves the columns of the residual without a token to the left of each row."""
-        fields = self.metadata.residual
+        fields, self.rows, self.metadata.has_gaps = self.metadata.residual, None, False
         order = (fields["positions"][:, 0] >= 0).int().argsort(dim=-1, stable=True)
         self.residual, self.borrowed = (take(self.residual[0], order), take(self.residual[1], order)), False
         for name in fields:
@@ -252,6 +265,9 @@ class EvictingStorage(LayerStorage):
             limit = max(limit, self.chunks.length)
             self.in_order = append_and_evict(self.chunks, metadata, leaving, fields, limit, row_limits) and self.in_order
         self._drop_oldest(count)
+        self._count_residual(-count)
+        if metadata.row_lengths is not None:  # some of them were empty
+            self.rows = None
 
     def _of_heads(self, seq_length: Any) -> list[Any]:
         """Quantized tokens that each head may hold after `seq_length` tokens, an int or `[B, 1, 1]`, as are they: what the policy protects,
@@ -290,6 +306,7 @@ class EvictingStorage(LayerStorage):
         if isinstance(self.chunks, HeadPages):
             limit = max(self._region_limit(exact + first + groups * interval), 0)
             self.chunks.simulate(first, groups, interval, limit, self.sinks)
+            self.rows = torch.empty(len(self.sinks[0]), len(COLUMNS), dtype=torch.int32, device=self.device) if self.chunks.length else None
         else:
             self.chunks.chunks, self.chunks.length = [], 0
             if length(0):
@@ -442,7 +459,7 @@ class EvictingStorage(LayerStorage):
 
     def map(self, fn: Callable[[Tensor], Tensor], in_place: bool = False) -> None:
         """Replaces every tensor by `fn(tensor)`, which may change the rows. Tensors of the static layout are overwritten."""
-        was_static = self.is_static
+        was_static, self.rows = self.is_static, None
         self.to_dynamic()
         self.chunks.map(fn)
         self.metadata.map(fn)
@@ -485,6 +502,8 @@ class EvictingStorage(LayerStorage):
         yield from (("exact", x) for x in (*self.sinks, *self.residual, *((*layout.first, *layout.ring) if layout else ())))
         yield from self.chunks.tensors()
         yield from (("bookkeeping", x) for _, x in self.metadata.named_tensors())
+        if self.rows is not None:
+            yield "bookkeeping", self.rows
         if layout is not None:
             for codec, planes, x in zip(self.codecs, layout.planes, layout.ring, strict=True):
                 yield from codec.roles(planes, x.shape[3])

@@ -40,12 +40,17 @@ class HeadPages(QuantizedTokens):
         self.pages: Pages | None = None
         """What kernels read."""
 
+    @property
+    def columns(self) -> int:
+        """Slots of a head, as many as the table has for each."""
+        return self.table.shape[-1] * PAGE
+
     def bind(self) -> None:
         """Renews `pages`."""
         self.pages = Pages(*self.codecs, self.planes, self.statistics, self.table, self.lengths) if self.capacity else None
 
     def read(self, name: str) -> Tensor:
-        """A field of all slots, `[B, H, W * PAGE]`, a copy; of slots without a token the position is -1."""
+        """A field of all slots, `[B, H, columns]`, a copy; of slots without a token the position is -1."""
         return self.fields[name].index_select(0, self.table.flatten()).view(*self.lengths.shape, -1)
 
     def write(self, name: str, x: Tensor) -> None:
@@ -62,21 +67,26 @@ class HeadPages(QuantizedTokens):
         """
         stored, chosen = kept.shape[-1], torch.cat([kept, accepted], dim=-1)
         lengths = chosen.sum(-1, dtype=torch.int32)
-        longest, wanted = torch.stack([lengths.max(), _pages(lengths).sum(-1).max()]).tolist()
+        had, wanted = _pages(self.lengths), _pages(lengths)
+        longest, most_pages, differ = torch.stack([lengths.max(), wanted.sum(-1).max(), (had != wanted).any()]).tolist()
         source = _sources(chosen, stored, lengths, longest)
         slot = torch.arange(longest, device=source.device)
         moved = ((source >= 0) & (source < stored) & (source != slot)).nonzero(as_tuple=True)
         codes = self._read(*self._address(moved[0], moved[1], source[moved]))  # before another head gets their pages
-        self._reserve(wanted, most, new)
-        self._assign(lengths, longest)
-        page, offset = self._address(moved[0], moved[1], moved[2])
-        for planes, side in zip(self.planes, codes, strict=True):
+        self._reserve(most_pages, most, new)
+        if differ:
+            self._assign(had[..., None], wanted[..., None], -(-longest // PAGE))
+        self.lengths, self.length = lengths, longest
+        self.bind()
+        page, offset = self._address(*moved)
+        for planes, side in zip(self.planes, codes, strict=True) if len(page) else ():
             for name, x in side.items():
                 planes[name][page, 0, offset] = x
         self._quantize(new, source, stored)
-        source = F.pad(source, (0, self.table.shape[-1] * PAGE - longest), value=-1)
+        source = F.pad(source, (0, self.columns - longest), value=-1)
+        empty, source = source < 0, source.clamp_min(0)
         for name, x in fields.items() if longest else ():
-            self.write(name, x.gather(-1, source.clamp_min(0)).masked_fill(source < 0, _nothing(name)))
+            self.write(name, x.gather(-1, source).masked_fill(empty, _nothing(name)))
 
     def _address(self, row: Tensor, head: Tensor, slot: Tensor) -> tuple[Tensor, Tensor]:
         """Page, and slot of that page, of slots `[N]`."""
@@ -144,20 +154,17 @@ class HeadPages(QuantizedTokens):
         self.table = torch.where(used, within + self._first_pages(), len(within) * self.capacity)
         self.bind()
 
-    def _assign(self, lengths: Tensor, longest: int) -> None:
-        """Changes the tokens of each head to `lengths` `[B, H]`, of which `longest` is the largest: heads give pages at their end back, and
-        take free ones."""
-        had, wanted, width = _pages(self.lengths)[..., None], _pages(lengths)[..., None], -(-longest // PAGE)
-        place = torch.arange(width, device=lengths.device)
-        table = F.pad(self._table_of_rows(), (0, width - self.table.shape[-1]))
-        kept, missing = place < torch.minimum(had, wanted), (place >= had) & (place < wanted)
-        used = torch.zeros(len(table), self.capacity + 1, dtype=torch.int32, device=table.device)
-        used.scatter_(1, torch.where(kept, table, self.capacity).flatten(1).long(), 1)
-        free = used[:, :-1].argsort(dim=-1, stable=True)
+    def _assign(self, had: Tensor, wanted: Tensor, width: int) -> None:
+        """Changes the pages of each head from `had` to `wanted`, int32 `[B, H, 1]`, at most `width`: heads give pages at their end back,
+        and take free ones."""
+        place, spare = torch.arange(width, device=had.device), len(had) * self.capacity
+        table = F.pad(self.table, (0, width - self.table.shape[-1]))
+        missing = (place >= had) & (place < wanted)
+        table = torch.where(place < torch.minimum(had, wanted), table, spare)
+        used = torch.zeros(spare + 1, dtype=torch.int32, device=table.device).scatter_(0, table.flatten().long(), 1)
+        free = used[:-1].view(len(had), -1).argsort(dim=-1, stable=True) + self._first_pages()[..., 0]
         rank = missing.flatten(1).cumsum(-1) - 1
-        page = free.gather(1, rank.clamp_min(0)).view_as(table)
-        self.lengths, self.length = lengths, longest
-        self._place(torch.where(missing, page.int(), table))
+        self.table = torch.where(missing, free.gather(1, rank.clamp_min(0)).view_as(table).int(), table)
 
     def _quantize(self, new: Pair, source: Tensor, stored: int) -> None:
         """Quantizes the new tokens into the slots that `source` gives them, block by block."""
@@ -240,7 +247,7 @@ def _with_empty_page(x: Tensor, field: str) -> Tensor:
 
 def _pages(lengths: Tensor) -> Tensor:
     """Pages that so many tokens take."""
-    return (lengths + PAGE - 1).div(PAGE, rounding_mode="floor")
+    return (lengths + (PAGE - 1)).div(PAGE, rounding_mode="floor")
 
 
 def _grown(capacity: int, wanted: int, most: int) -> int:

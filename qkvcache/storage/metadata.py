@@ -62,6 +62,8 @@ class TokenMetadata:
         self._region: TokenFields = no_tokens(policy, keys) if pages is None else {}
         self.ragged = False
         """Whether columns of the region may be empty in some heads alone."""
+        self.has_gaps = False
+        """Whether columns of the residual without a token may come after others."""
         self.static = False
         """Whether tensors must keep their addresses."""
         self.statistics: dict[str, Tensor] = {}
@@ -91,6 +93,7 @@ class TokenMetadata:
             ranks = self.row_lengths[:, None] + is_valid.cumsum(-1) - 1
             positions = torch.where(is_valid, ranks, -1).int()
             self.row_lengths = self.row_lengths + is_valid.sum(-1)
+        self.has_gaps |= tokens.is_valid is not None
         self.columns += count
         fields = self.new_fields(replace(tokens, positions=positions, seen=self.lengths()))
         zeros = torch.zeros(batch, heads, count, device=keys.device)
@@ -116,7 +119,8 @@ class TokenMetadata:
     def new_fields(self, tokens: Arrivals) -> dict[str, Tensor | None]:
         """The fields of new tokens except their positions; None stands for zeros. A field depends on the tokens seen so far alone, not on
         when a token is quantized."""
-        tokens = replace(tokens, size=self.policy.size(self.budget, given(tokens.seen, "counts of tokens")))
+        fixed = None if self.budget.share else self.policy.size(self.budget, 0)
+        tokens = replace(tokens, size=self.policy.size(self.budget, given(tokens.seen, "counts of tokens")) if fixed is None else fixed)
         statistics, score = self.policy.arrive(self.statistics, tokens)
         if self.static:  # at fixed addresses
             for name, x in self.statistics.items():
@@ -134,25 +138,26 @@ class TokenMetadata:
         return new
 
     def is_valid(self) -> Tensor | None:
-        """Which columns hold a token, bool `[B, T]`, or `[B, H, T]` if `ragged`; None if all do."""
-        if self.ragged:
-            region, residual = self.region["positions"] >= 0, self.residual["positions"] >= 0
-            return torch.cat([self.sinks[:, None].expand(-1, region.shape[1], -1), region, residual], dim=-1)
+        """Which columns hold a token, bool `[B, T]`, or `[B, H, T]` if `ragged` tokens are in pages; None if all do."""
+        if self.ragged and self.pages is not None and self.pages.length:
+            region = self.pages.read("positions")[..., : self.pages.length]
+            sinks, zones = self.sinks[:, None].expand(-1, region.shape[1], -1), (region, self.residual["positions"])
+            return torch.cat([sinks, *(positions >= 0 for positions in zones)], dim=-1)
         if self.row_lengths is None:
             return None
         return torch.cat([self.sinks, *(zone["positions"][:, 0] >= 0 for zone in (self.region, self.residual))], dim=-1)
 
     def observe(self, attention_sums: Tensor, queries: Tensor | int) -> None:
-        """Updates scores with the attention `[B, H, T]` that `queries` queries gave to each column."""
+        """Updates scores with the attention `[B, H, T]` that `queries` queries gave to each column, or to each slot of pages."""
         sinks, residual = self.sinks.shape[1], self.residual["score"].shape[-1]
         parts = attention_sums[..., sinks : attention_sums.shape[-1] - residual], attention_sums[..., attention_sums.shape[-1] - residual :]
         for zone, part in zip((self._region, self.residual), parts, strict=True):
             if zone:
                 zone["score"] = self.policy.observe(zone["score"], part, queries)
         if self.pages is not None and self.pages.length:
-            score = self.pages.read("score")
-            part = F.pad(parts[0], (0, score.shape[-1] - parts[0].shape[-1]))
-            self.pages.write("score", self.policy.observe(score, part, queries))
+            missing = self.pages.columns - parts[0].shape[-1]
+            part = F.pad(parts[0], (0, missing)) if missing else parts[0]
+            self.pages.write("score", self.policy.observe(self.pages.read("score"), part, queries))
 
     def lengths(self) -> Tensor:
         """Tokens seen by each row without padding, int64 `[B, 1, 1]`."""

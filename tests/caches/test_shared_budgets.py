@@ -8,15 +8,16 @@ import torch
 from transformers import DynamicCache
 
 from qkvcache import CompressedCache
+from qkvcache.attention import observer
 from qkvcache.caches.memory import bytes_by_role
-from qkvcache.kernels import dispatch
+from qkvcache.kernels import attend_chunked, pages
 from qkvcache.layers.evicting import EvictingLayer
 from qkvcache.layers.snapshot import restore, snapshot
 from qkvcache.policies import H2O, KVzip, SnapKV
 from tests.caches.test_eviction import CUTS, LENGTH, assert_generate_equals_a_loop, check_rows, inputs, kept, live_bytes, run
 from tests.caches.test_eviction_features import MOVES, generate, prompt, same, state
 from tests.matrix import ATTENTION, SHARED, model, slowly
-from tests.reference import ZONES, assert_close, forward
+from tests.reference import ZONES, assert_close, count_decoded_layers, forward
 from tests.tolerance import TURNED, of_model
 
 FEW = ["snapkv", "h2o_value_norm"]
@@ -201,20 +202,42 @@ def test_turns_of_different_lengths():
         assert name != "snapkv" or kept(single) == kept(batch, 2)
 
 
+@pytest.mark.parametrize("attention", ["sdpa", "flex_attention", "qkvcache"])
+@pytest.mark.parametrize("name", ["snapkv_interval", "dropkv"])
+def test_many_new_tokens_run_in_chunks(monkeypatch, name, attention):
+    """Without a dense layer, whatever heads hold: the policies get sums, and what DropKV makes of the weights, from the same chunks."""
+    monkeypatch.setattr(attend_chunked, "CHUNK_TOKENS", 7)
+    sizes, text = (30, 20, 1, 19), inputs((0, 9, 40), 70)
+    reference, cache = cache_of(name, 21, num_sink_tokens=2), cache_of(name, 21, num_sink_tokens=2)
+    expected, network = run(model("llama", "eager"), reference, sizes, text), model("llama", attention)
+    logits = [forward(network, cache, *text, 0, 30)]
+    with count_decoded_layers() as decoded:
+        logits += [forward(network, cache, *text, a, b) for a, b in ((30, 50), (50, 51), (51, 70))]
+    assert not decoded
+    assert kept(cache) == kept(reference) and (counts(cache) != counts(cache)[:, :1]).any()
+    for ours, theirs in zip(logits, expected, strict=True):
+        assert_close(ours, theirs, of_model(network))
+
+
 @pytest.mark.parametrize("format", slowly(["int8", "identity", "turboquant_4bit_nc", "fp8_token", "hadaquant_k3v3"], ["int8", "fp8_token"]))
 def test_kernels_do_what_torch_operations_do(monkeypatch, format):
-    """Steps over the pages of heads of different lengths, in Triton's interpreter."""
+    """Steps over the pages of heads of different lengths, in Triton's interpreter: of one token, of a few with padding among them, of
+    many."""
     policy = H2O(budget=80, num_sink_tokens=2, recent=10, interval=4, alpha_safeguard=0.2)
-    network, text = model("llama"), inputs((0, 9), 97)
-    sizes, results = (90, *[1] * 6, 1), []
-    attend_pages, taken = dispatch.attend_pages, []
-    monkeypatch.setattr(dispatch, "attend_pages", lambda *args, **kwargs: taken.append(1) or attend_pages(*args, **kwargs))
+    network, (ids, mask) = model("llama"), inputs((0, 9), 97)
+    mask[1, 92:94] = 0
+    sizes, results, taken = (70, 21, 4, 1, 1), [], []
+    attend_pages = observer.attend_pages
+    monkeypatch.setattr(observer, "attend_pages", lambda *args, **kwargs: taken.append(1) or attend_pages(*args, **kwargs))
+    monkeypatch.setattr("qkvcache.attention.route.MAX_FUSED_ROWS", 16)
+    monkeypatch.setattr(attend_chunked, "CHUNK_TOKENS", 64)
     for kernels in ("torch", "triton"):
         monkeypatch.setenv("QKVCACHE_KERNELS", kernels)
+        monkeypatch.setattr(pages, "attend_pages", pages.attend_pages if kernels == "torch" else lambda *args: pytest.fail("no kernel"))
         taken.clear()
         cache = CompressedCache(network.config, policy=policy, format=format, num_sink_tokens=2, residual_length=5)
-        logits = run(network, cache, sizes[:-1], text)
-        assert len(taken) == 6 * 3  # every step of every layer
+        logits = run(network, cache, sizes, (ids * mask, mask))
+        assert len(taken) == 3 * 3  # of every layer, but for the prompt and the many tokens after it
         region = cache.layers[0].storage.metadata.region
         results.append((logits, region["positions"], region["score"], cache.layers[0].dense()))
     (logits, positions, scores, dense), (expected, reference, totals, exact) = results[1], results[0]

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from qkvcache.formats import REGISTRY
-from qkvcache.kernels import attend, attend_observed, observe_on_codes, prefill_with_lse, whole
+from qkvcache.kernels import attend, attend_observed, observe_on_codes, prefill_with_lse, sum_attention, whole
 from qkvcache.storage import Storage
 from tests.matrix import FORMATS
 from tests.tolerance import rounding
@@ -337,6 +337,19 @@ def test_column_mass(shape, columns):
 def test_column_mass_with_options(options, columns):
     options = {name: x.to(DEVICE) if isinstance(x, Tensor) else x for name, x in options.items()}
     check_prefill(columns.sum_attention, 2e-3, *prefill(1, 3, 30, 70), **options)
+
+
+def test_tokens_that_only_some_heads_have(triton):
+    """With known normalisers the kernels leave these out too; keys that are not there hold anything."""
+    query, key, observed, _ = prefill(2, 3, 9, 70)
+    visible = torch.rand(2, 2, 70, device=DEVICE) < 0.6
+    visible[..., 61:] = True
+    shown = visible.repeat_interleave(3, dim=1)[:, :, None] & causal(9, 70)
+    expected, lse = dense_mass(query, key, observed, shown, scaling=0.2)
+    key = key.masked_fill(~visible[..., None], 100.0)
+    for known in (None, lse):
+        sums = sum_attention(query, key, observed, visible, scaling=0.2, lse=known)
+        torch.testing.assert_close(sums, expected, rtol=2e-3, atol=2e-5)
 
 
 @pytest.mark.parametrize("dim", [96, *(pytest.param(dim, marks=pytest.mark.slow) for dim in (80, 128, 256))])

@@ -96,6 +96,38 @@ def test_many_new_tokens_over_a_layer_that_evicts(monkeypatch):
     joined, attended = ["cat", "cat"], ["copy_", "_dequantize_region_kernel", "_merge_kernel"]
     assert observed_turn(monkeypatch, KeyDiff(budget=PAST)) == joined + attended
     names = observed_turn(monkeypatch, H2O(budget=PAST, num_sink_tokens=4))
-    counted = ["ones", "_to_copy"]
+    counted = ["ones"]
     summed = ["log2", "column_kernel"]
     assert names == [*counted, *joined, *attended, *summed, *summed, "cat"]
+
+
+@torch.no_grad()
+def decoded(patch: pytest.MonkeyPatch, policy: Policy, steps: int) -> list[list[str]]:
+    """What a layer that evicts launches in steps of one token: to store it, to attend, to note the weights, and to evict."""
+    patch.setenv("QKVCACHE_KERNELS", "triton")
+    layer = EvictingLayer(REGISTRY["int8"], policy, policy.budgets[0], 4, 8)
+    found = []
+    for tokens in (PAST, *[1] * steps):
+        new = [torch.randn(1, 2, tokens, DIM, dtype=torch.float16) for _ in range(2)]
+        query = torch.randn(1, 2 * GROUPS, tokens, DIM, dtype=torch.float16)
+        if tokens == PAST:
+            layer.update(*new)
+            layer.begin_attention(None)
+            layer.end_attention(torch.rand(1, 2, PAST))
+            continue
+        with counted(patch) as launches:
+            key, value = layer.update(*new)
+            route(lambda *args: pytest.fail("attention of the model"), "sdpa", SimpleNamespace(is_causal=True), query, key, value, None)
+        found.append(launches.names)
+    return found
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_steps_of_heads_that_share_a_budget(monkeypatch):
+    """Between evictions, three more than where each head has its own: one counts the token among the exact ones, two read and write the
+    scores of pages."""
+    own, shared = (
+        decoded(monkeypatch, H2O(budget=100, num_sink_tokens=4, recent=8, interval=4, alpha_safeguard=alpha), 6) for alpha in (None, 0.2)
+    )
+    assert len(shared[1]) == len(shared[2]) == len(own[1]) + 3 == 16
+    assert len(shared[4]) == 16  # and again after an eviction
