@@ -60,13 +60,14 @@ def variants() -> dict[str, dict]:
     found: dict[str, dict] = {name: {} for name in policies.REGISTRY}
     for name in ("h2o", "snapkv", "tova", "keydiff", "knorm", "compactor"):
         found[f"{name}, recent {RECENT}"] = {"recent": RECENT}
-    for name in ("snapkv", "expected_attention", "kvzip"):
+    for name in ("snapkv", "expected_attention"):
         found[f"{name}, critical"] = {"first_stage_ratio": 0.5}
         found[f"{name}, adakv"] = {"alpha_safeguard": 0.2}
     found["kvzip, normalized"] = {"normalized": True}
-    found["kvzip, normalized adakv"] = {"normalized": True, "alpha_safeguard": 0.2}
-    for name in ("h2o", "snapkv", "tova", "keydiff", "lagkv", "expected_attention", "compactor", "kvzip", "knorm", "random"):
-        found[f"{name}, heads"] = {"heads": True} | ({} if name in ("lagkv", "kvzip") else {"recent": RECENT})
+    found["kvzip, each head"] = {"alpha_safeguard": None}
+    for name in ("h2o", "snapkv", "tova", "keydiff", "lagkv", "expected_attention", "compactor", "knorm", "random"):
+        found[f"{name}, heads"] = {"heads": True} | ({} if name == "lagkv" else {"recent": RECENT})
+    found["kvzip, heads"] = {"heads": True, "alpha_safeguard": None}
     return found
 
 

@@ -198,7 +198,7 @@ class CompressedCache(DynamicCache):
                 raise NotImplementedError(f"positions='cache' with {why}: sinks are rotated again at every step; pass positions='original'")
             if policy.differs_by_head:
                 what = "budgets of heads" if policy.alpha_safeguard is None else f"alpha_safeguard={policy.alpha_safeguard}"
-                raise NotImplementedError(f"{what} with {why}: a compiled step has as many slots in each head; leave out {why}")
+                raise NotImplementedError(f"{what} with {why}: a compiled step has as many slots in each head; leave out one of the two")
             if policy.needs_stored_keys:
                 raise NotImplementedError(f"policy={policy.name} with {why}: it dequantizes all stored keys to evict; leave out {why}")
         if config is None and policy.second_reading:

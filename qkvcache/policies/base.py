@@ -294,11 +294,11 @@ class Policy:
                 "SnapKV, ExpectedAttention, KVzip, DropKV and LagKV have such"
             )
         if any(budget.heads for budget in self.budgets):
-            raise ValueError(f"alpha_safeguard={alpha} with Budget.heads: both divide a layer's budget; leave out one of the two")
+            raise ValueError(f"alpha_safeguard={alpha} with Budget.heads: both divide a layer's budget; pass alpha_safeguard=None")
         if self.first_stage_ratio:
             raise ValueError(
                 f"alpha_safeguard={alpha} with first_stage_ratio={self.first_stage_ratio}: the second stage compares tokens of one head "
-                "only; leave out one of the two"
+                "only; leave out one of the two (alpha_safeguard=None)"
             )
 
     @property
