@@ -54,7 +54,7 @@ TARGETS = {
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
 GREATEST_STACK = 128
-RECORD_TYPES = dict.fromkeys(("seen", "columns", "order", "where"), "*i64") | dict.fromkeys(("shown", "is_valid"), "*i1")
+RECORD_TYPES = dict.fromkeys(("row_lengths", "columns", "order", "where"), "*i64") | dict.fromkeys(("column_mask", "is_valid"), "*i1")
 RECORD_TYPES |= {"records": ("*i32", "*fp32", "*fp32", "*fp32")}
 QUICK = (
     "identity",
@@ -220,20 +220,20 @@ def storing(format: str, head_dim: int, tokens: int, target: str, heads: int = 8
 
 def stepping(format: str, head_dim: int, target: str) -> Iterator[Job]:
     """A step of one token into one chunk, many or pages, and one that leaves the ring of a layer that evicts."""
-    types = dict.fromkeys(("k_ring", "k_sinks", "v_ring", "v_sinks"), _strided("*bf16", 3)) | dict.fromkeys(("k_first", "v_first"), "*bf16")
-    types |= dict.fromkeys(("state", "counts", "lengths"), "*i32")
+    types: dict[str, str | Types] = dict.fromkeys(("k_ring", "k_sinks", "v_ring", "v_sinks"), _strided("*bf16", 3))
+    counts = dict.fromkeys(("state", "counts", "lengths"), "*i32")
     kernels = (
         ("step", triton_append._append_kernel, 8, {"PAGE": 0, "GROWS": False}, {"table": "*i64"}),
         ("grow", triton_append._append_kernel, 8, {"PAGE": 0, "GROWS": True}, {"table": "*i64"}),
         ("append", triton_append._append_kernel, 8, {"PAGE": 64, "GROWS": False}, {"table": "*i32"}),
-        ("evict_token", triton_evict._evict_kernel, 1, {"N": triton_evict.ORDERED}, RECORD_TYPES | {"k_ring": "*bf16", "v_ring": "*bf16"}),
+        ("evict_token", triton_evict._evict_kernel, 1, {"N": triton_evict.ORDERED}, RECORD_TYPES | dict.fromkeys(types, "*bf16")),
     )
     for name, kernel, heads, more, further in kernels:
         stored = storing(format, head_dim, 1, target, heads)
         constants = stored.constants | more
         if kernel is triton_evict._evict_kernel:
             del constants["ACROSS"], constants["PAGE"]  # a program has one head
-        yield Job(f"{name} {format} {head_dim}", kernel, stored.types | types | further, constants, target, stored.options)
+        yield Job(f"{name} {format} {head_dim}", kernel, stored.types | types | counts | further, constants, target, stored.options)
 
 
 def arriving(head_dim: int, heads: int, target: str) -> Job:

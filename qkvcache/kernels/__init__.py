@@ -28,7 +28,7 @@ from .dispatch import (
     unfold,
     whole,
 )
-from .evict import StaticTensors, take
+from .evict import StaticTensors, gather_columns
 from .pages import PagedInputs, Pages, gather_tiles
 from .prefill import prefill_with_lse
 from .segments import AttentionInputs, Buffers, Exact, KeysOrValues, Packed, Pair, QuantizedRegion, Segment, chunk_table, number, pv, qk
@@ -57,6 +57,7 @@ __all__ = [
     "dense_attention_inputs",
     "dequantize_pages",
     "evict_token",
+    "gather_columns",
     "gather_rows",
     "gather_tiles",
     "launch_of_append",
@@ -76,7 +77,6 @@ __all__ = [
     "store_exact",
     "store_rows",
     "sum_attention",
-    "take",
     "unfold",
     "whole",
 ]

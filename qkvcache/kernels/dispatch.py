@@ -22,7 +22,7 @@ from . import counted
 from . import evict as evicting
 from . import pages as paged
 from . import sum_attention as reference
-from .attend import Options, attend, attend_observed
+from .attend import Options, attend_observed
 from .evict import StaticTensors
 from .pages import PagedInputs, PageOptions, Pages
 from .segments import AttentionInputs, Buffers, Exact, KeysOrValues, Pair, layout_of
@@ -91,29 +91,30 @@ def fuses(query: Tensor, attention_inputs: AttentionInputs) -> bool:
 
 def attend_on_codes(query: Tensor, attention_inputs: AttentionInputs, mask: Tensor | None = None, **options: Unpack[Options]) -> Tensor:
     """`attend`, by the fused kernel where there is one. Without a mask, over pages if there are such."""
-    if attention_inputs.paged is not None and mask is None:
-        return attend_pages(query, attention_inputs.paged, **options)[0]
-    if torch.compiler.is_compiling():
-        if attention_inputs.buffers is not None:
-            return attend_on_buffers(query, attention_inputs.buffers, mask, **options)
-        if len(attention_inputs.exact):
-            return torch.ops.qkvcache.attend(query, *attention_inputs.arguments, mask, **options)[0]
-    elif fuses(query, attention_inputs):
-        return fused().fused_attend(query, attention_inputs, mask, **options)[0]
-    return attend(query, attention_inputs, mask, **options)
+    return observe_on_codes(query, attention_inputs, mask, **options)[0]
 
 
 def observe_on_codes(
-    query: Tensor, attention_inputs: AttentionInputs, mask: Tensor | None = None, *, observed: Tensor, **options: Unpack[Options]
+    query: Tensor,
+    attention_inputs: AttentionInputs,
+    mask: Tensor | None = None,
+    *,
+    observed: Tensor | None = None,
+    **options: Unpack[Options],
 ) -> tuple[Tensor, Tensor]:
     """`attend_observed`, by the fused kernel where there is one."""
-    if torch.compiler.is_compiling() and len(attention_inputs.exact):
-        out, _, attention_sums = torch.ops.qkvcache.attend(query, *attention_inputs.arguments, mask, observed=observed, **options)
-        return out, attention_sums
-    if fuses(query, attention_inputs):
+    if attention_inputs.paged is not None and mask is None and observed is None:  # the sums of pages are by slot
+        out, _, attention_sums = attend_pages(query, attention_inputs.paged, **options)
+    elif torch.compiler.is_compiling() and attention_inputs.buffers is not None and observed is None:
+        out = attend_on_buffers(query, attention_inputs.buffers, mask, **options)
+        attention_sums = out.new_empty(0)
+    elif torch.compiler.is_compiling() and len(attention_inputs.exact):
+        out, attention_sums = torch.ops.qkvcache.attend(query, *attention_inputs.arguments, mask, observed=observed, **options)
+    elif fuses(query, attention_inputs):
         out, _, attention_sums = fused().fused_attend(query, attention_inputs, mask, observed=observed, **options)
-        return out, attention_sums
-    return attend_observed(query, attention_inputs, mask, observed=observed, **options)
+    else:
+        out, attention_sums = attend_observed(query, attention_inputs, mask, observed=observed, **options)
+    return out, attention_sums
 
 
 def attend_on_buffers(query: Tensor, buffers: Buffers, mask: Tensor | None = None, **options: Unpack[Options]) -> Tensor:
@@ -247,7 +248,7 @@ def append_token(static: StaticTensors, x: Pair, new: Sequence[Tensor | None], i
         torch.ops.qkvcache.append_token(*static.arguments, *x, list(new), is_valid)
         return
     append = evicting.append_token
-    if on_triton(static.seen.device):
+    if on_triton(static.row_lengths.device):
         from .triton_evict import append_token as append
     append(static, x, new, is_valid)
 

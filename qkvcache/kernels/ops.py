@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..formats.base import Codec, Codes
 from . import dispatch
-from .attend import Options, attend, attend_observed
+from .attend import Options
 from .evict import StaticTensors
 from .pages import PagedInputs, PageOptions
 from .segments import CODECS, AttentionInputs, Buffers, Exact, KeysOrValues, Packed, Pair, QuantizedRegion
@@ -47,16 +47,9 @@ def _attend(
     softcap: float | None = None,
     causal: bool = False,
     observed: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    attention_inputs = _inputs_of(planes, table, codecs, tokens, exact)
+) -> tuple[Tensor, Tensor]:
     options: Options = {"scaling": scaling, "causal": causal, "softcap": softcap, "sinks": sinks}
-    if dispatch.fuses(query, attention_inputs):
-        return dispatch.fused().fused_attend(query, attention_inputs, mask, observed=observed, **options)
-    lse = query.new_empty(query.shape[:3], dtype=torch.float32)  # unused: only the kernel computes it
-    if observed is None:
-        return attend(query, attention_inputs, mask, **options), lse, query.new_empty(*exact[0].shape[:2], 0, dtype=torch.float32)
-    out, attention_sums = attend_observed(query, attention_inputs, mask, observed=observed, **options)
-    return out, lse, attention_sums
+    return dispatch.observe_on_codes(query, _inputs_of(planes, table, codecs, tokens, exact), mask, observed=observed, **options)
 
 
 def _inputs_of(
@@ -94,13 +87,15 @@ def _packed(codec: Codec, chunks: Sequence[Codes], left: int, like: Tensor) -> I
 def _(query, planes, table, codecs, tokens, exact, mask=None, sinks=None, scaling=None, softcap=None, causal=False, observed=None):
     batch, heads, recent, dim = exact[3].shape
     total = 0 if observed is None else exact[0].shape[2] + tokens + recent
-    lse, attention_sums = (query.new_empty(shape, dtype=torch.float32) for shape in (query.shape[:3], (batch, heads, total)))
-    return query.new_empty(*query.shape[:3], dim), lse, attention_sums
+    return query.new_empty(*query.shape[:3], dim), query.new_empty(batch, heads, total, dtype=torch.float32)
 
 
 BUFFERS = "Tensor[] exact, Tensor[] quantized, SymInt[] codecs, SymInt columns"
 """`Buffers.arguments`"""
-STATIC = "SymInt[] numbers, Tensor[] planes, Tensor[] first, Tensor[] ring, Tensor[] records, Tensor shown, Tensor seen, Tensor columns"
+STATIC = (
+    "SymInt[] numbers, Tensor[] planes, Tensor[] sinks, Tensor[] ring, Tensor[] records, Tensor column_mask, Tensor row_lengths, "
+    "Tensor columns"
+)
 """`StaticTensors.arguments`"""
 PAGES = "Tensor[] pool, Tensor[] counts, Tensor[] exact, SymInt[] codecs, SymInt max_length, SymInt tokens"
 """`PagedInputs.arguments`"""
@@ -147,14 +142,14 @@ def _(exact, quantized, codecs, columns, key, value):
 @_operator(
     "append_token",
     f"{STATIC}, Tensor key, Tensor value, Tensor?[] new, Tensor? is_valid",
-    mutates=["ring", "records", "shown", "seen", "columns"],
+    mutates=["ring", "records", "column_mask", "row_lengths", "columns"],
 )
 def _append_token(*args):
     *static, key, value, new, is_valid = args
     dispatch.append_token(StaticTensors.of(*static), (key, value), new, is_valid)
 
 
-@_operator("evict_token", f"{STATIC}, Tensor order", "Tensor", mutates=["planes", "first", "records", "shown"])
+@_operator("evict_token", f"{STATIC}, Tensor order", "Tensor", mutates=["planes", "sinks", "records", "column_mask"])
 def _evict_token(*args):
     *static, order = args
     return dispatch.evict_token(StaticTensors.of(*static), order)

@@ -29,13 +29,14 @@ def append_token(static: StaticTensors, x: Pair, new: Sequence[Tensor | None], i
     values = (record if value is None else value for record, value in zip(records, (None, *new), strict=True))
     batch, heads, width, _ = static.ring[0].shape
     key, value = ((token, *token.stride()[:2]) for token in contiguous(x))
-    padding = (static.shown, 0) if is_valid is None else (is_valid, is_valid.stride(0))
+    mask, lengths = static.column_mask, static.row_lengths
+    padding = (mask, 0) if is_valid is None else (is_valid, is_valid.stride(0))
     sizes = [side.shape[3] for side in x]
     across = max(min(triton.next_power_of_2(heads), 4096 // max(map(padded, sizes))), 1)
-    with torch.cuda.device_of(static.seen):
+    with torch.cuda.device_of(lengths):
         _append_kernel[(batch,)](
-            static.ring, key, value, records, tuple((entry, *entry.stride()[:2]) for entry in values), static.shown, static.seen,
-            static.columns, *padding, heads, width, records[0].shape[2], static.shown.shape[1], *sizes, given, is_valid is not None, across,
+            static.ring, key, value, records, tuple((entry, *entry.stride()[:2]) for entry in values), mask, lengths, static.columns,
+            *padding, heads, width, records[0].shape[2], mask.shape[1], *sizes, given, is_valid is not None, across,
         )  # fmt: skip
 
 
@@ -51,7 +52,7 @@ def _enter(ring, x, b, h, heads, at, width, D: tl.constexpr):
 
 @triton.jit(do_not_specialize=["heads", "width", "record_columns", "all_columns"])
 def _append_kernel(
-    ring, key, value, records, new, shown, seen, columns, is_valid, real_b, heads, width, record_columns, all_columns,
+    ring, key, value, records, new, column_mask, row_lengths, columns, is_valid, real_b, heads, width, record_columns, all_columns,
     D: tl.constexpr, DV: tl.constexpr, GIVEN: tl.constexpr, REAL: tl.constexpr, ACROSS: tl.constexpr,
 ):  # fmt: skip
     """Stores one token of each row in the ring. Grid (B). Strides are in elements.
@@ -61,12 +62,12 @@ def _append_kernel(
     records    [B, H, record_columns] each, contiguous, of slots of the region, then of the ring: int32 positions, then as many in fp32 as a
                policy keeps
     new        values of the records, fp32 [B, H, 1], each with its strides over rows and heads; read where GIVEN, else 0 is written
-    shown      bool [B, all_columns], contiguous: sinks, region, ring   seen   int64 [B]: tokens of a row without padding
+    column_mask      bool [B, all_columns], contiguous: sinks, region, ring   row_lengths   int64 [B]: tokens of a row without padding
     columns    int64 [1]: tokens of a row with padding
     is_valid   bool [B]: real_b; read if REAL                        heads      H, in tiles of ACROSS
     """
     b = tl.program_id(0).to(tl.int64)
-    count = tl.load(seen + b)
+    count = tl.load(row_lengths + b)
     total = tl.load(columns)
     if REAL:
         more = tl.load(is_valid + b * real_b).to(tl.int64)
@@ -84,9 +85,9 @@ def _append_kernel(
             x, xb, xh = new[i]
             entry = tl.load(x + b * xb + h * xh, mask=h < heads) if GIVEN[i] else tl.zeros([ACROSS], tl.float32)
             tl.store(records[i] + column, entry, mask=h < heads)
-    tl.store(shown + b * all_columns + (all_columns - width + at), more > 0)
+    tl.store(column_mask + b * all_columns + (all_columns - width + at), more > 0)
     tl.debug_barrier()  # before what others of this program have read is overwritten
-    tl.store(seen + b, count + more)
+    tl.store(row_lengths + b, count + more)
     tl.store(columns, total + 1, mask=b == 0)
 
 
@@ -94,18 +95,18 @@ def evict_token(static: StaticTensors, order: Tensor) -> Tensor:
     """`evict.evict_token`, for codecs that `triton_quantize.supports` and whose heads share no buffer kept for each token."""
     arguments: list[object] = []
     constants: list[object] = []
-    ring, seen = static.ring, static.seen
+    ring, row_lengths = static.ring, static.row_lengths
     layouts = [known(codec, x) for codec, x in zip(static.codecs, ring, strict=True)]
     batch, heads, width, _ = ring[0].shape
-    for layout, planes, first, x in zip(layouts, static.planes, static.first, ring, strict=True):
-        arguments += [x, first, plane_arguments(layout, planes, x, table_of(layout, x))]
+    for layout, planes, sinks, x in zip(layouts, static.planes, static.sinks, ring, strict=True):
+        arguments += [x, sinks, plane_arguments(layout, planes, x, table_of(layout, x))]
         constants += [layout, x.shape[3]]
-    where = torch.empty(batch, heads, dtype=torch.int64, device=seen.device)
+    where = torch.empty(batch, heads, dtype=torch.int64, device=row_lengths.device)
     records = tuple(static.records.values())
-    arguments += [records, static.shown, seen, order.contiguous(), where]
+    arguments += [records, static.column_mask, row_lengths, order.contiguous(), where]
     _, along, warps = tile(layouts, 1, 1, max(padded(x.shape[3]) for x in ring), ring[0].element_size())
-    sizes = heads, static.first[0].shape[2], width, records[0].shape[2]
-    with torch.cuda.device_of(seen):
+    sizes = heads, static.sinks[0].shape[2], width, records[0].shape[2]
+    with torch.cuda.device_of(row_lengths):
         _evict_kernel[(heads, batch)](*arguments, *sizes, *constants, along, ORDERED, num_warps=warps)
     return where
 
@@ -125,7 +126,7 @@ def _first_least(row, columns, N: tl.constexpr):
 
 @triton.jit
 def _retire_side(
-    ring, first, planes, slot, b, h, heads, exact, width, at, L: tl.constexpr, D: tl.constexpr, ALONG: tl.constexpr
+    ring, sinks, planes, slot, b, h, heads, exact, width, at, L: tl.constexpr, D: tl.constexpr, ALONG: tl.constexpr
 ):  # fmt: skip
     """A program of `_evict_kernel`, for keys or for values: column `at` of the ring into slot `slot` of the region, or, if it is less than
     -1, into sink `-2 - slot`."""
@@ -133,23 +134,23 @@ def _retire_side(
     inside = tl.arange(0, ALONG) == 0  # one token, in as many rows as a product has
     mask = inside[:, None] & (c < D)
     raw = tl.load(ring + ((b * heads + h) * width + at) * D + c + 0 * inside[:, None], mask=mask, other=0.0)
-    tl.store(first + ((b * heads + h) * exact - 2 - slot) * D + c + 0 * inside[:, None], raw, mask=mask & (slot < -1))
+    tl.store(sinks + ((b * heads + h) * exact - 2 - slot) * D + c + 0 * inside[:, None], raw, mask=mask & (slot < -1))
     store_tile(raw, inside & (slot >= 0), b, b, h, slot + tl.arange(0, ALONG), planes, L, D, 1)
 
 
 @triton.jit(do_not_specialize=["heads", "exact", "width", "record_columns"])
 def _evict_kernel(
-    k_ring, k_first, k_planes, v_ring, v_first, v_planes,
-    records, shown, seen, order, where, heads, exact, width, record_columns,
+    k_ring, k_sinks, k_planes, v_ring, v_sinks, v_planes,
+    records, column_mask, row_lengths, order, where, heads, exact, width, record_columns,
     K: tl.constexpr, D: tl.constexpr, V: tl.constexpr, DV: tl.constexpr,
     ALONG: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """Moves the oldest token of the ring to the sinks or into the region, or drops it. Grid (H, B).
 
-    k_ring     [B, H, width, D] model dtype, contiguous              k_first    sinks [B, H, exact, D] likewise
-    k_planes, K   as of `triton_quantize._quantize_kernel`, as are v_planes and V; v_ring, v_first   the same of values, [.., DV]
+    k_ring     [B, H, width, D] model dtype, contiguous              k_sinks    sinks [B, H, exact, D] likewise
+    k_planes, K   as of `triton_quantize._quantize_kernel`, as are v_planes and V; v_ring, v_sinks   the same of values, [.., DV]
     records    as of `_append_kernel`
-    shown      bool [B, exact + record_columns], contiguous          seen       int64 [B]: tokens of a row without padding
+    column_mask      bool [B, exact + record_columns], contiguous          row_lengths       int64 [B]: tokens of a row without padding
     order      int64 [B, H, record_columns - width + 1], contiguous: of each slot of the region, then of the token itself
     where      int64 [B, H], contiguous: output, as `evict.evict_token` returns it
     heads      H              N   entries of `order` that are compared at once        ALONG   rows of the tile that quantizes
@@ -157,7 +158,7 @@ def _evict_kernel(
     h = tl.program_id(0).to(tl.int64)
     b = tl.program_id(1).to(tl.int64)
     slots = record_columns - width
-    at = tl.load(seen + b) % width
+    at = tl.load(row_lengths + b) % width
     row = (b * heads + h) * record_columns
     column = row + slots + at
     position = tl.load(records[0] + column)
@@ -165,12 +166,12 @@ def _evict_kernel(
     slot = tl.where(slot < slots, slot, -1)
     slot = tl.where((position >= 0) & (position < exact), -2 - position, slot)
     tl.store(where + b * heads + h, slot.to(tl.int64))
-    _retire_side(k_ring, k_first, k_planes, slot, b, h, heads, exact, width, at, K, D, ALONG)
-    _retire_side(v_ring, v_first, v_planes, slot, b, h, heads, exact, width, at, V, DV, ALONG)
+    _retire_side(k_ring, k_sinks, k_planes, slot, b, h, heads, exact, width, at, K, D, ALONG)
+    _retire_side(v_ring, v_sinks, v_planes, slot, b, h, heads, exact, width, at, V, DV, ALONG)
     moves = slot >= 0
     for i in tl.static_range(len(records)):
         tl.store(records[i] + row + slot, tl.load(records[i] + column), mask=moves)
-    shows = shown + b * (exact + record_columns)
-    tl.store(shows + tl.where(slot < 0, -2 - slot, exact + slot), (slot < 0) | (position >= 0), mask=(h == 0) & (slot != -1))
-    tl.store(shows + exact + slots + at, False, mask=h == 0)
+    here = column_mask + b * (exact + record_columns)
+    tl.store(here + tl.where(slot < 0, -2 - slot, exact + slot), (slot < 0) | (position >= 0), mask=(h == 0) & (slot != -1))
+    tl.store(here + exact + slots + at, False, mask=h == 0)
     tl.store(records[0] + column, -1)  # all have read it: the search for the least made them wait for each other

@@ -37,9 +37,9 @@ from ..kernels import (
     StaticTensors,
     append_token,
     evict_token,
+    gather_columns,
     number,
     on_triton,
-    take,
 )
 from ..kernels.pages import COLUMNS, RING_TOKENS
 from ..policies import Arrivals, Budget, Policy, Rotation
@@ -236,9 +236,9 @@ class EvictingStorage(LayerStorage):
         """Moves the columns of the residual without a token to the left of each row."""
         fields, self.rows, self.metadata.has_gaps = self.metadata.residual, None, False
         order = (fields["positions"][:, 0] >= 0).int().argsort(dim=-1, stable=True)
-        self.residual, self.borrowed = (take(self.residual[0], order), take(self.residual[1], order)), False
+        self.residual, self.borrowed = (gather_columns(self.residual[0], order), gather_columns(self.residual[1], order)), False
         for name in fields:
-            fields[name] = take(fields[name], order)
+            fields[name] = gather_columns(fields[name], order)
 
     def _quantize(self, count: int) -> None:
         """Moves the first `count` columns of the residual to the chunks, within the budget."""
@@ -326,25 +326,25 @@ class EvictingStorage(LayerStorage):
         are not read."""
         layout: StaticLayout = self.static  # type: ignore[assignment]
         valid = None if tokens.is_valid is None else tokens.is_valid[:, 0]
-        lengths = (layout.seen + (1 if valid is None else valid.long()))[:, None, None]
-        positions = layout.seen[:, None].int()
+        lengths = (layout.row_lengths + (1 if valid is None else valid.long()))[:, None, None]
+        positions = layout.row_lengths[:, None].int()
         positions = positions if tokens.is_valid is None else torch.where(tokens.is_valid, positions, -1)
         fields = self.metadata.new_fields(replace(tokens, positions=positions, seen=lengths))
         append_token(layout, (tokens.keys, tokens.values), [fields[name] for name in layout.records if name != "positions"], valid)
-        return layout.shown
+        return layout.column_mask
 
     def evict_token(self, attention_sums: Tensor | None, is_valid: Tensor | None) -> None:
         """Takes the accumulated attention of all columns, `[B, H, T]`, if the policy observes attention, and moves the oldest token out of
         the ring. `is_valid` as `append_token` took it."""
         layout: StaticLayout = self.static  # type: ignore[assignment]
         ring, slots = self.lag_length + 1, self.slots
-        at = (layout.seen % ring)[:, None]  # in a row whose token is padding, that token
+        at = (layout.row_lengths % ring)[:, None]  # in a row whose token is padding, that token
         queries = 1 if is_valid is None else is_valid.long()[:, :, None]
         attention_sums = None if attention_sums is None else attention_sums[..., self.num_sink_tokens :]
         fields = dict(layout.records)
         if attention_sums is not None:
             fields["score"] = self.policy.observe(fields["score"], attention_sums, queries)
-        leaving = {name: take(x, slots + at) for name, x in fields.items()}
+        leaving = {name: gather_columns(x, slots + at) for name, x in fields.items()}
         score = self._score_of_oldest(layout, at) if self.policy.lag_length else None
         if score is not None:
             leaving["score"] = score
@@ -353,14 +353,16 @@ class EvictingStorage(LayerStorage):
         if "score" in fields:
             moved, scores = slot[..., None] == torch.arange(slots + ring, device=at.device), layout.records["score"]
             if attention_sums is not None:
-                scores.copy_(self.policy.observe(scores, torch.where(moved, take(attention_sums, slots + at), attention_sums), queries))
+                scores.copy_(
+                    self.policy.observe(scores, torch.where(moved, gather_columns(attention_sums, slots + at), attention_sums), queries)
+                )
             if score is not None:
                 scores.copy_(torch.where(moved, score, scores))
 
     def _score_of_oldest(self, layout: StaticLayout, at: Tensor) -> Tensor | None:
         """The score, fp32 `[B, H, 1]`, of the token in column `at` `[B, 1]` of the ring, from the tokens after it."""
         order = (at + torch.arange(self.lag_length + 1, device=at.device)) % (self.lag_length + 1)
-        after = [take(x, order) for x in layout.ring]
+        after = [gather_columns(x, order) for x in layout.ring]
         score = self.policy.score(Arrivals(after[0][:, :, :1], after[1][:, :, :1], after[0], after[1]))
         return None if score is None else score.float()
 
@@ -374,8 +376,8 @@ class EvictingStorage(LayerStorage):
             new = True
         chunks: Chunks = self.chunks  # type: ignore[assignment]
         layout, ring, residual = self.static, self.lag_length + 1, self.residual[0].shape[2]
-        layout.seen.copy_(metadata.lengths()[:, 0, 0])
-        index = (torch.arange(ring, device=self.device) - (layout.seen - residual)[:, None]) % ring  # in the residual, of each slot
+        layout.row_lengths.copy_(metadata.lengths()[:, 0, 0])
+        index = (torch.arange(ring, device=self.device) - (layout.row_lengths - residual)[:, None]) % ring  # in the residual, of each slot
         used = (index < residual)[:, None]
         index = index.clamp_max(max(residual - 1, 0))
         if layout.attention_inputs.region is not None:
@@ -386,23 +388,23 @@ class EvictingStorage(LayerStorage):
             layout.attention_inputs = replace(layout.attention_inputs, region=chunks.region)
             for tensor in (*layout.tensors(), *([] if table is None else [table])):
                 torch._dynamo.mark_static_address(tensor)
-        for exact, x in zip(layout.first, self.sinks, strict=True):
+        for exact, x in zip(layout.sinks, self.sinks, strict=True):
             exact[:, :, : x.shape[2]] = x
         for last, x in zip(layout.ring, self.residual, strict=True):
             if residual:
-                last.copy_(torch.where(used[..., None], take(x, index), 0))
-        self.sinks, self.residual, self.borrowed = layout.first, layout.ring, False
+                last.copy_(torch.where(used[..., None], gather_columns(x, index), 0))
+        self.sinks, self.residual, self.borrowed = layout.sinks, layout.ring, False
         valid = F.pad(metadata.sinks, (0, self.num_sink_tokens - metadata.sinks.shape[1]))
         for name, x in layout.region.items():
             x.fill_(-1)[..., : metadata.region[name].shape[-1]] = metadata.region[name]
         for name, x in layout.residual.items():
-            x.copy_(torch.where(used, take(metadata.residual[name], index), -1) if residual else torch.full_like(x, -1))
-        layout.shown.copy_(torch.cat([valid, layout.records["positions"][:, 0] >= 0], dim=-1))
+            x.copy_(torch.where(used, gather_columns(metadata.residual[name], index), -1) if residual else torch.full_like(x, -1))
+        layout.column_mask.copy_(torch.cat([valid, layout.records["positions"][:, 0] >= 0], dim=-1))
         layout.columns.fill_(metadata.columns)
         for name, x in metadata.statistics.items():
             layout.statistics[name].copy_(x)
-        metadata.sinks, metadata.region, metadata.residual = layout.shown[:, : self.num_sink_tokens], layout.region, layout.residual
-        metadata.row_lengths, metadata.statistics, metadata.static = layout.seen, layout.statistics, True
+        metadata.sinks, metadata.region, metadata.residual = layout.column_mask[:, : self.num_sink_tokens], layout.region, layout.residual
+        metadata.row_lengths, metadata.statistics, metadata.static = layout.row_lengths, layout.statistics, True
         self.is_static, self.in_order = True, False
 
     def _allocate(self, like: Pair) -> StaticLayout:
@@ -423,11 +425,12 @@ class EvictingStorage(LayerStorage):
             row = (Exact(first), Packed(codec, codes, slots, last.shape[3]), Exact(last))
             sides.append(KeysOrValues.of(row, (batch, heads, self.num_sink_tokens + slots + ring, last.shape[3]), last.dtype, device))
         attention_inputs = AttentionInputs(sides[0], sides[1], None, (*sinks, *rings))
-        seen, columns = zeros(dtype=torch.int64), torch.zeros(1, dtype=torch.int64, device=device)
+        row_lengths, columns = zeros(dtype=torch.int64), torch.zeros(1, dtype=torch.int64, device=device)
         statistics = {name: torch.zeros_like(x) for name, x in self.metadata.statistics.items()}
-        shown = zeros(self.num_sink_tokens + slots + ring, dtype=torch.bool)
+        mask = zeros(self.num_sink_tokens + slots + ring, dtype=torch.bool)
         numbers = number(self.codecs[0]), number(self.codecs[1])
-        return StaticLayout(numbers, (planes[0], planes[1]), sinks, rings, records, shown, seen, columns, statistics, attention_inputs)  # type: ignore[arg-type]
+        counts = mask, row_lengths, columns
+        return StaticLayout(numbers, (planes[0], planes[1]), sinks, rings, records, *counts, statistics, attention_inputs)  # type: ignore[arg-type]
 
     @torch.no_grad()
     def to_dynamic(self) -> None:
@@ -436,10 +439,10 @@ class EvictingStorage(LayerStorage):
             return
         self.sync_counts()
         metadata, residual = self.metadata, min(self.lag_length, self.seq_length)
-        number = self.static.seen[:, None] - residual + torch.arange(residual, device=self.device)  # type: ignore[union-attr]
+        number = self.static.row_lengths[:, None] - residual + torch.arange(residual, device=self.device)  # type: ignore[union-attr]
         order = number % (self.lag_length + 1)
-        self.residual = take(self.residual[0], order), take(self.residual[1], order)
-        metadata.residual = {name: take(x, order) for name, x in metadata.residual.items()}
+        self.residual = gather_columns(self.residual[0], order), gather_columns(self.residual[1], order)
+        metadata.residual = {name: gather_columns(x, order) for name, x in metadata.residual.items()}
         metadata.residual["positions"] = metadata.residual["positions"].masked_fill((number < 0)[:, None], -1)
         metadata.columns, metadata.static, self.is_static = self.seq_length, False, False
 
@@ -499,7 +502,7 @@ class EvictingStorage(LayerStorage):
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Every tensor with its role: `exact`, `bookkeeping`, `codes` or `scales`. Some tensors come twice."""
         layout = self.static
-        yield from (("exact", x) for x in (*self.sinks, *self.residual, *((*layout.first, *layout.ring) if layout else ())))
+        yield from (("exact", x) for x in (*self.sinks, *self.residual, *((*layout.sinks, *layout.ring) if layout else ())))
         yield from self.chunks.tensors()
         yield from (("bookkeeping", x) for _, x in self.metadata.named_tensors())
         if self.rows is not None:

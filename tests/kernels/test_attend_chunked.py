@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from qkvcache.formats import REGISTRY
-from qkvcache.kernels import AttentionInputs, PagedInputs, attend, triton_dequantize_region, triton_merge
+from qkvcache.kernels import AttentionInputs, attend, triton_dequantize_region, triton_merge
 from qkvcache.kernels import attend_chunked as attend_chunked_module
 from qkvcache.kernels.attend_chunked import (
     Columns,
@@ -21,10 +21,9 @@ from qkvcache.kernels.attend_chunked import (
     supports,
 )
 from qkvcache.kernels.sum_attention import sum_attention
-from qkvcache.storage import HeadPages
-from qkvcache.storage.storage import sides_of
 from tests import matrix
 from tests.kernels.attention_inputs import build
+from tests.kernels.paged_inputs import of_heads
 from tests.matrix import slowly
 from tests.tolerance import rounding
 
@@ -186,21 +185,8 @@ def test_sums_of_the_last_queries_with_padding_and_options(window, first, poison
 def test_pages_of_heads_of_different_lengths(monkeypatch, format, triton, poisoned):
     """Of one head nothing is quantized, of another whole chunks are missing; a row has padding among its exact tokens."""
     monkeypatch.setenv("QKVCACHE_KERNELS", "triton" if triton else "torch")
-    queries, sinks, residual = 9, 3, 14
-    lengths = torch.tensor([[150, 5], [0, 97]], device=DEVICE)
-    key, value = (torch.randn(2, 2, 150, 64, device=DEVICE, dtype=DTYPE) for _ in range(2))
-    first, last = (tuple(torch.randn(2, 2, n, 64, device=DEVICE, dtype=DTYPE) for _ in range(2)) for n in (sinks, residual + queries))
-    positions = torch.empty(2, 2, 0, dtype=torch.int32, device=DEVICE)
-    stored = HeadPages(REGISTRY[format].codecs(), (64, 64), {"positions": positions})
-    stored.calibrate((key, value))
-    accepted = torch.arange(150, device=DEVICE) < lengths[..., None]
-    stored.retain(accepted[..., :0], (key, value), accepted, {"positions": accepted.int()}, 300)
-    rows = torch.zeros(2, 6, dtype=torch.int32, device=DEVICE)
-    held = AttentionInputs(*sides_of(first, stored, last), paged=PagedInputs(stored.pages, first, last, rows, stored.columns))
-    padding = torch.zeros(2, sinks + residual + queries, dtype=torch.bool, device=DEVICE)
-    padding[1, sinks : sinks + 4] = True
-    exact = padding[:, None].expand(-1, 2, -1)
-    hidden = torch.cat([exact[..., :sinks], ~accepted, exact[..., sinks:]], dim=-1)
+    queries = 9
+    held, hidden = of_heads(REGISTRY[format], queries, dtype=DTYPE, device=DEVICE)
     query = torch.randn(2, 6, queries, 64, device=DEVICE, dtype=DTYPE)
     options = {"scaling": 0.3, "sinks": torch.randn(6, device=DEVICE)}
     shown = ~hidden.repeat_interleave(3, dim=1)[:, :, None]
