@@ -181,7 +181,10 @@ def columns(head_dim: int, target: str, dtype: str = "bf16", options: bool = Fal
     types = {"query": f"*{dtype}", "key": f"*{dtype}", "visible": "*u8", "sinks": "*bf16"}
     types |= dict.fromkeys(("counts", "lse", "attention_sums"), "*fp32") | dict.fromkeys(("scale", "softcap"), "fp32")
     constants = {"D": head_dim, "DP": triton.next_power_of_2(head_dim), "G": 4, "SOFTCAP": options, "VISIBLE": options, "ARCH": arch}
-    kernels = (("lse", triton_sum_attention.lse_kernel, {"SINKS": options}), ("column", triton_sum_attention.column_kernel, {}))
+    kernels = (
+        ("lse", triton_sum_attention.lse_kernel, {"SINKS": options}),
+        ("column", triton_sum_attention.column_kernel, {"LARGEST": options}),
+    )
     for (name, kernel, more), tile in zip(kernels, triton_sum_attention.tiles(head_dim, arch), strict=True):
         launch = {option: x for option, x in tile.items() if option.startswith("num")}
         sizes = {option: x for option, x in tile.items() if option not in launch}
