@@ -1,19 +1,22 @@
 """Many requests at once on one GPU: compressed pages in continuous batching beside transformers' own; rows in eval/results/batching.jsonl.
 
-    python eval/bench_batching.py [--minutes 15]          measure; the most telling cells first
-    python eval/bench_batching.py --quick                 8 and 128 users of stock, identity, 4 bits on 8 layers, in 90 seconds
+    python eval/bench_batching.py [--users 128] [--caches identity int8] [--seconds 20]    measure; rows are written cell by cell
+    python eval/bench_batching.py --quick                 8 and 128 users of stock, identity, 4 bits on 8 layers, in two minutes
     python eval/bench_batching.py --markdown | --plot     the table | batching.png, from the rows; needs no GPU
 
 A Llama of the 8B shape with random bf16 weights serves N users in a closed loop: each sends a request, and the next when it is answered.
-Lengths of prompts and answers are lognormal within their limits, drawn once for all caches. A cell ends after `--rounds` answers a user
-or `--seconds`; requests that are still running then count for nothing but `tokens_s`.
+Lengths of prompts and answers are lognormal within their limits, drawn once for all caches. Of the first requests, answers are cut to a
+random share, so that they do not end together. Measuring begins when all of them have their first token, or after `--fill` seconds, and
+takes `--seconds`. A cell of the whole model takes half a minute to a minute.
 
 cache         stock: transformers' pages and sdpa, unchanged. Others: pages of that format in our kernels; identity isolates compression.
-requests_s    answered requests a second, from the first request on.
-tokens_s      tokens that the model read or wrote a second, those of unanswered requests too.
-ttft, tpot    seconds from a request to its first token, its wait in the queue included; between two tokens of one request.
-pool_tokens   tokens that the pool holds.
-preempted     answered requests whose pages were taken away meanwhile, and read again.
+requests_s    requests a second: written_s over the mean length of an answer, which says something before requests end. answered: those
+              that did end.
+written_s     tokens of answers a second; prompt_s, tokens of prompts that are read a second; tokens_s: both.
+ttft, tpot    seconds from a request to its first token, its wait in the queue included, of requests that got it while measuring; between
+              two tokens of one request.
+running       requests that have pages, at the end; pool_tokens: tokens that the pool holds.
+preempted     requests whose pages were taken away, and which were read again.
 
 `--pool-gib` gives every cache the same memory for pages and rings; without it, transformers sizes the pool by the memory that is free.
 `--quick` has the share of its layers in the pool of a card of 80 GB beside a whole model of eight billion parameters.
@@ -28,6 +31,7 @@ import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
+from math import isnan
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -75,16 +79,28 @@ class Load:
         self.cell, self.vocabulary = cell, vocabulary
 
     def length(self, limits: tuple[int, int]) -> int:
+        return round(self.lengths(limits, 1).item())
+
+    def lengths(self, limits: tuple[int, int], count: int) -> torch.Tensor:
         """Lognormal around the geometric mean of the limits, which are two deviations away."""
         low, high = (torch.tensor(float(limit)).log() for limit in limits)
-        drawn = (low + high) / 2 + (high - low) / 4 * torch.randn((), generator=self.generator)
-        return round(drawn.clamp(low, high).exp().item())
+        drawn = (low + high) / 2 + (high - low) / 4 * torch.randn(count, generator=self.generator)
+        return drawn.clamp(low, high).exp()
 
     def prompt(self, tokens: int) -> list[int]:
         return torch.randint(3, self.vocabulary, (tokens,), generator=self.generator).tolist()
 
     def request(self) -> tuple[list[int], int]:
         return self.prompt(self.length(self.cell.prompts)), self.length(self.cell.outputs)
+
+    def share(self) -> float:
+        """Of an answer that is under way when measuring begins."""
+        return torch.rand((), generator=self.generator).item()
+
+    def mean_answer(self) -> float:
+        """Of many answers, in tokens."""
+        other = Load(self.cell, self.vocabulary)
+        return other.lengths(self.cell.outputs, 100_000).mean().item()
 
 
 class Bench:
@@ -120,7 +136,7 @@ class Bench:
     def batch_tokens(cell: Cell) -> int:
         return min(8192, cell.prompts[1])
 
-    def measure(self, cell: Cell, rounds: int, seconds: float) -> dict[str, Any]:
+    def measure(self, cell: Cell, fill: float, seconds: float) -> dict[str, Any]:
         gpu("reset_peak_memory_stats")
         greedy = GenerationConfig(do_sample=False, max_new_tokens=cell.outputs[1], eos_token_id=-1)
         with self.pages(cell.cache):
@@ -131,7 +147,7 @@ class Bench:
                 manager.start()
                 self.warm(manager, cell)
                 warmup = time.perf_counter() - begin
-                found = serve(manager, Load(cell, self.config.vocab_size), rounds * cell.users, seconds)
+                found = serve(manager, Load(cell, self.config.vocab_size), fill, seconds)
             finally:
                 manager.stop(block=True, timeout=60, hard_stop=True)
                 manager.destroy()
@@ -164,39 +180,75 @@ def answer(manager: Any, until: float) -> Any:
     return None
 
 
-def serve(manager: Any, load: Load, requests: int, seconds: float) -> dict[str, Any]:
-    """A closed loop of `load.cell.users` until `requests` are answered or `seconds` have passed."""
-    sent: dict[str, float] = {}
-    ttft, tpot, preempted, answered, written, processed = [], [], 0, 0, 0, 0
-    ready = [load.request() for _ in range(min(requests, 3 * load.cell.users))][::-1]  # drawing lengths must not delay answers
-    begin = time.perf_counter()
+@dataclass
+class Progress:
+    """What has been done for all requests so far: tokens read and written; requests that have a token; times of tokens, by request."""
 
-    def send() -> None:
+    read: int
+    written: int
+    begun: set[str]
+    times: dict[str, list[float]]
+    preempted: int
+
+    @staticmethod
+    def of(manager: Any, answered: list[Any]) -> Progress:
+        scheduler = manager.batch_processor.scheduler
+        states = [*list(scheduler.active_requests.values()), *list(scheduler.waiting_requests.values())]
+        found = Progress(0, 0, set(), {}, 0)
+        for result in answered:
+            found._add(result, len(result.prompt_ids), len(result.generated_tokens))
+        for state in states:
+            prompt = state._true_initial_tokens or len(state.initial_tokens)
+            found._add(state, min(state.position_offset, prompt), len(state.initial_tokens) - prompt + len(state.generated_tokens))
+        return found
+
+    def _add(self, request: Any, read: int, written: int) -> None:
+        self.read, self.written = self.read + read, self.written + written
+        times = list(request.timestamps or ())
+        if len(times) < written:  # it is read again, and transformers forgot the times of tokens before that
+            self.preempted += 1
+        elif times:
+            self.times[request.request_id] = times
+        if written:
+            self.begun.add(request.request_id)
+
+
+def serve(manager: Any, load: Load, fill: float, seconds: float) -> dict[str, Any]:
+    """A closed loop of `load.cell.users`, measured for `seconds` once all have their first token, or `fill` seconds have passed."""
+    sent: dict[str, float] = {}
+    answered: list[Any] = []
+    ready = [load.request() for _ in range(3 * load.cell.users)][::-1]  # drawing lengths must not delay answers
+
+    def send(share: float = 1.0) -> None:
         prompt, tokens = ready.pop() if ready else load.request()
         now = time.perf_counter()
-        sent[manager.add_request(prompt, max_new_tokens=tokens, record_timestamps=True)] = now
+        sent[manager.add_request(prompt, max_new_tokens=max(round(share * tokens), 1), record_timestamps=True)] = now
 
-    for _ in range(load.cell.users):
-        send()
-    while answered < requests and (result := answer(manager, begin + seconds)):
-        answered += 1
-        if len(sent) < requests:
+    def loop(until: float) -> None:
+        while result := answer(manager, until):
+            answered.append(result)
             send()
-        tokens, times = len(result.generated_tokens), result.timestamps
-        written, processed = written + tokens, processed + len(result.prompt_ids) + tokens
-        if len(times) < tokens:  # it was read again, and transformers forgot the times of tokens before that
-            preempted += 1
-            continue
-        ttft.append(times[0] - sent[result.request_id])
-        if tokens > 1:
-            tpot.append((times[-1] - times[0]) / (tokens - 1))
-    elapsed = time.perf_counter() - begin
+
+    begin = time.perf_counter()
+    for _ in range(load.cell.users):
+        send(load.share())
+    first, before = set(sent), Progress.of(manager, answered)
+    while not first <= before.begun and time.perf_counter() < begin + fill:
+        loop(min(time.perf_counter() + 0.2, begin + fill))
+        before = Progress.of(manager, answered)
+    start, earlier = time.perf_counter(), len(answered)
+    loop(start + seconds)
+    after, elapsed = Progress.of(manager, answered), time.perf_counter() - start
+    ttft = [times[0] - sent[name] for name, times in after.times.items() if name in sent and times[0] >= start]
+    while_measured = [[at for at in times if at >= start] for name, times in after.times.items() if name in sent]
+    tpot = [(times[-1] - times[0]) / (len(times) - 1) for times in while_measured if len(times) > 1]
+    read, written = after.read - before.read, after.written - before.written
     processor = manager.batch_processor
-    processed += sum(state.current_len() for state in list(processor.scheduler.active_requests.values()))
     allocators = processor.cache.cache_allocators.values()
     return {
-        "requests_s": answered / elapsed, "tokens_s": processed / elapsed, "written_s": written / elapsed, "answered": answered,
-        "sent": len(sent), "seconds": elapsed, "preempted": preempted,
+        "requests_s": written / elapsed / load.mean_answer(), "tokens_s": (read + written) / elapsed, "prompt_s": read / elapsed,
+        "written_s": written / elapsed, "answered": len(answered) - earlier, "sent": len(sent), "fill_s": start - begin,
+        "seconds": elapsed, "running": len(processor.scheduler.active_requests), "preempted": after.preempted,
         "ttft_median": median(ttft or [float("nan")]), "ttft_p95": quantile(ttft, 0.95),
         "tpot_median": median(tpot or [float("nan")]), "tpot_p95": quantile(tpot, 0.95),
         "pool_tokens": max(allocator.tokens_per_page * allocator.num_blocks for allocator in allocators),
@@ -228,7 +280,7 @@ def measure(args: argparse.Namespace) -> None:
             print(f"no time left for {cell}", file=sys.stderr, flush=True)
             continue
         try:
-            row = bench.measure(cell, args.rounds, args.seconds)
+            row = bench.measure(cell, args.fill, args.seconds)
         except Exception as failure:  # whatever it is, the others are measured
             row = {"failed": f"{type(failure).__name__}: {str(failure)[:300]}"}
         same = {"device": device, "run": time.strftime("%Y-%m-%d %H:%M:%S"), "quick": args.quick}
@@ -257,19 +309,21 @@ def markdown(rows: list[dict]) -> Iterator[str]:
     """A table for each setting; times of requests/s are those of `identity` in the same run of users."""
     for title, group in settings(rows):
         yield f"\n{title}:\n"
-        yield "| users | cache | requests/s | x identity | tokens/s | TTFT s | TPOT ms | tokens in the pool | preempted |"
-        yield "|---:|---|---:|---:|---:|---:|---:|---:|---:|"
+        columns = "requests/s | x identity | answer tokens/s | prompt tokens/s | TTFT s | TPOT ms | tokens in the pool | preempted"
+        yield f"| users | cache | {columns} |"
+        yield "|---:|---|---:|---:|---:|---:|---:|---:|---:|---:|"
         for row in sorted(group, key=lambda row: (row["users"], row["cache"] != STOCK, row["cache"] != EXACT, row["cache"])):
             head = f"| {row['users']} | {row['cache']} |"
             if "failed" in row:
-                yield f"{head} {row['failed'].split(':')[0]} | | | | | | |"
+                yield f"{head} {row['failed'].split(':')[0]} | | | | | | | |"
                 continue
             exact = next((other for other in group if other["users"] == row["users"] and other["cache"] == EXACT), {})
             times = f"{row['requests_s'] / exact['requests_s']:.2f}" if exact.get("requests_s") else "-"
-            answered = row["answered"] > 0
-            latency = f"{row['ttft_median']:.2f} | {1e3 * row['tpot_median']:.1f}" if answered else "- | -"
-            rate = f"{row['requests_s']:.2f} | {times}" if answered else "none answered | -"
-            yield f"{head} {rate} | {row['tokens_s']:,.0f} | {latency} | {row['pool_tokens']:,} | {row['preempted']} |"
+            rate = f"{row['requests_s']:.2f} | {times}" if row["requests_s"] else "none answered | -"
+            tokens = f"{row['written_s']:,.0f} | {row['tokens_s'] - row['written_s']:,.0f}"
+            ttft, tpot = row["ttft_median"], 1e3 * row["tpot_median"]
+            latency = f"{'-' if isnan(ttft) else f'{ttft:.2f}'} | {'-' if isnan(tpot) else f'{tpot:.1f}'}"
+            yield f"{head} {rate} | {tokens} | {latency} | {row['pool_tokens']:,} | {row['preempted']} |"
 
 
 def plot(rows: list[dict], out: Path) -> None:
@@ -304,8 +358,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--prompts", nargs=2, type=at_least(1), metavar="TOKENS", help="shortest and longest; by default 256 32768")
     parser.add_argument("--outputs", nargs=2, type=at_least(1), metavar="TOKENS", help="shortest and longest; by default 64 1024")
     parser.add_argument("--pool-gib", type=float, help="the same pool for every cache")
-    parser.add_argument("--rounds", type=at_least(1), help="answers a user; by default 3")
-    parser.add_argument("--seconds", type=float, help="the longest that a cell is measured; by default 60")
+    parser.add_argument("--fill", type=float, help="the longest wait for the first tokens, in seconds; by default 20")
+    parser.add_argument("--seconds", type=float, help="that a cell is measured; by default 20")
     parser.add_argument("--minutes", type=float, help="start nothing that, if it took as long as the longest so far, would end after this")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--tiny", action="store_true", help="a tiny model and short requests, to try the script")
@@ -330,16 +384,16 @@ def main(argv: list[str] | None = None) -> None:
 def defaults(args: argparse.Namespace) -> dict[str, Any]:
     if args.tiny:
         return {
-            "caches": [STOCK, EXACT, FOUR], "users": [3], "layers": 2, "prompts": [8, 400], "outputs": [2, 8], "rounds": 2, "seconds": 30.0,
+            "caches": [STOCK, EXACT, FOUR], "users": [3], "layers": 2, "prompts": [8, 400], "outputs": [2, 8], "fill": 10.0, "seconds": 2.0,
             "minutes": 2.0, "pool_gib": 0.002,
         }  # fmt: skip
     if args.quick:
         return {
-            "caches": [EXACT, FOUR, STOCK], "users": [128, 8], "layers": 8, "prompts": [256, 16384], "outputs": [32, 256], "rounds": 2,
-            "seconds": 9.0, "minutes": 1.5, "pool_gib": 12.0,
+            "caches": [EXACT, FOUR, STOCK], "users": [128, 8], "layers": 8, "prompts": [256, 16384], "outputs": [32, 256], "fill": 6.0,
+            "seconds": 8.0, "minutes": 2.5, "pool_gib": 12.0,
         }  # fmt: skip
     return {
-        "caches": CACHES, "users": USERS, "layers": 32, "prompts": [256, 32768], "outputs": [64, 1024], "rounds": 3, "seconds": 60.0,
+        "caches": CACHES, "users": USERS, "layers": 32, "prompts": [256, 32768], "outputs": [64, 1024], "fill": 20.0, "seconds": 20.0,
         "minutes": 15.0,
     }  # fmt: skip
 

@@ -262,10 +262,7 @@ def measure(names: list[str], quick: bool, add: Callable[..., None]) -> None:
         for batch, tokens in ((8, 32768), (1, 1), (8, 1), (32, 1), (1, 32), (1, 8192)):
             sets = [[planes(codec, batch, 8, max(tokens, 64), 128) for codec in format.codecs()] for _ in range(1 if tokens > 8192 else 4)]
             inputs = [(bf16(batch, 8, tokens, 128), bf16(batch, 8, tokens, 128)) for _ in sets]
-            calls = [
-                functools.partial(quantize_kv, [(format.key, x[0], p[0], {}), (format.value, x[1], p[1], {})], 0)
-                for x, p in zip(inputs, sets, strict=True)
-            ]
+            calls = [functools.partial(quantize_kv, format.codecs(), x, p, ({}, {}), 0) for x, p in zip(inputs, sets, strict=True)]
             size = code_bytes(name, batch, 8, tokens, 128) + batch * 8 * tokens * 128 * 4
             add("encode", name, f"{batch}x{tokens}", gpu_us(calls), size)
         out = bf16(1, 8, 8192, 128)

@@ -18,8 +18,7 @@ import torch
 from qkvcache.formats import REGISTRY, Format
 from qkvcache.kernels import PagedInputs, Pages, attend_pages, dequantize_pages, fused, quantize_pages
 from qkvcache.kernels import pages as reference
-from qkvcache.kernels.triton_append import append_launch
-from qkvcache.kernels.triton_step import step_launch
+from qkvcache.kernels.triton_append import launch_of_append, launch_of_step
 from qkvcache.storage.storage import Storage
 
 HEADS, GROUPS, DIM, RING, SINKS = 8, 4, 128, 65, 4
@@ -111,7 +110,7 @@ def bench(name: str, batch: int, length: int) -> None:
     new = tuple(torch.randn(batch, HEADS, 1, DIM, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     storages = [chunked(format, batch, length) for _ in range(copies)]
     base = time([lambda s=s: fused.fused_attend(query, s.attention_inputs()) for s in storages])
-    steps = [step_launch(s.buffers, new) for s in storages]
+    steps = [launch_of_step(s.buffers, new) for s in storages]
     step = time([lambda s=s: s(new) for s in steps])
     del storages, steps
     emit(bench="chunks", format=name, batch=batch, length=length, attend_us=round(base, 1), step_us=round(step, 1))
@@ -121,7 +120,7 @@ def bench(name: str, batch: int, length: int) -> None:
         state = torch.tensor([0, 0, 2**20], dtype=torch.int32, device="cuda")
         for p in pools:
             p.pages.lengths -= 64
-        launches = [append_launch(p, new, state) for p in pools]
+        launches = [launch_of_append(p, new, state) for p in pools]
         append = time([lambda a=a: a(new) for a in launches], repeats=3)
         emit(bench="pages", page=page, format=name, batch=batch, length=length, attend_us=round(attend, 1), append_us=round(append, 1),
              ratio=round(attend / base, 3))  # fmt: skip

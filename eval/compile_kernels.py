@@ -30,9 +30,19 @@ from triton.compiler import ASTSource  # noqa: E402
 from qkvcache.formats import REGISTRY  # noqa: E402
 from qkvcache.formats.base import PackedLayout  # noqa: E402
 from qkvcache.formats.rotation import rotation_block  # noqa: E402
-from qkvcache.kernels import triton_dequantize, triton_evict, triton_quantize, triton_step, triton_store_exact, triton_sum_attention  # noqa: E402
+from qkvcache.kernels import (  # noqa: E402
+    triton_append,
+    triton_dequantize,
+    triton_evict,
+    triton_gather,
+    triton_quantize,
+    triton_store_exact,
+    triton_store_rows,
+    triton_sum_attention,
+)
 from qkvcache.kernels.fused import EXACT_TILE, SUM_TOKENS, TILES, launched  # noqa: E402
-from qkvcache.kernels.triton_attend import attend_kernel, attend_pages_kernel  # noqa: E402
+from qkvcache.kernels.pages import GATHER_TILE  # noqa: E402
+from qkvcache.kernels.triton_attend import attend_kernel  # noqa: E402
 from qkvcache.kernels.triton_attend_tiles import attend_tiles_kernel  # noqa: E402
 from qkvcache.kernels.triton_join import reduce_kernel, rotate_kernel  # noqa: E402
 from qkvcache.kernels.triton_sum_splits import sum_splits_kernel  # noqa: E402
@@ -45,8 +55,8 @@ TARGETS = {
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
 GREATEST_STACK = 128
-RECORD_TYPES = dict.fromkeys(("r0", "r1", "r2"), "*fp32") | dict.fromkeys(("seen", "columns", "order", "where"), "*i64")
-RECORD_TYPES |= {"positions": "*i32", "shown": "*i1", "is_valid": "*i1"}
+RECORD_TYPES = dict.fromkeys(("row_lengths", "columns", "order", "where"), "*i64") | dict.fromkeys(("column_mask", "is_valid"), "*i1")
+RECORD_TYPES |= {"records": ("*i32", "*fp32", "*fp32", "*fp32")}
 QUICK = (
     "identity",
     "int8",
@@ -64,15 +74,18 @@ VARIANTS: dict[str, dict[str, object]] = {
     "bool": {"MASK": "bool"},
     "float": {"MASK": "float", "SOFTCAP": True, "WINDOW": True, "CAUSAL": True},
     "mass": {"ATTENTION_SUMS": 4},
-    "store": {"MASK": "row", "COUNTED": 128},
+    "store": {"MASK": "row", "COUNTED": True},
 }
+
+
+Types = tuple["str | Types", ...]
 
 
 @dataclass(frozen=True)
 class Job:
     name: str
     kernel: triton.JITFunction
-    types: dict[str, str | tuple[str, ...]]
+    types: dict[str, str | Types]
     constants: dict[str, object]
     target: str
     options: dict[str, object] = field(default_factory=dict)
@@ -86,7 +99,7 @@ class Job:
 
 
 def strides_aligned(name: str) -> bool:
-    ends = ("stride_b", "stride_h", "stride_t", "q_stride_q", "strides", "query_b", "query_h", "query_q")
+    ends = ("strides", "query_b", "query_h", "query_q")
     return name.endswith(ends) and not name.startswith(("mask", "out"))
 
 
@@ -96,23 +109,23 @@ def attention(format: str, head_dim: int, target: str, variant: str = "", dtype:
     nvidia = TARGETS[target].backend == "cuda"
     launch = launched(key, value, head_dim, rows, nvidia)
     scales = {"none": dtype, "fp32": "fp32", "fp16": "fp16", "pair": "fp16", "hidden": "fp32", "group": "fp16", "block": "u8"}
-    types = dict.fromkeys(("query", "region_query", "sinks_k", "sinks_v", "residual_k", "residual_v"), f"*{dtype}")
+    types: dict[str, str | Types] = {"query": f"*{dtype}", "region_query": f"*{dtype}", "exact": (f"*{dtype}",) * 4}
     if key.rotated and key.group and head_dim & (head_dim - 1):
         types["region_query"] = "*fp32"  # rotated beforehand
-    types |= {"rotation": "*fp16", "signs": "*fp32", "k_center": "*fp32", "table": "*i64", "mask": "*fp32" if variant == "float" else "*u8"}
-    types |= dict.fromkeys(("k_high", "v_high", "k_shifts", "v_shifts"), "*i16") | {"counts": "*i32"}
-    types |= (
-        dict.fromkeys(("part", "maxima", "sums", "tops"), "*fp32") | {"weights": "*bf16"} | dict.fromkeys(("scaling", "softcap"), "fp32")
-    )
+    types |= {"rotation": "*fp16", "signs": "*fp32", "table": "*i64", "mask": "*fp32" if variant == "float" else "*u8"}
+    types |= dict.fromkeys(("part", "maxima", "sums", "tops"), "*fp32") | {"weights": "*bf16"}
+    types |= dict.fromkeys(("scaling", "softcap"), "fp32") | dict.fromkeys(("counts", "lengths"), "*i32")
+    types |= {"exact_strides": ("i32",) * 12} | dict.fromkeys(("k_strides", "v_strides"), ("i32",) * 8)
     for side, how in (("k", key), ("v", value)):
-        types |= {f"{side}_codes": f"*{dtype}" if how.kind == "half" else "*i16", f"{side}_scales": f"*{scales[how.scale]}"}
+        codes = f"*{dtype}" if how.kind == "half" else "*i16"
+        types[f"{side}_planes"] = (codes, "*i16", f"*{scales[how.scale]}", "*fp32", "*i16")
     constants = {
         "K": _not_rotated(key) if types["region_query"] == "*fp32" else key, "V": value, "D": head_dim, "DV": head_dim, "G": 4,
         "R": launch.rows if nvidia else 16, "T": launch.tile, "TX": EXACT_TILE,
         "K_SHARED": False, "V_SHARED": False, "K_ONCE": 0, "V_ONCE": 0,
         "SOFTCAP": False, "MASK": "none", "WINDOW": False, "CAUSAL": False,
         "ARCH": TARGETS[target].arch if nvidia else 0, "EXACT": True, "TURN": rotation_block(head_dim) ** -0.5 if key.rotated else 1.0,
-        "ATTENTION_SUMS": 0, "COUNTED": 0,
+        "ATTENTION_SUMS": 0, "COUNTED": False, "PAGE": 0, "WIDE": False,
     }  # fmt: skip
     options: dict[str, object] = {"num_warps": launch.warps, "num_stages": launch.stages}
     if launch.registers and nvidia:
@@ -130,15 +143,9 @@ def attention(format: str, head_dim: int, target: str, variant: str = "", dtype:
 
 def attention_over_pages(format: str, head_dim: int, target: str, variant: str = "", rows: int = 1) -> Job:
     job = attention(format, head_dim, target, variant, rows=rows)
-    types: dict[str, str | tuple[str, ...]] = {"region_query": job.types["region_query"], "exact": (job.types["query"],) * 4}
-    types |= {name: job.types[name] for name in ("query", "rotation", "signs", "mask", "part", "maxima", "sums", "weights", "tops")}
-    types |= {"table": "*i32", "lengths": "*i32", "rows": "*i32", "scaling": "fp32", "softcap": "fp32", "exact_strides": ("i32",) * 12}
-    for side in "kv":
-        codes, scales = (job.types[f"{side}_{plane}"] for plane in ("codes", "scales"))
-        types |= {f"{side}_planes": (codes, "*i16", scales, "*fp32", "*i16"), f"{side}_strides": ("i32",) * 8}
-    gone = ("K_SHARED", "V_SHARED", "COUNTED")
-    constants = {name: x for name, x in job.constants.items() if name not in gone} | {"PAGE": 64, "WIDE": False}
-    return Job(job.name.replace("attend", "pages"), attend_pages_kernel, types, constants, target, job.options, job.may_spill)
+    return dataclasses.replace(
+        job, name=job.name.replace("attend", "pages"), types=job.types | {"table": "*i32"}, constants=job.constants | {"PAGE": 64}
+    )
 
 
 def attention_in_tiles(format: str, head_dim: int, target: str, rows: int, variant: str = "") -> Job:
@@ -149,7 +156,7 @@ def attention_in_tiles(format: str, head_dim: int, target: str, rows: int, varia
     constants = {name: x for name, x in job.constants.items() if name in names}
     constants |= {"R": launch.rows, "T": launch.tile, "MASK": job.constants["MASK"] != "none"}
     options: dict[str, object] = {"num_warps": launch.warps, "num_stages": launch.stages}
-    if constants["ARCH"]:
+    if launch.registers and constants["ARCH"]:
         options["maxnreg"] = launch.registers
     name = " ".join(filter(None, [f"tiles {format} {head_dim}", variant, f"{rows} rows"]))
     return Job(name, attend_tiles_kernel, types, constants, target, options, may_spill=True)
@@ -189,85 +196,104 @@ def columns(head_dim: int, target: str, dtype: str = "bf16", options: bool = Fal
     types = {"query": f"*{dtype}", "key": f"*{dtype}", "visible": "*u8", "sinks": "*bf16"}
     types |= dict.fromkeys(("counts", "lse", "attention_sums"), "*fp32") | dict.fromkeys(("scale", "softcap"), "fp32")
     constants = {"D": head_dim, "DP": triton.next_power_of_2(head_dim), "G": 4, "SOFTCAP": options, "VISIBLE": options, "ARCH": arch}
-    kernels = (("lse", triton_sum_attention.lse_kernel, {"SINKS": options}), ("column", triton_sum_attention.column_kernel, {}))
+    kernels = (
+        ("lse", triton_sum_attention.lse_kernel, {"SINKS": options}),
+        ("column", triton_sum_attention.column_kernel, {"LARGEST": options}),
+    )
     for (name, kernel, more), tile in zip(kernels, triton_sum_attention.tiles(head_dim, arch), strict=True):
         launch = {option: x for option, x in tile.items() if option.startswith("num")}
         sizes = {option: x for option, x in tile.items() if option not in launch}
         yield Job(f"{name} {head_dim}{' options' if options else ''}", kernel, types, constants | more | sizes, target, launch)
 
 
-def _types_of(codec, dim: int, prefix: str, table: str) -> dict[str, str]:
-    """Of the pointers of one side of the kernels that store and decode."""
+def _strided(pointer: str, strides: int) -> Types:
+    """Of a tensor with its strides."""
+    return (pointer, *["i32"] * strides)
+
+
+def _planes_of(codec, dim: int, table: str) -> Types:
+    """Of `triton_dequantize.plane_arguments`."""
     names = {"float32": "fp32", "float16": "fp16", "uint8": "u8", "int8": "i8", "float8_e4m3fn": "u8", "float8_e5m2": "u8"}
     layout = codec.packed_layout
     held = {buffer.name: names[str(buffer.dtype)[6:]] if buffer.dtype else "bf16" for buffer in codec.buffers(dim)}
-    return {f"{prefix}{to}": f"*{held.get(name, 'bf16')}" for to, name in zip(("codes", "high", "scales"), layout.planes, strict=True)} | {
-        f"{prefix}table": table if layout.rotated else "*bf16",
-        f"{prefix}center": "*fp32" if layout.centered else "*bf16",
-    }
+    types: Types = (table if layout.rotated else "*bf16",)
+    for name in layout.planes:
+        types += _strided(f"*{held.get(name, 'bf16')}", 2)
+    return types + _strided("*fp32" if layout.centered else "*bf16", 2)
 
 
 def storing(format: str, head_dim: int, tokens: int, target: str, heads: int = 8) -> Job:
     codecs = REGISTRY[format].codecs()
     layouts = [triton_quantize.known(codec, _Like(head_dim)) for codec in codecs]
-    padded = triton_dequantize.padded(head_dim)
-    across, along, warps = triton_dequantize.tile(layouts, heads, tokens, padded)
-    types, constants = {"kx": "*bf16", "vx": "*bf16"}, {"ACROSS": across, "ALONG": along}
-    for prefix, codec, layout in zip("kv", codecs, layouts, strict=True):
-        types |= _types_of(codec, head_dim, prefix, "*bf16")
-        constants |= {prefix.upper() + f: x for f, x in zip("LDP", (layout, head_dim, padded), strict=True)}
-    name = f"encode {format} {head_dim} {'block' if tokens > 1 else 'token'}"
-    return Job(name, triton_quantize._encode_kernel, types, constants, target, {"num_warps": warps})
+    across, along, warps = triton_dequantize.tile(tuple(layouts), heads, tokens, triton_dequantize.padded(head_dim))
+    types = dict.fromkeys(("key", "value", "slots"), _strided("*bf16", 3))
+    types |= {name: _planes_of(codec, head_dim, "*bf16") for name, codec in zip(("k_planes", "v_planes"), codecs, strict=True)}
+    constants = {"K": layouts[0], "D": head_dim, "V": layouts[1], "DV": head_dim, "ACROSS": across, "ALONG": along, "PAGE": 0}
+    name = f"quantize {format} {head_dim} {'block' if tokens > 1 else 'token'}"
+    return Job(name, triton_quantize._quantize_kernel, types, constants, target, {"num_warps": warps})
 
 
 def stepping(format: str, head_dim: int, target: str) -> Iterator[Job]:
-    """A step of one token into one chunk or many, and one that leaves the ring of a layer that evicts."""
-    types = dict.fromkeys(("kring", "kfirst", "ksinks", "vring", "vfirst", "vsinks"), "*bf16") | {"state": "*i32", "chunks": "*i64"}
-    types |= RECORD_TYPES
+    """A step of one token into one chunk, many or pages, and one that leaves the ring of a layer that evicts."""
+    types: dict[str, str | Types] = dict.fromkeys(("k_ring", "k_sinks", "v_ring", "v_sinks"), _strided("*bf16", 3))
+    counts = dict.fromkeys(("state", "counts", "lengths"), "*i32")
     kernels = (
-        ("step", triton_step._step_kernel, 8, {"GROWS": False}),
-        ("grow", triton_step._step_kernel, 8, {"GROWS": True}),
-        ("evict_token", triton_evict._evict_kernel, 1, {"RECORDS": 3, "N": triton_evict.ORDERED}),
+        ("step", triton_append._append_kernel, 8, {"PAGE": 0, "GROWS": False}, {"table": "*i64"}),
+        ("grow", triton_append._append_kernel, 8, {"PAGE": 0, "GROWS": True}, {"table": "*i64"}),
+        ("append", triton_append._append_kernel, 8, {"PAGE": 64, "GROWS": False}, {"table": "*i32"}),
+        ("evict_token", triton_evict._evict_kernel, 1, {"N": triton_evict.ORDERED}, RECORD_TYPES | dict.fromkeys(types, "*bf16")),
     )
-    for name, kernel, heads, more in kernels:
+    for name, kernel, heads, more, further in kernels:
         stored = storing(format, head_dim, 1, target, heads)
         constants = stored.constants | more
         if kernel is triton_evict._evict_kernel:
-            del constants["ACROSS"]  # a program has one head
-        yield Job(f"{name} {format} {head_dim}", kernel, stored.types | types, constants, target, stored.options)
+            del constants["ACROSS"], constants["PAGE"]  # a program has one head
+        yield Job(f"{name} {format} {head_dim}", kernel, stored.types | types | counts | further, constants, target, stored.options)
 
 
 def arriving(head_dim: int, heads: int, target: str) -> Job:
-    types = RECORD_TYPES | dict.fromkeys(("kring", "kx", "vring", "vx"), "*bf16") | dict.fromkeys(("n0", "n1", "n2"), "*fp32")
-    padded = triton_dequantize.padded(head_dim)
-    constants = {
-        "KD": head_dim, "KP": padded, "VD": head_dim, "VP": padded, "R0": 1, "R1": 2, "R2": 2, "REAL": True, "ACROSS": heads,
-    }  # fmt: skip
+    types = RECORD_TYPES | dict.fromkeys(("key", "value"), _strided("*bf16", 2)) | {"ring": ("*bf16", "*bf16")}
+    types["new"] = tuple(_strided(record, 2) for record in RECORD_TYPES["records"])
+    constants = {"D": head_dim, "DV": head_dim, "GIVEN": (False, False, True, True), "REAL": True, "ACROSS": heads}
     return Job(f"arrive {head_dim} {heads} heads", triton_evict._append_kernel, types, constants, target)
 
 
 def storing_exact(head_dim: int, target: str) -> Job:
-    types = dict.fromkeys(("kx", "ksinks", "kring", "vx", "vsinks", "vring"), "*bf16") | {"state": "*i32"}
-    padded = triton.next_power_of_2(head_dim)
-    constants = {"KD": head_dim, "KP": padded, "VD": head_dim, "VP": padded, "N": triton_store_exact.TILE}
+    types = dict.fromkeys(("k_sinks", "k_ring", "v_sinks", "v_ring"), _strided("*bf16", 2)) | {"state": "*i32"}
+    types |= dict.fromkeys(("key", "value"), _strided("*bf16", 3))
+    constants = {"D": head_dim, "DV": head_dim, "N": triton_store_exact.TILE}
     return Job(f"store exact {head_dim}", triton_store_exact._store_exact_kernel, types, constants, target)
 
 
 def decoding(format: str, head_dim: int, target: str) -> Iterator[Job]:
     for codec in dict.fromkeys(REGISTRY[format].codecs()):
         layout = triton_dequantize.known(codec, _Like(head_dim))
-        padded = triton_dequantize.padded(head_dim)
-        across, along, warps = triton_dequantize.tile([dataclasses.replace(layout, span="each")], 8, 512, padded)
-        constants = {"L": layout, "D": head_dim, "P": padded, "ACROSS": across, "ALONG": along}
-        types = {"out": "*bf16", **_types_of(codec, head_dim, "", "*bf16")}
-        yield Job(
-            f"decode {layout.kind} {layout.scale} {head_dim}",
-            triton_dequantize._decode_kernel,
-            types,
-            constants,
-            target,
-            {"num_warps": warps},
-        )
+        wide = triton_dequantize.padded(head_dim)
+        across, along, warps = triton_dequantize.tile((dataclasses.replace(layout, span="each"),), 8, 512, wide)
+        types = {"out": _strided("*bf16", 3), "planes": _planes_of(codec, head_dim, "*bf16"), "table": "*i32", "lengths": "*i32"}
+        constants = {"L": layout, "D": head_dim, "ACROSS": across, "ALONG": along, "PAGE": 0}
+        name = f"dequantize {layout.kind} {layout.scale} {head_dim}"
+        yield Job(name, triton_dequantize._dequantize_kernel, types, constants, target, {"num_warps": warps})
+
+
+def gathering(format: str, head_dim: int, target: str) -> Job:
+    codecs = REGISTRY[format].codecs()
+    layouts = [triton_dequantize.known(codec, _Like(head_dim)) for codec in codecs]
+    across, along, warps = triton_gather.tile_of(tuple(layouts), 8, triton_dequantize.padded(head_dim))
+    types: dict[str, str | Types] = dict.fromkeys(("tiles", "new_starts", "out_starts", "rows", "lengths", "table"), "*i32")
+    types |= dict.fromkeys(("key", "k_new", "value", "v_new"), _strided("*bf16", 2))
+    types |= dict.fromkeys(("k_sinks", "k_ring", "v_sinks", "v_ring"), _strided("*bf16", 3))
+    types |= {name: _planes_of(codec, head_dim, "*bf16") for name, codec in zip(("k_planes", "v_planes"), codecs, strict=True)}
+    constants: dict[str, object] = {"K": layouts[0], "D": head_dim, "V": layouts[1], "DV": head_dim, "ACROSS": across, "ALONG": along}
+    constants |= {"TILE": GATHER_TILE, "PAGE": 256}
+    return Job(f"gather {format} {head_dim}", triton_gather._gather_rows_kernel, types, constants, target, {"num_warps": warps})
+
+
+def storing_rows(head_dim: int, target: str) -> Job:
+    types: dict[str, str | Types] = dict.fromkeys(("key", "value"), _strided("*bf16", 2)) | dict.fromkeys(("ring_at", "sink_at"), "*i64")
+    types |= dict.fromkeys(("k_ring", "k_sinks", "v_ring", "v_sinks"), _strided("*bf16", 3))
+    constants = {"D": head_dim, "DV": head_dim, "N": triton_store_rows.TILE, "SINKS": True}
+    return Job(f"store rows {head_dim}", triton_store_rows._store_rows_kernel, types, constants, target)
 
 
 @dataclass(frozen=True)
@@ -295,6 +321,7 @@ def jobs(everything: bool) -> Iterator[Job]:
         yield from columns(128, target)
         yield arriving(128, 8, target)
         yield storing_exact(128, target)
+        yield storing_rows(128, target)
         if not few:
             sizes = [("int8", 256), ("int4", 96)]
             if everything:
@@ -323,6 +350,16 @@ def jobs(everything: bool) -> Iterator[Job]:
                 yield from (storing(format, 128, tokens, target) for tokens in ((1, 512) if everything else (512,)))
                 yield from stepping(format, 128, target)
                 yield from decoding(format, 128, target)
+                yield gathering(format, 128, target)
+
+
+def _leaves(types: str | Types, path: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], str]]:
+    """The types of an argument, with where they are in it."""
+    if isinstance(types, str):
+        yield path, types
+    else:
+        for i, inner in enumerate(types):
+            yield from _leaves(inner, (*path, i))
 
 
 def compiled(job: Job):
@@ -330,10 +367,9 @@ def compiled(job: Job):
     signature, attributes = {}, {}
     for i, name in enumerate(job.kernel.arg_names):
         signature[name] = "constexpr" if name in job.constants else job.types.get(name, "i32")
-        types = signature[name] if isinstance(signature[name], tuple) else (signature[name],)
-        for j, kind in enumerate(types):
-            if kind.startswith("*") or strides_aligned(name) or name in ("split_tokens", "least"):
-                attributes[(i, j) if isinstance(signature[name], tuple) else (i,)] = [["tt.divisibility", 16]]
+        for path, kind in _leaves(signature[name], (i,)):
+            if kind.startswith("*") or strides_aligned(name) or name == "least":
+                attributes[path] = [["tt.divisibility", 16]]
     source = ASTSource(fn=job.kernel, signature=signature, constexprs=job.constants, attrs=attributes)
     return triton.compile(source, target=TARGETS[job.target], options=job.options)
 

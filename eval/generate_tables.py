@@ -12,8 +12,8 @@ from torch.autograd import DeviceType
 GIB = 2**30
 BASES = {"static": ("StaticCache", "compiled"), "dynamic": ("DynamicCache", "eager")}
 KINDS = {  # the first that is found in a kernel's name
-    "attention": r"^(attend|reduce|rotate|mass|sum_splits|lse|column)\w*_kernel|^_decode_kernel|flash|fmha|sdpa",
-    "append": r"encode|append|store|_step_kernel|_append_kernel|_evict_kernel|evict|index_copy|index_put|scatter|_cat_|CatArray",
+    "attention": r"^(attend|reduce|rotate|mass|sum_splits|lse|column)\w*_kernel|^_(decode|dequantize)_kernel|flash|fmha|sdpa",
+    "append": r"encode|_quantize_kernel|append|store|_step_kernel|evict|index_copy|index_put|scatter|_cat_|CatArray",
     "weights": r"gemm|gemv|nvjet|cutlass|cublas|splitk|(fused|add)_?mm|_mm_|matmul",
 }
 

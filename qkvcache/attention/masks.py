@@ -14,6 +14,9 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_mask
 
+from ..kernels import PagedInputs
+from ..kernels.pages import RING_TOKENS, SINKS
+
 
 def visible(
     implementation: str, mask: Any, batch: int, queries: int, tokens: int, device: torch.device, options: dict[str, Any]
@@ -151,23 +154,9 @@ def differs_by_head(columns: Tensor | None) -> bool:
     return columns is not None and columns.dim() == 3
 
 
-def valid_columns(
-    stored: Tensor | None, new: NewTokens, batch: int, stored_tokens: int, queries: int, device: torch.device
-) -> Tensor | None:
-    """Which columns hold a token, bool `[B, S + Q]`, or `[B, H, S + Q]` where heads differ; None: all. `stored`: the same of the stored
-    ones."""
-    if stored is None and new.is_valid is None:
-        return None
-    sizes = (stored, stored_tokens), (new.is_valid, queries)
-    past, own = (torch.ones(batch, n, dtype=torch.bool, device=device) if x is None else x for x, n in sizes)
-    if differs_by_head(past):
-        own = own[:, None].expand(-1, past.shape[1], -1)
-    return torch.cat([past, own], dim=-1)
-
-
 def joined(valid: Tensor | None, new: Tensor | None, query: Tensor, tokens: int) -> Tensor:
     """A mask over all columns, `[B, H, Q, T]` with `H` 1 or the heads of `query` `[B, Hq, Q, D]`, bool or additive as `new` is. `valid`:
-    which columns hold a token, as `valid_columns` has it."""
+    which columns hold a token, bool `[B, T]` or, where heads differ, `[B, H, T]`."""
     batch, query_heads, queries, _ = query.shape
     new = _causal(queries, query.device)[None, None] if new is None else new
     stored = tokens - queries
@@ -177,3 +166,16 @@ def joined(valid: Tensor | None, new: Tensor | None, query: Tensor, tokens: int)
         past = torch.zeros_like(past, dtype=new.dtype).masked_fill(~past, torch.finfo(new.dtype).min)
     heads = max(past.shape[1], new.shape[1])
     return torch.cat([past[:, :, None].expand(-1, heads, queries, -1), new.expand(batch, heads, queries, -1)], dim=-1)
+
+
+def joined_by_head(paged: PagedInputs, new: NewTokens, query: Tensor) -> Tensor:
+    """A mask over pages of each head, `[B, Hq, Q, T]`, bool or additive as `new` is: a column is a token's index among those of its head,
+    of which the last are those of the queries `[B, Hq, Q, D]`."""
+    batch, query_heads, queries, _ = query.shape
+    mask = _causal(queries, query.device)[None, None] if new.mask is None else new.mask
+    lengths, exact = paged.pages.lengths, paged.rows[:, SINKS] + paged.rows[:, RING_TOKENS]
+    stored = (lengths + exact[:, None] - queries).repeat_interleave(query_heads // lengths.shape[1], dim=1)
+    index = torch.arange(sum(paged.slots), device=query.device) - stored[..., None, None]  # among the new tokens
+    shape = batch, query_heads, queries, index.shape[-1]
+    own = mask.expand(*shape[:3], -1).gather(-1, index.clamp(0, queries - 1).expand(shape))
+    return torch.where(index < 0, torch.ones_like(own) if mask.dtype == torch.bool else torch.zeros_like(own), own)

@@ -12,19 +12,20 @@ to the whole layer dequantized; eager attention, on the codes.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from ..kernels import Exact, KeysOrValues, attend_on_codes, dense, observe_on_codes, prefill_with_lse, sum_attention
+from ..kernels import Exact, KeysOrValues, attend_on_codes, attend_pages, dense, observe_on_codes, prefill_with_lse, sum_attention
 from ..kernels.attend_chunked import Columns, attend_chunked, observe_chunked
 from ..kernels.sum_attention import BLOCK
 from ..policies import ObservedAttention, Policy
 from .compressed_kv import CompressedKV
 from .full import full_attention
-from .masks import NewTokens, differs_by_head, joined, mask_of_new, new_tokens, sees_itself, valid_columns
+from .masks import NewTokens, differs_by_head, joined, joined_by_head, mask_of_new, new_tokens, sees_itself
 
 
 class AttentionObserver(Protocol):
@@ -47,8 +48,11 @@ class AttentionObserver(Protocol):
         self, is_valid: Tensor | None, query: Tensor | None = None, scaling: float | None = None, module: torch.nn.Module | None = None
     ) -> Tensor | None:
         """Takes which of the step's tokens are no padding, bool `[B, Q]` (None: all), the queries `[B, Hq, Q, D]`, the factor on `q k` and
-        the attention module, which policies may ask for. Returns which stored columns hold a token, bool `[B, S]`, or `[B, H, S]` where
-        heads differ (None: all); if `is_static` and Q = 1, all columns `[B, T]`, the new token's included."""
+        the attention module, which policies may ask for. If `is_static` and Q = 1, returns which columns hold a token, bool `[B, T]`."""
+
+    def valid_columns(self) -> Tensor | None:
+        """After `begin_attention`: which columns hold a token, the step's included, bool `[B, T]`, or `[B, H, T]` where heads have pages of
+        their own (`AttentionInputs.paged`); None: all."""
 
     def end_attention(self, attention_sums: Tensor | None) -> None:
         """Takes the attention weights of all columns, `[B, H, T]`, summed over queries and over the query heads of a KV head, or what the
@@ -67,18 +71,20 @@ def attend_observed(
     batch, queries, tokens = query.shape[0], query.shape[2], key.shape[2]
     new = new_tokens(implementation, mask, batch, queries, query.device)
     options, policy = _options(implementation, query, kwargs), observer.policy
-    in_order, stored = observer.in_order or tokens == queries, observer.begin_attention(new.is_valid, query, options["scaling"], module)
-    valid = valid_columns(stored, new, batch, tokens - queries, queries, query.device)
+    in_order, paged = observer.in_order or tokens == queries, key.attention_inputs.paged is not None
+    observer.begin_attention(new.is_valid, query, options["scaling"], module)
+    valid = functools.cache(observer.valid_columns)  # attention over pages does not ask for it
     observed = _query_weights(policy.observation_window, policy.decay, new.is_valid, query)
     last = _last(policy.observation_window, new.is_valid, queries)
-    in_order = in_order and _fits(mask, tokens, padded=stored is not None)
-    chunked = chunked and new.causal and not differs_by_head(stored) and key.attention_inputs.paged is None
-    if differs_by_head(stored) and "eager" not in implementation and implementation != "sdpa":
+    in_order = in_order and (valid() is None if mask is None else mask.shape[-1] == tokens)  # there is one mask for all layers of a kind
+    chunked = chunked and new.causal
+    if paged and "eager" not in implementation and implementation != "sdpa":
         stock, implementation = full_attention, "qkvcache"  # the masks of flash and flex are the same for all heads
     if not in_order and (few or chunked) and "eager" not in implementation and not kwargs.get("dropout"):
         if chunked and (not few or policy.reduces_attention):
             counts = None if observed is None else observed[:, last]
-            out, attention_sums = _attend_in_chunks(policy, query, key, None if valid is None else ~valid, counts, options)
+            hidden = None if (shown := valid()) is None else ~shown
+            out, attention_sums = _attend_in_chunks(policy, query, key, hidden, counts, options)
         else:
             out, attention_sums = _attend_on_codes(policy, query, key, value, new, valid, observed, last, options)
         observer.end_attention(attention_sums)
@@ -88,7 +94,7 @@ def attend_observed(
     if in_order or "eager" not in implementation:
         keys, values = _dense(key), _dense(value)  # type: ignore[assignment]
     if not in_order:
-        mask = _mask_of_all(implementation, valid, new, query, tokens)
+        mask = _mask_of_all(implementation, valid(), new, query, tokens)
     weights: Tensor | None = None
     attention_sums = None
     found = None
@@ -103,7 +109,7 @@ def attend_observed(
     elif observed is not None:
         lse = None if found is None else found[1][:, :, last]
         k, v = (x.dense() if isinstance(x, CompressedKV) else x for x in (keys, values))
-        attention_sums = _sums_of(policy, query[:, :, last], k, v, observed[:, last], valid, lse=lse, **options)
+        attention_sums = _sums_of(policy, query[:, :, last], k, v, observed[:, last], valid(), lse=lse, **options)
     observer.end_attention(attention_sums)
     return out, weights
 
@@ -124,23 +130,30 @@ def _attend_in_chunks(
 
 
 def _attend_on_codes(
-    policy: Policy, query: Tensor, key: CompressedKV, value: CompressedKV, new: NewTokens, valid: Tensor | None, observed: Tensor | None,
-    last: slice, options: dict[str, Any],
+    policy: Policy, query: Tensor, key: CompressedKV, value: CompressedKV, new: NewTokens, valid: Callable[[], Tensor | None],
+    observed: Tensor | None, last: slice, options: dict[str, Any],
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """The same for a few queries, with any mask."""
-    paged = key.attention_inputs.paged is not None
-    if new.causal and paged and new.is_valid is None:  # pages leave out columns without a token
-        mask, causal = None, True
-    elif new.causal and not paged and not differs_by_head(valid):  # causality costs a kernel less than a mask of queries x tokens
-        mask, causal = None if valid is None else valid[:, None, None], True
+    inputs, attention_sums = key.attention_inputs, None
+    counts = None if policy.reduces_attention else observed
+    if inputs.paged is not None:
+        mask = None if new.causal and new.is_valid is None else joined_by_head(inputs.paged, new, query)
+        out, _, attention_sums = attend_pages(query, inputs.paged, mask, causal=mask is None, observed=counts, **options)
     else:
-        mask, causal = joined(valid, new.mask, query, key.shape[2]), False
-    if observed is not None and not policy.reduces_attention:
-        return observe_on_codes(query, key.attention_inputs, mask, observed=observed, causal=causal, **options)
-    out = attend_on_codes(query, key.attention_inputs, mask, causal=causal, **options)
+        if new.causal:  # costs a kernel less than a mask of queries x tokens
+            shown = valid()
+            mask = None if shown is None else shown[:, None, None]
+        else:
+            mask = joined(valid(), new.mask, query, key.shape[2])
+        if counts is None:
+            out = attend_on_codes(query, inputs, mask, causal=new.causal, **options)
+        else:
+            out, attention_sums = observe_on_codes(query, inputs, mask, observed=counts, causal=new.causal, **options)
     if observed is None:
         return out, None
-    return out, _reduced(policy, query[:, :, last], key.dense(), value.dense(), observed[:, last], valid, **options)
+    if counts is None:
+        attention_sums = _reduced(policy, query[:, :, last], key.dense(), value.dense(), observed[:, last], valid(), **options)
+    return out, attention_sums
 
 
 def _mask_of_all(implementation: str, valid: Tensor | None, new: NewTokens, query: Tensor, tokens: int) -> Tensor | None:
@@ -259,11 +272,6 @@ def _options(implementation: str, query: Tensor, kwargs: dict[str, Any]) -> dict
     return {"scaling": scaling, "softcap": kwargs.get("softcap"), "sinks": kwargs.get("s_aux")}
 
 
-def _fits(mask: Any, tokens: int, padded: bool) -> bool:
-    """Whether the mask has this layer's columns: transformers makes one mask for all layers of a kind, from the first of them."""
-    return not padded if mask is None else mask.shape[-1] == tokens
-
-
 def _dense(given: CompressedKV) -> Tensor:
     side: KeysOrValues = given.side
     if len(side.segments) == 1 and isinstance(side.segments[0], Exact):
@@ -276,10 +284,11 @@ def _query_weights(window: int, decay: float, is_valid: Tensor | None, query: Te
     the last `window` ones; None if `window` is 0."""
     if not window:
         return None
+    if window >= query.shape[2] and decay == 1:
+        shape = query.shape[0], query.shape[2]
+        return torch.ones(shape, device=query.device) if is_valid is None else is_valid.float()
     if is_valid is None:
         is_valid = torch.ones(query.shape[0], query.shape[2], dtype=torch.bool, device=query.device)
-    if window >= query.shape[2] and decay == 1:
-        return is_valid.float()
     from_the_end = is_valid.flip(-1).cumsum(-1).flip(-1)
     return (is_valid & (from_the_end <= window)).float() * decay ** (from_the_end - 1).clamp_min(0)
 

@@ -2,8 +2,9 @@
 
 The tokens of a step attend to each other exactly, and to the past as it is stored:
 
-    first chunk of a prompt     torch's attention on exact keys and values
-    chunk with a past           the past is dequantized in pieces, and their outputs merged (`kernels/attend_chunked.py`)
+    prompts                     torch's attention on exact keys and values, of all prompts in one call
+    chunks with a past          the same, once the pasts have been dequantized, in one launch, before the new tokens; a past that does not
+                                fit into the scratch in pieces, whose outputs are merged (`kernels/attend_chunked.py`)
     rows with one new token     the fused kernel over the first tokens, pages and ring
 
 Chunks attend before the new tokens are written, while the ring still has their past; rows with one token after that.
@@ -16,12 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..attention.full import full_attention
-from ..kernels import PagedInputs, Pair, attend_pages, dequantize_pages, quantize_pages
+from ..attention.varlen import varlen_attention
+from ..kernels import Pair, attend_pages, gather_rows, quantize_pages, store_rows
 from ..kernels.attend_chunked import attend_chunked_pages, supports_queries
 from .pool import CompressedPagedCache
 from .rings import Rings
-from .step import Chunk, Rows, Writes
+from .step import Chunks, Rows, Writes
 
 NAME = "qkvcache_pages"
 
@@ -55,11 +56,12 @@ def paged_attention(
     if step.rows is not None and step.rows.at is None:
         write(cache, layer, step.writes, (key, value))
         return attend_rows(cache, layer, step.rows, query, **options).transpose(1, 2).contiguous(), None
-    out = query.new_zeros(1, query.shape[2], *query.shape[1::2])
-    for chunk in step.chunks:
-        now = slice(chunk.begin, chunk.end)
-        new = key[:, :, now], value[:, :, now]
-        out[:, now] = attend_chunk(cache, layer, chunk, query[:, :, now], new, **options)
+    out = query.new_empty(1, query.shape[2], *query.shape[1::2])
+    if step.tokens < query.shape[2]:
+        out[:, step.tokens :] = 0
+    for chunks in step.chunks:
+        now = slice(chunks.begin, chunks.end)
+        out[:, now] = attend_chunks(cache, layer, chunks, query[:, :, now], (key[:, :, now], value[:, :, now]), **options)
     cache.calibrate(layer, (key, value))
     write(cache, layer, step.writes, (key, value))
     if step.rows is not None:
@@ -72,52 +74,43 @@ def attend_rows(
     cache: CompressedPagedCache, layer: int, rows: Rows, query: Tensor, scaling: float | None, softcap: float | None, s_aux: Tensor | None
 ) -> Tensor:
     """Attention `[1, Hq, B, D]` of rows with one query each, `[1, Hq, B, D]`."""
-    allocator = cache.allocator
-    pages = allocator.pages(layer, rows.table, rows.lengths)
-    inputs = PagedInputs(pages, allocator.sinks(layer), cache.ring(layer), rows.columns, rows.max_length, rows.tokens)
+    inputs = cache.allocator.inputs(layer, rows.columns, rows.lengths, rows.table, rows.max_length, rows.tokens)
     return attend_pages(query.permute(2, 1, 0, 3), inputs, scaling=scaling, softcap=softcap, sinks=s_aux)[0].permute(2, 1, 0, 3)
 
 
-def attend_chunk(
+def attend_chunks(
     cache: CompressedPagedCache,
     layer: int,
-    chunk: Chunk,
+    chunks: Chunks,
     query: Tensor,
     new: Pair,
     scaling: float | None,
     softcap: float | None,
     s_aux: Tensor | None,
 ) -> Tensor:
-    """Attention `[1, T, Hq, D]` of a prompt, or of a part of one, `[1, Hq, T, D]`."""
-    exact: dict[str, Any] = {"scaling": scaling, "softcap": softcap, "s_aux": s_aux, "is_causal": True}
-    if chunk.table is None:
-        return full_attention(None, query, *new, None, **exact)[0]  # type: ignore[arg-type]
-    row, allocator = chunk.row, cache.allocator
-    first = row.blocks[0]
-    sinks = tuple(x[first : first + 1, :, : row.past_sinks] for x in allocator.sinks(layer))
-    recent = tuple(
-        torch.cat([Rings.unroll(ring, row.past_ring, row.past_quantized, row.past), x], dim=2)
-        for ring, x in zip(cache.ring(layer), new, strict=True)
-    )
-    length = torch.full((1,), row.past_quantized, dtype=torch.int32, device=query.device)
-    pages, begin = allocator.pages(layer, chunk.table, length), row.past_sinks
-    if softcap is None and s_aux is None and supports_queries(query, new[1].shape[3]):
-        out, _ = attend_chunked_pages(query, pages, begin, row.past_quantized, sinks, recent, scaling=scaling)  # type: ignore[arg-type]
+    """Attention `[1, T, Hq, D]` of prompts, or of parts of them, `[1, Hq, T, D]`."""
+    options: dict[str, Any] = {"scaling": scaling, "softcap": softcap, "s_aux": s_aux}
+    if chunks.past is None:
+        return varlen_attention(query, *new, chunks.sequences, **options)
+    past = chunks.past
+    inputs = cache.allocator.inputs(layer, past.columns, past.lengths, past.table, past.max_length)
+    if not chunks.fits and softcap is None and s_aux is None and supports_queries(query, new[1].shape[3]):
+        (row,) = chunks.rows
+        first, begin = row.blocks[0], row.past_sinks
+        sinks = tuple(x[first : first + 1, :, :begin] for x in inputs.sinks)
+        recent = tuple(
+            torch.cat([Rings.unroll(ring, row.past_ring, row.past_quantized, row.past), x], dim=2)
+            for ring, x in zip(inputs.ring, new, strict=True)
+        )
+        out, _ = attend_chunked_pages(query, inputs.pages, begin, row.past_quantized, sinks, recent, scaling=scaling)  # type: ignore[arg-type]
         return out.transpose(1, 2)
-    past = tuple(x.new_empty(*x.shape[:2], row.past_quantized - begin, x.shape[3]) for x in new)
-    dequantize_pages(pages, past, begin)  # type: ignore[arg-type]
-    key, value = (torch.cat(parts, dim=2) for parts in zip(sinks, past, recent, strict=True))
-    return full_attention(None, query, key, value, None, **exact)[0]  # type: ignore[arg-type]
+    key, value = (x.new_empty(1, x.shape[1], chunks.tokens, x.shape[3]) for x in new)
+    gather_rows(inputs, new, chunks.sequences.starts, past.tiles, (key, value))
+    return varlen_attention(query, key, value, chunks.sequences, **options)
 
 
 def write(cache: CompressedPagedCache, layer: int, writes: Writes, x: Pair) -> None:
     """Quantizes keys and values `[1, H, T, D]` into pages, and stores the first and the last tokens in the model's dtype."""
     allocator = cache.allocator
     quantize_pages(allocator.layout.codecs, x, allocator.views[layer][0], allocator.once[layer], writes.pages[None])
-    for places, (row, slot), tokens in (
-        (cache.ring(layer), writes.ring, writes.ring_tokens),
-        (allocator.sinks(layer), writes.sinks, writes.sink_tokens),
-    ):
-        if row.numel():
-            for place, side in zip(places, x, strict=True):
-                place[row, :, slot] = (side[0] if tokens is None else side[0].index_select(1, tokens)).transpose(0, 1)
+    store_rows(x, allocator.ring(layer), writes.ring, allocator.sinks(layer), writes.sinks)

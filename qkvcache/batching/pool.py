@@ -156,8 +156,9 @@ class CompressedPagedCache(PagedAttentionCache):
         layout = PageLayout(format, heads, head_dim, page_size, num_sink_tokens, dtype)
         prepare(layout.codecs, (head_dim, head_dim), dtype, device)
         self.counters, self.calibrating = counters, True
-        self.slots = residual_length + 1, num_sink_tokens  # the new token is in the ring too
-        self.batch, self.step, self.first_layer = Batch(*self.slots), None, layers[0]  # type: tuple[Batch, Step | None, int]
+        slots = residual_length + 1  # the new token is in the ring too
+        self.scratch_tokens = CHUNK_BYTES // (2 * heads * head_dim * dtype.itemsize)
+        self.batch, self.step, self.first_layer = Batch(self.scratch_tokens), None, layers[0]  # type: tuple[Batch, Step | None, int]
 
         allow = continuous_batching_config.allow_block_sharing
         rank = distributed_helper.tp_local_rank
@@ -167,11 +168,10 @@ class CompressedPagedCache(PagedAttentionCache):
             least=lambda count: _least(count, distributed_helper, device),
         )  # fmt: skip
         continuous_batching_config.max_requests_per_batch = size.rings
-        rings = Rings(len(layers), size.rings, heads, self.slots[0], head_dim, dtype, device)
+        rings = Rings(len(layers), size.rings, heads, slots, head_dim, dtype, device)
         self.allocator = CompressedAllocator(layout, rings, statistics, layers, rank, allow)
         self.cache_allocators = {FULL_ATTENTION: self.allocator}
         self.layer_to_allocator = dict.fromkeys(layers, self.allocator)
-        self.ring_index = {layer: i for i, layer in enumerate(layers)}
 
         bytes_per_sector = self.bytes_per_sector = size.bytes_per_sector
         self.tokens_per_sector, self.max_batch_tokens, self.num_sectors = page_size, size.batch_tokens, size.blocks
@@ -190,9 +190,6 @@ class CompressedPagedCache(PagedAttentionCache):
         self.max_blocks_per_request = HEADER + max_blocks_per_request if max_blocks_per_request else 0
         continuous_batching_config.max_blocks_per_request = self.max_blocks_per_request
 
-    def ring(self, layer: int) -> Pair:
-        return self.allocator.rings.layer(self.ring_index[layer])
-
     # A forward pass.
 
     def extend_read_and_write_indices(
@@ -200,7 +197,7 @@ class CompressedPagedCache(PagedAttentionCache):
     ) -> None:
         """Plans the next tokens of a request. The lists only say whether it is the first of a batch."""
         if not write_index[0]:
-            self.batch = Batch(*self.slots)
+            self.batch = Batch(self.scratch_tokens)
         write_index[0] += [0] * query_length
         self.allocator.extend(self.batch, request_id, past_length, query_length)
 
@@ -210,14 +207,14 @@ class CompressedPagedCache(PagedAttentionCache):
             if block_table is None:
                 self.step = self.batch.step(tokens, self.cache_tensor.device)
             else:
-                self.step = step_of_table(block_table[0], self.allocator.tokens_per_page, self.max_tokens_read, *self.slots)
+                self.step = step_of_table(block_table[0], self.allocator.tokens_per_page, self.max_tokens_read)
         return self.step
 
     def calibrate(self, layer: int, x: Pair) -> None:
         """Freezes the statistics, at the first prompts."""
         if self.calibrating and layer in self.allocator.statistics.pending:
             tokens = sum(row.count for row in self.batch.rows)
-            self.allocator.statistics.calibrate(layer, (x[0][:, :, :tokens], x[1][:, :, :tokens]))
+            self.allocator.calibrate(layer, (x[0][:, :, :tokens], x[1][:, :, :tokens]))
 
     # The life of a request.
 

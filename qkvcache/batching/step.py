@@ -2,18 +2,20 @@
 
 Steps in which every request has one token are described by transformers' block table, at fixed addresses, so that they can be replayed as
 CUDA graphs: a header for each row, and then its blocks. Other batches are described by `Batch`: rows with one token and a past are decoded
-together, the prompts, or chunks of them, one after another.
+together, and prompts, or chunks of them, are read together.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from ..kernels.pages import COLUMNS
+from ..attention.varlen import Sequences
+from ..kernels.pages import COLUMNS, gather_tiles
 from .layout import PageLayout
 from .rings import Ring, Rings
 
@@ -73,6 +75,11 @@ class Row:
         length = self.end - self.ring_tokens
         return [sinks, self.blocks[0], sinks, self.ring, length % self.slots, self.ring_tokens, 0, 0, length]
 
+    def past_columns(self) -> list[int]:
+        """The columns of `PagedInputs` before the new tokens are written."""
+        sinks = self.past_sinks
+        return [sinks, self.blocks[0], sinks, self.past_ring, self.past_quantized % self.slots, self.past_ring_tokens]
+
     def page_slots(self) -> list[int]:
         """Slots of the new tokens in the pages."""
         size, blocks = self.page_size, self.blocks
@@ -100,13 +107,58 @@ class Row:
 
 
 @dataclass
-class Chunk:
-    """A prompt, or a part of one: the queries `begin` to `end` of the batch. `table` is the row of its blocks among the past's."""
+class Past:
+    """The past of some chunks, as `PagedInputs` describes rows, and `gather_tiles` of all their tokens."""
 
-    row: Row
+    columns: Tensor
+    lengths: Tensor
+    table: Tensor
+    max_length: int
+    tiles: Tensor
+
+
+@dataclass
+class Chunks:
+    """Prompts, or parts of them, that follow one another in the batch: its queries `begin` to `end`. Attention reads the tokens of all
+    of them one after another: the new ones alone if `past` is None."""
+
+    rows: list[Row]
     begin: int
-    end: int
-    table: Tensor | None = None
+    fits: bool
+    """Whether the scratch has room for their tokens; those of one row may be more."""
+    sequences: Sequences = field(init=False)
+    past: Past | None = None
+
+    @property
+    def end(self) -> int:
+        return self.begin + sum(row.count for row in self.rows)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the past, and new ones."""
+        return sum(row.end for row in self.rows)
+
+    def numbers(self) -> list[list[int]]:
+        """What the device needs to know: the first query of each row and, if any row has a past, the first token; columns, lengths, tables
+        and tiles."""
+        starts = [[0, *accumulate(numbers)] for numbers in ((row.count for row in self.rows), (row.end for row in self.rows))]
+        if not any(row.past for row in self.rows):
+            return starts[:1]
+        columns = [n for row in self.rows for n in row.past_columns()]
+        lengths = [row.past_quantized for row in self.rows]
+        return [*starts, columns, lengths, blocks_of(self.rows), gather_tiles([row.end for row in self.rows])]
+
+    def receive(self, sent: Iterator[Tensor]) -> None:
+        """Takes its `numbers` on the device."""
+        queries, keys = [row.count for row in self.rows], [row.end for row in self.rows]
+        starts = next(sent)
+        if queries == keys:
+            self.sequences = Sequences(queries, keys, (starts, starts))
+            return
+        self.sequences = Sequences(queries, keys, (starts, next(sent)))
+        columns, lengths, table, tiles = (next(sent) for _ in range(4))
+        longest = max(row.past_quantized for row in self.rows)
+        self.past = Past(columns.view(-1, len(COLUMNS)), lengths, table.view(len(lengths), -1), longest, tiles.view(-1, 2))
 
 
 @dataclass
@@ -123,26 +175,24 @@ class Rows:
 
 @dataclass
 class Writes:
-    """Slots of new tokens: of pages for every token of the batch; rows and slots of rings, and of first tokens, for those tokens that are
-    written there (None: for every token)."""
+    """Slots of the new tokens, int64 `[T]` each: of pages, of rings, and of first tokens; negative for tokens that are not stored there."""
 
     pages: Tensor
-    ring: tuple[Tensor, Tensor]
-    sinks: tuple[Tensor, Tensor]
-    ring_tokens: Tensor | None = None
-    sink_tokens: Tensor | None = None
+    ring: Tensor
+    sinks: Tensor
 
 
 @dataclass
 class Step:
-    """One forward pass: the slots that it writes, its rows with one token, and its chunks of prompts."""
+    """One forward pass: the slots that it writes, its rows with one token, and its chunks of prompts; tokens without padding."""
 
     writes: Writes
     rows: Rows | None
-    chunks: list[Chunk] = field(default_factory=list)
+    chunks: list[Chunks] = field(default_factory=list)
+    tokens: int = 0
 
 
-def step_of_table(table: Tensor, page_size: int, pool_tokens: int, ring_slots: int, sink_slots: int) -> Step:
+def step_of_table(table: Tensor, page_size: int, pool_tokens: int) -> Step:
     """The step of a block table, int32 `[B, HEADER + P]`, whose rows without a request hold -1; `pool_tokens` of all pages."""
     table = table.clamp_min(0)
     max_length = (table.shape[1] - HEADER) * page_size
@@ -151,20 +201,14 @@ def step_of_table(table: Tensor, page_size: int, pool_tokens: int, ring_slots: i
     columns = table[:, : len(COLUMNS)].contiguous()
     tokens = min(len(table) * min(TYPICAL_TOKENS, max_length), pool_tokens)
     rows = Rows(columns, table[:, LENGTH], table[:, HEADER:], max_length, tokens)
-    pages, ring, sinks = table[:, PAGE_SLOT : SINK_SLOT + 1].long().unbind(1)
-    return Step(Writes(pages, rows_and_slots(ring, ring_slots), rows_and_slots(sinks, sink_slots)), rows)
-
-
-def rows_and_slots(slots: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Rows, and slots within them, of slots that are counted over rows of `size`; empty tensors if `size` is 0."""
-    return (slots.div(size, rounding_mode="floor"), slots % size) if size else (slots[:0], slots[:0])
+    return Step(Writes(*table[:, PAGE_SLOT : SINK_SLOT + 1].long().unbind(1)), rows)
 
 
 class Batch:
-    """The rows of a batch, as they are added; slots of a ring, and of first tokens."""
+    """The rows of a batch, as they are added; tokens of the scratch through which chunks of prompts read their past."""
 
-    def __init__(self, ring_slots: int, sink_slots: int) -> None:
-        self.ring_slots, self.sink_slots = ring_slots, sink_slots
+    def __init__(self, scratch_tokens: int) -> None:
+        self.scratch_tokens = scratch_tokens
         self.rows: list[Row] = []
 
     def add(self, row: Row) -> None:
@@ -174,42 +218,59 @@ class Batch:
         """The step of these rows in a batch of `tokens` tokens, the last of which may be padding."""
         decoded: list[Row] = []
         places: list[int] = []
-        chunks: list[Chunk] = []
+        chunks: list[Chunks] = []
         pages: list[int] = []
-        ring_tokens, ring, sink_tokens, sinks = ([] for _ in range(4))  # type: tuple[list[int], list[int], list[int], list[int]]
+        ring: list[int] = []
+        sinks: list[int] = []
         for row in self.rows:
             begin = len(pages)
             pages += row.page_slots()
-            ring_tokens += [begin + place - row.past for place in row.ring_places()]
-            ring += [row.ring_slot(place) for place in row.ring_places()]
-            sink_tokens += [begin + place - row.past for place in row.sink_places()]
-            sinks += [row.sink_slot(place) for place in row.sink_places()]
+            for slots, places_of, slot in ((ring, row.ring_places(), row.ring_slot), (sinks, row.sink_places(), row.sink_slot)):
+                slots += [-1] * (begin + min(places_of.start, row.end) - row.past - len(slots))
+                slots += map(slot, places_of)
             if row.past and row.count == 1:
                 decoded.append(row)
                 places.append(begin)
+            elif chunks and chunks[-1].end == begin and chunks[-1].tokens + row.end <= self.scratch_tokens:
+                chunks[-1].rows.append(row)
             else:
-                chunks.append(Chunk(row, begin, begin + row.count))
-        pages += [0] * (tokens - len(pages))
-        late = [chunk for chunk in chunks if chunk.row.past]
-        lists: list[Sequence[int]] = [pages, ring, sinks, ring_tokens, sink_tokens, places]
-        sent = send([n for part in lists for n in part], torch.int64, device).split([len(part) for part in lists])
-        tables = [row.blocks for row in decoded] + [chunk.row.blocks for chunk in late]
-        width = max(map(len, tables), default=0)
-        blocks = send([n for table in tables for n in (*table, *[0] * (width - len(table)))], torch.int32, device).view(len(tables), width)
-        for chunk, table in zip(late, blocks[len(decoded) :], strict=True):
-            chunk.table = table[None]
+                chunks.append(Chunks([row], begin, row.end <= self.scratch_tokens))
+        count = len(pages)
+        for slots in (pages, ring, sinks):
+            slots += [-1] * (tokens - len(slots))
+        *writes, indices = send([pages, ring, sinks, places], torch.int64, device)
+        wanted = [
+            [n for row in decoded for n in row.columns()[: len(COLUMNS)]],
+            [row.columns()[LENGTH] for row in decoded],
+            blocks_of(decoded),
+            *(part for group in chunks for part in group.numbers()),
+        ]
+        sent = iter(send(wanted, torch.int32, device))
+        columns, lengths, table = (next(sent) for _ in range(3))
+        for group in chunks:
+            group.receive(sent)
         rows = None
         if decoded:
-            columns = send([n for row in decoded for n in row.columns()], torch.int32, device).view(len(decoded), -1)
-            longest = max(row.end for row in decoded)
-            at = slice(places[0], places[0] + len(places)) if places[-1] - places[0] + 1 == len(places) else sent[5]
-            total_length = sum(row.end for row in decoded)
-            rows = Rows(columns[:, : len(COLUMNS)].contiguous(), columns[:, LENGTH], blocks[: len(decoded)], longest, total_length, at)
-        of_ring, of_sinks = rows_and_slots(sent[1], self.ring_slots), rows_and_slots(sent[2], self.sink_slots)
-        return Step(Writes(sent[0], of_ring, of_sinks, sent[3], sent[4]), rows, chunks)
+            longest, total = max(row.end for row in decoded), sum(row.end for row in decoded)
+            at = slice(places[0], places[0] + len(places)) if places[-1] - places[0] + 1 == len(places) else indices
+            rows = Rows(columns.view(-1, len(COLUMNS)), lengths, table.view(len(decoded), -1), longest, total, at)
+        return Step(Writes(*writes), rows, chunks, count)
 
 
-def send(numbers: list[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A tensor on the device, copied without waiting for it."""
-    tensor = torch.tensor(numbers, dtype=dtype)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+def blocks_of(rows: list[Row]) -> list[int]:
+    """Their tables, each as long as the longest."""
+    width = max((len(row.blocks) for row in rows), default=0)
+    return [n for row in rows for n in (*row.blocks, *[0] * (width - len(row.blocks)))]
+
+
+def send(lists: Sequence[Sequence[int]], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+    """Tensors on the device, copied at once and without waiting. Each begins at a multiple of 16 bytes: for others Triton would compile its
+    kernels again."""
+    unit = 16 // dtype.itemsize
+    numbers: list[int] = []
+    for part in lists:
+        numbers += part
+        numbers += [0] * (-len(part) % unit)
+    tensor = torch.tensor(numbers, dtype=dtype, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+    begins = accumulate((-(-len(part) // unit) * unit for part in lists), initial=0)
+    return [tensor[begin : begin + len(part)] for begin, part in zip(begins, lists, strict=False)]

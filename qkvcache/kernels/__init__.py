@@ -13,6 +13,7 @@ from .dispatch import (
     dense_attention_inputs,
     dequantize_pages,
     evict_token,
+    gather_rows,
     launch_of_append,
     launch_of_step,
     observe_on_codes,
@@ -23,12 +24,13 @@ from .dispatch import (
     quantizes,
     step,
     store_exact,
+    store_rows,
     sum_attention,
     unfold,
     whole,
 )
-from .evict import StaticTensors, take
-from .pages import PagedInputs, Pages
+from .evict import StaticTensors, gather_columns
+from .pages import PagedInputs, Pages, gather_tiles
 from .prefill import prefill_with_lse
 from .segments import AttentionInputs, Buffers, Exact, KeysOrValues, Packed, Pair, QuantizedRegion, Segment, chunk_table, number, pv, qk
 
@@ -57,6 +59,9 @@ __all__ = [
     "dense_attention_inputs",
     "dequantize_pages",
     "evict_token",
+    "gather_columns",
+    "gather_rows",
+    "gather_tiles",
     "launch_of_append",
     "launch_of_step",
     "number",
@@ -72,8 +77,8 @@ __all__ = [
     "quantizes",
     "step",
     "store_exact",
+    "store_rows",
     "sum_attention",
-    "take",
     "unfold",
     "whole",
 ]

@@ -36,14 +36,19 @@ def attend(query: Tensor, attention_inputs: AttentionInputs, mask: Tensor | None
         query: `[B, Hq, Q, D]`, `Hq` a multiple of the KV heads.
         mask: bool (True: visible) or additive, broadcastable to `[B, Hq, Q, T]`; a longer last dimension is cut.
     """
-    return _output(_logits(query, attention_inputs, mask, **options).softmax(-1), query, attention_inputs)
+    return attend_observed(query, attention_inputs, mask, **options)[0]
 
 
 def attend_observed(
-    query: Tensor, attention_inputs: AttentionInputs, mask: Tensor | None = None, *, observed: Tensor, **options: Unpack[Options]
+    query: Tensor,
+    attention_inputs: AttentionInputs,
+    mask: Tensor | None = None,
+    *,
+    observed: Tensor | None = None,
+    **options: Unpack[Options],
 ) -> tuple[Tensor, Tensor]:
     """As `attend`, and the accumulated attention of each token, fp32 `[B, H, T]`: its softmax weights, summed over the group's query heads
-    and over queries.
+    and over queries; `[B, H, 0]` if it is not observed.
 
     Args:
         observed: how often each query counts, fp32 or bool `[B, Q]`; 0 for padding. Tokens that the mask hides accumulate nothing.
@@ -51,12 +56,14 @@ def attend_observed(
     batch, query_heads, queries, _ = query.shape
     _, heads, tokens, _ = attention_inputs.key.shape
     logits = _logits(query, attention_inputs, mask, **options)
-    probabilities = logits.softmax(-1)
-    count = observed.float()[:, None].masked_fill(logits[..., :tokens].amax(-1) <= HIDDEN, 0)
-    counted = probabilities[..., :tokens].masked_fill((count == 0)[..., None], 0)  # which may hold nan
+    probabilities = logits.softmax(-1)[..., :tokens]
     rows = (batch, heads, query_heads // heads * queries)
-    attention_sums = count.reshape(rows)[:, :, None] @ counted.reshape(*rows, tokens)
-    return _output(probabilities, query, attention_inputs), attention_sums[:, :, 0]
+    out = pv(probabilities.reshape(*rows, tokens), attention_inputs.value).view(batch, query_heads, queries, -1).to(query.dtype)
+    if observed is None:
+        return out, query.new_empty(batch, heads, 0, dtype=torch.float32)
+    count = observed.float()[:, None].masked_fill(logits[..., :tokens].amax(-1) <= HIDDEN, 0)
+    counted = probabilities.masked_fill((count == 0)[..., None], 0)  # which may hold nan
+    return out, (count.reshape(rows)[:, :, None] @ counted.reshape(*rows, tokens))[:, :, 0]
 
 
 def _logits(
@@ -82,15 +89,6 @@ def _logits(
         column = sinks.float().view(1, -1, 1, 1).expand(batch, query_heads, queries, 1)
         logits = torch.cat([logits, column], dim=-1)
     return logits
-
-
-def _output(probabilities: Tensor, query: Tensor, attention_inputs: AttentionInputs) -> Tensor:
-    """`[B, Hq, Q, Dv]` in the query's dtype, from probabilities `[B, Hq, Q, >= T]`."""
-    batch, query_heads, queries, _ = query.shape
-    _, heads, tokens, _ = attention_inputs.key.shape
-    rows = probabilities[..., :tokens].reshape(batch, heads, query_heads // heads * queries, tokens)
-    out = pv(rows, attention_inputs.value)
-    return out.view(batch, query_heads, queries, -1).to(query.dtype)
 
 
 def apply_mask(logits: Tensor, mask: Tensor | None, causal: bool) -> Tensor:

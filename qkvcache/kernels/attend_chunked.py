@@ -17,8 +17,7 @@ second time, the last chunk first: it is still in the scratch.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import takewhile
@@ -31,16 +30,21 @@ from ..formats.identity import AsIs
 from ..formats.rotation import rotation_block
 from .dispatch import dequantize_pages, on_triton, sum_attention
 from .pages import Pages
-from .segments import AttentionInputs, Exact, Packed, Pair, QuantizedRegion
+from .segments import AttentionInputs, Exact, Packed, Pair, QuantizedRegion, names
 from .sum_attention import BLOCK
 
-CHUNK_TOKENS, CUDNN_CHUNK_TOKENS, CHUNK_BYTES = 65536, 16384, 512 * 2**20
-"""Tokens of a chunk, likewise where cuDNN attends on it, and the bound on its scratch, keys and values together, which may make it
-shorter."""
+CHUNK_TOKENS, CHUNK_BYTES = 65536, 512 * 2**20
+"""Tokens of a chunk, and the bound on its scratch, keys and values together, which may make it shorter."""
+CUDNN_CHUNKS = 16384, 4096, 1024
+"""Tokens of a chunk where cuDNN attends on it: few sizes, so that its plans come again, of which the smallest leaves little to flash
+attention, which takes twice as long (`eval/bench_turns.py`)."""
 ROW_STEP = 128
 """Folded rows are padded to a multiple of this, so that few shapes exist."""
-CUDNN_QUERIES = 512
-"""cuDNN prepares a plan for each new shape, which takes a tenth of a second on an H100: fewer queries never win that back."""
+CUDNN_QUERIES, CUDNN_CAUSAL_QUERIES = 256, 1024
+"""cuDNN prepares a plan for each new shape, which takes a tenth of a second on an H100: fewer queries hardly win that back; likewise for
+the attention among the new tokens."""
+MERGED_PARTS = 8
+"""Parts that are merged at a time: the outputs of more would take more memory than a dense layer."""
 MASKED = -1e30
 
 Fill = Callable[[Tensor, Tensor], None]
@@ -57,7 +61,7 @@ class Columns:
     """One part of the tokens in the second pass, and the last `W` queries `[B, Hq, W, D]`, rotated as its keys are.
 
     keys, stored_values: `[B, H, T, D]` as they lie in the scratch, valid during the call.
-    visible: bool `[B or 1, T]`, False for what no query sees; None: all.
+    visible: bool `[B or 1, T]`, or `[B, H, T]` where heads differ, False for what no query sees; None: all.
     scaling: factor on the scores of these queries and keys.
     causal: the last `W` tokens are the queries' own. Of a chunk, every query sees every token.
     codec: of the values; None where these are exact.
@@ -117,7 +121,8 @@ def attend_chunked(
     Args:
         query: `[B, Hq, Q, D]`, `Hq` a multiple of the KV heads; the tokens of the queries are the last `Q` of the attention inputs, and
         exact.
-        hidden: columns that no query sees, bool `[B or 1, T]` (padding), or None.
+        hidden: columns that no query sees, bool `[B or 1, T]` (padding), or `[B, H, T]` where heads have pages of their own and store
+        different numbers of tokens; or None.
         scaling: factor on the scores, `D ** -0.5` by default.
         softcap: `softcap * tanh(score / softcap)` before the mask (Gemma 2), in plain torch.
         sinks: a learned logit for each query head, `[Hq]`, that takes part in the softmax and has no value (gpt-oss).
@@ -159,12 +164,14 @@ def attend_chunked_pages(
     """`attend_chunked` over the tokens `begin` to `end` of pages with one table for all heads, between exact keys and values
     `[B, H, T, D]`: first tokens, and those after the pages, of which the last `Q` are those of the queries `[B, Hq, Q, D]`."""
 
-    def pieces(size: int) -> Iterator[Piece]:
-        for at in range(begin, end, size):
-            yield min(size, end - at), (AsIs(), AsIs()), partial(_dequantize_pages, pages, at)
+    # Prompts of a batch are cut anywhere, so that no plan of cuDNN's would serve twice.
+    return _attend(query, Tokens.of_pages(pages, begin, end, sinks, recent), None, scaling, None, None, CHUNK_TOKENS, plans=False)[:2]
 
-    exact = _joined((sinks[0], recent[0])), _joined((sinks[1], recent[1]))
-    return _attend(query, Tokens(exact, sinks[0].shape[2], pieces), None, scaling, None, None, None)[:2]
+
+def _pieces_of_pages(pages: Pages, begin: int, end: int, sizes: Sequence[int]) -> Iterator[Piece]:
+    for count in cut(end - begin, sizes):
+        yield count, (AsIs(), AsIs()), partial(_dequantize_pages, pages, begin)
+        begin += count
 
 
 def _dequantize_pages(pages: Pages, begin: int, keys: Tensor, values: Tensor) -> None:
@@ -173,14 +180,24 @@ def _dequantize_pages(pages: Pages, begin: int, keys: Tensor, values: Tensor) ->
 
 @dataclass(frozen=True)
 class Tokens:
-    """Exact keys and values `[B, H, T, D]` and, after `before` of these, quantized ones, which `pieces` cuts into chunks of a size."""
+    """Exact keys and values `[B, H, T, D]` and, after `before` of these, quantized ones, which `pieces` cuts into chunks of these sizes
+    (`cut`)."""
 
     exact: Pair
     before: int
-    pieces: Callable[[int], Iterator[Piece]]
+    pieces: Callable[[Sequence[int]], Iterator[Piece]]
+
+    @staticmethod
+    def of_pages(pages: Pages, begin: int, end: int, sinks: Pair, recent: Pair) -> Tokens:
+        """Those of `attend_chunked_pages`."""
+        exact = _joined((sinks[0], recent[0])), _joined((sinks[1], recent[1]))
+        return Tokens(exact, sinks[0].shape[2], partial(_pieces_of_pages, pages, begin, end))
 
     @staticmethod
     def of(attention_inputs: AttentionInputs) -> Tokens:
+        if (paged := attention_inputs.paged) is not None:
+            end = attention_inputs.key.shape[2] - paged.sinks[0].shape[2] - paged.ring[0].shape[2]
+            return Tokens.of_pages(paged.pages, 0, end, paged.sinks, paged.ring)
         exact, before, packed = exact_tokens(attention_inputs)
         return Tokens(exact, before, partial(chunks, attention_inputs, packed))
 
@@ -194,17 +211,24 @@ def _attend(
     sinks: Tensor | None,
     chunk_tokens: int | None,
     second: tuple[int, Reduce] | None = None,
+    plans: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Output and log-sum-exp; and, of so many last queries, what a function computes in a second pass."""
+    """Output and log-sum-exp; and, of so many last queries, what a function computes in a second pass. `plans`: whether as many queries
+    will come again."""
     batch, query_heads, queries, dim = query.shape
     exact, before = tokens.exact, tokens.before
     heads = exact[0].shape[1]
     scaling = dim**-0.5 if scaling is None else scaling
     folded = fold(query, heads)
-    if chunk_tokens is None:
-        chunk_tokens = CUDNN_CHUNK_TOKENS if queries >= CUDNN_QUERIES else CHUNK_TOKENS
-    size = min(chunk_tokens, max(CHUNK_BYTES // (2 * batch * heads * dim * query.itemsize) // 64, 1) * 64)
-    pieces = list(tokens.pieces(size))
+    by_cudnn = plans and query.is_cuda and hidden is None and softcap is None and queries >= CUDNN_QUERIES and _cudnn_is_faster(folded)
+    most = max(CHUNK_BYTES // (2 * batch * heads * dim * query.itemsize) // 64, 1) * 64
+    wanted = CUDNN_CHUNKS if by_cudnn else (CHUNK_TOKENS,)
+    sizes = sorted({min(size, most, chunk_tokens or most) for size in wanted}, reverse=True)
+    pieces = list(tokens.pieces(sizes))
+    if on_triton(query.device):
+        from .triton_merge import merge as merge_parts
+    else:
+        merge_parts = merge
     column, parts, rotated, unrotated = before, list[Part](), folded, scaling
     scratch = query.new_empty(2, batch, heads, pieces[0][0] if pieces else 0, dim)
     if pieces:
@@ -213,17 +237,16 @@ def _attend(
     for count, codecs, fill in pieces:
         keys, values = scratch[:, :, :, :count]
         fill(keys, values)
-        bias = None if hidden is None else _bias(hidden[:, None, None, column : column + count], query.dtype)
-        plan = count == size and queries >= CUDNN_QUERIES
-        out, lse = library_attention(rotated, keys, values, bias, unrotated, softcap, plan=plan)
+        bias = None if hidden is None else _bias(_by_head(hidden)[:, :, None, column : column + count], query.dtype)
+        out, lse = library_attention(rotated, keys, values, bias, unrotated, softcap, by_cudnn=by_cudnn and count in sizes)
         parts.append((rotate_back(out, codecs[1]), lse))
         column += count
-    own = None if hidden is None else torch.cat([hidden[:, :before], hidden[:, column:]], dim=1)
-    parts.append(causal_attention(query, folded, *exact, own, scaling, softcap))
-    if on_triton(query.device):
-        from .triton_merge import merge as merge_parts
-    else:
-        merge_parts = merge
+        if len(parts) == MERGED_PARTS:
+            parts = [merge_parts(parts, query_heads, queries, heads, None)]
+    own = None if hidden is None else _by_head(hidden)[:, 0]  # exact tokens are the same in all heads
+    own = None if own is None else torch.cat([own[:, :before], own[:, column:]], dim=1)
+    causal_by_cudnn = by_cudnn and queries >= CUDNN_CAUSAL_QUERIES
+    parts += causal_attention(query, folded, *exact, own, scaling, softcap, by_cudnn=causal_by_cudnn)
     out, lse = merge_parts(parts, query_heads, queries, heads, sinks)
     if second is None:
         return out, lse, None
@@ -237,7 +260,7 @@ def _attend(
         keys, values = scratch[:, :, :, :count]
         if i < len(pieces) - 1:  # the last one is still there
             fill(keys, values)
-        visible = None if hidden is None else ~hidden[:, column : column + count]
+        visible = None if hidden is None else ~hidden[..., column : column + count]
         columns = Columns(rotate(query, codecs[0])[0], keys, values, visible, unrotated, causal=False, codec=codecs[1])
         found.append(reduce(columns, *given))
     return out, lse, torch.cat([rest[..., :before], *reversed(found)], dim=-1)
@@ -262,17 +285,29 @@ def _joined(parts: Sequence[Tensor]) -> Tensor:
     return torch.cat(parts, dim=2) if len(parts) > 1 else parts[0]
 
 
-def chunks(attention_inputs: AttentionInputs, blocks: list[tuple[Packed, Packed]], size: int) -> Iterator[Piece]:
-    """Quantized tokens in chunks of `size`, the last one perhaps shorter."""
+def cut(tokens: int, sizes: Sequence[int]) -> Iterator[int]:
+    """Counts of tokens, each the largest of `sizes`, which descend, that is left; at the end, what is less than the smallest."""
+    for size in sizes:
+        while tokens >= size:
+            yield size
+            tokens -= size
+    if tokens:
+        yield tokens
+
+
+def chunks(attention_inputs: AttentionInputs, blocks: list[tuple[Packed, Packed]], sizes: Sequence[int]) -> Iterator[Piece]:
+    """Quantized tokens in chunks of `sizes` (`cut`)."""
     region, dims = attention_inputs.region, (attention_inputs.key.shape[3], attention_inputs.value.shape[3])
     if region is not None and on_triton(attention_inputs.key.device):
         from .triton_dequantize_region import dequantize_region, supports
 
         if supports(region, dims):
-            for begin in range(0, region.tokens, size):
-                yield min(size, region.tokens - begin), (region.key, region.value), partial(dequantize_region, region, begin)
+            begin = 0
+            for count in cut(region.tokens, sizes):
+                yield count, (region.key, region.value), partial(dequantize_region, region, begin)
+                begin += count
             return
-    for chunk in _cut(blocks or _blocks(region, dims), size):
+    for chunk in _cut(blocks or list(_blocks(region, dims)), sizes):
         codecs = chunk[0][0].codec, chunk[0][1].codec
         yield sum(key.tokens for key, _ in chunk), codecs, partial(dequantize_blocks, chunk)
 
@@ -293,38 +328,31 @@ def _blocks(region: QuantizedRegion | None, dims: tuple[int, int]) -> Iterator[t
         return
     left = region.tokens
     for keys, values in region.chunks:
-        count = min(left, keys[_per_token(region.key, dims[0])[0]].shape[2])
+        count = min(left, keys[names(region.key, dims[0], "each")[0]].shape[2])
         left -= count
         if count:
             yield Packed(region.key, keys, count, dims[0]), Packed(region.value, values, count, dims[1])
 
 
-@functools.lru_cache(maxsize=64)
-def _per_token(codec: Codec, dim: int) -> tuple[str, ...]:
-    return tuple(buffer.name for buffer in codec.buffers(dim) if buffer.tokens == "each")
-
-
 def _part(packed: Packed, begin: int, count: int) -> Packed:
     codes: Codes = dict(packed.codes)
-    for name in _per_token(packed.codec, packed.head_dim):
+    for name in names(packed.codec, packed.head_dim, "each"):
         codes[name] = packed.codes[name][:, :, begin : begin + count]
     return Packed(packed.codec, codes, count, packed.head_dim)
 
 
-def _cut(blocks: Iterable[tuple[Packed, Packed]], size: int) -> Iterator[list[tuple[Packed, Packed]]]:
-    """Blocks in chunks of `size` tokens; the last one may be shorter."""
-    chunk: list[tuple[Packed, Packed]] = []
-    room = size
-    for key, value in blocks:
-        at = 0
-        while at < key.tokens:
-            count = min(room, key.tokens - at)
-            chunk.append((_part(key, at, count), _part(value, at, count)))
-            at, room = at + count, room - count
-            if not room:
-                yield chunk
-                chunk, room = [], size
-    if chunk:
+def _cut(blocks: list[tuple[Packed, Packed]], sizes: Sequence[int]) -> Iterator[list[tuple[Packed, Packed]]]:
+    """Blocks in chunks of `sizes` tokens (`cut`)."""
+    left, at = iter(blocks), 0
+    key, value = next(left, (None, None))
+    for size in cut(sum(key.tokens for key, _ in blocks), sizes):
+        chunk: list[tuple[Packed, Packed]] = []
+        while size:
+            if at == key.tokens:  # type: ignore[union-attr]
+                (key, value), at = next(left), 0
+            count = min(size, key.tokens - at)  # type: ignore[union-attr]
+            chunk.append((_part(key, at, count), _part(value, at, count)))  # type: ignore[arg-type]
+            at, size = at + count, size - count
         yield chunk
 
 
@@ -356,6 +384,11 @@ def fold(query: Tensor, heads: int) -> Tensor:
     return folded
 
 
+def _by_head(hidden: Tensor) -> Tensor:
+    """`[B, 1 or H, T]`."""
+    return hidden if hidden.dim() == 3 else hidden[:, None]
+
+
 def _bias(hidden: Tensor, dtype: torch.dtype) -> Tensor:
     """Additive, with memory for whole vectors of 16 bytes in each row, which torch's kernel asks for."""
     tokens = hidden.shape[3]
@@ -364,9 +397,9 @@ def _bias(hidden: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def library_attention(
-    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scaling: float, softcap: float | None, plan: bool = False
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scaling: float, softcap: float | None, by_cudnn: bool = False
 ) -> Part:
-    """Attention without causality of folded queries over `[B, H, T, D]`. `plan`: the shape will come again, and a plan of cuDNN's pays."""
+    """Attention without causality of folded queries over `[B, H, T, D]`. `by_cudnn`: it is faster, and the shape will come again."""
     if softcap is not None:
         return capped_attention(query, key, value, bias, scaling, softcap)
     aten = torch.ops.aten
@@ -376,9 +409,8 @@ def library_attention(
     if mask is not None:
         out, lse, *_ = aten._scaled_dot_product_efficient_attention(query, key, value, mask, True, 0.0, False, scale=scaling)
         return out, lse[:, :, : query.shape[2]]
-    if plan and _cudnn_is_faster(query):
-        out, lse, *_ = aten._scaled_dot_product_cudnn_attention(query, key, value, None, True, 0.0, False, False, scale=scaling)
-        return out, lse.view(query.shape[:3])
+    if by_cudnn:
+        return _cudnn_attention(query, key, value, scaling, causal=False)
     return aten._scaled_dot_product_flash_attention(query, key, value, 0.0, False, scale=scaling)[:2]
 
 
@@ -399,6 +431,13 @@ def capped_attention(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | N
     return out.to(query.dtype), lse
 
 
+def _cudnn_attention(query: Tensor, key: Tensor, value: Tensor, scaling: float, causal: bool) -> Part:
+    """`causal`: of as many queries as keys."""
+    attention = torch.ops.aten._scaled_dot_product_cudnn_attention
+    out, lse, *_ = attention(query, key, value, None, True, 0.0, causal, False, scale=scaling)
+    return out, lse.view(query.shape[:3])
+
+
 def _cudnn_is_faster(query: Tensor) -> bool:
     """On Hopper and later, where its programs, one for 128 rows, fill the GPU: flash attention also splits keys."""
     properties = torch.cuda.get_device_properties(query.device)
@@ -407,19 +446,31 @@ def _cudnn_is_faster(query: Tensor) -> bool:
 
 
 def causal_attention(
-    query: Tensor, folded: Tensor, key: Tensor, value: Tensor, hidden: Tensor | None, scaling: float, softcap: float | None
-) -> Part:
-    """Attention over the exact tokens `[B, H, T, D]`, of which the last `Q` are the queries' own."""
+    query: Tensor,
+    folded: Tensor,
+    key: Tensor,
+    value: Tensor,
+    hidden: Tensor | None,
+    scaling: float,
+    softcap: float | None,
+    by_cudnn: bool = False,
+) -> list[Part]:
+    """Attention over the exact tokens `[B, H, T, D]`, of which the last `Q` are the queries' own. cuDNN has no causality aligned with the
+    last key: tokens before the queries' own are a part of their own then."""
     queries, tokens = query.shape[2], key.shape[2]
+    if by_cudnn:
+        before, own = ((key[:, :, part], value[:, :, part]) for part in (slice(tokens - queries), slice(tokens - queries, None)))
+        parts = [library_attention(folded, *before, None, scaling, None)] if tokens > queries else []
+        return [*parts, _cudnn_attention(query, *own, scaling, causal=True)]
     if query.is_cuda and hidden is None and softcap is None:
         # Causal means aligned with the last key in this operator. It serves the heads of a group without copies.
-        return torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, True, scale=scaling)[:2]
+        return [torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, True, scale=scaling)[:2]]
     later = torch.ones(queries, tokens, dtype=torch.bool, device=query.device).triu(tokens - queries + 1)[None, None]
     masked = later if hidden is None else later | hidden[:, None, None, :]
     groups, rows = query.shape[1] // key.shape[1], folded.shape[2]
     masked = masked.repeat(1, 1, groups, 1)
     masked = torch.nn.functional.pad(masked, (0, 0, 0, rows - masked.shape[2]))
-    return library_attention(folded, key, value, _bias(masked, query.dtype), scaling, softcap)
+    return [library_attention(folded, key, value, _bias(masked, query.dtype), scaling, softcap)]
 
 
 def merge(parts: Sequence[Part], query_heads: int, queries: int, heads: int, sinks: Tensor | None) -> tuple[Tensor, Tensor]:

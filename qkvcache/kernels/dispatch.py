@@ -22,7 +22,7 @@ from . import counted
 from . import evict as evicting
 from . import pages as paged
 from . import sum_attention as reference
-from .attend import Options, attend, attend_observed
+from .attend import Options, attend_observed
 from .evict import StaticTensors
 from .pages import PagedInputs, PageOptions, Pages
 from .segments import AttentionInputs, Buffers, Exact, KeysOrValues, Pair, layout_of
@@ -98,32 +98,30 @@ def attends_in_tiles(query: Tensor, attention_inputs: AttentionInputs, mask: Ten
 
 def attend_on_codes(query: Tensor, attention_inputs: AttentionInputs, mask: Tensor | None = None, **options: Unpack[Options]) -> Tensor:
     """`attend`, by the fused kernel where there is one. Without a mask, over pages if there are such."""
-    if attention_inputs.paged is not None and mask is None:
-        return attend_pages(query, attention_inputs.paged, **options)[0]
-    if torch.compiler.is_compiling():
-        if attention_inputs.buffers is not None:
-            return attend_on_buffers(query, attention_inputs.buffers, mask, **options)
-        if len(attention_inputs.exact):
-            return torch.ops.qkvcache.attend(query, *attention_inputs.arguments, mask, **options)[0]
-    elif fuses(query, attention_inputs):
-        return fused().fused_attend(query, attention_inputs, mask, **options)[0]
-    return attend(query, attention_inputs, mask, **options)
+    return observe_on_codes(query, attention_inputs, mask, **options)[0]
 
 
 def observe_on_codes(
-    query: Tensor, attention_inputs: AttentionInputs, mask: Tensor | None = None, *, observed: Tensor, **options: Unpack[Options]
+    query: Tensor,
+    attention_inputs: AttentionInputs,
+    mask: Tensor | None = None,
+    *,
+    observed: Tensor | None = None,
+    **options: Unpack[Options],
 ) -> tuple[Tensor, Tensor]:
-    """`attend_observed`, by the fused kernel where there is one. Without a mask, over pages if there are such."""
-    if attention_inputs.paged is not None and mask is None:
-        out, _, attention_sums = attend_pages(query, attention_inputs.paged, observed=observed, **options)
-        return out, attention_sums
-    if torch.compiler.is_compiling() and len(attention_inputs.exact):
-        out, _, attention_sums = torch.ops.qkvcache.attend(query, *attention_inputs.arguments, mask, observed=observed, **options)
-        return out, attention_sums
-    if fuses(query, attention_inputs):
+    """`attend_observed`, by the fused kernel where there is one."""
+    if attention_inputs.paged is not None and mask is None and observed is None:  # the sums of pages are by slot
+        out, _, attention_sums = attend_pages(query, attention_inputs.paged, **options)
+    elif torch.compiler.is_compiling() and attention_inputs.buffers is not None and observed is None:
+        out = attend_on_buffers(query, attention_inputs.buffers, mask, **options)
+        attention_sums = out.new_empty(0)
+    elif torch.compiler.is_compiling() and len(attention_inputs.exact):
+        out, attention_sums = torch.ops.qkvcache.attend(query, *attention_inputs.arguments, mask, observed=observed, **options)
+    elif fuses(query, attention_inputs):
         out, _, attention_sums = fused().fused_attend(query, attention_inputs, mask, observed=observed, **options)
-        return out, attention_sums
-    return attend_observed(query, attention_inputs, mask, observed=observed, **options)
+    else:
+        out, attention_sums = attend_observed(query, attention_inputs, mask, observed=observed, **options)
+    return out, attention_sums
 
 
 def attend_on_buffers(query: Tensor, buffers: Buffers, mask: Tensor | None = None, **options: Unpack[Options]) -> Tensor:
@@ -163,26 +161,31 @@ def quantize_pages(
     paged.quantize_pages(codecs, x, planes, statistics, slots)
 
 
+def store_rows(x: Pair, ring: Pair, ring_slots: Tensor, sinks: Pair, sink_slots: Tensor) -> None:
+    """`pages.store_rows`, in one launch where there are kernels."""
+    store = paged.store_rows
+    if on_triton(x[0].device):
+        from .triton_store_rows import store_rows as store
+    store(x, ring, ring_slots, sinks, sink_slots)
+
+
 def append_tokens(inputs: PagedInputs, x: Pair, state: Tensor) -> None:
     """`pages.append_tokens`, in one launch where there is a kernel."""
     if torch.compiler.is_compiling():
         torch.ops.qkvcache.append_tokens(*inputs.arguments, *x, state)
-        return
-    if quantizes(inputs.pages.codecs, x):
-        from .triton_append import append_tokens
-
-        append_tokens(inputs, x, state)
-        return
-    paged.append_tokens(inputs, x, state)
+    elif launch := launch_of_append(inputs, x, state):
+        launch(x)
+    else:
+        paged.append_tokens(inputs, x, state)
 
 
 def launch_of_append(inputs: PagedInputs, x: Pair, state: Tensor) -> Callable[[Pair], None] | None:
     """`append_tokens` for tokens of the shape and dtype of `x`, with all other arguments prepared; None if there is no kernel for it."""
     if not quantizes(inputs.pages.codecs, x):
         return None
-    from .triton_append import append_launch
+    from .triton_append import launch_of_append
 
-    return append_launch(inputs, x, state)
+    return launch_of_append(inputs, x, state)
 
 
 def dequantize_pages(pages: Pages, out: Pair, begin: int = 0) -> None:
@@ -194,6 +197,18 @@ def dequantize_pages(pages: Pages, out: Pair, begin: int = 0) -> None:
             dequantize_pages(pages, out, begin)
             return
     paged.dequantize_pages(pages, out, begin)
+
+
+def gather_rows(inputs: PagedInputs, new: Pair, starts: tuple[Tensor, Tensor], tiles: Tensor, out: Pair) -> None:
+    """`pages.gather_rows`, in one launch where there is a kernel."""
+    if on_triton(out[0].device):
+        from .triton_dequantize import supports
+        from .triton_gather import gather_rows
+
+        if all(supports(codec, side.shape[3]) for codec, side in zip(inputs.pages.codecs, out, strict=True)):
+            gather_rows(inputs, new, starts, tiles, out)
+            return
+    paged.gather_rows(inputs, new, starts, tiles, out)
 
 
 def whole(buffers: Buffers) -> AttentionInputs:
@@ -210,20 +225,20 @@ def step(buffers: Buffers, x: Pair) -> None:
     if torch.compiler.is_compiling():
         torch.ops.qkvcache.step(*buffers.arguments, *x)
         return
-    store = counted.step
-    if quantizes(buffers.codecs, x):
-        from .triton_step import step_kv as store
     for part in zip(*(side.split(1 if buffers.grows else buffers.residual[0].shape[2], dim=2) for side in x), strict=True):
-        store(buffers, part)
+        if launch := launch_of_step(buffers, part):
+            launch(part)
+        else:
+            counted.step(buffers, part)
 
 
 def launch_of_step(buffers: Buffers, x: Pair) -> Callable[[Pair], None] | None:
     """`step` for tokens of the shape and dtype of `x`, with all other arguments prepared; None if there is no kernel for it."""
     if not quantizes(buffers.codecs, x):
         return None
-    from .triton_step import step_launch
+    from .triton_append import launch_of_step
 
-    return step_launch(buffers, x)
+    return launch_of_step(buffers, x)
 
 
 def store_exact(buffers: Buffers, exact: Pair, sinks: tuple[int, int], begin: int, slot: int, lengths: tuple[int, int]) -> None:
@@ -240,7 +255,7 @@ def append_token(static: StaticTensors, x: Pair, new: Sequence[Tensor | None], i
         torch.ops.qkvcache.append_token(*static.arguments, *x, list(new), is_valid)
         return
     append = evicting.append_token
-    if on_triton(static.seen.device):
+    if on_triton(static.row_lengths.device):
         from .triton_evict import append_token as append
     append(static, x, new, is_valid)
 
@@ -267,25 +282,17 @@ def unfold(buffers: Buffers, new: Pair | None) -> Pair:
     return counted.unfold(buffers, new, dense)
 
 
-def sum_attention(
-    query: Tensor,
-    key: Tensor,
-    observed: Tensor,
-    visible: Tensor | None = None,
-    *,
-    scaling: float,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    lse: Tensor | None = None,
-    causal: bool = True,
-) -> Tensor:
+@functools.wraps(reference.sum_attention)
+def sum_attention(query: Tensor, key: Tensor, observed: Tensor, visible: Tensor | None = None, **options: Any) -> Tensor:
     """`sum_attention.sum_attention`, by kernels where there are: the accumulated attention of many queries, fp32 `[B, H, T]`."""
-    options: dict[str, Any] = {"scaling": scaling, "softcap": softcap, "sinks": sinks, "lse": lse, "causal": causal}
-    if on_triton(query.device) and (visible is None or visible.dim() == 2):
+    by_head = visible is not None and visible.dim() == 3
+    if on_triton(query.device) and (options.get("lse") is not None or not by_head):
         from . import triton_sum_attention as kernels
 
         if kernels.supports(query, key):
-            return kernels.sum_attention(query, key, observed, visible, **options)
+            if not by_head:
+                return kernels.sum_attention(query, key, observed, visible, **options)
+            return kernels.sum_attention(query, key, observed, **options).masked_fill_(~visible, 0)  # type: ignore[operator]
     return reference.sum_attention(query, key, observed, visible, **options)
 
 
@@ -303,10 +310,9 @@ def quantize_into(
 ) -> None:
     """Quantizes keys and values `[B, H, T, D]` into slots `start` to `start + T` of planes `[B, H, slots, width]`, in one launch; needs
     `quantizes`. `statistics`: the buffers that are kept once, `[B, H, 1, width]`."""
-    from .triton_quantize import quantize_kv
+    from .triton_quantize import contiguous, quantize_kv
 
-    x = tuple(side if side.stride(-1) == 1 else side.contiguous() for side in x)  # type: ignore[assignment]
-    quantize_kv(list(zip(codecs, x, planes, statistics, strict=True)), start)
+    quantize_kv(codecs, contiguous(x), planes, statistics, start)
 
 
 def dense_attention_inputs(attention_inputs: AttentionInputs) -> Pair:

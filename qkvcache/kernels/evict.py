@@ -1,12 +1,13 @@
 """A decode step of a cache that evicts: appending one token and evicting one, in tensors at fixed addresses, with counts on the device.
 
-    first    `[B, H, E, D]`      the sinks, in the model's dtype
-    ring     `[B, H, W, D]`      the last tokens, in the model's dtype
-    planes   `[B, H, S, width]`  quantized tokens, one in each slot of the region
-    records  `[B, H, S + W]`     of the slots of the region, then of the ring: positions int32 (-1: no token), then up to three in fp32
-    shown    bool `[B, E + S + W]`  which columns hold a token: sinks, region, ring
-    seen     int64 `[B]`         tokens of each row without padding
-    columns  int64 `[1]`         tokens of a row with padding
+    sinks        `[B, H, E, D]`           the first tokens, in the model's dtype
+    ring         `[B, H, W, D]`           the last tokens, in the model's dtype
+    planes       `[B, H, S, width]`       quantized tokens, one in each slot of the region
+    records      `[B, H, S + W]`          of the slots of the region, then of the ring: positions int32 (-1: no token), then up to three in
+                                          fp32
+    column_mask  bool `[B, E + S + W]`    which columns hold a token: sinks, region, ring
+    row_lengths  int64 `[B]`              tokens of each row without padding
+    columns      int64 `[1]`              tokens of a row with padding
 
 Token `n` of a row is in column `n % W` of the ring. `append_token` is called before attention. `evict_token` is called after it and removes
 the oldest token from the ring; its column stays empty until the next step. All heads have the same empty slots.
@@ -33,11 +34,11 @@ class StaticTensors:
     """Indices of the codecs of keys and of values, see `segments.number`."""
     planes: tuple[Codes, Codes]
     """Of keys and of values, with the buffers that are kept once."""
-    first: Pair
+    sinks: Pair
     ring: Pair
     records: dict[str, Tensor]
-    shown: Tensor
-    seen: Tensor
+    column_mask: Tensor
+    row_lengths: Tensor
     columns: Tensor
 
     @property
@@ -52,19 +53,19 @@ class StaticTensors:
     def arguments(self) -> tuple:
         """Arguments of torch operators; `of` is the inverse, but for the names of the records after the positions."""
         planes = [plane for side in self.planes for plane in side.values()]
-        groups = (self.numbers, planes, self.first, self.ring, self.records.values())
-        return *[list(group) for group in groups], self.shown, self.seen, self.columns
+        groups = (self.numbers, planes, self.sinks, self.ring, self.records.values())
+        return *[list(group) for group in groups], self.column_mask, self.row_lengths, self.columns
 
     def tensors(self) -> list[Tensor]:
-        _, *groups, shown, seen, columns = self.arguments
-        return [*itertools.chain(*groups), shown, seen, columns]
+        _, *groups, column_mask, row_lengths, columns = self.arguments
+        return [*itertools.chain(*groups), column_mask, row_lengths, columns]
 
     @classmethod
     def of(
         cls,
         numbers: Sequence[int],
         planes: Sequence[Tensor],
-        first: Sequence[Tensor],
+        sinks: Sequence[Tensor],
         ring: Sequence[Tensor],
         records: Sequence[Tensor],
         *counts: Tensor,
@@ -72,10 +73,10 @@ class StaticTensors:
         left = iter(planes)
         sides = [{b.name: next(left) for b in CODECS[n].buffers(x.shape[3])} for n, x in zip(numbers, ring, strict=True)]
         named = {str(i) if i else "positions": record for i, record in enumerate(records)}
-        return cls((numbers[0], numbers[1]), (sides[0], sides[1]), (first[0], first[1]), (ring[0], ring[1]), named, *counts)
+        return cls((numbers[0], numbers[1]), (sides[0], sides[1]), (sinks[0], sinks[1]), (ring[0], ring[1]), named, *counts)
 
 
-def take(x: Tensor, index: Tensor) -> Tensor:
+def gather_columns(x: Tensor, index: Tensor) -> Tensor:
     """Columns `index` `[B, N]` of each row of `x` `[B, H, T]` or `[B, H, T, D]`."""
     index = index.unsqueeze(1) if x.dim() == 3 else index[:, None, :, None]
     return x.gather(2, index.expand(*x.shape[:2], index.shape[2], *x.shape[3:]))
@@ -89,23 +90,23 @@ def append_token(static: StaticTensors, x: Pair, new: Sequence[Tensor | None], i
         new: `[B, H, 1]`, the value of each record after the positions; None: 0.
         is_valid: bool `[B]`, False for padding, which the next token overwrites; None: no padding.
     """
-    ring, seen, shown, (positions, *others) = static.ring, static.seen, static.shown, static.records.values()
-    at = seen % ring[0].shape[2]
-    position = seen.clone() if is_valid is None else torch.where(is_valid, seen, -1)
+    ring, row_lengths, column_mask, (positions, *others) = static.ring, static.row_lengths, static.column_mask, static.records.values()
+    at = row_lengths % ring[0].shape[2]
+    position = row_lengths.clone() if is_valid is None else torch.where(is_valid, row_lengths, -1)
     for tokens, token in zip(ring, x, strict=True):
         _put(tokens, at, token)
     in_records = static.slots + at
     _put(positions, in_records, position.int()[:, None, None].expand(*positions.shape[:2], 1))
     for record, value in zip(others, new, strict=True):
         _put(record, in_records, record.new_zeros(*record.shape[:2], 1) if value is None else value)
-    shown.scatter_(1, (shown.shape[1] - ring[0].shape[2] + at)[:, None], (position >= 0)[:, None])
-    seen.add_(1 if is_valid is None else is_valid.long())
+    column_mask.scatter_(1, (column_mask.shape[1] - ring[0].shape[2] + at)[:, None], (position >= 0)[:, None])
+    row_lengths.add_(1 if is_valid is None else is_valid.long())
     static.columns.add_(1)
 
 
 def evict_token(static: StaticTensors, order: Tensor) -> Tensor:
-    """Removes the token in column `seen % W` from the ring. It becomes a sink if its position is below `E`. Else each head quantizes it
-    into the slot of the region whose token has the lowest rank, and that token is evicted; it is evicted itself if its own rank is the
+    """Removes the token in column `row_lengths % W` from the ring. It becomes a sink if its position is below `E`. Else each head quantizes
+    it into the slot of the region whose token has the lowest rank, and that token is evicted; it is evicted itself if its own rank is the
     lowest.
 
     Args:
@@ -113,18 +114,24 @@ def evict_token(static: StaticTensors, order: Tensor) -> Tensor:
 
     Returns the slot, int64 `[B, H]`; -1 where the token is evicted, `-2 - e` where it became sink `e`.
     """
-    ring, shown, records, slots, exact = static.ring, static.shown, list(static.records.values()), static.slots, static.first[0].shape[2]
-    at = static.seen % ring[0].shape[2]
-    token = take(ring[0], at[:, None]), take(ring[1], at[:, None])
+    ring, column_mask, records, slots, exact = (
+        static.ring,
+        static.column_mask,
+        list(static.records.values()),
+        static.slots,
+        static.sinks[0].shape[2],
+    )
+    at = static.row_lengths % ring[0].shape[2]
+    token = gather_columns(ring[0], at[:, None]), gather_columns(ring[1], at[:, None])
     in_records = (slots + at)[:, None]
-    position = take(records[0], in_records)[..., 0].long()
+    position = gather_columns(records[0], in_records)[..., 0].long()
     least = order.argmin(-1)
     where = torch.where(least < slots, least, -1)
     where = torch.where((position >= 0) & (position < exact), -2 - position, where)
     is_sink = where[:, 0] < -1
-    for first, x in zip(static.first, token, strict=True):
+    for zone, x in zip(static.sinks, token, strict=True):
         sink = where[..., None] == -2 - torch.arange(exact, device=where.device)
-        first.copy_(torch.where(sink[..., None], x, first))
+        zone.copy_(torch.where(sink[..., None], x, zone))
     if slots:
         into, stored = where.clamp_min(0)[..., None], (where >= 0)[..., None]
         for codec, side, x in zip(static.codecs, static.planes, token, strict=True):
@@ -135,10 +142,10 @@ def evict_token(static: StaticTensors, order: Tensor) -> Tensor:
                 index = into[..., None].expand(*where.shape, 1, plane.shape[3])
                 plane.scatter_(2, index, torch.where(stored[..., None], codes[name], plane.gather(2, index)))
         for record in records:
-            record.scatter_(2, into, torch.where(stored, take(record, in_records), record.gather(2, into)))
+            record.scatter_(2, into, torch.where(stored, gather_columns(record, in_records), record.gather(2, into)))
     goes = torch.where(is_sink, -2 - where[:, 0], exact + where[:, 0].clamp_min(0))[:, None]
-    shown.scatter_(1, goes, torch.where(where[:, :1] == -1, shown.gather(1, goes), is_sink[:, None] | (position[:, :1] >= 0)))
-    shown.scatter_(1, (exact + in_records), torch.zeros_like(is_sink[:, None]))
+    column_mask.scatter_(1, goes, torch.where(where[:, :1] == -1, column_mask.gather(1, goes), is_sink[:, None] | (position[:, :1] >= 0)))
+    column_mask.scatter_(1, (exact + in_records), torch.zeros_like(is_sink[:, None]))
     _put(records[0], in_records[:, 0], torch.full_like(records[0][..., :1], -1))
     return where
 

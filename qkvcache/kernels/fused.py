@@ -11,11 +11,11 @@ import torch
 import triton
 from torch import Tensor
 
-from ..formats.base import PackedLayout
+from ..formats.base import Codec, Codes, PackedLayout
 from .pages import PagedInputs, PageOptions
 from .segments import AttentionInputs, layout_of, planes_of
 from .tables import Tables, tables
-from .triton_attend import attend_kernel, attend_pages_kernel
+from .triton_attend import attend_kernel
 from .triton_attend_tiles import attend_tiles_kernel
 from .triton_join import reduce_kernel, rotate_kernel
 from .triton_sum_splits import EXACT_GRAIN, REGION_GRAIN, sum_splits_kernel
@@ -45,10 +45,10 @@ WIDE = Launch(registers=None)
 """For head_dim beyond 128, where larger tiles would not fit in registers."""
 MANY_ROWS = Launch(64, 3, None, 8, 2, 32), Launch(64, 3, None, 4, 4, 64)
 """For up to 32 query rows, and for more: each code is unpacked once for as many rows as the registers of a program hold."""
-TILES = Launch(64, 1, 168, 3, 4, 64, many=True), Launch(64, 1, 128, 2, 8, 128, many=True)
-"""Of the kernel for many rows: for up to 64, and for more."""
-FEWEST_TILE_ROWS, MOST_TILE_ROWS = 33, 2048
-"""Query rows of a KV head for which that kernel is the fastest: with fewer, the decode kernel; with more, dequantizing chunks
+TILES = Launch(128, 1, None, 2, 4, 64, many=True), Launch(64, 1, 128, 2, 8, 128, many=True)
+"""Of the kernel for many rows: for up to 64, and for more. The best measured on an H200."""
+FEWEST_TILE_ROWS, MOST_TILE_ROWS = 33, 768
+"""Query rows of a KV head for which that kernel is the fastest on an H200: with fewer, the decode kernel; with more, dequantizing chunks
 (`eval/bench_turns.py`)."""
 LEAST_SPLIT, MOST_SPLITS = 128, 100
 """Fewest tokens of a split: fewer are not worth its partial outputs. Most splits of a sequence: joining more costs too much."""
@@ -65,12 +65,14 @@ def launched(key: PackedLayout, value: PackedLayout, head_dim: int, rows: int = 
 def tiled(query: Tensor, attention_inputs: AttentionInputs, mask: Tensor | None, options: PageOptions) -> Launch | None:
     """The launch of the kernel for many query rows; None where it does not serve these inputs, or is slower than the decode kernel.
 
-    It serves causal attention under no mask but one that hides columns, of keys and values of 64 or 128 channels in fp16 or bf16, on Hopper:
-    on other GPUs nobody measured it."""
+    It serves causal attention under no mask but one that hides columns, of quantized keys and values of 64 or 128 channels in fp16 or bf16,
+    on Hopper: on other GPUs nobody measured it."""
     region, heads = attention_inputs.region, attention_inputs.key.shape[1]
     rows = query.shape[1] // heads * query.shape[2]
     hopper = architecture(query.device)[0] // 10 == 9 or query.device.type == "cpu"
     if region is None or not FEWEST_TILE_ROWS <= rows <= MOST_TILE_ROWS or not hopper:
+        return None
+    if any(layout is None or layout.kind == "half" for layout in map(layout_of, (region.key, region.value))):
         return None
     if options.get("observed") is not None or options.get("window") is not None or not options.get("causal"):
         return None
@@ -85,7 +87,7 @@ def tiled(query: Tensor, attention_inputs: AttentionInputs, mask: Tensor | None,
 EXACT_TILE = 32
 """Exact tokens of a tile. One program reads all of them, and with few other tokens all others wait for it."""
 TILE_CONSTANTS = (
-    "K", "V", "D", "DV", "G", "R", "T", "K_SHARED", "V_SHARED", "K_ONCE", "V_ONCE", "SOFTCAP", "ARCH", "EXACT", "TURN", "COUNTED",
+    "K", "V", "D", "DV", "G", "R", "T", "COUNTED", "K_SHARED", "V_SHARED", "K_ONCE", "V_ONCE", "SOFTCAP", "ARCH", "EXACT", "TURN",
     "num_warps", "num_stages", "maxnreg",
 )  # fmt: skip
 """What `attend_tiles_kernel` takes of the constants of a call."""
@@ -113,17 +115,14 @@ def architecture(device: torch.device) -> tuple[int, int]:
     return (0 if torch.version.hip else properties.major * 10 + properties.minor), properties.multi_processor_count
 
 
-def split(tokens: int, groups: int, tile: int, warps: int) -> tuple[int, int]:
-    """`(splits, tokens of each)` for `tokens` quantized tokens that `groups` programs would read unsplit.
+def split(tokens: int, groups: int, tile: int, warps: int) -> int:
+    """Into how many splits `tokens` quantized tokens go that `groups` programs would read unsplit.
 
     `tile`: tokens of a tile, which divides those of a split. `warps`: programs that the GPU runs at a time.
     """
-    if not tokens:
-        return 0, tile
     wanted = min(max(warps // groups - 1, 1), MOST_SPLITS)  # one is for the exact tokens
-    split_tokens = max(-(-tokens // wanted), LEAST_SPLIT)
-    split_tokens = -(-split_tokens // tile) * tile
-    return -(-tokens // split_tokens), split_tokens
+    each = max(-(-tokens // wanted), LEAST_SPLIT)
+    return -(-tokens // (-(-each // tile) * tile))
 
 
 P = ParamSpec("P")
@@ -141,55 +140,86 @@ def on_its_device(launches: Callable[Concatenate[Tensor, P], R]) -> Callable[Con
     return on_device
 
 
-class AttendLaunch(NamedTuple):
-    """Arguments of launches over `AttentionInputs` that do not depend on the query."""
+class Arguments(NamedTuple):
+    """Arguments of launches over the same inputs, whatever the query. What there is not is an empty tensor."""
 
     use: Tables
     empty: Tensor
-    """Passed for an argument that is None."""
-    tensors: tuple[Tensor, ...]
-    centers: list[Tensor]
-    """The means of keys and of values."""
-    strides: tuple[int, ...]
-    constants: dict[str, object]
-
-
-def launch_for(attention_inputs: AttentionInputs) -> AttendLaunch:
-    """The arguments of these inputs; for storage whose tensors do not move, computed once."""
-    buffers = attention_inputs.buffers
-    if buffers is not None and buffers.launch is not None:
-        return buffers.launch
-    region, exact = attention_inputs.region, attention_inputs.exact
-    dim, value_dim, device = attention_inputs.key.shape[3], attention_inputs.value.shape[3], exact[0].device
-    use = tables((region.key, region.value) if region else None, dim, value_dim, device)
-    empty = torch.empty(0, dtype=exact[0].dtype, device=device)
-    k_codes, k_high, k_scales, v_codes, v_high, v_scales = region.planes if region else [empty] * 6
-    table = region.table if region else empty.long()
-    tensors = use.rotation, use.signs, table, k_codes, k_high, use.k_shifts, k_scales, v_codes, v_high, use.v_shifts, v_scales, *exact
-    constants: dict[str, object] = {"K": use.key, "V": use.value, "D": dim, "DV": value_dim, "TX": EXACT_TILE}
-    for i, side in enumerate("KV"):
-        constants[f"{side}_SHARED"], constants[f"{side}_ONCE"] = (region.shared[i], int(region.statistics[i])) if region else (False, 0)
-    constants["COUNTED"] = 0 if buffers is None else LEAST_SPLIT
-    centers = [codes["center"].contiguous() if "center" in codes else empty for codes in (region.chunks[0] if region else ({}, {}))]
-    args = AttendLaunch(use, empty, tensors, centers, tuple(n for x in exact for n in x.stride()[:3]), constants)
-    if buffers is not None:
-        buffers.launch = args
-    return args
-
-
-class PagesLaunch(NamedTuple):
-    """Arguments of launches over `PagedInputs` that do not depend on the query."""
-
-    use: Tables
-    empty: Tensor
+    places: tuple[Tensor, Tensor, Tensor]
+    """`table`, `counts` and `lengths` of `attend_kernel`."""
+    place_strides: tuple[int, int, int, int]
+    """Of the table, then of the lengths, over rows and heads."""
     planes: tuple[tuple[Tensor, ...], ...]
     """Of keys and of values: codes, high bits, scales, mean, shifts."""
     strides: tuple[tuple[int, ...], ...]
     """Of keys and of values: over pages and heads of codes, high bits and scales, over rows and heads of the mean."""
     exact: tuple[Tensor, ...]
     exact_strides: tuple[int, ...]
-    table_strides: tuple[int, ...]
     constants: dict[str, object]
+
+    @classmethod
+    def of(
+        cls,
+        codecs: tuple[Codec, Codec] | None,
+        codes: Sequence[Codes],
+        exact: tuple[Tensor, ...],
+        places: Sequence[Tensor | None],
+        place_strides: tuple[int, int, int, int],
+        **constants: object,
+    ) -> Arguments:
+        """For quantized tokens `codes`, of keys and values, and exact ones, keys and values of sinks and of the residual; `codecs` is None
+        where there are no quantized tokens."""
+        use = tables(codecs, exact[2].shape[3], exact[3].shape[3], exact[0].device)
+        empty = torch.empty(0, dtype=exact[0].dtype, device=exact[0].device)
+        found = [(*planes_of(codec, side), side.get("center", empty)) for codec, side in zip(codecs or (), codes, strict=True)]
+        found = found or [(empty,) * 4] * 2
+        constants |= {"K": use.key, "V": use.value, "D": exact[2].shape[3], "DV": exact[3].shape[3], "TX": EXACT_TILE}
+        constants["WIDE"] = any(x.numel() and x.stride(0) * x.shape[0] >= 2**31 for side in found for x in side[:2])
+        table, counts, lengths = (empty if x is None else x for x in places)
+        return cls(
+            use, empty, (table, counts, lengths), place_strides,
+            tuple((*side, shifts) for side, shifts in zip(found, (use.k_shifts, use.v_shifts), strict=True)),
+            tuple(tuple(n for x in side for n in _outer_strides(x)) for side in found),
+            exact, tuple(n for x in exact for n in x.stride()[:3]), constants,
+        )  # fmt: skip
+
+
+def _outer_strides(x: Tensor) -> tuple[int, int]:
+    """Over the first two dimensions, 0 where there is one entry for all; `(0, 0)` if `x` has not four dimensions."""
+    return (x.stride(0) if x.shape[0] > 1 else 0, x.stride(1) if x.shape[1] > 1 else 0) if x.dim() == 4 else (0, 0)
+
+
+def arguments_of_chunks(inputs: AttentionInputs) -> Arguments:
+    """The arguments of these inputs; for storage whose tensors do not move, computed once."""
+    buffers, region = inputs.buffers, inputs.region
+    if buffers is not None and buffers.launch is not None:
+        return buffers.launch
+    shared, once = (region.shared, region.statistics) if region else ((False, False), (False, False))
+    args = Arguments.of(
+        (region.key, region.value) if region else None,
+        region.chunks[0] if region else (),
+        inputs.exact,
+        (region.table if region else None, *((buffers.state, buffers.lengths) if buffers else (None, None))),
+        (0, 0, 0, 0),
+        PAGE=0, COUNTED=buffers is not None, K_SHARED=shared[0], V_SHARED=shared[1], K_ONCE=int(once[0]), V_ONCE=int(once[1]),
+    )  # fmt: skip
+    if buffers is not None:
+        buffers.launch = args
+    return args
+
+
+def arguments_of_pages(inputs: PagedInputs) -> Arguments:
+    """The arguments of these inputs; what does not depend on their rows is computed once."""
+    pages = inputs.pages
+    places: Any = pages.table, inputs.rows, pages.lengths
+    if "attend" not in inputs.launches:
+        (key, value), (k_once, v_once) = pages.planes, pages.statistics
+        once = (int(any(name != "center" for name in side)) for side in (k_once, v_once))
+        inputs.launches["attend"] = Arguments.of(
+            pages.codecs, (key | k_once, value | v_once), (*inputs.sinks, *inputs.ring), places, pages.strides,
+            PAGE=pages.page_size, COUNTED=False, K_SHARED=False, V_SHARED=False, K_ONCE=next(once), V_ONCE=next(once),
+        )  # fmt: skip
+    return inputs.launches["attend"]._replace(places=places, place_strides=pages.strides)
 
 
 class Call:
@@ -202,9 +232,7 @@ class Call:
         self,
         query: Tensor,
         mask: Tensor | None,
-        args: AttendLaunch | PagesLaunch,
-        heads: int,
-        value_dim: int,
+        args: Arguments,
         zones: tuple[int, int, int],
         options: PageOptions,
         launch: Launch | None,
@@ -212,8 +240,9 @@ class Call:
         self.batch, query_heads, self.queries, dim = query.shape
         scaling, softcap = options.get("scaling"), options.get("softcap")
         self.window, self.sinks, self.observed = options.get("window"), options.get("sinks"), options.get("observed")
+        heads, value_dim = args.exact[3].shape[1], args.exact[3].shape[3]
         self.use, self.empty, self.heads, self.groups = args.use, args.empty, heads, query_heads // heads
-        self.value_dim, self.zones = value_dim, zones
+        self.value_dim, self.zones, self.args = value_dim, zones, args
         arch, processors = architecture(query.device)
         rows, nvidia = self.groups * self.queries, bool(arch) or query.device.type == "cpu"
         # Weights that are stored need the registers that more rows would.
@@ -264,24 +293,19 @@ class Call:
     def _empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=self.query.device)
 
-    def finish(self, center: Tensor, center_strides: Sequence[int], ragged: Sequence[Any] | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    def finish(self) -> tuple[Tensor, Tensor, Tensor]:
         """Joins the splits: the output `[B, Hq, Q, Dv]`, the log of the normaliser, fp32 `[B, Hq, Q]`, and the accumulated attention, fp32
-        `[B, H, sum(zones)]`, or `[B, H, 0]` if it is not observed.
-
-        Args:
-            center: the mean of values, fp32 `[B, H, 1, Dv]`, with its strides over rows and heads.
-            ragged: of pages, `PagedInputs.rows`, and `Pages.lengths` with its strides over rows and heads.
-        """
+        `[B, H, sum(zones)]`, or `[B, H, 0]` if it is not observed."""
         use, value_dim = self.use, self.value_dim
         out = self._empty(*self.query.shape[:3], value_dim, dtype=self.query.dtype)
         lse = self._empty(*self.query.shape[:3])
         columns = triton.next_power_of_2(value_dim) if use.value.rotated else 32
         attention_sums = self._empty(self.batch, self.heads, sum(self.zones) if self.width else 0)
-        shape = {"G": self.groups, "R": self.rows, "RAGGED": ragged is not None}
+        shape = {"G": self.groups, "R": self.rows, "RAGGED": self.constants["PAGE"] > 0}
         with torch.cuda.device_of(out):
             reduce_kernel[(self.groups * self.queries, self.batch * self.heads, -(-value_dim // columns))](
-                *self.outputs, self.empty if self.sinks is None else self.sinks, use.v_signs, center, out, lse, *out.stride()[:3],
-                self.splits, self.blocks, self.heads, self.queries, *center_strides,
+                *self.outputs, self.empty if self.sinks is None else self.sinks, use.v_signs, self.args.planes[1][3], out, lse,
+                *out.stride()[:3], self.splits, self.blocks, self.heads, self.queries, *self.args.strides[1][6:],
                 V=use.value, DV=value_dim, C=columns, S=32, SINKS=self.sinks is not None, EXACT=self.exact, TURN=use.v_block**-0.5,
                 STAGES=use.v_block.bit_length() - 1, num_warps=4 if use.value.rotated else 1, **shape,
             )  # fmt: skip
@@ -289,9 +313,10 @@ class Call:
                 n_quantized, n_sinks, n_residual = self.zones
                 hidden = 0 if self.window is None else sum(self.zones) - self.queries - self.window + 1
                 sum_splits_kernel[(sum(-(-n // SUM_TOKENS) for n in self.zones), self.batch * self.heads)](
-                    self.weights, self.tops, lse, self.observed.contiguous(), attention_sums, *(ragged or (self.empty, self.empty, 0, 0)),
-                    self.scalars[2], self.slots, self.grains, n_sinks, n_quantized, n_residual, hidden, self.blocks, self.heads,
-                    self.queries, WIDTH=self.width, N=SUM_TOKENS, ARCH=self.constants["ARCH"], num_warps=4, **shape,
+                    self.weights, self.tops, lse, self.observed.contiguous(), attention_sums, *self.args.places[1:],
+                    *self.args.place_strides[2:], self.scalars[2], self.slots, self.grains, n_sinks, n_quantized, n_residual, hidden,
+                    self.blocks, self.heads, self.queries, WIDTH=self.width, N=SUM_TOKENS, ARCH=self.constants["ARCH"], num_warps=4,
+                    **shape,
                 )  # fmt: skip
         return out, lse, attention_sums
 
@@ -305,7 +330,6 @@ def _rotate(query: Tensor, matrix: Tensor, factor: float) -> Tensor:
     return out
 
 
-@on_its_device
 def fused_attend(
     query: Tensor,
     attention_inputs: AttentionInputs,
@@ -330,73 +354,10 @@ def fused_attend(
         )
     if options.get("observed") is not None and attention_inputs.buffers is not None:
         raise ValueError("`observed` cannot be combined with storage that counts on the device")
-    global calls
-    calls += 1
-    region, exact, buffers = attention_inputs.region, attention_inputs.exact, attention_inputs.buffers
-    heads, value_dim = attention_inputs.key.shape[1], attention_inputs.value.shape[3]
-    args = launch_for(attention_inputs)
-    zones = n_quantized, n_sinks, n_residual = 0 if region is None else region.tokens, exact[0].shape[2], exact[2].shape[2]
+    region, exact = attention_inputs.region, attention_inputs.exact
     launch = launch or tiled(query, attention_inputs, mask, options)
-    call = Call(query, mask, args, heads, value_dim, zones, options, launch)
-    if launch is not None and launch.many:
-        _attend_tiles(call, attention_inputs, args)
-        return call.finish(args.centers[1], (heads * value_dim, value_dim))
-    splits, split_tokens = split(n_quantized, call.panels, call.tile, call.programs)
-    call.allocate(splits + call.exact)
-    attend_kernel[(call.splits, call.blocks, call.batch * heads)](
-        call.query, call.region_query, *args.tensors, call.mask, args.centers[0], *call.outputs, call.weights, call.tops,
-        args.empty if buffers is None else buffers.state, *call.query.stride()[:3], *args.strides, *call.mask_strides, *call.scalars,
-        len(region.chunks) if region else 0, n_sinks, n_quantized, n_residual, split_tokens, heads, call.queries, call.slots, call.grains,
-        **call.constants,
-    )  # fmt: skip
-    return call.finish(args.centers[1], (heads * value_dim, value_dim))
-
-
-def _attend_tiles(call: Call, attention_inputs: AttentionInputs, args: AttendLaunch) -> None:
-    """Launches `attend_tiles_kernel`, which leaves the outputs of splits."""
-    n_quantized, n_sinks, n_residual = call.zones
-    buffers, region = attention_inputs.buffers, attention_inputs.region
-    table, k_codes, k_high, _, k_scales, v_codes, v_high, _, v_scales, *exact = args.tensors[2:]
-    # Beside few long splits, the programs of the exact tokens are brief.
-    spare = call.programs // call.panels
-    splits, split_tokens = split(n_quantized, call.panels, call.tile, call.programs + call.panels * (spare <= 8))
-    call.allocate(splits + call.exact)
-    constants = {name: call.constants[name] for name in TILE_CONSTANTS if name in call.constants}
-    attend_tiles_kernel[(call.splits, call.blocks, call.batch * call.heads)](
-        call.query, args.use.matrix, table, k_codes, k_high, k_scales, v_codes, v_high, v_scales, *exact, call.mask, args.centers[0],
-        *call.outputs, args.empty if buffers is None else buffers.state, *call.query.stride()[:3], *args.strides, call.mask_strides[0],
-        call.mask_strides[3], *call.scalars[:2], len(region.chunks) if region else 0, n_sinks, n_quantized, n_residual, split_tokens,
-        call.heads, call.queries, **constants | {"MASK": call.constants["MASK"] != "none"},
-    )  # fmt: skip
-
-
-def launch_over(inputs: PagedInputs) -> PagesLaunch:
-    """The arguments of these inputs, computed once."""
-    if inputs.launch is not None:
-        return inputs.launch
-    pages, exact = inputs.pages, (*inputs.sinks, *inputs.ring)
-    dims, device = (exact[2].shape[3], exact[3].shape[3]), exact[0].device
-    use = tables(pages.codecs, *dims, device)
-    empty = torch.empty(0, dtype=exact[0].dtype, device=device)
-    constants: dict[str, object] = {"K": use.key, "V": use.value, "D": dims[0], "DV": dims[1], "TX": EXACT_TILE, "PAGE": pages.page_size}
-    planes, strides = [], []
-    sides = zip("KV", pages.codecs, pages.planes, pages.statistics, (use.k_shifts, use.v_shifts), strict=True)
-    for name, codec, each, once, shifts in sides:
-        *found, mean = *planes_of(codec, each | once), once.get("center", empty)
-        planes.append((*found, mean, shifts))
-        strides.append(tuple(n for x in (*found, mean) for n in _outer_strides(x)))
-        constants[f"{name}_ONCE"] = int(any(key != "center" for key in once))
-        constants["WIDE"] = bool(constants.get("WIDE")) or any(x.stride(0) * x.shape[0] >= 2**31 for x in found[:2] if x.numel())
-    table, lengths = pages.table, pages.lengths
-    table_strides = (*table.stride()[:-1], *(() if pages.per_head else (0,)), *lengths.stride(), *(() if lengths.dim() > 1 else (0,)))
-    exact_strides = tuple(n for x in exact for n in x.stride()[:3])
-    inputs.launch = PagesLaunch(use, empty, tuple(planes), tuple(strides), exact, exact_strides, table_strides, constants)
-    return inputs.launch
-
-
-def _outer_strides(x: Tensor) -> tuple[int, int]:
-    """Over the first two dimensions, 0 where there is one entry for all; `(0, 0)` if `x` has not four dimensions."""
-    return (x.stride(0) if x.shape[0] > 1 else 0, x.stride(1) if x.shape[1] > 1 else 0) if x.dim() == 4 else (0, 0)
+    zones = 0 if region is None else region.tokens, exact[0].shape[2], exact[2].shape[2]
+    return _attend(query, mask, arguments_of_chunks(attention_inputs), zones, options, launch, chunks=len(region.chunks) if region else 0)
 
 
 def supports_pages(query: Tensor, inputs: PagedInputs) -> bool:
@@ -409,28 +370,56 @@ def supports_pages(query: Tensor, inputs: PagedInputs) -> bool:
     )
 
 
-@on_its_device
 def attend_pages(
     query: Tensor, inputs: PagedInputs, mask: Tensor | None = None, *, launch: Launch | None = None, **options: Unpack[PageOptions]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`pages.attend_pages` in two launches, of codes in one pass. `launch`: for measuring; chosen by format otherwise."""
+    sink_slots, max_length, ring_slots = inputs.slots
+    return _attend(query, mask, arguments_of_pages(inputs), (max_length, sink_slots, ring_slots), options, launch, tokens=inputs.tokens)
+
+
+@on_its_device
+def _attend(
+    query: Tensor,
+    mask: Tensor | None,
+    args: Arguments,
+    zones: tuple[int, int, int],
+    options: PageOptions,
+    launch: Launch | None,
+    chunks: int = 0,
+    tokens: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """A launch of `attend_kernel`, and what follows it. `zones`: as of `Call`; `tokens`: as of `PagedInputs`."""
     global calls
     calls += 1
-    heads, value_dim = inputs.ring[1].shape[1], inputs.ring[1].shape[3]
-    sink_slots, max_length, ring_slots = inputs.slots
-    args = launch_over(inputs)
-    zones = max_length, sink_slots, ring_slots
-    call = Call(query, mask, args, heads, value_dim, zones, options, launch)
-    least, splits = LEAST_SPLIT, split(max_length, call.panels, call.tile, call.programs)[0]
-    if inputs.tokens is not None:  # rows of different lengths: as many tokens to a split as if all were one row
-        least = -(-max(inputs.tokens * heads * call.blocks // call.programs, LEAST_SPLIT) // call.tile) * call.tile
-        splits = min(-(-max_length // least), MOST_SPLITS)
-    call.allocate(max(splits, 1) + call.exact)
-    attend_pages_kernel[(call.splits, call.blocks, call.batch * heads)](
-        call.query, call.region_query, args.use.rotation, args.use.signs, inputs.pages.table, inputs.pages.lengths, inputs.rows,
-        *args.planes, args.exact, call.mask, *call.outputs, call.weights, call.tops, *call.query.stride()[:3], *args.table_strides,
-        *args.strides, args.exact_strides, *call.mask_strides, *call.scalars, sink_slots, ring_slots, max_length, least, heads,
-        call.queries, **call.constants,
+    call = Call(query, mask, args, zones, options, launch)
+    n_quantized, n_sinks, n_residual = zones
+    if launch is not None and launch.many:
+        _launch_tiles(call, chunks)
+        return call.finish()
+    least, splits = LEAST_SPLIT, split(n_quantized, call.panels, call.tile, call.programs)
+    if tokens is not None:  # rows of different lengths: as many tokens to a split as if all were one row
+        least = -(-max(tokens * call.heads * call.blocks // call.programs, LEAST_SPLIT) // call.tile) * call.tile
+        splits = min(-(-n_quantized // least), MOST_SPLITS)
+    call.allocate(max(splits, 1 - call.exact) + call.exact)
+    attend_kernel[(call.splits, call.blocks, call.batch * call.heads)](
+        call.query, call.region_query, args.use.rotation, args.use.signs, *args.places, *args.planes, args.exact, call.mask, *call.outputs,
+        call.weights, call.tops, *call.query.stride()[:3], *args.place_strides, *args.strides, args.exact_strides, *call.mask_strides,
+        *call.scalars, chunks, n_sinks, n_quantized, n_residual, least, call.heads, call.queries, **call.constants,
     )  # fmt: skip
-    ragged = inputs.rows, inputs.pages.lengths, *args.table_strides[2:]
-    return call.finish(args.planes[1][3], args.strides[1][6:], ragged)
+    return call.finish()
+
+
+def _launch_tiles(call: Call, chunks: int) -> None:
+    """A launch of `attend_tiles_kernel`, over chunks."""
+    args = call.args
+    # Beside few long splits, the programs of the exact tokens are brief.
+    programs = call.programs + call.panels * (call.programs <= 8 * call.panels)
+    call.allocate(split(call.zones[0], call.panels, call.tile, programs) + call.exact)
+    constants = {name: call.constants[name] for name in TILE_CONSTANTS if name in call.constants}
+    n_quantized, n_sinks, n_residual = call.zones
+    attend_tiles_kernel[(call.splits, call.blocks, call.batch * call.heads)](
+        call.query, args.use.matrix, *args.places, *args.planes, args.exact, call.mask, *call.outputs, *call.query.stride()[:3],
+        *args.strides[0][-2:], args.exact_strides, call.mask_strides[0], call.mask_strides[3], *call.scalars[:2], chunks, n_sinks,
+        n_quantized, n_residual, LEAST_SPLIT, call.heads, call.queries, **constants | {"MASK": call.constants["MASK"] != "none"},
+    )  # fmt: skip

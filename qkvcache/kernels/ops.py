@@ -1,19 +1,20 @@
 """Kernels as operators of torch, so that `torch.compile(fullgraph=True)` sees one operation for each.
 
 Operators accept tensors and numbers only: a codec is passed as its index (`segments.number`), and attention inputs or storage as their
-`arguments`.
+`arguments`. Those that return nothing need no fake implementation.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from ..formats.base import Codec, Codes
 from . import dispatch
-from .attend import Options, attend, attend_observed
+from .attend import Options
 from .evict import StaticTensors
 from .pages import PagedInputs, PageOptions
 from .segments import CODECS, AttentionInputs, Buffers, Exact, KeysOrValues, Packed, Pair, QuantizedRegion
@@ -46,16 +47,9 @@ def _attend(
     softcap: float | None = None,
     causal: bool = False,
     observed: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    attention_inputs = _inputs_of(planes, table, codecs, tokens, exact)
+) -> tuple[Tensor, Tensor]:
     options: Options = {"scaling": scaling, "causal": causal, "softcap": softcap, "sinks": sinks}
-    if dispatch.fuses(query, attention_inputs):
-        return dispatch.fused().fused_attend(query, attention_inputs, mask, observed=observed, **options)
-    lse = query.new_empty(query.shape[:3], dtype=torch.float32)  # unused: only the kernel computes it
-    if observed is None:
-        return attend(query, attention_inputs, mask, **options), lse, query.new_empty(*exact[0].shape[:2], 0, dtype=torch.float32)
-    out, attention_sums = attend_observed(query, attention_inputs, mask, observed=observed, **options)
-    return out, lse, attention_sums
+    return dispatch.observe_on_codes(query, _inputs_of(planes, table, codecs, tokens, exact), mask, observed=observed, **options)
 
 
 def _inputs_of(
@@ -93,50 +87,50 @@ def _packed(codec: Codec, chunks: Sequence[Codes], left: int, like: Tensor) -> I
 def _(query, planes, table, codecs, tokens, exact, mask=None, sinks=None, scaling=None, softcap=None, causal=False, observed=None):
     batch, heads, recent, dim = exact[3].shape
     total = 0 if observed is None else exact[0].shape[2] + tokens + recent
-    lse, attention_sums = (query.new_empty(shape, dtype=torch.float32) for shape in (query.shape[:3], (batch, heads, total)))
-    return query.new_empty(*query.shape[:3], dim), lse, attention_sums
+    return query.new_empty(*query.shape[:3], dim), query.new_empty(batch, heads, total, dtype=torch.float32)
+
+
+BUFFERS = "Tensor[] exact, Tensor[] quantized, SymInt[] codecs, SymInt columns"
+"""`Buffers.arguments`"""
+STATIC = (
+    "SymInt[] numbers, Tensor[] planes, Tensor[] sinks, Tensor[] ring, Tensor[] records, Tensor column_mask, Tensor row_lengths, "
+    "Tensor columns"
+)
+"""`StaticTensors.arguments`"""
+PAGES = "Tensor[] pool, Tensor[] counts, Tensor[] exact, SymInt[] codecs, SymInt max_length, SymInt tokens"
+"""`PagedInputs.arguments`"""
+
+
+def _operator(name: str, arguments: str, returns: str = "()", mutates: Sequence[str] = ()) -> Callable:
+    """Declares an operator whose tensors `mutates` are written."""
+    for i, argument in enumerate(mutates):
+        arguments = re.sub(rf"\bTensor((?:\[\])? {argument}\b)", rf"Tensor(a{i}!)\1", arguments)
+    return torch.library.custom_op(f"qkvcache::{name}", mutates_args=mutates, schema=f"({arguments}) -> {returns}")
 
 
 # Chunks are mutated too. Were they declared, functionalization would copy them, and the table would point to the originals. Only operators
 # with `exact` among their arguments read chunks, and those keep their order.
-@torch.library.custom_op("qkvcache::step", mutates_args=("exact",))
-def _step(exact: Sequence[Tensor], quantized: Sequence[Tensor], codecs: Sequence[int], columns: int, key: Tensor, value: Tensor) -> None:
-    dispatch.step(Buffers.of(exact, quantized, codecs, columns), (key, value))
+@_operator("step", f"{BUFFERS}, Tensor key, Tensor value", mutates=["exact"])
+def _step(*args):
+    *buffers, key, value = args
+    dispatch.step(Buffers.of(*buffers), (key, value))
 
 
-@_step.register_fake
-def _(exact, quantized, codecs, columns, key, value):
-    return None
-
-
-@torch.library.custom_op("qkvcache::attend_buffers", mutates_args=())
-def _attend_buffers(
-    query: Tensor,
-    exact: Sequence[Tensor],
-    quantized: Sequence[Tensor],
-    codecs: Sequence[int],
-    columns: int,
-    mask: Tensor | None,
-    sinks: Tensor | None,
-    scaling: float | None,
-    softcap: float | None,
-) -> Tensor:
-    return dispatch.attend_on_buffers(
-        query, Buffers.of(exact, quantized, codecs, columns), mask, scaling=scaling, softcap=softcap, sinks=sinks
-    )
+@_operator("attend_buffers", f"Tensor query, {BUFFERS}, Tensor? mask, Tensor? sinks, float? scaling, float? softcap", "Tensor")
+def _attend_buffers(query, *args):
+    *buffers, mask, sinks, scaling, softcap = args
+    return dispatch.attend_on_buffers(query, Buffers.of(*buffers), mask, scaling=scaling, softcap=softcap, sinks=sinks)
 
 
 @_attend_buffers.register_fake
-def _(query, exact, quantized, codecs, columns, mask, sinks, scaling, softcap):
+def _(query, exact, *args):
     return query.new_empty(*query.shape[:3], exact[3].shape[3])
 
 
-@torch.library.custom_op("qkvcache::unfold", mutates_args=())
-def _unfold(
-    exact: Sequence[Tensor], quantized: Sequence[Tensor], codecs: Sequence[int], columns: int, key: Tensor | None, value: Tensor | None
-) -> Pair:
-    new = None if key is None or value is None else (key, value)
-    return dispatch.unfold(Buffers.of(exact, quantized, codecs, columns), new)
+@_operator("unfold", f"{BUFFERS}, Tensor? key, Tensor? value", "(Tensor, Tensor)")
+def _unfold(*args):
+    *buffers, key, value = args
+    return dispatch.unfold(Buffers.of(*buffers), None if key is None else (key, value))
 
 
 @_unfold.register_fake
@@ -145,47 +139,32 @@ def _(exact, quantized, codecs, columns, key, value):
     return keys, values
 
 
-@torch.library.custom_op("qkvcache::append_token", mutates_args=("ring", "records", "shown", "seen", "columns"))
-def _append_token(
-    numbers: Sequence[int],
-    planes: Sequence[Tensor],
-    first: Sequence[Tensor],
-    ring: Sequence[Tensor],
-    records: Sequence[Tensor],
-    shown: Tensor,
-    seen: Tensor,
-    columns: Tensor,
-    key: Tensor,
-    value: Tensor,
-    new: Sequence[Tensor | None],
-    is_valid: Tensor | None,
-) -> None:
-    dispatch.append_token(StaticTensors.of(numbers, planes, first, ring, records, shown, seen, columns), (key, value), new, is_valid)
+@_operator(
+    "append_token",
+    f"{STATIC}, Tensor key, Tensor value, Tensor?[] new, Tensor? is_valid",
+    mutates=["ring", "records", "column_mask", "row_lengths", "columns"],
+)
+def _append_token(*args):
+    *static, key, value, new, is_valid = args
+    dispatch.append_token(StaticTensors.of(*static), (key, value), new, is_valid)
 
 
-@_append_token.register_fake
-def _(numbers, planes, first, ring, records, shown, seen, columns, key, value, new, is_valid):
-    return None
-
-
-@torch.library.custom_op("qkvcache::evict_token", mutates_args=("planes", "first", "records", "shown"))
-def _evict_token(
-    numbers: Sequence[int],
-    planes: Sequence[Tensor],
-    first: Sequence[Tensor],
-    ring: Sequence[Tensor],
-    records: Sequence[Tensor],
-    shown: Tensor,
-    seen: Tensor,
-    columns: Tensor,
-    order: Tensor,
-) -> Tensor:
-    return dispatch.evict_token(StaticTensors.of(numbers, planes, first, ring, records, shown, seen, columns), order)
+@_operator("evict_token", f"{STATIC}, Tensor order", "Tensor", mutates=["planes", "sinks", "records", "column_mask"])
+def _evict_token(*args):
+    *static, order = args
+    return dispatch.evict_token(StaticTensors.of(*static), order)
 
 
 @_evict_token.register_fake
-def _(numbers, planes, first, ring, records, shown, seen, columns, order):
-    return order.new_empty(order.shape[:2])
+def _(*args):
+    return args[-1].new_empty(args[-1].shape[:2])
+
+
+# The pool is mutated too: see `step`.
+@_operator("append_tokens", f"{PAGES}, Tensor key, Tensor value, Tensor state", mutates=["counts", "exact", "state"])
+def _append_tokens(*args):
+    *inputs, key, value, state = args
+    dispatch.append_tokens(PagedInputs.of(*inputs), (key, value), state)
 
 
 @torch.library.custom_op("qkvcache::attend_pages", mutates_args=())
@@ -219,24 +198,3 @@ def _(
     slots = 0 if observed is None else exact[0].shape[2] + max_length + ring_slots
     lse, attention_sums = (query.new_empty(shape, dtype=torch.float32) for shape in (query.shape[:3], (query.shape[0], heads, slots)))
     return query.new_empty(*query.shape[:3], dim), lse, attention_sums
-
-
-# The pool is mutated too: see `step`.
-@torch.library.custom_op("qkvcache::append_tokens", mutates_args=("counts", "exact", "state"))
-def _append_tokens(
-    pool: Sequence[Tensor],
-    counts: Sequence[Tensor],
-    exact: Sequence[Tensor],
-    codecs: Sequence[int],
-    max_length: int,
-    tokens: int,
-    key: Tensor,
-    value: Tensor,
-    state: Tensor,
-) -> None:
-    dispatch.append_tokens(PagedInputs.of(pool, counts, exact, codecs, max_length, tokens), (key, value), state)
-
-
-@_append_tokens.register_fake
-def _(pool, counts, exact, codecs, max_length, tokens, key, value, state):
-    return None

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..formats.base import Codec, Codes
 from .attend import HIDDEN, Options, apply_mask
-from .segments import CODECS, Exact, KeysOrValues, Packed, Pair, number, pv, qk
+from .segments import CODECS, Exact, KeysOrValues, Packed, Pair, names, number, pv, qk
 
 COLUMNS = BEGIN, SINK_ROW, SINKS, RING_ROW, RING_START, RING_TOKENS = range(6)
 """Columns of `PagedInputs.rows`."""
@@ -60,6 +60,12 @@ class Pages:
         """Whether each head has pages of its own."""
         return self.table.dim() == 3
 
+    @property
+    def strides(self) -> tuple[int, int, int, int]:
+        """Of `table`, then of `lengths`, over rows and heads; 0 over heads that share."""
+        pages, lengths = self.table.stride()[:-1], self.lengths.stride()
+        return pages[0], pages[1] if len(pages) > 1 else 0, lengths[0], lengths[1] if len(lengths) > 1 else 0
+
     def gather(self, side: int, tokens: int, begin: int = 0) -> tuple[Codes, Tensor]:
         """Codes of the keys (`side` 0) or values (1) `begin` to `begin + tokens` of all rows, `[B, H', tokens, width]`, with the
         statistics, and which of them exist, bool `[B, 1 or H, tokens]`. Codes of those that do not are zeros."""
@@ -98,8 +104,9 @@ class PagedInputs:
     rows: Tensor
     max_length: int
     tokens: int | None = None
-    launch: Any = field(init=False, default=None)
-    """Arguments that kernels reuse from step to step: tensors do not move."""
+    launches: dict[str, Any] = field(default_factory=dict)
+    """Arguments that kernels reuse from step to step: tensors do not move, and statistics do not change. Inputs over the same storage may
+    share them, whatever their rows, tables and lengths."""
     arguments: tuple[list[Tensor], list[Tensor], list[Tensor], list[int], int, int] = field(init=False)
     """Arguments of torch operators: the table, planes and statistics; `rows` and `lengths`; sinks and ring; indices of the codecs;
     `max_length` and `tokens` (-1: None)."""
@@ -109,7 +116,7 @@ class PagedInputs:
         pool = [pages.table]
         for kind, sides in (("each", pages.planes), ("once", pages.statistics)):
             for codec, side, x in zip(pages.codecs, sides, self.ring, strict=True):
-                pool += [side[buffer.name] for buffer in codec.buffers(x.shape[3]) if buffer.tokens == kind]
+                pool += [side[name] for name in names(codec, x.shape[3], kind)]
         numbers = [number(codec) for codec in pages.codecs]
         tokens = -1 if self.tokens is None else self.tokens
         self.arguments = pool, [self.rows, pages.lengths], [*self.sinks, *self.ring], numbers, self.max_length, tokens
@@ -122,7 +129,7 @@ class PagedInputs:
         key, value = (CODECS[n] for n in numbers)
         left = iter(pool[1:])
         sides = [
-            {b.name: next(left) for b in codec.buffers(x.shape[3]) if b.tokens == kind}
+            {name: next(left) for name in names(codec, x.shape[3], kind)}
             for kind in ("each", "once")
             for codec, x in zip((key, value), exact[2:], strict=True)
         ]
@@ -267,11 +274,57 @@ def _put(plane: Tensor, slots: Tensor, new: Tensor) -> None:
     plane[index] = torch.where(stored, new, torch.where(stored.any(), new[first], plane[index]))
 
 
+def store_rows(x: Pair, ring: Pair, ring_slots: Tensor, sinks: Pair, sink_slots: Tensor) -> None:
+    """Copies keys and values `[1, H, T, D]` into the slots of rings `[F, H, R, D]` and of sinks `[E, H, S, D]`, `S` may be 0.
+
+    `ring_slots`, `sink_slots`: `row * R + slot` and `row * S + slot` of each token, int64 `[T]`; negative for tokens that are not stored.
+    """
+    for places, slots in ((ring, ring_slots), (sinks, sink_slots)):
+        for place, side in zip(places, x, strict=True):
+            if place.shape[2]:
+                _put(place.transpose(1, 2), slots, side[0].transpose(0, 1))
+
+
 def dequantize_pages(pages: Pages, out: Pair, begin: int = 0) -> None:
     """Writes keys and values `begin` to `begin + T` of each row into `out` `[B, H, T, D]`, and zeros beyond a row's length."""
     for side, x in enumerate(out):
         codes, exists = pages.gather(side, x.shape[2], begin)
         x.copy_(pages.codecs[side].dequantize(codes, x.shape[3], x.dtype).masked_fill(~exists[..., None], 0))
+
+
+GATHER_TILE = 64
+"""Tokens of a tile of `gather_rows`."""
+
+
+def gather_tiles(lengths: Sequence[int]) -> list[int]:
+    """Tiles of rows of these lengths in tokens: for each its row, and its first token in that row."""
+    return [n for row, length in enumerate(lengths) for at in range(0, length, GATHER_TILE) for n in (row, at)]
+
+
+def gather_rows(inputs: PagedInputs, new: Pair, starts: tuple[Tensor, Tensor], tiles: Tensor, out: Pair) -> None:
+    """Writes all tokens of rows of different lengths, one row after another, in the model's dtype: of each row sinks, quantized tokens, the
+    tokens of the ring and, after these, its new tokens.
+
+    Args:
+        inputs: its heads share the pages of a row.
+        new: keys and values `[1, H, N, D]`, those of one row after another.
+        starts: the first token of each row in `new` and in `out`, int32 `[B + 1]` each; the last entries are the tokens of all rows.
+        tiles: int32 `[M, 2]`, `gather_tiles` of the rows' tokens in `out`, for kernels.
+        out: keys and values `[1, H, T, D]`.
+    """
+    pages, (news, places) = inputs.pages, (x.tolist() for x in starts)
+    for b, ((begin, sink_row, sinks, ring_row, start, count), length) in enumerate(
+        zip(inputs.rows.tolist(), pages.lengths.tolist(), strict=True)
+    ):
+        row = Pages(*pages.codecs, pages.planes, pages.statistics, pages.table[b : b + 1], pages.lengths[b : b + 1])
+        order = torch.arange(start, start + count, device=inputs.rows.device) % max(inputs.slots[2], 1)
+        quantized = max(length - begin, 0)
+        dense = tuple(x.new_empty(1, x.shape[1], quantized, x.shape[3]) for x in out)
+        if quantized:
+            dequantize_pages(row, dense, begin)  # type: ignore[arg-type]
+        for x, sink, middle, ring, last in zip(out, inputs.sinks, dense, inputs.ring, new, strict=True):
+            parts = sink[sink_row, :, :sinks], middle[0], ring[ring_row][:, order], last[0, :, news[b] : news[b + 1]]
+            x[0, :, places[b] : places[b + 1]] = torch.cat(parts, dim=1)
 
 
 STATE = TICKET, DROPPED, ROOM = range(3)

@@ -84,11 +84,18 @@ CODECS: list[Codec] = []
 """Codecs in use. They are few; equal ones share one index for the life of the process."""
 
 
+@functools.cache
 def number(codec: Codec) -> int:
     """The index of `codec` in `CODECS`: operators of torch cannot take a codec."""
     if codec not in CODECS:
         CODECS.append(codec)
     return CODECS.index(codec)
+
+
+@functools.cache
+def names(codec: Codec, head_dim: int, tokens: str) -> tuple[str, ...]:
+    """Its buffers that are kept for "each" token, or "once"."""
+    return tuple(buffer.name for buffer in codec.buffers(head_dim) if buffer.tokens == tokens)
 
 
 @dataclass(eq=False)
@@ -228,8 +235,9 @@ class AttentionInputs:
     exact       and keys and values of the sinks, then of the residual, `[B, H, T, D]` each, any of them without tokens
     buffers     the storage of `region` and `exact`, where it counts its tokens on the device
     joined      keys and values `[B, H, T, D]` of sinks and residual in one tensor each, where they are contiguous in memory
-    paged       `PagedInputs` in place of `region` and `exact`, where each head has pages of its own. It leaves out columns without a token;
-                attention over `key` and `value` needs a mask for each head then
+    paged       `PagedInputs` in place of `region` and `exact`, where each head has pages of its own, with a slot for each of these; of
+                `key` and `value`, the quantized tokens are as many as the longest head has. It leaves out slots without a token; attention
+                over `key` and `value` needs a mask for each head then
     """
 
     key: KeysOrValues

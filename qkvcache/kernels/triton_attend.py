@@ -18,6 +18,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .triton_dequantize import scales_of
 from .triton_math import exp2, inverse, log2
 from .triton_scales import group_scales, scale_of_plane, scaled, token_scale
 from .triton_sum_splits import EXACT_GRAIN, REGION_GRAIN, keep
@@ -38,56 +39,34 @@ def _channel(X: tl.constexpr, WORDS: tl.constexpr, word, i: tl.constexpr):
 
 
 @triton.jit
-def _tile_of_keys(
-    X: tl.constexpr, WORDS: tl.constexpr, WIDE: tl.constexpr, first: tl.constexpr, codes, high, shifts, page, slot, ARCH: tl.constexpr
-):
-    """Words `first` to `first + WIDE` of the keys `slot`, int [T], as a tuple of X.per planes [T, WIDE], fp16 (the model's dtype for
-    `half`).
-
-    `codes`: words of 16 bits [slots, WORDS] and `high`: [slots, WORDS / 2] of one head, at `page[0]` and `page[1]` elements from there;
-    `shifts`: int16 [32, words], see `tables.py`."""
-    KIND: tl.constexpr = X.kind
-    j = tl.arange(0, WIDE)
-    word = first + j
-    at = page[0] + slot[:, None] * WORDS + word[None, :]
-    if WORDS % WIDE == 0:
-        w = tl.load(codes + at)
-    else:
-        w = tl.load(codes + at, mask=word[None, :] < WORDS, other=0)
-    if X.high:
-        HALF: tl.constexpr = WORDS // 2
-        h = tl.load(high + (page[1] + slot[:, None] * HALF + (word % HALF)[None, :]))
-        # By eight bytes, which come through L1: by sixteen they would not, and all programs would wait for the same lines of L2.
-        shift = tl.load(shifts + tl.max_contiguous((slot % 32)[:, None] * WIDE + word[None, :], [1, 4]))
-        return unpack(KIND, w, h, shift, ARCH)
-    else:
-        return unpack(KIND, w, w, w, ARCH)
-
-
-@triton.jit
-def _tile_of_values(
-    X: tl.constexpr, WORDS: tl.constexpr, WIDE: tl.constexpr, first: tl.constexpr, codes, high, shifts, page, slot, valid,
+def _tile(
+    X: tl.constexpr, WORDS: tl.constexpr, WIDE: tl.constexpr, first: tl.constexpr, planes, slot, valid, AXIS: tl.constexpr,
     TAIL: tl.constexpr, ARCH: tl.constexpr,
 ):  # fmt: skip
-    """As `_tile_of_keys`, but planes [WIDE, T]: loaded transposed, which costs ldmatrix nothing. With TAIL, tokens that are not `valid`,
-    bool [T], read as 0."""
+    """Words `first` to `first + WIDE` of the tokens `slot`, int [T], as a tuple of X.per planes, fp16 (the model's dtype for `half`): [T,
+    WIDE] with AXIS 0, as keys are multiplied, and [WIDE, T] with 1, loaded transposed, which costs ldmatrix nothing.
+
+    `planes`: words of 16 bits [slots, WORDS], of high bits [slots, WORDS / 2], shifts int16 [32, words] (`tables.py`), and how many
+    elements from there the words and the high bits of the head begin. With TAIL, tokens that are not `valid`, bool [T], read as 0."""
+    codes, high, shifts, page = planes
     KIND: tl.constexpr = X.kind
-    j = tl.arange(0, WIDE)
-    word = first + j
-    at = page[0] + slot[None, :] * WORDS + word[:, None]
+    word = first + tl.arange(0, WIDE)
+    at = tl.expand_dims(slot, 1 - AXIS)
+    w = tl.expand_dims(word, AXIS)
     if TAIL:  # what lies beyond the end may be nan, and nan times a weight of 0 is nan
-        w = tl.load(codes + at, mask=(word[:, None] < WORDS) & valid[None, :], other=0)
+        low = tl.load(codes + (page[0] + at * WORDS + w), mask=(w < WORDS) & tl.expand_dims(valid, 1 - AXIS), other=0)
     elif WORDS % WIDE == 0:
-        w = tl.load(codes + at)
+        low = tl.load(codes + (page[0] + at * WORDS + w))
     else:
-        w = tl.load(codes + at, mask=word[:, None] < WORDS, other=0)
+        low = tl.load(codes + (page[0] + at * WORDS + w), mask=w < WORDS, other=0)
     if X.high:
         HALF: tl.constexpr = WORDS // 2
-        h = tl.load(high + (page[1] + slot[None, :] * HALF + (word % HALF)[:, None]))
-        shift = tl.load(shifts + tl.max_contiguous((slot % 32)[None, :] * WIDE + word[:, None], [4, 1]))
-        return unpack(KIND, w, h, shift, ARCH)
+        h = tl.load(high + (page[1] + at * HALF + w % HALF))
+        # By eight bytes, which come through L1: by sixteen they would not, and all programs would wait for the same lines of L2.
+        shift = tl.load(shifts + tl.max_contiguous(at % 32 * WIDE + w, [1, 4] if AXIS == 0 else [4, 1]))
+        return unpack(KIND, low, h, shift, ARCH)
     else:
-        return unpack(KIND, w, w, w, ARCH)
+        return unpack(KIND, low, low, low, ARCH)
 
 
 @triton.jit
@@ -132,20 +111,26 @@ def _hides(mask, begin, end, mask_stride):
 
 @triton.jit
 def _region_tile(
-    K: tl.constexpr, V: tl.constexpr, KW: tl.constexpr, VW: tl.constexpr, KT: tl.constexpr, VT: tl.constexpr,
-    K_ONCE: tl.constexpr, V_ONCE: tl.constexpr, TAIL: tl.constexpr, SOFTCAP: tl.constexpr, MASK: tl.constexpr, ARCH: tl.constexpr,
-    state, q, q_scale, q_sum, q_center, k_codes, k_high, k_shifts, k_scales, v_codes, v_high, v_shifts, v_scales, k_page, v_page, slot,
-    valid, mask, mask_rows, mask_stride, column, hides, oldest, softcap, WINDOW: tl.constexpr, weights, tops, place, count, ATTENTION_SUMS:
-    tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, K_ONCE: tl.constexpr, V_ONCE: tl.constexpr, TAIL: tl.constexpr,
+    SOFTCAP: tl.constexpr, MASK: tl.constexpr, WINDOW: tl.constexpr, ARCH: tl.constexpr, ATTENTION_SUMS: tl.constexpr,
+    state, queries, k_planes, k_scales, v_planes, v_scales, slot, valid, visible, hides, column, weights, tops, place, count,
 ):  # fmt: skip
     """Adds one tile of T quantized tokens, `slot` int [T], to `state`: running maximum fp32 [R], normaliser fp32 [T, R], constant part of
     the output fp32 [T or 16, R], and a tuple of the planes of the output, fp32 [VT, R] each. Returns the new state.
 
-    q        a tuple of planes [KT, R], with `q_scale`, `q_sum`, `q_center` from `_query_planes`
-    k_codes  and all planes of a head: as of `_tile_of_keys`; k_scales: as of `triton_scales.py`; K_ONCE: one scale serves all tokens
-    valid    bool [T], read with TAIL; column: int [T], columns in the mask; oldest: int [R], the first column in the window
+    queries  as `_query_planes` returns them
+    k_planes   as of `_tile`, of a head; k_scales as of `triton_scales.py`; K_ONCE: one scale serves all tokens; v_planes, v_scales, V_ONCE:
+               the same of values
+    valid    bool [T], read with TAIL; column: int [T], columns in the mask
+    visible  as of `_exact_tiles`; hides: as of `_masked`
     weights  scratch of the program's rows (`keep`), `count` tokens from slot `place` on
     """
+    q, q_scale, q_sum, q_center = queries
+    mask, mask_rows, mask_stride, _, oldest, softcap = visible
+    KW: tl.constexpr = D // K.per
+    VW: tl.constexpr = DV // V.per
+    KT: tl.constexpr = _words_of_tile(K, D)
+    VT: tl.constexpr = _words_of_tile(V, DV)
     m, l, z, acc = state
     KN: tl.constexpr = (KW + KT - 1) // KT
     VN: tl.constexpr = (VW + VT - 1) // VT
@@ -158,7 +143,7 @@ def _region_tile(
     if K.group > 0:
         k_by_group = group_scales(K, KW, k_scales, slot, ARCH)
     for c in tl.static_range(KN):
-        planes = _tile_of_keys(K, KW, KT, c * KT, k_codes, k_high, k_shifts, k_page, slot, ARCH)
+        planes = _tile(K, KW, KT, c * KT, k_planes, slot, valid, 0, False, ARCH)
         for i in tl.static_range(KP):
             k = planes[i]
             if K.group > 0:
@@ -200,7 +185,7 @@ def _region_tile(
         w = tl.where(valid[:, None], w, 0.0)
     p = w.to(tl.float16)
     if V.kind == "half":
-        p = w.to(v_codes.dtype.element_ty)
+        p = w.to(v_planes[0].dtype.element_ty)
     if PER_TOKEN:
         unscale = inverse(scale, ARCH)
         l = l * shrink[None, :] + w * unscale[:, None]
@@ -222,7 +207,7 @@ def _region_tile(
     if V.group > 0:
         v_by_group = group_scales(V, VW, v_scales, slot, ARCH)
     for c in tl.static_range(VN):
-        planes = _tile_of_values(V, VW, VT, c * VT, v_codes, v_high, v_shifts, v_page, slot, valid, TAIL, ARCH)
+        planes = _tile(V, VW, VT, c * VT, v_planes, slot, valid, 1, TAIL, ARCH)
         for i in tl.static_range(VP):
             v = planes[i]
             if V.group > 0:
@@ -236,19 +221,23 @@ def _region_tile(
 
 @triton.jit
 def _exact_tiles(
-    D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr, T: tl.constexpr, SOFTCAP: tl.constexpr, MASK: tl.constexpr,
-    ARCH: tl.constexpr, WINDOW: tl.constexpr, CAUSAL: tl.constexpr, RING: tl.constexpr,
-    state, q, q_scale, keys, key_stride, values, value_stride, tokens, start, newest, oldest, mask, mask_rows, mask_stride, softcap,
-    weights, tops, oldest_slot, count, ATTENTION_SUMS: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, T: tl.constexpr, SOFTCAP: tl.constexpr, MASK: tl.constexpr, WINDOW: tl.constexpr,
+    CAUSAL: tl.constexpr, RING: tl.constexpr, ARCH: tl.constexpr, ATTENTION_SUMS: tl.constexpr,
+    state, q, q_scale, keys, key_stride, values, value_stride, tokens, start, visible, weights, tops, oldest_slot, count,
 ):  # fmt: skip
     """Adds tokens in the model's dtype to `state`: running maximum and normaliser, fp32 [R] each, and output, fp32 [DVP, R]. Returns it.
 
     q        [DP, R] model dtype; `q_scale` fp32 [R]
     keys     [tokens, D], a token `key_stride` elements from the next; values [tokens, DV]: value_stride
-    start    column of the first token; newest, oldest: int [R], the columns that a query row sees at most, read if CAUSAL and WINDOW
+    start    column of the first token
+    visible  mask, `mask_rows` and `mask_stride` as of `_masked`; newest and oldest, int [R], the columns that a query row sees at most,
+             read if CAUSAL and WINDOW; softcap
     RING     whether tokens are the `count` of a ring of `tokens` slots from `oldest_slot` on
     weights, tops   scratch from the zone's first slot on
     """
+    mask, mask_rows, mask_stride, newest, oldest, softcap = visible
+    DP: tl.constexpr = max(triton.next_power_of_2(D), 16)
+    DVP: tl.constexpr = max(triton.next_power_of_2(DV), 16)
     m, l, acc = state
     t = tl.arange(0, T)
     d = tl.arange(0, DP)
@@ -417,212 +406,53 @@ def _tiles_of_split(span, many, least, T: tl.constexpr):
 # What changes from step to step, or call to call, must not compile the kernel anew.
 @triton.jit(
     do_not_specialize=[
-        "scaling", "softcap", "window", "chunks", "n_sinks", "n_quantized", "n_residual", "split_tokens", "heads", "queries",
-        "mask_stride_b", "mask_stride_h", "mask_stride_q", "mask_stride_t", "slots", "grains",
+        "scaling", "softcap", "window", "chunks", "n_sinks", "n_quantized", "n_residual", "least", "heads", "queries", "table_b", "table_h",
+        "lengths_b", "lengths_h", "mask_b", "mask_h", "mask_q", "mask_t",
     ]
 )  # fmt: skip
 def attend_kernel(
-    query, region_query, rotation, signs, table, k_codes, k_high, k_shifts, k_scales, v_codes, v_high, v_shifts, v_scales,
-    sinks_k, sinks_v, residual_k, residual_v, mask, k_center, part, maxima, sums, weights, tops,
-    counts, q_stride_b, q_stride_h, q_stride_q, sinks_stride_b, sinks_stride_h, sinks_stride_t,
-    sinks_v_stride_b, sinks_v_stride_h, sinks_v_stride_t,
-    residual_stride_b, residual_stride_h, residual_stride_t, residual_v_stride_b, residual_v_stride_h, residual_v_stride_t,
-    mask_stride_b, mask_stride_h, mask_stride_q, mask_stride_t,
-    scaling, softcap, window, chunks, n_sinks, n_quantized, n_residual, split_tokens, heads, queries, slots, grains,
-    K: tl.constexpr, V: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, G: tl.constexpr, R: tl.constexpr,
-    T: tl.constexpr, TX: tl.constexpr, K_SHARED: tl.constexpr, V_SHARED: tl.constexpr, K_ONCE: tl.constexpr, V_ONCE: tl.constexpr,
-    SOFTCAP: tl.constexpr, MASK: tl.constexpr, WINDOW: tl.constexpr, CAUSAL: tl.constexpr, ARCH: tl.constexpr,
-    EXACT: tl.constexpr, TURN: tl.constexpr, ATTENTION_SUMS: tl.constexpr, COUNTED: tl.constexpr,
-):  # fmt: skip
-    """Attention of `queries` queries over sinks, a quantized region and the residual (`segments.AttentionInputs`), split over programs.
-
-    Grid (splits, blocks of R query rows, B * H); with EXACT, split 0 is that of the exact tokens. Strides are in elements. Channels are
-    contiguous. Query row `r` of a KV head is query `r % queries` of query head `h * G + r // queries`.
-
-    query          [B, H * G, queries, D] model dtype               q_stride_b, q_stride_h, q_stride_q
-    region_query   the same; or fp32 and rotated beforehand, with the strides of `query`
-    rotation       fp16 [KT, KT], signs fp32 [D]: `tables.Tables`; read if K.rotated
-    table          int64 [chunks, 8]: `QuantizedRegion.table`
-    k_codes, v_codes     [B, H, slots, words] of the first chunk, words of 16 bits (`half`: the model's dtype), contiguous
-    k_high, v_high       int16 [B, H, slots, words / 2] likewise, and k_shifts, v_shifts int16 [32, words]; read if a layout has high bits
-    k_scales, v_scales   [B, H, slots, scales of a token] likewise; [B, 1, ..] if K_SHARED or V_SHARED, [.., 1, ..] if K_ONCE or V_ONCE
-    sinks_k, sinks_v     [B, H, n_sinks, D] and [.., DV] model dtype: sinks_stride_b, _h, _t and sinks_v_stride_b, _h, _t
-    residual_k, residual_v   [B, H, n_residual, D] and [.., DV]: residual_stride_b, _h, _t and residual_v_stride_b, _h, _t
-    mask           uint8 (0: hidden) or additive, [B, H * G, queries, columns]: mask_stride_b, _h, _q, _t; MASK as of `_masked`
-    k_center       fp32 [B, H, D], contiguous; read if K.centered
-    part           fp32 [B * H, blocks, splits, R, DV]; maxima, sums fp32 [B * H, blocks, splits, R]; contiguous
-    weights, tops  scratch [B * H, blocks, slots or grains, ATTENTION_SUMS], `triton_sum_splits.py`; ATTENTION_SUMS 0: none
-    counts         int32 [4 + 2 B], `Buffers.state`, read if COUNTED, the least of a split in tokens: then it counts tokens and chunks,
-                   `n_sinks` and `n_residual` are slots, and `n_quantized`, `chunks` and `split_tokens` are not read
-    scaling, softcap   factor and cap of scores                     window   tokens that a query sees, read if WINDOW
-    chunks         chunks of the region                             n_sinks, n_quantized, n_residual   tokens, the same for all rows
-    split_tokens   quantized tokens of a split, a multiple of T     heads    H
-    TX             exact tokens of a tile                           TURN     factor of the rotation
-    CAUSAL         whether the last `queries` tokens are the queries' own
-    """
-    split = tl.program_id(0)
-    block = tl.program_id(1)
-    bh = tl.program_id(2)
-    splits = tl.num_programs(0)
-    b = bh // heads
-    h = bh % heads
-    KW: tl.constexpr = D // K.per
-    VW: tl.constexpr = DV // V.per
-    KT: tl.constexpr = _words_of_tile(K, D)
-    VT: tl.constexpr = _words_of_tile(V, DV)
-
-    r = block * R + tl.arange(0, R)
-    live = r < G * queries
-    row = tl.minimum(r, G * queries - 1)
-    head = h * G + row // queries
-    number = row % queries
-    total = n_sinks + n_quantized + n_residual
-    oldest_slot = 0
-    in_ring = n_residual
-    if COUNTED > 0:
-        total = tl.load(counts + 4 + 2 * b)
-        n_quantized = tl.load(counts + 5 + 2 * b)
-        chunks = tl.load(counts + 3)
-        n_sinks = tl.minimum(n_sinks, total)
-        oldest_slot = n_quantized % n_residual
-        in_ring = total - n_sinks - n_quantized
-        split_tokens = _tiles_of_split(n_quantized, tl.maximum(splits - EXACT, 1), COUNTED, T)
-    newest = total - queries + number
-    oldest = newest - window + 1
-    if MASK == "row":
-        mask += b * mask_stride_b
-    mask_rows = b * mask_stride_b + head * mask_stride_h + number * mask_stride_q
-    out = part + ((bh * tl.num_programs(1) + block).to(tl.int64) * splits + split) * (R * DV)
-    m = tl.full([R], HIDDEN, tl.float32)
-    q_rows = b.to(tl.int64) * q_stride_b + head * q_stride_h + number * q_stride_q
-    log2e = 1.0 if SOFTCAP else LOG2E
-    if ATTENTION_SUMS > 0:
-        panel = (bh * tl.num_programs(1) + block).to(tl.int64)
-        weights += panel * slots * ATTENTION_SUMS
-        tops += panel * grains * ATTENTION_SUMS
-
-    if EXACT and split == 0:
-        DP: tl.constexpr = max(triton.next_power_of_2(D), 16)
-        DVP: tl.constexpr = max(triton.next_power_of_2(DV), 16)
-        d = tl.arange(0, DP)
-        x_query = tl.load(query + q_rows[None, :] + d[:, None], mask=(d < D)[:, None] & live[None, :], other=0.0)
-        x_scale = tl.full([R], 1.0, tl.float32) * scaling * log2e
-        exact = (m, tl.zeros([R], tl.float32), tl.zeros([DVP, R], tl.float32))
-        if ATTENTION_SUMS > 0:
-            weights += tl.cdiv(n_quantized, REGION_GRAIN) * REGION_GRAIN * ATTENTION_SUMS
-            tops += tl.cdiv(n_quantized, REGION_GRAIN) * ATTENTION_SUMS
-        exact = _exact_tiles(
-            D, DV, DP, DVP, TX, SOFTCAP, MASK, ARCH, WINDOW, CAUSAL, False, exact, x_query, x_scale,
-            sinks_k + b.to(tl.int64) * sinks_stride_b + h * sinks_stride_h, sinks_stride_t,
-            sinks_v + b.to(tl.int64) * sinks_v_stride_b + h * sinks_v_stride_h, sinks_v_stride_t,
-            n_sinks, 0, newest, oldest, mask, mask_rows, mask_stride_t, softcap, weights, tops, oldest_slot, in_ring,
-            ATTENTION_SUMS,
-        )  # fmt: skip
-        if ATTENTION_SUMS > 0:
-            weights += tl.cdiv(n_sinks, EXACT_GRAIN) * EXACT_GRAIN * ATTENTION_SUMS
-            tops += tl.cdiv(n_sinks, EXACT_GRAIN) * ATTENTION_SUMS
-        exact = _exact_tiles(
-            D, DV, DP, DVP, TX, SOFTCAP, MASK, ARCH, WINDOW, CAUSAL, COUNTED > 0, exact, x_query, x_scale,
-            residual_k + b.to(tl.int64) * residual_stride_b + h * residual_stride_h, residual_stride_t,
-            residual_v + b.to(tl.int64) * residual_v_stride_b + h * residual_v_stride_h, residual_v_stride_t,
-            n_residual, n_sinks + n_quantized, newest, oldest, mask, mask_rows, mask_stride_t, softcap, weights, tops, oldest_slot, in_ring,
-            ATTENTION_SUMS,
-        )  # fmt: skip
-        m, l, x_out = exact
-        e = tl.arange(0, DVP)
-        tl.store(out + tl.arange(0, R)[None, :] * DV + e[:, None], x_out, mask=(e < DV)[:, None] & live[None, :])
-    else:
-        q, q_scale, q_sum, q_center = _query_planes(
-            K, KW, KT, D, G, TURN, ARCH, SOFTCAP, region_query, q_rows, live, rotation, signs, k_center + bh * D, scaling
-        )
-        state = _empty_state(m, V, VW, VT, T)
-        begin = tl.multiple_of((split - 1 if EXACT else split) * split_tokens, T)
-        end = tl.minimum(begin + split_tokens, n_quantized)
-        if WINDOW:
-            begin = tl.maximum(begin, (total - queries - window + 1 - n_sinks) // T * T)
-        hides = _hides(mask, n_sinks + begin, n_sinks + end, mask_stride_t) if MASK == "row" else False
-        t = tl.arange(0, T)
-        plane = bh.to(tl.int64)
-        kb = b.to(tl.int64) if K_SHARED else plane
-        vb = b.to(tl.int64) if V_SHARED else plane
-        KG: tl.constexpr = D // K.group if K.group > 0 else (2 if K.scale == "pair" else 1)
-        VG: tl.constexpr = DV // V.group if V.group > 0 else (2 if V.scale == "pair" else 1)
-        for chunk in range(chunks):
-            start = tl.load(table + chunk * 8).to(tl.int32)
-            capacity = tl.multiple_of(tl.load(table + chunk * 8 + 1), 32)
-            low = tl.maximum(begin, start) - start
-            high = tl.minimum(end, start + capacity.to(tl.int32)) - start
-            k_slots = 1 if K_ONCE else capacity
-            v_slots = 1 if V_ONCE else capacity
-            kc = k_codes + (tl.multiple_of(tl.load(table + chunk * 8 + 2), 16) + plane * capacity * KW)
-            kh = k_high + (tl.multiple_of(tl.load(table + chunk * 8 + 3), 16) + plane * capacity * (KW // 2))
-            ks = k_scales + (tl.multiple_of(tl.load(table + chunk * 8 + 4), 16) + kb * k_slots * KG)
-            vc = v_codes + (tl.multiple_of(tl.load(table + chunk * 8 + 5), 16) + plane * capacity * VW)
-            vh = v_high + (tl.multiple_of(tl.load(table + chunk * 8 + 6), 16) + plane * capacity * (VW // 2))
-            vs = v_scales + (tl.multiple_of(tl.load(table + chunk * 8 + 7), 16) + vb * v_slots * VG)
-            whole = low + tl.maximum(high - low, 0) // T * T
-            for token in range(low, whole, T):
-                slot = token + t
-                state = _region_tile(
-                    K, V, KW, VW, KT, VT, K_ONCE, V_ONCE, False, SOFTCAP, MASK, ARCH, state, q, q_scale, q_sum, q_center,
-                    kc, kh, k_shifts, ks, vc, vh, v_shifts, vs, (0, 0), (0, 0), slot, t >= 0, mask, mask_rows, mask_stride_t,
-                    n_sinks + start + token + t, hides, oldest, softcap, WINDOW, weights, tops, start + token, T, ATTENTION_SUMS,
-                )  # fmt: skip
-            if whole < high:
-                slot = whole + t
-                column = tl.minimum(start + whole + t, start + high - 1) + n_sinks
-                state = _region_tile(
-                    K, V, KW, VW, KT, VT, K_ONCE, V_ONCE, True, SOFTCAP, MASK, ARCH, state, q, q_scale, q_sum, q_center,
-                    kc, kh, k_shifts, ks, vc, vh, v_shifts, vs, (0, 0), (0, 0), slot, whole + t < high,
-                    mask, mask_rows, mask_stride_t, column, hides, oldest, softcap, WINDOW, weights, tops,
-                    start + whole, high - whole, ATTENTION_SUMS,
-                )  # fmt: skip
-        m, l = _store_region(out, state, live, V, DV, VW, VT)
-    entry = (bh * tl.num_programs(1) + block) * splits * R + split * R + tl.arange(0, R)
-    tl.store(maxima + entry, m)
-    tl.store(sums + entry, l)
-
-
-@triton.jit(
-    do_not_specialize=[
-        "scaling", "softcap", "window", "sink_slots", "ring_slots", "least", "heads", "queries", "table_b", "table_h", "lengths_b",
-        "lengths_h", "mask_b", "mask_h", "mask_q", "mask_t", "max_length",
-    ]
-)  # fmt: skip
-def attend_pages_kernel(
-    query, region_query, rotation, signs, table, lengths, rows, k_planes, v_planes, exact, mask, part, maxima, sums, weights, tops,
+    query, region_query, rotation, signs, table, counts, lengths, k_planes, v_planes, exact, mask, part, maxima, sums, weights, tops,
     query_b, query_h, query_q, table_b, table_h, lengths_b, lengths_h, k_strides, v_strides, exact_strides, mask_b, mask_h, mask_q, mask_t,
-    scaling, softcap, window, sink_slots, ring_slots, max_length, least, heads, queries,
+    scaling, softcap, window, chunks, n_sinks, n_quantized, n_residual, least, heads, queries,
     K: tl.constexpr, V: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, G: tl.constexpr, R: tl.constexpr, T: tl.constexpr,
-    TX: tl.constexpr, PAGE: tl.constexpr, K_ONCE: tl.constexpr, V_ONCE: tl.constexpr, SOFTCAP: tl.constexpr, MASK: tl.constexpr,
-    WINDOW: tl.constexpr, CAUSAL: tl.constexpr, ARCH: tl.constexpr, EXACT: tl.constexpr, TURN: tl.constexpr, ATTENTION_SUMS: tl.constexpr,
-    WIDE: tl.constexpr,
+    TX: tl.constexpr, PAGE: tl.constexpr, COUNTED: tl.constexpr, K_SHARED: tl.constexpr, V_SHARED: tl.constexpr, K_ONCE: tl.constexpr,
+    V_ONCE: tl.constexpr, SOFTCAP: tl.constexpr, MASK: tl.constexpr, WINDOW: tl.constexpr, CAUSAL: tl.constexpr, ARCH: tl.constexpr,
+    EXACT: tl.constexpr, TURN: tl.constexpr, ATTENTION_SUMS: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Attention of `queries` queries over sinks, pages and a ring (`pages.PagedInputs`), split over programs.
+    """Attention of `queries` queries over sinks, quantized tokens and a residual, split over programs. PAGE: tokens of a page, for
+    `pages.PagedInputs`; 0: the quantized tokens are in chunks (`segments.AttentionInputs`).
 
     Grid (splits, blocks of R query rows, B * H); with EXACT, split 0 is that of the exact tokens. Strides are in elements, words of 16 bits
-    for packed codes. Channels are contiguous.
+    for packed codes. Channels are contiguous. Query row `r` of a KV head is query `r % queries` of query head `h * G + r // queries`.
 
     query          [B, H * G, queries, D] model dtype              query_b, query_h, query_q
     region_query   the same; or fp32 and rotated beforehand, with the strides of `query`
     rotation       fp16 [KT, KT], signs fp32 [D]: `tables.Tables`; read if K.rotated
-    table          int32 [B, P] or [B, H, P]                       table_b, table_h (0: all heads share)
-    lengths        int32 [B] or [B, H], tokens in the pages        lengths_b, lengths_h (0: all heads share)
-    rows           int32 [B, 6], contiguous: `pages.COLUMNS`
-    k_planes       codes [N, H', PAGE, words], high bits int16 [N, H', PAGE, words / 2], scales [N, H', PAGE, groups] or [B, H'] if K_ONCE,
-                   mean fp32 [B, H, D], and shifts int16 [32, words] of high bits; what a codec has not is not read
-    k_strides      of pages and of heads, for codes, high bits and scales (of rows and heads if K_ONCE); of rows and heads, for the mean
-    v_planes, v_strides   the same of values, with V_ONCE
-    exact          sinks [E, H, sink_slots, D] and [.., DV], ring [F, H, ring_slots, D] and [.., DV]: keys, values, keys, values
-    exact_strides  of rows, heads and tokens, for each of the four
+    table          of pages: int32 [B, P] or [B, H, P]: table_b, table_h (0: all heads share); of chunks: int64 [chunks, 8],
+                   `QuantizedRegion.table`
+    counts         of pages: int32 [B, 6], contiguous, `pages.COLUMNS`; COUNTED: `Buffers.state`
+    lengths        of pages: int32 [B] or [B, H], tokens in the pages: lengths_b, lengths_h (0: all heads share); COUNTED: int32 [B, 2],
+                   contiguous, `Buffers.lengths`
+    k_planes       codes [B, H, slots, words] of the first chunk, words of 16 bits (`half`: the model's dtype), contiguous; high bits int16
+                   [B, H, slots, words / 2] and scales [B, H, slots, scales of a token] likewise, these [B, 1, ..] if K_SHARED, [.., 1, ..]
+                   if K_ONCE; of pages: codes [N, H', PAGE, words] and so on, but scales [B, H'] if K_ONCE; mean fp32 [B, H, D]; shifts
+                   int16 [32, words] of high bits. What a codec has not is not read
+    k_strides      of the mean, over rows and heads; of pages, before it: over pages and heads of codes, high bits and scales (over rows and
+                   heads if K_ONCE)
+    v_planes, v_strides   the same of values, with V_SHARED and V_ONCE
+    exact          sinks [E, H, S, D] and [.., DV], residual [F, H, .., D] and [.., DV]: keys, values, keys, values; E and F are B but for
+                   pages
+    exact_strides  over rows, heads and tokens, for each of the four
     mask           uint8 (0: hidden) or additive, [B, H * G, queries, columns]: mask_b, mask_h, mask_q, mask_t; MASK as of `_masked`
     part           fp32 [B * H, blocks, splits, R, DV]; maxima, sums fp32 [B * H, blocks, splits, R]; contiguous
     weights, tops  scratch [B * H, blocks, slots or grains, ATTENTION_SUMS], `triton_sum_splits.py`; ATTENTION_SUMS 0: none
     scaling, softcap   factor and cap of scores                    window   tokens that a query sees, read if WINDOW
-    max_length     bound on `lengths`                              least    of a split, in tokens: a multiple of T
+    n_sinks, n_quantized, n_residual   tokens, the same for all rows; of pages and COUNTED: slots of sinks and of a ring, and a bound on
+                   quantized tokens, which the device counts
+    chunks         chunks of the region, unless COUNTED            least    of a split, in tokens: a multiple of T
     TX             exact tokens of a tile                          TURN     factor of the rotation
     CAUSAL         whether the last `queries` tokens are the queries' own
-    WIDE           whether a plane of codes has 2^31 elements or more
+    WIDE           whether a plane of the codes of pages has 2^31 elements or more
     """
     split = tl.program_id(0)
     block = tl.program_id(1)
@@ -632,132 +462,180 @@ def attend_pages_kernel(
     h = bh % heads
     KW: tl.constexpr = D // K.per
     VW: tl.constexpr = DV // V.per
-    KT: tl.constexpr = _words_of_tile(K, D)
-    VT: tl.constexpr = _words_of_tile(V, DV)
+    RING: tl.constexpr = COUNTED or PAGE > 0
 
     r = block * R + tl.arange(0, R)
     live = r < G * queries
     row = tl.minimum(r, G * queries - 1)
     head = h * G + row // queries
     number = row % queries
-    first_token = tl.load(rows + b * 6)
-    n_sinks = tl.load(rows + b * 6 + 2)
-    in_ring = tl.load(rows + b * 6 + 5)
-    length = tl.load(lengths + b * lengths_b + h * lengths_h)
-    shift = n_sinks - first_token  # from places in the pages to columns
+    first_token, row_sinks, in_ring, length = 0, n_sinks, n_residual, n_quantized
+    if PAGE > 0:
+        first_token = tl.load(counts + b * 6)
+        row_sinks = tl.load(counts + b * 6 + 2)
+        in_ring = tl.load(counts + b * 6 + 5)
+        length = tl.load(lengths + b * lengths_b + h * lengths_h)
+    elif COUNTED:
+        in_row = tl.load(lengths + 2 * b)
+        length = tl.load(lengths + 2 * b + 1)
+        chunks = tl.load(counts + 3)
+        row_sinks = tl.minimum(n_sinks, in_row)
+        in_ring = in_row - row_sinks - length
+    shift = row_sinks - first_token  # from places among the quantized tokens to columns
     total = tl.maximum(length, first_token) + shift + in_ring
     newest = total - queries + number
     oldest = newest - window + 1
     if MASK == "row":
         mask += b * mask_b
     mask_rows = b * mask_b + head * mask_h + number * mask_q
-    many = splits - EXACT
+    visible = mask, mask_rows, mask_t, newest, oldest, softcap
     # The first tile begins at a multiple of T, so that no tile crosses a page.
     origin = first_token // T * T
-    each = _tiles_of_split(tl.maximum(length - origin, 0), tl.maximum(many, 1), least, T)
+    each = _tiles_of_split(tl.maximum(length - origin, 0), tl.maximum(splits - EXACT, 1), least, T)
     low = tl.multiple_of(origin + (split - EXACT) * each, T)
     high = tl.minimum(low + each, length)
     if WINDOW:
         low = tl.maximum(low, tl.maximum(total - queries - window + 1 - shift, 0) // T * T)
-    out = part + ((bh * tl.num_programs(1) + block).to(tl.int64) * splits + split) * (R * DV)
+    panel = (bh * tl.num_programs(1) + block).to(tl.int64)
+    out = part + (panel * splits + split) * (R * DV)
     m = tl.full([R], HIDDEN, tl.float32)
     l = tl.zeros([R], tl.float32)
     q_rows = b * query_b + head * query_h + number * query_q
-    log2e = 1.0 if SOFTCAP else LOG2E
     if ATTENTION_SUMS > 0:
-        region_slots = tl.cdiv(max_length, REGION_GRAIN) * REGION_GRAIN
-        padded_sinks = tl.cdiv(sink_slots, EXACT_GRAIN) * EXACT_GRAIN
-        slots = region_slots + padded_sinks + tl.cdiv(ring_slots, EXACT_GRAIN) * EXACT_GRAIN
-        grains = region_slots // REGION_GRAIN + (slots - region_slots) // EXACT_GRAIN
-        panel = (bh * tl.num_programs(1) + block).to(tl.int64)
-        weights += panel * slots * ATTENTION_SUMS
-        tops += panel * grains * ATTENTION_SUMS
+        region_grains = tl.cdiv(n_quantized, REGION_GRAIN)
+        sink_grains = tl.cdiv(n_sinks, EXACT_GRAIN)
+        exact_grains = sink_grains + tl.cdiv(n_residual, EXACT_GRAIN)
+        weights += panel * (region_grains * REGION_GRAIN + exact_grains * EXACT_GRAIN) * ATTENTION_SUMS
+        tops += panel * (region_grains + exact_grains) * ATTENTION_SUMS
 
     if EXACT and split == 0:
         DP: tl.constexpr = max(triton.next_power_of_2(D), 16)
         DVP: tl.constexpr = max(triton.next_power_of_2(DV), 16)
         d = tl.arange(0, DP)
         x_query = tl.load(query + q_rows[None, :] + d[:, None], mask=(d < D)[:, None] & live[None, :], other=0.0)
-        x_scale = tl.full([R], 1.0, tl.float32) * scaling * log2e
-        sink_row = tl.load(rows + b * 6 + 1).to(tl.int64)
-        ring_row = tl.load(rows + b * 6 + 3).to(tl.int64)
-        ring_start = tl.load(rows + b * 6 + 4)
-        state = (m, l, tl.zeros([DVP, R], tl.float32))
+        x_scale = tl.full([R], 1.0, tl.float32) * scaling * (1.0 if SOFTCAP else LOG2E)
+        sink_row, ring_row, oldest_slot = b, b, 0
+        if PAGE > 0:
+            sink_row = tl.load(counts + b * 6 + 1).to(tl.int64)
+            ring_row = tl.load(counts + b * 6 + 3).to(tl.int64)
+            oldest_slot = tl.load(counts + b * 6 + 4)
+        elif COUNTED:
+            oldest_slot = length % n_residual
         if ATTENTION_SUMS > 0:
-            weights += region_slots * ATTENTION_SUMS
-            tops += region_slots // REGION_GRAIN * ATTENTION_SUMS
+            weights += region_grains * REGION_GRAIN * ATTENTION_SUMS
+            tops += region_grains * ATTENTION_SUMS
         state = _exact_tiles(
-            D, DV, DP, DVP, TX, SOFTCAP, MASK, ARCH, WINDOW, CAUSAL, False, state, x_query, x_scale,
+            D, DV, TX, SOFTCAP, MASK, WINDOW, CAUSAL, False, ARCH, ATTENTION_SUMS,
+            (m, l, tl.zeros([DVP, R], tl.float32)), x_query, x_scale,
             exact[0] + sink_row * exact_strides[0] + h * exact_strides[1], exact_strides[2],
             exact[1] + sink_row * exact_strides[3] + h * exact_strides[4], exact_strides[5],
-            n_sinks, 0, newest, oldest, mask, mask_rows, mask_t, softcap, weights, tops, 0, 0, ATTENTION_SUMS,
+            row_sinks, 0, visible, weights, tops, 0, 0,
         )  # fmt: skip
         if ATTENTION_SUMS > 0:
-            weights += padded_sinks * ATTENTION_SUMS
-            tops += padded_sinks // EXACT_GRAIN * ATTENTION_SUMS
-        state = _exact_tiles(
-            D, DV, DP, DVP, TX, SOFTCAP, MASK, ARCH, WINDOW, CAUSAL, True, state, x_query, x_scale,
+            weights += sink_grains * EXACT_GRAIN * ATTENTION_SUMS
+            tops += sink_grains * ATTENTION_SUMS
+        m, l, x_out = _exact_tiles(
+            D, DV, TX, SOFTCAP, MASK, WINDOW, CAUSAL, RING, ARCH, ATTENTION_SUMS, state, x_query, x_scale,
             exact[2] + ring_row * exact_strides[6] + h * exact_strides[7], exact_strides[8],
             exact[3] + ring_row * exact_strides[9] + h * exact_strides[10], exact_strides[11],
-            ring_slots, total - in_ring, newest, oldest, mask, mask_rows, mask_t, softcap, weights, tops, ring_start, in_ring,
-            ATTENTION_SUMS,
+            n_residual, total - in_ring, visible, weights, tops, oldest_slot, in_ring,
         )  # fmt: skip
-        m, l, x_out = state
         e = tl.arange(0, DVP)
         tl.store(out + tl.arange(0, R)[None, :] * DV + e[:, None], x_out, mask=(e < DV)[:, None] & live[None, :])
-    elif low < high:
+    elif (PAGE == 0) | (low < high):
+        KT: tl.constexpr = _words_of_tile(K, D)
+        VT: tl.constexpr = _words_of_tile(V, DV)
         kc, kh, ks, k_mean, k_shifts = k_planes
         vc, vh, vs, _, v_shifts = v_planes
         if K.centered:
-            k_mean += b * k_strides[6] + h * k_strides[7]
-        q, q_scale, q_sum, q_center = _query_planes(
-            K, KW, KT, D, G, TURN, ARCH, SOFTCAP, region_query, q_rows, live, rotation, signs, k_mean, scaling
-        )
+            k_mean += b * k_strides[-2] + h * k_strides[-1]
+        rows = _query_planes(K, KW, KT, D, G, TURN, ARCH, SOFTCAP, region_query, q_rows, live, rotation, signs, k_mean, scaling)
         state = _empty_state(m, V, VW, VT, T)
         hides = _hides(mask, shift + tl.maximum(low, first_token), shift + high, mask_t) if MASK == "row" else False
         t = tl.arange(0, T)
-        kc += tl.multiple_of(h * k_strides[1], 16)
-        vc += tl.multiple_of(h * v_strides[1], 16)
-        if K.high:
-            kh += tl.multiple_of(h * k_strides[3], 16)
-        if V.high:
-            vh += tl.multiple_of(h * v_strides[3], 16)
-        if K.scale != "none":
-            ks += h * k_strides[5]
-            if K_ONCE:
-                ks += b * k_strides[4]
-        if V.scale != "none":
-            vs += h * v_strides[5]
-            if V_ONCE:
-                vs += b * v_strides[4]
-        table += b * table_b + h * table_h
-        KS: tl.constexpr = K.scale != "none" and not K_ONCE
-        VS: tl.constexpr = V.scale != "none" and not V_ONCE
-        whole_low = tl.multiple_of(tl.cdiv(tl.maximum(low, first_token), T) * T, T)
-        whole_high = tl.multiple_of(high // T * T, T)
-        # The page of a tile is looked up one tile ahead: what loads codes must not wait for another load of its own tile.
-        page = tl.load(table + whole_low // PAGE, mask=whole_low < whole_high, other=0)
-        for token in range(whole_low, whole_high, T):
-            this, slot = page, token % PAGE + t
-            page = tl.load(table + (token + T) // PAGE, mask=token + T < whole_high, other=0)
-            state = _region_tile(
-                K, V, KW, VW, KT, VT, K_ONCE, V_ONCE, False, SOFTCAP, MASK, ARCH, state, q, q_scale, q_sum, q_center,
-                kc, kh, k_shifts, _page_of(ks, this, k_strides[4], KS), vc, vh, v_shifts, _page_of(vs, this, v_strides[4], VS),
-                _in_pool(this, k_strides, WIDE), _in_pool(this, v_strides, WIDE), slot, t >= 0,
-                mask, mask_rows, mask_t, shift + token + t, hides, oldest, softcap, WINDOW, weights, tops, token, T, ATTENTION_SUMS,
-            )  # fmt: skip
-        for edge in tl.range(0, 2, num_stages=1):  # the tile before them, of which the first tokens do not count, and the one behind
-            token = tl.where(edge == 0, whole_low - T, whole_high)
-            if (edge == 0 and whole_low > low) or (edge == 1 and whole_high < high and whole_high >= whole_low):
-                this, slot = tl.load(table + token // PAGE), token % PAGE + t
-                place = token + t
+        if PAGE > 0:
+            kc += tl.multiple_of(h * k_strides[1], 16)
+            vc += tl.multiple_of(h * v_strides[1], 16)
+            if K.high:
+                kh += tl.multiple_of(h * k_strides[3], 16)
+            if V.high:
+                vh += tl.multiple_of(h * v_strides[3], 16)
+            if K.scale != "none":
+                ks += h * k_strides[5]
+                if K_ONCE:
+                    ks += b * k_strides[4]
+            if V.scale != "none":
+                vs += h * v_strides[5]
+                if V_ONCE:
+                    vs += b * v_strides[4]
+            table += b * table_b + h * table_h
+            KS: tl.constexpr = K.scale != "none" and not K_ONCE
+            VS: tl.constexpr = V.scale != "none" and not V_ONCE
+            whole_low = tl.multiple_of(tl.cdiv(tl.maximum(low, first_token), T) * T, T)
+            whole_high = tl.multiple_of(high // T * T, T)
+            # The page of a tile is looked up one tile ahead: what loads codes must not wait for another load of its own tile.
+            page = tl.load(table + whole_low // PAGE, mask=whole_low < whole_high, other=0)
+            for token in range(whole_low, whole_high, T):
+                this, slot = page, token % PAGE + t
+                page = tl.load(table + (token + T) // PAGE, mask=token + T < whole_high, other=0)
                 state = _region_tile(
-                    K, V, KW, VW, KT, VT, K_ONCE, V_ONCE, True, SOFTCAP, MASK, ARCH, state, q, q_scale, q_sum, q_center,
-                    kc, kh, k_shifts, _page_of(ks, this, k_strides[4], KS), vc, vh, v_shifts, _page_of(vs, this, v_strides[4], VS),
-                    _in_pool(this, k_strides, WIDE), _in_pool(this, v_strides, WIDE), slot, (place >= first_token) & (place < high),
-                    mask, mask_rows, mask_t, shift + tl.minimum(tl.maximum(place, first_token), high - 1), hides, oldest, softcap, WINDOW,
-                    weights, tops, token, tl.minimum(high - token, T), ATTENTION_SUMS,
+                    K, V, D, DV, K_ONCE, V_ONCE, False, SOFTCAP, MASK, WINDOW, ARCH, ATTENTION_SUMS, state, rows,
+                    (kc, kh, k_shifts, _in_pool(this, k_strides, WIDE)), _page_of(ks, this, k_strides[4], KS),
+                    (vc, vh, v_shifts, _in_pool(this, v_strides, WIDE)), _page_of(vs, this, v_strides[4], VS),
+                    slot, t >= 0, visible, hides, shift + token + t, weights, tops, token, T,
                 )  # fmt: skip
+            for edge in tl.range(0, 2, num_stages=1):  # the tile before them, of which the first tokens do not count, and the one behind
+                token = tl.where(edge == 0, whole_low - T, whole_high)
+                if (edge == 0 and whole_low > low) or (edge == 1 and whole_high < high and whole_high >= whole_low):
+                    this, slot = tl.load(table + token // PAGE), token % PAGE + t
+                    place = token + t
+                    state = _region_tile(
+                        K, V, D, DV, K_ONCE, V_ONCE, True, SOFTCAP, MASK, WINDOW, ARCH, ATTENTION_SUMS, state, rows,
+                        (kc, kh, k_shifts, _in_pool(this, k_strides, WIDE)), _page_of(ks, this, k_strides[4], KS),
+                        (vc, vh, v_shifts, _in_pool(this, v_strides, WIDE)), _page_of(vs, this, v_strides[4], VS),
+                        slot, (place >= first_token) & (place < high), visible, hides,
+                        shift + tl.minimum(tl.maximum(place, first_token), high - 1), weights, tops, token, tl.minimum(high - token, T),
+                    )  # fmt: skip
+        else:
+            plane = bh.to(tl.int64)
+            kb = b if K_SHARED else plane
+            vb = b if V_SHARED else plane
+            KG: tl.constexpr = scales_of(K, D)
+            VG: tl.constexpr = scales_of(V, DV)
+            for chunk in range(chunks):
+                entry = table + chunk * 8
+                start = tl.load(entry).to(tl.int32)
+                capacity = tl.multiple_of(tl.load(entry + 1), 32)
+                begin = tl.maximum(low, start) - start
+                end = tl.minimum(high, start + capacity.to(tl.int32)) - start
+                k_slots = 1 if K_ONCE else capacity
+                v_slots = 1 if V_ONCE else capacity
+                k_here = (
+                    kc + (tl.multiple_of(tl.load(entry + 2), 16) + plane * capacity * KW),
+                    kh + (tl.multiple_of(tl.load(entry + 3), 16) + plane * capacity * (KW // 2)),
+                    k_shifts, (0, 0),
+                )  # fmt: skip
+                k_scales = ks + (tl.multiple_of(tl.load(entry + 4), 16) + kb * k_slots * KG)
+                v_here = (
+                    vc + (tl.multiple_of(tl.load(entry + 5), 16) + plane * capacity * VW),
+                    vh + (tl.multiple_of(tl.load(entry + 6), 16) + plane * capacity * (VW // 2)),
+                    v_shifts, (0, 0),
+                )  # fmt: skip
+                v_scales = vs + (tl.multiple_of(tl.load(entry + 7), 16) + vb * v_slots * VG)
+                whole = begin + tl.maximum(end - begin, 0) // T * T
+                for token in range(begin, whole, T):
+                    state = _region_tile(
+                        K, V, D, DV, K_ONCE, V_ONCE, False, SOFTCAP, MASK, WINDOW, ARCH, ATTENTION_SUMS, state, rows,
+                        k_here, k_scales, v_here, v_scales, token + t, t >= 0, visible, hides, shift + start + token + t,
+                        weights, tops, start + token, T,
+                    )  # fmt: skip
+                if whole < end:
+                    column = tl.minimum(start + whole + t, start + end - 1) + shift
+                    state = _region_tile(
+                        K, V, D, DV, K_ONCE, V_ONCE, True, SOFTCAP, MASK, WINDOW, ARCH, ATTENTION_SUMS, state, rows,
+                        k_here, k_scales, v_here, v_scales, whole + t, whole + t < end, visible, hides, column,
+                        weights, tops, start + whole, end - whole,
+                    )  # fmt: skip
         m, l = _store_region(out, state, live, V, DV, VW, VT)
     entry = (bh * tl.num_programs(1) + block) * splits * R + split * R + tl.arange(0, R)
     tl.store(maxima + entry, m)

@@ -8,7 +8,7 @@ holds whatever fp32 scales say, they are relative to the largest one of the spli
 Splits of the quantized region, and the exact tokens as one more, leave partial outputs in the order of `triton_attend.py`, which
 `triton_join.py` joins. All exponents are base 2.
 
-A tile has its channels in the order in which assembly unpacks them (`_word_and_plane`). Queries are reordered likewise, and outputs stored
+A tile has its channels in the order in which assembly unpacks them (`_reordered`). Queries are reordered likewise, and outputs stored
 in the order that they have elsewhere.
 
 Shapes of tiles: T tokens, R query rows. X, K and V are the `PackedLayout` of a codec."""
@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 
 from .triton_attend import HIDDEN, LOG2E, _capped, _hides, _tiles_of_split
+from .triton_dequantize import scales_of
 from .triton_math import exp2
 from .triton_scales import group_scales, scaled, token_scale
 from .triton_unpack import offset_of, unit_of, unpack
@@ -34,38 +35,33 @@ def _power(layout):
 
 
 @triton.jit
-def _word_and_plane(X: tl.constexpr, D: tl.constexpr):
-    """The word of a token, and the plane of that word, that a tile holds in each channel, int [D] each.
+def _reordered(X: tl.constexpr, x):
+    """Vectors `x`, [R, D], with their channels in the order of a tile.
 
     Of the eight words that a thread loads at once, the first four go to the first half of the tile, the others to the second: then threads
     that store to shared memory at a time do not share banks. Four words lie there as two times two words, plane by plane."""
-    at = tl.arange(0, D)
-    if X.per == 1:
-        return at, at * 0
-    else:
-        in_half = at % (D // 2)
-        four, two = in_half // (4 * X.per), in_half // (2 * X.per) % 2
-        return four * 8 + at // (D // 2) * 4 + two * 2 + at % 2, at // 2 % X.per
-
-
-@triton.jit
-def _reordered(X: tl.constexpr, x):
-    """Vectors `x`, [R, D], with their channels in the order of a tile."""
     R: tl.constexpr = x.shape[0]
     D: tl.constexpr = x.shape[1]
     PER: tl.constexpr = X.per
     EIGHTS: tl.constexpr = D // PER // 8
-    if PER == 1:
-        return x
-    elif X.group > 0:
+    if X.group > 0:
         return tl.reshape(tl.permute(tl.reshape(x, [R, PER, EIGHTS, 2, 2, 2]), (0, 3, 2, 4, 1, 5)), [R, D])
     else:
         return tl.reshape(tl.permute(tl.reshape(x, [R, EIGHTS, 2, 2, 2, PER]), (0, 2, 1, 3, 5, 4)), [R, D])
 
 
 @triton.jit
+def _plane_by_plane(X: tl.constexpr, x):
+    """Vectors `x`, [R, D], in the order of a tile, with their channels plane after plane, as `reduce_kernel` reads them."""
+    R: tl.constexpr = x.shape[0]
+    D: tl.constexpr = x.shape[1]
+    PER: tl.constexpr = X.per
+    return tl.reshape(tl.permute(tl.reshape(x, [R, 2, D // PER // 8, 2, PER, 2]), (0, 4, 2, 1, 3, 5)), [R, D])
+
+
+@triton.jit
 def _interleaved(planes, T: tl.constexpr, WORDS: tl.constexpr, PER: tl.constexpr):
-    """A tuple of PER planes [T, WORDS] as one tile [T, WORDS * PER], its channels in the order of `_word_and_plane`."""
+    """A tuple of PER planes [T, WORDS] as one tile [T, WORDS * PER], its channels in the order of `_reordered`."""
     if PER == 2:
         x = tl.join(planes[0], planes[1])
         x = tl.permute(tl.reshape(x, [T, WORDS // 8, 2, 2, 2, 2]), (0, 2, 1, 3, 5, 4))
@@ -82,7 +78,7 @@ def _interleaved(planes, T: tl.constexpr, WORDS: tl.constexpr, PER: tl.constexpr
 @triton.jit
 def _norm(X: tl.constexpr, ONCE: tl.constexpr, scales, low, high):
     """What the scales and zeros of the tokens `low` to `high` are divided by, fp32, at least 1e-30; 1 where fp16 holds them anyway."""
-    if X.scale == "none" or X.group > 0:
+    if X.group > 0:
         return 1.0
     else:
         i = tl.arange(0, 4096)
@@ -109,61 +105,54 @@ def _scales_of_plane(X: tl.constexpr, WORDS: tl.constexpr, by_group, i: tl.const
 
 
 @triton.jit
-def _stored(X: tl.constexpr, ONCE: tl.constexpr, D: tl.constexpr, codes, high, scales, slot, ARCH: tl.constexpr):
-    """What is stored of the tokens `slot`, int [T], of one head, as `_tile` takes it: codes, two words as one int32 [T, words / 2] (`half`:
-    the model's dtype [T, D]); then high bits, int16 [T, words]; then the scales of groups, or scale and zero of tokens.
+def _stored(X: tl.constexpr, ONCE: tl.constexpr, D: tl.constexpr, planes, slot, ARCH: tl.constexpr):
+    """What is stored of the tokens `slot`, int [T], of one head, as `_tile` takes it: codes, two words as one int32 [T, words / 2]; then
+    high bits, int16 [T, words], if X.high; then the scales of groups, or scale and zero of tokens.
 
-    codes   words of 16 bits [slots, D / X.per]         high   [slots, half as many], read if X.high
-    scales  as of `triton_scales.py`
-    """
+    `planes`: words of 16 bits [slots, D / X.per], high bits [slots, half as many], and scales as of `triton_scales.py`."""
+    codes, high, scales = planes
     WORDS: tl.constexpr = D // X.per
-    if X.kind == "half":
-        return (tl.load(codes + (slot[:, None] * WORDS + tl.arange(0, WORDS)[None, :])),)
+    HALF: tl.constexpr = WORDS // 2
+    stored = (tl.load(codes.to(tl.pointer_type(tl.int32)) + (slot[:, None] * HALF + tl.arange(0, HALF)[None, :])),)
+    if X.high:
+        stored = stored + (tl.load(high + (slot[:, None] * HALF + (tl.arange(0, WORDS) % HALF)[None, :])),)
+    if X.group > 0:
+        return stored + (group_scales(X, WORDS, scales, slot, ARCH),)
     else:
-        HALF: tl.constexpr = WORDS // 2
-        stored = (tl.load(codes.to(tl.pointer_type(tl.int32)) + (slot[:, None] * HALF + tl.arange(0, HALF)[None, :])),)
-        if X.high:
-            stored = stored + (tl.load(high + (slot[:, None] * HALF + (tl.arange(0, WORDS) % HALF)[None, :])),)
-        if X.group > 0:
-            return stored + (group_scales(X, WORDS, scales, slot, ARCH),)
-        else:
-            return stored + (token_scale(X, ONCE, scales, slot),)
+        return stored + (token_scale(X, ONCE, scales, slot),)
 
 
 @triton.jit
 def _tile(X: tl.constexpr, D: tl.constexpr, stored, norm, ARCH: tl.constexpr):
-    """What `_stored` returned as numbers: fp16 [T, D] (the model's dtype for `half`), in units of `unit_of(X) * norm / _power(X)`, the
-    channels in the order of `_word_and_plane`. `norm`: fp32, from `_norm`."""
+    """What `_stored` returned as numbers: fp16 [T, D], in units of `unit_of(X) * norm / _power(X)`, the channels in the order of
+    `_reordered`. `norm`: fp32, from `_norm`."""
     T: tl.constexpr = stored[0].shape[0]
     WORDS: tl.constexpr = D // X.per
     KIND: tl.constexpr = X.kind
     PER: tl.constexpr = X.per
-    if KIND == "half":
-        return stored[0]
+    w = tl.reshape(tl.join(stored[0].to(tl.int16), (stored[0] >> 16).to(tl.int16)), [T, WORDS])
+    if X.high:
+        shift = tl.broadcast_to(tl.where(tl.arange(0, WORDS) >= WORDS // 2, -1, 0).to(tl.int16)[None, :], [T, WORDS])
+        planes = unpack(KIND, w, stored[1], shift, ARCH)
     else:
-        w = tl.reshape(tl.join(stored[0].to(tl.int16), (stored[0] >> 16).to(tl.int16)), [T, WORDS])
-        if X.high:
-            shift = tl.broadcast_to(tl.where(tl.arange(0, WORDS) >= WORDS // 2, -1, 0).to(tl.int16)[None, :], [T, WORDS])
-            planes = unpack(KIND, w, stored[1], shift, ARCH)
+        planes = unpack(KIND, w, w, w, ARCH)
+    tiles = ()
+    if X.group > 0:
+        for i in tl.static_range(PER):
+            tiles = tiles + (scaled(X, planes[i], _scales_of_plane(X, WORDS, stored[1 + X.high], i, T)),)
+    else:
+        scale, zero = stored[1 + X.high]
+        inverse_norm = 1.0 / norm
+        factor = (scale * (_power(X) * inverse_norm)).to(tl.float16)
+        if X.scale == "pair":
+            start = zero * inverse_norm - offset_of(X) * factor.to(tl.float32)
         else:
-            planes = unpack(KIND, w, w, w, ARCH)
-        tiles = ()
-        if X.group > 0:
-            for i in tl.static_range(PER):
-                tiles = tiles + (scaled(X, planes[i], _scales_of_plane(X, WORDS, stored[1 + X.high], i, T)),)
-        else:
-            scale, zero = stored[1 + X.high]
-            inverse_norm = 1.0 / norm
-            factor = (scale * (_power(X) * inverse_norm)).to(tl.float16)
-            if X.scale == "pair":
-                start = zero * inverse_norm - offset_of(X) * factor.to(tl.float32)
-            else:
-                start = factor.to(tl.float32) * -(offset_of(X) + zero)
-            factor = tl.broadcast_to(factor[:, None], [T, WORDS])
-            start = tl.broadcast_to(start.to(tl.float16)[:, None], [T, WORDS])
-            for i in tl.static_range(PER):
-                tiles = tiles + (tl.fma(planes[i], factor, start),)
-        return _interleaved(tiles, T, WORDS, PER)
+            start = factor.to(tl.float32) * -(offset_of(X) + zero)
+        factor = tl.broadcast_to(factor[:, None], [T, WORDS])
+        start = tl.broadcast_to(start.to(tl.float16)[:, None], [T, WORDS])
+        for i in tl.static_range(PER):
+            tiles = tiles + (tl.fma(planes[i], factor, start),)
+    return _interleaved(tiles, T, WORDS, PER)
 
 
 @triton.jit
@@ -184,24 +173,21 @@ def _absorb(state, u, factor, v, ARCH: tl.constexpr):
 def _region_tile(
     K: tl.constexpr, V: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, K_ONCE: tl.constexpr, V_ONCE: tl.constexpr, TAIL: tl.constexpr,
     SOFTCAP: tl.constexpr, MASK: tl.constexpr, ARCH: tl.constexpr,
-    state, stored, q, factor, q_center, k_codes, k_high, k_scales, k_norm, v_codes, v_high, v_scales, v_norm, next_slot, valid,
-    mask, mask_stride, column, hides, softcap,
+    state, stored, queries, k_planes, k_norm, v_planes, v_norm, next_slot, valid, mask, mask_stride, column, hides, softcap,
 ):  # fmt: skip
     """Adds a tile, of which `stored` holds keys and values (`_stored`), to `state` (`_absorb`). Returns the new state and what is stored of
     the tokens `next_slot`, int [T]; with TAIL there are none.
 
-    q       [R, D] with `factor` and `q_center` from `_queries`
-    valid   bool [T], read with TAIL; column: int [T], columns of the mask, read with MASK if it `hides` any
+    queries   as `_queries` returns them, the factor with that of the tile; k_planes: as of `_stored`; k_norm: as of `_tile`
+    valid     bool [T], read with TAIL; column: int [T], columns of the mask, read with MASK if it `hides` any
     """
+    q, factor, q_center = queries
     k = _tile(K, D, stored[0], k_norm, ARCH)
     v = _tile(V, DV, stored[1], v_norm, ARCH)
     s = tl.dot(q, tl.trans(k), input_precision="ieee")
     # After the product: until then, the fence that hands tiles to it would wait for these loads.
     if not TAIL:
-        stored = (
-            _stored(K, K_ONCE, D, k_codes, k_high, k_scales, next_slot, ARCH),
-            _stored(V, V_ONCE, DV, v_codes, v_high, v_scales, next_slot, ARCH),
-        )
+        stored = _stored(K, K_ONCE, D, k_planes, next_slot, ARCH), _stored(V, V_ONCE, DV, v_planes, next_slot, ARCH)
     if SOFTCAP:
         s = _capped(s * factor[:, None] + q_center[:, None], softcap, True, ARCH)
         factor = tl.full(factor.shape, 1.0, tl.float32)
@@ -253,7 +239,7 @@ def _queries(
 ):  # fmt: skip
     """Query rows `q_rows`, int64 [R], as the product with tiles of keys needs them; those that are not `live`, bool [R], are 0.
 
-    Returns [R, D], fp16 (the model's dtype for `half`), and for each row, fp32 [R]: the factor of its scores without that of the tile, and
+    Returns [R, D], fp16, and for each row, fp32 [R]: the factor of its scores without that of the tile, and
     its product with `center`, the mean of keys, fp32 [D]."""
     R: tl.constexpr = q_rows.shape[0]
     d = tl.arange(0, D)
@@ -265,162 +251,148 @@ def _queries(
     q_center = tl.zeros([R], tl.float32)
     if K.centered:
         q_center = tl.sum(x.to(tl.float32) * tl.load(center + d)[None, :], 1) * factor
-    if K.kind != "half":
-        largest = tl.maximum(tl.max(tl.abs(x.to(tl.float32)), 1), 1e-30)
-        factor *= largest * (unit_of(K) / _power(K))
-        x = (x.to(tl.float32) / largest[:, None]).to(tl.float16)
-    return _reordered(K, x), factor, q_center
+    largest = tl.maximum(tl.max(tl.abs(x.to(tl.float32)), 1), 1e-30)
+    factor *= largest * (unit_of(K) / _power(K))
+    return _reordered(K, (x.to(tl.float32) / largest[:, None]).to(tl.float16)), factor, q_center
 
 
 # What changes from step to step, or call to call, must not compile the kernel anew.
 @triton.jit(
     do_not_specialize=[
-        "scaling", "softcap", "chunks", "n_sinks", "n_quantized", "n_residual", "split_tokens", "heads", "queries", "mask_stride_b",
-        "mask_stride_t",
+        "scaling", "softcap", "chunks", "n_sinks", "n_quantized", "n_residual", "least", "heads", "queries", "center_b", "center_h",
+        "mask_b", "mask_t",
     ]
 )  # fmt: skip
 def attend_tiles_kernel(
-    query, rotation, table, k_codes, k_high, k_scales, v_codes, v_high, v_scales,
-    sinks_k, sinks_v, residual_k, residual_v, mask, k_center, part, maxima, sums, counts, q_stride_b, q_stride_h, q_stride_q,
-    sinks_stride_b, sinks_stride_h, sinks_stride_t, sinks_v_stride_b, sinks_v_stride_h, sinks_v_stride_t,
-    residual_stride_b, residual_stride_h, residual_stride_t, residual_v_stride_b, residual_v_stride_h, residual_v_stride_t,
-    mask_stride_b, mask_stride_t, scaling, softcap, chunks, n_sinks, n_quantized, n_residual, split_tokens, heads, queries,
+    query, rotation, table, counts, lengths, k_planes, v_planes, exact, mask, part, maxima, sums, query_b, query_h, query_q, center_b,
+    center_h, exact_strides, mask_b, mask_t, scaling, softcap, chunks, n_sinks, n_quantized, n_residual, least, heads, queries,
     K: tl.constexpr, V: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, G: tl.constexpr, R: tl.constexpr, T: tl.constexpr,
-    K_SHARED: tl.constexpr, V_SHARED: tl.constexpr, K_ONCE: tl.constexpr, V_ONCE: tl.constexpr, SOFTCAP: tl.constexpr, MASK: tl.constexpr,
-    ARCH: tl.constexpr, EXACT: tl.constexpr, TURN: tl.constexpr, COUNTED: tl.constexpr,
+    COUNTED: tl.constexpr, K_SHARED: tl.constexpr, V_SHARED: tl.constexpr, K_ONCE: tl.constexpr, V_ONCE: tl.constexpr,
+    SOFTCAP: tl.constexpr, MASK: tl.constexpr, ARCH: tl.constexpr, EXACT: tl.constexpr, TURN: tl.constexpr,
 ):  # fmt: skip
-    """Causal attention of the last `queries` tokens, which are among the residual, over sinks, a quantized region and the residual
+    """Causal attention of the last `queries` tokens, which are among the residual, over sinks, quantized tokens in chunks and the residual
     (`segments.AttentionInputs`), split over programs.
 
     Grid (splits, blocks of R query rows, B * H); with EXACT, split 0 is that of the exact tokens. Strides are in elements. Channels are
     contiguous. Query row `r` of a KV head is query `r % queries` of query head `h * G + r // queries`.
 
-    query          [B, H * G, queries, D] model dtype               q_stride_b, q_stride_h, q_stride_q
+    query          [B, H * G, queries, D] model dtype               query_b, query_h, query_q
     rotation       fp16 [D, D], `tables.Tables.matrix`; read if K.rotated; TURN: factor of the rotation
-    table          int64 [chunks, 8]: `QuantizedRegion.table`
-    k_codes, v_codes     [B, H, slots, words] of the first chunk, words of 16 bits (`half`: the model's dtype), contiguous
-    k_high, v_high       int16 [B, H, slots, words / 2] likewise; read if a layout has high bits
-    k_scales, v_scales   [B, H, slots, scales of a token] likewise; [B, 1, ..] if K_SHARED or V_SHARED, [.., 1, ..] if K_ONCE or V_ONCE
-    sinks_k, sinks_v     [B, H, n_sinks, D] and [.., DV] model dtype: sinks_stride_b, _h, _t and sinks_v_stride_b, _h, _t
-    residual_k, residual_v   [B, H, n_residual, D] and [.., DV]: residual_stride_b, _h, _t and residual_v_stride_b, _h, _t
-    mask           uint8 (0: hidden) [B, columns], read if MASK: mask_stride_b, mask_stride_t
-    k_center       fp32 [B, H, D], contiguous; read if K.centered
+    table, counts, lengths   of chunks: int64 [chunks, 8], int32 [..] and [B, 2], as of `attend_kernel`
+    k_planes       of chunks: codes, high bits, scales, mean, as of `attend_kernel`; K_SHARED, K_ONCE; center_b, center_h: of the mean
+    v_planes       the same of values, with V_SHARED and V_ONCE
+    exact          sinks [B, H, n_sinks, D] and [.., DV], residual [B, H, n_residual, D] and [.., DV]: keys, values, keys, values
+    exact_strides  over rows, heads and tokens, for each of the four
+    mask           uint8 (0: hidden) [B, columns], read if MASK: mask_b, mask_t
     part           fp32 [B * H, blocks, splits, R, DV]; maxima, sums fp32 [B * H, blocks, splits, R]; contiguous
-    counts         int32 [4 + 2 B], `Buffers.state`, read if COUNTED, the least of a split in tokens: then it counts tokens and chunks,
-                   `n_sinks` and `n_residual` are slots, and `n_quantized`, `chunks` and `split_tokens` are not read
-    scaling, softcap   factor and cap of scores                     chunks   chunks of the region
-    n_sinks, n_quantized, n_residual   tokens, the same for all rows
-    split_tokens   quantized tokens of a split, a multiple of T     heads    H
+    scaling, softcap   factor and cap of scores
+    n_sinks, n_quantized, n_residual   tokens, the same for all rows; COUNTED: slots of sinks and of a ring, and a bound
+    chunks         chunks of the region, unless COUNTED             least    of a split, in tokens: a multiple of T
     """
     split = tl.program_id(0)
     block = tl.program_id(1)
     bh = tl.program_id(2)
     splits = tl.num_programs(0)
-    b = bh // heads
+    b = (bh // heads).to(tl.int64)
     h = bh % heads
 
     r = block * R + tl.arange(0, R)
     live = r < G * queries
     row = tl.minimum(r, G * queries - 1)
     number = row % queries
-    total = n_sinks + n_quantized + n_residual
-    oldest_slot = 0
-    in_ring = n_residual
-    if COUNTED > 0:
-        total = tl.load(counts + 4 + 2 * b)
-        n_quantized = tl.load(counts + 5 + 2 * b)
+    in_ring, length = n_residual, n_quantized
+    if COUNTED:
+        in_row = tl.load(lengths + 2 * b)
+        length = tl.load(lengths + 2 * b + 1)
         chunks = tl.load(counts + 3)
-        n_sinks = tl.minimum(n_sinks, total)
-        oldest_slot = n_quantized % n_residual
-        in_ring = total - n_sinks - n_quantized
-        split_tokens = _tiles_of_split(n_quantized, tl.maximum(splits - EXACT, 1), COUNTED, T)
+        n_sinks = tl.minimum(n_sinks, in_row)
+        in_ring = in_row - n_sinks - length
     if MASK:
-        mask += b * mask_stride_b
+        mask += b * mask_b
     panel = (bh * tl.num_programs(1) + block).to(tl.int64)
-    out = part + (panel * splits + split) * (R * DV) + tl.arange(0, R)[:, None] * DV
-    q_rows = b.to(tl.int64) * q_stride_b + (h * G + row // queries) * q_stride_h + number * q_stride_q
+    out = part + (panel * splits + split) * (R * DV) + tl.arange(0, R)[:, None] * DV + tl.arange(0, DV)[None, :]
+    q_rows = b * query_b + (h * G + row // queries) * query_h + number * query_q
     state = (tl.full([R], HIDDEN, tl.float32), tl.zeros([R], tl.float32), tl.zeros([R, DV], tl.float32))
     scaling *= 1.0 if SOFTCAP else LOG2E
 
     if EXACT and split == 0:
-        d = tl.arange(0, D)
-        x_query = tl.load(query + q_rows[:, None] + d[None, :], mask=live[:, None], other=0.0)
+        x_query = tl.load(query + q_rows[:, None] + tl.arange(0, D)[None, :], mask=live[:, None], other=0.0)
         x_factor = tl.full([R], 1.0, tl.float32) * scaling
-        newest = total - queries + number
+        newest = n_sinks + length + in_ring - queries + number
         state = _exact_tiles(
             D, DV, T, SOFTCAP, MASK, ARCH, False, state, x_query, x_factor,
-            sinks_k + b.to(tl.int64) * sinks_stride_b + h * sinks_stride_h, sinks_stride_t,
-            sinks_v + b.to(tl.int64) * sinks_v_stride_b + h * sinks_v_stride_h, sinks_v_stride_t,
-            n_sinks, 0, newest, mask, mask_stride_t, softcap, oldest_slot, in_ring,
+            exact[0] + b * exact_strides[0] + h * exact_strides[1], exact_strides[2],
+            exact[1] + b * exact_strides[3] + h * exact_strides[4], exact_strides[5],
+            n_sinks, 0, newest, mask, mask_t, softcap, 0, 0,
         )  # fmt: skip
         m, l, acc = _exact_tiles(
-            D, DV, T, SOFTCAP, MASK, ARCH, COUNTED > 0, state, x_query, x_factor,
-            residual_k + b.to(tl.int64) * residual_stride_b + h * residual_stride_h, residual_stride_t,
-            residual_v + b.to(tl.int64) * residual_v_stride_b + h * residual_v_stride_h, residual_v_stride_t,
-            n_residual, n_sinks + n_quantized, newest, mask, mask_stride_t, softcap, oldest_slot, in_ring,
+            D, DV, T, SOFTCAP, MASK, ARCH, COUNTED, state, x_query, x_factor,
+            exact[2] + b * exact_strides[6] + h * exact_strides[7], exact_strides[8],
+            exact[3] + b * exact_strides[9] + h * exact_strides[10], exact_strides[11],
+            n_residual, n_sinks + length, newest, mask, mask_t, softcap, length % n_residual, in_ring,
         )  # fmt: skip
-        tl.store(out + tl.arange(0, DV)[None, :], acc, mask=live[:, None])
+        tl.store(out, acc, mask=live[:, None])
     else:
-        q, factor, q_center = _queries(K, D, TURN, query, q_rows, live, rotation, k_center + bh * D, scaling)
+        kc, kh, ks, k_mean, _ = k_planes
+        vc, vh, vs, _, _ = v_planes
+        q, factor, q_center = _queries(K, D, TURN, query, q_rows, live, rotation, k_mean + b * center_b + h * center_h, scaling)
         # By way of the output's memory: what is loaded, products read from shared memory; what is computed would take registers.
         passing = (part + (panel * splits + split) * (R * DV)).to(tl.pointer_type(q.dtype))
         passing += tl.arange(0, R)[:, None] * D + tl.arange(0, D)[None, :]
         tl.store(passing, q)
         tl.debug_barrier()
         q = tl.load(passing)
-        begin = tl.multiple_of((split - EXACT) * split_tokens, T)
-        end = tl.minimum(begin + split_tokens, n_quantized)
-        hides = _hides(mask, n_sinks + begin, n_sinks + end, mask_stride_t) if MASK else False
+        each = _tiles_of_split(length, tl.maximum(splits - EXACT, 1), least, T)
+        low = tl.multiple_of((split - EXACT) * each, T)
+        high = tl.minimum(low + each, length)
+        hides = _hides(mask, n_sinks + low, n_sinks + high, mask_t) if MASK else False
         t = tl.arange(0, T)
         plane = bh.to(tl.int64)
-        kb = b.to(tl.int64) if K_SHARED else plane
-        vb = b.to(tl.int64) if V_SHARED else plane
-        KW: tl.constexpr = D // K.per
-        VW: tl.constexpr = DV // V.per
-        KG: tl.constexpr = D // K.group if K.group > 0 else (2 if K.scale == "pair" else 1)
-        VG: tl.constexpr = DV // V.group if V.group > 0 else (2 if V.scale == "pair" else 1)
+        kb = b if K_SHARED else plane
+        vb = b if V_SHARED else plane
         unit = 1e-30  # that of the output
         for chunk in range(chunks):
-            start = tl.load(table + chunk * 8).to(tl.int32)
-            capacity = tl.multiple_of(tl.load(table + chunk * 8 + 1), 32)
-            low = tl.maximum(begin, start) - start
-            high = tl.minimum(end, start + capacity.to(tl.int32)) - start
+            entry = table + chunk * 8
+            start = tl.load(entry).to(tl.int32)
+            capacity = tl.multiple_of(tl.load(entry + 1), 32)
+            begin = tl.maximum(low, start) - start
+            end = tl.minimum(high, start + capacity.to(tl.int32)) - start
             k_slots = 1 if K_ONCE else capacity
             v_slots = 1 if V_ONCE else capacity
-            kc = k_codes + (tl.multiple_of(tl.load(table + chunk * 8 + 2), 16) + plane * capacity * KW)
-            kh = k_high + (tl.multiple_of(tl.load(table + chunk * 8 + 3), 16) + plane * capacity * (KW // 2))
-            ks = k_scales + (tl.multiple_of(tl.load(table + chunk * 8 + 4), 16) + kb * k_slots * KG)
-            vc = v_codes + (tl.multiple_of(tl.load(table + chunk * 8 + 5), 16) + plane * capacity * VW)
-            vh = v_high + (tl.multiple_of(tl.load(table + chunk * 8 + 6), 16) + plane * capacity * (VW // 2))
-            vs = v_scales + (tl.multiple_of(tl.load(table + chunk * 8 + 7), 16) + vb * v_slots * VG)
-            k_norm = _norm(K, K_ONCE, ks, low, high)
-            v_norm = tl.maximum(_norm(V, V_ONCE, vs, low, high), unit)
+            k_here = (
+                kc + (tl.multiple_of(tl.load(entry + 2), 16) + plane * capacity * (D // K.per)),
+                kh + (tl.multiple_of(tl.load(entry + 3), 16) + plane * capacity * (D // K.per // 2)),
+                ks + (tl.multiple_of(tl.load(entry + 4), 16) + kb * k_slots * scales_of(K, D)),
+            )  # fmt: skip
+            v_here = (
+                vc + (tl.multiple_of(tl.load(entry + 5), 16) + plane * capacity * (DV // V.per)),
+                vh + (tl.multiple_of(tl.load(entry + 6), 16) + plane * capacity * (DV // V.per // 2)),
+                vs + (tl.multiple_of(tl.load(entry + 7), 16) + vb * v_slots * scales_of(V, DV)),
+            )  # fmt: skip
+            k_norm = _norm(K, K_ONCE, k_here[2], begin, end)
+            v_norm = tl.maximum(_norm(V, V_ONCE, v_here[2], begin, end), unit)
             m, l, acc = state
             state = m, l, acc * (unit / v_norm)
             unit = v_norm
-            k_factor = tl.maximum(factor * k_norm, 1e-37)  # what is hidden stays hidden
-            whole = low + tl.maximum(high - low, 0) // T * T
-            slot = tl.maximum(tl.minimum(low + t, high - 1), 0)
-            stored = (_stored(K, K_ONCE, D, kc, kh, ks, slot, ARCH), _stored(V, V_ONCE, DV, vc, vh, vs, slot, ARCH))
-            for token in tl.range(low, whole, T, num_stages=1):
+            queries_here = q, tl.maximum(factor * k_norm, 1e-37), q_center  # no factor of 0: what is hidden stays hidden
+            whole = begin + tl.maximum(end - begin, 0) // T * T
+            slot = tl.maximum(tl.minimum(begin + t, end - 1), 0)
+            stored = (_stored(K, K_ONCE, D, k_here, slot, ARCH), _stored(V, V_ONCE, DV, v_here, slot, ARCH))
+            for token in tl.range(begin, whole, T, num_stages=1):
                 state, stored = _region_tile(
-                    K, V, D, DV, K_ONCE, V_ONCE, False, SOFTCAP, MASK, ARCH, state, stored, q, k_factor, q_center,
-                    kc, kh, ks, k_norm, vc, vh, vs, v_norm, tl.minimum(token + T + t, high - 1), t >= 0,
-                    mask, mask_stride_t, n_sinks + start + token + t, hides, softcap,
+                    K, V, D, DV, K_ONCE, V_ONCE, False, SOFTCAP, MASK, ARCH, state, stored, queries_here, k_here, k_norm, v_here, v_norm,
+                    tl.minimum(token + T + t, end - 1), t >= 0, mask, mask_t, n_sinks + start + token + t, hides, softcap,
                 )  # fmt: skip
-            if whole < high:
-                slot = tl.minimum(whole + t, high - 1)
+            if whole < end:
+                slot = tl.minimum(whole + t, end - 1)
                 state, stored = _region_tile(
-                    K, V, D, DV, K_ONCE, V_ONCE, True, SOFTCAP, MASK, ARCH, state, stored, q, k_factor, q_center,
-                    kc, kh, ks, k_norm, vc, vh, vs, v_norm, slot, whole + t < high, mask, mask_stride_t, n_sinks + start + slot, hides,
-                    softcap,
+                    K, V, D, DV, K_ONCE, V_ONCE, True, SOFTCAP, MASK, ARCH, state, stored, queries_here, k_here, k_norm, v_here, v_norm,
+                    slot, whole + t < end, mask, mask_t, n_sinks + start + slot, hides, softcap,
                 )  # fmt: skip
         m, l, acc = state
         if not SOFTCAP:
             m += q_center
-        word, i = _word_and_plane(V, DV)
-        acc *= unit * (unit_of(V) / _power(V))
-        tl.store(out + (i * VW + word)[None, :], acc, mask=live[:, None])
+        tl.store(out, _plane_by_plane(V, acc * (unit * (unit_of(V) / _power(V)))), mask=live[:, None])
     entry = (panel * splits + split) * R + tl.arange(0, R)
     tl.store(maxima + entry, m)
     tl.store(sums + entry, l)

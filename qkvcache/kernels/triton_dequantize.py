@@ -7,7 +7,6 @@ well."""
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -43,6 +42,7 @@ COMBINATIONS = {
 """Kinds of codes and of scales that kernels quantize and dequantize."""
 
 
+@functools.cache
 def supports(codec: Codec, head_dim: int) -> bool:
     """Whether `decode` can dequantize `codec` at `head_dim`."""
     layout = layout_of(codec)
@@ -51,6 +51,7 @@ def supports(codec: Codec, head_dim: int) -> bool:
     return (layout.kind, layout.scale) in COMBINATIONS and layout.group & (layout.group - 1) == 0
 
 
+@triton.constexpr_function
 def padded(head_dim: int) -> int:
     """Channels of a row in a kernel: a power of two of at least 64."""
     return 1 << max(6, (head_dim - 1).bit_length())
@@ -77,7 +78,8 @@ def table_of(layout: PackedLayout, x: Tensor) -> Tensor:
     return rotation_table(x.shape[3], x.device, torch.float16 if x.dtype == torch.float16 else torch.bfloat16, layout.rotation == 2)
 
 
-def tile(layouts: Sequence[PackedLayout], heads: int, tokens: int, width: int, itemsize: int = 2) -> tuple[int, int, int]:
+@functools.cache
+def tile(layouts: tuple[PackedLayout, ...], heads: int, tokens: int, width: int, itemsize: int = 2) -> tuple[int, int, int]:
     """Heads and tokens of a tile, and warps of its program, for vectors of `width` channels, padded, of `itemsize` bytes each."""
     rotated = any(layout.rotated for layout in layouts)
     # Twice as many rows share the matrix of a product; 64 is what Hopper's takes. fp32, in three parts, needs the registers.
@@ -102,19 +104,32 @@ def known(codec: Codec, x: Tensor, writes: bool = True) -> PackedLayout:
     return layout
 
 
-def plane_arguments(layout: PackedLayout, planes: Codes, instead: Tensor) -> list[object]:
-    """Arguments of a kernel for one codec: codes, high bits and scales, then the mean, each with its strides over rows (or pages) and
-    heads; `instead`, with strides 0, for those that the codec has not. Strides of packed codes count words of 16 bits."""
-    arguments: list[object] = []
+def plane_arguments(layout: PackedLayout, planes: Codes, x: Tensor, table: Tensor) -> tuple[object, ...]:
+    """What kernels call the `planes` of a codec, for vectors like `x` that are rotated by `table` (`rotation_table`):
+
+        table, codes, cb, ch, high, hb, hh, scales, sb, sh, center, eb, eh
+
+    codes, high bits, scales and the mean, each with its strides over rows (or pages) and heads. In place of what the codec has not stands
+    `x`, which is not read. Strides of packed codes and of high bits count words of 16 bits."""
+    arguments: list[object] = [table]
     for name, unit in zip(layout.planes, (1 + layout.packed, 2, 1), strict=True):
-        plane = planes[name] if name else instead
+        plane = planes[name] if name else x
         across = plane.stride(1) // unit if plane.shape[1] > 1 else 0  # heads that share a plane are no step apart
         rows = plane.stride(0) // unit if plane.shape[0] > 1 or layout.span != "once" else 0  # one row may serve all
         arguments += [plane, *((rows, across) if name else (0, 0))]
     if not layout.centered:
-        return [*arguments, instead, 0, 0]
+        return (*arguments, x, 0, 0)
     center = planes["center"]
-    return [*arguments, center, center.stride(0) if center.shape[0] > 1 else 0, center.stride(1)]
+    return (*arguments, center, center.stride(0) if center.shape[0] > 1 else 0, center.stride(1))
+
+
+def planes_to_read(codec: Codec, codes: Codes, out: Tensor) -> tuple[PackedLayout, tuple[object, ...]]:
+    """The layout of `codec`, and `plane_arguments` for dequantizing `codes`, with the buffers kept once, into vectors like `out`."""
+    layout = known(codec, out, writes=False)
+    if layout.centered:  # what is turned are integers, and the mean joins them afterwards
+        codes = codes | {"center": codec.unrotate(codes["center"])}
+    table = rotation_table(out.shape[3], out.device, torch.bfloat16, layout.rotation == 2) if layout.rotated else out
+    return layout, plane_arguments(layout, codes, out, table)
 
 
 def decode(codec: Codec, codes: Codes, out: Tensor) -> None:
@@ -123,20 +138,27 @@ def decode(codec: Codec, codes: Codes, out: Tensor) -> None:
     `codes`: views of planes `[B, H or 1, T, width]`, the tokens of a head contiguous in each, with the buffers kept once among them.
 
     Raises ValueError for a codec that `supports` does not accept, or an output whose channels are not contiguous."""
-    layout = known(codec, out, writes=False)
-    batch, heads, tokens, head_dim = out.shape
+    _dequantize(codec, codes, out, out, out, (0, 0, 0, 0), 0, 0)
+
+
+def dequantize_pages(pages: Pages, out: tuple[Tensor, Tensor], begin: int = 0) -> None:
+    """`pages.dequantize_pages`, in a launch for keys and one for values."""
+    for codec, each, once, x in zip(pages.codecs, pages.planes, pages.statistics, out, strict=True):
+        _dequantize(codec, each | once, x, pages.table, pages.lengths, pages.strides, begin, pages.page_size)
+
+
+def _dequantize(
+    codec: Codec, codes: Codes, out: Tensor, pages: Tensor, lengths: Tensor, strides: tuple[int, ...], begin: int, page: int
+) -> None:
+    """A launch of `_dequantize_kernel`, of whose arguments those after `out` are."""
+    (layout, planes), (batch, heads, tokens, head_dim) = planes_to_read(codec, codes, out), out.shape
     if not out.numel():
         return
-    if layout.centered:  # what is turned are integers, and the mean joins them afterwards
-        codes = codes | {"center": codec.unrotate(codes["center"])}
-    width = padded(head_dim)
-    table = rotation_table(head_dim, out.device, torch.bfloat16, layout.rotation == 2) if layout.rotated else out
-    across, along, warps = tile([replace(layout, span="each")], heads, tokens, width)
-    grid = (triton.cdiv(tokens, along) * triton.cdiv(heads, across), batch)
+    across, along, warps = tile((replace(layout, span="each"),), heads, tokens, padded(head_dim))
     with torch.cuda.device_of(out):
-        _decode_kernel[grid](
-            out, *out.stride()[:3], table, *plane_arguments(layout, codes, out), tokens, heads,
-            layout, head_dim, width, across, along, num_warps=warps,
+        _dequantize_kernel[(triton.cdiv(tokens, along) * triton.cdiv(heads, across), batch)](
+            (out, *out.stride()[:3]), planes, pages, lengths, *strides, begin, tokens, heads,
+            layout, head_dim, across, along, page, num_warps=warps,
         )  # fmt: skip
 
 
@@ -212,13 +234,24 @@ def scales_of(layout: PackedLayout, head_dim: int) -> int:
 
 
 @triton.jit
-def load_tile(
-    live, block, row, h0, slot, table, codes, cb, ch, high, hb, hh, scales, sb, sh, center, eb, eh,
-    L: tl.constexpr, D: tl.constexpr, P: tl.constexpr, ACROSS: tl.constexpr, ALONG: tl.constexpr,
-):  # fmt: skip
-    """Dequantizes vectors: fp32 [N, P], or the dtype of codes of kind "half". Arguments as of `triton_quantize.store_tile`; vectors that
-    are not live are not read."""
-    N: tl.constexpr = ACROSS * ALONG
+def vectors(tokens, heads, ACROSS: tl.constexpr, ALONG: tl.constexpr):
+    """The vectors of a program's tile, N = ACROSS * ALONG: its row, its first head, and of each vector head and token, int64 [N], and
+    whether it exists, bool [N]."""
+    parts = tl.cdiv(heads, ACROSS)
+    h0 = ((tl.program_id(0) % parts) * ACROSS).to(tl.int64)
+    i = tl.arange(0, ACROSS * ALONG)
+    h = h0 + i % ACROSS
+    t = ((tl.program_id(0) // parts) * ALONG).to(tl.int64) + i // ACROSS
+    return tl.program_id(1).to(tl.int64), h0, h, t, (t < tokens) & (h < heads)
+
+
+@triton.jit
+def load_tile(live, block, row, h0, slot, planes, L: tl.constexpr, D: tl.constexpr, ACROSS: tl.constexpr):
+    """Dequantizes vectors: fp32 [N, padded(D)], or the dtype of codes of kind "half". Arguments as of `triton_quantize.store_tile`; vectors
+    that are not live, bool [N], are not read."""
+    table, codes, cb, ch, high, hb, hh, scales, sb, sh, center, eb, eh = planes
+    N: tl.constexpr = live.shape[0]
+    P: tl.constexpr = padded(D)
     i = tl.arange(0, N)
     c = tl.arange(0, P)
     h = i % ACROSS if ACROSS == 1 else (i % ACROSS).to(tl.int64)
@@ -309,88 +342,36 @@ def load_tile(
 
 
 @triton.jit
-def _vectors(tokens, heads, ACROSS: tl.constexpr, ALONG: tl.constexpr):
-    """The vectors of a program's tile, N = ACROSS * ALONG: its row, its first head, and of each vector head and token, int64 [N], and
-    whether it exists, bool [N]."""
-    parts = tl.cdiv(heads, ACROSS)
-    h0 = ((tl.program_id(0) % parts) * ACROSS).to(tl.int64)
-    i = tl.arange(0, ACROSS * ALONG)
-    h = h0 + i % ACROSS
-    t = ((tl.program_id(0) // parts) * ALONG).to(tl.int64) + i // ACROSS
-    return tl.program_id(1).to(tl.int64), h0, h, t, (t < tokens) & (h < heads)
-
-
-@triton.jit
-def _store_vectors(at, y, live, D: tl.constexpr):
+def store_vectors(at, y, live, D: tl.constexpr):
     """Stores the first D channels of `y` [N, P] to vectors that begin at the pointers `at` [N], if `live` [N]."""
     c = tl.arange(0, y.shape[1])
     inside = live[:, None] if y.shape[1] == D else live[:, None] & (c < D)[None, :]
     tl.store(at[:, None] + c[None, :], y.to(at.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["tokens", "heads"])
-def _decode_kernel(
-    out, ob, oh, ot, table, codes, cb, ch, high, hb, hh, scales, sb, sh, center, eb, eh, tokens, heads,
-    L: tl.constexpr, D: tl.constexpr, P: tl.constexpr, ACROSS: tl.constexpr, ALONG: tl.constexpr,
-):  # fmt: skip
-    """Dequantizes `tokens` tokens. Grid (tiles of ALONG tokens and ACROSS heads, B). Strides are in elements, of packed codes and high bits
-    in words of 16 bits.
-
-    out      [B, H, tokens, D] fp16, bf16 or fp32, channels contiguous: ob, oh, ot
-    table    bf16, `rotation_table`, read if L.rotated
-    codes    [B, H', tokens, width], tokens contiguous: cb, ch; H' is H, or 1 if heads share it (ch 0)
-    high     [B, H', tokens, width] likewise: hb, hh                    scales  [B, H', tokens, scales of a token] likewise: sb, sh
-    center   fp32 [B, H, 1, D], the mean, rotated back: eb, eh          heads   H
-    L        `PackedLayout`; D channels, padded to P; what a layout has not is not read
-    """
-    b, h0, h, t, live = _vectors(tokens, heads, ACROSS, ALONG)
-    y = load_tile(
-        live, b, b, h0, t, table, codes, cb, ch, high, hb, hh, scales, sb, sh, center, eb, eh,
-        L, D, P, ACROSS, ALONG,
-    )  # fmt: skip
-    _store_vectors(out + (b * ob + h * oh + t * ot), y, live, D)
-
-
-def dequantize_pages(pages: Pages, out: tuple[Tensor, Tensor], begin: int = 0) -> None:
-    """`pages.dequantize_pages`, in a launch for keys and one for values."""
-    table, lengths = pages.table, pages.lengths
-    strides = (*table.stride()[:-1], *(() if pages.per_head else (0,)), *lengths.stride(), *(() if lengths.dim() > 1 else (0,)))
-    for codec, each, once, x in zip(pages.codecs, pages.planes, pages.statistics, out, strict=True):
-        layout, (batch, heads, tokens, head_dim) = known(codec, x, writes=False), x.shape
-        if not x.numel():
-            continue
-        if layout.centered:
-            once = once | {"center": codec.unrotate(once["center"])}
-        rotation = rotation_table(head_dim, x.device, torch.bfloat16, layout.rotation == 2) if layout.rotated else x
-        across, along, warps = tile([replace(layout, span="each")], heads, tokens, padded(head_dim))
-        grid = (triton.cdiv(tokens, along) * triton.cdiv(heads, across), batch)
-        with torch.cuda.device_of(x):
-            _dequantize_pages_kernel[grid](
-                x, *x.stride()[:3], rotation, *plane_arguments(layout, each | once, x), table, lengths, *strides, begin, tokens, heads,
-                layout, head_dim, padded(head_dim), across, along, pages.page_size, num_warps=warps,
-            )  # fmt: skip
-
-
 @triton.jit(do_not_specialize=["table_b", "table_h", "lengths_b", "lengths_h", "begin", "tokens", "heads"])
-def _dequantize_pages_kernel(
-    out, ob, oh, ot, rotation, codes, cb, ch, high, hb, hh, scales, sb, sh, center, eb, eh,
-    table, lengths, table_b, table_h, lengths_b, lengths_h, begin, tokens, heads,
-    L: tl.constexpr, D: tl.constexpr, P: tl.constexpr, ACROSS: tl.constexpr, ALONG: tl.constexpr, PAGE: tl.constexpr,
+def _dequantize_kernel(
+    out, planes, table, lengths, table_b, table_h, lengths_b, lengths_h, begin, tokens, heads,
+    L: tl.constexpr, D: tl.constexpr, ACROSS: tl.constexpr, ALONG: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
-    """Dequantizes `tokens` tokens from `begin` on of each row, zeros beyond its length. Grid (tiles of ALONG tokens and ACROSS heads, B).
+    """Dequantizes `tokens` tokens; where PAGE is not 0, those from `begin` on of each row, and zeros beyond its length. Grid (tiles of
+    ALONG tokens and ACROSS heads, B). Strides are in elements, of packed codes and high bits in words of 16 bits.
 
-    out, rotation (there `table`), center, heads, L   as of `_decode_kernel`: ob, oh, ot, eb, eh
-    codes, high, scales   as there, but planes of a pool [N, H', PAGE, width]: cb, ch, hb, hh, sb, sh are strides over pages and heads
-    table    int32 [B, P] or [B, H, P]: table_b, table_h (0: all heads share)
+    out      [B, H, tokens, D] fp16, bf16 or fp32, channels contiguous, with its strides over the first three dimensions
+    planes   `plane_arguments`. The rotation is in bf16, the mean fp32 [B, H, 1, D], rotated back. Codes [B, H', tokens, width], tokens
+             contiguous, H' being H, or 1 if heads share them; high bits and scales [B, H', tokens, scales of a token] likewise. Where PAGE
+             is not 0, these are planes of a pool, [N, H', PAGE, ..], and their strides are over pages and heads
+    table    int32 [B, P] or [B, H, P]: table_b, table_h (0: all heads share); read if PAGE is not 0, like
     lengths  int32 [B] or [B, H]: lengths_b, lengths_h (0: all heads share)
+    L        `PackedLayout`; what it has not is not read                heads    H
     """
-    b, h0, h, t, live = _vectors(tokens, heads, ACROSS, ALONG)
-    place = begin + t
-    exists = live & (place < tl.load(lengths + b * lengths_b + h * lengths_h, mask=h < heads, other=0))
-    page = tl.load(table + b * table_b + h * table_h + place // PAGE, mask=exists, other=0).to(tl.int64)
-    y = load_tile(
-        exists, page, b, h0, place % PAGE, rotation, codes, cb, ch, high, hb, hh, scales, sb, sh, center, eb, eh,
-        L, D, P, ACROSS, ALONG,
-    )  # fmt: skip
-    y = tl.where(exists[:, None], y, 0.0)
-    _store_vectors(out + (b * ob + h * oh + t * ot), y, live, D)
+    b, h0, h, t, live = vectors(tokens, heads, ACROSS, ALONG)
+    if PAGE > 0:
+        place = begin + t
+        exists = live & (place < tl.load(lengths + b * lengths_b + h * lengths_h, mask=h < heads, other=0))
+        page = tl.load(table + b * table_b + h * table_h + place // PAGE, mask=exists, other=0).to(tl.int64)
+        y = tl.where(exists[:, None], load_tile(exists, page, b, h0, place % PAGE, planes, L, D, ACROSS), 0.0)
+    else:
+        y = load_tile(live, b, b, h0, t, planes, L, D, ACROSS)
+    x, xb, xh, xt = out
+    store_vectors(x + (b * xb + h * xh + t * xt), y, live, D)

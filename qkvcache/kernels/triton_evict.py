@@ -15,76 +15,59 @@ from torch import Tensor
 from .evict import StaticTensors
 from .segments import Pair
 from .triton_dequantize import known, padded, plane_arguments, table_of, tile
-from .triton_quantize import store_tile
+from .triton_quantize import contiguous, store_tile
 
 ORDERED = 1024
 """Columns of the order that a program compares at once."""
 _MOST = tl.constexpr(2**63 - 1)
-ABSENT, ZERO, GIVEN = map(tl.constexpr, range(3))
-"""Of a record, what `append_token` writes."""
 
 
 def append_token(static: StaticTensors, x: Pair, new: Sequence[Tensor | None], is_valid: Tensor | None) -> None:
     """`evict.append_token`."""
-    ring, shown, (positions, *others) = static.ring, static.shown, static.records.values()
-    batch, heads, width, _ = ring[0].shape
-    tokens = [token if token.stride(3) == 1 else token.contiguous() for token in x]
-    arguments: list[object] = []
-    for zone, token in zip(ring, tokens, strict=True):
-        arguments += [zone, token, *token.stride()[:2]]
-    arguments.append(positions)
-    kinds = [ABSENT.value] * 3
-    for i in range(3):
-        record, value = (others[i], new[i]) if i < len(others) else (positions, None)
-        arguments += [record, *((positions, 0, 0) if value is None else (value, *value.stride()[:2]))]
-        kinds[i] = ABSENT.value if i >= len(others) else ZERO.value if value is None else GIVEN.value
-    arguments += [shown, static.seen, static.columns, *((shown, 0) if is_valid is None else (is_valid, is_valid.stride(0)))]
-    arguments += [heads, width, positions.shape[2], shown.shape[1]]
-    sizes = [size for token in tokens for size in (token.shape[3], padded(token.shape[3]))]
-    across = max(min(triton.next_power_of_2(heads), 4096 // max(sizes)), 1)
-    with torch.cuda.device_of(static.seen):
-        _append_kernel[(batch,)](*arguments, *sizes, *kinds, is_valid is not None, across)
+    records = tuple(static.records.values())
+    given = False, *(value is not None for value in new)
+    values = (record if value is None else value for record, value in zip(records, (None, *new), strict=True))
+    batch, heads, width, _ = static.ring[0].shape
+    key, value = ((token, *token.stride()[:2]) for token in contiguous(x))
+    mask, lengths = static.column_mask, static.row_lengths
+    padding = (mask, 0) if is_valid is None else (is_valid, is_valid.stride(0))
+    sizes = [side.shape[3] for side in x]
+    across = max(min(triton.next_power_of_2(heads), 4096 // max(map(padded, sizes))), 1)
+    with torch.cuda.device_of(lengths):
+        _append_kernel[(batch,)](
+            static.ring, key, value, records, tuple((entry, *entry.stride()[:2]) for entry in values), mask, lengths, static.columns,
+            *padding, heads, width, records[0].shape[2], mask.shape[1], *sizes, given, is_valid is not None, across,
+        )  # fmt: skip
 
 
 @triton.jit
-def _enter(ring, x, xb, xh, b, h, heads, at, width, D: tl.constexpr, P: tl.constexpr):
+def _enter(ring, x, b, h, heads, at, width, D: tl.constexpr):
     """Copies the vectors of the heads `h`, int [ACROSS], of row `b` of `x` into column `at` of `ring`."""
-    c = tl.arange(0, P)[None, :]
+    x, xb, xh = x
+    c = tl.arange(0, padded(D))[None, :]
     inside = (h < heads)[:, None] & (c < D)
     token = tl.load(x + (b * xb + h * xh)[:, None] + c, mask=inside)
     tl.store(ring + (((b * heads + h) * width + at) * D)[:, None] + c, token, mask=inside)
 
 
-@triton.jit
-def _note(record, new, nb, nh, b, h, heads, at, KIND: tl.constexpr):
-    """Writes the new value of a record to `record + at`, int [ACROSS], for the heads `h` of row `b`: `new` if GIVEN, 0 if ZERO."""
-    if KIND == GIVEN:
-        tl.store(record + at, tl.load(new + b * nb + h * nh, mask=h < heads), mask=h < heads)
-    elif KIND == ZERO:
-        tl.store(record + at, tl.zeros(h.shape, record.dtype.element_ty), mask=h < heads)
-
-
 @triton.jit(do_not_specialize=["heads", "width", "record_columns", "all_columns"])
 def _append_kernel(
-    kring, kx, kxb, kxh, vring, vx, vxb, vxh, positions, r0, n0, n0b, n0h, r1, n1, n1b, n1h, r2, n2, n2b, n2h,
-    shown, seen, columns, is_valid, real_b, heads, width, record_columns, all_columns,
-    KD: tl.constexpr, KP: tl.constexpr, VD: tl.constexpr, VP: tl.constexpr,
-    R0: tl.constexpr, R1: tl.constexpr, R2: tl.constexpr, REAL: tl.constexpr, ACROSS: tl.constexpr,
+    ring, key, value, records, new, column_mask, row_lengths, columns, is_valid, real_b, heads, width, record_columns, all_columns,
+    D: tl.constexpr, DV: tl.constexpr, GIVEN: tl.constexpr, REAL: tl.constexpr, ACROSS: tl.constexpr,
 ):  # fmt: skip
-    """Stores one token of each row in the ring. Grid (B).
+    """Stores one token of each row in the ring. Grid (B). Strides are in elements.
 
-    Arguments of keys begin with k, those of values with v; r0 to r2 are records, n0 to n2 their new values. Strides are in elements.
-
-    ring       [B, H, width, D] model dtype, contiguous              x          [B, H, 1, D] likewise, channels contiguous: xb, xh
-    positions  int32 [B, H, record_columns], contiguous: of slots of the region, then of the ring
-    r0, r1, r2   fp32, likewise; R0, R1, R2 (ABSENT, ZERO, GIVEN) say what is written: nothing, 0, or n0, n1, n2
-    n0, n1, n2   fp32 [B, H, 1]: n0b, n0h, n1b, n1h, n2b, n2h over B and H
-    shown      bool [B, all_columns], contiguous: sinks, region, ring   seen   int64 [B]: tokens of a row without padding
+    ring       of keys [B, H, width, D] and of values [.., DV], model dtype, contiguous
+    key, value   [B, H, 1, D] and [.., DV] likewise, channels contiguous, each with its strides over rows and heads
+    records    [B, H, record_columns] each, contiguous, of slots of the region, then of the ring: int32 positions, then as many in fp32 as a
+               policy keeps
+    new        values of the records, fp32 [B, H, 1], each with its strides over rows and heads; read where GIVEN, else 0 is written
+    column_mask      bool [B, all_columns], contiguous: sinks, region, ring   row_lengths   int64 [B]: tokens of a row without padding
     columns    int64 [1]: tokens of a row with padding
-    is_valid   bool [B]: real_b; read if REAL                        heads      H, in tiles of ACROSS; D channels, padded to P
+    is_valid   bool [B]: real_b; read if REAL                        heads      H, in tiles of ACROSS
     """
     b = tl.program_id(0).to(tl.int64)
-    count = tl.load(seen + b)
+    count = tl.load(row_lengths + b)
     total = tl.load(columns)
     if REAL:
         more = tl.load(is_valid + b * real_b).to(tl.int64)
@@ -94,16 +77,17 @@ def _append_kernel(
     position = tl.where(more > 0, count, -1).to(tl.int32)
     for h0 in range(0, heads, ACROSS):
         h = (h0 + tl.arange(0, ACROSS)).to(tl.int64)
-        _enter(kring, kx, kxb, kxh, b, h, heads, at, width, KD, KP)
-        _enter(vring, vx, vxb, vxh, b, h, heads, at, width, VD, VP)
+        _enter(ring[0], key, b, h, heads, at, width, D)
+        _enter(ring[1], value, b, h, heads, at, width, DV)
         column = (b * heads + h) * record_columns + (record_columns - width + at)
-        tl.store(positions + column, tl.broadcast_to(position, [ACROSS]), mask=h < heads)
-        _note(r0, n0, n0b, n0h, b, h, heads, column, R0)
-        _note(r1, n1, n1b, n1h, b, h, heads, column, R1)
-        _note(r2, n2, n2b, n2h, b, h, heads, column, R2)
-    tl.store(shown + b * all_columns + (all_columns - width + at), more > 0)
+        tl.store(records[0] + column, tl.broadcast_to(position, [ACROSS]), mask=h < heads)
+        for i in tl.static_range(1, len(GIVEN)):
+            x, xb, xh = new[i]
+            entry = tl.load(x + b * xb + h * xh, mask=h < heads) if GIVEN[i] else tl.zeros([ACROSS], tl.float32)
+            tl.store(records[i] + column, entry, mask=h < heads)
+    tl.store(column_mask + b * all_columns + (all_columns - width + at), more > 0)
     tl.debug_barrier()  # before what others of this program have read is overwritten
-    tl.store(seen + b, count + more)
+    tl.store(row_lengths + b, count + more)
     tl.store(columns, total + 1, mask=b == 0)
 
 
@@ -111,18 +95,19 @@ def evict_token(static: StaticTensors, order: Tensor) -> Tensor:
     """`evict.evict_token`, for codecs that `triton_quantize.supports` and whose heads share no buffer kept for each token."""
     arguments: list[object] = []
     constants: list[object] = []
-    ring, seen, (positions, *others) = static.ring, static.seen, static.records.values()
+    ring, row_lengths = static.ring, static.row_lengths
     layouts = [known(codec, x) for codec, x in zip(static.codecs, ring, strict=True)]
     batch, heads, width, _ = ring[0].shape
-    for layout, planes, first, x in zip(layouts, static.planes, static.first, ring, strict=True):
-        arguments += [x, first, table_of(layout, x), *plane_arguments(layout, planes, x)]
-        constants += [layout, x.shape[3], padded(x.shape[3])]
-    where = torch.empty(batch, heads, dtype=torch.int64, device=seen.device)
-    arguments += [positions, *others, *[positions] * (3 - len(others)), static.shown, seen, order.contiguous(), where]
-    _, along, warps = tile(layouts, 1, 1, max(padded(x.shape[3]) for x in ring), ring[0].element_size())
-    sizes = heads, static.first[0].shape[2], width, positions.shape[2]
-    with torch.cuda.device_of(seen):
-        _evict_kernel[(heads, batch)](*arguments, *sizes, *constants, len(others), along, ORDERED, num_warps=warps)
+    for layout, planes, sinks, x in zip(layouts, static.planes, static.sinks, ring, strict=True):
+        arguments += [x, sinks, plane_arguments(layout, planes, x, table_of(layout, x))]
+        constants += [layout, x.shape[3]]
+    where = torch.empty(batch, heads, dtype=torch.int64, device=row_lengths.device)
+    records = tuple(static.records.values())
+    arguments += [records, static.column_mask, row_lengths, order.contiguous(), where]
+    _, along, warps = tile(tuple(layouts), 1, 1, max(padded(x.shape[3]) for x in ring), ring[0].element_size())
+    sizes = heads, static.sinks[0].shape[2], width, records[0].shape[2]
+    with torch.cuda.device_of(row_lengths):
+        _evict_kernel[(heads, batch)](*arguments, *sizes, *constants, along, ORDERED, num_warps=warps)
     return where
 
 
@@ -141,39 +126,31 @@ def _first_least(row, columns, N: tl.constexpr):
 
 @triton.jit
 def _retire_side(
-    ring, first, table, codes, cb, ch, high, hb, hh, scales, sb, sh, center, eb, eh, slot, b, h, heads, exact, width, at,
-    L: tl.constexpr, D: tl.constexpr, P: tl.constexpr, ALONG: tl.constexpr,
+    ring, sinks, planes, slot, b, h, heads, exact, width, at, L: tl.constexpr, D: tl.constexpr, ALONG: tl.constexpr
 ):  # fmt: skip
     """A program of `_evict_kernel`, for keys or for values: column `at` of the ring into slot `slot` of the region, or, if it is less than
     -1, into sink `-2 - slot`."""
-    c = tl.arange(0, P)[None, :]
+    c = tl.arange(0, padded(D))[None, :]
     inside = tl.arange(0, ALONG) == 0  # one token, in as many rows as a product has
     mask = inside[:, None] & (c < D)
     raw = tl.load(ring + ((b * heads + h) * width + at) * D + c + 0 * inside[:, None], mask=mask, other=0.0)
-    tl.store(first + ((b * heads + h) * exact - 2 - slot) * D + c + 0 * inside[:, None], raw, mask=mask & (slot < -1))
-    store_tile(
-        raw, inside & (slot >= 0), b, b, h, slot + tl.arange(0, ALONG), table, codes, cb, ch, high, hb, hh, scales, sb, sh, center, eb, eh,
-        L, D, P, 1, ALONG,
-    )  # fmt: skip
+    tl.store(sinks + ((b * heads + h) * exact - 2 - slot) * D + c + 0 * inside[:, None], raw, mask=mask & (slot < -1))
+    store_tile(raw, inside & (slot >= 0), b, b, h, slot + tl.arange(0, ALONG), planes, L, D, 1)
 
 
 @triton.jit(do_not_specialize=["heads", "exact", "width", "record_columns"])
 def _evict_kernel(
-    kring, kfirst, ktable, kcodes, kcb, kch, khigh, khb, khh, kscales, ksb, ksh, kcenter, keb, keh,
-    vring, vfirst, vtable, vcodes, vcb, vch, vhigh, vhb, vhh, vscales, vsb, vsh, vcenter, veb, veh,
-    positions, r0, r1, r2, shown, seen, order, where, heads, exact, width, record_columns,
-    KL: tl.constexpr, KD: tl.constexpr, KP: tl.constexpr,
-    VL: tl.constexpr, VD: tl.constexpr, VP: tl.constexpr,
-    RECORDS: tl.constexpr, ALONG: tl.constexpr, N: tl.constexpr,
+    k_ring, k_sinks, k_planes, v_ring, v_sinks, v_planes,
+    records, column_mask, row_lengths, order, where, heads, exact, width, record_columns,
+    K: tl.constexpr, D: tl.constexpr, V: tl.constexpr, DV: tl.constexpr,
+    ALONG: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """Moves the oldest token of the ring to the sinks or into the region, or drops it. Grid (H, B).
 
-    Arguments of keys begin with k, those of values with v. Strides are in elements, of packed codes and high bits in words of 16 bits.
-
-    ring       [B, H, width, D] model dtype, contiguous              first      sinks [B, H, exact, D] likewise
-    table, codes, high, scales, center with their strides, L, D and P: as of `triton_quantize._encode_kernel`
-    positions  int32 [B, H, record_columns], r0, r1, r2 fp32 likewise, contiguous; RECORDS: how many of these there are
-    shown      bool [B, exact + record_columns], contiguous          seen       int64 [B]: tokens of a row without padding
+    k_ring     [B, H, width, D] model dtype, contiguous              k_sinks    sinks [B, H, exact, D] likewise
+    k_planes, K   as of `triton_quantize._quantize_kernel`, as are v_planes and V; v_ring, v_sinks   the same of values, [.., DV]
+    records    as of `_append_kernel`
+    column_mask      bool [B, exact + record_columns], contiguous          row_lengths       int64 [B]: tokens of a row without padding
     order      int64 [B, H, record_columns - width + 1], contiguous: of each slot of the region, then of the token itself
     where      int64 [B, H], contiguous: output, as `evict.evict_token` returns it
     heads      H              N   entries of `order` that are compared at once        ALONG   rows of the tile that quantizes
@@ -181,31 +158,20 @@ def _evict_kernel(
     h = tl.program_id(0).to(tl.int64)
     b = tl.program_id(1).to(tl.int64)
     slots = record_columns - width
-    at = tl.load(seen + b) % width
+    at = tl.load(row_lengths + b) % width
     row = (b * heads + h) * record_columns
     column = row + slots + at
-    position = tl.load(positions + column)
+    position = tl.load(records[0] + column)
     slot = _first_least(order + (b * heads + h) * (slots + 1), slots + 1, N)
     slot = tl.where(slot < slots, slot, -1)
     slot = tl.where((position >= 0) & (position < exact), -2 - position, slot)
     tl.store(where + b * heads + h, slot.to(tl.int64))
-    _retire_side(
-        kring, kfirst, ktable, kcodes, kcb, kch, khigh, khb, khh, kscales, ksb, ksh, kcenter, keb, keh,
-        slot, b, h, heads, exact, width, at, KL, KD, KP, ALONG,
-    )  # fmt: skip
-    _retire_side(
-        vring, vfirst, vtable, vcodes, vcb, vch, vhigh, vhb, vhh, vscales, vsb, vsh, vcenter, veb, veh,
-        slot, b, h, heads, exact, width, at, VL, VD, VP, ALONG,
-    )  # fmt: skip
+    _retire_side(k_ring, k_sinks, k_planes, slot, b, h, heads, exact, width, at, K, D, ALONG)
+    _retire_side(v_ring, v_sinks, v_planes, slot, b, h, heads, exact, width, at, V, DV, ALONG)
     moves = slot >= 0
-    tl.store(positions + row + slot, position, mask=moves)
-    if RECORDS > 0:
-        tl.store(r0 + row + slot, tl.load(r0 + column), mask=moves)
-    if RECORDS > 1:
-        tl.store(r1 + row + slot, tl.load(r1 + column), mask=moves)
-    if RECORDS > 2:
-        tl.store(r2 + row + slot, tl.load(r2 + column), mask=moves)
-    shows = shown + b * (exact + record_columns)
-    tl.store(shows + tl.where(slot < 0, -2 - slot, exact + slot), (slot < 0) | (position >= 0), mask=(h == 0) & (slot != -1))
-    tl.store(shows + exact + slots + at, False, mask=h == 0)
-    tl.store(positions + column, -1)  # all have read it: the search for the least made them wait for each other
+    for i in tl.static_range(len(records)):
+        tl.store(records[i] + row + slot, tl.load(records[i] + column), mask=moves)
+    here = column_mask + b * (exact + record_columns)
+    tl.store(here + tl.where(slot < 0, -2 - slot, exact + slot), (slot < 0) | (position >= 0), mask=(h == 0) & (slot != -1))
+    tl.store(here + exact + slots + at, False, mask=h == 0)
+    tl.store(records[0] + column, -1)  # all have read it: the search for the least made them wait for each other

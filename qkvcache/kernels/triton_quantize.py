@@ -9,7 +9,7 @@ Minima and maxima are computed on bit patterns, since a maximum of floats ignore
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
@@ -32,6 +32,7 @@ from .triton_dequantize import (
     table_of,
     tile,
     turn,
+    vectors,
     width_of,
 )
 from .triton_dequantize import supports as dequantizes
@@ -47,70 +48,57 @@ def supports(codec: Codec, head_dim: int) -> bool:
     return layout is not None and layout.writable and dequantizes(codec, head_dim)
 
 
-def quantize_kv(sides: Sequence[tuple[Codec, Tensor, Codes, Codes]], start: int) -> None:
-    """Encodes `T` tokens into slots `start` to `start + T`.
+def quantize_kv(codecs: tuple[Codec, Codec], x: Pair, planes: tuple[Codes, Codes], statistics: tuple[Codes, Codes], start: int) -> None:
+    """Quantizes keys and values `[B, H, T, D]`, channels contiguous, in fp16, bf16 or fp32 into slots `start` to `start + T` of the planes
+    `[B, H or 1, capacity, width]` of a chunk; `statistics` are the buffers kept once.
 
-    `sides` are keys and values, each a codec that `supports` accepts; `x` `[B, H, T, D]` in fp16, bf16 or fp32, its channels contiguous;
-    the planes `[B, H or 1, capacity, width]` of a chunk; and the buffers kept once. Batch, heads and tokens are the same for both.
-
-    Raises ValueError for a codec that it does not know, or vectors whose channels are not contiguous.
+    Raises ValueError for a codec that `supports` does not accept, or vectors whose channels are not contiguous.
     """
-    arguments: list[object] = []
-    constants: list[object] = []
-    layouts = [known(codec, x) for codec, x, _, _ in sides]
-    x = sides[0][1]
-    batch, heads, tokens, _ = x.shape
-    if not x.numel():
+    _quantize(codecs, x, planes, statistics, start, (x[0], 0, 0, 0), 0)
+
+
+def quantize_pages(
+    codecs: tuple[Codec, Codec], x: Pair, planes: tuple[Codes, Codes], statistics: tuple[Codes, Codes], slots: Tensor
+) -> None:
+    """`pages.quantize_pages` in one launch."""
+    strides = slots.stride(0), slots.stride(1) if slots.dim() == 3 else 0, slots.stride(-1)
+    page = next(iter(planes[0].values())).shape[2]
+    _quantize(codecs, contiguous(x), planes, statistics, 0, (slots, *strides), page)
+
+
+def _quantize(
+    codecs: tuple[Codec, Codec],
+    x: Pair,
+    planes: tuple[Codes, Codes],
+    statistics: tuple[Codes, Codes],
+    start: int,
+    slots: tuple[object, ...],
+    page: int,
+) -> None:
+    """A launch of `_quantize_kernel`, of whose arguments the last three are."""
+    if not x[0].numel():
         return
-    for layout, (_, x, planes, statistics) in zip(layouts, sides, strict=True):
-        arguments += [x, *x.stride()[:3], table_of(layout, x), *plane_arguments(layout, planes | statistics, x)]
-        constants += [layout, x.shape[3], padded(x.shape[3])]
-    across, along, warps = tile(layouts, heads, tokens, max(padded(side[1].shape[3]) for side in sides), x.element_size())
-    grid = (triton.cdiv(tokens, along) * triton.cdiv(heads, across), batch, 2)
-    with torch.cuda.device_of(x):
-        _encode_kernel[grid](*arguments, start, tokens, heads, *constants, across, along, num_warps=warps)
+    k_planes, v_planes, constants, grid, warps = launched(codecs, x, (planes[0] | statistics[0], planes[1] | statistics[1]))
+    key, value = ((side, *side.stride()[:3]) for side in x)
+    with torch.cuda.device_of(x[0]):
+        _quantize_kernel[grid](key, k_planes, value, v_planes, slots, start, *x[0].shape[2:0:-1], *constants, page, num_warps=warps)
 
 
-class PreparedStep:
-    """A launch that stores tokens of the shape and dtype of `x`, keys and values `[B, H, T, D]`, with all other arguments prepared.
+def launched(codecs: tuple[Codec, Codec], x: Pair, planes: tuple[Codes, Codes]) -> tuple[Any, Any, list[object], tuple[int, int, int], int]:
+    """What a launch that stores vectors like `x`, keys and values `[B, H, T, D]`, takes: `plane_arguments` of keys and of values; layout
+    and channels of keys, then of values, with heads and tokens of a tile; the grid; warps."""
+    layouts = [known(codec, side) for codec, side in zip(codecs, x, strict=True)]
+    batch, heads, tokens, _ = x[0].shape
+    across, along, warps = tile(tuple(layouts), heads, tokens, max(padded(side.shape[3]) for side in x), x[0].element_size())
+    key, value = (plane_arguments(layout, *both, table_of(layout, both[1])) for layout, *both in zip(layouts, planes, x, strict=True))
+    constants = [layouts[0], x[0].shape[3], layouts[1], x[1].shape[3], across, along]
+    return key, value, constants, (triton.cdiv(tokens, along) * triton.cdiv(heads, across), batch, 2), warps
 
-    Args:
-        codecs: of keys and values, both of which `supports` accepts.
-        planes: those of `kernel`, with the buffers kept once.
-        rings, sinks: in the model's dtype; `T` is at most the slots of the ring.
-        strides: how many strides of rings and sinks `kernel` takes.
-        before, after: further arguments of `kernel`, before the sizes and after all others.
-    """
 
-    def __init__(
-        self,
-        kernel: triton.JITFunction,
-        codecs: tuple[Codec, Codec],
-        x: Pair,
-        planes: tuple[Codes, Codes],
-        rings: Pair,
-        sinks: Pair,
-        strides: int,
-        before: Sequence[object],
-        after: int,
-    ) -> None:
-        layouts = [known(codec, new) for codec, new in zip(codecs, x, strict=True)]
-        batch, heads, tokens, _ = x[0].shape
-        self.sides: list[list[object]] = []
-        constants: list[object] = []
-        for layout, codes, ring, sink, new in zip(layouts, planes, rings, sinks, x, strict=True):
-            places = [ring, *ring.stride()[:strides], sink, *sink.stride()[:strides]]
-            self.sides.append([*places, table_of(layout, new), *plane_arguments(layout, codes, new)])
-            constants += [layout, new.shape[3], padded(new.shape[3])]
-        across, along, self.warps = tile(layouts, heads, tokens, max(padded(new.shape[3]) for new in x), x[0].element_size())
-        self.last = [*before, sinks[0].shape[2], rings[0].shape[2], tokens, heads, batch, *constants, across, along, after]
-        self.launch = kernel[(triton.cdiv(tokens, along) * triton.cdiv(heads, across), batch, 2)]
-
-    def __call__(self, x: Pair) -> None:
-        key, value = (side if side.stride(3) == 1 else side.contiguous() for side in x)
-        k_side, v_side = self.sides
-        with torch.cuda.device_of(key):
-            self.launch(key, *key.stride()[:3], *k_side, value, *value.stride()[:3], *v_side, *self.last, num_warps=self.warps)
+def contiguous(x: Pair) -> Pair:
+    """Keys and values whose channels are contiguous."""
+    key, value = (side if side.stride(3) == 1 else side.contiguous() for side in x)
+    return key, value
 
 
 @triton.jit
@@ -291,46 +279,18 @@ _AT4, _UP4 = map(tl.constexpr, _rungs(4))
 
 
 @triton.jit
-def tile_of(heads, ACROSS: tl.constexpr, ALONG: tl.constexpr):
-    """Where a program's tile begins: row (int64), head, token."""
-    parts = tl.cdiv(heads, ACROSS)
-    return tl.program_id(1).to(tl.int64), (tl.program_id(0) % parts) * ACROSS, (tl.program_id(0) // parts) * ALONG
-
-
-@triton.jit
-def _encode_side(
-    x, xb, xh, xt, table, codes, cb, ch, high, hb, hh, scales, sb, sh, center, eb, eh, start, tokens, heads,
-    L: tl.constexpr, D: tl.constexpr, P: tl.constexpr, ACROSS: tl.constexpr, ALONG: tl.constexpr,
-):  # fmt: skip
-    """A program of `_encode_kernel`, for keys or for values; arguments as there."""
-    b, h0, t0 = tile_of(heads, ACROSS, ALONG)
-    i = tl.arange(0, ACROSS * ALONG)
-    c = tl.arange(0, P)
-    live = (t0 + i // ACROSS < tokens) & (h0 + i % ACROSS < heads)
-    inside = live[:, None] if D == P else live[:, None] & (c < D)[None, :]
-    h = i % ACROSS if ACROSS == 1 else (i % ACROSS).to(tl.int64)  # heads may lie far apart
-    first = x + b * xb + h0.to(tl.int64) * xh + t0.to(tl.int64) * xt
-    raw = tl.load(first + (h * xh + i // ACROSS * xt)[:, None] + c[None, :], mask=inside, other=0.0)
-    store_tile(
-        raw, live, b, b, h0, start + t0 + i // ACROSS, table, codes, cb, ch, high, hb, hh, scales, sb, sh, center, eb, eh,
-        L, D, P, ACROSS, ALONG,
-    )  # fmt: skip
-
-
-@triton.jit
-def store_tile(
-    raw, live, block, row, h0, slot, table, codes, cb, ch, high, hb, hh, scales, sb, sh, center, eb, eh,
-    L: tl.constexpr, D: tl.constexpr, P: tl.constexpr, ACROSS: tl.constexpr, ALONG: tl.constexpr,
-):  # fmt: skip
+def store_tile(raw, live, block, row, h0, slot, planes, L: tl.constexpr, D: tl.constexpr, ACROSS: tl.constexpr):
     """Quantizes vectors and stores those that are live and have a slot. Vector `i` of a tile is of head `h0 + i % ACROSS`.
 
-    raw      [N, P] of ALONG tokens and ACROSS heads, N = ALONG * ACROSS; live: bool [N], those that take part in shared scales
+    raw      [N, padded(D)] of N / ACROSS tokens and ACROSS heads; live: bool [N], those that take part in shared scales
     block    int64, scalar or [N]: the batch row, or the page, of planes [blocks, H', slots, width]; slot: [N], negative: none
     row      int64: the batch row of statistics
-    codes, high, scales   planes, words of 16 bits where codes are packed; cb, ch, ...: strides of blocks and heads
-    center   fp32 [rows, H, D]; eb, eh
+    planes   `plane_arguments`: planes as of `block`, words of 16 bits where codes are packed, and the mean fp32 [rows, H, D]
     """
-    N: tl.constexpr = ACROSS * ALONG
+    table, codes, cb, ch, high, hb, hh, scales, sb, sh, center, eb, eh = planes
+    N: tl.constexpr = raw.shape[0]
+    P: tl.constexpr = raw.shape[1]
+    ALONG: tl.constexpr = N // ACROSS
     i = tl.arange(0, N)
     c = tl.arange(0, P)
     there = live[:, None] if D == P else live[:, None] & (c < D)[None, :]
@@ -436,103 +396,44 @@ def store_tile(
         _store_planes(at, tl.reshape(packed, [N, P]), live, L.scale == "block", D, P)
 
 
-@triton.jit(do_not_specialize=["start", "tokens", "heads"])
-def _encode_kernel(
-    kx, kxb, kxh, kxt, ktable, kcodes, kcb, kch, khigh, khb, khh, kscales, ksb, ksh, kcenter, keb, keh,
-    vx, vxb, vxh, vxt, vtable, vcodes, vcb, vch, vhigh, vhb, vhh, vscales, vsb, vsh, vcenter, veb, veh,
-    start, tokens, heads,
-    KL: tl.constexpr, KD: tl.constexpr, KP: tl.constexpr,
-    VL: tl.constexpr, VD: tl.constexpr, VP: tl.constexpr,
-    ACROSS: tl.constexpr, ALONG: tl.constexpr,
-):  # fmt: skip
-    """Quantizes `tokens` tokens into slots from `start` on. Grid (tiles of ALONG tokens and ACROSS heads, B, 2): keys, values.
-
-    Arguments of keys begin with k, those of values with v. Strides are in elements, of packed codes and high bits in words of 16 bits.
-
-    x        [B, H, tokens, D] fp16, bf16 or fp32, channels contiguous: xb, xh, xt
-    table    the rotation, `triton_dequantize.rotation_table`, flat; read if a layout is rotated
-    codes    [B, H', slots, width], a plane of a chunk, tokens contiguous: cb, ch; H' is H, or 1 if heads share it (ch 0)
-    high     [B, H', slots, width] likewise: hb, hh                     scales  [B, H', slots, scales of a token] likewise: sb, sh
-    center   fp32 [B, H, 1, D], the mean: eb, eh over B and H           heads   H
-    L        `PackedLayout`; D channels, padded to P; what a layout has not is not read
-    """
-    if tl.program_id(2) == 0:
-        _encode_side(
-            kx, kxb, kxh, kxt, ktable, kcodes, kcb, kch, khigh, khb, khh, kscales, ksb, ksh, kcenter, keb, keh, start, tokens, heads,
-            KL, KD, KP, ACROSS, ALONG,
-        )  # fmt: skip
-    else:
-        _encode_side(
-            vx, vxb, vxh, vxt, vtable, vcodes, vcb, vch, vhigh, vhb, vhh, vscales, vsb, vsh, vcenter, veb, veh, start, tokens, heads,
-            VL, VD, VP, ACROSS, ALONG,
-        )  # fmt: skip
-
-
-def quantize_pages(
-    codecs: tuple[Codec, Codec], x: tuple[Tensor, Tensor], planes: tuple[Codes, Codes], statistics: tuple[Codes, Codes], slots: Tensor
-) -> None:
-    """`pages.quantize_pages` in one launch."""
-    arguments: list[object] = []
-    constants: list[object] = []
-    x = tuple(side if side.stride(3) == 1 else side.contiguous() for side in x)  # type: ignore[assignment]
-    layouts = [known(codec, side) for codec, side in zip(codecs, x, strict=True)]
-    batch, heads, tokens, _ = x[0].shape
-    if not slots.numel():
-        return
-    for layout, side, each, once in zip(layouts, x, planes, statistics, strict=True):
-        arguments += [side, *side.stride()[:3], table_of(layout, side), *plane_arguments(layout, each | once, side)]
-        constants += [layout, side.shape[3], padded(side.shape[3])]
-    across, along, warps = tile(layouts, heads, tokens, max(padded(side.shape[3]) for side in x), x[0].element_size())
-    grid = (triton.cdiv(tokens, along) * triton.cdiv(heads, across), batch, 2)
-    strides = slots.stride(0), slots.stride(1) if slots.dim() == 3 else 0, slots.stride(-1)
-    page = next(iter(planes[0].values())).shape[2]
-    with torch.cuda.device_of(x[0]):
-        _quantize_pages_kernel[grid](*arguments, slots, *strides, tokens, heads, *constants, across, along, page, num_warps=warps)
-
-
 @triton.jit
-def _quantize_pages_side(
-    x, xb, xh, xt, table, codes, cb, ch, high, hb, hh, scales, sb, sh, center, eb, eh, slots, slots_b, slots_h, slots_t, tokens, heads,
-    L: tl.constexpr, D: tl.constexpr, P: tl.constexpr, ACROSS: tl.constexpr, ALONG: tl.constexpr, PAGE: tl.constexpr,
+def _quantize_side(
+    x, planes, slots, start, tokens, heads,
+    L: tl.constexpr, D: tl.constexpr, ACROSS: tl.constexpr, ALONG: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
-    """A program of `_quantize_pages_kernel`, for keys or for values; arguments as there."""
-    b, h0, t0 = tile_of(heads, ACROSS, ALONG)
-    i = tl.arange(0, ACROSS * ALONG)
+    """A program of `_quantize_kernel`, for keys or for values; arguments as there."""
+    x, xb, xh, xt = x
+    b, h0, h, t, live = vectors(tokens, heads, ACROSS, ALONG)
+    P: tl.constexpr = padded(D)
     c = tl.arange(0, P)
-    t = t0 + i // ACROSS
-    h = (h0 + i % ACROSS).to(tl.int64)
-    live = (t < tokens) & (h < heads)
     inside = live[:, None] if D == P else live[:, None] & (c < D)[None, :]
-    raw = tl.load(x + (b * xb + h * xh + t.to(tl.int64) * xt)[:, None] + c[None, :], mask=inside, other=0.0)
-    slot = tl.load(slots + b * slots_b + h * slots_h + t.to(tl.int64) * slots_t, mask=live, other=-1).to(tl.int64)
-    store_tile(
-        raw, live, slot // PAGE, b, h0, tl.where(slot < 0, -1, slot % PAGE), table, codes, cb, ch, high, hb, hh, scales, sb, sh, center,
-        eb, eh, L, D, P, ACROSS, ALONG,
-    )  # fmt: skip
+    raw = tl.load(x + (b * xb + h * xh + t * xt)[:, None] + c[None, :], mask=inside, other=0.0)
+    if PAGE > 0:
+        at, ab, ah, along = slots
+        slot = tl.load(at + b * ab + h * ah + t * along, mask=live, other=-1).to(tl.int64)
+        store_tile(raw, live, slot // PAGE, b, h0, tl.where(slot < 0, -1, slot % PAGE), planes, L, D, ACROSS)
+    else:
+        store_tile(raw, live, b, b, h0, start + t, planes, L, D, ACROSS)
 
 
-@triton.jit(do_not_specialize=["tokens", "heads"])
-def _quantize_pages_kernel(
-    kx, kxb, kxh, kxt, ktable, kcodes, kcb, kch, khigh, khb, khh, kscales, ksb, ksh, kcenter, keb, keh,
-    vx, vxb, vxh, vxt, vtable, vcodes, vcb, vch, vhigh, vhb, vhh, vscales, vsb, vsh, vcenter, veb, veh,
-    slots, slots_b, slots_h, slots_t, tokens, heads,
-    KL: tl.constexpr, KD: tl.constexpr, KP: tl.constexpr,
-    VL: tl.constexpr, VD: tl.constexpr, VP: tl.constexpr,
-    ACROSS: tl.constexpr, ALONG: tl.constexpr, PAGE: tl.constexpr,
+@triton.jit(do_not_specialize=["start", "tokens", "heads"])
+def _quantize_kernel(
+    key, k_planes, value, v_planes, slots, start, tokens, heads,
+    K: tl.constexpr, D: tl.constexpr, V: tl.constexpr, DV: tl.constexpr, ACROSS: tl.constexpr, ALONG: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
-    """Quantizes `tokens` tokens into slots of a pool. Grid (tiles of ALONG tokens and ACROSS heads, B, 2): keys, values.
+    """Quantizes `tokens` tokens into slots from `start` on, or, where PAGE is not 0, into `slots` of a pool. Grid (tiles of ALONG tokens
+    and ACROSS heads, B, 2): keys, values. Strides are in elements, of packed codes and high bits in words of 16 bits.
 
-    x, table, center   as of `_encode_kernel`
-    codes, high, scales   as there, but planes of a pool [N, H', PAGE, width]: cb, hb, sb are strides over pages
-    slots    int32 or int64 [B, tokens] or [B, H, tokens], `page * PAGE + offset`, or negative: not stored; slots_b, slots_h, slots_t
+    key       [B, H, tokens, D] fp16, bf16 or fp32, channels contiguous, with its strides over the first three dimensions
+    k_planes  `plane_arguments`. Codes [B, H', slots, width], planes of a chunk, tokens contiguous, H' being H, or 1 if heads share them;
+              high bits and scales [B, H', slots, scales of a token] likewise; the mean fp32 [B, H, 1, D]. Where PAGE is not 0, these are
+              planes of a pool, [N, H', PAGE, ..], and their strides are over pages and heads
+    value, v_planes   the same of values, [.., DV]
+    slots     int32 or int64 [B, tokens] or [B, H, tokens], `page * PAGE + offset`, or negative: not stored; with its strides over rows,
+              heads and tokens
+    K, V      `PackedLayout`; what a layout has not is not read         heads   H
     """
     if tl.program_id(2) == 0:
-        _quantize_pages_side(
-            kx, kxb, kxh, kxt, ktable, kcodes, kcb, kch, khigh, khb, khh, kscales, ksb, ksh, kcenter, keb, keh,
-            slots, slots_b, slots_h, slots_t, tokens, heads, KL, KD, KP, ACROSS, ALONG, PAGE,
-        )  # fmt: skip
+        _quantize_side(key, k_planes, slots, start, tokens, heads, K, D, ACROSS, ALONG, PAGE)
     else:
-        _quantize_pages_side(
-            vx, vxb, vxh, vxt, vtable, vcodes, vcb, vch, vhigh, vhb, vhh, vscales, vsb, vsh, vcenter, veb, veh,
-            slots, slots_b, slots_h, slots_t, tokens, heads, VL, VD, VP, ACROSS, ALONG, PAGE,
-        )  # fmt: skip
+        _quantize_side(value, v_planes, slots, start, tokens, heads, V, DV, ACROSS, ALONG, PAGE)

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from .segments import Buffers, Pair
+from .triton_quantize import contiguous
 
 TILE = 16
 """Tokens of a program."""
@@ -17,10 +18,9 @@ def store_exact(buffers: Buffers, exact: Pair, sinks: tuple[int, int], begin: in
     arguments: list[object] = []
     constants: list[int] = []
     batch, heads, tokens, _ = exact[0].shape
-    for x, first, ring in zip(exact, buffers.sinks, buffers.residual, strict=True):
-        x = x if x.stride(3) == 1 else x.contiguous()
-        arguments += [x, *x.stride()[:3], first, *first.stride()[:2], ring, *ring.stride()[:2]]
-        constants += [x.shape[3], triton.next_power_of_2(x.shape[3])]
+    for x, first, ring in zip(contiguous(exact), buffers.sinks, buffers.residual, strict=True):
+        arguments += [(x, *x.stride()[:3]), (first, *first.stride()[:2]), (ring, *ring.stride()[:2])]
+        constants += [x.shape[3]]
     grid = (triton.cdiv(max(sinks[1] - sinks[0] + tokens - begin, 1), TILE), batch * heads, 2)
     with torch.cuda.device_of(buffers.state):
         _store_exact_kernel[grid](
@@ -30,13 +30,13 @@ def store_exact(buffers: Buffers, exact: Pair, sinks: tuple[int, int], begin: in
 
 
 @triton.jit
-def _store(
-    x, xb, xh, xt, sinks, fb, fh, ring, rb, rh, b, h, token, live, sink, place,
-    D: tl.constexpr, P: tl.constexpr,
-):  # fmt: skip
+def _store(x, sinks, ring, b, h, token, live, sink, place, D: tl.constexpr):
     """Copies vectors [N, D] of tokens `token` of `x` into slot `token` of `sinks` where `sink`, else into slot `place` of `ring`; those
     that are not `live` nowhere. `token`, `live`, `sink`, `place`: [N]."""
-    c = tl.arange(0, P)[None, :]
+    x, xb, xh, xt = x
+    sinks, fb, fh = sinks
+    ring, rb, rh = ring
+    c = tl.arange(0, triton.next_power_of_2(D))[None, :]
     inside = live[:, None] & (c < D)
     new = tl.load(x + (b * xb + h * xh + token.to(tl.int64) * xt)[:, None] + c, mask=inside, other=0.0)
     tl.store(sinks + (b * fb + h * fh + token * D)[:, None] + c, new, mask=inside & sink[:, None])
@@ -45,19 +45,17 @@ def _store(
 
 @triton.jit(do_not_specialize=["sink_begin", "sink_end", "begin", "slot", "ring_slots", "tokens", "heads", "seq_length", "quantized"])
 def _store_exact_kernel(
-    kx, kxb, kxh, kxt, ksinks, kfb, kfh, kring, krb, krh,
-    vx, vxb, vxh, vxt, vsinks, vfb, vfh, vring, vrb, vrh,
-    state, sink_begin, sink_end, begin, slot, ring_slots, tokens, heads, seq_length, quantized,
-    KD: tl.constexpr, KP: tl.constexpr, VD: tl.constexpr, VP: tl.constexpr, N: tl.constexpr,
+    key, k_sinks, k_ring, value, v_sinks, v_ring, state, sink_begin, sink_end, begin, slot, ring_slots, tokens, heads, seq_length,
+    quantized, D: tl.constexpr, DV: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles of N tokens, B * H, 2): keys, values. Arguments of keys begin with k, those of values with v; strides are in elements.
+    """Grid (tiles of N tokens, B * H, 2): keys, values. Tensors come with their strides, in elements.
 
-    x          [B, H, tokens, D] model dtype, channels contiguous: xb, xh, xt
-    sinks      [B, H, S, D] model dtype, tokens contiguous: fb, fh          ring   [B, H, ring_slots, D] likewise: rb, rh
+    key        [B, H, tokens, D] model dtype, channels contiguous: over the first three dimensions
+    k_sinks    [B, H, S, D] model dtype, tokens contiguous: over rows and heads        k_ring   [B, H, ring_slots, D] likewise
+    value, v_sinks, v_ring   the same of values, [.., DV]
     state      int32 [4 + 2 B]: `segments.Buffers`
     sink_begin, sink_end   which tokens are new sinks        begin, slot   the first token for the ring, and its slot
     seq_length, quantized  counts of tokens that all rows have afterwards
-    P          `D`, padded to a power of two
     """
     b = (tl.program_id(1) // heads).to(tl.int64)
     h = (tl.program_id(1) % heads).to(tl.int64)
@@ -67,9 +65,9 @@ def _store_exact_kernel(
     live = token < tokens
     place = (slot + tl.maximum(rank, 0)) % ring_slots
     if tl.program_id(2) == 0:
-        _store(kx, kxb, kxh, kxt, ksinks, kfb, kfh, kring, krb, krh, b, h, token, live, rank < 0, place, KD, KP)
+        _store(key, k_sinks, k_ring, b, h, token, live, rank < 0, place, D)
         if (h == 0) & (tl.program_id(0) == 0):
             tl.store(state + 4 + 2 * b, seq_length)
             tl.store(state + 5 + 2 * b, quantized)
     else:
-        _store(vx, vxb, vxh, vxt, vsinks, vfb, vfh, vring, vrb, vrh, b, h, token, live, rank < 0, place, VD, VP)
+        _store(value, v_sinks, v_ring, b, h, token, live, rank < 0, place, DV)

@@ -39,8 +39,6 @@ class Step:
     begun: bool = False
     is_valid: Tensor | None = None
     """Which tokens of the step are no padding, bool `[B, Q]`; None: all."""
-    stored: Tensor | None = None
-    """Which columns before the step hold a token, bool `[B, S]`, or `[B, H, S]` where heads differ; None: all."""
     attention_sums: Tensor | None = None
     observed: bool = False
 
@@ -138,7 +136,9 @@ class EvictingLayer(CompressedLayer):
                 "generate with all ids"
             )
         self.commit()
-        tokens = key_states.shape[2]
+        tokens, parts = key_states.shape[2], len(self.budget.heads)
+        if parts not in (0, key_states.shape[1]):
+            raise ValueError(f"a budget for {parts} heads: the keys {list(key_states.shape)} have {key_states.shape[1]}")
         if self.empty:
             if self.max_length is not None:
                 check_room(0, tokens, self.max_length)
@@ -178,14 +178,16 @@ class EvictingLayer(CompressedLayer):
     ) -> Tensor | None:
         step, storage = self._running()
         if step.begun:  # by a layer that shares its keys with others
-            return step.stored
+            return None
         step.begun, step.is_valid = True, is_valid
         tokens = self._arrivals(step, query, scaling, module)
         if step.static:
             return storage.append_token(tokens)
-        step.stored = storage.metadata.is_valid()
         storage.metadata.append(tokens)
-        return step.stored
+        return None
+
+    def valid_columns(self) -> Tensor | None:
+        return self._running()[1].metadata.is_valid()
 
     def _arrivals(self, step: Step, query: Tensor | None, scaling: float | None, module: torch.nn.Module | None) -> Arrivals:
         """The step's tokens, with what the policy asks for."""

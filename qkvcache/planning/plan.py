@@ -34,8 +34,9 @@ class Plan:
 
     request: one request, as `cache.memory()` counts it. dense: the same in a DynamicCache. requests: how many fit into `gpu_memory` beside
     `weights_memory`. longest_context: the most tokens of each of `batch` requests; None if the cache stops growing before memory is full
-    (`unbounded`). Both are None without `gpu_memory`. batching: how many requests of a mix run together in continuous batching, if `plan`
-    was given one.
+    (`unbounded`). Both are None without `gpu_memory`. at_most: heads share budgets (`Policy.alpha_safeguard`), so that the bytes depend on
+    the text; these are the most, and as many requests fit at least. batching: how many requests of a mix run together in continuous
+    batching, if `plan` was given one.
     """
 
     model: str
@@ -53,6 +54,7 @@ class Plan:
     longest_context: int | None
     unbounded: bool
     notes: tuple[str, ...]
+    at_most: bool = False
     batching: BatchingPlan | None = None
 
     @property
@@ -88,7 +90,8 @@ class Plan:
     @property
     def reason(self) -> str:
         """The plan in words."""
-        words = [f"{self.model}, {self.name}: a request of {self.context:,} tokens takes {in_words(self.bytes_per_request)}"]
+        takes = "takes at most" if self.at_most else "takes"
+        words = [f"{self.model}, {self.name}: a request of {self.context:,} tokens {takes} {in_words(self.bytes_per_request)}"]
         if self.bytes_per_request > self.dense:
             words[0] += f", {self.bytes_per_request / self.dense:.2f}x more than {in_words(self.dense)} dense"
         elif self.format is not None or self.policy is not None:
@@ -135,7 +138,8 @@ def plan(
     skip_layers: Iterable[int] = (),
     max_length: int | None = None,
 ) -> Plan:
-    """The bytes of a `CompressedCache` with these options, as `cache.nbytes` will measure them, for requests without padding.
+    """The bytes of a `CompressedCache` with these options, as `cache.nbytes` will measure them, for requests without padding; with
+    `alpha_safeguard`, the most that they may take.
 
         plan(config, format="turboquant_4bit_nc", context=131_072, gpu_memory=80e9, tensor_parallel=8)
         plan(config, format="turboquant_4bit_nc", requests=[(3, 1_000, 200), (1, 16_000, 500)], gpu_memory=80e9)
@@ -219,10 +223,11 @@ def plan(
                 dtype=dtype, tensor_parallel=tensor_parallel, num_sink_tokens=num_sink_tokens, residual_length=residual_length,
             )  # fmt: skip
     unbounded = longest == FURTHEST
+    used = cache.policy if isinstance(cache, CompressedCache) else None
     return Plan(
         model=text.model_type,
         format=None if format is None else formats.resolve(format).name,
-        policy=None if not isinstance(cache, CompressedCache) or cache.policy is None else _describe(cache.policy),
+        policy=None if used is None else _describe(used),
         dtype=str(dtype).removeprefix("torch."),
         context=context,
         batch=batch,
@@ -235,6 +240,7 @@ def plan(
         longest_context=None if unbounded else longest,
         unbounded=unbounded,
         notes=_notes(config, context),
+        at_most=used is not None and used.differs_by_head,
         batching=batching,
     )
 

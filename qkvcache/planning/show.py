@@ -60,4 +60,6 @@ def _caption(plan: Plan) -> str | None:
     if plan.gpu_memory is not None and plan.weights_memory is not None:
         memory = f"{plan.tensor_parallel} x {in_words(plan.gpu_memory)} less {in_words(plan.weights_memory)} of weights"
         words.insert(0, f"{memory}, no activations, no headroom; longest context of {plan.batch} at once.")
+    if plan.at_most:
+        words.insert(0, "Bytes are at most these: how many pages heads take that share a budget depends on the text.")
     return " ".join(words) or None

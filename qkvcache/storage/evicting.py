@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -36,17 +37,18 @@ from ..kernels import (
     StaticTensors,
     append_token,
     evict_token,
+    gather_columns,
     number,
     on_triton,
-    take,
 )
+from ..kernels.pages import COLUMNS, RING_TOKENS
 from ..policies import Arrivals, Budget, Policy, Rotation
 from ..policies.base import Count, share_of
 from .base import LayerStorage, copy_to, differ
 from .chunks import PAGE, Chunks
 from .eviction import append_and_evict, append_and_share
 from .head_pages import HeadPages
-from .metadata import TokenFields, TokenMetadata
+from .metadata import TokenFields, TokenMetadata, no_tokens
 from .quantized import Copy
 from .storage import attention_inputs_of, sides_of
 
@@ -107,15 +109,18 @@ class EvictingStorage(LayerStorage):
         self.sinks = self.residual = empty
         self.borrowed = False
         """Whether the residual is a tensor of the caller."""
-        dims, (batch, heads) = [x.shape[3] for x in empty], empty[0].shape[:2]
-        if self.policy.alpha_safeguard is None:
+        dims = [x.shape[3] for x in empty]
+        if self.policy.alpha_safeguard is None and not self.budget.heads:
             self.chunks = Chunks(self.codecs, dims, per_head=True)
         else:
-            self.chunks = HeadPages(self.codecs, dims, torch.zeros(batch, heads, dtype=torch.int32, device=empty[0].device))
-        self.metadata = TokenMetadata(self.policy, self.budget, empty[0], self.rope)
+            self.chunks = HeadPages(self.codecs, dims, no_tokens(self.policy, empty[0]))
+        pages = self.chunks if isinstance(self.chunks, HeadPages) else None
+        self.metadata = TokenMetadata(self.policy, self.budget, empty[0], self.rope, pages)
         self.in_order, self.sinks_full = self.ordered, not self.num_sink_tokens
         self.is_static = False
         """Whether the tokens are in `static`."""
+        self.rows: Tensor | None = None
+        """`PagedInputs.rows` of the sinks and the residual; None: not known yet."""
         self.reset_counts()
 
     @property
@@ -139,10 +144,17 @@ class EvictingStorage(LayerStorage):
     def append(self, new: Pair) -> None:
         """Adds the tokens of a step, `[B, H, Q, D]`, to the residual."""
         self.to_dynamic()
+        new_tokens = new[0].shape[2]
         self.borrowed = not self.residual[0].shape[2]
         if not self.borrowed:
             new = torch.cat([self.residual[0], new[0]], dim=2), torch.cat([self.residual[1], new[1]], dim=2)
         self.residual = new
+        self._count_residual(new_tokens)
+
+    def _count_residual(self, tokens: int) -> None:
+        """Counts so many tokens more in the residual of each row."""
+        if self.rows is not None:
+            self.rows[:, RING_TOKENS].add_(tokens)
 
     def attention_inputs(self) -> AttentionInputs:
         if not isinstance(self.chunks, HeadPages):
@@ -153,15 +165,17 @@ class EvictingStorage(LayerStorage):
         return AttentionInputs(*sides, None, (*self.sinks, *self.residual) if on_triton(self.device) else ())
 
     def _paged_inputs(self, chunks: HeadPages) -> PagedInputs:
-        """For a step whose tokens are all valid: in each row, the valid tokens of the residual are its last ones."""
+        """With all tokens of the step, padding too: in each row, the other valid tokens of the residual are the last ones before them."""
         metadata, columns = self.metadata, self.residual[0].shape[2]
-        before = metadata.residual["positions"][:, 0] >= 0
-        empty = before.shape[1] - before.sum(-1)
-        row = torch.arange(len(before), device=self.device)
-        rows = torch.stack([row * 0, row, metadata.sinks.sum(-1), row, empty, columns - empty], dim=1).int()
-        tokens = len(row) * min(metadata.columns, self.policy.size(self.budget, metadata.columns))
+        if self.rows is None:
+            before = metadata.residual["positions"][:, 0] >= 0
+            empty = before.shape[1] - before.sum(-1)
+            row = torch.arange(len(before), device=self.device)
+            with torch.inference_mode(False):  # tensors made in inference mode cannot be written outside of it
+                self.rows = torch.stack([row * 0, row, metadata.sinks.sum(-1), row, empty, columns - empty], dim=1).int()
+        tokens = len(self.rows) * min(metadata.columns, self.policy.size(self.budget, metadata.columns))
         pages: Pages = chunks.pages  # type: ignore[assignment]
-        return PagedInputs(pages, self.sinks, self.residual, rows, chunks.length, tokens)
+        return PagedInputs(pages, self.sinks, self.residual, self.rows, chunks.columns, tokens)
 
     def num_evicted(self, running: int) -> int | Tensor:
         """Tokens of each row that were evicted before a step of `running` tokens; `[B]` if rows differ."""
@@ -178,7 +192,7 @@ class EvictingStorage(LayerStorage):
             self.chunks.calibrate(self.residual, is_valid)
         if not self.sinks_full:
             self._fill_sinks()
-        if metadata.row_lengths is not None and (self.lag_length or self.num_sink_tokens or metadata.ragged):
+        if metadata.has_gaps and (self.lag_length or self.num_sink_tokens or metadata.ragged):
             self._align_right()
         leaving = self.residual[0].shape[2] - self.lag_length
         if leaving >= self.interval:
@@ -189,7 +203,7 @@ class EvictingStorage(LayerStorage):
 
     def _fill_sinks(self) -> None:
         """Moves the first tokens of each row that are not padding to the sinks."""
-        metadata = self.metadata
+        metadata, self.rows = self.metadata, None
         before = metadata.sinks.shape[1]
         missing = min(self.num_sink_tokens, metadata.columns) - before
         metadata.sinks = F.pad(metadata.sinks, (0, missing))
@@ -209,6 +223,7 @@ class EvictingStorage(LayerStorage):
         else:
             moved = (positions >= 0) & (positions < before + missing)
             metadata.residual["positions"] = metadata.residual["positions"].masked_fill(moved[:, None], -1)
+            metadata.has_gaps = True
 
     def _drop_oldest(self, count: int) -> None:
         """Removes the first `count` columns of the residual."""
@@ -219,11 +234,11 @@ class EvictingStorage(LayerStorage):
 
     def _align_right(self) -> None:
         """Moves the columns of the residual without a token to the left of each row."""
-        fields = self.metadata.residual
+        fields, self.rows, self.metadata.has_gaps = self.metadata.residual, None, False
         order = (fields["positions"][:, 0] >= 0).int().argsort(dim=-1, stable=True)
-        self.residual, self.borrowed = (take(self.residual[0], order), take(self.residual[1], order)), False
+        self.residual, self.borrowed = (gather_columns(self.residual[0], order), gather_columns(self.residual[1], order)), False
         for name in fields:
-            fields[name] = take(fields[name], order)
+            fields[name] = gather_columns(fields[name], order)
 
     def _quantize(self, count: int) -> None:
         """Moves the first `count` columns of the residual to the chunks, within the budget."""
@@ -237,13 +252,33 @@ class EvictingStorage(LayerStorage):
         if self.budget.share and metadata.row_lengths is not None:
             row_limits = self._region_limit(metadata.lengths())
         if isinstance(self.chunks, HeadPages):
-            guaranteed = self._guaranteed(limit) if row_limits is None else self._guaranteed(row_limits)
-            arguments = leaving, fields, max(limit, 0), row_limits, guaranteed, self.in_order
-            self.in_order = append_and_share(self.chunks, metadata, *arguments)
+            arguments = leaving, fields, max(limit, 0), row_limits
+            if self.budget.heads:
+                of_heads = self._of_heads(metadata.columns if row_limits is None else metadata.lengths())
+                least = 0 if row_limits is not None else min(of_heads)
+                guaranteed = torch.cat([torch.as_tensor(x, device=self.device).view(-1, 1, 1) for x in of_heads], dim=1)
+                self.in_order = append_and_share(self.chunks, metadata, *arguments, guaranteed, self.in_order, least)
+            else:
+                own: int | Tensor = self._guaranteed(limit) if row_limits is None else self._guaranteed(row_limits)
+                self.in_order = append_and_share(self.chunks, metadata, *arguments, own, self.in_order)
         else:
             limit = max(limit, self.chunks.length)
             self.in_order = append_and_evict(self.chunks, metadata, leaving, fields, limit, row_limits) and self.in_order
         self._drop_oldest(count)
+        self._count_residual(-count)
+        if metadata.row_lengths is not None:  # some of them were empty
+            self.rows = None
+
+    def _of_heads(self, seq_length: Any) -> list[Any]:
+        """Quantized tokens that each head may hold after `seq_length` tokens, an int or `[B, 1, 1]`, as are they: what the policy protects,
+        and its part of the rest of the budget."""
+        policy, heads = self.policy, self.budget.heads
+        size: Any = policy.size(self.budget, seq_length)
+        protected, size = policy.num_sink_tokens + policy.recent_of(size), size - self.interval + 1
+        protected = protected - (protected - size) * (protected > size)
+        exact, whole = self.num_sink_tokens + self.lag_length, sum(heads)
+        found = [protected - exact + share_of(part * len(heads) / whole, size - protected) for part in heads]
+        return [x * (x > 0) for x in found]
 
     def _guaranteed(self, limit: Count) -> Count:
         """Quantized tokens that each head is guaranteed of `limit`: those beside its exact ones, which are protected."""
@@ -256,13 +291,8 @@ class EvictingStorage(LayerStorage):
         return self.policy.size(self.budget, seq_length) - (self.num_sink_tokens + self.lag_length + self.interval - 1)
 
     def simulate(self, prompt: int, seq_length: int, query_heads: int) -> None:
-        """Allocates what storage holds after `prompt` tokens at once and others one by one, `seq_length` in all. Nothing is stored: for
-        planning, on the meta device. Raises NotImplementedError where heads share a budget."""
-        if isinstance(self.chunks, HeadPages):
-            raise NotImplementedError(
-                f"alpha_safeguard={self.policy.alpha_safeguard}: how many tokens each head retains, and so the bytes of its table and "
-                "metadata, depends on the text; plan without it, which takes about as much"
-            )
+        """Allocates what storage holds after `prompt` tokens at once and others one by one, `seq_length` in all; the most that it may hold,
+        where heads share a budget. Nothing is stored: for planning, on the meta device."""
         exact, interval = self.num_sink_tokens + self.lag_length, self.interval
         first = prompt - exact if prompt - exact >= interval else 0  # tokens that leave the residual after the prompt
         groups = max(seq_length - exact - first, 0) // interval
@@ -273,18 +303,21 @@ class EvictingStorage(LayerStorage):
 
         sinks = min(seq_length, self.num_sink_tokens)
         residual = seq_length - sinks - first - groups * interval
-        self.chunks.chunks, self.chunks.length = [], 0
-        if length(0):
-            self.chunks.reserve(length(0), self.sinks)
-        self.chunks.simulate(length, groups, self.sinks)
+        if isinstance(self.chunks, HeadPages):
+            limit = max(self._region_limit(exact + first + groups * interval), 0)
+            self.chunks.simulate(first, groups, interval, limit, self.sinks)
+            self.rows = torch.empty(len(self.sinks[0]), len(COLUMNS), dtype=torch.int32, device=self.device) if self.chunks.length else None
+        else:
+            self.chunks.chunks, self.chunks.length = [], 0
+            if length(0):
+                self.chunks.reserve(length(0), self.sinks)
+            self.chunks.simulate(length, groups, self.sinks)
         zones = ([x.new_zeros(*x.shape[:2], n, x.shape[3]) for x in self.sinks] for n in (sinks, residual))
         self.sinks, self.residual = map(tuple, zones)  # type: ignore[assignment]
         metadata = self.metadata
         metadata.sinks = F.pad(metadata.sinks, (0, sinks))
         metadata.simulate(self.sinks, query_heads)
-        for zone, tokens in ((metadata.region, self.chunks.length), (metadata.residual, residual)):
-            for name, x in zone.items():
-                zone[name] = F.pad(x, (0, tokens))
+        metadata.allocate(self.chunks.length, residual)
 
     # Steps of one token in the static layout.
 
@@ -293,25 +326,25 @@ class EvictingStorage(LayerStorage):
         are not read."""
         layout: StaticLayout = self.static  # type: ignore[assignment]
         valid = None if tokens.is_valid is None else tokens.is_valid[:, 0]
-        lengths = (layout.seen + (1 if valid is None else valid.long()))[:, None, None]
-        positions = layout.seen[:, None].int()
+        lengths = (layout.row_lengths + (1 if valid is None else valid.long()))[:, None, None]
+        positions = layout.row_lengths[:, None].int()
         positions = positions if tokens.is_valid is None else torch.where(tokens.is_valid, positions, -1)
         fields = self.metadata.new_fields(replace(tokens, positions=positions, seen=lengths))
         append_token(layout, (tokens.keys, tokens.values), [fields[name] for name in layout.records if name != "positions"], valid)
-        return layout.shown
+        return layout.column_mask
 
     def evict_token(self, attention_sums: Tensor | None, is_valid: Tensor | None) -> None:
         """Takes the accumulated attention of all columns, `[B, H, T]`, if the policy observes attention, and moves the oldest token out of
         the ring. `is_valid` as `append_token` took it."""
         layout: StaticLayout = self.static  # type: ignore[assignment]
         ring, slots = self.lag_length + 1, self.slots
-        at = (layout.seen % ring)[:, None]  # in a row whose token is padding, that token
+        at = (layout.row_lengths % ring)[:, None]  # in a row whose token is padding, that token
         queries = 1 if is_valid is None else is_valid.long()[:, :, None]
         attention_sums = None if attention_sums is None else attention_sums[..., self.num_sink_tokens :]
         fields = dict(layout.records)
         if attention_sums is not None:
             fields["score"] = self.policy.observe(fields["score"], attention_sums, queries)
-        leaving = {name: take(x, slots + at) for name, x in fields.items()}
+        leaving = {name: gather_columns(x, slots + at) for name, x in fields.items()}
         score = self._score_of_oldest(layout, at) if self.policy.lag_length else None
         if score is not None:
             leaving["score"] = score
@@ -320,14 +353,16 @@ class EvictingStorage(LayerStorage):
         if "score" in fields:
             moved, scores = slot[..., None] == torch.arange(slots + ring, device=at.device), layout.records["score"]
             if attention_sums is not None:
-                scores.copy_(self.policy.observe(scores, torch.where(moved, take(attention_sums, slots + at), attention_sums), queries))
+                scores.copy_(
+                    self.policy.observe(scores, torch.where(moved, gather_columns(attention_sums, slots + at), attention_sums), queries)
+                )
             if score is not None:
                 scores.copy_(torch.where(moved, score, scores))
 
     def _score_of_oldest(self, layout: StaticLayout, at: Tensor) -> Tensor | None:
         """The score, fp32 `[B, H, 1]`, of the token in column `at` `[B, 1]` of the ring, from the tokens after it."""
         order = (at + torch.arange(self.lag_length + 1, device=at.device)) % (self.lag_length + 1)
-        after = [take(x, order) for x in layout.ring]
+        after = [gather_columns(x, order) for x in layout.ring]
         score = self.policy.score(Arrivals(after[0][:, :, :1], after[1][:, :, :1], after[0], after[1]))
         return None if score is None else score.float()
 
@@ -341,8 +376,8 @@ class EvictingStorage(LayerStorage):
             new = True
         chunks: Chunks = self.chunks  # type: ignore[assignment]
         layout, ring, residual = self.static, self.lag_length + 1, self.residual[0].shape[2]
-        layout.seen.copy_(metadata.lengths()[:, 0, 0])
-        index = (torch.arange(ring, device=self.device) - (layout.seen - residual)[:, None]) % ring  # in the residual, of each slot
+        layout.row_lengths.copy_(metadata.lengths()[:, 0, 0])
+        index = (torch.arange(ring, device=self.device) - (layout.row_lengths - residual)[:, None]) % ring  # in the residual, of each slot
         used = (index < residual)[:, None]
         index = index.clamp_max(max(residual - 1, 0))
         if layout.attention_inputs.region is not None:
@@ -353,23 +388,23 @@ class EvictingStorage(LayerStorage):
             layout.attention_inputs = replace(layout.attention_inputs, region=chunks.region)
             for tensor in (*layout.tensors(), *([] if table is None else [table])):
                 torch._dynamo.mark_static_address(tensor)
-        for exact, x in zip(layout.first, self.sinks, strict=True):
+        for exact, x in zip(layout.sinks, self.sinks, strict=True):
             exact[:, :, : x.shape[2]] = x
         for last, x in zip(layout.ring, self.residual, strict=True):
             if residual:
-                last.copy_(torch.where(used[..., None], take(x, index), 0))
-        self.sinks, self.residual, self.borrowed = layout.first, layout.ring, False
+                last.copy_(torch.where(used[..., None], gather_columns(x, index), 0))
+        self.sinks, self.residual, self.borrowed = layout.sinks, layout.ring, False
         valid = F.pad(metadata.sinks, (0, self.num_sink_tokens - metadata.sinks.shape[1]))
         for name, x in layout.region.items():
             x.fill_(-1)[..., : metadata.region[name].shape[-1]] = metadata.region[name]
         for name, x in layout.residual.items():
-            x.copy_(torch.where(used, take(metadata.residual[name], index), -1) if residual else torch.full_like(x, -1))
-        layout.shown.copy_(torch.cat([valid, layout.records["positions"][:, 0] >= 0], dim=-1))
+            x.copy_(torch.where(used, gather_columns(metadata.residual[name], index), -1) if residual else torch.full_like(x, -1))
+        layout.column_mask.copy_(torch.cat([valid, layout.records["positions"][:, 0] >= 0], dim=-1))
         layout.columns.fill_(metadata.columns)
         for name, x in metadata.statistics.items():
             layout.statistics[name].copy_(x)
-        metadata.sinks, metadata.region, metadata.residual = layout.shown[:, : self.num_sink_tokens], layout.region, layout.residual
-        metadata.row_lengths, metadata.statistics, metadata.static = layout.seen, layout.statistics, True
+        metadata.sinks, metadata.region, metadata.residual = layout.column_mask[:, : self.num_sink_tokens], layout.region, layout.residual
+        metadata.row_lengths, metadata.statistics, metadata.static = layout.row_lengths, layout.statistics, True
         self.is_static, self.in_order = True, False
 
     def _allocate(self, like: Pair) -> StaticLayout:
@@ -390,11 +425,12 @@ class EvictingStorage(LayerStorage):
             row = (Exact(first), Packed(codec, codes, slots, last.shape[3]), Exact(last))
             sides.append(KeysOrValues.of(row, (batch, heads, self.num_sink_tokens + slots + ring, last.shape[3]), last.dtype, device))
         attention_inputs = AttentionInputs(sides[0], sides[1], None, (*sinks, *rings))
-        seen, columns = zeros(dtype=torch.int64), torch.zeros(1, dtype=torch.int64, device=device)
+        row_lengths, columns = zeros(dtype=torch.int64), torch.zeros(1, dtype=torch.int64, device=device)
         statistics = {name: torch.zeros_like(x) for name, x in self.metadata.statistics.items()}
-        shown = zeros(self.num_sink_tokens + slots + ring, dtype=torch.bool)
+        mask = zeros(self.num_sink_tokens + slots + ring, dtype=torch.bool)
         numbers = number(self.codecs[0]), number(self.codecs[1])
-        return StaticLayout(numbers, (planes[0], planes[1]), sinks, rings, records, shown, seen, columns, statistics, attention_inputs)  # type: ignore[arg-type]
+        counts = mask, row_lengths, columns
+        return StaticLayout(numbers, (planes[0], planes[1]), sinks, rings, records, *counts, statistics, attention_inputs)  # type: ignore[arg-type]
 
     @torch.no_grad()
     def to_dynamic(self) -> None:
@@ -403,10 +439,10 @@ class EvictingStorage(LayerStorage):
             return
         self.sync_counts()
         metadata, residual = self.metadata, min(self.lag_length, self.seq_length)
-        number = self.static.seen[:, None] - residual + torch.arange(residual, device=self.device)  # type: ignore[union-attr]
+        number = self.static.row_lengths[:, None] - residual + torch.arange(residual, device=self.device)  # type: ignore[union-attr]
         order = number % (self.lag_length + 1)
-        self.residual = take(self.residual[0], order), take(self.residual[1], order)
-        metadata.residual = {name: take(x, order) for name, x in metadata.residual.items()}
+        self.residual = gather_columns(self.residual[0], order), gather_columns(self.residual[1], order)
+        metadata.residual = {name: gather_columns(x, order) for name, x in metadata.residual.items()}
         metadata.residual["positions"] = metadata.residual["positions"].masked_fill((number < 0)[:, None], -1)
         metadata.columns, metadata.static, self.is_static = self.seq_length, False, False
 
@@ -426,7 +462,7 @@ class EvictingStorage(LayerStorage):
 
     def map(self, fn: Callable[[Tensor], Tensor], in_place: bool = False) -> None:
         """Replaces every tensor by `fn(tensor)`, which may change the rows. Tensors of the static layout are overwritten."""
-        was_static = self.is_static
+        was_static, self.rows = self.is_static, None
         self.to_dynamic()
         self.chunks.map(fn)
         self.metadata.map(fn)
@@ -441,7 +477,8 @@ class EvictingStorage(LayerStorage):
     def snapshot(self, row: int, tokens: int | None = None, copy: Copy = Tensor.copy_) -> tuple[dict[str, Tensor], dict[str, int]]:
         tensors, _ = super().snapshot(row, tokens, copy)
         tensors |= {name: copy_to(x[row : row + 1], "cpu", copy) for name, x in self._named_tensors()}
-        return tensors, {"seen": self.seq_length, "in_order": int(self.in_order), "sinks_full": int(self.sinks_full)}
+        numbers = {"seen": self.seq_length, "in_order": int(self.in_order), "sinks_full": int(self.sinks_full)}
+        return tensors, numbers | ({"longest": self.chunks.length} if isinstance(self.chunks, HeadPages) else {})
 
     def restore(self, tensors: dict[str, Tensor], numbers: dict[str, int], device: torch.device | str, copy: Copy = Tensor.copy_) -> None:
         super().restore(tensors, numbers, device, copy)
@@ -449,15 +486,15 @@ class EvictingStorage(LayerStorage):
         self.seq_length = self.metadata.columns = numbers["seen"]
         self.in_order, self.sinks_full = bool(numbers["in_order"]), bool(numbers["sinks_full"])
         if isinstance(self.chunks, HeadPages):
-            table, lengths = (copy_to(tensors[f"pages.{name}"], device) for name in ("table", "lengths"))
-            self.chunks.place(table, lengths, self.metadata.region["positions"].shape[-1])
+            placed = {name: copy_to(x, device, copy) for name, x in tensors.items() if name.startswith("pages.")}
+            self.chunks.place(placed, numbers["longest"])
             self.metadata.ragged = self.chunks.length > 0 and not self.in_order
 
     def _named_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """What a snapshot holds beside keys and values, `[B, ...]` each."""
         yield from self.metadata.named_tensors()
         if isinstance(self.chunks, HeadPages):
-            yield from (("pages.table", self.chunks.table), ("pages.lengths", self.chunks.lengths))
+            yield from self.chunks.named_tensors()
 
     def load_exact(self, sinks: Pair, residual: Pair) -> None:
         self.sinks, self.residual = sinks, residual
@@ -465,9 +502,11 @@ class EvictingStorage(LayerStorage):
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Every tensor with its role: `exact`, `bookkeeping`, `codes` or `scales`. Some tensors come twice."""
         layout = self.static
-        yield from (("exact", x) for x in (*self.sinks, *self.residual, *((*layout.first, *layout.ring) if layout else ())))
+        yield from (("exact", x) for x in (*self.sinks, *self.residual, *((*layout.sinks, *layout.ring) if layout else ())))
         yield from self.chunks.tensors()
         yield from (("bookkeeping", x) for _, x in self.metadata.named_tensors())
+        if self.rows is not None:
+            yield "bookkeeping", self.rows
         if layout is not None:
             for codec, planes, x in zip(self.codecs, layout.planes, layout.ring, strict=True):
                 yield from codec.roles(planes, x.shape[3])

@@ -1,8 +1,8 @@
-"""`HeadPages`: the quantized tokens of one layer whose heads retain different numbers of tokens.
+"""`HeadPages`: the quantized tokens of one layer whose heads retain different numbers of tokens, with their metadata.
 
-Each row of the batch owns a pool of pages of `PAGE` tokens, which its heads share: token `n` of a head is in slot `n % PAGE` of the page
-`table[row, head, n // PAGE]`, counted within the row. A head that retains fewer tokens gives pages back, and another takes them. Retained
-tokens keep their codes, bit for bit; those at the end of a head that became shorter move into the slots of evicted ones.
+Each row of the batch owns pages of `PAGE` tokens, which its heads share: token `n` of a head is in slot `n % PAGE` of the page
+`table[row, head, n // PAGE]`. A head that retains fewer tokens gives pages back, and another takes them. Retained tokens keep their codes,
+bit for bit; those at the end of a head that became shorter move into the slots of evicted ones.
 """
 
 from __future__ import annotations
@@ -20,70 +20,111 @@ from .quantized import Copy, QuantizedTokens
 
 
 class HeadPages(QuantizedTokens):
-    """Quantized keys and values of `dims` channels.
+    """Quantized keys and values of `dims` channels, and the metadata of their tokens, which has the names and dtypes of `fields`,
+    `[B, H, 0]` each.
 
     planes      of keys and of values: `[B * P, 1, PAGE, width]` for each buffer that is kept for each token; each row owns `P` pages
-    table       int32 `[B, H, W]`, pages within the row; entries beyond the length are not read
+    fields      `[B * P + 1, PAGE]`, the metadata; the last page stands for slots without a token
+    table       int32 `[B, H, W]`, of all pages; that last page beyond the length of a head
     lengths     int32 `[B, H]`, tokens of each head
     """
 
-    def __init__(self, codecs: tuple[Codec, Codec], dims: Sequence[int], lengths: Tensor):
+    def __init__(self, codecs: tuple[Codec, Codec], dims: Sequence[int], fields: dict[str, Tensor]):
         super().__init__(codecs, dims, per_head=True)
         self.planes: tuple[Codes, Codes] = {}, {}
-        self.lengths, self.table = lengths, lengths.new_zeros(*lengths.shape, 0)
+        self.fields = {name: _with_empty_page(x.new_empty(0, PAGE), name) for name, x in fields.items()}
+        self.lengths = fields["positions"].new_zeros(fields["positions"].shape[:2])
+        self.table = self.lengths.new_zeros(*self.lengths.shape, 0)
         self.length = self.capacity = 0
         """Tokens of the longest head, perhaps of a row that is no longer there, and pages of a row."""
         self.pages: Pages | None = None
         """What kernels read."""
 
+    @property
+    def columns(self) -> int:
+        """Slots of a head, as many as the table has for each."""
+        return self.table.shape[-1] * PAGE
+
     def bind(self) -> None:
         """Renews `pages`."""
-        self.pages = None
-        if self.capacity:
-            first = torch.arange(0, len(self.table) * self.capacity, self.capacity, dtype=torch.int32, device=self.table.device)
-            self.pages = Pages(*self.codecs, self.planes, self.statistics, self.table + first[:, None, None], self.lengths)
+        self.pages = Pages(*self.codecs, self.planes, self.statistics, self.table, self.lengths) if self.capacity else None
 
-    def retain(self, kept: Tensor, new: Pair, accepted: Tensor, most: int) -> Tensor:
+    def read(self, name: str) -> Tensor:
+        """A field of all slots, `[B, H, columns]`, a copy; of slots without a token the position is -1."""
+        return self.fields[name].index_select(0, self.table.flatten()).view(*self.lengths.shape, -1)
+
+    def write(self, name: str, x: Tensor) -> None:
+        """The inverse of `read`."""
+        self.fields[name][self.table] = x.unflatten(-1, (-1, PAGE))
+
+    def retain(self, kept: Tensor, new: Pair, accepted: Tensor, fields: dict[str, Tensor], most: int) -> None:
         """Evicts all stored tokens but `kept`, bool `[B, H, L]`, and adds those of the keys and values `new` `[B, H, N, D]` that are
-        `accepted`, bool `[B, H, N]`. `most`: tokens that a row may hold, over all heads.
+        `accepted`, bool `[B, H, N]`.
 
-        Returns which of the `L` stored and then of the `N` new tokens each slot holds now, int64 `[B, H, M]`, -1 for none.
+        Args:
+            fields: the metadata of the stored and then of the new tokens, `[B, H, L + N]` each.
+            most: tokens that a row may hold, over all heads.
         """
         stored, chosen = kept.shape[-1], torch.cat([kept, accepted], dim=-1)
         lengths = chosen.sum(-1, dtype=torch.int32)
-        longest, wanted = torch.stack([lengths.max(), _pages(lengths).sum(-1).max()]).tolist()
+        had, wanted = _pages(self.lengths), _pages(lengths)
+        longest, most_pages, differ = torch.stack([lengths.max(), wanted.sum(-1).max(), (had != wanted).any()]).tolist()
         source = _sources(chosen, stored, lengths, longest)
         slot = torch.arange(longest, device=source.device)
         moved = ((source >= 0) & (source < stored) & (source != slot)).nonzero(as_tuple=True)
         codes = self._read(*self._address(moved[0], moved[1], source[moved]))  # before another head gets their pages
-        self._reserve(wanted, most, new)
-        self._assign(lengths, longest)
-        page, offset = self._address(moved[0], moved[1], moved[2])
-        for planes, side in zip(self.planes, codes, strict=True):
+        self._reserve(most_pages, most, new)
+        if differ:
+            self._assign(had[..., None], wanted[..., None], -(-longest // PAGE))
+        self.lengths, self.length = lengths, longest
+        self.bind()
+        page, offset = self._address(*moved)
+        for planes, side in zip(self.planes, codes, strict=True) if len(page) else ():
             for name, x in side.items():
                 planes[name][page, 0, offset] = x
         self._quantize(new, source, stored)
-        return source
+        source = F.pad(source, (0, self.columns - longest), value=-1)
+        empty, source = source < 0, source.clamp_min(0)
+        for name, x in fields.items() if longest else ():
+            self.write(name, x.gather(-1, source).masked_fill(empty, _nothing(name)))
 
     def _address(self, row: Tensor, head: Tensor, slot: Tensor) -> tuple[Tensor, Tensor]:
-        """Page of the pool, and slot of that page, of slots `[N]`."""
-        return row * self.capacity + self.table[row, head, slot // PAGE], slot % PAGE
+        """Page, and slot of that page, of slots `[N]`."""
+        return self.table[row, head, slot // PAGE].long(), slot % PAGE
 
     def _read(self, page: Tensor, offset: Tensor) -> tuple[Codes, Codes]:
         key, value = ({name: plane[page, 0, offset] for name, plane in planes.items()} for planes in self.planes)
         return key, value
 
     def _reserve(self, wanted: int, most: int, like: Pair) -> None:
-        """Makes room for `wanted` pages in each row: an eighth more than there was, but not beyond what `most` tokens of a row can take."""
-        if wanted <= self.capacity:
-            return
+        """Makes room for `wanted` pages in each row, which may hold `most` tokens."""
+        if wanted > self.capacity:
+            self._allocate(_grown(self.capacity, wanted, self._most_pages(most)), like)
+
+    def _most_pages(self, tokens: int) -> int:
+        """Pages that `tokens` of a row can take, over all heads, each of which may leave one unfilled."""
         heads = self.lengths.shape[1]
-        bound = (most - heads) // PAGE + heads  # each head may leave a page unfilled
-        self._allocate(max(wanted, min(self.capacity + self.capacity // 8, bound)), like)
+        return (tokens - heads) // PAGE + heads
+
+    def simulate(self, first: int, groups: int, interval: int, limit: int, like: Pair) -> None:
+        """Allocates the most that may be allocated after `first` tokens of each head and then `groups` times `interval` were added, within
+        a budget of `limit` tokens for each. Nothing is stored: for planning, on the meta device."""
+        tokens, heads = first + groups * interval, self.lengths.shape[1]
+        if not tokens or not limit:
+            return
+        capacity = bound = self._most_pages(heads * limit)
+        if tokens <= limit:  # all heads hold all
+            capacity = heads * -(-first // PAGE)
+            while capacity < heads * -(-tokens // PAGE):
+                k = (capacity // heads * PAGE - first) // interval + 1  # the first group without room
+                capacity = _grown(capacity, heads * -(-(first + k * interval) // PAGE), bound)
+        self._allocate(capacity, like)
+        self.length = min(tokens, heads * limit)
+        self.table = self.table.new_empty(*self.lengths.shape, -(-self.length // PAGE))
 
     def _allocate(self, capacity: int, like: Pair) -> None:
         """Gives each row `capacity` pages, the first of which hold what there was."""
-        batch = len(self.lengths)
+        batch, within = len(self.lengths), self._table_of_rows()
         grown: list[Codes] = []
         with torch.inference_mode(False):  # tensors made in inference mode cannot be written outside of it
             for codec, side, old in zip(self.codecs, like, self.planes, strict=True):
@@ -91,24 +132,39 @@ class HeadPages(QuantizedTokens):
                 for name, x in old.items():
                     planes[name].unflatten(0, (batch, -1))[:, : self.capacity] = x.unflatten(0, (batch, -1))
                 grown.append(planes)
+            for name, x in self.fields.items():
+                pages = F.pad(x[:-1].unflatten(0, (batch, self.capacity)), (0, 0, 0, capacity - self.capacity))
+                self.fields[name] = _with_empty_page(pages.flatten(0, 1), name)
         self.planes, self.capacity = (grown[0], grown[1]), capacity
+        self._place(within)
         self._allocate_statistics(like)
 
-    def _assign(self, lengths: Tensor, longest: int) -> None:
-        """Changes the tokens of each head to `lengths` `[B, H]`, of which `longest` is the largest: heads give pages at their end back, and
-        take free ones."""
-        had, wanted, width = _pages(self.lengths)[..., None], _pages(lengths)[..., None], -(-longest // PAGE)
-        place = torch.arange(width, device=lengths.device)
-        table = F.pad(self.table, (0, width - self.table.shape[-1]))
-        kept, missing = place < torch.minimum(had, wanted), (place >= had) & (place < wanted)
-        used = torch.zeros(len(table), self.capacity + 1, dtype=torch.int32, device=table.device)
-        used.scatter_(1, torch.where(kept, table, self.capacity).flatten(1).long(), 1)
-        free = used[:, :-1].argsort(dim=-1, stable=True)
-        rank = missing.flatten(1).cumsum(-1) - 1
-        page = free.gather(1, rank.clamp_min(0)).view_as(table)
-        self.table = torch.where(missing, page.int(), torch.where(kept, table, 0))
-        self.lengths, self.length = lengths, longest
+    def _table_of_rows(self) -> Tensor:
+        """`table`, with pages counted within the row; anything beyond the length of a head."""
+        return self.table - self._first_pages()
+
+    def _first_pages(self) -> Tensor:
+        """The first page of each row, int32 `[B, 1, 1]`."""
+        rows = torch.arange(len(self.lengths), dtype=torch.int32, device=self.lengths.device)
+        return (rows * self.capacity)[:, None, None]
+
+    def _place(self, within: Tensor) -> None:
+        """Takes the table `within` `[B, H, W]` of pages counted within the row."""
+        used = torch.arange(within.shape[-1], device=within.device) < _pages(self.lengths)[..., None]
+        self.table = torch.where(used, within + self._first_pages(), len(within) * self.capacity)
         self.bind()
+
+    def _assign(self, had: Tensor, wanted: Tensor, width: int) -> None:
+        """Changes the pages of each head from `had` to `wanted`, int32 `[B, H, 1]`, at most `width`: heads give pages at their end back,
+        and take free ones."""
+        place, spare = torch.arange(width, device=had.device), len(had) * self.capacity
+        table = F.pad(self.table, (0, width - self.table.shape[-1]))
+        missing = (place >= had) & (place < wanted)
+        table = torch.where(place < torch.minimum(had, wanted), table, spare)
+        used = torch.zeros(spare + 1, dtype=torch.int32, device=table.device).scatter_(0, table.flatten().long(), 1)
+        free = used[:-1].view(len(had), -1).argsort(dim=-1, stable=True) + self._first_pages()[..., 0]
+        rank = missing.flatten(1).cumsum(-1) - 1
+        self.table = torch.where(missing, free.gather(1, rank.clamp_min(0)).view_as(table).int(), table)
 
     def _quantize(self, new: Pair, source: Tensor, stored: int) -> None:
         """Quantizes the new tokens into the slots that `source` gives them, block by block."""
@@ -129,14 +185,15 @@ class HeadPages(QuantizedTokens):
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Replaces every tensor by `fn(tensor)`, which may change the rows or the device."""
+        shape, within = (len(self.lengths), self.capacity), fn(self._table_of_rows())
         with torch.inference_mode(False):
-            key, value = (
-                {name: fn(x.unflatten(0, (-1, self.capacity))).flatten(0, 1) for name, x in planes.items()} for planes in self.planes
-            )
+            key, value = ({name: fn(x.unflatten(0, shape)).flatten(0, 1) for name, x in planes.items()} for planes in self.planes)
             k_statistics, v_statistics = ({name: fn(x) for name, x in side.items()} for side in self.statistics)
+            for name, x in self.fields.items():
+                self.fields[name] = _with_empty_page(fn(x[:-1].unflatten(0, shape)).flatten(0, 1), name)
         self.planes, self.statistics = (key, value), (k_statistics, v_statistics)
-        self.table, self.lengths = fn(self.table), fn(self.lengths)
-        self.bind()
+        self.lengths = fn(self.lengths)
+        self._place(within)
 
     def snapshot(self, rows: slice, tokens: int, copy: Copy) -> tuple[Codes, Codes]:
         """All pages of `rows`, `[rows, P, PAGE, width]` for each buffer, copied to host memory by `copy(destination, source)`."""
@@ -158,26 +215,49 @@ class HeadPages(QuantizedTokens):
                 copy(planes[name].unflatten(0, (-1, self.capacity))[:, :, 0], x)
         self._load_statistics(statistics, copy)
 
-    def place(self, table: Tensor, lengths: Tensor, length: int) -> None:
-        """Takes `table`, `lengths` and a bound on these for pages that are already there."""
-        self.table, self.lengths, self.length = table, lengths, length
-        self.bind()
+    def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """What a snapshot holds beside codes and statistics, `[B, ...]` each, with its name."""
+        yield from (("pages.table", self._table_of_rows()), ("pages.lengths", self.lengths))
+        shape = len(self.lengths), self.capacity
+        yield from ((f"pages.{name}", x[:-1].unflatten(0, shape)) for name, x in self.fields.items())
+
+    def place(self, tensors: dict[str, Tensor], length: int) -> None:
+        """Takes `length` and the `named_tensors` of another layer, whose codes are already there."""
+        self.lengths, self.length = tensors["pages.lengths"], length
+        for name in self.fields:
+            self.fields[name] = _with_empty_page(tensors[f"pages.{name}"].flatten(0, 1), name)
+        self._place(tensors["pages.table"])
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Every live tensor with its role: `codes`, `scales` or `bookkeeping`."""
         for planes, statistics, codec, dim in zip(self.planes, self.statistics, self.codecs, self.dims, strict=True):
             yield from codec.roles(planes | statistics, dim)
-        tables = (self.table, self.lengths) if self.pages is None else (self.table, self.lengths, self.pages.table)
-        yield from (("bookkeeping", x) for x in tables)
+        yield from (("bookkeeping", x) for x in (self.table, self.lengths, *self.fields.values()))
+
+
+def _nothing(field: str) -> int:
+    """What a field holds where there is no token."""
+    return -1 if field == "positions" else 0
+
+
+def _with_empty_page(x: Tensor, field: str) -> Tensor:
+    """Pages `[N, PAGE]` of a field, and one without tokens."""
+    return F.pad(x, (0, 0, 0, 1), value=_nothing(field))
 
 
 def _pages(lengths: Tensor) -> Tensor:
     """Pages that so many tokens take."""
-    return (lengths + PAGE - 1).div(PAGE, rounding_mode="floor")
+    return (lengths + (PAGE - 1)).div(PAGE, rounding_mode="floor")
+
+
+def _grown(capacity: int, wanted: int, most: int) -> int:
+    """Pages of a row that has `capacity` and needs `wanted`: an eighth more than there were, but not beyond the `most` it can need."""
+    return max(wanted, min(capacity + capacity // 8, most))
 
 
 def _sources(chosen: Tensor, stored: int, lengths: Tensor, longest: int) -> Tensor:
-    """What `retain` returns. Tokens stay where they are if their slot is below the new length of their head."""
+    """Which of the `stored` and then of the new tokens each slot holds next, int64 `[B, H, longest]`, -1 for none: those that are `chosen`,
+    bool `[B, H, T]`. Tokens stay where they are if their slot is below the new length of their head."""
     place, lengths = torch.arange(chosen.shape[-1], device=chosen.device), lengths[..., None]
     stays = chosen & (place < stored) & (place < lengths)
     movers = (chosen & ~stays).int().argsort(dim=-1, descending=True, stable=True)

@@ -11,10 +11,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..kernels import Pair
 from ..policies import Arrivals, Budget, Policy, Rotation, Tokens, given
+from .head_pages import HeadPages
 
 TokenFields = dict[str, Tensor]
 """`positions` int32, and `score`, `key_norm`, `value_norm` fp32 if the policy needs them: `[B, H, T]` each."""
@@ -31,11 +33,24 @@ def output_norm(values: Tensor, gram: Tensor) -> Tensor:
     return total / gram.shape[1]
 
 
-class TokenMetadata:
-    """The metadata of one layer, for keys `[B, H, T, D]`."""
+def no_tokens(policy: Policy, like: Tensor) -> TokenFields:
+    """The fields that `policy` needs of keys like `like` `[B, H, T, D]`, `[B, H, 0]` each."""
+    fields = {"positions": torch.empty(*like.shape[:2], 0, dtype=torch.int32, device=like.device)}
+    wanted = {
+        "score": policy.scores,
+        "key_norm": policy.norms,
+        "value_norm": policy.keeps_values,
+        "output_norm": policy.needs_output_projection,
+    }
+    return fields | {name: torch.empty(*like.shape[:2], 0, device=like.device) for name, kept in wanted.items() if kept}
 
-    def __init__(self, policy: Policy, budget: Budget, keys: Tensor, rope: Rotation | None = None):
-        self.policy, self.budget, self.rope = policy, budget, rope
+
+class TokenMetadata:
+    """The metadata of one layer, for keys `[B, H, T, D]`. Where heads share a budget, that of the quantized region lies in its pages
+    (`head_pages.py`)."""
+
+    def __init__(self, policy: Policy, budget: Budget, keys: Tensor, rope: Rotation | None = None, pages: HeadPages | None = None):
+        self.policy, self.budget, self.rope, self.pages = policy, budget, rope, pages
         batch = keys.shape[0]
         self.columns = 0
         """Tokens seen by a row, padding included."""
@@ -43,24 +58,27 @@ class TokenMetadata:
         """Tokens seen by each row without padding, int64 `[B]`; None while there was no padding."""
         self.sinks = torch.empty(batch, 0, dtype=torch.bool, device=keys.device)
         """Which columns of the sinks hold a token, `[B, S]`."""
-        self.region: TokenFields = self._empty(keys)
-        self.residual: TokenFields = self._empty(keys)
+        self.residual: TokenFields = no_tokens(policy, keys)
+        self._region: TokenFields = no_tokens(policy, keys) if pages is None else {}
         self.ragged = False
         """Whether columns of the region may be empty in some heads alone."""
+        self.has_gaps = False
+        """Whether columns of the residual without a token may come after others."""
         self.static = False
         """Whether tensors must keep their addresses."""
         self.statistics: dict[str, Tensor] = {}
         """What the policy accumulates of all tokens seen, `[B, ...]` each."""
 
-    def _empty(self, like: Tensor) -> TokenFields:
-        fields = {"positions": torch.empty(*like.shape[:2], 0, dtype=torch.int32, device=like.device)}
-        wanted = {
-            "score": self.policy.scores,
-            "key_norm": self.policy.norms,
-            "value_norm": self.policy.keeps_values,
-            "output_norm": self.policy.needs_output_projection,
-        }
-        return fields | {name: torch.empty(*like.shape[:2], 0, device=like.device) for name, kept in wanted.items() if kept}
+    @property
+    def region(self) -> TokenFields:
+        """Of the slots of the quantized region; where it lies in pages, a copy."""
+        if self.pages is None:
+            return self._region
+        return {name: self.pages.read(name)[..., : self.pages.length] for name in self.pages.fields}
+
+    @region.setter
+    def region(self, fields: TokenFields) -> None:
+        self._region = fields
 
     def append(self, tokens: Arrivals) -> None:
         """Adds the tokens of a step to the residual's metadata. `positions` and `seen` of `tokens` are not read."""
@@ -75,12 +93,19 @@ class TokenMetadata:
             ranks = self.row_lengths[:, None] + is_valid.cumsum(-1) - 1
             positions = torch.where(is_valid, ranks, -1).int()
             self.row_lengths = self.row_lengths + is_valid.sum(-1)
+        self.has_gaps |= tokens.is_valid is not None
         self.columns += count
         fields = self.new_fields(replace(tokens, positions=positions, seen=self.lengths()))
         zeros = torch.zeros(batch, heads, count, device=keys.device)
         for name in self.residual:
             new = positions[:, None].expand(-1, heads, -1) if name == "positions" else fields.get(name)
             self.residual[name] = torch.cat([self.residual[name], zeros if new is None else new], dim=-1)
+
+    def allocate(self, region: int, residual: int) -> None:
+        """Adds so many columns to the region, unless it lies in pages, and to the residual."""
+        for zone, tokens in ((self._region, region), (self.residual, residual)):
+            for name, x in zone.items():
+                zone[name] = F.pad(x, (0, tokens))
 
     def simulate(self, like: Pair, query_heads: int) -> None:
         """Allocates the statistics of tokens like `like` `[B, H, T, D]` and their `query_heads`, on the meta device."""
@@ -94,7 +119,8 @@ class TokenMetadata:
     def new_fields(self, tokens: Arrivals) -> dict[str, Tensor | None]:
         """The fields of new tokens except their positions; None stands for zeros. A field depends on the tokens seen so far alone, not on
         when a token is quantized."""
-        tokens = replace(tokens, size=self.policy.size(self.budget, given(tokens.seen, "counts of tokens")))
+        fixed = None if self.budget.share else self.policy.size(self.budget, 0)
+        tokens = replace(tokens, size=self.policy.size(self.budget, given(tokens.seen, "counts of tokens")) if fixed is None else fixed)
         statistics, score = self.policy.arrive(self.statistics, tokens)
         if self.static:  # at fixed addresses
             for name, x in self.statistics.items():
@@ -112,20 +138,26 @@ class TokenMetadata:
         return new
 
     def is_valid(self) -> Tensor | None:
-        """Which columns hold a token, bool `[B, T]`, or `[B, H, T]` if `ragged`; None if all do."""
-        if self.ragged:
-            region, residual = self.region["positions"] >= 0, self.residual["positions"] >= 0
-            return torch.cat([self.sinks[:, None].expand(-1, region.shape[1], -1), region, residual], dim=-1)
+        """Which columns hold a token, bool `[B, T]`, or `[B, H, T]` if `ragged` tokens are in pages; None if all do."""
+        if self.ragged and self.pages is not None and self.pages.length:
+            region = self.pages.read("positions")[..., : self.pages.length]
+            sinks, zones = self.sinks[:, None].expand(-1, region.shape[1], -1), (region, self.residual["positions"])
+            return torch.cat([sinks, *(positions >= 0 for positions in zones)], dim=-1)
         if self.row_lengths is None:
             return None
         return torch.cat([self.sinks, *(zone["positions"][:, 0] >= 0 for zone in (self.region, self.residual))], dim=-1)
 
     def observe(self, attention_sums: Tensor, queries: Tensor | int) -> None:
-        """Updates scores with the attention `[B, H, T]` that `queries` queries gave to each column."""
-        sinks, region = self.sinks.shape[1], self.region["positions"].shape[-1]
-        parts = attention_sums[..., sinks : sinks + region], attention_sums[..., sinks + region :]
-        for zone, part in zip((self.region, self.residual), parts, strict=True):
-            zone["score"] = self.policy.observe(zone["score"], part, queries)
+        """Updates scores with the attention `[B, H, T]` that `queries` queries gave to each column, or to each slot of pages."""
+        sinks, residual = self.sinks.shape[1], self.residual["score"].shape[-1]
+        parts = attention_sums[..., sinks : attention_sums.shape[-1] - residual], attention_sums[..., attention_sums.shape[-1] - residual :]
+        for zone, part in zip((self._region, self.residual), parts, strict=True):
+            if zone:
+                zone["score"] = self.policy.observe(zone["score"], part, queries)
+        if self.pages is not None and self.pages.length:
+            missing = self.pages.columns - parts[0].shape[-1]
+            part = F.pad(parts[0], (0, missing)) if missing else parts[0]
+            self.pages.write("score", self.policy.observe(self.pages.read("score"), part, queries))
 
     def lengths(self) -> Tensor:
         """Tokens seen by each row without padding, int64 `[B, 1, 1]`."""
@@ -149,7 +181,7 @@ class TokenMetadata:
         self.sinks = fn(self.sinks)
         self.row_lengths = None if self.row_lengths is None else fn(self.row_lengths)
         self.statistics = {name: fn(x) for name, x in self.statistics.items()}
-        for zone in (self.region, self.residual):
+        for zone in (self._region, self.residual):
             for name in zone:
                 zone[name] = fn(zone[name])
 
@@ -157,7 +189,7 @@ class TokenMetadata:
         """Every tensor with its name in a snapshot."""
         named = {"sinks": self.sinks, "row_lengths": self.row_lengths}
         yield from ((f"metadata.{name}", x) for name, x in named.items() if x is not None)
-        for zone, fields in (("region", self.region), ("residual", self.residual), ("statistics", self.statistics)):
+        for zone, fields in (("region", self._region), ("residual", self.residual), ("statistics", self.statistics)):
             yield from ((f"metadata.{zone}.{name}", x) for name, x in fields.items())
 
     def load(self, tensors: dict[str, Tensor], place: Callable[[Tensor], Tensor]) -> None:

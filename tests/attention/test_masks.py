@@ -6,9 +6,12 @@ import pytest
 import torch
 from torch.nn.attention.flex_attention import create_block_mask
 
-from qkvcache.attention.masks import visible
-from qkvcache.kernels import AttentionInputs, Exact, KeysOrValues, attend
+from qkvcache.attention.masks import NewTokens, joined, joined_by_head, visible
+from qkvcache.formats import REGISTRY
+from qkvcache.kernels import AttentionInputs, Exact, KeysOrValues, attend, attend_observed, attend_pages
+from tests.kernels.paged_inputs import of_heads
 from tests.reference import assert_close
+from tests.tolerance import TURNED, rounding
 
 B, H, Q, T = 2, 3, 4, 12
 PADDING = (0, 5)
@@ -103,3 +106,26 @@ def test_position_bias_is_added(kind, batch):
         hidden = torch.zeros(())
     assert causal == (kind in ("none", "flash"))
     assert_close(got.expand(B, H, Q, T).softmax(-1), (bias + hidden).expand(B, H, Q, T).softmax(-1), 1e-6)
+
+
+@pytest.mark.parametrize("kind", ["padded", "any", "by_head", "additive"])
+@pytest.mark.parametrize("triton", [False, True], ids=["torch", "triton"])
+def test_masks_of_new_tokens_over_pages_of_each_head(monkeypatch, kind, triton):
+    """The mask by a token's index in its head says what the one by columns does."""
+    monkeypatch.setenv("QKVCACHE_KERNELS", "triton" if triton else "torch")
+    held, hidden = of_heads(REGISTRY["int8"], Q, dtype=torch.float32, device=CPU)
+    is_valid = torch.tensor([[True, True, False, True], [False, False, True, True]])
+    seen = torch.ones(Q, Q, dtype=torch.bool).tril() & is_valid[:, None, None]
+    if kind in ("any", "by_head"):
+        seen = torch.rand(2, 6 if kind == "by_head" else 1, Q, Q) < 0.5
+    mask = torch.randn(1, 1, Q, Q).masked_fill(~seen, torch.finfo(torch.float32).min) if kind == "additive" else seen
+    new, query = NewTokens(mask, is_valid, kind == "padded"), torch.randn(2, 6, Q, 64)
+    observed = is_valid.float()
+    out, _, sums = attend_pages(query, held.paged, joined_by_head(held.paged, new, query), observed=observed)
+    wanted, totals = attend_observed(query, held, joined(~hidden, mask, query, held.key.shape[2]), observed=observed)
+    counted = is_valid[:, None].expand(-1, 6, -1)
+    limit = TURNED if triton else rounding(64, held.key.shape[2])
+    assert_close(out[counted], wanted[counted], limit)
+    first, stored = held.paged.sinks[0].shape[2], hidden.shape[2] - held.paged.sinks[0].shape[2] - held.paged.ring[0].shape[2]
+    sums = torch.cat([sums[..., : first + stored], sums[..., -held.paged.ring[0].shape[2] :]], dim=-1)
+    assert_close(sums, totals, limit)

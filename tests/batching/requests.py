@@ -72,6 +72,31 @@ def answers(manager, ids: list[list[int]]) -> list[list[int]]:
     return [found[name].generated_tokens for name in names]
 
 
+def watch_offloading(manager) -> dict[str, torch.Tensor]:
+    """Asserts that blocks come back from the host as they left; returns what left, by request."""
+    offloading, moved = manager.batch_processor.offloading_manager, {}
+    offload, restore = offloading._offload_to_cpu, offloading.restore_scheduled_requests
+
+    def content(blocks: list[int]) -> torch.Tensor:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        return manager.cache.allocator._copy_view[blocks].clone()
+
+    def leaving(victims, tables):
+        found = offload(victims, tables)
+        moved.update({name: content(tables[name]["full_attention"]) for name in found})
+        return found
+
+    def returning(batch):
+        names = [future.state.request_id for future in batch if future.state.is_cpu_offloaded]
+        restore(batch)
+        for name in names:
+            assert torch.equal(content(manager.cache.allocator.block_table[name])[: len(moved[name])], moved[name])
+
+    offloading._offload_to_cpu, offloading.restore_scheduled_requests = leaving, returning
+    return moved
+
+
 def single(network, ids: list[int], format: str, new: int = NEW, chunk: int | None = None, **zones) -> tuple[list[int], list[float]]:
     """Tokens of one prompt, read in chunks, with a cache whose residual is as long as a ring; and by how much the logit of each exceeds
     the next one, relative to the largest logit."""

@@ -9,9 +9,11 @@ import pytest
 import torch
 
 from qkvcache import CompressedCache, continuous_batching
+from qkvcache.attention import varlen
+from qkvcache.batching import attention
 from qkvcache.kernels import fused
 
-from .requests import ZONES, answers, assert_same, llama, prompts, serving
+from .requests import ZONES, answers, assert_same, llama, prompts, serving, watch_offloading
 
 pytestmark = pytest.mark.gpu
 FORMATS = ["identity", "int8", "nvfp4_mse", "turboquant_4bit_nc", "hadaquant_k3v3"]
@@ -92,6 +94,43 @@ def test_chunks_shared_blocks_and_blocks_on_the_host():
             assert [len(tokens) for tokens in answers(manager, ids)] == [70] * 5
             metrics = batching.metrics()
             assert metrics.preemptions and metrics.pages_used == 0 and metrics.tokens_generated >= 350
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
+def test_prompts_in_one_launch_equal_one_by_one(format, dtype, monkeypatch):
+    """Prompts, and chunks with a past, beside requests that are decoded: the same attention, within the rounding of its dtype."""
+    net, together, errors = network(dtype), attention.attend_chunks, []
+
+    def both(cache, layer, chunks, query, *args, **options):
+        out = together(cache, layer, chunks, query, *args, **options)
+        with monkeypatch.context() as patch:
+            patch.setattr(varlen, "in_one_launch", lambda query, value: False)
+            alone = together(cache, layer, chunks, query, *args, **options)
+        size = alone.float().norm().clamp_min(1e-6)  # the padding that warms up attends to nothing but zeros
+        errors.append(((out.float() - alone.float()).norm() / size, len(chunks.rows), chunks.past is not None))
+        return out
+
+    monkeypatch.setattr(attention, "attend_chunks", both)
+    begin = prompts(128)[0]
+    ids = [begin + prompts(100)[0], *prompts(150, 70, 300, 5, 1, seed=1), *(begin + more for more in prompts(60, 7, seed=2))]
+    with continuous_batching(net, format, **ZONES), serving(net, new=20, max_batch_tokens=256) as manager:
+        assert all(len(tokens) == 20 for tokens in answers(manager, ids))
+    assert {past for _, _, past in errors} == {True, False} and max(rows for _, rows, _ in errors) > 2
+    assert torch.stack([error for error, _, _ in errors]).max() < (2e-3 if dtype == torch.float16 else 1.5e-2)
+
+
+@pytest.mark.parametrize("options", [{}, SYNCHRONOUS], ids=["ahead", "synchronous"])
+def test_blocks_on_the_host_and_back(options):
+    """Bit by bit; of exact pages the answers are those of a cache."""
+    net, ids = network(torch.float32), prompts(60, 55, 50, 58)
+    small = {"blocks": 7, "cpu_offload_space": 0.01, "safety_margin": 0.0, "allow_block_sharing": False}
+    with continuous_batching(net, "identity", **ZONES) as batching, serving(net, new=80, **small, **options) as manager:
+        moved = watch_offloading(manager) if options else {}
+        tokens = answers(manager, ids)
+        assert batching.metrics().preemptions and (moved or not options) and batching.metrics().pages_used == 0
+    compared = [assert_same(got, steps(net, one, "identity", 80)) for got, one in zip(tokens, ids, strict=True)]
+    assert sum(compared) > 8
 
 
 def test_a_client_that_leaves():

@@ -12,7 +12,7 @@ from transformers import GenerationConfig
 from qkvcache import continuous_batching
 from tests.seeds import SEED
 
-from .requests import ZONES, answers, assert_same, collect, llama, pool, prompts, serving, single, tiniest
+from .requests import ZONES, answers, assert_same, collect, llama, pool, prompts, serving, single, tiniest, watch_offloading
 
 pytestmark = pytest.mark.filterwarnings("ignore:continuous batching on compressed pages")
 FORMAT = "turboquant_4bit_nc"
@@ -77,33 +77,11 @@ def test_forks_equal_the_request_that_they_come_from():
 def test_a_request_that_loses_its_blocks_gets_them_back(space, monkeypatch):
     """From the host bit by bit, or read again; all requests end, and nothing is left."""
     network, ids = llama(), prompts(60, 55, 50, 58)
-    real, moved = torch.empty, []
+    real = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *a, pin_memory=False, **k: real(*a, **k))  # a CPU pins nothing
     with continuous_batching(network, "int8_uncentered", **ZONES) as batching:
         with serving(network, new=80, blocks=7, cpu_offload_space=space, safety_margin=0.0, allow_block_sharing=False) as manager:
-            offloading = manager.batch_processor.offloading_manager
-            offload, restore = offloading._offload_to_cpu, offloading.restore_scheduled_requests
-
-            def bytes_of(names):
-                view = allocator(manager)._copy_view
-                return {
-                    name: view[allocator(manager).block_table[name]].clone() for name in names if name in allocator(manager).block_table
-                }
-
-            def leaving(victims, tables):
-                view = allocator(manager)._copy_view
-                found = offload(victims, tables)
-                moved.extend((name, view[tables[name]["full_attention"]].clone()) for name in found)
-                return found
-
-            def returning(batch):
-                names = [future.state.request_id for future in batch if future.state.is_cpu_offloaded]
-                restore(batch)
-                for name, blocks in bytes_of(names).items():
-                    left = dict(moved)[name]
-                    assert torch.equal(blocks[: len(left)], left)
-
-            offloading._offload_to_cpu, offloading.restore_scheduled_requests = leaving, returning
+            moved = watch_offloading(manager)
             tokens = answers(manager, ids)
             assert_nothing_is_left(manager)
         assert batching.metrics().preemptions > 0 and (not space or moved)

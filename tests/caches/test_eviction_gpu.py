@@ -10,7 +10,7 @@ from transformers import DynamicCache
 
 from qkvcache import CompressedCache, H2OCache
 from tests.caches.test_static_gpu import agree, compiling, generate, text  # noqa: F401
-from tests.matrix import POLICIES
+from tests.matrix import POLICIES, SHARED
 from tests.reference import assert_close, forward
 from tests.test_gpu import on_gpu, prompt
 
@@ -70,14 +70,14 @@ def test_scores_are_the_sums_of_attention():
         assert_close(ours, theirs, 0.02)
 
 
-@pytest.mark.parametrize("policy", ["h2o", "keydiff"])
+@pytest.mark.parametrize("policy", [POLICIES["h2o"], POLICIES["keydiff"], SHARED["snapkv"]])
 @pytest.mark.parametrize("format", FORMATS)
 def test_decode_takes_the_fused_path(policy, format):
     from qkvcache.kernels import fused
 
     network = on_gpu(torch.bfloat16)
     before = fused.calls
-    run(network, CompressedCache(network.config, policy=POLICIES[policy](BUDGET), format=format))
+    run(network, CompressedCache(network.config, policy=policy(BUDGET), format=format))
     assert fused.calls - before == (len(SIZES) - 1) * network.config.num_hidden_layers
 
 

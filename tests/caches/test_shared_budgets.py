@@ -7,15 +7,17 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from qkvcache import CompressedCache, plan
-from qkvcache.kernels import dispatch
+from qkvcache import CompressedCache
+from qkvcache.attention import observer
+from qkvcache.caches.memory import bytes_by_role
+from qkvcache.kernels import attend_chunked, pages
 from qkvcache.layers.evicting import EvictingLayer
 from qkvcache.layers.snapshot import restore, snapshot
 from qkvcache.policies import H2O, KVzip, SnapKV
 from tests.caches.test_eviction import CUTS, LENGTH, assert_generate_equals_a_loop, check_rows, inputs, kept, live_bytes, run
 from tests.caches.test_eviction_features import MOVES, generate, prompt, same, state
 from tests.matrix import ATTENTION, SHARED, model, slowly
-from tests.reference import ZONES, assert_close, forward
+from tests.reference import ZONES, assert_close, count_decoded_layers, forward
 from tests.tolerance import TURNED, of_model
 
 FEW = ["snapkv", "h2o_value_norm"]
@@ -93,10 +95,9 @@ def test_memory_is_for_the_tokens_of_all_heads_and_not_for_the_longest(format):
     layer.end_attention(torch.rand(1, heads, tokens, generator=generator) * torch.tensor([1.0, 0.01, 0.01, 0.01])[:, None])
     held = (layer.positions() >= 0).sum(-1)[0].tolist()
     assert sum(held) == heads * budget and held[0] > 3.5 * budget
-    chunks = layer.storage.chunks
-    assert chunks.capacity <= heads * budget // 64 + heads
-    own = sum(x.untyped_storage().nbytes() for role, x in layer.tensors() if role in ("codes", "scales"))
-    assert own <= 1.1 * layer.format.bytes_per_token(32, 1) * heads * budget + 10_000
+    found = bytes_by_role(layer.tensors())
+    assert found["codes"] + found["scales"] <= 1.1 * layer.format.bytes_per_token(32, 1) * heads * budget + 10_000
+    assert found["bookkeeping"] <= 1.1 * 8 * heads * budget + 2_000  # a position and a score; and a table of a 64th of it for each head
 
 
 @pytest.mark.parametrize("name", slowly(SHARED, FEW))
@@ -163,12 +164,12 @@ def test_rows_move_and_copies_stand_alone(format):
     assert cache.nbytes == cache.get_seq_length() == cache.stored_length() == 0
 
 
-@pytest.mark.parametrize("format", [None, "int8"])
-def test_a_row_comes_back_from_a_snapshot(format):
-    """Of a batch whose other row has a longer head."""
+@pytest.mark.parametrize(("format", "prompt"), [(None, 30), ("int8", 30), ("int8", 4)])
+def test_a_row_comes_back_from_a_snapshot(format, prompt):
+    """Of a batch whose other row has a longer head; and where nothing is quantized yet."""
     network, (ids, _) = model("llama"), inputs((0, 0))
     cache = cache_of(format=format, residual_length=3)
-    for a, b in ((0, 30), (30, 31), (31, 32)):
+    for a, b in ((0, prompt), (prompt, prompt + 1), (prompt + 1, prompt + 2)):
         forward(network, cache, ids, torch.ones_like(ids), a, b)
     for row in range(2):
         again, alone = cache_of(format=format, residual_length=3), copy.deepcopy(cache)
@@ -176,7 +177,7 @@ def test_a_row_comes_back_from_a_snapshot(format):
         for into, layer in zip(again.layers, cache.layers, strict=True):
             restore(into, snapshot(layer, row=row), "cpu")
         assert again.nbytes == alone.nbytes
-        for a in range(32, LENGTH):
+        for a in range(prompt + 2, LENGTH):
             logits = [forward(network, x, ids[row : row + 1], torch.ones_like(ids[:1]), a, a + 1) for x in (again, alone)]
             assert same(*([x] for x in logits)) and kept(again) == kept(alone)
 
@@ -201,20 +202,42 @@ def test_turns_of_different_lengths():
         assert name != "snapkv" or kept(single) == kept(batch, 2)
 
 
+@pytest.mark.parametrize("attention", ["sdpa", "flex_attention", "qkvcache"])
+@pytest.mark.parametrize("name", ["snapkv_interval", "dropkv"])
+def test_many_new_tokens_run_in_chunks(monkeypatch, name, attention):
+    """Without a dense layer, whatever heads hold: the policies get sums, and what DropKV makes of the weights, from the same chunks."""
+    monkeypatch.setattr(attend_chunked, "CHUNK_TOKENS", 7)
+    sizes, text = (30, 20, 1, 19), inputs((0, 9, 40), 70)
+    reference, cache = cache_of(name, 21, num_sink_tokens=2), cache_of(name, 21, num_sink_tokens=2)
+    expected, network = run(model("llama", "eager"), reference, sizes, text), model("llama", attention)
+    logits = [forward(network, cache, *text, 0, 30)]
+    with count_decoded_layers() as decoded:
+        logits += [forward(network, cache, *text, a, b) for a, b in ((30, 50), (50, 51), (51, 70))]
+    assert not decoded
+    assert kept(cache) == kept(reference) and (counts(cache) != counts(cache)[:, :1]).any()
+    for ours, theirs in zip(logits, expected, strict=True):
+        assert_close(ours, theirs, of_model(network))
+
+
 @pytest.mark.parametrize("format", slowly(["int8", "identity", "turboquant_4bit_nc", "fp8_token", "hadaquant_k3v3"], ["int8", "fp8_token"]))
 def test_kernels_do_what_torch_operations_do(monkeypatch, format):
-    """Steps over the pages of heads of different lengths, in Triton's interpreter."""
+    """Steps over the pages of heads of different lengths, in Triton's interpreter: of one token, of a few with padding among them, of
+    many."""
     policy = H2O(budget=80, num_sink_tokens=2, recent=10, interval=4, alpha_safeguard=0.2)
-    network, text = model("llama"), inputs((0, 9), 97)
-    sizes, results = (90, *[1] * 6, 1), []
-    attend_pages, taken = dispatch.attend_pages, []
-    monkeypatch.setattr(dispatch, "attend_pages", lambda *args, **kwargs: taken.append(1) or attend_pages(*args, **kwargs))
+    network, (ids, mask) = model("llama"), inputs((0, 9), 97)
+    mask[1, 92:94] = 0
+    sizes, results, taken = (70, 21, 4, 1, 1), [], []
+    attend_pages = observer.attend_pages
+    monkeypatch.setattr(observer, "attend_pages", lambda *args, **kwargs: taken.append(1) or attend_pages(*args, **kwargs))
+    monkeypatch.setattr("qkvcache.attention.route.MAX_FUSED_ROWS", 16)
+    monkeypatch.setattr(attend_chunked, "CHUNK_TOKENS", 64)
     for kernels in ("torch", "triton"):
         monkeypatch.setenv("QKVCACHE_KERNELS", kernels)
+        monkeypatch.setattr(pages, "attend_pages", pages.attend_pages if kernels == "torch" else lambda *args: pytest.fail("no kernel"))
         taken.clear()
         cache = CompressedCache(network.config, policy=policy, format=format, num_sink_tokens=2, residual_length=5)
-        logits = run(network, cache, sizes[:-1], text)
-        assert len(taken) == 6 * 3  # every step of every layer
+        logits = run(network, cache, sizes, (ids * mask, mask))
+        assert len(taken) == 3 * 3  # of every layer, but for the prompt and the many tokens after it
         region = cache.layers[0].storage.metadata.region
         results.append((logits, region["positions"], region["score"], cache.layers[0].dense()))
     (logits, positions, scores, dense), (expected, reference, totals, exact) = results[1], results[0]
@@ -255,10 +278,7 @@ def test_what_is_refused(options, error, says):
         cache_of(**options)
 
 
-def test_plans_and_steps_back_are_refused():
-    config = model("llama").config
-    with pytest.raises(NotImplementedError, match=r"alpha_safeguard=0.2: how many tokens each head retains"):
-        plan(config, format="int8", policy=SHARED["snapkv"](14), context=100)
+def test_steps_back_are_refused():
     generate(model("llama"), cache := cache_of())
     before = state(cache)
     with pytest.raises(NotImplementedError, match="take steps back"):

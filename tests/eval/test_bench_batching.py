@@ -21,12 +21,13 @@ def bench():
 @pytest.mark.filterwarnings("ignore:continuous batching on compressed pages has no kernels")
 def test_it_measures_shows_and_draws(bench, tmp_path, capsys):
     out = tmp_path / "batching.jsonl"
-    bench.main(["--tiny", "--device", "cpu", "--rounds", "1", "--out", str(out)])
+    bench.main(["--tiny", "--device", "cpu", "--seconds", "0.5", "--out", str(out)])
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     assert [row["cache"] for row in rows] == ["stock", "identity", "turboquant_4bit_nc"]
     for row in rows:
         assert "failed" not in row, row
-        assert row["answered"] == row["sent"] == 3 and row["requests_s"] > 0 and row["preempted"] == 0
+        assert row["answered"] > 3 and row["sent"] >= row["answered"] + 3 and row["preempted"] == 0
+        assert row["requests_s"] > 0 and row["prompt_s"] > row["written_s"] > 0
         assert 0 < row["ttft_median"] <= row["ttft_p95"] < row["seconds"] and not math.isnan(row["tpot_median"])
         assert row["pool_bytes"] < 1.3 * 0.002 * 2**30
     stock, exact, four = (row["pool_tokens"] for row in rows)
@@ -54,9 +55,9 @@ def test_a_cell_that_fails_is_noted_and_the_others_are_measured(bench, tmp_path,
         return stock(manager, load, *args)
 
     monkeypatch.setattr(bench, "serve", serve)
-    bench.main(["--tiny", "--device", "cpu", "--rounds", "1", "--caches", "stock", "identity", "--out", str(out)])
+    bench.main(["--tiny", "--device", "cpu", "--seconds", "0.5", "--caches", "stock", "identity", "--out", str(out)])
     failed, measured = (json.loads(line) for line in out.read_text().splitlines())
-    assert failed["failed"] == "RuntimeError: out of luck" and measured["answered"] == 3
+    assert failed["failed"] == "RuntimeError: out of luck" and measured["answered"]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="would measure")

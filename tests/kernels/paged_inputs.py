@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 
 from qkvcache.formats import Format
-from qkvcache.kernels import PagedInputs, Pages
+from qkvcache.kernels import AttentionInputs, PagedInputs, Pages
 from qkvcache.kernels import pages as reference
+from qkvcache.storage import HeadPages
+from qkvcache.storage.storage import sides_of
 
 
 def pool(format: Format, like: tuple[Tensor, Tensor], pages: int, page: int, per_head: bool = False):
@@ -84,6 +86,30 @@ def build(
             first[side][sink_row, :, :count] = torch.randn(heads, count, dim).to(first[side])
             last[side][ring_row, :, (start + torch.arange(filled)) % max(ring, 1)] = torch.randn(heads, filled, dim).to(last[side])
     return PagedInputs(pages, first, last, rows, max_length=longest + 40)
+
+
+def of_heads(
+    format: Format, queries: int, lengths: Sequence[Sequence[int]] = ((150, 5), (0, 97)), *, dtype: torch.dtype, device: torch.device | str
+) -> tuple[AttentionInputs, Tensor]:
+    """Inputs of attention as storage makes them whose heads share a budget, with the last `queries` tokens running; and the columns
+    without a token, bool `[B, H, T]`: those that a head lacks, and in the last row the first of the residual."""
+    batch, heads, longest, sinks, residual, empty = len(lengths), len(lengths[0]), max(map(max, lengths)), 3, 14, 4
+
+    def random(tokens: int) -> tuple[Tensor, Tensor]:
+        key, value = (torch.randn(batch, heads, tokens, 64, device=device, dtype=dtype) for _ in range(2))
+        return key, value
+
+    x, first, last = random(longest), random(sinks), random(residual + queries)
+    accepted = torch.arange(longest, device=device) < torch.tensor(lengths, device=device)[..., None]
+    stored = HeadPages(format.codecs(), (64, 64), {"positions": torch.empty(batch, heads, 0, dtype=torch.int32, device=device)})
+    stored.calibrate(x)
+    stored.retain(accepted[..., :0], x, accepted, {"positions": accepted.int()}, heads * longest)
+    padding = torch.zeros(batch, heads, sinks + residual + queries, dtype=torch.bool, device=device)
+    padding[-1, :, sinks : sinks + empty] = True
+    rows = [[0, b, sinks, b, empty * (b == batch - 1), residual + queries - empty * (b == batch - 1)] for b in range(batch)]
+    paged = PagedInputs(stored.pages, first, last, torch.tensor(rows, dtype=torch.int32, device=device), stored.columns)
+    hidden = torch.cat([padding[..., :sinks], ~accepted, padding[..., sinks:]], dim=-1)
+    return AttentionInputs(*sides_of(first, stored, last), paged=paged), hidden
 
 
 def row(inputs: PagedInputs, b: int, h: int, side: int) -> Tensor:

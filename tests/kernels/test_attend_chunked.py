@@ -14,6 +14,7 @@ from qkvcache.kernels.attend_chunked import (
     _cut,
     attend_chunked,
     chunks,
+    cut,
     dequantize_blocks,
     merge,
     observe_chunked,
@@ -22,13 +23,14 @@ from qkvcache.kernels.attend_chunked import (
 from qkvcache.kernels.sum_attention import sum_attention
 from tests import matrix
 from tests.kernels.attention_inputs import build
+from tests.kernels.paged_inputs import of_heads
 from tests.matrix import slowly
 from tests.tolerance import rounding
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPE = torch.bfloat16 if torch.cuda.is_available() else torch.float32
 LIMIT = 1e-2 if torch.cuda.is_available() else 1e-5
-FORMATS = ("identity", "int8", "fp8", "int4_vllm", "nvfp4", "turboquant_3bit_nc", "hadaquant_k4v4")
+FORMATS = ("identity", "int8", "int8_token", "fp8", "int4_vllm", "nvfp4", "turboquant_3bit_nc", "hadaquant_k4v4")
 
 
 def attention_inputs(
@@ -67,6 +69,24 @@ def test_chunks_of_any_size(format, queries, triton):
     wanted = attend(query, held, causal=True)
     for size in (64, 192, 4096):
         close(attend_chunked(query, held, chunk_tokens=size)[0], wanted)
+
+
+@pytest.mark.parametrize("parts", [2, 3])
+def test_parts_are_merged_before_all_are_there(monkeypatch, parts):
+    monkeypatch.setattr(attend_chunked_module, "MERGED_PARTS", parts)
+    held, query = attention_inputs("int8", 500, 5), torch.randn(2, 8, 5, 64, device=DEVICE, dtype=DTYPE)
+    (out, lse), (wanted, wanted_lse) = (attend_chunked(query, held, chunk_tokens=size) for size in (64, 4096))
+    close(out, wanted)
+    torch.testing.assert_close(lse, wanted_lse, rtol=LIMIT, atol=LIMIT)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("queries", [300, 1030])
+@pytest.mark.parametrize("format", ["int8", "turboquant_4bit_nc"])
+def test_cudnn(format, queries):
+    """Enough queries for chunks of cuDNN's sizes, and for its causal attention."""
+    held, query = attention_inputs(format, 6200, queries, 128, batch=4), torch.randn(4, 8, queries, 128, device=DEVICE, dtype=DTYPE)
+    close(attend_chunked(query, held)[0], attend(query, held, causal=True))
 
 
 @pytest.mark.parametrize("heads", [(2, 2), (6, 2), (16, 2)])
@@ -134,7 +154,7 @@ def check_sums(query, held, hidden, observed, *, scaling=None, softcap=None, sin
     limit = LIMIT if torch.bfloat16 == DTYPE else rounding(query.shape[3], query.shape[3], keys.shape[2])
     assert ((sums - wanted).abs().max() / wanted.abs().max()).item() < limit
     if hidden is not None:
-        assert not sums.masked_select(hidden[:, None]).any()
+        assert not sums.masked_select(hidden if hidden.dim() == 3 else hidden[:, None]).any()
 
 
 @pytest.mark.parametrize("format", slowly(matrix.FORMATS, FORMATS))
@@ -158,6 +178,21 @@ def test_sums_of_the_last_queries_with_padding_and_options(window, first, poison
     observed = torch.rand(2, window, device=DEVICE).masked_fill(hidden[:, 309 - window :], 0)
     for options in ({}, {"scaling": 0.3, "sinks": torch.randn(4, device=DEVICE)}, {"softcap": 2.0}):
         check_sums(query, held, hidden, observed, chunk_tokens=64, **options)
+
+
+@pytest.mark.parametrize("format", ["identity", "int8", "turboquant_3bit_nc", "fp8_token"])
+@pytest.mark.parametrize("triton", [False, True], ids=["torch", "triton"])
+def test_pages_of_heads_of_different_lengths(monkeypatch, format, triton, poisoned):
+    """Of one head nothing is quantized, of another whole chunks are missing; a row has padding among its exact tokens."""
+    monkeypatch.setenv("QKVCACHE_KERNELS", "triton" if triton else "torch")
+    queries = 9
+    held, hidden = of_heads(REGISTRY[format], queries, dtype=DTYPE, device=DEVICE)
+    query = torch.randn(2, 6, queries, 64, device=DEVICE, dtype=DTYPE)
+    options = {"scaling": 0.3, "sinks": torch.randn(6, device=DEVICE)}
+    shown = ~hidden.repeat_interleave(3, dim=1)[:, :, None]
+    close(attend_chunked(query, held, hidden, chunk_tokens=64, **options)[0], attend(query, held, shown, causal=True, **options))
+    for window in (1, queries):
+        check_sums(query, held, hidden, torch.rand(2, window, device=DEVICE), chunk_tokens=64, **options)
 
 
 @pytest.mark.parametrize(("heads", "dim"), [(2, 80), (16, 128)])
@@ -210,8 +245,9 @@ def test_another_reduction_gets_columns_that_give_the_output(format):
 
 def test_chunks_hold_every_token_once():
     held = attention_inputs("int8", 700, 3)
-    sizes = [count for count, _, _ in chunks(held, [], 192)]
-    assert sum(sizes) == held.region.tokens and set(sizes[:-1]) == {192} and 0 < sizes[-1] <= 192
+    sizes = [count for count, _, _ in chunks(held, [], (192, 64))]
+    assert sizes == list(cut(held.region.tokens, (192, 64))) and sum(sizes) == held.region.tokens
+    assert sizes == sorted(sizes, reverse=True) and set(sizes[:-1]) == {192, 64} and sizes.count(64) < 3 and 0 < sizes[-1] <= 64
 
 
 @pytest.mark.parametrize("format", slowly(matrix.FORMATS, FORMATS))
@@ -228,7 +264,7 @@ def test_dequantize_kernel(format, dim, per_head):
         out = torch.full((2, 2, 2, count + 5, dim), torch.nan, device=DEVICE, dtype=DTYPE)
         triton_dequantize_region.dequantize_region(region, begin, out[0, :, :, :count], out[1, :, :, :count])
         wanted = out.new_empty(2, 2, 2, begin + count, dim)
-        dequantize_blocks(next(_cut(_blocks(replace(region, tokens=begin + count), (dim, dim)), begin + count)), *wanted)
+        dequantize_blocks(next(_cut(list(_blocks(replace(region, tokens=begin + count), (dim, dim))), (begin + count,))), *wanted)
         torch.testing.assert_close(out[..., :count, :], wanted[..., begin:, :], rtol=LIMIT, atol=1e-6)
         assert out[..., count:, :].isnan().all()
 

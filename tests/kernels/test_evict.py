@@ -62,11 +62,11 @@ def made(format: str, rows=1, heads=2, dims=(64, 80), dtype=torch.float16, exact
     return Layer(
         numbers=tuple(number(codec) for codec in codecs),
         planes=tuple(planes),
-        first=tuple(poisoned(rows, heads, exact, dim, dtype=dtype) for dim in dims),
+        sinks=tuple(poisoned(rows, heads, exact, dim, dtype=dtype) for dim in dims),
         ring=ring,
         records={"positions": positions} | records,
-        shown=torch.rand(rows, exact + slots + width, device=DEVICE) < 0.5,
-        seen=torch.randint(0, 40, (rows,), device=DEVICE),
+        column_mask=torch.rand(rows, exact + slots + width, device=DEVICE) < 0.5,
+        row_lengths=torch.randint(0, 40, (rows,), device=DEVICE),
         columns=torch.full((1,), 41, device=DEVICE),
     )
 
@@ -148,10 +148,10 @@ def test_retirements(format, shape):
         for order in (*orders(layer), *orders(layer)):
             where = compare(layer, twin, order, ROUNDED.get(format, 0.0))
             seen |= set(where.flatten().tolist())
-            for x in (layer.seen, twin.seen):
+            for x in (layer.row_lengths, twin.row_lengths):
                 x.add_(1)
             for x in (layer.records["positions"], twin.records["positions"]):  # what leaves next is one of the first tokens, or empty
-                at = layer.seen % width
+                at = layer.row_lengths % width
                 x.scatter_(2, (SLOTS + at)[:, None, None].expand(-1, heads, 1), int(at[0]) - 1)
     assert {-1, 0, 1, -2} <= seen or rows * heads == 1
 

@@ -173,7 +173,7 @@ def test_the_kernel_that_quantizes(format, per_head):
         {name: codes.new_zeros(2, *codes.shape[1:]) for name, codes in codec.allocate(x[0], 5)[0].items()} for codec in chosen.codecs()
     )
     once = tuple({name: value.expand(2, -1, -1, -1) for name, value in side.items()} for side in statistics)
-    triton_quantize.quantize_kv(list(zip(chosen.codecs(), x, block, once, strict=True)), 0)
+    triton_quantize.quantize_kv(chosen.codecs(), x, block, once, 0)
     for codes, pooled in zip(block, planes, strict=True):
         for name, plane in pooled.items():
             expected = torch.full_like(plane.view(torch.uint8), 0xFF).view(plane.dtype)
@@ -299,7 +299,7 @@ def test_appended_tokens_are_attended_to(format):
 @KERNELS
 @pytest.mark.parametrize("format", slowly(STORED, ["int8", "turboquant_3bit_nc"]))
 def test_the_kernel_that_appends(format):
-    from qkvcache.kernels.triton_append import append_tokens
+    from qkvcache.kernels.triton_append import launch_of_append
 
     torch.manual_seed(0)
     one, state = empty(format, rows=2, room=66, sinks=2, ring=7, heads=3, dims=(64, 96))
@@ -307,7 +307,7 @@ def test_the_kernel_that_appends(format):
     other, other_state = empty(format, rows=2, room=66, sinks=2, ring=7, heads=3, dims=(64, 96))
     for tokens in (1, 3, 7, 6, 5, 7, 7, 7, 7, 7, 7, 7, 4, 1):  # of which the last one finds no room
         x = tuple(torch.randn(2, 3, tokens, dim, device=DEVICE).half() for dim in (64, 96))
-        append_tokens(one, x, state)
+        launch_of_append(one, x, state)(x)
         reference.append_tokens(other, x, other_state)
     assert state.tolist() == other_state.tolist() and state[1] == 1
     pairs = list(zip(tensors(one), tensors(other), strict=True))
@@ -383,9 +383,73 @@ def test_pages_of_a_pool_beyond_32_bits(format):
         page = int(inputs.pages.table[0, 1])
         slots = torch.tensor([[page * 64 + 20]])  # the token of another row, say
         triton_quantize.quantize_pages(inputs.pages.codecs, new, inputs.pages.planes, inputs.pages.statistics, slots)
-        triton_append.append_tokens(inputs, new, torch.tensor([0, 0, 100], dtype=torch.int32))
+        triton_append.launch_of_append(inputs, new, torch.tensor([0, 0, 100], dtype=torch.int32))(new)
         assert inputs.pages.lengths.tolist() == [71]
     used = near.pages.table[0, :2].long()
     for codes, others in zip(near.pages.planes, far.pages.planes, strict=True):
         for name, plane in codes.items():
             assert torch.equal(plane[used].view(torch.uint8), others[name][1:].contiguous().view(torch.uint8))
+
+
+def gathered(format: str, dim: int, device: torch.device):
+    """Rows with and without tokens in sinks, pages and ring, new tokens, the starts of both, and outputs full of NaN."""
+    lengths, news = [70, 2, 130, 3], [5, 70, 1, 9]
+    options = {"begin": 2, "sinks": 3, "ring": 6, "ring_tokens": [4, 0, 6, 1], "dims": (dim, dim), "device": device}
+    inputs = build(REGISTRY[format], lengths, **options)
+    new = tuple(torch.randn(1, 9, sum(news), 2 * dim, device=device).half()[:, :2, :, :dim] for _ in range(2))
+    totals = [int(inputs.rows[b, reference.SINKS]) + lengths[b] - 2 + options["ring_tokens"][b] + news[b] for b in range(4)]
+    starts = tuple(torch.tensor([0, *counts], device=device).cumsum(0).int() for counts in (news, totals))
+    tiles = torch.tensor(reference.gather_tiles(totals), dtype=torch.int32, device=device).view(-1, 2)
+    outs = [tuple(torch.full((1, 2, sum(totals) + 1, dim), torch.nan, device=device).half() for _ in range(2)) for _ in range(2)]
+    return inputs, new, starts, tiles, outs
+
+
+@pytest.mark.parametrize("format", slowly(FORMATS, QUICK))
+def test_gathering(format):
+    inputs, new, starts, tiles, (out, _) = gathered(format, 64, torch.device("cpu"))
+    reference.gather_rows(inputs, new, starts, tiles, out)
+    for side in range(2):
+        for h in range(2):
+            rows = [torch.cat([row(inputs, b, h, side), new[side][0, h, starts[0][b] : starts[0][b + 1]].float()]) for b in range(4)]
+            torch.testing.assert_close(out[side][0, h, :-1].float(), torch.cat(rows), rtol=1e-3, atol=1e-3)
+        assert out[side][0, :, -1].isnan().all()
+
+
+@KERNELS
+@pytest.mark.parametrize("format", slowly(STORED, [name for name in KINDS if name in STORED]))
+def test_the_kernel_that_gathers(format):
+    from qkvcache.kernels import triton_gather
+
+    inputs, new, starts, tiles, (out, wanted) = gathered(format, KINDS.get(format, 64), DEVICE)
+    triton_gather.gather_rows(inputs, new, starts, tiles, out)
+    reference.gather_rows(inputs, new, starts, tiles, wanted)
+    for x, y in zip(out, wanted, strict=True):
+        torch.testing.assert_close(x, y, rtol=2e-3, atol=2e-3, equal_nan=True)
+
+
+@pytest.mark.parametrize("sinks", [3, 0])
+def test_storing_in_rings_and_sinks(sinks):
+    """Tokens without a slot leave nothing; and nothing else is written."""
+    x = tuple(torch.randn(1, 40, 2, dim, device=DEVICE).half().transpose(1, 2) for dim in (64, 80))
+    like = [(side.new_full((5, 2, n, side.shape[3]), torch.nan)) for n in (7, sinks) for side in x]
+    ring_slots = torch.randperm(35, device=DEVICE)[:20].repeat_interleave(2)
+    ring_slots[1::2] = -1
+    sink_slots = torch.full((40,), -1, device=DEVICE)
+    if sinks:
+        sink_slots[[1, 20, 39]] = torch.tensor([4, 14, 0], device=DEVICE)
+    wanted = [place.clone() for place in like]
+    for place, side, slots in zip(wanted, (*x, *x), (ring_slots, ring_slots, sink_slots, sink_slots), strict=True):
+        for t, slot in enumerate(slots.tolist()):
+            if slot >= 0:
+                place[slot // place.shape[2], :, slot % place.shape[2]] = side[0, :, t]
+    stores = [reference.store_rows]
+    if DEVICE.type == "cuda" or triton.knobs.runtime.interpret:
+        from qkvcache.kernels import triton_store_rows
+
+        stores.append(triton_store_rows.store_rows)
+    slots = torch.stack([ring_slots, sink_slots], 1)  # columns of a table, as in steps that are replayed
+    for store in stores:
+        got = [place.clone() for place in like]
+        store(x, (got[0], got[1]), slots[:, 0], (got[2], got[3]), slots[:, 1])
+        for place, expected in zip(got, wanted, strict=True):
+            torch.testing.assert_close(place, expected, rtol=0, atol=0, equal_nan=True)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from qkvcache.formats import REGISTRY
 from qkvcache.kernels import attend, counted, whole
-from qkvcache.kernels.segments import CONTROL, DROPPED, TICKET
+from qkvcache.kernels.segments import CONTROL, DROPPED, TICKET, Buffers
 from qkvcache.storage import Storage
 from tests.matrix import FORMATS, slowly
 
@@ -17,8 +17,8 @@ if not (torch.cuda.is_available() or triton.knobs.runtime.interpret):
     pytest.skip("needs a GPU, or Triton's interpreter", allow_module_level=True)
 
 from qkvcache.kernels import fused  # noqa: E402
+from qkvcache.kernels.triton_append import launch_of_step  # noqa: E402
 from qkvcache.kernels.triton_quantize import supports  # noqa: E402
-from qkvcache.kernels.triton_step import step_kv  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, in the interpreter
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -27,6 +27,10 @@ BY_BLOCK = ("fp8_tensor", "fp8_e5m2_tensor")  # whose scale is that of all that 
 QUICK = ("identity", "int8", "fp8_token", "int4", "nvfp4", "turboquant_4bit_nc", "turboquant_3bit_nc")
 SENTINEL = 0xA5
 Pair = tuple[Tensor, Tensor]
+
+
+def step_kv(buffers: Buffers, x: Pair) -> None:
+    launch_of_step(buffers, x)(x)
 
 
 def data(*shape: int, dtype=torch.float16) -> Tensor:

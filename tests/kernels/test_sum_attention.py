@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from qkvcache.formats import REGISTRY
-from qkvcache.kernels import attend, attend_observed, observe_on_codes, prefill_with_lse, whole
+from qkvcache.kernels import attend, attend_observed, observe_on_codes, prefill_with_lse, sum_attention, whole
 from qkvcache.storage import Storage
 from tests.matrix import FORMATS
 from tests.tolerance import rounding
@@ -26,7 +26,7 @@ def data(*shape: int, dtype=torch.float32) -> Tensor:
     return torch.randn(shape, device=DEVICE).to(dtype)
 
 
-def dense_mass(query, key, observed, visible, *, scaling, softcap=None, sinks=None) -> tuple[Tensor, Tensor]:
+def dense_mass(query, key, observed, visible, *, scaling, softcap=None, sinks=None, largest=False) -> tuple[Tensor, Tensor]:
     """By definition, in float64: mass, and the log of normalisers. `visible` is bool, broadcastable to `[B, Hq, Q, T]`."""
     (batch, query_heads, *_), (heads, tokens) = query.shape, key.shape[1:3]
     logits = query.double() @ key.double().repeat_interleave(query_heads // heads, 1).mT * scaling
@@ -37,7 +37,8 @@ def dense_mass(query, key, observed, visible, *, scaling, softcap=None, sinks=No
     if sinks is not None:
         total = total + sinks.double().exp()[:, None, None]
     shares = torch.where(weights > 0, weights / total, 0.0) * observed.double()[:, None, :, None]
-    return shares.view(batch, heads, -1, tokens).sum(2).float(), total[..., 0].log().float()
+    shares = shares.view(batch, heads, -1, tokens)
+    return (shares.amax(2) if largest else shares.sum(2)).float(), total[..., 0].log().float()
 
 
 def causal(queries: int, tokens: int) -> Tensor:
@@ -289,14 +290,14 @@ def check_prefill(function, limit, query, key, observed, visible, later=False, *
         attention_sums = function(query, key, observed, visible, lse=known, causal=not later, **options)
         assert attention_sums.dtype == torch.float32 and attention_sums.shape == expected.shape
         torch.testing.assert_close(attention_sums, expected, rtol=limit, atol=limit * 1e-2)
-        if "sinks" not in options:
+        if not {"sinks", "largest"} & options.keys():
             counted = observed.sum(-1, keepdim=True) * (query.shape[1] // key.shape[1])
             torch.testing.assert_close(attention_sums.sum(-1), counted.expand(-1, key.shape[1]), rtol=limit, atol=limit)
         if visible is not None:
             assert not attention_sums.masked_select(~visible[:, None]).any()
 
 
-PREFILL_OPTIONS = [{}, {"later": True}, {"softcap": 1.5}, {"sinks": torch.tensor([9.0, -20.0, 0.5])}, {"scaling": 0.4}]
+PREFILL_OPTIONS = [{}, {"later": True}, {"largest": True}, {"softcap": 1.5}, {"sinks": torch.tensor([9.0, -20.0, 0.5])}, {"scaling": 0.4}]
 
 
 @pytest.mark.parametrize("shape", PREFILLS)
@@ -337,6 +338,19 @@ def test_column_mass(shape, columns):
 def test_column_mass_with_options(options, columns):
     options = {name: x.to(DEVICE) if isinstance(x, Tensor) else x for name, x in options.items()}
     check_prefill(columns.sum_attention, 2e-3, *prefill(1, 3, 30, 70), **options)
+
+
+def test_tokens_that_only_some_heads_have(triton):
+    """With known normalisers the kernels leave these out too; keys that are not there hold anything."""
+    query, key, observed, _ = prefill(2, 3, 9, 70)
+    visible = torch.rand(2, 2, 70, device=DEVICE) < 0.6
+    visible[..., 61:] = True
+    shown = visible.repeat_interleave(3, dim=1)[:, :, None] & causal(9, 70)
+    expected, lse = dense_mass(query, key, observed, shown, scaling=0.2)
+    key = key.masked_fill(~visible[..., None], 100.0)
+    for known in (None, lse):
+        sums = sum_attention(query, key, observed, visible, scaling=0.2, lse=known)
+        torch.testing.assert_close(sums, expected, rtol=2e-3, atol=2e-5)
 
 
 @pytest.mark.parametrize("dim", [96, *(pytest.param(dim, marks=pytest.mark.slow) for dim in (80, 128, 256))])

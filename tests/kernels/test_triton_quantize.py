@@ -38,7 +38,7 @@ def poisoned(codec: Codec, x: Tensor) -> Codes:
 def store(format, key: Tensor, value: Tensor, start: int = 0) -> list[tuple[Codec, Tensor, Codes, Codes]]:
     """Both sides, after `quantize_kv`: planes whose slots hold the codes, and buffers kept once."""
     sides = [(codec, x, poisoned(codec, x), codec.calibrate(x)) for codec, x in zip(REGISTRY[format].codecs(), (key, value), strict=True)]
-    quantize_kv(sides, start)
+    quantize_kv(*zip(*sides, strict=True), start)
     return sides
 
 
@@ -98,7 +98,8 @@ def test_what_heads_share_may_be_held_by_each(format):
             plane.view(torch.uint8).fill_(SENTINEL)
         assert {plane.shape[1] for plane in planes.values()} == {heads}
         statistics = codec.calibrate(x)
-        quantize_kv([(codec, x, planes, statistics), (codec, x, {name: plane.clone() for name, plane in planes.items()}, statistics)], 7)
+        other = {name: plane.clone() for name, plane in planes.items()}
+        quantize_kv((codec, codec), (x, x), (planes, other), (statistics, statistics), 7)
         check(codec, x, planes, statistics, 7)
         # After evictions a slot has another token, and another scale, in each head.
         planes[codec.buffers(64)[1].name][:, :, 7 : 7 + tokens] *= 1 + torch.arange(heads, device=DEVICE)[:, None, None]
@@ -160,7 +161,7 @@ def test_not_finite(format):
         statistics = codec.calibrate(x)
         x[0, 1, :4, 37] = torch.tensor([float("nan"), -float("nan"), float("inf"), -float("inf")], device=DEVICE)
         sides.append((codec, x, poisoned(codec, x), statistics))
-    quantize_kv(sides, 0)
+    quantize_kv(*zip(*sides, strict=True), 0)
     for codec, x, planes, statistics in sides:
         decoded, wanted = (codec.dequantize(c | statistics, 64) for c in (view(planes, 0, 5), codec.quantize(x, statistics)))
         assert torch.equal(decoded.isfinite(), wanted.isfinite())
@@ -173,7 +174,7 @@ def test_alone_as_in_a_block():
         block = store(format, key, value)
         for codec, x, planes, statistics in block:
             alone = poisoned(codec, x)
-            quantize_kv([(codec, x[:, :, 4:5], alone, statistics)] * 2, 4)
+            quantize_kv(*([each] * 2 for each in (codec, x[:, :, 4:5], alone, statistics)), 4)
             for name, plane in planes.items():
                 assert torch.equal(alone[name][:, :, 4].view(torch.uint8), plane[:, :, 4].view(torch.uint8)), (format, name)
 
@@ -182,10 +183,10 @@ def test_errors():
     x = data(1, 1, 2, 64)
     codec = REGISTRY["int8"].key
     with pytest.raises(ValueError, match="contiguous"):
-        quantize_kv([(codec, x.mT.contiguous().mT, poisoned(codec, x), {})] * 2, 0)
+        quantize_kv(*([each] * 2 for each in (codec, x.mT.contiguous().mT, poisoned(codec, x), {})), 0)
     block = REGISTRY["fp8_tensor"].key
     assert not supports(block, 64) and not supports(codec, 512) and not supports(REGISTRY["int4"].key, 80)
     with pytest.raises(ValueError, match="ask `supports`"):
-        quantize_kv([(block, x, {}, {})] * 2, 0)
+        quantize_kv(*([each] * 2 for each in (block, x, {}, {})), 0)
     with pytest.raises(ValueError, match="ask `supports`"):
         decode(REGISTRY["int4"].key, {}, data(1, 1, 2, 80))

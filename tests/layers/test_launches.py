@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from qkvcache.attention.route import MAX_FUSED_ROWS, route
 from qkvcache.formats import REGISTRY
@@ -16,43 +15,13 @@ from qkvcache.layers.compressed import CompressedLayer
 from qkvcache.layers.evicting import EvictingLayer
 from qkvcache.policies import H2O, KeyDiff, Policy
 from qkvcache.storage.chunks import GROUP
-
-triton = pytest.importorskip("triton")
-if not triton.knobs.runtime.interpret:
-    pytest.skip("needs Triton's interpreter", allow_module_level=True)
-
-from triton.runtime.interpreter import GridExecutor  # noqa: E402
+from tests.launches import counted
 
 HEADS, GROUPS, DIM = 1, 4, 64
 PAST = 141
 """Tokens before, of which 128 are quantized and fill a chunk: tokens that cross from one to the next take a launch more."""
 FEW, MANY = 16, MAX_FUSED_ROWS // GROUPS + 1
 """New tokens for the fused kernel, and for attention in chunks."""
-ALLOCATIONS = ("empty", "new_empty", "empty_strided", "empty_like", "_unsafe_view")
-
-
-RUN = GridExecutor.__call__
-
-
-class Launches(TorchDispatchMode):
-    """Names of the operators, views and allocations left out, and of the Triton kernels that ran."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-        self.inside = False
-
-    def launch(self, kernel: GridExecutor, *args: object, **kwargs: object) -> None:
-        self.names.append(kernel.fn.__name__)
-        self.inside = True
-        RUN(kernel, *args, **kwargs)
-        self.inside = False
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name = func.overloadpacket.__name__
-        if not (self.inside or func.is_view or name in ALLOCATIONS):
-            self.names.append(name)
-        return func(*args, **kwargs or {})
 
 
 def attention(query: Tensor, key: Tensor, *rest: object, **options: object) -> tuple[Tensor, Tensor]:
@@ -65,7 +34,7 @@ def turn(patch: pytest.MonkeyPatch, format: str, queries: int, max_length: int |
     """What a turn of `queries` tokens launches where no chunk has to be added."""
     patch.setenv("QKVCACHE_KERNELS", "triton")
     patch.setattr(attend_chunked, "library_attention", attention)
-    patch.setattr(attend_chunked, "causal_attention", lambda query, folded, *rest: attention(query, *rest))
+    patch.setattr(attend_chunked, "causal_attention", lambda query, folded, *rest, **options: [attention(query, *rest)])
     layer = CompressedLayer(REGISTRY[format], 4, 8, max_length)
     new = [torch.randn(1, n, HEADS, DIM).transpose(1, 2) for n in (PAST, queries)]
     query = torch.randn(1, queries, HEADS * GROUPS, DIM).transpose(1, 2)
@@ -73,15 +42,13 @@ def turn(patch: pytest.MonkeyPatch, format: str, queries: int, max_length: int |
         attend_chunked.rotate(query, codec)  # makes constants
     layer.update(new[0], new[0])
     layer.reserve(queries + GROUP)
-    launches = Launches()
-    with patch.context() as within, launches:
-        within.setattr(GridExecutor, "__call__", lambda kernel, *args, **kwargs: launches.launch(kernel, *args, **kwargs))
+    with counted(patch) as launches:
         key, value = layer.update(new[1], new[1])
         route(lambda *args: pytest.fail("attention of the model"), "sdpa", SimpleNamespace(is_causal=True), query, key, value, None)
     return launches.names
 
 
-STORING = ["cat", "cat", "_encode_kernel", "_store_exact_kernel"]
+STORING = ["cat", "cat", "_quantize_kernel", "_store_exact_kernel"]
 FORMATS = {"int8": 0, "turboquant_4bit_nc": 1, "hadaquant_k4v4": 2}
 """Products that rotate queries, and outputs back."""
 
@@ -107,10 +74,9 @@ def observed_turn(patch: pytest.MonkeyPatch, policy: Policy) -> list[str]:
     """What the attention of a turn launches in a layer that evicts, from `update` to the report of the weights."""
     patch.setenv("QKVCACHE_KERNELS", "triton")
     patch.setattr(attend_chunked, "library_attention", attention)
-    patch.setattr(attend_chunked, "causal_attention", lambda query, folded, *rest: attention(query, *rest))
+    patch.setattr(attend_chunked, "causal_attention", lambda query, folded, *rest, **options: [attention(query, *rest)])
     layer = EvictingLayer(REGISTRY["int8"], policy, policy.budgets[0], 4, 8)
     stock = SimpleNamespace(is_causal=True)
-    launches = Launches()
     for tokens in (PAST, MANY):
         key, value = layer.update(*(torch.randn(1, HEADS, tokens, DIM, dtype=torch.float16) for _ in range(2)))
         query = torch.randn(1, HEADS * GROUPS, tokens, DIM, dtype=torch.float16)
@@ -118,8 +84,7 @@ def observed_turn(patch: pytest.MonkeyPatch, policy: Policy) -> list[str]:
         if tokens == PAST:
             layer.end_attention(torch.zeros(1, HEADS, PAST) if policy.observation_window else None)
             continue
-        with patch.context() as within, launches:
-            within.setattr(GridExecutor, "__call__", lambda kernel, *args, **kwargs: launches.launch(kernel, *args, **kwargs))
+        with patch.context() as within, counted(patch) as launches:
             within.setattr(layer, "end_attention", lambda sums: None)
             route(lambda *args: pytest.fail("attention of the model"), "sdpa", stock, query, key, value, None)
     return launches.names
@@ -131,6 +96,38 @@ def test_many_new_tokens_over_a_layer_that_evicts(monkeypatch):
     joined, attended = ["cat", "cat"], ["copy_", "_dequantize_region_kernel", "_merge_kernel"]
     assert observed_turn(monkeypatch, KeyDiff(budget=PAST)) == joined + attended
     names = observed_turn(monkeypatch, H2O(budget=PAST, num_sink_tokens=4))
-    counted = ["ones", "_to_copy"]
+    counted = ["ones"]
     summed = ["log2", "column_kernel"]
     assert names == [*counted, *joined, *attended, *summed, *summed, "cat"]
+
+
+@torch.no_grad()
+def decoded(patch: pytest.MonkeyPatch, policy: Policy, steps: int) -> list[list[str]]:
+    """What a layer that evicts launches in steps of one token: to store it, to attend, to note the weights, and to evict."""
+    patch.setenv("QKVCACHE_KERNELS", "triton")
+    layer = EvictingLayer(REGISTRY["int8"], policy, policy.budgets[0], 4, 8)
+    found = []
+    for tokens in (PAST, *[1] * steps):
+        new = [torch.randn(1, 2, tokens, DIM, dtype=torch.float16) for _ in range(2)]
+        query = torch.randn(1, 2 * GROUPS, tokens, DIM, dtype=torch.float16)
+        if tokens == PAST:
+            layer.update(*new)
+            layer.begin_attention(None)
+            layer.end_attention(torch.rand(1, 2, PAST))
+            continue
+        with counted(patch) as launches:
+            key, value = layer.update(*new)
+            route(lambda *args: pytest.fail("attention of the model"), "sdpa", SimpleNamespace(is_causal=True), query, key, value, None)
+        found.append(launches.names)
+    return found
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_steps_of_heads_that_share_a_budget(monkeypatch):
+    """Between evictions, three more than where each head has its own: one counts the token among the exact ones, two read and write the
+    scores of pages."""
+    own, shared = (
+        decoded(monkeypatch, H2O(budget=100, num_sink_tokens=4, recent=8, interval=4, alpha_safeguard=alpha), 6) for alpha in (None, 0.2)
+    )
+    assert len(shared[1]) == len(shared[2]) == len(own[1]) + 3 == 16
+    assert len(shared[4]) == 16  # and again after an eviction

@@ -7,11 +7,12 @@ import torch
 from transformers import StaticCache
 
 from qkvcache import CompressedCache, policies
+from qkvcache.caches.memory import bytes_by_role
 from qkvcache.layers.evicting import EvictingLayer
 from qkvcache.planning import plan
 from qkvcache.planning.model import Shape, shapes
 from qkvcache.storage import growth
-from tests.matrix import FORMATS, KINDS, MODELS, POLICIES, STATIC, by_layer, model, slowly
+from tests.matrix import FORMATS, KINDS, MODELS, POLICIES, SHARED, STATIC, by_layer, model, slowly
 
 MODEL_NAMES = ("llama", "gemma3", "phi3", "qwen3")
 SHARES = {
@@ -23,6 +24,8 @@ ALL_POLICIES = {"none": lambda budget: None} | POLICIES | SHARES
 ROWS = 2
 NOTE = 8
 """Bytes of the tensor in which a sliding layer of transformers keeps its window."""
+COUNTS = 24
+"""Bytes a row of what a layer counts for attention over pages, once it has run."""
 PARTS = ("codes", "scales", "exact", "bookkeeping")
 
 
@@ -141,6 +144,53 @@ def test_chunks_that_grow_while_tokens_come_one_by_one(policy):
             layer.end_attention(None)
         if seen % 37 == 0:
             assert plan(config, context=seen, prompt=1100, dtype=torch.float32, **options).bytes_per_request == 3 * cache.nbytes, seen
+
+
+@pytest.mark.parametrize("interval", [1, 100])
+def test_heads_that_share_a_budget_hold_at_most_what_is_planned(interval):
+    """Their pages grow by an eighth too, and exactly as planned until some tokens go."""
+    config, budget, full = MODELS["llama"](), 2000, 0
+    options = {"format": "int8", "num_sink_tokens": 0, "residual_length": 0}
+    options["policy"] = policies.H2O(budget=budget, recent=0, num_sink_tokens=0, interval=interval, alpha_safeguard=0.1)
+    layer = CompressedCache(config, **options)._new_layer()
+    for seen in range(1100, 2500):
+        new = torch.rand(1, 2, 1100 if seen == 1100 else 1, 32)
+        layer.update(new, new)
+        layer.begin_attention(None)
+        skew = torch.tensor([1.0, 1.0 if seen < 2300 else 1e4])[:, None]
+        layer.end_attention(torch.rand(1, 2, layer.stored + new.shape[2]) * skew)
+        if seen % 37 == 0 or seen == 2499:
+            held = bytes_by_role(layer.tensors())
+            planned = plan(config, context=seen, prompt=1100, dtype=torch.float32, **options)
+            assert planned.at_most and all(3 * held[part] <= getattr(planned.request, part) for part in PARTS)
+            if seen < budget - interval:
+                assert planned.bytes_per_request - 3 * sum(held.values()) in (0, 3 * COUNTS)
+            else:
+                full += 3 * sum(held.values()) > 0.97 * planned.bytes_per_request
+    assert full > 5
+
+
+@pytest.mark.parametrize("name", SHARED)
+@pytest.mark.parametrize("format", ["identity", "turboquant_3bit_nc", "fp8_tensor"])
+def test_every_policy_that_shares_budgets(name, format):
+    for budget, prompt, steps in ((40, 80, 2), (90, 80, 2), (90, 80, 40)):
+        options = {"format": format, "policy": SHARED[name](budget)}
+        memory = drive("llama", prompt, steps, **options).memory()
+        planned = plan(MODELS["llama"](), context=prompt + steps, prompt=prompt, batch=ROWS, dtype=torch.float32, **options)
+        assert all(0 <= ROWS * getattr(planned.request, part) - getattr(memory, part) <= 0.5 * getattr(memory, part) for part in PARTS)
+        assert planned.dense * ROWS == memory.dense
+        if prompt + steps < budget:
+            assert planned.bytes_per_request * ROWS - memory.total in (0, 3 * ROWS * COUNTS)
+
+
+def test_the_most_that_is_planned_is_reached():
+    """By heads that leave a page unfilled each."""
+    policy = policies.H2O(budget=65, recent=0, num_sink_tokens=0, interval=1, alpha_safeguard=1.0)
+    options = {"format": "int8", "policy": policy, "num_sink_tokens": 0, "residual_length": 0}
+    memory = drive("llama", 130, 10, **options).memory()
+    planned = plan(MODELS["llama"](), context=140, prompt=130, batch=ROWS, dtype=torch.float32, **options)
+    assert memory.codes == ROWS * planned.request.codes and memory.scales == ROWS * planned.request.scales
+    assert "takes at most" in str(planned) and planned.as_json()["at_most"]
 
 
 def test_far_from_the_prompt_chunks_are_counted_as_if_one_by_one():

@@ -6,7 +6,7 @@ import cmath
 import itertools
 import math
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -84,31 +84,37 @@ def drive(policy: Policy, text: Text, format: str = "identity", **zones) -> Iter
         yield layer
 
 
-def kept(policy: Policy, text: Text) -> Iterator[list[list[list[int]]]]:
-    """Positions held after each step, of each row and head, ascending."""
+def kept(policy: Policy, text: Text, guaranteed: Sequence[int] = ()) -> Iterator[list[list[list[int]]]]:
+    """Positions held after each step, of each row and head, ascending. `guaranteed`: as `evict` takes it."""
     rows = [[Head(policy, text, row, head) for head in range(HEADS)] for row in range(len(text.pads))]
     begin = 0
     for number, size in enumerate(text.sizes):
         for row in rows:
             limits = [head.step(number, begin, begin + size) for head in row]
-            if limits[0] is not None:
-                evict(row, limits[0])
+            if limits[0] is not None and (heads := policy.budgets[0].heads):
+                protected = min(policy.num_sink_tokens + policy.recent, limits[0])
+                own = [protected + math.floor(len(row) * part / sum(heads) * (limits[0] - protected) + 1e-6) for part in heads]
+                for head, limit in zip(row, own, strict=True):
+                    evict([head], limit)
+            elif limits[0] is not None:
+                evict(row, limits[0], guaranteed)
         yield [[sorted(head.held) for head in row] for row in rows]
         begin += size
 
 
-def evict(row: list[Head], limit: int) -> None:
-    """Each head keeps the `limit` tokens of highest rank; with `alpha_safeguard` that share of them, and the rest of what the heads may
-    hold together is of the highest rank in all of them."""
+def evict(row: list[Head], limit: int, guaranteed: Sequence[int] = ()) -> None:
+    """Each head keeps the `limit` tokens of highest rank; with `alpha_safeguard` that share of them, or as many as it is `guaranteed`, and
+    the rest of what the heads may hold together is of the highest rank in all of them."""
     alpha = row[0].policy.alpha_safeguard
-    sure = limit if alpha is None else math.floor(alpha * limit + 1e-6)
-    left = []
-    for number, head in enumerate(row):
+    own = guaranteed or [limit if alpha is None else math.floor(alpha * limit + 1e-6)] * len(row)
+    left, room = [], len(row) * limit
+    for number, (head, sure) in enumerate(zip(row, own, strict=True)):
         rank = head.ranks()
         best = sorted(head.held, key=lambda p: (rank[p], p), reverse=True)
         head.held = best[:sure]
         left += [(rank[p], p, -number) for p in best[sure:]]
-    for _, p, number in sorted(left, reverse=True)[: len(row) * (limit - sure)]:
+        room -= len(head.held)
+    for _, p, number in sorted(left, reverse=True)[:room]:
         row[-number].held.append(p)
     for head in row:
         head.held.sort()

@@ -29,8 +29,8 @@ def held(layer):
     return found
 
 
-def check(policy, text, **options):
-    for step, (layer, expected) in enumerate(zip(drive(policy, text, **options), kept(policy, text), strict=True)):
+def check(policy, text, guaranteed=(), **options):
+    for step, (layer, expected) in enumerate(zip(drive(policy, text, **options), kept(policy, text, guaranteed), strict=True)):
         assert held(layer) == expected, f"step {step}"
 
 

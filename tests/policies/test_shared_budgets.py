@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from qkvcache.policies import H2O, SnapKV
-from qkvcache.storage.chunks import PAGE
+from qkvcache.storage import PAGE, EvictingStorage
 from tests.matrix import FORMATS, SHARED
 from tests.policies.oracle import HEADS, Text, columns, drive
 from tests.policies.test_kept import ZONES, check, held
@@ -45,6 +45,16 @@ def test_the_budget_holds_and_each_head_has_its_share(name):
         assert (counts.sum(-1) >= HEADS * seen.clamp_max(limit)).all()  # no room is left unused
         differ |= bool((counts != counts[:, :1]).any())
     assert differ
+
+
+@pytest.mark.parametrize("guaranteed", [(0, 0), (3, 20), (22, 3), (28, 0)], ids=str)
+@pytest.mark.parametrize("text", TEXTS)
+def test_heads_are_guaranteed_different_shares(monkeypatch, text, guaranteed):
+    """Also more tokens than a row has, which others then take."""
+    own = torch.tensor(guaranteed)[None, :, None]
+    monkeypatch.setattr(EvictingStorage, "_guaranteed", lambda self, _: (own - self.num_sink_tokens - self.lag_length).clamp_min(0))
+    for zones in ({}, ZONES[0]):
+        check(SHARED["snapkv"](14), TEXTS[text], guaranteed, **zones)
 
 
 @pytest.mark.parametrize("format", ["identity", "int8"])
@@ -108,9 +118,13 @@ def test_pages_of_a_row_belong_to_one_head_each_and_are_as_many_as_the_budget_ta
     text = Text((0, 5), (300, *[1] * 20, 100, *[1] * 20), skew=8.0)
     for layer in drive(policy, text):
         chunks = layer.storage.chunks
-        for row, lengths in zip(chunks.table.tolist(), chunks.lengths.tolist(), strict=True):
-            pages = [page for entries, count in zip(row, lengths, strict=True) for page in entries[: -(-count // PAGE)]]
-            assert len(pages) == len(set(pages)) and all(0 <= page < chunks.capacity for page in pages)
+        spare, taken = len(text.pads) * chunks.capacity, []
+        for row, (table, lengths) in enumerate(zip(chunks.table.tolist(), chunks.lengths.tolist(), strict=True)):
+            for entries, count in zip(table, lengths, strict=True):
+                pages, rest = entries[: -(-count // PAGE)], entries[-(-count // PAGE) :]
+                assert all(page // chunks.capacity == row for page in pages) and set(rest) <= {spare}
+                taken += pages
+        assert len(taken) == len(set(taken))
         assert chunks.capacity <= -(-HEADS * budget // PAGE) + HEADS
     lengths = chunks.lengths.amax(-1)
     assert (lengths > 1.5 * budget).all()  # more than a head could hold of its own

@@ -1,0 +1,74 @@
+"""A step that reads prompts: how many kernels a layer launches, and pasts that do not fit into the scratch."""
+
+from __future__ import annotations
+
+import pytest
+
+from qkvcache import continuous_batching
+from qkvcache.batching import attention, manager, pool
+from tests.launches import counted
+
+from .requests import ZONES, answers, assert_same, llama, prompts, serving, single
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:continuous batching on compressed pages"),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+]
+
+
+def steps(patch: pytest.MonkeyPatch, format: str, ids: list[list[int]], **options) -> list[tuple[int, int, list[str]]]:
+    """Of each step with prompts: how many chunks of prompts it has without and with a past, and what a layer launches."""
+    patch.setenv("QKVCACHE_KERNELS", "triton")
+    real, varlen, found = attention.paged_attention, attention.varlen_attention, []
+
+    def watched(module, query, *args, cache, block_table=None, **kwargs):
+        step = cache.step_of(module.layer_idx, block_table, query.shape[2])
+        with counted(patch) as launches:
+
+            def one(*args, **kwargs):
+                with launches.one("attention"):
+                    return varlen(*args, **kwargs)
+
+            patch.setattr(attention, "varlen_attention", one)
+            out = real(module, query, *args, cache=cache, block_table=block_table, **kwargs)
+        if step.chunks and module.layer_idx == 1:
+            rows = [row for chunks in step.chunks for row in chunks.rows]
+            found.append((sum(not row.past for row in rows), sum(row.past > 0 for row in rows), launches.names))
+        return out
+
+    patch.setattr(manager, "paged_attention", watched)
+    with continuous_batching(llama(), format, **ZONES), serving(llama(), new=3, **options) as running:
+        answers(running, ids)
+    return found
+
+
+WRITES = ["_quantize_kernel", "_store_rows_kernel"]
+DECODED = ["attend_kernel", "reduce_kernel", "copy_"]
+
+
+def test_prompts_are_read_together(monkeypatch):
+    """However many prompts, and pasts of prompts, there are: one launch that gathers the pasts, one call of attention, and two launches
+    that store the new tokens."""
+    begin = prompts(128)[0]
+    first = [begin, *prompts(5, 20, 9, seed=1)]
+    shared = [begin + more for more in prompts(30, 7, seed=2)]
+    found = steps(monkeypatch, "int8_uncentered", [*first, *shared], max_batch_tokens=170)
+    for _, late, names in found:
+        gathered = ["_gather_rows_kernel"] * (late > 0)
+        wanted = [*gathered, "attention", "copy_", *WRITES]
+        assert names in (wanted, [*wanted, *DECODED])
+    assert max(new for new, _, _ in found) > 2 and max(late for _, late, _ in found) > 1
+    assert any(new and late for new, late, _ in found)
+
+
+def test_a_past_that_does_not_fit_into_the_scratch(monkeypatch):
+    """Is dequantized in pieces; the prompt has the answer that it has alone."""
+    network, ids, pieces = llama(), prompts(230), []
+    pages = attention.attend_chunked_pages
+    monkeypatch.setattr(attention, "attend_chunked_pages", lambda *args, **kwargs: (pieces.append(args[3]), pages(*args, **kwargs))[1])
+    per_token = 2 * network.config.num_key_value_heads * network.config.head_dim * 4
+    monkeypatch.setattr(pool, "CHUNK_BYTES", 100 * per_token)
+    with continuous_batching(network, "int8_uncentered", **ZONES), serving(network, max_batch_tokens=30) as running:
+        (got,) = answers(running, ids)
+    assert pieces and min(pieces) > 60
+    assert assert_same(got, single(network, ids[0], "int8_uncentered", chunk=30))
