@@ -72,16 +72,20 @@ def tiled(query: Tensor, attention_inputs: AttentionInputs, mask: Tensor | None,
     hopper = architecture(query.device)[0] // 10 == 9 or query.device.type == "cpu"
     if region is None or not FEWEST_TILE_ROWS <= rows <= MOST_TILE_ROWS or not hopper:
         return None
-    if any(layout is None or layout.kind == "half" for layout in map(layout_of, (region.key, region.value))):
-        return None
     if options.get("observed") is not None or options.get("window") is not None or not options.get("causal"):
         return None
     if mask is not None and (mask.dtype != torch.bool or any(n > 1 for n in (1, 1, 1, *mask.shape)[-3:-1])):
         return None
-    widths = (query.shape[3], attention_inputs.value.shape[3])
-    if query.dtype not in (torch.float16, torch.bfloat16) or not all(dim in (64, 128) for dim in widths):
+    sides = (layout_of(region.key), query.shape[3]), (layout_of(region.value), attention_inputs.value.shape[3])
+    if query.dtype not in (torch.float16, torch.bfloat16) or not all(layout and _in_tiles(layout, dim) for layout, dim in sides):
         return None
     return TILES[rows > TILES[0].rows]
+
+
+def _in_tiles(layout: PackedLayout, head_dim: int) -> bool:
+    """Whether the kernel for many rows reads this layout: a plane of words must lie in one group or in two."""
+    words = head_dim // layout.per
+    return head_dim in (64, 128) and layout.kind != "half" and (layout.group % words == 0 or words == 2 * layout.group)
 
 
 EXACT_TILE = 32

@@ -8,9 +8,11 @@ import pytest
 import torch
 
 from qkvcache.formats import REGISTRY
+from qkvcache.formats.int4 import Int4
 from qkvcache.kernels import attend, attends_in_tiles
 from tests.matrix import FORMATS, slowly
 
+from .attention_inputs import build
 from .test_fused_attend import DEVICE, KINDS, data, expect, fused, guarded, make, run, tolerance
 from .test_step import holding, whole
 
@@ -96,8 +98,6 @@ def test_magnitudes(format, monkeypatch):
     lengths[:70] *= 1e-4
     query, attention_inputs = make(format, heads=1, group=4, queries=9, tokens=150, cuts=(60,))
     key, value = (data(1, 1, 150, 64, dtype=torch.float32) * lengths[order, None] for order in (torch.arange(150), torch.randperm(150)))
-    from .attention_inputs import build
-
     attention_inputs = build(REGISTRY[format], key.half(), value.half(), 0, 20, (60,))
     compare(monkeypatch, format, query * 1e-3, attention_inputs, limit=tolerance(format, torch.bfloat16) * 2)
 
@@ -156,6 +156,17 @@ def test_what_other_kernels_serve(shape, given):
     mask = options.pop("mask", None)
     assert fused.tiled(query, attention_inputs, mask, options) is None
     assert attends_in_tiles(query, attention_inputs, mask) == (not shape and mask is None)
+
+
+@pytest.mark.parametrize(("group_size", "served"), [(64, True), (16, True), (8, False)])
+def test_groups(group_size, served, monkeypatch):
+    """A plane of 32 words lies in one group or in two."""
+    key, value = data(1, 1, 60, 128), data(1, 1, 60, 128)
+    attention_inputs = build(Int4("group", group_size), key, value, 0, 20)
+    query = data(1, 4, 9, 128)
+    assert attends_in_tiles(query, attention_inputs, None) == served
+    if served:
+        compare(monkeypatch, "int4", query, attention_inputs)
 
 
 def test_very_many_rows_are_dequantized_in_chunks(monkeypatch):
