@@ -422,8 +422,9 @@ def _launch_tiles(call: Call, chunks: int) -> None:
     call.allocate(split(call.zones[0], call.panels, call.tile, programs) + call.exact)
     constants = {name: call.constants[name] for name in TILE_CONSTANTS if name in call.constants}
     n_quantized, n_sinks, n_residual = call.zones
-    attend_tiles_kernel[(call.splits, call.blocks, call.batch * call.heads)](
-        call.query, args.use.matrix, *args.places, *args.planes, args.exact, call.mask, *call.outputs, *call.query.stride()[:3],
-        *args.strides[0][-2:], args.exact_strides, call.mask_strides[0], call.mask_strides[3], *call.scalars[:2], chunks, n_sinks,
-        n_quantized, n_residual, LEAST_SPLIT, call.heads, call.queries, **constants | {"MASK": call.constants["MASK"] != "none"},
-    )  # fmt: skip
+    with torch.cuda.device_of(call.query):
+        attend_tiles_kernel[(call.splits, call.blocks, call.batch * call.heads)](
+            call.query, args.use.matrix, *args.places, *args.planes, args.exact, call.mask, *call.outputs, *call.query.stride()[:3],
+            *args.strides[0][-2:], args.exact_strides, call.mask_strides[0], call.mask_strides[3], *call.scalars[:2], chunks, n_sinks,
+            n_quantized, n_residual, LEAST_SPLIT, call.heads, call.queries, **constants | {"MASK": call.constants["MASK"] != "none"},
+        )  # fmt: skip
