@@ -177,15 +177,14 @@ def arguments_of_chunks(inputs: AttentionInputs) -> Arguments:
 def arguments_of_pages(inputs: PagedInputs) -> Arguments:
     """The arguments of these inputs; what does not depend on their rows is computed once."""
     pages = inputs.pages
-    places: Any = pages.table, inputs.rows, pages.lengths
     if "attend" not in inputs.launches:
         (key, value), (k_once, v_once) = pages.planes, pages.statistics
         once = (int(any(name != "center" for name in side)) for side in (k_once, v_once))
         inputs.launches["attend"] = Arguments.of(
-            pages.codecs, (key | k_once, value | v_once), (*inputs.sinks, *inputs.ring), places, pages.strides,
+            pages.codecs, (key | k_once, value | v_once), (*inputs.sinks, *inputs.ring), (None, None, None), (0, 0, 0, 0),
             PAGE=pages.page_size, COUNTED=False, K_SHARED=False, V_SHARED=False, K_ONCE=next(once), V_ONCE=next(once),
         )  # fmt: skip
-    return inputs.launches["attend"]._replace(places=places, place_strides=pages.strides)
+    return inputs.launches["attend"]._replace(places=(pages.table, inputs.rows, pages.lengths), place_strides=pages.strides)
 
 
 class Call:
