@@ -32,17 +32,25 @@ SHAPES = {
 }
 
 
-ROWS = [*(name for name, kind in policies.REGISTRY.items() if not issubclass(kind, policies.SinkWindow)), "snapkv_critical", "snapkv_adakv"]
+ROWS = [
+    *(name for name, kind in policies.REGISTRY.items() if not issubclass(kind, policies.SinkWindow)),
+    "snapkv_critical",
+    "snapkv_adakv",
+    "snapkv_heads",
+]
 """Policies by the name of their row."""
 
 
-def policy_of(row: str, budget: int) -> policies.Policy:
+def policy_of(row: str, budget: int, heads: int) -> policies.Policy:
     if row == "lagkv":
         return policies.LagKV(budget=budget, lag=min(128, budget // 4), recent=min(128, budget // 4))
     if row == "snapkv_critical":
         return policies.SnapKV(budget=budget, recent=min(64, budget // 4), first_stage_ratio=0.5)
     if row == "snapkv_adakv":
         return policies.SnapKV(budget=budget, recent=min(64, budget // 4), alpha_safeguard=0.2)
+    if row == "snapkv_heads":  # a third of the heads retains most, as of a real model
+        heads = policies.Budget(budget, heads=tuple(1.0 if head % 3 == 0 else 0.25 for head in range(heads)))
+        return policies.SnapKV(budget=heads, recent=min(64, budget // 4))
     return policies.named(row, budget=budget, recent=min(64, budget // 4))
 
 
@@ -152,7 +160,7 @@ def measure(args: argparse.Namespace) -> None:
             break
         row: dict = {"policy": name}
         try:
-            policy = policy_of(name, args.budget)
+            policy = policy_of(name, args.budget, bench.config.num_key_value_heads)
             prompt = bench.prompt(policy)
             row |= {"prompt_ms": round(prompt, 3), "prefills": round(prompt / none, 3)}
             row |= {"added_per_attention": round((prompt - none) / attention, 3)}

@@ -181,7 +181,10 @@ def columns(head_dim: int, target: str, dtype: str = "bf16", options: bool = Fal
     types = {"query": f"*{dtype}", "key": f"*{dtype}", "visible": "*u8", "sinks": "*bf16"}
     types |= dict.fromkeys(("counts", "lse", "attention_sums"), "*fp32") | dict.fromkeys(("scale", "softcap"), "fp32")
     constants = {"D": head_dim, "DP": triton.next_power_of_2(head_dim), "G": 4, "SOFTCAP": options, "VISIBLE": options, "ARCH": arch}
-    kernels = (("lse", triton_sum_attention.lse_kernel, {"SINKS": options}), ("column", triton_sum_attention.column_kernel, {}))
+    kernels = (
+        ("lse", triton_sum_attention.lse_kernel, {"SINKS": options}),
+        ("column", triton_sum_attention.column_kernel, {"LARGEST": options}),
+    )
     for (name, kernel, more), tile in zip(kernels, triton_sum_attention.tiles(head_dim, arch), strict=True):
         launch = {option: x for option, x in tile.items() if option.startswith("num")}
         sizes = {option: x for option, x in tile.items() if option not in launch}
@@ -207,7 +210,7 @@ def _planes_of(codec, dim: int, table: str) -> Types:
 def storing(format: str, head_dim: int, tokens: int, target: str, heads: int = 8) -> Job:
     codecs = REGISTRY[format].codecs()
     layouts = [triton_quantize.known(codec, _Like(head_dim)) for codec in codecs]
-    across, along, warps = triton_dequantize.tile(layouts, heads, tokens, triton_dequantize.padded(head_dim))
+    across, along, warps = triton_dequantize.tile(tuple(layouts), heads, tokens, triton_dequantize.padded(head_dim))
     types = dict.fromkeys(("key", "value", "slots"), _strided("*bf16", 3))
     types |= {name: _planes_of(codec, head_dim, "*bf16") for name, codec in zip(("k_planes", "v_planes"), codecs, strict=True)}
     constants = {"K": layouts[0], "D": head_dim, "V": layouts[1], "DV": head_dim, "ACROSS": across, "ALONG": along, "PAGE": 0}
@@ -251,7 +254,7 @@ def decoding(format: str, head_dim: int, target: str) -> Iterator[Job]:
     for codec in dict.fromkeys(REGISTRY[format].codecs()):
         layout = triton_dequantize.known(codec, _Like(head_dim))
         wide = triton_dequantize.padded(head_dim)
-        across, along, warps = triton_dequantize.tile([dataclasses.replace(layout, span="each")], 8, 512, wide)
+        across, along, warps = triton_dequantize.tile((dataclasses.replace(layout, span="each"),), 8, 512, wide)
         types = {"out": _strided("*bf16", 3), "planes": _planes_of(codec, head_dim, "*bf16"), "table": "*i32", "lengths": "*i32"}
         constants = {"L": layout, "D": head_dim, "ACROSS": across, "ALONG": along, "PAGE": 0}
         name = f"dequantize {layout.kind} {layout.scale} {head_dim}"
@@ -261,7 +264,7 @@ def decoding(format: str, head_dim: int, target: str) -> Iterator[Job]:
 def gathering(format: str, head_dim: int, target: str) -> Job:
     codecs = REGISTRY[format].codecs()
     layouts = [triton_dequantize.known(codec, _Like(head_dim)) for codec in codecs]
-    across, along, warps = triton_gather.tile_of(layouts, 8, triton_dequantize.padded(head_dim))
+    across, along, warps = triton_gather.tile_of(tuple(layouts), 8, triton_dequantize.padded(head_dim))
     types: dict[str, str | Types] = dict.fromkeys(("tiles", "new_starts", "out_starts", "rows", "lengths", "table"), "*i32")
     types |= dict.fromkeys(("key", "k_new", "value", "v_new"), _strided("*bf16", 2))
     types |= dict.fromkeys(("k_sinks", "k_ring", "v_sinks", "v_ring"), _strided("*bf16", 3))

@@ -36,10 +36,11 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import Cache
 
-from qkvcache import CompressedCache, policies
+from qkvcache import CompressedCache, policies, profile_heads
 from qkvcache.evaluation.prefill import Prefilled, prefill, refill
 from qkvcache.evaluation.quality import compare
 from qkvcache.evaluation.rows import read_rows, replace_rows, write_rows
+from qkvcache.evaluation.twins import sources
 from qkvcache.formats import REGISTRY as FORMATS
 from qkvcache.policies import Policy
 
@@ -59,10 +60,14 @@ def variants() -> dict[str, dict]:
     found: dict[str, dict] = {name: {} for name in policies.REGISTRY}
     for name in ("h2o", "snapkv", "tova", "keydiff", "knorm", "compactor"):
         found[f"{name}, recent {RECENT}"] = {"recent": RECENT}
-    for name in ("snapkv", "expected_attention", "kvzip"):
+    for name in ("snapkv", "expected_attention"):
         found[f"{name}, critical"] = {"first_stage_ratio": 0.5}
         found[f"{name}, adakv"] = {"alpha_safeguard": 0.2}
     found["kvzip, normalized"] = {"normalized": True}
+    found["kvzip, each head"] = {"alpha_safeguard": None}
+    for name in ("h2o", "snapkv", "tova", "keydiff", "lagkv", "expected_attention", "compactor", "knorm", "random"):
+        found[f"{name}, heads"] = {"heads": True} | ({} if name == "lagkv" else {"recent": RECENT})
+    found["kvzip, heads"] = {"heads": True, "alpha_safeguard": None}
     return found
 
 
@@ -71,11 +76,13 @@ WHILE_DECODING = ("sink_window", "h2o", "tova", "snapkv", "keydiff", "lagkv", "k
 """Policies that rank tokens while decoding."""
 
 
-def policy_of(name: str, size: int) -> Policy:
-    """The policy of a row's name that keeps `size` tokens, with a lag that fits."""
+def policy_of(name: str, size: int, total: int, profile: Callable[[], policies.HeadProfile]) -> Policy:
+    """The policy of a row's name that keeps `size` of `total` tokens, with a lag that fits."""
     base, options = name.split(",")[0], dict(VARIANTS[name])
     if base == "lagkv":
-        options |= dict.fromkeys(("lag", "recent"), min(128, size // 4))
+        options |= dict.fromkeys(("lag", "recent"), min(128, size // 4) if "heads" not in options else RECENT)
+    if options.pop("heads", False):
+        return type(policies.resolve(base))(budget=profile().budget(size, share=size / total), **options)
     return policies.named(base, budget=size - 4 if base == "sink_window" else size, **options)
 
 
@@ -156,16 +163,23 @@ class Bench:
             found.setdefault("ll", []).append(sum(likelihood) / len(likelihood))
         return found
 
-    def cache(self, policy: str, format: str, size: int) -> Cache:
+    @functools.cache  # noqa: B019
+    def profile(self) -> policies.HeadProfile:
+        """Of the model, on a text that no task is made of."""
+        ids = self.tokenizer(sources()[: 2**20], add_special_tokens=False, verbose=False)["input_ids"]
+        return profile_heads(self.model, ids, tokenizer=self.tokenizer)
+
+    def cache(self, policy: str, format: str, size: int, total: int) -> Cache:
         if policy == DENSE:
             return DynamicCache(config=self.model.config)
-        return CompressedCache(self.model.config, format=format, policy=policy_of(policy, size))
+        return CompressedCache(self.model.config, format=format, policy=policy_of(policy, size, total, self.profile))
 
     def measure(self, cell: Cell) -> dict[str, float]:
         """Means over the questions of a context."""
         found: dict[str, list[float]] = {}
         for prompt in self.prompts(cell.task, cell.tokens, cell.seen, cell.context):
-            cache = self.cache(cell.policy, cell.format, int(cell.budget * prompt.ids.shape[1]))
+            total = prompt.ids.shape[1]
+            cache = self.cache(cell.policy, cell.format, int(cell.budget * total), total)
             for name, values in self.answers(prompt, cache).items():
                 found.setdefault(name, []).extend(values)
         return {name: significant(sum(values) / len(values)) for name, values in found.items()}
@@ -226,7 +240,7 @@ def thoughts(bench: Bench, begin: float) -> Iterator[list[dict]]:
         for kind in THOUGHTS:
             made = [thought(kind, bench.writer, args.length + 1, index) for index in range(args.rows)]
             try:
-                row[kind] = think(bench, made, bench.cache(policy, args.formats[0], size))
+                row[kind] = think(bench, made, bench.cache(policy, args.formats[0], size, args.length))
             except Exception as error:
                 row["errors"].append(failed(kind, error))
         yield rows

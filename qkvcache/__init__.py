@@ -16,6 +16,7 @@ from .caches import (
     warmup,
 )
 from .evaluation.calibrate import calibrate
+from .evaluation.profile_heads import profile_heads
 from .planning import plan, recommend
 from .prefix import PrefixStore
 
@@ -37,6 +38,7 @@ __all__ = [
     "formats",
     "plan",
     "policies",
+    "profile_heads",
     "recommend",
     "warmup",
 ]

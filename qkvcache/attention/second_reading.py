@@ -6,11 +6,9 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicLayer
 
+from ..kernels import sum_attention
 from .padding import PlainAttention, await_attention
 from .projection import OutputProjection
-
-BLOCK = 2**26
-"""fp32 attention weights in memory at a time."""
 
 
 class ReadingLayer(DynamicLayer):
@@ -53,34 +51,20 @@ class ReadingLayer(DynamicLayer):
             return
         stored: Tensor = self.keys  # type: ignore[assignment]
         columns, exists, is_valid = (x.to(stored.device) for x in self.chunk)
-        (batch, heads, tokens, dim), reading = stored.shape, query.shape[2]
+        heads, tokens, reading = stored.shape[1], stored.shape[2], query.shape[2]
         at = columns[:, None, :, None].expand(-1, heads, -1, -1)
-        context = stored.gather(2, at.expand(-1, -1, -1, dim))
+        context = stored.gather(2, at.expand(-1, -1, -1, stored.shape[3]))
         keys = torch.cat([context, stored[:, :, tokens - reading :]], dim=2)
+        observed = is_valid.float()
+        if self.normalized:  # by query head: each has norms of its own
+            keys = keys.repeat_interleave(query.shape[1] // heads, dim=1)
+            observed = observed / self.inputs.to(keys.device)  # type: ignore[union-attr]
         visible = torch.cat([exists, is_valid], dim=1)
-        factor = self._factors(module, query, at) if self.normalized else None  # [B, H, G, C]
-        best = torch.zeros(batch, heads, columns.shape[1], device=keys.device)
-        block = max(BLOCK // (batch * query.shape[1] * keys.shape[2]), 1)
-        place = torch.arange(keys.shape[2], device=keys.device)
-        for begin in range(0, reading, block):
-            rows = query[:, :, begin : begin + block].unflatten(1, (heads, -1))  # [B, H, G, q, D]
-            logits = (rows @ keys.mT[:, :, None]).float() * scaling
-            if softcap is not None:
-                logits = softcap * torch.tanh(logits / softcap)
-            own = torch.arange(begin, begin + rows.shape[3], device=keys.device) + columns.shape[1]
-            hidden = (place > own[:, None]) | ~visible[:, None]  # [B, q, K]
-            logits = logits.masked_fill_(hidden[:, None, None], -torch.inf)
-            lse = logits.logsumexp(-1, keepdim=True)
-            part = is_valid[:, None, None, begin : begin + block, None]
-            if factor is None:
-                weights = (logits[..., : columns.shape[1]] - lse).masked_fill_(~part, -torch.inf).amax((2, 3)).exp()
-            else:
-                length = self.inputs[:, None, None, begin : begin + block, None].to(keys.device)  # type: ignore[index]
-                weights = ((logits[..., : columns.shape[1]] - lse).exp() / length).masked_fill_(~part, 0).amax(3)
-                weights = (weights * factor).amax(2)
-            best = torch.maximum(best, weights)
+        best = sum_attention(query, keys, observed, visible, scaling=scaling, softcap=softcap, largest=True)[..., : columns.shape[1]]
+        if self.normalized:
+            best = (best.unflatten(1, (heads, -1)) * self._factors(module, query, at)).amax(2)
         if self.scores is None:
-            self.scores = torch.zeros(batch, heads, tokens - reading, device=keys.device)
+            self.scores = torch.zeros(*stored.shape[:2], tokens - reading, device=keys.device)
         repeated = exists.clone()
         repeated[:, : self.sinks] = False
         best = best.masked_fill(~repeated[:, None], 0)

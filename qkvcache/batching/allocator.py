@@ -6,11 +6,13 @@ request (`rings.py`), and the row of a request in the inputs of kernels (`step.p
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from transformers.generation.continuous_batching.cache_allocators import CachePool, FullAttentionCacheAllocator
 
-from ..kernels import Pages, Pair
+from ..kernels import PagedInputs, Pages, Pair
 from .layout import PageLayout
 from .rings import Rings
 from .statistics import Statistics
@@ -31,6 +33,8 @@ class CompressedAllocator(FullAttentionCacheAllocator):
             allow_block_sharing=allow_block_sharing,
         )
         like = torch.empty(1, layout.heads, 1, layout.head_dim, dtype=layout.dtype, device=rings.tensor.device)
+        self.ring_index = {layer: i for i, layer in enumerate(layers)}
+        self.launches: dict[int, dict[str, Any]] = {layer: {} for layer in layers}
         self.once = {layer: statistics.of_layer(layer, like, rank) for layer in layers}
 
     def register_cache_tensor(self, bytes_per_sector: int, non_trash_bytes: int, cache_tensor: Tensor, pool: CachePool) -> None:
@@ -40,9 +44,22 @@ class CompressedAllocator(FullAttentionCacheAllocator):
         self.write_trash_index = 0  # in sector 0, which holds no request
         self.views = {layer: self.layout.views(cache_tensor, i, self.pages_per_block) for i, layer in enumerate(self.layer_indices)}
 
-    def pages(self, layer: int, table: Tensor, lengths: Tensor) -> Pages:
-        """The pages of a layer, of rows with this `table` `[B, P]` and these `lengths` `[B]`."""
-        return Pages(*self.layout.codecs, self.views[layer][0], self.once[layer], table, lengths)
+    def inputs(
+        self, layer: int, columns: Tensor, lengths: Tensor, table: Tensor, max_length: int, tokens: int | None = None
+    ) -> PagedInputs:
+        """The inputs of attention over rows of a layer; `columns` are their `PagedInputs.rows`."""
+        planes, sinks = self.views[layer]
+        pages = Pages(*self.layout.codecs, planes, self.once[layer], table, lengths)
+        return PagedInputs(pages, sinks, self.ring(layer), columns, max_length, tokens, self.launches[layer])
+
+    def ring(self, layer: int) -> Pair:
+        """The rings of a layer, `[F, H, R, D]`."""
+        return self.rings.layer(self.ring_index[layer])
+
+    def calibrate(self, layer: int, x: Pair) -> None:
+        """Freezes the statistics of a layer, from keys and values `[1, H, T, D]`; kernels keep what they derive from others."""
+        self.statistics.calibrate(layer, x)
+        self.launches[layer].clear()
 
     def sinks(self, layer: int) -> Pair:
         """The first tokens of requests, `[N, H, S, D]`, by their first block."""

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..attention.varlen import varlen_attention
-from ..kernels import PagedInputs, Pair, attend_pages, gather_rows, quantize_pages, store_rows
+from ..kernels import Pair, attend_pages, gather_rows, quantize_pages, store_rows
 from ..kernels.attend_chunked import attend_chunked_pages, supports_queries
 from .pool import CompressedPagedCache
 from .rings import Rings
@@ -74,9 +74,7 @@ def attend_rows(
     cache: CompressedPagedCache, layer: int, rows: Rows, query: Tensor, scaling: float | None, softcap: float | None, s_aux: Tensor | None
 ) -> Tensor:
     """Attention `[1, Hq, B, D]` of rows with one query each, `[1, Hq, B, D]`."""
-    allocator = cache.allocator
-    pages = allocator.pages(layer, rows.table, rows.lengths)
-    inputs = PagedInputs(pages, allocator.sinks(layer), cache.ring(layer), rows.columns, rows.max_length, rows.tokens)
+    inputs = cache.allocator.inputs(layer, rows.columns, rows.lengths, rows.table, rows.max_length, rows.tokens)
     return attend_pages(query.permute(2, 1, 0, 3), inputs, scaling=scaling, softcap=softcap, sinks=s_aux)[0].permute(2, 1, 0, 3)
 
 
@@ -94,19 +92,18 @@ def attend_chunks(
     options: dict[str, Any] = {"scaling": scaling, "softcap": softcap, "s_aux": s_aux}
     if chunks.past is None:
         return varlen_attention(query, *new, chunks.sequences, **options)
-    past, allocator = chunks.past, cache.allocator
-    pages = allocator.pages(layer, past.table, past.lengths)
+    past = chunks.past
+    inputs = cache.allocator.inputs(layer, past.columns, past.lengths, past.table, past.max_length)
     if not chunks.fits and softcap is None and s_aux is None and supports_queries(query, new[1].shape[3]):
         (row,) = chunks.rows
         first, begin = row.blocks[0], row.past_sinks
-        sinks = tuple(x[first : first + 1, :, :begin] for x in allocator.sinks(layer))
+        sinks = tuple(x[first : first + 1, :, :begin] for x in inputs.sinks)
         recent = tuple(
             torch.cat([Rings.unroll(ring, row.past_ring, row.past_quantized, row.past), x], dim=2)
-            for ring, x in zip(cache.ring(layer), new, strict=True)
+            for ring, x in zip(inputs.ring, new, strict=True)
         )
-        out, _ = attend_chunked_pages(query, pages, begin, row.past_quantized, sinks, recent, scaling=scaling)  # type: ignore[arg-type]
+        out, _ = attend_chunked_pages(query, inputs.pages, begin, row.past_quantized, sinks, recent, scaling=scaling)  # type: ignore[arg-type]
         return out.transpose(1, 2)
-    inputs = PagedInputs(pages, allocator.sinks(layer), cache.ring(layer), past.columns, past.max_length)
     key, value = (x.new_empty(1, x.shape[1], chunks.tokens, x.shape[3]) for x in new)
     gather_rows(inputs, new, chunks.sequences.starts, past.tiles, (key, value))
     return varlen_attention(query, key, value, chunks.sequences, **options)
@@ -116,4 +113,4 @@ def write(cache: CompressedPagedCache, layer: int, writes: Writes, x: Pair) -> N
     """Quantizes keys and values `[1, H, T, D]` into pages, and stores the first and the last tokens in the model's dtype."""
     allocator = cache.allocator
     quantize_pages(allocator.layout.codecs, x, allocator.views[layer][0], allocator.once[layer], writes.pages[None])
-    store_rows(x, cache.ring(layer), writes.ring, allocator.sinks(layer), writes.sinks)
+    store_rows(x, allocator.ring(layer), writes.ring, allocator.sinks(layer), writes.sinks)

@@ -172,7 +172,6 @@ class CompressedPagedCache(PagedAttentionCache):
         self.allocator = CompressedAllocator(layout, rings, statistics, layers, rank, allow)
         self.cache_allocators = {FULL_ATTENTION: self.allocator}
         self.layer_to_allocator = dict.fromkeys(layers, self.allocator)
-        self.ring_index = {layer: i for i, layer in enumerate(layers)}
 
         bytes_per_sector = self.bytes_per_sector = size.bytes_per_sector
         self.tokens_per_sector, self.max_batch_tokens, self.num_sectors = page_size, size.batch_tokens, size.blocks
@@ -190,9 +189,6 @@ class CompressedPagedCache(PagedAttentionCache):
         self.max_decode_fast_path_length = page_size * max_blocks_per_request
         self.max_blocks_per_request = HEADER + max_blocks_per_request if max_blocks_per_request else 0
         continuous_batching_config.max_blocks_per_request = self.max_blocks_per_request
-
-    def ring(self, layer: int) -> Pair:
-        return self.allocator.rings.layer(self.ring_index[layer])
 
     # A forward pass.
 
@@ -218,7 +214,7 @@ class CompressedPagedCache(PagedAttentionCache):
         """Freezes the statistics, at the first prompts."""
         if self.calibrating and layer in self.allocator.statistics.pending:
             tokens = sum(row.count for row in self.batch.rows)
-            self.allocator.statistics.calibrate(layer, (x[0][:, :, :tokens], x[1][:, :, :tokens]))
+            self.allocator.calibrate(layer, (x[0][:, :, :tokens], x[1][:, :, :tokens]))
 
     # The life of a request.
 

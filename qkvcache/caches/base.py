@@ -69,7 +69,7 @@ class CompressedCache(DynamicCache):
         TypeError: `config`, `format`, `policy` or `skip_layers` of another type, neither format nor policy, an unknown option.
         NotImplementedError: a policy with offloading, or on a model whose attention does not allow it (ALiBi, relative bias, latents);
             `max_length` or `compile=True` with offloading, with a budget that is a share, with `positions="cache"`, and with policies that
-            read stored keys (RKV, TriAttention) or share budgets between heads (`alpha_safeguard`).
+            read stored keys (RKV, TriAttention) or whose heads differ in what they retain (`alpha_safeguard`, `Budget.heads`).
     """
 
     def __init__(
@@ -196,10 +196,9 @@ class CompressedCache(DynamicCache):
                 raise NotImplementedError(f"budget={policy.budget} with {why}: a share has no fixed size; pass a number of tokens")
             if getattr(policy, "positions", "original") == "cache":
                 raise NotImplementedError(f"positions='cache' with {why}: sinks are rotated again at every step; pass positions='original'")
-            if policy.alpha_safeguard is not None:
-                raise NotImplementedError(
-                    f"alpha_safeguard={policy.alpha_safeguard} with {why}: how many tokens a head retains is not fixed; leave out {why}"
-                )
+            if policy.differs_by_head:
+                what = "budgets of heads" if policy.alpha_safeguard is None else f"alpha_safeguard={policy.alpha_safeguard}"
+                raise NotImplementedError(f"{what} with {why}: a compiled step has as many slots in each head; leave out one of the two")
             if policy.needs_stored_keys:
                 raise NotImplementedError(f"policy={policy.name} with {why}: it dequantizes all stored keys to evict; leave out {why}")
         if config is None and policy.second_reading:
@@ -210,6 +209,9 @@ class CompressedCache(DynamicCache):
             text = config.get_text_config(decoder=True)
             if reason := why_not_evict(text):
                 raise NotImplementedError(f"policy={policy.name} on {text.model_type}: {reason}")
+            heads = getattr(text, "num_key_value_heads", None)
+            if isinstance(heads, int) and (wrong := {len(budget.heads) for budget in policy.budgets} - {0, heads}):
+                raise ValueError(f"budgets for {wrong.pop()} heads: a layer of {text.model_type} has {heads} KV heads")
             self._shares_keys = bool(getattr(text, "num_kv_shared_layers", 0))
             if self._shares_keys and self.compile:
                 raise NotImplementedError(f"a policy with {why} on {text.model_type}: its layers share keys; leave out {why}")

@@ -11,8 +11,10 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
+from ..attention.route import install
 from ..attention.second_reading import ReadingLayer
 from ..layers.evicting import EvictingLayer
+from ..policies import KVzip
 
 FIRST = "\n\nRepeat the previous context exactly.\n\n"
 LATER = "\n\nRepeat the part of the previous context that starts as follows.\n\n"
@@ -20,12 +22,28 @@ HINT = 8
 """Tokens before a chunk, other than the first, with which the instruction ends."""
 
 
-@torch.no_grad()
 def compress(
     layers: list[Any], policy: Any, model: PreTrainedModel, ids: Tensor, attention_mask: Tensor | None, tokenizer: Any, progress: bool
 ) -> None:
     """`CompressedCache.compress`, of a cache with these layers, checked."""
     mask = torch.ones_like(ids) if attention_mask is None else attention_mask.to(ids.device)
+    dense, others = read_twice(model, policy, ids, mask, tokenizer, progress)
+    padding = None if bool(mask.all()) else mask.bool()
+    for i, layer in enumerate(dense.layers):
+        if not isinstance(layer, ReadingLayer):
+            layers[i] = others[i]
+            continue
+        _fill(layers[i], layer, model, padding)
+        dense.layers[i] = DynamicLayer()  # its memory is free from here on
+
+
+@torch.no_grad()
+def read_twice(
+    model: PreTrainedModel, policy: KVzip, ids: Tensor, mask: Tensor, tokenizer: Any, progress: bool
+) -> tuple[DynamicCache, dict[int, Any]]:
+    """A dense cache of `ids` `[B, T]`, whose full-attention layers (`ReadingLayer`) have the scores of `policy`, and its other layers as
+    they are after the first reading; `mask` `[B, T]` is 0 for padding."""
+    install()  # attention reports to the layers
     dense = _reading_cache(model, policy)
     _forward(model, dense, ids, mask, ids.shape[1])
     others = {i: copy.deepcopy(x) for i, x in enumerate(dense.layers) if not isinstance(x, ReadingLayer)}
@@ -45,16 +63,10 @@ def compress(
     finally:
         for handle in handles:
             handle.remove()
-    padding = None if bool(mask.all()) else mask.bool()
-    for i, layer in enumerate(dense.layers):
-        if not isinstance(layer, ReadingLayer):
-            layers[i] = others[i]
-            continue
-        _fill(layers[i], layer, model, padding)
-        dense.layers[i] = DynamicLayer()  # its memory is free from here on
+    return dense, others
 
 
-def _reading_cache(model: PreTrainedModel, policy: Any) -> DynamicCache:
+def _reading_cache(model: PreTrainedModel, policy: KVzip) -> DynamicCache:
     dense = DynamicCache(config=model.config)
     for i, layer in enumerate(dense.layers):
         if type(layer) is DynamicLayer:
@@ -75,7 +87,7 @@ def _instruction(tokenizer: Any, later: bool, device: torch.device) -> Tensor:
 
 
 def _read(
-    model: PreTrainedModel, dense: DynamicCache, ids: Tensor, mask: Tensor, order: Tensor, lengths: Tensor, begin: int, policy: Any,
+    model: PreTrainedModel, dense: DynamicCache, ids: Tensor, mask: Tensor, order: Tensor, lengths: Tensor, begin: int, policy: KVzip,
     instruction: Tensor,
 ) -> None:  # fmt: skip
     """Reads the tokens from `begin` to `begin + chunk_size` of each row once more, after the whole context."""
@@ -115,6 +127,7 @@ def _watch_inputs(model: PreTrainedModel, dense: DynamicCache) -> list[Any]:
     return handles
 
 
+@torch.no_grad()
 def _fill(layer: EvictingLayer, read: ReadingLayer, model: PreTrainedModel, is_valid: Tensor | None) -> None:
     """Gives `layer` the context of `read`, with its scores, as attention does."""
     keys, values, scores = read.keys, read.values, read.scores

@@ -131,7 +131,7 @@ def calibrate(
         raise ValueError(f"context={context}: must be more than num_sink_tokens + residual_length = {num_sink_tokens + residual_length}")
     if model.config.is_encoder_decoder:
         raise NotImplementedError(f"{model.config.model_type} is an encoder-decoder: its cross attention is not compressed")
-    rows = _windows(text, windows, context + read_on).to(model.device)
+    rows = windows_of(text, windows, context + read_on).to(model.device)
     context_ids, rest = rows[:, :context], rows[:, context:]
     layers = [i for i, layer in enumerate(DynamicCache(config=model.config).layers) if type(layer) is DynamicLayer]
     if not layers:
@@ -234,7 +234,7 @@ def _check_budget(shapes: Sequence[tuple[int, int, int]], bits: float, bytes_per
         raise ValueError(f"bytes_per_token={bytes_per_token}: must be {least:g} (2 bits) to {most:g} (4 bits) for this model")
 
 
-def _windows(text: PreTrainedTokenizerBase | Tensor | Sequence[int], windows: int, length: int) -> Tensor:
+def windows_of(text: PreTrainedTokenizerBase | Tensor | Sequence[int], windows: int, length: int) -> Tensor:
     """`[windows, length]` token ids, evenly spaced."""
     if isinstance(text, PreTrainedTokenizerBase):
         text = demo.text_ids(text)

@@ -76,7 +76,8 @@ class CacheLM(HFLM):
         python -m qkvcache.evaluation run --model qkvcache --model_args pretrained=MODEL,cache=turboquant_4bit_nc --tasks TASKS
 
     Args:
-        cache, policy, budget, recent, first_stage_ratio, alpha_safeguard, num_sink_tokens, residual_length: as `CacheSpec` takes them.
+        cache, policy, budget, recent, first_stage_ratio, alpha_safeguard, head_profile, num_sink_tokens, residual_length: as `CacheSpec`
+            takes them.
         scoring: "cached" or "deployed", see above.
         chunk: tokens that are read together after the context; they attend to each other exactly. 1 is decoding.
         **options: those of lm-eval's HFLM, `pretrained`, `dtype`, `batch_size`, `tp_plan`, `parallelize` among them; log-probabilities
@@ -97,6 +98,7 @@ class CacheLM(HFLM):
         recent: int | float | None = None,
         first_stage_ratio: float | None = None,
         alpha_safeguard: float | None = None,
+        head_profile: str | None = None,
         num_sink_tokens: int | None = None,
         residual_length: int = 64,
         scoring: str = "cached",
@@ -106,7 +108,7 @@ class CacheLM(HFLM):
         _check_names(options)
         self.spec = CacheSpec(
             cache=cache, policy=policy, budget=budget, recent=recent, first_stage_ratio=first_stage_ratio, alpha_safeguard=alpha_safeguard,
-            num_sink_tokens=num_sink_tokens, residual_length=residual_length,
+            head_profile=head_profile, num_sink_tokens=num_sink_tokens, residual_length=residual_length,
         )  # fmt: skip
         check_option("scoring", scoring, SCORING)
         check_count("chunk", chunk, 1)

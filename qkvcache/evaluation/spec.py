@@ -11,7 +11,7 @@ from ..caches import CompressedCache
 from ..policies import check_count
 
 DENSE = "dynamic"
-OF_POLICY = ("budget", "recent", "first_stage_ratio", "alpha_safeguard")
+OF_POLICY = ("budget", "recent", "first_stage_ratio", "alpha_safeguard", "head_profile")
 """Options that need a policy."""
 
 
@@ -25,6 +25,7 @@ class CacheSpec:
         policy: the name of an eviction policy (`qkvcache.policies.REGISTRY`). With `cache="identity"` tokens stay in the model's dtype.
         budget: what the policy retains: tokens (int) or a share of the tokens seen (float).
         recent, first_stage_ratio, alpha_safeguard: as the policy takes them; None: its defaults.
+        head_profile: the path of a profile of the model (`qkvcache profile-heads`), which divides the budget among heads.
         num_sink_tokens: first tokens that stay in the model's dtype and that the policy retains; None: 4, and the policy's default.
         residual_length, max_length: as CompressedCache takes them.
 
@@ -39,6 +40,7 @@ class CacheSpec:
     recent: int | float | None = None
     first_stage_ratio: float | None = None
     alpha_safeguard: float | None = None
+    head_profile: str | None = None
     num_sink_tokens: int | None = None
     residual_length: int = 64
     max_length: int | None = None
@@ -59,11 +61,15 @@ class CacheSpec:
         if not self.dense:
             formats.resolve(self.cache)
         if self.policy is not None:
-            policies.named(self.policy, **self._of_policy)
+            self._policy()
 
-    @property
-    def _of_policy(self) -> dict:
-        return {name: value for name in (*OF_POLICY, "num_sink_tokens") if (value := getattr(self, name)) is not None}
+    def _policy(self) -> policies.Policy:
+        options = {name: value for name in (*OF_POLICY, "num_sink_tokens") if (value := getattr(self, name)) is not None}
+        if profile := options.pop("head_profile", None):
+            if self.budget is None or issubclass(policies.REGISTRY.get(str(self.policy), policies.Policy), policies.SinkWindow):
+                raise ValueError(f"head_profile={profile!r} divides a budget: pass budget, and a policy that has one, such as snapkv")
+            options["budget"] = policies.HeadProfile.load(profile).budget(self.budget)
+        return policies.named(str(self.policy), **options)
 
     @property
     def _exact(self) -> int:
@@ -84,12 +90,12 @@ class CacheSpec:
         if self.policy is None:
             return self.cache
         budget = "" if self.budget is None else f" {self.budget:.0%}" if self.budget < 1 else f" {self.budget:,}"
-        return f"{self.cache} + {self.policy}{budget}"
+        return f"{self.cache} + {self.policy}{budget}" + (" by head" if self.head_profile else "")
 
     def make(self, config: PreTrainedConfig) -> DynamicCache:
         """A new cache for a model of this config. Raises ValueError for heads that the format does not support."""
         if self.dense:
             return DynamicCache(config=config)
-        policy = None if self.policy is None else policies.named(self.policy, **self._of_policy)
+        policy = None if self.policy is None else self._policy()
         zones = {"num_sink_tokens": self._exact, "residual_length": self.residual_length, "max_length": self.max_length}
         return CompressedCache(config, format=self.cache, policy=policy, **zones)  # type: ignore[arg-type]

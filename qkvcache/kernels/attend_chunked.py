@@ -17,7 +17,6 @@ second time, the last chunk first: it is still in the scratch.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -31,7 +30,7 @@ from ..formats.identity import AsIs
 from ..formats.rotation import rotation_block
 from .dispatch import dequantize_pages, on_triton, sum_attention
 from .pages import Pages
-from .segments import AttentionInputs, Exact, Packed, Pair, QuantizedRegion
+from .segments import AttentionInputs, Exact, Packed, Pair, QuantizedRegion, names
 from .sum_attention import BLOCK
 
 CHUNK_TOKENS, CHUNK_BYTES = 65536, 512 * 2**20
@@ -329,20 +328,15 @@ def _blocks(region: QuantizedRegion | None, dims: tuple[int, int]) -> Iterator[t
         return
     left = region.tokens
     for keys, values in region.chunks:
-        count = min(left, keys[_per_token(region.key, dims[0])[0]].shape[2])
+        count = min(left, keys[names(region.key, dims[0], "each")[0]].shape[2])
         left -= count
         if count:
             yield Packed(region.key, keys, count, dims[0]), Packed(region.value, values, count, dims[1])
 
 
-@functools.lru_cache(maxsize=64)
-def _per_token(codec: Codec, dim: int) -> tuple[str, ...]:
-    return tuple(buffer.name for buffer in codec.buffers(dim) if buffer.tokens == "each")
-
-
 def _part(packed: Packed, begin: int, count: int) -> Packed:
     codes: Codes = dict(packed.codes)
-    for name in _per_token(packed.codec, packed.head_dim):
+    for name in names(packed.codec, packed.head_dim, "each"):
         codes[name] = packed.codes[name][:, :, begin : begin + count]
     return Packed(packed.codec, codes, count, packed.head_dim)
 

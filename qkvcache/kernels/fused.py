@@ -175,16 +175,16 @@ def arguments_of_chunks(inputs: AttentionInputs) -> Arguments:
 
 
 def arguments_of_pages(inputs: PagedInputs) -> Arguments:
-    """The arguments of these inputs, computed once."""
-    if inputs.launch is None:
-        pages = inputs.pages
+    """The arguments of these inputs; what does not depend on their rows is computed once."""
+    pages = inputs.pages
+    if "attend" not in inputs.launches:
         (key, value), (k_once, v_once) = pages.planes, pages.statistics
         once = (int(any(name != "center" for name in side)) for side in (k_once, v_once))
-        inputs.launch = Arguments.of(
-            pages.codecs, (key | k_once, value | v_once), (*inputs.sinks, *inputs.ring), (pages.table, inputs.rows, pages.lengths),
-            pages.strides, PAGE=pages.page_size, COUNTED=False, K_SHARED=False, V_SHARED=False, K_ONCE=next(once), V_ONCE=next(once),
+        inputs.launches["attend"] = Arguments.of(
+            pages.codecs, (key | k_once, value | v_once), (*inputs.sinks, *inputs.ring), (None, None, None), (0, 0, 0, 0),
+            PAGE=pages.page_size, COUNTED=False, K_SHARED=False, V_SHARED=False, K_ONCE=next(once), V_ONCE=next(once),
         )  # fmt: skip
-    return inputs.launch
+    return inputs.launches["attend"]._replace(places=(pages.table, inputs.rows, pages.lengths), place_strides=pages.strides)
 
 
 class Call:

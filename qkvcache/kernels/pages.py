@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..formats.base import Codec, Codes
 from .attend import HIDDEN, Options, apply_mask
-from .segments import CODECS, Exact, KeysOrValues, Packed, Pair, number, pv, qk
+from .segments import CODECS, Exact, KeysOrValues, Packed, Pair, names, number, pv, qk
 
 COLUMNS = BEGIN, SINK_ROW, SINKS, RING_ROW, RING_START, RING_TOKENS = range(6)
 """Columns of `PagedInputs.rows`."""
@@ -104,8 +104,9 @@ class PagedInputs:
     rows: Tensor
     max_length: int
     tokens: int | None = None
-    launch: Any = field(init=False, default=None)
-    """Arguments that kernels reuse from step to step: tensors do not move."""
+    launches: dict[str, Any] = field(default_factory=dict)
+    """Arguments that kernels reuse from step to step: tensors do not move, and statistics do not change. Inputs over the same storage may
+    share them, whatever their rows, tables and lengths."""
     arguments: tuple[list[Tensor], list[Tensor], list[Tensor], list[int], int, int] = field(init=False)
     """Arguments of torch operators: the table, planes and statistics; `rows` and `lengths`; sinks and ring; indices of the codecs;
     `max_length` and `tokens` (-1: None)."""
@@ -115,7 +116,7 @@ class PagedInputs:
         pool = [pages.table]
         for kind, sides in (("each", pages.planes), ("once", pages.statistics)):
             for codec, side, x in zip(pages.codecs, sides, self.ring, strict=True):
-                pool += [side[buffer.name] for buffer in codec.buffers(x.shape[3]) if buffer.tokens == kind]
+                pool += [side[name] for name in names(codec, x.shape[3], kind)]
         numbers = [number(codec) for codec in pages.codecs]
         tokens = -1 if self.tokens is None else self.tokens
         self.arguments = pool, [self.rows, pages.lengths], [*self.sinks, *self.ring], numbers, self.max_length, tokens
@@ -128,7 +129,7 @@ class PagedInputs:
         key, value = (CODECS[n] for n in numbers)
         left = iter(pool[1:])
         sides = [
-            {b.name: next(left) for b in codec.buffers(x.shape[3]) if b.tokens == kind}
+            {name: next(left) for name in names(codec, x.shape[3], kind)}
             for kind in ("each", "once")
             for codec, x in zip((key, value), exact[2:], strict=True)
         ]

@@ -84,11 +84,18 @@ CODECS: list[Codec] = []
 """Codecs in use. They are few; equal ones share one index for the life of the process."""
 
 
+@functools.cache
 def number(codec: Codec) -> int:
     """The index of `codec` in `CODECS`: operators of torch cannot take a codec."""
     if codec not in CODECS:
         CODECS.append(codec)
     return CODECS.index(codec)
+
+
+@functools.cache
+def names(codec: Codec, head_dim: int, tokens: str) -> tuple[str, ...]:
+    """Its buffers that are kept for "each" token, or "once"."""
+    return tuple(buffer.name for buffer in codec.buffers(head_dim) if buffer.tokens == tokens)
 
 
 @dataclass(eq=False)

@@ -23,6 +23,7 @@ def sum_attention(
     sinks: Tensor | None = None,
     lse: Tensor | None = None,
     causal: bool = True,
+    largest: bool = False,
 ) -> Tensor:
     """Accumulated attention of each token, fp32 `[B, H, T]`: its softmax weights, summed over queries and the query heads of its group.
 
@@ -37,6 +38,7 @@ def sum_attention(
         lse: log of the normaliser, fp32 `[B, Hq, Q]`, of the scaled scores, sinks included, if it is known. Then `sinks` are not read, and
         the keys may be a part of those that queries attend to.
         causal: the last `Q` tokens are those of the queries, and each sees up to itself. Else each sees all tokens.
+        largest: the largest weight, times how often its query counts, in place of the sum.
     """
     batch, query_heads, queries, dim = query.shape
     heads, tokens = key.shape[1:3]
@@ -68,5 +70,9 @@ def sum_attention(
         count = observed[:, None, begin:end].float().expand(batch, query_heads, -1)
         weights = logits.sub_(level[..., None]).exp_().masked_fill_(unseen | (count == 0)[..., None], 0)
         rows_of = (batch, heads, groups * (end - begin))
-        attention_sums[:, :, :end_key] += (count.reshape(rows_of)[:, :, None] @ weights.reshape(*rows_of, end_key))[:, :, 0]
+        count, weights, found = count.reshape(rows_of), weights.reshape(*rows_of, end_key), attention_sums[:, :, :end_key]
+        if largest:
+            torch.maximum(found, weights.mul_(count[..., None]).amax(2), out=found)
+        else:
+            found += (count[:, :, None] @ weights)[:, :, 0]
     return attention_sums

@@ -7,7 +7,6 @@ well."""
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -43,6 +42,7 @@ COMBINATIONS = {
 """Kinds of codes and of scales that kernels quantize and dequantize."""
 
 
+@functools.cache
 def supports(codec: Codec, head_dim: int) -> bool:
     """Whether `decode` can dequantize `codec` at `head_dim`."""
     layout = layout_of(codec)
@@ -78,7 +78,8 @@ def table_of(layout: PackedLayout, x: Tensor) -> Tensor:
     return rotation_table(x.shape[3], x.device, torch.float16 if x.dtype == torch.float16 else torch.bfloat16, layout.rotation == 2)
 
 
-def tile(layouts: Sequence[PackedLayout], heads: int, tokens: int, width: int, itemsize: int = 2) -> tuple[int, int, int]:
+@functools.cache
+def tile(layouts: tuple[PackedLayout, ...], heads: int, tokens: int, width: int, itemsize: int = 2) -> tuple[int, int, int]:
     """Heads and tokens of a tile, and warps of its program, for vectors of `width` channels, padded, of `itemsize` bytes each."""
     rotated = any(layout.rotated for layout in layouts)
     # Twice as many rows share the matrix of a product; 64 is what Hopper's takes. fp32, in three parts, needs the registers.
@@ -153,7 +154,7 @@ def _dequantize(
     (layout, planes), (batch, heads, tokens, head_dim) = planes_to_read(codec, codes, out), out.shape
     if not out.numel():
         return
-    across, along, warps = tile([replace(layout, span="each")], heads, tokens, padded(head_dim))
+    across, along, warps = tile((replace(layout, span="each"),), heads, tokens, padded(head_dim))
     with torch.cuda.device_of(out):
         _dequantize_kernel[(triton.cdiv(tokens, along) * triton.cdiv(heads, across), batch)](
             (out, *out.stride()[:3]), planes, pages, lengths, *strides, begin, tokens, heads,

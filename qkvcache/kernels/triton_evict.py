@@ -104,7 +104,7 @@ def evict_token(static: StaticTensors, order: Tensor) -> Tensor:
     where = torch.empty(batch, heads, dtype=torch.int64, device=row_lengths.device)
     records = tuple(static.records.values())
     arguments += [records, static.column_mask, row_lengths, order.contiguous(), where]
-    _, along, warps = tile(layouts, 1, 1, max(padded(x.shape[3]) for x in ring), ring[0].element_size())
+    _, along, warps = tile(tuple(layouts), 1, 1, max(padded(x.shape[3]) for x in ring), ring[0].element_size())
     sizes = heads, static.sinks[0].shape[2], width, records[0].shape[2]
     with torch.cuda.device_of(row_lengths):
         _evict_kernel[(heads, batch)](*arguments, *sizes, *constants, along, ORDERED, num_warps=warps)

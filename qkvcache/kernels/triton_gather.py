@@ -6,7 +6,7 @@ the ring, or among the new tokens.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
 from dataclasses import replace
 from typing import Any
 
@@ -22,29 +22,34 @@ from .triton_dequantize import load_tile, padded, planes_to_read, store_vectors,
 from .triton_quantize import contiguous
 
 
-def tile_of(layouts: Sequence[PackedLayout], heads: int, width: int) -> tuple[int, int, int]:
+@functools.cache
+def tile_of(layouts: tuple[PackedLayout, ...], heads: int, width: int) -> tuple[int, int, int]:
     """`triton_dequantize.tile`, of at most 32 tokens: the addresses of more, in four places, would not fit in registers."""
-    across, along, warps = tile([replace(layout, span="each") for layout in layouts], heads, GATHER_TILE, width)
+    across, along, warps = tile(tuple(replace(layout, span="each") for layout in layouts), heads, GATHER_TILE, width)
     return across, min(along, 32), warps
+
+
+def arguments_of(inputs: PagedInputs) -> tuple[list[tuple], list[Any], tuple[int, int, int]]:
+    """What depends on neither rows nor tokens, computed once: sinks, ring and planes of keys and of values; constants; the tile."""
+    if "gather" not in inputs.launches:
+        pages, sides, constants = inputs.pages, list[tuple](), list[Any]()
+        parts = zip(pages.codecs, pages.planes, pages.statistics, inputs.sinks, inputs.ring, strict=True)
+        for codec, each, once, sinks, ring in parts:
+            layout, planes = planes_to_read(codec, each | once, ring)
+            sides.append(((sinks, *sinks.stride()[:3]), (ring, *ring.stride()[:3]), planes))
+            constants += [layout, ring.shape[3]]
+        sizes = tile_of(tuple(constants[::2]), inputs.ring[0].shape[1], max(map(padded, constants[1::2])))
+        inputs.launches["gather"] = sides, constants, sizes
+    return inputs.launches["gather"]
 
 
 def gather_rows(inputs: PagedInputs, new: Pair, starts: tuple[Tensor, Tensor], tiles: Tensor, out: Pair) -> None:
     """As `pages.gather_rows`."""
     pages, heads = inputs.pages, out[0].shape[1]
+    sides, constants, (across, along, warps) = arguments_of(inputs)
     arguments: list[object] = []
-    constants: list[Any] = []
-    sides = zip(pages.codecs, pages.planes, pages.statistics, inputs.sinks, inputs.ring, contiguous(new), out, strict=True)
-    for codec, each, once, sinks, ring, fresh, x in sides:
-        layout, planes = planes_to_read(codec, each | once, x)
-        arguments += [
-            (x, *x.stride()[1:3]),
-            (fresh, *fresh.stride()[1:3]),
-            (sinks, *sinks.stride()[:3]),
-            (ring, *ring.stride()[:3]),
-            planes,
-        ]
-        constants += [layout, x.shape[3]]
-    across, along, warps = tile_of(constants[::2], heads, max(map(padded, constants[1::2])))
+    for side, fresh, x in zip(sides, contiguous(new), out, strict=True):
+        arguments += [(x, *x.stride()[1:3]), (fresh, *fresh.stride()[1:3]), *side]
     grid = (len(tiles) * (GATHER_TILE // along), triton.cdiv(heads, across), 2)
     with torch.cuda.device_of(out[0]):
         _gather_rows_kernel[grid](

@@ -104,9 +104,11 @@ def lse_kernel(
 @triton.jit
 def _added(
     total, k, rows, stride, lse, counts, start, queries, before, t, scale, softcap,
-    D: tl.constexpr, DP: tl.constexpr, BQ: tl.constexpr, SOFTCAP: tl.constexpr, DIAGONAL: tl.constexpr, ARCH: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, BQ: tl.constexpr, SOFTCAP: tl.constexpr, LARGEST: tl.constexpr, DIAGONAL: tl.constexpr,
+    ARCH: tl.constexpr,
 ):  # fmt: skip
-    """`total`, fp32 [BQ, BT], with the weights that BQ queries from `start` on give to a tile of keys `k` [BT, DP] at columns `t` [BT].
+    """`total`, fp32 [BQ, BT], with the weights that BQ queries from `start` on give to a tile of keys `k` [BT, DP] at columns `t` [BT]:
+    their sum, or with LARGEST the largest.
     `rows`: queries [queries, D], `stride` apart; `lse`, `counts`: fp32 [queries]; `before`: tokens before the first query; DIAGONAL:
     some of the queries come before some of the keys."""
     row = start + tl.arange(0, BQ)
@@ -117,7 +119,7 @@ def _added(
     s = _capped(tl.dot(q, tl.trans(k)) * scale, softcap, SOFTCAP, ARCH) - level[:, None]
     if DIAGONAL:
         s = tl.where((before + row)[:, None] >= t[None, :], s, float("-inf"))
-    return total + exp2(s, ARCH)
+    return tl.maximum(total, exp2(s, ARCH)) if LARGEST else total + exp2(s, ARCH)
 
 
 @triton.jit(do_not_specialize=["visible_stride", "scale", "softcap", "heads", "queries", "tokens", "before"])
@@ -125,14 +127,14 @@ def column_kernel(
     query, key, visible, counts, lse, attention_sums, q_stride_b, q_stride_h, q_stride_q, k_stride_b, k_stride_h, k_stride_t,
     visible_stride, scale, softcap, heads, queries, tokens, before,
     D: tl.constexpr, DP: tl.constexpr, G: tl.constexpr, BQ: tl.constexpr, BT: tl.constexpr, SOFTCAP: tl.constexpr,
-    VISIBLE: tl.constexpr, ARCH: tl.constexpr,
+    VISIBLE: tl.constexpr, LARGEST: tl.constexpr, ARCH: tl.constexpr,
 ):  # fmt: skip
     """Accumulated attention of keys. Grid (blocks of BT keys, B * H): the keys stay in registers, while the queries of the group pass.
 
     attention_sums  fp32 [B, H, tokens], contiguous: output
     counts          fp32 [B, queries], contiguous: how often each query counts, in base 2
     lse             fp32 [B, H * G, queries], contiguous, sinks included
-    BQ              queries of a tile
+    BQ              queries of a tile                   LARGEST    the largest weight of a key, not the sum
     query, key, visible, scale, softcap, heads, before, D, DP, ARCH with q_stride_b, q_stride_h, q_stride_q, k_stride_b, k_stride_h,
     k_stride_t, visible_stride, SOFTCAP and VISIBLE: as of `lse_kernel`
 
@@ -151,13 +153,15 @@ def column_kernel(
         levels = lse + (tl.program_id(1) * G + g).to(tl.int64) * queries
         for start in tl.range(begin, whole, BQ, num_stages=1):
             total = _added(
-                total, k, rows, q_stride_q, levels, counts, start, queries, before, t, scale, softcap, D, DP, BQ, SOFTCAP, True, ARCH
-            )
+                total, k, rows, q_stride_q, levels, counts, start, queries, before, t, scale, softcap, D, DP, BQ, SOFTCAP, LARGEST, True,
+                ARCH,
+            )  # fmt: skip
         for start in range(whole, queries, BQ):
             total = _added(
-                total, k, rows, q_stride_q, levels, counts, start, queries, before, t, scale, softcap, D, DP, BQ, SOFTCAP, False, ARCH
-            )
-    sums = tl.sum(total, 0)
+                total, k, rows, q_stride_q, levels, counts, start, queries, before, t, scale, softcap, D, DP, BQ, SOFTCAP, LARGEST, False,
+                ARCH,
+            )  # fmt: skip
+    sums = tl.max(total, 0) if LARGEST else tl.sum(total, 0)
     if VISIBLE:
         shown = tl.load(visible + b.to(tl.int64) * visible_stride + t, mask=t < tokens, other=0)
         sums = tl.where(shown != 0, sums, 0.0)
@@ -189,6 +193,7 @@ def sum_attention(
     sinks: Tensor | None = None,
     lse: Tensor | None = None,
     causal: bool = True,
+    largest: bool = False,
 ) -> Tensor:
     """As `sum_attention.sum_attention`; `observed` is not negative."""
     batch, query_heads, queries, dim = query.shape
@@ -213,6 +218,7 @@ def sum_attention(
         )  # fmt: skip
     attention_sums = torch.empty(batch, heads, tokens, dtype=torch.float32, device=query.device)
     column_kernel[(triton.cdiv(tokens, for_columns["BT"]), batch * heads)](
-        query, key, shown, counts, lse.contiguous(), attention_sums, *strides, *numbers, **shape, **options, **for_columns
-    )
+        query, key, shown, counts, lse.contiguous(), attention_sums, *strides, *numbers, **shape, **options, LARGEST=largest,
+        **for_columns,
+    )  # fmt: skip
     return attention_sums

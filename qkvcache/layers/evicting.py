@@ -136,7 +136,9 @@ class EvictingLayer(CompressedLayer):
                 "generate with all ids"
             )
         self.commit()
-        tokens = key_states.shape[2]
+        tokens, parts = key_states.shape[2], len(self.budget.heads)
+        if parts not in (0, key_states.shape[1]):
+            raise ValueError(f"a budget for {parts} heads: the keys {list(key_states.shape)} have {key_states.shape[1]}")
         if self.empty:
             if self.max_length is not None:
                 check_room(0, tokens, self.max_length)

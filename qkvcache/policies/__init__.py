@@ -9,6 +9,7 @@ from .custom import Custom
 from .dropkv import DropKV
 from .expected_attention import ExpectedAttention
 from .h2o import H2O
+from .head_profile import HeadProfile
 from .keys import KeyDiff, Knorm
 from .kvzip import KVzip
 from .lagkv import LagKV
@@ -75,6 +76,7 @@ __all__ = [
     "Custom",
     "DropKV",
     "ExpectedAttention",
+    "HeadProfile",
     "KVzip",
     "KeyDiff",
     "Knorm",

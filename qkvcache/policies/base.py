@@ -8,6 +8,7 @@ must go (`priority`). Positions are ranks among the real tokens of a row, so tha
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Protocol, TypeVar
@@ -31,10 +32,15 @@ Given = TypeVar("Given")
 
 @dataclass(frozen=True)
 class Budget:
-    """`tokens`, and `share` of the tokens seen on top of them."""
+    """`tokens`, and `share` of the tokens seen on top of them, for each head.
+
+    heads: a part for each KV head of a layer, relative to the others; (): all the same. Sinks and recent tokens are in all heads, and the
+        rest of what the heads may hold together is divided by their parts. `HeadProfile.budget` makes them.
+    """
 
     tokens: int = 0
     share: float = 0.0
+    heads: tuple[float, ...] = ()
 
     def size(self, seen: Count) -> Count:
         """Tokens that may be held when `seen` have been seen; a tensor for a tensor."""
@@ -194,8 +200,9 @@ class Policy:
     """Options that every policy has.
 
     Args:
-        budget: tokens (int), share of the tokens seen (float; never under 8), both (`Budget`), or one of them for each full-attention
-            layer. With a share, give `recent` in tokens: of a share of a share only those of the smallest budget are kept exact.
+        budget: tokens (int), share of the tokens seen (float; never under 8), both, or with a part for each head (`Budget`), or one of
+            them for each full-attention layer (`pyramid`, `HeadProfile.budget`). With a share, give `recent` in tokens: of a share of a
+            share only those of the smallest budget are kept exact.
         num_sink_tokens: first tokens that are never evicted.
         recent: newest tokens that are not evicted: tokens (int) or share of the budget (float).
         interval: tokens that come in before some go. At 1 the budget is full after every step; more cost less time, and leave up to
@@ -286,10 +293,12 @@ class Policy:
                 f"alpha_safeguard={alpha}: the scores of {type(self).__name__} are no weights, which heads could compare; H2O, TOVA, "
                 "SnapKV, ExpectedAttention, KVzip, DropKV and LagKV have such"
             )
+        if any(budget.heads for budget in self.budgets):
+            raise ValueError(f"alpha_safeguard={alpha} with Budget.heads: both divide a layer's budget; pass alpha_safeguard=None")
         if self.first_stage_ratio:
             raise ValueError(
                 f"alpha_safeguard={alpha} with first_stage_ratio={self.first_stage_ratio}: the second stage compares tokens of one head "
-                "only; leave out one of the two"
+                "only; leave out one of the two (alpha_safeguard=None)"
             )
 
     @property
@@ -303,6 +312,11 @@ class Policy:
         if not several:
             raise ValueError(f"budget={self.budget!r}: holds none; pass one for all layers, or one for each full-attention layer")
         return tuple(_budget(one) for one in several)
+
+    @property
+    def differs_by_head(self) -> bool:
+        """Whether heads of a layer may retain different numbers of tokens."""
+        return self.alpha_safeguard is not None or any(budget.heads for budget in self.budgets)
 
     @property
     def lag_length(self) -> int:
@@ -420,6 +434,8 @@ def _budget(budget: int | float | Budget) -> Budget:
         check_count("Budget.tokens", budget.tokens, 0)
         if not 0 <= budget.share <= 1 or not (budget.tokens or budget.share):
             raise ValueError(f"{budget}: share must be from 0 to 1, and one of the two above 0")
+        if budget.heads and not (all(0 <= part < math.inf for part in budget.heads) and sum(budget.heads) > 0):
+            raise ValueError(f"Budget.heads={budget.heads}: parts must be 0 or more, and one of them above 0")
         return budget
     _check_size("budget", budget, 1)
     return Budget(share=budget) if isinstance(budget, float) else Budget(tokens=budget)

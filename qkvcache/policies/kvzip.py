@@ -27,18 +27,21 @@ class KVzip(Policy):
     prefills (as the authors measure), with the context uncompressed meanwhile. Tokens after the context have a higher score than all tokens
     of it: they evict the context's lowest scores first, and then the oldest tokens after the context.
 
-    The authors rank the tokens of all heads together: pass `alpha_safeguard`, with which the heads of a layer share their budgets.
+    The authors rank the tokens of all heads of the model together; here, the heads of a layer share their budget (`alpha_safeguard`), and a
+    `HeadProfile` divides it among layers and heads.
 
     Args:
         normalized: a weight counts times the length of the token's value in the layer's output over the length of what attention reads at
             the query (KVzip+).
         chunk_size: tokens that are repeated at a time. Attention is normalized over the sinks, these tokens and their repetition, as the
             authors do: the cost of scores is linear in the context.
+        alpha_safeguard: as of every policy; None with `first_stage_ratio`, `max_length`, or a budget by head, which exclude it.
     """
 
     normalized: bool = False
     chunk_size: int = 2048
     recent: int | float = 64
+    alpha_safeguard: float | None = 0.2
 
     scores: ClassVar[bool] = True
     needs_attention_weights: ClassVar[bool] = True

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -109,7 +110,7 @@ class EvictingStorage(LayerStorage):
         self.borrowed = False
         """Whether the residual is a tensor of the caller."""
         dims = [x.shape[3] for x in empty]
-        if self.policy.alpha_safeguard is None:
+        if self.policy.alpha_safeguard is None and not self.budget.heads:
             self.chunks = Chunks(self.codecs, dims, per_head=True)
         else:
             self.chunks = HeadPages(self.codecs, dims, no_tokens(self.policy, empty[0]))
@@ -251,9 +252,15 @@ class EvictingStorage(LayerStorage):
         if self.budget.share and metadata.row_lengths is not None:
             row_limits = self._region_limit(metadata.lengths())
         if isinstance(self.chunks, HeadPages):
-            guaranteed = self._guaranteed(limit) if row_limits is None else self._guaranteed(row_limits)
-            arguments = leaving, fields, max(limit, 0), row_limits, guaranteed, self.in_order
-            self.in_order = append_and_share(self.chunks, metadata, *arguments)
+            arguments = leaving, fields, max(limit, 0), row_limits
+            if self.budget.heads:
+                of_heads = self._of_heads(metadata.columns if row_limits is None else metadata.lengths())
+                least = 0 if row_limits is not None else min(of_heads)
+                guaranteed = torch.cat([torch.as_tensor(x, device=self.device).view(-1, 1, 1) for x in of_heads], dim=1)
+                self.in_order = append_and_share(self.chunks, metadata, *arguments, guaranteed, self.in_order, least)
+            else:
+                own: int | Tensor = self._guaranteed(limit) if row_limits is None else self._guaranteed(row_limits)
+                self.in_order = append_and_share(self.chunks, metadata, *arguments, own, self.in_order)
         else:
             limit = max(limit, self.chunks.length)
             self.in_order = append_and_evict(self.chunks, metadata, leaving, fields, limit, row_limits) and self.in_order
@@ -261,6 +268,17 @@ class EvictingStorage(LayerStorage):
         self._count_residual(-count)
         if metadata.row_lengths is not None:  # some of them were empty
             self.rows = None
+
+    def _of_heads(self, seq_length: Any) -> list[Any]:
+        """Quantized tokens that each head may hold after `seq_length` tokens, an int or `[B, 1, 1]`, as are they: what the policy protects,
+        and its part of the rest of the budget."""
+        policy, heads = self.policy, self.budget.heads
+        size: Any = policy.size(self.budget, seq_length)
+        protected, size = policy.num_sink_tokens + policy.recent_of(size), size - self.interval + 1
+        protected = protected - (protected - size) * (protected > size)
+        exact, whole = self.num_sink_tokens + self.lag_length, sum(heads)
+        found = [protected - exact + share_of(part * len(heads) / whole, size - protected) for part in heads]
+        return [x * (x > 0) for x in found]
 
     def _guaranteed(self, limit: Count) -> Count:
         """Quantized tokens that each head is guaranteed of `limit`: those beside its exact ones, which are protected."""
@@ -286,8 +304,16 @@ class EvictingStorage(LayerStorage):
         sinks = min(seq_length, self.num_sink_tokens)
         residual = seq_length - sinks - first - groups * interval
         if isinstance(self.chunks, HeadPages):
-            limit = max(self._region_limit(exact + first + groups * interval), 0)
-            self.chunks.simulate(first, groups, interval, limit, self.sinks)
+            heads = self.sinks[0].shape[1]
+
+            def lengths(k: int) -> list[int]:
+                left = first + k * interval
+                return [min(left, own) for own in self._of_heads(exact + left)] if self.budget.heads else [left] * heads
+
+            def most(k: int) -> int:
+                return heads * max(self._region_limit(exact + first + k * interval), 0)
+
+            self.chunks.simulate(lengths, most, groups, self.sinks)
             self.rows = torch.empty(len(self.sinks[0]), len(COLUMNS), dtype=torch.int32, device=self.device) if self.chunks.length else None
         else:
             self.chunks.chunks, self.chunks.length = [], 0

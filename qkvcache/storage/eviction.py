@@ -68,39 +68,50 @@ def append_and_share(
     row_limits: Tensor | None,
     guaranteed: int | Tensor,
     in_order: bool,
+    least: int | None = None,
 ) -> bool:
-    """`append_and_evict` within a budget that the heads of a row share: `H * limit` tokens.
+    """`append_and_evict` where heads retain different numbers of tokens, together `H * limit` at most.
 
     Args:
         guaranteed: tokens that each head may have whatever others have, an int or int64 `[1 or B, 1 or H, 1]`; of all heads together, no
             more than the budget.
         in_order: whether columns are in token order so far; padding is stored while they stay so.
+        least: no head may have more than is `guaranteed`, which is `least` or more; None: heads share the rest of the budget.
     """
     stored, count = region.length, fields["positions"].shape[-1]
     union = {name: torch.cat([x, fields[name]], dim=-1) for name, x in metadata.region.items()}
     valid, heads = union["positions"] >= 0, union["positions"].shape[1]
-    fits = not metadata.ragged and row_limits is None and stored + count <= limit
+    fits = not metadata.ragged and row_limits is None and stored + count <= (limit if least is None else least)
     in_order = in_order and fits
     if fits:
         retained = torch.ones_like(valid) if in_order else valid
     else:
         keys = _all_keys(region, new[0]) if metadata.policy.needs_stored_keys else None
-        limits = limit if row_limits is None else row_limits.clamp(0, limit)[:, 0]
-        retained = _shared(metadata.order(union, keys), valid, heads * limits, guaranteed)
+        order = metadata.order(union, keys)
+        if least is not None:
+            retained = _first(order, guaranteed) & valid
+        else:
+            limits = limit if row_limits is None else row_limits.clamp(0, limit)[:, 0]
+            retained = _shared(order, valid, heads * limits, guaranteed)
     region.retain(retained[..., :stored], new, retained[..., stored:], union, heads * limit)
     metadata.ragged = not in_order
     return in_order
+
+
+def _first(order: Tensor, count: int | Tensor) -> Tensor:
+    """The `count` tokens of highest `order` `[B, H, T]` in each head; `count` an int or `[1 or B, 1 or H, 1]`. Bool `[B, H, T]`."""
+    return order.argsort(dim=-1, descending=True).argsort(dim=-1) < count
 
 
 def _shared(order: Tensor, valid: Tensor, total: int | Tensor, guaranteed: int | Tensor) -> Tensor:
     """The `total` tokens, an int or `[B, 1]`, of highest `order` `[B, H, T]` over all heads of a row, among them the first `guaranteed` of
     each head, an int or `[1 or B, 1 or H, 1]`; of equal ones those of the first heads. `valid`, bool `[B, H, T]`: which are tokens at all.
     Bool `[B, H, T]`."""
-    place = order.argsort(dim=-1, descending=True).argsort(dim=-1)
-    order = order.masked_fill((place < guaranteed) & valid, torch.iinfo(order.dtype).max).flatten(1)
+    shape = order.shape
+    order = order.masked_fill(_first(order, guaranteed) & valid, torch.iinfo(order.dtype).max).flatten(1)
     highest = order.argsort(dim=-1, descending=True, stable=True)
     chosen = (torch.arange(order.shape[1], device=order.device) < total).expand_as(order)
-    return torch.zeros_like(chosen).scatter_(1, highest, chosen).view_as(place) & valid
+    return torch.zeros_like(chosen).scatter_(1, highest, chosen).view(shape) & valid
 
 
 def _all_keys(region: Chunks | HeadPages, new: Tensor) -> Tensor:
@@ -114,7 +125,7 @@ def _retained(metadata: TokenMetadata, fields: TokenFields, size: int, row_limit
     union = {name: torch.cat([x, fields[name]], dim=-1) for name, x in metadata.region.items()}
     order = metadata.order(union, keys)
     if row_limits is not None:
-        retained = order.argsort(dim=-1, descending=True).argsort(dim=-1) < row_limits.clamp(0, size)
+        retained = _first(order, row_limits.clamp(0, size))
     else:
         evicted = order.topk(order.shape[-1] - size, dim=-1, largest=False).indices
         retained = torch.ones_like(order, dtype=torch.bool).scatter_(-1, evicted, False)

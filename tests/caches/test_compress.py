@@ -20,7 +20,7 @@ class Words:
 
 
 def kvzip(**options):
-    return policies.KVzip(**{"budget": BUDGET, "recent": 3, "chunk_size": 12, "interval": 1} | options)
+    return policies.KVzip(**{"budget": BUDGET, "recent": 3, "chunk_size": 12, "interval": 1, "alpha_safeguard": None} | options)
 
 
 def text(rows: int, length: int = LENGTH) -> torch.Tensor:

@@ -110,8 +110,10 @@ def test_the_order_of_cells_gives_a_balanced_table_early(study):
 
 def test_every_policy_of_the_registry_is_measured(study):
     assert set(study.VARIANTS) >= set(policies.REGISTRY)
+    profile = policies.HeadProfile((((1.0, 0.0), (1.0, 0.0)), ((1.0, 1.0), (0.0, 0.0))))
     for name in study.VARIANTS:
-        assert study.policy_of(name, 200).budgets[0].tokens == 200
+        budgets = study.policy_of(name, 200, 400, lambda: profile).budgets
+        assert sum(budget.tokens for budget in budgets) == 200 * len(budgets) and len(budgets) == (2 if ", heads" in name else 1)
 
 
 SMALL = "--tokens 500 --budgets 0.5 --policies keydiff random --tasks multikey text --contexts 2 --kept 64 --length 320 --rows 2 --step 16"
@@ -155,7 +157,7 @@ def test_a_policy_that_fails_does_not_end_the_study(study, tmp_path, monkeypatch
         def priority(self, tokens):
             raise NotImplementedError("of this model nothing is known")
 
-    monkeypatch.setattr(study, "policy_of", lambda name, size: (Broken if name == "random" else policies.KeyDiff)(budget=size))
+    monkeypatch.setattr(study, "policy_of", lambda name, size, *_: (Broken if name == "random" else policies.KeyDiff)(budget=size))
     file = tmp_path / "rows.jsonl"
     study.main(["recall", *SMALL.split(), "--questions", "unseen", "--formats", "identity", "--contexts", "1", "--out", str(file)])
     rows = {row["policy"]: row for row in read_rows(file)}
@@ -200,7 +202,7 @@ def test_the_dense_run_of_thoughts_is_read_as_at_once(study, loaded):
     bench = study.Bench(parsed(study, "--length 256 --step 32 --rows 2"))
     made = [study.thought("chain", bench.writer, 257, index) for index in range(2)]
     dense = study.think(bench, made, DynamicCache(config=loaded[0].config))
-    whole = study.think(bench, made, bench.cache("keydiff", "identity", 400))
+    whole = study.think(bench, made, bench.cache("keydiff", "identity", 400, 800))
     assert dense["recall"] == whole["recall"] and max(whole["kl"]) < 1e-5
     with torch.no_grad():
         logits = loaded[0](torch.tensor([made[0].ids])).logits[0].log_softmax(-1)

@@ -91,7 +91,12 @@ def kept(policy: Policy, text: Text, guaranteed: Sequence[int] = ()) -> Iterator
     for number, size in enumerate(text.sizes):
         for row in rows:
             limits = [head.step(number, begin, begin + size) for head in row]
-            if limits[0] is not None:
+            if limits[0] is not None and (heads := policy.budgets[0].heads):
+                protected = min(policy.num_sink_tokens + policy.recent, limits[0])
+                own = [protected + math.floor(len(row) * part / sum(heads) * (limits[0] - protected) + 1e-6) for part in heads]
+                for head, limit in zip(row, own, strict=True):
+                    evict([head], limit)
+            elif limits[0] is not None:
                 evict(row, limits[0], guaranteed)
         yield [[sorted(head.held) for head in row] for row in rows]
         begin += size
