@@ -4,7 +4,6 @@ from . import ops
 from .attend import attend, attend_observed
 from .dispatch import (
     append_token,
-    append_tokens,
     attend_on_buffers,
     attend_on_codes,
     attend_pages,
@@ -13,7 +12,6 @@ from .dispatch import (
     dequantize_pages,
     evict_token,
     gather_rows,
-    launch_of_append,
     launch_of_step,
     observe_on_codes,
     on_triton,
@@ -46,7 +44,6 @@ __all__ = [
     "Segment",
     "StaticTensors",
     "append_token",
-    "append_tokens",
     "attend",
     "attend_observed",
     "attend_on_buffers",
@@ -60,7 +57,6 @@ __all__ = [
     "gather_columns",
     "gather_rows",
     "gather_tiles",
-    "launch_of_append",
     "launch_of_step",
     "number",
     "observe_on_codes",
