@@ -30,7 +30,7 @@ TYPICAL_TOKENS = 4096
 rows get more splits."""
 
 
-@dataclass
+@dataclass(slots=True)
 class Row:
     """The next tokens, `past` to `end`, of a request with these blocks."""
 

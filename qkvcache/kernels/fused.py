@@ -350,7 +350,7 @@ def _attend(
     with torch.cuda.device_of(query):
         attend_kernel[(call.splits, call.blocks, call.batch * call.heads)](
             call.query, call.region_query, args.use.rotation, args.use.signs, *args.places, *args.planes, args.exact, call.mask,
-            *call.outputs, call.weights, call.tops, *call.query.stride()[:3], *args.place_strides, *args.strides, args.exact_strides, *call.mask_strides,
-            *call.scalars, chunks, n_sinks, n_quantized, n_residual, least, call.heads, call.queries, **call.constants,
+            *call.outputs, call.weights, call.tops, *call.query.stride()[:3], *args.place_strides, *args.strides, args.exact_strides,
+            *call.mask_strides, *call.scalars, chunks, n_sinks, n_quantized, n_residual, least, call.heads, call.queries, **call.constants,
         )  # fmt: skip
     return call.finish()
