@@ -18,7 +18,7 @@ import torch
 from qkvcache.formats import REGISTRY, Format
 from qkvcache.kernels import PagedInputs, Pages, attend_pages, dequantize_pages, fused, quantize_pages
 from qkvcache.kernels import pages as reference
-from qkvcache.kernels.triton_append import launch_of_append, launch_of_step
+from qkvcache.kernels.triton_step import launch_of_step
 from qkvcache.storage.storage import Storage
 
 HEADS, GROUPS, DIM, RING, SINKS = 8, 4, 128, 65, 4
@@ -117,14 +117,8 @@ def bench(name: str, batch: int, length: int) -> None:
     for page in (64, 256, 1024):
         pools = [paged(format, batch, length, page) for _ in range(copies)]
         attend = time([lambda p=p: attend_pages(query, p) for p in pools])
-        state = torch.tensor([0, 0, 2**20], dtype=torch.int32, device="cuda")
-        for p in pools:
-            p.pages.lengths -= 64
-        launches = [launch_of_append(p, new, state) for p in pools]
-        append = time([lambda a=a: a(new) for a in launches], repeats=3)
-        emit(bench="pages", page=page, format=name, batch=batch, length=length, attend_us=round(attend, 1), append_us=round(append, 1),
-             ratio=round(attend / base, 3))  # fmt: skip
-        del pools, launches
+        emit(bench="pages", page=page, format=name, batch=batch, length=length, attend_us=round(attend, 1), ratio=round(attend / base, 3))
+        del pools
 
 
 def main() -> None:

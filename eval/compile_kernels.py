@@ -31,11 +31,11 @@ from qkvcache.formats import REGISTRY  # noqa: E402
 from qkvcache.formats.base import PackedLayout  # noqa: E402
 from qkvcache.formats.rotation import rotation_block  # noqa: E402
 from qkvcache.kernels import (  # noqa: E402
-    triton_append,
     triton_dequantize,
     triton_evict,
     triton_gather,
     triton_quantize,
+    triton_step,
     triton_store_exact,
     triton_store_rows,
     triton_sum_attention,
@@ -234,21 +234,21 @@ def storing(format: str, head_dim: int, tokens: int, target: str, heads: int = 8
 
 
 def stepping(format: str, head_dim: int, target: str) -> Iterator[Job]:
-    """A step of one token into one chunk, many or pages, and one that leaves the ring of a layer that evicts."""
-    types: dict[str, str | Types] = dict.fromkeys(("k_ring", "k_sinks", "v_ring", "v_sinks"), _strided("*bf16", 3))
-    counts = dict.fromkeys(("state", "counts", "lengths"), "*i32")
+    """A step of one token into one chunk or many, and one that leaves the ring of a layer that evicts."""
+    zones = ("k_ring", "k_sinks", "v_ring", "v_sinks")
+    types = dict.fromkeys(zones, _strided("*bf16", 2)) | {"state": "*i32", "chunks": "*i64"}
     kernels = (
-        ("step", triton_append._append_kernel, 8, {"PAGE": 0, "GROWS": False}, {"table": "*i64"}),
-        ("grow", triton_append._append_kernel, 8, {"PAGE": 0, "GROWS": True}, {"table": "*i64"}),
-        ("append", triton_append._append_kernel, 8, {"PAGE": 64, "GROWS": False}, {"table": "*i32"}),
-        ("evict_token", triton_evict._evict_kernel, 1, {"N": triton_evict.ORDERED}, RECORD_TYPES | dict.fromkeys(types, "*bf16")),
+        ("step", triton_step._step_kernel, 8, {"GROWS": False}, types),
+        ("grow", triton_step._step_kernel, 8, {"GROWS": True}, types),
+        ("evict_token", triton_evict._evict_kernel, 1, {"N": triton_evict.ORDERED}, RECORD_TYPES | dict.fromkeys(zones, "*bf16")),
     )
     for name, kernel, heads, more, further in kernels:
         stored = storing(format, head_dim, 1, target, heads)
         constants = stored.constants | more
+        del constants["PAGE"]
         if kernel is triton_evict._evict_kernel:
-            del constants["ACROSS"], constants["PAGE"]  # a program has one head
-        yield Job(f"{name} {format} {head_dim}", kernel, stored.types | types | counts | further, constants, target, stored.options)
+            del constants["ACROSS"]  # a program has one head
+        yield Job(f"{name} {format} {head_dim}", kernel, stored.types | further, constants, target, stored.options)
 
 
 def arriving(head_dim: int, heads: int, target: str) -> Job:

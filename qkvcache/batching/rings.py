@@ -15,7 +15,7 @@ from torch import Tensor
 from ..kernels import Pair
 
 
-@dataclass
+@dataclass(slots=True)
 class Ring:
     """The ring `row` of a request. It has the tokens `since` to `end`, at most as many as there are slots."""
 

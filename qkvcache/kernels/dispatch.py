@@ -169,25 +169,6 @@ def store_rows(x: Pair, ring: Pair, ring_slots: Tensor, sinks: Pair, sink_slots:
     store(x, ring, ring_slots, sinks, sink_slots)
 
 
-def append_tokens(inputs: PagedInputs, x: Pair, state: Tensor) -> None:
-    """`pages.append_tokens`, in one launch where there is a kernel."""
-    if torch.compiler.is_compiling():
-        torch.ops.qkvcache.append_tokens(*inputs.arguments, *x, state)
-    elif launch := launch_of_append(inputs, x, state):
-        launch(x)
-    else:
-        paged.append_tokens(inputs, x, state)
-
-
-def launch_of_append(inputs: PagedInputs, x: Pair, state: Tensor) -> Callable[[Pair], None] | None:
-    """`append_tokens` for tokens of the shape and dtype of `x`, with all other arguments prepared; None if there is no kernel for it."""
-    if not quantizes(inputs.pages.codecs, x):
-        return None
-    from .triton_append import launch_of_append
-
-    return launch_of_append(inputs, x, state)
-
-
 def dequantize_pages(pages: Pages, out: Pair, begin: int = 0) -> None:
     """`pages.dequantize_pages`, in one launch for keys and one for values where there is a kernel."""
     if on_triton(out[0].device):
@@ -236,7 +217,7 @@ def launch_of_step(buffers: Buffers, x: Pair) -> Callable[[Pair], None] | None:
     """`step` for tokens of the shape and dtype of `x`, with all other arguments prepared; None if there is no kernel for it."""
     if not quantizes(buffers.codecs, x):
         return None
-    from .triton_append import launch_of_step
+    from .triton_step import launch_of_step
 
     return launch_of_step(buffers, x)
 

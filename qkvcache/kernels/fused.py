@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar, Unpack
+from typing import Any, NamedTuple, Unpack
 
 import torch
 import triton
@@ -129,21 +129,6 @@ def split(tokens: int, groups: int, tile: int, warps: int) -> int:
     return -(-tokens // (-(-each // tile) * tile))
 
 
-P = ParamSpec("P")
-R = TypeVar("R")
-
-
-def on_its_device(launches: Callable[Concatenate[Tensor, P], R]) -> Callable[Concatenate[Tensor, P], R]:
-    """Triton launches on the current device, wherever the tensors are: where a model is spread over several GPUs, on the wrong one."""
-
-    @functools.wraps(launches)
-    def on_device(first: Tensor, *args: P.args, **kwargs: P.kwargs) -> R:
-        with torch.cuda.device_of(first):
-            return launches(first, *args, **kwargs)
-
-    return on_device
-
-
 class Arguments(NamedTuple):
     """Arguments of launches over the same inputs, whatever the query. What there is not is an empty tensor."""
 
@@ -215,15 +200,14 @@ def arguments_of_chunks(inputs: AttentionInputs) -> Arguments:
 def arguments_of_pages(inputs: PagedInputs) -> Arguments:
     """The arguments of these inputs; what does not depend on their rows is computed once."""
     pages = inputs.pages
-    places: Any = pages.table, inputs.rows, pages.lengths
     if "attend" not in inputs.launches:
         (key, value), (k_once, v_once) = pages.planes, pages.statistics
         once = (int(any(name != "center" for name in side)) for side in (k_once, v_once))
         inputs.launches["attend"] = Arguments.of(
-            pages.codecs, (key | k_once, value | v_once), (*inputs.sinks, *inputs.ring), places, pages.strides,
+            pages.codecs, (key | k_once, value | v_once), (*inputs.sinks, *inputs.ring), (None, None, None), (0, 0, 0, 0),
             PAGE=pages.page_size, COUNTED=False, K_SHARED=False, V_SHARED=False, K_ONCE=next(once), V_ONCE=next(once),
         )  # fmt: skip
-    return inputs.launches["attend"]._replace(places=places, place_strides=pages.strides)
+    return inputs.launches["attend"]._replace(places=(pages.table, inputs.rows, pages.lengths), place_strides=pages.strides)
 
 
 class Call:
@@ -325,12 +309,12 @@ class Call:
         return out, lse, attention_sums
 
 
-@on_its_device
 def _rotate(query: Tensor, matrix: Tensor, factor: float) -> Tensor:
     """Contiguous queries `[..., D]` times `matrix` `[D, D]` and `factor`, in fp32."""
     out, dim = torch.empty_like(query, dtype=torch.float32), query.shape[-1]
     rows = query.numel() // dim
-    rotate_kernel[(-(-rows // 16),)](query, matrix, out, rows, D=dim, DP=triton.next_power_of_2(dim), R=16, TURN=factor)
+    with torch.cuda.device_of(out):  # Triton launches on the current device, wherever the tensors are
+        rotate_kernel[(-(-rows // 16),)](query, matrix, out, rows, D=dim, DP=triton.next_power_of_2(dim), R=16, TURN=factor)
     return out
 
 
@@ -382,7 +366,6 @@ def attend_pages(
     return _attend(query, mask, arguments_of_pages(inputs), (max_length, sink_slots, ring_slots), options, launch, tokens=inputs.tokens)
 
 
-@on_its_device
 def _attend(
     query: Tensor,
     mask: Tensor | None,
@@ -406,11 +389,12 @@ def _attend(
         least = -(-max(tokens * call.heads * call.blocks // call.programs, LEAST_SPLIT) // call.tile) * call.tile
         splits = min(-(-n_quantized // least), MOST_SPLITS)
     call.allocate(max(splits, 1 - call.exact) + call.exact)
-    attend_kernel[(call.splits, call.blocks, call.batch * call.heads)](
-        call.query, call.region_query, args.use.rotation, args.use.signs, *args.places, *args.planes, args.exact, call.mask, *call.outputs,
-        call.weights, call.tops, *call.query.stride()[:3], *args.place_strides, *args.strides, args.exact_strides, *call.mask_strides,
-        *call.scalars, chunks, n_sinks, n_quantized, n_residual, least, call.heads, call.queries, **call.constants,
-    )  # fmt: skip
+    with torch.cuda.device_of(query):
+        attend_kernel[(call.splits, call.blocks, call.batch * call.heads)](
+            call.query, call.region_query, args.use.rotation, args.use.signs, *args.places, *args.planes, args.exact, call.mask,
+            *call.outputs, call.weights, call.tops, *call.query.stride()[:3], *args.place_strides, *args.strides, args.exact_strides,
+            *call.mask_strides, *call.scalars, chunks, n_sinks, n_quantized, n_residual, least, call.heads, call.queries, **call.constants,
+        )  # fmt: skip
     return call.finish()
 
 

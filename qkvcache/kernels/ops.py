@@ -97,8 +97,6 @@ STATIC = (
     "Tensor columns"
 )
 """`StaticTensors.arguments`"""
-PAGES = "Tensor[] pool, Tensor[] counts, Tensor[] exact, SymInt[] codecs, SymInt max_length, SymInt tokens"
-"""`PagedInputs.arguments`"""
 
 
 def _operator(name: str, arguments: str, returns: str = "()", mutates: Sequence[str] = ()) -> Callable:
@@ -158,13 +156,6 @@ def _evict_token(*args):
 @_evict_token.register_fake
 def _(*args):
     return args[-1].new_empty(args[-1].shape[:2])
-
-
-# The pool is mutated too: see `step`.
-@_operator("append_tokens", f"{PAGES}, Tensor key, Tensor value, Tensor state", mutates=["counts", "exact", "state"])
-def _append_tokens(*args):
-    *inputs, key, value, state = args
-    dispatch.append_tokens(PagedInputs.of(*inputs), (key, value), state)
 
 
 @torch.library.custom_op("qkvcache::attend_pages", mutates_args=())

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from ..formats.base import Codec, Codes
-from .attend import HIDDEN, Options, apply_mask
-from .segments import CODECS, Exact, KeysOrValues, Packed, Pair, names, number, pv, qk
+from .attend import HIDDEN, Options, apply_mask, scores
+from .segments import CODECS, AttentionInputs, Exact, KeysOrValues, Packed, Pair, names, number, pv
 
 COLUMNS = BEGIN, SINK_ROW, SINKS, RING_ROW, RING_START, RING_TOKENS = range(6)
 """Columns of `PagedInputs.rows`."""
@@ -193,15 +193,12 @@ def attend_pages(
     slot, fp32 `[B, H, S + max_length + R]`, without `observed` `[B, H, 0]`. A row without tokens has the output 0 and, without `sinks`,
     the log -inf.
     """
-    batch, query_heads, queries, dim = query.shape
+    batch, query_heads, queries, _ = query.shape
     key, exists = _side(inputs, 0)
     value, _ = _side(inputs, 1)
     heads, slots = key.shape[1:3]
     groups = query_heads // heads
-    rows = query.float().mul(dim**-0.5 if scaling is None else scaling).reshape(batch, heads, groups * queries, dim)
-    logits = qk(rows, key).view(batch, heads, groups, queries, slots)
-    if softcap is not None:
-        logits = softcap * torch.tanh(logits / softcap)
+    logits = scores(query, AttentionInputs(key, value), None, scaling, softcap=softcap).unflatten(1, (heads, groups))
     column = inputs.columns(exists)[:, :, None, None]
     newest = column.amax(-1, keepdim=True) + 1 - queries + torch.arange(queries, device=query.device)[:, None]
     if mask is not None:
@@ -325,48 +322,3 @@ def gather_rows(inputs: PagedInputs, new: Pair, starts: tuple[Tensor, Tensor], t
         for x, sink, middle, ring, last in zip(out, inputs.sinks, dense, inputs.ring, new, strict=True):
             parts = sink[sink_row, :, :sinks], middle[0], ring[ring_row][:, order], last[0, :, news[b] : news[b + 1]]
             x[0, :, places[b] : places[b + 1]] = torch.cat(parts, dim=1)
-
-
-STATE = TICKET, DROPPED, ROOM = range(3)
-"""Of the int32 `[3]` of `append_tokens`: programs of the launch that have finished, tokens dropped because the pages were full, and the
-capacity of each row's pages, in tokens."""
-
-
-def append_tokens(inputs: PagedInputs, x: Pair, state: Tensor) -> None:
-    """Stores new tokens: in the sinks until these are full, then in the ring. When the ring is full, its oldest tokens are quantized into
-    the next slots of the row's pages. Updates `rows` and `lengths`.
-
-    Args:
-        inputs: its heads share the pages of a row.
-        x: keys and values `[B, H, T, D]`, `T` at most the slots of the ring.
-        state: int32 `[3]`, see `STATE`; a row whose pages have no room stores none of its tokens.
-    """
-    pages, rows, tokens = inputs.pages, inputs.rows.long(), x[0].shape[2]
-    sink_slots, _, ring_slots = inputs.slots
-    _, sink_row, sinks, ring_row, start, count = rows[:, :, None].unbind(1)
-    length = pages.lengths.long()[:, None]
-    i = torch.arange(tokens, device=rows.device)
-    opening = (sink_slots - sinks).clamp(0, tokens)
-    leaving = (count + tokens - opening - ring_slots).clamp_min(0)
-    fits = length + leaving <= state[ROOM]
-    rank = count + i - opening  # in the ring, the oldest being 0
-    slot = (start + rank) % ring_slots
-    leaves = (rank >= ring_slots) & fits
-    place = (length + rank - ring_slots).clamp_min(0)
-    page = pages.table.gather(1, place.div(pages.page_size, rounding_mode="floor").clamp_max(pages.table.shape[1] - 1))
-    into = torch.where(leaves, page.long() * pages.page_size + place % pages.page_size, -1)
-    old = [ring[ring_row, :, slot].transpose(1, 2) for ring in inputs.ring]
-    # Where tokens share a scale, it must come from the tokens that are quantized: the last one is, if any is.
-    key, value = (torch.where(leaves[:, None, :, None], side, side[:, :, -1:]) for side in old)
-    quantize_pages(pages.codecs, (key, value), pages.planes, pages.statistics, into)
-    first = torch.arange(sink_slots, device=rows.device) - sinks
-    opens = (first >= 0) & (first < opening) & fits
-    for ring, sink, side, new in zip(inputs.ring, inputs.sinks, old, x, strict=True):
-        ring[ring_row, :, slot] = torch.where(((i >= opening) & fits)[:, None, :, None], new, side).transpose(1, 2)
-        if sink_slots:
-            index = first.clamp(0, tokens - 1)[:, None, :, None].expand(-1, new.shape[1], -1, new.shape[3])
-            sink[sink_row[:, 0]] = torch.where(opens[:, None, :, None], new.gather(2, index), sink[sink_row[:, 0]])
-    entered = torch.cat([opening, (start + leaving) % ring_slots - start, (count + tokens - opening).clamp_max(ring_slots) - count], dim=1)
-    inputs.rows[:, [SINKS, RING_START, RING_TOKENS]] += (entered * fits).int()
-    pages.lengths += (leaving * fits)[:, 0].int()
-    state[DROPPED] += (tokens * ~fits).amax().int()

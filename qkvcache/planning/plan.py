@@ -240,7 +240,7 @@ def plan(
         longest_context=None if unbounded else longest,
         unbounded=unbounded,
         notes=_notes(config, context),
-        at_most=used is not None and used.differs_by_head,
+        at_most=used is not None and used.alpha_safeguard is not None,
         batching=batching,
     )
 

@@ -304,8 +304,16 @@ class EvictingStorage(LayerStorage):
         sinks = min(seq_length, self.num_sink_tokens)
         residual = seq_length - sinks - first - groups * interval
         if isinstance(self.chunks, HeadPages):
-            limit = max(self._region_limit(exact + first + groups * interval), 0)
-            self.chunks.simulate(first, groups, interval, limit, self.sinks)
+            heads = self.sinks[0].shape[1]
+
+            def lengths(k: int) -> list[int]:
+                left = first + k * interval
+                return [min(left, own) for own in self._of_heads(exact + left)] if self.budget.heads else [left] * heads
+
+            def most(k: int) -> int:
+                return heads * max(self._region_limit(exact + first + k * interval), 0)
+
+            self.chunks.simulate(lengths, most, groups, self.sinks)
             self.rows = torch.empty(len(self.sinks[0]), len(COLUMNS), dtype=torch.int32, device=self.device) if self.chunks.length else None
         else:
             self.chunks.chunks, self.chunks.length = [], 0

@@ -7,6 +7,7 @@ bit for bit; those at the end of a head that became shorter move into the slots 
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -106,20 +107,23 @@ class HeadPages(QuantizedTokens):
         heads = self.lengths.shape[1]
         return (tokens - heads) // PAGE + heads
 
-    def simulate(self, first: int, groups: int, interval: int, limit: int, like: Pair) -> None:
-        """Allocates the most that may be allocated after `first` tokens of each head and then `groups` times `interval` were added, within
-        a budget of `limit` tokens for each. Nothing is stored: for planning, on the meta device."""
-        tokens, heads = first + groups * interval, self.lengths.shape[1]
-        if not tokens or not limit:
+    def simulate(self, lengths: Callable[[int], Sequence[int]], most: Callable[[int], int], groups: int, like: Pair) -> None:
+        """Allocates what is allocated after `groups` groups of tokens were added one by one, of which `k` bring the heads to `lengths(k)`
+        tokens; the most that may be, if `most(k)` over all heads are fewer. Nothing is stored: for planning, on the meta device."""
+
+        def pages(k: int) -> int:
+            return sum(-(-tokens // PAGE) for tokens in lengths(k))
+
+        tokens, limit, capacity, k = lengths(groups), most(groups), pages(0), 0
+        if not max(tokens) or not limit:
             return
-        capacity = bound = self._most_pages(heads * limit)
-        if tokens <= limit:  # all heads hold all
-            capacity = heads * -(-first // PAGE)
-            while capacity < heads * -(-tokens // PAGE):
-                k = (capacity // heads * PAGE - first) // interval + 1  # the first group without room
-                capacity = _grown(capacity, heads * -(-(first + k * interval) // PAGE), bound)
+        if sum(tokens) > limit:  # which of them go depends on the text
+            capacity = self._most_pages(limit)
+        while capacity < pages(groups) and sum(tokens) <= limit:
+            k = bisect_left(range(groups), capacity + 1, lo=k + 1, key=pages)  # the first group without room
+            capacity = _grown(capacity, pages(k), self._most_pages(most(k)))
         self._allocate(capacity, like)
-        self.length = min(tokens, heads * limit)
+        self.length = min(max(tokens), limit)
         self.table = self.table.new_empty(*self.lengths.shape, -(-self.length // PAGE))
 
     def _allocate(self, capacity: int, like: Pair) -> None:

@@ -8,7 +8,8 @@ from qkvcache import continuous_batching
 from qkvcache.batching import attention, manager, pool
 from tests.launches import counted
 
-from .requests import ZONES, answers, assert_same, llama, prompts, serving, single
+from .requests import ZONES, answers, assert_same, greedy, llama, prompts, serving, single
+from .requests import pool as pool_of
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:continuous batching on compressed pages"),
@@ -72,3 +73,22 @@ def test_a_past_that_does_not_fit_into_the_scratch(monkeypatch):
         (got,) = answers(running, ids)
     assert pieces and min(pieces) > 60
     assert assert_same(got, single(network, ids[0], "int8_uncentered", chunk=30))
+
+
+def test_what_kernels_keep_follows_the_statistics(monkeypatch):
+    """A prompt that warms up is read before there are statistics; later prompts are not read with its mean."""
+    monkeypatch.setenv("QKVCACHE_KERNELS", "triton")
+    network, (ids,) = llama(), prompts(150)
+    with continuous_batching(network, "turboquant_4bit_nc", **ZONES):
+        running = network.init_continuous_batching(generation_config=greedy(4), continuous_batching_config=pool_of(max_batch_tokens=64))
+        running.warmup()
+        running.cache.calibrating = False
+        running.batch_processor.model_runner.run_one_warmup(network, 64, 64)
+        assert all("gather" in launches for launches in running.cache.allocator.launches.values())
+        running.cache.calibrating = True
+        running.cache.reset()
+        running.start()
+        (got,) = answers(running, [ids])
+        running.stop()
+    monkeypatch.setenv("QKVCACHE_KERNELS", "torch")
+    assert assert_same(got, single(network, ids, "turboquant_4bit_nc", new=4, chunk=64))

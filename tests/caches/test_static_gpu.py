@@ -76,7 +76,7 @@ def test_steps_and_attention_equal_torch_operations(format):
 @pytest.mark.parametrize("format", [name for name in FORMATS if name not in BY_BLOCK])
 @pytest.mark.parametrize("tokens", [1, 5, 32])
 def test_the_step_kernel_writes_the_codes_of_torch_operations(format, tokens):
-    from qkvcache.kernels.triton_append import launch_of_step
+    from qkvcache.kernels.triton_step import launch_of_step
 
     codecs = REGISTRY[format].key, REGISTRY[format].value
     x = new(tokens)
@@ -129,7 +129,7 @@ def test_an_update_is_one_launch(format):
         layer.update(*x)
         torch.cuda.synchronize()
     launched = [event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
-    assert len(launched) == 1 and "_append_kernel" in launched[0], launched
+    assert len(launched) == 1 and "_step_kernel" in launched[0], launched
 
 
 # generate

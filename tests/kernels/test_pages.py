@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from qkvcache.formats import REGISTRY
-from qkvcache.kernels import PagedInputs, append_tokens, attend_pages
+from qkvcache.kernels import PagedInputs, attend_pages
 from qkvcache.kernels import pages as reference
 from tests.matrix import FORMATS, slowly
 
@@ -258,90 +258,19 @@ def test_heads_with_pages_of_their_own(monkeypatch):
     compare(monkeypatch, "int8_token", torch.randn(2, 4, 1, 64, device=DEVICE).half(), inputs)
 
 
-def empty(format: str, *, rows: int, room: int, sinks: int, ring: int, heads: int, dims: tuple[int, int]) -> tuple[PagedInputs, Tensor]:
-    """Rows without tokens, whose pages have room for `room`, and the counts of `append_tokens`."""
-    inputs = build(REGISTRY[format], [room] * rows, sinks=sinks, ring=ring, ring_tokens=[0] * rows, heads=heads, dims=dims, device=DEVICE)
-    inputs.pages.lengths.zero_()
-    inputs.rows[:, reference.SINKS] = 0
-    for plane in (*inputs.pages.planes[0].values(), *inputs.pages.planes[1].values()):
-        plane.view(torch.uint8).fill_(0)
-    return inputs, torch.tensor([0, 0, room], dtype=torch.int32, device=DEVICE)
-
-
-def tensors(inputs: PagedInputs) -> list[Tensor]:
-    pages = inputs.pages
-    return [*pages.planes[0].values(), *pages.planes[1].values(), *inputs.sinks, *inputs.ring, inputs.rows, pages.lengths]
-
-
-@pytest.mark.parametrize("format", slowly(FORMATS, [name for name in QUICK if name != "fp8_tensor_frozen"]))
-def test_appended_tokens_are_attended_to(format):
-    """In their order: some are sinks, some in the ring, the others quantized, of rows that began at other slots of their rings."""
-    inputs, state = empty(format, rows=2, room=70, sinks=2, ring=5, heads=2, dims=(64, 64))
-    x = torch.randn(2, 2, 2, 60, 64, device=DEVICE).half()
-    at = 0
-    for tokens in (1, 1, 3, 5, 1, 4, 5, 5, 5, 5, 5, 5, 5, 5, 5):
-        reference.append_tokens(inputs, (x[0, :, :, at : at + tokens], x[1, :, :, at : at + tokens]), state)
-        at += tokens
-    assert at == 60 and inputs.pages.lengths.tolist() == [53, 53] and state.tolist() == [0, 0, 70]
-    for side in (0, 1):
-        codec = inputs.pages.codecs[side]
-        for b in range(2):
-            for h in range(2):
-                found = row(inputs, b, h, side)
-                wanted = x[side, b, h].half().float()
-                assert torch.equal(found[:2], wanted[:2]) and torch.equal(found[55:], wanted[55:])
-                statistics = inputs.pages.statistics[side]
-                if not any(buffer.heads == "shared" for buffer in codec.buffers(64)):
-                    codes = codec.quantize(wanted[None, None, 2:55].half().expand(1, 2, -1, -1), statistics)
-                    torch.testing.assert_close(found[2:55], codec.dequantize(codes | statistics, 64)[0, h], rtol=1e-5, atol=1e-5)
-
-
-@KERNELS
-@pytest.mark.parametrize("format", slowly(STORED, ["int8", "turboquant_3bit_nc"]))
-def test_the_kernel_that_appends(format):
-    from qkvcache.kernels.triton_append import launch_of_append
-
-    torch.manual_seed(0)
-    one, state = empty(format, rows=2, room=66, sinks=2, ring=7, heads=3, dims=(64, 96))
-    torch.manual_seed(0)
-    other, other_state = empty(format, rows=2, room=66, sinks=2, ring=7, heads=3, dims=(64, 96))
-    for tokens in (1, 3, 7, 6, 5, 7, 7, 7, 7, 7, 7, 7, 4, 1):  # of which the last one finds no room
-        x = tuple(torch.randn(2, 3, tokens, dim, device=DEVICE).half() for dim in (64, 96))
-        launch_of_append(one, x, state)(x)
-        reference.append_tokens(other, x, other_state)
-    assert state.tolist() == other_state.tolist() and state[1] == 1
-    pairs = list(zip(tensors(one), tensors(other), strict=True))
-    exact = len(pairs) - 6
-    assert all(torch.equal(x.nan_to_num(), y.nan_to_num()) for x, y in pairs[exact:])
-    for side in (0, 1):
-        for b in range(2):
-            for h in range(3):
-                x, y = row(one, b, h, side), row(other, b, h, side)
-                assert (x - y).norm() <= 0.02 * y.norm()  # codes between two levels may turn to either
-
-
 def test_operators():
     """What a compiled graph calls does what the functions do."""
-    torch.manual_seed(0)
-    one, state = empty("turboquant_3bit_nc", rows=2, room=40, sinks=2, ring=4, heads=2, dims=(64, 64))
-    torch.manual_seed(0)
-    other, other_state = empty("turboquant_3bit_nc", rows=2, room=40, sinks=2, ring=4, heads=2, dims=(64, 64))
+    inputs = build(REGISTRY["turboquant_3bit_nc"], [36, 20], sinks=2, ring=4, device=DEVICE)
     options = torch.tensor([1.0, -1.0, 0.0, 2.0]), torch.ones(2, 1), 0.2, 10.0, 12, False
-    for _ in range(6):
-        x = torch.randn(2, 2, 2, 3, 64, device=DEVICE).half()
-        torch.ops.qkvcache.append_tokens(*one.arguments, *x, state)
-        append_tokens(other, (x[0], x[1]), other_state)
-    for x, y in zip((state, *tensors(one)), (other_state, *tensors(other)), strict=True):
-        assert torch.equal(x.nan_to_num(), y.nan_to_num())
     query = torch.randn(2, 4, 1, 64, device=DEVICE).half()
     sinks, observed, scaling, softcap, window, causal = (x.to(DEVICE) if isinstance(x, Tensor) else x for x in options)
-    outs = torch.ops.qkvcache.attend_pages(query, *one.arguments, None, sinks, observed, scaling, softcap, window, causal)
-    wanted = attend_pages(query, other, sinks=sinks, observed=observed, scaling=scaling, softcap=softcap, window=window, causal=causal)
+    outs = torch.ops.qkvcache.attend_pages(query, *inputs.arguments, None, sinks, observed, scaling, softcap, window, causal)
+    wanted = attend_pages(query, inputs, sinks=sinks, observed=observed, scaling=scaling, softcap=softcap, window=window, causal=causal)
     for x, y in zip(outs, wanted, strict=True):
         assert torch.equal(x, y)
     torch.library.opcheck(
         torch.ops.qkvcache.attend_pages,
-        (query, *one.arguments, None, sinks, observed, scaling, softcap, window, causal),
+        (query, *inputs.arguments, None, sinks, observed, scaling, softcap, window, causal),
         test_utils=("test_schema", "test_faketensor"),
     )
 
@@ -367,7 +296,7 @@ def far_apart(inputs: PagedInputs) -> PagedInputs:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="memory of a GPU is allocated whether it is written or not")
 @pytest.mark.parametrize("format", ["int8_token", "turboquant_3bit_nc"])
 def test_pages_of_a_pool_beyond_32_bits(format):
-    from qkvcache.kernels import fused, triton_append, triton_dequantize, triton_quantize
+    from qkvcache.kernels import fused, triton_dequantize, triton_quantize
 
     near = build(REGISTRY[format], [70], heads=1, sinks=0, ring=4)
     far = far_apart(near)
@@ -383,8 +312,6 @@ def test_pages_of_a_pool_beyond_32_bits(format):
         page = int(inputs.pages.table[0, 1])
         slots = torch.tensor([[page * 64 + 20]])  # the token of another row, say
         triton_quantize.quantize_pages(inputs.pages.codecs, new, inputs.pages.planes, inputs.pages.statistics, slots)
-        triton_append.launch_of_append(inputs, new, torch.tensor([0, 0, 100], dtype=torch.int32))(new)
-        assert inputs.pages.lengths.tolist() == [71]
     used = near.pages.table[0, :2].long()
     for codes, others in zip(near.pages.planes, far.pages.planes, strict=True):
         for name, plane in codes.items():

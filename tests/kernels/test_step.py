@@ -17,8 +17,8 @@ if not (torch.cuda.is_available() or triton.knobs.runtime.interpret):
     pytest.skip("needs a GPU, or Triton's interpreter", allow_module_level=True)
 
 from qkvcache.kernels import fused  # noqa: E402
-from qkvcache.kernels.triton_append import launch_of_step  # noqa: E402
 from qkvcache.kernels.triton_quantize import supports  # noqa: E402
+from qkvcache.kernels.triton_step import launch_of_step  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, in the interpreter
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

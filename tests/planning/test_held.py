@@ -183,6 +183,23 @@ def test_every_policy_that_shares_budgets(name, format):
             assert planned.bytes_per_request * ROWS - memory.total in (0, 3 * ROWS * COUNTS)
 
 
+@pytest.mark.parametrize("budget", [policies.Budget(60, heads=(3.0, 1.0)), policies.Budget(1500, 0.1, heads=(1.0, 5.0))], ids=str)
+def test_budgets_by_head_are_planned_exactly(budget):
+    """Also while only some heads are full, and pages grow by an eighth."""
+    config, prompt = MODELS["llama"](), 70 if not budget.share else 1100
+    policy = policies.SnapKV(budget=budget, interval=1, window_size=4, recent=3)
+    options = {"format": "int8", "policy": policy, "num_sink_tokens": 2, "residual_length": 3}
+    layer = CompressedCache(config, **options)._new_layer()
+    for seen in range(prompt, prompt + 1000):
+        new = torch.rand(1, 2, prompt if seen == prompt else 1, 32)
+        layer.update(new, new)
+        layer.begin_attention(None)
+        layer.end_attention(torch.rand(1, 2, layer.stored + new.shape[2]))
+        if seen % 71 == 0:
+            held = sum(bytes_by_role(layer.tensors()).values())
+            assert plan(config, context=seen, prompt=prompt, dtype=torch.float32, **options).bytes_per_request - 3 * held in (0, 3 * COUNTS)
+
+
 def test_the_most_that_is_planned_is_reached():
     """By heads that leave a page unfilled each."""
     policy = policies.H2O(budget=65, recent=0, num_sink_tokens=0, interval=1, alpha_safeguard=1.0)

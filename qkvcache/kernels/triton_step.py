@@ -1,0 +1,129 @@
+"""Storing the tokens of a decode step in storage that counts on the device, in one launch that needs no number from the host: what
+`counted.step` computes, for rows of any lengths and regions of many chunks.
+
+A program stores a tile of new tokens (times heads) of keys or of values. Each token takes a slot of the ring, and the token that was there
+is quantized into the region by the same program. The last program to finish updates the counts: by then all have read them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import triton
+import triton.language as tl
+
+from .segments import Buffers, Pair
+from .triton_dequantize import padded, vectors
+from .triton_quantize import contiguous, launched, store_tile
+
+ROWS = tl.constexpr(128)
+"""Rows whose counts are updated at once."""
+
+
+def launch_of_step(buffers: Buffers, x: Pair) -> Callable[[Pair], None]:
+    """`counted.step` for tokens like `x`, `[B, H, T, D]`, with all other arguments prepared; `T` is 1 where the region may have many
+    chunks."""
+    batch, heads, tokens, _ = x[0].shape
+    *stored, constants, grid, warps = launched(buffers.codecs, contiguous(x), buffers.region.chunks[0])
+    zones = [[(zone[side], *zone[side].stride()[:2]) for zone in (buffers.residual, buffers.sinks)] for side in range(2)]
+    sizes = buffers.sinks[0].shape[2], buffers.residual[0].shape[2], tokens, heads, batch
+
+    def launch(x: Pair) -> None:
+        key, value = ((side, *side.stride()[:3]) for side in contiguous(x))
+        with torch.cuda.device_of(x[0]):
+            _step_kernel[grid](
+                key, *zones[0], stored[0], value, *zones[1], stored[1], buffers.state, buffers.region.table, *sizes, *constants,
+                buffers.grows, num_warps=warps,
+            )  # fmt: skip
+
+    return launch
+
+
+@triton.jit
+def _step_side(
+    x, ring, sinks, planes, state, chunks, sink_slots, ring_slots, tokens, heads,
+    L: tl.constexpr, D: tl.constexpr, ACROSS: tl.constexpr, ALONG: tl.constexpr, GROWS: tl.constexpr, SIDE: tl.constexpr,
+):  # fmt: skip
+    """A program of `_step_kernel`, for keys (SIDE 0) or for values (1); arguments as there."""
+    x, xb, xh, xt = x
+    ring, rb, rh = ring
+    sinks, fb, fh = sinks
+    b, h0, h, t, live = vectors(tokens, heads, ACROSS, ALONG)
+    seq_length = tl.load(state + 4 + 2 * b)
+    quantized = tl.load(state + 5 + 2 * b)
+    live = live & (seq_length + tokens <= tl.load(state + 2))
+    opening = tl.minimum(tl.maximum(sink_slots - seq_length, 0), tokens)  # of the new tokens, the sinks
+    in_ring = seq_length - tl.minimum(seq_length, sink_slots) - quantized
+    rank = t - opening
+    leaves = live & (rank + in_ring >= ring_slots)
+    place = ring + b * rb + h * rh + (quantized + in_ring + tl.maximum(rank, 0)) % ring_slots * D
+    c = tl.arange(0, padded(D))[None, :]
+    old = tl.load(place[:, None] + c, mask=leaves[:, None] & (c < D), other=0.0)
+    first_slot = quantized + in_ring - opening - ring_slots  # of token 0
+    if GROWS:  # the chunk that holds the slot, nearly always the last; its planes are as far from the first one's as the table says
+        table, codes, cb, ch, high, hb, hh, scales, sb, sh, center, eb, eh = planes
+        first = tl.load(chunks + 1)
+        row = chunks + (tl.load(state + 3) - 1) * 8
+        start = tl.load(row)
+        while start > tl.maximum(first_slot, 0):
+            row -= 8
+            start = tl.load(row)
+        capacity = tl.load(row + 1)
+        first_slot = (first_slot - start).to(tl.int32)
+        UNIT: tl.constexpr = 2 if codes.dtype.element_ty.primitive_bitwidth == 8 else 1  # the table counts words of 16 bits
+        codes += tl.multiple_of(tl.load(row + 2 + 3 * SIDE), 16) * UNIT
+        high += tl.multiple_of(tl.load(row + 3 + 3 * SIDE), 16) * 2
+        cb, ch, hb, hh = cb // first * capacity, ch // first * capacity, hb // first * capacity, hh // first * capacity
+        if L.span != "once":
+            scales += tl.multiple_of(tl.load(row + 4 + 3 * SIDE), 16)
+            sb, sh = sb // first * capacity, sh // first * capacity
+        planes = table, codes, cb, ch, high, hb, hh, scales, sb, sh, center, eb, eh
+    store_tile(old, leaves, b, b, h0, first_slot + t, planes, L, D, ACROSS)
+    new = tl.load(x + (b * xb + h * xh + t * xt)[:, None] + c, mask=live[:, None] & (c < D), other=0.0)
+    tl.debug_barrier()  # before what others of this program have read is overwritten
+    tl.store(place[:, None] + c, new, mask=(live & (rank >= 0))[:, None] & (c < D))
+    sink = sinks + b * fb + h * fh + (seq_length + t) * D
+    tl.store(sink[:, None] + c, new, mask=(live & (rank < 0))[:, None] & (c < D))
+
+
+@triton.jit(do_not_specialize=["sink_slots", "ring_slots", "tokens", "heads", "rows"])
+def _step_kernel(
+    key, k_ring, k_sinks, k_planes, value, v_ring, v_sinks, v_planes, state, chunks, sink_slots, ring_slots, tokens, heads, rows,
+    K: tl.constexpr, D: tl.constexpr, V: tl.constexpr, DV: tl.constexpr, ACROSS: tl.constexpr, ALONG: tl.constexpr, GROWS: tl.constexpr,
+):  # fmt: skip
+    """Grid (tiles of ALONG tokens and ACROSS heads, B, 2): keys, values. Tensors of vectors come with their strides, in elements, of packed
+    codes and high bits in words of 16 bits.
+
+    key       [B, H, tokens, D] model dtype, channels contiguous: over the first three dimensions; `tokens` <= `ring_slots`, 1 if GROWS
+    k_ring    [B, H, ring_slots, D] model dtype, tokens contiguous: over rows and heads      k_sinks   [B, H, sink_slots, D] likewise
+    k_planes, K   as of `triton_quantize._quantize_kernel`, planes of the first chunk
+    value, v_ring, v_sinks, v_planes, V   the same of values, [.., DV]
+    state     int32 [4 + 2 B]: `segments.Buffers`
+    chunks    int64 [chunks, 8]: `QuantizedRegion.table`, read if GROWS
+    heads     H                        rows   B                     GROWS   whether there may be more chunks than one
+    """
+    if tl.program_id(2) == 0:
+        _step_side(
+            key, k_ring, k_sinks, k_planes, state, chunks, sink_slots, ring_slots, tokens, heads, K, D, ACROSS, ALONG, GROWS, 0
+        )  # fmt: skip
+    else:
+        _step_side(
+            value, v_ring, v_sinks, v_planes, state, chunks, sink_slots, ring_slots, tokens, heads, V, DV, ACROSS, ALONG, GROWS, 1
+        )  # fmt: skip
+    tl.debug_barrier()
+    programs = tl.num_programs(0) * tl.num_programs(1) * tl.num_programs(2)
+    if tl.atomic_add(state, 1, sem="acq_rel") == programs - 1:
+        room = tl.load(state + 2)
+        dropped = 0
+        for begin in range(0, rows, ROWS):
+            row = begin + tl.arange(0, ROWS)
+            lengths = state + 4 + 2 * row
+            seq_length = tl.load(lengths, mask=row < rows, other=0)
+            quantized = tl.load(lengths + 1, mask=row < rows, other=0)
+            fits = seq_length + tokens <= room
+            leaving = tl.maximum(seq_length + tokens - sink_slots - quantized - ring_slots, 0)
+            tl.store(lengths, tl.where(fits, seq_length + tokens, seq_length), mask=row < rows)
+            tl.store(lengths + 1, tl.where(fits, quantized + leaving, quantized), mask=row < rows)
+            dropped = tl.maximum(dropped, tl.max(tl.where(fits | (row >= rows), 0, tokens), 0))
+        tl.store(state + 1, tl.load(state + 1) + dropped)
+        tl.store(state, 0)
