@@ -80,13 +80,10 @@ def launches_unguarded(tree: ast.AST) -> list[int]:
     """Lines that launch a kernel of Triton on the current device, whichever device the tensors are on."""
     guarded: set[ast.AST] = set()
     for node in ast.walk(tree):
-        guards = []
         if isinstance(node, ast.With):
             guards = [item.context_expr.func for item in node.items if isinstance(item.context_expr, ast.Call)]
-        elif isinstance(node, ast.FunctionDef):
-            guards = node.decorator_list
-        if any(ast.unparse(guard) in ("torch.cuda.device_of", "on_its_device") for guard in guards):
-            guarded |= set(ast.walk(node))
+            if any(ast.unparse(guard) == "torch.cuda.device_of" for guard in guards):
+                guarded |= set(ast.walk(node))
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript)]
     return [call.lineno for call in calls if ast.unparse(call.func.value).endswith("_kernel") and call not in guarded]
 
@@ -100,7 +97,6 @@ def test_an_unguarded_launch_is_seen():
     launch = "a_kernel[(1,)](x)"
     assert launches_unguarded(ast.parse(f"def f(x):\n    {launch}")) == [2]
     assert not launches_unguarded(ast.parse(f"with torch.cuda.device_of(x):\n    {launch}"))
-    assert not launches_unguarded(ast.parse(f"@on_its_device\ndef f(x):\n    {launch}"))
 
 
 PAGES = [Path(name) for name in ("README.md", "CONTRIBUTING.md", "eval/README.md")]

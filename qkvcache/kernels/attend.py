@@ -55,7 +55,7 @@ def attend_observed(
     """
     batch, query_heads, queries, _ = query.shape
     _, heads, tokens, _ = attention_inputs.key.shape
-    logits = _logits(query, attention_inputs, mask, **options)
+    logits = scores(query, attention_inputs, mask, **options)
     probabilities = logits.softmax(-1)[..., :tokens]
     rows = (batch, heads, query_heads // heads * queries)
     out = pv(probabilities.reshape(*rows, tokens), attention_inputs.value).view(batch, query_heads, queries, -1).to(query.dtype)
@@ -66,7 +66,7 @@ def attend_observed(
     return out, (count.reshape(rows)[:, :, None] @ counted.reshape(*rows, tokens))[:, :, 0]
 
 
-def _logits(
+def scores(
     query: Tensor,
     attention_inputs: AttentionInputs,
     mask: Tensor | None,

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar, Unpack
+from typing import Any, NamedTuple, Unpack
 
 import torch
 import triton
@@ -89,21 +89,6 @@ def split(tokens: int, groups: int, tile: int, warps: int) -> int:
     wanted = min(max(warps // groups - 1, 1), MOST_SPLITS)  # one is for the exact tokens
     each = max(-(-tokens // wanted), LEAST_SPLIT)
     return -(-tokens // (-(-each // tile) * tile))
-
-
-P = ParamSpec("P")
-R = TypeVar("R")
-
-
-def on_its_device(launches: Callable[Concatenate[Tensor, P], R]) -> Callable[Concatenate[Tensor, P], R]:
-    """Triton launches on the current device, wherever the tensors are: where a model is spread over several GPUs, on the wrong one."""
-
-    @functools.wraps(launches)
-    def on_device(first: Tensor, *args: P.args, **kwargs: P.kwargs) -> R:
-        with torch.cuda.device_of(first):
-            return launches(first, *args, **kwargs)
-
-    return on_device
 
 
 class Arguments(NamedTuple):
@@ -286,12 +271,12 @@ class Call:
         return out, lse, attention_sums
 
 
-@on_its_device
 def _rotate(query: Tensor, matrix: Tensor, factor: float) -> Tensor:
     """Contiguous queries `[..., D]` times `matrix` `[D, D]` and `factor`, in fp32."""
     out, dim = torch.empty_like(query, dtype=torch.float32), query.shape[-1]
     rows = query.numel() // dim
-    rotate_kernel[(-(-rows // 16),)](query, matrix, out, rows, D=dim, DP=triton.next_power_of_2(dim), R=16, TURN=factor)
+    with torch.cuda.device_of(out):  # Triton launches on the current device, wherever the tensors are
+        rotate_kernel[(-(-rows // 16),)](query, matrix, out, rows, D=dim, DP=triton.next_power_of_2(dim), R=16, TURN=factor)
     return out
 
 
@@ -342,7 +327,6 @@ def attend_pages(
     return _attend(query, mask, arguments_of_pages(inputs), (max_length, sink_slots, ring_slots), options, launch, tokens=inputs.tokens)
 
 
-@on_its_device
 def _attend(
     query: Tensor,
     mask: Tensor | None,
@@ -363,9 +347,10 @@ def _attend(
         least = -(-max(tokens * call.heads * call.blocks // call.programs, LEAST_SPLIT) // call.tile) * call.tile
         splits = min(-(-n_quantized // least), MOST_SPLITS)
     call.allocate(max(splits, 1 - call.exact) + call.exact)
-    attend_kernel[(call.splits, call.blocks, call.batch * call.heads)](
-        call.query, call.region_query, args.use.rotation, args.use.signs, *args.places, *args.planes, args.exact, call.mask, *call.outputs,
-        call.weights, call.tops, *call.query.stride()[:3], *args.place_strides, *args.strides, args.exact_strides, *call.mask_strides,
-        *call.scalars, chunks, n_sinks, n_quantized, n_residual, least, call.heads, call.queries, **call.constants,
-    )  # fmt: skip
+    with torch.cuda.device_of(query):
+        attend_kernel[(call.splits, call.blocks, call.batch * call.heads)](
+            call.query, call.region_query, args.use.rotation, args.use.signs, *args.places, *args.planes, args.exact, call.mask,
+            *call.outputs, call.weights, call.tops, *call.query.stride()[:3], *args.place_strides, *args.strides, args.exact_strides,
+            *call.mask_strides, *call.scalars, chunks, n_sinks, n_quantized, n_residual, least, call.heads, call.queries, **call.constants,
+        )  # fmt: skip
     return call.finish()

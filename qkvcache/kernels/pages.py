@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from ..formats.base import Codec, Codes
-from .attend import HIDDEN, Options, apply_mask
-from .segments import CODECS, Exact, KeysOrValues, Packed, Pair, names, number, pv, qk
+from .attend import HIDDEN, Options, apply_mask, scores
+from .segments import CODECS, AttentionInputs, Exact, KeysOrValues, Packed, Pair, names, number, pv
 
 COLUMNS = BEGIN, SINK_ROW, SINKS, RING_ROW, RING_START, RING_TOKENS = range(6)
 """Columns of `PagedInputs.rows`."""
@@ -193,15 +193,12 @@ def attend_pages(
     slot, fp32 `[B, H, S + max_length + R]`, without `observed` `[B, H, 0]`. A row without tokens has the output 0 and, without `sinks`,
     the log -inf.
     """
-    batch, query_heads, queries, dim = query.shape
+    batch, query_heads, queries, _ = query.shape
     key, exists = _side(inputs, 0)
     value, _ = _side(inputs, 1)
     heads, slots = key.shape[1:3]
     groups = query_heads // heads
-    rows = query.float().mul(dim**-0.5 if scaling is None else scaling).reshape(batch, heads, groups * queries, dim)
-    logits = qk(rows, key).view(batch, heads, groups, queries, slots)
-    if softcap is not None:
-        logits = softcap * torch.tanh(logits / softcap)
+    logits = scores(query, AttentionInputs(key, value), None, scaling, softcap=softcap).unflatten(1, (heads, groups))
     column = inputs.columns(exists)[:, :, None, None]
     newest = column.amax(-1, keepdim=True) + 1 - queries + torch.arange(queries, device=query.device)[:, None]
     if mask is not None:

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .attend import HIDDEN as HIDDEN_SCORE
-from .fused import architecture, on_its_device
+from .fused import architecture
 from .triton_attend import HIDDEN, LOG2E, _capped
 from .triton_math import exp2
 
@@ -181,7 +181,6 @@ def tiles(head_dim: int, arch: int) -> tuple[dict[str, int], dict[str, int]]:
     return {"BQ": 128, "BT": 128, "num_warps": 8, "num_stages": 2}, {"BQ": 64, "BT": 128, "num_warps": warps, "num_stages": 2}
 
 
-@on_its_device
 def sum_attention(
     query: Tensor,
     key: Tensor,
@@ -210,15 +209,16 @@ def sum_attention(
     strides = (*query.stride()[:3], *key.stride()[:3], shown_stride)
     numbers = (scaling * (1.0 if softcap is not None else LOG2E.value), softcap or 1.0, heads, queries, tokens, before)
     for_lse, for_columns = tiles(dim, arch)
-    if lse is None:
-        lse = torch.empty(batch, query_heads, queries, dtype=torch.float32, device=query.device)
-        lse_kernel[(triton.cdiv(queries, for_lse["BQ"]), batch * query_heads)](
-            query, key, shown, counts if sinks is None else sinks, lse, *strides, *numbers,
-            **shape, **options, SINKS=sinks is not None, **for_lse,
-        )  # fmt: skip
     attention_sums = torch.empty(batch, heads, tokens, dtype=torch.float32, device=query.device)
-    column_kernel[(triton.cdiv(tokens, for_columns["BT"]), batch * heads)](
-        query, key, shown, counts, lse.contiguous(), attention_sums, *strides, *numbers, **shape, **options, LARGEST=largest,
-        **for_columns,
-    )  # fmt: skip
+    with torch.cuda.device_of(query):
+        if lse is None:
+            lse = torch.empty(batch, query_heads, queries, dtype=torch.float32, device=query.device)
+            lse_kernel[(triton.cdiv(queries, for_lse["BQ"]), batch * query_heads)](
+                query, key, shown, counts if sinks is None else sinks, lse, *strides, *numbers,
+                **shape, **options, SINKS=sinks is not None, **for_lse,
+            )  # fmt: skip
+        column_kernel[(triton.cdiv(tokens, for_columns["BT"]), batch * heads)](
+            query, key, shown, counts, lse.contiguous(), attention_sums, *strides, *numbers, **shape, **options, LARGEST=largest,
+            **for_columns,
+        )  # fmt: skip
     return attention_sums

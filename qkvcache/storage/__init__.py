@@ -7,22 +7,3 @@ from .head_pages import HeadPages
 from .metadata import TokenMetadata
 from .quantized import Copy
 from .storage import Storage, attention_inputs_of, group_of
-
-__all__ = [
-    "GROUP",
-    "MAX_GROWTH",
-    "PAGE",
-    "Chunks",
-    "Copy",
-    "EvictingStorage",
-    "HeadPages",
-    "Storage",
-    "TokenMetadata",
-    "attention_inputs_of",
-    "block_of",
-    "check_room",
-    "copy_to",
-    "differ",
-    "group_of",
-    "growth",
-]
