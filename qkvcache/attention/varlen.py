@@ -6,6 +6,7 @@ each new length, which takes a tenth of a second.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,6 +58,10 @@ def in_one_launch(query: Tensor, value: Tensor) -> bool:
         and query.dtype in (torch.float16, torch.bfloat16)
         and query.shape[3] == value.shape[3] <= 256
         and query.shape[3] % 8 == 0
-        and torch.backends.cuda.is_flash_attention_available()
-        and torch.cuda.get_device_capability(query.device) >= (8, 0)
+        and _has_flash(query.device)
     )
+
+
+@functools.cache
+def _has_flash(device: torch.device) -> bool:
+    return torch.backends.cuda.is_flash_attention_available() and torch.cuda.get_device_capability(device) >= (8, 0)

@@ -81,9 +81,13 @@ class Row:
         return [sinks, self.blocks[0], sinks, self.past_ring, self.past_quantized % self.slots, self.past_ring_tokens]
 
     def page_slots(self) -> list[int]:
-        """Slots of the new tokens in the pages."""
-        size, blocks = self.page_size, self.blocks
-        return [blocks[n // size] * size + n % size for n in range(self.past, self.end)]
+        """Slots of the new tokens in the pages, page by page."""
+        size, slots, at = self.page_size, list[int](), self.past
+        while at < self.end:
+            count = min(size - at % size, self.end - at)
+            slots += range(self.page_slot(at), self.page_slot(at) + count)
+            at += count
+        return slots
 
     def ring_places(self) -> range:
         """The new tokens that are written into the ring."""
@@ -92,6 +96,9 @@ class Row:
     def sink_places(self) -> range:
         """The new tokens that are stored as first tokens."""
         return range(self.past, min(self.end, self.sink_slots))
+
+    def page_slot(self, place: int) -> int:
+        return self.blocks[place // self.page_size] * self.page_size + place % self.page_size
 
     def ring_slot(self, place: int) -> int:
         return self.ring * self.slots + place % self.slots
@@ -103,7 +110,7 @@ class Row:
         """The header of a row with one new token."""
         sink = self.sink_slot(self.past) if self.past < self.sink_slots else 0
         ring = 0 if self.past < self.sink_slots else self.ring_slot(self.past)
-        return [*self.columns(), *self.page_slots(), ring, sink]
+        return [*self.columns(), self.page_slot(self.past), ring, sink]
 
 
 @dataclass
@@ -124,19 +131,17 @@ class Chunks:
 
     rows: list[Row]
     begin: int
+    end: int
+    tokens: int
+    """Those of the pasts, and new ones."""
     fits: bool
-    """Whether the scratch has room for their tokens; those of one row may be more."""
+    """Whether the scratch has room for them; those of one row may be more."""
     sequences: Sequences = field(init=False)
     past: Past | None = None
 
-    @property
-    def end(self) -> int:
-        return self.begin + sum(row.count for row in self.rows)
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of the past, and new ones."""
-        return sum(row.end for row in self.rows)
+    def add(self, row: Row) -> None:
+        self.rows.append(row)
+        self.end, self.tokens = self.end + row.count, self.tokens + row.end
 
     def numbers(self) -> list[list[int]]:
         """What the device needs to know: the first query of each row and, if any row has a past, the first token; columns, lengths, tables
@@ -232,9 +237,9 @@ class Batch:
                 decoded.append(row)
                 places.append(begin)
             elif chunks and chunks[-1].end == begin and chunks[-1].tokens + row.end <= self.scratch_tokens:
-                chunks[-1].rows.append(row)
+                chunks[-1].add(row)
             else:
-                chunks.append(Chunks([row], begin, row.end <= self.scratch_tokens))
+                chunks.append(Chunks([row], begin, begin + row.count, row.end, row.end <= self.scratch_tokens))
         count = len(pages)
         for slots in (pages, ring, sinks):
             slots += [-1] * (tokens - len(slots))
