@@ -2,6 +2,7 @@
 
     python eval/bench_policies.py                       under a minute on an H100: 8 layers of the shape of Llama-3.1-8B, a prompt of 32k
     python eval/bench_policies.py --quick               two tiny layers, on any device
+    python eval/bench_policies.py --markdown            the table of the documentation, from the rows
 
 A row for each policy, appended to `--out` as soon as it is measured: `prompt_ms` against `none_prompt_ms`, the prompt without a policy,
 and what the policy adds as a share of the time of flash attention alone (`added_per_attention`), or for KVzip as prefills
@@ -23,7 +24,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from qkvcache import CompressedCache, policies
-from qkvcache.evaluation.rows import provenance
+from qkvcache.evaluation.rows import provenance, read_rows
 
 RESULTS = Path(__file__).parent / "results" / "policies_speed.jsonl"
 SHAPES = {
@@ -131,8 +132,12 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--policies", nargs="*", help="names of rows; all by default")
     parser.add_argument("--seconds", type=float, default=60.0, help="no policy is begun after this time")
     parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--markdown", action="store_true")
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args(arguments)
+    if args.markdown:
+        print(markdown(read_rows(args.out)))
+        return
     args.context = args.context or (512 if args.quick else 32768)
     args.budget = args.budget or args.context // 4
     args.layers = args.layers or (2 if args.quick else 8)
@@ -175,6 +180,26 @@ def measure(args: argparse.Namespace) -> None:
         args.out.parent.mkdir(parents=True, exist_ok=True)
         with args.out.open("a") as out:
             out.write(json.dumps(same | row) + "\n")
+
+
+def markdown(rows: list[dict]) -> str:
+    """The newest row of each policy."""
+    newest = {row["policy"]: row for row in rows if "step_ms" in row and row["shape"] == "8b"}
+    first = next(iter(newest.values()))
+    lines = [
+        f"{first['machine']}, {first['layers']} layers, a prompt of {first['context']:,} tokens, a budget of {first['budget']:,}:",
+        "",
+        "| policy | prompt, ms | added, of flash attention's time | prefills | step, ms | of a step without |",
+        "|---|---:|---:|---:|---:|---:|",
+        f"| none | {first['none_prompt_ms']:.0f} | | 1.00 | {first['none_step_ms']:.1f} | 1.00 |",
+    ]
+    for policy in sorted(newest, key=lambda name: newest[name]["prompt_ms"] / newest[name]["none_prompt_ms"]):
+        row = newest[policy]
+        added = "" if policy == "kvzip" else f"{row['added_per_attention']:.0%}"
+        lines.append(
+            f"| {policy} | {row['prompt_ms']:.0f} | {added} | {row['prefills']:.2f} | {row['step_ms']:.1f} | {row['step_ratio']:.2f} |"
+        )
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

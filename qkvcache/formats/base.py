@@ -8,7 +8,7 @@ counts and planning all read `buffers`, the only place that says how wide a toke
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cached_property
@@ -146,16 +146,16 @@ class Codec(ABC):
         which is left out; None: no padding."""
         return {}
 
-    def allocate(self, like: Tensor, tokens: int, per_head: bool = False, make: Callable[..., Tensor] = torch.zeros) -> tuple[Codes, Codes]:
+    def allocate(self, like: Tensor, tokens: int, per_head: bool = False) -> tuple[Codes, Codes]:
         """Buffers kept for each of `tokens` tokens, and buffers kept once, for the rows, heads, channels, dtype and device of `like`
-        `[B, H, T, D]`. With `per_head`, each head has a copy of buffers that heads would share. `make(shape, dtype=, device=)` makes a
-        tensor."""
+        `[B, H, T, D]`. With `per_head`, each head has a copy of buffers that heads would share."""
         each: Codes = {}
         statistics: Codes = {}
         for buffer in self.buffers(like.shape[3]):
             heads = like.shape[1] if per_head or buffer.heads == "each" else 1
             target, count = (each, tokens) if buffer.tokens == "each" else (statistics, 1)
-            target[buffer.name] = make((like.shape[0], heads, count, buffer.width), dtype=buffer.dtype or like.dtype, device=like.device)
+            shape = like.shape[0], heads, count, buffer.width
+            target[buffer.name] = torch.zeros(shape, dtype=buffer.dtype or like.dtype, device=like.device)
         return each, statistics
 
     def roles(self, codes: Codes, head_dim: int) -> Iterator[tuple[str, Tensor]]:

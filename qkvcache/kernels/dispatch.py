@@ -143,7 +143,7 @@ def attend_pages(
     if torch.compiler.is_compiling():
         return torch.ops.qkvcache.attend_pages(query, *inputs.arguments, mask, **options)
     if on_triton(query.device):
-        if fused().supports_pages(query, inputs):
+        if fused().supports(inputs, query):
             return fused().attend_pages(query, inputs, mask, **options)
         _warn_once(_NO_KERNEL.format(query.shape[3], query.dtype))
     return paged.attend_pages(query, inputs, mask, **options)

@@ -102,12 +102,14 @@ calls = 0
 """How often the fused kernels ran."""
 
 
-def supports(attention_inputs: AttentionInputs, query: Tensor) -> bool:
-    """Whether the fused kernel can read these inputs."""
-    if attention_inputs.region is not None and not all(map(layout_of, (attention_inputs.region.key, attention_inputs.region.value))):
-        return False
-    widths = (attention_inputs.key.shape[3], attention_inputs.value.shape[3])
-    return query.dtype == attention_inputs.key.dtype and all(dim % 16 == 0 and dim <= 256 for dim in widths)
+def supports(inputs: AttentionInputs | PagedInputs, query: Tensor) -> bool:
+    """Whether the fused kernel can read these inputs, exact tokens among them."""
+    if isinstance(inputs, PagedInputs):
+        codecs, recent = inputs.pages.codecs, inputs.ring
+    else:
+        codecs, recent = inputs.region.codecs if inputs.region else (), inputs.exact[2:]  # type: ignore[assignment]
+    fits = query.dtype == recent[0].dtype and all(x.shape[3] % 16 == 0 and x.shape[3] <= 256 for x in recent)
+    return fits and all(map(layout_of, codecs))
 
 
 @functools.lru_cache(maxsize=8)
@@ -185,7 +187,7 @@ def arguments_of_chunks(inputs: AttentionInputs) -> Arguments:
         return buffers.launch
     shared, once = (region.shared, region.statistics) if region else ((False, False), (False, False))
     args = Arguments.of(
-        (region.key, region.value) if region else None,
+        region.codecs if region else None,
         region.chunks[0] if region else (),
         inputs.exact,
         (region.table if region else None, *((buffers.state, buffers.lengths) if buffers else (None, None))),
@@ -346,16 +348,6 @@ def fused_attend(
     launch = launch or tiled(query, attention_inputs, mask, options)
     zones = 0 if region is None else region.tokens, exact[0].shape[2], exact[2].shape[2]
     return _attend(query, mask, arguments_of_chunks(attention_inputs), zones, options, launch, chunks=len(region.chunks) if region else 0)
-
-
-def supports_pages(query: Tensor, inputs: PagedInputs) -> bool:
-    """Whether the fused kernel can read these inputs."""
-    widths = (inputs.ring[0].shape[3], inputs.ring[1].shape[3])
-    return (
-        all(map(layout_of, inputs.pages.codecs))
-        and query.dtype == inputs.ring[0].dtype
-        and all(dim % 16 == 0 and dim <= 256 for dim in widths)
-    )
 
 
 def attend_pages(

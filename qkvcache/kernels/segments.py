@@ -118,6 +118,10 @@ class QuantizedRegion:
     def __post_init__(self) -> None:
         self.numbers = number(self.key), number(self.value)
 
+    @property
+    def codecs(self) -> tuple[Codec, Codec]:
+        return self.key, self.value
+
     @cached_property
     def shared(self) -> tuple[bool, bool]:
         """Whether all heads share one scale: of keys, of values."""
@@ -135,7 +139,7 @@ class QuantizedRegion:
     @cached_property
     def planes(self) -> list[Tensor]:
         """The planes of the first chunk, keys before values: codes or low bits, high bits, scales. Missing ones are empty tensors."""
-        return [plane for codec, codes in zip((self.key, self.value), self.chunks[0], strict=True) for plane in planes_of(codec, codes)]
+        return [plane for codec, codes in zip(self.codecs, self.chunks[0], strict=True) for plane in planes_of(codec, codes)]
 
 
 @functools.cache
@@ -214,7 +218,7 @@ class Buffers:
 
     @property
     def codecs(self) -> tuple[Codec, Codec]:
-        return self.region.key, self.region.value
+        return self.region.codecs
 
     @property
     def lengths(self) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -94,6 +95,10 @@ def recommend(
     weights_memory: WeightsMemory = None,
     tensor_parallel: TensorParallel = 1,
     dtype: Dtype = None,
+    head_profile: Annotated[
+        Path | None,
+        typer.Option(help="Profile of the model (`qkvcache profile-heads`): facts survive eviction.", exists=True, dir_okay=False),
+    ] = None,
     json_output: JsonOption = False,
 ) -> None:
     """Show which cache to choose, why, its bytes, and the nearest flags of vLLM and SGLang."""
@@ -105,7 +110,8 @@ def recommend(
     }  # fmt: skip
     config = _config(model)
     with refusals():
-        recommendation = ask(config, **options)  # type: ignore[arg-type]
+        profile = head_profile and policies.HeadProfile.load(head_profile)
+        recommendation = ask(config, **options, head_profile=profile)  # type: ignore[arg-type]
     if json_output:
         print(json.dumps(recommendation.as_json(), indent=1))
     else:

@@ -295,9 +295,10 @@ def _longest(fits: Callable[[int], bool]) -> int:
 
 
 def _describe(policy: Policy) -> str:
-    """The policy with the budget of its first layer."""
-    budget = policy.budgets[0]
-    parts = (f"{budget.tokens:,}" if budget.tokens else "", f"{budget.share:.0%}" if budget.share else "")
+    """The policy with its budget, the mean over layers."""
+    budgets = policy.budgets
+    tokens, share = round(sum(b.tokens for b in budgets) / len(budgets)), sum(b.share for b in budgets) / len(budgets)
+    parts = (f"{tokens:,}" if tokens else "", f"{share:.0%}" if share else "")
     return f"{policy.name} {' + '.join(filter(None, parts))}"
 
 

@@ -8,7 +8,7 @@ import torch
 import transformers as hf
 
 import qkvcache
-from qkvcache import CompressedCache, plan, recommend
+from qkvcache import CompressedCache, plan, policies, recommend
 from qkvcache.formats import REGISTRY
 from qkvcache.planning import engines
 from qkvcache.planning.plan import Plan
@@ -68,6 +68,22 @@ def test_nothing_that_may_be_asked_for_is_evicted():
         assert not found.plan.fits and found.plan.policy is None
     assert recommend(LLAMA_70B, workload="question", **memory).plan.policy == "SnapKV 50,000"
     assert recommend(LLAMA_70B, workload="continue", **memory).plan.policy == "SnapKV 25,000"
+
+
+def test_a_profile_lets_facts_survive_eviction():
+    heads = SMALL.num_key_value_heads
+    profile = policies.HeadProfile(tuple(tuple((1.0 / (1 + head), 0.5, 0.1) for head in range(heads)) for _ in range(3)))
+    names = []
+    for gpu_memory in (1e9, 14e6, 10e6, 1e3):
+        found = recommend(SMALL, context=100_000, gpu_memory=gpu_memory, weights_memory=0, head_profile=profile)
+        cache = eval(found.call, vars(qkvcache) | {"config": SMALL, "profile": profile})
+        names.append((cache.format.name, cache.policy and sum(budget.share for budget in cache.policy.budgets) / 3))
+        assert found.plan.fits == (gpu_memory > 1e3)
+    assert [(name, share and round(share, 1)) for name, share in names] == [
+        ("hadaquant_k4v4", None), ("turboquant_4bit_nc", 0.5), ("turboquant_4bit_nc", 0.2), ("turboquant_4bit_nc", 0.2),
+    ]  # fmt: skip
+    tight = recommend(SMALL, context=100_000, gpu_memory=1e3, weights_memory=0)
+    assert "qkvcache profile-heads" in tight.reason
 
 
 def test_the_usual_guide_is_named():
