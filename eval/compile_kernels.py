@@ -317,7 +317,8 @@ def jobs(everything: bool) -> Iterator[Job]:
         for format in QUICK[-1:] if few else formats:
             yield attention(format, 128, target)
             yield attention_over_pages(format, 128, target)
-            yield attention_in_tiles(format, 128, target, 128)
+            if format != "identity":
+                yield attention_in_tiles(format, 128, target, 128)
         yield from columns(128, target)
         yield arriving(128, 8, target)
         yield storing_exact(128, target)
