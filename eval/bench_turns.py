@@ -32,7 +32,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, PreTra
 from transformers.cache_utils import Cache
 
 from qkvcache import CompressedCache, PrefixStore
-from qkvcache.attention.route import MAX_FUSED_ROWS
+from qkvcache.attention.route import on_codes
 from qkvcache.evaluation.rows import read_rows, replace_rows
 from qkvcache.kernels import attend_on_codes
 from qkvcache.kernels.attend_chunked import attend_chunked
@@ -151,8 +151,8 @@ def compressed_attention(format: str, rows: int, queries: int, config: LlamaConf
     key, value = (torch.randn(rows, heads, queries, dim, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     query = torch.randn(rows, config.num_attention_heads, queries, dim, device="cuda", dtype=torch.bfloat16)
     inputs = cache.update(key, value, 0)[0].attention_inputs
-    few = queries * config.num_attention_heads <= MAX_FUSED_ROWS * heads
-    us = on_the_gpu(lambda: attend_on_codes(query, inputs, causal=True) if few else attend_chunked(query, inputs))
+    codes = on_codes(query, inputs)
+    us = on_the_gpu(lambda: attend_on_codes(query, inputs, causal=True) if codes else attend_chunked(query, inputs))
     return {"cache": format, "rows": rows, "new": queries, "us": us}
 
 

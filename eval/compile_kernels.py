@@ -40,9 +40,10 @@ from qkvcache.kernels import (  # noqa: E402
     triton_store_rows,
     triton_sum_attention,
 )
-from qkvcache.kernels.fused import EXACT_TILE, SUM_TOKENS, launched  # noqa: E402
+from qkvcache.kernels.fused import EXACT_TILE, SUM_TOKENS, TILES, launched  # noqa: E402
 from qkvcache.kernels.pages import GATHER_TILE  # noqa: E402
 from qkvcache.kernels.triton_attend import attend_kernel  # noqa: E402
+from qkvcache.kernels.triton_attend_tiles import attend_tiles_kernel  # noqa: E402
 from qkvcache.kernels.triton_join import reduce_kernel, rotate_kernel  # noqa: E402
 from qkvcache.kernels.triton_sum_splits import sum_splits_kernel  # noqa: E402
 
@@ -145,6 +146,20 @@ def attention_over_pages(format: str, head_dim: int, target: str, variant: str =
     return dataclasses.replace(
         job, name=job.name.replace("attend", "pages"), types=job.types | {"table": "*i32"}, constants=job.constants | {"PAGE": 64}
     )
+
+
+def attention_in_tiles(format: str, head_dim: int, target: str, rows: int, variant: str = "") -> Job:
+    launch = TILES[rows > TILES[0].rows]
+    job = attention(format, head_dim, target, variant)
+    names = {param.name for param in attend_tiles_kernel.params}
+    types = {name: kind for name, kind in job.types.items() if name in names}
+    constants = {name: x for name, x in job.constants.items() if name in names}
+    constants |= {"R": launch.rows, "T": launch.tile, "MASK": job.constants["MASK"] != "none"}
+    options: dict[str, object] = {"num_warps": launch.warps, "num_stages": launch.stages}
+    if launch.registers and constants["ARCH"]:
+        options["maxnreg"] = launch.registers
+    name = " ".join(filter(None, [f"tiles {format} {head_dim}", variant, f"{rows} rows"]))
+    return Job(name, attend_tiles_kernel, types, constants, target, options, may_spill=True)
 
 
 def _not_rotated(how: PackedLayout) -> PackedLayout:
@@ -302,6 +317,7 @@ def jobs(everything: bool) -> Iterator[Job]:
         for format in QUICK[-1:] if few else formats:
             yield attention(format, 128, target)
             yield attention_over_pages(format, 128, target)
+            yield attention_in_tiles(format, 128, target, 128)
         yield from columns(128, target)
         yield arriving(128, 8, target)
         yield storing_exact(128, target)
@@ -315,6 +331,8 @@ def jobs(everything: bool) -> Iterator[Job]:
                 yield attention("turboquant_4bit_nc", 128, target, variant)
             many = [(format, rows) for format in formats for rows in (32, 64)] if everything else [("int8", 64), ("turboquant_4bit_nc", 64)]
             yield from (attention(format, 128, target, rows=rows) for format, rows in many)
+            yield from (attention_in_tiles(format, 128, target, 64) for format, rows in many if rows > 32)
+            yield attention_in_tiles("int8", 128, target, 128, "store")
             yield from (attention(format, 128, target, "store") for format in ("int8", "turboquant_4bit_nc"))
             yield from (attention(format, 128, target, "mass") for format in ("identity", "int8", "turboquant_4bit_nc"))
             yield joining("int8", 128, target)

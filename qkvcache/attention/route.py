@@ -3,9 +3,10 @@
 Constructing a cache calls `install`; importing the library changes nothing. Attention on plain tensors costs half a microsecond more. The
 wrapper gets the query, the keys and values (`CompressedKV`), the mask and the model's keywords:
 
-    sdpa, flash, flex, qkvcache   few queries attend on the codes; many attend on chunks of the past that are dequantized one at a time. If
-                                  the mask is more than causal with padding, the layer is dequantized for the stock kernel; also with
-                                  softcap for flash and flex, whose kernels have it
+    sdpa, flash, flex, qkvcache   few queries attend on the codes; many attend on the codes in tiles or, where no kernel does or they are
+                                  very many, on chunks of the past that are dequantized one at a time. If the mask is more than causal
+                                  with padding, the layer is dequantized for the stock kernel; also with softcap for flash and flex, whose
+                                  kernels have it
     eager                         the model's own function, which may have semantics of its own; its two matmuls run on the codes
                                   (`compressed_kv.py`)
 
@@ -25,7 +26,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
-from ..kernels import attend_on_codes, on_triton
+from ..kernels import AttentionInputs, attend_on_codes, attends_in_tiles, on_triton
 from ..kernels.attend_chunked import attend_chunked, supports
 from .again import notice_again
 from .compressed_kv import CompressedKV
@@ -39,8 +40,9 @@ MAX_QUERIES = 16
 """Queries up to which torch attends on the codes. It allocates the fp32 scores of all queries, which for more would exceed a dequantized
 layer."""
 MAX_FUSED_ROWS = 384
-"""The same for the fused kernel, in queries times query heads of a KV head. Measured, dequantizing is faster beyond 400
-(`eval/bench_kernels.py`, "chunk")."""
+"""The same for the decode kernel, in queries times query heads of a KV head. Measured, dequantizing is faster beyond 400
+(`eval/bench_kernels.py`, "chunk"). `kernels/fused.py` says from how many on, and up to how many, the kernel for many rows is faster than
+both, and what it serves."""
 
 _stock_get_interface: Callable | None = None
 
@@ -78,11 +80,17 @@ def installed() -> bool:
     return _stock_get_interface is not None
 
 
-def _few(query: Tensor, key: CompressedKV) -> bool:
-    """Whether attention on the codes is faster than dequantizing them."""
+def _few(query: Tensor, attention_inputs: AttentionInputs) -> bool:
+    """Whether attention on the codes is faster than dequantizing them, under any mask."""
     if on_triton(query.device):
-        return query.shape[2] * query.shape[1] <= MAX_FUSED_ROWS * key.side.shape[1]
+        return query.shape[2] * query.shape[1] <= MAX_FUSED_ROWS * attention_inputs.key.shape[1]
     return query.shape[2] <= MAX_QUERIES
+
+
+def on_codes(query: Tensor, attention_inputs: AttentionInputs, columns: Tensor | None = None) -> bool:
+    """Whether causal attention on the codes is faster than on chunks. `columns`: those that are no padding, bool `[B, 1, 1, T]`, if not
+    all."""
+    return _few(query, attention_inputs) or attends_in_tiles(query, attention_inputs, columns)
 
 
 def _in_chunks(implementation: str, query: Tensor, key: CompressedKV, options: dict[str, Any]) -> bool:
@@ -98,7 +106,7 @@ def route(
         notice_again(implementation, query, key, args[0] if args else kwargs.get("attention_mask"), kwargs)
     if isinstance(key, CompressedKV) and key.observer is not None:
         mask, args = (args[0], args[1:]) if args else (kwargs.pop("attention_mask", None), args)
-        ways = _few(query, key), _in_chunks(implementation, query, key, kwargs)
+        ways = _few(query, key.attention_inputs), _in_chunks(implementation, query, key, kwargs)
         return attend_observed(stock, implementation, *ways, module, query, key, value, mask, *args, **kwargs)
     if not isinstance(key, CompressedKV):
         softcap = None if implementation == "sdpa" else kwargs.get("softcap")
@@ -115,7 +123,7 @@ def route(
         if torch.compiler.is_compiling():
             key, value = key.dense(), value.dense()
         return stock(module, query, key, value, mask, *args, **kwargs)
-    many, shown, causal, hidden = not _few(query, key), None, False, None
+    many, shown, causal, hidden = not _few(query, key.attention_inputs), None, False, None
     fits = False
     if not kwargs.get("dropout") and (not many or _in_chunks(implementation, query, key, kwargs)):
         said = kwargs if kwargs.get("is_causal") is not None else kwargs | {"is_causal": getattr(module, "is_causal", True)}
@@ -128,10 +136,10 @@ def route(
         return stock(module, query, key.dense(), value.dense(), mask, *args, **kwargs)
     # transformers 5.17 ignores softcap and sinks in sdpa; a decode must not differ from its prefill.
     extras = {} if implementation == "sdpa" else {"softcap": kwargs.get("softcap"), "sinks": kwargs.get("s_aux")}
-    if many:
+    if fits:  # causality costs a kernel less than a mask of queries x tokens
+        shown, causal = None if hidden is None else ~hidden[:, None, None], True
+    if many and not on_codes(query, key.attention_inputs, shown):
         out, _ = attend_chunked(query, key.attention_inputs, hidden, scaling=kwargs.get("scaling"), **extras)
     else:
-        if fits:  # causality costs a kernel less than a mask of queries x tokens
-            shown, causal = None if hidden is None else ~hidden[:, None, None], True
         out = attend_on_codes(query, key.attention_inputs, shown, scaling=kwargs.get("scaling"), causal=causal, **extras)
     return out.transpose(1, 2).contiguous(), None

@@ -7,6 +7,7 @@ from .dispatch import (
     attend_on_buffers,
     attend_on_codes,
     attend_pages,
+    attends_in_tiles,
     dense,
     dense_attention_inputs,
     dequantize_pages,

@@ -89,6 +89,13 @@ def fuses(query: Tensor, attention_inputs: AttentionInputs) -> bool:
     return False
 
 
+def attends_in_tiles(query: Tensor, attention_inputs: AttentionInputs, mask: Tensor | None) -> bool:
+    """Whether the fused kernel for many rows serves causal attention to these inputs, and is faster than dequantizing them."""
+    if attention_inputs.paged is not None or torch.compiler.is_compiling() or not (attention_inputs.exact and on_triton(query.device)):
+        return False
+    return fused().supports(attention_inputs, query) and fused().tiled(query, attention_inputs, mask, {"causal": True}) is not None
+
+
 def attend_on_codes(query: Tensor, attention_inputs: AttentionInputs, mask: Tensor | None = None, **options: Unpack[Options]) -> Tensor:
     """`attend`, by the fused kernel where there is one. Without a mask, over pages if there are such."""
     return observe_on_codes(query, attention_inputs, mask, **options)[0]

@@ -16,6 +16,7 @@ from .pages import PagedInputs, PageOptions
 from .segments import AttentionInputs, layout_of, planes_of
 from .tables import Tables, tables
 from .triton_attend import attend_kernel
+from .triton_attend_tiles import attend_tiles_kernel
 from .triton_join import reduce_kernel, rotate_kernel
 from .triton_sum_splits import EXACT_GRAIN, REGION_GRAIN, sum_splits_kernel
 
@@ -23,7 +24,7 @@ from .triton_sum_splits import EXACT_GRAIN, REGION_GRAIN, sum_splits_kernel
 @dataclass(frozen=True)
 class Launch:
     """How the attention kernel is launched: tokens in a tile, tiles in flight, registers of a thread (None: the compiler chooses), programs
-    of a multiprocessor, warps of a program, query rows of a program."""
+    of a multiprocessor, warps of a program, query rows of a program; and whether it is the kernel for many rows, `attend_tiles_kernel`."""
 
     tile: int = 32
     stages: int = 2
@@ -31,6 +32,7 @@ class Launch:
     programs: int = 12
     warps: int = 1
     rows: int = 8
+    many: bool = False
 
 
 LAUNCHES = {
@@ -43,6 +45,11 @@ WIDE = Launch(registers=None)
 """For head_dim beyond 128, where larger tiles would not fit in registers."""
 MANY_ROWS = Launch(64, 3, None, 8, 2, 32), Launch(64, 3, None, 4, 4, 64)
 """For up to 32 query rows, and for more: each code is unpacked once for as many rows as the registers of a program hold."""
+TILES = Launch(128, 1, None, 2, 4, 64, many=True), Launch(64, 1, 128, 2, 8, 128, many=True)
+"""Of the kernel for many rows: for up to 64, and for more. The best measured on an H200."""
+FEWEST_TILE_ROWS, MOST_TILE_ROWS = 33, 768
+"""Query rows of a KV head for which that kernel is the fastest on an H200: with fewer, the decode kernel; with more, dequantizing chunks
+(`eval/bench_turns.py`)."""
 LEAST_SPLIT, MOST_SPLITS = 128, 100
 """Fewest tokens of a split: fewer are not worth its partial outputs. Most splits of a sequence: joining more costs too much."""
 
@@ -55,8 +62,39 @@ def launched(key: PackedLayout, value: PackedLayout, head_dim: int, rows: int = 
     return launch if rows <= 8 else replace(launch, rows=16)
 
 
+def tiled(query: Tensor, attention_inputs: AttentionInputs, mask: Tensor | None, options: PageOptions) -> Launch | None:
+    """The launch of the kernel for many query rows; None where it does not serve these inputs, or is slower than the decode kernel.
+
+    It serves causal attention under no mask but one that hides columns, of quantized keys and values of 64 or 128 channels in fp16 or bf16,
+    on Hopper: on other GPUs nobody measured it."""
+    region, heads = attention_inputs.region, attention_inputs.key.shape[1]
+    rows = query.shape[1] // heads * query.shape[2]
+    hopper = architecture(query.device)[0] // 10 == 9 or query.device.type == "cpu"
+    if region is None or not FEWEST_TILE_ROWS <= rows <= MOST_TILE_ROWS or not hopper:
+        return None
+    if options.get("observed") is not None or options.get("window") is not None or not options.get("causal"):
+        return None
+    if mask is not None and (mask.dtype != torch.bool or any(n > 1 for n in (1, 1, 1, *mask.shape)[-3:-1])):
+        return None
+    sides = (layout_of(region.key), query.shape[3]), (layout_of(region.value), attention_inputs.value.shape[3])
+    if query.dtype not in (torch.float16, torch.bfloat16) or not all(layout and _in_tiles(layout, dim) for layout, dim in sides):
+        return None
+    return TILES[rows > TILES[0].rows]
+
+
+def _in_tiles(layout: PackedLayout, head_dim: int) -> bool:
+    """Whether the kernel for many rows reads this layout: a plane of words must lie in one group or in two."""
+    words = head_dim // layout.per
+    return head_dim in (64, 128) and layout.kind != "half" and (layout.group % words == 0 or words == 2 * layout.group)
+
+
 EXACT_TILE = 32
 """Exact tokens of a tile. One program reads all of them, and with few other tokens all others wait for it."""
+TILE_CONSTANTS = (
+    "K", "V", "D", "DV", "G", "R", "T", "COUNTED", "K_SHARED", "V_SHARED", "K_ONCE", "V_ONCE", "SOFTCAP", "ARCH", "EXACT", "TURN",
+    "num_warps", "num_stages", "maxnreg",
+)  # fmt: skip
+"""What `attend_tiles_kernel` takes of the constants of a call."""
 SUM_TOKENS = 1024
 """Tokens of a program that sums attention."""
 
@@ -307,6 +345,7 @@ def fused_attend(
     if options.get("observed") is not None and attention_inputs.buffers is not None:
         raise ValueError("`observed` cannot be combined with storage that counts on the device")
     region, exact = attention_inputs.region, attention_inputs.exact
+    launch = launch or tiled(query, attention_inputs, mask, options)
     zones = 0 if region is None else region.tokens, exact[0].shape[2], exact[2].shape[2]
     return _attend(query, mask, arguments_of_chunks(attention_inputs), zones, options, launch, chunks=len(region.chunks) if region else 0)
 
@@ -334,6 +373,9 @@ def _attend(
     calls += 1
     call = Call(query, mask, args, zones, options, launch)
     n_quantized, n_sinks, n_residual = zones
+    if launch is not None and launch.many:
+        _launch_tiles(call, chunks)
+        return call.finish()
     least, splits = LEAST_SPLIT, split(n_quantized, call.panels, call.tile, call.programs)
     if tokens is not None:  # rows of different lengths: as many tokens to a split as if all were one row
         least = -(-max(tokens * call.heads * call.blocks // call.programs, LEAST_SPLIT) // call.tile) * call.tile
@@ -346,3 +388,19 @@ def _attend(
             *call.mask_strides, *call.scalars, chunks, n_sinks, n_quantized, n_residual, least, call.heads, call.queries, **call.constants,
         )  # fmt: skip
     return call.finish()
+
+
+def _launch_tiles(call: Call, chunks: int) -> None:
+    """A launch of `attend_tiles_kernel`, over chunks."""
+    args = call.args
+    # Beside few long splits, the programs of the exact tokens are brief.
+    programs = call.programs + call.panels * (call.programs <= 8 * call.panels)
+    call.allocate(split(call.zones[0], call.panels, call.tile, programs) + call.exact)
+    constants = {name: call.constants[name] for name in TILE_CONSTANTS if name in call.constants}
+    n_quantized, n_sinks, n_residual = call.zones
+    with torch.cuda.device_of(call.query):
+        attend_tiles_kernel[(call.splits, call.blocks, call.batch * call.heads)](
+            call.query, args.use.matrix, *args.places, *args.planes, args.exact, call.mask, *call.outputs, *call.query.stride()[:3],
+            *args.strides[0][-2:], args.exact_strides, call.mask_strides[0], call.mask_strides[3], *call.scalars[:2], chunks, n_sinks,
+            n_quantized, n_residual, LEAST_SPLIT, call.heads, call.queries, **constants | {"MASK": call.constants["MASK"] != "none"},
+        )  # fmt: skip

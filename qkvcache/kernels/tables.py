@@ -32,6 +32,8 @@ class Tables(NamedTuple):
     """Rotates queries before the attention kernel where it cannot, fp16 `[D, D]`; else None."""
     rotation: Tensor
     """Rotates the words of a tile, fp16 `[words, words]`; additions across planes follow, `signs` come before, `factor` after."""
+    matrix: Tensor
+    """Rotates queries whole, fp16 `[D, D]`; `factor` comes after."""
     signs: Tensor
     """Of the channels of keys, fp32 `[D]`."""
     factor: float
@@ -51,17 +53,17 @@ def tables(codecs: tuple[Codec, Codec] | None, dim: int, value_dim: int, device:
     key, value = (PLAIN, PLAIN) if codecs is None else (dataclasses.replace(layout_of(codec) or PLAIN, search=0) for codec in codecs)
     k_rotation, v_rotation = (None, None) if codecs is None else (codec.rotation for codec in codecs)
     whole, factor, v_block = None, 1.0, 1
-    rotation = signs = v_signs = torch.empty(0, device=device)
+    rotation = matrix = signs = v_signs = torch.empty(0, device=device)
     shifts = {"k_shifts": _shifts(key, dim, device), "v_shifts": _shifts(value, value_dim, device)}
     if k_rotation:
-        factor = rotation_block(dim) ** -0.5
+        factor, matrix = rotation_block(dim) ** -0.5, k_rotation.matrix(dim, device, torch.float16)
         if key.group and dim & (dim - 1):  # words of whole planes cut across the blocks of the rotation
-            whole, key = k_rotation.matrix(dim, device, torch.float16), dataclasses.replace(key, rotation=0)
+            whole, key = matrix, dataclasses.replace(key, rotation=0)
         else:
             rotation, signs = _across_words(key, dim).to(device, torch.float16), _signs(k_rotation, dim, device)
     if v_rotation:
         v_signs, v_block = _signs(v_rotation, value_dim, device), rotation_block(value_dim)
-    return Tables(key, value, whole, rotation, signs, factor, v_signs=v_signs, v_block=v_block, **shifts)
+    return Tables(key, value, whole, rotation, matrix, signs, factor, v_signs=v_signs, v_block=v_block, **shifts)
 
 
 def _across_words(codec: PackedLayout, dim: int) -> Tensor:

@@ -1,0 +1,398 @@
+"""Attention of many query rows over a layer whose tokens are quantized, in one pass over the codes, on tensor cores that want large tiles.
+
+One program reads one split of the tokens of one (sequence, KV head) for a block of 64 or 128 query rows (queries times the query heads of
+a group). Query rows are the rows of both products. A tile of tokens is dequantized once, to fp16 in shared memory, for all rows of the
+block, scale and all: for so many rows that is cheaper than scaling scores and weights, as `triton_attend.py` does for few. So that fp16
+holds whatever fp32 scales say, they are relative to the largest one of the split (`_norm`), which multiplies scores and outputs.
+
+Splits of the quantized region, and the exact tokens as one more, leave partial outputs in the order of `triton_attend.py`, which
+`triton_join.py` joins. All exponents are base 2.
+
+A tile has its channels in the order in which assembly unpacks them (`_reordered`). Queries are reordered likewise, and outputs stored
+in the order that they have elsewhere.
+
+Shapes of tiles: T tokens, R query rows. X, K and V are the `PackedLayout` of a codec."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .triton_attend import HIDDEN, LOG2E, _capped, _hides, _tiles_of_split
+from .triton_dequantize import scales_of
+from .triton_math import exp2
+from .triton_scales import group_scales, scaled, token_scale
+from .triton_unpack import offset_of, unit_of, unpack
+
+LARGEST_ZERO = tl.constexpr(64.0)
+"""How many times as large as the scales of a split its zeros may become."""
+
+
+@triton.constexpr_function
+def _power(layout):
+    """Factor on relative scales: bytes of tables are subnormal fp16 numbers."""
+    return 2.0**15 if layout.kind.startswith("lut") else 1.0
+
+
+@triton.jit
+def _reordered(X: tl.constexpr, x):
+    """Vectors `x`, [R, D], with their channels in the order of a tile.
+
+    Of the eight words that a thread loads at once, the first four go to the first half of the tile, the others to the second: then threads
+    that store to shared memory at a time do not share banks. Four words lie there as two times two words, plane by plane."""
+    R: tl.constexpr = x.shape[0]
+    D: tl.constexpr = x.shape[1]
+    PER: tl.constexpr = X.per
+    EIGHTS: tl.constexpr = D // PER // 8
+    if X.group > 0:
+        return tl.reshape(tl.permute(tl.reshape(x, [R, PER, EIGHTS, 2, 2, 2]), (0, 3, 2, 4, 1, 5)), [R, D])
+    else:
+        return tl.reshape(tl.permute(tl.reshape(x, [R, EIGHTS, 2, 2, 2, PER]), (0, 2, 1, 3, 5, 4)), [R, D])
+
+
+@triton.jit
+def _plane_by_plane(X: tl.constexpr, x):
+    """Vectors `x`, [R, D], in the order of a tile, with their channels plane after plane, as `reduce_kernel` reads them."""
+    R: tl.constexpr = x.shape[0]
+    D: tl.constexpr = x.shape[1]
+    PER: tl.constexpr = X.per
+    return tl.reshape(tl.permute(tl.reshape(x, [R, 2, D // PER // 8, 2, PER, 2]), (0, 4, 2, 1, 3, 5)), [R, D])
+
+
+@triton.jit
+def _interleaved(planes, T: tl.constexpr, WORDS: tl.constexpr, PER: tl.constexpr):
+    """A tuple of PER planes [T, WORDS] as one tile [T, WORDS * PER], its channels in the order of `_reordered`."""
+    if PER == 2:
+        x = tl.join(planes[0], planes[1])
+        x = tl.permute(tl.reshape(x, [T, WORDS // 8, 2, 2, 2, 2]), (0, 2, 1, 3, 5, 4))
+    elif PER == 4:
+        x = tl.join(tl.join(planes[0], planes[1]), tl.join(planes[2], planes[3]))
+        x = tl.permute(tl.reshape(x, [T, WORDS // 8, 2, 2, 2, 2, 2]), (0, 2, 1, 3, 6, 5, 4))
+    else:
+        first = tl.join(tl.join(planes[0], planes[1]), tl.join(planes[2], planes[3]))
+        last = tl.join(tl.join(planes[4], planes[5]), tl.join(planes[6], planes[7]))
+        x = tl.permute(tl.reshape(tl.join(first, last), [T, WORDS // 8, 2, 2, 2, 2, 2, 2]), (0, 2, 1, 3, 7, 6, 5, 4))
+    return tl.reshape(x, [T, WORDS * PER])
+
+
+@triton.jit
+def _norm(X: tl.constexpr, ONCE: tl.constexpr, scales, low, high):
+    """What the scales and zeros of the tokens `low` to `high` are divided by, fp32, at least 1e-30; 1 where fp16 holds them anyway."""
+    if X.group > 0:
+        return 1.0
+    else:
+        i = tl.arange(0, 4096)
+        most = tl.full([4096], 1e-30, tl.float32)
+        for at in range(low, high, 4096):
+            scale, zero = token_scale(X, ONCE, scales, tl.minimum(at + i, high - 1))
+            if X.scale == "pair":
+                scale = tl.maximum(scale, tl.abs(zero) / LARGEST_ZERO)
+            most = tl.maximum(most, tl.where(scale < 1e30, scale, 0.0))  # a token that is not finite must not spoil the others
+        return tl.max(most, 0)
+
+
+@triton.jit
+def _scales_of_plane(X: tl.constexpr, WORDS: tl.constexpr, by_group, i: tl.constexpr, T: tl.constexpr):
+    """Scales of plane `i` of all words, fp16 [T, 1] or [T, WORDS], from those of each group."""
+    GROUP: tl.constexpr = X.group
+    FIRST: tl.constexpr = i * WORDS // GROUP
+    if WORDS <= GROUP:
+        return by_group[FIRST][:, None]
+    else:
+        tl.static_assert(WORDS == 2 * GROUP)
+        low = (tl.arange(0, WORDS) < GROUP)[None, :]
+        return tl.where(low, by_group[FIRST][:, None], by_group[FIRST + 1][:, None])
+
+
+@triton.jit
+def _stored(X: tl.constexpr, ONCE: tl.constexpr, D: tl.constexpr, planes, slot, ARCH: tl.constexpr):
+    """What is stored of the tokens `slot`, int [T], of one head, as `_tile` takes it: codes, two words as one int32 [T, words / 2]; then
+    high bits, int16 [T, words], if X.high; then the scales of groups, or scale and zero of tokens.
+
+    `planes`: words of 16 bits [slots, D / X.per], high bits [slots, half as many], and scales as of `triton_scales.py`."""
+    codes, high, scales = planes
+    WORDS: tl.constexpr = D // X.per
+    HALF: tl.constexpr = WORDS // 2
+    stored = (tl.load(codes.to(tl.pointer_type(tl.int32)) + (slot[:, None] * HALF + tl.arange(0, HALF)[None, :])),)
+    if X.high:
+        stored = stored + (tl.load(high + (slot[:, None] * HALF + (tl.arange(0, WORDS) % HALF)[None, :])),)
+    if X.group > 0:
+        return stored + (group_scales(X, WORDS, scales, slot, ARCH),)
+    else:
+        return stored + (token_scale(X, ONCE, scales, slot),)
+
+
+@triton.jit
+def _tile(X: tl.constexpr, D: tl.constexpr, stored, norm, ARCH: tl.constexpr):
+    """What `_stored` returned as numbers: fp16 [T, D], in units of `unit_of(X) * norm / _power(X)`, the channels in the order of
+    `_reordered`. `norm`: fp32, from `_norm`."""
+    T: tl.constexpr = stored[0].shape[0]
+    WORDS: tl.constexpr = D // X.per
+    KIND: tl.constexpr = X.kind
+    PER: tl.constexpr = X.per
+    w = tl.reshape(tl.join(stored[0].to(tl.int16), (stored[0] >> 16).to(tl.int16)), [T, WORDS])
+    if X.high:
+        shift = tl.broadcast_to(tl.where(tl.arange(0, WORDS) >= WORDS // 2, -1, 0).to(tl.int16)[None, :], [T, WORDS])
+        planes = unpack(KIND, w, stored[1], shift, ARCH)
+    else:
+        planes = unpack(KIND, w, w, w, ARCH)
+    tiles = ()
+    if X.group > 0:
+        for i in tl.static_range(PER):
+            tiles = tiles + (scaled(X, planes[i], _scales_of_plane(X, WORDS, stored[1 + X.high], i, T)),)
+    else:
+        scale, zero = stored[1 + X.high]
+        inverse_norm = 1.0 / norm
+        factor = (scale * (_power(X) * inverse_norm)).to(tl.float16)
+        if X.scale == "pair":
+            start = zero * inverse_norm - offset_of(X) * factor.to(tl.float32)
+        else:
+            start = factor.to(tl.float32) * -(offset_of(X) + zero)
+        factor = tl.broadcast_to(factor[:, None], [T, WORDS])
+        start = tl.broadcast_to(start.to(tl.float16)[:, None], [T, WORDS])
+        for i in tl.static_range(PER):
+            tiles = tiles + (tl.fma(planes[i], factor, start),)
+    return _interleaved(tiles, T, WORDS, PER)
+
+
+@triton.jit
+def _absorb(state, u, factor, v, ARCH: tl.constexpr):
+    """Adds one tile to `state`: running maximum and normaliser, fp32 [R] each, and output, fp32 [R, DV]. Returns it.
+
+    u   scores, fp32 [R, T], to base 2 once multiplied by `factor`, fp32 [R]         v   values [T, DV]
+    """
+    m, l, acc = state
+    top = tl.maximum(m, tl.max(u, 1) * factor)
+    shrink = exp2(m - top, ARCH)
+    w = exp2(u * factor[:, None] - top[:, None], ARCH)
+    l = l * shrink + tl.sum(w, 1)
+    return top, l, tl.dot(w.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
+
+
+@triton.jit
+def _region_tile(
+    K: tl.constexpr, V: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, K_ONCE: tl.constexpr, V_ONCE: tl.constexpr, TAIL: tl.constexpr,
+    SOFTCAP: tl.constexpr, MASK: tl.constexpr, ARCH: tl.constexpr,
+    state, stored, queries, k_planes, k_norm, v_planes, v_norm, next_slot, valid, mask, mask_stride, column, hides, softcap,
+):  # fmt: skip
+    """Adds a tile, of which `stored` holds keys and values (`_stored`), to `state` (`_absorb`). Returns the new state and what is stored of
+    the tokens `next_slot`, int [T]; with TAIL there are none.
+
+    queries   as `_queries` returns them, the factor with that of the tile; k_planes: as of `_stored`; k_norm: as of `_tile`
+    valid     bool [T], read with TAIL; column: int [T], columns of the mask, read with MASK if it `hides` any
+    """
+    q, factor, q_center = queries
+    k = _tile(K, D, stored[0], k_norm, ARCH)
+    v = _tile(V, DV, stored[1], v_norm, ARCH)
+    s = tl.dot(q, tl.trans(k), input_precision="ieee")
+    # After the product: until then, the fence that hands tiles to it would wait for these loads.
+    if not TAIL:
+        stored = _stored(K, K_ONCE, D, k_planes, next_slot, ARCH), _stored(V, V_ONCE, DV, v_planes, next_slot, ARCH)
+    if SOFTCAP:
+        s = _capped(s * factor[:, None] + q_center[:, None], softcap, True, ARCH)
+        factor = tl.full(factor.shape, 1.0, tl.float32)
+    if TAIL:
+        s = tl.where(valid[None, :], s, float("-inf"))
+    if MASK and hides:
+        s = tl.where((tl.load(mask + column * mask_stride) != 0)[None, :], s, float("-inf"))
+    return _absorb(state, s, factor, v, ARCH), stored
+
+
+@triton.jit
+def _exact_tiles(
+    D: tl.constexpr, DV: tl.constexpr, T: tl.constexpr, SOFTCAP: tl.constexpr, MASK: tl.constexpr, ARCH: tl.constexpr, RING: tl.constexpr,
+    state, q, factor, keys, key_stride, values, value_stride, tokens, start, newest, mask, mask_stride, softcap, oldest_slot, count,
+):  # fmt: skip
+    """Adds tokens in the model's dtype to `state` (`_absorb`) and returns it.
+
+    q        [R, D] model dtype; `factor` of its scores, fp32 [R]
+    keys     [tokens, D], a token `key_stride` elements from the next; values [tokens, DV]: value_stride
+    start    column of the first token; newest: int [R], the last column that a query row sees
+    RING     whether tokens are the `count` of a ring of `tokens` slots from `oldest_slot` on
+    """
+    t = tl.arange(0, T)
+    d = tl.arange(0, D)
+    e = tl.arange(0, DV)
+    for begin in tl.range(0, tokens, T, num_stages=1):
+        at = begin + t
+        valid = at < tokens
+        column = start + at
+        if RING:
+            turn = (at - oldest_slot + tokens) % tokens
+            valid = valid & (turn < count)
+            column = start + turn
+        k = tl.load(keys + at[:, None] * key_stride + d[None, :], mask=valid[:, None], other=0.0)
+        s = tl.dot(q, tl.trans(k), input_precision="ieee") * factor[:, None]
+        s = _capped(s, softcap, SOFTCAP, ARCH)
+        if MASK:
+            shown = tl.load(mask + column * mask_stride, mask=valid, other=0)
+            valid = valid & (shown != 0)
+        s = tl.where(valid[None, :] & (column[None, :] <= newest[:, None]), s, HIDDEN)
+        v = tl.load(values + at[:, None] * value_stride + e[None, :], mask=(at < tokens)[:, None], other=0.0)
+        state = _absorb(state, s, tl.full(factor.shape, 1.0, tl.float32), v, ARCH)
+    return state
+
+
+@triton.jit
+def _queries(
+    K: tl.constexpr, D: tl.constexpr, TURN: tl.constexpr, query, q_rows, live, rotation, center, scaling
+):  # fmt: skip
+    """Query rows `q_rows`, int64 [R], as the product with tiles of keys needs them; those that are not `live`, bool [R], are 0.
+
+    Returns [R, D], fp16, and for each row, fp32 [R]: the factor of its scores without that of the tile, and
+    its product with `center`, the mean of keys, fp32 [D]."""
+    R: tl.constexpr = q_rows.shape[0]
+    d = tl.arange(0, D)
+    x = tl.load(query + q_rows[:, None] + d[None, :], mask=live[:, None], other=0.0)
+    if K.rotated:
+        turn = tl.load(rotation + d[:, None] * D + d[None, :]).to(x.dtype)
+        x = tl.dot(x, turn, input_precision="ieee")
+    factor = tl.full([R], 1.0, tl.float32) * (scaling * TURN)
+    q_center = tl.zeros([R], tl.float32)
+    if K.centered:
+        q_center = tl.sum(x.to(tl.float32) * tl.load(center + d)[None, :], 1) * factor
+    largest = tl.maximum(tl.max(tl.abs(x.to(tl.float32)), 1), 1e-30)
+    factor *= largest * (unit_of(K) / _power(K))
+    return _reordered(K, (x.to(tl.float32) / largest[:, None]).to(tl.float16)), factor, q_center
+
+
+# What changes from step to step, or call to call, must not compile the kernel anew.
+@triton.jit(
+    do_not_specialize=[
+        "scaling", "softcap", "chunks", "n_sinks", "n_quantized", "n_residual", "least", "heads", "queries", "center_b", "center_h",
+        "mask_b", "mask_t",
+    ]
+)  # fmt: skip
+def attend_tiles_kernel(
+    query, rotation, table, counts, lengths, k_planes, v_planes, exact, mask, part, maxima, sums, query_b, query_h, query_q, center_b,
+    center_h, exact_strides, mask_b, mask_t, scaling, softcap, chunks, n_sinks, n_quantized, n_residual, least, heads, queries,
+    K: tl.constexpr, V: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, G: tl.constexpr, R: tl.constexpr, T: tl.constexpr,
+    COUNTED: tl.constexpr, K_SHARED: tl.constexpr, V_SHARED: tl.constexpr, K_ONCE: tl.constexpr, V_ONCE: tl.constexpr,
+    SOFTCAP: tl.constexpr, MASK: tl.constexpr, ARCH: tl.constexpr, EXACT: tl.constexpr, TURN: tl.constexpr,
+):  # fmt: skip
+    """Causal attention of the last `queries` tokens, which are among the residual, over sinks, quantized tokens in chunks and the residual
+    (`segments.AttentionInputs`), split over programs.
+
+    Grid (splits, blocks of R query rows, B * H); with EXACT, split 0 is that of the exact tokens. Strides are in elements. Channels are
+    contiguous. Query row `r` of a KV head is query `r % queries` of query head `h * G + r // queries`.
+
+    query          [B, H * G, queries, D] model dtype               query_b, query_h, query_q
+    rotation       fp16 [D, D], `tables.Tables.matrix`; read if K.rotated; TURN: factor of the rotation
+    table, counts, lengths   of chunks: int64 [chunks, 8], int32 [..] and [B, 2], as of `attend_kernel`
+    k_planes       of chunks: codes, high bits, scales, mean, as of `attend_kernel`; K_SHARED, K_ONCE; center_b, center_h: of the mean
+    v_planes       the same of values, with V_SHARED and V_ONCE
+    exact          sinks [B, H, n_sinks, D] and [.., DV], residual [B, H, n_residual, D] and [.., DV]: keys, values, keys, values
+    exact_strides  over rows, heads and tokens, for each of the four
+    mask           uint8 (0: hidden) [B, columns], read if MASK: mask_b, mask_t
+    part           fp32 [B * H, blocks, splits, R, DV]; maxima, sums fp32 [B * H, blocks, splits, R]; contiguous
+    scaling, softcap   factor and cap of scores
+    n_sinks, n_quantized, n_residual   tokens, the same for all rows; COUNTED: slots of sinks and of a ring, and a bound
+    chunks         chunks of the region, unless COUNTED             least    of a split, in tokens: a multiple of T
+    """
+    split = tl.program_id(0)
+    block = tl.program_id(1)
+    bh = tl.program_id(2)
+    splits = tl.num_programs(0)
+    b = (bh // heads).to(tl.int64)
+    h = bh % heads
+
+    r = block * R + tl.arange(0, R)
+    live = r < G * queries
+    row = tl.minimum(r, G * queries - 1)
+    number = row % queries
+    in_ring, length = n_residual, n_quantized
+    if COUNTED:
+        in_row = tl.load(lengths + 2 * b)
+        length = tl.load(lengths + 2 * b + 1)
+        chunks = tl.load(counts + 3)
+        n_sinks = tl.minimum(n_sinks, in_row)
+        in_ring = in_row - n_sinks - length
+    if MASK:
+        mask += b * mask_b
+    panel = (bh * tl.num_programs(1) + block).to(tl.int64)
+    out = part + (panel * splits + split) * (R * DV) + tl.arange(0, R)[:, None] * DV + tl.arange(0, DV)[None, :]
+    q_rows = b * query_b + (h * G + row // queries) * query_h + number * query_q
+    state = (tl.full([R], HIDDEN, tl.float32), tl.zeros([R], tl.float32), tl.zeros([R, DV], tl.float32))
+    scaling *= 1.0 if SOFTCAP else LOG2E
+
+    if EXACT and split == 0:
+        x_query = tl.load(query + q_rows[:, None] + tl.arange(0, D)[None, :], mask=live[:, None], other=0.0)
+        x_factor = tl.full([R], 1.0, tl.float32) * scaling
+        newest = n_sinks + length + in_ring - queries + number
+        state = _exact_tiles(
+            D, DV, T, SOFTCAP, MASK, ARCH, False, state, x_query, x_factor,
+            exact[0] + b * exact_strides[0] + h * exact_strides[1], exact_strides[2],
+            exact[1] + b * exact_strides[3] + h * exact_strides[4], exact_strides[5],
+            n_sinks, 0, newest, mask, mask_t, softcap, 0, 0,
+        )  # fmt: skip
+        m, l, acc = _exact_tiles(
+            D, DV, T, SOFTCAP, MASK, ARCH, COUNTED, state, x_query, x_factor,
+            exact[2] + b * exact_strides[6] + h * exact_strides[7], exact_strides[8],
+            exact[3] + b * exact_strides[9] + h * exact_strides[10], exact_strides[11],
+            n_residual, n_sinks + length, newest, mask, mask_t, softcap, length % n_residual, in_ring,
+        )  # fmt: skip
+        tl.store(out, acc, mask=live[:, None])
+    else:
+        kc, kh, ks, k_mean, _ = k_planes
+        vc, vh, vs, _, _ = v_planes
+        q, factor, q_center = _queries(K, D, TURN, query, q_rows, live, rotation, k_mean + b * center_b + h * center_h, scaling)
+        # By way of the output's memory: what is loaded, products read from shared memory; what is computed would take registers.
+        passing = (part + (panel * splits + split) * (R * DV)).to(tl.pointer_type(q.dtype))
+        passing += tl.arange(0, R)[:, None] * D + tl.arange(0, D)[None, :]
+        tl.store(passing, q)
+        tl.debug_barrier()
+        q = tl.load(passing)
+        each = _tiles_of_split(length, tl.maximum(splits - EXACT, 1), least, T)
+        low = tl.multiple_of((split - EXACT) * each, T)
+        high = tl.minimum(low + each, length)
+        hides = _hides(mask, n_sinks + low, n_sinks + high, mask_t) if MASK else False
+        t = tl.arange(0, T)
+        plane = bh.to(tl.int64)
+        kb = b if K_SHARED else plane
+        vb = b if V_SHARED else plane
+        unit = 1e-30  # that of the output
+        for chunk in range(chunks):
+            entry = table + chunk * 8
+            start = tl.load(entry).to(tl.int32)
+            capacity = tl.multiple_of(tl.load(entry + 1), 32)
+            begin = tl.maximum(low, start) - start
+            end = tl.minimum(high, start + capacity.to(tl.int32)) - start
+            k_slots = 1 if K_ONCE else capacity
+            v_slots = 1 if V_ONCE else capacity
+            k_here = (
+                kc + (tl.multiple_of(tl.load(entry + 2), 16) + plane * capacity * (D // K.per)),
+                kh + (tl.multiple_of(tl.load(entry + 3), 16) + plane * capacity * (D // K.per // 2)),
+                ks + (tl.multiple_of(tl.load(entry + 4), 16) + kb * k_slots * scales_of(K, D)),
+            )  # fmt: skip
+            v_here = (
+                vc + (tl.multiple_of(tl.load(entry + 5), 16) + plane * capacity * (DV // V.per)),
+                vh + (tl.multiple_of(tl.load(entry + 6), 16) + plane * capacity * (DV // V.per // 2)),
+                vs + (tl.multiple_of(tl.load(entry + 7), 16) + vb * v_slots * scales_of(V, DV)),
+            )  # fmt: skip
+            k_norm = _norm(K, K_ONCE, k_here[2], begin, end)
+            v_norm = tl.maximum(_norm(V, V_ONCE, v_here[2], begin, end), unit)
+            m, l, acc = state
+            state = m, l, acc * (unit / v_norm)
+            unit = v_norm
+            queries_here = q, tl.maximum(factor * k_norm, 1e-37), q_center  # no factor of 0: what is hidden stays hidden
+            whole = begin + tl.maximum(end - begin, 0) // T * T
+            slot = tl.maximum(tl.minimum(begin + t, end - 1), 0)
+            stored = (_stored(K, K_ONCE, D, k_here, slot, ARCH), _stored(V, V_ONCE, DV, v_here, slot, ARCH))
+            for token in tl.range(begin, whole, T, num_stages=1):
+                state, stored = _region_tile(
+                    K, V, D, DV, K_ONCE, V_ONCE, False, SOFTCAP, MASK, ARCH, state, stored, queries_here, k_here, k_norm, v_here, v_norm,
+                    tl.minimum(token + T + t, end - 1), t >= 0, mask, mask_t, n_sinks + start + token + t, hides, softcap,
+                )  # fmt: skip
+            if whole < end:
+                slot = tl.minimum(whole + t, end - 1)
+                state, stored = _region_tile(
+                    K, V, D, DV, K_ONCE, V_ONCE, True, SOFTCAP, MASK, ARCH, state, stored, queries_here, k_here, k_norm, v_here, v_norm,
+                    slot, whole + t < end, mask, mask_t, n_sinks + start + slot, hides, softcap,
+                )  # fmt: skip
+        m, l, acc = state
+        if not SOFTCAP:
+            m += q_center
+        tl.store(out, _plane_by_plane(V, acc * (unit * (unit_of(V) / _power(V)))), mask=live[:, None])
+    entry = (panel * splits + split) * R + tl.arange(0, R)
+    tl.store(maxima + entry, m)
+    tl.store(sums + entry, l)

@@ -1,0 +1,175 @@
+"""The kernel for many query rows against the torch reference, and which inputs it is left."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from qkvcache.formats import REGISTRY
+from qkvcache.formats.int4 import Int4
+from qkvcache.kernels import attend, attends_in_tiles
+from tests.matrix import FORMATS, slowly
+
+from .attention_inputs import build
+from .test_fused_attend import DEVICE, KINDS, data, expect, fused, guarded, make, run, tolerance
+from .test_step import holding, whole
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, about nan and infinity, in the interpreter
+QUICK = ("int8", "int8_asymmetric", "int4", "nvfp4", "turboquant_3bit_nc", "hadaquant_k4v4")
+QUANTIZED = [format for format in FORMATS if format != "identity"]
+TWICE = 1e-3
+"""Values are rounded to 11 bits as they are dequantized, in the interpreter twice."""
+
+
+@pytest.fixture(autouse=True)
+def kernels(monkeypatch):
+    monkeypatch.setenv("QKVCACHE_KERNELS", "triton")
+
+
+def compare(monkeypatch, format, query, attention_inputs, mask=None, limit=None, **options) -> None:
+    assert attends_in_tiles(query, attention_inputs, mask)
+    out, lse = run(monkeypatch, query, attention_inputs, mask, causal=True, **options)
+    limit = limit or tolerance(format, query.dtype) + TWICE
+    expect(format, query, attention_inputs, mask, out, lse, limit, causal=True, **options)
+
+
+@pytest.mark.parametrize("format", slowly(QUANTIZED, QUICK))
+def test_every_format(format, monkeypatch):
+    """Two chunks, several splits, odd tails, a block of rows that is not full."""
+    heads = 2 if "tok" in format or "tensor" in format else 1  # a scale that heads share
+    query, attention_inputs = make(format, heads=heads, group=4, queries=9, tokens=240, cuts=(60,))
+    compare(monkeypatch, format, query, attention_inputs)
+
+
+@pytest.mark.parametrize("format", slowly(sorted(KINDS.keys() - {"identity"}), ["turboquant_4bit_nc"]))
+def test_wide_blocks(format, monkeypatch):
+    """More rows than two blocks have, widths that differ."""
+    query, attention_inputs = make(format, heads=1, group=8, queries=17, tokens=120, dims=(128, 64), cuts=())
+    compare(monkeypatch, format, query, attention_inputs)
+
+
+@pytest.mark.parametrize("format", slowly(sorted(KINDS.keys() - {"identity"}), ["int8"]))
+def test_everything_together(format, monkeypatch):
+    """Padding, softcap, attention sinks."""
+    query, attention_inputs = make(format, batch=2, heads=1, group=3, queries=12, tokens=150, dims=(64, 128), cuts=())
+    mask = torch.rand(2, 1, 1, 150, device=DEVICE) < 0.7
+    mask[..., -12:] = True
+    sinks = torch.tensor([-1.0, 0.5, 3.0], device=DEVICE)
+    compare(monkeypatch, format, query, attention_inputs, mask, softcap=3.0, sinks=sinks, scaling=0.2)
+
+
+@pytest.mark.parametrize("columns", [slice(0, 20), slice(100, 101), slice(0, 128)], ids=["first", "one", "a split"])
+def test_padding(columns, monkeypatch):
+    query, attention_inputs = make("int8", batch=2, heads=1, group=4, queries=9, tokens=230, cuts=())
+    mask = torch.ones(2, 1, 1, 230, dtype=torch.bool, device=DEVICE)
+    mask[1, ..., columns] = False
+    compare(monkeypatch, "int8", query, attention_inputs, mask)
+
+
+ZONES = {
+    "none first": {"first": 0},
+    "one packed": {"first": 30, "recent": 29},
+    "whole tiles": {"first": 0, "recent": 9, "tokens": 137, "cuts": (64,)},
+    "many chunks": {"tokens": 300, "cuts": (1, 65, 70, 200)},
+}
+
+
+@pytest.mark.parametrize("zones", ZONES.values(), ids=ZONES)
+def test_zones(zones, monkeypatch):
+    query, attention_inputs = make("int4_vllm", **{"heads": 1, "group": 4, "queries": 9, "tokens": 60, "cuts": ()} | zones)
+    compare(monkeypatch, "int4_vllm", query, attention_inputs)
+
+
+def test_strides(monkeypatch):
+    """Queries and exact tokens as a projection leaves them."""
+    query, attention_inputs = make("int8", group=4, queries=9, tokens=90, cuts=())
+    query = query.transpose(1, 2).contiguous().transpose(1, 2)
+    exact = tuple(x.transpose(1, 2).contiguous().transpose(1, 2) for x in attention_inputs.exact)
+    compare(monkeypatch, "int8", query, dataclasses.replace(attention_inputs, exact=exact))
+
+
+@pytest.mark.parametrize("format", slowly(sorted(KINDS.keys() - {"identity"}), ["int8", "turboquant_4bit_nc"]))
+def test_magnitudes(format, monkeypatch):
+    """Vectors of zeros, tokens and queries of very different lengths, chunks apart: fp16 holds no such scales."""
+    high = 1e4 if format in ("int8", "int8_token", "fp8", "fp8_e5m2", "int4_vllm") else 1e3
+    lengths = torch.tensor([0.0, 1e-4, 1.0, 1e2, high], device=DEVICE)[torch.arange(150, device=DEVICE) % 5]
+    lengths[:70] *= 1e-4
+    query, attention_inputs = make(format, heads=1, group=4, queries=9, tokens=150, cuts=(60,))
+    key, value = (data(1, 1, 150, 64, dtype=torch.float32) * lengths[order, None] for order in (torch.arange(150), torch.randperm(150)))
+    attention_inputs = build(REGISTRY[format], key.half(), value.half(), 0, 20, (60,))
+    compare(monkeypatch, format, query * 1e-3, attention_inputs, limit=tolerance(format, torch.bfloat16) * 2)
+
+
+@pytest.mark.parametrize("format", slowly(["int8", "int4_vllm"], ["int8"]))
+def test_nan_stays_in_its_row(format, monkeypatch):
+    """Of the batch, of a head, of a query."""
+    query, attention_inputs = make(format, batch=2, group=4, queries=9, tokens=70, cuts=())
+    clean, clean_lse = run(monkeypatch, query, attention_inputs, causal=True)
+    query = query.clone()
+    query[0, 1, 1, 5] = float("nan")
+    key = attention_inputs.exact[2].clone()
+    key[1, 1, 3, 7] = float("nan")
+    for codes in attention_inputs.region.chunks[0]:
+        codes["scale"][0, 1, 4] = float("nan")
+    exact = (*attention_inputs.exact[:2], key, attention_inputs.exact[3])
+    out, lse = run(monkeypatch, query, dataclasses.replace(attention_inputs, exact=exact), causal=True)
+    spoilt = torch.zeros(2, 8, 9, dtype=torch.bool, device=DEVICE)
+    spoilt[0, 1, 1] = spoilt[1, 4:] = spoilt[0, 4:] = True
+    assert out[spoilt].isnan().all()
+    assert torch.equal(out[~spoilt], clean[~spoilt]) and torch.equal(lse[~spoilt], clean_lse[~spoilt])
+
+
+@pytest.mark.parametrize("seen", [70, 100, 130])
+def test_tokens_counted_on_the_device(seen, monkeypatch):
+    """The ring began anew, and what is free would show."""
+    store = holding("int8", seen, ring=20)
+    query, inputs = data(2, 4, 9, 64), whole(store.buffers)
+    mask = torch.ones(2, 1, 1, 130, dtype=torch.bool, device=DEVICE)
+    mask[1, ..., :40] = False
+    assert attends_in_tiles(query, inputs, mask)
+    with guarded(monkeypatch):
+        out = fused.fused_attend(query, inputs, mask, causal=True)[0]
+    wanted = attend(query.float(), store.attention_inputs(), mask[..., :seen], causal=True)
+    assert ((out.float() - wanted).norm() / wanted.norm()).item() <= 4e-3
+
+
+OTHERS = {
+    "not quantized": ({"format": "identity"}, {}),
+    "few rows": ({"queries": 8}, {}),
+    "fp32": ({"dtype": torch.float32}, {}),
+    "another width": ({"dims": 96}, {}),
+    "nothing packed": ({"first": 60, "recent": 30, "tokens": 90, "cuts": ()}, {}),
+    "a mask of each query": ({}, {"mask": torch.ones(1, 1, 9, 135, dtype=torch.bool)}),
+    "an additive mask": ({}, {"mask": torch.zeros(1, 1, 1, 135)}),
+    "a window": ({}, {"window": 50}),
+    "not causal": ({}, {"causal": False}),
+    "observed": ({}, {"observed": torch.ones(1, 9)}),
+}
+
+
+@pytest.mark.parametrize(("shape", "given"), OTHERS.values(), ids=OTHERS)
+def test_what_other_kernels_serve(shape, given):
+    query, attention_inputs = make(**{"format": "int8", "group": 4, "queries": 9} | shape)
+    options = {"causal": True} | given
+    mask = options.pop("mask", None)
+    assert fused.tiled(query, attention_inputs, mask, options) is None
+    assert attends_in_tiles(query, attention_inputs, mask) == (not shape and mask is None)
+
+
+@pytest.mark.parametrize(("group_size", "served"), [(64, True), (16, True), (8, False)])
+def test_groups(group_size, served, monkeypatch):
+    """A plane of 32 words lies in one group or in two."""
+    key, value = data(1, 1, 60, 128), data(1, 1, 60, 128)
+    attention_inputs = build(Int4("group", group_size), key, value, 0, 20)
+    query = data(1, 4, 9, 128)
+    assert attends_in_tiles(query, attention_inputs, None) == served
+    if served:
+        compare(monkeypatch, "int4", query, attention_inputs)
+
+
+def test_very_many_rows_are_dequantized_in_chunks(monkeypatch):
+    query, attention_inputs = make("int8", group=4, queries=9)
+    monkeypatch.setattr(fused, "MOST_TILE_ROWS", 35)
+    assert not attends_in_tiles(query, attention_inputs, None)
