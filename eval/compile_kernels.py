@@ -99,7 +99,7 @@ class Job:
 
 
 def strides_aligned(name: str) -> bool:
-    ends = ("strides", "query_b", "query_h", "query_q")
+    ends = ("stride_b", "stride_h", "stride_t", "q_stride_q", "strides", "query_b", "query_h", "query_q")
     return name.endswith(ends) and not name.startswith(("mask", "out"))
 
 
