@@ -270,7 +270,7 @@ class Policy:
         self._check_alpha_safeguard()
         _check_size("recent", self.recent)
         for budget in self.budgets:
-            if budget.share:
+            if budget.share or budget.heads:  # never under what is protected
                 continue
             size = budget.tokens
             held = self.num_sink_tokens + self.recent_of(size) + share_of(self.protect_values, size) + (self.interval or 1) - 1
@@ -341,7 +341,7 @@ class Policy:
     def size(self, budget: Budget, seen: Count) -> Count:
         """Tokens that a layer may hold when `seen` have been seen; a tensor for a tensor."""
         size = budget.size(seen)
-        if not budget.share:
+        if not budget.share and not budget.heads:
             return size
         least = max(LEAST, self.num_sink_tokens + (self.recent if isinstance(self.recent, int) else 0) + self.interval_of(budget))
         return max(size, least) if isinstance(size, int) else size.clamp_min(least)
@@ -352,7 +352,7 @@ class Policy:
             return self.interval
         free = budget.tokens - self.num_sink_tokens - self.recent_of(budget.tokens) - share_of(self.protect_values, budget.tokens)
         wanted = usual_interval(budget.tokens)
-        return wanted if budget.share else min(wanted, free + 1)
+        return wanted if budget.share or budget.heads else min(wanted, free + 1)
 
     def recent_of(self, size: Count) -> Count:
         """Protected recent tokens in a budget of `size`."""

@@ -50,6 +50,13 @@ def test_budgets_in_tokens():
     assert PROFILE.budget(0.25)[1].share < 1e-5, "a layer whose heads need nothing retains what is protected"
 
 
+def test_a_layer_that_needs_little_retains_what_is_protected():
+    """Of a budget in tokens and of one that is a share."""
+    for budget in (PROFILE.budget(20, share=0.25), PROFILE.budget(0.02)):
+        policy = policies.SnapKV(budget=budget, recent=8, interval=2)
+        assert policy.size(policy.budgets[1], 1000) == 4 + 8 + 2
+
+
 @pytest.mark.parametrize(
     ("call", "error", "match"),
     [
