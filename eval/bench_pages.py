@@ -31,7 +31,7 @@ def paged(format: Format, batch: int, length: int, page: int, shuffled: bool = T
     total = batch * count
     table = (torch.randperm(total) if shuffled else torch.arange(total)).int().view(batch, count).to(device)
     like = torch.randn(1, HEADS, 256, DIM, device=device, dtype=dtype)
-    planes = tuple(codec.allocate(like.new_empty(total, HEADS, 0, DIM), page)[0] for codec in format.codecs())
+    planes = tuple(codec.allocate(like.new_empty(total, HEADS, 0, DIM), page) for codec in format.codecs())
     statistics = tuple(codec.calibrate(like) for codec in format.codecs())
     slots = (table[:, : length // page, None] * page + torch.arange(page, device=device)).flatten(1)
     for begin in range(0, slots.shape[1], 4096):

@@ -75,7 +75,7 @@ class Statistics:
             sides: list[Codes] = []
             with torch.inference_mode(False):
                 for side, codec in zip(SIDES, (self.format.key, self.format.value), strict=True):
-                    once = codec.allocate(like, 0)[1]
+                    once = codec.allocate_statistics(like)
                     for name, x in once.items():
                         self._take(f"{layer}.{side}.{name}", x, rank)
                     sides.append(once)

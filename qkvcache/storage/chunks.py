@@ -98,7 +98,7 @@ class Chunks(QuantizedTokens):
         with torch.inference_mode(False):  # tensors made in inference mode cannot be written outside of it
             key, value = (codec.allocate(x, slots, self.per_head) for codec, x in zip(self.codecs, like, strict=True))
         self._allocate_statistics(like)
-        self.chunks.append((key[0], value[0]))
+        self.chunks.append((key, value))
         self.bind()
         return True
 

@@ -424,7 +424,10 @@ class EvictingStorage(LayerStorage):
 
         sinks, rings = (tuple(zeros(heads, n, x.shape[3], dtype=x.dtype) for x in like) for n in (self.num_sink_tokens, ring))
         room = -(-slots // PAGE) * PAGE  # kernels read whole tiles at aligned addresses
-        made = [codec.allocate(x, room, per_head=True) for codec, x in zip(self.codecs, like, strict=True)]
+        made = [
+            (codec.allocate(x, room, per_head=True), codec.allocate_statistics(x, per_head=True))
+            for codec, x in zip(self.codecs, like, strict=True)
+        ]
         planes = [each | statistics for each, statistics in made]
         records = {name: zeros(heads, slots + ring, dtype=x.dtype) for name, x in self.metadata.region.items()}
         sides = []

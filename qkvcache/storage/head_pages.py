@@ -132,7 +132,7 @@ class HeadPages(QuantizedTokens):
         grown: list[Codes] = []
         with torch.inference_mode(False):  # tensors made in inference mode cannot be written outside of it
             for codec, side, old in zip(self.codecs, like, self.planes, strict=True):
-                planes, _ = codec.allocate(side.new_empty(batch * capacity, 1, 0, side.shape[3]), PAGE)
+                planes = codec.allocate(side.new_empty(batch * capacity, 1, 0, side.shape[3]), PAGE)
                 for name, x in old.items():
                     planes[name].unflatten(0, (batch, -1))[:, : self.capacity] = x.unflatten(0, (batch, -1))
                 grown.append(planes)

@@ -47,7 +47,7 @@ class QuantizedTokens:
     def _allocate_statistics(self, like: Pair) -> None:
         if self.has_statistics and not any(self.statistics):
             with torch.inference_mode(False):
-                key, value = (codec.allocate(x, 0, self.per_head)[1] for codec, x in zip(self.codecs, like, strict=True))
+                key, value = (codec.allocate_statistics(x, self.per_head) for codec, x in zip(self.codecs, like, strict=True))
             self.statistics = key, value
 
     def snapshot(self, rows: slice, tokens: int, copy: Copy) -> tuple[Codes, Codes]:

@@ -242,8 +242,8 @@ class Storage(LayerStorage):
         for first, x in zip(self.sinks, sinks, strict=True):
             first[:, :, : x.shape[2]] = x
         self.set_lengths(sinks[0].shape[2] + self.chunks.length, self.chunks.length)
-        self.reserve(residual[0].shape[2])
         self.bind()
+        self.reserve(residual[0].shape[2])
         self.append(residual)
 
     def map(self, fn: Callable[[Tensor], Tensor], in_place: bool = False) -> None:

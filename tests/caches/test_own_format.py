@@ -94,7 +94,7 @@ def test_kernels_for_it(monkeypatch):
     x = tuple(torch.randn(1, 2, 100, 64, device=device).half() for _ in range(2))
     codecs = Fast().codecs()
     assert not quantizes(codecs, x)
-    planes = tuple(codec.allocate(x[0].new_empty(3, 2, 0, 64), 64)[0] for codec in codecs)
+    planes = tuple(codec.allocate(x[0].new_empty(3, 2, 0, 64), 64) for codec in codecs)
     table, lengths = (torch.tensor(n, dtype=torch.int32, device=device) for n in ([[2, 0]], [100]))
     place = torch.arange(100, device=device)
     pages.quantize_pages(codecs, x, planes, ({}, {}), (table[:, place // 64] * 64 + place % 64))

@@ -19,7 +19,7 @@ def pool(format: Format, like: tuple[Tensor, Tensor], pages: int, page: int, per
     planes, statistics = [], []
     for codec, x in zip(format.codecs(), like, strict=True):
         heads = 1 if per_head else x.shape[1]
-        each, _ = codec.allocate(x.new_empty(pages, heads, 0, x.shape[3]), page)
+        each = codec.allocate(x.new_empty(pages, heads, 0, x.shape[3]), page)
         for plane in each.values():
             plane.view(torch.uint8).fill_(0xFF)
         planes.append(each)

@@ -55,7 +55,7 @@ def made(format: str, rows=1, heads=2, dims=(64, 80), dtype=torch.float16, exact
     ring = tuple(torch.randn(rows, heads, width, dim, device=DEVICE).to(dtype) for dim in dims)
     planes = []
     for codec, x in zip(codecs, ring, strict=True):
-        each, _ = codec.allocate(x, slots, per_head=True)
+        each = codec.allocate(x, slots, per_head=True)
         planes.append({name: poisoned(*plane.shape, dtype=plane.dtype) for name, plane in each.items()} | codec.calibrate(x))
     positions = torch.randint(-1, 50, (rows, 1, slots + width), device=DEVICE).int().expand(-1, heads, -1).contiguous()
     records = {str(i): torch.randn(rows, heads, slots + width, device=DEVICE) for i in range(others)}

@@ -170,7 +170,7 @@ def test_the_kernel_that_quantizes(format, per_head):
         slots[:, 1, 2] = -1  # a token that one head stores; the other still has its part in what they share
     triton_quantize.quantize_pages(chosen.codecs(), x, planes, statistics, slots)
     block = tuple(
-        {name: codes.new_zeros(2, *codes.shape[1:]) for name, codes in codec.allocate(x[0], 5)[0].items()} for codec in chosen.codecs()
+        {name: codes.new_zeros(2, *codes.shape[1:]) for name, codes in codec.allocate(x[0], 5).items()} for codec in chosen.codecs()
     )
     once = tuple({name: value.expand(2, -1, -1, -1) for name, value in side.items()} for side in statistics)
     triton_quantize.quantize_kv(chosen.codecs(), x, block, once, 0)

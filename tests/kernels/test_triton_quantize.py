@@ -92,7 +92,7 @@ def test_what_heads_share_may_be_held_by_each(format):
     for heads, tokens in ((3, 5), (4, 1)):
         x = data(2, heads, tokens, 64)
         codec = REGISTRY[format].key
-        each, _ = codec.allocate(x, CAPACITY, per_head=True)
+        each = codec.allocate(x, CAPACITY, per_head=True)
         planes = {name: plane.contiguous() for name, plane in each.items()}
         for plane in planes.values():
             plane.view(torch.uint8).fill_(SENTINEL)
