@@ -5,12 +5,14 @@ from __future__ import annotations
 import pytest
 
 from qkvcache import continuous_batching
-from qkvcache.batching import attention, manager, pool
 from tests.launches import counted
 
 from .requests import ZONES, answers, assert_same, greedy, llama, prompts, serving, single
 from .requests import pool as pool_of
 
+attention, manager, pool = (
+    pytest.importorskip(f"qkvcache.batching.{name}", reason="transformers before 5.19") for name in ("attention", "manager", "pool")
+)
 pytestmark = [
     pytest.mark.filterwarnings("ignore:continuous batching on compressed pages"),
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
