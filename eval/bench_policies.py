@@ -50,8 +50,8 @@ def policy_of(row: str, budget: int, heads: int) -> policies.Policy:
     if row == "snapkv_adakv":
         return policies.SnapKV(budget=budget, recent=min(64, budget // 4), alpha_safeguard=0.2)
     if row == "snapkv_heads":  # a third of the heads retains most, as of a real model
-        heads = policies.Budget(budget, heads=tuple(1.0 if head % 3 == 0 else 0.25 for head in range(heads)))
-        return policies.SnapKV(budget=heads, recent=min(64, budget // 4))
+        parts = tuple(1.0 if head % 3 == 0 else 0.25 for head in range(heads))
+        return policies.SnapKV(budget=policies.Budget(budget, heads=parts), recent=min(64, budget // 4))
     return policies.named(row, budget=budget, recent=min(64, budget // 4))
 
 

@@ -1,4 +1,4 @@
-"""`qkvcache bench`, `qkvcache calibrate` and `qkvcache eval`."""
+"""`qkvcache bench`, `qkvcache calibrate`, `qkvcache profile-heads` and `qkvcache eval`."""
 
 from __future__ import annotations
 
@@ -17,6 +17,9 @@ from ..options import MODEL, JsonOption, budget_of, device_of, dtype_of, example
 from .spec import DENSE, CacheSpec
 
 if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
     from ..policies import HeadProfile
     from .calibrate import Calibration
 
@@ -126,23 +129,13 @@ def calibrate(
     Measures what 2, 3 and 4 bits cost each of them, and writes the formats of least cost to a file that every cache takes as its format.
     The model runs 6 times a layer over windows x read-on tokens: a minute for 135 million parameters on a GPU, ten on two cores.
     """
-    import transformers
-
-    from .. import models
-    from ..demo import text_ids
     from .calibrate import calibrate as measure
 
     _check_json(out, "a calibration file")
     path, computes_in, on = model_of(model), dtype_of(dtype), device_of(device)
     sizes = {"context": context, "windows": windows, "read_on": read_on}
     with refusals():
-        transformers.logging.set_verbosity_error()
-        transformers.logging.disable_progress_bar()
-        network, tokenizer = models.load(path, computes_in, on)
-        if text is None:
-            ids = text_ids(tokenizer)
-        else:
-            ids = tokenizer(text.read_text(encoding="utf-8"), add_special_tokens=False, verbose=False)["input_ids"]
+        network, tokenizer, ids = _with_text(path, computes_in, on, text)
         with Progress(console=Console(stderr=True), transient=True) as progress:
             task = progress.add_task("calibrating", total=None)
             found = measure(
@@ -174,23 +167,13 @@ def profile_heads(
 
     The model reads each window and repeats it, once: seconds on a GPU, a minute for 135 million parameters on two cores.
     """
-    import transformers
-
-    from .. import models
-    from ..demo import text_ids
     from .profile_heads import profile_heads as measure
 
     _check_json(out, "a profile")
     on = device_of(device)
-    path, computes_in = model_of(model), dtype_of(dtype or ("float32" if on == "cpu" else "bfloat16"))
+    path, computes_in = model_of(model), dtype_of(dtype or ("float32" if on.type == "cpu" else "bfloat16"))
     with refusals():
-        transformers.logging.set_verbosity_error()
-        transformers.logging.disable_progress_bar()
-        network, tokenizer = models.load(path, computes_in, on)
-        if text is None:
-            ids = text_ids(tokenizer)
-        else:
-            ids = tokenizer(text.read_text(encoding="utf-8"), add_special_tokens=False, verbose=False)["input_ids"]
+        network, tokenizer, ids = _with_text(path, computes_in, on, text)
         with Progress(console=Console(stderr=True), transient=True) as progress:
             task = progress.add_task("profiling", total=windows)
             found = measure(
@@ -218,6 +201,23 @@ def _shares(found: HeadProfile) -> Table:
     for number, layers in enumerate(zip(*map(found.shares, SHARES), strict=True)):
         table.add_row(str(number), *(" ".join(f"{100 * part:3.0f}" for part in layer) for layer in layers))
     return table
+
+
+def _with_text(
+    path: str, dtype: torch.dtype, device: torch.device, text: Path | None
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, list[int]]:
+    """A model, its tokenizer, and a text as token ids: a file, or Python's language reference."""
+    import transformers
+
+    from .. import models
+    from ..demo import text_ids
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    network, tokenizer = models.load(path, dtype, device)
+    if text is None:
+        return network, tokenizer, text_ids(tokenizer)
+    return network, tokenizer, tokenizer(text.read_text(encoding="utf-8"), add_special_tokens=False, verbose=False)["input_ids"]
 
 
 def _check_json(out: Path, what: str) -> None:

@@ -255,8 +255,10 @@ class EvictingStorage(LayerStorage):
             arguments = leaving, fields, max(limit, 0), row_limits
             if self.budget.heads:
                 of_heads = self._of_heads(metadata.columns if row_limits is None else metadata.lengths())
-                least = 0 if row_limits is not None else min(of_heads)
-                guaranteed = torch.cat([torch.as_tensor(x, device=self.device).view(-1, 1, 1) for x in of_heads], dim=1)
+                if row_limits is None:
+                    least, guaranteed = min(of_heads), torch.tensor(of_heads, device=self.device)[None, :, None]
+                else:
+                    least, guaranteed = 0, torch.cat(of_heads, dim=1)
                 self.in_order = append_and_share(self.chunks, metadata, *arguments, guaranteed, self.in_order, least)
             else:
                 own: int | Tensor = self._guaranteed(limit) if row_limits is None else self._guaranteed(row_limits)

@@ -7,8 +7,11 @@ import math
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from qkvcache import CompressedCache, demo, policies, profile_heads
+from qkvcache.cli import app
+from qkvcache.evaluation.spec import CacheSpec
 from qkvcache.policies import Budget, HeadProfile
 from tests import matrix
 from tests.caches.test_eviction import CUTS, check_rows, inputs, live_bytes, run
@@ -163,6 +166,28 @@ def test_in_a_model(budget, format):
     run(network, cache, (30, *[1] * 6, 3, 1), inputs((0,), 40), bounded)
     both = [forward(network, each, *inputs((0,), 41), 40, 41) for each in (copy.deepcopy(cache), cache)]
     assert torch.equal(*both)
+
+
+def test_the_command_and_evaluations(tmp_path):
+    """On a CPU the model computes in fp32; lm-eval's model and `recommend` take the file."""
+    path = tmp_path / "demo.heads.json"
+
+    def run(*arguments):
+        return CliRunner(env={"COLUMNS": "160", "NO_COLOR": "1"}).invoke(app, arguments)
+
+    done = run("profile-heads", "demo", "--context", "200", "--windows", "1", "--device", "cpu", "--out", str(path))
+    assert done.exit_code == 0 and f"head_profile={path}" in done.stdout, done.output
+    profile = HeadProfile.load(path)
+    assert (profile.about["dtype"], profile.about["model"]) == ("float32", "demo")
+    assert [len(layer) for layer in profile.quantiles] == [2] * 5
+    spec = CacheSpec(cache="int8", policy="snapkv", budget=0.25, recent=16, head_profile=str(path))
+    assert spec.make(demo.load()[0].config).policy.budgets == profile.budget(0.25) and spec.name.endswith("25% by head")
+    with pytest.raises(ValueError, match="divides a budget: pass budget"):
+        CacheSpec(cache="int8", policy="snapkv", head_profile=str(path))
+    tight = run("recommend", "demo", "--context", "100000", "--gpu-memory", "60MB", "--head-profile", str(path), "--json")
+    assert "profile.budget(0.25)" in json.loads(tight.stdout)["call"]
+    refused = run("profile-heads", "demo", "--out", str(tmp_path / "heads.txt"))
+    assert refused.exit_code == 2 and "ends with .json" in refused.output
 
 
 def test_refusals():
