@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 import time
 from contextlib import contextmanager
 
@@ -52,6 +53,22 @@ def serving(network, new: int = NEW, **options):
         yield manager
     finally:
         manager.stop()
+
+
+@contextmanager
+def waiting(network):
+    """The first step waits until the block ends, so that what is added within it runs together, however fast the machine is."""
+    added = threading.Event()
+
+    def wait(*_) -> None:
+        added.wait(60)
+
+    hook = network.register_forward_pre_hook(wait)
+    try:
+        yield
+    finally:
+        added.set()
+        hook.remove()
 
 
 def collect(manager, names: list[str], seconds: float = 60) -> dict:
