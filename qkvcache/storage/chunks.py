@@ -79,10 +79,11 @@ class Chunks(QuantizedTokens):
         device = next(iter(chunks[0][0].values())).device
         while self.rows < len(chunks):
             self.rows *= 2
+        table = chunk_table(chunks, self.codecs, self.rows)
         with torch.inference_mode(False):
-            if self.table is None or self.table.shape[0] < self.rows or self.table.device != device:
-                self.table = torch.zeros(self.rows, 8, dtype=torch.int64, device=device)
-            self.table[: len(chunks)].copy_(chunk_table(chunks, self.codecs), non_blocking=True)
+            if self.table is None or self.table.shape != table.shape or self.table.device != device:
+                self.table = torch.empty_like(table, device=device)
+            self.table.copy_(table, non_blocking=True)
         self.region = QuantizedRegion(*self.codecs, chunks, self.length, self.table)
 
     def reserve(self, tokens: int, like: Pair) -> bool:
@@ -209,7 +210,8 @@ class Chunks(QuantizedTokens):
         for chunk, at, part in self.free_slots(tokens):
             for planes, given in zip(chunk, codes, strict=True):
                 for name, plane in planes.items():
-                    copy(plane[:, :, at : at + part.stop - part.start], given[name][:, :, part])
+                    count = part.stop - part.start
+                    copy(plane.narrow(2, at, count), given[name].narrow(2, part.start, count))
         self._load_statistics(statistics, copy)
         self.length = tokens
 
