@@ -16,6 +16,8 @@ from typing import Any, ClassVar, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from .ranking import highest, total_order
+
 ALL = 2**31
 """Queries: as many as there are."""
 LEAST = 8
@@ -410,16 +412,8 @@ class Policy:
         weights = rank.masked_fill(~free, 0)
         weights = weights / weights.sum(-1, keepdim=True).clamp_min(1e-20)
         second = (weights + EPSILON) * given(tokens.output_norm, "norms of outputs")
-        first = largest(rank, tokens.positions, count)
+        first = highest(total_order(rank, tokens.positions), count)
         return torch.where(free, torch.where(first, KEPT, second), rank)
-
-
-def largest(x: Tensor, positions: Tensor, count: int | Tensor) -> Tensor:
-    """Which are the `count` largest of `x` `[B, H, T]`, of equal ones those at higher `positions`; `count` an int or `[B, 1, 1]`."""
-    order = positions.argsort(dim=-1, descending=True, stable=True)
-    order = order.gather(-1, x.gather(-1, order).argsort(dim=-1, descending=True, stable=True))
-    chosen = (torch.arange(x.shape[-1], device=x.device) < count).expand(x.shape)
-    return torch.empty_like(chosen, memory_format=torch.contiguous_format).scatter_(-1, order, chosen)
 
 
 def given(x: Given | None, what: str) -> Given:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..kernels import Pair
 from ..policies import Arrivals, Budget, Policy, Rotation, Tokens, given
+from ..policies.ranking import total_order
 from .head_pages import HeadPages
 
 TokenFields = dict[str, Tensor]
@@ -172,9 +173,7 @@ class TokenMetadata:
         optional = {name: x for name, x in fields.items() if name != "positions"}
         state = {"statistics": self.statistics, "keys": keys, "rope": self.rope}
         tokens = Tokens(positions, positions >= 0, self.lengths(), **optional, **state)  # type: ignore[arg-type]
-        rank = self.policy.rank(tokens, self.budget) + 0.0  # -0.0 equals 0.0
-        bits = rank.contiguous().view(torch.int32)
-        return (torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long() << 32) + positions  # floats compare as these integers do
+        return total_order(self.policy.rank(tokens, self.budget), positions)
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Replaces every tensor by `fn(tensor)`, which may change the rows."""
