@@ -35,6 +35,7 @@ from ..kernels.sum_attention import BLOCK
 from ..policies import ObservedAttention, Policy
 from .compressed_kv import CompressedKV
 from .full import full_attention
+from .keywords import kernel_options
 from .masks import NewTokens, differs_by_head, joined, joined_by_head, mask_of_new, new_tokens, sees_itself
 
 
@@ -80,7 +81,7 @@ def attend_observed(
         return _attend_static(stock, implementation, module, query, key, value, mask, *args, **kwargs)
     batch, queries, tokens = query.shape[0], query.shape[2], key.shape[2]
     new = new_tokens(implementation, mask, batch, queries, query.device)
-    options, policy = _options(implementation, query, kwargs), observer.policy
+    options, policy = kernel_options(implementation, query, kwargs), observer.policy
     in_order, paged = observer.in_order or tokens == queries, key.attention_inputs.paged is not None
     observer.begin_attention(new.is_valid, query, options["scaling"], module)
     valid = functools.cache(observer.valid_columns)  # attention over pages does not ask for it
@@ -189,7 +190,7 @@ def _attend_static(
     batch = query.shape[0]
     new = mask_of_new(implementation, mask, batch, 1, query.device)
     is_valid = None if new is None else sees_itself(new, batch)
-    options, policy = _options(implementation, query, kwargs), observer.policy
+    options, policy = kernel_options(implementation, query, kwargs), observer.policy
     shown = observer.begin_attention(is_valid, query, options["scaling"], module)[:, None, None]  # type: ignore[index]
     weights: Tensor | None = None
     attention_sums: Tensor | None = None
@@ -275,14 +276,6 @@ def prompt_attention(policy: Policy, query: Tensor, keys: Tensor, values: Tensor
 def _summed(weights: Tensor, key: CompressedKV, observed: Tensor) -> Tensor:
     """`weights` `[B, Hq, Q, T]` summed with the queries' weights `observed` `[B, Q]`: `[B, H, T]`."""
     return torch.einsum("bhgqt,bq->bht", weights.float().unflatten(1, (key.side.shape[1], -1)), observed)
-
-
-def _options(implementation: str, query: Tensor, kwargs: dict[str, Any]) -> dict[str, Any]:
-    scaling = kwargs.get("scaling")
-    scaling = query.shape[3] ** -0.5 if scaling is None else scaling
-    if implementation == "sdpa":  # transformers 5.17 ignores both in sdpa; a decode must not differ from its prefill
-        return {"scaling": scaling, "softcap": None, "sinks": None}
-    return {"scaling": scaling, "softcap": kwargs.get("softcap"), "sinks": kwargs.get("s_aux")}
 
 
 def _dense(given: CompressedKV) -> Tensor:
