@@ -269,17 +269,21 @@ def decoding(format: str, head_dim: int, target: str) -> Iterator[Job]:
     for codec in dict.fromkeys(REGISTRY[format].codecs()):
         layout = triton_dequantize.known(codec, _Like(head_dim))
         wide = triton_dequantize.padded(head_dim)
-        across, along, warps = triton_dequantize.tile((dataclasses.replace(layout, span="each"),), 8, 512, wide)
         types = {"out": _strided("*bf16", 3), "planes": _planes_of(codec, head_dim, "*bf16"), "table": "*i32", "lengths": "*i32"}
-        constants = {"L": layout, "D": head_dim, "ACROSS": across, "ALONG": along, "PAGE": 0}
-        name = f"dequantize {layout.kind} {layout.scale} {head_dim}"
-        yield Job(name, triton_dequantize._dequantize_kernel, types, constants, target, {"num_warps": warps})
+        tiles = (
+            (0, triton_dequantize.tile((dataclasses.replace(layout, span="each"),), 8, 512, wide)),
+            (64, triton_dequantize.tile_of_pages((layout,), 8, 512, wide)),
+        )
+        for page, (across, along, warps) in tiles:
+            constants = {"L": layout, "D": head_dim, "ACROSS": across, "ALONG": along, "PAGE": page}
+            name = f"dequantize {layout.kind} {layout.scale} {head_dim}{' pages' if page else ''}"
+            yield Job(name, triton_dequantize._dequantize_kernel, types, constants, target, {"num_warps": warps})
 
 
 def gathering(format: str, head_dim: int, target: str) -> Job:
     codecs = REGISTRY[format].codecs()
     layouts = [triton_dequantize.known(codec, _Like(head_dim)) for codec in codecs]
-    across, along, warps = triton_gather.tile_of(tuple(layouts), 8, triton_dequantize.padded(head_dim))
+    across, along, warps = triton_dequantize.tile_of_pages(tuple(layouts), 8, GATHER_TILE, triton_dequantize.padded(head_dim))
     types: dict[str, str | Types] = dict.fromkeys(("tiles", "new_starts", "out_starts", "rows", "lengths", "table"), "*i32")
     types |= dict.fromkeys(("key", "k_new", "value", "v_new"), _strided("*bf16", 2))
     types |= dict.fromkeys(("k_sinks", "k_ring", "v_sinks", "v_ring"), _strided("*bf16", 3))

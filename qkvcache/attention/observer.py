@@ -19,12 +19,23 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ..kernels import Exact, KeysOrValues, attend_on_codes, attend_pages, dense, observe_on_codes, prefill_with_lse, sum_attention
+from ..kernels import (
+    Exact,
+    KeysOrValues,
+    attend_on_codes,
+    attend_pages,
+    dense,
+    matmul_fp32,
+    observe_on_codes,
+    prefill_with_lse,
+    sum_attention,
+)
 from ..kernels.attend_chunked import Columns, attend_chunked, observe_chunked
 from ..kernels.sum_attention import BLOCK
 from ..policies import ObservedAttention, Policy
 from .compressed_kv import CompressedKV
 from .full import full_attention
+from .keywords import kernel_options
 from .masks import NewTokens, differs_by_head, joined, joined_by_head, mask_of_new, new_tokens, sees_itself
 
 
@@ -70,7 +81,7 @@ def attend_observed(
         return _attend_static(stock, implementation, module, query, key, value, mask, *args, **kwargs)
     batch, queries, tokens = query.shape[0], query.shape[2], key.shape[2]
     new = new_tokens(implementation, mask, batch, queries, query.device)
-    options, policy = _options(implementation, query, kwargs), observer.policy
+    options, policy = kernel_options(implementation, query, kwargs), observer.policy
     in_order, paged = observer.in_order or tokens == queries, key.attention_inputs.paged is not None
     observer.begin_attention(new.is_valid, query, options["scaling"], module)
     valid = functools.cache(observer.valid_columns)  # attention over pages does not ask for it
@@ -109,7 +120,11 @@ def attend_observed(
     elif observed is not None:
         lse = None if found is None else found[1][:, :, last]
         k, v = (x.dense() if isinstance(x, CompressedKV) else x for x in (keys, values))
-        attention_sums = _sums_of(policy, query[:, :, last], k, v, observed[:, last], valid(), lse=lse, **options)
+        if policy.reduces_attention:
+            given = out.transpose(1, 2)[:, :, last].detach() if new.causal else None
+            attention_sums = _reduced(policy, query[:, :, last], k, v, observed[:, last], valid(), outputs=given, **options)
+        else:
+            attention_sums = sum_attention(query[:, :, last].detach(), k, observed[:, last], valid(), lse=lse, **options)
     observer.end_attention(attention_sums)
     return out, weights
 
@@ -175,7 +190,7 @@ def _attend_static(
     batch = query.shape[0]
     new = mask_of_new(implementation, mask, batch, 1, query.device)
     is_valid = None if new is None else sees_itself(new, batch)
-    options, policy = _options(implementation, query, kwargs), observer.policy
+    options, policy = kernel_options(implementation, query, kwargs), observer.policy
     shown = observer.begin_attention(is_valid, query, options["scaling"], module)[:, None, None]  # type: ignore[index]
     weights: Tensor | None = None
     attention_sums: Tensor | None = None
@@ -201,13 +216,7 @@ def _attend_static(
 # What policies are told of the weights.
 
 
-def _sums_of(policy: Policy, query: Tensor, keys: Tensor, values: Tensor, observed: Tensor, valid: Tensor | None, **options: Any) -> Tensor:
-    """Of the last queries `[B, Hq, Q, D]` over keys and values `[B, H, T, D]`."""
-    if policy.reduces_attention:
-        return _reduced(policy, query, keys, values, observed, valid, **options)
-    return sum_attention(query.detach(), keys, observed, valid, **options)
-
-
+@torch.no_grad()
 def _reduced(
     policy: Policy, query: Tensor, keys: Tensor, values: Tensor, observed: Tensor, valid: Tensor | None, *, scaling: float,
     softcap: float | None, sinks: Tensor | None = None, lse: Tensor | None = None, outputs: Tensor | None = None, causal: bool = True,
@@ -217,33 +226,35 @@ def _reduced(
     of all."""
     (batch, heads, tokens, _), queries = keys.shape, query.shape[2]
     total = torch.zeros(batch, heads, tokens, device=keys.device)
-    columns = torch.arange(tokens, device=keys.device)
     block = max(BLOCK // (batch * query.shape[1] * tokens), 1)
     for begin in range(0, queries, block):
         end = min(begin + block, queries)
-        rows = query[:, :, begin:end].float().unflatten(1, (heads, -1))  # [B, H, G, q, D]
-        logits = rows * scaling @ keys.float().mT[:, :, None]
+        rows = query[:, :, begin:end].unflatten(1, (heads, -1)).flatten(2, 3)
+        logits = matmul_fp32(rows, keys.mT).mul_(scaling).unflatten(2, (-1, end - begin))  # [B, H, G, q, T]
         if softcap is not None:
             logits = softcap * torch.tanh(logits / softcap)
         if causal:
-            newest = torch.arange(begin, end, device=keys.device) + tokens - queries
-            logits = logits.masked_fill(columns > newest[:, None], -torch.inf)
+            own = torch.ones(end - begin, queries, dtype=torch.bool, device=keys.device).triu(begin + 1)
+            logits[..., tokens - queries :].masked_fill_(own, -torch.inf)
         if valid is not None:
             shown = valid[:, :, None, None] if differs_by_head(valid) else valid[:, None, None, None]
             logits = logits.masked_fill(~shown, -torch.inf)
         if lse is not None:
-            level = lse[:, :, begin:end].unflatten(1, (heads, -1))[..., None]
+            weights = (logits - lse[:, :, begin:end].unflatten(1, (heads, -1))[..., None]).exp_()
+        elif sinks is not None:
+            level = torch.logaddexp(logits.logsumexp(-1, keepdim=True), sinks.float().view(heads, -1, 1, 1))
+            weights = (logits - level).exp_()
         else:
-            level = logits.logsumexp(-1, keepdim=True)
-            if sinks is not None:
-                level = torch.logaddexp(level, sinks.float().view(heads, -1, 1, 1))
+            weights = logits.softmax(-1)
         count = observed[:, begin:end].float()
-        padding = (count == 0)[:, None, None, :, None]
-        weights = (logits - level).exp().masked_fill(padding, 0)  # of padding they are nan
-        if outputs is not None:
-            out = outputs[:, :, begin:end].float().unflatten(1, (heads, -1)).masked_fill(padding, 0)
+        padding = None if valid is None else (count == 0)[:, None, None, :, None]
+        weights = weights if padding is None else weights.masked_fill(padding, 0)  # of padding they are nan
+        if outputs is None:
+            out = weights.flatten(2, 3) @ values.float()
         else:
-            out = weights @ values.float()[:, :, None]
+            out = outputs[:, :, begin:end].unflatten(1, (heads, -1)).flatten(2, 3)
+        out = out.unflatten(2, (-1, end - begin))
+        out = out if padding is None or outputs is None else out.masked_fill(padding, 0)
         total += policy.reduce_attention(ObservedAttention(weights, out, values, count))
     return total
 
@@ -256,20 +267,15 @@ def prompt_attention(policy: Policy, query: Tensor, keys: Tensor, values: Tensor
     if weights is None:
         return None
     last = _last(policy.observation_window, None, query.shape[2])
-    return _sums_of(policy, query[:, :, last], keys, values, weights[:, last], None, scaling=scaling, softcap=None, sinks=None)
+    query, counts = query[:, :, last].detach(), weights[:, last]
+    if policy.reduces_attention:
+        return _reduced(policy, query, keys, values, counts, None, scaling=scaling, softcap=None)
+    return sum_attention(query, keys, counts, None, scaling=scaling)
 
 
 def _summed(weights: Tensor, key: CompressedKV, observed: Tensor) -> Tensor:
     """`weights` `[B, Hq, Q, T]` summed with the queries' weights `observed` `[B, Q]`: `[B, H, T]`."""
     return torch.einsum("bhgqt,bq->bht", weights.float().unflatten(1, (key.side.shape[1], -1)), observed)
-
-
-def _options(implementation: str, query: Tensor, kwargs: dict[str, Any]) -> dict[str, Any]:
-    scaling = kwargs.get("scaling")
-    scaling = query.shape[3] ** -0.5 if scaling is None else scaling
-    if implementation == "sdpa":  # transformers 5.17 ignores both in sdpa; a decode must not differ from its prefill
-        return {"scaling": scaling, "softcap": None, "sinks": None}
-    return {"scaling": scaling, "softcap": kwargs.get("softcap"), "sinks": kwargs.get("s_aux")}
 
 
 def _dense(given: CompressedKV) -> Tensor:

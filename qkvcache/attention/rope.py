@@ -102,14 +102,14 @@ class Rope:
         angles = by * angles
         dtype = torch.promote_types(keys.dtype, torch.float32)
         cos, sin = angles.cos().to(keys.device, dtype), angles.sin().to(keys.device, dtype)
-        rotated, rest = keys[..., :channels].to(dtype), keys[..., channels:]
-        if self.interleaved:
-            one, two = rotated[..., 0::2], rotated[..., 1::2]
-            rotated = torch.stack([one * cos - two * sin, two * cos + one * sin], -1).flatten(-2)
-        else:
-            one, two = rotated.chunk(2, -1)
-            rotated = torch.cat([one * cos - two * sin, two * cos + one * sin], -1)
-        return torch.cat([rotated.to(keys.dtype), rest], -1)
+        half = channels // 2
+        first, second = (slice(0, channels, 2), slice(1, channels, 2)) if self.interleaved else (slice(half), slice(half, channels))
+        one, two, rotated = keys[..., first], keys[..., second], torch.empty_like(keys)
+        rotated[..., first] = torch.addcmul(one * cos, two, sin, value=-1)
+        rotated[..., second] = torch.addcmul(two * cos, one, sin)
+        if channels < head_dim:
+            rotated[..., channels:] = keys[..., channels:]
+        return rotated
 
 
 def _modeling(config: PreTrainedConfig) -> ModuleType:

@@ -31,6 +31,7 @@ from ..kernels.attend_chunked import attend_chunked, supports
 from .again import notice_again
 from .compressed_kv import CompressedKV
 from .full import full_attention
+from .keywords import kernel_options, with_causality
 from .masks import padding_columns, visible
 from .observer import attend_observed
 from .padding import report_attention
@@ -109,11 +110,9 @@ def route(
         ways = _few(query, key.attention_inputs), _in_chunks(implementation, query, key, kwargs)
         return attend_observed(stock, implementation, *ways, module, query, key, value, mask, *args, **kwargs)
     if not isinstance(key, CompressedKV):
-        softcap = None if implementation == "sdpa" else kwargs.get("softcap")
-        report_attention(
-            implementation, module, query, key, args[0] if args else kwargs.get("attention_mask"), kwargs.get("scaling"), softcap
-        )
-        return stock(module, query, key, value, *args, **kwargs)
+        mask = args[0] if args else kwargs.get("attention_mask")
+        own = report_attention(implementation, module, query, key, mask, kwargs)
+        return stock(module, query, key, value, *args, **kwargs) if own is None else (own, None)
     given, args = (args[0], args[1:]) if args else (kwargs.pop("attention_mask", None), args)
     queries, tokens = query.shape[2], key.shape[2]
     mask = given
@@ -126,20 +125,18 @@ def route(
     many, shown, causal, hidden = not _few(query, key.attention_inputs), None, False, None
     fits = False
     if not kwargs.get("dropout") and (not many or _in_chunks(implementation, query, key, kwargs)):
-        said = kwargs if kwargs.get("is_causal") is not None else kwargs | {"is_causal": getattr(module, "is_causal", True)}
-        shown, causal = visible(implementation, mask, query.shape[0], queries, tokens, query.device, said)
+        shown, causal = visible(implementation, mask, query.shape[0], queries, tokens, query.device, with_causality(module, kwargs))
         if queries > 1 and not torch.compiler.is_compiling():
             fits, hidden = padding_columns(given, shown, causal, queries, tokens)
     if kwargs.get("dropout") or (many and not fits):
         if isinstance(mask, BlockMask) and mask.shape[-1] > tokens:
             mask = mask._adjust(queries, tokens)  # as above
         return stock(module, query, key.dense(), value.dense(), mask, *args, **kwargs)
-    # transformers 5.17 ignores softcap and sinks in sdpa; a decode must not differ from its prefill.
-    extras = {} if implementation == "sdpa" else {"softcap": kwargs.get("softcap"), "sinks": kwargs.get("s_aux")}
+    options = kernel_options(implementation, query, kwargs)
     if fits:  # causality costs a kernel less than a mask of queries x tokens
         shown, causal = None if hidden is None else ~hidden[:, None, None], True
     if many and not on_codes(query, key.attention_inputs, shown):
-        out, _ = attend_chunked(query, key.attention_inputs, hidden, scaling=kwargs.get("scaling"), **extras)
+        out, _ = attend_chunked(query, key.attention_inputs, hidden, **options)
     else:
-        out = attend_on_codes(query, key.attention_inputs, shown, scaling=kwargs.get("scaling"), causal=causal, **extras)
+        out = attend_on_codes(query, key.attention_inputs, shown, causal=causal, **options)
     return out.transpose(1, 2).contiguous(), None

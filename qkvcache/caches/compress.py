@@ -12,7 +12,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from ..attention.route import install
-from ..attention.second_reading import ReadingLayer
+from ..attention.second_reading import Reading, ReadingLayer
 from ..layers.evicting import EvictingLayer
 from ..policies import KVzip
 from ..policies.base import share_of
@@ -136,7 +136,7 @@ def _read(
     exists = torch.cat([first < lengths[:, None], place[hint:] < lengths[:, None]], dim=1)
     for layer in dense.layers:
         if isinstance(layer, ReadingLayer):
-            layer.chunk = columns, exists, is_valid
+            layer.reading = Reading(columns, exists, is_valid, full=end - begin == size)
     whole = torch.cat([ids, reading], dim=1), torch.cat([mask, is_valid.to(mask.dtype)], dim=1)
     _forward(model, dense, *whole, reading.shape[1])
 

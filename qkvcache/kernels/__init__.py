@@ -28,6 +28,7 @@ from .dispatch import (
     whole,
 )
 from .evict import StaticTensors, gather_columns
+from .matmul import matmul_fp32, quadratic_form
 from .pages import PagedInputs, Pages, gather_tiles
 from .prefill import prefill_with_lse
 from .segments import AttentionInputs, Buffers, Exact, KeysOrValues, Packed, Pair, QuantizedRegion, Segment, chunk_table, number, pv, qk

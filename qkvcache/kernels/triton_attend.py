@@ -220,6 +220,19 @@ def _region_tile(
 
 
 @triton.jit
+def _exact_columns(at, tokens, start, oldest_slot, count, RING: tl.constexpr):
+    """Of the slots `at`, int [T]: whether they hold one of the exact tokens, bool [T], and their columns, int [T]. Arguments as of
+    `_exact_tiles`."""
+    valid = at < tokens
+    column = start + at
+    if RING:
+        turn = (at - oldest_slot + tokens) % tokens
+        valid = valid & (turn < count)
+        column = start + turn
+    return valid, column
+
+
+@triton.jit
 def _exact_tiles(
     D: tl.constexpr, DV: tl.constexpr, T: tl.constexpr, SOFTCAP: tl.constexpr, MASK: tl.constexpr, WINDOW: tl.constexpr,
     CAUSAL: tl.constexpr, RING: tl.constexpr, ARCH: tl.constexpr, ATTENTION_SUMS: tl.constexpr,
@@ -244,12 +257,7 @@ def _exact_tiles(
     e = tl.arange(0, DVP)
     for begin in tl.range(0, tokens, T, num_stages=1):
         at = begin + t
-        valid = at < tokens
-        column = start + at
-        if RING:
-            turn = (at - oldest_slot + tokens) % tokens
-            valid = valid & (turn < count)
-            column = start + turn
+        valid, column = _exact_columns(at, tokens, start, oldest_slot, count, RING)
         k = tl.load(keys + at[:, None] * key_stride + d[None, :], mask=valid[:, None] & (d < D)[None, :], other=0.0)
         s = tl.dot(k, q, input_precision="ieee") * q_scale[None, :]
         s = _capped(s, softcap, SOFTCAP, ARCH)
@@ -600,28 +608,12 @@ def attend_kernel(
             plane = bh.to(tl.int64)
             kb = b if K_SHARED else plane
             vb = b if V_SHARED else plane
-            KG: tl.constexpr = scales_of(K, D)
-            VG: tl.constexpr = scales_of(V, DV)
             for chunk in range(chunks):
-                entry = table + chunk * 8
-                start = tl.load(entry).to(tl.int32)
-                capacity = tl.multiple_of(tl.load(entry + 1), 32)
-                begin = tl.maximum(low, start) - start
-                end = tl.minimum(high, start + capacity.to(tl.int32)) - start
-                k_slots = 1 if K_ONCE else capacity
-                v_slots = 1 if V_ONCE else capacity
-                k_here = (
-                    kc + (tl.multiple_of(tl.load(entry + 2), 16) + plane * capacity * KW),
-                    kh + (tl.multiple_of(tl.load(entry + 3), 16) + plane * capacity * (KW // 2)),
-                    k_shifts, (0, 0),
-                )  # fmt: skip
-                k_scales = ks + (tl.multiple_of(tl.load(entry + 4), 16) + kb * k_slots * KG)
-                v_here = (
-                    vc + (tl.multiple_of(tl.load(entry + 5), 16) + plane * capacity * VW),
-                    vh + (tl.multiple_of(tl.load(entry + 6), 16) + plane * capacity * (VW // 2)),
-                    v_shifts, (0, 0),
-                )  # fmt: skip
-                v_scales = vs + (tl.multiple_of(tl.load(entry + 7), 16) + vb * v_slots * VG)
+                entry, start, capacity, begin, end = _chunk(table, chunk, low, high)
+                k_codes, k_high, k_scales = _planes_of_chunk(K, D, K_ONCE, kc, kh, ks, entry + 2, capacity, plane, kb)
+                v_codes, v_high, v_scales = _planes_of_chunk(V, DV, V_ONCE, vc, vh, vs, entry + 5, capacity, plane, vb)
+                k_here = k_codes, k_high, k_shifts, (0, 0)
+                v_here = v_codes, v_high, v_shifts, (0, 0)
                 whole = begin + tl.maximum(end - begin, 0) // T * T
                 for token in range(begin, whole, T):
                     state = _region_tile(
@@ -640,6 +632,32 @@ def attend_kernel(
     entry = (bh * tl.num_programs(1) + block) * splits * R + split * R + tl.arange(0, R)
     tl.store(maxima + entry, m)
     tl.store(sums + entry, l)
+
+
+@triton.jit
+def _chunk(table, number, low, high):
+    """A chunk of `QuantizedRegion.table`: the pointer to its row, its first token, its slots, and from which slot to which it holds the
+    tokens `low` to `high`."""
+    entry = table + number * 8
+    start = tl.load(entry).to(tl.int32)
+    capacity = tl.multiple_of(tl.load(entry + 1), 32)
+    begin = tl.maximum(low, start) - start
+    end = tl.minimum(high, start + capacity.to(tl.int32)) - start
+    return entry, start, capacity, begin, end
+
+
+@triton.jit
+def _planes_of_chunk(X: tl.constexpr, D: tl.constexpr, ONCE: tl.constexpr, codes, high, scales, distances, capacity, plane, scales_plane):
+    """Pointers to the codes, high bits and scales of one head in a chunk of `capacity` slots, from those of the first chunk and the
+    `distances` of its row in the table. `plane`, `scales_plane`: the head among those of all rows, int64; ONCE: one scale serves all
+    tokens."""
+    WORDS: tl.constexpr = D // X.per
+    slots = 1 if ONCE else capacity
+    return (
+        codes + (tl.multiple_of(tl.load(distances), 16) + plane * capacity * WORDS),
+        high + (tl.multiple_of(tl.load(distances + 1), 16) + plane * capacity * (WORDS // 2)),
+        scales + (tl.multiple_of(tl.load(distances + 2), 16) + scales_plane * slots * scales_of(X, D)),
+    )
 
 
 @triton.jit

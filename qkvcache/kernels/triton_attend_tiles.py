@@ -18,8 +18,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .triton_attend import HIDDEN, LOG2E, _capped, _hides, _tiles_of_split
-from .triton_dequantize import scales_of
+from .triton_attend import HIDDEN, LOG2E, _capped, _chunk, _exact_columns, _hides, _planes_of_chunk, _tiles_of_split
 from .triton_math import exp2
 from .triton_scales import group_scales, scaled, token_scale
 from .triton_unpack import offset_of, unit_of, unpack
@@ -215,12 +214,7 @@ def _exact_tiles(
     e = tl.arange(0, DV)
     for begin in tl.range(0, tokens, T, num_stages=1):
         at = begin + t
-        valid = at < tokens
-        column = start + at
-        if RING:
-            turn = (at - oldest_slot + tokens) % tokens
-            valid = valid & (turn < count)
-            column = start + turn
+        valid, column = _exact_columns(at, tokens, start, oldest_slot, count, RING)
         k = tl.load(keys + at[:, None] * key_stride + d[None, :], mask=valid[:, None], other=0.0)
         s = tl.dot(q, tl.trans(k), input_precision="ieee") * factor[:, None]
         s = _capped(s, softcap, SOFTCAP, ARCH)
@@ -352,23 +346,9 @@ def attend_tiles_kernel(
         vb = b if V_SHARED else plane
         unit = 1e-30  # that of the output
         for chunk in range(chunks):
-            entry = table + chunk * 8
-            start = tl.load(entry).to(tl.int32)
-            capacity = tl.multiple_of(tl.load(entry + 1), 32)
-            begin = tl.maximum(low, start) - start
-            end = tl.minimum(high, start + capacity.to(tl.int32)) - start
-            k_slots = 1 if K_ONCE else capacity
-            v_slots = 1 if V_ONCE else capacity
-            k_here = (
-                kc + (tl.multiple_of(tl.load(entry + 2), 16) + plane * capacity * (D // K.per)),
-                kh + (tl.multiple_of(tl.load(entry + 3), 16) + plane * capacity * (D // K.per // 2)),
-                ks + (tl.multiple_of(tl.load(entry + 4), 16) + kb * k_slots * scales_of(K, D)),
-            )  # fmt: skip
-            v_here = (
-                vc + (tl.multiple_of(tl.load(entry + 5), 16) + plane * capacity * (DV // V.per)),
-                vh + (tl.multiple_of(tl.load(entry + 6), 16) + plane * capacity * (DV // V.per // 2)),
-                vs + (tl.multiple_of(tl.load(entry + 7), 16) + vb * v_slots * scales_of(V, DV)),
-            )  # fmt: skip
+            entry, start, capacity, begin, end = _chunk(table, chunk, low, high)
+            k_here = _planes_of_chunk(K, D, K_ONCE, kc, kh, ks, entry + 2, capacity, plane, kb)
+            v_here = _planes_of_chunk(V, DV, V_ONCE, vc, vh, vs, entry + 5, capacity, plane, vb)
             k_norm = _norm(K, K_ONCE, k_here[2], begin, end)
             v_norm = tl.maximum(_norm(V, V_ONCE, v_here[2], begin, end), unit)
             m, l, acc = state

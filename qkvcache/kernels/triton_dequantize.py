@@ -93,6 +93,13 @@ def tile(layouts: tuple[PackedLayout, ...], heads: int, tokens: int, width: int,
     return across, along, 8 if across * along * width > 8192 or rotated and (width > CHUNK or itemsize == 4) else 4
 
 
+@functools.cache
+def tile_of_pages(layouts: tuple[PackedLayout, ...], heads: int, tokens: int, width: int) -> tuple[int, int, int]:
+    """`tile`, of at most 32 tokens: addresses of more, each in a page of its own, would not fit in registers."""
+    across, along, warps = tile(tuple(replace(layout, span="each") for layout in layouts), heads, tokens, width)
+    return across, min(along, 32), warps
+
+
 def known(codec: Codec, x: Tensor, writes: bool = True) -> PackedLayout:
     """The layout of `codec`, for vectors `x` `[B, H, T, D]`. Raises ValueError for a codec that kernels cannot read, or cannot write if
     `writes`, and for vectors whose channels are not contiguous."""
@@ -154,7 +161,10 @@ def _dequantize(
     (layout, planes), (batch, heads, tokens, head_dim) = planes_to_read(codec, codes, out), out.shape
     if not out.numel():
         return
-    across, along, warps = tile((replace(layout, span="each"),), heads, tokens, padded(head_dim))
+    if page:
+        across, along, warps = tile_of_pages((layout,), heads, tokens, padded(head_dim))
+    else:
+        across, along, warps = tile((replace(layout, span="each"),), heads, tokens, padded(head_dim))
     with torch.cuda.device_of(out):
         _dequantize_kernel[(triton.cdiv(tokens, along) * triton.cdiv(heads, across), batch)](
             (out, *out.stride()[:3]), planes, pages, lengths, *strides, begin, tokens, heads,

@@ -6,8 +6,6 @@ the ring, or among the new tokens.
 
 from __future__ import annotations
 
-import functools
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,18 +13,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..formats.base import PackedLayout
 from .pages import GATHER_TILE, PagedInputs
 from .segments import Pair
-from .triton_dequantize import load_tile, padded, planes_to_read, store_vectors, tile
+from .triton_dequantize import load_tile, padded, planes_to_read, store_vectors, tile_of_pages
 from .triton_quantize import contiguous
-
-
-@functools.cache
-def tile_of(layouts: tuple[PackedLayout, ...], heads: int, width: int) -> tuple[int, int, int]:
-    """`triton_dequantize.tile`, of at most 32 tokens: the addresses of more, in four places, would not fit in registers."""
-    across, along, warps = tile(tuple(replace(layout, span="each") for layout in layouts), heads, GATHER_TILE, width)
-    return across, min(along, 32), warps
 
 
 def arguments_of(inputs: PagedInputs) -> tuple[list[tuple], list[Any], tuple[int, int, int]]:
@@ -38,7 +28,7 @@ def arguments_of(inputs: PagedInputs) -> tuple[list[tuple], list[Any], tuple[int
             layout, planes = planes_to_read(codec, each | once, ring)
             sides.append(((sinks, *sinks.stride()[:3]), (ring, *ring.stride()[:3]), planes))
             constants += [layout, ring.shape[3]]
-        sizes = tile_of(tuple(constants[::2]), inputs.ring[0].shape[1], max(map(padded, constants[1::2])))
+        sizes = tile_of_pages(tuple(constants[::2]), inputs.ring[0].shape[1], GATHER_TILE, max(map(padded, constants[1::2])))
         inputs.launches["gather"] = sides, constants, sizes
     return inputs.launches["gather"]
 

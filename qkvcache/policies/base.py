@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
 from torch import Tensor
+
+from .ranking import highest, total_order
 
 ALL = 2**31
 """Queries: as many as there are."""
@@ -23,6 +25,8 @@ LEAST = 8
 TOKENS_PER_INTERVAL, MOST_INTERVAL = 128, 32
 EPSILON = 1e-4
 """Share of all scores that is added to each token's in the second stage of CriticalKV, as its authors do."""
+BLOCK = 2**25
+"""Elements of queries, or of products with them, in memory at a time."""
 KEPT = 1e30
 """Priority of a token that is kept for its value; sinks and recent tokens go before even it."""
 
@@ -115,6 +119,7 @@ class Arrivals:
     is_valid: bool `[B, T]`, False for padding; None: no padding.
     positions: int32 `[B, T]`, the rank among the row's tokens that are no padding, which generate gives the model as its position; -1 for
         padding. None with a `lag_length`.
+    begin: the position of the first token where no row has had padding; else None.
     seen: int64 `[B, 1, 1]`, real tokens that the row has seen, these included.
     size: tokens that the layer may hold when it has seen them; int64 `[B, 1, 1]` for a share.
     statistics: those of the layer, after `accumulate` has taken these tokens.
@@ -131,6 +136,7 @@ class Arrivals:
     after_values: Tensor
     is_valid: Tensor | None = None
     positions: Tensor | None = None
+    begin: int | None = None
     seen: Tensor | None = None
     size: int | Tensor | None = None
     statistics: dict[str, Tensor] = field(default_factory=dict)
@@ -142,15 +148,20 @@ class Arrivals:
     @property
     def unrotated_keys(self) -> Tensor:
         """The keys before RoPE, `[B, H, T, D]`, in their dtype; computed anew each time."""
-        return self._unrotated(self.keys)
+        return self._unrotated(self.keys, slice(None))
 
-    @property
-    def unrotated_queries(self) -> Tensor:
-        """The queries before RoPE, `[B, Hq, T, D]`, in their dtype; computed anew each time."""
-        return self._unrotated(given(self.queries, "queries"))
+    def unrotated_queries(self, first: int = 0) -> Iterator[tuple[slice, Tensor]]:
+        """The queries before RoPE from token `first` on, `[B, Hq, t, D]` in their dtype, in blocks of bounded memory, with the tokens that
+        each is of."""
+        queries = given(self.queries, "queries")
+        block = max(BLOCK // (queries.shape[0] * queries.shape[1] * queries.shape[3]), 1)
+        for begin in range(first, queries.shape[2], block):
+            part = slice(begin, begin + block)
+            yield part, self._unrotated(queries[:, :, part], part)
 
-    def _unrotated(self, x: Tensor) -> Tensor:
-        return given(self.rope, "the model's rotary embedding").rotate(x, -given(self.positions, "positions").clamp_min(0))
+    def _unrotated(self, x: Tensor, part: slice) -> Tensor:
+        positions = given(self.positions, "positions")[:, part].clamp_min(0)
+        return given(self.rope, "the model's rotary embedding").rotate(x, -positions)
 
     def valid(self) -> Tensor:
         """`is_valid`, bool `[B, T]`, never None."""
@@ -166,7 +177,7 @@ class ObservedAttention:
     depend on other columns than its own.
 
     weights: fp32 `[B, H, G, Q, T]`, softmax weights of `Q` queries in each of the `G` query heads of a KV head; 0 for hidden columns.
-    outputs: fp32 `[B, H, G, Q, D]`, what these queries got.
+    outputs: `[B, H, G, Q, D]`, what these queries got, in fp32 or the model's dtype.
     values: `[B, H, T, D]`, of these columns.
     observed: fp32 `[B, Q]`, how much each query counts; 0 for padding.
     """
@@ -432,16 +443,8 @@ class Policy:
         weights = rank.masked_fill(~free, 0)
         weights = weights / weights.sum(-1, keepdim=True).clamp_min(1e-20)
         second = (weights + EPSILON) * given(tokens.output_norm, "norms of outputs")
-        first = largest(rank, tokens.positions, count)
+        first = highest(total_order(rank, tokens.positions), count)
         return torch.where(free, torch.where(first, KEPT, second), rank)
-
-
-def largest(x: Tensor, positions: Tensor, count: int | Tensor) -> Tensor:
-    """Which are the `count` largest of `x` `[B, H, T]`, of equal ones those at higher `positions`; `count` an int or `[B, 1, 1]`."""
-    order = positions.argsort(dim=-1, descending=True, stable=True)
-    order = order.gather(-1, x.gather(-1, order).argsort(dim=-1, descending=True, stable=True))
-    chosen = (torch.arange(x.shape[-1], device=x.device) < count).expand(x.shape)
-    return torch.empty_like(chosen, memory_format=torch.contiguous_format).scatter_(-1, order, chosen)
 
 
 def given(x: Given | None, what: str) -> Given:

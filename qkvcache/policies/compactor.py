@@ -11,7 +11,7 @@ from torch import Tensor
 from .base import Arrivals, Policy, check_count, given
 
 BLOCK = 2**25
-"""fp32 scores of attention within chunks in memory at a time."""
+"""Scores of attention within chunks in memory at a time."""
 RIDGE = 1e-5
 """Added to the Gram matrix of the sketch, times its mean diagonal: with fewer tokens than columns the matrix is singular."""
 
@@ -62,25 +62,27 @@ class Compactor(Policy):
             statistics = {
                 "random": random.repeat(batch, 1, 1),
                 "center": zeros.repeat(1, 1, self.sketch),
-                "inverse": zeros[..., None].repeat(1, 1, *2 * (self.sketch,)),
+                "whitening": zeros[..., None].repeat(1, 1, *2 * (self.sketch,)),
             }
             statistics |= {"mean": zeros, "deviation": zeros + 1}
-        center, inverse, mean, deviation = (statistics[name] for name in ("center", "inverse", "mean", "deviation"))
+        center, whitening, mean, deviation = (statistics[name] for name in ("center", "whitening", "mean", "deviation"))
         x = tokens.unrotated_keys.float() @ statistics["random"][:, None]  # [B, H, T, S]
         attention: Tensor | None = None
-        counted = positions >= self.num_sink_tokens
-        if count >= 2 * self.sketch:
+        if many := count >= 2 * self.sketch:
+            counted = positions >= self.num_sink_tokens
             own, n = counted[:, None], counted.sum(-1).clamp_min(1)[:, None, None].float()
             fresh = (counted.sum(-1) >= 2 * self.sketch)[:, None, None]
-            center = torch.where(fresh, (x * own[..., None]).sum(2) / n, center)
-            centred = (x - center[:, :, None]) * own[..., None]
-            gram = centred.mT @ centred
+            center = torch.where(fresh, (own[:, :, None].float() @ x)[:, :, 0] / n, center)
+        x = x - center[:, :, None]
+        if many:
+            gram = (x * own[..., None]).mT @ x
             ridge = gram.diagonal(dim1=-2, dim2=-1).mean(-1).clamp_min(1e-20) * RIDGE
-            factor, _ = torch.linalg.cholesky_ex(gram + torch.diag_embed(ridge[..., None].expand(-1, -1, self.sketch)))
-            inverse = torch.where(fresh[..., None], torch.cholesky_inverse(factor), inverse)
-        centred = x - center[:, :, None]
-        leverage = ((centred @ inverse) * centred).sum(-1)
-        if count >= 2 * self.sketch:
+            identity = torch.eye(self.sketch, device=keys.device)
+            factor, _ = torch.linalg.cholesky_ex(gram + ridge[..., None, None] * identity)
+            # The inverse of the factor `L` of `L L^T`: the leverage is the squared length of `L^-1 x`.
+            whitening = torch.where(fresh[..., None], torch.linalg.solve_triangular(factor, identity, upper=False), whitening)
+        leverage = torch.linalg.vector_norm(x @ whitening.mT, dim=-1).square()
+        if many:
             new_mean, new_deviation = _moments(leverage, own, n)
             mean, deviation = torch.where(fresh, new_mean, mean), torch.where(fresh, new_deviation, deviation)
             received = self._attention(tokens, counted) * torch.linalg.vector_norm(tokens.values, dim=-1, dtype=torch.float32)
@@ -88,7 +90,7 @@ class Compactor(Policy):
             attention = ((received - center_of) / spread).masked_fill(~fresh, 0)
         score = (leverage - mean) / deviation * self._blending(tokens, seen)
         score = score if attention is None else score + attention
-        return statistics | {"center": center, "inverse": inverse, "mean": mean, "deviation": deviation}, score
+        return statistics | {"center": center, "whitening": whitening, "mean": mean, "deviation": deviation}, score
 
     def _blending(self, tokens: Arrivals, seen: Tensor) -> Tensor | float:
         if self.blending is not None:
@@ -98,6 +100,8 @@ class Compactor(Policy):
 
     def _attention(self, tokens: Arrivals, counted: Tensor) -> Tensor:
         """The attention that each token receives within its chunk, fp32 `[B, H, T]`."""
+        if tokens.begin is not None:
+            return self._in_views(tokens, tokens.begin)
         keys, queries, positions = tokens.keys, given(tokens.queries, "queries"), given(tokens.positions, "positions")
         batch, heads, count, dim = keys.shape
         size, device = self.chunk_size, keys.device
@@ -108,20 +112,48 @@ class Compactor(Policy):
         chunks = (count + size - 2) // size + 1
         place = torch.arange(chunks * size, device=device) - first
         index = order.gather(1, place.clamp(0, count - 1))
-        counted_cells = (place >= 0) & (place < n) & counted.gather(1, index)
-        scaling = dim**-0.5 if tokens.scaling is None else tokens.scaling
-        received = torch.empty(batch, heads, chunks, size, device=device)
-        block = max(BLOCK // (batch * queries.shape[1] * size * size), 1)
-        for begin in range(0, chunks, block):
-            part = slice(begin * size, (begin + block) * size)
-            at, visible = index[:, None, part, None], counted_cells[:, part].unflatten(1, (-1, size))  # [B, C, N]
+        hidden = ((place < 0) | (place >= n) | ~counted.gather(1, index)).unflatten(1, (-1, size))  # [B, C, N]
+        block, received = self._block(queries), list[Tensor]()
+        for at, out in zip(index[:, None, :, None].split(block * size, dim=2), hidden.split(block, dim=1), strict=True):
             k, q = (x.gather(2, at.expand(-1, x.shape[1], -1, dim)).unflatten(2, (-1, size)) for x in (keys, queries))
-            logits = (q.unflatten(1, (heads, -1)) @ k.mT[:, :, None]).float() * scaling  # [B, H, G, C, N, N]
-            logits = logits.masked_fill(~visible[:, None, None, :, None], torch.finfo(torch.float32).min)
-            weights = logits.softmax(-1) * visible[:, None, None, :, :, None]
-            received[:, :, begin : begin + block] = weights.sum(-2).mean(2)
+            received.append(_received(q, k, tokens.scaling, out))
         back = torch.empty_like(order).scatter_(1, order, torch.arange(count, device=device).expand(batch, -1)) + first
-        return received.flatten(2).gather(2, back[:, None].expand(-1, heads, -1))
+        return torch.cat(received, dim=2).flatten(2).gather(2, back[:, None].expand(-1, heads, -1))
+
+    def _in_views(self, tokens: Arrivals, begin: int) -> Tensor:
+        """`_attention` without padding, of tokens from position `begin` on: nothing is hidden, and most chunks are views."""
+        keys, queries, size = tokens.keys, given(tokens.queries, "queries"), self.chunk_size
+        count, block = keys.shape[2], self._block(queries) * size
+        at = min(max(self.num_sink_tokens - begin, 0), count)
+        received = [torch.zeros(*keys.shape[:2], at, device=keys.device)]
+        while at < count:
+            before = (begin + at) % size  # positions of the chunk that are not among these tokens, or of sinks
+            whole = 0 if before else min((count - at) // size * size, block)
+            length = whole or min(size - before, count - at)
+            k, q = (x[:, :, at : at + length].unflatten(2, (-1, min(size, length))) for x in (keys, queries))
+            received.append(_received(q, k, tokens.scaling).flatten(2))
+            at += length
+        return torch.cat(received, dim=2)
+
+    def _block(self, queries: Tensor) -> int:
+        """Chunks whose scores are in memory at a time."""
+        return max(BLOCK // (queries.shape[0] * queries.shape[1] * self.chunk_size**2), 1)
+
+
+def _received(queries: Tensor, keys: Tensor, scaling: float | None, hidden: Tensor | None = None) -> Tensor:
+    """The attention that each token of a chunk receives, the mean over the query heads of a group, fp32 `[B, H, C, N]`: queries
+    `[B, Hq, C, N, D]`, keys `[B, H, C, N, D]`; `hidden`, bool `[B, C, N]`, are left out."""
+    batch, heads, chunks, size, dim = keys.shape
+    rows = queries.unflatten(1, (heads, -1)).transpose(2, 3).reshape(batch * heads * chunks, -1, dim)  # of all heads of a group
+    scores = torch.baddbmm(
+        keys.new_zeros(1, 1, 1), rows, keys.reshape(-1, size, dim).mT, beta=0, alpha=dim**-0.5 if scaling is None else scaling
+    ).view(batch, heads, chunks, -1, size, size)
+    if hidden is not None:
+        scores.masked_fill_(hidden[:, None, :, None, None], torch.finfo(scores.dtype).min)
+    weights = scores.softmax(-1)
+    if hidden is not None:
+        weights = weights.masked_fill(hidden[:, None, :, None, :, None], 0)
+    return weights.sum((3, 4), dtype=torch.float32) / weights.shape[3]
 
 
 def _moments(x: Tensor, own: Tensor, n: Tensor) -> tuple[Tensor, Tensor]:

@@ -8,6 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from ..kernels import matmul_fp32
 from .base import ObservedAttention, Policy, check_count
 
 
@@ -38,12 +39,18 @@ class DropKV(Policy):
         return self.window_size
 
     def reduce_attention(self, attention: ObservedAttention) -> Tensor:
-        weights, outputs, values = attention.weights, attention.outputs, attention.values.float()
-        rest = (1 - weights).clamp_min(torch.finfo(weights.dtype).eps)
-        apart = (
-            values.square().sum(-1)[:, :, None, None] - 2 * outputs @ values.mT[:, :, None] + outputs.square().sum(-1, keepdim=True)
-        ).clamp_min(0)
-        return torch.einsum("bhgqt,bq->bht", (weights / rest).square() * apart, attention.observed)
+        weights, outputs, values = attention.weights, attention.outputs, attention.values
+        odds = weights / (1 + torch.finfo(weights.dtype).eps - weights)
+        apart = matmul_fp32(outputs.flatten(2, 3), values.mT).view_as(odds).mul_(-2)  # |o - v|^2 = |o|^2 + |v|^2 - 2 o v
+        apart.add_(_squared(values)[:, :, None, None]).add_(_squared(outputs)[..., None])
+        costs = odds.square_().mul_(apart).flatten(2, 3)
+        observed = attention.observed[:, None, None].expand(-1, -1, weights.shape[2], -1).flatten(2)  # [B, 1, G * Q]
+        return (observed[:, :, None] @ costs)[:, :, 0].clamp_min(0)
 
     def observe(self, score: Tensor, attention_sums: Tensor, queries: Tensor | int) -> Tensor:
         return score * (1 - 1 / self.window_size) ** queries + attention_sums
+
+
+def _squared(x: Tensor) -> Tensor:
+    """The squared lengths of vectors `[..., D]`, fp32 `[...]`."""
+    return torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32).square()

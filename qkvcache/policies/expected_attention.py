@@ -9,10 +9,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from ..kernels import matmul_fp32, quadratic_form
 from .base import Arrivals, Policy, Rotation, check_count, given
-
-BLOCK = 2**25
-"""fp32 elements of queries, or of products with keys, in memory at a time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +66,7 @@ class ExpectedAttention(Policy):
         if count > 1:
             n = counted.sum(-1).clamp_min(1).float()
             average = average_rotation(rope, self.horizon, dim, keys.device)  # type: ignore[arg-type]
-            new_mean, covariance = moments(queries, counted, positions, rope)
+            new_mean, covariance = moments(tokens, self.num_sink_tokens)
             mean = torch.where(fresh[:, None, None], new_mean @ average, mean)
             covariance = average.mT @ covariance @ average
             covariance = rope.rotate(rope.rotate(covariance, seen[:, 0, 0]).mT, seen[:, 0, 0])
@@ -93,33 +91,20 @@ class ExpectedAttention(Policy):
         return {"mean": mean, "offset": offset, "level": level, "tokens": number}, score
 
 
-def moments(queries: Tensor, counted: Tensor, positions: Tensor, rope: Rotation) -> tuple[Tensor, Tensor]:
-    """Mean `[B, Hq, D]` and covariance `[B, Hq, D, D]` of queries before RoPE, fp32, from queries `[B, Hq, T, D]` after RoPE at `positions`
-    `[B, T]`, of those that are `counted`, bool `[B, T]`."""
-    batch, heads, tokens, dim = queries.shape
-    total, squares = (torch.zeros(batch, heads, dim, n, device=queries.device) for n in (1, dim))
-    block = max(BLOCK // (batch * heads * dim), 1)
-    for begin in range(0, tokens, block):
-        part = slice(begin, begin + block)
-        x = rope.rotate(queries[:, :, part], -positions[:, part].clamp_min(0)).float()
-        x = x.masked_fill(~counted[:, None, part, None], 0)
-        total += x.sum(2)[..., None]
-        squares += x.mT @ x
-    n = counted.sum(-1).clamp_min(1).float()[:, None, None, None]
+def moments(tokens: Arrivals, num_sink_tokens: int) -> tuple[Tensor, Tensor]:
+    """Mean `[B, Hq, D]` and covariance `[B, Hq, D, D]`, fp32, of the queries before RoPE that are neither padding nor of sinks."""
+    queries, positions = given(tokens.queries, "queries"), given(tokens.positions, "positions")
+    batch, heads, count, dim = queries.shape
+    total, squares = (torch.zeros(batch, heads, n, dim, device=queries.device) for n in (1, dim))
+    first = 0 if tokens.begin is None else min(max(num_sink_tokens - tokens.begin, 0), count)
+    for part, x in tokens.unrotated_queries(first):
+        if tokens.begin is None:
+            x.masked_fill_((positions[:, part] < num_sink_tokens)[:, None, :, None], 0)
+        total += x.sum(2, keepdim=True, dtype=torch.float32)
+        squares += matmul_fp32(x.mT, x)
+    n = (positions >= num_sink_tokens).sum(-1).clamp_min(1).float()[:, None, None, None]
     mean = total / n
-    return mean[..., 0], squares / n - mean @ mean.mT
-
-
-def quadratic_form(keys: Tensor, matrix: Tensor) -> Tensor:
-    """`k M k` of keys `[B, H, T, D]` and the matrices `[B, Hq, D, D]` of their query heads, fp32 `[B, H, G, T]`."""
-    batch, heads, tokens, dim = keys.shape
-    matrix = matrix.unflatten(1, (heads, -1))
-    block = max(BLOCK // (batch * matrix.shape[1] * matrix.shape[2] * dim), 1)
-    parts = []
-    for part in keys.split(block, dim=2):
-        product = part[:, :, None] @ matrix.to(keys.dtype)
-        parts.append((product.float() * part[:, :, None].float()).sum(-1))
-    return torch.cat(parts, dim=-1)
+    return mean[:, :, 0], squares / n - mean.mT * mean
 
 
 @functools.lru_cache(maxsize=32)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -44,16 +45,17 @@ class LagKV(Policy):
 def _spread(x: Tensor, count: int, lag: int) -> Tensor:
     """The standard deviation over the channels, each scaled to its range over `lag` tokens, of the first `count` tokens of `[B, H, T,
     D]`."""
-    after = x[:, :, 1 : count + lag].float()
-    high, low = _sliding_max(after, lag), -_sliding_max(-after, lag)
-    scaled = (x[:, :, :count].float() - low) / (high - low).clamp_min(1e-6)
+    after = x[:, :, 1 : count + lag]
+    high, low = _sliding(torch.maximum, after, lag), _sliding(torch.minimum, after, lag).float()
+    scaled = (x[:, :, :count] - low).div_((high - low).clamp_min_(1e-6))
     return scaled.std(-1)
 
 
-def _sliding_max(x: Tensor, width: int) -> Tensor:
-    """`[B, H, T, D]` -> `[B, H, T - width + 1, D]`: windows of twice the width are the maxima of two, the last of two that overlap."""
+def _sliding(extreme: Callable[[Tensor, Tensor], Tensor], x: Tensor, width: int) -> Tensor:
+    """`[B, H, T, D]` -> `[B, H, T - width + 1, D]`: of windows of twice the width it is that of two windows, the last of which overlap."""
     reach = 1
-    while 2 * reach <= width:
-        x = torch.maximum(x[:, :, :-reach], x[:, :, reach:])
-        reach *= 2
-    return torch.maximum(x[:, :, : x.shape[2] - width + reach], x[:, :, width - reach :])
+    while reach < width:
+        step = min(reach, width - reach)
+        x = extreme(x[:, :, :-step], x[:, :, step:])
+        reach += step
+    return x

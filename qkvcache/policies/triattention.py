@@ -31,10 +31,17 @@ class TriAttention(Policy):
     needs_stored_keys: ClassVar[bool] = True
 
     def accumulate(self, statistics: dict[str, Tensor], tokens: Arrivals) -> dict[str, Tensor]:
-        queries = tokens.unrotated_queries.float() * tokens.valid()[:, None, :, None]  # [B, Hq, T, D]
-        lengths = torch.hypot(*pairs(queries, given(tokens.rope, "the model's rotary embedding")))
-        new = {"query_sum": queries.sum(2), "query_lengths": lengths.sum(2), "query_count": tokens.valid().sum(-1).float()}
-        return {name: x + statistics[name] if name in statistics else x for name, x in new.items()}
+        queries, rope = given(tokens.queries, "queries"), given(tokens.rope, "the model's rotary embedding")
+        hidden = None if tokens.is_valid is None else ~tokens.is_valid[:, None, :, None]
+        sums, lengths = [], []
+        for part, x in tokens.unrotated_queries():
+            length = torch.hypot(*pairs(queries[:, :, part], rope))  # which RoPE does not change
+            if hidden is not None:
+                x, length = x.masked_fill_(hidden[:, :, part], 0), length.masked_fill_(hidden[:, :, part], 0)
+            sums.append(x.sum(2, dtype=torch.float32))
+            lengths.append(length.sum(2, dtype=torch.float32))
+        new = {"query_sum": sum(sums), "query_lengths": sum(lengths), "query_count": tokens.valid().sum(-1).float()}
+        return {name: x + statistics[name] if name in statistics else x for name, x in new.items()}  # type: ignore[misc]
 
     def priority(self, tokens: Tokens) -> Tensor:
         rope, keys = given(tokens.rope, "the model's rotary embedding"), given(tokens.keys, "stored keys").float()

@@ -79,10 +79,11 @@ class Chunks(QuantizedTokens):
         device = next(iter(chunks[0][0].values())).device
         while self.rows < len(chunks):
             self.rows *= 2
+        table = chunk_table(chunks, self.codecs, self.rows)
         with torch.inference_mode(False):
-            if self.table is None or self.table.shape[0] < self.rows or self.table.device != device:
-                self.table = torch.zeros(self.rows, 8, dtype=torch.int64, device=device)
-            self.table[: len(chunks)].copy_(chunk_table(chunks, self.codecs), non_blocking=True)
+            if self.table is None or self.table.shape != table.shape or self.table.device != device:
+                self.table = torch.empty_like(table, device=device)
+            self.table.copy_(table, non_blocking=True)
         self.region = QuantizedRegion(*self.codecs, chunks, self.length, self.table)
 
     def reserve(self, tokens: int, like: Pair) -> bool:
@@ -202,16 +203,21 @@ class Chunks(QuantizedTokens):
 
     def load(self, codes: tuple[Codes, Codes], statistics: tuple[Codes, Codes], like: Pair, copy: Copy) -> None:
         """Copies `codes` `[B, H, T, width]` and `statistics`, if there are any, into empty chunks with `copy(destination, source)`."""
-        tokens = next((x.shape[2] for x in codes[0].values()), 0)
         self._allocate_statistics(like)
-        if tokens:
-            self.reserve(tokens, like)
+        if codes[0]:
+            self.extend(codes, like, copy)
+        self._load_statistics(statistics, copy)
+
+    def extend(self, codes: tuple[Codes, Codes], like: Pair, copy: Copy = Tensor.copy_) -> None:
+        """Adds the tokens of `codes`, `[B, H, T, width]` each, with `copy(destination, source)`."""
+        tokens = next(iter(codes[0].values())).shape[2]
+        self.reserve(tokens, like)
         for chunk, at, part in self.free_slots(tokens):
             for planes, given in zip(chunk, codes, strict=True):
                 for name, plane in planes.items():
-                    copy(plane[:, :, at : at + part.stop - part.start], given[name][:, :, part])
-        self._load_statistics(statistics, copy)
-        self.length = tokens
+                    count = part.stop - part.start
+                    copy(plane.narrow(2, at, count), given[name].narrow(2, part.start, count))
+        self.length += tokens
 
     def gather(self, index: Tensor) -> tuple[Codes, Codes]:
         """The codes in slots `index` `[B, H, N]` of each head, `[B, H, N, width]` each. There must be a single chunk."""

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..kernels import Pair
+from ..policies.ranking import first_of, highest
 from .chunks import Chunks, block_of
 from .head_pages import HeadPages
 from .metadata import TokenFields, TokenMetadata
@@ -37,21 +38,26 @@ def append_and_evict(
     selected = min(count, size)
     if not selected:
         return False
-    index = _first_of([retained[..., stored:]], selected)
-    accepted = retained[..., stored:].gather(-1, index)
+    chosen = retained[..., stored:]
+    index = first_of([chosen, ~chosen], selected)
+    accepted = chosen.gather(-1, index)
     # Slots of evicted tokens first, then empty ones, so that the latter stay the same in all heads. Both new tokens and slots are in
     # ascending order, so that tokens added to an empty region are in token order.
     added = size - stored
     occupied = F.pad(metadata.region["positions"] >= 0, (0, added))
     retained = F.pad(retained[..., :stored], (0, added))
-    slots = _first_of([occupied & ~retained, ~occupied], selected)
-    region.append_zeros(added, new)
+    slots = first_of([occupied & ~retained, ~occupied, occupied & retained], selected)
     region.calibrate(new)
     quantized = Chunks(region.codecs, region.dims)
     quantized.reserve(count, new)
     quantized.statistics, quantized.calibrated = region.statistics, True
     quantized.append(new)
-    region.scatter(slots, accepted, quantized.gather(index))
+    codes = quantized.gather(index)
+    if stored:
+        region.append_zeros(added, new)
+        region.scatter(slots, accepted, codes)
+    else:  # a prompt fills all slots in order; in those of tokens that are not accepted, there is no token
+        region.extend(codes, new)
     for name, x in metadata.region.items():
         x = F.pad(x, (0, added), value=-1)
         x = x.masked_fill(~retained, -1) if name == "positions" else x
@@ -91,7 +97,7 @@ def append_and_share(
         keys = _all_keys(region, new[0]) if metadata.policy.needs_stored_keys else None
         order = metadata.order(union, keys)
         if least is not None:
-            retained = _first(order, guaranteed) & valid
+            retained = highest(order, guaranteed) & valid
         else:
             limits = limit if row_limits is None else row_limits.clamp(0, limit)[:, 0]
             retained = _shared(order, valid, heads * limits, guaranteed)
@@ -100,20 +106,15 @@ def append_and_share(
     return in_order
 
 
-def _first(order: Tensor, count: int | Tensor) -> Tensor:
-    """The `count` tokens of highest `order` `[B, H, T]` in each head; `count` an int or `[1 or B, 1 or H, 1]`. Bool `[B, H, T]`."""
-    return order.argsort(dim=-1, descending=True).argsort(dim=-1) < count
-
-
 def _shared(order: Tensor, valid: Tensor, total: int | Tensor, guaranteed: int | Tensor) -> Tensor:
     """The `total` tokens, an int or `[B, 1]`, of highest `order` `[B, H, T]` over all heads of a row, among them the first `guaranteed` of
     each head, an int or `[1 or B, 1 or H, 1]`; of equal ones those of the first heads. `valid`, bool `[B, H, T]`: which are tokens at all.
     Bool `[B, H, T]`."""
     shape = order.shape
-    order = order.masked_fill(_first(order, guaranteed) & valid, torch.iinfo(order.dtype).max).flatten(1)
-    highest = order.argsort(dim=-1, descending=True, stable=True)
+    order = order.masked_fill(highest(order, guaranteed) & valid, torch.iinfo(order.dtype).max).flatten(1)
+    descending = order.argsort(dim=-1, descending=True, stable=True)
     chosen = (torch.arange(order.shape[1], device=order.device) < total).expand_as(order)
-    return torch.zeros_like(chosen).scatter_(1, highest, chosen).view(shape) & valid
+    return torch.zeros_like(chosen).scatter_(1, descending, chosen).view(shape) & valid
 
 
 def _all_keys(region: Chunks | HeadPages, new: Tensor) -> Tensor:
@@ -126,20 +127,4 @@ def _retained(metadata: TokenMetadata, fields: TokenFields, size: int, row_limit
     """Which of the stored and then of the new tokens are retained, bool `[B, H, T]`."""
     union = {name: torch.cat([x, fields[name]], dim=-1) for name, x in metadata.region.items()}
     order = metadata.order(union, keys)
-    if row_limits is not None:
-        retained = _first(order, row_limits.clamp(0, size))
-    else:
-        evicted = order.topk(order.shape[-1] - size, dim=-1, largest=False).indices
-        retained = torch.ones_like(order, dtype=torch.bool).scatter_(-1, evicted, False)
-    return retained & (union["positions"] >= 0)
-
-
-def _first_of(masks: list[Tensor], count: int) -> Tensor:
-    """The first `count` indices `[B, H, count]` where `masks[0]` `[B, H, T]` is true, then those where `masks[1]` is, then any others;
-    ascending within each group."""
-    size = masks[0].shape[-1]
-    index = torch.arange(size, device=masks[0].device)
-    rank = index + size * len(masks)
-    for number, mask in reversed(list(enumerate(masks))):
-        rank = torch.where(mask, index + size * number, rank)
-    return rank.topk(count, dim=-1, largest=False, sorted=True).indices
+    return highest(order, size if row_limits is None else row_limits.clamp(0, size)) & (union["positions"] >= 0)

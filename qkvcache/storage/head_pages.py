@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..formats.base import Codec, Codes
 from ..kernels import Packed, Pages, Pair, quantize_pages
+from ..policies.ranking import first_of
 from .chunks import PAGE, block_of
 from .quantized import Copy, QuantizedTokens
 
@@ -268,7 +269,8 @@ def _sources(chosen: Tensor, stored: int, lengths: Tensor, longest: int) -> Tens
     bool `[B, H, T]`. Tokens stay where they are if their slot is below the new length of their head."""
     place, lengths = torch.arange(chosen.shape[-1], device=chosen.device), lengths[..., None]
     stays = chosen & (place < stored) & (place < lengths)
-    movers = (chosen & ~stays).int().argsort(dim=-1, descending=True, stable=True)
+    moves = chosen & ~stays
+    movers = first_of([moves, ~moves], longest)
     place, stays = place[:longest], stays[..., :longest]
     vacant = (place < lengths) & ~stays
     rank = (vacant.cumsum(-1) - 1).clamp_min(0)

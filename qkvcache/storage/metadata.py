@@ -14,8 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..kernels import Pair
+from ..kernels import Pair, quadratic_form
 from ..policies import Arrivals, Budget, Policy, Rotation, Tokens, given
+from ..policies.ranking import total_order
 from .head_pages import HeadPages
 
 TokenFields = dict[str, Tensor]
@@ -25,12 +26,7 @@ TokenFields = dict[str, Tensor]
 def output_norm(values: Tensor, gram: Tensor) -> Tensor:
     """How long `values` `[B, H, T, D]` are in the layer's output, the mean over the query heads of a group, fp32 `[B, H, T]`; `gram` as
     `Arrivals.output_gram`."""
-    total = values.new_zeros(values.shape[:3], dtype=torch.float32)
-    gram = gram.unflatten(0, (values.shape[1], -1))
-    for each in gram.unbind(1):
-        projected = values @ each.to(values.dtype)
-        total += (projected.float() * values.float()).sum(-1).clamp_min(0).sqrt()
-    return total / gram.shape[1]
+    return quadratic_form(values, gram[None]).clamp_min(0).sqrt().mean(2)
 
 
 def no_tokens(policy: Policy, like: Tensor) -> TokenFields:
@@ -97,8 +93,9 @@ class TokenMetadata:
             positions = torch.where(is_valid, ranks, -1).int()
             self.row_lengths = self.row_lengths + is_valid.sum(-1)
         self.has_gaps |= tokens.is_valid is not None
+        begin = self.columns if self.row_lengths is None else None
         self.columns += count
-        fields = self.new_fields(replace(tokens, positions=positions, seen=self.lengths()))
+        fields = self.new_fields(replace(tokens, positions=positions, begin=begin, seen=self.lengths()))
         zeros = torch.zeros(batch, heads, count, device=keys.device)
         for name in self.residual:
             new = positions[:, None].expand(-1, heads, -1) if name == "positions" else fields.get(name)
@@ -116,7 +113,9 @@ class TokenMetadata:
         queries = keys.new_zeros(keys.shape[0], query_heads, 1, keys.shape[3])
         position = torch.zeros(keys.shape[0], 1, dtype=torch.int32, device=keys.device)
         size = self.policy.size(self.budget, self.lengths())
-        step = Arrivals(keys, values, keys, values, None, position, self.lengths(), size, queries=queries, scaling=1.0, rope=self.rope)
+        step = Arrivals(
+            keys, values, keys, values, None, position, None, self.lengths(), size, queries=queries, scaling=1.0, rope=self.rope
+        )
         self.statistics, _ = self.policy.arrive({}, step)
         if self.policy.shares_layers:
             self.head_weights = torch.zeros(*keys.shape[:2], 1, dtype=torch.int64, device=keys.device)
@@ -177,9 +176,7 @@ class TokenMetadata:
         optional = {name: x for name, x in fields.items() if name != "positions"}
         state = {"statistics": self.statistics, "keys": keys, "rope": self.rope}
         tokens = Tokens(positions, positions >= 0, self.lengths(), **optional, **state)  # type: ignore[arg-type]
-        rank = self.policy.rank(tokens, self.budget) + 0.0  # -0.0 equals 0.0
-        bits = rank.contiguous().view(torch.int32)
-        return (torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long() << 32) + positions  # floats compare as these integers do
+        return total_order(self.policy.rank(tokens, self.budget), positions)
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Replaces every tensor by `fn(tensor)`, which may change the rows."""

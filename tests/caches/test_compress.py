@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache
 
 from qkvcache import CompressedCache, plan, policies
@@ -250,3 +251,38 @@ def test_what_is_refused():
         CompressedCache(policy=kvzip())
     with pytest.raises(ValueError, match="normalized=True"):
         kvzip(normalized=True, value_norm=True)
+
+
+class Attentions(TorchDispatchMode):
+    """The keys and the mask of each call of torch's attention."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if "attention" in func.overloadpacket.__name__:
+            mask = args[3] if isinstance((*args[3:4], None)[0], torch.Tensor) else (kwargs or {}).get("attn_mask")
+            self.calls.append((args[1].shape, None if mask is None else mask.shape))
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("pads", [(0, 0), (0, 9)])
+def test_readings_attend_without_a_mask_of_queries_by_context(pads):
+    """The llama has two KV heads for four query heads. Each of two readings attends to the context and to its own tokens, in three layers.
+    Padding hides columns from all queries."""
+    network, ids = model("llama"), text(2, 28)
+    mask = torch.arange(28) >= torch.tensor(pads)[:, None]
+    with Attentions() as seen:
+        compressed(network, ids, mask=mask.long())
+    past, own = seen.calls[3::2], seen.calls[4::2]
+    assert len(past) == len(own) == 6 and {shape[1] for shape, _ in seen.calls[3:]} == {2}
+    assert {shape[2] for shape, _ in past} == {28} and {shape[2] for shape, _ in own} == {12}
+    assert all((hidden is not None) == any(pads) for _, hidden in past)
+    assert all(hidden[-1] == 12 for _, hidden in own)
+
+
+def test_eager_attention_scores_alike():
+    network, ids = model("llama"), text(2)
+    fast, slow = compressed(network, ids), compressed(model("llama", "eager"), ids)
+    assert [fast.kept_positions(i).tolist() for i in range(3)] == [slow.kept_positions(i).tolist() for i in range(3)]

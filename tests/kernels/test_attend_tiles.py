@@ -102,25 +102,6 @@ def test_magnitudes(format, monkeypatch):
     compare(monkeypatch, format, query * 1e-3, attention_inputs, limit=tolerance(format, torch.bfloat16) * 2)
 
 
-@pytest.mark.parametrize("format", slowly(["int8", "int4_vllm"], ["int8"]))
-def test_nan_stays_in_its_row(format, monkeypatch):
-    """Of the batch, of a head, of a query."""
-    query, attention_inputs = make(format, batch=2, group=4, queries=9, tokens=70, cuts=())
-    clean, clean_lse = run(monkeypatch, query, attention_inputs, causal=True)
-    query = query.clone()
-    query[0, 1, 1, 5] = float("nan")
-    key = attention_inputs.exact[2].clone()
-    key[1, 1, 3, 7] = float("nan")
-    for codes in attention_inputs.region.chunks[0]:
-        codes["scale"][0, 1, 4] = float("nan")
-    exact = (*attention_inputs.exact[:2], key, attention_inputs.exact[3])
-    out, lse = run(monkeypatch, query, dataclasses.replace(attention_inputs, exact=exact), causal=True)
-    spoilt = torch.zeros(2, 8, 9, dtype=torch.bool, device=DEVICE)
-    spoilt[0, 1, 1] = spoilt[1, 4:] = spoilt[0, 4:] = True
-    assert out[spoilt].isnan().all()
-    assert torch.equal(out[~spoilt], clean[~spoilt]) and torch.equal(lse[~spoilt], clean_lse[~spoilt])
-
-
 @pytest.mark.parametrize("seen", [70, 100, 130])
 def test_tokens_counted_on_the_device(seen, monkeypatch):
     """The ring began anew, and what is free would show."""

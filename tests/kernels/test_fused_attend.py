@@ -372,10 +372,12 @@ def test_tiny_queries(monkeypatch):
 
 
 @pytest.mark.parametrize("format", slowly(["int8", "int4_vllm"], ["int8"]))
-def test_nan_stays_in_its_row(format, monkeypatch):
-    """Of the batch, of a head, of a query."""
-    query, attention_inputs = make(format, batch=2, queries=2, tokens=60, cuts=())
-    clean, clean_lse = run(monkeypatch, query, attention_inputs)
+@pytest.mark.parametrize("queries", [2, 9], ids=["few rows", "many rows"])
+def test_nan_stays_in_its_row(format, queries, monkeypatch):
+    """Of the batch, of a head, of a query; of both kernels."""
+    query, attention_inputs = make(format, batch=2, group=4, queries=queries, tokens=70, cuts=())
+    assert (fused.tiled(query, attention_inputs, None, {"causal": True}) is None) == (queries == 2)
+    clean, clean_lse = run(monkeypatch, query, attention_inputs, causal=True)
     query = query.clone()
     query[0, 1, 1, 5] = float("nan")
     key = attention_inputs.exact[2].clone()
@@ -383,9 +385,9 @@ def test_nan_stays_in_its_row(format, monkeypatch):
     for codes in attention_inputs.region.chunks[0]:
         codes["scale"][0, 1, 4] = float("nan")
     exact = (*attention_inputs.exact[:2], key, attention_inputs.exact[3])
-    out, lse = run(monkeypatch, query, dataclasses.replace(attention_inputs, exact=exact))
-    spoilt = torch.zeros(2, 4, 2, dtype=torch.bool, device=DEVICE)
-    spoilt[0, 1, 1] = spoilt[1, 2:] = spoilt[0, 2:] = True
+    out, lse = run(monkeypatch, query, dataclasses.replace(attention_inputs, exact=exact), causal=True)
+    spoilt = torch.zeros(2, 8, queries, dtype=torch.bool, device=DEVICE)
+    spoilt[0, 1, 1] = spoilt[1, 4:] = spoilt[0, 4:] = True
     assert out[spoilt].isnan().all()
     assert torch.equal(out[~spoilt], clean[~spoilt]) and torch.equal(lse[~spoilt], clean_lse[~spoilt])
 

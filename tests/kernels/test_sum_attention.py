@@ -383,14 +383,17 @@ def test_column_mass_dispatch(dtype, monkeypatch, triton):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(2, 4, 300), (4, 1, 64), (1, 8, 1000)])
-def test_prefill_with_lse(shape, dtype):
+@pytest.mark.parametrize("backend", [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION])
+def test_prefill_with_lse(backend, shape, dtype):
     heads, group, tokens = shape
     query, key, _, _ = prefill(heads, group, tokens, tokens, dim=128, dtype=dtype)
     value = data(2, heads, tokens, 128, dtype=dtype)
     sdpa = partial(torch.nn.functional.scaled_dot_product_attention, is_causal=True, scale=0.1, enable_gqa=True)
-    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+    with sdpa_kernel(backend):
         out, lse = prefill_with_lse(query, key, value, 0.1)
-        assert torch.equal(out, sdpa(query, key, value))
+        # cuDNN may take another program where the normaliser is asked for.
+        limit = 0 if backend == SDPBackend.FLASH_ATTENTION else 2 * torch.finfo(dtype).eps
+        torch.testing.assert_close(out, sdpa(query, key, value), rtol=limit, atol=limit)
     ones = torch.ones(2, tokens, device=DEVICE)
     _, expected = dense_mass(query, key, ones, causal(tokens, tokens), scaling=0.1)
     torch.testing.assert_close(lse, expected, rtol=1e-3, atol=1e-3)

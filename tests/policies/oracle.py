@@ -70,7 +70,7 @@ def drive(policy: Policy, text: Text, format: str = "identity", **zones) -> Iter
         step = slice(begin, begin + size)
         layer.update(text.keys[:, :, step], text.values[:, :, step])
         is_valid = text.mask[:, step]
-        layer.begin_attention(is_valid, text.queries[:, :, step], DIM**-0.5, PROJECTION)
+        layer.begin_attention(is_valid if any(text.pads) else None, text.queries[:, :, step], DIM**-0.5, PROJECTION)
         attention_sums = None
         if policy.observation_window:
             positions = columns(layer).long()

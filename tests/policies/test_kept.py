@@ -3,13 +3,14 @@
 import pytest
 import torch
 
-from qkvcache.policies import H2O, Custom, Knorm, Random, SinkWindow, SnapKV
+from qkvcache.kernels import matmul
+from qkvcache.policies import H2O, Custom, Knorm, Random, SinkWindow, SnapKV, base, compactor
 from tests.matrix import CUT_FREE, FORMATS, POLICIES, slowly
 from tests.policies.oracle import Text, columns, drive, kept
 from tests.tolerance import rounding, same_decoded
 
 TEXTS = {
-    "even": Text((0,) * 5, (20, 1, 1, 3, *[1] * 12)),
+    "even": Text((0,) * 3, (20, 1, 1, 17, *[1] * 8)),
     "padded": Text((0, 3, 9, 14, 23), (20, 1, 1, 3, *[1] * 12)),  # one row begins in the fourth step
     "chunked": Text((0, 3, 9, 14, 23), (4, 7, 10, 9, 1, 1, 1, 5, 2, 1)),
 }
@@ -136,3 +137,12 @@ def test_b16_a_slot_decodes_to_the_token_whose_position_it_records(format):
         exact = (x.gather(2, at.clamp_min(0)) == side).all(-1) | (positions < 0)
         assert same_decoded(side[~exact], stored.gather(2, at.clamp_min(0))[~exact], codec)
         assert exact.all() == (format == "identity")
+
+
+@pytest.mark.parametrize("text", ["even", "padded"])
+@pytest.mark.parametrize("name", ["expected_attention", "compactor", "triattention"])
+def test_blocks_of_any_size(name, text, monkeypatch):
+    """What bounds the memory of scoring a prompt changes no score."""
+    for module in (base, compactor, matmul):
+        monkeypatch.setattr(module, "BLOCK", 1)
+    check(POLICIES[name](12), TEXTS[text])

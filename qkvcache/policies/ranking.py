@@ -1,0 +1,39 @@
+"""Selecting tokens. A large sort costs a GPU as much as reading a layer several times, so that sets are selected without one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def total_order(rank: Tensor, positions: Tensor) -> Tensor:
+    """int64 `[B, H, T]` that orders tokens by `rank`, fp32 without nan, and at equal rank by `positions`, int32."""
+    bits = (rank + 0.0).contiguous().view(torch.int32)  # -0.0 equals 0.0
+    return (torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long() << 32) + positions  # floats compare as these integers do
+
+
+def highest(order: Tensor, count: int | Tensor) -> Tensor:
+    """Which are the `count` highest of `order` int64 `[B, H, T]`, bool: an int, or `[1 or B, 1 or H, 1]`. If several equal the lowest of
+    these, all of them."""
+    tokens = order.shape[-1]
+    if isinstance(count, Tensor):
+        least = order.sort(dim=-1, descending=True).values.gather(-1, (count - 1).clamp(0, tokens - 1).expand(*order.shape[:2], 1))
+        return (order >= least) & (count > 0)
+    if not 0 < count < tokens:
+        return torch.full_like(order, count > 0, dtype=torch.bool)
+    return order >= order.topk(count, dim=-1, sorted=False).values.amin(-1, keepdim=True)
+
+
+def first_of(masks: Sequence[Tensor], count: int) -> Tensor:
+    """The first `count` indices `[B, H, count]` where the first of `masks` is true, then those where the second is, and so on, ascending in
+    each. Masks are bool `[B, H, T]`; each index is in exactly one of them."""
+    chosen = torch.cat(list(masks), dim=-1)
+    rows = torch.arange(chosen[..., 0].numel(), device=chosen.device).view(*chosen.shape[:2], 1)
+    tokens = chosen.shape[-1] // len(masks)
+    # One scan over all rows, which is faster than one for each: a row has `tokens` true entries.
+    place = chosen.flatten().cumsum(0).view_as(chosen) - (rows * tokens + 1)
+    place = place.masked_fill(~chosen, count).clamp_max(count)
+    index = torch.arange(tokens, device=chosen.device).repeat(len(masks)).expand_as(chosen)
+    return index.new_empty(*chosen.shape[:2], count + 1).scatter_(-1, place, index)[..., :count]
