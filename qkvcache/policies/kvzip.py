@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .base import ONE, Arrivals, Policy, check_count
+from .ranking import highest, total_order
 
 UNREAD = 1e4
 """The score of a token that was not read twice."""
@@ -70,26 +71,21 @@ class KVzip(Policy):
 
 def weigh_heads(scores: list[Tensor], rest: list[Tensor], guaranteed: list[Tensor]) -> list[Tensor]:
     """The weight of each head in the budget, int64 `[B, H, 1]` for each layer: how many of its tokens are among the highest scores of all
-    heads of all layers, relative to its budget, in units of `1 / ONE`. In a row whose budgets hold all tokens it is `ONE`.
+    heads of all layers (of equal ones those of the first heads), relative to its budget, in units of `1 / ONE`. In a row whose budgets hold
+    all tokens it is `ONE`.
 
     Args:
         scores: of each layer, fp32 `[B, H, T]`; -inf for tokens that do not compete.
         rest: the budget of each head of a layer, int64 `[B, 1, 1]`.
         guaranteed: tokens that each of these heads has in any case, int64 `[B, 1, 1]`.
     """
-    total = torch.stack([of[:, 0] * x.shape[1] for of, x in zip(rest, scores, strict=True)]).sum(0)
-    rank = torch.arange(scores[0].shape[-1], device=scores[0].device)
-    ranked = [x.sort(dim=-1, descending=True).values for x in scores]
-    ranked = [x.masked_fill((rank < own) & x.isfinite(), torch.inf) for x, own in zip(ranked, guaranteed, strict=True)]
-    together = torch.cat(ranked, dim=1)
-    highest = together.flatten(1).sort(dim=-1, descending=True).values
-    least = highest.gather(1, total.clamp(1, highest.shape[1]) - 1)[..., None]
-    above, equal = (together > least).sum(-1), (together == least).sum(-1)
-    left = (total - above.sum(-1, keepdim=True) - equal.cumsum(-1) + equal).clamp_min(0)  # for the equal ones of a head and those after it
-    counts = above + torch.minimum(equal, left)
-    fits = least == -torch.inf
-    found = []
-    for count, own in zip(counts.split([x.shape[1] for x in scores], dim=1), rest, strict=True):
-        weight = (count[..., None] * ONE + own // 2) // own.clamp_min(1)
-        found.append(torch.where(fits, ONE, weight))
-    return found
+    total = torch.stack([of[:, 0] * x.shape[1] for of, x in zip(rest, scores, strict=True)]).sum(0)[:, None]
+    position = torch.arange(scores[0].shape[-1], dtype=torch.int32, device=total.device)
+    first = [highest(total_order(x, position), of) & (x > -torch.inf) for x, of in zip(scores, guaranteed, strict=True)]
+    ranked = torch.cat([x.masked_fill(own, torch.inf) for x, own in zip(scores, first, strict=True)], dim=1)
+    competes, flat = ranked > -torch.inf, ranked.flatten(1)[:, None]
+    order = total_order(flat, -torch.arange(flat.shape[-1], dtype=torch.int32, device=flat.device))
+    counts = (highest(order, total).view_as(ranked) & competes).sum(-1, keepdim=True)
+    fits = competes.sum((1, 2))[:, None, None] <= total
+    by_layer = counts.split([x.shape[1] for x in scores], dim=1)
+    return [torch.where(fits, ONE, (count * ONE + of // 2) // of.clamp_min(1)) for count, of in zip(by_layer, rest, strict=True)]
