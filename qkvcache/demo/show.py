@@ -10,7 +10,6 @@ from dataclasses import dataclass
 import torch
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 from transformers import (
     DynamicCache,
     PreTrainedConfig,
@@ -26,6 +25,7 @@ from ..evaluation.quality import Passages, RecallSet, divergence, recall
 from ..evaluation.recall import CODE_WORD, NUMBER, Form, recall_case
 from ..evaluation.speed import Clock
 from ..models import load
+from ..options import table
 from ..policies import H2O, KeyDiff, Policy
 from . import text_ids
 
@@ -119,24 +119,20 @@ def run(
 def show(rows: list[dict], console: Console, name: str = "demo") -> None:
     """Prints the table of the model called `name`."""
     size = SIZES.get(name, REAL)
-    table = Table(
+    grid = table(
+        ("cache", "exact", "bytes/token", "smaller", "KL", "perplexity", "recall", "tokens/s"),
+        left=("cache", "exact"),
         title=f"{name}, {size.context:,} tokens of context",
-        box=None,
-        pad_edge=False,
-        collapse_padding=True,
-        caption_style="dim",
         caption="exact: tokens at beginning + end kept in the model's dtype (none: the format as its authors define it). "
         f"KL and perplexity: 2 x {size.read_on - 1} tokens read on through the cache, against the dense run. "
         f"recall: {size.recalls} facts, each among three others, question unseen at compression. tokens/s: decode, this machine.",
     )
-    for header in ("cache", "exact", "bytes/token", "smaller", "KL", "perplexity", "recall", "tokens/s"):
-        table.add_column(header, justify="left" if header in ("cache", "exact") else "right", no_wrap=True)
     for row in rows:
-        table.add_row(
+        grid.add_row(
             row["cache"], row["exact"], f"{row['bytes_per_token']:,.0f}", f"{row['ratio']:.2f}x", f"{row['kl']:.4f}",
             f"{row['perplexity_change']:+.1%}", f"{row['recall']:.0%}", f"{row['tokens_per_second']:.0f}",
         )  # fmt: skip
-    console.print(table)
+    console.print(grid)
 
 
 def generate(
