@@ -1,14 +1,14 @@
 """Attention of many new tokens over a quantized past, without a dense layer.
 
-The past is dequantized chunk by chunk into scratch of a bounded size, torch's best attention runs on each chunk, and the outputs are
-merged by their log-sum-exps. The exact tokens, the new ones among them, are one more part:
+The past is dequantized chunk by chunk into scratch of a bounded size, torch's best attention runs on each chunk, or on the parts of it that
+cuDNN has plans for, and the outputs are merged by their log-sum-exps. The exact tokens, the new ones among them, are one more part:
 
     part       keys and values                                    mask
     chunk i    the next quantized tokens, in the model's dtype    none, or the columns that padding hides
     exact      sink tokens, residual, the new tokens              causal among the new tokens, and the same columns
 
 The query heads of a group are rows of their KV head, so that keys and values are never copied for query heads. Vectors that are stored
-rotated stay rotated in the scratch: queries are rotated before, and outputs rotated back after, attention on chunks.
+rotated stay rotated in the scratch: queries are rotated before, and the merged output of the chunks is rotated back.
 `attention/route.py` says from how many queries on this is faster than reading the codes in the decode kernel.
 
 What policies want of the weights (`observe_chunked`) needs the normalisers, which are known after the merge. The parts are then read a
@@ -35,8 +35,8 @@ from .sum_attention import BLOCK
 
 CHUNK_TOKENS, CHUNK_BYTES = 65536, 512 * 2**20
 """Tokens of a chunk, and the bound on its scratch, keys and values together, which may make it shorter."""
-CUDNN_CHUNKS = 16384, 4096, 1024
-"""Tokens of a chunk where cuDNN attends on it: few sizes, so that its plans come again, of which the smallest leaves little to flash
+CUDNN_TOKENS = tuple(2**n for n in range(16, 9, -1))
+"""Tokens of a chunk that cuDNN attends to at a time: few sizes, so that its plans come again, of which the smallest leaves little to flash
 attention, which takes twice as long (`eval/bench_turns.py`)."""
 ROW_STEP = 128
 """Folded rows are padded to a multiple of this, so that few shapes exist."""
@@ -50,7 +50,7 @@ MASKED = -1e30
 Fill = Callable[[Tensor, Tensor], None]
 """Writes the keys and values of a chunk, rotated as they are stored, into two tensors `[B, H, T, D]`."""
 Piece = tuple[int, tuple[Codec, Codec], Fill]
-"""Quantized tokens of a chunk: how many, the codecs whose rotations they are stored under, and what dequantizes them."""
+"""A chunk of quantized tokens: how many, the codecs whose rotations they are stored under, and what dequantizes them."""
 Part = tuple[Tensor, Tensor]
 """Output `[B, H', R, Dv]` and log-sum-exp, fp32 `[B, H', R]`, of one part of the tokens. `H'` and `R` are query heads and queries, or,
 folded, KV heads and the queries of a group's heads one after another, with rows of padding at the end."""
@@ -184,10 +184,10 @@ def attend_chunked_exact(
     return _attend(query, Tokens(own, 0, partial(_pieces_of_exact, past)), hidden, scaling, softcap, sinks, None, plans=plans)[0]
 
 
-def _pieces_of_exact(past: Pair, sizes: Sequence[int]) -> Iterator[Piece]:
+def _pieces_of_exact(past: Pair, size: int) -> Iterator[Piece]:
     """Copies cost little, and cuDNN, whose plans are for strides, finds those of other pasts."""
     begin = 0
-    for count in cut(past[0].shape[2], sizes):
+    for count in cut(past[0].shape[2], [size]):
         yield count, (AsIs(), AsIs()), partial(_copy, past, begin)
         begin += count
 
@@ -197,8 +197,8 @@ def _copy(past: Pair, begin: int, keys: Tensor, values: Tensor) -> None:
         out.copy_(x[:, :, begin : begin + out.shape[2]])
 
 
-def _pieces_of_pages(pages: Pages, begin: int, end: int, sizes: Sequence[int]) -> Iterator[Piece]:
-    for count in cut(end - begin, sizes):
+def _pieces_of_pages(pages: Pages, begin: int, end: int, size: int) -> Iterator[Piece]:
+    for count in cut(end - begin, [size]):
         yield count, (AsIs(), AsIs()), partial(_dequantize_pages, pages, begin)
         begin += count
 
@@ -209,12 +209,12 @@ def _dequantize_pages(pages: Pages, begin: int, keys: Tensor, values: Tensor) ->
 
 @dataclass(frozen=True)
 class Tokens:
-    """Exact keys and values `[B, H, T, D]` and, after `before` of these, quantized ones, which `pieces` cuts into chunks of these sizes
-    (`cut`)."""
+    """Exact keys and values `[B, H, T, D]` and, after `before` of these, quantized ones, which `pieces` cuts into chunks of so many
+    tokens."""
 
     exact: Pair
     before: int
-    pieces: Callable[[Sequence[int]], Iterator[Piece]]
+    pieces: Callable[[int], Iterator[Piece]]
 
     @staticmethod
     def of_pages(pages: Pages, begin: int, end: int, sinks: Pair, recent: Pair) -> Tokens:
@@ -249,29 +249,34 @@ def _attend(
     heads = exact[0].shape[1]
     scaling = dim**-0.5 if scaling is None else scaling
     folded = fold(query, heads)
-    by_cudnn = plans and query.is_cuda and hidden is None and softcap is None and queries >= CUDNN_QUERIES and _cudnn_is_faster(folded)
+    by_cudnn = plans and hidden is None and softcap is None and queries >= CUDNN_QUERIES and _cudnn_is_faster(folded)
     most = max(CHUNK_BYTES // (2 * batch * heads * dim * query.itemsize) // 64, 1) * 64
-    wanted = CUDNN_CHUNKS if by_cudnn else (CHUNK_TOKENS,)
-    sizes = sorted({min(size, most, chunk_tokens or most) for size in wanted}, reverse=True)
-    pieces = list(tokens.pieces(sizes))
+    size = min(CHUNK_TOKENS, most, chunk_tokens or most)
+    sizes = sorted({min(n, size) for n in CUDNN_TOKENS}, reverse=True) if by_cudnn else [size]
+    pieces = list(tokens.pieces(size // sizes[0] * sizes[0]))
     if on_triton(query.device):
         from .triton_merge import merge as merge_parts
     else:
         merge_parts = merge
     column, parts, rotated, unrotated = before, list[Part](), folded, scaling
-    scratch = query.new_empty(2, batch, heads, pieces[0][0] if pieces else 0, dim)
+    # Tokens are the outermost, so that the strides, for which cuDNN's plans are, do not depend on their number.
+    scratch = query.new_empty(2, pieces[0][0] if pieces else 0, batch, heads, dim).permute(0, 2, 3, 1, 4)
     if pieces:
         rotated, factor = rotate(folded, pieces[0][1][0])
         unrotated = scaling * factor
-    for count, codecs, fill in pieces:
-        keys, values = scratch[:, :, :, :count]
-        fill(keys, values)
-        bias = None if hidden is None else _bias(_by_head(hidden)[:, :, None, column : column + count], query.dtype)
-        out, lse = library_attention(rotated, keys, values, bias, unrotated, softcap, by_cudnn=by_cudnn and count in sizes)
-        parts.append((rotate_back(out, codecs[1]), lse))
-        column += count
-        if len(parts) == MERGED_PARTS:
-            parts = [merge_parts(parts, query_heads, queries, heads, None)]
+    for count, _, fill in pieces:
+        fill(*scratch[:, :, :, :count])
+        for keys, values in zip(*(x[:, :, :count].split(list(cut(count, sizes)), dim=2) for x in scratch), strict=True):
+            shown = keys.shape[2]
+            bias = None if hidden is None else _bias(_by_head(hidden)[:, :, None, column : column + shown], query.dtype)
+            known = by_cudnn and shown in sizes
+            parts.append(library_attention(rotated, keys, values, bias, unrotated, softcap, by_cudnn=known))
+            column += shown
+            if len(parts) == MERGED_PARTS:
+                parts = [merge_parts(parts, query_heads, queries, heads, None)]
+    if pieces and (codec := pieces[0][1][1]).rotation is not None:
+        out, lse = merge_parts(parts, query_heads, queries, heads, None) if len(parts) > 1 else parts[0]
+        parts = [(rotate_back(out, codec), lse)]
     own = None if hidden is None else _by_head(hidden)[:, 0]  # exact tokens are the same in all heads
     own = None if own is None else torch.cat([own[:, :before], own[:, column:]], dim=1)
     causal_by_cudnn = by_cudnn and queries >= CUDNN_CAUSAL_QUERIES
@@ -324,19 +329,19 @@ def cut(tokens: int, sizes: Sequence[int]) -> Iterator[int]:
         yield tokens
 
 
-def chunks(attention_inputs: AttentionInputs, blocks: list[tuple[Packed, Packed]], sizes: Sequence[int]) -> Iterator[Piece]:
-    """Quantized tokens in chunks of `sizes` (`cut`)."""
+def chunks(attention_inputs: AttentionInputs, blocks: list[tuple[Packed, Packed]], size: int) -> Iterator[Piece]:
+    """Quantized tokens in chunks of `size`."""
     region, dims = attention_inputs.region, (attention_inputs.key.shape[3], attention_inputs.value.shape[3])
     if region is not None and on_triton(attention_inputs.key.device):
         from .triton_dequantize_region import dequantize_region, supports
 
         if supports(region, dims):
             begin = 0
-            for count in cut(region.tokens, sizes):
+            for count in cut(region.tokens, [size]):
                 yield count, (region.key, region.value), partial(dequantize_region, region, begin)
                 begin += count
             return
-    for chunk in _cut(blocks or list(_blocks(region, dims)), sizes):
+    for chunk in _cut(blocks or list(_blocks(region, dims)), size):
         codecs = chunk[0][0].codec, chunk[0][1].codec
         yield sum(key.tokens for key, _ in chunk), codecs, partial(dequantize_blocks, chunk)
 
@@ -370,18 +375,18 @@ def _part(packed: Packed, begin: int, count: int) -> Packed:
     return Packed(packed.codec, codes, count, packed.head_dim)
 
 
-def _cut(blocks: list[tuple[Packed, Packed]], sizes: Sequence[int]) -> Iterator[list[tuple[Packed, Packed]]]:
-    """Blocks in chunks of `sizes` tokens (`cut`)."""
+def _cut(blocks: list[tuple[Packed, Packed]], size: int) -> Iterator[list[tuple[Packed, Packed]]]:
+    """Blocks in chunks of `size` tokens."""
     left, at = iter(blocks), 0
     key, value = next(left, (None, None))
-    for size in cut(sum(key.tokens for key, _ in blocks), sizes):
+    for wanted in cut(sum(key.tokens for key, _ in blocks), [size]):
         chunk: list[tuple[Packed, Packed]] = []
-        while size:
+        while wanted:
             if at == key.tokens:  # type: ignore[union-attr]
                 (key, value), at = next(left), 0
-            count = min(size, key.tokens - at)  # type: ignore[union-attr]
+            count = min(wanted, key.tokens - at)  # type: ignore[union-attr]
             chunk.append((_part(key, at, count), _part(value, at, count)))  # type: ignore[arg-type]
-            at, size = at + count, size - count
+            at, wanted = at + count, wanted - count
         yield chunk
 
 
@@ -428,9 +433,11 @@ def _bias(hidden: Tensor, dtype: torch.dtype) -> Tensor:
 def library_attention(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scaling: float, softcap: float | None, by_cudnn: bool = False
 ) -> Part:
-    """Attention without causality of folded queries over `[B, H, T, D]`. `by_cudnn`: it is faster, and the shape will come again."""
+    """Attention without causality of folded queries over `[B, H, T, D]`. `by_cudnn`: it is faster, and such tensors will come again."""
     if softcap is not None:
         return capped_attention(query, key, value, bias, scaling, softcap)
+    if by_cudnn:
+        return _cudnn_attention(query, key, value, scaling, causal=False)
     aten = torch.ops.aten
     mask = None if bias is None else bias.expand(*query.shape[:3], -1)
     if not query.is_cuda:
@@ -438,8 +445,6 @@ def library_attention(
     if mask is not None:
         out, lse, *_ = aten._scaled_dot_product_efficient_attention(query, key, value, mask, True, 0.0, False, scale=scaling)
         return out, lse[:, :, : query.shape[2]]
-    if by_cudnn:
-        return _cudnn_attention(query, key, value, scaling, causal=False)
     return aten._scaled_dot_product_flash_attention(query, key, value, 0.0, False, scale=scaling)[:2]
 
 
@@ -469,6 +474,8 @@ def _cudnn_attention(query: Tensor, key: Tensor, value: Tensor, scaling: float, 
 
 def _cudnn_is_faster(query: Tensor) -> bool:
     """On Hopper and later, where its programs, one for 128 rows, fill the GPU: flash attention also splits keys."""
+    if not query.is_cuda:
+        return False
     properties = torch.cuda.get_device_properties(query.device)
     programs = query.shape[0] * query.shape[1] * -(-query.shape[2] // 128)
     return not torch.version.hip and properties.major >= 9 and query.shape[3] <= 128 and 2 * programs >= properties.multi_processor_count
