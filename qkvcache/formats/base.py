@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from difflib import get_close_matches
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Literal, NamedTuple
 
 import torch
@@ -157,7 +157,7 @@ class Codec(ABC):
 
     def _zeros(self, tokens: str, like: Tensor, count: int, per_head: bool) -> Codes:
         found: Codes = {}
-        for buffer in self.buffers(like.shape[3]):
+        for buffer in _declared(self, like.shape[3]):
             if buffer.tokens == tokens:
                 heads = like.shape[1] if per_head or buffer.heads == "each" else 1
                 shape = like.shape[0], heads, count, buffer.width
@@ -166,12 +166,12 @@ class Codec(ABC):
 
     def roles(self, codes: Codes, head_dim: int) -> Iterator[tuple[str, Tensor]]:
         """Each tensor with its role, `codes` or `scales`."""
-        roles = {buffer.name: buffer.role for buffer in self.buffers(head_dim)}
+        roles = {buffer.name: buffer.role for buffer in _declared(self, head_dim)}
         yield from ((roles[name], x) for name, x in codes.items())
 
     def keeps(self, head_dim: int) -> bool:
         """Whether there are buffers that are kept once."""
-        return any(buffer.tokens == "once" for buffer in self.buffers(head_dim))
+        return any(buffer.tokens == "once" for buffer in _declared(self, head_dim))
 
     def refuses(self, head_dim: int) -> str | None:
         """Why this codec cannot hold vectors of `head_dim`, or None."""
@@ -189,6 +189,11 @@ class Codec(ABC):
         levels, scale, offset, center = self.unpack(codes, head_dim)
         stored = affine(levels, scale, offset)
         return self.unrotate(stored if center is None else stored + center).to(dtype)
+
+
+@cache
+def _declared(codec: Codec, head_dim: int) -> tuple[Buffer, ...]:
+    return codec.buffers(head_dim)
 
 
 def affine(levels: Tensor, scale: Tensor | None, offset: Tensor | None) -> Tensor:

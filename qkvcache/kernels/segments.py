@@ -9,11 +9,12 @@ Shapes: `q` `[B, H, R, D]` with `R` = query heads of the group times queries, in
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -157,17 +158,29 @@ def planes_of(codec: Codec, codes: Codes) -> tuple[Tensor, Tensor, Tensor]:
     return main if main.itemsize > 1 else main.view(torch.int16), high.view(torch.int16), scales
 
 
-def chunk_table(chunks: Sequence[tuple[Codes, Codes]], codecs: tuple[Codec, Codec]) -> Tensor:
-    """`QuantizedRegion.table` of these chunks, int64 `[chunks, 8]`, in host memory."""
-    rows, start = [], 0
-    first = [plane for codec, codes in zip(codecs, chunks[0], strict=True) for plane in planes_of(codec, codes)]
+def chunk_table(chunks: Sequence[tuple[Codes, Codes]], codecs: tuple[Codec, Codec], rows: int = 0) -> Tensor:
+    """`QuantizedRegion.table` of these chunks, int64 `[rows or chunks, 8]`, in host memory."""
+    table, start = numpy.zeros((max(rows, len(chunks)), 8), numpy.int64), 0  # torch takes ten times as long to read lists
+    first: list[Tensor] = []
+    for row, chunk in zip(table, chunks, strict=False):
+        row[:2] = start, next(iter(chunk[0].values())).shape[2]
+        if len(chunks) > 1:
+            planes = [plane for codec, codes in zip(codecs, chunk, strict=True) for plane in planes_of(codec, codes)]
+            first = first or planes
+            row[2:] = [(x.data_ptr() - y.data_ptr()) // x.itemsize for x, y in zip(planes, first, strict=True)]
+        start += row[1]
+    return torch.from_numpy(table)
+
+
+def packed(codec: Codec, chunks: Sequence[Codes], left: int, head_dim: int, limit: int = 2**62) -> Iterator[Packed]:
+    """The first `left` tokens of `chunks`, which include the buffers kept once, as views of at most `limit` tokens."""
+    once = names(codec, head_dim, "once")
     for chunk in chunks:
-        planes = [plane for codec, codes in zip(codecs, chunk, strict=True) for plane in planes_of(codec, codes)]
-        slots = next(iter(chunk[0].values())).shape[2]
-        distances = [(x.data_ptr() - y.data_ptr()) // x.itemsize for x, y in zip(planes, first, strict=True)]
-        rows.append([start, slots, *distances])
-        start += slots
-    return torch.tensor(rows, dtype=torch.int64)
+        used = min(left, next(x.shape[2] for name, x in chunk.items() if name not in once))
+        for at in range(0, used, limit):
+            stop = min(at + limit, used)
+            yield Packed(codec, {n: x if n in once else x[:, :, at:stop] for n, x in chunk.items()}, stop - at, head_dim)
+        left -= used
 
 
 CONTROL = 4

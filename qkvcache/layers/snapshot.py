@@ -10,8 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from functools import partial
-from itertools import chain
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -56,6 +55,11 @@ class Snapshot:
         if self.kind == "sliding":
             return self.numbers["seen"] > self.tensors["keys"].shape[2]
         return self.kind in ("evicting", "linear")
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Bytes that its tensors keep alive."""
+        return sum(x.untyped_storage().nbytes() for x in self.tensors.values())
 
     def cut(self, tokens: int) -> Snapshot:
         """Views of the first `tokens` tokens. Raises ValueError for more than there are, and for fewer if it cannot be cut."""
@@ -134,8 +138,10 @@ def restore(layer: Layer, stored: Snapshot, device: torch.device | str, copy: Co
         raise ValueError(f"a {stored.kind} snapshot cannot be put into a {type(layer).__name__}")
     tensors, numbers = stored.tensors, stored.numbers
     if isinstance(layer, CompressedLayer):
-        layer.lazy_initialization(*(torch.empty_like(tensors[f"{side}.sinks"], device=device) for side in ("key", "value")))
-        layer.storage.restore(tensors, numbers, device, copy)  # type: ignore[union-attr]
+        tokens = layer.num_sink_tokens + stored._zone("region") + layer.residual_length + 1  # the storage for them has no spare page
+        shapes = ((x, (*x.shape[:2], tokens, x.shape[3])) for x in (tensors["key.sinks"], tensors["value.sinks"]))
+        layer.lazy_initialization(*(torch.empty((), dtype=x.dtype, device=device).expand(shape) for x, shape in shapes))
+        layer.storage.restore(tensors, numbers, copy)  # type: ignore[union-attr]
         layer.empty = False
     elif isinstance(layer, LinearAttentionLayer):
         for name, x in numbers.items():
@@ -163,9 +169,3 @@ def _set_state(layer: LinearAttentionLayer, name: str, value: object) -> None:
         getattr(layer, name)[int(number)] = value
     else:
         setattr(layer, name, value)
-
-
-def snapshot_bytes(snapshots: list[Snapshot]) -> int:
-    """Bytes that the tensors of all snapshots keep alive, shared ones counted once."""
-    tensors = chain.from_iterable(stored.tensors.values() for stored in snapshots)
-    return sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}.values())

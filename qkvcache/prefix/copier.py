@@ -1,39 +1,27 @@
-"""`PinnedCopier`: copies between host memory and GPUs at the speed of the bus; and which device each layer is on."""
+"""`PinnedCopier`: copies between host memory and GPUs at the speed of the bus."""
 
 from __future__ import annotations
 
 import os
 import threading
+from collections import defaultdict
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 import numpy
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 STAGE = 8 * 2**20
 """Bytes of the pinned buffer of a thread."""
 SMALL = 2**20
-"""Bytes below which a copy is not handed to a thread."""
+"""Bytes below which tensors are copied together instead of by threads."""
 THREADS = min(os.cpu_count() or 1, 12)
-
-
-def layer_devices(model: PreTrainedModel, layers: int) -> list[torch.device]:
-    """The device on which the keys and values of each layer are computed."""
-    devices = [model.device] * layers
-    for module in model.modules():
-        index = getattr(module, "layer_idx", None)
-        if isinstance(index, int) and 0 <= index < layers:
-            hook = getattr(module, "_hf_hook", None)
-            weight = next(module.parameters(), None)
-            device = getattr(hook, "execution_device", None) or (None if weight is None else weight.device)
-            if device is not None:
-                devices[index] = torch.device(device)
-    return devices
 
 
 class PinnedCopier:
     """Copies between host memory and GPUs through pinned buffers. Several threads fill and empty them, since one is slower than the bus.
+    Small tensors are collected, and copied together.
 
     Entries themselves are not pinned: pinned memory is rounded up to powers of two, cannot be swapped, and takes longer to allocate than a
     copy takes. Copies are complete after `wait`; on a GPU, for what its current stream does afterwards.
@@ -43,14 +31,16 @@ class PinnedCopier:
         self._pool: ThreadPoolExecutor | None = None
         self._running: list[tuple[torch.cuda.Stream, Future]] = []
         self._local = threading.local()
+        self._small: list[tuple[Tensor, Tensor]] = []
+        self._bytes = 0
 
     def __call__(self, out: Tensor, x: Tensor) -> None:
         on_gpu = out if out.is_cuda else x
-        if not on_gpu.is_cuda or out.device == x.device or x.ndim < 3:
-            out.copy_(x)
-            return
-        if x.numel() * x.itemsize < SMALL:
-            out.copy_(x if x.is_cuda or x.is_contiguous() else torch.from_numpy(numpy.ascontiguousarray(as_bytes(x))).view(x.dtype))
+        if x.nbytes < SMALL or not on_gpu.is_cuda or out.device == x.device or x.ndim < 3:
+            self._small.append((out, x))
+            self._bytes += x.nbytes
+            if self._bytes > STAGE:
+                self._copy_small()
             return
         if self._pool is None:
             self._pool = ThreadPoolExecutor(THREADS, "qkvcache-copy")
@@ -61,11 +51,31 @@ class PinnedCopier:
 
     def wait(self) -> None:
         """Waits for all copies, or makes the streams that were current at their calls wait for them. Raises their errors."""
+        self._copy_small()
         running, self._running = self._running, []
         wait(copied for _, copied in running)
         for stream, copied in running:
             if (done := copied.result()) is not None:
                 stream.wait_event(done)
+
+    def _copy_small(self) -> None:
+        """Copies the tensors that were collected: from one device to another in one transfer."""
+        devices = defaultdict(list)
+        for out, x in self._small:
+            devices[out.device, x.device].append((out, x))
+        self._small, self._bytes = [], 0
+        for (to, at), pairs in devices.items():
+            outs, given = zip(*pairs, strict=True)
+            if "cuda" not in (to.type, at.type) or to == at:
+                torch._foreach_copy_(outs, given)
+                continue
+            sent, parts = _joined(given, at)
+            torch._foreach_copy_(parts, given)
+            received, parts = _joined(outs, to)
+            received.copy_(sent, non_blocking=True)
+            if to.type == "cpu":
+                torch.cuda.current_stream(at).synchronize()
+            torch._foreach_copy_(outs, parts)
 
     def _send(self, out: Tensor, x: Tensor, ready: torch.cuda.Event) -> torch.cuda.Event | None:
         """Copies on a stream of this thread: on a shared stream copies would wait for one another, and for the caller's work."""
@@ -95,6 +105,14 @@ def as_bytes(x: Tensor) -> numpy.ndarray:
     """The bytes of a tensor in host memory, a view. numpy copies them in the calling thread; torch would start a team of threads for
     tensors that are not contiguous, and wait for members that are busy."""
     return x.view(torch.uint8).numpy()
+
+
+def _joined(like: Sequence[Tensor], device: torch.device) -> tuple[Tensor, list[Tensor]]:
+    """A buffer on `device`, pinned in host memory, and its views of the shapes and dtypes of `like`."""
+    sizes = [-(-x.nbytes // 16) * 16 for x in like]
+    buffer = torch.empty(sum(sizes), dtype=torch.uint8, device=device, pin_memory=device.type == "cpu")
+    parts = zip(like, buffer.split(sizes), strict=True)
+    return buffer, [part[: x.nbytes].view(x.dtype).view(x.shape) for x, part in parts]
 
 
 def _parts(x: Tensor) -> list[tuple[int, int]]:

@@ -10,6 +10,7 @@ import hashlib
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 from ..caches import CompressedCache
 from ..layers.compressed import CompressedLayer
 from ..layers.evicting import EvictingLayer
-from ..layers.snapshot import PLACEHOLDER, Layer, Snapshot, restore, snapshot, snapshot_bytes
+from ..layers.snapshot import PLACEHOLDER, Layer, Snapshot, restore, snapshot
 from . import match
 from .copier import PinnedCopier
 
@@ -57,7 +58,7 @@ class CacheTemplate:
 
     def layers(self) -> list[Layer]:
         """A new empty layer for each layer of the model."""
-        stock = DynamicCache(config=self._config).layers
+        stock = DynamicCache(config=self._config).layers if None in self._layers else self._layers
         return [layer if ours is None else _emptied(ours) for ours, layer in zip(self._layers, stock, strict=True)]
 
     def cache(self) -> Cache:
@@ -116,10 +117,10 @@ class Entry:
         """Whether it can be used only by prompts that begin with all of its tokens."""
         return any(layer.whole for layer in self.layers)
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         """Bytes in memory, token ids included."""
-        return snapshot_bytes(self.layers) + len(self.key)
+        return sum(layer.nbytes for layer in self.layers) + len(self.key)
 
     def cut(self, tokens: int) -> list[Snapshot]:
         return self.layers if tokens == self.tokens else [layer.cut(tokens) for layer in self.layers]
@@ -127,12 +128,6 @@ class Entry:
 
 class TooLarge(Exception):
     """An entry has more bytes than a store may hold."""
-
-
-def check_size(key: bytes, layers: list[Snapshot], max_bytes: int) -> None:
-    """Raises TooLarge if an entry of `layers` exceeds `max_bytes`."""
-    if snapshot_bytes(layers) + len(key) > max_bytes:
-        raise TooLarge
 
 
 def snapshot_cache(
@@ -158,14 +153,16 @@ def snapshot_cache(
         raise NotImplementedError(f"a cache of {len(cache.layers)} layers for a model of {len(into)}: make it with the model's config")
     layers: list[Snapshot] = []
     errors = []
+    released, left = release.layers() if release else [], max_bytes - len(key)
     for i, (layer, empty) in enumerate(zip(list(cache.layers), into, strict=True)):
         stored, error = _snapshot_as(empty, layer, match.length(key), row, quantize, copy)
         copy.wait()
         layers.append(stored)
         errors.append(error)
-        check_size(key, layers, max_bytes)
+        if (left := left - stored.nbytes) < 0:
+            raise TooLarge
         if release:
-            cache.layers[i] = release.layers()[i]
+            cache.layers[i] = released[i]
         del layer, empty
     return Entry(key, template, layers, tuple(errors))
 
@@ -233,15 +230,13 @@ def _error(layer: CompressedLayer, given: tuple[Tensor, Tensor]) -> float:
     return worst
 
 
-def load_entry(
-    key: bytes, template: CacheTemplate, layers: Iterable[Snapshot], errors: tuple[float, ...], max_bytes: int | None = None
-) -> Entry:
-    """An entry in memory from the `layers` of a file. Raises TooLarge beyond `max_bytes`, if given."""
-    copied: list[Snapshot] = []
+def load_entry(key: bytes, template: CacheTemplate, layers: Iterable[Snapshot], errors: tuple[float, ...], max_bytes: int) -> Entry:
+    """An entry in memory from the `layers` of a file. Raises TooLarge beyond `max_bytes`."""
+    copied, left = [], max_bytes - len(key)
     for layer in layers:
         copied.append(replace(layer, tensors={name: x.clone() for name, x in layer.tensors.items()}))
-        if max_bytes is not None:
-            check_size(key, copied, max_bytes)
+        if (left := left - copied[-1].nbytes) < 0:
+            raise TooLarge
     return Entry(key, template, copied, errors)
 
 

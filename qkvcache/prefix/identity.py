@@ -1,4 +1,4 @@
-"""`Identity`: a name for all that keys and values depend on besides the tokens.
+"""`Identity`: a name for all that keys and values depend on besides the tokens, and the device of each layer.
 
 Weights are sampled evenly from every parameter and buffer (rotary frequencies included), which distinguishes fine-tunes of one base model
 within milliseconds. An edit of a few entries of one matrix can be missed; `extra` covers such changes.
@@ -16,6 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 SAMPLES = 64
 """Entries that are sampled from each tensor."""
+Modules = list[tuple[str, nn.Module]]
 _IGNORED = ("_name_or_path", "transformers_version", "architectures", "use_cache", "dtype", "_attn_implementation_internal")
 
 
@@ -34,32 +35,37 @@ class Identity:
         self.tokenizer = None if tokenizer is None else _tokenizer(tokenizer)
         self._state: tuple | None = None
         self.name = b""
+        self.devices: dict[int, torch.device] = {}
+        """Where keys and values of layers are computed, by the index of the layer; elsewhere than on the model's device."""
         self.current()
 
     def current(self) -> bytes:
         """The name of the model now, 16 bytes."""
-        state = (_adapters(self.model), *((name, x.data_ptr(), _version(x)) for name, x in _tensors(self.model)))
+        modules = list(self.model.named_modules())
+        tensors = (_local(x) for _, module in modules for x in (*module._parameters.values(), *module._buffers.values()) if x is not None)
+        state = (_adapters(modules), [(x.data_ptr(), 0 if x.is_inference() else x._version) for x in tensors])
         if state != self._state:
-            parts = [_config(self.model), str(self.model.dtype), str(_adapters(self.model)), self.tokenizer, self.extra]
+            parts = [_config(self.model), str(self.model.dtype), str(state[0]), self.tokenizer, self.extra]
             digest = hashlib.blake2b(json.dumps(parts).encode(), digest_size=16)
             for name, x in _tensors(self.model):
                 digest.update(f"{name} {x.dtype} {list(x.shape)} ".encode())
             for sample in _samples(self.model):
                 digest.update(sample.numpy().tobytes())
-            self._state, self.name = state, digest.digest()
+            self._state, self.name, self.devices = state, digest.digest(), _devices(modules)
         return self.name
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for named in (model.named_parameters(), model.named_buffers()):
         for name, x in named:
-            x = x.to_local() if hasattr(x, "to_local") else x  # a shard
+            x = _local(x)
             if x.device.type == "meta":
                 raise ValueError(f"{name} is not in memory, so that the weights cannot be identified: load the model without offloading")
-            yield name, x.detach()
+            yield name, x
 
 
-def _samples(model: nn.Module) -> Iterator[Tensor]:
+@torch.no_grad()
+def _samples(model: nn.Module) -> list[Tensor]:
     """Bytes of the sampled entries in host memory: one copy from each device."""
     samples: dict[torch.device, list[Tensor]] = {}
     for _, x in _tensors(model):
@@ -67,12 +73,23 @@ def _samples(model: nn.Module) -> Iterator[Tensor]:
             flat = x.reshape(-1)
             entries = flat[:: max(flat.numel() // SAMPLES, 1)][:SAMPLES]
             samples.setdefault(x.device, []).append(entries.contiguous().view(torch.uint8))
-    for parts in samples.values():
-        yield torch.cat(parts).cpu()
+    return [torch.cat(parts).cpu() for parts in samples.values()]
 
 
-def _version(x: Tensor) -> int:
-    return 0 if x.is_inference() else x._version
+def _local(x: Tensor) -> Tensor:
+    """The shard of this process."""
+    return x.to_local() if hasattr(x, "to_local") else x
+
+
+def _devices(modules: Modules) -> dict[int, torch.device]:
+    devices = {}
+    for _, module in modules:
+        if isinstance(index := getattr(module, "layer_idx", None), int):
+            weight = next(module.parameters(), None)
+            device = getattr(getattr(module, "_hf_hook", None), "execution_device", None)
+            if device is not None or weight is not None:
+                devices[index] = torch.device(weight.device if device is None else device)  # type: ignore[union-attr]
+    return devices
 
 
 def _config(model: PreTrainedModel) -> dict:
@@ -80,13 +97,13 @@ def _config(model: PreTrainedModel) -> dict:
     return json.loads(json.dumps({name: value for name, value in config.items() if name not in _IGNORED}, default=str, sort_keys=True))
 
 
-def _adapters(model: nn.Module) -> tuple[str, ...]:
+def _adapters(modules: Modules) -> tuple[str, ...]:
     """Which adapters are active or merged, and their scaling: unlike the adapters' weights, these are no parameters."""
     marks = ("active_adapter", "merged_adapters", "disable_adapters", "scaling")
     return tuple(
         f"{name}.{mark}={getattr(module, mark)}"
-        for name, module in model.named_modules()
-        if hasattr(module, "merged_adapters")  # a tuner layer of peft
+        for name, module in modules
+        if "merged_adapters" in vars(module)  # a tuner layer of peft
         for mark in marks
     )
 

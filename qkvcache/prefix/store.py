@@ -24,7 +24,7 @@ from ..formats import FormatLike
 from ..layers.snapshot import Snapshot
 from ..policies import check_count
 from . import match
-from .copier import PinnedCopier, layer_devices
+from .copier import PinnedCopier
 from .disk import Damaged, DiskStore
 from .entry import CacheTemplate, Entry, TooLarge, batch_size, load_entry, restore_cache, snapshot_cache
 from .identity import Identity
@@ -246,8 +246,9 @@ class PrefixStore:
         for key in disk.newest(self._scanned()):
             file = disk.get(key)
             if self._memory.covering(key, file.template) is None:
-                with suppress(Damaged):
-                    entry = load_entry(key, self._templates[file.template], disk.read(key, file.tokens), file.errors)
+                with suppress(Damaged, TooLarge):
+                    layers = disk.read(key, file.tokens)
+                    entry = load_entry(key, self._templates[file.template], layers, file.errors, self._memory.max_bytes)
                     loaded += self._memory.add_oldest(entry)
         return loaded
 
@@ -282,7 +283,8 @@ class PrefixStore:
         """The cache, or None if the file of the layers is damaged or was removed; it is not used again."""
         into = self._dense if self.dense and not template.evicts else template
         try:
-            return restore_cache(into, layers, template, layer_devices(self.model, len(template)), self._copy)
+            devices = [self._identity.devices.get(i, self.model.device) for i in range(len(template))]
+            return restore_cache(into, layers, template, devices, self._copy)
         except Damaged:
             return None
 

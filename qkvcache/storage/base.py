@@ -127,16 +127,10 @@ class LayerStorage:
             tensors[f"{side}.residual"] = host(last[rows, :, : max(tokens - before - chunks.length, 0)])
         return tensors, {}
 
-    def restore(self, tensors: dict[str, Tensor], numbers: dict[str, int], device: torch.device | str, copy: Copy = Tensor.copy_) -> None:
+    def restore(self, tensors: dict[str, Tensor], numbers: dict[str, int], copy: Copy = Tensor.copy_) -> None:
         """Copies the result of `snapshot` into this storage, which must be empty."""
         codes, statistics = ((_named(tensors, f"key.{zone}."), _named(tensors, f"value.{zone}.")) for zone in ("region", "statistics"))
-        sinks, residual = (tuple(copy_to(tensors[f"{side}.{zone}"], device, copy) for side in SIDES) for zone in ("sinks", "residual"))
-        self.chunks.load(codes, statistics, sinks, copy)  # type: ignore[arg-type]
-        self.load_exact(sinks, residual)  # type: ignore[arg-type]
-
-    def load_exact(self, sinks: Pair, residual: Pair) -> None:
-        """Loads the exact tokens of a snapshot, after its codes."""
-        raise NotImplementedError
+        self.chunks.load(codes, statistics, self.sinks, copy)
 
 
 def _named(tensors: dict[str, Tensor], prefix: str) -> Codes:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -493,14 +494,16 @@ class EvictingStorage(LayerStorage):
         numbers = {"seen": self.seq_length, "in_order": int(self.in_order), "sinks_full": int(self.sinks_full)}
         return tensors, numbers | ({"longest": self.chunks.length} if isinstance(self.chunks, HeadPages) else {})
 
-    def restore(self, tensors: dict[str, Tensor], numbers: dict[str, int], device: torch.device | str, copy: Copy = Tensor.copy_) -> None:
-        super().restore(tensors, numbers, device, copy)
-        self.metadata.load(tensors, lambda x: copy_to(x, device, copy))
+    def restore(self, tensors: dict[str, Tensor], numbers: dict[str, int], copy: Copy = Tensor.copy_) -> None:
+        super().restore(tensors, numbers, copy)
+        placed = partial(copy_to, device=self.device, copy=copy)
+        self.sinks, self.residual = ((placed(tensors[f"key.{zone}"]), placed(tensors[f"value.{zone}"])) for zone in ("sinks", "residual"))
+        self.metadata.load(tensors, placed)
         self.seq_length = self.metadata.columns = numbers["seen"]
         self.in_order, self.sinks_full = bool(numbers["in_order"]), bool(numbers["sinks_full"])
         if isinstance(self.chunks, HeadPages):
-            placed = {name: copy_to(x, device, copy) for name, x in tensors.items() if name.startswith("pages.")}
-            self.chunks.place(placed, numbers["longest"])
+            pages = {name: x.to(self.device) for name, x in tensors.items() if name.startswith("pages.")}
+            self.chunks.place(pages, numbers["longest"])
             self.metadata.ragged = self.chunks.length > 0 and not self.in_order
 
     def _named_tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -508,9 +511,6 @@ class EvictingStorage(LayerStorage):
         yield from self.metadata.named_tensors()
         if isinstance(self.chunks, HeadPages):
             yield from self.chunks.named_tensors()
-
-    def load_exact(self, sinks: Pair, residual: Pair) -> None:
-        self.sinks, self.residual = sinks, residual
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Every tensor with its role: `exact`, `bookkeeping`, `codes` or `scales`. Some tensors come twice."""

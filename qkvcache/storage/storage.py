@@ -14,8 +14,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -25,6 +26,7 @@ from ..kernels.segments import CHUNKS, CONTROL, DROPPED, ROOM
 from .base import LayerStorage
 from .chunks import GROUP, PAGE, ROWS, Chunks, block_of
 from .head_pages import HeadPages
+from .quantized import Copy
 
 
 class Storage(LayerStorage):
@@ -62,7 +64,7 @@ class Storage(LayerStorage):
         self.bind()
 
     def __getstate__(self) -> dict:
-        return {name: x for name, x in self.__dict__.items() if name not in ("buffers", "views", "launch")}
+        return {name: x for name, x in self.__dict__.items() if name not in ("buffers", "launch")}
 
     def __setstate__(self, state: dict) -> None:
         self.__dict__ |= state
@@ -72,13 +74,17 @@ class Storage(LayerStorage):
         """Rebuilds what depends on the addresses of tensors."""
         region: QuantizedRegion = self.chunks.region  # type: ignore[assignment]
         self.buffers = Buffers(self.sinks, self.residual, region, self.state, self.columns)
-        self.views = self.state[CONTROL::2], self.state[CONTROL + 1 :: 2]
-        self.launch = launch_of_step(self.buffers, (self.residual[0][:, :, :1], self.residual[1][:, :, :1]))
-        counts = torch.tensor([self.room, len(self.chunks.chunks)], dtype=torch.int32)
-        self.state[ROOM : CHUNKS + 1].copy_(counts, non_blocking=True)
+        self.__dict__.pop("launch", None)
+        counts = numpy.array([self.room, len(self.chunks.chunks)], numpy.int32)
+        self.state[ROOM : CHUNKS + 1].copy_(torch.from_numpy(counts), non_blocking=True)
         if self.static:
             for tensor in (*self.buffers.arguments[0], *self.buffers.arguments[1]):
                 torch._dynamo.mark_static_address(tensor)
+
+    @cached_property
+    def launch(self) -> Callable[[Pair], None] | None:
+        """Adds one token, `[B, H, 1, D]`, in one launch; None if there is no kernel. Prepared for the first such step after `bind`."""
+        return launch_of_step(self.buffers, (self.residual[0][:, :, :1], self.residual[1][:, :, :1]))
 
     @property
     def slots(self) -> int:
@@ -124,7 +130,7 @@ class Storage(LayerStorage):
         super().reserve(tokens)
         leaving = self.overflow(tokens)
         grew = leaving > 0 and self.chunks.reserve(leaving, self.residual)
-        if self.seq_length + tokens > self.columns:
+        if self.static and self.seq_length + tokens > self.columns:
             self.columns, grew = 1 << (self.seq_length + tokens - 1).bit_length(), True
         if grew:
             self.bind()
@@ -141,8 +147,8 @@ class Storage(LayerStorage):
     def set_lengths(self, seq_length: int, quantized: int) -> None:
         """Sets the counts on the host and on the device."""
         self.seq_length, self.chunks.length = seq_length, quantized
-        self.views[0].fill_(seq_length)
-        self.views[1].fill_(quantized)
+        self.state[CONTROL::2].fill_(seq_length)
+        self.state[CONTROL + 1 :: 2].fill_(quantized)
 
     # Adding tokens in eager code, after `reserve`.
 
@@ -153,7 +159,7 @@ class Storage(LayerStorage):
             return
         if self.group > 1 and (leaving := self.overflow(1)):
             self.chunks.append(self.oldest(leaving))
-            self.views[1].fill_(self.chunks.length)
+            self.state[CONTROL + 1 :: 2].fill_(self.chunks.length)
         self.launch(x)
         self.advance(1)
 
@@ -237,14 +243,27 @@ class Storage(LayerStorage):
         self.truncate(0)
         self.bind()
 
-    def load_exact(self, sinks: Pair, residual: Pair) -> None:
-        """A residual that is longer than the ring is quantized."""
+    def restore(self, tensors: dict[str, Tensor], numbers: dict[str, int], copy: Copy = Tensor.copy_) -> None:
+        sinks, residual = ((tensors[f"key.{zone}"], tensors[f"value.{zone}"]) for zone in ("sinks", "residual"))
+        tokens = residual[0].shape[2]
+        fits = tokens <= self.slots  # if not, steps of this storage are compiled, and its ring is shorter than the one of the snapshot
+        copy = copy if fits else Tensor.copy_  # tokens are quantized now
+        super().restore(tensors, numbers, copy)
+        if self.buffers.region is not self.chunks.region:
+            self.bind()
         for first, x in zip(self.sinks, sinks, strict=True):
-            first[:, :, : x.shape[2]] = x
-        self.set_lengths(sinks[0].shape[2] + self.chunks.length, self.chunks.length)
-        self.bind()
-        self.reserve(residual[0].shape[2])
-        self.append(residual)
+            copy(first.narrow(2, 0, x.shape[2]), x)
+        exact = sinks[0].shape[2] + self.chunks.length
+        self.set_lengths(exact + tokens if fits else exact, self.chunks.length)
+        if not fits:
+            self.reserve(tokens)
+            self.append((residual[0].to(self.state.device), residual[1].to(self.state.device)))
+            return
+        at = self.chunks.length % self.slots
+        for ring, x in zip(self.residual, residual, strict=True):
+            for slot, part in zip((at, 0), x.tensor_split([self.slots - at], dim=2), strict=True):
+                if part.shape[2]:
+                    copy(ring.narrow(2, slot, part.shape[2]), part)
 
     def map(self, fn: Callable[[Tensor], Tensor], in_place: bool = False) -> None:
         """Replaces tensors by `fn(tensor)`, which may change the rows or the device. With `in_place`, `fn` only reorders rows, and tensors

@@ -10,6 +10,7 @@ from qkvcache.kernels import AttentionInputs, attend, triton_dequantize_region, 
 from qkvcache.kernels import attend_chunked as attend_chunked_module
 from qkvcache.kernels.attend_chunked import (
     Columns,
+    LeftPadding,
     _blocks,
     _cut,
     attend_chunked,
@@ -89,6 +90,30 @@ def test_cudnn(format, queries):
     close(attend_chunked(query, held)[0], attend(query, held, causal=True))
 
 
+@pytest.mark.skipif(DEVICE == "cuda", reason="torch's attention on the CPU stands in for cuDNN")
+@pytest.mark.parametrize("format", ["int8", "hadaquant_k4v4"])
+@pytest.mark.parametrize("tokens", [23, 60, 200, 437])
+def test_cudnn_gets_few_shapes_and_strides(monkeypatch, format, tokens):
+    """Of a past of any length, in chunks of 128 tokens: parts of 64 and 32. What is left goes to flash attention."""
+    seen = set()
+
+    def attention(query, key, value, scaling, causal):
+        if causal:
+            key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
+        else:
+            seen.add((key.shape[2], key.stride()))
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, causal, scale=scaling)
+
+    monkeypatch.setattr(attend_chunked_module, "_cudnn_is_faster", lambda query: True)
+    monkeypatch.setattr(attend_chunked_module, "_cudnn_attention", attention)
+    for name, value in {"CUDNN_TOKENS": (64, 32), "CUDNN_QUERIES": 1, "CUDNN_CAUSAL_QUERIES": 9, "CHUNK_TOKENS": 160}.items():
+        monkeypatch.setattr(attend_chunked_module, name, value)
+    held = attention_inputs(format, tokens + 4 + 33, 9)
+    query = torch.randn(2, 8, 9, 64, device=DEVICE, dtype=DTYPE)
+    close(attend_chunked(query, held)[0], attend(query, held, causal=True))
+    assert seen <= {(count, (2 * 64, 64, 2 * 2 * 64, 1)) for count in (32, 64)} and bool(seen) == (tokens >= 32)
+
+
 @pytest.mark.parametrize("heads", [(2, 2), (6, 2), (16, 2)])
 @pytest.mark.parametrize("dim", [64, 80, 128])
 def test_groups_and_channels(heads, dim):
@@ -107,6 +132,57 @@ def test_padding_sinks_and_scaling(first):
     wanted = attend(query, held, ~hidden[:, None, None], causal=True, **options)
     close(attend_chunked(query, held, hidden, chunk_tokens=64, **options)[0], wanted)
     close(attend_chunked(query, held, hidden[1:], chunk_tokens=64)[0], attend(query, held, ~hidden[1:, None, None], causal=True))
+
+
+def flash(tensors, starts, longest, scaling):
+    """`_flash_sequences`, one after another; nan for queries without keys."""
+    query, key, value = tensors
+    out, lse = torch.full_like(query, torch.nan), torch.full((query.shape[1], query.shape[0]), torch.nan, device=query.device)
+    edges = [x.tolist() for x in starts]
+    for q, q_end, k, k_end in zip(edges[0], edges[0][1:], edges[1], edges[1][1:], strict=False):
+        assert q_end - q in (0, longest[0]) and k_end - k <= longest[1]
+        scores = (query[q:q_end].transpose(0, 1).float() @ key[k:k_end].transpose(0, 1).float().mT) * scaling
+        if k < k_end:
+            lse[:, q:q_end] = scores.logsumexp(-1)
+            out[q:q_end] = (scores.softmax(-1) @ value[k:k_end].transpose(0, 1).float()).transpose(0, 1).to(out.dtype)
+    return out, lse
+
+
+PADDINGS = {
+    "in a chunk": ((0, 40), False),
+    "among the sinks": ((2, 3), False),
+    "of chunks": ((150, 64), False),
+    "of all chunks": ((0, 272), False),
+    "of the residual": ((290, 7), False),
+    "also of new tokens": ((5, 100), True),
+    "of all that a row has": ((300, 7), True),
+}
+
+
+@pytest.mark.parametrize(("first", "new"), PADDINGS.values(), ids=PADDINGS)
+@pytest.mark.parametrize("sequences", [False, True])
+@pytest.mark.parametrize("before", [0, 4])
+def test_padding_to_the_left(monkeypatch, first, new, sequences, before):
+    """With flash attention of sequences and without it; and in cuDNN's place nothing that is hidden."""
+    if DEVICE == "cpu":
+        monkeypatch.setattr(attend_chunked_module, "_flash_sequences", flash)
+    monkeypatch.setattr(attend_chunked_module, "_takes_sequences", lambda query: sequences)
+    held = attention_inputs("hadaquant_k4v4", 300, 9, first=before)
+    query = torch.randn(2, 8, 9, 64, device=DEVICE, dtype=DTYPE)
+    hidden = torch.arange(309, device=DEVICE) < torch.tensor(first, device=DEVICE)[:, None]
+    if new:
+        hidden[0, 300:303] = True
+    options = {"scaling": 0.3, "sinks": torch.randn(8, device=DEVICE), "left": LeftPadding(first, new)}
+    wanted = attend(query, held, ~hidden[:, None, None], causal=True, scaling=0.3, sinks=options["sinks"])
+    counted = ~hidden[:, -9:]  # of padding the output is any number
+    for chunk in (64, 512):
+        out = attend_chunked(query, held, hidden, chunk_tokens=chunk, **options)[0].transpose(1, 2)
+        close(out[counted], wanted.transpose(1, 2)[counted])
+        assert out.isfinite().all()
+    options["left"] = LeftPadding(first[1:], False)
+    if not new:
+        wanted = attend(query, held, ~hidden[1:, None, None], causal=True, scaling=0.3, sinks=options["sinks"])
+        close(attend_chunked(query, held, hidden[1:], **options)[0], wanted)
 
 
 def test_a_past_without_quantized_tokens():
@@ -245,9 +321,14 @@ def test_another_reduction_gets_columns_that_give_the_output(format):
 
 def test_chunks_hold_every_token_once():
     held = attention_inputs("int8", 700, 3)
-    sizes = [count for count, _, _ in chunks(held, [], (192, 64))]
-    assert sizes == list(cut(held.region.tokens, (192, 64))) and sum(sizes) == held.region.tokens
-    assert sizes == sorted(sizes, reverse=True) and set(sizes[:-1]) == {192, 64} and sizes.count(64) < 3 and 0 < sizes[-1] <= 64
+    sizes = [count for count, _, _ in chunks(held, [], 192)]
+    assert sum(sizes) == held.region.tokens and set(sizes[:-1]) == {192} and 0 < sizes[-1] <= 192
+
+
+def test_cuts_are_of_few_sizes():
+    sizes = list(cut(700, (192, 64)))
+    assert sum(sizes) == 700 and sizes == [192, 192, 192, 64, 60]
+    assert list(cut(64, (192, 64))) == [64] and not list(cut(0, (192, 64)))
 
 
 @pytest.mark.parametrize("format", slowly(matrix.FORMATS, FORMATS))
@@ -264,7 +345,7 @@ def test_dequantize_kernel(format, dim, per_head):
         out = torch.full((2, 2, 2, count + 5, dim), torch.nan, device=DEVICE, dtype=DTYPE)
         triton_dequantize_region.dequantize_region(region, begin, out[0, :, :, :count], out[1, :, :, :count])
         wanted = out.new_empty(2, 2, 2, begin + count, dim)
-        dequantize_blocks(next(_cut(list(_blocks(replace(region, tokens=begin + count), (dim, dim))), (begin + count,))), *wanted)
+        dequantize_blocks(next(_cut(list(_blocks(replace(region, tokens=begin + count), (dim, dim))), begin + count)), *wanted)
         torch.testing.assert_close(out[..., :count, :], wanted[..., begin:, :], rtol=LIMIT, atol=1e-6)
         assert out[..., count:, :].isnan().all()
 

@@ -44,6 +44,9 @@ def test_what_is_kept_is_made_before_the_first_step(format, kernels, monkeypatch
         key, _ = layer.update(*new(1, 1, dims=(DIM, DIM)))
     attend_on_codes(torch.randn(1, HEADS, 1, DIM), key.attention_inputs)
     layer.dense()
-    no_tensors = {f"qkvcache.kernels.{name}" for name in ("fused.architecture", "dispatch.fused", "triton_dequantize.tile")}
+    no_tensors = {
+        f"qkvcache.kernels.{name}"
+        for name in ("fused.architecture", "dispatch.fused", "triton_dequantize.tile", "triton_dequantize.supports")
+    }
     no_tensors |= {"qkvcache.formats.codebooks.grid_levels"}
     assert {name for name, count in kept().items() if count != before.get(name, 0)} <= no_tensors

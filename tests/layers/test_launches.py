@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
@@ -60,6 +61,28 @@ def test_many_new_tokens(monkeypatch, format):
     growing, preallocated = (turn(monkeypatch, format, MANY, max_length) for max_length in (None, 600))
     assert growing == preallocated and growing[:4] == STORING
     assert len(growing) == 7 + FORMATS[format], growing
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_past_of_several_chunks(monkeypatch, format):
+    """A further chunk takes, beside the attention of the library, one launch. Outputs that are to be rotated back are merged before."""
+    one = turn(monkeypatch, format, MANY)
+    monkeypatch.setattr(attend_chunked, "CHUNK_TOKENS", 32)
+    further = Counter(turn(monkeypatch, format, MANY)) - Counter(one)
+    assert further == Counter({"_dequantize_region_kernel": 3, "_merge_kernel": int(FORMATS[format] == 2)})
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("format", FORMATS)
+def test_parts_that_cudnn_attends_to(monkeypatch, format):
+    """Parts of a chunk, here of 64, 32, 16 and 16 tokens, share its launch."""
+    monkeypatch.setattr(attend_chunked, "_cudnn_is_faster", lambda query: True)
+    for name, value in {"CUDNN_QUERIES": 1, "CUDNN_TOKENS": (128,)}.items():
+        monkeypatch.setattr(attend_chunked, name, value)
+    one = turn(monkeypatch, format, MANY)
+    monkeypatch.setattr(attend_chunked, "CUDNN_TOKENS", (64, 32, 16))
+    assert Counter(turn(monkeypatch, format, MANY)) - Counter(one) == Counter({"_merge_kernel": 1} if FORMATS[format] == 2 else {})
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")

@@ -200,9 +200,11 @@ def test_full_windows_are_not_cut(name):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("small", [512, 2**20])
 @pytest.mark.parametrize("format", ["int8", "turboquant_3bit_nc"])
-def test_on_a_gpu(format, tmp_path, monkeypatch):
+def test_on_a_gpu(format, small, tmp_path, monkeypatch):
     monkeypatch.setattr("qkvcache.prefix.copier.STAGE", 4096)  # several parts a tensor
+    monkeypatch.setattr("qkvcache.prefix.copier.SMALL", small)
     of = copy.deepcopy(model("llama")).cuda()
     kept = PrefixStore(of, max_bytes=2**26, format=format, directory=tmp_path, **ZONES)
     ids = prompt(200).cuda()

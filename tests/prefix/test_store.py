@@ -1,9 +1,11 @@
 """PrefixStore: what goes in comes out, cut to the match, and nothing else does."""
 
 import copy
+from collections import Counter
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache, EncoderDecoderCache, StaticCache
 
 from qkvcache import CompressedCache, PrefixStore, TurboQuantCache, policies
@@ -280,6 +282,45 @@ def test_memory_against_the_models_dtype(format, ratio):
     assert given / kept.stats.nbytes > ratio
     fetched = kept.fetch(random_ids(tokens)).cache
     assert given / fetched.nbytes > ratio
+
+
+def test_a_fetch_makes_each_tensor_once_and_copies_all_together():
+    """On a GPU each operator costs the host more time than the copies of a short prompt take."""
+    ids = random_ids(300)
+    kept = store("int4")
+    kept.store(ids, compressed(ids, "int4"))
+    operators: Counter[str] = Counter()
+
+    class Counting(TorchDispatchMode):
+        def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+            operators[operator.overloadpacket.__name__] += 1
+            return operator(*args, **kwargs or {})
+
+    for tokens in (301, 150):
+        operators.clear()
+        with Counting():
+            cache = kept.fetch(torch.cat([ids, ids])[:tokens]).cache
+        assert operators["_foreach_copy_"] == 1
+        assert operators["copy_"] == 2 * len(cache.layers)  # the table of chunks, and counts
+        tensors = [x for layer in cache.layers for _, x in layer.tensors()]
+        assert operators["zeros"] + operators["new_zeros"] + operators["empty_like"] == len(tensors)
+
+
+def test_a_cache_with_a_shorter_ring_quantizes_the_oldest_tokens():
+    ids = random_ids(150)
+    cache = fill(CompressedCache(model().config, format="int8", **ZONES), ids[:10])
+    fill(cache, ids, step=7)
+    kept = store(compile=True)
+    kept.store(ids, cache)
+    for tokens in (150, 149, 60):
+        found = kept.fetch(torch.cat([ids[:tokens], torch.tensor([2])])).cache.layers[0]
+        residual = tokens - 2 - found.storage.quantized
+        assert found.is_compileable and residual <= found.storage.slots < cache.layers[0].storage.slots
+        sample = min(cache.layers[0].storage.quantized, found.storage.quantized) + 2
+        for ours, given in zip(found.dense(), cache.layers[0].dense(), strict=True):
+            assert torch.equal(ours[:, :, :sample], given[:, :, :sample])  # the codes that were stored
+            assert torch.equal(ours[:, :, tokens - residual :], given[:, :, tokens - residual : tokens])
+            assert (ours - given[:, :, :tokens]).abs().max() < 0.1
 
 
 def test_a_fetch_copies_the_match_and_not_the_entry(monkeypatch):
