@@ -35,12 +35,12 @@ from rich.console import Console
 from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import Cache
+from twins import sources
 
 from qkvcache import CompressedCache, policies, profile_heads
 from qkvcache.evaluation.prefill import Prefilled, prefill, refill
 from qkvcache.evaluation.quality import compare
 from qkvcache.evaluation.rows import read_rows, replace_rows, write_rows
-from qkvcache.evaluation.twins import sources
 from qkvcache.formats import REGISTRY as FORMATS
 from qkvcache.policies import Policy
 

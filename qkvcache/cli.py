@@ -54,7 +54,7 @@ def demo(
     with refusals():
         rows = show.run(model, computes_in, on, None if json_output else console, seed, names)
     if json_output:
-        print(json.dumps(show.as_json(rows), indent=1))
+        print(json.dumps(rows, indent=1))
     else:
         show.show(rows, console, model)
 

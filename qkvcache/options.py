@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.table import Column, Table
 
 if TYPE_CHECKING:
     import torch
 
 MODEL = "'demo', 'smollm2', a model's folder, a .gguf file, or its name on the Hub."
+Budget = Annotated[float | None, typer.Option(help="Tokens that the policy retains: a number from 1 on, or a share such as 0.5.")]
+Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1. Default: a GPU if there is one.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON in place of tables.")]
+
+
+def table(headers: Iterable[str], left: Container[str] = (), **options: Any) -> Table:
+    """An empty table whose columns are aligned right, those in `left` to the left."""
+    columns = (Column(header, justify="left" if header in left else "right", no_wrap=True) for header in headers)
+    return Table(*columns, box=None, pad_edge=False, collapse_padding=True, caption_style="dim", **options)
 
 
 def examples(*commands: str) -> str:

@@ -27,6 +27,6 @@ def text() -> str:
     return " ".join("\n\n".join(topics[name] for name in sorted(topics)).split())
 
 
-def text_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """`text()` as token ids."""
-    return tokenizer(text(), add_special_tokens=False, verbose=False)["input_ids"]
+def text_ids(tokenizer: PreTrainedTokenizerBase, read: str | None = None) -> list[int]:
+    """The token ids of `read`; None: of `text()`."""
+    return tokenizer(text() if read is None else read, add_special_tokens=False, verbose=False)["input_ids"]

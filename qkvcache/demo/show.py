@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import functools
 import random
-import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import torch
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
-from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    DynamicCache,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    StoppingCriteriaList,
+    TextStreamer,
+)
 from transformers.cache_utils import Cache
-from transformers.generation.streamers import BaseStreamer
 
 from .. import CompressedCache
 from ..evaluation.quality import Passages, RecallSet, divergence, recall
 from ..evaluation.recall import CODE_WORD, NUMBER, Form, recall_case
+from ..evaluation.speed import Clock
 from ..models import load
+from ..options import table
 from ..policies import H2O, KeyDiff, Policy
 from . import text_ids
 
@@ -48,50 +54,15 @@ REAL = Size(700, 16, 4, NUMBER, bare=False)
 """The size for every other model: some three minutes on two CPU cores for one of 135 million parameters."""
 
 
-@dataclass(frozen=True)
-class Row:
-    """One line of the table. `exact` is `num_sink_tokens + residual_length`; `recall` the share of cases right; rates in
-    tokens a second."""
+class Written(TextStreamer):
+    """Writes the text as it grows."""
 
-    cache: str
-    exact: str
-    bytes_per_token: float
-    ratio: float
-    kl: float
-    perplexity_change: float
-    recall: float
-    tokens_per_second: float
-    answer: str
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, console: Console):
+        super().__init__(tokenizer, skip_prompt=True)
+        self.console = console
 
-
-class Timed(BaseStreamer):
-    """Records the time of each token, and prints the text as it grows."""
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, write: Callable[[str], None] | None = None):
-        self.tokenizer, self.write = tokenizer, write
-        self.times: list[float] = []
-        self.ids: list[int] = []
-
-    def put(self, value: torch.Tensor) -> None:
-        self.times.append(time.perf_counter())
-        if len(self.times) == 1:  # the prompt
-            return
-        before = self.text
-        self.ids += value.flatten().tolist()
-        if self.write:
-            self.write(self.text[len(before) :])
-
-    def end(self) -> None:
-        pass
-
-    @property
-    def text(self) -> str:
-        return str(self.tokenizer.decode(self.ids))
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Tokens per second of the decode steps: the first token comes from the prefill, and one more step warms up."""
-        return (len(self.times) - 3) / (self.times[-1] - self.times[2])
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        self.console.print(text, end="", highlight=False, markup=False)
 
 
 def run(
@@ -101,8 +72,9 @@ def run(
     console: Console | None = None,
     seed: int = 0,
     formats: Sequence[str] | None = None,
-) -> list[Row]:
-    """The rows of the table on the model called `name`, dense first; streams text to `console` if there is one. `formats`: these alone;
+) -> list[dict]:
+    """The rows of the table on the model called `name`, dense first. `exact` is `num_sink_tokens + residual_length`; `recall` the share of
+    cases right. Streams text to `console` if there is one. `formats`: these alone;
     None takes `FORMATS`, and `POLICIES`."""
     model, tokenizer = load(name, dtype, device)
     size = SIZES.get(name, REAL)
@@ -115,10 +87,7 @@ def run(
         console.print(f"[bold]A prompt of {prompt.shape[1]:,} tokens, with a code word 40 % into it:[/bold] … {asked}?")
         console.print(f"[bold]{STREAMED}:[/bold] {begun}", end="")
 
-        def write(text: str) -> None:
-            console.print(text, end="", highlight=False, markup=False)
-
-        generate(model, tokenizer, prompt, _factory(model.config, STREAMED, True)(), write)
+        generate(model, tokenizer, prompt, _factory(model.config, STREAMED, True)(), Written(tokenizer, console))
         console.print("\n")
 
     begin = len(ids) // 2
@@ -126,63 +95,54 @@ def run(
     passages = Passages.read(model, window, size.context)
     cases = RecallSet.make(model, tokenizer, ids, size.context, size.recalls, seed=seed, form=size.form)
 
-    rows: list[Row] = []
+    rows: list[dict] = []
     every = list(_caches(model.config, size.bare, formats))
     for name, exact, factory in track(every, "measuring every cache", console=Console(stderr=True), transient=True):
-        streamer = generate(model, tokenizer, prompt, factory())
+        text, tokens_per_second = generate(model, tokenizer, prompt, factory())
         quality = divergence(model, passages, factory)
-        dense = rows[0] if rows else None
         rows.append(
-            Row(
-                cache=name,
-                exact=exact,
-                bytes_per_token=quality.bytes_per_token,
-                ratio=dense.bytes_per_token / quality.bytes_per_token if dense else 1.0,
-                kl=quality.kl,
-                perplexity_change=quality.perplexity / passages.perplexity - 1,
-                recall=recall(model, tokenizer, cases, factory),
-                tokens_per_second=streamer.tokens_per_second,
-                answer=streamer.text.split(".")[0].strip(),
-            )
+            {
+                "cache": name,
+                "exact": exact,
+                "bytes_per_token": quality.bytes_per_token,
+                "ratio": (rows[0]["bytes_per_token"] if rows else quality.bytes_per_token) / quality.bytes_per_token,
+                "kl": quality.kl,
+                "perplexity_change": quality.perplexity / passages.perplexity - 1,
+                "recall": recall(model, tokenizer, cases, factory),
+                "tokens_per_second": tokens_per_second,
+                "answer": text.split(".")[0].strip(),
+            }
         )
     return rows
 
 
-def show(rows: list[Row], console: Console, name: str = "demo") -> None:
+def show(rows: list[dict], console: Console, name: str = "demo") -> None:
     """Prints the table of the model called `name`."""
     size = SIZES.get(name, REAL)
-    table = Table(
+    grid = table(
+        ("cache", "exact", "bytes/token", "smaller", "KL", "perplexity", "recall", "tokens/s"),
+        left=("cache", "exact"),
         title=f"{name}, {size.context:,} tokens of context",
-        box=None,
-        pad_edge=False,
-        collapse_padding=True,
-        caption_style="dim",
         caption="exact: tokens at beginning + end kept in the model's dtype (none: the format as its authors define it). "
         f"KL and perplexity: 2 x {size.read_on - 1} tokens read on through the cache, against the dense run. "
         f"recall: {size.recalls} facts, each among three others, question unseen at compression. tokens/s: decode, this machine.",
     )
-    for header in ("cache", "exact", "bytes/token", "smaller", "KL", "perplexity", "recall", "tokens/s"):
-        table.add_column(header, justify="left" if header in ("cache", "exact") else "right", no_wrap=True)
     for row in rows:
-        table.add_row(
-            row.cache, row.exact, f"{row.bytes_per_token:,.0f}", f"{row.ratio:.2f}x", f"{row.kl:.4f}",
-            f"{row.perplexity_change:+.1%}", f"{row.recall:.0%}", f"{row.tokens_per_second:.0f}",
+        grid.add_row(
+            row["cache"], row["exact"], f"{row['bytes_per_token']:,.0f}", f"{row['ratio']:.2f}x", f"{row['kl']:.4f}",
+            f"{row['perplexity_change']:+.1%}", f"{row['recall']:.0%}", f"{row['tokens_per_second']:.0f}",
         )  # fmt: skip
-    console.print(table)
+    console.print(grid)
 
 
 def generate(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    prompt: torch.Tensor,
-    cache: Cache,
-    write: Callable[[str], None] | None = None,
-) -> Timed:
-    """Runs `model.generate` with the cache; nothing else changes."""
-    streamer = Timed(tokenizer, write)
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: torch.Tensor, cache: Cache, streamer: TextStreamer | None = None
+) -> tuple[str, float]:
+    """The text that follows `prompt`, and tokens per second of the decode steps after the first, which warms up."""
+    clock = Clock()
     options = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": NEW_TOKENS, "do_sample": False, "streamer": streamer}
-    model.generate(prompt, past_key_values=cache, **options)  # type: ignore[operator]
-    return streamer
+    ids = model.generate(prompt, past_key_values=cache, stopping_criteria=StoppingCriteriaList([clock]), **options)  # type: ignore[operator]
+    return str(tokenizer.decode(ids[0, prompt.shape[1] :])), (len(clock.times) - 2) / (clock.times[-1] - clock.times[1])
 
 
 def _caches(config: PreTrainedConfig, bare: bool, formats: Sequence[str] | None) -> Iterator[tuple[str, str, Callable[[], Cache]]]:
@@ -198,7 +158,3 @@ def _factory(config: PreTrainedConfig, name: str, zones: bool) -> Callable[[], C
     if zones:
         return lambda: CompressedCache(config, format=name)
     return lambda: CompressedCache(config, format=name, num_sink_tokens=0, residual_length=0)
-
-
-def as_json(rows: list[Row]) -> list[dict]:
-    return [asdict(row) for row in rows]

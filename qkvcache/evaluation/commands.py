@@ -4,25 +4,31 @@ from __future__ import annotations
 
 import inspect
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from ..options import MODEL, JsonOption, budget_of, device_of, dtype_of, examples, model_of, refusals
+from ..options import MODEL, Budget, Device, JsonOption, budget_of, device_of, dtype_of, examples, model_of, refusals, table
 from .spec import DENSE, CacheSpec
 
 if TYPE_CHECKING:
-    import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from ..policies import HeadProfile
     from .calibrate import Calibration
 
+Progressed = Callable[[int, int], None]
+Found = TypeVar("Found", "Calibration", "HeadProfile")
+TextFile = Annotated[
+    Path | None, typer.Option(help="Text file that the model reads. Default: Python's language reference.", exists=True, dir_okay=False)
+]
+Windows = Annotated[int, typer.Option(help="Windows, evenly spaced in the text.", min=1)]
 USUAL = "int8,fp8,nvfp4,turboquant_k8v4,turboquant_4bit_nc,turboquant_3bit_nc"
 
 EVALUATED = examples(
@@ -35,16 +41,14 @@ def bench(
     model: Annotated[str, typer.Argument(help=MODEL)] = "demo",
     formats: Annotated[str, typer.Option(help="With commas, as `qkvcache formats` lists them, or 'all'.")] = USUAL,
     policy: Annotated[str | None, typer.Option(help="Eviction policy of every cache but the dense one: h2o, keydiff and others.")] = None,
-    budget: Annotated[
-        float | None, typer.Option(help="Tokens that the policy retains: a number from 1 on, or a share such as 0.5.")
-    ] = None,
+    budget: Budget = None,
     tokens: Annotated[int, typer.Option(help="Tokens of the prompt.", min=2)] = 2000,
     batch: Annotated[int, typer.Option(help="Prompts that run together.", min=1)] = 1,
     new_tokens: Annotated[int, typer.Option(help="Tokens that are generated.", min=8)] = 32,
     preallocate: Annotated[
         bool, typer.Option("--preallocate", help="Allocate storage at once, so that a GPU runs compiled steps.")
     ] = False,
-    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1. Default: a GPU if there is one.")] = None,
+    device: Device = None,
     dtype: Annotated[str, typer.Option(help="Dtype of the model: bfloat16, float16 or float32.")] = "bfloat16",
     json_output: JsonOption = False,
 ) -> None:
@@ -87,17 +91,12 @@ def bench(
 def _table(rows: list[dict]) -> Table:
     first = rows[0]
     peak = "peak_bytes" in first  # on a GPU
-    found = Table(
+    found = table(
+        ["cache", "ms a step", "faster", "tokens/s", "prompt ms", "bytes/token", "smaller"] + ["MB peak"] * peak,
+        left=("cache",),
         title=f"{first['model']} on {first['device']} in {first['dtype']}, {first['batch']} x {first['tokens']:,} tokens",
-        box=None,
-        pad_edge=False,
-        collapse_padding=True,
-        caption_style="dim",
         caption="ms a step: median; faster, smaller: than the DynamicCache" + ("; MB peak: allocated beside the weights." if peak else "."),
     )
-    headers = ["cache", "ms a step", "faster", "tokens/s", "prompt ms", "bytes/token", "smaller"] + ["MB peak"] * peak
-    for header in headers:
-        found.add_column(header, justify="left" if header == "cache" else "right", no_wrap=True)
     for row in rows:
         cells = [
             row["cache"], f"{row['decode_ms']:.1f}", f"{row['speedup']:.2f}x", f"{row['tokens_per_second']:,.0f}",
@@ -114,13 +113,11 @@ def calibrate(
     size: Annotated[
         float | None, typer.Option("--bytes", help="Bytes of a token and head, keys and values, in place of --bits.", min=0)
     ] = None,
-    text: Annotated[
-        Path | None, typer.Option(help="Text file that the model reads. Default: Python's language reference.", exists=True, dir_okay=False)
-    ] = None,
+    text: TextFile = None,
     context: Annotated[int, typer.Option(help="Tokens of a window that are read exactly, and stored.", min=69)] = 1024,
-    windows: Annotated[int, typer.Option(help="Windows, evenly spaced in the text.", min=1)] = 4,
+    windows: Windows = 4,
     read_on: Annotated[int, typer.Option(help="Tokens of a window over which the divergence is measured.", min=1)] = 128,
-    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1. Default: a GPU if there is one.")] = None,
+    device: Device = None,
     dtype: Annotated[str, typer.Option(help="Dtype of the model. In 16 bits, rounding covers what 4 bits cost.")] = "float32",
     json_output: JsonOption = False,
 ) -> None:
@@ -131,19 +128,11 @@ def calibrate(
     """
     from .calibrate import calibrate as measure
 
-    _check_json(out, "a calibration file")
-    path, computes_in, on = model_of(model), dtype_of(dtype), device_of(device)
-    sizes = {"context": context, "windows": windows, "read_on": read_on}
-    with refusals():
-        network, tokenizer, ids = _with_text(path, computes_in, on, text)
-        with Progress(console=Console(stderr=True), transient=True) as progress:
-            task = progress.add_task("calibrating", total=None)
-            found = measure(
-                network, ids, bits=bits, bytes_per_token=size, **sizes,  # type: ignore[arg-type]
-                progress=lambda done, total: progress.update(task, completed=done, total=total),
-            )  # fmt: skip
-        found = replace(found, about={"model": model, "text": "pydoc" if text is None else text.name} | found.about)
-        found.save(out)
+    def windowed(network: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, ids: list[int], progress: Progressed) -> Calibration:
+        sizes = {"context": context, "windows": windows, "read_on": read_on}
+        return measure(network, ids, bits=bits, bytes_per_token=size, progress=progress, **sizes)
+
+    found = _measured(windowed, model, text, out, dtype, device)
     if json_output:
         print(json.dumps(found.as_json(), indent=1))
     else:
@@ -154,12 +143,10 @@ def calibrate(
 def profile_heads(
     model: Annotated[str, typer.Argument(help=MODEL)],
     out: Annotated[Path, typer.Option(help="The profile that is written, .json.", dir_okay=False)],
-    text: Annotated[
-        Path | None, typer.Option(help="Text file that the model reads. Default: Python's language reference.", exists=True, dir_okay=False)
-    ] = None,
+    text: TextFile = None,
     context: Annotated[int, typer.Option(help="Tokens of a window.", min=16)] = 2048,
-    windows: Annotated[int, typer.Option(help="Windows, evenly spaced in the text.", min=1)] = 4,
-    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1. Default: a GPU if there is one.")] = None,
+    windows: Windows = 4,
+    device: Device = None,
     dtype: Annotated[str | None, typer.Option(help="Dtype of the model. Default: bfloat16 on a GPU, float32 on a CPU.")] = None,
     json_output: JsonOption = False,
 ) -> None:
@@ -169,19 +156,11 @@ def profile_heads(
     """
     from .profile_heads import profile_heads as measure
 
-    _check_json(out, "a profile")
-    on = device_of(device)
-    path, computes_in = model_of(model), dtype_of(dtype or ("float32" if on.type == "cpu" else "bfloat16"))
-    with refusals():
-        network, tokenizer, ids = _with_text(path, computes_in, on, text)
-        with Progress(console=Console(stderr=True), transient=True) as progress:
-            task = progress.add_task("profiling", total=windows)
-            found = measure(
-                network, ids, tokenizer=tokenizer, context=context, windows=windows,
-                progress=lambda done, total: progress.update(task, completed=done, total=total),
-            )  # fmt: skip
-        found = replace(found, about={"model": model, "text": "pydoc" if text is None else text.name} | found.about)
-        found.save(out)
+    def windowed(network: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, ids: list[int], progress: Progressed) -> HeadProfile:
+        return measure(network, ids, tokenizer=tokenizer, context=context, windows=windows, progress=progress)
+
+    dtype = dtype or ("float32" if device_of(device).type == "cpu" else "bfloat16")
+    found = _measured(windowed, model, text, out, dtype, device)
     if json_output:
         print(json.dumps({str(share): found.shares(share) for share in SHARES}, indent=1))
         return
@@ -194,55 +173,47 @@ SHARES = (0.5, 0.25, 0.1)
 
 
 def _shares(found: HeadProfile) -> Table:
-    table = Table(title="what each KV head retains of a context, %", box=None)
-    table.add_column("layer", justify="right")
-    for share in SHARES:
-        table.add_column(f"budget {share:.0%}")
+    grid = table(("layer", *(f"budget {share:.0%}" for share in SHARES)), title="what each KV head retains of a context, %")
     for number, layers in enumerate(zip(*map(found.shares, SHARES), strict=True)):
-        table.add_row(str(number), *(" ".join(f"{100 * part:3.0f}" for part in layer) for layer in layers))
-    return table
+        grid.add_row(str(number), *(" ".join(f"{100 * part:3.0f}" for part in layer) for layer in layers))
+    return grid
 
 
-def _with_text(
-    path: str, dtype: torch.dtype, device: torch.device, text: Path | None
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, list[int]]:
-    """A model, its tokenizer, and a text as token ids: a file, or Python's language reference."""
+def _measured(measure: Callable[..., Found], model: str, text: Path | None, out: Path, dtype: str, device: str | None) -> Found:
+    """The result of `measure(model, tokenizer, ids, progress=)` on a text file, or on Python's language reference, saved in `out`."""
     import transformers
 
     from .. import models
     from ..demo import text_ids
 
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    network, tokenizer = models.load(path, dtype, device)
-    if text is None:
-        return network, tokenizer, text_ids(tokenizer)
-    return network, tokenizer, tokenizer(text.read_text(encoding="utf-8"), add_special_tokens=False, verbose=False)["input_ids"]
-
-
-def _check_json(out: Path, what: str) -> None:
     if out.suffix != ".json":
-        raise typer.BadParameter(f"{str(out)!r}: the name of {what} ends with .json", param_hint="--out")
+        raise typer.BadParameter(f"{str(out)!r}: the name of what is written ends with .json", param_hint="--out")
     if not out.parent.is_dir():
         raise typer.BadParameter(f"{str(out.parent)!r} is no folder", param_hint="--out")
+    path, computes_in, on = model_of(model), dtype_of(dtype), device_of(device)
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    with refusals(), Progress(console=Console(stderr=True), transient=True) as progress:
+        network, tokenizer = models.load(path, computes_in, on)
+        ids = text_ids(tokenizer, None if text is None else text.read_text(encoding="utf-8"))
+        task = progress.add_task("measuring", total=None)
+        found = measure(network, tokenizer, ids, progress=lambda done, total: progress.update(task, completed=done, total=total))
+        found = replace(found, about={"model": model, "text": "pydoc" if text is None else text.name} | found.about)
+        found.save(out)
+    return found
 
 
 def _choice(found: Calibration) -> Table:
     uniform = ", ".join(f"{bits} bits everywhere {kl:.5f}" for bits, kl in found.kl_uniform.items())
-    table = Table(
+    grid = table(
+        ("layer", "bits of keys", "KL", "bits of values", "KL"),
         title=f"{found.bytes_per_token:.4g} bytes a token and head, KL {found.kl:.5f} ({uniform})",
         caption="KL: divergence from the exact run, nats, on this text; in a row, of these bits of one layer's keys or values alone",
-        caption_style="dim",
-        box=None,
     )
-    table.add_column("layer", justify="right")
-    for side in ("keys", "values"):
-        table.add_column(f"bits of {side}", justify="right")
-        table.add_column("KL", justify="right")
     for number, (bits, costs) in enumerate(zip(found.bits, found.costs, strict=True)):
         cells = [cell for b, cost in zip(bits, costs, strict=True) for cell in (str(b), f"{cost[b - 2]:.5f}")]
-        table.add_row(str(number), *cells)
-    return table
+        grid.add_row(str(number), *cells)
+    return grid
 
 
 def evaluate(context: typer.Context) -> None:

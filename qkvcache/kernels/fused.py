@@ -98,9 +98,6 @@ TILE_CONSTANTS = (
 SUM_TOKENS = 1024
 """Tokens of a program that sums attention."""
 
-calls = 0
-"""How often the fused kernels ran."""
-
 
 def supports(inputs: AttentionInputs | PagedInputs, query: Tensor) -> bool:
     """Whether the fused kernel can read these inputs, exact tokens among them."""
@@ -369,8 +366,6 @@ def _attend(
     tokens: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """A launch of `attend_kernel`, and what follows it. `zones`: as of `Call`; `tokens`: as of `PagedInputs`."""
-    global calls
-    calls += 1
     call = Call(query, mask, args, zones, options, launch)
     n_quantized, n_sinks, n_residual = zones
     if launch is not None and launch.many:

@@ -7,17 +7,16 @@ Operators accept tensors and numbers only: a codec is passed as its index (`segm
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from ..formats.base import Codec, Codes
 from . import dispatch
 from .attend import Options
 from .evict import StaticTensors
 from .pages import PagedInputs, PageOptions
-from .segments import CODECS, AttentionInputs, Buffers, Exact, KeysOrValues, Packed, Pair, QuantizedRegion
+from .segments import CODECS, AttentionInputs, Buffers, Exact, KeysOrValues, Packed, Pair, QuantizedRegion, packed
 
 
 @torch.library.custom_op("qkvcache::dense", mutates_args=())
@@ -58,7 +57,7 @@ def _inputs_of(
     """The inverse of `AttentionInputs.arguments`."""
     first, recent = exact[:2], exact[2:]
     region = None
-    packed: list[list[Packed]] = [[], []]
+    middle: list[list[Packed]] = [[], []]
     if table is not None:
         key, value = (CODECS[number] for number in codecs)
         names = [[buffer.name for buffer in codec.buffers(x.shape[3])] for codec, x in zip((key, value), recent, strict=True)]
@@ -66,21 +65,13 @@ def _inputs_of(
         count = len(planes) // sum(map(len, names))
         chunks = tuple(tuple({name: next(left) for name in side} for side in names) for _ in range(count))
         region = QuantizedRegion(key, value, chunks, tokens, table)  # type: ignore[arg-type]
-        packed = [list(_packed(codec, [chunk[i] for chunk in chunks], tokens, recent[i])) for i, codec in enumerate((key, value))]
-    sides = []
-    for opening, middle, last in zip(first, packed, recent, strict=True):
+        sides = zip((key, value), zip(*chunks, strict=True), recent, strict=True)
+        middle = [list(packed(codec, side, tokens, x.shape[3])) for codec, side, x in sides]
+    found = []
+    for opening, segments, last in zip(first, middle, recent, strict=True):
         shape = (*last.shape[:2], opening.shape[2] + (tokens if table is not None else 0) + last.shape[2], last.shape[3])
-        sides.append(KeysOrValues.of((Exact(opening), *middle, Exact(last)), shape, last.dtype, last.device))
-    return AttentionInputs(sides[0], sides[1], region, tuple(exact))
-
-
-def _packed(codec: Codec, chunks: Sequence[Codes], left: int, like: Tensor) -> Iterator[Packed]:
-    """The first `left` tokens of `chunks` as segments; `like` `[B, H, T, D]` has their channels."""
-    each = [b.name for b in codec.buffers(like.shape[3]) if b.tokens == "each"]
-    for chunk in chunks:
-        count = min(left, chunk[each[0]].shape[2])
-        yield Packed(codec, {name: x[:, :, :count] if name in each else x for name, x in chunk.items()}, count, like.shape[3])
-        left -= count
+        found.append(KeysOrValues.of((Exact(opening), *segments, Exact(last)), shape, last.dtype, last.device))
+    return AttentionInputs(found[0], found[1], region, tuple(exact))
 
 
 @_attend.register_fake

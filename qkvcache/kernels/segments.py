@@ -9,7 +9,7 @@ Shapes: `q` `[B, H, R, D]` with `R` = query heads of the group times queries, in
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
@@ -170,6 +170,17 @@ def chunk_table(chunks: Sequence[tuple[Codes, Codes]], codecs: tuple[Codec, Code
             row[2:] = [(x.data_ptr() - y.data_ptr()) // x.itemsize for x, y in zip(planes, first, strict=True)]
         start += row[1]
     return torch.from_numpy(table)
+
+
+def packed(codec: Codec, chunks: Sequence[Codes], left: int, head_dim: int, limit: int = 2**62) -> Iterator[Packed]:
+    """The first `left` tokens of `chunks`, which include the buffers kept once, as views of at most `limit` tokens."""
+    once = names(codec, head_dim, "once")
+    for chunk in chunks:
+        used = min(left, next(x.shape[2] for name, x in chunk.items() if name not in once))
+        for at in range(0, used, limit):
+            stop = min(at + limit, used)
+            yield Packed(codec, {n: x if n in once else x[:, :, at:stop] for n, x in chunk.items()}, stop - at, head_dim)
+        left -= used
 
 
 CONTROL = 4

@@ -13,7 +13,7 @@ from transformers import AutoConfig, PreTrainedConfig
 
 from .. import policies
 from ..models import known
-from ..options import MODEL, JsonOption, budget_of, dtype_of, examples, model_of, refusals
+from ..options import MODEL, Budget, JsonOption, budget_of, dtype_of, examples, model_of, refusals
 from . import plan as plan_one
 from . import plan_all, show
 from . import recommend as ask
@@ -46,9 +46,7 @@ def plan(
         str | None, typer.Option(help="One format, as `qkvcache formats` lists them, or a calibration file. Default: a row for each.")
     ] = None,
     policy: Annotated[str | None, typer.Option(help="Eviction policy: h2o, keydiff, sink_window and others.")] = None,
-    budget: Annotated[
-        float | None, typer.Option(help="Tokens that the policy retains: a number from 1 on, or a share such as 0.5.")
-    ] = None,
+    budget: Budget = None,
     batch: Batch = 1,
     requests: Requests = None,
     gpu_memory: GpuMemory = None,

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import Progress, track
 from rich.table import Table
 
-from ..options import MODEL, JsonOption, counts_of, device_of, dtype_of, examples, model_of, refusals
+from ..options import MODEL, JsonOption, counts_of, device_of, dtype_of, examples, model_of, refusals, table
 
 app = typer.Typer(help="Stored beginnings of prompts.", no_args_is_help=True, epilog=examples("qkvcache prefix ls FOLDER"))
 Directory = Annotated[Path, typer.Argument(help="The directory of a PrefixStore.", exists=True, file_okay=False)]
@@ -46,16 +46,14 @@ def bench(
     if json_output:
         print(json.dumps(rows, indent=1))
         return
-    title = f"{model} in {dtype} on {device}, stored as {format}; milliseconds, and microseconds a token"
-    table = Table(title=title, box=None, pad_edge=False, collapse_padding=True)
-    for header in ("tokens", "MB", "smaller", "error", "store", "fetch", "half", "us/token", "write", "read", "half"):
-        table.add_column(header, justify="right", no_wrap=True)
+    headers = ("tokens", "MB", "smaller", "error", "store", "fetch", "half", "us/token", "write", "read", "half")
+    grid = table(headers, title=f"{model} in {dtype} on {device}, stored as {format}; milliseconds, and microseconds a token")
     for row in rows:
         times = (f"{row[name]:.1f}" for name in ("store_ms", "fetch_ms", "fetch_half_ms"))
         files = (f"{row[name]:.1f}" for name in ("write_ms", "read_ms", "read_half_ms"))
         sizes = (f"{row['tokens']:,}", f"{row['bytes'] / 1e6:.1f}", f"{row['ratio']:.2f}x", f"{row['error']:.4f}")
-        table.add_row(*sizes, *times, f"{1000 * row['fetch_ms'] / row['tokens']:.2f}", *files)
-    Console().print(table)
+        grid.add_row(*sizes, *times, f"{1000 * row['fetch_ms'] / row['tokens']:.2f}", *files)
+    Console().print(grid)
 
 
 @app.command(epilog=examples("qkvcache prefix ls prefixes"))
@@ -67,14 +65,14 @@ def ls(directory: Directory, json_output: JsonOption = False) -> None:
     if json_output:
         print(json.dumps(rows, indent=1))
         return
-    table = Table(title=f"{len(rows)} files, {sum(row['bytes'] for row in rows):,} bytes in {directory}", box=None)
+    grid = Table(title=f"{len(rows)} files, {sum(row['bytes'] for row in rows):,} bytes in {directory}", box=None)
     for header in ("entry", "model", "tokens", "bytes", "last used", "stored from"):
-        table.add_column(header, justify="right" if header in ("tokens", "bytes") else "left", overflow="fold")
+        grid.add_column(header, justify="right" if header in ("tokens", "bytes") else "left", overflow="fold")
     for row in rows:
         used = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(row["used"]))
         says = row["problem"] or in_short(row["cache"])
-        table.add_row(row["entry"][:12], row["model"], f"{row['tokens']:,}", f"{row['bytes']:,}", used, says)
-    Console().print(table)
+        grid.add_row(row["entry"][:12], row["model"], f"{row['tokens']:,}", f"{row['bytes']:,}", used, says)
+    Console().print(grid)
 
 
 @app.command(epilog=examples("qkvcache prefix rm prefixes 3f2a 91bc", "qkvcache prefix rm prefixes --all"))

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..formats.base import Codec, Codes
 from ..kernels import Packed, Pair, QuantizedRegion, chunk_table, quantize_into, quantizes
+from ..kernels.segments import packed
 from .quantized import Copy, QuantizedTokens
 
 PAGE = 64
@@ -149,7 +150,7 @@ class Chunks(QuantizedTokens):
     def packed(self, side: int, limit: int) -> Iterator[Packed]:
         """The keys (0) or values (1) stored at the time of the call, in order: views of at most `limit` tokens."""
         chunks = self.region.chunks if self.region else ()
-        return _packed(self.codecs[side], side, chunks, self.statistics[side], self.length, limit, self.dims[side])
+        return packed(self.codecs[side], [chunk[side] for chunk in chunks], self.length, self.dims[side], limit)
 
     def truncate(self, length: int) -> None:
         """Keeps the first `length` tokens and frees empty chunks, except the first."""
@@ -277,19 +278,6 @@ class Chunks(QuantizedTokens):
                 yield from codec.roles(codes, dim)
         if self.table is not None:
             yield "bookkeeping", self.table
-
-
-def _packed(
-    codec: Codec, side: int, chunks: Sequence[tuple[Codes, Codes]], statistics: Codes, left: int, limit: int, head_dim: int
-) -> Iterator[Packed]:
-    """The keys (0) or values (1) of the first `left` tokens of `chunks`, as views of at most `limit` tokens."""
-    for chunk in chunks:
-        used = min(left, _tokens(chunk))
-        for at in range(0, used, limit):
-            stop = min(at + limit, used)
-            codes = {name: plane if name in statistics else plane[:, :, at:stop] for name, plane in chunk[side].items()}
-            yield Packed(codec, codes, stop - at, head_dim)
-        left -= used
 
 
 def _tokens(chunk: tuple[Codes, Codes]) -> int:

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..formats.base import Codec, Codes
-from ..kernels import Packed, Pages, Pair, quantize_pages
+from ..kernels import Packed, Pages, Pair, quantize_pages, quantizes
 from ..policies.ranking import first_of
 from .chunks import PAGE, block_of
 from .quantized import Copy, QuantizedTokens
@@ -176,14 +176,14 @@ class HeadPages(QuantizedTokens):
         self.table = torch.where(missing, free.gather(1, rank.clamp_min(0)).view_as(table).int(), table)
 
     def _quantize(self, new: Pair, source: Tensor, stored: int) -> None:
-        """Quantizes the new tokens into the slots that `source` gives them, block by block."""
+        """Quantizes the new tokens into the slots that `source` gives them: in one launch if there is a kernel, else block by block."""
         if self.pages is None:
             return
         count, slot = new[0].shape[2], torch.arange(source.shape[-1], device=source.device)
         address = self.pages.table[..., slot // PAGE].long() * PAGE + slot % PAGE
         into = torch.full((*source.shape[:2], stored + count + 1), -1, dtype=torch.int64, device=source.device)
         into = into.scatter_(-1, source.masked_fill(source < 0, stored + count), address)[..., stored:-1]
-        block = min(map(block_of, new))
+        block = count if quantizes(self.codecs, new) else min(map(block_of, new))
         for key, value, slots in zip(*(x.split(block, dim=2) for x in (*new, into)), strict=True):
             quantize_pages(self.codecs, (key, value), self.planes, self.statistics, slots)
 

@@ -96,10 +96,9 @@ class TokenMetadata:
         begin = self.columns if self.row_lengths is None else None
         self.columns += count
         fields = self.new_fields(replace(tokens, positions=positions, begin=begin, seen=self.lengths()))
-        zeros = torch.zeros(batch, heads, count, device=keys.device)
-        for name in self.residual:
+        for name, x in self.residual.items():
             new = positions[:, None].expand(-1, heads, -1) if name == "positions" else fields.get(name)
-            self.residual[name] = torch.cat([self.residual[name], zeros if new is None else new], dim=-1)
+            self.residual[name] = F.pad(x, (0, count)) if new is None else torch.cat([x, new], dim=-1)
 
     def allocate(self, region: int, residual: int) -> None:
         """Adds so many columns to the region, unless it lies in pages, and to the residual."""

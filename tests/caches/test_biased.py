@@ -6,10 +6,10 @@ import warnings
 
 import pytest
 import torch
+import twins
 from transformers import DynamicCache
 
 from qkvcache import CompressedCache, HadaQuantCache, NVFP4Cache, QuantizedPerTokenCache, TurboQuantCache, demo, policies
-from qkvcache.evaluation import twins
 from qkvcache.evaluation.prefill import prefill, refill
 from qkvcache.evaluation.quality import RecallSet, recall
 from qkvcache.formats import REGISTRY

@@ -267,19 +267,16 @@ class Attentions(TorchDispatchMode):
         return func(*args, **kwargs or {})
 
 
-@pytest.mark.parametrize("pads", [(0, 0), (0, 9)])
-def test_readings_attend_without_a_mask_of_queries_by_context(pads):
-    """The llama has two KV heads for four query heads. Each of two readings attends to the context and to its own tokens, in three layers.
-    Padding hides columns from all queries."""
+@pytest.mark.parametrize(("pads", "past"), [((0, 0), [(28, False)]), ((0, 9), [(9, True), (19, False)])])
+def test_readings_attend_without_a_mask_of_queries_by_context(pads, past):
+    """The llama has two KV heads for four query heads. Each of two readings attends to the context, which has a mask only where it has
+    padding, and to its own tokens, in three layers."""
     network, ids = model("llama"), text(2, 28)
     mask = torch.arange(28) >= torch.tensor(pads)[:, None]
     with Attentions() as seen:
         compressed(network, ids, mask=mask.long())
-    past, own = seen.calls[3::2], seen.calls[4::2]
-    assert len(past) == len(own) == 6 and {shape[1] for shape, _ in seen.calls[3:]} == {2}
-    assert {shape[2] for shape, _ in past} == {28} and {shape[2] for shape, _ in own} == {12}
-    assert all((hidden is not None) == any(pads) for _, hidden in past)
-    assert all(hidden[-1] == 12 for _, hidden in own)
+    readings = [(shape[1], shape[2], hidden is not None) for shape, hidden in seen.calls[3:]]
+    assert readings == [*((2, *part) for part in past), (2, 12, True)] * 6
 
 
 def test_eager_attention_scores_alike():

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from .. import demo
+from qkvcache import demo
 
 PAIRS = 4
 """Pairs of channels with biases, in each head."""
