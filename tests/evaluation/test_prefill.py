@@ -14,6 +14,7 @@ from qkvcache.policies import (
     DropKV,
     ExpectedAttention,
     KeyDiff,
+    KVzip,
     LagKV,
     Random,
     SinkWindow,
@@ -77,6 +78,20 @@ def test_recorded_calls_fill_a_cache_of_any_policy_as_the_model_does(loaded, pro
         logits = [model(ids[:, :3], past_key_values=cache).logits for cache in (filled, run)]
     assert torch.equal(*logits)
     assert all(torch.equal(filled.kept_positions(i), run.kept_positions(i)) for i in range(5))
+
+
+@pytest.mark.parametrize("options", [{}, {"normalized": True}, {"layerwise": True}], ids=str)
+def test_a_second_reading_fills_several_caches_as_compress_does(loaded, prompt, options):
+    model, tokenizer, _ = loaded
+    ids, (prefilled, _) = prompt[0], prefill(model, prompt[0])
+    for budget in (0.5, 40):
+        policy = KVzip(budget=budget, recent=8, chunk_size=64, **options)
+        filled, run = (CompressedCache(model.config, policy=policy, format="fp8") for _ in range(2))
+        refill(filled, prefilled, model, ids, tokenizer)
+        run.compress(model, ids, tokenizer=tokenizer, progress=False)
+        assert all(torch.equal(filled.kept_positions(i), run.kept_positions(i)) for i in range(5))
+        assert filled.nbytes == run.nbytes
+    assert len(prefilled._read_twice) == 1
 
 
 def test_calls_are_recorded_beside_what_a_prefill_holds(loaded, prompt, called):
