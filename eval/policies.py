@@ -67,7 +67,7 @@ def variants() -> dict[str, dict]:
     found["kvzip, each head"] = {"alpha_safeguard": None}
     for name in ("h2o", "snapkv", "tova", "keydiff", "lagkv", "expected_attention", "compactor", "knorm", "random"):
         found[f"{name}, heads"] = {"heads": True} | ({} if name == "lagkv" else {"recent": RECENT})
-    found["kvzip, heads"] = {"heads": True, "alpha_safeguard": None}
+    found["kvzip, layerwise"] = {"layerwise": True}
     return found
 
 

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_mask
 
 from ..kernels import PagedInputs
+from ..kernels.attend_chunked import LeftPadding
 from ..kernels.pages import RING_TOKENS, SINKS
 
 
@@ -44,28 +45,45 @@ def visible(
     return mask, causal
 
 
-_last_padding: tuple[Any, tuple[int, int, int], tuple[bool, Tensor | None]] = (lambda: None, (0, 0, 0), (False, None))
+class Padding(NamedTuple):
+    """Whether a mask is causal except for columns hidden from all queries; these columns, bool `[B or 1, T]`, None if there are
+    none; and what they are if they are padding to the left."""
+
+    fits: bool
+    columns: Tensor | None = None
+    left: LeftPadding | None = None
+
+
+_last_padding: tuple[Any, tuple[int, int, int], Padding] = (lambda: None, (0, 0, 0), Padding(False))
 """The mask of the last step and its result: all layers of a step have the same mask, and reading it waits for the device."""
 COMPARED = 2**26
 """Entries of a mask compared at a time."""
 
 
-def padding_columns(given: Any, mask: Tensor | None, causal: bool, queries: int, tokens: int) -> tuple[bool, Tensor | None]:
-    """Whether a mask of `visible`, made from the `given` mask of transformers, is causal except for columns hidden from all queries; and
-    these columns, bool `[B or 1, T]`, or None if there are none."""
+def padding_columns(given: Any, mask: Tensor | None, causal: bool, queries: int, tokens: int) -> Padding:
+    """What a mask of `visible`, made from the `given` mask of transformers, hides."""
     global _last_padding
     if mask is None:
-        return causal, None
+        return Padding(causal)
     if mask.dtype != torch.bool or mask.shape[1] != 1 or (mask.shape[2] == 1) != causal:
-        return False, None
+        return Padding(False)
     written = given._version if isinstance(given, Tensor) and not given.is_inference() else 0
     state = queries, tokens, written
     if _last_padding[0]() is not given or _last_padding[1] != state:
         shown = mask[:, 0, -1]  # the last query attends to every token that is no padding
         fits = causal or _hides_columns(mask)
-        padding = fits, None if not fits or bool(shown.all()) else ~shown
-        _last_padding = weakref.ref(given), state, padding
+        hidden = None if not fits or bool(shown.all()) else ~shown
+        _last_padding = weakref.ref(given), state, Padding(fits, hidden, None if hidden is None else _left(hidden, queries))
     return _last_padding[2]
+
+
+def _left(hidden: Tensor, queries: int) -> LeftPadding | None:
+    """What is hidden, bool `[B, T]`, of which the last `queries` columns are of new tokens, as padding to the left, if it is that."""
+    past = hidden[:, : hidden.shape[1] - queries]
+    first = past.sum(-1)
+    if not torch.equal(past, torch.arange(past.shape[1], device=past.device) < first[:, None]):
+        return None
+    return LeftPadding(tuple(first.tolist()), bool(hidden[:, past.shape[1] :].any()))
 
 
 def _hides_columns(mask: Tensor) -> bool:

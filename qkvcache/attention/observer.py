@@ -233,7 +233,7 @@ def _reduced(
         logits = matmul_fp32(rows, keys.mT).mul_(scaling).unflatten(2, (-1, end - begin))  # [B, H, G, q, T]
         if softcap is not None:
             logits = softcap * torch.tanh(logits / softcap)
-        if causal:
+        if causal and queries > 1:
             own = torch.ones(end - begin, queries, dtype=torch.bool, device=keys.device).triu(begin + 1)
             logits[..., tokens - queries :].masked_fill_(own, -torch.inf)
         if valid is not None:

@@ -32,7 +32,7 @@ from .again import notice_again
 from .compressed_kv import CompressedKV
 from .full import full_attention
 from .keywords import kernel_options, with_causality
-from .masks import padding_columns, visible
+from .masks import Padding, padding_columns, visible
 from .observer import attend_observed
 from .padding import report_attention
 
@@ -122,21 +122,21 @@ def route(
         if torch.compiler.is_compiling():
             key, value = key.dense(), value.dense()
         return stock(module, query, key, value, mask, *args, **kwargs)
-    many, shown, causal, hidden = not _few(query, key.attention_inputs), None, False, None
-    fits = False
+    many, shown, causal, padding = not _few(query, key.attention_inputs), None, False, Padding(False)
     if not kwargs.get("dropout") and (not many or _in_chunks(implementation, query, key, kwargs)):
         shown, causal = visible(implementation, mask, query.shape[0], queries, tokens, query.device, with_causality(module, kwargs))
         if queries > 1 and not torch.compiler.is_compiling():
-            fits, hidden = padding_columns(given, shown, causal, queries, tokens)
-    if kwargs.get("dropout") or (many and not fits):
+            padding = padding_columns(given, shown, causal, queries, tokens)
+    if kwargs.get("dropout") or (many and not padding.fits):
         if isinstance(mask, BlockMask) and mask.shape[-1] > tokens:
             mask = mask._adjust(queries, tokens)  # as above
         return stock(module, query, key.dense(), value.dense(), mask, *args, **kwargs)
     options = kernel_options(implementation, query, kwargs)
-    if fits:  # causality costs a kernel less than a mask of queries x tokens
+    hidden = padding.columns
+    if padding.fits:  # causality costs a kernel less than a mask of queries x tokens
         shown, causal = None if hidden is None else ~hidden[:, None, None], True
     if many and not on_codes(query, key.attention_inputs, shown):
-        out, _ = attend_chunked(query, key.attention_inputs, hidden, **options)
+        out, _ = attend_chunked(query, key.attention_inputs, hidden, left=padding.left, **options)
     else:
         out = attend_on_codes(query, key.attention_inputs, shown, causal=causal, **options)
     return out.transpose(1, 2).contiguous(), None

@@ -114,12 +114,12 @@ class ReadingLayer(DynamicLayer):
             return None
         queries, tokens = query.shape[2], keys.shape[2]
         shown, causal = visible(implementation, mask, len(query), queries, tokens, query.device, with_causality(module, keywords))
-        fits, hidden = padding_columns(mask, shown, causal, queries, tokens)
+        fits, hidden, left = padding_columns(mask, shown, causal, queries, tokens)
         if not fits:
             return None
         past = keys[:, :, : tokens - queries], values[:, :, : tokens - queries]
         options = kernel_options(implementation, query, keywords)
-        out = attend_chunked_exact(query, past, self.own, hidden, plans=full, **options)
+        out = attend_chunked_exact(query, past, self.own, hidden, left=left, plans=full, **options)
         return out.transpose(1, 2).contiguous()
 
     def _factors(self, module: nn.Module, query: Tensor, at: Tensor) -> Tensor:

@@ -15,6 +15,8 @@ from ..attention.route import install
 from ..attention.second_reading import Reading, ReadingLayer
 from ..layers.evicting import EvictingLayer
 from ..policies import KVzip
+from ..policies.base import share_of
+from ..policies.kvzip import weigh_heads
 
 FIRST = "\n\nRepeat the previous context exactly.\n\n"
 LATER = "\n\nRepeat the part of the previous context that starts as follows.\n\n"
@@ -28,13 +30,39 @@ def compress(
     """`CompressedCache.compress`, of a cache with these layers, checked."""
     mask = torch.ones_like(ids) if attention_mask is None else attention_mask.to(ids.device)
     dense, others = read_twice(model, policy, ids, mask, tokenizer, progress)
+    fill(layers, policy, model, mask, dense, others)
+
+
+@torch.no_grad()
+def fill(layers: list[Any], policy: KVzip, model: PreTrainedModel, mask: Tensor, dense: DynamicCache, others: dict[int, Any]) -> None:
+    """Moves the context that `read_twice` returned to the `layers` of an empty cache; `mask` `[B, T]` as it took it."""
+    weights = _weights(layers, policy, mask.bool(), dense) if policy.shares_layers else {}
     padding = None if bool(mask.all()) else mask.bool()
     for i, layer in enumerate(dense.layers):
         if not isinstance(layer, ReadingLayer):
             layers[i] = others[i]
             continue
-        _fill(layers[i], layer, model, padding)
+        _fill(layers[i], layer, model, padding, weights.get(i))
         dense.layers[i] = DynamicLayer()  # its memory is free from here on
+
+
+def _weights(layers: list[Any], policy: KVzip, is_valid: Tensor, dense: DynamicCache) -> dict[int, Tensor]:
+    """`weigh_heads` of the layers that evict, `is_valid` `[B, T]`: which tokens are no padding."""
+    seen, positions = is_valid.sum(-1)[:, None, None], is_valid.cumsum(-1)[:, None] - 1
+    found: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
+    for i, read in enumerate(dense.layers):
+        if isinstance(read, ReadingLayer) and layers[i].policy.second_reading and read.scores is not None:
+            budget, device = layers[i].budget, read.scores.device
+            protected, rest = (x.to(device) for x in policy.protected_and_rest(budget, seen))
+            recent = (protected - policy.num_sink_tokens).clamp_min(0)
+            own = (share_of(policy.alpha_safeguard or 0.0, protected + rest) - protected).clamp_min(0)
+            competes = is_valid[:, None] & (positions >= policy.num_sink_tokens) & (positions < seen - recent.to(seen.device))
+            found[i] = read.scores.masked_fill(~competes.to(device), -torch.inf), rest, own
+    if not found:
+        return {}
+    device = next(iter(found.values()))[0].device
+    scores, rest, guaranteed = ([x.to(device) for x in each] for each in zip(*found.values(), strict=True))
+    return dict(zip(found, weigh_heads(scores, rest, guaranteed), strict=True))
 
 
 @torch.no_grad()
@@ -128,8 +156,8 @@ def _watch_inputs(model: PreTrainedModel, dense: DynamicCache) -> list[Any]:
 
 
 @torch.no_grad()
-def _fill(layer: EvictingLayer, read: ReadingLayer, model: PreTrainedModel, is_valid: Tensor | None) -> None:
-    """Gives `layer` the context of `read`, with its scores, as attention does."""
+def _fill(layer: EvictingLayer, read: ReadingLayer, model: PreTrainedModel, is_valid: Tensor | None, weights: Tensor | None) -> None:
+    """Gives `layer` the context of `read`, with its scores, as attention does, and its heads their `weights` in the budget."""
     keys, values, scores = read.keys, read.values, read.scores
     if keys is None or values is None or read.module is None:
         raise NotImplementedError(
@@ -138,6 +166,8 @@ def _fill(layer: EvictingLayer, read: ReadingLayer, model: PreTrainedModel, is_v
     layer.read_twice = True
     layer.update(keys, values)
     layer.begin_attention(is_valid, read.query, None, read.module)
+    if weights is not None and layer.storage is not None:
+        layer.storage.metadata.head_weights = weights.to(keys.device)
     if not layer.policy.second_reading:  # a layer that evicts nothing
         scores = None
     elif scores is None:  # no token but sinks

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,11 +13,13 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 from ..attention.compressed_kv import CompressedKV
 from ..attention.observer import prompt_attention
+from ..attention.second_reading import ReadingLayer
 from ..caches import CompressedCache
+from ..caches.compress import fill, read_twice
 from ..formats import Format
 from ..kernels import Pair
 from ..layers.evicting import EvictingLayer
-from ..policies import Budget, Policy
+from ..policies import Budget, KVzip, Policy
 
 
 @dataclass(frozen=True)
@@ -50,6 +54,20 @@ class Prefilled(DynamicCache):
         super().__init__(*args, **kwargs)
         self.attention, self.calls = {}, []
         self._observed: dict[tuple[int, float], dict[int, Tensor | None]] = {}
+        self._read_twice: dict[tuple[int, int, bool], tuple[DynamicCache, dict[int, Any]]] = {}
+
+    def read_twice(self, policy: KVzip, model: PreTrainedModel, ids: Tensor, tokenizer: Any) -> tuple[DynamicCache, dict[int, Any]]:
+        """`caches.compress.read_twice` of `ids` `[B, T]`, once for policies that read alike; a copy that can be taken apart."""
+        key = policy.num_sink_tokens, policy.chunk_size, policy.normalized
+        if key not in self._read_twice:
+            dense, others = self._read_twice[key] = read_twice(model, policy, ids, torch.ones_like(ids), tokenizer, progress=False)
+            for mine, layer in zip(self.layers, dense.layers, strict=True):
+                if isinstance(layer, ReadingLayer):
+                    layer.keys, layer.values = mine.keys, mine.values  # type: ignore[union-attr]  # held once
+        dense, others = self._read_twice[key]
+        taken = copy.copy(dense)
+        taken.layers = list(dense.layers)
+        return taken, copy.deepcopy(others)
 
 
 class RecordingLayer(EvictingLayer):
@@ -146,8 +164,8 @@ def refill(
     read the context twice ask for its repetition (`CompressedCache.compress`)."""
     policy = cache.policy if isinstance(cache, CompressedCache) else None
     observation_window = policy.observation_window if policy else 0
-    if policy and policy.second_reading and isinstance(cache, CompressedCache):
-        cache.compress(model, ids, tokenizer=tokenizer, progress=False)
+    if isinstance(policy, KVzip):
+        fill(cache.layers, policy, model, torch.ones_like(ids), *prefilled.read_twice(policy, model, ids, tokenizer))
         return cache
     asks_more = policy and (policy.needs_queries or policy.needs_output_projection or policy.reduces_attention or policy.decay != 1)
     missing = asks_more or (observation_window and observation_window not in prefilled.attention)

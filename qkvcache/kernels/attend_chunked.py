@@ -7,6 +7,10 @@ cuDNN has plans for, and the outputs are merged by their log-sum-exps. The exact
     chunk i    the next quantized tokens, in the model's dtype    none, or the columns that padding hides
     exact      sink tokens, residual, the new tokens              causal among the new tokens, and the same columns
 
+Flash attention and cuDNN take no mask of columns. Where rows are padded to the left, as `generate` pads prompts of different lengths, flash
+attention runs up to the end of the longest padding, in one launch, on sequences that begin after the padding of their rows
+(`padded_attention`); what comes after has no padding.
+
 The query heads of a group are rows of their KV head, so that keys and values are never copied for query heads. Vectors that are stored
 rotated stay rotated in the scratch: queries are rotated before, and the merged output of the chunks is rotated back.
 `attention/route.py` says from how many queries on this is faster than reading the codes in the decode kernel.
@@ -17,10 +21,11 @@ second time, the last chunk first: it is still in the scratch.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import takewhile
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -46,6 +51,15 @@ the attention among the new tokens."""
 MERGED_PARTS = 8
 """Parts that are merged at a time: the outputs of more would take more memory than a dense layer."""
 MASKED = -1e30
+
+
+class LeftPadding(NamedTuple):
+    """Of each row, how many of its first columns are hidden, where the others are seen up to the new tokens; whether columns of new tokens
+    are hidden, too."""
+
+    first: tuple[int, ...]
+    new: bool
+
 
 Fill = Callable[[Tensor, Tensor], None]
 """Writes the keys and values of a chunk, rotated as they are stored, into two tensors `[B, H, T, D]`."""
@@ -113,6 +127,7 @@ def attend_chunked(
     scaling: float | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    left: LeftPadding | None = None,
     chunk_tokens: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Causal attention of the last `Q` tokens: the output `[B, Hq, Q, D]` in the query's dtype, and the log of the normaliser, fp32
@@ -126,9 +141,10 @@ def attend_chunked(
         scaling: factor on the scores, `D ** -0.5` by default.
         softcap: `softcap * tanh(score / softcap)` before the mask (Gemma 2), in plain torch.
         sinks: a learned logit for each query head, `[Hq]`, that takes part in the softmax and has no value (gpt-oss).
+        left: what `hidden` is, `[B or 1, T]`, if it is no more than padding to the left.
         chunk_tokens: bound on the tokens of a chunk. Default: what is fastest for so many queries.
     """
-    return _attend(query, Tokens.of(attention_inputs), hidden, scaling, softcap, sinks, chunk_tokens)[:2]
+    return _attend(query, Tokens.of(attention_inputs), hidden, scaling, softcap, sinks, chunk_tokens, left=left)[:2]
 
 
 def observe_chunked(
@@ -177,18 +193,21 @@ def attend_chunked_exact(
     scaling: float | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    left: LeftPadding | None = None,
     plans: bool = True,
 ) -> Tensor:
     """The output of `attend_chunked` over keys and values `[B, H, T, D]` that are not quantized: the past and the tokens of the queries.
     `plans`: whether as many queries will come again."""
-    return _attend(query, Tokens(own, 0, partial(_pieces_of_exact, past)), hidden, scaling, softcap, sinks, None, plans=plans)[0]
+    return _attend(
+        query, Tokens(own, 0, functools.partial(_pieces_of_exact, past)), hidden, scaling, softcap, sinks, None, left=left, plans=plans
+    )[0]
 
 
 def _pieces_of_exact(past: Pair, size: int) -> Iterator[Piece]:
     """Copies cost little, and cuDNN, whose plans are for strides, finds those of other pasts."""
     begin = 0
     for count in cut(past[0].shape[2], [size]):
-        yield count, (AsIs(), AsIs()), partial(_copy, past, begin)
+        yield count, (AsIs(), AsIs()), functools.partial(_copy, past, begin)
         begin += count
 
 
@@ -199,7 +218,7 @@ def _copy(past: Pair, begin: int, keys: Tensor, values: Tensor) -> None:
 
 def _pieces_of_pages(pages: Pages, begin: int, end: int, size: int) -> Iterator[Piece]:
     for count in cut(end - begin, [size]):
-        yield count, (AsIs(), AsIs()), partial(_dequantize_pages, pages, begin)
+        yield count, (AsIs(), AsIs()), functools.partial(_dequantize_pages, pages, begin)
         begin += count
 
 
@@ -220,7 +239,7 @@ class Tokens:
     def of_pages(pages: Pages, begin: int, end: int, sinks: Pair, recent: Pair) -> Tokens:
         """Those of `attend_chunked_pages`."""
         exact = _joined((sinks[0], recent[0])), _joined((sinks[1], recent[1]))
-        return Tokens(exact, sinks[0].shape[2], partial(_pieces_of_pages, pages, begin, end))
+        return Tokens(exact, sinks[0].shape[2], functools.partial(_pieces_of_pages, pages, begin, end))
 
     @staticmethod
     def of(attention_inputs: AttentionInputs) -> Tokens:
@@ -228,7 +247,7 @@ class Tokens:
             end = attention_inputs.key.shape[2] - paged.sinks[0].shape[2] - paged.ring[0].shape[2]
             return Tokens.of_pages(paged.pages, 0, end, paged.sinks, paged.ring)
         exact, before, packed = exact_tokens(attention_inputs)
-        return Tokens(exact, before, partial(chunks, attention_inputs, packed))
+        return Tokens(exact, before, functools.partial(chunks, attention_inputs, packed))
 
 
 def _attend(
@@ -240,6 +259,7 @@ def _attend(
     sinks: Tensor | None,
     chunk_tokens: int | None,
     second: tuple[int, Reduce] | None = None,
+    left: LeftPadding | None = None,
     plans: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Output and log-sum-exp; and, of so many last queries, what a function computes in a second pass. `plans`: whether as many queries
@@ -249,7 +269,7 @@ def _attend(
     heads = exact[0].shape[1]
     scaling = dim**-0.5 if scaling is None else scaling
     folded = fold(query, heads)
-    by_cudnn = plans and hidden is None and softcap is None and queries >= CUDNN_QUERIES and _cudnn_is_faster(folded)
+    by_cudnn = plans and (hidden is None or left is not None) and softcap is None and queries >= CUDNN_QUERIES and _cudnn_is_faster(folded)
     most = max(CHUNK_BYTES // (2 * batch * heads * dim * query.itemsize) // 64, 1) * 64
     size = min(CHUNK_TOKENS, most, chunk_tokens or most)
     sizes = sorted({min(n, size) for n in CUDNN_TOKENS}, reverse=True) if by_cudnn else [size]
@@ -258,6 +278,7 @@ def _attend(
         from .triton_merge import merge as merge_parts
     else:
         merge_parts = merge
+    pads, anywhere = ((0,), hidden) if left is None else (left.first, None)
     column, parts, rotated, unrotated = before, list[Part](), folded, scaling
     # Tokens are the outermost, so that the strides, for which cuDNN's plans are, do not depend on their number.
     scratch = query.new_empty(2, pieces[0][0] if pieces else 0, batch, heads, dim).permute(0, 2, 3, 1, 4)
@@ -266,11 +287,17 @@ def _attend(
         unrotated = scaling * factor
     for count, _, fill in pieces:
         fill(*scratch[:, :, :, :count])
-        for keys, values in zip(*(x[:, :, :count].split(list(cut(count, sizes)), dim=2) for x in scratch), strict=True):
+        padded = min(max(max(pads) - column, 0), count)
+        counts = [padded] * bool(padded) + list(cut(count - padded, sizes))
+        for keys, values in zip(*(x[:, :, :count].split(counts, dim=2) for x in scratch), strict=True):
             shown = keys.shape[2]
-            bias = None if hidden is None else _bias(_by_head(hidden)[:, :, None, column : column + shown], query.dtype)
-            known = by_cudnn and shown in sizes
-            parts.append(library_attention(rotated, keys, values, bias, unrotated, softcap, by_cudnn=known))
+            if column < max(pads):
+                first = tuple(min(max(pad - column, 0), shown) for pad in pads)
+                parts.append(padded_attention(rotated, keys, values, first, unrotated, softcap))
+            else:
+                bias = None if anywhere is None else _bias(_by_head(anywhere)[:, :, None, column : column + shown], query.dtype)
+                known = by_cudnn and shown in sizes
+                parts.append(library_attention(rotated, keys, values, bias, unrotated, softcap, by_cudnn=known))
             column += shown
             if len(parts) == MERGED_PARTS:
                 parts = [merge_parts(parts, query_heads, queries, heads, None)]
@@ -279,8 +306,14 @@ def _attend(
         parts = [(rotate_back(out, codec), lse)]
     own = None if hidden is None else _by_head(hidden)[:, 0]  # exact tokens are the same in all heads
     own = None if own is None else torch.cat([own[:, :before], own[:, column:]], dim=1)
-    causal_by_cudnn = by_cudnn and queries >= CUDNN_CAUSAL_QUERIES
-    parts += causal_attention(query, folded, *exact, own, scaling, softcap, by_cudnn=causal_by_cudnn)
+    seen, among = exact, own
+    if left is not None and not left.new and max(pads) <= column:
+        if before:
+            first = tuple(min(pad, before) for pad in pads)
+            parts.append(padded_attention(folded, exact[0][:, :, :before], exact[1][:, :, :before], first, scaling, softcap))
+        seen, among = (exact[0][:, :, before:], exact[1][:, :, before:]), None
+    causal_by_cudnn = by_cudnn and among is None and queries >= CUDNN_CAUSAL_QUERIES
+    parts += causal_attention(query, folded, *seen, among, scaling, softcap, by_cudnn=causal_by_cudnn)
     out, lse = merge_parts(parts, query_heads, queries, heads, sinks)
     if second is None:
         return out, lse, None
@@ -338,12 +371,12 @@ def chunks(attention_inputs: AttentionInputs, blocks: list[tuple[Packed, Packed]
         if supports(region, dims):
             begin = 0
             for count in cut(region.tokens, [size]):
-                yield count, (region.key, region.value), partial(dequantize_region, region, begin)
+                yield count, (region.key, region.value), functools.partial(dequantize_region, region, begin)
                 begin += count
             return
     for chunk in _cut(blocks or list(_blocks(region, dims)), size):
         codecs = chunk[0][0].codec, chunk[0][1].codec
-        yield sum(key.tokens for key, _ in chunk), codecs, partial(dequantize_blocks, chunk)
+        yield sum(key.tokens for key, _ in chunk), codecs, functools.partial(dequantize_blocks, chunk)
 
 
 def dequantize_blocks(chunk: list[tuple[Packed, Packed]], keys: Tensor, values: Tensor) -> None:
@@ -446,6 +479,45 @@ def library_attention(
         out, lse, *_ = aten._scaled_dot_product_efficient_attention(query, key, value, mask, True, 0.0, False, scale=scaling)
         return out, lse[:, :, : query.shape[2]]
     return aten._scaled_dot_product_flash_attention(query, key, value, 0.0, False, scale=scaling)[:2]
+
+
+def padded_attention(query: Tensor, key: Tensor, value: Tensor, first: tuple[int, ...], scaling: float, softcap: float | None) -> Part:
+    """`library_attention` of rows whose first tokens, so many of each row, or of all, are hidden."""
+    batch, heads, tokens, dim = key.shape
+    if softcap is not None or not _takes_sequences(query):
+        hidden = torch.arange(tokens, device=key.device) < torch.tensor(first, device=key.device)[:, None]
+        return library_attention(query, key, value, _bias(hidden[:, None, None], query.dtype), scaling, softcap)
+    rows = query.shape[2]
+    starts, empty = _sequences(first * (batch // len(first)), heads, tokens, rows, query.device)
+    one_by_one = (x.reshape(-1, 1, dim) for x in (query, key, value))  # a sequence for each head
+    out, lse = _flash_sequences(tuple(one_by_one), starts, (rows, tokens), scaling)
+    out, lse = out.view(query.shape), lse.view(query.shape[:3])
+    return out.index_fill_(0, empty, 0), lse.index_fill_(0, empty, MASKED)
+
+
+def _takes_sequences(query: Tensor) -> bool:
+    return query.is_cuda and not torch.version.hip
+
+
+def _flash_sequences(tensors: tuple[Tensor, ...], starts: Pair, longest: tuple[int, int], scaling: float) -> Part:
+    """Flash attention `[Q, H, D]` and log-sum-exp, fp32 `[H, Q]`, of sequences that lie one after another in queries `[Q, H, D]`, and in
+    keys and values `[T, H, D]`. What it returns for queries without keys is not used."""
+    forward = torch.ops.aten._flash_attention_forward
+    return forward(*tensors, *starts, *longest, 0.0, False, False, scale=scaling)[:2]
+
+
+@functools.lru_cache(maxsize=64)  # for all layers of a step
+@torch.inference_mode(False)
+def _sequences(first: tuple[int, ...], heads: int, tokens: int, rows: int, device: torch.device) -> tuple[Pair, Tensor]:
+    """Where the sequences of all rows and heads begin, and at last end, among queries and keys, int32 `[2 B H + 1]` each: before each, its
+    hidden keys are one without queries. And the rows all of whose keys are hidden, int64."""
+    queries, keys = [0], [0]
+    for number, hidden in enumerate(hidden for hidden in first for _ in range(heads)):
+        queries += [number * rows, (number + 1) * rows]
+        keys += [number * tokens + hidden, (number + 1) * tokens]
+    starts = (torch.tensor(x, dtype=torch.int32, device=device) for x in (queries, keys))
+    empty = [row for row, hidden in enumerate(first) if hidden == tokens]
+    return tuple(starts), torch.tensor(empty, dtype=torch.int64, device=device)  # type: ignore[return-value]
 
 
 def capped_attention(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scaling: float, softcap: float) -> Part:

@@ -130,7 +130,7 @@ class EvictingLayer(CompressedLayer):
             raise NotImplementedError("a cache that evicts tokens has no gradients: run the model under torch.no_grad()")
         if self.step is not None and not self.step.observed:
             raise NotImplementedError(UNSEEN)
-        if self.policy.second_reading and not self.read_twice:
+        if self.policy.second_reading and self.empty and not self.read_twice:
             raise ValueError(
                 f"{self.policy.name} scores a context by reading it twice: call cache.compress(model, ids) with the context, before "
                 "generate with all ids"

@@ -51,9 +51,18 @@ class Budget:
         return self.tokens + share_of(self.share, seen)
 
 
+ONE = 2**32
+"""The weight of a whole."""
+
+
 def share_of(share: float, count: Any) -> Any:
     """`share` of `count`, rounded down, the same for numbers and tensors and without fp64, which not all devices have."""
-    return (count * round(share * 2**32) + 2**22) >> 32
+    return times(count, round(share * ONE))
+
+
+def times(count: Any, weight: Any) -> Any:
+    """`count * weight / ONE`, rounded down, for whole numbers and int64 tensors; a weight may be too small by its rounding."""
+    return (count * weight + 2**22) >> 32
 
 
 def pyramid(budget: int | float, layers: int, *, steepness: float = 20.0) -> tuple[int | float, ...]:
@@ -330,6 +339,11 @@ class Policy:
         return self.alpha_safeguard is not None or any(budget.heads for budget in self.budgets)
 
     @property
+    def shares_layers(self) -> bool:
+        """Whether the heads of all layers share their budgets, once these are compared (`KVzip`)."""
+        return False
+
+    @property
     def lag_length(self) -> int:
         """Tokens after it that a token waits for, exact, before it gets its `score`."""
         return 0
@@ -368,6 +382,14 @@ class Policy:
     def recent_of(self, size: Count) -> Count:
         """Protected recent tokens in a budget of `size`."""
         return share_of(self.recent, size) if isinstance(self.recent, float) else size * 0 + self.recent
+
+    def protected_and_rest(self, budget: Budget, seen: Any) -> tuple[Any, Any]:
+        """Tokens that a head of a layer holds before any come in again, when `seen` have been seen, an int or int64 `[B, 1, 1]`, as are
+        both: its sinks and recent tokens, and others."""
+        size: Any = self.size(budget, seen)
+        protected, size = self.num_sink_tokens + self.recent_of(size), size - self.interval_of(budget) + 1
+        protected = protected - (protected - size) * (protected > size)
+        return protected, size - protected
 
     def accumulate(self, statistics: dict[str, Tensor], tokens: Arrivals) -> dict[str, Tensor]:
         """Statistics of a layer after the tokens of a step: tensors `[B, ...]` by name. `statistics`: those before, none

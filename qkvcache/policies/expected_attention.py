@@ -60,33 +60,30 @@ class ExpectedAttention(Policy):
             statistics = {"mean": one[..., None].repeat(1, 1, dim), "offset": one, "level": one.clone(), "tokens": one[:, 0] + 1}
         mean, offset, level, number = (statistics[name] for name in ("mean", "offset", "level", "tokens"))
         scaling = dim**-0.5 if tokens.scaling is None else tokens.scaling
-        quadratic: Tensor | None = None
-        counted = positions >= self.num_sink_tokens
-        fresh = counted.sum(-1) > 1  # rows that get statistics
-        if count > 1:
+        by_group = heads, query_heads // heads
+        if many := count > 1:
+            counted = positions >= self.num_sink_tokens
+            fresh, own = (counted.sum(-1) > 1)[:, None], counted[:, None, None]  # rows that get statistics; tokens that count
             n = counted.sum(-1).clamp_min(1).float()
             average = average_rotation(rope, self.horizon, dim, keys.device)  # type: ignore[arg-type]
             new_mean, covariance = moments(tokens, self.num_sink_tokens)
-            mean = torch.where(fresh[:, None, None], new_mean @ average, mean)
+            mean = torch.where(fresh[..., None], new_mean @ average, mean)
             covariance = average.mT @ covariance @ average
             covariance = rope.rotate(rope.rotate(covariance, seen[:, 0, 0]).mT, seen[:, 0, 0])
             quadratic = quadratic_form(keys, covariance) * (scaling**2 / 2)
-        linear = rope.rotate(mean[:, :, None], seen[:, 0, 0])[:, :, 0].unflatten(1, (heads, -1))  # [B, H, G, D]
+            offset = torch.where(fresh, ((quadratic * own).sum(-1) / n[:, None, None]).flatten(1), offset)
+        linear = rope.rotate(mean[:, :, None], seen[:, 0, 0])[:, :, 0].unflatten(1, by_group)  # [B, H, G, D]
         logits = ((linear * scaling).to(keys.dtype) @ keys.mT).float()  # [B, H, G, T]
-        by_group = heads, query_heads // heads
-        if quadratic is None:
-            logits = logits + offset.unflatten(1, by_group)[..., None]
-        else:
-            own = counted[:, None, None]
-            offset = torch.where(fresh[:, None], ((quadratic * own).sum(-1) / n[:, None, None]).flatten(1), offset)
-            stale = ~fresh[:, None, None, None]
-            logits = logits + torch.where(stale, offset.unflatten(1, by_group)[..., None], quadratic)
+        old = offset.unflatten(1, by_group)[..., None]
+        logits = logits + (torch.where(fresh[..., None, None], quadratic, old) if many else old)
+        if many:
             total = logits.masked_fill(~own, -torch.inf).logsumexp(-1).flatten(1)
-            level = torch.where(fresh[:, None], total - n.log()[:, None], level)
-            number = torch.where(fresh, n, number)
+            level = torch.where(fresh, total - n.log()[:, None], level)
+            number = torch.where(fresh[:, 0], n, number)
+        # Without statistics all logits and levels are 0, and all weights 1.
         weights = (logits - level.unflatten(1, by_group)[..., None]).exp().mean(2)
-        known = (mean != 0).any(-1).any(-1)[:, None, None]  # rows that have had statistics
-        weights = torch.where(known, weights, 1.0) + self.epsilon * number[:, None, None]
+        if self.epsilon:
+            weights = weights + self.epsilon * number[:, None, None]
         score = weights * torch.linalg.vector_norm(tokens.values, dim=-1, dtype=torch.float32)
         return {"mean": mean, "offset": offset, "level": level, "tokens": number}, score
 

@@ -8,7 +8,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from .base import Arrivals, Policy, given
+from .base import Arrivals, Policy
+
+EPSILON = 1e-12
+"""Least length of a key."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,13 +35,11 @@ class KeyDiff(Policy):
 
     scores: ClassVar[bool] = True
 
-    def accumulate(self, statistics: dict[str, Tensor], tokens: Arrivals) -> dict[str, Tensor]:
-        units = torch.nn.functional.normalize(tokens.keys.float(), dim=-1)
-        total = (units if tokens.is_valid is None else units * tokens.is_valid[:, None, :, None]).sum(2)
-        return {"key_sum": statistics["key_sum"] + total if statistics else total}
-
-    def score(self, tokens: Arrivals) -> Tensor:
-        if "key_sum" not in tokens.statistics:
-            raise ValueError("KeyDiff needs the mean key")
-        mean_key = tokens.statistics["key_sum"] / given(tokens.seen, "counts of tokens").clamp_min(1)
-        return -torch.nn.functional.cosine_similarity(tokens.keys.float(), mean_key.unsqueeze(2), dim=-1)
+    def arrive(self, statistics: dict[str, Tensor], tokens: Arrivals) -> tuple[dict[str, Tensor], Tensor]:
+        keys = tokens.keys.float()
+        inverse = torch.linalg.vector_norm(keys, dim=-1).clamp_min(EPSILON).reciprocal()  # [B, H, T]
+        counted = inverse if tokens.is_valid is None else inverse * tokens.is_valid[:, None]
+        total = (counted[:, :, None] @ keys)[:, :, 0]
+        total = statistics["key_sum"] + total if statistics else total
+        direction = torch.nn.functional.normalize(total, dim=-1)
+        return {"key_sum": total}, (keys @ direction[..., None])[..., 0] * -inverse

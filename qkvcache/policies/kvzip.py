@@ -8,7 +8,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from .base import Arrivals, Policy, check_count
+from .base import ONE, Arrivals, Policy, check_count
+from .ranking import highest, total_order
 
 UNREAD = 1e4
 """The score of a token that was not read twice."""
@@ -27,8 +28,9 @@ class KVzip(Policy):
     prefills (as the authors measure), with the context uncompressed meanwhile. Tokens after the context have a higher score than all tokens
     of it: they evict the context's lowest scores first, and then the oldest tokens after the context.
 
-    The authors rank the tokens of all heads of the model together; here, the heads of a layer share their budget (`alpha_safeguard`), and a
-    `HeadProfile` divides it among layers and heads.
+    The tokens of all heads of the model are ranked together: a budget is the mean over these heads. What each head retains of the context
+    is its weight in what the budget leaves to later tokens. While the context fits in the budget, there are no weights, and the heads of
+    each layer share its budget.
 
     Args:
         normalized: a weight counts times the length of the token's value in the layer's output over the length of what attention reads at
@@ -36,12 +38,14 @@ class KVzip(Policy):
         chunk_size: tokens that are repeated at a time. Attention is normalized over the sinks, these tokens and their repetition, as the
             authors do: the cost of scores is linear in the context.
         alpha_safeguard: as of every policy; None with `first_stage_ratio`, `max_length`, or a budget by head, which exclude it.
+        layerwise: each layer has its budget to itself. Without it, layers share theirs, if heads do (`alpha_safeguard`).
     """
 
     normalized: bool = False
     chunk_size: int = 2048
     recent: int | float = 64
     alpha_safeguard: float | None = 0.2
+    layerwise: bool = False
 
     scores: ClassVar[bool] = True
     needs_attention_weights: ClassVar[bool] = True
@@ -57,5 +61,31 @@ class KVzip(Policy):
         keys = tokens.keys
         return torch.full(keys.shape[:3], UNREAD, device=keys.device)
 
+    @property
+    def shares_layers(self) -> bool:
+        return self.alpha_safeguard is not None and not self.layerwise
+
     def observe(self, score: Tensor, attention_sums: Tensor, queries: Tensor | int) -> Tensor:
         return attention_sums.clone()
+
+
+def weigh_heads(scores: list[Tensor], rest: list[Tensor], guaranteed: list[Tensor]) -> list[Tensor]:
+    """The weight of each head in the budget, int64 `[B, H, 1]` for each layer: how many of its tokens are among the highest scores of all
+    heads of all layers (of equal ones those of the first heads), relative to its budget, in units of `1 / ONE`. In a row whose budgets hold
+    all tokens it is `ONE`.
+
+    Args:
+        scores: of each layer, fp32 `[B, H, T]`; -inf for tokens that do not compete.
+        rest: the budget of each head of a layer, int64 `[B, 1, 1]`.
+        guaranteed: tokens that each of these heads has in any case, int64 `[B, 1, 1]`.
+    """
+    total = torch.stack([of[:, 0] * x.shape[1] for of, x in zip(rest, scores, strict=True)]).sum(0)[:, None]
+    position = torch.arange(scores[0].shape[-1], dtype=torch.int32, device=total.device)
+    first = [highest(total_order(x, position), of) & (x > -torch.inf) for x, of in zip(scores, guaranteed, strict=True)]
+    ranked = torch.cat([x.masked_fill(own, torch.inf) for x, own in zip(scores, first, strict=True)], dim=1)
+    competes, flat = ranked > -torch.inf, ranked.flatten(1)[:, None]
+    order = total_order(flat, -torch.arange(flat.shape[-1], dtype=torch.int32, device=flat.device))
+    counts = (highest(order, total).view_as(ranked) & competes).sum(-1, keepdim=True)
+    fits = competes.sum((1, 2))[:, None, None] <= total
+    by_layer = counts.split([x.shape[1] for x in scores], dim=1)
+    return [torch.where(fits, ONE, (count * ONE + of // 2) // of.clamp_min(1)) for count, of in zip(by_layer, rest, strict=True)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -33,19 +34,18 @@ class TriAttention(Policy):
     def accumulate(self, statistics: dict[str, Tensor], tokens: Arrivals) -> dict[str, Tensor]:
         queries, rope = given(tokens.queries, "queries"), given(tokens.rope, "the model's rotary embedding")
         hidden = None if tokens.is_valid is None else ~tokens.is_valid[:, None, :, None]
-        sums, lengths = [], []
+        sums, lengths = ([statistics[name]] if statistics else [] for name in ("query_sum", "query_lengths"))
         for part, x in tokens.unrotated_queries():
             length = torch.hypot(*pairs(queries[:, :, part], rope))  # which RoPE does not change
             if hidden is not None:
                 x, length = x.masked_fill_(hidden[:, :, part], 0), length.masked_fill_(hidden[:, :, part], 0)
             sums.append(x.sum(2, dtype=torch.float32))
             lengths.append(length.sum(2, dtype=torch.float32))
-        new = {"query_sum": sum(sums), "query_lengths": sum(lengths), "query_count": tokens.valid().sum(-1).float()}
-        return {name: x + statistics[name] if name in statistics else x for name, x in new.items()}  # type: ignore[misc]
+        return {"query_sum": functools.reduce(torch.add, sums), "query_lengths": functools.reduce(torch.add, lengths)}
 
     def priority(self, tokens: Tokens) -> Tensor:
         rope, keys = given(tokens.rope, "the model's rotary embedding"), given(tokens.keys, "stored keys").float()
-        count = tokens.statistics["query_count"].clamp_min(1)[:, None, None]
+        count = tokens.seen.clamp_min(1)
         center, length = tokens.statistics["query_sum"] / count, tokens.statistics["query_lengths"] / count
         heads, valid = keys.shape[1], tokens.valid[:, :, None]
         rotated = rotate_to(center, tokens.seen[:, 0, 0] - 1, rope).unflatten(1, (heads, -1))  # [B, H, G, D]

@@ -44,7 +44,7 @@ from ..kernels import (
 )
 from ..kernels.pages import COLUMNS, RING_TOKENS
 from ..policies import Arrivals, Budget, Policy, Rotation
-from ..policies.base import Count, share_of
+from ..policies.base import ONE, Count, share_of, times
 from .base import LayerStorage, copy_to, differ
 from .chunks import PAGE, Chunks
 from .eviction import append_and_evict, append_and_share
@@ -254,8 +254,13 @@ class EvictingStorage(LayerStorage):
             row_limits = self._region_limit(metadata.lengths())
         if isinstance(self.chunks, HeadPages):
             arguments = leaving, fields, max(limit, 0), row_limits
-            if self.budget.heads:
-                of_heads = self._of_heads(metadata.columns if row_limits is None else metadata.lengths())
+            seen = metadata.columns if row_limits is None else metadata.lengths()
+            if metadata.head_weights is not None:
+                guaranteed = self._of_head(seen, metadata.head_weights)
+                most = guaranteed.sum(1).amax()  # which may be more than the layer's budget
+                self.in_order = append_and_share(self.chunks, metadata, *arguments, guaranteed, self.in_order, 0, most)
+            elif self.budget.heads:
+                of_heads = self._of_heads(seen)
                 if row_limits is None:
                     least, guaranteed = min(of_heads), torch.tensor(of_heads, device=self.device)[None, :, None]
                 else:
@@ -273,15 +278,16 @@ class EvictingStorage(LayerStorage):
             self.rows = None
 
     def _of_heads(self, seq_length: Any) -> list[Any]:
-        """Quantized tokens that each head may hold after `seq_length` tokens, an int or `[B, 1, 1]`, as are they: what the policy protects,
-        and its part of the rest of the budget."""
-        policy, heads = self.policy, self.budget.heads
-        size: Any = policy.size(self.budget, seq_length)
-        protected, size = policy.num_sink_tokens + policy.recent_of(size), size - self.interval + 1
-        protected = protected - (protected - size) * (protected > size)
-        exact, whole = self.num_sink_tokens + self.lag_length, sum(heads)
-        found = [protected - exact + share_of(part * len(heads) / whole, size - protected) for part in heads]
-        return [x * (x > 0) for x in found]
+        """`_of_head` for the parts of the budget."""
+        parts = self.budget.heads
+        return [self._of_head(seq_length, round(part * len(parts) / sum(parts) * ONE)) for part in parts]
+
+    def _of_head(self, seq_length: Any, weight: Any) -> Any:
+        """Quantized tokens that a head may hold after `seq_length` tokens, an int or `[B, 1, 1]`: what the policy protects, and the rest of
+        the budget times `weight / ONE`, an int or int64 `[B, H, 1]`."""
+        protected, rest = self.policy.protected_and_rest(self.budget, seq_length)
+        found = protected - self.num_sink_tokens - self.lag_length + times(rest, weight)
+        return found * (found > 0)
 
     def _guaranteed(self, limit: Count) -> Count:
         """Quantized tokens that each head is guaranteed of `limit`: those beside its exact ones, which are protected."""
@@ -295,7 +301,8 @@ class EvictingStorage(LayerStorage):
 
     def simulate(self, prompt: int, seq_length: int, query_heads: int) -> None:
         """Allocates what storage holds after `prompt` tokens at once and others one by one, `seq_length` in all; the most that it may hold,
-        where heads share a budget. Nothing is stored: for planning, on the meta device."""
+        where heads share a budget; the most that the mean of all layers may hold, where layers do. Nothing is stored: for planning, on the
+        meta device."""
         exact, interval = self.num_sink_tokens + self.lag_length, self.interval
         first = prompt - exact if prompt - exact >= interval else 0  # tokens that leave the residual after the prompt
         groups = max(seq_length - exact - first, 0) // interval
@@ -316,7 +323,7 @@ class EvictingStorage(LayerStorage):
             def most(k: int) -> int:
                 return heads * max(self._region_limit(exact + first + k * interval), 0)
 
-            self.chunks.simulate(lengths, most, groups, self.sinks)
+            self.chunks.simulate(lengths, most, groups, self.sinks, others=self.policy.shares_layers)
             self.rows = torch.empty(len(self.sinks[0]), len(COLUMNS), dtype=torch.int32, device=self.device) if self.chunks.length else None
         else:
             self.chunks.chunks, self.chunks.length = [], 0

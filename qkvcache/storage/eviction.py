@@ -75,6 +75,7 @@ def append_and_share(
     guaranteed: int | Tensor,
     in_order: bool,
     least: int | None = None,
+    most: int | Tensor | None = None,
 ) -> bool:
     """`append_and_evict` where heads retain different numbers of tokens, together `H * limit` at most.
 
@@ -83,6 +84,7 @@ def append_and_share(
             more than the budget.
         in_order: whether columns are in token order so far; padding is stored while they stay so.
         least: no head may have more than is `guaranteed`, which is `least` or more; None: heads share the rest of the budget.
+        most: tokens that all heads of a row may have together, an int or int64 scalar; None: `H * limit`.
     """
     stored, count = region.length, fields["positions"].shape[-1]
     union = {name: torch.cat([x, fields[name]], dim=-1) for name, x in metadata.region.items()}
@@ -99,7 +101,7 @@ def append_and_share(
         else:
             limits = limit if row_limits is None else row_limits.clamp(0, limit)[:, 0]
             retained = _shared(order, valid, heads * limits, guaranteed)
-    region.retain(retained[..., :stored], new, retained[..., stored:], union, heads * limit)
+    region.retain(retained[..., :stored], new, retained[..., stored:], union, heads * limit if most is None else most)
     metadata.ragged = not in_order
     return in_order
 

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..formats.base import Codec, Codes
-from ..kernels import Packed, Pages, Pair, quantize_pages
+from ..kernels import Packed, Pages, Pair, quantize_pages, quantizes
 from ..policies.ranking import first_of
 from .chunks import PAGE, block_of
 from .quantized import Copy, QuantizedTokens
@@ -59,23 +59,24 @@ class HeadPages(QuantizedTokens):
         """The inverse of `read`."""
         self.fields[name][self.table] = x.unflatten(-1, (-1, PAGE))
 
-    def retain(self, kept: Tensor, new: Pair, accepted: Tensor, fields: dict[str, Tensor], most: int) -> None:
+    def retain(self, kept: Tensor, new: Pair, accepted: Tensor, fields: dict[str, Tensor], most: int | Tensor) -> None:
         """Evicts all stored tokens but `kept`, bool `[B, H, L]`, and adds those of the keys and values `new` `[B, H, N, D]` that are
         `accepted`, bool `[B, H, N]`.
 
         Args:
             fields: the metadata of the stored and then of the new tokens, `[B, H, L + N]` each.
-            most: tokens that a row may hold, over all heads.
+            most: tokens that a row may hold, over all heads; an int or an int64 scalar.
         """
         stored, chosen = kept.shape[-1], torch.cat([kept, accepted], dim=-1)
         lengths = chosen.sum(-1, dtype=torch.int32)
         had, wanted = _pages(self.lengths), _pages(lengths)
-        longest, most_pages, differ = torch.stack([lengths.max(), wanted.sum(-1).max(), (had != wanted).any()]).tolist()
+        sizes = lengths.max(), wanted.sum(-1).max(), (had != wanted).any(), torch.as_tensor(most, device=lengths.device)
+        longest, most_pages, differ, limit = torch.stack(sizes).tolist()
         source = _sources(chosen, stored, lengths, longest)
         slot = torch.arange(longest, device=source.device)
         moved = ((source >= 0) & (source < stored) & (source != slot)).nonzero(as_tuple=True)
         codes = self._read(*self._address(moved[0], moved[1], source[moved]))  # before another head gets their pages
-        self._reserve(most_pages, most, new)
+        self._reserve(most_pages, limit, new)
         if differ:
             self._assign(had[..., None], wanted[..., None], -(-longest // PAGE))
         self.lengths, self.length = lengths, longest
@@ -108,14 +109,17 @@ class HeadPages(QuantizedTokens):
         heads = self.lengths.shape[1]
         return (tokens - heads) // PAGE + heads
 
-    def simulate(self, lengths: Callable[[int], Sequence[int]], most: Callable[[int], int], groups: int, like: Pair) -> None:
+    def simulate(
+        self, lengths: Callable[[int], Sequence[int]], most: Callable[[int], int], groups: int, like: Pair, *, others: bool = False
+    ) -> None:
         """Allocates what is allocated after `groups` groups of tokens were added one by one, of which `k` bring the heads to `lengths(k)`
-        tokens; the most that may be, if `most(k)` over all heads are fewer. Nothing is stored: for planning, on the meta device."""
+        tokens; the most that may be, if `most(k)` over all heads are fewer. With `others`, `most(k)` is the mean over layers, of which one
+        may hold all tokens of a head. Nothing is stored: for planning, on the meta device."""
 
         def pages(k: int) -> int:
             return sum(-(-tokens // PAGE) for tokens in lengths(k))
 
-        tokens, limit, capacity, k = lengths(groups), most(groups), pages(0), 0
+        tokens, limit, capacity, k = lengths(groups), most(groups) + others * PAGE, pages(0), 0  # what others leave may take one page
         if not max(tokens) or not limit:
             return
         if sum(tokens) > limit:  # which of them go depends on the text
@@ -124,7 +128,7 @@ class HeadPages(QuantizedTokens):
             k = bisect_left(range(groups), capacity + 1, lo=k + 1, key=pages)  # the first group without room
             capacity = _grown(capacity, pages(k), self._most_pages(most(k)))
         self._allocate(capacity, like)
-        self.length = min(max(tokens), limit)
+        self.length = max(tokens) if others else min(max(tokens), limit)
         self.table = self.table.new_empty(*self.lengths.shape, -(-self.length // PAGE))
 
     def _allocate(self, capacity: int, like: Pair) -> None:
@@ -172,14 +176,14 @@ class HeadPages(QuantizedTokens):
         self.table = torch.where(missing, free.gather(1, rank.clamp_min(0)).view_as(table).int(), table)
 
     def _quantize(self, new: Pair, source: Tensor, stored: int) -> None:
-        """Quantizes the new tokens into the slots that `source` gives them, block by block."""
+        """Quantizes the new tokens into the slots that `source` gives them: in one launch if there is a kernel, else block by block."""
         if self.pages is None:
             return
         count, slot = new[0].shape[2], torch.arange(source.shape[-1], device=source.device)
         address = self.pages.table[..., slot // PAGE].long() * PAGE + slot % PAGE
         into = torch.full((*source.shape[:2], stored + count + 1), -1, dtype=torch.int64, device=source.device)
         into = into.scatter_(-1, source.masked_fill(source < 0, stored + count), address)[..., stored:-1]
-        block = min(map(block_of, new))
+        block = count if quantizes(self.codecs, new) else min(map(block_of, new))
         for key, value, slots in zip(*(x.split(block, dim=2) for x in (*new, into)), strict=True):
             quantize_pages(self.codecs, (key, value), self.planes, self.statistics, slots)
 

@@ -52,6 +52,9 @@ class TokenMetadata:
         """Tokens seen by a row, padding included."""
         self.row_lengths: Tensor | None = None
         """Tokens seen by each row without padding, int64 `[B]`; None while there was no padding."""
+        self.head_weights: Tensor | None = None
+        """How much of the budget each head has, int64 `[B, H, 1]`; `ONE` is the mean over all heads of the model. None: as `Budget` and
+        `Policy.alpha_safeguard` say."""
         self.sinks = torch.empty(batch, 0, dtype=torch.bool, device=keys.device)
         """Which columns of the sinks hold a token, `[B, S]`."""
         self.residual: TokenFields = no_tokens(policy, keys)
@@ -93,10 +96,9 @@ class TokenMetadata:
         begin = self.columns if self.row_lengths is None else None
         self.columns += count
         fields = self.new_fields(replace(tokens, positions=positions, begin=begin, seen=self.lengths()))
-        zeros = torch.zeros(batch, heads, count, device=keys.device)
-        for name in self.residual:
+        for name, x in self.residual.items():
             new = positions[:, None].expand(-1, heads, -1) if name == "positions" else fields.get(name)
-            self.residual[name] = torch.cat([self.residual[name], zeros if new is None else new], dim=-1)
+            self.residual[name] = F.pad(x, (0, count)) if new is None else torch.cat([x, new], dim=-1)
 
     def allocate(self, region: int, residual: int) -> None:
         """Adds so many columns to the region, unless it lies in pages, and to the residual."""
@@ -114,6 +116,8 @@ class TokenMetadata:
             keys, values, keys, values, None, position, None, self.lengths(), size, queries=queries, scaling=1.0, rope=self.rope
         )
         self.statistics, _ = self.policy.arrive({}, step)
+        if self.policy.shares_layers:
+            self.head_weights = torch.zeros(*keys.shape[:2], 1, dtype=torch.int64, device=keys.device)
 
     def new_fields(self, tokens: Arrivals) -> dict[str, Tensor | None]:
         """The fields of new tokens except their positions; None stands for zeros. A field depends on the tokens seen so far alone, not on
@@ -177,6 +181,7 @@ class TokenMetadata:
         """Replaces every tensor by `fn(tensor)`, which may change the rows."""
         self.sinks = fn(self.sinks)
         self.row_lengths = None if self.row_lengths is None else fn(self.row_lengths)
+        self.head_weights = None if self.head_weights is None else fn(self.head_weights)
         self.statistics = {name: fn(x) for name, x in self.statistics.items()}
         for zone in (self._region, self.residual):
             for name in zone:
@@ -184,7 +189,7 @@ class TokenMetadata:
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Every tensor with its name in a snapshot."""
-        named = {"sinks": self.sinks, "row_lengths": self.row_lengths}
+        named = {"sinks": self.sinks, "row_lengths": self.row_lengths, "head_weights": self.head_weights}
         yield from ((f"metadata.{name}", x) for name, x in named.items() if x is not None)
         for zone, fields in (("region", self._region), ("residual", self.residual), ("statistics", self.statistics)):
             yield from ((f"metadata.{zone}.{name}", x) for name, x in fields.items())

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn.attention.flex_attention import create_block_mask
 
-from qkvcache.attention.masks import NewTokens, joined, joined_by_head, visible
+from qkvcache.attention.masks import NewTokens, joined, joined_by_head, padding_columns, visible
 from qkvcache.formats import REGISTRY
 from qkvcache.kernels import AttentionInputs, Exact, KeysOrValues, attend, attend_observed, attend_pages
 from tests.kernels.paged_inputs import of_heads
@@ -106,6 +106,25 @@ def test_position_bias_is_added(kind, batch):
         hidden = torch.zeros(())
     assert causal == (kind in ("none", "flash"))
     assert_close(got.expand(B, H, Q, T).softmax(-1), (bias + hidden).expand(B, H, Q, T).softmax(-1), 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("hidden", "left"),
+    [
+        ([(0, 0), (0, 5)], ((0, 5), False)),
+        ([(0, 8), (0, 2)], ((8, 2), False)),
+        ([(0, 9), (8, 10)], ((8, 0), True)),
+        ([(3, 4), (0, 2)], None),
+    ],
+    ids=["usual", "all of a past", "new tokens", "within the past"],
+)
+@pytest.mark.parametrize("implementation", ["sdpa", "flash_attention_2"])
+def test_padding_to_the_left(implementation, hidden, left):
+    """Columns hidden from a row; of 12, the last four are of new tokens."""
+    columns = torch.stack([(torch.arange(T) >= begin) & (torch.arange(T) < end) for begin, end in hidden])
+    given = ~columns if "flash" in implementation else ~columns[:, None, None] & torch.ones(Q, T, dtype=torch.bool).tril(T - Q)
+    fits, found, as_left = padding_columns(given, *visible(implementation, given, B, Q, T, CPU, {}), Q, T)
+    assert fits and torch.equal(found, columns) and as_left == left
 
 
 @pytest.mark.parametrize("kind", ["padded", "any", "by_head", "additive"])

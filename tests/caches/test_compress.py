@@ -1,11 +1,16 @@
 """A context that is read twice (KVzip): its scores against plain loops over dense attention, padding, budgets, formats."""
 
+import copy
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache
 
-from qkvcache import CompressedCache, policies
+from qkvcache import CompressedCache, plan, policies
+from qkvcache.layers.snapshot import restore, snapshot
+from qkvcache.policies.base import ONE
+from qkvcache.policies.kvzip import weigh_heads
 from tests.matrix import model
 from tests.seeds import SEED
 
@@ -86,18 +91,117 @@ def test_those_with_the_largest_attention_are_kept(normalized, tokenizer):
             assert cache.kept_positions(number)[0, head].tolist() == expected
 
 
+def kept(cache, layer, row=0) -> list[list[int]]:
+    """Positions that each head retains."""
+    return [[p for p in head if p >= 0] for head in cache.kept_positions(layer)[row].tolist()]
+
+
+@pytest.mark.parametrize(("alpha", "own"), [(0.0, 0), (0.7, 4), (1.0, 9)])
 @pytest.mark.parametrize("format", [None, "int8"])
-def test_a_padded_row_equals_its_prompt_alone(format):
+def test_heads_of_all_layers_share_their_budgets(alpha, own, format):
+    """One ranking of all tokens that are not protected, among which each head has its first `own`."""
+    network, policy = model("llama"), kvzip(alpha_safeguard=alpha)
+    cache = compressed(network, text(1), policy, Words(), format=format, residual_length=3)
+    scores = torch.stack(oracle(network, text(1), policy, Words()))
+    expected = {(layer, head): {*range(4), *range(LENGTH - 3, LENGTH)} for layer in range(3) for head in range(2)}
+    ranked = sorted(
+        ((float(scores[layer, head, p]), p, layer, head) for layer, head in expected for p in range(4, LENGTH - 3)), reverse=True
+    )
+    for key, retained in expected.items():
+        retained.update([p for _, p, *at in ranked if tuple(at) == key][:own])
+    for _, position, *at in ranked:
+        if sum(map(len, expected.values())) < 6 * BUDGET:
+            expected[tuple(at)].add(position)
+    assert {(layer, head): set(kept(cache, layer)[head]) for layer, head in expected} == expected
+    assert (len({len(retained) for retained in expected.values()}) > 1) == (alpha < 1)
+
+
+def test_budgets_that_grow_keep_the_weights_of_heads():
+    """And copies of rows have them."""
+    network, policy, ids = model("llama"), kvzip(budget=0.5, alpha_safeguard=0.2), text(2, 90)
+    cache = compressed(network, ids[:, :LENGTH], policy, format="int8", residual_length=3)
+    weights = [layer.storage.metadata.head_weights for layer in cache.layers]
+    assert len(torch.cat(weights, dim=1).unique()) > 6
+    cache.reorder_cache(torch.tensor([1, 0]))
+    cache.batch_repeat_interleave(2)
+    cache = copy.deepcopy(cache)
+    rows = torch.tensor([1, 1, 0, 0])
+
+    def expected(seen: int) -> torch.Tensor:
+        protected, rest = policy.protected_and_rest(policies.Budget(share=0.5), seen)
+        return protected + (rest * torch.stack(weights)[:, rows, :, 0] + 2**22 >> 32)
+
+    counts = expected(LENGTH)
+    with torch.no_grad():
+        for seen in range(LENGTH, 90):
+            assert counts.tolist() == [[[len(head) for head in kept(cache, layer, row)] for row in range(4)] for layer in range(3)]
+            network(ids[rows, seen : seen + 1], past_key_values=cache)
+            counts = torch.minimum(counts + 1, expected(seen + 1))  # tokens that were evicted do not come back
+    assert cache.nbytes == sum(x.nbytes for layer in cache.layers for _, x in layer.tensors())
+
+
+@pytest.mark.parametrize(("budget", "length"), [(150, 300), (0.3, 400), (0.7, 80), (100, 60)])
+def test_one_request_is_planned(budget, length):
+    """The most that it may take; a row of a batch may need room in other layers than the others."""
+    network, ids = model("llama"), text(1, length + 40)
+    options = {
+        "policy": kvzip(budget=budget, alpha_safeguard=0.2),
+        "format": "turboquant_4bit_nc",
+        "num_sink_tokens": 2,
+        "residual_length": 3,
+    }
+    cache = CompressedCache(network.config, **options)
+    cache.compress(network, ids[:, :length], progress=False)
+    full = []
+    for seen in range(length, length + 41, 10):
+        planned = plan(network.config, context=seen, prompt=length, dtype=torch.float32, **options)
+        assert planned.at_most and planned.bytes_per_request >= cache.nbytes
+        full.append(cache.nbytes / planned.bytes_per_request)
+        with torch.no_grad():
+            for at in range(seen, min(seen + 10, length + 40)):
+                network(ids[:, at : at + 1], past_key_values=cache)
+    assert max(full) > 0.75
+    with pytest.raises(NotImplementedError, match="batch=2 with policy=KVzip: its rows may need room in different layers"):
+        plan(network.config, context=length, batch=2, **options)
+
+
+def test_a_snapshot_goes_on():
+    network, ids = model("llama"), text(2, 50)
+    cache, again = (CompressedCache(network.config, policy=kvzip(alpha_safeguard=0.2), format="int8") for _ in range(2))
+    cache.compress(network, ids[:, :LENGTH], progress=False)
+    for into, layer in zip(again.layers, cache.layers, strict=True):
+        restore(into, snapshot(layer, row=1), "cpu")
+    cache.batch_select_indices([1])
+    with torch.no_grad():
+        ours, theirs = (network(ids[1:, LENGTH:], past_key_values=x).logits for x in (again, cache))
+    assert torch.equal(ours, theirs) and [kept(again, i) for i in range(3)] == [kept(cache, i) for i in range(3)]
+
+
+def test_weights_of_heads():
+    """Of equal scores, those of the first heads count; a row whose budgets hold all tokens has no weights."""
+    scores = [torch.tensor([[[5.0, 1.0, 1.0], [1.0, 0.0, 9.0]], [[1.0, 1.0, 1.0]] * 2]), torch.tensor([[[7.0, 1.0, 8.0]]] * 2)]
+    scores[0][1, 0, 1] = -torch.inf
+    zero, rest = torch.zeros(2, 1, 1, dtype=torch.int64), torch.tensor([2, 3])[:, None, None]
+    cases = [
+        (rest, zero, zero, [[[1.5, 0.5], [1, 1]], [[1], [1]]]),
+        (zero + 1, zero, zero, [[[0, 1], [1, 0]], [[2], [2]]]),
+        (zero + 1, zero + 1, zero, [[[1, 1], [1, 1]], [[1], [1]]]),
+    ]
+    for budget, first, second, expected in cases:
+        assert [(x[..., 0] / ONE).tolist() for x in weigh_heads(scores, [budget, budget], [first, second])] == expected
+
+
+@pytest.mark.parametrize("format", [None, "int8"])
+@pytest.mark.parametrize("alpha", [None, 0.2])
+def test_a_padded_row_equals_its_prompt_alone(format, alpha):
     """Rows of 37, 24 and 10 tokens: in three chunks, in two, and within the budget."""
-    network, pads = model("llama"), (0, 13, 27)
+    network, pads, policy = model("llama"), (0, 13, 27), kvzip(alpha_safeguard=alpha)
     ids = text(3)
     mask = torch.arange(LENGTH) >= torch.tensor(pads)[:, None]
-    together = compressed(network, ids, tokenizer=Words(), mask=mask.long(), format=format, residual_length=3)
+    together = compressed(network, ids, policy, Words(), mask.long(), format=format, residual_length=3)
     for row, pad in enumerate(pads):
-        alone = compressed(network, ids[row : row + 1, pad:], tokenizer=Words(), format=format, residual_length=3)
-        for layer in range(3):
-            kept = together.kept_positions(layer)[row]
-            assert kept[kept >= 0].view(2, -1).tolist() == alone.kept_positions(layer)[0].tolist()
+        alone = compressed(network, ids[row : row + 1, pad:], policy, Words(), format=format, residual_length=3)
+        assert [kept(together, layer, row) for layer in range(3)] == [kept(alone, layer) for layer in range(3)]
 
 
 @pytest.mark.parametrize("options", [{}, {"format": "int8"}, {"format": "int8", "max_length": 64}, {"skip_layers": (1,)}])
@@ -163,19 +267,16 @@ class Attentions(TorchDispatchMode):
         return func(*args, **kwargs or {})
 
 
-@pytest.mark.parametrize("pads", [(0, 0), (0, 9)])
-def test_readings_attend_without_a_mask_of_queries_by_context(pads):
-    """The llama has two KV heads for four query heads. Each of two readings attends to the context and to its own tokens, in three layers.
-    Padding hides columns from all queries."""
+@pytest.mark.parametrize(("pads", "past"), [((0, 0), [(28, False)]), ((0, 9), [(9, True), (19, False)])])
+def test_readings_attend_without_a_mask_of_queries_by_context(pads, past):
+    """The llama has two KV heads for four query heads. Each of two readings attends to the context, which has a mask only where it has
+    padding, and to its own tokens, in three layers."""
     network, ids = model("llama"), text(2, 28)
     mask = torch.arange(28) >= torch.tensor(pads)[:, None]
     with Attentions() as seen:
         compressed(network, ids, mask=mask.long())
-    past, own = seen.calls[3::2], seen.calls[4::2]
-    assert len(past) == len(own) == 6 and {shape[1] for shape, _ in seen.calls[3:]} == {2}
-    assert {shape[2] for shape, _ in past} == {28} and {shape[2] for shape, _ in own} == {12}
-    assert all((hidden is not None) == any(pads) for _, hidden in past)
-    assert all(hidden[-1] == 12 for _, hidden in own)
+    readings = [(shape[1], shape[2], hidden is not None) for shape, hidden in seen.calls[3:]]
+    assert readings == [*((2, *part) for part in past), (2, 12, True)] * 6
 
 
 def test_eager_attention_scores_alike():

@@ -256,7 +256,7 @@ def test_a_context_that_is_read_twice():
     network, (ids, mask) = model("llama"), inputs((0, 7), 48)
     found = {}
     for alpha in (0.2, 1.0, None):
-        policy = KVzip(budget=20, recent=4, alpha_safeguard=alpha)
+        policy = KVzip(budget=20, recent=4, alpha_safeguard=alpha, layerwise=True)
         cache = CompressedCache(network.config, format="int8", policy=policy, num_sink_tokens=2, residual_length=3)
         cache.compress(network, ids[:, :40], attention_mask=mask[:, :40], progress=False)
         assert (counts(cache).sum(-1) == 2 * 20).all() and (counts(cache) >= int(0.2 * 20)).all()

@@ -10,6 +10,7 @@ from qkvcache.kernels import AttentionInputs, attend, triton_dequantize_region, 
 from qkvcache.kernels import attend_chunked as attend_chunked_module
 from qkvcache.kernels.attend_chunked import (
     Columns,
+    LeftPadding,
     _blocks,
     _cut,
     attend_chunked,
@@ -131,6 +132,57 @@ def test_padding_sinks_and_scaling(first):
     wanted = attend(query, held, ~hidden[:, None, None], causal=True, **options)
     close(attend_chunked(query, held, hidden, chunk_tokens=64, **options)[0], wanted)
     close(attend_chunked(query, held, hidden[1:], chunk_tokens=64)[0], attend(query, held, ~hidden[1:, None, None], causal=True))
+
+
+def flash(tensors, starts, longest, scaling):
+    """`_flash_sequences`, one after another; nan for queries without keys."""
+    query, key, value = tensors
+    out, lse = torch.full_like(query, torch.nan), torch.full((query.shape[1], query.shape[0]), torch.nan, device=query.device)
+    edges = [x.tolist() for x in starts]
+    for q, q_end, k, k_end in zip(edges[0], edges[0][1:], edges[1], edges[1][1:], strict=False):
+        assert q_end - q in (0, longest[0]) and k_end - k <= longest[1]
+        scores = (query[q:q_end].transpose(0, 1).float() @ key[k:k_end].transpose(0, 1).float().mT) * scaling
+        if k < k_end:
+            lse[:, q:q_end] = scores.logsumexp(-1)
+            out[q:q_end] = (scores.softmax(-1) @ value[k:k_end].transpose(0, 1).float()).transpose(0, 1).to(out.dtype)
+    return out, lse
+
+
+PADDINGS = {
+    "in a chunk": ((0, 40), False),
+    "among the sinks": ((2, 3), False),
+    "of chunks": ((150, 64), False),
+    "of all chunks": ((0, 272), False),
+    "of the residual": ((290, 7), False),
+    "also of new tokens": ((5, 100), True),
+    "of all that a row has": ((300, 7), True),
+}
+
+
+@pytest.mark.parametrize(("first", "new"), PADDINGS.values(), ids=PADDINGS)
+@pytest.mark.parametrize("sequences", [False, True])
+@pytest.mark.parametrize("before", [0, 4])
+def test_padding_to_the_left(monkeypatch, first, new, sequences, before):
+    """With flash attention of sequences and without it; and in cuDNN's place nothing that is hidden."""
+    if DEVICE == "cpu":
+        monkeypatch.setattr(attend_chunked_module, "_flash_sequences", flash)
+    monkeypatch.setattr(attend_chunked_module, "_takes_sequences", lambda query: sequences)
+    held = attention_inputs("hadaquant_k4v4", 300, 9, first=before)
+    query = torch.randn(2, 8, 9, 64, device=DEVICE, dtype=DTYPE)
+    hidden = torch.arange(309, device=DEVICE) < torch.tensor(first, device=DEVICE)[:, None]
+    if new:
+        hidden[0, 300:303] = True
+    options = {"scaling": 0.3, "sinks": torch.randn(8, device=DEVICE), "left": LeftPadding(first, new)}
+    wanted = attend(query, held, ~hidden[:, None, None], causal=True, scaling=0.3, sinks=options["sinks"])
+    counted = ~hidden[:, -9:]  # of padding the output is any number
+    for chunk in (64, 512):
+        out = attend_chunked(query, held, hidden, chunk_tokens=chunk, **options)[0].transpose(1, 2)
+        close(out[counted], wanted.transpose(1, 2)[counted])
+        assert out.isfinite().all()
+    options["left"] = LeftPadding(first[1:], False)
+    if not new:
+        wanted = attend(query, held, ~hidden[1:, None, None], causal=True, scaling=0.3, sinks=options["sinks"])
+        close(attend_chunked(query, held, hidden[1:], **options)[0], wanted)
 
 
 def test_a_past_without_quantized_tokens():

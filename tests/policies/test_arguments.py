@@ -177,8 +177,8 @@ def test_what_a_policy_lacks_is_said():
     with pytest.raises(ValueError, match="norms of values"):
         H2O(value_norm=True).rank(tokens(score=torch.ones(1, 2, 3)), Budget(8))
     x = torch.ones(1, 2, 3, 4)
-    with pytest.raises(ValueError, match="mean key"):
-        KeyDiff().score(Arrivals(x, x, x, x))
+    with pytest.raises(ValueError, match="not given queries"):
+        ExpectedAttention().arrive({}, Arrivals(x, x, x, x))
 
 
 def test_policies_are_frozen_and_named():
