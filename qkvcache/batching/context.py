@@ -33,9 +33,8 @@ class Batching:
     """The result of `continuous_batching`, a context manager: inside, or until `close`, the model's continuous batching uses compressed
     pages. `statistics.save(path)` stores the frozen statistics of the format."""
 
-    def __init__(self, model: PreTrainedModel, format: Format, num_sink_tokens: int, residual_length: int, statistics: Statistics):
-        self.model, self.format, self.statistics = model, format, statistics
-        self.num_sink_tokens, self.residual_length = num_sink_tokens, residual_length
+    def __init__(self, model: PreTrainedModel, statistics: Statistics, **zones: int):
+        self.model, self.statistics, self._zones = model, statistics, zones
         self.manager: CompressedManager | None = None
         """The latest manager."""
         self._counters = Counters()
@@ -64,17 +63,8 @@ class Batching:
         if generation.eos_token_id is None:
             generation.eos_token_id = -1  # as transformers: no token ends a text
         config = continuous_batching_config or getattr(generation, "continuous_batching_config", None) or ContinuousBatchingConfig()
-        self.manager = CompressedManager(
-            self.model,
-            generation,
-            config,
-            workload_hints,
-            format=self.format,
-            num_sink_tokens=self.num_sink_tokens,
-            residual_length=self.residual_length,
-            statistics=self.statistics,
-            counters=self._counters,
-        )
+        options: dict[str, Any] = {"statistics": self.statistics, "counters": self._counters, **self._zones}
+        self.manager = CompressedManager(self.model, generation, config, workload_hints, **options)
         return self.manager
 
     def metrics(self) -> Metrics:
@@ -100,9 +90,7 @@ class Batching:
         self.manager = None
 
     def __deepcopy__(self, memo: dict) -> Batching:
-        return Batching(
-            copy.deepcopy(self.model, memo), self.format, self.num_sink_tokens, self.residual_length, copy.deepcopy(self.statistics, memo)
-        )
+        return Batching(copy.deepcopy(self.model, memo), copy.deepcopy(self.statistics, memo), **self._zones)
 
     def __enter__(self) -> Batching:
         return self
@@ -159,7 +147,7 @@ def continuous_batching(
     if not on_triton(model.device):
         _warn_slow(model.device.type)
     install()
-    batching = Batching(model, chosen, num_sink_tokens, residual_length, statistics)
+    batching = Batching(model, statistics, num_sink_tokens=num_sink_tokens, residual_length=residual_length)
     model.__dict__[_METHOD] = batching
     return batching
 

@@ -14,18 +14,16 @@ from transformers.generation.continuous_batching.scheduler import SCHEDULER_MAPP
 from transformers.generation.continuous_batching.utils import WorkloadHints, get_accelerator_graph_name
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ..formats import Format
 from .attention import NAME, paged_attention
 from .metrics import Counters, Metrics
 from .pool import CompressedPagedCache
-from .statistics import Statistics
 
 NO_ROOM = "No requests can be scheduled and no requests can be offloaded."
 """The error of transformers' processor for a request that does not fit into an empty pool."""
 
 
 class CompressedManager(ContinuousBatchingManager):
-    """A manager whose requests are in compressed pages. Options are those of `continuous_batching`."""
+    """A manager whose requests are in compressed pages. `options`: those of `CompressedPagedCache` beside what the config has."""
 
     def __init__(
         self,
@@ -33,23 +31,11 @@ class CompressedManager(ContinuousBatchingManager):
         generation_config: GenerationConfig,
         continuous_batching_config: ContinuousBatchingConfig,
         workload_hints: WorkloadHints | None,
-        *,
-        format: Format,
-        num_sink_tokens: int,
-        residual_length: int,
-        statistics: Statistics,
-        counters: Counters,
+        **options: Any,
     ):
         asked = continuous_batching_config
-        self._cache_options: dict[str, Any] = {
-            "format": format,
-            "num_sink_tokens": num_sink_tokens,
-            "residual_length": residual_length,
-            "statistics": statistics,
-            "counters": counters,
-            "max_requests": asked.max_requests_per_batch,
-            "max_blocks_per_request": asked.max_blocks_per_request,
-        }
+        limits = {"max_requests": asked.max_requests_per_batch, "max_blocks_per_request": asked.max_blocks_per_request}
+        self._cache_options: dict[str, Any] = options | limits
         if asked.max_blocks_per_request is None and workload_hints is not None and workload_hints.max_generated_length:
             longest = workload_hints.max_prompt_length + workload_hints.max_generated_length
             self._cache_options["max_blocks_per_request"] = -(-longest // asked.page_size)

@@ -17,7 +17,6 @@ from transformers.generation.continuous_batching.cache import PagedAttentionMemo
 from transformers.generation.continuous_batching.cache_allocators import FULL_ATTENTION, CachePool
 from transformers.generation.continuous_batching.distributed import DistributedHelper
 
-from ..formats import Format
 from ..kernels import Pair, prepare
 from ..kernels.attend_chunked import CHUNK_BYTES
 from .allocator import CompressedAllocator
@@ -138,7 +137,6 @@ class CompressedPagedCache(PagedAttentionCache):
         dtype: torch.dtype,
         model_supports_logits_to_keep: bool,
         *,
-        format: Format,
         num_sink_tokens: int,
         residual_length: int,
         statistics: Statistics,
@@ -153,7 +151,7 @@ class CompressedPagedCache(PagedAttentionCache):
         del self.cache_tensor  # of one block
         heads, head_dim = stock.num_key_value_heads, stock.head_dim  # type: ignore[attr-defined]
         layers, page_size = stock.layer_indices, stock.tokens_per_page
-        layout = PageLayout(format, heads, head_dim, page_size, num_sink_tokens, dtype)
+        layout = PageLayout(statistics.format, heads, head_dim, page_size, num_sink_tokens, dtype)
         prepare(layout.codecs, (head_dim, head_dim), dtype, device)
         self.counters, self.calibrating = counters, True
         slots = residual_length + 1  # the new token is in the ring too

@@ -11,22 +11,25 @@ from ..layers.compressed import CompressedLayer
 
 
 @dataclass(frozen=True)
-class Memory:
-    """Bytes of a cache, counted from its tensors.
+class Bytes:
+    """Bytes by role. `exact`: tokens in the model's dtype, also those of layers left as transformers makes them. `bookkeeping`: tables of
+    kernels, and the metadata of tokens that a policy needs."""
 
-    `exact`: tokens in the model's dtype, also those of layers left as transformers makes them. `bookkeeping`: tables of kernels, and the
-    metadata of tokens that a policy needs. `dense`: what all tokens seen would take in a DynamicCache; `ratio` is `dense / total`.
-    """
-
-    codes: int
-    scales: int
-    exact: int
-    bookkeeping: int
-    dense: int
+    codes: int = 0
+    scales: int = 0
+    exact: int = 0
+    bookkeeping: int = 0
 
     @property
     def total(self) -> int:
         return self.codes + self.scales + self.exact + self.bookkeeping
+
+
+@dataclass(frozen=True)
+class Memory(Bytes):
+    """Bytes of a cache, counted from its tensors. `dense`: what all tokens seen would take in a DynamicCache; `ratio`: `dense / total`."""
+
+    dense: int = 0
 
     @property
     def ratio(self) -> float:

@@ -22,7 +22,7 @@ import inspect
 import json
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from itertools import groupby
 
 import torch
@@ -43,6 +43,8 @@ SCORING = ("cached", "deployed")
 """Whether scored tokens are always read through the cache, or only as in a server."""
 
 
+OF_CACHE = {field.name for field in fields(CacheSpec)} - {"max_length"}
+"""Options of CacheSpec; `max_length` is HFLM's."""
 SAME_ANSWERS = ("batch_size", "max_batch_size", "device", "parallelize", "tp_plan", "max_memory_per_gpu", "max_cpu_memory")
 """Options of HFLM that do not affect answers."""
 
@@ -88,28 +90,9 @@ class CacheLM(HFLM):
         NotImplementedError: an encoder-decoder model; beams with scoring="cached".
     """
 
-    def __init__(
-        self,
-        pretrained,
-        *,
-        cache: str = "dynamic",
-        policy: str | None = None,
-        budget: int | float | None = None,
-        recent: int | float | None = None,
-        first_stage_ratio: float | None = None,
-        alpha_safeguard: float | None = None,
-        head_profile: str | None = None,
-        num_sink_tokens: int | None = None,
-        residual_length: int = 64,
-        scoring: str = "cached",
-        chunk: int = 32,
-        **options,
-    ):
+    def __init__(self, pretrained, *, scoring: str = "cached", chunk: int = 32, **options):
         _check_names(options)
-        self.spec = CacheSpec(
-            cache=cache, policy=policy, budget=budget, recent=recent, first_stage_ratio=first_stage_ratio, alpha_safeguard=alpha_safeguard,
-            head_profile=head_profile, num_sink_tokens=num_sink_tokens, residual_length=residual_length,
-        )  # fmt: skip
+        self.spec = CacheSpec(**{name: options.pop(name) for name in OF_CACHE & options.keys()})
         check_option("scoring", scoring, SCORING)
         check_count("chunk", chunk, 1)
         size = options.get("batch_size", 1)
@@ -127,7 +110,7 @@ class CacheLM(HFLM):
         self.measured = Measured()
         made = self.new_cache()  # raises now if the format does not support the model's heads
         if isinstance(made, CompressedCache) and made.policy is not None and made.policy.second_reading:
-            raise NotImplementedError(f"policy={policy!r} reads a context twice, which scoring does not: choose another policy")
+            raise NotImplementedError(f"policy={self.spec.policy!r} reads a context twice, which scoring does not: choose another policy")
 
     def new_cache(self) -> Cache:
         return self.spec.make(self.model.config)
@@ -271,9 +254,8 @@ class CacheLM(HFLM):
 
 def _check_names(options: dict) -> None:
     """Raises TypeError for a misspelled option of CacheLM: HFLM would pass it to transformers, or ignore it."""
-    ours = [name for name, at in inspect.signature(CacheLM).parameters.items() if at.kind is at.KEYWORD_ONLY]
-    for name in options.keys() - inspect.signature(HFLM).parameters.keys():
-        if meant := difflib.get_close_matches(name, ours, n=1, cutoff=0.8):
+    for name in options.keys() - OF_CACHE - inspect.signature(HFLM).parameters.keys():
+        if meant := difflib.get_close_matches(name, {*OF_CACHE, "scoring", "chunk"}, n=1, cutoff=0.8):
             raise TypeError(f"{name}={options[name]!r}: no option of that name; did you mean {meant[0]!r}?")
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import Cache, DynamicLayer
 
+from .calibrate import windows_of
 from .prefill import Prefilled, refill
 from .quality import Passages, RecallSet, divergence, held_bytes, recall
 from .recall import CODE_WORD, Form
@@ -63,10 +64,7 @@ class Workload:
 
         Raises ValueError for a text that is shorter than all passages.
         """
-        length, apart = context + read_on, len(text_ids) // passages
-        if length > apart:
-            raise ValueError(f"{passages} passages of {length:,} tokens need a longer text than {len(text_ids):,} tokens")
-        windows = torch.tensor([text_ids[i * apart : i * apart + length] for i in range(passages)], device=model.device)
+        windows = windows_of(text_ids, passages, context + read_on).to(model.device)
         read = Passages.read(model, windows, context, observation_window)
         unseen, seen = (
             {

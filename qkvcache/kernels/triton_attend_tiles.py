@@ -169,6 +169,16 @@ def _absorb(state, u, factor, v, ARCH: tl.constexpr):
 
 
 @triton.jit
+def _shown(mask, column, mask_stride, valid):
+    """Whether `mask`, uint8 with columns `mask_stride` apart, shows the columns `column`, int [T], which are read where `valid`, bool [T]:
+    bool [T].
+
+    The maximum over one column keeps the compiler from loading in the layout of scores, where a thread has the addresses of 16 tokens."""
+    shown = tl.load(mask + (column * mask_stride)[:, None], mask=valid[:, None], other=0).to(tl.int32)
+    return tl.max(shown, 1) != 0
+
+
+@triton.jit
 def _region_tile(
     K: tl.constexpr, V: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, K_ONCE: tl.constexpr, V_ONCE: tl.constexpr, TAIL: tl.constexpr,
     SOFTCAP: tl.constexpr, MASK: tl.constexpr, ARCH: tl.constexpr,
@@ -178,7 +188,7 @@ def _region_tile(
     the tokens `next_slot`, int [T]; with TAIL there are none.
 
     queries   as `_queries` returns them, the factor with that of the tile; k_planes: as of `_stored`; k_norm: as of `_tile`
-    valid     bool [T], read with TAIL; column: int [T], columns of the mask, read with MASK if it `hides` any
+    valid     bool [T], which tokens there are; column: int [T], columns of the mask, read with MASK if it `hides` any
     """
     q, factor, q_center = queries
     k = _tile(K, D, stored[0], k_norm, ARCH)
@@ -193,7 +203,7 @@ def _region_tile(
     if TAIL:
         s = tl.where(valid[None, :], s, float("-inf"))
     if MASK and hides:
-        s = tl.where((tl.load(mask + column * mask_stride) != 0)[None, :], s, float("-inf"))
+        s = tl.where(_shown(mask, column, mask_stride, valid)[None, :], s, float("-inf"))
     return _absorb(state, s, factor, v, ARCH), stored
 
 
@@ -219,8 +229,7 @@ def _exact_tiles(
         s = tl.dot(q, tl.trans(k), input_precision="ieee") * factor[:, None]
         s = _capped(s, softcap, SOFTCAP, ARCH)
         if MASK:
-            shown = tl.load(mask + column * mask_stride, mask=valid, other=0)
-            valid = valid & (shown != 0)
+            valid = valid & _shown(mask, column, mask_stride, valid)
         s = tl.where(valid[None, :] & (column[None, :] <= newest[:, None]), s, HIDDEN)
         v = tl.load(values + at[:, None] * value_stride + e[None, :], mask=(at < tokens)[:, None], other=0.0)
         state = _absorb(state, s, tl.full(factor.shape, 1.0, tl.float32), v, ARCH)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from transformers.cache_utils import DynamicLayer
 from transformers.cache_utils import StaticLayer as StockStaticLayer
@@ -12,20 +10,6 @@ from ..caches.memory import bytes_by_role
 from ..layers.compressed import CompressedLayer
 from ..storage import EvictingStorage
 from .model import Shape
-
-
-@dataclass(frozen=True)
-class Bytes:
-    """As `caches.Memory` counts them."""
-
-    codes: int = 0
-    scales: int = 0
-    exact: int = 0
-    bookkeeping: int = 0
-
-    @property
-    def total(self) -> int:
-        return self.codes + self.scales + self.exact + self.bookkeeping
 
 
 def kind(layer: object) -> tuple:

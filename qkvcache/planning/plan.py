@@ -18,10 +18,11 @@ from transformers.cache_utils import Cache
 from .. import formats
 from ..caches import CompressedCache
 from ..caches.arguments import layer_indices
+from ..caches.memory import Bytes
 from ..formats import FormatLike, Identity
 from ..policies import Policy, check_count
 from .batching import BatchingPlan, Mix, check_mix, in_pages, plan_batching
-from .layout import Bytes, kind, layer_bytes
+from .layout import kind, layer_bytes
 from .model import has_unknown_states, model_dtype, shapes, text_config, weights_bytes
 
 FURTHEST = 2**30

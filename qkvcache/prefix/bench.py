@@ -6,17 +6,19 @@ The original cache is freed layer by layer before anything is fetched, so that t
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
 import torch
 from transformers import DynamicCache, PreTrainedConfig
-from transformers.cache_utils import Cache, DynamicLayer
+from transformers.cache_utils import DynamicLayer
 
 from ..caches import CompressedCache
+from ..caches.memory import measured
 from ..formats import FormatLike
+from ..layers.snapshot import Snapshot
 from ..planning.model import shapes
 from . import disk, match
 from .copier import PinnedCopier
@@ -46,43 +48,29 @@ def measure(
     if not contexts or min(contexts) < 2:
         raise ValueError(f"contexts={list(contexts)}: must be numbers of tokens, 2 or more")
     template, dense = CacheTemplate(CompressedCache(config, format=format), config), CacheTemplate(DynamicCache(config=config), config)
+    device, copy = torch.device(device), PinnedCopier()
+
+    def least(layers: Callable[[], Iterable[Snapshot]]) -> float:
+        devices = [device] * len(template)
+        return min(_timed(device, lambda: restore_cache(template, layers(), template, devices, copy))[1] for _ in range(repeats))
+
     for tokens in contexts:
-        yield _row(config, template, dense, tokens, directory, dtype, torch.device(device), repeats)
-
-
-def _row(
-    config: PreTrainedConfig,
-    template: CacheTemplate,
-    dense: CacheTemplate,
-    tokens: int,
-    directory: Path,
-    dtype: torch.dtype,
-    device: torch.device,
-    repeats: int,
-) -> dict:
-    key = match.encode(NAME, torch.zeros(tokens, dtype=torch.int64))
-    copy = PinnedCopier()
-    store_ms = []
-    for _ in range(repeats):
-        cache = _random(config, tokens, dtype, device)
-        nbytes = sum(x.untyped_storage().nbytes() for layer in cache.layers for x in vars(layer).values() if isinstance(x, torch.Tensor))
-        entry, ms = _timed(device, partial(snapshot_cache, cache, template, key, 0, True, 2**63, copy, dense))
-        store_ms.append(ms)
-        del cache
-    file, write_ms = _timed(device, partial(disk.write, directory, entry, config.model_type))
-
-    def fetch(count: int, from_disk: bool) -> Cache:
-        layers = list(disk.read(file, count)) if from_disk else entry.cut(count)
-        return restore_cache(template, layers, template, [device] * len(layers), copy)
-
-    def least(count: int, from_disk: bool) -> float:
-        return min(_timed(device, partial(fetch, count, from_disk))[1] for _ in range(repeats))
-
-    sizes = {"tokens": tokens, "bytes": entry.nbytes, "bytes_per_token": entry.nbytes / tokens, "ratio": nbytes / entry.nbytes}
-    times = {"store_ms": min(store_ms), "fetch_ms": least(tokens, False), "fetch_half_ms": least(tokens // 2, False)}
-    files = {"write_ms": write_ms, "read_ms": least(tokens, True), "read_half_ms": least(tokens // 2, True)}
-    file.path.unlink()
-    return sizes | {"error": max(entry.errors)} | times | files
+        key = match.encode(NAME, torch.zeros(tokens, dtype=torch.int64))
+        store_ms = []
+        for _ in range(repeats):
+            cache = _random(config, tokens, dtype, device)
+            nbytes = measured(cache.layers).total
+            entry, ms = _timed(device, partial(snapshot_cache, cache, template, key, 0, True, 2**63, copy, dense))
+            store_ms.append(ms)
+            del cache
+        file, write_ms = _timed(device, partial(disk.write, directory, entry, config.model_type))
+        sources = entry.cut, partial(disk.read, file)
+        fetch_ms, read_ms = ([least(partial(layers, count)) for count in (tokens, tokens // 2)] for layers in sources)
+        sizes = {"tokens": tokens, "bytes": entry.nbytes, "bytes_per_token": entry.nbytes / tokens, "ratio": nbytes / entry.nbytes}
+        times = {"store_ms": min(store_ms), "fetch_ms": fetch_ms[0], "fetch_half_ms": fetch_ms[1]}
+        files = {"write_ms": write_ms, "read_ms": read_ms[0], "read_half_ms": read_ms[1]}
+        file.path.unlink()
+        yield sizes | {"error": max(entry.errors)} | times | files
 
 
 def _random(config: PreTrainedConfig, tokens: int, dtype: torch.dtype, device: torch.device) -> DynamicCache:
