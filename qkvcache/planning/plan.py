@@ -166,8 +166,7 @@ def plan(
         ValueError: what CompressedCache raises, sizes below 1, memory that is negative or infinite, a dtype that is not floating-point, a
             context beyond `max_length`, KV heads that do not divide among the GPUs, weights that cannot be counted or leave no memory.
         TypeError: `config` is no config, a size no number, or `dtype` neither a dtype nor a name.
-        NotImplementedError: latent attention, an encoder-decoder, unknown layer types; a `batch` under a policy whose layers share budgets
-            (KVzip); with `requests`, what `continuous_batching` refuses.
+        NotImplementedError: latent attention, an encoder-decoder, unknown layer types; with `requests`, what `continuous_batching` refuses.
     """
     if requests is not None:
         requests = check_mix(requests)
@@ -213,10 +212,6 @@ def plan(
 
     cache = made(max_length)
     used = cache.policy if isinstance(cache, CompressedCache) else None
-    if used is not None and used.shares_layers and batch > 1:
-        raise NotImplementedError(
-            f"batch={batch} with policy={used.name}: its rows may need room in different layers; plan one request, or pass layerwise=True"
-        )
     request = Bytes(**{role: size // batch for role, size in bytes_of(cache, context, batch).items()})
     fitting = longest = batching = None
     if gpu_memory is not None:

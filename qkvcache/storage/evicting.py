@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -497,7 +498,10 @@ class EvictingStorage(LayerStorage):
 
     def snapshot(self, row: int, tokens: int | None = None, copy: Copy = Tensor.copy_) -> tuple[dict[str, Tensor], dict[str, int]]:
         tensors, _ = super().snapshot(row, tokens, copy)
-        tensors |= {name: copy_to(x[row : row + 1], "cpu", copy) for name, x in self._named_tensors()}
+        rows = slice(row, row + 1)
+        named = ((name, x[rows]) for name, x in self.metadata.named_tensors())
+        of_pages = self.chunks.named_tensors(rows) if isinstance(self.chunks, HeadPages) else ()
+        tensors |= {name: copy_to(x, "cpu", copy) for name, x in chain(named, of_pages)}
         numbers = {"seen": self.seq_length, "in_order": int(self.in_order), "sinks_full": int(self.sinks_full)}
         return tensors, numbers | ({"longest": self.chunks.length} if isinstance(self.chunks, HeadPages) else {})
 
@@ -512,12 +516,6 @@ class EvictingStorage(LayerStorage):
             pages = {name: x.to(self.device) for name, x in tensors.items() if name.startswith("pages.")}
             self.chunks.place(pages, numbers["longest"])
             self.metadata.ragged = self.chunks.length > 0 and not self.in_order
-
-    def _named_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """What a snapshot holds beside keys and values, `[B, ...]` each."""
-        yield from self.metadata.named_tensors()
-        if isinstance(self.chunks, HeadPages):
-            yield from self.chunks.named_tensors()
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Every tensor with its role: `exact`, `bookkeeping`, `codes` or `scales`. Some tensors come twice."""

@@ -1,6 +1,6 @@
 """`HeadPages`: the quantized tokens of one layer whose heads retain different numbers of tokens, with their metadata.
 
-Each row of the batch owns pages of `PAGE` tokens, which its heads share: token `n` of a head is in slot `n % PAGE` of the page
+Codes lie in pages of `PAGE` tokens, which the heads of all rows of the batch share: token `n` of a head is in slot `n % PAGE` of the page
 `table[row, head, n // PAGE]`. A head that retains fewer tokens gives pages back, and another takes them. Retained tokens keep their codes,
 bit for bit; those at the end of a head that became shorter move into the slots of evicted ones.
 """
@@ -25,9 +25,9 @@ class HeadPages(QuantizedTokens):
     """Quantized keys and values of `dims` channels, and the metadata of their tokens, which has the names and dtypes of `fields`,
     `[B, H, 0]` each.
 
-    planes      of keys and of values: `[B * P, 1, PAGE, width]` for each buffer that is kept for each token; each row owns `P` pages
-    fields      `[B * P + 1, PAGE]`, the metadata; the last page stands for slots without a token
-    table       int32 `[B, H, W]`, of all pages; that last page beyond the length of a head
+    planes      of keys and of values: `[P, 1, PAGE, width]` for each buffer that is kept for each token
+    fields      `[P + 1, PAGE]`, the metadata; the last page stands for slots without a token
+    table       int32 `[B, H, W]`, the pages of each head; that last page beyond its length
     lengths     int32 `[B, H]`, tokens of each head
     """
 
@@ -38,7 +38,7 @@ class HeadPages(QuantizedTokens):
         self.lengths = fields["positions"].new_zeros(fields["positions"].shape[:2])
         self.table = self.lengths.new_zeros(*self.lengths.shape, 0)
         self.length = self.capacity = 0
-        """Tokens of the longest head, perhaps of a row that is no longer there, and pages of a row."""
+        """Tokens of the longest head, perhaps of a row that is no longer there, and pages, used or free."""
         self.pages: Pages | None = None
         """What kernels read."""
 
@@ -70,7 +70,7 @@ class HeadPages(QuantizedTokens):
         stored, chosen = kept.shape[-1], torch.cat([kept, accepted], dim=-1)
         lengths = chosen.sum(-1, dtype=torch.int32)
         had, wanted = _pages(self.lengths), _pages(lengths)
-        sizes = lengths.max(), wanted.sum(-1).max(), (had != wanted).any(), torch.as_tensor(most, device=lengths.device)
+        sizes = lengths.max(), wanted.sum(), (had != wanted).any(), torch.as_tensor(most, device=lengths.device)
         longest, most_pages, differ, limit = torch.stack(sizes).tolist()
         source = _sources(chosen, stored, lengths, longest)
         slot = torch.arange(longest, device=source.device)
@@ -100,14 +100,14 @@ class HeadPages(QuantizedTokens):
         return key, value
 
     def _reserve(self, wanted: int, most: int, like: Pair) -> None:
-        """Makes room for `wanted` pages in each row, which may hold `most` tokens."""
+        """Makes room for `wanted` pages of all rows, each of which may hold `most` tokens."""
         if wanted > self.capacity:
             self._allocate(_grown(self.capacity, wanted, self._most_pages(most)), like)
 
     def _most_pages(self, tokens: int) -> int:
-        """Pages that `tokens` of a row can take, over all heads, each of which may leave one unfilled."""
-        heads = self.lengths.shape[1]
-        return (tokens - heads) // PAGE + heads
+        """Pages that all rows can take if each has `tokens`, over all heads, each of which may leave one unfilled."""
+        batch, heads = self.lengths.shape
+        return batch * ((tokens - heads) // PAGE + heads)
 
     def simulate(
         self, lengths: Callable[[int], Sequence[int]], most: Callable[[int], int], groups: int, like: Pair, *, others: bool = False
@@ -117,7 +117,7 @@ class HeadPages(QuantizedTokens):
         may hold all tokens of a head. Nothing is stored: for planning, on the meta device."""
 
         def pages(k: int) -> int:
-            return sum(-(-tokens // PAGE) for tokens in lengths(k))
+            return len(self.lengths) * sum(-(-tokens // PAGE) for tokens in lengths(k))
 
         tokens, limit, capacity, k = lengths(groups), most(groups) + others * PAGE, pages(0), 0  # what others leave may take one page
         if not max(tokens) or not limit:
@@ -132,48 +132,41 @@ class HeadPages(QuantizedTokens):
         self.table = self.table.new_empty(*self.lengths.shape, -(-self.length // PAGE))
 
     def _allocate(self, capacity: int, like: Pair) -> None:
-        """Gives each row `capacity` pages, the first of which hold what there was."""
-        batch, within = len(self.lengths), self._table_of_rows()
+        """Makes room for `capacity` pages, the first of which hold what there was."""
         grown: list[Codes] = []
         with torch.inference_mode(False):  # tensors made in inference mode cannot be written outside of it
             for codec, side, old in zip(self.codecs, like, self.planes, strict=True):
-                planes = codec.allocate(side.new_empty(batch * capacity, 1, 0, side.shape[3]), PAGE)
+                planes = codec.allocate(side.new_empty(capacity, 1, 0, side.shape[3]), PAGE)
                 for name, x in old.items():
-                    planes[name].unflatten(0, (batch, -1))[:, : self.capacity] = x.unflatten(0, (batch, -1))
+                    planes[name][: self.capacity] = x
                 grown.append(planes)
             for name, x in self.fields.items():
-                pages = F.pad(x[:-1].unflatten(0, (batch, self.capacity)), (0, 0, 0, capacity - self.capacity))
-                self.fields[name] = _with_empty_page(pages.flatten(0, 1), name)
+                self.fields[name] = _with_empty_page(F.pad(x[:-1], (0, 0, 0, capacity - self.capacity)), name)
         self.planes, self.capacity = (grown[0], grown[1]), capacity
-        self._place(within)
+        self._place(self.table)
         self._allocate_statistics(like)
 
-    def _table_of_rows(self) -> Tensor:
-        """`table`, with pages counted within the row; anything beyond the length of a head."""
-        return self.table - self._first_pages()
+    def _used(self) -> Tensor:
+        """Which entries of the table are pages of a head, bool `[B, H, W]`."""
+        return torch.arange(self.table.shape[-1], device=self.lengths.device) < _pages(self.lengths)[..., None]
 
-    def _first_pages(self) -> Tensor:
-        """The first page of each row, int32 `[B, 1, 1]`."""
-        rows = torch.arange(len(self.lengths), dtype=torch.int32, device=self.lengths.device)
-        return (rows * self.capacity)[:, None, None]
-
-    def _place(self, within: Tensor) -> None:
-        """Takes the table `within` `[B, H, W]` of pages counted within the row."""
-        used = torch.arange(within.shape[-1], device=within.device) < _pages(self.lengths)[..., None]
-        self.table = torch.where(used, within + self._first_pages(), len(within) * self.capacity)
+    def _place(self, table: Tensor) -> None:
+        """Takes `table` `[B, H, W]`, whose entries beyond the length of a head may be anything."""
+        self.table = table
+        self.table = torch.where(self._used(), table, self.capacity)
         self.bind()
 
     def _assign(self, had: Tensor, wanted: Tensor, width: int) -> None:
         """Changes the pages of each head from `had` to `wanted`, int32 `[B, H, 1]`, at most `width`: heads give pages at their end back,
         and take free ones."""
-        place, spare = torch.arange(width, device=had.device), len(had) * self.capacity
+        place, spare = torch.arange(width, device=had.device), self.capacity
         table = F.pad(self.table, (0, width - self.table.shape[-1]))
         missing = (place >= had) & (place < wanted)
         table = torch.where(place < torch.minimum(had, wanted), table, spare)
         used = torch.zeros(spare + 1, dtype=torch.int32, device=table.device).scatter_(0, table.flatten().long(), 1)
-        free = used[:-1].view(len(had), -1).argsort(dim=-1, stable=True) + self._first_pages()[..., 0]
-        rank = missing.flatten(1).cumsum(-1) - 1
-        self.table = torch.where(missing, free.gather(1, rank.clamp_min(0)).view_as(table).int(), table)
+        free = used[:-1].argsort(stable=True)
+        rank = missing.flatten().cumsum(0) - 1
+        self.table = torch.where(missing, free[rank.clamp_min(0)].view_as(table).int(), table)
 
     def _quantize(self, new: Pair, source: Tensor, stored: int) -> None:
         """Quantizes the new tokens into the slots that `source` gives them: in one launch if there is a kernel, else block by block."""
@@ -193,24 +186,34 @@ class HeadPages(QuantizedTokens):
         return _packed(self.pages, self.codecs[side], side, self.length, limit, self.dims[side])
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> None:
-        """Replaces every tensor by `fn(tensor)`, which may change the rows or the device."""
-        shape, within = (len(self.lengths), self.capacity), fn(self._table_of_rows())
+        """Replaces every tensor by `fn(tensor)`, which may change the rows or the device. Rows that repeat have pages of their own."""
         with torch.inference_mode(False):
-            key, value = ({name: fn(x.unflatten(0, shape)).flatten(0, 1) for name, x in planes.items()} for planes in self.planes)
             k_statistics, v_statistics = ({name: fn(x) for name, x in side.items()} for side in self.statistics)
-            for name, x in self.fields.items():
-                self.fields[name] = _with_empty_page(fn(x[:-1].unflatten(0, shape)).flatten(0, 1), name)
-        self.planes, self.statistics = (key, value), (k_statistics, v_statistics)
-        self.lengths = fn(self.lengths)
-        self._place(within)
+            self.lengths, self.table = fn(self.lengths), fn(self.table)
+        self.statistics = k_statistics, v_statistics
+        self._take(self.table)
+
+    def _take(self, table: Tensor) -> None:
+        """Keeps the pages of `table` `[B, H, W]` alone, in its order, on its device."""
+        with torch.inference_mode(False):
+            taken = table[self._used()].long()
+            key, value = ({name: _rows_of(x, taken) for name, x in planes.items()} for planes in self.planes)
+            self.fields = {name: _with_empty_page(_rows_of(x, taken), name) for name, x in self.fields.items()}
+        self.planes, self.capacity = (key, value), len(taken)
+        self._place(self._in_order())
+
+    def _pages_of(self, rows: slice) -> Tensor:
+        """The pages of one row, int64 `[P]`, in the order of the table."""
+        return self.table[rows][self._used()[rows]].long()
 
     def snapshot(self, rows: slice, tokens: int, copy: Copy) -> tuple[Codes, Codes]:
-        """All pages of `rows`, `[rows, P, PAGE, width]` for each buffer, copied to host memory by `copy(destination, source)`."""
+        """The pages of one row, `[1, P, PAGE, width]` for each buffer, copied to host memory by `copy(destination, source)`."""
         sides: tuple[Codes, Codes] = {}, {}
+        taken = self._pages_of(rows)
         for codes, planes in zip(sides, self.planes, strict=True):
             for name, x in planes.items():
-                source = x.unflatten(0, (-1, self.capacity))[rows, :, 0]
-                codes[name] = torch.empty_like(source, device="cpu", memory_format=torch.contiguous_format)
+                source = x[taken, 0][None]
+                codes[name] = torch.empty_like(source, device="cpu")
                 copy(codes[name], source)
         return sides
 
@@ -221,21 +224,26 @@ class HeadPages(QuantizedTokens):
             self._allocate(next(iter(codes[0].values())).shape[1], like)
         for planes, given in zip(self.planes, codes, strict=True):
             for name, x in given.items():
-                copy(planes[name].unflatten(0, (-1, self.capacity))[:, :, 0], x)
+                copy(planes[name][None, :, 0], x)
         self._load_statistics(statistics, copy)
 
-    def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """What a snapshot holds beside codes and statistics, `[B, ...]` each, with its name."""
-        yield from (("pages.table", self._table_of_rows()), ("pages.lengths", self.lengths))
-        shape = len(self.lengths), self.capacity
-        yield from ((f"pages.{name}", x[:-1].unflatten(0, shape)) for name, x in self.fields.items())
+    def named_tensors(self, rows: slice) -> Iterator[tuple[str, Tensor]]:
+        """What a snapshot of one row holds beside codes and statistics, `[1, ...]` each, with its name."""
+        taken = self._pages_of(rows)
+        yield "pages.lengths", self.lengths[rows]
+        yield from ((f"pages.{name}", x[taken][None]) for name, x in self.fields.items())
 
     def place(self, tensors: dict[str, Tensor], length: int) -> None:
-        """Takes `length` and the `named_tensors` of another layer, whose codes are already there."""
+        """Takes `length` and the `named_tensors` of a row, whose codes are already there."""
         self.lengths, self.length = tensors["pages.lengths"], length
+        self.table = self.lengths.new_zeros(*self.lengths.shape, -(-length // PAGE))
+        self._place(self._in_order())
         for name in self.fields:
-            self.fields[name] = _with_empty_page(tensors[f"pages.{name}"].flatten(0, 1), name)
-        self._place(tensors["pages.table"])
+            self.fields[name] = _with_empty_page(tensors[f"pages.{name}"][0], name)
+
+    def _in_order(self) -> Tensor:
+        """A table of pages in the order of rows, heads and tokens."""
+        return (self._used().flatten().cumsum(0) - 1).view_as(self.table).int()
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Every live tensor with its role: `codes`, `scales` or `bookkeeping`."""
@@ -254,13 +262,18 @@ def _with_empty_page(x: Tensor, field: str) -> Tensor:
     return F.pad(x, (0, 0, 0, 1), value=_nothing(field))
 
 
+def _rows_of(x: Tensor, index: Tensor) -> Tensor:
+    """`x[index]` on the device of `index`."""
+    return x.index_select(0, index.to(x.device)).to(index.device)
+
+
 def _pages(lengths: Tensor) -> Tensor:
     """Pages that so many tokens take."""
     return (lengths + (PAGE - 1)).div(PAGE, rounding_mode="floor")
 
 
 def _grown(capacity: int, wanted: int, most: int) -> int:
-    """Pages of a row that has `capacity` and needs `wanted`: an eighth more than there were, but not beyond the `most` it can need."""
+    """Pages where there are `capacity` and `wanted` are needed: an eighth more than there were, but not beyond the `most` that can be."""
     return max(wanted, min(capacity + capacity // 8, most))
 
 

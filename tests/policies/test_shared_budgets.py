@@ -113,18 +113,17 @@ def test_a_slot_decodes_to_the_token_whose_position_it_records(format):
         assert exact.all() == (format == "identity")
 
 
-def test_pages_of_a_row_belong_to_one_head_each_and_are_as_many_as_the_budget_takes():
+def test_pages_belong_to_one_head_each_and_are_as_many_as_the_budget_takes():
     policy, budget = SnapKV(budget=200, window_size=8, recent=10, interval=2, alpha_safeguard=0.1), 200
     text = Text((0, 5), (300, *[1] * 20, 100, *[1] * 20), skew=8.0)
     for layer in drive(policy, text):
         chunks = layer.storage.chunks
-        spare, taken = len(text.pads) * chunks.capacity, []
-        for row, (table, lengths) in enumerate(zip(chunks.table.tolist(), chunks.lengths.tolist(), strict=True)):
-            for entries, count in zip(table, lengths, strict=True):
-                pages, rest = entries[: -(-count // PAGE)], entries[-(-count // PAGE) :]
-                assert all(page // chunks.capacity == row for page in pages) and set(rest) <= {spare}
-                taken += pages
-        assert len(taken) == len(set(taken))
-        assert chunks.capacity <= -(-HEADS * budget // PAGE) + HEADS
+        taken = []
+        for entries, count in zip(chunks.table.flatten(0, 1).tolist(), chunks.lengths.flatten().tolist(), strict=True):
+            pages, rest = entries[: -(-count // PAGE)], entries[-(-count // PAGE) :]
+            assert set(rest) <= {chunks.capacity}
+            taken += pages
+        assert len(taken) == len(set(taken)) and all(0 <= page < chunks.capacity for page in taken)
+        assert chunks.capacity <= len(text.pads) * (-(-HEADS * budget // PAGE) + HEADS)
     lengths = chunks.lengths.amax(-1)
     assert (lengths > 1.5 * budget).all()  # more than a head could hold of its own
