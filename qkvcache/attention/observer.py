@@ -225,7 +225,7 @@ def _reduced(
     the memory. Arguments as of `sum_attention`; with `outputs`, those of the queries, `[B, Hq, Q, D]`, and `lse` the columns may be a part
     of all."""
     (batch, heads, tokens, _), queries = keys.shape, query.shape[2]
-    total = torch.zeros(batch, heads, tokens, device=keys.device)
+    parts = []
     block = max(BLOCK // (batch * query.shape[1] * tokens), 1)
     for begin in range(0, queries, block):
         end = min(begin + block, queries)
@@ -255,8 +255,8 @@ def _reduced(
             out = outputs[:, :, begin:end].unflatten(1, (heads, -1)).flatten(2, 3)
         out = out.unflatten(2, (-1, end - begin))
         out = out if padding is None or outputs is None else out.masked_fill(padding, 0)
-        total += policy.reduce_attention(ObservedAttention(weights, out, values, count))
-    return total
+        parts.append(policy.reduce_attention(ObservedAttention(weights, out, values, count)))
+    return functools.reduce(torch.add, parts)
 
 
 @torch.no_grad()

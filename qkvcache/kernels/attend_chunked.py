@@ -280,8 +280,11 @@ def _attend(
         merge_parts = merge
     pads, anywhere = ((0,), hidden) if left is None else (left.first, None)
     column, parts, rotated, unrotated = before, list[Part](), folded, scaling
-    # Tokens are the outermost, so that the strides, for which cuDNN's plans are, do not depend on their number.
-    scratch = query.new_empty(2, pieces[0][0] if pieces else 0, batch, heads, dim).permute(0, 2, 3, 1, 4)
+    room = pieces[0][0] if pieces else 0
+    if by_cudnn:  # whose plans are for strides, too: they do not depend on the number of the outermost
+        scratch = query.new_empty(2, room, batch, heads, dim).permute(0, 2, 3, 1, 4)
+    else:
+        scratch = query.new_empty(2, batch, heads, room, dim)
     if pieces:
         rotated, factor = rotate(folded, pieces[0][1][0])
         unrotated = scaling * factor

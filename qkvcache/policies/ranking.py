@@ -1,4 +1,4 @@
-"""Selecting tokens. A large sort costs a GPU as much as reading a layer several times, so that sets are selected without one."""
+"""Selecting tokens without sorting them: on a GPU, a sort passes many times over tokens of few heads, each head by itself."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ def total_order(rank: Tensor, positions: Tensor) -> Tensor:
 
 
 def highest(order: Tensor, count: int | Tensor) -> Tensor:
-    """Which are the `count` highest of `order` int64 `[B, H, T]`, bool: an int, or `[1 or B, 1 or H, 1]`. If several equal the lowest of
-    these, all of them."""
+    """Which are the `count` highest of `order` int64 `[B, H, T]`, bool: an int, or `[1 or B, 1 or H, 1]`, for which they are sorted. If
+    several equal the lowest of these, all of them."""
     tokens = order.shape[-1]
     if isinstance(count, Tensor):
         least = order.sort(dim=-1, descending=True).values.gather(-1, (count - 1).clamp(0, tokens - 1).expand(*order.shape[:2], 1))

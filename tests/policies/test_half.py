@@ -1,0 +1,52 @@
+"""A prompt in 16 bits, scored without fp32 copies, keeps what it keeps in fp32; on a GPU, where its kernels are."""
+
+import pytest
+import torch
+
+from qkvcache.attention.observer import prompt_attention
+from qkvcache.attention.rope import Rope
+from qkvcache.formats import resolve
+from qkvcache.layers.evicting import EvictingLayer
+from qkvcache.policies import H2O, RKV, Compactor, DropKV, ExpectedAttention, KeyDiff, LagKV, SnapKV, TriAttention
+from tests.policies.oracle import Projection
+from tests.seeds import SEED
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+HEADS, GROUPS, DIM, TOKENS, BUDGET = 2, 2, 32, 700, 200
+ROPE = Rope(10000.0 ** -(torch.arange(DIM // 2) / (DIM // 2)), interleaved=False)
+POLICIES = [
+    KeyDiff(budget=BUDGET),
+    LagKV(budget=BUDGET, lag=32, recent=32),
+    ExpectedAttention(budget=BUDGET, recent=16),
+    Compactor(budget=BUDGET, recent=16),
+    TriAttention(budget=BUDGET),
+    DropKV(budget=BUDGET, recent=16),
+    RKV(budget=BUDGET),
+    H2O(budget=BUDGET),
+    SnapKV(budget=BUDGET, recent=16, first_stage_ratio=0.5),
+    SnapKV(budget=BUDGET, recent=16, alpha_safeguard=0.2),
+]
+
+
+@torch.no_grad()
+def kept(policy, dtype):
+    """Positions that each head keeps of a prompt whose keys, values and queries lie around a center."""
+    generator = torch.Generator().manual_seed(SEED)
+
+    def around(heads, spread):
+        shape = 1, TOKENS, heads, DIM  # as a model has it in memory
+        x = torch.randn(shape, generator=generator) * (spread + torch.rand(*shape[:3], 1, generator=generator))
+        return (x + torch.randn(1, 1, heads, DIM, generator=generator)).bfloat16().transpose(1, 2).to(DEVICE, dtype)
+
+    keys, values, queries = around(HEADS, 0.5), around(HEADS, 0.5), around(HEADS * GROUPS, 1.0)
+    layer = EvictingLayer(resolve("identity"), policy, policy.budgets[0], rope=ROPE)
+    layer.update(keys, values)
+    layer.begin_attention(None, queries, DIM**-0.5, Projection().to(DEVICE))
+    layer.end_attention(prompt_attention(policy, queries, keys, values, DIM**-0.5))
+    return [set(head.tolist()) - {-1} for head in layer.positions()[0]]
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: policy.name)
+def test_a_prompt_in_16_bits_keeps_what_it_keeps_in_fp32(policy):
+    exact, found = kept(policy, torch.float32), kept(policy, torch.bfloat16)
+    assert sum(len(a & b) for a, b in zip(exact, found, strict=True)) >= 0.97 * sum(map(len, exact))
