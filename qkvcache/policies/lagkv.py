@@ -46,9 +46,8 @@ def _spread(x: Tensor, count: int, lag: int) -> Tensor:
     """The standard deviation over the channels, each scaled to its range over `lag` tokens, of the first `count` tokens of `[B, H, T,
     D]`."""
     after = x[:, :, 1 : count + lag]
-    high, low = _sliding(torch.maximum, after, lag), _sliding(torch.minimum, after, lag).float()
-    scaled = (x[:, :, :count] - low).div_((high - low).clamp_min_(1e-6))
-    return scaled.std(-1)
+    high, low = _sliding(torch.maximum, after, lag), _sliding(torch.minimum, after, lag)
+    return (x[:, :, :count] - low).float().div_((high - low).clamp_min_(1e-6)).std(-1)
 
 
 def _sliding(extreme: Callable[[Tensor, Tensor], Tensor], x: Tensor, width: int) -> Tensor:
