@@ -17,11 +17,12 @@ import torch
 import transformers
 from rich.console import Console
 from rich.table import Table
+from transformers import StoppingCriteriaList
 from transformers.cache_utils import Cache
 
 from qkvcache import CompressedCache, PrefixStore, demo
-from qkvcache.demo.show import Timed
 from qkvcache.evaluation.recall import KEYS, NEEDLE, QUESTION, code_word, plant
+from qkvcache.evaluation.speed import Clock
 
 ANSWER_TOKENS = 10
 
@@ -35,17 +36,16 @@ def document(text: str, facts: dict[str, str]) -> str:
 
 def answer(model, tokenizer, ids: list[int], past: Cache) -> tuple[list[int], str, float]:
     """The token ids of the answer up to its full stop, its text, and the seconds until its first token."""
-    streamer = Timed(tokenizer)
-    prompt = torch.tensor([ids])
-    options = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": ANSWER_TOKENS, "do_sample": False, "streamer": streamer}
+    clock, prompt = Clock(), torch.tensor([ids])
+    options = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": ANSWER_TOKENS, "do_sample": False}
     begin = time.perf_counter()
-    model.generate(prompt, past_key_values=past, **options)
-    first = streamer.times[1] - begin
-    for count in range(1, len(streamer.ids) + 1):
-        text = tokenizer.decode(streamer.ids[:count])
+    out = model.generate(prompt, past_key_values=past, stopping_criteria=StoppingCriteriaList([clock]), **options)
+    first, new = clock.times[0] - begin, out[0, len(ids) :].tolist()
+    for count in range(1, len(new) + 1):
+        text = tokenizer.decode(new[:count])
         if "." in text:
             break
-    return streamer.ids[:count], text.split(".")[0].strip(), first
+    return new[:count], text.split(".")[0].strip(), first
 
 
 def main(arguments: list[str] | None = None) -> list[dict]:

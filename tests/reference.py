@@ -117,3 +117,12 @@ def count_decoded_layers() -> Iterator[list[KeysOrValues]]:
         yield seen
     finally:
         KeysOrValues.dense = stock
+
+
+def count_fused(monkeypatch) -> list:
+    """A list that grows by one with each launch of a fused attention kernel."""
+    from qkvcache.kernels import fused
+
+    calls, call = [], fused.Call
+    monkeypatch.setattr(fused, "Call", lambda *args: calls.append(args[0].shape) or call(*args))
+    return calls

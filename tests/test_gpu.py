@@ -15,7 +15,7 @@ from transformers import DynamicCache
 from qkvcache import CompressedCache, warmup
 from qkvcache.formats import resolve
 from tests.matrix import FORMATS, model
-from tests.reference import ZONES, assert_close, count_decoded_layers, decoded, forward
+from tests.reference import ZONES, assert_close, count_decoded_layers, count_fused, decoded, forward
 from tests.seeds import SEED
 
 pytestmark = pytest.mark.gpu
@@ -68,10 +68,7 @@ def test_formats_equal_their_codes_decoded(format, dtype, tolerance):
 @pytest.mark.parametrize("format", FORMATS)
 def test_generate_takes_the_fused_path(network, format, monkeypatch):
     """By itself, at every step after the prefill, in every layer."""
-    from qkvcache.kernels import fused
-
-    calls, call = [], fused.Call
-    monkeypatch.setattr(fused, "Call", lambda *args: calls.append(args) or call(*args))
+    calls = count_fused(monkeypatch)
     generate(network, CompressedCache(network.config, format=format))
     assert len(calls) == 19 * network.config.num_hidden_layers
 

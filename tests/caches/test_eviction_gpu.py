@@ -11,7 +11,7 @@ from transformers import DynamicCache
 from qkvcache import CompressedCache, H2OCache
 from tests.caches.test_static_gpu import agree, compiling, generate, text  # noqa: F401
 from tests.matrix import POLICIES, SHARED
-from tests.reference import assert_close, forward
+from tests.reference import assert_close, count_fused, forward
 from tests.test_gpu import on_gpu, prompt
 
 pytestmark = pytest.mark.gpu
@@ -72,13 +72,10 @@ def test_scores_are_the_sums_of_attention():
 
 @pytest.mark.parametrize("policy", [POLICIES["h2o"], POLICIES["keydiff"], SHARED["snapkv"]])
 @pytest.mark.parametrize("format", FORMATS)
-def test_decode_takes_the_fused_path(policy, format):
-    from qkvcache.kernels import fused
-
-    network = on_gpu(torch.bfloat16)
-    before = fused.calls
+def test_decode_takes_the_fused_path(policy, format, monkeypatch):
+    network, calls = on_gpu(torch.bfloat16), count_fused(monkeypatch)
     run(network, CompressedCache(network.config, policy=policy(BUDGET), format=format))
-    assert fused.calls - before == (len(SIZES) - 1) * network.config.num_hidden_layers
+    assert len(calls) == (len(SIZES) - 1) * network.config.num_hidden_layers
 
 
 @pytest.mark.parametrize("format", FORMATS)
