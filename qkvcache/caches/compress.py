@@ -52,17 +52,12 @@ def _weights(layers: list[Any], policy: KVzip, is_valid: Tensor, dense: DynamicC
     found: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
     for i, read in enumerate(dense.layers):
         if isinstance(read, ReadingLayer) and layers[i].policy.second_reading and read.scores is not None:
-            budget, device = layers[i].budget, read.scores.device
-            protected, rest = (x.to(device) for x in policy.protected_and_rest(budget, seen))
+            protected, rest = policy.protected_and_rest(layers[i].budget, seen)
             recent = (protected - policy.num_sink_tokens).clamp_min(0)
             own = (share_of(policy.alpha_safeguard or 0.0, protected + rest) - protected).clamp_min(0)
-            competes = is_valid[:, None] & (positions >= policy.num_sink_tokens) & (positions < seen - recent.to(seen.device))
-            found[i] = read.scores.masked_fill(~competes.to(device), -torch.inf), rest, own
-    if not found:
-        return {}
-    device = next(iter(found.values()))[0].device
-    scores, rest, guaranteed = ([x.to(device) for x in each] for each in zip(*found.values(), strict=True))
-    return dict(zip(found, weigh_heads(scores, rest, guaranteed), strict=True))
+            competes = is_valid[:, None] & (positions >= policy.num_sink_tokens) & (positions < seen - recent) & (rest > 0)
+            found[i] = read.scores.to(seen.device).masked_fill(~competes, -torch.inf), rest, own
+    return dict(zip(found, weigh_heads(*map(list, zip(*found.values(), strict=True))), strict=True)) if found else {}
 
 
 @torch.no_grad()

@@ -70,13 +70,13 @@ class HeadPages(QuantizedTokens):
         stored, chosen = kept.shape[-1], torch.cat([kept, accepted], dim=-1)
         lengths = chosen.sum(-1, dtype=torch.int32)
         had, wanted = _pages(self.lengths), _pages(lengths)
-        sizes = lengths.max(), wanted.sum(), (had != wanted).any(), torch.as_tensor(most, device=lengths.device)
-        longest, most_pages, differ, limit = torch.stack(sizes).tolist()
+        sizes = lengths.max(), wanted.sum(), (had != wanted).any(), *([most] if isinstance(most, Tensor) else [])
+        longest, most_pages, differ, *counted = torch.stack(sizes).tolist()
         source = _sources(chosen, stored, lengths, longest)
         slot = torch.arange(longest, device=source.device)
         moved = ((source >= 0) & (source < stored) & (source != slot)).nonzero(as_tuple=True)
         codes = self._read(*self._address(moved[0], moved[1], source[moved]))  # before another head gets their pages
-        self._reserve(most_pages, limit, new)
+        self._reserve(most_pages, most if isinstance(most, int) else counted[0], new)
         if differ:
             self._assign(had[..., None], wanted[..., None], -(-longest // PAGE))
         self.lengths, self.length = lengths, longest
@@ -190,16 +190,10 @@ class HeadPages(QuantizedTokens):
         with torch.inference_mode(False):
             k_statistics, v_statistics = ({name: fn(x) for name, x in side.items()} for side in self.statistics)
             self.lengths, self.table = fn(self.lengths), fn(self.table)
-        self.statistics = k_statistics, v_statistics
-        self._take(self.table)
-
-    def _take(self, table: Tensor) -> None:
-        """Keeps the pages of `table` `[B, H, W]` alone, in its order, on its device."""
-        with torch.inference_mode(False):
-            taken = table[self._used()].long()
+            taken = self.table[self._used()].long()
             key, value = ({name: _rows_of(x, taken) for name, x in planes.items()} for planes in self.planes)
             self.fields = {name: _with_empty_page(_rows_of(x, taken), name) for name, x in self.fields.items()}
-        self.planes, self.capacity = (key, value), len(taken)
+        self.statistics, self.planes, self.capacity = (k_statistics, v_statistics), (key, value), len(taken)
         self._place(self._in_order())
 
     def _pages_of(self, rows: slice) -> Tensor:

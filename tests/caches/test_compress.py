@@ -175,6 +175,13 @@ def test_a_snapshot_goes_on():
     assert torch.equal(ours, theirs) and [kept(again, i) for i in range(3)] == [kept(cache, i) for i in range(3)]
 
 
+def test_a_layer_whose_budget_is_what_is_protected_takes_nothing_from_the_others():
+    network, (small, large) = model("llama"), (7, 20)
+    cache = compressed(network, text(1), kvzip(budget=[large, small, large], alpha_safeguard=0.2))
+    counts = [sum(map(len, kept(cache, layer))) for layer in range(3)]
+    assert counts[1] == 2 * small and counts[0] + counts[2] == 4 * large
+
+
 def test_weights_of_heads():
     """Of equal scores, those of the first heads count; a row whose budgets hold all tokens has no weights."""
     scores = [torch.tensor([[[5.0, 1.0, 1.0], [1.0, 0.0, 9.0]], [[1.0, 1.0, 1.0]] * 2]), torch.tensor([[[7.0, 1.0, 8.0]]] * 2)]
