@@ -163,17 +163,16 @@ def _attend_pages(
     observed: Tensor | None = None,
     scaling: float | None = None,
     softcap: float | None = None,
-    window: int | None = None,
     causal: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     inputs = PagedInputs.of(pool, counts, exact, codecs, max_length, tokens)
-    options: PageOptions = {"scaling": scaling, "softcap": softcap, "window": window, "causal": causal}
+    options: PageOptions = {"scaling": scaling, "softcap": softcap, "causal": causal}
     return dispatch.attend_pages(query, inputs, mask, **options | {"sinks": sinks, "observed": observed})
 
 
 @_attend_pages.register_fake
 def _(
-    query, pool, counts, exact, codecs, max_length, tokens, mask=None, sinks=None, observed=None, scaling=None, softcap=None, window=None,
+    query, pool, counts, exact, codecs, max_length, tokens, mask=None, sinks=None, observed=None, scaling=None, softcap=None,
     causal=False,
 ):  # fmt: skip
     _, heads, ring_slots, dim = exact[3].shape
