@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from .batching.commands import register as register_batching
 from .evaluation.commands import register as register_evaluation
@@ -82,10 +82,8 @@ def formats(
     if json_output:
         print(json.dumps(rows, indent=1))
         return
-    table = Table(title=f"bytes a token and head, keys and values, head_dim {head_dim}, {kv_heads} KV heads", caption="*: recommended")
-    table.add_column("format")
-    table.add_column("bytes", justify="right")
-    table.add_column("than 16 bit", justify="right")
+    title = f"bytes a token and head, keys and values, head_dim {head_dim}, {kv_heads} KV heads"
+    table = Table("format", *(Column(name, justify="right") for name in ("bytes", "than 16 bit")), title=title, caption="*: recommended")
     for row in rows:
         cells = (f"{row['bytes']:g}", f"{row['ratio']:.2f}x smaller") if row["bytes"] else ("-", str(row["refuses"]))
         table.add_row(f"{row['format']}{' *' * bool(row['recommended'])}", *cells)

@@ -74,7 +74,7 @@ def attend_rows(
     cache: CompressedPagedCache, layer: int, rows: Rows, query: Tensor, scaling: float | None, softcap: float | None, s_aux: Tensor | None
 ) -> Tensor:
     """Attention `[1, Hq, B, D]` of rows with one query each, `[1, Hq, B, D]`."""
-    inputs = cache.allocator.inputs(layer, rows.columns, rows.lengths, rows.table, rows.max_length, rows.tokens)
+    inputs = cache.allocator.inputs(layer, rows)
     return attend_pages(query.permute(2, 1, 0, 3), inputs, scaling=scaling, softcap=softcap, sinks=s_aux)[0].permute(2, 1, 0, 3)
 
 
@@ -92,8 +92,7 @@ def attend_chunks(
     options: dict[str, Any] = {"scaling": scaling, "softcap": softcap, "s_aux": s_aux}
     if chunks.past is None:
         return varlen_attention(query, *new, chunks.sequences, **options)
-    past = chunks.past
-    inputs = cache.allocator.inputs(layer, past.columns, past.lengths, past.table, past.max_length)
+    inputs = cache.allocator.inputs(layer, chunks.past)
     if not chunks.fits and softcap is None and s_aux is None and supports_queries(query, new[1].shape[3]):
         (row,) = chunks.rows
         first, begin = row.blocks[0], row.past_sinks
@@ -105,12 +104,13 @@ def attend_chunks(
         out, _ = attend_chunked_pages(query, inputs.pages, begin, row.past_quantized, sinks, recent, scaling=scaling)  # type: ignore[arg-type]
         return out.transpose(1, 2)
     key, value = (x.new_empty(1, x.shape[1], chunks.tokens, x.shape[3]) for x in new)
-    gather_rows(inputs, new, chunks.sequences.starts, past.tiles, (key, value))
+    gather_rows(inputs, new, chunks.sequences.starts, chunks.past.tiles, (key, value))  # type: ignore[arg-type]
     return varlen_attention(query, key, value, chunks.sequences, **options)
 
 
 def write(cache: CompressedPagedCache, layer: int, writes: Writes, x: Pair) -> None:
     """Quantizes keys and values `[1, H, T, D]` into pages, and stores the first and the last tokens in the model's dtype."""
     allocator = cache.allocator
-    quantize_pages(allocator.layout.codecs, x, allocator.views[layer][0], allocator.once[layer], writes.pages[None])
-    store_rows(x, allocator.ring(layer), writes.ring, allocator.sinks(layer), writes.sinks)
+    planes, sinks = allocator.views[layer]
+    quantize_pages(allocator.layout.codecs, x, planes, allocator.once[layer], writes.pages[None])
+    store_rows(x, allocator.ring(layer), writes.ring, sinks, writes.sinks)

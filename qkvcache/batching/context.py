@@ -70,7 +70,7 @@ class Batching:
     def metrics(self) -> Metrics:
         """Requests, pages and tokens now."""
         if self.manager is None:
-            return Metrics(tokens_generated=self._counters.tokens_generated, preemptions=self._counters.preemptions)
+            return Metrics(**vars(self._counters))
         return self.manager.metrics(self._counters)
 
     def close(self) -> None:

@@ -116,7 +116,8 @@ def observe_on_codes(
         out = attend_on_buffers(query, attention_inputs.buffers, mask, **options)
         attention_sums = out.new_empty(0)
     elif torch.compiler.is_compiling() and len(attention_inputs.exact):
-        out, attention_sums = torch.ops.qkvcache.attend(query, *attention_inputs.arguments, mask, observed=observed, **options)
+        given = [observed if name == "observed" else options.get(name) for name in paged.OPTIONS]
+        out, attention_sums = torch.ops.qkvcache.attend(query, *attention_inputs.arguments, mask, *given)
     elif fuses(query, attention_inputs):
         out, _, attention_sums = fused().fused_attend(query, attention_inputs, mask, observed=observed, **options)
     else:
@@ -141,7 +142,7 @@ def attend_pages(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`pages.attend_pages`, by the fused kernel where there is one."""
     if torch.compiler.is_compiling():
-        return torch.ops.qkvcache.attend_pages(query, *inputs.arguments, mask, **options)
+        return torch.ops.qkvcache.attend_pages(query, *inputs.arguments, mask, *[options.get(name) for name in paged.OPTIONS])
     if on_triton(query.device):
         if fused().supports(inputs, query):
             return fused().attend_pages(query, inputs, mask, **options)

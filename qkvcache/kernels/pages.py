@@ -167,6 +167,10 @@ class PageOptions(Options, total=False):
     """How often each query counts for accumulated attention, fp32 or bool `[B, Q]`."""
 
 
+OPTIONS = "sinks", "observed", "scaling", "softcap", "causal"
+"""Their names, in the order in which torch operators take them."""
+
+
 def attend_pages(
     query: Tensor,
     inputs: PagedInputs,

@@ -252,12 +252,6 @@ def width_of(layout: PackedLayout, head_dim: int) -> int:
 
 
 @triton.constexpr_function
-def high_width_of(layout: PackedLayout, head_dim: int) -> int:
-    """Words of the plane of high bits."""
-    return head_dim // 16
-
-
-@triton.constexpr_function
 def scales_of(layout: PackedLayout, head_dim: int) -> int:
     """Elements of the plane of scales."""
     return head_dim // layout.group if layout.group else 2 if layout.scale == "pair" else 1
@@ -273,6 +267,23 @@ def vectors(tokens, heads, ACROSS: tl.constexpr, ALONG: tl.constexpr):
     h = h0 + i % ACROSS
     t = ((tl.program_id(0) // parts) * ALONG).to(tl.int64) + i // ACROSS
     return tl.program_id(1).to(tl.int64), h0, h, t, (t < tokens) & (h < heads)
+
+
+@triton.jit
+def planes_of_chunk(planes, chunks, row, L: tl.constexpr, SIDE: tl.constexpr):
+    """`planes`, those of the first of `chunks` (`QuantizedRegion.table`), of keys (SIDE 0) or values (1), as those of the chunk at the
+    pointer `row`, which are as far from them as it says."""
+    table, codes, cb, ch, high, hb, hh, scales, sb, sh, center, eb, eh = planes
+    first = tl.load(chunks + 1)
+    capacity = tl.multiple_of(tl.load(row + 1), 32)
+    UNIT: tl.constexpr = 2 if codes.dtype.element_ty.primitive_bitwidth == 8 else 1  # the table counts words of 16 bits
+    codes += tl.multiple_of(tl.load(row + 2 + 3 * SIDE), 16) * UNIT
+    high += tl.multiple_of(tl.load(row + 3 + 3 * SIDE), 16) * 2
+    cb, ch, hb, hh = cb // first * capacity, ch // first * capacity, hb // first * capacity, hh // first * capacity
+    if L.span != "once":
+        scales += tl.multiple_of(tl.load(row + 4 + 3 * SIDE), 16)
+        sb, sh = sb // first * capacity, sh // first * capacity
+    return table, codes, cb, ch, high, hb, hh, scales, sb, sh, center, eb, eh
 
 
 @triton.jit

@@ -24,7 +24,6 @@ from .triton_dequantize import (
     HALF_STEPS,
     INTERPRETED,
     float8,
-    high_width_of,
     known,
     padded,
     plane_arguments,
@@ -304,8 +303,7 @@ def store_tile(raw, live, block, row, h0, slot, planes, L: tl.constexpr, D: tl.c
     at = codes.to(tl.pointer_type(tl.int16)) + at if L.packed else codes + at
     at_high = at
     if L.high:
-        HIGH: tl.constexpr = high_width_of(L, D)
-        at_high = high.to(tl.pointer_type(tl.int16)) + (block * hb + h0.to(tl.int64) * hh + (h * hh + slot * HIGH))
+        at_high = high.to(tl.pointer_type(tl.int16)) + (block * hb + h0.to(tl.int64) * hh + (h * hh + slot * (D // 16)))
     COUNT: tl.constexpr = scales_of(L, D)
     if L.span == "each":
         at_scale = scales + block * sb + h0.to(tl.int64) * sh + (h * sh + slot * COUNT)

@@ -21,7 +21,7 @@ from ..caches.arguments import layer_indices
 from ..caches.memory import Bytes
 from ..formats import FormatLike, Identity
 from ..policies import Policy, check_count
-from .batching import BatchingPlan, Mix, check_mix, in_pages, plan_batching
+from .batching import BatchingPlan, Mix, check_mix, plan_batching
 from .layout import kind, layer_bytes
 from .model import has_unknown_states, model_dtype, shapes, text_config, weights_bytes
 
@@ -256,7 +256,9 @@ def plan_all(config: PreTrainedConfig, *, policy: str | Policy | None = None, co
     dims = {shape.head_dim for shape in shapes(config, 2)}
     possible = [name for name in names if name is None or not any(formats.REGISTRY[name].refuses(dim) for dim in dims)]
     if options.get("requests") is not None:
-        possible = [name for name in possible if name is None or in_pages(formats.REGISTRY[name])]
+        from ..batching.context import fits_pages  # of later releases of transformers
+
+        possible = [name for name in possible if name is None or fits_pages(formats.REGISTRY[name])]
     if options.get("gpu_memory") is not None and options.get("weights_memory") is None:  # once for all
         options["weights_memory"] = weights_bytes(config, model_dtype(config, options.get("dtype")))
     return [plan(config, format=name, policy=policy if name else None, context=context, **options) for name in possible]
