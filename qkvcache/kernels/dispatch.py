@@ -26,7 +26,6 @@ from .attend import Options, attend_observed
 from .evict import StaticTensors
 from .pages import PagedInputs, PageOptions, Pages
 from .segments import AttentionInputs, Buffers, Exact, KeysOrValues, Pair, layout_of
-from .store_exact import store_exact as store_exact_in_torch
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -155,9 +154,9 @@ def quantize_pages(
 ) -> None:
     """`pages.quantize_pages`, in one launch where there is a kernel."""
     if quantizes(codecs, x):
-        from .triton_quantize import quantize_pages
+        from .triton_quantize import contiguous, quantize_kv
 
-        quantize_pages(codecs, x, planes, statistics, slots)
+        quantize_kv(codecs, contiguous(x), planes, statistics, 0, slots)
         return
     paged.quantize_pages(codecs, x, planes, statistics, slots)
 
@@ -224,8 +223,8 @@ def launch_of_step(buffers: Buffers, x: Pair) -> Callable[[Pair], None] | None:
 
 
 def store_exact(buffers: Buffers, exact: Pair, sinks: tuple[int, int], begin: int, slot: int, lengths: tuple[int, int]) -> None:
-    """`store_exact.store_exact`, in one launch where there are kernels."""
-    store = store_exact_in_torch
+    """`counted.store_exact`, in one launch where there are kernels."""
+    store = counted.store_exact
     if on_triton(buffers.state.device):
         from .triton_store_exact import store_exact as store
     store(buffers, exact, sinks, begin, slot, lengths)

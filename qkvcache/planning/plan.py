@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import math
 import warnings
+from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -218,7 +219,11 @@ def plan(
         weights_memory = weights_bytes(config, dtype) if weights_memory is None else weights_memory
         free = _free(gpu_memory, weights_memory, tensor_parallel)
         fitting = int(free // request.total)
-        longest = _longest(lambda tokens: bytes_of(made(tokens) if max_length else cache, tokens, batch).total() <= free)
+
+        def too_long(tokens: int) -> bool:
+            return bytes_of(made(tokens) if max_length else cache, tokens, batch).total() > free
+
+        longest = bisect_left(range(1, FURTHEST + 1), True, key=too_long)
         if requests is not None:
             batching = plan_batching(
                 config, None if format is None else formats.resolve(format), requests, free=free / tensor_parallel, shapes=layers,
@@ -282,19 +287,6 @@ def _free(gpu_memory: float, weights_memory: float, gpus: int) -> float:
             "tensor_parallel, or pass weights_memory for quantized weights"
         )
     return free
-
-
-def _longest(fits: Callable[[int], bool]) -> int:
-    """The most tokens, at most `FURTHEST`, for which `fits` is true."""
-    low, high = 0, 1
-    while high <= FURTHEST and fits(high):
-        low, high = high, high * 2
-    if low == FURTHEST:
-        return low
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
 
 
 def _describe(policy: Policy) -> str:

@@ -166,7 +166,7 @@ def test_the_kernel_that_quantizes(format, per_head):
     if per_head:
         slots = torch.stack([slots, torch.where(slots >= 0, slots ^ 4, -1)], 1)
         slots[:, 1, 2] = -1  # a token that one head stores; the other still has its part in what they share
-    triton_quantize.quantize_pages(chosen.codecs(), x, planes, statistics, slots)
+    triton_quantize.quantize_kv(chosen.codecs(), x, planes, statistics, 0, slots)
     block = tuple(
         {name: codes.new_zeros(2, *codes.shape[1:]) for name, codes in codec.allocate(x[0], 5).items()} for codec in chosen.codecs()
     )
@@ -309,7 +309,7 @@ def test_pages_of_a_pool_beyond_32_bits(format):
     for inputs in (near, far):
         page = int(inputs.pages.table[0, 1])
         slots = torch.tensor([[page * 64 + 20]])  # the token of another row, say
-        triton_quantize.quantize_pages(inputs.pages.codecs, new, inputs.pages.planes, inputs.pages.statistics, slots)
+        triton_quantize.quantize_kv(inputs.pages.codecs, new, inputs.pages.planes, inputs.pages.statistics, 0, slots)
     used = near.pages.table[0, :2].long()
     for codes, others in zip(near.pages.planes, far.pages.planes, strict=True):
         for name, plane in codes.items():
