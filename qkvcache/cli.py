@@ -45,13 +45,12 @@ def demo(
     model_of(model, "--model")  # refused here, under the option's name
     computes_in, on = dtype_of(dtype), device_of(device)
     names = None if formats is None else formats.split(",")
-    with refusals():
-        for name in names or ():
-            resolve(name)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     console = Console()
     with refusals():
+        for name in names or ():
+            resolve(name)
         rows = show.run(model, computes_in, on, None if json_output else console, seed, names)
     if json_output:
         print(json.dumps(rows, indent=1))

@@ -116,12 +116,10 @@ class CacheLM(HFLM):
     def _forward(self, ids: Tensor, cache: Cache, last_only: bool = False) -> Tensor:
         """Logits `[B, T, V]` of `ids` `[B, T]`, or with `last_only` `[B, 1, V]`."""
         keep = {"logits_to_keep": 1} if last_only and self.model._supports_logits_to_keep() else {}
-        with torch.no_grad(), self._autocast():
+        precision = self.mixed_precision_dtype
+        with torch.no_grad(), torch.autocast(self.device.type, dtype=precision, enabled=precision is not None):
             logits = self.model(ids, past_key_values=cache, use_cache=True, **keep).logits
         return logits[:, -1:] if last_only else logits
-
-    def _autocast(self) -> torch.autocast:
-        return torch.autocast(self.device.type, dtype=self.mixed_precision_dtype, enabled=self.mixed_precision_dtype is not None)
 
     def _tensor(self, rows: Sequence[Sequence[int]]) -> Tensor:
         """`[B, T]`; shorter rows are padded with zeros at their end, to which no scored token attends."""

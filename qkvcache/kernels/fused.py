@@ -90,10 +90,7 @@ def _in_tiles(layout: PackedLayout, head_dim: int) -> bool:
 
 EXACT_TILE = 32
 """Exact tokens of a tile. One program reads all of them, and with few other tokens all others wait for it."""
-TILE_CONSTANTS = (
-    "K", "V", "D", "DV", "G", "R", "T", "COUNTED", "K_SHARED", "V_SHARED", "K_ONCE", "V_ONCE", "SOFTCAP", "ARCH", "EXACT", "TURN",
-    "num_warps", "num_stages", "maxnreg",
-)  # fmt: skip
+TILE_CONSTANTS = {*attend_tiles_kernel.arg_names, "num_warps", "num_stages", "maxnreg"}
 """What `attend_tiles_kernel` takes of the constants of a call."""
 SUM_TOKENS = 1024
 """Tokens of a program that sums attention."""
@@ -390,7 +387,7 @@ def _launch_tiles(call: Call, chunks: int) -> None:
     # Beside few long splits, the programs of the exact tokens are brief.
     programs = call.programs + call.panels * (call.programs <= 8 * call.panels)
     call.allocate(split(call.zones[0], call.panels, call.tile, programs) + call.exact)
-    constants = {name: call.constants[name] for name in TILE_CONSTANTS if name in call.constants}
+    constants = {name: x for name, x in call.constants.items() if name in TILE_CONSTANTS}
     n_quantized, n_sinks, n_residual = call.zones
     with torch.cuda.device_of(call.query):
         attend_tiles_kernel[(call.splits, call.blocks, call.batch * call.heads)](
