@@ -18,7 +18,7 @@ from ..formats.base import Codec, Codes
 from ..kernels import Packed, Pages, Pair, quantize_pages, quantizes
 from ..policies.ranking import first_of
 from .chunks import PAGE, block_of
-from .quantized import Copy, QuantizedTokens
+from .quantized import QuantizedTokens
 
 
 class HeadPages(QuantizedTokens):
@@ -200,26 +200,21 @@ class HeadPages(QuantizedTokens):
         """The pages of one row, int64 `[P]`, in the order of the table."""
         return self.table[rows][self._used()[rows]].long()
 
-    def snapshot(self, rows: slice, tokens: int, copy: Copy) -> tuple[Codes, Codes]:
-        """The pages of one row, `[1, P, PAGE, width]` for each buffer, copied to host memory by `copy(destination, source)`."""
-        sides: tuple[Codes, Codes] = {}, {}
+    def snapshot(self, rows: slice, tokens: int) -> tuple[Codes, Codes]:
+        """A copy of the pages of one row, `[1, P, PAGE, width]` for each buffer."""
         taken = self._pages_of(rows)
-        for codes, planes in zip(sides, self.planes, strict=True):
-            for name, x in planes.items():
-                source = x[taken, 0][None]
-                codes[name] = torch.empty_like(source, device="cpu")
-                copy(codes[name], source)
-        return sides
+        key, value = ({name: x[taken, 0][None] for name, x in planes.items()} for planes in self.planes)
+        return key, value
 
-    def load(self, codes: tuple[Codes, Codes], statistics: tuple[Codes, Codes], like: Pair, copy: Copy) -> None:
+    def load(self, codes: tuple[Codes, Codes], statistics: tuple[Codes, Codes], like: Pair) -> None:
         """Takes what `snapshot` returned, and `statistics`, if there are any. `place` says where the tokens are."""
         self._allocate_statistics(like)
         if codes[0]:
             self._allocate(next(iter(codes[0].values())).shape[1], like)
         for planes, given in zip(self.planes, codes, strict=True):
             for name, x in given.items():
-                copy(planes[name][None, :, 0], x)
-        self._load_statistics(statistics, copy)
+                planes[name][None, :, 0].copy_(x)
+        self._load_statistics(statistics)
 
     def named_tensors(self, rows: slice) -> Iterator[tuple[str, Tensor]]:
         """What a snapshot of one row holds beside codes and statistics, `[1, ...]` each, with its name."""

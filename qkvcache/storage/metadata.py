@@ -239,12 +239,12 @@ class TokenMetadata:
         for zone, fields in (("region", self._region), ("residual", residual), ("statistics", self.statistics)):
             yield from ((f"metadata.{zone}.{name}", x) for name, x in fields.items())
 
-    def load(self, tensors: dict[str, Tensor], place: Callable[[Tensor], Tensor]) -> None:
-        """Takes `place(tensor)` of each of the `named_tensors` of another layer."""
+    def load(self, tensors: dict[str, Tensor]) -> None:
+        """Takes the `named_tensors` of another layer, from among `tensors`."""
         for name, x in tensors.items():
             if name.startswith("metadata."):
                 _, zone, *field = name.split(".")
                 if field:
-                    getattr(self, zone)[field[0]] = place(x)
+                    getattr(self, zone)[field[0]] = x
                 else:
-                    setattr(self, zone, place(x))
+                    setattr(self, zone, x)
