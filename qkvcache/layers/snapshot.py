@@ -1,4 +1,4 @@
-"""`snapshot` and `restore`: one row of a layer as named tensors in host memory, and back into an empty layer. Codes are copied as they are.
+"""`snapshot` and `restore`: one row of a layer as named tensors, and back into an empty layer. Codes are copied as they are.
 
 Compressed and dense layers can be cut to any number of first tokens. Layers that evict, slide or have a recurrent state cannot be
 reduced to an earlier state, and are copied whole.
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -18,7 +18,6 @@ from torch import Tensor
 from transformers import cache_utils
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
 
-from ..storage import Copy, copy_to
 from .compressed import CompressedLayer
 from .evicting import EvictingLayer
 
@@ -59,7 +58,13 @@ class Snapshot:
     @cached_property
     def nbytes(self) -> int:
         """Bytes that its tensors keep alive."""
-        return sum(x.untyped_storage().nbytes() for x in self.tensors.values())
+        return sum({x.data_ptr(): x.nbytes() for x in map(Tensor.untyped_storage, self.tensors.values())}.values())
+
+    def to(self, device: torch.device | str, copy: bool) -> Snapshot:
+        """With tensors on `device`, when its stream has reached this: contiguous copies, or as they are if they are there and no `copy`."""
+        device = torch.device(device)
+        tensors = {name: _copied(x, device) if copy or x.device != device else x for name, x in self.tensors.items()}
+        return Snapshot(self.kind, tensors, self.numbers)
 
     def cut(self, tokens: int) -> Snapshot:
         """Views of the first `tokens` tokens. Raises ValueError for more than there are, and for fewer if it cannot be cut."""
@@ -84,25 +89,24 @@ class Snapshot:
         return next((x.shape[2] for name, x in self.tensors.items() if name.startswith(f"key.{zone}")), 0)
 
 
-def snapshot(layer: Layer, tokens: int | None = None, row: int = 0, copy: Copy = Tensor.copy_) -> Snapshot:
-    """A copy of row `row` of `layer` in host memory; only the first `tokens` tokens if given.
+def snapshot(layer: Layer, tokens: int | None = None, row: int = 0) -> Snapshot:
+    """Row `row` of `layer`, views of its tensors where possible; only the first `tokens` tokens if given.
 
     Raises NotImplementedError, with the reason, for layers that cannot be copied, or not be cut.
     """
     if reason := refusal(layer, tokens):
         raise NotImplementedError(reason)
     kind = KINDS[type(layer)]
-    host = partial(copy_to, device="cpu", copy=copy)
     if isinstance(layer, LinearAttentionLayer):
         states = dict(_states(layer))
-        tensors = {name: host(x[row : row + 1]) for name, x in states.items() if isinstance(x, Tensor)}
+        tensors = {name: x[row : row + 1] for name, x in states.items() if isinstance(x, Tensor)}
         return Snapshot(kind, tensors, {name: int(x) for name, x in states.items() if isinstance(x, bool | int)})
     if kind == "empty" or not layer.is_initialized or not layer.get_seq_length():
         return Snapshot("empty")
     if isinstance(layer, CompressedLayer):
         layer.commit()
-        return Snapshot(kind, *layer.storage.snapshot(row, None if kind == "evicting" else tokens, copy))  # type: ignore[union-attr]
-    tensors = {name: host(getattr(layer, name)[row : row + 1, :, :tokens]) for name in ("keys", "values")}
+        return Snapshot(kind, *layer.storage.snapshot(row, None if kind == "evicting" else tokens))  # type: ignore[union-attr]
+    tensors = {name: getattr(layer, name)[row : row + 1, :, :tokens] for name in ("keys", "values")}
     seen = layer.get_seq_length() if tokens is None else tokens
     return Snapshot(kind, tensors, {"seen": seen} if kind == "sliding" else {})
 
@@ -130,31 +134,40 @@ def refusal(layer: Layer, tokens: int | None = None) -> str | None:
     return None
 
 
-def restore(layer: Layer, stored: Snapshot, device: torch.device | str, copy: Copy = Tensor.copy_) -> None:
+def restore(layer: Layer, stored: Snapshot, device: torch.device | str) -> None:
     """Copies `stored` to `device` into `layer`, which is empty. Raises ValueError for a layer of another kind."""
     if stored.kind == "empty":
         return
     if KINDS.get(type(layer)) != stored.kind:
         raise ValueError(f"a {stored.kind} snapshot cannot be put into a {type(layer).__name__}")
-    tensors, numbers = stored.tensors, stored.numbers
+    tensors, numbers = stored.to(device, copy=stored.kind != "compressed").tensors, stored.numbers
     if isinstance(layer, CompressedLayer):
         tokens = layer.num_sink_tokens + stored._zone("region") + layer.residual_length + 1  # the storage for them has no spare page
         shapes = ((x, (*x.shape[:2], tokens, x.shape[3])) for x in (tensors["key.sinks"], tensors["value.sinks"]))
         layer.lazy_initialization(*(torch.empty((), dtype=x.dtype, device=device).expand(shape) for x, shape in shapes))
-        layer.storage.restore(tensors, numbers, copy)  # type: ignore[union-attr]
+        layer.storage.restore(tensors, numbers)  # type: ignore[union-attr]
         layer.empty = False
     elif isinstance(layer, LinearAttentionLayer):
         for name, x in numbers.items():
             _set_state(layer, name, bool(x) if isinstance(dict(_states(layer)).get(name), bool) else x)
         for name, state in tensors.items():
-            _set_state(layer, name, copy_to(state, device, copy))
+            _set_state(layer, name, state)
             layer.dtype, layer.device = state.dtype, torch.device(device)  # type: ignore[assignment]
     else:
-        keys, values = copy_to(tensors["keys"], device, copy), copy_to(tensors["values"], device, copy)
+        keys, values = tensors["keys"], tensors["values"]
         layer.lazy_initialization(keys, values)
         layer.keys, layer.values = keys, values
         if isinstance(layer, DynamicSlidingWindowLayer):
             layer.cumulative_length = numbers["seen"]
+
+
+def _copied(x: Tensor, device: torch.device) -> Tensor:
+    """A contiguous copy of `x` on `device`. Heads of a part of the tokens cross a bus one by one; torch would join them on the host."""
+    new = torch.empty(x.shape, dtype=x.dtype, device=device)
+    several = x.device != device and not x.is_contiguous()
+    for out, part in zip(new[0], x[0], strict=True) if several else ((new, x),):
+        out.copy_(part.detach(), non_blocking=True)
+    return new
 
 
 def _states(layer: LinearAttentionLayer) -> Iterator[tuple[str, object]]:

@@ -1,8 +1,8 @@
 """What a policy is: how many tokens a layer keeps, and in which order it forgets them.
 
 A policy is a frozen dataclass of options and pure functions; what it remembers of a token lies in the layer, beside the token. It is asked
-once for each token (`score`), after each attention whose weights it wants (`observe`), and when tokens
-must go (`priority`). Positions are ranks among the real tokens of a row, so that padding changes nothing.
+once for each token (`score`; the tokens of decode steps together, before some of them go), after each attention whose weights it wants
+(`observe`), and when tokens must go (`priority`). Positions are ranks among the real tokens of a row, so that padding changes nothing.
 """
 
 from __future__ import annotations
@@ -128,6 +128,8 @@ class Arrivals:
     rope: with `needs_rope`.
     output_gram: fp32 `[Hq, D, D]`, with `needs_output_projection`: `W W^T` of each query head's rows `W` `[D, hidden]` of the transposed
         output projection, so that the norm of what a value `v` adds to the layer's output is `sqrt(v W W^T v)`.
+    single: each of the tokens came in a decode step of its own, and none is padding: they are scored together, but `seen`, and `size` for
+        a share, are by token, `[B, 1, T]`.
     """
 
     keys: Tensor
@@ -144,6 +146,7 @@ class Arrivals:
     scaling: float | None = None
     rope: Rotation | None = None
     output_gram: Tensor | None = None
+    single: bool = False
 
     @property
     def unrotated_keys(self) -> Tensor:
@@ -357,6 +360,11 @@ class Policy:
     def keeps_values(self) -> bool:
         """Whether the norms of values are looked at."""
         return self.norms or self.value_norm or self.protect_values > 0
+
+    @property
+    def scores_arrivals(self) -> bool:
+        """Whether tokens get a score before any attention to them is observed."""
+        return type(self).score is not Policy.score or type(self).arrive is not Policy.arrive
 
     @property
     def needs_output_projection(self) -> bool:

@@ -68,7 +68,7 @@ class Compactor(Policy):
         center, whitening, mean, deviation = (statistics[name] for name in ("center", "whitening", "mean", "deviation"))
         x = tokens.unrotated_keys.float() @ statistics["random"][:, None]  # [B, H, T, S]
         attention: Tensor | None = None
-        if many := count >= 2 * self.sketch:
+        if many := count >= 2 * self.sketch and not tokens.single:
             counted = positions >= self.num_sink_tokens
             own, n = counted[:, None], counted.sum(-1).clamp_min(1)[:, None, None].float()
             fresh = (counted.sum(-1) >= 2 * self.sketch)[:, None, None]

@@ -61,7 +61,7 @@ class ExpectedAttention(Policy):
         mean, offset, level, number = (statistics[name] for name in ("mean", "offset", "level", "tokens"))
         scaling = dim**-0.5 if tokens.scaling is None else tokens.scaling
         by_group = heads, query_heads // heads
-        if many := count > 1:
+        if many := count > 1 and not tokens.single:
             counted = positions >= self.num_sink_tokens
             fresh, own = (counted.sum(-1) > 1)[:, None], counted[:, None, None]  # rows that get statistics; tokens that count
             n = counted.sum(-1).clamp_min(1).float()
@@ -72,8 +72,12 @@ class ExpectedAttention(Policy):
             covariance = rope.rotate(rope.rotate(covariance, seen[:, 0, 0]).mT, seen[:, 0, 0])
             quadratic = quadratic_form(keys, covariance) * (scaling**2 / 2)
             offset = torch.where(fresh, ((quadratic * own).sum(-1) / n[:, None, None]).flatten(1), offset)
-        linear = rope.rotate(mean[:, :, None], seen[:, 0, 0])[:, :, 0].unflatten(1, by_group)  # [B, H, G, D]
-        logits = ((linear * scaling).to(keys.dtype) @ keys.mT).float()  # [B, H, G, T]
+        if tokens.single:  # each after as many tokens as were seen at its step
+            linear = (mean * scaling).unflatten(1, by_group)  # [B, H, G, D]
+            logits = linear @ rope.rotate(keys.float(), -seen[:, 0]).mT  # [B, H, G, T]
+        else:
+            linear = rope.rotate(mean[:, :, None], seen[:, 0, 0])[:, :, 0].unflatten(1, by_group)
+            logits = ((linear * scaling).to(keys.dtype) @ keys.mT).float()
         old = offset.unflatten(1, by_group)[..., None]
         logits = logits + (torch.where(fresh[..., None, None], quadratic, old) if many else old)
         if many:

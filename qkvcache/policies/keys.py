@@ -39,7 +39,9 @@ class KeyDiff(Policy):
         keys = tokens.keys.float()
         inverse = torch.linalg.vector_norm(keys, dim=-1).clamp_min(EPSILON).reciprocal()  # [B, H, T]
         counted = inverse if tokens.is_valid is None else inverse * tokens.is_valid[:, None]
-        total = (counted[:, :, None] @ keys)[:, :, 0]
-        total = statistics["key_sum"] + total if statistics else total
+        # The sums by the end of each step: of `n` tokens, or of one.
+        total = (keys * counted[..., None]).cumsum(2) if tokens.single else counted[:, :, None] @ keys
+        total = statistics["key_sum"][:, :, None] + total if statistics else total
         direction = torch.nn.functional.normalize(total, dim=-1)
-        return {"key_sum": total}, (keys @ direction[..., None])[..., 0] * -inverse
+        cosine = (keys * direction).sum(-1) if tokens.single else (keys @ direction.mT)[..., 0]
+        return {"key_sum": total[:, :, -1]}, cosine * -inverse

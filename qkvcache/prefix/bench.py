@@ -21,7 +21,6 @@ from ..formats import FormatLike
 from ..layers.snapshot import Snapshot
 from ..planning.model import shapes
 from . import disk, match
-from .copier import PinnedCopier
 from .entry import CacheTemplate, restore_cache, snapshot_cache
 
 NAME = bytes(match.NAME)
@@ -48,11 +47,11 @@ def measure(
     if not contexts or min(contexts) < 2:
         raise ValueError(f"contexts={list(contexts)}: must be numbers of tokens, 2 or more")
     template, dense = CacheTemplate(CompressedCache(config, format=format), config), CacheTemplate(DynamicCache(config=config), config)
-    device, copy = torch.device(device), PinnedCopier()
+    device = torch.device(device)
 
     def least(layers: Callable[[], Iterable[Snapshot]]) -> float:
         devices = [device] * len(template)
-        return min(_timed(device, lambda: restore_cache(template, layers(), template, devices, copy))[1] for _ in range(repeats))
+        return min(_timed(device, lambda: restore_cache(template, layers(), template, devices))[1] for _ in range(repeats))
 
     for tokens in contexts:
         key = match.encode(NAME, torch.zeros(tokens, dtype=torch.int64))
@@ -60,7 +59,7 @@ def measure(
         for _ in range(repeats):
             cache = _random(config, tokens, dtype, device)
             nbytes = measured(cache.layers).total
-            entry, ms = _timed(device, partial(snapshot_cache, cache, template, key, 0, True, 2**63, copy, dense))
+            entry, ms = _timed(device, partial(snapshot_cache, cache, template, key, 0, True, 2**63, dense))
             store_ms.append(ms)
             del cache
         file, write_ms = _timed(device, partial(disk.write, directory, entry, config.model_type))

@@ -25,6 +25,7 @@ from pathlib import Path
 from uuid import uuid4
 
 import numpy
+import torch
 import xxhash
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -32,7 +33,6 @@ from torch import Tensor
 
 from ..layers.snapshot import Snapshot
 from . import match
-from .copier import as_bytes
 from .entry import Entry
 
 VERSION = 2
@@ -229,7 +229,7 @@ def _digest(text: bytes, ids: Tensor) -> str:
 def _sums(layer: Snapshot, chunks: int | None = None) -> list[str]:
     """Digests of the first `chunks` chunks, or of all. The first one includes names, shapes and tensors that are not by token."""
     tensors = sorted(layer.tensors.items())
-    arrays = [as_bytes(x) for _, x in tensors if x.numel()]
+    arrays = [x.view(torch.uint8).numpy() for _, x in tensors if x.numel()]
     text = "".join(f"{name} {x.dtype} {list(x.shape)} " for name, x in tensors)
     sums = []
     for begin in range(0, _tokens(layer) or 1, CHUNK)[:chunks]:

@@ -8,8 +8,8 @@ from __future__ import annotations
 import copy
 import hashlib
 import re
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -22,7 +22,7 @@ from ..layers.compressed import CompressedLayer
 from ..layers.evicting import EvictingLayer
 from ..layers.snapshot import PLACEHOLDER, Layer, Snapshot, restore, snapshot
 from . import match
-from .copier import PinnedCopier
+from .host_memory import HostSnapshot
 
 SAMPLE = 256
 """Tokens of a layer whose quantization error is measured."""
@@ -105,7 +105,7 @@ class Entry:
 
     key: bytes
     template: CacheTemplate
-    layers: list[Snapshot]
+    layers: list[HostSnapshot]
     errors: tuple[float, ...]
 
     @property
@@ -122,7 +122,7 @@ class Entry:
         """Bytes in memory, token ids included."""
         return sum(layer.nbytes for layer in self.layers) + len(self.key)
 
-    def cut(self, tokens: int) -> list[Snapshot]:
+    def cut(self, tokens: int) -> Sequence[Snapshot]:
         return self.layers if tokens == self.tokens else [layer.cut(tokens) for layer in self.layers]
 
 
@@ -137,7 +137,6 @@ def snapshot_cache(
     row: int,
     quantize: bool,
     max_bytes: int,
-    copy: PinnedCopier,
     release: CacheTemplate | None = None,
 ) -> Entry:
     """An entry of the tokens of `key` in row `row` of `cache`, stored as `template` stores them.
@@ -151,23 +150,24 @@ def snapshot_cache(
     into = template.layers()
     if len(into) != len(cache.layers):
         raise NotImplementedError(f"a cache of {len(cache.layers)} layers for a model of {len(into)}: make it with the model's config")
-    layers: list[Snapshot] = []
+    layers: list[HostSnapshot] = []
     errors = []
     released, left = release.layers() if release else [], max_bytes - len(key)
     for i, (layer, empty) in enumerate(zip(list(cache.layers), into, strict=True)):
-        stored, error = _snapshot_as(empty, layer, match.length(key), row, quantize, copy)
-        copy.wait()
-        layers.append(stored)
+        there, error = _snapshot_as(empty, layer, match.length(key), row, quantize)
+        layers.append(HostSnapshot.of(there, lock=any(x.is_cuda for x in there.tensors.values())))
         errors.append(error)
-        if (left := left - stored.nbytes) < 0:
+        if (left := left - layers[-1].nbytes) < 0:
             raise TooLarge
         if release:
             cache.layers[i] = released[i]
-        del layer, empty
+        del layer, empty, there
+    for stored in layers:
+        stored.wait()
     return Entry(key, template, layers, tuple(errors))
 
 
-def _snapshot_as(into: Layer, layer: Layer, tokens: int, row: int, quantize: bool, copy: PinnedCopier) -> tuple[Snapshot, float]:
+def _snapshot_as(into: Layer, layer: Layer, tokens: int, row: int, quantize: bool) -> tuple[Snapshot, float]:
     """A snapshot of the first `tokens` tokens of row `row` of `layer` as `into`, an empty layer, would store them, and the quantization
     error."""
     quantizes = type(layer) is DynamicLayer and isinstance(into, CompressedLayer)
@@ -179,40 +179,33 @@ def _snapshot_as(into: Layer, layer: Layer, tokens: int, row: int, quantize: boo
         )
     if not quantizes or not quantize or not layer.is_initialized:
         counts = hasattr(layer, "get_seq_length") and layer.get_seq_length()
-        return snapshot(layer, tokens if counts else None, row, copy), 0.0
+        return snapshot(layer, tokens if counts else None, row), 0.0
     keys, values = (x[row : row + 1, :, :tokens] for x in (layer.keys, layer.values))
     into.update(keys, values)  # type: ignore[attr-defined]
-    return snapshot(into, copy=copy), _error(into, (keys, values))  # type: ignore[arg-type]
+    return snapshot(into), _error(into, (keys, values))  # type: ignore[arg-type]
 
 
-def restore_cache(
-    into: CacheTemplate, layers: Iterable[Snapshot], template: CacheTemplate, devices: list[torch.device], copy: PinnedCopier
-) -> Cache:
+def restore_cache(into: CacheTemplate, layers: Iterable[Snapshot], template: CacheTemplate, devices: list[torch.device]) -> Cache:
     """A new cache of the template `into`, filled from the `layers` of an entry of `template`, each on its device."""
     cache = into.cache()
-    try:
-        empties = cache.layers if into is template else template.layers()
-        for layer, stored, empty, device in zip(cache.layers, layers, empties, devices, strict=True):
-            _restore_as(layer, stored, empty, device, copy)
-    finally:
-        copy.wait()
+    empties = cache.layers if into is template else template.layers()
+    for layer, stored, empty, device in zip(cache.layers, layers, empties, devices, strict=True):
+        _restore_as(layer, stored, empty, device)
     return cache
 
 
-def _restore_as(layer: Layer, stored: Snapshot, empty: Layer, device: torch.device, copy: PinnedCopier) -> None:
+def _restore_as(layer: Layer, stored: Snapshot, empty: Layer, device: torch.device) -> None:
     """Restores `stored` into `layer`, which is empty. If only one of the two is compressed, tokens are quantized or dequantized. `empty` is
     an empty layer of the kind that `stored` came from."""
     if stored.kind == "dense" and isinstance(layer, CompressedLayer):
         dense = DynamicLayer()
-        restore(dense, stored, device, copy)
-        copy.wait()
+        restore(dense, stored, device)
         layer.update(dense.keys, dense.values)  # type: ignore[arg-type]
     elif stored.kind == "compressed" and type(layer) is DynamicLayer and isinstance(empty, CompressedLayer):
-        restore(empty, stored, device, copy)
-        copy.wait()
+        restore(empty, stored, device)
         layer.update(*empty.dense())
     else:
-        restore(layer, stored, device, copy)
+        restore(layer, stored, device)
 
 
 @torch.no_grad()
@@ -230,11 +223,13 @@ def _error(layer: CompressedLayer, given: tuple[Tensor, Tensor]) -> float:
     return worst
 
 
-def load_entry(key: bytes, template: CacheTemplate, layers: Iterable[Snapshot], errors: tuple[float, ...], max_bytes: int) -> Entry:
-    """An entry in memory from the `layers` of a file. Raises TooLarge beyond `max_bytes`."""
+def load_entry(
+    key: bytes, template: CacheTemplate, layers: Iterable[Snapshot], errors: tuple[float, ...], max_bytes: int, lock: bool
+) -> Entry:
+    """An entry in memory, in locked pages if `lock`, from the `layers` of a file. Raises TooLarge beyond `max_bytes`."""
     copied, left = [], max_bytes - len(key)
     for layer in layers:
-        copied.append(replace(layer, tensors={name: x.clone() for name, x in layer.tensors.items()}))
+        copied.append(HostSnapshot.of(layer, lock))
         if (left := left - copied[-1].nbytes) < 0:
             raise TooLarge
     return Entry(key, template, copied, errors)

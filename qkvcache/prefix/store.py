@@ -24,7 +24,6 @@ from ..formats import FormatLike
 from ..layers.snapshot import Snapshot
 from ..policies import check_count
 from . import match
-from .copier import PinnedCopier
 from .disk import Damaged, DiskStore
 from .entry import CacheTemplate, Entry, TooLarge, batch_size, load_entry, restore_cache, snapshot_cache
 from .identity import Identity
@@ -144,7 +143,6 @@ class PrefixStore:
         self._memory = MemoryStore(max_bytes)
         self._disk = None if directory is None else DiskStore(Path(directory), max_disk_bytes, model.config.model_type)
         self._stats = Stats()
-        self._copy = PinnedCopier()
 
     @torch.no_grad()
     def fetch(self, ids: Ids) -> Match:
@@ -248,8 +246,7 @@ class PrefixStore:
             if self._memory.covering(key, file.template) is None:
                 with suppress(Damaged, TooLarge):
                     layers = disk.read(key, file.tokens)
-                    entry = load_entry(key, self._templates[file.template], layers, file.errors, self._memory.max_bytes)
-                    loaded += self._memory.add_oldest(entry)
+                    loaded += self._memory.add_oldest(self._loaded(key, self._templates[file.template], layers, file.errors))
         return loaded
 
     @property
@@ -283,10 +280,17 @@ class PrefixStore:
         """The cache, or None if the file of the layers is damaged or was removed; it is not used again."""
         into = self._dense if self.dense and not template.evicts else template
         try:
-            devices = [self._identity.devices.get(i, self.model.device) for i in range(len(template))]
-            return restore_cache(into, layers, template, devices, self._copy)
+            return restore_cache(into, layers, template, self._devices())
         except Damaged:
             return None
+
+    def _loaded(self, key: bytes, template: CacheTemplate, layers: Iterable[Snapshot], errors: tuple[float, ...]) -> Entry:
+        lock = any(device.type == "cuda" for device in self._devices())
+        return load_entry(key, template, layers, errors, self._memory.max_bytes, lock)
+
+    def _devices(self) -> list[torch.device]:
+        """Of each layer."""
+        return [self._identity.devices.get(i, self.model.device) for i in range(len(self._template))]
 
     @torch.no_grad()
     def _store(
@@ -308,11 +312,11 @@ class PrefixStore:
                 with suppress(Damaged):
                     errors, layers = self._disk.get(covering).errors, list(self._disk.read(covering, tokens))
                     cache.layers = release.layers() if release else cache.layers
-                    self._memory.put(load_entry(key, template, layers, errors, self._memory.max_bytes))
+                    self._memory.put(self._loaded(key, template, layers, errors))
                     self._stats.covered += 1
                     return True
             quantize = tokens >= self.min_quantize_tokens
-            entry = snapshot_cache(cache, template, key, number, quantize, self._memory.max_bytes, self._copy, release)
+            entry = snapshot_cache(cache, template, key, number, quantize, self._memory.max_bytes, release)
         except TooLarge:
             self._stats.rejected += 1
             return False

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 from torch import Tensor
 
 from ..formats.base import Codes
 from ..kernels import Pair, dense
-from .quantized import Copy, QuantizedTokens
+from .quantized import QuantizedTokens
 
 SIDES = ("key", "value")
 
@@ -30,13 +28,6 @@ def differ(stored: Tensor, given: Tensor) -> bool:
     """Whether two tensors `[B, H, T, D]` differ in batch, heads, head_dim or dtype."""
     a, b = stored.shape, given.shape
     return a[0] != b[0] or a[1] != b[1] or a[3] != b[3] or stored.dtype is not given.dtype
-
-
-def copy_to(x: Tensor, device: torch.device | str, copy: Copy = Tensor.copy_) -> Tensor:
-    """A contiguous copy of `x` on `device` that shares no memory with it."""
-    new = torch.empty(x.shape, dtype=x.dtype, device=device)
-    copy(new, x.detach())
-    return new
 
 
 class LayerStorage:
@@ -107,30 +98,29 @@ class LayerStorage:
         inputs = self.attention_inputs()
         return dense(inputs.key), dense(inputs.value)
 
-    def snapshot(self, row: int, tokens: int | None = None, copy: Copy = Tensor.copy_) -> tuple[dict[str, Tensor], dict[str, int]]:
-        """Copies row `row` to host memory; only the first `tokens` tokens if given.
+    def snapshot(self, row: int, tokens: int | None = None) -> tuple[dict[str, Tensor], dict[str, int]]:
+        """Row `row`, as views where possible; only the first `tokens` tokens if given.
 
         Returns tensors named `key.sinks`, `key.region.<buffer>`, `key.statistics.<buffer>`, `key.residual` and the same of `value`, with
-        one row each, and counts that do not follow from shapes. Codes are copied as they are.
+        one row each, and counts that do not follow from shapes. Codes are as they are.
         """
-        host = partial(copy_to, device="cpu", copy=copy)
         (sinks, residual), chunks, rows = self.zones(), self.chunks, slice(row, row + 1)
         before = sinks[0].shape[2]
         tokens = before + chunks.length + residual[0].shape[2] if tokens is None else tokens
-        region = chunks.snapshot(rows, min(chunks.length, max(tokens - before, 0)), copy)
+        region = chunks.snapshot(rows, min(chunks.length, max(tokens - before, 0)))
         tensors: dict[str, Tensor] = {}
         for side, first, codes, statistics, last in zip(SIDES, sinks, region, chunks.statistics, residual, strict=True):
-            tensors[f"{side}.sinks"] = host(first[rows, :, :tokens])
+            tensors[f"{side}.sinks"] = first[rows, :, :tokens]
             tensors |= {f"{side}.region.{name}": x for name, x in codes.items()}
             if chunks.calibrated:
-                tensors |= {f"{side}.statistics.{name}": host(x[rows]) for name, x in statistics.items()}
-            tensors[f"{side}.residual"] = host(last[rows, :, : max(tokens - before - chunks.length, 0)])
+                tensors |= {f"{side}.statistics.{name}": x[rows] for name, x in statistics.items()}
+            tensors[f"{side}.residual"] = last[rows, :, : max(tokens - before - chunks.length, 0)]
         return tensors, {}
 
-    def restore(self, tensors: dict[str, Tensor], numbers: dict[str, int], copy: Copy = Tensor.copy_) -> None:
-        """Copies the result of `snapshot` into this storage, which must be empty."""
+    def restore(self, tensors: dict[str, Tensor], numbers: dict[str, int]) -> None:
+        """Takes the result of `snapshot` into this storage, which must be empty."""
         codes, statistics = ((_named(tensors, f"key.{zone}."), _named(tensors, f"value.{zone}.")) for zone in ("region", "statistics"))
-        self.chunks.load(codes, statistics, self.sinks, copy)
+        self.chunks.load(codes, statistics, self.sinks)
 
 
 def _named(tensors: dict[str, Tensor], prefix: str) -> Codes:

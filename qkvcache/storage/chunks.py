@@ -16,7 +16,7 @@ from torch import Tensor
 from ..formats.base import Codec, Codes
 from ..kernels import Packed, Pair, QuantizedRegion, chunk_table, quantize_into, quantizes
 from ..kernels.segments import packed
-from .quantized import Copy, QuantizedTokens
+from .quantized import QuantizedTokens
 
 PAGE = 64
 """Tokens in a page."""
@@ -188,36 +188,36 @@ class Chunks(QuantizedTokens):
         self.chunks, self.statistics, self.length = [(key, value)], (key_statistics, value_statistics), slots
         self.bind()
 
-    def snapshot(self, rows: slice, tokens: int, copy: Copy) -> tuple[Codes, Codes]:
-        """Codes of the first `tokens` tokens, `[rows, H, tokens, width]` each, copied to host memory by `copy(destination, source)`."""
-        sides: tuple[Codes, Codes] = {}, {}
-        start = 0
+    def snapshot(self, rows: slice, tokens: int) -> tuple[Codes, Codes]:
+        """Codes of the first `tokens` tokens, `[rows, H, tokens, width]` each; views, if they are in one chunk."""
+        if not tokens:
+            return {}, {}
+        used, left = [], tokens
         for chunk in self.chunks:
-            count = min(_tokens(chunk), tokens - start)
-            for codes, planes in zip(sides, chunk, strict=True):
-                for name, x in planes.items() if count > 0 else ():
-                    source = x[rows, :, :count]
-                    plane = codes.setdefault(name, source.new_empty(*source.shape[:2], tokens, source.shape[3], device="cpu"))
-                    copy(plane[:, :, start : start + count], source)
-            start += count
-        return sides
+            if left > 0:
+                used.append((chunk, min(_tokens(chunk), left)))
+            left -= _tokens(chunk)
+        key, value = (
+            {name: _joined([chunk[side][name][rows, :, :count] for chunk, count in used]) for name in used[0][0][side]} for side in (0, 1)
+        )
+        return key, value
 
-    def load(self, codes: tuple[Codes, Codes], statistics: tuple[Codes, Codes], like: Pair, copy: Copy) -> None:
-        """Copies `codes` `[B, H, T, width]` and `statistics`, if there are any, into empty chunks with `copy(destination, source)`."""
+    def load(self, codes: tuple[Codes, Codes], statistics: tuple[Codes, Codes], like: Pair) -> None:
+        """Copies `codes` `[B, H, T, width]` and `statistics`, if there are any, into empty chunks."""
         self._allocate_statistics(like)
         if codes[0]:
-            self.extend(codes, like, copy)
-        self._load_statistics(statistics, copy)
+            self.extend(codes, like)
+        self._load_statistics(statistics)
 
-    def extend(self, codes: tuple[Codes, Codes], like: Pair, copy: Copy = Tensor.copy_) -> None:
-        """Adds the tokens of `codes`, `[B, H, T, width]` each, with `copy(destination, source)`."""
+    def extend(self, codes: tuple[Codes, Codes], like: Pair) -> None:
+        """Adds the tokens of `codes`, `[B, H, T, width]` each."""
         tokens = next(iter(codes[0].values())).shape[2]
         self.reserve(tokens, like)
         for chunk, at, part in self.free_slots(tokens):
             for planes, given in zip(chunk, codes, strict=True):
                 for name, plane in planes.items():
                     count = part.stop - part.start
-                    copy(plane.narrow(2, at, count), given[name].narrow(2, part.start, count))
+                    plane.narrow(2, at, count).copy_(given[name].narrow(2, part.start, count))
         self.length += tokens
 
     def gather(self, index: Tensor) -> tuple[Codes, Codes]:
@@ -278,6 +278,11 @@ class Chunks(QuantizedTokens):
                 yield from codec.roles(codes, dim)
         if self.table is not None:
             yield "bookkeeping", self.table
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    """`parts` `[B, H, T, width]` in a row; a single one as it is."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
 
 
 def _tokens(chunk: tuple[Codes, Codes]) -> int:

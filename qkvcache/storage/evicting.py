@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -46,12 +45,11 @@ from ..kernels import (
 from ..kernels.pages import COLUMNS, RING_TOKENS
 from ..policies import Arrivals, Budget, Policy, Rotation
 from ..policies.base import ONE, Count, share_of, times
-from .base import LayerStorage, copy_to, differ
+from .base import LayerStorage, differ
 from .chunks import PAGE, Chunks
 from .eviction import append_and_evict, append_and_share
 from .head_pages import HeadPages
 from .metadata import TokenFields, TokenMetadata, no_tokens
-from .quantized import Copy
 from .storage import attention_inputs_of, sides_of
 
 
@@ -496,25 +494,23 @@ class EvictingStorage(LayerStorage):
     def zones(self) -> tuple[Pair, Pair]:
         return self.sinks, self.residual
 
-    def snapshot(self, row: int, tokens: int | None = None, copy: Copy = Tensor.copy_) -> tuple[dict[str, Tensor], dict[str, int]]:
-        tensors, _ = super().snapshot(row, tokens, copy)
+    def snapshot(self, row: int, tokens: int | None = None) -> tuple[dict[str, Tensor], dict[str, int]]:
+        tensors, _ = super().snapshot(row, tokens)
         rows = slice(row, row + 1)
         named = ((name, x[rows]) for name, x in self.metadata.named_tensors())
         of_pages = self.chunks.named_tensors(rows) if isinstance(self.chunks, HeadPages) else ()
-        tensors |= {name: copy_to(x, "cpu", copy) for name, x in chain(named, of_pages)}
+        tensors |= dict(chain(named, of_pages))
         numbers = {"seen": self.seq_length, "in_order": int(self.in_order), "sinks_full": int(self.sinks_full)}
         return tensors, numbers | ({"longest": self.chunks.length} if isinstance(self.chunks, HeadPages) else {})
 
-    def restore(self, tensors: dict[str, Tensor], numbers: dict[str, int], copy: Copy = Tensor.copy_) -> None:
-        super().restore(tensors, numbers, copy)
-        placed = partial(copy_to, device=self.device, copy=copy)
-        self.sinks, self.residual = ((placed(tensors[f"key.{zone}"]), placed(tensors[f"value.{zone}"])) for zone in ("sinks", "residual"))
-        self.metadata.load(tensors, placed)
+    def restore(self, tensors: dict[str, Tensor], numbers: dict[str, int]) -> None:
+        super().restore(tensors, numbers)
+        self.sinks, self.residual = ((tensors[f"key.{zone}"], tensors[f"value.{zone}"]) for zone in ("sinks", "residual"))
+        self.metadata.load(tensors)
         self.seq_length = self.metadata.columns = numbers["seen"]
         self.in_order, self.sinks_full = bool(numbers["in_order"]), bool(numbers["sinks_full"])
         if isinstance(self.chunks, HeadPages):
-            pages = {name: x.to(self.device) for name, x in tensors.items() if name.startswith("pages.")}
-            self.chunks.place(pages, numbers["longest"])
+            self.chunks.place(tensors, numbers["longest"])
             self.metadata.ragged = self.chunks.length > 0 and not self.in_order
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:

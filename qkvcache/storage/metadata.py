@@ -57,7 +57,9 @@ class TokenMetadata:
         `Policy.alpha_safeguard` say."""
         self.sinks = torch.empty(batch, 0, dtype=torch.bool, device=keys.device)
         """Which columns of the sinks hold a token, `[B, S]`."""
-        self.residual: TokenFields = no_tokens(policy, keys)
+        self._residual: TokenFields = no_tokens(policy, keys)
+        self._waiting: list[Arrivals] = []
+        """The last tokens, of decode steps, without metadata so far."""
         self._region: TokenFields = no_tokens(policy, keys) if pages is None else {}
         self.ragged = False
         """Whether columns of the region may be empty in some heads alone."""
@@ -79,10 +81,30 @@ class TokenMetadata:
     def region(self, fields: TokenFields) -> None:
         self._region = fields
 
+    @property
+    def residual(self) -> TokenFields:
+        """Of the last tokens, those of the running step included."""
+        if self._waiting:
+            self._describe_waiting()
+        return self._residual
+
+    @residual.setter
+    def residual(self, fields: TokenFields) -> None:
+        self._residual, self._waiting = fields, []
+
     def append(self, tokens: Arrivals) -> None:
         """Adds the tokens of a step to the residual's metadata. `positions` and `seen` of `tokens` are not read."""
         keys, is_valid = tokens.keys, tokens.is_valid
-        batch, heads, count, _ = keys.shape
+        batch, _, count, _ = keys.shape
+        observed = self.policy.observation_window > 0
+        if count == 1 and is_valid is None and not (observed and self.policy.scores_arrivals):
+            self._waiting.append(tokens)
+            if "score" in self._residual and observed:
+                self._residual["score"] = F.pad(self._residual["score"], (0, 1))
+            self.columns += 1
+            self.row_lengths = None if self.row_lengths is None else self.row_lengths + 1
+            return
+        residual = self.residual
         if is_valid is not None and self.row_lengths is None:
             self.row_lengths = torch.full((batch,), self.columns, dtype=torch.int64, device=keys.device)
         if self.row_lengths is None:
@@ -95,10 +117,27 @@ class TokenMetadata:
         self.has_gaps |= tokens.is_valid is not None
         begin = self.columns if self.row_lengths is None else None
         self.columns += count
-        fields = self.new_fields(replace(tokens, positions=positions, begin=begin, seen=self.lengths()))
-        for name, x in self.residual.items():
+        self._describe(residual, replace(tokens, positions=positions, begin=begin, seen=self.lengths()))
+
+    def _describe_waiting(self) -> None:
+        """Computes the fields of the tokens of decode steps together: scored one by one, they would cost many small kernels each."""
+        steps, self._waiting = self._waiting, []
+        count, newest = len(steps), self.lengths()[:, :, 0]  # [B, 1]
+        positions = newest - count + torch.arange(count, device=newest.device)
+        keys, values = (torch.cat(x, dim=2) for x in zip(*((step.keys, step.values) for step in steps), strict=True))
+        queries = None if steps[0].queries is None else torch.cat([given(step.queries, "queries") for step in steps], dim=2)
+        tokens = replace(steps[-1], keys=keys, values=values, after_keys=keys, after_values=values, queries=queries, single=True)
+        begin = self.columns - count if self.row_lengths is None else None
+        self._describe(self._residual, replace(tokens, positions=positions.int(), begin=begin, seen=positions[:, None] + 1))
+
+    def _describe(self, residual: TokenFields, tokens: Arrivals) -> None:
+        """Adds the fields of new tokens to `residual`."""
+        heads, positions = tokens.keys.shape[1], given(tokens.positions, "positions")
+        fields = self.new_fields(tokens)
+        columns = residual["positions"].shape[-1] + positions.shape[-1]
+        for name, x in residual.items():
             new = positions[:, None].expand(-1, heads, -1) if name == "positions" else fields.get(name)
-            self.residual[name] = F.pad(x, (0, count)) if new is None else torch.cat([x, new], dim=-1)
+            residual[name] = F.pad(x, (0, columns - x.shape[-1])) if new is None else torch.cat([x, new], dim=-1)
 
     def allocate(self, region: int, residual: int) -> None:
         """Adds so many columns to the region, unless it lies in pages, and to the residual."""
@@ -131,12 +170,12 @@ class TokenMetadata:
         else:
             self.statistics = statistics
         new: dict[str, Tensor | None] = {}
-        if "score" in self.residual:
+        if "score" in self._residual:
             new["score"] = None if score is None else score.float()
         for name, x in (("key_norm", tokens.keys), ("value_norm", tokens.values)):
-            if name in self.residual:
+            if name in self._residual:
                 new[name] = torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32)
-        if "output_norm" in self.residual:
+        if "output_norm" in self._residual:
             new["output_norm"] = output_norm(tokens.values, given(tokens.output_gram, "the output projection"))
         return new
 
@@ -144,17 +183,21 @@ class TokenMetadata:
         """Which columns hold a token, bool `[B, T]`, or `[B, H, T]` if `ragged` tokens are in pages; None if all do."""
         if self.ragged and self.pages is not None and self.pages.length:
             region = self.pages.read("positions")[..., : self.pages.length]
-            sinks, zones = self.sinks[:, None].expand(-1, region.shape[1], -1), (region, self.residual["positions"])
-            return torch.cat([sinks, *(positions >= 0 for positions in zones)], dim=-1)
+            return torch.cat([self.sinks[:, None].expand(-1, region.shape[1], -1), region >= 0, self._residual_is_valid()], dim=-1)
         if self.row_lengths is None:
             return None
-        return torch.cat([self.sinks, *(zone["positions"][:, 0] >= 0 for zone in (self.region, self.residual))], dim=-1)
+        return torch.cat([self.sinks, self.region["positions"][:, 0] >= 0, self._residual_is_valid()[:, 0]], dim=-1)
+
+    def _residual_is_valid(self) -> Tensor:
+        """Which columns of the residual hold a token, bool `[B, H, R]`."""
+        return F.pad(self._residual["positions"] >= 0, (0, len(self._waiting)), value=True)
 
     def observe(self, attention_sums: Tensor, queries: Tensor | int) -> None:
         """Updates scores with the attention `[B, H, T]` that `queries` queries gave to each column, or to each slot of pages."""
-        sinks, residual = self.sinks.shape[1], self.residual["score"].shape[-1]
+        fields = self._residual if self.policy.observation_window else self.residual  # the scores of waiting tokens are there
+        sinks, residual = self.sinks.shape[1], fields["score"].shape[-1]
         parts = attention_sums[..., sinks : attention_sums.shape[-1] - residual], attention_sums[..., attention_sums.shape[-1] - residual :]
-        for zone, part in zip((self._region, self.residual), parts, strict=True):
+        for zone, part in zip((self._region, fields), parts, strict=True):
             if zone:
                 zone["score"] = self.policy.observe(zone["score"], part, queries)
         if self.pages is not None and self.pages.length:
@@ -179,11 +222,12 @@ class TokenMetadata:
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Replaces every tensor by `fn(tensor)`, which may change the rows."""
+        zones = self._region, self.residual
         self.sinks = fn(self.sinks)
         self.row_lengths = None if self.row_lengths is None else fn(self.row_lengths)
         self.head_weights = None if self.head_weights is None else fn(self.head_weights)
         self.statistics = {name: fn(x) for name, x in self.statistics.items()}
-        for zone in (self._region, self.residual):
+        for zone in zones:
             for name in zone:
                 zone[name] = fn(zone[name])
 
@@ -191,15 +235,16 @@ class TokenMetadata:
         """Every tensor with its name in a snapshot."""
         named = {"sinks": self.sinks, "row_lengths": self.row_lengths, "head_weights": self.head_weights}
         yield from ((f"metadata.{name}", x) for name, x in named.items() if x is not None)
-        for zone, fields in (("region", self._region), ("residual", self.residual), ("statistics", self.statistics)):
+        residual = self.residual  # before the statistics, which its last tokens may change
+        for zone, fields in (("region", self._region), ("residual", residual), ("statistics", self.statistics)):
             yield from ((f"metadata.{zone}.{name}", x) for name, x in fields.items())
 
-    def load(self, tensors: dict[str, Tensor], place: Callable[[Tensor], Tensor]) -> None:
-        """Takes `place(tensor)` of each of the `named_tensors` of another layer."""
+    def load(self, tensors: dict[str, Tensor]) -> None:
+        """Takes the `named_tensors` of another layer, from among `tensors`."""
         for name, x in tensors.items():
             if name.startswith("metadata."):
                 _, zone, *field = name.split(".")
                 if field:
-                    getattr(self, zone)[field[0]] = place(x)
+                    getattr(self, zone)[field[0]] = x
                 else:
-                    setattr(self, zone, place(x))
+                    setattr(self, zone, x)

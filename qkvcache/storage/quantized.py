@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from ..formats.base import Codec, Codes
 from ..kernels import Pair
-
-Copy = Callable[[Tensor, Tensor], object]
-"""`copy(destination, source)` fills `destination` with `source`; each may be in host memory or on a device."""
 
 
 class QuantizedTokens:
@@ -50,16 +47,16 @@ class QuantizedTokens:
                 key, value = (codec.allocate_statistics(x, self.per_head) for codec, x in zip(self.codecs, like, strict=True))
             self.statistics = key, value
 
-    def snapshot(self, rows: slice, tokens: int, copy: Copy) -> tuple[Codes, Codes]:
-        """Codes of the first `tokens` tokens of `rows`, copied to host memory by `copy`."""
+    def snapshot(self, rows: slice, tokens: int) -> tuple[Codes, Codes]:
+        """Codes of the first `tokens` tokens of `rows`; they may be views."""
         raise NotImplementedError
 
-    def load(self, codes: tuple[Codes, Codes], statistics: tuple[Codes, Codes], like: Pair, copy: Copy) -> None:
-        """Takes what `snapshot` returned, and `statistics`, if there are any, by `copy`; nothing may be stored."""
+    def load(self, codes: tuple[Codes, Codes], statistics: tuple[Codes, Codes], like: Pair) -> None:
+        """Copies what `snapshot` returned, and `statistics`, if there are any; nothing may be stored."""
         raise NotImplementedError
 
-    def _load_statistics(self, given: tuple[Codes, Codes], copy: Copy) -> None:
+    def _load_statistics(self, given: tuple[Codes, Codes]) -> None:
         for kept, side in zip(self.statistics, given, strict=True):
             for name, x in side.items():
-                copy(kept[name], x)
+                kept[name].copy_(x)
                 self.calibrated = True

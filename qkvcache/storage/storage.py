@@ -26,7 +26,6 @@ from ..kernels.segments import CHUNKS, CONTROL, DROPPED, ROOM
 from .base import LayerStorage
 from .chunks import GROUP, PAGE, ROWS, Chunks, block_of
 from .head_pages import HeadPages
-from .quantized import Copy
 
 
 class Storage(LayerStorage):
@@ -243,27 +242,26 @@ class Storage(LayerStorage):
         self.truncate(0)
         self.bind()
 
-    def restore(self, tensors: dict[str, Tensor], numbers: dict[str, int], copy: Copy = Tensor.copy_) -> None:
+    def restore(self, tensors: dict[str, Tensor], numbers: dict[str, int]) -> None:
         sinks, residual = ((tensors[f"key.{zone}"], tensors[f"value.{zone}"]) for zone in ("sinks", "residual"))
         tokens = residual[0].shape[2]
         fits = tokens <= self.slots  # if not, steps of this storage are compiled, and its ring is shorter than the one of the snapshot
-        copy = copy if fits else Tensor.copy_  # tokens are quantized now
-        super().restore(tensors, numbers, copy)
+        super().restore(tensors, numbers)
         if self.buffers.region is not self.chunks.region:
             self.bind()
         for first, x in zip(self.sinks, sinks, strict=True):
-            copy(first.narrow(2, 0, x.shape[2]), x)
+            first.narrow(2, 0, x.shape[2]).copy_(x)
         exact = sinks[0].shape[2] + self.chunks.length
         self.set_lengths(exact + tokens if fits else exact, self.chunks.length)
         if not fits:
             self.reserve(tokens)
-            self.append((residual[0].to(self.state.device), residual[1].to(self.state.device)))
+            self.append(residual)
             return
         at = self.chunks.length % self.slots
         for ring, x in zip(self.residual, residual, strict=True):
             for slot, part in zip((at, 0), x.tensor_split([self.slots - at], dim=2), strict=True):
                 if part.shape[2]:
-                    copy(ring.narrow(2, slot, part.shape[2]), part)
+                    ring.narrow(2, slot, part.shape[2]).copy_(part)
 
     def map(self, fn: Callable[[Tensor], Tensor], in_place: bool = False) -> None:
         """Replaces tensors by `fn(tensor)`, which may change the rows or the device. With `in_place`, `fn` only reorders rows, and tensors

@@ -4,7 +4,20 @@ import pytest
 import torch
 
 from qkvcache.kernels import matmul
-from qkvcache.policies import H2O, Custom, Knorm, Random, SinkWindow, SnapKV, base, compactor
+from qkvcache.policies import (
+    H2O,
+    Compactor,
+    Custom,
+    ExpectedAttention,
+    KeyDiff,
+    Knorm,
+    Random,
+    SinkWindow,
+    SnapKV,
+    TriAttention,
+    base,
+    compactor,
+)
 from tests.matrix import CUT_FREE, FORMATS, POLICIES, slowly
 from tests.policies.oracle import Text, columns, drive, kept
 from tests.tolerance import rounding, same_decoded
@@ -18,6 +31,11 @@ SPARSE = {
     "snapkv": SnapKV(budget=14, interval=3, window_size=4, recent=3),
     "h2o": H2O(budget=14, interval=4, recent=2),
     "knorm": Knorm(budget=14, interval=2),
+    "keydiff": KeyDiff(budget=14, interval=5, recent=3),
+    "expected_attention": ExpectedAttention(budget=14, interval=5, recent=3, horizon=16),
+    "compactor": Compactor(budget=14, interval=5, recent=3, chunk_size=8, sketch=2),
+    "triattention": TriAttention(budget=14, interval=5, recent=3),
+    "critical": SnapKV(budget=14, interval=5, window_size=4, recent=3, first_stage_ratio=0.5),
 }
 
 
@@ -45,6 +63,7 @@ def test_b2_those_with_the_highest_score_are_kept(name, budget, text):
 @pytest.mark.parametrize("text", TEXTS)
 @pytest.mark.parametrize("name", SPARSE)
 def test_b18_intervals(name, text):
+    """The tokens of an interval's decode steps are scored together, each by what was known at its step."""
     check(SPARSE[name], TEXTS[text])
 
 

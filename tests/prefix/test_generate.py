@@ -200,11 +200,8 @@ def test_full_windows_are_not_cut(name):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("small", [512, 2**20])
 @pytest.mark.parametrize("format", ["int8", "turboquant_3bit_nc"])
-def test_on_a_gpu(format, small, tmp_path, monkeypatch):
-    monkeypatch.setattr("qkvcache.prefix.copier.STAGE", 4096)  # several parts a tensor
-    monkeypatch.setattr("qkvcache.prefix.copier.SMALL", small)
+def test_on_a_gpu(format, tmp_path):
     of = copy.deepcopy(model("llama")).cuda()
     kept = PrefixStore(of, max_bytes=2**26, format=format, directory=tmp_path, **ZONES)
     ids = prompt(200).cuda()
@@ -221,3 +218,23 @@ def test_on_a_gpu(format, small, tmp_path, monkeypatch):
     with kept.reuse(longer) as past:
         assert torch.equal(generate(of, longer, past), generate(of, longer, copy.deepcopy(cache)))
     assert kept.fetch(torch.cat([ids, ids], 1)).length == 209
+
+
+@pytest.mark.gpu
+def test_entries_of_a_gpu_are_in_locked_pages_until_copies_have_ended(tmp_path):
+    of = copy.deepcopy(model("llama")).cuda()
+    kept = PrefixStore(of, max_bytes=2**28, format="int8", directory=tmp_path, **ZONES)
+    ids = prompt(2000).cuda()
+    cache = CompressedCache(of.config, format="int8", **ZONES)
+    with torch.no_grad():
+        of(ids, past_key_values=cache)
+    kept.store(ids, cache)
+    later = torch.cat([ids, ids[:, :1]], 1)
+    for _ in range(2):
+        assert all(x.is_pinned() for layer in kept._memory.entries[0].layers for x in layer.tensors.values())
+        torch.cuda._sleep(200_000_000)
+        found = kept.fetch(later).cache
+        assert not torch.cuda.current_stream().query()  # the host did not wait
+        kept.trim(0)  # waits before it gives the pages back
+        assert all(torch.equal(a, b) for a, b in zip(held(found), held(cache), strict=True))
+        assert kept.load() == 1
