@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..kernels import matmul_fp32
 from .base import ObservedAttention, Policy, check_count
+from .snapkv import faded
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +49,7 @@ class DropKV(Policy):
         return (observed[:, :, None] @ costs)[:, :, 0].clamp_min(0)
 
     def observe(self, score: Tensor, attention_sums: Tensor, queries: Tensor | int) -> Tensor:
-        return score * (1 - 1 / self.window_size) ** queries + attention_sums
+        return faded(score, 1 - 1 / self.window_size, attention_sums, queries)
 
 
 def _squared(x: Tensor) -> Tensor:

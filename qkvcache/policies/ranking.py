@@ -14,6 +14,14 @@ def total_order(rank: Tensor, positions: Tensor) -> Tensor:
     return (torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long() << 32) + positions  # floats compare as these integers do
 
 
+def ascending(positions: Tensor) -> Tensor:
+    """The indices that sort each row of int32 `[B, H, T]`, equal ones in their order: one sort of all rows, since a GPU sorts few long rows
+    one after another."""
+    batch, heads, tokens = positions.shape
+    row = torch.arange(batch * heads, device=positions.device).view(batch, heads, 1)
+    return ((row << 32) + positions).flatten().argsort(stable=True).view_as(positions) - row * tokens
+
+
 def highest(order: Tensor, count: int | Tensor) -> Tensor:
     """Which are the `count` highest of `order` int64 `[B, H, T]`, bool: an int, or `[1 or B, 1 or H, 1]`, for which they are sorted. If
     several equal the lowest of these, all of them."""

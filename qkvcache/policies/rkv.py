@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .base import Tokens, given
+from .keys import EPSILON
 from .snapkv import SnapKV
 
 
@@ -42,8 +43,10 @@ class RKV(SnapKV):
         valid = tokens.valid
         attention = super().priority(tokens).masked_fill(~valid, 0)
         attention = attention / attention.sum(-1, keepdim=True).clamp_min(torch.finfo(attention.dtype).tiny)
-        units = torch.nn.functional.normalize(given(tokens.keys, "stored keys").float(), dim=-1).masked_fill(~valid[..., None], 0)
+        keys = given(tokens.keys, "stored keys").float()
+        inverse = torch.linalg.vector_norm(keys, dim=-1).clamp_min(EPSILON).reciprocal().masked_fill(~valid, 0)
         others = (valid.sum(-1, keepdim=True) - 1).clamp_min(1)
-        cosine = ((units @ units.sum(2)[..., None]).squeeze(-1) - 1) / others
+        total = inverse[:, :, None] @ keys  # of the keys' directions, [B, H, 1, D]
+        cosine = ((keys @ total.mT)[..., 0] * inverse - 1) / others
         redundancy = cosine.masked_fill(~valid, -torch.inf).softmax(-1)
         return self.attention_weight * attention - (1 - self.attention_weight) * redundancy

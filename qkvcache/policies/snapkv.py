@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .base import Policy, Tokens, check_count
+from .ranking import ascending
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,13 +38,20 @@ class SnapKV(Policy):
         return self.window_size
 
     def observe(self, score: Tensor, attention_sums: Tensor, queries: Tensor | int) -> Tensor:
-        return score * (1 - 1 / self.window_size) ** queries + attention_sums
+        return faded(score, 1 - 1 / self.window_size, attention_sums, queries)
 
     def priority(self, tokens: Tokens) -> Tensor:
         # Slots are in no order. Empty ones are sorted first, so that they are no neighbours.
-        order = tokens.positions.argsort(dim=-1, stable=True)
+        order = ascending(tokens.positions)
         valid = tokens.valid.gather(-1, order).float()
         score = super().priority(tokens).gather(-1, order) * valid
         side = self.kernel_size // 2
         total, count = (F.avg_pool1d(F.pad(x, (side, side)), self.kernel_size, stride=1) for x in (score, valid))
         return torch.empty_like(score).scatter_(-1, order, total / count.clamp_min(1e-6))
+
+
+def faded(score: Tensor, rate: float, attention_sums: Tensor, queries: Tensor | int) -> Tensor:
+    """`score * rate**queries + attention_sums`, in one pass where all rows had as many queries."""
+    if isinstance(queries, int):
+        return torch.add(attention_sums, score, alpha=rate**queries)
+    return torch.addcmul(attention_sums, score, rate**queries)

@@ -35,6 +35,8 @@ class HeadPages(QuantizedTokens):
         super().__init__(codecs, dims, per_head=True)
         self.planes: tuple[Codes, Codes] = {}, {}
         self.fields = {name: _with_empty_page(x.new_empty(0, PAGE), name) for name, x in fields.items()}
+        self._opened: dict[str, Tensor] = {}
+        """Fields by slot, `[B, H, columns]`, which are newer than those in pages."""
         self.lengths = fields["positions"].new_zeros(fields["positions"].shape[:2])
         self.table = self.lengths.new_zeros(*self.lengths.shape, 0)
         self.length = self.capacity = 0
@@ -52,12 +54,20 @@ class HeadPages(QuantizedTokens):
         self.pages = Pages(*self.codecs, self.planes, self.statistics, self.table, self.lengths) if self.capacity else None
 
     def read(self, name: str) -> Tensor:
-        """A field of all slots, `[B, H, columns]`, a copy; of slots without a token the position is -1."""
+        """A field of all slots, `[B, H, columns]`; of slots without a token the position is -1."""
+        if name in self._opened:
+            return self._opened[name]
         return self.fields[name].index_select(0, self.table.flatten()).view(*self.lengths.shape, -1)
 
     def write(self, name: str, x: Tensor) -> None:
-        """The inverse of `read`."""
-        self.fields[name][self.table] = x.unflatten(-1, (-1, PAGE))
+        """The inverse of `read`. The field lies in pages again when tokens are evicted or rows change: scores change in every step."""
+        self._opened[name] = x
+
+    def _close(self) -> None:
+        """Writes what was written into pages."""
+        for name, x in self._opened.items():
+            self.fields[name][self.table] = x.unflatten(-1, (-1, PAGE))
+        self._opened.clear()
 
     def retain(self, kept: Tensor, new: Pair, accepted: Tensor, fields: dict[str, Tensor], most: int | Tensor) -> None:
         """Evicts all stored tokens but `kept`, bool `[B, H, L]`, and adds those of the keys and values `new` `[B, H, N, D]` that are
@@ -67,6 +77,7 @@ class HeadPages(QuantizedTokens):
             fields: the metadata of the stored and then of the new tokens, `[B, H, L + N]` each.
             most: tokens that a row may hold, over all heads; an int or an int64 scalar.
         """
+        self._opened.clear()  # `fields` has all
         stored, chosen = kept.shape[-1], torch.cat([kept, accepted], dim=-1)
         lengths = chosen.sum(-1, dtype=torch.int32)
         had, wanted = _pages(self.lengths), _pages(lengths)
@@ -90,6 +101,7 @@ class HeadPages(QuantizedTokens):
         empty, source = source < 0, source.clamp_min(0)
         for name, x in fields.items() if longest else ():
             self.write(name, x.gather(-1, source).masked_fill(empty, _nothing(name)))
+        self._close()
 
     def _address(self, row: Tensor, head: Tensor, slot: Tensor) -> tuple[Tensor, Tensor]:
         """Page, and slot of that page, of slots `[N]`."""
@@ -187,6 +199,7 @@ class HeadPages(QuantizedTokens):
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Replaces every tensor by `fn(tensor)`, which may change the rows or the device. Rows that repeat have pages of their own."""
+        self._close()
         with torch.inference_mode(False):
             k_statistics, v_statistics = ({name: fn(x) for name, x in side.items()} for side in self.statistics)
             self.lengths, self.table = fn(self.lengths), fn(self.table)
@@ -218,6 +231,7 @@ class HeadPages(QuantizedTokens):
 
     def named_tensors(self, rows: slice) -> Iterator[tuple[str, Tensor]]:
         """What a snapshot of one row holds beside codes and statistics, `[1, ...]` each, with its name."""
+        self._close()
         taken = self._pages_of(rows)
         yield "pages.lengths", self.lengths[rows]
         yield from ((f"pages.{name}", x[taken][None]) for name, x in self.fields.items())
@@ -236,6 +250,7 @@ class HeadPages(QuantizedTokens):
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Every live tensor with its role: `codes`, `scales` or `bookkeeping`."""
+        self._close()
         for planes, statistics, codec, dim in zip(self.planes, self.statistics, self.codecs, self.dims, strict=True):
             yield from codec.roles(planes | statistics, dim)
         yield from (("bookkeeping", x) for x in (self.table, self.lengths, *self.fields.values()))

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from qkvcache.policies.ranking import first_of, highest, total_order
+from qkvcache.policies.ranking import ascending, first_of, highest, total_order
 from tests.seeds import SEED
 
 
@@ -24,6 +24,13 @@ def test_the_highest(count):
             many = count if isinstance(count, int) else int(count.expand(2, 2, 1)[row, head])
             best = sorted(range(9), key=lambda i: -order[row, head, i])[: max(many, 0)]
             assert found[row, head].nonzero().flatten().tolist() == sorted(best)
+
+
+def test_rows_are_sorted_each_by_itself():
+    torch.manual_seed(SEED)
+    positions = torch.randint(-1, 6, (2, 3, 20), dtype=torch.int32)
+    positions[0, 1, 4] = 2**31 - 1
+    assert torch.equal(ascending(positions), positions.argsort(dim=-1, stable=True))
 
 
 @pytest.mark.parametrize("count", [0, 1, 5, 11])
