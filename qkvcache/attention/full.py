@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
 
 from ..kernels import AttentionInputs, Exact, KeysOrValues, attend
 
@@ -34,7 +35,9 @@ def full_attention(
         raise NotImplementedError("attention dropout is for training: call model.eval(), or use another attn_implementation")
     queries, tokens = query.shape[2], key.shape[2]
     causal = attention_mask is None and queries > 1 and (getattr(module, "is_causal", True) if is_causal is None else is_causal)
-    if softcap is None and s_aux is None and (not causal or queries == tokens):
+    if softcap is None and s_aux is None:
+        if causal and queries != tokens:
+            attention_mask, causal = causal_lower_right(queries, tokens), False
         out = F.scaled_dot_product_attention(
             query, key, value, attn_mask=attention_mask, scale=scaling, is_causal=causal, enable_gqa=query.shape[1] != key.shape[1]
         )

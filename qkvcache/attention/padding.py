@@ -1,5 +1,5 @@
 """Callbacks from attention to the layers whose plain keys it gets: with the padding of a prompt, which only the mask shows, and with the
-queries. A layer may attend itself."""
+queries. A layer may replace the mask."""
 
 from __future__ import annotations
 
@@ -29,22 +29,21 @@ class PlainAttention(NamedTuple):
 
 
 _pending: dict[int, tuple[weakref.ref, weakref.WeakMethod]] = {}
-"""Keys that have not reached attention yet, and the callback, by `id` of the keys."""
+"""Keys and their callback, by `id` of the keys."""
 
 
-def await_attention(keys: Tensor, callback: Callable[[PlainAttention], Tensor | None]) -> None:
-    """Calls `callback`, a bound method, once attention gets `keys`. It returns the output of attention, `[B, Q, Hq, Dv]`, or None to leave
-    it to the model. Keeps neither the keys nor the method's object alive."""
+def await_attention(keys: Tensor, callback: Callable[[PlainAttention], PlainAttention | None]) -> None:
+    """Calls `callback`, a bound method, when attention gets `keys`, of each layer that shares them. It returns the attention with the mask
+    to take, or None to leave the mask as it is. Keeps neither the keys nor the method's object alive."""
     at = id(keys)
     _pending[at] = weakref.ref(keys, lambda _: _pending.pop(at, None)), weakref.WeakMethod(callback)
 
 
-def report_attention(
-    implementation: str, module: torch.nn.Module, query: Tensor, keys: Any, mask: Any, keywords: dict[str, Any]
-) -> Tensor | None:
-    """Calls the callback that waits for `keys`, and returns its result. There is rarely one, and this costs nothing then."""
-    if _pending and (pending := _pending.pop(id(keys), None)):
+def report_attention(implementation: str, module: torch.nn.Module, query: Tensor, keys: Any, mask: Any, keywords: dict[str, Any]) -> Any:
+    """Calls the callback that waits for `keys`, and returns the mask to take. There is rarely one, and this costs nothing then."""
+    if _pending and (pending := _pending.get(id(keys))):
         callback = pending[1]()
         if callback is not None and pending[0]() is keys:
-            return callback(PlainAttention(implementation, module, query, mask, keywords))
-    return None
+            attention = PlainAttention(implementation, module, query, mask, keywords)
+            return (callback(attention) or attention).mask
+    return mask

@@ -103,17 +103,14 @@ def route(
     stock: Callable, implementation: str, module: torch.nn.Module, query: Tensor, key: Any, value: Any, *args: Any, **kwargs: Any
 ) -> tuple[Tensor, Tensor | None]:
     """Calls `stock` on plain tensors; attends on the attention inputs of `CompressedKV`."""
-    if isinstance(key, CompressedKV):
-        notice_again(implementation, query, key, args[0] if args else kwargs.get("attention_mask"), kwargs)
-    if isinstance(key, CompressedKV) and key.observer is not None:
-        mask, args = (args[0], args[1:]) if args else (kwargs.pop("attention_mask", None), args)
-        ways = _few(query, key.attention_inputs), _in_chunks(implementation, query, key, kwargs)
-        return attend_observed(stock, implementation, *ways, module, query, key, value, mask, *args, **kwargs)
-    if not isinstance(key, CompressedKV):
-        mask = args[0] if args else kwargs.get("attention_mask")
-        own = report_attention(implementation, module, query, key, mask, kwargs)
-        return stock(module, query, key, value, *args, **kwargs) if own is None else (own, None)
     given, args = (args[0], args[1:]) if args else (kwargs.pop("attention_mask", None), args)
+    if not isinstance(key, CompressedKV):
+        mask = report_attention(implementation, module, query, key, given, kwargs)
+        return stock(module, query, key, value, mask, *args, **kwargs)
+    notice_again(implementation, query, key, given, kwargs)
+    if key.observer is not None:
+        ways = _few(query, key.attention_inputs), _in_chunks(implementation, query, key, kwargs)
+        return attend_observed(stock, implementation, *ways, module, query, key, value, given, *args, **kwargs)
     queries, tokens = query.shape[2], key.shape[2]
     mask = given
     if isinstance(mask, Tensor) and mask.dim() == 4 and mask.shape[3] > tokens:

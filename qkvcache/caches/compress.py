@@ -78,11 +78,8 @@ def read_twice(
     try:
         for begin in track(list(steps), "Reading the context again", transient=True, disable=not progress):
             _read(model, dense, ids, mask, order, lengths, begin, policy, _instruction(tokenizer, begin > sinks, ids.device))
-            for i, layer in enumerate(dense.layers):
-                if isinstance(layer, ReadingLayer):
-                    layer.truncate(ids.shape[1])
-                else:
-                    dense.layers[i] = copy.deepcopy(others[i])
+            for i, layer in others.items():
+                dense.layers[i] = copy.deepcopy(layer)
     finally:
         for handle in handles:
             handle.remove()
@@ -113,7 +110,7 @@ def _read(
     model: PreTrainedModel, dense: DynamicCache, ids: Tensor, mask: Tensor, order: Tensor, lengths: Tensor, begin: int, policy: KVzip,
     instruction: Tensor,
 ) -> None:  # fmt: skip
-    """Reads the tokens from `begin` to `begin + chunk_size` of each row once more, after the whole context."""
+    """Reads the tokens from `begin` to `begin + chunk_size` of each row once more, at positions after the whole context."""
     sinks, size, device = policy.num_sink_tokens, policy.chunk_size, ids.device
     end = min(begin + size, int(lengths.max()))
     hint = min(HINT, begin - sinks) if len(instruction) else 0
@@ -128,12 +125,16 @@ def _read(
     reading, is_valid = reading.gather(1, left), is_valid.gather(1, left)
     first = torch.arange(sinks, device=device)
     columns = torch.cat([order[:, :sinks], order[:, begin:end]], dim=1)
-    exists = torch.cat([first < lengths[:, None], place[hint:] < lengths[:, None]], dim=1)
+    attended = torch.cat([first < lengths[:, None], place[hint:] < lengths[:, None], is_valid], dim=1)
+    local = Reading(columns, attended, padded=not bool(attended.all()))
     for layer in dense.layers:
         if isinstance(layer, ReadingLayer):
-            layer.reading = Reading(columns, exists, is_valid, full=end - begin == size)
+            layer.reading = local
     whole = torch.cat([ids, reading], dim=1), torch.cat([mask, is_valid.to(mask.dtype)], dim=1)
     _forward(model, dense, *whole, reading.shape[1])
+    for layer in dense.layers:
+        if isinstance(layer, ReadingLayer):
+            layer.reading = layer.local = None
 
 
 def _watch_inputs(model: PreTrainedModel, dense: DynamicCache) -> list[Any]:

@@ -184,38 +184,6 @@ def attend_chunked_pages(
     return _attend(query, Tokens.of_pages(pages, begin, end, sinks, recent), None, scaling, None, None, CHUNK_TOKENS, plans=False)[:2]
 
 
-def attend_chunked_exact(
-    query: Tensor,
-    past: Pair,
-    own: Pair,
-    hidden: Tensor | None = None,
-    *,
-    scaling: float | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    left: LeftPadding | None = None,
-    plans: bool = True,
-) -> Tensor:
-    """The output of `attend_chunked` over keys and values `[B, H, T, D]` that are not quantized: the past and the tokens of the queries.
-    `plans`: whether as many queries will come again."""
-    return _attend(
-        query, Tokens(own, 0, functools.partial(_pieces_of_exact, past)), hidden, scaling, softcap, sinks, None, left=left, plans=plans
-    )[0]
-
-
-def _pieces_of_exact(past: Pair, size: int) -> Iterator[Piece]:
-    """Copies cost little, and cuDNN, whose plans are for strides, finds those of other pasts."""
-    begin = 0
-    for count in cut(past[0].shape[2], [size]):
-        yield count, (AsIs(), AsIs()), functools.partial(_copy, past, begin)
-        begin += count
-
-
-def _copy(past: Pair, begin: int, keys: Tensor, values: Tensor) -> None:
-    for x, out in zip(past, (keys, values), strict=True):
-        out.copy_(x[:, :, begin : begin + out.shape[2]])
-
-
 def _pieces_of_pages(pages: Pages, begin: int, end: int, size: int) -> Iterator[Piece]:
     for count in cut(end - begin, [size]):
         yield count, (AsIs(), AsIs()), functools.partial(_dequantize_pages, pages, begin)

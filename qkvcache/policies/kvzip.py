@@ -24,9 +24,11 @@ class KVzip(Policy):
         cache.compress(model, context_ids, tokenizer=tokenizer)
         model.generate(context_and_question_ids, past_key_values=cache)
 
-    It depends on no question, but the model must be able to repeat its context. The second reading makes `compress` cost two to three
-    prefills (as the authors measure), with the context uncompressed meanwhile. Tokens after the context have a higher score than all tokens
-    of it: they evict the context's lowest scores first, and then the oldest tokens after the context.
+    It depends on no question, but the model must be able to repeat its context. The second reading makes `compress` cost about two
+    prefills, with the context uncompressed meanwhile. While a chunk is repeated, its tokens attend to the sinks, the chunk and the
+    repetition alone, so that a token costs the same in a context of any length; with the authors they attend to the whole context, which
+    recalls the same and takes up to twice as long. Tokens after the context have a higher score than all tokens of it: they evict the
+    context's lowest scores first, and then the oldest tokens after the context.
 
     The tokens of all heads of the model are ranked together: a budget is the mean over these heads. What each head retains of the context
     is its weight in what the budget leaves to later tokens. While the context fits in the budget, there are no weights, and the heads of
@@ -35,8 +37,7 @@ class KVzip(Policy):
     Args:
         normalized: a weight counts times the length of the token's value in the layer's output over the length of what attention reads at
             the query (KVzip+).
-        chunk_size: tokens that are repeated at a time. Attention is normalized over the sinks, these tokens and their repetition, as the
-            authors do: the cost of scores is linear in the context.
+        chunk_size: tokens that are repeated at a time.
         alpha_safeguard: as of every policy; None with `first_stage_ratio`, `max_length`, or a budget by head, which exclude it.
         layerwise: each layer has its budget to itself. Without it, layers share theirs, if heads do (`alpha_safeguard`).
     """
