@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 
 def kernel_options(implementation: str, query: Tensor, keywords: dict[str, Any]) -> dict[str, Any]:
@@ -14,8 +14,3 @@ def kernel_options(implementation: str, query: Tensor, keywords: dict[str, Any])
     if implementation == "sdpa":  # transformers 5.17 ignores both in sdpa; a decode must not differ from its prefill
         return {"scaling": scaling, "softcap": None, "sinks": None}
     return {"scaling": scaling, "softcap": keywords.get("softcap"), "sinks": keywords.get("s_aux")}
-
-
-def with_causality(module: nn.Module, keywords: dict[str, Any]) -> dict[str, Any]:
-    """`keywords` with `is_causal`, which a call that leaves it out has from the module."""
-    return keywords if keywords.get("is_causal") is not None else keywords | {"is_causal": getattr(module, "is_causal", True)}

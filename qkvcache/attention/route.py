@@ -31,7 +31,7 @@ from ..kernels.attend_chunked import attend_chunked, supports
 from .again import notice_again
 from .compressed_kv import CompressedKV
 from .full import full_attention
-from .keywords import kernel_options, with_causality
+from .keywords import kernel_options
 from .masks import Padding, padding_columns, visible
 from .observer import attend_observed
 from .padding import report_attention
@@ -121,7 +121,8 @@ def route(
         return stock(module, query, key, value, mask, *args, **kwargs)
     many, shown, causal, padding = not _few(query, key.attention_inputs), None, False, Padding(False)
     if not kwargs.get("dropout") and (not many or _in_chunks(implementation, query, key, kwargs)):
-        shown, causal = visible(implementation, mask, query.shape[0], queries, tokens, query.device, with_causality(module, kwargs))
+        keywords = kwargs if kwargs.get("is_causal") is not None else kwargs | {"is_causal": getattr(module, "is_causal", True)}
+        shown, causal = visible(implementation, mask, query.shape[0], queries, tokens, query.device, keywords)
         if queries > 1 and not torch.compiler.is_compiling():
             padding = padding_columns(given, shown, causal, queries, tokens)
     if kwargs.get("dropout") or (many and not padding.fits):

@@ -5,8 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-HIDDEN = tl.constexpr(-1e30)
-LOG2E = tl.constexpr(1.4426950408889634)
+from .triton_attend import HIDDEN, LOG2E
 
 
 @triton.jit

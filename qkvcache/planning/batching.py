@@ -83,7 +83,7 @@ class BatchingPlan:
 def plan_batching(
     config: PreTrainedConfig,
     format: Format | FormatByLayer | None,
-    mix: Mix,
+    kinds: tuple[tuple[float, int, int], ...],
     *,
     free: float,
     shapes: Sequence[Shape],
@@ -92,7 +92,9 @@ def plan_batching(
     num_sink_tokens: int,
     residual_length: int,
 ) -> BatchingPlan:
-    """The plan for `free` bytes of each GPU beside the weights; `shapes` are the layers on one GPU. Raises what `plan` does."""
+    """The plan for `free` bytes of each GPU beside the weights; `kinds` come from `check_mix`, `shapes` are the layers on one GPU.
+
+    Raises what `plan` does."""
     from transformers import ContinuousBatchingConfig
 
     from ..batching.attention import NAME
@@ -100,7 +102,6 @@ def plan_batching(
     from ..batching.layout import PageLayout
     from ..batching.pool import pool_size
 
-    kinds = check_mix(mix)
     check_config(config)
     text = copy.deepcopy(text_config(config))
     shape = shapes[0]
