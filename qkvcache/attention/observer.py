@@ -13,7 +13,8 @@ to the whole layer dequantized; eager attention, on the codes.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -37,6 +38,15 @@ from .compressed_kv import CompressedKV
 from .full import full_attention
 from .keywords import kernel_options
 from .masks import NewTokens, differs_by_head, joined, joined_by_head, mask_of_new, new_tokens, sees_itself
+
+
+@dataclass(frozen=True)
+class Unobserved:
+    """Attention of a decode step: the query `[B, Hq, 1, D]`, the output `[B, Hq, 1, Dv]`, and `kernel_options`."""
+
+    query: Tensor
+    output: Tensor
+    options: dict[str, Any]
 
 
 class AttentionObserver(Protocol):
@@ -65,9 +75,14 @@ class AttentionObserver(Protocol):
         """After `begin_attention`: which columns hold a token, the step's included, bool `[B, T]`, or `[B, H, T]` where heads have pages of
         their own (`AttentionInputs.paged`); None: all."""
 
-    def end_attention(self, attention_sums: Tensor | None) -> None:
+    @property
+    def observes_later(self) -> bool:
+        """Whether `end_attention` wants the attention of a decode step in place of its weights."""
+
+    def end_attention(self, attention_sums: Tensor | None, unobserved: Unobserved | None = None) -> None:
         """Takes the attention weights of all columns, `[B, H, T]`, summed over queries and over the query heads of a KV head, or what the
-        policy's `reduce_attention` made of them; None if its `observation_window` is 0. The layer may evict tokens now."""
+        policy's `reduce_attention` made of them; None if its `observation_window` is 0, or with `unobserved`. The layer may evict tokens
+        now."""
 
 
 def attend_observed(
@@ -85,7 +100,8 @@ def attend_observed(
     in_order, paged = observer.in_order or tokens == queries, key.attention_inputs.paged is not None
     observer.begin_attention(new.is_valid, query, options["scaling"], module)
     valid = functools.cache(observer.valid_columns)  # attention over pages does not ask for it
-    observed = _query_weights(policy.observation_window, policy.decay, new.is_valid, query)
+    later = observer.observes_later and queries == 1 and new.causal and new.is_valid is None
+    observed = None if later else _query_weights(policy.observation_window, policy.decay, new.is_valid, query)
     last = _last(policy.observation_window, new.is_valid, queries)
     in_order = in_order and (valid() is None if mask is None else mask.shape[-1] == tokens)  # there is one mask for all layers of a kind
     chunked = chunked and new.causal
@@ -98,7 +114,7 @@ def attend_observed(
             out, attention_sums = _attend_in_chunks(policy, query, key, hidden, counts, options)
         else:
             out, attention_sums = _attend_on_codes(policy, query, key, value, new, valid, observed, last, options)
-        observer.end_attention(attention_sums)
+        observer.end_attention(attention_sums, Unobserved(query.detach(), out, options) if later else None)
         return out.transpose(1, 2).contiguous(), None
 
     keys, values = key, value
@@ -125,7 +141,7 @@ def attend_observed(
             attention_sums = _reduced(policy, query[:, :, last], k, v, observed[:, last], valid(), outputs=given, **options)
         else:
             attention_sums = sum_attention(query[:, :, last].detach(), k, observed[:, last], valid(), lse=lse, **options)
-    observer.end_attention(attention_sums)
+    observer.end_attention(attention_sums, Unobserved(query.detach(), out.transpose(1, 2).detach(), options) if later else None)
     return out, weights
 
 
@@ -257,6 +273,16 @@ def _reduced(
         out = out if padding is None or outputs is None else out.masked_fill(padding, 0)
         parts.append(policy.reduce_attention(ObservedAttention(weights, out, values, count)))
     return functools.reduce(torch.add, parts)
+
+
+def reduce_steps(policy: Policy, steps: Sequence[Unobserved], keys: Tensor, values: Tensor, valid: Tensor | None) -> Tensor:
+    """`policy.reduce_attention` of decode steps, the newest of whose tokens is the last of the keys and values `[B, H, T, D]`, `[B, H, T]`.
+    `valid`: as of `sum_attention`."""
+    query, outputs = (torch.cat(x, dim=2) for x in zip(*((step.query, step.output) for step in steps), strict=True))
+    age = torch.arange(len(steps) - 1, -1, -1, device=query.device)
+    decay: float = policy.decode_decay  # type: ignore[assignment]
+    observed = (decay ** age.float()).expand(len(query), -1)
+    return _reduced(policy, query, keys, values, observed, valid, outputs=outputs, **steps[-1].options)
 
 
 @torch.no_grad()

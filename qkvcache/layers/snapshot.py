@@ -125,6 +125,7 @@ def refusal(layer: Layer, tokens: int | None = None) -> str | None:
         layer.commit()
         if layer.step is not None:
             return "a step of an evicting layer is running"
+        layer.observe_steps()
         if layer.storage is not None and layer.storage.metadata.row_lengths is not None:
             return "an evicting layer whose rows were padded"
         if tokens not in (None, seq_length):

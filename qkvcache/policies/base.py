@@ -357,6 +357,12 @@ class Policy:
         return 1.0
 
     @property
+    def decode_decay(self) -> float | None:
+        """Factor on the weight of a decode step's query for each one after it, of a policy with `reduces_attention` for which the queries
+        of an interval are reduced together, before tokens are evicted; None: each in its own step."""
+        return None
+
+    @property
     def keeps_values(self) -> bool:
         """Whether the norms of values are looked at."""
         return self.norms or self.value_norm or self.protect_values > 0

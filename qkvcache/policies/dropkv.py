@@ -22,7 +22,7 @@ class DropKV(Policy):
     the group: a token that receives attention, but whose value equals the output, costs nothing. The costs of several tokens do not add up
     exactly. As in SnapKV, older queries decay at decode at the rate `1 / window_size`.
 
-    The weights and outputs of the observed queries are computed in torch, over dequantized keys and values: slower than other policies.
+    The weights of the observed queries are computed in torch, over dequantized keys and values: of decode steps once an interval.
     """
 
     window_size: int = 32
@@ -39,6 +39,10 @@ class DropKV(Policy):
     def observation_window(self) -> int:  # type: ignore[override]
         return self.window_size
 
+    @property
+    def decode_decay(self) -> float:
+        return 1 - 1 / self.window_size
+
     def reduce_attention(self, attention: ObservedAttention) -> Tensor:
         weights, outputs, values = attention.weights, attention.outputs, attention.values
         odds = weights / (1 + torch.finfo(weights.dtype).eps - weights)
@@ -49,7 +53,7 @@ class DropKV(Policy):
         return (observed[:, :, None] @ costs)[:, :, 0].clamp_min(0)
 
     def observe(self, score: Tensor, attention_sums: Tensor, queries: Tensor | int) -> Tensor:
-        return faded(score, 1 - 1 / self.window_size, attention_sums, queries)
+        return faded(score, self.decode_decay, attention_sums, queries)
 
 
 def _squared(x: Tensor) -> Tensor:

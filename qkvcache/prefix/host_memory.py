@@ -8,6 +8,7 @@ import sys
 import warnings
 from dataclasses import dataclass
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -30,7 +31,11 @@ class LockedMemory(mmap.mmap):
     def block(cls, nbytes: int) -> tuple[LockedMemory, Tensor]:
         """`nbytes` bytes, and the tensor of them, which keeps them alive."""
         memory = cls(-1, max(nbytes, 1))
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            with contextlib.suppress(OSError):  # a kernel without them
+                memory.madvise(mmap.MADV_HUGEPAGE)
         block = torch.frombuffer(memory, dtype=torch.uint8)[:nbytes]
+        block.zero_()  # several threads touch the pages; locking would use one
         error = torch.cuda.cudart().cudaHostRegister(block.data_ptr(), len(memory), PORTABLE)
         if int(error):
             warnings.warn(f"host memory cannot be locked ({error}): copies between a PrefixStore and GPUs are slower", stacklevel=2)
@@ -69,7 +74,11 @@ class HostSnapshot(Snapshot):
         memory, block = LockedMemory.block(sum(sizes)) if lock else (None, torch.empty(sum(sizes), dtype=torch.uint8))
         tensors = {}
         for (name, x), part in zip(given.tensors.items(), block.split(sizes), strict=True):
-            tensors[name] = part[: x.nbytes].view(x.dtype).view(x.shape).copy_(x.detach(), non_blocking=True)
+            new = tensors[name] = part[: x.nbytes].view(x.dtype).view(x.shape)
+            if x.is_cuda:
+                new.copy_(x.detach(), non_blocking=True)
+            else:
+                numpy.copyto(as_bytes(new), as_bytes(x))
         found = cls(given.kind, tensors, given.numbers, memory)
         found._record(given)
         return found
@@ -89,3 +98,10 @@ class HostSnapshot(Snapshot):
         if self.memory is not None:
             for device in {x.device for x in other.tensors.values() if x.is_cuda}:
                 self.memory.copies[device] = torch.cuda.current_stream(device).record_event()
+
+
+def as_bytes(x: Tensor) -> numpy.ndarray:
+    """The bytes of a tensor in host memory, as a view if its last dimension is contiguous. numpy copies them in the calling thread; torch
+    would start a team of threads, and wait for members that are busy."""
+    x = x.detach() if x.ndim else x.detach()[None]
+    return (x if x.stride(-1) == 1 else x.contiguous()).view(torch.uint8).numpy()

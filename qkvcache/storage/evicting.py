@@ -184,6 +184,11 @@ class EvictingStorage(LayerStorage):
             return metadata.columns - self.stored + running
         return metadata.row_lengths - valid.sum(-1)
 
+    @property
+    def evicts(self) -> bool:
+        """Whether `evict` moves tokens to the chunks, or may."""
+        return self.residual[0].shape[2] - self.lag_length >= self.interval
+
     def evict(self) -> None:
         """After the attention of a step: moves tokens from the residual to their zones and evicts what exceeds the budget."""
         metadata = self.metadata
