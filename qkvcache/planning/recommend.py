@@ -136,8 +136,8 @@ def read_twice(share: float, why: str) -> Choice:
     return Choice(
         f'CompressedCache(config, format="turboquant_4bit_nc", policy=policies.KVzip(budget={share}))',
         "turboquant_4bit_nc", policies.KVzip(budget=share),
-        f"{why} of what the dense run recalls, before they are stored in 4 bits. `cache.compress(model, ids, tokenizer=tokenizer)` fills the "
-        "cache and reads the context twice; until then the context is uncompressed, so fill one cache after another",
+        f"{why} of what the dense run recalls, before they are stored in 4 bits. `cache.compress(model, ids, tokenizer=tokenizer)` fills "
+        "the cache and reads the context twice; until then the context is uncompressed, so fill one cache after another",
     )  # fmt: skip
 
 
