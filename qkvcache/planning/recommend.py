@@ -221,7 +221,7 @@ def recommend(
     guide = _guide(context, streaming, chat)
     if streaming:
         return _answer(STREAM, planned(STREAM), guide, [STREAM.why], chat)
-    tried = []
+    tried = list[tuple[Choice, Plan]]()
     for choice in _ladder(config, "facts" if chat else workload, context, chat, requests is not None, head_profile):
         choice = choice.at(context)
         of_choice = planned(choice)
