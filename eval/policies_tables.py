@@ -127,8 +127,8 @@ class Setting:
 
     @property
     def policies(self) -> list[str]:
-        """The best first: by the likelihood that is lost, which tells apart what recall does not. Those that were not measured at the budget
-        `compared` come last."""
+        """The best first: by the likelihood that is lost at the budget `compared`, which tells apart what recall does not; then those that
+        were measured at others."""
         tasks = counted(self.dense)
         cost: dict[str, tuple[bool, float]] = {}
         for policy in dict.fromkeys(row["policy"] for row in self.rows):
