@@ -72,7 +72,7 @@ QUICK = (
 VARIANTS: dict[str, dict[str, object]] = {
     "": {},
     "bool": {"MASK": "bool"},
-    "float": {"MASK": "float", "SOFTCAP": True, "WINDOW": True, "CAUSAL": True},
+    "float": {"MASK": "float", "SOFTCAP": True, "CAUSAL": True},
     "mass": {"ATTENTION_SUMS": 4},
     "store": {"MASK": "row", "COUNTED": True},
 }
@@ -123,7 +123,7 @@ def attention(format: str, head_dim: int, target: str, variant: str = "", dtype:
         "K": _not_rotated(key) if types["region_query"] == "*fp32" else key, "V": value, "D": head_dim, "DV": head_dim, "G": 4,
         "R": launch.rows if nvidia else 16, "T": launch.tile, "TX": EXACT_TILE,
         "K_SHARED": False, "V_SHARED": False, "K_ONCE": 0, "V_ONCE": 0,
-        "SOFTCAP": False, "MASK": "none", "WINDOW": False, "CAUSAL": False,
+        "SOFTCAP": False, "MASK": "none", "CAUSAL": False,
         "ARCH": TARGETS[target].arch if nvidia else 0, "EXACT": True, "TURN": rotation_block(head_dim) ** -0.5 if key.rotated else 1.0,
         "ATTENTION_SUMS": 0, "COUNTED": False, "PAGE": 0, "WIDE": False,
     }  # fmt: skip

@@ -40,7 +40,7 @@ from qkvcache.evaluation.workload import share_error, standard_error
 from qkvcache.formats import NVFP4, REGISTRY, Codec, Codes, Format, QuantizedValues
 from qkvcache.formats.base import Buffer
 from qkvcache.formats.centered import Centered
-from qkvcache.formats.rotated import LloydMax, Rotated
+from qkvcache.formats.rotated import Rotated
 
 RESULTS = Path(__file__).parent / "results" / "formats.jsonl"
 CASES = 10
@@ -178,7 +178,7 @@ def quality(bench: Bench) -> Iterator[dict]:
 
 
 def ablation(bench: Bench) -> Iterator[dict]:
-    seed, bare = REGISTRY["turboquant_4bit_nc_uncentered"], {bits: Rotated(LloydMax(bits)) for bits in (2, 3, 4)}
+    seed, bare = REGISTRY["turboquant_4bit_nc_uncentered"], {bits: Rotated(bits) for bits in (2, 3, 4)}
     center = {bits: Centered.of(codec) for bits, codec in bare.items()}
     last = len(bench.past) - 1
     steps: list[tuple[str, Sides]] = [

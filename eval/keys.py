@@ -49,7 +49,7 @@ from qkvcache.evaluation.quality import compare, steps
 from qkvcache.evaluation.rows import provenance, read_rows
 from qkvcache.formats import Codec, Format, HadaQuant
 from qkvcache.formats.centered import Centered
-from qkvcache.formats.rotated import LloydMax, Rotated
+from qkvcache.formats.rotated import Rotated
 
 RESULTS = Path(__file__).parent / "results" / "keys.jsonl"
 MODELS = ("smollm2", "biased", "normed", "demo")
@@ -246,7 +246,7 @@ class Trial:
 
 
 def hada(key: int, value: int) -> Sides:
-    return Centered.of(Rotated(LloydMax(key))), Centered.of(Rotated(LloydMax(value)))
+    return Centered.of(Rotated(key)), Centered.of(Rotated(value))
 
 
 def size_of(*bits: float) -> float:

@@ -18,7 +18,7 @@ from qkvcache.formats import Codec, Codes, QuantizedValues
 from qkvcache.formats.base import Buffer
 from qkvcache.formats.centered import Centered
 from qkvcache.formats.codebooks import grid_levels, midpoints
-from qkvcache.formats.rotated import LloydMax, Rotated
+from qkvcache.formats.rotated import Rotated
 from qkvcache.formats.rotation import Hadamard
 
 SIGN = 0.7978845608
@@ -39,7 +39,7 @@ def round_levels(x: Tensor, bits: int, factor: float = 1.0) -> Tensor:
 
 def mean_of(x: Tensor) -> Tensor:
     """That `Centered` keeps, `[B, H, 1, D]`."""
-    return Centered(Rotated(LloydMax(2), None)).calibrate(x)["center"]
+    return Centered(Rotated(2, None)).calibrate(x)["center"]
 
 
 @dataclass(frozen=True, eq=False)

@@ -26,7 +26,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 
-from qkvcache.evaluation.recall import KEYS, NEEDLE, QUESTION, code_word, recall_cases
+from qkvcache.evaluation.recall import KEYS, NEEDLE, QUESTION, code_word, recall_case
 
 CONTEXT, VOCAB = 4096, 2048
 
@@ -198,8 +198,9 @@ def recall(model, tokenizer, text: str, tokens: int, count: int = 100, *, distra
         at = rng.randrange(len(ids) - tokens)
         return tokenizer.decode(ids[at : at + tokens])
 
-    right = 0
-    for case in recall_cases(count, filler, distractors=distractors):
+    rng, right = random.Random(0), 0
+    for number in range(count):
+        case = recall_case(rng, filler(rng), number / max(count - 1, 1), distractors)
         prompt = tokenizer(case.prompt, return_tensors="pt").to(model.device)
         out = model.generate(**prompt, max_new_tokens=12, do_sample=False)
         right += tokenizer.decode(out[0, prompt["input_ids"].shape[1] :]).startswith(case.answer + ".")

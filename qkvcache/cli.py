@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from .batching.commands import register as register_batching
 from .evaluation.commands import register as register_evaluation
@@ -45,13 +45,12 @@ def demo(
     model_of(model, "--model")  # refused here, under the option's name
     computes_in, on = dtype_of(dtype), device_of(device)
     names = None if formats is None else formats.split(",")
-    with refusals():
-        for name in names or ():
-            resolve(name)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     console = Console()
     with refusals():
+        for name in names or ():
+            resolve(name)
         rows = show.run(model, computes_in, on, None if json_output else console, seed, names)
     if json_output:
         print(json.dumps(rows, indent=1))
@@ -82,10 +81,8 @@ def formats(
     if json_output:
         print(json.dumps(rows, indent=1))
         return
-    table = Table(title=f"bytes a token and head, keys and values, head_dim {head_dim}, {kv_heads} KV heads", caption="*: recommended")
-    table.add_column("format")
-    table.add_column("bytes", justify="right")
-    table.add_column("than 16 bit", justify="right")
+    title = f"bytes a token and head, keys and values, head_dim {head_dim}, {kv_heads} KV heads"
+    table = Table("format", *(Column(name, justify="right") for name in ("bytes", "than 16 bit")), title=title, caption="*: recommended")
     for row in rows:
         cells = (f"{row['bytes']:g}", f"{row['ratio']:.2f}x smaller") if row["bytes"] else ("-", str(row["refuses"]))
         table.add_row(f"{row['format']}{' *' * bool(row['recommended'])}", *cells)

@@ -89,18 +89,12 @@ def _left(hidden: Tensor, queries: int) -> LeftPadding | None:
 def _hides_columns(mask: Tensor) -> bool:
     """Whether a mask, bool `[B, 1, Q, T]`, is causal except for columns hidden from all queries."""
     queries, shown = mask.shape[2], mask[:, 0, -1]
-    rows = max(COMPARED // shown.numel(), 1)
+    rows, place = max(COMPARED // shown.numel(), 1), torch.arange(shown.shape[1], device=shown.device)
+    newest = place[shown.shape[1] - queries :, None]
     return all(
-        torch.equal(mask[:, 0, begin : begin + rows], shown[:, None] & _before(begin, min(rows, queries - begin), queries, shown))
+        torch.equal(mask[:, 0, begin : begin + rows], shown[:, None] & (place <= newest[begin : begin + rows]))
         for begin in range(0, queries, rows)
     )
-
-
-def _before(begin: int, count: int, queries: int, shown: Tensor) -> Tensor:
-    """Which tokens are not after each of the queries `begin` to `begin + count`, bool `[count, T]`."""
-    tokens = shown.shape[1]
-    newest = torch.arange(tokens - queries + begin, tokens - queries + begin + count, device=shown.device)
-    return torch.arange(tokens, device=shown.device) <= newest[:, None]
 
 
 # Of a step's own tokens.

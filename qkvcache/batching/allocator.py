@@ -16,7 +16,7 @@ from ..kernels import PagedInputs, Pages, Pair
 from .layout import PageLayout
 from .rings import Rings
 from .statistics import Statistics
-from .step import Batch, Row
+from .step import Row, Rows
 
 
 class CompressedAllocator(FullAttentionCacheAllocator):
@@ -44,13 +44,11 @@ class CompressedAllocator(FullAttentionCacheAllocator):
         self.write_trash_index = 0  # in sector 0, which holds no request
         self.views = {layer: self.layout.views(cache_tensor, i, self.pages_per_block) for i, layer in enumerate(self.layer_indices)}
 
-    def inputs(
-        self, layer: int, columns: Tensor, lengths: Tensor, table: Tensor, max_length: int, tokens: int | None = None
-    ) -> PagedInputs:
-        """The inputs of attention over rows of a layer; `columns` are their `PagedInputs.rows`."""
+    def inputs(self, layer: int, rows: Rows) -> PagedInputs:
+        """The inputs of attention over rows of a layer."""
         planes, sinks = self.views[layer]
-        pages = Pages(*self.layout.codecs, planes, self.once[layer], table, lengths)
-        return PagedInputs(pages, sinks, self.ring(layer), columns, max_length, tokens, self.launches[layer])
+        pages = Pages(*self.layout.codecs, planes, self.once[layer], rows.table, rows.lengths)
+        return PagedInputs(pages, sinks, self.ring(layer), rows.columns, rows.max_length, rows.tokens, self.launches[layer])
 
     def ring(self, layer: int) -> Pair:
         """The rings of a layer, `[F, H, R, D]`."""
@@ -60,10 +58,6 @@ class CompressedAllocator(FullAttentionCacheAllocator):
         """Freezes the statistics of a layer, from keys and values `[1, H, T, D]`; kernels keep what they derive from others."""
         self.statistics.calibrate(layer, x)
         self.launches[layer].clear()
-
-    def sinks(self, layer: int) -> Pair:
-        """The first tokens of requests, `[N, H, S, D]`, by their first block."""
-        return self.views[layer][1]
 
     def free_blocks(self, request_id: str, no_cache: bool = False) -> None:
         super().free_blocks(request_id, no_cache)
@@ -87,7 +81,3 @@ class CompressedAllocator(FullAttentionCacheAllocator):
             block_table.numpy()[: len(entries)] = entries
         else:
             block_table[: len(entries)].copy_(torch.tensor(entries, dtype=block_table.dtype), non_blocking=True)
-
-    def extend(self, batch: Batch, request_id: str, past_length: int, query_length: int) -> None:
-        """Adds the next tokens of a request to a batch in which some request has several."""
-        batch.add(self.row(request_id, past_length, query_length))

@@ -55,46 +55,35 @@ def paged_attention(
     options: dict[str, Any] = {"scaling": scaling, "softcap": softcap, "s_aux": s_aux}
     if step.rows is not None and step.rows.at is None:
         write(cache, layer, step.writes, (key, value))
-        return attend_rows(cache, layer, step.rows, query, **options).transpose(1, 2).contiguous(), None
+        return attend_rows(cache, layer, step.rows, query, options).transpose(1, 2).contiguous(), None
     out = query.new_empty(1, query.shape[2], *query.shape[1::2])
     if step.tokens < query.shape[2]:
         out[:, step.tokens :] = 0
     for chunks in step.chunks:
         now = slice(chunks.begin, chunks.end)
-        out[:, now] = attend_chunks(cache, layer, chunks, query[:, :, now], (key[:, :, now], value[:, :, now]), **options)
+        out[:, now] = attend_chunks(cache, layer, chunks, query[:, :, now], (key[:, :, now], value[:, :, now]), options)
     cache.calibrate(layer, (key, value))
     write(cache, layer, step.writes, (key, value))
     if step.rows is not None:
         at = step.rows.at
-        out[:, at] = attend_rows(cache, layer, step.rows, query[:, :, at], **options).transpose(1, 2)
+        out[:, at] = attend_rows(cache, layer, step.rows, query[:, :, at], options).transpose(1, 2)
     return out, None
 
 
-def attend_rows(
-    cache: CompressedPagedCache, layer: int, rows: Rows, query: Tensor, scaling: float | None, softcap: float | None, s_aux: Tensor | None
-) -> Tensor:
-    """Attention `[1, Hq, B, D]` of rows with one query each, `[1, Hq, B, D]`."""
-    inputs = cache.allocator.inputs(layer, rows.columns, rows.lengths, rows.table, rows.max_length, rows.tokens)
-    return attend_pages(query.permute(2, 1, 0, 3), inputs, scaling=scaling, softcap=softcap, sinks=s_aux)[0].permute(2, 1, 0, 3)
+def attend_rows(cache: CompressedPagedCache, layer: int, rows: Rows, query: Tensor, options: dict[str, Any]) -> Tensor:
+    """Attention `[1, Hq, B, D]` of rows with one query each, `[1, Hq, B, D]`; `options` are those of `varlen_attention`."""
+    scaling, softcap, sinks = options["scaling"], options["softcap"], options["s_aux"]
+    inputs = cache.allocator.inputs(layer, rows)
+    return attend_pages(query.permute(2, 1, 0, 3), inputs, scaling=scaling, softcap=softcap, sinks=sinks)[0].permute(2, 1, 0, 3)
 
 
-def attend_chunks(
-    cache: CompressedPagedCache,
-    layer: int,
-    chunks: Chunks,
-    query: Tensor,
-    new: Pair,
-    scaling: float | None,
-    softcap: float | None,
-    s_aux: Tensor | None,
-) -> Tensor:
-    """Attention `[1, T, Hq, D]` of prompts, or of parts of them, `[1, Hq, T, D]`."""
-    options: dict[str, Any] = {"scaling": scaling, "softcap": softcap, "s_aux": s_aux}
+def attend_chunks(cache: CompressedPagedCache, layer: int, chunks: Chunks, query: Tensor, new: Pair, options: dict[str, Any]) -> Tensor:
+    """Attention `[1, T, Hq, D]` of prompts, or of parts of them, `[1, Hq, T, D]`; `options` are those of `varlen_attention`."""
     if chunks.past is None:
         return varlen_attention(query, *new, chunks.sequences, **options)
-    past = chunks.past
-    inputs = cache.allocator.inputs(layer, past.columns, past.lengths, past.table, past.max_length)
-    if not chunks.fits and softcap is None and s_aux is None and supports_queries(query, new[1].shape[3]):
+    inputs = cache.allocator.inputs(layer, chunks.past)
+    plain = options["softcap"] is None and options["s_aux"] is None
+    if not chunks.fits and plain and supports_queries(query, new[1].shape[3]):
         (row,) = chunks.rows
         first, begin = row.blocks[0], row.past_sinks
         sinks = tuple(x[first : first + 1, :, :begin] for x in inputs.sinks)
@@ -102,15 +91,16 @@ def attend_chunks(
             torch.cat([Rings.unroll(ring, row.past_ring, row.past_quantized, row.past), x], dim=2)
             for ring, x in zip(inputs.ring, new, strict=True)
         )
-        out, _ = attend_chunked_pages(query, inputs.pages, begin, row.past_quantized, sinks, recent, scaling=scaling)  # type: ignore[arg-type]
+        out, _ = attend_chunked_pages(query, inputs.pages, begin, row.past_quantized, sinks, recent, scaling=options["scaling"])  # type: ignore[arg-type]
         return out.transpose(1, 2)
     key, value = (x.new_empty(1, x.shape[1], chunks.tokens, x.shape[3]) for x in new)
-    gather_rows(inputs, new, chunks.sequences.starts, past.tiles, (key, value))
+    gather_rows(inputs, new, chunks.sequences.starts, chunks.past.tiles, (key, value))  # type: ignore[arg-type]
     return varlen_attention(query, key, value, chunks.sequences, **options)
 
 
 def write(cache: CompressedPagedCache, layer: int, writes: Writes, x: Pair) -> None:
     """Quantizes keys and values `[1, H, T, D]` into pages, and stores the first and the last tokens in the model's dtype."""
     allocator = cache.allocator
-    quantize_pages(allocator.layout.codecs, x, allocator.views[layer][0], allocator.once[layer], writes.pages[None])
-    store_rows(x, allocator.ring(layer), writes.ring, allocator.sinks(layer), writes.sinks)
+    planes, sinks = allocator.views[layer]
+    quantize_pages(allocator.layout.codecs, x, planes, allocator.once[layer], writes.pages[None])
+    store_rows(x, allocator.ring(layer), writes.ring, sinks, writes.sinks)

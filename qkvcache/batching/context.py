@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import warnings
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -70,7 +69,7 @@ class Batching:
     def metrics(self) -> Metrics:
         """Requests, pages and tokens now."""
         if self.manager is None:
-            return Metrics(tokens_generated=self._counters.tokens_generated, preemptions=self._counters.preemptions)
+            return Metrics(**vars(self._counters))
         return self.manager.metrics(self._counters)
 
     def close(self) -> None:
@@ -145,18 +144,14 @@ def continuous_batching(
     if _METHOD in model.__dict__:
         raise ValueError("the model batches on compressed pages already: close that first")
     if not on_triton(model.device):
-        _warn_slow(model.device.type)
+        kind = model.device.type
+        warnings.warn(
+            f"continuous batching on compressed pages has no kernels for {kind}: torch operations instead, which are slow", stacklevel=2
+        )
     install()
     batching = Batching(model, statistics, num_sink_tokens=num_sink_tokens, residual_length=residual_length)
     model.__dict__[_METHOD] = batching
     return batching
-
-
-@cache
-def _warn_slow(device: str) -> None:
-    warnings.warn(
-        f"continuous batching on compressed pages has no kernels for {device}: torch operations instead, which are slow", stacklevel=3
-    )
 
 
 def _check_model(model: PreTrainedModel) -> None:

@@ -71,7 +71,7 @@ class CompressedManager(ContinuousBatchingManager):
 
     def metrics(self, counters: Counters) -> Metrics:
         """The current metrics; without pages as long as there is no processor."""
-        counts = {"tokens_generated": counters.tokens_generated, "preemptions": counters.preemptions}
+        counts = vars(counters)
         processor = self.batch_processor
         if processor is None:
             return Metrics(waiting=self.input_queue.qsize(), **counts)

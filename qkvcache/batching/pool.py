@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
-from math import ceil, lcm
+from math import ceil
 from typing import Any
 
 import torch
@@ -20,11 +20,11 @@ from transformers.generation.continuous_batching.distributed import DistributedH
 from ..kernels import Pair, prepare
 from ..kernels.attend_chunked import CHUNK_BYTES
 from .allocator import CompressedAllocator
-from .layout import PAGE_ALIGNMENT, PageLayout
+from .layout import PageLayout
 from .metrics import Counters
 from .rings import Rings
 from .statistics import Statistics
-from .step import HEADER, Batch, Step, step_of_table
+from .step import HEADER, Row, Step, step_of_rows, step_of_table
 
 RING_SHARE = 16
 """Rings take at most one sixteenth of the free memory, unless `max_requests_per_batch` sets their number."""
@@ -78,11 +78,6 @@ class PoolSize:
     bytes_per_block: int
     bytes_per_ring: int
 
-    @property
-    def bytes_per_sector(self) -> int:
-        """transformers' unit: one block here, with its padding."""
-        return lcm(self.bytes_per_block, PAGE_ALIGNMENT)
-
 
 def pool_size(
     config: PreTrainedConfig,
@@ -107,9 +102,10 @@ def pool_size(
         least: the minimum of a count over the GPUs of a tensor-parallel group.
     """
     bytes_per_block = layout.nbytes * layers
-    bytes_per_ring = Rings.nbytes(layers, 1, layout.heads, residual_length + 1, layout.head_dim, layout.dtype)
+    sizes_of_ring = layers, 1, layout.heads, residual_length + 1, layout.head_dim, layout.dtype
+    bytes_per_ring = Rings(*sizes_of_ring, torch.device("meta")).tensor[:, :, 0].nbytes
     sizes: dict[str, Any] = {
-        "config": config, "cb_config": cb_config, "dtype": layout.dtype, "bytes_per_sector": lcm(bytes_per_block, PAGE_ALIGNMENT),
+        "config": config, "cb_config": cb_config, "dtype": layout.dtype, "bytes_per_sector": bytes_per_block,  # aligned as a page is
         "tokens_per_sector": layout.page_size, "bytes_per_block": bytes_per_block, "attn_types": [FULL_ATTENTION],
         "model_supports_logits_to_keep": logits_to_keep, "free": free,
     }  # fmt: skip
@@ -156,7 +152,9 @@ class CompressedPagedCache(PagedAttentionCache):
         self.counters, self.calibrating = counters, True
         slots = residual_length + 1  # the new token is in the ring too
         self.scratch_tokens = CHUNK_BYTES // (2 * heads * head_dim * dtype.itemsize)
-        self.batch, self.step, self.first_layer = Batch(self.scratch_tokens), None, layers[0]  # type: tuple[Batch, Step | None, int]
+        self.rows: list[Row] = []
+        self.step: Step | None = None
+        self.first_layer = layers[0]
 
         allow = continuous_batching_config.allow_block_sharing
         rank = distributed_helper.tp_local_rank
@@ -171,7 +169,7 @@ class CompressedPagedCache(PagedAttentionCache):
         self.cache_allocators = {FULL_ATTENTION: self.allocator}
         self.layer_to_allocator = dict.fromkeys(layers, self.allocator)
 
-        bytes_per_sector = self.bytes_per_sector = size.bytes_per_sector
+        bytes_per_sector = self.bytes_per_sector = size.bytes_per_block
         self.tokens_per_sector, self.max_batch_tokens, self.num_sectors = page_size, size.batch_tokens, size.blocks
         with torch.inference_mode(False):
             self.cache_tensor = torch.zeros((self.num_sectors + 2) * bytes_per_sector, dtype=torch.uint8, device=device)
@@ -195,15 +193,15 @@ class CompressedPagedCache(PagedAttentionCache):
     ) -> None:
         """Plans the next tokens of a request. The lists only say whether it is the first of a batch."""
         if not write_index[0]:
-            self.batch = Batch(self.scratch_tokens)
+            self.rows = []
         write_index[0] += [0] * query_length
-        self.allocator.extend(self.batch, request_id, past_length, query_length)
+        self.rows.append(self.allocator.row(request_id, past_length, query_length))
 
     def step_of(self, layer: int, block_table: Tensor | None, tokens: int) -> Step:
         """The slots that this forward pass of `tokens` tokens reads and writes, computed in the first layer."""
         if layer == self.first_layer or self.step is None:
             if block_table is None:
-                self.step = self.batch.step(tokens, self.cache_tensor.device)
+                self.step = step_of_rows(self.rows, self.scratch_tokens, tokens, self.cache_tensor.device)
             else:
                 self.step = step_of_table(block_table[0], self.allocator.tokens_per_page, self.max_tokens_read)
         return self.step
@@ -211,7 +209,7 @@ class CompressedPagedCache(PagedAttentionCache):
     def calibrate(self, layer: int, x: Pair) -> None:
         """Freezes the statistics, at the first prompts."""
         if self.calibrating and layer in self.allocator.statistics.pending:
-            tokens = sum(row.count for row in self.batch.rows)
+            tokens = sum(row.count for row in self.rows)
             self.allocator.calibrate(layer, (x[0][:, :, :tokens], x[1][:, :, :tokens]))
 
     # The life of a request.

@@ -7,7 +7,6 @@ request then reads codes, and gets a ring again with its next token.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import prod
 
 import torch
 from torch import Tensor
@@ -33,20 +32,12 @@ class Rings:
     def __init__(self, layers: int, count: int, heads: int, slots: int, head_dim: int, dtype: torch.dtype, device: torch.device):
         self.slots = slots
         with torch.inference_mode(False):
-            self.tensor = torch.zeros(self.shape(layers, count + 1, heads, slots, head_dim), dtype=dtype, device=device)
+            self.tensor = torch.zeros(layers, 2, count + 1, heads, slots, head_dim, dtype=dtype, device=device)
         self.free = list(range(count, 0, -1))
         self.by_request: dict[str, Ring] = {}
         """Rings by request, the least recently used first."""
         self.copies: list[tuple[int, int]] = []
         """Rows of forked requests, and the rows to copy them to."""
-
-    @staticmethod
-    def shape(layers: int, rows: int, heads: int, slots: int, head_dim: int) -> tuple[int, ...]:
-        return layers, 2, rows, heads, slots, head_dim
-
-    @classmethod
-    def nbytes(cls, layers: int, rows: int, heads: int, slots: int, head_dim: int, dtype: torch.dtype) -> int:
-        return prod(cls.shape(layers, rows, heads, slots, head_dim)) * dtype.itemsize
 
     def layer(self, index: int) -> Pair:
         """Keys and values, `[F, H, R, D]` each."""

@@ -27,7 +27,7 @@ TOTALS = {"tokens_generated", "preemptions"}
 
 
 class Server(Serve):
-    """A server of one model: loaded by the constructor, then `run`, or `start` and `close`.
+    """A server of one model: loaded by the constructor, then `run`.
 
         Server("smollm2", {"format": "turboquant_4bit_nc"}, port=8000).run()
 
@@ -83,25 +83,12 @@ class Server(Serve):
     def run(self) -> None:
         """Serves until the process is interrupted."""
         try:
-            self._report()
+            if self._interval > 0 and self._batches:
+                threading.Thread(target=self._print_metrics, name="metrics", daemon=True).start()
             self.server.run()
         finally:
             self._closed.set()
             self._model_manager.shutdown()
-
-    def start(self) -> None:
-        """Serves in a thread; returns once it listens."""
-        self._report()
-        super().start_server()
-        while not self.server.started:
-            if not self._thread.is_alive():
-                raise OSError(f"{self.server.config.host}:{self.server.config.port} cannot be listened on")
-            time.sleep(0.01)
-
-    def close(self) -> None:
-        """Stops what `start` started."""
-        self._closed.set()
-        self.kill_server()
 
     def metrics(self) -> Metrics | None:
         """None without continuous batching."""
@@ -128,10 +115,6 @@ class Server(Serve):
 
         application: Any = self.server.config.app
         application.get("/metrics")(metrics)
-
-    def _report(self) -> None:
-        if self._interval > 0 and self._batches:
-            threading.Thread(target=self._print_metrics, name="metrics", daemon=True).start()
 
     def _print_metrics(self) -> None:
         """Prints a line every interval in which tokens were generated or requests changed."""

@@ -88,7 +88,7 @@ class Statistics:
         if not self.stored:
             return
         found = self.stored.get(key)
-        if found is not None and found.shape[1] > out.shape[1] > 1 or found is not None and out.shape[1] == 1 < found.shape[1]:
+        if found is not None and found.shape[1] > out.shape[1]:
             found = found[:, rank * out.shape[1] : (rank + 1) * out.shape[1]]
         if found is None or found.shape != out.shape:
             raise ValueError(f"the statistics have no {key} of shape {list(out.shape)}: they were saved for another model")

@@ -1,7 +1,7 @@
 """The slots that a forward pass reads and writes, planned on the host and sent to the device once for all layers.
 
 Steps in which every request has one token are described by transformers' block table, at fixed addresses, so that they can be replayed as
-CUDA graphs: a header for each row, and then its blocks. Other batches are described by `Batch`: rows with one token and a past are decoded
+CUDA graphs: a header for each row, and then its blocks. In other batches (`step_of_rows`), rows with one token and a past are decoded
 together, and prompts, or chunks of them, are read together.
 """
 
@@ -114,14 +114,19 @@ class Row:
 
 
 @dataclass
-class Past:
-    """The past of some chunks, as `PagedInputs` describes rows, and `gather_tiles` of all their tokens."""
+class Rows:
+    """Rows as `PagedInputs` describes them: those with one new token each, or the past of chunks.
+
+    at: indices of their queries in the batch; None: they are the whole batch. tiles: `gather_tiles` of all tokens of chunks.
+    """
 
     columns: Tensor
     lengths: Tensor
     table: Tensor
     max_length: int
-    tiles: Tensor
+    tokens: int | None = None
+    at: slice | Tensor | None = None
+    tiles: Tensor | None = None
 
 
 @dataclass
@@ -137,7 +142,7 @@ class Chunks:
     fits: bool
     """Whether the scratch has room for them; those of one row may be more."""
     sequences: Sequences = field(init=False)
-    past: Past | None = None
+    past: Rows | None = None
 
     def add(self, row: Row) -> None:
         self.rows.append(row)
@@ -163,19 +168,7 @@ class Chunks:
         self.sequences = Sequences(queries, keys, (starts, next(sent)))
         columns, lengths, table, tiles = (next(sent) for _ in range(4))
         longest = max(row.past_quantized for row in self.rows)
-        self.past = Past(columns.view(-1, len(COLUMNS)), lengths, table.view(len(lengths), -1), longest, tiles.view(-1, 2))
-
-
-@dataclass
-class Rows:
-    """Rows with one new token each. `at`: indices of their queries in the batch; None: they are the whole batch."""
-
-    columns: Tensor
-    lengths: Tensor
-    table: Tensor
-    max_length: int
-    tokens: int | None
-    at: slice | Tensor | None = None
+        self.past = Rows(columns.view(-1, len(COLUMNS)), lengths, table.view(len(lengths), -1), longest, tiles=tiles.view(-1, 2))
 
 
 @dataclass
@@ -209,57 +202,48 @@ def step_of_table(table: Tensor, page_size: int, pool_tokens: int) -> Step:
     return Step(Writes(*table[:, PAGE_SLOT : SINK_SLOT + 1].long().unbind(1)), rows)
 
 
-class Batch:
-    """The rows of a batch, as they are added; tokens of the scratch through which chunks of prompts read their past."""
-
-    def __init__(self, scratch_tokens: int) -> None:
-        self.scratch_tokens = scratch_tokens
-        self.rows: list[Row] = []
-
-    def add(self, row: Row) -> None:
-        self.rows.append(row)
-
-    def step(self, tokens: int, device: torch.device) -> Step:
-        """The step of these rows in a batch of `tokens` tokens, the last of which may be padding."""
-        decoded: list[Row] = []
-        places: list[int] = []
-        chunks: list[Chunks] = []
-        pages: list[int] = []
-        ring: list[int] = []
-        sinks: list[int] = []
-        for row in self.rows:
-            begin = len(pages)
-            pages += row.page_slots()
-            for slots, places_of, slot in ((ring, row.ring_places(), row.ring_slot), (sinks, row.sink_places(), row.sink_slot)):
-                slots += [-1] * (begin + min(places_of.start, row.end) - row.past - len(slots))
-                slots += map(slot, places_of)
-            if row.past and row.count == 1:
-                decoded.append(row)
-                places.append(begin)
-            elif chunks and chunks[-1].end == begin and chunks[-1].tokens + row.end <= self.scratch_tokens:
-                chunks[-1].add(row)
-            else:
-                chunks.append(Chunks([row], begin, begin + row.count, row.end, row.end <= self.scratch_tokens))
-        count = len(pages)
-        for slots in (pages, ring, sinks):
-            slots += [-1] * (tokens - len(slots))
-        *writes, indices = send([pages, ring, sinks, places], torch.int64, device)
-        wanted = [
-            [n for row in decoded for n in row.columns()[: len(COLUMNS)]],
-            [row.columns()[LENGTH] for row in decoded],
-            blocks_of(decoded),
-            *(part for group in chunks for part in group.numbers()),
-        ]
-        sent = iter(send(wanted, torch.int32, device))
-        columns, lengths, table = (next(sent) for _ in range(3))
-        for group in chunks:
-            group.receive(sent)
-        rows = None
-        if decoded:
-            longest, total = max(row.end for row in decoded), sum(row.end for row in decoded)
-            at = slice(places[0], places[0] + len(places)) if places[-1] - places[0] + 1 == len(places) else indices
-            rows = Rows(columns.view(-1, len(COLUMNS)), lengths, table.view(len(decoded), -1), longest, total, at)
-        return Step(Writes(*writes), rows, chunks, count)
+def step_of_rows(rows: list[Row], scratch_tokens: int, tokens: int, device: torch.device) -> Step:
+    """The step of these rows in a batch of `tokens` tokens, the last of which may be padding; chunks of prompts read their past through
+    a scratch of `scratch_tokens`."""
+    decoded: list[Row] = []
+    places: list[int] = []
+    chunks: list[Chunks] = []
+    pages: list[int] = []
+    ring: list[int] = []
+    sinks: list[int] = []
+    for row in rows:
+        begin = len(pages)
+        pages += row.page_slots()
+        for slots, places_of, slot in ((ring, row.ring_places(), row.ring_slot), (sinks, row.sink_places(), row.sink_slot)):
+            slots += [-1] * (begin + min(places_of.start, row.end) - row.past - len(slots))
+            slots += map(slot, places_of)
+        if row.past and row.count == 1:
+            decoded.append(row)
+            places.append(begin)
+        elif chunks and chunks[-1].end == begin and chunks[-1].tokens + row.end <= scratch_tokens:
+            chunks[-1].add(row)
+        else:
+            chunks.append(Chunks([row], begin, begin + row.count, row.end, row.end <= scratch_tokens))
+    count = len(pages)
+    for slots in (pages, ring, sinks):
+        slots += [-1] * (tokens - len(slots))
+    *writes, indices = send([pages, ring, sinks, places], torch.int64, device)
+    wanted = [
+        [n for row in decoded for n in row.columns()[: len(COLUMNS)]],
+        [row.columns()[LENGTH] for row in decoded],
+        blocks_of(decoded),
+        *(part for group in chunks for part in group.numbers()),
+    ]
+    sent = iter(send(wanted, torch.int32, device))
+    columns, lengths, table = (next(sent) for _ in range(3))
+    for group in chunks:
+        group.receive(sent)
+    together = None
+    if decoded:
+        longest, total = max(row.end for row in decoded), sum(row.end for row in decoded)
+        at = slice(places[0], places[0] + len(places)) if places[-1] - places[0] + 1 == len(places) else indices
+        together = Rows(columns.view(-1, len(COLUMNS)), lengths, table.view(len(decoded), -1), longest, total, at)
+    return Step(Writes(*writes), together, chunks, count)
 
 
 def blocks_of(rows: list[Row]) -> list[int]:

@@ -6,6 +6,7 @@ import functools
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -35,6 +36,8 @@ FORMATS = (
 STREAMED = "turboquant_4bit_nc"
 POLICIES: dict[str, Policy] = {"fp8 + H2O 50 %": H2O(budget=0.5), "fp8 + KeyDiff 50 %": KeyDiff(budget=0.5)}
 NEW_TOKENS = 16
+BARE: dict[str, Any] = {"num_sink_tokens": 0, "residual_length": 0}
+"""No token stays exact."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +90,7 @@ def run(
         console.print(f"[bold]A prompt of {prompt.shape[1]:,} tokens, with a code word 40 % into it:[/bold] … {asked}?")
         console.print(f"[bold]{STREAMED}:[/bold] {begun}", end="")
 
-        generate(model, tokenizer, prompt, _factory(model.config, STREAMED, True)(), Written(tokenizer, console))
+        generate(model, tokenizer, prompt, CompressedCache(model.config, format=STREAMED), Written(tokenizer, console))
         console.print("\n")
 
     begin = len(ids) // 2
@@ -149,12 +152,6 @@ def _caches(config: PreTrainedConfig, bare: bool, formats: Sequence[str] | None)
     yield "DynamicCache", "all", lambda: DynamicCache(config=config)
     for name in FORMATS if formats is None else formats:
         for zones in (True, False) if bare else (True,):
-            yield name, "4 + 64" if zones else "none", _factory(config, name, zones)
+            yield name, "4 + 64" if zones else "none", functools.partial(CompressedCache, config, format=name, **({} if zones else BARE))
     for name, policy in POLICIES.items() if formats is None else ():
         yield name, "4 + 64", functools.partial(CompressedCache, config, format="fp8", policy=policy)
-
-
-def _factory(config: PreTrainedConfig, name: str, zones: bool) -> Callable[[], CompressedCache]:
-    if zones:
-        return lambda: CompressedCache(config, format=name)
-    return lambda: CompressedCache(config, format=name, num_sink_tokens=0, residual_length=0)

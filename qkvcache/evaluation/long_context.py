@@ -120,6 +120,8 @@ def aggregation(rng: random.Random, tokens: int, count: COUNT, text: TextOf, dep
     return Case("".join(fill(words(), tokens - count(question), count)).strip(), question, tuple(often))
 
 
+_ids = functools.lru_cache(maxsize=4)(text_ids)
+
 TASKS: dict[str, Callable[[random.Random, int, COUNT, TextOf, float], Case]] = {
     "needle": needle,
     "needle_multikey": needle_multikey,
@@ -170,11 +172,6 @@ def insert(text: str, sentences: list[tuple[float, str]]) -> str:
     for place, sentence in sorted(sentences, key=lambda pair: pair[0], reverse=True):
         words.insert(round(place * count), sentence)
     return " ".join(words)
-
-
-@functools.lru_cache(maxsize=4)
-def _ids(tokenizer) -> list[int]:
-    return text_ids(tokenizer)
 
 
 def fill(units: Iterator[str], tokens: int, count: COUNT) -> list[str]:

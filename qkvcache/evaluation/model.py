@@ -22,7 +22,7 @@ import inspect
 import json
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, fields
 from itertools import groupby
 
 import torch
@@ -64,12 +64,8 @@ class Measured:
         self.tokens += rows * int(cache.get_seq_length())
 
 
-@dataclass
-class Group:
-    """A context and its choices, each `(number of the request, continuation)`."""
-
-    context: tuple[int, ...]
-    choices: list[tuple[int, list[int]]] = field(default_factory=list)
+Group = tuple[tuple[int, ...], list[tuple[int, list[int]]]]
+"""A context and its choices, each `(number of the request, continuation)`."""
 
 
 class CacheLM(HFLM):
@@ -120,12 +116,10 @@ class CacheLM(HFLM):
     def _forward(self, ids: Tensor, cache: Cache, last_only: bool = False) -> Tensor:
         """Logits `[B, T, V]` of `ids` `[B, T]`, or with `last_only` `[B, 1, V]`."""
         keep = {"logits_to_keep": 1} if last_only and self.model._supports_logits_to_keep() else {}
-        with torch.no_grad(), self._autocast():
+        precision = self.mixed_precision_dtype
+        with torch.no_grad(), torch.autocast(self.device.type, dtype=precision, enabled=precision is not None):
             logits = self.model(ids, past_key_values=cache, use_cache=True, **keep).logits
         return logits[:, -1:] if last_only else logits
-
-    def _autocast(self) -> torch.autocast:
-        return torch.autocast(self.device.type, dtype=self.mixed_precision_dtype, enabled=self.mixed_precision_dtype is not None)
 
     def _tensor(self, rows: Sequence[Sequence[int]]) -> Tensor:
         """`[B, T]`; shorter rows are padded with zeros at their end, to which no scored token attends."""
@@ -150,7 +144,7 @@ class CacheLM(HFLM):
     # The interface of lm-eval.
 
     def _loglikelihood_tokens(self, requests, disable_tqdm: bool = False, override_bs: int | None = None) -> list[tuple[float, bool]]:
-        groups: dict[tuple[int, ...], Group] = {}
+        groups: dict[tuple[int, ...], list[tuple[int, list[int]]]] = defaultdict(list)
         for number, (_, context, continuation) in enumerate(requests):
             if not context or not 0 < len(continuation) <= self.max_length:
                 raise ValueError(
@@ -158,13 +152,12 @@ class CacheLM(HFLM):
                     f"or more of each, and a continuation of at most max_length={self.max_length}: shorten it, or pass a larger max_length"
                 )
             whole = (context + continuation)[-(self.max_length + 1) :]  # as lm-eval: cut from the left
-            begin = tuple(whole[: -len(continuation)])
-            groups.setdefault(begin, Group(begin)).choices.append((number, continuation))
+            groups[tuple(whole[: -len(continuation)])].append((number, continuation))
         answers: dict[int, tuple[float, bool]] = {}
         rows = int(override_bs or self.batch_size)
-        ordered = sorted(groups.values(), key=lambda group: -len(group.context))
+        ordered = sorted(groups.items(), key=lambda group: -len(group[0]))
         with tqdm(total=len(requests), disable=disable_tqdm or self.rank != 0, desc="Running loglikelihood requests") as progress:
-            for _, alike in groupby(ordered, key=lambda group: len(group.context)):
+            for _, alike in groupby(ordered, key=lambda group: len(group[0])):
                 for some in _pieces(list(alike), rows):
                     for number, answer in self._score_groups(some, rows):
                         answers[number] = answer
@@ -176,11 +169,11 @@ class CacheLM(HFLM):
     def _score_groups(self, groups: Sequence[Group], rows: int) -> Iterator[tuple[int, tuple[float, bool]]]:
         """Answers to the requests of contexts of equal length, `rows` at a time."""
         cache, first = self.new_cache(), None
-        contexts = self._tensor([group.context for group in groups])
+        contexts = self._tensor([context for context, _ in groups])
         apart = 0 if self.scoring == "deployed" and contexts.shape[1] > 1 else 1  # tokens of the context that are read with the choice
         if contexts.shape[1] > apart:
             first = self._forward(contexts[:, : contexts.shape[1] - apart], cache, last_only=True)
-        choices = [(row, *choice) for row, group in enumerate(groups) for choice in group.choices]
+        choices = [(row, *choice) for row, (_, of) in enumerate(groups) for choice in of]
         pieces = list(_pieces(choices, rows))
         for place, piece in enumerate(pieces):
             fork = cache if place == len(pieces) - 1 else copy.deepcopy(cache)

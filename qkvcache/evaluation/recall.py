@@ -105,9 +105,3 @@ def recall_case(
     for other in others:
         context = plant(context, form.needle.format(key=other, word=form.word(rng)), rng.random(), form)
     return RecallCase(context, form.question.format(key=key), f" {word}")
-
-
-def recall_cases(count: int, filler: Callable[[random.Random], str], *, seed: int = 0, distractors: int = 0) -> list[RecallCase]:
-    """`count` cases with facts at even depths from the beginning to the end of the text that `filler` draws."""
-    rng = random.Random(seed)
-    return [recall_case(rng, filler(rng), i / max(count - 1, 1), distractors) for i in range(count)]

@@ -18,16 +18,13 @@ import transformers
 def provenance() -> dict[str, str]:
     """Date, commit, versions and the running command; absolute paths are reduced to their last part."""
     versions = {"torch": torch.__version__, "transformers": transformers.__version__, "python": platform.python_version()}
-    return {"date": time.strftime("%Y-%m-%d"), "commit": _commit()} | versions | {"command": " ".join(map(_portable, sys.argv))}
+    command = " ".join(Path(word).name if Path(word).is_absolute() else word for word in sys.argv)
+    return {"date": time.strftime("%Y-%m-%d"), "commit": _commit()} | versions | {"command": command}
 
 
 @functools.cache
 def _commit() -> str:
     return subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True).stdout.strip()
-
-
-def _portable(argument: str) -> str:
-    return Path(argument).name if Path(argument).is_absolute() else argument
 
 
 def read_rows(path: Path) -> list[dict]:

@@ -43,6 +43,8 @@ class Buffer:
         return (self.dtype or model_dtype).itemsize * self.width
 
 
+AT_ONCE = {"e4m3": 2, "e5m2": 2, "int4": 4, "lut4": 4, "int3": 16, "lut3": 16, "lut2": 8}
+"""Channels that the torch operations of a codec read at a time, by `PackedLayout.kind`; others read one."""
 BITS = {"half": 16, "int8": 8, "uint8": 8, "e4m3": 8, "e5m2": 8, "int4": 4, "lut4": 4, "e2m1": 4, "int3": 3, "lut3": 3, "lut2": 2}
 """Bits of a code, by `PackedLayout.kind`."""
 
@@ -175,6 +177,9 @@ class Codec(ABC):
 
     def refuses(self, head_dim: int) -> str | None:
         """Why this codec cannot hold vectors of `head_dim`, or None."""
+        layout = self.packed_layout
+        if layout and head_dim % (channels := AT_ONCE.get(layout.kind, 1)):
+            return f"{layout.bits}-bit codes are read {channels} channels at a time, and it is no multiple of that; use 'int8'"
         return None
 
     def rotate(self, x: Tensor) -> Tensor:

@@ -63,16 +63,13 @@ class Centered(Codec):
         return statistics | self.codec.calibrate(self.rotate(x), is_valid) if self.codec.keeps(x.shape[3]) else statistics
 
     def quantize(self, x: Tensor, statistics: Codes) -> Codes:
-        return self.codec.quantize(self._around(x, statistics), statistics)
+        return self.codec.quantize(self.rotate(x).float() - statistics["center"], statistics)
 
     def unpack(self, codes: Codes, head_dim: int) -> QuantizedValues:
         return self.codec.unpack(codes, head_dim)._replace(center=codes["center"])
 
     def refuses(self, head_dim: int) -> str | None:
         return self.codec.refuses(head_dim)
-
-    def _around(self, x: Tensor, statistics: Codes) -> Tensor:
-        return self.rotate(x).float() - statistics["center"]
 
 
 def _mean(x: Tensor, is_valid: Tensor | None) -> Tensor:

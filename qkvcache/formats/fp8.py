@@ -21,7 +21,7 @@ from torch import Tensor
 
 from .base import TINY, Buffer, Codec, Codes, Format, PackedLayout, QuantizedValues, Sharing, check_option
 from .centered import Centered
-from .packing import code_buffers, lookup8, refuses
+from .packing import code_buffers, lookup
 
 DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 VALUES = {name: tuple(torch.arange(256, dtype=torch.uint8).view(dtype).tolist()) for name, dtype in DTYPES.items()}
@@ -62,10 +62,7 @@ class ScaledFloat8(Codec):
         return codes if self.frozen else codes | {"scale": scale.expand(-1, -1, x.shape[2], -1).contiguous()}
 
     def unpack(self, codes: Codes, head_dim: int) -> QuantizedValues:
-        return QuantizedValues(lookup8(codes["codes"], VALUES[self.dtype]), codes["scale"])
-
-    def refuses(self, head_dim: int) -> str | None:
-        return refuses(8, head_dim)
+        return QuantizedValues(lookup(codes, 8, VALUES[self.dtype]), codes["scale"])
 
     def _scale(self, x: Tensor) -> Tensor:
         spans = {"token_head": (-1,), "token": (1, -1), "tensor": (1, 2, -1)}

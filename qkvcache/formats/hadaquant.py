@@ -16,7 +16,7 @@ from typing import Literal
 
 from .base import Codec, Format, check_option
 from .centered import Centered
-from .rotated import LloydMax, Rotated
+from .rotated import Rotated
 
 Bits = Literal[2, 3, 4]
 BITS: tuple[Bits, ...] = (2, 3, 4)
@@ -43,5 +43,5 @@ class HadaQuant(Format):
         return f"hadaquant_k{self.key_bits}v{self.value_bits}{'' if self.center else '_uncentered'}"
 
     def codecs(self) -> tuple[Codec, Codec]:
-        key, value = (Rotated(LloydMax(bits)) for bits in (self.key_bits, self.value_bits))
+        key, value = Rotated(self.key_bits), Rotated(self.value_bits)
         return (Centered.of(key), Centered.of(value)) if self.center else (key, value)

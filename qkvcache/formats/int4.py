@@ -25,7 +25,7 @@ from torch import Tensor
 
 from .base import TINY, Buffer, Codec, Codes, Format, PackedLayout, QuantizedValues, check_option
 from .centered import Centered
-from .packing import code_buffers, from_planes, lookup4, pack, refuses, to_planes
+from .packing import code_buffers, from_planes, lookup, pack, to_planes
 from .rotation import Hadamard, number_of
 
 GROUP_SIZE = 32
@@ -53,10 +53,10 @@ class GroupInt4(Codec):
         return pack(to_planes(codes.flatten(-2)), 4) | {"scale": scale.squeeze(-1)}
 
     def unpack(self, codes: Codes, head_dim: int) -> QuantizedValues:
-        return QuantizedValues(from_planes(lookup4(codes["codes"], tuple(range(-8, 8)))), codes["scale"].float())
+        return QuantizedValues(from_planes(lookup(codes, 4, tuple(range(-8, 8)))), codes["scale"].float())
 
     def refuses(self, head_dim: int) -> str | None:
-        reason = refuses(4, head_dim)
+        reason = super().refuses(head_dim)
         if reason is None and head_dim % self.group_size:
             fix = f"group_size={math.gcd(head_dim, self.group_size)} does, or rule='vllm', which needs no groups"
             return f"group_size={self.group_size} does not divide it; {fix}"
@@ -89,10 +89,7 @@ class HiddenZeroInt4(Codec):
 
     def unpack(self, codes: Codes, head_dim: int) -> QuantizedValues:
         scale, zero = self._reveal(codes["scale"])
-        return QuantizedValues(lookup4(codes["codes"], tuple(range(16))), scale, -zero * scale)
-
-    def refuses(self, head_dim: int) -> str | None:
-        return refuses(4, head_dim)
+        return QuantizedValues(lookup(codes, 4, tuple(range(16))), scale, -zero * scale)
 
     @staticmethod
     def _reveal(hidden: Tensor) -> tuple[Tensor, Tensor]:

@@ -29,7 +29,7 @@ from torch import Tensor
 from .base import Buffer, Codec, Codes, Format, PackedLayout, QuantizedValues, check_option
 from .centered import Centered
 from .fp8 import VALUES as FLOAT8
-from .packing import as_rows, code_buffers, constants, from_planes, lookup_words, rank, to_planes
+from .packing import as_rows, code_buffers, constants, from_planes, gather, rank, to_planes
 from .rotation import exact_dtype
 
 BLOCK = 16
@@ -60,7 +60,8 @@ class BlockFP4(Codec):
         return {"codes": _pack(to_planes(codes.flatten(-2))), "scale": scale.squeeze(-1)}
 
     def unpack(self, codes: Codes, head_dim: int) -> QuantizedValues:
-        return QuantizedValues(from_planes(lookup_words(codes["codes"], _words(codes["codes"].device))), _e4m3(codes["scale"]))
+        packed = codes["codes"]
+        return QuantizedValues(from_planes(gather(packed.view(torch.uint16), _words(packed.device))), _e4m3(codes["scale"]))
 
     def refuses(self, head_dim: int) -> str | None:
         return None if head_dim % BLOCK == 0 else f"scales span {BLOCK} channels, and it is no multiple of that; use 'int4_vllm' or 'int8'"

@@ -27,32 +27,30 @@ from .base import Buffer, Codes
 PLANES = {2: (("codes", 4),), 3: (("low", 4), ("high", 8)), 4: (("codes", 2),), 8: (("codes", 1),)}
 """Bits of a code to the buffers it is kept in: name, and channels a byte."""
 
-_MULTIPLE = {2: 8, 3: 16, 4: 4, 8: 2}  # of channels that one gather, or one word of a plane, yields
-
 
 def code_buffers(bits: int, head_dim: int) -> tuple[Buffer, ...]:
     """The buffers for codes of `bits`, uint8, one entry for each token and head."""
     return tuple(Buffer(name, torch.uint8, head_dim // per_byte) for name, per_byte in PLANES[bits])
 
 
-def refuses(bits: int, head_dim: int) -> str | None:
-    """Why vectors of `head_dim` cannot be kept as codes of `bits`, or None."""
-    if head_dim % _MULTIPLE[bits]:
-        return f"{bits}-bit codes are read {_MULTIPLE[bits]} channels at a time, and it is no multiple of that; use 'int8'"
-    return None
+def plane_names(bits: int) -> tuple[str, str]:
+    """The names of these buffers in a `PackedLayout`: codes or low bits, and high bits."""
+    return ("low", "high") if bits == 3 else ("codes", "")
 
 
 def pack(codes: Tensor, bits: int) -> Codes:
     """uint8 codes below `2**bits` `[..., D]` to the buffers of `code_buffers`."""
-    planes = pack3(codes) if bits == 3 else ({2: pack2, 4: pack4, 8: lambda codes: codes}[bits](codes),)
-    return {name: plane for (name, _), plane in zip(PLANES[bits], planes, strict=True)}
+    if bits == 3:
+        return dict(zip(("low", "high"), pack3(codes), strict=True))
+    return {"codes": {2: pack2, 4: pack4, 8: lambda codes: codes}[bits](codes)}
 
 
 def lookup(packed: Codes, bits: int, levels: tuple[float, ...]) -> Tensor:
     """`levels[code]` for the buffers of `code_buffers`, as fp32 `[..., D]`."""
     if bits == 3:
         return lookup3(packed["low"], packed["high"], levels)
-    return {2: lookup2, 4: lookup4, 8: lookup8}[bits](packed["codes"], levels)
+    codes = packed["codes"] if bits == 2 else packed["codes"].view(torch.uint16)
+    return gather(codes, _table(levels, (bits,) * (2 if bits == 8 else 4), codes.device))
 
 
 def rank(x: Tensor, thresholds: tuple[float, ...]) -> Tensor:
@@ -116,37 +114,17 @@ def _pack_bits(codes: Tensor, bits: int) -> Tensor:
     return (codes.unflatten(-1, (-1, per_byte)) << shifts).sum(-1, dtype=torch.uint8)
 
 
-def lookup4(packed: Tensor, levels: tuple[float, ...]) -> Tensor:
-    """`levels[code]` of packed 4-bit codes: bytes `[..., D / 2]` to fp32 `[..., D]`."""
-    return gather(packed.view(torch.uint16).long(), _table(levels, (4, 4, 4, 4), packed.device))
-
-
-def lookup_words(packed: Tensor, table: Tensor) -> Tensor:
-    """Bytes `[..., D / 2]` to fp32 `[..., D]`: a word stands for the four numbers in its row of `table`, which `as_rows` made."""
-    return gather(packed.view(torch.uint16).long(), table)
-
-
-def lookup2(packed: Tensor, levels: tuple[float, ...]) -> Tensor:
-    """`levels[code]` of packed 2-bit codes: bytes `[..., D / 4]` to fp32 `[..., D]`."""
-    return gather(packed.long(), _table(levels, (2, 2, 2, 2), packed.device))
-
-
 def lookup3(low: Tensor, high: Tensor, levels: tuple[float, ...]) -> Tensor:
     """`levels[code]` of 3-bit planes, as fp32 `[..., D]`."""
     nibbles = unpack4(_gathered(high)).long()  # the high bits of four channels
     return gather(low.long() | nibbles << 8, _table3(levels, low.device))
 
 
-def lookup8(codes: Tensor, levels: tuple[float, ...]) -> Tensor:
-    """`levels[byte]`: bytes `[..., D]`, an even number of them, to fp32 `[..., D]`."""
-    return gather(codes.view(torch.uint16).long(), _table(levels, (8, 8), codes.device))
-
-
 def gather(index: Tensor, table: Tensor) -> Tensor:
     """The rows of `table`, which `as_rows` made, that `index` `[..., N]` names, end to end: fp32 `[..., N * width]`."""
     # An entry of the table is one complex number, so that each gather moves eight or sixteen bytes. Token by token, since torch then shares
     # the work among threads, which it does not when it picks from one dimension.
-    tokens = index.reshape(index.shape[:-1].numel(), index.shape[-1])
+    tokens = index.long().reshape(index.shape[:-1].numel(), index.shape[-1])
     entries = torch.gather(table.expand(tokens.shape[0], -1), 1, tokens)
     values = torch.view_as_real(entries).flatten(1).view(torch.float32)
     return values.view(*index.shape[:-1], values.shape[1])

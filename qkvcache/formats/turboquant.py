@@ -24,7 +24,7 @@ import torch
 from .base import Codec, Format, check_option
 from .centered import Centered
 from .int8 import SymmetricInt8
-from .rotated import LloydMax, Rotated
+from .rotated import Rotated
 from .uniform import Uniform
 
 Preset = Literal["k8v4", "4bit_nc", "k3v4_nc", "3bit_nc"]
@@ -49,5 +49,5 @@ class TurboQuant(Format):
 
     def codecs(self) -> tuple[Codec, Codec]:
         key_bits, value_bits = PRESETS[self.preset]
-        key = SymmetricInt8(scale_dtype=torch.float16) if key_bits == 8 else Rotated(LloydMax(key_bits))
+        key = SymmetricInt8(scale_dtype=torch.float16) if key_bits == 8 else Rotated(key_bits)
         return Centered.of(key) if self.center else key, Uniform(value_bits)

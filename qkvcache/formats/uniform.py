@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from .base import Buffer, Codec, Codes, PackedLayout, QuantizedValues
-from .packing import code_buffers, lookup, pack, refuses
+from .packing import code_buffers, lookup, pack, plane_names
 
 LEAST_SCALE = 2.0**-24  # of fp16: with a scale of zero all channels would dequantize to the minimum
 
@@ -32,7 +32,7 @@ class Uniform(Codec):
     @property
     def packed_layout(self) -> PackedLayout:
         kind = {8: "uint8", 4: "int4", 3: "int3"}[self.bits]
-        return PackedLayout(kind, "pair", planes=("low", "high", "scale_zero") if self.bits == 3 else ("codes", "", "scale_zero"))
+        return PackedLayout(kind, "pair", planes=(*plane_names(self.bits), "scale_zero"))
 
     def buffers(self, head_dim: int) -> tuple[Buffer, ...]:
         return (*code_buffers(self.bits, head_dim), Buffer("scale_zero", torch.float16, 2, "scales"))
@@ -51,6 +51,3 @@ class Uniform(Codec):
         levels = codes["codes"].float() if self.bits == 8 else lookup(codes, self.bits, tuple(range(2**self.bits)))
         scale, zero = codes["scale_zero"].float().split(1, dim=-1)
         return QuantizedValues(levels, scale, zero)
-
-    def refuses(self, head_dim: int) -> str | None:
-        return None if self.bits == 8 else refuses(self.bits, head_dim)

@@ -26,7 +26,6 @@ from .attend import Options, attend_observed
 from .evict import StaticTensors
 from .pages import PagedInputs, PageOptions, Pages
 from .segments import AttentionInputs, Buffers, Exact, KeysOrValues, Pair, layout_of
-from .store_exact import store_exact as store_exact_in_torch
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -116,7 +115,8 @@ def observe_on_codes(
         out = attend_on_buffers(query, attention_inputs.buffers, mask, **options)
         attention_sums = out.new_empty(0)
     elif torch.compiler.is_compiling() and len(attention_inputs.exact):
-        out, attention_sums = torch.ops.qkvcache.attend(query, *attention_inputs.arguments, mask, observed=observed, **options)
+        given = [observed if name == "observed" else options.get(name) for name in paged.OPTIONS]
+        out, attention_sums = torch.ops.qkvcache.attend(query, *attention_inputs.arguments, mask, *given)
     elif fuses(query, attention_inputs):
         out, _, attention_sums = fused().fused_attend(query, attention_inputs, mask, observed=observed, **options)
     else:
@@ -141,7 +141,7 @@ def attend_pages(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`pages.attend_pages`, by the fused kernel where there is one."""
     if torch.compiler.is_compiling():
-        return torch.ops.qkvcache.attend_pages(query, *inputs.arguments, mask, **options)
+        return torch.ops.qkvcache.attend_pages(query, *inputs.arguments, mask, *[options.get(name) for name in paged.OPTIONS])
     if on_triton(query.device):
         if fused().supports(inputs, query):
             return fused().attend_pages(query, inputs, mask, **options)
@@ -154,9 +154,9 @@ def quantize_pages(
 ) -> None:
     """`pages.quantize_pages`, in one launch where there is a kernel."""
     if quantizes(codecs, x):
-        from .triton_quantize import quantize_pages
+        from .triton_quantize import contiguous, quantize_kv
 
-        quantize_pages(codecs, x, planes, statistics, slots)
+        quantize_kv(codecs, contiguous(x), planes, statistics, 0, slots)
         return
     paged.quantize_pages(codecs, x, planes, statistics, slots)
 
@@ -223,8 +223,8 @@ def launch_of_step(buffers: Buffers, x: Pair) -> Callable[[Pair], None] | None:
 
 
 def store_exact(buffers: Buffers, exact: Pair, sinks: tuple[int, int], begin: int, slot: int, lengths: tuple[int, int]) -> None:
-    """`store_exact.store_exact`, in one launch where there are kernels."""
-    store = store_exact_in_torch
+    """`counted.store_exact`, in one launch where there are kernels."""
+    store = counted.store_exact
     if on_triton(buffers.state.device):
         from .triton_store_exact import store_exact as store
     store(buffers, exact, sinks, begin, slot, lengths)

@@ -72,7 +72,7 @@ def tiled(query: Tensor, attention_inputs: AttentionInputs, mask: Tensor | None,
     hopper = architecture(query.device)[0] // 10 == 9 or query.device.type == "cpu"
     if region is None or not FEWEST_TILE_ROWS <= rows <= MOST_TILE_ROWS or not hopper:
         return None
-    if options.get("observed") is not None or options.get("window") is not None or not options.get("causal"):
+    if options.get("observed") is not None or not options.get("causal"):
         return None
     if mask is not None and (mask.dtype != torch.bool or any(n > 1 for n in (1, 1, 1, *mask.shape)[-3:-1])):
         return None
@@ -90,10 +90,7 @@ def _in_tiles(layout: PackedLayout, head_dim: int) -> bool:
 
 EXACT_TILE = 32
 """Exact tokens of a tile. One program reads all of them, and with few other tokens all others wait for it."""
-TILE_CONSTANTS = (
-    "K", "V", "D", "DV", "G", "R", "T", "COUNTED", "K_SHARED", "V_SHARED", "K_ONCE", "V_ONCE", "SOFTCAP", "ARCH", "EXACT", "TURN",
-    "num_warps", "num_stages", "maxnreg",
-)  # fmt: skip
+TILE_CONSTANTS = {*attend_tiles_kernel.arg_names, "num_warps", "num_stages", "maxnreg"}
 """What `attend_tiles_kernel` takes of the constants of a call."""
 SUM_TOKENS = 1024
 """Tokens of a program that sums attention."""
@@ -226,7 +223,7 @@ class Call:
     ) -> None:
         self.batch, query_heads, self.queries, dim = query.shape
         scaling, softcap = options.get("scaling"), options.get("softcap")
-        self.window, self.sinks, self.observed = options.get("window"), options.get("sinks"), options.get("observed")
+        self.sinks, self.observed = options.get("sinks"), options.get("observed")
         heads, value_dim = args.exact[3].shape[1], args.exact[3].shape[3]
         self.use, self.empty, self.heads, self.groups = args.use, args.empty, heads, query_heads // heads
         self.value_dim, self.zones, self.args = value_dim, zones, args
@@ -251,13 +248,13 @@ class Call:
             if mask.dtype == torch.bool:
                 kind, mask = "row" if self.queries == 1 and not self.mask_strides[1] else "bool", mask.view(torch.uint8)
         self.mask = self.empty if mask is None else mask
-        self.scalars = dim**-0.5 if scaling is None else scaling, softcap or 1.0, self.window or 0
+        self.scalars = dim**-0.5 if scaling is None else scaling, softcap or 1.0
         # Columns of the scratch of accumulated attention: at least the two that a thread holds.
         self.width = 0 if self.observed is None else max(triton.next_power_of_2(min(rows, self.rows)), 2)
         self.exact = zones[1] + zones[2] > 0
         self.constants: dict[str, Any] = {
             "G": self.groups, "R": self.rows, "T": self.tile, "SOFTCAP": softcap is not None, "MASK": kind,
-            "WINDOW": self.window is not None, "CAUSAL": options.get("causal", False) and self.queries > 1, "ARCH": arch,
+            "CAUSAL": options.get("causal", False) and self.queries > 1, "ARCH": arch,
             "EXACT": self.exact, "TURN": factor, "ATTENTION_SUMS": self.width,
             "num_warps": launch.warps, "num_stages": launch.stages, **args.constants,
         }  # fmt: skip
@@ -298,10 +295,9 @@ class Call:
             )  # fmt: skip
             if self.observed is not None:
                 n_quantized, n_sinks, n_residual = self.zones
-                hidden = 0 if self.window is None else sum(self.zones) - self.queries - self.window + 1
                 sum_splits_kernel[(sum(-(-n // SUM_TOKENS) for n in self.zones), self.batch * self.heads)](
                     self.weights, self.tops, lse, self.observed.contiguous(), attention_sums, *self.args.places[1:],
-                    *self.args.place_strides[2:], self.scalars[2], self.slots, self.grains, n_sinks, n_quantized, n_residual, hidden,
+                    *self.args.place_strides[2:], self.slots, self.grains, n_sinks, n_quantized, n_residual,
                     self.blocks, self.heads, self.queries, WIDTH=self.width, N=SUM_TOKENS, ARCH=self.constants["ARCH"], num_warps=4,
                     **shape,
                 )  # fmt: skip
@@ -391,11 +387,11 @@ def _launch_tiles(call: Call, chunks: int) -> None:
     # Beside few long splits, the programs of the exact tokens are brief.
     programs = call.programs + call.panels * (call.programs <= 8 * call.panels)
     call.allocate(split(call.zones[0], call.panels, call.tile, programs) + call.exact)
-    constants = {name: call.constants[name] for name in TILE_CONSTANTS if name in call.constants}
+    constants = {name: x for name, x in call.constants.items() if name in TILE_CONSTANTS}
     n_quantized, n_sinks, n_residual = call.zones
     with torch.cuda.device_of(call.query):
         attend_tiles_kernel[(call.splits, call.blocks, call.batch * call.heads)](
             call.query, args.use.matrix, *args.places, *args.planes, args.exact, call.mask, *call.outputs, *call.query.stride()[:3],
-            *args.strides[0][-2:], args.exact_strides, call.mask_strides[0], call.mask_strides[3], *call.scalars[:2], chunks, n_sinks,
+            *args.strides[0][-2:], args.exact_strides, call.mask_strides[0], call.mask_strides[3], *call.scalars, chunks, n_sinks,
             n_quantized, n_residual, LEAST_SPLIT, call.heads, call.queries, **constants | {"MASK": call.constants["MASK"] != "none"},
         )  # fmt: skip

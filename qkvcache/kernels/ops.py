@@ -8,47 +8,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import dispatch
-from .attend import Options
+from . import dispatch, pages
 from .evict import StaticTensors
-from .pages import PagedInputs, PageOptions
-from .segments import CODECS, AttentionInputs, Buffers, Exact, KeysOrValues, Packed, Pair, QuantizedRegion, packed
-
-
-@torch.library.custom_op("qkvcache::dense", mutates_args=())
-def _dense(planes: Sequence[Tensor], table: Tensor | None, codecs: Sequence[int], tokens: int, exact: Sequence[Tensor]) -> Pair:
-    attention_inputs = _inputs_of(planes, table, codecs, tokens, exact)
-    return dispatch.dense(attention_inputs.key), dispatch.dense(attention_inputs.value)
-
-
-@_dense.register_fake
-def _(planes, table, codecs, tokens, exact):
-    total = exact[0].shape[2] + tokens + exact[2].shape[2]
-    keys, values = (x.new_empty(*x.shape[:2], total, x.shape[3]) for x in exact[2:])
-    return keys, values
-
-
-@torch.library.custom_op("qkvcache::attend", mutates_args=())
-def _attend(
-    query: Tensor,
-    planes: Sequence[Tensor],
-    table: Tensor | None,
-    codecs: Sequence[int],
-    tokens: int,
-    exact: Sequence[Tensor],
-    mask: Tensor | None = None,
-    sinks: Tensor | None = None,
-    scaling: float | None = None,
-    softcap: float | None = None,
-    causal: bool = False,
-    observed: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    options: Options = {"scaling": scaling, "causal": causal, "softcap": softcap, "sinks": sinks}
-    return dispatch.observe_on_codes(query, _inputs_of(planes, table, codecs, tokens, exact), mask, observed=observed, **options)
+from .pages import PagedInputs
+from .segments import CODECS, AttentionInputs, Buffers, Exact, KeysOrValues, Packed, QuantizedRegion, packed
 
 
 def _inputs_of(
@@ -74,13 +42,10 @@ def _inputs_of(
     return AttentionInputs(found[0], found[1], region, tuple(exact))
 
 
-@_attend.register_fake
-def _(query, planes, table, codecs, tokens, exact, mask=None, sinks=None, scaling=None, softcap=None, causal=False, observed=None):
-    batch, heads, recent, dim = exact[3].shape
-    total = 0 if observed is None else exact[0].shape[2] + tokens + recent
-    return query.new_empty(*query.shape[:3], dim), query.new_empty(batch, heads, total, dtype=torch.float32)
-
-
+INPUTS = "Tensor[] planes, Tensor? table, SymInt[] codecs, SymInt tokens, Tensor[] exact"
+"""`AttentionInputs.arguments`"""
+OPTIONS = "Tensor? sinks, Tensor? observed, float? scaling, float? softcap, bool? causal"
+"""`pages.OPTIONS`"""
 BUFFERS = "Tensor[] exact, Tensor[] quantized, SymInt[] codecs, SymInt columns"
 """`Buffers.arguments`"""
 STATIC = (
@@ -95,6 +60,36 @@ def _operator(name: str, arguments: str, returns: str = "()", mutates: Sequence[
     for i, argument in enumerate(mutates):
         arguments = re.sub(rf"\bTensor((?:\[\])? {argument}\b)", rf"Tensor(a{i}!)\1", arguments)
     return torch.library.custom_op(f"qkvcache::{name}", mutates_args=mutates, schema=f"({arguments}) -> {returns}")
+
+
+def _given(options: Sequence[Any]) -> dict[str, Any]:
+    """The options that are not None, by name."""
+    return {name: x for name, x in zip(pages.OPTIONS, options, strict=True) if x is not None}
+
+
+@_operator("dense", INPUTS, "(Tensor, Tensor)")
+def _dense(*args):
+    attention_inputs = _inputs_of(*args)
+    return dispatch.dense(attention_inputs.key), dispatch.dense(attention_inputs.value)
+
+
+@_dense.register_fake
+def _(planes, table, codecs, tokens, exact):
+    total = exact[0].shape[2] + tokens + exact[2].shape[2]
+    keys, values = (x.new_empty(*x.shape[:2], total, x.shape[3]) for x in exact[2:])
+    return keys, values
+
+
+@_operator("attend", f"Tensor query, {INPUTS}, Tensor? mask, {OPTIONS}", "(Tensor, Tensor)")
+def _attend(query, planes, table, codecs, tokens, exact, mask, *options):
+    return dispatch.observe_on_codes(query, _inputs_of(planes, table, codecs, tokens, exact), mask, **_given(options))
+
+
+@_attend.register_fake
+def _(query, planes, table, codecs, tokens, exact, mask, sinks, observed, *options):
+    batch, heads, recent, dim = exact[3].shape
+    total = 0 if observed is None else exact[0].shape[2] + tokens + recent
+    return query.new_empty(*query.shape[:3], dim), query.new_empty(batch, heads, total, dtype=torch.float32)
 
 
 # Chunks are mutated too. Were they declared, functionalization would copy them, and the table would point to the originals. Only operators
@@ -149,33 +144,18 @@ def _(*args):
     return args[-1].new_empty(args[-1].shape[:2])
 
 
-@torch.library.custom_op("qkvcache::attend_pages", mutates_args=())
-def _attend_pages(
-    query: Tensor,
-    pool: Sequence[Tensor],
-    counts: Sequence[Tensor],
-    exact: Sequence[Tensor],
-    codecs: Sequence[int],
-    max_length: int,
-    tokens: int,
-    mask: Tensor | None = None,
-    sinks: Tensor | None = None,
-    observed: Tensor | None = None,
-    scaling: float | None = None,
-    softcap: float | None = None,
-    window: int | None = None,
-    causal: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:
+PAGES = "Tensor[] pool, Tensor[] counts, Tensor[] exact, SymInt[] codecs, SymInt max_length, SymInt tokens"
+"""`PagedInputs.arguments`"""
+
+
+@_operator("attend_pages", f"Tensor query, {PAGES}, Tensor? mask, {OPTIONS}", "(Tensor, Tensor, Tensor)")
+def _attend_pages(query, pool, counts, exact, codecs, max_length, tokens, mask, *options):
     inputs = PagedInputs.of(pool, counts, exact, codecs, max_length, tokens)
-    options: PageOptions = {"scaling": scaling, "softcap": softcap, "window": window, "causal": causal}
-    return dispatch.attend_pages(query, inputs, mask, **options | {"sinks": sinks, "observed": observed})
+    return dispatch.attend_pages(query, inputs, mask, **_given(options))
 
 
 @_attend_pages.register_fake
-def _(
-    query, pool, counts, exact, codecs, max_length, tokens, mask=None, sinks=None, observed=None, scaling=None, softcap=None, window=None,
-    causal=False,
-):  # fmt: skip
+def _(query, pool, counts, exact, codecs, max_length, tokens, mask, sinks, observed, *options):
     _, heads, ring_slots, dim = exact[3].shape
     slots = 0 if observed is None else exact[0].shape[2] + max_length + ring_slots
     lse, attention_sums = (query.new_empty(shape, dtype=torch.float32) for shape in (query.shape[:3], (query.shape[0], heads, slots)))

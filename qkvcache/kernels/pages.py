@@ -163,10 +163,12 @@ class PagedInputs:
 class PageOptions(Options, total=False):
     """Options of attention over pages."""
 
-    window: int | None
-    """A query attends to the last `window` tokens up to itself; the queries are those of the last `Q` tokens."""
     observed: Tensor | None
     """How often each query counts for accumulated attention, fp32 or bool `[B, Q]`."""
+
+
+OPTIONS = "sinks", "observed", "scaling", "softcap", "causal"
+"""Their names, in the order in which torch operators take them."""
 
 
 def attend_pages(
@@ -178,7 +180,6 @@ def attend_pages(
     causal: bool = False,
     softcap: float | None = None,
     sinks: Tensor | None = None,
-    window: int | None = None,
     observed: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Attention of a few queries over sinks, pages and a ring.
@@ -187,7 +188,7 @@ def attend_pages(
         query: `[B, Hq, Q, D]`, `Hq` a multiple of the KV heads.
         mask: bool (True: visible) or additive, broadcastable to `[B, Hq, Q, T]`, where `T` is at least the tokens of the longest row: a
             column is a token's index in its row.
-        scaling, causal, softcap, sinks, window, observed: see `PageOptions`.
+        scaling, causal, softcap, sinks, observed: see `PageOptions`.
 
     Returns the output `[B, Hq, Q, Dv]` in the query's dtype, the log of the normaliser, fp32 `[B, Hq, Q]`, and accumulated attention by
     slot, fp32 `[B, H, S + max_length + R]`, without `observed` `[B, H, 0]`. A row without tokens has the output 0 and, without `sinks`,
@@ -207,8 +208,6 @@ def attend_pages(
         logits = apply_mask(logits, mask.gather(-1, index), False)
     if causal:
         logits = logits.masked_fill(column > newest, torch.finfo(torch.float32).min)
-    if window is not None:
-        logits = logits.masked_fill(column <= newest - window, torch.finfo(torch.float32).min)
     logits = logits.masked_fill(column < 0, -torch.inf).flatten(1, 2)
     lse = torch.logsumexp(logits, -1)
     if sinks is not None:

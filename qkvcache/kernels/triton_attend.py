@@ -112,7 +112,7 @@ def _hides(mask, begin, end, mask_stride):
 @triton.jit
 def _region_tile(
     K: tl.constexpr, V: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, K_ONCE: tl.constexpr, V_ONCE: tl.constexpr, TAIL: tl.constexpr,
-    SOFTCAP: tl.constexpr, MASK: tl.constexpr, WINDOW: tl.constexpr, ARCH: tl.constexpr, ATTENTION_SUMS: tl.constexpr,
+    SOFTCAP: tl.constexpr, MASK: tl.constexpr, ARCH: tl.constexpr, ATTENTION_SUMS: tl.constexpr,
     state, queries, k_planes, k_scales, v_planes, v_scales, slot, valid, visible, hides, column, weights, tops, place, count,
 ):  # fmt: skip
     """Adds one tile of T quantized tokens, `slot` int [T], to `state`: running maximum fp32 [R], normaliser fp32 [T, R], constant part of
@@ -126,7 +126,7 @@ def _region_tile(
     weights  scratch of the program's rows (`keep`), `count` tokens from slot `place` on
     """
     q, q_scale, q_sum, q_center = queries
-    mask, mask_rows, mask_stride, _, oldest, softcap = visible
+    mask, mask_rows, mask_stride, _, softcap = visible
     KW: tl.constexpr = D // K.per
     VW: tl.constexpr = DV // V.per
     KT: tl.constexpr = _words_of_tile(K, D)
@@ -164,8 +164,6 @@ def _region_tile(
         s = s + q_center[None, :]
     s = _capped(s, softcap, SOFTCAP, ARCH)
     s = _masked(s, mask, mask_rows, mask_stride, column, hides, MASK)
-    if WINDOW:
-        s = tl.where(column[:, None] >= oldest[None, :], s, HIDDEN)
 
     PER_TOKEN: tl.constexpr = (V.group == 0) & (V.scale != "none")
     if PER_TOKEN:
@@ -234,7 +232,7 @@ def _exact_columns(at, tokens, start, oldest_slot, count, RING: tl.constexpr):
 
 @triton.jit
 def _exact_tiles(
-    D: tl.constexpr, DV: tl.constexpr, T: tl.constexpr, SOFTCAP: tl.constexpr, MASK: tl.constexpr, WINDOW: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, T: tl.constexpr, SOFTCAP: tl.constexpr, MASK: tl.constexpr,
     CAUSAL: tl.constexpr, RING: tl.constexpr, ARCH: tl.constexpr, ATTENTION_SUMS: tl.constexpr,
     state, q, q_scale, keys, key_stride, values, value_stride, tokens, start, visible, weights, tops, oldest_slot, count,
 ):  # fmt: skip
@@ -243,12 +241,12 @@ def _exact_tiles(
     q        [DP, R] model dtype; `q_scale` fp32 [R]
     keys     [tokens, D], a token `key_stride` elements from the next; values [tokens, DV]: value_stride
     start    column of the first token
-    visible  mask, `mask_rows` and `mask_stride` as of `_masked`; newest and oldest, int [R], the columns that a query row sees at most,
-             read if CAUSAL and WINDOW; softcap
+    visible  mask, `mask_rows` and `mask_stride` as of `_masked`; newest, int [R], the last column that a query row sees, read if CAUSAL;
+             softcap
     RING     whether tokens are the `count` of a ring of `tokens` slots from `oldest_slot` on
     weights, tops   scratch from the zone's first slot on
     """
-    mask, mask_rows, mask_stride, newest, oldest, softcap = visible
+    mask, mask_rows, mask_stride, newest, softcap = visible
     DP: tl.constexpr = max(triton.next_power_of_2(D), 16)
     DVP: tl.constexpr = max(triton.next_power_of_2(DV), 16)
     m, l, acc = state
@@ -262,8 +260,6 @@ def _exact_tiles(
         s = tl.dot(k, q, input_precision="ieee") * q_scale[None, :]
         s = _capped(s, softcap, SOFTCAP, ARCH)
         s = _masked(s, mask, mask_rows, mask_stride, tl.where(valid, column, start), True, MASK)
-        if WINDOW:
-            s = tl.where(column[:, None] >= oldest[None, :], s, HIDDEN)
         if CAUSAL:
             s = tl.where(column[:, None] <= newest[None, :], s, HIDDEN)
         s = tl.where(valid[:, None], s, HIDDEN)
@@ -414,17 +410,17 @@ def _tiles_of_split(span, many, least, T: tl.constexpr):
 # What changes from step to step, or call to call, must not compile the kernel anew.
 @triton.jit(
     do_not_specialize=[
-        "scaling", "softcap", "window", "chunks", "n_sinks", "n_quantized", "n_residual", "least", "heads", "queries", "table_b", "table_h",
+        "scaling", "softcap", "chunks", "n_sinks", "n_quantized", "n_residual", "least", "heads", "queries", "table_b", "table_h",
         "lengths_b", "lengths_h", "mask_b", "mask_h", "mask_q", "mask_t",
     ]
 )  # fmt: skip
 def attend_kernel(
     query, region_query, rotation, signs, table, counts, lengths, k_planes, v_planes, exact, mask, part, maxima, sums, weights, tops,
     query_b, query_h, query_q, table_b, table_h, lengths_b, lengths_h, k_strides, v_strides, exact_strides, mask_b, mask_h, mask_q, mask_t,
-    scaling, softcap, window, chunks, n_sinks, n_quantized, n_residual, least, heads, queries,
+    scaling, softcap, chunks, n_sinks, n_quantized, n_residual, least, heads, queries,
     K: tl.constexpr, V: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, G: tl.constexpr, R: tl.constexpr, T: tl.constexpr,
     TX: tl.constexpr, PAGE: tl.constexpr, COUNTED: tl.constexpr, K_SHARED: tl.constexpr, V_SHARED: tl.constexpr, K_ONCE: tl.constexpr,
-    V_ONCE: tl.constexpr, SOFTCAP: tl.constexpr, MASK: tl.constexpr, WINDOW: tl.constexpr, CAUSAL: tl.constexpr, ARCH: tl.constexpr,
+    V_ONCE: tl.constexpr, SOFTCAP: tl.constexpr, MASK: tl.constexpr, CAUSAL: tl.constexpr, ARCH: tl.constexpr,
     EXACT: tl.constexpr, TURN: tl.constexpr, ATTENTION_SUMS: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Attention of `queries` queries over sinks, quantized tokens and a residual, split over programs. PAGE: tokens of a page, for
@@ -454,7 +450,7 @@ def attend_kernel(
     mask           uint8 (0: hidden) or additive, [B, H * G, queries, columns]: mask_b, mask_h, mask_q, mask_t; MASK as of `_masked`
     part           fp32 [B * H, blocks, splits, R, DV]; maxima, sums fp32 [B * H, blocks, splits, R]; contiguous
     weights, tops  scratch [B * H, blocks, slots or grains, ATTENTION_SUMS], `triton_sum_splits.py`; ATTENTION_SUMS 0: none
-    scaling, softcap   factor and cap of scores                    window   tokens that a query sees, read if WINDOW
+    scaling, softcap   factor and cap of scores
     n_sinks, n_quantized, n_residual   tokens, the same for all rows; of pages and COUNTED: slots of sinks and of a ring, and a bound on
                    quantized tokens, which the device counts
     chunks         chunks of the region, unless COUNTED            least    of a split, in tokens: a multiple of T
@@ -492,18 +488,15 @@ def attend_kernel(
     shift = row_sinks - first_token  # from places among the quantized tokens to columns
     total = tl.maximum(length, first_token) + shift + in_ring
     newest = total - queries + number
-    oldest = newest - window + 1
     if MASK == "row":
         mask += b * mask_b
     mask_rows = b * mask_b + head * mask_h + number * mask_q
-    visible = mask, mask_rows, mask_t, newest, oldest, softcap
+    visible = mask, mask_rows, mask_t, newest, softcap
     # The first tile begins at a multiple of T, so that no tile crosses a page.
     origin = first_token // T * T
     each = _tiles_of_split(tl.maximum(length - origin, 0), tl.maximum(splits - EXACT, 1), least, T)
     low = tl.multiple_of(origin + (split - EXACT) * each, T)
     high = tl.minimum(low + each, length)
-    if WINDOW:
-        low = tl.maximum(low, tl.maximum(total - queries - window + 1 - shift, 0) // T * T)
     panel = (bh * tl.num_programs(1) + block).to(tl.int64)
     out = part + (panel * splits + split) * (R * DV)
     m = tl.full([R], HIDDEN, tl.float32)
@@ -533,7 +526,7 @@ def attend_kernel(
             weights += region_grains * REGION_GRAIN * ATTENTION_SUMS
             tops += region_grains * ATTENTION_SUMS
         state = _exact_tiles(
-            D, DV, TX, SOFTCAP, MASK, WINDOW, CAUSAL, False, ARCH, ATTENTION_SUMS,
+            D, DV, TX, SOFTCAP, MASK, CAUSAL, False, ARCH, ATTENTION_SUMS,
             (m, l, tl.zeros([DVP, R], tl.float32)), x_query, x_scale,
             exact[0] + sink_row * exact_strides[0] + h * exact_strides[1], exact_strides[2],
             exact[1] + sink_row * exact_strides[3] + h * exact_strides[4], exact_strides[5],
@@ -543,7 +536,7 @@ def attend_kernel(
             weights += sink_grains * EXACT_GRAIN * ATTENTION_SUMS
             tops += sink_grains * ATTENTION_SUMS
         m, l, x_out = _exact_tiles(
-            D, DV, TX, SOFTCAP, MASK, WINDOW, CAUSAL, RING, ARCH, ATTENTION_SUMS, state, x_query, x_scale,
+            D, DV, TX, SOFTCAP, MASK, CAUSAL, RING, ARCH, ATTENTION_SUMS, state, x_query, x_scale,
             exact[2] + ring_row * exact_strides[6] + h * exact_strides[7], exact_strides[8],
             exact[3] + ring_row * exact_strides[9] + h * exact_strides[10], exact_strides[11],
             n_residual, total - in_ring, visible, weights, tops, oldest_slot, in_ring,
@@ -587,7 +580,7 @@ def attend_kernel(
                 this, slot = page, token % PAGE + t
                 page = tl.load(table + (token + T) // PAGE, mask=token + T < whole_high, other=0)
                 state = _region_tile(
-                    K, V, D, DV, K_ONCE, V_ONCE, False, SOFTCAP, MASK, WINDOW, ARCH, ATTENTION_SUMS, state, rows,
+                    K, V, D, DV, K_ONCE, V_ONCE, False, SOFTCAP, MASK, ARCH, ATTENTION_SUMS, state, rows,
                     (kc, kh, k_shifts, _in_pool(this, k_strides, WIDE)), _page_of(ks, this, k_strides[4], KS),
                     (vc, vh, v_shifts, _in_pool(this, v_strides, WIDE)), _page_of(vs, this, v_strides[4], VS),
                     slot, t >= 0, visible, hides, shift + token + t, weights, tops, token, T,
@@ -598,7 +591,7 @@ def attend_kernel(
                     this, slot = tl.load(table + token // PAGE), token % PAGE + t
                     place = token + t
                     state = _region_tile(
-                        K, V, D, DV, K_ONCE, V_ONCE, True, SOFTCAP, MASK, WINDOW, ARCH, ATTENTION_SUMS, state, rows,
+                        K, V, D, DV, K_ONCE, V_ONCE, True, SOFTCAP, MASK, ARCH, ATTENTION_SUMS, state, rows,
                         (kc, kh, k_shifts, _in_pool(this, k_strides, WIDE)), _page_of(ks, this, k_strides[4], KS),
                         (vc, vh, v_shifts, _in_pool(this, v_strides, WIDE)), _page_of(vs, this, v_strides[4], VS),
                         slot, (place >= first_token) & (place < high), visible, hides,
@@ -617,14 +610,14 @@ def attend_kernel(
                 whole = begin + tl.maximum(end - begin, 0) // T * T
                 for token in range(begin, whole, T):
                     state = _region_tile(
-                        K, V, D, DV, K_ONCE, V_ONCE, False, SOFTCAP, MASK, WINDOW, ARCH, ATTENTION_SUMS, state, rows,
+                        K, V, D, DV, K_ONCE, V_ONCE, False, SOFTCAP, MASK, ARCH, ATTENTION_SUMS, state, rows,
                         k_here, k_scales, v_here, v_scales, token + t, t >= 0, visible, hides, shift + start + token + t,
                         weights, tops, start + token, T,
                     )  # fmt: skip
                 if whole < end:
                     column = tl.minimum(start + whole + t, start + end - 1) + shift
                     state = _region_tile(
-                        K, V, D, DV, K_ONCE, V_ONCE, True, SOFTCAP, MASK, WINDOW, ARCH, ATTENTION_SUMS, state, rows,
+                        K, V, D, DV, K_ONCE, V_ONCE, True, SOFTCAP, MASK, ARCH, ATTENTION_SUMS, state, rows,
                         k_here, k_scales, v_here, v_scales, whole + t, whole + t < end, visible, hides, column,
                         weights, tops, start + whole, end - whole,
                     )  # fmt: skip

@@ -19,7 +19,6 @@ from ..formats.codebooks import GRID
 from ..formats.rotation import random_signs, rotation_block, sylvester_matrix
 from .pages import Pages
 from .segments import layout_of
-from .triton_levels import LLOYD_MAX_WORDS, signed_levels
 
 GREATEST_HEAD_DIM = 256
 CHUNK = 128  # channels that one product rotates: twice as many take two and a butterfly, so that the matrix fits every shared memory
@@ -28,6 +27,15 @@ INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 HALF_STEPS = tl.constexpr((0.0, 0.0, *(GRID[bits][0] / 2 for bits in (2, 3, 4))))
 """By bits: half a step of the grid that Lloyd-Max levels lie on."""
 
+
+def _level_words(positive: tuple[int, ...]) -> tuple[int, ...]:
+    """Twice the positive levels in steps of the grid, one byte each, as two signed words of 32 bits; missing levels are 0."""
+    twice = bytes(2 * n + 1 for n in positive).ljust(8, b"\0")
+    return tuple(int.from_bytes(twice[at : at + 4], "little", signed=True) for at in (0, 4))
+
+
+LEVEL_WORDS = tl.constexpr(tuple(_level_words(GRID[bits][1] if bits in GRID else ()) for bits in range(5)))
+"""By bits: constants, so that dequantizing loads no table of levels."""
 
 BYTES = ("int8", "e4m3", "e5m2")
 COMBINATIONS = {
@@ -186,6 +194,18 @@ def float8(code, MANTISSA: tl.constexpr):
 
 
 @triton.jit
+def _signed_levels(code, HALF: tl.constexpr, W0: tl.constexpr, W1: tl.constexpr):
+    """Twice the levels of `code`, int32 of any shape and below `2 * HALF`, in steps of the grid: odd int32 between -255 and 255. W0 and W1
+    are `LEVEL_WORDS`."""
+    rank = tl.where(code >= HALF, code - HALF, HALF - 1 - code)
+    word = tl.full(code.shape, W0, tl.int32)
+    if HALF > 4:
+        word = tl.where(rank < 4, word, tl.full(code.shape, W1, tl.int32))
+    level = (word >> (8 * (rank & 3))) & 0xFF
+    return tl.where(code >= HALF, level, -level)
+
+
+@triton.jit
 def product(a, b):
     """The product of 16-bit matrices [N, C] and [C, C], summed in fp32."""
     if INTERPRETED:  # has no bfloat16
@@ -232,12 +252,6 @@ def width_of(layout: PackedLayout, head_dim: int) -> int:
 
 
 @triton.constexpr_function
-def high_width_of(layout: PackedLayout, head_dim: int) -> int:
-    """Words of the plane of high bits."""
-    return head_dim // 16
-
-
-@triton.constexpr_function
 def scales_of(layout: PackedLayout, head_dim: int) -> int:
     """Elements of the plane of scales."""
     return head_dim // layout.group if layout.group else 2 if layout.scale == "pair" else 1
@@ -253,6 +267,23 @@ def vectors(tokens, heads, ACROSS: tl.constexpr, ALONG: tl.constexpr):
     h = h0 + i % ACROSS
     t = ((tl.program_id(0) // parts) * ALONG).to(tl.int64) + i // ACROSS
     return tl.program_id(1).to(tl.int64), h0, h, t, (t < tokens) & (h < heads)
+
+
+@triton.jit
+def planes_of_chunk(planes, chunks, row, L: tl.constexpr, SIDE: tl.constexpr):
+    """`planes`, those of the first of `chunks` (`QuantizedRegion.table`), of keys (SIDE 0) or values (1), as those of the chunk at the
+    pointer `row`, which are as far from them as it says."""
+    table, codes, cb, ch, high, hb, hh, scales, sb, sh, center, eb, eh = planes
+    first = tl.load(chunks + 1)
+    capacity = tl.multiple_of(tl.load(row + 1), 32)
+    UNIT: tl.constexpr = 2 if codes.dtype.element_ty.primitive_bitwidth == 8 else 1  # the table counts words of 16 bits
+    codes += tl.multiple_of(tl.load(row + 2 + 3 * SIDE), 16) * UNIT
+    high += tl.multiple_of(tl.load(row + 3 + 3 * SIDE), 16) * 2
+    cb, ch, hb, hh = cb // first * capacity, ch // first * capacity, hb // first * capacity, hh // first * capacity
+    if L.span != "once":
+        scales += tl.multiple_of(tl.load(row + 4 + 3 * SIDE), 16)
+        sb, sh = sb // first * capacity, sh // first * capacity
+    return table, codes, cb, ch, high, hb, hh, scales, sb, sh, center, eb, eh
 
 
 @triton.jit
@@ -272,21 +303,6 @@ def load_tile(live, block, row, h0, slot, planes, L: tl.constexpr, D: tl.constex
     at = block * cb + h0 * ch + (h * ch + slot * WIDTH)
     if not L.packed:
         code = tl.load(codes + at[:, None] + c[None, :], mask=inside, other=0)
-    elif L.bits == 3:
-        j = tl.arange(0, P // 8)
-        mask = live[:, None] if D == P else live[:, None] & (j < WIDTH)[None, :]
-        low = tl.load(codes.to(tl.pointer_type(tl.int16)) + at[:, None] + j[None, :], mask=mask, other=0).to(tl.int32)
-        at = block * hb + h0 * hh + (h * hh + slot * (D // 16))
-        word = tl.load(high.to(tl.pointer_type(tl.int16)) + at[:, None] + (j % (D // 16))[None, :], mask=mask, other=0).to(tl.int32)
-        word = word >> tl.where(j < D // 16, 2, 0)[None, :]
-        e = tl.arange(0, 8)[None, None, :]
-        code = ((low[:, :, None] >> (2 * e)) & 3) | (((word[:, :, None] >> (4 * (e // 2) + e % 2)) & 1) << 2)
-        code = tl.reshape(code, [N, P])
-    elif L.bits == 2:
-        j = tl.arange(0, P // 8)
-        mask = live[:, None] if D == P else live[:, None] & (j < WIDTH)[None, :]
-        word = tl.load(codes.to(tl.pointer_type(tl.int16)) + at[:, None] + j[None, :], mask=mask, other=0).to(tl.int32)
-        code = tl.reshape((word[:, :, None] >> (2 * tl.arange(0, 8))[None, None, :]) & 3, [N, P])
     elif L.group > 0:
         # A word serves four channels far apart: four loads, all but the first from the cache, instead of an exchange among threads.
         word = tl.load(codes.to(tl.pointer_type(tl.int16)) + at[:, None] + (c % (D // 4))[None, :], mask=inside, other=0).to(tl.int32)
@@ -298,10 +314,19 @@ def load_tile(live, block, row, h0, slot, planes, L: tl.constexpr, D: tl.constex
             half = (((word >> (9 - 3 * tl.minimum(a, 3))[None, :]) & 7) << 9) | (((word >> sign[None, :]) & 1) << 15)
             code = half.to(tl.int16).to(tl.float16, bitcast=True)
     else:
-        j = tl.arange(0, P // 4)
+        PER: tl.constexpr = L.per
+        BITS: tl.constexpr = 16 // PER  # 2 of 3 are in this plane
+        j = tl.arange(0, P // PER)
+        e = tl.arange(0, PER)[None, None, :]
         mask = live[:, None] if D == P else live[:, None] & (j < WIDTH)[None, :]
         word = tl.load(codes.to(tl.pointer_type(tl.int16)) + at[:, None] + j[None, :], mask=mask, other=0).to(tl.int32)
-        code = tl.reshape((word[:, :, None] >> (4 * tl.arange(0, 4))[None, None, :]) & 15, [N, P])
+        code = (word[:, :, None] >> (BITS * e)) & (2**BITS - 1)
+        if L.high:
+            at = block * hb + h0 * hh + (h * hh + slot * (D // 16))
+            word = tl.load(high.to(tl.pointer_type(tl.int16)) + at[:, None] + (j % (D // 16))[None, :], mask=mask, other=0).to(tl.int32)
+            word = word >> tl.where(j < D // 16, 2, 0)[None, :]
+            code = code | (((word[:, :, None] >> (4 * (e // 2) + e % 2)) & 1) << 2)
+        code = tl.reshape(code, [N, P])
 
     COUNT: tl.constexpr = scales_of(L, D)
     # Heads may have copies of the scales that they share: `sh` is 0 if they have not.
@@ -315,21 +340,16 @@ def load_tile(live, block, row, h0, slot, planes, L: tl.constexpr, D: tl.constex
     elif L.scale == "pair":
         scale, zero = tl.load(at, mask=live, other=0.0).to(tl.float32), tl.load(at + 1, mask=live, other=0.0).to(tl.float32)
         y = code.to(tl.float32) * scale[:, None] + zero[:, None]
-    elif L.scale == "hidden":
-        bits = tl.load(at, mask=live, other=0.0).to(tl.int32, bitcast=True)
-        level = code - (bits & 15)[:, None]
-        if D != P:
-            level = tl.where(inside, level, 0)
-        scale = (bits & ~15).to(tl.float32, bitcast=True)
-        if L.rotated:
-            y = turn(level.to(tl.float32).to(tl.bfloat16), table, D, P) * (scale * (D & -D) ** -0.5)[:, None]
-        else:
-            y = level.to(tl.float32) * scale[:, None]
     elif L.group == 0:
-        level = signed_levels(code, 2 ** (L.bits - 1), *LLOYD_MAX_WORDS[L.bits])
+        if L.scale == "hidden":
+            bits = tl.load(at, mask=live, other=0.0).to(tl.int32, bitcast=True)
+            level = code - (bits & 15)[:, None]
+            scale = (bits & ~15).to(tl.float32, bitcast=True)
+        else:
+            level = _signed_levels(code, 2 ** (L.bits - 1), *LEVEL_WORDS[L.bits])
+            scale = tl.load(at, mask=live, other=0.0).to(tl.float32) * HALF_STEPS[L.bits]
         if D != P:
             level = tl.where(inside, level, 0)
-        scale = tl.load(at, mask=live, other=0.0).to(tl.float32) * HALF_STEPS[L.bits]
         if L.rotated:
             y = turn(level.to(tl.float32).to(tl.bfloat16), table, D, P) * (scale * (D & -D) ** -0.5)[:, None]
         else:

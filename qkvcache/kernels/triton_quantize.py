@@ -24,7 +24,6 @@ from .triton_dequantize import (
     HALF_STEPS,
     INTERPRETED,
     float8,
-    high_width_of,
     known,
     padded,
     plane_arguments,
@@ -48,40 +47,30 @@ def supports(codec: Codec, head_dim: int) -> bool:
     return layout is not None and layout.writable and dequantizes(codec, head_dim)
 
 
-def quantize_kv(codecs: tuple[Codec, Codec], x: Pair, planes: tuple[Codes, Codes], statistics: tuple[Codes, Codes], start: int) -> None:
-    """Quantizes keys and values `[B, H, T, D]`, channels contiguous, in fp16, bf16 or fp32 into slots `start` to `start + T` of the planes
-    `[B, H or 1, capacity, width]` of a chunk; `statistics` are the buffers kept once.
-
-    Raises ValueError for a codec that `supports` does not accept, or vectors whose channels are not contiguous.
-    """
-    _quantize(codecs, x, planes, statistics, start, (x[0], 0, 0, 0), 0)
-
-
-def quantize_pages(
-    codecs: tuple[Codec, Codec], x: Pair, planes: tuple[Codes, Codes], statistics: tuple[Codes, Codes], slots: Tensor
-) -> None:
-    """`pages.quantize_pages` in one launch."""
-    strides = slots.stride(0), slots.stride(1) if slots.dim() == 3 else 0, slots.stride(-1)
-    page = next(iter(planes[0].values())).shape[2]
-    _quantize(codecs, contiguous(x), planes, statistics, 0, (slots, *strides), page)
-
-
-def _quantize(
+def quantize_kv(
     codecs: tuple[Codec, Codec],
     x: Pair,
     planes: tuple[Codes, Codes],
     statistics: tuple[Codes, Codes],
     start: int,
-    slots: tuple[object, ...],
-    page: int,
+    slots: Tensor | None = None,
 ) -> None:
-    """A launch of `_quantize_kernel`, of whose arguments the last three are."""
+    """Quantizes keys and values `[B, H, T, D]`, channels contiguous, in fp16, bf16 or fp32 into slots `start` to `start + T` of the planes
+    `[B, H or 1, capacity, width]` of a chunk, or into `slots` of pages, as `pages.quantize_pages` takes them; `statistics` are the buffers
+    kept once.
+
+    Raises ValueError for a codec that `supports` does not accept, or vectors whose channels are not contiguous.
+    """
     if not x[0].numel():
         return
+    page, places = 0, (x[0], 0, 0, 0)  # not read
+    if slots is not None:
+        page, across = next(iter(planes[0].values())).shape[2], slots.stride(1) if slots.dim() == 3 else 0
+        places = slots, slots.stride(0), across, slots.stride(-1)
     k_planes, v_planes, constants, grid, warps = launched(codecs, x, (planes[0] | statistics[0], planes[1] | statistics[1]))
     key, value = ((side, *side.stride()[:3]) for side in x)
     with torch.cuda.device_of(x[0]):
-        _quantize_kernel[grid](key, k_planes, value, v_planes, slots, start, *x[0].shape[2:0:-1], *constants, page, num_warps=warps)
+        _quantize_kernel[grid](key, k_planes, value, v_planes, places, start, *x[0].shape[2:0:-1], *constants, page, num_warps=warps)
 
 
 def launched(codecs: tuple[Codec, Codec], x: Pair, planes: tuple[Codes, Codes]) -> tuple[Any, Any, list[object], tuple[int, int, int], int]:
@@ -304,8 +293,7 @@ def store_tile(raw, live, block, row, h0, slot, planes, L: tl.constexpr, D: tl.c
     at = codes.to(tl.pointer_type(tl.int16)) + at if L.packed else codes + at
     at_high = at
     if L.high:
-        HIGH: tl.constexpr = high_width_of(L, D)
-        at_high = high.to(tl.pointer_type(tl.int16)) + (block * hb + h0.to(tl.int64) * hh + (h * hh + slot * HIGH))
+        at_high = high.to(tl.pointer_type(tl.int16)) + (block * hb + h0.to(tl.int64) * hh + (h * hh + slot * (D // 16)))
     COUNT: tl.constexpr = scales_of(L, D)
     if L.span == "each":
         at_scale = scales + block * sb + h0.to(tl.int64) * sh + (h * sh + slot * COUNT)

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from .segments import Buffers, Pair
-from .triton_dequantize import padded, vectors
+from .triton_dequantize import padded, planes_of_chunk, vectors
 from .triton_quantize import contiguous, launched, store_tile
 
 ROWS = tl.constexpr(128)
@@ -60,24 +60,14 @@ def _step_side(
     c = tl.arange(0, padded(D))[None, :]
     old = tl.load(place[:, None] + c, mask=leaves[:, None] & (c < D), other=0.0)
     first_slot = quantized + in_ring - opening - ring_slots  # of token 0
-    if GROWS:  # the chunk that holds the slot, nearly always the last; its planes are as far from the first one's as the table says
-        table, codes, cb, ch, high, hb, hh, scales, sb, sh, center, eb, eh = planes
-        first = tl.load(chunks + 1)
+    if GROWS:  # the chunk that holds the slot, nearly always the last
         row = chunks + (tl.load(state + 3) - 1) * 8
         start = tl.load(row)
         while start > tl.maximum(first_slot, 0):
             row -= 8
             start = tl.load(row)
-        capacity = tl.load(row + 1)
         first_slot = (first_slot - start).to(tl.int32)
-        UNIT: tl.constexpr = 2 if codes.dtype.element_ty.primitive_bitwidth == 8 else 1  # the table counts words of 16 bits
-        codes += tl.multiple_of(tl.load(row + 2 + 3 * SIDE), 16) * UNIT
-        high += tl.multiple_of(tl.load(row + 3 + 3 * SIDE), 16) * 2
-        cb, ch, hb, hh = cb // first * capacity, ch // first * capacity, hb // first * capacity, hh // first * capacity
-        if L.span != "once":
-            scales += tl.multiple_of(tl.load(row + 4 + 3 * SIDE), 16)
-            sb, sh = sb // first * capacity, sh // first * capacity
-        planes = table, codes, cb, ch, high, hb, hh, scales, sb, sh, center, eb, eh
+        planes = planes_of_chunk(planes, chunks, row, L, SIDE)
     store_tile(old, leaves, b, b, h0, first_slot + t, planes, L, D, ACROSS)
     new = tl.load(x + (b * xb + h * xh + t * xt)[:, None] + c, mask=live[:, None] & (c < D), other=0.0)
     tl.debug_barrier()  # before what others of this program have read is overwritten

@@ -1,4 +1,4 @@
-"""Storing several exact tokens in the sinks and the residual, and their counts, in one launch: what `store_exact.store_exact` computes."""
+"""Storing several exact tokens in the sinks and the residual, and their counts, in one launch: what `counted.store_exact` computes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TILE = 16
 
 
 def store_exact(buffers: Buffers, exact: Pair, sinks: tuple[int, int], begin: int, slot: int, lengths: tuple[int, int]) -> None:
-    """As `store_exact.store_exact`."""
+    """As `counted.store_exact`."""
     arguments: list[object] = []
     constants: list[int] = []
     batch, heads, tokens, _ = exact[0].shape

@@ -33,13 +33,12 @@ def keep(weights, tops, w, top, slot, count, GRAIN: tl.constexpr, WIDTH: tl.cons
 
 @triton.jit(
     do_not_specialize=[
-        "slots", "grains", "n_sinks", "n_quantized", "n_residual", "hidden", "blocks", "heads", "queries", "lengths_b", "lengths_h",
-        "window",
+        "slots", "grains", "n_sinks", "n_quantized", "n_residual", "blocks", "heads", "queries", "lengths_b", "lengths_h",
     ]
 )  # fmt: skip
 def sum_splits_kernel(
-    weights, tops, lse, observed, attention_sums, rows, lengths, lengths_b, lengths_h, window,
-    slots, grains, n_sinks, n_quantized, n_residual, hidden, blocks, heads, queries,
+    weights, tops, lse, observed, attention_sums, rows, lengths, lengths_b, lengths_h,
+    slots, grains, n_sinks, n_quantized, n_residual, blocks, heads, queries,
     G: tl.constexpr, R: tl.constexpr, WIDTH: tl.constexpr, N: tl.constexpr, ARCH: tl.constexpr, RAGGED: tl.constexpr,
 ):  # fmt: skip
     """Sums weights over the query heads of a group, and over queries. Grid (tiles of N tokens: of the quantized region, then of the sinks,
@@ -50,11 +49,9 @@ def sum_splits_kernel(
     observed        fp32 or bool [B, queries], contiguous: how often each query counts
     attention_sums  fp32 [B, H, n_sinks + n_quantized + n_residual], contiguous: sinks, quantized tokens, residual
     n_sinks, n_quantized, n_residual   tokens of each zone; where RAGGED, slots of sinks, of pages and of the ring
-    hidden          how many of the oldest tokens lie before every window; not read where RAGGED
     blocks          blocks of R query rows
-    rows            int32 [B, 6]: `pages.COLUMNS`; read where RAGGED, as are `lengths` and `window`
+    rows            int32 [B, 6]: `pages.COLUMNS`; read where RAGGED, as are `lengths`
     lengths         int32 [B] or [B, H], tokens in the pages: lengths_b, lengths_h (0: all heads share)
-    window          tokens that a query sees; 0: all
     ARCH            compute capability, 0 without NVIDIA assembly
     """
     program = tl.program_id(0)
@@ -96,8 +93,5 @@ def sum_splits_kernel(
         else:
             place = (t - tl.load(row + 4) + n_residual) % n_residual + row_sinks + quantized
             count = row_sinks + quantized + in_ring
-        oldest = tl.where(window > 0, row_sinks + quantized + in_ring - queries - window + 1, 0)
-        total = tl.where((place < count) & (place >= oldest), total, 0.0)
-    else:
-        total = tl.where(column + t >= hidden, total, 0.0)
+        total = tl.where(place < count, total, 0.0)
     tl.store(attention_sums + bh.to(tl.int64) * (n_sinks + n_quantized + n_residual) + column + t, total, mask=t < tokens)

@@ -124,13 +124,6 @@ def plan_batching(
     return BatchingPlan(kinds, counts, dense, PAGE_SIZE, size.blocks, size.rings, *sizes)
 
 
-def in_pages(format: Format) -> bool:
-    """Whether pages can hold the format."""
-    from ..batching.context import fits_pages
-
-    return fits_pages(format)
-
-
 def check_mix(mix: Mix) -> tuple[tuple[float, int, int], ...]:
     """The mix as tuples. Raises ValueError or TypeError for weights that are not positive and lengths below one token."""
     kinds: tuple[Any, ...] = tuple(tuple(kind) for kind in mix)

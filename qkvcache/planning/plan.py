@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import math
 import warnings
+from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -21,7 +22,7 @@ from ..caches.arguments import layer_indices
 from ..caches.memory import Bytes
 from ..formats import FormatLike, Identity
 from ..policies import Policy, check_count
-from .batching import BatchingPlan, Mix, check_mix, in_pages, plan_batching
+from .batching import BatchingPlan, Mix, check_mix, plan_batching
 from .layout import kind, layer_bytes
 from .model import has_unknown_states, model_dtype, shapes, text_config, weights_bytes
 
@@ -218,7 +219,11 @@ def plan(
         weights_memory = weights_bytes(config, dtype) if weights_memory is None else weights_memory
         free = _free(gpu_memory, weights_memory, tensor_parallel)
         fitting = int(free // request.total)
-        longest = _longest(lambda tokens: bytes_of(made(tokens) if max_length else cache, tokens, batch).total() <= free)
+
+        def too_long(tokens: int) -> bool:
+            return bytes_of(made(tokens) if max_length else cache, tokens, batch).total() > free
+
+        longest = bisect_left(range(1, FURTHEST + 1), True, key=too_long)
         if requests is not None:
             batching = plan_batching(
                 config, None if format is None else formats.resolve(format), requests, free=free / tensor_parallel, shapes=layers,
@@ -256,7 +261,9 @@ def plan_all(config: PreTrainedConfig, *, policy: str | Policy | None = None, co
     dims = {shape.head_dim for shape in shapes(config, 2)}
     possible = [name for name in names if name is None or not any(formats.REGISTRY[name].refuses(dim) for dim in dims)]
     if options.get("requests") is not None:
-        possible = [name for name in possible if name is None or in_pages(formats.REGISTRY[name])]
+        from ..batching.context import fits_pages  # of later releases of transformers
+
+        possible = [name for name in possible if name is None or fits_pages(formats.REGISTRY[name])]
     if options.get("gpu_memory") is not None and options.get("weights_memory") is None:  # once for all
         options["weights_memory"] = weights_bytes(config, model_dtype(config, options.get("dtype")))
     return [plan(config, format=name, policy=policy if name else None, context=context, **options) for name in possible]
@@ -280,19 +287,6 @@ def _free(gpu_memory: float, weights_memory: float, gpus: int) -> float:
             "tensor_parallel, or pass weights_memory for quantized weights"
         )
     return free
-
-
-def _longest(fits: Callable[[int], bool]) -> int:
-    """The most tokens, at most `FURTHEST`, for which `fits` is true."""
-    low, high = 0, 1
-    while high <= FURTHEST and fits(high):
-        low, high = high, high * 2
-    if low == FURTHEST:
-        return low
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
 
 
 def _describe(policy: Policy) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from .plan import Plan, in_words
 from .recommend import Recommendation
@@ -30,9 +30,7 @@ def table(plans: list[Plan]) -> Table:
 
 def parts(plan: Plan) -> Table:
     """The bytes of one request by role."""
-    grid = Table(title=f"one request in {plan.name}")
-    grid.add_column("part")
-    grid.add_column("MB", justify="right")
+    grid = Table("part", Column("MB", justify="right"), title=f"one request in {plan.name}")
     for name in ("codes", "scales", "exact", "bookkeeping"):
         grid.add_row(name, f"{getattr(plan.request, name) / 1e6:,.2f}")
     grid.add_row("all", f"{plan.bytes_per_request / 1e6:,.2f}")
@@ -41,9 +39,7 @@ def parts(plan: Plan) -> Table:
 
 def show(recommendation: Recommendation, console: Console) -> None:
     """Prints a recommendation."""
-    grid = Table(show_header=False, title="recommended")
-    grid.add_column()
-    grid.add_column(overflow="fold")
+    grid = Table(Column(), Column(overflow="fold"), show_header=False, title="recommended")
     for name, text in (
         ("cache", recommendation.call),
         ("because", recommendation.reason),

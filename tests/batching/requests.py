@@ -56,6 +56,21 @@ def serving(network, new: int = NEW, **options):
 
 
 @contextmanager
+def listening(server, run=None):
+    """`server` serves in a thread."""
+    thread = threading.Thread(target=run or server.run, daemon=True)
+    thread.start()
+    while not server.server.started:
+        assert thread.is_alive()
+        time.sleep(0.01)
+    try:
+        yield
+    finally:
+        server.server.should_exit = True
+        thread.join(60)
+
+
+@contextmanager
 def waiting(network):
     """The first step waits until the block ends, so that what is added within it runs together, however fast the machine is."""
     added = threading.Event()

@@ -1,5 +1,6 @@
 """`qkvcache serve` with the `openai` package as client, on the embedded model: what users type, and what they do to a server."""
 
+import functools
 import threading
 import time
 import urllib.request
@@ -22,6 +23,7 @@ if Version(transformers.__version__) < Version("5.19"):
     pytest.skip("transformers has no page allocators", allow_module_level=True)
 
 from qkvcache.batching import server as serving  # noqa: E402
+from tests.batching.requests import listening  # noqa: E402
 
 FORMAT = "turboquant_4bit_nc"
 CACHE = {"format": FORMAT, "residual_length": 16}
@@ -53,9 +55,8 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def server(folder):
     started = serving.Server(folder, CACHE, metrics_interval=0.2, **OPTIONS)
-    started.start()
-    yield started
-    started.close()
+    with listening(started):
+        yield started
 
 
 def prompts(count: int) -> list[str]:
@@ -161,12 +162,11 @@ def test_a_reset_server_serves_compressed_pages_again(server, folder):
 
 def serve(monkeypatch, *arguments: str):
     """Runs the command; the server answers one request. Returns what typer says, and what was answered."""
-    answers = []
+    answers, run_server = [], serving.Server.run
 
     def run(server):
-        server.start()
-        answers.append((type(server.batching).__name__, complete(server, "demo", prompts(1)[0])))
-        server.close()
+        with listening(server, functools.partial(run_server, server)):
+            answers.append((type(server.batching).__name__, complete(server, "demo", prompts(1)[0])))
 
     monkeypatch.setattr(serving.Server, "run", run)
     options = [f"--{name.replace('_', '-')}={value}" for name, value in OPTIONS.items()]

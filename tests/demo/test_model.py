@@ -8,7 +8,7 @@ from transformers import DynamicCache
 
 from qkvcache import CompressedCache, demo
 from qkvcache.evaluation.quality import Passages, RecallSet, divergence, recall
-from qkvcache.evaluation.recall import recall_cases
+from qkvcache.evaluation.recall import recall_case
 
 
 @pytest.fixture(scope="module")
@@ -40,9 +40,9 @@ def test_it_recalls_code_words_that_it_read(loaded):
         at = rng.randrange(len(ids) - 600)
         return tokenizer.decode(ids[at : at + 600])
 
-    cases = recall_cases(6, filler)
-    right = 0
-    for case in cases:
+    rng, right = random.Random(0), 0
+    for number in range(6):
+        case = recall_case(rng, filler(rng), number / 5)
         prompt = tokenizer(case.prompt, return_tensors="pt")
         out = model.generate(**prompt, past_key_values=DynamicCache(config=model.config), max_new_tokens=12, do_sample=False)
         right += tokenizer.decode(out[0, prompt["input_ids"].shape[1] :]).startswith(case.answer + ".")

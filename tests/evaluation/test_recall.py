@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from qkvcache.evaluation.recall import FORMS, KEYS, code_word, plant, recall_case, recall_cases
+from qkvcache.evaluation.recall import FORMS, KEYS, code_word, plant, recall_case
 from tests.seeds import SEED
 
 FILLER = "one two three four five six seven eight nine ten " * 40
@@ -28,7 +28,7 @@ def test_one_fact_answers_the_question():
 
 
 def test_cases_are_reproducible_and_spread():
-    first, again = (recall_cases(5, lambda rng: FILLER, seed=3) for _ in range(2))
+    first, again = ([recall_case(rng, FILLER, i / 4) for i in range(5)] for rng in (random.Random(3), random.Random(3)))
     assert first == again
     depths = [case.context.index("The code word") / len(case.context) for case in first]
     assert depths == sorted(depths) and depths[0] < 0.05 and depths[-1] > 0.95
@@ -42,7 +42,9 @@ def test_code_words_are_not_words_of_the_text():
 
 
 def test_no_fact_is_planted_inside_of_another():
-    for case in recall_cases(60, lambda rng: "one two three four five six", distractors=5):
+    rng = random.Random(SEED)
+    for number in range(60):
+        case = recall_case(rng, "one two three four five six", number / 59, distractors=5)
         assert len(re.findall(r"The code word of \w+ is \w+\.", case.context)) == 6
 
 

@@ -119,16 +119,14 @@ def test_a_client_of_the_server(capsys):
     pytest.importorskip("openai")
     pytest.importorskip("uvicorn")
     from qkvcache.batching.server import Server
+    from tests.batching.requests import listening
 
     options = {"host": "127.0.0.1", "port": 0, "device": "cpu", "dtype": "float32", "cb_num_blocks": 8, "cb_max_batch_tokens": 256}
     server = Server("demo", {"format": "int8"}, metrics_interval=0, **options)
-    server.start()
-    try:
+    with listening(server):
         host, port = server.server.servers[0].sockets[0].getsockname()
         asked = ["--model", "demo", "--raw", "--new-tokens", "4", "--url", f"http://{host}:{port}/v1"]
         answers = load("serve_client").main([*asked, f"The code word of Anna is dilzon. {ASKED}", "The"])
-    finally:
-        server.close()
     assert answers[0]["text"].startswith(" dilzon") and [answer["tokens"] for answer in answers] == [4, 4]
     assert "2 requests" in capsys.readouterr().out
 

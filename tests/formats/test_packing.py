@@ -4,6 +4,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from qkvcache.formats import packing
+from qkvcache.formats.fp8 import ScaledFloat8
+from qkvcache.formats.int4 import HiddenZeroInt4
+from qkvcache.formats.rotated import Rotated
+from qkvcache.formats.uniform import Uniform
 
 LEVELS = {bits: tuple(0.5 * code - 3 for code in range(2**bits)) for bits in (2, 3, 4, 8)}
 
@@ -64,10 +68,13 @@ def test_lookup_reads_slices(bits):
     assert torch.equal(packing.lookup(packed, bits, LEVELS[bits]), torch.tensor(LEVELS[bits])[x[:, 1:, 3:8].long()])
 
 
-@pytest.mark.parametrize(("bits", "multiple"), [(2, 8), (3, 16), (4, 4), (8, 2)])
-def test_refuses_what_lookup_cannot_read(bits, multiple):
+@pytest.mark.parametrize(
+    ("codec", "multiple"),
+    [(Rotated(2), 8), (Rotated(3), 16), (Uniform(3), 16), (Rotated(4), 4), (HiddenZeroInt4(), 4), (ScaledFloat8(), 2), (Uniform(8), 1)],
+)
+def test_refuses_what_lookup_cannot_read(codec, multiple):
     for head_dim in range(1, 4 * multiple + 1):
-        reason = packing.refuses(bits, head_dim)
+        reason = codec.refuses(head_dim)
         assert (reason is None) == (head_dim % multiple == 0)
         assert reason is None or str(multiple) in reason and "use" in reason
 

@@ -6,7 +6,7 @@ import torch
 from qkvcache.formats import Int8, TurboQuant
 from qkvcache.formats.codebooks import LLOYD_MAX, grid_levels, midpoints
 from qkvcache.formats.packing import lookup, rank
-from qkvcache.formats.rotated import LloydMax, Rotated
+from qkvcache.formats.rotated import Rotated
 from qkvcache.formats.rotation import Hadamard
 from qkvcache.formats.uniform import Uniform
 from tests.formats.roundtrip import encode, error, roundtrip
@@ -66,7 +66,7 @@ def test_keys_as_vllm_reads_them(bits, head_dim):
     codes = (unit.unsqueeze(-1) * head_dim**0.5 - torch.tensor(LLOYD_MAX[bits])).abs().argmin(-1)
     levels = torch.tensor(grid_levels(bits))[codes]
     expected = Hadamard().undo(norm * levels / levels.norm(dim=-1, keepdim=True))
-    decoded = roundtrip(Rotated(LloydMax(bits)), x)
+    decoded = roundtrip(Rotated(bits), x)
     close = (decoded - expected).abs().amax(-1) < 3e-3  # fp16 scales; not so where a coordinate lies on a midpoint
     assert close.float().mean() > 0.97
 
@@ -75,14 +75,14 @@ def test_keys_as_vllm_reads_them(bits, head_dim):
 @pytest.mark.parametrize("magnitude", [1e-3, 1.0, 1e4])
 def test_keys_keep_their_length(bits, magnitude):
     x = torch.randn(1, 2, 50, 128) * magnitude
-    torch.testing.assert_close(roundtrip(Rotated(LloydMax(bits)), x).norm(dim=-1), x.norm(dim=-1), rtol=1.1e-3, atol=0)
+    torch.testing.assert_close(roundtrip(Rotated(bits), x).norm(dim=-1), x.norm(dim=-1), rtol=1.1e-3, atol=0)
 
 
 @pytest.mark.parametrize("bits", [3, 4])
 def test_a_midpoint_goes_up(bits):
     x = torch.zeros(1, 1, 1, 64)
     x[..., :2] = 1  # every second coordinate of its rotation is 0, a midpoint
-    codes = Rotated(LloydMax(bits)).quantize(x, {})
+    codes = Rotated(bits).quantize(x, {})
     codes.pop("scale")
     assert lookup(codes, bits, tuple(range(2**bits))).flatten().tolist()[1::2] == [2 ** (bits - 1)] * 32
 
@@ -91,14 +91,14 @@ def test_a_midpoint_goes_up(bits):
 def test_keys_do_not_mind_outlier_channels(bits):
     x = torch.randn(1, 2, 200, 128)
     expected = math.sqrt(0.0345 if bits == 3 else 0.0095)
-    assert error(Rotated(LloydMax(bits)), x) == pytest.approx(expected, rel=0.05)
+    assert error(Rotated(bits), x) == pytest.approx(expected, rel=0.05)
     x[..., [3, 77]] *= 10
-    assert error(Rotated(LloydMax(bits)), x) < expected * 1.05
+    assert error(Rotated(bits), x) < expected * 1.05
 
 
 def test_every_width_of_code():
     for preset, (key, value) in {"4bit_nc": (4, 4), "k3v4_nc": (3, 4), "3bit_nc": (3, 3)}.items():
-        assert TurboQuant(preset, center=False).codecs() == (Rotated(LloydMax(key)), Uniform(value))
+        assert TurboQuant(preset, center=False).codecs() == (Rotated(key), Uniform(value))
         x = torch.randn(1, 2, 400, 128)
         for codec, bits in zip(TurboQuant(preset).codecs(), (key, value), strict=True):
             assert codec.unpack(encode(codec, x), 128).levels.unique().numel() == 2**bits
@@ -119,7 +119,7 @@ def test_scale_beyond_fp16_is_not_a_wrong_number(bits):
     x = torch.randn(1, 1, 3, 128)
     x[0, 0, 1] *= 1e6
     x[0, 0, 2] *= 1e-9
-    decoded = roundtrip(Rotated(LloydMax(bits)), x)
+    decoded = roundtrip(Rotated(bits), x)
     assert decoded[0, 0, 0].isfinite().all()
     assert not decoded[0, 0, 1].isfinite().any()
     assert torch.equal(decoded[0, 0, 2], torch.zeros(128))

@@ -124,7 +124,6 @@ OTHERS = {
     "nothing packed": ({"first": 60, "recent": 30, "tokens": 90, "cuts": ()}, {}),
     "a mask of each query": ({}, {"mask": torch.ones(1, 1, 9, 135, dtype=torch.bool)}),
     "an additive mask": ({}, {"mask": torch.zeros(1, 1, 1, 135)}),
-    "a window": ({}, {"window": 50}),
     "not causal": ({}, {"causal": False}),
     "observed": ({}, {"observed": torch.ones(1, 9)}),
 }

@@ -125,21 +125,9 @@ def logsumexp(query: Tensor, attention_inputs: AttentionInputs, mask, *, scaling
     return torch.logsumexp(logits, -1)
 
 
-def windowed(mask: Tensor | None, window: int | None, queries: int, tokens: int) -> Tensor | None:
-    """`mask` with what lies before a window hidden."""
-    if window is None:
-        return mask
-    newest = torch.arange(tokens - queries, tokens, device=DEVICE)[:, None]
-    inside = (newest - torch.arange(tokens, device=DEVICE) < window)[None, None]
-    if mask is None:
-        return inside
-    return mask & inside if mask.dtype == torch.bool else mask.float().masked_fill(~inside, -torch.inf)
-
-
-def compare(monkeypatch, format, query, attention_inputs, mask=None, *, window=None, limit=None, **kwargs) -> None:
-    out, lse = run(monkeypatch, query, attention_inputs, mask, window=window, **kwargs)
-    seen = windowed(mask, window, query.shape[2], attention_inputs.key.shape[2])
-    expect(format, query, attention_inputs, seen, out, lse, limit, **kwargs)
+def compare(monkeypatch, format, query, attention_inputs, mask=None, *, limit=None, **kwargs) -> None:
+    out, lse = run(monkeypatch, query, attention_inputs, mask, **kwargs)
+    expect(format, query, attention_inputs, mask, out, lse, limit, **kwargs)
 
 
 def expect(format, query, attention_inputs, mask, out, lse, limit=None, **kwargs) -> None:
@@ -178,7 +166,7 @@ MEANS = {"int4_vllm": 80, "turboquant_3bit_nc": 64, "nvfp4": 112, "int4": 96}
 
 @pytest.mark.parametrize("format", slowly(MEANS, ["int4_vllm"]))
 def test_means(format, monkeypatch):
-    """Far from zero, rows and heads apart; under softcap and attention sinks, a window, exact tokens on both sides."""
+    """Far from zero, rows and heads apart; under softcap and attention sinks, exact tokens on both sides."""
     dim = MEANS[format]
     key, value = (data(2, 2, 90, dim) + 3 * data(2, 2, 1, dim) for _ in range(2))
     attention_inputs = build(Means(format), key, value, 3, 20, (40,))
@@ -193,7 +181,6 @@ def test_means(format, monkeypatch):
         mask,
         softcap=20.0,
         sinks=torch.tensor([-1.0, 0.5, 3.0, 0.0], device=DEVICE),
-        window=70,
     )
 
 
@@ -207,7 +194,7 @@ def test_everything_together(format, monkeypatch):
     mask = torch.rand(1, 1, 3, 101, device=DEVICE) < 0.7
     mask[..., -4:] = True
     sinks = torch.tensor([-1.0, 0.5, 3.0], device=DEVICE)
-    compare(monkeypatch, format, query, attention_inputs, mask, causal=True, softcap=3.0, sinks=sinks, window=83, scaling=0.2)
+    compare(monkeypatch, format, query, attention_inputs, mask, causal=True, softcap=3.0, sinks=sinks, scaling=0.2)
 
 
 @pytest.mark.parametrize("format", slowly(KINDS, ["int4_vllm"]))
@@ -290,9 +277,6 @@ def test_a_row_that_sees_nothing_is_finite_and_spoils_no_other(format, low, monk
 OPTIONS = {
     "softcap": {"softcap": 0.5},
     "sinks": {"sinks": torch.tensor([9.0, -50.0, 0.0, 2.0])},
-    "window within the recent zone": {"window": 7},
-    "window within the body": {"window": 50},
-    "window over all": {"window": 1000},
     "scaling": {"scaling": 1.0},
 }
 

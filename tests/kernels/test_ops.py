@@ -71,8 +71,8 @@ def test_the_fake_knows_shapes(observed, on_kernels):
     query, held = torch.randn(2, 8, 3, 64, device=DEVICE, dtype=torch.float16), attention_inputs()
     planes = [plane for chunk in held.region.chunks for codes in chunk for plane in codes.values()]
     codecs, tokens = list(held.region.numbers), held.region.tokens
-    arguments = (query, planes, held.region.table, codecs, tokens, list(held.exact), None, None, None, None, True)
-    torch.library.opcheck(torch.ops.qkvcache.attend, (*arguments, observed), test_utils=("test_schema", "test_faketensor"))
+    arguments = (query, planes, held.region.table, codecs, tokens, list(held.exact), None, None, observed, None, None, True)
+    torch.library.opcheck(torch.ops.qkvcache.attend, arguments, test_utils=("test_schema", "test_faketensor"))
 
 
 def test_what_the_environment_forces(monkeypatch):

@@ -20,7 +20,7 @@ from .test_fused_attend import KINDS, guarded, tolerance
 QUICK = ("identity", "int8_token", "nvfp4", "turboquant_3bit_nc", "fp8_tensor_frozen")
 
 
-def by_row(query: Tensor, inputs: PagedInputs, mask=None, *, scaling=None, causal=False, softcap=None, sinks=None, window=None):
+def by_row(query: Tensor, inputs: PagedInputs, mask=None, *, scaling=None, causal=False, softcap=None, sinks=None):
     """`attend_pages` for one row and head after another."""
     batch, query_heads, queries, dim = query.shape
     heads, value_dim = inputs.ring[0].shape[1], inputs.ring[1].shape[3]
@@ -39,8 +39,6 @@ def by_row(query: Tensor, inputs: PagedInputs, mask=None, *, scaling=None, causa
                     score = score.masked_fill(~shown, -math.inf) if mask.dtype == torch.bool else score + shown
                 if causal:
                     score = score.masked_fill(place > newest, -math.inf)
-                if window:
-                    score = score.masked_fill(place <= newest - window, -math.inf)
                 logits = score if sinks is None else torch.cat([score, sinks[head : head + 1].float()])
                 if len(logits):
                     lse[b, head, q] = torch.logsumexp(logits, 0)
@@ -66,7 +64,7 @@ def test_the_reference(format, per_head):
 def test_everything_that_attention_has():
     inputs = build(REGISTRY["int8"], [70, 3, 130], begin=1, ring=9, ring_tokens=[9, 6, 7])
     query = torch.randn(3, 4, 4, 64)
-    options = {"softcap": 5.0, "sinks": torch.randn(4), "window": 60, "causal": True, "scaling": 0.3}
+    options = {"softcap": 5.0, "sinks": torch.randn(4), "causal": True, "scaling": 0.3}
     for mask in (None, torch.rand(3, 1, 4, 150) < 0.7, torch.randn(1, 4, 1, 150)):
         if mask is not None and mask.dtype == torch.bool:
             mask = mask | (torch.rand(3, 1, 1, 150) < 0.5)
@@ -168,7 +166,7 @@ def test_the_kernel_that_quantizes(format, per_head):
     if per_head:
         slots = torch.stack([slots, torch.where(slots >= 0, slots ^ 4, -1)], 1)
         slots[:, 1, 2] = -1  # a token that one head stores; the other still has its part in what they share
-    triton_quantize.quantize_pages(chosen.codecs(), x, planes, statistics, slots)
+    triton_quantize.quantize_kv(chosen.codecs(), x, planes, statistics, 0, slots)
     block = tuple(
         {name: codes.new_zeros(2, *codes.shape[1:]) for name, codes in codec.allocate(x[0], 5).items()} for codec in chosen.codecs()
     )
@@ -207,7 +205,7 @@ def test_the_kernel_that_dequantizes(format, per_head):
 @pytest.mark.parametrize("format", slowly(["int8", "turboquant_3bit_nc"], ["int8"]))
 def test_the_kernel_with_everything_that_attention_has(format, monkeypatch):
     inputs = build(REGISTRY[format], [150, 3, 40], begin=1, ring=19, ring_tokens=[19, 16, 17], device=DEVICE)
-    options = {"softcap": 5.0, "sinks": torch.randn(4, device=DEVICE), "window": 100, "scaling": 0.3}
+    options = {"softcap": 5.0, "sinks": torch.randn(4, device=DEVICE), "scaling": 0.3}
     for queries, mask in (
         (16, None),
         (3, torch.rand(3, 1, 3, 200) < 0.7),
@@ -237,10 +235,10 @@ def test_rows_of_very_different_lengths(monkeypatch):
 def test_accumulated_attention_of_the_kernel(per_head, monkeypatch):
     lengths = [[150, 40], [3, 70]] if per_head else [150, 3]
     inputs = build(REGISTRY["int8"], lengths, begin=1, ring=19, ring_tokens=[19, 17], device=DEVICE)
-    for queries, window in ((1, None), (5, 100)):
+    for queries in (1, 5):
         observed = torch.rand(2, queries, device=DEVICE)
         query = torch.randn(2, 4, queries, 64, device=DEVICE).half()
-        compare(monkeypatch, "int8", query, inputs, causal=queries > 1, window=window, observed=observed)
+        compare(monkeypatch, "int8", query, inputs, causal=queries > 1, observed=observed)
 
 
 @KERNELS
@@ -261,16 +259,16 @@ def test_heads_with_pages_of_their_own(monkeypatch):
 def test_operators():
     """What a compiled graph calls does what the functions do."""
     inputs = build(REGISTRY["turboquant_3bit_nc"], [36, 20], sinks=2, ring=4, device=DEVICE)
-    options = torch.tensor([1.0, -1.0, 0.0, 2.0]), torch.ones(2, 1), 0.2, 10.0, 12, False
+    options = torch.tensor([1.0, -1.0, 0.0, 2.0]), torch.ones(2, 1), 0.2, 10.0, False
     query = torch.randn(2, 4, 1, 64, device=DEVICE).half()
-    sinks, observed, scaling, softcap, window, causal = (x.to(DEVICE) if isinstance(x, Tensor) else x for x in options)
-    outs = torch.ops.qkvcache.attend_pages(query, *inputs.arguments, None, sinks, observed, scaling, softcap, window, causal)
-    wanted = attend_pages(query, inputs, sinks=sinks, observed=observed, scaling=scaling, softcap=softcap, window=window, causal=causal)
+    sinks, observed, scaling, softcap, causal = (x.to(DEVICE) if isinstance(x, Tensor) else x for x in options)
+    outs = torch.ops.qkvcache.attend_pages(query, *inputs.arguments, None, sinks, observed, scaling, softcap, causal)
+    wanted = attend_pages(query, inputs, sinks=sinks, observed=observed, scaling=scaling, softcap=softcap, causal=causal)
     for x, y in zip(outs, wanted, strict=True):
         assert torch.equal(x, y)
     torch.library.opcheck(
         torch.ops.qkvcache.attend_pages,
-        (query, *inputs.arguments, None, sinks, observed, scaling, softcap, window, causal),
+        (query, *inputs.arguments, None, sinks, observed, scaling, softcap, causal),
         test_utils=("test_schema", "test_faketensor"),
     )
 
@@ -311,7 +309,7 @@ def test_pages_of_a_pool_beyond_32_bits(format):
     for inputs in (near, far):
         page = int(inputs.pages.table[0, 1])
         slots = torch.tensor([[page * 64 + 20]])  # the token of another row, say
-        triton_quantize.quantize_pages(inputs.pages.codecs, new, inputs.pages.planes, inputs.pages.statistics, slots)
+        triton_quantize.quantize_kv(inputs.pages.codecs, new, inputs.pages.planes, inputs.pages.statistics, 0, slots)
     used = near.pages.table[0, :2].long()
     for codes, others in zip(near.pages.planes, far.pages.planes, strict=True):
         for name, plane in codes.items():

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from qkvcache.formats import REGISTRY
-from qkvcache.kernels.store_exact import store_exact
+from qkvcache.kernels.counted import store_exact
 from qkvcache.storage import Storage
 
 triton = pytest.importorskip("triton")

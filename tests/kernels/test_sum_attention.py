@@ -117,19 +117,18 @@ def test_hidden_tokens_have_no_mass():
     torch.testing.assert_close(attention_sums.sum(-1), (2 * torch.stack([observed[0, ::2].sum(), observed[1].sum()]))[:, None].expand(2, 2))
 
 
-def check_fused(monkeypatch, query, attention_inputs, observed, mask=None, *, window=None, **options):
-    from .test_fused_attend import expect, fused, guarded, tolerance, windowed
+def check_fused(monkeypatch, query, attention_inputs, observed, mask=None, **options):
+    from .test_fused_attend import expect, fused, guarded, tolerance
 
     with guarded(monkeypatch):
-        out, lse, attention_sums = fused.fused_attend(query, attention_inputs, mask, observed=observed, window=window, **options)
-    seen = windowed(mask, window, query.shape[2], attention_inputs.key.shape[2])
+        out, lse, attention_sums = fused.fused_attend(query, attention_inputs, mask, observed=observed, **options)
     format = next(
         name
         for name, format in REGISTRY.items()
         if attention_inputs.region is None or format.codecs() == (attention_inputs.region.key, attention_inputs.region.value)
     )
-    expect(format, query, attention_inputs, seen, out, lse, 3 * tolerance(format, query.dtype), **options)
-    _, expected = attend_observed(query.float(), attention_inputs, seen, observed=observed, **options)
+    expect(format, query, attention_inputs, mask, out, lse, 3 * tolerance(format, query.dtype), **options)
+    _, expected = attend_observed(query.float(), attention_inputs, mask, observed=observed, **options)
     assert attention_sums.dtype == torch.float32 and attention_sums.shape == expected.shape
     # Weights in bf16 have 8 bits, to which the interpreter does not round: it cuts.
     limit = tolerance(format, query.dtype) + (0 if query.dtype == torch.float32 else 2**-7 if DEVICE.type == "cpu" else 2**-8)
@@ -176,12 +175,6 @@ def test_fused_in_fp16(monkeypatch, triton):
 def test_fused_options(case, monkeypatch, triton):
     options = options_of(case)
     check_fused(monkeypatch, *make("int8_asymmetric"), options.pop("mask", None), **options)
-
-
-@pytest.mark.parametrize("window", [7, pytest.param(50, marks=pytest.mark.slow), pytest.param(1000, marks=pytest.mark.slow)])
-def test_fused_window(window, monkeypatch, triton):
-    attention_sums = check_fused(monkeypatch, *make("int8", heads=1), causal=True, window=window)
-    assert not attention_sums[:, :, : 135 - 2 - window].any()
 
 
 SHAPES = [(1, 4, 1), (4, 1, 1), (1, 8, 1), (1, 2, 16), (1, 3, 7), (2, 1, 2), (1, 3, 1)]

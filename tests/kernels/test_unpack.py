@@ -11,7 +11,7 @@ from qkvcache.formats.fp8 import VALUES
 from qkvcache.formats.int4 import GroupInt4, HiddenZeroInt4
 from qkvcache.formats.nvfp4 import BlockFP4
 from qkvcache.formats.packing import pack3
-from qkvcache.formats.rotated import LloydMax, Rotated
+from qkvcache.formats.rotated import Rotated
 from tests.kernels.ptx import run
 
 triton = pytest.importorskip("triton")
@@ -87,9 +87,7 @@ def test_bytes(codec, table, arch):
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-@pytest.mark.parametrize(
-    "codec", [Uniform(4), HiddenZeroInt4(), GroupInt4(), Rotated(LloydMax(4))], ids=["uniform", "hidden", "group", "lloyd"]
-)
+@pytest.mark.parametrize("codec", [Uniform(4), HiddenZeroInt4(), GroupInt4(), Rotated(4)], ids=["uniform", "hidden", "group", "lloyd"])
 def test_nibbles(codec, arch):
     table = {"Uniform": range(16), "HiddenZeroInt4": range(16), "GroupInt4": range(-8, 8), "Rotated": grid_levels(4)}[type(codec).__name__]
     numbers = levels(codec, planes(codec.packed_layout.kind, 4, ALL_WORDS, arch))
@@ -111,7 +109,7 @@ def test_e2m1(arch):
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-@pytest.mark.parametrize("codec", [Uniform(3), Rotated(LloydMax(3))], ids=["uniform", "lloyd"])
+@pytest.mark.parametrize("codec", [Uniform(3), Rotated(3)], ids=["uniform", "lloyd"])
 def test_three_bits(codec, arch):
     """All pairs of neighbouring codes at every place, in words of either half, beside random ones and beside ones."""
     pairs = torch.arange(64, device=DEVICE)
@@ -134,7 +132,7 @@ def test_three_bits(codec, arch):
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_two_bits(arch):
-    codec = Rotated(LloydMax(2))
+    codec = Rotated(2)
     numbers = levels(codec, planes(codec.packed_layout.kind, 8, ALL_WORDS, arch))
     table = torch.tensor(grid_levels(2), device=DEVICE)
     wanted = torch.stack([table[ALL_WORDS >> 2 * i & 3] for i in range(8)])
