@@ -15,8 +15,8 @@ from rich.table import Table
 DENSE = "dense"
 LEAST = 0.3
 """Of the answers to a task that the dense run must recall, for the task to count."""
-BY_TASK = 0.25
-"""The budget at which policies are compared task by task."""
+COMPARED = 0.25
+"""The budget by which policies are sorted, and at which they are compared task by task."""
 
 
 @dataclass(frozen=True)
@@ -118,16 +118,23 @@ class Setting:
     def budgets(self) -> list[float]:
         return sorted({row["budget"] for row in self.rows}, reverse=True)
 
+    @property
+    def compared(self) -> float:
+        return min(self.budgets, key=lambda x: abs(x - COMPARED), default=COMPARED)
+
     def of(self, policy: str, budget: float) -> dict | None:
         return next((row for row in self.rows if (row["policy"], row["budget"]) == (policy, budget)), None)
 
     @property
     def policies(self) -> list[str]:
-        """The best first: by the likelihood that is lost, which tells apart what recall does not."""
-        tasks, cost = counted(self.dense), {}
+        """The best first: by the likelihood that is lost at the budget `compared`, which tells apart what recall does not; then those that
+        were measured at others."""
+        tasks = counted(self.dense)
+        cost: dict[str, tuple[bool, float]] = {}
         for policy in dict.fromkeys(row["policy"] for row in self.rows):
-            found = [lost(row, self.dense, tasks) for row in self.rows if row["policy"] == policy]
-            cost[policy] = statistics.mean([value[0] for value in found if value] or [math.inf])
+            of = self.of(policy, self.compared)
+            found = [lost(row, self.dense, tasks) for row in ([of] if of else self.rows) if row["policy"] == policy]
+            cost[policy] = of is None, statistics.mean([value[0] for value in found if value] or [math.inf])
         return sorted(cost, key=cost.__getitem__)
 
 
@@ -172,7 +179,7 @@ def recall_tables(rows: list[dict]) -> Iterator[Named]:
 
 
 def by_task(setting: Setting) -> Named:
-    budget = min(setting.budgets, key=lambda x: abs(x - BY_TASK), default=BY_TASK)
+    budget = setting.compared
     tasks = counted(setting.dense)
     cells = []
     for policy in setting.policies:

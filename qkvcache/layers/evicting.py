@@ -174,7 +174,7 @@ class EvictingLayer(CompressedLayer):
     @property
     def observes_later(self) -> bool:
         """Whether the attention of decode steps is observed before tokens are evicted, that of all of them at once."""
-        return self.policy.decode_decay is not None and not self.deferred and not self.is_compileable
+        return self.interval > 1 and self.policy.decode_decay is not None and not self.deferred and not self.is_compileable
 
     def tokens_before(self) -> Tensor:
         """Tokens of each row before the running step, padding not counted, `[B]`."""

@@ -39,12 +39,27 @@ class Choice:
     why: str
 
     def at(self, context: int) -> Choice:
-        """The same with the budget as a number of tokens, for `context` tokens: `max_length` requires one."""
-        if self.policy is None or not (budget := self.policy.budgets[0]).share or budget.heads:
+        """The same with the budget as a number of tokens, for `context` tokens: `max_length`, which KVzip refuses, requires one."""
+        if self.policy is None or self.second_reading or not (budget := self.policy.budgets[0]).share or budget.heads:
             return self
         tokens = max(budget.size(context), 1)
         policy = replace(self.policy, budget=tokens)  # type: ignore[call-arg]
         return replace(self, call=self.call.format(tokens=f"{tokens:_}"), policy=policy)
+
+    @property
+    def second_reading(self) -> bool:
+        return self.policy is not None and self.policy.second_reading
+
+    def holds(self, plan: Plan) -> int | None:
+        """How many requests fit. Those that are read twice are uncompressed until then, one after another."""
+        if plan.requests is None or not self.second_reading:
+            return plan.requests
+        left = plan.requests * plan.bytes_per_request - plan.dense
+        return left // plan.bytes_per_request + 1 if left >= 0 else 0
+
+    def fits(self, plan: Plan) -> bool:
+        held = self.holds(plan)
+        return plan.fits and (held is None or held >= plan.batch)
 
 
 @dataclass(frozen=True)
@@ -116,20 +131,37 @@ def by_head(profile: HeadProfile) -> tuple[Choice, ...]:
     )  # fmt: skip
 
 
+def read_twice(share: float, why: str) -> Choice:
+    """A choice that evicts what the model does not need to repeat the context."""
+    return Choice(
+        f'CompressedCache(config, format="turboquant_4bit_nc", policy=policies.KVzip(budget={share}))',
+        "turboquant_4bit_nc", policies.KVzip(budget=share),
+        f"{why} of what the dense run recalls, before they are stored in 4 bits. `cache.compress(model, ids, tokenizer=tokenizer)` fills "
+        "the cache and reads the context twice; until then the context is uncompressed, so fill one cache after another",
+    )  # fmt: skip
+
+
 BY_HEAD = {
     0.5: "4 bits and half of the tokens, divided among heads by the profile, recall 87 % of what the dense run recalls",
     0.25: "4 bits and a quarter of the tokens, divided among heads by the profile, recall 72 % of what the dense run recalls",
 }
 """Why, by the share of the tokens (`eval/policies.py`)."""
-FACTS = (INT8, K8V4, FOUR_BITS, THREE_BITS, THREE_AND_TWO)
+KVZIP = (
+    read_twice(0.5, "half of the tokens recall 99 %"),
+    read_twice(0.25, "a quarter of the tokens recall 93 %"),
+    read_twice(0.1, "a tenth of the tokens recall 74 %"),
+)
+"""Recall by `eval/policies.py`."""
+WHOLE = (INT8, K8V4, FOUR_BITS, THREE_BITS, THREE_AND_TWO)
+"""Choices that evict nothing."""
 LADDERS: dict[str, tuple[Choice, ...]] = {
-    "facts": FACTS,
-    "question": (*FACTS, SNAPKV_50),
+    "facts": (*WHOLE, *KVZIP),
+    "question": (*WHOLE, SNAPKV_50),
     "continue": (INT8, K8V4, FOUR_BITS, THREE_BITS, SNAPKV_50, SNAPKV_25),
 }
-"""Choices for each workload, from the most accurate to the smallest. For "facts" nothing is evicted without a profile of the model's heads:
-with equal budgets no policy retains facts. Formats whose KL divergence exceeds .05 on biased keys (tests/caches/test_biased.py) are left
-out, such as 2 bits, which have .6 in a pretrained model of the Qwen2 family."""
+"""Choices for each workload, from the largest to the smallest. For "facts" tokens are evicted by a second reading, or by a profile of the
+model's heads: with equal budgets no policy retains facts. Formats whose KL divergence exceeds .05 on biased keys
+(tests/caches/test_biased.py) are left out, such as 2 bits, which have .6 in a pretrained model of the Qwen2 family."""
 LONG_START = {"facts": FOUR_BITS, "question": FOUR_BITS, "continue": SNAPKV_50}
 
 
@@ -160,7 +192,7 @@ def recommend(
         batch: requests of `context` tokens that must fit into `gpu_memory`; if they do not, a smaller cache is chosen.
         requests: kinds of requests of continuous batching, as `plan` takes them: `batch` of them must fit, in pages without a policy.
         context, gpu_memory, weights_memory, tensor_parallel, dtype: as `plan` takes them.
-        head_profile: of the model (`profile_heads`), with which facts survive eviction; `profile` in the call.
+        head_profile: of the model (`profile_heads`), by which tokens are evicted in place of a second reading; `profile` in the call.
 
     Raises:
         ValueError: an unknown workload, streaming together with chat or requests, and what `plan` raises.
@@ -189,33 +221,40 @@ def recommend(
     guide = _guide(context, streaming, chat)
     if streaming:
         return _answer(STREAM, planned(STREAM), guide, [STREAM.why], chat)
-    tried = []
-    for choice in _ladder(config, "facts" if chat else workload, context, requests is not None, head_profile):
+    tried = list[tuple[Choice, Plan]]()
+    for choice in _ladder(config, "facts" if chat else workload, context, chat, requests is not None, head_profile):
         choice = choice.at(context)
-        tried.append((choice, planned(choice)))
-        if tried[-1][1].fits:
+        of_choice = planned(choice)
+        if tried and choice.holds(of_choice) == 0 and choice.second_reading:
+            break  # no context fits uncompressed
+        tried.append((choice, of_choice))
+        if choice.fits(of_choice):
             break
     choice, planned_bytes = tried[-1]
+    fits = choice.fits(planned_bytes)
     dense = Choice("DynamicCache(config=config)" if requests is None else "model.generate_batch(prompts)", None, None, "")
-    if planned_bytes.ratio < LEAST_RATIO and planned_bytes.fits and (whole := planned(dense)).fits:
+    if planned_bytes.ratio < LEAST_RATIO and fits and (whole := planned(dense)).fits:
         why = "nothing grows enough to be worth compressing: the context is short, or the model's layers slide or are linear"
         return _answer(dense, whole, guide, [why], chat)
     reasons = [choice.why]
-    if len(tried) > 1 and planned_bytes.fits:
+    if len(tried) > 1 and fits:
         reasons.append(f"{tried[-2][0].call} would not hold {batch} such requests")
-    if not planned_bytes.fits and head_profile is None and requests is None:
+    if not fits and head_profile is None and requests is None and not choice.second_reading:
         reasons.append("with a profile of its heads (`qkvcache profile-heads`), half of the tokens hold most facts")
-    if not planned_bytes.fits:
-        reasons.append(f"not even this holds {batch} such requests: shorten them, or add memory")
+    if not fits:
+        while_filled = ", the last of which is uncompressed while it is filled" if choice.second_reading else ""
+        reasons.append(f"not even this holds {batch} such requests{while_filled}: shorten them, or add memory")
     if chat and requests is None:
         reasons.append("keep one cache over the turns, and share what all chats begin with in a PrefixStore")
     return _answer(choice, planned_bytes, guide, reasons, chat)
 
 
-def _ladder(config: PreTrainedConfig, workload: str, context: int, pages: bool, profile: HeadProfile | None) -> list[Choice]:
-    """Choices to try in order, from the one for this context on, without those that the model does not allow; in `pages`, those without a
-    policy, as code that enters continuous batching."""
-    ladder = LADDERS[workload] if profile is None else (*(x for x in LADDERS[workload] if x.policy is None), *by_head(profile))
+def _ladder(config: PreTrainedConfig, workload: str, context: int, chat: bool, pages: bool, profile: HeadProfile | None) -> list[Choice]:
+    """Choices to try in order, from the one for this context on, without those that the model does not allow; for a `chat`, whose later
+    turns are read once, without a second reading; in `pages`, without policies, as code that enters continuous batching."""
+    ladder = tuple(x for x in LADDERS[workload] if not (chat and x.second_reading))
+    if profile is not None:
+        ladder = (*(x for x in ladder if x.policy is None), *by_head(profile))
     start = INT8 if context < SHORT else FOUR_BITS if context < LONG or pages else LONG_START[workload]
     start = start if start in ladder else FOUR_BITS
     possible = [choice for choice in ladder if _possible(config, choice) and not (pages and choice.policy)]

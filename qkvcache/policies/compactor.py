@@ -12,6 +12,8 @@ from .base import Arrivals, Policy, check_count, given
 
 BLOCK = 2**25
 """Scores of attention within chunks in memory at a time."""
+PART = 512
+"""Tokens of a part of the Gram matrix: a product of long matrices of few columns would take few of a GPU's processors."""
 RIDGE = 1e-5
 """Added to the Gram matrix of the sketch, times its mean diagonal: with fewer tokens than columns the matrix is singular."""
 
@@ -72,10 +74,11 @@ class Compactor(Policy):
             counted = positions >= self.num_sink_tokens
             own, n = counted[:, None], counted.sum(-1).clamp_min(1)[:, None, None].float()
             fresh = (counted.sum(-1) >= 2 * self.sketch)[:, None, None]
-            center = torch.where(fresh, (own[:, :, None].float() @ x)[:, :, 0] / n, center)
+            center = torch.where(fresh, (x * own[..., None]).sum(2) / n, center)
         x = x - center[:, :, None]
         if many:
-            gram = (x * own[..., None]).mT @ x
+            parts = torch.nn.functional.pad(x * own[..., None], (0, 0, 0, -count % PART)).unflatten(2, (-1, PART))
+            gram = (parts.mT @ parts).sum(2)
             ridge = gram.diagonal(dim1=-2, dim2=-1).mean(-1).clamp_min(1e-20) * RIDGE
             identity = torch.eye(self.sketch, device=keys.device)
             factor, _ = torch.linalg.cholesky_ex(gram + ridge[..., None, None] * identity)

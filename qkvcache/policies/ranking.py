@@ -27,11 +27,18 @@ def highest(order: Tensor, count: int | Tensor) -> Tensor:
     several equal the lowest of these, all of them."""
     tokens = order.shape[-1]
     if isinstance(count, Tensor):
-        least = order.sort(dim=-1, descending=True).values.gather(-1, (count - 1).clamp(0, tokens - 1).expand(*order.shape[:2], 1))
+        least = _descending(order).gather(-1, (count - 1).clamp(0, tokens - 1).expand(*order.shape[:2], 1))
         return (order >= least) & (count > 0)
     if not 0 < count < tokens:
         return torch.full_like(order, count > 0, dtype=torch.bool)
     return order >= order.topk(count, dim=-1, sorted=False).values.amin(-1, keepdim=True)
+
+
+def _descending(order: Tensor) -> Tensor:
+    """Each row of `[B, H, T]` sorted: all of them together, and then by row."""
+    best = order.flatten().sort(descending=True)
+    row = best.indices.div(order.shape[-1], rounding_mode="floor").int()
+    return best.values[row.argsort(stable=True)].view_as(order)
 
 
 def first_of(masks: Sequence[Tensor], count: int) -> Tensor:
