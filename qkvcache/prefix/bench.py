@@ -63,7 +63,7 @@ def measure(
             store_ms.append(ms)
             del cache
         file, write_ms = _timed(device, partial(disk.write, directory, entry, config.model_type))
-        sources = entry.cut, partial(disk.read, file, lock=device.type == "cuda")
+        sources = entry.cut, partial(disk.read, file)
         fetch_ms, read_ms = ([least(partial(layers, count)) for count in (tokens, tokens // 2)] for layers in sources)
         sizes = {"tokens": tokens, "bytes": entry.nbytes, "bytes_per_token": entry.nbytes / tokens, "ratio": nbytes / entry.nbytes}
         times = {"store_ms": min(store_ms), "fetch_ms": fetch_ms[0], "fetch_half_ms": fetch_ms[1]}

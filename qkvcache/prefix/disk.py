@@ -21,7 +21,6 @@ from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from uuid import uuid4
 
@@ -34,7 +33,7 @@ from torch import Tensor
 from ..layers.snapshot import Snapshot
 from . import match
 from .entry import Entry
-from .host_memory import HostSnapshot, as_bytes
+from .host_memory import as_bytes
 
 VERSION = 2
 CHUNK = 4096
@@ -139,10 +138,9 @@ def _opened(path: Path) -> Iterator[safe_open]:
         raise Damaged(f"it is truncated or damaged ({error})") from error
 
 
-def read(file: File, tokens: int | None = None, lock: bool = False) -> Iterator[Snapshot]:
+def read(file: File, tokens: int | None = None) -> Iterator[Snapshot]:
     """The layers of a file in order, cut to the first `tokens` tokens and checked. Their tensors are views of the file, of which only the
-    used part is read, or with `lock` copies in locked pages. Raises Damaged if a digest does not match or the file is no longer the one of
-    this header."""
+    used part is read. Raises Damaged if a digest does not match or the file is no longer the one of this header."""
     with _opened(file.path) as handle:
         if (handle.metadata() or {}).get("digest") != file.digest:
             raise Damaged("it was replaced by something else")
@@ -156,9 +154,9 @@ def read(file: File, tokens: int | None = None, lock: bool = False) -> Iterator[
         ]
         cut = whole if tokens in (None, file.tokens) else [layer.cut(tokens) for layer in whole]  # type: ignore[arg-type]
     with ThreadPoolExecutor(READERS) as pool:
-        checked = pool.map(partial(_checked, lock=lock), whole, cut, [layer["sums"] for layer in file.layers])
-        for i, layer in enumerate(checked):
-            if layer is None:
+        checks = pool.map(_matches, whole, cut, [layer["sums"] for layer in file.layers])
+        for i, (matches, layer) in enumerate(zip(checks, cut, strict=True)):
+            if not matches:
                 raise Damaged(f"the contents of layer {i} were changed")
             yield layer
 
@@ -248,12 +246,10 @@ def _tokens(layer: Snapshot) -> int:
     return max((x.shape[2] for x in layer.tensors.values() if x.ndim == 4), default=0)
 
 
-def _checked(layer: Snapshot, cut: Snapshot, sums: list[str], lock: bool) -> Snapshot | None:
-    """`cut`, if the chunks of `layer` that it takes tokens from have these digests; with `lock` a copy."""
+def _matches(layer: Snapshot, cut: Snapshot, sums: list[str]) -> bool:
+    """Whether the chunks of `layer` that `cut` takes tokens from have these digests."""
     chunks = None if layer is cut else -(-_tokens(cut) // CHUNK) or 1
-    if _sums(layer, chunks) != sums[:chunks]:
-        return None
-    return HostSnapshot.of(cut, lock) if lock else cut
+    return _sums(layer, chunks) == sums[:chunks]
 
 
 class DiskStore:
@@ -318,12 +314,12 @@ class DiskStore:
     def get(self, key: bytes) -> File:
         return self._files[key]
 
-    def read(self, key: bytes, tokens: int, lock: bool = False) -> Iterator[Snapshot]:
-        """The first `tokens` tokens, layer by layer, as `read` returns them. Raises Damaged if the file is damaged or was removed; it is
-        then not used again."""
+    def read(self, key: bytes, tokens: int) -> Iterator[Snapshot]:
+        """The first `tokens` tokens, layer by layer, as views of the file. Raises Damaged if the file is damaged or was removed; it is then
+        not used again."""
         file = self._files[key]
         try:
-            yield from read(file, tokens, lock)
+            yield from read(file, tokens)
             os.utime(file.path)  # marks it as used
         except FileNotFoundError as error:
             self._forget(file.path.name)

@@ -223,11 +223,13 @@ def _error(layer: CompressedLayer, given: tuple[Tensor, Tensor]) -> float:
     return worst
 
 
-def load_entry(key: bytes, template: CacheTemplate, layers: Iterable[Snapshot], errors: tuple[float, ...], max_bytes: int) -> Entry:
-    """An entry in memory from the `layers` of a file. Raises TooLarge beyond `max_bytes`."""
+def load_entry(
+    key: bytes, template: CacheTemplate, layers: Iterable[Snapshot], errors: tuple[float, ...], max_bytes: int, lock: bool
+) -> Entry:
+    """An entry in memory, in locked pages if `lock`, from the `layers` of a file. Raises TooLarge beyond `max_bytes`."""
     copied, left = [], max_bytes - len(key)
     for layer in layers:
-        copied.append(layer if isinstance(layer, HostSnapshot) else HostSnapshot.of(layer, lock=False))
+        copied.append(HostSnapshot.of(layer, lock))
         if (left := left - copied[-1].nbytes) < 0:
             raise TooLarge
     return Entry(key, template, copied, errors)

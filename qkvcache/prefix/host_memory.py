@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import mmap
+import os
 import sys
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy
@@ -18,6 +20,9 @@ ALIGNMENT = 8
 """Of tensors in a block, in bytes."""
 PORTABLE = 1
 """`cudaHostRegisterPortable`: for all GPUs."""
+THREADS = min(os.cpu_count() or 1, 16)
+SHARE = 4 * 2**20
+"""Bytes that a thread touches at a time: two huge pages."""
 
 
 class LockedMemory(mmap.mmap):
@@ -35,7 +40,7 @@ class LockedMemory(mmap.mmap):
             with contextlib.suppress(OSError):  # a kernel without them
                 memory.madvise(mmap.MADV_HUGEPAGE)
         block = torch.frombuffer(memory, dtype=torch.uint8)[:nbytes]
-        block.zero_()  # several threads touch the pages; locking would use one
+        _touch(block.numpy())
         error = torch.cuda.cudart().cudaHostRegister(block.data_ptr(), len(memory), PORTABLE)
         if int(error):
             warnings.warn(f"host memory cannot be locked ({error}): copies between a PrefixStore and GPUs are slower", stacklevel=2)
@@ -98,6 +103,13 @@ class HostSnapshot(Snapshot):
         if self.memory is not None:
             for device in {x.device for x in other.tensors.values() if x.is_cuda}:
                 self.memory.copies[device] = torch.cuda.current_stream(device).record_event()
+
+
+def _touch(block: numpy.ndarray) -> None:
+    """Makes the system provide the pages of `block`, by several threads; locking them would use one."""
+    with ThreadPoolExecutor(THREADS) as pool:
+        for begin in range(0, len(block), SHARE):
+            pool.submit(block[begin : begin + SHARE : mmap.PAGESIZE].fill, 0)
 
 
 def as_bytes(x: Tensor) -> numpy.ndarray:

@@ -164,7 +164,7 @@ class PrefixStore:
                 template, errors = entry.template, entry.errors
                 layers: Iterable[Snapshot] = entry.cut(tokens)
             else:
-                file, layers = disk.get(stored), self._read(disk, stored, tokens)
+                file, layers = disk.get(stored), disk.read(stored, tokens)
                 template, errors = self._templates[file.template], file.errors
             cache = self._restore(template, layers)
             if not self._ranks.least(cache is not None) or cache is None:
@@ -245,9 +245,8 @@ class PrefixStore:
             file = disk.get(key)
             if self._memory.covering(key, file.template) is None:
                 with suppress(Damaged, TooLarge):
-                    layers = self._read(disk, key, file.tokens)
-                    entry = load_entry(key, self._templates[file.template], layers, file.errors, self._memory.max_bytes)
-                    loaded += self._memory.add_oldest(entry)
+                    layers = disk.read(key, file.tokens)
+                    loaded += self._memory.add_oldest(self._loaded(key, self._templates[file.template], layers, file.errors))
         return loaded
 
     @property
@@ -285,8 +284,9 @@ class PrefixStore:
         except Damaged:
             return None
 
-    def _read(self, disk: DiskStore, key: bytes, tokens: int) -> Iterator[Snapshot]:
-        return disk.read(key, tokens, lock=any(device.type == "cuda" for device in self._devices()))
+    def _loaded(self, key: bytes, template: CacheTemplate, layers: Iterable[Snapshot], errors: tuple[float, ...]) -> Entry:
+        lock = any(device.type == "cuda" for device in self._devices())
+        return load_entry(key, template, layers, errors, self._memory.max_bytes, lock)
 
     def _devices(self) -> list[torch.device]:
         """Of each layer."""
@@ -310,9 +310,9 @@ class PrefixStore:
             # A fetch must have the same result from memory and from disk: both keep the entry that was stored first.
             if self._disk is not None and (covering := self._disk.covering(key, template.name)) is not None:
                 with suppress(Damaged):
-                    errors, layers = self._disk.get(covering).errors, list(self._read(self._disk, covering, tokens))
+                    errors, layers = self._disk.get(covering).errors, list(self._disk.read(covering, tokens))
                     cache.layers = release.layers() if release else cache.layers
-                    self._memory.put(load_entry(key, template, layers, errors, self._memory.max_bytes))
+                    self._memory.put(self._loaded(key, template, layers, errors))
                     self._stats.covered += 1
                     return True
             quantize = tokens >= self.min_quantize_tokens
