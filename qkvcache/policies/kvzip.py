@@ -24,7 +24,7 @@ class KVzip(Policy):
         cache.compress(model, context_ids, tokenizer=tokenizer)
         model.generate(context_and_question_ids, past_key_values=cache)
 
-    It depends on no question, but the model must be able to repeat its context. The second reading makes `compress` cost about two
+    It depends on no question, but the model must be able to repeat its context. The second reading makes `compress` cost 2.3
     prefills, with the context uncompressed meanwhile. While a chunk is repeated, its tokens attend to the sinks, the chunk and the
     repetition alone, so that a token costs the same in a context of any length; with the authors they attend to the whole context, which
     recalls the same and takes up to twice as long. Tokens after the context have a higher score than all tokens of it: they evict the
