@@ -74,7 +74,7 @@ class Rope:
             raise NotImplementedError(f"{name!r} rotates keys in some layers only ({where}), and which ones is unknown")
         return _probed(name, rotary, apply, LAYER_TYPE if nested else None)
 
-    def _frequencies(self, device: torch.device) -> Tensor:
+    def frequencies(self, device: torch.device) -> Tensor:
         """`inv_freq` in fp64 on `device`, always the same tensor, as CUDA graphs need it."""
         if device not in self._on_device:
             with torch.inference_mode(False):  # it must also serve callers that differentiate
@@ -94,7 +94,7 @@ class Rope:
         if channels > head_dim:
             raise ValueError(f"the model rotates {channels} channels, the keys have {head_dim}: they are of another model")
         device = torch.device("cpu") if keys.device.type == "mps" else keys.device  # MPS has no fp64
-        angles = self._frequencies(device)
+        angles = self.frequencies(device)
         if isinstance(by, Tensor):
             if by.shape not in ((), (batch,), (batch, tokens)):
                 raise ValueError(f"by has shape {list(by.shape)}: keys {list(keys.shape)} take an int, [{batch}] or [{batch}, {tokens}]")

@@ -102,6 +102,9 @@ class Rotation(Protocol):
     def inv_freq(self) -> Tensor:
         """fp32 or fp64 `[R/2]` on the CPU, the angle of each pair of channels for one position."""
 
+    def frequencies(self, device: torch.device) -> Tensor:
+        """`inv_freq` in fp64 on `device`, which is copied there once."""
+
     @property
     def interleaved(self) -> bool:
         """Whether pairs are channels (2i, 2i+1), else (i, i + R/2)."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -58,8 +59,7 @@ class Compactor(Policy):
         keys, positions, seen = tokens.keys, given(tokens.positions, "positions"), given(tokens.seen, "counts of tokens")
         batch, heads, count, dim = keys.shape
         if not statistics:
-            generator = torch.Generator().manual_seed(self.seed)  # the same sketch on every device
-            random = torch.randn(dim, self.sketch, generator=generator, device="cpu").to(keys.device) * self.sketch**-0.5
+            random = _sketch(dim, self.sketch, self.seed, keys.device)
             zeros = torch.zeros(batch, heads, 1, device=keys.device)
             statistics = {
                 "random": random.repeat(batch, 1, 1),
@@ -163,3 +163,10 @@ def _moments(x: Tensor, own: Tensor, n: Tensor) -> tuple[Tensor, Tensor]:
     """Mean and standard deviation, `[B, H, 1]` each, of the `n` values of `x` `[B, H, T]` where `own`."""
     mean = (x * own).sum(-1, keepdim=True) / n
     return mean, (((x - mean) * own).square().sum(-1, keepdim=True) / n).sqrt().clamp_min(1e-6)
+
+
+@functools.lru_cache(maxsize=16)
+def _sketch(dim: int, columns: int, seed: int, device: torch.device) -> Tensor:
+    """Random numbers `[dim, columns]`, the same on every device; copying them there for each layer would make the host wait for it."""
+    with torch.inference_mode(False):
+        return torch.randn(dim, columns, generator=torch.Generator().manual_seed(seed), device="cpu").to(device) * columns**-0.5

@@ -57,8 +57,8 @@ class TriAttention(Policy):
         return (score / deviation.clamp_min(1e-12)).amax(2)
 
 
-DISTANCES = tuple(2**n for n in range(17))
-"""Positions after the newest token, over which the rotation of future queries is averaged."""
+DISTANCES = 17
+"""Positions after the newest token, over which the rotation of future queries is averaged: 1, 2, 4, 8 and so on."""
 
 
 def pairs(x: Tensor, rope: Rotation) -> tuple[Tensor, Tensor]:
@@ -70,10 +70,10 @@ def pairs(x: Tensor, rope: Rotation) -> tuple[Tensor, Tensor]:
 
 
 def rotate_to(center: Tensor, newest: Tensor, rope: Rotation) -> Tensor:
-    """`center` `[B, Hq, D]` rotated to the positions at `DISTANCES` after `newest` `[B]`, the mean over them; channels without RoPE as
+    """`center` `[B, Hq, D]` rotated to the positions `1, 2, 4, ...` after `newest` `[B]`, the mean over them; channels without RoPE as
     they are."""
-    at = newest[:, None].double() + torch.tensor(DISTANCES, dtype=torch.float64, device=newest.device)
-    angles = at[..., None] * rope.inv_freq.to(newest.device, torch.float64)  # [B, distances, R/2]
+    at = newest[:, None].double() + (1 << torch.arange(DISTANCES, device=newest.device))
+    angles = at[..., None] * rope.frequencies(newest.device)  # [B, distances, R/2]
     cos, sin = angles.cos().mean(1)[:, None].float(), angles.sin().mean(1)[:, None].float()
     real, imaginary = pairs(center, rope)
     rotated = real * cos - imaginary * sin, real * sin + imaginary * cos

@@ -17,6 +17,7 @@ tensors that grow, for steps of several tokens.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -266,7 +267,7 @@ class EvictingStorage(LayerStorage):
             elif self.budget.heads:
                 of_heads = self._of_heads(seen)
                 if row_limits is None:
-                    least, guaranteed = min(of_heads), torch.tensor(of_heads, device=self.device)[None, :, None]
+                    least, guaranteed = min(of_heads), _on_device(tuple(of_heads), self.device)[None, :, None]
                 else:
                     least, guaranteed = 0, torch.cat(of_heads, dim=1)
                 self.in_order = append_and_share(self.chunks, metadata, *arguments, guaranteed, self.in_order, least)
@@ -532,3 +533,10 @@ class EvictingStorage(LayerStorage):
             yield from (("bookkeeping", x) for x in layout.tensors())
             if layout.attention_inputs.region is not None:
                 yield "bookkeeping", layout.attention_inputs.region.table
+
+
+@functools.lru_cache(maxsize=256)
+def _on_device(values: tuple[int, ...], device: torch.device) -> Tensor:
+    """int64 `[H]`; copying them there each time would make the host wait for the device."""
+    with torch.inference_mode(False):
+        return torch.tensor(values, device=device)

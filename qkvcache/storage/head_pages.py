@@ -85,17 +85,19 @@ class HeadPages(QuantizedTokens):
         longest, most_pages, differ, *counted = torch.stack(sizes).tolist()
         source = _sources(chosen, stored, lengths, longest)
         slot = torch.arange(longest, device=source.device)
-        moved = ((source >= 0) & (source < stored) & (source != slot)).nonzero(as_tuple=True)
-        codes = self._read(*self._address(moved[0], moved[1], source[moved]))  # before another head gets their pages
+        if stored:
+            row, head, at = ((source >= 0) & (source < stored) & (source != slot)).nonzero(as_tuple=True)
+            codes = self._read(*self._address(row, head, source[row, head, at]))  # before another head gets their pages
         self._reserve(most_pages, most if isinstance(most, int) else counted[0], new)
         if differ:
             self._assign(had[..., None], wanted[..., None], -(-longest // PAGE))
         self.lengths, self.length = lengths, longest
         self.bind()
-        page, offset = self._address(*moved)
-        for planes, side in zip(self.planes, codes, strict=True) if len(page) else ():
-            for name, x in side.items():
-                planes[name][page, 0, offset] = x
+        if stored and len(row):
+            page, offset = self._address(row, head, at)
+            for planes, side in zip(self.planes, codes, strict=True):
+                for name, x in side.items():
+                    planes[name][page, 0, offset] = x
         self._quantize(new, source, stored)
         source = F.pad(source, (0, self.columns - longest), value=-1)
         empty, source = source < 0, source.clamp_min(0)
