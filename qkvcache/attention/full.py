@@ -10,9 +10,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.bias import causal_lower_right
 
 from ..kernels import AttentionInputs, Exact, KeysOrValues, attend
+from .masks import lower_right
 
 QUERY_BLOCK = 256
 
@@ -35,11 +35,12 @@ def full_attention(
         raise NotImplementedError("attention dropout is for training: call model.eval(), or use another attn_implementation")
     queries, tokens = query.shape[2], key.shape[2]
     causal = attention_mask is None and queries > 1 and (getattr(module, "is_causal", True) if is_causal is None else is_causal)
-    if softcap is None and s_aux is None:
-        if causal and queries != tokens:
-            attention_mask, causal = causal_lower_right(queries, tokens), False
+    plain = softcap is None and s_aux is None
+    bias = lower_right(queries, tokens) if plain and causal and queries != tokens else None
+    if plain and (not causal or queries == tokens or bias is not None):
+        mask, top_left = (attention_mask, causal) if bias is None else (bias, False)
         out = F.scaled_dot_product_attention(
-            query, key, value, attn_mask=attention_mask, scale=scaling, is_causal=causal, enable_gqa=query.shape[1] != key.shape[1]
+            query, key, value, attn_mask=mask, scale=scaling, is_causal=top_left, enable_gqa=query.shape[1] != key.shape[1]
         )
         return out.transpose(1, 2).contiguous(), None
     blocks = []

@@ -12,11 +12,20 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.attention.bias import CausalBias, causal_lower_right
 from torch.nn.attention.flex_attention import BlockMask, create_mask
 
 from ..kernels import PagedInputs
 from ..kernels.attend_chunked import LeftPadding
 from ..kernels.pages import RING_TOKENS, SINKS
+
+
+def lower_right(queries: int, tokens: int) -> CausalBias | None:
+    """The mask under which sdpa takes the last `queries` of `tokens` tokens to flash attention; None where torch cannot make it."""
+    try:
+        return causal_lower_right(queries, tokens)
+    except RuntimeError:  # under a TorchDispatchMode, such as FlopCounterMode
+        return None
 
 
 def visible(

@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention.bias import causal_lower_right
 from transformers.cache_utils import DynamicLayer
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from ..kernels import Pair, sum_attention
 from .keywords import kernel_options
+from .masks import lower_right
 from .padding import PlainAttention, await_attention
 from .projection import OutputProjection
 from .route import NAME
@@ -46,8 +46,8 @@ class Reading:
 
     def _mask(self, implementation: str, query: Tensor) -> Any:
         tokens, queries = self.is_valid.shape[1], query.shape[2]
-        if not self.padded and implementation == "sdpa":
-            return causal_lower_right(queries, tokens)  # which flash attention takes
+        if not self.padded and implementation == "sdpa" and (bias := lower_right(queries, tokens)) is not None:
+            return bias
         if not self.padded and implementation == NAME:
             return None
         return ALL_MASK_ATTENTION_FUNCTIONS[implementation](

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from torch.overrides import TorchFunctionMode
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import DynamicCache
 
 from qkvcache import CompressedCache, plan, policies
@@ -311,3 +312,12 @@ def test_flash_attention_gets_its_masks():
     assert Reading(columns, is_valid, padded=False).mask("flash_attention_2", query) is None
     is_valid[1, 4] = False
     assert torch.equal(Reading(columns, is_valid, padded=True).mask("flash_attention_2", query), is_valid)
+
+
+def test_flops_can_be_counted():
+    """Under a dispatch mode, torch cannot make the mask that flash attention takes."""
+    network, ids = model("llama"), text(2)
+    with FlopCounterMode(display=False) as counter:
+        cache = compressed(network, ids, kvzip())
+    assert counter.get_total_flops() > 0
+    assert [kept(cache, layer) for layer in range(3)] == [kept(compressed(network, ids, kvzip()), layer) for layer in range(3)]
