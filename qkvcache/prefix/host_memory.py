@@ -36,6 +36,7 @@ class LockedMemory(mmap.mmap):
     def block(cls, nbytes: int) -> tuple[LockedMemory, Tensor]:
         """`nbytes` bytes, and the tensor of them, which keeps them alive."""
         memory = cls(-1, max(nbytes, 1))
+        memory.copies = {}
         if hasattr(mmap, "MADV_HUGEPAGE"):
             with contextlib.suppress(OSError):  # a kernel without them
                 memory.madvise(mmap.MADV_HUGEPAGE)
@@ -46,12 +47,12 @@ class LockedMemory(mmap.mmap):
             warnings.warn(f"host memory cannot be locked ({error}): copies between a PrefixStore and GPUs are slower", stacklevel=2)
             with contextlib.suppress(RuntimeError):  # CUDA reports the error again at the next launch
                 torch.zeros(1, device="cuda")
-        memory.address = None if int(error) else block.data_ptr()
-        memory.copies = {}
+        else:
+            memory.address = block.data_ptr()
         return memory, block
 
-    address: int | None
-    """Where locked pages begin."""
+    address: int | None = None
+    """Where locked pages begin; None if they are not locked."""
     copies: dict[torch.device, torch.cuda.Event]
     """The end of the last copy, by GPU."""
 
