@@ -36,11 +36,11 @@ def full_attention(
     queries, tokens = query.shape[2], key.shape[2]
     causal = attention_mask is None and queries > 1 and (getattr(module, "is_causal", True) if is_causal is None else is_causal)
     plain = softcap is None and s_aux is None
-    bias = lower_right(queries, tokens) if plain and causal and queries != tokens else None
-    if plain and (not causal or queries == tokens or bias is not None):
-        mask, top_left = (attention_mask, causal) if bias is None else (bias, False)
+    over_past = causal and queries != tokens
+    mask = lower_right(queries, tokens) if plain and over_past else attention_mask
+    if plain and (mask is not None or not over_past):
         out = F.scaled_dot_product_attention(
-            query, key, value, attn_mask=mask, scale=scaling, is_causal=top_left, enable_gqa=query.shape[1] != key.shape[1]
+            query, key, value, attn_mask=mask, scale=scaling, is_causal=causal and mask is None, enable_gqa=query.shape[1] != key.shape[1]
         )
         return out.transpose(1, 2).contiguous(), None
     blocks = []

@@ -35,7 +35,7 @@ from ..formats.identity import AsIs
 from ..formats.rotation import rotation_block
 from .dispatch import dequantize_pages, on_triton, sum_attention
 from .pages import Pages
-from .segments import AttentionInputs, Exact, Packed, Pair, QuantizedRegion, names
+from .segments import AttentionInputs, Exact, Packed, Pair, QuantizedRegion, join_tokens, names
 from .sum_attention import BLOCK
 
 CHUNK_TOKENS, CHUNK_BYTES = 65536, 512 * 2**20
@@ -206,7 +206,7 @@ class Tokens:
     @staticmethod
     def of_pages(pages: Pages, begin: int, end: int, sinks: Pair, recent: Pair) -> Tokens:
         """Those of `attend_chunked_pages`."""
-        exact = _joined((sinks[0], recent[0])), _joined((sinks[1], recent[1]))
+        exact = join_tokens((sinks[0], recent[0])), join_tokens((sinks[1], recent[1]))
         return Tokens(exact, sinks[0].shape[2], functools.partial(_pieces_of_pages, pages, begin, end))
 
     @staticmethod
@@ -315,12 +315,7 @@ def exact_tokens(attention_inputs: AttentionInputs) -> tuple[Pair, int, list[tup
         keys, values = (tuple(segment.x for segment in side if isinstance(segment, Exact)) for side in (key, value))
         before = sum(segment.tokens for segment in takewhile(lambda segment: isinstance(segment, Exact), key))
         packed = [(k, v) for k, v in zip(key, value, strict=True) if isinstance(k, Packed) and isinstance(v, Packed)]
-    return attention_inputs.joined or (_joined(keys), _joined(values)), before, packed
-
-
-def _joined(parts: Sequence[Tensor]) -> Tensor:
-    parts = [x for x in parts if x.shape[2]]
-    return torch.cat(parts, dim=2) if len(parts) > 1 else parts[0]
+    return attention_inputs.joined or (join_tokens(keys), join_tokens(values)), before, packed
 
 
 def cut(tokens: int, sizes: Sequence[int]) -> Iterator[int]:

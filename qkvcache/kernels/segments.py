@@ -172,6 +172,12 @@ def chunk_table(chunks: Sequence[tuple[Codes, Codes]], codecs: tuple[Codec, Code
     return torch.from_numpy(table)
 
 
+def join_tokens(parts: Sequence[Tensor]) -> Tensor:
+    """`parts` `[B, H, T, width]` in a row; where one alone has tokens, it."""
+    parts = [x for x in parts if x.shape[2]]
+    return torch.cat(parts, dim=2) if len(parts) > 1 else parts[0]
+
+
 def packed(codec: Codec, chunks: Sequence[Codes], left: int, head_dim: int, limit: int = 2**62) -> Iterator[Packed]:
     """The first `left` tokens of `chunks`, which include the buffers kept once, as views of at most `limit` tokens."""
     once = names(codec, head_dim, "once")

@@ -27,7 +27,7 @@ class KVzip(Policy):
     It depends on no question, but the model must be able to repeat its context. The second reading makes `compress` cost 2.3
     prefills, with the context uncompressed meanwhile. While a chunk is repeated, its tokens attend to the sinks, the chunk and the
     repetition alone, so that a token costs the same in a context of any length; with the authors they attend to the whole context, which
-    recalls the same and takes up to twice as long. Tokens after the context have a higher score than all tokens of it: they evict the
+    recalls the same and takes longer. Tokens after the context have a higher score than all tokens of it: they evict the
     context's lowest scores first, and then the oldest tokens after the context.
 
     The tokens of all heads of the model are ranked together: a budget is the mean over these heads. What each head retains of the context

@@ -26,8 +26,8 @@ SHARE = 4 * 2**20
 
 
 class LockedMemory(mmap.mmap):
-    """Bytes in pages that are locked: copies between them and GPUs need no other buffer, and the host goes on meanwhile. Locking takes some
-    40 ms a GiB; memory that torch pins takes ten times as long, and is rounded up to powers of two.
+    """Bytes in pages that are locked: copies between them and GPUs need no other buffer, and the host goes on meanwhile. Torch's
+    pinned memory takes longer to allocate than a copy takes, and is rounded up to powers of two.
 
     Warns if the system does not lock them: copies are then correct and slower.
     """

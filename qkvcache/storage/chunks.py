@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..formats.base import Codec, Codes
 from ..kernels import Packed, Pair, QuantizedRegion, chunk_table, quantize_into, quantizes
-from ..kernels.segments import packed
+from ..kernels.segments import join_tokens, packed
 from .quantized import QuantizedTokens
 
 PAGE = 64
@@ -198,7 +198,8 @@ class Chunks(QuantizedTokens):
                 used.append((chunk, min(_tokens(chunk), left)))
             left -= _tokens(chunk)
         key, value = (
-            {name: _joined([chunk[side][name][rows, :, :count] for chunk, count in used]) for name in used[0][0][side]} for side in (0, 1)
+            {name: join_tokens([chunk[side][name][rows, :, :count] for chunk, count in used]) for name in used[0][0][side]}
+            for side in (0, 1)
         )
         return key, value
 
@@ -278,11 +279,6 @@ class Chunks(QuantizedTokens):
                 yield from codec.roles(codes, dim)
         if self.table is not None:
             yield "bookkeeping", self.table
-
-
-def _joined(parts: list[Tensor]) -> Tensor:
-    """`parts` `[B, H, T, width]` in a row; a single one as it is."""
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
 
 
 def _tokens(chunk: tuple[Codes, Codes]) -> int:
