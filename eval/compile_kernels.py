@@ -35,6 +35,7 @@ from qkvcache.kernels import (  # noqa: E402
     triton_evict,
     triton_gather,
     triton_quantize,
+    triton_rotate,
     triton_step,
     triton_store_exact,
     triton_store_rows,
@@ -300,6 +301,15 @@ def storing_rows(head_dim: int, target: str) -> Job:
     return Job(f"store rows {head_dim}", triton_store_rows._store_rows_kernel, types, constants, target)
 
 
+def rotary(head_dim: int, target: str, interleaved: bool = False) -> Job:
+    types = {"x": _strided("*bf16", 3), "out": _strided("*bf16", 3), "by": "*i64", "inv_freq": "*fp64"}
+    half = head_dim // 2
+    constants = {"D": head_dim, "HALF": half, "STEP": 1 + interleaved, "APART": 1 if interleaved else half}
+    constants |= {"N": triton_rotate.TOKENS, "H": triton_rotate.HEADS}
+    name = f"rotary {head_dim}{' interleaved' if interleaved else ''}"
+    return Job(name, triton_rotate._rotate_kernel, types, constants, target, {"num_warps": 4})
+
+
 @dataclass(frozen=True)
 class _Like:
     """As much of a tensor as `known` asks for."""
@@ -327,6 +337,7 @@ def jobs(everything: bool) -> Iterator[Job]:
         yield arriving(128, 8, target)
         yield storing_exact(128, target)
         yield storing_rows(128, target)
+        yield rotary(128, target)
         if not few:
             sizes = [("int8", 256), ("int4", 96)]
             if everything:
@@ -345,6 +356,7 @@ def jobs(everything: bool) -> Iterator[Job]:
             yield rotating(96, target)
             yield from (arriving(*sizes, target) for sizes in ((80, 32), (256, 16)))
             yield storing_exact(80, target)
+            yield rotary(128, target, interleaved=True)
             yield summing(4, target)
             yield from columns(128, target, options=True)
             yield from columns(256, target)

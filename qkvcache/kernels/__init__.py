@@ -20,6 +20,7 @@ from .dispatch import (
     quantize_into,
     quantize_pages,
     quantizes,
+    rotate,
     step,
     store_exact,
     store_rows,
