@@ -2,8 +2,8 @@
 
 cuDNN attends about twice as fast as flash attention, but prepares a plan for each shape and layout of its tensors when it first meets them,
 which takes 45 to 800 ms on an H200: longer than a turn. A chat meets most shapes once, chunked prefill and evaluation meet a few often, and
-nobody knows before how often one will come. So flash attention serves a shape until it has cost as much more than cuDNN as a plan costs (ski
-rental): both together cost at most twice what the better one would have cost if the number of calls had been known.
+nobody knows before how often one will come. So flash attention serves a shape until it has cost as much more than cuDNN as a plan costs
+(ski rental): both together cost at most twice what the better one would have cost if the number of calls had been known.
 """
 
 from __future__ import annotations
