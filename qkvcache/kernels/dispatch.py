@@ -18,9 +18,8 @@ import torch
 from torch import Tensor
 
 from ..formats.base import Codec, Codes
-from . import counted
+from . import counted, matmul
 from . import evict as evicting
-from . import matmul
 from . import pages as paged
 from . import rotate as rotating
 from . import sum_attention as reference

@@ -155,13 +155,13 @@ def column_kernel(
         levels = lse + (tl.program_id(1) * G + g).to(tl.int64) * queries
         for start in tl.range(begin, whole, BQ, num_stages=1):
             total = _added(
-                total, k, rows, q_stride_q, levels, counts, start, queries, before, t, scale, softcap, D, DP, BQ, BT, SOFTCAP, LARGEST, True,
-                ARCH,
+                total, k, rows, q_stride_q, levels, counts, start, queries, before, t, scale, softcap, D, DP, BQ, BT, SOFTCAP, LARGEST,
+                True, ARCH,
             )  # fmt: skip
         for start in range(whole, queries, BQ):
             total = _added(
-                total, k, rows, q_stride_q, levels, counts, start, queries, before, t, scale, softcap, D, DP, BQ, BT, SOFTCAP, LARGEST, False,
-                ARCH,
+                total, k, rows, q_stride_q, levels, counts, start, queries, before, t, scale, softcap, D, DP, BQ, BT, SOFTCAP, LARGEST,
+                False, ARCH,
             )  # fmt: skip
     total = tl.reshape(total, [BQ // 2, BT])
     sums = tl.max(total, 0) if LARGEST else tl.sum(total, 0)
