@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 
 from ..formats.base import Codec, Codes
-from . import counted
+from . import counted, matmul
 from . import evict as evicting
 from . import pages as paged
+from . import rotate as rotating
 from . import sum_attention as reference
 from .attend import Options, attend_observed
 from .evict import StaticTensors
@@ -261,6 +262,27 @@ def unfold(buffers: Buffers, new: Pair | None) -> Pair:
     if torch.compiler.is_compiling():
         return torch.ops.qkvcache.unfold(*buffers.arguments, *(new or (None, None)))
     return counted.unfold(buffers, new, dense)
+
+
+def quadratic_form(x: Tensor, matrices: Tensor) -> Tensor:
+    """`matmul.quadratic_form`, in one launch where there is a kernel."""
+    if on_triton(x.device) and not (x.is_meta or torch.compiler.is_compiling()):
+        from . import triton_quadratic_form
+
+        if triton_quadratic_form.supports(x):
+            return triton_quadratic_form.quadratic_form(x, matrices)
+    return matmul.quadratic_form(x, matrices)
+
+
+def rotate(x: Tensor, by: Tensor, inv_freq: Tensor, interleaved: bool) -> Tensor:
+    """`rotate.rotate`, in one launch where there is a kernel, which has no gradients."""
+    differentiated = torch.is_grad_enabled() and x.requires_grad
+    if on_triton(x.device) and not (differentiated or x.is_meta or torch.compiler.is_compiling()):
+        from . import triton_rotate
+
+        if triton_rotate.supports(x):
+            return triton_rotate.rotate(x, by, inv_freq, interleaved)
+    return rotating.rotate(x, by, inv_freq, interleaved)
 
 
 @functools.wraps(reference.sum_attention)
