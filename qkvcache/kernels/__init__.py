@@ -18,7 +18,6 @@ from .dispatch import (
     on_triton,
     prepare,
     quantize_into,
-    quantize_pages,
     quantizes,
     step,
     store_exact,

@@ -42,30 +42,20 @@ _INFINITY = tl.constexpr(0x7F800000)
 
 
 def supports(codec: Codec, head_dim: int) -> bool:
-    """Whether `quantize_kv` knows `codec` at `head_dim`."""
+    """Whether `quantize_into` knows `codec` at `head_dim`."""
     layout = layout_of(codec)
     return layout is not None and layout.writable and dequantizes(codec, head_dim)
 
 
-def quantize_kv(
-    codecs: tuple[Codec, Codec],
-    x: Pair,
-    planes: tuple[Codes, Codes],
-    statistics: tuple[Codes, Codes],
-    start: int,
-    slots: Tensor | None = None,
+def quantize_into(
+    codecs: tuple[Codec, Codec], x: Pair, planes: tuple[Codes, Codes], statistics: tuple[Codes, Codes], slots: int | Tensor
 ) -> None:
-    """Quantizes keys and values `[B, H, T, D]`, channels contiguous, in fp16, bf16 or fp32 into slots `start` to `start + T` of the planes
-    `[B, H or 1, capacity, width]` of a chunk, or into `slots` of pages, as `pages.quantize_pages` takes them; `statistics` are the buffers
-    kept once.
-
-    Raises ValueError for a codec that `supports` does not accept, or vectors whose channels are not contiguous.
-    """
+    """As `pages.quantize_into`, of keys and values in fp16, bf16 or fp32. Raises ValueError for a codec that `supports` does not accept."""
     if not x[0].numel():
         return
-    page, places = 0, (x[0], 0, 0, 0)  # not read
-    if slots is not None:
-        page, across = next(iter(planes[0].values())).shape[2], slots.stride(1) if slots.dim() == 3 else 0
+    x, start, page, places = contiguous(x), slots, 0, (x[0], 0, 0, 0)  # not read
+    if isinstance(slots, Tensor):
+        start, page, across = 0, next(iter(planes[0].values())).shape[2], slots.stride(1) if slots.dim() == 3 else 0
         places = slots, slots.stride(0), across, slots.stride(-1)
     k_planes, v_planes, constants, grid, warps = launched(codecs, x, (planes[0] | statistics[0], planes[1] | statistics[1]))
     key, value = ((side, *side.stride()[:3]) for side in x)
