@@ -214,6 +214,11 @@ _ASSEMBLY = tl.constexpr(_ASM)
 
 
 @triton.constexpr_function
+def _text_of(assembly: dict[str, str], kind: str, arch: int) -> str:
+    return assembly["e4m3 before 89" if kind == "e4m3" and arch < 89 else kind]
+
+
+@triton.constexpr_function
 def _planes_of(kind: str) -> int:
     return PackedLayout(kind).per
 
@@ -243,7 +248,7 @@ def unpack(KIND: tl.constexpr, w, h, shift, ARCH: tl.constexpr):
     if KIND == "half":
         return (w,)
     elif ARCH > 0:
-        ASM: tl.constexpr = _ASSEMBLY["e4m3 before 89" if KIND == "e4m3" and ARCH < 89 else KIND]
+        ASM: tl.constexpr = _text_of(_ASSEMBLY, KIND, ARCH)
         PER: tl.constexpr = _planes_of(KIND)
         return tl.inline_asm_elementwise(ASM, "=&r," * PER + "r,r,r", [w, h, shift], dtype=(tl.float16,) * PER, is_pure=True, pack=2)
     else:
