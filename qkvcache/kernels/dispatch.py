@@ -172,7 +172,7 @@ def _dequantizes(codecs: tuple[Codec, Codec], out: Pair) -> bool:
 quantize_into = _by_kernel(paged.quantize_into, "triton_quantize", lambda codecs, x, *_: quantizes(codecs, x))
 dequantize_pages = _by_kernel(paged.dequantize_pages, "triton_dequantize", lambda pages, out, *_: _dequantizes(pages.codecs, out))
 gather_rows = _by_kernel(paged.gather_rows, "triton_gather", lambda inputs, *others: _dequantizes(inputs.pages.codecs, others[-1]))
-store_rows = _by_kernel(paged.store_rows, "triton_store_rows", lambda x, *_: on_triton(x[0].device))
+store_rows = _by_kernel(paged.store_rows, "triton_store_exact", lambda x, *_: on_triton(x[0].device))
 store_exact = _by_kernel(counted.store_exact, "triton_store_exact", lambda buffers, *_: on_triton(buffers.state.device))
 
 

@@ -25,6 +25,7 @@ from .triton_dequantize import (
     INTERPRETED,
     float8,
     known,
+    load_vectors,
     padded,
     plane_arguments,
     scales_of,
@@ -382,10 +383,7 @@ def _quantize_side(
     """A program of `_quantize_kernel`, for keys or for values; arguments as there."""
     x, xb, xh, xt = x
     b, h0, h, t, live = vectors(tokens, heads, ACROSS, ALONG)
-    P: tl.constexpr = padded(D)
-    c = tl.arange(0, P)
-    inside = live[:, None] if D == P else live[:, None] & (c < D)[None, :]
-    raw = tl.load(x + (b * xb + h * xh + t * xt)[:, None] + c[None, :], mask=inside, other=0.0)
+    raw = load_vectors(x + (b * xb + h * xh + t * xt), live, D)
     if PAGE > 0:
         at, ab, ah, along = slots
         slot = tl.load(at + b * ab + h * ah + t * along, mask=live, other=-1).to(tl.int64)

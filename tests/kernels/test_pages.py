@@ -369,9 +369,9 @@ def test_storing_in_rings_and_sinks(sinks):
                 place[slot // place.shape[2], :, slot % place.shape[2]] = side[0, :, t]
     stores = [reference.store_rows]
     if DEVICE.type == "cuda" or triton.knobs.runtime.interpret:
-        from qkvcache.kernels import triton_store_rows
+        from qkvcache.kernels import triton_store_exact
 
-        stores.append(triton_store_rows.store_rows)
+        stores.append(triton_store_exact.store_rows)
     slots = torch.stack([ring_slots, sink_slots], 1)  # columns of a table, as in steps that are replayed
     for store in stores:
         got = [place.clone() for place in like]
