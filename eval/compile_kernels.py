@@ -235,7 +235,7 @@ def storing(format: str, head_dim: int, tokens: int, target: str, heads: int = 8
 def stepping(format: str, head_dim: int, target: str) -> Iterator[Job]:
     """A step of one token into one chunk or many, and one that leaves the ring of a layer that evicts."""
     codecs = dict(zip(("key", "value"), REGISTRY[format].codecs(), strict=True))
-    zones = _strided("*bf16", 3), *[_strided("*bf16", 2)] * 2
+    zones = _strided("*bf16", 3) + _strided("*bf16", 2) * 2
     step: dict[str, str | Types] = {"state": "*i32", "chunks": "*i64"}
     step |= {name: (*zones, _planes_of(codec, head_dim, "*bf16")) for name, codec in codecs.items()}
     evict = {name: ("*bf16", "*bf16", _planes_of(codec, head_dim, "*bf16")) for name, codec in codecs.items()}
@@ -261,7 +261,7 @@ def arriving(head_dim: int, heads: int, target: str) -> Job:
 
 
 def storing_exact(head_dim: int, target: str) -> Job:
-    types = dict.fromkeys(("key", "value"), (_strided("*bf16", 3),) * 3) | {"state": "*i32"}
+    types = dict.fromkeys(("key", "value"), _strided("*bf16", 3) * 3) | {"state": "*i32"}
     constants = {"D": head_dim, "DV": head_dim, "N": triton_store_exact.TILE}
     return Job(f"store exact {head_dim}", triton_store_exact._store_exact_kernel, types, constants, target)
 
@@ -286,7 +286,7 @@ def gathering(format: str, head_dim: int, target: str) -> Job:
     layouts = [triton_dequantize.known(codec, _Like(head_dim)) for codec in codecs]
     across, along, warps = triton_dequantize.tile_of_pages(tuple(layouts), 8, GATHER_TILE, triton_dequantize.padded(head_dim))
     types: dict[str, str | Types] = dict.fromkeys(("tiles", "new_starts", "out_starts", "rows", "lengths", "table"), "*i32")
-    zones = *[_strided("*bf16", 2)] * 2, *[_strided("*bf16", 3)] * 2
+    zones = _strided("*bf16", 2) * 2 + _strided("*bf16", 3) * 2
     types |= {name: (*zones, _planes_of(codec, head_dim, "*bf16")) for name, codec in zip(("key", "value"), codecs, strict=True)}
     constants: dict[str, object] = {"K": layouts[0], "D": head_dim, "V": layouts[1], "DV": head_dim, "ACROSS": across, "ALONG": along}
     constants |= {"TILE": GATHER_TILE, "PAGE": 256}
@@ -294,7 +294,7 @@ def gathering(format: str, head_dim: int, target: str) -> Job:
 
 
 def storing_rows(head_dim: int, target: str) -> Job:
-    types = dict.fromkeys(("key", "value"), (_strided("*bf16", 3),) * 3) | dict.fromkeys(("ring_at", "sink_at"), "*i64")
+    types = dict.fromkeys(("key", "value"), _strided("*bf16", 3) * 3) | dict.fromkeys(("ring_at", "sink_at"), "*i64")
     constants = {"D": head_dim, "DV": head_dim, "N": triton_store_exact.TILE, "SINKS": True}
     return Job(f"store rows {head_dim}", triton_store_exact._store_rows_kernel, types, constants, target)
 

@@ -26,7 +26,7 @@ def arguments_of(inputs: PagedInputs) -> tuple[list[tuple], list[Any], tuple[int
         parts = zip(pages.codecs, pages.planes, pages.statistics, inputs.sinks, inputs.ring, strict=True)
         for codec, each, once, sinks, ring in parts:
             layout, planes = planes_to_read(codec, each | once, ring)
-            sides.append(((sinks, *sinks.stride()[:3]), (ring, *ring.stride()[:3]), planes))
+            sides.append((sinks, *sinks.stride()[:3], ring, *ring.stride()[:3], planes))
             constants += [layout, ring.shape[3]]
         sizes = tile_of_pages(tuple(constants[::2]), inputs.ring[0].shape[1], GATHER_TILE, max(map(padded, constants[1::2])))
         inputs.launches["gather"] = sides, constants, sizes
@@ -39,7 +39,7 @@ def gather_rows(inputs: PagedInputs, new: Pair, starts: tuple[Tensor, Tensor], t
     sides, constants, (across, along, warps) = arguments_of(inputs)
     arguments: list[object] = []
     for side, fresh, x in zip(sides, contiguous(new), out, strict=True):
-        arguments.append(((x, *x.stride()[1:3]), (fresh, *fresh.stride()[1:3]), *side))
+        arguments.append((x, *x.stride()[1:3], fresh, *fresh.stride()[1:3], *side))
     grid = (len(tiles) * (GATHER_TILE // along), triton.cdiv(heads, across), 2)
     with torch.cuda.device_of(out[0]):
         _gather_rows_kernel[grid](
@@ -54,7 +54,7 @@ def _gather_side(
     L: tl.constexpr, D: tl.constexpr, ACROSS: tl.constexpr, ALONG: tl.constexpr, TILE: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
     """A program of `_gather_rows_kernel`, for keys or for values; arguments as there."""
-    (out, oh, ot), (new, nh, nt), (sinks, fb, fh, ft), (ring, rb, rh, rt), planes = side
+    out, oh, ot, new, nh, nt, sinks, fb, fh, ft, ring, rb, rh, rt, planes = side
     PARTS: tl.constexpr = TILE // ALONG
     entry = tiles + tl.program_id(0) // PARTS * 2
     b = tl.load(entry).to(tl.int64)

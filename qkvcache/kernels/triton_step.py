@@ -25,11 +25,11 @@ def launch_of_step(buffers: Buffers, x: Pair) -> Callable[[Pair], None]:
     chunks."""
     batch, heads, tokens, _ = x[0].shape
     *planes, constants, grid, warps = launched(buffers.codecs, contiguous(x), buffers.region.chunks[0])
-    zones = [[(zone[side], *zone[side].stride()[:2]) for zone in (buffers.residual, buffers.sinks)] for side in range(2)]
+    zones = [(ring, *ring.stride()[:2], sinks, *sinks.stride()[:2]) for ring, sinks in zip(buffers.residual, buffers.sinks, strict=True)]
     sizes = buffers.sinks[0].shape[2], buffers.residual[0].shape[2], tokens, heads, batch
 
     def launch(x: Pair) -> None:
-        key, value = (((new, *new.stride()[:3]), *zones[side], planes[side]) for side, new in enumerate(contiguous(x)))
+        key, value = ((new, *new.stride()[:3], *zones[side], planes[side]) for side, new in enumerate(contiguous(x)))
         with torch.cuda.device_of(x[0]):
             _step_kernel[grid](key, value, buffers.state, buffers.region.table, *sizes, *constants, buffers.grows, num_warps=warps)
 
@@ -42,7 +42,7 @@ def _step_side(
     L: tl.constexpr, D: tl.constexpr, ACROSS: tl.constexpr, ALONG: tl.constexpr, GROWS: tl.constexpr, SIDE: tl.constexpr,
 ):  # fmt: skip
     """A program of `_step_kernel`, for keys (SIDE 0) or for values (1); arguments as there."""
-    (x, xb, xh, xt), (ring, rb, rh), (sinks, fb, fh), planes = side
+    x, xb, xh, xt, ring, rb, rh, sinks, fb, fh, planes = side
     b, h0, h, t, live = vectors(tokens, heads, ACROSS, ALONG)
     seq_length = tl.load(state + 4 + 2 * b)
     quantized = tl.load(state + 5 + 2 * b)

@@ -18,7 +18,7 @@ TILE = 16
 def _sides(x: Pair, ring: Pair, sinks: Pair) -> tuple[list[tuple], list[int]]:
     """Of keys and of values: new tokens, ring and sinks, each with its strides over rows, heads and tokens; then channels."""
     parts = zip(contiguous(x), ring, sinks, strict=True)
-    return [tuple((side, *side.stride()[:3]) for side in sides) for sides in parts], [side.shape[3] for side in x]
+    return [tuple(n for side in sides for n in (side, *side.stride()[:3])) for sides in parts], [side.shape[3] for side in x]
 
 
 def store_exact(buffers: Buffers, exact: Pair, sinks: tuple[int, int], begin: int, slot: int, lengths: tuple[int, int]) -> None:
@@ -47,7 +47,7 @@ def store_rows(x: Pair, ring: Pair, ring_slots: Tensor, sinks: Pair, sink_slots:
 def _store_exact(side, b, h, token, live, sink, place, D: tl.constexpr):
     """Copies tokens `token` of row `b` and head `h` into slot `token` of the sinks where `sink`, else into slot `place` of the ring; those
     that are not `live` nowhere. `token`, `live`, `sink`, `place`: [N]."""
-    (x, xb, xh, xt), (ring, rb, rh, rt), (sinks, fb, fh, ft) = side
+    x, xb, xh, xt, ring, rb, rh, rt, sinks, fb, fh, ft = side
     new = load_vectors(x + (b * xb + h * xh + token.to(tl.int64) * xt), live, D)
     store_vectors(sinks + (b * fb + h * fh + token * ft), new, live & sink, D)
     store_vectors(ring + (b * rb + h * rh + place * rt), new, live & ~sink, D)
@@ -88,7 +88,7 @@ def _store_rows(
     side, ring_at, ring_step, sink_at, sink_step, ring_slots, sink_slots, tokens, D: tl.constexpr, N: tl.constexpr, SINKS: tl.constexpr
 ):  # fmt: skip
     """A program of `_store_rows_kernel`, for keys or for values; arguments as there."""
-    (x, _, xh, xt), (ring, rb, rh, rt), (sinks, fb, fh, ft) = side
+    x, _, xh, xt, ring, rb, rh, rt, sinks, fb, fh, ft = side
     t = tl.program_id(0).to(tl.int64) * N + tl.arange(0, N)
     h = tl.program_id(1).to(tl.int64)
     live = t < tokens
