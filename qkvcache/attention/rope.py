@@ -19,6 +19,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
+from ..kernels import rotate
+
 LAYER_TYPE = "full_attention"  # the layers whose keys are cached here; some models have a rotation for each type of layer
 APPLY = ("apply_rotary_pos_emb", "apply_rotary_emb", "_apply_rotary_emb")
 PROBE_AT, PROBE_BY, PROBE_TOLERANCE = 7, 1009, 1e-2  # the fp32 angles of the models err by 1e-4 there, a wrong pairing by 1
@@ -94,22 +96,13 @@ class Rope:
         if channels > head_dim:
             raise ValueError(f"the model rotates {channels} channels, the keys have {head_dim}: they are of another model")
         device = torch.device("cpu") if keys.device.type == "mps" else keys.device  # MPS has no fp64
-        angles = self.frequencies(device)
         if isinstance(by, Tensor):
             if by.shape not in ((), (batch,), (batch, tokens)):
                 raise ValueError(f"by has shape {list(by.shape)}: keys {list(keys.shape)} take an int, [{batch}] or [{batch}, {tokens}]")
-            by = by.to(device, torch.float64).reshape(by.shape[:1] + (1,) + (by.shape[1:] or (1,)) + (1,))  # [B, 1, T or 1, 1]
-        angles = by * angles
-        dtype = torch.promote_types(keys.dtype, torch.float32)
-        cos, sin = angles.cos().to(keys.device, dtype), angles.sin().to(keys.device, dtype)
-        half = channels // 2
-        first, second = (slice(0, channels, 2), slice(1, channels, 2)) if self.interleaved else (slice(half), slice(half, channels))
-        one, two, rotated = keys[..., first], keys[..., second], torch.empty_like(keys)
-        rotated[..., first] = torch.addcmul(one * cos, two, sin, value=-1)
-        rotated[..., second] = torch.addcmul(two * cos, one, sin)
-        if channels < head_dim:
-            rotated[..., channels:] = keys[..., channels:]
-        return rotated
+            by = by.to(device) if by.dim() == 2 else by.to(device).reshape(-1, 1)
+        else:
+            by = torch.full((1, 1), by, device=device)
+        return rotate(keys, by, self.frequencies(device), self.interleaved)
 
 
 def _modeling(config: PreTrainedConfig) -> ModuleType:

@@ -1,7 +1,7 @@
 """Attention of many new tokens over a quantized past, without a dense layer.
 
-The past is dequantized chunk by chunk into scratch of a bounded size, torch's best attention runs on each chunk, or on the parts of it that
-cuDNN has plans for, and the outputs are merged by their log-sum-exps. The exact tokens, the new ones among them, are one more part:
+The past is dequantized chunk by chunk into scratch of a bounded size, flash attention runs on each chunk, or cuDNN on the parts of it whose
+plans pay (`cudnn_plans.py`), and the outputs are merged by their log-sum-exps. The exact tokens, with the new ones, are one more part:
 
     part       keys and values                                    mask
     chunk i    the next quantized tokens, in the model's dtype    none, or the columns that padding hides
@@ -33,6 +33,7 @@ from torch import Tensor
 from ..formats.base import Codec, Codes, affine
 from ..formats.identity import AsIs
 from ..formats.rotation import rotation_block
+from .cudnn_plans import PLANS
 from .dispatch import dequantize_pages, on_triton, sum_attention
 from .pages import Pages
 from .segments import AttentionInputs, Exact, Packed, Pair, QuantizedRegion, join_tokens, names
@@ -41,13 +42,10 @@ from .sum_attention import BLOCK
 CHUNK_TOKENS, CHUNK_BYTES = 65536, 512 * 2**20
 """Tokens of a chunk, and the bound on its scratch, keys and values together, which may make it shorter."""
 CUDNN_TOKENS = tuple(2**n for n in range(16, 9, -1))
-"""Tokens of a chunk that cuDNN attends to at a time: few sizes, so that its plans come again, of which the smallest leaves little to flash
+"""Tokens of a chunk that cuDNN attends to at a time: few sizes, so that its plans serve again, of which the smallest leaves little to flash
 attention, which takes twice as long (`eval/bench_turns.py`)."""
 ROW_STEP = 128
 """Folded rows are padded to a multiple of this, so that few shapes exist."""
-CUDNN_QUERIES, CUDNN_CAUSAL_QUERIES = 256, 1024
-"""cuDNN prepares a plan for each new shape, which takes a tenth of a second on an H100: fewer queries hardly win that back; likewise for
-the attention among the new tokens."""
 MERGED_PARTS = 8
 """Parts that are merged at a time: the outputs of more would take more memory than a dense layer."""
 MASKED = -1e30
@@ -237,10 +235,11 @@ def _attend(
     heads = exact[0].shape[1]
     scaling = dim**-0.5 if scaling is None else scaling
     folded = fold(query, heads)
-    by_cudnn = plans and (hidden is None or left is not None) and softcap is None and queries >= CUDNN_QUERIES and _cudnn_is_faster(folded)
+    by_cudnn = plans and (hidden is None or left is not None) and softcap is None and _cudnn_is_faster(folded)
     most = max(CHUNK_BYTES // (2 * batch * heads * dim * query.itemsize) // 64, 1) * 64
     size = min(CHUNK_TOKENS, most, chunk_tokens or most)
     sizes = sorted({min(n, size) for n in CUDNN_TOKENS}, reverse=True) if by_cudnn else [size]
+    planned = [n for n in sizes if PLANS.pay(_shape(folded, n))] if by_cudnn else []
     pieces = list(tokens.pieces(size // sizes[0] * sizes[0]))
     if on_triton(query.device):
         from .triton_merge import merge as merge_parts
@@ -259,7 +258,7 @@ def _attend(
     for count, _, fill in pieces:
         fill(*scratch[:, :, :, :count])
         padded = min(max(max(pads) - column, 0), count)
-        counts = [padded] * bool(padded) + list(cut(count - padded, sizes))
+        counts = [padded] * bool(padded) + list(cut(count - padded, planned))
         for keys, values in zip(*(x[:, :, :count].split(counts, dim=2) for x in scratch), strict=True):
             shown = keys.shape[2]
             if column < max(pads):
@@ -267,8 +266,9 @@ def _attend(
                 parts.append(padded_attention(rotated, keys, values, first, unrotated, softcap))
             else:
                 bias = None if anywhere is None else _bias(_by_head(anywhere)[:, :, None, column : column + shown], query.dtype)
-                known = by_cudnn and shown in sizes
-                parts.append(library_attention(rotated, keys, values, bias, unrotated, softcap, by_cudnn=known))
+                parts.append(library_attention(rotated, keys, values, bias, unrotated, softcap, by_cudnn=shown in planned))
+                if by_cudnn and shown not in planned:
+                    _count_flash(folded, shown, sizes)
             column += shown
             if len(parts) == MERGED_PARTS:
                 parts = [merge_parts(parts, query_heads, queries, heads, None)]
@@ -283,8 +283,7 @@ def _attend(
             first = tuple(min(pad, before) for pad in pads)
             parts.append(padded_attention(folded, exact[0][:, :, :before], exact[1][:, :, :before], first, scaling, softcap))
         seen, among = (exact[0][:, :, before:], exact[1][:, :, before:]), None
-    causal_by_cudnn = by_cudnn and among is None and queries >= CUDNN_CAUSAL_QUERIES
-    parts += causal_attention(query, folded, *seen, among, scaling, softcap, by_cudnn=causal_by_cudnn)
+    parts += causal_attention(query, folded, *seen, among, scaling, softcap, by_cudnn=by_cudnn and among is None)
     out, lse = merge_parts(parts, query_heads, queries, heads, sinks)
     if second is None:
         return out, lse, None
@@ -432,7 +431,7 @@ def _bias(hidden: Tensor, dtype: torch.dtype) -> Tensor:
 def library_attention(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scaling: float, softcap: float | None, by_cudnn: bool = False
 ) -> Part:
-    """Attention without causality of folded queries over `[B, H, T, D]`. `by_cudnn`: it is faster, and such tensors will come again."""
+    """Attention without causality of folded queries over `[B, H, T, D]`. `by_cudnn`: it is faster, and has a plan or is worth one."""
     if softcap is not None:
         return capped_attention(query, key, value, bias, scaling, softcap)
     if by_cudnn:
@@ -459,6 +458,18 @@ def padded_attention(query: Tensor, key: Tensor, value: Tensor, first: tuple[int
     out, lse = _flash_sequences(tuple(one_by_one), starts, (rows, tokens), scaling)
     out, lse = out.view(query.shape), lse.view(query.shape[:3])
     return out.index_fill_(0, empty, 0), lse.index_fill_(0, empty, MASKED)
+
+
+def _shape(folded: Tensor, tokens: int) -> tuple:
+    """What cuDNN's plans for folded queries and so many tokens of the scratch are for."""
+    return folded.device, folded.dtype, folded.shape, tokens
+
+
+def _count_flash(folded: Tensor, tokens: int, sizes: Sequence[int]) -> None:
+    """Counts tokens that flash attention attends to, and cuDNN could, in parts of `sizes`."""
+    for size in cut(tokens, sizes):
+        if size in sizes:
+            PLANS.count(_shape(folded, size), 4 * folded.numel() * size)
 
 
 def _takes_sequences(query: Tensor) -> bool:
@@ -529,13 +540,16 @@ def causal_attention(
     softcap: float | None,
     by_cudnn: bool = False,
 ) -> list[Part]:
-    """Attention over the exact tokens `[B, H, T, D]`, of which the last `Q` are the queries' own. cuDNN has no causality aligned with the
-    last key: tokens before the queries' own are a part of their own then."""
+    """Attention over the exact tokens `[B, H, T, D]`, of which the last `Q` are the queries' own. cuDNN, where it is faster and worth a
+    plan, has no causality aligned with the last key: tokens before the queries' own are a part of their own then."""
     queries, tokens = query.shape[2], key.shape[2]
     if by_cudnn:
         before, own = ((key[:, :, part], value[:, :, part]) for part in (slice(tokens - queries), slice(tokens - queries, None)))
-        parts = [library_attention(folded, *before, None, scaling, None)] if tokens > queries else []
-        return [*parts, _cudnn_attention(query, *own, scaling, causal=True)]
+        shape = query.device, query.dtype, query.shape, query.stride(), own[0].shape, own[0].stride()
+        if PLANS.pay(shape):
+            parts = [library_attention(folded, *before, None, scaling, None)] if tokens > queries else []
+            return [*parts, _cudnn_attention(query, *own, scaling, causal=True)]
+        PLANS.count(shape, 2 * query.numel() * queries)
     if query.is_cuda and hidden is None and softcap is None:
         # Causal means aligned with the last key in this operator. It serves the heads of a group without copies.
         return [torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, True, scale=scaling)[:2]]

@@ -20,9 +20,10 @@ import torch
 from torch import Tensor
 
 from ..formats.base import Codec
-from . import counted
+from . import counted, matmul
 from . import evict as evicting
 from . import pages as paged
+from . import rotate as rotating
 from . import sum_attention as reference
 from .attend import Options, attend_observed
 from .evict import StaticTensors
@@ -230,6 +231,18 @@ def unfold(buffers: Buffers, new: Pair | None) -> Pair:
     if torch.compiler.is_compiling():
         return torch.ops.qkvcache.unfold(*buffers.arguments, *(new or (None, None)))
     return counted.unfold(buffers, new, dense)
+
+
+def _takes(module: str, x: Tensor) -> bool:
+    """Whether the kernels of `module`, which have neither gradients nor operators of torch, take `x`."""
+    differentiated = torch.is_grad_enabled() and x.requires_grad
+    if differentiated or x.is_meta or torch.compiler.is_compiling() or not on_triton(x.device):
+        return False
+    return _module(module).supports(x)
+
+
+quadratic_form = _by_kernel(matmul.quadratic_form, "triton_quadratic_form", lambda x, *_: _takes("triton_quadratic_form", x))
+rotate = _by_kernel(rotating.rotate, "triton_rotate", lambda x, *_: _takes("triton_rotate", x))
 
 
 @functools.wraps(reference.sum_attention)

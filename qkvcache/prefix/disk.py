@@ -16,9 +16,9 @@ import re
 import shutil
 import time
 import warnings
-from collections import Counter
-from collections.abc import Collection, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -138,9 +138,10 @@ def _opened(path: Path) -> Iterator[safe_open]:
         raise Damaged(f"it is truncated or damaged ({error})") from error
 
 
-def read(file: File, tokens: int | None = None) -> Iterator[Snapshot]:
+def read(file: File, tokens: int | None = None, copy: Callable[[Snapshot], Snapshot] | None = None) -> Iterator[Snapshot]:
     """The layers of a file in order, cut to the first `tokens` tokens and checked. Their tensors are views of the file, of which only the
-    used part is read. Raises Damaged if a digest does not match or the file is no longer the one of this header."""
+    used part is read; or what `copy` makes of them, in the thread that has checked a layer. Raises Damaged if a digest does not match or
+    the file is no longer the one of this header."""
     with _opened(file.path) as handle:
         if (handle.metadata() or {}).get("digest") != file.digest:
             raise Damaged("it was replaced by something else")
@@ -153,12 +154,20 @@ def read(file: File, tokens: int | None = None) -> Iterator[Snapshot]:
             for layer, those in zip(file.layers, names, strict=True)
         ]
         cut = whole if tokens in (None, file.tokens) else [layer.cut(tokens) for layer in whole]  # type: ignore[arg-type]
+
+    def checked(i: int) -> Snapshot:
+        if not _matches(whole[i], cut[i], file.layers[i]["sums"]):
+            raise Damaged(f"the contents of layer {i} were changed")
+        return copy(cut[i]) if copy else cut[i]
+
     with ThreadPoolExecutor(READERS) as pool:
-        checks = pool.map(_matches, whole, cut, [layer["sums"] for layer in file.layers])
-        for i, (matches, layer) in enumerate(zip(checks, cut, strict=True)):
-            if not matches:
-                raise Damaged(f"the contents of layer {i} were changed")
-            yield layer
+        running: deque[Future[Snapshot]] = deque()
+        for i in range(len(cut)):
+            if len(running) == READERS:  # no more copies at a time than these
+                yield running.popleft().result()
+            running.append(pool.submit(checked, i))
+        while running:
+            yield running.popleft().result()
 
 
 def files(directory: Path) -> list[os.DirEntry]:
@@ -314,12 +323,12 @@ class DiskStore:
     def get(self, key: bytes) -> File:
         return self._files[key]
 
-    def read(self, key: bytes, tokens: int) -> Iterator[Snapshot]:
-        """The first `tokens` tokens, layer by layer, as views of the file. Raises Damaged if the file is damaged or was removed; it is then
-        not used again."""
+    def read(self, key: bytes, tokens: int, copy: Callable[[Snapshot], Snapshot] | None) -> Iterator[Snapshot]:
+        """The first `tokens` tokens, layer by layer, as `read` returns them. Raises Damaged if the file is damaged or was removed; it is
+        then not used again."""
         file = self._files[key]
         try:
-            yield from read(file, tokens)
+            yield from read(file, tokens, copy)
             os.utime(file.path)  # marks it as used
         except FileNotFoundError as error:
             self._forget(file.path.name)

@@ -105,7 +105,7 @@ class Entry:
 
     key: bytes
     template: CacheTemplate
-    layers: list[HostSnapshot]
+    layers: Sequence[Snapshot]
     errors: tuple[float, ...]
 
     @property
@@ -221,18 +221,6 @@ def _error(layer: CompressedLayer, given: tuple[Tensor, Tensor]) -> float:
             worst = max(worst, float((dequantized - sample).square().mean().sqrt() / sample.square().mean().sqrt().clamp_min(1e-12)))
             break
     return worst
-
-
-def load_entry(
-    key: bytes, template: CacheTemplate, layers: Iterable[Snapshot], errors: tuple[float, ...], max_bytes: int, lock: bool
-) -> Entry:
-    """An entry in memory, in locked pages if `lock`, from the `layers` of a file. Raises TooLarge beyond `max_bytes`."""
-    copied, left = [], max_bytes - len(key)
-    for layer in layers:
-        copied.append(HostSnapshot.of(layer, lock))
-        if (left := left - copied[-1].nbytes) < 0:
-            raise TooLarge
-    return Entry(key, template, copied, errors)
 
 
 def batch_size(cache: Cache) -> int:

@@ -7,8 +7,10 @@ import mmap
 import os
 import sys
 import warnings
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 
 import numpy
 import torch
@@ -34,22 +36,23 @@ class LockedMemory(mmap.mmap):
 
     @classmethod
     def block(cls, nbytes: int) -> tuple[LockedMemory, Tensor]:
-        """`nbytes` bytes, and the tensor of them, which keeps them alive."""
+        """`nbytes` bytes, which `lock` locks, and the tensor of them, which keeps them alive."""
         memory = cls(-1, max(nbytes, 1))
         memory.copies = {}
         if hasattr(mmap, "MADV_HUGEPAGE"):
             with contextlib.suppress(OSError):  # a kernel without them
                 memory.madvise(mmap.MADV_HUGEPAGE)
-        block = torch.frombuffer(memory, dtype=torch.uint8)[:nbytes]
-        _touch(block.numpy())
-        error = torch.cuda.cudart().cudaHostRegister(block.data_ptr(), len(memory), PORTABLE)
+        return memory, torch.frombuffer(memory, dtype=torch.uint8)[:nbytes]
+
+    def lock(self, block: Tensor) -> None:
+        """Locks the pages of `block`: sooner those that the system has provided, because they were written to, than others."""
+        error = torch.cuda.cudart().cudaHostRegister(block.data_ptr(), len(self), PORTABLE)
         if int(error):
             warnings.warn(f"host memory cannot be locked ({error}): copies between a PrefixStore and GPUs are slower", stacklevel=2)
             with contextlib.suppress(RuntimeError):  # CUDA reports the error again at the next launch
                 torch.zeros(1, device="cuda")
         else:
-            memory.address = block.data_ptr()
-        return memory, block
+            self.address = block.data_ptr()
 
     address: int | None = None
     """Where locked pages begin; None if they are not locked."""
@@ -78,13 +81,18 @@ class HostSnapshot(Snapshot):
         """A copy of `given`, in locked pages if `lock`; complete after `wait`."""
         sizes = [-(-x.nbytes // ALIGNMENT) * ALIGNMENT for x in given.tensors.values()]
         memory, block = LockedMemory.block(sum(sizes)) if lock else (None, torch.empty(sum(sizes), dtype=torch.uint8))
-        tensors = {}
-        for (name, x), part in zip(given.tensors.items(), block.split(sizes), strict=True):
-            new = tensors[name] = part[: x.nbytes].view(x.dtype).view(x.shape)
+        parts = zip(given.tensors.items(), block.split(sizes), strict=True)
+        tensors = {name: part[: x.nbytes].view(x.dtype).view(x.shape) for (name, x), part in parts}
+        if memory is not None and any(x.is_cuda for x in given.tensors.values()):
+            _touch(block.numpy())
+        for name, x in given.tensors.items():
+            if not x.is_cuda:
+                numpy.copyto(as_bytes(tensors[name]), as_bytes(x))
+        if memory is not None:
+            memory.lock(block)
+        for name, x in given.tensors.items():
             if x.is_cuda:
-                new.copy_(x.detach(), non_blocking=True)
-            else:
-                numpy.copyto(as_bytes(new), as_bytes(x))
+                tensors[name].copy_(x.detach(), non_blocking=True)
         found = cls(given.kind, tensors, given.numbers, memory)
         found._record(given)
         return found
@@ -104,6 +112,11 @@ class HostSnapshot(Snapshot):
         if self.memory is not None:
             for device in {x.device for x in other.tensors.values() if x.is_cuda}:
                 self.memory.copies[device] = torch.cuda.current_stream(device).record_event()
+
+
+def locked_for(devices: Iterable[torch.device]) -> Callable[[Snapshot], Snapshot] | None:
+    """What copies snapshots to locked pages, if one of the devices is a GPU."""
+    return partial(HostSnapshot.of, lock=True) if any(device.type == "cuda" for device in devices) else None
 
 
 def _touch(block: numpy.ndarray) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
+from functools import partial
 from os import PathLike
 from pathlib import Path
 
@@ -25,7 +26,8 @@ from ..layers.snapshot import Snapshot
 from ..policies import check_count
 from . import match
 from .disk import Damaged, DiskStore
-from .entry import CacheTemplate, Entry, TooLarge, batch_size, load_entry, restore_cache, snapshot_cache
+from .entry import CacheTemplate, Entry, TooLarge, batch_size, restore_cache, snapshot_cache
+from .host_memory import HostSnapshot, locked_for
 from .identity import Identity
 from .memory import MemoryStore
 from .prompt import Ids, compute, refusal, rows, text_tokens, unpadded
@@ -164,7 +166,7 @@ class PrefixStore:
                 template, errors = entry.template, entry.errors
                 layers: Iterable[Snapshot] = entry.cut(tokens)
             else:
-                file, layers = disk.get(stored), disk.read(stored, tokens)
+                file, layers = disk.get(stored), disk.read(stored, tokens, locked_for(self._devices()))
                 template, errors = self._templates[file.template], file.errors
             cache = self._restore(template, layers)
             if not self._ranks.least(cache is not None) or cache is None:
@@ -242,11 +244,9 @@ class PrefixStore:
         disk = self._require_disk()
         loaded = 0
         for key in disk.newest(self._scanned()):
-            file = disk.get(key)
-            if self._memory.covering(key, file.template) is None:
+            if self._memory.covering(key, disk.get(key).template) is None:
                 with suppress(Damaged, TooLarge):
-                    layers = disk.read(key, file.tokens)
-                    loaded += self._memory.add_oldest(self._loaded(key, self._templates[file.template], layers, file.errors))
+                    loaded += self._memory.add_oldest(self._loaded(disk, key, key))
         return loaded
 
     @property
@@ -284,9 +284,16 @@ class PrefixStore:
         except Damaged:
             return None
 
-    def _loaded(self, key: bytes, template: CacheTemplate, layers: Iterable[Snapshot], errors: tuple[float, ...]) -> Entry:
-        lock = any(device.type == "cuda" for device in self._devices())
-        return load_entry(key, template, layers, errors, self._memory.max_bytes, lock)
+    def _loaded(self, disk: DiskStore, stored: bytes, key: bytes) -> Entry:
+        """The tokens of `key` as an entry in memory, from the file of `stored`, which begins with them. Raises Damaged, and TooLarge for
+        more bytes than the store may hold."""
+        file, layers, left = disk.get(stored), [], self._memory.max_bytes - len(key)
+        copy = locked_for(self._devices()) or partial(HostSnapshot.of, lock=False)
+        for layer in disk.read(stored, match.length(key), copy):
+            layers.append(layer)
+            if (left := left - layer.nbytes) < 0:
+                raise TooLarge
+        return Entry(key, self._templates[file.template], layers, file.errors)
 
     def _devices(self) -> list[torch.device]:
         """Of each layer."""
@@ -310,9 +317,9 @@ class PrefixStore:
             # A fetch must have the same result from memory and from disk: both keep the entry that was stored first.
             if self._disk is not None and (covering := self._disk.covering(key, template.name)) is not None:
                 with suppress(Damaged):
-                    errors, layers = self._disk.get(covering).errors, list(self._disk.read(covering, tokens))
+                    entry = self._loaded(self._disk, covering, key)
                     cache.layers = release.layers() if release else cache.layers
-                    self._memory.put(self._loaded(key, template, layers, errors))
+                    self._memory.put(entry)
                     self._stats.covered += 1
                     return True
             quantize = tokens >= self.min_quantize_tokens

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from qkvcache.formats import REGISTRY
-from qkvcache.kernels import AttentionInputs, attend, triton_dequantize_region, triton_merge
+from qkvcache.kernels import AttentionInputs, attend, cudnn_plans, triton_dequantize_region, triton_merge
 from qkvcache.kernels import attend_chunked as attend_chunked_module
 from qkvcache.kernels.attend_chunked import (
     Columns,
@@ -21,6 +21,7 @@ from qkvcache.kernels.attend_chunked import (
     observe_chunked,
     supports,
 )
+from qkvcache.kernels.cudnn_plans import PLANS, Plans
 from qkvcache.kernels.sum_attention import sum_attention
 from tests import matrix
 from tests.kernels.attention_inputs import build
@@ -84,34 +85,77 @@ def test_parts_are_merged_before_all_are_there(monkeypatch, parts):
 @pytest.mark.gpu
 @pytest.mark.parametrize("queries", [300, 1030])
 @pytest.mark.parametrize("format", ["int8", "turboquant_4bit_nc"])
-def test_cudnn(format, queries):
-    """Enough queries for chunks of cuDNN's sizes, and for its causal attention."""
+def test_cudnn(monkeypatch, format, queries):
+    """Chunks of cuDNN's sizes, and its causal attention."""
+    monkeypatch.setattr(PLANS, "pay", lambda shape: True)
     held, query = attention_inputs(format, 6200, queries, 128, batch=4), torch.randn(4, 8, queries, 128, device=DEVICE, dtype=DTYPE)
     close(attend_chunked(query, held)[0], attend(query, held, causal=True))
+
+
+@pytest.fixture
+def cudnn(monkeypatch):
+    """Keys' numbers and strides, and causality, of what torch's attention on the CPU attends to for cuDNN, in parts of 64 and 32 tokens of
+    chunks of 128."""
+    calls = []
+
+    def attention(query, key, value, scaling, causal):
+        calls.append((key.shape[2], key.stride(), causal))
+        if causal:
+            key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, causal, scale=scaling)
+
+    monkeypatch.setattr(attend_chunked_module, "_cudnn_is_faster", lambda query: True)
+    monkeypatch.setattr(attend_chunked_module, "_cudnn_attention", attention)
+    monkeypatch.setattr(attend_chunked_module, "PLANS", Plans())
+    for name, value in {"CUDNN_TOKENS": (64, 32), "CHUNK_TOKENS": 160}.items():
+        monkeypatch.setattr(attend_chunked_module, name, value)
+    return calls
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="torch's attention on the CPU stands in for cuDNN")
 @pytest.mark.parametrize("format", ["int8", "hadaquant_k4v4"])
 @pytest.mark.parametrize("tokens", [23, 60, 200, 437])
-def test_cudnn_gets_few_shapes_and_strides(monkeypatch, format, tokens):
-    """Of a past of any length, in chunks of 128 tokens: parts of 64 and 32. What is left goes to flash attention."""
-    seen = set()
-
-    def attention(query, key, value, scaling, causal):
-        if causal:
-            key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
-        else:
-            seen.add((key.shape[2], key.stride()))
-        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, causal, scale=scaling)
-
-    monkeypatch.setattr(attend_chunked_module, "_cudnn_is_faster", lambda query: True)
-    monkeypatch.setattr(attend_chunked_module, "_cudnn_attention", attention)
-    for name, value in {"CUDNN_TOKENS": (64, 32), "CUDNN_QUERIES": 1, "CUDNN_CAUSAL_QUERIES": 9, "CHUNK_TOKENS": 160}.items():
-        monkeypatch.setattr(attend_chunked_module, name, value)
+def test_cudnn_gets_few_shapes_and_strides(monkeypatch, cudnn, format, tokens):
+    """Of a past of any length. What is left goes to flash attention."""
+    monkeypatch.setattr(attend_chunked_module.PLANS, "pay", lambda shape: True)
     held = attention_inputs(format, tokens + 4 + 33, 9)
     query = torch.randn(2, 8, 9, 64, device=DEVICE, dtype=DTYPE)
     close(attend_chunked(query, held)[0], attend(query, held, causal=True))
+    seen = {call[:2] for call in cudnn if not call[2]}
     assert seen <= {(count, (2 * 64, 64, 2 * 2 * 64, 1)) for count in (32, 64)} and bool(seen) == (tokens >= 32)
+    assert sum(call[2] for call in cudnn) == 1
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="torch's attention on the CPU stands in for cuDNN")
+def test_plans_of_cudnn_are_for_shapes_that_come_again(monkeypatch, cudnn):
+    """A chat that grows, whose turns are all of different lengths, has no plan. Turns over pasts of 64 tokens have one when flash attention
+    has cost as much; it serves the parts of longer pasts, too, and what they leave is counted for the smaller size."""
+    monkeypatch.setattr(cudnn_plans, "PLAN_FLOPS", 4 * 2 * 8 * 9 * 64 * 64 * 3)  # three layers' attention of 9 new tokens to 64
+
+    def turn(past: int, queries: int = 9) -> list[int]:
+        """The parts that cuDNN attends to."""
+        cudnn.clear()
+        held, query = attention_inputs("int8", past + 4 + 33, queries), torch.randn(2, 8, queries, 64)
+        close(attend_chunked(query, held)[0], attend(query, held, causal=True))
+        return [call[0] for call in cudnn]
+
+    assert not any(turn(64 * n, 10 + n) for n in range(1, 5))
+    assert [turn(64) for _ in range(4)] == [[], [], [], [64]]
+    assert [turn(100) for _ in range(7)] == [[64]] * 6 + [[64, 32]]
+    assert turn(64 + 32 + 128) == [64, 64, 64, 32]
+    assert turn(64, 11) == []
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="torch's attention on the CPU stands in for cuDNN")
+def test_plans_of_cudnn_for_the_new_tokens(monkeypatch, cudnn):
+    monkeypatch.setattr(cudnn_plans, "PLAN_FLOPS", 2 * 2 * 8 * 40 * 40 * 64 * 2)  # two layers' attention of 40 new tokens to each other
+    seen = []
+    for recent in (33, 33, 34, 33):  # another number of exact tokens has other strides
+        cudnn.clear()
+        held, query = attention_inputs("int8", 4 + recent, 40, recent=recent), torch.randn(2, 8, 40, 64)
+        close(attend_chunked(query, held)[0], attend(query, held, causal=True))
+        seen.append([call[0] for call in cudnn])
+    assert seen == [[], [], [], [40]]
 
 
 @pytest.mark.parametrize("heads", [(2, 2), (6, 2), (16, 2)])

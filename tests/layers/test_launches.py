@@ -12,6 +12,7 @@ from torch import Tensor
 from qkvcache.attention.route import MAX_FUSED_ROWS, route
 from qkvcache.formats import REGISTRY
 from qkvcache.kernels import attend_chunked, fused
+from qkvcache.kernels.tables import tables
 from qkvcache.layers.compressed import CompressedLayer
 from qkvcache.layers.evicting import EvictingLayer
 from qkvcache.policies import H2O, KeyDiff, Policy
@@ -39,8 +40,10 @@ def turn(patch: pytest.MonkeyPatch, format: str, queries: int, max_length: int |
     layer = CompressedLayer(REGISTRY[format], 4, 8, max_length)
     new = [torch.randn(1, n, HEADS, DIM).transpose(1, 2) for n in (PAST, queries)]
     query = torch.randn(1, queries, HEADS * GROUPS, DIM).transpose(1, 2)
-    for codec in REGISTRY[format].codecs():
-        attend_chunked.rotate(query, codec)  # makes constants
+    codecs = REGISTRY[format].codecs()
+    tables(codecs, DIM, DIM, query.device)  # makes constants
+    for codec in codecs:
+        attend_chunked.rotate(query, codec)  # likewise
     layer.update(new[0], new[0])
     layer.reserve(queries + GROUP)
     with counted(patch) as launches:
@@ -78,8 +81,8 @@ def test_a_past_of_several_chunks(monkeypatch, format):
 def test_parts_that_cudnn_attends_to(monkeypatch, format):
     """Parts of a chunk, here of 64, 32, 16 and 16 tokens, share its launch."""
     monkeypatch.setattr(attend_chunked, "_cudnn_is_faster", lambda query: True)
-    for name, value in {"CUDNN_QUERIES": 1, "CUDNN_TOKENS": (128,)}.items():
-        monkeypatch.setattr(attend_chunked, name, value)
+    monkeypatch.setattr(attend_chunked.PLANS, "pay", lambda shape: True)
+    monkeypatch.setattr(attend_chunked, "CUDNN_TOKENS", (128,))
     one = turn(monkeypatch, format, MANY)
     monkeypatch.setattr(attend_chunked, "CUDNN_TOKENS", (64, 32, 16))
     assert Counter(turn(monkeypatch, format, MANY)) - Counter(one) == Counter({"_merge_kernel": 1} if FORMATS[format] == 2 else {})

@@ -2,9 +2,13 @@
 
 import pytest
 import torch
+from transformers import DynamicCache
 
 from qkvcache.layers.snapshot import Snapshot
-from qkvcache.prefix.host_memory import HostSnapshot
+from qkvcache.prefix import disk, match
+from qkvcache.prefix.entry import CacheTemplate, Entry
+from qkvcache.prefix.host_memory import HostSnapshot, locked_for
+from tests.prefix.made import model
 
 
 class Cudart:
@@ -49,3 +53,19 @@ def test_pages_are_locked_while_a_view_of_them_is_alive(monkeypatch):
     assert len(cudart.locked) == 1 and torch.equal(keys, expected)
     del keys
     assert not cudart.locked
+
+
+def test_layers_of_a_file_are_locked_a_few_at_a_time_and_only_for_a_gpu(tmp_path, monkeypatch):
+    """The bound counts layers that wait to be used; one more is in use."""
+    cudart, most = Cudart(), 0
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+    monkeypatch.setattr(disk, "READERS", 2)
+    layers = [Snapshot("dense", {name: torch.randn(1, 2, 9, 8) for name in ("keys", "values")}) for _ in range(8)]
+    key = match.encode(bytes(match.NAME), torch.arange(9))
+    file = disk.write(tmp_path, Entry(key, CacheTemplate(DynamicCache(config=model().config), model().config), layers, ()), "llama")
+    assert locked_for([torch.device("cpu")]) is None
+    for layer, expected in zip(disk.read(file, 5, locked_for([torch.device("cpu"), torch.device("cuda")])), layers, strict=True):
+        most = max(most, len(cudart.locked))
+        assert all(torch.equal(layer.tensors[name], x[:, :, :5]) for name, x in expected.tensors.items())
+    del layer
+    assert 1 <= most <= 3 and not cudart.locked
