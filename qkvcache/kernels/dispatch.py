@@ -20,6 +20,7 @@ from torch import Tensor
 from ..formats.base import Codec, Codes
 from . import counted, matmul
 from . import evict as evicting
+from . import lag_spread as spreading
 from . import pages as paged
 from . import rotate as rotating
 from . import sum_attention as reference
@@ -272,6 +273,16 @@ def quadratic_form(x: Tensor, matrices: Tensor) -> Tensor:
         if triton_quadratic_form.supports(x):
             return triton_quadratic_form.quadratic_form(x, matrices)
     return matmul.quadratic_form(x, matrices)
+
+
+def lag_spread(x: Tensor, count: int, lag: int) -> Tensor:
+    """`lag_spread.lag_spread`, in one launch where there is a kernel."""
+    if on_triton(x.device) and not (x.is_meta or torch.compiler.is_compiling()):
+        from . import triton_lag_spread
+
+        if triton_lag_spread.supports(x, lag):
+            return triton_lag_spread.lag_spread(x, count, lag)
+    return spreading.lag_spread(x, count, lag)
 
 
 def rotate(x: Tensor, by: Tensor, inv_freq: Tensor, interleaved: bool) -> Tensor:
