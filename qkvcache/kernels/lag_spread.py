@@ -12,8 +12,8 @@ LEAST_RANGE = 1e-6
 
 
 def lag_spread(x: Tensor, count: int, lag: int) -> Tensor:
-    """The standard deviation over the channels, each scaled to its range over the `lag` tokens after the token, fp32 `[B, H, count]`, of the
-    first `count` tokens of `[B, H, count + lag or more, D]`."""
+    """The standard deviation over the channels, each scaled to its range over the `lag` tokens after the token, fp32 `[B, H, count]`, of
+    the first `count` tokens of `[B, H, count + lag or more, D]`."""
     after = x[:, :, 1 : count + lag]
     high, low = _sliding(torch.maximum, after, lag), _sliding(torch.minimum, after, lag)
     return (x[:, :, :count] - low).float().div_((high - low).clamp_min_(LEAST_RANGE)).std(-1)
