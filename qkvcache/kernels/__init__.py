@@ -20,7 +20,6 @@ from .dispatch import (
     prepare,
     quadratic_form,
     quantize_into,
-    quantize_pages,
     quantizes,
     rotate,
     step,
