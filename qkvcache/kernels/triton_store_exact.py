@@ -21,7 +21,7 @@ def store_exact(buffers: Buffers, exact: Pair, sinks: tuple[int, int], begin: in
     for x, first, ring in zip(contiguous(exact), buffers.sinks, buffers.residual, strict=True):
         arguments += [(x, *x.stride()[:3]), (first, *first.stride()[:2]), (ring, *ring.stride()[:2])]
         constants += [x.shape[3]]
-    grid = (triton.cdiv(max(sinks[1] - sinks[0] + tokens - begin, 1), TILE), batch * heads, 2)
+    grid = (-(-max(sinks[1] - sinks[0] + tokens - begin, 1) // TILE), batch * heads, 2)
     with torch.cuda.device_of(buffers.state):
         _store_exact_kernel[grid](
             *arguments, buffers.state, *sinks, begin, slot, buffers.residual[0].shape[2], tokens, heads, *lengths, *constants, TILE,
