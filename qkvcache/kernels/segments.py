@@ -114,17 +114,16 @@ class QuantizedRegion:
     chunks: tuple[tuple[Codes, Codes], ...]
     tokens: int
     table: Tensor
+    numbers: tuple[int, int] = field(init=False)
     launches: dict[str, Any] = field(default_factory=dict)
     """Arguments that kernels reuse from step to step, whatever `tokens`: `holding` shares them."""
+
+    def __post_init__(self) -> None:
+        self.numbers = number(self.key), number(self.value)
 
     def holding(self, tokens: int) -> QuantizedRegion:
         """The region with so many tokens."""
         return replace(self, tokens=tokens)
-
-    @property
-    def numbers(self) -> tuple[int, int]:
-        """The indices of the codecs in `CODECS`."""
-        return number(self.key), number(self.value)
 
     @property
     def codecs(self) -> tuple[Codec, Codec]:
