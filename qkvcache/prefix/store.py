@@ -297,7 +297,8 @@ class PrefixStore:
 
     def _devices(self) -> list[torch.device]:
         """Of each layer."""
-        return [self._identity.devices.get(i, self.model.device) for i in range(len(self._template))]
+        other = self.model.device
+        return [self._identity.devices.get(i, other) for i in range(len(self._template))]
 
     @torch.no_grad()
     def _store(
