@@ -92,7 +92,7 @@ def test_parts_that_cudnn_attends_to(monkeypatch, format):
 def test_few_new_tokens(monkeypatch):
     monkeypatch.setattr(fused, "LEAST_SPLIT", 512)  # few programs to interpret
     growing, preallocated = (turn(monkeypatch, "int8", FEW, max_length) for max_length in (None, 600))
-    assert growing == preallocated == [*STORING, "attend_kernel", "reduce_kernel", "clone"]
+    assert growing == preallocated == [*STORING, "attend_kernel", "reduce_kernel"]
 
 
 @torch.no_grad()
