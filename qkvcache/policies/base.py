@@ -440,7 +440,7 @@ class Policy:
     def rank(self, tokens: Tokens, budget: Budget) -> Tensor:
         """`priority` with sinks, recent tokens and large values protected, fp32; -inf where there is no token."""
         rank = self.priority(tokens).float()
-        size: int | Tensor = self.size(budget, tokens.seen) if budget.share else self.size(budget, 0)
+        size: Any = self.size(budget, tokens.seen) if budget.share else self.size(budget, 0)
         if self.value_norm:
             rank = rank * given(tokens.value_norm, "norms of values")
         rank = rank.nan_to_num(nan=torch.finfo(rank.dtype).min)  # what has no place in an order goes first

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..kernels import Exact, KeysOrValues, Pair, dense
+from ..kernels import Exact, KeysOrValues, Pair, Segment, dense
 from ..policies.ranking import first_of, highest
 from .chunks import Chunks, block_of
 from .head_pages import HeadPages
@@ -120,7 +120,7 @@ def _shared(order: Tensor, valid: Tensor, total: int | Tensor, guaranteed: int |
 def _all_keys(region: Chunks | HeadPages, new: Tensor) -> Tensor:
     """Stored and then new keys, `[B, H, T, D]` in the dtype of `new`."""
     batch, heads, count, dim = new.shape
-    segments = *region.packed(0, block_of(new)), Exact(new)
+    segments: list[Segment] = [*region.packed(0, block_of(new)), Exact(new)]
     return dense(KeysOrValues.of(segments, (batch, heads, region.length + count, dim), new.dtype, new.device))
 
 
