@@ -155,7 +155,7 @@ class PrefixStore:
         """
         inputs = rows(ids)
         row = inputs[0]
-        if any(not torch.equal(row, other) for other in inputs):
+        if any(not torch.equal(row, other) for other in inputs[1:]):
             raise ValueError(f"fetch got {len(inputs)} rows that differ: fetch one row at a time, with the cache of that row alone")
         limit = min(len(row) - 1, text_tokens(row, self.model.config))
         key = match.encode(self._scanned(), row)
@@ -298,7 +298,8 @@ class PrefixStore:
 
     def _devices(self) -> list[torch.device]:
         """Of each layer."""
-        return [self._identity.devices.get(i, self.model.device) for i in range(len(self._template))]
+        other = self.model.device
+        return [self._identity.devices.get(i, other) for i in range(len(self._template))]
 
     @torch.no_grad()
     def _store(
