@@ -12,11 +12,11 @@ from typing import TypeVar
 
 import torch
 import typer
+from rows import read_rows, replace_rows
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from twins import TWINS, sources
 
 from qkvcache import demo, models
-from qkvcache.evaluation.rows import read_rows, replace_rows
 from qkvcache.options import device_of
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}

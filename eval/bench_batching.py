@@ -40,10 +40,10 @@ import torch
 from arguments import at_least
 from generate_runs import LLAMA, TINY, gpu
 from palette import format_color
+from rows import read_rows, replace_rows
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig, LlamaConfig
 
 from qkvcache import continuous_batching, plan
-from qkvcache.evaluation.rows import read_rows, replace_rows
 
 RESULTS = Path(__file__).parent / "results" / "batching.jsonl"
 STOCK, EXACT, FOUR = "stock", "identity", "turboquant_4bit_nc"

@@ -33,8 +33,7 @@ from pathlib import Path
 import torch
 from generate_runs import BUDGET, H2O, QUANTO, Bench, Run, fitting, free, gpu
 from generate_tables import plot, show
-
-from qkvcache.evaluation.rows import read_rows, replace_rows
+from rows import read_rows, replace_rows
 
 RESULTS = Path(__file__).parent / "results" / "generate.jsonl"
 SECTIONS = ("prefill", "largest", "eviction", "decode", "profile")

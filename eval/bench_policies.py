@@ -23,10 +23,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
+from rows import read_rows
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from qkvcache import CompressedCache, policies
-from qkvcache.evaluation.rows import provenance, read_rows
+from qkvcache.evaluation.provenance import provenance
 
 RESULTS = Path(__file__).parent / "results" / "policies_speed.jsonl"
 SHAPES = {

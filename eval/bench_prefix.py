@@ -21,12 +21,12 @@ from pathlib import Path
 import torch
 from rich.console import Console
 from rich.table import Table
+from rows import replace_rows
 from torch import Tensor
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from transformers.cache_utils import Cache
 
 from qkvcache import CompressedCache, PrefixStore
-from qkvcache.evaluation.rows import replace_rows
 
 RESULTS = Path(__file__).parent / "results" / "prefix.jsonl"
 

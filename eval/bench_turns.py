@@ -26,6 +26,7 @@ import torch.nn.functional as F
 from arguments import at_least
 from generate_runs import LLAMA
 from palette import format_color
+from rows import read_rows, replace_rows
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, PreTrainedModel
@@ -33,7 +34,6 @@ from transformers.cache_utils import Cache
 
 from qkvcache import CompressedCache, PrefixStore
 from qkvcache.attention.route import on_codes
-from qkvcache.evaluation.rows import read_rows, replace_rows
 from qkvcache.kernels import attend_on_codes
 from qkvcache.kernels.attend_chunked import attend_chunked
 

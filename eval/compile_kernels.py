@@ -34,6 +34,7 @@ from qkvcache.kernels import (  # noqa: E402
     triton_dequantize,
     triton_evict,
     triton_gather,
+    triton_quadratic_form,
     triton_quantize,
     triton_rotate,
     triton_step,
@@ -202,8 +203,8 @@ def columns(head_dim: int, target: str, dtype: str = "bf16", options: bool = Fal
         ("column", triton_sum_attention.column_kernel, {"LARGEST": options}),
     )
     for (name, kernel, more), tile in zip(kernels, triton_sum_attention.tiles(head_dim, arch), strict=True):
-        launch = {option: x for option, x in tile.items() if option.startswith("num")}
-        sizes = {option: x for option, x in tile.items() if option not in launch}
+        sizes = {name: tile[name] for name in ("BQ", "BT")}
+        launch = {option: x for option, x in tile.items() if option not in sizes}
         yield Job(f"{name} {head_dim}{' options' if options else ''}", kernel, types, constants | more | sizes, target, launch)
 
 
@@ -310,6 +311,13 @@ def rotary(head_dim: int, target: str, interleaved: bool = False) -> Job:
     return Job(name, triton_rotate._rotate_kernel, types, constants, target, {"num_warps": 4})
 
 
+def quadratic(head_dim: int, target: str) -> Job:
+    types = dict.fromkeys(("x", "matrices"), "*bf16") | {"out": "*fp32"}
+    constants = {"G": 4, "D": head_dim, "DP": triton.next_power_of_2(head_dim), "N": triton_quadratic_form.TOKENS}
+    options = {"num_warps": 4, "num_stages": 1}
+    return Job(f"quadratic form {head_dim}", triton_quadratic_form._quadratic_form_kernel, types, constants, target, options)
+
+
 @dataclass(frozen=True)
 class _Like:
     """As much of a tensor as `known` asks for."""
@@ -338,6 +346,7 @@ def jobs(everything: bool) -> Iterator[Job]:
         yield storing_exact(128, target)
         yield storing_rows(128, target)
         yield rotary(128, target)
+        yield quadratic(128, target)
         if not few:
             sizes = [("int8", 256), ("int4", 96)]
             if everything:

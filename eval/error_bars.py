@@ -4,7 +4,18 @@ from __future__ import annotations
 
 import math
 
-from qkvcache.evaluation.workload import share_error
+from torch import Tensor
+
+
+def standard_error(values: Tensor) -> float:
+    """The standard error of the mean of independent `values` `[B]`; nan for a single one."""
+    return (values.std() / len(values) ** 0.5).item() if len(values) > 1 else float("nan")
+
+
+def share_error(right: float, count: int) -> float:
+    """The standard error of a share `right` of `count`, above zero even for 0 and 1 (Jeffreys' prior)."""
+    expected = (right + 0.5) / (count + 1)
+    return (expected * (1 - expected) / (count + 1)) ** 0.5
 
 
 def decimals(error: float, most: int = 5) -> int:

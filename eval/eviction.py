@@ -29,17 +29,16 @@ import torch
 from arguments import add_model, at_least, described, in_time, load, name_of, refused
 from eviction_plots import plot
 from eviction_tables import show
+from rows import read_rows, replace_rows
 from transformers import DynamicCache, PreTrainedConfig
+from workload import CacheMaker, Workload
 
 from qkvcache import CompressedCache
 from qkvcache.caches import CombinedCache, H2OCache, SinkCache
 from qkvcache.evaluation.quality import stream
 from qkvcache.evaluation.recall import CODE_WORD, NUMBER
-from qkvcache.evaluation.rows import read_rows, replace_rows
-from qkvcache.evaluation.workload import CacheMaker, Workload
 from qkvcache.planning.recommend import LADDERS, Choice
 from qkvcache.policies import H2O, TOVA, KeyDiff, Knorm, LagKV, Policy, Random, SinkWindow, SnapKV
-from qkvcache.policies.base import ALL
 
 RESULTS = Path(__file__).parent / "results" / "eviction.jsonl"
 SHARES = (0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0)
@@ -59,7 +58,7 @@ class Bench:
         args = self.args
         sizes = {name: getattr(args, name) for name in ("context", "passages", "read_on", "cases", "facts_in")}
         form = CODE_WORD if args.model == "demo" else NUMBER
-        return Workload.make(self.model, self.tokenizer, self.ids, **sizes, form=form, observation_window=(ALL, 1, 32))
+        return Workload.make(self.model, self.tokenizer, self.ids, **sizes, form=form)
 
     def measure(self, make: CacheMaker) -> dict:
         return self.workload.measure(make)

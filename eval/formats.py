@@ -25,7 +25,9 @@ from pathlib import Path
 
 import torch
 from arguments import TEXTS, add_model, at_least, described, in_time, load, name_of, refused
+from error_bars import share_error, standard_error
 from formats_tables import markdown, markdown_frozen, plot, show
+from rows import read_rows, replace_rows
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
@@ -35,8 +37,6 @@ from qkvcache import CompressedCache
 from qkvcache.evaluation.prefill import prefill
 from qkvcache.evaluation.quality import Passages, RecallSet, compare, divergence, recall
 from qkvcache.evaluation.recall import CODE_WORD, NUMBER
-from qkvcache.evaluation.rows import read_rows, replace_rows
-from qkvcache.evaluation.workload import share_error, standard_error
 from qkvcache.formats import NVFP4, REGISTRY, Codec, Codes, Format, QuantizedValues
 from qkvcache.formats.base import Buffer
 from qkvcache.formats.centered import Centered

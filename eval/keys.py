@@ -39,14 +39,15 @@ from arguments import add_model, add_views, at_least, refused, run_or_show
 from formats import DEFAULT, Bench, Sides
 from keys_codecs import Directions, Halves, Rounded, mean_of, moments, principal
 from keys_tables import markdown, plot
+from rows import read_rows
 from torch import Tensor
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from qkvcache import CompressedCache
 from qkvcache.evaluation.prefill import prefill
+from qkvcache.evaluation.provenance import provenance
 from qkvcache.evaluation.quality import compare, steps
-from qkvcache.evaluation.rows import provenance, read_rows
 from qkvcache.formats import Codec, Format, HadaQuant
 from qkvcache.formats.centered import Centered
 from qkvcache.formats.rotated import Rotated

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from error_bars import with_error
-
-from qkvcache.evaluation.workload import standard_error
+from error_bars import standard_error, with_error
 
 
 def error_of(row: dict) -> float:

@@ -27,18 +27,18 @@ from pathlib import Path
 import torch
 from arguments import add_model, at_least, described, fraction, in_time, load, name_of, stored_or_measured
 from long_answers_tables import BUCKETS, markdown, plot, table
+from recording import record
 from rich.console import Console
 from rich.progress import Progress
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import Cache
+from workload import rounded
 
 from qkvcache import policies
-from qkvcache.evaluation.prefill import prefill, refill
 from qkvcache.evaluation.quality import compare, held_bytes, steps
 from qkvcache.evaluation.recall import KEYS
 from qkvcache.evaluation.spec import CacheSpec
-from qkvcache.evaluation.workload import rounded
 from qkvcache.formats import REGISTRY
 
 RESULTS = Path(__file__).parent / "results" / "long_answers.jsonl"
@@ -123,12 +123,11 @@ def measure(args: argparse.Namespace) -> Iterator[dict]:
     ids = torch.tensor([each.ids for each in prompts], device=model.device)
     specs = [CacheSpec(cache=name) for name in args.formats]
     specs += [CacheSpec(cache=EVICTED, policy=name, budget=int(args.budget * args.context)) for name in args.policies]
-    observation_window = {policies.named(name).observation_window for name in args.policies} - {0}
-    prefilled, logits = prefill(model, ids, tuple(sorted(observation_window)))
+    recorded, logits = record(model, ids)
     first = logits.argmax(-1, keepdim=True)
 
     def filled(spec: CacheSpec) -> Cache:
-        return refill(spec.make(model.config), prefilled, model, ids, tokenizer)
+        return recorded.fill(spec.make(model.config), model, ids, tokenizer)
 
     dense = None
     with Progress(console=Console(stderr=True), transient=True) as progress:

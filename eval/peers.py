@@ -22,17 +22,18 @@ from pathlib import Path
 
 import torch
 from arguments import add_model, at_least, described, in_time, load, name_of, refused
-from error_bars import percent, with_error
+from error_bars import percent, standard_error, with_error
+from recording import record
 from rich.console import Console
 from rich.progress import track
+from rows import read_rows, write_rows
 from transformers import DynamicCache, PreTrainedConfig, QuantizedCache
 from transformers.cache_utils import Cache
+from workload import rounded, sixteen_bit
 
 from qkvcache import CompressedCache
-from qkvcache.evaluation.prefill import refill
+from qkvcache.evaluation.provenance import provenance
 from qkvcache.evaluation.quality import Divergence, Passages, divergence, held_bytes
-from qkvcache.evaluation.rows import provenance, read_rows, write_rows
-from qkvcache.evaluation.workload import rounded, sixteen_bit, standard_error
 from qkvcache.formats import REGISTRY
 
 RESULTS = Path(__file__).parent / "results" / "peers.jsonl"
@@ -87,9 +88,9 @@ def measure(args: argparse.Namespace) -> Iterator[list[dict]]:
         window = torch.tensor([ids[i * apart : i * apart + length]], device=model.device)
         passages = Passages.read(model, window, args.context)
         if i == 0:
-            row = sixteen_bit(passages.prefilled, model)
+            row = sixteen_bit(record(model, passages.context)[0], model)
             makers = [functools.partial(DynamicCache, config=model.config), *(make for _, make in every)]
-            sizes = [held_bytes(refill(make(), row, model, passages.context)) / args.context for make in makers]
+            sizes = [held_bytes(row.fill(make(), model, passages.context)) / args.context for make in makers]
         for (_, make), of in zip(track(every, f"text {i + 1}", console=Console(stderr=True), transient=True), found, strict=True):
             of.append(divergence(model, passages, make))
         yield [

@@ -31,16 +31,16 @@ import torch
 from arguments import add_model, at_least, described, fraction, in_time, load, name_of, refused
 from policies_tables import DENSE, TABLES, plot
 from policies_tasks import STYLES, TASKS, THOUGHTS, Question, Thought, Writer, example, thought
+from recording import Recorded, record
 from rich.console import Console
+from rows import read_rows, replace_rows, write_rows
 from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import Cache
 from twins import sources
 
 from qkvcache import CompressedCache, policies, profile_heads
-from qkvcache.evaluation.prefill import Prefilled, prefill, refill
 from qkvcache.evaluation.quality import compare
-from qkvcache.evaluation.rows import read_rows, replace_rows, write_rows
 from qkvcache.formats import REGISTRY as FORMATS
 from qkvcache.policies import Policy
 
@@ -91,7 +91,7 @@ class Prompt:
     """A prompt that was read once, `ids` `[1, T]`, and the questions after it; the dense run's `log_probs` where any answer will do."""
 
     ids: Tensor
-    prefilled: Prefilled
+    prefilled: Recorded
     questions: list[Question]
     log_probs: Tensor | None = None
 
@@ -133,7 +133,7 @@ class Bench:
 
     def _read(self, ids: list[int], questions: list[Question]) -> Prompt:
         prompt = self.tensor([ids])
-        read = Prompt(prompt, prefill(self.model, prompt, calls=True)[0], questions)
+        read = Prompt(prompt, record(self.model, prompt)[0], questions)
         if any(question.parts for question in questions):
             return read
         return dataclasses.replace(read, log_probs=self._log_probs(read, DynamicCache(config=self.model.config)))
@@ -141,7 +141,7 @@ class Bench:
     @torch.no_grad()
     def _log_probs(self, prompt: Prompt, cache: Cache) -> Tensor:
         """Before each token of the answers, `[N, L, V]` with the answers at the left of each row."""
-        refill(cache, prompt.prefilled, self.model, prompt.ids, self.tokenizer)
+        prompt.prefilled.fill(cache, self.model, prompt.ids, self.tokenizer)
         cache.batch_repeat_interleave(len(prompt.questions))
         rows = [question.ids + question.answer[:-1] for question in prompt.questions]
         longest, answer = max(map(len, rows)), max(len(question.answer) for question in prompt.questions)

@@ -25,10 +25,10 @@ from rich.console import Console
 from rich.progress import Progress
 from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import Cache
+from workload import CacheMaker, Workload
 
 from qkvcache import CompressedCache, policies
 from qkvcache.evaluation.recall import FORMS
-from qkvcache.evaluation.workload import CacheMaker, Workload
 from qkvcache.formats import REGISTRY
 from qkvcache.planning.model import shapes
 
@@ -73,12 +73,8 @@ def measure(args: argparse.Namespace) -> Iterator[dict]:
     model, tokenizer, ids = load(args)
     dims = head_dims(model.config)
     args.formats = [name for name in args.formats if not any(REGISTRY[name].refuses(dim) for dim in dims)]
-    chosen = [policy_of(name, int(share * args.context)) for name in args.policies for share in args.budgets]
-    observation_window = tuple(sorted({policy.observation_window for policy in chosen if policy.observation_window}))
     sizes = {"context": args.context, "passages": args.passages, "read_on": args.read_on, "cases": args.cases}
-    workload = Workload.make(
-        model, tokenizer, ids, **sizes, facts_in=args.facts_in, form=FORMS[args.facts], observation_window=observation_window
-    )
+    workload = Workload.make(model, tokenizer, ids, **sizes, facts_in=args.facts_in, form=FORMS[args.facts])
     every = list(caches(model.config, args))
     with Progress(console=Console(stderr=True), transient=True) as progress:
         for row, make in in_time(progress.track(every, description="caches"), args.minutes, begin):

@@ -5,11 +5,9 @@ from __future__ import annotations
 import csv as csv_files
 from pathlib import Path
 
-from error_bars import paired, percent, recalled, with_error
+from error_bars import paired, percent, recalled, share_error, with_error
 from palette import family, format_color, policy_color
 from rich.table import Table
-
-from qkvcache.evaluation.workload import share_error
 
 
 def name_of(row: dict) -> str:

@@ -22,9 +22,9 @@ import torch
 from arguments import at_least
 from rich.console import Console
 from rich.table import Table
+from rows import replace_rows
 
 from qkvcache import demo
-from qkvcache.evaluation.rows import replace_rows
 
 RESULTS = Path(__file__).parent / "results" / "several_gpus.jsonl"
 WAYS = {"one": {}, "tensor parallel": {"tp_plan": "auto"}, "device_map": {"parallelize": True}, "data parallel": {}}

@@ -9,6 +9,7 @@ text is repeated where it ends. A model with strong attention sinks falls apart 
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -21,8 +22,8 @@ from transformers import PreTrainedConfig
 
 from qkvcache import CompressedCache, demo
 from qkvcache.caches import SinkCache, SlidingWindowCache
+from qkvcache.evaluation.provenance import provenance
 from qkvcache.evaluation.quality import stream
-from qkvcache.evaluation.rows import replace_rows
 
 CHUNK = 250
 
@@ -106,7 +107,7 @@ def main(arguments: list[str] | None = None) -> list[dict]:
             print(f"{name}: {row['seen']:,} seen, {row['stored']:,} held, perplexity {row['perplexity']:.1f}", flush=True)
     show(rows)
     if args.rows:
-        replace_rows(args.rows, "streaming", rows)
+        args.rows.write_text("".join(json.dumps({"what": "streaming"} | row | provenance()) + "\n" for row in rows))
     if args.plot:
         plot(rows, args.plot)
     return rows

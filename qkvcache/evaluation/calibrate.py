@@ -28,8 +28,8 @@ from ..kernels import Pair
 from ..layers.compressed import CompressedLayer
 from ..policies import check_count
 from .prefill import prefill
+from .provenance import provenance
 from .quality import compare
-from .rows import provenance
 
 SIDES = ("keys", "values")
 Choice = tuple[tuple[int, int], ...]

@@ -12,7 +12,7 @@ from ..attention.second_reading import ReadingLayer
 from ..caches.compress import read_twice
 from ..policies import HeadProfile, KVzip, check_count
 from .calibrate import windows_of
-from .rows import provenance
+from .provenance import provenance
 
 QUANTILES = 128
 """Scores of a head in a profile."""

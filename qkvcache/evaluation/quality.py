@@ -4,8 +4,6 @@ Every measurement prefills a context and reads a continuation through the cache.
 reading from the cache is measured. Numbers are kept for each passage: tokens of one passage are read through the same codes, so that
 standard errors are those of the means of passages, and two caches are compared by their differences on the same passages. The question of a
 recall case is unseen when the context is compressed; or, if requested, seen: it ends the prompt, and a policy evicts with it in view.
-`observation_window` lists the windows that policies need (`Policy.observation_window`); for a policy with another window the model reads
-the prompt again.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ from ..caches import CompressedCache
 from ..caches.memory import bytes_by_role, live_tensors, measured
 from ..layers.compressed import CompressedLayer
 from ..storage import GROUP
-from .prefill import Prefilled, prefill, refill
+from .prefill import Prefilled, prefill
 from .recall import CODE_WORD, Form, RecallCase, recall_case
 
 CacheFactory = Callable[[], Cache]
@@ -41,11 +39,11 @@ class Passages:
     log_probs: Tensor  # [B, N, V], for the position of each token of the continuation
 
     @classmethod
-    def read(cls, model: PreTrainedModel, ids: Tensor, context_tokens: int, observation_window: tuple[int, ...] = ()) -> Passages:
+    def read(cls, model: PreTrainedModel, ids: Tensor, context_tokens: int) -> Passages:
         """`ids` `[B, T + N]`, split after `context_tokens`."""
         context, continuation = ids[:, :context_tokens], ids[:, context_tokens:]
-        prefilled, first = prefill(model, context, observation_window)
-        cache = refill(DynamicCache(config=model.config), prefilled, model, context)
+        prefilled, first = prefill(model, context)
+        cache = prefilled.fill(DynamicCache(config=model.config), model, context)
         return cls(context, continuation, prefilled, first, read_on(model, cache, continuation, first))
 
     @property
@@ -132,7 +130,7 @@ def divergence(
 ) -> Divergence:
     """The divergence of reading through `factory()` from the dense run. The first token does not depend on the cache and is not counted.
     `tokenizer`: for policies that read the context twice, as in `CompressedCache.compress`."""
-    cache = refill(factory(), passages.prefilled, model, passages.context, tokenizer)
+    cache = passages.prefilled.fill(factory(), model, passages.context, tokenizer)
     log_probs = read_on(model, cache, passages.continuation, passages.first_logits)[:, 1:]
     dense, target = passages.log_probs[:, 1:], passages.continuation[:, 1:]
     losses = _losses(log_probs, target)
@@ -180,7 +178,6 @@ class RecallSet:
         distractors: int = 3,
         seed: int = 0,
         seen: bool = False,
-        observation_window: tuple[int, ...] = (),
         form: Form = CODE_WORD,
     ) -> RecallSet:
         """`count` contexts of nearly `tokens` tokens cut from `text_ids`, the fact at depths spread from 0 to 95 %."""
@@ -199,14 +196,14 @@ class RecallSet:
         question = tokenizer(asked, add_special_tokens=False, return_tensors="pt")["input_ids"].to(model.device)
         if seen:
             context = torch.cat([context, question.expand(count, -1)], dim=1)
-        prefilled, logits = prefill(model, context, observation_window)
+        prefilled, logits = prefill(model, context)
         return cls(cases, context, question, prefilled, logits.argmax(-1, keepdim=True) if seen else None)
 
 
 @torch.no_grad()
 def recall(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, cases: RecallSet, factory: CacheFactory) -> float:
     """Share of the cases whose answer comes out right, greedily, when context, question and answer all pass through `factory()`."""
-    cache = refill(factory(), cases.prefilled, model, cases.context, tokenizer)
+    cache = cases.prefilled.fill(factory(), model, cases.context, tokenizer)
     step = cases.question.expand(len(cases.cases), -1) if cases.first is None else cases.first
     longest = max(len(tokenizer(case.answer, add_special_tokens=False)["input_ids"]) for case in cases.cases)
     answers = [] if cases.first is None else [cases.first]

@@ -17,6 +17,7 @@ from .dispatch import (
     observe_on_codes,
     on_triton,
     prepare,
+    quadratic_form,
     quantize_into,
     quantize_pages,
     quantizes,
@@ -29,7 +30,7 @@ from .dispatch import (
     whole,
 )
 from .evict import StaticTensors, gather_columns
-from .matmul import matmul_fp32, quadratic_form
+from .matmul import matmul_fp32
 from .pages import PagedInputs, Pages, gather_tiles
 from .prefill import prefill_with_lse
 from .segments import AttentionInputs, Buffers, Exact, KeysOrValues, Packed, Pair, QuantizedRegion, Segment, chunk_table, number, pv, qk

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..formats.base import Codec, Codes
-from . import counted
+from . import counted, matmul
 from . import evict as evicting
 from . import pages as paged
 from . import rotate as rotating
@@ -262,6 +262,16 @@ def unfold(buffers: Buffers, new: Pair | None) -> Pair:
     if torch.compiler.is_compiling():
         return torch.ops.qkvcache.unfold(*buffers.arguments, *(new or (None, None)))
     return counted.unfold(buffers, new, dense)
+
+
+def quadratic_form(x: Tensor, matrices: Tensor) -> Tensor:
+    """`matmul.quadratic_form`, in one launch where there is a kernel."""
+    if on_triton(x.device) and not (x.is_meta or torch.compiler.is_compiling()):
+        from . import triton_quadratic_form
+
+        if triton_quadratic_form.supports(x):
+            return triton_quadratic_form.quadratic_form(x, matrices)
+    return matmul.quadratic_form(x, matrices)
 
 
 def rotate(x: Tensor, by: Tensor, inv_freq: Tensor, interleaved: bool) -> Tensor:

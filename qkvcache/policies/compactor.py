@@ -9,10 +9,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from ..kernels import sum_attention
 from .base import Arrivals, Policy, check_count, given
 
-BLOCK = 2**25
-"""Scores of attention within chunks in memory at a time."""
+ROWS = 2**15
+"""Chunks times query heads that attend at once: a GPU takes at most 65,535 in one dimension of a grid."""
 PART = 512
 """Tokens of a part of the Gram matrix: a product of long matrices of few columns would take few of a GPU's processors."""
 RIDGE = 1e-5
@@ -139,24 +140,19 @@ class Compactor(Policy):
         return torch.cat(received, dim=2)
 
     def _block(self, queries: Tensor) -> int:
-        """Chunks whose scores are in memory at a time."""
-        return max(BLOCK // (queries.shape[0] * queries.shape[1] * self.chunk_size**2), 1)
+        """Chunks that attend at once."""
+        return max(ROWS // (queries.shape[0] * queries.shape[1]), 1)
 
 
 def _received(queries: Tensor, keys: Tensor, scaling: float | None, hidden: Tensor | None = None) -> Tensor:
     """The attention that each token of a chunk receives, the mean over the query heads of a group, fp32 `[B, H, C, N]`: queries
     `[B, Hq, C, N, D]`, keys `[B, H, C, N, D]`; `hidden`, bool `[B, C, N]`, are left out."""
     batch, heads, chunks, size, dim = keys.shape
-    rows = queries.unflatten(1, (heads, -1)).transpose(2, 3).reshape(batch * heads * chunks, -1, dim)  # of all heads of a group
-    scores = torch.baddbmm(
-        keys.new_zeros(1, 1, 1), rows, keys.reshape(-1, size, dim).mT, beta=0, alpha=dim**-0.5 if scaling is None else scaling
-    ).view(batch, heads, chunks, -1, size, size)
-    if hidden is not None:
-        scores.masked_fill_(hidden[:, None, :, None, None], torch.finfo(scores.dtype).min)
-    weights = scores.softmax(-1)
-    if hidden is not None:
-        weights = weights.masked_fill(hidden[:, None, :, None, :, None], 0)
-    return weights.sum((3, 4), dtype=torch.float32) / weights.shape[3]
+    q, k = (x.transpose(1, 2).flatten(0, 1) for x in (queries, keys))  # a row for each chunk
+    visible = None if hidden is None else ~hidden.flatten(0, 1)
+    observed = torch.ones(batch * chunks, size, device=keys.device) if visible is None else visible.float()
+    sums = sum_attention(q, k, observed, visible, scaling=dim**-0.5 if scaling is None else scaling, causal=False)
+    return sums.unflatten(0, (batch, chunks)).transpose(1, 2) * (heads / queries.shape[1])
 
 
 def _moments(x: Tensor, own: Tensor, n: Tensor) -> tuple[Tensor, Tensor]:

@@ -10,7 +10,7 @@ import twins
 from transformers import DynamicCache
 
 from qkvcache import CompressedCache, HadaQuantCache, NVFP4Cache, QuantizedPerTokenCache, TurboQuantCache, demo, policies
-from qkvcache.evaluation.prefill import prefill, refill
+from qkvcache.evaluation.prefill import prefill
 from qkvcache.evaluation.quality import RecallSet, recall
 from qkvcache.formats import REGISTRY
 from qkvcache.planning.recommend import LADDERS
@@ -39,7 +39,7 @@ class Reader:
 
     @torch.no_grad()
     def read(self, cache):
-        cache = refill(cache, self.prefilled, self.model, self.context)
+        cache = self.prefilled.fill(cache, self.model, self.context)
         return self.model(self.rest, past_key_values=cache).logits.log_softmax(-1)
 
     def kl(self, **options) -> float:

@@ -3,8 +3,7 @@
 import importlib
 
 import pytest
-
-from qkvcache.evaluation.rows import read_rows
+from rows import read_rows
 
 
 @pytest.fixture

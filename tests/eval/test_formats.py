@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from rows import read_rows
 
 from qkvcache import CompressedCache, demo
-from qkvcache.evaluation.rows import read_rows
 from qkvcache.formats import REGISTRY
 from tests.reference import assert_close
 from tests.tolerance import of_model

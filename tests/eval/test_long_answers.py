@@ -5,10 +5,10 @@ import random
 
 import pytest
 import torch
+from rows import read_rows
 from transformers import DynamicCache
 
 from qkvcache import CompressedCache, demo
-from qkvcache.evaluation.rows import read_rows
 
 
 @pytest.fixture

@@ -7,10 +7,10 @@ import random
 
 import pytest
 import torch
+from rows import read_rows
 from transformers import DynamicCache
 
 from qkvcache import demo, policies
-from qkvcache.evaluation.rows import read_rows
 
 
 @pytest.fixture

@@ -4,8 +4,7 @@ import csv
 import importlib
 
 import pytest
-
-from qkvcache.evaluation.rows import read_rows
+from rows import read_rows
 
 
 @pytest.fixture

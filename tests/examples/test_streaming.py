@@ -1,6 +1,7 @@
 """The streaming example, made small."""
 
-from qkvcache.evaluation.rows import read_rows
+from rows import read_rows
+
 from tests.examples.load import load
 
 

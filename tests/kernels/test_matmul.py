@@ -1,11 +1,14 @@
 """Products in fp32, against fp64."""
 
+import importlib
+
 import pytest
 import torch
 
-from qkvcache.kernels import matmul, matmul_fp32, quadratic_form
+from qkvcache.kernels import matmul_fp32, quadratic_form
 from tests.tolerance import rounding
 
+matmul = importlib.import_module("qkvcache.kernels.matmul")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
@@ -25,15 +28,46 @@ def test_products_are_summed_in_fp32(dtype):
         assert (found - expected).abs().max() <= rounding(300) * expected.abs().max()
 
 
+def quadratic_forms(x, matrices):
+    """By definition, in fp64."""
+    matrices = matrices.double().unflatten(1, (x.shape[1], -1)).expand(len(x), -1, -1, -1, -1)
+    return torch.einsum("bhti,bhgij,bhtj->bhgt", x.double(), matrices, x.double())
+
+
 @pytest.mark.parametrize("block", [2**25, 1])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_quadratic_forms(dtype, block, monkeypatch):
     monkeypatch.setattr(matmul, "BLOCK", block)
     for batch in (1, 2):
         x, matrices = data(2, 3, 7, 16, dtype=dtype), torch.randn(batch, 6, 16, 16, device=DEVICE)
-        expected = torch.einsum(
-            "bhti,bhgij,bhtj->bhgt", x.double(), matrices.double().unflatten(1, (3, 2)).expand(2, -1, -1, -1, -1), x.double()
-        )
-        found = quadratic_form(x, matrices)
+        found, expected = quadratic_form(x, matrices), quadratic_forms(x, matrices)
         assert found.dtype == torch.float32 and found.shape == (2, 3, 2, 7)
         assert (found - expected).abs().max() <= rounding(16, 16, dtype=dtype) * expected.abs().max()
+
+
+SHAPES = [(1, 2, 70, 64, 3), (2, 1, 1, 80, 1), (2, 3, 65, 16, 2)]  # rows, heads, tokens, channels, query heads of a head
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_quadratic_forms_by_kernel(dtype, shape, monkeypatch):
+    """The matrices are rounded to 16 bits, and nothing else. Buffers hold nan at first."""
+    triton = pytest.importorskip("triton")
+    if not (torch.cuda.is_available() or triton.knobs.runtime.interpret):
+        pytest.skip("needs a GPU, or Triton's interpreter")
+    if dtype == torch.bfloat16 and DEVICE.type == "cpu":
+        pytest.skip("the interpreter has no products of bfloat16")
+    from qkvcache.kernels import triton_quadratic_form
+
+    poisoned = lambda *shape, **options: torch.full(shape, torch.nan, **options)  # noqa: E731
+    monkeypatch.setattr(triton_quadratic_form.torch, "empty", poisoned)
+    monkeypatch.setenv("QKVCACHE_KERNELS", "triton")
+    monkeypatch.setattr(matmul, "quadratic_form", lambda *args: pytest.fail("no kernel"))
+    batch, heads, tokens, dim, groups = shape
+    x = data(batch, heads, tokens, dim, dtype=dtype)
+    for rows in {1, batch}:
+        matrices = torch.randn(rows, heads * groups, dim, dim, device=DEVICE)
+        found, expected = quadratic_form(x, matrices), quadratic_forms(x, matrices.to(dtype))
+        assert found.shape == expected.shape
+        assert (found - expected).abs().max() <= rounding(dim, dim) * expected.abs().max()
+        assert torch.equal(quadratic_form(x.mT.contiguous().mT, matrices), found)

@@ -46,7 +46,25 @@ def kept(policy, dtype):
     return [set(head.tolist()) - {-1} for head in layer.positions()[0]]
 
 
+def check(exact, found):
+    assert sum(len(a & b) for a, b in zip(exact, found, strict=True)) >= 0.97 * sum(map(len, exact))
+
+
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: policy.name)
 def test_a_prompt_in_16_bits_keeps_what_it_keeps_in_fp32(policy):
-    exact, found = kept(policy, torch.float32), kept(policy, torch.bfloat16)
-    assert sum(len(a & b) for a, b in zip(exact, found, strict=True)) >= 0.97 * sum(map(len, exact))
+    check(kept(policy, torch.float32), kept(policy, torch.bfloat16))
+
+
+BY_KERNEL = ("LagKV", "ExpectedAttention", "Compactor", "TriAttention", "SnapKV")
+
+
+@pytest.mark.parametrize("policy", [x for x in POLICIES if x.name in BY_KERNEL], ids=lambda policy: policy.name)
+def test_kernels_score_a_prompt_as_torch_does(policy, monkeypatch):
+    """fp16: the interpreter has no products of bfloat16."""
+    triton = pytest.importorskip("triton")
+    if not (torch.cuda.is_available() or triton.knobs.runtime.interpret):
+        pytest.skip("needs a GPU, or Triton's interpreter")
+    monkeypatch.setenv("QKVCACHE_KERNELS", "torch")
+    exact = kept(policy, torch.float32)
+    monkeypatch.setenv("QKVCACHE_KERNELS", "triton")
+    check(exact, kept(policy, torch.float16))

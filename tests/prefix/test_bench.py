@@ -2,7 +2,7 @@
 
 import importlib
 
-from qkvcache.evaluation.rows import read_rows
+from rows import read_rows
 
 TINY = "--layers 2 --hidden 64 --intermediate 96 --heads 4 --kv-heads 2 --head-dim 32 --vocabulary 100 --dtype float32 --device cpu"
 

@@ -4,31 +4,23 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
+from error_bars import share_error, standard_error
+from recording import Recorded, record
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.cache_utils import Cache, DynamicLayer
+from transformers.cache_utils import Cache
 
-from .calibrate import windows_of
-from .prefill import Prefilled, refill
-from .quality import Passages, RecallSet, divergence, held_bytes, recall
-from .recall import CODE_WORD, Form
+from qkvcache.evaluation.calibrate import windows_of
+from qkvcache.evaluation.quality import Passages, RecallSet, divergence, held_bytes, recall
+from qkvcache.evaluation.recall import CODE_WORD, Form
 
+Read = TypeVar("Read", Passages, RecallSet)
 CacheMaker = Callable[[int], Cache]
 """Makes a new cache for a context of the given tokens, of which a policy's budget may be a share."""
-
-
-def standard_error(values: Tensor) -> float:
-    """The standard error of the mean of independent `values` `[B]`; nan for a single one."""
-    return (values.std() / len(values) ** 0.5).item() if len(values) > 1 else float("nan")
-
-
-def share_error(right: float, count: int) -> float:
-    """The standard error of a share `right` of `count`, above zero even for 0 and 1 (Jeffreys' prior)."""
-    expected = (right + 0.5) / (count + 1)
-    return (expected * (1 - expected) / (count + 1)) ** 0.5
 
 
 @dataclass(frozen=True)
@@ -40,7 +32,7 @@ class Workload:
     passages: Passages
     unseen: dict[int, RecallSet]
     seen: dict[int, RecallSet]
-    row: Prefilled
+    row: Recorded
     """The first passage's context in 16 bits, with which bytes are measured whatever the model's dtype."""
 
     @classmethod
@@ -56,7 +48,6 @@ class Workload:
         cases: int = 20,
         facts_in: Sequence[int] = (),
         form: Form = CODE_WORD,
-        observation_window: tuple[int, ...] = (),
         seed: int = 0,
     ) -> Workload:
         """`passages` pieces of `text_ids` of `context + read_on` tokens each, evenly spaced, and `cases` in contexts of each of `facts_in`
@@ -65,21 +56,23 @@ class Workload:
         Raises ValueError for a text that is shorter than all passages.
         """
         windows = windows_of(text_ids, passages, context + read_on).to(model.device)
-        read = Passages.read(model, windows, context, observation_window)
+
+        def recorded(read: Read) -> Read:
+            return replace(read, prefilled=record(model, read.context)[0])
+
+        of_passages = recorded(Passages.read(model, windows, context))
         unseen, seen = (
             {
-                tokens: RecallSet.make(
-                    model, tokenizer, text_ids, tokens, cases, seed=seed, seen=seen, observation_window=observation_window, form=form
-                )
+                tokens: recorded(RecallSet.make(model, tokenizer, text_ids, tokens, cases, seed=seed, seen=seen, form=form))
                 for tokens in facts_in or (context,)
             }
             for seen in (False, True)
         )
-        return cls(model, tokenizer, read, unseen, seen, sixteen_bit(read.prefilled, model))
+        return cls(model, tokenizer, of_passages, unseen, seen, sixteen_bit(of_passages.prefilled, model))
 
     def bytes_per_token(self, cache: Cache) -> float:
         """Measured bytes of the empty `cache` after the first passage's context."""
-        refill(cache, self.row, self.model, self.passages.context[:1], self.tokenizer)
+        self.row.fill(cache, self.model, self.passages.context[:1], self.tokenizer)
         return held_bytes(cache) / self.passages.context.shape[1]
 
     def measure(self, make: CacheMaker) -> dict:
@@ -115,14 +108,14 @@ def rounded(values: Tensor) -> list[float]:
     return [float(f"{x:.5g}") for x in values.tolist()]
 
 
-def sixteen_bit(prefilled: Prefilled, model: PreTrainedModel) -> Prefilled:
+def sixteen_bit(prefilled: Recorded, model: PreTrainedModel) -> Recorded:
     """The first row, cast from fp32. Caches with other states are returned unchanged: they are filled by running the model."""
-    if not all(type(layer) is DynamicLayer for layer in prefilled.layers):
+    if not prefilled.copies:
         return prefilled
-    row = Prefilled(config=model.config)
+    row = Recorded(config=model.config)
     for index, layer in enumerate(prefilled.layers):
-        keys, values = layer.keys[:1], layer.values[:1]  # type: ignore[index, union-attr]
+        keys, values = layer.keys[:1], layer.values[:1]
         dtype = torch.bfloat16 if keys.dtype == torch.float32 else keys.dtype
         row.update(keys.to(dtype), values.to(dtype), index)
-    row.attention = {window: [attention_sums[:1] for attention_sums in of] for window, of in prefilled.attention.items()}
+    row.calls = [replace(call, query=call.query[:1].to(dtype)) for call in prefilled.calls]
     return row
