@@ -203,8 +203,8 @@ def columns(head_dim: int, target: str, dtype: str = "bf16", options: bool = Fal
         ("column", triton_sum_attention.column_kernel, {"LARGEST": options}),
     )
     for (name, kernel, more), tile in zip(kernels, triton_sum_attention.tiles(head_dim, arch), strict=True):
-        sizes = {name: tile[name] for name in ("BQ", "BT")}
-        launch = {option: x for option, x in tile.items() if option not in sizes}
+        launch = {option: x for option, x in tile.items() if option.startswith("num")}
+        sizes = {option: x for option, x in tile.items() if option not in launch}
         yield Job(f"{name} {head_dim}{' options' if options else ''}", kernel, types, constants | more | sizes, target, launch)
 
 
