@@ -41,7 +41,7 @@ from qkvcache.storage import Chunks, attention_inputs_of
 if importlib.util.find_spec("triton"):
     from qkvcache.kernels import fused
     from qkvcache.kernels.triton_dequantize import decode
-    from qkvcache.kernels.triton_quantize import quantize_kv
+    from qkvcache.kernels.triton_quantize import quantize_into
 
 RESULTS = Path(__file__).parent / "results" / "kernels.jsonl"
 TURBO = ("turboquant_k8v4", "turboquant_4bit_nc", "turboquant_k3v4_nc", "turboquant_3bit_nc")
@@ -262,7 +262,7 @@ def measure(names: list[str], quick: bool, add: Callable[..., None]) -> None:
         for batch, tokens in ((8, 32768), (1, 1), (8, 1), (32, 1), (1, 32), (1, 8192)):
             sets = [[planes(codec, batch, 8, max(tokens, 64), 128) for codec in format.codecs()] for _ in range(1 if tokens > 8192 else 4)]
             inputs = [(bf16(batch, 8, tokens, 128), bf16(batch, 8, tokens, 128)) for _ in sets]
-            calls = [functools.partial(quantize_kv, format.codecs(), x, p, ({}, {}), 0) for x, p in zip(inputs, sets, strict=True)]
+            calls = [functools.partial(quantize_into, format.codecs(), x, p, ({}, {}), 0) for x, p in zip(inputs, sets, strict=True)]
             size = code_bytes(name, batch, 8, tokens, 128) + batch * 8 * tokens * 128 * 4
             add("encode", name, f"{batch}x{tokens}", gpu_us(calls), size)
         out = bf16(1, 8, 8192, 128)

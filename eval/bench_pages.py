@@ -16,7 +16,7 @@ from collections.abc import Callable
 import torch
 
 from qkvcache.formats import REGISTRY, Format
-from qkvcache.kernels import PagedInputs, Pages, attend_pages, dequantize_pages, fused, quantize_pages
+from qkvcache.kernels import PagedInputs, Pages, attend_pages, dequantize_pages, fused, quantize_into
 from qkvcache.kernels import pages as reference
 from qkvcache.kernels.triton_step import launch_of_step
 from qkvcache.storage.storage import Storage
@@ -37,7 +37,7 @@ def paged(format: Format, batch: int, length: int, page: int, shuffled: bool = T
     for begin in range(0, slots.shape[1], 4096):
         part = slots[:, begin : begin + 4096]
         x = tuple(torch.randn(batch, HEADS, part.shape[1], DIM, device=device, dtype=dtype) for _ in range(2))
-        quantize_pages(format.codecs(), x, planes, statistics, part)
+        quantize_into(format.codecs(), x, planes, statistics, part)
     rows = torch.zeros(batch, 6, dtype=torch.int32, device=device)
     rows[:, reference.SINK_ROW] = rows[:, reference.RING_ROW] = torch.arange(batch)
     rows[:, reference.SINKS], rows[:, reference.RING_TOKENS] = SINKS, RING

@@ -39,7 +39,6 @@ from qkvcache.kernels import (  # noqa: E402
     triton_rotate,
     triton_step,
     triton_store_exact,
-    triton_store_rows,
     triton_sum_attention,
 )
 from qkvcache.kernels.fused import EXACT_TILE, SUM_TOKENS, TILES, launched  # noqa: E402
@@ -237,20 +236,23 @@ def storing(format: str, head_dim: int, tokens: int, target: str, heads: int = 8
 
 def stepping(format: str, head_dim: int, target: str) -> Iterator[Job]:
     """A step of one token into one chunk or many, and one that leaves the ring of a layer that evicts."""
-    zones = ("k_ring", "k_sinks", "v_ring", "v_sinks")
-    types = dict.fromkeys(zones, _strided("*bf16", 2)) | {"state": "*i32", "chunks": "*i64"}
+    codecs = dict(zip(("key", "value"), REGISTRY[format].codecs(), strict=True))
+    zones = _strided("*bf16", 3) + _strided("*bf16", 2) * 2
+    step: dict[str, str | Types] = {"state": "*i32", "chunks": "*i64"}
+    step |= {name: (*zones, _planes_of(codec, head_dim, "*bf16")) for name, codec in codecs.items()}
+    evict = {name: ("*bf16", "*bf16", _planes_of(codec, head_dim, "*bf16")) for name, codec in codecs.items()}
     kernels = (
-        ("step", triton_step._step_kernel, 8, {"GROWS": False}, types),
-        ("grow", triton_step._step_kernel, 8, {"GROWS": True}, types),
-        ("evict_token", triton_evict._evict_kernel, 1, {"N": triton_evict.ORDERED}, RECORD_TYPES | dict.fromkeys(zones, "*bf16")),
+        ("step", triton_step._step_kernel, 8, {"GROWS": False}, step),
+        ("grow", triton_step._step_kernel, 8, {"GROWS": True}, step),
+        ("evict_token", triton_evict._evict_kernel, 1, {"N": triton_evict.ORDERED}, RECORD_TYPES | evict),
     )
-    for name, kernel, heads, more, further in kernels:
+    for name, kernel, heads, more, types in kernels:
         stored = storing(format, head_dim, 1, target, heads)
         constants = stored.constants | more
         del constants["PAGE"]
         if kernel is triton_evict._evict_kernel:
             del constants["ACROSS"]  # a program has one head
-        yield Job(f"{name} {format} {head_dim}", kernel, stored.types | further, constants, target, stored.options)
+        yield Job(f"{name} {format} {head_dim}", kernel, types, constants, target, stored.options)
 
 
 def arriving(head_dim: int, heads: int, target: str) -> Job:
@@ -261,8 +263,7 @@ def arriving(head_dim: int, heads: int, target: str) -> Job:
 
 
 def storing_exact(head_dim: int, target: str) -> Job:
-    types = dict.fromkeys(("k_sinks", "k_ring", "v_sinks", "v_ring"), _strided("*bf16", 2)) | {"state": "*i32"}
-    types |= dict.fromkeys(("key", "value"), _strided("*bf16", 3))
+    types = dict.fromkeys(("key", "value"), _strided("*bf16", 3) * 3) | {"state": "*i32"}
     constants = {"D": head_dim, "DV": head_dim, "N": triton_store_exact.TILE}
     return Job(f"store exact {head_dim}", triton_store_exact._store_exact_kernel, types, constants, target)
 
@@ -287,19 +288,17 @@ def gathering(format: str, head_dim: int, target: str) -> Job:
     layouts = [triton_dequantize.known(codec, _Like(head_dim)) for codec in codecs]
     across, along, warps = triton_dequantize.tile_of_pages(tuple(layouts), 8, GATHER_TILE, triton_dequantize.padded(head_dim))
     types: dict[str, str | Types] = dict.fromkeys(("tiles", "new_starts", "out_starts", "rows", "lengths", "table"), "*i32")
-    types |= dict.fromkeys(("key", "k_new", "value", "v_new"), _strided("*bf16", 2))
-    types |= dict.fromkeys(("k_sinks", "k_ring", "v_sinks", "v_ring"), _strided("*bf16", 3))
-    types |= {name: _planes_of(codec, head_dim, "*bf16") for name, codec in zip(("k_planes", "v_planes"), codecs, strict=True)}
+    zones = _strided("*bf16", 2) * 2 + _strided("*bf16", 3) * 2
+    types |= {name: (*zones, _planes_of(codec, head_dim, "*bf16")) for name, codec in zip(("key", "value"), codecs, strict=True)}
     constants: dict[str, object] = {"K": layouts[0], "D": head_dim, "V": layouts[1], "DV": head_dim, "ACROSS": across, "ALONG": along}
     constants |= {"TILE": GATHER_TILE, "PAGE": 256}
     return Job(f"gather {format} {head_dim}", triton_gather._gather_rows_kernel, types, constants, target, {"num_warps": warps})
 
 
 def storing_rows(head_dim: int, target: str) -> Job:
-    types: dict[str, str | Types] = dict.fromkeys(("key", "value"), _strided("*bf16", 2)) | dict.fromkeys(("ring_at", "sink_at"), "*i64")
-    types |= dict.fromkeys(("k_ring", "k_sinks", "v_ring", "v_sinks"), _strided("*bf16", 3))
-    constants = {"D": head_dim, "DV": head_dim, "N": triton_store_rows.TILE, "SINKS": True}
-    return Job(f"store rows {head_dim}", triton_store_rows._store_rows_kernel, types, constants, target)
+    types = dict.fromkeys(("key", "value"), _strided("*bf16", 3) * 3) | dict.fromkeys(("ring_at", "sink_at"), "*i64")
+    constants = {"D": head_dim, "DV": head_dim, "N": triton_store_exact.TILE, "SINKS": True}
+    return Job(f"store rows {head_dim}", triton_store_exact._store_rows_kernel, types, constants, target)
 
 
 def rotary(head_dim: int, target: str, interleaved: bool = False) -> Job:

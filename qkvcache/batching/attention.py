@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..attention.varlen import varlen_attention
-from ..kernels import Pair, attend_pages, gather_rows, quantize_pages, store_rows
+from ..kernels import Pair, attend_pages, gather_rows, quantize_into, store_rows
 from ..kernels.attend_chunked import attend_chunked_pages, supports_queries
 from .pool import CompressedPagedCache
 from .rings import Rings
@@ -102,5 +102,5 @@ def write(cache: CompressedPagedCache, layer: int, writes: Writes, x: Pair) -> N
     """Quantizes keys and values `[1, H, T, D]` into pages, and stores the first and the last tokens in the model's dtype."""
     allocator = cache.allocator
     planes, sinks = allocator.views[layer]
-    quantize_pages(allocator.layout.codecs, x, planes, allocator.once[layer], writes.pages[None])
+    quantize_into(allocator.layout.codecs, x, planes, allocator.once[layer], writes.pages[None])
     store_rows(x, allocator.ring(layer), writes.ring, sinks, writes.sinks)

@@ -19,7 +19,6 @@ from .dispatch import (
     prepare,
     quadratic_form,
     quantize_into,
-    quantize_pages,
     quantizes,
     rotate,
     step,

@@ -7,17 +7,19 @@ Where there is no Triton kernel for a codec or a shape, the torch reference runs
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.util
 import os
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Unpack
+from types import ModuleType
+from typing import Any, ParamSpec, TypeVar, Unpack
 
 import torch
 from torch import Tensor
 
-from ..formats.base import Codec, Codes
+from ..formats.base import Codec
 from . import counted, matmul
 from . import evict as evicting
 from . import pages as paged
@@ -25,12 +27,11 @@ from . import rotate as rotating
 from . import sum_attention as reference
 from .attend import Options, attend_observed
 from .evict import StaticTensors
-from .pages import PagedInputs, PageOptions, Pages
+from .pages import PagedInputs, PageOptions
 from .segments import AttentionInputs, Buffers, Exact, KeysOrValues, Pair, layout_of
 
-if TYPE_CHECKING:
-    from types import ModuleType
-
+P = ParamSpec("P")
+T = TypeVar("T")
 _NO_KERNEL = "no fused attention for head_dim {} in {}: torch operations instead, which are slow"
 BACKENDS = ("torch", "triton")
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
@@ -50,11 +51,20 @@ def on_triton(device: torch.device) -> bool:
 
 
 @functools.cache
-def fused() -> ModuleType:
-    """The module of the fused kernels, imported on first use: it needs Triton."""
-    from . import fused
+def _module(name: str) -> ModuleType:
+    """A module of kernels, imported on first use: it needs Triton."""
+    return importlib.import_module(f".{name}", __package__)
 
-    return fused
+
+def _by_kernel(reference: Callable[P, T], module: str, fits: Callable[..., bool]) -> Callable[P, T]:
+    """`reference`, by the function of this name in a module of kernels where they serve the arguments, which `fits` says."""
+
+    @functools.wraps(reference)
+    def chosen(*args: P.args, **kwargs: P.kwargs) -> T:
+        function = getattr(_module(module), reference.__name__) if fits(*args) else reference
+        return function(*args, **kwargs)
+
+    return chosen
 
 
 @functools.cache
@@ -66,26 +76,24 @@ def _warn_once(message: str) -> None:
 def prepare(codecs: tuple[Codec, Codec], dims: tuple[int, int], dtype: torch.dtype, device: torch.device) -> None:
     """Allocates the tensors that are cached for these codecs and for keys and values `[B, H, T, dim]` of `dtype`: `tables.py` says why."""
     if on_triton(device):
-        from .tables import tables
-        from .triton_dequantize import table_of
-
-        tables(codecs, *dims, device)
+        _module("tables").tables(codecs, *dims, device)
     for codec, dim in zip(codecs, dims, strict=True):
         token = torch.zeros(1, 1, 1, dim, dtype=dtype, device=device)
         statistics = codec.calibrate(token)
         codec.dequantize(codec.quantize(token, statistics) | statistics, dim)  # the torch operations cache constants, too
         if on_triton(device) and (layout := layout_of(codec)):
+            table_of = _module("triton_dequantize").table_of
             table_of(layout, token)
             table_of(layout, token.bfloat16())  # for dequantizing
 
 
-def fuses(query: Tensor, attention_inputs: AttentionInputs) -> bool:
+def fuses(query: Tensor, inputs: AttentionInputs | PagedInputs) -> bool:
     """Whether the fused kernel attends to these inputs. Warns once if kernels are on and it cannot."""
-    if not (attention_inputs.exact and on_triton(query.device)):
+    if not on_triton(query.device) or (isinstance(inputs, AttentionInputs) and not inputs.exact):
         return False
-    if fused().supports(attention_inputs, query):
+    if _module("fused").supports(inputs, query):
         return True
-    _warn_once(_NO_KERNEL.format(attention_inputs.key.shape[3], attention_inputs.key.dtype))
+    _warn_once(_NO_KERNEL.format(query.shape[3], query.dtype))
     return False
 
 
@@ -93,7 +101,8 @@ def attends_in_tiles(query: Tensor, attention_inputs: AttentionInputs, mask: Ten
     """Whether the fused kernel for many rows serves causal attention to these inputs, and is faster than dequantizing them."""
     if attention_inputs.paged is not None or torch.compiler.is_compiling() or not (attention_inputs.exact and on_triton(query.device)):
         return False
-    return fused().supports(attention_inputs, query) and fused().tiled(query, attention_inputs, mask, {"causal": True}) is not None
+    fused = _module("fused")
+    return fused.supports(attention_inputs, query) and fused.tiled(query, attention_inputs, mask, {"causal": True}) is not None
 
 
 def attend_on_codes(query: Tensor, attention_inputs: AttentionInputs, mask: Tensor | None = None, **options: Unpack[Options]) -> Tensor:
@@ -119,7 +128,7 @@ def observe_on_codes(
         given = [observed if name == "observed" else options.get(name) for name in paged.OPTIONS]
         out, attention_sums = torch.ops.qkvcache.attend(query, *attention_inputs.arguments, mask, *given)
     elif fuses(query, attention_inputs):
-        out, _, attention_sums = fused().fused_attend(query, attention_inputs, mask, observed=observed, **options)
+        out, _, attention_sums = _module("fused").fused_attend(query, attention_inputs, mask, observed=observed, **options)
     else:
         out, attention_sums = attend_observed(query, attention_inputs, mask, observed=observed, **options)
     return out, attention_sums
@@ -133,7 +142,7 @@ def attend_on_buffers(query: Tensor, buffers: Buffers, mask: Tensor | None = Non
         return torch.ops.qkvcache.attend_buffers(query, *buffers.arguments, mask, sinks, scaling, softcap)
     attention_inputs = whole(buffers)
     if fuses(query, attention_inputs):
-        return fused().fused_attend(query, attention_inputs, mask, **options)[0]
+        return _module("fused").fused_attend(query, attention_inputs, mask, **options)[0]
     return counted.attend_on_slots(query, buffers, mask, **options)
 
 
@@ -143,54 +152,29 @@ def attend_pages(
     """`pages.attend_pages`, by the fused kernel where there is one."""
     if torch.compiler.is_compiling():
         return torch.ops.qkvcache.attend_pages(query, *inputs.arguments, mask, *[options.get(name) for name in paged.OPTIONS])
-    if on_triton(query.device):
-        if fused().supports(inputs, query):
-            return fused().attend_pages(query, inputs, mask, **options)
-        _warn_once(_NO_KERNEL.format(query.shape[3], query.dtype))
-    return paged.attend_pages(query, inputs, mask, **options)
+    attend = _module("fused") if fuses(query, inputs) else paged
+    return attend.attend_pages(query, inputs, mask, **options)
 
 
-def quantize_pages(
-    codecs: tuple[Codec, Codec], x: Pair, planes: tuple[Codes, Codes], statistics: tuple[Codes, Codes], slots: Tensor
-) -> None:
-    """`pages.quantize_pages`, in one launch where there is a kernel."""
-    if quantizes(codecs, x):
-        from .triton_quantize import contiguous, quantize_kv
-
-        quantize_kv(codecs, contiguous(x), planes, statistics, 0, slots)
-        return
-    paged.quantize_pages(codecs, x, planes, statistics, slots)
+def _serve(module: str, codecs: tuple[Codec, Codec], x: Pair) -> bool:
+    """Whether the kernels of `module` know these codecs for keys and values `[B, H, T, D]`."""
+    return on_triton(x[0].device) and all(map(_module(module).supports, codecs, [side.shape[3] for side in x]))
 
 
-def store_rows(x: Pair, ring: Pair, ring_slots: Tensor, sinks: Pair, sink_slots: Tensor) -> None:
-    """`pages.store_rows`, in one launch where there are kernels."""
-    store = paged.store_rows
-    if on_triton(x[0].device):
-        from .triton_store_rows import store_rows as store
-    store(x, ring, ring_slots, sinks, sink_slots)
+def quantizes(codecs: tuple[Codec, Codec], x: Pair) -> bool:
+    """Whether kernels can quantize these keys and values `[B, H, T, D]`."""
+    return _serve("triton_quantize", codecs, x)
 
 
-def dequantize_pages(pages: Pages, out: Pair, begin: int = 0) -> None:
-    """`pages.dequantize_pages`, in one launch for keys and one for values where there is a kernel."""
-    if on_triton(out[0].device):
-        from .triton_dequantize import dequantize_pages, supports
-
-        if all(supports(codec, side.shape[3]) for codec, side in zip(pages.codecs, out, strict=True)):
-            dequantize_pages(pages, out, begin)
-            return
-    paged.dequantize_pages(pages, out, begin)
+def _dequantizes(codecs: tuple[Codec, Codec], out: Pair) -> bool:
+    return _serve("triton_dequantize", codecs, out)
 
 
-def gather_rows(inputs: PagedInputs, new: Pair, starts: tuple[Tensor, Tensor], tiles: Tensor, out: Pair) -> None:
-    """`pages.gather_rows`, in one launch where there is a kernel."""
-    if on_triton(out[0].device):
-        from .triton_dequantize import supports
-        from .triton_gather import gather_rows
-
-        if all(supports(codec, side.shape[3]) for codec, side in zip(inputs.pages.codecs, out, strict=True)):
-            gather_rows(inputs, new, starts, tiles, out)
-            return
-    paged.gather_rows(inputs, new, starts, tiles, out)
+quantize_into = _by_kernel(paged.quantize_into, "triton_quantize", lambda codecs, x, *_: quantizes(codecs, x))
+dequantize_pages = _by_kernel(paged.dequantize_pages, "triton_dequantize", lambda pages, out, *_: _dequantizes(pages.codecs, out))
+gather_rows = _by_kernel(paged.gather_rows, "triton_gather", lambda inputs, *others: _dequantizes(inputs.pages.codecs, others[-1]))
+store_rows = _by_kernel(paged.store_rows, "triton_store_exact", lambda x, *_: on_triton(x[0].device))
+store_exact = _by_kernel(counted.store_exact, "triton_store_exact", lambda buffers, *_: on_triton(buffers.state.device))
 
 
 def whole(buffers: Buffers) -> AttentionInputs:
@@ -216,19 +200,7 @@ def step(buffers: Buffers, x: Pair) -> None:
 
 def launch_of_step(buffers: Buffers, x: Pair) -> Callable[[Pair], None] | None:
     """`step` for tokens of the shape and dtype of `x`, with all other arguments prepared; None if there is no kernel for it."""
-    if not quantizes(buffers.codecs, x):
-        return None
-    from .triton_step import launch_of_step
-
-    return launch_of_step(buffers, x)
-
-
-def store_exact(buffers: Buffers, exact: Pair, sinks: tuple[int, int], begin: int, slot: int, lengths: tuple[int, int]) -> None:
-    """`counted.store_exact`, in one launch where there are kernels."""
-    store = counted.store_exact
-    if on_triton(buffers.state.device):
-        from .triton_store_exact import store_exact as store
-    store(buffers, exact, sinks, begin, slot, lengths)
+    return _module("triton_step").launch_of_step(buffers, x) if quantizes(buffers.codecs, x) else None
 
 
 def append_token(static: StaticTensors, x: Pair, new: Sequence[Tensor | None], is_valid: Tensor | None) -> None:
@@ -236,25 +208,22 @@ def append_token(static: StaticTensors, x: Pair, new: Sequence[Tensor | None], i
     if torch.compiler.is_compiling():
         torch.ops.qkvcache.append_token(*static.arguments, *x, list(new), is_valid)
         return
-    append = evicting.append_token
-    if on_triton(static.row_lengths.device):
-        from .triton_evict import append_token as append
-    append(static, x, new, is_valid)
+    kernels = _module("triton_evict") if on_triton(static.row_lengths.device) else evicting
+    kernels.append_token(static, x, new, is_valid)
 
 
 def evict_token(static: StaticTensors, order: Tensor) -> Tensor:
     """`evict.evict_token`, in one launch where there is a kernel for the codecs."""
     if torch.compiler.is_compiling():
         return torch.ops.qkvcache.evict_token(*static.arguments, order)
-    evict = evicting.evict_token
     shared = any(
         b.heads == "shared" and b.tokens == "each"
         for codec, x in zip(static.codecs, static.ring, strict=True)
         for b in codec.buffers(x.shape[3])
     )
-    if quantizes(static.codecs, static.ring) and not shared:  # each head stores a copy of shared buffers, since it evicts on its own
-        from .triton_evict import evict_token as evict
-    return evict(static, order)
+    # Each head stores a copy of shared buffers, since it evicts on its own.
+    kernels = _module("triton_evict") if quantizes(static.codecs, static.ring) and not shared else evicting
+    return kernels.evict_token(static, order)
 
 
 def unfold(buffers: Buffers, new: Pair | None) -> Pair:
@@ -264,25 +233,16 @@ def unfold(buffers: Buffers, new: Pair | None) -> Pair:
     return counted.unfold(buffers, new, dense)
 
 
-def quadratic_form(x: Tensor, matrices: Tensor) -> Tensor:
-    """`matmul.quadratic_form`, in one launch where there is a kernel."""
-    if on_triton(x.device) and not (x.is_meta or torch.compiler.is_compiling()):
-        from . import triton_quadratic_form
-
-        if triton_quadratic_form.supports(x):
-            return triton_quadratic_form.quadratic_form(x, matrices)
-    return matmul.quadratic_form(x, matrices)
-
-
-def rotate(x: Tensor, by: Tensor, inv_freq: Tensor, interleaved: bool) -> Tensor:
-    """`rotate.rotate`, in one launch where there is a kernel, which has no gradients."""
+def _takes(module: str, x: Tensor) -> bool:
+    """Whether the kernels of `module`, which have neither gradients nor operators of torch, take `x`."""
     differentiated = torch.is_grad_enabled() and x.requires_grad
-    if on_triton(x.device) and not (differentiated or x.is_meta or torch.compiler.is_compiling()):
-        from . import triton_rotate
+    if differentiated or x.is_meta or torch.compiler.is_compiling() or not on_triton(x.device):
+        return False
+    return _module(module).supports(x)
 
-        if triton_rotate.supports(x):
-            return triton_rotate.rotate(x, by, inv_freq, interleaved)
-    return rotating.rotate(x, by, inv_freq, interleaved)
+
+quadratic_form = _by_kernel(matmul.quadratic_form, "triton_quadratic_form", lambda x, *_: _takes("triton_quadratic_form", x))
+rotate = _by_kernel(rotating.rotate, "triton_rotate", lambda x, *_: _takes("triton_rotate", x))
 
 
 @functools.wraps(reference.sum_attention)
@@ -290,32 +250,12 @@ def sum_attention(query: Tensor, key: Tensor, observed: Tensor, visible: Tensor 
     """`sum_attention.sum_attention`, by kernels where there are: the accumulated attention of many queries, fp32 `[B, H, T]`."""
     by_head = visible is not None and visible.dim() == 3
     if on_triton(query.device) and (options.get("lse") is not None or not by_head):
-        from . import triton_sum_attention as kernels
-
+        kernels = _module("triton_sum_attention")
         if kernels.supports(query, key):
             if not by_head:
                 return kernels.sum_attention(query, key, observed, visible, **options)
             return kernels.sum_attention(query, key, observed, **options).masked_fill_(~visible, 0)  # type: ignore[operator]
     return reference.sum_attention(query, key, observed, visible, **options)
-
-
-def quantizes(codecs: tuple[Codec, Codec], x: tuple[Tensor, Tensor]) -> bool:
-    """Whether kernels can quantize these keys and values `[B, H, T, D]`."""
-    if not on_triton(x[0].device):
-        return False
-    from .triton_quantize import supports
-
-    return all(supports(codec, side.shape[3]) for codec, side in zip(codecs, x, strict=True))
-
-
-def quantize_into(
-    codecs: tuple[Codec, Codec], x: tuple[Tensor, Tensor], planes: tuple[Codes, Codes], statistics: tuple[Codes, Codes], start: int
-) -> None:
-    """Quantizes keys and values `[B, H, T, D]` into slots `start` to `start + T` of planes `[B, H, slots, width]`, in one launch; needs
-    `quantizes`. `statistics`: the buffers that are kept once, `[B, H, 1, width]`."""
-    from .triton_quantize import contiguous, quantize_kv
-
-    quantize_kv(codecs, contiguous(x), planes, statistics, start)
 
 
 def dense_attention_inputs(attention_inputs: AttentionInputs) -> Pair:
@@ -329,17 +269,13 @@ def dense_attention_inputs(attention_inputs: AttentionInputs) -> Pair:
 def dense(side: KeysOrValues) -> Tensor:
     """All tokens of `side` in the model's dtype, `[B, H, T, D]`: the only place where a whole layer is dequantized."""
     if on_triton(side.device):
-        from .triton_dequantize import decode, supports
-
-        if all(isinstance(s, Exact) or supports(s.codec, s.head_dim) for s in side.segments):
+        kernels = _module("triton_dequantize")
+        if all(isinstance(s, Exact) or kernels.supports(s.codec, s.head_dim) for s in side.segments):
             out = torch.empty(side.shape, dtype=side.dtype, device=side.device)
-            start = 0
-            for segment in side.segments:
-                part = out[:, :, start : start + segment.tokens]
-                start += segment.tokens
+            for segment, part in zip(side.segments, out.split([s.tokens for s in side.segments], dim=2), strict=True):
                 if isinstance(segment, Exact):
                     part.copy_(segment.x)
                 else:
-                    decode(segment.codec, segment.codes, part)
+                    kernels.decode(segment.codec, segment.codes, part)
             return out
     return side.dense()

@@ -277,6 +277,37 @@ class Call:
     def _empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=self.query.device)
 
+    def attend(self, chunks: int = 0, tokens: int | None = None) -> None:
+        """A launch of `attend_kernel`. `tokens`: as of `PagedInputs`."""
+        args, (n_quantized, n_sinks, n_residual) = self.args, self.zones
+        least, splits = LEAST_SPLIT, split(n_quantized, self.panels, self.tile, self.programs)
+        if tokens is not None:  # rows of different lengths: as many tokens to a split as if all were one row
+            least = -(-max(tokens * self.heads * self.blocks // self.programs, LEAST_SPLIT) // self.tile) * self.tile
+            splits = min(-(-n_quantized // least), MOST_SPLITS)
+        self.allocate(max(splits, 1 - self.exact) + self.exact)
+        with torch.cuda.device_of(self.query):
+            attend_kernel[(self.splits, self.blocks, self.batch * self.heads)](
+                self.query, self.region_query, args.use.rotation, args.use.signs, *args.places, *args.planes, args.exact, self.mask,
+                *self.outputs, self.weights, self.tops, *self.query.stride()[:3], *args.place_strides, *args.strides, args.exact_strides,
+                *self.mask_strides, *self.scalars, chunks, n_sinks, n_quantized, n_residual, least, self.heads, self.queries,
+                **self.constants,
+            )  # fmt: skip
+
+    def attend_in_tiles(self, chunks: int) -> None:
+        """A launch of `attend_tiles_kernel`, over chunks."""
+        args, (n_quantized, n_sinks, n_residual) = self.args, self.zones
+        # Beside few long splits, the programs of the exact tokens are brief.
+        programs = self.programs + self.panels * (self.programs <= 8 * self.panels)
+        self.allocate(split(n_quantized, self.panels, self.tile, programs) + self.exact)
+        constants = {name: x for name, x in self.constants.items() if name in TILE_CONSTANTS}
+        with torch.cuda.device_of(self.query):
+            attend_tiles_kernel[(self.splits, self.blocks, self.batch * self.heads)](
+                self.query, args.use.matrix, *args.places, *args.planes, args.exact, self.mask, *self.outputs, *self.query.stride()[:3],
+                *args.strides[0][-2:], args.exact_strides, self.mask_strides[0], self.mask_strides[3], *self.scalars, chunks, n_sinks,
+                n_quantized, n_residual, LEAST_SPLIT, self.heads, self.queries,
+                **constants | {"MASK": self.constants["MASK"] != "none"},
+            )  # fmt: skip
+
     def finish(self) -> tuple[Tensor, Tensor, Tensor]:
         """Joins the splits: the output `[B, Hq, Q, Dv]`, the log of the normaliser, fp32 `[B, Hq, Q]`, and the accumulated attention, fp32
         `[B, H, sum(zones)]`, or `[B, H, 0]` if it is not observed."""
@@ -340,7 +371,13 @@ def fused_attend(
     region, exact = attention_inputs.region, attention_inputs.exact
     launch = launch or tiled(query, attention_inputs, mask, options)
     zones = 0 if region is None else region.tokens, exact[0].shape[2], exact[2].shape[2]
-    return _attend(query, mask, arguments_of_chunks(attention_inputs), zones, options, launch, chunks=len(region.chunks) if region else 0)
+    call = Call(query, mask, arguments_of_chunks(attention_inputs), zones, options, launch)
+    chunks = len(region.chunks) if region else 0
+    if launch is not None and launch.many:
+        call.attend_in_tiles(chunks)
+    else:
+        call.attend(chunks)
+    return call.finish()
 
 
 def attend_pages(
@@ -348,50 +385,6 @@ def attend_pages(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`pages.attend_pages` in two launches, of codes in one pass. `launch`: for measuring; chosen by format otherwise."""
     sink_slots, max_length, ring_slots = inputs.slots
-    return _attend(query, mask, arguments_of_pages(inputs), (max_length, sink_slots, ring_slots), options, launch, tokens=inputs.tokens)
-
-
-def _attend(
-    query: Tensor,
-    mask: Tensor | None,
-    args: Arguments,
-    zones: tuple[int, int, int],
-    options: PageOptions,
-    launch: Launch | None,
-    chunks: int = 0,
-    tokens: int | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """A launch of `attend_kernel`, and what follows it. `zones`: as of `Call`; `tokens`: as of `PagedInputs`."""
-    call = Call(query, mask, args, zones, options, launch)
-    n_quantized, n_sinks, n_residual = zones
-    if launch is not None and launch.many:
-        _launch_tiles(call, chunks)
-        return call.finish()
-    least, splits = LEAST_SPLIT, split(n_quantized, call.panels, call.tile, call.programs)
-    if tokens is not None:  # rows of different lengths: as many tokens to a split as if all were one row
-        least = -(-max(tokens * call.heads * call.blocks // call.programs, LEAST_SPLIT) // call.tile) * call.tile
-        splits = min(-(-n_quantized // least), MOST_SPLITS)
-    call.allocate(max(splits, 1 - call.exact) + call.exact)
-    with torch.cuda.device_of(query):
-        attend_kernel[(call.splits, call.blocks, call.batch * call.heads)](
-            call.query, call.region_query, args.use.rotation, args.use.signs, *args.places, *args.planes, args.exact, call.mask,
-            *call.outputs, call.weights, call.tops, *call.query.stride()[:3], *args.place_strides, *args.strides, args.exact_strides,
-            *call.mask_strides, *call.scalars, chunks, n_sinks, n_quantized, n_residual, least, call.heads, call.queries, **call.constants,
-        )  # fmt: skip
+    call = Call(query, mask, arguments_of_pages(inputs), (max_length, sink_slots, ring_slots), options, launch)
+    call.attend(tokens=inputs.tokens)
     return call.finish()
-
-
-def _launch_tiles(call: Call, chunks: int) -> None:
-    """A launch of `attend_tiles_kernel`, over chunks."""
-    args = call.args
-    # Beside few long splits, the programs of the exact tokens are brief.
-    programs = call.programs + call.panels * (call.programs <= 8 * call.panels)
-    call.allocate(split(call.zones[0], call.panels, call.tile, programs) + call.exact)
-    constants = {name: x for name, x in call.constants.items() if name in TILE_CONSTANTS}
-    n_quantized, n_sinks, n_residual = call.zones
-    with torch.cuda.device_of(call.query):
-        attend_tiles_kernel[(call.splits, call.blocks, call.batch * call.heads)](
-            call.query, args.use.matrix, *args.places, *args.planes, args.exact, call.mask, *call.outputs, *call.query.stride()[:3],
-            *args.strides[0][-2:], args.exact_strides, call.mask_strides[0], call.mask_strides[3], *call.scalars, chunks, n_sinks,
-            n_quantized, n_residual, LEAST_SPLIT, call.heads, call.queries, **constants | {"MASK": call.constants["MASK"] != "none"},
-        )  # fmt: skip

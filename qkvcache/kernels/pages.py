@@ -237,26 +237,26 @@ def _side(inputs: PagedInputs, side: int) -> tuple[KeysOrValues, Tensor]:
     return KeysOrValues.of(segments, shape, ring.dtype, ring.device), exists
 
 
-def quantize_pages(
-    codecs: tuple[Codec, Codec], x: Pair, planes: tuple[Codes, Codes], statistics: tuple[Codes, Codes], slots: Tensor
+def quantize_into(
+    codecs: tuple[Codec, Codec], x: Pair, planes: tuple[Codes, Codes], statistics: tuple[Codes, Codes], slots: int | Tensor
 ) -> None:
-    """Quantizes keys and values `[B, H, T, D]` into slots of a pool.
+    """Quantizes keys and values `[B, H, T, D]` into slots of a chunk or of a pool of pages.
 
     Args:
-        planes: as of `Pages`.
-        statistics: as of `Pages`.
-        slots: `page * PAGE + offset` of each token, int32 or int64 `[B, T]`, or of each vector, `[B, H, T]`, where each head has pages of
-            its own; negative for tokens that are not stored.
+        planes: as of `Pages`; of a chunk, `[B, H', slots, width]`.
+        statistics: the buffers that are kept once, as of `Pages`.
+        slots: of a chunk, the slot of the first token. Of a pool, `page * PAGE + offset` of each token, int32 or int64 `[B, T]`, or of each
+            vector, `[B, H, T]`, where each head has pages of its own; negative for tokens that are not stored.
     """
-    at = slots.long()
-    for codec, side, pool, constant in zip(codecs, x, planes, statistics, strict=True):
-        codes = codec.quantize(side, constant)
-        for name, plane in pool.items():
-            new = codes[name]
-            if at.dim() == 3:
-                _put(plane.select(1, 0), at.flatten(), new.expand(-1, at.shape[1], -1, -1).flatten(0, 2))
+    for codec, side, into, constant in zip(codecs, x, planes, statistics, strict=True):
+        for name, new in codec.quantize(side, constant).items():
+            plane = into[name]
+            if isinstance(slots, int):
+                plane[:, :, slots : slots + new.shape[2]] = new
+            elif slots.dim() == 3:
+                _put(plane.select(1, 0), slots.long().flatten(), new.expand(-1, slots.shape[1], -1, -1).flatten(0, 2))
             else:
-                _put(plane.transpose(1, 2), at.flatten(), new.transpose(1, 2).flatten(0, 1))
+                _put(plane.transpose(1, 2), slots.long().flatten(), new.transpose(1, 2).flatten(0, 1))
 
 
 def _put(plane: Tensor, slots: Tensor, new: Tensor) -> None:

@@ -372,6 +372,15 @@ def load_tile(live, block, row, h0, slot, planes, L: tl.constexpr, D: tl.constex
 
 
 @triton.jit
+def load_vectors(at, live, D: tl.constexpr):
+    """Vectors of D channels that begin at the pointers `at` [N], as [N, padded(D)]: 0 unless `live` [N], and beyond channel D."""
+    P: tl.constexpr = padded(D)
+    c = tl.arange(0, P)
+    inside = live[:, None] if P == D else live[:, None] & (c < D)[None, :]
+    return tl.load(at[:, None] + c[None, :], mask=inside, other=0.0)
+
+
+@triton.jit
 def store_vectors(at, y, live, D: tl.constexpr):
     """Stores the first D channels of `y` [N, P] to vectors that begin at the pointers `at` [N], if `live` [N]."""
     c = tl.arange(0, y.shape[1])

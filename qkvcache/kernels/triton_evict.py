@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .evict import StaticTensors
 from .segments import Pair
-from .triton_dequantize import known, padded, plane_arguments, table_of, tile
+from .triton_dequantize import known, load_vectors, padded, plane_arguments, store_vectors, table_of, tile
 from .triton_quantize import contiguous, store_tile
 
 ORDERED = 1024
@@ -44,10 +44,8 @@ def append_token(static: StaticTensors, x: Pair, new: Sequence[Tensor | None], i
 def _enter(ring, x, b, h, heads, at, width, D: tl.constexpr):
     """Copies the vectors of the heads `h`, int [ACROSS], of row `b` of `x` into column `at` of `ring`."""
     x, xb, xh = x
-    c = tl.arange(0, padded(D))[None, :]
-    inside = (h < heads)[:, None] & (c < D)
-    token = tl.load(x + (b * xb + h * xh)[:, None] + c, mask=inside)
-    tl.store(ring + (((b * heads + h) * width + at) * D)[:, None] + c, token, mask=inside)
+    token = load_vectors(x + (b * xb + h * xh), h < heads, D)
+    store_vectors(ring + ((b * heads + h) * width + at) * D, token, h < heads, D)
 
 
 @triton.jit(do_not_specialize=["heads", "width", "record_columns", "all_columns"])
@@ -99,7 +97,7 @@ def evict_token(static: StaticTensors, order: Tensor) -> Tensor:
     layouts = [known(codec, x) for codec, x in zip(static.codecs, ring, strict=True)]
     batch, heads, width, _ = ring[0].shape
     for layout, planes, sinks, x in zip(layouts, static.planes, static.sinks, ring, strict=True):
-        arguments += [x, sinks, plane_arguments(layout, planes, x, table_of(layout, x))]
+        arguments.append((x, sinks, plane_arguments(layout, planes, x, table_of(layout, x))))
         constants += [layout, x.shape[3]]
     where = torch.empty(batch, heads, dtype=torch.int64, device=row_lengths.device)
     records = tuple(static.records.values())
@@ -125,30 +123,26 @@ def _first_least(row, columns, N: tl.constexpr):
 
 
 @triton.jit
-def _retire_side(
-    ring, sinks, planes, slot, b, h, heads, exact, width, at, L: tl.constexpr, D: tl.constexpr, ALONG: tl.constexpr
-):  # fmt: skip
+def _retire_side(side, slot, b, h, heads, exact, width, at, L: tl.constexpr, D: tl.constexpr, ALONG: tl.constexpr):
     """A program of `_evict_kernel`, for keys or for values: column `at` of the ring into slot `slot` of the region, or, if it is less than
     -1, into sink `-2 - slot`."""
-    c = tl.arange(0, padded(D))[None, :]
-    inside = tl.arange(0, ALONG) == 0  # one token, in as many rows as a product has
-    mask = inside[:, None] & (c < D)
-    raw = tl.load(ring + ((b * heads + h) * width + at) * D + c + 0 * inside[:, None], mask=mask, other=0.0)
-    tl.store(sinks + ((b * heads + h) * exact - 2 - slot) * D + c + 0 * inside[:, None], raw, mask=mask & (slot < -1))
-    store_tile(raw, inside & (slot >= 0), b, b, h, slot + tl.arange(0, ALONG), planes, L, D, 1)
+    ring, sinks, planes = side
+    i = tl.arange(0, ALONG)  # one token, in as many rows as a product has
+    raw = load_vectors(ring + ((b * heads + h) * width + at) * D + 0 * i, i == 0, D)
+    store_vectors(sinks + ((b * heads + h) * exact - 2 - slot) * D + 0 * i, raw, (i == 0) & (slot < -1), D)
+    store_tile(raw, (i == 0) & (slot >= 0), b, b, h, slot + i, planes, L, D, 1)
 
 
 @triton.jit(do_not_specialize=["heads", "exact", "width", "record_columns"])
 def _evict_kernel(
-    k_ring, k_sinks, k_planes, v_ring, v_sinks, v_planes,
-    records, column_mask, row_lengths, order, where, heads, exact, width, record_columns,
-    K: tl.constexpr, D: tl.constexpr, V: tl.constexpr, DV: tl.constexpr,
-    ALONG: tl.constexpr, N: tl.constexpr,
+    key, value, records, column_mask, row_lengths, order, where, heads, exact, width, record_columns,
+    K: tl.constexpr, D: tl.constexpr, V: tl.constexpr, DV: tl.constexpr, ALONG: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """Moves the oldest token of the ring to the sinks or into the region, or drops it. Grid (H, B).
 
-    k_ring     [B, H, width, D] model dtype, contiguous              k_sinks    sinks [B, H, exact, D] likewise
-    k_planes, K   as of `triton_quantize._quantize_kernel`, as are v_planes and V; v_ring, v_sinks   the same of values, [.., DV]
+    key        the ring [B, H, width, D] model dtype, contiguous; the sinks [B, H, exact, D] likewise; planes, and K, as of
+               `triton_quantize._quantize_kernel`
+    value, V   the same of values, [.., DV]
     records    as of `_append_kernel`
     column_mask      bool [B, exact + record_columns], contiguous          row_lengths       int64 [B]: tokens of a row without padding
     order      int64 [B, H, record_columns - width + 1], contiguous: of each slot of the region, then of the token itself
@@ -166,8 +160,8 @@ def _evict_kernel(
     slot = tl.where(slot < slots, slot, -1)
     slot = tl.where((position >= 0) & (position < exact), -2 - position, slot)
     tl.store(where + b * heads + h, slot.to(tl.int64))
-    _retire_side(k_ring, k_sinks, k_planes, slot, b, h, heads, exact, width, at, K, D, ALONG)
-    _retire_side(v_ring, v_sinks, v_planes, slot, b, h, heads, exact, width, at, V, DV, ALONG)
+    _retire_side(key, slot, b, h, heads, exact, width, at, K, D, ALONG)
+    _retire_side(value, slot, b, h, heads, exact, width, at, V, DV, ALONG)
     moves = slot >= 0
     for i in tl.static_range(len(records)):
         tl.store(records[i] + row + slot, tl.load(records[i] + column), mask=moves)

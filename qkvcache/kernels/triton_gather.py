@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .pages import GATHER_TILE, PagedInputs
 from .segments import Pair
-from .triton_dequantize import load_tile, padded, planes_to_read, store_vectors, tile_of_pages
+from .triton_dequantize import load_tile, load_vectors, padded, planes_to_read, store_vectors, tile_of_pages
 from .triton_quantize import contiguous
 
 
@@ -26,7 +26,7 @@ def arguments_of(inputs: PagedInputs) -> tuple[list[tuple], list[Any], tuple[int
         parts = zip(pages.codecs, pages.planes, pages.statistics, inputs.sinks, inputs.ring, strict=True)
         for codec, each, once, sinks, ring in parts:
             layout, planes = planes_to_read(codec, each | once, ring)
-            sides.append(((sinks, *sinks.stride()[:3]), (ring, *ring.stride()[:3]), planes))
+            sides.append((sinks, *sinks.stride()[:3], ring, *ring.stride()[:3], planes))
             constants += [layout, ring.shape[3]]
         sizes = tile_of_pages(tuple(constants[::2]), inputs.ring[0].shape[1], GATHER_TILE, max(map(padded, constants[1::2])))
         inputs.launches["gather"] = sides, constants, sizes
@@ -39,7 +39,7 @@ def gather_rows(inputs: PagedInputs, new: Pair, starts: tuple[Tensor, Tensor], t
     sides, constants, (across, along, warps) = arguments_of(inputs)
     arguments: list[object] = []
     for side, fresh, x in zip(sides, contiguous(new), out, strict=True):
-        arguments += [(x, *x.stride()[1:3]), (fresh, *fresh.stride()[1:3]), *side]
+        arguments.append((x, *x.stride()[1:3], fresh, *fresh.stride()[1:3], *side))
     grid = (len(tiles) * (GATHER_TILE // along), triton.cdiv(heads, across), 2)
     with torch.cuda.device_of(out[0]):
         _gather_rows_kernel[grid](
@@ -50,14 +50,11 @@ def gather_rows(inputs: PagedInputs, new: Pair, starts: tuple[Tensor, Tensor], t
 
 @triton.jit
 def _gather_side(
-    out, new, sinks, ring, planes, tiles, new_starts, out_starts, rows, lengths, lengths_b, table, table_b, ring_slots, heads,
+    side, tiles, new_starts, out_starts, rows, lengths, lengths_b, table, table_b, ring_slots, heads,
     L: tl.constexpr, D: tl.constexpr, ACROSS: tl.constexpr, ALONG: tl.constexpr, TILE: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
     """A program of `_gather_rows_kernel`, for keys or for values; arguments as there."""
-    out, oh, ot = out
-    new, nh, nt = new
-    sinks, fb, fh, ft = sinks
-    ring, rb, rh, rt = ring
+    out, oh, ot, new, nh, nt, sinks, fb, fh, ft, ring, rb, rh, rt, planes = side
     PARTS: tl.constexpr = TILE // ALONG
     entry = tiles + tl.program_id(0) // PARTS * 2
     b = tl.load(entry).to(tl.int64)
@@ -99,38 +96,35 @@ def _gather_side(
 @triton.jit
 def _copy(source, at, live, D: tl.constexpr):
     """Copies vectors of D channels from the pointers `source` to `at`, where `live`, each [N]."""
-    c = tl.arange(0, padded(D))[None, :]
-    inside = live[:, None] & (c < D)
-    tl.store(at[:, None] + c, tl.load(source[:, None] + c, mask=inside, other=0.0), mask=inside)
+    store_vectors(at, load_vectors(source, live, D), live, D)
 
 
 @triton.jit(do_not_specialize=["lengths_b", "table_b", "ring_slots", "heads"])
 def _gather_rows_kernel(
-    key, k_new, k_sinks, k_ring, k_planes, value, v_new, v_sinks, v_ring, v_planes,
-    tiles, new_starts, out_starts, rows, lengths, lengths_b, table, table_b, ring_slots, heads,
+    key, value, tiles, new_starts, out_starts, rows, lengths, lengths_b, table, table_b, ring_slots, heads,
     K: tl.constexpr, D: tl.constexpr, V: tl.constexpr, DV: tl.constexpr, ACROSS: tl.constexpr, ALONG: tl.constexpr, TILE: tl.constexpr,
     PAGE: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles of TILE tokens, each in parts of ALONG; blocks of ACROSS heads; 2): keys, values. Tensors of vectors come with their
     strides, in elements, of packed codes and high bits in words of 16 bits.
 
-    key        output [1, H, T, D] model dtype, channels contiguous, and k_new [1, H, N, D] likewise: over heads and tokens
-    k_sinks    [E, H, S, D] model dtype, and k_ring [F, H, ring_slots, D]: over the first three dimensions
-    k_planes, K   as of `triton_dequantize._dequantize_kernel`, of pages
-    value, v_new, v_sinks, v_ring, v_planes, V   the same of values, [.., DV]
+    key        output [1, H, T, D] model dtype, channels contiguous, and new keys [1, H, N, D] likewise: over heads and tokens; sinks
+               [E, H, S, D] model dtype, and rings [F, H, ring_slots, D]: over the first three dimensions; planes of pages, as of
+               `triton_dequantize._dequantize_kernel`, as is K
+    value, V   the same of values, [.., DV]
     tiles      int32 [M, 2]: `pages.gather_tiles`
-    new_starts, out_starts   int32 [B + 1]: the first token of a row in `k_new` and in `key`
+    new_starts, out_starts   int32 [B + 1]: the first token of a row among the new ones and in the output
     rows       int32 [B, 6], contiguous: `pages.COLUMNS`
     lengths    int32 [B]: lengths_b                                         table    int32 [B, pages]: table_b
     heads      H
     """
     if tl.program_id(2) == 0:
         _gather_side(
-            key, k_new, k_sinks, k_ring, k_planes, tiles, new_starts, out_starts, rows, lengths, lengths_b, table, table_b, ring_slots,
-            heads, K, D, ACROSS, ALONG, TILE, PAGE,
+            key, tiles, new_starts, out_starts, rows, lengths, lengths_b, table, table_b, ring_slots, heads, K, D, ACROSS, ALONG, TILE,
+            PAGE,
         )  # fmt: skip
     else:
         _gather_side(
-            value, v_new, v_sinks, v_ring, v_planes, tiles, new_starts, out_starts, rows, lengths, lengths_b, table, table_b, ring_slots,
-            heads, V, DV, ACROSS, ALONG, TILE, PAGE,
+            value, tiles, new_starts, out_starts, rows, lengths, lengths_b, table, table_b, ring_slots, heads, V, DV, ACROSS, ALONG, TILE,
+            PAGE,
         )  # fmt: skip

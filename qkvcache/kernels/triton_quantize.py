@@ -25,6 +25,7 @@ from .triton_dequantize import (
     INTERPRETED,
     float8,
     known,
+    load_vectors,
     padded,
     plane_arguments,
     scales_of,
@@ -42,30 +43,20 @@ _INFINITY = tl.constexpr(0x7F800000)
 
 
 def supports(codec: Codec, head_dim: int) -> bool:
-    """Whether `quantize_kv` knows `codec` at `head_dim`."""
+    """Whether `quantize_into` knows `codec` at `head_dim`."""
     layout = layout_of(codec)
     return layout is not None and layout.writable and dequantizes(codec, head_dim)
 
 
-def quantize_kv(
-    codecs: tuple[Codec, Codec],
-    x: Pair,
-    planes: tuple[Codes, Codes],
-    statistics: tuple[Codes, Codes],
-    start: int,
-    slots: Tensor | None = None,
+def quantize_into(
+    codecs: tuple[Codec, Codec], x: Pair, planes: tuple[Codes, Codes], statistics: tuple[Codes, Codes], slots: int | Tensor
 ) -> None:
-    """Quantizes keys and values `[B, H, T, D]`, channels contiguous, in fp16, bf16 or fp32 into slots `start` to `start + T` of the planes
-    `[B, H or 1, capacity, width]` of a chunk, or into `slots` of pages, as `pages.quantize_pages` takes them; `statistics` are the buffers
-    kept once.
-
-    Raises ValueError for a codec that `supports` does not accept, or vectors whose channels are not contiguous.
-    """
+    """As `pages.quantize_into`, of keys and values in fp16, bf16 or fp32. Raises ValueError for a codec that `supports` does not accept."""
     if not x[0].numel():
         return
-    page, places = 0, (x[0], 0, 0, 0)  # not read
-    if slots is not None:
-        page, across = next(iter(planes[0].values())).shape[2], slots.stride(1) if slots.dim() == 3 else 0
+    x, start, page, places = contiguous(x), slots, 0, (x[0], 0, 0, 0)  # not read
+    if isinstance(slots, Tensor):
+        start, page, across = 0, next(iter(planes[0].values())).shape[2], slots.stride(1) if slots.dim() == 3 else 0
         places = slots, slots.stride(0), across, slots.stride(-1)
     k_planes, v_planes, constants, grid, warps = launched(codecs, x, (planes[0] | statistics[0], planes[1] | statistics[1]))
     key, value = ((side, *side.stride()[:3]) for side in x)
@@ -392,10 +383,7 @@ def _quantize_side(
     """A program of `_quantize_kernel`, for keys or for values; arguments as there."""
     x, xb, xh, xt = x
     b, h0, h, t, live = vectors(tokens, heads, ACROSS, ALONG)
-    P: tl.constexpr = padded(D)
-    c = tl.arange(0, P)
-    inside = live[:, None] if D == P else live[:, None] & (c < D)[None, :]
-    raw = tl.load(x + (b * xb + h * xh + t * xt)[:, None] + c[None, :], mask=inside, other=0.0)
+    raw = load_vectors(x + (b * xb + h * xh + t * xt), live, D)
     if PAGE > 0:
         at, ab, ah, along = slots
         slot = tl.load(at + b * ab + h * ah + t * along, mask=live, other=-1).to(tl.int64)

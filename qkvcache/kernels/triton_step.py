@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from .segments import Buffers, Pair
-from .triton_dequantize import padded, planes_of_chunk, vectors
+from .triton_dequantize import load_vectors, planes_of_chunk, store_vectors, vectors
 from .triton_quantize import contiguous, launched, store_tile
 
 ROWS = tl.constexpr(128)
@@ -24,30 +24,25 @@ def launch_of_step(buffers: Buffers, x: Pair) -> Callable[[Pair], None]:
     """`counted.step` for tokens like `x`, `[B, H, T, D]`, with all other arguments prepared; `T` is 1 where the region may have many
     chunks."""
     batch, heads, tokens, _ = x[0].shape
-    *stored, constants, grid, warps = launched(buffers.codecs, contiguous(x), buffers.region.chunks[0])
-    zones = [[(zone[side], *zone[side].stride()[:2]) for zone in (buffers.residual, buffers.sinks)] for side in range(2)]
+    *planes, constants, grid, warps = launched(buffers.codecs, contiguous(x), buffers.region.chunks[0])
+    zones = [(ring, *ring.stride()[:2], sinks, *sinks.stride()[:2]) for ring, sinks in zip(buffers.residual, buffers.sinks, strict=True)]
     sizes = buffers.sinks[0].shape[2], buffers.residual[0].shape[2], tokens, heads, batch
 
     def launch(x: Pair) -> None:
-        key, value = ((side, *side.stride()[:3]) for side in contiguous(x))
+        key, value = ((new, *new.stride()[:3], *zones[side], planes[side]) for side, new in enumerate(contiguous(x)))
         with torch.cuda.device_of(x[0]):
-            _step_kernel[grid](
-                key, *zones[0], stored[0], value, *zones[1], stored[1], buffers.state, buffers.region.table, *sizes, *constants,
-                buffers.grows, num_warps=warps,
-            )  # fmt: skip
+            _step_kernel[grid](key, value, buffers.state, buffers.region.table, *sizes, *constants, buffers.grows, num_warps=warps)
 
     return launch
 
 
 @triton.jit
 def _step_side(
-    x, ring, sinks, planes, state, chunks, sink_slots, ring_slots, tokens, heads,
+    side, state, chunks, sink_slots, ring_slots, tokens, heads,
     L: tl.constexpr, D: tl.constexpr, ACROSS: tl.constexpr, ALONG: tl.constexpr, GROWS: tl.constexpr, SIDE: tl.constexpr,
 ):  # fmt: skip
     """A program of `_step_kernel`, for keys (SIDE 0) or for values (1); arguments as there."""
-    x, xb, xh, xt = x
-    ring, rb, rh = ring
-    sinks, fb, fh = sinks
+    x, xb, xh, xt, ring, rb, rh, sinks, fb, fh, planes = side
     b, h0, h, t, live = vectors(tokens, heads, ACROSS, ALONG)
     seq_length = tl.load(state + 4 + 2 * b)
     quantized = tl.load(state + 5 + 2 * b)
@@ -57,8 +52,7 @@ def _step_side(
     rank = t - opening
     leaves = live & (rank + in_ring >= ring_slots)
     place = ring + b * rb + h * rh + (quantized + in_ring + tl.maximum(rank, 0)) % ring_slots * D
-    c = tl.arange(0, padded(D))[None, :]
-    old = tl.load(place[:, None] + c, mask=leaves[:, None] & (c < D), other=0.0)
+    old = load_vectors(place, leaves, D)
     first_slot = quantized + in_ring - opening - ring_slots  # of token 0
     if GROWS:  # the chunk that holds the slot, nearly always the last
         row = chunks + (tl.load(state + 3) - 1) * 8
@@ -69,37 +63,32 @@ def _step_side(
         first_slot = (first_slot - start).to(tl.int32)
         planes = planes_of_chunk(planes, chunks, row, L, SIDE)
     store_tile(old, leaves, b, b, h0, first_slot + t, planes, L, D, ACROSS)
-    new = tl.load(x + (b * xb + h * xh + t * xt)[:, None] + c, mask=live[:, None] & (c < D), other=0.0)
+    new = load_vectors(x + (b * xb + h * xh + t * xt), live, D)
     tl.debug_barrier()  # before what others of this program have read is overwritten
-    tl.store(place[:, None] + c, new, mask=(live & (rank >= 0))[:, None] & (c < D))
-    sink = sinks + b * fb + h * fh + (seq_length + t) * D
-    tl.store(sink[:, None] + c, new, mask=(live & (rank < 0))[:, None] & (c < D))
+    store_vectors(place, new, live & (rank >= 0), D)
+    store_vectors(sinks + b * fb + h * fh + (seq_length + t) * D, new, live & (rank < 0), D)
 
 
 @triton.jit(do_not_specialize=["sink_slots", "ring_slots", "tokens", "heads", "rows"])
 def _step_kernel(
-    key, k_ring, k_sinks, k_planes, value, v_ring, v_sinks, v_planes, state, chunks, sink_slots, ring_slots, tokens, heads, rows,
+    key, value, state, chunks, sink_slots, ring_slots, tokens, heads, rows,
     K: tl.constexpr, D: tl.constexpr, V: tl.constexpr, DV: tl.constexpr, ACROSS: tl.constexpr, ALONG: tl.constexpr, GROWS: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles of ALONG tokens and ACROSS heads, B, 2): keys, values. Tensors of vectors come with their strides, in elements, of packed
     codes and high bits in words of 16 bits.
 
-    key       [B, H, tokens, D] model dtype, channels contiguous: over the first three dimensions; `tokens` <= `ring_slots`, 1 if GROWS
-    k_ring    [B, H, ring_slots, D] model dtype, tokens contiguous: over rows and heads      k_sinks   [B, H, sink_slots, D] likewise
-    k_planes, K   as of `triton_quantize._quantize_kernel`, planes of the first chunk
-    value, v_ring, v_sinks, v_planes, V   the same of values, [.., DV]
+    key       new keys [B, H, tokens, D] model dtype, channels contiguous: over the first three dimensions; `tokens` <= `ring_slots`, 1 if
+              GROWS; the ring [B, H, ring_slots, D] model dtype, tokens contiguous: over rows and heads; the sinks [B, H, sink_slots, D]
+              likewise; planes of the first chunk, as of `triton_quantize._quantize_kernel`, as is K
+    value, V  the same of values, [.., DV]
     state     int32 [4 + 2 B]: `segments.Buffers`
     chunks    int64 [chunks, 8]: `QuantizedRegion.table`, read if GROWS
     heads     H                        rows   B                     GROWS   whether there may be more chunks than one
     """
     if tl.program_id(2) == 0:
-        _step_side(
-            key, k_ring, k_sinks, k_planes, state, chunks, sink_slots, ring_slots, tokens, heads, K, D, ACROSS, ALONG, GROWS, 0
-        )  # fmt: skip
+        _step_side(key, state, chunks, sink_slots, ring_slots, tokens, heads, K, D, ACROSS, ALONG, GROWS, 0)
     else:
-        _step_side(
-            value, v_ring, v_sinks, v_planes, state, chunks, sink_slots, ring_slots, tokens, heads, V, DV, ACROSS, ALONG, GROWS, 1
-        )  # fmt: skip
+        _step_side(value, state, chunks, sink_slots, ring_slots, tokens, heads, V, DV, ACROSS, ALONG, GROWS, 1)
     tl.debug_barrier()
     programs = tl.num_programs(0) * tl.num_programs(1) * tl.num_programs(2)
     if tl.atomic_add(state, 1, sem="acq_rel") == programs - 1:

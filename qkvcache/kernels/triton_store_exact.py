@@ -1,58 +1,68 @@
-"""Storing several exact tokens in the sinks and the residual, and their counts, in one launch: what `counted.store_exact` computes."""
+"""Copying new exact tokens into sinks and rings in one launch: what `counted.store_exact` and `pages.store_rows` compute."""
 
 from __future__ import annotations
 
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from .segments import Buffers, Pair
+from .triton_dequantize import load_vectors, store_vectors
 from .triton_quantize import contiguous
 
 TILE = 16
 """Tokens of a program."""
 
 
+def _sides(x: Pair, ring: Pair, sinks: Pair) -> tuple[list[tuple], list[int]]:
+    """Of keys and of values: new tokens, ring and sinks, each with its strides over rows, heads and tokens; then channels."""
+    parts = zip(contiguous(x), ring, sinks, strict=True)
+    return [tuple(n for side in sides for n in (side, *side.stride()[:3])) for sides in parts], [side.shape[3] for side in x]
+
+
 def store_exact(buffers: Buffers, exact: Pair, sinks: tuple[int, int], begin: int, slot: int, lengths: tuple[int, int]) -> None:
     """As `counted.store_exact`."""
-    arguments: list[object] = []
-    constants: list[int] = []
     batch, heads, tokens, _ = exact[0].shape
-    for x, first, ring in zip(contiguous(exact), buffers.sinks, buffers.residual, strict=True):
-        arguments += [(x, *x.stride()[:3]), (first, *first.stride()[:2]), (ring, *ring.stride()[:2])]
-        constants += [x.shape[3]]
+    sides, dims = _sides(exact, buffers.residual, buffers.sinks)
     grid = (triton.cdiv(max(sinks[1] - sinks[0] + tokens - begin, 1), TILE), batch * heads, 2)
     with torch.cuda.device_of(buffers.state):
         _store_exact_kernel[grid](
-            *arguments, buffers.state, *sinks, begin, slot, buffers.residual[0].shape[2], tokens, heads, *lengths, *constants, TILE,
-            num_warps=4,
-        )  # fmt: skip
+            *sides, buffers.state, *sinks, begin, slot, buffers.residual[0].shape[2], tokens, heads, *lengths, *dims, TILE, num_warps=4
+        )
+
+
+def store_rows(x: Pair, ring: Pair, ring_slots: Tensor, sinks: Pair, sink_slots: Tensor) -> None:
+    """As `pages.store_rows`."""
+    heads, tokens = x[0].shape[1:3]
+    sides, dims = _sides(x, ring, sinks)
+    slots = ring_slots, ring_slots.stride(0), sink_slots, sink_slots.stride(0)
+    with torch.cuda.device_of(x[0]):
+        _store_rows_kernel[(triton.cdiv(tokens, TILE), heads, 2)](
+            *sides, *slots, ring[0].shape[2], sinks[0].shape[2], tokens, *dims, TILE, SINKS=sinks[0].shape[2] > 0, num_warps=4
+        )
 
 
 @triton.jit
-def _store(x, sinks, ring, b, h, token, live, sink, place, D: tl.constexpr):
-    """Copies vectors [N, D] of tokens `token` of `x` into slot `token` of `sinks` where `sink`, else into slot `place` of `ring`; those
+def _store_exact(side, b, h, token, live, sink, place, D: tl.constexpr):
+    """Copies tokens `token` of row `b` and head `h` into slot `token` of the sinks where `sink`, else into slot `place` of the ring; those
     that are not `live` nowhere. `token`, `live`, `sink`, `place`: [N]."""
-    x, xb, xh, xt = x
-    sinks, fb, fh = sinks
-    ring, rb, rh = ring
-    c = tl.arange(0, triton.next_power_of_2(D))[None, :]
-    inside = live[:, None] & (c < D)
-    new = tl.load(x + (b * xb + h * xh + token.to(tl.int64) * xt)[:, None] + c, mask=inside, other=0.0)
-    tl.store(sinks + (b * fb + h * fh + token * D)[:, None] + c, new, mask=inside & sink[:, None])
-    tl.store(ring + (b * rb + h * rh + place * D)[:, None] + c, new, mask=inside & ~sink[:, None])
+    x, xb, xh, xt, ring, rb, rh, rt, sinks, fb, fh, ft = side
+    new = load_vectors(x + (b * xb + h * xh + token.to(tl.int64) * xt), live, D)
+    store_vectors(sinks + (b * fb + h * fh + token * ft), new, live & sink, D)
+    store_vectors(ring + (b * rb + h * rh + place * rt), new, live & ~sink, D)
 
 
 @triton.jit(do_not_specialize=["sink_begin", "sink_end", "begin", "slot", "ring_slots", "tokens", "heads", "seq_length", "quantized"])
 def _store_exact_kernel(
-    key, k_sinks, k_ring, value, v_sinks, v_ring, state, sink_begin, sink_end, begin, slot, ring_slots, tokens, heads, seq_length,
-    quantized, D: tl.constexpr, DV: tl.constexpr, N: tl.constexpr,
+    key, value, state, sink_begin, sink_end, begin, slot, ring_slots, tokens, heads, seq_length, quantized,
+    D: tl.constexpr, DV: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles of N tokens, B * H, 2): keys, values. Tensors come with their strides, in elements.
+    """Grid (tiles of N tokens, B * H, 2): keys, values. Strides are in elements.
 
-    key        [B, H, tokens, D] model dtype, channels contiguous: over the first three dimensions
-    k_sinks    [B, H, S, D] model dtype, tokens contiguous: over rows and heads        k_ring   [B, H, ring_slots, D] likewise
-    value, v_sinks, v_ring   the same of values, [.., DV]
+    key        [B, H, tokens, D] model dtype, channels contiguous; the ring [B, H, ring_slots, D] and the sinks [B, H, S, D] likewise: each
+               with its strides over the first three dimensions
+    value      the same of values, [.., DV]
     state      int32 [4 + 2 B]: `segments.Buffers`
     sink_begin, sink_end   which tokens are new sinks        begin, slot   the first token for the ring, and its slot
     seq_length, quantized  counts of tokens that all rows have afterwards
@@ -65,9 +75,48 @@ def _store_exact_kernel(
     live = token < tokens
     place = (slot + tl.maximum(rank, 0)) % ring_slots
     if tl.program_id(2) == 0:
-        _store(key, k_sinks, k_ring, b, h, token, live, rank < 0, place, D)
+        _store_exact(key, b, h, token, live, rank < 0, place, D)
         if (h == 0) & (tl.program_id(0) == 0):
             tl.store(state + 4 + 2 * b, seq_length)
             tl.store(state + 5 + 2 * b, quantized)
     else:
-        _store(value, v_sinks, v_ring, b, h, token, live, rank < 0, place, DV)
+        _store_exact(value, b, h, token, live, rank < 0, place, DV)
+
+
+@triton.jit
+def _store_rows(
+    side, ring_at, ring_step, sink_at, sink_step, ring_slots, sink_slots, tokens, D: tl.constexpr, N: tl.constexpr, SINKS: tl.constexpr
+):  # fmt: skip
+    """A program of `_store_rows_kernel`, for keys or for values; arguments as there."""
+    x, _, xh, xt, ring, rb, rh, rt, sinks, fb, fh, ft = side
+    t = tl.program_id(0).to(tl.int64) * N + tl.arange(0, N)
+    h = tl.program_id(1).to(tl.int64)
+    live = t < tokens
+    last = tl.load(ring_at + t * ring_step, mask=live, other=-1)
+    stored = last >= 0
+    if SINKS:
+        first = tl.load(sink_at + t * sink_step, mask=live, other=-1)
+        stored = stored | (first >= 0)
+    new = load_vectors(x + (h * xh + t * xt), stored, D)
+    store_vectors(ring + (last // ring_slots * rb + h * rh + last % ring_slots * rt), new, last >= 0, D)
+    if SINKS:
+        store_vectors(sinks + (first // sink_slots * fb + h * fh + first % sink_slots * ft), new, first >= 0, D)
+
+
+@triton.jit(do_not_specialize=["ring_step", "sink_step", "ring_slots", "sink_slots", "tokens"])
+def _store_rows_kernel(
+    key, value, ring_at, ring_step, sink_at, sink_step, ring_slots, sink_slots, tokens,
+    D: tl.constexpr, DV: tl.constexpr, N: tl.constexpr, SINKS: tl.constexpr,
+):  # fmt: skip
+    """Grid (tiles of N tokens, H, 2): keys, values. Strides are in elements.
+
+    key        [1, H, tokens, D] model dtype, channels contiguous; rings [F, H, ring_slots, D], and sinks [E, H, sink_slots, D], read if
+               SINKS: each with its strides over the first three dimensions
+    value      the same of values, [.., DV]
+    ring_at, sink_at   int64 [tokens], the slot of each token in the rings and in the sinks, counted over their rows; negative: none.
+               ring_step, sink_step
+    """
+    if tl.program_id(2) == 0:
+        _store_rows(key, ring_at, ring_step, sink_at, sink_step, ring_slots, sink_slots, tokens, D, N, SINKS)
+    else:
+        _store_rows(value, ring_at, ring_step, sink_at, sink_step, ring_slots, sink_slots, tokens, DV, N, SINKS)

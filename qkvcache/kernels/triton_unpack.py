@@ -68,19 +68,22 @@ def _spread(first: str, second: str, high: str = "0") -> str:
 
 _OF_1024 = "0x64646464"
 
-_ASM_E5M2 = tl.constexpr("shl.b32 $0, $2, 8; and.b32 $0, $0, 0xff00ff00; and.b32 $1, $2, 0xff00ff00;")
+_ASM = {}
+"""By kind, what unpacks two words, the first operand after the planes. Two more are high bits, and whether to shift them."""
 
-_ASM_E4M3 = tl.constexpr("""{
+_ASM["e5m2"] = "shl.b32 $0, $2, 8; and.b32 $0, $0, 0xff00ff00; and.b32 $1, $2, 0xff00ff00;"
+
+_ASM["e4m3"] = """{
 .reg .b16 a, b;
 .reg .b32 x;
 prmt.b32 x, $2, 0, 0x3120;
 mov.b32 {a, b}, x;
 cvt.rn.f16x2.e4m3x2 $0, a;
 cvt.rn.f16x2.e4m3x2 $1, b;
-}""")
+}"""
 
 # e4m3 in the bits of fp16 is 2^-8 of its value. Its nan reads 480; where nan is stored, the scale is nan too, unless it was kept once.
-_ASM_E4M3_BEFORE_89 = tl.constexpr("""{
+_ASM["e4m3 before 89"] = """{
 .reg .b32 a, b, c, m;
 shl.b32 a, $2, 8;
 shl.b32 b, $2, 7;
@@ -92,14 +95,14 @@ lop3.b32 c, $2, 0x80008000, c, 0xea;
 mov.b32 m, 0x5c005c00;
 mul.rn.f16x2 $0, a, m;
 mul.rn.f16x2 $1, c, m;
-}""")
+}"""
 
 # A byte of 1024 + n, less 1024 (+ 128 where the sign was flipped to make it positive).
 _BYTES = "{{ .reg .b32 x, c; {flip} {spread} mov.b32 c, {centre}; sub.rn.f16x2 $0, $0, c; sub.rn.f16x2 $1, $1, c; }}"
-_ASM_UINT8 = tl.constexpr(_BYTES.format(flip="mov.b32 x, $2;", spread=_spread("$0", "$1", _OF_1024), centre="0x64006400"))
-_ASM_INT8 = tl.constexpr(_BYTES.format(flip="xor.b32 x, $2, 0x80808080;", spread=_spread("$0", "$1", _OF_1024), centre="0x64806480"))
+_ASM["uint8"] = _BYTES.format(flip="mov.b32 x, $2;", spread=_spread("$0", "$1", _OF_1024), centre="0x64006400")
+_ASM["int8"] = _BYTES.format(flip="xor.b32 x, $2, 0x80808080;", spread=_spread("$0", "$1", _OF_1024), centre="0x64806480")
 
-_ASM_INT4 = tl.constexpr("""{
+_ASM["int4"] = """{
 .reg .b32 a, b, c, d;
 shl.b32 a, $4, 6;
 shl.b32 b, $4, 2;
@@ -109,9 +112,9 @@ lop3.b32 $0, a, 0x03c003c0, 0x4c004c00, 0xea;
 lop3.b32 $1, b, 0x03c003c0, 0x4c004c00, 0xea;
 lop3.b32 $2, c, 0x03c003c0, 0x4c004c00, 0xea;
 lop3.b32 $3, d, 0x03c003c0, 0x4c004c00, 0xea;
-}""")
+}"""
 
-_ASM_E2M1 = tl.constexpr("""{
+_ASM["e2m1"] = """{
 .reg .b32 a, b, c, d, e;
 shl.b32 a, $4, 3;
 shl.b32 b, $4, 6;
@@ -124,7 +127,7 @@ and.b32 b, b, 0x0e000e00;
 and.b32 d, d, 0x0e000e00;
 lop3.b32 $2, c, 0x80008000, b, 0xea;
 lop3.b32 $3, e, 0x80008000, d, 0xea;
-}""")
+}"""
 
 
 def _in_register(word: int, to: str) -> str:
@@ -152,7 +155,7 @@ lop3.b32 {3}, t, 0x03800380, 0x48004800, 0xea;
 shr.u32 t, {0}, 5;
 lop3.b32 {4}, t, 0x03800380, 0x48004800, 0xea;
 """
-_ASM_INT3 = tl.constexpr(
+_ASM["int3"] = (
     "{ .reg .b32 h, e, o, t;" + _NIBBLES3 + _INT3.format("e", "$0", "$2", "$4", "$6") + _INT3.format("o", "$1", "$3", "$5", "$7") + "}"
 )
 
@@ -173,7 +176,7 @@ def _read_both(read: str) -> str:
     return read.format("e", "$0", "$2", "$4", "$6") + read.format("o", "$1", "$3", "$5", "$7")
 
 
-_ASM_LUT3 = tl.constexpr(
+_ASM["lut3"] = (
     "{"
     + _in_register(_LUT3[0], "t")
     + ".reg .b32 h, e, o, x;"
@@ -181,7 +184,7 @@ _ASM_LUT3 = tl.constexpr(
     + _read_both(_read("and.b32 {0}, {0}, 0x77777777; prmt.b32 {0}, {0}, 0, 0x3120", "t", _LUT3[1]))
     + "}"
 )
-_ASM_LUT2 = tl.constexpr(
+_ASM["lut2"] = (
     "{ .reg .b32 e, o, x; prmt.b32 e, $8, 0, 0x3120; shr.u32 o, e, 2;"
     + _read_both(_read("lop3.b32 {0}, {0}, 0x33333333, 0x44444444, 0xea", "0", _LUT2[0]))
     + "}"
@@ -202,37 +205,22 @@ def _paired(nibbles: str, planes: tuple[str, ...], table: tuple[int, ...]) -> st
     return read + "".join(f" prmt.b32 {to}, x, h, {0xC480 + 0x1111 * i:#x};" for i, to in enumerate(planes))
 
 
-_ASM_LUT4 = tl.constexpr(
+_ASM["lut4"] = (
     "{" + _in_register(_LUT4[0], "t") + _in_register(_LUT4[2], "u") + ".reg .b32 p, x, h, n; mov.b32 p, $4;"
     + _paired("p", ("$0", "$1", "$2", "$3"), _LUT4) + "}"
 )  # fmt: skip
 
-
-@triton.jit
-def _asm2(ASM: tl.constexpr, w):
-    """Planes of words `w`, int16 of any shape, by assembly that reads two words at a time: two of fp16, of the shape of `w`."""
-    return tl.inline_asm_elementwise(ASM, "=&r,=&r,r", [w], dtype=(tl.float16, tl.float16), is_pure=True, pack=2)
+_ASSEMBLY = tl.constexpr(_ASM)
 
 
-@triton.jit
-def _asm4(ASM: tl.constexpr, w):
-    """As `_asm2`, four planes."""
-    return tl.inline_asm_elementwise(
-        ASM, "=&r,=&r,=&r,=&r,r", [w], dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=2
-    )
+@triton.constexpr_function
+def _text_of(assembly: dict[str, str], kind: str, arch: int) -> str:
+    return assembly["e4m3 before 89" if kind == "e4m3" and arch < 89 else kind]
 
 
-@triton.jit
-def _asm8(ASM: tl.constexpr, w, h, shift):
-    """As `_asm2`, eight planes; `h`: words of high bits, `shift`: whether (-1) to shift them, of the shape of `w`."""
-    return tl.inline_asm_elementwise(
-        ASM,
-        "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r,r",
-        [w, h, shift],
-        dtype=(tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16),
-        is_pure=True,
-        pack=2,
-    )
+@triton.constexpr_function
+def _planes_of(kind: str) -> int:
+    return PackedLayout(kind).per
 
 
 @triton.jit
@@ -260,29 +248,9 @@ def unpack(KIND: tl.constexpr, w, h, shift, ARCH: tl.constexpr):
     if KIND == "half":
         return (w,)
     elif ARCH > 0:
-        if KIND == "e5m2":
-            return _asm2(_ASM_E5M2, w)
-        elif KIND == "e4m3":
-            if ARCH >= 89:
-                return _asm2(_ASM_E4M3, w)
-            else:
-                return _asm2(_ASM_E4M3_BEFORE_89, w)
-        elif KIND == "int8":
-            return _asm2(_ASM_INT8, w)
-        elif KIND == "uint8":
-            return _asm2(_ASM_UINT8, w)
-        elif KIND == "int4":
-            return _asm4(_ASM_INT4, w)
-        elif KIND == "e2m1":
-            return _asm4(_ASM_E2M1, w)
-        elif KIND == "lut4":
-            return _asm4(_ASM_LUT4, w)
-        elif KIND == "int3":
-            return _asm8(_ASM_INT3, w, h, shift)
-        elif KIND == "lut2":
-            return _asm8(_ASM_LUT2, w, w, w)
-        else:
-            return _asm8(_ASM_LUT3, w, h, shift)
+        ASM: tl.constexpr = _text_of(_ASSEMBLY, KIND, ARCH)
+        PER: tl.constexpr = _planes_of(KIND)
+        return tl.inline_asm_elementwise(ASM, "=&r," * PER + "r,r,r", [w, h, shift], dtype=(tl.float16,) * PER, is_pure=True, pack=2)
     else:
         return _plain(KIND, w, h, shift)
 

@@ -127,14 +127,10 @@ class Chunks(QuantizedTokens):
         by_kernel = quantizes(self.codecs, x)
         for chunk, at, part in self.free_slots(x[0].shape[2]):
             new = x[0][:, :, part], x[1][:, :, part]
-            if by_kernel:
-                quantize_into(self.codecs, new, chunk, self.statistics, at)
-                continue
-            block = min(map(block_of, new))
-            for codec, planes, statistics, side in zip(self.codecs, chunk, self.statistics, new, strict=True):
-                for start, tokens in zip(range(at, at + side.shape[2], block), side.split(block, dim=2), strict=True):
-                    for name, codes in codec.quantize(tokens, statistics).items():
-                        planes[name][:, :, start : start + tokens.shape[2]] = codes
+            block = new[0].shape[2] if by_kernel else min(map(block_of, new))
+            for key, value in zip(*(side.split(block, dim=2) for side in new), strict=True):
+                quantize_into(self.codecs, (key, value), chunk, self.statistics, at)
+                at += block
         self.length += x[0].shape[2]
 
     def free_slots(self, tokens: int) -> Iterator[tuple[tuple[Codes, Codes], int, slice]]:

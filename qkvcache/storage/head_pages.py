@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..formats.base import Codec, Codes
-from ..kernels import Packed, Pages, Pair, quantize_pages, quantizes
+from ..kernels import Packed, Pages, Pair, quantize_into, quantizes
 from ..policies.ranking import first_of
 from .chunks import PAGE, block_of
 from .quantized import QuantizedTokens
@@ -192,7 +192,7 @@ class HeadPages(QuantizedTokens):
         into = into.scatter_(-1, source.masked_fill(source < 0, stored + count), address)[..., stored:-1]
         block = count if quantizes(self.codecs, new) else min(map(block_of, new))
         for key, value, slots in zip(*(x.split(block, dim=2) for x in (*new, into)), strict=True):
-            quantize_pages(self.codecs, (key, value), self.planes, self.statistics, slots)
+            quantize_into(self.codecs, (key, value), self.planes, self.statistics, slots)
 
     def packed(self, side: int, limit: int) -> Iterator[Packed]:
         """The keys (0) or values (1) stored at the time of the call, blocks of at most `limit` tokens of each head; zeros beyond its

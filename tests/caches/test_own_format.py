@@ -95,7 +95,7 @@ def test_kernels_for_it(monkeypatch):
     planes = tuple(codec.allocate(x[0].new_empty(3, 2, 0, 64), 64) for codec in codecs)
     table, lengths = (torch.tensor(n, dtype=torch.int32, device=device) for n in ([[2, 0]], [100]))
     place = torch.arange(100, device=device)
-    pages.quantize_pages(codecs, x, planes, ({}, {}), (table[:, place // 64] * 64 + place % 64))
+    pages.quantize_into(codecs, x, planes, ({}, {}), (table[:, place // 64] * 64 + place % 64))
     exact = x[0][:, :, :0], x[1][:, :, :0]
     rows = torch.zeros(1, 6, dtype=torch.int32, device=device)
     inputs = pages.PagedInputs(Pages(*codecs, planes, ({}, {}), table, lengths), exact, exact, rows, max_length=100)

@@ -64,7 +64,7 @@ def build(
     place = torch.arange(longest, device=device)
     slots = table[..., place // page].long() * page + place % page
     slots = slots.masked_fill(place >= counts[..., None], -1)
-    reference.quantize_pages(format.codecs(), x, planes, statistics, slots)
+    reference.quantize_into(format.codecs(), x, planes, statistics, slots)
     after = torch.arange(width, device=device) >= -(-counts[..., None] // page)
     table = table.masked_fill(after, 2**30)  # which nobody may read
     pages = Pages(*format.codecs(), planes, statistics, table, counts)

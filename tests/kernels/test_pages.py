@@ -91,7 +91,7 @@ def test_quantizing_and_back(format, per_head):
     chosen, x = REGISTRY[format], (torch.randn(1, 2, 5, 64), torch.randn(1, 2, 5, 64))
     planes, statistics = pool(chosen, x, 4, 64, per_head)
     slots = torch.tensor([[[70, -1, 3, 255, 128], [1, 2, -1, 0, 65]]] if per_head else [[70, -1, 3, 255, 128]])
-    reference.quantize_pages(chosen.codecs(), x, planes, statistics, slots)
+    reference.quantize_into(chosen.codecs(), x, planes, statistics, slots)
     for codec, side, pooled, constant in zip(chosen.codecs(), x, planes, statistics, strict=True):
         wanted = codec.quantize(side, constant)
         for name, plane in pooled.items():
@@ -166,12 +166,12 @@ def test_the_kernel_that_quantizes(format, per_head):
     if per_head:
         slots = torch.stack([slots, torch.where(slots >= 0, slots ^ 4, -1)], 1)
         slots[:, 1, 2] = -1  # a token that one head stores; the other still has its part in what they share
-    triton_quantize.quantize_kv(chosen.codecs(), x, planes, statistics, 0, slots)
+    triton_quantize.quantize_into(chosen.codecs(), x, planes, statistics, slots)
     block = tuple(
         {name: codes.new_zeros(2, *codes.shape[1:]) for name, codes in codec.allocate(x[0], 5).items()} for codec in chosen.codecs()
     )
     once = tuple({name: value.expand(2, -1, -1, -1) for name, value in side.items()} for side in statistics)
-    triton_quantize.quantize_kv(chosen.codecs(), x, block, once, 0)
+    triton_quantize.quantize_into(chosen.codecs(), x, block, once, 0)
     for codes, pooled in zip(block, planes, strict=True):
         for name, plane in pooled.items():
             expected = torch.full_like(plane.view(torch.uint8), 0xFF).view(plane.dtype)
@@ -309,7 +309,7 @@ def test_pages_of_a_pool_beyond_32_bits(format):
     for inputs in (near, far):
         page = int(inputs.pages.table[0, 1])
         slots = torch.tensor([[page * 64 + 20]])  # the token of another row, say
-        triton_quantize.quantize_kv(inputs.pages.codecs, new, inputs.pages.planes, inputs.pages.statistics, 0, slots)
+        triton_quantize.quantize_into(inputs.pages.codecs, new, inputs.pages.planes, inputs.pages.statistics, slots)
     used = near.pages.table[0, :2].long()
     for codes, others in zip(near.pages.planes, far.pages.planes, strict=True):
         for name, plane in codes.items():
@@ -369,9 +369,9 @@ def test_storing_in_rings_and_sinks(sinks):
                 place[slot // place.shape[2], :, slot % place.shape[2]] = side[0, :, t]
     stores = [reference.store_rows]
     if DEVICE.type == "cuda" or triton.knobs.runtime.interpret:
-        from qkvcache.kernels import triton_store_rows
+        from qkvcache.kernels import triton_store_exact
 
-        stores.append(triton_store_rows.store_rows)
+        stores.append(triton_store_exact.store_rows)
     slots = torch.stack([ring_slots, sink_slots], 1)  # columns of a table, as in steps that are replayed
     for store in stores:
         got = [place.clone() for place in like]
