@@ -6,6 +6,7 @@ rotating the queries and the outputs of attention costs less than rotating every
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 
 import torch
@@ -13,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..formats.base import PackedLayout
 from .segments import QuantizedRegion
 from .triton_dequantize import known, load_tile, plane_arguments, planes_of_chunk, store_vectors
 from .triton_dequantize import supports as knows
@@ -36,14 +38,20 @@ def dequantize_region(region: QuantizedRegion, begin: int, keys: Tensor, values:
     arguments: list[object] = []
     constants: list[object] = []
     for codec, codes, x in zip(region.codecs, region.chunks[0], (keys, values), strict=True):
-        layout = replace(known(codec, x, writes=False), rotation=0)
+        layout = _rotated(known(codec, x, writes=False))
         arguments += [(x, *x.stride()[:3]), plane_arguments(layout, codes, x, x)]
         constants += [layout, x.shape[3]]
-    grid = (triton.cdiv(tokens, TILE), batch * heads, 2)
+    grid = (-(-tokens // TILE), batch * heads, 2)
     with torch.cuda.device_of(keys):
         _dequantize_region_kernel[grid](
             *arguments, region.table, len(region.chunks), begin, tokens, heads, *constants, TILE, num_warps=4
         )  # fmt: skip
+
+
+@functools.cache
+def _rotated(layout: PackedLayout) -> PackedLayout:
+    """For reading vectors as they are stored."""
+    return replace(layout, rotation=0)
 
 
 @triton.jit(do_not_specialize=["chunks", "begin", "tokens", "heads"])
