@@ -34,6 +34,7 @@ from qkvcache.kernels import (  # noqa: E402
     triton_dequantize,
     triton_evict,
     triton_gather,
+    triton_lag_spread,
     triton_quadratic_form,
     triton_quantize,
     triton_rotate,
@@ -317,6 +318,12 @@ def quadratic(head_dim: int, target: str) -> Job:
     return Job(f"quadratic form {head_dim}", triton_quadratic_form._quadratic_form_kernel, types, constants, target, options)
 
 
+def spreading(head_dim: int, target: str) -> Job:
+    constants = {"D": head_dim, "C": triton_lag_spread.CHANNELS, "LAG": 128, "L": 128}
+    types = {"x": "*bf16", "out": "*fp32"}
+    return Job(f"lag spread {head_dim}", triton_lag_spread._lag_spread_kernel, types, constants, target, {"num_warps": 4})
+
+
 @dataclass(frozen=True)
 class _Like:
     """As much of a tensor as `known` asks for."""
@@ -346,6 +353,7 @@ def jobs(everything: bool) -> Iterator[Job]:
         yield storing_rows(128, target)
         yield rotary(128, target)
         yield quadratic(128, target)
+        yield spreading(128, target)
         if not few:
             sizes = [("int8", 256), ("int4", 96)]
             if everything:

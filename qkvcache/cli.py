@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Annotated
 
 import transformers
@@ -14,7 +13,7 @@ from .batching.commands import app as batching_app
 from .demo import show
 from .evaluation.commands import app as evaluation_app
 from .formats import REGISTRY, resolve
-from .options import MODEL, JsonOption, device_of, dtype_of, examples, model_of, refusals
+from .options import MODEL, JsonOption, device_of, dtype_of, examples, model_of, output, refusals
 from .planning.commands import app as planning_app
 from .planning.recommend import LADDERS
 from .prefix.commands import app as prefix_app
@@ -45,15 +44,11 @@ def demo(
     names = None if formats is None else formats.split(",")
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    console = Console()
     with refusals():
         for name in names or ():
             resolve(name)
-        rows = show.run(model, computes_in, on, None if json_output else console, seed, names)
-    if json_output:
-        print(json.dumps(rows, indent=1))
-    else:
-        show.show(rows, console, model)
+        rows = show.run(model, computes_in, on, None if json_output else Console(), seed, names)
+    output(rows, json_output, show.table_of(rows, model))
 
 
 @app.command(epilog=examples("qkvcache formats", "qkvcache formats --head-dim 64 --kv-heads 3 --json"))
@@ -73,15 +68,12 @@ def formats(
         rows.append(
             {"format": name, "bytes": size, "ratio": size and 4 * head_dim / size, "recommended": name in chosen, "refuses": refusal}
         )
-    if json_output:
-        print(json.dumps(rows, indent=1))
-        return
     title = f"bytes a token and head, keys and values, head_dim {head_dim}, {kv_heads} KV heads"
     table = Table("format", *(Column(name, justify="right") for name in ("bytes", "than 16 bit")), title=title, caption="*: recommended")
     for row in rows:
         cells = (f"{row['bytes']:g}", f"{row['ratio']:.2f}x smaller") if row["bytes"] else ("-", str(row["refuses"]))
         table.add_row(f"{row['format']}{' *' * bool(row['recommended'])}", *cells)
-    Console().print(table)
+    output(rows, json_output, table)
 
 
 app.add_typer(planning_app)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Container, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Annotated, Any
 
 import torch
 import typer
+from rich.console import Console
 from rich.table import Column, Table
 
 from .models import folder
@@ -22,6 +24,14 @@ def table(headers: Iterable[str], left: Container[str] = (), **options: Any) -> 
     """An empty table whose columns are aligned right, those in `left` to the left."""
     columns = (Column(header, justify="left" if header in left else "right", no_wrap=True) for header in headers)
     return Table(*columns, box=None, pad_edge=False, collapse_padding=True, caption_style="dim", **options)
+
+
+def output(found: Any, json_output: bool, *shown: Any) -> None:
+    """Prints `found` as JSON, or what is `shown` for it: tables and texts."""
+    if json_output:
+        print(json.dumps(found, indent=1))
+    else:
+        Console().print(*shown)
 
 
 def examples(*commands: str) -> str:

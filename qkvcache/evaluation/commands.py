@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .. import demo, models
 from ..formats import REGISTRY
-from ..options import MODEL, Budget, Device, JsonOption, budget_of, device_of, dtype_of, examples, model_of, refusals, table
+from ..options import MODEL, Budget, Device, JsonOption, budget_of, device_of, dtype_of, examples, model_of, output, refusals, table
 from ..policies import HeadProfile
 from .calibrate import Calibration
 from .calibrate import calibrate as measure_bits
@@ -80,10 +79,7 @@ def bench(
     for row in rows:
         row["ratio"] = rows[0]["bytes_per_token"] / row["bytes_per_token"]
         row["speedup"] = rows[0]["decode_ms"] / row["decode_ms"]
-    if json_output:
-        print(json.dumps(rows, indent=1))
-    else:
-        Console().print(_table(rows))
+    output(rows, json_output, _table(rows))
 
 
 def _table(rows: list[dict]) -> Table:
@@ -131,10 +127,8 @@ def calibrate(
         return measure_bits(network, ids, bits=bits, bytes_per_token=size, progress=progress, **sizes)
 
     found = _measured(windowed, model, text, out, dtype, device)
-    if json_output:
-        print(json.dumps(found.as_json(), indent=1))
-    else:
-        Console().print(_choice(found))
+    output(found.as_json(), json_output, _choice(found))
+    if not json_output:
         print(f'Written to {out}: pass format="{out}" to a cache, or --format {out} to a command.')
 
 
@@ -159,11 +153,10 @@ def profile_heads(
 
     dtype = dtype or ("float32" if device_of(device).type == "cpu" else "bfloat16")
     found = _measured(windowed, model, text, out, dtype, device)
-    if json_output:
-        print(json.dumps({str(share): found.shares(share) for share in SHARES}, indent=1))
-        return
-    Console().print(_shares(found))
-    print(f"Written to {out}: pass budget=HeadProfile.load({str(out)!r}).budget(0.25) to a policy, or head_profile={out} to an evaluation.")
+    output({str(share): found.shares(share) for share in SHARES}, json_output, _shares(found))
+    if not json_output:
+        usage = f"pass budget=HeadProfile.load({str(out)!r}).budget(0.25) to a policy, or head_profile={out} to an evaluation."
+        print(f"Written to {out}: {usage}")
 
 
 SHARES = (0.5, 0.25, 0.1)

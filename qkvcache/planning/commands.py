@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from transformers import AutoConfig, PreTrainedConfig
 
 from .. import policies
 from ..models import known
-from ..options import MODEL, Budget, JsonOption, budget_of, dtype_of, examples, model_of, refusals
+from ..options import MODEL, Budget, JsonOption, budget_of, dtype_of, examples, model_of, output, refusals
 from . import plan as plan_one
 from . import plan_all, show
 from . import recommend as ask
@@ -78,14 +76,8 @@ def plan(
     config = _config(model)
     with refusals():
         plans = [plan_one(config, format=format, **options)] if format else plan_all(config, **options)  # type: ignore[arg-type]
-    if json_output:
-        print(json.dumps([plan.as_json() for plan in plans], indent=1))
-        return
-    console = Console()
-    console.print(show.table(plans))
-    if format:
-        console.print(show.parts(plans[0]))
-        console.print(plans[0].reason)
+    of_one = (show.parts(plans[0]), plans[0].reason) if format else ()
+    output([plan.as_json() for plan in plans], json_output, show.table(plans), *of_one)
 
 
 @app.command(epilog=examples(f"qkvcache recommend {EIGHT_GPUS} --workload continue"))
@@ -119,10 +111,7 @@ def recommend(
     with refusals():
         profile = head_profile and policies.HeadProfile.load(head_profile)
         recommendation = ask(config, **options, head_profile=profile)  # type: ignore[arg-type]
-    if json_output:
-        print(json.dumps(recommendation.as_json(), indent=1))
-    else:
-        show.show(recommendation, Console())
+    output(recommendation.as_json(), json_output, show.recommended(recommendation))
 
 
 def _config(model: str) -> PreTrainedConfig:
