@@ -200,11 +200,11 @@ def columns(head_dim: int, target: str, dtype: str = "bf16", options: bool = Fal
     constants = {"D": head_dim, "DP": triton.next_power_of_2(head_dim), "G": 4, "SOFTCAP": options, "VISIBLE": options, "ARCH": arch}
     kernels = (
         ("lse", triton_sum_attention.lse_kernel, {"SINKS": options}),
-        ("column", triton_sum_attention.column_kernel, {"LARGEST": options}),
+        ("column", triton_sum_attention.column_kernel, {"POWER": 3 if options else 1}),
     )
     for (name, kernel, more), tile in zip(kernels, triton_sum_attention.tiles(head_dim, arch), strict=True):
-        sizes = {name: tile[name] for name in ("BQ", "BT")}
-        launch = {option: x for option, x in tile.items() if option not in sizes}
+        launch = {option: x for option, x in tile.items() if option.startswith("num")}
+        sizes = {option: x for option, x in tile.items() if option not in launch}
         yield Job(f"{name} {head_dim}{' options' if options else ''}", kernel, types, constants | more | sizes, target, launch)
 
 
