@@ -15,19 +15,19 @@ chat: $(VENV)/installed
 	$(BIN)/python examples/chat.py $(CHAT)
 
 test: $(VENV)/installed
-	$(BIN)/pytest -n auto -m "not slow" --nbmake --nbmake-timeout=300
+	$(BIN)/pytest -n auto --dist worksteal -m "not slow" --nbmake --nbmake-timeout=300
 
 # What sums floating-point numbers, as on processors without AVX-512, which sum in another order, and without any of the wider vectors;
 # with another seed and two threads.
 test-processors: $(VENV)/installed
-	MKL_ENABLE_INSTRUCTIONS=AVX2 ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 $(BIN)/pytest -n auto -m "sums and not slow"
+	MKL_ENABLE_INSTRUCTIONS=AVX2 ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 $(BIN)/pytest -n auto --dist worksteal -m "sums and not slow"
 	MKL_ENABLE_INSTRUCTIONS=SSE4_2 ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 OMP_WAIT_POLICY=passive \
-	QKVCACHE_TEST_SEED=1 QKVCACHE_TEST_THREADS=2 $(BIN)/pytest -n auto -m "sums and not slow"
+	QKVCACHE_TEST_SEED=1 QKVCACHE_TEST_THREADS=2 $(BIN)/pytest -n auto --dist worksteal -m "sums and not slow"
 
 # The promises that transformers makes us, on the oldest release that we support, and on the oldest with continuous batching.
 test-oldest: $(VENV)-oldest/installed $(VENV)-batching/installed
-	$(VENV)-oldest/bin/pytest -n auto -m contract
-	$(VENV)-batching/bin/pytest -n auto -m contract tests/batching
+	$(VENV)-oldest/bin/pytest -n auto --dist worksteal -m contract
+	$(VENV)-batching/bin/pytest -n auto --dist worksteal -m contract tests/batching
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .

@@ -28,6 +28,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from qkvcache import CompressedCache, policies
 from qkvcache.evaluation.provenance import provenance
+from qkvcache.policies.base import MOST_INTERVAL
 
 RESULTS = Path(__file__).parent / "results" / "policies_speed.jsonl"
 SHAPES = {
@@ -147,7 +148,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--context", type=int, help="tokens of the prompt; 32768, or with --quick 512")
     parser.add_argument("--budget", type=int, help="tokens that a layer keeps; a quarter of the prompt by default")
     parser.add_argument("--layers", type=int, help="8, or with --quick 2")
-    parser.add_argument("--steps", type=int, help="decode steps of a measurement, a multiple of 32 by default")
+    parser.add_argument("--steps", type=int, help="decode steps of a measurement, as many as the longest interval of a policy by default")
     parser.add_argument("--format", help="of all caches; None: the model's dtype")
     parser.add_argument("--policies", nargs="*", help="names of rows; all by default")
     parser.add_argument("--seconds", type=float, default=300.0, help="no policy is begun after this time")
@@ -162,7 +163,7 @@ def main(arguments: list[str] | None = None) -> None:
     args.context = args.context or (512 if args.quick else 32768)
     args.budget = args.budget or args.context // 4
     args.layers = args.layers or (2 if args.quick else 8)
-    args.steps = args.steps or 32
+    args.steps = args.steps or MOST_INTERVAL
     if unknown := set(args.policies or ()) - set(ROWS):
         parser.error(f"argument --policies: unknown {sorted(unknown)}, expected some of {ROWS}")
     args.policies = args.policies or ROWS

@@ -34,6 +34,7 @@ from qkvcache.kernels import (  # noqa: E402
     triton_dequantize,
     triton_evict,
     triton_gather,
+    triton_lag_spread,
     triton_quadratic_form,
     triton_quantize,
     triton_rotate,
@@ -199,11 +200,11 @@ def columns(head_dim: int, target: str, dtype: str = "bf16", options: bool = Fal
     constants = {"D": head_dim, "DP": triton.next_power_of_2(head_dim), "G": 4, "SOFTCAP": options, "VISIBLE": options, "ARCH": arch}
     kernels = (
         ("lse", triton_sum_attention.lse_kernel, {"SINKS": options}),
-        ("column", triton_sum_attention.column_kernel, {"LARGEST": options}),
+        ("column", triton_sum_attention.column_kernel, {"POWER": 3 if options else 1}),
     )
     for (name, kernel, more), tile in zip(kernels, triton_sum_attention.tiles(head_dim, arch), strict=True):
-        sizes = {name: tile[name] for name in ("BQ", "BT")}
-        launch = {option: x for option, x in tile.items() if option not in sizes}
+        launch = {option: x for option, x in tile.items() if option.startswith("num")}
+        sizes = {option: x for option, x in tile.items() if option not in launch}
         yield Job(f"{name} {head_dim}{' options' if options else ''}", kernel, types, constants | more | sizes, target, launch)
 
 
@@ -317,6 +318,12 @@ def quadratic(head_dim: int, target: str) -> Job:
     return Job(f"quadratic form {head_dim}", triton_quadratic_form._quadratic_form_kernel, types, constants, target, options)
 
 
+def spreading(head_dim: int, target: str) -> Job:
+    constants = {"D": head_dim, "C": triton_lag_spread.CHANNELS, "LAG": 128, "L": 128}
+    types = {"x": "*bf16", "out": "*fp32"}
+    return Job(f"lag spread {head_dim}", triton_lag_spread._lag_spread_kernel, types, constants, target, {"num_warps": 4})
+
+
 @dataclass(frozen=True)
 class _Like:
     """As much of a tensor as `known` asks for."""
@@ -346,6 +353,7 @@ def jobs(everything: bool) -> Iterator[Job]:
         yield storing_rows(128, target)
         yield rotary(128, target)
         yield quadratic(128, target)
+        yield spreading(128, target)
         if not few:
             sizes = [("int8", 256), ("int4", 96)]
             if everything:

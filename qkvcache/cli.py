@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-import json
 from typing import Annotated
 
+import transformers
 import typer
 from rich.console import Console
 from rich.table import Column, Table
 
-from .batching.commands import register as register_batching
-from .evaluation.commands import register as register_evaluation
-from .options import MODEL, JsonOption, device_of, dtype_of, examples, model_of, refusals
-from .planning.commands import register as register_planning
+from .batching.commands import app as batching_app
+from .demo import show
+from .evaluation.commands import app as evaluation_app
+from .formats import REGISTRY, resolve
+from .options import MODEL, JsonOption, device_of, dtype_of, examples, model_of, output, refusals
+from .planning.commands import app as planning_app
+from .planning.recommend import LADDERS
 from .prefix.commands import app as prefix_app
 
 app = typer.Typer(
@@ -22,7 +25,6 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-app.add_typer(prefix_app, name="prefix")
 
 
 @app.command(epilog=examples("qkvcache demo", "qkvcache demo --model smollm2 --formats int8,hadaquant_k4v4 --device cuda"))
@@ -37,25 +39,16 @@ def demo(
     seed: Annotated[int, typer.Option(help="Chooses the code word and the texts.")] = 0,
 ) -> None:
     """Run one prompt through every cache, on the embedded model by default, and show what each costs and keeps."""
-    import transformers
-
-    from .demo import show
-    from .formats import resolve
-
     model_of(model, "--model")  # refused here, under the option's name
     computes_in, on = dtype_of(dtype), device_of(device)
     names = None if formats is None else formats.split(",")
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    console = Console()
     with refusals():
         for name in names or ():
             resolve(name)
-        rows = show.run(model, computes_in, on, None if json_output else console, seed, names)
-    if json_output:
-        print(json.dumps(rows, indent=1))
-    else:
-        show.show(rows, console, model)
+        rows = show.run(model, computes_in, on, None if json_output else Console(), seed, names)
+    output(rows, json_output, show.table_of(rows, model))
 
 
 @app.command(epilog=examples("qkvcache formats", "qkvcache formats --head-dim 64 --kv-heads 3 --json"))
@@ -65,9 +58,6 @@ def formats(
     json_output: JsonOption = False,
 ) -> None:
     """List the storage formats and what a token takes in each. An asterisk marks those that `qkvcache recommend` chooses from."""
-    from .formats import REGISTRY
-    from .planning.recommend import LADDERS
-
     if head_dim < 1 or kv_heads < 1:
         raise typer.BadParameter(f"--head-dim {head_dim} --kv-heads {kv_heads}: both must be at least 1")
     chosen = {choice.format for ladder in LADDERS.values() for choice in ladder}
@@ -78,20 +68,18 @@ def formats(
         rows.append(
             {"format": name, "bytes": size, "ratio": size and 4 * head_dim / size, "recommended": name in chosen, "refuses": refusal}
         )
-    if json_output:
-        print(json.dumps(rows, indent=1))
-        return
     title = f"bytes a token and head, keys and values, head_dim {head_dim}, {kv_heads} KV heads"
     table = Table("format", *(Column(name, justify="right") for name in ("bytes", "than 16 bit")), title=title, caption="*: recommended")
     for row in rows:
         cells = (f"{row['bytes']:g}", f"{row['ratio']:.2f}x smaller") if row["bytes"] else ("-", str(row["refuses"]))
         table.add_row(f"{row['format']}{' *' * bool(row['recommended'])}", *cells)
-    Console().print(table)
+    output(rows, json_output, table)
 
 
-register_planning(app)
-register_evaluation(app)
-register_batching(app)
+app.add_typer(planning_app)
+app.add_typer(evaluation_app)
+app.add_typer(prefix_app, name="prefix")
+app.add_typer(batching_app)
 
 if __name__ == "__main__":
     app()

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Container, Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
+import torch
 import typer
+from rich.console import Console
 from rich.table import Column, Table
 
-if TYPE_CHECKING:
-    import torch
+from .models import folder
 
 MODEL = "'demo', 'smollm2', a model's folder, a .gguf file, or its name on the Hub."
 Budget = Annotated[float | None, typer.Option(help="Tokens that the policy retains: a number from 1 on, or a share such as 0.5.")]
@@ -22,6 +24,14 @@ def table(headers: Iterable[str], left: Container[str] = (), **options: Any) -> 
     """An empty table whose columns are aligned right, those in `left` to the left."""
     columns = (Column(header, justify="left" if header in left else "right", no_wrap=True) for header in headers)
     return Table(*columns, box=None, pad_edge=False, collapse_padding=True, caption_style="dim", **options)
+
+
+def output(found: Any, json_output: bool, *shown: Any) -> None:
+    """Prints `found` as JSON, or what is `shown` for it: tables and texts."""
+    if json_output:
+        print(json.dumps(found, indent=1))
+    else:
+        Console().print(*shown)
 
 
 def examples(*commands: str) -> str:
@@ -40,8 +50,6 @@ def refusals() -> Iterator[None]:
 
 def model_of(name: str, option: str = "MODEL") -> str:
     """The path or name that transformers loads for `name` (`models.folder`)."""
-    from .models import folder
-
     try:
         return folder(name)
     except (OSError, ImportError, ValueError) as error:
@@ -49,8 +57,6 @@ def model_of(name: str, option: str = "MODEL") -> str:
 
 
 def dtype_of(name: str) -> torch.dtype:
-    import torch
-
     allowed = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
     if name not in allowed:
         raise typer.BadParameter(f"{name!r}: expected one of {', '.join(allowed)}", param_hint="--dtype")
@@ -59,8 +65,6 @@ def dtype_of(name: str) -> torch.dtype:
 
 def device_of(name: str | None) -> torch.device:
     """None: a GPU if there is one, else the CPU."""
-    import torch
-
     try:
         device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
         torch.empty(0, device=device)

@@ -108,7 +108,7 @@ def attend_observed(
     if paged and "eager" not in implementation and implementation != "sdpa":
         stock, implementation = full_attention, "qkvcache"  # the masks of flash and flex are the same for all heads
     if not in_order and (few or chunked) and "eager" not in implementation and not kwargs.get("dropout"):
-        if chunked and (not few or policy.reduces_attention):
+        if chunked and (not few or (policy.reduces_attention and observed is not None)):
             counts = None if observed is None else observed[:, last]
             hidden = None if (shown := valid()) is None else ~shown
             out, attention_sums = _attend_in_chunks(policy, query, key, hidden, counts, options)

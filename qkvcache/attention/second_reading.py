@@ -21,6 +21,10 @@ from .padding import PlainAttention, await_attention
 from .projection import OutputProjection
 from .route import NAME
 
+NORM = 3
+"""The norm, over queries, of the weights that a token receives: a token to which several queries of the repetition attend is needed more
+than one to which a single query does, as the largest weight, which the authors take, has it."""
+
 
 @dataclass(frozen=True)
 class Reading:
@@ -57,8 +61,8 @@ class Reading:
 
 
 class ReadingLayer(DynamicLayer):
-    """A dense layer that observes a second reading: `scores` fp32 `[B, H, T]` are the largest attention that each token of the context
-    receives from the queries of the readings so far. Of a reading it stores nothing.
+    """A dense layer that observes a second reading: `scores` fp32 `[B, H, T]` are the `NORM`-norms of the attention that each token of the
+    context receives from the queries of the readings so far, of the query head that gives it most. Of a reading it stores nothing.
 
     Args:
         sinks: the first tokens of a row, which take part in each softmax and get no score.
@@ -113,14 +117,13 @@ class ReadingLayer(DynamicLayer):
         columns, is_valid = reading.columns.to(keys.device), reading.is_valid.to(keys.device)
         heads, count = keys.shape[1], columns.shape[1]
         observed = is_valid[:, count:].float()
-        if self.normalized:  # by query head: each has norms of its own
-            keys = keys.repeat_interleave(query.shape[1] // heads, dim=1)
+        if self.normalized:
             observed = observed / self.inputs.to(keys.device)  # type: ignore[union-attr]
         options = kernel_options(attention.implementation, query, attention.keywords)
-        known = {"scaling": options["scaling"], "softcap": options["softcap"], "largest": True}
-        best = sum_attention(query, keys, observed, is_valid, **known)[..., :count]
-        if self.normalized:
-            best = (best.unflatten(1, (heads, -1)) * _factors(attention.module, query, values[:, :, :count])).amax(2)
+        by_query_head = keys.repeat_interleave(query.shape[1] // heads, dim=1)
+        known = {"scaling": options["scaling"], "softcap": options["softcap"], "power": NORM}
+        norms = sum_attention(query, by_query_head, observed, is_valid, **known)[..., :count].pow_(1 / NORM).unflatten(1, (heads, -1))
+        best = (norms * _factors(attention.module, query, values[:, :, :count]) if self.normalized else norms).amax(2)
         if self.scores is None:
             self.scores = torch.zeros(*self.keys.shape[:3], device=keys.device)  # type: ignore[union-attr]
         repeated = is_valid[:, :count].clone()

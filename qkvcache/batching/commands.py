@@ -8,7 +8,13 @@ import typer
 
 from ..options import MODEL, examples, model_of, refusals
 
+app = typer.Typer()
 
+
+@app.command(
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    epilog=examples("qkvcache serve smollm2 --format turboquant_4bit_nc --port 8000"),
+)
 def serve(
     context: typer.Context,
     model: Annotated[str, typer.Argument(help=MODEL)],
@@ -40,16 +46,10 @@ def stock_options(arguments: list[str]) -> dict[str, Any]:
 
     if not is_serve_available():
         raise ImportError("serving needs packages that are not installed: pip install 'qkvcache[serve]'")
-    app = typer.Typer(add_completion=False)
-    app.command()(Serve)
-    command = typer.main.get_command(app)
+    stock = typer.Typer(add_completion=False)
+    stock.command()(Serve)
+    command = typer.main.get_command(stock)
     options = command.make_context("qkvcache serve MODEL", ["--continuous-batching", *arguments]).params
     if options.pop("force_model", None) is not None:
         raise typer.BadParameter(f"one model is served, got {arguments} beside it", param_hint="MODEL")
     return {name: value for name, value in options.items() if name != "non_blocking"}
-
-
-def register(app: typer.Typer) -> None:
-    """Adds the command to the command line."""
-    example = examples("qkvcache serve smollm2 --format turboquant_4bit_nc --port 8000")
-    app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True}, epilog=example)(serve)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.progress import track
+from rich.table import Table
 from transformers import (
     DynamicCache,
     PreTrainedConfig,
@@ -119,8 +120,8 @@ def run(
     return rows
 
 
-def show(rows: list[dict], console: Console, name: str = "demo") -> None:
-    """Prints the table of the model called `name`."""
+def table_of(rows: list[dict], name: str = "demo") -> Table:
+    """The table of the model called `name`."""
     size = SIZES.get(name, REAL)
     grid = table(
         ("cache", "exact", "bytes/token", "smaller", "KL", "perplexity", "recall", "tokens/s"),
@@ -135,7 +136,7 @@ def show(rows: list[dict], console: Console, name: str = "demo") -> None:
             row["cache"], row["exact"], f"{row['bytes_per_token']:,.0f}", f"{row['ratio']:.2f}x", f"{row['kl']:.4f}",
             f"{row['perplexity_change']:+.1%}", f"{row['recall']:.0%}", f"{row['tokens_per_second']:.0f}",
         )  # fmt: skip
-    console.print(grid)
+    return grid
 
 
 def generate(

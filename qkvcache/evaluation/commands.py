@@ -3,28 +3,31 @@
 from __future__ import annotations
 
 import inspect
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import Annotated, TypeVar
 
+import torch
+import transformers
 import typer
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..options import MODEL, Budget, Device, JsonOption, budget_of, device_of, dtype_of, examples, model_of, refusals, table
+from .. import demo, models
+from ..formats import REGISTRY
+from ..options import MODEL, Budget, Device, JsonOption, budget_of, device_of, dtype_of, examples, model_of, output, refusals, table
+from ..policies import HeadProfile
+from .calibrate import Calibration
+from .calibrate import calibrate as measure_bits
+from .profile_heads import profile_heads as measure_heads
 from .spec import DENSE, CacheSpec
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-    from ..policies import HeadProfile
-    from .calibrate import Calibration
+from .speed import measure
 
 Progressed = Callable[[int, int], None]
-Found = TypeVar("Found", "Calibration", "HeadProfile")
+Found = TypeVar("Found", Calibration, HeadProfile)
 TextFile = Annotated[
     Path | None, typer.Option(help="Text file that the model reads. Default: Python's language reference.", exists=True, dir_okay=False)
 ]
@@ -35,8 +38,10 @@ EVALUATED = examples(
     "qkvcache eval run --model qkvcache --model_args pretrained=smollm2,cache=turboquant_4bit_nc --tasks hellaswag,qkvcache_needle",
     "qkvcache eval run --model qkvcache --model_args pretrained=smollm2,cache=fp8,policy=h2o,budget=0.3 --tasks qkvcache_unseen",
 )
+app = typer.Typer()
 
 
+@app.command(epilog=examples("qkvcache bench meta-llama/Llama-3.1-8B --tokens 32000 --device cuda --preallocate"))
 def bench(
     model: Annotated[str, typer.Argument(help=MODEL)] = "demo",
     formats: Annotated[str, typer.Option(help="With commas, as `qkvcache formats` lists them, or 'all'.")] = USUAL,
@@ -53,14 +58,6 @@ def bench(
     json_output: JsonOption = False,
 ) -> None:
     """Measure how fast a model decodes with each format, and the bytes of its cache, beside a DynamicCache."""
-    import torch
-    import transformers
-
-    from ..demo import text
-    from ..formats import REGISTRY
-    from ..models import load
-    from .speed import measure
-
     path, computes_in, on, size = model_of(model), dtype_of(dtype), device_of(device), budget_of(budget)
     names = [name for name in REGISTRY if name != "identity"] if formats == "all" else formats.split(",")
     longest = tokens + new_tokens if preallocate else None
@@ -68,8 +65,8 @@ def bench(
         specs = [CacheSpec(cache=name, policy=policy, budget=size, max_length=longest) for name in names]
         transformers.logging.set_verbosity_error()
         transformers.logging.disable_progress_bar()
-        network, tokenizer = load(path, computes_in, on)
-        ids = tokenizer(text(), verbose=False)["input_ids"]
+        network, tokenizer = models.load(path, computes_in, on)
+        ids = tokenizer(demo.text(), verbose=False)["input_ids"]
         prompt = torch.tensor((ids * (tokens // len(ids) + 1))[:tokens], device=network.device).expand(batch, -1).contiguous()
         for spec in specs:
             spec.make(network.config)
@@ -82,10 +79,7 @@ def bench(
     for row in rows:
         row["ratio"] = rows[0]["bytes_per_token"] / row["bytes_per_token"]
         row["speedup"] = rows[0]["decode_ms"] / row["decode_ms"]
-    if json_output:
-        print(json.dumps(rows, indent=1))
-    else:
-        Console().print(_table(rows))
+    output(rows, json_output, _table(rows))
 
 
 def _table(rows: list[dict]) -> Table:
@@ -106,6 +100,7 @@ def _table(rows: list[dict]) -> Table:
     return found
 
 
+@app.command(epilog=examples("qkvcache calibrate meta-llama/Llama-3.1-8B --bits 3 --device cuda --out llama.json"))
 def calibrate(
     model: Annotated[str, typer.Argument(help=MODEL)],
     out: Annotated[Path, typer.Option(help="The calibration file that is written, .json.", dir_okay=False)],
@@ -126,20 +121,18 @@ def calibrate(
     Measures what 2, 3 and 4 bits cost each of them, and writes the formats of least cost to a file that every cache takes as its format.
     The model runs 6 times a layer over windows x read-on tokens: a minute for 135 million parameters on a GPU, ten on two cores.
     """
-    from .calibrate import calibrate as measure
 
     def windowed(network: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, ids: list[int], progress: Progressed) -> Calibration:
         sizes = {"context": context, "windows": windows, "read_on": read_on}
-        return measure(network, ids, bits=bits, bytes_per_token=size, progress=progress, **sizes)
+        return measure_bits(network, ids, bits=bits, bytes_per_token=size, progress=progress, **sizes)
 
     found = _measured(windowed, model, text, out, dtype, device)
-    if json_output:
-        print(json.dumps(found.as_json(), indent=1))
-    else:
-        Console().print(_choice(found))
+    output(found.as_json(), json_output, _choice(found))
+    if not json_output:
         print(f'Written to {out}: pass format="{out}" to a cache, or --format {out} to a command.')
 
 
+@app.command(epilog=examples("qkvcache profile-heads meta-llama/Llama-3.1-8B --device cuda --out llama.heads.json"))
 def profile_heads(
     model: Annotated[str, typer.Argument(help=MODEL)],
     out: Annotated[Path, typer.Option(help="The profile that is written, .json.", dir_okay=False)],
@@ -154,18 +147,16 @@ def profile_heads(
 
     The model reads each window and repeats it, once: seconds on a GPU, a minute for 135 million parameters on two cores.
     """
-    from .profile_heads import profile_heads as measure
 
     def windowed(network: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, ids: list[int], progress: Progressed) -> HeadProfile:
-        return measure(network, ids, tokenizer=tokenizer, context=context, windows=windows, progress=progress)
+        return measure_heads(network, ids, tokenizer=tokenizer, context=context, windows=windows, progress=progress)
 
     dtype = dtype or ("float32" if device_of(device).type == "cpu" else "bfloat16")
     found = _measured(windowed, model, text, out, dtype, device)
-    if json_output:
-        print(json.dumps({str(share): found.shares(share) for share in SHARES}, indent=1))
-        return
-    Console().print(_shares(found))
-    print(f"Written to {out}: pass budget=HeadProfile.load({str(out)!r}).budget(0.25) to a policy, or head_profile={out} to an evaluation.")
+    output({str(share): found.shares(share) for share in SHARES}, json_output, _shares(found))
+    if not json_output:
+        usage = f"pass budget=HeadProfile.load({str(out)!r}).budget(0.25) to a policy, or head_profile={out} to an evaluation."
+        print(f"Written to {out}: {usage}")
 
 
 SHARES = (0.5, 0.25, 0.1)
@@ -181,11 +172,6 @@ def _shares(found: HeadProfile) -> Table:
 
 def _measured(measure: Callable[..., Found], model: str, text: Path | None, out: Path, dtype: str, device: str | None) -> Found:
     """The result of `measure(model, tokenizer, ids, progress=)` on a text file, or on Python's language reference, saved in `out`."""
-    import transformers
-
-    from .. import models
-    from ..demo import text_ids
-
     if out.suffix != ".json":
         raise typer.BadParameter(f"{str(out)!r}: the name of what is written ends with .json", param_hint="--out")
     if not out.parent.is_dir():
@@ -195,7 +181,7 @@ def _measured(measure: Callable[..., Found], model: str, text: Path | None, out:
     transformers.logging.disable_progress_bar()
     with refusals(), Progress(console=Console(stderr=True), transient=True) as progress:
         network, tokenizer = models.load(path, computes_in, on)
-        ids = text_ids(tokenizer, None if text is None else text.read_text(encoding="utf-8"))
+        ids = demo.text_ids(tokenizer, None if text is None else text.read_text(encoding="utf-8"))
         task = progress.add_task("measuring", total=None)
         found = measure(network, tokenizer, ids, progress=lambda done, total: progress.update(task, completed=done, total=total))
         found = replace(found, about={"model": model, "text": "pydoc" if text is None else text.name} | found.about)
@@ -216,6 +202,12 @@ def _choice(found: Calibration) -> Table:
     return grid
 
 
+@app.command(
+    "eval",
+    context_settings={"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []},
+    add_help_option=False,
+    epilog=EVALUATED,
+)
 def evaluate(context: typer.Context) -> None:
     """Run lm-eval with every score computed through a cache; the arguments are lm-eval's."""
     from .__main__ import main
@@ -226,12 +218,3 @@ def evaluate(context: typer.Context) -> None:
 
             print(f"{inspect.getdoc(CacheLM)}\n\n{EVALUATED}\n")
         main(context.args)
-
-
-def register(app: typer.Typer) -> None:
-    """Adds the commands to the command line."""
-    app.command(epilog=examples("qkvcache bench meta-llama/Llama-3.1-8B --tokens 32000 --device cuda --preallocate"))(bench)
-    app.command(epilog=examples("qkvcache calibrate meta-llama/Llama-3.1-8B --bits 3 --device cuda --out llama.json"))(calibrate)
-    app.command(epilog=examples("qkvcache profile-heads meta-llama/Llama-3.1-8B --device cuda --out llama.heads.json"))(profile_heads)
-    passed_on = {"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []}
-    app.command("eval", context_settings=passed_on, add_help_option=False, epilog=EVALUATED)(evaluate)

@@ -27,8 +27,8 @@ def profile_heads(
     windows: int = 4,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> HeadProfile:
-    """Measures which heads look things up: the model reads windows of a text and then repeats them; the score of a token in a head is the
-    largest attention that it receives meanwhile (KVzip, arXiv 2505.23416). Heads whose tokens score high need much of a context.
+    """Measures which heads look things up: the model reads windows of a text and then repeats them; the score of a token in a head is
+    the attention that it receives meanwhile (`policies.KVzip`). Heads whose tokens score high need much of a context.
 
         profile = profile_heads(model, tokenizer)
         profile.save("llama.heads.json")

@@ -13,6 +13,7 @@ from .dispatch import (
     dequantize_pages,
     evict_token,
     gather_rows,
+    lag_spread,
     launch_of_step,
     observe_on_codes,
     on_triton,

@@ -22,6 +22,7 @@ from torch import Tensor
 from ..formats.base import Codec
 from . import counted, matmul
 from . import evict as evicting
+from . import lag_spread as spreading
 from . import pages as paged
 from . import rotate as rotating
 from . import sum_attention as reference
@@ -233,15 +234,16 @@ def unfold(buffers: Buffers, new: Pair | None) -> Pair:
     return counted.unfold(buffers, new, dense)
 
 
-def _takes(module: str, x: Tensor) -> bool:
-    """Whether the kernels of `module`, which have neither gradients nor operators of torch, take `x`."""
+def _takes(module: str, x: Tensor, *sizes: int) -> bool:
+    """Whether the kernels of `module`, which have neither gradients nor operators of torch, take `x`, with these `sizes`."""
     differentiated = torch.is_grad_enabled() and x.requires_grad
     if differentiated or x.is_meta or torch.compiler.is_compiling() or not on_triton(x.device):
         return False
-    return _module(module).supports(x)
+    return _module(module).supports(x, *sizes)
 
 
 quadratic_form = _by_kernel(matmul.quadratic_form, "triton_quadratic_form", lambda x, *_: _takes("triton_quadratic_form", x))
+lag_spread = _by_kernel(spreading.lag_spread, "triton_lag_spread", lambda x, count, lag: _takes("triton_lag_spread", x, lag))
 rotate = _by_kernel(rotating.rotate, "triton_rotate", lambda x, *_: _takes("triton_rotate", x))
 
 

@@ -165,8 +165,13 @@ class Arguments(NamedTuple):
             use, empty, (table, counts, lengths), place_strides,
             tuple((*side, shifts) for side, shifts in zip(found, (use.k_shifts, use.v_shifts), strict=True)),
             tuple(tuple(n for x in side for n in _outer_strides(x)) for side in found),
-            exact, tuple(n for x in exact for n in x.stride()[:3]), constants,
+            exact, _strides_of(exact), constants,
         )  # fmt: skip
+
+
+def _strides_of(exact: tuple[Tensor, ...]) -> tuple[int, ...]:
+    """Of each of these over its first three dimensions."""
+    return tuple(n for x in exact for n in x.stride()[:3])
 
 
 def _outer_strides(x: Tensor) -> tuple[int, int]:
@@ -175,12 +180,22 @@ def _outer_strides(x: Tensor) -> tuple[int, int]:
 
 
 def arguments_of_chunks(inputs: AttentionInputs) -> Arguments:
-    """The arguments of these inputs; for storage whose tensors do not move, computed once."""
+    """The arguments of these inputs; what does not depend on the step is computed once."""
     buffers, region = inputs.buffers, inputs.region
-    if buffers is not None and buffers.launch is not None:
+    if buffers is not None:
+        buffers.launch = buffers.launch or _arguments_of_chunks(inputs)
         return buffers.launch
+    if region is None:
+        return _arguments_of_chunks(inputs)
+    if "attend" not in region.launches:
+        region.launches["attend"] = _arguments_of_chunks(inputs)._replace(exact=())
+    return region.launches["attend"]._replace(exact=inputs.exact, exact_strides=_strides_of(inputs.exact))
+
+
+def _arguments_of_chunks(inputs: AttentionInputs) -> Arguments:
+    buffers, region = inputs.buffers, inputs.region
     shared, once = (region.shared, region.statistics) if region else ((False, False), (False, False))
-    args = Arguments.of(
+    return Arguments.of(
         region.codecs if region else None,
         region.chunks[0] if region else (),
         inputs.exact,
@@ -188,9 +203,6 @@ def arguments_of_chunks(inputs: AttentionInputs) -> Arguments:
         (0, 0, 0, 0),
         PAGE=0, COUNTED=buffers is not None, K_SHARED=shared[0], V_SHARED=shared[1], K_ONCE=int(once[0]), V_ONCE=int(once[1]),
     )  # fmt: skip
-    if buffers is not None:
-        buffers.launch = args
-    return args
 
 
 def arguments_of_pages(inputs: PagedInputs) -> Arguments:
@@ -312,8 +324,9 @@ class Call:
         """Joins the splits: the output `[B, Hq, Q, Dv]`, the log of the normaliser, fp32 `[B, Hq, Q]`, and the accumulated attention, fp32
         `[B, H, sum(zones)]`, or `[B, H, 0]` if it is not observed."""
         use, value_dim = self.use, self.value_dim
-        out = self._empty(*self.query.shape[:3], value_dim, dtype=self.query.dtype)
-        lse = self._empty(*self.query.shape[:3])
+        batch, query_heads, queries, _ = self.query.shape
+        out = self._empty(batch, queries, query_heads, value_dim, dtype=self.query.dtype).transpose(1, 2)  # as transformers asks for
+        lse = self._empty(batch, query_heads, queries)
         columns = triton.next_power_of_2(value_dim) if use.value.rotated else 32
         attention_sums = self._empty(self.batch, self.heads, sum(self.zones) if self.width else 0)
         shape = {"G": self.groups, "R": self.rows, "RAGGED": self.constants["PAGE"] > 0}

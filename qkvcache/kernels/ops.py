@@ -82,7 +82,8 @@ def _(planes, table, codecs, tokens, exact):
 
 @_operator("attend", f"Tensor query, {INPUTS}, Tensor? mask, {OPTIONS}", "(Tensor, Tensor)")
 def _attend(query, planes, table, codecs, tokens, exact, mask, *options):
-    return dispatch.observe_on_codes(query, _inputs_of(planes, table, codecs, tokens, exact), mask, **_given(options))
+    out, sums = dispatch.observe_on_codes(query, _inputs_of(planes, table, codecs, tokens, exact), mask, **_given(options))
+    return out.contiguous(), sums  # kernels write `[B, Q, Hq, D]`
 
 
 @_attend.register_fake
@@ -103,7 +104,7 @@ def _step(*args):
 @_operator("attend_buffers", f"Tensor query, {BUFFERS}, Tensor? mask, Tensor? sinks, float? scaling, float? softcap", "Tensor")
 def _attend_buffers(query, *args):
     *buffers, mask, sinks, scaling, softcap = args
-    return dispatch.attend_on_buffers(query, Buffers.of(*buffers), mask, scaling=scaling, softcap=softcap, sinks=sinks)
+    return dispatch.attend_on_buffers(query, Buffers.of(*buffers), mask, scaling=scaling, softcap=softcap, sinks=sinks).contiguous()
 
 
 @_attend_buffers.register_fake
@@ -151,7 +152,8 @@ PAGES = "Tensor[] pool, Tensor[] counts, Tensor[] exact, SymInt[] codecs, SymInt
 @_operator("attend_pages", f"Tensor query, {PAGES}, Tensor? mask, {OPTIONS}", "(Tensor, Tensor, Tensor)")
 def _attend_pages(query, pool, counts, exact, codecs, max_length, tokens, mask, *options):
     inputs = PagedInputs.of(pool, counts, exact, codecs, max_length, tokens)
-    return dispatch.attend_pages(query, inputs, mask, **_given(options))
+    out, lse, sums = dispatch.attend_pages(query, inputs, mask, **_given(options))
+    return out.contiguous(), lse, sums
 
 
 @_attend_pages.register_fake

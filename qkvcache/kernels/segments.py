@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -115,9 +115,15 @@ class QuantizedRegion:
     tokens: int
     table: Tensor
     numbers: tuple[int, int] = field(init=False)
+    launches: dict[str, Any] = field(default_factory=dict)
+    """Arguments that kernels reuse from step to step, whatever `tokens`: `holding` shares them."""
 
     def __post_init__(self) -> None:
         self.numbers = number(self.key), number(self.value)
+
+    def holding(self, tokens: int) -> QuantizedRegion:
+        """The region with so many tokens."""
+        return replace(self, tokens=tokens)
 
     @property
     def codecs(self) -> tuple[Codec, Codec]:

@@ -23,7 +23,7 @@ def sum_attention(
     sinks: Tensor | None = None,
     lse: Tensor | None = None,
     causal: bool = True,
-    largest: bool = False,
+    power: int = 1,
 ) -> Tensor:
     """Accumulated attention of each token, fp32 `[B, H, T]`: its softmax weights, summed over queries and the query heads of its group.
 
@@ -38,7 +38,7 @@ def sum_attention(
         lse: log of the normaliser, fp32 `[B, Hq, Q]`, of the scaled scores, sinks included, if it is known. Then `sinks` are not read, and
         the keys may be a part of those that queries attend to.
         causal: the last `Q` tokens are those of the queries, and each sees up to itself. Else each sees all tokens.
-        largest: the largest weight, times how often its query counts, in place of the sum.
+        power: weights, times how often their query counts, are raised to this power before they are added.
     """
     batch, query_heads, queries, dim = query.shape
     heads, tokens = key.shape[1:3]
@@ -71,8 +71,8 @@ def sum_attention(
         weights = logits.sub_(level[..., None]).exp_().masked_fill_(unseen | (count == 0)[..., None], 0)
         rows_of = (batch, heads, groups * (end - begin))
         count, weights, found = count.reshape(rows_of), weights.reshape(*rows_of, end_key), attention_sums[:, :, :end_key]
-        if largest:
-            torch.maximum(found, weights.mul_(count[..., None]).amax(2), out=found)
+        if power > 1:
+            found += weights.mul_(count[..., None]).pow_(power).sum(2)
         else:
             found += (count[:, :, None] @ weights)[:, :, 0]
     return attention_sums

@@ -193,14 +193,20 @@ def dequantize_region(region: QuantizedRegion, begin: int, keys: Tensor, values:
     sides: list[object] = []
     constants: list[object] = []
     for codec, codes, x in zip(region.codecs, region.chunks[0], (keys, values), strict=True):
-        layout = replace(known(codec, x, writes=False), rotation=0)
+        layout = _rotated(known(codec, x, writes=False))
         sides.append((x, *x.stride()[:3], plane_arguments(layout, codes, x, x)))
         constants += [layout, x.shape[3]]
-    grid = (triton.cdiv(tokens, REGION_TILE), batch * heads, 2)
+    grid = (-(-tokens // REGION_TILE), batch * heads, 2)
     with torch.cuda.device_of(keys):
         _dequantize_region_kernel[grid](
             *sides, region.table, len(region.chunks), begin, tokens, heads, *constants, REGION_TILE, num_warps=4
         )  # fmt: skip
+
+
+@functools.cache
+def _rotated(layout: PackedLayout) -> PackedLayout:
+    """For reading vectors as they are stored."""
+    return replace(layout, rotation=0)
 
 
 @triton.jit

@@ -24,7 +24,7 @@ def merge(
     strides = tuple((*x.stride()[:3], *lse.stride()) for x, lse in parts)
     folded = tuple(int(x.shape[1] != query_heads or groups == 1) for x, _ in parts)
     outs, lses = tuple(x for x, _ in parts), tuple(lse for _, lse in parts)
-    grid = (triton.cdiv(groups * queries, ROWS), batch * heads)
+    grid = (-(-groups * queries // ROWS), batch * heads)
     with torch.cuda.device_of(first):
         _merge_kernel[grid](
             outs, lses, strides, first if sinks is None else sinks, out, *out.stride()[:3], total, groups * queries, queries, heads,

@@ -69,10 +69,10 @@ def launched(codecs: tuple[Codec, Codec], x: Pair, planes: tuple[Codes, Codes]) 
     and channels of keys, then of values, with heads and tokens of a tile; the grid; warps."""
     layouts = [known(codec, side) for codec, side in zip(codecs, x, strict=True)]
     batch, heads, tokens, _ = x[0].shape
-    across, along, warps = tile(tuple(layouts), heads, tokens, max(padded(side.shape[3]) for side in x), x[0].element_size())
+    across, along, warps = tile(tuple(layouts), heads, tokens, padded(max(side.shape[3] for side in x)), x[0].element_size())
     key, value = (plane_arguments(layout, *both, table_of(layout, both[1])) for layout, *both in zip(layouts, planes, x, strict=True))
     constants = [layouts[0], x[0].shape[3], layouts[1], x[1].shape[3], across, along]
-    return key, value, constants, (triton.cdiv(tokens, along) * triton.cdiv(heads, across), batch, 2), warps
+    return key, value, constants, (-(-tokens // along) * -(-heads // across), batch, 2), warps
 
 
 def contiguous(x: Pair) -> Pair:

@@ -25,7 +25,7 @@ def store_exact(buffers: Buffers, exact: Pair, sinks: tuple[int, int], begin: in
     """As `counted.store_exact`."""
     batch, heads, tokens, _ = exact[0].shape
     sides, dims = _sides(exact, buffers.residual, buffers.sinks)
-    grid = (triton.cdiv(max(sinks[1] - sinks[0] + tokens - begin, 1), TILE), batch * heads, 2)
+    grid = (-(-max(sinks[1] - sinks[0] + tokens - begin, 1) // TILE), batch * heads, 2)
     with torch.cuda.device_of(buffers.state):
         _store_exact_kernel[grid](
             *sides, buffers.state, *sinks, begin, slot, buffers.residual[0].shape[2], tokens, heads, *lengths, *dims, TILE, num_warps=4

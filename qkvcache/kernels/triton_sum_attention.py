@@ -104,11 +104,11 @@ def lse_kernel(
 @triton.jit
 def _added(
     total, k, rows, stride, lse, counts, start, queries, before, t, scale, softcap,
-    D: tl.constexpr, DP: tl.constexpr, BQ: tl.constexpr, BT: tl.constexpr, SOFTCAP: tl.constexpr, LARGEST: tl.constexpr,
-    DIAGONAL: tl.constexpr, ARCH: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, BQ: tl.constexpr, SOFTCAP: tl.constexpr, POWER: tl.constexpr, DIAGONAL: tl.constexpr,
+    ARCH: tl.constexpr,
 ):  # fmt: skip
-    """`total`, fp32 [BQ / 16, 8, BT], with the weights that BQ queries from `start` on give to a tile of keys `k` [BT, DP] at columns `t`
-    [BT]: their sum, or with LARGEST the largest. Rows that tensor cores leave in one thread, 8 apart, share a place.
+    """`total`, fp32 [BQ, BT], with the weights that BQ queries from `start` on give to a tile of keys `k` [BT, DP] at columns `t` [BT]:
+    the sum of their powers.
     `rows`: queries [queries, D], `stride` apart; `lse`, `counts`: fp32 [queries]; `before`: tokens before the first query; DIAGONAL:
     some of the queries come before some of the keys."""
     row = start + tl.arange(0, BQ)
@@ -119,8 +119,7 @@ def _added(
     s = _capped(tl.dot(q, tl.trans(k)) * scale, softcap, SOFTCAP, ARCH) - level[:, None]
     if DIAGONAL:
         s = tl.where((before + row)[:, None] >= t[None, :], s, float("-inf"))
-    s = tl.reshape(exp2(s, ARCH), [BQ // 16, 2, 8, BT])
-    return tl.maximum(total, tl.max(s, 1)) if LARGEST else total + tl.sum(s, 1)
+    return total + exp2(s * POWER if POWER > 1 else s, ARCH)
 
 
 @triton.jit(do_not_specialize=["visible_stride", "scale", "softcap", "heads", "queries", "tokens", "before"])
@@ -128,19 +127,18 @@ def column_kernel(
     query, key, visible, counts, lse, attention_sums, q_stride_b, q_stride_h, q_stride_q, k_stride_b, k_stride_h, k_stride_t,
     visible_stride, scale, softcap, heads, queries, tokens, before,
     D: tl.constexpr, DP: tl.constexpr, G: tl.constexpr, BQ: tl.constexpr, BT: tl.constexpr, SOFTCAP: tl.constexpr,
-    VISIBLE: tl.constexpr, LARGEST: tl.constexpr, ARCH: tl.constexpr,
+    VISIBLE: tl.constexpr, POWER: tl.constexpr, ARCH: tl.constexpr,
 ):  # fmt: skip
     """Accumulated attention of keys. Grid (blocks of BT keys, B * H): the keys stay in registers, while the queries of the group pass.
 
     attention_sums  fp32 [B, H, tokens], contiguous: output
     counts          fp32 [B, queries], contiguous: how often each query counts, in base 2
     lse             fp32 [B, H * G, queries], contiguous, sinks included
-    BQ              queries of a tile                   LARGEST    the largest weight of a key, not the sum
+    BQ              queries of a tile                   POWER      of weights that are added
     query, key, visible, scale, softcap, heads, before, D, DP, ARCH with q_stride_b, q_stride_h, q_stride_q, k_stride_b, k_stride_h,
     k_stride_t, visible_stride, SOFTCAP and VISIBLE: as of `lse_kernel`
 
-    Sums are kept for each two rows of a tile of queries, and added up at the end: a weight costs a product, an exponential and an
-    addition."""
+    Sums are kept for each place in a tile of queries, and added up at the end: a weight costs a product, an exponential and an addition."""
     first = tl.program_id(0) * BT
     b = tl.program_id(1) // heads
     h = tl.program_id(1) % heads
@@ -148,23 +146,22 @@ def column_kernel(
     k = _rows(key + b.to(tl.int64) * k_stride_b + h * k_stride_h, k_stride_t, first, tokens, BT, D, DP, False)
     begin = tl.maximum(first - before, 0) // BQ * BQ
     whole = tl.minimum(tl.cdiv(tl.maximum(first + BT - 1 - before, 0), BQ) * BQ, queries)  # queries from it on see all
-    total = tl.zeros([BQ // 16, 8, BT], tl.float32)
+    total = tl.zeros([BQ, BT], tl.float32)
     counts += b.to(tl.int64) * queries
     for g in range(G):
         rows = query + b.to(tl.int64) * q_stride_b + (h * G + g) * q_stride_h
         levels = lse + (tl.program_id(1) * G + g).to(tl.int64) * queries
         for start in tl.range(begin, whole, BQ, num_stages=1):
             total = _added(
-                total, k, rows, q_stride_q, levels, counts, start, queries, before, t, scale, softcap, D, DP, BQ, BT, SOFTCAP, LARGEST,
-                True, ARCH,
+                total, k, rows, q_stride_q, levels, counts, start, queries, before, t, scale, softcap, D, DP, BQ, SOFTCAP, POWER, True,
+                ARCH,
             )  # fmt: skip
         for start in range(whole, queries, BQ):
             total = _added(
-                total, k, rows, q_stride_q, levels, counts, start, queries, before, t, scale, softcap, D, DP, BQ, BT, SOFTCAP, LARGEST,
-                False, ARCH,
+                total, k, rows, q_stride_q, levels, counts, start, queries, before, t, scale, softcap, D, DP, BQ, SOFTCAP, POWER, False,
+                ARCH,
             )  # fmt: skip
-    total = tl.reshape(total, [BQ // 2, BT])
-    sums = tl.max(total, 0) if LARGEST else tl.sum(total, 0)
+    sums = tl.sum(total, 0)
     if VISIBLE:
         shown = tl.load(visible + b.to(tl.int64) * visible_stride + t, mask=t < tokens, other=0)
         sums = tl.where(shown != 0, sums, 0.0)
@@ -177,12 +174,11 @@ def supports(query: Tensor, key: Tensor) -> bool:
 
 
 def tiles(head_dim: int, arch: int) -> tuple[dict[str, int], dict[str, int]]:
-    """Launch options of `lse_kernel`, and of `column_kernel`: queries and keys of a tile, warps, tiles in flight, registers of a thread."""
+    """Launch options of `lse_kernel`, and of `column_kernel`: queries and keys of a tile, warps, tiles in flight."""
     if head_dim > 128 or arch < 90:  # where what stays must fit in registers, or shared memory is small
         return ({"BQ": 64, "BT": 64, "num_warps": 4, "num_stages": 2},) * 2
-    # Several programs of few warps, so that some multiply while others take exponentials: of 168 registers, three fit.
-    columns = {"num_warps": 4, "maxnreg": 168} if arch == 90 else {"num_warps": 8}
-    return {"BQ": 128, "BT": 128, "num_warps": 8, "num_stages": 2}, {"BQ": 64, "BT": 128, "num_stages": 2} | columns
+    warps = 4 if arch == 90 else 8  # two programs, of which one multiplies while the other takes exponentials
+    return {"BQ": 128, "BT": 128, "num_warps": 8, "num_stages": 2}, {"BQ": 64, "BT": 128, "num_warps": warps, "num_stages": 2}
 
 
 def sum_attention(
@@ -196,7 +192,7 @@ def sum_attention(
     sinks: Tensor | None = None,
     lse: Tensor | None = None,
     causal: bool = True,
-    largest: bool = False,
+    power: int = 1,
 ) -> Tensor:
     """As `sum_attention.sum_attention`; `observed` is not negative."""
     batch, query_heads, queries, dim = query.shape
@@ -222,7 +218,7 @@ def sum_attention(
                 **shape, **options, SINKS=sinks is not None, **for_lse,
             )  # fmt: skip
         column_kernel[(triton.cdiv(tokens, for_columns["BT"]), batch * heads)](
-            query, key, shown, counts, lse.contiguous(), attention_sums, *strides, *numbers, **shape, **options, LARGEST=largest,
+            query, key, shown, counts, lse.contiguous(), attention_sums, *strides, *numbers, **shape, **options, POWER=power,
             **for_columns,
         )  # fmt: skip
     return attention_sums

@@ -75,7 +75,7 @@ class CompressedLayer(CacheLayerMixin):
             residual_length = min(residual_length, max_length - 1 - num_sink_tokens)
         self.format, self.num_sink_tokens, self.residual_length, self.max_length = format, num_sink_tokens, residual_length, max_length
         self.is_compileable = self.supports_early_init = compile or max_length is not None
-        self.storage: Storage | None = None
+        self.storage = None
         self.pending: Pair | None = None
         """A prompt whose statistics are not computed yet: attention must first tell which of its tokens are padding
         (`attention/padding.py`). If attention does not go through transformers' interface, `commit` takes all as valid."""
@@ -84,6 +84,25 @@ class CompressedLayer(CacheLayerMixin):
         self.empty = True
         """Whether there are no tokens."""
         self.is_initialized = False
+
+    @property
+    def storage(self) -> Storage | None:
+        """The stored tokens, if there may be any. If they are on their way from host memory, the current stream waits for them."""
+        if self.arrival is not None:
+            arrival, self.arrival = self.arrival, None
+            arrival.wait(torch.cuda.current_stream(self.device))
+        return self._storage
+
+    @storage.setter
+    def storage(self, storage: Storage | None) -> None:
+        self._storage, self.arrival = storage, None
+
+    arrival: torch.cuda.Event | None = None
+    """When the tokens in the storage have arrived from host memory; None if that was waited for (`snapshot.restore`)."""
+
+    def __getstate__(self) -> dict:
+        _ = self.storage  # events cannot be copied
+        return self.__dict__
 
     def __repr__(self) -> str:
         limit = "" if self.max_length is None else f" of {self.max_length}"

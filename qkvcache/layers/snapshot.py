@@ -8,6 +8,7 @@ Names: of our layers, those of `LayerStorage.snapshot`; `keys` and `values` of d
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -136,11 +137,31 @@ def refusal(layer: Layer, tokens: int | None = None) -> str | None:
 
 
 def restore(layer: Layer, stored: Snapshot, device: torch.device | str) -> None:
-    """Copies `stored` to `device` into `layer`, which is empty. Raises ValueError for a layer of another kind."""
+    """Copies `stored` to `device` into `layer`, which is empty. Raises ValueError for a layer of another kind.
+
+    Layers of this library are copied to a GPU on a stream of its own, and waited for when they are read (`CompressedLayer.arrival`): a
+    model computes its first layers meanwhile, and the host does not wait for copies when it reads back what these compute."""
     if stored.kind == "empty":
         return
     if KINDS.get(type(layer)) != stored.kind:
         raise ValueError(f"a {stored.kind} snapshot cannot be put into a {type(layer).__name__}")
+    if not isinstance(layer, CompressedLayer) or torch.device(device).type != "cuda":
+        _restore(layer, stored, device)
+        return
+    stream = _copies_to(torch.device(device))
+    stream.wait_stream(torch.cuda.current_stream(stream.device))  # which may still read what has lain in its memory
+    with torch.cuda.stream(stream):
+        _restore(layer, stored, device)
+    layer.arrival = stream.record_event()
+
+
+@functools.cache
+def _copies_to(device: torch.device) -> torch.cuda.Stream:
+    """The stream of copies to a GPU, one for all layers, which arrive in the order in which models read them."""
+    return torch.cuda.Stream(device)
+
+
+def _restore(layer: Layer, stored: Snapshot, device: torch.device | str) -> None:
     tensors, numbers = stored.to(device, copy=stored.kind != "compressed").tensors, stored.numbers
     if isinstance(layer, CompressedLayer):
         tokens = layer.num_sink_tokens + stored._zone("region") + layer.residual_length + 1  # the storage for them has no spare page

@@ -140,6 +140,13 @@ def check_mix(mix: Mix) -> tuple[tuple[float, int, int], ...]:
     return kinds
 
 
+def context_of(context: int | None, kinds: tuple[tuple[float, int, int], ...] | None) -> int:
+    """`context`; None: the tokens of the longest of `kinds`. Raises ValueError if both are None."""
+    if context is None and kinds is None:
+        raise ValueError("context=None: pass the tokens of a request (--context), or requests= (--requests)")
+    return max(prompt + answer for _, prompt, answer in kinds or ()) if context is None else context
+
+
 def pages_of(tokens: int, page_size: int) -> int:
     """Pages for `tokens` tokens of one request."""
     return -(-tokens // page_size)

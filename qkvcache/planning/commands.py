@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from transformers import AutoConfig, PreTrainedConfig
 
 from .. import policies
 from ..models import known
-from ..options import MODEL, Budget, JsonOption, budget_of, dtype_of, examples, model_of, refusals
+from ..options import MODEL, Budget, JsonOption, budget_of, dtype_of, examples, model_of, output, refusals
 from . import plan as plan_one
 from . import plan_all, show
 from . import recommend as ask
@@ -38,7 +36,17 @@ WeightsMemory = Annotated[str | None, typer.Option(help="Memory of the weights, 
 TensorParallel = Annotated[int, typer.Option(help="GPUs that share the KV heads.", min=1)]
 Dtype = Annotated[str | None, typer.Option(help="Dtype of the model: bfloat16, float16 or float32. Default: the config's.")]
 
+EIGHT_GPUS = "meta-llama/Llama-3.1-70B --context 131072 --gpu-memory 80GB --tensor-parallel 8"
+app = typer.Typer()
 
+
+@app.command(
+    epilog=examples(
+        f"qkvcache plan {EIGHT_GPUS}",
+        "qkvcache plan demo --context 4000 --format fp8 --policy h2o --budget 0.5",
+        "qkvcache plan meta-llama/Llama-3.1-8B --requests 3x1000+200,1x16000+500 --gpu-memory 80GB",
+    )
+)
 def plan(
     model: Model,
     context: Context = None,
@@ -59,7 +67,6 @@ def plan(
     json_output: JsonOption = False,
 ) -> None:
     """Show the bytes of a cache, how many requests fit beside the weights, and the longest context."""
-    _check_context(context, requests)
     options = {
         "policy": _policy(policy, budget), "context": context, "batch": batch, "requests": _mix(requests),
         "gpu_memory": _bytes("--gpu-memory", gpu_memory), "weights_memory": _bytes("--weights-memory", weights_memory),
@@ -69,16 +76,11 @@ def plan(
     config = _config(model)
     with refusals():
         plans = [plan_one(config, format=format, **options)] if format else plan_all(config, **options)  # type: ignore[arg-type]
-    if json_output:
-        print(json.dumps([plan.as_json() for plan in plans], indent=1))
-        return
-    console = Console()
-    console.print(show.table(plans))
-    if format:
-        console.print(show.parts(plans[0]))
-        console.print(plans[0].reason)
+    of_one = (show.parts(plans[0]), plans[0].reason) if format else ()
+    output([plan.as_json() for plan in plans], json_output, show.table(plans), *of_one)
 
 
+@app.command(epilog=examples(f"qkvcache recommend {EIGHT_GPUS} --workload continue"))
 def recommend(
     model: Model,
     context: Context = None,
@@ -100,7 +102,6 @@ def recommend(
     json_output: JsonOption = False,
 ) -> None:
     """Show which cache to choose, why, its bytes, and the nearest flags of vLLM and SGLang."""
-    _check_context(context, requests)
     options = {
         "workload": workload, "context": context, "streaming": streaming, "chat": chat, "batch": batch, "requests": _mix(requests),
         "dtype": dtype and dtype_of(dtype), "gpu_memory": _bytes("--gpu-memory", gpu_memory),
@@ -110,23 +111,7 @@ def recommend(
     with refusals():
         profile = head_profile and policies.HeadProfile.load(head_profile)
         recommendation = ask(config, **options, head_profile=profile)  # type: ignore[arg-type]
-    if json_output:
-        print(json.dumps(recommendation.as_json(), indent=1))
-    else:
-        show.show(recommendation, Console())
-
-
-def register(app: typer.Typer) -> None:
-    """Adds both commands to the command line."""
-    eight_gpus = "meta-llama/Llama-3.1-70B --context 131072 --gpu-memory 80GB --tensor-parallel 8"
-    app.command(
-        epilog=examples(
-            f"qkvcache plan {eight_gpus}",
-            "qkvcache plan demo --context 4000 --format fp8 --policy h2o --budget 0.5",
-            "qkvcache plan meta-llama/Llama-3.1-8B --requests 3x1000+200,1x16000+500 --gpu-memory 80GB",
-        )
-    )(plan)
-    app.command(epilog=examples(f"qkvcache recommend {eight_gpus} --workload continue"))(recommend)
+    output(recommendation.as_json(), json_output, show.recommended(recommendation))
 
 
 def _config(model: str) -> PreTrainedConfig:
@@ -149,11 +134,6 @@ def _policy(name: str | None, budget: float | None) -> policies.Policy | None:
         return policies.named(name, budget=budget_of(budget))
     except (ValueError, TypeError) as error:
         raise typer.BadParameter(str(error), param_hint="--policy, --budget") from error
-
-
-def _check_context(context: int | None, requests: str | None) -> None:
-    if context is None and requests is None:
-        raise typer.BadParameter("missing: pass the tokens of a request, or --requests", param_hint="--context")
 
 
 def _mix(text: str | None) -> list[tuple[float, int, int]] | None:

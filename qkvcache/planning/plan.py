@@ -22,7 +22,7 @@ from ..caches.arguments import layer_indices
 from ..caches.memory import Bytes
 from ..formats import FormatLike, Identity
 from ..policies import Policy, check_count
-from .batching import BatchingPlan, Mix, check_mix, plan_batching
+from .batching import BatchingPlan, Mix, check_mix, context_of, plan_batching
 from .layout import kind, layer_bytes
 from .model import has_unknown_states, model_dtype, shapes, text_config, weights_bytes
 
@@ -114,12 +114,9 @@ class Plan:
 
     def as_json(self) -> dict:
         """Plain values, in bytes and tokens."""
-        names = ("codes", "scales", "exact", "bookkeeping")
-        sizes = {name: getattr(self.request, name) for name in names}
-        fields = {name: value for name, value in vars(self).items() if name != "request"}
+        fields = vars(self) | vars(self.request) | {"batching": self.batching and self.batching.as_json()}
         derived = ("bytes_per_request", "bytes_per_token", "bytes_per_gpu", "ratio", "fits", "reason")
-        fields["batching"] = self.batching and self.batching.as_json()
-        return fields | sizes | {name: getattr(self, name) for name in derived}
+        return {name: value for name, value in fields.items() if name != "request"} | {name: getattr(self, name) for name in derived}
 
 
 def plan(
@@ -173,9 +170,7 @@ def plan(
         requests = check_mix(requests)
         if gpu_memory is None or policy is not None or max_length is not None or skip_layers:
             raise ValueError("requests= says how many fit into gpu_memory=, in pages without policy=, max_length= and skip_layers=")
-        context = max(sum(kind[1:]) for kind in requests) if context is None else context
-    if context is None:
-        raise ValueError("context=None: pass the tokens of a request, or requests=")
+    context = context_of(context, requests)  # type: ignore[arg-type]
     for name, count, of in (("context", context, "tokens"), ("batch", batch, "requests"), ("tensor_parallel", tensor_parallel, "GPUs")):
         check_count(name, count, 1, of)
     check_count("num_sink_tokens", num_sink_tokens)

@@ -18,7 +18,7 @@ from .. import policies
 from ..caches import CompressedCache
 from ..formats.base import check_option
 from ..policies import HeadProfile, Policy
-from .batching import Mix, check_mix
+from .batching import Mix, check_mix, context_of
 from .engines import sglang_flag, vllm_flag
 from .model import model_dtype, text_config, weights_bytes
 from .plan import Plan, plan
@@ -205,10 +205,7 @@ def recommend(
         raise ValueError("streaming=True with requests=: a stream evicts tokens, which pages retain; choose one")
     text_config(config)
     dtype = model_dtype(config, dtype)
-    if requests is not None and context is None:
-        context = max(sum(kind[1:]) for kind in check_mix(requests))
-    if context is None:
-        raise ValueError("context=None: pass the tokens of a request, or requests=")
+    context = context_of(context, None if requests is None else check_mix(requests))
     if gpu_memory is not None and weights_memory is None:
         weights_memory = weights_bytes(config, dtype)
 

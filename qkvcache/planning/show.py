@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from rich.console import Console
 from rich.table import Column, Table
 
 from .plan import Plan, in_words
@@ -37,8 +36,8 @@ def parts(plan: Plan) -> Table:
     return grid
 
 
-def show(recommendation: Recommendation, console: Console) -> None:
-    """Prints a recommendation."""
+def recommended(recommendation: Recommendation) -> Table:
+    """A recommendation and its reason."""
     grid = Table(Column(), Column(overflow="fold"), show_header=False, title="recommended")
     for name, text in (
         ("cache", recommendation.call),
@@ -48,7 +47,7 @@ def show(recommendation: Recommendation, console: Console) -> None:
         ("SGLang", recommendation.sglang),
     ):
         grid.add_row(name, text)
-    console.print(grid)
+    return grid
 
 
 def _caption(plan: Plan) -> str | None:

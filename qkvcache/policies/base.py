@@ -16,13 +16,13 @@ from typing import Any, ClassVar, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from .ranking import highest, total_order
+from .ranking import at_rank, highest, total_order
 
 ALL = 2**31
 """Queries: as many as there are."""
 LEAST = 8
 """Tokens that a share never goes under, nor under the tokens that are protected."""
-TOKENS_PER_INTERVAL, MOST_INTERVAL = 128, 32
+TOKENS_PER_INTERVAL, MOST_INTERVAL = 128, 64
 EPSILON = 1e-4
 """Share of all scores that is added to each token's in the second stage of CriticalKV, as its authors do."""
 BLOCK = 2**25
@@ -232,7 +232,7 @@ class Policy:
         num_sink_tokens: first tokens that are never evicted.
         recent: newest tokens that are not evicted: tokens (int) or share of the budget (float).
         interval: tokens that come in before some go. At 1 the budget is full after every step; more cost less time, and leave up to
-            `interval - 1` places of the budget empty. None: 1 for every 128 tokens of the budget, at most 32. Where a padded prompt comes
+            `interval - 1` places of the budget empty. None: 1 for every 128 tokens of the budget, at most 64. Where a padded prompt comes
             in chunks, rows count padding as tokens that come in.
         value_norm: weigh a token's score by the norm of its value (VATP, arXiv 2406.12335), where scores are weights.
         protect_values: share of the budget for the tokens with the largest values (VaSE, arXiv 2606.03928).
@@ -440,16 +440,14 @@ class Policy:
     def rank(self, tokens: Tokens, budget: Budget) -> Tensor:
         """`priority` with sinks, recent tokens and large values protected, fp32; -inf where there is no token."""
         rank = self.priority(tokens).float()
-        size = self.size(budget, tokens.seen)
+        size: Any = self.size(budget, tokens.seen) if budget.share else self.size(budget, 0)
         if self.value_norm:
             rank = rank * given(tokens.value_norm, "norms of values")
         rank = rank.nan_to_num(nan=torch.finfo(rank.dtype).min)  # what has no place in an order goes first
         protected = (tokens.positions < self.num_sink_tokens) | (tokens.positions >= tokens.seen - self.recent_of(size))
         if self.protect_values:
             norms = given(tokens.value_norm, "norms of values").masked_fill(~tokens.valid | protected, -1)
-            count = share_of(self.protect_values, size).clamp(1, norms.shape[-1])
-            least = norms.sort(-1, descending=True).values.gather(-1, (count - 1).expand(*norms.shape[:2], 1))
-            rank = rank.masked_fill(norms >= least, KEPT)
+            rank = rank.masked_fill(norms >= at_rank(norms, share_of(self.protect_values, size)), KEPT)
         rank = rank.masked_fill(protected, torch.inf).masked_fill(~tokens.valid, -torch.inf)
         return self._in_two_stages(rank, tokens, size) if self.first_stage_ratio else rank
 

@@ -17,8 +17,9 @@ UNREAD = 1e4
 
 @dataclass(frozen=True, kw_only=True)
 class KVzip(Policy):
-    """Keeps the tokens that a model needs to repeat the context: the score of a token is the largest attention that it receives, over
-    queries and the query heads of a group, while the model reads the context a second time after being told to repeat it.
+    """Keeps the tokens that a model needs to repeat the context: the score of a token is the attention that it receives while the model
+    reads the context a second time after being told to repeat it: its 3-norm over queries, of the query head of the group that gives it
+    most. The authors take the largest weight, which recalls less.
 
         cache = CompressedCache(model.config, policy=KVzip(budget=0.3))
         cache.compress(model, context_ids, tokenizer=tokenizer)

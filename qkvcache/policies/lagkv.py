@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
+from ..kernels import lag_spread
 from .base import Arrivals, Policy, check_count
 
 
@@ -39,22 +38,4 @@ class LagKV(Policy):
 
     def score(self, tokens: Arrivals) -> Tensor:
         count = tokens.keys.shape[2]
-        return _spread(tokens.after_keys, count, self.lag) + _spread(tokens.after_values, count, self.lag)
-
-
-def _spread(x: Tensor, count: int, lag: int) -> Tensor:
-    """The standard deviation over the channels, each scaled to its range over `lag` tokens, of the first `count` tokens of `[B, H, T,
-    D]`."""
-    after = x[:, :, 1 : count + lag]
-    high, low = _sliding(torch.maximum, after, lag), _sliding(torch.minimum, after, lag)
-    return (x[:, :, :count] - low).float().div_((high - low).clamp_min_(1e-6)).std(-1)
-
-
-def _sliding(extreme: Callable[[Tensor, Tensor], Tensor], x: Tensor, width: int) -> Tensor:
-    """`[B, H, T, D]` -> `[B, H, T - width + 1, D]`: of windows of twice the width it is that of two windows, the last of which overlap."""
-    reach = 1
-    while reach < width:
-        step = min(reach, width - reach)
-        x = extreme(x[:, :, :-step], x[:, :, step:])
-        reach += step
-    return x
+        return lag_spread(tokens.after_keys, count, self.lag) + lag_spread(tokens.after_values, count, self.lag)

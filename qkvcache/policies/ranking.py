@@ -25,20 +25,26 @@ def ascending(positions: Tensor) -> Tensor:
 def highest(order: Tensor, count: int | Tensor) -> Tensor:
     """Which are the `count` highest of `order` int64 `[B, H, T]`, bool: an int, or `[1 or B, 1 or H, 1]`, for which they are sorted. If
     several equal the lowest of these, all of them."""
-    tokens = order.shape[-1]
     if isinstance(count, Tensor):
-        least = _descending(order).gather(-1, (count - 1).clamp(0, tokens - 1).expand(*order.shape[:2], 1))
-        return (order >= least) & (count > 0)
-    if not 0 < count < tokens:
+        return (order >= at_rank(order, count)) & (count > 0)
+    if not 0 < count < order.shape[-1]:
         return torch.full_like(order, count > 0, dtype=torch.bool)
-    return order >= order.topk(count, dim=-1, sorted=False).values.amin(-1, keepdim=True)
+    return order >= at_rank(order, count)
 
 
-def _descending(order: Tensor) -> Tensor:
+def at_rank(x: Tensor, count: int | Tensor) -> Tensor:
+    """The lowest of the `count` highest of `x` `[B, H, T]`, `[B, H, 1]`; a count, as of `highest`, below 1 is 1, and one above T is T."""
+    tokens = x.shape[-1]
+    if isinstance(count, Tensor):
+        return _descending(x).gather(-1, (count - 1).clamp(0, tokens - 1).expand(*x.shape[:2], 1))
+    return x.topk(min(max(count, 1), tokens), dim=-1, sorted=False).values.amin(-1, keepdim=True)
+
+
+def _descending(x: Tensor) -> Tensor:
     """Each row of `[B, H, T]` sorted: all of them together, and then by row."""
-    best = order.flatten().sort(descending=True)
-    row = best.indices.div(order.shape[-1], rounding_mode="floor").int()
-    return best.values[row.argsort(stable=True)].view_as(order)
+    best = x.flatten().sort(descending=True)
+    row = best.indices.div(x.shape[-1], rounding_mode="floor").int()
+    return best.values[row.argsort(stable=True)].view_as(x)
 
 
 def first_of(masks: Sequence[Tensor], count: int) -> Tensor:

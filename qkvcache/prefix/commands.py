@@ -12,8 +12,12 @@ import typer
 from rich.console import Console
 from rich.progress import Progress, track
 from rich.table import Table
+from transformers import AutoConfig
 
-from ..options import MODEL, JsonOption, counts_of, device_of, dtype_of, examples, model_of, refusals, table
+from ..options import MODEL, JsonOption, counts_of, device_of, dtype_of, examples, model_of, output, refusals, table
+from . import disk
+from .bench import measure
+from .entry import in_short
 
 app = typer.Typer(help="Stored beginnings of prompts.", no_args_is_help=True, epilog=examples("qkvcache prefix ls FOLDER"))
 Directory = Annotated[Path, typer.Argument(help="The directory of a PrefixStore.", exists=True, file_okay=False)]
@@ -31,10 +35,6 @@ def bench(
     json_output: JsonOption = False,
 ) -> None:
     """Measure bytes, error and latency of storing and fetching prefixes of a model's shapes."""
-    from transformers import AutoConfig
-
-    from .bench import measure
-
     path, counts, stored_in, on = model_of(model, "--model"), counts_of(contexts, "--contexts"), dtype_of(dtype), device_of(device)
     with refusals():
         config = AutoConfig.from_pretrained(path)
@@ -43,9 +43,6 @@ def bench(
             found = measure(config, format, counts, Path(folder), stored_in, str(on))
             for row in progress.track(found, total=len(counts), description="storing and fetching"):
                 rows.append({"model": model, "format": format, "dtype": dtype, "device": device} | row)
-    if json_output:
-        print(json.dumps(rows, indent=1))
-        return
     headers = ("tokens", "MB", "smaller", "error", "store", "fetch", "half", "us/token", "write", "read", "half")
     grid = table(headers, title=f"{model} in {dtype} on {device}, stored as {format}; milliseconds, and microseconds a token")
     for row in rows:
@@ -53,18 +50,13 @@ def bench(
         files = (f"{row[name]:.1f}" for name in ("write_ms", "read_ms", "read_half_ms"))
         sizes = (f"{row['tokens']:,}", f"{row['bytes'] / 1e6:.1f}", f"{row['ratio']:.2f}x", f"{row['error']:.4f}")
         grid.add_row(*sizes, *times, f"{1000 * row['fetch_ms'] / row['tokens']:.2f}", *files)
-    Console().print(grid)
+    output(rows, json_output, grid)
 
 
 @app.command(epilog=examples("qkvcache prefix ls prefixes"))
 def ls(directory: Directory, json_output: JsonOption = False) -> None:
     """List the entries in a directory, the most recently used first."""
-    from .entry import in_short
-
     rows = sorted(_entries(directory), key=lambda row: row["used"], reverse=True)
-    if json_output:
-        print(json.dumps(rows, indent=1))
-        return
     grid = Table(title=f"{len(rows)} files, {sum(row['bytes'] for row in rows):,} bytes in {directory}", box=None)
     for header in ("entry", "model", "tokens", "bytes", "last used", "stored from"):
         grid.add_column(header, justify="right" if header in ("tokens", "bytes") else "left", overflow="fold")
@@ -72,7 +64,7 @@ def ls(directory: Directory, json_output: JsonOption = False) -> None:
         used = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(row["used"]))
         says = row["problem"] or in_short(row["cache"])
         grid.add_row(row["entry"][:12], row["model"], f"{row['tokens']:,}", f"{row['bytes']:,}", used, says)
-    Console().print(grid)
+    output(rows, json_output, grid)
 
 
 @app.command(epilog=examples("qkvcache prefix rm prefixes 3f2a 91bc", "qkvcache prefix rm prefixes --all"))
@@ -83,8 +75,6 @@ def rm(
     json_output: JsonOption = False,
 ) -> None:
     """Remove entries. Other files are left alone."""
-    from . import disk
-
     if bool(entries) == everything:
         raise typer.BadParameter("name the entries to remove, or pass --all")
     found = [path for entry in disk.files(directory) if disk.parts(entry.name) and (path := Path(entry.path))]
@@ -108,22 +98,15 @@ def rm(
 def verify(directory: Directory, json_output: JsonOption = False) -> None:
     """Read every entry and check it against its digests; exit with 1 if one is damaged."""
     rows = _entries(directory, contents=True)
-    if json_output:
-        print(json.dumps(rows, indent=1))
-    else:
-        for row in rows:
-            print(f"{row['entry'][:12]}  {row['tokens']:>9,} tokens  {row['problem'] or 'whole'}")
+    lines = [f"{row['entry'][:12]}  {row['tokens']:>9,} tokens  {row['problem'] or 'whole'}" for row in rows]
     bad = sum(bool(row["problem"]) for row in rows)
-    if not json_output:
-        print(f"{len(rows)} files, {bad} damaged or no entries")
+    print(json.dumps(rows, indent=1) if json_output else "\n".join((*lines, f"{len(rows)} files, {bad} damaged or no entries")))
     if bad:
         raise typer.Exit(1)
 
 
 def _entries(directory: Path, contents: bool = False) -> list[dict]:
     """A row for each file. `contents`: read and check all of it."""
-    from . import disk
-
     rows = []
     entries = sorted(disk.files(directory), key=lambda entry: entry.name)
     for entry in track(entries, "reading", console=Console(stderr=True), transient=True) if contents else entries:

@@ -303,7 +303,7 @@ class DiskStore:
     def _add(self, file: File) -> None:
         self._known[file.path.name] = file.key
         self._files[file.key] = file
-        self.index.add(file.key, file.whole)
+        self.index.add(file.key, file.template, file.whole)
 
     def _skip(self, name: str, reason: str) -> None:
         """Warns once; the file stays where it is."""
@@ -350,11 +350,10 @@ class DiskStore:
         self._forget(file.path.name)
         self._add(file)
         if not entry.whole:
-            for key in self.index.beginnings(entry.key):
-                shorter = self._files[key]
-                if shorter.template == entry.template.name:
-                    shorter.path.unlink(missing_ok=True)
-                    self._forget(shorter.path.name)
+            for key in self.index.beginnings(entry.key, entry.template.name):
+                shorter = self._files[key].path
+                shorter.unlink(missing_ok=True)
+                self._forget(shorter.name)
         self.trim(self.max_bytes)
         return None
 
@@ -365,11 +364,6 @@ class DiskStore:
             names = {entry.name for entry in files(self.directory)}
             for name in self._known.keys() - names:
                 self._forget(name)
-
-    def covering(self, key: bytes, template: bytes) -> bytes | None:
-        """The key of an entry of this template that begins with all tokens of `key`."""
-        longer = key if key in self._files else self.index.covering(key)
-        return longer if longer is not None and self._files[longer].template == template else None
 
     def size(self) -> tuple[int, int]:
         """Entries in the directory, of all models and processes, and their bytes."""

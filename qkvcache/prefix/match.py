@@ -61,19 +61,17 @@ def kind(stored: bytes, key: bytes) -> str:
 
 
 class Index:
-    """Keys. Those added as `whole` can be used only by prompts that begin with all of their tokens."""
+    """Keys, each of an entry of a template. Those added as `whole` can be used only by prompts that begin with all of their tokens."""
 
     def __init__(self) -> None:
+        self._templates: dict[bytes, bytes] = {}
         self._sorted: list[bytes] = []
         self._whole: set[bytes] = set()
         self._lengths: Counter[int] = Counter()
 
-    def __contains__(self, key: bytes) -> bool:
-        at = bisect_left(self._sorted, key)
-        return key in self._whole or self._sorted[at : at + 1] == [key]
-
-    def add(self, key: bytes, whole: bool = False) -> None:
+    def add(self, key: bytes, template: bytes, whole: bool) -> None:
         self.remove(key)
+        self._templates[key] = template
         if whole:
             self._whole.add(key)
             self._lengths[len(key)] += 1
@@ -81,12 +79,13 @@ class Index:
             insort(self._sorted, key)
 
     def remove(self, key: bytes) -> None:
+        if self._templates.pop(key, None) is None:
+            return
         if key in self._whole:
             self._whole.remove(key)
             self._lengths[len(key)] -= 1
-        at = bisect_left(self._sorted, key)
-        if self._sorted[at : at + 1] == [key]:
-            del self._sorted[at]
+        else:
+            del self._sorted[bisect_left(self._sorted, key)]
 
     def best(self, key: bytes, limit: int) -> tuple[bytes | None, int]:
         """The stored key with the longest beginning in common with `key`, of at most `limit` tokens, and the number of these tokens."""
@@ -104,8 +103,8 @@ class Index:
                 return key[:size], tokens
         return found, most
 
-    def beginnings(self, key: bytes) -> list[bytes]:
-        """Keys that can be cut and whose tokens are a proper beginning of `key`'s; the longest first."""
+    def beginnings(self, key: bytes, template: bytes) -> list[bytes]:
+        """Keys of this template that can be cut and whose tokens are a proper beginning of `key`'s; the longest first."""
         found, probe = [], key
         while at := bisect_left(self._sorted, probe):
             below = self._sorted[at - 1]
@@ -117,9 +116,10 @@ class Index:
                 probe = below
             else:  # a longer beginning would lie between `below` and the probe
                 probe = prefix(key, shared) + b"\0"
-        return found
+        return [below for below in found if self._templates[below] == template]
 
-    def covering(self, key: bytes) -> bytes | None:
-        """A key that can be cut and begins with all tokens of `key`."""
+    def covering(self, key: bytes, template: bytes) -> bytes | None:
+        """`key`, or else a key that can be cut and begins with all of its tokens, if it is of this template."""
         at = bisect_left(self._sorted, key)
-        return next((found for found in self._sorted[at : at + 1] if found.startswith(key)), None)
+        candidates = [key] if key in self._templates else self._sorted[at : at + 1]
+        return next((found for found in candidates if found.startswith(key) and self._templates[found] == template), None)

@@ -33,20 +33,14 @@ class MemoryStore:
         self._entries.move_to_end(key)
         return self._entries[key]
 
-    def covering(self, key: bytes, template: bytes) -> bytes | None:
-        """The key of an entry of this template that begins with all tokens of `key`."""
-        longer = key if key in self._entries else self.index.covering(key)
-        return longer if longer is not None and self._entries[longer].template.name == template else None
-
     def put(self, entry: Entry) -> None:
         """Adds an entry, removes those of its template whose tokens it begins with, and makes room."""
         self._remove(entry.key)
         if not entry.whole:
-            for key in self.index.beginnings(entry.key):
-                if self._entries[key].template.name == entry.template.name:
-                    self._remove(key)
+            for key in self.index.beginnings(entry.key, entry.template.name):
+                self._remove(key)
         self._entries[entry.key] = entry
-        self.index.add(entry.key, entry.whole)
+        self.index.add(entry.key, entry.template.name, entry.whole)
         self.trim(self.max_bytes)
 
     def add_oldest(self, entry: Entry) -> bool:
@@ -55,7 +49,7 @@ class MemoryStore:
             return False
         self._entries[entry.key] = entry
         self._entries.move_to_end(entry.key, last=False)
-        self.index.add(entry.key, entry.whole)
+        self.index.add(entry.key, entry.template.name, entry.whole)
         return True
 
     def trim(self, max_bytes: int) -> None:

@@ -155,7 +155,7 @@ class PrefixStore:
         """
         inputs = rows(ids)
         row = inputs[0]
-        if any(not torch.equal(row, other) for other in inputs):
+        if any(not torch.equal(row, other) for other in inputs[1:]):
             raise ValueError(f"fetch got {len(inputs)} rows that differ: fetch one row at a time, with the cache of that row alone")
         limit = min(len(row) - 1, text_tokens(row, self.model.config))
         key = match.encode(self._scanned(), row)
@@ -217,7 +217,8 @@ class PrefixStore:
             template = self._template_of(cache) if isinstance(cache, CompressedCache) else self._dense
         try:
             begin = text[: len(row) - 1]
-            if not template.cuttable and not self._refusal(begin) and compute(self.model, begin.expand(len(inputs), -1), cache):
+            storable = not template.cuttable and not refusal(begin, self.model.config, self.min_match_tokens)
+            if storable and compute(self.model, begin.expand(len(inputs), -1), cache):
                 self._store(begin, cache, self._identity.current())
             yield cache
             if template.cuttable:
@@ -244,7 +245,7 @@ class PrefixStore:
         disk = self._require_disk()
         loaded = 0
         for key in disk.newest(self._scanned()):
-            if self._memory.covering(key, disk.get(key).template) is None:
+            if self._memory.index.covering(key, disk.get(key).template) is None:
                 with suppress(Damaged, TooLarge):
                     loaded += self._memory.add_oldest(self._loaded(disk, key, key))
         return loaded
@@ -297,7 +298,8 @@ class PrefixStore:
 
     def _devices(self) -> list[torch.device]:
         """Of each layer."""
-        return [self._identity.devices.get(i, self.model.device) for i in range(len(self._template))]
+        other = self.model.device
+        return [self._identity.devices.get(i, other) for i in range(len(self._template))]
 
     @torch.no_grad()
     def _store(
@@ -306,16 +308,16 @@ class PrefixStore:
         row = row[: min(cache.get_seq_length(), unpadded(row, self.model.config))]
         tokens = len(row)
         try:
-            if reason := self._refusal(row, padded):
+            if reason := refusal(row, self.model.config, self.min_match_tokens, padded):
                 raise NotImplementedError(reason)
             template = self._template_of(cache)
             key = match.encode(identity, row)
-            if (covering := self._memory.covering(key, template.name)) is not None:
+            if (covering := self._memory.index.covering(key, template.name)) is not None:
                 self._memory.use(covering)
                 self._stats.covered += 1
                 return True
             # A fetch must have the same result from memory and from disk: both keep the entry that was stored first.
-            if self._disk is not None and (covering := self._disk.covering(key, template.name)) is not None:
+            if self._disk is not None and (covering := self._disk.index.covering(key, template.name)) is not None:
                 with suppress(Damaged):
                     entry = self._loaded(self._disk, covering, key)
                     cache.layers = release.layers() if release else cache.layers
@@ -336,11 +338,8 @@ class PrefixStore:
             self._write(self._disk, entry)
         return True
 
-    def _refusal(self, row: Tensor, padded: bool = False) -> str | None:
-        return refusal(row, self.model.config, self.min_match_tokens, padded)
-
     def _write(self, disk: DiskStore, entry: Entry) -> bool:
-        if disk.covering(entry.key, entry.template.name) is not None:
+        if disk.index.covering(entry.key, entry.template.name) is not None:
             return False
         if reason := disk.write(entry):
             self._stats.refused[f"on disk: {reason}"] += 1

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..kernels import Pair
+from ..kernels import Exact, KeysOrValues, Pair, Segment, dense
 from ..policies.ranking import first_of, highest
 from .chunks import Chunks, block_of
 from .head_pages import HeadPages
@@ -119,8 +119,9 @@ def _shared(order: Tensor, valid: Tensor, total: int | Tensor, guaranteed: int |
 
 def _all_keys(region: Chunks | HeadPages, new: Tensor) -> Tensor:
     """Stored and then new keys, `[B, H, T, D]` in the dtype of `new`."""
-    stored = [part.codec.dequantize(part.codes, part.head_dim, new.dtype) for part in region.packed(0, block_of(new))]
-    return torch.cat([*stored, new], dim=2)
+    batch, heads, count, dim = new.shape
+    segments: list[Segment] = [*region.packed(0, block_of(new)), Exact(new)]
+    return dense(KeysOrValues.of(segments, (batch, heads, region.length + count, dim), new.dtype, new.device))
 
 
 def _retained(metadata: TokenMetadata, fields: TokenFields, size: int, row_limits: Tensor | None, keys: Tensor | None) -> Tensor:

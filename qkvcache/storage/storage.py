@@ -13,7 +13,6 @@ quantized once. Counts are kept on the host and on the device (`kernels.Buffers`
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import cached_property, partial
 
 import numpy
@@ -180,8 +179,9 @@ class Storage(LayerStorage):
             return x
         sinks = min(self.seq_length, self.num_sink_tokens)
         count, at = self.seq_length - sinks - self.chunks.length, self.chunks.length % self.slots
+        tail = min(count, self.slots - at)
         key, value = (
-            torch.cat([first[:, :, :sinks], ring[:, :, at : at + count], ring[:, :, : max(at + count - self.slots, 0)], new], dim=2)
+            torch.cat([first.narrow(2, 0, sinks), ring.narrow(2, at, tail), ring.narrow(2, 0, count - tail), new], dim=2)
             for first, ring, new in zip(self.sinks, self.residual, x, strict=True)
         )
         return key, value
@@ -205,7 +205,9 @@ class Storage(LayerStorage):
         """All tokens and then new ones, which are not stored yet: `exact` is `exact_with(x)` of the new ones, a copy that later steps do
         not change."""
         sinks = min(self.seq_length, self.num_sink_tokens)
-        first, residual = (exact[0][:, :, :sinks], exact[1][:, :, :sinks]), (exact[0][:, :, sinks:], exact[1][:, :, sinks:])
+        split = sinks, exact[0].shape[2] - sinks
+        (k_sinks, k_residual), (v_sinks, v_residual) = (x.split_with_sizes(split, dim=2) for x in exact)
+        first, residual = (k_sinks, v_sinks), (k_residual, v_residual)
         return attention_inputs_of(first, self.chunks, residual, exact)
 
     def _side(self, side: int) -> KeysOrValues:
@@ -320,7 +322,7 @@ def attention_inputs_of(sinks: Pair, chunks: Chunks, residual: Pair, joined: Pai
     key, value = sides_of(sinks, chunks, residual)
     if not on_triton(residual[0].device):
         return AttentionInputs(key, value, joined=joined)
-    region = replace(chunks.region, tokens=chunks.length) if chunks.length else None  # type: ignore[type-var]
+    region = chunks.region.holding(chunks.length) if chunks.length else None  # type: ignore[union-attr]
     return AttentionInputs(key, value, region, (*sinks, *residual), joined=joined)
 
 

@@ -73,7 +73,7 @@ def oracle(network, ids, policy, tokenizer) -> list[torch.Tensor]:
             query, _ = apply_rotary_pos_emb(query, query, *rotation)
             keys, values = cache.layers[number].keys[0], cache.layers[number].values[0]
             for head in range(4):
-                rows = attention.o_proj.weight.T[head * 32 : (head + 1) * 32]
+                rows, cubes = attention.o_proj.weight.T[head * 32 : (head + 1) * 32], dict.fromkeys(chunk, 0.0)
                 for place in range(length, length + reading.shape[1]):
                     columns = [*range(sinks), *chunk, *range(length, place + 1)]
                     weights = (query[0, head, place] @ keys[head // 2, columns].T / 32**0.5).softmax(-1)
@@ -81,7 +81,9 @@ def oracle(network, ids, policy, tokenizer) -> list[torch.Tensor]:
                         if policy.normalized and column in chunk:
                             weight *= float((values[head // 2, column] @ rows).norm() / states[0, place].norm())
                         if column in chunk:
-                            scores[number][head // 2, column] = max(float(scores[number][head // 2, column]), weight)
+                            cubes[column] += weight**3
+                for column in chunk:
+                    scores[number][head // 2, column] = max(float(scores[number][head // 2, column]), cubes[column] ** (1 / 3))
     return scores
 
 

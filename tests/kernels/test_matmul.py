@@ -62,7 +62,8 @@ def test_quadratic_forms_by_kernel(dtype, shape, monkeypatch):
     poisoned = lambda *shape, **options: torch.full(shape, torch.nan, **options)  # noqa: E731
     monkeypatch.setattr(triton_quadratic_form.torch, "empty", poisoned)
     monkeypatch.setenv("QKVCACHE_KERNELS", "triton")
-    monkeypatch.setattr(matmul, "quadratic_form", lambda *args: pytest.fail("no kernel"))
+    run, launches = triton_quadratic_form.quadratic_form, []
+    monkeypatch.setattr(triton_quadratic_form, "quadratic_form", lambda *args: launches.append(args) or run(*args))
     batch, heads, tokens, dim, groups = shape
     x = data(batch, heads, tokens, dim, dtype=dtype)
     for rows in {1, batch}:
@@ -71,3 +72,4 @@ def test_quadratic_forms_by_kernel(dtype, shape, monkeypatch):
         assert found.shape == expected.shape
         assert (found - expected).abs().max() <= rounding(dim, dim) * expected.abs().max()
         assert torch.equal(quadratic_form(x.mT.contiguous().mT, matrices), found)
+    assert len(launches) == 2 * len({1, batch})

@@ -1,6 +1,7 @@
 """A compressed layer: what `update` returns, moving rows, refusals, memory."""
 
 import copy
+import pickle
 from collections.abc import Iterator
 
 import pytest
@@ -13,6 +14,7 @@ from qkvcache.attention import CompressedKV
 from qkvcache.formats import REGISTRY
 from qkvcache.kernels import attend
 from qkvcache.layers.compressed import CompressedLayer
+from qkvcache.layers.snapshot import snapshot
 from qkvcache.storage import chunks
 from tests.matrix import FORMATS
 from tests.tolerance import same_decoded
@@ -330,3 +332,51 @@ def test_an_update_encodes_no_more_than_a_block_at_a_time(monkeypatch):
     with Allocations() as step:
         layer.update(*given)
     assert step.largest <= chunks.BLOCK * 8  # norms in float64
+
+
+# tokens on their way from host memory
+
+
+class Arrival:
+    """Stands in for the event at the end of copies to a GPU."""
+
+    def __init__(self):
+        self.waits = 0
+
+    def wait(self, stream: None) -> None:
+        self.waits += 1
+
+
+@pytest.mark.parametrize(
+    "read",
+    {
+        "update": lambda layer: layer.update(*new(3)),
+        "get_seq_length": CompressedLayer.get_seq_length,
+        "get_mask_sizes": lambda layer: layer.get_mask_sizes(3),
+        "reserve": lambda layer: layer.reserve(100),
+        "crop": lambda layer: layer.crop(-5),
+        "reorder_cache": lambda layer: layer.reorder_cache(torch.arange(ROWS)),
+        "batch_repeat_interleave": lambda layer: layer.batch_repeat_interleave(2),
+        "offload": CompressedLayer.offload,
+        "tensors": lambda layer: list(layer.tensors()),
+        "dense": CompressedLayer.dense,
+        "snapshot": snapshot,
+        "copy": copy.deepcopy,
+        "pickle": pickle.dumps,
+    }.items(),
+    ids=lambda read: read[0],
+)
+def test_whoever_reads_tokens_waits_for_them_once(monkeypatch, read):
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    layer, arrival = filled(), Arrival()
+    layer.arrival = arrival
+    for _ in range(2):
+        read[1](layer)
+        assert arrival.waits == 1 and layer.arrival is None
+
+
+def test_tokens_that_are_dropped_are_not_waited_for():
+    layer, arrival = filled(), Arrival()
+    layer.arrival = arrival
+    layer.reset()
+    assert not arrival.waits and not layer.get_seq_length()

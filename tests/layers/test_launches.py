@@ -15,7 +15,7 @@ from qkvcache.kernels import attend_chunked, fused
 from qkvcache.kernels.tables import tables
 from qkvcache.layers.compressed import CompressedLayer
 from qkvcache.layers.evicting import EvictingLayer
-from qkvcache.policies import H2O, KeyDiff, Policy
+from qkvcache.policies import H2O, DropKV, KeyDiff, Policy
 from qkvcache.storage.chunks import GROUP
 from tests.launches import counted
 
@@ -92,7 +92,7 @@ def test_parts_that_cudnn_attends_to(monkeypatch, format):
 def test_few_new_tokens(monkeypatch):
     monkeypatch.setattr(fused, "LEAST_SPLIT", 512)  # few programs to interpret
     growing, preallocated = (turn(monkeypatch, "int8", FEW, max_length) for max_length in (None, 600))
-    assert growing == preallocated == [*STORING, "attend_kernel", "reduce_kernel", "clone"]
+    assert growing == preallocated == [*STORING, "attend_kernel", "reduce_kernel"]
 
 
 @torch.no_grad()
@@ -157,3 +157,10 @@ def test_steps_of_heads_that_share_a_budget(monkeypatch):
     )
     assert len(shared[1]) == len(shared[2]) == len(own[1]) + 1 == 10
     assert len(shared[4]) == 11  # and again after an eviction
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_steps_whose_attention_is_reduced_later(monkeypatch):
+    """They attend to the codes, and note nothing."""
+    steps = decoded(monkeypatch, DropKV(budget=100, num_sink_tokens=4, recent=8, interval=4), 3)
+    assert steps[1:] == [["cat", "cat", "constant_pad_nd", "attend_kernel", "reduce_kernel"]] * 2

@@ -198,7 +198,7 @@ def test_budgets_grow_by_whole_tokens(seen, size):
     assert policy.size(budget, seen) == int(policy.size(budget, torch.tensor([seen]))) == max(size, 10)
 
 
-@pytest.mark.parametrize(("budget", "interval"), [(64, 1), (128, 1), (256, 2), (1024, 8), (4096, 32), (10**5, 32)])
+@pytest.mark.parametrize(("budget", "interval"), [(64, 1), (128, 1), (256, 2), (1024, 8), (4096, 32), (8192, 64), (10**5, 64)])
 def test_intervals_by_themselves(budget, interval):
     assert H2O(budget=budget).interval_of(Budget(budget)) == interval
     assert H2O(budget=budget, interval=3).interval_of(Budget(budget)) == 3

@@ -55,7 +55,7 @@ def test_a_prompt_in_16_bits_keeps_what_it_keeps_in_fp32(policy):
     check(kept(policy, torch.float32), kept(policy, torch.bfloat16))
 
 
-BY_KERNEL = ("LagKV", "ExpectedAttention", "Compactor", "TriAttention", "SnapKV")
+BY_KERNEL = ("ExpectedAttention", "Compactor", "TriAttention", "SnapKV")
 
 
 @pytest.mark.parametrize("policy", [x for x in POLICIES if x.name in BY_KERNEL], ids=lambda policy: policy.name)

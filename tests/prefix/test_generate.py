@@ -9,6 +9,7 @@ from transformers import DynamicCache
 from qkvcache import CompressedCache, PrefixStore, policies
 from qkvcache.layers.compressed import CompressedLayer
 from qkvcache.layers.evicting import EvictingLayer
+from qkvcache.layers.snapshot import _copies_to
 from tests.matrix import MODELS, POLICIES, SHARED, UNSUPPORTED, model, slowly
 from tests.prefix.made import held
 from tests.reference import assert_close
@@ -238,3 +239,27 @@ def test_entries_of_a_gpu_are_in_locked_pages_until_copies_have_ended(tmp_path):
         kept.trim(0)  # waits before it gives the pages back
         assert all(torch.equal(a, b) for a, b in zip(held(found), held(cache), strict=True))
         assert kept.load() == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("policy", [None, policies.KeyDiff(budget=500)], ids=["", "evicts"])
+@torch.no_grad()
+def test_a_model_computes_while_tokens_arrive(policy):
+    """The current stream does not wait for copies before a layer is read, and reads what they bring."""
+    of = copy.deepcopy(model("llama")).cuda()
+    kept = PrefixStore(of, max_bytes=2**28, format="int8", policy=policy, **ZONES)
+    ids = prompt(2000).cuda()
+    cache = CompressedCache(of.config, format="int8", policy=policy, **ZONES)
+    of(ids, past_key_values=cache)
+    kept.store(ids, cache)
+    new, copies = prompt(20, 1).cuda(), _copies_to(cache.layers[0].device)
+    expected = of(new, past_key_values=copy.deepcopy(cache)).logits
+    for _ in range(3):  # from the second on, in memory that tokens lay in before
+        with torch.cuda.stream(copies):
+            torch.cuda._sleep(1_000_000_000)
+        found = kept.fetch(torch.cat([ids, new], 1)).cache
+        torch.cuda.current_stream().synchronize()
+        assert not copies.query() and all(layer.arrival is not None for layer in found.layers)
+        torch.testing.assert_close(of(new, past_key_values=found).logits, expected, rtol=0, atol=1e-3)
+        assert copies.query() and not any(layer.arrival is not None for layer in found.layers)
+        del found

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from qkvcache.prefix.match import NAME, Index, common, decode, encode, kind, length, prefix
 
 IDS = st.lists(st.sampled_from([0, 1, 255, 256, 2**31 - 1]), min_size=1, max_size=6)
+TEMPLATES = st.sampled_from([b"c", b"d"])
 NAMES = st.sampled_from([b"a" * NAME, b"b" * NAME])
 
 
@@ -32,21 +33,22 @@ def test_keys_compare_as_tokens(a, b, first, second):
 
 
 @given(
-    st.lists(st.tuples(NAMES, IDS, st.booleans()), max_size=30), st.lists(st.integers(0, 29), max_size=10), NAMES, IDS, st.integers(0, 7)
-)
-def test_the_index_finds_what_a_search_finds(added, removed, name, ids, limit):
+    st.lists(st.tuples(NAMES, IDS, TEMPLATES, st.booleans()), max_size=30), st.lists(st.integers(0, 29), max_size=10), NAMES, IDS,
+    TEMPLATES, st.integers(0, 7),
+)  # fmt: skip
+def test_the_index_finds_what_a_search_finds(added, removed, name, ids, template, limit):
     index, kept = Index(), {}
-    for owner, tokens, whole in added:
-        index.add(key(owner, tokens), whole)
-        kept[owner, tuple(tokens)] = whole
+    for owner, tokens, of, whole in added:
+        index.add(key(owner, tokens), of, whole)
+        kept[owner, tuple(tokens)] = of, whole
     for number in removed:
         if number < len(added):
-            owner, tokens, _ = added[number]
+            owner, tokens, *_ = added[number]
             index.remove(key(owner, tokens))
             kept.pop((owner, tuple(tokens)), None)
-    assert all(key(owner, tokens) in index for owner, tokens in kept)
+    assert all(index.covering(key(owner, tokens), of) == key(owner, tokens) for (owner, tokens), (of, _) in kept.items())
 
-    own = {tokens: whole for (owner, tokens), whole in kept.items() if owner == name}
+    own = {tokens: whole for (owner, tokens), (_, whole) in kept.items() if owner == name}
     fits = [min(shared(tokens, ids), limit) for tokens, whole in own.items() if not whole]
     fits += [len(tokens) for tokens, whole in own.items() if whole and len(tokens) <= limit and list(tokens) == ids[: len(tokens)]]
     found, tokens = index.best(key(name, ids), limit)
@@ -54,9 +56,11 @@ def test_the_index_finds_what_a_search_finds(added, removed, name, ids, limit):
     if found is not None:
         assert decode(found)[:tokens].tolist() == ids[:tokens]
 
-    cut = [tokens for tokens, whole in own.items() if not whole]
+    cut = [tokens for tokens, whole in own.items() if not whole and kept[name, tokens][0] == template]
     expected = sorted((t for t in cut if len(t) < len(ids) and list(t) == ids[: len(t)]), key=len, reverse=True)
-    assert [tuple(decode(found).tolist()) for found in index.beginnings(key(name, ids))] == expected
-    cover = index.covering(key(name, ids))
-    assert (cover is not None) == any(list(t[: len(ids)]) == ids for t in cut)
+    assert [tuple(decode(found).tolist()) for found in index.beginnings(key(name, ids), template)] == expected
+    cover = index.covering(key(name, ids), template)
+    longer = sorted(tokens for tokens, whole in own.items() if not whole and list(tokens[: len(ids)]) == ids)  # the first is looked at
+    of = kept.get((name, tuple(ids)), kept[name, longer[0]] if longer else (None,))[0]
+    assert (cover is not None) == (of == template)
     assert cover is None or decode(cover)[: len(ids)].tolist() == ids
