@@ -12,7 +12,7 @@ import torch
 import transformers
 import typer
 from rich.console import Console
-from rich.progress import Progress
+from rich.progress import Progress, track
 from rich.table import Table
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -70,12 +70,9 @@ def bench(
         prompt = torch.tensor((ids * (tokens // len(ids) + 1))[:tokens], device=network.device).expand(batch, -1).contiguous()
         for spec in specs:
             spec.make(network.config)
-        rows = []
-        with Progress(console=Console(stderr=True), transient=True) as progress:
-            task = progress.add_task("decoding", total=1 + len(specs))
-            for row in measure(network, prompt, [CacheSpec(cache=DENSE), *specs], new_tokens):
-                rows.append({"model": model, "device": str(network.device), "dtype": dtype} | row)
-                progress.advance(task)
+        named = {"model": model, "device": str(network.device), "dtype": dtype}
+        found = measure(network, prompt, [CacheSpec(cache=DENSE), *specs], new_tokens)
+        rows = [named | row for row in track(found, "decoding", 1 + len(specs), console=Console(stderr=True), transient=True)]
     for row in rows:
         row["ratio"] = rows[0]["bytes_per_token"] / row["bytes_per_token"]
         row["speedup"] = rows[0]["decode_ms"] / row["decode_ms"]

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import Progress, track
+from rich.progress import track
 from rich.table import Table
 from transformers import AutoConfig
 
@@ -38,11 +38,11 @@ def bench(
     path, counts, stored_in, on = model_of(model, "--model"), counts_of(contexts, "--contexts"), dtype_of(dtype), device_of(device)
     with refusals():
         config = AutoConfig.from_pretrained(path)
-        rows = []
-        with tempfile.TemporaryDirectory(dir=directory) as folder, Progress(console=Console(stderr=True), transient=True) as progress:
+        named = {"model": model, "format": format, "dtype": dtype, "device": device}
+        with tempfile.TemporaryDirectory(dir=directory) as folder:
             found = measure(config, format, counts, Path(folder), stored_in, str(on))
-            for row in progress.track(found, total=len(counts), description="storing and fetching"):
-                rows.append({"model": model, "format": format, "dtype": dtype, "device": device} | row)
+            measured = track(found, "storing and fetching", len(counts), console=Console(stderr=True), transient=True)
+            rows = [named | row for row in measured]
     headers = ("tokens", "MB", "smaller", "error", "store", "fetch", "half", "us/token", "write", "read", "half")
     grid = table(headers, title=f"{model} in {dtype} on {device}, stored as {format}; milliseconds, and microseconds a token")
     for row in rows:
@@ -78,14 +78,12 @@ def rm(
     if bool(entries) == everything:
         raise typer.BadParameter("name the entries to remove, or pass --all")
     found = [path for entry in disk.files(directory) if disk.parts(entry.name) and (path := Path(entry.path))]
-    chosen = set(found)
-    if not everything:
-        chosen = set()
-        for name in entries or ():
-            hits = {path for path in found if disk.label(path.name).startswith(name)}
-            if not hits:
-                raise typer.BadParameter(f"no entry begins with {name!r}")
-            chosen |= hits
+    chosen = set(found) if everything else set()
+    for name in entries or ():
+        hits = {path for path in found if disk.label(path.name).startswith(name)}
+        if not hits:
+            raise typer.BadParameter(f"no entry begins with {name!r}")
+        chosen |= hits
     size = sum(path.stat().st_size for path in chosen)
     for path in chosen:
         path.unlink(missing_ok=True)
@@ -116,8 +114,13 @@ def _entries(directory: Path, contents: bool = False) -> list[dict]:
         row |= {"cache": "", "whole": False, "error": 0.0, "problem": ""}
         try:
             file = disk.read_header(path)
-            row |= {"model": file.model, "tokens": file.tokens, "cache": file.text, "whole": file.whole}
-            row |= {"error": max(file.errors, default=0.0)}
+            row |= {
+                "model": file.model,
+                "tokens": file.tokens,
+                "cache": file.text,
+                "whole": file.whole,
+                "error": max(file.errors, default=0),
+            }
             if contents:
                 for _ in disk.read(file):
                     pass
