@@ -48,9 +48,10 @@ def pack(codes: Tensor, bits: int) -> Codes:
 def lookup(packed: Codes, bits: int, levels: tuple[float, ...]) -> Tensor:
     """`levels[code]` for the buffers of `code_buffers`, as fp32 `[..., D]`."""
     if bits == 3:
-        return lookup3(packed["low"], packed["high"], levels)
-    codes = packed["codes"] if bits == 2 else packed["codes"].view(torch.uint16)
-    return gather(codes, _table(levels, (bits,) * (2 if bits == 8 else 4), codes.device))
+        index = packed["low"].long() | unpack4(_gathered(packed["high"])).long() << 8  # and the high bits of four channels
+    else:
+        index = packed["codes"] if bits == 2 else packed["codes"].view(torch.uint16)
+    return gather(index, _table(levels, bits, index.device))
 
 
 def rank(x: Tensor, thresholds: tuple[float, ...]) -> Tensor:
@@ -114,12 +115,6 @@ def _pack_bits(codes: Tensor, bits: int) -> Tensor:
     return (codes.unflatten(-1, (-1, per_byte)) << shifts).sum(-1, dtype=torch.uint8)
 
 
-def lookup3(low: Tensor, high: Tensor, levels: tuple[float, ...]) -> Tensor:
-    """`levels[code]` of 3-bit planes, as fp32 `[..., D]`."""
-    nibbles = unpack4(_gathered(high)).long()  # the high bits of four channels
-    return gather(low.long() | nibbles << 8, _table3(levels, low.device))
-
-
 def gather(index: Tensor, table: Tensor) -> Tensor:
     """The rows of `table`, which `as_rows` made, that `index` `[..., N]` names, end to end: fp32 `[..., N * width]`."""
     # An entry of the table is one complex number, so that each gather moves eight or sixteen bytes. Token by token, since torch then shares
@@ -142,20 +137,13 @@ def as_rows(values: Tensor) -> Tensor:
 
 
 @functools.lru_cache(maxsize=64)
-def _table(levels: tuple[float, ...], fields: tuple[int, ...], device: torch.device) -> Tensor:
-    """`levels` of all indices of `sum(fields)` bits, the widths of the codes that an index consists of, as rows for `lookup`."""
-    index = torch.arange(2 ** sum(fields), device=device)
-    columns, at = [], 0
-    values = constants(levels, device)
-    for bits in fields:
-        columns.append(values[index >> at & 2**bits - 1])
-        at += bits
-    return as_rows(torch.stack(columns, dim=-1))
-
-
-@functools.lru_cache(maxsize=64)
-def _table3(levels: tuple[float, ...], device: torch.device) -> Tensor:
-    """`levels` of all indices of 12 bits: low bits of four channels, then their high bits; as rows for `lookup3`."""
-    index = torch.arange(2**12, device=device)
-    values = constants(levels, device)
-    return as_rows(torch.stack([values[(index >> 2 * i & 3) | (index >> 8 + i & 1) << 2] for i in range(4)], dim=-1))
+def _table(levels: tuple[float, ...], bits: int, device: torch.device) -> Tensor:
+    """`levels` of all indices that hold as many codes of `bits` as a gather reads, as rows for it. Those of 3 bits hold low bits of four
+    channels, then their high bits."""
+    channels = 2 if bits == 8 else 4
+    index, values = torch.arange(2 ** (bits * channels), device=device), constants(levels, device)
+    if bits == 3:
+        codes = [(index >> 2 * i & 3) | (index >> 8 + i & 1) << 2 for i in range(channels)]
+    else:
+        codes = [index >> bits * i & 2**bits - 1 for i in range(channels)]
+    return as_rows(torch.stack([values[code] for code in codes], dim=-1))

@@ -331,9 +331,9 @@ def chunks(attention_inputs: AttentionInputs, blocks: list[tuple[Packed, Packed]
     """Quantized tokens in chunks of `size`."""
     region, dims = attention_inputs.region, (attention_inputs.key.shape[3], attention_inputs.value.shape[3])
     if region is not None and on_triton(attention_inputs.key.device):
-        from .triton_dequantize_region import dequantize_region, supports
+        from .triton_dequantize import dequantize_region, supports
 
-        if supports(region, dims):
+        if all(map(supports, region.codecs, dims)):
             begin = 0
             for count in cut(region.tokens, [size]):
                 yield count, (region.key, region.value), functools.partial(dequantize_region, region, begin)

@@ -114,13 +114,8 @@ def evict_token(static: StaticTensors, order: Tensor) -> Tensor:
 
     Returns the slot, int64 `[B, H]`; -1 where the token is evicted, `-2 - e` where it became sink `e`.
     """
-    ring, column_mask, records, slots, exact = (
-        static.ring,
-        static.column_mask,
-        list(static.records.values()),
-        static.slots,
-        static.sinks[0].shape[2],
-    )
+    ring, column_mask, records = static.ring, static.column_mask, list(static.records.values())
+    slots, exact = static.slots, static.sinks[0].shape[2]
     at = static.row_lengths % ring[0].shape[2]
     token = gather_columns(ring[0], at[:, None]), gather_columns(ring[1], at[:, None])
     in_records = (slots + at)[:, None]

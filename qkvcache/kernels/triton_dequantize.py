@@ -18,9 +18,11 @@ from ..formats.base import Codec, Codes, PackedLayout
 from ..formats.codebooks import GRID
 from ..formats.rotation import random_signs, rotation_block, sylvester_matrix
 from .pages import Pages
-from .segments import layout_of
+from .segments import QuantizedRegion, layout_of
 
 GREATEST_HEAD_DIM = 256
+REGION_TILE = 64
+"""Tokens of a program that dequantizes a region."""
 CHUNK = 128  # channels that one product rotates: twice as many take two and a butterfly, so that the matrix fits every shared memory
 
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
@@ -178,6 +180,33 @@ def _dequantize(
             (out, *out.stride()[:3]), planes, pages, lengths, *strides, begin, tokens, heads,
             layout, head_dim, across, along, page, num_warps=warps,
         )  # fmt: skip
+
+
+def dequantize_region(region: QuantizedRegion, begin: int, keys: Tensor, values: Tensor) -> None:
+    """Writes tokens `begin` to `begin + T` of `region`, from whichever chunks hold them, as they are stored: rotated, with their mean, as
+    `attend_chunked.dequantize_blocks` does. Rotating the queries and the outputs of attention costs less than rotating tokens back.
+
+    Args:
+        keys, values: outputs `[B, H, T, D]`, fp16, bf16 or fp32, of any strides with contiguous channels.
+    """
+    batch, heads, tokens = keys.shape[:3]
+    sides: list[object] = []
+    constants: list[object] = []
+    for codec, codes, x in zip(region.codecs, region.chunks[0], (keys, values), strict=True):
+        layout = _rotated(known(codec, x, writes=False))
+        sides.append((x, *x.stride()[:3], plane_arguments(layout, codes, x, x)))
+        constants += [layout, x.shape[3]]
+    grid = (-(-tokens // REGION_TILE), batch * heads, 2)
+    with torch.cuda.device_of(keys):
+        _dequantize_region_kernel[grid](
+            *sides, region.table, len(region.chunks), begin, tokens, heads, *constants, REGION_TILE, num_warps=4
+        )  # fmt: skip
+
+
+@functools.cache
+def _rotated(layout: PackedLayout) -> PackedLayout:
+    """For reading vectors as they are stored."""
+    return replace(layout, rotation=0)
 
 
 @triton.jit
@@ -414,3 +443,44 @@ def _dequantize_kernel(
         y = load_tile(live, b, b, h0, t, planes, L, D, ACROSS)
     x, xb, xh, xt = out
     store_vectors(x + (b * xb + h * xh + t * xt), y, live, D)
+
+
+@triton.jit(do_not_specialize=["chunks", "begin", "tokens", "heads"])
+def _dequantize_region_kernel(
+    keys, values, table, chunks, begin, tokens, heads,
+    K: tl.constexpr, D: tl.constexpr, V: tl.constexpr, DV: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """Dequantizes `tokens` tokens from `begin` on. Grid (tiles of N tokens, B * H, 2): keys, values. Strides are in elements.
+
+    keys      output [B, H, tokens, D] fp16, bf16 or fp32, channels contiguous, with its strides over the first three dimensions; then
+              `plane_arguments` of the first chunk: codes [B, H, slots, width], contiguous; high bits and scales likewise, scales
+              [B, 1, slots, 1] if heads share them, [B, 1, 1, 1] if one is kept for all tokens; the mean, fp32 [B, H, 1, D]
+    values    the same of values, [.., DV]
+    table     int64 [chunks, 8]: first token, slots, distances of the planes from those of the first chunk, keys before values
+    heads     H                      K, V   layouts, without their rotation
+    """
+    b = (tl.program_id(1) // heads).to(tl.int64)
+    h = (tl.program_id(1) % heads).to(tl.int64)
+    t0 = tl.program_id(0) * N
+    if tl.program_id(2) == 0:
+        _region_side(keys, table, chunks, begin, tokens, b, h, t0, K, D, N, 0)
+    else:
+        _region_side(values, table, chunks, begin, tokens, b, h, t0, V, DV, N, 1)
+
+
+@triton.jit
+def _region_side(
+    side, table, chunks, begin, tokens, b, h, t0, L: tl.constexpr, D: tl.constexpr, N: tl.constexpr, SIDE: tl.constexpr
+):  # fmt: skip
+    """A program of `_dequantize_region_kernel`, for keys (SIDE 0) or values (1): the N tokens from `t0` on of head `h` of row `b`."""
+    x, xb, xh, xt, planes = side
+    t = t0 + tl.arange(0, N)
+    for chunk in range(chunks):
+        start = tl.load(table + chunk * 8)
+        capacity = tl.load(table + chunk * 8 + 1)
+        if (start < begin + t0 + N) & (start + capacity > begin + t0):
+            slot = begin + t - start
+            live = (t < tokens) & (slot >= 0) & (slot < capacity)
+            here = planes_of_chunk(planes, table, table + chunk * 8, L, SIDE)
+            y = load_tile(live, b, b, h, slot, here, L, D, 1)
+            store_vectors(x + (b * xb + h * xh + t.to(tl.int64) * xt), y, live, D)

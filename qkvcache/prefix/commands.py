@@ -114,13 +114,8 @@ def _entries(directory: Path, contents: bool = False) -> list[dict]:
         row |= {"cache": "", "whole": False, "error": 0.0, "problem": ""}
         try:
             file = disk.read_header(path)
-            row |= {
-                "model": file.model,
-                "tokens": file.tokens,
-                "cache": file.text,
-                "whole": file.whole,
-                "error": max(file.errors, default=0),
-            }
+            row |= {"model": file.model, "tokens": file.tokens, "cache": file.text, "whole": file.whole}
+            row |= {"error": max(file.errors, default=0.0)}
             if contents:
                 for _ in disk.read(file):
                     pass

@@ -39,7 +39,7 @@ def test_nibbles_come_back(values):
 
 @given(st.integers(1, 6).flatmap(lambda groups: codes(3, groups)))
 def test_planes_come_back(values):
-    assert packing.lookup3(*packing.pack3(as_bytes(values)), tuple(range(8))).tolist() == values
+    assert packing.lookup(packing.pack(as_bytes(values), 3), 3, tuple(range(8))).tolist() == values
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
