@@ -1,9 +1,9 @@
-"""From when on a plan of cuDNN's pays.
+"""When a plan of cuDNN pays off.
 
 cuDNN attends about twice as fast as flash attention, but prepares a plan for each shape and layout of its tensors when it first meets them,
 which takes 45 to 800 ms on an H200: longer than a turn. A chat meets most shapes once, chunked prefill and evaluation meet a few often, and
-nobody knows before how often one will come. So flash attention serves a shape until it has cost as much more than cuDNN as a plan costs
-(ski rental): both together cost at most twice what the better one would have cost if the number of calls had been known.
+the number of calls is not known in advance. So flash attention serves a shape until it has cost as much more than cuDNN as a plan costs
+(the ski rental rule): both together cost at most twice what the better one would have cost if the number of calls had been known.
 """
 
 from __future__ import annotations
