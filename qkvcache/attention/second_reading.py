@@ -22,8 +22,8 @@ from .projection import OutputProjection
 from .route import NAME
 
 NORM = 3
-"""The norm, over queries, of the weights that a token receives: a token to which several queries of the repetition attend is needed more
-than one to which a single query does, as the largest weight, which the authors take, has it."""
+"""The norm, over queries, of the weights that a token receives. The authors take the largest weight, by which a token to which several
+queries of the repetition attend counts no more than one to which a single query does (`eval/results/policies_kvzip.jsonl`)."""
 
 
 @dataclass(frozen=True)

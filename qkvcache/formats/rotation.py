@@ -31,6 +31,13 @@ def sylvester_matrix(size: int, device: torch.device, dtype: torch.dtype = torch
 
 @functools.lru_cache(maxsize=32)
 @torch.inference_mode(False)
+def hadamard_matrix(size: int, device: torch.device) -> Tensor:
+    """Sylvester's matrix over sqrt(size), fp32: symmetric and its own inverse."""
+    return sylvester_matrix(size, device) * size**-0.5
+
+
+@functools.lru_cache(maxsize=32)
+@torch.inference_mode(False)
 def random_signs(size: int, device: torch.device) -> Tensor:
     """fp32 `[size]` of 1 and -1, always the same."""
     generator = torch.Generator().manual_seed(SIGN_SEED)
@@ -76,7 +83,7 @@ class Hadamard:
     def undo(self, x: Tensor) -> Tensor:
         """fp32 `[..., D]` back: `undo(apply(x)) = x`."""
         block = rotation_block(x.shape[-1])
-        x = (x.float().unflatten(-1, (-1, block)) @ (sylvester_matrix(block, x.device) * block**-0.5)).flatten(-2)
+        x = (x.float().unflatten(-1, (-1, block)) @ hadamard_matrix(block, x.device)).flatten(-2)
         return x * random_signs(x.shape[-1], x.device) if self.randomized else x
 
 

@@ -14,8 +14,8 @@ from collections.abc import Hashable
 
 PLAN_FLOPS = 0.2 / (1 / 340e12 - 1 / 620e12)
 """Floating-point operations of attention that take flash attention as much longer than cuDNN as a plan takes: .2 s for a plan
-(`eval/results/turns.jsonl`: `first_ms` less `ms` of 512 to 2,048 new tokens, five or six plans each), and 340 and 620 TFLOP/s (512 to 2,048
-new tokens over 8 x 32,768 on an H100, heads of a group as rows)."""
+(`eval/results/turns.jsonl`: `first_ms` less `ms` of 512 to 2,048 new tokens, five or six plans each), and an estimate of the speeds of both
+on an H100, 340 and 620 TFLOP/s."""
 SHAPES = 4096
 """Shapes that are remembered, those that came last."""
 

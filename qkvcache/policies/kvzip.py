@@ -19,7 +19,7 @@ UNREAD = 1e4
 class KVzip(Policy):
     """Keeps the tokens that a model needs to repeat the context: the score of a token is the attention that it receives while the model
     reads the context a second time after being told to repeat it: its 3-norm over queries, of the query head of the group that gives it
-    most. The authors take the largest weight, which recalls less.
+    most. The authors take the largest weight, which recalls as much at a tenth of the tokens and less at a quarter.
 
         cache = CompressedCache(model.config, policy=KVzip(budget=0.3))
         cache.compress(model, context_ids, tokenizer=tokenizer)
