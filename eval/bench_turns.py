@@ -7,9 +7,9 @@
 turns      a Llama of 8 layers of the 8B shape in bf16 holds the past and reads new tokens at once, `model(ids, past_key_values=cache)`.
            Milliseconds by the clock, the best of four turns; the first turn, with all that it compiles, and the longest of the others are
            in the rows too. 32 new tokens are a chunk of `qkvcache eval`. Peak memory is what is allocated beside the weights and the cache.
-attention  one layer's attention of new tokens over the past, GPU time, beside the best bf16 attention of torch: flash, cuDNN and
-           memory-efficient attention, each with the heads of a group as rows or told of the groups, without a mask. Over a compressed
-           past, where cuDNN attends in time (`kernels/cudnn_plans.py`), it does so from the second call on.
+attention  one layer's attention of new tokens over the past and themselves, GPU time, beside the best bf16 attention of torch: flash, cuDNN
+           and memory-efficient attention, each with the heads of a group as rows or told of the groups, without a mask, over as many
+           tokens. Over a compressed past, where cuDNN attends in time (`kernels/cudnn_plans.py`), it does so from the second call on.
 prefix     time to the first token of a prompt of 32,768 stored tokens and 256 others: with a `PrefixStore`, and computed.
 """
 
@@ -155,15 +155,15 @@ def compressed_attention(format: str, rows: int, queries: int, config: LlamaConf
     key, value = (torch.randn(rows, heads, queries, dim, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     query = torch.randn(rows, config.num_attention_heads, queries, dim, device="cuda", dtype=torch.bfloat16)
     inputs = cache.update(key, value, 0)[0].attention_inputs
-    codes = on_codes(query, inputs)
     with mock.patch.object(cudnn_plans, "PLAN_FLOPS", 1):
-        us = on_the_gpu(lambda: attend_on_codes(query, inputs, causal=True) if codes else attend_chunked(query, inputs))
+        us = on_the_gpu(lambda: attend_on_codes(query, inputs, causal=True) if on_codes(query, inputs) else attend_chunked(query, inputs))
     return {"cache": format, "rows": rows, "new": queries, "us": us}
 
 
 def attention(rows: int, config: LlamaConfig) -> Iterator[dict]:
-    key, value = (torch.randn(rows, config.num_key_value_heads, PAST, config.head_dim, device="cuda", dtype=torch.bfloat16) for _ in "kv")
     for queries in QUERIES:
+        shape = rows, config.num_key_value_heads, PAST + queries, config.head_dim
+        key, value = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in "kv")
         yield dense_attention(rows, queries, key, value, config.num_attention_heads)
     del key, value
     for format in FORMATS:

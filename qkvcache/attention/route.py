@@ -3,8 +3,8 @@
 Constructing a cache calls `install`; importing the library changes nothing. Attention on plain tensors costs half a microsecond more. The
 wrapper gets the query, the keys and values (`CompressedKV`), the mask and the model's keywords:
 
-    sdpa, flash, flex, qkvcache   few queries attend on the codes; many attend on the codes in tiles or, where no kernel does or they are
-                                  very many, on chunks of the past that are dequantized one at a time. If the mask is more than causal
+    sdpa, flash, flex, qkvcache   few queries attend on the codes; many attend on the codes in tiles or, where no kernel does or cuDNN is
+                                  faster, on chunks of the past that are dequantized one at a time. If the mask is more than causal
                                   with padding, the layer is dequantized for the stock kernel; also with softcap for flash and flex, whose
                                   kernels have it
     eager                         the model's own function, which may have semantics of its own; its two matmuls run on the codes
@@ -27,7 +27,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 from ..kernels import AttentionInputs, attend_on_codes, attends_in_tiles, on_triton
-from ..kernels.attend_chunked import attend_chunked, supports
+from ..kernels.attend_chunked import CHUNK_BYTES, attend_chunked, cudnn_pays, supports
 from .again import notice_again
 from .compressed_kv import CompressedKV
 from .full import full_attention
@@ -42,8 +42,11 @@ MAX_QUERIES = 16
 layer."""
 MAX_FUSED_ROWS = 384
 """The same for the decode kernel, in queries times query heads of a KV head. Measured, dequantizing is faster beyond 400
-(`eval/bench_kernels.py`, "chunk"). `kernels/fused.py` says from how many on, and up to how many, the kernel for many rows is faster than
-both, and what it serves."""
+(`eval/bench_kernels.py`, "chunk"). `kernels/fused.py` says from how many on the kernel for many rows is faster, and what it serves."""
+MOST_TILE_ROWS = 1024
+"""Query rows of a KV head up to which the kernel for many rows is chosen at once: on an H100 it is 28 % faster than dequantizing chunks
+for cuDNN with one sequence, and 10 % slower with eight. With more, cuDNN is faster once it has plans (`kernels/cudnn_plans.py`); flash
+attention on chunks is slower with any number (`eval/bench_turns.py`)."""
 
 _stock_get_interface: Callable | None = None
 
@@ -89,9 +92,18 @@ def _few(query: Tensor, attention_inputs: AttentionInputs) -> bool:
 
 
 def on_codes(query: Tensor, attention_inputs: AttentionInputs, columns: Tensor | None = None) -> bool:
-    """Whether causal attention on the codes is faster than on chunks. `columns`: those that are no padding, bool `[B, 1, 1, T]`, if not
-    all."""
-    return _few(query, attention_inputs) or attends_in_tiles(query, attention_inputs, columns)
+    """Whether the next causal attention is faster on the codes than on chunks. `columns`: those that are no padding, bool `[B, 1, 1, T]`,
+    if not all."""
+    if _few(query, attention_inputs):
+        return True
+    if not attends_in_tiles(query, attention_inputs, columns):
+        return False
+    heads, region = attention_inputs.key.shape[1], attention_inputs.region
+    if query.shape[1] * query.shape[2] <= MOST_TILE_ROWS * heads:
+        return True
+    if columns is not None or region is None or 8 * query.numel() > CHUNK_BYTES:  # partial outputs, two or more, in fp32
+        return False
+    return not cudnn_pays(query, heads, region.tokens)
 
 
 def _in_chunks(implementation: str, query: Tensor, key: CompressedKV, options: dict[str, Any]) -> bool:

@@ -13,7 +13,7 @@ attention runs up to the end of the longest padding, in one launch, on sequences
 
 The query heads of a group are rows of their KV head, so that keys and values are never copied for query heads. Vectors that are stored
 rotated stay rotated in the scratch: queries are rotated before, and the merged output of the chunks is rotated back.
-`attention/route.py` says from how many queries on this is faster than reading the codes in the decode kernel.
+`attention/route.py` says from how many queries on this is faster than kernels that read the codes.
 
 What policies want of the weights (`observe_chunked`) needs the normalisers, which are known after the merge. The parts are then read a
 second time, the last chunk first: it is still in the scratch.
@@ -22,6 +22,7 @@ second time, the last chunk first: it is still in the scratch.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
@@ -235,11 +236,11 @@ def _attend(
     heads = exact[0].shape[1]
     scaling = dim**-0.5 if scaling is None else scaling
     folded = fold(query, heads)
-    by_cudnn = plans and (hidden is None or left is not None) and softcap is None and _cudnn_is_faster(folded)
-    most = max(CHUNK_BYTES // (2 * batch * heads * dim * query.itemsize) // 64, 1) * 64
-    size = min(CHUNK_TOKENS, most, chunk_tokens or most)
-    sizes = sorted({min(n, size) for n in CUDNN_TOKENS}, reverse=True) if by_cudnn else [size]
-    planned = [n for n in sizes if PLANS.pay(_shape(folded, n))] if by_cudnn else []
+    by_cudnn = plans and (hidden is None or left is not None) and softcap is None and _cudnn_is_faster(folded.shape, query.device)
+    size = _most_tokens(query, heads)
+    size = min(size, chunk_tokens or size)
+    sizes = _cudnn_sizes(size) if by_cudnn else [size]
+    planned = [n for n in sizes if PLANS.pay(_plan(query, folded.shape, n))] if by_cudnn else []
     pieces = list(tokens.pieces(size // sizes[0] * sizes[0]))
     if on_triton(query.device):
         from .triton_merge import merge as merge_parts
@@ -268,7 +269,7 @@ def _attend(
                 bias = None if anywhere is None else _bias(_by_head(anywhere)[:, :, None, column : column + shown], query.dtype)
                 parts.append(library_attention(rotated, keys, values, bias, unrotated, softcap, by_cudnn=shown in planned))
                 if by_cudnn and shown not in planned:
-                    _count_flash(folded, shown, sizes)
+                    _count(query, folded.shape, shown, sizes)
             column += shown
             if len(parts) == MERGED_PARTS:
                 parts = [merge_parts(parts, query_heads, queries, heads, None)]
@@ -408,12 +409,17 @@ def rotate_back(out: Tensor, codec: Codec) -> Tensor:
 
 def fold(query: Tensor, heads: int) -> Tensor:
     """`[B, Hq, Q, D]` to `[B, H, R, D]`. Rows of padding hold anything."""
-    batch, query_heads, queries, dim = query.shape
-    rows = query_heads // heads * queries
-    step = ROW_STEP if query.is_cuda else 1
-    folded = query.new_empty(batch, heads, -(-rows // step) * step, dim)
-    folded[:, :, :rows].view(batch, heads, query_heads // heads, queries, dim).copy_(query.unflatten(1, (heads, -1)))
+    grouped, folded = query.unflatten(1, (heads, -1)), query.new_empty(_folded(query, heads))
+    rows = grouped.shape[2] * grouped.shape[3]
+    folded[:, :, :rows].view(grouped.shape).copy_(grouped)
     return folded
+
+
+def _folded(query: Tensor, heads: int) -> tuple[int, int, int, int]:
+    """The shape of `fold(query, heads)`."""
+    batch, query_heads, queries, dim = query.shape
+    step = ROW_STEP if query.is_cuda else 1
+    return batch, heads, -(-query_heads // heads * queries // step) * step, dim
 
 
 def _by_head(hidden: Tensor) -> Tensor:
@@ -460,16 +466,39 @@ def padded_attention(query: Tensor, key: Tensor, value: Tensor, first: tuple[int
     return out.index_fill_(0, empty, 0), lse.index_fill_(0, empty, MASKED)
 
 
-def _shape(folded: Tensor, tokens: int) -> tuple:
-    """What cuDNN's plans for folded queries and so many tokens of the scratch are for."""
-    return folded.device, folded.dtype, folded.shape, tokens
+def cudnn_pays(query: Tensor, heads: int, tokens: int) -> bool:
+    """Whether `attend_chunked` has cuDNN attend to most of `tokens` quantized tokens of `heads` KV heads, for queries `[B, Hq, Q, D]`
+    without a mask: it has the plan, or the plan pays. If not, what another kernel computes instead is counted."""
+    shape, sizes = _folded(query, heads), _cudnn_sizes(_most_tokens(query, heads))
+    if not _cudnn_is_faster(shape, query.device):
+        return False
+    if tokens >= sizes[-1] and PLANS.pay(_plan(query, shape, next(cut(tokens, sizes)))):
+        return True
+    _count(query, shape, tokens, sizes)
+    return False
 
 
-def _count_flash(folded: Tensor, tokens: int, sizes: Sequence[int]) -> None:
-    """Counts tokens that flash attention attends to, and cuDNN could, in parts of `sizes`."""
+def _most_tokens(query: Tensor, heads: int) -> int:
+    """Tokens of a chunk at most."""
+    batch, _, _, dim = query.shape
+    return min(CHUNK_TOKENS, max(CHUNK_BYTES // (2 * batch * heads * dim * query.itemsize) // 64, 1) * 64)
+
+
+def _cudnn_sizes(most: int) -> list[int]:
+    """Tokens that cuDNN attends to at a time, in chunks of `most`."""
+    return sorted({min(n, most) for n in CUDNN_TOKENS}, reverse=True)
+
+
+def _plan(query: Tensor, folded: Sequence[int], tokens: int) -> tuple:
+    """What cuDNN's plans for folded queries of this shape and so many tokens of the scratch are for."""
+    return query.device, query.dtype, tuple(folded), tokens
+
+
+def _count(query: Tensor, folded: Sequence[int], tokens: int, sizes: Sequence[int]) -> None:
+    """Counts tokens that another kernel attends to, and cuDNN could, in parts of `sizes`."""
     for size in cut(tokens, sizes):
         if size in sizes:
-            PLANS.count(_shape(folded, size), 4 * folded.numel() * size)
+            PLANS.count(_plan(query, folded, size), 4 * math.prod(folded) * size)
 
 
 def _takes_sequences(query: Tensor) -> bool:
@@ -521,13 +550,13 @@ def _cudnn_attention(query: Tensor, key: Tensor, value: Tensor, scaling: float, 
     return out, lse.view(query.shape[:3])
 
 
-def _cudnn_is_faster(query: Tensor) -> bool:
-    """On Hopper and later, where its programs, one for 128 rows, fill the GPU: flash attention also splits keys."""
-    if not query.is_cuda:
+def _cudnn_is_faster(folded: Sequence[int], device: torch.device) -> bool:
+    """On Hopper and later, where its programs, one for 128 rows of `folded` queries, fill the GPU: flash attention also splits keys."""
+    if device.type != "cuda":
         return False
-    properties = torch.cuda.get_device_properties(query.device)
-    programs = query.shape[0] * query.shape[1] * -(-query.shape[2] // 128)
-    return not torch.version.hip and properties.major >= 9 and query.shape[3] <= 128 and 2 * programs >= properties.multi_processor_count
+    batch, heads, rows, dim = folded
+    properties, programs = torch.cuda.get_device_properties(device), batch * heads * -(-rows // 128)
+    return not torch.version.hip and properties.major >= 9 and dim <= 128 and 2 * programs >= properties.multi_processor_count
 
 
 def causal_attention(

@@ -47,9 +47,8 @@ MANY_ROWS = Launch(64, 3, None, 8, 2, 32), Launch(64, 3, None, 4, 4, 64)
 """For up to 32 query rows, and for more: each code is unpacked once for as many rows as the registers of a program hold."""
 TILES = Launch(128, 1, None, 2, 4, 64, many=True), Launch(64, 1, 128, 2, 8, 128, many=True)
 """Of the kernel for many rows: for up to 64, and for more. The best measured on an H200."""
-FEWEST_TILE_ROWS, MOST_TILE_ROWS = 33, 768
-"""Query rows of a KV head for which that kernel is the fastest on an H200: with fewer, the decode kernel; with more, dequantizing chunks
-(`eval/bench_turns.py`)."""
+FEWEST_TILE_ROWS = 33
+"""Query rows of a KV head from which on that kernel is faster than the decode kernel on an H200."""
 LEAST_SPLIT, MOST_SPLITS = 128, 100
 """Fewest tokens of a split: fewer are not worth its partial outputs. Most splits of a sequence: joining more costs too much."""
 
@@ -70,7 +69,7 @@ def tiled(query: Tensor, attention_inputs: AttentionInputs, mask: Tensor | None,
     region, heads = attention_inputs.region, attention_inputs.key.shape[1]
     rows = query.shape[1] // heads * query.shape[2]
     hopper = architecture(query.device)[0] // 10 == 9 or query.device.type == "cpu"
-    if region is None or not FEWEST_TILE_ROWS <= rows <= MOST_TILE_ROWS or not hopper:
+    if region is None or rows < FEWEST_TILE_ROWS or not hopper:
         return None
     if options.get("observed") is not None or not options.get("causal"):
         return None

@@ -104,7 +104,7 @@ def cudnn(monkeypatch):
             key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, causal, scale=scaling)
 
-    monkeypatch.setattr(attend_chunked_module, "_cudnn_is_faster", lambda query: True)
+    monkeypatch.setattr(attend_chunked_module, "_cudnn_is_faster", lambda folded, device: True)
     monkeypatch.setattr(attend_chunked_module, "_cudnn_attention", attention)
     monkeypatch.setattr(attend_chunked_module, "PLANS", Plans())
     for name, value in {"CUDNN_TOKENS": (64, 32), "CHUNK_TOKENS": 160}.items():

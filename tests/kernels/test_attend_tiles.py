@@ -7,9 +7,10 @@ import dataclasses
 import pytest
 import torch
 
+from qkvcache.attention import route
 from qkvcache.formats import REGISTRY
 from qkvcache.formats.int4 import Int4
-from qkvcache.kernels import attend, attends_in_tiles
+from qkvcache.kernels import attend, attend_chunked, attends_in_tiles, cudnn_plans
 from tests.matrix import FORMATS, slowly
 
 from .attention_inputs import build
@@ -149,7 +150,35 @@ def test_groups(group_size, served, monkeypatch):
         compare(monkeypatch, "int4", query, attention_inputs)
 
 
-def test_very_many_rows_are_dequantized_in_chunks(monkeypatch):
-    query, attention_inputs = make("int8", group=4, queries=9)
-    monkeypatch.setattr(fused, "MOST_TILE_ROWS", 35)
-    assert not attends_in_tiles(query, attention_inputs, None)
+@pytest.fixture
+def cudnn(monkeypatch):
+    """cuDNN would be faster for more than 32 rows, and gets parts of 64 tokens."""
+    monkeypatch.setattr(route, "MOST_TILE_ROWS", 32)
+    monkeypatch.setattr(attend_chunked, "_cudnn_is_faster", lambda folded, device: True)
+    monkeypatch.setattr(attend_chunked, "CUDNN_TOKENS", (64,))
+    monkeypatch.setattr(attend_chunked, "PLANS", cudnn_plans.Plans())
+    monkeypatch.setattr(cudnn_plans, "PLAN_FLOPS", 4 * 2 * 36 * 64 * 64 * 3)  # three layers' attention of 36 rows of 2 heads to 64 tokens
+    monkeypatch.setattr(route, "_few", lambda query, attention_inputs: False)
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="rows are padded there")
+def test_very_many_rows_are_dequantized_in_chunks_once_cudnn_has_paid(cudnn):
+    query, attention_inputs = make("int8", heads=2, group=4, queries=9, tokens=130)
+    assert [route.on_codes(query, attention_inputs) for _ in range(5)] == [True] * 3 + [False] * 2
+    assert [route.on_codes(query[:, :, :8], attention_inputs)] == [False]  # too few for tiles
+    few = make("int8", heads=2, group=4, queries=9, tokens=60)[1]
+    assert all(route.on_codes(query, few) for _ in range(9))  # no part for cuDNN
+
+
+def test_up_to_a_number_of_rows_nothing_is_counted(cudnn, monkeypatch):
+    monkeypatch.setattr(route, "MOST_TILE_ROWS", 36)
+    query, attention_inputs = make("int8", heads=2, group=4, queries=9, tokens=130)
+    assert all(route.on_codes(query, attention_inputs) for _ in range(9))
+
+
+def test_very_many_rows_are_dequantized_in_chunks_under_padding_and_where_outputs_are_large(cudnn, monkeypatch):
+    query, attention_inputs = make("int8", heads=2, group=4, queries=9, tokens=130)
+    shown = torch.ones(1, 1, 1, 130, dtype=torch.bool, device=DEVICE)
+    assert attends_in_tiles(query, attention_inputs, shown) and not route.on_codes(query, attention_inputs, shown)
+    monkeypatch.setattr(route, "CHUNK_BYTES", 8 * query.numel() - 1)
+    assert not route.on_codes(query, attention_inputs)
