@@ -38,9 +38,10 @@ class LockedMemory(mmap.mmap):
     @classmethod
     def of(cls, nbytes: int) -> LockedMemory:
         """`nbytes` bytes, which `lock` locks."""
-        memory = cls(-1, max(nbytes, 1))
+        size, linux = max(nbytes, 1), hasattr(mmap, "MADV_HUGEPAGE")
+        memory = cls(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) if linux else cls(-1, size)  # shared memory rarely has huge pages
         memory.copies = {}
-        if hasattr(mmap, "MADV_HUGEPAGE"):
+        if linux:
             with contextlib.suppress(OSError):  # a kernel without them
                 memory.madvise(mmap.MADV_HUGEPAGE)
         return memory
