@@ -22,7 +22,7 @@ from ..layers.snapshot import Snapshot
 from ..planning.model import shapes
 from . import disk, match
 from .entry import CacheTemplate, restore_cache, snapshot_cache
-from .host_memory import locked_for
+from .host_memory import Blocks
 
 NAME = bytes(match.NAME)
 Result = TypeVar("Result")
@@ -64,7 +64,7 @@ def measure(
             store_ms.append(ms)
             del cache
         file, write_ms = _timed(device, partial(disk.write, directory, entry, config.model_type))
-        sources = entry.cut, partial(disk.read, file, copy=locked_for([device]))
+        sources = entry.cut, lambda count, file=file: disk.read(file, count, Blocks() if device.type == "cuda" else None)
         fetch_ms, read_ms = ([least(partial(layers, count)) for count in (tokens, tokens // 2)] for layers in sources)
         sizes = {"tokens": tokens, "bytes": entry.nbytes, "bytes_per_token": entry.nbytes / tokens, "ratio": nbytes / entry.nbytes}
         times = {"store_ms": min(store_ms), "fetch_ms": fetch_ms[0], "fetch_half_ms": fetch_ms[1]}

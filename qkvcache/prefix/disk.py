@@ -33,12 +33,15 @@ from torch import Tensor
 from ..layers.snapshot import Snapshot
 from . import match
 from .entry import Entry
-from .host_memory import as_bytes
+from .host_memory import Blocks, as_bytes
 
 VERSION = 2
 CHUNK = 4096
 """Tokens that share a digest."""
 READERS = min(os.cpu_count() or 1, 16)
+AHEAD = min(READERS, 5)
+"""Layers that are read into `Blocks` at a time; there is one block more, of the layer that is in use. New blocks are locked one after
+another, and each takes about as long as a thread takes for a layer: more of them come too late to help, with fewer the bus waits."""
 SUFFIX, WRITING = ".safetensors", ".writing"
 _NAME = re.compile(r"([0-9a-f]{32})-([0-9a-f]{32})-([0-9a-f]{32})\.safetensors")
 
@@ -141,7 +144,9 @@ def _opened(path: Path) -> Iterator[safe_open]:
 def read(file: File, tokens: int | None = None, copy: Callable[[Snapshot], Snapshot] | None = None) -> Iterator[Snapshot]:
     """The layers of a file in order, cut to the first `tokens` tokens and checked. Their tensors are views of the file, of which only the
     used part is read; or what `copy` makes of them, in the thread that has checked a layer. Raises Damaged if a digest does not match or
-    the file is no longer the one of this header."""
+    the file is no longer the one of this header.
+
+    With `Blocks`, a layer must be let go of before the next but one is asked for, or its block is not used again."""
     with _opened(file.path) as handle:
         if (handle.metadata() or {}).get("digest") != file.digest:
             raise Damaged("it was replaced by something else")
@@ -160,10 +165,11 @@ def read(file: File, tokens: int | None = None, copy: Callable[[Snapshot], Snaps
             raise Damaged(f"the contents of layer {i} were changed")
         return copy(cut[i]) if copy else cut[i]
 
-    with ThreadPoolExecutor(READERS) as pool:
+    readers = AHEAD if isinstance(copy, Blocks) else READERS
+    with ThreadPoolExecutor(readers) as pool:
         running: deque[Future[Snapshot]] = deque()
         for i in range(len(cut)):
-            if len(running) == READERS:  # no more copies at a time than these
+            if len(running) == readers:  # no more copies at a time than these
                 yield running.popleft().result()
             running.append(pool.submit(checked, i))
         while running:

@@ -7,10 +7,11 @@ import mmap
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterable
+import weakref
+from collections import deque
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 
 import numpy
 import torch
@@ -35,17 +36,21 @@ class LockedMemory(mmap.mmap):
     """
 
     @classmethod
-    def block(cls, nbytes: int) -> tuple[LockedMemory, Tensor]:
-        """`nbytes` bytes, which `lock` locks, and the tensor of them, which keeps them alive."""
-        memory = cls(-1, max(nbytes, 1))
+    def of(cls, nbytes: int) -> LockedMemory:
+        """`nbytes` bytes, which `lock` locks."""
+        size, linux = max(nbytes, 1), hasattr(mmap, "MADV_HUGEPAGE")
+        memory = cls(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) if linux else cls(-1, size)  # shared memory rarely has huge pages
         memory.copies = {}
-        if hasattr(mmap, "MADV_HUGEPAGE"):
+        if linux:
             with contextlib.suppress(OSError):  # a kernel without them
                 memory.madvise(mmap.MADV_HUGEPAGE)
-        return memory, torch.frombuffer(memory, dtype=torch.uint8)[:nbytes]
+        return memory
 
     def lock(self, block: Tensor) -> None:
-        """Locks the pages of `block`: sooner those that the system has provided, because they were written to, than others."""
+        """Locks the pages of `block`, its bytes, if they are not yet: sooner those that the system has provided, because they were written
+        to, than others."""
+        if self.address is not None:
+            return
         error = torch.cuda.cudart().cudaHostRegister(block.data_ptr(), len(self), PORTABLE)
         if int(error):
             warnings.warn(f"host memory cannot be locked ({error}): copies between a PrefixStore and GPUs are slower", stacklevel=2)
@@ -70,6 +75,30 @@ class LockedMemory(mmap.mmap):
             torch.cuda.cudart().cudaHostUnregister(self.address)
 
 
+class Blocks:
+    """Locked memory for the layers of one read. A block comes back by itself when the last tensor in it is gone, and is used again when
+    the copies from it have ended. Nothing waits for a block to come back, since there is a new one if none has: there are no more than are
+    in use at a time."""
+
+    def __init__(self) -> None:
+        self.free: deque[LockedMemory] = deque()
+
+    def take(self, nbytes: int) -> tuple[LockedMemory, Tensor]:
+        """A block and the tensor of its first `nbytes` bytes, which keeps it. The memory of a new one is not locked yet."""
+        memory = None
+        with contextlib.suppress(IndexError):  # none is free
+            memory = self.free.popleft()  # its copies end first
+        if memory is None or len(memory) < nbytes:
+            memory = LockedMemory.of(nbytes)
+        memory.wait()
+        view = memoryview(memory)
+        weakref.finalize(view, self.free.append, memory)
+        return memory, torch.frombuffer(view, dtype=torch.uint8)[:nbytes]
+
+    def __call__(self, given: Snapshot) -> HostSnapshot:
+        return HostSnapshot.of(given, True, self)
+
+
 @dataclass(frozen=True)
 class HostSnapshot(Snapshot):
     """A snapshot whose tensors are contiguous, in one block of host memory; `memory`: of locked pages, else None."""
@@ -77,10 +106,10 @@ class HostSnapshot(Snapshot):
     memory: LockedMemory | None = None
 
     @classmethod
-    def of(cls, given: Snapshot, lock: bool) -> HostSnapshot:
-        """A copy of `given`, in locked pages if `lock`; complete after `wait`."""
+    def of(cls, given: Snapshot, lock: bool, blocks: Blocks | None = None) -> HostSnapshot:
+        """A copy of `given`, in locked pages if `lock`, those of `blocks` if given; complete after `wait`."""
         sizes = [-(-x.nbytes // ALIGNMENT) * ALIGNMENT for x in given.tensors.values()]
-        memory, block = LockedMemory.block(sum(sizes)) if lock else (None, torch.empty(sum(sizes), dtype=torch.uint8))
+        memory, block = (blocks or Blocks()).take(sum(sizes)) if lock else (None, torch.empty(sum(sizes), dtype=torch.uint8))
         parts = zip(given.tensors.items(), block.split(sizes), strict=True)
         tensors = {name: part[: x.nbytes].view(x.dtype).view(x.shape) for (name, x), part in parts}
         if memory is not None and any(x.is_cuda for x in given.tensors.values()):
@@ -114,9 +143,9 @@ class HostSnapshot(Snapshot):
                 self.memory.copies[device] = torch.cuda.current_stream(device).record_event()
 
 
-def locked_for(devices: Iterable[torch.device]) -> Callable[[Snapshot], Snapshot] | None:
-    """What copies snapshots to locked pages, if one of the devices is a GPU."""
-    return partial(HostSnapshot.of, lock=True) if any(device.type == "cuda" for device in devices) else None
+def on_gpu(devices: Iterable[torch.device]) -> bool:
+    """Whether one of the devices is a GPU, so that memory is locked."""
+    return any(device.type == "cuda" for device in devices)
 
 
 def _touch(block: numpy.ndarray) -> None:

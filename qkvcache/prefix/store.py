@@ -27,7 +27,7 @@ from ..policies import check_count
 from . import match
 from .disk import Damaged, DiskStore
 from .entry import CacheTemplate, Entry, TooLarge, batch_size, restore_cache, snapshot_cache
-from .host_memory import HostSnapshot, locked_for
+from .host_memory import Blocks, HostSnapshot, on_gpu
 from .identity import Identity
 from .memory import MemoryStore
 from .prompt import Ids, compute, refusal, rows, text_tokens, unpadded
@@ -166,7 +166,7 @@ class PrefixStore:
                 template, errors = entry.template, entry.errors
                 layers: Iterable[Snapshot] = entry.cut(tokens)
             else:
-                file, layers = disk.get(stored), disk.read(stored, tokens, locked_for(self._devices()))
+                file, layers = disk.get(stored), disk.read(stored, tokens, Blocks() if on_gpu(self._devices()) else None)
                 template, errors = self._templates[file.template], file.errors
             cache = self._restore(template, layers)
             if not self._ranks.least(cache is not None) or cache is None:
@@ -289,7 +289,7 @@ class PrefixStore:
         """The tokens of `key` as an entry in memory, from the file of `stored`, which begins with them. Raises Damaged, and TooLarge for
         more bytes than the store may hold."""
         file, layers, left = disk.get(stored), [], self._memory.max_bytes - len(key)
-        copy = locked_for(self._devices()) or partial(HostSnapshot.of, lock=False)
+        copy = partial(HostSnapshot.of, lock=on_gpu(self._devices()))
         for layer in disk.read(stored, match.length(key), copy):
             layers.append(layer)
             if (left := left - layer.nbytes) < 0:

@@ -1,26 +1,77 @@
 """Snapshots in one block of host memory, whose pages CUDA locks and unlocks."""
 
+import ctypes
+import threading
+
 import pytest
 import torch
 from transformers import DynamicCache
 
 from qkvcache.layers.snapshot import Snapshot
-from qkvcache.prefix import disk, match
+from qkvcache.prefix import PrefixStore, disk, match, store
 from qkvcache.prefix.entry import CacheTemplate, Entry
-from qkvcache.prefix.host_memory import HostSnapshot, locked_for
-from tests.prefix.made import model
+from qkvcache.prefix.host_memory import Blocks, HostSnapshot
+from tests.prefix.made import fill, held, model, random_ids, same
+
+LAYERS, TOKENS = 32, 40
+GPU = torch.device("cuda", 0)
 
 
 class Cudart:
     def __init__(self):
         self.locked: dict[int, int] = {}
+        self.count = 0
 
     def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:  # noqa: N802
+        assert address not in self.locked
         self.locked[address] = nbytes
+        self.count += 1
         return 0
 
     def cudaHostUnregister(self, address: int) -> None:  # noqa: N802
         del self.locked[address]
+
+
+class LateCopy:
+    """The end of a copy from locked memory to a GPU that takes place as late as it may: when it is waited for. It keeps neither
+    tensors nor the memory alive."""
+
+    def __init__(self, layer: HostSnapshot):
+        self.address = min(x.data_ptr() for x in layer.tensors.values())
+        self.expected = b"".join(x.numpy().tobytes() for x in layer.tensors.values())
+        self.copied: bytes | None = None
+
+    def synchronize(self) -> None:
+        if self.copied is None:
+            self.copied = ctypes.string_at(self.address, len(self.expected))
+
+
+def used(layer: HostSnapshot, device: torch.device = GPU) -> LateCopy:
+    """A copy of `layer` to `device` that was queued."""
+    copy = layer.memory.copies[device] = LateCopy(layer)
+    return copy
+
+
+@pytest.fixture
+def cudart(monkeypatch) -> Cudart:
+    made = Cudart()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: made)
+    monkeypatch.setattr(disk, "AHEAD", 3)
+    monkeypatch.setattr(disk, "CHUNK", 16)
+    return made
+
+
+@pytest.fixture
+def layers() -> list[Snapshot]:
+    """Every fourth is larger."""
+    shapes = [(1, 2, TOKENS, 16 if i % 4 == 3 else 8) for i in range(LAYERS)]
+    return [Snapshot("dense", {name: torch.randn(shape) for name in ("keys", "values")}) for shape in shapes]
+
+
+@pytest.fixture
+def file(tmp_path, layers) -> disk.File:
+    key = match.encode(bytes(match.NAME), torch.arange(TOKENS))
+    return disk.write(tmp_path, Entry(key, CacheTemplate(DynamicCache(config=model().config), model().config), layers, ()), "llama")
 
 
 def given() -> Snapshot:
@@ -30,9 +81,7 @@ def given() -> Snapshot:
 
 
 @pytest.mark.parametrize("lock", [False, True])
-def test_a_block_holds_every_tensor(lock, monkeypatch):
-    cudart = Cudart()
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+def test_a_block_holds_every_tensor(lock, cudart):
     stored = given()
     found = HostSnapshot.of(stored, lock)
     found.wait()
@@ -43,9 +92,7 @@ def test_a_block_holds_every_tensor(lock, monkeypatch):
     assert found.nbytes >= sum(x.nbytes for x in stored.tensors.values()) and len(cudart.locked) == lock
 
 
-def test_pages_are_locked_while_a_view_of_them_is_alive(monkeypatch):
-    cudart = Cudart()
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+def test_pages_are_locked_while_a_view_of_them_is_alive(cudart):
     found = HostSnapshot.of(given(), lock=True)
     keys = found.tensors["keys"][:, :, :2]
     expected = keys.clone()
@@ -55,17 +102,83 @@ def test_pages_are_locked_while_a_view_of_them_is_alive(monkeypatch):
     assert not cudart.locked
 
 
-def test_layers_of_a_file_are_locked_a_few_at_a_time_and_only_for_a_gpu(tmp_path, monkeypatch):
-    """The bound counts layers that wait to be used; one more is in use."""
-    cudart, most = Cudart(), 0
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
-    monkeypatch.setattr(disk, "READERS", 2)
-    layers = [Snapshot("dense", {name: torch.randn(1, 2, 9, 8) for name in ("keys", "values")}) for _ in range(8)]
-    key = match.encode(bytes(match.NAME), torch.arange(9))
-    file = disk.write(tmp_path, Entry(key, CacheTemplate(DynamicCache(config=model().config), model().config), layers, ()), "llama")
-    assert locked_for([torch.device("cpu")]) is None
-    for layer, expected in zip(disk.read(file, 5, locked_for([torch.device("cpu"), torch.device("cuda")])), layers, strict=True):
+@pytest.mark.parametrize("tokens", [TOKENS, 37, 16, 5])
+def test_blocks_are_used_again_when_the_copies_from_them_have_ended(tokens, cudart, file, layers):
+    """Each thread and the consumer has a block; a thread that has handed in its layer may keep that for a moment longer."""
+    copies, most = [], 0
+    for layer, expected in zip(disk.read(file, tokens, Blocks()), layers, strict=True):
+        assert all(torch.equal(layer.tensors[name], x[:, :, :tokens]) for name, x in expected.tensors.items())
+        copies.append(used(layer))
         most = max(most, len(cudart.locked))
-        assert all(torch.equal(layer.tensors[name], x[:, :, :5]) for name, x in expected.tensors.items())
     del layer
-    assert 1 <= most <= 3 and not cudart.locked
+    assert not cudart.locked and all(copy.copied == copy.expected for copy in copies)
+    in_use = 2 * disk.AHEAD + 1
+    assert most <= in_use and cudart.count <= 2 * in_use < LAYERS  # twice: the first ones may be too small for a larger layer
+
+
+def test_a_block_waits_for_every_gpu_and_not_for_other_blocks(cudart, layers):
+    blocks = Blocks()
+    first, second = map(blocks, layers[3:5])
+    ends, other, memory = [used(first, torch.device("cuda", i)) for i in range(2)], used(second), first.memory
+    view = first.tensors["keys"][:, :, :1]
+    del first
+    third = blocks(layers[5])
+    assert third.memory is not memory  # a view of it is in use
+    del view
+    fourth = blocks(layers[6])
+    assert fourth.memory is memory
+    assert all(end.copied == end.expected for end in ends) and other.copied is None
+
+
+def test_a_slow_layer_does_not_stop_those_that_are_read_with_it(cudart, file, layers, monkeypatch):
+    """Nor does a consumer that keeps all layers."""
+    others, matches = threading.Semaphore(0), disk._matches
+
+    def matched(layer: Snapshot, cut: Snapshot, sums: list[str]) -> bool:
+        if sums == file.layers[0]["sums"]:
+            assert all(others.acquire(timeout=60) for _ in range(disk.AHEAD - 1)), "the layers after it wait for it"
+        others.release()
+        return matches(layer, cut, sums)
+
+    monkeypatch.setattr(disk, "_matches", matched)
+    kept = list(disk.read(file, TOKENS, Blocks()))
+    assert all(torch.equal(x.tensors["keys"], y.tensors["keys"]) for x, y in zip(kept, layers, strict=True))
+    assert len(cudart.locked) == LAYERS
+
+
+@pytest.mark.parametrize("damaged", [0, 1, 9, LAYERS - 1])
+def test_a_damaged_layer_ends_a_read_into_blocks(damaged, cudart, file, layers):
+    content = bytearray(file.path.read_bytes())
+    content[content.index(layers[damaged].tensors["keys"].numpy().tobytes())] ^= 1
+    file.path.write_bytes(content)
+    copies = []
+    with pytest.raises(disk.Damaged, match=f"layer {damaged} were changed"):
+        for layer in disk.read(file, 5, Blocks()):
+            copies.append(used(layer))
+            del layer
+    assert len(copies) == damaged and all(copy.copied == copy.expected for copy in copies) and not cudart.locked
+
+
+def test_a_read_that_is_given_up_unlocks_its_blocks(cudart, file):
+    reading = disk.read(file, TOKENS, Blocks())
+    next(reading)
+    reading.close()
+    assert cudart.count and not cudart.locked
+
+
+def test_a_fetch_locks_blocks_for_a_while_and_a_load_keeps_them(cudart, tmp_path, monkeypatch):
+    """Into a cache in host memory, as the layers of a model are that is spread over GPUs and the host."""
+    ids = random_ids(300)
+    kept = PrefixStore(model(), max_bytes=2**24, directory=tmp_path)
+    cache = fill(DynamicCache(config=model().config), ids)
+    assert kept.store(ids, cache) and not cudart.count
+    expected = held(kept.fetch(ids).cache)
+    kept.trim(0)
+    monkeypatch.setattr(store, "on_gpu", lambda devices: True)
+    for tokens in (299, 100):
+        found = kept.fetch(ids[: tokens + 1])
+        assert found.source == "disk" and found.length == tokens and same(found.cache, expected, tokens)
+    assert cudart.count == 4 and not cudart.locked
+    assert kept.load() == 1 and len(cudart.locked) == 2 and kept.fetch(ids).source == "memory"
+    kept.trim(0)
+    assert not cudart.locked
