@@ -1,13 +1,15 @@
 """`CompressedAllocator`: compressed pages as a cache allocator of transformers.
 
 Blocks are counted, shared, forked, hashed and freed as in transformers. Different are the bytes of a page (`layout.py`), the ring of each
-request (`rings.py`), and the row of a request in the inputs of kernels (`step.py`).
+request (`rings.py`), and what a forward pass reads of them (`step.py`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor
 from transformers.generation.continuous_batching.cache_allocators import CachePool, FullAttentionCacheAllocator
@@ -16,7 +18,7 @@ from ..kernels import PagedInputs, Pages, Pair
 from .layout import PageLayout
 from .rings import Rings
 from .statistics import Statistics
-from .step import Row, Rows
+from .step import Batch, Rows, Tables
 
 
 class CompressedAllocator(FullAttentionCacheAllocator):
@@ -33,6 +35,7 @@ class CompressedAllocator(FullAttentionCacheAllocator):
             allow_block_sharing=allow_block_sharing,
         )
         like = torch.empty(1, layout.heads, 1, layout.head_dim, dtype=layout.dtype, device=rings.tensor.device)
+        self.tables = Tables(rings.tensor.shape[2] - 1)
         self.ring_index = {layer: i for i, layer in enumerate(layers)}
         self.launches: dict[int, dict[str, Any]] = {layer: {} for layer in layers}
         self.once = {layer: statistics.of_layer(layer, like, rank) for layer in layers}
@@ -65,19 +68,21 @@ class CompressedAllocator(FullAttentionCacheAllocator):
 
     def fork_blocks(self, source_request_id: str, dest_request_id: str, past_length: int) -> tuple[list[int], list[int]]:
         self.rings.fork(source_request_id, dest_request_id)
+        self._forget(dest_request_id)
         return super().fork_blocks(source_request_id, dest_request_id, past_length)
 
-    def row(self, request_id: str, past_length: int, query_length: int) -> Row:
-        """The slots that are read and written for the next tokens of a request."""
-        before = self.rings.of(request_id, past_length)
-        after = self.rings.advance(request_id, past_length, query_length)
-        return Row.of(self.layout, self.rings, self.block_table[request_id], before, after)
+    def mark_complete_blocks(self, request_id: str, token_ids: list[int], new_new_blocks: int) -> None:
+        super().mark_complete_blocks(request_id, token_ids, new_new_blocks)
+        self._forget(request_id)  # blocks with the tokens of others were exchanged for these
 
-    def fill_block_table(self, request_id: str, past_length: int, query_length: int, block_table: Tensor) -> None:
-        """Writes the header of the row, and then its blocks."""
-        row = self.row(request_id, past_length, query_length)
-        entries = [*row.header(), *row.blocks]
-        if block_table.is_cpu:  # of batches that are prepared ahead: half the time of a tensor
-            block_table.numpy()[: len(entries)] = entries
-        else:
-            block_table[: len(entries)].copy_(torch.tensor(entries, dtype=block_table.dtype), non_blocking=True)
+    def batch(self, requests: Sequence[str], past: Sequence[int], count: Sequence[int]) -> Batch:
+        """The slots that are read and written for the next tokens of these requests, `count` of each after `past`."""
+        before = numpy.array(past)
+        after = before + numpy.array(count)
+        rows, since = self.rings.extend(requests, before, after)
+        self.tables.forget(rows[since == before])  # perhaps other requests' so far
+        blocks = self.tables.read(rows, [self.block_table[request] for request in requests])
+        return Batch(self.layout, self.rings, blocks, before, after, rows, since)
+
+    def _forget(self, request_id: str) -> None:
+        self.tables.forget(self.rings.by_request.get(request_id, 0))

@@ -88,7 +88,7 @@ def attend_chunks(cache: CompressedPagedCache, layer: int, chunks: Chunks, query
         first, begin = row.blocks[0], row.past_sinks
         sinks = tuple(x[first : first + 1, :, :begin] for x in inputs.sinks)
         recent = tuple(
-            torch.cat([Rings.unroll(ring, row.past_ring, row.past_quantized, row.past), x], dim=2)
+            torch.cat([Rings.unroll(ring, row.ring, row.past_quantized, row.past), x], dim=2)
             for ring, x in zip(inputs.ring, new, strict=True)
         )
         out, _ = attend_chunked_pages(query, inputs.pages, begin, row.past_quantized, sinks, recent, scaling=options["scaling"])  # type: ignore[arg-type]

@@ -8,8 +8,11 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.generation.continuous_batching import ContinuousBatchingManager, RequestState
+from transformers.generation.continuous_batching.cb_logits_processors import ContinuousBatchingLogitsProcessorList
 from transformers.generation.continuous_batching.continuous_api import ContinuousBatchProcessor
 from transformers.generation.continuous_batching.initialization import update_cb_config_after_cache_creation
+from transformers.generation.continuous_batching.input_outputs import ContinuousBatchingAsyncIOs, ContinuousBatchingIOs
+from transformers.generation.continuous_batching.requests import FutureRequestState
 from transformers.generation.continuous_batching.scheduler import SCHEDULER_MAPPING
 from transformers.generation.continuous_batching.utils import WorkloadHints, get_accelerator_graph_name
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -159,10 +162,39 @@ def _check_room(state: RequestState, tokens: int, cache: CompressedPagedCache) -
         )
 
 
+class BatchInputs(ContinuousBatchingIOs):
+    """Inputs that are planned for all requests of a batch at once."""
+
+    cache: CompressedPagedCache
+
+    def prepare_batch_tensors(
+        self,
+        requests_in_batch: list[FutureRequestState],
+        logits_processors: ContinuousBatchingLogitsProcessorList,
+        use_decode_fast_path: bool,
+        num_q_tokens: int,
+        max_kv_read: int,
+        use_padding: bool,
+    ) -> None:
+        """As transformers', without indices of the tokens that are read: `max_kv_read` of them would be cleared, and those of the whole
+        pool copied."""
+        states = [future.state for future in requests_in_batch]
+        names, past = [state.request_id for state in states], [state.position_offset for state in states]
+        super().prepare_batch_tensors(requests_in_batch, logits_processors, use_decode_fast_path, num_q_tokens, 0, use_padding)
+        count = [future.query_length for future in requests_in_batch]
+        self.cache.prepare(names, past, count, self.block_table[0] if self.use_block_table else None)
+
+
 class CompressedProcessor(ContinuousBatchProcessor):
     """A processor that fails a request that outgrows the pool, and continues with the others."""
 
     cache: CompressedPagedCache
+
+    def __init__(self, **kwargs: Any):
+        super().__init__(**kwargs)
+        made = self.inputs_and_outputs
+        for inputs in [pair.host_io for pair in made.io_pairs] if isinstance(made, ContinuousBatchingAsyncIOs) else [made]:
+            inputs.__class__ = BatchInputs  # transformers makes them
 
     def prepare_next_batch(self) -> bool:
         while True:

@@ -24,7 +24,7 @@ from .layout import PageLayout
 from .metrics import Counters
 from .rings import Rings
 from .statistics import Statistics
-from .step import HEADER, Row, Step, step_of_rows, step_of_table
+from .step import HEADER, Batch, Step, step_of_batch, step_of_table
 
 RING_SHARE = 16
 """Rings take at most one sixteenth of the free memory, unless `max_requests_per_batch` sets their number."""
@@ -152,7 +152,7 @@ class CompressedPagedCache(PagedAttentionCache):
         self.counters, self.calibrating = counters, True
         slots = residual_length + 1  # the new token is in the ring too
         self.scratch_tokens = CHUNK_BYTES // (2 * heads * head_dim * dtype.itemsize)
-        self.rows: list[Row] = []
+        self.batch: Batch  # the latest
         self.step: Step | None = None
         self.first_layer = layers[0]
 
@@ -188,20 +188,27 @@ class CompressedPagedCache(PagedAttentionCache):
 
     # A forward pass.
 
+    def fill_block_table(self, request_id: str, past_length: int, query_length: int, block_table: Tensor) -> None:
+        """Called for each request: `prepare` fills the rows of all of them."""
+
     def extend_read_and_write_indices(
         self, request_id: str, past_length: int, query_length: int, read_index: list[list[int]] | None, write_index: list[list[int]]
     ) -> None:
-        """Plans the next tokens of a request. The lists only say whether it is the first of a batch."""
-        if not write_index[0]:
-            self.rows = []
-        write_index[0] += [0] * query_length
-        self.rows.append(self.allocator.row(request_id, past_length, query_length))
+        """Called for each request, for indices that nothing here reads."""
+
+    def prepare(self, requests: list[str], past: list[int], count: list[int], table: Tensor | None) -> None:
+        """Plans the next tokens of a batch, `count` after `past` of each request, and fills the rows of a block table, int32
+        `[B or more, HEADER + P or more]`; None if there is none for this batch."""
+        self.batch = self.allocator.batch(requests, past, count)
+        if table is not None:
+            rows = torch.from_numpy(self.batch.table())
+            table[: rows.shape[0], : rows.shape[1]].copy_(rows, non_blocking=True)
 
     def step_of(self, layer: int, block_table: Tensor | None, tokens: int) -> Step:
         """The slots that this forward pass of `tokens` tokens reads and writes, computed in the first layer."""
         if layer == self.first_layer or self.step is None:
             if block_table is None:
-                self.step = step_of_rows(self.rows, self.scratch_tokens, tokens, self.cache_tensor.device)
+                self.step = step_of_batch(self.batch, self.scratch_tokens, tokens, self.cache_tensor.device)
             else:
                 self.step = step_of_table(block_table[0], self.allocator.tokens_per_page, self.max_tokens_read)
         return self.step
@@ -209,10 +216,17 @@ class CompressedPagedCache(PagedAttentionCache):
     def calibrate(self, layer: int, x: Pair) -> None:
         """Freezes the statistics, at the first prompts."""
         if self.calibrating and layer in self.allocator.statistics.pending:
-            tokens = sum(row.count for row in self.rows)
+            tokens = self.batch.tokens
             self.allocator.calibrate(layer, (x[0][:, :, :tokens], x[1][:, :, :tokens]))
 
     # The life of a request.
+
+    def can_store_request_tokens(self, state: RequestState, request_len: int, dry_run: bool = False) -> bool:
+        """As transformers', and at once if the last block of the request has room, as in most steps."""
+        blocks = self.allocator.block_table.get(state.request_id)
+        if blocks is not None and state.position_offset + request_len <= len(blocks) * self.allocator.tokens_per_page:
+            return True
+        return super().can_store_request_tokens(state, request_len, dry_run)
 
     def perform_cache_copy(self, copy_src_and_dst: dict[str, tuple[list[int], list[int]]]) -> None:
         super().perform_cache_copy(copy_src_and_dst)
@@ -225,7 +239,7 @@ class CompressedPagedCache(PagedAttentionCache):
     def mark_complete_blocks(self, state: RequestState, complete_blocks: dict[str, int]) -> None:
         """As transformers', which counts on the request having blocks: it has none if it was cancelled while its step ran."""
         self.counters.tokens_generated += state.status != RequestStatus.PREFILLING  # a call for each token
-        if state.request_id in self.allocator.block_table:
+        if complete_blocks and state.request_id in self.allocator.block_table:
             super().mark_complete_blocks(state, complete_blocks)
 
 

@@ -6,21 +6,16 @@ request then reads codes, and gets a ring again with its next token.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 
+import numpy
 import torch
 from torch import Tensor
 
 from ..kernels import Pair
 
-
-@dataclass(slots=True)
-class Ring:
-    """The ring `row` of a request. It has the tokens `since` to `end`, at most as many as there are slots."""
-
-    row: int
-    since: int
-    end: int
+Ints = numpy.ndarray
+"""Numbers of some requests, int64 `[B]`."""
 
 
 class Rings:
@@ -34,51 +29,47 @@ class Rings:
         with torch.inference_mode(False):
             self.tensor = torch.zeros(layers, 2, count + 1, heads, slots, head_dim, dtype=dtype, device=device)
         self.free = list(range(count, 0, -1))
-        self.by_request: dict[str, Ring] = {}
-        """Rings by request, the least recently used first."""
+        self.by_request: dict[str, int] = {}
+        """Rows by request."""
         self.copies: list[tuple[int, int]] = []
         """Rows of forked requests, and the rows to copy them to."""
+        self._requests = [""] * (count + 1)
+        self._since, self._end, self._used = numpy.zeros((3, count + 1), numpy.int64)
+        """Of each row: it has the tokens `since` to `end`, at most as many as there are slots; and when it was used last."""
+        self._now = 0
 
     def layer(self, index: int) -> Pair:
         """Keys and values, `[F, H, R, D]` each."""
         return self.tensor[index, 0], self.tensor[index, 1]
 
-    def advance(self, request: str, past: int, count: int) -> Ring:
-        """The ring of a request with `past` tokens, for `count` more: its own, a free one, or that of the least recently used request."""
-        ring = self.by_request.pop(request, None)
-        if ring is None:
-            row = self.free.pop() if self.free else self.by_request.pop(next(iter(self.by_request))).row
-            ring = Ring(row, past, past)
-        if ring.end != past:
-            ring.since = past
-        ring.end = past + count
-        self.by_request[request] = ring
-        return ring
+    def extend(self, requests: Sequence[str], past: Ints, end: Ints) -> tuple[Ints, Ints]:
+        """The rings of requests with `past` tokens, for those up to `end`. Returns their rows: their own, free ones, or those of the least
+        recently used requests; and the first token of which each has all that follow, `past` if it has none before the new ones."""
+        rows = self._rows(requests)
+        since = numpy.where(self._end[rows] == past, self._since[rows], past)
+        self._since[rows], self._end[rows] = since, end
+        return rows, since
 
-    def of(self, request: str, past: int) -> Ring:
-        """The ring of a request with `past` tokens; an empty one if it has none."""
-        ring = self.by_request.get(request)
-        return Ring(0, past, past) if ring is None or ring.end != past else Ring(ring.row, ring.since, past)
+    def tokens(self, since: Ints, end: Ints, sinks: int) -> Ints:
+        """How many of the last tokens attention reads from rings with the tokens `since` to `end`, if the first `sinks` are elsewhere."""
+        return numpy.minimum(numpy.maximum(end - numpy.maximum(since, sinks), 0), self.slots)  # half the time of `clip`
 
     def release(self, request: str) -> None:
-        if ring := self.by_request.pop(request, None):
-            self.free.append(ring.row)
+        if row := self.by_request.pop(request, 0):
+            self.free.append(row)
 
     def fork(self, source: str, request: str) -> None:
         """Assigns a free ring, if any, to `request`, for the tokens of the ring of `source`, which `copy` copies."""
-        if (ring := self.by_request.get(source)) and self.free:
-            self.by_request[request] = Ring(self.free.pop(), ring.since, ring.end)
-            self.copies.append((ring.row, self.by_request[request].row))
+        if (old := self.by_request.get(source, 0)) and self.free:
+            row = self._row(request)
+            self._since[row], self._end[row] = self._since[old], self._end[old]
+            self.copies.append((old, row))
 
     def copy(self) -> None:
         """Copies the rings of forked requests."""
         copies, self.copies = self.copies, []
         for source, row in copies:
             self.tensor[:, :, row] = self.tensor[:, :, source]
-
-    def tokens(self, ring: Ring, sinks: int) -> int:
-        """How many of the last tokens attention reads from the ring, if the first `sinks` are stored elsewhere."""
-        return max(min(self.slots, ring.end - max(ring.since, sinks)), 0)
 
     @staticmethod
     def unroll(ring: Tensor, row: int, begin: int, end: int) -> Tensor:
@@ -87,3 +78,28 @@ class Rings:
         at = begin % slots
         tail = ring[row : row + 1, :, at : at + count]
         return tail if tail.shape[2] == count else torch.cat([tail, ring[row : row + 1, :, : count - tail.shape[2]]], dim=2)
+
+    def _rows(self, requests: Sequence[str]) -> Ints:
+        found = [self.by_request.get(request, 0) for request in requests]
+        if found.count(0) > len(self.free):  # in turn, since a request may take the row of a later one
+            return numpy.array([self._row(request) for request in requests])
+        rows = numpy.array([row or self._take(request) for row, request in zip(found, requests, strict=True)])
+        self._used[rows] = numpy.arange(self._now, self._now + len(rows))
+        self._now += len(rows)
+        return rows
+
+    def _row(self, request: str) -> int:
+        row = self.by_request.get(request, 0) or self._take(request)
+        self._used[row] = self._now
+        self._now += 1
+        return row
+
+    def _take(self, request: str) -> int:
+        """A free row or, if there is none, that of the least recently used request, without tokens."""
+        if self.free:
+            row = self.free.pop()
+        else:
+            row = 1 + int(self._used[1:].argmin())
+            del self.by_request[self._requests[row]]
+        self.by_request[request], self._requests[row], self._end[row] = row, request, -1
+        return row

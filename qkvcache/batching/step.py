@@ -1,4 +1,4 @@
-"""The slots that a forward pass reads and writes, planned on the host and sent to the device once for all layers.
+"""The slots that a forward pass reads and writes, planned on the host for all requests at once, and sent to the device once for all layers.
 
 Steps in which every request has one token are described by transformers' block table, at fixed addresses, so that they can be replayed as
 CUDA graphs: a header for each row, and then its blocks. In other batches (`step_of_rows`), rows with one token and a past are decoded
@@ -11,13 +11,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
+import numpy
 import torch
 from torch import Tensor
 
 from ..attention.varlen import Sequences
-from ..kernels.pages import COLUMNS, gather_tiles
+from ..kernels.pages import BEGIN, COLUMNS, RING_ROW, RING_START, RING_TOKENS, SINK_ROW, SINKS, gather_tiles
 from .layout import PageLayout
-from .rings import Ring, Rings
+from .rings import Ints, Rings
 
 LENGTH, PAGE_SLOT, RING_SLOT, SINK_SLOT = range(8, 12)
 HEADER = SINK_SLOT + 1
@@ -32,85 +33,124 @@ rows get more splits."""
 
 @dataclass(slots=True)
 class Row:
-    """The next tokens, `past` to `end`, of a request with these blocks."""
+    """The next tokens, `past` to `end`, of a request with these blocks, of a prompt or of a part of it."""
 
     blocks: list[int]
     past: int
     end: int
-    page_size: int
+    past_sinks: int
+    """First tokens of the past that are exact."""
     slots: int
     """Slots of its ring."""
     ring: int
     """The row of its ring."""
-    sink_slots: int
-    past_ring: int
     past_ring_tokens: int
-    """The row of the ring of the past, and tokens of the past that are read from it."""
-    ring_tokens: int
-    """Tokens that are in the ring once the new ones are written."""
-
-    @staticmethod
-    def of(layout: PageLayout, rings: Rings, blocks: list[int], before: Ring, after: Ring) -> Row:
-        sinks = layout.num_sink_tokens
-        past, end = before.end, after.end
-        read, kept = rings.tokens(before, min(past, sinks)), rings.tokens(after, min(end, sinks))
-        return Row(blocks, past, end, layout.page_size, rings.slots, after.row, sinks, before.row, read, kept)
+    """Tokens of the past that are read from the ring."""
 
     @property
     def count(self) -> int:
         return self.end - self.past
 
     @property
-    def past_sinks(self) -> int:
-        return min(self.past, self.sink_slots)
-
-    @property
     def past_quantized(self) -> int:
         """Tokens of the past that are read from the pages, or as exact first tokens."""
         return self.past - self.past_ring_tokens
 
-    def columns(self) -> list[int]:
-        """The columns up to LENGTH, after the new tokens are written."""
-        sinks = min(self.end, self.sink_slots)
-        length = self.end - self.ring_tokens
-        return [sinks, self.blocks[0], sinks, self.ring, length % self.slots, self.ring_tokens, 0, 0, length]
-
     def past_columns(self) -> list[int]:
         """The columns of `PagedInputs` before the new tokens are written."""
         sinks = self.past_sinks
-        return [sinks, self.blocks[0], sinks, self.past_ring, self.past_quantized % self.slots, self.past_ring_tokens]
+        return [sinks, self.blocks[0], sinks, self.ring, self.past_quantized % self.slots, self.past_ring_tokens]
 
-    def page_slots(self) -> list[int]:
-        """Slots of the new tokens in the pages, page by page."""
-        size, slots, at = self.page_size, list[int](), self.past
-        while at < self.end:
-            count = min(size - at % size, self.end - at)
-            slots += range(self.page_slot(at), self.page_slot(at) + count)
-            at += count
-        return slots
 
-    def ring_places(self) -> range:
-        """The new tokens that are written into the ring."""
-        return range(max(self.past, self.end - self.slots, self.sink_slots), self.end)
+@dataclass(slots=True)
+class Batch:
+    """The next tokens, `past` to `end`, of all requests of a batch: numbers of each, int64 `[B]`."""
 
-    def sink_places(self) -> range:
-        """The new tokens that are stored as first tokens."""
-        return range(self.past, min(self.end, self.sink_slots))
+    layout: PageLayout
+    rings: Rings
+    blocks: numpy.ndarray
+    """Int32 `[B, P]`; those of requests with fewer than others are followed by any numbers."""
+    past: Ints
+    end: Ints
+    ring: Ints
+    since: Ints
+    """Rows of the rings, and the first token of which they have all that follow, as far as there are slots."""
 
-    def page_slot(self, place: int) -> int:
-        return self.blocks[place // self.page_size] * self.page_size + place % self.page_size
+    @property
+    def tokens(self) -> int:
+        """New tokens of all requests."""
+        return int((self.end - self.past).sum())
 
-    def ring_slot(self, place: int) -> int:
-        return self.ring * self.slots + place % self.slots
+    def pick(self, at: Ints) -> Batch:
+        """The requests at these places of the batch."""
+        past, end, ring, since = (x[at] for x in (self.past, self.end, self.ring, self.since))
+        longest = -(-int(end.max(initial=1)) // self.layout.page_size)
+        return Batch(self.layout, self.rings, self.blocks[at, :longest], past, end, ring, since)
 
-    def sink_slot(self, place: int) -> int:
-        return self.blocks[0] * self.sink_slots + place
+    def row(self, at: int) -> Row:
+        """The request at this place of the batch."""
+        past, end, ring = (int(x[at]) for x in (self.past, self.end, self.ring))
+        blocks, sinks = self.blocks[at, : -(-end // self.layout.page_size)].tolist(), self.layout.num_sink_tokens
+        read = int(self.rings.tokens(self.since[at], self.past[at], sinks))
+        return Row(blocks, past, end, min(past, sinks), self.rings.slots, ring, read)
 
-    def header(self) -> list[int]:
-        """The header of a row with one new token."""
-        sink = self.sink_slot(self.past) if self.past < self.sink_slots else 0
-        ring = 0 if self.past < self.sink_slots else self.ring_slot(self.past)
-        return [*self.columns(), self.page_slot(self.past), ring, sink]
+    def writes(self) -> numpy.ndarray:
+        """Slots of the new tokens, int64 `[3, T]`: of pages, of rings, and of first tokens; -1 for tokens that are not stored there."""
+        size, sinks, slots = self.layout.page_size, self.layout.num_sink_tokens, self.rings.slots
+        count = self.end - self.past
+        of = numpy.arange(len(count)).repeat(count)
+        place = numpy.arange(len(of)) + (self.past + count - count.cumsum())[of]
+        kept = numpy.maximum(self.end - slots, sinks)[of]
+        writes = numpy.empty((3, len(of)), numpy.int64)
+        writes[0] = self.blocks[of, place // size]  # int64 from here on
+        writes[0] = writes[0] * size + place % size
+        writes[1] = numpy.where(place < kept, -1, self.ring[of] * slots + place % slots)
+        writes[2] = self.blocks[of, 0]
+        writes[2] = numpy.where(place < sinks, writes[2] * sinks + place, -1)
+        return writes
+
+    def columns(self) -> Ints:
+        """The columns up to LENGTH, `[B, LENGTH + 1]`, after the new tokens are written."""
+        sinks = self.layout.num_sink_tokens
+        kept = self.rings.tokens(self.since, self.end, sinks)
+        columns = numpy.zeros((len(self.end), LENGTH + 1), numpy.int64)
+        columns[:, BEGIN] = columns[:, SINKS] = numpy.minimum(self.end, sinks)
+        columns[:, SINK_ROW], columns[:, RING_ROW], columns[:, RING_TOKENS] = self.blocks[:, 0], self.ring, kept
+        columns[:, LENGTH] = length = self.end - kept
+        columns[:, RING_START] = length % self.rings.slots
+        return columns
+
+    def table(self) -> numpy.ndarray:
+        """The rows of the block table, int32 `[B, HEADER + P]`, of requests with one new token each."""
+        table = numpy.empty((len(self.end), HEADER + self.blocks.shape[1]), numpy.int32)
+        table[:, : LENGTH + 1] = self.columns()
+        table[:, PAGE_SLOT:HEADER] = numpy.maximum(self.writes(), 0).T
+        table[:, HEADER:] = self.blocks
+        return table
+
+
+class Tables:
+    """The blocks of requests, a row for each ring, kept from step to step: of a list that grew, what is new is copied."""
+
+    def __init__(self, rings: int):
+        self._blocks = numpy.zeros((rings + 1, 16), numpy.int32)
+        self._known = numpy.zeros(rings + 1, numpy.int64)
+
+    def forget(self, rows: Ints | int) -> None:
+        """These rows are other requests' now, or blocks were exchanged for others."""
+        self._known[rows] = 0
+
+    def read(self, rows: Ints, lists: Sequence[list[int]]) -> numpy.ndarray:
+        """These lists, which belong to these rows, int32 `[B, P]`; after those that are shorter than others come any numbers."""
+        counts = numpy.fromiter(map(len, lists), numpy.int64, len(lists))
+        longest = int(counts.max())
+        if longest > self._blocks.shape[1]:
+            self._blocks = numpy.pad(self._blocks, ((0, 0), (0, longest)))
+        for i in (counts != self._known[rows]).nonzero()[0]:
+            row, known = rows[i], int(self._known[rows[i]])
+            self._blocks[row, known : counts[i]] = lists[i][known:]
+            self._known[row] = counts[i]
+        return self._blocks[rows, :longest]
 
 
 @dataclass
@@ -202,48 +242,41 @@ def step_of_table(table: Tensor, page_size: int, pool_tokens: int) -> Step:
     return Step(Writes(*table[:, PAGE_SLOT : SINK_SLOT + 1].long().unbind(1)), rows)
 
 
-def step_of_rows(rows: list[Row], scratch_tokens: int, tokens: int, device: torch.device) -> Step:
-    """The step of these rows in a batch of `tokens` tokens, the last of which may be padding; chunks of prompts read their past through
-    a scratch of `scratch_tokens`."""
-    decoded: list[Row] = []
-    places: list[int] = []
+def step_of_batch(batch: Batch, scratch_tokens: int, tokens: int, device: torch.device) -> Step:
+    """The step of a batch of `tokens` tokens, the last of which may be padding; chunks of prompts read their past through a scratch of
+    `scratch_tokens`."""
+    count = batch.end - batch.past
+    begins = count.cumsum() - count
+    single = (count == 1) & (batch.past > 0)
     chunks: list[Chunks] = []
-    pages: list[int] = []
-    ring: list[int] = []
-    sinks: list[int] = []
-    for row in rows:
-        begin = len(pages)
-        pages += row.page_slots()
-        for slots, places_of, slot in ((ring, row.ring_places(), row.ring_slot), (sinks, row.sink_places(), row.sink_slot)):
-            slots += [-1] * (begin + min(places_of.start, row.end) - row.past - len(slots))
-            slots += map(slot, places_of)
-        if row.past and row.count == 1:
-            decoded.append(row)
-            places.append(begin)
-        elif chunks and chunks[-1].end == begin and chunks[-1].tokens + row.end <= scratch_tokens:
+    for at in (~single).nonzero()[0]:
+        row, begin = batch.row(at), int(begins[at])
+        if chunks and chunks[-1].end == begin and chunks[-1].tokens + row.end <= scratch_tokens:
             chunks[-1].add(row)
         else:
             chunks.append(Chunks([row], begin, begin + row.count, row.end, row.end <= scratch_tokens))
-    count = len(pages)
-    for slots in (pages, ring, sinks):
-        slots += [-1] * (tokens - len(slots))
-    *writes, indices = send([pages, ring, sinks, places], torch.int64, device)
-    wanted = [
-        [n for row in decoded for n in row.columns()[: len(COLUMNS)]],
-        [row.columns()[LENGTH] for row in decoded],
-        blocks_of(decoded),
+    slots = numpy.full((3, tokens), -1)
+    slots[:, : batch.tokens] = batch.writes()
+    decoded, places = batch.pick(single), begins[single]
+    *writes, indices = send([*slots, places], torch.int64, device)
+    columns = decoded.columns()
+    wanted: list[Sequence[int] | numpy.ndarray] = [
+        columns[:, : len(COLUMNS)].ravel(),
+        columns[:, LENGTH],
+        decoded.blocks.ravel(),
         *(part for group in chunks for part in group.numbers()),
     ]
     sent = iter(send(wanted, torch.int32, device))
-    columns, lengths, table = (next(sent) for _ in range(3))
+    columns_sent, lengths, table = (next(sent) for _ in range(3))
     for group in chunks:
         group.receive(sent)
     together = None
-    if decoded:
-        longest, total = max(row.end for row in decoded), sum(row.end for row in decoded)
-        at = slice(places[0], places[0] + len(places)) if places[-1] - places[0] + 1 == len(places) else indices
-        together = Rows(columns.view(-1, len(COLUMNS)), lengths, table.view(len(decoded), -1), longest, total, at)
-    return Step(Writes(*writes), together, chunks, count)
+    if len(places):
+        begin, end = int(places[0]), int(places[-1]) + 1
+        at = slice(begin, end) if end - begin == len(places) else indices
+        longest, total = int(decoded.end.max()), int(decoded.end.sum())
+        together = Rows(columns_sent.view(-1, len(COLUMNS)), lengths, table.view(len(places), -1), longest, total, at)
+    return Step(Writes(*writes), together, chunks, batch.tokens)
 
 
 def blocks_of(rows: list[Row]) -> list[int]:
@@ -252,14 +285,14 @@ def blocks_of(rows: list[Row]) -> list[int]:
     return [n for row in rows for n in (*row.blocks, *[0] * (width - len(row.blocks)))]
 
 
-def send(lists: Sequence[Sequence[int]], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
-    """Tensors on the device, copied at once and without waiting. Each begins at a multiple of 16 bytes: for others Triton would compile its
-    kernels again."""
+def send(parts: Sequence[Sequence[int] | numpy.ndarray], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+    """Tensors `[N]` on the device, copied at once and without waiting. Each begins at a multiple of 16 bytes: for others Triton would
+    compile its kernels again."""
     unit = 16 // dtype.itemsize
-    numbers: list[int] = []
-    for part in lists:
-        numbers += part
-        numbers += [0] * (-len(part) % unit)
-    tensor = torch.tensor(numbers, dtype=dtype, pin_memory=device.type == "cuda").to(device, non_blocking=True)
-    begins = accumulate((-(-len(part) // unit) * unit for part in lists), initial=0)
-    return [tensor[begin : begin + len(part)] for begin, part in zip(begins, lists, strict=False)]
+    lengths = [len(part) for part in parts]
+    begins = list(accumulate((-(-length // unit) * unit for length in lengths), initial=0))
+    numbers = torch.zeros(begins[-1], dtype=dtype, pin_memory=device.type == "cuda")
+    for begin, length, part in zip(begins, lengths, parts, strict=False):
+        numbers.numpy()[begin : begin + length] = part
+    tensor = numbers.to(device, non_blocking=True)
+    return [tensor[begin : begin + length] for begin, length in zip(begins, lengths, strict=False)]

@@ -32,7 +32,7 @@ def test_names():
     from transformers.generation.continuous_batching import PagedAttentionCache, Scheduler, continuous_api
     from transformers.generation.continuous_batching.cache import PagedAttentionMemoryHandler
     from transformers.generation.continuous_batching.cache_allocators import CacheAllocator, FullAttentionCacheAllocator
-    from transformers.generation.continuous_batching.input_outputs import ContinuousBatchingIOs
+    from transformers.generation.continuous_batching.input_outputs import ContinuousBatchingIOs, HostDeviceIOPair
     from transformers.generation.continuous_batching.offloading_manager import OffloadingManager
 
     manager, processor = continuous_api.ContinuousBatchingManager, continuous_api.ContinuousBatchProcessor
@@ -66,7 +66,15 @@ def test_names():
     assert "No requests can be scheduled and no requests can be offloaded." in source
     assert "self.cache.mark_complete_blocks(state, future_state.complete_blocks)" in source
     assert "self.cache.perform_cache_copy(" in source
-    assert "self.cache.extend_read_and_write_indices(" in inspect.getsource(ContinuousBatchingIOs.prepare_batch_tensors)
+    # Both are made of the same class, and prepared for all requests at once; a request's past is that before the call.
+    assert parameters(ContinuousBatchingIOs.prepare_batch_tensors) == [
+        "requests_in_batch", "logits_processors", "use_decode_fast_path", "num_q_tokens", "max_kv_read", "use_padding",
+    ]  # fmt: skip
+    source = inspect.getsource(ContinuousBatchingIOs.prepare_batch_tensors)
+    assert "past_length = state.position_offset" in source
+    assert "self.cache.extend_read_and_write_indices(" in source and "self.cache.fill_block_table(" in source
+    assert "self.host_io = ContinuousBatchingIOs(" in inspect.getsource(HostDeviceIOPair)
+    assert parameters(PagedAttentionCache.can_store_request_tokens) == ["state", "request_len", "dry_run"]
 
 
 @recent

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 
+import numpy
 import pytest
 import torch
 from transformers import GenerationConfig
@@ -95,13 +96,23 @@ def test_a_ring_that_another_request_takes():
     from qkvcache.batching.rings import Rings
 
     rings = Rings(1, 2, 1, 4, 8, torch.float32, torch.device("cpu"))
-    a = rings.advance("a", 0, 10)
-    rings.advance("b", 0, 3)
-    assert rings.tokens(a, 2) == 4 and rings.tokens(rings.of("b", 3), 2) == 1
-    c = rings.advance("c", 0, 5)
-    assert c.row == a.row and rings.tokens(rings.of("a", 10), 2) == 0
-    back = rings.advance("a", 10, 1)
-    assert rings.tokens(back, 2) == 1 and "b" not in rings.by_request
+
+    def extend(past: int, end: int, *requests: str) -> tuple[list[int], list[int], list[int]]:
+        """Rows, and how many tokens are read from them before and after the new ones."""
+        before, after = (numpy.full(len(requests), count) for count in (past, end))
+        rows, since = rings.extend(requests, before, after)
+        return rows.tolist(), *(rings.tokens(since, count, 2).tolist() for count in (before, after))
+
+    a, _, kept = extend(0, 10, "a")
+    b, *_ = extend(0, 3, "b")
+    assert kept == [4] and extend(3, 4, "b") == (b, [1], [2])
+    assert extend(0, 5, "c") == (a, [0], [3])
+    assert extend(10, 11, "a") == (b, [0], [1]) and "b" not in rings.by_request
+    assert extend(11, 12, "a", "c") == ([*b, *a], [1, 0], [2, 1])  # the ring of the second ends at 5
+    assert extend(12, 13, "d", "a") == ([*b, *a], [0, 0], [1, 1])  # each takes the ring of the one that was used before
+    rings.release("a")
+    rings.fork("d", "e")
+    assert rings.copies == [(*b, *a)] and extend(13, 14, "d", "e") == ([*b, *a], [1, 1], [2, 2])
     ring = torch.arange(2 * 4.0).view(2, 1, 4, 1)
     assert Rings.unroll(ring, 1, 6, 9).flatten().tolist() == [6, 7, 4]
 
@@ -149,3 +160,37 @@ def test_a_thousand_requests_with_cancels_and_preemptions():
         assert {name: len(found[name].generated_tokens) for name in found} == {name: wanted[name] for name in found}
         metrics = batching.metrics()
         assert metrics.preemptions and metrics.tokens_generated >= sum(wanted[name] for name in found)
+
+
+def test_blocks_kept_from_step_to_step_are_those_of_the_requests():
+    """While requests come and go, fork, exchange blocks for others with the same tokens, and take the rings of others."""
+    from transformers.generation.continuous_batching import RequestState
+
+    network, draw, states, begins = tiniest(), random.Random(SEED), dict[str, RequestState](), prompts(128, 128)
+    with continuous_batching(network, FORMAT, **ZONES):
+        manager = network.init_continuous_batching(continuous_batching_config=pool(200, max_requests_per_batch=6))
+        cache = manager._create_batch_processor().cache
+        held = cache.allocator
+        for i in range(300):
+            states[str(i)] = RequestState(str(i), draw.choice(begins) + prompts(90, seed=i)[0])
+            if draw.random() < 0.3:
+                source = states[draw.choice(list(states))]
+                if source.position_offset and cache.prepare_fork_request(source, [f"{i}f"], {"full_attention": ([], [])}):
+                    states[f"{i}f"] = source.fork(f"{i}f")
+            batch = draw.sample(list(states.values()), min(len(states), 6))
+            batch = [state for state in batch if cache.can_store_request_tokens(state, draw.choice((1, 1, 70)))]
+            tables = [held.block_table[state.request_id] for state in batch]
+            past = [state.position_offset for state in batch]
+            count = [min(len(blocks) * held.tokens_per_page - begin, 70) for blocks, begin in zip(tables, past, strict=True)]
+            if not batch:
+                continue
+            cache.prepare([state.request_id for state in batch], past, count, None)
+            for row, blocks, state, new in zip(cache.batch.blocks.tolist(), tables, batch, count, strict=True):
+                assert row[: len(blocks)] == blocks
+                state.position_offset += new
+                if draw.random() < 0.3:
+                    held.mark_complete_blocks(state.request_id, state.initial_tokens[: state.position_offset], 2)
+            for name in [name for name in states if draw.random() < 0.15]:
+                cache.free_blocks(name)
+                del states[name]
+        assert held.ledger.block_to_hash
