@@ -211,8 +211,15 @@ def measure(args: argparse.Namespace) -> None:
 
 
 def markdown(rows: list[dict]) -> str:
-    """The newest row of each policy."""
-    newest = {row["policy"]: row for row in rows if "step_ms" in row and row["shape"] == "8b"}
+    """A table for each machine."""
+    rows = [row for row in rows if "step_ms" in row and row["shape"] == "8b"]
+    machines = sorted({row["machine"] for row in rows})
+    return "\n\n".join(table([row for row in rows if row["machine"] == machine]) for machine in machines)
+
+
+def table(rows: list[dict]) -> str:
+    """The newest row of each policy on one machine."""
+    newest = {row["policy"]: row for row in rows}
     first = next(iter(newest.values()))
     unit = "kernels, ms" if all(row.get("step_time") == "kernels" for row in newest.values()) else "ms"
     lines = [

@@ -228,8 +228,18 @@ def measure(sections: list[str], minutes: float) -> Iterator[dict]:
 
 
 def markdown(rows: list[dict]) -> str:
-    """A table for each section, from its rows."""
+    """Tables for each device."""
     rows = [row for row in rows if "failed" not in row]
+    devices = dict.fromkeys(row["device"] for row in rows)
+    return "\n\n".join(f"{device}:\n\n{tables([row for row in rows if row['device'] == device])}" for device in devices)
+
+
+def tables(rows: list[dict]) -> str:
+    """A table for each section, from its rows on one device."""
+    return "\n\n".join(filter(None, (turns_table(rows), attention_table(rows), prefix_table(rows))))
+
+
+def turns_table(rows: list[dict]) -> str:
     lines = ["| past | cache | new tokens: ms, times as fast, peak MiB |", "|---|---|---|"]
     turns = [row for row in rows if row["what"] == "turns"]
     for count in NEW:
@@ -241,10 +251,13 @@ def markdown(rows: list[dict]) -> str:
             ]
             if cells:
                 lines.append(f"| {count} x {PAST:,} | `{name}` | {'; '.join(cells)} |")
+    return "\n".join(lines) if turns else ""
+
+
+def attention_table(rows: list[dict]) -> str:
     found = [row for row in rows if row["what"] == "attention"]
-    if found:
-        lines += ["", f"| past | attention | {' | '.join(f'{n:,}' for n in QUERIES)} |", "|---|---|" + "---:|" * len(QUERIES)]
-    for count in NEW if found else ():
+    lines = [f"| past | attention | {' | '.join(f'{n:,}' for n in QUERIES)} |", "|---|---|" + "---:|" * len(QUERIES)]
+    for count in NEW:
         for name in (SDPA, *FORMATS):
             of = {
                 row["new"]: (row["us"], ratio)
@@ -254,25 +267,27 @@ def markdown(rows: list[dict]) -> str:
             cells = [f"{of[n][0]:,.0f} us" + (f", {of[n][1]:.2f}x" if name != SDPA else "") if n in of else "" for n in QUERIES]
             if of:
                 lines.append(f"| {count} x {PAST:,} | {name if name == SDPA else f'`{name}`'} | {' | '.join(cells)} |")
+    return "\n".join(lines) if found else ""
+
+
+def prefix_table(rows: list[dict]) -> str:
     found = [row for row in rows if row["what"] == "prefix"]
-    if found:
-        lines += [
-            "",
-            f"| cache | {PAST + AFTER:,} tokens computed, ms | {PAST:,} fetched, {AFTER} computed, ms | times sooner |",
-            "|---|---:|---:|---:|",
-        ]
-        for row in found:
-            sooner = row["computed_ms"] / row["fetched_ms"]
-            lines.append(f"| `{row['cache']}` | {row['computed_ms']:,.0f} | {row['fetched_ms']:,.0f} | {sooner:.1f} |")
-    return "\n".join(lines)
+    lines = [
+        f"| cache | {PAST + AFTER:,} tokens computed, ms | {PAST:,} fetched, {AFTER} computed, ms | times sooner |",
+        "|---|---:|---:|---:|",
+    ]
+    for row in found:
+        sooner = row["computed_ms"] / row["fetched_ms"]
+        lines.append(f"| `{row['cache']}` | {row['computed_ms']:,.0f} | {row['fetched_ms']:,.0f} | {sooner:.1f} |")
+    return "\n".join(lines) if found else ""
 
 
 def with_ratio(rows: list[dict], base: str, unit: str) -> Iterator[tuple[dict, float]]:
     """Rows with how many times as fast as `base` each is, at the same past and new tokens."""
-    dense = {(row["rows"], row["new"]): row[unit] for row in rows if row["cache"] == base}
+    dense = {(row["device"], row["rows"], row["new"]): row[unit] for row in rows if row["cache"] == base}
     for row in rows:
-        if (row["rows"], row["new"]) in dense:
-            yield row, dense[row["rows"], row["new"]] / row[unit]
+        if (at := (row["device"], row["rows"], row["new"])) in dense:
+            yield row, dense[at] / row[unit]
 
 
 def plot(rows: list[dict], path: Path) -> None:
@@ -290,18 +305,19 @@ def plot(rows: list[dict], path: Path) -> None:
             ("attention", SDPA, "us", "attention, times as fast as the best dense"),
         )
     ):
-        found = list(with_ratio([row for row in rows if row["what"] == what], base, unit))
         for j, count in enumerate(NEW):
             axis = axes[i][j]
+            found = list(with_ratio([row for row in rows if (row["what"], row["rows"]) == (what, count)], base, unit))
+            device = found[0][0]["device"] if found else ""  # the first one that has rows
             for name in dict.fromkeys(row["cache"] for row, _ in found):
-                points = sorted((row["new"], ratio) for row, ratio in found if (row["cache"], row["rows"]) == (name, count))
+                points = sorted((row["new"], ratio) for row, ratio in found if (row["cache"], row["device"]) == (name, device))
                 if name != base and points:
                     style = ":" if "max_length" in name else "-"
                     axis.plot(*zip(*points, strict=True), marker="o", color=format_color(name), linestyle=style, label=name)
             axis.axhline(1, color="gray", linewidth=1)
             axis.set_xscale("log", base=2)
             axis.set_ylim(bottom=0)
-            axis.set_title(f"{count} x {PAST:,} tokens: {title}", fontsize=9)
+            axis.set_title(f"{count} x {PAST:,} tokens, {device}:\n{title}", fontsize=9)
             axis.set_ylabel("times as fast (higher is better)")
             if i:
                 axis.set_xlabel("new tokens")

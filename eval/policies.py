@@ -123,7 +123,7 @@ class Bench:
     def tensor(self, ids: list) -> Tensor:
         return torch.tensor(ids, device=self.model.device)
 
-    @functools.lru_cache(maxsize=2 * len(TASKS))  # noqa: B019  (one bench a process)
+    @functools.lru_cache(maxsize=len(TASKS))  # noqa: B019  (one bench a process; a prompt takes half a gigabyte)
     def prompts(self, task: str, tokens: int, seen: bool, context: int) -> list[Prompt]:
         made = example(task, self.writer, tokens, context)
         if not seen:

@@ -23,7 +23,7 @@ from .route import NAME
 
 NORM = 3
 """The norm, over queries, of the weights that a token receives. The authors take the largest weight, by which a token to which several
-queries of the repetition attend counts no more than one to which a single query does (`eval/results/policies_kvzip.jsonl`)."""
+queries of the repetition attend counts no more than one to which a single query does (`eval/results/policies.jsonl`, `past.jsonl`)."""
 
 
 @dataclass(frozen=True)
@@ -121,8 +121,8 @@ class ReadingLayer(DynamicLayer):
             observed = observed / self.inputs.to(keys.device)  # type: ignore[union-attr]
         options = kernel_options(attention.implementation, query, attention.keywords)
         by_query_head = keys.repeat_interleave(query.shape[1] // heads, dim=1)
-        known = {"scaling": options["scaling"], "softcap": options["softcap"], "power": NORM}
-        norms = sum_attention(query, by_query_head, observed, is_valid, **known)[..., :count].pow_(1 / NORM).unflatten(1, (heads, -1))
+        known = {"scaling": options["scaling"], "softcap": options["softcap"], "power": NORM, "columns": count}
+        norms = sum_attention(query, by_query_head, observed, is_valid, **known).pow_(1 / NORM).unflatten(1, (heads, -1))
         best = (norms * _factors(attention.module, query, values[:, :, :count]) if self.normalized else norms).amax(2)
         if self.scores is None:
             self.scores = torch.zeros(*self.keys.shape[:3], device=keys.device)  # type: ignore[union-attr]

@@ -24,8 +24,10 @@ def sum_attention(
     lse: Tensor | None = None,
     causal: bool = True,
     power: int = 1,
+    columns: int | None = None,
 ) -> Tensor:
-    """Accumulated attention of each token, fp32 `[B, H, T]`: its softmax weights, summed over queries and the query heads of its group.
+    """Accumulated attention of each token, fp32 `[B, H, T]`, or of the first `columns` tokens: its softmax weights, summed over queries and
+    the query heads of its group.
 
     Args:
         query: `[B, Hq, Q, D]`.
@@ -39,6 +41,7 @@ def sum_attention(
         the keys may be a part of those that queries attend to.
         causal: the last `Q` tokens are those of the queries, and each sees up to itself. Else each sees all tokens.
         power: weights, times how often their query counts, are raised to this power before they are added.
+        columns: how many tokens are to be known. Default: all.
     """
     batch, query_heads, queries, dim = query.shape
     heads, tokens = key.shape[1:3]
@@ -75,4 +78,4 @@ def sum_attention(
             found += weights.mul_(count[..., None]).pow_(power).sum(2)
         else:
             found += (count[:, :, None] @ weights)[:, :, 0]
-    return attention_sums
+    return attention_sums[..., :columns]

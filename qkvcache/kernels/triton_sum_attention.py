@@ -129,7 +129,8 @@ def column_kernel(
     D: tl.constexpr, DP: tl.constexpr, G: tl.constexpr, BQ: tl.constexpr, BT: tl.constexpr, SOFTCAP: tl.constexpr,
     VISIBLE: tl.constexpr, POWER: tl.constexpr, ARCH: tl.constexpr,
 ):  # fmt: skip
-    """Accumulated attention of keys. Grid (blocks of BT keys, B * H): the keys stay in registers, while the queries of the group pass.
+    """Accumulated attention of the first `tokens` keys. Grid (blocks of BT keys, B * H): the keys stay in registers, while the queries of
+    the group pass.
 
     attention_sums  fp32 [B, H, tokens], contiguous: output
     counts          fp32 [B, queries], contiguous: how often each query counts, in base 2
@@ -193,10 +194,12 @@ def sum_attention(
     lse: Tensor | None = None,
     causal: bool = True,
     power: int = 1,
+    columns: int | None = None,
 ) -> Tensor:
     """As `sum_attention.sum_attention`; `observed` is not negative."""
     batch, query_heads, queries, dim = query.shape
     heads, tokens = key.shape[1:3]
+    columns = tokens if columns is None else columns
     arch = architecture(query.device)[0]
     query, key = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key))
     counts = observed.float().log2().contiguous()
@@ -207,18 +210,18 @@ def sum_attention(
     shape = {"D": dim, "DP": max(triton.next_power_of_2(dim), 16), "G": query_heads // heads}
     options = {"SOFTCAP": softcap is not None, "VISIBLE": visible is not None, "ARCH": arch}
     strides = (*query.stride()[:3], *key.stride()[:3], shown_stride)
-    numbers = (scaling * (1.0 if softcap is not None else LOG2E.value), softcap or 1.0, heads, queries, tokens, before)
+    numbers = scaling * (1.0 if softcap is not None else LOG2E.value), softcap or 1.0, heads, queries
     for_lse, for_columns = tiles(dim, arch)
-    attention_sums = torch.empty(batch, heads, tokens, dtype=torch.float32, device=query.device)
+    attention_sums = torch.empty(batch, heads, columns, dtype=torch.float32, device=query.device)
     with torch.cuda.device_of(query):
         if lse is None:
             lse = torch.empty(batch, query_heads, queries, dtype=torch.float32, device=query.device)
             lse_kernel[(triton.cdiv(queries, for_lse["BQ"]), batch * query_heads)](
-                query, key, shown, counts if sinks is None else sinks, lse, *strides, *numbers,
+                query, key, shown, counts if sinks is None else sinks, lse, *strides, *numbers, tokens, before,
                 **shape, **options, SINKS=sinks is not None, **for_lse,
             )  # fmt: skip
-        column_kernel[(triton.cdiv(tokens, for_columns["BT"]), batch * heads)](
-            query, key, shown, counts, lse.contiguous(), attention_sums, *strides, *numbers, **shape, **options, POWER=power,
-            **for_columns,
+        column_kernel[(triton.cdiv(columns, for_columns["BT"]), batch * heads)](
+            query, key, shown, counts, lse.contiguous(), attention_sums, *strides, *numbers, columns, before, **shape, **options,
+            POWER=power, **for_columns,
         )  # fmt: skip
     return attention_sums

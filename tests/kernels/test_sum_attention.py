@@ -273,24 +273,33 @@ def prefill(heads, group, queries, tokens, dim=64, dtype=torch.float16):
     return query, key, observed, visible
 
 
-def check_prefill(function, limit, query, key, observed, visible, later=False, **options):
+def check_prefill(function, limit, query, key, observed, visible, later=False, columns=None, **options):
     """`later`: queries see all tokens, those after their own too."""
     queries, tokens = query.shape[2], key.shape[2]
     options.setdefault("scaling", 64**-0.5)
     shown = (causal(queries, tokens) | later) & (True if visible is None else visible[:, None, None])
     expected, lse = dense_mass(query, key, observed, shown, **options)
+    expected = expected[..., :columns]
     for known in (None, lse):
-        attention_sums = function(query, key, observed, visible, lse=known, causal=not later, **options)
+        attention_sums = function(query, key, observed, visible, lse=known, causal=not later, columns=columns, **options)
         assert attention_sums.dtype == torch.float32 and attention_sums.shape == expected.shape
         torch.testing.assert_close(attention_sums, expected, rtol=limit * options.get("power", 1), atol=limit * 1e-2)
-        if not {"sinks", "power"} & options.keys():
+        if columns is None and not {"sinks", "power"} & options.keys():
             counted = observed.sum(-1, keepdim=True) * (query.shape[1] // key.shape[1])
             torch.testing.assert_close(attention_sums.sum(-1), counted.expand(-1, key.shape[1]), rtol=limit, atol=limit)
         if visible is not None:
-            assert not attention_sums.masked_select(~visible[:, None]).any()
+            assert not attention_sums.masked_select(~visible[:, None, :columns]).any()
 
 
-PREFILL_OPTIONS = [{}, {"later": True}, {"power": 3}, {"softcap": 1.5}, {"sinks": torch.tensor([9.0, -20.0, 0.5])}, {"scaling": 0.4}]
+PREFILL_OPTIONS = [
+    {},
+    {"later": True},
+    {"power": 3},
+    {"columns": 43},
+    {"softcap": 1.5},
+    {"sinks": torch.tensor([9.0, -20.0, 0.5])},
+    {"scaling": 0.4},
+]
 
 
 @pytest.mark.parametrize("shape", PREFILLS)

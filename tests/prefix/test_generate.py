@@ -230,7 +230,7 @@ def test_entries_of_a_gpu_are_in_locked_pages_until_copies_have_ended(tmp_path):
     with torch.no_grad():
         of(ids, past_key_values=cache)
     kept.store(ids, cache)
-    later = torch.cat([ids, ids[:, :1]], 1)
+    later = torch.cat([ids, ids[:, :1]], 1).cpu()  # the host would wait for ids of a GPU
     for _ in range(2):
         assert all(x.is_pinned() for layer in kept._memory.entries[0].layers for x in layer.tensors.values())
         torch.cuda._sleep(200_000_000)
