@@ -44,9 +44,9 @@ MAX_FUSED_ROWS = 384
 """The same for the decode kernel, in queries times query heads of a KV head. Measured, dequantizing is faster beyond 400
 (`eval/bench_kernels.py`, "chunk"). `kernels/fused.py` says from how many on the kernel for many rows is faster, and what it serves."""
 MOST_TILE_ROWS = 1024
-"""Query rows of a KV head up to which the kernel for many rows is chosen at once: on an H100 it is 28 % faster than dequantizing chunks
-for cuDNN with one sequence, and 10 % slower with eight. With more, cuDNN is faster once it has plans (`kernels/cudnn_plans.py`); flash
-attention on chunks is slower with any number (`eval/bench_turns.py`)."""
+"""Query rows of a KV head up to which the kernel for many rows is chosen at once: on an H100 it takes 28 % less time than dequantizing
+chunks for cuDNN with one sequence, and 10 % more with eight. With more, cuDNN is faster once it has plans (`kernels/cudnn_plans.py`); flash
+attention on chunks is not, up to 2,048 new tokens (`eval/results/past.jsonl`, "attention by kernel")."""
 
 _stock_get_interface: Callable | None = None
 
@@ -92,8 +92,8 @@ def _few(query: Tensor, attention_inputs: AttentionInputs) -> bool:
 
 
 def on_codes(query: Tensor, attention_inputs: AttentionInputs, columns: Tensor | None = None) -> bool:
-    """Whether the next causal attention is faster on the codes than on chunks. `columns`: those that are no padding, bool `[B, 1, 1, T]`,
-    if not all."""
+    """Whether the next causal attention is faster on the codes than on chunks; `cudnn_pays` may count it. `columns`: those that are no
+    padding, bool `[B, 1, 1, T]`, if not all."""
     if _few(query, attention_inputs):
         return True
     if not attends_in_tiles(query, attention_inputs, columns):

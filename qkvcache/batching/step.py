@@ -1,7 +1,7 @@
 """The slots that a forward pass reads and writes, planned on the host for all requests at once, and sent to the device once for all layers.
 
 Steps in which every request has one token are described by transformers' block table, at fixed addresses, so that they can be replayed as
-CUDA graphs: a header for each row, and then its blocks. In other batches (`step_of_rows`), rows with one token and a past are decoded
+CUDA graphs: a header for each row, and then its blocks. In other batches (`step_of_batch`), rows with one token and a past are decoded
 together, and prompts, or chunks of them, are read together.
 """
 

@@ -1,6 +1,6 @@
 """When a plan of cuDNN pays off.
 
-cuDNN attends about twice as fast as flash attention, and with dequantizing before it 1.3 to 1.6 times as fast as the kernel that reads the
+cuDNN attends about twice as fast as flash attention, and with dequantizing before it 1.2 to 1.7 times as fast as the kernel that reads the
 codes for many rows. But it prepares a plan for each shape and layout of its tensors when it first meets them, which takes 45 to 800 ms on
 an H200: longer than a turn. A chat meets most shapes once, chunked prefill and evaluation meet a few often, and the number of calls is not
 known in advance. So the other kernels serve a shape until they have cost as much more than cuDNN as a plan costs (the ski rental rule):
@@ -16,7 +16,7 @@ from collections.abc import Hashable
 PLAN_FLOPS = 0.2 / (1 / 390e12 - 1 / 565e12)
 """Floating-point operations of attention that take the kernel for many rows as much longer than dequantizing and cuDNN as a plan takes:
 .2 s a plan (`eval/bench_turns.py`: the first of several turns, with five or six plans, less the others, on an H200), and the speeds of both
-at 8 x 512 new tokens on an H100, in FLOP/s."""
+at 8 x 512 new tokens on an H100, in FLOP/s (`eval/results/past.jsonl`, "attention by kernel")."""
 SHAPES = 4096
 """Shapes that are remembered, those that came last."""
 
