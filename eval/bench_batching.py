@@ -5,9 +5,9 @@
     python eval/bench_batching.py --markdown | --plot     the table | batching.png, from the rows; needs no GPU
 
 A Llama of the 8B shape with random bf16 weights serves N users in a closed loop: each sends a request, and the next when it is answered.
-Lengths of prompts and answers are lognormal within their limits, drawn once for all caches. Of the first requests, answers are cut to a
-random share, so that they do not end together. Measuring begins when all of them have their first token, or after `--fill` seconds, and
-takes `--seconds`. A cell of the whole model takes half a minute to a minute.
+Lengths of prompts and answers are lognormal within their limits, drawn once for all caches. The first requests are as a load that has run
+for long leaves them: a random share of each answer is written and belongs to the prompt, the rest is asked for. Measuring begins when
+all of them have their first token, or after `--fill` seconds, and takes `--seconds`. A cell of the whole model takes one minute or two.
 
 cache         stock: transformers' pages and sdpa, unchanged. Others: pages of that format in our kernels; identity isolates compression.
 requests_s    requests a second: written_s over the mean length of an answer, which says something before requests end. answered: those
@@ -90,12 +90,11 @@ class Load:
     def prompt(self, tokens: int) -> list[int]:
         return torch.randint(3, self.vocabulary, (tokens,), generator=self.generator).tolist()
 
-    def request(self) -> tuple[list[int], int]:
-        return self.prompt(self.length(self.cell.prompts)), self.length(self.cell.outputs)
-
-    def share(self) -> float:
-        """Of an answer that is under way when measuring begins."""
-        return torch.rand((), generator=self.generator).item()
+    def request(self, begun: bool = False) -> tuple[list[int], int]:
+        """A prompt and the length of its answer; of an answer that has `begun`, what is written is in the prompt."""
+        prompt, answer = self.length(self.cell.prompts), self.length(self.cell.outputs)
+        written = int(torch.rand((), generator=self.generator).item() * answer) if begun else 0
+        return self.prompt(prompt + written), answer - written
 
     def mean_answer(self) -> float:
         """Of many answers, in tokens."""
@@ -217,12 +216,13 @@ def serve(manager: Any, load: Load, fill: float, seconds: float) -> dict[str, An
     """A closed loop of `load.cell.users`, measured for `seconds` once all have their first token, or `fill` seconds have passed."""
     sent: dict[str, float] = {}
     answered: list[Any] = []
-    ready = [load.request() for _ in range(3 * load.cell.users)][::-1]  # drawing lengths must not delay answers
+    users = load.cell.users
+    ready = [load.request(begun=at < users) for at in range(3 * users)][::-1]  # drawing lengths must not delay answers
 
-    def send(share: float = 1.0) -> None:
+    def send() -> None:
         prompt, tokens = ready.pop() if ready else load.request()
         now = time.perf_counter()
-        sent[manager.add_request(prompt, max_new_tokens=max(round(share * tokens), 1), record_timestamps=True)] = now
+        sent[manager.add_request(prompt, max_new_tokens=tokens, record_timestamps=True)] = now
 
     def loop(until: float) -> None:
         while result := answer(manager, until):
@@ -230,8 +230,8 @@ def serve(manager: Any, load: Load, fill: float, seconds: float) -> dict[str, An
             send()
 
     begin = time.perf_counter()
-    for _ in range(load.cell.users):
-        send(load.share())
+    for _ in range(users):
+        send()
     first, before = set(sent), Progress.of(manager, answered)
     while not first <= before.begun and time.perf_counter() < begin + fill:
         loop(min(time.perf_counter() + 0.2, begin + fill))

@@ -77,6 +77,7 @@ VARIANTS: dict[str, dict[str, object]] = {
     "float": {"MASK": "float", "SOFTCAP": True, "CAUSAL": True},
     "mass": {"ATTENTION_SUMS": 4},
     "store": {"MASK": "row", "COUNTED": True},
+    "items": {"ITEMS": True},
 }
 
 
@@ -116,7 +117,7 @@ def attention(format: str, head_dim: int, target: str, variant: str = "", dtype:
         types["region_query"] = "*fp32"  # rotated beforehand
     types |= {"rotation": "*fp16", "signs": "*fp32", "table": "*i64", "mask": "*fp32" if variant == "float" else "*u8"}
     types |= dict.fromkeys(("part", "maxima", "sums", "tops"), "*fp32") | {"weights": "*bf16"}
-    types |= dict.fromkeys(("scaling", "softcap"), "fp32") | dict.fromkeys(("counts", "lengths"), "*i32")
+    types |= dict.fromkeys(("scaling", "softcap"), "fp32") | dict.fromkeys(("counts", "lengths", "items"), "*i32")
     types |= {"exact_strides": ("i32",) * 12} | dict.fromkeys(("k_strides", "v_strides"), ("i32",) * 8)
     for side, how in (("k", key), ("v", value)):
         codes = f"*{dtype}" if how.kind == "half" else "*i16"
@@ -127,7 +128,7 @@ def attention(format: str, head_dim: int, target: str, variant: str = "", dtype:
         "K_SHARED": False, "V_SHARED": False, "K_ONCE": 0, "V_ONCE": 0,
         "SOFTCAP": False, "MASK": "none", "CAUSAL": False,
         "ARCH": TARGETS[target].arch if nvidia else 0, "EXACT": True, "TURN": rotation_block(head_dim) ** -0.5 if key.rotated else 1.0,
-        "ATTENTION_SUMS": 0, "COUNTED": False, "PAGE": 0, "WIDE": False,
+        "ATTENTION_SUMS": 0, "COUNTED": False, "PAGE": 0, "WIDE": False, "ITEMS": False,
     }  # fmt: skip
     options: dict[str, object] = {"num_warps": launch.warps, "num_stages": launch.stages}
     if launch.registers and nvidia:
@@ -143,7 +144,7 @@ def attention(format: str, head_dim: int, target: str, variant: str = "", dtype:
     )
 
 
-def attention_over_pages(format: str, head_dim: int, target: str, variant: str = "", rows: int = 1) -> Job:
+def attention_over_pages(format: str, head_dim: int, target: str, variant: str = "items", rows: int = 1) -> Job:
     job = attention(format, head_dim, target, variant, rows=rows)
     return dataclasses.replace(
         job, name=job.name.replace("attend", "pages"), types=job.types | {"table": "*i32"}, constants=job.constants | {"PAGE": 64}
@@ -172,11 +173,12 @@ def joining(format: str, head_dim: int, target: str) -> Job:
     value = REGISTRY[format].value.packed_layout
     assert value
     types = dict.fromkeys(("part", "maxima", "sums", "signs", "center", "lse"), "*fp32") | {"sinks": "*bf16", "out": "*bf16"}
+    types["firsts"] = "*i32"
     block = rotation_block(head_dim) if value.rotated else 1
     constants = {
         "V": value, "DV": head_dim, "C": triton.next_power_of_2(head_dim) if value.rotated else 32, "G": 4,
         "R": 8 if TARGETS[target].backend == "cuda" else 16, "S": 32, "SINKS": True, "EXACT": True, "TURN": block**-0.5, "RAGGED": True,
-        "STAGES": block.bit_length() - 1,
+        "STAGES": block.bit_length() - 1, "ITEMS": True,
     }  # fmt: skip
     return Job(f"reduce {format} {head_dim}", reduce_kernel, types, constants, target, {"num_warps": 4 if value.rotated else 1})
 
@@ -345,6 +347,8 @@ def jobs(everything: bool) -> Iterator[Job]:
         for format in QUICK[-1:] if few else formats:
             yield attention(format, 128, target)
             yield attention_over_pages(format, 128, target)
+            if format == QUICK[-1]:
+                yield attention_over_pages(format, 128, target, "")
             if format != "identity":
                 yield attention_in_tiles(format, 128, target, 128)
         yield from columns(128, target)

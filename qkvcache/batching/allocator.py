@@ -51,7 +51,7 @@ class CompressedAllocator(FullAttentionCacheAllocator):
         """The inputs of attention over rows of a layer."""
         planes, sinks = self.views[layer]
         pages = Pages(*self.layout.codecs, planes, self.once[layer], rows.table, rows.lengths)
-        return PagedInputs(pages, sinks, self.ring(layer), rows.columns, rows.max_length, rows.tokens, self.launches[layer])
+        return PagedInputs(pages, sinks, self.ring(layer), rows.columns, rows.max_length, splits=rows.splits, launches=self.launches[layer])
 
     def ring(self, layer: int) -> Pair:
         """The rings of a layer, `[F, H, R, D]`."""

@@ -210,7 +210,7 @@ class CompressedPagedCache(PagedAttentionCache):
             if block_table is None:
                 self.step = step_of_batch(self.batch, self.scratch_tokens, tokens, self.cache_tensor.device)
             else:
-                self.step = step_of_table(block_table[0], self.allocator.tokens_per_page, self.max_tokens_read)
+                self.step = step_of_table(block_table[0], self.allocator.layout)
         return self.step
 
     def calibrate(self, layer: int, x: Pair) -> None:

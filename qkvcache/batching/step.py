@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ..attention.varlen import Sequences
+from ..kernels import Splits, split_rows
 from ..kernels.pages import BEGIN, COLUMNS, RING_ROW, RING_START, RING_TOKENS, SINK_ROW, SINKS, gather_tiles
 from .layout import PageLayout
 from .rings import Ints, Rings
@@ -25,10 +26,6 @@ HEADER = SINK_SLOT + 1
 """Columns of the block table before the blocks: those of `PagedInputs.rows`, tokens in the pages, and the slots of the new token; slot 0 is
 never read. Lengths and blocks begin at multiples of 16 bytes, as those of other batches do, for which Triton would compile
 its kernels again otherwise."""
-
-TYPICAL_TOKENS = 4096
-"""Tokens of a row for which replayed steps are split. A graph knows only the maximum, for which one split would cover most of a row. Longer
-rows get more splits."""
 
 
 @dataclass(slots=True)
@@ -155,7 +152,7 @@ class Tables:
 
 @dataclass
 class Rows:
-    """Rows as `PagedInputs` describes them: those with one new token each, or the past of chunks.
+    """Rows as `PagedInputs` describes them: those with one new token each, with their splits, or the past of chunks.
 
     at: indices of their queries in the batch; None: they are the whole batch. tiles: `gather_tiles` of all tokens of chunks.
     """
@@ -164,7 +161,7 @@ class Rows:
     lengths: Tensor
     table: Tensor
     max_length: int
-    tokens: int | None = None
+    splits: Splits | None = None
     at: slice | Tensor | None = None
     tiles: Tensor | None = None
 
@@ -230,15 +227,15 @@ class Step:
     tokens: int = 0
 
 
-def step_of_table(table: Tensor, page_size: int, pool_tokens: int) -> Step:
-    """The step of a block table, int32 `[B, HEADER + P]`, whose rows without a request hold -1; `pool_tokens` of all pages."""
+def step_of_table(table: Tensor, layout: PageLayout) -> Step:
+    """The step of a block table, int32 `[B, HEADER + P]`, whose rows without a request hold -1."""
     table = table.clamp_min(0)
-    max_length = (table.shape[1] - HEADER) * page_size
+    max_length = (table.shape[1] - HEADER) * layout.page_size
     if table.device.type == "cpu":  # the torch reference reads up to the maximum
         max_length = max(int(table[:, LENGTH].max()), 1)
     columns = table[:, : len(COLUMNS)].contiguous()
-    tokens = min(len(table) * min(TYPICAL_TOKENS, max_length), pool_tokens)
-    rows = Rows(columns, table[:, LENGTH], table[:, HEADER:], max_length, tokens)
+    lengths = table[:, LENGTH]
+    rows = Rows(columns, lengths, table[:, HEADER:], max_length, split_rows(lengths, layout.heads))
     return Step(Writes(*table[:, PAGE_SLOT : SINK_SLOT + 1].long().unbind(1)), rows)
 
 
@@ -274,8 +271,8 @@ def step_of_batch(batch: Batch, scratch_tokens: int, tokens: int, device: torch.
     if len(places):
         begin, end = int(places[0]), int(places[-1]) + 1
         at = slice(begin, end) if end - begin == len(places) else indices
-        longest, total = int(decoded.end.max()), int(decoded.end.sum())
-        together = Rows(columns_sent.view(-1, len(COLUMNS)), lengths, table.view(len(places), -1), longest, total, at)
+        splits = split_rows(lengths, batch.layout.heads)
+        together = Rows(columns_sent.view(-1, len(COLUMNS)), lengths, table.view(len(places), -1), int(decoded.end.max()), splits, at)
     return Step(Writes(*writes), together, chunks, batch.tokens)
 
 

@@ -22,6 +22,7 @@ from .dispatch import (
     quantize_into,
     quantizes,
     rotate,
+    split_rows,
     step,
     store_exact,
     store_rows,
@@ -31,6 +32,6 @@ from .dispatch import (
 )
 from .evict import StaticTensors, gather_columns
 from .matmul import matmul_fp32
-from .pages import PagedInputs, Pages, gather_tiles
+from .pages import PagedInputs, Pages, Splits, gather_tiles
 from .prefill import prefill_with_lse
 from .segments import AttentionInputs, Buffers, Exact, KeysOrValues, Packed, Pair, QuantizedRegion, Segment, chunk_table, number, pv, qk

@@ -28,7 +28,7 @@ from . import rotate as rotating
 from . import sum_attention as reference
 from .attend import Options, attend_observed
 from .evict import StaticTensors
-from .pages import PagedInputs, PageOptions
+from .pages import PagedInputs, PageOptions, Splits
 from .segments import AttentionInputs, Buffers, Exact, KeysOrValues, Pair, layout_of
 
 P = ParamSpec("P")
@@ -155,6 +155,11 @@ def attend_pages(
         return torch.ops.qkvcache.attend_pages(query, *inputs.arguments, mask, *[options.get(name) for name in paged.OPTIONS])
     attend = _module("fused") if fuses(query, inputs) else paged
     return attend.attend_pages(query, inputs, mask, **options)
+
+
+def split_rows(lengths: Tensor, heads: int) -> Splits | None:
+    """`Splits` of rows with `lengths` tokens in pages, int32 `[B]`, of so many KV heads; None where the torch reference attends."""
+    return Splits.of(lengths, max(_module("fused").programs_of(lengths.device) // heads, 1)) if on_triton(lengths.device) else None
 
 
 def _serve(module: str, codecs: tuple[Codec, Codec], x: Pair) -> bool:

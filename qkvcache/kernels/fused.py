@@ -12,7 +12,7 @@ import triton
 from torch import Tensor
 
 from ..formats.base import Codec, Codes, PackedLayout
-from .pages import PagedInputs, PageOptions
+from .pages import LEAST_SPLIT, MOST_SPLITS, PagedInputs, PageOptions, Splits
 from .segments import AttentionInputs, layout_of, planes_of
 from .tables import Tables, tables
 from .triton_attend import attend_kernel
@@ -49,8 +49,6 @@ TILES = Launch(128, 1, None, 2, 4, 64, many=True), Launch(64, 1, 128, 2, 8, 128,
 """Of the kernel for many rows: for up to 64, and for more. The best measured on an H200."""
 FEWEST_TILE_ROWS = 33
 """Query rows of a KV head from which on that kernel is faster than the decode kernel on an H200."""
-LEAST_SPLIT, MOST_SPLITS = 128, 100
-"""Fewest tokens of a split: fewer are not worth its partial outputs. Most splits of a sequence: joining more costs too much."""
 
 
 def launched(key: PackedLayout, value: PackedLayout, head_dim: int, rows: int = 1, wide: bool = True) -> Launch:
@@ -112,6 +110,11 @@ def architecture(device: torch.device) -> tuple[int, int]:
         return 0, 4
     properties = torch.cuda.get_device_properties(device)
     return (0 if torch.version.hip else properties.major * 10 + properties.minor), properties.multi_processor_count
+
+
+def programs_of(device: torch.device) -> int:
+    """Programs of the attention kernel that the GPU runs at a time, where it is launched as for most formats."""
+    return architecture(device)[1] * Launch.programs
 
 
 def split(tokens: int, groups: int, tile: int, warps: int) -> int:
@@ -231,6 +234,7 @@ class Call:
         zones: tuple[int, int, int],
         options: PageOptions,
         launch: Launch | None,
+        splits: Splits | None = None,
     ) -> None:
         self.batch, query_heads, self.queries, dim = query.shape
         scaling, softcap = options.get("scaling"), options.get("softcap")
@@ -244,7 +248,8 @@ class Call:
         launch = launch or launched(self.use.key, self.use.value, max(dim, value_dim), rows, nvidia and self.observed is None)
         self.tile, self.rows = launch.tile, launch.rows if nvidia else 16
         self.blocks, self.programs = -(-rows // self.rows), processors * launch.programs
-        self.panels = self.batch * heads * self.blocks  # each is read by as many programs as there are splits
+        self.items = splits
+        self.panels = (1 if splits else self.batch) * heads * self.blocks  # each is read by as many programs as there are splits
         self.query = query if query.stride(-1) == 1 else query.contiguous()
         self.region_query, factor = self.query, self.use.factor
         if self.use.whole is not None:
@@ -266,7 +271,7 @@ class Call:
         self.constants: dict[str, Any] = {
             "G": self.groups, "R": self.rows, "T": self.tile, "SOFTCAP": softcap is not None, "MASK": kind,
             "CAUSAL": options.get("causal", False) and self.queries > 1, "ARCH": arch,
-            "EXACT": self.exact, "TURN": factor, "ATTENTION_SUMS": self.width,
+            "EXACT": self.exact, "TURN": factor, "ATTENTION_SUMS": self.width, "ITEMS": splits is not None,
             "num_warps": launch.warps, "num_stages": launch.stages, **args.constants,
         }  # fmt: skip
         if launch.registers and arch:
@@ -295,10 +300,11 @@ class Call:
         if tokens is not None:  # rows of different lengths: as many tokens to a split as if all were one row
             least = -(-max(tokens * self.heads * self.blocks // self.programs, LEAST_SPLIT) // self.tile) * self.tile
             splits = min(-(-n_quantized // least), MOST_SPLITS)
-        self.allocate(max(splits, 1 - self.exact) + self.exact)
+        self.allocate(max(splits, 1 - self.exact) + self.exact if self.items is None else len(self.items.items))
+        items = self.empty if self.items is None else self.items.items
         with torch.cuda.device_of(self.query):
-            attend_kernel[(self.splits, self.blocks, self.batch * self.heads)](
-                self.query, self.region_query, args.use.rotation, args.use.signs, *args.places, *args.planes, args.exact, self.mask,
+            attend_kernel[(self.splits, self.blocks, self.panels // self.blocks)](
+                self.query, self.region_query, args.use.rotation, args.use.signs, *args.places, items, *args.planes, args.exact, self.mask,
                 *self.outputs, self.weights, self.tops, *self.query.stride()[:3], *args.place_strides, *args.strides, args.exact_strides,
                 *self.mask_strides, *self.scalars, chunks, n_sinks, n_quantized, n_residual, least, self.heads, self.queries,
                 **self.constants,
@@ -329,12 +335,13 @@ class Call:
         columns = triton.next_power_of_2(value_dim) if use.value.rotated else 32
         attention_sums = self._empty(self.batch, self.heads, sum(self.zones) if self.width else 0)
         shape = {"G": self.groups, "R": self.rows, "RAGGED": self.constants["PAGE"] > 0}
+        firsts = self.empty if self.items is None else self.items.firsts
         with torch.cuda.device_of(out):
             reduce_kernel[(self.groups * self.queries, self.batch * self.heads, -(-value_dim // columns))](
-                *self.outputs, self.empty if self.sinks is None else self.sinks, use.v_signs, self.args.planes[1][3], out, lse,
+                *self.outputs, firsts, self.empty if self.sinks is None else self.sinks, use.v_signs, self.args.planes[1][3], out, lse,
                 *out.stride()[:3], self.splits, self.blocks, self.heads, self.queries, *self.args.strides[1][6:],
                 V=use.value, DV=value_dim, C=columns, S=32, SINKS=self.sinks is not None, EXACT=self.exact, TURN=use.v_block**-0.5,
-                STAGES=use.v_block.bit_length() - 1, num_warps=4 if use.value.rotated else 1, **shape,
+                STAGES=use.v_block.bit_length() - 1, ITEMS=self.items is not None, num_warps=4 if use.value.rotated else 1, **shape,
             )  # fmt: skip
             if self.observed is not None:
                 n_quantized, n_sinks, n_residual = self.zones
@@ -397,6 +404,8 @@ def attend_pages(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`pages.attend_pages` in two launches, of codes in one pass. `launch`: for measuring; chosen by format otherwise."""
     sink_slots, max_length, ring_slots = inputs.slots
-    call = Call(query, mask, arguments_of_pages(inputs), (max_length, sink_slots, ring_slots), options, launch)
+    one = query.shape[2] == 1 and options.get("observed") is None
+    splits = inputs.splits if one else None
+    call = Call(query, mask, arguments_of_pages(inputs), (max_length, sink_slots, ring_slots), options, launch, splits)
     call.attend(tokens=inputs.tokens)
     return call.finish()

@@ -82,6 +82,42 @@ class Pages:
         return codes | self.statistics[side], exists
 
 
+LEAST_SPLIT, BALANCED_SPLIT, MOST_SPLITS = 128, 512, 100
+"""Fewest tokens of a split: fewer are not worth its partial outputs; fewest where the GPU has programs enough without; most splits of a
+row: joining more costs too much."""
+SPLIT_GRAIN, WAVES = 64, 4
+"""Splits begin at multiples of so many tokens, which the tiles of all launches divide. Programs after one another on each place of the GPU,
+with many tokens, so that few places wait for the last."""
+
+
+@dataclass(eq=False)
+class Splits:
+    """Which tokens of which row each program reads, where rows of different lengths share the pages of all heads.
+
+    items       int32 `[N, 3]`: a row, the first of its tokens in the pages, and the end of them. Items of a row follow one another; the
+                first of them is of its sinks and ring, and has a first token below 0. Items that are left over have no tokens
+    firsts      int32 `[B + 1]`: the first item of each row, and their number
+    """
+
+    items: Tensor
+    firsts: Tensor
+
+    @staticmethod
+    def of(lengths: Tensor, programs: int) -> Splits:
+        """For `lengths` tokens in the pages of each row, int32 `[B]`, and so many programs of a head at a time. On the device, without
+        waiting: splits are of equal length, so that programs end together, however different rows are."""
+        batch = len(lengths)
+        count = min(WAVES * programs + 2 * batch, (MOST_SPLITS + 1) * batch)
+        wave = lengths.sum() / programs
+        each = torch.maximum(wave.clamp(LEAST_SPLIT, BALANCED_SPLIT), torch.maximum(wave / WAVES, lengths.amax() / MOST_SPLITS))
+        each = (each / SPLIT_GRAIN).ceil().int() * SPLIT_GRAIN
+        firsts = torch.nn.functional.pad((1 + (lengths + (each - 1)) // each).cumsum(0, dtype=torch.int32), (1, 0))
+        number = torch.arange(count, dtype=torch.int32, device=lengths.device)
+        row = torch.searchsorted(firsts[1:], number, right=True, out_int32=True).clamp_max(batch - 1)
+        begin = (number - firsts[row] - 1) * each
+        return Splits(torch.stack([row, begin, torch.minimum(begin + each, lengths[row])], dim=1), firsts)
+
+
 @dataclass(eq=False)
 class PagedInputs:
     """The inputs of attention over pages. A row has, in this order, sinks, quantized tokens and the tokens of a ring.
@@ -96,6 +132,7 @@ class PagedInputs:
     max_length  bound on `pages.lengths`, which sizes launches and results
     tokens      approximate sum of the lengths of all rows, where they differ much: long rows then get more splits. None: lengths are
                 similar
+    splits      of the rows, in place of `tokens`, for kernels that attend with one query of each row without accumulating attention
     """
 
     pages: Pages
@@ -104,12 +141,13 @@ class PagedInputs:
     rows: Tensor
     max_length: int
     tokens: int | None = None
+    splits: Splits | None = None
     launches: dict[str, Any] = field(default_factory=dict)
     """Arguments that kernels reuse from step to step: tensors do not move, and statistics do not change. Inputs over the same storage may
     share them, whatever their rows, tables and lengths."""
     arguments: tuple[list[Tensor], list[Tensor], list[Tensor], list[int], int, int] = field(init=False)
-    """Arguments of torch operators: the table, planes and statistics; `rows` and `lengths`; sinks and ring; indices of the codecs;
-    `max_length` and `tokens` (-1: None)."""
+    """Arguments of torch operators: the table, planes and statistics; `rows`, `lengths`, and what `splits` has; sinks and ring; indices of
+    the codecs; `max_length` and `tokens` (-1: None)."""
 
     def __post_init__(self) -> None:
         pages = self.pages
@@ -119,7 +157,10 @@ class PagedInputs:
                 pool += [side[name] for name in names(codec, x.shape[3], kind)]
         numbers = [number(codec) for codec in pages.codecs]
         tokens = -1 if self.tokens is None else self.tokens
-        self.arguments = pool, [self.rows, pages.lengths], [*self.sinks, *self.ring], numbers, self.max_length, tokens
+        counts = [self.rows, pages.lengths]
+        if self.splits is not None:
+            counts += [self.splits.items, self.splits.firsts]
+        self.arguments = pool, counts, [*self.sinks, *self.ring], numbers, self.max_length, tokens
 
     @staticmethod
     def of(
@@ -134,7 +175,8 @@ class PagedInputs:
             for codec, x in zip((key, value), exact[2:], strict=True)
         ]
         pages = Pages(key, value, (sides[0], sides[1]), (sides[2], sides[3]), pool[0], counts[1])
-        return PagedInputs(pages, (exact[0], exact[1]), (exact[2], exact[3]), counts[0], max_length, None if tokens < 0 else tokens)
+        splits = Splits(counts[2], counts[3]) if len(counts) > 2 else None
+        return PagedInputs(pages, (exact[0], exact[1]), (exact[2], exact[3]), counts[0], max_length, None if tokens < 0 else tokens, splits)
 
     @property
     def slots(self) -> tuple[int, int, int]:

@@ -415,18 +415,19 @@ def _tiles_of_split(span, many, least, T: tl.constexpr):
     ]
 )  # fmt: skip
 def attend_kernel(
-    query, region_query, rotation, signs, table, counts, lengths, k_planes, v_planes, exact, mask, part, maxima, sums, weights, tops,
+    query, region_query, rotation, signs, table, counts, lengths, items, k_planes, v_planes, exact, mask, part, maxima, sums, weights, tops,
     query_b, query_h, query_q, table_b, table_h, lengths_b, lengths_h, k_strides, v_strides, exact_strides, mask_b, mask_h, mask_q, mask_t,
     scaling, softcap, chunks, n_sinks, n_quantized, n_residual, least, heads, queries,
     K: tl.constexpr, V: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, G: tl.constexpr, R: tl.constexpr, T: tl.constexpr,
     TX: tl.constexpr, PAGE: tl.constexpr, COUNTED: tl.constexpr, K_SHARED: tl.constexpr, V_SHARED: tl.constexpr, K_ONCE: tl.constexpr,
     V_ONCE: tl.constexpr, SOFTCAP: tl.constexpr, MASK: tl.constexpr, CAUSAL: tl.constexpr, ARCH: tl.constexpr,
-    EXACT: tl.constexpr, TURN: tl.constexpr, ATTENTION_SUMS: tl.constexpr, WIDE: tl.constexpr,
+    EXACT: tl.constexpr, TURN: tl.constexpr, ATTENTION_SUMS: tl.constexpr, WIDE: tl.constexpr, ITEMS: tl.constexpr,
 ):  # fmt: skip
     """Attention of `queries` queries over sinks, quantized tokens and a residual, split over programs. PAGE: tokens of a page, for
     `pages.PagedInputs`; 0: the quantized tokens are in chunks (`segments.AttentionInputs`).
 
-    Grid (splits, blocks of R query rows, B * H); with EXACT, split 0 is that of the exact tokens. Strides are in elements, words of 16 bits
+    Grid (splits, blocks of R query rows, B * H); with EXACT, split 0 is that of the exact tokens. With ITEMS, the splits of all rows are
+    those of `items`, and the grid (N, blocks, H), as if N were the splits of one row. Strides are in elements, words of 16 bits
     for packed codes. Channels are contiguous. Query row `r` of a KV head is query `r % queries` of query head `h * G + r // queries`.
 
     query          [B, H * G, queries, D] model dtype              query_b, query_h, query_q
@@ -437,6 +438,7 @@ def attend_kernel(
     counts         of pages: int32 [B, 6], contiguous, `pages.COLUMNS`; COUNTED: `Buffers.state`
     lengths        of pages: int32 [B] or [B, H], tokens in the pages: lengths_b, lengths_h (0: all heads share); COUNTED: int32 [B, 2],
                    contiguous, `Buffers.lengths`
+    items          int32 [N, 3], `pages.Splits.items`; read if ITEMS
     k_planes       codes [B, H, slots, words] of the first chunk, words of 16 bits (`half`: the model's dtype), contiguous; high bits int16
                    [B, H, slots, words / 2] and scales [B, H, slots, scales of a token] likewise, these [B, 1, ..] if K_SHARED, [.., 1, ..]
                    if K_ONCE; of pages: codes [N, H', PAGE, words] and so on, but scales [B, H'] if K_ONCE; mean fp32 [B, H, D]; shifts
@@ -464,6 +466,12 @@ def attend_kernel(
     splits = tl.num_programs(0)
     b = (bh // heads).to(tl.int64)
     h = bh % heads
+    is_exact = EXACT and split == 0
+    if ITEMS:
+        b = tl.load(items + split * 3).to(tl.int64)
+        low = tl.multiple_of(tl.load(items + split * 3 + 1), T)
+        high = tl.load(items + split * 3 + 2)
+        is_exact = EXACT and low < 0
     KW: tl.constexpr = D // K.per
     VW: tl.constexpr = DV // V.per
     RING: tl.constexpr = COUNTED or PAGE > 0
@@ -492,11 +500,11 @@ def attend_kernel(
         mask += b * mask_b
     mask_rows = b * mask_b + head * mask_h + number * mask_q
     visible = mask, mask_rows, mask_t, newest, softcap
-    # The first tile begins at a multiple of T, so that no tile crosses a page.
-    origin = first_token // T * T
-    each = _tiles_of_split(tl.maximum(length - origin, 0), tl.maximum(splits - EXACT, 1), least, T)
-    low = tl.multiple_of(origin + (split - EXACT) * each, T)
-    high = tl.minimum(low + each, length)
+    if not ITEMS:  # the first tile begins at a multiple of T, so that no tile crosses a page
+        origin = first_token // T * T
+        each = _tiles_of_split(tl.maximum(length - origin, 0), tl.maximum(splits - EXACT, 1), least, T)
+        low = tl.multiple_of(origin + (split - EXACT) * each, T)
+        high = tl.minimum(low + each, length)
     panel = (bh * tl.num_programs(1) + block).to(tl.int64)
     out = part + (panel * splits + split) * (R * DV)
     m = tl.full([R], HIDDEN, tl.float32)
@@ -509,7 +517,7 @@ def attend_kernel(
         weights += panel * (region_grains * REGION_GRAIN + exact_grains * EXACT_GRAIN) * ATTENTION_SUMS
         tops += panel * (region_grains + exact_grains) * ATTENTION_SUMS
 
-    if EXACT and split == 0:
+    if is_exact:
         DP: tl.constexpr = max(triton.next_power_of_2(D), 16)
         DVP: tl.constexpr = max(triton.next_power_of_2(DV), 16)
         d = tl.arange(0, DP)

@@ -17,10 +17,10 @@ def _hadamard_stage(x, N: tl.constexpr, WIDTH: tl.constexpr):
 
 @triton.jit(do_not_specialize=["splits", "blocks", "heads", "queries", "center_b", "center_h"])
 def reduce_kernel(
-    part, maxima, sums, sinks, signs, center, out, lse, out_stride_b, out_stride_h, out_stride_q, splits, blocks, heads, queries,
+    part, maxima, sums, firsts, sinks, signs, center, out, lse, out_stride_b, out_stride_h, out_stride_q, splits, blocks, heads, queries,
     center_b, center_h,
     V: tl.constexpr, DV: tl.constexpr, C: tl.constexpr, G: tl.constexpr, R: tl.constexpr, S: tl.constexpr, SINKS: tl.constexpr,
-    EXACT: tl.constexpr, TURN: tl.constexpr, STAGES: tl.constexpr, RAGGED: tl.constexpr,
+    EXACT: tl.constexpr, TURN: tl.constexpr, STAGES: tl.constexpr, RAGGED: tl.constexpr, ITEMS: tl.constexpr,
 ):  # fmt: skip
     """Joins splits, adds the mean of values, rotates back what was stored rotated, and divides by the normaliser. Grid (G * queries, B * H,
     blocks of C channels): one query row each.
@@ -28,6 +28,8 @@ def reduce_kernel(
     part       fp32 [B * H, blocks, splits, R, DV], contiguous. With EXACT, split 0 is that of exact tokens, its channels in order; the
                others have channels plane after plane (`unpack`), rotated if V.rotated
     maxima     fp32 [B * H, blocks, splits, R]: maxima of scores, to base 2; sums the same: normalisers relative to them
+    firsts     int32 [B + 1], `pages.Splits.firsts`; read if ITEMS: `splits` are then those of all rows, and the first dimension of part,
+               maxima and sums is H
     sinks      [H * G]: a logit for each query head; read if SINKS
     signs      fp32 [DV], read if V.rotated
     center     fp32 [B, H, DV], read if V.centered: center_b, center_h
@@ -42,6 +44,10 @@ def reduce_kernel(
     b = bh // heads
     head = (bh % heads) * G + row // queries
     base = (bh * blocks + row // R).to(tl.int64) * splits
+    if ITEMS:
+        first = tl.load(firsts + b)
+        base = (bh % heads * blocks + row // R).to(tl.int64) * splits + first
+        splits = tl.load(firsts + b + 1) - first
     at = tl.arange(0, S)
     place = tl.program_id(2) * C + tl.arange(0, C)  # in the order of partial sums: plane after plane
     inside = place < DV

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from qkvcache.formats import REGISTRY
-from qkvcache.kernels import PagedInputs, attend_pages
+from qkvcache.kernels import PagedInputs, Splits, attend_pages
 from qkvcache.kernels import pages as reference
 from tests.matrix import FORMATS, slowly
 
@@ -144,7 +144,47 @@ def compare(monkeypatch, format: str, query: Tensor, inputs: PagedInputs, mask=N
 def test_the_kernel(format, monkeypatch):
     dim = KINDS.get(format, 64)
     inputs = build(REGISTRY[format], [70, 0, 200], begin=3, ring=5, ring_tokens=[4, 0, 5], dims=(dim, dim), shared=1, device=DEVICE)
-    compare(monkeypatch, format, torch.randn(3, 4, 1, dim, device=DEVICE).half(), inputs)
+    query = torch.randn(3, 4, 1, dim, device=DEVICE).half()
+    compare(monkeypatch, format, query, inputs)
+    compare(monkeypatch, format, query, replace(inputs, splits=split(inputs.pages.lengths)))
+
+
+def split(lengths: Tensor, least: int = 64, programs: int = 2) -> Splits:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reference, "LEAST_SPLIT", least)
+        return Splits.of(lengths, programs)
+
+
+@pytest.mark.parametrize("programs", [1, 7, 198])
+def test_splits_share_the_tokens_of_all_rows(programs):
+    """Each token is in one item of its row, items are of one length but for the last of a row, and none is longer than its share."""
+    for lengths in ([0], [1], [0, 0], [5, 40_000, 0, 64], [130_000, 1], torch.randint(9000, (40,)).tolist()):
+        splits = Splits.of(torch.tensor(lengths, dtype=torch.int32), programs)
+        items, firsts = splits.items.tolist(), splits.firsts.tolist()
+        assert len(firsts) == len(lengths) + 1 and firsts[0] == 0 and all(first >= end for _, first, end in items[firsts[-1] :])
+        most = max((end - first for _, first, end in items if first >= 0), default=0)
+        for number, length in enumerate(lengths):
+            exact, *others = items[firsts[number] : firsts[number + 1]]
+            assert all(item[0] == number for item in (exact, *others)) and exact[1] < 0
+            begins = [first for _, first, _ in others]
+            assert [*begins, length] == [0, *(end for _, _, end in others)] or (not others and not length)
+            assert all(begin % 64 == 0 for begin in begins) and len(others) <= reference.MOST_SPLITS
+            assert all(end - first == most for _, first, end in others[:-1])
+        assert most <= max(sum(lengths) / programs / reference.WAVES, reference.BALANCED_SPLIT, max(lengths) / reference.MOST_SPLITS) + 64
+
+
+@KERNELS
+def test_splits_of_many_rows(monkeypatch):
+    """Rows of many splits and of none, and rows that are no request, as batches have them."""
+    inputs = build(REGISTRY["turboquant_4bit_nc"], [300, 0, 64, 1, 129], ring=7, ring_tokens=[7, 0, 3, 1, 6], device=DEVICE)
+    inputs.rows[1, reference.SINKS] = 0
+    query, sinks = torch.randn(5, 4, 1, 64, device=DEVICE).half(), torch.randn(4, device=DEVICE)
+    whole = replace(inputs, splits=split(inputs.pages.lengths, programs=1))
+    assert len({tuple(item[:2]) for item in whole.splits.items.tolist()}) > 10
+    compare(monkeypatch, "turboquant_4bit_nc", query, whole)
+    compare(monkeypatch, "turboquant_4bit_nc", query, whole, sinks=sinks, softcap=5.0, scaling=0.3)
+    without = build(REGISTRY["turboquant_4bit_nc"], [300, 70], sinks=0, ring=0, device=DEVICE)
+    compare(monkeypatch, "turboquant_4bit_nc", query[:2], replace(without, splits=split(without.pages.lengths)))
 
 
 STORED = [name for name in FORMATS if name not in ("fp8_tensor", "fp8_e5m2_tensor")]
@@ -260,6 +300,7 @@ def test_operators():
     """What a compiled graph calls does what the functions do."""
     inputs = build(REGISTRY["turboquant_3bit_nc"], [36, 20], sinks=2, ring=4, device=DEVICE)
     options = torch.tensor([1.0, -1.0, 0.0, 2.0]), torch.ones(2, 1), 0.2, 10.0, False
+    inputs = replace(inputs, splits=split(inputs.pages.lengths))
     query = torch.randn(2, 4, 1, 64, device=DEVICE).half()
     sinks, observed, scaling, softcap, causal = (x.to(DEVICE) if isinstance(x, Tensor) else x for x in options)
     outs = torch.ops.qkvcache.attend_pages(query, *inputs.arguments, None, sinks, observed, scaling, softcap, causal)
