@@ -13,8 +13,8 @@ cache         stock: transformers' pages and sdpa, unchanged. Others: pages of t
 requests_s    requests a second: written_s over the mean length of an answer, which says something before requests end. answered: those
               that did end.
 written_s     tokens of answers a second; prompt_s, tokens of prompts that are read a second; tokens_s: both.
-ttft, tpot    seconds from a request to its first token, its wait in the queue included, of requests that got it while measuring; between
-              two tokens of one request.
+ttft, tpot    seconds from a request to its first token, its wait in the queue included, of requests that got it while measuring, without
+              the first requests, which all came at once; between two tokens of one request.
 running       requests that have pages, at the end; pool_tokens: tokens that the pool holds.
 preempted     requests whose pages were taken away, and which were read again.
 
@@ -239,7 +239,8 @@ def serve(manager: Any, load: Load, fill: float, seconds: float) -> dict[str, An
     start, earlier = time.perf_counter(), len(answered)
     loop(start + seconds)
     after, elapsed = Progress.of(manager, answered), time.perf_counter() - start
-    ttft = [times[0] - sent[name] for name, times in after.times.items() if name in sent and times[0] >= start]
+    later = sent.keys() - first
+    ttft = [times[0] - sent[name] for name, times in after.times.items() if name in later and times[0] >= start]
     while_measured = [[at for at in times if at >= start] for name, times in after.times.items() if name in sent]
     tpot = [(times[-1] - times[0]) / (len(times) - 1) for times in while_measured if len(times) > 1]
     read, written = after.read - before.read, after.written - before.written
@@ -327,13 +328,14 @@ def markdown(rows: list[dict]) -> Iterator[str]:
 
 
 def plot(rows: list[dict], out: Path) -> None:
-    """Requests/s against users, a panel for each setting."""
+    """Requests/s against users, a panel for each setting; those with one number of users are left out, if there are others."""
     import matplotlib
 
     matplotlib.use("agg")
     import matplotlib.pyplot as plt
 
-    panels = list(settings([row for row in rows if "failed" not in row]))
+    found = list(settings([row for row in rows if "failed" not in row]))
+    panels = [(title, group) for title, group in found if len({row["users"] for row in group}) > 1] or found
     figure, axes = plt.subplots(1, len(panels), figsize=(6 * len(panels), 4.2), squeeze=False, layout="constrained")
     for axis, (title, group) in zip(axes[0], panels, strict=True):
         for cache in dict.fromkeys(row["cache"] for row in group):

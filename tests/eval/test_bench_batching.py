@@ -41,6 +41,8 @@ def test_loads_are_the_same_for_every_cache(bench):
     cells = [bench.Cell(cache, 5, 2, (16, 1024), (2, 64), None) for cache in ("stock", "int8")]
     loads = [[bench.Load(cell, 64).request() for _ in range(1)] for cell in cells]
     assert loads[0] == loads[1]
+    begun = [bench.Load(cells[0], 64).request(begun=begun) for begun in (False, True)]
+    assert begun[0][1] > begun[1][1] > 0 and sum(len(prompt) + answer for prompt, answer in begun) == 2 * (len(begun[0][0]) + begun[0][1])
     load = bench.Load(cells[0], 64)
     lengths = sorted(load.length((16, 1024)) for _ in range(400))
     assert lengths[0] >= 16 and lengths[-1] <= 1024 and 100 < lengths[200] < 165
