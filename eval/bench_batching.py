@@ -328,25 +328,27 @@ def markdown(rows: list[dict]) -> Iterator[str]:
 
 
 def plot(rows: list[dict], out: Path) -> None:
-    """Requests/s against users, a panel for each setting; those with one number of users are left out, if there are others."""
+    """Requests/s by users, a panel for each setting, with times of `identity` above the bars."""
     import matplotlib
 
     matplotlib.use("agg")
     import matplotlib.pyplot as plt
 
-    found = list(settings([row for row in rows if "failed" not in row]))
-    panels = [(title, group) for title, group in found if len({row["users"] for row in group}) > 1] or found
-    figure, axes = plt.subplots(1, len(panels), figsize=(6 * len(panels), 4.2), squeeze=False, layout="constrained")
+    panels = list(settings([row for row in rows if "failed" not in row]))
+    figure, axes = plt.subplots(1, len(panels), figsize=(5 * len(panels), 4), squeeze=False, layout="constrained")
     for axis, (title, group) in zip(axes[0], panels, strict=True):
-        for cache in dict.fromkeys(row["cache"] for row in group):
-            points = sorted((row["users"], row["requests_s"]) for row in group if row["cache"] == cache and row["requests_s"])
-            axis.plot(*zip(*points, strict=True), marker="o", color=format_color(cache), label=cache)
-        axis.set(xscale="log", yscale="log", xlabel="users in a closed loop", ylabel="requests/s (higher is better)")
+        users, caches = (sorted({row[name] for row in group}) for name in ("users", "cache"))
+        exact = {row["users"]: row["requests_s"] for row in group if row["cache"] == EXACT}
+        for i, cache in enumerate(sorted(caches, key=lambda cache: (cache != STOCK, cache != EXACT))):
+            found = {row["users"]: row["requests_s"] for row in group if row["cache"] == cache}
+            places = [users.index(n) + (i - (len(caches) - 1) / 2) * 0.8 / len(caches) for n in found]
+            bars = axis.bar(places, list(found.values()), 0.8 / len(caches), color=format_color(cache), label=cache)
+            times = [f"{rate / exact[n]:.2f}x" if exact.get(n) else "" for n, rate in found.items()]
+            axis.bar_label(bars, times, fontsize=8)
+        axis.set(xlabel="users in a closed loop", ylabel="requests/s (higher is better)")
         axis.set_title(title.replace(", prompts", ",\nprompts").replace(", a pool", ",\na pool"), fontsize=9)
-        users = sorted({row["users"] for row in group})
-        axis.set_xticks(users, map(str, users), minor=False)
-        axis.minorticks_off()
-        axis.grid(alpha=0.3)
+        axis.set_xticks(range(len(users)), map(str, users))
+        axis.margins(y=0.12)
         axis.legend()
     figure.savefig(out.with_suffix(".png"), dpi=120)
 
