@@ -248,7 +248,7 @@ class Call:
         launch = launch or launched(self.use.key, self.use.value, max(dim, value_dim), rows, nvidia and self.observed is None)
         self.tile, self.rows = launch.tile, launch.rows if nvidia else 16
         self.blocks, self.programs = -(-rows // self.rows), processors * launch.programs
-        self.items = splits
+        self.plan = splits
         self.panels = (1 if splits else self.batch) * heads * self.blocks  # each is read by as many programs as there are splits
         self.query = query if query.stride(-1) == 1 else query.contiguous()
         self.region_query, factor = self.query, self.use.factor
@@ -300,8 +300,8 @@ class Call:
         if tokens is not None:  # rows of different lengths: as many tokens to a split as if all were one row
             least = -(-max(tokens * self.heads * self.blocks // self.programs, LEAST_SPLIT) // self.tile) * self.tile
             splits = min(-(-n_quantized // least), MOST_SPLITS)
-        self.allocate(max(splits, 1 - self.exact) + self.exact if self.items is None else len(self.items.items))
-        items = self.empty if self.items is None else self.items.items
+        self.allocate(max(splits, 1 - self.exact) + self.exact if self.plan is None else len(self.plan.items))
+        items = self.empty if self.plan is None else self.plan.items
         with torch.cuda.device_of(self.query):
             attend_kernel[(self.splits, self.blocks, self.panels // self.blocks)](
                 self.query, self.region_query, args.use.rotation, args.use.signs, *args.places, items, *args.planes, args.exact, self.mask,
@@ -335,13 +335,13 @@ class Call:
         columns = triton.next_power_of_2(value_dim) if use.value.rotated else 32
         attention_sums = self._empty(self.batch, self.heads, sum(self.zones) if self.width else 0)
         shape = {"G": self.groups, "R": self.rows, "RAGGED": self.constants["PAGE"] > 0}
-        firsts = self.empty if self.items is None else self.items.firsts
+        firsts = self.empty if self.plan is None else self.plan.firsts
         with torch.cuda.device_of(out):
             reduce_kernel[(self.groups * self.queries, self.batch * self.heads, -(-value_dim // columns))](
                 *self.outputs, firsts, self.empty if self.sinks is None else self.sinks, use.v_signs, self.args.planes[1][3], out, lse,
                 *out.stride()[:3], self.splits, self.blocks, self.heads, self.queries, *self.args.strides[1][6:],
                 V=use.value, DV=value_dim, C=columns, S=32, SINKS=self.sinks is not None, EXACT=self.exact, TURN=use.v_block**-0.5,
-                STAGES=use.v_block.bit_length() - 1, ITEMS=self.items is not None, num_warps=4 if use.value.rotated else 1, **shape,
+                STAGES=use.v_block.bit_length() - 1, ITEMS=self.plan is not None, num_warps=4 if use.value.rotated else 1, **shape,
             )  # fmt: skip
             if self.observed is not None:
                 n_quantized, n_sinks, n_residual = self.zones

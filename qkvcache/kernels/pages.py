@@ -108,8 +108,8 @@ class Splits:
         waiting: splits are of equal length, so that programs end together, however different rows are."""
         batch = len(lengths)
         count = min(WAVES * programs + 2 * batch, (MOST_SPLITS + 1) * batch)
-        wave = lengths.sum() / programs
-        each = torch.maximum(wave.clamp(LEAST_SPLIT, BALANCED_SPLIT), torch.maximum(wave / WAVES, lengths.amax() / MOST_SPLITS))
+        wave, longest = lengths.sum(dtype=torch.float64) / programs, lengths.amax().double()  # whatever torch's default dtype is
+        each = torch.maximum(wave.clamp(LEAST_SPLIT, BALANCED_SPLIT), torch.maximum(wave / WAVES, longest / MOST_SPLITS))
         each = (each / SPLIT_GRAIN).ceil().int() * SPLIT_GRAIN
         firsts = torch.nn.functional.pad((1 + (lengths + (each - 1)) // each).cumsum(0, dtype=torch.int32), (1, 0))
         number = torch.arange(count, dtype=torch.int32, device=lengths.device)

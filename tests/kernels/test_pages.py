@@ -155,11 +155,17 @@ def split(lengths: Tensor, least: int = 64, programs: int = 2) -> Splits:
         return Splits.of(lengths, programs)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("programs", [1, 7, 198])
-def test_splits_share_the_tokens_of_all_rows(programs):
-    """Each token is in one item of its row, items are of one length but for the last of a row, and none is longer than its share."""
+def test_splits_share_the_tokens_of_all_rows(programs, dtype):
+    """Each token is in one item of its row, items are of one length but for the last of a row, and none is longer than its share;
+    whatever torch's default dtype is."""
     for lengths in ([0], [1], [0, 0], [5, 40_000, 0, 64], [130_000, 1], torch.randint(9000, (40,)).tolist()):
-        splits = Splits.of(torch.tensor(lengths, dtype=torch.int32), programs)
+        torch.set_default_dtype(dtype)
+        try:
+            splits = Splits.of(torch.tensor(lengths, dtype=torch.int32), programs)
+        finally:
+            torch.set_default_dtype(torch.float32)
         items, firsts = splits.items.tolist(), splits.firsts.tolist()
         assert len(firsts) == len(lengths) + 1 and firsts[0] == 0 and all(first >= end for _, first, end in items[firsts[-1] :])
         most = max((end - first for _, first, end in items if first >= 0), default=0)
