@@ -40,7 +40,7 @@ def bench(
         config = AutoConfig.from_pretrained(path)
         named = {"model": model, "format": format, "dtype": dtype, "device": device}
         with tempfile.TemporaryDirectory(dir=directory) as folder:
-            found = measure(config, format, counts, Path(folder), stored_in, str(on))
+            found = measure(config, format, counts, Path(folder), stored_in, on)
             measured = track(found, "storing and fetching", len(counts), console=Console(stderr=True), transient=True)
             rows = [named | row for row in measured]
     headers = ("tokens", "MB", "smaller", "error", "store", "fetch", "half", "us/token", "write", "read", "half")

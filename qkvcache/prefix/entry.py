@@ -109,10 +109,6 @@ class Entry:
     errors: tuple[float, ...]
 
     @property
-    def tokens(self) -> int:
-        return match.length(self.key)
-
-    @property
     def whole(self) -> bool:
         """Whether it can be used only by prompts that begin with all of its tokens."""
         return any(layer.whole for layer in self.layers)
@@ -123,7 +119,7 @@ class Entry:
         return sum(layer.nbytes for layer in self.layers) + len(self.key)
 
     def cut(self, tokens: int) -> Sequence[Snapshot]:
-        return self.layers if tokens == self.tokens else [layer.cut(tokens) for layer in self.layers]
+        return self.layers if tokens == match.length(self.key) else [layer.cut(tokens) for layer in self.layers]
 
 
 class TooLarge(Exception):
