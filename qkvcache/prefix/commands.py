@@ -77,7 +77,7 @@ def rm(
     """Remove entries. Other files are left alone."""
     if bool(entries) == everything:
         raise typer.BadParameter("name the entries to remove, or pass --all")
-    found = [path for entry in disk.files(directory) if disk.parts(entry.name) and (path := Path(entry.path))]
+    found = [Path(entry.path) for entry in disk.files(directory) if disk.parts(entry.name)]
     chosen = set(found) if everything else set()
     for name in entries or ():
         hits = {path for path in found if disk.label(path.name).startswith(name)}

@@ -33,13 +33,12 @@ from torch import Tensor
 from ..layers.snapshot import Snapshot
 from . import match
 from .entry import Entry
-from .host_memory import Blocks, as_bytes
+from .host_memory import THREADS, Blocks, as_bytes
 
 VERSION = 2
 CHUNK = 4096
 """Tokens that share a digest."""
-READERS = min(os.cpu_count() or 1, 16)
-AHEAD = min(READERS, 5)
+AHEAD = min(THREADS, 5)
 """Layers that are read into `Blocks` at a time; there is one block more, of the layer that is in use. New blocks are locked one after
 another, and each takes about as long as a thread takes for a layer: more of them come too late to help, with fewer the bus waits."""
 SUFFIX, WRITING = ".safetensors", ".writing"
@@ -79,7 +78,7 @@ def write(directory: Path, entry: Entry, model: str) -> File:
     """Writes the entry into a folder of this process and moves the file into `directory`. Raises OSError if it cannot; no part of a file is
     left then."""
     tensors = {f"{i}.{name}": x for i, layer in enumerate(entry.layers) for name, x in layer.tensors.items()}
-    with ThreadPoolExecutor(READERS) as pool:
+    with ThreadPoolExecutor(THREADS) as pool:
         sums = list(pool.map(_sums, entry.layers))
     header = {
         "template": entry.template.name.hex(),
@@ -165,7 +164,7 @@ def read(file: File, tokens: int | None = None, copy: Callable[[Snapshot], Snaps
             raise Damaged(f"the contents of layer {i} were changed")
         return copy(cut[i]) if copy else cut[i]
 
-    readers = AHEAD if isinstance(copy, Blocks) else READERS
+    readers = AHEAD if isinstance(copy, Blocks) else THREADS
     with ThreadPoolExecutor(readers) as pool:
         running: deque[Future[Snapshot]] = deque()
         for i in range(len(cut)):
