@@ -11,9 +11,8 @@ RoPE rotates keys by their position, so that the mean of a short block depends o
 therefore shrunk towards zero, as if tokens of zeros were added: `FEW * min(1, s^2 / m^2)` of them, with s the spread of the channel,
 computed with one more token as large as the median channel of the head. A channel whose mean is far above its spread, or above the other
 channels of a single token, keeps its mean; others begin at `1 / (1 + FEW)` of it. From one token on the error is no larger than without a
-mean
-(KL of attention, int4, first blocks of 1 / 16 / 200 / 1,000 tokens: .0059 / .0055 / .0054 / .0042 for .0067 without a mean on the embedded
-model, and .011 / .011 / .0096 / .0068 for .43 on the same with biased keys).
+mean (KL of attention, int4, first blocks of 1 / 16 / 200 / 1,000 tokens: .0059 / .0055 / .0054 / .0042 for .0067 without a mean on the
+embedded model, and .011 / .011 / .0096 / .0068 for .43 on the same with biased keys).
 
 Limits: the mean of the first block is never updated, so that a text whose keys have another mean is quantized around the wrong point, at
 most twice as far from it as from zero; and a bias on channels that RoPE rotates fast averages out over a long first block, and depends on

@@ -42,13 +42,13 @@ def pack(codes: Tensor, bits: int) -> Codes:
     """uint8 codes below `2**bits` `[..., D]` to the buffers of `code_buffers`."""
     if bits == 3:
         return dict(zip(("low", "high"), pack3(codes), strict=True))
-    return {"codes": {2: pack2, 4: pack4, 8: lambda codes: codes}[bits](codes)}
+    return {"codes": codes if bits == 8 else pack4(codes) if bits == 4 else _pack_bits(codes, bits)}
 
 
 def lookup(packed: Codes, bits: int, levels: tuple[float, ...]) -> Tensor:
     """`levels[code]` for the buffers of `code_buffers`, as fp32 `[..., D]`."""
     if bits == 3:
-        index = packed["low"].long() | unpack4(_gathered(packed["high"])).long() << 8  # and the high bits of four channels
+        index = packed["low"].long() | _high_bits(packed["high"]).long() << 8
     else:
         index = packed["codes"] if bits == 2 else packed["codes"].view(torch.uint16)
     return gather(index, _table(levels, bits, index.device))
@@ -67,16 +67,6 @@ def pack4(codes: Tensor) -> Tensor:
     return codes[..., 0::2] | codes[..., 1::2] << 4
 
 
-def unpack4(packed: Tensor) -> Tensor:
-    """The inverse of `pack4`: uint8 codes `[..., D]`."""
-    return torch.stack([packed & 15, packed >> 4], dim=-1).flatten(-2)
-
-
-def pack2(codes: Tensor) -> Tensor:
-    """uint8 codes below 4 `[..., D]` to bytes `[..., D / 4]`."""
-    return _pack_bits(codes, 2)
-
-
 def to_planes(codes: Tensor) -> Tensor:
     """Channels `[..., D]` in the order j, j + D/4, j + D/2, j + 3D/4 for each j."""
     return codes.unflatten(-1, (4, -1)).mT.flatten(-2)
@@ -89,7 +79,7 @@ def from_planes(x: Tensor) -> Tensor:
 
 def pack3(codes: Tensor) -> tuple[Tensor, Tensor]:
     """uint8 codes below 8 `[..., D]` to the low plane `[..., D / 4]` and the high plane `[..., D / 8]`."""
-    low = pack2(codes & 3)
+    low = _pack_bits(codes & 3, 2)
     pairs = _pack_bits(codes >> 2, 1).unflatten(-1, (2, -1))  # byte j: the high bits of word j of the low plane, in two halves
     return low, _spread(pairs[..., 0, :], pairs[..., 1, :])
 
@@ -101,11 +91,9 @@ def _spread(first: Tensor, second: Tensor) -> Tensor:
     return words.to(torch.uint16).view(torch.uint8)  # type: ignore[union-attr]
 
 
-def _gathered(high: Tensor) -> Tensor:
-    """The high plane `[..., D / 8]` to one byte for each word of the low plane: the high bits of its eight channels."""
-    halves = torch.stack([(high >> 2 & 3) | (high >> 4 & 12), (high & 3) | (high >> 2 & 12)], dim=-2)  # [..., 2, D / 8]: nibbles
-    pairs = halves.unflatten(-1, (-1, 2))
-    return (pairs[..., 0] | pairs[..., 1] << 4).flatten(-2)
+def _high_bits(high: Tensor) -> Tensor:
+    """The high plane `[..., D / 8]` to the high bits of four channels, the first in the lowest bit, for each byte of the low plane."""
+    return torch.cat([(high >> 2 & 3) | (high >> 4 & 12), (high & 3) | (high >> 2 & 12)], dim=-1)
 
 
 def _pack_bits(codes: Tensor, bits: int) -> Tensor:

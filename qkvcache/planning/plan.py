@@ -157,8 +157,7 @@ def plan(
         tensor_parallel: GPUs that share the KV heads of each layer evenly.
         dtype: the model's dtype, or its name; None: that of the config, or bfloat16 if it has none.
         max_length: tokens for which storage is allocated at once, as CompressedCache takes it: a request then has the same bytes from its
-        first
-            token on, and `longest_context` is the largest `max_length` that fits.
+            first token on, and `longest_context` is the largest `max_length` that fits.
 
     Raises:
         ValueError: what CompressedCache raises, sizes below 1, memory that is negative or infinite, a dtype that is not floating-point, a

@@ -25,19 +25,14 @@ from .entry import CacheTemplate, restore_cache, snapshot_cache
 from .host_memory import Blocks
 
 NAME = bytes(match.NAME)
+REPEATS = 3
 Result = TypeVar("Result")
 
 
 def measure(
-    config: PreTrainedConfig,
-    format: FormatLike,
-    contexts: Sequence[int],
-    directory: Path,
-    dtype: torch.dtype = torch.bfloat16,
-    device: str | torch.device = "cpu",
-    repeats: int = 3,
+    config: PreTrainedConfig, format: FormatLike, contexts: Sequence[int], directory: Path, dtype: torch.dtype, device: torch.device
 ) -> Iterator[dict]:
-    """A row for each context: bytes, ratio to the dense cache, quantization error, and milliseconds, the least of `repeats`.
+    """A row for each context: bytes, ratio to the dense cache, quantization error, and milliseconds, the least of `REPEATS`.
 
     `store_ms`: a DynamicCache on `device` to codes in host memory. `fetch_ms`, `fetch_half_ms`: all or half of the tokens from host memory
     into a cache on `device`. `write_ms`, `read_ms`, `read_half_ms`: the same to and from files in `directory`, from the page cache.
@@ -48,16 +43,15 @@ def measure(
     if not contexts or min(contexts) < 2:
         raise ValueError(f"contexts={list(contexts)}: must be numbers of tokens, 2 or more")
     template, dense = CacheTemplate(CompressedCache(config, format=format), config), CacheTemplate(DynamicCache(config=config), config)
-    device = torch.device(device)
 
     def least(layers: Callable[[], Iterable[Snapshot]]) -> float:
         devices = [device] * len(template)
-        return min(_timed(device, lambda: restore_cache(template, layers(), template, devices))[1] for _ in range(repeats))
+        return min(_timed(device, lambda: restore_cache(template, layers(), template, devices))[1] for _ in range(REPEATS))
 
     for tokens in contexts:
         key = match.encode(NAME, torch.zeros(tokens, dtype=torch.int64))
         store_ms = []
-        for _ in range(repeats):
+        for _ in range(REPEATS):
             cache = _random(config, tokens, dtype, device)
             nbytes = measured(cache.layers).total
             entry, ms = _timed(device, partial(snapshot_cache, cache, template, key, 0, True, 2**63, dense))

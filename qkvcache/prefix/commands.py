@@ -40,7 +40,7 @@ def bench(
         config = AutoConfig.from_pretrained(path)
         named = {"model": model, "format": format, "dtype": dtype, "device": device}
         with tempfile.TemporaryDirectory(dir=directory) as folder:
-            found = measure(config, format, counts, Path(folder), stored_in, str(on))
+            found = measure(config, format, counts, Path(folder), stored_in, on)
             measured = track(found, "storing and fetching", len(counts), console=Console(stderr=True), transient=True)
             rows = [named | row for row in measured]
     headers = ("tokens", "MB", "smaller", "error", "store", "fetch", "half", "us/token", "write", "read", "half")
@@ -77,7 +77,7 @@ def rm(
     """Remove entries. Other files are left alone."""
     if bool(entries) == everything:
         raise typer.BadParameter("name the entries to remove, or pass --all")
-    found = [path for entry in disk.files(directory) if disk.parts(entry.name) and (path := Path(entry.path))]
+    found = [Path(entry.path) for entry in disk.files(directory) if disk.parts(entry.name)]
     chosen = set(found) if everything else set()
     for name in entries or ():
         hits = {path for path in found if disk.label(path.name).startswith(name)}

@@ -33,13 +33,12 @@ from torch import Tensor
 from ..layers.snapshot import Snapshot
 from . import match
 from .entry import Entry
-from .host_memory import Blocks, as_bytes
+from .host_memory import THREADS, Blocks, as_bytes
 
 VERSION = 2
 CHUNK = 4096
 """Tokens that share a digest."""
-READERS = min(os.cpu_count() or 1, 16)
-AHEAD = min(READERS, 5)
+AHEAD = min(THREADS, 5)
 """Layers that are read into `Blocks` at a time; there is one block more, of the layer that is in use. New blocks are locked one after
 another, and each takes about as long as a thread takes for a layer: more of them come too late to help, with fewer the bus waits."""
 SUFFIX, WRITING = ".safetensors", ".writing"
@@ -79,7 +78,7 @@ def write(directory: Path, entry: Entry, model: str) -> File:
     """Writes the entry into a folder of this process and moves the file into `directory`. Raises OSError if it cannot; no part of a file is
     left then."""
     tensors = {f"{i}.{name}": x for i, layer in enumerate(entry.layers) for name, x in layer.tensors.items()}
-    with ThreadPoolExecutor(READERS) as pool:
+    with ThreadPoolExecutor(THREADS) as pool:
         sums = list(pool.map(_sums, entry.layers))
     header = {
         "template": entry.template.name.hex(),
@@ -165,7 +164,7 @@ def read(file: File, tokens: int | None = None, copy: Callable[[Snapshot], Snaps
             raise Damaged(f"the contents of layer {i} were changed")
         return copy(cut[i]) if copy else cut[i]
 
-    readers = AHEAD if isinstance(copy, Blocks) else READERS
+    readers = AHEAD if isinstance(copy, Blocks) else THREADS
     with ThreadPoolExecutor(readers) as pool:
         running: deque[Future[Snapshot]] = deque()
         for i in range(len(cut)):
@@ -229,12 +228,10 @@ def _abandoned(folder: Path) -> bool:
         if host == platform.node():
             os.kill(int(pid), 0)
         return time.time() - folder.stat().st_mtime > 86_400
-    except PermissionError:  # a running process of another user
+    except (PermissionError, FileNotFoundError):  # a running process of another user; or the folder is gone
         return False
     except (ProcessLookupError, ValueError):
         return True
-    except FileNotFoundError:
-        return False
 
 
 def _digest(text: bytes, ids: Tensor) -> str:
@@ -279,7 +276,7 @@ class DiskStore:
         self.index = match.Index()
         self.skipped: Counter[str] = Counter()
         self.evicted = 0
-        self._files: dict[bytes, File] = {}
+        self.headers: dict[bytes, File] = {}
         self._known: dict[str, bytes | None] = {}
         """Keys of the files that were checked, by file name; None for those that are skipped."""
         try:
@@ -308,7 +305,7 @@ class DiskStore:
 
     def _add(self, file: File) -> None:
         self._known[file.path.name] = file.key
-        self._files[file.key] = file
+        self.headers[file.key] = file
         self.index.add(file.key, file.template, file.whole)
 
     def _skip(self, name: str, reason: str) -> None:
@@ -320,19 +317,16 @@ class DiskStore:
 
     def _forget(self, name: str) -> None:
         key = self._known.pop(name, None)
-        if key is not None and key in self._files and self._files[key].path.name == name:
-            del self._files[key]
+        if key is not None and key in self.headers and self.headers[key].path.name == name:
+            del self.headers[key]
             self.index.remove(key)
             for other in [other for other, same in self._known.items() if same == key]:  # another template's: checked again next time
                 del self._known[other]
 
-    def get(self, key: bytes) -> File:
-        return self._files[key]
-
     def read(self, key: bytes, tokens: int, copy: Callable[[Snapshot], Snapshot] | None) -> Iterator[Snapshot]:
         """The first `tokens` tokens, layer by layer, as `read` returns them. Raises Damaged if the file is damaged or was removed; it is
         then not used again."""
-        file = self._files[key]
+        file = self.headers[key]
         try:
             yield from read(file, tokens, copy)
             os.utime(file.path)  # marks it as used
@@ -357,7 +351,7 @@ class DiskStore:
         self._add(file)
         if not entry.whole:
             for key in self.index.beginnings(entry.key, entry.template.name):
-                shorter = self._files[key].path
+                shorter = self.headers[key].path
                 shorter.unlink(missing_ok=True)
                 self._forget(shorter.name)
         self.trim(self.max_bytes)
@@ -379,5 +373,5 @@ class DiskStore:
     def newest(self, identity: bytes) -> list[bytes]:
         """Keys of this model, from the most recently used to the least."""
         times = {path: stat.st_mtime_ns for path, stat in _entries(self.directory)}
-        used = {key: times[str(file.path)] for key, file in self._files.items() if str(file.path) in times}
+        used = {key: times[str(file.path)] for key, file in self.headers.items() if str(file.path) in times}
         return sorted((key for key in used if key[: match.NAME] == identity), key=used.__getitem__, reverse=True)

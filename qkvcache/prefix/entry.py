@@ -109,10 +109,6 @@ class Entry:
     errors: tuple[float, ...]
 
     @property
-    def tokens(self) -> int:
-        return match.length(self.key)
-
-    @property
     def whole(self) -> bool:
         """Whether it can be used only by prompts that begin with all of its tokens."""
         return any(layer.whole for layer in self.layers)
@@ -123,7 +119,7 @@ class Entry:
         return sum(layer.nbytes for layer in self.layers) + len(self.key)
 
     def cut(self, tokens: int) -> Sequence[Snapshot]:
-        return self.layers if tokens == self.tokens else [layer.cut(tokens) for layer in self.layers]
+        return self.layers if tokens == match.length(self.key) else [layer.cut(tokens) for layer in self.layers]
 
 
 class TooLarge(Exception):
@@ -186,26 +182,22 @@ def _snapshot_as(into: Layer, layer: Layer, tokens: int, row: int, quantize: boo
 
 
 def restore_cache(into: CacheTemplate, layers: Iterable[Snapshot], template: CacheTemplate, devices: list[torch.device]) -> Cache:
-    """A new cache of the template `into`, filled from the `layers` of an entry of `template`, each on its device."""
+    """A new cache of the template `into`, filled from the `layers` of an entry of `template`, each on its device. Where only one of the two
+    is compressed, tokens are quantized or dequantized."""
     cache = into.cache()
     empties = cache.layers if into is template else template.layers()
     for layer, stored, empty, device in zip(cache.layers, layers, empties, devices, strict=True):
-        _restore_as(layer, stored, empty, device)
+        if stored.kind == "dense" and isinstance(layer, CompressedLayer):
+            dense = DynamicLayer()
+            restore(dense, stored, device)
+            layer.update(dense.keys, dense.values)  # type: ignore[arg-type]
+            del dense  # before the next layer
+        elif stored.kind == "compressed" and type(layer) is DynamicLayer:
+            restore(empty, stored, device)
+            layer.update(*empty.dense())
+        else:
+            restore(layer, stored, device)
     return cache
-
-
-def _restore_as(layer: Layer, stored: Snapshot, empty: Layer, device: torch.device) -> None:
-    """Restores `stored` into `layer`, which is empty. If only one of the two is compressed, tokens are quantized or dequantized. `empty` is
-    an empty layer of the kind that `stored` came from."""
-    if stored.kind == "dense" and isinstance(layer, CompressedLayer):
-        dense = DynamicLayer()
-        restore(dense, stored, device)
-        layer.update(dense.keys, dense.values)  # type: ignore[arg-type]
-    elif stored.kind == "compressed" and type(layer) is DynamicLayer and isinstance(empty, CompressedLayer):
-        restore(empty, stored, device)
-        layer.update(*empty.dense())
-    else:
-        restore(layer, stored, device)
 
 
 @torch.no_grad()

@@ -56,12 +56,11 @@ class Identity:
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    for named in (model.named_parameters(), model.named_buffers()):
-        for name, x in named:
-            x = _local(x)
-            if x.device.type == "meta":
-                raise ValueError(f"{name} is not in memory, so that the weights cannot be identified: load the model without offloading")
-            yield name, x
+    for name, x in (*model.named_parameters(), *model.named_buffers()):
+        x = _local(x)
+        if x.device.type == "meta":
+            raise ValueError(f"{name} is not in memory, so that the weights cannot be identified: load the model without offloading")
+        yield name, x
 
 
 @torch.no_grad()

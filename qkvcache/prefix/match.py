@@ -7,7 +7,6 @@ keys, one of the two neighbours of a prompt has the longest beginning in common 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections import Counter
 
 import numpy
 import torch
@@ -32,11 +31,6 @@ def decode(key: bytes) -> Tensor:
 def length(key: bytes) -> int:
     """Tokens of a key."""
     return (len(key) - NAME) // WIDTH
-
-
-def prefix(key: bytes, tokens: int) -> bytes:
-    """The key of the first `tokens` tokens of `key`."""
-    return key[: NAME + WIDTH * tokens]
 
 
 def common(a: bytes, b: bytes) -> int:
@@ -67,14 +61,12 @@ class Index:
         self._templates: dict[bytes, bytes] = {}
         self._sorted: list[bytes] = []
         self._whole: set[bytes] = set()
-        self._lengths: Counter[int] = Counter()
 
     def add(self, key: bytes, template: bytes, whole: bool) -> None:
         self.remove(key)
         self._templates[key] = template
         if whole:
             self._whole.add(key)
-            self._lengths[len(key)] += 1
         else:
             insort(self._sorted, key)
 
@@ -83,7 +75,6 @@ class Index:
             return
         if key in self._whole:
             self._whole.remove(key)
-            self._lengths[len(key)] -= 1
         else:
             del self._sorted[bisect_left(self._sorted, key)]
 
@@ -95,7 +86,7 @@ class Index:
             tokens = min(common(neighbour, key), limit)
             if tokens > most:
                 found, most = neighbour, tokens
-        for size in sorted((size for size, count in self._lengths.items() if count), reverse=True):
+        for size in sorted(set(map(len, self._whole)), reverse=True):
             tokens = (size - NAME) // WIDTH
             if tokens <= most:
                 break
@@ -115,7 +106,7 @@ class Index:
                 found.append(below)
                 probe = below
             else:  # a longer beginning would lie between `below` and the probe
-                probe = prefix(key, shared) + b"\0"
+                probe = key[: NAME + WIDTH * shared] + b"\0"
         return [below for below in found if self._templates[below] == template]
 
     def covering(self, key: bytes, template: bytes) -> bytes | None:

@@ -17,9 +17,6 @@ class MemoryStore:
         self.evicted = 0
         self._entries: OrderedDict[bytes, Entry] = OrderedDict()
 
-    def __len__(self) -> int:
-        return len(self._entries)
-
     @property
     def nbytes(self) -> int:
         return sum(entry.nbytes for entry in self._entries.values())

@@ -166,7 +166,7 @@ class PrefixStore:
                 template, errors = entry.template, entry.errors
                 layers: Iterable[Snapshot] = entry.cut(tokens)
             else:
-                file, layers = disk.get(stored), disk.read(stored, tokens, Blocks() if on_gpu(self._devices()) else None)
+                file, layers = disk.headers[stored], disk.read(stored, tokens, Blocks() if on_gpu(self._devices()) else None)
                 template, errors = self._templates[file.template], file.errors
             cache = self._restore(template, layers)
             if not self._ranks.least(cache is not None) or cache is None:
@@ -245,7 +245,7 @@ class PrefixStore:
         disk = self._require_disk()
         loaded = 0
         for key in disk.newest(self._scanned()):
-            if self._memory.index.covering(key, disk.get(key).template) is None:
+            if self._memory.index.covering(key, disk.headers[key].template) is None:
                 with suppress(Damaged, TooLarge):
                     loaded += self._memory.add_oldest(self._loaded(disk, key, key))
         return loaded
@@ -260,7 +260,7 @@ class PrefixStore:
         return replace(now, files=files, disk_bytes=disk_bytes, evicted_files=disk.evicted, skipped=Counter(disk.skipped))
 
     def __len__(self) -> int:
-        return len(self._memory)
+        return len(self._memory.entries)
 
     def __repr__(self) -> str:
         where = "" if self._disk is None else f", directory={str(self._disk.directory)!r}"
@@ -288,7 +288,7 @@ class PrefixStore:
     def _loaded(self, disk: DiskStore, stored: bytes, key: bytes) -> Entry:
         """The tokens of `key` as an entry in memory, from the file of `stored`, which begins with them. Raises Damaged, and TooLarge for
         more bytes than the store may hold."""
-        file, layers, left = disk.get(stored), [], self._memory.max_bytes - len(key)
+        file, layers, left = disk.headers[stored], [], self._memory.max_bytes - len(key)
         copy = partial(HostSnapshot.of, lock=on_gpu(self._devices()))
         for layer in disk.read(stored, match.length(key), copy):
             layers.append(layer)

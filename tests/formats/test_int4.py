@@ -3,7 +3,7 @@ import pytest
 import torch
 
 from qkvcache.formats import Int4
-from qkvcache.formats.packing import unpack4
+from qkvcache.formats.packing import lookup
 from qkvcache.formats.rotation import Hadamard, rotation_block
 from tests.formats.roundtrip import encode, error, roundtrip
 
@@ -70,7 +70,7 @@ def test_vllm_rule_against_numpy(head_dim):
     assert torch.equal(bits & 15, torch.from_numpy(zero).int())
     np.testing.assert_allclose((bits & ~15).view(torch.float32).numpy(), scale, rtol=2**-19)
     # Two roundings of the scale apart, a code may differ where a channel lies between two of them.
-    differ = unpack4(ours["codes"]).reshape(-1, head_dim).numpy() != codes
+    differ = lookup(ours, 4, tuple(range(16))).reshape(-1, head_dim).numpy() != codes
     assert differ.mean() < 1e-3
     np.testing.assert_allclose(
         roundtrip(Int4("vllm").value, x).reshape(-1, head_dim)[~differ.any(-1)], restored[~differ.any(-1)], atol=1e-5
