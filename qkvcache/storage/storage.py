@@ -53,7 +53,7 @@ class Storage(LayerStorage):
         """Columns of a mask: as many tokens as there can be before the host makes room again."""
         batch, device = like[0].shape[0], like[0].device
         with torch.inference_mode(False):  # tensors made in inference mode cannot be written outside of it
-            self.sinks, self.residual = (_zeros(like, tokens) for tokens in (num_sink_tokens, residual_length + self.group))
+            self.sinks, self.residual = (zeros(like, tokens) for tokens in (num_sink_tokens, residual_length + self.group))
             self.state = torch.zeros(CONTROL + 2 * batch, dtype=torch.int32, device=device)
         self.chunks = Chunks(codecs, [x.shape[3] for x in like], rows=ROWS if max_length is None else 1, static=self.static)
         self.reset_counts()
@@ -280,7 +280,8 @@ class Storage(LayerStorage):
         yield from self.chunks.tensors()
 
 
-def _zeros(like: Pair, tokens: int) -> Pair:
+def zeros(like: Pair, tokens: int) -> Pair:
+    """Keys and values `[B, H, tokens, D]` like `like` `[B, H, T, D]`."""
     key, value = (x.new_zeros(*x.shape[:2], tokens, x.shape[3]) for x in like)
     return key, value
 
