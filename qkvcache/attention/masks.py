@@ -170,11 +170,6 @@ def _causal(queries: int, device: torch.device) -> Tensor:
 # With the columns of stored tokens.
 
 
-def differs_by_head(columns: Tensor | None) -> bool:
-    """Whether the columns that hold a token differ between heads: `[B, H, T]` instead of `[B, T]`."""
-    return columns is not None and columns.dim() == 3
-
-
 def joined(valid: Tensor | None, new: Tensor | None, query: Tensor, tokens: int) -> Tensor:
     """A mask over all columns, `[B, H, Q, T]` with `H` 1 or the heads of `query` `[B, Hq, Q, D]`, bool or additive as `new` is. `valid`:
     which columns hold a token, bool `[B, T]` or, where heads differ, `[B, H, T]`."""
@@ -182,7 +177,7 @@ def joined(valid: Tensor | None, new: Tensor | None, query: Tensor, tokens: int)
     new = _causal(queries, query.device)[None, None] if new is None else new
     stored = tokens - queries
     past = torch.ones(batch, stored, dtype=torch.bool, device=query.device) if valid is None else valid[..., :stored]
-    past = past.repeat_interleave(query_heads // past.shape[1], dim=1) if differs_by_head(past) else past[:, None]
+    past = past.repeat_interleave(query_heads // past.shape[1], dim=1) if past.dim() == 3 else past[:, None]
     if new.dtype != torch.bool:
         past = torch.zeros_like(past, dtype=new.dtype).masked_fill(~past, torch.finfo(new.dtype).min)
     heads = max(past.shape[1], new.shape[1])

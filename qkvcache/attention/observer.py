@@ -37,7 +37,7 @@ from ..policies import ObservedAttention, Policy
 from .compressed_kv import CompressedKV
 from .full import full_attention
 from .keywords import kernel_options
-from .masks import NewTokens, differs_by_head, joined, joined_by_head, mask_of_new, new_tokens, sees_itself
+from .masks import NewTokens, joined, joined_by_head, mask_of_new, new_tokens, sees_itself
 
 
 @dataclass(frozen=True)
@@ -253,7 +253,7 @@ def _reduced(
             own = torch.ones(end - begin, queries, dtype=torch.bool, device=keys.device).triu(begin + 1)
             logits[..., tokens - queries :].masked_fill_(own, -torch.inf)
         if valid is not None:
-            shown = valid[:, :, None, None] if differs_by_head(valid) else valid[:, None, None, None]
+            shown = valid[:, :, None, None] if valid.dim() == 3 else valid[:, None, None, None]
             logits = logits.masked_fill(~shown, -torch.inf)
         if lse is not None:
             weights = (logits - lse[:, :, begin:end].unflatten(1, (heads, -1))[..., None]).exp_()

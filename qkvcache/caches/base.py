@@ -20,11 +20,11 @@ from ..formats import Format, FormatByLayer, FormatLike
 from ..layers.compressed import CompressedLayer
 from ..layers.evicting import EvictingLayer
 from ..layers.static_sliding import StaticSlidingLayer
-from ..policies import Budget, Policy, check_count
+from ..policies import Budget, KVzip, Policy, check_count
 from ..storage import check_room
 from .arguments import layer_indices, refuse_unknown
 from .biased import BiasedKeys
-from .compress import compress
+from .compress import fill, read_twice
 from .evictable import why_not_evict
 from .memory import Memory, measured
 
@@ -183,7 +183,9 @@ class CompressedCache(DynamicCache):
             raise NotImplementedError("compress with max_length or compile=True on a model with sliding layers: leave these out")
         if self.max_length is not None:
             check_room(0, ids.shape[1], self.max_length)
-        compress(self.layers, self.policy, model, ids, attention_mask, tokenizer, progress)
+        mask = torch.ones_like(ids) if attention_mask is None else attention_mask.to(ids.device)
+        policy: KVzip = self.policy  # type: ignore[assignment]
+        fill(self.layers, policy, model, mask, *read_twice(model, policy, ids, mask, tokenizer, progress))
 
     def _prepare_eviction(self, policy: Policy, config: PreTrainedConfig | None, offloading: bool) -> None:
         if offloading:

@@ -24,15 +24,6 @@ HINT = 8
 """Tokens before a chunk, other than the first, with which the instruction ends."""
 
 
-def compress(
-    layers: list[Any], policy: Any, model: PreTrainedModel, ids: Tensor, attention_mask: Tensor | None, tokenizer: Any, progress: bool
-) -> None:
-    """`CompressedCache.compress`, of a cache with these layers, checked."""
-    mask = torch.ones_like(ids) if attention_mask is None else attention_mask.to(ids.device)
-    dense, others = read_twice(model, policy, ids, mask, tokenizer, progress)
-    fill(layers, policy, model, mask, dense, others)
-
-
 @torch.no_grad()
 def fill(layers: list[Any], policy: KVzip, model: PreTrainedModel, mask: Tensor, dense: DynamicCache, others: dict[int, Any]) -> None:
     """Moves the context that `read_twice` returned to the `layers` of an empty cache; `mask` `[B, T]` as it took it."""
@@ -67,7 +58,10 @@ def read_twice(
     """A dense cache of `ids` `[B, T]`, whose full-attention layers (`ReadingLayer`) have the scores of `policy`, and its other layers as
     they are after the first reading; `mask` `[B, T]` is 0 for padding."""
     install()  # attention reports to the layers
-    dense = _reading_cache(model, policy)
+    dense = DynamicCache(config=model.config)
+    for i, layer in enumerate(dense.layers):
+        if type(layer) is DynamicLayer:
+            dense.layers[i] = ReadingLayer(policy.num_sink_tokens, policy.normalized)
     _forward(model, dense, ids, mask, ids.shape[1])
     others = {i: copy.deepcopy(x) for i, x in enumerate(dense.layers) if not isinstance(x, ReadingLayer)}
     order = (mask == 0).int().argsort(dim=-1, stable=True)  # columns of the tokens of each row, without padding
@@ -84,14 +78,6 @@ def read_twice(
         for handle in handles:
             handle.remove()
     return dense, others
-
-
-def _reading_cache(model: PreTrainedModel, policy: KVzip) -> DynamicCache:
-    dense = DynamicCache(config=model.config)
-    for i, layer in enumerate(dense.layers):
-        if type(layer) is DynamicLayer:
-            dense.layers[i] = ReadingLayer(policy.num_sink_tokens, policy.normalized)
-    return dense
 
 
 def _forward(model: PreTrainedModel, cache: DynamicCache, ids: Tensor, mask: Tensor, count: int) -> None:
@@ -151,7 +137,6 @@ def _watch_inputs(model: PreTrainedModel, dense: DynamicCache) -> list[Any]:
     return handles
 
 
-@torch.no_grad()
 def _fill(layer: EvictingLayer, read: ReadingLayer, model: PreTrainedModel, is_valid: Tensor | None, weights: Tensor | None) -> None:
     """Gives `layer` the context of `read`, with its scores, as attention does, and its heads their `weights` in the budget."""
     keys, values, scores = read.keys, read.values, read.scores

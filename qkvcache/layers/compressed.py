@@ -353,19 +353,14 @@ class CompressedLayer(CacheLayerMixin):
 
     @property
     def keys(self) -> Tensor:  # type: ignore[override]
-        raise NotImplementedError(_NO_DENSE)
+        raise NotImplementedError(
+            "a compressed layer holds no dense keys and values. Encoder (cross) attention reads them at every step and is not compressed: "
+            "pass EncoderDecoderCache(<compressed cache>, DynamicCache()). To look at them, call layer.dense()."
+        )
 
-    @property
-    def values(self) -> Tensor:  # type: ignore[override]
-        raise NotImplementedError(_NO_DENSE)
+    values = keys  # type: ignore[assignment]
 
 
 def compressed(inputs: AttentionInputs, observer: object = None) -> tuple[CompressedKV, CompressedKV]:
     """The keys and values that `update` returns for attention over `inputs`; `observer` observes that attention."""
     return CompressedKV(inputs, inputs.key, observer=observer), CompressedKV(inputs, inputs.value, observer=observer)
-
-
-_NO_DENSE = (
-    "a compressed layer holds no dense keys and values. Encoder (cross) attention reads them at every step and is not compressed: pass "
-    "EncoderDecoderCache(<compressed cache>, DynamicCache()). To look at them, call layer.dense()."
-)

@@ -95,45 +95,39 @@ def snapshot(layer: Layer, tokens: int | None = None, row: int = 0) -> Snapshot:
 
     Raises NotImplementedError, with the reason, for layers that cannot be copied, or not be cut.
     """
-    if reason := refusal(layer, tokens):
-        raise NotImplementedError(reason)
-    kind = KINDS[type(layer)]
-    if isinstance(layer, LinearAttentionLayer):
+    kind = KINDS.get(type(layer))
+    if kind is None:
+        raise NotImplementedError(f"the contents of a {type(layer).__name__} cannot be taken out")
+    if kind == "empty":
+        return Snapshot("empty")
+    if isinstance(layer, LinearAttentionLayer):  # it does not count tokens; other layers of the cache do
         states = dict(_states(layer))
         tensors = {name: x[row : row + 1] for name, x in states.items() if isinstance(x, Tensor)}
         return Snapshot(kind, tensors, {name: int(x) for name, x in states.items() if isinstance(x, bool | int)})
-    if kind == "empty" or not layer.is_initialized or not layer.get_seq_length():
-        return Snapshot("empty")
-    if isinstance(layer, CompressedLayer):
-        layer.commit()
-        return Snapshot(kind, *layer.storage.snapshot(row, None if kind == "evicting" else tokens))  # type: ignore[union-attr]
-    tensors = {name: getattr(layer, name)[row : row + 1, :, :tokens] for name in ("keys", "values")}
-    seen = layer.get_seq_length() if tokens is None else tokens
-    return Snapshot(kind, tensors, {"seen": seen} if kind == "sliding" else {})
-
-
-def refusal(layer: Layer, tokens: int | None = None) -> str | None:
-    """The reason why `layer`, or its first `tokens` tokens, cannot be copied; None if they can."""
-    kind = KINDS.get(type(layer))
-    if kind is None:
-        return f"the contents of a {type(layer).__name__} cannot be taken out"
-    if kind in ("linear", "empty"):  # these do not count tokens; other layers of the cache do
-        return None
-    seq_length = layer.get_seq_length()
+    seen = layer.get_seq_length()
+    cut = tokens not in (None, seen)
     if isinstance(layer, CompressedLayer) and layer.is_compileable:
-        return "the contents of a preallocated layer cannot be taken out"
+        raise NotImplementedError("the contents of a preallocated layer cannot be taken out")
     if isinstance(layer, EvictingLayer):
         layer.commit()
         if layer.step is not None:
-            return "a step of an evicting layer is running"
+            raise NotImplementedError("a step of an evicting layer is running")
         layer.observe_steps()
         if layer.storage is not None and layer.storage.metadata.row_lengths is not None:
-            return "an evicting layer whose rows were padded"
-        if tokens not in (None, seq_length):
-            return "a layer that evicts tokens cannot be cut to fewer than it has seen"
-    if kind == "sliding" and tokens not in (None, seq_length) and seq_length > layer.keys.shape[2]:
-        return "a sliding-window layer whose window is full cannot be cut to fewer tokens than it has seen"
-    return None
+            raise NotImplementedError("an evicting layer whose rows were padded")
+        if cut:
+            raise NotImplementedError("a layer that evicts tokens cannot be cut to fewer than it has seen")
+    if kind == "sliding" and cut and seen > layer.keys.shape[2]:
+        raise NotImplementedError("a sliding-window layer whose window is full cannot be cut to fewer tokens than it has seen")
+    if not layer.is_initialized or not seen:
+        return Snapshot("empty")
+    if isinstance(layer, CompressedLayer):
+        layer.commit()
+        whole = Snapshot(kind, *layer.storage.snapshot(row))  # type: ignore[union-attr]
+    else:
+        tensors = {name: getattr(layer, name)[row : row + 1] for name in ("keys", "values")}
+        whole = Snapshot(kind, tensors, {"seen": seen} if kind == "sliding" else {})
+    return whole if tokens is None else whole.cut(tokens)
 
 
 def restore(layer: Layer, stored: Snapshot, device: torch.device | str) -> None:

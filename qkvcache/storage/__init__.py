@@ -5,4 +5,4 @@ from .chunks import GROUP, MAX_GROWTH, PAGE, Chunks, block_of, growth
 from .evicting import EvictingStorage
 from .head_pages import HeadPages
 from .metadata import TokenMetadata
-from .storage import Storage, attention_inputs_of, group_of
+from .storage import Storage, attention_inputs_of

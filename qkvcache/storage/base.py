@@ -7,7 +7,8 @@ from torch import Tensor
 
 from ..formats.base import Codes
 from ..kernels import Pair, dense
-from .quantized import QuantizedTokens
+from .chunks import Chunks
+from .head_pages import HeadPages
 
 SIDES = ("key", "value")
 
@@ -45,7 +46,7 @@ class LayerStorage:
     """Tokens of a compiled step that `seq_length` does not include yet."""
     counts_stale: bool
     """Whether compiled code ran since the host last read the counts: it may have run more than once."""
-    chunks: QuantizedTokens
+    chunks: Chunks | HeadPages
     sinks: Pair
     residual: Pair
 
@@ -98,23 +99,21 @@ class LayerStorage:
         inputs = self.attention_inputs()
         return dense(inputs.key), dense(inputs.value)
 
-    def snapshot(self, row: int, tokens: int | None = None) -> tuple[dict[str, Tensor], dict[str, int]]:
-        """Row `row`, as views where possible; only the first `tokens` tokens if given.
+    def snapshot(self, row: int) -> tuple[dict[str, Tensor], dict[str, int]]:
+        """Row `row`, as views where possible.
 
         Returns tensors named `key.sinks`, `key.region.<buffer>`, `key.statistics.<buffer>`, `key.residual` and the same of `value`, with
         one row each, and counts that do not follow from shapes. Codes are as they are.
         """
         (sinks, residual), chunks, rows = self.zones(), self.chunks, slice(row, row + 1)
-        before = sinks[0].shape[2]
-        tokens = before + chunks.length + residual[0].shape[2] if tokens is None else tokens
-        region = chunks.snapshot(rows, min(chunks.length, max(tokens - before, 0)))
+        region = chunks.snapshot(rows)
         tensors: dict[str, Tensor] = {}
         for side, first, codes, statistics, last in zip(SIDES, sinks, region, chunks.statistics, residual, strict=True):
-            tensors[f"{side}.sinks"] = first[rows, :, :tokens]
+            tensors[f"{side}.sinks"] = first[rows]
             tensors |= {f"{side}.region.{name}": x for name, x in codes.items()}
             if chunks.calibrated:
                 tensors |= {f"{side}.statistics.{name}": x[rows] for name, x in statistics.items()}
-            tensors[f"{side}.residual"] = last[rows, :, : max(tokens - before - chunks.length, 0)]
+            tensors[f"{side}.residual"] = last[rows]
         return tensors, {}
 
     def restore(self, tensors: dict[str, Tensor], numbers: dict[str, int]) -> None:

@@ -184,18 +184,14 @@ class Chunks(QuantizedTokens):
         self.chunks, self.statistics, self.length = [(key, value)], (key_statistics, value_statistics), slots
         self.bind()
 
-    def snapshot(self, rows: slice, tokens: int) -> tuple[Codes, Codes]:
-        """Codes of the first `tokens` tokens, `[rows, H, tokens, width]` each; views, if they are in one chunk."""
-        if not tokens:
+    def snapshot(self, rows: slice) -> tuple[Codes, Codes]:
+        """Codes of the stored tokens, `[rows, H, T, width]` each; views, if they are in one chunk."""
+        if not self.length:
             return {}, {}
-        used, left = [], tokens
-        for chunk in self.chunks:
-            if left > 0:
-                used.append((chunk, min(_tokens(chunk), left)))
-            left -= _tokens(chunk)
+        parts = [list(self.packed(side, self.length)) for side in (0, 1)]
         key, value = (
-            {name: join_tokens([chunk[side][name][rows, :, :count] for chunk, count in used]) for name in used[0][0][side]}
-            for side in (0, 1)
+            {name: join_tokens([part.codes[name][rows] for part in side]) for name in planes}
+            for side, planes in zip(parts, self.chunks[0], strict=True)
         )
         return key, value
 

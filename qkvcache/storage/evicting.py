@@ -50,8 +50,8 @@ from .base import LayerStorage, differ
 from .chunks import PAGE, Chunks
 from .eviction import append_and_evict, append_and_share
 from .head_pages import HeadPages
-from .metadata import TokenFields, TokenMetadata, no_tokens
-from .storage import attention_inputs_of, sides_of
+from .metadata import TokenMetadata, no_tokens
+from .storage import attention_inputs_of, sides_of, zeros
 
 
 @dataclass(eq=False)
@@ -61,14 +61,6 @@ class StaticLayout(StaticTensors):
     statistics: dict[str, Tensor]
     attention_inputs: AttentionInputs
     """What attention reads in a step of one token: all columns."""
-
-    @property
-    def region(self) -> TokenFields:
-        return {name: x[..., : self.slots] for name, x in self.records.items()}
-
-    @property
-    def residual(self) -> TokenFields:
-        return {name: x[..., self.slots :] for name, x in self.records.items()}
 
     def tensors(self) -> list[Tensor]:
         return [*super().tensors(), *self.statistics.values()]
@@ -83,8 +75,6 @@ class EvictingStorage(LayerStorage):
         max_length: the most tokens that may be seen.
         rope: the model's rotary embedding, for policies that need it.
     """
-
-    chunks: Chunks | HeadPages
 
     def __init__(
         self,
@@ -111,11 +101,9 @@ class EvictingStorage(LayerStorage):
         self.borrowed = False
         """Whether the residual is a tensor of the caller."""
         dims = [x.shape[3] for x in empty]
-        if self.policy.alpha_safeguard is None and not self.budget.heads:
-            self.chunks = Chunks(self.codecs, dims, per_head=True)
-        else:
-            self.chunks = HeadPages(self.codecs, dims, no_tokens(self.policy, empty[0]))
-        pages = self.chunks if isinstance(self.chunks, HeadPages) else None
+        by_head = self.policy.alpha_safeguard is not None or self.budget.heads
+        pages = HeadPages(self.codecs, dims, no_tokens(self.policy, empty[0])) if by_head else None
+        self.chunks = Chunks(self.codecs, dims, per_head=True) if pages is None else pages
         self.metadata = TokenMetadata(self.policy, self.budget, empty[0], self.rope, pages)
         self.in_order, self.sinks_full = self.ordered, not self.num_sink_tokens
         self.is_static = False
@@ -258,22 +246,22 @@ class EvictingStorage(LayerStorage):
         if self.budget.share and metadata.row_lengths is not None:
             row_limits = self._region_limit(metadata.lengths())
         if isinstance(self.chunks, HeadPages):
-            arguments = leaving, fields, max(limit, 0), row_limits
             seen = metadata.columns if row_limits is None else metadata.lengths()
+            least, most = None, None
             if metadata.head_weights is not None:
-                guaranteed = self._of_head(seen, metadata.head_weights)
+                least, guaranteed = 0, self._of_head(seen, metadata.head_weights)
                 most = guaranteed.sum(1).amax()  # which may be more than the layer's budget
-                self.in_order = append_and_share(self.chunks, metadata, *arguments, guaranteed, self.in_order, 0, most)
             elif self.budget.heads:
                 of_heads = self._of_heads(seen)
                 if row_limits is None:
                     least, guaranteed = min(of_heads), _on_device(tuple(of_heads), self.device)[None, :, None]
                 else:
                     least, guaranteed = 0, torch.cat(of_heads, dim=1)
-                self.in_order = append_and_share(self.chunks, metadata, *arguments, guaranteed, self.in_order, least)
             else:
-                own: int | Tensor = self._guaranteed(limit) if row_limits is None else self._guaranteed(row_limits)
-                self.in_order = append_and_share(self.chunks, metadata, *arguments, own, self.in_order)
+                guaranteed = self._guaranteed(limit if row_limits is None else row_limits)
+            self.in_order = append_and_share(
+                self.chunks, metadata, leaving, fields, max(limit, 0), row_limits, guaranteed, self.in_order, least, most
+            )
         else:
             limit = max(limit, self.chunks.length)
             self.in_order = append_and_evict(self.chunks, metadata, leaving, fields, limit, row_limits) and self.in_order
@@ -294,11 +282,11 @@ class EvictingStorage(LayerStorage):
         found = protected - self.num_sink_tokens - self.lag_length + times(rest, weight)
         return found * (found > 0)
 
-    def _guaranteed(self, limit: Count) -> Count:
+    def _guaranteed(self, limit: Any) -> Any:
         """Quantized tokens that each head is guaranteed of `limit`: those beside its exact ones, which are protected."""
         exact = self.num_sink_tokens + self.lag_length
         count = share_of(self.policy.alpha_safeguard or 0.0, limit + exact) - exact
-        return max(count, 0) if isinstance(count, int) else count.clamp_min(0)  # type: ignore[return-value]
+        return max(count, 0) if isinstance(count, int) else count.clamp_min(0)
 
     def _region_limit(self, seq_length: Count) -> Count:
         """Quantized tokens within the budget after `seq_length` tokens; a tensor for a tensor."""
@@ -335,12 +323,10 @@ class EvictingStorage(LayerStorage):
             if length(0):
                 self.chunks.reserve(length(0), self.sinks)
             self.chunks.simulate(length, groups, self.sinks)
-        zones = ([x.new_zeros(*x.shape[:2], n, x.shape[3]) for x in self.sinks] for n in (sinks, residual))
-        self.sinks, self.residual = map(tuple, zones)  # type: ignore[assignment]
+        self.sinks, self.residual = zeros(self.sinks, sinks), zeros(self.sinks, residual)
         metadata = self.metadata
         metadata.sinks = F.pad(metadata.sinks, (0, sinks))
-        metadata.simulate(self.sinks, query_heads)
-        metadata.allocate(self.chunks.length, residual)
+        metadata.simulate(self.sinks, query_heads, self.chunks.length, residual)
 
     # Steps of one token in the static layout.
 
@@ -418,15 +404,17 @@ class EvictingStorage(LayerStorage):
                 last.copy_(torch.where(used[..., None], gather_columns(x, index), 0))
         self.sinks, self.residual, self.borrowed = layout.sinks, layout.ring, False
         valid = F.pad(metadata.sinks, (0, self.num_sink_tokens - metadata.sinks.shape[1]))
-        for name, x in layout.region.items():
+        region = {name: x[..., : layout.slots] for name, x in layout.records.items()}
+        fields = {name: x[..., layout.slots :] for name, x in layout.records.items()}
+        for name, x in region.items():
             x.fill_(-1)[..., : metadata.region[name].shape[-1]] = metadata.region[name]
-        for name, x in layout.residual.items():
+        for name, x in fields.items():
             x.copy_(torch.where(used, gather_columns(metadata.residual[name], index), -1) if residual else torch.full_like(x, -1))
         layout.column_mask.copy_(torch.cat([valid, layout.records["positions"][:, 0] >= 0], dim=-1))
         layout.columns.fill_(metadata.columns)
         for name, x in metadata.statistics.items():
             layout.statistics[name].copy_(x)
-        metadata.sinks, metadata.region, metadata.residual = layout.column_mask[:, : self.num_sink_tokens], layout.region, layout.residual
+        metadata.sinks, metadata.region, metadata.residual = layout.column_mask[:, : self.num_sink_tokens], region, fields
         metadata.row_lengths, metadata.statistics, metadata.static = layout.row_lengths, layout.statistics, True
         self.is_static, self.in_order = True, False
 
@@ -500,8 +488,8 @@ class EvictingStorage(LayerStorage):
     def zones(self) -> tuple[Pair, Pair]:
         return self.sinks, self.residual
 
-    def snapshot(self, row: int, tokens: int | None = None) -> tuple[dict[str, Tensor], dict[str, int]]:
-        tensors, _ = super().snapshot(row, tokens)
+    def snapshot(self, row: int) -> tuple[dict[str, Tensor], dict[str, int]]:
+        tensors, _ = super().snapshot(row)
         rows = slice(row, row + 1)
         named = ((name, x[rows]) for name, x in self.metadata.named_tensors())
         of_pages = self.chunks.named_tensors(rows) if isinstance(self.chunks, HeadPages) else ()

@@ -28,13 +28,14 @@ def append_and_evict(
         row_limits: int64 `[B, 1, 1]`, tokens that each row may hold, if these differ.
     """
     stored, count = region.length, fields["positions"].shape[-1]
+    union = {name: torch.cat([x, fields[name]], dim=-1) for name, x in metadata.region.items()}
     if stored + count <= limit and row_limits is None:
         region.append(new)
-        metadata.region = {name: torch.cat([x, fields[name]], dim=-1) for name, x in metadata.region.items()}
+        metadata.region = union
         return True
     size = min(limit, stored + count)
-    keys = _all_keys(region, new[0]) if metadata.policy.needs_stored_keys else None
-    retained = _retained(metadata, fields, size, row_limits, keys)
+    order = metadata.order(union, _all_keys(region, metadata, new[0]))
+    retained = highest(order, size if row_limits is None else row_limits.clamp(0, size)) & (union["positions"] >= 0)
     selected = min(count, size)
     if not selected:
         return False
@@ -74,8 +75,8 @@ def append_and_share(
     row_limits: Tensor | None,
     guaranteed: int | Tensor,
     in_order: bool,
-    least: int | None = None,
-    most: int | Tensor | None = None,
+    least: int | None,
+    most: Tensor | None,
 ) -> bool:
     """`append_and_evict` where heads retain different numbers of tokens, together `H * limit` at most.
 
@@ -84,7 +85,7 @@ def append_and_share(
             more than the budget.
         in_order: whether columns are in token order so far; padding is stored while they stay so.
         least: no head may have more than is `guaranteed`, which is `least` or more; None: heads share the rest of the budget.
-        most: tokens that all heads of a row may have together, an int or int64 scalar; None: `H * limit`.
+        most: tokens that all heads of a row may have together, an int64 scalar; None: `H * limit`.
     """
     stored, count = region.length, fields["positions"].shape[-1]
     union = {name: torch.cat([x, fields[name]], dim=-1) for name, x in metadata.region.items()}
@@ -94,8 +95,7 @@ def append_and_share(
     if fits:
         retained = torch.ones_like(valid) if in_order else valid
     else:
-        keys = _all_keys(region, new[0]) if metadata.policy.needs_stored_keys else None
-        order = metadata.order(union, keys)
+        order = metadata.order(union, _all_keys(region, metadata, new[0]))
         if least is not None:
             retained = highest(order, guaranteed) & valid
         else:
@@ -117,14 +117,9 @@ def _shared(order: Tensor, valid: Tensor, total: int | Tensor, guaranteed: int |
     return torch.zeros_like(chosen).scatter_(1, descending, chosen).view(shape) & valid
 
 
-def _all_keys(region: Chunks | HeadPages, new: Tensor) -> Tensor:
-    """Stored and then new keys, `[B, H, T, D]` in the dtype of `new`."""
+def _all_keys(region: Chunks | HeadPages, metadata: TokenMetadata, new: Tensor) -> Tensor | None:
+    """Stored and then new keys, `[B, H, T, D]` in the dtype of `new`; None if the policy does not need them."""
+    if not metadata.policy.needs_stored_keys:
+        return None
     stored = [part.codec.dequantize(part.codes, part.head_dim, new.dtype) for part in region.packed(0, block_of(new))]
     return torch.cat([*stored, new], dim=2)
-
-
-def _retained(metadata: TokenMetadata, fields: TokenFields, size: int, row_limits: Tensor | None, keys: Tensor | None) -> Tensor:
-    """Which of the stored and then of the new tokens are retained, bool `[B, H, T]`."""
-    union = {name: torch.cat([x, fields[name]], dim=-1) for name, x in metadata.region.items()}
-    order = metadata.order(union, keys)
-    return highest(order, size if row_limits is None else row_limits.clamp(0, size)) & (union["positions"] >= 0)

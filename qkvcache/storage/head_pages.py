@@ -87,8 +87,10 @@ class HeadPages(QuantizedTokens):
         slot = torch.arange(longest, device=source.device)
         if stored:
             row, head, at = ((source >= 0) & (source < stored) & (source != slot)).nonzero(as_tuple=True)
-            codes = self._read(*self._address(row, head, source[row, head, at]))  # before another head gets their pages
-        self._reserve(most_pages, most if isinstance(most, int) else counted[0], new)
+            page, offset = self._address(row, head, source[row, head, at])
+            codes = [{name: x[page, 0, offset] for name, x in planes.items()} for planes in self.planes]  # before others get the pages
+        if most_pages > self.capacity:
+            self._allocate(_grown(self.capacity, most_pages, self._most_pages(most if isinstance(most, int) else counted[0])), new)
         if differ:
             self._assign(had[..., None], wanted[..., None], -(-longest // PAGE))
         self.lengths, self.length = lengths, longest
@@ -108,15 +110,6 @@ class HeadPages(QuantizedTokens):
     def _address(self, row: Tensor, head: Tensor, slot: Tensor) -> tuple[Tensor, Tensor]:
         """Page, and slot of that page, of slots `[N]`."""
         return self.table[row, head, slot // PAGE].long(), slot % PAGE
-
-    def _read(self, page: Tensor, offset: Tensor) -> tuple[Codes, Codes]:
-        key, value = ({name: plane[page, 0, offset] for name, plane in planes.items()} for planes in self.planes)
-        return key, value
-
-    def _reserve(self, wanted: int, most: int, like: Pair) -> None:
-        """Makes room for `wanted` pages of all rows, each of which may hold `most` tokens."""
-        if wanted > self.capacity:
-            self._allocate(_grown(self.capacity, wanted, self._most_pages(most)), like)
 
     def _most_pages(self, tokens: int) -> int:
         """Pages that all rows can take if each has `tokens`, over all heads, each of which may leave one unfilled."""
@@ -197,7 +190,9 @@ class HeadPages(QuantizedTokens):
     def packed(self, side: int, limit: int) -> Iterator[Packed]:
         """The keys (0) or values (1) stored at the time of the call, blocks of at most `limit` tokens of each head; zeros beyond its
         length."""
-        return _packed(self.pages, self.codecs[side], side, self.length, limit, self.dims[side])
+        pages, codec, dim, length = self.pages, self.codecs[side], self.dims[side], self.length if self.pages else 0
+        parts = ((begin, min(limit, length - begin)) for begin in range(0, length, limit))
+        return (Packed(codec, pages.gather(side, tokens, begin)[0], tokens, dim) for begin, tokens in parts)  # type: ignore[union-attr]
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Replaces every tensor by `fn(tensor)`, which may change the rows or the device. Rows that repeat have pages of their own."""
@@ -215,7 +210,7 @@ class HeadPages(QuantizedTokens):
         """The pages of one row, int64 `[P]`, in the order of the table."""
         return self.table[rows][self._used()[rows]].long()
 
-    def snapshot(self, rows: slice, tokens: int) -> tuple[Codes, Codes]:
+    def snapshot(self, rows: slice) -> tuple[Codes, Codes]:
         """A copy of the pages of one row, `[1, P, PAGE, width]` for each buffer."""
         taken = self._pages_of(rows)
         key, value = ({name: x[taken, 0][None] for name, x in planes.items()} for planes in self.planes)
@@ -294,10 +289,3 @@ def _sources(chosen: Tensor, stored: int, lengths: Tensor, longest: int) -> Tens
     vacant = (place < lengths) & ~stays
     rank = (vacant.cumsum(-1) - 1).clamp_min(0)
     return torch.where(stays, place, torch.where(vacant, movers.gather(-1, rank), -1))
-
-
-def _packed(pages: Pages | None, codec: Codec, side: int, length: int, limit: int, head_dim: int) -> Iterator[Packed]:
-    for begin in range(0, length if pages else 0, limit):
-        tokens = min(limit, length - begin)
-        codes, _ = pages.gather(side, tokens, begin)  # type: ignore[union-attr]
-        yield Packed(codec, codes, tokens, head_dim)

@@ -23,12 +23,6 @@ TokenFields = dict[str, Tensor]
 """`positions` int32, and `score`, `key_norm`, `value_norm` fp32 if the policy needs them: `[B, H, T]` each."""
 
 
-def output_norm(values: Tensor, gram: Tensor) -> Tensor:
-    """How long `values` `[B, H, T, D]` are in the layer's output, the mean over the query heads of a group, fp32 `[B, H, T]`; `gram` as
-    `Arrivals.output_gram`."""
-    return quadratic_form(values, gram[None]).clamp_min(0).sqrt().mean(2)
-
-
 def no_tokens(policy: Policy, like: Tensor) -> TokenFields:
     """The fields that `policy` needs of keys like `like` `[B, H, T, D]`, `[B, H, 0]` each."""
     fields = {"positions": torch.empty(*like.shape[:2], 0, dtype=torch.int32, device=like.device)}
@@ -139,14 +133,12 @@ class TokenMetadata:
             new = positions[:, None].expand(-1, heads, -1) if name == "positions" else fields.get(name)
             residual[name] = F.pad(x, (0, columns - x.shape[-1])) if new is None else torch.cat([x, new], dim=-1)
 
-    def allocate(self, region: int, residual: int) -> None:
-        """Adds so many columns to the region, unless it lies in pages, and to the residual."""
+    def simulate(self, like: Pair, query_heads: int, region: int = 0, residual: int = 0) -> None:
+        """Allocates, on the meta device, the statistics of tokens like `like` `[B, H, T, D]` and their `query_heads`, and so many columns
+        of the region, unless it lies in pages, and of the residual."""
         for zone, tokens in ((self._region, region), (self.residual, residual)):
             for name, x in zone.items():
                 zone[name] = F.pad(x, (0, tokens))
-
-    def simulate(self, like: Pair, query_heads: int) -> None:
-        """Allocates the statistics of tokens like `like` `[B, H, T, D]` and their `query_heads`, on the meta device."""
         keys, values = (x.new_zeros(*x.shape[:2], 1, x.shape[3]) for x in like)
         queries = keys.new_zeros(keys.shape[0], query_heads, 1, keys.shape[3])
         position = torch.zeros(keys.shape[0], 1, dtype=torch.int32, device=keys.device)
@@ -176,7 +168,8 @@ class TokenMetadata:
             if name in self._residual:
                 new[name] = torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32)
         if "output_norm" in self._residual:
-            new["output_norm"] = output_norm(tokens.values, given(tokens.output_gram, "the output projection"))
+            gram = given(tokens.output_gram, "the output projection")
+            new["output_norm"] = quadratic_form(tokens.values, gram[None]).clamp_min(0).sqrt().mean(2)
         return new
 
     def is_valid(self) -> Tensor | None:

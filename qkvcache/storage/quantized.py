@@ -18,9 +18,6 @@ class QuantizedTokens:
         per_head: each head has a copy of buffers that heads would share: after evictions a slot has another token in each head.
     """
 
-    length: int
-    """Columns of attention: tokens stored, of the head that stores most."""
-
     def __init__(self, codecs: tuple[Codec, Codec], dims: Sequence[int], per_head: bool = False):
         self.codecs, self.dims, self.per_head = codecs, tuple(dims), per_head
         self.has_statistics = any(codec.keeps(dim) for codec, dim in zip(codecs, dims, strict=True))
@@ -46,14 +43,6 @@ class QuantizedTokens:
             with torch.inference_mode(False):
                 key, value = (codec.allocate_statistics(x, self.per_head) for codec, x in zip(self.codecs, like, strict=True))
             self.statistics = key, value
-
-    def snapshot(self, rows: slice, tokens: int) -> tuple[Codes, Codes]:
-        """Codes of the first `tokens` tokens of `rows`; they may be views."""
-        raise NotImplementedError
-
-    def load(self, codes: tuple[Codes, Codes], statistics: tuple[Codes, Codes], like: Pair) -> None:
-        """Copies what `snapshot` returned, and `statistics`, if there are any; nothing may be stored."""
-        raise NotImplementedError
 
     def _load_statistics(self, given: tuple[Codes, Codes]) -> None:
         for kept, side in zip(self.statistics, given, strict=True):

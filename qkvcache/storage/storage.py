@@ -48,12 +48,12 @@ class Storage(LayerStorage):
     ):
         self.max_length, self.num_sink_tokens = max_length, num_sink_tokens
         self.static = static or max_length is not None
-        self.group = 1 if self.static else group_of(residual_length)
+        self.group = 1 if self.static else max(min(GROUP, residual_length), 1)
         self.columns = PAGE if max_length is None else max_length
         """Columns of a mask: as many tokens as there can be before the host makes room again."""
         batch, device = like[0].shape[0], like[0].device
         with torch.inference_mode(False):  # tensors made in inference mode cannot be written outside of it
-            self.sinks, self.residual = (_zeros(like, tokens) for tokens in (num_sink_tokens, residual_length + self.group))
+            self.sinks, self.residual = (zeros(like, tokens) for tokens in (num_sink_tokens, residual_length + self.group))
             self.state = torch.zeros(CONTROL + 2 * batch, dtype=torch.int32, device=device)
         self.chunks = Chunks(codecs, [x.shape[3] for x in like], rows=ROWS if max_length is None else 1, static=self.static)
         self.reset_counts()
@@ -73,7 +73,8 @@ class Storage(LayerStorage):
         region: QuantizedRegion = self.chunks.region  # type: ignore[assignment]
         self.buffers = Buffers(self.sinks, self.residual, region, self.state, self.columns)
         self.__dict__.pop("launch", None)
-        counts = numpy.array([self.room, len(self.chunks.chunks)], numpy.int32)
+        room = self.num_sink_tokens + self.chunks.capacity + self.slots if self.max_length is None else self.max_length
+        counts = numpy.array([room, len(self.chunks.chunks)], numpy.int32)
         self.state[ROOM : CHUNKS + 1].copy_(torch.from_numpy(counts), non_blocking=True)
         if self.static:
             for tensor in (*self.buffers.arguments[0], *self.buffers.arguments[1]):
@@ -93,16 +94,6 @@ class Storage(LayerStorage):
     def free(self) -> int:
         """Tokens that can be added before the ring is full."""
         return self.num_sink_tokens + self.chunks.length + self.slots - self.seq_length
-
-    @property
-    def room(self) -> int:
-        """The capacity of the allocated tensors, in tokens."""
-        return self.num_sink_tokens + self.chunks.capacity + self.slots if self.max_length is None else self.max_length
-
-    @property
-    def quantized(self) -> int:
-        """Tokens in the chunks."""
-        return self.chunks.length
 
     # Counts.
 
@@ -289,7 +280,8 @@ class Storage(LayerStorage):
         yield from self.chunks.tensors()
 
 
-def _zeros(like: Pair, tokens: int) -> Pair:
+def zeros(like: Pair, tokens: int) -> Pair:
+    """Keys and values `[B, H, tokens, D]` like `like` `[B, H, T, D]`."""
     key, value = (x.new_zeros(*x.shape[:2], tokens, x.shape[3]) for x in like)
     return key, value
 
@@ -333,8 +325,3 @@ def sides_of(sinks: Pair, chunks: Chunks | HeadPages, residual: Pair) -> tuple[K
         for side, (first, last) in enumerate(zip(sinks, residual, strict=True))
     )
     return key, value
-
-
-def group_of(residual_length: int) -> int:
-    """Tokens that leave a residual of this length together in eager steps of a growing cache."""
-    return max(min(GROUP, residual_length), 1)

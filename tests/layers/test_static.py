@@ -54,7 +54,7 @@ def addresses(layer: CompressedLayer) -> list[int]:
 
 def snapshot(layer: CompressedLayer) -> list:
     held = [x.flatten().view(torch.uint8).clone() for _, x in layer.tensors()]
-    return [layer.get_seq_length(), layer.storage.quantized, layer.empty, addresses(layer), [x.tolist() for x in held]]
+    return [layer.get_seq_length(), layer.storage.chunks.length, layer.empty, addresses(layer), [x.tolist() for x in held]]
 
 
 @dataclass
@@ -105,7 +105,7 @@ def check(layer: CompressedLayer, tokens: Tokens) -> None:
         assert layer.get_mask_sizes(0) == (layer.max_length if tokens.count else 0, 0)
     if not tokens.count:
         return
-    assert layer.storage.quantized == tokens.region
+    assert layer.storage.chunks.length == tokens.region
     assert layer.storage.buffers.lengths.tolist() == [[tokens.count, tokens.region]] * tokens.held[0].shape[0]
     assert layer.storage.state[DROPPED] == 0
     assert same_tokens(layer, tokens.held)
@@ -140,7 +140,7 @@ def test_codes_are_those_of_a_growing_layer(format):
     for size in (30, 1, 1, 5, 1):
         x = new(size)
         static.update(*x), growing.update(*x)
-    assert static.storage.quantized == growing.storage.quantized == 35
+    assert static.storage.chunks.length == growing.storage.chunks.length == 35
     for planes, others in zip(static.storage.chunks.chunks[0], growing.storage.chunks.chunks[0], strict=True):
         assert planes.keys() == others.keys()
         assert all(torch.equal(planes[name][:, :, :35], others[name][:, :, :35]) for name in planes)
@@ -208,7 +208,8 @@ def test_cropped_slots_are_written_anew():
     tokens = layer.dense()
     kept = addresses(layer)
     layer.crop(-30)
-    assert (layer.storage.seq_length, layer.storage.quantized) == (29, 27)  # what was encoded stays encoded: no token is left in the ring
+    # what was encoded stays encoded: no token is left in the ring
+    assert (layer.storage.seq_length, layer.storage.chunks.length) == (29, 27)
     assert same_tokens(layer, [x[:, :, :29] for x in tokens])
     x = new(3)
     layer.update(*x)
@@ -469,7 +470,7 @@ def test_what_lies_in_unused_slots_counts_for_nothing():
     """Codes that were cropped, which may be of anything finite."""
     layer = filled(60, 1, 1, format="int8")
     layer.crop(-45)
-    layer.storage.chunks.chunks[0][0]["codes"][:, :, layer.storage.quantized :] = 127
+    layer.storage.chunks.chunks[0][0]["codes"][:, :, layer.storage.chunks.length :] = 127
     query = torch.randn(ROWS, 4, 1, DIM)
     expected = attend(query, layer.storage.attention_inputs())
     assert_close(counted.attend_on_slots(query, layer.storage.buffers, None), expected, rounding(DIM, LIMIT))

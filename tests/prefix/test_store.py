@@ -47,7 +47,7 @@ def test_codes_go_in_and_come_out_bit_for_bit(format, on_disk, tmp_path):
             assert type(found.cache) is CompressedCache and found.cache.format == resolve(format)
             assert same(found.cache, expected, tokens)
             for layer, source in zip(found.cache.layers, cache.layers, strict=True):
-                assert layer.storage.quantized == min(max(tokens - 2, 0), source.storage.quantized)  # stored as codes, still codes
+                assert layer.storage.chunks.length == min(max(tokens - 2, 0), source.storage.chunks.length)  # stored as codes, still codes
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -316,9 +316,9 @@ def test_a_cache_with_a_shorter_ring_quantizes_the_oldest_tokens():
     kept.store(ids, cache)
     for tokens in (150, 149, 60):
         found = kept.fetch(torch.cat([ids[:tokens], torch.tensor([2])])).cache.layers[0]
-        residual = tokens - 2 - found.storage.quantized
+        residual = tokens - 2 - found.storage.chunks.length
         assert found.is_compileable and residual <= found.storage.slots < cache.layers[0].storage.slots
-        sample = min(cache.layers[0].storage.quantized, found.storage.quantized) + 2
+        sample = min(cache.layers[0].storage.chunks.length, found.storage.chunks.length) + 2
         for ours, given in zip(found.dense(), cache.layers[0].dense(), strict=True):
             assert torch.equal(ours[:, :, :sample], given[:, :, :sample])  # the codes that were stored
             assert torch.equal(ours[:, :, tokens - residual :], given[:, :, tokens - residual : tokens])

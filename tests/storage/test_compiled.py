@@ -9,6 +9,7 @@ from torch import Tensor
 from qkvcache.formats import REGISTRY
 from qkvcache.kernels import attend, attend_on_codes
 from qkvcache.kernels import step as step_on_device
+from qkvcache.kernels.segments import ROOM
 from qkvcache.layers.compressed import CompressedLayer
 from tests.reference import assert_close
 from tests.seeds import SEED
@@ -63,7 +64,7 @@ def test_chunks_join_between_compiled_steps(compiled):
     assert len(graphs) == 1
     assert [x.data_ptr() for group in layer.storage.buffers.arguments[:2] for x in group] == fixed
     assert layer.storage.counts_stale and layer.get_seq_length() == 80
-    assert layer.storage.quantized == plain.storage.quantized == 71
+    assert layer.storage.chunks.length == plain.storage.chunks.length == 71
     for mine, theirs in zip(layer.dense(), plain.dense(), strict=True):
         assert torch.equal(mine, theirs)
     twin = copy.deepcopy(layer)
@@ -93,7 +94,7 @@ def test_nothing_is_compiled_anew_but_at_powers_of_two(compiled):
 def test_tokens_without_room_are_dropped_and_then_said(compiled):
     step, _ = compiled
     layer = grown(60, compile=True)
-    room = layer.storage.room
+    room = int(layer.storage.state[ROOM])
     query = torch.randn(1, 4, 1, DIM)
     for _ in range(room - 61 + 2):
         layer.storage.record_compiled_step(1)

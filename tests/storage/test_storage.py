@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from qkvcache.formats import REGISTRY
-from qkvcache.storage import GROUP, PAGE, Storage, block_of, group_of
+from qkvcache.storage import GROUP, PAGE, Storage, block_of
 from tests.seeds import SEED
 
 CODEC = REGISTRY["int8"].value
@@ -69,11 +69,11 @@ def test_first_and_recent_are_exact_and_the_rest_is_quantized(sizes, updates):
         assert exact[:first].all() and exact[max(length - recent - 1, 0) :].all()
         assert torch.equal(now, torch.where(exact[:, None], x, encoded(x)))
         inside = exact[first : max(length - recent, 0)]
-        assert inside.sum() <= group_of(recent) <= max(GROUP, 1)  # no more wait for company than that,
+        assert inside.sum() <= held.group <= max(GROUP, 1)  # no more wait for company than that,
         assert not (inside[:-1] & ~inside[1:]).any()  # and those are the newest
-        if length - first - left > recent + group_of(recent):
+        if length - first - left > recent + held.group:
             left = length - first - recent - 1
-        assert held.quantized == left and held.buffers.lengths.tolist() == [[length, left]]
+        assert held.chunks.length == left and held.buffers.lengths.tolist() == [[length, left]]
 
 
 @given(zones_of_any_size, st.lists(st.tuples(st.booleans(), st.integers(1, 120)), min_size=1, max_size=12))
@@ -111,7 +111,7 @@ def test_a_chunk_of_several_blocks(recent):
     for part in parts:
         assert torch.equal(step(held, part)[:, :, -part.shape[2] :], part)
     x, now = torch.cat(parts, dim=2), keys(held)
-    middle = slice(4, x.shape[2] - recent - group_of(recent))
+    middle = slice(4, x.shape[2] - recent - held.group)
     assert torch.equal(now[:, :, middle], encoded(x)[:, :, middle])
 
 
@@ -142,5 +142,5 @@ def test_what_is_idle_is_few_pages_or_an_eighth():
     addresses = [x.data_ptr() for x in (*held.sinks, *held.residual, held.state, held.chunks.table)]
     for _ in range(1000):
         step(held, torch.randn(1, 2, 1, DIM))
-        assert held.chunks.capacity - held.quantized <= max(PAGE, held.quantized // 8)
+        assert held.chunks.capacity - held.chunks.length <= max(PAGE, held.chunks.length // 8)
     assert addresses == [x.data_ptr() for x in (*held.sinks, *held.residual, held.state, held.chunks.table)]
