@@ -136,10 +136,10 @@ def bench_requests(name: str, requests: int) -> None:
 
     lengths = (lognormal(1024, 4096) + torch.rand(requests, generator=generator) * lognormal(2048, 16384)).int().tolist()
     inputs = replace(paged(REGISTRY[name], lengths, 256), max_length=2**17, tokens=sum(lengths))
-    shared = replace(inputs, splits=split_rows(inputs.pages.lengths, HEADS))
+    shared = replace(inputs, splits=split_rows(inputs.pages.lengths, inputs.max_length, HEADS))
     query = torch.randn(requests, HEADS * GROUPS, 1, DIM, device="cuda", dtype=torch.bfloat16)
     each, all_rows = (time([lambda p=p: attend_pages(query, p)]) for p in (inputs, shared))
-    splitting = time([lambda: split_rows(inputs.pages.lengths, HEADS)])
+    splitting = time([lambda: split_rows(inputs.pages.lengths, inputs.max_length, HEADS)])
     emit(bench="requests", format=name, rows=requests, tokens=sum(lengths), longest=max(lengths), each_row_us=round(each, 1),
          all_rows_us=round(all_rows, 1), splitting_us=round(splitting, 1))  # fmt: skip
 

@@ -235,7 +235,7 @@ def step_of_table(table: Tensor, layout: PageLayout) -> Step:
         max_length = max(int(table[:, LENGTH].max()), 1)
     columns = table[:, : len(COLUMNS)].contiguous()
     lengths = table[:, LENGTH]
-    rows = Rows(columns, lengths, table[:, HEADER:], max_length, split_rows(lengths, layout.heads))
+    rows = Rows(columns, lengths, table[:, HEADER:], max_length, split_rows(lengths, max_length, layout.heads))
     return Step(Writes(*table[:, PAGE_SLOT : SINK_SLOT + 1].long().unbind(1)), rows)
 
 
@@ -271,8 +271,9 @@ def step_of_batch(batch: Batch, scratch_tokens: int, tokens: int, device: torch.
     if len(places):
         begin, end = int(places[0]), int(places[-1]) + 1
         at = slice(begin, end) if end - begin == len(places) else indices
-        splits = split_rows(lengths, batch.layout.heads)
-        together = Rows(columns_sent.view(-1, len(COLUMNS)), lengths, table.view(len(places), -1), int(decoded.end.max()), splits, at)
+        max_length = int(decoded.end.max())
+        splits = split_rows(lengths, max_length, batch.layout.heads)
+        together = Rows(columns_sent.view(-1, len(COLUMNS)), lengths, table.view(len(places), -1), max_length, splits, at)
     return Step(Writes(*writes), together, chunks, batch.tokens)
 
 

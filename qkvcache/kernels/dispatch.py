@@ -157,9 +157,12 @@ def attend_pages(
     return attend.attend_pages(query, inputs, mask, **options)
 
 
-def split_rows(lengths: Tensor, heads: int) -> Splits | None:
-    """`Splits` of rows with `lengths` tokens in pages, int32 `[B]`, of so many KV heads; None where the torch reference attends."""
-    return Splits.of(lengths, max(_module("fused").programs_of(lengths.device) // heads, 1)) if on_triton(lengths.device) else None
+def split_rows(lengths: Tensor, max_length: int, heads: int) -> Splits | None:
+    """`Splits` of rows with `lengths` tokens in pages, int32 `[B]`, at most `max_length`, of so many KV heads; None where the torch reference
+    attends."""
+    if not on_triton(lengths.device):
+        return None
+    return Splits.of(lengths, max_length, max(_module("fused").programs_of(lengths.device) // heads, 1))
 
 
 def _serve(module: str, codecs: tuple[Codec, Codec], x: Pair) -> bool:

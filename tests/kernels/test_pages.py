@@ -152,7 +152,7 @@ def test_the_kernel(format, monkeypatch):
 def split(lengths: Tensor, least: int = 64, programs: int = 2) -> Splits:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reference, "LEAST_SPLIT", least)
-        return Splits.of(lengths, programs)
+        return Splits.of(lengths, int(lengths.max()), programs)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -163,7 +163,7 @@ def test_splits_share_the_tokens_of_all_rows(programs, dtype):
     for lengths in ([0], [1], [0, 0], [5, 40_000, 0, 64], [130_000, 1], torch.randint(9000, (40,)).tolist()):
         torch.set_default_dtype(dtype)
         try:
-            splits = Splits.of(torch.tensor(lengths, dtype=torch.int32), programs)
+            splits = Splits.of(torch.tensor(lengths, dtype=torch.int32), max(lengths), programs)
         finally:
             torch.set_default_dtype(torch.float32)
         items, firsts = splits.items.tolist(), splits.firsts.tolist()
