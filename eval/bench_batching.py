@@ -348,7 +348,7 @@ def plot(rows: list[dict], out: Path) -> None:
         axis.set(xlabel="users in a closed loop", ylabel="requests/s (higher is better)")
         axis.set_title(title.replace(", prompts", ",\nprompts").replace(", a pool", ",\na pool"), fontsize=9)
         axis.set_xticks(range(len(users)), map(str, users))
-        axis.margins(y=0.12)
+        axis.margins(y=0.3)
         axis.legend()
     figure.savefig(out.with_suffix(".png"), dpi=120)
 
