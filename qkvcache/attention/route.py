@@ -86,6 +86,8 @@ def installed() -> bool:
 
 def _few(query: Tensor, attention_inputs: AttentionInputs) -> bool:
     """Whether attention on the codes is faster than dequantizing them, under any mask."""
+    if query.shape[2] == 1:
+        return True
     if on_triton(query.device):
         return query.shape[2] * query.shape[1] <= MAX_FUSED_ROWS * attention_inputs.key.shape[1]
     return query.shape[2] <= MAX_QUERIES
@@ -123,7 +125,7 @@ def route(
     if key.observer is not None:
         ways = _few(query, key.attention_inputs), _in_chunks(implementation, query, key, kwargs)
         return attend_observed(stock, implementation, *ways, module, query, key, value, given, *args, **kwargs)
-    queries, tokens = query.shape[2], key.shape[2]
+    queries, tokens = query.shape[2], key.side.shape[2]
     mask = given
     if isinstance(mask, Tensor) and mask.dim() == 4 and mask.shape[3] > tokens:
         mask = mask[..., :tokens]  # the mask of a preallocated cache has `max_length` columns

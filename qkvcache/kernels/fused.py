@@ -64,10 +64,8 @@ def tiled(query: Tensor, attention_inputs: AttentionInputs, mask: Tensor | None,
 
     It serves causal attention under no mask but one that hides columns, of quantized keys and values of 64 or 128 channels in fp16 or bf16,
     on Hopper: on other GPUs nobody measured it."""
-    region, heads = attention_inputs.region, attention_inputs.key.shape[1]
-    rows = query.shape[1] // heads * query.shape[2]
-    hopper = architecture(query.device)[0] // 10 == 9 or query.device.type == "cpu"
-    if region is None or rows < FEWEST_TILE_ROWS or not hopper:
+    region, rows = attention_inputs.region, query.shape[1] // attention_inputs.key.shape[1] * query.shape[2]
+    if region is None or rows < FEWEST_TILE_ROWS or not (architecture(query.device)[0] // 10 == 9 or query.device.type == "cpu"):
         return None
     if options.get("observed") is not None or not options.get("causal"):
         return None
@@ -97,6 +95,8 @@ def supports(inputs: AttentionInputs | PagedInputs, query: Tensor) -> bool:
     """Whether the fused kernel can read these inputs, exact tokens among them."""
     if isinstance(inputs, PagedInputs):
         codecs, recent = inputs.pages.codecs, inputs.ring
+    elif inputs.buffers is not None and inputs.buffers.launch is not None:  # they were read before
+        return query.dtype == inputs.exact[2].dtype
     else:
         codecs, recent = inputs.region.codecs if inputs.region else (), inputs.exact[2:]  # type: ignore[assignment]
     fits = query.dtype == recent[0].dtype and all(x.shape[3] % 16 == 0 and x.shape[3] <= 256 for x in recent)
@@ -143,6 +143,8 @@ class Arguments(NamedTuple):
     exact: tuple[Tensor, ...]
     exact_strides: tuple[int, ...]
     constants: dict[str, object]
+    plans: dict[tuple, Plan]
+    """Of the calls over these inputs, by the shape of their queries and their options."""
 
     @classmethod
     def of(
@@ -167,7 +169,7 @@ class Arguments(NamedTuple):
             use, empty, (table, counts, lengths), place_strides,
             tuple((*side, shifts) for side, shifts in zip(found, (use.k_shifts, use.v_shifts), strict=True)),
             tuple(tuple(n for x in side for n in _outer_strides(x)) for side in found),
-            exact, _strides_of(exact), constants,
+            exact, _strides_of(exact), constants, {},
         )  # fmt: skip
 
 
@@ -220,6 +222,65 @@ def arguments_of_pages(inputs: PagedInputs) -> Arguments:
     return inputs.launches["attend"]._replace(places=(pages.table, inputs.rows, pages.lengths), place_strides=pages.strides)
 
 
+class Plan:
+    """How calls of attention of one shape are launched: what depends neither on the step nor on tensors.
+
+    Args:
+        shape: of the queries, `[B, Hq, Q, D]`.
+        mask: what there is of a mask: "none", "row", "bool" or "float".
+        exact: whether there are exact tokens, or slots for them.
+        items: whether `Splits` divide the rows.
+    """
+
+    def __init__(
+        self,
+        args: Arguments,
+        shape: torch.Size,
+        mask: str,
+        exact: bool,
+        causal: bool,
+        softcap: bool,
+        sinks: bool,
+        observed: bool,
+        items: bool,
+        launch: Launch | None,
+    ) -> None:
+        use, device = args.use, args.empty.device
+        self.batch, query_heads, self.queries, dim = shape
+        self.heads, self.value_dim = args.exact[3].shape[1], args.exact[3].shape[3]
+        self.groups = query_heads // self.heads
+        arch, processors = architecture(device)
+        rows, nvidia = self.groups * self.queries, bool(arch) or device.type == "cpu"
+        # Weights that are stored need the registers that more rows would.
+        launch = launch or launched(use.key, use.value, max(dim, self.value_dim), rows, nvidia and not observed)
+        self.tile, self.rows, self.exact = launch.tile, launch.rows if nvidia else 16, exact
+        self.blocks, self.programs = -(-rows // self.rows), processors * launch.programs
+        self.panels = (1 if items else self.batch) * self.heads * self.blocks  # each is read by as many programs as there are splits
+        # Columns of the scratch of accumulated attention: at least the two that a thread holds.
+        self.width = max(triton.next_power_of_2(min(rows, self.rows)), 2) if observed else 0
+        columns = triton.next_power_of_2(self.value_dim) if use.value.rotated else 32
+        self.out_shape = self.batch, query_heads, self.queries, self.value_dim
+        # The heads of a query are next to each other, as transformers asks for.
+        self.out_strides = query_heads * self.queries * self.value_dim, self.value_dim, query_heads * self.value_dim, 1
+        self.no_sums = torch.empty(self.batch, self.heads, 0, device=device)
+        shared = {"G": self.groups, "R": self.rows}
+        self.attend: dict[str, Any] = {
+            **shared, "T": self.tile, "SOFTCAP": softcap, "MASK": mask, "CAUSAL": causal and self.queries > 1, "ARCH": arch,
+            "EXACT": exact, "TURN": use.factor if use.whole is None else 1.0, "ATTENTION_SUMS": self.width, "ITEMS": items,
+            "num_warps": launch.warps, "num_stages": launch.stages, **args.constants,
+        }  # fmt: skip
+        if launch.registers and arch:
+            self.attend["maxnreg"] = launch.registers
+        self.attend_in_tiles = {name: x for name, x in self.attend.items() if name in TILE_CONSTANTS} | {"MASK": mask != "none"}
+        shared["RAGGED"] = self.attend["PAGE"] > 0
+        self.sum = {**shared, "WIDTH": self.width, "N": SUM_TOKENS, "ARCH": arch, "num_warps": 4}
+        self.reduce = {
+            **shared, "V": use.value, "DV": self.value_dim, "C": columns, "S": 32, "SINKS": sinks, "EXACT": exact,
+            "TURN": use.v_block**-0.5, "STAGES": use.v_block.bit_length() - 1, "ITEMS": items, "num_warps": 4 if use.value.rotated else 1,
+        }  # fmt: skip
+        self.reduce_grid = rows, self.batch * self.heads, -(-self.value_dim // columns)
+
+
 class Call:
     """One call of attention, over chunks or over pages: what its launches share.
 
@@ -236,121 +297,100 @@ class Call:
         launch: Launch | None,
         splits: Splits | None = None,
     ) -> None:
-        self.batch, query_heads, self.queries, dim = query.shape
+        self.zones, self.args, self.items, shape = zones, args, splits, query.shape
         scaling, softcap = options.get("scaling"), options.get("softcap")
         self.sinks, self.observed = options.get("sinks"), options.get("observed")
-        heads, value_dim = args.exact[3].shape[1], args.exact[3].shape[3]
-        self.use, self.empty, self.heads, self.groups = args.use, args.empty, heads, query_heads // heads
-        self.value_dim, self.zones, self.args = value_dim, zones, args
-        arch, processors = architecture(query.device)
-        rows, nvidia = self.groups * self.queries, bool(arch) or query.device.type == "cpu"
-        # Weights that are stored need the registers that more rows would.
-        launch = launch or launched(self.use.key, self.use.value, max(dim, value_dim), rows, nvidia and self.observed is None)
-        self.tile, self.rows = launch.tile, launch.rows if nvidia else 16
-        self.blocks, self.programs = -(-rows // self.rows), processors * launch.programs
-        self.plan = splits
-        self.panels = (1 if splits else self.batch) * heads * self.blocks  # each is read by as many programs as there are splits
-        self.query = query if query.stride(-1) == 1 else query.contiguous()
-        self.region_query, factor = self.query, self.use.factor
-        if self.use.whole is not None:
+        self.query = self.region_query = query if query.stride(-1) == 1 else query.contiguous()
+        if args.use.whole is not None:
             self.query = query.contiguous()
-            self.region_query, factor = _rotate(self.query, self.use.whole, factor), 1.0
+            self.region_query = _rotate(self.query, args.use.whole, args.use.factor)
+        self.mask, kind = args.empty, "none"
         self.mask_strides: tuple[int, ...] = (0, 0, 0, 0)
-        kind = "none"
         if mask is not None:
             mask = mask[(None,) * (4 - mask.dim())]
-            mask = mask.expand(self.batch, query_heads, self.queries, sum(zones) if mask.shape[3] == 1 else -1)
+            mask = mask.expand(*shape[:3], sum(zones) if mask.shape[3] == 1 else -1)
             kind, self.mask_strides = "float", mask.stride()
             if mask.dtype == torch.bool:
-                kind, mask = "row" if self.queries == 1 and not self.mask_strides[1] else "bool", mask.view(torch.uint8)
-        self.mask = self.empty if mask is None else mask
-        self.scalars = dim**-0.5 if scaling is None else scaling, softcap or 1.0
-        # Columns of the scratch of accumulated attention: at least the two that a thread holds.
-        self.width = 0 if self.observed is None else max(triton.next_power_of_2(min(rows, self.rows)), 2)
-        self.exact = zones[1] + zones[2] > 0
-        self.constants: dict[str, Any] = {
-            "G": self.groups, "R": self.rows, "T": self.tile, "SOFTCAP": softcap is not None, "MASK": kind,
-            "CAUSAL": options.get("causal", False) and self.queries > 1, "ARCH": arch,
-            "EXACT": self.exact, "TURN": factor, "ATTENTION_SUMS": self.width, "ITEMS": splits is not None,
-            "num_warps": launch.warps, "num_stages": launch.stages, **args.constants,
-        }  # fmt: skip
-        if launch.registers and arch:
-            self.constants["maxnreg"] = launch.registers
+                kind, mask = "row" if shape[2] == 1 and not self.mask_strides[1] else "bool", mask.view(torch.uint8)
+            self.mask = mask
+        self.scalars = shape[3] ** -0.5 if scaling is None else scaling, softcap or 1.0
+        key = (
+            shape, kind, zones[1] + zones[2] > 0, options.get("causal", False), softcap is not None, self.sinks is not None,
+            self.observed is not None, splits is not None, launch,
+        )  # fmt: skip
+        if key not in args.plans:
+            args.plans[key] = Plan(args, *key)
+        self.plan = args.plans[key]
 
     def allocate(self, splits: int) -> None:
         """Tensors for what `splits` programs leave of each block of rows: outputs, maxima, normalisers; weights and their maxima."""
-        self.splits, entries = splits, self.panels * splits * self.rows
-        part, maxima, sums = (self._empty(entries * width) for width in (self.value_dim, 1, 1))
-        self.outputs, self.weights, self.tops, self.slots, self.grains = (part, maxima, sums), self.empty, self.empty, 0, 0
-        if self.width:
+        plan, empty = self.plan, self.args.empty
+        self.splits, entries = splits, plan.panels * splits * plan.rows
+        part = self._empty(entries * (plan.value_dim + 2))
+        maxima = part[entries * plan.value_dim :]
+        self.outputs = part, maxima, maxima[entries:]
+        self.weights, self.tops, self.slots, self.grains = empty, empty, 0, 0
+        if plan.width:
             region, *exact = (-(-n // grain.value) for n, grain in zip(self.zones, (REGION_GRAIN, EXACT_GRAIN, EXACT_GRAIN), strict=True))
             self.slots, self.grains = region * REGION_GRAIN.value + sum(exact) * EXACT_GRAIN.value, region + sum(exact)
-            beyond = SUM_TOKENS * self.width  # programs read beyond the end
+            beyond = SUM_TOKENS * plan.width  # programs read beyond the end
             dtype = torch.float32 if self.query.dtype == torch.float32 else torch.bfloat16
-            self.weights = self._empty(self.panels * self.slots * self.width + beyond, dtype=dtype)
-            self.tops = self._empty(self.panels * self.grains * self.width + beyond)
+            self.weights = self._empty(plan.panels * self.slots * plan.width + beyond, dtype=dtype)
+            self.tops = self._empty(plan.panels * self.grains * plan.width + beyond)
 
-    def _empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    def _empty(self, shape: int | tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=self.query.device)
 
     def attend(self, chunks: int = 0, tokens: int | None = None) -> None:
         """A launch of `attend_kernel`. `tokens`: as of `PagedInputs`."""
-        args, (n_quantized, n_sinks, n_residual) = self.args, self.zones
-        least, splits = LEAST_SPLIT, split(n_quantized, self.panels, self.tile, self.programs)
-        if tokens is not None:  # rows of different lengths: as many tokens to a split as if all were one row
-            least = -(-max(tokens * self.heads * self.blocks // self.programs, LEAST_SPLIT) // self.tile) * self.tile
-            splits = min(-(-n_quantized // least), MOST_SPLITS)
-        self.allocate(max(splits, 1 - self.exact) + self.exact if self.plan is None else len(self.plan.items))
-        items = self.empty if self.plan is None else self.plan.items
-        with torch.cuda.device_of(self.query):
-            attend_kernel[(self.splits, self.blocks, self.panels // self.blocks)](
-                self.query, self.region_query, args.use.rotation, args.use.signs, *args.places, items, *args.planes, args.exact, self.mask,
-                *self.outputs, self.weights, self.tops, *self.query.stride()[:3], *args.place_strides, *args.strides, args.exact_strides,
-                *self.mask_strides, *self.scalars, chunks, n_sinks, n_quantized, n_residual, least, self.heads, self.queries,
-                **self.constants,
-            )  # fmt: skip
+        plan, args, (n_quantized, n_sinks, n_residual) = self.plan, self.args, self.zones
+        least, items = LEAST_SPLIT, args.empty
+        if self.items is not None:
+            items = self.items.items
+            self.allocate(len(items))
+        else:
+            if tokens is None:
+                splits = split(n_quantized, plan.panels, plan.tile, plan.programs)
+            else:  # rows of different lengths: as many tokens to a split as if all were one row
+                least = -(-max(tokens * plan.heads * plan.blocks // plan.programs, LEAST_SPLIT) // plan.tile) * plan.tile
+                splits = min(-(-n_quantized // least), MOST_SPLITS)
+            self.allocate(max(splits, 1 - plan.exact) + plan.exact)
+        attend_kernel[(self.splits, plan.blocks, plan.panels // plan.blocks)](
+            self.query, self.region_query, args.use.rotation, args.use.signs, *args.places, items, *args.planes, args.exact, self.mask,
+            *self.outputs, self.weights, self.tops, *self.query.stride()[:3], *args.place_strides, *args.strides, args.exact_strides,
+            *self.mask_strides, *self.scalars, chunks, n_sinks, n_quantized, n_residual, least, plan.heads, plan.queries, **plan.attend,
+        )  # fmt: skip
 
     def attend_in_tiles(self, chunks: int) -> None:
         """A launch of `attend_tiles_kernel`, over chunks."""
-        args, (n_quantized, n_sinks, n_residual) = self.args, self.zones
+        plan, args, (n_quantized, n_sinks, n_residual) = self.plan, self.args, self.zones
         # Beside few long splits, the programs of the exact tokens are brief.
-        programs = self.programs + self.panels * (self.programs <= 8 * self.panels)
-        self.allocate(split(n_quantized, self.panels, self.tile, programs) + self.exact)
-        constants = {name: x for name, x in self.constants.items() if name in TILE_CONSTANTS}
-        with torch.cuda.device_of(self.query):
-            attend_tiles_kernel[(self.splits, self.blocks, self.batch * self.heads)](
-                self.query, args.use.matrix, *args.places, *args.planes, args.exact, self.mask, *self.outputs, *self.query.stride()[:3],
-                *args.strides[0][-2:], args.exact_strides, self.mask_strides[0], self.mask_strides[3], *self.scalars, chunks, n_sinks,
-                n_quantized, n_residual, LEAST_SPLIT, self.heads, self.queries,
-                **constants | {"MASK": self.constants["MASK"] != "none"},
-            )  # fmt: skip
+        programs = plan.programs + plan.panels * (plan.programs <= 8 * plan.panels)
+        self.allocate(split(n_quantized, plan.panels, plan.tile, programs) + plan.exact)
+        attend_tiles_kernel[(self.splits, plan.blocks, plan.batch * plan.heads)](
+            self.query, args.use.matrix, *args.places, *args.planes, args.exact, self.mask, *self.outputs, *self.query.stride()[:3],
+            *args.strides[0][-2:], args.exact_strides, self.mask_strides[0], self.mask_strides[3], *self.scalars, chunks, n_sinks,
+            n_quantized, n_residual, LEAST_SPLIT, plan.heads, plan.queries, **plan.attend_in_tiles,
+        )  # fmt: skip
 
     def finish(self) -> tuple[Tensor, Tensor, Tensor]:
         """Joins the splits: the output `[B, Hq, Q, Dv]`, the log of the normaliser, fp32 `[B, Hq, Q]`, and the accumulated attention, fp32
         `[B, H, sum(zones)]`, or `[B, H, 0]` if it is not observed."""
-        use, value_dim = self.use, self.value_dim
-        batch, query_heads, queries, _ = self.query.shape
-        out = self._empty(batch, queries, query_heads, value_dim, dtype=self.query.dtype).transpose(1, 2)  # as transformers asks for
-        lse = self._empty(batch, query_heads, queries)
-        columns = triton.next_power_of_2(value_dim) if use.value.rotated else 32
-        attention_sums = self._empty(self.batch, self.heads, sum(self.zones) if self.width else 0)
-        shape = {"G": self.groups, "R": self.rows, "RAGGED": self.constants["PAGE"] > 0}
-        firsts = self.empty if self.plan is None else self.plan.firsts
-        with torch.cuda.device_of(out):
-            reduce_kernel[(self.groups * self.queries, self.batch * self.heads, -(-value_dim // columns))](
-                *self.outputs, firsts, self.empty if self.sinks is None else self.sinks, use.v_signs, self.args.planes[1][3], out, lse,
-                *out.stride()[:3], self.splits, self.blocks, self.heads, self.queries, *self.args.strides[1][6:],
-                V=use.value, DV=value_dim, C=columns, S=32, SINKS=self.sinks is not None, EXACT=self.exact, TURN=use.v_block**-0.5,
-                STAGES=use.v_block.bit_length() - 1, ITEMS=self.plan is not None, num_warps=4 if use.value.rotated else 1, **shape,
-            )  # fmt: skip
-            if self.observed is not None:
-                n_quantized, n_sinks, n_residual = self.zones
-                sum_splits_kernel[(sum(-(-n // SUM_TOKENS) for n in self.zones), self.batch * self.heads)](
-                    self.weights, self.tops, lse, self.observed.contiguous(), attention_sums, *self.args.places[1:],
-                    *self.args.place_strides[2:], self.slots, self.grains, n_sinks, n_quantized, n_residual,
-                    self.blocks, self.heads, self.queries, WIDTH=self.width, N=SUM_TOKENS, ARCH=self.constants["ARCH"], num_warps=4,
-                    **shape,
-                )  # fmt: skip
+        plan, args, empty = self.plan, self.args, self.args.empty
+        out = self.query.new_empty_strided(plan.out_shape, plan.out_strides)
+        lse = self._empty(plan.out_shape[:3])
+        reduce_kernel[plan.reduce_grid](
+            *self.outputs, empty if self.items is None else self.items.firsts, empty if self.sinks is None else self.sinks,
+            args.use.v_signs, args.planes[1][3], out, lse, *plan.out_strides[:3], self.splits, plan.blocks, plan.heads, plan.queries,
+            *args.strides[1][6:], **plan.reduce,
+        )  # fmt: skip
+        if self.observed is None:
+            return out, lse, plan.no_sums
+        attention_sums, (n_quantized, n_sinks, n_residual) = self._empty((plan.batch, plan.heads, sum(self.zones))), self.zones
+        sum_splits_kernel[(sum(-(-n // SUM_TOKENS) for n in self.zones), plan.batch * plan.heads)](
+            self.weights, self.tops, lse, self.observed.contiguous(), attention_sums, *args.places[1:], *args.place_strides[2:],
+            self.slots, self.grains, n_sinks, n_quantized, n_residual, plan.blocks, plan.heads, plan.queries, **plan.sum,
+        )  # fmt: skip
         return out, lse, attention_sums
 
 
@@ -358,8 +398,7 @@ def _rotate(query: Tensor, matrix: Tensor, factor: float) -> Tensor:
     """Contiguous queries `[..., D]` times `matrix` `[D, D]` and `factor`, in fp32."""
     out, dim = torch.empty_like(query, dtype=torch.float32), query.shape[-1]
     rows = query.numel() // dim
-    with torch.cuda.device_of(out):  # Triton launches on the current device, wherever the tensors are
-        rotate_kernel[(-(-rows // 16),)](query, matrix, out, rows, D=dim, DP=triton.next_power_of_2(dim), R=16, TURN=factor)
+    rotate_kernel[(-(-rows // 16),)](query, matrix, out, rows, D=dim, DP=triton.next_power_of_2(dim), R=16, TURN=factor)
     return out
 
 
@@ -390,13 +429,14 @@ def fused_attend(
     region, exact = attention_inputs.region, attention_inputs.exact
     launch = launch or tiled(query, attention_inputs, mask, options)
     zones = 0 if region is None else region.tokens, exact[0].shape[2], exact[2].shape[2]
-    call = Call(query, mask, arguments_of_chunks(attention_inputs), zones, options, launch)
     chunks = len(region.chunks) if region else 0
-    if launch is not None and launch.many:
-        call.attend_in_tiles(chunks)
-    else:
-        call.attend(chunks)
-    return call.finish()
+    with torch.cuda.device_of(query):  # Triton launches on the current device, wherever the tensors are
+        call = Call(query, mask, arguments_of_chunks(attention_inputs), zones, options, launch)
+        if launch is not None and launch.many:
+            call.attend_in_tiles(chunks)
+        else:
+            call.attend(chunks)
+        return call.finish()
 
 
 def attend_pages(
@@ -406,6 +446,7 @@ def attend_pages(
     sink_slots, max_length, ring_slots = inputs.slots
     one = query.shape[2] == 1 and options.get("observed") is None
     splits = inputs.splits if one else None
-    call = Call(query, mask, arguments_of_pages(inputs), (max_length, sink_slots, ring_slots), options, launch, splits)
-    call.attend(tokens=inputs.tokens)
-    return call.finish()
+    with torch.cuda.device_of(query):
+        call = Call(query, mask, arguments_of_pages(inputs), (max_length, sink_slots, ring_slots), options, launch, splits)
+        call.attend(tokens=inputs.tokens)
+        return call.finish()

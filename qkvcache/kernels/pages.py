@@ -104,8 +104,8 @@ class Splits:
 
     @staticmethod
     def of(lengths: Tensor, max_length: int, programs: int) -> Splits:
-        """For `lengths` tokens in the pages of each row, int32 `[B]`, at most `max_length`, and so many programs of a head at a time. On the
-        device, without waiting: splits are of equal length, so that programs end together, however different rows are."""
+        """For `lengths` tokens in the pages of each row, int32 `[B]`, at most `max_length`, and so many programs of a head at a time. On
+        the device, without waiting: splits are of equal length, so that programs end together, however different rows are."""
         batch = len(lengths)
         count = min(WAVES * programs + 2 * batch, (1 + min(-(-max_length // LEAST_SPLIT), MOST_SPLITS)) * batch)
         wave, longest = lengths.sum(dtype=torch.float64) / programs, lengths.amax().double()  # whatever torch's default dtype is

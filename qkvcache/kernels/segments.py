@@ -55,7 +55,7 @@ class Packed:
 Segment = Exact | Packed
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class KeysOrValues:
     """The keys or the values of one attention call, of shape `[B, H, T, D]`. `build` makes the segments at first use: kernels do not need
     them."""
@@ -255,9 +255,9 @@ class Buffers:
         return self.region.table.shape[0] > 1
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)  # frozen ones take four times as long to make, at every step
 class AttentionInputs:
-    """Keys and values of one layer for one step.
+    """Keys and values of one layer for one step. Nothing changes them.
 
     key, value  what the torch reference reads
     region      the same for the fused kernel: the quantized tokens, if there are any,

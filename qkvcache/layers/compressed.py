@@ -22,8 +22,8 @@ KeysAndValues = tuple[Tensor | CompressedKV, Tensor | CompressedKV]
 """What `update` returns."""
 
 
-def check_alike(stored: Tensor, given: Tensor, seq_length: int, what: str = "keys") -> None:
-    """Raises ValueError if `given` `[B, H, T, D]` differs from `stored` in more than `T`, after `seq_length` tokens."""
+def check_alike(stored: Tensor, given: Tensor, seq_length: Callable[[], int], what: str = "keys") -> None:
+    """Raises ValueError if `given` `[B, H, T, D]` differs from `stored` in more than `T`, after `seq_length()` tokens."""
     if not differ(stored, given):
         return
     if stored.dtype != given.dtype:
@@ -33,7 +33,7 @@ def check_alike(stored: Tensor, given: Tensor, seq_length: int, what: str = "key
     else:
         fix = "call batch_repeat_interleave(n) first for beams and samples, or reset() for another batch"
     raise ValueError(
-        f"the cache has seen {what} [B, H, T, D] = {[*stored.shape[:2], seq_length, stored.shape[3]]} in {stored.dtype}, got "
+        f"the cache has seen {what} [B, H, T, D] = {[*stored.shape[:2], seq_length(), stored.shape[3]]} in {stored.dtype}, got "
         f"{list(given.shape)} in {given.dtype}: {fix}"
     )
 
@@ -228,7 +228,7 @@ class CompressedLayer(CacheLayerMixin):
         if key.shape[:3] != value.shape[:3]:
             raise ValueError(f"keys {tuple(key.shape)} and values {tuple(value.shape)} differ in batch, heads or tokens")
         for stored, given, what in zip(self._stored_like(), (key, value), ("keys", "values"), strict=False):
-            check_alike(stored, given, self.get_seq_length(), what)
+            check_alike(stored, given, self.get_seq_length, what)
 
     def _stored_like(self) -> tuple[Tensor, ...]:
         """Keys and values `[B, H, T, D]`, of any T, that new ones must match; none if the layer is empty."""

@@ -41,7 +41,7 @@ class StaticSlidingLayer(StaticSlidingWindowLayer):
                 self.lazy_initialization(key_states, value_states)
             else:
                 for stored, given, what in zip(self.stored, (key_states, value_states), ("keys", "values"), strict=True):
-                    check_alike(stored, given, self.cumulative_length_int, what)
+                    check_alike(stored, given, lambda: self.cumulative_length_int, what)
         return super().update(key_states, value_states, *args, **kwargs)
 
     def reserve(self, tokens: int) -> None:

@@ -51,9 +51,11 @@ class Storage(LayerStorage):
         self.group = 1 if self.static else max(min(GROUP, residual_length), 1)
         self.columns = PAGE if max_length is None else max_length
         """Columns of a mask: as many tokens as there can be before the host makes room again."""
+        self.slots = residual_length + self.group
+        """Of the ring."""
         batch, device = like[0].shape[0], like[0].device
         with torch.inference_mode(False):  # tensors made in inference mode cannot be written outside of it
-            self.sinks, self.residual = (zeros(like, tokens) for tokens in (num_sink_tokens, residual_length + self.group))
+            self.sinks, self.residual = (zeros(like, tokens) for tokens in (num_sink_tokens, self.slots))
             self.state = torch.zeros(CONTROL + 2 * batch, dtype=torch.int32, device=device)
         self.chunks = Chunks(codecs, [x.shape[3] for x in like], rows=ROWS if max_length is None else 1, static=self.static)
         self.reset_counts()
@@ -84,11 +86,6 @@ class Storage(LayerStorage):
     def launch(self) -> Callable[[Pair], None] | None:
         """Adds one token, `[B, H, 1, D]`, in one launch; None if there is no kernel. Prepared for the first such step after `bind`."""
         return launch_of_step(self.buffers, (self.residual[0][:, :, :1], self.residual[1][:, :, :1]))
-
-    @property
-    def slots(self) -> int:
-        """Slots of the ring."""
-        return self.residual[0].shape[2]
 
     @property
     def free(self) -> int:
@@ -146,11 +143,14 @@ class Storage(LayerStorage):
         if self.launch is None:
             self.append(x)
             return
-        if self.group > 1 and (leaving := self.overflow(1)):
+        leaving = self.overflow(1)
+        if leaving and self.group > 1:
             self.chunks.append(self.oldest(leaving))
             self.state[CONTROL + 1 :: 2].fill_(self.chunks.length)
+        else:  # the launch quantizes it
+            self.chunks.length += leaving
         self.launch(x)
-        self.advance(1)
+        self.seq_length += 1
 
     def append(self, x: Pair, exact: Pair | None = None) -> None:
         """Adds keys and values `[B, H, T, D]`. `exact`: `exact_with(x)`, if the caller has it already."""
