@@ -14,7 +14,7 @@ if not triton.knobs.runtime.interpret:
 
 from triton.runtime.interpreter import GridExecutor  # noqa: E402
 
-ALLOCATIONS = ("empty", "new_empty", "empty_strided", "empty_like", "_unsafe_view")
+ALLOCATIONS = ("empty", "new_empty", "new_empty_strided", "empty_strided", "empty_like", "_unsafe_view")
 RUN = GridExecutor.__call__
 
 
