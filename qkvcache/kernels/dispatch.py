@@ -43,7 +43,8 @@ def on_triton(device: torch.device) -> bool:
 
     Raises ValueError if QKVCACHE_KERNELS holds something else than "torch" or "triton".
     """
-    if "QKVCACHE_KERNELS" in os.environ and (forced := os.environ["QKVCACHE_KERNELS"]):  # `get` takes four times as long
+    forced = os.environ.get("QKVCACHE_KERNELS")
+    if forced:
         if forced not in BACKENDS:
             raise ValueError(f"QKVCACHE_KERNELS={forced!r}: expected 'torch' or 'triton'")
         return forced == "triton"
