@@ -355,11 +355,12 @@ class Call:
                 least = -(-max(tokens * plan.heads * plan.blocks // plan.programs, LEAST_SPLIT) // plan.tile) * plan.tile
                 splits = min(-(-n_quantized // least), MOST_SPLITS)
             self.allocate(max(splits, 1 - plan.exact) + plan.exact)
-        attend_kernel[(self.splits, plan.blocks, plan.panels // plan.blocks)](
-            self.query, self.region_query, args.use.rotation, args.use.signs, *args.places, items, *args.planes, args.exact, self.mask,
-            *self.outputs, self.weights, self.tops, *self.query.stride()[:3], *args.place_strides, *args.strides, args.exact_strides,
-            *self.mask_strides, *self.scalars, chunks, n_sinks, n_quantized, n_residual, least, plan.heads, plan.queries, **plan.attend,
-        )  # fmt: skip
+        with torch.cuda.device_of(self.query):
+            attend_kernel[(self.splits, plan.blocks, plan.panels // plan.blocks)](
+                self.query, self.region_query, args.use.rotation, args.use.signs, *args.places, items, *args.planes, args.exact, self.mask,
+                *self.outputs, self.weights, self.tops, *self.query.stride()[:3], *args.place_strides, *args.strides, args.exact_strides,
+                *self.mask_strides, *self.scalars, chunks, n_sinks, n_quantized, n_residual, least, plan.heads, plan.queries, **plan.attend,
+            )  # fmt: skip
 
     def attend_in_tiles(self, chunks: int) -> None:
         """A launch of `attend_tiles_kernel`, over chunks."""
@@ -367,11 +368,12 @@ class Call:
         # Beside few long splits, the programs of the exact tokens are brief.
         programs = plan.programs + plan.panels * (plan.programs <= 8 * plan.panels)
         self.allocate(split(n_quantized, plan.panels, plan.tile, programs) + plan.exact)
-        attend_tiles_kernel[(self.splits, plan.blocks, plan.batch * plan.heads)](
-            self.query, args.use.matrix, *args.places, *args.planes, args.exact, self.mask, *self.outputs, *self.query.stride()[:3],
-            *args.strides[0][-2:], args.exact_strides, self.mask_strides[0], self.mask_strides[3], *self.scalars, chunks, n_sinks,
-            n_quantized, n_residual, LEAST_SPLIT, plan.heads, plan.queries, **plan.attend_in_tiles,
-        )  # fmt: skip
+        with torch.cuda.device_of(self.query):
+            attend_tiles_kernel[(self.splits, plan.blocks, plan.batch * plan.heads)](
+                self.query, args.use.matrix, *args.places, *args.planes, args.exact, self.mask, *self.outputs, *self.query.stride()[:3],
+                *args.strides[0][-2:], args.exact_strides, self.mask_strides[0], self.mask_strides[3], *self.scalars, chunks, n_sinks,
+                n_quantized, n_residual, LEAST_SPLIT, plan.heads, plan.queries, **plan.attend_in_tiles,
+            )  # fmt: skip
 
     def finish(self) -> tuple[Tensor, Tensor, Tensor]:
         """Joins the splits: the output `[B, Hq, Q, Dv]`, the log of the normaliser, fp32 `[B, Hq, Q]`, and the accumulated attention, fp32
@@ -379,18 +381,20 @@ class Call:
         plan, args, empty = self.plan, self.args, self.args.empty
         out = self.query.new_empty_strided(plan.out_shape, plan.out_strides)
         lse = self._empty(plan.out_shape[:3])
-        reduce_kernel[plan.reduce_grid](
-            *self.outputs, empty if self.items is None else self.items.firsts, empty if self.sinks is None else self.sinks,
-            args.use.v_signs, args.planes[1][3], out, lse, *plan.out_strides[:3], self.splits, plan.blocks, plan.heads, plan.queries,
-            *args.strides[1][6:], **plan.reduce,
-        )  # fmt: skip
+        with torch.cuda.device_of(out):
+            reduce_kernel[plan.reduce_grid](
+                *self.outputs, empty if self.items is None else self.items.firsts, empty if self.sinks is None else self.sinks,
+                args.use.v_signs, args.planes[1][3], out, lse, *plan.out_strides[:3], self.splits, plan.blocks, plan.heads, plan.queries,
+                *args.strides[1][6:], **plan.reduce,
+            )  # fmt: skip
         if self.observed is None:
             return out, lse, plan.no_sums
         attention_sums, (n_quantized, n_sinks, n_residual) = self._empty((plan.batch, plan.heads, sum(self.zones))), self.zones
-        sum_splits_kernel[(sum(-(-n // SUM_TOKENS) for n in self.zones), plan.batch * plan.heads)](
-            self.weights, self.tops, lse, self.observed.contiguous(), attention_sums, *args.places[1:], *args.place_strides[2:],
-            self.slots, self.grains, n_sinks, n_quantized, n_residual, plan.blocks, plan.heads, plan.queries, **plan.sum,
-        )  # fmt: skip
+        with torch.cuda.device_of(out):
+            sum_splits_kernel[(sum(-(-n // SUM_TOKENS) for n in self.zones), plan.batch * plan.heads)](
+                self.weights, self.tops, lse, self.observed.contiguous(), attention_sums, *args.places[1:], *args.place_strides[2:],
+                self.slots, self.grains, n_sinks, n_quantized, n_residual, plan.blocks, plan.heads, plan.queries, **plan.sum,
+            )  # fmt: skip
         return out, lse, attention_sums
 
 
@@ -398,7 +402,8 @@ def _rotate(query: Tensor, matrix: Tensor, factor: float) -> Tensor:
     """Contiguous queries `[..., D]` times `matrix` `[D, D]` and `factor`, in fp32."""
     out, dim = torch.empty_like(query, dtype=torch.float32), query.shape[-1]
     rows = query.numel() // dim
-    rotate_kernel[(-(-rows // 16),)](query, matrix, out, rows, D=dim, DP=triton.next_power_of_2(dim), R=16, TURN=factor)
+    with torch.cuda.device_of(out):  # Triton launches on the current device, wherever the tensors are
+        rotate_kernel[(-(-rows // 16),)](query, matrix, out, rows, D=dim, DP=triton.next_power_of_2(dim), R=16, TURN=factor)
     return out
 
 
@@ -430,13 +435,12 @@ def fused_attend(
     launch = launch or tiled(query, attention_inputs, mask, options)
     zones = 0 if region is None else region.tokens, exact[0].shape[2], exact[2].shape[2]
     chunks = len(region.chunks) if region else 0
-    with torch.cuda.device_of(query):  # Triton launches on the current device, wherever the tensors are
-        call = Call(query, mask, arguments_of_chunks(attention_inputs), zones, options, launch)
-        if launch is not None and launch.many:
-            call.attend_in_tiles(chunks)
-        else:
-            call.attend(chunks)
-        return call.finish()
+    call = Call(query, mask, arguments_of_chunks(attention_inputs), zones, options, launch)
+    if launch is not None and launch.many:
+        call.attend_in_tiles(chunks)
+    else:
+        call.attend(chunks)
+    return call.finish()
 
 
 def attend_pages(
@@ -446,7 +450,6 @@ def attend_pages(
     sink_slots, max_length, ring_slots = inputs.slots
     one = query.shape[2] == 1 and options.get("observed") is None
     splits = inputs.splits if one else None
-    with torch.cuda.device_of(query):
-        call = Call(query, mask, arguments_of_pages(inputs), (max_length, sink_slots, ring_slots), options, launch, splits)
-        call.attend(tokens=inputs.tokens)
-        return call.finish()
+    call = Call(query, mask, arguments_of_pages(inputs), (max_length, sink_slots, ring_slots), options, launch, splits)
+    call.attend(tokens=inputs.tokens)
+    return call.finish()
