@@ -353,12 +353,17 @@ class CompressedLayer(CacheLayerMixin):
 
     @property
     def keys(self) -> Tensor:  # type: ignore[override]
-        raise NotImplementedError(
-            "a compressed layer holds no dense keys and values. Encoder (cross) attention reads them at every step and is not compressed: "
-            "pass EncoderDecoderCache(<compressed cache>, DynamicCache()). To look at them, call layer.dense()."
-        )
+        raise NotImplementedError(_NO_DENSE)
 
-    values = keys  # type: ignore[assignment]
+    @property
+    def values(self) -> Tensor:  # type: ignore[override]
+        raise NotImplementedError(_NO_DENSE)
+
+
+_NO_DENSE = (
+    "a compressed layer holds no dense keys and values. Encoder (cross) attention reads them at every step and is not compressed: pass "
+    "EncoderDecoderCache(<compressed cache>, DynamicCache()). To look at them, call layer.dense()."
+)
 
 
 def compressed(inputs: AttentionInputs, observer: object = None) -> tuple[CompressedKV, CompressedKV]:
