@@ -18,17 +18,22 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from qkvcache.formats import Codec
+from qkvcache.formats import REGISTRY, Codec
 
 SPREAD = 3
-TURNED, TURNED_COARSE = 5e-3, 2e-2
-"""Of the largest logit, where both sides quantize on their own: a value that lies between two codes may turn to either, which moves the
-logits of the tiny models by up to 7e-4 in 8 bits, 8.4e-3 in 4 and 5.4e-3 in 3."""
+TURNED = 5e-3
+"""Of the largest logit, where both sides quantize on their own to 8 bits: a value that lies between two codes may turn to either, which
+moves the logits of the tiny models by up to 7e-4. `turned` is for any format."""
 
 
 def rounding(*lengths: int, dtype: torch.dtype = torch.float32) -> float:
     """For sums of `lengths` terms, one after the other, relative to the largest result."""
     return SPREAD * torch.finfo(dtype).eps * math.sqrt(sum(lengths))
+
+
+def turned(format: str) -> float:
+    """`TURNED` for a format by name: codes of fewer bits are further apart. A turned one moves logits by up to 8.4e-3 in 4, 5.4e-3 in 3."""
+    return 2e-2 if any(codec.packed_layout and codec.packed_layout.packed for codec in REGISTRY[format].codecs()) else TURNED
 
 
 def of_model(network: PreTrainedModel, tokens: int = 64) -> float:

@@ -14,7 +14,7 @@ from qkvcache.policies.base import LEAST
 from tests.matrix import ATTENTION, CUT_FREE, POLICIES, UNSUPPORTED, model, slowly
 from tests.reference import ZONES, assert_close, count_decoded_layers, forward
 from tests.seeds import SEED
-from tests.tolerance import TURNED, TURNED_COARSE, of_model
+from tests.tolerance import TURNED, of_model, turned
 
 PADS = (0, 5, 14)
 CUTS = {"whole": (30, 1, 1, 3, 1, 1), "chunked": (4, 17, 9, 1, 1, 3, 1, 1)}  # a boundary in the padding
@@ -145,8 +145,7 @@ def test_many_new_tokens_in_chunks_keep_what_a_dense_layer_keeps(monkeypatch, na
         assert bool(decoded) != chunked
         found.append((kept(cache), torch.cat(logits)))
     assert found[0][0] == found[1][0]
-    limits = {None: of_model(network, sum(sizes)), "int8": TURNED, "turboquant_3bit_nc": TURNED_COARSE}
-    assert_close(found[0][1], found[1][1], limits[format])
+    assert_close(found[0][1], found[1][1], turned(format) if format else of_model(network, sum(sizes)))
 
 
 @pytest.mark.slow

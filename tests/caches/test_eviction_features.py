@@ -14,7 +14,7 @@ from qkvcache.policies import H2O, Knorm, SinkWindow
 from tests.matrix import ATTENTION, POLICIES, model, slowly
 from tests.reference import assert_close, forward
 from tests.seeds import SEED
-from tests.tolerance import TURNED_COARSE, of_model
+from tests.tolerance import of_model, turned
 
 MOVES = {
     "reorder_cache": (torch.tensor([2, 0, 0]), torch.tensor([2, 0, 0])),
@@ -250,7 +250,7 @@ def test_b20_rows_move_with_all_that_is_known_of_them(name, format):
         moved = copy.deepcopy(cache)
         getattr(moved, method)(argument)
         logits, positions = go_on(moved, rows)
-        assert_close(logits, expected[rows], TURNED_COARSE if format else of_model(network))
+        assert_close(logits, expected[rows], turned(format) if format else of_model(network))
         assert same(positions, [x[rows] for x in kept])
 
 

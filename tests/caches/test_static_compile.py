@@ -17,7 +17,7 @@ from qkvcache.kernels import attend_on_codes
 from qkvcache.layers.compressed import CompressedLayer
 from tests.matrix import model
 from tests.reference import NEW, ZONES, assert_close, prompt, run
-from tests.tolerance import TURNED, TURNED_COARSE, of_model, rounding
+from tests.tolerance import TURNED, of_model, rounding, turned
 
 FOUR_BIT = "turboquant_4bit_nc"
 
@@ -61,7 +61,7 @@ def logits(out) -> Tensor:
 def test_generate_compiles_one_graph(format, attention, compiling):
     """For 50 tokens, of any cache, after any prompt."""
     this = compiling("llama", attention)
-    limit = of_model(this.network, 140) if format == "identity" else TURNED_COARSE
+    limit = of_model(this.network, 140) if format == "identity" else turned(format)
     plain, first, second, third = (make(this.network, format, 90) for _ in range(4))
     expected = this.run(plain, compiled=False, max_new_tokens=50)
     assert not graphs()
