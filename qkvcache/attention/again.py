@@ -1,8 +1,10 @@
 """Detecting a prompt that does not continue the text in the cache: transformers appends it silently.
 
-`generate` passes the tokens of a prompt that follow as many tokens as the cache has seen. Another prompt, or the whole text at every step
-(`use_cache=False`), has positions that the cache has seen already. Positions are on the device, so they are read only in steps of several
-tokens, and once for all layers.
+`generate` passes the tokens of a prompt that follow as many tokens as the cache has seen. Another prompt that is no longer than these, or
+the whole text at every step (`use_cache=False`), begins at a position that the cache has seen. Positions prove it only where no token is
+hidden, or where they rise although the mask hides the step's last token, which a mask does that is too short for the step: padding has any
+position, and so have the tokens after padding on the right. Positions are on the device, so they are read only in steps of several tokens,
+and once for all layers. A longer prompt looks like a continuation, since attention does not see the tokens themselves.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import weakref
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
@@ -22,19 +25,31 @@ _last: Any = lambda: None  # noqa: E731
 
 
 def notice_again(implementation: str, query: Tensor, key: CompressedKV, mask: Any, options: dict[str, Any]) -> None:
-    """Warns if the step's first token has a position that the cache has seen, in every row; raises ValueError if that is position 0."""
+    """Warns if a row of the step begins at a position that the cache has seen; raises ValueError if that is position 0."""
     global _last
     positions = options.get("position_ids")
-    if query.shape[2] == 1 or torch.compiler.is_compiling() or not isinstance(positions, Tensor) or positions.dim() != 2:
+    if query.shape[2] == 1 or torch.compiler.is_compiling() or not isinstance(positions, Tensor):
+        return
+    if positions.shape[1:] != query.shape[2:3]:
         return  # positions of images and text have three dimensions, and need not increase
     if _last() is positions:
         return
     _last = weakref.ref(positions)
-    seen = _seen(implementation, query, key, mask)
-    first = positions[:, 0].to(query.device)
-    if not bool((first < seen).all()):
+    positions, tokens = positions.to(query.device), key.shape[2]
+    first, before, shown = positions[:, 0], tokens - query.shape[2], _shown(implementation, query, mask)
+    if key.observer is not None:
+        seen = key.observer.tokens_before()
+    elif shown is None:
+        seen = torch.full_like(first, before)
+    else:
+        shown = F.pad(shown, (0, tokens - shown.shape[1]))  # a preallocated cache has masks of `max_length` columns
+        seen = shown[:, :before].sum(-1)
+    again = first < seen
+    if shown is not None:
+        again &= shown.all(-1) | (~shown[:, -1] & (positions[:, -1] > positions[:, -2]))
+    if not bool(again.any()):
         return
-    begin = int(first.max())
+    begin = int(first.expand_as(again)[again].min())
     message = (
         f"the step's {query.shape[2]} tokens begin at position {begin}, and the cache has seen {int(seen.max())} tokens: for another "
         "prompt call cache.reset(), or pass a new cache; to go on, pass the whole text, longer than the cache"
@@ -44,18 +59,13 @@ def notice_again(implementation: str, query: Tensor, key: CompressedKV, mask: An
     warnings.warn(message, stacklevel=3)
 
 
-def _seen(implementation: str, query: Tensor, key: CompressedKV, mask: Any) -> Tensor:
-    """Tokens of each row before the step, padding not counted, `[B]` or `[1]`: those that the last query attends to."""
-    if key.observer is not None:
-        return key.observer.tokens_before()
-    queries, device = query.shape[2], query.device
-    before = key.shape[2] - queries
+def _shown(implementation: str, query: Tensor, mask: Any) -> Tensor | None:
+    """Which columns the last query attends to, those of all tokens that are no padding, bool `[B or 1, T]`; None: all."""
     if mask is None:
-        return torch.full((1,), before, device=device)
+        return None
     if isinstance(mask, BlockMask):
-        rows = torch.arange(query.shape[0], device=device)[:, None]
-        shown = mask.mask_mod(rows, rows * 0, rows * 0 + queries - 1, torch.arange(before, device=device)[None])
-    else:
-        shown = mask[:, :before] if "flash" in implementation else mask[:, 0, -1, :before]
-        shown = shown > torch.finfo(shown.dtype).min / 2 if shown.is_floating_point() else shown.bool()
-    return shown.sum(-1)
+        rows, columns = (torch.arange(n, device=query.device) for n in (query.shape[0], mask.shape[-1]))
+        rows = rows[:, None]
+        return mask.mask_mod(rows, rows * 0, rows * 0 + query.shape[2] - 1, columns[None]).expand(len(rows), len(columns))
+    shown = mask if "flash" in implementation else mask[:, 0, -1]
+    return shown > torch.finfo(shown.dtype).min / 2 if shown.is_floating_point() else shown.bool()
