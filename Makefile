@@ -52,13 +52,11 @@ pictures: $(VENV)/installed
 	$(BIN)/python eval/quality.py --model smollm2 --plot
 	$(BIN)/python eval/quality.py --model smollm2 --out eval/results/quality_policies.jsonl --plot
 	$(BIN)/python eval/long_answers.py --model smollm2 --plot
-	$(BIN)/python eval/eviction.py --plot
-	$(BIN)/python eval/formats.py --plot
+	$(BIN)/python eval/concluded.py calibrated formats sinks budgets combined --plot
 	$(BIN)/python eval/bench_kernels.py --plot
 	$(BIN)/python eval/bench_generate.py --plot
 	$(BIN)/python eval/bench_turns.py --plot
 	$(BIN)/python eval/bench_batching.py --plot
-	$(BIN)/python eval/calibrated.py --plot
 	$(BIN)/python eval/policies.py recall --model smollm2 --plot
 
 # The notebooks again, with their outputs.
@@ -89,13 +87,10 @@ quality: $(VENV)/installed
 	$(BIN)/python eval/quality.py --plot
 	$(BIN)/python eval/quality.py --markdown
 
-# The studies of eviction and of formats, and their pictures: an hour and a half on two cores.
+# Policies on generated tasks, and an endless stream, on the embedded model.
 studies: $(VENV)/installed
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[bench]'
-	$(BIN)/python eval/eviction.py
-	$(BIN)/python eval/eviction.py --plot
-	$(BIN)/python eval/formats.py
-	$(BIN)/python eval/formats.py --plot
+	$(BIN)/python eval/policies.py --tokens 1000
 	$(BIN)/python examples/streaming.py --plot examples/streaming.png --rows eval/results/streaming.jsonl
 
 $(VENV)/installed: pyproject.toml constraints.txt

@@ -14,14 +14,13 @@ import torch
 import typer
 from rows import read_rows, replace_rows
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from twins import TWINS, sources
 
 from qkvcache import demo, models
 from qkvcache.options import device_of
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-TEXTS = {"pydoc": demo.text, "stdlib": sources}
-"""Texts that every Python brings: its language reference, and the sources of its library."""
+TEXTS = {"pydoc": demo.text}
+"""The language reference that every Python brings."""
 T = TypeVar("T")
 
 
@@ -45,9 +44,7 @@ def add_model(parser: ArgumentParser, results: Path, text: str = "pydoc") -> Non
     parser.add_argument("--model", default="demo", help="'demo' (embedded), 'smollm2', a folder or a model on the Hub")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="float32", choices=DTYPES, help="of the model: what rounds is then the cache")
-    parser.add_argument(
-        "--text", type=Path, default=text, help="'pydoc', the language reference of Python; 'stdlib', its library; a file, .xz too"
-    )
+    parser.add_argument("--text", type=Path, default=text, help="'pydoc', the language reference of Python; or a file, .xz too")
     parser.add_argument("--out", type=Path, default=results, help="where the rows go")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="after so many, nothing more is started")
 
@@ -68,11 +65,8 @@ def refused(args: Namespace) -> str | None:
 
 
 def load(args: Namespace) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, list[int]]:
-    """The model, a twin of the embedded one by its name, its tokenizer, and the text as its tokens."""
-    if args.model in TWINS:
-        model, tokenizer = TWINS[args.model](args.device)
-    else:
-        model, tokenizer = models.load(args.model, DTYPES[args.dtype], args.device)
+    """The model, its tokenizer, and the text as its tokens."""
+    model, tokenizer = models.load(args.model, DTYPES[args.dtype], args.device)
     if str(args.text) in TEXTS:
         text = TEXTS[str(args.text)]()
     else:
@@ -123,24 +117,3 @@ def stored_or_measured(
         sys.exit(f"--minutes {args.minutes:g}: over before the first cache was measured")
     print(f"{rows[-1]['seconds']:.0f} s", file=sys.stderr)
     return rows
-
-
-def add_views(parser: ArgumentParser) -> None:
-    """Options of `run_or_show`."""
-    parser.add_argument("--markdown", action="store_true", help="the tables, from the rows")
-    parser.add_argument("--plot", action="store_true", help="the picture, from the rows")
-
-
-def run_or_show(
-    args: Namespace,
-    run: Callable[[Namespace], object],
-    markdown: Callable[[list[dict]], str],
-    plot: Callable[[list[dict], Path], object],
-) -> None:
-    """Measures, unless `--markdown` or `--plot` asks for what the rows in `args.out` show."""
-    if args.plot:
-        plot(read_rows(args.out), args.out.with_suffix(".png"))
-    elif args.markdown:
-        print(markdown(read_rows(args.out)))
-    else:
-        run(args)

@@ -45,6 +45,11 @@ def with_error(value: float, error: float) -> str:
     return f"{short(value, places)} ± {short(error, places)}"
 
 
+def number(value: float) -> str:
+    """.0038, .017, 1.2: two digits."""
+    return f"{value:.2g}" if value >= 1 else f"{value:.{5 if value < 0.0001 else 4 if value < 0.01 else 3}f}".lstrip("0") or "0"
+
+
 def percent(value: float, error: float | None = None) -> str:
     if error is None or not math.isfinite(error):
         return f"{100 * value:.0f} %"

@@ -23,6 +23,7 @@ import argparse
 import dataclasses
 import functools
 import sys
+import sysconfig
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -37,7 +38,6 @@ from rows import read_rows, replace_rows, write_rows
 from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import Cache
-from twins import sources
 
 from qkvcache import CompressedCache, policies, profile_heads
 from qkvcache.evaluation.quality import compare
@@ -166,7 +166,9 @@ class Bench:
     @functools.cache  # noqa: B019
     def profile(self) -> policies.HeadProfile:
         """Of the model, on a text that no task is made of."""
-        ids = self.tokenizer(sources()[: 2**20], add_special_tokens=False, verbose=False)["input_ids"]
+        paths = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
+        text = "\n\n".join(path.read_text(errors="ignore") for path in paths if path.stat().st_size > 2000)
+        ids = self.tokenizer(text[: 2**20], add_special_tokens=False, verbose=False)["input_ids"]
         return profile_heads(self.model, ids, tokenizer=self.tokenizer)
 
     def cache(self, policy: str, format: str, size: int, total: int) -> Cache:

@@ -35,7 +35,7 @@ from qkvcache.planning.model import shapes
 RESULTS = Path(__file__).parent / "results" / "quality.jsonl"
 ZONES = {"4 + 64": {}, "none": {"num_sink_tokens": 0, "residual_length": 0}}
 EVICTED = ("turboquant_4bit_nc",)
-"""What evicting caches store tokens in: what `recommend` takes most often. `eviction.py` looks at eviction alone."""
+"""What evicting caches store tokens in: what `recommend` takes most often."""
 VARIANTS = ("_token", "_tensor", "_frozen", "_asymmetric", "_group", "_four_over_six")
 """How names end that differ from others in a scale alone, or that take a CPU a minute to store."""
 

@@ -1,6 +1,6 @@
 """The tables and the picture of README and of the site that draw on several studies, from the rows in eval/results; nothing is measured.
 
-python eval/summary.py caches | steps | room | prefix | zones | cpu     a table, as markdown
+python eval/summary.py caches | steps | room | prefix | cpu    a table, as markdown
 python eval/summary.py picture [--out FILE]                             quality against memory on the real model
 """
 
@@ -11,6 +11,7 @@ import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from error_bars import number
 from palette import family, format_color, policy_color
 
 RESULTS = Path(__file__).parent / "results"
@@ -34,11 +35,6 @@ def rows(name: str) -> list[dict]:
 def table(headers: Iterable[str], lines: Iterable[Iterable[str]]) -> str:
     headers = list(headers)
     return "\n".join(f"| {' | '.join(line)} |" for line in [headers, ["---"] * len(headers), *map(list, lines)])
-
-
-def number(value: float) -> str:
-    """.0038, .017, 1.2: two digits."""
-    return f"{value:.2g}" if value >= 1 else f"{value:.{5 if value < 0.0001 else 4 if value < 0.01 else 3}f}".lstrip("0") or "0"
 
 
 def quality(format: str | None, policy: str | None = None, budget: float | None = None) -> dict | None:
@@ -135,15 +131,6 @@ def prefix() -> str:
     return table(headers, lines)
 
 
-def zones() -> str:
-    found = rows("zones")
-    kinds = list(dict.fromkeys((row["num_sink_tokens"], row["residual_length"]) for row in found))
-    kl = {(row["format"], row["num_sink_tokens"], row["residual_length"]): row["kl"] for row in found}
-    names = dict.fromkeys(row["format"] for row in found)
-    lines = [[f"`{name}`", *(number(kl[name, *kind]) if (name, *kind) in kl else "" for kind in kinds)] for name in names]
-    return table(["first + last exact tokens", *(f"{first} + {last}" for first, last in kinds)], lines)
-
-
 def cpu() -> str:
     found = {row["cache"].removesuffix(UNCENTERED): row for row in rows("cpu_decode")}  # the last of each
     shown = [
@@ -162,7 +149,7 @@ def cpu() -> str:
     return table(["cache", "ms a token", "times `DynamicCache`'s", "times quanto's, 4 bits"], lines)
 
 
-TABLES: dict[str, Callable[[], str]] = {"caches": caches, "steps": steps, "room": room, "prefix": prefix, "zones": zones, "cpu": cpu}
+TABLES: dict[str, Callable[[], str]] = {"caches": caches, "steps": steps, "room": room, "prefix": prefix, "cpu": cpu}
 
 
 BESIDE = {

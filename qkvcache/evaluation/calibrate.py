@@ -2,8 +2,8 @@
 
 The model reads windows of a text exactly. Then the keys, or the values, of one layer are quantized with 2, 3 or 4 bits and dequantized
 (`CompressedLayer.dense`, exact zones as in a cache), all others stay exact, and the model reads on. The cost of those bits is the KL
-divergence from the exact run over these tokens. Costs of layers and of sides add up (`eval/keys.py`), so that bits under a budget of bytes
-are chosen by their sum alone: a knapsack, solved exactly.
+divergence from the exact run over these tokens. Costs of layers and of sides add up (`eval/results/keys.jsonl`), so that
+bits under a budget of bytes are chosen by their sum alone: a knapsack, solved exactly.
 
 A calibration runs the model `6 L + 5` times over `windows * read_on` tokens, for `L` full-attention layers.
 """
@@ -114,7 +114,8 @@ def calibrate(
         windows: pieces of the text, evenly spaced.
         read_on: tokens of each window, after the context, over which the divergence is measured.
         num_sink_tokens, residual_length: as CompressedCache takes them. The choice is for caches with exact zones: without a residual,
-            the layers that read the tokens just before matter most, and one format for all loses less (`eval/calibrated.py`).
+            the layers that read the tokens just before matter most, and one format for all loses less
+            (`eval/results/calibrated.jsonl`).
         progress: called with runs of the model done, and all of them.
 
     Raises:

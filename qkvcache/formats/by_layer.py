@@ -1,7 +1,7 @@
 """`FormatByLayer`: a format for each full-attention layer, and the calibration file that holds one.
 
 Layers differ in how much their codes cost: at the same bytes, bits by layer have about half of the KL divergence of one format for all
-(`eval/calibrated.py`). `qkvcache calibrate` measures a model and writes the file.
+(`eval/results/calibrated.jsonl`). `qkvcache calibrate` measures a model and writes the file.
 
 The file is JSON: `{"file": "qkvcache formats by layer", "version": 1, "formats": [a registered name for each layer], ...}`. Other
 entries describe the calibration (`evaluation/calibrate.py`) and are ignored when the file is read.

@@ -6,7 +6,6 @@ import warnings
 
 import pytest
 import torch
-import twins
 from transformers import DynamicCache
 
 from qkvcache import CompressedCache, HadaQuantCache, NVFP4Cache, QuantizedPerTokenCache, TurboQuantCache, demo, policies
@@ -14,6 +13,7 @@ from qkvcache.evaluation.prefill import prefill
 from qkvcache.evaluation.quality import RecallSet, recall
 from qkvcache.formats import REGISTRY
 from qkvcache.planning.recommend import LADDERS
+from tests import twins
 
 CONTEXT, READ_ON = 1000, 32
 MOST = 0.05

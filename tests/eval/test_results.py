@@ -12,10 +12,6 @@ SHOWN = {
     "quality --model smollm2": ["nvfp4_mse ", "--markdown"],
     "quality --model smollm2 --out quality_policies.jsonl": ["turboquant_4bit_nc + snapkv 50%", "--markdown"],
     "long_answers --model smollm2": ["turboquant_3bit_nc ", "--markdown"],
-    "eviction": ["perplexity of 3 streams", "--show"],
-    "formats": ["hadaquant_k3v2", "--show"],
-    "formats frozen": ["a prompt of stdlib", "--markdown"],
-    "calibrated": ["| calibrated, 3 bits | 100 |", "--markdown"],
 }
 
 
@@ -30,5 +26,5 @@ def test_rows_are_shown_and_drawn(command, tmp_path, capsys):
     study.main([*arguments, show])
     assert said in capsys.readouterr().out
     study.main([*arguments, "--plot"])
-    drawn = list(tmp_path.glob("*.png"))
-    assert len(drawn) == (3 if name == "eviction" else 1) and all(file.stat().st_size > 10_000 for file in drawn)
+    (drawn,) = tmp_path.glob("*.png")
+    assert drawn.stat().st_size > 10_000

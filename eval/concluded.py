@@ -1,0 +1,231 @@
+"""Tables and pictures of studies that are concluded: the pages say what they found, their rows are in eval/results.
+
+    python eval/concluded.py keys | calibrated | frozen | zones               the table, as markdown
+    python eval/concluded.py formats | calibrated | sinks | budgets | combined --plot         the picture
+
+The scripts that measured them are in the history: `git show fe5230e:eval/keys.py`, and likewise calibrated.py, formats.py, eviction.py and
+zones.py. Each row has its command and commit.
+"""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from error_bars import number, with_error
+from harness import RESULTS, Table, picture, pivot, read_rows
+from palette import format_color, line_styles, policy_color
+
+ZONES = {(4, 64): "4 + 64 exact", (0, 0): "no exact tokens"}
+NAMES = {"smollm2": "SmolLM2-135M", "biased": "biased keys", "normed": "normed keys", "demo": "embedded"}
+
+
+def rows_of(name: str, begins: str = "") -> list[dict]:
+    return [row for row in read_rows(RESULTS / f"{name}.jsonl") if row["what"].startswith(begins)]
+
+
+def zones_of(row: dict) -> tuple[int, int]:
+    return row["num_sink_tokens"], row["residual_length"]
+
+
+def kl(row: dict) -> str:
+    return with_error(row["kl"], row["kl_error"])
+
+
+def by_model(rows: list[dict]) -> dict[str, list[dict]]:
+    return {model: [row for row in rows if row["model"] == model] for model in dict.fromkeys(row["model"] for row in rows)}
+
+
+def keys() -> Iterator[Table]:
+    """Where the divergence comes from, and bits of keys against bits of values: KL of each trial by model."""
+    for study in ("where", "bits"):
+        found = pivot(rows_of("keys", f"keys_{study}"), lambda row: row["label"], lambda row: row["model"], kl)
+        yield Table([study, *found.headers[1:]], found.lines, rule=("---",))
+
+
+def calibrated() -> Iterator[Table]:
+    """Bits by layer, a table for each model: the largest format first, of the same bytes the calibrated one last."""
+    for model, rows in by_model(rows_of("calibrated", "calibrated")).items():
+        sizes = {row["label"]: (-row["size_at_128"], row["label"].startswith("calibrated")) for row in rows}
+        places = sorted({(zones_of(row), row["context"]) for row in rows}, key=lambda place: (-place[0][1], place[1]))
+        at = {(row["label"], zones_of(row), row["context"]): kl(row) for row in rows}
+        lines = [
+            [label, f"{-sizes[label][0]:g}", *(at.get((label, *place), "") for place in places)] for label in sorted(sizes, key=sizes.get)
+        ]
+        first, *others = {row["device"]: row for row in rows}.values()
+        said = f"KL in nats, on {first['windows']} x {first['read_on']:,} tokens of {first['text']}, on {first['device']}"
+        said += "".join(f"; prompt {row['context']:,} on {row['device']}" for row in others)
+        headers = [NAMES[model], "bytes", *(f"{ZONES[zones]}, prompt {context:,}" for zones, context in places)]
+        yield Table(headers, lines, caption=f"{said}.", rule=("---",))
+
+
+def frozen() -> Iterator[Table]:
+    """KL with exact zones, a column for each origin of the means."""
+    rows = [row for row in rows_of("formats", "formats_frozen") if row["residual_length"]]
+    found = pivot(rows, lambda row: f"{row['model']} | `{row['format']}`", lambda row: row["source"], kl)
+    said = (
+        f"KL on {rows[0]['device']}: {rows[0]['windows']} x {rows[0]['read_on']} tokens of {rows[0]['text']} after {rows[0]['context']:,}; "
+        "4 sink tokens and 64 recent ones exact; standard errors over the texts."
+    )
+    yield Table(["model | format", *found.headers[1:]], found.lines, caption=said, rule=("---|---", "---"))
+
+
+def zones() -> Iterator[Table]:
+    """KL by the number of exact tokens."""
+    rows = [row | {"zones": "{} + {}".format(*zones_of(row))} for row in rows_of("zones")]
+    found = pivot(rows, lambda row: f"`{row['format']}`", lambda row: row["zones"], lambda row: number(row["kl"]))
+    yield Table(["first + last exact tokens", *found.headers[1:]], found.lines, rule=(" --- ",))
+
+
+TABLES: dict[str, Callable[[], Iterator[Table]]] = {"keys": keys, "calibrated": calibrated, "frozen": frozen, "zones": zones}
+
+
+def draw_calibrated(path: Path) -> None:
+    """KL against bytes after the longest prompts, a panel a model: bits by layer against one format for all."""
+    models = by_model(rows_of("calibrated", "calibrated"))
+    with picture(path, 1, len(models), figsize=(4.6 * len(models), 4.4), margins=(0, 0.09, 1, 1)) as (figure, grid):
+        for axes, (model, rows) in zip(grid[0], models.items(), strict=True):
+            longest = max(row["context"] for row in rows)
+            for place, style in (((4, 64), "-"), ((0, 0), ":")):
+                at = [row for row in rows if row["context"] == longest and zones_of(row) == place]
+                for family, name in (
+                    ("calibrated", "bits by layer"),
+                    ("hadaquant", "HadaQuant, one for all"),
+                    ("turboquant", "turboquant_4bit_nc"),
+                ):
+                    some = sorted((row["size_at_128"], row["kl"], row["kl_error"]) for row in at if row["label"].startswith(family))
+                    if some:
+                        line = {"color": format_color(family), "linestyle": style, "marker": "o", "markersize": 3, "capsize": 2}
+                        axes.errorbar(*zip(*some, strict=True), **line, label=f"{name}, {ZONES[place]}")
+            axes.set(title=NAMES[model], xlabel="bytes of a token and head (left is better)", yscale="log")
+        grid[0][0].set_ylabel("KL from the dense run, nats (lower is better)")
+        figure.legend(*grid[0][0].get_legend_handles_labels(), loc="lower center", ncols=6, fontsize=9, frameon=False)
+
+
+NAMED = {"hadaquant": (-3, -8), "turboquant": (3, 3)}
+"""Families whose points have names, and where those stand, in points; the others lie too close together."""
+TITLES = {"demo": "embedded", "qwen2": "biased keys", "qwen3": "normed keys"}
+
+
+def draw_formats(path: Path) -> None:
+    """Quality against bytes, a panel a model."""
+    models = by_model(rows_of("formats", "formats_quality"))
+    with picture(path, 1, len(models), figsize=(6 * len(models), 5.2), dpi=130) as (_, grid):
+        for axes, (model, rows) in zip(grid[0], models.items(), strict=True):
+            for recent, fill in ((0, "none"), (64, "full")):
+                for family in ("hadaquant", "turboquant", "nvfp4", "int4", "int8", "fp8"):
+                    some = sorted(
+                        (row["bytes"], row["kl"], row["label"])
+                        for row in rows
+                        if row["residual_length"] == recent and row["label"].startswith(family)
+                    )
+                    line = "-" if family == "hadaquant" else "none"
+                    style = {"color": format_color(family), "marker": "o", "fillstyle": fill, "linestyle": line}
+                    axes.plot([size for size, _, _ in some], [kl for _, kl, _ in some], label=family if recent else None, **style)
+                    for size, kl, label in some if recent == 0 and family in NAMED else ():
+                        name = label.removeprefix(f"{family}_").removesuffix("_uncentered")
+                        place = {"xytext": NAMED[family], "textcoords": "offset points", "ha": "right" if NAMED[family][0] < 0 else "left"}
+                        axes.annotate(name, (size, kl), fontsize=6, color=style["color"], **place)
+            axes.set(
+                title=f"{TITLES[model]}: hollow, no exact tokens; filled, 4 + 64",
+                xlabel="bytes of a token and head (left is better)",
+                yscale="log",
+                xscale="log",
+            )
+            axes.set_xticks([68, 84, 100, 116, 132, 144, 198, 264], [68, 84, 100, 116, 132, 144, 198, 264], fontsize=7)
+            axes.set_xlim(left=58)  # room for names
+            axes.minorticks_off()
+        grid[0][0].set_ylabel("KL divergence from the dense run, nats (lower is better)")
+        grid[0][0].legend(fontsize=8, loc="lower left")
+
+
+def draw_sinks(path: Path) -> None:
+    """Perplexity of streams by the number of sinks, within the trained context and beyond it."""
+    dense, *others = rows_of("eviction", "eviction_sinks")
+    counts = list(dict.fromkeys(row["parameters"]["num_sink_tokens"] for row in others))
+    trained = dense["tokens"]  # it ends there
+    titles = {
+        "within": f"tokens {trained // 2:,} to {trained:,}: within the trained context",
+        "beyond": f"tokens after {trained:,}: beyond it",
+    }
+    with picture(path, 1, 2, figsize=(10, 4.2), sharey=True, dpi=130) as (_, (grid,)):
+        for axes, (span, title) in zip(grid, titles.items(), strict=True):
+            for window, strength in ((256, 0.45), (1020, 1)):
+                for positions, style in (("original", "--"), ("cache", "-")):
+                    found = {}
+                    for row in others:
+                        options = row["parameters"]
+                        if options["window"] == window and (options["positions"] == positions or not options["num_sink_tokens"]):
+                            found[counts.index(options["num_sink_tokens"])] = row[f"perplexity_{span}"]
+                    line = {"linestyle": style, "color": policy_color("sink_window"), "alpha": strength, "marker": "o"}
+                    axes.plot(*zip(*found.items(), strict=True), label=f'window {window:,}, positions="{positions}"', **line)
+            axes.axhline(dense["perplexity_within"], color="gray", linewidth=1, label=f"dense, tokens {trained // 2:,} to {trained:,}")
+            axes.set(title=title, xlabel="sinks", xticks=range(len(counts)), xticklabels=counts, yscale="log")
+        grid[0].set_ylabel("perplexity (lower is better)")
+        grid[1].legend(fontsize=8)
+
+
+def draw_budgets(path: Path) -> None:
+    """KL and recall against the budget, a line a policy."""
+    rows = rows_of("eviction", "eviction_budgets")
+    titles = {
+        "kl": "KL divergence of what is read on, nats\n(lower is better)",
+        "recall_unseen": "recall, question unseen at eviction\n(higher is better)",
+        "recall_seen": "recall, question seen at eviction\n(higher is better)",
+    }
+    styles = line_styles(dict.fromkeys(row["name"] for row in rows), policy_color)
+    with picture(path, 1, 3, figsize=(14, 4.5), dpi=130) as (_, (grid,)):
+        for axes, (value, title) in zip(grid, titles.items(), strict=True):
+            for name, style in styles.items():
+                found = [row for row in rows if row["name"] == name]
+                axes.plot([100 * row["share"] for row in found], [row[value] for row in found], markersize=4, label=name, **style)
+            axes.set(title=title, xlabel=f"budget, % of {rows[0]['context']:,} tokens")
+        grid[0].set_yscale("symlog", linthresh=1e-2)
+        grid[0].legend(fontsize=8)
+
+
+def draw_combined(path: Path) -> None:
+    """Requests that fit, by arithmetic, with what eviction and formats together cost."""
+    rows = rows_of("eviction", "eviction_combined")
+    exact = {"dense": format_color("DynamicCache"), "H2O": policy_color("h2o"), "sinks": policy_color("sink_window")}
+    firsts = [row["name"].split(" ")[0] for row in rows]
+    with picture(path, figsize=(11, 5.5), dpi=130) as (figure, ((axes,),)):
+        bars = axes.barh(
+            range(len(rows)), [row["requests"] for row in rows], color=[exact.get(first) or format_color(first) for first in firsts]
+        )
+        notes = [f"{row['requests']:,}   KL {row['kl']:.3f}, recall {row['recall_unseen']:.0%} / {row['recall_seen']:.0%}" for row in rows]
+        axes.bar_label(bars, notes, padding=4, fontsize=8)
+        axes.set(xscale="log", yticks=range(len(rows)), yticklabels=[row["name"] for row in rows], xlim=(8, 500_000))
+        axes.set_xlabel("requests (right is better)")
+        title = "Requests of 131,072 tokens on 8 x H100, Llama 70B (arithmetic)\nKL and recall (unseen / seen), measured"
+        figure.suptitle(title, fontsize=10)
+        axes.invert_yaxis()
+
+
+PICTURES: dict[str, tuple[str, Callable[[Path], None]]] = {
+    "calibrated": ("calibrated", draw_calibrated), "formats": ("formats", draw_formats), "sinks": ("eviction_sinks", draw_sinks),
+    "budgets": ("eviction_budgets", draw_budgets), "combined": ("eviction_combined", draw_combined),
+}  # fmt: skip
+"""Names of files and what draws them."""
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
+    every = list(dict.fromkeys([*TABLES, *PICTURES]))
+    parser.add_argument("studies", nargs="+", choices=every, metavar="STUDY", help=" ".join(every))
+    parser.add_argument("--plot", action="store_true", help="the pictures in place of the tables")
+    parser.add_argument("--folder", type=Path, default=RESULTS, help="where pictures go")
+    args = parser.parse_args(arguments)
+    if wrong := set(args.studies) - (PICTURES if args.plot else TABLES).keys():
+        parser.error(f"{sorted(wrong)} has no {'picture' if args.plot else 'table'}")
+    for study in args.studies:
+        if args.plot:
+            name, draw = PICTURES[study]
+            draw(args.folder / f"{name}.png")
+        else:
+            print("\n\n".join(table.markdown() for table in TABLES[study]()))
+
+
+if __name__ == "__main__":
+    main()
