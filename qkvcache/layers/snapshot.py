@@ -155,6 +155,46 @@ def _copies_to(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
+def check(layer: Layer, stored: Snapshot, seen: int) -> None:
+    """Raises ValueError unless `restore` can put `stored` into `layer`, which is empty, as the first `seen` tokens of a row: names, dtypes,
+    shapes and counts must be those of a snapshot of such a layer. Otherwise a file could name any attribute, and any size."""
+    tensors, numbers, kind = stored.tensors, stored.numbers, stored.kind
+    if kind not in ("empty", KINDS.get(type(layer))) and not (kind == "dense" and type(layer) is CompressedLayer):
+        raise ValueError(f"a snapshot of kind {kind!r} for a {type(layer).__name__}")
+    if not isinstance(numbers, dict) or any(type(x) is not int or not 0 <= x < 2**31 for x in numbers.values()):
+        raise ValueError(f"counts {numbers!r}")
+    if kind == "linear":
+        states = {name: x for name, x in _states(layer) if name not in ("device", "dtype")}
+        allowed = {name for name in states if name.partition(".")[0].endswith("_states")}
+        fixed = {name: x for name, x in states.items() if type(x) is int}
+        if not tensors.keys() <= allowed or not numbers.keys() <= states.keys() - allowed or fixed.items() - numbers.items():
+            raise ValueError(f"{sorted(tensors)} and {sorted(numbers)} for a {type(layer).__name__}")
+    elif kind in ("compressed", "evicting"):
+        like = _vectors(tensors, "key.sinks", "value.sinks")
+        layer.format.check(*(x.shape[3] for x in like))
+        key, value = (x[:, :, :0].to("meta") for x in like)
+        layer.make_storage((key, value)).check(tensors, numbers, seen)
+    elif kind == "empty":
+        if tensors or numbers:
+            raise ValueError(f"{sorted(tensors)} for an empty layer")
+    else:
+        keys, values = _vectors(tensors, "keys", "values")
+        least = min(seen, layer.sliding_window - 1) if kind == "sliding" else seen
+        alike = keys.shape[:3] == values.shape[:3] and keys.dtype is values.dtype and least <= keys.shape[2] <= seen
+        if not alike or len(tensors) > 2 or numbers != ({"seen": seen} if kind == "sliding" else {}):
+            raise ValueError(f"{sorted(tensors)} of {keys.shape[2]} and {values.shape[2]} tokens, counts {numbers}, after {seen} tokens")
+
+
+def _vectors(tensors: dict[str, Tensor], *names: str) -> list[Tensor]:
+    """The tensors of these names. Raises ValueError unless there are such, for keys or values `[1, H, T, D]`."""
+    found = [tensors[name] for name in names if name in tensors]
+    if len(found) < len(names) or any(x.ndim != 4 or len(x) != 1 or not x.dtype.is_floating_point for x in found):
+        raise ValueError(f"no {' and '.join(names)} of one row among {sorted(tensors)}")
+    if any(x.ndim != 4 for name, x in tensors.items() if name.startswith(("key.", "value."))):
+        raise ValueError("keys or values that are not by token")
+    return found
+
+
 def _restore(layer: Layer, stored: Snapshot, device: torch.device | str) -> None:
     tensors, numbers = stored.to(device, copy=stored.kind != "compressed").tensors, stored.numbers
     if isinstance(layer, CompressedLayer):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import platform
 import re
@@ -25,6 +26,7 @@ from pathlib import Path
 from uuid import uuid4
 
 import numpy
+import torch
 import xxhash
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -32,7 +34,7 @@ from torch import Tensor
 
 from ..layers.snapshot import Snapshot
 from . import match
-from .entry import Entry
+from .entry import CacheTemplate, Entry
 from .host_memory import THREADS, Blocks, as_bytes
 
 VERSION = 2
@@ -105,9 +107,17 @@ def write(directory: Path, entry: Entry, model: str) -> File:
 
 
 def _file(path: Path, header: dict, ids: Tensor, digest: str) -> File:
+    """Raises ValueError, LookupError or TypeError unless `header` has all parts, each of its type."""
+    layers = header["layers"]
+    if not all(isinstance(x["kind"], str) and isinstance(x["numbers"], dict) and isinstance(x["sums"], list) for x in layers):
+        raise ValueError("its layers have no kinds, counts or digests")
+    if any(type(x) not in (int, float) or not 0 <= x < math.inf for x in header["errors"]):
+        raise ValueError(f"errors={header['errors']!r}")
+    if ids.dtype is not torch.int32 or ids.ndim != 1 or not all(isinstance(header[name], str) for name in ("text", "model")):
+        raise ValueError("no token ids, no text or no model")
     key = match.encode(bytes.fromhex(header["identity"]), ids)
     template, errors = bytes.fromhex(header["template"]), tuple(header["errors"])
-    return File(path, key, template, header["text"], header["model"], header["whole"], errors, header["layers"], digest)
+    return File(path, key, template, header["text"], header["model"], bool(header["whole"]), errors, layers, digest)
 
 
 def read_header(path: Path) -> File:
@@ -140,23 +150,28 @@ def _opened(path: Path) -> Iterator[safe_open]:
         raise Damaged(f"it is truncated or damaged ({error})") from error
 
 
-def read(file: File, tokens: int | None = None, copy: Callable[[Snapshot], Snapshot] | None = None) -> Iterator[Snapshot]:
+def read(
+    file: File,
+    tokens: int | None = None,
+    copy: Callable[[Snapshot], Snapshot] | None = None,
+    template: CacheTemplate | None = None,
+) -> Iterator[Snapshot]:
     """The layers of a file in order, cut to the first `tokens` tokens and checked. Their tensors are views of the file, of which only the
-    used part is read; or what `copy` makes of them, in the thread that has checked a layer. Raises Damaged if a digest does not match or
-    the file is no longer the one of this header.
+    used part is read; or what `copy` makes of them, in the thread that has checked a layer. Raises Damaged if a digest does not match, if
+    the file is no longer the one of this header, or if its layers cannot be those of `template`.
 
     With `Blocks`, a layer must be let go of before the next but one is asked for, or its block is not used again."""
     with _opened(file.path) as handle:
         if (handle.metadata() or {}).get("digest") != file.digest:
             raise Damaged("it was replaced by something else")
-        names: list[list[str]] = [[] for _ in file.layers]
+        tensors: dict[str, dict[str, Tensor]] = {str(i): {} for i in range(len(file.layers))}
         for name in handle.keys():  # noqa: SIM118  (it is no dictionary)
             if name != "ids":
-                names[int(name.split(".")[0])].append(name)
-        whole = [
-            Snapshot(layer["kind"], {name.partition(".")[2]: handle.get_tensor(name) for name in those}, layer["numbers"])
-            for layer, those in zip(file.layers, names, strict=True)
-        ]
+                layer, _, own = name.partition(".")
+                tensors[layer][own] = handle.get_tensor(name)
+        whole = [Snapshot(layer["kind"], those, layer["numbers"]) for layer, those in zip(file.layers, tensors.values(), strict=True)]
+        if template is not None:
+            template.check(whole, file.tokens)
         cut = whole if tokens in (None, file.tokens) else [layer.cut(tokens) for layer in whole]  # type: ignore[arg-type]
 
     def checked(i: int) -> Snapshot:
@@ -255,7 +270,7 @@ def _sums(layer: Snapshot, chunks: int | None = None) -> list[str]:
 
 
 def _tokens(layer: Snapshot) -> int:
-    return max((x.shape[2] for x in layer.tensors.values() if x.ndim == 4), default=0)
+    return max((x.shape[2] for x in layer.tensors.values() if x.ndim == 4 and x.numel()), default=0)
 
 
 def _matches(layer: Snapshot, cut: Snapshot, sums: list[str]) -> bool:
@@ -323,12 +338,12 @@ class DiskStore:
             for other in [other for other, same in self._known.items() if same == key]:  # another template's: checked again next time
                 del self._known[other]
 
-    def read(self, key: bytes, tokens: int, copy: Callable[[Snapshot], Snapshot] | None) -> Iterator[Snapshot]:
-        """The first `tokens` tokens, layer by layer, as `read` returns them. Raises Damaged if the file is damaged or was removed; it is
-        then not used again."""
+    def read(self, key: bytes, tokens: int, copy: Callable[[Snapshot], Snapshot] | None, template: CacheTemplate) -> Iterator[Snapshot]:
+        """The first `tokens` tokens of an entry of `template`, layer by layer, as `read` returns them. Raises Damaged if the file is
+        damaged or was removed; it is then not used again."""
         file = self.headers[key]
         try:
-            yield from read(file, tokens, copy)
+            yield from read(file, tokens, copy, template)
             os.utime(file.path)  # marks it as used
         except FileNotFoundError as error:
             self._forget(file.path.name)

@@ -20,7 +20,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 from ..caches import CompressedCache
 from ..layers.compressed import CompressedLayer
 from ..layers.evicting import EvictingLayer
-from ..layers.snapshot import PLACEHOLDER, Layer, Snapshot, restore, snapshot
+from ..layers.snapshot import PLACEHOLDER, Layer, Snapshot, check, restore, snapshot
 from . import match
 from .host_memory import HostSnapshot
 
@@ -60,6 +60,16 @@ class CacheTemplate:
         """A new empty layer for each layer of the model."""
         stock = DynamicCache(config=self._config).layers if None in self._layers else self._layers
         return [layer if ours is None else _emptied(ours) for ours, layer in zip(self._layers, stock, strict=True)]
+
+    def check(self, stored: Sequence[Snapshot], tokens: int) -> None:
+        """Raises ValueError unless `stored` can be the layers of an entry of `tokens` tokens."""
+        if len(stored) != len(self):
+            raise ValueError(f"{len(stored)} layers where the cache has {len(self)}")
+        for i, (layer, given) in enumerate(zip(self.layers(), stored, strict=True)):
+            try:
+                check(layer, given, tokens)
+            except ValueError as error:
+                raise ValueError(f"layer {i}: {error}") from error
 
     def cache(self) -> Cache:
         """A new empty cache."""

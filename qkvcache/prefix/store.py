@@ -166,8 +166,9 @@ class PrefixStore:
                 template, errors = entry.template, entry.errors
                 layers: Iterable[Snapshot] = entry.cut(tokens)
             else:
-                file, layers = disk.headers[stored], disk.read(stored, tokens, Blocks() if on_gpu(self._devices()) else None)
+                file, copy = disk.headers[stored], Blocks() if on_gpu(self._devices()) else None
                 template, errors = self._templates[file.template], file.errors
+                layers = disk.read(stored, tokens, copy, template)
             cache = self._restore(template, layers)
             if not self._ranks.least(cache is not None) or cache is None:
                 continue
@@ -289,12 +290,12 @@ class PrefixStore:
         """The tokens of `key` as an entry in memory, from the file of `stored`, which begins with them. Raises Damaged, and TooLarge for
         more bytes than the store may hold."""
         file, layers, left = disk.headers[stored], [], self._memory.max_bytes - len(key)
-        copy = partial(HostSnapshot.of, lock=on_gpu(self._devices()))
-        for layer in disk.read(stored, match.length(key), copy):
+        copy, template = partial(HostSnapshot.of, lock=on_gpu(self._devices())), self._templates[file.template]
+        for layer in disk.read(stored, match.length(key), copy, template):
             layers.append(layer)
             if (left := left - layer.nbytes) < 0:
                 raise TooLarge
-        return Entry(key, self._templates[file.template], layers, file.errors)
+        return Entry(key, template, layers, file.errors)
 
     def _devices(self) -> list[torch.device]:
         """Of each layer."""

@@ -47,6 +47,7 @@ class LayerStorage:
     counts_stale: bool
     """Whether compiled code ran since the host last read the counts: it may have run more than once."""
     chunks: Chunks | HeadPages
+    num_sink_tokens: int
     sinks: Pair
     residual: Pair
 
@@ -115,6 +116,38 @@ class LayerStorage:
                 tensors |= {f"{side}.statistics.{name}": x[rows] for name, x in statistics.items()}
             tensors[f"{side}.residual"] = last[rows]
         return tensors, {}
+
+    def check(self, tensors: dict[str, Tensor], numbers: dict[str, int], seen: int) -> None:
+        """Raises ValueError unless `restore` can take these as the snapshot of a row that has seen `seen` tokens. Names, dtypes and shapes
+        must be those of this storage, which is empty and on the meta device, with as many tokens in each zone."""
+        like, codes = self.sinks, next((x for name, x in tensors.items() if name.startswith("key.region.")), None)
+        region: tuple[Codes, Codes] = ({}, {}) if codes is None else self.chunks.form(like, codes)
+        expected: dict[str, Tensor] = {}
+        for side, codec, x, planes in zip(SIDES, self.chunks.codecs, like, region, strict=True):
+            for zone in ("sinks", "residual"):
+                expected[f"{side}.{zone}"] = x.new_empty(*x.shape[:2], tensors[f"key.{zone}"].shape[2], x.shape[3])
+            expected |= {f"{side}.region.{name}": plane for name, plane in planes.items()}
+            statistics = codec.allocate_statistics(x, self.chunks.per_head)
+            expected |= {f"{side}.statistics.{name}": plane for name, plane in statistics.items()}
+        expected |= self.metadata_form(tensors, codes)
+        for name in sorted(expected.keys() | tensors.keys()):
+            found, wanted = (f"{list(x[name].shape)} in {x[name].dtype}" if name in x else "missing" for x in (tensors, expected))
+            if found != wanted:
+                raise ValueError(f"{name!r} is {found}, expected {wanted}")
+        sinks, residual = (tensors[f"key.{zone}"].shape[2] for zone in ("sinks", "residual"))
+        if sinks != min(seen, self.num_sink_tokens):
+            raise ValueError(f"{sinks} sinks after {seen} tokens")
+        self.check_counts(tensors, numbers, seen, residual if codes is None else residual + codes.shape[2])
+
+    def metadata_form(self, tensors: dict[str, Tensor], codes: Tensor | None) -> dict[str, Tensor]:
+        """Empty tensors like those of a snapshot that are neither keys nor values. `codes`: one of its planes of codes."""
+        return {}
+
+    def check_counts(self, tensors: dict[str, Tensor], numbers: dict[str, int], seen: int, stored: int) -> None:
+        """Raises ValueError unless the counts in a snapshot, whose tensors have the right form, fit each other and `seen`. `stored`:
+        columns of the region and of the residual."""
+        if numbers or stored != max(seen - self.num_sink_tokens, 0):
+            raise ValueError(f"{stored} tokens and counts {numbers}, after {seen} tokens")
 
     def restore(self, tensors: dict[str, Tensor], numbers: dict[str, int]) -> None:
         """Takes the result of `snapshot` into this storage, which must be empty."""

@@ -195,6 +195,11 @@ class Chunks(QuantizedTokens):
         )
         return key, value
 
+    def form(self, like: Pair, codes: Tensor) -> tuple[Codes, Codes]:
+        """Empty codes, for keys and values like `like`, of as many tokens as the `codes` of a snapshot have."""
+        key, value = (codec.allocate(x, codes.shape[2], self.per_head) for codec, x in zip(self.codecs, like, strict=True))
+        return key, value
+
     def load(self, codes: tuple[Codes, Codes], statistics: tuple[Codes, Codes], like: Pair) -> None:
         """Copies `codes` `[B, H, T, width]` and `statistics`, if there are any, into empty chunks."""
         self._allocate_statistics(like)

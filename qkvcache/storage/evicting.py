@@ -497,6 +497,36 @@ class EvictingStorage(LayerStorage):
         numbers = {"seen": self.seq_length, "in_order": int(self.in_order), "sinks_full": int(self.sinks_full)}
         return tensors, numbers | ({"longest": self.chunks.length} if isinstance(self.chunks, HeadPages) else {})
 
+    def metadata_form(self, tensors: dict[str, Tensor], codes: Tensor | None) -> dict[str, Tensor]:
+        metadata, chunks, heads = self.metadata, self.chunks, self.sinks[0].shape[1]
+        given = [x.shape[1] for name, x in tensors.items() if name.startswith("metadata.statistics.") and x.ndim > 1]
+        query_heads = max((count for count in given if count % heads == 0), default=heads)
+        region = 0 if codes is None else codes.shape[2]
+        metadata.simulate(self.sinks, query_heads, region, tensors["key.residual"].shape[2])
+        metadata.sinks = metadata.sinks.new_empty(1, tensors["key.sinks"].shape[2])
+        if "metadata.head_weights" not in tensors:  # which only `compress` sets
+            metadata.head_weights = None
+        of_pages: dict[str, Tensor] = {}
+        if isinstance(chunks, HeadPages):
+            pages = 0 if codes is None else codes.shape[1]
+            of_pages = {f"pages.{name}": x.new_empty(1, pages, PAGE) for name, x in chunks.fields.items()}
+            of_pages["pages.lengths"] = chunks.lengths
+        return dict(metadata.named_tensors()) | of_pages
+
+    def check_counts(self, tensors: dict[str, Tensor], numbers: dict[str, int], seen: int, stored: int) -> None:
+        paged, complete = isinstance(self.chunks, HeadPages), self.in_order and self.num_sink_tokens + stored == seen
+        known = {"seen": seen, "sinks_full": int(seen >= self.num_sink_tokens)}
+        names = known.keys() | {"in_order"} | ({"longest"} if paged else set())
+        if numbers.keys() != names or known.items() - numbers.items() or numbers["in_order"] > complete:
+            raise ValueError(f"counts {numbers} after {seen} tokens")
+        if isinstance(self.chunks, HeadPages):
+            self.chunks.check(tensors, numbers["longest"], seen)
+        elif stored > max(seen - self.num_sink_tokens, 0):
+            raise ValueError(f"{stored} tokens besides sinks, after {seen} tokens")
+        positions = [x for name, x in tensors.items() if name.endswith(".positions") and x.numel()]
+        if any(x.min() < -1 or x.max() >= seen for x in positions):
+            raise ValueError(f"positions beyond the {seen} tokens seen")
+
     def restore(self, tensors: dict[str, Tensor], numbers: dict[str, int]) -> None:
         super().restore(tensors, numbers)
         self.sinks, self.residual = ((tensors[f"key.{zone}"], tensors[f"value.{zone}"]) for zone in ("sinks", "residual"))

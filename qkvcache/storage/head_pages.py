@@ -216,6 +216,12 @@ class HeadPages(QuantizedTokens):
         key, value = ({name: x[taken, 0][None] for name, x in planes.items()} for planes in self.planes)
         return key, value
 
+    def form(self, like: Pair, codes: Tensor) -> tuple[Codes, Codes]:
+        """Empty codes, for keys and values like `like`, of as many pages as the `codes` of a snapshot have."""
+        empty = (x.new_empty(1, codes.shape[1], 0, x.shape[3]) for x in like)
+        key, value = (codec.allocate(x, PAGE, per_head=True) for codec, x in zip(self.codecs, empty, strict=True))
+        return key, value
+
     def load(self, codes: tuple[Codes, Codes], statistics: tuple[Codes, Codes], like: Pair) -> None:
         """Takes what `snapshot` returned, and `statistics`, if there are any. `place` says where the tokens are."""
         self._allocate_statistics(like)
@@ -240,6 +246,12 @@ class HeadPages(QuantizedTokens):
         self._place(self._in_order())
         for name in self.fields:
             self.fields[name] = _with_empty_page(tensors[f"pages.{name}"][0], name)
+
+    def check(self, tensors: dict[str, Tensor], length: int, seen: int) -> None:
+        """Raises ValueError unless `place` can take `length` and these tensors, which have the form of `named_tensors`."""
+        lengths, pages = tensors["pages.lengths"], tensors["pages.positions"].shape[1]
+        if lengths.min() < 0 or not lengths.max() <= length <= seen or _pages(lengths).sum() != pages:
+            raise ValueError(f"{pages} pages for heads of {lengths.tolist()} tokens, the longest of {length}, after {seen} tokens")
 
     def _in_order(self) -> Tensor:
         """A table of pages in the order of rows, heads and tokens."""

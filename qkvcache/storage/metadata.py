@@ -234,10 +234,9 @@ class TokenMetadata:
 
     def load(self, tensors: dict[str, Tensor]) -> None:
         """Takes the `named_tensors` of another layer, from among `tensors`."""
-        for name, x in tensors.items():
-            if name.startswith("metadata."):
-                _, zone, *field = name.split(".")
-                if field:
-                    getattr(self, zone)[field[0]] = x
-                else:
-                    setattr(self, zone, x)
+        self.sinks = tensors["metadata.sinks"]
+        self.row_lengths, self.head_weights = tensors.get("metadata.row_lengths"), tensors.get("metadata.head_weights")
+        for zone, fields in (("region", self._region), ("residual", self._residual)):
+            fields |= {name: tensors[f"metadata.{zone}.{name}"] for name in fields}
+        prefix = "metadata.statistics."
+        self.statistics = {name.removeprefix(prefix): x for name, x in tensors.items() if name.startswith(prefix)}

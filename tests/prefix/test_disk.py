@@ -140,10 +140,10 @@ def disk_metadata(path) -> dict[str, str]:
         (lambda tensors, data: tensors["ids"][5:6].add_(1), "header was changed"),
         (lambda tensors, data: tensors.pop("1.key.residual"), "damaged"),
         (lambda tensors, data: tensors.update({"1.key.sinks": tensors["1.key.sinks"] + 1}), "layer 1 were changed"),
-        (lambda tensors, data: tensors.update({"1.key.region.spare": tensors["1.key.sinks"] + 1}), "layer 1 were changed"),
+        (lambda tensors, data: tensors.update({"1.key.region.spare": tensors["1.key.sinks"] + 1}), "layer 1: 'key.region.spare'"),
         (lambda tensors, data: tensors.update({"0.key.sinks": tensors["1.key.sinks"], "1.key.sinks": tensors["0.key.sinks"]}), "layer 0"),
         (lambda tensors, data: tensors.update({"9.key.sinks": tensors["1.key.sinks"].clone()}), "damaged"),
-        (lambda tensors, data: tensors.pop("1.value.residual"), "layer 1 were changed"),
+        (lambda tensors, data: tensors.pop("1.value.residual"), "layer 1: 'value.residual' is missing"),
         (lambda tensors, data: tensors.clear(), "damaged"),
     ],
 )
