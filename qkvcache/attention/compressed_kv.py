@@ -128,6 +128,7 @@ class CompressedKV:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
+        _refuse_in_place(name)
         return getattr(_dense_with_warning(self, name), name)
 
     def __rmatmul__(self, other: Tensor) -> Tensor:
@@ -142,8 +143,35 @@ class CompressedKV:
         if func is F.scaled_dot_product_attention and (out := _lazy_sdpa(*args, **kwargs)) is not None:
             return out
         name = getattr(func, "__name__", "?")
+        _refuse_in_place(name)
         args, kwargs = tree_map(lambda x: _dense_with_warning(x, name) if isinstance(x, cls) else x, (args, kwargs))
         return func(*args, **kwargs)
+
+
+def of_one_update(key: Any, value: Any) -> bool:
+    """Whether these are the keys and the values that one `update` returned, their heads repeated at most: only then is there attention on
+    the codes of both."""
+    return (
+        isinstance(key, CompressedKV)
+        and isinstance(value, CompressedKV)
+        and key.attention_inputs is value.attention_inputs
+        and key.side is key.attention_inputs.key
+        and value.side is value.attention_inputs.value
+        and (key.view, value.view, key.repeats) == ("plain", "plain", value.repeats)
+    )
+
+
+def as_the_model_has_them(key: Any, value: Any) -> tuple[Tensor, Tensor]:
+    """Keys and values of which the model changed one or both after `update`, dequantized. Raises NotImplementedError if their layer evicts
+    tokens: each head retains other ones."""
+    sides = [x for x in (key, value) if isinstance(x, CompressedKV)]
+    if any(side.observer is not None for side in sides):
+        raise NotImplementedError(
+            "the model changes its keys or values after the cache returned them, and a cache that evicts tokens must "
+            "attend to them as they were returned: leave out the policy"
+        )
+    key, value = (_dense_with_warning(x, "attention with other ones") if isinstance(x, CompressedKV) else x for x in (key, value))
+    return key, value
 
 
 def _operator(name: str) -> Any:
@@ -163,6 +191,14 @@ def _dense_with_warning(given: CompressedKV, what: str) -> Tensor:
         f"attention code calls {what!r} on compressed keys or values, which dequantizes the whole layer at each step", stacklevel=3
     )
     return given.dense()
+
+
+def _refuse_in_place(name: str) -> None:
+    if name.endswith("_") and not name.startswith("__"):
+        raise NotImplementedError(
+            f"attention code calls {name!r} on compressed keys or values, which cannot be written in place: use {name[:-1]!r}, which "
+            "returns a tensor"
+        )
 
 
 def _lazy_matmul(left: Any, right: CompressedKV) -> Tensor | None:
@@ -189,8 +225,6 @@ def _lazy_sdpa(
     enable_gqa: bool = False,
 ) -> Tensor | None:
     """`scaled_dot_product_attention` on compressed keys and values; None if it needs the dense tensors."""
-    if not isinstance(key, CompressedKV) or not isinstance(value, CompressedKV) or {key.view, value.view} != {"plain"}:
-        return None
-    if dropout_p or is_causal or query.shape[1] % key.side.shape[1]:
+    if not of_one_update(key, value) or dropout_p or is_causal or query.shape[1] % key.side.shape[1]:
         return None
     return attend_on_codes(query, key.attention_inputs, attn_mask, scaling=scale)

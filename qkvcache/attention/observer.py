@@ -13,7 +13,7 @@ to the whole layer dequantized; eager attention, on the codes.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -25,7 +25,6 @@ from ..kernels import (
     KeysOrValues,
     attend_on_codes,
     attend_pages,
-    dense,
     matmul_fp32,
     observe_on_codes,
     prefill_with_lse,
@@ -135,7 +134,7 @@ def attend_observed(
         attention_sums = _summed(weights, key, observed)
     elif observed is not None:
         lse = None if found is None else found[1][:, :, last]
-        k, v = (x.dense() if isinstance(x, CompressedKV) else x for x in (keys, values))
+        k, v = _of_kv_heads(key.repeats, keys, values)
         if policy.reduces_attention:
             given = out.transpose(1, 2)[:, :, last].detach() if new.causal else None
             attention_sums = _reduced(policy, query[:, :, last], k, v, observed[:, last], valid(), outputs=given, **options)
@@ -183,7 +182,8 @@ def _attend_on_codes(
     if observed is None:
         return out, None
     if counts is None:
-        attention_sums = _reduced(policy, query[:, :, last], key.dense(), value.dense(), observed[:, last], valid(), **options)
+        k, v = _of_kv_heads(key.repeats, key, value)
+        attention_sums = _reduced(policy, query[:, :, last], k, v, observed[:, last], valid(), **options)
     return out, attention_sums
 
 
@@ -224,7 +224,8 @@ def _attend_static(
         out = out.transpose(1, 2).contiguous()
     if policy.observation_window and policy.reduces_attention:
         valid = shown[:, 0, 0]
-        attention_sums = _reduced(policy, query, key.dense(), value.dense(), observed.float(), valid, causal=False, **options)
+        k, v = _of_kv_heads(key.repeats, key, value)
+        attention_sums = _reduced(policy, query, k, v, observed.float(), valid, causal=False, **options)
     observer.end_attention(attention_sums)
     return out, weights
 
@@ -306,9 +307,14 @@ def _summed(weights: Tensor, key: CompressedKV, observed: Tensor) -> Tensor:
 
 def _dense(given: CompressedKV) -> Tensor:
     side: KeysOrValues = given.side
-    if len(side.segments) == 1 and isinstance(side.segments[0], Exact):
+    if len(side.segments) == 1 and isinstance(side.segments[0], Exact) and given.repeats == 1:
         return side.segments[0].x
-    return dense(side)
+    return given.dense()
+
+
+def _of_kv_heads(repeats: int, *sides: Tensor | CompressedKV) -> Iterator[Tensor]:
+    """The sides of attention, dequantized, without the repetitions of their heads."""
+    return ((x.dense() if isinstance(x, CompressedKV) else x)[:, ::repeats] for x in sides)
 
 
 def _query_weights(window: int, decay: float, is_valid: Tensor | None, query: Tensor) -> Tensor | None:

@@ -7,8 +7,11 @@ wrapper gets the query, the keys and values (`CompressedKV`), the mask and the m
                                   faster, on chunks of the past that are dequantized one at a time. If the mask is more than causal
                                   with padding, the layer is dequantized for the stock kernel; also with softcap for flash and flex, whose
                                   kernels have it
-    eager                         the model's own function, which may have semantics of its own; its two matmuls run on the codes
-                                  (`compressed_kv.py`)
+    eager, and those that users   the function itself, which may have semantics of its own; its two matmuls, or torch's
+    register                      `scaled_dot_product_attention`, run on the codes (`compressed_kv.py`)
+
+The codes are attended to only as `update` returned them. Where a model changes its keys or values after that, the function gets what the
+model passes, dequantized; layers that evict tokens refuse it.
 
 Layers that evict tokens observe their attention in every implementation (`observer.py`). Models whose softcap or attention sinks tie them
 to eager can opt in with `model.set_attn_implementation("qkvcache")`.
@@ -29,7 +32,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterf
 from ..kernels import AttentionInputs, attend_on_codes, attends_in_tiles, on_triton
 from ..kernels.attend_chunked import CHUNK_BYTES, attend_chunked, cudnn_pays, supports
 from .again import notice_again
-from .compressed_kv import CompressedKV
+from .compressed_kv import CompressedKV, as_the_model_has_them, of_one_update
 from .full import full_attention
 from .keywords import kernel_options
 from .masks import Padding, padding_columns, visible
@@ -48,6 +51,9 @@ MOST_TILE_ROWS = 1024
 chunks for cuDNN with one sequence, and 10 % more with eight. With more, cuDNN is faster once it has plans (`kernels/cudnn_plans.py`); flash
 attention on chunks is not, up to 2,048 new tokens (`eval/results/past.jsonl`, "attention by kernel")."""
 
+STANDARD = ("sdpa", "flex_attention", NAME)
+"""Attention implementations that kernels of this library may replace, beside those with `flash` in their name."""
+
 _stock_get_interface: Callable | None = None
 
 
@@ -60,7 +66,9 @@ def install() -> None:
 
     @functools.wraps(stock)
     def get_interface(self: AttentionInterface, attn_implementation: str, default: Callable) -> Callable:
-        return functools.partial(route, stock(self, attn_implementation, default), attn_implementation or "eager")
+        # A function that users registered may have semantics of its own, as the model's has.
+        standard = attn_implementation in STANDARD or "flash" in (attn_implementation or "")
+        return functools.partial(route, stock(self, attn_implementation, default), attn_implementation if standard else "eager")
 
     AttentionInterface.get_interface = get_interface  # type: ignore[method-assign]
     ALL_ATTENTION_FUNCTIONS.register(NAME, full_attention)
@@ -118,9 +126,11 @@ def route(
 ) -> tuple[Tensor, Tensor | None]:
     """Calls `stock` on plain tensors; attends on the attention inputs of `CompressedKV`."""
     given, args = (args[0], args[1:]) if args else (kwargs.pop("attention_mask", None), args)
-    if not isinstance(key, CompressedKV):
+    if not isinstance(key, CompressedKV) and not isinstance(value, CompressedKV):
         mask = report_attention(implementation, module, query, key, given, kwargs)
         return stock(module, query, key, value, mask, *args, **kwargs)
+    if not of_one_update(key, value):
+        return stock(module, query, *as_the_model_has_them(key, value), given, *args, **kwargs)
     notice_again(implementation, query, key, given, kwargs)
     if key.observer is not None:
         ways = _few(query, key.attention_inputs), _in_chunks(implementation, query, key, kwargs)
