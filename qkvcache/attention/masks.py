@@ -6,6 +6,7 @@ the columns of the tokens that they hold (`joined`).
 
 from __future__ import annotations
 
+import threading
 import weakref
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -63,27 +64,34 @@ class Padding(NamedTuple):
     left: LeftPadding | None = None
 
 
-_last_padding: tuple[Any, tuple[int, int, int], Padding] = (lambda: None, (0, 0, 0), Padding(False))
-"""The mask of the last step and its result: all layers of a step have the same mask, and reading it waits for the device."""
+class _Last(threading.local):
+    """The masks of a thread's last step, and what was found in them: all layers of a step have the same mask, and reading it waits for the
+    device."""
+
+    padding: tuple[Any, tuple[int, int, int], Padding] = (lambda: None, (0, 0, 0), Padding(False))
+    new: tuple[Any, tuple[int, int], tuple[Tensor | None, bool]] = (lambda: None, (0, 0), (None, True))
+    """The same of the step's own tokens: `is_valid` and `causal`."""
+
+
+_last = _Last()
 COMPARED = 2**26
 """Entries of a mask compared at a time."""
 
 
 def padding_columns(given: Any, mask: Tensor | None, causal: bool, queries: int, tokens: int) -> Padding:
     """What a mask of `visible`, made from the `given` mask of transformers, hides."""
-    global _last_padding
     if mask is None:
         return Padding(causal)
     if mask.dtype != torch.bool or mask.shape[1] != 1 or (mask.shape[2] == 1) != causal:
         return Padding(False)
     written = given._version if isinstance(given, Tensor) and not given.is_inference() else 0
     state = queries, tokens, written
-    if _last_padding[0]() is not given or _last_padding[1] != state:
+    if _last.padding[0]() is not given or _last.padding[1] != state:
         shown = mask[:, 0, -1]  # the last query attends to every token that is no padding
         fits = causal or _hides_columns(mask)
         hidden = None if not fits or bool(shown.all()) else ~shown
-        _last_padding = weakref.ref(given), state, Padding(fits, hidden, None if hidden is None else _left(hidden, queries))
-    return _last_padding[2]
+        _last.padding = weakref.ref(given), state, Padding(fits, hidden, None if hidden is None else _left(hidden, queries))
+    return _last.padding[2]
 
 
 def _left(hidden: Tensor, queries: int) -> LeftPadding | None:
@@ -123,23 +131,18 @@ class NewTokens:
     causal: bool
 
 
-_last_new: tuple[Any, tuple[int, int], tuple[Tensor | None, bool]] = (lambda: None, (0, 0), (None, True))
-"""The mask of the last step, and `is_valid` and `causal` of its tokens, as `_last_padding`."""
-
-
 def new_tokens(implementation: str, mask: Any, batch: int, queries: int, device: torch.device) -> NewTokens:
     """What the `mask` of transformers says of the last `queries` tokens."""
-    global _last_new
     new = mask_of_new(implementation, mask, batch, queries, device)
     if new is None:
         return NewTokens(None, None, True)
     written = mask._version if isinstance(mask, Tensor) and not mask.is_inference() else 0  # the caller may write into its mask
-    if _last_new[0]() is not mask or _last_new[1] != (queries, written):
+    if _last.new[0]() is not mask or _last.new[1] != (queries, written):
         valid = sees_itself(new, batch)
         causal = new.dtype == torch.bool and new.shape[1] == 1 and (queries == 1 or _hides_columns(new))
         found = None if bool(valid.all()) else valid.clone(), causal  # a view would keep the mask alive
-        _last_new = weakref.ref(mask), (queries, written), found
-    is_valid, causal = _last_new[2]
+        _last.new = weakref.ref(mask), (queries, written), found
+    is_valid, causal = _last.new[2]
     return NewTokens(new, None if is_valid is None else is_valid.to(device), causal)
 
 
