@@ -22,6 +22,7 @@ def serve(
     num_sink_tokens: Annotated[int, typer.Option(help="First tokens of a request that stay in the model's dtype.", min=0)] = 4,
     residual_length: Annotated[int, typer.Option(help="Last tokens of a request that stay in the model's dtype.", min=0)] = 64,
     metrics_interval: Annotated[float, typer.Option(help="Seconds between two lines of metrics; 0 prints none.", min=0)] = 10.0,
+    grace_seconds: Annotated[float, typer.Option(help="Seconds that running requests have after SIGTERM or Ctrl-C.", min=0)] = 20.0,
 ) -> None:
     """Serve a model behind transformers' OpenAI-compatible server, with a compressed cache.
 
@@ -35,7 +36,7 @@ def serve(
         from .server import Server
 
         cache = {"format": format, "num_sink_tokens": num_sink_tokens, "residual_length": residual_length}
-        server = Server(model, cache, metrics_interval=metrics_interval, **options)
+        server = Server(model, cache, metrics_interval=metrics_interval, grace_seconds=grace_seconds, **options)
     server.run()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 OLDEST = "5.19"
 """The first transformers whose continuous batching has allocators."""
-_METHOD, _CACHED = "init_continuous_batching", "_cached_continuous_batching_manager"
+_METHOD, _BATCH, _CACHED = "init_continuous_batching", "generate_batch", "_cached_continuous_batching_manager"
 
 
 class Batching:
@@ -66,6 +67,17 @@ class Batching:
         self.manager = CompressedManager(self.model, generation, config, workload_hints, **options)
         return self.manager
 
+    def generate_batch(self, inputs: list[list[int]], *args: Any, **options: Any) -> Any:
+        """The model's `generate_batch`. What it would log, answering nothing, or leave out is refused before."""
+        from .requests import check_prompt
+
+        stock: Any = type(self.model).generate_batch  # type: ignore[attr-defined]
+        if unknown := options.keys() - inspect.signature(stock).parameters - {"max_new_tokens"}:
+            raise TypeError(f"generate_batch has no option {', '.join(sorted(unknown))}: the generation config may")
+        for ids in inputs:
+            check_prompt(self.model.config, ids, options.get("max_new_tokens"))
+        return stock(self.model, inputs, *args, **options)
+
     def metrics(self) -> Metrics:
         """Requests, pages and tokens now."""
         if self.manager is None:
@@ -76,7 +88,7 @@ class Batching:
         """Stops the manager and restores the model. Idempotent."""
         if self.model.__dict__.get(_METHOD) is not self:
             return
-        del self.model.__dict__[_METHOD]
+        del self.model.__dict__[_METHOD], self.model.__dict__[_BATCH]
         if self.manager is not None:
             if self.manager.is_running():
                 self.manager.stop(block=True, hard_stop=True)
@@ -150,7 +162,7 @@ def continuous_batching(
         )
     install()
     batching = Batching(model, statistics, num_sink_tokens=num_sink_tokens, residual_length=residual_length)
-    model.__dict__[_METHOD] = batching
+    model.__dict__ |= {_METHOD: batching, _BATCH: batching.generate_batch}
     return batching
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
-from transformers.generation.continuous_batching import ContinuousBatchingManager, RequestState
+from transformers.generation.continuous_batching import ContinuousBatchingManager, RequestState, RequestStatus
 from transformers.generation.continuous_batching.cb_logits_processors import ContinuousBatchingLogitsProcessorList
 from transformers.generation.continuous_batching.continuous_api import ContinuousBatchProcessor
 from transformers.generation.continuous_batching.initialization import update_cb_config_after_cache_creation
@@ -20,6 +21,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from .attention import NAME, paged_attention
 from .metrics import Counters, Metrics
 from .pool import CompressedPagedCache
+from .requests import ASKED, Request, StopStrings, check_prompt
+from .sampling import Sampling
 
 NO_ROOM = "No requests can be scheduled and no requests can be offloaded."
 """The error of transformers' processor for a request that does not fit into an empty pool."""
@@ -50,6 +53,12 @@ class CompressedManager(ContinuousBatchingManager):
         config.use_cuda_graph = (False, graphs)
         if asked.use_async_batching is None:
             config.use_async_batching = graphs
+        if asked.per_request_processors:
+            if asked.return_logprobs:
+                raise NotImplementedError("return_logprobs with per_request_processors: they would be those of the noise")
+            self.logit_processor: ContinuousBatchingLogitsProcessorList = Sampling(generation_config)
+            if asked.max_memory_percent is None and model.device.type == "cuda":
+                config.max_memory_percent = 0.8  # transformers leaves as much free where logits are processed
 
     def switch_to_cb_friendly_attn(self, model: Any, auto_switch_to_flash: bool = True) -> None:
         ALL_ATTENTION_FUNCTIONS.register(NAME, paged_attention)
@@ -59,18 +68,125 @@ class CompressedManager(ContinuousBatchingManager):
 
     def warmup(self) -> None:
         """As transformers' `warmup`, whose random tokens do not count for statistics."""
-        if self.batch_processor is None:
-            self.batch_processor = self._create_batch_processor()
-        cache = self.cache
+        cache = self._pool()
         cache.calibrating = False
         try:
             super().warmup()
         finally:
             cache.calibrating = True
 
+    def start(self) -> None:
+        """As transformers' `start`, with the pool made before it returns."""
+        self._pool()
+        super().start()
+
+    def add_request(
+        self,
+        input_ids: list[int],
+        request_id: str | None = None,
+        max_new_tokens: int | None = None,
+        streaming: bool = False,
+        record_timestamps: bool = False,
+        eos_token_id: int | list[int] | None = None,
+        stop: StopStrings | None = None,
+        **options: Any,
+    ) -> str | None:
+        """Adds a request, whose answer ends at the model's last position if not before.
+
+        Args:
+            stop: strings that end the answer, which has the tokens of the string.
+            options: `temperature`, `top_p` and `seed` of this request, if the config has `per_request_processors`.
+
+        Raises:
+            ValueError, TypeError: a prompt that `check_prompt` refuses, or options that the manager does not have; nothing is added.
+            MemoryError: prompt and answer can never have all their pages.
+            RuntimeError: the manager stops, or has died.
+        """
+        if not self.is_tp_driver:
+            return None
+        if reason := self.background_thread_status.can_accept_new_requests():
+            raise RuntimeError(reason)
+        if request_id is None:
+            (request_id,) = self._request_ids(1)
+        asked = ASKED.get()
+        if asked is not None:
+            options = dict(asked.options)
+            stop = options.pop("stop", None)
+        try:
+            wanted = self.generation_config.max_new_tokens if max_new_tokens is None else max_new_tokens
+            tokens, most = check_prompt(self.model.config, input_ids, wanted)
+            if isinstance(self.logit_processor, Sampling):
+                options = self.logit_processor.options(**options)
+            else:
+                self.logit_processor.check_kwargs(options)
+            _check_room(request_id, len(tokens) + (1 if wanted is None else most or 1) - 1, self._pool())
+        except Exception:
+            self._forget(request_id)
+            raise
+        state = Request(
+            request_id=request_id,
+            initial_tokens=tokens,
+            num_children=self.num_return_sequences - 1,
+            record_timestamps=record_timestamps,
+            max_new_tokens=most,
+            eos_token_id=self.generation_config.eos_token_id if eos_token_id is None else eos_token_id,
+            streaming=streaming,
+            logit_processor_kwargs=options,
+        )
+        state.stop = stop
+        if asked is not None:
+            asked.admitted, asked.max_new_tokens = True, most
+        self.input_queue.put(state, timeout=10)
+        self._wake_up_loop.set()
+        return request_id
+
+    def add_requests(  # type: ignore[override]
+        self, inputs: list[list[int]], max_new_tokens: int | None = None, **options: Any
+    ) -> list[str]:
+        """As transformers' `add_requests`. A wrong prompt refuses all; those that do not fit fail alone."""
+        for ids in inputs:
+            check_prompt(self.model.config, ids, max_new_tokens)
+        names = self._request_ids(len(inputs))
+        pairs: Sequence[tuple[str, list[int]]] = list(zip(names, inputs, strict=True))
+        if self._use_prefix_sharing:
+            pairs = sorted(pairs, key=lambda pair: pair[1], reverse=True)  # those that begin alike follow each other
+        for name, ids in pairs:
+            try:
+                self.add_request(ids, name, max_new_tokens, **options)
+            except MemoryError as error:
+                self.output_router.fail_and_deliver(Request(name, list(ids)), error)
+        return names
+
+    def _request_ids(self, count: int) -> list[str]:
+        with self._request_lock:
+            first = self._request_counter
+            self._request_counter += count
+        return [f"req_{first + i}" for i in range(count)]
+
+    def _forget(self, request_id: str) -> None:
+        """Drops the handler of a request that has no result."""
+        with self.output_router._lock:
+            self.output_router.result_handlers.pop(request_id, None)
+
+    def register_result_handler(self, request_id: str, callback: Callable) -> None:
+        asked = ASKED.get()
+
+        def noted(output: Any) -> None:
+            if asked is not None:
+                asked.cached_tokens = output.cached_tokens
+            callback(output)
+
+        super().register_result_handler(request_id, noted)
+
     @property
     def cache(self) -> CompressedPagedCache:
         return self.batch_processor.cache  # type: ignore[union-attr, return-value]
+
+    def _pool(self) -> CompressedPagedCache:
+        """The cache, made now if there is none."""
+        if self.batch_processor is None:
+            self.batch_processor = self._create_batch_processor()
+        return self.cache
 
     def metrics(self, counters: Counters) -> Metrics:
         """The current metrics; without pages as long as there is no processor."""
@@ -119,8 +235,7 @@ class CompressedManager(ContinuousBatchingManager):
         kind = SCHEDULER_MAPPING.get(config.scheduler_type)
         if kind is None:
             raise ValueError(f"scheduler_type={config.scheduler_type!r}: expected one of {', '.join(map(repr, SCHEDULER_MAPPING))}")
-        admitting = type(kind.__name__, (Admission, kind), {})
-        scheduler = admitting(
+        scheduler = type(kind.__name__, (Requests, kind), {"forget": self._forget})(
             cache=cache,
             safety_margin=config.safety_margin,
             max_requests_per_batch=config.max_requests_per_batch,
@@ -142,22 +257,32 @@ class CompressedManager(ContinuousBatchingManager):
         )
 
 
-class Admission:
-    """A mixin for schedulers that refuses a request that can never have all its pages. Other requests are not affected."""
+class Requests:
+    """A mixin for schedulers: requests know what was cached of them; nothing is kept of those that were cancelled."""
 
-    cache: CompressedPagedCache
+    forget: Callable[[str], None]
 
-    def add_waiting_request(self, state: RequestState) -> None:
-        _check_room(state, len(state.initial_tokens) + (state.max_new_tokens or 1) - 1, self.cache)
-        super().add_waiting_request(state)  # type: ignore[misc]
+    def _infer_request_tokens(self, state: RequestState, *args: Any) -> list[int]:
+        first = state.status == RequestStatus.PENDING and not (state.is_cpu_offloaded or state._true_initial_tokens)
+        tokens = super()._infer_request_tokens(state, *args)  # type: ignore[misc]
+        if first:
+            state.cached_tokens = state.position_offset  # type: ignore[attr-defined]
+        return tokens
+
+    def clear_cancelled_requests(self) -> list[RequestState]:
+        states = super().clear_cancelled_requests()  # type: ignore[misc]
+        for state in states:
+            state.status = RequestStatus.FINISHED  # a step of it that still runs has no result
+            self.forget(state.request_id)
+        return states
 
 
-def _check_room(state: RequestState, tokens: int, cache: CompressedPagedCache) -> None:
+def _check_room(request_id: str, tokens: int, cache: CompressedPagedCache) -> None:
     """Raises MemoryError if a request of so many tokens, the last one not stored, does not fit into the empty pool."""
     room = cache.num_blocks * cache.allocator.tokens_per_page
     if tokens > room:
         raise MemoryError(
-            f"request {state.request_id} of {tokens} tokens does not fit into a pool of {room} tokens: shorten it, or raise "
+            f"request {request_id} of {tokens} tokens does not fit into a pool of {room} tokens: shorten it, or raise "
             "max_memory_percent or num_blocks of the ContinuousBatchingConfig"
         )
 
@@ -166,6 +291,10 @@ class BatchInputs(ContinuousBatchingIOs):
     """Inputs that are planned for all requests of a batch at once."""
 
     cache: CompressedPagedCache
+    logit_processor: ContinuousBatchingLogitsProcessorList
+
+    def _get_graph_key(self) -> tuple[int, ...]:
+        return (*super()._get_graph_key(), *getattr(self.logit_processor, "needed", ()))
 
     def prepare_batch_tensors(
         self,
@@ -193,8 +322,12 @@ class CompressedProcessor(ContinuousBatchProcessor):
     def __init__(self, **kwargs: Any):
         super().__init__(**kwargs)
         made = self.inputs_and_outputs
-        for inputs in [pair.host_io for pair in made.io_pairs] if isinstance(made, ContinuousBatchingAsyncIOs) else [made]:
-            inputs.__class__ = BatchInputs  # transformers makes them
+        pairs: list[Any] = made.io_pairs if isinstance(made, ContinuousBatchingAsyncIOs) else []
+        every: list[Any] = [io for pair in pairs for io in (pair.host_io, pair.device_io)] or [made]
+        for inputs in every:
+            inputs.__class__, inputs.logit_processor = BatchInputs, self.logit_processor  # transformers makes them
+        if isinstance(self.logit_processor, Sampling):
+            self.do_sample = self.model_runner.do_sample = False  # what it returns is drawn
 
     def prepare_next_batch(self) -> bool:
         while True:
@@ -211,7 +344,7 @@ class CompressedProcessor(ContinuousBatchProcessor):
             return False
         state, tokens = scheduler.starved_requests[0]
         try:
-            _check_room(state, state.current_len() + tokens, self.cache)
+            _check_room(state.request_id, state.current_len() + tokens, self.cache)
         except MemoryError as error:
             self._handle_request_error(error, state)
             scheduler.finish_request(state.request_id)

@@ -1,11 +1,14 @@
 """transformers' OpenAI-compatible server with compressed caches: `qkvcache serve`.
 
 The server, its handlers and its options are those of `transformers serve` (`transformers.cli.serve.Serve`). Added are the names of
-`qkvcache.models`, `GET /metrics` in the text format of Prometheus, and a line of metrics on the terminal.
+`qkvcache.models`, checks and options of each request (`api.py`), an orderly end, `GET /metrics` in the text format of
+Prometheus, and a line of metrics on the terminal.
 """
 
 from __future__ import annotations
 
+import asyncio
+import copy
 import threading
 import time
 from contextlib import ExitStack
@@ -13,14 +16,18 @@ from dataclasses import fields
 from typing import Any
 
 from rich.console import Console
-from transformers import PreTrainedModel
+from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cli.serve import Serve
+from transformers.cli.serving.utils import CBWorkerDeadError, GenerateManager, Modality
 
 from ..attention import attach
 from ..caches import CompressedCache
 from ..models import folder
+from . import api
 from .context import Batching, continuous_batching
+from .fields import TEXTS, UNSUPPORTED, Refusal
 from .metrics import Metrics
+from .requests import ASKED, Asked, check_prompt
 
 TOTALS = {"tokens_generated", "preemptions"}
 """Metrics that only grow: Prometheus calls them counters, the others gauges."""
@@ -37,6 +44,7 @@ class Server(Serve):
         name: a model that `qkvcache.models.folder` knows.
         cache: options of `continuous_batching`; without continuous batching, of `CompressedCache`.
         metrics_interval: seconds between two lines of metrics; 0 prints none.
+        grace_seconds: for how long running requests go on after SIGTERM or Ctrl-C.
         options: those of `transformers.cli.serve.Serve`, such as `port`, `device`, `dtype`, `cb_max_memory_percent`. Continuous batching
             is on unless `continuous_batching=False`: requests then run one after the other.
 
@@ -45,8 +53,23 @@ class Server(Serve):
         ValueError, NotImplementedError: what `continuous_batching` refuses, before the server listens.
     """
 
-    def __init__(self, name: str, cache: dict[str, Any], *, metrics_interval: float = 10.0, continuous_batching: bool = True, **options):
+    def __init__(
+        self,
+        name: str,
+        cache: dict[str, Any],
+        *,
+        metrics_interval: float = 10.0,
+        grace_seconds: float = 20.0,
+        continuous_batching: bool = True,
+        **options,
+    ):
         self.batching: Batching | None = None
+        self.tokenizer: PreTrainedTokenizerBase
+        self.exchanges: set[api.Exchange] = set()
+        """Requests that run."""
+        self.stopping = self._died = False
+        self.options_by_batch = continuous_batching
+        self._grace, self._modality = grace_seconds, Modality.LLM
         self._name, self._cache, self._batches, self._interval = name, cache, continuous_batching, metrics_interval
         self._model: PreTrainedModel | None = None
         self._attached, self._lock, self._closed = ExitStack(), threading.Lock(), threading.Event()
@@ -60,8 +83,10 @@ class Server(Serve):
         def load_compressed(model_id: str, *args, **kwargs):
             if model_id == models.process_model_name(self._name):
                 model_id = models.process_model_name(path)
+            elif model_id != models.process_model_name(path):
+                raise Refusal(f"the server is pinned to {self._name!r}", "model")
             model, processor = load(model_id, *args, **kwargs)
-            self._compress(model)
+            self._compress(model, processor)
             return model, processor
 
         def stop_and_shutdown() -> None:
@@ -79,32 +104,113 @@ class Server(Serve):
         models.get_gen_models = lambda: [{"id": self._name, "object": "model", "created": started, "owned_by": "qkvcache"}]
         load_compressed(models.process_model_name(self._name))
         self._add_metrics()
+        self._add_front()
 
     def run(self) -> None:
-        """Serves until the process is interrupted."""
+        """Serves until SIGTERM or Ctrl-C, after which running requests have their seconds of grace.
+
+        Raises:
+            RuntimeError: the thread of continuous batching has died.
+        """
         try:
             if self._interval > 0 and self._batches:
                 threading.Thread(target=self._print_metrics, name="metrics", daemon=True).start()
+            threading.Thread(target=self._watch, name="watch", daemon=True).start()
             self.server.run()
+            if self._died:
+                raise RuntimeError("the thread of continuous batching has died")
         finally:
             self._closed.set()
             self._model_manager.shutdown()
+
+    def stop(self, *_: Any) -> None:
+        """Refuses new requests, and exits when the running ones are done. A second call exits at once."""
+        if self.stopping:
+            self.server.should_exit = self.server.force_exit = True
+        self.stopping = True
+
+    def check(self, given: dict[str, Any]) -> dict[str, Any]:
+        """The fields of a request that this server can serve."""
+        if given.get("model", self._name) != self._name:
+            message = f"model={given['model']!r}: the server is pinned to {self._name!r}"
+            raise Refusal(message, "model", code="model_not_found")
+        if "seed" in given and not self.options_by_batch:
+            raise Refusal("seed is not supported without continuous batching", "seed", code=UNSUPPORTED)
+        tools = given.get("tools")
+        if tools and "tools" not in (self.tokenizer.get_chat_template(tools=tools) or ""):
+            raise Refusal("tools are not supported: the model's chat template has none", "tools", code=UNSUPPORTED)
+        contents = [message.get("content") for message in given.get("messages", ())]
+        parts = [part for content in contents if isinstance(content, list) for part in content]
+        if self._modality == Modality.LLM and any(part["type"] not in TEXTS for part in parts):
+            raise Refusal("messages have parts other than text, which the model does not read", "messages")
+        return given
+
+    def cancel(self, asked: Asked) -> None:
+        """Ends a request whose client has left."""
+        if self.batching is not None and self.batching.manager is not None and asked.admitted:
+            self.batching.manager.cancel_request(asked.request_id)
 
     def metrics(self) -> Metrics | None:
         """None without continuous batching."""
         batching = self.batching
         return None if batching is None else batching.metrics()
 
-    def _compress(self, model: PreTrainedModel) -> None:
+    def _compress(self, model: PreTrainedModel, processor: Any) -> None:
         """A model that was loaded again, after `POST /reset`, is a new object."""
         with self._lock:
             if model is self._model:
                 return
+            state, name = self._generation_state, self._model_manager.process_model_name(self._name)
+            self.tokenizer = getattr(processor, "tokenizer", processor)
+            self._modality = self._model_manager.get_model_modality(model, processor=processor)
             if self._batches:
                 self.batching = self._attached.enter_context(continuous_batching(model, **self._cache))
             else:
                 self._attached.enter_context(attach(model, lambda config: CompressedCache(config, **self._cache)))
+            self.options_by_batch = state.use_continuous_batching(model, self._modality)
+            if self.options_by_batch:
+                config = state._cb_config = state._cb_config or ContinuousBatchingConfig()
+                config.per_request_processors = True
+                # With the model's own generation config: transformers would take the first request's for all.
+                state.get_manager(name, use_cb=True).init_cb(model, copy.deepcopy(model.generation_config))
+            else:
+                state._generate_managers[name] = Sequential()
             self._model = model
+
+    def _add_front(self) -> None:
+        """Puts our middleware next to the handlers, and gives errors the shape of OpenAI's."""
+        from fastapi.exceptions import RequestValidationError
+        from fastapi.responses import JSONResponse
+        from starlette.exceptions import HTTPException
+        from starlette.middleware import Middleware
+
+        def failed(_: Any, error: Any) -> JSONResponse:
+            if isinstance(error, HTTPException):
+                error = Refusal(str(error.detail), status=error.status_code)
+            found = api.refusal(error)
+            return JSONResponse(found.body, status_code=found.status)
+
+        application: Any = self.server.config.app
+        application.user_middleware.append(Middleware(api.Front, server=self))
+        for kind in (HTTPException, RequestValidationError, CBWorkerDeadError, Refusal):
+            application.add_exception_handler(kind, failed)
+        self.server.config.timeout_graceful_shutdown = 2  # for connections without a request that runs
+        self.server.handle_exit = self.stop  # type: ignore[method-assign, assignment]
+
+    def _watch(self) -> None:
+        """Ends a server that stops or whose thread of continuous batching has died, when no request runs or its grace is
+        over."""
+        until = None
+        while not self._closed.wait(0.1):
+            if not self._generation_state.is_cb_alive():
+                self._died = self.stopping = True
+            if self.stopping:
+                until = time.monotonic() + self._grace if until is None else until
+                if time.monotonic() >= until:
+                    for exchange in list(self.exchanges):
+                        exchange.loop.call_soon_threadsafe(exchange.end, api.STOPPING)
+                if not self.exchanges:
+                    self.server.should_exit = True
 
     def _add_metrics(self) -> None:
         from fastapi.responses import PlainTextResponse
@@ -126,6 +232,33 @@ class Server(Serve):
                 earlier = before.tokens_generated if before and before.tokens_generated <= now.tokens_generated else 0
                 console.print(line(now, (now.tokens_generated - earlier) / (at - then)), highlight=False)
             before = now
+
+
+class Sequential(GenerateManager):
+    """transformers' manager of requests that run one after the other, with the checks and options of each."""
+
+    def generate_streaming(self, model, processor, inputs, gen_config, *args, **kwargs):
+        _configure(model, inputs, gen_config)
+        return super().generate_streaming(model, processor, inputs, gen_config, *args, **kwargs)
+
+    async def generate_non_streaming(self, model, processor, inputs, gen_config, *args, **kwargs):
+        _configure(model, inputs, gen_config)
+        # Shielded: the model's thread returns the answer although the client has left.
+        answer = super().generate_non_streaming(model, processor, inputs, gen_config, *args, **kwargs)
+        return await asyncio.shield(answer)
+
+
+def _configure(model: PreTrainedModel, inputs: dict, config: GenerationConfig) -> None:
+    """Checks a request and sets its sampling options: transformers would leave `do_sample` as the model has it."""
+    _, config.max_new_tokens = check_prompt(model.config, inputs["input_ids"][0].tolist(), config.max_new_tokens)
+    asked = ASKED.get()
+    if asked is None:
+        return
+    asked.max_new_tokens = config.max_new_tokens
+    temperature = asked.options.get("temperature")
+    if temperature is not None or "top_p" in asked.options:
+        config.do_sample = temperature != 0
+        config.top_k = config.top_k or 0  # generate would take the 50 likeliest tokens
 
 
 def line(metrics: Metrics, tokens_per_second: float) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 
 import pytest
 import transformers
@@ -29,9 +30,10 @@ def test_older_releases_are_refused():
 
 @recent
 def test_names():
-    from transformers.generation.continuous_batching import PagedAttentionCache, Scheduler, continuous_api
+    from transformers.generation.continuous_batching import PagedAttentionCache, RequestState, Scheduler, continuous_api
     from transformers.generation.continuous_batching.cache import PagedAttentionMemoryHandler
     from transformers.generation.continuous_batching.cache_allocators import CacheAllocator, FullAttentionCacheAllocator
+    from transformers.generation.continuous_batching.cb_logits_processors import ContinuousBatchingLogitsProcessorList
     from transformers.generation.continuous_batching.input_outputs import ContinuousBatchingIOs, HostDeviceIOPair
     from transformers.generation.continuous_batching.offloading_manager import OffloadingManager
 
@@ -75,6 +77,17 @@ def test_names():
     assert "self.cache.extend_read_and_write_indices(" in source and "self.cache.fill_block_table(" in source
     assert "self.host_io = ContinuousBatchingIOs(" in inspect.getsource(HostDeviceIOPair)
     assert parameters(PagedAttentionCache.can_store_request_tokens) == ["state", "request_len", "dry_run"]
+    # What our requests are made of, and where they end.
+    assert parameters(manager.add_request) == [
+        "input_ids", "request_id", "max_new_tokens", "streaming", "record_timestamps", "eos_token_id", "logit_processor_kwargs",
+    ]  # fmt: skip
+    assert {"input_queue", "_wake_up_loop", "_request_counter", "_request_lock"} <= set(
+        re.findall(r"self\.(\w+)", inspect.getsource(manager))
+    )
+    assert parameters(RequestState.update_and_check_completion) == ["token_id", "logprob"]
+    assert "state.position_offset += prefill_length" in inspect.getsource(Scheduler._infer_request_tokens)
+    assert parameters(ContinuousBatchingLogitsProcessorList.prepare_tensor_args) == ["requests_in_batch", "arg_storage"]
+    assert "def _get_graph_key(self)" in inspect.getsource(ContinuousBatchingIOs)
 
 
 @recent

@@ -118,13 +118,15 @@ def test_a_ring_that_another_request_takes():
 
 
 def test_a_request_that_does_not_fit_fails_alone():
-    """Before it is read, if its length is known; else once it has all pages. The others go on."""
+    """At the call, if its length is known, or beside the others of a batch; else once it has all pages. The others go on."""
     network = tiniest()
     with continuous_batching(network, FORMAT, **ZONES) as batching, serving(network, new=5, blocks=2) as manager:
-        long = manager.add_request(prompts(125)[0], max_new_tokens=5)
-        found = collect(manager, [long])
-        assert "129 tokens" in found[long].error and "pool of 128" in found[long].error
-        assert not batching.metrics().tokens_generated
+        with pytest.raises(MemoryError, match="129 tokens .* pool of 128"):
+            manager.add_request(prompts(125)[0], max_new_tokens=5)
+        assert not batching.metrics().waiting
+        names = manager.add_requests(prompts(125, 40), max_new_tokens=5)
+        found = collect(manager, names)
+        assert "pool of 128" in found[names[0]].error and len(found[names[1]].generated_tokens) == 5
         manager.generation_config.max_new_tokens = None
         endless = manager.add_request(prompts(100)[0])
         found = collect(manager, [endless])

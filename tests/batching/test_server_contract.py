@@ -17,7 +17,7 @@ pytest.importorskip("openai")
 from transformers.cli.serve import Serve  # noqa: E402
 from transformers.cli.serving import server  # noqa: E402
 from transformers.cli.serving.model_manager import ModelManager  # noqa: E402
-from transformers.cli.serving.utils import BaseHandler, GenerationState  # noqa: E402
+from transformers.cli.serving.utils import BaseHandler, CBGenerateManager, GenerateManager, GenerationState  # noqa: E402
 
 
 def parameters(function) -> list[str]:
@@ -49,3 +49,15 @@ def test_the_state_of_generation_can_be_shut_down():
     state = GenerationState(continuous_batching=True)
     state.shutdown()
     assert state.is_cb_alive()
+
+
+def test_handlers_pass_what_the_front_relies_on():
+    """The id of the middleware, one manager for each way to generate, and a request that is added before it streams."""
+    assert "handle_request(body, request.state.request_id)" in inspect.getsource(server)
+    for kind in (CBGenerateManager, GenerateManager):
+        for name in ("generate_streaming", "generate_non_streaming"):
+            assert parameters(getattr(kind, name))[:6] == ["self", "model", "processor", "inputs", "gen_config", "request_id"]
+    state = GenerationState(continuous_batching=True)
+    state._generate_managers["demo@main"] = manager = object()
+    assert state.get_manager("demo@main") is manager and parameters(CBGenerateManager.init_cb) == ["self", "model", "gen_config"]
+    assert "cb.add_request(" in inspect.getsource(CBGenerateManager.generate_streaming)

@@ -1,0 +1,109 @@
+"""A request of continuous batching: its checks, its options beside those of others, and where its answer ends."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from itertools import chain, islice
+from typing import Any
+
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+from transformers.generation.continuous_batching.requests import GenerationOutput, RequestState, RequestStatus
+
+
+@dataclass
+class Asked:
+    """A request over HTTP, for what transformers' handlers neither pass to the manager nor return from it.
+
+    options         keyword arguments of `CompressedManager.add_request`
+    request_id      unique, unlike an X-Request-ID header
+    admitted        whether the manager has taken the request
+    max_new_tokens  tokens that its answer can have
+    cached_tokens   tokens of its prompt that were in pages already
+    """
+
+    request_id: str
+    options: dict[str, Any] = field(default_factory=dict)
+    admitted: bool = False
+    max_new_tokens: int | None = None
+    cached_tokens: int = 0
+
+
+ASKED: ContextVar[Asked | None] = ContextVar("asked", default=None)
+"""The request that this context handles."""
+
+
+def check_prompt(config: PreTrainedConfig, ids: Iterable[int], max_new_tokens: int | None) -> tuple[list[int], int | None]:
+    """The prompt as a list, and how many tokens its answer has at most: `max_new_tokens`, or up to the last position.
+
+    Raises TypeError for ids that are no integers, and ValueError for an empty prompt, in whose place attention would read
+    tokens of others, ids that are not in the vocabulary, prompts beyond the model's positions, and answers without tokens.
+    """
+    try:
+        tokens = [operator.index(token) for token in ids]
+    except TypeError:
+        raise TypeError(f"input_ids={ids!r:.60}: expected a list of token ids") from None
+    text = config.get_text_config(decoder=True)
+    if not tokens:
+        raise ValueError("the prompt is empty: it must have at least one token")
+    if min(tokens) < 0 or max(tokens) >= text.vocab_size:
+        wrong = next(token for token in tokens if not 0 <= token < text.vocab_size)
+        raise ValueError(f"token id {wrong} is not in the vocabulary of {text.vocab_size} tokens")
+    if max_new_tokens is not None and max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens={max_new_tokens}: an answer has at least one token")
+    positions = getattr(text, "max_position_embeddings", None)
+    if positions is None:
+        return tokens, max_new_tokens
+    if len(tokens) > positions:
+        raise ValueError(f"the prompt has {len(tokens)} tokens, and the model {positions} positions: shorten it")
+    left = positions + 1 - len(tokens)  # the last token is not read
+    return tokens, left if max_new_tokens is None else min(max_new_tokens, left)
+
+
+class StopStrings:
+    """Strings that end an answer, found in the text of its last tokens."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, strings: Sequence[str]):
+        self.strings, self._tokenizer, self._special = tuple(strings), tokenizer, set(tokenizer.all_special_ids)
+        # A token has at least a byte, and decoders may strip what the first ones begin with.
+        self._tokens = max(len(string.encode()) for string in strings) + 8
+
+    def end(self, backwards: Iterable[int]) -> bool:
+        """Whether an answer, its last token first, contains one of the strings."""
+        recent = list(islice((token for token in backwards if token not in self._special), self._tokens))
+        text = self._tokenizer.decode(recent[::-1])
+        return any(string in text for string in self.strings)
+
+    def __deepcopy__(self, memo: dict) -> StopStrings:
+        return self  # requests that fork share the tokenizer
+
+
+class Request(RequestState):
+    """A request that can end at strings and knows how much of its prompt was in pages already."""
+
+    stop: StopStrings | None = None
+    cached_tokens: int = 0
+
+    def update_and_check_completion(self, token_id: int, logprob: float | None) -> bool:
+        done = super().update_and_check_completion(token_id, logprob)
+        if done or self.stop is None:
+            return done
+        # A preempted request has its first generated tokens at the end of its prompt.
+        before = self.initial_tokens[self._true_initial_tokens :] if self._true_initial_tokens else []
+        if not self.stop.end(chain(reversed(self.generated_tokens), reversed(before))):
+            return False
+        self.status = RequestStatus.FINISHED
+        return True
+
+    def to_generation_output(self) -> GenerationOutput:
+        output: Any = super().to_generation_output()
+        output.cached_tokens = self.cached_tokens
+        return output
+
+    def create_equivalent_initial_request(self) -> Request:
+        state: Any = super().create_equivalent_initial_request()
+        state.__class__ = Request
+        state.stop, state.cached_tokens = self.stop, self.cached_tokens
+        return state

@@ -1,0 +1,327 @@
+"""What clients can send to `qkvcache serve`: every field has an effect or is refused, nobody reads the tokens of others, and it ends."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import transformers
+from packaging.version import Version
+
+from qkvcache import demo, models
+
+pytest.importorskip("openai")
+pytest.importorskip("uvicorn")
+if Version(transformers.__version__) < Version("5.19"):
+    pytest.skip("transformers has no page allocators", allow_module_level=True)
+
+from qkvcache.batching import server as serving  # noqa: E402
+from tests.batching.requests import listening  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore:continuous batching on compressed pages")
+CACHE = {"format": "turboquant_4bit_nc", "residual_length": 16}
+OPTIONS = {"host": "127.0.0.1", "port": 0, "device": "cpu", "dtype": "float32", "cb_num_blocks": 4, "cb_max_batch_tokens": 512}
+PROMPT = "The code word of Anna is dilzon. What is the code word of Anna? The code word of Anna is"
+SAID = [{"role": "user", "content": PROMPT}]
+COMPLETIONS, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """The embedded model with a tokenizer that adds no token to a text."""
+    model, tokenizer = models.load("demo")
+    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"
+    tokenizer.backend_tokenizer.post_processor = None
+    path = tmp_path_factory.mktemp("plain")
+    model.save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def server(folder):
+    started = serving.Server(folder, CACHE, metrics_interval=0, **OPTIONS)
+    with listening(started):
+        yield started
+
+
+def address(server) -> tuple[str, int]:
+    return server.server.servers[0].sockets[0].getsockname()
+
+
+def send(server, path: str, body=None, timeout: float = 60):
+    """The status of an answer, and its JSON or its events."""
+    data = body if isinstance(body, bytes | None) else json.dumps(body).encode()
+    host, port = address(server)
+    request = urllib.request.Request(f"http://{host}:{port}{path}", data=data, headers={"content-type": "application/json"})
+    try:
+        with urllib.request.urlopen(request, timeout=timeout) as answer:
+            status, text = answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        status, text = error.code, error.read().decode()
+    if text.startswith("data: "):
+        events = [event.removeprefix("data: ") for event in text.strip().split("\n\n")]
+        return status, [json.loads(event) for event in events if event != "[DONE]"]
+    return status, json.loads(text)
+
+
+def complete(server, **fields):
+    status, answer = send(server, COMPLETIONS, {"prompt": PROMPT, "max_tokens": 8, "temperature": 0} | fields)
+    assert status == 200, answer
+    return answer
+
+
+def texts(answer) -> list[str]:
+    """Of each choice of a whole answer or a stream."""
+    found: dict[int, str] = {}
+    for event in answer if isinstance(answer, list) else [answer]:
+        for choice in event["choices"]:
+            found[choice["index"]] = found.get(choice["index"], "") + choice["text"]
+    return [found[index] for index in sorted(found)]
+
+
+def until(condition, seconds: float = 20.0) -> bool:
+    end = time.monotonic() + seconds
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.01)
+    return condition()
+
+
+def test_an_empty_prompt_is_refused_beside_a_request(server):
+    with ThreadPoolExecutor(1) as threads:
+        other = threads.submit(complete, server, max_tokens=40)
+        assert until(lambda: server.metrics().running == 1)
+        for stream in (False, True):
+            status, answer = send(server, COMPLETIONS, {"prompt": "", "max_tokens": 2, "stream": stream})
+            assert (status, "empty" in answer["error"]["message"]) == (400, True)
+        assert len(other.result()["choices"][0]["text"]) > 40
+    assert send(server, "/health")[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        (CHAT, {"messages": None}, "messages"),
+        (CHAT, {"messages": []}, "messages"),
+        (CHAT, {"messages": "text"}, "messages"),
+        (CHAT, {"messages": [{"content": "A"}]}, "messages"),
+        (CHAT, {"messages": [{"role": "user"}]}, "messages"),
+        (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "-"}}]}]}, "messages"),
+        (CHAT, {"logprobs": True}, "logprobs"),
+        (CHAT, {"response_format": {"type": "json_object"}}, "response_format"),
+        (CHAT, {"tool_choice": "required"}, "tool_choice"),
+        (CHAT, {"tools": [{"type": "function", "function": {"name": "a"}}]}, "tools"),
+        (CHAT, {"logit_bias": {"5": 3}}, "logit_bias"),
+        (CHAT, {"frequency_penalty": 0.5}, "frequency_penalty"),
+        (CHAT, {"presence_penalty": -1}, "presence_penalty"),
+        (CHAT, {"generation_config": "junk"}, "generation_config"),
+        (CHAT, {"top_k": 4}, "top_k"),
+        (COMPLETIONS, {"prompt": None}, "prompt"),
+        (COMPLETIONS, {"prompt": ["A"]}, "prompt"),
+        (COMPLETIONS, {"logprobs": 0}, "logprobs"),
+        (COMPLETIONS, {"echo": True}, "echo"),
+        (COMPLETIONS, {"max_tokens": "x"}, "max_tokens"),
+        (COMPLETIONS, {"max_tokens": 0}, "max_tokens"),
+        (COMPLETIONS, {"max_tokens": -5}, "max_tokens"),
+        (COMPLETIONS, {"temperature": "hot"}, "temperature"),
+        (COMPLETIONS, {"temperature": -1}, "temperature"),
+        (COMPLETIONS, {"top_p": 0}, "top_p"),
+        (COMPLETIONS, {"seed": "x"}, "seed"),
+        (COMPLETIONS, {"n": 0}, "n"),
+        (COMPLETIONS, {"stop": ""}, "stop"),
+        (COMPLETIONS, {"model": "other"}, "model"),
+        (RESPONSES, {"input": []}, "input"),
+        (RESPONSES, {"max_output_tokens": 0}, "max_output_tokens"),
+        (RESPONSES, {"previous_response_id": "a"}, "previous_response_id"),
+    ],
+)
+def test_fields_that_are_wrong_or_not_supported_are_named(server, path, fields, param):
+    required = {CHAT: {"messages": SAID}, COMPLETIONS: {"prompt": PROMPT}, RESPONSES: {"input": PROMPT}}[path]
+    status, answer = send(server, path, required | {"stream": True} | fields)
+    assert status == 400, answer
+    assert answer["error"]["param"] == param and param in answer["error"]["message"]
+    assert set(answer["error"]) == {"message", "type", "param", "code"} and answer["error"]["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize("body", [b"{", b"[]", b"", b'"text"'])
+def test_bodies_that_are_no_objects_are_refused(server, body):
+    for path in (COMPLETIONS, CHAT, RESPONSES):
+        status, answer = send(server, path, body)
+        assert status == 400 and answer["error"]["message"]
+
+
+def test_values_that_ask_for_nothing_are_accepted(server):
+    """As clients send them by default."""
+    nothing = {"n": 1, "logprobs": False, "frequency_penalty": 0, "presence_penalty": 0.0, "tool_choice": "auto", "stop": None, "user": "a"}
+    status, answer = send(server, CHAT, nothing | {"messages": SAID, "max_tokens": 2, "response_format": {"type": "text"}})
+    assert status == 200 and answer["choices"][0]["message"]["content"]
+
+
+def test_requests_sample_as_they_ask(server):
+    """Each for itself, together as alone, with the same seed the same."""
+    greedy = complete(server)
+    assert texts(greedy)[0].startswith(" dilzon")
+    asked = [{}, {"temperature": 2, "seed": 1}, {"temperature": 2, "seed": 2}, {"temperature": 2, "top_p": 1e-6}]
+    alone = [texts(complete(server, **fields)) for fields in asked]
+    with ThreadPoolExecutor(4) as threads:
+        assert list(threads.map(lambda fields: texts(complete(server, **fields)), asked)) == alone
+    assert alone[0] == alone[3] == texts(greedy) and len({text for (text,) in alone}) == 3
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_several_choices(server, stream):
+    answer = complete(server, n=2, temperature=2, seed=1, stream=stream)
+    seeds = [texts(complete(server, temperature=2, seed=seed))[0] for seed in (1, 2)]
+    assert texts(answer) == seeds
+    usage = [event["usage"] for event in (answer if stream else [answer]) if "usage" in event]
+    assert [(found["prompt_tokens"], found["completion_tokens"]) for found in usage] == [(28, 16)]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("stop", "kept"), [("zon", " dil"), (["nothing", "on.\n"], " dilz"), (["nothing"], None)])
+def test_answers_end_before_a_stop_string(server, stop, kept, stream):
+    whole = texts(complete(server))[0]
+    answer = complete(server, stop=stop, stream=stream)
+    last = answer[-1] if stream else answer
+    assert texts(answer) == [whole if kept is None else kept]
+    assert last["choices"][0]["finish_reason"] == ("length" if kept is None else "stop")
+    assert last["usage"]["completion_tokens"] == 8 if kept is None else last["usage"]["completion_tokens"] < 8
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_usage_counts_tokens_that_were_cached(server, stream):
+    prompt = ("again, " if stream else "first, ") + demo.text()[:900]
+    for cached in (0, 256):
+        answer = complete(server, prompt=prompt, max_tokens=2, stream=stream)
+        usage = (answer[-1] if stream else answer)["usage"]
+        assert usage["prompt_tokens_details"] == {"cached_tokens": cached}
+    status, answer = send(server, CHAT, {"messages": [{"role": "user", "content": prompt}], "max_tokens": 2})
+    assert answer["usage"]["prompt_tokens_details"] == {"cached_tokens": 256}
+    status, answer = send(server, RESPONSES, {"input": prompt, "max_output_tokens": 2, "stream": stream})
+    usage = (answer[-1]["response"] if stream else answer)["usage"]
+    assert usage["input_tokens_details"]["cached_tokens"] == 256
+
+
+@pytest.mark.parametrize(("count", "status", "says"), [(6000, 413, "does not fit into a pool of 1024"), (20_000, 400, "4096 positions")])
+def test_prompts_that_are_too_long_get_a_status(server, count, status, says):
+    """Streams too, always: refused before they begin."""
+    prompt = demo.text()[:count]
+    for stream in (False, True, True, True):
+        got, answer = send(server, COMPLETIONS, {"prompt": prompt, "max_tokens": 2, "stream": stream})
+        assert got == status and says in answer["error"]["message"]
+    assert not server.batching.manager.output_router.result_handlers
+
+
+def test_the_same_request_id_does_not_mix_answers(server):
+    host, port = address(server)
+    prompts = [PROMPT, demo.text()[:200]]
+    alone = [texts(complete(server, prompt=prompt)) for prompt in prompts]
+
+    def ask(prompt: str) -> list[str]:
+        body = json.dumps({"prompt": prompt, "max_tokens": 8, "temperature": 0}).encode()
+        headers = {"content-type": "application/json", "x-request-id": "same"}
+        with urllib.request.urlopen(urllib.request.Request(f"http://{host}:{port}{COMPLETIONS}", body, headers), timeout=20) as answer:
+            assert answer.headers["x-request-id"] == "same"
+            return texts(json.loads(answer.read()))
+
+    with ThreadPoolExecutor(2) as threads:
+        assert list(threads.map(ask, prompts)) == alone
+
+
+def test_other_models_are_not_loaded(server):
+    status, answer = send(server, "/load_model", {"model": "other/model"})
+    assert (status, answer[0]["status"]) == (200, "error") and "pinned" in answer[0]["message"]
+
+
+def leave(server, tokens: int = 900) -> None:
+    """Asks for a long whole answer, and closes the connection while it runs."""
+    body = json.dumps({"prompt": PROMPT, "max_tokens": tokens}).encode()
+    with socket.create_connection(address(server)) as connection:
+        head = f"POST {COMPLETIONS} HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+        connection.sendall(head.encode() + body)
+        assert until(lambda: server.metrics().running == 1)
+
+
+def test_a_client_of_a_whole_answer_that_leaves_is_cancelled(server):
+    leave(server)
+    assert until(lambda: not server.metrics().running, 5)
+    assert not server.batching.manager.output_router.result_handlers and not server.exchanges
+    assert texts(complete(server))[0].startswith(" dilzon")
+
+
+def test_without_continuous_batching_fields_have_the_same_effects(folder):
+    started = serving.Server(folder, CACHE, metrics_interval=0, continuous_batching=False, **OPTIONS)
+    with listening(started):
+        assert send(started, COMPLETIONS, {"prompt": ""})[0] == 400
+        status, answer = send(started, COMPLETIONS, {"prompt": PROMPT, "seed": 1})
+        assert (status, answer["error"]["param"]) == (400, "seed")
+        for stream in (False, True):
+            assert texts(complete(started, stop="zon", stream=stream, n=2)) == [" dil"] * 2
+        assert texts(complete(started, temperature=2, max_tokens=12)) != texts(complete(started, max_tokens=12))
+
+
+# The end.
+
+
+@pytest.fixture
+def ending(folder):
+    """A server that ends, with its thread and what it raises."""
+    started, raised = serving.Server(folder, CACHE, metrics_interval=0, grace_seconds=1.0, **OPTIONS), []
+
+    def run() -> None:
+        try:
+            started.run()
+        except RuntimeError as error:
+            raised.append(error)
+
+    with listening(started, run):
+        yield started, raised
+
+
+@pytest.mark.parametrize("tokens", [30, 900])
+def test_a_server_that_stops_answers_what_runs(ending, tokens):
+    """Requests that end within the grace are answered, others get 503; new ones do too."""
+    server, raised = ending
+    with ThreadPoolExecutor(1) as threads:
+        running = threads.submit(send, server, COMPLETIONS, {"prompt": PROMPT, "max_tokens": tokens, "temperature": 0})
+        assert until(lambda: server.metrics().running == 1)
+        server._grace = 20 if tokens == 30 else 0.5
+        server.server.handle_exit(15, None)
+        assert send(server, COMPLETIONS, {"prompt": PROMPT})[0] == send(server, "/health")[0] == 503
+        assert running.result()[0] == (200 if tokens == 30 else 503)
+    assert until(lambda: server.batching is None) and not raised  # shut down
+
+
+def test_a_dead_thread_ends_the_server_with_an_error(ending, monkeypatch):
+    server, raised = ending
+    monkeypatch.setattr(server._model, "forward", lambda **_: 1 / 0)
+    status, answer = send(server, COMPLETIONS, {"prompt": PROMPT, "max_tokens": 2})
+    assert status in (500, 503) and "division by zero" in answer["error"]["message"]
+    assert until(lambda: bool(raised)) and "has died" in str(raised[0])
+
+
+def test_the_process_ends_within_its_grace():
+    """Without an error, although a request runs that does not end."""
+    options = [f"--{name.replace('_', '-')}={value}" for name, value in OPTIONS.items()]
+    command = [sys.executable, "-m", "qkvcache.cli", "serve", "demo", *options, "--grace-seconds", "0.2"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            address = next(found for text in process.stderr if (found := re.search(r"http://127.0.0.1:(\d+)", text)))
+            body = json.dumps({"prompt": PROMPT, "max_tokens": 900, "stream": True}).encode()
+            headers = {"content-type": "application/json"}
+            with urllib.request.urlopen(urllib.request.Request(address[0] + COMPLETIONS, body, headers), timeout=60) as answer:
+                assert answer.readline().startswith(b"data: ")
+                process.send_signal(signal.SIGTERM)
+                assert "stopping" in answer.read().decode().split("\n\n")[-2]
+            assert process.wait(30) == 0
+        finally:
+            process.kill()
