@@ -175,7 +175,7 @@ def insert(text: str, sentences: list[tuple[float, str]]) -> str:
 
 
 def fill(units: Iterator[str], tokens: int, count: COUNT) -> list[str]:
-    """As many units as fit into `tokens`, at least one."""
+    """Return the units that fit into `tokens`, at least one."""
     found = [next(units)]
     left = tokens - count(found[0])
     while (size := count(unit := next(units))) <= left:

@@ -111,7 +111,7 @@ def _rounded(x: Tensor) -> Tensor:
 
 
 def _least_error(magnitudes: Tensor, candidates: list[Tensor]) -> Tensor:
-    """Of candidate scales, bytes of E4M3 `[..., 1]`, the one with the least squared error for each block of `magnitudes` `[..., 16]`."""
+    """Return the candidate scale with the least squared error for each block of `magnitudes` `[..., 16]`, as bytes of E4M3 `[..., 1]`."""
 
     def error_of(candidate: Tensor) -> Tensor:
         scale = _e4m3(candidate)

@@ -53,7 +53,8 @@ def _signed_matrix(randomized: bool, dim: int, device: torch.device, dtype: torc
 
 
 def exact_dtype(device: torch.device) -> torch.dtype:
-    """In which a sum of fp16 or bf16 numbers is exact, so that no order of summation shows in it. MPS has nothing wider than fp32."""
+    """The dtype in which a sum of fp16 or bf16 numbers is exact, so that the order of summation does not matter. MPS
+    has nothing wider than fp32."""
     return torch.float32 if device.type == "mps" else torch.float64
 
 

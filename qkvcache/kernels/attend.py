@@ -12,8 +12,8 @@ from torch import Tensor
 
 from .segments import AttentionInputs, pv, qk
 
-HIDDEN = -1e29  # scores below it are of masked tokens
-MASKED = torch.finfo(torch.float32).min  # finite: a fully masked row must come out as numbers, not as nan
+MASKED_SCORE = -1e30  # finite: a fully masked row must come out as numbers, not as nan
+MASKED_BELOW = -1e29  # scores below it are of masked tokens
 
 
 class Options(TypedDict, total=False):
@@ -47,8 +47,8 @@ def attend_observed(
     observed: Tensor | None = None,
     **options: Unpack[Options],
 ) -> tuple[Tensor, Tensor]:
-    """As `attend`, and the accumulated attention of each token, fp32 `[B, H, T]`: its softmax weights, summed over the group's query heads
-    and over queries; `[B, H, 0]` if it is not observed.
+    """Run `attend` and also return the accumulated attention of each token, fp32 `[B, H, T]`: its softmax weights, summed over the
+    query heads of the group and over queries. Without `observed` it is empty, `[B, H, 0]`.
 
     Args:
         observed: how often each query counts, fp32 or bool `[B, Q]`; 0 for padding. Tokens that the mask hides accumulate nothing.
@@ -61,7 +61,7 @@ def attend_observed(
     out = pv(probabilities.reshape(*rows, tokens), attention_inputs.value).view(batch, query_heads, queries, -1).to(query.dtype)
     if observed is None:
         return out, query.new_empty(batch, heads, 0, dtype=torch.float32)
-    count = observed.float()[:, None].masked_fill(logits[..., :tokens].amax(-1) <= HIDDEN, 0)
+    count = observed.float()[:, None].masked_fill(logits[..., :tokens].amax(-1) <= MASKED_BELOW, 0)
     counted = probabilities.masked_fill((count == 0)[..., None], 0)  # which may hold nan
     return out, (count.reshape(rows)[:, :, None] @ counted.reshape(*rows, tokens))[:, :, 0]
 
@@ -92,14 +92,14 @@ def scores(
 
 
 def apply_mask(logits: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
-    """`logits` `[B, Hq, Q, T]` with hidden entries at the lowest fp32 value."""
+    """`logits` `[B, Hq, Q, T]` with masked entries at `MASKED_SCORE`."""
     queries, tokens = logits.shape[-2:]
     if causal and queries > 1:
         visible = torch.ones(queries, tokens, dtype=torch.bool, device=logits.device).tril(tokens - queries)
-        logits = logits.masked_fill(~visible, MASKED)
+        logits = logits.masked_fill(~visible, MASKED_SCORE)
     if mask is None:
         return logits
     mask = mask[..., :tokens]
     if mask.dtype == torch.bool:
-        return logits.masked_fill(~mask, MASKED)
-    return (logits + mask).clamp_min(MASKED)
+        return logits.masked_fill(~mask, MASKED_SCORE)
+    return (logits + mask).clamp_min(MASKED_SCORE)

@@ -34,6 +34,7 @@ from torch import Tensor
 from ..formats.base import Codec, Codes, affine
 from ..formats.identity import AsIs
 from ..formats.rotation import rotation_block
+from .attend import MASKED_SCORE
 from .cudnn_plans import PLANS
 from .dispatch import dequantize_pages, on_triton, sum_attention
 from .pages import Pages
@@ -49,12 +50,11 @@ ROW_STEP = 128
 """Folded rows are padded to a multiple of this, so that few shapes exist."""
 MERGED_PARTS = 8
 """Parts that are merged at a time: the outputs of more would take more memory than a dense layer."""
-MASKED = -1e30
 
 
 class LeftPadding(NamedTuple):
-    """Of each row, how many of its first columns are hidden, where the others are seen up to the new tokens; whether columns of new tokens
-    are hidden, too."""
+    """Left padding of a batch. `first`: the number of hidden columns at the start of each row; `new`: whether columns of new tokens are
+    hidden, too."""
 
     first: tuple[int, ...]
     new: bool
@@ -106,7 +106,7 @@ def supports(query: Tensor, attention_inputs: AttentionInputs) -> bool:
 
 
 def supports_queries(query: Tensor, value_dim: int) -> bool:
-    """The same of queries, with keys of their dtype and values of `value_dim` channels."""
+    """Whether `attend_chunked` supports these queries, with keys of their dtype and values of `value_dim` channels."""
     dtypes = (torch.float16, torch.bfloat16) if query.is_cuda else (torch.float16, torch.bfloat16, torch.float32)
     dim = query.shape[3]
     return (
@@ -143,7 +143,7 @@ def attend_chunked(
         left: what `hidden` is, `[B or 1, T]`, if it is no more than padding to the left.
         chunk_tokens: bound on the tokens of a chunk. Default: what is fastest for so many queries.
     """
-    return _attend(query, Tokens.of(attention_inputs), hidden, scaling, softcap, sinks, chunk_tokens, left=left)[:2]
+    return _attend(query, ChunkedKV.of(attention_inputs), hidden, scaling, softcap, sinks, chunk_tokens, left=left)[:2]
 
 
 def observe_chunked(
@@ -158,8 +158,9 @@ def observe_chunked(
     reduce: Reduce | None = None,
     chunk_tokens: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """As `attend_chunked`: the output, and the accumulated attention of each token, fp32 `[B, H, T]`: its softmax weights, summed over the
-    group's query heads and over the last `W` queries, each of which counts `observed` times, fp32 `[B, W]`; 0 for padding.
+    """Run `attend_chunked` and return its output and the accumulated attention of each token, fp32 `[B, H, T]`: its
+    softmax weights, summed over the group's query heads and over the last `W` queries, each of which counts `observed`
+    times, fp32 `[B, W]`; 0 for padding.
 
     `reduce`: computes something else of these queries, part by part.
     """
@@ -169,7 +170,7 @@ def observe_chunked(
         return sum_attention(columns.query, columns.keys, observed, columns.visible, **options)  # type: ignore[arg-type]
 
     second = observed.shape[1], reduce or sums
-    out, _, reduced = _attend(query, Tokens.of(attention_inputs), hidden, scaling, softcap, sinks, chunk_tokens, second)
+    out, _, reduced = _attend(query, ChunkedKV.of(attention_inputs), hidden, scaling, softcap, sinks, chunk_tokens, second)
     return out, reduced  # type: ignore[return-value]
 
 
@@ -180,7 +181,7 @@ def attend_chunked_pages(
     `[B, H, T, D]`: first tokens, and those after the pages, of which the last `Q` are those of the queries `[B, Hq, Q, D]`."""
 
     # Prompts of a batch are cut anywhere, so that no plan of cuDNN's would serve twice.
-    return _attend(query, Tokens.of_pages(pages, begin, end, sinks, recent), None, scaling, None, None, CHUNK_TOKENS, plans=False)[:2]
+    return _attend(query, ChunkedKV.of_pages(pages, begin, end, sinks, recent), None, scaling, None, None, CHUNK_TOKENS, plans=False)[:2]
 
 
 def _pieces_of_pages(pages: Pages, begin: int, end: int, size: int) -> Iterator[Piece]:
@@ -194,7 +195,7 @@ def _dequantize_pages(pages: Pages, begin: int, keys: Tensor, values: Tensor) ->
 
 
 @dataclass(frozen=True)
-class Tokens:
+class ChunkedKV:
     """Exact keys and values `[B, H, T, D]` and, after `before` of these, quantized ones, which `pieces` cuts into chunks of so many
     tokens."""
 
@@ -203,23 +204,23 @@ class Tokens:
     pieces: Callable[[int], Iterator[Piece]]
 
     @staticmethod
-    def of_pages(pages: Pages, begin: int, end: int, sinks: Pair, recent: Pair) -> Tokens:
-        """Those of `attend_chunked_pages`."""
+    def of_pages(pages: Pages, begin: int, end: int, sinks: Pair, recent: Pair) -> ChunkedKV:
+        """Build them from the arguments of `attend_chunked_pages`."""
         exact = join_tokens((sinks[0], recent[0])), join_tokens((sinks[1], recent[1]))
-        return Tokens(exact, sinks[0].shape[2], functools.partial(_pieces_of_pages, pages, begin, end))
+        return ChunkedKV(exact, sinks[0].shape[2], functools.partial(_pieces_of_pages, pages, begin, end))
 
     @staticmethod
-    def of(attention_inputs: AttentionInputs) -> Tokens:
+    def of(attention_inputs: AttentionInputs) -> ChunkedKV:
         if (paged := attention_inputs.paged) is not None:
             end = attention_inputs.key.shape[2] - paged.sinks[0].shape[2] - paged.ring[0].shape[2]
-            return Tokens.of_pages(paged.pages, 0, end, paged.sinks, paged.ring)
+            return ChunkedKV.of_pages(paged.pages, 0, end, paged.sinks, paged.ring)
         exact, before, packed = exact_tokens(attention_inputs)
-        return Tokens(exact, before, functools.partial(chunks, attention_inputs, packed))
+        return ChunkedKV(exact, before, functools.partial(chunks, attention_inputs, packed))
 
 
 def _attend(
     query: Tensor,
-    tokens: Tokens,
+    tokens: ChunkedKV,
     hidden: Tensor | None,
     scaling: float | None,
     softcap: float | None,
@@ -431,7 +432,7 @@ def _bias(hidden: Tensor, dtype: torch.dtype) -> Tensor:
     """Additive, with memory for whole vectors of 16 bytes in each row, which torch's kernel asks for."""
     tokens = hidden.shape[3]
     bias = torch.zeros(*hidden.shape[:3], -(-tokens // 16) * 16, dtype=dtype, device=hidden.device)[..., :tokens]
-    return bias.masked_fill_(hidden, max(MASKED, torch.finfo(dtype).min))
+    return bias.masked_fill_(hidden, max(MASKED_SCORE, torch.finfo(dtype).min))
 
 
 def library_attention(
@@ -463,7 +464,7 @@ def padded_attention(query: Tensor, key: Tensor, value: Tensor, first: tuple[int
     one_by_one = (x.reshape(-1, 1, dim) for x in (query, key, value))  # a sequence for each head
     out, lse = _flash_sequences(tuple(one_by_one), starts, (rows, tokens), scaling)
     out, lse = out.view(query.shape), lse.view(query.shape[:3])
-    return out.index_fill_(0, empty, 0), lse.index_fill_(0, empty, MASKED)
+    return out.index_fill_(0, empty, 0), lse.index_fill_(0, empty, MASKED_SCORE)
 
 
 def cudnn_pays(query: Tensor, heads: int, tokens: int) -> bool:
@@ -490,7 +491,7 @@ def _cudnn_sizes(most: int) -> list[int]:
 
 
 def _plan(query: Tensor, folded: Sequence[int], tokens: int) -> tuple:
-    """What cuDNN's plans for folded queries of this shape and so many tokens of the scratch are for."""
+    """The key of cuDNN's plans for folded queries of this shape over a scratch of that many tokens."""
     return query.device, query.dtype, tuple(folded), tokens
 
 
@@ -515,8 +516,8 @@ def _flash_sequences(tensors: tuple[Tensor, ...], starts: Pair, longest: tuple[i
 @functools.lru_cache(maxsize=64)  # for all layers of a step
 @torch.inference_mode(False)
 def _sequences(first: tuple[int, ...], heads: int, tokens: int, rows: int, device: torch.device) -> tuple[Pair, Tensor]:
-    """Where the sequences of all rows and heads begin, and at last end, among queries and keys, int32 `[2 B H + 1]` each: before each, its
-    hidden keys are one without queries. And the rows all of whose keys are hidden, int64."""
+    """Return the boundaries of the sequences of all rows and heads among queries and among keys, int32 `[2 B H + 1]` each, and the indices
+    of rows whose keys are all hidden, int64. The hidden keys of a row form a sequence without queries, before its own."""
     queries, keys = [0], [0]
     for number, hidden in enumerate(hidden for hidden in first for _ in range(heads)):
         queries += [number * rows, (number + 1) * rows]

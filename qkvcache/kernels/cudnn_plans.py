@@ -1,4 +1,4 @@
-"""When a plan of cuDNN pays off.
+"""A rule for when a plan of cuDNN pays off.
 
 cuDNN attends about twice as fast as flash attention, and with dequantizing before it 1.2 to 1.7 times as fast as the kernel that reads the
 codes for many rows. But it prepares a plan for each shape and layout of its tensors when it first meets them, which takes 45 to 800 ms on
@@ -22,7 +22,7 @@ SHAPES = 4096
 
 
 class Plans(threading.local):
-    """What other kernels have computed of each shape. One for each thread, as torch's plans are."""
+    """The work that other kernels have done for each shape. Each thread has its own, as it has its own cuDNN plans."""
 
     def __init__(self) -> None:
         self._flops: OrderedDict[Hashable, float] = OrderedDict()

@@ -33,7 +33,7 @@ class StaticTensors:
     numbers: tuple[int, int]
     """Indices of the codecs of keys and of values, see `segments.number`."""
     planes: tuple[Codes, Codes]
-    """Of keys and of values, with the buffers that are kept once."""
+    """The planes of keys and of values, with the buffers that are kept once."""
     sinks: Pair
     ring: Pair
     records: dict[str, Tensor]

@@ -40,13 +40,13 @@ LAUNCHES = {
     ("int8", "int4"): Launch(64, 3, None, 24),
     **{(kind, kind): Launch(64, 3, None) for kind in ("half", "int8", "uint8", "e4m3", "e5m2")},
 }
-"""By the kinds of keys and values, where `Launch()` is not the best measured on an H100 (`eval/bench_kernels.py --tune`)."""
+"""Launches by the kinds of keys and values, where `Launch()` is not the best measured on an H100 (`eval/bench_kernels.py --tune`)."""
 WIDE = Launch(registers=None)
-"""For head_dim beyond 128, where larger tiles would not fit in registers."""
+"""The launch for head_dim above 128, where larger tiles do not fit in registers."""
 MANY_ROWS = Launch(64, 3, None, 8, 2, 32), Launch(64, 3, None, 4, 4, 64)
-"""For up to 32 query rows, and for more: each code is unpacked once for as many rows as the registers of a program hold."""
+"""Launches for up to 32 query rows and for more: each code is unpacked once for as many rows as the registers of a program hold."""
 TILES = Launch(128, 1, None, 2, 4, 64, many=True), Launch(64, 1, 128, 2, 8, 128, many=True)
-"""Of the kernel for many rows: for up to 64, and for more. The best measured on an H200."""
+"""Launches of the kernel for many rows: up to 64 rows, and more. They are the best measured on an H200."""
 FEWEST_TILE_ROWS = 33
 """Query rows of a KV head from which on that kernel is faster than the decode kernel on an H200."""
 
@@ -86,7 +86,7 @@ def _in_tiles(layout: PackedLayout, head_dim: int) -> bool:
 EXACT_TILE = 32
 """Exact tokens of a tile. One program reads all of them, and with few other tokens all others wait for it."""
 TILE_CONSTANTS = {*attend_tiles_kernel.arg_names, "num_warps", "num_stages", "maxnreg"}
-"""What `attend_tiles_kernel` takes of the constants of a call."""
+"""The constants of a call that `attend_tiles_kernel` takes."""
 SUM_TOKENS = 1024
 """Tokens of a program that sums attention."""
 
@@ -135,16 +135,16 @@ class Arguments(NamedTuple):
     places: tuple[Tensor, Tensor, Tensor]
     """`table`, `counts` and `lengths` of `attend_kernel`."""
     place_strides: tuple[int, int, int, int]
-    """Of the table, then of the lengths, over rows and heads."""
+    """Strides of the table, then of the lengths, over rows and heads."""
     planes: tuple[tuple[Tensor, ...], ...]
-    """Of keys and of values: codes, high bits, scales, mean, shifts."""
+    """Planes of keys and of values: codes, high bits, scales, mean, shifts."""
     strides: tuple[tuple[int, ...], ...]
-    """Of keys and of values: over pages and heads of codes, high bits and scales, over rows and heads of the mean."""
+    """Strides of the planes: over pages and heads of codes, high bits and scales, over rows and heads of the mean."""
     exact: tuple[Tensor, ...]
     exact_strides: tuple[int, ...]
     constants: dict[str, object]
-    plans: dict[tuple, Plan]
-    """Of the calls over these inputs, by the shape of their queries and their options."""
+    plans: dict[tuple, LaunchPlan]
+    """Launch plans of the calls over these inputs, by the shape of their queries and their options."""
 
     @classmethod
     def of(
@@ -156,8 +156,8 @@ class Arguments(NamedTuple):
         place_strides: tuple[int, int, int, int],
         **constants: object,
     ) -> Arguments:
-        """For quantized tokens `codes`, of keys and values, and exact ones, keys and values of sinks and of the residual; `codecs` is None
-        where there are no quantized tokens."""
+        """Collect the arguments for quantized tokens `codes`, keys and values, and exact tokens `exact`, keys and
+        values of the sinks and of the residual. `codecs` is None if there are no quantized tokens."""
         use = tables(codecs, exact[2].shape[3], exact[3].shape[3], exact[0].device)
         empty = torch.empty(0, dtype=exact[0].dtype, device=exact[0].device)
         found = [(*planes_of(codec, side), side.get("center", empty)) for codec, side in zip(codecs or (), codes, strict=True)]
@@ -174,7 +174,7 @@ class Arguments(NamedTuple):
 
 
 def _strides_of(exact: tuple[Tensor, ...]) -> tuple[int, ...]:
-    """Of each of these over its first three dimensions."""
+    """Return the strides of each tensor over its first three dimensions."""
     return tuple(n for x in exact for n in x.stride()[:3])
 
 
@@ -222,7 +222,7 @@ def arguments_of_pages(inputs: PagedInputs) -> Arguments:
     return inputs.launches["attend"]._replace(places=(pages.table, inputs.rows, pages.lengths), place_strides=pages.strides)
 
 
-class Plan:
+class LaunchPlan:
     """How calls of attention of one shape are launched: what depends neither on the step nor on tensors.
 
     Args:
@@ -319,7 +319,7 @@ class Call:
             self.observed is not None, splits is not None, launch,
         )  # fmt: skip
         if key not in args.plans:
-            args.plans[key] = Plan(args, *key)
+            args.plans[key] = LaunchPlan(args, *key)
         self.plan = args.plans[key]
 
     def allocate(self, splits: int) -> None:
@@ -415,7 +415,7 @@ def fused_attend(
     launch: Launch | None = None,
     **options: Unpack[PageOptions],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As `attend_observed`, in one pass over the codes. Returns the output `[B, Hq, Q, Dv]`, the log of the normaliser, fp32
+    """Run `attend_observed` in one pass over the codes. Returns the output `[B, Hq, Q, Dv]`, the log of the normaliser, fp32
     `[B, Hq, Q]`, and the accumulated attention, fp32 `[B, H, T]`.
 
     Args:

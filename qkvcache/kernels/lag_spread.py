@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 LEAST_RANGE = 1e-6
-"""Of a channel that is the same in all tokens of a window."""
+"""The spread of a channel that is the same in all tokens of a window."""
 
 
 def lag_spread(x: Tensor, count: int, lag: int) -> Tensor:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..formats.base import Codec, Codes
-from .attend import HIDDEN, Options, apply_mask, scores
+from .attend import MASKED_BELOW, Options, apply_mask, scores
 from .segments import CODECS, AttentionInputs, Exact, KeysOrValues, Packed, Pair, names, number, pv
 
 COLUMNS = BEGIN, SINK_ROW, SINKS, RING_ROW, RING_START, RING_TOKENS = range(6)
@@ -62,7 +62,7 @@ class Pages:
 
     @property
     def strides(self) -> tuple[int, int, int, int]:
-        """Of `table`, then of `lengths`, over rows and heads; 0 over heads that share."""
+        """Strides of `table`, then of `lengths`, over rows and heads; 0 over heads that share pages."""
         pages, lengths = self.table.stride()[:-1], self.lengths.stride()
         return pages[0], pages[1] if len(pages) > 1 else 0, lengths[0], lengths[1] if len(lengths) > 1 else 0
 
@@ -92,7 +92,7 @@ with many tokens, so that few places wait for the last."""
 
 @dataclass(eq=False)
 class Splits:
-    """Which tokens of which row each program reads, where rows of different lengths share the pages of all heads.
+    """The work items of programs, where rows differ in length: the tokens of a row that each program reads.
 
     items       int32 `[N, 3]`: a row, the first of its tokens in the pages, and the end of them. Items of a row follow one another; the
                 first of them is of its sinks and ring, and has a first token below 0. Items that are left over have no tokens
@@ -104,8 +104,9 @@ class Splits:
 
     @staticmethod
     def of(lengths: Tensor, max_length: int, programs: int) -> Splits:
-        """For `lengths` tokens in the pages of each row, int32 `[B]`, at most `max_length`, and so many programs of a head at a time. On
-        the device, without waiting: splits are of equal length, so that programs end together, however different rows are."""
+        """Divide rows with `lengths` tokens in pages, int32 `[B]`, each at most `max_length`, among `programs` that run
+        at a time for a head. Splits have equal length, so that programs end together. The host does not wait for the
+        device."""
         batch = len(lengths)
         count = min(WAVES * programs + 2 * batch, (1 + min(-(-max_length // LEAST_SPLIT), MOST_SPLITS)) * batch)
         wave, longest = lengths.sum(dtype=torch.float64) / programs, lengths.amax().double()  # whatever torch's default dtype is
@@ -259,7 +260,7 @@ def attend_pages(
     out = pv(by_head, value).view(batch, query_heads, queries, -1).to(query.dtype)
     if observed is None:
         return out, lse, lse.new_empty(batch, heads, 0)
-    count = observed.float()[:, None].masked_fill(logits.amax(-1) <= HIDDEN, 0).reshape(batch, heads, 1, groups * queries)
+    count = observed.float()[:, None].masked_fill(logits.amax(-1) <= MASKED_BELOW, 0).reshape(batch, heads, 1, groups * queries)
     counted = by_head.masked_fill((count == 0).mT, 0)
     return out, lse, (count @ counted)[:, :, 0]
 

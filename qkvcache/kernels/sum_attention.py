@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .attend import HIDDEN, MASKED
+from .attend import MASKED_BELOW, MASKED_SCORE
 
 BLOCK = 2**24
 """Greatest number of scores in memory at a time."""
@@ -60,16 +60,16 @@ def sum_attention(
             logits = softcap * torch.tanh(logits / softcap)
         if causal:
             own = logits[..., end_key - (end - begin) :]
-            own.masked_fill_(torch.ones_like(own[0, 0], dtype=torch.bool).triu(1), MASKED)
+            own.masked_fill_(torch.ones_like(own[0, 0], dtype=torch.bool).triu(1), MASKED_SCORE)
         if visible is not None:
-            logits.masked_fill_(~visible[:, :, None, :end_key], MASKED)
+            logits.masked_fill_(~visible[:, :, None, :end_key], MASKED_SCORE)
         if lse is not None:
             level = lse[:, :, begin:end]
         else:
             level = logits.logsumexp(-1)
             if sinks is not None:
                 level = torch.logaddexp(level, sinks.float()[:, None])
-        unseen = logits <= HIDDEN
+        unseen = logits <= MASKED_BELOW
         count = observed[:, None, begin:end].float().expand(batch, query_heads, -1)
         weights = logits.sub_(level[..., None]).exp_().masked_fill_(unseen | (count == 0)[..., None], 0)
         rows_of = (batch, heads, groups * (end - begin))

@@ -20,11 +20,11 @@ from .segments import layout_of
 
 CPU = torch.device("cpu")
 PLAIN = PackedLayout("half", planes=("codes", "", ""))
-"""For keys or values without quantized tokens."""
+"""The layout of keys or values without quantized tokens."""
 
 
 class Tables(NamedTuple):
-    """For one pair of codecs, head dim and device."""
+    """The constant tensors of one pair of codecs, head_dim and device."""
 
     key: PackedLayout
     value: PackedLayout
@@ -35,13 +35,13 @@ class Tables(NamedTuple):
     matrix: Tensor
     """Rotates queries whole, fp16 `[D, D]`; `factor` comes after."""
     signs: Tensor
-    """Of the channels of keys, fp32 `[D]`."""
+    """Signs of the channels of keys, fp32 `[D]`."""
     factor: float
     k_shifts: Tensor
     """int16 `[32, words]`: see `_shifts`."""
     v_shifts: Tensor
     v_signs: Tensor
-    """Of the channels of values, fp32 `[Dv]`."""
+    """Signs of the channels of values, fp32 `[Dv]`."""
     v_block: int
     """Channels in a block of the rotation of values; 1 if they are not rotated."""
 
@@ -49,7 +49,7 @@ class Tables(NamedTuple):
 @functools.lru_cache(maxsize=32)
 @torch.inference_mode(False)  # cached for all callers, also those that differentiate
 def tables(codecs: tuple[Codec, Codec] | None, dim: int, value_dim: int, device: torch.device) -> Tables:
-    """Of quantized tokens of these codecs, of keys and of values; of exact tokens alone for None."""
+    """Return the tables for quantized tokens of these codecs (keys, values); None: for exact tokens alone."""
     key, value = (PLAIN, PLAIN) if codecs is None else (dataclasses.replace(layout_of(codec) or PLAIN, search=0) for codec in codecs)
     k_rotation, v_rotation = (None, None) if codecs is None else (codec.rotation for codec in codecs)
     whole, factor, v_block = None, 1.0, 1

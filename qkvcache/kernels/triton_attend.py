@@ -19,12 +19,11 @@ import triton
 import triton.language as tl
 
 from .triton_dequantize import scales_of
-from .triton_math import exp2, inverse, log2
+from .triton_math import MASKED_SCORE, exp2, inverse, log2
 from .triton_scales import group_scales, scale_of_plane, scaled, token_scale
 from .triton_sum_splits import EXACT_GRAIN, REGION_GRAIN, keep
 from .triton_unpack import offset_of, unit_of, unpack
 
-HIDDEN = tl.constexpr(-1e30)  # finite: a row that sees nothing must come out as numbers
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
@@ -88,13 +87,13 @@ def _masked(s, mask, mask_rows, mask_stride, column, hides, MASK: tl.constexpr):
     if MASK == "row":
         if hides:
             shown = tl.load(mask + column * mask_stride)
-            s = tl.where((shown != 0)[:, None], s, HIDDEN)
+            s = tl.where((shown != 0)[:, None], s, MASKED_SCORE)
     elif MASK == "bool":
         shown = tl.load(mask + mask_rows[None, :] + (column * mask_stride)[:, None])
-        s = tl.where(shown != 0, s, HIDDEN)
+        s = tl.where(shown != 0, s, MASKED_SCORE)
     elif MASK == "float":
         s = s + tl.load(mask + mask_rows[None, :] + (column * mask_stride)[:, None]).to(tl.float32) * LOG2E
-        s = tl.maximum(s, HIDDEN)
+        s = tl.maximum(s, MASKED_SCORE)
     return s
 
 
@@ -174,7 +173,7 @@ def _region_tile(
             zero = tl.where(valid, zero, 0.0)
         s = s + log2(scale, ARCH)[:, None]
     if TAIL:
-        s = tl.where(valid[:, None], s, HIDDEN)
+        s = tl.where(valid[:, None], s, MASKED_SCORE)
 
     top = tl.maximum(m, tl.max(s, 0))
     shrink = exp2(m - top, ARCH)
@@ -219,7 +218,7 @@ def _region_tile(
 
 @triton.jit
 def _exact_columns(at, tokens, start, oldest_slot, count, RING: tl.constexpr):
-    """Of the slots `at`, int [T]: whether they hold one of the exact tokens, bool [T], and their columns, int [T]. Arguments as of
+    """Return whether the slots `at`, int [T], hold one of the exact tokens, bool [T], and their columns, int [T]. Arguments are those of
     `_exact_tiles`."""
     valid = at < tokens
     column = start + at
@@ -261,8 +260,8 @@ def _exact_tiles(
         s = _capped(s, softcap, SOFTCAP, ARCH)
         s = _masked(s, mask, mask_rows, mask_stride, tl.where(valid, column, start), True, MASK)
         if CAUSAL:
-            s = tl.where(column[:, None] <= newest[None, :], s, HIDDEN)
-        s = tl.where(valid[:, None], s, HIDDEN)
+            s = tl.where(column[:, None] <= newest[None, :], s, MASKED_SCORE)
+        s = tl.where(valid[:, None], s, MASKED_SCORE)
         top = tl.maximum(m, tl.max(s, 0))
         shrink = exp2(m - top, ARCH)
         w = tl.where(valid[:, None], exp2(s - top[None, :], ARCH), 0.0)
@@ -507,7 +506,7 @@ def attend_kernel(
         high = tl.minimum(low + each, length)
     panel = (bh * tl.num_programs(1) + block).to(tl.int64)
     out = part + (panel * splits + split) * (R * DV)
-    m = tl.full([R], HIDDEN, tl.float32)
+    m = tl.full([R], MASKED_SCORE, tl.float32)
     l = tl.zeros([R], tl.float32)
     q_rows = b * query_b + head * query_h + number * query_q
     if ATTENTION_SUMS > 0:

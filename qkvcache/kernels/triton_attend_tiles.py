@@ -18,8 +18,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .triton_attend import HIDDEN, LOG2E, _capped, _chunk, _exact_columns, _hides, _planes_of_chunk, _tiles_of_split
-from .triton_math import exp2
+from .triton_attend import LOG2E, _capped, _chunk, _exact_columns, _hides, _planes_of_chunk, _tiles_of_split
+from .triton_math import MASKED_SCORE, exp2
 from .triton_scales import group_scales, scaled, token_scale
 from .triton_unpack import offset_of, unit_of, unpack
 
@@ -76,7 +76,7 @@ def _interleaved(planes, T: tl.constexpr, WORDS: tl.constexpr, PER: tl.constexpr
 
 @triton.jit
 def _norm(X: tl.constexpr, ONCE: tl.constexpr, scales, low, high):
-    """What the scales and zeros of the tokens `low` to `high` are divided by, fp32, at least 1e-30; 1 where fp16 holds them anyway."""
+    """Return the divisor of the scales and zeros of the tokens `low` to `high`, fp32, at least 1e-30; 1 if fp16 holds them anyway."""
     if X.group > 0:
         return 1.0
     else:
@@ -105,8 +105,9 @@ def _scales_of_plane(X: tl.constexpr, WORDS: tl.constexpr, by_group, i: tl.const
 
 @triton.jit
 def _stored(X: tl.constexpr, ONCE: tl.constexpr, D: tl.constexpr, planes, slot, ARCH: tl.constexpr):
-    """What is stored of the tokens `slot`, int [T], of one head, as `_tile` takes it: codes, two words as one int32 [T, words / 2]; then
-    high bits, int16 [T, words], if X.high; then the scales of groups, or scale and zero of tokens.
+    """Load what is stored of the tokens `slot`, int [T], of one head, in the form that `_tile` takes: codes, two words
+    as one int32 [T, words / 2]; then high bits, int16 [T, words], if X.high; then the scales of groups, or scale and
+    zero of tokens.
 
     `planes`: words of 16 bits [slots, D / X.per], high bits [slots, half as many], and scales as of `triton_scales.py`."""
     codes, high, scales = planes
@@ -123,7 +124,7 @@ def _stored(X: tl.constexpr, ONCE: tl.constexpr, D: tl.constexpr, planes, slot, 
 
 @triton.jit
 def _tile(X: tl.constexpr, D: tl.constexpr, stored, norm, ARCH: tl.constexpr):
-    """What `_stored` returned as numbers: fp16 [T, D], in units of `unit_of(X) * norm / _power(X)`, the channels in the order of
+    """Convert what `_stored` returned to numbers: fp16 [T, D], in units of `unit_of(X) * norm / _power(X)`, the channels in the order of
     `_reordered`. `norm`: fp32, from `_norm`."""
     T: tl.constexpr = stored[0].shape[0]
     WORDS: tl.constexpr = D // X.per
@@ -230,7 +231,7 @@ def _exact_tiles(
         s = _capped(s, softcap, SOFTCAP, ARCH)
         if MASK:
             valid = valid & _shown(mask, column, mask_stride, valid)
-        s = tl.where(valid[None, :] & (column[None, :] <= newest[:, None]), s, HIDDEN)
+        s = tl.where(valid[None, :] & (column[None, :] <= newest[:, None]), s, MASKED_SCORE)
         v = tl.load(values + at[:, None] * value_stride + e[None, :], mask=(at < tokens)[:, None], other=0.0)
         state = _absorb(state, s, tl.full(factor.shape, 1.0, tl.float32), v, ARCH)
     return state
@@ -315,7 +316,7 @@ def attend_tiles_kernel(
     panel = (bh * tl.num_programs(1) + block).to(tl.int64)
     out = part + (panel * splits + split) * (R * DV) + tl.arange(0, R)[:, None] * DV + tl.arange(0, DV)[None, :]
     q_rows = b * query_b + (h * G + row // queries) * query_h + number * query_q
-    state = (tl.full([R], HIDDEN, tl.float32), tl.zeros([R], tl.float32), tl.zeros([R, DV], tl.float32))
+    state = (tl.full([R], MASKED_SCORE, tl.float32), tl.zeros([R], tl.float32), tl.zeros([R, DV], tl.float32))
     scaling *= 1.0 if SOFTCAP else LOG2E
 
     if EXACT and split == 0:

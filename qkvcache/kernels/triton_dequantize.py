@@ -28,7 +28,7 @@ CHUNK = 128  # channels that one product rotates: twice as many take two and a b
 
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 HALF_STEPS = tl.constexpr((0.0, 0.0, *(GRID[bits][0] / 2 for bits in (2, 3, 4))))
-"""By bits: half a step of the grid that Lloyd-Max levels lie on."""
+"""Half a step of the grid that Lloyd-Max levels lie on, by bits."""
 
 
 def _level_words(positive: tuple[int, ...]) -> tuple[int, ...]:
@@ -38,7 +38,7 @@ def _level_words(positive: tuple[int, ...]) -> tuple[int, ...]:
 
 
 LEVEL_WORDS = tl.constexpr(tuple(_level_words(GRID[bits][1] if bits in GRID else ()) for bits in range(5)))
-"""By bits: constants, so that dequantizing loads no table of levels."""
+"""Levels by bits, as constants, so that dequantizing loads no table."""
 
 BYTES = ("int8", "e4m3", "e5m2")
 COMBINATIONS = {
@@ -71,8 +71,8 @@ def padded(head_dim: int) -> int:
 @functools.lru_cache(maxsize=64)
 @torch.inference_mode(False)
 def rotation_table(head_dim: int, device: torch.device, dtype: torch.dtype, randomized: bool) -> Tensor:
-    """What kernels rotate by, flat: a matrix of 1 and -1 [C, C], C = min(padded(head_dim), 128), with blocks on its diagonal, then the sign
-    of each channel [padded(head_dim)]."""
+    """Return the rotation that kernels apply, flat: a matrix of 1 and -1 [C, C], C = min(padded(head_dim), 128), with
+    blocks on its diagonal, then the sign of each channel [padded(head_dim)]."""
     chunk, block = min(padded(head_dim), CHUNK), rotation_block(head_dim)
     block = min(block, chunk)
     matrix = torch.block_diag(*[sylvester_matrix(block, torch.device("cpu"))] * (chunk // block))
@@ -123,7 +123,7 @@ def known(codec: Codec, x: Tensor, writes: bool = True) -> PackedLayout:
 
 
 def plane_arguments(layout: PackedLayout, planes: Codes, x: Tensor, table: Tensor) -> tuple[object, ...]:
-    """What kernels call the `planes` of a codec, for vectors like `x` that are rotated by `table` (`rotation_table`):
+    """Return the kernel arguments `planes` of a codec, for vectors like `x` that are rotated by `table` (`rotation_table`):
 
         table, codes, cb, ch, high, hb, hh, scales, sb, sh, center, eb, eh
 
@@ -206,7 +206,7 @@ def dequantize_region(region: QuantizedRegion, begin: int, keys: Tensor, values:
 
 @functools.cache
 def _rotated(layout: PackedLayout) -> PackedLayout:
-    """For reading vectors as they are stored."""
+    """Return the arguments for reading vectors as they are stored."""
     return replace(layout, rotation=0)
 
 

@@ -20,7 +20,8 @@ from .triton_quantize import contiguous
 
 
 def arguments_of(inputs: PagedInputs) -> tuple[list[tuple], list[Any], tuple[int, int, int]]:
-    """What depends on neither rows nor tokens, computed once: sinks, ring and planes of keys and of values; constants; the tile."""
+    """Arguments that depend on neither rows nor tokens, computed once: sinks, ring and planes of keys and of values;
+    constants; the tile."""
     if "gather" not in inputs.launches:
         pages, sides, constants = inputs.pages, list[tuple](), list[Any]()
         parts = zip(pages.codecs, pages.planes, pages.statistics, inputs.sinks, inputs.ring, strict=True)
@@ -34,7 +35,7 @@ def arguments_of(inputs: PagedInputs) -> tuple[list[tuple], list[Any], tuple[int
 
 
 def gather_rows(inputs: PagedInputs, new: Pair, starts: tuple[Tensor, Tensor], tiles: Tensor, out: Pair) -> None:
-    """As `pages.gather_rows`."""
+    """Run `pages.gather_rows` in one launch."""
     pages, heads = inputs.pages, out[0].shape[1]
     sides, constants, (across, along, warps) = arguments_of(inputs)
     arguments: list[object] = []

@@ -1,11 +1,12 @@
-"""What comes before and after the attention kernel: rotating queries, and joining the partial outputs of splits by their maxima."""
+"""Kernels before and after the attention kernel: one rotates queries, one joins the partial outputs of splits by their maxima."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from .triton_attend import HIDDEN, LOG2E
+from .triton_attend import LOG2E
+from .triton_math import MASKED_SCORE
 
 
 @triton.jit
@@ -66,7 +67,7 @@ def reduce_kernel(
     for begin in range(0, splits, S):
         split = begin + at
         live = split < splits
-        m = tl.load(maxima + (base + split) * R + row % R, mask=live, other=HIDDEN)
+        m = tl.load(maxima + (base + split) * R + row % R, mask=live, other=MASKED_SCORE)
         l = tl.load(sums + (base + split) * R + row % R, mask=live, other=0.0)
         if EXACT:
             packed = live & (split > 0)

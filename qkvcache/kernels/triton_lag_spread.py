@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""What `lag_spread.lag_spread` computes, in one pass over memory.
+"""`lag_spread.lag_spread` in one pass over memory.
 
 The window of a token is the end of one block of `lag` tokens and the beginning of the next (van Herk): its maxima and minima are those of a
 scan from the end of the first and of a scan from the beginning of the second.
@@ -15,7 +15,7 @@ from torch import Tensor
 from .lag_spread import LEAST_RANGE
 
 CHANNELS = 16
-"""In registers at a time."""
+"""Tokens in registers at a time."""
 MOST_LAG = 256
 LEAST = tl.constexpr(LEAST_RANGE)
 
@@ -26,7 +26,7 @@ def supports(x: Tensor, lag: int) -> bool:
 
 
 def lag_spread(x: Tensor, count: int, lag: int) -> Tensor:
-    """As `lag_spread.lag_spread`."""
+    """Run `lag_spread.lag_spread` in one launch."""
     batch, heads, _, dim = x.shape
     x = x if x.stride(3) == 1 else x.contiguous()
     out = torch.empty(batch, heads, count, dtype=torch.float32, device=x.device)

@@ -6,6 +6,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .attend import MASKED_BELOW as BELOW
+from .attend import MASKED_SCORE as SCORE
+
+MASKED_SCORE, MASKED_BELOW = tl.constexpr(SCORE), tl.constexpr(BELOW)
+
 
 @triton.jit
 def exp2(x, ARCH: tl.constexpr):

@@ -16,7 +16,8 @@ ROWS = 16
 def merge(
     parts: Sequence[tuple[Tensor, Tensor]], query_heads: int, queries: int, heads: int, sinks: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """As `attend_chunked.merge`; the output is a view of contiguous `[B, Q, Hq, Dv]`, which is what transformers asks for."""
+    """Run `attend_chunked.merge` in one launch; the output is a view of contiguous `[B, Q, Hq, Dv]`, which is what
+    transformers asks for."""
     first = parts[0][0]
     batch, value_dim, groups = first.shape[0], first.shape[3], query_heads // heads
     out = torch.empty(batch, queries, query_heads, value_dim, dtype=first.dtype, device=first.device).transpose(1, 2)

@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 TOKENS = 64
-"""Of a program, which reads the matrices of a head's group once."""
+"""Tokens of a program, which reads the matrices of a head's group once."""
 
 
 def supports(x: Tensor) -> bool:
@@ -18,7 +18,7 @@ def supports(x: Tensor) -> bool:
 
 
 def quadratic_form(x: Tensor, matrices: Tensor) -> Tensor:
-    """As `matmul.quadratic_form`."""
+    """Run `matmul.quadratic_form` in one launch."""
     batch, heads, tokens, dim = x.shape
     x = x if x.stride(3) == 1 else x.contiguous()
     groups = matrices.shape[1] // heads

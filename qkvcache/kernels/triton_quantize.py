@@ -51,7 +51,8 @@ def supports(codec: Codec, head_dim: int) -> bool:
 def quantize_into(
     codecs: tuple[Codec, Codec], x: Pair, planes: tuple[Codes, Codes], statistics: tuple[Codes, Codes], slots: int | Tensor
 ) -> None:
-    """As `pages.quantize_into`, of keys and values in fp16, bf16 or fp32. Raises ValueError for a codec that `supports` does not accept."""
+    """Run `pages.quantize_into` in one launch, for keys and values in fp16, bf16 or fp32. Raises ValueError for a codec
+    that `supports` does not accept."""
     if not x[0].numel():
         return
     x, start, page, places = contiguous(x), slots, 0, (x[0], 0, 0, 0)  # not read
@@ -65,8 +66,9 @@ def quantize_into(
 
 
 def launched(codecs: tuple[Codec, Codec], x: Pair, planes: tuple[Codes, Codes]) -> tuple[Any, Any, list[object], tuple[int, int, int], int]:
-    """What a launch that stores vectors like `x`, keys and values `[B, H, T, D]`, takes: `plane_arguments` of keys and of values; layout
-    and channels of keys, then of values, with heads and tokens of a tile; the grid; warps."""
+    """Return the arguments of a launch that stores vectors like `x`, keys and values `[B, H, T, D]`: `plane_arguments`
+    of keys and of values; layout and channels of keys, then of values, with heads and tokens of a tile; the grid;
+    warps."""
     layouts = [known(codec, side) for codec, side in zip(codecs, x, strict=True)]
     batch, heads, tokens, _ = x[0].shape
     across, along, warps = tile(tuple(layouts), heads, tokens, padded(max(side.shape[3] for side in x)), x[0].element_size())

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 TOKENS, HEADS = 32, 8
-"""Of a program, which computes the sines of its tokens once for all its heads."""
+"""Tokens and heads of a program, which computes the sines of its tokens once for all its heads."""
 TURN = tl.constexpr(2 * math.pi)
 TURNS = tl.constexpr(0.5 / math.pi)
 
@@ -22,7 +22,7 @@ def supports(x: Tensor) -> bool:
 
 
 def rotate(x: Tensor, by: Tensor, inv_freq: Tensor, interleaved: bool) -> Tensor:
-    """As `rotate.rotate`."""
+    """Run `rotate.rotate` in one launch."""
     x = x if x.stride(3) == 1 else x.contiguous()
     batch, heads, tokens, dim = x.shape
     out, by, half = torch.empty_like(x), by.expand(batch, tokens), len(inv_freq)

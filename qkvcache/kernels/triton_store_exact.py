@@ -16,13 +16,14 @@ TILE = 16
 
 
 def _sides(x: Pair, ring: Pair, sinks: Pair) -> tuple[list[tuple], list[int]]:
-    """Of keys and of values: new tokens, ring and sinks, each with its strides over rows, heads and tokens; then channels."""
+    """Kernel arguments of keys and of values: new tokens, ring and sinks, each with its strides over rows, heads and
+    tokens; then channels."""
     parts = zip(contiguous(x), ring, sinks, strict=True)
     return [tuple(n for side in sides for n in (side, *side.stride()[:3])) for sides in parts], [side.shape[3] for side in x]
 
 
 def store_exact(buffers: Buffers, exact: Pair, sinks: tuple[int, int], begin: int, slot: int, lengths: tuple[int, int]) -> None:
-    """As `counted.store_exact`."""
+    """Run `counted.store_exact` in one launch."""
     batch, heads, tokens, _ = exact[0].shape
     sides, dims = _sides(exact, buffers.residual, buffers.sinks)
     grid = (-(-max(sinks[1] - sinks[0] + tokens - begin, 1) // TILE), batch * heads, 2)
@@ -33,7 +34,7 @@ def store_exact(buffers: Buffers, exact: Pair, sinks: tuple[int, int], begin: in
 
 
 def store_rows(x: Pair, ring: Pair, ring_slots: Tensor, sinks: Pair, sink_slots: Tensor) -> None:
-    """As `pages.store_rows`."""
+    """Run `pages.store_rows` in one launch."""
     heads, tokens = x[0].shape[1:3]
     sides, dims = _sides(x, ring, sinks)
     slots = ring_slots, ring_slots.stride(0), sink_slots, sink_slots.stride(0)

@@ -12,13 +12,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .attend import HIDDEN as HIDDEN_SCORE
 from .fused import architecture
-from .triton_attend import HIDDEN, LOG2E, _capped
-from .triton_math import exp2
-
-UNSEEN = tl.constexpr(HIDDEN_SCORE)
-"""Normalisers under it are of queries to which every token is hidden."""
+from .triton_attend import LOG2E, _capped
+from .triton_math import MASKED_BELOW, MASKED_SCORE, exp2
 
 
 @triton.jit
@@ -86,7 +82,7 @@ def lse_kernel(
     q = _rows(query + b.to(tl.int64) * q_stride_b + head * q_stride_h, q_stride_q, first, queries, BQ, D, DP, False)
     keys = key + b.to(tl.int64) * k_stride_b + head // G * k_stride_h
     visible += b.to(tl.int64) * visible_stride
-    m = tl.full([BQ], HIDDEN, tl.float32)
+    m = tl.full([BQ], MASKED_SCORE, tl.float32)
     l = tl.zeros([BQ], tl.float32)
     whole = tl.minimum(before + first + 1, tokens) // BT * BT  # tokens before it are seen by all
     for start in range(0, whole, BT):
@@ -115,7 +111,7 @@ def _added(
     q = _rows(rows, stride, start, queries, BQ, D, DP, False)
     count = tl.load(counts + row, mask=row < queries, other=0.0)
     level = tl.load(lse + row, mask=row < queries, other=float("-inf"))
-    level = tl.where(level > UNSEEN, level * LOG2E - count, float("inf"))
+    level = tl.where(level > MASKED_BELOW, level * LOG2E - count, float("inf"))
     s = _capped(tl.dot(q, tl.trans(k)) * scale, softcap, SOFTCAP, ARCH) - level[:, None]
     if DIAGONAL:
         s = tl.where((before + row)[:, None] >= t[None, :], s, float("-inf"))
@@ -196,7 +192,7 @@ def sum_attention(
     power: int = 1,
     columns: int | None = None,
 ) -> Tensor:
-    """As `sum_attention.sum_attention`; `observed` is not negative."""
+    """Run `sum_attention.sum_attention` in two launches; `observed` is not negative."""
     batch, query_heads, queries, dim = query.shape
     heads, tokens = key.shape[1:3]
     columns = tokens if columns is None else columns

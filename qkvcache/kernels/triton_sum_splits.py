@@ -10,11 +10,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .triton_math import exp2
+from .triton_math import MASKED_BELOW, exp2
 
 REGION_GRAIN = tl.constexpr(32)
 EXACT_GRAIN = tl.constexpr(16)
-UNSEEN = tl.constexpr(-1e29)  # under it lies what a mask hides
 
 
 @triton.jit
@@ -72,7 +71,7 @@ def sum_splits_kernel(
         row = block * R + r
         count = tl.load(observed + bh // heads * queries + row % queries, mask=row < G * queries, other=0).to(tl.float32)
         level = tl.load(lse + bh * G * queries + row, mask=row < G * queries, other=0.0) * 1.4426950408889634
-        level = tl.where((count != 0.0) & (level > UNSEEN), level - tl.log2(count), float("inf"))  # whose weights are all 0
+        level = tl.where((count != 0.0) & (level > MASKED_BELOW), level - tl.log2(count), float("inf"))  # whose weights are all 0
         panel = (bh * blocks + block).to(tl.int64)
         # What lies beyond the zone may be read, and is not stored.
         top = tl.load(tops + panel * grains * WIDTH + ((grain + (t >> shift)) * WIDTH)[:, None] + r[None, :])

@@ -18,14 +18,14 @@ from ..formats.base import PackedLayout
 from ..formats.codebooks import GRID, grid_levels
 
 _TINY = 2.0**-24
-"""What a one reads in the lowest bit of fp16: bytes of tables read as subnormal numbers, so that they bring no offset but their own."""
+"""The fp16 number whose lowest bit alone is 1: bytes of tables are read as subnormal numbers, which adds no offset."""
 
 _HALF = {2: 128, 3: 128, 4: 64}
 """Steps by which levels are moved to be positive."""
 
 
 def _table(bits: int) -> tuple[int, ...]:
-    """Of each code its level in steps, moved to be positive: bytes, four to a word, the first one lowest."""
+    """The level of each code in steps, moved to be positive: bytes, four to a word, the first one lowest."""
     entries = bytes(round(level / GRID[bits][0] - 0.5) + _HALF[bits] for level in grid_levels(bits))
     return tuple(int.from_bytes(entries[at : at + 4], "little") for at in range(0, len(entries), 4))
 
@@ -69,7 +69,7 @@ def _spread(first: str, second: str, high: str = "0") -> str:
 _OF_1024 = "0x64646464"
 
 _ASM = {}
-"""By kind, what unpacks two words, the first operand after the planes. Two more are high bits, and whether to shift them."""
+"""Functions that unpack two words, by kind; the words come after the planes. Two more operands are high bits and whether to shift them."""
 
 _ASM["e5m2"] = "shl.b32 $0, $2, 8; and.b32 $0, $0, 0xff00ff00; and.b32 $1, $2, 0xff00ff00;"
 
@@ -200,7 +200,8 @@ def _bytes_of(table: tuple[int, ...], to: str, nibbles: str) -> str:
 
 
 def _paired(nibbles: str, planes: tuple[str, ...], table: tuple[int, ...]) -> str:
-    """Of four nibbles of each of two words the entries, as the low bytes of fp16 numbers: the high bytes are signs of entries, all 0."""
+    """Look up the entries of four nibbles of each of two words, as the low bytes of fp16 numbers. The high bytes, signs
+    of entries, are 0."""
     read = f"{_bytes_of(table, 'x', nibbles)} shr.u32 {nibbles}, {nibbles}, 16; {_bytes_of(table, 'h', nibbles)}"
     return read + "".join(f" prmt.b32 {to}, x, h, {0xC480 + 0x1111 * i:#x};" for i, to in enumerate(planes))
 

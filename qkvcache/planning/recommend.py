@@ -39,7 +39,8 @@ class Choice:
     why: str
 
     def at(self, context: int) -> Choice:
-        """The same with the budget as a number of tokens, for `context` tokens: `max_length`, which KVzip refuses, requires one."""
+        """Return the candidate with its budget as a number of tokens for `context` tokens: `max_length`, which KVzip
+        refuses, requires one."""
         if self.policy is None or self.second_reading or not (budget := self.policy.budgets[0]).share or budget.heads:
             return self
         tokens = max(budget.size(context), 1)
@@ -180,7 +181,7 @@ def recommend(
     dtype: torch.dtype | str | None = None,
     head_profile: HeadProfile | None = None,
 ) -> Recommendation:
-    """Which cache to choose for a model and a workload, and its bytes.
+    """Recommend a cache for a model and a workload, with its bytes and the reasons.
 
         recommend(model.config, workload="continue", context=100_000, gpu_memory=80e9)
 

@@ -1,4 +1,4 @@
-"""What a policy is: how many tokens a layer keeps, and in which order it forgets them.
+"""`Policy`: the number of tokens that a layer keeps, and the order in which it evicts the others.
 
 A policy is a frozen dataclass of options and pure functions; what it remembers of a token lies in the layer, beside the token. It is asked
 once for each token (`score`; the tokens of decode steps together, before some of them go), after each attention whose weights it wants
@@ -19,9 +19,9 @@ from torch import Tensor
 from .ranking import at_rank, highest, total_order
 
 ALL = 2**31
-"""Queries: as many as there are."""
+"""An `observation_window` of all queries."""
 LEAST = 8
-"""Tokens that a share never goes under, nor under the tokens that are protected."""
+"""The smallest size of a budget that is a share, in tokens."""
 TOKENS_PER_INTERVAL, MOST_INTERVAL = 128, 64
 EPSILON = 1e-4
 """Share of all scores that is added to each token's in the second stage of CriticalKV, as its authors do."""
@@ -52,7 +52,7 @@ class Budget:
 
 
 ONE = 2**32
-"""The weight of a whole."""
+"""1.0 in the fixed-point format of shares."""
 
 
 def share_of(share: float, count: Any) -> Any:
@@ -256,7 +256,7 @@ class Policy:
     alpha_safeguard: float | None = None
 
     observation_window: ClassVar[int] = 0
-    """Of how many of a step's last queries the attention weights are wanted."""
+    """The number of a step's last queries whose attention weights the policy needs."""
     scores: ClassVar[bool] = False
     """Whether tokens have a score."""
     needs_queries: ClassVar[bool] = False
@@ -346,7 +346,7 @@ class Policy:
 
     @property
     def shares_layers(self) -> bool:
-        """Whether the heads of all layers share their budgets, once these are compared (`KVzip`)."""
+        """Whether the heads of all layers share one budget after their scores have been compared (`KVzip`)."""
         return False
 
     @property
@@ -367,7 +367,7 @@ class Policy:
 
     @property
     def keeps_values(self) -> bool:
-        """Whether the norms of values are looked at."""
+        """Whether the policy reads the norms of values."""
         return self.norms or self.value_norm or self.protect_values > 0
 
     @property
@@ -432,7 +432,7 @@ class Policy:
         raise NotImplementedError
 
     def priority(self, tokens: Tokens) -> Tensor:
-        """`[B, H, T]`: tokens of lower priority are evicted first, and of equal ones the older."""
+        """`[B, H, T]`: tokens of lower priority are evicted first, and older ones first among equals."""
         if tokens.score is None:
             raise NotImplementedError(f"{self.name} has neither scores nor a priority")
         return tokens.score
@@ -443,7 +443,7 @@ class Policy:
         size: Any = self.size(budget, tokens.seen) if budget.share else self.size(budget, 0)
         if self.value_norm:
             rank = rank * given(tokens.value_norm, "norms of values")
-        rank = rank.nan_to_num(nan=torch.finfo(rank.dtype).min)  # what has no place in an order goes first
+        rank = rank.nan_to_num(nan=torch.finfo(rank.dtype).min)  # NaN scores are evicted first
         protected = (tokens.positions < self.num_sink_tokens) | (tokens.positions >= tokens.seen - self.recent_of(size))
         if self.protect_values:
             norms = given(tokens.value_norm, "norms of values").masked_fill(~tokens.valid | protected, -1)

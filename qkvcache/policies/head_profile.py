@@ -55,7 +55,7 @@ class HeadProfile:
         return [[next(found) for _ in layer] for layer in self.quantiles]
 
     def budget(self, budget: int | float, *, share: float | None = None) -> tuple[Budget, ...]:
-        """For `Policy.budget`: a budget for each full-attention layer, divided among its heads.
+        """Return a value for `Policy.budget`: a budget for each full-attention layer, divided among its heads.
 
         Args:
             budget: the mean over all heads: tokens (int), or share of the tokens seen (float).

@@ -1,4 +1,4 @@
-"""Selecting tokens without sorting them: on a GPU, a sort passes many times over tokens of few heads, each head by itself."""
+"""Selecting tokens, without a sort of each head where that is possible: on a GPU, a sort passes many times over tokens of few heads."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def ascending(positions: Tensor) -> Tensor:
 
 
 def highest(order: Tensor, count: int | Tensor) -> Tensor:
-    """Which are the `count` highest of `order` int64 `[B, H, T]`, bool: an int, or `[1 or B, 1 or H, 1]`, for which they are sorted. If
-    several equal the lowest of these, all of them."""
+    """Mark the `count` highest of `order` int64 `[B, H, T]`, bool. `count`: an int, or a tensor `[1 or B, 1 or H, 1]`, for which tokens are
+    sorted. Tokens that equal the lowest of these are all marked."""
     if isinstance(count, Tensor):
         return (order >= at_rank(order, count)) & (count > 0)
     if not 0 < count < order.shape[-1]:

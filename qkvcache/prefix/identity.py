@@ -1,4 +1,4 @@
-"""`Identity`: a name for all that keys and values depend on besides the tokens, and the device of each layer.
+"""`ModelIdentity`: a name for all that keys and values depend on besides the tokens, and the device of each layer.
 
 Weights are sampled evenly from every parameter and buffer (rotary frequencies included), which distinguishes fine-tunes of one base model
 within milliseconds. An edit of a few entries of one matrix can be missed; `extra` covers such changes.
@@ -20,7 +20,7 @@ Modules = list[tuple[str, nn.Module]]
 _IGNORED = ("_name_or_path", "transformers_version", "architectures", "use_cache", "dtype", "_attn_implementation_internal")
 
 
-class Identity:
+class ModelIdentity:
     """The name of `model` in its current state. `current` is cheap while no tensor was replaced or written to.
 
     Args:

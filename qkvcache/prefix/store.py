@@ -28,7 +28,7 @@ from . import match
 from .disk import Damaged, DiskStore
 from .entry import CacheTemplate, Entry, TooLarge, batch_size, restore_cache, snapshot_cache
 from .host_memory import Blocks, HostSnapshot, on_gpu
-from .identity import Identity
+from .identity import ModelIdentity
 from .memory import MemoryStore
 from .prompt import Ids, compute, refusal, rows, text_tokens, unpadded
 from .ranks import Ranks
@@ -141,7 +141,7 @@ class PrefixStore:
         self._dense = CacheTemplate(DynamicCache(config=model.config), model.config)
         self._templates = {self._template.name: self._template}
         self._ranks = Ranks(model)
-        self._identity = Identity(model, tokenizer, f"{identity} shard {self._ranks.rank} of {self._ranks.size}")
+        self._identity = ModelIdentity(model, tokenizer, f"{identity} shard {self._ranks.rank} of {self._ranks.size}")
         self._memory = MemoryStore(max_bytes)
         self._disk = None if directory is None else DiskStore(Path(directory), max_disk_bytes, model.config.model_type)
         self._stats = Stats()

@@ -8,7 +8,7 @@ from torch import nn
 from transformers import LlamaForCausalLM
 
 from qkvcache import CompressedCache, PrefixStore, demo
-from qkvcache.prefix.identity import Identity
+from qkvcache.prefix.identity import ModelIdentity
 from tests.prefix.made import fill, model, random_ids
 
 IDS = random_ids(60)
@@ -88,7 +88,7 @@ def test_each_adapter_has_entries_of_its_own():
     adapted = copy.deepcopy(model())
     layer = Adapter(adapted.model.layers[0].self_attn.q_proj)
     adapted.model.layers[0].self_attn.q_proj = layer
-    name = Identity(adapted)
+    name = ModelIdentity(adapted)
     names = {name.current()}
     for change in (
         {"active_adapter": ["two"]},
@@ -98,16 +98,16 @@ def test_each_adapter_has_entries_of_its_own():
     ):
         vars(layer).update(change)
         names.add(name.current())
-    assert len(names) == 5 and Identity(model()).current() not in names
+    assert len(names) == 5 and ModelIdentity(model()).current() not in names
     assert name.current() == name.current()
 
 
 def test_asking_again_samples_no_weights(monkeypatch):
-    name = Identity(model())
+    name = ModelIdentity(model())
     monkeypatch.setattr("qkvcache.prefix.identity._samples", lambda model: 1 / 0)
     assert name.current() == name.name
     with pytest.raises(ZeroDivisionError):
-        Identity(model())
+        ModelIdentity(model())
 
 
 def test_weights_that_are_not_in_memory_are_refused():
