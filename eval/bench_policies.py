@@ -48,7 +48,7 @@ ROWS = [
 
 def policy_of(row: str, budget: int, heads: int) -> policies.Policy:
     if row == "lagkv":
-        return policies.LagKV(budget=budget, lag=min(128, budget // 4), recent=min(128, budget // 4))
+        return policies.LagKV(budget=budget, lag_size=min(128, budget // 4), recent=min(128, budget // 4))
     if row == "snapkv_critical":
         return policies.SnapKV(budget=budget, recent=min(64, budget // 4), first_stage_ratio=0.5)
     if row == "snapkv_adakv":

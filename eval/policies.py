@@ -63,7 +63,7 @@ def variants() -> dict[str, dict]:
     for name in ("snapkv", "expected_attention"):
         found[f"{name}, critical"] = {"first_stage_ratio": 0.5}
         found[f"{name}, adakv"] = {"alpha_safeguard": 0.2}
-    found["kvzip, normalized"] = {"normalized": True}
+    found["kvzip, normalized"] = {"kvzip_plus_normalization": True}
     found["kvzip, each head"] = {"alpha_safeguard": None}
     for name in ("h2o", "snapkv", "tova", "keydiff", "lagkv", "expected_attention", "compactor", "knorm", "random"):
         found[f"{name}, heads"] = {"heads": True} | ({} if name == "lagkv" else {"recent": RECENT})
@@ -80,7 +80,7 @@ def policy_of(name: str, size: int, total: int, profile: Callable[[], policies.H
     """The policy of a row's name that keeps `size` of `total` tokens, with a lag that fits."""
     base, options = name.split(",")[0], dict(VARIANTS[name])
     if base == "lagkv":
-        options |= dict.fromkeys(("lag", "recent"), min(128, size // 4) if "heads" not in options else RECENT)
+        options |= dict.fromkeys(("lag_size", "recent"), min(128, size // 4) if "heads" not in options else RECENT)
     if options.pop("heads", False):
         return type(policies.resolve(base))(budget=profile().budget(size, share=size / total), **options)
     return policies.named(base, budget=size - 4 if base == "sink_window" else size, **options)

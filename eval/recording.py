@@ -53,7 +53,7 @@ class Recorded(Prefilled):
 
     def read_twice(self, policy: KVzip, model: PreTrainedModel, ids: Tensor, tokenizer: Any) -> tuple[DynamicCache, dict[int, Any]]:
         """`caches.compress.read_twice` of `ids` `[B, T]`, once for policies that read alike; a copy that can be taken apart."""
-        key = policy.num_sink_tokens, policy.chunk_size, policy.normalized
+        key = policy.num_sink_tokens, policy.chunk_size, policy.kvzip_plus_normalization
         if key not in self._read_twice:
             dense, others = self._read_twice[key] = read_twice(model, policy, ids, torch.ones_like(ids), tokenizer, progress=False)
             for mine, layer in zip(self.layers, dense.layers, strict=True):

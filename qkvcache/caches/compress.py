@@ -61,14 +61,14 @@ def read_twice(
     dense = DynamicCache(config=model.config)
     for i, layer in enumerate(dense.layers):
         if type(layer) is DynamicLayer:
-            dense.layers[i] = ReadingLayer(policy.num_sink_tokens, policy.normalized)
+            dense.layers[i] = ReadingLayer(policy.num_sink_tokens, policy.kvzip_plus_normalization)
     _forward(model, dense, ids, mask, ids.shape[1])
     others = {i: copy.deepcopy(x) for i, x in enumerate(dense.layers) if not isinstance(x, ReadingLayer)}
     order = (mask == 0).int().argsort(dim=-1, stable=True)  # columns of the tokens of each row, without padding
     lengths = mask.sum(-1)
     longest, sinks = int(lengths.max()), policy.num_sink_tokens
     steps = range(min(sinks, longest), longest, policy.chunk_size)
-    handles = _watch_inputs(model, dense) if policy.normalized else []
+    handles = _watch_inputs(model, dense) if policy.kvzip_plus_normalization else []
     try:
         for begin in track(list(steps), "Reading the context again", transient=True, disable=not progress):
             _read(model, dense, ids, mask, order, lengths, begin, policy, _instruction(tokenizer, begin > sinks, ids.device))

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..attention.second_reading import ReadingLayer
 from ..caches.compress import read_twice
-from ..policies import HeadProfile, KVzip, check_count
+from ..policies import Budget, HeadProfile, KVzip, check_count
 from .calibrate import windows_of
 from .provenance import provenance
 
@@ -52,7 +52,7 @@ def profile_heads(
         raise NotImplementedError(f"{model.config.model_type} is an encoder-decoder: its cross attention is not compressed")
     if tokenizer is None and isinstance(text, PreTrainedTokenizerBase):
         tokenizer = text
-    policy, found = KVzip(budget=1.0), list[list[Tensor]]()
+    policy, found = KVzip(budget=Budget(share=1.0)), list[list[Tensor]]()
     for number, ids in enumerate(windows_of(text, windows, context).to(model.device).split(1), 1):
         dense, _ = read_twice(model, policy, ids, torch.ones_like(ids), tokenizer, progress=False)
         layers = [layer for layer in dense.layers if isinstance(layer, ReadingLayer)]

@@ -226,9 +226,10 @@ class Policy:
     """Options that every policy has.
 
     Args:
-        budget: tokens (int), share of the tokens seen (float; never under 8), both, or with a part for each head (`Budget`), or one of
-            them for each full-attention layer (`pyramid`, `HeadProfile.budget`). With a share, give `recent` in tokens: of a share of a
-            share only those of the smallest budget are kept exact.
+        budget: tokens (int), share of the tokens seen (float below 1; never under 8 tokens), both, or with a part for
+            each head (`Budget`), or one of them for each full-attention layer (`pyramid`, `HeadProfile.budget`). With a
+            share, give `recent` in tokens: of a share of a share only those of the smallest budget are kept exact.
+        compression_ratio: kvpress' word for `budget=1 - compression_ratio`, the share of the tokens that is evicted.
         num_sink_tokens: first tokens that are never evicted.
         recent: newest tokens that are not evicted: tokens (int) or share of the budget (float).
         interval: tokens that come in before some go. At 1 the budget is full after every step; more cost less time, and leave up to
@@ -247,6 +248,7 @@ class Policy:
     """
 
     budget: int | float | Budget | Sequence[int | float | Budget] = 1024
+    compression_ratio: float | None = field(default=None, repr=False, compare=False)
     num_sink_tokens: int = 4
     recent: int | float = 0.5
     interval: int | None = None
@@ -257,7 +259,7 @@ class Policy:
 
     observation_window: ClassVar[int] = 0
     """The number of a step's last queries whose attention weights the policy needs."""
-    scores: ClassVar[bool] = False
+    has_scores: ClassVar[bool] = False
     """Whether tokens have a score."""
     needs_queries: ClassVar[bool] = False
     """Whether `Arrivals.queries` are wanted."""
@@ -269,26 +271,25 @@ class Policy:
     """Whether `reduce_attention` replaces the sum of attention weights. The weights of the observed queries are then computed in torch."""
     second_reading: ClassVar[bool] = False
     """Whether scores come from a second reading of the context: the cache must be filled by its `compress`."""
-    norms: ClassVar[bool] = False
+    needs_norms: ClassVar[bool] = False
     """Whether norms of keys and values are kept."""
-    needs_attention_weights: ClassVar[bool] = False
+    scores_are_weights: ClassVar[bool] = False
     """Whether scores are positive weights, which a value's norm may multiply."""
 
     def __post_init__(self) -> None:
+        if self.compression_ratio is not None:
+            self._take_compression_ratio(self.compression_ratio)
         check_count("num_sink_tokens", self.num_sink_tokens, 0)
         if self.interval is not None:
             check_count("interval", self.interval, 1)
         if not 0 <= self.protect_values < 1:
             raise ValueError(f"protect_values={self.protect_values!r}: must be a share of the budget, from 0 to below 1")
-        if self.value_norm and not self.needs_attention_weights:
-            raise ValueError(f"value_norm=True: the scores of {type(self).__name__} are no weights; H2O, TOVA, SnapKV and LagKV have such")
+        if self.value_norm:
+            self._require_weights("value_norm=True")
         if not 0 <= self.first_stage_ratio < 1:
             raise ValueError(f"first_stage_ratio={self.first_stage_ratio!r}: must be a share of the budget, from 0 to below 1")
-        if self.first_stage_ratio and not self.needs_attention_weights:
-            raise ValueError(
-                f"first_stage_ratio={self.first_stage_ratio}: the scores of {type(self).__name__} are no weights; H2O, TOVA, SnapKV and "
-                "ExpectedAttention have such"
-            )
+        if self.first_stage_ratio:
+            self._require_weights(f"first_stage_ratio={self.first_stage_ratio}")
         if self.first_stage_ratio and self.value_norm:
             raise ValueError(
                 f"value_norm=True with first_stage_ratio={self.first_stage_ratio}: both weigh scores by values; leave out value_norm"
@@ -306,6 +307,23 @@ class Policy:
                     f"protect_values={self.protect_values} take {held} tokens; raise the budget or lower these"
                 )
 
+    def _take_compression_ratio(self, ratio: float) -> None:
+        if isinstance(ratio, bool) or not isinstance(ratio, int | float) or not 0 < ratio < 1:
+            raise ValueError(f"compression_ratio={ratio!r}: must be the share of tokens to evict, above 0 and below 1")
+        default = type(self).__dataclass_fields__["budget"].default
+        if self.budget != default:
+            raise ValueError(f"budget={self.budget!r} with compression_ratio={ratio}: both say how many tokens stay; pass one of them")
+        object.__setattr__(self, "budget", 1.0 - ratio)
+        object.__setattr__(self, "compression_ratio", None)  # `dataclasses.replace` would take it again
+
+    def _require_weights(self, option: str) -> None:
+        """Raises ValueError for an option that needs scores that are weights, if those of this policy are not."""
+        if not self.scores_are_weights:
+            from . import REGISTRY
+
+            names = ", ".join(kind.__name__ for kind in REGISTRY.values() if kind.scores_are_weights)
+            raise ValueError(f"{option}: the scores of {self.name} are not attention weights; policies whose scores are: {names}")
+
     def _check_alpha_safeguard(self) -> None:
         alpha = self.alpha_safeguard
         if alpha is None:
@@ -314,11 +332,7 @@ class Policy:
             raise TypeError(f"alpha_safeguard must be a share of the budget (float) or None, got {alpha!r}")
         if not 0 <= alpha <= 1:
             raise ValueError(f"alpha_safeguard={alpha!r}: must be a share of the budget, from 0 to 1")
-        if not self.needs_attention_weights:
-            raise ValueError(
-                f"alpha_safeguard={alpha}: the scores of {type(self).__name__} are no weights, which heads could compare; H2O, TOVA, "
-                "SnapKV, ExpectedAttention, KVzip, DropKV and LagKV have such"
-            )
+        self._require_weights(f"alpha_safeguard={alpha}")
         if any(budget.heads for budget in self.budgets):
             raise ValueError(f"alpha_safeguard={alpha} with Budget.heads: both divide a layer's budget; pass alpha_safeguard=None")
         if self.first_stage_ratio:
@@ -366,9 +380,9 @@ class Policy:
         return None
 
     @property
-    def keeps_values(self) -> bool:
+    def needs_value_norms(self) -> bool:
         """Whether the policy reads the norms of values."""
-        return self.norms or self.value_norm or self.protect_values > 0
+        return self.needs_norms or self.value_norm or self.protect_values > 0
 
     @property
     def scores_arrivals(self) -> bool:
@@ -478,6 +492,10 @@ def _budget(budget: int | float | Budget) -> Budget:
             raise ValueError(f"Budget.heads={budget.heads}: parts must be 0 or more, and one of them above 0")
         return budget
     _check_size("budget", budget, 1)
+    if isinstance(budget, float) and budget == 1:
+        raise ValueError(
+            "budget=1.0: a share of 1 evicts nothing; leave the policy out, or pass a number of tokens (int) or a share below 1"
+        )
     return Budget(share=budget) if isinstance(budget, float) else Budget(tokens=budget)
 
 

@@ -24,34 +24,35 @@ RIDGE = 1e-5
 class Compactor(Policy):
     """Keeps tokens by `r z(leverage) + z(attention in chunks |v|)`, `z` being standardized over the tokens of a step.
 
-    The leverage of a token is `x (X^T X)^-1 x` of the centred keys before RoPE, of which `X` are `sketch` random combinations of channels.
-    Attention is that of the queries of a chunk of `chunk_size` tokens to all keys of the chunk, causal or not, summed over queries and over
-    the query heads of a group. Chunks begin at multiples of `chunk_size` in the row. Sinks are left out of all sums.
+    The leverage of a token is `x (X^T X)^-1 x` of the centred keys before RoPE, of which `X` are `sketch_dimension`
+    random combinations of channels. Attention is that of the queries of a chunk of `chunk_size` tokens to all keys of
+    the chunk, causal or not, summed over queries and over the query heads of a group. Chunks begin at multiples of
+    `chunk_size` in the row. Sinks are left out of all sums.
 
-    A token is scored once, in its own step. Sums are over the tokens of a step: a prompt in chunks is scored chunk by chunk. In steps with
-    fewer than `2 sketch` tokens of a row, such as decode steps, tokens have their leverage among those of the last larger step, and no
-    attention; before the first larger step, their scores are 0.
+    A token is scored once, in its own step. Sums are over the tokens of a step: a prompt in chunks is scored chunk by
+    chunk. In steps with fewer than `2 sketch_dimension` tokens of a row, such as decode steps, tokens have their
+    leverage among those of the last larger step, and no attention; before the first larger step, their scores are 0.
 
     Args:
         blending: `r`; None: the share of the tokens seen that the budget does not hold, as in the paper.
         chunk_size: tokens that attend to each other.
-        sketch: columns of the random sketch.
+        sketch_dimension: columns of the random sketch.
         seed: of the sketch.
     """
 
     blending: float | None = None
     chunk_size: int = 256
-    sketch: int = 48
+    sketch_dimension: int = 48
     seed: int = 0
     recent: int | float = 64
 
-    scores: ClassVar[bool] = True
+    has_scores: ClassVar[bool] = True
     needs_queries: ClassVar[bool] = True
     needs_rope: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_count("chunk_size", self.chunk_size, 2)
-        check_count("sketch", self.sketch, 1, of="columns")
+        check_count("sketch_dimension", self.sketch_dimension, 1, of="columns")
         if self.blending is not None and not self.blending >= 0:
             raise ValueError(f"blending={self.blending!r}: must be 0 or more, or None")
         super().__post_init__()
@@ -60,28 +61,28 @@ class Compactor(Policy):
         keys, positions, seen = tokens.keys, given(tokens.positions, "positions"), given(tokens.seen, "counts of tokens")
         batch, heads, count, dim = keys.shape
         if not statistics:
-            random = _sketch(dim, self.sketch, self.seed, keys.device)
+            random = _sketch(dim, self.sketch_dimension, self.seed, keys.device)
             zeros = torch.zeros(batch, heads, 1, device=keys.device)
             statistics = {
                 "random": random.repeat(batch, 1, 1),
-                "center": zeros.repeat(1, 1, self.sketch),
-                "whitening": zeros[..., None].repeat(1, 1, *2 * (self.sketch,)),
+                "center": zeros.repeat(1, 1, self.sketch_dimension),
+                "whitening": zeros[..., None].repeat(1, 1, *2 * (self.sketch_dimension,)),
             }
             statistics |= {"mean": zeros, "deviation": zeros + 1}
         center, whitening, mean, deviation = (statistics[name] for name in ("center", "whitening", "mean", "deviation"))
         x = tokens.unrotated_keys.float() @ statistics["random"][:, None]  # [B, H, T, S]
         attention: Tensor | None = None
-        if many := count >= 2 * self.sketch and not tokens.single:
+        if many := count >= 2 * self.sketch_dimension and not tokens.single:
             counted = positions >= self.num_sink_tokens
             own, n = counted[:, None], counted.sum(-1).clamp_min(1)[:, None, None].float()
-            fresh = (counted.sum(-1) >= 2 * self.sketch)[:, None, None]
+            fresh = (counted.sum(-1) >= 2 * self.sketch_dimension)[:, None, None]
             center = torch.where(fresh, (x * own[..., None]).sum(2) / n, center)
         x = x - center[:, :, None]
         if many:
             parts = torch.nn.functional.pad(x * own[..., None], (0, 0, 0, -count % PART)).unflatten(2, (-1, PART))
             gram = (parts.mT @ parts).sum(2)
             ridge = gram.diagonal(dim1=-2, dim2=-1).mean(-1).clamp_min(1e-20) * RIDGE
-            identity = torch.eye(self.sketch, device=keys.device)
+            identity = torch.eye(self.sketch_dimension, device=keys.device)
             factor, _ = torch.linalg.cholesky_ex(gram + ridge[..., None, None] * identity)
             # The inverse of the factor `L` of `L L^T`: the leverage is the squared length of `L^-1 x`.
             whitening = torch.where(fresh[..., None], torch.linalg.solve_triangular(factor, identity, upper=False), whitening)

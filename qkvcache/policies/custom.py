@@ -21,9 +21,9 @@ class Custom(Policy):
 
     function: Callable[[Tokens], Tensor]
     observation_window: ClassVar[int] = ALL
-    scores: ClassVar[bool] = True
-    norms: ClassVar[bool] = True
-    needs_attention_weights: ClassVar[bool] = True
+    has_scores: ClassVar[bool] = True
+    needs_norms: ClassVar[bool] = True
+    scores_are_weights: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if not callable(self.function):

@@ -27,9 +27,9 @@ class DropKV(Policy):
 
     window_size: int = 32
 
-    scores: ClassVar[bool] = True
+    has_scores: ClassVar[bool] = True
     reduces_attention: ClassVar[bool] = True
-    needs_attention_weights: ClassVar[bool] = True
+    scores_are_weights: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_count("window_size", self.window_size, 1, of="queries")

@@ -15,12 +15,14 @@ from .base import Arrivals, Policy, Rotation, check_count, given
 
 @dataclass(frozen=True, kw_only=True)
 class ExpectedAttention(Policy):
-    """Keeps the tokens to which queries with the mean and covariance of the prompt's queries, moved to the next `horizon` positions, are
-    expected to attend, times the norms of their values. It needs no attention weights, and no question.
+    """Keeps the tokens to which queries with the mean and covariance of the prompt's queries, moved to the next
+    `n_future_positions` positions, are expected to attend, times the norms of their values. It needs no attention
+    weights, and no question.
 
-    `(softmax over tokens of (k mu scaling + k S k scaling^2 / 2) + epsilon) |v|`, the mean over the query heads of a group, where `mu` and
-    `S` are the mean and covariance of the queries before RoPE, rotated by the mean rotation of the next `horizon` positions. Sinks are left
-    out. The score here is that times the number of tokens of the softmax, so that scores of different steps are comparable.
+    `(softmax over tokens of (k mu scaling + k S k scaling^2 / 2) + epsilon) |v|`, the mean over the query heads of a
+    group, where `mu` and `S` are the mean and covariance of the queries before RoPE, rotated by the mean rotation of
+    the next `n_future_positions` positions. Sinks are left out. The score here is that times the number of tokens of
+    the softmax, so that scores of different steps are comparable.
 
     A token is scored once, in its own step. Statistics are those of the last step with several tokens of its row: a prompt in chunks is
     scored chunk by chunk. The token of a decode step is scored with their mean, and with the mean of the prompt's covariance terms in place
@@ -28,21 +30,21 @@ class ExpectedAttention(Policy):
     `(1 + epsilon) |v|`.
 
     Args:
-        horizon: positions after the last token, over which rotations are averaged.
+        n_future_positions: positions after the last token, over which rotations are averaged.
         epsilon: added to each token's weight.
     """
 
-    horizon: int = 512
+    n_future_positions: int = 512
     epsilon: float = 0.0
     recent: int | float = 64
 
-    scores: ClassVar[bool] = True
-    needs_attention_weights: ClassVar[bool] = True
+    has_scores: ClassVar[bool] = True
+    scores_are_weights: ClassVar[bool] = True
     needs_queries: ClassVar[bool] = True
     needs_rope: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        check_count("horizon", self.horizon, 1, of="positions")
+        check_count("n_future_positions", self.n_future_positions, 1, of="positions")
         if not self.epsilon >= 0:
             raise ValueError(f"epsilon={self.epsilon!r}: must be 0 or more")
         if self.value_norm:
@@ -65,7 +67,7 @@ class ExpectedAttention(Policy):
             counted = positions >= self.num_sink_tokens
             fresh, own = (counted.sum(-1) > 1)[:, None], counted[:, None, None]  # rows that get statistics; tokens that count
             n = counted.sum(-1).clamp_min(1).float()
-            average = average_rotation(rope, self.horizon, dim, keys.device)  # type: ignore[arg-type]
+            average = average_rotation(rope, self.n_future_positions, dim, keys.device)  # type: ignore[arg-type]
             new_mean, covariance = moments(tokens, self.num_sink_tokens)
             mean = torch.where(fresh[..., None], new_mean @ average, mean)
             covariance = average.mT @ covariance @ average

@@ -28,8 +28,8 @@ class H2O(Policy):
     decay: float = 1.0
 
     observation_window: ClassVar[int] = ALL
-    scores: ClassVar[bool] = True
-    needs_attention_weights: ClassVar[bool] = True
+    has_scores: ClassVar[bool] = True
+    scores_are_weights: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -19,7 +19,7 @@ class Knorm(Policy):
     """Evicts keys of large norm, which tend to receive little attention (arXiv 2406.11430). Not for models that normalize their keys (Qwen
     3, Gemma 3): there all norms are equal, and rounding decides."""
 
-    scores: ClassVar[bool] = True
+    has_scores: ClassVar[bool] = True
 
     def score(self, tokens: Arrivals) -> Tensor:
         return -torch.linalg.vector_norm(tokens.keys, dim=-1, dtype=torch.float32)
@@ -33,7 +33,7 @@ class KeyDiff(Policy):
     mean of the retained ones. Here no key is dequantized, and every format retains the same tokens.
     """
 
-    scores: ClassVar[bool] = True
+    has_scores: ClassVar[bool] = True
 
     def arrive(self, statistics: dict[str, Tensor], tokens: Arrivals) -> tuple[dict[str, Tensor], Tensor]:
         keys = tokens.keys.float()

@@ -36,28 +36,30 @@ class KVzip(Policy):
     each layer share its budget.
 
     Args:
-        normalized: a weight counts times the length of the token's value in the layer's output over the length of what attention reads at
-            the query (KVzip+).
+        kvzip_plus_normalization: a weight counts times the length of the token's value in the layer's output over the
+            length of what attention reads at the query (KVzip+).
         chunk_size: tokens that are repeated at a time.
         alpha_safeguard: as of every policy; None with `first_stage_ratio`, `max_length`, or a budget by head, which exclude it.
         layerwise: each layer has its budget to itself. Without it, layers share theirs, if heads do (`alpha_safeguard`).
     """
 
-    normalized: bool = False
+    kvzip_plus_normalization: bool = False
     chunk_size: int = 2048
     recent: int | float = 64
     alpha_safeguard: float | None = 0.2
     layerwise: bool = False
 
-    scores: ClassVar[bool] = True
-    needs_attention_weights: ClassVar[bool] = True
+    has_scores: ClassVar[bool] = True
+    scores_are_weights: ClassVar[bool] = True
     second_reading: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_count("chunk_size", self.chunk_size, 1)
         super().__post_init__()
-        if self.normalized and (self.value_norm or self.first_stage_ratio):
-            raise ValueError("normalized=True has the length of values in its scores: leave out value_norm and first_stage_ratio")
+        if self.kvzip_plus_normalization and (self.value_norm or self.first_stage_ratio):
+            raise ValueError(
+                "kvzip_plus_normalization=True has the length of values in its scores: leave out value_norm and first_stage_ratio"
+            )
 
     def score(self, tokens: Arrivals) -> Tensor:
         keys = tokens.keys

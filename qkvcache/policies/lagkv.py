@@ -13,29 +13,32 @@ from .base import Arrivals, Policy, check_count
 
 @dataclass(frozen=True, kw_only=True)
 class LagKV(Policy):
-    """Keeps tokens whose channels, scaled to the range of the `lag` tokens after them, spread most; keys and values count alike.
+    """Keeps tokens whose channels, scaled to the range of the `lag_size` tokens after them, spread most; keys and values count alike.
 
-    The paper cuts the text into parts of `lag` tokens and takes the next part as the range of the whole part. Here each token has its own
-    range, so that the retained tokens do not depend on chunks or padding of a prompt. The last `lag` tokens stay exact.
+    The paper cuts the text into parts of `lag_size` tokens and takes the next part as the range of the whole part. Here
+    each token has its own range, so that the retained tokens do not depend on chunks or padding of a prompt. The last
+    `lag_size` tokens stay exact.
     """
 
-    lag: int = 128
+    lag_size: int = 128
     recent: int | float = 128
 
-    scores: ClassVar[bool] = True
-    needs_attention_weights: ClassVar[bool] = True
+    has_scores: ClassVar[bool] = True
+    scores_are_weights: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        check_count("lag", self.lag, 2)
+        check_count("lag_size", self.lag_size, 2)
         super().__post_init__()
         for budget in self.budgets:
-            if self.recent_of(self.size(budget, 0)) < self.lag:
-                raise ValueError(f"recent={self.recent}: must be at least lag={self.lag} tokens, which are the range of those before")
+            if self.recent_of(self.size(budget, 0)) < self.lag_size:
+                raise ValueError(
+                    f"recent={self.recent}: must be at least lag_size={self.lag_size} tokens, which are the range of those before"
+                )
 
     @property
     def lag_length(self) -> int:
-        return self.lag
+        return self.lag_size
 
     def score(self, tokens: Arrivals) -> Tensor:
         count = tokens.keys.shape[2]
-        return lag_spread(tokens.after_keys, count, self.lag) + lag_spread(tokens.after_values, count, self.lag)
+        return lag_spread(tokens.after_keys, count, self.lag_size) + lag_spread(tokens.after_values, count, self.lag_size)

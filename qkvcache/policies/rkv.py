@@ -32,7 +32,7 @@ class RKV(SnapKV):
     recent: int | float = 0.125
 
     needs_stored_keys: ClassVar[bool] = True
-    needs_attention_weights: ClassVar[bool] = False
+    scores_are_weights: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         if not 0 <= self.attention_weight <= 1:

@@ -24,8 +24,8 @@ class SnapKV(Policy):
     window_size: int = 32
     kernel_size: int = 7
 
-    scores: ClassVar[bool] = True
-    needs_attention_weights: ClassVar[bool] = True
+    has_scores: ClassVar[bool] = True
+    scores_are_weights: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_count("window_size", self.window_size, 1)

@@ -17,8 +17,8 @@ class TOVA(Policy):
     layer, and protects neither first nor recent tokens (`num_sink_tokens=0, recent=0`)."""
 
     observation_window: ClassVar[int] = 1
-    scores: ClassVar[bool] = True
-    needs_attention_weights: ClassVar[bool] = True
+    has_scores: ClassVar[bool] = True
+    scores_are_weights: ClassVar[bool] = True
 
     def observe(self, score: Tensor, attention_sums: Tensor, queries: Tensor | int) -> Tensor:
         if isinstance(queries, int):

@@ -27,9 +27,9 @@ def no_tokens(policy: Policy, like: Tensor) -> TokenFields:
     """The fields that `policy` needs of keys like `like` `[B, H, T, D]`, `[B, H, 0]` each."""
     fields = {"positions": torch.empty(*like.shape[:2], 0, dtype=torch.int32, device=like.device)}
     wanted = {
-        "score": policy.scores,
-        "key_norm": policy.norms,
-        "value_norm": policy.keeps_values,
+        "score": policy.has_scores,
+        "key_norm": policy.needs_norms,
+        "value_norm": policy.needs_value_norms,
         "output_norm": policy.needs_output_projection,
     }
     return fields | {name: torch.empty(*like.shape[:2], 0, device=like.device) for name, kept in wanted.items() if kept}

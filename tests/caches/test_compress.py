@@ -78,7 +78,7 @@ def oracle(network, ids, policy, tokenizer) -> list[torch.Tensor]:
                     columns = [*range(sinks), *chunk, *range(length, place + 1)]
                     weights = (query[0, head, place] @ keys[head // 2, columns].T / 32**0.5).softmax(-1)
                     for column, weight in zip(columns, weights.tolist(), strict=True):
-                        if policy.normalized and column in chunk:
+                        if policy.kvzip_plus_normalization and column in chunk:
                             weight *= float((values[head // 2, column] @ rows).norm() / states[0, place].norm())
                         if column in chunk:
                             cubes[column] += weight**3
@@ -89,7 +89,7 @@ def oracle(network, ids, policy, tokenizer) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize(("normalized", "tokenizer"), [(False, Words()), (True, Words()), (False, None)])
 def test_those_with_the_largest_attention_are_kept(normalized, tokenizer):
-    network, policy = model("llama"), kvzip(normalized=normalized)
+    network, policy = model("llama"), kvzip(kvzip_plus_normalization=normalized)
     ids = text(1)
     cache = compressed(network, ids, policy, tokenizer)
     for number, scores in enumerate(oracle(network, ids, policy, tokenizer)):
@@ -262,8 +262,8 @@ def test_what_is_refused():
         CompressedCache(network.config, policy="h2o").compress(network, ids)
     with pytest.raises(ValueError, match="needs the config"):
         CompressedCache(policy=kvzip())
-    with pytest.raises(ValueError, match="normalized=True"):
-        kvzip(normalized=True, value_norm=True)
+    with pytest.raises(ValueError, match="kvzip_plus_normalization=True"):
+        kvzip(kvzip_plus_normalization=True, value_norm=True)
 
 
 class Keys(TorchFunctionMode):

@@ -188,7 +188,7 @@ def test_b20_shares_are_of_each_row(policy):
     [
         H2O(budget=0.5), H2O(budget=Budget(5, 0.2), recent=4), SnapKV(budget=20, interval=8, window_size=4, recent=3),
         Knorm(budget=17, interval=5, recent=3),
-        SlidingWindow(window_length=11, interval=11), KeyDiff(budget=0.3, interval=4), H2O(budget=1.0),
+        SlidingWindow(window_length=11, interval=11), KeyDiff(budget=0.3, interval=4), H2O(budget=Budget(share=1.0)),
     ],
     ids=str,
 )  # fmt: skip

@@ -26,7 +26,7 @@ from tests.matrix import model as tiny
 
 POLICIES = [
     H2O(budget=64), H2O(budget=64, decay=0.9), TOVA(budget=64), TOVA(budget=64, first_stage_ratio=0.5), SnapKV(budget=64),
-    KeyDiff(budget=64), LagKV(budget=64, lag=16, recent=16), Random(budget=64), SinkWindow(window_length=60), DropKV(budget=64),
+    KeyDiff(budget=64), LagKV(budget=64, lag_size=16, recent=16), Random(budget=64), SinkWindow(window_length=60), DropKV(budget=64),
     RKV(budget=64), TriAttention(budget=64), ExpectedAttention(budget=64, recent=16),
 ]  # fmt: skip
 of_policy = pytest.mark.parametrize("policy", POLICIES, ids=str)
@@ -73,7 +73,7 @@ def test_bytes_are_those_of_sixteen_bit(loaded, ids, recorded, policy):
     assert filled.nbytes == run.nbytes
 
 
-@pytest.mark.parametrize("options", [{}, {"normalized": True}, {"layerwise": True}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"kvzip_plus_normalization": True}, {"layerwise": True}], ids=str)
 def test_a_second_reading_fills_several_caches_as_compress_does(loaded, ids, options):
     model, tokenizer = loaded
     recorded, _ = record(model, ids)

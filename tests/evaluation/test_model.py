@@ -186,7 +186,7 @@ def test_the_results_say_what_was_measured():
         ({"cache": None}, TypeError, "expected 'dynamic'"),
         ({"cache": "int8", "budget": 9}, ValueError, "budget without a policy"),
         ({"cache": "int8", "alpha_safeguard": 0.2}, ValueError, "alpha_safeguard without a policy"),
-        ({"cache": "int8", "policy": "keydiff", "first_stage_ratio": 0.5}, ValueError, "the scores of KeyDiff are no weights"),
+        ({"cache": "int8", "policy": "keydiff", "first_stage_ratio": 0.5}, ValueError, "the scores of KeyDiff are not attention weights"),
         ({"policy": "h2o"}, ValueError, "cache='identity'"),
         ({"cache": "int8", "policy": "h3o"}, ValueError, "h3o"),
         ({"scoring": "fast"}, ValueError, "scoring='fast'"),

@@ -153,7 +153,7 @@ class Head:
         elif self.policy.name in ("Knorm", "KeyDiff"):
             self.score |= {p: self.of_key(p) for p in new}
         elif self.policy.name == "LagKV":
-            lag = self.policy.lag
+            lag = self.policy.lag_size
             self.score |= {p: self.spread(self.keys, p, lag) + self.spread(self.values, p, lag) for p in range(self.seen - lag)}
         elif self.policy.name == "ExpectedAttention":
             self.score |= self.expected(new)
@@ -183,7 +183,7 @@ class Head:
 
     def expected(self, new: range) -> dict[int, float]:
         """`(softmax + epsilon) |v|` times the tokens of the softmax."""
-        policy, after, known = self.policy, range(self.seen, self.seen + self.policy.horizon), self.statistics
+        policy, after, known = self.policy, range(self.seen, self.seen + self.policy.n_future_positions), self.statistics
         own = [p for p in new if p >= policy.num_sink_tokens]
         if len(own) > 1:
             before_rope = torch.stack([turned(self.queries[:, p], -p) for p in own], dim=1)  # [G, T, D]
@@ -215,16 +215,19 @@ class Head:
     def compactor(self, new: range) -> dict[int, float]:
         policy, known = self.policy, self.statistics
         own = [p for p in new if p >= policy.num_sink_tokens]
-        sketch = torch.randn(DIM, policy.sketch, generator=torch.Generator().manual_seed(policy.seed)).double() / policy.sketch**0.5
+        sketch = (
+            torch.randn(DIM, policy.sketch_dimension, generator=torch.Generator().manual_seed(policy.seed)).double()
+            / policy.sketch_dimension**0.5
+        )
         x = {p: turned(self.keys[p], -p) @ sketch for p in new}
-        if len(own) >= 2 * policy.sketch:
+        if len(own) >= 2 * policy.sketch_dimension:
             known["center"] = sum(x[p] for p in own) / len(own)
             centred = torch.stack([x[p] - known["center"] for p in own])
             gram = centred.T @ centred
-            known["inverse"] = torch.linalg.inv(gram + torch.eye(policy.sketch) * gram.trace() / policy.sketch * 1e-5)
+            known["inverse"] = torch.linalg.inv(gram + torch.eye(policy.sketch_dimension) * gram.trace() / policy.sketch_dimension * 1e-5)
         leverage = {p: float((x[p] - known["center"]) @ known["inverse"] @ (x[p] - known["center"])) for p in new} if known else {}
         blending = max(1 - policy.budgets[0].tokens / max(self.seen, 1), 0) if policy.blending is None else policy.blending
-        if len(own) < 2 * policy.sketch:
+        if len(own) < 2 * policy.sketch_dimension:
             mean, deviation = known.get("moments", (0.0, 1.0))
             return {p: blending * (leverage.get(p, 0.0) - mean) / deviation for p in new}
         received = {}

@@ -59,25 +59,28 @@ WRONG = [
     (H2O, {"protect_values": 1.0}, ValueError, "protect_values=1.0"),
     (H2O, {"protect_values": -0.1}, ValueError, "protect_values=-0.1"),
     (H2O, {"first_stage_ratio": 1.0}, ValueError, "first_stage_ratio=1.0"),
-    (KeyDiff, {"first_stage_ratio": 0.5}, ValueError, "first_stage_ratio=0.5: the scores of KeyDiff are no weights"),
+    (KeyDiff, {"first_stage_ratio": 0.5}, ValueError, "first_stage_ratio=0.5: the scores of KeyDiff are not attention weights"),
     (H2O, {"first_stage_ratio": 0.5, "value_norm": True}, ValueError, "value_norm=True with first_stage_ratio=0.5"),
     (H2O, {"alpha_safeguard": 1.5}, ValueError, "alpha_safeguard=1.5: must be a share of the budget, from 0 to 1"),
     (H2O, {"alpha_safeguard": math.nan}, ValueError, "alpha_safeguard=nan"),
     (H2O, {"alpha_safeguard": True}, TypeError, "alpha_safeguard must be a share of the budget (float) or None, got True"),
-    (RKV, {"alpha_safeguard": 0.2}, ValueError, "alpha_safeguard=0.2: the scores of RKV are no weights"),
-    (SinkWindow, {"alpha_safeguard": 0.2}, ValueError, "the scores of SinkWindow are no weights"),
+    (RKV, {"alpha_safeguard": 0.2}, ValueError, "alpha_safeguard=0.2: the scores of RKV are not attention weights"),
+    (SinkWindow, {"alpha_safeguard": 0.2}, ValueError, "the scores of SinkWindow are not attention weights"),
     (H2O, {"alpha_safeguard": 0.2, "first_stage_ratio": 0.5}, ValueError, "alpha_safeguard=0.2 with first_stage_ratio=0.5"),
     (ExpectedAttention, {"value_norm": True}, ValueError, "value_norm=True"),
-    (ExpectedAttention, {"horizon": 0}, ValueError, "horizon=0: must be 1 or more positions"),
+    (ExpectedAttention, {"n_future_positions": 0}, ValueError, "n_future_positions=0: must be 1 or more positions"),
     (ExpectedAttention, {"epsilon": -1.0}, ValueError, "epsilon=-1.0"),
     (Compactor, {"chunk_size": 1}, ValueError, "chunk_size=1"),
-    (Compactor, {"sketch": 0}, ValueError, "sketch=0: must be 1 or more columns"),
+    (Compactor, {"sketch_dimension": 0}, ValueError, "sketch_dimension=0: must be 1 or more columns"),
     (Compactor, {"blending": -0.5}, ValueError, "blending=-0.5"),
     (H2O, {"budget": 10, "num_sink_tokens": 4, "recent": 7}, ValueError, "budget=10: num_sink_tokens=4, recent=7"),
     (H2O, {"budget": 10, "num_sink_tokens": 4, "recent": 5, "interval": 3}, ValueError, "interval=3"),
     (H2O, {"budget": 10, "num_sink_tokens": 4, "recent": 4, "protect_values": 0.3}, ValueError, "protect_values=0.3 take 11"),
     (H2O, {"budget": [64, 10], "num_sink_tokens": 6, "recent": 5}, ValueError, "budget=10"),
     (TOVA, {"budget": 3}, ValueError, "budget=3: num_sink_tokens=4"),
+    (H2O, {"budget": 1.0}, ValueError, "budget=1.0: a share of 1 evicts nothing"),
+    (H2O, {"compression_ratio": 1.0}, ValueError, "compression_ratio=1.0: must be the share of tokens to evict"),
+    (H2O, {"compression_ratio": 0.5, "budget": 64}, ValueError, "budget=64 with compression_ratio=0.5"),
     (H2O, {"reduce": "max"}, ValueError, "reduce='max'"),
     (H2O, {"decay": 0.0}, ValueError, "decay=0.0"),
     (H2O, {"decay": 1.1}, ValueError, "decay=1.1"),
@@ -85,16 +88,16 @@ WRONG = [
     (SnapKV, {"window_size": 2.0}, TypeError, "2.0"),
     (SnapKV, {"kernel_size": 4}, ValueError, "kernel_size=4"),
     (SnapKV, {"kernel_size": 0}, ValueError, "kernel_size=0"),
-    (LagKV, {"lag": 1}, ValueError, "lag=1"),
-    (LagKV, {"lag": 64, "recent": 32}, ValueError, "recent=32"),
-    (LagKV, {"budget": 0.2, "recent": 0.2, "lag": 8}, ValueError, "lag=8"),
+    (LagKV, {"lag_size": 1}, ValueError, "lag_size=1"),
+    (LagKV, {"lag_size": 64, "recent": 32}, ValueError, "recent=32"),
+    (LagKV, {"budget": 0.2, "recent": 0.2, "lag_size": 8}, ValueError, "lag_size=8"),
     (SinkWindow, {"window_length": 0}, ValueError, "window_length=0"),
     (SinkWindow, {"window_length": 8, "interval": 9}, ValueError, "interval=9"),
     (SinkWindow, {"positions": "none"}, ValueError, "positions='none'"),
     (SinkWindow, {"num_sink_tokens": -1}, ValueError, "num_sink_tokens=-1"),
     (SinkWindow, {"budget": 100}, TypeError, "budget"),
     (SlidingWindow, {"window_length": 1.5}, TypeError, "1.5"),
-    *[(kind, {"value_norm": True}, ValueError, f"{kind.__name__} are no weights") for kind in (KeyDiff, Knorm, Random, SinkWindow)],
+    *[(kind, {"value_norm": True}, ValueError, f"{kind.__name__} are not attention") for kind in (KeyDiff, Knorm, Random, SinkWindow)],
     (Custom, {"function": 3}, TypeError, "3"),
     (Custom, {}, TypeError, "function"),
 ]  # fmt: skip
@@ -105,6 +108,12 @@ def test_policies_refuse(kind, options, error, says):
     with pytest.raises(error) as caught:
         kind(**options)
     assert says in str(caught.value)
+
+
+def test_compression_ratio_is_one_minus_budget():
+    policy = SnapKV(compression_ratio=0.75)
+    assert policy == SnapKV(budget=0.25)
+    assert dataclasses.replace(policy, window_size=8) == SnapKV(budget=0.25, window_size=8)
 
 
 def config(name):

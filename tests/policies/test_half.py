@@ -16,7 +16,7 @@ HEADS, GROUPS, DIM, TOKENS, BUDGET = 2, 2, 32, 700, 200
 ROPE = Rope(10000.0 ** -(torch.arange(DIM // 2) / (DIM // 2)), interleaved=False)
 POLICIES = [
     KeyDiff(budget=BUDGET),
-    LagKV(budget=BUDGET, lag=32, recent=32),
+    LagKV(budget=BUDGET, lag_size=32, recent=32),
     ExpectedAttention(budget=BUDGET, recent=16),
     Compactor(budget=BUDGET, recent=16),
     TriAttention(budget=BUDGET),

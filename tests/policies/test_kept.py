@@ -32,8 +32,8 @@ SPARSE = {
     "h2o": H2O(budget=14, interval=4, recent=2),
     "knorm": Knorm(budget=14, interval=2),
     "keydiff": KeyDiff(budget=14, interval=5, recent=3),
-    "expected_attention": ExpectedAttention(budget=14, interval=5, recent=3, horizon=16),
-    "compactor": Compactor(budget=14, interval=5, recent=3, chunk_size=8, sketch=2),
+    "expected_attention": ExpectedAttention(budget=14, interval=5, recent=3, n_future_positions=16),
+    "compactor": Compactor(budget=14, interval=5, recent=3, chunk_size=8, sketch_dimension=2),
     "triattention": TriAttention(budget=14, interval=5, recent=3),
     "critical": SnapKV(budget=14, interval=5, window_size=4, recent=3, first_stage_ratio=0.5),
 }
