@@ -15,7 +15,7 @@ from .base import CompressedCache
 
 
 class QuantizedPerTokenCache(CompressedCache):
-    """Dynamic scales, no calibration: INT8, FP8 or INT4 with one scale a token (vLLM RFC #37319 and what was merged from it).
+    """Dynamic scales, no calibration data: INT8, FP8 or INT4 with one scale a token (vLLM RFC #37319 and what was merged from it).
 
         QuantizedPerTokenCache(model.config, dtype="int8")
 
@@ -82,7 +82,7 @@ class NVFP4Cache(CompressedCache):
 
 
 class TurboQuantCache(CompressedCache):
-    """TurboQuant (arXiv 2504.19874, vLLM #38479): Hadamard-rotated keys on Lloyd-Max levels, uniform values, no calibration.
+    """TurboQuant (arXiv 2504.19874, vLLM #38479): Hadamard-rotated keys on Lloyd-Max levels, uniform values, no calibration data.
 
     Args:
         preset: "k8v4", "4bit_nc", "k3v4_nc" or "3bit_nc": 198, 134, 118 and 102 bytes a token and head at head_dim 128.
@@ -126,7 +126,7 @@ def _boundary(config: PreTrainedConfig | None, count: int) -> list[int]:
 
 
 class HadaQuantCache(CompressedCache):
-    """Hadamard-rotated keys and values, both around their mean, on Lloyd-Max levels: less error for the same bytes, no calibration.
+    """Hadamard-rotated keys and values, both around their mean, on Lloyd-Max levels: less error for the same bytes, no calibration data.
 
     Args:
         key_bits, value_bits: 2 to 4: 132 bytes a token and head with 4 and 4 at head_dim 128, 116 with 4 and 3, 100 with 3 and 3, 68 with 2

@@ -1,4 +1,4 @@
-"""TurboQuant (arXiv 2504.19874) as vLLM #38479 has it: Lloyd-Max keys under a Hadamard rotation, uniform values, no calibration.
+"""TurboQuant (arXiv 2504.19874) as vLLM #38479 has it: Lloyd-Max keys under a Hadamard rotation, uniform values, no calibration data.
 
 keys, 3 or 4 bits   n = |x|, y = H x / (n + 1e-8), H without signs; code = the Lloyd-Max level nearest to sqrt(D) y, a midpoint going up
                     scale = n / |levels|, fp16;  x = H levels * scale         3 bits: D / 4 + D / 8 bytes;  4 bits: D / 2;  and 2
