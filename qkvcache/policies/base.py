@@ -319,9 +319,7 @@ class Policy:
     def _require_weights(self, option: str) -> None:
         """Raises ValueError for an option that needs scores that are weights, if those of this policy are not."""
         if not self.scores_are_weights:
-            from . import REGISTRY
-
-            names = ", ".join(kind.__name__ for kind in REGISTRY.values() if kind.scores_are_weights)
+            names = ", ".join(kind.__name__ for kind in _kinds(Policy) if kind.scores_are_weights)
             raise ValueError(f"{option}: the scores of {self.name} are not attention weights; policies whose scores are: {names}")
 
     def _check_alpha_safeguard(self) -> None:
@@ -481,6 +479,14 @@ def given(x: Given | None, what: str) -> Given:
     if x is None:
         raise ValueError(f"this layer was not given {what}")
     return x
+
+
+def _kinds(kind: type[Policy]) -> Iterator[type[Policy]]:
+    """The classes of this library that inherit from `kind`."""
+    for inherited in kind.__subclasses__():
+        if inherited.__module__.startswith(__package__):
+            yield inherited
+        yield from _kinds(inherited)
 
 
 def _budget(budget: int | float | Budget) -> Budget:
