@@ -68,7 +68,7 @@ def test_the_twin_reads_and_recalls_and_its_keys_are_biased(twin, embedded):
     for layer in cache.layers:
         times = (layer.keys.mean(2).abs() / layer.keys.std(2)).sort(-1).values
         assert (times[..., -2 * twins.PAIRS :] > 15).all() and times[..., -2 * twins.PAIRS :].amax() < 130
-        assert (times[..., : -2 * twins.PAIRS] < 10).all()
+        assert (times[..., : -2 * twins.PAIRS] < 15).all()
 
 
 @pytest.mark.parametrize("name", JUDGED)
