@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo chat test test-processors test-oldest lint kernels format docs tables pictures notebooks package bench quality studies clean
+.PHONY: demo chat test test-all test-processors test-oldest lint kernels format docs tables pictures notebooks package bench quality studies clean
 
 demo: $(VENV)/installed
 	$(BIN)/qkvcache demo
@@ -16,6 +16,10 @@ chat: $(VENV)/installed
 
 test: $(VENV)/installed
 	$(BIN)/pytest -n auto --dist worksteal -m "not slow" --nbmake --nbmake-timeout=300
+
+# Every format, policy and option with every other, which takes hours on two cores, and the tests marked slow.
+test-all: $(VENV)/installed
+	QKVCACHE_TEST_ALL=1 $(BIN)/pytest -n auto --dist worksteal --nbmake --nbmake-timeout=600
 
 # What sums floating-point numbers, as on processors without AVX-512, which sum in another order, and without any of the wider vectors;
 # with another seed and two threads.

@@ -1,6 +1,7 @@
 """For every test: deterministic, offline, and flex attention without inductor, which takes minutes on a CPU.
 
-`QKVCACHE_TEST_SEED=1` runs the tests on other random numbers, `QKVCACHE_TEST_THREADS=2` on more threads.
+`QKVCACHE_TEST_ALL=1` runs full products where `matrix.py` has covering sets (`make test-all`). `QKVCACHE_TEST_SEED=1` runs the tests
+on other random numbers, `QKVCACHE_TEST_THREADS=2` on more threads. Files of tests for GPUs are left out without one.
 """
 
 import os
@@ -34,6 +35,10 @@ def _seed():
 def pytest_configure(config):
     for message in ("_compile flag on create_block_mask", "flex_attention called without"):
         config.addinivalue_line("filterwarnings", f"ignore:{message}")
+
+
+def pytest_ignore_collect(collection_path):
+    return True if collection_path.name.endswith(("_gpu.py", "_gpus.py")) and not torch.cuda.is_available() else None
 
 
 def pytest_collection_modifyitems(items):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import collections
 import functools
 import itertools
+import os
 from collections.abc import Iterable
 
-import pytest
 import torch
 import transformers as hf
 from transformers.cache_utils import DynamicLayer
@@ -55,13 +56,43 @@ FORMAT_ERRORS = {
 """Names, and the error allowed to keys and to values on N(0, 1) at head_dim 128: RMS of the difference over RMS of the data."""
 
 FORMATS = list(FORMAT_ERRORS)
-_VARIANTS = (
-    "fp8_token", "int8_asymmetric", "int4_group", "nvfp4_four_over_six", "fp8_uncentered", "int4_uncentered", "nvfp4_uncentered",
-    *(f"turboquant_{preset}_uncentered" for preset in ("k8v4", "4bit_nc", "k3v4_nc")),
-    "hadaquant_k4v2", "hadaquant_k3v4", "hadaquant_k2v4", "hadaquant_k2v3",
+ALL = bool(os.environ.get("QKVCACHE_TEST_ALL"))
+"""Whether covering sets are full products: `make test-all`."""
+
+
+def slowly(values: Iterable, fast: Iterable) -> list:
+    """All values with `ALL`, else those that are `fast`."""
+    fast = list(fast)
+    return [value for value in values if ALL or value in fast]
+
+
+COVER = slowly(
+    FORMATS,
+    ["identity", "int8", "int8_asymmetric", "fp8_token", "fp8_tensor", "fp8_e5m2_tensor_frozen", "int4", "int4_vllm", "nvfp4_mse",
+     "turboquant_4bit_nc", "turboquant_3bit_nc", "hadaquant_k3v2"],
 )  # fmt: skip
-KINDS = [name for name in FORMATS if "e5m2_" not in name and name not in _VARIANTS]
-"""Less those that take no code path of their own: where a test costs much, they are left to `pytest -m slow`."""
+"""Formats that have each kind of code, of scale, of group and of rotation once at least; for properties at their lowest level."""
+THREE = slowly(FORMATS, ["fp8_token", "turboquant_3bit_nc", "hadaquant_k3v2"])
+"""Formats for properties that a lower level has tested: bytes with scales that heads share, packed bits, codes of both sides rotated."""
+
+
+def covering(*axes: Iterable, strength: int = 2) -> list[tuple]:
+    """Rows of the product of `axes` in which every combination of values of any `strength` axes occurs, and each value about as often as
+    others; all rows with `ALL`."""
+    rows = list(itertools.product(*axes))
+    if ALL:
+        return rows
+
+    def parts(row: tuple) -> set[tuple]:
+        return set(itertools.combinations(enumerate(row), strength))
+
+    missing, used, found = set().union(*map(parts, rows)), collections.Counter(), []
+    while missing:
+        row = max(rows, key=lambda row: (len(parts(row) & missing), -sum(used[part] for part in enumerate(row))))
+        found.append(row)
+        missing -= parts(row)
+        used.update(enumerate(row))
+    return found
 
 
 def by_layer(config: hf.PreTrainedConfig) -> list[str]:
@@ -132,13 +163,6 @@ STATIC = [name for name, policy in POLICIES.items() if not policy(64).needs_stor
 
 CUT_FREE = ["sink_window", "sliding_window", "lagkv", "knorm", "random"]
 """Those whose tokens do not depend on how a text is cut into steps."""
-
-
-def slowly(values: Iterable, fast: Iterable) -> list:
-    """All values as parameters, those that are not `fast` left to `pytest -m slow`: what a GPU does at once takes Triton's interpreter a
-    second."""
-    fast = list(fast)
-    return [value if value in fast else pytest.param(value, marks=pytest.mark.slow) for value in values]
 
 
 # Models: tiny, random, fp32. Head dims and windows differ on purpose; the window is short, so that every test crosses it.

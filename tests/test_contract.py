@@ -16,7 +16,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterf
 from qkvcache import CompressedCache, TurboQuantCache, attach
 from qkvcache.caches.evictable import OWN_ATTENTION
 from qkvcache.layers.compressed import CompressedLayer
-from tests.matrix import FORMATS, MODELS, model
+from tests.matrix import MODELS, THREE, model
 from tests.reference import MODES, ZONES, assert_close, count_decoded_layers, decoded, forward, steps
 from tests.seeds import SEED
 from tests.tolerance import of_model
@@ -131,7 +131,7 @@ def test_exact_format_equals_dynamic_cache(name, mode, attention):
         assert_close(ours, theirs, of_model(network))
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", THREE)
 @pytest.mark.parametrize("name", NAMES)
 def test_formats_equal_their_codes_decoded(name, format):
     network = model(name)

@@ -8,7 +8,7 @@ import torch
 from qkvcache import CompressedCache
 from qkvcache.formats import REGISTRY
 from tests.formats.roundtrip import encode
-from tests.matrix import FORMATS, KINDS, model
+from tests.matrix import COVER, FORMATS, model
 from tests.reference import MODES, ZONES, assert_close, forward
 from tests.tolerance import of_model, rounding, same_decoded, same_vectors
 
@@ -57,7 +57,7 @@ def test_a_model_in_fp32_comes_near_its_bound():
     assert 0.1 < max(found.values()) < 1, found
 
 
-@pytest.mark.parametrize("format", [name for name in KINDS if name != "identity"])
+@pytest.mark.parametrize("format", [name for name in COVER if name != "identity"])
 def test_one_wrong_code_in_a_cache_exceeds_the_bound_of_a_model(format):
     network = model("llama")
     ids, mask = MODES["single"].inputs()

@@ -12,7 +12,7 @@ from torch import Tensor
 from qkvcache import CompressedCache, TurboQuantCache
 from qkvcache.formats import resolve
 from qkvcache.layers.compressed import CompressedLayer
-from tests.matrix import CACHES, FORMATS, model
+from tests.matrix import CACHES, COVER, THREE, model
 from tests.ranks import finish, start
 from tests.reference import ZONES, assert_close, count_decoded_layers
 from tests.tolerance import of_model
@@ -26,7 +26,7 @@ def filled(format: str, rows: int = 2) -> CompressedLayer:
     return layer
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", COVER)
 def test_every_tensor_moves(format):
     layer = filled(format)
     layer.commit()
@@ -35,7 +35,7 @@ def test_every_tensor_moves(format):
     assert {x.device.type for _, x in layer.tensors()} == {"meta"}
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", COVER)
 def test_offload_asks_every_tensor_to_leave(format, monkeypatch):
     layer = filled(format)
     table = layer.storage.chunks.table  # which is made anew: it says where the others are
@@ -48,7 +48,7 @@ def test_offload_asks_every_tensor_to_leave(format, monkeypatch):
     assert left == expected
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", COVER)
 def test_a_handle_outlives_the_layer(format):
     layer = filled(format)
     key, _ = layer.update(torch.randn(2, 2, 1, 32), torch.randn(2, 2, 1, 32))
@@ -78,7 +78,7 @@ class Moving(CompressedCache):
         return result
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", THREE)
 def test_offloaded_layers_compute_statistics_without_padding(format, monkeypatch):
     network, left, stock = model("llama"), [], CompressedLayer._map
     ids = torch.randint(3, 100, (2, 40))

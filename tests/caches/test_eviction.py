@@ -275,7 +275,7 @@ def _cast(attention, dtype):
 
 
 HYBRID = ["gemma3", "gemma2", "gpt_oss", "gemma3n", "gemma4", "qwen3_next", "mistral", "gpt2", "phi3", "qwen3"]
-FASTEST = {"gemma2": "eager", "gpt_oss": "eager"}  # the others run under -m slow
+FASTEST = {"gemma2": "eager", "gpt_oss": "eager"}  # the others run with matrix.ALL
 
 
 @pytest.mark.sums

@@ -24,7 +24,7 @@ MOVES = {
 """Methods that change the rows of a cache of three: their argument, and the row before of each row after."""
 
 FORMATS = [None, "int8", "turboquant_3bit_nc"]
-FEW = ["sink_window", "h2o", "snapkv", "keydiff"]  # the others run under -m slow
+FEW = ["sink_window", "h2o", "snapkv", "keydiff"]  # the others run with matrix.ALL
 
 
 def prompt(rows=1, length=40, seed=1):

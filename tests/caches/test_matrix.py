@@ -4,14 +4,13 @@ import pytest
 from transformers import DynamicCache
 
 from qkvcache import CompressedCache
-from tests.matrix import ATTENTION, DENSE_BY_DESIGN, FORMATS, KINDS, MODELS, UNSUPPORTED, model, slowly
+from tests.matrix import ATTENTION, COVER, DENSE_BY_DESIGN, MODELS, UNSUPPORTED, covering, model
 from tests.reference import MODES, ZONES, assert_close, count_decoded_layers, decoded, forward, steps
 from tests.tolerance import of_model
 
 ALL_OF_IT = "chunked_padded"  # the feed that asks for everything; the others tell what is wrong, should it fail
 LEGAL = [(name, attention) for name in MODELS for attention in ATTENTION if (name, attention) not in UNSUPPORTED]
 FEEDS = [*((mode, "zones") for mode in MODES), (ALL_OF_IT, "bare")]
-SLOW = ("flex_attention", "qkvcache")
 FUSED = 16  # queries that attend on codes; more decode their layer
 FOUR_BIT = "turboquant_4bit_nc"
 
@@ -42,9 +41,8 @@ def check_against_decoded(model, mode, cache, dense_at_decode=False):
 
 
 def some(feeds: list) -> list:
-    """Every model with every implementation in the fullest of `feeds`, with sdpa and eager in all of them."""
-    cases = [(name, attention, *feed) for name, attention in LEGAL for feed in feeds]
-    return slowly(cases, [case for case in cases if case[1] not in SLOW or case[2] == ALL_OF_IT])
+    """Every model with every implementation and with each of `feeds`; with `ALL`, all three."""
+    return [(*pair, *feed) for pair, feed in covering(LEGAL, feeds, strength=1)]
 
 
 @pytest.mark.parametrize("case", some(FEEDS), ids="-".join)
@@ -62,14 +60,9 @@ def test_four_bits_equal_their_codes_decoded(case):
 
 
 @pytest.mark.parametrize(
-    "feed",
-    slowly(
-        [*(("sdpa", *feed) for feed in FEEDS), ("eager", ALL_OF_IT, "zones")],
-        [("sdpa", ALL_OF_IT, "zones"), ("sdpa", ALL_OF_IT, "bare"), ("eager", ALL_OF_IT, "zones")],
-    ),
-    ids="-".join,
+    ("format", "feed"),
+    covering(COVER, [("sdpa", ALL_OF_IT, "bare"), *(("sdpa", *feed) for feed in FEEDS[:-1]), ("eager", ALL_OF_IT, "zones")], strength=1),
 )
-@pytest.mark.parametrize("format", slowly(FORMATS, KINDS))
 def test_every_format_equals_its_codes_decoded(format, feed):
     attention, mode, zones = feed
     network = model("llama", attention)

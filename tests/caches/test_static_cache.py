@@ -11,7 +11,7 @@ from transformers import DynamicCache, EncoderDecoderCache
 from qkvcache import CompressedCache, NVFP4Cache, QuantizedPerTokenCache, TurboQuantCache, attach, policies
 from qkvcache.layers.compressed import CompressedLayer
 from tests import matrix
-from tests.matrix import FORMATS, UNSUPPORTED, model, slowly
+from tests.matrix import COVER, THREE, UNSUPPORTED, model, slowly
 from tests.reference import MODES, NEW, ZONES, Mode, assert_close, count_decoded_layers, forward, prompt, run, steps
 from tests.seeds import SEED
 from tests.tolerance import of_model
@@ -96,7 +96,7 @@ def test_four_bits_equal_their_codes_decoded(name, attention, mode):
 
 
 @pytest.mark.parametrize("attention", slowly(["sdpa", "eager"], ["sdpa"]))
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", COVER)
 def test_every_format_equals_its_codes_decoded(format, attention):
     network = model("llama", attention)
     check_against_decoded(network, MODES["chunked_padded"], make(network, format))
@@ -174,7 +174,7 @@ def test_constructors_refuse(options, error, says):
         CompressedCache(model("llama").config, format="int8", **options)
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", THREE)
 def test_memory_is_constant_and_in_its_place(format):
     network = model("llama")
     cache = make(network, format, 80)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from qkvcache.formats import REGISTRY, Codec, Format, Int8, resolve
 from tests.formats.roundtrip import encode, error, roundtrip
-from tests.matrix import FORMAT_ERRORS, FORMATS, slowly
+from tests.matrix import COVER, FORMAT_ERRORS, FORMATS, slowly
 from tests.reference import assert_close
 from tests.tolerance import rounding, same_decoded
 
@@ -251,6 +251,14 @@ def test_what_is_not_refused_works(name):
 def test_refusals_name_the_format_the_number_and_a_way_out(name):
     with pytest.raises(ValueError, match=f"format '{name}' cannot hold (keys|values) of head_dim 65: .*multiple.*; use '"):
         REGISTRY[name].check(65)
+
+
+def test_covering_formats_have_every_kind_of_the_registry():
+    def kinds(names):
+        layouts = {codec.packed_layout for name in names for codec in REGISTRY[name].codecs()}
+        return {(field.name, getattr(layout, field.name)) for layout in layouts for field in dataclasses.fields(layout)}
+
+    assert kinds(FORMATS) - kinds(COVER) == {("search", 1)}  # which only quantizes: in tests of all formats
 
 
 def test_the_registry_is_the_matrix():

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from qkvcache.formats import REGISTRY, Codec
 from qkvcache.kernels import AttentionInputs, Exact, KeysOrValues, Packed, attend, pv, qk
-from tests.matrix import FORMATS
+from tests.matrix import COVER
 from tests.reference import assert_close
 from tests.tolerance import rounding
 
@@ -65,13 +65,13 @@ def check(query, attention_inputs, *args, tolerance=TOLERANCES[torch.float32], *
 
 @pytest.mark.sums
 @pytest.mark.parametrize("dims", [(64, 64), (64, 32), (96, 128)])
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", COVER)
 def test_every_format(format, dims):
     attention_inputs = make_payload(format, dims=dims)
     check(torch.randn(2, 4, 3, dims[0]), attention_inputs, causal=True)
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", COVER)
 def test_scores_and_mix(format):
     attention_inputs = make_payload(format)
     q, p = torch.randn(2, 2, 5, 64), torch.rand(2, 2, 5, TOKENS)

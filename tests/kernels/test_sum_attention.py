@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from qkvcache.formats import REGISTRY
 from qkvcache.kernels import attend, attend_observed, observe_on_codes, prefill_with_lse, sum_attention, whole
 from qkvcache.storage import Storage
-from tests.matrix import FORMATS
+from tests.matrix import FORMATS, slowly
 from tests.tolerance import rounding
 
 from .attention_inputs import build
@@ -139,9 +139,7 @@ def check_fused(monkeypatch, query, attention_inputs, observed, mask=None, **opt
 
 
 QUICK = ("int8", "turboquant_4bit_nc")
-every_format = pytest.mark.parametrize(
-    "format", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in FORMATS]
-)
+every_format = pytest.mark.parametrize("format", slowly(FORMATS, QUICK))
 
 
 @every_format

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from qkvcache.formats import REGISTRY, Codec, Codes
-from tests.matrix import FORMATS, KINDS, slowly
+from tests.matrix import COVER, FORMATS, slowly
 
 triton = pytest.importorskip("triton")
 if not (torch.cuda.is_available() or triton.knobs.runtime.interpret):
@@ -19,7 +19,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SENTINEL = 0xA5
 CAPACITY = 24
 SUPPORTED = [name for name in FORMATS if all(supports(codec, 128) for codec in REGISTRY[name].codecs())]
-QUICK = [name for name in SUPPORTED if DEVICE.type == "cuda" or name in KINDS]
+QUICK = [name for name in SUPPORTED if DEVICE.type == "cuda" or name in COVER]
 
 
 def poisoned(codec: Codec, x: Tensor) -> Codes:

@@ -16,7 +16,7 @@ from qkvcache.kernels import attend
 from qkvcache.layers.compressed import CompressedLayer
 from qkvcache.layers.snapshot import snapshot
 from qkvcache.storage import chunks
-from tests.matrix import FORMATS
+from tests.matrix import COVER
 from tests.tolerance import same_decoded
 from tests.updates import BAD_UPDATES, DIM, HEADS, ROWS, VALUE_DIM, new
 
@@ -54,7 +54,7 @@ def state(layer: CompressedLayer) -> list:
 
 
 @pytest.mark.parametrize("zones", [{}, {"first": 0, "recent": 0}])
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", COVER)
 def test_update_returns_the_tensors_and_then_handles(format, zones):
     layer = CompressedLayer(REGISTRY[format], *zones.values())
     given = new(40)
@@ -273,7 +273,7 @@ def reachable(thing: object, seen: set[int]) -> Iterator[Tensor]:
             yield from reachable(part, seen)
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", COVER)
 def test_tensors_are_all_that_is_held(format):
     layer = filled(format=format)
     for change in (lambda: None, lambda: layer.crop(-45), lambda: layer.update(*new(100)), lambda: layer.update(*new(1))):

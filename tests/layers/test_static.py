@@ -16,7 +16,7 @@ from qkvcache.kernels.segments import DROPPED
 from qkvcache.layers.compressed import CompressedLayer
 from qkvcache.storage import Storage
 from tests import updates
-from tests.matrix import FORMATS
+from tests.matrix import COVER
 from tests.reference import assert_close
 from tests.tolerance import rounding, same_decoded
 from tests.updates import DIM, HEADS, ROWS, VALUE_DIM, Pair, new
@@ -116,7 +116,7 @@ def check(layer: CompressedLayer, tokens: Tokens) -> None:
 
 @pytest.mark.sums
 @pytest.mark.parametrize("zones", ZONES)
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", COVER)
 def test_update_returns_the_tensors_and_then_handles(format, zones):
     layer = empty(format, ZONES[zones])
     tokens = Tokens.of(layer)
@@ -133,7 +133,7 @@ def test_update_returns_the_tensors_and_then_handles(format, zones):
         assert all(same_decoded(handle.dense(), *pair) for handle, *pair in zip(got, seen, layer.format.codecs(), strict=True))
 
 
-@pytest.mark.parametrize("format", [name for name in FORMATS if name not in BY_BLOCK])
+@pytest.mark.parametrize("format", [name for name in COVER if name not in BY_BLOCK])
 def test_codes_are_those_of_a_growing_layer(format):
     """The body in token order; and dense layers that are equal, where nothing is lost."""
     static, growing = empty(format, (FIRST, 0)), CompressedLayer(REGISTRY[format], FIRST, 0)
@@ -278,7 +278,7 @@ def test_inference_mode_may_come_and_go(modes):
     assert same(layer.dense(), plain.dense())
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", COVER)
 def test_memory_is_constant_from_the_first_token_on(format):
     layer = filled(1, format=format)
     held, kept = sum(x.nbytes for _, x in layer.tensors()), addresses(layer)

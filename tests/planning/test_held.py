@@ -12,7 +12,7 @@ from qkvcache.layers.evicting import EvictingLayer
 from qkvcache.planning import plan
 from qkvcache.planning.model import Shape, shapes
 from qkvcache.storage import growth
-from tests.matrix import FORMATS, KINDS, MODELS, POLICIES, SHARED, STATIC, by_layer, model, slowly
+from tests.matrix import COVER, MODELS, POLICIES, SHARED, STATIC, THREE, by_layer, covering, model, slowly
 
 MODEL_NAMES = ("llama", "gemma3", "phi3", "qwen3")
 SHARES = {
@@ -85,8 +85,9 @@ def test_models(name):
 
 
 @pytest.mark.parametrize(("name", "of"), [("llama", list(ALL_POLICIES)), ("phi3", ["none", "keydiff_values", "h2o_share"])])
-@pytest.mark.parametrize("format", slowly(FORMATS, [*KINDS, "hadaquant_k3v4"]))
+@pytest.mark.parametrize("format", [*COVER, "hadaquant_k3v4"])
 def test_every_format_with_every_policy(name, of, format):
+    """In the layers alone."""
     for policy in of:
         options = {"format": format, "policy": ALL_POLICIES[policy](40)}
         check(drive(name, 80, 2, **options), name, 80, 2, **options)
@@ -100,10 +101,8 @@ def test_formats_by_layer(name, policy):
     check(drive(name, 100, 30, **options), name, 100, 30, **options)
 
 
-@pytest.mark.parametrize("name", MODEL_NAMES)
-@pytest.mark.parametrize("policy", ALL_POLICIES)
-@pytest.mark.parametrize("format", slowly(FORMATS, ["identity", "int8", "fp8_tensor", "nvfp4_mse", "turboquant_3bit_nc", "hadaquant_k3v4"]))
-def test_every_format_with_every_policy_in_models(name, format, policy):
+@pytest.mark.parametrize(("name", "policy", "format"), covering(MODEL_NAMES, ALL_POLICIES, THREE, strength=1))
+def test_formats_and_policies_in_models(name, policy, format):
     options = {"format": format, "policy": ALL_POLICIES[policy](40)}
     check(read(name, 150, 2, **options), name, 150, 2, **options)
 
@@ -170,8 +169,7 @@ def test_heads_that_share_a_budget_hold_at_most_what_is_planned(interval):
     assert full > 5
 
 
-@pytest.mark.parametrize("name", SHARED)
-@pytest.mark.parametrize("format", ["identity", "turboquant_3bit_nc", "fp8_tensor"])
+@pytest.mark.parametrize(("name", "format"), covering(SHARED, ["identity", "turboquant_3bit_nc", "fp8_tensor"], strength=1))
 def test_every_policy_that_shares_budgets(name, format):
     for budget, prompt, steps in ((40, 80, 2), (90, 80, 2), (90, 80, 40)):
         options = {"format": format, "policy": SHARED[name](budget)}
@@ -248,7 +246,7 @@ COUNTERS = 200
 @pytest.mark.parametrize("policy", ["none", *STATIC])
 def test_preallocated_caches(policy, rows):
     config = MODELS["llama"]()
-    formats = FORMATS if policy in ("none", "h2o") else ("fp8", "int8_token")
+    formats = COVER if policy in ("none", "h2o") else ("fp8", "int8_token")
     for format in formats:
         for skip_layers in ((), (1,)):
             options = {"format": format, "policy": ALL_POLICIES[policy](40), "skip_layers": skip_layers, "max_length": 700}

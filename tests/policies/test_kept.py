@@ -18,7 +18,7 @@ from qkvcache.policies import (
     base,
     compactor,
 )
-from tests.matrix import CUT_FREE, FORMATS, POLICIES, slowly
+from tests.matrix import COVER, CUT_FREE, POLICIES, covering, slowly
 from tests.policies.oracle import Text, columns, drive, kept
 from tests.tolerance import rounding, same_decoded
 
@@ -53,15 +53,12 @@ def check(policy, text, guaranteed=(), **options):
         assert held(layer) == expected, f"step {step}"
 
 
-@pytest.mark.parametrize("text", TEXTS)
-@pytest.mark.parametrize("budget", [12, pytest.param(21, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize(("name", "text", "budget"), covering(POLICIES, TEXTS, slowly([12, 21], [12])))
 def test_b2_those_with_the_highest_score_are_kept(name, budget, text):
     check(POLICIES[name](budget), TEXTS[text])
 
 
-@pytest.mark.parametrize("text", TEXTS)
-@pytest.mark.parametrize("name", SPARSE)
+@pytest.mark.parametrize(("name", "text"), covering(SPARSE, TEXTS, strength=1))
 def test_b18_intervals(name, text):
     """The tokens of an interval's decode steps are scored together, each by what was known at its step."""
     check(SPARSE[name], TEXTS[text])
@@ -106,7 +103,7 @@ ZONES = (
 
 
 @pytest.mark.parametrize("name", slowly(CUT_FREE, ["lagkv"]))
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", COVER)
 def test_b16_every_format_keeps_what_the_exact_one_keeps(format, name):
     """Keys are looked at before they are encoded, and exact zones hold only protected tokens. Attention is not asked here."""
     policy, text = POLICIES[name](16), TEXTS["chunked"]

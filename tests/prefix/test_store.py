@@ -12,7 +12,7 @@ from qkvcache import CompressedCache, PrefixStore, TurboQuantCache, policies
 from qkvcache.formats import resolve
 from qkvcache.layers.snapshot import Snapshot
 from qkvcache.prefix import Match
-from tests.matrix import FORMATS, by_layer
+from tests.matrix import COVER, by_layer
 from tests.prefix.made import WORDS, fill, held, keys_and_values, model, random_ids, same
 
 ZONES = {"num_sink_tokens": 2, "residual_length": 8}
@@ -31,7 +31,7 @@ def dense(ids) -> DynamicCache:
 
 
 @pytest.mark.parametrize("on_disk", [False, True], ids=["memory", "disk"])
-@pytest.mark.parametrize("format", [*FORMATS, by_layer(model().config)], ids=str)
+@pytest.mark.parametrize("format", [*COVER, by_layer(model().config)], ids=str)
 def test_codes_go_in_and_come_out_bit_for_bit(format, on_disk, tmp_path):
     ids = random_ids(150)
     cache = compressed(ids, format)
@@ -50,7 +50,7 @@ def test_codes_go_in_and_come_out_bit_for_bit(format, on_disk, tmp_path):
                 assert layer.storage.chunks.length == min(max(tokens - 2, 0), source.storage.chunks.length)  # stored as codes, still codes
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", COVER)
 def test_a_dynamic_cache_comes_out_as_its_codec_makes_it(format):
     ids = random_ids(100)
     expected = held(compressed(ids, format))
