@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Never
 
@@ -95,10 +96,12 @@ class CompressedCache(DynamicCache):
         check_count("residual_length", residual_length)
         if max_length is not None:
             check_count("max_length", max_length, least=1)
-        if offloading and (compile or max_length is not None):
-            other = "max_length" if max_length is not None else "compile=True"
-            raise NotImplementedError(f"offloading=True with {other}: tensors that move to the host have no fixed address; leave one out")
         self.max_length, self.compile = max_length, compile or max_length is not None
+        self._why_static = "compile=True" if max_length is None else "max_length"
+        if offloading and self.compile:
+            raise NotImplementedError(
+                f"offloading=True with {self._why_static}: tensors that move to the host have no fixed address; leave one out"
+            )
         skip_layers = layer_indices(skip_layers)
         self._layer_options = {"num_sink_tokens": num_sink_tokens, "residual_length": residual_length}
         self._rope: Rope | None = None
@@ -114,16 +117,27 @@ class CompressedCache(DynamicCache):
                 raise ValueError(f"{len(self.format.formats)} formats by layer need the config, to know which layers they are for")
             Cache.__init__(self, layer_class_to_replicate=self._new_layer, offloading=offloading)  # type: ignore[arg-type]
         elif isinstance(config, PreTrainedConfig):
-            super().__init__(config=config, offloading=offloading)
+            with _layers_of(config, "make the cache after the model, which tells transformers of its layers"):
+                super().__init__(config=config, offloading=offloading)
             if self.compile:
                 length = UNLIMITED if max_length is None else max_length
-                self.layers = StaticCache(config, length).layers
+                with _layers_of(config, f"leave out {self._why_static}"):
+                    self.layers = StaticCache(config, length).layers
                 for i, layer in enumerate(self.layers):
                     if type(layer) is StaticSlidingWindowLayer:
                         self.layers[i] = StaticSlidingLayer(length, layer.max_cache_len)
             self._swap_layers(skip_layers, config.get_text_config(decoder=True).per_layer_config)
         else:
             raise TypeError(f"config must be a transformers config such as model.config, got {type(config).__name__}")
+        # transformers makes one mask for all layers without a window, sized for the first of them: it must have a column for
+        # each token that any of them holds. Layers that evict take the columns of the running step from it.
+        self._keeps_all = next((i for i, layer in enumerate(self.layers) if _keeps_all(layer)), None)
+        ours = any(isinstance(layer, CompressedLayer) for layer in self.layers)
+        if self._keeps_all is not None and self.compile and (ours or max_length is None):
+            raise NotImplementedError(
+                f"{self._why_static} on a model with layers other than full attention alone (layer {self._keeps_all}: "
+                f"{_kind(self.layers[self._keeps_all])}), whose masks have another length: leave out {self._why_static}"
+            )
         self._encoder_decoder = bool(config is not None and config.is_encoder_decoder)
         self._last_layer: int | None = None
         self._biased_keys = BiasedKeys()
@@ -193,7 +207,7 @@ class CompressedCache(DynamicCache):
                 "offloading=True with a policy: a layer that evicts stores few tokens, and must observe its attention; leave it out"
             )
         if self.compile:
-            why = "max_length" if self.max_length is not None else "compile=True"
+            why = self._why_static
             if any(budget.share for budget in policy.budgets):
                 raise NotImplementedError(f"budget={policy.budget} with {why}: a share has no fixed size; pass a number of tokens")
             if getattr(policy, "positions", "original") == "cache":
@@ -275,13 +289,14 @@ class CompressedCache(DynamicCache):
                 format_of[i].check(head_dim)
             self.layers[i] = self._new_layer(format_of[i], number)
         if not chosen:
-            kinds = ", ".join(sorted({type(layer).__name__ for layer in self.layers}))
+            kinds = ", ".join(sorted({_kind(layer) for layer in self.layers}))
             why = (
                 f"skip_layers={skip_layers} contains every full-attention layer"
                 if full
-                else f"no layer of this model has full attention ({kinds})"
+                else f"no layer of this model has full attention alone, but {kinds}"
             )
-            warnings.warn(f"{why}: nothing will be compressed", stacklevel=4)
+            evicted = " and no token evicted" if self.policy else ""
+            warnings.warn(f"{why}: nothing will be compressed{evicted}", stacklevel=4)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Removes the last `-tokens_to_remove` tokens; 0 keeps them all."""
@@ -315,6 +330,8 @@ class CompressedCache(DynamicCache):
             for layer in self.layers:
                 if isinstance(layer, CompressedLayer):
                     layer.reserve(query_length)
+        if self._keeps_all is not None and isinstance(self.layers[layer_idx], CompressedLayer):
+            layer_idx = self._keeps_all
         return super().get_mask_sizes(query_length, layer_idx)
 
     def get_query_offset(self, layer_idx: int = 0):
@@ -374,6 +391,37 @@ class CompressedCache(DynamicCache):
             f"{type(self).__name__}(format={self.format.name}, {policy}{zones}, layers={compressed} of {len(self.layers)} compressed, "
             f"tokens={tokens}, bytes={memory.total:,}, ratio={memory.ratio:.2f})"
         )
+
+
+_KINDS = {
+    "LinearAttentionAnd": "attention and a recurrent state in one",
+    "LinearAttention": "linear attention",
+    "Indexed": "indexed attention",
+    "SlidingWindow": "a sliding window",
+}
+"""What layers of transformers are, by a part of the name of their class; the first that fits."""
+
+
+def _kind(layer: Any) -> str:
+    name = type(layer).__name__
+    words = next((words for part, words in _KINDS.items() if part in name), None)
+    return name if words is None else f"{words} ({name})"
+
+
+@contextlib.contextmanager
+def _layers_of(config: PreTrainedConfig, fix: str) -> Iterator[None]:
+    """Names the layers that transformers has no class for."""
+    try:
+        yield
+    except KeyError as unknown:
+        raise NotImplementedError(
+            f"transformers has no such cache for layers of {config.model_type} of type {unknown.args[0]!r}: {fix}"
+        ) from None
+
+
+def _keeps_all(layer: Any) -> bool:
+    """Whether `layer` is one of transformers' that holds each token, compressed or not, and attends to all."""
+    return isinstance(layer, DynamicLayer | StockStaticLayer) and not layer.is_sliding
 
 
 def head_dim_of(config: PreTrainedConfig) -> int | None:
