@@ -99,6 +99,17 @@ def test_an_unguarded_launch_is_seen():
     assert not launches_unguarded(ast.parse(f"with torch.cuda.device_of(x):\n    {launch}"))
 
 
+TESTS = {str(path.relative_to(ROOT.parent)): path for path in sorted((ROOT.parent / "tests").rglob("test_*.py"))}
+
+
+def test_names_of_tests_are_read_at_once():
+    """Fewer than 60 characters, no codes."""
+    for name, path in TESTS.items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
+                assert len(node.name) < 60 and not re.match(r"test_[a-z]\d+_", node.name), f"{name}: {node.name}"
+
+
 PAGES = [Path(name) for name in ("README.md", "CONTRIBUTING.md", "eval/README.md")]
 PAGES += sorted(path.relative_to(ROOT.parent) for path in (ROOT.parent / "docs").rglob("*.md"))
 

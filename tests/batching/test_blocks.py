@@ -164,7 +164,7 @@ def test_a_thousand_requests_with_cancels_and_preemptions():
         assert metrics.preemptions and metrics.tokens_generated >= sum(wanted[name] for name in found)
 
 
-def test_blocks_kept_from_step_to_step_are_those_of_the_requests():
+def test_blocks_kept_between_steps_are_those_of_the_requests():
     """While requests come and go, fork, exchange blocks for others with the same tokens, and take the rings of others."""
     from transformers.generation.continuous_batching import RequestState
 

@@ -258,7 +258,7 @@ def test_a_client_of_a_whole_answer_that_leaves_is_cancelled(server):
     assert texts(complete(server))[0].startswith(" dilzon")
 
 
-def test_without_continuous_batching_fields_have_the_same_effects(folder):
+def test_fields_have_the_same_effects_without_batching(folder):
     started = serving.Server(folder, CACHE, metrics_interval=0, continuous_batching=False, **OPTIONS)
     with listening(started):
         assert send(started, COMPLETIONS, {"prompt": ""})[0] == 400

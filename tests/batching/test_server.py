@@ -210,7 +210,7 @@ def test_wrong_input_is_explained(arguments, says):
     assert says in result.output
 
 
-def test_models_that_cannot_be_batched_are_refused_before_the_server_listens(tmp_path):
+def test_models_that_cannot_be_batched_are_refused_at_first(tmp_path):
     from tests.matrix import MODELS
 
     config = MODELS["gemma3"]()

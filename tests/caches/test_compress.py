@@ -183,7 +183,7 @@ def test_a_snapshot_goes_on():
     assert torch.equal(ours, theirs) and [kept(again, i) for i in range(3)] == [kept(cache, i) for i in range(3)]
 
 
-def test_a_layer_whose_budget_is_what_is_protected_takes_nothing_from_the_others():
+def test_a_layer_of_protected_tokens_takes_nothing_from_others():
     network, (small, large) = model("llama"), (7, 20)
     cache = compressed(network, text(1), kvzip(budget=[large, small, large], alpha_safeguard=0.2))
     counts = [sum(map(len, kept(cache, layer))) for layer in range(3)]
@@ -283,7 +283,7 @@ class Keys(TorchFunctionMode):
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager", "qkvcache"])
 @pytest.mark.parametrize("pads", [(0, 0), (0, 9)])
-def test_the_cost_of_a_reading_does_not_depend_on_the_length_of_the_context(pads, implementation):
+def test_the_cost_of_a_reading_does_not_depend_on_the_context(pads, implementation):
     """It attends to four sinks, the twelve tokens of a chunk, and itself."""
     network = model("llama", implementation)
     for length in (28, 52):

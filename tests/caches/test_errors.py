@@ -64,7 +64,7 @@ def test_boundary_layers_are_exact():
     assert repr(TurboQuantCache(CONFIG, skip_layers=[-1])).count("3 of 4") == 1
 
 
-def test_a_refused_head_dim_without_config_leaves_the_cache_empty():
+def test_a_refused_head_dim_leaves_a_cache_without_config_empty():
     cache = CompressedCache(format="nvfp4")
     x = torch.randn(1, 2, 5, 100)
     with pytest.raises(ValueError, match="head_dim 100"):

@@ -105,7 +105,7 @@ def live_bytes(cache):
 
 @pytest.mark.parametrize("name", POLICIES)
 @pytest.mark.parametrize("format", slowly([None, "int8"], ["int8"]))
-def test_b1_the_budget_is_full_at_every_step_and_never_exceeded(name, format):
+def test_the_budget_is_full_at_every_step_and_never_exceeded(name, format):
     for budget in (12, 21):
         cache = CompressedCache(model("llama").config, policy=POLICIES[name](budget), format=format, num_sink_tokens=2, residual_length=3)
 
@@ -122,7 +122,7 @@ def test_b1_the_budget_is_full_at_every_step_and_never_exceeded(name, format):
 
 @pytest.mark.parametrize("attention", slowly(IMPLEMENTATIONS, ["sdpa"]))
 @pytest.mark.parametrize("name", POLICIES)
-def test_b20_a_padded_row_equals_its_prompt_alone(name, attention):
+def test_a_padded_row_equals_its_prompt_alone(name, attention):
     """Prompts below, at and above the budget; a chunk that ends in the padding; steps of several tokens."""
     network = model("llama", attention)
     make = functools.partial(CompressedCache, network.config, policy=POLICIES[name](25))  # rows of 16, 25 and 30 tokens after the prompt
@@ -133,7 +133,7 @@ def test_b20_a_padded_row_equals_its_prompt_alone(name, attention):
 @pytest.mark.parametrize("attention", slowly([name for name in ATTENTION if name != "eager"], ["sdpa"]))
 @pytest.mark.parametrize("name", slowly(POLICIES, ["h2o", "tova", "snapkv", "dropkv", "keydiff"]))
 @pytest.mark.parametrize("format", slowly([None, "int8", "turboquant_3bit_nc"], ["int8"]))
-def test_many_new_tokens_in_chunks_keep_what_a_dense_layer_keeps(monkeypatch, name, attention, format):
+def test_many_tokens_in_chunks_keep_what_a_dense_layer_keeps(monkeypatch, name, attention, format):
     """Of rows with padding, without dequantizing a layer."""
     network, sizes, found = model("llama", attention), (25, 20, 33, 19), []
     for chunked in (True, False):
@@ -153,13 +153,13 @@ def test_many_new_tokens_in_chunks_keep_what_a_dense_layer_keeps(monkeypatch, na
 @pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize("budget", [12, 16, 30])
 @pytest.mark.parametrize("name", POLICIES)
-def test_b20_padded_rows_of_other_budgets(name, budget, cut, attention):
+def test_padded_rows_of_other_budgets(name, budget, cut, attention):
     network = model("llama", attention)
     check_rows(network, functools.partial(CompressedCache, network.config, policy=POLICIES[name](budget)), CUTS[cut])
 
 
 @pytest.mark.parametrize(("cut", "format"), [("whole", None), ("whole", "int8"), ("chunked", None)])
-def test_b20_intervals_of_padded_rows(cut, format):
+def test_intervals_of_padded_rows(cut, format):
     network = model("llama")
     policy = SnapKV(budget=15, interval=4, window_size=4, recent=3)
     make = functools.partial(CompressedCache, network.config, policy=policy, format=format, **ZONES["zones"])
@@ -168,7 +168,7 @@ def test_b20_intervals_of_padded_rows(cut, format):
 
 @pytest.mark.parametrize("name", slowly(["sink_window", "h2o", "tova", "lagkv", "knorm"], ["h2o", "lagkv"]))
 @pytest.mark.parametrize("format", ["int8", "turboquant_k8v4"])
-def test_b16_a_padded_row_of_codes_equals_its_prompt_alone(name, format):
+def test_a_padded_row_of_codes_equals_its_prompt_alone(name, format):
     network = model("llama")
     make = functools.partial(CompressedCache, network.config, policy=POLICIES[name](15), format=format, **ZONES["zones"])
     check_rows(network, make, CUTS["whole"], TURNED)
@@ -178,7 +178,7 @@ def test_b16_a_padded_row_of_codes_equals_its_prompt_alone(name, format):
 @pytest.mark.parametrize(
     "policy", [H2O(budget=0.5, recent=0.25), H2O(budget=Budget(4, 0.3), recent=3), Knorm(budget=0.4, recent=0.2)], ids=str
 )
-def test_b20_shares_are_of_each_row(policy):
+def test_shares_are_of_each_row(policy):
     check_rows(model("llama"), functools.partial(CompressedCache, model("llama").config, policy=policy), CUTS["whole"])
 
 
@@ -192,7 +192,7 @@ def test_b20_shares_are_of_each_row(policy):
     ],
     ids=str,
 )  # fmt: skip
-def test_b6_shares_and_intervals_stay_within_the_budget(policy, format):
+def test_shares_and_intervals_stay_within_the_budget(policy, format):
     budget = policy.budgets[0]
     for sizes in CUTS.values():
         cache = CompressedCache(model("llama").config, policy=policy, format=format, num_sink_tokens=2, residual_length=3)
@@ -216,7 +216,7 @@ def test_b6_shares_and_intervals_stay_within_the_budget(policy, format):
 
 @pytest.mark.parametrize("name", CUT_FREE)
 @pytest.mark.parametrize("attention", slowly(IMPLEMENTATIONS, ["sdpa"]))
-def test_b4_b14_any_cut_of_a_static_text_keeps_the_same(name, attention):
+def test_any_cut_of_a_static_text_keeps_the_same(name, attention):
     """At once, in chunks with a remainder, one at a time: the same kept tokens in layer 0, whose keys do not depend on the cache."""
     network = model("llama", attention)
     expected = None
@@ -246,7 +246,7 @@ def assert_generate_equals_a_loop(network, ours, manual, ids, mask, chunk):
 
 @pytest.mark.parametrize("chunk", [pytest.param(None, marks=pytest.mark.slow), 7])
 @pytest.mark.parametrize("name", POLICIES)
-def test_b4_generate_equals_a_manual_loop(name, chunk):
+def test_generate_equals_a_manual_loop(name, chunk):
     network, (ids, mask) = model("llama"), inputs(PADS, 29)
     ours, manual = (CompressedCache(network.config, policy=POLICIES[name](14)) for _ in range(2))
     assert_generate_equals_a_loop(network, ours, manual, ids, mask, chunk)
@@ -261,7 +261,7 @@ def test_b4_generate_equals_a_manual_loop(name, chunk):
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("name", POLICIES)
-def test_b5_a_budget_that_is_not_reached_changes_no_bit(name, attention, dtype):
+def test_a_budget_that_is_not_reached_changes_no_bit(name, attention, dtype):
     network = _cast(attention, dtype)
     for sizes, text in ((CUTS["chunked"], inputs()), (CUTS["whole"], inputs((0,)))):
         ours = run(network, CompressedCache(network.config, policy=POLICIES[name](LENGTH)), sizes, text)
@@ -289,7 +289,7 @@ FASTEST = {"gemma2": "eager", "gpt_oss": "eager"}  # the others run with matrix.
         if (n, a) not in UNSUPPORTED
     ],
 )
-def test_b20_models(name, attention):
+def test_models(name, attention):
     """Full-attention layers evict; padded rows equal their prompts alone. Knorm would rank rounding errors where models norm keys."""
     network = model(name, attention)
     plain = DynamicCache(config=network.config)

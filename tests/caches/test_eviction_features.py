@@ -65,7 +65,7 @@ def same(a, b):
     return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
-def test_b3_nothing_is_left_behind():
+def test_nothing_is_left_behind():
     """DynamicCache says the same bit for bit before, beside and after a cache that evicts, and uninstall gives transformers back."""
     network, inputs, was = model("llama"), prompt(2), installed()
     uninstall()
@@ -84,7 +84,7 @@ def test_b3_nothing_is_left_behind():
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_b8_bytes_do_not_grow_with_the_prompt(format):
+def test_bytes_do_not_grow_with_the_prompt(format):
     held = {}
     for length in (256, 2048):
         cache = evicting(H2O(budget=128, recent=32), format, residual_length=16)
@@ -103,7 +103,7 @@ def test_b8_bytes_do_not_grow_with_the_prompt(format):
 
 @pytest.mark.parametrize("format", slowly(FORMATS, ["int8"]))
 @pytest.mark.parametrize("name", slowly(POLICIES, FEW))
-def test_b9_reset_makes_it_new(name, format):
+def test_reset_makes_it_new(name, format):
     cache = evicting(POLICIES[name](14), format, residual_length=3)
     generate(model("llama"), cache)
     cache.reset()
@@ -115,7 +115,7 @@ def test_b9_reset_makes_it_new(name, format):
 
 @pytest.mark.parametrize("format", slowly(FORMATS, ["int8"]))
 @pytest.mark.parametrize("name", slowly(POLICIES, FEW))
-def test_b10_a_question_to_a_copy_leaves_the_context_as_it_was(name, format):
+def test_a_question_to_a_copy_leaves_the_context_as_it_was(name, format):
     cache, untouched = (evicting(POLICIES[name](14), format, residual_length=3) for _ in range(2))
     context, question = prompt()["input_ids"], prompt(seed=5)["input_ids"][:, :6]
     for one in (cache, untouched):
@@ -134,7 +134,7 @@ def test_b10_a_question_to_a_copy_leaves_the_context_as_it_was(name, format):
     ids=["budgets", "skip_layers"],
 )
 @pytest.mark.parametrize("attention", slowly(ATTENTION, ["sdpa", "eager"]))
-def test_b13_layers_that_hold_more_than_the_first(attention, options):
+def test_layers_that_hold_more_than_the_first(attention, options):
     """A padded row is as alone, though transformers makes one mask, as wide as the first layer needs."""
     network, (ids, mask) = model("llama", attention), prompt(2, 23).values()
     cache, single = (CompressedCache(network.config, **options) for _ in range(2))
@@ -144,7 +144,7 @@ def test_b13_layers_that_hold_more_than_the_first(attention, options):
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_b13_budgets_of_each_layer(attention):
+def test_budgets_of_each_layer(attention):
     network, (ids, mask) = model("llama", attention), prompt(3).values()
     policy = Knorm(budget=[12, 0.5, 25], recent=3)
     cache = CompressedCache(network.config, policy=policy)
@@ -167,7 +167,7 @@ def test_b13_budgets_of_each_layer(attention):
 
 @pytest.mark.parametrize("positions", ["original", "cache"])
 @pytest.mark.parametrize("depth", [0.05, 0.95])
-def test_b19_the_embedded_model_finds_what_is_kept_and_nothing_else(depth, positions):
+def test_the_embedded_model_finds_what_is_kept_and_nothing_else(depth, positions):
     from qkvcache import demo
     from qkvcache.evaluation.recall import recall_case
 
@@ -196,7 +196,7 @@ def test_b19_the_embedded_model_finds_what_is_kept_and_nothing_else(depth, posit
 
 @pytest.mark.parametrize("attention", slowly(ATTENTION, ["sdpa"]))
 @pytest.mark.parametrize("name", slowly(POLICIES, FEW))
-def test_b20_turns_of_different_lengths(name, attention):
+def test_turns_of_different_lengths(name, attention):
     """Padding in the middle of a conversation: each row is as alone without it."""
     network, generator = model("llama", attention), torch.Generator().manual_seed(SEED + 3)
     ids = 3 + torch.stack([torch.randperm(97, generator=generator)[:46] for _ in range(3)])  # no two of the same norm
@@ -222,7 +222,7 @@ def test_b20_turns_of_different_lengths(name, attention):
     "options", [{"num_beams": 4}, {"num_beams": 3, "do_sample": True}, {"num_return_sequences": 3, "do_sample": True}], ids=str
 )
 @pytest.mark.parametrize("name", slowly(POLICIES, FEW))
-def test_b20_beams(name, options):
+def test_beams(name, options):
     """As DynamicCache while the budget is large; with a small one the cache of each beam is that of its own text."""
     network, inputs = model("llama"), prompt(2)
     expected = generate(network, DynamicCache(config=network.config), inputs, **options)
@@ -233,7 +233,7 @@ def test_b20_beams(name, options):
 
 @pytest.mark.parametrize("format", slowly(FORMATS, ["int8"]))
 @pytest.mark.parametrize("name", slowly(POLICIES, FEW))
-def test_b20_rows_move_with_all_that_is_known_of_them(name, format):
+def test_rows_move_with_all_that_is_known_of_them(name, format):
     """Reordered, repeated and selected rows go on as they would have."""
     _, mask = prompt(3).values()
     ids, new = (3 + torch.stack([torch.randperm(97)[:45] for _ in range(3)])).split([40, 5], 1)  # no two of the same norm
@@ -255,13 +255,13 @@ def test_b20_rows_move_with_all_that_is_known_of_them(name, format):
 
 
 @pytest.mark.parametrize("options", [{"prompt_lookup_num_tokens": 4}, {"assistant_model": "qwen3"}], ids=str)
-def test_b20_steps_back_are_refused(options):
+def test_steps_back_are_refused(options):
     options = {key: model(x) if isinstance(x, str) else x for key, x in options.items()}
     with pytest.raises((NotImplementedError, ValueError), match="take steps back|crop|rollback|roll back"):
         generate(model("llama"), evicting(), {"input_ids": torch.arange(3, 13).repeat(4)[None]}, **options)
 
 
-def test_b18_a_refused_call_changes_nothing():
+def test_a_refused_call_changes_nothing():
     cache, x = evicting(), torch.randn(1, 2, 1, 32)
     say(cache, prompt()["input_ids"])
     before = state(cache), cache.get_seq_length()

@@ -81,7 +81,7 @@ def test_the_budget_holds_at_every_step_and_bytes_are_counted(name, format):
 
 
 @pytest.mark.parametrize("format", ["int8", "turboquant_4bit_nc"])
-def test_memory_is_for_the_tokens_of_all_heads_and_not_for_the_longest(format):
+def test_memory_is_for_the_tokens_of_all_heads(format):
     """One head retains nearly everything: pages are not allocated for others that retain nothing."""
     budget, tokens, heads = 512, 2048, 4
     layer = CompressedCache(

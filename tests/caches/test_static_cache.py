@@ -315,7 +315,7 @@ def test_encoder_decoders(name, mode):
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
-def test_more_than_max_length_is_refused_before_anything_is_written(name):
+def test_more_than_max_length_is_refused_before_writing(name):
     network = model(name)
     cache = make(network, length=42)
     ids, mask = prompt(2, 50).values()

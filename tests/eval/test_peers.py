@@ -56,12 +56,12 @@ def test_every_live_tensor_of_a_quantized_cache_is_counted_once(backend, loaded)
     assert held_bytes(cache) == 2 * layers * (quantized + 2 * residual)
 
 
-def test_memory_that_tensors_share_and_numbers_beside_them_are_no_bytes():
+def test_shared_memory_counts_once_and_numbers_do_not():
     whole = torch.zeros(8)
     assert [x.shape for x in live_tensors({"a": (whole, [whole[:2]], 3), "b": None, "c": "codes"})] == [(8,), (2,)]
 
 
-def test_a_quantized_cache_is_read_in_steps_that_end_where_it_quantizes_again(backend, loaded):
+def test_a_quantized_cache_is_read_in_its_own_steps(backend, loaded):
     model, ids = loaded
     ids = torch.tensor(ids[:228])[None]
     found, sizes = [], []

@@ -75,7 +75,7 @@ def test_thoughts_repeat_only_what_they_said(tasks, writer):
     assert tasks.thought("text", writer, 800, 0).parts == []
 
 
-def test_what_is_measured_in_one_step_is_what_the_model_says_of_the_whole(study, tasks, loaded):
+def test_one_step_measures_what_the_model_says_of_the_whole(study, tasks, loaded):
     """A budget that holds everything: rows of different lengths, questions seen or not, are those of a plain forward."""
     model, tokenizer = loaded
     bench = study.Bench(parsed(study, "--tasks multikey --tokens 500"))

@@ -101,7 +101,7 @@ def test_what_is_refused(text, options, error, says):
         calibrate(model("llama"), text, **SMALL | options)
 
 
-def test_models_without_full_attention_or_with_an_encoder_are_refused():
+def test_models_with_an_encoder_or_no_full_layer_are_refused():
     with pytest.raises(ValueError, match="no layer of mistral has full attention"):
         calibrate(model("mistral"), IDS, **SMALL)
     with pytest.raises(NotImplementedError, match="t5 is an encoder-decoder"):

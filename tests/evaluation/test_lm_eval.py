@@ -41,7 +41,7 @@ def test_the_next_release_finds_it_by_its_entry_point():
     assert point.load() is CacheLM and point.value == shim.TARGET
 
 
-def test_every_generated_task_comes_with_its_question_seen_and_unseen():
+def test_generated_tasks_have_their_question_seen_and_unseen():
     names = {f"qkvcache_{name}{unseen}" for name in TASKS for unseen in ("", "_unseen")}
     assert names <= set(manager().all_tasks)
     for name, task in manager().load(sorted(names))["tasks"].items():

@@ -11,7 +11,7 @@ TOKENIZER = demo.load()[1]
 
 
 @pytest.mark.parametrize("name", TASKS)
-def test_cases_are_as_long_as_they_should_be_and_hold_their_answers(name):
+def test_cases_have_their_length_and_hold_their_answers(name):
     made = cases(name, TOKENIZER, 900, 3, seed=1)
     assert made == cases(name, TOKENIZER, 900, 3, seed=1) != cases(name, TOKENIZER, 900, 3, seed=2)
     for case in made:

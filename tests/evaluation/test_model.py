@@ -30,7 +30,7 @@ def test_a_dense_cache_is_plain_hf(name, scoring):
 
 
 @pytest.mark.parametrize("scoring", SCORINGS)
-def test_texts_and_answers_of_a_dense_cache_are_those_of_plain_hf(scoring):
+def test_a_dense_cache_answers_as_plain_transformers(scoring):
     network, _ = demo.load()
     rolling = instances("loglikelihood_rolling", [(demo.text()[9000:9500],), ("A short one.",)])
     asked = instances("generate_until", PROMPTS)
@@ -77,7 +77,7 @@ def test_scores_are_those_of_reading_on_through_the_cache(options, chunk):
         assert likeliest == (logits.argmax(-1) == ids[:, len(context) :]).all()
 
 
-def test_every_token_of_an_answer_goes_through_the_cache_and_in_deployment_all_but_the_first():
+def test_tokens_of_an_answer_go_through_the_cache():
     requests = [(None, context, continuation[:1]) for _, context, continuation in token_requests() if len(context) > 1]
     dense = score(plain(), requests)
     coarse = {"cache": "turboquant_3bit_nc", "num_sink_tokens": 0, "residual_length": 0}
@@ -95,7 +95,7 @@ def test_contexts_that_are_too_long_are_cut_from_the_left():
 
 
 @pytest.mark.parametrize("request_", [([3], [4] * 31), ([3] * 9, [4] * 40), ([3, 4], []), ([], [3, 4])])
-def test_what_has_no_score_is_refused_before_anything_is_computed(request_):
+def test_requests_without_a_score_are_refused_at_first(request_):
     lm = cached(max_length=30)
     with mock.patch.object(lm, "_forward") as forward, pytest.raises(ValueError) as refused:
         score(lm, [(None, [3] * 5, [4] * 30), (None, *request_)])
@@ -104,7 +104,7 @@ def test_what_has_no_score_is_refused_before_anything_is_computed(request_):
 
 
 @pytest.mark.parametrize("policy", [None, "h2o"])
-def test_answers_are_those_of_generate_with_the_prompt_in_the_cache(policy):
+def test_answers_are_those_of_generate_with_a_read_prompt(policy):
     options = {"cache": "turboquant_3bit_nc", "policy": policy, "budget": policy and 20, **SHORT}
     network, _ = demo.load()
     lm = CacheLM(network, tokenizer=TOKENIZER, batch_size=4, **options)
@@ -118,7 +118,7 @@ def test_answers_are_those_of_generate_with_the_prompt_in_the_cache(policy):
         assert answer == TOKENIZER.decode(out[0, ids.shape[1] :], skip_special_tokens=True).split(".")[0]
 
 
-def test_what_comes_after_compress_before_is_not_there_when_tokens_are_evicted():
+def test_tokens_after_compress_before_do_not_see_evicted_ones():
     """A window that holds the question alone: with the fact gone it cannot be told, and a dense cache tells it."""
     network, _ = demo.load()
     text = " ".join(demo.text()[5000:5600].split())

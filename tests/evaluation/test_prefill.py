@@ -83,7 +83,7 @@ def test_a_question_that_was_seen_is_part_of_the_prompt(loaded):
     assert recall(model, tokenizer, unseen, lambda: CompressedCache(model.config, policy=SinkWindow(window_length=16))) <= 1 / 3
 
 
-def test_states_of_linear_layers_are_counted_in_a_dense_cache_as_in_ours():
+def test_states_of_linear_layers_count_in_a_dense_cache_too():
     network = tiny("qwen3_next")
     dense, ours = DynamicCache(config=network.config), CompressedCache(network.config, format="identity")
     with torch.no_grad():
@@ -100,7 +100,7 @@ def test_states_of_linear_layers_are_counted_in_a_dense_cache_as_in_ours():
 
 @pytest.mark.parametrize("options", [{}, {"residual_length": 0}, {"residual_length": 40}, {"policy": H2O(budget=100)}], ids=str)
 @pytest.mark.parametrize("tokens", [50, pytest.param(90, marks=pytest.mark.slow), 200])
-def test_tokens_that_are_read_at_once_see_what_they_see_one_by_one(loaded, tokens, options):
+def test_tokens_read_at_once_see_what_they_see_one_by_one(loaded, tokens, options):
     model, _, ids = loaded
     ids = torch.tensor(ids[: 2 * (tokens + 80)]).view(2, -1)
     found, sizes = [], []

@@ -327,7 +327,7 @@ def test_sums_without_quantized_tokens():
     check_sums(torch.randn(2, 4, 6, 64, device=DEVICE, dtype=DTYPE), held, None, torch.ones(2, 6, device=DEVICE))
 
 
-def test_chunks_are_dequantized_at_most_twice_and_the_last_one_once(monkeypatch):
+def test_chunks_are_dequantized_twice_and_the_last_one_once(monkeypatch):
     filled = []
     stock = attend_chunked_module.chunks
 

@@ -162,7 +162,7 @@ def cudnn(monkeypatch):
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="rows are padded there")
-def test_very_many_rows_are_dequantized_in_chunks_once_cudnn_has_paid(cudnn):
+def test_many_rows_go_in_chunks_once_cudnn_has_paid(cudnn):
     query, attention_inputs = make("int8", heads=2, group=4, queries=9, tokens=130)
     assert [route.on_codes(query, attention_inputs) for _ in range(5)] == [True] * 3 + [False] * 2
     assert not route.on_codes(query[:, :, :8], attention_inputs)  # too few for tiles
@@ -176,7 +176,7 @@ def test_up_to_a_number_of_rows_nothing_is_counted(cudnn, monkeypatch):
     assert all(route.on_codes(query, attention_inputs) for _ in range(9))
 
 
-def test_very_many_rows_are_dequantized_in_chunks_under_padding_and_where_outputs_are_large(cudnn, monkeypatch):
+def test_many_rows_go_in_chunks_under_padding_or_large_outputs(cudnn, monkeypatch):
     query, attention_inputs = make("int8", heads=2, group=4, queries=9, tokens=130)
     shown = torch.ones(1, 1, 1, 130, dtype=torch.bool, device=DEVICE)
     assert attends_in_tiles(query, attention_inputs, shown) and not route.on_codes(query, attention_inputs, shown)

@@ -288,7 +288,7 @@ def test_accumulated_attention_of_the_kernel(per_head, monkeypatch):
 
 
 @KERNELS
-def test_accumulated_attention_where_the_longest_row_is_the_bound(monkeypatch):
+def test_accumulated_attention_up_to_the_longest_row(monkeypatch):
     """The last tile of the pages is longer than what is left of them: its end is not where the ring's weights lie."""
     inputs = build(REGISTRY["int8"], [[70, 74], [66, 3]], ring=6, device=DEVICE)
     inputs = PagedInputs(inputs.pages, inputs.sinks, inputs.ring, inputs.rows, max_length=74)

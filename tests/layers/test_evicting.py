@@ -20,7 +20,7 @@ def text(rows, length):
 
 @pytest.mark.parametrize("recent", [3, 64])
 @pytest.mark.parametrize("policy", SHARES, ids=str)
-def test_a_share_holds_in_every_row_and_empty_slots_are_the_same_in_all_heads(policy, recent):
+def test_a_share_holds_in_every_row_with_equal_empty_slots(policy, recent):
     network = model("llama")
     ids, mask = text(3, 70)
     cache = CompressedCache(network.config, format="int8", policy=policy, num_sink_tokens=2, residual_length=recent)
@@ -51,7 +51,7 @@ def test_a_prompt_keeps_the_mask_that_the_model_made(monkeypatch, format):
     assert seen == [None] * network.config.num_hidden_layers
 
 
-def test_a_priority_that_is_no_number_goes_first_and_protects_nothing():
+def test_tokens_whose_priority_is_nan_go_first():
     network = model("llama")
     ids, mask = text(1, 46)
     odd = Custom(function=lambda tokens: torch.where(tokens.positions % 2 == 0, torch.nan, 1.0), budget=20, recent=8, num_sink_tokens=4)
@@ -76,7 +76,7 @@ def test_decay_does_not_depend_on_the_steps():
         assert_close(other, found[0], rounding(64, 64, 32, 2 * 60))
 
 
-def test_a_step_of_padding_leaves_scores_alone_where_layers_share_keys():
+def test_a_step_of_padding_changes_no_scores_of_shared_keys():
     network = model("gemma3n")
     ids, mask = torch.randint(3, 100, (2, 12)), torch.ones(2, 12, dtype=torch.long)
     mask[1, 10] = 0

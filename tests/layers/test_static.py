@@ -476,7 +476,7 @@ def test_what_lies_in_unused_slots_counts_for_nothing():
     assert_close(counted.attend_on_slots(query, layer.storage.buffers, None), expected, rounding(DIM, LIMIT))
 
 
-def test_tokens_that_stay_have_no_part_in_the_scale_of_those_that_leave():
+def test_tokens_that_stay_have_no_part_in_the_scale_of_others():
     format, x = FP8(scale="tensor"), torch.randn(1, 2, 10, 64) + 50 * (torch.arange(64) == 7)
     held = Storage(format.codecs(), (x[:, :, :0], x[:, :, :0]), 0, 7, 60)
     held.chunks.calibrate((x, x))

@@ -45,7 +45,7 @@ def test_weights_of_70b():
         ({"format": "fp8_tensor_frozen", "policy": policies.H2O(budget=0.3, num_sink_tokens=4)}, 6.3, 79, 77),
     ],
 )
-def test_codes_alone_are_the_articles_numbers_and_bookkeeping_takes_some(options, gigabytes, requests, honest):
+def test_codes_alone_take_the_bytes_of_the_article(options, gigabytes, requests, honest):
     found = planned(**options)
     assert round(found.request.codes / 1e9, 1) == gigabytes
     assert int(FREE // found.request.codes) == requests

@@ -208,7 +208,7 @@ def test_the_most_that_is_planned_is_reached():
     assert "takes at most" in str(planned) and planned.as_json()["at_most"]
 
 
-def test_far_from_the_prompt_chunks_are_counted_as_if_one_by_one():
+def test_far_from_the_prompt_chunks_count_as_one_by_one():
     region = 931  # and then in groups
     slots = growth(0, region)
     for context in range(1001, 40_000):

@@ -155,7 +155,7 @@ def test_what_a_config_does_not_tell_is_refused():
         plan(quantized, context=10, gpu_memory=1e9)
 
 
-def test_max_length_is_taken_at_once_and_the_longest_is_the_largest_that_fits():
+def test_max_length_is_taken_at_once_and_the_longest_fits():
     memory = {"gpu_memory": 1e6, "weights_memory": 0.2e6}
     short, long = (plan(LLAMA, format="int4", context=context, max_length=900, **memory) for context in (10, 900))
     assert short.request == long.request and short.requests == long.requests and short.ratio < long.ratio

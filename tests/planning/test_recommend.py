@@ -84,7 +84,7 @@ def test_a_profile_lets_facts_survive_eviction():
     ]  # fmt: skip
 
 
-def test_facts_are_evicted_by_a_second_reading_of_one_context_after_another():
+def test_facts_are_evicted_by_a_second_reading_of_each_context():
     """Seven of eight dense contexts are left to those that are compressed, besides the last."""
     options = {"context": 100_000, "weights_memory": 0}
     dense = plan(LLAMA_70B, context=100_000).dense

@@ -227,7 +227,7 @@ def test_random_draws_are_uniform_and_fixed():
 
 
 @pytest.mark.parametrize(("budget", "layers", "steepness"), [(1024, 32, 20.0), (100, 7, 3.0), (64, 1, 20.0), (50, 2, 1.0)])
-def test_a_pyramid_falls_with_depth_and_has_the_mean_of_its_budget(budget, layers, steepness):
+def test_a_pyramid_falls_with_depth_around_its_mean(budget, layers, steepness):
     sizes = pyramid(budget, layers, steepness=steepness)
     assert len(sizes) == layers and sum(sizes) == budget * layers and all(isinstance(size, int) for size in sizes)
     assert all(a >= b - 1 for a, b in zip(sizes, sizes[1:], strict=False))  # rounding may move one token

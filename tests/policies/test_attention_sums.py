@@ -134,7 +134,7 @@ POLICIES = {
 
 @pytest.mark.parametrize("kind", slowly(POLICIES, ["h2o", "snapkv"]))
 @pytest.mark.parametrize("attention", ATTENTION[1:])
-def test_b17_every_implementation_keeps_the_same(attention, kind):
+def test_every_implementation_keeps_the_same(attention, kind):
     caches, said = [], []
     for implementation in ("sdpa", attention):
         caches.append(CompressedCache(model("llama").config, policy=POLICIES[kind]))
@@ -145,7 +145,7 @@ def test_b17_every_implementation_keeps_the_same(attention, kind):
         assert torch.equal(*(cache.kept_positions(layer) for cache in caches))
 
 
-def test_b7_custom_scores_are_those_of_h2o():
+def test_custom_scores_are_those_of_h2o():
     """Custom(lambda t: t.score) is H2O(reduce="sum"); with value norms it is H2O(value_norm=True)."""
     for function, options in ((lambda t: t.score, {}), (lambda t: t.score * t.value_norm, {"value_norm": True})):
         kept = []

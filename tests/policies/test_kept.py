@@ -54,12 +54,12 @@ def check(policy, text, guaranteed=(), **options):
 
 
 @pytest.mark.parametrize(("name", "text", "budget"), covering(POLICIES, TEXTS, slowly([12, 21], [12])))
-def test_b2_those_with_the_highest_score_are_kept(name, budget, text):
+def test_those_with_the_highest_score_are_kept(name, budget, text):
     check(POLICIES[name](budget), TEXTS[text])
 
 
 @pytest.mark.parametrize(("name", "text"), covering(SPARSE, TEXTS, strength=1))
-def test_b18_intervals(name, text):
+def test_intervals(name, text):
     """The tokens of an interval's decode steps are scored together, each by what was known at its step."""
     check(SPARSE[name], TEXTS[text])
 
@@ -69,11 +69,11 @@ def test_b18_intervals(name, text):
     [SinkWindow(window_length=1, num_sink_tokens=0), H2O(budget=1, recent=1), H2O(budget=6, num_sink_tokens=2, recent=4)],
     ids=repr,
 )
-def test_b18_smallest_budgets(policy):
+def test_smallest_budgets(policy):
     check(policy, TEXTS["chunked"])
 
 
-def test_b7_a_position_as_priority_is_a_window():
+def test_a_position_as_priority_is_a_window():
     custom = Custom(function=lambda tokens: tokens.positions.float(), budget=12, num_sink_tokens=4, recent=0)
     window = SinkWindow(window_length=8, num_sink_tokens=4)
     for ours, theirs in zip(drive(custom, TEXTS["chunked"]), drive(window, TEXTS["chunked"]), strict=True):
@@ -81,7 +81,7 @@ def test_b7_a_position_as_priority_is_a_window():
 
 
 @pytest.mark.parametrize("norm", ["key_norm", "value_norm"])
-def test_b7_norms_are_those_of_the_tokens(norm):
+def test_norms_are_those_of_the_tokens(norm):
     text = TEXTS["chunked"]
     custom = Custom(function=lambda tokens: -getattr(tokens, norm), budget=12, recent=3)
     for layer in drive(custom, text):
@@ -104,7 +104,7 @@ ZONES = (
 
 @pytest.mark.parametrize("name", slowly(CUT_FREE, ["lagkv"]))
 @pytest.mark.parametrize("format", COVER)
-def test_b16_every_format_keeps_what_the_exact_one_keeps(format, name):
+def test_every_format_keeps_what_the_exact_one_keeps(format, name):
     """Keys are looked at before they are encoded, and exact zones hold only protected tokens. Attention is not asked here."""
     policy, text = POLICIES[name](16), TEXTS["chunked"]
     expected = [held(layer) for layer in drive(policy, text)]
@@ -114,14 +114,14 @@ def test_b16_every_format_keeps_what_the_exact_one_keeps(format, name):
 
 @pytest.mark.parametrize("zones", ZONES)
 @pytest.mark.parametrize("name", ["keydiff", "keydiff_values"])
-def test_b16_keydiff_keeps_the_same_in_every_format(name, zones):
+def test_keydiff_keeps_the_same_in_every_format(name, zones):
     policy, text = POLICIES[name](16), TEXTS["chunked"]
     expected = [held(layer) for layer in drive(policy, text)]
     assert [held(layer) for layer in drive(policy, text, "int8", **zones)] == expected
 
 
 @pytest.mark.parametrize(("format", "evictions"), [("int8", 1000), ("identity", 100), ("fp8_token", 100), ("turboquant_3bit_nc", 100)])
-def test_b16_survivors_are_never_encoded_again_nor_moved(format, evictions):
+def test_survivors_are_never_encoded_again_nor_moved(format, evictions):
     """The codes in a slot are the same, bit for bit, as long as the slot holds the same position."""
     text = Text((0, 5), (40, *[1] * evictions))
     before = None
@@ -142,7 +142,7 @@ def test_b16_survivors_are_never_encoded_again_nor_moved(format, evictions):
 
 
 @pytest.mark.parametrize("format", ["identity", "int8", "int8_token", "fp8_token", "nvfp4", "int4"])
-def test_b16_a_slot_decodes_to_the_token_whose_position_it_records(format):
+def test_a_slot_decodes_to_the_token_whose_position_it_records(format):
     text, first = Text((0, 5), (30, *[1] * 40)), {"num_sink_tokens": 2, "residual_length": 3}
     *_, layer = drive(Knorm(budget=20, recent=3), text, format, **first)
     positions = columns(layer).long()

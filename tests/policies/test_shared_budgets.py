@@ -113,7 +113,7 @@ def test_a_slot_decodes_to_the_token_whose_position_it_records(format):
         assert exact.all() == (format == "identity")
 
 
-def test_pages_belong_to_one_head_each_and_are_as_many_as_the_budget_takes():
+def test_pages_belong_to_one_head_and_fit_the_budget():
     policy, budget = SnapKV(budget=200, window_size=8, recent=10, interval=2, alpha_safeguard=0.1), 200
     text = Text((0, 5), (300, *[1] * 20, 100, *[1] * 20), skew=8.0)
     for layer in drive(policy, text):

@@ -31,7 +31,7 @@ def one_layer():
 
 
 @pytest.mark.parametrize(("positions", "format", "length"), [("cache", None, 1120), ("original", None, 120), ("cache", "int8", 120)])
-def test_b11_streams_read_sinks_and_window_at_their_places(positions, format, length):
+def test_streams_read_sinks_and_window_at_their_places(positions, format, length):
     """In one layer keys depend on token and place only: a step is a plain forward of sinks, window and token. Up to 1,100 evictions."""
     network, sinks, window = one_layer(), 3, 9
     cache = SinkCache(network.config, window_length=window, num_sink_tokens=sinks, positions=positions, format=format, residual_length=4)
@@ -49,7 +49,7 @@ def test_b11_streams_read_sinks_and_window_at_their_places(positions, format, le
     assert cache.kept_positions()[0, 0].tolist() == [*range(sinks), *range(length - window, length)]
 
 
-def test_b11_padded_rows_turn_by_their_own_gap():
+def test_padded_rows_turn_by_their_own_gap():
     network, (ids, mask) = one_layer(), prompt()
     together = SinkCache(network.config, window_length=9, num_sink_tokens=3, positions="cache")
     batch = [forward(network, together, ids, mask, a, b) for a, b in ((0, 12), (12, 20), *((i, i + 1) for i in range(20, 40)))]

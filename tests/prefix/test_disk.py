@@ -47,7 +47,7 @@ def test_an_entry_that_is_on_disk_is_not_written_again(tmp_path):
         assert kept.save() == 0 and path.stat().st_ino == number
 
 
-def test_a_damaged_file_is_replaced_when_its_tokens_are_stored_again(two):
+def test_a_damaged_file_is_replaced_by_its_tokens(two):
     path, first, _ = two
     content = bytearray(path.read_bytes())
     content[-9] ^= 1

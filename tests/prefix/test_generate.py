@@ -64,7 +64,7 @@ def dense_tensors(cache):
 @pytest.mark.sums
 @pytest.mark.parametrize("format", ["int8", "turboquant_4bit_nc"])
 @pytest.mark.parametrize("tokens", [20, 40, 47, 48])
-def test_a_fetched_prefix_has_the_logits_of_the_cache_that_was_stored(format, tokens):
+def test_a_fetched_prefix_has_the_logits_of_the_stored_cache(format, tokens):
     of = model("llama")
     kept = store(format=format)
     ids = prompt(48)
@@ -222,7 +222,7 @@ def test_on_a_gpu(format, tmp_path):
 
 
 @pytest.mark.gpu
-def test_entries_of_a_gpu_are_in_locked_pages_until_copies_have_ended(tmp_path):
+def test_entries_of_a_gpu_are_locked_until_copies_have_ended(tmp_path):
     of = copy.deepcopy(model("llama")).cuda()
     kept = PrefixStore(of, max_bytes=2**28, format="int8", directory=tmp_path, **ZONES)
     ids = prompt(2000).cuda()

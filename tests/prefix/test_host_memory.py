@@ -103,7 +103,7 @@ def test_pages_are_locked_while_a_view_of_them_is_alive(cudart):
 
 
 @pytest.mark.parametrize("tokens", [TOKENS, 37, 16, 5])
-def test_blocks_are_used_again_when_the_copies_from_them_have_ended(tokens, cudart, file, layers):
+def test_blocks_are_used_again_when_their_copies_have_ended(tokens, cudart, file, layers):
     """Each thread and the consumer has a block; a thread that has handed in its layer may keep that for a moment longer."""
     copies, most = [], 0
     for layer, expected in zip(disk.read(file, tokens, Blocks()), layers, strict=True):

@@ -308,7 +308,7 @@ def test_a_fetch_makes_and_copies_each_tensor_once():
         assert operators["zeros"] + operators["new_zeros"] + operators["empty_like"] == len(tensors)
 
 
-def test_a_cache_with_a_shorter_ring_quantizes_the_oldest_tokens():
+def test_a_cache_with_a_shorter_ring_quantizes_the_oldest():
     ids = random_ids(150)
     cache = fill(CompressedCache(model().config, format="int8", **ZONES), ids[:10])
     fill(cache, ids, step=7)
@@ -404,7 +404,7 @@ def test_bad_arguments():
             call()
 
 
-def test_caches_that_cannot_be_taken_are_refused_with_the_reason():
+def test_caches_that_cannot_be_stored_are_refused_by_name():
     ids = random_ids(40)
     static = StaticCache(config=model().config, max_cache_len=64)
     kept = store()
