@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import sys
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -147,10 +148,7 @@ class CompressedCache(DynamicCache):
         """As transformers' Cache, which would silently append the encoder's states to the decoder's."""
         # Outside of an EncoderDecoderCache, a step updates the same layer twice in a row.
         if self._encoder_decoder and layer_idx == self._last_layer and len(self.layers) > 1:
-            raise ValueError(
-                f"an encoder-decoder model keeps its encoder's states apart: pass EncoderDecoderCache({type(self).__name__}(config, ...), "
-                "DynamicCache()) as past_key_values"
-            )
+            self._refuse_bare()
         if layer_idx >= len(self.layers) and self.layer_class_to_replicate is None:
             raise ValueError(
                 f"layer {layer_idx} of a cache for {len(self.layers)} layers: it was made for another model; make a new one from the "
@@ -333,6 +331,21 @@ class CompressedCache(DynamicCache):
         if self._keeps_all is not None and isinstance(self.layers[layer_idx], CompressedLayer):
             layer_idx = self._keeps_all
         return super().get_mask_sizes(query_length, layer_idx)
+
+    def get_seq_length(self, layer_idx: int = 0):
+        """As transformers' Cache. Raises ValueError if Whisper asks an empty cache, which it would replace by its own."""
+        length = super().get_seq_length(layer_idx)
+        if self._encoder_decoder and not torch.compiler.is_compiling() and not length:
+            caller = sys._getframe(1)  # whisper asks a cache in an EncoderDecoderCache through that
+            if caller.f_globals.get("__name__") == "transformers.models.whisper.modeling_whisper":
+                self._refuse_bare()
+        return length
+
+    def _refuse_bare(self) -> Never:
+        raise ValueError(
+            "an encoder-decoder model keeps its encoder's states apart: pass "
+            f"EncoderDecoderCache({type(self).__name__}(config, ...), DynamicCache()) as past_key_values"
+        )
 
     def get_query_offset(self, layer_idx: int = 0):
         layer = self.layers[layer_idx] if layer_idx < len(self.layers) else None

@@ -361,8 +361,9 @@ class CompressedLayer(CacheLayerMixin):
 
 
 _NO_DENSE = (
-    "a compressed layer holds no dense keys and values. Encoder (cross) attention reads them at every step and is not compressed: pass "
-    "EncoderDecoderCache(<compressed cache>, DynamicCache()). To look at them, call layer.dense()."
+    "a compressed layer holds no dense keys and values. Encoder (cross) attention reads them at every step and is not "
+    "compressed: pass EncoderDecoderCache(<compressed cache>, DynamicCache()) to an encoder-decoder model. Other models that "
+    "read them (Mllama, XLNet) are not supported. To look at them, call layer.dense()."
 )
 
 

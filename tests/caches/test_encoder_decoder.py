@@ -114,9 +114,3 @@ def test_an_unwrapped_cache_is_refused():
     cache = TurboQuantCache(network.config)
     with pytest.raises(ValueError, match="EncoderDecoderCache"), torch.no_grad():
         network(**inputs("t5"), decoder_input_ids=torch.zeros(2, 1, dtype=torch.long), past_key_values=cache)
-
-
-def test_whisper_wraps_by_itself():
-    expected = run("whisper", "sdpa", DynamicCache())
-    cache = CompressedCache(model("whisper").config, format="identity", **ZONES["zones"])
-    assert torch.equal(run("whisper", "sdpa", cache), expected)

@@ -4,7 +4,8 @@ import copy
 
 import pytest
 import torch
-from transformers import LlamaConfig
+from transformers import LlamaConfig, MllamaForCausalLM, XLNetConfig, XLNetLMHeadModel
+from transformers.models.mllama.configuration_mllama import MllamaTextConfig
 
 from qkvcache import CompressedCache, HadaQuantCache, NVFP4Cache, QuantizedPerTokenCache, TurboQuantCache
 from tests.matrix import model
@@ -144,10 +145,27 @@ def test_nothing_to_compress_is_said():
         NVFP4Cache(CONFIG, skip_layers=range(4))
 
 
-def test_an_unwrapped_cache_on_an_encoder_decoder_is_refused():
-    network = model("t5")
-    with pytest.raises(ValueError, match="EncoderDecoderCache"):
-        network.generate(torch.randint(3, 90, (1, 8)), past_key_values=CompressedCache(network.config, format="int8"), max_new_tokens=3)
+@pytest.mark.parametrize(("name", "inputs"), [("t5", torch.randint(3, 90, (1, 8))), ("whisper", torch.randn(1, 16, 60))])
+def test_an_unwrapped_cache_on_an_encoder_decoder_is_refused(name, inputs):
+    network = model(name)
+    cache = CompressedCache(network.config, format="int8")
+    with pytest.raises(ValueError, match=r"pass EncoderDecoderCache\(CompressedCache\(config, ...\), DynamicCache\(\)\)"):
+        network.generate(inputs, past_key_values=cache, max_new_tokens=3)
+    assert name == "t5" or cache.get_seq_length() == 0
+
+
+@pytest.mark.parametrize("name", ["mllama", "xlnet"])
+def test_models_that_read_keys_themselves_are_refused(name):
+    size = {"num_hidden_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 96}
+    if name == "mllama":
+        rope = {"rope_type": "default", "rope_theta": 1e4}
+        config = MllamaTextConfig(**size, vocab_size=100, cross_attention_layers=[1, 3], pad_token_id=0, rope_parameters=rope)
+        network = MllamaForCausalLM(config).eval()
+    else:
+        network = XLNetLMHeadModel(XLNetConfig(vocab_size=100, d_model=64, n_layer=2, n_head=4, d_inner=64)).eval()
+    cache = CompressedCache(network.config, format="int8")
+    with pytest.raises(NotImplementedError, match=r"Mllama, XLNet\) are not supported"):
+        network.generate(torch.randint(3, 90, (1, 8)), past_key_values=cache, max_new_tokens=3, do_sample=False)
 
 
 def test_encoder_states_are_refused():
