@@ -21,6 +21,8 @@ from .fields import ENDPOINTS, Endpoint, Refusal
 from .requests import ASKED, Asked, StopStrings
 
 logger = logging.getLogger(__name__)
+OTHER = {"/v1/systemone", "/v1/audio/transcriptions"}
+"""Paths of transformers' server that call the model themselves."""
 STOPPING = Refusal("the server is stopping: send the request to another one", status=503)
 
 
@@ -70,10 +72,12 @@ class Front:
 
     async def __call__(self, scope: dict, receive: Callable, send: Callable) -> None:
         path = scope.get("path", "")
+        if scope["type"] == "http" and path == "/health" and self.server.stopping:
+            return await _respond(send, STOPPING)
+        if scope["type"] == "http" and path in OTHER and self.server.options_by_batch:
+            return await _respond(send, Refusal(f"{path} is not served with continuous batching", status=404))
         if scope["type"] != "http" or scope["method"] != "POST" or path not in ENDPOINTS:
-            sick = self.server.stopping and path == "/health"
-            await (_respond(send, STOPPING) if sick else self.app(scope, receive, send))
-            return
+            return await self.app(scope, receive, send)
         try:
             body = await _read(receive)
             if self.server.stopping:

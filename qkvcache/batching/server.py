@@ -192,7 +192,7 @@ class Server(Serve):
 
         application: Any = self.server.config.app
         application.user_middleware.append(Middleware(api.Front, server=self))
-        for kind in (HTTPException, RequestValidationError, CBWorkerDeadError, Refusal):
+        for kind in (HTTPException, RequestValidationError, CBWorkerDeadError, Refusal, Exception):
             application.add_exception_handler(kind, failed)
         self.server.config.timeout_graceful_shutdown = 2  # for connections without a request that runs
         self.server.handle_exit = self.stop  # type: ignore[method-assign, assignment]
@@ -254,7 +254,7 @@ def _configure(model: PreTrainedModel, inputs: dict, config: GenerationConfig) -
     asked = ASKED.get()
     if asked is None:
         return
-    asked.max_new_tokens = config.max_new_tokens
+    asked.admitted, asked.max_new_tokens = True, config.max_new_tokens
     temperature = asked.options.get("temperature")
     if temperature is not None or "top_p" in asked.options:
         config.do_sample = temperature != 0

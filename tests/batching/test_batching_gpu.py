@@ -12,7 +12,7 @@ from qkvcache import CompressedCache, continuous_batching
 from qkvcache.attention import varlen
 from tests.reference import count_fused
 
-from .requests import ZONES, answers, assert_same, llama, prompts, serving, watch_offloading
+from .requests import ZONES, answers, assert_same, collect, llama, prompts, serving, watch_offloading
 
 attention = pytest.importorskip("qkvcache.batching.attention", reason="transformers before 5.19")
 pytestmark = pytest.mark.gpu
@@ -154,3 +154,19 @@ def test_the_pool_and_its_rings_fit():
         outputs = large.generate_batch(prompts(300, 40), max_new_tokens=10)
         assert [len(output.generated_tokens) for output in outputs.values()] == [10, 10]
         assert batching.metrics().tokens_generated == 20
+
+
+def test_requests_that_sample_are_replayed_as_they_run():
+    """Graphs of batches with and without them are different ones; a request draws the same tokens in any."""
+    net, ids, found = network(), prompts(40)[0], []
+    asked = [{}, {"seed": 1, "temperature": 5.0}, {"seed": 2, "temperature": 5.0, "top_p": 0.9}, {"temperature": 9.0, "top_p": 1e-6}]
+    for options in ({}, SYNCHRONOUS):
+        options = options | {"per_request_processors": True}
+        with continuous_batching(net, "int8_uncentered", **ZONES), serving(net, new=12, **options) as manager:
+            for together in (asked, *([one] for one in asked)):
+                names = [manager.add_request(ids, **one) for one in together]
+                outputs = collect(manager, names)
+                found.append([outputs[name].generated_tokens for name in names])
+    assert [tokens for (tokens,) in found[1:5]] == found[0] == found[5] == [tokens for (tokens,) in found[6:]]
+    greedy, first, second, nucleus = found[0]
+    assert greedy == nucleus and len({tuple(tokens) for tokens in (greedy, first, second)}) == 3
