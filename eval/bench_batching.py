@@ -25,7 +25,6 @@ preempted     requests whose pages were taken away, and which were read again.
 from __future__ import annotations
 
 import argparse
-import gc
 import sys
 import time
 from collections.abc import Iterator
@@ -37,15 +36,13 @@ from statistics import median
 from typing import Any
 
 import torch
-from arguments import at_least
-from generate_runs import LLAMA, TINY, gpu
+from gpu import gpu, let_go, random_llama
+from harness import Table, at_least, device_name, in_time, outcome, parser_of, picture, replace_rows, run_or_show
 from palette import format_color
-from rows import read_rows, replace_rows
-from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig, LlamaConfig
+from transformers import ContinuousBatchingConfig, GenerationConfig
 
 from qkvcache import continuous_batching, plan
 
-RESULTS = Path(__file__).parent / "results" / "batching.jsonl"
 STOCK, EXACT, FOUR = "stock", "identity", "turboquant_4bit_nc"
 CACHES = (EXACT, FOUR, STOCK, "int8")
 USERS = (128, 8, 512, 32)
@@ -106,12 +103,9 @@ class Bench:
     """The model, and what is measured on it."""
 
     def __init__(self, device: str, layers: int, tiny: bool):
-        shape = (TINY if tiny else LLAMA) | {"num_hidden_layers": layers, "max_position_embeddings": 2**17}
-        config = LlamaConfig(**shape, bos_token_id=None, eos_token_id=None)
-        torch.manual_seed(0)
-        with torch.device(device):
-            self.model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa").eval()
-        self.config = config
+        shape = {"num_hidden_layers": layers, "max_position_embeddings": 2**17}
+        self.model = random_llama(tiny, device, **shape)
+        self.config = self.model.config
         self.weights = gpu("memory_allocated")
 
     def pages(self, cache: str) -> AbstractContextManager:
@@ -272,25 +266,15 @@ def cells(args: argparse.Namespace) -> Iterator[Cell]:
 
 
 def measure(args: argparse.Namespace) -> None:
-    begin, longest = time.perf_counter(), 0.0
+    begin, device = time.perf_counter(), device_name(args.device)
     bench = Bench(args.device, args.layers, args.tiny)
-    device = torch.cuda.get_device_name() if args.device.startswith("cuda") else args.device
-    for cell in cells(args):
-        started = time.perf_counter()
-        if started - begin + longest > 60 * args.minutes:
-            print(f"no time left for {cell}", file=sys.stderr, flush=True)
-            continue
-        try:
-            row = bench.measure(cell, args.fill, args.seconds)
-        except Exception as failure:  # whatever it is, the others are measured
-            row = {"failed": f"{type(failure).__name__}: {str(failure)[:300]}"}
+    for cell in in_time(cells(args), args.minutes):
+        row = outcome(lambda cell=cell: bench.measure(cell, args.fill, args.seconds))
         same = {"device": device, "run": time.strftime("%Y-%m-%d %H:%M:%S"), "quick": args.quick}
         replace_rows(args.out, f"batching: {cell}, {device}", [asdict(cell) | row | same])
         short = {name: round(value, 3) if isinstance(value, float) else value for name, value in row.items()}
         print(f"{time.perf_counter() - begin:4.0f} s  {cell}: {short}", file=sys.stderr, flush=True)
-        gc.collect()
-        gpu("empty_cache")
-        longest = max(longest, time.perf_counter() - started)
+        let_go()
 
 
 def settings(rows: list[dict]) -> Iterator[tuple[str, list[dict]]]:
@@ -306,55 +290,47 @@ def settings(rows: list[dict]) -> Iterator[tuple[str, list[dict]]]:
         yield f"{first['device']}, {first['layers']} layers, prompts of {prompts} tokens, answers of {outputs}{pool}", group
 
 
-def markdown(rows: list[dict]) -> Iterator[str]:
+def tables(rows: list[dict]) -> Iterator[Table]:
     """A table for each setting; times of requests/s are those of `identity` in the same run of users."""
+    columns = ["requests/s", "x identity", "answer tokens/s", "prompt tokens/s", "TTFT s", "TPOT ms", "tokens in the pool", "preempted"]
     for title, group in settings(rows):
-        yield f"\n{title}:\n"
-        columns = "requests/s | x identity | answer tokens/s | prompt tokens/s | TTFT s | TPOT ms | tokens in the pool | preempted"
-        yield f"| users | cache | {columns} |"
-        yield "|---:|---|---:|---:|---:|---:|---:|---:|---:|---:|"
+        lines = []
         for row in sorted(group, key=lambda row: (row["users"], row["cache"] != STOCK, row["cache"] != EXACT, row["cache"])):
-            head = f"| {row['users']} | {row['cache']} |"
+            head = [str(row["users"]), row["cache"]]
             if "failed" in row:
-                yield f"{head} {row['failed'].split(':')[0]} | | | | | | | |"
+                lines.append([*head, row["failed"].split(":")[0], *[""] * 7])
                 continue
             exact = next((other for other in group if other["users"] == row["users"] and other["cache"] == EXACT), {})
             times = f"{row['requests_s'] / exact['requests_s']:.2f}" if exact.get("requests_s") else "-"
-            rate = f"{row['requests_s']:.2f} | {times}" if row["requests_s"] else "none answered | -"
-            tokens = f"{row['written_s']:,.0f} | {row['tokens_s'] - row['written_s']:,.0f}"
+            rate = [f"{row['requests_s']:.2f}", times] if row["requests_s"] else ["none answered", "-"]
+            tokens = [f"{row['written_s']:,.0f}", f"{row['tokens_s'] - row['written_s']:,.0f}"]
             ttft, tpot = row["ttft_median"], 1e3 * row["tpot_median"]
-            latency = f"{'-' if isnan(ttft) else f'{ttft:.2f}'} | {'-' if isnan(tpot) else f'{tpot:.1f}'}"
-            yield f"{head} {rate} | {tokens} | {latency} | {row['pool_tokens']:,} | {row['preempted']} |"
+            latency = ["-" if isnan(ttft) else f"{ttft:.2f}", "-" if isnan(tpot) else f"{tpot:.1f}"]
+            lines.append([*head, *rate, *tokens, *latency, f"{row['pool_tokens']:,}", str(row["preempted"])])
+        yield Table(["users", "cache", *columns], lines, f"{title}:", rule=("---:", "---", "---:"))
 
 
-def plot(rows: list[dict], out: Path) -> None:
+def plot(rows: list[dict], path: Path) -> None:
     """Requests/s by users, a panel for each setting, with times of `identity` above the bars."""
-    import matplotlib
-
-    matplotlib.use("agg")
-    import matplotlib.pyplot as plt
-
     panels = list(settings([row for row in rows if "failed" not in row]))
-    figure, axes = plt.subplots(1, len(panels), figsize=(5 * len(panels), 4), squeeze=False, layout="constrained")
-    for axis, (title, group) in zip(axes[0], panels, strict=True):
-        users, caches = (sorted({row[name] for row in group}) for name in ("users", "cache"))
-        exact = {row["users"]: row["requests_s"] for row in group if row["cache"] == EXACT}
-        for i, cache in enumerate(sorted(caches, key=lambda cache: (cache != STOCK, cache != EXACT))):
-            found = {row["users"]: row["requests_s"] for row in group if row["cache"] == cache}
-            places = [users.index(n) + (i - (len(caches) - 1) / 2) * 0.8 / len(caches) for n in found]
-            bars = axis.bar(places, list(found.values()), 0.8 / len(caches), color=format_color(cache), label=cache)
-            times = [f"{rate / exact[n]:.2f}x" if exact.get(n) else "" for n, rate in found.items()]
-            axis.bar_label(bars, times, fontsize=8)
-        axis.set(xlabel="users in a closed loop", ylabel="requests/s (higher is better)")
-        axis.set_title(title.replace(", prompts", ",\nprompts").replace(", a pool", ",\na pool"), fontsize=9)
-        axis.set_xticks(range(len(users)), map(str, users))
-        axis.margins(y=0.3)
-        axis.legend()
-    figure.savefig(out.with_suffix(".png"), dpi=120)
+    with picture(path, 1, len(panels), dpi=120, figsize=(5 * len(panels), 4), layout="constrained") as (_, axes):
+        for axis, (title, group) in zip(axes[0], panels, strict=True):
+            users, caches = (sorted({row[name] for row in group}) for name in ("users", "cache"))
+            exact = {row["users"]: row["requests_s"] for row in group if row["cache"] == EXACT}
+            for i, cache in enumerate(sorted(caches, key=lambda cache: (cache != STOCK, cache != EXACT))):
+                found = {row["users"]: row["requests_s"] for row in group if row["cache"] == cache}
+                places = [users.index(n) + (i - (len(caches) - 1) / 2) * 0.8 / len(caches) for n in found]
+                bars = axis.bar(places, list(found.values()), 0.8 / len(caches), color=format_color(cache), label=cache)
+                axis.bar_label(bars, [f"{rate / exact[n]:.2f}x" if exact.get(n) else "" for n, rate in found.items()], fontsize=8)
+            axis.set(xlabel="users in a closed loop", ylabel="requests/s (higher is better)")
+            axis.set_title(title.replace(", prompts", ",\nprompts").replace(", a pool", ",\na pool"), fontsize=9)
+            axis.set_xticks(range(len(users)), map(str, users))
+            axis.margins(y=0.3)
+            axis.legend()
 
 
-def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(arguments: list[str] | None = None) -> None:
+    parser = parser_of(__doc__, "batching", minutes=None)
     parser.add_argument("--quick", action="store_true", help="a few cells on 8 layers with short answers; options given beside it count")
     parser.add_argument("--caches", nargs="+", metavar="NAME", help=f"stock, or formats; by default {' '.join(CACHES)}")
     parser.add_argument("--users", nargs="+", type=at_least(1), metavar="N", help=f"by default {' '.join(map(str, USERS))}")
@@ -364,25 +340,13 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--pool-gib", type=float, help="the same pool for every cache")
     parser.add_argument("--fill", type=float, help="the longest wait for the first tokens, in seconds; by default 20")
     parser.add_argument("--seconds", type=float, help="that a cell is measured; by default 20")
-    parser.add_argument("--minutes", type=float, help="start nothing that, if it took as long as the longest so far, would end after this")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--tiny", action="store_true", help="a tiny model and short requests, to try the script")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="the rows; those of the same cell and device are replaced")
-    parser.add_argument("--markdown", action="store_true", help="the tables, from the rows")
-    parser.add_argument("--plot", action="store_true", help="the picture, from the rows")
-    args = parser.parse_args(argv)
+    args = parser.parse_args(arguments)
     for name, value in defaults(args).items():
         if getattr(args, name) is None:
             setattr(args, name, value)
-    if not (args.markdown or args.plot):
-        if args.device == "cpu" and not args.tiny:
-            parser.error("measuring needs a GPU; --markdown, --plot and --tiny do not")
-        measure(args)
-    rows = [row for row in read_rows(args.out) if row["what"].startswith("batching")]
-    if args.plot:
-        plot(rows, args.out)
-    else:
-        print("\n".join(markdown(rows)))
+    run_or_show(parser, args, measure, "batching", tables, plot)
 
 
 def defaults(args: argparse.Namespace) -> dict[str, Any]:

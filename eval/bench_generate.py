@@ -1,8 +1,8 @@
 """`generate` on one GPU with a Llama of eight billion random weights: our caches beside DynamicCache, StaticCache and QuantizedCache.
 
     python eval/bench_generate.py [--sections prefill largest eviction decode profile]    measure; rows in eval/results/generate.jsonl
-    python eval/bench_generate.py --all --resume                                         every case, from where --minutes ended the last run
-    python eval/bench_generate.py --show | --plot                                         tables | generate.png, from the rows; no GPU
+    python eval/bench_generate.py --all --resume                           every case, from where --minutes ended the last run
+    python eval/bench_generate.py --show | --plot                          tables | generate.png, from the rows; no GPU
 
 prefill   seconds to the first token, the prompt read at once or in chunks of 8,192; peak memory.
 largest   the longest context of one request, and the largest batch of 32,768 tokens, with which an eager decode step still fits.
@@ -10,14 +10,14 @@ eviction  H2O with a budget of 4,096 after a prompt of 131,072 tokens that was r
 decode    milliseconds a token, peak memory, what the cache holds.
 profile   GPU time of a step by kind of kernel: of eviction, and of decode in the cases `MAIN` and `SMALL`.
 
-Latency is what a streaming user sees: the time between two calls of the streamer of `model.generate`, each with a token that has reached
-the host; the mean of `--steps`, a multiple of the 32 tokens that our growing caches encode together. Before them, a few steps compile, tune
-and record CUDA graphs: `compile_s`. *compiled*: the cache has `max_length` (StaticCache: `max_cache_len`), a multiple of 128, so that
-`generate` compiles and replays the step by itself, with its defaults. *eager*: the cache grows, and nothing is compiled.
+Latency is what a streaming user sees: the time between two calls of the streamer of `model.generate`, each with a token that has
+reached the host; the mean of `--steps`, a multiple of the 32 tokens that our growing caches encode together. Before them, a few steps
+compile, tune and record CUDA graphs: `compile_s`. *compiled*: the cache has `max_length` (StaticCache: `max_cache_len`), a multiple of
+128, so that `generate` compiles and replays the step by itself, with its defaults. *eager*: the cache grows, and nothing is compiled.
 
-Decode starts from a cache that was filled with random keys and values through `cache.update`. `generate` then gets one token and a mask of
-the whole length, which tells it that all but that token is cached. Every configuration starts without compiled code. Peaks are torch's,
-less the weights; `--memory-gib` caps them, so that larger cards tell what a card of 80 GB holds.
+Decode starts from a cache that was filled with random keys and values through `cache.update`. `generate` then gets one token and a mask
+of the whole length, which tells it that all but that token is cached. Every configuration starts without compiled code. Peaks are
+torch's, less the weights; `--memory-gib` caps them, so that larger cards tell what a card of 80 GB holds.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
-from generate_runs import BUDGET, H2O, QUANTO, Bench, Run, fitting, free, gpu
-from generate_tables import plot, show
-from rows import read_rows, replace_rows
+from generate_runs import BUDGET, H2O, KINDS, QUANTO, Bench, Run, fitting, free
+from gpu import device, gpu
+from harness import Table, device_name, in_time, outcome, parser_of, picture, pivot, read_rows, replace_rows, run_or_show
 
-RESULTS = Path(__file__).parent / "results" / "generate.jsonl"
+GIB = 2**30
 SECTIONS = ("prefill", "largest", "eviction", "decode", "profile")
 FORMATS = ("identity", "int8", "turboquant_4bit_nc", "fp8", "int4", "nvfp4")
 FOUR = "turboquant_4bit_nc"
@@ -72,86 +72,179 @@ def runs(sections: list[str], every: bool) -> Iterator[Run]:
     if "decode" in sections:
         for case in CASES:
             yield from (Run("decode", name, "eager", *case) for name in ("DynamicCache", "identity") if name not in EAGER.get(case, ()))
-            yield from (Run("decode", name, "compiled", *case) for name in ("StaticCache", *FORMATS) if name not in COMPILED.get(case, ()))
-
-
-def outcome(call: Callable) -> dict:
-    try:
-        return fitting(call) or {"failed": "does not fit"}
-    except Exception as failure:  # whatever it is, the others are measured
-        return {"failed": f"{type(failure).__name__}: {str(failure)[:300]}"}
+            more = [name for name in ("StaticCache", *FORMATS) if name not in COMPILED.get(case, ())]
+            yield from (Run("decode", name, "compiled", *case) for name in more)
 
 
 def measure(args: argparse.Namespace) -> None:
     begin, bench = time.perf_counter(), Bench(args.tiny, args.memory_gib, args.steps)
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     triton = importlib.import_module("triton").__version__ if importlib.util.find_spec("triton") else None
-    same = {"device": device, "memory_gib": round(bench.memory / 2**30, 1), "layers": bench.model.config.num_hidden_layers}
-    same |= {"triton": triton, "run": time.strftime("%Y-%m-%d %H:%M:%S")}
+    same = {"device": device_name(device()), "memory_gib": round(bench.memory / GIB, 1), "triton": triton}
+    same |= {"layers": bench.model.config.num_hidden_layers, "run": time.strftime("%Y-%m-%d %H:%M:%S")}
     kept = [row for row in read_rows(args.out) if args.resume and row.get("failed", "does not fit") == "does not fit"]
-    done, late, longest = {row["what"] for row in kept}, [], 0.0
+    done = {row["what"] for row in kept}
 
     def what(run: Run) -> str:
-        return f"generate: {run}, {device}"
+        return f"generate: {run}, {same['device']}"
 
     def note(run: Run, row: dict) -> None:
         replace_rows(args.out, what(run), [asdict(run) | row | same])
         short = {key: round(value, 3) if isinstance(value, float) else value for key, value in row.items() if key != "kernels"}
         print(f"{time.perf_counter() - begin:4.0f} s  {run}: {short}", file=sys.stderr, flush=True)
 
-    for run in runs(args.sections, args.all):
-        case = run.batch, run.context
-        chosen = run.section != "decode" or not args.cases or "{}x{}".format(*case) in args.cases
-        run = replace(run, context=run.context // bench.scale)
-        profile = replace(run, section="profile")
-        profiled = "profile" in args.sections and (run.section == "eviction" or (run.section == "decode" and case in (MAIN, SMALL)))
-        whole = what(run) in done and (not profiled or what(profile) in done)
-        if not chosen or whole or (args.caches and run.cache not in args.caches):
-            continue
-        started = time.perf_counter()
-        if started - begin + longest > 60 * args.minutes:
-            late.append(run)
-            continue
+    def profiled(run: Run) -> bool:
+        main = run.section == "decode" and (run.batch, run.context * bench.scale) in (MAIN, SMALL)
+        return "profile" in args.sections and (run.section == "eviction" or main)
+
+    def wanted(run: Run) -> bool:
+        chosen = run.section != "decode" or not args.cases or f"{run.batch}x{run.context * bench.scale}" in args.cases
+        whole = what(run) in done and (not profiled(run) or what(replace(run, section="profile")) in done)
+        return chosen and not whole and (not args.caches or run.cache in args.caches)
+
+    scaled = (replace(run, context=run.context // bench.scale) for run in runs(args.sections, args.all))
+    for run in in_time(filter(wanted, scaled), args.minutes):
         free(bench.model)
         if (held := gpu("memory_allocated") - bench.weights) > 2**28:
-            print(f"{held / 2**30:.1f} GiB of what ran before are still held", file=sys.stderr)
-        row = outcome(lambda run=run, profiled=profiled: bench.measure(run, profiled))
+            print(f"{held / GIB:.1f} GiB of what ran before are still held", file=sys.stderr)
+        row = outcome(lambda run=run: fitting(lambda: bench.measure(run, profiled(run))) or {"failed": "does not fit"})
         kernels = row.pop("profile", None)
         note(run, row)
         if kernels:
-            note(profile, kernels)
-        longest = max(longest, time.perf_counter() - started)
-    for run in late:
-        print(f"no time left for {run}: run again with --resume", file=sys.stderr)
+            note(replace(run, section="profile"), kernels)
+
+
+def label(row: dict) -> str:
+    return f"{row['cache']}, {row['mode']}"
+
+
+def case(row: dict) -> str:
+    return f"{row['batch']}x{row['context']:,}"
+
+
+def why(row: dict) -> str:
+    """Why a configuration has no figures; the row has the whole message."""
+    return row.get("failed", "").split(":")[0]
+
+
+def times_as_fast(row: dict, rows: list[dict], base: tuple[str, str]) -> str:
+    """Starred where the other was measured in another run."""
+    same = ("batch", "context", "section")
+    for other in rows:
+        if (other["cache"], other["mode"]) == base and "ms" in other and all(other[key] == row[key] for key in same):
+            return f"{other['ms'] / row['ms']:.2f}" + "*" * (other["run"] != row["run"])
+    return "-"
+
+
+def grid(title: str, rows: list[dict], cell: Callable[[dict], str], column: Callable[[dict], str] = case) -> Table:
+    """A line for each cache, transformers' own first, and a column for each case."""
+    rows = sorted(rows, key=lambda row: (row["batch"], row["context"]))
+    found = pivot(rows, label, column, lambda row: why(row) or cell(row))
+    return Table(found.headers, sorted(found.lines, key=lambda line: (not line[0][0].isupper(), line[0])), title)
+
+
+def decode(rows: list[dict]) -> Iterator[Table]:
+    bases = (("StaticCache", "compiled"), ("DynamicCache", "eager"))
+    title = "Decode: ms a token / times as fast as StaticCache compiled / as DynamicCache eager (* of another run)"
+    yield grid(title, rows, lambda row: " / ".join([f"{row['ms']:.2f}", *(times_as_fast(row, rows, base) for base in bases)]))
+    yield grid("Tokens a second", rows, lambda row: f"{row['tokens_s']:,.0f}")
+    held = "{cache_bytes:.2f} / {peak_bytes:.2f}"
+    yield grid("GiB the cache holds / peak beside the weights", rows, lambda row: held.format(**in_gib(row)))
+    built = "{compile_s:.0f} / {graph_breaks} / {cudagraph_skips}"
+    compiled = [row for row in rows if row["mode"] == "compiled"]
+    yield grid("Seconds to compile / graph breaks / CUDA graphs skipped", compiled, lambda row: built.format(**row))
+
+
+def in_gib(row: dict) -> dict:
+    return {name: row[name] / GIB for name in row if name.endswith("_bytes")}
+
+
+def prefill(rows: list[dict]) -> Iterator[Table]:
+    cell = "{prefill_s:.2f} / {peak_bytes:.2f}"
+    title = "Prefill: seconds / GiB of peak beside the weights"
+    yield grid(title, rows, lambda row: cell.format(**row | in_gib(row)), lambda row: f"{case(row)}, {row['how']}")
+
+
+def largest(rows: list[dict]) -> Iterator[Table]:
+    def column(row: dict) -> str:
+        return "context of one request" if row["how"] == "context" else f"batch at {row['context']:,}"
+
+    yield grid("The largest that fits", rows, lambda row: f"{row['found']:,}", column)
+
+
+def eviction(rows: list[dict]) -> Iterator[Table]:
+    def line(row: dict) -> list[str]:
+        start = [label(row), row["how"], f"{row['context']:,}"]
+        if reason := why(row):
+            return [*start, reason, "", "", ""]
+        seconds = f"{row['prefill_s']:.2f}" if "prefill_s" in row else "-"
+        peak = max(row["peak_bytes"], row.get("prefill_peak_bytes", 0)) / GIB
+        return [*start, seconds, f"{row['ms']:.2f}", f"{row['cache_bytes'] / GIB:.2f}", f"{peak:.2f}"]
+
+    yield Table(["cache", "filled", "tokens", "prefill s", "ms a token", "cache GiB", "peak GiB"], map(line, rows), "Eviction")
+
+
+def profile(rows: list[dict]) -> Iterator[Table]:
+    parts = (*KINDS, "rest", "busy", "idle")
+    lines = ([label(row), case(row), *(f"{row[f'{part}_ms']:.2f}" for part in parts), f"{row['ms']:.2f}"] for row in rows)
+    yield Table(["cache", "case", *parts, "a token"], lines, "GPU time of a step, ms (idle: the GPU waits for the host)")
+
+
+TABLES = {"decode": decode, "profile": profile, "prefill": prefill, "largest": largest, "eviction": eviction}
+
+
+def tables(rows: list[dict]) -> Iterator[Table]:
+    for on in dict.fromkeys(row["device"] for row in rows):
+        found = [row for row in rows if row["device"] == on]
+        for section, made in TABLES.items():
+            for table in made([row for row in found if row["section"] == section]):
+                yield replace(table, title=f"{table.title}; {on}, {found[0]['memory_gib']} GiB, {found[0]['layers']} layers")
+
+
+PARTS = {"weights": "#7f8fa6", "attention": "#1f77b4", "append": "#ff7f0e", "rest": "#9467bd", "idle": "#e8e8e8"}
+"""Colours of the parts of a step."""
+
+
+def plot(rows: list[dict], path: Path) -> None:
+    """Of each device and case, where the milliseconds of a step go."""
+    held = {(row["device"], case(row), label(row)): row["cache_bytes"] / GIB for row in rows if "cache_bytes" in row}
+    panels: dict[tuple[str, str], list[dict]] = {}
+    for row in sorted(rows, key=lambda row: (row["device"], row["batch"], row["context"], -row.get("ms", 0))):
+        if row["section"] == "profile" and "ms" in row:
+            panels.setdefault((row["device"], case(row)), []).append(row)
+    panels = {at: found for at, found in panels.items() if len(found) > 2}  # what was measured to be compared
+    if not panels:
+        return print("no rows of profile to plot")
+    heights = [0.3 * len(bars) + 0.4 for bars in panels.values()]
+    shape = {"figsize": (11, sum(heights) + 0.55 * len(panels)), "height_ratios": heights, "layout": "constrained"}
+    with picture(path, len(panels), dpi=110, **shape) as (figure, axes):
+        for ((on, at), bars), axis in zip(panels.items(), axes[:, 0], strict=True):
+            left = [0.0] * len(bars)
+            for part, color in PARTS.items():
+                widths = [row[f"{part}_ms"] for row in bars]
+                axis.barh(range(len(bars)), widths, left=left, color=color, label=part if part != "idle" else "GPU waits for the host")
+                left = [x + width for x, width in zip(left, widths, strict=True)]
+            for y, row in enumerate(bars):
+                size = held.get((on, at, label(row)))
+                axis.text(left[y], y, f" {row['ms']:.1f} ms" + (f", {size:.1f} GiB" if size else ""), va="center", fontsize=8)
+            axis.set_yticks(range(len(bars)), [label(row) for row in bars], fontsize=8)
+            axis.set(title=f"{at} tokens, {on}", xlim=(0, max(left) * 1.15))
+            axis.spines[["top", "right"]].set_visible(False)
+        axes[0, 0].legend(fontsize=8, loc="center right")
+        figure.supxlabel("milliseconds a step (left is better)", fontsize=9)
 
 
 @torch.no_grad()
-def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(arguments: list[str] | None = None) -> None:
+    parser = parser_of(__doc__, "generate", minutes=8)
     parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=list(SECTIONS), metavar="SECTION", help=" ".join(SECTIONS))
     parser.add_argument("--caches", nargs="+", metavar="NAME", help="of these alone, e.g. StaticCache int8")
     parser.add_argument("--cases", nargs="+", metavar="BxT", help="of decode, these alone, e.g. 8x32768")
-    parser.add_argument(
-        "--minutes", type=float, default=8, help="start nothing that, if it took as long as the longest so far, would go on after this"
-    )
     parser.add_argument("--all", action="store_true", help="every case and cache: half an hour or more")
     parser.add_argument("--resume", action="store_true", help="leave out what has rows")
     parser.add_argument("--steps", type=int, default=64, help="decode steps that are timed")
     parser.add_argument("--memory-gib", type=float, default=78, help="torch takes no more than this")
     parser.add_argument("--tiny", action="store_true", help="a tiny model and contexts, to try the script")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="the rows; those of the same configuration and device are replaced")
-    parser.add_argument("--show", action="store_true", help="the tables, from the rows")
-    parser.add_argument("--plot", action="store_true", help="the png, from the rows")
-    args = parser.parse_args(argv)
-    if not (args.show or args.plot):
-        if not torch.cuda.is_available() and not args.tiny:
-            parser.error("measuring needs a GPU; --show, --plot and --tiny do not")
-        measure(args)
-    rows = [row for row in read_rows(args.out) if row["what"].startswith("generate")]
-    if args.show or not args.plot:
-        show(rows)
-    if args.plot:
-        plot(rows, args.out)
+    run_or_show(parser, parser.parse_args(arguments), measure, "generate", tables, plot)
 
 
 if __name__ == "__main__":

@@ -11,21 +11,19 @@ exact tokens on top. Floor ratio: bytes of those bf16 tokens / bytes of the code
 
 from __future__ import annotations
 
-import argparse
 import functools
 import importlib.util
 import itertools
-import json
-import platform
-import statistics
-import subprocess
 import sys
 import time
-from collections.abc import Callable
+from argparse import Namespace
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from gpu import graph_us
+from harness import Table, parser_of, picture, replace_rows, run_or_show
 from palette import format_color
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -43,7 +41,6 @@ if importlib.util.find_spec("triton"):
     from qkvcache.kernels.triton_dequantize import decode
     from qkvcache.kernels.triton_quantize import quantize_into
 
-RESULTS = Path(__file__).parent / "results" / "kernels.jsonl"
 TURBO = ("turboquant_k8v4", "turboquant_4bit_nc", "turboquant_k3v4_nc", "turboquant_3bit_nc")
 HADA = ("hadaquant_k4v4", "hadaquant_k4v3", "hadaquant_k3v3", "hadaquant_k3v2", "hadaquant_k2v2")
 FORMATS = ("identity", "int8", "fp8", TURBO[0], "nvfp4", "int4", "int4_vllm", *TURBO[1:], *HADA)
@@ -97,34 +94,8 @@ def payloads(name: str, batch: int, heads: int, tokens: int, dim: int, zones: tu
     return found
 
 
-def gpu_us(calls: list[Callable[[], object]], replays: int = 10) -> float:
-    """Median microseconds of one call, from replays of a graph of about eight."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for call in calls:
-            call()
-            call()
-    torch.cuda.current_stream().wait_stream(stream)
-    torch.cuda.synchronize()
-    graph, rounds, times = torch.cuda.CUDAGraph(), max(1, 8 // len(calls)), []
-    with torch.cuda.graph(graph):
-        for _ in range(rounds):
-            for call in calls:
-                call()
-    for replay in range(replays + 2):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        if replay > 1:
-            times.append(begin.elapsed_time(end) * 1e3 / (rounds * len(calls)))
-    return statistics.median(times)
-
-
 def attend_us(query: Tensor, sets: list[AttentionInputs], mask: Tensor | None = None, **options) -> float:
-    return gpu_us([functools.partial(fused.fused_attend, query, attention_inputs, mask, **options) for attention_inputs in sets])
+    return graph_us([functools.partial(fused.fused_attend, query, attention_inputs, mask, **options) for attention_inputs in sets])
 
 
 @functools.cache
@@ -139,7 +110,7 @@ def sdpa_us(batch: int, query_heads: int, heads: int, tokens: int, dim: int, que
             with sdpa_kernel(backend):
                 options = {"enable_gqa": heads < query_heads, "is_causal": causal}
                 calls = [functools.partial(F.scaled_dot_product_attention, query, k, v, **options) for k, v in sets]
-                times.append((gpu_us(calls), backend.name))
+                times.append((graph_us(calls), backend.name))
         except RuntimeError as error:
             print(f"sdpa {backend.name} at {batch}x{tokens}: {str(error)[:100]}", file=sys.stderr)
     return min(times)
@@ -150,7 +121,7 @@ def bandwidth() -> tuple[float, float]:
     x = torch.zeros(2**28, device="cuda")
     y = torch.empty_like(x)
     size = x.numel() * 4 / 1e3
-    return 2 * size / gpu_us([lambda: y.copy_(x)], 5), size / gpu_us([lambda: x.sum()], 5)
+    return 2 * size / graph_us([lambda: y.copy_(x)], 5), size / graph_us([lambda: x.sum()], 5)
 
 
 def real_payload(name: str, key: Tensor, value: Tensor, first: int, recent: int) -> AttentionInputs:
@@ -250,7 +221,7 @@ def measure(names: list[str], quick: bool, add: Callable[..., None]) -> None:
                 decode(format.value, chunk[1], out[1])
                 F.scaled_dot_product_attention(query, *out, enable_gqa=True)
 
-            us, other = attend_us(query, sets, causal=True), gpu_us([functools.partial(dense, p.region.chunks[0]) for p in sets])
+            us, other = attend_us(query, sets, causal=True), graph_us([functools.partial(dense, p.region.chunks[0]) for p in sets])
             more = {"dense_us": round(other, 1), "of_dense": round(other / us, 3)}
             attended("chunk", name, f"1x32768, {queries} queries", us, (1, 32, 8, 32768, 128), queries, **more)
         del sets, out
@@ -264,10 +235,10 @@ def measure(names: list[str], quick: bool, add: Callable[..., None]) -> None:
             inputs = [(bf16(batch, 8, tokens, 128), bf16(batch, 8, tokens, 128)) for _ in sets]
             calls = [functools.partial(quantize_into, format.codecs(), x, p, ({}, {}), 0) for x, p in zip(inputs, sets, strict=True)]
             size = code_bytes(name, batch, 8, tokens, 128) + batch * 8 * tokens * 128 * 4
-            add("encode", name, f"{batch}x{tokens}", gpu_us(calls), size)
+            add("encode", name, f"{batch}x{tokens}", graph_us(calls), size)
         out = bf16(1, 8, 8192, 128)
         calls = [lambda p=p, f=format, out=out: (decode(f.key, p[0], out), decode(f.value, p[1], out)) for p in sets]
-        add("decode", name, "1x8192", gpu_us(calls), size)
+        add("decode", name, "1x8192", graph_us(calls), size)
 
 
 def measure_columns(add: Callable[..., None]) -> None:
@@ -280,17 +251,13 @@ def measure_columns(add: Callable[..., None]) -> None:
     cases = [("given lse", tokens, lse), ("without lse", tokens, None), ("last 32 queries", 32, None)]
     for case, queries, level in cases:
         call = functools.partial(sum_attention, query[:, :, -queries:], key, observed[:, -queries:], scaling=dim**-0.5, lse=level)
-        us = gpu_us([call], 5)
+        us = graph_us([call], 5)
         size = 2 * dim * (query_heads * queries + heads * tokens)
         more = {"ratio": round(base / us, 3)} if queries == tokens else {}
         add("sum_attention", "bf16", f"{batch}x{tokens}, {case}", us, size, **more, sdpa_us=round(base, 1), sdpa=backend)
-    us = gpu_us([lambda: prefill_with_lse(query, key, key, dim**-0.5)], 5)
+    us = graph_us([lambda: prefill_with_lse(query, key, key, dim**-0.5)], 5)
     size, more = 2 * dim * tokens * 2 * (query_heads + heads), {"ratio": round(base / us, 3)}
     add("sum_attention", "bf16", f"{batch}x{tokens}, attention with lse", us, size, **more, sdpa_us=round(base, 1), sdpa=backend)
-
-
-def rows_of(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines() if line] if path.exists() else []
 
 
 def _place(row: dict) -> int:
@@ -298,119 +265,74 @@ def _place(row: dict) -> int:
     return list(REGISTRY).index(row["format"].removesuffix(UNCENTERED))
 
 
-def attended_rows(path: Path) -> dict[str, dict[tuple[str, str], dict]]:
+def attended_rows(rows: list[dict]) -> dict[str, dict[tuple[str, str], dict]]:
     """`{device: {(format, case): row}}`"""
     found: dict[str, dict[tuple[str, str], dict]] = {}
-    for row in sorted((row for row in rows_of(path) if row["kind"] == "attend"), key=_place):
+    for row in sorted((row for row in rows if row["kind"] == "attend"), key=_place):
         found.setdefault(row["device"], {})[row["format"], row["case"]] = row
     return found
 
 
-def markdown(path: Path) -> None:
+def tables(rows: list[dict]) -> Iterator[Table]:
     cases = [f"{batch}x{tokens}" for batch, tokens in CASES]
-    for device, rows in attended_rows(path).items():
-        print(f"{device}: us / ratio / floor ratio\n\n| format | bytes a token and head | {' | '.join(cases)} |")
-        print("|---|" + "---:|" * (1 + len(cases)))
-        for name in dict.fromkeys(name for name, _ in rows):
-            found = [rows.get((name, case)) for case in cases]
+    for device, attended in attended_rows(rows).items():
+        lines = []
+        for name in dict.fromkeys(name for name, _ in attended):
+            found = [attended.get((name, case)) for case in cases]
             cells = [f"{row['us']:,.0f} / {row['ratio']:.2f} / {row['floor']:.2f}" if row else "-" for row in found]
-            print(f"| `{name}` | {REGISTRY[name.removesuffix(UNCENTERED)].bytes_per_token(128, 8) / 8:g} | {' | '.join(cells)} |")
-        print()
+            lines.append([f"`{name}`", f"{REGISTRY[name.removesuffix(UNCENTERED)].bytes_per_token(128, 8) / 8:g}", *cells])
+        yield Table(["format", "bytes a token and head", *cases], lines, f"{device}: us / ratio / floor ratio")
 
 
-def plot(path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    devices = attended_rows(path)
-    figure, grid = pyplot.subplots(len(devices), 1, figsize=(9, 4.5 * len(devices)), squeeze=False)
-    for (axes,), (device, rows) in zip(grid, devices.items(), strict=True):
-        formats = list(dict.fromkeys(format for format, _ in rows))
-        for shift, strength, (batch, tokens) in zip((-0.2, 0.2), (1, 0.5), CASES[:2], strict=True):
-            found = [rows[format, f"{batch}x{tokens}"] for format in formats]
-            where, ratios = [i + shift for i in range(len(formats))], [row["ratio"] for row in found]
-            axes.barh(where, ratios, 0.36, color=[format_color(format) for format in formats], alpha=strength)
-            axes.barh([0], [0], color="black", alpha=strength, label=f"{batch} sequences of {tokens:,} tokens")
-        floors = [rows[format, "{}x{}".format(*CASES[0])]["floor"] for format in formats]
-        axes.scatter(floors, range(len(formats)), marker="|", s=450, color="black", label="floor: as many times fewer bytes", zorder=3)
-        axes.axvline(1, color="gray", linewidth=1, linestyle="--")
-        axes.set_title(f"Decode attention on {device}: times as fast as bf16 (right is better)", fontsize=10)
-        axes.set(yticks=range(len(formats)), yticklabels=formats)
-        axes.invert_yaxis()
-        axes.legend(loc="upper center", bbox_to_anchor=(0.4, -0.06), ncols=3, fontsize=8, markerscale=0.5)
-    figure.tight_layout()
-    figure.savefig(path.with_suffix(".png"), dpi=130)
-    print(path.with_suffix(".png"))
-
-
-def show(rows: list[dict]) -> None:
-    headers = ("kind", "format", "case", "us", "GB/s", "of copy", "ratio", "floor")
-    cells = [
-        (row["kind"], row["format"], row["case"], f"{row['us']:,.1f}", f"{row['gb_s']:,.0f}", f"{row['of_copy']:.0%}")
-        + tuple(f"{row[x]:.2f}" if x in row else "-" for x in ("ratio", "floor"))
-        for row in rows
-    ]
-    if importlib.util.find_spec("rich"):
-        from rich.console import Console
-        from rich.table import Table
-
-        table = Table()
-        for at, header in enumerate(headers):
-            table.add_column(header, justify="right" if at > 2 else "left", no_wrap=True)
-        for line in cells:
-            table.add_row(*line)
-        Console(width=140).print(table)
-        return
-    widths = [max(map(len, column)) for column in zip(headers, *cells, strict=True)]
-    for line in (headers, *cells):
-        print("  ".join(x.rjust(n) if at > 2 else x.ljust(n) for at, (x, n) in enumerate(zip(line, widths, strict=True))))
+def plot(rows: list[dict], path: Path) -> None:
+    devices = attended_rows(rows)
+    with picture(path, len(devices), dpi=130, figsize=(9, 4.5 * len(devices))) as (_, grid):
+        for (axes,), (device, found) in zip(grid, devices.items(), strict=True):
+            formats = list(dict.fromkeys(format for format, _ in found))
+            for shift, strength, (batch, tokens) in zip((-0.2, 0.2), (1, 0.5), CASES[:2], strict=True):
+                ratios = [found[format, f"{batch}x{tokens}"]["ratio"] for format in formats]
+                where = [i + shift for i in range(len(formats))]
+                axes.barh(where, ratios, 0.36, color=[format_color(format) for format in formats], alpha=strength)
+                axes.barh([0], [0], color="black", alpha=strength, label=f"{batch} sequences of {tokens:,} tokens")
+            floors = [found[format, "{}x{}".format(*CASES[0])]["floor"] for format in formats]
+            label = "floor: as many times fewer bytes"
+            axes.scatter(floors, range(len(formats)), marker="|", s=450, color="black", label=label, zorder=3)
+            axes.axvline(1, color="gray", linewidth=1, linestyle="--")
+            axes.set_title(f"Decode attention on {device}: times as fast as bf16 (right is better)", fontsize=10)
+            axes.set(yticks=range(len(formats)), yticklabels=formats)
+            axes.invert_yaxis()
+            axes.legend(loc="upper center", bbox_to_anchor=(0.4, -0.06), ncols=3, fontsize=8, markerscale=0.5)
 
 
 @torch.no_grad()
-def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--formats", nargs="+", choices=list(REGISTRY), default=list(FORMATS), metavar="FORMAT")
-    parser.add_argument("--check", action="store_true", help="compare with the reference first; a format that is wrong is not timed")
-    parser.add_argument("--quick", action="store_true", help="8x32768, encode and decode alone")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="the rows; those of other devices and formats are kept")
-    for mode in ("tune", "markdown", "plot"):
-        parser.add_argument(f"--{mode}", action="store_true")
-    args = parser.parse_args(arguments)
-    if args.markdown or args.plot:
-        for mode in (markdown, plot):
-            if getattr(args, mode.__name__):
-                mode(args.out)
-        return
-    if not torch.cuda.is_available():
-        parser.error("measuring needs a GPU; --markdown and --plot do not")
+def run(args: Namespace) -> None:
     begin, bad = time.perf_counter(), wrong() if args.check else set()
     names = [name for name in args.formats if name not in bad]
     if args.tune:
-        return tune(names)
+        tune(names)
+        raise SystemExit
     device, (copy, read) = torch.cuda.get_device_name(), bandwidth()
     print(f"{device}: copy {copy:,.0f} GB/s, read {read:,.0f} GB/s", flush=True)
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
-    same = {"copy_gb_s": round(copy), "read_gb_s": round(read), "device": device, "commit": commit, "torch": torch.__version__}
-    same |= {"triton": importlib.import_module("triton").__version__, "python": platform.python_version()}
-    same |= {"command": " ".join(["eval/bench_kernels.py", *sys.argv[1:]])}
-    others, rows = [row for row in rows_of(args.out) if row["device"] != device or row["format"] not in {*names, "bf16"}], []
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    with args.out.open("w") as file:
-        file.writelines(json.dumps(row) + "\n" for row in others)
+    same = {"copy_gb_s": round(copy), "read_gb_s": round(read), "device": device}
+    same |= {"triton": importlib.import_module("triton").__version__}
 
-        def add(kind: str, name: str, case: str, us: float, size: int, **more) -> None:
-            rate = size / us / 1e3
-            row = {"what": "kernels", "date": time.strftime("%Y-%m-%d"), "kind": kind, "format": name, "case": case, "us": round(us, 2)}
-            rows.append(row | {"gb_s": round(rate, 1), "of_copy": round(rate / copy, 4)} | more | same)
-            print(f"{time.perf_counter() - begin:4.0f} s  {kind} {name} {case}: {us:,.1f} us", file=sys.stderr, flush=True)
-            file.write(json.dumps(rows[-1]) + "\n")
-            file.flush()
+    def add(kind: str, name: str, case: str, us: float, size: int, **more) -> None:
+        rate = size / us / 1e3
+        row = {"kind": kind, "format": name, "case": case, "us": round(us, 2)}
+        row |= {"gb_s": round(rate, 1), "of_copy": round(rate / copy, 4)} | more | same
+        print(f"{time.perf_counter() - begin:4.0f} s  {row}", file=sys.stderr, flush=True)
+        replace_rows(args.out, "kernels", [row], "device", "format", "kind", "case")
 
-        measure(names, args.quick, add)
-    show(rows)
-    print(f"{time.perf_counter() - begin:.0f} s in all; rows in {args.out}")
+    measure(names, args.quick, add)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = parser_of(__doc__, "kernels")
+    parser.add_argument("--formats", nargs="+", choices=list(REGISTRY), default=list(FORMATS), metavar="FORMAT")
+    parser.add_argument("--check", action="store_true", help="compare with the reference first; a format that is wrong is not timed")
+    parser.add_argument("--quick", action="store_true", help="8x32768, encode and decode alone")
+    parser.add_argument("--tune", action="store_true", help="launch sizes at 8x32768; writes nothing")
+    run_or_show(parser, parser.parse_args(arguments), run, "kernels", tables, plot)
 
 
 if __name__ == "__main__":

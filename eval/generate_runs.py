@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import gc
+import re
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
 import torch
-from generate_tables import kernel_times
+from gpu import fill, gpu, let_go, random_llama
 from torch import Tensor
 from torch._dynamo.utils import counters
-from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, PreTrainedModel, QuantizedCache, StaticCache
+from torch.autograd import DeviceType
+from transformers import DynamicCache, PreTrainedModel, QuantizedCache, StaticCache
 from transformers.cache_utils import Cache
 
 from qkvcache import CompressedCache
@@ -22,15 +24,13 @@ from qkvcache.evaluation.quality import held_bytes
 
 QUANTO, H2O, BUDGET = "QuantizedCache quanto 4-bit", "H2O", 4096
 WARM, SEEN = 6, 32  # steps that are left out, and that the profiler sees
-CHUNK, FILL = 8192, 2**27  # tokens of a prefill, elements that fill a layer at once
-LLAMA = {
-    "num_hidden_layers": 32, "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8,
-    "head_dim": 128, "vocab_size": 128256, "rope_theta": 500000.0, "max_position_embeddings": 2**22,
-}  # fmt: skip
-TINY = LLAMA | {
-    "num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "head_dim": 64, "vocab_size": 64,
-}  # fmt: skip
+CHUNK = 8192
+"""Tokens of a prefill."""
+KINDS = {  # the first that is found in a kernel's name
+    "attention": r"^(attend|reduce|rotate|mass|sum_splits|lse|column)\w*_kernel|^_(decode|dequantize)_kernel|flash|fmha|sdpa",
+    "append": r"encode|_quantize_kernel|append|store|_step_kernel|evict|index_copy|index_put|scatter|_cat_|CatArray",
+    "weights": r"gemm|gemv|nvjet|cutlass|cublas|splitk|(fused|add)_?mm|_mm_|matmul",
+}
 
 
 @dataclass(frozen=True)
@@ -66,20 +66,27 @@ class Clock:
         return [after - before for before, after in pairwise(self.times)]
 
 
-def gpu(name: str, *args) -> int:
-    """What `torch.cuda` says, or 0 without a GPU."""
-    return getattr(torch.cuda, name)(*args) or 0 if torch.cuda.is_available() else 0
-
-
 def free(model: PreTrainedModel) -> None:
     """Of the configuration before: compiled code with its CUDA graphs, and what they hold."""
     torch.compiler.reset()
     model.__dict__.pop("_compiled_call", None)
     counters.clear()
-    gc.collect()
-    gpu("synchronize")
-    gpu("empty_cache")
-    gpu("reset_peak_memory_stats")
+    let_go()
+
+
+def kernel_times(events: Iterable, steps: int, ms: float) -> dict:
+    """Milliseconds of GPU time a step, by kind; the GPU is idle for the rest of `ms`, which was measured without a profiler."""
+    times: Counter[str] = Counter()
+    for event in events:
+        if event.device_type == DeviceType.CUDA and not getattr(event, "is_user_annotation", False):
+            times[event.name] += event.time_range.elapsed_us() / 1e3 / steps
+    found: Counter[str] = Counter()
+    for name, spent in times.items():
+        found[next((kind for kind, pattern in KINDS.items() if re.search(pattern, name, re.IGNORECASE)), "rest")] += spent
+    busy = sum(times.values())
+    return {f"{kind}_ms": found[kind] for kind in (*KINDS, "rest")} | {
+        "busy_ms": busy, "idle_ms": max(ms - busy, 0.0), "ms": ms, "kernels": [[name[:120], spent] for name, spent in times.most_common(12)]
+    }  # fmt: skip
 
 
 class Bench:
@@ -87,14 +94,10 @@ class Bench:
 
     def __init__(self, tiny: bool, memory_gib: float, steps: int):
         self.steps, self.scale = steps, 128 if tiny else 1  # a tiny model reads a tiny part of each context
-        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         total = torch.cuda.mem_get_info()[1] if torch.cuda.is_available() else 2**20
         self.memory = min(memory_gib * 2**30, total)
         gpu("set_per_process_memory_fraction", self.memory / total)
-        config = LlamaConfig(**(TINY if tiny else LLAMA), bos_token_id=None, eos_token_id=None)
-        torch.manual_seed(0)
-        with self.device:
-            self.model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+        self.model = random_llama(tiny)
         self.weights = gpu("memory_allocated")
 
     def cache(self, name: str, mode: str, length: int) -> Cache:
@@ -110,17 +113,7 @@ class Bench:
         return CompressedCache(config, format=name, **options)
 
     def ids(self, *shape: int) -> Tensor:
-        return torch.randint(self.model.config.vocab_size, shape, device=self.device)
-
-    def fill(self, cache: Cache, batch: int, tokens: int) -> None:
-        """As a prompt would; each chunk is the same, and the first of a layer comes into an empty one."""
-        heads, dim = self.model.config.num_key_value_heads, self.model.config.head_dim
-        chunk = min(max(FILL // (batch * heads * dim), 1), tokens)
-        key, value = (torch.randn(batch, heads, chunk, dim, device=self.device, dtype=self.model.dtype) for _ in range(2))
-        for layer in range(self.model.config.num_hidden_layers):
-            for begin in range(0, tokens, chunk):
-                count = min(chunk, tokens - begin)
-                cache.update(key[:, :, :count], value[:, :, :count], layer)
+        return torch.randint(self.model.config.vocab_size, shape, device=self.model.device)
 
     def read(self, cache: Cache, ids: Tensor) -> float:
         """Seconds to read a prompt in chunks. `generate` would compile them for a cache with `max_length`."""
@@ -132,7 +125,7 @@ class Bench:
         return time.perf_counter() - begin
 
     def generate(self, cache: Cache, ids: Tensor, past: int, tokens: int, clock: Clock | None = None) -> None:
-        mask = torch.ones(ids.shape[0], past + ids.shape[1], dtype=torch.long, device=self.device)
+        mask = torch.ones(ids.shape[0], past + ids.shape[1], dtype=torch.long, device=self.model.device)
         self.model.generate(ids, attention_mask=mask, past_key_values=cache, max_new_tokens=tokens, do_sample=False, streamer=clock)
 
     def peak(self) -> int:
@@ -160,7 +153,7 @@ class Bench:
         cache = self.cache(run.cache, run.mode, run.context + last + SEEN)
         past, ids = run.context, self.ids(run.batch, 1)
         if run.how == "random":
-            self.fill(cache, run.batch, run.context)
+            fill(cache, self.model.config, run.batch, run.context)
         else:
             self.prefill(replace(run, context=2 * CHUNK // self.scale))  # compiles kernels
         if run.how == "chunks":
@@ -199,7 +192,7 @@ class Bench:
             batch, tokens = shape(count)
             free(self.model)
             cache = self.cache(run.cache, run.mode, tokens + 2)
-            self.fill(cache, batch, tokens)
+            fill(cache, self.model.config, batch, tokens)
             self.generate(cache, self.ids(batch, 1), tokens, 2)
             return max(self.size(cache), 1)
 

@@ -71,18 +71,15 @@ class Table:
     caption: str = ""
     rule: tuple[str, ...] = ("---", "---:")
 
-    @property
-    def rules(self) -> list[str]:
-        return [self.rule[min(i, len(self.rule) - 1)] for i in range(len(self.headers))]
-
     def markdown(self) -> str:
-        lines = [f"| {' | '.join(self.headers)} |", f"|{'|'.join(self.rules)}|", *(f"| {' | '.join(line)} |" for line in self.lines)]
+        rules = [self.rule[min(i, len(self.rule) - 1)] for i in range(len(self.headers))]
+        lines = [f"| {' | '.join(self.headers)} |", f"|{'|'.join(rules)}|", *(f"| {' | '.join(line)} |" for line in self.lines)]
         return "\n\n".join(filter(None, [self.title, "\n".join(lines), self.caption]))
 
     def rich(self) -> RichTable:
-        found = RichTable(title=self.title, caption=self.caption)
-        for header, rule in zip(self.headers, self.rules, strict=True):
-            found.add_column(header, justify="right" if rule.strip().endswith(":") else "left")
+        found = RichTable(title=self.title.strip("*"), caption=self.caption)
+        for i, header in enumerate(self.headers):
+            found.add_column(header, justify="right" if i else "left")
         for line in self.lines:
             found.add_row(*line)
         return found
@@ -129,8 +126,8 @@ def fraction(text: str) -> float:
     return value
 
 
-def parser_of(doc: str | None, results: str, minutes: float = float("inf")) -> ArgumentParser:
-    """The options of every script; `results` is the name of its rows."""
+def parser_of(doc: str | None, results: str, minutes: float | None = float("inf"), model: str | None = None) -> ArgumentParser:
+    """The options of every script, and with a default `model` those of what is measured on a model; `results` is the name of the rows."""
     parser = ArgumentParser(description=doc, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=RESULTS / f"{results}.jsonl", help="the rows; those of the same case are replaced")
     parser.add_argument(
@@ -139,6 +136,11 @@ def parser_of(doc: str | None, results: str, minutes: float = float("inf")) -> A
     parser.add_argument("--show", action="store_true", help="the tables on the terminal, from the rows")
     parser.add_argument("--markdown", action="store_true", help="the tables of the pages, from the rows")
     parser.add_argument("--plot", action="store_true", help="the picture, from the rows")
+    if model:
+        parser.add_argument("--model", default=model, help="'demo' (embedded), 'smollm2', a folder or a model on the Hub")
+        parser.add_argument("--device", default="cpu")
+        parser.add_argument("--dtype", default="float32", choices=DTYPES, help="of the model: what rounds is then the cache")
+        parser.add_argument("--text", type=Path, default="pydoc", help="'pydoc', the language reference of Python; or a file, .xz too")
     return parser
 
 
@@ -159,19 +161,27 @@ def present(args: Namespace, tables: Iterable[Table], plot: Callable[[], object]
             console.print(table.rich())
 
 
-def needs_gpu(parser: ArgumentParser, args: Namespace) -> None:
-    """Refuses to measure without one, unless a script has `--tiny`."""
-    if not (shows(args) or torch.cuda.is_available() or getattr(args, "tiny", False)):
-        others = "--show, --markdown, --plot" + (" and --tiny" if hasattr(args, "tiny") else "")
-        parser.error(f"measuring needs a GPU; {others} do not")
-
-
-def add_model(parser: ArgumentParser) -> None:
-    """What is measured, and on what."""
-    parser.add_argument("--model", default="demo", help="'demo' (embedded), 'smollm2', a folder or a model on the Hub")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--dtype", default="float32", choices=DTYPES, help="of the model: what rounds is then the cache")
-    parser.add_argument("--text", type=Path, default="pydoc", help="'pydoc', the language reference of Python; or a file, .xz too")
+def run_or_show(
+    parser: ArgumentParser,
+    args: Namespace,
+    measure: Callable[[Namespace], object],
+    begins: str,
+    tables: Callable[[list[dict]], Iterable[Table]],
+    plot: Callable[[list[dict], Path], object] | None = None,
+    gpu: bool = True,
+) -> None:
+    """A benchmark: measures, unless rows are only shown; then shows the rows of the studies that begin with `begins`. `gpu`: it needs one,
+    unless it has `--tiny`."""
+    if not shows(args):
+        if gpu and not torch.cuda.is_available() and not getattr(args, "tiny", False):
+            parser.error("measuring needs a GPU; --show, --markdown, --plot" + " and --tiny" * hasattr(args, "tiny") + " do not")
+        measure(args)
+    rows = [row for row in read_rows(args.out) if row["what"].startswith(begins)]
+    if shows(args) and not rows:
+        parser.error(f"{args.out} has no rows: measure first")
+    if args.plot and plot is None:
+        parser.error("there is no picture")
+    present(args, tables(rows), lambda: plot(rows, args.out.with_suffix(".png")))
 
 
 def refused(args: Namespace) -> str | None:

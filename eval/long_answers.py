@@ -18,15 +18,13 @@ from __future__ import annotations
 
 import argparse
 import random
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from difflib import SequenceMatcher
-from pathlib import Path
 
 import torch
-from arguments import add_model, at_least, described, fraction, in_time, load, name_of, stored_or_measured
-from long_answers_tables import BUCKETS, markdown, plot, table
+from harness import at_least, described, fraction, in_time, load, name_of, parser_of, present, stored_or_measured
+from long_answers_tables import BUCKETS, plot, table
 from recording import record
 from rich.console import Console
 from rich.progress import Progress
@@ -41,7 +39,6 @@ from qkvcache.evaluation.recall import KEYS
 from qkvcache.evaluation.spec import CacheSpec
 from qkvcache.formats import REGISTRY
 
-RESULTS = Path(__file__).parent / "results" / "long_answers.jsonl"
 KINDS = ("text", "count", "list", "recite")
 USUAL = (
     "identity", "int8", "fp8", "turboquant_k8v4", "hadaquant_k4v4", "turboquant_4bit_nc", "int4", "nvfp4",
@@ -117,7 +114,6 @@ def along(model: PreTrainedModel, cache: Cache, dense: Cache, ids: Tensor) -> Te
 
 
 def measure(args: argparse.Namespace) -> Iterator[dict]:
-    begin = time.perf_counter()
     model, tokenizer, text = load(args)
     prompts = [prompt(KINDS[i % len(KINDS)], random.Random(i), text, tokenizer, args.context, args.tokens) for i in range(args.prompts)]
     ids = torch.tensor([each.ids for each in prompts], device=model.device)
@@ -131,7 +127,7 @@ def measure(args: argparse.Namespace) -> Iterator[dict]:
 
     dense = None
     with Progress(console=Console(stderr=True), transient=True) as progress:
-        for spec in in_time(progress.track([CacheSpec(), *specs], description="caches"), args.minutes, begin):
+        for spec in in_time(progress.track([CacheSpec(), *specs], description="caches"), args.minutes):
             cache = filled(spec)
             answer = generate(model, cache, first, args.tokens)
             size = held_bytes(cache) / args.prompts / cache.get_seq_length()
@@ -148,13 +144,11 @@ def measure(args: argparse.Namespace) -> Iterator[dict]:
             yield described(args) | {
                 "cache": spec.name, "dtype": str(model.dtype), "context": args.context, "tokens": args.tokens, "prompts": args.prompts,
                 "bytes_per_token": size, "answers": outcomes, "kls": buckets,
-                "seconds": time.perf_counter() - begin,
             }  # fmt: skip
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_model(parser, RESULTS)
+    parser = parser_of(__doc__, "long_answers", model="demo")
     usual = [name for name in USUAL if name in REGISTRY]
     parser.add_argument("--formats", nargs="*", default=usual, choices=[[], *REGISTRY], metavar="FORMAT")
     parser.add_argument("--policies", nargs="*", default=[], choices=[[], *policies.REGISTRY], metavar="POLICY", help=f"with {EVICTED}")
@@ -163,19 +157,11 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--tokens", type=at_least(2), default=500, help="tokens of an answer")
     parser.add_argument("--forced", type=at_least(2), help="tokens of the dense answer along which KL is measured; default: --tokens")
     parser.add_argument("--prompts", type=at_least(1), default=8, help=f"a quarter each: {', '.join(KINDS)}")
-    parser.add_argument("--show", action="store_true", help="the table, from the rows")
-    parser.add_argument("--markdown", action="store_true", help="the table as markdown, from the rows")
-    parser.add_argument("--plot", action="store_true", help="the picture, from the rows")
     args = parser.parse_args(arguments)
     args.forced = min(args.forced or args.tokens, args.tokens)
     what = f"long_answers_{name_of(args.model)}"
-    rows = stored_or_measured(parser, args, what, measure, ("show", "markdown", "plot"))
-    if args.markdown:
-        print(markdown(rows))
-    elif args.plot:
-        plot(rows, args.out.with_name(f"{what}.png"))
-    else:
-        Console(width=180).print(table(rows))
+    rows = stored_or_measured(parser, args, what, measure)
+    present(args, [table(rows)], lambda: plot(rows, args.out.with_name(f"{what}.png")))
 
 
 if __name__ == "__main__":

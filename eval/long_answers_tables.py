@@ -1,4 +1,4 @@
-"""The tables and the picture of long_answers.py."""
+"""The table and the picture of long_answers.py."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import statistics
 from pathlib import Path
 
 from error_bars import percent, recalled, with_error
+from harness import Table, picture
 from palette import line_styles
-from rich.table import Table
 
 BUCKETS = ((0, 64), (64, 128), (128, 256), (256, 512), (512, 1024))
 MARKS = (64, 128, 256, 512, 1000)
@@ -62,54 +62,31 @@ def caption(rows: list[dict]) -> str:
 
 
 def table(rows: list[dict]) -> Table:
-    found = Table(title=f"long answers of {rows[0]['model']}", caption=caption(rows))
-    for header in columns(rows):
-        found.add_column(header, justify="left" if header == "cache" else "right")
-    for row in cells(rows):
-        found.add_row(*row)
-    return found
-
-
-def markdown(rows: list[dict]) -> str:
-    lines = [columns(rows), ["---"] * len(columns(rows)), *cells(rows)]
-    return "\n".join([*(f"| {' | '.join(line)} |" for line in lines), "", caption(rows)])
+    return Table(columns(rows), cells(rows), caption=caption(rows), rule=(" --- ",))
 
 
 def plot(rows: list[dict], path: Path) -> None:
     """How many answers are still the same, and how far the next token is from the dense run's, by tokens of the answer."""
-    import matplotlib
+    from matplotlib import ticker
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot, ticker
-
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 5), layout="constrained")
-    styles = line_styles(row["cache"] for row in rows[1:])
-    for row in rows[1:]:
-        style = styles[row["cache"]]
-        at = sorted(answer["first_difference"] for answer in row["answers"])
-        same = [(1, 1.0), *((x, 1 - (i + 1) / len(at)) for i, x in enumerate(at) if x < row["tokens"])]
-        ends, shares = [x for x, _ in same] + [row["tokens"]], [y for _, y in same] + [same[-1][1]]
-        left.step(ends, shares, where="post", label=row["cache"], **style | {"marker": ""})
-        middles = [sum(map(int, name.split("-"))) / 2 for name in row["kls"]]
-        kls = [statistics.mean(kl) for kl in row["kls"].values()]
-        if max(kls) > 1e-6:  # less is the order of sums
-            right.plot(middles, kls, **style)
-    left.set(
-        title="share of answers that are still the dense run's (higher is better)",
-        ylim=(-0.02, 1.02),
-        xscale="log",
-    )
-    right.set(
-        title="KL divergence along the dense run's answer, nats (lower is better)",
-        xscale="log",
-        yscale="log",
-    )
-    for axes in (left, right):
-        axes.xaxis.set_major_locator(ticker.FixedLocator([1, 4, 16, 64, 256, 1024]))
-        axes.xaxis.set_major_formatter("{x:g}")
-        axes.xaxis.set_minor_locator(ticker.NullLocator())
-    figure.legend(loc="outside lower center", ncols=6, fontsize=8)
     first = rows[0]
-    figure.suptitle(f"{first['model']}, {first['prompts']} answers after {first['context']:,} tokens")
-    figure.savefig(path, dpi=90)
-    print(path)
+    with picture(path, 1, 2, dpi=90, figsize=(12, 5), layout="constrained") as (figure, ((left, right),)):
+        styles = line_styles(row["cache"] for row in rows[1:])
+        for row in rows[1:]:
+            style = styles[row["cache"]]
+            at = sorted(answer["first_difference"] for answer in row["answers"])
+            same = [(1, 1.0), *((x, 1 - (i + 1) / len(at)) for i, x in enumerate(at) if x < row["tokens"])]
+            ends, shares = [x for x, _ in same] + [row["tokens"]], [y for _, y in same] + [same[-1][1]]
+            left.step(ends, shares, where="post", label=row["cache"], **style | {"marker": ""})
+            middles = [sum(map(int, name.split("-"))) / 2 for name in row["kls"]]
+            kls = [statistics.mean(kl) for kl in row["kls"].values()]
+            if max(kls) > 1e-6:  # less is the order of sums
+                right.plot(middles, kls, **style)
+        left.set(title="share of answers that are still the dense run's (higher is better)", ylim=(-0.02, 1.02), xscale="log")
+        right.set(title="KL divergence along the dense run's answer, nats (lower is better)", xscale="log", yscale="log")
+        for axes in (left, right):
+            axes.xaxis.set_major_locator(ticker.FixedLocator([1, 4, 16, 64, 256, 1024]))
+            axes.xaxis.set_major_formatter("{x:g}")
+            axes.xaxis.set_minor_locator(ticker.NullLocator())
+        figure.legend(loc="outside lower center", ncols=6, fontsize=8)
+        figure.suptitle(f"{first['model']}, {first['prompts']} answers after {first['context']:,} tokens")

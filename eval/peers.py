@@ -16,27 +16,23 @@ from __future__ import annotations
 import argparse
 import functools
 import importlib.metadata
-import time
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 
 import torch
-from arguments import add_model, at_least, described, in_time, load, name_of, refused
 from error_bars import percent, standard_error, with_error
+from harness import Table, at_least, described, in_time, load, name_of, parser_of, present, read_rows, refused, replace_rows, shows
 from recording import record
 from rich.console import Console
 from rich.progress import track
-from rows import read_rows, write_rows
 from transformers import DynamicCache, PreTrainedConfig, QuantizedCache
 from transformers.cache_utils import Cache
 from workload import rounded, sixteen_bit
 
 from qkvcache import CompressedCache
-from qkvcache.evaluation.provenance import provenance
+from qkvcache.evaluation.calibrate import windows_of
 from qkvcache.evaluation.quality import Divergence, Passages, divergence, held_bytes
 from qkvcache.formats import REGISTRY
 
-RESULTS = Path(__file__).parent / "results" / "peers.jsonl"
 PACKAGES = {"quanto": "optimum-quanto", "hqq": "hqq"}
 GROUPINGS = {
     "default": {},
@@ -78,15 +74,12 @@ def caches(config: PreTrainedConfig, formats: Sequence[str], backends: Sequence[
 def measure(args: argparse.Namespace) -> Iterator[list[dict]]:
     """All rows, after each text: those of the texts so far."""
     model, _, ids = load(args)
-    apart, length = len(ids) // args.passages, args.context + args.read_on
-    if length > apart:
-        raise ValueError(f"{args.passages} passages of {length:,} tokens need a longer text than {len(ids):,} tokens")
+    windows = windows_of(ids, args.passages, args.context + args.read_on).to(model.device)
     every = list(caches(model.config, args.formats, args.backends))
     found: list[list[Divergence]] = [[] for _ in every]
     sizes: list[float] = []
-    for i in in_time(range(args.passages), args.minutes, time.perf_counter()):
-        window = torch.tensor([ids[i * apart : i * apart + length]], device=model.device)
-        passages = Passages.read(model, window, args.context)
+    for i in in_time(range(args.passages), args.minutes):
+        passages = Passages.read(model, windows[i : i + 1], args.context)
         if i == 0:
             row = sixteen_bit(record(model, passages.context)[0], model)
             makers = [functools.partial(DynamicCache, config=model.config), *(make for _, make in every)]
@@ -114,11 +107,6 @@ def measured(size: float, dense: float, of: list[Divergence]) -> dict:
     }  # fmt: skip
 
 
-def key(row: dict) -> tuple:
-    """What one row alone has: when it is measured again, the new row takes its place."""
-    return row["format"], row["exact"], row.get("grouping"), row["text"]
-
-
 def name_of_cache(row: dict) -> str:
     if "peer" not in row:
         return f"`{row['format']}`"
@@ -133,44 +121,39 @@ def times(kls: list[float], base: list[float]) -> str:
     return f"{ratio:.0f}" if ratio >= 10 else f"{ratio:.1f}"
 
 
-def markdown(rows: list[dict]) -> str:
+def tables(rows: list[dict]) -> Iterator[Table]:
     """The peers and ours, the largest first."""
     base = next((row["kls"] for row in rows if row["format"] == BASE), None)
     headers = ("cache", "exact", "bytes/token", "smaller", "texts", "KL", f"times `{BASE}`'s", "same top token", "perplexity x")
-    lines = [headers, ("---",) * len(headers)]
-    for row in sorted(rows, key=lambda row: (row["ratio"], row["kl"])):
-        lines.append((
+    lines = [
+        (
             name_of_cache(row), row["exact"], f"{row['bytes_per_token']:,.0f}", f"{row['ratio']:.2f}x", str(len(row["kls"])),
             with_error(row["kl"], row["kl_error"]), times(row["kls"], base) if base else "",
             percent(row["same_top"], row["same_top_error"]), with_error(row["perplexity_ratio"], row["perplexity_ratio_error"]),
-        ))  # fmt: skip
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+        ) for row in sorted(rows, key=lambda row: (row["ratio"], row["kl"]))
+    ]  # fmt: skip
+    yield Table(headers, lines, rule=(" --- ",))
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_model(parser, RESULTS)
-    parser.set_defaults(model="smollm2")
+    parser = parser_of(__doc__, "peers", model="smollm2")
     parser.add_argument("--formats", nargs="*", default=OURS, choices=[[], *REGISTRY], metavar="FORMAT", help="ours, beside the peers")
     known = list(PACKAGES)
     parser.add_argument("--backends", nargs="*", default=known, choices=[[], *known], metavar="BACKEND", help="of QuantizedCache")
     parser.add_argument("--context", type=at_least(100), default=8064, help="tokens of the texts to read on")
     parser.add_argument("--passages", type=at_least(1), default=12, help="texts to read on")
     parser.add_argument("--read-on", type=at_least(2), default=128, help="tokens of each; the first does not count")
-    parser.add_argument("--markdown", action="store_true", help="the table of the page, from the rows")
     args = parser.parse_args(arguments)
     what = f"peers_{name_of(args.model)}"
-    if not args.markdown:
+    if not shows(args):
         if wrong := refused(args):
             parser.error(wrong)
-        before = [row for row in read_rows(args.out) if row["what"] == what]
         for rows in measure(args):
-            again = set(map(key, rows))
-            write_rows(args.out, what, [row for row in before if key(row) not in again] + [row | provenance() for row in rows])
-    rows = [row for row in read_rows(args.out) if row["what"] == what and row["text"] == args.text.name]
-    if not rows:
-        parser.error(f"{args.out} has no rows of {args.model} on {args.text.name}: run without --markdown first")
-    print(markdown(rows))
+            replace_rows(args.out, what, rows, "format", "exact", "grouping", "text")
+    rows = [row for row in read_rows(args.out, what) if row["text"] == args.text.name]
+    if not rows or args.plot:
+        parser.error("there is no picture" if rows else f"{args.out} has no rows of {args.model} on {args.text.name}: measure first")
+    present(args, tables(rows))
 
 
 if __name__ == "__main__":

@@ -29,12 +29,24 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
-from arguments import add_model, at_least, described, fraction, in_time, load, name_of, refused
+from harness import (
+    at_least,
+    described,
+    fraction,
+    in_time,
+    load,
+    name_of,
+    parser_of,
+    present,
+    read_rows,
+    refused,
+    replace_rows,
+    shows,
+    write_rows,
+)
 from policies_tables import DENSE, TABLES, plot
 from policies_tasks import STYLES, TASKS, THOUGHTS, Question, Thought, Writer, example, thought
 from recording import Recorded, record
-from rich.console import Console
-from rows import read_rows, replace_rows, write_rows
 from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import Cache
@@ -44,7 +56,6 @@ from qkvcache.evaluation.quality import compare
 from qkvcache.formats import REGISTRY as FORMATS
 from qkvcache.policies import Policy
 
-RESULTS = Path(__file__).parent / "results" / "policies.jsonl"
 RECENT = 32
 """Newest tokens that variants of policies protect, in place of half of the budget."""
 SEEN_QUESTIONS = 2
@@ -218,10 +229,10 @@ def cells(args: argparse.Namespace) -> Iterator[Cell]:
                         yield Cell(policy, 1.0 if policy == DENSE else budget, task, tokens, seen, format, context)
 
 
-def recall(bench: Bench, begin: float) -> Iterator[list[dict]]:
+def recall(bench: Bench) -> Iterator[list[dict]]:
     """All rows so far, after each cell. Of a cell that fails, the row has the error."""
     rows: dict[tuple, dict] = {}
-    for cell in in_time(cells(bench.args), bench.args.minutes, begin):
+    for cell in in_time(cells(bench.args), bench.args.minutes):
         row = rows.setdefault(tuple(cell.row.values()), cell.row | {"contexts": {}, "errors": []})
         try:
             row["contexts"].setdefault(cell.task, {})[str(cell.context)] = bench.measure(cell)
@@ -230,13 +241,13 @@ def recall(bench: Bench, begin: float) -> Iterator[list[dict]]:
         yield list(rows.values())
 
 
-def thoughts(bench: Bench, begin: float) -> Iterator[list[dict]]:
+def thoughts(bench: Bench) -> Iterator[list[dict]]:
     """All rows so far, after each policy at each budget; of one that fails, the row has the error."""
     args, rows = bench.args, []
     shard, shards = args.shard
     named = [name for name in args.policies if name.split(",")[0] in WHILE_DECODING]
     every = [(DENSE, args.length), *((name, size) for size in args.kept for name in named)]
-    for policy, size in in_time(every[shard::shards], args.minutes, begin):
+    for policy, size in in_time(every[shard::shards], args.minutes):
         row: dict = {"policy": policy, "budget": size, "length": args.length, "step": args.step, "errors": []}
         rows.append(row)
         for kind in THOUGHTS:
@@ -284,7 +295,7 @@ def significant(x: float) -> float:
     return float(f"{x:.4g}")
 
 
-STUDIES: dict[str, Callable[[Bench, float], Iterator[list[dict]]]] = {"recall": recall, "thoughts": thoughts}
+STUDIES: dict[str, Callable[[Bench], Iterator[list[dict]]]] = {"recall": recall, "thoughts": thoughts}
 
 
 def what(study: str, model: str) -> str:
@@ -299,9 +310,8 @@ def shard_of(text: str) -> tuple[int, int]:
 
 
 def parser() -> argparse.ArgumentParser:
-    found = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    found = parser_of(__doc__, "policies", model="demo")
     found.add_argument("studies", nargs="*", choices=[[], *STUDIES], metavar="STUDY", help=f"{' or '.join(STUDIES)}; default: both")
-    add_model(found, RESULTS)
     found.add_argument("--policies", nargs="*", default=list(VARIANTS), choices=[[], *VARIANTS], metavar="POLICY")
     found.add_argument("--best", nargs="*", default=[], choices=[[], *VARIANTS], metavar="POLICY", help="those of formats but the first")
     found.add_argument("--budgets", nargs="+", type=fraction, default=[0.5, 0.25, 0.1, 0.75], help="shares of the prompt that are kept")
@@ -316,9 +326,6 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--rows", type=at_least(1), default=16, help="thoughts of each kind")
     found.add_argument("--shard", type=shard_of, default=(0, 1), metavar="I/N", help="the part of the work that is done here")
     found.add_argument("--merge", nargs="+", type=Path, metavar="FILE", help="adds the rows of these files to --out")
-    found.add_argument("--show", action="store_true", help="the tables, from the rows")
-    found.add_argument("--markdown", action="store_true", help="the tables as markdown, from the rows")
-    found.add_argument("--plot", action="store_true", help="the pictures, from the rows")
     return found
 
 
@@ -328,33 +335,27 @@ def main(arguments: list[str] | None = None) -> None:
     if args.merge:
         for study in studies:
             merge(args.out, what(study, args.model), args.merge)
-    elif not (args.show or args.markdown or args.plot):
+    elif not shows(args):
         if wrong := refused(args):
             parser().error(wrong)
-        begin, bench = time.perf_counter(), Bench(args)
+        bench = Bench(args)
         for study in studies:
-            measure(study, args, bench, begin)
-    found = {study: [row for row in read_rows(args.out) if row["what"] == what(study, args.model)] for study in studies}
+            measure(study, args, bench)
+    found = {study: read_rows(args.out, what(study, args.model)) for study in studies}
     if not any(found.values()):
         parser().error(f"{args.out} has no rows of {args.model}: run without --show, --markdown and --plot first")
-    if args.plot:
-        plot(found["recall"], args.out.with_name(f"{args.out.stem}_{name_of(args.model)}.png"))
-        return
-    for study, rows in found.items():
-        for table in TABLES[study](rows):
-            if args.markdown:
-                print(f"{table.markdown()}\n")
-            else:
-                Console(width=200).print(table.rich())
+    tables = [table for study, rows in found.items() for table in TABLES[study](rows)]
+    present(args, tables, lambda: plot(found["recall"], args.out.with_name(f"{args.out.stem}_{name_of(args.model)}.png")))
 
 
-def measure(study: str, args: argparse.Namespace, bench: Bench, begin: float) -> None:
+def measure(study: str, args: argparse.Namespace, bench: Bench) -> None:
     """Writes the rows while they grow, every few seconds and at the end, however it comes."""
     same = described(args) | {"dtype": str(bench.model.dtype)}
     rows: list[dict] = []
-    written, count = time.perf_counter(), 0
+    begin = written = time.perf_counter()
+    count = 0
     try:
-        for count, rows in enumerate(STUDIES[study](bench, begin), 1):  # noqa: B007
+        for count, rows in enumerate(STUDIES[study](bench), 1):  # noqa: B007
             if time.perf_counter() - written > WRITE_EVERY:
                 replace_rows(args.out, what(study, args.model), [same | row for row in rows])
                 written = time.perf_counter()

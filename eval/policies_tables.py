@@ -9,37 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from error_bars import percent, with_error
+from harness import Table, picture
 from palette import line_styles, policy_color
-from rich.table import Table
 
 DENSE = "dense"
+RULE = (" --- ", " ---: ")
 LEAST = 0.3
 """Of the answers to a task that the dense run must recall, for the task to count."""
 COMPARED = 0.25
 """The budget by which policies are sorted, and at which they are compared task by task."""
-
-
-@dataclass(frozen=True)
-class Named:
-    """A table: its title, headers and cells, and what is to be known beside it."""
-
-    title: str
-    headers: list[str]
-    cells: list[list[str]]
-    caption: str = ""
-
-    def rich(self) -> Table:
-        found = Table(title=self.title, caption=self.caption)
-        for index, header in enumerate(self.headers):
-            found.add_column(header, justify="right" if index else "left")
-        for row in self.cells:
-            found.add_row(*row)
-        return found
-
-    def markdown(self) -> str:
-        lines = [self.headers, ["---", *["---:"] * (len(self.headers) - 1)], *self.cells]
-        text = "\n".join(f"| {' | '.join(line)} |" for line in lines)
-        return f"**{self.title}**\n\n{text}" + (f"\n\n{self.caption}" if self.caption else "")
 
 
 Estimate = tuple[float, float]
@@ -149,7 +127,7 @@ def settings(rows: list[dict]) -> list[Setting]:
     return found
 
 
-def recall_tables(rows: list[dict]) -> Iterator[Named]:
+def recall_tables(rows: list[dict]) -> Iterator[Table]:
     every = settings(rows)
     for setting in every:
         tasks = counted(setting.dense)
@@ -172,33 +150,33 @@ def recall_tables(rows: list[dict]) -> Iterator[Named]:
             + (f"; left out, as the dense run recalls less than {LEAST:.0%}: {', '.join(left_out)}" if left_out else "")
             + ("." if setting.seen else ". KL: nats, of 64 tokens that follow a text.")
         )
-        yield Named(setting.name, ["policy", *headers, *kl_headers], cells, caption)
+        yield Table(["policy", *headers, *kl_headers], cells, f"**{setting.name}**", caption, RULE)
     for setting in every[:1]:
         yield by_task(setting)
     yield dense_recall(every)
 
 
-def by_task(setting: Setting) -> Named:
+def by_task(setting: Setting) -> Table:
     budget = setting.compared
     tasks = counted(setting.dense)
     cells = []
     for policy in setting.policies:
         if row := setting.of(policy, budget):
             cells.append([policy, *(shown(relative_recall(row, setting.dense, [task]), percent) for task in tasks)])
-    return Named(f"by task: {setting.name}, {budget:.0%} kept", ["policy", *tasks], cells)
+    return Table(["policy", *tasks], cells, f"**by task: {setting.name}, {budget:.0%} kept**", rule=RULE)
 
 
-def dense_recall(every: list[Setting]) -> Named:
+def dense_recall(every: list[Setting]) -> Table:
     every = [setting for setting in every if setting.format == "identity"]
     tasks = list(dict.fromkeys(task for setting in every for task in setting.dense["contexts"] if task != "text"))
     cells = []
     for setting in every:
         of = [[x["recall"] for x in setting.dense["contexts"].get(task, {}).values() if "recall" in x] for task in tasks]
         cells.append([setting.name, *(shown(mean(found), percent) if found else "" for found in of)])
-    return Named("recall of the dense run", ["", *tasks], cells)
+    return Table(["", *tasks], cells, "**recall of the dense run**", rule=RULE)
 
 
-def thoughts_tables(rows: list[dict]) -> Iterator[Named]:
+def thoughts_tables(rows: list[dict]) -> Iterator[Table]:
     dense = next((row for row in rows if row["policy"] == DENSE), None)
     budgets = sorted({row["budget"] for row in rows if row["policy"] != DENSE})
     if dense is None or not budgets:
@@ -217,7 +195,7 @@ def thoughts_tables(rows: list[dict]) -> Iterator[Named]:
         f"measured in the second half: earlier results that a chain repeats (the dense run recalls {shown(base, percent)}), recall "
         "relative to the dense run, nats a token by which they are less likely, KL divergence of all tokens, and that of a text."
     )
-    yield Named("thoughts: tokens kept while decoding", ["policy", *headers], cells, caption)
+    yield Table(["policy", *headers], cells, "**thoughts: tokens kept while decoding**", caption, RULE)
 
 
 def thoughts_cells(row: dict, dense: dict) -> list[str]:
@@ -236,34 +214,26 @@ TABLES = {"recall": recall_tables, "thoughts": thoughts_tables}
 
 def plot(rows: list[dict], path: Path) -> None:
     """Recall, likelihood lost and KL divergence against the budget, of the shortest contexts: one line a policy."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     every = [setting for setting in settings(rows) if setting.format == "identity"]
     every = [setting for setting in every if setting.tokens == every[0].tokens]
-    figure, grid = pyplot.subplots(1, len(every) + 1, figsize=(5.5 * (len(every) + 1), 5.5), layout="constrained", squeeze=False)
-    styles = line_styles(sorted({policy for setting in every for policy in setting.policies}), policy_color)
-    drawn = {}
-    for index, axes in enumerate(grid[0]):
-        setting = every[min(index, len(every) - 1)] if index < len(every) else every[0]
-        tasks = counted(setting.dense)
-        for policy in setting.policies:
-            found = []
-            for budget in setting.budgets:
-                row = setting.of(policy, budget)
-                value = row and (relative_recall(row, setting.dense, tasks) if index < len(every) else divergence(row))
-                if value:
-                    found.append((100 * budget, value[0] * (100 if index < len(every) else 1)))
-            if found:
-                (drawn[policy],) = axes.plot(*zip(*found, strict=True), markersize=4, **styles[policy])
-        if index < len(every):
-            axes.set(title=setting.name, ylabel="recall, % of the dense run's (higher is better)")
-        else:
-            axes.set(title=f"{setting.tokens:,} tokens: text read on", ylabel="KL divergence, nats (lower is better)", yscale="log")
-        axes.set(xlabel="tokens kept, % (left is smaller)")
-        axes.grid(alpha=0.3)
-    figure.legend(drawn.values(), drawn, loc="outside lower center", ncols=6, fontsize=8)
-    figure.savefig(path, dpi=90)
-    print(path)
+    columns = len(every) + 1
+    with picture(path, 1, columns, dpi=90, figsize=(5.5 * columns, 5.5), layout="constrained") as (figure, (grid,)):
+        styles = line_styles(sorted({policy for setting in every for policy in setting.policies}), policy_color)
+        drawn = {}
+        for setting, axes in zip([*every, every[0]], grid, strict=True):
+            last, tasks = axes is grid[-1], counted(setting.dense)
+            for policy in setting.policies:
+                found = []
+                for budget in setting.budgets:
+                    row = setting.of(policy, budget)
+                    if value := row and (divergence(row) if last else relative_recall(row, setting.dense, tasks)):
+                        found.append((100 * budget, value[0] * (1 if last else 100)))
+                if found:
+                    (drawn[policy],) = axes.plot(*zip(*found, strict=True), markersize=4, **styles[policy])
+            if last:
+                axes.set(title=f"{setting.tokens:,} tokens: text read on", ylabel="KL divergence, nats (lower is better)", yscale="log")
+            else:
+                axes.set(title=setting.name, ylabel="recall, % of the dense run's (higher is better)")
+            axes.set(xlabel="tokens kept, % (left is smaller)")
+            axes.grid(alpha=0.3)
+        figure.legend(drawn.values(), drawn, loc="outside lower center", ncols=6, fontsize=8)

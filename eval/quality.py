@@ -3,7 +3,7 @@
     python eval/quality.py                                        the embedded model: minutes on two cores
     python eval/quality.py --model smollm2 --context 1000 --facts-in 1000 --policies            a real one: minutes on two cores
     python eval/quality.py --model smollm2 --device cuda --context 8064 --passages 12 --read-on 128 --facts-in 1000 4000 8000 --cases 16
-    python eval/quality.py --show | --markdown | --plot | --csv FILE      from the rows of --model
+    python eval/quality.py --show | --markdown | --plot      from the rows of --model
 
 The model reads a context once, then reads on, or answers, through each cache as if the tokens came one by one. KL divergence is of the next
 token from the dense run, in nats. Recall is of facts, the question *unseen* when the context is stored and cut down, or *seen* at its end.
@@ -15,12 +15,10 @@ from __future__ import annotations
 
 import argparse
 import functools
-import time
 from collections.abc import Iterator
-from pathlib import Path
 
-from arguments import add_model, at_least, described, fraction, in_time, load, name_of, refused, stored_or_measured
-from quality_pictures import csv, markdown, plot, table
+from harness import at_least, described, fraction, in_time, load, name_of, parser_of, present, refused, stored_or_measured
+from quality_pictures import plot, table
 from rich.console import Console
 from rich.progress import Progress
 from transformers import DynamicCache, PreTrainedConfig
@@ -32,7 +30,6 @@ from qkvcache.evaluation.recall import FORMS
 from qkvcache.formats import REGISTRY
 from qkvcache.planning.model import shapes
 
-RESULTS = Path(__file__).parent / "results" / "quality.jsonl"
 ZONES = {"4 + 64": {}, "none": {"num_sink_tokens": 0, "residual_length": 0}}
 EVICTED = ("turboquant_4bit_nc",)
 """What evicting caches store tokens in: what `recommend` takes most often."""
@@ -69,7 +66,6 @@ def caches(config: PreTrainedConfig, args: argparse.Namespace) -> Iterator[tuple
 
 
 def measure(args: argparse.Namespace) -> Iterator[dict]:
-    begin = time.perf_counter()
     model, tokenizer, ids = load(args)
     dims = head_dims(model.config)
     args.formats = [name for name in args.formats if not any(REGISTRY[name].refuses(dim) for dim in dims)]
@@ -77,8 +73,8 @@ def measure(args: argparse.Namespace) -> Iterator[dict]:
     workload = Workload.make(model, tokenizer, ids, **sizes, facts_in=args.facts_in, form=FORMS[args.facts])
     every = list(caches(model.config, args))
     with Progress(console=Console(stderr=True), transient=True) as progress:
-        for row, make in in_time(progress.track(every, description="caches"), args.minutes, begin):
-            yield described(args) | row | workload.measure(make) | {"facts": args.facts, "seconds": time.perf_counter() - begin}
+        for row, make in in_time(progress.track(every, description="caches"), args.minutes):
+            yield described(args) | row | workload.measure(make) | {"facts": args.facts}
 
 
 def head_dims(config: PreTrainedConfig) -> set[int]:
@@ -99,8 +95,7 @@ def _refused(args: argparse.Namespace) -> str | None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_model(parser, RESULTS)
+    parser = parser_of(__doc__, "quality", model="demo")
     known = list(REGISTRY)
     usual = [name for name in known if not name.endswith(VARIANTS)]
     parser.add_argument(
@@ -118,24 +113,12 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument(
         "--facts", choices=FORMS, help="what is to be recalled; default: code_word for the embedded model, number for others"
     )
-    parser.add_argument("--show", action="store_true", help="the table, from the rows")
-    parser.add_argument("--markdown", action="store_true", help="the table of the README, from the rows")
-    parser.add_argument("--plot", action="store_true", help="the pictures, from the rows")
-    parser.add_argument("--csv", type=Path, metavar="FILE", help="the rows as CSV")
     args = parser.parse_args(arguments)
     args.formats = known if "all" in args.formats else list(args.formats)
     args.facts_in = args.facts_in or [args.context]
     args.facts = args.facts or ("code_word" if args.model == "demo" else "number")
-    what = f"quality_{name_of(args.model)}"
-    rows = stored_or_measured(parser, args, what, measure, ("show", "markdown", "plot", "csv"), _refused)
-    if args.markdown:
-        print(markdown(rows))
-    elif not (args.plot or args.csv):
-        Console(width=140).print(table(rows))
-    if args.plot:
-        plot(rows, args.out.with_name(f"{args.out.stem}_{name_of(args.model)}.png"))
-    if args.csv:
-        csv(rows, args.csv)
+    rows = stored_or_measured(parser, args, f"quality_{name_of(args.model)}", measure, _refused)
+    present(args, [table(rows)], lambda: plot(rows, args.out.with_name(f"{args.out.stem}_{name_of(args.model)}.png")))
 
 
 if __name__ == "__main__":

@@ -1,13 +1,12 @@
-"""The tables and pictures of quality.py."""
+"""The table and the picture of quality.py."""
 
 from __future__ import annotations
 
-import csv as csv_files
 from pathlib import Path
 
 from error_bars import paired, percent, recalled, share_error, with_error
+from harness import Table, picture
 from palette import family, format_color, policy_color
-from rich.table import Table
 
 
 def name_of(row: dict) -> str:
@@ -80,26 +79,7 @@ def caption(rows: list[dict]) -> str:
 
 def table(rows: list[dict]) -> Table:
     rows = by_kl(rows)
-    found = Table(title=f"{rows[0]['model']}, {rows[0]['context']:,} tokens of context", caption=caption(rows))
-    for header in columns(rows):
-        found.add_column(header, justify="left" if header in ("cache", "exact") else "right")
-    for row in cells(rows):
-        found.add_row(*row)
-    return found
-
-
-def markdown(rows: list[dict]) -> str:
-    rows = by_kl(rows)
-    lines = [columns(rows), ("---",) * len(columns(rows)), *cells(rows)]
-    return "\n".join([*(f"| {' | '.join(line)} |" for line in lines), "", caption(rows)])
-
-
-def csv(rows: list[dict], path: Path) -> None:
-    names = list(dict.fromkeys(name for row in rows for name in row))
-    with path.open("w", newline="") as file:
-        writer = csv_files.DictWriter(file, names)
-        writer.writeheader()
-        writer.writerows(rows)
+    return Table(columns(rows), cells(rows), caption=caption(rows), rule=(" --- ",))
 
 
 def series(row: dict) -> tuple[str, dict]:
@@ -115,40 +95,35 @@ def series(row: dict) -> tuple[str, dict]:
 
 def plot(rows: list[dict], path: Path) -> None:
     """Divergence and recall against bytes with their errors, the Pareto front drawn through the points that lie on it."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot, ticker
+    from matplotlib import ticker
 
     first = rows[0]
     points = [row for row in by_kl(rows) if row["format"] and name_of(row) != "identity"]  # exact, but for the order of sums
     facts = len(first["recall"]) * 2 * first["cases"]
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 6), layout="constrained")
-    for row in points:
-        label, drawn = series(row)
-        drawn |= {"markersize": 5, "elinewidth": 0.8, "linestyle": "none", "alpha": 0.8}
-        left.errorbar(row["ratio"], row["kl"], row["kl_error"], label=label, **drawn)
-        right.errorbar(row["ratio"], all_right(row) / facts, share_error(all_right(row), facts), **drawn)
-    on = [points[i] for i in sorted(front(points), key=lambda i: points[i]["ratio"])]
-    left.plot([row["ratio"] for row in on], [row["kl"] for row in on], color="black", linewidth=0.8, label="Pareto front", zorder=0)
-    last = 0.0
-    for row in on:  # of points that lie together, one is named
-        if row["ratio"] > 1.04 * last:
-            at = {"xytext": (5, -2), "textcoords": "offset points", "fontsize": 7, "va": "top", "rotation": -20}
-            left.annotate(label_of(row), (row["ratio"], row["kl"]), **at)
-            last = row["ratio"]
-    right.axhline(all_right(first) / facts, color="black", linestyle=":", linewidth=1, label="dense")
-    left.set(yscale="log", title="KL divergence from the uncompressed run, nats (lower is better)")
-    right.set(ylim=(-0.03, 1.05), title=f"share of {facts} facts recalled (higher is better)")
-    for axes in (left, right):
-        axes.set(xscale="log", xlabel="times smaller than DynamicCache in 16 bit (right is better)")
-        axes.set_xlim(right=2 * max(row["ratio"] for row in points))  # room for names
-        axes.xaxis.set_major_locator(ticker.FixedLocator([1, 2, 3, 4, 5, 6, 8, 12, 16, 24]))
-        axes.xaxis.set_major_formatter("{x:g}")
-        axes.minorticks_off()
-    named = {label: mark for axes in (left, right) for mark, label in zip(*axes.get_legend_handles_labels(), strict=True)}
-    figure.legend(named.values(), named.keys(), loc="outside lower center", ncols=5, fontsize=8)
-    passages, read_on = first["read_on"]
-    figure.suptitle(f"{first['model']}: {passages} x {read_on - 1} tokens after {first['context']:,}, standard errors over the texts")
-    figure.savefig(path, dpi=90)
-    print(path)
+    with picture(path, 1, 2, dpi=90, figsize=(12, 6), layout="constrained") as (figure, ((left, right),)):
+        for row in points:
+            label, drawn = series(row)
+            drawn |= {"markersize": 5, "elinewidth": 0.8, "linestyle": "none", "alpha": 0.8}
+            left.errorbar(row["ratio"], row["kl"], row["kl_error"], label=label, **drawn)
+            right.errorbar(row["ratio"], all_right(row) / facts, share_error(all_right(row), facts), **drawn)
+        on = [points[i] for i in sorted(front(points), key=lambda i: points[i]["ratio"])]
+        left.plot([row["ratio"] for row in on], [row["kl"] for row in on], color="black", linewidth=0.8, label="Pareto front", zorder=0)
+        last = 0.0
+        for row in on:  # of points that lie together, one is named
+            if row["ratio"] > 1.04 * last:
+                at = {"xytext": (5, -2), "textcoords": "offset points", "fontsize": 7, "va": "top", "rotation": -20}
+                left.annotate(label_of(row), (row["ratio"], row["kl"]), **at)
+                last = row["ratio"]
+        right.axhline(all_right(first) / facts, color="black", linestyle=":", linewidth=1, label="dense")
+        left.set(yscale="log", title="KL divergence from the uncompressed run, nats (lower is better)")
+        right.set(ylim=(-0.03, 1.05), title=f"share of {facts} facts recalled (higher is better)")
+        for axes in (left, right):
+            axes.set(xscale="log", xlabel="times smaller than DynamicCache in 16 bit (right is better)")
+            axes.set_xlim(right=2 * max(row["ratio"] for row in points))  # room for names
+            axes.xaxis.set_major_locator(ticker.FixedLocator([1, 2, 3, 4, 5, 6, 8, 12, 16, 24]))
+            axes.xaxis.set_major_formatter("{x:g}")
+            axes.minorticks_off()
+        named = {label: mark for axes in (left, right) for mark, label in zip(*axes.get_legend_handles_labels(), strict=True)}
+        figure.legend(named.values(), named.keys(), loc="outside lower center", ncols=5, fontsize=8)
+        passages, read_on = first["read_on"]
+        figure.suptitle(f"{first['model']}: {passages} x {read_on - 1} tokens after {first['context']:,}, standard errors over the texts")

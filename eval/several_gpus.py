@@ -16,17 +16,14 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from arguments import at_least
-from rich.console import Console
-from rich.table import Table
-from rows import replace_rows
+from harness import Table, at_least, device_name, parser_of, replace_rows, run_or_show
 
 from qkvcache import demo
 
-RESULTS = Path(__file__).parent / "results" / "several_gpus.jsonl"
 WAYS = {"one": {}, "tensor parallel": {"tp_plan": "auto"}, "device_map": {"parallelize": True}, "data parallel": {}}
 LAUNCHED = {  # each ends with the option that takes the number of processes
     "tensor parallel": ["torch.distributed.run", "--standalone", "--nproc-per-node"],
@@ -109,26 +106,36 @@ def compare(found: dict[str, list[dict]], args: argparse.Namespace) -> list[dict
             rows.append(
                 {"way": way} | kept
                 | {"off_choices": off["choices"], "off_texts": off["texts"], "same_answers": same, "model": Path(args.model).name}
-                | {"device": torch.cuda.get_device_name() if args.device.startswith("cuda") else args.device, "dtype": args.dtype}
+                | {"device": device_name(args.device), "dtype": args.dtype}
             )  # fmt: skip
     return rows
 
 
-def show(rows: list[dict]) -> None:
-    table = Table(title="against one device: relative difference of log-probabilities, and how many answers are the same")
-    for header in ("way", "cache", "choices", "texts", "answers", "recall", "bytes/token", "ranks", "on"):
-        table.add_column(header, justify="right" if header in ("choices", "texts", "answers", "recall", "bytes/token", "ranks") else "left")
+def tables(rows: list[dict]) -> Iterator[Table]:
+    lines = []
     for row in rows:
         off = (f"{row[f'off_{name}']:.1e}" for name in ("choices", "texts"))
-        table.add_row(
-            row["way"], row["cache"], *off, f"{row['same_answers']:.0%}", f"{row['recall']:.0%}", f"{row['bytes_per_token']:,.0f}",
-            str(row["ranks"]), ", ".join(row["devices"]),
-        )  # fmt: skip
-    Console(width=140).print(table)
+        shares = (f"{row[name]:.0%}" for name in ("same_answers", "recall"))
+        lines.append(
+            [row["way"], row["cache"], *off, *shares, f"{row['bytes_per_token']:,.0f}", str(row["ranks"]), ", ".join(row["devices"])]
+        )
+    headers = ["way", "cache", "choices", "texts", "answers", "recall", "bytes/token", "ranks", "on"]
+    yield Table(headers, lines, "against one device: relative difference of log-probabilities, and how many answers are the same")
+
+
+def measure(args: argparse.Namespace) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        ways = [way for way in WAYS if args.device.startswith("cuda") or way != "data parallel"]  # lm-eval splits requests on GPUs alone
+        found = {way: start(way, args, Path(folder) / f"{way}.json") for way in ways}
+    rows = compare(found, args)
+    replace_rows(args.out, f"several_{args.device.split(':')[0]}", rows)
+    worst = max(max(row["off_choices"], row["off_texts"]) for row in rows if row["cache"] in ("dynamic", "identity"))
+    if worst > 1e-4:
+        sys.exit(f"exact caches differ by {worst:.1e}")
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, "several_gpus")
     parser.add_argument("--model", default=str(demo.MODEL_PATH), help="with as many KV heads as processes, or a multiple")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", default="float32", help="in 16 bit, sums in another order differ visibly")
@@ -137,24 +144,14 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--cases", type=at_least(1), default=8)
     parser.add_argument("--memory", default="15MiB", help="of each GPU under device_map; the embedded model has 19 MiB of weights in fp32")
     parser.add_argument("--way", choices=WAYS, help=argparse.SUPPRESS)
-    parser.add_argument("--out", type=Path, default=RESULTS, help="where the rows go")
     args = parser.parse_args(arguments)
-    if args.way:
-        rows = score(args.way, args)
-        if int(os.environ.get("RANK", "0")) == 0:
-            args.out.write_text(json.dumps(rows))
-        if torch.distributed.is_initialized():
-            torch.distributed.destroy_process_group()
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        ways = [way for way in WAYS if args.device.startswith("cuda") or way != "data parallel"]  # lm-eval splits requests on GPUs alone
-        found = {way: start(way, args, Path(folder) / f"{way}.json") for way in ways}
-    rows = compare(found, args)
-    replace_rows(args.out, f"several_{args.device.split(':')[0]}", rows)
-    show(rows)
-    worst = max(max(row["off_choices"], row["off_texts"]) for row in rows if row["cache"] in ("dynamic", "identity"))
-    if worst > 1e-4:
-        sys.exit(f"exact caches differ by {worst:.1e}")
+    if not args.way:
+        return run_or_show(parser, args, measure, "several", tables, gpu=False)
+    rows = score(args.way, args)
+    if int(os.environ.get("RANK", "0")) == 0:
+        args.out.write_text(json.dumps(rows))
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -1,22 +1,22 @@
 """The tables and the picture of README and of the site that draw on several studies, from the rows in eval/results; nothing is measured.
 
-python eval/summary.py caches | steps | room | prefix | cpu    a table, as markdown
-python eval/summary.py picture [--out FILE]                             quality against memory on the real model
+python eval/summary.py caches | steps | room                     a table, as markdown
+python eval/summary.py picture [--out FILE]                      quality against memory on the real model
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 
 from error_bars import number
+from harness import RESULTS, Table, picture, read_rows
 from palette import family, format_color, policy_color
 
-RESULTS = Path(__file__).parent / "results"
 PICTURE = RESULTS / "overview.png"
 UNCENTERED = "_uncentered"
+RULE = (" --- ",)
 CACHES = {
     'QuantizedPerTokenCache(config, dtype="int8")': "int8",
     "TurboQuantCache(config)": "turboquant_4bit_nc",
@@ -28,13 +28,7 @@ H100 = "NVIDIA H100 80GB HBM3"
 
 
 def rows(name: str) -> list[dict]:
-    path = RESULTS / f"{name}.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines() if line] if path.exists() else []
-
-
-def table(headers: Iterable[str], lines: Iterable[Iterable[str]]) -> str:
-    headers = list(headers)
-    return "\n".join(f"| {' | '.join(line)} |" for line in [headers, ["---"] * len(headers), *map(list, lines)])
+    return read_rows(RESULTS / f"{name}.jsonl")
 
 
 def quality(format: str | None, policy: str | None = None, budget: float | None = None) -> dict | None:
@@ -68,7 +62,7 @@ def step(cache: str, mode: str, case: tuple[int, int] = (8, 32_768), device: str
     return max(found, key=lambda row: row["run"], default=None)
 
 
-def caches() -> str:
+def caches() -> Table:
     dense, base = quality(None), step("DynamicCache", "eager")
     kept, kept_of = quality("turboquant_4bit_nc", "snapkv", 0.5), next(row for row in rows("quality_policies") if row["format"] is None)
     if dense is None or base is None or kept is None:
@@ -81,14 +75,14 @@ def caches() -> str:
             f"{base['ms'] / whole['ms']:.1f}x" if whole else "",
         ])  # fmt: skip
     lines.append([f"`{SNAPKV}`", *_quality(kept, kept_of), "", ""])
-    return table(["cache", "smaller", "KL", "facts", "attention", "a step"], lines)
+    return Table(["cache", "smaller", "KL", "facts", "attention", "a step"], lines, rule=RULE)
 
 
 def _quality(row: dict, dense: dict) -> tuple[str, str, str]:
     return f"{row['ratio']:.1f}x", number(row["kl"]), f"{100 * facts(row) / facts(dense):.0f} %"
 
 
-def steps() -> str:
+def steps() -> Table:
     shown = [("DynamicCache", "eager"), ("StaticCache", "compiled"), ("identity", "eager"), ("turboquant_4bit_nc", "eager")]
     shown += [(name, "compiled") for name in ("identity", "int8", "fp8", "int4", "nvfp4", "turboquant_4bit_nc")]
     places = [((8, 32_768), H100), ((8, 32_768), "NVIDIA H200"), ((1, 8192), "NVIDIA H200")]
@@ -102,10 +96,10 @@ def steps() -> str:
         how = {"eager": "" if "Cache" in cache else ", growing", "compiled": ", compiled"}[mode]
         lines.append([f"`{cache}`{how}", *cells, f"{size['cache_bytes'] / 2**30:.1f}" if size else ""])
     titles = [f"{batch} x {context:,}, {device.split()[1]}" for (batch, context), device in places]
-    return table(["cache", *titles, "GiB at 8 x 32,768"], lines)
+    return Table(["cache", *titles, "GiB at 8 x 32,768"], lines, rule=RULE)
 
 
-def room() -> str:
+def room() -> Table:
     """What fits an H100 of 80 GB beside the weights of the 8B shape."""
     found = {
         (row["cache"].removesuffix(UNCENTERED), row["how"]): row["found"]
@@ -115,41 +109,10 @@ def room() -> str:
     for how, name in (("context", "longest context of one request, tokens"), ("batch", "requests of 32,768 tokens")):
         dense, ours = found["DynamicCache", how], found["turboquant_4bit_nc", how]
         lines.append([name, f"{dense:,}", f"{ours:,}", f"{ours / dense:.2f}x"])
-    return table(["", "`DynamicCache`", "`turboquant_4bit_nc`", ""], lines)
+    return Table(["", "`DynamicCache`", "`turboquant_4bit_nc`", ""], lines, rule=RULE)
 
 
-def prefix() -> str:
-    lines = [
-        [
-            f"`{row['format']}`", f"{row['bytes'] / 1e6:,.0f}", f"{row['ratio']:.2f}x", f"{row['prefill_ms']:,.0f}",
-            f"{row['fetch_ms']:.0f}",
-            f"{row['fetch_half_ms']:.0f}", f"{row['read_ms']:.0f}", "yes" if row["same"] else "no",
-        ]
-        for row in rows("prefix")
-    ]  # fmt: skip
-    headers = ["format", "MB", "smaller", "computed, ms", "fetched, ms", "half of it, ms", "from disk, ms", "same logits, to the bit"]
-    return table(headers, lines)
-
-
-def cpu() -> str:
-    found = {row["cache"].removesuffix(UNCENTERED): row for row in rows("cpu_decode")}  # the last of each
-    shown = [
-        "DynamicCache",
-        *(name for name in found if name.startswith("Quantized")),
-        "identity",
-        "int8",
-        "fp8",
-        "nvfp4",
-        "turboquant_4bit_nc",
-    ]
-    lines = [
-        [f"`{name}`", f"{row['ms_per_token']:.1f}", f"{row['of_dynamic']:.2f}", f"{row['of_quanto4']:.2f}"]
-        for name in shown if (row := found.get(name))
-    ]  # fmt: skip
-    return table(["cache", "ms a token", "times `DynamicCache`'s", "times quanto's, 4 bits"], lines)
-
-
-TABLES: dict[str, Callable[[], str]] = {"caches": caches, "steps": steps, "room": room, "prefix": prefix, "cpu": cpu}
+TABLES: dict[str, Callable[[], Table]] = {"caches": caches, "steps": steps, "room": room}
 
 
 BESIDE = {
@@ -178,35 +141,30 @@ def points() -> list[dict]:
     return found + [row for row in rows("peers") if row["model"] == "smollm2" and "peer" in row and row["exact"] == "0 + 128"]
 
 
-def picture(path: Path) -> None:
-    import matplotlib
+def draw(path: Path) -> None:
+    from matplotlib import ticker
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot, ticker
-
-    figure, axes = pyplot.subplots(figsize=(9, 5.2), layout="constrained")
-    for row in sorted(points(), key=lambda row: row["ratio"]):
-        policy = row.get("policy")
-        kind = f"4 bits + {policy}" if policy else family(row["format"]) + (" (transformers)" if "peer" in row else "")
-        color = policy_color(policy) if policy else format_color(row["format"])
-        name = f"4 bits, {row['budget']:.0%} of the tokens" if policy == "snapkv" else "" if policy else short(row)
-        marker = "X" if "peer" in row else "D" if policy else "o"
-        drawn = {"marker": marker, "color": color, "markersize": 6, "elinewidth": 0.8, "linestyle": "none"}
-        axes.errorbar(row["ratio"], row["kl"], row["kl_error"], label=kind, **drawn)
-        if at := BESIDE.get(short(row) if not policy else "policy"):
-            side = {"ha": "right" if at[0] < 0 else "left", "va": "center", "fontsize": 8, "color": color}
-            axes.annotate(name, (row["ratio"], row["kl"]), at, textcoords="offset points", **side)
-    named = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
-    axes.legend(named.values(), named.keys(), loc="lower right", fontsize=8)
-    axes.set(xscale="log", yscale="log", xlim=(1.55, 22), xlabel="times smaller than DynamicCache in 16 bit  (right is better)")
-    axes.set_ylabel("KL divergence from the uncompressed model, nats\n(lower is better)")
-    axes.xaxis.set_major_locator(ticker.FixedLocator([2, 3, 4, 5, 6, 8, 10, 12]))
-    axes.xaxis.set_major_formatter("{x:g}")
-    axes.xaxis.set_minor_locator(ticker.NullLocator())
-    axes.grid(alpha=0.25)
-    axes.set_title("SmolLM2-135M-Instruct after 8,064 tokens: next-token divergence against memory (crosses: one text)", fontsize=10)
-    figure.savefig(path, dpi=110)
-    print(path)
+    with picture(path, dpi=110, figsize=(9, 5.2), layout="constrained") as (_, ((axes,),)):
+        for row in sorted(points(), key=lambda row: row["ratio"]):
+            policy = row.get("policy")
+            kind = f"4 bits + {policy}" if policy else family(row["format"]) + (" (transformers)" if "peer" in row else "")
+            color = policy_color(policy) if policy else format_color(row["format"])
+            name = f"4 bits, {row['budget']:.0%} of the tokens" if policy == "snapkv" else "" if policy else short(row)
+            marker = "X" if "peer" in row else "D" if policy else "o"
+            drawn = {"marker": marker, "color": color, "markersize": 6, "elinewidth": 0.8, "linestyle": "none"}
+            axes.errorbar(row["ratio"], row["kl"], row["kl_error"], label=kind, **drawn)
+            if at := BESIDE.get(short(row) if not policy else "policy"):
+                side = {"ha": "right" if at[0] < 0 else "left", "va": "center", "fontsize": 8, "color": color}
+                axes.annotate(name, (row["ratio"], row["kl"]), at, textcoords="offset points", **side)
+        named = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
+        axes.legend(named.values(), named.keys(), loc="lower right", fontsize=8)
+        axes.set(xscale="log", yscale="log", xlim=(1.55, 22), xlabel="times smaller than DynamicCache in 16 bit  (right is better)")
+        axes.set_ylabel("KL divergence from the uncompressed model, nats\n(lower is better)")
+        axes.xaxis.set_major_locator(ticker.FixedLocator([2, 3, 4, 5, 6, 8, 10, 12]))
+        axes.xaxis.set_major_formatter("{x:g}")
+        axes.xaxis.set_minor_locator(ticker.NullLocator())
+        axes.grid(alpha=0.25)
+        axes.set_title("SmolLM2-135M-Instruct after 8,064 tokens: next-token divergence against memory (crosses: one text)", fontsize=10)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -215,9 +173,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=PICTURE, help="of the picture")
     args = parser.parse_args(arguments)
     if args.what == "picture":
-        picture(args.out)
+        draw(args.out)
     else:
-        print(TABLES[args.what]())
+        print(TABLES[args.what]().markdown())
 
 
 if __name__ == "__main__":

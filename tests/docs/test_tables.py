@@ -15,7 +15,7 @@ def test_tables_are_those_of_the_rows(page, command, text):
 
 def test_a_table_is_filled(tmp_path):
     example = "```text\n<!-- table: eval/none.py -->\n<!-- end -->\n```\n"
-    text = f"before\n<!-- table: eval/summary.py prefix -->\nold\n<!-- end -->\nafter\n{example}"
+    text = f"before\n<!-- table: eval/bench_prefix.py --markdown -->\nold\n<!-- end -->\nafter\n{example}"
     made = pages.filled(text)
     assert "old" not in made and "| format |" in made and made.startswith("before") and "eval/none.py" in made
     assert pages.filled(made) == made

@@ -32,6 +32,8 @@ def test_it_measures_shows_and_draws(bench, tmp_path, capsys):
         assert row["pool_bytes"] < 1.3 * 0.002 * 2**30
     stock, exact, four = (row["pool_tokens"] for row in rows)
     assert four > 3 * exact > 2 * stock
+    capsys.readouterr()
+    bench.main(["--markdown", "--out", str(out)])
     assert capsys.readouterr().out.count("| 3 | ") == 3
     bench.main(["--plot", "--out", str(out)])
     assert out.with_suffix(".png").stat().st_size > 10_000

@@ -4,6 +4,7 @@ import importlib
 
 import pytest
 import torch
+from harness import RESULTS, read_rows
 
 
 @pytest.fixture
@@ -14,7 +15,7 @@ def bench():
 def test_the_table_shows_every_row(bench, capsys):
     bench.main(["--markdown"])
     out = capsys.readouterr().out
-    rows = [row for row in bench.read_rows(bench.RESULTS) if row["what"] == "turns"]
+    rows = [row for row in read_rows(RESULTS / "turns.jsonl") if row["what"] == "turns"]
     assert len(rows) > 30 and out.count("x, ") == len(rows)
 
 
@@ -28,7 +29,7 @@ def test_every_section_has_a_table_and_a_line(bench, tmp_path, capsys):
         {"what": "prefix", "cache": "int8", "new": bench.AFTER, "computed_ms": 600.0, "fetched_ms": 30.0} | same,
         {"what": "prefix", "cache": "turboquant_4bit_nc", "failed": "RuntimeError: out of memory"} | same,
     ]
-    out = bench.markdown([*rows, rows[1] | {"device": "another"}])
+    out = "\n\n".join(table.markdown() for table in bench.tables([*rows, rows[1] | {"device": "another"}]))
     assert out.startswith("a GPU:") and "another:" in out and out.count("3.0x") == 1  # nothing to compare with on the other
     assert "16: 20, 3.0x, 1" in out and "60 us, 1.50x" in out and "| 600 | 30 | 20.0 |" in out and "turboquant" not in out
     bench.plot(rows, tmp_path / "turns.png")

@@ -5,7 +5,7 @@ import random
 
 import pytest
 import torch
-from rows import read_rows
+from harness import read_rows
 from transformers import DynamicCache
 
 from qkvcache import CompressedCache, demo

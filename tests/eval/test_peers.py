@@ -88,11 +88,11 @@ def test_rows_are_measured_and_shown(backend, tmp_path, capsys, monkeypatch):
     assert ours["what"] == peer["what"] == "peers_demo" and "peer" not in ours and peer["exact"] == "0 + 64"
     assert peer[peers.PACKAGES[backend]] == "1.0" and peer["grouping"] == "default"
     assert 0 < ours["kl"] < 0.01 and 0 < peer["kl"] < 0.5 and peer["ratio"] > 1.5 and len(peer["kls"]) == 2
-    shown = capsys.readouterr().out
     peers.main([*small.split(), "--backends", "--out", str(file), "--read-on", "40"])
     assert [json.loads(line)["read_on"] for line in file.read_text().splitlines()] == [[2, 80], [2, 40]]  # of the peer, of ours again
-    shown = capsys.readouterr().out
+    capsys.readouterr()
     peers.main(["--model", "demo", "--markdown", "--out", str(file)])
-    assert capsys.readouterr().out == shown and f'| `QuantizedCache("{backend}", nbits=4)` | 0 + 64 |' in shown
+    shown = capsys.readouterr().out
+    assert shown.count("| 2 |") == 2 and f'| `QuantizedCache("{backend}", nbits=4)` | 0 + 64 |' in shown
     with pytest.raises(SystemExit):
         peers.main(["--markdown", "--out", str(file)])

@@ -7,7 +7,7 @@ import random
 
 import pytest
 import torch
-from rows import read_rows
+from harness import read_rows
 from transformers import DynamicCache
 
 from qkvcache import demo, policies
@@ -191,9 +191,9 @@ def test_recall_is_relative_to_the_dense_run_with_its_error(tables):
 def test_tables_say_what_they_leave_out_and_put_the_best_first(tables):
     rows = [rows_of("dense", 1.0, [1.0, 1.0]), rows_of("random", 0.5, [0.1, 0.2]), rows_of("keydiff", 0.5, [0.9, 0.8])]
     first, by_task, dense = tables.recall_tables(rows)
-    assert [row[0] for row in first.cells] == ["keydiff", "random"]
-    assert first.cells[0][1].startswith("85 ± 5 %") and "left out" in first.caption and "words" in first.caption
-    assert by_task.headers == ["policy", "needle"] and dense.cells[0][1:] == ["100 %", "10 %"]
+    assert [row[0] for row in first.lines] == ["keydiff", "random"]
+    assert first.lines[0][1].startswith("85 ± 5 %") and "left out" in first.caption and "words" in first.caption
+    assert by_task.headers == ["policy", "needle"] and dense.lines[0][1:] == ["100 %", "10 %"]
     assert "| keydiff | 85 ± 5 %" in first.markdown()
 
 

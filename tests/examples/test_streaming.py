@@ -1,6 +1,6 @@
 """The streaming example, made small."""
 
-from rows import read_rows
+from harness import read_rows
 
 from tests.examples.load import load
 

@@ -1,0 +1,31 @@
+"""The benchmarks of a CPU run, and write what their tables show: decoding, and host time without a GPU."""
+
+import importlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from harness import read_rows
+
+SCRIPT = Path(__file__).parents[2] / "eval" / "bench_host.py"
+
+
+def test_a_step_is_timed_without_launches(tmp_path):
+    pytest.importorskip("triton")
+    out = tmp_path / "host.jsonl"
+    subprocess.run([sys.executable, SCRIPT, "--formats", "int8", "--steps", "40", "--rounds", "2", "--out", out], check=True)
+    (row,) = map(json.loads, out.read_text().splitlines())
+    assert row["format"] == "int8" and row["update_us"] > 0 and row["step_us"] > 0
+
+
+def test_decoding_is_compared_with_dynamic_cache(tmp_path, monkeypatch, capsys):
+    bench = importlib.import_module("bench_cpu_decode")
+    monkeypatch.setattr(bench, "REGISTRY", ["int8"])
+    out = tmp_path / "rows.jsonl"
+    bench.main(["--tokens", "600", "--rounds", "1", "--steps", "1", "--out", str(out)])
+    rows = {row["cache"]: row for row in read_rows(out)}
+    assert rows["DynamicCache"]["of_dynamic"] == 1 and rows["int8"]["ms_per_token"] > 0
+    assert rows["int8"]["bytes_per_token"] < rows["DynamicCache"]["bytes_per_token"]
+    assert "`int8`" in capsys.readouterr().out
