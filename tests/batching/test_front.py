@@ -242,7 +242,7 @@ def test_other_models_are_not_loaded(server):
     assert (status, answer[0]["status"]) == (200, "error") and "pinned" in answer[0]["message"]
 
 
-def test_paths_that_call_the_model_beside_the_batch_are_not_served(server):
+def test_paths_that_call_the_model_themselves_are_not_served(server):
     status, answer = send(server, "/v1/systemone", {"state": "A", "questions": {"a": {"type": "noul"}}})
     assert (status, answer["error"]["message"]) == (404, "/v1/systemone is not served with continuous batching")
 
