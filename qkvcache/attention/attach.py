@@ -28,7 +28,13 @@ class Attachment:
         stock = getattr(type(self.model), _METHOD).__get__(self.model)
         bound = inspect.signature(stock).bind(*args, **kwargs).arguments
         model_kwargs, generation = bound["model_kwargs"], bound["generation_config"]
-        if model_kwargs.get("past_key_values") is None and generation.use_cache is not False and generation.cache_implementation is None:
+        if model_kwargs.get("past_key_values") is None and generation.use_cache is not False:
+            if generation.cache_implementation not in (None, self.model.generation_config.cache_implementation):
+                raise ValueError(
+                    f"cache_implementation={generation.cache_implementation!r} for a model that has a cache attached: leave it out, or "
+                    "call detach(model) before"
+                )
+            generation.cache_implementation = None  # of this call's config: the model's own asks for a cache in place of the attached one
             model_kwargs["past_key_values"] = cache = self._new_cache()
             if generation.is_assistant:  # transformers does so for the caches that it makes: steps of an assistant are cropped
                 cache.activate_past_recording()
@@ -69,7 +75,8 @@ class Attachment:
 
 
 def attach(model: PreTrainedModel, factory: Callable[..., Cache]) -> Attachment:
-    """Every later `model.generate` that is given no cache of its own gets `factory(model.config)`.
+    """Every later `model.generate` that is given no cache of its own gets `factory(model.config)`, also where the `cache_implementation` of
+    the model's generation config asks for another. `generate(cache_implementation=...)` raises ValueError.
 
     Encoder-decoder models get it for self-attention, beside an ordinary cache for the encoder's states.
 

@@ -131,6 +131,8 @@ def route(
         return stock(module, query, key, value, mask, *args, **kwargs)
     if not of_one_update(key, value):
         return stock(module, query, *as_the_model_has_them(key, value), given, *args, **kwargs)
+    if torch.compiler.is_compiling() and key.observer is None and key.attention_inputs.buffers is None:  # of a layer that is not compiled
+        return _route_uncompiled(stock, implementation, module, query, key, value, given, *args, **kwargs)
     notice_again(implementation, query, key, given, kwargs)
     if key.observer is not None:
         ways = _few(query, key.attention_inputs), _in_chunks(implementation, query, key, kwargs)
@@ -162,3 +164,8 @@ def route(
     else:
         out = attend_on_codes(query, key.attention_inputs, shown, causal=causal, **options)
     return out.transpose(1, 2).contiguous(), None
+
+
+@torch.compiler.disable(reason="codes in storage that grows: graphs of them would be made again for each shape that it takes")
+def _route_uncompiled(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+    return route(*args, **kwargs)

@@ -12,6 +12,14 @@ from ..formats import Format, FormatByLayer
 from ..formats.base import hint
 from ..policies import Policy
 
+FORMER = {
+    "exact_first": "num_sink_tokens",
+    "exact_recent": "residual_length",
+    "exact_layers": "skip_layers",
+    "window": "window_length",
+}
+"""Options by the names that they had before 0.2."""
+
 
 def layer_indices(skip_layers: Iterable[int]) -> tuple[int, ...]:
     """`skip_layers` as a tuple. Raises TypeError for what is not iterable, such as a single index."""
@@ -36,7 +44,8 @@ def refuse_unknown(cache: DynamicCache, options: Mapping[str, object], format: F
     """Raises TypeError for the first of the unknown `options`, with the format or policy that has it, or the nearest name."""
     for name, value in options.items():
         kinds = type(cache).__mro__[: type(cache).__mro__.index(DynamicCache)]
-        fix = hint(name, dict.fromkeys(word for kind in kinds for word in _keywords(kind)))
+        known = dict.fromkeys(word for kind in kinds for word in _keywords(kind))
+        fix = f"it is {FORMER[name]} now" if FORMER.get(name) in known else hint(name, known)
         if isinstance(format, Format) and name in _keywords(type(format)):
             fix = f"it is the format's: CompressedCache(config, format=formats.{type(format).__name__}({name}={value!r}))"
         if policy and name in _keywords(type(policy)):

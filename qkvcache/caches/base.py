@@ -19,7 +19,7 @@ from transformers.cache_utils import StaticLayer as StockStaticLayer
 from .. import attention, formats, policies
 from ..attention.rope import Rope
 from ..formats import Format, FormatByLayer, FormatLike
-from ..layers.compressed import CompressedLayer
+from ..layers.compressed import CompressedLayer, row_selector
 from ..layers.evicting import EvictingLayer
 from ..layers.static_sliding import StaticSlidingLayer
 from ..policies import Budget, KVzip, Policy, check_count
@@ -362,6 +362,17 @@ class CompressedCache(DynamicCache):
         """Removes all tokens; the cache can then be used for another prompt and another batch size."""
         super().reset()
         self._last_layer = None
+
+    def batch_select_indices(self, indices: Any) -> None:
+        """As transformers' Cache. Raises ValueError for no row."""
+        row_selector(indices)  # before any layer is touched
+        super().batch_select_indices(indices)
+
+    @property
+    def is_initialized(self) -> bool:
+        """Whether the layers have storage; transformers asks only those that can have it before the first tokens."""
+        layers = [layer for layer in self.layers if isinstance(layer, CompressedLayer) or getattr(layer, "supports_early_init", True)]
+        return bool(layers) and all(layer.is_initialized for layer in layers)  # type: ignore[union-attr]
 
     @property
     def nbytes(self) -> int:

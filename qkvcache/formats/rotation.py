@@ -16,7 +16,10 @@ SIGN_SEED = 0x9E3779B9  # the one vLLM's int4_per_token_head draws its signs wit
 
 def rotation_block(head_dim: int) -> int:
     """The largest power of two that divides `head_dim`."""
-    return head_dim & -head_dim
+    block = 1
+    while head_dim >= 2 * block and head_dim % (2 * block) == 0:  # torch.compile compares a size, but computes no bits of it
+        block *= 2
+    return block
 
 
 @functools.lru_cache(maxsize=32)

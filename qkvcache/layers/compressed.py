@@ -40,12 +40,14 @@ def check_alike(stored: Tensor, given: Tensor, seq_length: Callable[[], int], wh
 
 def row_selector(indices: Tensor | Sequence[int] | slice) -> Callable[[Tensor], Tensor]:
     """A function that selects rows of a tensor; `indices` as `DynamicCache.batch_select_indices` takes them. Raises TypeError for a single
-    index."""
+    index, ValueError for none."""
     if isinstance(indices, slice):
         return lambda x: x[indices]
     rows = torch.as_tensor(indices)
     if rows.dim() != 1:
         raise TypeError(f"batch_select_indices({indices!r}): pass the rows to keep as a list, a slice, or a tensor of one dimension")
+    if not rows.numel():
+        raise ValueError(f"batch_select_indices({indices!r}): pass one row or more, or call reset() to remove all tokens")
     return lambda x: x[rows.to(x.device)]
 
 
@@ -176,6 +178,7 @@ class CompressedLayer(CacheLayerMixin):
         if self.pending is not None:
             self.store_pending(None)
 
+    @torch.compiler.disable(reason="a layer with a pending prompt grows: nothing of it is compiled but attention")
     @torch.no_grad()
     def store_pending(self, attention: PlainAttention | None) -> None:
         """Stores a pending prompt. Statistics come from the tokens that are no padding in `attention`, or from all for None."""
@@ -363,7 +366,7 @@ class CompressedLayer(CacheLayerMixin):
 _NO_DENSE = (
     "a compressed layer holds no dense keys and values. Encoder (cross) attention reads them at every step and is not "
     "compressed: pass EncoderDecoderCache(<compressed cache>, DynamicCache()) to an encoder-decoder model. Other models that "
-    "read them (Mllama, XLNet) are not supported. To look at them, call layer.dense()."
+    "read them (Mllama, XLNet) are not supported. To look at them, call layer.dense() of a layer in cache.layers."
 )
 
 

@@ -96,12 +96,24 @@ def test_a_cache_given_by_the_user_wins():
     assert not factory.caches
 
 
-@pytest.mark.parametrize("options", [{"use_cache": False}, {"cache_implementation": "static"}])
-def test_what_the_user_asks_of_generate_wins(options):
+def test_generate_without_a_cache_makes_none():
     network, factory = model("llama"), Factory()
     with attach(network, factory):
-        generate(network, disable_compile=True, **options)
+        generate(network, use_cache=False)
     assert not factory.caches
+
+
+@pytest.mark.parametrize("implementation", ["static", "dynamic", "offloaded"])
+def test_the_attached_cache_or_an_error(implementation, network, monkeypatch):
+    """Where transformers is asked for a cache, too."""
+    factory = Factory()
+    with attach(network, factory):
+        with pytest.raises(ValueError, match=rf"cache_implementation='{implementation}' .*detach\(model\)"):
+            generate(network, cache_implementation=implementation)
+        monkeypatch.setattr(network.generation_config, "cache_implementation", implementation)
+        held = generate(network).past_key_values
+    assert getattr(held, "self_attention_cache", held) is factory.caches[-1] and held.get_seq_length()
+    assert network.generation_config.cache_implementation == implementation
 
 
 def test_two_caches_cannot_be_attached():

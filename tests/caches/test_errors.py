@@ -7,7 +7,7 @@ import torch
 from transformers import LlamaConfig, MllamaForCausalLM, XLNetConfig, XLNetLMHeadModel
 from transformers.models.mllama.configuration_mllama import MllamaTextConfig
 
-from qkvcache import CompressedCache, HadaQuantCache, NVFP4Cache, QuantizedPerTokenCache, TurboQuantCache
+from qkvcache import CompressedCache, HadaQuantCache, NVFP4Cache, QuantizedPerTokenCache, SinkCache, TurboQuantCache
 from tests.matrix import model
 
 CONFIG = LlamaConfig(num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, hidden_size=512, head_dim=128)
@@ -124,6 +124,42 @@ def test_a_program_with_a_cache_without_storage_is_refused():
         for token in (5, 6):  # it goes on with what the cache held, and with its own steps
             step = torch.tensor([[token]])
             torch.testing.assert_close(program(step), network(step, past_key_values=other).logits, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("rows", [[], torch.tensor([])])
+def test_a_row_must_be_kept(rows):
+    cache = CompressedCache(CONFIG, format="int8", skip_layers=(0,))
+    for layer in range(4):
+        cache.update(torch.randn(2, 2, 80, 128), torch.randn(2, 2, 80, 128), layer)
+    with pytest.raises(ValueError, match=r"one row or more, or call reset\(\)"):
+        cache.batch_select_indices(rows)
+    assert [layer.keys.shape[0] if i == 0 else layer.rows for i, layer in enumerate(cache.layers)] == [2] * 4
+
+
+@pytest.mark.parametrize("kind", [{"format": "int8"}, {"format": "int8", "max_length": 40}, {"policy": "h2o"}])
+def test_a_cache_with_tokens_is_initialized(kind):
+    """Some models ask the cache whether a step is the first."""
+    cache = CompressedCache(CONFIG, **kind)
+    assert not cache.is_initialized
+    for layer in range(4):
+        cache.update(torch.randn(2, 2, 3, 128), torch.randn(2, 2, 3, 128), layer)
+    assert cache.is_initialized
+    with pytest.raises(NotImplementedError, match=r"layer.dense\(\) of a layer in cache.layers"):
+        list(cache)
+
+
+@pytest.mark.parametrize(
+    ("kind", "former", "name"),
+    [
+        (NVFP4Cache, "exact_first", "num_sink_tokens"),
+        (NVFP4Cache, "exact_recent", "residual_length"),
+        (NVFP4Cache, "exact_layers", "skip_layers"),
+        (SinkCache, "window", "window_length"),
+    ],
+)
+def test_a_former_name_of_an_option_is_told(kind, former, name):
+    with pytest.raises(TypeError, match=f"{former}=4: it is {name} now"):
+        kind(CONFIG, **{former: 4})
 
 
 @pytest.mark.parametrize("indices", [1, torch.tensor(1), [[0], [1]]])

@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from qkvcache import CompressedCache
+from tests.matrix import FORMATS, slowly
 
 
 @pytest.fixture(autouse=True)
@@ -47,3 +49,35 @@ def test_many_tokens_over_a_compressed_past():
     got = torch.compile(lambda x: cache.update(x, -x, 0)[1].dense(), backend="aot_eager")(x)
     assert torch.equal(got[:, :, 20:], -x)
     torch.testing.assert_close(got[:, :, :20], -x, atol=0.03, rtol=0)
+
+
+class Attention(torch.nn.Module):
+    """As models have it, of 4 query heads over 2."""
+
+    num_key_value_groups = 2
+    is_causal = True
+
+    def forward(self, query, key, value, cache):
+        key, value = cache.update(key, value, 0)
+        return ALL_ATTENTION_FUNCTIONS.get_interface("sdpa", None)(self, query, key, value, None, scaling=0.2)[0]
+
+
+@torch.no_grad()
+def check_compiled_attention(backend: str, format: str) -> None:
+    module = Attention()
+    compiled = torch.compile(module.forward, dynamic=True, backend=backend)
+    caches = [CompressedCache(format=format, num_sink_tokens=2, residual_length=4) for _ in range(2)]
+    for tokens in (30, 1, 3, 1):
+        x = [torch.randn(1, heads, tokens, 32) for heads in (4, 2, 2)]
+        assert torch.equal(compiled(*x, caches[0]), module(*x, caches[1]))
+
+
+@pytest.mark.parametrize("format", slowly(FORMATS, ["identity", "int8", "int4_vllm", "turboquant_3bit_nc", "hadaquant_k3v2"]))
+def test_compiled_attention_is_that_of_eager_code(format):
+    """On codes, of which no graph is made: whatever the format."""
+    check_compiled_attention("aot_eager", format)
+
+
+@pytest.mark.parametrize("format", slowly(FORMATS, ["turboquant_4bit_nc"]))
+def test_inductor_compiles_attention(format):
+    check_compiled_attention("inductor", format)
