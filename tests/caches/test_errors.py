@@ -190,18 +190,18 @@ def test_an_unwrapped_cache_on_an_encoder_decoder_is_refused(name, inputs):
     assert name == "t5" or cache.get_seq_length() == 0
 
 
-@pytest.mark.parametrize("name", ["mllama", "xlnet"])
-def test_models_that_read_keys_themselves_are_refused(name):
+def test_models_that_read_keys_themselves_are_refused():
+    ids, says = torch.randint(3, 90, (1, 8)), r"Mllama, XLNet\) are not supported"
+    network = XLNetLMHeadModel(XLNetConfig(vocab_size=100, d_model=64, n_layer=2, n_head=4, d_inner=64)).eval()
+    with pytest.raises(NotImplementedError, match=says):
+        network.generate(ids, past_key_values=CompressedCache(network.config, format="int8"), max_new_tokens=3)
     size = {"num_hidden_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 96}
-    if name == "mllama":
-        rope = {"rope_type": "default", "rope_theta": 1e4}
-        config = MllamaTextConfig(**size, vocab_size=100, cross_attention_layers=[1, 3], pad_token_id=0, rope_parameters=rope)
-        network = MllamaForCausalLM(config).eval()
-    else:
-        network = XLNetLMHeadModel(XLNetConfig(vocab_size=100, d_model=64, n_layer=2, n_head=4, d_inner=64)).eval()
-    cache = CompressedCache(network.config, format="int8")
-    with pytest.raises(NotImplementedError, match=r"Mllama, XLNet\) are not supported"):
-        network.generate(torch.randint(3, 90, (1, 8)), past_key_values=cache, max_new_tokens=3, do_sample=False)
+    rope = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
+    config = MllamaTextConfig(**size, **rope, vocab_size=100, cross_attention_layers=[1, 3], pad_token_id=0)
+    network, cache = MllamaForCausalLM(config).eval(), CompressedCache(config, format="int8")
+    with pytest.raises(NotImplementedError, match=says), torch.no_grad():
+        for states in (torch.randn(1, 5, 64), None):
+            network(ids, cross_attention_states=states, past_key_values=cache)
 
 
 def test_encoder_states_are_refused():
