@@ -49,7 +49,7 @@ def warmup(model: PreTrainedModel, cache: CompressedCache, *, queries: Iterable[
         mask[1:, 0] = 0
         ids = torch.zeros_like(mask)
         model(input_ids=ids, attention_mask=mask, past_key_values=fresh)
-        for step in (*steps, GROUP):  # the last step quantizes a group of tokens
+        for step in (*steps, GROUP):  # the last step quantizes several tokens
             mask = torch.cat([mask, mask.new_ones(rows, step)], dim=1)
             model(input_ids=ids[:, :step], attention_mask=mask, past_key_values=fresh)
         for layer in fresh.layers:  # at the end of a chunk, a single token may be quantized

@@ -78,9 +78,9 @@ class Divergence:
 def at_once(cache: Cache) -> int:
     """How many tokens can be read in the next step so that each attends to the same keys and values as if they were read one by one.
 
-    The tokens of a step attend to each other exactly, and to older tokens as stored. Tokens leave the exact residual in groups: until it is
-    full, storage is the same either way. Caches that evict, have no residual or are preallocated change with every token. The last token
-    that fills the residual of a `QuantizedCache` still attends to it.
+    The tokens of a step attend to each other exactly, and to older tokens as stored: until the residual is full, these are the same either
+    way. Caches that evict or are preallocated change with every token. The last token that fills the residual of a `QuantizedCache` still
+    attends to it.
     """
     if isinstance(cache, QuantizedCache):
         return max(min(_until_quantized(layer) for layer in cache.layers if isinstance(layer, DynamicLayer)), 1)

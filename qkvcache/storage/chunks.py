@@ -26,7 +26,7 @@ BLOCK = 2**20
 """Elements that torch quantizes or dequantizes at a time, which bounds temporaries (4 MiB in fp32). On a CPU, smaller blocks cost more in
 calls than they save in cache misses."""
 GROUP = 16
-"""Tokens that leave the residual together in eager steps: quantizing one token at a time would cost too much."""
+"""Tokens that are quantized together in eager steps of one token without a kernel."""
 ROWS = 8
 """Rows of the chunk table at first, if chunks can be added."""
 
@@ -56,8 +56,8 @@ class Chunks(QuantizedTokens):
         super().__init__(codecs, dims, per_head)
         self.rows, self.static = rows, static
         self.chunks: list[tuple[Codes, Codes]] = []
-        self.length = self.capacity = 0
-        """Tokens stored, and slots."""
+        self.length = self.ahead = self.capacity = 0
+        """Tokens stored; tokens after them whose codes are written already; slots."""
         self.table: Tensor | None = None
         self.region: QuantizedRegion | None = None
         """The input of kernels; `bind` renews it when chunks are added, removed or moved."""
@@ -121,8 +121,19 @@ class Chunks(QuantizedTokens):
         self.length = length(groups)
 
     def append(self, x: Pair) -> None:
-        """Quantizes keys and values `[B, H, T, D]` into the next `T` slots: in one launch if there is a kernel, else block by block."""
-        self.reserve(x[0].shape[2], x)
+        """Quantizes and stores keys and values `[B, H, T, D]`."""
+        self.write(x)
+        self.count(x[0].shape[2])
+
+    def count(self, tokens: int) -> None:
+        """The next `tokens` slots have codes, or will have them before they are read: their tokens are stored from now on."""
+        self.length += tokens
+        self.ahead = max(self.ahead - tokens, 0)
+
+    def write(self, x: Pair) -> None:
+        """Quantizes keys and values `[B, H, T, D]` into the next `T` slots without codes: in one launch if there is a kernel, else block by
+        block."""
+        self.reserve(self.ahead + x[0].shape[2], x)
         self.calibrate(x)
         by_kernel = quantizes(self.codecs, x)
         for chunk, at, part in self.free_slots(x[0].shape[2]):
@@ -131,11 +142,12 @@ class Chunks(QuantizedTokens):
             for key, value in zip(*(side.split(block, dim=2) for side in new), strict=True):
                 quantize_into(self.codecs, (key, value), chunk, self.statistics, at)
                 at += block
-        self.length += x[0].shape[2]
+        self.ahead += x[0].shape[2]
 
     def free_slots(self, tokens: int) -> Iterator[tuple[tuple[Codes, Codes], int, slice]]:
         """Where the next `tokens` tokens are stored: a chunk, the first slot in it, and which of the tokens go there."""
-        begin, end, start = self.length, self.length + tokens, 0
+        begin, start = self.length + self.ahead, 0
+        end = begin + tokens
         for chunk in self.chunks:
             stop = start + _tokens(chunk)
             low, high = max(begin, start), min(end, stop)
@@ -150,7 +162,7 @@ class Chunks(QuantizedTokens):
 
     def truncate(self, length: int) -> None:
         """Keeps the first `length` tokens and frees empty chunks, except the first."""
-        self.length = min(self.length, length)
+        self.length, self.ahead = min(self.length, length), 0
         start = kept = 0
         for chunk in self.chunks:
             kept += start < self.length or not start
@@ -253,7 +265,7 @@ class Chunks(QuantizedTokens):
         """Replaces every tensor by `fn(tensor)`, which may change the rows or the device. With `in_place`, `fn` only reorders rows, and the
         used slots of each tensor are overwritten."""
         if in_place:
-            left = self.length
+            left = self.length + self.ahead
             for pair in self.chunks:
                 for plane in (*pair[0].values(), *pair[1].values()):
                     used = plane[:, :, : max(left, 0)]

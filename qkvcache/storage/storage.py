@@ -2,12 +2,12 @@
 
     sinks      the first `num_sink_tokens` tokens, in the model's dtype
     chunks     quantized tokens (`chunks.py`)
-    residual   at least the last `residual_length` tokens, in the model's dtype: a ring at a fixed address, in which a new token overwrites
-               the oldest
+    residual   the last `residual_length` tokens and the token of the step, in the model's dtype: a ring at a fixed address, in which a new
+               token overwrites the oldest
 
-When the ring is full, its oldest tokens are quantized into the chunks, so that `residual_length + 1` remain: one token at a time if steps
-are compiled or storage is preallocated, else `group` tokens, since quantizing them one by one would cost a CPU too much. A token is
-quantized once. Counts are kept on the host and on the device (`kernels.Buffers`), so that a step reads no number from the host.
+After a step, the number of exact tokens follows from the number of tokens seen, as in pages (`batching/rings.py`). Without a kernel,
+tokens of the ring are quantized in groups, ahead of the steps in which they leave it: quantizing them one by one would cost a CPU too
+much. Counts are kept on the host and on the device (`kernels.Buffers`), so that a step reads no number from the host.
 """
 
 from __future__ import annotations
@@ -48,11 +48,12 @@ class Storage(LayerStorage):
     ):
         self.max_length, self.num_sink_tokens = max_length, num_sink_tokens
         self.static = static or max_length is not None
-        self.group = 1 if self.static else max(min(GROUP, residual_length), 1)
         self.columns = PAGE if max_length is None else max_length
         """Columns of a mask: as many tokens as there can be before the host makes room again."""
-        self.slots = residual_length + self.group
+        self.slots = residual_length + 1
         """Of the ring."""
+        self.group = 1 if self.static else min(GROUP, self.slots)
+        """Tokens that are quantized together in steps of one token."""
         batch, device = like[0].shape[0], like[0].device
         with torch.inference_mode(False):  # tensors made in inference mode cannot be written outside of it
             self.sinks, self.residual = (zeros(like, tokens) for tokens in (num_sink_tokens, self.slots))
@@ -109,8 +110,7 @@ class Storage(LayerStorage):
 
     def overflow(self, tokens: int) -> int:
         """How many tokens leave the ring when `tokens` more are added."""
-        excess = tokens - self.free
-        return excess + self.group - 1 if excess > 0 else 0
+        return max(tokens - self.free, 0)
 
     def reserve(self, tokens: int) -> None:
         super().reserve(tokens)
@@ -128,7 +128,7 @@ class Storage(LayerStorage):
             self.reserve(prompt)
             self.advance(prompt)
             before, more = self.chunks.length, max(seq_length - prompt - self.free, 0)
-            self.chunks.simulate(lambda k: before + k * self.group, -(-more // self.group), self.residual)
+            self.chunks.simulate(lambda k: before + k, more, self.residual)
 
     def set_lengths(self, seq_length: int, quantized: int) -> None:
         """Sets the counts on the host and on the device."""
@@ -143,12 +143,7 @@ class Storage(LayerStorage):
         if self.launch is None:
             self.append(x)
             return
-        leaving = self.overflow(1)
-        if leaving and self.group > 1:
-            self.chunks.append(self.oldest(leaving))
-            self.state[CONTROL + 1 :: 2].fill_(self.chunks.length)
-        else:  # the launch quantizes it
-            self.chunks.length += leaving
+        self.chunks.count(self.overflow(1))  # the launch quantizes it
         self.launch(x)
         self.seq_length += 1
 
@@ -157,8 +152,11 @@ class Storage(LayerStorage):
         exact = self.exact_with(x) if exact is None else exact
         tokens, leaving, stored = x[0].shape[2], self.overflow(x[0].shape[2]), exact[0].shape[2] - x[0].shape[2]
         sinks = min(self.seq_length + tokens, self.num_sink_tokens)
-        if leaving:
-            self.chunks.append((exact[0][:, :, sinks : sinks + leaving], exact[1][:, :, sinks : sinks + leaving]))
+        if (missing := leaving - self.chunks.ahead) > 0:
+            count = missing if tokens > 1 else min(self.group, self.chunks.capacity - self.chunks.length)
+            key, value = (side.narrow(2, sinks + self.chunks.ahead, count) for side in exact)
+            self.chunks.write((key, value))
+        self.chunks.count(leaving)
         begin = max(stored, sinks + leaving)  # the first token that is not in the ring yet
         slot = (self.chunks.length + begin - sinks - leaving) % self.slots
         self.seq_length += tokens
@@ -238,7 +236,7 @@ class Storage(LayerStorage):
     def restore(self, tensors: dict[str, Tensor], numbers: dict[str, int]) -> None:
         sinks, residual = ((tensors[f"key.{zone}"], tensors[f"value.{zone}"]) for zone in ("sinks", "residual"))
         tokens = residual[0].shape[2]
-        fits = tokens <= self.slots  # if not, steps of this storage are compiled, and its ring is shorter than the one of the snapshot
+        fits = tokens <= self.slots  # files of releases whose rings were longer have more
         super().restore(tensors, numbers)
         if self.buffers.region is not self.chunks.region:
             self.bind()

@@ -130,9 +130,9 @@ def watch_offloading(manager) -> dict[str, torch.Tensor]:
 
 
 def single(network, ids: list[int], format: str, new: int = NEW, chunk: int | None = None, **zones) -> tuple[list[int], list[float]]:
-    """Tokens of one prompt, read in chunks, with a cache whose residual is as long as a ring; and by how much the logit of each exceeds
-    the next one, relative to the largest logit."""
-    cache = CompressedCache(network.config, format=format, max_length=len(ids) + new, **ZONES | zones)
+    """Tokens of one prompt, read in chunks, with a cache; and by how much the logit of each exceeds the next one, relative to the largest
+    logit."""
+    cache = CompressedCache(network.config, format=format, **ZONES | zones)
     given, tokens, margins = list(ids), [], []
     with torch.no_grad():
         for _ in range(new):

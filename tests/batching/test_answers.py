@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
-from qkvcache import continuous_batching
-from qkvcache.formats import REGISTRY
+from qkvcache import CompressedCache, continuous_batching, demo
+from qkvcache.formats import REGISTRY, TurboQuant
 from tests.matrix import FORMATS, slowly
 
-from .requests import LENGTHS, ZONES, answers, assert_same, llama, prompts, serving, single
+from .requests import LENGTHS, ZONES, answers, assert_same, greedy, llama, pool, prompts, serving, single
 
 TOKENWISE = [name for name in FORMATS if all(c.packed_layout is None or c.packed_layout.writable for c in REGISTRY[name].codecs())]
 """Formats whose scales do not span tokens."""
@@ -26,3 +27,20 @@ def test_alone_together_and_single(format):
     with continuous_batching(network, format, num_sink_tokens=0, residual_length=0), serving(network) as manager:
         (bare,) = answers(manager, ids[:1])
     assert assert_same(bare, single(network, ids[0], format, num_sink_tokens=0, residual_length=0))
+
+
+def test_requests_together_answer_as_generate_does():
+    """With its default zones, growing or preallocated: the last tokens that are exact are the same ones everywhere."""
+    network, tokenizer = demo.load()
+    network, ids = network.float(), iter(tokenizer(demo.text()[:4000])["input_ids"])
+    asked = [[next(ids) for _ in range(length)] for length in (300, 37, 520, 5, 150)]
+    format = TurboQuant(center=False)  # a mean would be that of all prompts here, and of one there
+    with continuous_batching(network, format):
+        config = pool(page_size=256, max_batch_tokens=2048)
+        together = network.generate_batch(asked, generation_config=greedy(), continuous_batching_config=config)
+    for one, output in zip(asked, together.values(), strict=True):
+        for max_length in (None, 532):
+            cache = CompressedCache(network.config, format=format, max_length=max_length)
+            given = torch.tensor([one])
+            alone = network.generate(given, attention_mask=given >= 0, generation_config=greedy(), past_key_values=cache)
+            assert alone[0, len(one) :].tolist() == output.generated_tokens
