@@ -227,6 +227,24 @@ ENCODER_DECODERS = {
     "t5": lambda: hf.T5Config(**_ENCODER, d_ff=96, num_layers=2, num_heads=2, d_kv=32, initializer_factor=2.0),
     "whisper": lambda: hf.WhisperConfig(**_ENCODER | _WHISPER),
 }
+_SMALL = {name: value for name, value in _NO_HEAD_DIM.items() if name != "max_position_embeddings"} | {"num_hidden_layers": 2}
+_EMBEDDED = {
+    "vocab_size": 100,
+    "n_layer": 2,
+    "n_head": 4,
+    "initializer_range": 0.2,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+DENSE_ATTENTION = {
+    "minicpm3": lambda: hf.MiniCPM3Config(**_SMALL | {"num_key_value_heads": 4}, **_LATENT),
+    "jetmoe": lambda: hf.JetMoeConfig(**_SMALL, kv_channels=16, num_local_experts=4),
+    "gptj": lambda: hf.GPTJConfig(**_EMBEDDED, n_embd=64, rotary_dim=8, n_positions=256),
+    "bloom": lambda: hf.BloomConfig(**_EMBEDDED, hidden_size=64),
+    "mpt": lambda: hf.MptConfig(vocab_size=100, d_model=64, n_layers=2, n_heads=4, max_seq_len=128, initializer_range=0.2, use_cache=True),
+}
+"""Models that expand what the cache returns, or attend to it on their own, beside `deepseek_v3`."""
 ATTENTION = ("sdpa", "eager", "flex_attention", "qkvcache")
 UNSUPPORTED = {  # by transformers
     ("gemma2", "sdpa"),
@@ -246,7 +264,7 @@ def model(name: str, attention: str = "sdpa") -> hf.PreTrainedModel:
 @functools.lru_cache
 def _model(name: str, attention: str) -> hf.PreTrainedModel:
     install()  # registers "qkvcache"
-    config: hf.PreTrainedConfig = (MODELS | ENCODER_DECODERS)[name]()
+    config: hf.PreTrainedConfig = (MODELS | ENCODER_DECODERS | DENSE_ATTENTION)[name]()
     config._attn_implementation = attention
     torch.manual_seed(SEED)
     kind = {"t5": hf.T5ForConditionalGeneration, "whisper": hf.WhisperForConditionalGeneration}.get(name)

@@ -7,6 +7,7 @@ attention and `scaled_dot_product_attention` on the codes. Every other operation
 
 from __future__ import annotations
 
+import functools
 import warnings
 from typing import Any
 
@@ -17,6 +18,10 @@ from torch.utils._pytree import tree_map
 
 from ..kernels import AttentionInputs, KeysOrValues, attend_on_codes, dense, dense_attention_inputs, pv, qk
 
+NO_COLUMNS = (
+    "attention code of this model reads all keys and values of a cache with max_length or compile=True. It needs to know how many columns "
+    "the mask has: pass the model's config to the cache, and use an implementation whose masks are by column, such as sdpa, not flash"
+)
 _MATMULS = (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.bmm)
 
 
@@ -25,12 +30,22 @@ class CompressedKV:
 
     It refers to the attention inputs, so that it stays valid if the layer is offloaded or cropped, and in layers that share its keys, until
     the next `update` of its layer, which may overwrite slots freed by a crop. `observer`: the layer, if it evicts (`observer.py`).
+    `columns`: `T` for the model's own attention, as many as its mask has, with zeros after the tokens. None: not known, and refused.
     """
 
-    __slots__ = ("attention_inputs", "side", "repeats", "view", "observer")
+    __slots__ = ("attention_inputs", "side", "columns", "repeats", "view", "observer")
 
-    def __init__(self, attention_inputs: AttentionInputs, side: KeysOrValues, repeats: int = 1, view: str = "plain", observer: Any = None):
-        self.attention_inputs, self.side, self.repeats, self.view, self.observer = attention_inputs, side, repeats, view, observer
+    def __init__(
+        self,
+        attention_inputs: AttentionInputs,
+        side: KeysOrValues,
+        columns: int | None,
+        repeats: int = 1,
+        view: str = "plain",
+        observer: Any = None,
+    ):
+        self.attention_inputs, self.side, self.columns = attention_inputs, side, columns
+        self.repeats, self.view, self.observer = repeats, view, observer
 
     def __repr__(self) -> str:
         return f"CompressedKV(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
@@ -40,6 +55,7 @@ class CompressedKV:
     @property
     def shape(self) -> torch.Size:
         b, h, t, d = self.side.shape
+        t = self.columns or t
         if self.view == "plain":
             return torch.Size((b, h * self.repeats, t, d))
         if self.view == "transposed":
@@ -70,7 +86,14 @@ class CompressedKV:
     # Views that stay lazy.
 
     def _as(self, repeats: int, view: str) -> CompressedKV:
-        return CompressedKV(self.attention_inputs, self.side, repeats, view, self.observer)
+        return CompressedKV(self.attention_inputs, self.side, self.columns, repeats, view, self.observer)
+
+    def seen(self) -> CompressedKV:
+        """With columns of tokens alone."""
+        tokens = self.side.shape[2]
+        if self.columns == tokens:
+            return self
+        return CompressedKV(self.attention_inputs, self.side, tokens, self.repeats, self.view, self.observer)
 
     def __getitem__(self, index: Any) -> CompressedKV | Tensor:
         everything = slice(None)
@@ -80,15 +103,14 @@ class CompressedKV:
         return _dense_with_warning(self, "indexing")[index]
 
     def expand(self, *sizes: int) -> CompressedKV | Tensor:
-        target = _sizes(sizes)
-        b, h, t, d = self.side.shape
-        if self.view == "grouped" and len(target) == 5 and (target[0], target[1], target[3], target[4]) == (b, h, t, d):
+        target, given = _sizes(sizes), self.shape
+        if self.view == "grouped" and len(target) == 5 and (*target[:2], *target[3:]) == (*given[:2], *given[3:]):
             return self._as(target[2], "grouped")
         return _dense_with_warning(self, "expand").expand(*sizes)
 
     def reshape(self, *sizes: int) -> CompressedKV | Tensor:
-        b, h, t, d = self.side.shape
-        if self.view == "grouped" and _sizes(sizes) == (b, h * self.repeats, t, d):
+        b, h, *_ = self.side.shape
+        if self.view == "grouped" and _sizes(sizes) == (b, h * self.repeats, *self.shape[3:]):
             return self._as(self.repeats, "plain")
         return _dense_with_warning(self, "reshape").reshape(*sizes)
 
@@ -114,12 +136,16 @@ class CompressedKV:
     # Every other operation dequantizes.
 
     def dense(self) -> Tensor:
-        """The dequantized tensor, in the model's dtype."""
+        """The dequantized tensor, in the model's dtype. Raises NotImplementedError if `columns` is not known."""
+        if self.columns is None:
+            raise NotImplementedError(NO_COLUMNS)
         inputs = self.attention_inputs
         if torch.compiler.is_compiling() and (inputs.buffers is not None or inputs.exact):  # else the torch reference is traced
             x = dense_attention_inputs(inputs)[self.side is inputs.value]
         else:
             x = dense(self.side)
+        if self.columns > x.shape[2]:
+            x = F.pad(x, (0, 0, 0, self.columns - x.shape[2]))
         if self.view == "grouped":
             return x.unsqueeze(2).expand(self.shape)
         x = x.repeat_interleave(self.repeats, dim=1) if self.repeats > 1 else x
@@ -143,7 +169,8 @@ class CompressedKV:
         if func is F.scaled_dot_product_attention and (out := _lazy_sdpa(*args, **kwargs)) is not None:
             return out
         name = getattr(func, "__name__", "?")
-        _refuse_in_place(name)
+        if not torch.compiler.is_compiling():  # which does not trace names
+            _refuse_in_place(name)
         args, kwargs = tree_map(lambda x: _dense_with_warning(x, name) if isinstance(x, cls) else x, (args, kwargs))
         return func(*args, **kwargs)
 
@@ -187,9 +214,7 @@ def _sizes(sizes: tuple) -> tuple:
 
 
 def _dense_with_warning(given: CompressedKV, what: str) -> Tensor:
-    warnings.warn(
-        f"attention code calls {what!r} on compressed keys or values, which dequantizes the whole layer at each step", stacklevel=3
-    )
+    _warn_dense(what)
     return given.dense()
 
 
@@ -201,16 +226,29 @@ def _refuse_in_place(name: str) -> None:
         )
 
 
+@torch.compiler.assume_constant_result  # runs while code is compiled
+def _warn_dense(what: str) -> None:
+    _warn_once(f"attention code calls {what!r} on compressed keys or values, which dequantizes the whole layer at each step")
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    warnings.warn(message, stacklevel=5)
+
+
 def _lazy_matmul(left: Any, right: CompressedKV) -> Tensor | None:
     """`q @ k.T` (`[B, Hq, Q, D]` to `[B, Hq, Q, T]`) or `p @ v` after `repeat_kv`; None for any other matmul."""
     b, h, t, d = right.side.shape
     if not isinstance(left, Tensor) or left.dim() != 4 or left.shape[:2] != (b, h * right.repeats) or right.view == "grouped":
         return None
+    if torch.compiler.is_compiling() and right.attention_inputs.buffers is not None:  # whose tokens only the device counts
+        return None
     keys = right.side is right.attention_inputs.key
     if keys != (right.view == "transposed"):
         return None
     grouped = left.float().reshape(b, h, right.repeats * left.shape[2], left.shape[3])
-    out = qk(grouped, right.side) if keys else pv(grouped, right.side)
+    empty = (right.columns or t) - t
+    out = F.pad(qk(grouped, right.side), (0, empty)) if keys else pv(grouped[..., :t], right.side)
     return out.view(*left.shape[:3], -1).to(left.dtype)
 
 

@@ -141,9 +141,10 @@ def route(
     mask = given
     if isinstance(mask, Tensor) and mask.dim() == 4 and mask.shape[3] > tokens:
         mask = mask[..., :tokens]  # the mask of a preallocated cache has `max_length` columns
+    if kwargs.get("position_bias") is not None:
+        kwargs["position_bias"] = kwargs["position_bias"][..., :tokens]  # as above
     if "eager" in implementation:
-        if torch.compiler.is_compiling():
-            key, value = key.dense(), value.dense()
+        key, value = (x.dense() if torch.compiler.is_compiling() else x for x in (key.seen(), value.seen()))
         return stock(module, query, key, value, mask, *args, **kwargs)
     many, shown, causal, padding = not _few(query, key.attention_inputs), None, False, Padding(False)
     if not kwargs.get("dropout") and (not many or _in_chunks(implementation, query, key, kwargs)):
@@ -154,7 +155,7 @@ def route(
     if kwargs.get("dropout") or (many and not padding.fits):
         if isinstance(mask, BlockMask) and mask.shape[-1] > tokens:
             mask = mask._adjust(queries, tokens)  # as above
-        return stock(module, query, key.dense(), value.dense(), mask, *args, **kwargs)
+        return stock(module, query, key.seen().dense(), value.seen().dense(), mask, *args, **kwargs)
     options = kernel_options(implementation, query, kwargs)
     hidden = padding.columns
     if padding.fits:  # causality costs a kernel less than a mask of queries x tokens

@@ -32,6 +32,8 @@ from .memory import Memory, measured
 
 ALL_TOKENS = policies.SlidingWindow(window_length=2**30, interval=1)
 """The policy of exact layers in a cache whose other layers evict."""
+NEVER_STATIC = frozenset(("cpmant", "inkling2_text", "inkling_text", "prophetnet"))
+"""Model types of transformers with masks of their own, over the tokens seen and no others."""
 UNLIMITED = 2**31
 """`max_cache_len` of transformers' layers if there is no `max_length`."""
 
@@ -121,6 +123,10 @@ class CompressedCache(DynamicCache):
             with _layers_of(config, "make the cache after the model, which tells transformers of its layers"):
                 super().__init__(config=config, offloading=offloading)
             if self.compile:
+                if (model_type := config.get_text_config(decoder=True).model_type) in NEVER_STATIC:
+                    raise NotImplementedError(
+                        f"{self._why_static} on {model_type}, whose masks are of the tokens seen: leave out {self._why_static}"
+                    )
                 length = UNLIMITED if max_length is None else max_length
                 with _layers_of(config, f"leave out {self._why_static}"):
                     self.layers = StaticCache(config, length).layers
@@ -133,12 +139,16 @@ class CompressedCache(DynamicCache):
         # transformers makes one mask for all layers without a window, sized for the first of them: it must have a column for
         # each token that any of them holds. Layers that evict take the columns of the running step from it.
         self._keeps_all = next((i for i, layer in enumerate(self.layers) if _keeps_all(layer)), None)
-        ours = any(isinstance(layer, CompressedLayer) for layer in self.layers)
-        if self._keeps_all is not None and self.compile and (ours or max_length is None):
+        ours = [layer for layer in self.layers if isinstance(layer, CompressedLayer)]
+        if self._keeps_all is not None and self.compile and ((ours and self.policy) or max_length is None):
             raise NotImplementedError(
                 f"{self._why_static} on a model with layers other than full attention alone (layer {self._keeps_all}: "
                 f"{_kind(self.layers[self._keeps_all])}), whose masks have another length: leave out {self._why_static}"
             )
+        self._config = None if config is None else config.get_text_config(decoder=True)
+        if max_length is not None and (self._keeps_all is not None or getattr(self._config, "model_type", None) == "bloom"):
+            for layer in ours:  # layers of transformers, and BLOOM's ALiBi, have as many for a prompt
+                layer.prompt_columns = max_length
         self._encoder_decoder = bool(config is not None and config.is_encoder_decoder)
         self._last_layer: int | None = None
         self._biased_keys = BiasedKeys()
@@ -312,7 +322,7 @@ class CompressedCache(DynamicCache):
         """A copy that can be written outside of inference mode, even if this cache cannot."""
         with torch.inference_mode(False):
             made = self.__class__.__new__(self.__class__)
-            memo[id(self)] = made
+            memo |= {id(self): made, id(self._config): self._config}
             made.__dict__.update({name: copy.deepcopy(value, memo) for name, value in self.__dict__.items()})
         return made
 
@@ -328,6 +338,7 @@ class CompressedCache(DynamicCache):
             for layer in self.layers:
                 if isinstance(layer, CompressedLayer):
                     layer.reserve(query_length)
+                    layer.mask_by_column = None if self._config is None else "flash" not in (self._config._attn_implementation or "")
         if self._keeps_all is not None and isinstance(self.layers[layer_idx], CompressedLayer):
             layer_idx = self._keeps_all
         return super().get_mask_sizes(query_length, layer_idx)

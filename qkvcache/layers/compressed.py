@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
-from ..attention.compressed_kv import CompressedKV
+from ..attention.compressed_kv import NO_COLUMNS, CompressedKV
 from ..attention.padding import PlainAttention, await_attention
 from ..formats.base import Format
 from ..kernels import AttentionInputs, Pair, dense, prepare, step, unfold, whole
@@ -86,6 +87,10 @@ class CompressedLayer(CacheLayerMixin):
         self.empty = True
         """Whether there are no tokens."""
         self.is_initialized = False
+        self.mask_by_column: bool | None = True
+        """Whether masks have `storage.columns` columns: not those of flash attention. None: not known."""
+        self.prompt_columns = 0
+        """Columns of a prompt, if the model needs more of them than the prompt has tokens."""
 
     @property
     def storage(self) -> Storage | None:
@@ -159,7 +164,18 @@ class CompressedLayer(CacheLayerMixin):
             exact = storage.exact_with(new)
             attention_inputs = storage.attention_inputs_with(exact)
             storage.append(new, exact)
-        return compressed(attention_inputs)
+        return self._compressed(attention_inputs)
+
+    def _compressed(self, inputs: AttentionInputs) -> tuple[CompressedKV, CompressedKV]:
+        """The keys and values that `update` returns for attention over `inputs`, with the columns of the model's mask."""
+        columns: int | None = inputs.key.shape[2]
+        if self.is_compileable and (self.mask_by_column is not False or torch.compiler.is_compiling()) and not self._differentiates():
+            columns = self.storage.columns if self.mask_by_column else None  # type: ignore[union-attr]
+        return compressed(inputs, columns)
+
+    def _differentiates(self) -> bool:
+        """Whether `update` may have to return dense tensors of just the tokens seen."""
+        return torch.is_grad_enabled() and not torch.compiler.is_compiling()
 
     def _prefill(self, key_states: Tensor, value_states: Tensor) -> KeysAndValues:
         """`update` of an empty layer."""
@@ -171,6 +187,9 @@ class CompressedLayer(CacheLayerMixin):
             await_attention(key_states, self.store_pending)
         else:
             self.commit()
+        if self.prompt_columns:
+            padding = 0, 0, 0, self.prompt_columns - key_states.shape[2]
+            return F.pad(key_states, padding), F.pad(value_states, padding)
         return key_states, value_states
 
     def commit(self) -> None:
@@ -197,7 +216,7 @@ class CompressedLayer(CacheLayerMixin):
         if key_states.shape[2] > 1 or isinstance(result[0], Tensor):
             return result
         sinks, residual = self.storage.zones()  # type: ignore[union-attr]
-        return compressed(attention_inputs_of(sinks, self.storage.chunks, residual))  # type: ignore[union-attr]
+        return self._compressed(attention_inputs_of(sinks, self.storage.chunks, residual))  # type: ignore[union-attr]
 
     def _update_compiled(self, key_states: Tensor, value_states: Tensor) -> KeysAndValues:
         """`update` that reads no count from the host."""
@@ -220,10 +239,12 @@ class CompressedLayer(CacheLayerMixin):
         if self.empty:
             storage.chunks.calibrate((key_states, value_states))
         elif tokens > 1:
+            if not self.mask_by_column:
+                raise NotImplementedError(NO_COLUMNS)
             result = unfold(storage.buffers, (key_states, value_states))
         step(storage.buffers, (key_states, value_states))
         if tokens == 1 and not self.empty:
-            result = compressed(whole(storage.buffers))
+            result = self._compressed(whole(storage.buffers))
         self.empty = False
         return result
 
@@ -275,9 +296,11 @@ class CompressedLayer(CacheLayerMixin):
             return self.get_seq_length() + query_length, 0
         if not torch.compiler.is_compiling():
             self.reserve(query_length)
-            if torch.is_grad_enabled():  # `update` may have to return dense tensors of just the tokens seen
+            if self._differentiates():
                 return self.get_seq_length() + query_length, 0
-        return (query_length if self.empty or self.storage is None else self.storage.columns), 0
+        if self.empty or self.storage is None:
+            return self.prompt_columns or query_length, 0
+        return self.storage.columns, 0
 
     def get_max_length(self) -> int:
         return -1 if self.max_length is None else self.max_length
@@ -370,6 +393,7 @@ _NO_DENSE = (
 )
 
 
-def compressed(inputs: AttentionInputs, observer: object = None) -> tuple[CompressedKV, CompressedKV]:
+def compressed(inputs: AttentionInputs, columns: int | None, observer: object = None) -> tuple[CompressedKV, CompressedKV]:
     """The keys and values that `update` returns for attention over `inputs`; `observer` observes that attention."""
-    return CompressedKV(inputs, inputs.key, observer=observer), CompressedKV(inputs, inputs.value, observer=observer)
+    key, value = (CompressedKV(inputs, side, columns, observer=observer) for side in (inputs.key, inputs.value))
+    return key, value

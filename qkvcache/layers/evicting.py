@@ -126,7 +126,7 @@ class EvictingLayer(CompressedLayer):
             inputs = self._attention_inputs(storage, tokens)
         if not compiling:
             storage.advance(tokens)
-        return compressed(inputs, self)
+        return compressed(inputs, inputs.key.shape[2], self)
 
     def _prepare_step(self, key_states: Tensor, value_states: Tensor) -> None:
         """Checks a step outside of compiled code, ends the one before, and makes room."""

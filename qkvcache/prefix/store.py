@@ -6,6 +6,7 @@ Tokens are compared, so that a wrong prefix cannot be used. Entries are named af
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -308,9 +309,10 @@ class PrefixStore:
     ) -> bool:
         row = row[: min(cache.get_seq_length(), unpadded(row, self.model.config))]
         tokens = len(row)
+        if reason := refusal(row, self.model.config, self.min_match_tokens, padded):
+            self._stats.refused[reason] += 1
+            return False
         try:
-            if reason := refusal(row, self.model.config, self.min_match_tokens, padded):
-                raise NotImplementedError(reason)
             template = self._template_of(cache)
             key = match.encode(identity, row)
             if (covering := self._memory.index.covering(key, template.name)) is not None:
@@ -330,7 +332,9 @@ class PrefixStore:
         except TooLarge:
             self._stats.rejected += 1
             return False
-        except NotImplementedError as refused:
+        except NotImplementedError as refused:  # the next prompts will be, too
+            if str(refused) not in self._stats.refused:
+                warnings.warn(f"the PrefixStore does not store this cache: {refused}", stacklevel=3)
             self._stats.refused[str(refused)] += 1
             return False
         self._memory.put(entry)

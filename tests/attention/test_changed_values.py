@@ -11,6 +11,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterf
 from transformers.models.llama.modeling_llama import LlamaAttention, apply_rotary_pos_emb, eager_attention_forward
 
 from qkvcache import CompressedCache, H2OCache
+from qkvcache.attention import compressed_kv
 from tests.matrix import _NO_HEAD_DIM, ATTENTION, model
 from tests.reference import MODES, ZONES, assert_close, count_decoded_layers, steps
 from tests.seeds import SEED
@@ -153,6 +154,7 @@ def test_differential_attention(attention):
 def test_dequantizing_changed_values_is_told(changing):
     network, modules = changing
     modules[0].change = CHANGES["values scaled"]
+    compressed_kv._warn_once.cache_clear()
     with pytest.warns(UserWarning, match=SLOW):
         list(steps(network, CompressedCache(network.config, format="int8", **ZONES["zones"]), MODE))
 

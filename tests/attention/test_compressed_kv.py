@@ -1,6 +1,7 @@
 """A handle answers as the tensor that it stands for, lazily where attention code needs it to."""
 
 import contextlib
+import re
 import warnings
 from types import SimpleNamespace
 
@@ -10,7 +11,7 @@ import torch.nn.functional as F
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.models.llama.modeling_llama import eager_attention_forward
 
-from qkvcache.attention import CompressedKV
+from qkvcache.attention import CompressedKV, compressed_kv
 from qkvcache.formats import REGISTRY
 from qkvcache.layers.compressed import CompressedLayer
 from tests.reference import assert_close, count_decoded_layers
@@ -125,9 +126,12 @@ def test_any_other_use_is_dense_and_right(handles, use):
 
 
 @pytest.mark.parametrize("use", ["method", "function", "matmul of other shapes", "times a number", "arithmetic"])
-def test_slow_use_is_told(handles, use):
-    with pytest.warns(UserWarning, match=SLOW):
+def test_slow_use_is_told_once(handles, use, recwarn):
+    compressed_kv._warn_once.cache_clear()
+    for _ in range(3):
         OTHERS[use](handles[0])
+    told = [str(warning.message) for warning in recwarn]
+    assert told and all(re.match(SLOW, text) for text in told) and len(set(told)) == len(told)
 
 
 def test_what_tensors_lack_handles_lack(handles):

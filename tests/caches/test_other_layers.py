@@ -8,6 +8,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 from qkvcache import CompressedCache, H2OCache, SinkCache
+from qkvcache.policies import H2O
 from tests.matrix import _TINY
 from tests.reference import Mode, assert_close, forward
 from tests.seeds import SEED
@@ -18,6 +19,7 @@ ORDERS = {"full first": (FULL, SPARSE, FULL, SPARSE), "sparse first": (SPARSE, F
 CACHES = {
     "dynamic": lambda config: DynamicCache(config=config),
     "identity": functools.partial(CompressedCache, format="identity"),
+    "preallocated": functools.partial(CompressedCache, format="identity", max_length=40),
     "int8": functools.partial(CompressedCache, format="int8", num_sink_tokens=0),
     "h2o": functools.partial(H2OCache, budget=12),
     "sinks": functools.partial(SinkCache, window_length=8, positions="original"),
@@ -51,10 +53,10 @@ def test_a_padded_row_is_the_row_alone(order, attention, kind):
         assert_close(got[-len(expected) :], expected, of_model(network) if kind != "int8" else TURNED)
 
 
-@pytest.mark.parametrize("options", [{"max_length": 64}, {"compile": True}])
+@pytest.mark.parametrize("options", [{"max_length": 64, "policy": H2O(budget=12)}, {"compile": True}])
 def test_fixed_sizes_beside_other_layers_are_refused(options):
     config = sparse_beside_full("full first", "sdpa").config
-    (name,) = options
+    name = next(iter(options))
     with pytest.raises(NotImplementedError, match=rf"{name}.*layer 1: MiniMaxM3VLSparseStaticCacheLayer.*leave out {name}"):
         CompressedCache(config, format="int8", **options)
 

@@ -33,11 +33,7 @@ def make(network, format: str = FOUR_BIT, length: int = 40 + NEW, **options) -> 
 
 
 class DenseStatic(CompressedLayer):
-    """The same layer, which hands attention its codes decoded, as many as there are."""
-
-    def get_mask_sizes(self, query_length):
-        super().get_mask_sizes(query_length)
-        return self.get_seq_length() + query_length, 0
+    """The same layer, which hands attention its codes decoded, in the columns of the mask."""
 
     def update(self, *args, **kwargs):
         return tuple(x if isinstance(x, Tensor) else x.dense() for x in super().update(*args, **kwargs))

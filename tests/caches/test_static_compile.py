@@ -57,6 +57,14 @@ def logits(out) -> Tensor:
     return torch.stack(out.logits)
 
 
+@pytest.mark.parametrize(("name", "attention"), [("deepseek_v3", "sdpa"), ("gptj", "eager")])
+def test_attention_on_dense_columns_compiles(name, attention, compiling):
+    this = compiling(name, attention)
+    expected, got = (logits(this.run(make(this.network, "int8"), compiled=how, max_new_tokens=4)) for how in (False, True))
+    assert_close(got, expected, TURNED)
+    assert graphs() == 1
+
+
 @pytest.mark.parametrize(("format", "attention"), [("identity", "sdpa"), (FOUR_BIT, "sdpa"), ("int4", "eager")])
 def test_generate_compiles_one_graph(format, attention, compiling):
     """For 50 tokens, of any cache, after any prompt."""

@@ -407,7 +407,9 @@ def test_caches_that_cannot_be_stored_are_refused_by_name():
     ids = random_ids(40)
     static = StaticCache(config=model().config, max_cache_len=64)
     kept = store()
-    assert not kept.store(ids, fill(static, ids))
+    with pytest.warns(UserWarning, match="does not store this cache: a StaticLayer where") as told:
+        assert not kept.store(ids, fill(static, ids)) and not kept.store(ids, static)
+    assert len(told) == 1
     assert not kept.store(ids[:3], dense(ids))
     assert not kept.store(ids, fill(DynamicCache(config=model(num_hidden_layers=3).config), ids))
     assert len(kept.stats.refused) == 3 and any("StaticLayer" in reason for reason in kept.stats.refused)

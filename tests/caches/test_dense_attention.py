@@ -1,0 +1,111 @@
+"""Models that expand keys and values after the cache, or compute attention on their own: preallocated caches give them the columns of the
+mask."""
+
+import copy
+
+import pytest
+import torch
+import transformers as hf
+from transformers import DynamicCache
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, flash_attention_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from qkvcache import CompressedCache
+from qkvcache.attention import compressed_kv
+from tests import matrix
+from tests.reference import ZONES, assert_close, prompt, run
+from tests.tolerance import of_model
+
+FAMILIES = {"deepseek_v3": "sdpa", "minicpm3": "sdpa", "jetmoe": "sdpa", "gptj": "eager", "bloom": "eager", "mpt": "eager"}
+"""With the attention implementation that each has."""
+
+
+def model(name: str) -> hf.PreTrainedModel:
+    if not hasattr(hf.models, name):
+        pytest.skip(f"this transformers has no {name}")
+    if name == "bloom" and "create_masks_for_generate" not in vars(hf.BloomForCausalLM):
+        pytest.skip("this transformers cannot run BLOOM with a StaticCache")
+    return matrix.model(name, FAMILIES[name])
+
+
+def make(network: hf.PreTrainedModel, format: str = "identity", **options) -> CompressedCache:
+    return CompressedCache(network.config, format=format, **ZONES["zones"] | options)
+
+
+def logits(network: hf.PreTrainedModel, cache, inputs: dict, **options) -> torch.Tensor:
+    options = {"max_new_tokens": 5, "return_dict_in_generate": True, "output_logits": True} | options
+    return torch.stack(run(network, cache, inputs, **options).logits)
+
+
+@pytest.mark.parametrize("options", [{}, {"prefill_chunk_size": 16}], ids=["whole", "chunks"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_padded_rows_equal_those_of_dynamic_cache(name, options):
+    network, inputs = model(name), prompt(3)
+    expected = logits(network, DynamicCache(config=network.config), inputs, **options)
+    assert_close(logits(network, make(network, max_length=60), inputs, **options), expected, of_model(network))
+
+
+@pytest.mark.parametrize("room", [{"max_length": 90}, {"compile": True}], ids=["preallocated", "growing"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_turns_and_crops_equal_those_of_dynamic_cache(name, room):
+    network = model(name)
+    found = []
+    for cache in (make(network, **room), DynamicCache(config=network.config)):
+        ids, turns = prompt()["input_ids"], []
+        for turn in range(3):
+            turns.append(logits(network, cache, {"input_ids": ids}))
+            cache.crop(-2)
+            ids = torch.cat([ids, torch.full((1, 9 + turn), 5 + turn)], dim=1)
+        found.append(torch.cat(turns))
+    assert_close(*found, of_model(network))
+
+
+@pytest.mark.parametrize("format", ["int8", "turboquant_4bit_nc"])
+@pytest.mark.parametrize("name", ["deepseek_v3", "gptj", "bloom"])
+def test_codes_equal_those_of_a_growing_cache(name, format):
+    """With bare zones both hold the same tokens exactly."""
+    network = model(name)
+    got, expected = (logits(network, make(network, format, **ZONES["bare"], **room), prompt()) for room in ({"max_length": 60}, {}))
+    assert_close(got, expected, of_model(network))
+
+
+def flash(module, query, key, value, mask, **options):
+    """Without a mask, flash attention takes all keys for tokens."""
+    assert mask is None
+    mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool).tril(key.shape[2] - query.shape[2])
+    return sdpa_attention_forward(module, query, key, value, mask[None, None], **options)
+
+
+def test_flash_attention_sees_no_empty_column():
+    for registry, function in ((ALL_ATTENTION_FUNCTIONS, flash), (ALL_MASK_ATTENTION_FUNCTIONS, flash_attention_mask)):
+        registry.register("flash_in_torch", function)
+    try:
+        network = copy.deepcopy(model("deepseek_v3"))
+        network.config._attn_implementation = "flash_in_torch"
+        expected = logits(network, DynamicCache(config=network.config), prompt())
+        assert_close(logits(network, make(network, max_length=60), prompt()), expected, of_model(network))
+    finally:
+        for registry in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS):
+            registry._global_mapping.pop("flash_in_torch")
+
+
+@pytest.mark.parametrize("options", [{"max_length": 60}, {"compile": True}], ids=["preallocated", "growing"])
+def test_masks_of_tokens_seen_are_refused(options):
+    with pytest.raises(NotImplementedError, match=f"{next(iter(options))}.* on cpmant, whose masks are of the tokens seen"):
+        CompressedCache(hf.CpmAntConfig(), format="int8", **options)
+
+
+def test_a_mask_that_is_not_known_is_refused():
+    network = model("deepseek_v3")
+    with pytest.raises(NotImplementedError, match="pass the model's config to the cache"):
+        logits(network, CompressedCache(format="int8", max_length=60), prompt())
+
+
+def test_dequantizing_is_told_once_a_process(recwarn):
+    compressed_kv._warn_once.cache_clear()
+    network = model("deepseek_v3")
+    for _ in range(2):
+        logits(network, make(network, "int8"), prompt())
+    told = [str(w.message) for w in recwarn if "dequantizes the whole layer" in str(w.message)]
+    assert len(told) == len(set(told)) == 2  # of keys and of values
