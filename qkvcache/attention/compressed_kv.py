@@ -33,7 +33,7 @@ class CompressedKV:
     `columns`: `T` for the model's own attention, as many as its mask has, with zeros after the tokens. None: not known, and refused.
     """
 
-    __slots__ = ("attention_inputs", "side", "columns", "repeats", "view", "observer")
+    __slots__ = ("attention_inputs", "side", "columns", "repeats", "form", "observer")
 
     def __init__(
         self,
@@ -41,11 +41,11 @@ class CompressedKV:
         side: KeysOrValues,
         columns: int | None,
         repeats: int = 1,
-        view: str = "plain",
+        form: str = "plain",
         observer: Any = None,
     ):
         self.attention_inputs, self.side, self.columns = attention_inputs, side, columns
-        self.repeats, self.view, self.observer = repeats, view, observer
+        self.repeats, self.form, self.observer = repeats, form, observer
 
     def __repr__(self) -> str:
         return f"CompressedKV(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
@@ -56,9 +56,9 @@ class CompressedKV:
     def shape(self) -> torch.Size:
         b, h, t, d = self.side.shape
         t = self.columns or t
-        if self.view == "plain":
+        if self.form == "plain":
             return torch.Size((b, h * self.repeats, t, d))
-        if self.view == "transposed":
+        if self.form == "transposed":
             return torch.Size((b, h * self.repeats, d, t))
         return torch.Size((b, h, self.repeats, t, d))  # inside repeat_kv
 
@@ -85,38 +85,38 @@ class CompressedKV:
 
     # Views that stay lazy.
 
-    def _as(self, repeats: int, view: str) -> CompressedKV:
-        return CompressedKV(self.attention_inputs, self.side, self.columns, repeats, view, self.observer)
+    def _as(self, repeats: int, form: str) -> CompressedKV:
+        return CompressedKV(self.attention_inputs, self.side, self.columns, repeats, form, self.observer)
 
     def seen(self) -> CompressedKV:
         """With columns of tokens alone."""
         tokens = self.side.shape[2]
         if self.columns == tokens:
             return self
-        return CompressedKV(self.attention_inputs, self.side, tokens, self.repeats, self.view, self.observer)
+        return CompressedKV(self.attention_inputs, self.side, tokens, self.repeats, self.form, self.observer)
 
     def __getitem__(self, index: Any) -> CompressedKV | Tensor:
         everything = slice(None)
         repeat_kv = (everything, everything, None, everything, everything), (everything, everything, None)
-        if self.view == "plain" and self.repeats == 1 and index in repeat_kv:
+        if self.form == "plain" and self.repeats == 1 and index in repeat_kv:
             return self._as(1, "grouped")
         return _dense_with_warning(self, "indexing")[index]
 
     def expand(self, *sizes: int) -> CompressedKV | Tensor:
         target, given = _sizes(sizes), self.shape
-        if self.view == "grouped" and len(target) == 5 and (*target[:2], *target[3:]) == (*given[:2], *given[3:]):
+        if self.form == "grouped" and len(target) == 5 and (*target[:2], *target[3:]) == (*given[:2], *given[3:]):
             return self._as(target[2], "grouped")
         return _dense_with_warning(self, "expand").expand(*sizes)
 
     def reshape(self, *sizes: int) -> CompressedKV | Tensor:
         b, h, *_ = self.side.shape
-        if self.view == "grouped" and _sizes(sizes) == (b, h * self.repeats, *self.shape[3:]):
+        if self.form == "grouped" and _sizes(sizes) == (b, h * self.repeats, *self.shape[3:]):
             return self._as(self.repeats, "plain")
         return _dense_with_warning(self, "reshape").reshape(*sizes)
 
     def transpose(self, first: int, second: int) -> CompressedKV | Tensor:
-        if {first % self.ndim, second % self.ndim} == {2, 3} and self.view != "grouped":
-            return self._as(self.repeats, "plain" if self.view == "transposed" else "transposed")
+        if {first % self.ndim, second % self.ndim} == {2, 3} and self.form != "grouped":
+            return self._as(self.repeats, "plain" if self.form == "transposed" else "transposed")
         return _dense_with_warning(self, "transpose").transpose(first, second)
 
     @property
@@ -146,10 +146,10 @@ class CompressedKV:
             x = dense(self.side)
         if self.columns > x.shape[2]:
             x = F.pad(x, (0, 0, 0, self.columns - x.shape[2]))
-        if self.view == "grouped":
+        if self.form == "grouped":
             return x.unsqueeze(2).expand(self.shape)
         x = x.repeat_interleave(self.repeats, dim=1) if self.repeats > 1 else x
-        return x.mT if self.view == "transposed" else x
+        return x.mT if self.form == "transposed" else x
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -184,7 +184,7 @@ def of_one_update(key: Any, value: Any) -> bool:
         and key.attention_inputs is value.attention_inputs
         and key.side is key.attention_inputs.key
         and value.side is value.attention_inputs.value
-        and (key.view, value.view, key.repeats) == ("plain", "plain", value.repeats)
+        and (key.form, value.form, key.repeats) == ("plain", "plain", value.repeats)
     )
 
 
@@ -239,12 +239,12 @@ def _warn_once(message: str) -> None:
 def _lazy_matmul(left: Any, right: CompressedKV) -> Tensor | None:
     """`q @ k.T` (`[B, Hq, Q, D]` to `[B, Hq, Q, T]`) or `p @ v` after `repeat_kv`; None for any other matmul."""
     b, h, t, d = right.side.shape
-    if not isinstance(left, Tensor) or left.dim() != 4 or left.shape[:2] != (b, h * right.repeats) or right.view == "grouped":
+    if not isinstance(left, Tensor) or left.dim() != 4 or left.shape[:2] != (b, h * right.repeats) or right.form == "grouped":
         return None
     if torch.compiler.is_compiling() and right.attention_inputs.buffers is not None:  # whose tokens only the device counts
         return None
     keys = right.side is right.attention_inputs.key
-    if keys != (right.view == "transposed"):
+    if keys != (right.form == "transposed"):
         return None
     grouped = left.float().reshape(b, h, right.repeats * left.shape[2], left.shape[3])
     empty = (right.columns or t) - t

@@ -4,7 +4,7 @@ import warnings
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, DiffLlamaConfig
+from transformers import AutoModelForCausalLM, DiffLlamaConfig, GPTNeoXJapaneseConfig
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
@@ -100,7 +100,9 @@ def test_logits_are_those_without_a_cache(changing, change):
     network, modules = changing
     for module in modules:
         module.change = CHANGES[change]
-    check(network, CompressedCache(network.config, format="identity", **ZONES["zones"]), of_model(network))
+    for length in (None, 40):
+        options = ZONES["zones"] | {"max_length": length}
+        check(network, CompressedCache(network.config, format="identity", **options), of_model(network))
     with count_decoded_layers() as decoded:
         check(network, CompressedCache(network.config, format="int8", **ZONES["zones"]), INT8)
     assert not decoded or change not in LAZY
@@ -187,3 +189,14 @@ def test_writing_in_place_is_refused(write):
         key, _ = cache.update(torch.randn(1, 2, tokens, 32), torch.randn(1, 2, tokens, 32), 0)
     with pytest.raises(NotImplementedError, match="cannot be written in place"):
         write(key)
+
+
+def test_attention_that_calls_methods_of_tensors():
+    """GPT-NeoX Japanese takes views of its keys and values."""
+    size = {"vocab_size": 100, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 64}
+    torch.manual_seed(SEED)
+    network = AutoModelForCausalLM.from_config(GPTNeoXJapaneseConfig(**size, intermediate_multiple_size=2)).eval()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=SLOW)
+        for format, tolerance in (("identity", of_model(network)), ("int8", INT8)):
+            check(network, CompressedCache(network.config, format=format, **ZONES["zones"]), tolerance)

@@ -22,11 +22,13 @@ B, H, T, D = 2, 3, 40, 32
 SLOW = "attention code calls .* on compressed keys or values"
 
 
-@pytest.fixture
-def handles() -> tuple[CompressedKV, CompressedKV]:
+def new_handles() -> tuple[CompressedKV, CompressedKV]:
     layer = CompressedLayer(REGISTRY["turboquant_4bit_nc"], 2, 4)
     layer.update(torch.randn(B, H, T - 3, D), torch.randn(B, H, T - 3, D))
     return layer.update(torch.randn(B, H, 3, D), torch.randn(B, H, 3, D))
+
+
+handles = pytest.fixture(new_handles, name="handles")
 
 
 @contextlib.contextmanager
@@ -218,6 +220,29 @@ def test_sdpa_of_one_handle_and_one_tensor(handles):
     expected = F.scaled_dot_product_attention(query, key.dense(), value.dense())
     assert_close(F.scaled_dot_product_attention(query, key, value.dense()), expected, rounding(D, T))
     assert_close(F.scaled_dot_product_attention(query, key.dense(), value), expected, rounding(D, T))
+
+
+PAIRS = {
+    "swapped": lambda key, value, other: (value, key),
+    "twice the keys": lambda key, value, other: (key, key),
+    "values of another layer": lambda key, value, other: (key, other[1]),
+    "keys of another layer": lambda key, value, other: (other[0], value),
+}
+
+
+@pytest.mark.filterwarnings(f"ignore:{SLOW}")
+@pytest.mark.parametrize("pair", PAIRS.values(), ids=PAIRS)
+def test_sdpa_of_handles_that_no_update_returned_together(handles, pair):
+    query, other = torch.randn(B, H, 2, D), new_handles()
+    dense = [x.dense() for x in (*handles, *other)]
+    expected = F.scaled_dot_product_attention(query, *pair(*dense[:2], dense[2:]))
+    assert_close(F.scaled_dot_product_attention(query, *pair(*handles, other)), expected, rounding(D, T))
+
+
+def test_attributes_are_none_of_a_tensor():
+    """Attention code that calls a method of tensors gets it, not an attribute of the handle."""
+    own = {name for name in CompressedKV.__slots__ if hasattr(torch.Tensor, name)}
+    assert not own
 
 
 MASKS = {
