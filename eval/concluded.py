@@ -1,19 +1,20 @@
 """Tables and pictures of studies that are concluded: the pages say what they found, their rows are in eval/results.
 
-    python eval/concluded.py keys | calibrated | frozen | zones               the table, as markdown
-    python eval/concluded.py formats | calibrated | sinks | budgets | combined --plot         the picture
+    python eval/concluded.py keys | calibrated | frozen | zones | long_answers | peers                      the table, as markdown
+    python eval/concluded.py formats | calibrated | sinks | budgets | combined | long_answers --plot        the picture
 
-The scripts that measured them are in the history: `git show fe5230e:eval/keys.py`, and likewise calibrated.py, formats.py, eviction.py and
-zones.py. Each row has its command and commit.
+The scripts that measured them are in the history: `git show fe5230e:eval/keys.py`, and likewise calibrated.py, formats.py, eviction.py,
+zones.py, long_answers.py and peers.py. Each row has its command and commit.
 """
 
 from __future__ import annotations
 
+import statistics
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from error_bars import number, with_error
+from error_bars import number, percent, recalled, with_error
 from harness import RESULTS, Table, picture, pivot, read_rows
 from palette import format_color, line_styles, policy_color
 
@@ -78,7 +79,86 @@ def zones() -> Iterator[Table]:
     yield Table(["first + last exact tokens", *found.headers[1:]], found.lines, rule=(" --- ",))
 
 
-TABLES: dict[str, Callable[[], Iterator[Table]]] = {"keys": keys, "calibrated": calibrated, "frozen": frozen, "zones": zones}
+MARKS = (64, 128, 256, 512, 1000)
+"""Tokens of an answer after which it may still be the dense run's."""
+
+
+def mean_with_error(values: list[float]) -> str:
+    return with_error(statistics.mean(values), statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else float("nan"))
+
+
+def long_answers() -> Iterator[Table]:
+    """Answers beside the dense run's: where they differ first, how many are the same, KL along the dense answer, mistakes by task."""
+    rows = rows_of("long_answers")
+    first, buckets = rows[0], list(rows[-1]["kls"])
+    marks = sorted({min(mark, first["tokens"]) for mark in MARKS})
+    kinds = dict.fromkeys(answer["kind"] for answer in first["answers"] if "words" in answer)
+    lines = []
+    for row in rows:
+        at = [answer["first_difference"] for answer in row["answers"]]
+        low, middle, high = statistics.quantiles(at, n=4, method="inclusive")
+        same = (recalled(sum(x >= mark for x in at), len(at)) for mark in marks)
+        far = (mean_with_error(row["kls"][name]) if name in row["kls"] else "" for name in buckets)
+        ends = (ended([answer for answer in row["answers"] if answer["kind"] == kind]) for kind in kinds)
+        lines.append([row["cache"], f"{middle:.0f} ({low:.0f} to {high:.0f})", *same, *far, *ends])
+    headers = [
+        "cache",
+        "first difference",
+        *(f"same after {mark:,}" for mark in marks),
+        *(f"KL, tokens {name}" for name in buckets),
+        *kinds,
+    ]
+    said = (
+        f"{first['model']} in {first['dtype'].removeprefix('torch.')} on {first['device']}: {first['prompts']} answers of "
+        f"{first['tokens']:,} tokens after {first['context']:,} ({first['text']}), greedy. first difference: token, median and quartiles; "
+        f"{first['tokens']:,}: none. KL: nats, along the dense run's answer, with the standard error over the answers. The last columns: "
+        "answers without a mistake, share of words before the first one, likeness of the whole."
+    )
+    yield Table(headers, lines, caption=said, rule=(" --- ",))
+
+
+def ended(answers: list[dict]) -> str:
+    """Answers without a mistake, words before the first one, and how alike the whole is."""
+    whole = sum(answer["before_mistake"] == answer["words"] for answer in answers)
+    before = sum(answer["before_mistake"] for answer in answers) / max(sum(answer["words"] for answer in answers), 1)
+    return f"{whole} of {len(answers)}, {percent(before)}, {percent(statistics.mean(answer['similarity'] for answer in answers))}"
+
+
+BASE = "turboquant_4bit_nc"
+
+
+def peers() -> Iterator[Table]:
+    """transformers' QuantizedCache and ours on the same text, the largest first."""
+    rows = [row for row in rows_of("peers") if row["text"] == "pydoc"]
+    base = next(row["kls"] for row in rows if row["format"] == BASE)
+    headers = ("cache", "exact", "bytes/token", "smaller", "texts", "KL", f"times `{BASE}`'s", "same top token", "perplexity x")
+    lines = [
+        (
+            name_of_cache(row), row["exact"], f"{row['bytes_per_token']:,.0f}", f"{row['ratio']:.2f}x", str(len(row["kls"])),
+            kl(row), times(row["kls"], base), percent(row["same_top"], row["same_top_error"]),
+            with_error(row["perplexity_ratio"], row["perplexity_ratio_error"]),
+        ) for row in sorted(rows, key=lambda row: (row["ratio"], row["kl"]))
+    ]  # fmt: skip
+    yield Table(headers, lines, rule=(" --- ",))
+
+
+def name_of_cache(row: dict) -> str:
+    if "peer" not in row:
+        return f"`{row['format']}`"
+    backend, bits = row["format"].split("_int")
+    return f'`QuantizedCache("{backend}", nbits={bits})`' + ("" if row["grouping"] == "default" else f", {row['grouping']}")
+
+
+def times(kls: list[float], base: list[float]) -> str:
+    """The ratio of the means over the texts that both have read."""
+    both = list(zip(kls, base, strict=False))
+    ratio = sum(kl for kl, _ in both) / sum(kl for _, kl in both)
+    return f"{ratio:.0f}" if ratio >= 10 else f"{ratio:.1f}"
+
+
+TABLES: dict[str, Callable[[], Iterator[Table]]] = {
+    "keys": keys, "calibrated": calibrated, "frozen": frozen, "zones": zones, "long_answers": long_answers, "peers": peers
+}  # fmt: skip
 
 
 def draw_calibrated(path: Path) -> None:
@@ -203,9 +283,37 @@ def draw_combined(path: Path) -> None:
         axes.invert_yaxis()
 
 
+def draw_long_answers(path: Path) -> None:
+    """How many answers are still the same, and how far the next token is from the dense run's, by tokens of the answer."""
+    from matplotlib import ticker
+
+    first, *rows = rows_of("long_answers")
+    with picture(path, 1, 2, dpi=90, figsize=(12, 5), layout="constrained") as (figure, ((left, right),)):
+        styles = line_styles(row["cache"] for row in rows)
+        for row in rows:
+            style = styles[row["cache"]]
+            at = sorted(answer["first_difference"] for answer in row["answers"])
+            same = [(1, 1.0), *((x, 1 - (i + 1) / len(at)) for i, x in enumerate(at) if x < row["tokens"])]
+            ends, shares = [x for x, _ in same] + [row["tokens"]], [y for _, y in same] + [same[-1][1]]
+            left.step(ends, shares, where="post", label=row["cache"], **style | {"marker": ""})
+            middles = [sum(map(int, name.split("-"))) / 2 for name in row["kls"]]
+            kls = [statistics.mean(kl) for kl in row["kls"].values()]
+            if max(kls) > 1e-6:  # less is the order of sums
+                right.plot(middles, kls, **style)
+        left.set(title="share of answers that are still the dense run's (higher is better)", ylim=(-0.02, 1.02), xscale="log")
+        right.set(title="KL divergence along the dense run's answer, nats (lower is better)", xscale="log", yscale="log")
+        for axes in (left, right):
+            axes.xaxis.set_major_locator(ticker.FixedLocator([1, 4, 16, 64, 256, 1024]))
+            axes.xaxis.set_major_formatter("{x:g}")
+            axes.xaxis.set_minor_locator(ticker.NullLocator())
+        figure.legend(loc="outside lower center", ncols=6, fontsize=8)
+        figure.suptitle(f"{first['model']}, {first['prompts']} answers after {first['context']:,} tokens")
+
+
 PICTURES: dict[str, tuple[str, Callable[[Path], None]]] = {
     "calibrated": ("calibrated", draw_calibrated), "formats": ("formats", draw_formats), "sinks": ("eviction_sinks", draw_sinks),
     "budgets": ("eviction_budgets", draw_budgets), "combined": ("eviction_combined", draw_combined),
+    "long_answers": ("long_answers_smollm2", draw_long_answers),
 }  # fmt: skip
 """Names of files and what draws them."""
 

@@ -9,6 +9,8 @@ SAID = {
     "keys": "| 2 bits, exact: rest, keys | .038 ± .003 | .047 ± .008 | .0194 ± .0014 | .048 ± .009 |",
     "calibrated": "| calibrated, 3 bits | 100 | .0070 ± .0012 |",
     "frozen": "| demo | `hadaquant_k3v3` | .024 ± .005 |",
+    "long_answers": "| int8 | 1000 (766 to 1000) | 81 ± 10 % | 75 ± 11 % |",
+    "peers": '| `QuantizedCache("hqq", nbits=4)` | 0 + 64 | 6,480 | 3.56x | 1 | .080 | 21 |',
     "zones": "| `turboquant_4bit_nc_uncentered` | .094 | .091 | .0077 |",
 }
 

@@ -11,7 +11,6 @@ SHOWN = {
     "quality": ["hadaquant_k4v4 ", "--markdown"],
     "quality --model smollm2": ["nvfp4_mse ", "--markdown"],
     "quality --model smollm2 --out quality_policies.jsonl": ["turboquant_4bit_nc + snapkv 50%", "--markdown"],
-    "long_answers --model smollm2": ["turboquant_3bit_nc ", "--markdown"],
 }
 
 

@@ -1,8 +1,5 @@
-"""transformers' QuantizedCache beside ours: its bytes, its steps, and the rows. A layer that quantizes as HQQ does stands in where neither
+"""transformers' QuantizedCache is measured as ours: its bytes and its steps. A layer that quantizes as HQQ does stands in where neither
 quanto nor HQQ is installed."""
-
-import importlib
-import json
 
 import pytest
 import torch
@@ -75,24 +72,3 @@ def test_a_quantized_cache_is_read_in_its_own_steps(backend, loaded):
     torch.testing.assert_close(found[0][:, :32], found[1][:, :32], rtol=1e-3, atol=1e-3)  # later, codes at a border may fall to either side
     whole, one_by_one, too_many = found
     assert (whole - one_by_one).abs().mean() < 0.3 * (whole - too_many).abs().mean()
-
-
-def test_rows_are_measured_and_shown(backend, tmp_path, capsys, monkeypatch):
-    peers = importlib.import_module("peers")
-    monkeypatch.setattr(peers, "version", {backend: "1.0"}.get)
-    monkeypatch.setattr(peers, "CONFIGURATIONS", [(backend, 4, "default", 64)])
-    file = tmp_path / "rows.jsonl"
-    small = "--model demo --context 256 --passages 2 --read-on 80 --formats int8"
-    peers.main([*small.split(), "--out", str(file)])
-    ours, peer = (json.loads(line) for line in file.read_text().splitlines())
-    assert ours["what"] == peer["what"] == "peers_demo" and "peer" not in ours and peer["exact"] == "0 + 64"
-    assert peer[peers.PACKAGES[backend]] == "1.0" and peer["grouping"] == "default"
-    assert 0 < ours["kl"] < 0.01 and 0 < peer["kl"] < 0.5 and peer["ratio"] > 1.5 and len(peer["kls"]) == 2
-    peers.main([*small.split(), "--backends", "--out", str(file), "--read-on", "40"])
-    assert [json.loads(line)["read_on"] for line in file.read_text().splitlines()] == [[2, 80], [2, 40]]  # of the peer, of ours again
-    capsys.readouterr()
-    peers.main(["--model", "demo", "--markdown", "--out", str(file)])
-    shown = capsys.readouterr().out
-    assert shown.count("| 2 |") == 2 and f'| `QuantizedCache("{backend}", nbits=4)` | 0 + 64 |' in shown
-    with pytest.raises(SystemExit):
-        peers.main(["--markdown", "--out", str(file)])
