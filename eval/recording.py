@@ -12,15 +12,29 @@ from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import Cache
 
 from qkvcache import CompressedCache
+from qkvcache.attention import observer
 from qkvcache.attention.compressed_kv import CompressedKV
-from qkvcache.attention.observer import prompt_attention
 from qkvcache.attention.second_reading import ReadingLayer
 from qkvcache.caches.compress import fill, read_twice
 from qkvcache.evaluation.prefill import Prefilled, in_groups, prefill
 from qkvcache.formats import Format
-from qkvcache.kernels import Pair
+from qkvcache.kernels import Pair, sum_attention
 from qkvcache.layers.evicting import EvictingLayer
 from qkvcache.policies import Budget, KVzip, Policy, Random
+
+
+@torch.no_grad()
+def prompt_attention(policy: Policy, query: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor | None:
+    """The sums that `observer.attend_observed` reports to a layer of `policy` after a prompt without padding: queries `[B, Hq, T, D]`,
+    keys and values `[B, H, T, D]`; no softcap, no attention sinks."""
+    weights = observer._query_weights(policy.observation_window, policy.decay, None, query)
+    if weights is None:
+        return None
+    last = observer._last(policy.observation_window, None, query.shape[2])
+    query, counts = query[:, :, last].detach(), weights[:, last]
+    if policy.reduces_attention:
+        return observer._reduced(policy, query, keys, values, counts, None, scaling=scaling, softcap=None)
+    return sum_attention(query, keys, counts, None, scaling=scaling)
 
 
 @dataclass(frozen=True)

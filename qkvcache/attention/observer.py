@@ -286,20 +286,6 @@ def reduce_steps(policy: Policy, steps: Sequence[Unobserved], keys: Tensor, valu
     return _reduced(policy, query, keys, values, observed, valid, outputs=outputs, **steps[-1].options)
 
 
-@torch.no_grad()
-def prompt_attention(policy: Policy, query: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor | None:
-    """What `attend_observed` reports to a layer of `policy` after a prompt without padding: queries `[B, Hq, T, D]`, keys and values
-    `[B, H, T, D]`; no softcap, no attention sinks."""
-    weights = _query_weights(policy.observation_window, policy.decay, None, query)
-    if weights is None:
-        return None
-    last = _last(policy.observation_window, None, query.shape[2])
-    query, counts = query[:, :, last].detach(), weights[:, last]
-    if policy.reduces_attention:
-        return _reduced(policy, query, keys, values, counts, None, scaling=scaling, softcap=None)
-    return sum_attention(query, keys, counts, None, scaling=scaling)
-
-
 def _summed(weights: Tensor, key: CompressedKV, observed: Tensor) -> Tensor:
     """`weights` `[B, Hq, Q, T]` summed with the queries' weights `observed` `[B, Q]`: `[B, H, T]`."""
     return torch.einsum("bhgqt,bq->bht", weights.float().unflatten(1, (key.side.shape[1], -1)), observed)

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
+from recording import prompt_attention
 
-from qkvcache.attention.observer import prompt_attention
 from qkvcache.attention.rope import Rope
 from qkvcache.formats import resolve
 from qkvcache.layers.evicting import EvictingLayer
