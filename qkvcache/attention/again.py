@@ -35,7 +35,7 @@ def notice_again(implementation: str, query: Tensor, key: CompressedKV, mask: An
     if _last() is positions:
         return
     _last = weakref.ref(positions)
-    positions, tokens = positions.to(query.device), key.shape[2]
+    positions, tokens = positions.to(query.device), key.side.shape[2]
     first, before, shown = positions[:, 0], tokens - query.shape[2], _shown(implementation, query, mask)
     if key.observer is not None:
         seen = key.observer.tokens_before()
