@@ -12,7 +12,7 @@ ORDER = ["formats", "kernels", "policies", "storage", "attention", "layers", "ca
 ALONE = {"models"}  # imports no other
 ABOVE = {"batching", "prefix", "planning", "evaluation", "demo", "options", "cli", "__init__"}  # and these all of them
 
-every_file = pytest.mark.parametrize("name", FILES)
+PARSED = {name: ast.parse(path.read_text()) for name, path in FILES.items()}
 
 
 def part(name: str) -> str:
@@ -23,7 +23,7 @@ def imports(name: str) -> set[str]:
     """Absolute names of all modules imported anywhere in the file, with what is taken from them."""
     package = ["qkvcache", *Path(name).parts[:-1]]
     found = set()
-    for node in ast.walk(ast.parse(FILES[name].read_text())):
+    for node in ast.walk(PARSED[name]):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -32,14 +32,13 @@ def imports(name: str) -> set[str]:
     return found
 
 
-@every_file
-def test_imports_go_one_way(name):
-    assert part(name) in {*ORDER, *ALONE, *ABOVE}, "a new part: say here where it stands"
-    if part(name) in ABOVE:
-        return
-    allowed = ALONE if part(name) in ALONE else ORDER[: ORDER.index(part(name)) + 1]
-    ours = {module.split(".")[1] for module in imports(name) if module.startswith("qkvcache.")}
-    assert ours <= set(allowed)
+def test_imports_go_one_way():
+    for name in FILES:
+        assert part(name) in {*ORDER, *ALONE, *ABOVE}, f"{name} is of a new part: say here where it stands"
+        if part(name) not in ABOVE:
+            allowed = ALONE if part(name) in ALONE else ORDER[: ORDER.index(part(name)) + 1]
+            ours = {module.split(".")[1] for module in imports(name) if module.startswith("qkvcache.")}
+            assert ours <= set(allowed), name
 
 
 def cycles(graph: dict[str, set[str]]) -> list[list[str]]:
@@ -65,15 +64,15 @@ def test_a_cycle_is_seen():
     assert not cycles({"a": {"b", "c"}, "b": {"c"}, "c": set()})
 
 
-@every_file
-def test_formats_and_kernels_know_nothing_of_transformers(name):
-    if part(name) in ("formats", "kernels"):
-        assert not {module for module in imports(name) if module.split(".")[0] == "transformers"}
+def test_formats_and_kernels_know_nothing_of_transformers():
+    for name in FILES:
+        if part(name) in ("formats", "kernels"):
+            assert not {module for module in imports(name) if module.split(".")[0] == "transformers"}, name
 
 
-@every_file
-def test_bad_input_is_refused_and_not_asserted(name):
-    assert not [node.lineno for node in ast.walk(ast.parse(FILES[name].read_text())) if isinstance(node, ast.Assert)]
+def test_bad_input_is_refused_and_not_asserted():
+    for name, tree in PARSED.items():
+        assert not [node.lineno for node in ast.walk(tree) if isinstance(node, ast.Assert)], name
 
 
 def launches_unguarded(tree: ast.AST) -> list[int]:
@@ -88,9 +87,9 @@ def launches_unguarded(tree: ast.AST) -> list[int]:
     return [call.lineno for call in calls if ast.unparse(call.func.value).endswith("_kernel") and call not in guarded]
 
 
-@every_file
-def test_kernels_run_where_their_tensors_are(name):
-    assert not launches_unguarded(ast.parse(FILES[name].read_text()))
+def test_kernels_run_where_their_tensors_are():
+    for name, tree in PARSED.items():
+        assert not launches_unguarded(tree), name
 
 
 def test_an_unguarded_launch_is_seen():

@@ -10,6 +10,7 @@ from qkvcache.attention.masks import NewTokens, joined, joined_by_head, padding_
 from qkvcache.formats import REGISTRY
 from qkvcache.kernels import AttentionInputs, Exact, KeysOrValues, attend, attend_observed, attend_pages
 from tests.kernels.paged_inputs import of_heads
+from tests.matrix import covering
 from tests.reference import assert_close
 from tests.tolerance import TURNED, rounding
 
@@ -127,11 +128,10 @@ def test_padding_to_the_left(implementation, hidden, left):
     assert fits and torch.equal(found, columns) and as_left == left
 
 
-@pytest.mark.parametrize("kind", ["padded", "any", "by_head", "additive"])
-@pytest.mark.parametrize("triton", [False, True], ids=["torch", "triton"])
-def test_masks_of_new_tokens_over_pages_of_each_head(monkeypatch, kind, triton):
+@pytest.mark.parametrize(("kind", "kernels"), covering(["padded", "any", "by_head", "additive"], ["torch", "triton"], strength=1))
+def test_masks_of_new_tokens_over_pages_of_each_head(monkeypatch, kind, kernels):
     """The mask by a token's index in its head says what the one by columns does."""
-    monkeypatch.setenv("QKVCACHE_KERNELS", "triton" if triton else "torch")
+    monkeypatch.setenv("QKVCACHE_KERNELS", kernels)
     held, hidden = of_heads(REGISTRY["int8"], Q, dtype=torch.float32, device=CPU)
     is_valid = torch.tensor([[True, True, False, True], [False, False, True, True]])
     seen = torch.ones(Q, Q, dtype=torch.bool).tril() & is_valid[:, None, None]
@@ -143,7 +143,7 @@ def test_masks_of_new_tokens_over_pages_of_each_head(monkeypatch, kind, triton):
     out, _, sums = attend_pages(query, held.paged, joined_by_head(held.paged, new, query), observed=observed)
     wanted, totals = attend_observed(query, held, joined(~hidden, mask, query, held.key.shape[2]), observed=observed)
     counted = is_valid[:, None].expand(-1, 6, -1)
-    limit = TURNED if triton else rounding(64, held.key.shape[2])
+    limit = TURNED if kernels == "triton" else rounding(64, held.key.shape[2])
     assert_close(out[counted], wanted[counted], limit)
     first, stored = held.paged.sinks[0].shape[2], hidden.shape[2] - held.paged.sinks[0].shape[2] - held.paged.ring[0].shape[2]
     sums = torch.cat([sums[..., : first + stored], sums[..., -held.paged.ring[0].shape[2] :]], dim=-1)

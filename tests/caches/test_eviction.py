@@ -282,12 +282,7 @@ FASTEST = {"gemma2": "eager", "gpt_oss": "eager"}  # the others run with matrix.
 @pytest.mark.filterwarnings("ignore:no layer of this model", "ignore:attention code calls")
 @pytest.mark.parametrize(
     ("name", "attention"),
-    [
-        pytest.param(n, a, marks=[] if a == FASTEST.get(n, "sdpa") else pytest.mark.slow)
-        for n in HYBRID
-        for a in ATTENTION
-        if (n, a) not in UNSUPPORTED
-    ],
+    [(n, a) for n in HYBRID for a in slowly(ATTENTION, [FASTEST.get(n, "sdpa")]) if (n, a) not in UNSUPPORTED],
 )
 def test_models(name, attention):
     """Full-attention layers evict; padded rows equal their prompts alone. Knorm would rank rounding errors where models norm keys."""

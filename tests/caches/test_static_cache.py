@@ -11,7 +11,7 @@ from transformers import DynamicCache, EncoderDecoderCache
 from qkvcache import CompressedCache, NVFP4Cache, QuantizedPerTokenCache, TurboQuantCache, attach, policies
 from qkvcache.layers.compressed import CompressedLayer
 from tests import matrix
-from tests.matrix import COVER, THREE, UNSUPPORTED, model, slowly
+from tests.matrix import COVER, THREE, UNSUPPORTED, covering, model, slowly
 from tests.reference import MODES, NEW, ZONES, Mode, assert_close, count_decoded_layers, forward, prompt, run, steps
 from tests.seeds import SEED
 from tests.tolerance import of_model
@@ -221,8 +221,7 @@ def test_the_exact_cache_gives_the_tokens_of_dynamic_cache(name, mode):
     assert torch.equal(run(network, make(network, "identity", 70), **GENERATE[mode]), expected)
 
 
-@pytest.mark.parametrize("mode", slowly(GENERATE, ["greedy", "beams", "prompt_lookup"]))
-@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize(("cache", "mode"), covering(CACHES, slowly(GENERATE, ["greedy", "beams", "prompt_lookup"]), strength=1))
 def test_every_cache_gives_the_tokens_of_its_codes_decoded(cache, mode):
     network = model("llama")
     ours = CACHES[cache](network.config, max_length=70, **ZONE)

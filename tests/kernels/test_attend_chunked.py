@@ -26,7 +26,7 @@ from qkvcache.kernels.sum_attention import sum_attention
 from tests import matrix
 from tests.kernels.attention_inputs import build
 from tests.kernels.paged_inputs import of_heads
-from tests.matrix import slowly
+from tests.matrix import covering, slowly
 from tests.tolerance import rounding
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -300,8 +300,13 @@ def test_sums_of_the_last_queries_with_padding_and_options(window, first, poison
         check_sums(query, held, hidden, observed, chunk_tokens=64, **options)
 
 
-@pytest.mark.parametrize("format", ["identity", "int8", "turboquant_3bit_nc", "fp8_token"])
-@pytest.mark.parametrize("triton", [False, True], ids=["torch", "triton"])
+@pytest.mark.parametrize(
+    ("format", "triton"),
+    [
+        *((format, False) for format in ("identity", "int8", "turboquant_3bit_nc", "fp8_token")),
+        *((format, True) for format in slowly(["identity", "int8", "turboquant_3bit_nc", "fp8_token"], ["fp8_token"])),
+    ],
+)
 def test_pages_of_heads_of_different_lengths(monkeypatch, format, triton, poisoned):
     """Of one head nothing is quantized, of another whole chunks are missing; a row has padding among its exact tokens."""
     monkeypatch.setenv("QKVCACHE_KERNELS", "triton" if triton else "torch")
@@ -375,9 +380,9 @@ def test_cuts_are_of_few_sizes():
     assert list(cut(64, (192, 64))) == [64] and not list(cut(0, (192, 64)))
 
 
-@pytest.mark.parametrize("format", slowly(matrix.FORMATS, FORMATS))
-@pytest.mark.parametrize("dim", slowly([64, 80], [64]))
-@pytest.mark.parametrize("per_head", [False, True])
+@pytest.mark.parametrize(
+    ("format", "dim", "per_head"), covering(slowly(matrix.FORMATS, FORMATS), slowly([64, 80], [64]), [False, True], strength=1)
+)
 def test_dequantize_kernel(format, dim, per_head):
     """Any piece of storage in chunks, which holds anything in slots without tokens; nothing beyond the piece is written."""
     if REGISTRY[format].refuses(dim):

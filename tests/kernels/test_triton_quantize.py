@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from qkvcache.formats import REGISTRY, Codec, Codes
-from tests.matrix import COVER, FORMATS, slowly
+from tests.matrix import COVER, FORMATS, covering, slowly
 
 triton = pytest.importorskip("triton")
 if not (torch.cuda.is_available() or triton.knobs.runtime.interpret):
@@ -71,8 +71,9 @@ def check(
     assert bool(((decoded - wanted).abs() <= step + 1e-6).all())
 
 
-@pytest.mark.parametrize("head_dim", slowly([64, 80, 96, 112, 128, 256], [64, 80, 128]))
-@pytest.mark.parametrize("format", slowly(SUPPORTED, QUICK))
+@pytest.mark.parametrize(
+    ("format", "head_dim"), covering(slowly(SUPPORTED, QUICK), slowly([64, 80, 96, 112, 128, 256], [64, 80, 128]), strength=1)
+)
 def test_codes(format, head_dim):
     """Blocks and single tokens, in every dtype, anywhere in the planes."""
     if REGISTRY[format].refuses(head_dim):
@@ -108,8 +109,7 @@ def test_what_heads_share_may_be_held_by_each(format):
         torch.testing.assert_close(out, codec.dequantize(codes, 64, x.dtype), rtol=8e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("head_dim", slowly([64, 96, 128, 256], [96, 256]))
-@pytest.mark.parametrize("format", slowly(SUPPORTED, QUICK))
+@pytest.mark.parametrize(("format", "head_dim"), covering(slowly(SUPPORTED, QUICK), slowly([64, 96, 128, 256], [96, 256]), strength=1))
 def test_decode(format, head_dim):
     """What the codec decodes, up to the rounding of the last step, from views into planes to a view of the output."""
     if REGISTRY[format].refuses(head_dim):

@@ -15,6 +15,7 @@ from qkvcache.evaluation.spec import CacheSpec
 from qkvcache.policies import Budget, HeadProfile
 from tests import matrix
 from tests.caches.test_eviction import CUTS, check_rows, inputs, live_bytes, run
+from tests.matrix import covering
 from tests.policies.oracle import drive
 from tests.policies.test_kept import ZONES as LAYER_ZONES
 from tests.policies.test_kept import check, held
@@ -125,9 +126,7 @@ OF_HEADS = {
 """Policies whose scores heads cannot compare, too."""
 
 
-@pytest.mark.parametrize("heads", [(3.0, 1.0), (0.0, 1.0), (1.0, 1.0), (0.9, 0.1)], ids=str)
-@pytest.mark.parametrize("text", TEXTS)
-@pytest.mark.parametrize("name", OF_HEADS)
+@pytest.mark.parametrize(("heads", "text", "name"), covering([(3.0, 1.0), (0.0, 1.0), (1.0, 1.0), (0.9, 0.1)], TEXTS, OF_HEADS))
 def test_each_head_retains_its_part(name, text, heads):
     """Against a plain loop, in a cache without exact zones and in one with them."""
     for zones in ({}, LAYER_ZONES[0]):

@@ -7,7 +7,7 @@ import torch
 
 from qkvcache.policies import H2O, SnapKV
 from qkvcache.storage import PAGE, EvictingStorage
-from tests.matrix import COVER, SHARED
+from tests.matrix import COVER, SHARED, covering, slowly
 from tests.policies.oracle import HEADS, Text, columns, drive
 from tests.policies.test_kept import ZONES, check, held
 from tests.tolerance import same_decoded
@@ -21,8 +21,7 @@ LONG = Text((0, 5, 40), (300, *[1] * 60, 40, *[1] * 10), skew=3.0)
 """Whose heads take several pages."""
 
 
-@pytest.mark.parametrize("text", TEXTS)
-@pytest.mark.parametrize("name", SHARED)
+@pytest.mark.parametrize(("name", "text"), covering(SHARED, TEXTS, strength=1))
 def test_those_with_the_highest_score_in_all_heads_are_kept(name, text):
     check(SHARED[name](14), TEXTS[text])
 
@@ -57,8 +56,7 @@ def test_heads_are_guaranteed_different_shares(monkeypatch, text, guaranteed):
         check(SHARED["snapkv"](14), TEXTS[text], guaranteed, **zones)
 
 
-@pytest.mark.parametrize("format", ["identity", "int8"])
-@pytest.mark.parametrize("name", SHARED)
+@pytest.mark.parametrize(("name", "format"), covering(SHARED, ["identity", "int8"], strength=1))
 def test_a_share_of_everything_is_a_budget_for_each_head(name, format):
     shared, own = replace(SHARED[name](14), alpha_safeguard=1.0), replace(SHARED[name](14), alpha_safeguard=None)
     for text in TEXTS.values():
@@ -86,7 +84,7 @@ def codes_of(layer):
     return found
 
 
-@pytest.mark.parametrize("format", ["identity", "int8", "turboquant_3bit_nc", "fp8_token"])
+@pytest.mark.parametrize("format", slowly(["identity", "int8", "turboquant_3bit_nc", "fp8_token"], ["turboquant_3bit_nc", "fp8_token"]))
 def test_survivors_are_never_encoded_again(format):
     policy, before, survived = SnapKV(budget=100, window_size=8, recent=10, interval=2, alpha_safeguard=0.2), {}, 0
     for layer in drive(policy, LONG, format, num_sink_tokens=2, residual_length=3):
