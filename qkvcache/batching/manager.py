@@ -106,9 +106,11 @@ class CompressedManager(ContinuousBatchingManager):
             return None
         if reason := self.background_thread_status.can_accept_new_requests():
             raise RuntimeError(reason)
+        asked = ASKED.get()
         if request_id is None:
             (request_id,) = self._request_ids(1)
-        asked = ASKED.get()
+        elif asked is None:
+            self._check_unused(request_id)
         if asked is not None:
             options = dict(asked.options)
             stop = options.pop("stop", None)
@@ -156,6 +158,15 @@ class CompressedManager(ContinuousBatchingManager):
             except MemoryError as error:
                 self.output_router.fail_and_deliver(Request(name, list(ids)), error)
         return names
+
+    def _check_unused(self, request_id: str) -> None:
+        """Raises ValueError if a request that has not ended has this id: both would read and write the same pages."""
+        self._pool()
+        scheduler = self.batch_processor.scheduler  # type: ignore[union-attr]
+        with self.input_queue.mutex:
+            used = any(state.request_id == request_id for state in self.input_queue.queue)
+        if used or request_id in scheduler.waiting_requests or request_id in scheduler.active_requests:
+            raise ValueError(f"request_id={request_id!r} belongs to a request that has not ended: use another one")
 
     def _request_ids(self, count: int) -> list[str]:
         with self._request_lock:

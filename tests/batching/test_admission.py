@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 from transformers import GenerationConfig
 
 from qkvcache import continuous_batching
 
-from .requests import answers, collect, pool, prompts, serving, tiniest
+from .requests import answers, collect, pool, prompts, serving, tiniest, waiting
 
 pytestmark = pytest.mark.filterwarnings("ignore:continuous batching on compressed pages")
 ZONES = {"num_sink_tokens": 2, "residual_length": 4}
@@ -38,6 +40,22 @@ def test_wrong_requests_are_refused_at_the_call(ids, options, error, says, monke
         assert len(answers(manager, prompts(20))) == 1  # the thread lives
     with continuous_batching(network, "int8"), pytest.raises((ValueError, TypeError)):
         network.generate_batch([prompts(3)[0], ids], continuous_batching_config=pool(), **options)
+
+
+def test_an_id_belongs_to_one_request_at_a_time():
+    """Two would read each other's pages."""
+    network, (first, other) = tiniest(), prompts(20, 30)
+    with continuous_batching(network, "int8", **ZONES), serving(network, new=4) as manager:
+        with waiting(network):
+            manager.add_request(first, request_id="a")
+            for _ in range(2):  # queued, then running
+                with pytest.raises(ValueError, match="request_id='a'"):
+                    manager.add_request(other, request_id="a")
+                while manager.input_queue.qsize():
+                    time.sleep(0.01)
+        collect(manager, ["a"])
+        manager.add_request(other, request_id="a")
+        assert len(collect(manager, ["a"])["a"].prompt_ids) == 30
 
 
 def test_an_answer_ends_at_the_last_position(monkeypatch):

@@ -198,6 +198,14 @@ def test_answers_end_before_a_stop_string(server, stop, kept, stream):
 
 
 @pytest.mark.parametrize("stream", [False, True])
+def test_answers_end_at_the_last_position(server, stream, monkeypatch):
+    monkeypatch.setattr(server._model.config, "max_position_embeddings", 31)
+    answer = complete(server, stream=stream)
+    last = answer[-1] if stream else answer
+    assert (last["usage"]["completion_tokens"], last["choices"][0]["finish_reason"]) == (4, "length")
+
+
+@pytest.mark.parametrize("stream", [False, True])
 def test_usage_counts_tokens_that_were_cached(server, stream):
     prompt = ("again, " if stream else "first, ") + demo.text()[:900]
     for cached in (0, 256):
