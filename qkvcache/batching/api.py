@@ -23,7 +23,10 @@ from .requests import ASKED, Asked, StopStrings
 logger = logging.getLogger(__name__)
 OTHER = {"/v1/systemone", "/v1/audio/transcriptions"}
 """Paths of transformers' server that call the model themselves."""
-STOPPING = Refusal("the server is stopping: send the request to another one", status=503)
+
+
+def stopping() -> Refusal:
+    return Refusal("the server is stopping: send the request to another one", status=503)
 
 
 def refusal(error: BaseException, asked: Asked | None = None) -> Refusal:
@@ -73,7 +76,7 @@ class Front:
     async def __call__(self, scope: dict, receive: Callable, send: Callable) -> None:
         path = scope.get("path", "")
         if scope["type"] == "http" and path == "/health" and self.server.stopping:
-            return await _respond(send, STOPPING)
+            return await _respond(send, stopping())
         if scope["type"] == "http" and path in OTHER and self.server.options_by_batch:
             return await _respond(send, Refusal(f"{path} is not served with continuous batching", status=404))
         if scope["type"] != "http" or scope["method"] != "POST" or path not in ENDPOINTS:
@@ -81,7 +84,7 @@ class Front:
         try:
             body = await _read(receive)
             if self.server.stopping:
-                raise STOPPING
+                raise stopping()
             exchange = Exchange(self, scope, ENDPOINTS[path], body)
         except Refusal as error:
             await _respond(send, error)
@@ -113,7 +116,8 @@ class Exchange:
         self.usage = self.fields.get("stream_options", {}).get("include_usage", True)
 
     def _asked(self, index: int) -> Asked:
-        options: dict[str, Any] = {name: self.fields[name] for name in ("temperature", "top_p", "seed") if name in self.fields}
+        names = self.fields.keys() & {"temperature", "top_p", "seed"}
+        options: dict[str, Any] = {name: self.fields[name] for name in names}
         if "seed" in options:
             options["seed"] += index
         if self.stop:
@@ -148,9 +152,9 @@ class Exchange:
 
     async def _handle(self, index: int, asked: Asked) -> None:
         """Runs the handler of transformers for a choice."""
-        handled = {"stop", "n", "stream_options", "user", "metadata"}
+        handled = {"n", "stream_options", "user", "metadata"}
         if self.server.options_by_batch:
-            handled |= {"temperature", "top_p", "seed"}
+            handled |= {"temperature", "top_p", "seed", "stop"}
         fields = {name: value for name, value in self.fields.items() if name not in handled} | {"stream": self.stream}
         messages = [{"type": "http.request", "body": json.dumps(fields).encode()}]
         headers = [(name, value) for name, value in self.scope["headers"] if name != b"content-type"]

@@ -208,7 +208,7 @@ class Server(Serve):
                 until = time.monotonic() + self._grace if until is None else until
                 if time.monotonic() >= until:
                     for exchange in list(self.exchanges):
-                        exchange.loop.call_soon_threadsafe(exchange.end, api.STOPPING)
+                        exchange.loop.call_soon_threadsafe(exchange.end, api.stopping())
                 if not self.exchanges:
                     self.server.should_exit = True
 
