@@ -26,7 +26,7 @@ import argparse
 import importlib.util
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -121,83 +121,44 @@ def case(row: dict) -> str:
     return f"{row['batch']}x{row['context']:,}"
 
 
-def why(row: dict) -> str:
-    """Why a configuration has no figures; the row has the whole message."""
-    return row.get("failed", "").split(":")[0]
+def decode(rows: list[dict]) -> Table:
+    """Milliseconds a token, and times as fast as transformers' caches of the same case, starred where those are of another run."""
+
+    def times(row: dict, base: tuple[str, str]) -> str:
+        for other in rows:
+            if (other["cache"], other["mode"]) == base and "ms" in other and case(other) == case(row):
+                return f"{other['ms'] / row['ms']:.2f}" + "*" * (other["run"] != row["run"])
+        return "-"
+
+    def cell(row: dict) -> str:
+        bases = (("StaticCache", "compiled"), ("DynamicCache", "eager"))
+        return row.get("failed", "").split(":")[0] or " / ".join([f"{row['ms']:.2f}", *(times(row, base) for base in bases)])
+
+    found = pivot(sorted(rows, key=lambda row: (row["batch"], row["context"])), label, case, cell)
+    return Table(found.headers, sorted(found.lines, key=lambda line: (not line[0][0].isupper(), line[0])))
 
 
-def times_as_fast(row: dict, rows: list[dict], base: tuple[str, str]) -> str:
-    """Starred where the other was measured in another run."""
-    same = ("batch", "context", "section")
-    for other in rows:
-        if (other["cache"], other["mode"]) == base and "ms" in other and all(other[key] == row[key] for key in same):
-            return f"{other['ms'] / row['ms']:.2f}" + "*" * (other["run"] != row["run"])
-    return "-"
-
-
-def grid(title: str, rows: list[dict], cell: Callable[[dict], str], column: Callable[[dict], str] = case) -> Table:
-    """A line for each cache, transformers' own first, and a column for each case."""
-    rows = sorted(rows, key=lambda row: (row["batch"], row["context"]))
-    found = pivot(rows, label, column, lambda row: why(row) or cell(row))
-    return Table(found.headers, sorted(found.lines, key=lambda line: (not line[0][0].isupper(), line[0])), title)
-
-
-def decode(rows: list[dict]) -> Iterator[Table]:
-    bases = (("StaticCache", "compiled"), ("DynamicCache", "eager"))
-    title = "Decode: ms a token / times as fast as StaticCache compiled / as DynamicCache eager (* of another run)"
-    yield grid(title, rows, lambda row: " / ".join([f"{row['ms']:.2f}", *(times_as_fast(row, rows, base) for base in bases)]))
-    yield grid("Tokens a second", rows, lambda row: f"{row['tokens_s']:,.0f}")
-    held = "{cache_bytes:.2f} / {peak_bytes:.2f}"
-    yield grid("GiB the cache holds / peak beside the weights", rows, lambda row: held.format(**in_gib(row)))
-    built = "{compile_s:.0f} / {graph_breaks} / {cudagraph_skips}"
-    compiled = [row for row in rows if row["mode"] == "compiled"]
-    yield grid("Seconds to compile / graph breaks / CUDA graphs skipped", compiled, lambda row: built.format(**row))
-
-
-def in_gib(row: dict) -> dict:
-    return {name: row[name] / GIB for name in row if name.endswith("_bytes")}
-
-
-def prefill(rows: list[dict]) -> Iterator[Table]:
-    cell = "{prefill_s:.2f} / {peak_bytes:.2f}"
-    title = "Prefill: seconds / GiB of peak beside the weights"
-    yield grid(title, rows, lambda row: cell.format(**row | in_gib(row)), lambda row: f"{case(row)}, {row['how']}")
-
-
-def largest(rows: list[dict]) -> Iterator[Table]:
-    def column(row: dict) -> str:
-        return "context of one request" if row["how"] == "context" else f"batch at {row['context']:,}"
-
-    yield grid("The largest that fits", rows, lambda row: f"{row['found']:,}", column)
-
-
-def eviction(rows: list[dict]) -> Iterator[Table]:
-    def line(row: dict) -> list[str]:
-        start = [label(row), row["how"], f"{row['context']:,}"]
-        if reason := why(row):
-            return [*start, reason, "", "", ""]
-        seconds = f"{row['prefill_s']:.2f}" if "prefill_s" in row else "-"
-        peak = max(row["peak_bytes"], row.get("prefill_peak_bytes", 0)) / GIB
-        return [*start, seconds, f"{row['ms']:.2f}", f"{row['cache_bytes'] / GIB:.2f}", f"{peak:.2f}"]
-
-    yield Table(["cache", "filled", "tokens", "prefill s", "ms a token", "cache GiB", "peak GiB"], map(line, rows), "Eviction")
-
-
-def profile(rows: list[dict]) -> Iterator[Table]:
-    parts = (*KINDS, "rest", "busy", "idle")
-    lines = ([label(row), case(row), *(f"{row[f'{part}_ms']:.2f}" for part in parts), f"{row['ms']:.2f}"] for row in rows)
-    yield Table(["cache", "case", *parts, "a token"], lines, "GPU time of a step, ms (idle: the GPU waits for the host)")
-
-
-TABLES = {"decode": decode, "profile": profile, "prefill": prefill, "largest": largest, "eviction": eviction}
+SHOWN = {
+    "profile": [f"{kind}_ms" for kind in (*KINDS, "rest", "busy", "idle")],
+    "prefill": ["prefill_s", "peak_bytes", "cache_bytes"],
+    "largest": ["found"],
+    "eviction": ["prefill_s", "ms", "cache_bytes", "peak_bytes", "prefill_peak_bytes"],
+    "decode": ["tokens_s", "cache_bytes", "peak_bytes", "compile_s", "graph_breaks", "cudagraph_skips"],
+}
+"""Figures of the rows of each section, in the order of a run's."""
 
 
 def tables(rows: list[dict]) -> Iterator[Table]:
     for on in dict.fromkeys(row["device"] for row in rows):
-        found = [row for row in rows if row["device"] == on]
-        for section, made in TABLES.items():
-            for table in made([row for row in found if row["section"] == section]):
-                yield replace(table, title=f"{table.title}; {on}, {found[0]['memory_gib']} GiB, {found[0]['layers']} layers")
+        found = {section: [row for row in rows if (row["device"], row["section"]) == (on, section)] for section in SHOWN}
+        title = "Decode: ms a token / times as fast as StaticCache compiled / as DynamicCache eager (* of another run)"
+        yield replace(decode(found["decode"]), title=f"{title}; {on}")
+        for section, names in SHOWN.items():
+            lines = [
+                [label(row), case(row), row["how"], *(f"{row[name]:,.4g}" if name in row else "" for name in names), row.get("failed", "")]
+                for row in found[section]
+            ]
+            yield Table(["cache", "case", "how", *names, "failed"], lines, f"{section}; {on}")
 
 
 PARTS = {"weights": "#7f8fa6", "attention": "#1f77b4", "append": "#ff7f0e", "rest": "#9467bd", "idle": "#e8e8e8"}

@@ -1,20 +1,17 @@
 """Which tokens to keep: every policy on generated tasks; rows in eval/results/policies.jsonl, those of the same study and model replaced.
 
-    python eval/policies.py recall --tokens 1000                                    the embedded model: minutes on two cores
-    python eval/policies.py recall --model smollm2 --device cuda --dtype bfloat16 --shard 0/12 --out 0.jsonl --minutes 2
-    python eval/policies.py thoughts --model smollm2 --device cuda --dtype bfloat16 --shard 0/12 --out 0.jsonl --minutes 2
+    python eval/policies.py --tokens 1000                      the embedded model: minutes on two cores
+    python eval/policies.py --model smollm2 --device cuda --dtype bfloat16 --shard 0/12 --out 0.jsonl --minutes 2
     python eval/policies.py --merge *.jsonl                    rows of several processes, on --shard 0/12, 1/12 and so on, become one
     python eval/policies.py --show | --markdown | --plot       from the rows of --model
 
-recall     The cache holds a context and is cut down to the budget; then it reads questions about it, each by itself, with their answers, in
-           one step, so that nothing is evicted any more. An answer is recalled if each of its tokens is the most probable one. The question
-           is unseen, or seen: it then ends the prompt that is cut down, and the first token of the answer, which does not depend on
-           the cache, is not measured.
-thoughts   The model reads a long text in steps of a few tokens through a cache that holds the budget after every step.
+The cache holds a context and is cut down to the budget; then it reads questions about it, each by itself, with their answers, in one step,
+so that nothing is evicted any more. An answer is recalled if each of its tokens is the most probable one. The question is unseen, or seen:
+it then ends the prompt that is cut down, and the first token of the answer, which does not depend on the cache, is not measured.
 
 Contexts are read once, densely, and given to each cache with what its policy observes. Numbers are means over the questions of a context,
 so that errors are those of the means of contexts. Early rows already make a table: all policies and tasks of one budget come before the
-next budget. Processes of a shard have contexts (recall) or policies (thoughts) of their own.
+next budget. Processes of a shard have contexts of their own.
 """
 
 from __future__ import annotations
@@ -22,7 +19,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-import sys
 import sysconfig
 import time
 from collections.abc import Callable, Iterator
@@ -44,8 +40,8 @@ from harness import (
     shows,
     write_rows,
 )
-from policies_tables import DENSE, TABLES, plot
-from policies_tasks import STYLES, TASKS, THOUGHTS, Question, Thought, Writer, example, thought
+from policies_tables import DENSE, plot, recall_tables, thoughts_tables
+from policies_tasks import STYLES, TASKS, Question, Writer, example
 from recording import Recorded, record
 from torch import Tensor
 from transformers import DynamicCache
@@ -60,8 +56,6 @@ RECENT = 32
 """Newest tokens that variants of policies protect, in place of half of the budget."""
 SEEN_QUESTIONS = 2
 """Questions of a context that are seen: each takes a reading of its own."""
-PROMPT = 128
-"""Tokens that thoughts begin with."""
 WRITE_EVERY = 3.0
 """Seconds between two writings of the rows."""
 
@@ -83,8 +77,6 @@ def variants() -> dict[str, dict]:
 
 
 VARIANTS = variants()
-WHILE_DECODING = ("sink_window", "h2o", "tova", "snapkv", "keydiff", "lagkv", "knorm", "dropkv", "rkv", "triattention", "random")
-"""Policies that rank tokens while decoding."""
 
 
 def policy_of(name: str, size: int, total: int, profile: Callable[[], policies.HeadProfile]) -> Policy:
@@ -241,52 +233,6 @@ def recall(bench: Bench) -> Iterator[list[dict]]:
         yield list(rows.values())
 
 
-def thoughts(bench: Bench) -> Iterator[list[dict]]:
-    """All rows so far, after each policy at each budget; of one that fails, the row has the error."""
-    args, rows = bench.args, []
-    shard, shards = args.shard
-    named = [name for name in args.policies if name.split(",")[0] in WHILE_DECODING]
-    every = [(DENSE, args.length), *((name, size) for size in args.kept for name in named)]
-    for policy, size in in_time(every[shard::shards], args.minutes):
-        row: dict = {"policy": policy, "budget": size, "length": args.length, "step": args.step, "errors": []}
-        rows.append(row)
-        for kind in THOUGHTS:
-            made = [thought(kind, bench.writer, args.length + 1, index) for index in range(args.rows)]
-            try:
-                row[kind] = think(bench, made, bench.cache(policy, args.formats[0], size, args.length))
-            except Exception as error:
-                row["errors"].append(failed(kind, error))
-        yield rows
-
-
-@torch.no_grad()
-def think(bench: Bench, made: list[Thought], cache: Cache) -> dict[str, list[float]]:
-    """`made` read in steps. Of each, in its second half: the share of what is looked up that is recalled, the mean log-likelihood of its
-    tokens, and the mean KL divergence from the dense run."""
-    model, length = bench.model, bench.args.length
-    ids = bench.tensor([each.ids for each in made])
-    dense = DynamicCache(config=model.config) if isinstance(cache, CompressedCache) else None
-    right, likelihood = (torch.zeros(len(made), length + 1, device=ids.device) for _ in range(2))
-    kls, at = [], 0
-    for size in (PROMPT, *[bench.args.step] * ((length - PROMPT) // bench.args.step)):
-        step, target = ids[:, at : at + size], ids[:, at + 1 : at + size + 1]
-        log_probs = model(step, past_key_values=cache).logits.float().log_softmax(-1)
-        right[:, at + 1 : at + size + 1] = (log_probs.argmax(-1) == target).float()
-        likelihood[:, at + 1 : at + size + 1] = log_probs.gather(-1, target[..., None])[..., 0]
-        if dense is not None:
-            expected = model(step, past_key_values=dense).logits.float().log_softmax(-1)
-            if at >= length // 2:
-                kls.append(compare(log_probs, expected)[0])
-        at += size
-    found: dict[str, list[float]] = {"kl": torch.cat(kls, dim=1).mean(1).tolist()} if kls else {}
-    for each, hits, of in zip(made, right, likelihood, strict=True):
-        parts = [slice(a, b) for a, b in each.parts if a > length // 2 and b <= at]
-        if parts:
-            found.setdefault("recall", []).append(sum(bool(hits[part].all()) for part in parts) / len(parts))
-            found.setdefault("ll", []).append(sum(of[part].mean().item() for part in parts) / len(parts))
-    return {name: [significant(x) for x in values] for name, values in found.items()}
-
-
 def failed(what: str, error: Exception) -> str:
     return f"{what}: {type(error).__name__}: {error}"[:300]
 
@@ -295,11 +241,8 @@ def significant(x: float) -> float:
     return float(f"{x:.4g}")
 
 
-STUDIES: dict[str, Callable[[Bench], Iterator[list[dict]]]] = {"recall": recall, "thoughts": thoughts}
-
-
-def what(study: str, model: str) -> str:
-    return f"policies_{study}_{name_of(model)}"
+def what(model: str) -> str:
+    return f"policies_recall_{name_of(model)}"
 
 
 def shard_of(text: str) -> tuple[int, int]:
@@ -311,7 +254,6 @@ def shard_of(text: str) -> tuple[int, int]:
 
 def parser() -> argparse.ArgumentParser:
     found = parser_of(__doc__, "policies", model="demo")
-    found.add_argument("studies", nargs="*", choices=[[], *STUDIES], metavar="STUDY", help=f"{' or '.join(STUDIES)}; default: both")
     found.add_argument("--policies", nargs="*", default=list(VARIANTS), choices=[[], *VARIANTS], metavar="POLICY")
     found.add_argument("--best", nargs="*", default=[], choices=[[], *VARIANTS], metavar="POLICY", help="those of formats but the first")
     found.add_argument("--budgets", nargs="+", type=fraction, default=[0.5, 0.25, 0.1, 0.75], help="shares of the prompt that are kept")
@@ -320,10 +262,6 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--tokens", nargs="+", type=at_least(500), default=[4000, 8000], help="tokens of contexts")
     found.add_argument("--questions", nargs="+", default=["unseen", "seen"], choices=["unseen", "seen"])
     found.add_argument("--contexts", type=at_least(1), default=48, help="of each task, shared among the processes of a shard")
-    found.add_argument("--kept", nargs="+", type=at_least(64), default=[256, 512], help="tokens that are kept of thoughts")
-    found.add_argument("--length", type=at_least(2 * PROMPT), default=2048, help="tokens of thoughts")
-    found.add_argument("--step", type=at_least(1), default=8, help="tokens of a step of thoughts")
-    found.add_argument("--rows", type=at_least(1), default=16, help="thoughts of each kind")
     found.add_argument("--shard", type=shard_of, default=(0, 1), metavar="I/N", help="the part of the work that is done here")
     found.add_argument("--merge", nargs="+", type=Path, metavar="FILE", help="adds the rows of these files to --out")
     return found
@@ -331,37 +269,33 @@ def parser() -> argparse.ArgumentParser:
 
 def main(arguments: list[str] | None = None) -> None:
     args = parser().parse_args(arguments)
-    studies = args.studies or list(STUDIES)
     if args.merge:
-        for study in studies:
-            merge(args.out, what(study, args.model), args.merge)
+        merge(args.out, what(args.model), args.merge)
     elif not shows(args):
         if wrong := refused(args):
             parser().error(wrong)
-        bench = Bench(args)
-        for study in studies:
-            measure(study, args, bench)
-    found = {study: read_rows(args.out, what(study, args.model)) for study in studies}
-    if not any(found.values()):
-        parser().error(f"{args.out} has no rows of {args.model}: run without --show, --markdown and --plot first")
-    tables = [table for study, rows in found.items() for table in TABLES[study](rows)]
-    present(args, tables, lambda: plot(found["recall"], args.out.with_name(f"{args.out.stem}_{name_of(args.model)}.png")))
+        measure(args)
+    rows = read_rows(args.out, what(args.model))
+    if not rows:
+        parser().error(f"{args.out} has no rows of {args.model}: measure first")
+    thoughts = read_rows(args.out, f"policies_thoughts_{name_of(args.model)}")
+    picture = args.out.with_name(f"{args.out.stem}_{name_of(args.model)}.png")
+    present(args, [*recall_tables(rows), *thoughts_tables(thoughts)], lambda: plot(rows, picture))
 
 
-def measure(study: str, args: argparse.Namespace, bench: Bench) -> None:
+def measure(args: argparse.Namespace) -> None:
     """Writes the rows while they grow, every few seconds and at the end, however it comes."""
+    bench = Bench(args)
     same = described(args) | {"dtype": str(bench.model.dtype)}
     rows: list[dict] = []
-    begin = written = time.perf_counter()
-    count = 0
+    written = time.perf_counter()
     try:
-        for count, rows in enumerate(STUDIES[study](bench), 1):  # noqa: B007
+        for rows in recall(bench):  # noqa: B007
             if time.perf_counter() - written > WRITE_EVERY:
-                replace_rows(args.out, what(study, args.model), [same | row for row in rows])
+                replace_rows(args.out, what(args.model), [same | row for row in rows])
                 written = time.perf_counter()
     finally:
-        replace_rows(args.out, what(study, args.model), [same | row for row in rows])
-        print(f"{time.perf_counter() - begin:4.0f} s  {study}: {count} cells", file=sys.stderr, flush=True)
+        replace_rows(args.out, what(args.model), [same | row for row in rows])
 
 
 def merge(out: Path, what: str, files: list[Path]) -> None:
@@ -370,12 +304,11 @@ def merge(out: Path, what: str, files: list[Path]) -> None:
     for file in (out, *files):
         for row in read_rows(file):
             if row["what"] == what:
-                key = tuple(row.get(name) for name in ("policy", "budget", "tokens", "seen", "format", "length", "step"))
+                key = tuple(row.get(name) for name in ("policy", "budget", "tokens", "seen", "format"))
                 same = rows.setdefault(key, row)
                 if same is not row:
                     for task, contexts in row.get("contexts", {}).items():
                         same["contexts"].setdefault(task, {}).update(contexts)
-                    same.update({kind: row[kind] for kind in THOUGHTS if kind in row})
                     same["errors"] = sorted({*same["errors"], *row["errors"]})
     write_rows(out, what, list(rows.values()))
 

@@ -177,6 +177,8 @@ def dense_recall(every: list[Setting]) -> Table:
 
 
 def thoughts_tables(rows: list[dict]) -> Iterator[Table]:
+    """Of a concluded study: long texts that were read in steps through a cache that holds the budget after every step (`git show
+    fe5230e:eval/policies.py`)."""
     dense = next((row for row in rows if row["policy"] == DENSE), None)
     budgets = sorted({row["budget"] for row in rows if row["policy"] != DENSE})
     if dense is None or not budgets:
@@ -207,9 +209,6 @@ def thoughts_cells(row: dict, dense: dict) -> list[str]:
         shown(mean(chain["kl"])) if "kl" in chain else "",
         shown(mean(text["kl"])) if "kl" in text else "",
     ]
-
-
-TABLES = {"recall": recall_tables, "thoughts": thoughts_tables}
 
 
 def plot(rows: list[dict], path: Path) -> None:

@@ -8,7 +8,6 @@ import random
 import pytest
 import torch
 from harness import read_rows
-from transformers import DynamicCache
 
 from qkvcache import demo, policies
 
@@ -66,15 +65,6 @@ def test_steps_of_a_chain_lead_from_the_last_name_to_the_number(tasks, writer):
         assert f"of {answers[begin + 1]}?" in text[begin + 2] and answers[begin + 2].isdigit()
 
 
-def test_thoughts_repeat_only_what_they_said(tasks, writer):
-    decode = writer.tokenizer.decode
-    made = tasks.thought("chain", writer, 800, 0)
-    assert len(made.ids) == 800 and len(made.parts) > 5
-    for a, b in made.parts:
-        assert decode(made.ids[a:b]).strip() in decode(made.ids[: a - 30])
-    assert tasks.thought("text", writer, 800, 0).parts == []
-
-
 def test_one_step_measures_what_the_model_says_of_the_whole(study, tasks, loaded):
     """A budget that holds everything: rows of different lengths, questions seen or not, are those of a plain forward."""
     model, tokenizer = loaded
@@ -116,7 +106,7 @@ def test_every_policy_of_the_registry_is_measured(study):
         assert sum(budget.tokens for budget in budgets) == 200 * len(budgets) and len(budgets) == (2 if ", heads" in name else 1)
 
 
-SMALL = "--tokens 500 --budgets 0.5 --policies keydiff random --tasks multikey text --contexts 2 --kept 64 --length 320 --rows 2 --step 16"
+SMALL = "--tokens 500 --budgets 0.5 --policies keydiff random --tasks multikey text --contexts 2"
 
 
 def parsed(study, text):
@@ -136,19 +126,18 @@ def test_rows_of_shards_tables_and_pictures(study, tmp_path, capsys, monkeypatch
         return {(row["what"], row["policy"], row["budget"]): row for row in read_rows(file)}
 
     one, other = by_name(whole), by_name(merged)
-    assert one.keys() == other.keys() and len(one) == 3 + 3
+    assert one.keys() == other.keys() and len(one) == 3
     for name, row in one.items():
         assert row["errors"] == [] and row.keys() >= {"commit", "command", "dtype"}
-        for what in ("contexts", "chain", "text"):
-            assert json.dumps(row.get(what), sort_keys=True) == json.dumps(other[name].get(what), sort_keys=True)
+        assert json.dumps(row["contexts"], sort_keys=True) == json.dumps(other[name]["contexts"], sort_keys=True)
     dense, keydiff = (one["policies_recall_demo", *of]["contexts"]["multikey"] for of in (("dense", 1.0), ("keydiff", 0.5)))
     assert dense.keys() == keydiff.keys() == {"0", "1"}
     assert all(dense[context]["ll"] > keydiff[context]["ll"] for context in dense)
     capsys.readouterr()
     study.main(["--markdown", "--out", str(merged)])
     text = capsys.readouterr().out
-    assert "| keydiff |" in text and "500 tokens, question unseen" in text and "thoughts: tokens kept while decoding" in text
-    study.main(["recall", "--plot", "--out", str(merged)])
+    assert "| keydiff |" in text and "500 tokens, question unseen" in text
+    study.main(["--plot", "--out", str(merged)])
     assert (tmp_path / "merged_demo.png").stat().st_size > 10_000
 
 
@@ -159,7 +148,7 @@ def test_a_policy_that_fails_does_not_end_the_study(study, tmp_path, monkeypatch
 
     monkeypatch.setattr(study, "policy_of", lambda name, size, *_: (Broken if name == "random" else policies.KeyDiff)(budget=size))
     file = tmp_path / "rows.jsonl"
-    study.main(["recall", *SMALL.split(), "--questions", "unseen", "--formats", "identity", "--contexts", "1", "--out", str(file)])
+    study.main([*SMALL.split(), "--questions", "unseen", "--formats", "identity", "--contexts", "1", "--out", str(file)])
     rows = {row["policy"]: row for row in read_rows(file)}
     assert rows["random"]["errors"] == [f"{task} 0: NotImplementedError: of this model nothing is known" for task in ("multikey", "text")]
     assert rows["random"]["contexts"] == {} and set(rows["keydiff"]["contexts"]) == {"multikey", "text"}
@@ -195,17 +184,3 @@ def test_tables_say_what_they_leave_out_and_put_the_best_first(tables):
     assert first.lines[0][1].startswith("85 ± 5 %") and "left out" in first.caption and "words" in first.caption
     assert by_task.headers == ["policy", "needle"] and dense.lines[0][1:] == ["100 %", "10 %"]
     assert "| keydiff | 85 ± 5 %" in first.markdown()
-
-
-def test_the_dense_run_of_thoughts_is_read_as_at_once(study, loaded):
-    """In steps or at once, a dense cache gives the same; a budget that holds everything diverges by nothing."""
-    bench = study.Bench(parsed(study, "--length 256 --step 32 --rows 2"))
-    made = [study.thought("chain", bench.writer, 257, index) for index in range(2)]
-    dense = study.think(bench, made, DynamicCache(config=loaded[0].config))
-    whole = study.think(bench, made, bench.cache("keydiff", "identity", 400, 800))
-    assert dense["recall"] == whole["recall"] and max(whole["kl"]) < 1e-5
-    with torch.no_grad():
-        logits = loaded[0](torch.tensor([made[0].ids])).logits[0].log_softmax(-1)
-    parts = [(a, b) for a, b in made[0].parts if a > 128 and b <= 256]
-    expected = sum(logits[a - 1 : b - 1].gather(-1, torch.tensor(made[0].ids[a:b])[:, None]).mean().item() for a, b in parts) / len(parts)
-    assert dense["ll"][0] == pytest.approx(expected, rel=1e-3, abs=1e-4)
