@@ -1,4 +1,4 @@
-"""The tables of README and of the site, written again from the rows: nothing is measured.
+"""The tables of README, CONTRIBUTING and of the site, written again from the rows: nothing is measured.
 
     python eval/pages.py            fills every table
     python eval/pages.py --check    says which tables differ from the rows; exit status 1 if one does
@@ -28,7 +28,7 @@ TABLE = re.compile(r"(?P<begin><!-- table: (?P<command>[^\n]*?) -->\n)(?P<text>.
 
 
 def pages() -> list[Path]:
-    return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    return [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def tables(text: str) -> Iterator[re.Match]:

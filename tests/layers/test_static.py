@@ -219,6 +219,13 @@ def test_cropped_slots_are_written_anew():
     assert all(got is y for got, y in zip(layer.update(*x), x, strict=True))
 
 
+def test_rows_are_reordered_in_place_with_their_codes_and_means():
+    layer = filled(50, 9, format="int8_asymmetric")
+    before, kept = layer.dense(), addresses(layer)
+    layer.reorder_cache(torch.tensor([2, 2, 0]))
+    assert same_tokens(layer, [x[[2, 2, 0]] for x in before]) and addresses(layer) == kept
+
+
 def test_a_copy_lives_its_own_life():
     layer = filled(format="fp8_tensor_frozen")
     before, twin = snapshot(layer), copy.deepcopy(layer)
