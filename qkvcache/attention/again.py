@@ -1,10 +1,11 @@
 """Detecting a prompt that does not continue the text in the cache: transformers appends it silently.
 
-`generate` passes the tokens of a prompt that follow as many tokens as the cache has seen. Another prompt that is no longer than these, or
-the whole text at every step (`use_cache=False`), begins at a position that the cache has seen. Positions prove it only where no token is
-hidden, or where they rise although the mask hides the step's last token, which a mask does that is too short for the step: padding has any
-position, and so have the tokens after padding on the right. Positions are on the device, so they are read only in steps of several tokens,
-and once for all layers. A longer prompt looks like a continuation, since attention does not see the tokens themselves.
+If the cache has seen N tokens, `generate` passes the prompt's tokens from N on. A wrong step begins at a position below
+N: another prompt of at most N tokens, or the whole text at every step (`use_cache=False`). A position below N proves
+this only if the mask hides no token, or if positions rise although the mask hides the step's last token (the mask is
+then too short for the step); padding, and tokens after padding on the right, may have any position. Positions are on
+the device: they are read only in steps of several tokens, once for all layers. A longer prompt cannot be told from a
+continuation, since attention does not see token ids.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ def notice_again(implementation: str, query: Tensor, key: CompressedKV, mask: An
 
 
 def _shown(implementation: str, query: Tensor, mask: Any) -> Tensor | None:
-    """Which columns the last query attends to, those of all tokens that are no padding, bool `[B or 1, T]`; None: all."""
+    """The columns that the last query attends to, all but padding, bool `[B or 1, T]`; None: all columns."""
     if mask is None:
         return None
     if isinstance(mask, BlockMask):

@@ -63,7 +63,7 @@ class Attachment:
         return self.__dict__
 
     def detach(self) -> None:
-        """Restores the model's own caches. Idempotent; a later attachment is left in place."""
+        """Restores the model's own caches. Idempotent; leaves a later attachment in place."""
         if self.model.__dict__.get(_METHOD) is self:
             del self.model.__dict__[_METHOD]
 
@@ -75,10 +75,11 @@ class Attachment:
 
 
 def attach(model: PreTrainedModel, factory: Callable[..., Cache]) -> Attachment:
-    """Every later `model.generate` that is given no cache of its own gets `factory(model.config)`, also where the `cache_implementation` of
-    the model's generation config asks for another. `generate(cache_implementation=...)` raises ValueError.
+    """Gives `factory(model.config)` to every later `model.generate` that is called without a cache. It takes precedence
+    over the `cache_implementation` of the model's generation config; `generate(cache_implementation=...)` raises
+    ValueError.
 
-    Encoder-decoder models get it for self-attention, beside an ordinary cache for the encoder's states.
+    In encoder-decoder models it serves self-attention, beside an ordinary cache for the encoder's states.
 
     Args:
         model: any model with `generate`.

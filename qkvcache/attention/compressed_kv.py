@@ -1,8 +1,9 @@
-"""`CompressedKV`: what a compressed layer returns from `update` in place of a key or value tensor.
+"""`CompressedKV`: the object that a compressed layer returns from `update` in place of a key or value tensor.
 
-It is a plain object, not a Tensor subclass: that costs a tenth to build, and torch.compile traces it. It has the shape attributes that
-attention code reads, supports the views that attention code takes (`repeat_kv`, `k.transpose(2, 3)`), and runs both matmuls of eager
-attention and `scaled_dot_product_attention` on the codes. Every other operation dequantizes the layer, which is correct but slow.
+It is a plain object, not a Tensor subclass: building it costs a tenth, and torch.compile traces it. It has the shape
+attributes that attention code reads, supports the views that attention code takes (`repeat_kv`, `k.transpose(2, 3)`),
+and runs both matmuls of eager attention and `scaled_dot_product_attention` on the codes. Every other operation
+dequantizes the layer, which is correct but slow.
 """
 
 from __future__ import annotations
@@ -28,9 +29,10 @@ _MATMULS = (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.bm
 class CompressedKV:
     """The keys or values of one layer for one step: `[B, H, T, D]`, or `[B, H * repeats, T, D]` after `repeat_kv`.
 
-    It refers to the attention inputs, so that it stays valid if the layer is offloaded or cropped, and in layers that share its keys, until
-    the next `update` of its layer, which may overwrite slots freed by a crop. `observer`: the layer, if it evicts (`observer.py`).
-    `columns`: `T` for the model's own attention, as many as its mask has, with zeros after the tokens. None: not known, and refused.
+    It refers to the attention inputs: it stays valid until the next `update` of its layer, also if the layer is
+    offloaded or cropped, and in layers that share its keys. `observer`: the layer, if it evicts (`observer.py`).
+    `columns`: the `T` that the model's own attention sees, as many as its mask has columns; columns after the tokens
+    are zeros. None: not known, so that dense tensors are refused.
     """
 
     __slots__ = ("attention_inputs", "side", "columns", "repeats", "form", "observer")
@@ -89,7 +91,7 @@ class CompressedKV:
         return CompressedKV(self.attention_inputs, self.side, self.columns, repeats, form, self.observer)
 
     def seen(self) -> CompressedKV:
-        """With columns of tokens alone."""
+        """Returns the same keys or values without columns after the tokens."""
         tokens = self.side.shape[2]
         if self.columns == tokens:
             return self
@@ -140,7 +142,7 @@ class CompressedKV:
         if self.columns is None:
             raise NotImplementedError(NO_COLUMNS)
         inputs = self.attention_inputs
-        if torch.compiler.is_compiling() and (inputs.buffers is not None or inputs.exact):  # else the torch reference is traced
+        if torch.compiler.is_compiling() and (inputs.buffers is not None or inputs.exact):  # avoids torch's reference
             x = dense_attention_inputs(inputs)[self.side is inputs.value]
         else:
             x = dense(self.side)
@@ -176,8 +178,8 @@ class CompressedKV:
 
 
 def of_one_update(key: Any, value: Any) -> bool:
-    """Whether these are the keys and the values that one `update` returned, their heads repeated at most: only then is there attention on
-    the codes of both."""
+    """Whether one `update` returned these keys and values, changed by `repeat_kv` at most. Only then can attention run
+    on their codes."""
     return (
         isinstance(key, CompressedKV)
         and isinstance(value, CompressedKV)
@@ -189,8 +191,8 @@ def of_one_update(key: Any, value: Any) -> bool:
 
 
 def as_the_model_has_them(key: Any, value: Any) -> tuple[Tensor, Tensor]:
-    """Keys and values of which the model changed one or both after `update`, dequantized. Raises NotImplementedError if their layer evicts
-    tokens: each head retains other ones."""
+    """Dequantizes keys and values that the model changed after `update`. Raises NotImplementedError if their layer
+    evicts tokens, since each head retains different ones."""
     sides = [x for x in (key, value) if isinstance(x, CompressedKV)]
     if any(side.observer is not None for side in sides):
         raise NotImplementedError(
@@ -241,7 +243,7 @@ def _lazy_matmul(left: Any, right: CompressedKV) -> Tensor | None:
     b, h, t, d = right.side.shape
     if not isinstance(left, Tensor) or left.dim() != 4 or left.shape[:2] != (b, h * right.repeats) or right.form == "grouped":
         return None
-    if torch.compiler.is_compiling() and right.attention_inputs.buffers is not None:  # whose tokens only the device counts
+    if torch.compiler.is_compiling() and right.attention_inputs.buffers is not None:  # only the device has the counts
         return None
     keys = right.side is right.attention_inputs.key
     if keys != (right.form == "transposed"):

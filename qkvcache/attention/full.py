@@ -1,6 +1,7 @@
 """The attention implementation `qkvcache` on plain tensors: a prefill with softcap and attention sinks, in blocks of queries.
 
-transformers' sdpa supports neither, and its eager function allocates the scores of all queries at once; this one, of `QUERY_BLOCK` queries.
+transformers' sdpa supports neither. Its eager function allocates the scores of all queries at once; this function
+allocates those of `QUERY_BLOCK` queries.
 """
 
 from __future__ import annotations

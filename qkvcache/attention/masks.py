@@ -1,7 +1,7 @@
 """Converting the masks of every attention implementation of transformers to the form that kernels take.
 
-Layers that evict tokens have columns of their own. Of the model's mask they use those of the running step (`new_tokens`), and join to these
-the columns of the tokens that they hold (`joined`).
+The columns of a layer that evicts tokens differ from those of the model's mask. The layer takes the running step's
+columns from the model's mask (`new_tokens`) and puts the columns of its stored tokens before them (`joined`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from ..kernels.pages import RING_TOKENS, SINKS
 
 
 def lower_right(queries: int, tokens: int) -> CausalBias | None:
-    """The mask under which sdpa takes the last `queries` of `tokens` tokens to flash attention; None where torch cannot make it."""
+    """The causal mask of the last `queries` of `tokens` tokens in the form for which sdpa runs flash attention; None
+    where torch cannot make it."""
     try:
         return causal_lower_right(queries, tokens)
     except RuntimeError:  # under a TorchDispatchMode, such as FlopCounterMode
@@ -56,8 +57,9 @@ def visible(
 
 
 class Padding(NamedTuple):
-    """Whether a mask is causal except for columns hidden from all queries; these columns, bool `[B or 1, T]`, None if there are
-    none; and what they are if they are padding to the left."""
+    """The padding in a mask. fits: whether the mask is causal except for columns hidden from all queries. columns:
+    these hidden columns, bool `[B or 1, T]`; None if there are none. left: these columns as padding on the left; None
+    if they are not."""
 
     fits: bool
     columns: Tensor | None = None
@@ -65,12 +67,12 @@ class Padding(NamedTuple):
 
 
 class _Last(threading.local):
-    """The masks of a thread's last step, and what was found in them: all layers of a step have the same mask, and reading it waits for the
-    device."""
+    """The results for the masks of a thread's last step. All layers of a step have the same mask, and reading it waits
+    for the device."""
 
     padding: tuple[Any, tuple[int, int, int], Padding] = (lambda: None, (0, 0, 0), Padding(False))
     new: tuple[Any, tuple[int, int], tuple[Tensor | None, bool]] = (lambda: None, (0, 0), (None, True))
-    """The same of the step's own tokens: `is_valid` and `causal`."""
+    """The last argument of `new_tokens`, and the `is_valid` and `causal` found in it."""
 
 
 _last = _Last()
@@ -79,7 +81,7 @@ COMPARED = 2**26
 
 
 def padding_columns(given: Any, mask: Tensor | None, causal: bool, queries: int, tokens: int) -> Padding:
-    """What a mask of `visible`, made from the `given` mask of transformers, hides."""
+    """The padding in the mask that `visible` made from the `given` mask of transformers."""
     if mask is None:
         return Padding(causal)
     if mask.dtype != torch.bool or mask.shape[1] != 1 or (mask.shape[2] == 1) != causal:
@@ -87,7 +89,7 @@ def padding_columns(given: Any, mask: Tensor | None, causal: bool, queries: int,
     written = given._version if isinstance(given, Tensor) and not given.is_inference() else 0
     state = queries, tokens, written
     if _last.padding[0]() is not given or _last.padding[1] != state:
-        shown = mask[:, 0, -1]  # the last query attends to every token that is no padding
+        shown = mask[:, 0, -1]  # the last query attends to every token except padding
         fits = causal or _hides_columns(mask)
         hidden = None if not fits or bool(shown.all()) else ~shown
         _last.padding = weakref.ref(given), state, Padding(fits, hidden, None if hidden is None else _left(hidden, queries))
@@ -95,7 +97,8 @@ def padding_columns(given: Any, mask: Tensor | None, causal: bool, queries: int,
 
 
 def _left(hidden: Tensor, queries: int) -> LeftPadding | None:
-    """What is hidden, bool `[B, T]`, of which the last `queries` columns are of new tokens, as padding to the left, if it is that."""
+    """The hidden columns, bool `[B, T]`, as padding on the left; None if they are not. The last `queries` columns are
+    new tokens."""
     past = hidden[:, : hidden.shape[1] - queries]
     first = past.sum(-1)
     if not torch.equal(past, torch.arange(past.shape[1], device=past.device) < first[:, None]):
@@ -114,15 +117,15 @@ def _hides_columns(mask: Tensor) -> bool:
     )
 
 
-# Of a step's own tokens.
+# The step's own tokens.
 
 
 @dataclass(frozen=True)
 class NewTokens:
-    """What a mask says of the step's own tokens.
+    """The part of a mask over the step's own tokens.
 
     mask: bool or additive, `[B, H, Q, Q]` with `B` and `H` perhaps 1; None if causal.
-    is_valid: which are no padding, bool `[B, Q]`; None: all.
+    is_valid: the tokens that are not padding, bool `[B, Q]`; None: all.
     causal: whether the mask is causal except for the columns of padding.
     """
 
@@ -132,7 +135,7 @@ class NewTokens:
 
 
 def new_tokens(implementation: str, mask: Any, batch: int, queries: int, device: torch.device) -> NewTokens:
-    """What the `mask` of transformers says of the last `queries` tokens."""
+    """The part of transformers' `mask` over the last `queries` tokens."""
     new = mask_of_new(implementation, mask, batch, queries, device)
     if new is None:
         return NewTokens(None, None, True)
@@ -147,7 +150,7 @@ def new_tokens(implementation: str, mask: Any, batch: int, queries: int, device:
 
 
 def mask_of_new(implementation: str, mask: Any, batch: int, queries: int, device: torch.device) -> Tensor | None:
-    """`NewTokens.mask`."""
+    """`NewTokens.mask` of the last `queries` tokens."""
     if mask is None:
         return None
     if isinstance(mask, BlockMask):
@@ -174,8 +177,8 @@ def _causal(queries: int, device: torch.device) -> Tensor:
 
 
 def joined(valid: Tensor | None, new: Tensor | None, query: Tensor, tokens: int) -> Tensor:
-    """A mask over all columns, `[B, H, Q, T]` with `H` 1 or the heads of `query` `[B, Hq, Q, D]`, bool or additive as `new` is. `valid`:
-    which columns hold a token, bool `[B, T]` or, where heads differ, `[B, H, T]`."""
+    """A mask over all columns, `[B, H, Q, T]` with `H` 1 or the heads of `query` `[B, Hq, Q, D]`, bool or additive as
+    `new` is. `valid`: the columns that hold a token, bool `[B, T]` or, where heads differ, `[B, H, T]`."""
     batch, query_heads, queries, _ = query.shape
     new = _causal(queries, query.device)[None, None] if new is None else new
     stored = tokens - queries
@@ -188,8 +191,8 @@ def joined(valid: Tensor | None, new: Tensor | None, query: Tensor, tokens: int)
 
 
 def joined_by_head(paged: PagedInputs, new: NewTokens, query: Tensor) -> Tensor:
-    """A mask over pages of each head, `[B, Hq, Q, T]`, bool or additive as `new` is: a column is a token's index among those of its head,
-    of which the last are those of the queries `[B, Hq, Q, D]`."""
+    """A mask over the pages of each head, `[B, Hq, Q, T]`, bool or additive as `new` is. A column is the index of a
+    token in its head; the last columns of a head are the tokens of the queries `[B, Hq, Q, D]`."""
     batch, query_heads, queries, _ = query.shape
     mask = _causal(queries, query.device)[None, None] if new.mask is None else new.mask
     lengths, exact = paged.pages.lengths, paged.rows[:, SINKS] + paged.rows[:, RING_TOKENS]

@@ -1,13 +1,15 @@
-"""Attention over layers that evict tokens: these layers make their own masks, and are told the attention weights.
+"""Attention over layers that evict tokens: these layers make their own masks and receive the attention weights.
 
-transformers builds masks by column, but the tokens of an evicting layer are in slots, in a different order in each head. Of the model's
-mask only the columns of the running step are used: they tell which new tokens are padding. For stored tokens the layer knows it. While
-nothing has been evicted and columns are in token order, the model's own mask and attention function are used unchanged. The attention
-weights of a prompt are causal, even if the user's mask lets tokens attend to later ones.
+transformers builds masks by column, but an evicting layer stores tokens in slots, in a different order in each head.
+Only the running step's columns of the model's mask are used: they show which new tokens are padding. The layer knows
+the padding among its stored tokens. While nothing has been evicted and columns are in token order, the model's own mask
+and attention function are used unchanged. The attention weights of a prompt are causal, even if the user's mask lets
+tokens attend to later ones.
 
-Stored tokens are attended to as in layers that keep everything: on the codes, or in chunks, which also yield the weights that the policy
-wants. Under eager attention, with dropout, and for many queries with another mask than causality and padding, the model's function attends,
-to the whole layer dequantized; eager attention, on the codes.
+Attention to stored tokens runs as in layers that keep everything: on the codes, or on dequantized chunks; both also
+return the weights that the policy needs. Three cases run the model's own function: eager attention, whose matmuls run
+on the codes, and, on the dequantized layer, dropout and many queries under a mask that is not just causality and
+padding.
 """
 
 from __future__ import annotations
@@ -49,7 +51,7 @@ class Unobserved:
 
 
 class AttentionObserver(Protocol):
-    """A layer that is told what attention does between its `update`s."""
+    """A layer that receives the queries and attention weights of each step after its `update`."""
 
     policy: Policy
 
@@ -67,29 +69,30 @@ class AttentionObserver(Protocol):
     def begin_attention(
         self, is_valid: Tensor | None, query: Tensor | None = None, scaling: float | None = None, module: torch.nn.Module | None = None
     ) -> Tensor | None:
-        """Takes which of the step's tokens are no padding, bool `[B, Q]` (None: all), the queries `[B, Hq, Q, D]`, the factor on `q k` and
-        the attention module, which policies may ask for. If `is_static` and Q = 1, returns which columns hold a token, bool `[B, T]`."""
+        """Receives the step's valid tokens (not padding), bool `[B, Q]` (None: all), and for policies that need them
+        the queries `[B, Hq, Q, D]`, the factor on `q k` and the attention module. If `is_static` and Q = 1, returns the
+        columns that hold a token, bool `[B, T]`."""
 
     def valid_columns(self) -> Tensor | None:
-        """After `begin_attention`: which columns hold a token, the step's included, bool `[B, T]`, or `[B, H, T]` where heads have pages of
-        their own (`AttentionInputs.paged`); None: all."""
+        """The columns that hold a token, those of the step included, bool `[B, T]`, or `[B, H, T]` where heads have
+        pages of their own (`AttentionInputs.paged`); None: all. Called after `begin_attention`."""
 
     @property
     def observes_later(self) -> bool:
-        """Whether `end_attention` wants the attention of a decode step in place of its weights."""
+        """Whether `end_attention` takes `unobserved` for a decode step in place of its weights."""
 
     def end_attention(self, attention_sums: Tensor | None, unobserved: Unobserved | None = None) -> None:
-        """Takes the attention weights of all columns, `[B, H, T]`, summed over queries and over the query heads of a KV head, or what the
-        policy's `reduce_attention` made of them; None if its `observation_window` is 0, or with `unobserved`. The layer may evict tokens
-        now."""
+        """Receives the attention weights of all columns, `[B, H, T]`: their sum over queries and over the query heads
+        of a KV head, or the result of the policy's `reduce_attention`; None if its `observation_window` is 0, or with
+        `unobserved`. The layer may then evict tokens."""
 
 
 def attend_observed(
     stock: Callable, implementation: str, few: bool, chunked: bool, module: torch.nn.Module, query: Tensor, key: CompressedKV,
     value: CompressedKV, mask: Any, *args: Any, **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """`route` for an evicting layer. `few`: attention on the codes is faster than dequantizing them first; `chunked`: there is attention in
-    chunks for these tensors."""
+    """`route` for an evicting layer. `few`: attention on the codes is faster than dequantizing them first; `chunked`:
+    `attend_chunked` supports these tensors."""
     observer: AttentionObserver = key.observer
     if observer.is_static and query.shape[2] == 1:
         return _attend_static(stock, implementation, module, query, key, value, mask, *args, **kwargs)
@@ -98,11 +101,11 @@ def attend_observed(
     options, policy = kernel_options(implementation, query, kwargs), observer.policy
     in_order, paged = observer.in_order or tokens == queries, key.attention_inputs.paged is not None
     observer.begin_attention(new.is_valid, query, options["scaling"], module)
-    valid = functools.cache(observer.valid_columns)  # attention over pages does not ask for it
+    valid = functools.cache(observer.valid_columns)  # not computed for attention over pages
     later = observer.observes_later and queries == 1 and new.causal and new.is_valid is None
     observed = None if later else _query_weights(policy.observation_window, policy.decay, new.is_valid, query)
     last = _last(policy.observation_window, new.is_valid, queries)
-    in_order = in_order and (valid() is None if mask is None else mask.shape[-1] == tokens)  # there is one mask for all layers of a kind
+    in_order = in_order and (valid() is None if mask is None else mask.shape[-1] == tokens)  # layers of a kind share it
     chunked = chunked and new.causal
     if paged and "eager" not in implementation and implementation != "sdpa":
         stock, implementation = full_attention, "qkvcache"  # the masks of flash and flex are the same for all heads
@@ -147,7 +150,8 @@ def attend_observed(
 def _attend_in_chunks(
     policy: Policy, query: Tensor, key: CompressedKV, hidden: Tensor | None, observed: Tensor | None, options: dict[str, Any]
 ) -> tuple[Tensor, Tensor | None]:
-    """Attention `[B, Hq, Q, D]` without a dense layer, and what the policy is told of the last queries, which count `observed` times."""
+    """Attention `[B, Hq, Q, D]` on dequantized chunks, and the attention sums for the policy: those of the last
+    queries, weighted by `observed`."""
     if observed is None:
         return attend_chunked(query, key.attention_inputs, hidden, **options)[0], None
 
@@ -163,7 +167,7 @@ def _attend_on_codes(
     policy: Policy, query: Tensor, key: CompressedKV, value: CompressedKV, new: NewTokens, valid: Callable[[], Tensor | None],
     observed: Tensor | None, last: slice, options: dict[str, Any],
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """The same for a few queries, with any mask."""
+    """Attention on the codes for a few queries under any mask, and the attention sums for the policy."""
     inputs, attention_sums = key.attention_inputs, None
     counts = None if policy.reduces_attention else observed
     if inputs.paged is not None:
@@ -201,7 +205,8 @@ def _attend_static(
     stock: Callable, implementation: str, module: torch.nn.Module, query: Tensor, key: CompressedKV, value: CompressedKV, mask: Any,
     *args: Any, **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """A step of one token that neither waits for the device nor depends on how many tokens there are."""
+    """Attention of a step of one token in the static layout: it neither waits for the device nor depends on the number
+    of tokens."""
     observer: AttentionObserver = key.observer
     batch = query.shape[0]
     new = mask_of_new(implementation, mask, batch, 1, query.device)
@@ -230,7 +235,7 @@ def _attend_static(
     return out, weights
 
 
-# What policies are told of the weights.
+# The attention sums for policies.
 
 
 @torch.no_grad()
@@ -239,8 +244,8 @@ def _reduced(
     softcap: float | None, sinks: Tensor | None = None, lse: Tensor | None = None, outputs: Tensor | None = None, causal: bool = True,
 ) -> Tensor:  # fmt: skip
     """`policy.reduce_attention` of queries `[B, Hq, Q, D]` over keys and values `[B, H, T, D]`, added over blocks of queries, which bound
-    the memory. Arguments as of `sum_attention`; with `outputs`, those of the queries, `[B, Hq, Q, D]`, and `lse` the columns may be a part
-    of all."""
+    the memory. Arguments are those of `sum_attention`. Given the queries' `outputs` `[B, Hq, Q, D]` and `lse`, the
+    columns may be a part of all."""
     (batch, heads, tokens, _), queries = keys.shape, query.shape[2]
     parts = []
     block = max(BLOCK // (batch * query.shape[1] * tokens), 1)
@@ -265,7 +270,7 @@ def _reduced(
             weights = logits.softmax(-1)
         count = observed[:, begin:end].float()
         padding = None if valid is None else (count == 0)[:, None, None, :, None]
-        weights = weights if padding is None else weights.masked_fill(padding, 0)  # of padding they are nan
+        weights = weights if padding is None else weights.masked_fill(padding, 0)  # they are nan for padding
         if outputs is None:
             out = weights.flatten(2, 3) @ values.float()
         else:
@@ -277,8 +282,8 @@ def _reduced(
 
 
 def reduce_steps(policy: Policy, steps: Sequence[Unobserved], keys: Tensor, values: Tensor, valid: Tensor | None) -> Tensor:
-    """`policy.reduce_attention` of decode steps, the newest of whose tokens is the last of the keys and values `[B, H, T, D]`, `[B, H, T]`.
-    `valid`: as of `sum_attention`."""
+    """`policy.reduce_attention` of decode `steps` over keys and values `[B, H, T, D]`: `[B, H, T]`. The last key is the
+    newest step's. `valid` is that of `sum_attention`."""
     query, outputs = (torch.cat(x, dim=2) for x in zip(*((step.query, step.output) for step in steps), strict=True))
     age = torch.arange(len(steps) - 1, -1, -1, device=query.device)
     decay: float = policy.decode_decay  # type: ignore[assignment]
@@ -299,7 +304,7 @@ def _dense(given: CompressedKV) -> Tensor:
 
 
 def _of_kv_heads(repeats: int, *sides: Tensor | CompressedKV) -> Iterator[Tensor]:
-    """The sides of attention, dequantized, without the repetitions of their heads."""
+    """Keys or values dequantized, without the head repetitions of `repeat_kv`."""
     return ((x.dense() if isinstance(x, CompressedKV) else x)[:, ::repeats] for x in sides)
 
 

@@ -1,5 +1,5 @@
-"""Callbacks from attention to the layers whose plain keys it gets: with the padding of a prompt, which only the mask shows, and with the
-queries. A layer may replace the mask."""
+"""Callbacks from attention to the layers that returned plain keys. A layer learns the queries and the padding of a
+prompt, which only the mask shows, and may replace the mask."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class PlainAttention(NamedTuple):
     keywords: dict[str, Any]
 
     def is_valid(self) -> Tensor | None:
-        """Which of the `Q` tokens are no padding, bool `[B, Q]`; None: all."""
+        """The step's tokens that are not padding, bool `[B, Q]`; None: all."""
         return new_tokens(self.implementation, self.mask, self.query.shape[0], self.query.shape[2], self.query.device).is_valid
 
 
@@ -33,14 +33,15 @@ _pending: dict[int, tuple[weakref.ref, weakref.WeakMethod]] = {}
 
 
 def await_attention(keys: Tensor, callback: Callable[[PlainAttention], PlainAttention | None]) -> None:
-    """Calls `callback`, a bound method, when attention gets `keys`, of each layer that shares them. It returns the attention with the mask
-    to take, or None to leave the mask as it is. Keeps neither the keys nor the method's object alive."""
+    """Calls `callback`, a bound method, when attention receives `keys`, once for each layer that shares them. The
+    callback returns the attention with a new mask, or None to leave the mask. Keeps neither the keys nor the method's
+    object alive."""
     at = id(keys)
     _pending[at] = weakref.ref(keys, lambda _: _pending.pop(at, None)), weakref.WeakMethod(callback)
 
 
 def report_attention(implementation: str, module: torch.nn.Module, query: Tensor, keys: Any, mask: Any, keywords: dict[str, Any]) -> Any:
-    """Calls the callback that waits for `keys`, and returns the mask to take. There is rarely one, and this costs nothing then."""
+    """Calls the callback that waits for `keys`, if any, and returns the mask to use."""
     if _pending and (pending := _pending.get(id(keys))):
         callback = pending[1]()
         if callback is not None and pending[0]() is keys:

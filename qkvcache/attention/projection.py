@@ -8,16 +8,16 @@ import torch
 from torch import Tensor, nn
 
 NAMES = ("o_proj", "out_proj", "dense", "c_proj", "wo")
-"""What models call the output projection of an attention module."""
+"""Names of the output projection in attention modules."""
 
 _projections: weakref.WeakKeyDictionary[nn.Module, OutputProjection] = weakref.WeakKeyDictionary()
 
 
 class OutputProjection:
-    """The output projection of an attention module, of which all caches of the model share one object.
+    """The output projection of an attention module. All caches of a model share one object.
 
-    `gram` fp32 `[Hq, D, D]`: `W W^T` of each query head's rows `W` `[D, hidden]` of the transposed projection, so that `sqrt(v W W^T v)` is
-    the norm of what the value `v` adds to the output.
+    `gram` fp32 `[Hq, D, D]`: `W W^T` for the rows `W` `[D, hidden]` of each query head in the transposed projection.
+    The value `v` contributes a vector of norm `sqrt(v W W^T v)` to the output.
     """
 
     def __init__(self, gram: Tensor):

@@ -1,8 +1,8 @@
-"""Rotating cached keys, which carry the rotary embedding (RoPE) of their positions, to other positions.
+"""Rotation of cached keys, which carry the rotary embedding (RoPE) of their positions, to other positions.
 
-Which channels form a pair, and the angle of each pair, come from the model's own code instead of a list of models: its rotary module has
-the frequencies, and its `apply_rotary_pos_emb` applied to a probe shows the pairs. If the probe does not confirm them, NotImplementedError
-is raised.
+The pairs of channels and the angle of each pair come from the model's own code, not from a list of models: its rotary
+module has the frequencies, and its `apply_rotary_pos_emb`, applied to a probe, shows the pairs. If the probe does not
+confirm them, NotImplementedError is raised.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PROBE_AT, PROBE_BY, PROBE_TOLERANCE = 7, 1009, 1e-2  # the fp32 angles of the mo
 
 @dataclass(frozen=True, eq=False)
 class Rope:
-    """The rotation of a model's keys: the angle of each pair of channels for one position, and which channels form a pair.
+    """The rotation of a model's keys: the pairs of channels, and the angle of each pair for one position.
 
     `inv_freq` is fp32 or fp64 `[R/2]` on the CPU, of the first R channels. Pairs are (2i, 2i+1) if `interleaved` (GPT-J, Cohere), else
     (i, i + R/2) (Llama).
@@ -43,8 +43,9 @@ class Rope:
         """The rotation of the full-attention layers of a model with this config.
 
         Raises:
-            NotImplementedError: no RoPE, one whose frequencies change with the length ("dynamic", "longrope"), one of several axes, one
-                that only some layers have, latent attention (MLA), or one that the model's code applies in an unknown way.
+            NotImplementedError: no RoPE; frequencies that change with the length ("dynamic", "longrope"); positions of
+                several axes; RoPE in some layers only; latent attention (MLA); or code that applies RoPE in an unknown
+                way.
         """
         config = config.get_text_config(decoder=True)
         name = config.model_type
@@ -106,7 +107,7 @@ class Rope:
 
 
 def _modeling(config: PreTrainedConfig) -> ModuleType:
-    """The module with the model's code: beside the one with the config's class, or with a class that it derives from."""
+    """The module with the model's code, beside the module that defines the config's class or one of its bases."""
     beside = next(kind.__module__ for kind in type(config).__mro__ if ".configuration_" in kind.__module__)
     try:
         return importlib.import_module(beside.replace(".configuration_", ".modeling_"))
@@ -139,7 +140,8 @@ def _config_class(kind: type) -> str:
 
 @functools.lru_cache(maxsize=32)
 def _exception(module: ModuleType, function: str) -> str | None:
-    """The class, if any, that caches keys which `function` has not always rotated: it calls `function` only under an `if`, or never."""
+    """The first class in `module` that may cache keys without rotating them: it calls `function` only under an `if`, or
+    never. None if there is none."""
     for kind in ast.parse(inspect.getsource(module)).body:
         if isinstance(kind, ast.ClassDef):
             calls = _calls(kind, function, None)
@@ -157,7 +159,7 @@ def _caches(node: ast.AST) -> bool:
 
 
 def _calls(node: ast.AST, function: str, condition: str | None) -> list[str | None]:
-    """For each call of `function` below `node` the innermost `if` around it, or None."""
+    """The innermost `if` around each call of `function` below `node`, or None."""
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == function:
         return [condition]
     if isinstance(node, ast.If):
@@ -168,7 +170,8 @@ def _calls(node: ast.AST, function: str, condition: str | None) -> list[str | No
 @torch.inference_mode(False)
 @torch.no_grad()
 def _probed(name: str, rotary: nn.Module, apply: Any, layer_type: str | None) -> Rope:
-    """The Rope that maps keys which the model rotated for one position to those that it rotates for another."""
+    """The Rope of the model, checked with a probe: rotating a key from one position to another must give the model's
+    own result."""
     frequencies = f"{layer_type}_inv_freq" if layer_type else "inv_freq"
     inv_freq = getattr(rotary, frequencies, None)
     if inv_freq is None:

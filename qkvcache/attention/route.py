@@ -3,15 +3,15 @@
 Constructing a cache calls `install`; importing the library changes nothing. Attention on plain tensors costs half a microsecond more. The
 wrapper gets the query, the keys and values (`CompressedKV`), the mask and the model's keywords:
 
-    sdpa, flash, flex, qkvcache   few queries attend on the codes; many attend on the codes in tiles or, where no kernel does or cuDNN is
-                                  faster, on chunks of the past that are dequantized one at a time. If the mask is more than causal
-                                  with padding, the layer is dequantized for the stock kernel; also with softcap for flash and flex, whose
-                                  kernels have it
+    sdpa, flash, flex, qkvcache   few queries attend on the codes; many attend on the codes in tiles or, if there is no
+                                  kernel or cuDNN is faster, on chunks of the past that are dequantized one at a time.
+                                  The layer is dequantized for the stock kernel if the mask is not just causality and
+                                  padding, and for softcap under flash and flex, whose kernels have it
     eager, and those that users   the function itself, which may have semantics of its own; its two matmuls, or torch's
     register                      `scaled_dot_product_attention`, run on the codes (`compressed_kv.py`)
 
-The codes are attended to only as `update` returned them. Where a model changes its keys or values after that, the function gets what the
-model passes, dequantized; layers that evict tokens refuse it.
+Attention runs on the codes only for the objects that `update` returned. If a model changes its keys or values after
+`update`, the function gets them dequantized; layers that evict tokens refuse it.
 
 Layers that evict tokens observe their attention in every implementation (`observer.py`). Models whose softcap or attention sinks tie them
 to eager can opt in with `model.set_attn_implementation("qkvcache")`.
@@ -41,15 +41,16 @@ from .padding import report_attention
 
 NAME = "qkvcache"
 MAX_QUERIES = 16
-"""Queries up to which torch attends on the codes. It allocates the fp32 scores of all queries, which for more would exceed a dequantized
-layer."""
+"""The most queries for which torch attends on the codes. It allocates the fp32 scores of all queries; those of more
+queries would exceed a dequantized layer."""
 MAX_FUSED_ROWS = 384
-"""The same for the decode kernel, in queries times query heads of a KV head. Measured, dequantizing is faster beyond 400
-(`eval/bench_kernels.py`, "chunk"). `kernels/fused.py` says from how many on the kernel for many rows is faster, and what it serves."""
+"""The most rows, queries times query heads of a KV head, for the decode kernel. Measured, dequantizing is faster beyond
+400 (`eval/bench_kernels.py`, "chunk"). `kernels/fused.py` has the limits of the kernel for many rows."""
 MOST_TILE_ROWS = 1024
-"""Query rows of a KV head up to which the kernel for many rows is chosen at once: on an H100 it takes 28 % less time than dequantizing
-chunks for cuDNN with one sequence, and 10 % more with eight. With more, cuDNN is faster once it has plans (`kernels/cudnn_plans.py`); flash
-attention on chunks is not, up to 2,048 new tokens (`eval/results/past.jsonl`, "attention by kernel")."""
+"""The most query rows of a KV head for which the kernel for many rows is always chosen: on an H100 it takes 28 % less
+time than dequantizing chunks for cuDNN with one sequence, and 10 % more with eight. For more rows cuDNN is faster once
+it has plans (`kernels/cudnn_plans.py`); flash attention on chunks is slower up to 2,048 new tokens
+(`eval/results/past.jsonl`, "attention by kernel")."""
 
 STANDARD = ("sdpa", "flex_attention", NAME)
 """Attention implementations that kernels of this library may replace, beside those with `flash` in their name."""
@@ -66,7 +67,7 @@ def install() -> None:
 
     @functools.wraps(stock)
     def get_interface(self: AttentionInterface, attn_implementation: str, default: Callable) -> Callable:
-        # A function that users registered may have semantics of its own, as the model's has.
+        # A function that users registered may have semantics of its own, like the model's.
         standard = attn_implementation in STANDARD or "flash" in (attn_implementation or "")
         return functools.partial(route, stock(self, attn_implementation, default), attn_implementation if standard else "eager")
 
@@ -88,7 +89,7 @@ def uninstall() -> None:
 
 
 def installed() -> bool:
-    """Whether the route is installed: the first cache installs it, `uninstall` removes it."""
+    """Whether the route is installed. The first cache installs it, and `uninstall` removes it."""
     return _stock_get_interface is not None
 
 
@@ -102,8 +103,8 @@ def _few(query: Tensor, attention_inputs: AttentionInputs) -> bool:
 
 
 def on_codes(query: Tensor, attention_inputs: AttentionInputs, columns: Tensor | None = None) -> bool:
-    """Whether the next causal attention is faster on the codes than on chunks; `cudnn_pays` may count it. `columns`: those that are no
-    padding, bool `[B, 1, 1, T]`, if not all."""
+    """Whether causal attention of `query` is faster on the codes than on chunks. `columns`: the columns that are not
+    padding, bool `[B, 1, 1, T]`; None: all. May count the call in `cudnn_pays`."""
     if _few(query, attention_inputs):
         return True
     if not attends_in_tiles(query, attention_inputs, columns):
@@ -111,27 +112,27 @@ def on_codes(query: Tensor, attention_inputs: AttentionInputs, columns: Tensor |
     heads, region = attention_inputs.key.shape[1], attention_inputs.region
     if query.shape[1] * query.shape[2] <= MOST_TILE_ROWS * heads:
         return True
-    if columns is not None or region is None or 8 * query.numel() > CHUNK_BYTES:  # partial outputs, two or more, in fp32
+    if columns is not None or region is None or 8 * query.numel() > CHUNK_BYTES:  # two or more partial outputs in fp32
         return False
     return not cudnn_pays(query, heads, region.tokens)
 
 
 def _in_chunks(implementation: str, query: Tensor, key: CompressedKV, options: dict[str, Any]) -> bool:
-    """Whether `attend_chunked` supports these tensors, and options as fast as the implementation does."""
+    """Whether `attend_chunked` supports these tensors and, without loss of speed, these options."""
     return (implementation in ("sdpa", NAME) or options.get("softcap") is None) and supports(query, key.attention_inputs)
 
 
 def route(
     stock: Callable, implementation: str, module: torch.nn.Module, query: Tensor, key: Any, value: Any, *args: Any, **kwargs: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """Calls `stock` on plain tensors; attends on the attention inputs of `CompressedKV`."""
+    """Calls `stock` for plain tensors; for `CompressedKV`, attends on its attention inputs."""
     given, args = (args[0], args[1:]) if args else (kwargs.pop("attention_mask", None), args)
     if not isinstance(key, CompressedKV) and not isinstance(value, CompressedKV):
         mask = report_attention(implementation, module, query, key, given, kwargs)
         return stock(module, query, key, value, mask, *args, **kwargs)
     if not of_one_update(key, value):
         return stock(module, query, *as_the_model_has_them(key, value), given, *args, **kwargs)
-    if torch.compiler.is_compiling() and key.observer is None and key.attention_inputs.buffers is None:  # of a layer that is not compiled
+    if torch.compiler.is_compiling() and key.observer is None and key.attention_inputs.buffers is None:  # an uncompiled layer
         return _route_uncompiled(stock, implementation, module, query, key, value, given, *args, **kwargs)
     notice_again(implementation, query, key, given, kwargs)
     if key.observer is not None:

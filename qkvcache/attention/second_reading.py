@@ -1,7 +1,8 @@
-"""Reading a context a second time, for policies that score its tokens by how they are needed to repeat it (`policies/kvzip.py`).
+"""A second reading of a context, for policies that score tokens by their use in repeating the context
+(`policies/kvzip.py`).
 
-A reading repeats a chunk of the context. It attends to the row's sinks, the chunk and itself, over which scores are normalized, too: its
-cost does not depend on the length of the context.
+A reading repeats one chunk of the context. Its queries attend to the row's sinks, the chunk and the reading itself, and
+their softmax covers only these, so that its cost does not depend on the length of the context.
 """
 
 from __future__ import annotations
@@ -22,17 +23,18 @@ from .projection import OutputProjection
 from .route import NAME
 
 NORM = 3
-"""The norm, over queries, of the weights that a token receives. The authors take the largest weight, by which a token to which several
-queries of the repetition attend counts no more than one to which a single query does (`eval/results/policies.jsonl`, `past.jsonl`)."""
+"""The exponent of the norm, over queries, of the weights that a token receives. The authors take the largest weight,
+which does not tell a token that several queries attend to from a token that one query attends to
+(`eval/results/policies.jsonl`, `past.jsonl`)."""
 
 
 @dataclass(frozen=True)
 class Reading:
-    """The tokens that a reading attends to: columns of the context, and its own.
+    """The tokens that a reading attends to: columns of the context, and its own tokens.
 
-    columns: of the row's sinks and of the tokens that are repeated, int64 `[B, S + C]`.
-    is_valid: which of these there are, and which of the reading's tokens are no padding, bool `[B, S + C + R]`.
-    padded: whether any is not.
+    columns: the columns of the row's sinks and of the repeated tokens, int64 `[B, S + C]`.
+    is_valid: the columns, and then the reading's own tokens, that are not padding, bool `[B, S + C + R]`.
+    padded: whether there is padding among them.
     """
 
     columns: Tensor
@@ -41,8 +43,8 @@ class Reading:
     _masks: dict[tuple[torch.device, int], Any] = field(default_factory=dict)
 
     def mask(self, implementation: str, query: Tensor) -> Any:
-        """The mask that `implementation` takes for the last queries `[B, Hq, Q, D]` of the reading; made once for layers that take the
-        same."""
+        """The mask that `implementation` takes for the last queries `[B, Hq, Q, D]` of the reading, made once for all
+        layers."""
         at = query.device, query.shape[2]
         if at not in self._masks:
             self._masks[at] = self._mask(implementation, query)
@@ -61,11 +63,12 @@ class Reading:
 
 
 class ReadingLayer(DynamicLayer):
-    """A dense layer that observes a second reading: `scores` fp32 `[B, H, T]` are the `NORM`-norms of the attention that each token of the
-    context receives from the queries of the readings so far, of the query head that gives it most. Of a reading it stores nothing.
+    """A dense layer that observes second readings and does not store their tokens. `scores` fp32 `[B, H, T]`: the
+    `NORM`-norm over the readings' queries of the attention that each context token receives, in the query head that
+    gives it most.
 
     Args:
-        sinks: the first tokens of a row, which take part in each softmax and get no score.
+        sinks: number of first tokens of a row that are in each softmax and get no score.
         normalized: weights are multiplied by the norm of the value in the output over the norm of the attention's input at the query.
     """
 
@@ -80,7 +83,7 @@ class ReadingLayer(DynamicLayer):
         """None while the context is read the first time."""
         self.module: nn.Module | None = None
         self.query: Tensor | None = None
-        """Without tokens: for its query heads."""
+        """Queries without tokens, `[B, Hq, 0, D]`: they hold the number of query heads."""
         self.inputs: Tensor | None = None
         """Norms of the attention's input at each token of the reading, `[B, R]`, with `normalized`."""
 
@@ -98,12 +101,13 @@ class ReadingLayer(DynamicLayer):
         return keys, values
 
     def get_seq_length(self) -> int:
-        """Of what the next tokens attend to."""
+        """The number of tokens that the next tokens attend to."""
         return super().get_seq_length() if self.reading is None else self.reading.columns.shape[1]
 
     @torch.no_grad()
     def receive_attention(self, attention: PlainAttention) -> PlainAttention | None:
-        """Scores the context by the queries of a reading, and replaces the mask: the model knows that of the whole context."""
+        """Scores the context by the queries of a reading, and replaces the model's mask, which covers the whole
+        context."""
         if self.module is None:
             self.module, self.query = attention.module, attention.query[:, :, :0]
         if self.reading is None:

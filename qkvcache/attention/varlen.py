@@ -1,7 +1,7 @@
 """Causal attention of sequences of different lengths that lie one after another, in one launch where torch has flash attention.
 
-`scaled_dot_product_attention` takes one sequence at a time, and where it prefers cuDNN (Hopper, torch with CUDA 13) prepares a plan for
-each new length, which takes a tenth of a second.
+`scaled_dot_product_attention` takes one sequence at a time. Where it prefers cuDNN (Hopper, torch with CUDA 13), it
+prepares a plan for each new length, which takes a tenth of a second.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from .full import full_attention
 
 @dataclass(frozen=True)
 class Sequences:
-    """The lengths of some sequences: of their queries, and of their keys, whose last tokens are those of the queries.
+    """The numbers of queries and of keys of each sequence. The last keys are those of the queries' tokens.
 
-    starts: the first query and the first key of each sequence and, at last, their numbers (`cu_seqlens`), int32 `[N + 1]` each.
+    starts: the cumulative numbers of queries and of keys from 0 (`cu_seqlens`), int32 `[N + 1]` each.
     """
 
     queries: list[int]
@@ -51,7 +51,8 @@ def varlen_attention(
 
 
 def in_one_launch(query: Tensor, value: Tensor) -> bool:
-    """Whether torch has flash attention for these tensors, `[B, H, T, D]`. On AMD it aligns causality with the first key."""
+    """Whether torch has flash attention for these tensors, `[B, H, T, D]`. AMD is left out: there causality is aligned
+    with the first key."""
     return (
         query.is_cuda
         and not torch.version.hip

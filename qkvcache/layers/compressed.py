@@ -1,7 +1,7 @@
 """`CompressedLayer`: the cache of one model layer that keeps all tokens, quantized (`storage/`).
 
-The tokens of a step attend to each other exactly. In a step of one token, it is in the residual. In a step of several, attention reads the
-tokens stored before the step, and then the new tensors themselves.
+The tokens of a step attend to each other exactly. The token of a step of one is read from the residual. In a step of
+several tokens, attention reads the tokens stored before the step and then the new tensors themselves.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from ..kernels import AttentionInputs, Pair, dense, prepare, step, unfold, whole
 from ..storage import Storage, attention_inputs_of, check_room, differ
 
 KeysAndValues = tuple[Tensor | CompressedKV, Tensor | CompressedKV]
-"""What `update` returns."""
+"""The result of `update`."""
 
 
 def check_alike(stored: Tensor, given: Tensor, seq_length: Callable[[], int], what: str = "keys") -> None:
-    """Raises ValueError if `given` `[B, H, T, D]` differs from `stored` in more than `T`, after `seq_length()` tokens."""
+    """Raises ValueError if `given` `[B, H, T, D]` differs from `stored` in anything but `T`. `seq_length()`: tokens
+    seen, for the message."""
     if not differ(stored, given):
         return
     if stored.dtype != given.dtype:
@@ -40,8 +41,8 @@ def check_alike(stored: Tensor, given: Tensor, seq_length: Callable[[], int], wh
 
 
 def row_selector(indices: Tensor | Sequence[int] | slice) -> Callable[[Tensor], Tensor]:
-    """A function that selects rows of a tensor; `indices` as `DynamicCache.batch_select_indices` takes them. Raises TypeError for a single
-    index, ValueError for none."""
+    """A function that selects rows of a tensor by the `indices` that `DynamicCache.batch_select_indices` takes. Raises
+    TypeError for a single index, ValueError for none."""
     if isinstance(indices, slice):
         return lambda x: x[indices]
     rows = torch.as_tensor(indices)
@@ -55,8 +56,8 @@ def row_selector(indices: Tensor | Sequence[int] | slice) -> Callable[[Tensor], 
 class CompressedLayer(CacheLayerMixin):
     """A layer that quantizes its tokens in `format`, except the first `num_sink_tokens` and the last `residual_length`.
 
-    `update` returns plain tensors while the layer is empty, so that a prefill runs the model's own kernel on exact keys and values, and
-    `CompressedKV` afterwards. Shapes come from the tensors: a tensor-parallel rank stores its own heads.
+    `update` of an empty layer returns plain tensors, so that a prefill runs the model's own kernel on exact keys and
+    values; later it returns `CompressedKV`. Shapes come from the tensors: a tensor-parallel rank stores its own heads.
 
     Args:
         max_length: the most tokens that may be seen; storage for them is allocated at once. None: storage grows.
@@ -73,28 +74,31 @@ class CompressedLayer(CacheLayerMixin):
     def __init__(
         self, format: Format, num_sink_tokens: int = 4, residual_length: int = 64, max_length: int | None = None, compile: bool = False
     ):
-        if max_length is not None:  # the ring has room for a token
+        if max_length is not None:  # the residual must have room for a token
             num_sink_tokens = min(num_sink_tokens, max_length - 1)
             residual_length = min(residual_length, max_length - 1 - num_sink_tokens)
         self.format, self.num_sink_tokens, self.residual_length, self.max_length = format, num_sink_tokens, residual_length, max_length
         self.is_compileable = self.supports_early_init = compile or max_length is not None
         self.storage = None
         self.pending: Pair | None = None
-        """A prompt whose statistics are not computed yet: attention must first tell which of its tokens are padding
-        (`attention/padding.py`). If attention does not go through transformers' interface, `commit` takes all as valid."""
+        """A prompt whose statistics are not computed yet, because attention must first report its padding
+        (`attention/padding.py`). If attention does not go through transformers' interface, `commit` stores the prompt
+        as if it had no padding."""
         self.offload_pending = False
         """Whether the layer is offloaded as soon as its pending prompt is stored."""
         self.empty = True
-        """Whether there are no tokens."""
+        """Whether the layer has no tokens."""
         self.is_initialized = False
         self.mask_by_column: bool | None = True
-        """Whether masks have `storage.columns` columns: not those of flash attention. None: not known."""
+        """Whether masks have `storage.columns` columns; those of flash attention do not. None: not known."""
         self.prompt_columns = 0
-        """Columns of a prompt, if the model needs more of them than the prompt has tokens."""
+        """Columns to which a prompt is padded for models that need more columns than the prompt has tokens; 0: no
+        padding."""
 
     @property
     def storage(self) -> Storage | None:
-        """The stored tokens, if there may be any. If they are on their way from host memory, the current stream waits for them."""
+        """The stored tokens; None before there is storage. The current stream waits for tokens that are still being
+        copied from host memory."""
         if self.arrival is not None:
             arrival, self.arrival = self.arrival, None
             arrival.wait(torch.cuda.current_stream(self.device))
@@ -105,7 +109,8 @@ class CompressedLayer(CacheLayerMixin):
         self._storage, self.arrival = storage, None
 
     arrival: torch.cuda.Event | None = None
-    """When the tokens in the storage have arrived from host memory; None if that was waited for (`snapshot.restore`)."""
+    """The event after which the storage holds the tokens copied from host memory (`snapshot.restore`); None if nothing
+    is being copied."""
 
     def __getstate__(self) -> dict:
         _ = self.storage  # events cannot be copied
@@ -135,8 +140,8 @@ class CompressedLayer(CacheLayerMixin):
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> KeysAndValues:  # type: ignore[override]
         """Stores keys and values `[B, H, T, D]`; returns the keys and values of all tokens seen, for attention.
 
-        Raises ValueError for a batch, head count, head_dim or dtype other than those of stored tokens, and if `max_length` tokens are not
-        enough; nothing is stored then.
+        Raises ValueError, and stores nothing, if the batch, head count, head_dim or dtype differ from those of stored
+        tokens, or if `max_length` is exceeded.
         """
         if torch.compiler.is_compiling():
             return (
@@ -154,7 +159,7 @@ class CompressedLayer(CacheLayerMixin):
         storage.reserve(tokens)
         if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
             attention_inputs = storage.attention_inputs_with(storage.exact_with(new))
-            result = dense(attention_inputs.key), dense(attention_inputs.value)  # codes carry no gradient, the new tokens do
+            result = dense(attention_inputs.key), dense(attention_inputs.value)  # only the new tokens carry a gradient
             storage.append((key_states.detach(), value_states.detach()))
             return result
         if tokens == 1:
@@ -174,7 +179,7 @@ class CompressedLayer(CacheLayerMixin):
         return compressed(inputs, columns)
 
     def _differentiates(self) -> bool:
-        """Whether `update` may have to return dense tensors of just the tokens seen."""
+        """Whether `update` may have to return dense tensors, which have columns for the tokens seen only."""
         return torch.is_grad_enabled() and not torch.compiler.is_compiling()
 
     def _prefill(self, key_states: Tensor, value_states: Tensor) -> KeysAndValues:
@@ -200,7 +205,8 @@ class CompressedLayer(CacheLayerMixin):
     @torch.compiler.disable(reason="a layer with a pending prompt grows: nothing of it is compiled but attention")
     @torch.no_grad()
     def store_pending(self, attention: PlainAttention | None) -> None:
-        """Stores a pending prompt. Statistics come from the tokens that are no padding in `attention`, or from all for None."""
+        """Stores a pending prompt. Statistics come from the tokens that are not padding in `attention`; None: from all
+        tokens."""
         storage, (new, self.pending) = self.storage, (self.pending, None)
         if new is not None and storage is not None:
             storage.reserve(new[0].shape[2])
@@ -211,7 +217,8 @@ class CompressedLayer(CacheLayerMixin):
 
     @torch.compiler.disable
     def _update_uncompiled(self, key_states: Tensor, value_states: Tensor) -> KeysAndValues:
-        """`update` of a layer whose steps cannot be compiled, called from compiled attention, which reads tokens in order."""
+        """`update` of a layer whose steps cannot be compiled, called from compiled code. The attention inputs hold the
+        residual in token order."""
         result = self.update(key_states, value_states)
         if key_states.shape[2] > 1 or isinstance(result[0], Tensor):
             return result
@@ -219,7 +226,7 @@ class CompressedLayer(CacheLayerMixin):
         return self._compressed(attention_inputs_of(sinks, self.storage.chunks, residual))  # type: ignore[union-attr]
 
     def _update_compiled(self, key_states: Tensor, value_states: Tensor) -> KeysAndValues:
-        """`update` that reads no count from the host."""
+        """`update` in compiled code, which reads no count from the host."""
         if self.storage is None:
             if torch.compiler.is_exporting():  # storage would be made of fake tensors
                 raise NotImplementedError(
@@ -255,7 +262,8 @@ class CompressedLayer(CacheLayerMixin):
             check_alike(stored, given, self.get_seq_length, what)
 
     def _stored_like(self) -> tuple[Tensor, ...]:
-        """Keys and values `[B, H, T, D]`, of any T, that new ones must match; none if the layer is empty."""
+        """Stored keys and values `[B, H, T, D]` whose shape, except T, and dtype new ones must match; empty if the
+        layer is empty."""
         return () if self.empty or self.storage is None else self.storage.residual
 
     @property
@@ -267,7 +275,7 @@ class CompressedLayer(CacheLayerMixin):
     # The interface of `generate`.
 
     def get_seq_length(self):
-        """Tokens seen: an int, and in compiled code of a layer whose steps can be compiled a 0-d tensor."""
+        """The number of tokens seen: an int; a 0-d tensor in compiled code of a layer whose steps can be compiled."""
         if self.storage is None:
             return 0
         if torch.compiler.is_compiling() and self.is_compileable:
@@ -278,7 +286,7 @@ class CompressedLayer(CacheLayerMixin):
         return self.storage.seq_length
 
     def query_offset(self) -> int | Tensor:
-        """Tokens seen, without waiting for the device."""
+        """The number of tokens seen, without waiting for the device."""
         return self.get_seq_length() if self.storage is None or self.pending is not None else self.storage.query_offset()
 
     def reserve(self, tokens: int) -> None:
@@ -290,8 +298,8 @@ class CompressedLayer(CacheLayerMixin):
             check_room(0, tokens, self.max_length)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Columns of a mask, and the position of the first: 0. If steps can be compiled, there are columns for more tokens than stored.
-        Raises ValueError if `max_length` tokens are not enough for the queries."""
+        """The number of columns of a mask, and the position of the first: 0. If steps can be compiled, there are more
+        columns than stored tokens. Raises ValueError if `max_length` tokens are not enough for the queries."""
         if not self.is_compileable:
             return self.get_seq_length() + query_length, 0
         if not torch.compiler.is_compiling():
@@ -336,14 +344,14 @@ class CompressedLayer(CacheLayerMixin):
         self._map(lambda x: x.repeat_interleave(repeats, dim=0))
 
     def offload(self) -> None:
-        """Moves the layer to host memory. `Cache.update` calls this before attention: a prompt whose padding is not known yet is stored
-        first."""
+        """Moves the layer to host memory. `Cache.update` calls this before attention; a prompt whose padding is not
+        known yet is stored and moved after it."""
         self.offload_pending = self.pending is not None
         if not self.offload_pending:
             self._map(lambda x: x.to("cpu", non_blocking=True))
 
     def prefetch(self) -> None:
-        """Moves the layer back to its device; one with a pending prompt has not left it."""
+        """Moves the layer back to its device. A layer with a pending prompt has not left it."""
         self.offload_pending = False
         if self.is_initialized and self.pending is None:
             if self.device.type == "cuda":  # the copy to the host must be complete: older transformers do not wait for it
@@ -366,7 +374,7 @@ class CompressedLayer(CacheLayerMixin):
 
     @property
     def dense_bytes_per_token(self) -> int:
-        """Bytes that a token of all rows takes in the model's dtype."""
+        """Bytes of one token of every row in the model's dtype."""
         return sum(x.shape[0] * x.shape[1] * x.shape[3] * x.itemsize for x in self._stored_like())
 
     def dense(self) -> Pair:

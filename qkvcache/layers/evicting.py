@@ -1,7 +1,8 @@
 """`EvictingLayer`: the cache of one model layer that evicts tokens beyond a budget (`storage/evicting.py`).
 
-Tokens are evicted after each step's attention, so that the budget holds after every step, prompts included, and a prompt is read whole.
-Exact zones hold only tokens that the policy protects, so that which tokens are retained does not depend on the format.
+Tokens are evicted after each step's attention, so that a prompt is read whole and the budget holds after every step,
+prompts included. Exact zones hold only tokens that the policy protects, so that the retained tokens do not depend on
+the format.
 
 If steps are compiled, a step of one token runs in the static layout; prompts and steps of several tokens run as in a growing cache.
 """
@@ -25,7 +26,7 @@ from ..policies import Arrivals, Budget, Policy
 from ..storage import EvictingStorage, check_room
 from .compressed import CompressedLayer, compressed
 
-UNSEEN = (
+ATTENTION_UNREPORTED = (
     "the attention of the step before was not seen: eviction works with models whose attention goes through transformers' "
     "AttentionInterface, and a step that failed must be followed by reset()"
 )
@@ -41,17 +42,17 @@ class Step:
     """Whether the step runs in the static layout."""
     begun: bool = False
     is_valid: Tensor | None = None
-    """Which tokens of the step are no padding, bool `[B, Q]`; None: all."""
+    """The step's tokens that are not padding, bool `[B, Q]`; None: all."""
     attention_sums: Tensor | None = None
     observed: bool = False
 
 
 class EvictingLayer(CompressedLayer):
-    """A layer that retains what `policy` selects within `budget`, quantized in `format`.
+    """A layer that retains the tokens selected by `policy` within `budget`, quantized in `format`.
 
     Args:
         rope: the model's rotary embedding, for policies that need it and for sinks that are read at positions in the cache.
-        deferred: other layers read this layer's keys after its own attention, so that eviction waits for the next step.
+        deferred: eviction waits for the next step, because other layers read this layer's keys after its own attention.
         max_length: the most tokens that may be seen. Storage is for the budget alone.
         compile: whether steps of one token can be compiled, for policies with `interval=1`; with `max_length` they always can.
     """
@@ -89,10 +90,10 @@ class EvictingLayer(CompressedLayer):
         )
         self.step: Step | None = None
         self.unobserved: list[Unobserved] = []
-        """The last decode steps, of whose attention the policy was told nothing so far."""
+        """The last decode steps whose attention the policy has not observed yet."""
         self.projection: OutputProjection | None = None
         self.read_twice = False
-        """Whether the first tokens come with the scores of a second reading."""
+        """Whether the next tokens come with the scores of a second reading."""
 
     def __repr__(self) -> str:
         return f"EvictingLayer({self.policy.name}, {self.format.name}, tokens={self.get_seq_length()}, stored={self.stored})"
@@ -105,8 +106,9 @@ class EvictingLayer(CompressedLayer):
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[CompressedKV, CompressedKV]:  # type: ignore[override]
         """Stores keys and values `[B, H, T, D]`; returns what attention reads, and reports to this layer.
 
-        Raises ValueError as CompressedLayer does; NotImplementedError if the attention of the step before was not reported, which a model
-        with attention of its own does not, if keys or values require a gradient, and for a prompt in compiled code.
+        Raises ValueError as CompressedLayer does. Raises NotImplementedError if attention did not report the step
+        before (the model computes attention itself), if keys or values require a gradient, and for a prompt in compiled
+        code.
         """
         tokens, compiling = key_states.shape[2], torch.compiler.is_compiling()
         if compiling:
@@ -129,12 +131,12 @@ class EvictingLayer(CompressedLayer):
         return compressed(inputs, inputs.key.shape[2], self)
 
     def _prepare_step(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Checks a step outside of compiled code, ends the one before, and makes room."""
+        """Checks a step outside of compiled code, ends the step before, and makes room."""
         self._check(key_states, value_states)
         if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
             raise NotImplementedError("a cache that evicts tokens has no gradients: run the model under torch.no_grad()")
         if self.step is not None and not self.step.observed:
-            raise NotImplementedError(UNSEEN)
+            raise NotImplementedError(ATTENTION_UNREPORTED)
         if self.policy.second_reading and self.empty and not self.read_twice:
             raise ValueError(
                 f"{self.policy.name} scores a context by reading it twice: call cache.compress(model, ids) with the context, before "
@@ -160,7 +162,7 @@ class EvictingLayer(CompressedLayer):
         side = replace(inputs.key, build=lambda: (Exact(rotated), *inputs.key.segments[1:]))
         return replace(inputs, key=side, exact=(rotated, *inputs.exact[1:]) if inputs.exact else ())
 
-    # What attention asks and reports (`attention/observer.py`).
+    # Calls from attention (`attention/observer.py`).
 
     @property
     def in_order(self) -> bool:
@@ -173,7 +175,7 @@ class EvictingLayer(CompressedLayer):
 
     @property
     def observes_later(self) -> bool:
-        """Whether the attention of decode steps is observed before tokens are evicted, that of all of them at once."""
+        """Whether the policy observes the attention of several decode steps at once, when tokens are next evicted."""
         return self.interval > 1 and self.policy.decode_decay is not None and not self.deferred and not self.is_compileable
 
     def tokens_before(self) -> Tensor:
@@ -200,7 +202,7 @@ class EvictingLayer(CompressedLayer):
         return self._running()[1].metadata.is_valid()
 
     def _arrivals(self, step: Step, query: Tensor | None, scaling: float | None, module: torch.nn.Module | None) -> Arrivals:
-        """The step's tokens, with what the policy asks for."""
+        """The step's tokens, with the inputs that the policy needs."""
         policy, keys, values = self.policy, step.keys, step.values
         if policy.needs_queries and query is None:
             raise NotImplementedError(f"{policy.name} needs the queries of each step, which this attention did not report")
@@ -250,7 +252,7 @@ class EvictingLayer(CompressedLayer):
             storage.to_static()
 
     def observe_steps(self, newer: int = 0) -> None:
-        """Tells the policy of the attention of the `unobserved` steps, after which `newer` tokens came."""
+        """Lets the policy observe the attention of the `unobserved` steps, which `newer` tokens follow."""
         steps, self.unobserved, storage = self.unobserved, [], self.storage
         if not steps or storage is None:
             return
@@ -270,7 +272,7 @@ class EvictingLayer(CompressedLayer):
         self.observe_steps()
         yield from super().tensors()
 
-    # What generate asks.
+    # The interface of `generate`.
 
     @property
     def stored(self) -> int:
@@ -279,8 +281,8 @@ class EvictingLayer(CompressedLayer):
         return 0 if self.storage is None else self.storage.stored - running
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Columns of a mask, and the position of the first. For a step in the static layout there is one column, since attention reads only
-        the running token's column of a mask. Raises ValueError if there is no room."""
+        """The number of columns of a mask, and the position of the first. A step in the static layout has one column,
+        since attention reads only the running token's column. Raises ValueError if there is no room."""
         if torch.compiler.is_compiling() and self.is_compileable:
             raise NotImplementedError("masks of a cache that evicts are made outside of compiled code, as generate does")
         self.reserve(query_length)

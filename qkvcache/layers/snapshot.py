@@ -1,9 +1,11 @@
-"""`snapshot` and `restore`: one row of a layer as named tensors, and back into an empty layer. Codes are copied as they are.
+"""`snapshot` copies one row of a layer to named tensors; `restore` copies them into an empty layer. Codes are copied
+bit for bit.
 
-Compressed and dense layers can be cut to any number of first tokens. Layers that evict, slide or have a recurrent state cannot be
-reduced to an earlier state, and are copied whole.
+Compressed and dense layers can be cut to any number of first tokens. Layers that evict, slide or have a recurrent state
+cannot return to an earlier state and are copied whole.
 
-Names: of our layers, those of `LayerStorage.snapshot`; `keys` and `values` of dense layers; states of linear attention by their attributes.
+Names of tensors: those of `LayerStorage.snapshot` for layers of this library; `keys` and `values` for dense layers; the
+names of attributes for linear attention.
 """
 
 from __future__ import annotations
@@ -23,9 +25,9 @@ from .compressed import CompressedLayer
 from .evicting import EvictingLayer
 
 Layer = Any
-"""A layer of a transformers cache: their classes have no base in common."""
+"""A layer of a transformers cache. Their classes have no base in common."""
 PLACEHOLDER = getattr(cache_utils, "DummyLayer", type(None))
-"""In newer releases of transformers, the class of layers that read another layer's keys and values."""
+"""The class, in newer releases of transformers, of layers that read another layer's keys and values."""
 KINDS = {
     CompressedLayer: "compressed", EvictingLayer: "evicting", DynamicLayer: "dense", DynamicSlidingWindowLayer: "sliding",
     LinearAttentionLayer: "linear", PLACEHOLDER: "empty",
@@ -42,7 +44,7 @@ class Snapshot:
 
     @property
     def tokens(self) -> int | None:
-        """Tokens seen; None where they are not counted: in empty layers, and in linear attention."""
+        """The number of tokens seen; None for empty layers and linear attention, which do not count them."""
         if self.kind == "compressed":
             return sum(self._zone(zone) for zone in ("sinks", "region", "residual"))
         if self.kind == "dense":
@@ -62,13 +64,15 @@ class Snapshot:
         return sum({x.data_ptr(): x.nbytes() for x in map(Tensor.untyped_storage, self.tensors.values())}.values())
 
     def to(self, device: torch.device | str, copy: bool) -> Snapshot:
-        """With tensors on `device`, when its stream has reached this: contiguous copies, or as they are if they are there and no `copy`."""
+        """A snapshot whose tensors are on `device`, copied in the order of its current stream. Tensors that are there
+        already are copied only with `copy`."""
         device = torch.device(device)
         tensors = {name: _copied(x, device) if copy or x.device != device else x for name, x in self.tensors.items()}
         return Snapshot(self.kind, tensors, self.numbers)
 
     def cut(self, tokens: int) -> Snapshot:
-        """Views of the first `tokens` tokens. Raises ValueError for more than there are, and for fewer if it cannot be cut."""
+        """Views of the first `tokens` tokens. Raises ValueError if there are fewer tokens, and for a snapshot that
+        cannot be cut."""
         count = self.tokens
         if count is None and not self.whole or count == tokens:
             return self
@@ -86,14 +90,14 @@ class Snapshot:
         return replace(self, tensors=kept)
 
     def _zone(self, zone: str) -> int:
-        """Tokens in a zone, the same in keys and values."""
+        """The number of tokens in a zone, the same for keys and values."""
         return next((x.shape[2] for name, x in self.tensors.items() if name.startswith(f"key.{zone}")), 0)
 
 
 def snapshot(layer: Layer, tokens: int | None = None, row: int = 0) -> Snapshot:
-    """Row `row` of `layer`, views of its tensors where possible; only the first `tokens` tokens if given.
+    """Row `row` of `layer`, as views of its tensors where possible; with `tokens`, only the first `tokens` tokens.
 
-    Raises NotImplementedError, with the reason, for layers that cannot be copied, or not be cut.
+    Raises NotImplementedError, with the reason, for layers that cannot be copied or cut.
     """
     kind = KINDS.get(type(layer))
     if kind is None:
@@ -133,8 +137,9 @@ def snapshot(layer: Layer, tokens: int | None = None, row: int = 0) -> Snapshot:
 def restore(layer: Layer, stored: Snapshot, device: torch.device | str) -> None:
     """Copies `stored` to `device` into `layer`, which is empty. Raises ValueError for a layer of another kind.
 
-    Layers of this library are copied to a GPU on a stream of its own, and waited for when they are read (`CompressedLayer.arrival`): a
-    model computes its first layers meanwhile, and the host does not wait for copies when it reads back what these compute."""
+    Layers of this library are copied to a GPU on a separate stream and waited for when they are read
+    (`CompressedLayer.arrival`): a model computes its first layers meanwhile, and the host does not wait for copies when
+    it reads results."""
     if stored.kind == "empty":
         return
     if KINDS.get(type(layer)) != stored.kind:
@@ -143,7 +148,7 @@ def restore(layer: Layer, stored: Snapshot, device: torch.device | str) -> None:
         _restore(layer, stored, device)
         return
     stream = _copies_to(torch.device(device))
-    stream.wait_stream(torch.cuda.current_stream(stream.device))  # which may still read what has lain in its memory
+    stream.wait_stream(torch.cuda.current_stream(stream.device))  # which may still read memory that is reused here
     with torch.cuda.stream(stream):
         _restore(layer, stored, device)
     layer.arrival = stream.record_event()
@@ -151,13 +156,14 @@ def restore(layer: Layer, stored: Snapshot, device: torch.device | str) -> None:
 
 @functools.cache
 def _copies_to(device: torch.device) -> torch.cuda.Stream:
-    """The stream of copies to a GPU, one for all layers, which arrive in the order in which models read them."""
+    """The stream of copies to a GPU: one for all layers, so that they arrive in the order in which models read them."""
     return torch.cuda.Stream(device)
 
 
 def check(layer: Layer, stored: Snapshot, seen: int) -> None:
     """Raises ValueError unless `restore` can put `stored` into `layer`, which is empty, as the first `seen` tokens of a row: names, dtypes,
-    shapes and counts must be those of a snapshot of such a layer. Otherwise a file could name any attribute, and any size."""
+    shapes and counts must be those of a snapshot of this layer. Otherwise a file could name any attribute and any
+    size."""
     tensors, numbers, kind = stored.tensors, stored.numbers, stored.kind
     if kind not in ("empty", KINDS.get(type(layer))) and not (kind == "dense" and type(layer) is CompressedLayer):
         raise ValueError(f"a snapshot of kind {kind!r} for a {type(layer).__name__}")
@@ -186,7 +192,7 @@ def check(layer: Layer, stored: Snapshot, seen: int) -> None:
 
 
 def _vectors(tensors: dict[str, Tensor], *names: str) -> list[Tensor]:
-    """The tensors of these names. Raises ValueError unless there are such, for keys or values `[1, H, T, D]`."""
+    """The tensors of these names. Raises ValueError unless all exist and are keys or values `[1, H, T, D]`."""
     found = [tensors[name] for name in names if name in tensors]
     if len(found) < len(names) or any(x.ndim != 4 or len(x) != 1 or not x.dtype.is_floating_point for x in found):
         raise ValueError(f"no {' and '.join(names)} of one row among {sorted(tensors)}")
@@ -218,7 +224,8 @@ def _restore(layer: Layer, stored: Snapshot, device: torch.device | str) -> None
 
 
 def _copied(x: Tensor, device: torch.device) -> Tensor:
-    """A contiguous copy of `x` on `device`. Heads of a part of the tokens cross a bus one by one; torch would join them on the host."""
+    """A contiguous copy of `x` on `device`. The heads of a cut tensor are copied one by one, since torch would first
+    join them on the host."""
     new = torch.empty(x.shape, dtype=x.dtype, device=device)
     several = x.device != device and not x.is_contiguous()
     for out, part in zip(new[0], x[0], strict=True) if several else ((new, x),):

@@ -1,4 +1,5 @@
-"""`StaticSlidingLayer`: transformers' sliding window at fixed addresses, with batch operations and checks of this library's layers."""
+"""`StaticSlidingLayer`: transformers' sliding window at fixed addresses, with the batch operations and checks of this
+library's layers."""
 
 from __future__ import annotations
 
@@ -33,8 +34,8 @@ class StaticSlidingLayer(StaticSlidingWindowLayer):
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
-        """As transformers'. Raises ValueError for a batch that differs from what is stored and for tokens beyond `max_length`; nothing is
-        stored then."""
+        """Stores keys and values as transformers' layer does. Raises ValueError, and stores nothing, if the shapes or
+        dtype differ from stored ones or `max_length` is exceeded."""
         if not torch.compiler.is_compiling():
             self.reserve(key_states.shape[2])
             if not self.cumulative_length_int:
@@ -54,7 +55,7 @@ class StaticSlidingLayer(StaticSlidingWindowLayer):
         return super().get_mask_sizes(query_length)
 
     def check_crop(self, tokens_to_remove: int) -> None:
-        """Raises NotImplementedError if cropping would have to restore tokens that have left the window."""
+        """Raises NotImplementedError if a crop would need tokens that have left the window."""
         if tokens_to_remove and self.cumulative_length_int > self.max_cache_len:
             raise NotImplementedError(
                 f"crop({tokens_to_remove}) after {self.cumulative_length_int} tokens, of which a sliding window at a fixed address keeps "
@@ -62,7 +63,7 @@ class StaticSlidingLayer(StaticSlidingWindowLayer):
             )
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Removes the last `-tokens_to_remove` tokens, while all are in the window."""
+        """Removes the last `-tokens_to_remove` tokens; all tokens seen must still be in the window."""
         self.check_crop(tokens_to_remove)
         if tokens_to_remove:
             self.cumulative_length_int = max(self.cumulative_length_int + tokens_to_remove, 0)
