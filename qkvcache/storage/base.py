@@ -1,4 +1,4 @@
-"""The base of storage: counting the tokens seen, on the device and on the host, and snapshots."""
+"""The base of storage: counts of the tokens seen, on the device and on the host, and snapshots."""
 
 from __future__ import annotations
 
@@ -34,14 +34,15 @@ def differ(stored: Tensor, given: Tensor) -> bool:
 class LayerStorage:
     """The base of `Storage` and `EvictingStorage`.
 
-    Compiled code cannot read a count from the host: it would be compiled in as a constant. It counts on the device and leaves
-    `uncounted` and `counts_stale` on the host; `sync_counts` reads the device once when an exact count is needed.
+    A count on the host would be compiled into compiled code as a constant. Compiled code therefore counts on the device
+    and sets `uncounted` and `counts_stale` on the host; `sync_counts` reads the device once when an exact count is
+    needed.
     """
 
     max_length: int | None
     """The most tokens that may be seen; None: no limit."""
     seq_length: int
-    """Tokens seen, as far as the host knows."""
+    """Tokens seen, as counted on the host."""
     uncounted: int
     """Tokens of a compiled step that `seq_length` does not include yet."""
     counts_stale: bool
@@ -52,7 +53,7 @@ class LayerStorage:
     residual: Pair
 
     def device_length(self) -> int | Tensor:
-        """Tokens seen: a 0-d tensor on the device, or a number while nothing is counted there."""
+        """Tokens seen: a 0-d tensor on the device, or an int while nothing is counted there."""
         raise NotImplementedError
 
     def read_counts(self) -> None:
@@ -103,8 +104,8 @@ class LayerStorage:
     def snapshot(self, row: int) -> tuple[dict[str, Tensor], dict[str, int]]:
         """Row `row`, as views where possible.
 
-        Returns tensors named `key.sinks`, `key.region.<buffer>`, `key.statistics.<buffer>`, `key.residual` and the same of `value`, with
-        one row each, and counts that do not follow from shapes. Codes are as they are.
+        Returns tensors of one row named `key.sinks`, `key.region.<buffer>`, `key.statistics.<buffer>`, `key.residual`,
+        and the same names with `value`, and counts that do not follow from shapes. Codes are not changed.
         """
         (sinks, residual), chunks, rows = self.zones(), self.chunks, slice(row, row + 1)
         region = chunks.snapshot(rows)
@@ -118,8 +119,9 @@ class LayerStorage:
         return tensors, {}
 
     def check(self, tensors: dict[str, Tensor], numbers: dict[str, int], seen: int) -> None:
-        """Raises ValueError unless `restore` can take these as the snapshot of a row that has seen `seen` tokens. Names, dtypes and shapes
-        must be those of this storage, which is empty and on the meta device, with as many tokens in each zone."""
+        """Raises ValueError unless these are a valid snapshot, for `restore`, of a row that has seen `seen` tokens.
+        Names, dtypes and shapes must be those of this storage, which is empty and on the meta device, with the
+        snapshot's number of tokens in each zone."""
         like, codes = self.sinks, next((x for name, x in tensors.items() if name.startswith("key.region.")), None)
         region: tuple[Codes, Codes] = ({}, {}) if codes is None else self.chunks.form(like, codes)
         expected: dict[str, Tensor] = {}
@@ -140,17 +142,18 @@ class LayerStorage:
         self.check_counts(tensors, numbers, seen, residual if codes is None else residual + codes.shape[2])
 
     def metadata_form(self, tensors: dict[str, Tensor], codes: Tensor | None) -> dict[str, Tensor]:
-        """Empty tensors like those of a snapshot that are neither keys nor values. `codes`: one of its planes of codes."""
+        """Empty tensors of the shapes and dtypes of a snapshot's metadata. `codes`: a plane of codes of the
+        snapshot."""
         return {}
 
     def check_counts(self, tensors: dict[str, Tensor], numbers: dict[str, int], seen: int, stored: int) -> None:
-        """Raises ValueError unless the counts in a snapshot, whose tensors have the right form, fit each other and `seen`. `stored`:
-        columns of the region and of the residual."""
+        """Raises ValueError unless the counts of a snapshot agree with each other and with `seen`. Its tensors have
+        been checked. `stored`: columns of the region and of the residual."""
         if numbers or stored != max(seen - self.num_sink_tokens, 0):
             raise ValueError(f"{stored} tokens and counts {numbers}, after {seen} tokens")
 
     def restore(self, tensors: dict[str, Tensor], numbers: dict[str, int]) -> None:
-        """Takes the result of `snapshot` into this storage, which must be empty."""
+        """Copies the result of `snapshot` into this storage, which must be empty."""
         codes, statistics = ((_named(tensors, f"key.{zone}."), _named(tensors, f"value.{zone}.")) for zone in ("region", "statistics"))
         self.chunks.load(codes, statistics, self.sinks)
 

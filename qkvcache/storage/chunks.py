@@ -1,8 +1,9 @@
 """`Chunks`: the quantized tokens of one layer.
 
-Storage grows by chunks of whole pages of `PAGE` tokens. Every buffer that a codec declares has its own plane in a chunk,
-`[B, H, slots, width]`. Appending writes into free slots; stored tokens are neither moved nor requantized. Eviction writes the codes of new
-tokens over those of evicted ones (`scatter`), in each head by itself; retained tokens keep their slots.
+Storage grows by chunks, whole pages of `PAGE` tokens. In a chunk, every buffer that a codec declares is a plane `[B, H,
+slots, width]`. Appending writes into free slots; stored tokens are neither moved nor requantized. Eviction overwrites
+the codes of evicted tokens with those of new ones (`scatter`), separately in each head; retained tokens keep their
+slots.
 """
 
 from __future__ import annotations
@@ -19,26 +20,26 @@ from ..kernels.segments import join_tokens, packed
 from .quantized import QuantizedTokens
 
 PAGE = 64
-"""Tokens in a page."""
+"""Tokens of a page."""
 MAX_GROWTH = 16 * PAGE
-"""Tokens in the largest chunk that is added for single tokens."""
+"""Tokens of the largest chunk that is added in steps of one token."""
 BLOCK = 2**20
-"""Elements that torch quantizes or dequantizes at a time, which bounds temporaries (4 MiB in fp32). On a CPU, smaller blocks cost more in
-calls than they save in cache misses."""
+"""Elements that torch quantizes or dequantizes at a time. It bounds temporaries (4 MiB in fp32); on a CPU, smaller
+blocks cost more in calls than they save in cache misses."""
 GROUP = 16
 """Tokens that are quantized together in eager steps of one token without a kernel."""
 ROWS = 8
-"""Rows of the chunk table at first, if chunks can be added."""
+"""Initial rows of the chunk table, if chunks can be added."""
 
 
 def growth(length: int, missing: int) -> int:
     """Slots of the chunk that is added to `length` stored tokens when `missing` tokens have no slot."""
-    # An eighth of what is stored keeps chunks few and unused slots few.
+    # An eighth of the stored tokens keeps both chunks and unused slots few.
     return max(-(-missing // PAGE), min(length // 8, MAX_GROWTH) // PAGE) * PAGE
 
 
 def block_of(like: Tensor) -> int:
-    """Tokens in a block for keys or values like `like` `[B, H, T, D]`: a whole number of pages."""
+    """Tokens of a block of keys or values like `like` `[B, H, T, D]`: a whole number of pages."""
     batch, heads, _, dim = like.shape
     return max(BLOCK // (batch * heads * dim) // PAGE, 1) * PAGE
 
@@ -47,8 +48,8 @@ class Chunks(QuantizedTokens):
     """Quantized keys and values of `dims` channels, in slots that are the same in all heads.
 
     Args:
-        per_head: as of QuantizedTokens.
-        rows: rows of the chunk table at first.
+        per_head: as in QuantizedTokens.
+        rows: initial rows of the chunk table.
         static: the first chunk keeps its address.
     """
 
@@ -57,13 +58,13 @@ class Chunks(QuantizedTokens):
         self.rows, self.static = rows, static
         self.chunks: list[tuple[Codes, Codes]] = []
         self.length = self.ahead = self.capacity = 0
-        """Tokens stored; tokens after them whose codes are written already; slots."""
+        """`length`: stored tokens. `ahead`: tokens after them whose codes are written already. `capacity`: slots."""
         self.table: Tensor | None = None
         self.region: QuantizedRegion | None = None
         """The input of kernels; `bind` renews it when chunks are added, removed or moved."""
 
     def __getstate__(self) -> dict:
-        """Without `region`: the table of a copy would hold the addresses of the original's chunks."""
+        """Leaves out `region`: the table of a copy would hold the addresses of the original's chunks."""
         return self.__dict__ | {"region": None}
 
     def __setstate__(self, state: dict) -> None:
@@ -105,8 +106,8 @@ class Chunks(QuantizedTokens):
         return True
 
     def simulate(self, length: Callable[[int], int], groups: int, like: Pair) -> None:
-        """Allocates, as one chunk, the slots that all chunks have after `groups` groups of tokens were added one by one, of which `k` bring
-        the region to `length(k)` tokens. Nothing is stored: for planning, on the meta device."""
+        """Allocates as one chunk the slots of all chunks after `groups` groups of tokens; after `k` of them the region
+        holds `length(k)` tokens. Nothing is stored: for planning, on the meta device."""
         slots, chunks, k = self.capacity, len(self.chunks), 0
         while slots < length(groups):
             k = bisect_left(range(groups), slots + 1, lo=k + 1, key=length)  # the first group without room
@@ -126,13 +127,14 @@ class Chunks(QuantizedTokens):
         self.count(x[0].shape[2])
 
     def count(self, tokens: int) -> None:
-        """The next `tokens` slots have codes, or will have them before they are read: their tokens are stored from now on."""
+        """Counts the next `tokens` slots as stored. Their codes are written already, or will be before they are
+        read."""
         self.length += tokens
         self.ahead = max(self.ahead - tokens, 0)
 
     def write(self, x: Pair) -> None:
-        """Quantizes keys and values `[B, H, T, D]` into the next `T` slots without codes: in one launch if there is a kernel, else block by
-        block."""
+        """Quantizes keys and values `[B, H, T, D]` into the next `T` slots without codes, in one launch if there is a
+        kernel, else block by block."""
         self.reserve(self.ahead + x[0].shape[2], x)
         self.calibrate(x)
         by_kernel = quantizes(self.codecs, x)
@@ -145,7 +147,8 @@ class Chunks(QuantizedTokens):
         self.ahead += x[0].shape[2]
 
     def free_slots(self, tokens: int) -> Iterator[tuple[tuple[Codes, Codes], int, slice]]:
-        """Where the next `tokens` tokens are stored: a chunk, the first slot in it, and which of the tokens go there."""
+        """Yields the places of the next `tokens` tokens: a chunk, the first slot in it, and the slice of the tokens
+        that it takes."""
         begin, start = self.length + self.ahead, 0
         end = begin + tokens
         for chunk in self.chunks:
@@ -156,7 +159,8 @@ class Chunks(QuantizedTokens):
             start = stop
 
     def packed(self, side: int, limit: int) -> Iterator[Packed]:
-        """The keys (0) or values (1) stored at the time of the call, in order: views of at most `limit` tokens."""
+        """Views of the keys (0) or values (1) stored at the time of the call, in order, each of at most `limit`
+        tokens."""
         chunks = self.region.chunks if self.region else ()
         return packed(self.codecs[side], [chunk[side] for chunk in chunks], self.length, self.dims[side], limit)
 
@@ -180,7 +184,8 @@ class Chunks(QuantizedTokens):
         self.length += tokens
 
     def move_to(self, planes: tuple[Codes, Codes], slots: int) -> None:
-        """Copies the stored tokens and the statistics into `planes` of `slots` slots, all of which count as used afterwards."""
+        """Copies the stored tokens and the statistics into `planes` of `slots` slots. All slots then count as
+        stored."""
         self._join()
         sides = []
         for codec, dim, stored, statistics, new in zip(
@@ -197,7 +202,7 @@ class Chunks(QuantizedTokens):
         self.bind()
 
     def snapshot(self, rows: slice) -> tuple[Codes, Codes]:
-        """Codes of the stored tokens, `[rows, H, T, width]` each; views, if they are in one chunk."""
+        """Codes of the stored tokens, `[rows, H, T, width]` each; views if they are in one chunk."""
         if not self.length:
             return {}, {}
         parts = [list(self.packed(side, self.length)) for side in (0, 1)]
@@ -208,7 +213,7 @@ class Chunks(QuantizedTokens):
         return key, value
 
     def form(self, like: Pair, codes: Tensor) -> tuple[Codes, Codes]:
-        """Empty codes, for keys and values like `like`, of as many tokens as the `codes` of a snapshot have."""
+        """Empty codes for keys and values like `like`, for the number of tokens in the `codes` of a snapshot."""
         key, value = (codec.allocate(x, codes.shape[2], self.per_head) for codec, x in zip(self.codecs, like, strict=True))
         return key, value
 
@@ -242,8 +247,8 @@ class Chunks(QuantizedTokens):
         return key, value
 
     def scatter(self, index: Tensor, accepted: Tensor, new: tuple[Codes, Codes]) -> None:
-        """Writes `new`, `[B, H, N, width]` each, into slots `index` `[B, H, N]`, which differ within a head, where `accepted` `[B, H,
-        N]`."""
+        """Writes the codes `new`, `[B, H, N, width]` each, into slots `index` `[B, H, N]` where `accepted` `[B, H, N]`.
+        The slots of a head must differ."""
         self._join()
         for planes, codes in zip(self.chunks[0], new, strict=True):
             for name, plane in planes.items():

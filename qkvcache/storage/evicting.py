@@ -1,13 +1,14 @@
-"""`EvictingStorage`: the keys and values of one layer that evicts tokens, with what the policy needs to know of them (`metadata.py`).
+"""`EvictingStorage`: the keys and values of one layer that evicts tokens, and the metadata that its policy needs
+(`metadata.py`).
 
     sinks       the first tokens of each row, in the model's dtype; never evicted
-    chunks      quantized tokens, different ones in each head, in slots without order; as many in each head, or, if heads share the budget
-                (`Policy.alpha_safeguard`), in pages of each head (`head_pages.py`)
+    chunks      quantized tokens, different ones in each head, in slots without order; the same number in each head or,
+                if heads share the budget (`Policy.alpha_safeguard`), in pages of each head (`head_pages.py`)
     residual    the last tokens, in the model's dtype
 
-Tokens that leave the residual are quantized into the chunks. When the chunks hold as many tokens as the budget allows, the policy ranks
-stored and new tokens together and the codes of retained new tokens overwrite those of evicted ones (`eviction.py`). Retained tokens are
-neither moved nor requantized.
+Tokens that leave the residual are quantized into the chunks. When the budget is full, the policy ranks stored and new
+tokens together, and the codes of retained new tokens overwrite those of evicted tokens (`eviction.py`). Retained tokens
+are neither moved nor requantized.
 
 For compiled steps, `to_static` copies everything into tensors at fixed addresses (`StaticLayout`), in which a step of one token reads no
 number from the host: token `n` of a row, padding not counted, is in slot `n % W` of a ring. After attention the oldest token of the ring
@@ -60,17 +61,18 @@ class StaticLayout(StaticTensors):
 
     statistics: dict[str, Tensor]
     attention_inputs: AttentionInputs
-    """What attention reads in a step of one token: all columns."""
+    """The inputs of attention in a step of one token: all columns."""
 
     def tensors(self) -> list[Tensor]:
         return [*super().tensors(), *self.statistics.values()]
 
 
 class EvictingStorage(LayerStorage):
-    """Storage for what `policy` retains within `budget` of keys and values like `like`, `[B, H, T, D]` each.
+    """Storage for the tokens that `policy` retains within `budget`, with keys and values like `like`, `[B, H, T, D]`
+    each.
 
     Args:
-        lag_length: the last tokens, which stay exact; tokens leave them in groups of at least `interval`.
+        lag_length: number of last tokens that stay exact; tokens leave the residual in groups of at least `interval`.
         in_order: columns are in token order while nothing has been evicted.
         max_length: the most tokens that may be seen.
         rope: the model's rotary embedding, for policies that need it.
@@ -141,7 +143,7 @@ class EvictingStorage(LayerStorage):
         self._count_residual(new_tokens)
 
     def _count_residual(self, tokens: int) -> None:
-        """Counts so many tokens more in the residual of each row."""
+        """Adds `tokens` to the count of residual tokens of each row."""
         if self.rows is not None:
             self.rows[:, RING_TOKENS].add_(tokens)
 
@@ -154,7 +156,8 @@ class EvictingStorage(LayerStorage):
         return AttentionInputs(*sides, None, (*self.sinks, *self.residual) if on_triton(self.device) else ())
 
     def _paged_inputs(self, chunks: HeadPages) -> PagedInputs:
-        """With all tokens of the step, padding too: in each row, the other valid tokens of the residual are the last ones before them."""
+        """The inputs of attention over pages. They include all tokens of the step, padding too; in each row, the other
+        valid tokens of the residual come right before them."""
         metadata, columns = self.metadata, self.residual[0].shape[2]
         if self.rows is None:
             before = metadata.residual["positions"][:, 0] >= 0
@@ -167,7 +170,7 @@ class EvictingStorage(LayerStorage):
         return PagedInputs(pages, self.sinks, self.residual, self.rows, chunks.columns, tokens)
 
     def num_evicted(self, running: int) -> int | Tensor:
-        """Tokens of each row that were evicted before a step of `running` tokens; `[B]` if rows differ."""
+        """The number of tokens that each row evicted before a step of `running` tokens; `[B]` if rows differ."""
         metadata, valid = self.metadata, self.metadata.is_valid()
         if valid is None or metadata.row_lengths is None:
             return metadata.columns - self.stored + running
@@ -175,11 +178,12 @@ class EvictingStorage(LayerStorage):
 
     @property
     def evicts(self) -> bool:
-        """Whether `evict` moves tokens to the chunks, or may."""
+        """Whether enough tokens wait in the residual for `evict` to move some to the chunks."""
         return self.residual[0].shape[2] - self.lag_length >= self.interval
 
     def evict(self) -> None:
-        """After the attention of a step: moves tokens from the residual to their zones and evicts what exceeds the budget."""
+        """Moves tokens from the residual to their zones after a step's attention, and evicts those that exceed the
+        budget."""
         metadata = self.metadata
         if not self.chunks.calibrated:
             is_valid = None if metadata.row_lengths is None else metadata.residual["positions"][:, 0] >= 0
@@ -196,7 +200,7 @@ class EvictingStorage(LayerStorage):
             self.residual = self.residual[0].clone(), self.residual[1].clone()
 
     def _fill_sinks(self) -> None:
-        """Moves the first tokens of each row that are not padding to the sinks."""
+        """Moves the first tokens of each row, padding left out, to the sinks."""
         metadata, self.rows = self.metadata, None
         before = metadata.sinks.shape[1]
         missing = min(self.num_sink_tokens, metadata.columns) - before
@@ -250,7 +254,7 @@ class EvictingStorage(LayerStorage):
             least, most = None, None
             if metadata.head_weights is not None:
                 least, guaranteed = 0, self._of_head(seen, metadata.head_weights)
-                most = guaranteed.sum(1).amax()  # which may be more than the layer's budget
+                most = guaranteed.sum(1).amax()  # may exceed the layer's budget
             elif self.budget.heads:
                 of_heads = self._of_heads(seen)
                 if row_limits is None:
@@ -271,19 +275,19 @@ class EvictingStorage(LayerStorage):
             self.rows = None
 
     def _of_heads(self, seq_length: Any) -> list[Any]:
-        """`_of_head` for the parts of the budget."""
+        """The results of `_of_head` for each head's part of the budget."""
         parts = self.budget.heads
         return [self._of_head(seq_length, round(part * len(parts) / sum(parts) * ONE)) for part in parts]
 
     def _of_head(self, seq_length: Any, weight: Any) -> Any:
-        """Quantized tokens that a head may hold after `seq_length` tokens, an int or `[B, 1, 1]`: what the policy protects, and the rest of
-        the budget times `weight / ONE`, an int or int64 `[B, H, 1]`."""
+        """Quantized tokens that a head may hold after `seq_length` tokens, an int or `[B, 1, 1]`: the tokens that the
+        policy protects, and the rest of the budget times `weight / ONE`. `weight`: an int or int64 `[B, H, 1]`."""
         protected, rest = self.policy.protected_and_rest(self.budget, seq_length)
         found = protected - self.num_sink_tokens - self.lag_length + times(rest, weight)
         return found * (found > 0)
 
     def _guaranteed(self, limit: Any) -> Any:
-        """Quantized tokens that each head is guaranteed of `limit`: those beside its exact ones, which are protected."""
+        """Quantized tokens of `limit` that each head is guaranteed: its guaranteed share less its exact tokens."""
         exact = self.num_sink_tokens + self.lag_length
         count = share_of(self.policy.alpha_safeguard or 0.0, limit + exact) - exact
         return max(count, 0) if isinstance(count, int) else count.clamp_min(0)
@@ -293,11 +297,11 @@ class EvictingStorage(LayerStorage):
         return self.policy.size(self.budget, seq_length) - (self.num_sink_tokens + self.lag_length + self.interval - 1)
 
     def simulate(self, prompt: int, seq_length: int, query_heads: int) -> None:
-        """Allocates what storage holds after `prompt` tokens at once and others one by one, `seq_length` in all; the most that it may hold,
-        where heads share a budget; the most that the mean of all layers may hold, where layers do. Nothing is stored: for planning, on the
-        meta device."""
+        """Allocates the storage of `seq_length` tokens, of which `prompt` came at once and the others one by one. If
+        heads share a budget, it is the largest that they may need; if layers share one, the largest mean over all
+        layers. Nothing is stored: for planning, on the meta device."""
         exact, interval = self.num_sink_tokens + self.lag_length, self.interval
-        first = prompt - exact if prompt - exact >= interval else 0  # tokens that leave the residual after the prompt
+        first = prompt - exact if prompt - exact >= interval else 0  # tokens that the prompt moves out of the residual
         groups = max(seq_length - exact - first, 0) // interval
 
         def length(k: int) -> int:
@@ -331,8 +335,8 @@ class EvictingStorage(LayerStorage):
     # Steps of one token in the static layout.
 
     def append_token(self, tokens: Arrivals) -> Tensor:
-        """Adds the running tokens, one of each row; returns which columns hold a token, bool `[B, T]`. `positions` and `seen` of `tokens`
-        are not read."""
+        """Adds the running tokens, one of each row; returns the columns that hold a token, bool `[B, T]`. Does not read
+        `positions` and `seen` of `tokens`."""
         layout: StaticLayout = self.static  # type: ignore[assignment]
         valid = None if tokens.is_valid is None else tokens.is_valid[:, 0]
         lengths = (layout.row_lengths + (1 if valid is None else valid.long()))[:, None, None]
@@ -343,11 +347,12 @@ class EvictingStorage(LayerStorage):
         return layout.column_mask
 
     def evict_token(self, attention_sums: Tensor | None, is_valid: Tensor | None) -> None:
-        """Takes the accumulated attention of all columns, `[B, H, T]`, if the policy observes attention, and moves the oldest token out of
-        the ring. `is_valid` as `append_token` took it."""
+        """Moves the oldest token out of the ring, and evicts a token if the budget is full. `attention_sums`: the
+        accumulated attention of all columns, `[B, H, T]`, if the policy observes attention. `is_valid`: as in the
+        step's `append_token`."""
         layout: StaticLayout = self.static  # type: ignore[assignment]
         ring, slots = self.lag_length + 1, self.slots
-        at = (layout.row_lengths % ring)[:, None]  # in a row whose token is padding, that token
+        at = (layout.row_lengths % ring)[:, None]  # the token itself in a row whose token is padding
         queries = 1 if is_valid is None else is_valid.long()[:, :, None]
         attention_sums = None if attention_sums is None else attention_sums[..., self.num_sink_tokens :]
         fields = dict(layout.records)
@@ -386,11 +391,11 @@ class EvictingStorage(LayerStorage):
         chunks: Chunks = self.chunks  # type: ignore[assignment]
         layout, ring, residual = self.static, self.lag_length + 1, self.residual[0].shape[2]
         layout.row_lengths.copy_(metadata.lengths()[:, 0, 0])
-        index = (torch.arange(ring, device=self.device) - (layout.row_lengths - residual)[:, None]) % ring  # in the residual, of each slot
+        index = (torch.arange(ring, device=self.device) - (layout.row_lengths - residual)[:, None]) % ring  # columns of the residual
         used = (index < residual)[:, None]
         index = index.clamp_max(max(residual - 1, 0))
         if layout.attention_inputs.region is not None:
-            chunks.table = layout.attention_inputs.region.table  # which keeps its address, too
+            chunks.table = layout.attention_inputs.region.table  # keeps its address
         chunks.move_to(layout.planes, self.slots)
         table = chunks.table
         if new:
@@ -448,7 +453,7 @@ class EvictingStorage(LayerStorage):
 
     @torch.no_grad()
     def to_dynamic(self) -> None:
-        """Undoes `to_static`: the residual is in token order again, and no longer than the tokens seen."""
+        """Undoes `to_static`: puts the residual in token order again, without empty columns."""
         if not self.is_static:
             return
         self.sync_counts()
@@ -470,7 +475,7 @@ class EvictingStorage(LayerStorage):
 
     def clear(self) -> None:
         """Removes all tokens; keeps the static layout."""
-        for tensor in self.static.tensors() if self.static else ():  # masked attention multiplies stale values by 0: a nan stays a nan
+        for tensor in self.static.tensors() if self.static else ():  # a stale nan would stay a nan under a mask
             tensor.zero_()
         self._start((self.sinks[0][:, :, :0].clone(), self.sinks[1][:, :, :0].clone()))
 
@@ -504,7 +509,7 @@ class EvictingStorage(LayerStorage):
         region = 0 if codes is None else codes.shape[2]
         metadata.simulate(self.sinks, query_heads, region, tensors["key.residual"].shape[2])
         metadata.sinks = metadata.sinks.new_empty(1, tensors["key.sinks"].shape[2])
-        if "metadata.head_weights" not in tensors:  # which only `compress` sets
+        if "metadata.head_weights" not in tensors:  # only `compress` sets them
             metadata.head_weights = None
         of_pages: dict[str, Tensor] = {}
         if isinstance(chunks, HeadPages):
@@ -538,7 +543,7 @@ class EvictingStorage(LayerStorage):
             self.metadata.ragged = self.chunks.length > 0 and not self.in_order
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor with its role: `exact`, `bookkeeping`, `codes` or `scales`. Some tensors come twice."""
+        """Every tensor with its role: `exact`, `bookkeeping`, `codes` or `scales`. Some tensors occur twice."""
         layout = self.static
         yield from (("exact", x) for x in (*self.sinks, *self.residual, *((*layout.sinks, *layout.ring) if layout else ())))
         yield from self.chunks.tensors()
@@ -555,6 +560,6 @@ class EvictingStorage(LayerStorage):
 
 @functools.lru_cache(maxsize=256)
 def _on_device(values: tuple[int, ...], device: torch.device) -> Tensor:
-    """int64 `[H]`; copying them there each time would make the host wait for the device."""
+    """The values as int64 `[H]` on `device`, cached: copying them each time would make the host wait for the device."""
     with torch.inference_mode(False):
         return torch.tensor(values, device=device)

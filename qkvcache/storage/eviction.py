@@ -1,8 +1,9 @@
-"""Adding tokens to a quantized region within its budget: the policy ranks stored and new tokens together, and the codes of retained new
-tokens overwrite those of evicted ones.
+"""Addition of tokens to a quantized region within its budget: the policy ranks stored and new tokens together, and the
+codes of retained new tokens overwrite those of evicted tokens.
 
-Retained tokens keep their codes, bit for bit, and their slots, unless heads share the budget (`head_pages.py`). All new tokens are
-quantized before some are selected, so that formats that share a scale between heads see the same token in all of them.
+Retained tokens keep their codes, bit for bit, and also their slots unless heads share the budget (`head_pages.py`). All
+new tokens are quantized before some are selected, so that formats with one scale for all heads see the same token in
+each head.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from .metadata import TokenFields, TokenMetadata
 def append_and_evict(
     region: Chunks, metadata: TokenMetadata, new: Pair, fields: TokenFields, limit: int, row_limits: Tensor | None
 ) -> bool:
-    """Adds keys and values `new` `[B, H, N, D]` with their `fields` to `region`; returns whether all were appended and none evicted.
+    """Adds keys and values `new` `[B, H, N, D]` with their `fields` to `region`; returns whether all were appended and
+    no token was evicted.
 
     Args:
         limit: tokens that the region may hold.
@@ -57,7 +59,7 @@ def append_and_evict(
     if stored:
         region.append_zeros(added, new)
         region.scatter(slots, accepted, codes)
-    else:  # a prompt fills all slots in order; in those of tokens that are not accepted, there is no token
+    else:  # a prompt fills all slots in order; slots of tokens that are not accepted count as empty
         region.extend(codes, new)
     for name, x in metadata.region.items():
         x = F.pad(x, (0, added), value=-1)
@@ -78,14 +80,15 @@ def append_and_share(
     least: int | None,
     most: Tensor | None,
 ) -> bool:
-    """`append_and_evict` where heads retain different numbers of tokens, together `H * limit` at most.
+    """`append_and_evict` for heads that retain different numbers of tokens, together at most `H * limit`.
 
     Args:
-        guaranteed: tokens that each head may have whatever others have, an int or int64 `[1 or B, 1 or H, 1]`; of all heads together, no
-            more than the budget.
-        in_order: whether columns are in token order so far; padding is stored while they stay so.
-        least: no head may have more than is `guaranteed`, which is `least` or more; None: heads share the rest of the budget.
-        most: tokens that all heads of a row may have together, an int64 scalar; None: `H * limit`.
+        guaranteed: tokens that each head may always have, an int or int64 `[1 or B, 1 or H, 1]`; over all heads at most
+            the budget.
+        in_order: whether columns are in token order so far; while they are, padding is stored too.
+        least: the minimum of `guaranteed`, if no head may have more than it is guaranteed; None: heads share the rest
+            of the budget.
+        most: the most tokens of all heads of a row together, an int64 scalar; None: `H * limit`.
     """
     stored, count = region.length, fields["positions"].shape[-1]
     union = {name: torch.cat([x, fields[name]], dim=-1) for name, x in metadata.region.items()}
@@ -107,9 +110,9 @@ def append_and_share(
 
 
 def _shared(order: Tensor, valid: Tensor, total: int | Tensor, guaranteed: int | Tensor) -> Tensor:
-    """The `total` tokens, an int or `[B, 1]`, of highest `order` `[B, H, T]` over all heads of a row, among them the first `guaranteed` of
-    each head, an int or `[1 or B, 1 or H, 1]`; of equal ones those of the first heads. `valid`, bool `[B, H, T]`: which are tokens at all.
-    Bool `[B, H, T]`."""
+    """Selects, as bool `[B, H, T]`, the `total` tokens (an int or `[B, 1]`) of highest `order` `[B, H, T]` over all
+    heads of a row. Each head keeps its first `guaranteed` tokens (an int or `[1 or B, 1 or H, 1]`); at equal order the
+    first heads win. `valid`: the columns that hold a token, bool `[B, H, T]`."""
     shape = order.shape
     order = order.masked_fill(highest(order, guaranteed) & valid, torch.iinfo(order.dtype).max).flatten(1)
     descending = order.argsort(dim=-1, descending=True, stable=True)

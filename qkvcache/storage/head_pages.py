@@ -1,8 +1,9 @@
-"""`HeadPages`: the quantized tokens of one layer whose heads retain different numbers of tokens, with their metadata.
+"""`HeadPages`: the quantized tokens, and their metadata, of one layer whose heads retain different numbers of tokens.
 
-Codes lie in pages of `PAGE` tokens, which the heads of all rows of the batch share: token `n` of a head is in slot `n % PAGE` of the page
-`table[row, head, n // PAGE]`. A head that retains fewer tokens gives pages back, and another takes them. Retained tokens keep their codes,
-bit for bit; those at the end of a head that became shorter move into the slots of evicted ones.
+Codes lie in one pool of pages of `PAGE` tokens for the heads of all rows: token `n` of a head is in slot `n % PAGE` of
+page `table[row, head, n // PAGE]`. A head that retains fewer tokens returns pages to the pool, and other heads take
+them. Retained tokens keep their codes, bit for bit. When a head becomes shorter, its last tokens move into the slots of
+evicted ones.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ from .quantized import QuantizedTokens
 
 
 class HeadPages(QuantizedTokens):
-    """Quantized keys and values of `dims` channels, and the metadata of their tokens, which has the names and dtypes of `fields`,
-    `[B, H, 0]` each.
+    """Quantized keys and values of `dims` channels, and the metadata of their tokens, with the names and dtypes of
+    `fields`, `[B, H, 0]` each.
 
-    planes      of keys and of values: `[P, 1, PAGE, width]` for each buffer that is kept for each token
+    planes      codes of keys and of values: `[P, 1, PAGE, width]` for each buffer with an entry for each token
     fields      `[P + 1, PAGE]`, the metadata; the last page stands for slots without a token
-    table       int32 `[B, H, W]`, the pages of each head; that last page beyond its length
+    table       int32 `[B, H, W]`, the pages of each head; beyond its length the last page
     lengths     int32 `[B, H]`, tokens of each head
     """
 
@@ -35,18 +36,18 @@ class HeadPages(QuantizedTokens):
         super().__init__(codecs, dims, per_head=True)
         self.planes: tuple[Codes, Codes] = {}, {}
         self.fields = {name: _with_empty_page(x.new_empty(0, PAGE), name) for name, x in fields.items()}
-        self._opened: dict[str, Tensor] = {}
-        """Fields by slot, `[B, H, columns]`, which are newer than those in pages."""
+        self._dirty: dict[str, Tensor] = {}
+        """Fields by slot, `[B, H, columns]`, that were written and are not in pages yet."""
         self.lengths = fields["positions"].new_zeros(fields["positions"].shape[:2])
         self.table = self.lengths.new_zeros(*self.lengths.shape, 0)
         self.length = self.capacity = 0
-        """Tokens of the longest head, perhaps of a row that is no longer there, and pages, used or free."""
+        """`length`: tokens of the longest head, perhaps of a row that was removed. `capacity`: pages, used or free."""
         self.pages: Pages | None = None
-        """What kernels read."""
+        """The input of kernels; None without pages."""
 
     @property
     def columns(self) -> int:
-        """Slots of a head, as many as the table has for each."""
+        """Slots of each head in the table."""
         return self.table.shape[-1] * PAGE
 
     def bind(self) -> None:
@@ -54,30 +55,31 @@ class HeadPages(QuantizedTokens):
         self.pages = Pages(*self.codecs, self.planes, self.statistics, self.table, self.lengths) if self.capacity else None
 
     def read(self, name: str) -> Tensor:
-        """A field of all slots, `[B, H, columns]`; of slots without a token the position is -1."""
-        if name in self._opened:
-            return self._opened[name]
+        """A field of all slots, `[B, H, columns]`; slots without a token have position -1."""
+        if name in self._dirty:
+            return self._dirty[name]
         return self.fields[name].index_select(0, self.table.flatten()).view(*self.lengths.shape, -1)
 
     def write(self, name: str, x: Tensor) -> None:
-        """The inverse of `read`. The field lies in pages again when tokens are evicted or rows change: scores change in every step."""
-        self._opened[name] = x
+        """Replaces a field, `[B, H, columns]`. It is copied to pages only when tokens are evicted or rows change, since
+        scores change in every step."""
+        self._dirty[name] = x
 
-    def _close(self) -> None:
-        """Writes what was written into pages."""
-        for name, x in self._opened.items():
+    def _flush(self) -> None:
+        """Copies written fields to pages."""
+        for name, x in self._dirty.items():
             self.fields[name][self.table] = x.unflatten(-1, (-1, PAGE))
-        self._opened.clear()
+        self._dirty.clear()
 
     def retain(self, kept: Tensor, new: Pair, accepted: Tensor, fields: dict[str, Tensor], most: int | Tensor) -> None:
-        """Evicts all stored tokens but `kept`, bool `[B, H, L]`, and adds those of the keys and values `new` `[B, H, N, D]` that are
-        `accepted`, bool `[B, H, N]`.
+        """Evicts all stored tokens except `kept`, bool `[B, H, L]`, and adds the tokens of `new`, keys and values `[B,
+        H, N, D]`, that are `accepted`, bool `[B, H, N]`.
 
         Args:
             fields: the metadata of the stored and then of the new tokens, `[B, H, L + N]` each.
-            most: tokens that a row may hold, over all heads; an int or an int64 scalar.
+            most: the most tokens of a row over all heads, an int or an int64 scalar.
         """
-        self._opened.clear()  # `fields` has all
+        self._dirty.clear()  # `fields` has all
         stored, chosen = kept.shape[-1], torch.cat([kept, accepted], dim=-1)
         lengths = chosen.sum(-1, dtype=torch.int32)
         had, wanted = _pages(self.lengths), _pages(lengths)
@@ -105,31 +107,33 @@ class HeadPages(QuantizedTokens):
         empty, source = source < 0, source.clamp_min(0)
         for name, x in fields.items() if longest else ():
             self.write(name, x.gather(-1, source).masked_fill(empty, _nothing(name)))
-        self._close()
+        self._flush()
 
     def _address(self, row: Tensor, head: Tensor, slot: Tensor) -> tuple[Tensor, Tensor]:
-        """Page, and slot of that page, of slots `[N]`."""
+        """The page, and the slot in it, of slots `[N]`."""
         return self.table[row, head, slot // PAGE].long(), slot % PAGE
 
     def _most_pages(self, tokens: int) -> int:
-        """Pages that all rows can take if each has `tokens`, over all heads, each of which may leave one unfilled."""
+        """The most pages that rows of `tokens` tokens over all heads can take, since each head may have a page that is
+        not full."""
         batch, heads = self.lengths.shape
         return batch * ((tokens - heads) // PAGE + heads)
 
     def simulate(
         self, lengths: Callable[[int], Sequence[int]], most: Callable[[int], int], groups: int, like: Pair, *, others: bool = False
     ) -> None:
-        """Allocates what is allocated after `groups` groups of tokens were added one by one, of which `k` bring the heads to `lengths(k)`
-        tokens; the most that may be, if `most(k)` over all heads are fewer. With `others`, `most(k)` is the mean over layers, of which one
-        may hold all tokens of a head. Nothing is stored: for planning, on the meta device."""
+        """Allocates the pages after `groups` groups of tokens; after `k` of them the heads hold `lengths(k)` tokens,
+        or, if `most(k)` over all heads are fewer, `most(k)`: then the most pages possible. With `others`, `most(k)` is
+        the mean over layers, and one layer may hold all tokens of a head. Nothing is stored: for planning, on the meta
+        device."""
 
         def pages(k: int) -> int:
             return len(self.lengths) * sum(-(-tokens // PAGE) for tokens in lengths(k))
 
-        tokens, limit, capacity, k = lengths(groups), most(groups) + others * PAGE, pages(0), 0  # what others leave may take one page
+        tokens, limit, capacity, k = lengths(groups), most(groups) + others * PAGE, pages(0), 0  # others may take one page
         if not max(tokens) or not limit:
             return
-        if sum(tokens) > limit:  # which of them go depends on the text
+        if sum(tokens) > limit:  # the evicted tokens depend on the text
             capacity = self._most_pages(limit)
         while capacity < pages(groups) and sum(tokens) <= limit:
             k = bisect_left(range(groups), capacity + 1, lo=k + 1, key=pages)  # the first group without room
@@ -139,7 +143,7 @@ class HeadPages(QuantizedTokens):
         self.table = self.table.new_empty(*self.lengths.shape, -(-self.length // PAGE))
 
     def _allocate(self, capacity: int, like: Pair) -> None:
-        """Makes room for `capacity` pages, the first of which hold what there was."""
+        """Makes room for `capacity` pages; the present pages come first."""
         grown: list[Codes] = []
         with torch.inference_mode(False):  # tensors made in inference mode cannot be written outside of it
             for codec, side, old in zip(self.codecs, like, self.planes, strict=True):
@@ -154,18 +158,18 @@ class HeadPages(QuantizedTokens):
         self._allocate_statistics(like)
 
     def _used(self) -> Tensor:
-        """Which entries of the table are pages of a head, bool `[B, H, W]`."""
+        """The entries of the table that are pages of a head, bool `[B, H, W]`."""
         return torch.arange(self.table.shape[-1], device=self.lengths.device) < _pages(self.lengths)[..., None]
 
     def _place(self, table: Tensor) -> None:
-        """Takes `table` `[B, H, W]`, whose entries beyond the length of a head may be anything."""
+        """Sets the table to `table` `[B, H, W]`, whose entries beyond the length of a head are not read."""
         self.table = table
         self.table = torch.where(self._used(), table, self.capacity)
         self.bind()
 
     def _assign(self, had: Tensor, wanted: Tensor, width: int) -> None:
-        """Changes the pages of each head from `had` to `wanted`, int32 `[B, H, 1]`, at most `width`: heads give pages at their end back,
-        and take free ones."""
+        """Changes the number of pages of each head from `had` to `wanted`, int32 `[B, H, 1]`, at most `width`: heads
+        return their last pages, or take free ones."""
         place, spare = torch.arange(width, device=had.device), self.capacity
         table = F.pad(self.table, (0, width - self.table.shape[-1]))
         missing = (place >= had) & (place < wanted)
@@ -176,7 +180,8 @@ class HeadPages(QuantizedTokens):
         self.table = torch.where(missing, free[rank.clamp_min(0)].view_as(table).int(), table)
 
     def _quantize(self, new: Pair, source: Tensor, stored: int) -> None:
-        """Quantizes the new tokens into the slots that `source` gives them: in one launch if there is a kernel, else block by block."""
+        """Quantizes the new tokens into the slots assigned by `source`, in one launch if there is a kernel, else block
+        by block."""
         if self.pages is None:
             return
         count, slot = new[0].shape[2], torch.arange(source.shape[-1], device=source.device)
@@ -188,15 +193,16 @@ class HeadPages(QuantizedTokens):
             quantize_into(self.codecs, (key, value), self.planes, self.statistics, slots)
 
     def packed(self, side: int, limit: int) -> Iterator[Packed]:
-        """The keys (0) or values (1) stored at the time of the call, blocks of at most `limit` tokens of each head; zeros beyond its
-        length."""
+        """Blocks, of at most `limit` tokens of each head, of the keys (0) or values (1) stored at the time of the call;
+        zeros beyond a head's length."""
         pages, codec, dim, length = self.pages, self.codecs[side], self.dims[side], self.length if self.pages else 0
         parts = ((begin, min(limit, length - begin)) for begin in range(0, length, limit))
         return (Packed(codec, pages.gather(side, tokens, begin)[0], tokens, dim) for begin, tokens in parts)  # type: ignore[union-attr]
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> None:
-        """Replaces every tensor by `fn(tensor)`, which may change the rows or the device. Rows that repeat have pages of their own."""
-        self._close()
+        """Replaces every tensor by `fn(tensor)`, which may change the rows or the device. A repeated row gets its own
+        pages."""
+        self._flush()
         with torch.inference_mode(False):
             k_statistics, v_statistics = ({name: fn(x) for name, x in side.items()} for side in self.statistics)
             self.lengths, self.table = fn(self.lengths), fn(self.table)
@@ -217,13 +223,13 @@ class HeadPages(QuantizedTokens):
         return key, value
 
     def form(self, like: Pair, codes: Tensor) -> tuple[Codes, Codes]:
-        """Empty codes, for keys and values like `like`, of as many pages as the `codes` of a snapshot have."""
+        """Empty codes for keys and values like `like`, with the number of pages of the `codes` of a snapshot."""
         empty = (x.new_empty(1, codes.shape[1], 0, x.shape[3]) for x in like)
         key, value = (codec.allocate(x, PAGE, per_head=True) for codec, x in zip(self.codecs, empty, strict=True))
         return key, value
 
     def load(self, codes: tuple[Codes, Codes], statistics: tuple[Codes, Codes], like: Pair) -> None:
-        """Takes what `snapshot` returned, and `statistics`, if there are any. `place` says where the tokens are."""
+        """Copies the codes of a `snapshot`, and its `statistics` if any. `place` sets the tokens' pages."""
         self._allocate_statistics(like)
         if codes[0]:
             self._allocate(next(iter(codes[0].values())).shape[1], like)
@@ -233,14 +239,14 @@ class HeadPages(QuantizedTokens):
         self._load_statistics(statistics)
 
     def named_tensors(self, rows: slice) -> Iterator[tuple[str, Tensor]]:
-        """What a snapshot of one row holds beside codes and statistics, `[1, ...]` each, with its name."""
-        self._close()
+        """The tensors of one row's snapshot except codes and statistics, `[1, ...]` each, with their names."""
+        self._flush()
         taken = self._pages_of(rows)
         yield "pages.lengths", self.lengths[rows]
         yield from ((f"pages.{name}", x[taken][None]) for name, x in self.fields.items())
 
     def place(self, tensors: dict[str, Tensor], length: int) -> None:
-        """Takes `length` and the `named_tensors` of a row, whose codes are already there."""
+        """Sets `length` and the `named_tensors` of a row whose codes have been loaded."""
         self.lengths, self.length = tensors["pages.lengths"], length
         self.table = self.lengths.new_zeros(*self.lengths.shape, -(-length // PAGE))
         self._place(self._in_order())
@@ -248,7 +254,8 @@ class HeadPages(QuantizedTokens):
             self.fields[name] = _with_empty_page(tensors[f"pages.{name}"][0], name)
 
     def check(self, tensors: dict[str, Tensor], length: int, seen: int) -> None:
-        """Raises ValueError unless `place` can take `length` and these tensors, which have the form of `named_tensors`."""
+        """Raises ValueError unless `length` and these tensors, of the form of `named_tensors`, are valid for
+        `place`."""
         lengths, pages = tensors["pages.lengths"], tensors["pages.positions"].shape[1]
         if lengths.min() < 0 or not lengths.max() <= length <= seen or _pages(lengths).sum() != pages:
             raise ValueError(f"{pages} pages for heads of {lengths.tolist()} tokens, the longest of {length}, after {seen} tokens")
@@ -259,19 +266,19 @@ class HeadPages(QuantizedTokens):
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Every live tensor with its role: `codes`, `scales` or `bookkeeping`."""
-        self._close()
+        self._flush()
         for planes, statistics, codec, dim in zip(self.planes, self.statistics, self.codecs, self.dims, strict=True):
             yield from codec.roles(planes | statistics, dim)
         yield from (("bookkeeping", x) for x in (self.table, self.lengths, *self.fields.values()))
 
 
 def _nothing(field: str) -> int:
-    """What a field holds where there is no token."""
+    """The value of a field in a slot without a token."""
     return -1 if field == "positions" else 0
 
 
 def _with_empty_page(x: Tensor, field: str) -> Tensor:
-    """Pages `[N, PAGE]` of a field, and one without tokens."""
+    """Pages `[N, PAGE]` of a field, and after them one without tokens."""
     return F.pad(x, (0, 0, 0, 1), value=_nothing(field))
 
 
@@ -281,18 +288,20 @@ def _rows_of(x: Tensor, index: Tensor) -> Tensor:
 
 
 def _pages(lengths: Tensor) -> Tensor:
-    """Pages that so many tokens take."""
+    """The number of pages of each of `lengths`."""
     return (lengths + (PAGE - 1)).div(PAGE, rounding_mode="floor")
 
 
 def _grown(capacity: int, wanted: int, most: int) -> int:
-    """Pages where there are `capacity` and `wanted` are needed: an eighth more than there were, but not beyond the `most` that can be."""
+    """The new number of pages when there are `capacity` and `wanted` are needed: at least an eighth more, at most
+    `most`."""
     return max(wanted, min(capacity + capacity // 8, most))
 
 
 def _sources(chosen: Tensor, stored: int, lengths: Tensor, longest: int) -> Tensor:
-    """Which of the `stored` and then of the new tokens each slot holds next, int64 `[B, H, longest]`, -1 for none: those that are `chosen`,
-    bool `[B, H, T]`. Tokens stay where they are if their slot is below the new length of their head."""
+    """The index of each slot's next token among the `stored` and then the new tokens, int64 `[B, H, longest]`;
+    -1 for none. All `chosen` tokens, bool `[B, H, T]`, get a slot. A token whose slot is below the new length of its
+    head stays there."""
     place, lengths = torch.arange(chosen.shape[-1], device=chosen.device), lengths[..., None]
     stays = chosen & (place < stored) & (place < lengths)
     moves = chosen & ~stays

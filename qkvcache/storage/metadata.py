@@ -1,8 +1,8 @@
-"""`TokenMetadata`: what an evicting layer keeps of each token besides its key and value: position, score, norms.
+"""`TokenMetadata`: the position, score and norms that an evicting layer keeps of each token besides its key and value.
 
-Columns are in the order in which attention reads them: sinks, slots of the quantized region, residual with the tokens of the running step.
-A token's position is its rank among the tokens of its row that are not padding; -1 marks a column without a token. Which columns are empty
-is the same in all heads, unless these share a budget (`ragged`).
+Columns are in the order in which attention reads them: sinks, slots of the quantized region, residual with the tokens
+of the running step. A token's position is its rank among the tokens of its row, padding left out; -1 marks an empty
+column. The empty columns are the same in all heads, unless heads share a budget (`ragged`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ TokenFields = dict[str, Tensor]
 
 
 def no_tokens(policy: Policy, like: Tensor) -> TokenFields:
-    """The fields that `policy` needs of keys like `like` `[B, H, T, D]`, `[B, H, 0]` each."""
+    """Empty fields, `[B, H, 0]` each, that `policy` needs for keys like `like` `[B, H, T, D]`."""
     fields = {"positions": torch.empty(*like.shape[:2], 0, dtype=torch.int32, device=like.device)}
     wanted = {
         "score": policy.has_scores,
@@ -36,8 +36,8 @@ def no_tokens(policy: Policy, like: Tensor) -> TokenFields:
 
 
 class TokenMetadata:
-    """The metadata of one layer, for keys `[B, H, T, D]`. Where heads share a budget, that of the quantized region lies in its pages
-    (`head_pages.py`)."""
+    """The metadata of one layer with keys `[B, H, T, D]`. If heads share a budget, the metadata of the quantized region
+    lies in its pages (`head_pages.py`)."""
 
     def __init__(self, policy: Policy, budget: Budget, keys: Tensor, rope: Rotation | None = None, pages: HeadPages | None = None):
         self.policy, self.budget, self.rope, self.pages = policy, budget, rope, pages
@@ -47,26 +47,26 @@ class TokenMetadata:
         self.row_lengths: Tensor | None = None
         """Tokens seen by each row without padding, int64 `[B]`; None while there was no padding."""
         self.head_weights: Tensor | None = None
-        """How much of the budget each head has, int64 `[B, H, 1]`; `ONE` is the mean over all heads of the model. None: as `Budget` and
-        `Policy.alpha_safeguard` say."""
+        """Each head's weight in the budget, int64 `[B, H, 1]`; `ONE` is the mean over all heads of the model. None:
+        `Budget` and `Policy.alpha_safeguard` decide."""
         self.sinks = torch.empty(batch, 0, dtype=torch.bool, device=keys.device)
-        """Which columns of the sinks hold a token, `[B, S]`."""
+        """The columns of the sinks that hold a token, bool `[B, S]`."""
         self._residual: TokenFields = no_tokens(policy, keys)
         self._waiting: list[Arrivals] = []
-        """The last tokens, of decode steps, without metadata so far."""
+        """The last tokens of decode steps whose metadata is not computed yet."""
         self._region: TokenFields = no_tokens(policy, keys) if pages is None else {}
         self.ragged = False
-        """Whether columns of the region may be empty in some heads alone."""
+        """Whether a column of the region may be empty in some heads only."""
         self.has_gaps = False
-        """Whether columns of the residual without a token may come after others."""
+        """Whether empty columns of the residual may come after others."""
         self.static = False
         """Whether tensors must keep their addresses."""
         self.statistics: dict[str, Tensor] = {}
-        """What the policy accumulates of all tokens seen, `[B, ...]` each."""
+        """The policy's statistics of all tokens seen, `[B, ...]` each."""
 
     @property
     def region(self) -> TokenFields:
-        """Of the slots of the quantized region; where it lies in pages, a copy."""
+        """The fields of the quantized region's slots; a copy if they lie in pages."""
         if self.pages is None:
             return self._region
         return {name: self.pages.read(name)[..., : self.pages.length] for name in self.pages.fields}
@@ -77,7 +77,7 @@ class TokenMetadata:
 
     @property
     def residual(self) -> TokenFields:
-        """Of the last tokens, those of the running step included."""
+        """The fields of the residual, those of the running step's tokens included."""
         if self._waiting:
             self._describe_waiting()
         return self._residual
@@ -87,7 +87,7 @@ class TokenMetadata:
         self._residual, self._waiting = fields, []
 
     def append(self, tokens: Arrivals) -> None:
-        """Adds the tokens of a step to the residual's metadata. `positions` and `seen` of `tokens` are not read."""
+        """Adds the tokens of a step to the residual's metadata. Does not read `positions` and `seen` of `tokens`."""
         keys, is_valid = tokens.keys, tokens.is_valid
         batch, _, count, _ = keys.shape
         observed = self.policy.observation_window > 0
@@ -114,7 +114,8 @@ class TokenMetadata:
         self._describe(residual, replace(tokens, positions=positions, begin=begin, seen=self.lengths()))
 
     def _describe_waiting(self) -> None:
-        """Computes the fields of the tokens of decode steps together: scored one by one, they would cost many small kernels each."""
+        """Computes the fields of the tokens of several decode steps together: one by one, each would cost many small
+        kernels."""
         steps, self._waiting = self._waiting, []
         count, newest = len(steps), self.lengths()[:, :, 0]  # [B, 1]
         positions = newest - count + torch.arange(count, device=newest.device)
@@ -134,8 +135,8 @@ class TokenMetadata:
             residual[name] = F.pad(x, (0, columns - x.shape[-1])) if new is None else torch.cat([x, new], dim=-1)
 
     def simulate(self, like: Pair, query_heads: int, region: int = 0, residual: int = 0) -> None:
-        """Allocates, on the meta device, the statistics of tokens like `like` `[B, H, T, D]` and their `query_heads`, and so many columns
-        of the region, unless it lies in pages, and of the residual."""
+        """Allocates, on the meta device, the statistics of tokens like `like` `[B, H, T, D]` with `query_heads` query
+        heads, and fields of `residual` columns and, unless they lie in pages, of `region` columns."""
         for zone, tokens in ((self._region, region), (self.residual, residual)):
             for name, x in zone.items():
                 zone[name] = F.pad(x, (0, tokens))
@@ -151,8 +152,8 @@ class TokenMetadata:
             self.head_weights = torch.zeros(*keys.shape[:2], 1, dtype=torch.int64, device=keys.device)
 
     def new_fields(self, tokens: Arrivals) -> dict[str, Tensor | None]:
-        """The fields of new tokens except their positions; None stands for zeros. A field depends on the tokens seen so far alone, not on
-        when a token is quantized."""
+        """The fields of new tokens except their positions; None stands for zeros. A field depends only on the tokens
+        seen so far, not on the time at which a token is quantized."""
         fixed = None if self.budget.share else self.policy.size(self.budget, 0)
         tokens = replace(tokens, size=self.policy.size(self.budget, given(tokens.seen, "counts of tokens")) if fixed is None else fixed)
         statistics, score = self.policy.arrive(self.statistics, tokens)
@@ -173,7 +174,7 @@ class TokenMetadata:
         return new
 
     def is_valid(self) -> Tensor | None:
-        """Which columns hold a token, bool `[B, T]`, or `[B, H, T]` if `ragged` tokens are in pages; None if all do."""
+        """The columns that hold a token, bool `[B, T]`, or `[B, H, T]` if `ragged` tokens are in pages; None: all."""
         if self.ragged and self.pages is not None and self.pages.length:
             region = self.pages.read("positions")[..., : self.pages.length]
             return torch.cat([self.sinks[:, None].expand(-1, region.shape[1], -1), region >= 0, self._residual_is_valid()], dim=-1)
@@ -182,12 +183,12 @@ class TokenMetadata:
         return torch.cat([self.sinks, self.region["positions"][:, 0] >= 0, self._residual_is_valid()[:, 0]], dim=-1)
 
     def _residual_is_valid(self) -> Tensor:
-        """Which columns of the residual hold a token, bool `[B, H, R]`."""
+        """The columns of the residual that hold a token, bool `[B, H, R]`."""
         return F.pad(self._residual["positions"] >= 0, (0, len(self._waiting)), value=True)
 
     def observe(self, attention_sums: Tensor, queries: Tensor | int) -> None:
         """Updates scores with the attention `[B, H, T]` that `queries` queries gave to each column, or to each slot of pages."""
-        fields = self._residual if self.policy.observation_window else self.residual  # the scores of waiting tokens are there
+        fields = self._residual if self.policy.observation_window else self.residual  # it scores waiting tokens
         sinks, residual = self.sinks.shape[1], fields["score"].shape[-1]
         parts = attention_sums[..., sinks : attention_sums.shape[-1] - residual], attention_sums[..., attention_sums.shape[-1] - residual :]
         for zone, part in zip((self._region, fields), parts, strict=True):
@@ -205,8 +206,8 @@ class TokenMetadata:
         return torch.full((self.sinks.shape[0], 1, 1), self.columns, dtype=torch.int64, device=self.sinks.device)
 
     def order(self, fields: TokenFields, keys: Tensor | None = None) -> Tensor:
-        """Order of retention, int64 `[B, H, T]`, without ties: by the policy's priority, and at equal priority newer tokens higher.
-        `keys` `[B, H, T, D]`, for a policy that needs them."""
+        """The order of retention, int64 `[B, H, T]`, without ties: by the policy's priority; at equal priority newer
+        tokens are higher. `keys` `[B, H, T, D]`, for a policy that needs them."""
         positions = fields["positions"]
         optional = {name: x for name, x in fields.items() if name != "positions"}
         state = {"statistics": self.statistics, "keys": keys, "rope": self.rope}
@@ -228,12 +229,12 @@ class TokenMetadata:
         """Every tensor with its name in a snapshot."""
         named = {"sinks": self.sinks, "row_lengths": self.row_lengths, "head_weights": self.head_weights}
         yield from ((f"metadata.{name}", x) for name, x in named.items() if x is not None)
-        residual = self.residual  # before the statistics, which its last tokens may change
+        residual = self.residual  # first: computing it may change the statistics
         for zone, fields in (("region", self._region), ("residual", residual), ("statistics", self.statistics)):
             yield from ((f"metadata.{zone}.{name}", x) for name, x in fields.items())
 
     def load(self, tensors: dict[str, Tensor]) -> None:
-        """Takes the `named_tensors` of another layer, from among `tensors`."""
+        """Takes the `named_tensors` of another layer from `tensors`."""
         self.sinks = tensors["metadata.sinks"]
         self.row_lengths, self.head_weights = tensors.get("metadata.row_lengths"), tensors.get("metadata.head_weights")
         for zone, fields in (("region", self._region), ("residual", self._residual)):

@@ -1,4 +1,4 @@
-"""`QuantizedTokens`: what the stores of quantized keys and values of one layer share, wherever their tokens lie."""
+"""`QuantizedTokens`: the base of the stores of a layer's quantized keys and values, in chunks or in pages."""
 
 from __future__ import annotations
 
@@ -15,20 +15,21 @@ class QuantizedTokens:
     """Quantized keys and values of `dims` channels, and the statistics that all tokens share.
 
     Args:
-        per_head: each head has a copy of buffers that heads would share: after evictions a slot has another token in each head.
+        per_head: each head has its own copy of buffers that heads could share, since after evictions a slot holds
+            another token in each head.
     """
 
     def __init__(self, codecs: tuple[Codec, Codec], dims: Sequence[int], per_head: bool = False):
         self.codecs, self.dims, self.per_head = codecs, tuple(dims), per_head
         self.has_statistics = any(codec.keeps(dim) for codec, dim in zip(codecs, dims, strict=True))
-        """Whether there are buffers that all tokens share."""
+        """Whether the codecs keep buffers that all tokens share."""
         self.statistics: tuple[Codes, Codes] = {}, {}
-        """Buffers that all tokens share; they must be `calibrated` before a token is quantized."""
+        """Buffers that all tokens share. They must be `calibrated` before a token is quantized."""
         self.calibrated = False
 
     def calibrate(self, x: Pair, is_valid: Tensor | None = None) -> None:
-        """Computes the statistics from keys and values `[B, H, T, D]`, once. `is_valid`, bool `[B, T]`, leaves out padding (None: no
-        padding)."""
+        """Computes the statistics from keys and values `[B, H, T, D]`; later calls change nothing. `is_valid`: the
+        tokens that are not padding, bool `[B, T]`; None: all."""
         if self.calibrated:
             return
         self.calibrated = True

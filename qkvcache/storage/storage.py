@@ -28,11 +28,11 @@ from .head_pages import HeadPages
 
 
 class Storage(LayerStorage):
-    """Storage for keys and values with the shapes of `like`, `[B, H, T, D]` each, with room for `T` tokens at first.
+    """Storage for keys and values like `like`, `[B, H, T, D]` each, with initial room for `T` tokens.
 
     Args:
-        max_length: the most tokens, for all of which room is allocated at once. None: storage grows by chunks.
-        static: tensors keep their addresses, as compiled code needs; chunks can still be added.
+        max_length: the most tokens; room for all is allocated at once. None: storage grows by chunks.
+        static: tensors keep their addresses, which compiled code needs; chunks can still be added.
     """
 
     chunks: Chunks
@@ -49,9 +49,9 @@ class Storage(LayerStorage):
         self.max_length, self.num_sink_tokens = max_length, num_sink_tokens
         self.static = static or max_length is not None
         self.columns = PAGE if max_length is None else max_length
-        """Columns of a mask: as many tokens as there can be before the host makes room again."""
+        """Columns of a mask: the most tokens before the host makes room again."""
         self.slots = residual_length + 1
-        """Of the ring."""
+        """Slots of the residual's ring."""
         self.group = 1 if self.static else min(GROUP, self.slots)
         """Tokens that are quantized together in steps of one token."""
         batch, device = like[0].shape[0], like[0].device
@@ -72,7 +72,7 @@ class Storage(LayerStorage):
         self.bind()
 
     def bind(self) -> None:
-        """Rebuilds what depends on the addresses of tensors."""
+        """Rebuilds `buffers`, which hold addresses of tensors."""
         region: QuantizedRegion = self.chunks.region  # type: ignore[assignment]
         self.buffers = Buffers(self.sinks, self.residual, region, self.state, self.columns)
         self.__dict__.pop("launch", None)
@@ -85,7 +85,8 @@ class Storage(LayerStorage):
 
     @cached_property
     def launch(self) -> Callable[[Pair], None] | None:
-        """Adds one token, `[B, H, 1, D]`, in one launch; None if there is no kernel. Prepared for the first such step after `bind`."""
+        """A function that adds one token, `[B, H, 1, D]`, in one launch; None if there is no kernel. Prepared on first
+        use after `bind`."""
         return launch_of_step(self.buffers, (self.residual[0][:, :, :1], self.residual[1][:, :, :1]))
 
     @property
@@ -109,7 +110,7 @@ class Storage(LayerStorage):
         self.seq_length += tokens
 
     def overflow(self, tokens: int) -> int:
-        """How many tokens leave the ring when `tokens` more are added."""
+        """The number of tokens that leave the ring when `tokens` more are added."""
         return max(tokens - self.free, 0)
 
     def reserve(self, tokens: int) -> None:
@@ -122,8 +123,8 @@ class Storage(LayerStorage):
             self.bind()
 
     def simulate(self, prompt: int, seq_length: int, query_heads: int) -> None:
-        """Allocates what storage holds after `prompt` tokens at once and others one by one, `seq_length` in all. Nothing is stored: for
-        planning, on the meta device."""
+        """Allocates the storage of `seq_length` tokens, of which `prompt` came at once and the others one by one.
+        Nothing is stored: for planning, on the meta device."""
         if self.max_length is None:
             self.reserve(prompt)
             self.advance(prompt)
@@ -183,7 +184,7 @@ class Storage(LayerStorage):
     # Inputs of attention.
 
     def attention_inputs(self) -> AttentionInputs:
-        """All tokens, by reference: valid until the next token is added."""
+        """The inputs of attention over all tokens, by reference: valid until the next token is added."""
         key, value = self._side(0), self._side(1)
         if not on_triton(self.state.device):
             return AttentionInputs(key, value)
@@ -191,8 +192,8 @@ class Storage(LayerStorage):
         return AttentionInputs(key, value, self.buffers.region, (*self.sinks, *self.residual), self.buffers)
 
     def attention_inputs_with(self, exact: Pair) -> AttentionInputs:
-        """All tokens and then new ones, which are not stored yet: `exact` is `exact_with(x)` of the new ones, a copy that later steps do
-        not change."""
+        """The inputs of attention over all tokens and new ones that are not stored yet. `exact`: `exact_with(x)` of the
+        new ones, a copy that later steps do not change."""
         sinks = min(self.seq_length, self.num_sink_tokens)
         split = sinks, exact[0].shape[2] - sinks
         (k_sinks, k_residual), (v_sinks, v_residual) = (x.split_with_sizes(split, dim=2) for x in exact)
@@ -224,7 +225,7 @@ class Storage(LayerStorage):
             self.bind()
 
     def clear(self) -> None:
-        """Removes all tokens; keeps the tensors, of the chunks only the first."""
+        """Removes all tokens; keeps the tensors, but only the first chunk."""
         self.reset_counts()
         self.chunks.truncate(0)
         for _, tensor in self.tensors():  # masked attention multiplies stale values by 0, and nan times 0 is nan
@@ -236,7 +237,7 @@ class Storage(LayerStorage):
     def restore(self, tensors: dict[str, Tensor], numbers: dict[str, int]) -> None:
         sinks, residual = ((tensors[f"key.{zone}"], tensors[f"value.{zone}"]) for zone in ("sinks", "residual"))
         tokens = residual[0].shape[2]
-        fits = tokens <= self.slots  # files of releases whose rings were longer have more
+        fits = tokens <= self.slots  # files of older releases may have more
         super().restore(tensors, numbers)
         if self.buffers.region is not self.chunks.region:
             self.bind()
@@ -307,8 +308,8 @@ def _side_of(
 
 
 def attention_inputs_of(sinks: Pair, chunks: Chunks, residual: Pair, joined: Pair | None = None) -> AttentionInputs:
-    """The inputs of attention over exact tokens, the tokens now in `chunks`, and exact tokens, in this order. `joined`: both exact parts in
-    one tensor each, if there are such tensors."""
+    """The inputs of attention over `sinks`, the tokens now in `chunks`, and `residual`, in this order. `joined`: sinks
+    and residual in one tensor for keys and one for values, if the caller has them."""
     key, value = sides_of(sinks, chunks, residual)
     if not on_triton(residual[0].device):
         return AttentionInputs(key, value, joined=joined)
@@ -317,7 +318,7 @@ def attention_inputs_of(sinks: Pair, chunks: Chunks, residual: Pair, joined: Pai
 
 
 def sides_of(sinks: Pair, chunks: Chunks | HeadPages, residual: Pair) -> tuple[KeysOrValues, KeysOrValues]:
-    """Keys and values: exact tokens, the tokens now in `chunks`, and exact tokens."""
+    """The keys and the values of `sinks`, the tokens now in `chunks`, and `residual`, in this order."""
     key, value = (
         _side_of(chunks, side, first, first.shape[2], last, last.shape[2], partial(_oldest, last, 0, last.shape[2]))
         for side, (first, last) in enumerate(zip(sinks, residual, strict=True))
