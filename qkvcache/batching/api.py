@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import time
 import uuid
 from collections.abc import AsyncIterator, Callable
 from contextvars import copy_context
@@ -18,6 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.cli.serving.utils import CBWorkerDeadError
 
 from .fields import ENDPOINTS, Endpoint, Refusal
+from .metrics import Observed
 from .requests import ASKED, Asked, StopStrings
 
 logger = logging.getLogger(__name__)
@@ -53,12 +55,14 @@ class Host(Protocol):
     stopping          whether requests are refused
     exchanges         requests that run
     options_by_batch  whether sampling options are the batch's, not the handlers'
+    observed          outcomes and times of requests
     """
 
     tokenizer: PreTrainedTokenizerBase
     stopping: bool
     exchanges: set[Exchange]
     options_by_batch: bool
+    observed: Observed
 
     def check(self, given: dict[str, Any]) -> dict[str, Any]:
         """The fields of a request that the server can serve. Raises Refusal."""
@@ -87,6 +91,7 @@ class Front:
                 raise stopping()
             exchange = Exchange(self, scope, ENDPOINTS[path], body)
         except Refusal as error:
+            self.server.observed.add("refused")
             await _respond(send, error)
         else:
             await exchange.run(receive, send)
@@ -110,7 +115,7 @@ class Exchange:
         """
         stop = self.fields.get("stop", [])
         self.stop = [stop] if isinstance(stop, str) else stop
-        self.id = uuid.uuid4().hex
+        self.id, self.begin, self.outcome = uuid.uuid4().hex, time.perf_counter(), "cancelled"
         count = self.fields.get("n", 1)
         self.choices = [Choice(self._asked(i), self.stop, i) for i in range(count)]
         self.usage = self.fields.get("stream_options", {}).get("include_usage", True)
@@ -139,6 +144,9 @@ class Exchange:
             await (self._answer_stream(send) if self.stream else self._answer_whole(send))
         finally:
             self.server.exchanges.discard(self)
+            first = min(choice.asked.first_token for choice in self.choices)
+            tokens = max(choice.usage.get("completion_tokens", 0) for choice in self.choices)
+            self.server.observed.add(self.outcome, self.begin, first, tokens)
             for task in tasks:
                 task.cancel()
             for choice in self.choices:
@@ -200,18 +208,21 @@ class Exchange:
                 choice.received += message.get("body", b"")
             wrong = next((choice for choice in self.choices if choice.status != 200), None)
             if wrong is not None:
-                await _respond(send, _refusal_of(wrong))
-                return
+                raise _refusal_of(wrong)
             answers = [choice.whole(json.loads(choice.received)) for choice in self.choices]
         except Refusal as error:
+            self._refused(error)
             await _respond(send, error)
         except ConnectionError:
             return
         else:
-            answer = answers[0]
+            self.outcome, answer = "finished", answers[0]
             if "choices" in answer:
                 answer |= {"id": self.id, "choices": [found["choices"][0] for found in answers], "usage": self._sum()}
             await _respond(send, answer)
+
+    def _refused(self, error: Refusal) -> None:
+        self.outcome = "failed" if error.status == 500 else "refused"
 
     async def _answer_stream(self, send: Callable) -> None:
         started = False
@@ -227,10 +238,13 @@ class Exchange:
                         await send(message)
                 else:
                     for data in choice.events(message.get("body", b"")):
+                        choice.asked.first_token = choice.asked.first_token or time.perf_counter()
                         await self._event(send, data, choice)
+            self.outcome = "finished"
             if self.scope["path"] != "/v1/responses":
                 await _event(send, "[DONE]")
         except Refusal as error:
+            self._refused(error)
             if not started:
                 await _respond(send, error)
                 return

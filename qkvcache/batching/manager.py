@@ -135,7 +135,7 @@ class CompressedManager(ContinuousBatchingManager):
             streaming=streaming,
             logit_processor_kwargs=options,
         )
-        state.stop = stop
+        state.stop, state.asked = stop, asked
         if asked is not None:
             asked.admitted, asked.max_new_tokens = True, most
         self.input_queue.put(state, timeout=10)
@@ -215,6 +215,9 @@ class CompressedManager(ContinuousBatchingManager):
             pages_cached=cached,
             pages_total=allocator.num_blocks,
             page_size=allocator.tokens_per_page,
+            rings=allocator.rings.tensor.shape[2] - 1,
+            page_bytes=self.cache.cache_tensor.nbytes,
+            ring_bytes=allocator.rings.tensor.nbytes,
             **counts,
         )
 
@@ -272,12 +275,14 @@ class Requests:
     """A mixin for schedulers: requests know what was cached of them; nothing is kept of those that were cancelled."""
 
     forget: Callable[[str], None]
+    cache: CompressedPagedCache
 
     def _infer_request_tokens(self, state: RequestState, *args: Any) -> list[int]:
-        first = state.status == RequestStatus.PENDING and not (state.is_cpu_offloaded or state._true_initial_tokens)
         tokens = super()._infer_request_tokens(state, *args)  # type: ignore[misc]
-        if first:
-            state.cached_tokens = state.position_offset  # type: ignore[attr-defined]
+        if isinstance(state, Request) and state.cached_tokens is None:
+            state.cached_tokens = state.position_offset
+            self.cache.counters.prompt_tokens += len(state.initial_tokens)
+            self.cache.counters.cached_tokens += state.position_offset
         return tokens
 
     def clear_cancelled_requests(self) -> list[RequestState]:

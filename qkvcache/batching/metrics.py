@@ -1,8 +1,12 @@
-"""Metrics of requests and pages."""
+"""Metrics of requests and pages, and their text for Prometheus."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import time
+from bisect import bisect_left
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields
+from itertools import accumulate
 
 
 @dataclass(frozen=True)
@@ -15,7 +19,12 @@ class Metrics:
     pages_cached      pages that no request reads, kept for prompts that begin with their tokens; freed when pages are needed
     pages_total       pages of the pool; 0 as long as there is none
     page_size         tokens of a page (of all layers)
+    rings             requests that have exact last tokens at the same time, the most that run together
+    page_bytes        bytes of all pages, and of those that receive what is never read
+    ring_bytes        bytes of all rings, likewise
     tokens_generated  since `continuous_batching` was entered
+    prompt_tokens     of prompts, since then
+    cached_tokens     of those, tokens that were in pages already
     preemptions       how often a running request lost its pages to others, to be continued later
     """
 
@@ -25,7 +34,12 @@ class Metrics:
     pages_cached: int = 0
     pages_total: int = 0
     page_size: int = 0
+    rings: int = 0
+    page_bytes: int = 0
+    ring_bytes: int = 0
     tokens_generated: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
     preemptions: int = 0
 
 
@@ -34,4 +48,64 @@ class Counters:
     """Counts that several managers add to."""
 
     tokens_generated: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
     preemptions: int = 0
+
+
+class Histogram:
+    """Counts of observed seconds by upper bound."""
+
+    def __init__(self, *bounds: float):
+        self.bounds, self.counts, self.sum = bounds, [0] * (len(bounds) + 1), 0.0
+
+    def observe(self, seconds: float) -> None:
+        self.counts[bisect_left(self.bounds, seconds)] += 1
+        self.sum += seconds
+
+    def lines(self, name: str) -> Iterator[str]:
+        yield f"# TYPE {name} histogram"
+        totals = list(accumulate(self.counts))
+        for bound, total in zip((*self.bounds, "+Inf"), totals, strict=True):
+            yield f'{name}_bucket{{le="{bound}"}} {total}'
+        yield from (f"{name}_sum {self.sum}", f"{name}_count {totals[-1]}")
+
+
+def _seconds() -> Histogram:
+    return Histogram(0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+
+
+@dataclass
+class Observed:
+    """Requests over HTTP by outcome, and the seconds of those that finished: to their first token, for each token after it, and in all."""
+
+    outcomes: dict[str, int] = field(default_factory=lambda: dict.fromkeys(("finished", "cancelled", "refused", "failed"), 0))
+    first_token: Histogram = field(default_factory=_seconds)
+    token: Histogram = field(default_factory=lambda: Histogram(0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0))
+    request: Histogram = field(default_factory=_seconds)
+
+    def add(self, outcome: str, begin: float = 0.0, first: float = 0.0, tokens: int = 0) -> None:
+        """Counts a request: when it began and had its first token (0: not known), of `time.perf_counter`; the tokens of its answer."""
+        self.outcomes[outcome] += 1
+        if outcome != "finished":
+            return
+        end = time.perf_counter()
+        self.request.observe(end - begin)
+        if first:
+            self.first_token.observe(first - begin)
+            if tokens > 1:
+                self.token.observe((end - first) / (tokens - 1))
+
+
+def prometheus(metrics: Metrics | None, observed: Observed, alive: bool) -> str:
+    """The metrics in the text format of Prometheus; None: there is no continuous batching."""
+    lines = ["# TYPE qkvcache_worker_alive gauge", f"qkvcache_worker_alive {int(alive)}", "# TYPE qkvcache_requests_total counter"]
+    lines += [f'qkvcache_requests_total{{outcome="{kind}"}} {count}' for kind, count in observed.outcomes.items()]
+    lines += observed.first_token.lines("qkvcache_time_to_first_token_seconds")
+    lines += observed.token.lines("qkvcache_time_per_output_token_seconds")
+    lines += observed.request.lines("qkvcache_request_seconds")
+    for name in (item.name for item in fields(Metrics) if metrics is not None):
+        total = name in Counters.__dataclass_fields__
+        full = f"qkvcache_{name}{'_total' * total}"
+        lines += [f"# TYPE {full} {'counter' if total else 'gauge'}", f"{full} {getattr(metrics, name)}"]
+    return "\n".join(lines) + "\n"

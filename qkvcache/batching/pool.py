@@ -97,7 +97,8 @@ def pool_size(
         cb_config: resolved, as transformers' managers do.
         layout: of a page of one layer, with the KV heads of one GPU; `layers` have such pages.
         logits_to_keep: whether the model computes the logits of some tokens alone.
-        max_requests: number of rings; None: as many as fit into a share of the memory, up to `cb_config.max_requests_per_batch`.
+        max_requests: number of rings; None: as many as fit into a share of the memory, up to `cb_config.max_requests_per_batch`. There are
+            never more than blocks: a request has at least one.
         free: free bytes before anything is allocated; None asks the device.
         least: the minimum of a count over the GPUs of a tensor-parallel group.
     """
@@ -112,16 +113,23 @@ def pool_size(
     if max_requests is None:
         most = least(Sizing(**sizes).available_memory // RING_SHARE // bytes_per_ring)
         max_requests = max(min(cb_config.max_requests_per_batch or most, most), 1)
-    sizing = Sizing(**sizes, taken=(max_requests + 1) * bytes_per_ring)
-    batch_tokens, blocks = sizing.infer_max_batch_tokens_and_num_sectors()
-    return PoolSize(least(blocks), max_requests, least(batch_tokens), bytes_per_block, bytes_per_ring)
+
+    def beside(rings: int) -> tuple[int, int]:
+        batch_tokens, blocks = Sizing(**sizes, taken=(rings + 1) * bytes_per_ring).infer_max_batch_tokens_and_num_sectors()
+        return least(batch_tokens), least(blocks)
+
+    batch_tokens, blocks = beside(max_requests)
+    if blocks < max_requests:
+        max_requests = blocks
+        batch_tokens, blocks = beside(max_requests)
+    return PoolSize(blocks, max_requests, batch_tokens, bytes_per_block, bytes_per_ring)
 
 
 class CompressedPagedCache(PagedAttentionCache):
     """Compressed pages for all requests of a model.
 
     Args:
-        max_requests: number of rings; None: as many as the memory allows, up to `max_requests_per_batch`.
+        max_requests: number of rings; None: as many as the memory allows, up to `max_requests_per_batch`. Never more than blocks.
     """
 
     def __init__(
@@ -220,6 +228,10 @@ class CompressedPagedCache(PagedAttentionCache):
             self.allocator.calibrate(layer, (x[0][:, :, :tokens], x[1][:, :, :tokens]))
 
     # The life of a request.
+
+    def search_prefix_match(self, request_id: str, prompt_ids: list[int]) -> int:
+        """As transformers', without the last tokens of the prompt: they are read again, so that the ring has them."""
+        return super().search_prefix_match(request_id, prompt_ids[: max(len(prompt_ids) - self.allocator.rings.slots + 1, 0)])
 
     def can_store_request_tokens(self, state: RequestState, request_len: int, dry_run: bool = False) -> bool:
         """As transformers', and at once if the last block of the request has room, as in most steps."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import time
 from collections.abc import Iterable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ class Asked:
     request_id      unique, unlike an X-Request-ID header
     admitted        whether the manager has taken the request
     max_new_tokens  tokens that its answer can have
+    first_token     when its answer began, of `time.perf_counter`; 0: it has not, or is not known
     cached_tokens   tokens of its prompt that were in pages already
     """
 
@@ -28,6 +30,7 @@ class Asked:
     options: dict[str, Any] = field(default_factory=dict)
     admitted: bool = False
     max_new_tokens: int | None = None
+    first_token: float = 0.0
     cached_tokens: int = 0
 
 
@@ -84,9 +87,13 @@ class Request(RequestState):
     """A request that can end at strings and knows how much of its prompt was in pages already."""
 
     stop: StopStrings | None = None
-    cached_tokens: int = 0
+    asked: Asked | None = None
+    cached_tokens: int | None = None
+    """Of its prompt; None until it is read."""
 
     def update_and_check_completion(self, token_id: int, logprob: float | None) -> bool:
+        if self.asked is not None and not self.asked.first_token:
+            self.asked.first_token = time.perf_counter()
         done = super().update_and_check_completion(token_id, logprob)
         if done or self.stop is None:
             return done
@@ -99,11 +106,11 @@ class Request(RequestState):
 
     def to_generation_output(self) -> GenerationOutput:
         output: Any = super().to_generation_output()
-        output.cached_tokens = self.cached_tokens
+        output.cached_tokens = self.cached_tokens or 0
         return output
 
     def create_equivalent_initial_request(self) -> Request:
         state: Any = super().create_equivalent_initial_request()
         state.__class__ = Request
-        state.stop, state.cached_tokens = self.stop, self.cached_tokens
+        state.stop, state.asked, state.cached_tokens = self.stop, self.asked, self.cached_tokens
         return state

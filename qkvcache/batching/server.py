@@ -12,7 +12,6 @@ import copy
 import threading
 import time
 from contextlib import ExitStack
-from dataclasses import fields
 from typing import Any
 
 from rich.console import Console
@@ -26,11 +25,8 @@ from ..models import folder
 from . import api
 from .context import Batching, continuous_batching
 from .fields import TEXTS, UNSUPPORTED, Refusal
-from .metrics import Metrics
+from .metrics import Metrics, Observed, prometheus
 from .requests import ASKED, Asked, check_prompt
-
-TOTALS = {"tokens_generated", "preemptions"}
-"""Metrics that only grow: Prometheus calls them counters, the others gauges."""
 
 
 class Server(Serve):
@@ -67,6 +63,7 @@ class Server(Serve):
         self.tokenizer: PreTrainedTokenizerBase
         self.exchanges: set[api.Exchange] = set()
         """Requests that run."""
+        self.observed = Observed()
         self.stopping = self._died = False
         self.options_by_batch = continuous_batching
         self._grace, self._modality = grace_seconds, Modality.LLM
@@ -113,6 +110,8 @@ class Server(Serve):
             RuntimeError: the thread of continuous batching has died.
         """
         try:
+            if found := self.metrics():
+                Console(stderr=True).print(pool_line(found), highlight=False)
             if self._interval > 0 and self._batches:
                 threading.Thread(target=self._print_metrics, name="metrics", daemon=True).start()
             threading.Thread(target=self._watch, name="watch", daemon=True).start()
@@ -216,8 +215,8 @@ class Server(Serve):
         from fastapi.responses import PlainTextResponse
 
         def metrics() -> PlainTextResponse:
-            found = self.metrics()
-            return PlainTextResponse(prometheus(found) if found else "", media_type="text/plain; version=0.0.4")
+            text = prometheus(self.metrics(), self.observed, self._generation_state.is_cb_alive())
+            return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
 
         application: Any = self.server.config.app
         application.get("/metrics")(metrics)
@@ -261,6 +260,14 @@ def _configure(model: PreTrainedModel, inputs: dict, config: GenerationConfig) -
         config.top_k = config.top_k or 0  # generate would take the 50 likeliest tokens
 
 
+def pool_line(metrics: Metrics) -> str:
+    """The pool in words, for a terminal."""
+    return (
+        f"pages: {metrics.page_bytes / 1e6:,.1f} MB for {metrics.pages_total * metrics.page_size:,} tokens; "
+        f"rings: {metrics.ring_bytes / 1e6:,.1f} MB for {metrics.rings:,} requests at once"
+    )
+
+
 def line(metrics: Metrics, tokens_per_second: float) -> str:
     """The metrics in words, for a terminal."""
     share = metrics.pages_used / max(metrics.pages_total, 1)
@@ -269,13 +276,3 @@ def line(metrics: Metrics, tokens_per_second: float) -> str:
         f"pages {metrics.pages_used:,} of {metrics.pages_total:,} ({share:.0%}), {tokens_per_second:,.1f} tokens/s, "
         f"{metrics.preemptions:,} preemptions"
     )
-
-
-def prometheus(metrics: Metrics) -> str:
-    """The metrics in the text format of Prometheus."""
-    lines = []
-    for field in fields(metrics):
-        total = field.name in TOTALS
-        name = f"qkvcache_{field.name}{'_total' * total}"
-        lines += [f"# TYPE {name} {'counter' if total else 'gauge'}", f"{name} {getattr(metrics, field.name)}"]
-    return "\n".join(lines) + "\n"

@@ -63,6 +63,26 @@ def test_prompts_that_begin_alike_share_their_blocks(monkeypatch):
     assert assert_same(got[:2], tuple(x[:2] for x in single(network, second, "int8_uncentered", chunk=128, residual_length=0)))
 
 
+def test_the_last_tokens_of_a_prompt_are_read_again():
+    """Pages have their codes; the ring has them exact, as many as of a prompt without pages."""
+    network, (ids,) = tiniest(), prompts(131)
+    with continuous_batching(network, FORMAT, **ZONES) as batching, serving(network, new=2) as manager:
+        answers(manager, [ids])
+        for length, reused in ((131, 64), (133, 128)):
+            before = batching.metrics().cached_tokens
+            answers(manager, [(ids + [5, 6])[:length]])
+            assert batching.metrics().cached_tokens == before + reused
+
+
+def test_there_are_no_more_rings_than_blocks():
+    network = tiniest()
+    with continuous_batching(network, FORMAT, **ZONES) as batching:
+        for options in ({}, {"max_requests_per_batch": 9}):
+            with serving(network, blocks=3, **options) as manager:
+                assert batching.metrics().rings == 3 == manager.continuous_batching_config.max_requests_per_batch
+                assert len(answers(manager, prompts(20, 30, 40, 50))) == 4
+
+
 def test_forks_equal_the_request_that_they_come_from():
     network, (ids,) = llama(), prompts(100)
     options = {"max_new_tokens": 10, "do_sample": True, "top_k": 1, "eos_token_id": -1}

@@ -282,6 +282,9 @@ def test_fields_have_the_same_effects_without_batching(folder):
             assert texts(answer) == [" dil"] * 2
             assert (answer[-1] if stream else answer)["usage"]["completion_tokens"] < 20
         assert texts(complete(started, temperature=2, max_tokens=12)) != texts(complete(started, max_tokens=12))
+        host, port = address(started)
+        with urllib.request.urlopen(f"http://{host}:{port}/metrics") as found:
+            assert 'qkvcache_requests_total{outcome="refused"} 2' in found.read().decode()
 
 
 # The end.
