@@ -1,0 +1,166 @@
+"""A load test of `qkvcache serve` over HTTP on 127.0.0.1, with the embedded model on a CPU: requests of many clients, some of which leave,
+some of which are refused. Every answer must be the one that its prompt has alone; pages, rings and threads must be as before.
+
+    python eval/load_batching.py --requests 1000
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import json
+import random
+import tempfile
+import threading
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import torch
+from tqdm import tqdm
+from transformers import GenerationConfig
+
+from qkvcache import CompressedCache, demo, models
+from qkvcache.batching.server import Server
+from qkvcache.formats import TurboQuant
+
+CACHE = {"format": TurboQuant(center=False), "residual_length": 16}
+"""A format without a mean, which would be that of the first prompts for all."""
+NEW = (1, 4, 8)
+"""Tokens of answers."""
+LEAVE_AT = 300
+"""Tokens of answers whose clients leave before."""
+WRONG = (
+    b"{",
+    {"prompt": ""},
+    {"prompt": "A", "max_tokens": 0},
+    {"prompt": "A", "max_tokens": "x"},
+    {"prompt": "A", "logprobs": 3},
+    {"prompt": 5000 * "A b "},
+)
+"""Bodies that are refused."""
+
+
+def plain_model(path: str) -> None:
+    """The embedded model in `path`, with a tokenizer that adds no token to a text, so that prompts can be empty."""
+    model, tokenizer = models.load("demo")
+    tokenizer.backend_tokenizer.post_processor = None
+    model.save_pretrained(path)
+    tokenizer.save_pretrained(path)
+
+
+@contextmanager
+def serving(path: str, blocks: int = 12):
+    """A server on a free port, in a thread."""
+    options = {"host": "127.0.0.1", "port": 0, "device": "cpu", "dtype": "float32", "log_level": "error"}
+    options |= {"cb_num_blocks": blocks, "cb_max_batch_tokens": 512}
+    server = Server(path, CACHE, metrics_interval=0, **options)
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    while not server.server.started:
+        time.sleep(0.01)
+    try:
+        yield server
+    finally:
+        server.stop()
+        thread.join(60)
+
+
+def expected(path: str, prompts: list[str]) -> dict[str, list[str]]:
+    """The answer of each prompt alone, by `generate` with the same cache: after one token, two, and so on."""
+    model, tokenizer = models.load(path)
+    greedy, found = GenerationConfig(do_sample=False, max_new_tokens=max(NEW), eos_token_id=tokenizer.eos_token_id), {}
+    for prompt in prompts:
+        ids = torch.tensor([tokenizer(prompt)["input_ids"]])
+        cache = CompressedCache(model.config, **CACHE)
+        out = model.float().generate(ids, attention_mask=torch.ones_like(ids), generation_config=greedy, past_key_values=cache)
+        answer = out[0, ids.shape[1] :]
+        found[prompt] = [tokenizer.decode(answer[:count], skip_special_tokens=True) for count in range(max(NEW) + 1)]
+    return found
+
+
+def post(address: tuple[str, int], body: bytes | dict, leave: bool = False) -> tuple[int, bytes]:
+    """Status and body of an answer; a client that leaves reads none of it."""
+    connection = http.client.HTTPConnection(*address, timeout=120)
+    try:
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        connection.request("POST", "/v1/completions", data, {"content-type": "application/json"})
+        if leave:
+            time.sleep(random.random() / 5)
+            return 0, b""
+        answer = connection.getresponse()
+        return answer.status, answer.read()
+    finally:
+        connection.close()
+
+
+def text_of(received: bytes, stream: bool) -> str:
+    if not stream:
+        return json.loads(received)["choices"][0]["text"]
+    events = [line.removeprefix("data: ") for line in received.decode().split("\n\n") if line.startswith("data: {")]
+    return "".join(choice.get("text") or "" for event in events for choice in json.loads(event)["choices"])
+
+
+def run(requests: int, clients: int = 16, seed: int = 0) -> Counter[str]:
+    """Counts of requests by what they did. Raises AssertionError for a wrong answer, and for anything that is left."""
+    tqdm.monitor_interval = 0  # a thread of its own
+    draw, text, counts, before = random.Random(seed), demo.text(), Counter[str](), set(threading.enumerate())
+    prompts = [text[at : at + draw.choice((3, 20, 90, 250))] for at in (97 * i for i in range(24))]
+    with tempfile.TemporaryDirectory() as path:
+        plain_model(path)
+        answers = expected(path, prompts)
+        with serving(path) as server:
+            address = server.server.servers[0].sockets[0].getsockname()
+
+            def one(number: int) -> str:
+                draw = random.Random(seed + number)
+                kind = draw.choices(("whole", "stream", "leaves", "refused"), (5, 3, 1, 1))[0]
+                if kind == "refused":
+                    status, received = post(address, draw.choice(WRONG))
+                    assert 400 <= status < 500, (status, received)
+                    return kind
+                prompt, new = draw.choice(prompts), LEAVE_AT if kind == "leaves" else draw.choice(NEW)
+                asked = {"prompt": prompt, "max_tokens": new, "temperature": 0, "stream": kind == "stream"}
+                if kind == "leaves":
+                    post(address, asked | {"stream": draw.random() < 0.5}, leave=True)
+                    return kind
+                status, received = post(address, asked)
+                assert status == 200, (status, received)
+                got = text_of(received, kind == "stream")
+                assert got == answers[prompt][new], f"{prompt!r} has {got!r}, alone {answers[prompt][new]!r}"
+                return kind
+
+            post(address, {"prompt": prompts[0], "max_tokens": 1})
+            with ThreadPoolExecutor(clients) as threads:
+                counts.update(threads.map(one, range(requests)))
+            allocator = server.batching.manager.cache.allocator
+            deadline = time.monotonic() + 30
+            while server.exchanges or server.metrics().running or allocator.block_table:
+                assert time.monotonic() < deadline, f"left: {server.metrics()}"
+                time.sleep(0.05)
+            found = server.metrics()
+            assert not found.pages_used and not found.waiting and not allocator.rings.by_request, found
+            assert len(allocator.rings.free) == found.rings and not server.batching.manager.output_router.result_handlers
+            counts["tokens"], counts["cached tokens"] = found.tokens_generated, found.cached_tokens
+            counts.update({f"counted {kind}": count for kind, count in server.observed.outcomes.items()})
+    left = [thread.name for thread in threading.enumerate() if thread not in before]
+    assert not left, f"threads are left: {left}"
+    assert counts["counted refused"] == counts["refused"] and not counts["counted failed"], counts
+    return counts
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
+    parser.add_argument("--requests", type=int, default=1000)
+    parser.add_argument("--clients", type=int, default=16)
+    arguments = parser.parse_args()
+    begin = time.perf_counter()
+    counts = run(arguments.requests, arguments.clients)
+    for name, count in counts.items():
+        print(f"{name:20} {count:,}")
+    print(f"{'seconds':20} {time.perf_counter() - begin:,.0f}")
+
+
+if __name__ == "__main__":
+    main()
