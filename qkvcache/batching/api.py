@@ -31,6 +31,11 @@ def stopping() -> Refusal:
     return Refusal("the server is stopping: send the request to another one", status=503)
 
 
+def client_left() -> Refusal:
+    """The answer that nobody reads: without one, the middleware of transformers fails."""
+    return Refusal("the client has left", status=499)
+
+
 def refusal(error: BaseException, asked: Asked | None = None) -> Refusal:
     """What an error of a handler tells the client."""
     if isinstance(error, Refusal):
@@ -184,15 +189,14 @@ class Exchange:
             self.events.put_nowait((index, refusal(error, asked)))
 
     async def _messages(self) -> AsyncIterator[tuple[Choice, dict]]:
-        """What the handlers send until all are done. Raises Refusal for what one refuses, ConnectionError if the client
-        leaves."""
+        """What the handlers send until all are done. Raises Refusal for what one refuses, and if the client leaves."""
         left = len(self.choices)
         while left:
             index, message = await self.events.get()
             if isinstance(message, Refusal):
                 raise message
             if index < 0:
-                raise ConnectionError
+                raise client_left()
             choice = self.choices[index]
             if message is None:
                 choice.done = True
@@ -213,8 +217,6 @@ class Exchange:
         except Refusal as error:
             self._refused(error)
             await _respond(send, error)
-        except ConnectionError:
-            return
         else:
             self.outcome, answer = "finished", answers[0]
             if "choices" in answer:
@@ -222,7 +224,7 @@ class Exchange:
             await _respond(send, answer)
 
     def _refused(self, error: Refusal) -> None:
-        self.outcome = "failed" if error.status == 500 else "refused"
+        self.outcome = {499: "cancelled", 500: "failed"}.get(error.status, "refused")
 
     async def _answer_stream(self, send: Callable) -> None:
         started = False
@@ -249,8 +251,6 @@ class Exchange:
                 await _respond(send, error)
                 return
             await _event(send, json.dumps(error.body))
-        except ConnectionError:
-            return
         await send({"type": "http.response.body", "body": b""})
 
     async def _event(self, send: Callable, data: dict, choice: Choice) -> None:
@@ -362,7 +362,7 @@ async def _read(receive: Callable) -> bytes:
     while more:
         message = await receive()
         if message["type"] == "http.disconnect":
-            raise Refusal("the client has left")
+            raise client_left()
         body += message.get("body", b"")
         more = message.get("more_body", False)
     return body
