@@ -3,7 +3,7 @@
     python eval/planted_faults.py                   plants all of them and writes rows; --only NAME for some
     python eval/planted_faults.py --markdown        prints the table of the rows
 
-The faults are in planted_faults.toml. The short suite is what `make test` runs, the long one `make test-all`, which has every case of
+The faults are in tests/planted_faults.toml. The short suite is what `make test` runs, the long one `make test-all`, which has every case of
 the short one: it runs only for faults that the short one misses. For each fault, the tests that are named with it run until the first
 fails. A fault whose text is no longer in the package, or tests that fail without it, are an error.
 """
@@ -53,7 +53,7 @@ class Fault:
     tests: str
 
 
-FAULTS = [Fault(**fault) for fault in tomllib.loads(Path(__file__).with_suffix(".toml").read_text())["fault"]]
+FAULTS = [Fault(**fault) for fault in tomllib.loads((ROOT / "tests" / "planted_faults.toml").read_text())["fault"]]
 
 
 def planted(fault: Fault, root: Path) -> tuple[Path, str]:

@@ -5,7 +5,7 @@ import pytest
 
 
 def test_every_fault_can_be_planted():
-    """If code has changed, change `old` and `new` of its faults in eval/planted_faults.toml."""
+    """If code has changed, change `old` and `new` of its faults in tests/planted_faults.toml."""
     names = [fault.name for fault in planted_faults.FAULTS]
     assert len(names) == len(set(names)) >= 40
     for fault in planted_faults.FAULTS:
