@@ -9,7 +9,7 @@ from transformers import DynamicCache
 
 from qkvcache import CompressedCache, HadaQuantCache, demo, policies
 from qkvcache.formats import HadaQuant
-from tests.matrix import ATTENTION, UNSUPPORTED, model
+from tests.matrix import ATTENTION, covering, model
 from tests.reference import assert_close
 from tests.tolerance import of_model
 
@@ -37,11 +37,8 @@ def read(name: str, attention: str, kind: str, ids: torch.Tensor, mask: torch.Te
     return net, cache
 
 
-@every_kind
-@pytest.mark.parametrize("attention", ATTENTION)
+@pytest.mark.parametrize(("attention", "kind"), covering(ATTENTION, KINDS, strength=1))
 def test_padding_does_not_count(attention, kind):
-    if ("llama", attention) in UNSUPPORTED:
-        pytest.skip("not supported")
     ids = torch.randint(3, 100, (2, 40))
     mask = torch.ones_like(ids)
     mask[1, :25] = 0

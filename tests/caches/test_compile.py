@@ -12,6 +12,7 @@ pytest.importorskip("triton")
 ZONES = {"num_sink_tokens": 2, "residual_length": 4}
 
 
+@pytest.mark.slow
 def test_generate_compiles_steps_of_a_cache_that_grows(compiling, monkeypatch):  # noqa: F811
     """Past the end of a chunk and of a power of two of columns, where masks get wider: once more, whatever comes later."""
     monkeypatch.setenv("QKVCACHE_KERNELS", "triton")

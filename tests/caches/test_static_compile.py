@@ -15,7 +15,7 @@ from qkvcache import CompressedCache
 from qkvcache.formats import REGISTRY
 from qkvcache.kernels import attend_on_codes
 from qkvcache.layers.compressed import CompressedLayer
-from tests.matrix import model
+from tests.matrix import model, slowly
 from tests.reference import NEW, ZONES, assert_close, prompt, run
 from tests.tolerance import TURNED, of_model, rounding, turned
 
@@ -65,7 +65,7 @@ def test_attention_on_dense_columns_compiles(name, attention, compiling):
     assert graphs() == 1
 
 
-@pytest.mark.parametrize(("format", "attention"), [("identity", "sdpa"), (FOUR_BIT, "sdpa"), ("int4", "eager")])
+@pytest.mark.parametrize(("format", "attention"), [("identity", "sdpa"), *slowly([(FOUR_BIT, "sdpa")], []), ("int4", "eager")])
 def test_generate_compiles_one_graph(format, attention, compiling):
     """For 50 tokens, of any cache, after any prompt."""
     this = compiling("llama", attention)

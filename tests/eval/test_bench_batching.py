@@ -18,6 +18,7 @@ def bench():
     return importlib.import_module("bench_batching")
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:continuous batching on compressed pages has no kernels")
 def test_it_measures_shows_and_draws(bench, tmp_path, capsys):
     out = tmp_path / "batching.jsonl"

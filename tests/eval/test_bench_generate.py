@@ -11,6 +11,7 @@ def bench():
     return importlib.import_module("bench_generate")
 
 
+@pytest.mark.slow
 def test_rows_and_tables(bench, tmp_path, capsys):
     file = tmp_path / "rows.jsonl"
     options = ["--tiny", "--all", "--steps", "2", "--sections", "prefill", "eviction", "decode", "--cases", "1x8192"]

@@ -10,6 +10,7 @@ from tests.matrix import model
 from tests.ranks import finish, start
 
 
+@pytest.mark.slow
 def test_two_ranks_score_as_one(tmp_path):
     model("llama").save_pretrained(tmp_path / "model")
     TOKENIZER.save_pretrained(tmp_path / "model")

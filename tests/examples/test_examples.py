@@ -150,6 +150,7 @@ def test_a_batch_over_processes():
     assert "3 answers, the first of them ' dilzon" in printed[0]
 
 
+@pytest.mark.slow
 @BATCHING
 def test_a_process_for_each_device():
     command = [sys.executable, str(EXAMPLES / "batch_processes.py"), "--devices", "cpu", "--prompts", "3", "--together", "2"]
