@@ -15,6 +15,7 @@ from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from .. import formats
 from ..attention import install
 from ..caches.base import head_dim_of
+from ..caches.evictable import OWN_ATTENTION
 from ..formats import Format, FormatByLayer
 from ..kernels import on_triton
 from ..policies import check_count
@@ -135,7 +136,8 @@ def continuous_batching(
             its `save` wrote. None: they come from the first batch of prompts, and are frozen for all requests that follow.
 
     Raises:
-        NotImplementedError: transformers below 5.19, models with sliding, linear or latent attention, or encoder-decoders.
+        NotImplementedError: transformers below 5.19, models with sliding, linear or latent attention or with attention code of
+            their own, or encoder-decoders.
         ValueError: an unknown format or one that cannot hold the model's head_dim, negative sizes, statistics of another format or model,
             a model that batches on compressed pages already.
         TypeError: `format`, `statistics` or a size of another type.
@@ -185,6 +187,8 @@ def check_config(config: PreTrainedConfig) -> None:
         raise NotImplementedError(f"{config.model_type} is an encoder-decoder: transformers batches decoders only")
     if getattr(text, "kv_lora_rank", None):
         raise NotImplementedError(f"{text.model_type} caches latents (MLA), which are compressed already")
+    if text.model_type in OWN_ATTENTION:
+        raise NotImplementedError(f"{text.model_type} computes attention itself, not through transformers, and would not read the pages")
     kinds = set(getattr(text, "layer_types", None) or ()) - {"full_attention"}
     if kinds or (getattr(text, "layer_types", None) is None and getattr(text, "sliding_window", None) is not None):
         kind = ", ".join(sorted(kinds)) or "sliding_attention"

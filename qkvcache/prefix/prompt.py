@@ -45,10 +45,13 @@ def text_tokens(row: Tensor, config: PreTrainedConfig) -> int:
 @torch.no_grad()
 def compute(model: PreTrainedModel, ids: Tensor, cache: Cache) -> bool:
     """Runs the model on the tokens of `ids` `[B, T]` that `cache` has not seen; returns whether there were any."""
-    ids = ids[:, cache.get_seq_length() :].to(model.device)
+    seen = cache.get_seq_length()
+    ids = ids[:, seen:].to(model.device)
     if ids.shape[1]:
-        last = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
-        model(input_ids=ids, past_key_values=cache, use_cache=True, **last)
+        positions = torch.arange(seen, seen + ids.shape[1], device=ids.device)[None]  # some models count from 0 by default
+        options = {"logits_to_keep": 1, "position_ids": positions.expand(len(ids), -1)}
+        taken = inspect.signature(model.forward).parameters
+        model(input_ids=ids, past_key_values=cache, use_cache=True, **{name: x for name, x in options.items() if name in taken})
     return bool(ids.shape[1])
 
 
@@ -61,17 +64,18 @@ def unpadded(row: Tensor, config: PreTrainedConfig) -> int:
 def refusal(row: Tensor, config: PreTrainedConfig, least: int, padded: bool = False) -> str | None:
     """Why a row is not stored, or None. `padded`: the row is part of a batch."""
     text = config.get_text_config(decoder=True)
-    ends = text.eos_token_id if isinstance(text.eos_token_id, list) else [text.eos_token_id]
+    end = getattr(text, "eos_token_id", None)  # some configs lack special tokens
+    ends = end if isinstance(end, list) else [end]
     if len(row) < least:
         return "fewer tokens than min_match_tokens"
     if text_tokens(row, config) < len(row):
         return "images, videos or sounds among the tokens, which ids do not tell apart"
     first = int(row[0])
-    if first in (_padding(config), *ends) and (padded or first != text.bos_token_id or int(row[1:2]) == first):
+    if first in (_padding(config), *ends) and (padded or first != getattr(text, "bos_token_id", None) or int(row[1:2]) == first):
         return "a padded row, whose tokens stand at other positions than alone"
     return None
 
 
 def _padding(config: PreTrainedConfig) -> int:
-    padding = config.get_text_config(decoder=True).pad_token_id
+    padding = getattr(config.get_text_config(decoder=True), "pad_token_id", None)
     return -1 if padding is None else padding

@@ -10,7 +10,7 @@ import transformers
 from packaging.version import Version
 
 from qkvcache import continuous_batching, formats
-from qkvcache.batching.context import OLDEST
+from qkvcache.batching.context import OLDEST, check_config
 from tests.matrix import MODELS, UNSUPPORTED, model
 
 pytestmark = [pytest.mark.contract, pytest.mark.filterwarnings("ignore:continuous batching on compressed pages")]
@@ -106,6 +106,12 @@ def test_models_are_served_or_refused(name):
     with continuous_batching(network, "int8", residual_length=4), serving(network, new=4, max_batch_tokens=40) as manager:
         assert [len(tokens) for tokens in answers(manager, prompts(70, 3))] == [4, 4]
     assert network.config._attn_implementation == "sdpa"
+
+
+@recent
+def test_models_with_attention_code_of_their_own_are_refused():
+    with pytest.raises(NotImplementedError, match="gptj computes attention itself"):
+        check_config(transformers.GPTJConfig())
 
 
 @recent

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from families_models import build
 from transformers import DynamicCache
 
 from qkvcache import CompressedCache, PrefixStore, policies
@@ -90,6 +91,18 @@ def test_the_answer_can_be_stored_too():
     turn = torch.cat([answer, prompt(5, 4)], 1)
     assert kept.fetch(turn).length == answer.shape[1] - 1
     assert kept.stats.covered == 1 and len(kept) == 1  # the prompt, on exit
+
+
+@pytest.mark.parametrize("name", ["codegen", "bamba"])
+def test_configs_and_positions_of_models_may_be_incomplete(name):
+    """CodeGen's config has no padding token; Bamba counts positions from 0 unless it is told them."""
+    of = build(name)
+    kept = PrefixStore(of, max_bytes=2**24, format="identity", **ZONES)
+    ids = prompt(30)
+    for text in (ids, torch.cat([ids, prompt(6, 1)], 1)):
+        with kept.reuse(text) as past:
+            assert torch.equal(generate(of, text, past), generate(of, text))
+    assert kept.stats.tokens_reused >= 29
 
 
 def test_nothing_is_stored_after_an_exception():

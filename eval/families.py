@@ -1,0 +1,319 @@
+"""Which families of transformers' models work with a compressed cache, and with which features.
+
+Rows are in eval/results/families.jsonl.
+
+    python eval/families.py                      every family, two processes: writes the rows
+    python eval/families.py --only llama,qwen3   these, and prints what they do
+    python eval/families.py --check              writes nothing: exit status 1 if a cell became worse than the rows say
+    python eval/families.py --markdown           the table of the documentation, from the rows
+
+A family is a tiny model with random weights (`families_models.py`), in fp32 on a CPU. A batch of two prompts, one of
+them padded, is read and goes on with given tokens; logits are compared, since greedy tokens of random weights hang on
+rounding. The cell of a feature is `=` if the logits (tokens, for beams, prompt lookup, continuous batching) are those of
+DynamicCache without the feature, else it says why not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import gc
+import logging
+import multiprocessing
+import os
+import signal
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from families_models import CAUSAL, EXACT, OTHERS, PROMPT, STEPS, Family
+from families_tables import ABSENT, ERROR, FORMATS, NOTHING, REFUSED, THEIRS, WORKS, table, worse
+from harness import RESULTS, read_rows, replace_rows
+from rich.console import Console
+from rich.progress import track
+from torch import Tensor
+from transformers import DynamicCache, GenerationConfig, StaticCache
+from transformers.cache_utils import Cache
+from transformers.generation.configuration_utils import ContinuousBatchingConfig
+
+import qkvcache
+from qkvcache import CompressedCache, H2OCache, PrefixStore, SinkCache, continuous_batching
+from qkvcache.attention.compressed_kv import CompressedKV
+from qkvcache.caches.memory import measured
+from qkvcache.layers.compressed import CompressedLayer
+
+PACKAGE = str(Path(qkvcache.__file__).parent)
+ROOM, BUDGET = 64, 16
+DIFFER = "other tokens"
+Check = Callable[["Family", Callable[..., Cache]], tuple[Tensor, Tensor]]
+
+
+def identity(of: Family, cache: Callable[..., Cache]) -> tuple[Tensor, Tensor]:
+    return of.generate(of.ids, cache(), of.forced), of.base
+
+
+def padded(of: Family, cache: Callable[..., Cache]) -> tuple[Tensor, Tensor]:
+    return of.generate(of.ids, cache(), of.forced)[1:], of.base_alone
+
+
+def max_length(of: Family, cache: Callable[..., Cache]) -> tuple[Tensor, Tensor]:
+    return of.generate(of.ids, cache(max_length=ROOM), of.forced), of.base
+
+
+def static(of: Family, **_) -> Cache:
+    return of.wrapped(StaticCache(config=of.config, max_cache_len=ROOM))
+
+
+def turns(of: Family, cache: Callable[..., Cache], crop: int = 0) -> tuple[Tensor, Tensor]:
+    """A second prompt that goes on after the answer, or after a part of it that is left."""
+    past = cache()
+    of.generate(of.ids, past, of.forced)
+    past.crop(-crop) if crop else None
+    answer = of.forced[: STEPS - crop].expand(2, -1)
+    text = torch.cat([of.ids, answer, of.more[:, 20:24]], 1)
+    return of.generate(text, past, of.forced), of.generate(text, of.dynamic(), of.forced)
+
+
+def beams(of: Family, cache: Callable[..., Cache]) -> tuple[Tensor, Tensor]:
+    return of.generate(of.ids, cache(), num_beams=3), of.generate(of.ids, of.dynamic(), num_beams=3)
+
+
+def lookup(of: Family, cache: Callable[..., Cache]) -> tuple[Tensor, Tensor]:
+    return of.generate(of.alone, cache(), prompt_lookup_num_tokens=3), of.greedy
+
+
+def prefix(of: Family, cache: Callable[..., Cache], cut: int = 0) -> tuple[Tensor, Tensor]:
+    """A prompt that begins with a stored one, or with a part of it."""
+    head = of.ids[:1]
+    text = torch.cat([head[:, : PROMPT - cut], of.more[:1, 20:26]], 1)
+    want = of.generate(text, of.dynamic(), of.forced)
+    if cache == of.dynamic:
+        past = cache()
+        of.model(head, past_key_values=past)
+        past.crop(-cut) if cut else None
+        return of.generate(text, past, of.forced), want
+    store = PrefixStore(of.model, max_bytes=2**24, format="identity", min_match_tokens=8, **EXACT)
+    with store.reuse(head) as past:
+        of.generate(head, past, of.forced)
+    with store.reuse(text) as past:
+        got = of.generate(text, past, of.forced)
+    return got if store.stats.tokens_reused else torch.empty(0), want
+
+
+def batched(of: Family) -> Tensor:
+    """The greedy tokens of continuous batching beside another request, with the model's own `generate_batch`."""
+    config = GenerationConfig(max_new_tokens=STEPS, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    pool = ContinuousBatchingConfig(page_size=64, num_blocks=8, max_batch_tokens=128)
+    asked = [of.alone[0].tolist(), of.ids[0].tolist()]
+    options = {"generation_config": config, "continuous_batching_config": pool, "progress_bar": False}
+    found = of.model.generate_batch(asked, **options)
+    first = found[min(found)]
+    if first.error:
+        raise RuntimeError(first.error)
+    return torch.tensor([first.generated_tokens])
+
+
+def batching(of: Family, cache: Callable[..., Cache]) -> tuple[Tensor, Tensor]:
+    attention = of.model.config._attn_implementation
+    try:
+        if cache == of.dynamic:
+            return batched(of), of.greedy
+        with continuous_batching(of.model, "identity", **EXACT):
+            return batched(of), of.greedy
+    finally:
+        of.model.set_attn_implementation(attention)
+
+
+CHECKS: dict[str, Check] = {
+    "identity": identity,
+    "padded": padded,
+    "max_length": max_length,
+    "turns": turns,
+    "crop": functools.partial(turns, crop=3),
+    "lookup": lookup,
+    "beams": beams,
+    "prefix": prefix,
+    "common prefix": functools.partial(prefix, cut=10),
+    "batching": batching,
+}
+DECODERS = ("turns", "crop", "lookup", "prefix", "common prefix", "batching")
+"""Checks of models without an encoder."""
+
+
+def is_refusal(error: Exception) -> bool:
+    """Whether this library says what it does not do."""
+    last = traceback.extract_tb(error.__traceback__)[-1].filename
+    return isinstance(error, NotImplementedError | ValueError | TypeError) and last.startswith(PACKAGE)
+
+
+def difference(got: Tensor, want: Tensor) -> str | None:
+    """How they differ, None if they do not."""
+    if not got.numel():
+        return NOTHING
+    if not got.is_floating_point():
+        return None if torch.equal(got, want) else DIFFER
+    nan = 0 if torch.equal(got.isnan(), want.isnan()) else torch.inf
+    worst = (got - want).abs().nan_to_num(nan).max() / want.abs().nan_to_num().max()
+    return None if worst <= 1e-3 else f"{DIFFER}: logits by {worst:.1g} of the largest"
+
+
+def described(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
+
+
+def attempt(check: Callable[[], tuple[Tensor, Tensor]]) -> str | None:
+    """What is wrong, None if nothing is."""
+    try:
+        return difference(*check())
+    except TimeoutError:
+        raise
+    except Exception as error:
+        said = described(error)
+        return f"{REFUSED}: {said}" if is_refusal(error) else said
+
+
+def cell(of: Family, check: Check) -> tuple[str, str | None]:
+    """The cell of a check, and what was said."""
+    ours = attempt(lambda: check(of, of.cache))
+    if ours is None:
+        return WORKS, None
+    theirs = attempt(lambda: check(of, functools.partial(static, of) if check is max_length else of.dynamic))
+    if theirs is not None and (theirs.startswith(DIFFER) or not ours.startswith(DIFFER)):
+        return THEIRS, theirs
+    return next((kind for kind in (NOTHING, REFUSED) if ours.startswith(kind)), ERROR), ours
+
+
+@contextmanager
+def dequantized() -> Iterator[list[int]]:
+    """The tokens of each layer that is dequantized as a whole."""
+    found: list[int] = []
+    dense = CompressedKV.dense
+
+    def counted(self: CompressedKV) -> Tensor:
+        found.append(self.side.shape[2])
+        return dense(self)
+
+    with mock.patch.object(CompressedKV, "dense", counted):
+        yield found
+
+
+def compressed(of: Family, format: str) -> tuple[str, str | None, float]:
+    """How a format is attended to, what was said, and the bytes of self-attention's cache over DynamicCache's."""
+    cache, dynamic = of.cache(format=format), of.dynamic()
+    with dequantized() as tokens:
+        wrong = attempt(lambda: (of.generate(of.ids, of.cache(format=format), of.forced).isfinite(), of.base.isfinite()))
+    if wrong is not None:
+        return REFUSED if wrong.startswith(REFUSED) else ERROR, wrong, 0.0
+    own, dense = (x.self_attention_cache if of.encodes else x for x in (cache, dynamic))
+    if any(isinstance(layer, CompressedLayer) for layer in own.layers):
+        how = "dequantized" if len(set(tokens)) > 1 else "codes"  # at more steps than the prompt's
+    else:
+        how = NOTHING
+    wrong = attempt(lambda: (of.generate(of.long, cache, of.forced), of.generate(of.long, dynamic, of.forced)))
+    both = wrong is None or wrong.startswith(DIFFER)
+    return how, None, own.nbytes / measured(dense.layers).total if both else 0.0
+
+
+def evicting(of: Family, padding: bool) -> tuple[str, str | None]:
+    """Rows that evict are the same beside a padded one and alone."""
+    layers = CompressedCache(of.model.config, format="identity").layers
+    if not any(isinstance(layer, CompressedLayer) for layer in layers):
+        return NOTHING, None
+    for kind in (functools.partial(H2OCache, budget=BUDGET), functools.partial(SinkCache, window_length=BUDGET - 4)):
+
+        def rows(kind=kind) -> tuple[Tensor, Tensor]:
+            alone = of.generate(of.alone, of.wrapped(kind(of.model.config)), of.forced)
+            return of.generate(of.ids, of.wrapped(kind(of.model.config)), of.forced)[1:] if padding else alone, alone
+
+        if (wrong := attempt(rows)) is not None:
+            refused = "H2O" if kind.func is SinkCache else REFUSED
+            return refused if wrong.startswith(REFUSED) else ERROR, wrong
+    return WORKS, None
+
+
+def cells(name: str) -> dict[str, Any]:
+    """The cells of a family and, in `said`, why they are not `=`; `absent`: why transformers does not run it."""
+    row: dict[str, Any] = {"family": name, "said": {}}
+    try:
+        of = Family(name)
+        of.base  # noqa: B018
+        layers = DynamicCache(config=of.config).layers
+    except TimeoutError:
+        raise
+    except Exception as error:
+        return row | {"absent": described(error)}
+    row |= {"attention": of.model.config._attn_implementation, "layers": [type(layer).__name__ for layer in layers]}
+
+    def put(feature: str, what: str, said: str | None = None) -> None:
+        row[feature] = what
+        row["said"] |= {feature: said} if said else {}
+
+    for feature, check in CHECKS.items():
+        put(feature, *((ABSENT,) if of.encodes and feature in DECODERS else cell(of, check)))
+    for feature, format in FORMATS.items():
+        how, said, row[f"bytes, {feature}"] = compressed(of, format)
+        put(feature, how, said)
+    put("eviction", *evicting(of, row["padded"] == WORKS))
+    theirs = None if of.encodes else attempt(lambda: batching(of, of.dynamic))
+    put("their batching", ABSENT if of.encodes else THEIRS if theirs else WORKS, theirs)
+    return row
+
+
+def measure(name: str, seconds: int = 600) -> dict[str, Any]:
+    """`cells` in a process of its own."""
+
+    def late(*_) -> None:
+        raise TimeoutError(f"not done after {seconds} s")
+
+    warnings.simplefilter("ignore")
+    logging.disable(logging.CRITICAL)
+    torch.set_num_threads(1)
+    gc.freeze()  # continuous batching collects garbage again and again
+    signal.signal(signal.SIGALRM, late)
+    signal.alarm(seconds)
+    try:
+        return cells(name)
+    except TimeoutError as error:
+        return {"family": name, "said": {}, "absent": str(error)}
+    finally:
+        signal.alarm(0)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", type=lambda text: text.split(","), default=[*CAUSAL, *OTHERS], help="families, by commas")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit status 1 if a cell became worse")
+    parser.add_argument("--markdown", action="store_true", help="the table of the pages, from the rows")
+    parser.add_argument("--out", type=Path, default=RESULTS / "families.jsonl", help="where the rows go")
+    args = parser.parse_args(arguments)
+    if args.markdown:
+        print(table(read_rows(args.out)).markdown())
+        return
+    if unknown := set(args.only) - {*CAUSAL, *OTHERS}:
+        parser.error(f"argument --only: unknown {', '.join(sorted(unknown))}; known: {', '.join([*CAUSAL, *OTHERS])}")
+    before, rows, found = {row["family"]: row for row in read_rows(args.out)}, [], []
+    os.environ["OMP_NUM_THREADS"] = "1"
+    with ProcessPoolExecutor(args.jobs, multiprocessing.get_context("spawn")) as pool:
+        done = as_completed([pool.submit(measure, name) for name in args.only])
+        for future in track(done, "families", len(args.only), console=Console(stderr=True)):
+            rows.append(row := future.result())
+            if args.check:
+                found += worse(row, before.get(row["family"], {}))
+            else:
+                replace_rows(args.out, "families", [row], "family")
+    if len(rows) < 10:
+        print(table(rows).markdown(), *(f"{row['family']}, {name}: {x}" for row in rows for name, x in row["said"].items()), sep="\n")
+    if found:
+        sys.exit("\n".join(["worse than the rows say:", *found]))
+
+
+if __name__ == "__main__":
+    main()
