@@ -2,12 +2,13 @@
 
     sinks      the first `num_sink_tokens` tokens, in the model's dtype
     chunks     quantized tokens (`chunks.py`)
-    residual   the last `residual_length` tokens and the token of the step, in the model's dtype: a ring at a fixed address, in which a new
-               token overwrites the oldest
+    residual   the last `residual_length` tokens and the token of the step, in the model's dtype: a ring, in which a new token
+               overwrites the oldest
 
 After a step, the number of exact tokens follows from the number of tokens seen, as in pages (`batching/rings.py`). Without a kernel,
 tokens of the ring are quantized in groups, ahead of the steps in which they leave it: quantizing them one by one would cost a CPU too
-much. Counts are kept on the host and on the device (`kernels.Buffers`), so that a step reads no number from the host.
+much. Sinks and ring grow with the tokens until they have their full size; storage that is preallocated or compiled has it at once. Counts
+are kept on the host and on the device (`kernels.Buffers`), so that a step reads no number from the host.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from functools import cached_property, partial
 
 import numpy
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..formats.base import Codec
@@ -56,7 +58,8 @@ class Storage(LayerStorage):
         """Tokens that are quantized together in steps of one token."""
         batch, device = like[0].shape[0], like[0].device
         with torch.inference_mode(False):  # tensors made in inference mode cannot be written outside of it
-            self.sinks, self.residual = (zeros(like, tokens) for tokens in (num_sink_tokens, self.slots))
+            self.sinks = self.residual = zeros(like, 0)
+            self._grow(like[0].shape[2])
             self.state = torch.zeros(CONTROL + 2 * batch, dtype=torch.int32, device=device)
         self.chunks = Chunks(codecs, [x.shape[3] for x in like], rows=ROWS if max_length is None else 1, static=self.static)
         self.reset_counts()
@@ -76,7 +79,8 @@ class Storage(LayerStorage):
         region: QuantizedRegion = self.chunks.region  # type: ignore[assignment]
         self.buffers = Buffers(self.sinks, self.residual, region, self.state, self.columns)
         self.__dict__.pop("launch", None)
-        room = self.num_sink_tokens + self.chunks.capacity + self.slots if self.max_length is None else self.max_length
+        zones = self.sinks[0].shape[2] + self.residual[0].shape[2]
+        room = zones + self.chunks.capacity if self.max_length is None else self.max_length
         counts = numpy.array([room, len(self.chunks.chunks)], numpy.int32)
         self.state[ROOM : CHUNKS + 1].copy_(torch.from_numpy(counts), non_blocking=True)
         if self.static:
@@ -117,10 +121,23 @@ class Storage(LayerStorage):
         super().reserve(tokens)
         leaving = self.overflow(tokens)
         grew = leaving > 0 and self.chunks.reserve(leaving, self.residual)
+        if self.seq_length + tokens > self.most:
+            self._grow(self.seq_length + tokens)
+            grew = True
         if self.static and self.seq_length + tokens > self.columns:
             self.columns, grew = 1 << (self.seq_length + tokens - 1).bit_length(), True
         if grew:
             self.bind()
+
+    def _grow(self, tokens: int) -> None:
+        """Makes room in the sinks and in the ring for what they hold of `tokens`. No token has left a ring that is not of full size."""
+        full = self.num_sink_tokens, self.slots
+        sinks, ring = full if self.static else map(zone_room, (tokens, max(tokens - self.num_sink_tokens, 1)), full)
+        with torch.inference_mode(False):
+            self.sinks, self.residual = extended(self.sinks, sinks), extended(self.residual, ring)
+        grown = sinks < self.num_sink_tokens, ring < self.slots
+        self.most = sinks if grown[0] else sinks + ring if grown[1] else 2**62
+        """Tokens for which the sinks and the ring are large enough."""
 
     def simulate(self, prompt: int, seq_length: int, query_heads: int) -> None:
         """Allocates the storage of `seq_length` tokens, of which `prompt` came at once and the others one by one.
@@ -130,6 +147,7 @@ class Storage(LayerStorage):
             self.advance(prompt)
             before, more = self.chunks.length, max(seq_length - prompt - self.free, 0)
             self.chunks.simulate(lambda k: before + k, more, self.residual)
+            self._grow(max(prompt, seq_length))
 
     def set_lengths(self, seq_length: int, quantized: int) -> None:
         """Sets the counts on the host and on the device."""
@@ -239,8 +257,8 @@ class Storage(LayerStorage):
         tokens = residual[0].shape[2]
         fits = tokens <= self.slots  # files of older releases may have more
         super().restore(tensors, numbers)
-        if self.buffers.region is not self.chunks.region:
-            self.bind()
+        self._grow(2**62 if self.chunks.length else sinks[0].shape[2] + tokens)
+        self.bind()
         for first, x in zip(self.sinks, sinks, strict=True):
             first.narrow(2, 0, x.shape[2]).copy_(x)
         exact = sinks[0].shape[2] + self.chunks.length
@@ -277,6 +295,18 @@ class Storage(LayerStorage):
         yield from (("exact", x) for x in (*self.sinks, *self.residual))
         yield "bookkeeping", self.state
         yield from self.chunks.tensors()
+
+
+def zone_room(tokens: int, most: int) -> int:
+    """Slots of a zone of at most `most` tokens that holds `tokens`: in steps of a quarter or less, and few while there are few tokens."""
+    step = max(GROUP, 1 << max(tokens.bit_length() - 3, 0))
+    return min(-(-tokens // step) * step, most)
+
+
+def extended(x: Pair, tokens: int) -> Pair:
+    """Keys and values `[B, H, T, D]` with zeros up to `tokens` tokens."""
+    key, value = (F.pad(side, (0, 0, 0, tokens - side.shape[2])) for side in x)
+    return key, value
 
 
 def zeros(like: Pair, tokens: int) -> Pair:

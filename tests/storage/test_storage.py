@@ -5,9 +5,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from transformers import DynamicCache
 
+from qkvcache import CompressedCache
 from qkvcache.formats import REGISTRY
-from qkvcache.storage import PAGE, Storage, block_of
+from qkvcache.storage import PAGE, Storage, block_of, storage
 from tests.seeds import SEED
 
 CODEC = REGISTRY["int8"].value
@@ -148,3 +150,37 @@ def test_what_is_idle_is_few_pages_or_an_eighth():
         step(held, torch.randn(1, 2, 1, DIM))
         assert held.chunks.capacity - held.chunks.length <= max(PAGE, held.chunks.length // 8)
     assert addresses == [x.data_ptr() for x in (*held.sinks, *held.residual, held.state, held.chunks.table)]
+
+
+@pytest.mark.parametrize("zones", [{"residual_length": 10**9}, {"num_sink_tokens": 10**9}, {}])
+def test_zones_grow_with_the_tokens(zones):
+    """To the same contents as zones of full size, from little more memory than dense tokens take."""
+    cache, reference = CompressedCache(format="int8", **zones), DynamicCache()
+    for tokens in (1, 19, *[1] * 50, 7, 100):
+        x = torch.randn(2, 2, tokens, 32)
+        for each in (cache, reference):
+            each.update(x, -x, 0)
+        dense = reference.layers[0].keys
+        held, dense_bytes = cache.nbytes, 2 * dense.nbytes
+        assert held <= 1.25 * dense_bytes + (32 + PAGE // 3) * dense_bytes // dense.shape[2] + 1024  # with a page of codes
+    exact = cache.layers[0].dense()[0]
+    if zones:
+        assert torch.equal(exact, dense)
+    torch.testing.assert_close(exact, dense, atol=0.05, rtol=0)
+    assert torch.equal(exact[:, :, -64:], dense[:, :, -64:])
+
+
+def test_a_ring_that_grows_holds_what_a_whole_one_holds(monkeypatch):
+    """With crops, rows that move, and tokens that leave."""
+    whole, grown = (CompressedCache(format="turboquant_4bit_nc", num_sink_tokens=3, residual_length=30) for _ in range(2))
+    torch.manual_seed(SEED)
+    for tokens in (2, 1, 20, 1, 9, 1, 1, 30, 1, 1):
+        x = torch.randn(2, 2, tokens, 32)
+        with monkeypatch.context() as patch:
+            patch.setattr(storage, "zone_room", lambda tokens, most: most)
+            whole.update(x, -x, 0)
+        grown.update(x, -x, 0)
+        for cache in (whole, grown):
+            cache.crop(-1)
+            cache.reorder_cache(torch.tensor([1, 0]))
+    assert all(map(torch.equal, whole.layers[0].dense(), grown.layers[0].dense()))
