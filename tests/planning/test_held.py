@@ -209,17 +209,17 @@ def test_the_most_that_is_planned_is_reached():
 
 
 def test_far_from_the_prompt_chunks_count_as_one_by_one():
-    region = 931  # and then in groups
+    region = 1000 - 4 - 65
     slots = growth(0, region)
     for context in range(1001, 40_000):
-        left = 931 + (context - 1000) // 16 * 16
+        left = context - 4 - 65
         if left > slots:
             slots += growth(region, left - slots)
         region = left
         if context % 4999 == 0:
             planned = plan(MODELS["llama"](), format="int8", context=context, prompt=1000, dtype=torch.float32)
             assert planned.request.codes == 3 * 2 * 2 * 32 * slots
-            assert planned.request.exact == 3 * 2 * 2 * 32 * 4 * (4 + 64 + 16)
+            assert planned.request.exact == 3 * 2 * 2 * 32 * 4 * (4 + 65)
 
 
 def drive_static(config, prompt: int, steps: int, rows: int, **options) -> CompressedCache:
