@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo chat test test-all test-processors test-oldest lint kernels format docs tables pictures notebooks package bench quality studies clean
+.PHONY: demo chat test test-all test-processors test-oldest lint kernels format docs tables families pictures notebooks package bench quality studies clean
 
 demo: $(VENV)/installed
 	$(BIN)/qkvcache demo
@@ -32,6 +32,10 @@ test-processors: $(VENV)/installed
 test-oldest: $(VENV)-oldest/installed $(VENV)-batching/installed
 	$(VENV)-oldest/bin/pytest -n auto --dist worksteal -m contract
 	$(VENV)-batching/bin/pytest -n auto --dist worksteal -m contract tests/batching
+
+# Every family of transformers as a tiny model: no feature of a cache works on fewer of them than the rows say.
+families: $(VENV)/installed
+	$(BIN)/python eval/families.py --check
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .

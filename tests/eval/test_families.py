@@ -1,0 +1,63 @@
+"""Families of models do what the rows of `eval/families.py` say, and README claims no more."""
+
+import gc
+import importlib
+from pathlib import Path
+
+import pytest
+from harness import RESULTS, read_rows
+
+families = importlib.import_module("families")
+tables = importlib.import_module("families_tables")
+ROWS = {row["family"]: row for row in read_rows(RESULTS / "families.jsonl")}
+KINDS = {
+    "llama": "full attention",
+    "gemma3_text": "sliding and full",
+    "bloom": "ALiBi",
+    "gptj": "attention code of its own",
+    "diffllama": "values that change after update",
+    "deepseek_v3": "latents",
+    "deepseek_v32": "an indexer",
+    "minimax_m3_vl_text": "sparse heads",
+    "qwen3_next": "linear attention",
+    "falcon_h1": "a state beside attention",
+    "qwen2_5_vl": "images",
+    "t5": "an encoder of text",
+    "whisper (speech)": "an encoder of sound",
+}
+
+
+@pytest.fixture(autouse=True)
+def frozen_garbage():
+    """Continuous batching collects garbage again and again, which takes long in a process that has run many tests."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", KINDS)
+def test_a_family_does_what_its_row_says(name):
+    row, before = families.cells(name), ROWS[name]
+    assert [row.get(cell) for cell in tables.SHOWN] == [before[cell] for cell in tables.SHOWN], row["said"]
+
+
+def test_every_family_has_a_row():
+    assert ROWS.keys() == {*families.CAUSAL, *families.OTHERS}
+
+
+def test_readme_claims_what_the_rows_say():
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    assert tables.claim(list(ROWS.values())) in " ".join(readme.split())
+
+
+def test_a_cell_that_became_worse_is_named():
+    before = {"crop": "=", "int8": "codes", "turns": "refused"}
+    assert tables.worse({"family": "llama", "crop": "=", "int8": "dequantized"}, before) == ["llama, int8: dequantized"]
+    assert tables.worse({"family": "llama"}, before) == ["llama, int8: None", "llama, crop: None"]
+
+
+def test_unknown_families_are_refused(capsys):
+    with pytest.raises(SystemExit):
+        families.main(["--only", "lama"])
+    assert "unknown lama" in capsys.readouterr().err
