@@ -144,11 +144,13 @@ class CompressedLayer(CacheLayerMixin):
         tokens, or if `max_length` is exceeded.
         """
         if torch.compiler.is_compiling():
-            return (
-                self._update_compiled(key_states, value_states)
-                if self.is_compileable
-                else self._update_uncompiled(key_states, value_states)
-            )
+            if self.is_compileable:
+                return self._update_compiled(key_states, value_states)
+            if torch.compiler.is_exporting():  # nothing is left out of an exported program
+                raise NotImplementedError(
+                    "torch.export with a cache that grows: its tensors change between steps; make the cache with max_length"
+                )
+            return self._update_uncompiled(key_states, value_states)
         self._check(key_states, value_states)
         self.commit()
         if self.empty:

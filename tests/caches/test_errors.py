@@ -106,21 +106,39 @@ def test_a_model_with_more_layers_is_refused(length):
         network.generate(torch.randint(3, 90, (1, 8)), past_key_values=cache, max_new_tokens=3, disable_compile=True)
 
 
+class Program(torch.nn.Module):
+    """A model with a cache closed over, as torch.export takes it."""
+
+    def __init__(self, network, cache):
+        super().__init__()
+        self.network, self.cache = network, cache
+
+    def forward(self, ids):
+        return self.network(ids, past_key_values=self.cache).logits
+
+
+@pytest.mark.parametrize("filled", [False, True])
+def test_export_of_a_growing_cache_is_refused(filled):
+    network, ids = model("llama"), torch.randint(3, 90, (1, 8))
+    cache = CompressedCache(network.config, format="int8")
+    with torch.no_grad():
+        if filled:
+            network(ids, past_key_values=cache)
+        with pytest.raises(NotImplementedError, match=r"torch.export with a cache that grows: .* make the cache with max_length"):
+            torch.export.export(Program(network, cache), (ids,))
+    assert cache.get_seq_length() == 8 * filled
+
+
 def test_a_program_with_a_cache_without_storage_is_refused():
     network, ids = model("llama"), torch.randint(3, 90, (1, 8))
     cache = CompressedCache(network.config, format="int8", max_length=40)
-
-    class Program(torch.nn.Module):
-        def forward(self, ids):
-            return network(ids, past_key_values=cache).logits
-
     with pytest.raises(NotImplementedError, match=r"torch.export.*early_initialization"):
-        torch.export.export(Program(), (ids,))
+        torch.export.export(Program(network, cache), (ids,))
     assert cache.get_seq_length() == 0 and cache.nbytes == 0
     with torch.no_grad():
         network(ids, past_key_values=cache)
         other = copy.deepcopy(cache)
-        program = torch.export.export(Program(), (ids[:, :1],)).module()
+        program = torch.export.export(Program(network, cache), (ids[:, :1],)).module()
         for token in (5, 6):  # it goes on with what the cache held, and with its own steps
             step = torch.tensor([[token]])
             torch.testing.assert_close(program(step), network(step, past_key_values=other).logits, atol=1e-4, rtol=1e-4)
