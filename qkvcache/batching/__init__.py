@@ -1,4 +1,4 @@
-"""Many requests at once: compressed pages in transformers' continuous batching."""
+"""Compressed pages for transformers' continuous batching, in which many requests run at once."""
 
 from .context import Batching, continuous_batching
 from .metrics import Metrics

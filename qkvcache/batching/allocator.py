@@ -1,7 +1,7 @@
 """`CompressedAllocator`: compressed pages as a cache allocator of transformers.
 
-Blocks are counted, shared, forked, hashed and freed as in transformers. Different are the bytes of a page (`layout.py`), the ring of each
-request (`rings.py`), and what a forward pass reads of them (`step.py`).
+Blocks are counted, shared, forked, hashed and freed as in transformers. The bytes of a page (`layout.py`), the ring of
+each request (`rings.py`) and the slots that a forward pass reads (`step.py`) differ.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ..kernels import PagedInputs, Pages, Pair
 from .layout import PageLayout
 from .rings import Rings
 from .statistics import Statistics
-from .step import Batch, Rows, Tables
+from .step import Batch, BlockTables, Rows
 
 
 class CompressedAllocator(FullAttentionCacheAllocator):
@@ -35,7 +35,7 @@ class CompressedAllocator(FullAttentionCacheAllocator):
             allow_block_sharing=allow_block_sharing,
         )
         like = torch.empty(1, layout.heads, 1, layout.head_dim, dtype=layout.dtype, device=rings.tensor.device)
-        self.tables = Tables(rings.tensor.shape[2] - 1)
+        self.tables = BlockTables(rings.tensor.shape[2] - 1)
         self.ring_index = {layer: i for i, layer in enumerate(layers)}
         self.launches: dict[int, dict[str, Any]] = {layer: {} for layer in layers}
         self.once = {layer: statistics.of_layer(layer, like, rank) for layer in layers}
@@ -44,7 +44,7 @@ class CompressedAllocator(FullAttentionCacheAllocator):
         self.bytes_per_sector = bytes_per_sector
         self._copy_view = cache_tensor.view(-1, self.bytes_per_block)
         self._after_cache_tensor_init(non_trash_bytes, bytes_per_sector, cache_tensor, pool)
-        self.write_trash_index = 0  # in sector 0, which holds no request
+        self.write_trash_index = 0  # sector 0 holds no request
         self.views = {layer: self.layout.views(cache_tensor, i, self.pages_per_block) for i, layer in enumerate(self.layer_indices)}
 
     def inputs(self, layer: int, rows: Rows) -> PagedInputs:
@@ -58,7 +58,8 @@ class CompressedAllocator(FullAttentionCacheAllocator):
         return self.rings.layer(self.ring_index[layer])
 
     def calibrate(self, layer: int, x: Pair) -> None:
-        """Freezes the statistics of a layer, from keys and values `[1, H, T, D]`; kernels keep what they derive from others."""
+        """Freezes the statistics of a layer, computed from keys and values `[1, H, T, D]`. They must not change later:
+        kernels cache tables that they derive from statistics."""
         self.statistics.calibrate(layer, x)
         self.launches[layer].clear()
 
@@ -73,14 +74,15 @@ class CompressedAllocator(FullAttentionCacheAllocator):
 
     def mark_complete_blocks(self, request_id: str, token_ids: list[int], new_new_blocks: int) -> None:
         super().mark_complete_blocks(request_id, token_ids, new_new_blocks)
-        self._forget(request_id)  # blocks with the tokens of others were exchanged for these
+        self._forget(request_id)  # its blocks were exchanged for others with the same tokens
 
     def batch(self, requests: Sequence[str], past: Sequence[int], count: Sequence[int]) -> Batch:
-        """The slots that are read and written for the next tokens of these requests, `count` of each after `past`."""
+        """The slots that are read and written for the next tokens of these requests: `count` tokens of each, after
+        `past`."""
         before = numpy.array(past)
         after = before + numpy.array(count)
         rows, since = self.rings.extend(requests, before, after)
-        self.tables.forget(rows[since == before])  # perhaps other requests' so far
+        self.tables.forget(rows[since == before])  # they may have belonged to other requests
         blocks = self.tables.read(rows, [self.block_table[request] for request in requests])
         return Batch(self.layout, self.rings, blocks, before, after, rows, since)
 

@@ -1,7 +1,7 @@
-"""The front of `qkvcache serve`: ASGI middleware before transformers' handlers.
+"""The front of `qkvcache serve`: an ASGI middleware before transformers' handlers.
 
-A request is checked, given an id of its own, and split into the `n` answers that it asks for; what the handlers answer
-is cut at stop strings, completed and merged. It ends when its client leaves, and refusals have OpenAI's error body.
+A request is checked, given a unique id, and split into the `n` answers that it asks for. The handlers' answers are cut
+at stop strings, completed and merged. A request ends when its client leaves, and refusals have OpenAI's error body.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def client_left() -> Refusal:
 
 
 def refusal(error: BaseException, asked: Asked | None = None) -> Refusal:
-    """What an error of a handler tells the client."""
+    """The refusal that tells the client about a handler's error."""
     if isinstance(error, Refusal):
         return error
     if isinstance(error, CBWorkerDeadError):
@@ -56,10 +56,10 @@ def refusal(error: BaseException, asked: Asked | None = None) -> Refusal:
 class Host(Protocol):
     """The middleware's view of a server.
 
-    tokenizer         that of the model
+    tokenizer         the model's tokenizer
     stopping          whether requests are refused
-    exchanges         requests that run
-    options_by_batch  whether sampling options are the batch's, not the handlers'
+    exchanges         running requests
+    options_by_batch  whether the batch, not the handlers, applies sampling options
     observed          outcomes and times of requests
     """
 
@@ -114,9 +114,10 @@ class Exchange:
         self.fields = self.server.check(endpoint.check(given))
         self.stream = self.fields.get("stream", False)
         self.events: asyncio.Queue[tuple[int, Any]] = asyncio.Queue()
-        """By choice: messages of its handler, the error that ended it, or None at its end.
+        """Events with the number of their choice: a message of its handler, the error that ended it, or None at its
+        end.
 
-        Of choice -1: an error, or None if the client has left.
+        Choice -1 is the request: an error, or None if the client has left.
         """
         stop = self.fields.get("stop", [])
         self.stop = [stop] if isinstance(stop, str) else stop
@@ -177,7 +178,7 @@ class Exchange:
         }
 
         async def receive() -> dict:
-            return messages.pop() if messages else await asyncio.Future()  # those that leave cancel this task
+            return messages.pop() if messages else await asyncio.Future()  # leaving cancels this task
 
         async def send(message: dict) -> None:
             self.events.put_nowait((index, message))
@@ -189,7 +190,8 @@ class Exchange:
             self.events.put_nowait((index, refusal(error, asked)))
 
     async def _messages(self) -> AsyncIterator[tuple[Choice, dict]]:
-        """What the handlers send until all are done. Raises Refusal for what one refuses, and if the client leaves."""
+        """Yields the messages of the handlers until all are done. Raises Refusal if a handler refuses or the client
+        leaves."""
         left = len(self.choices)
         while left:
             index, message = await self.events.get()
@@ -270,7 +272,7 @@ class Exchange:
 
 
 class Choice:
-    """An answer of a request, as its handler sends it."""
+    """One of a request's answers, as its handler sends it."""
 
     def __init__(self, asked: Asked, stop: list[str], index: int):
         self.asked, self.index = asked, index
@@ -290,7 +292,7 @@ class Choice:
         return answer
 
     def events(self, received: bytes) -> list[dict]:
-        """The events that the bytes complete."""
+        """The events that are complete with these bytes."""
         *lines, self.received = (self.received + received).split(b"\n\n")
         return [event for line in lines for event in self._event(line.decode())]
 
@@ -320,7 +322,7 @@ class Choice:
         return [data]
 
     def _cut(self, text: str) -> str:
-        """The part of the answer so far that no stop string can begin in, or the part before one."""
+        """The part of the answer so far in which no stop string can begin, or the part before a stop string."""
         if self._stopped or not self._stop:
             return "" if self._stopped else text
         text = self._held + text
@@ -352,7 +354,7 @@ class Choice:
 
 
 def _refusal_of(choice: Choice) -> Refusal:
-    """The error that a handler has answered, of the server's exception handlers."""
+    """The error in a handler's answer, which the server's exception handlers made."""
     error = json.loads(choice.received)["error"]
     return Refusal(error["message"], error["param"], choice.status, error["code"])
 

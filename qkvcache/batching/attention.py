@@ -1,13 +1,14 @@
 """Attention of a batch of requests over compressed pages: the attention implementation `qkvcache_pages`.
 
-The tokens of a step attend to each other exactly, and to the past as it is stored:
+The tokens of a step attend to each other exactly, and to the past as stored:
 
     prompts                     torch's attention on exact keys and values, of all prompts in one call
     chunks with a past          the same, once the pasts have been dequantized, in one launch, before the new tokens; a past that does not
                                 fit into the scratch in pieces, whose outputs are merged (`kernels/attend_chunked.py`)
     rows with one new token     the fused kernel over the first tokens, pages and ring
 
-Chunks attend before the new tokens are written, while the ring still has their past; rows with one token after that.
+Chunks attend before the new tokens are written, while the ring still holds their past; rows with one token attend
+afterwards.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from ..kernels import Pair, attend_pages, gather_rows, quantize_into, store_rows
 from ..kernels.attend_chunked import attend_chunked_pages, supports_queries
 from .pool import CompressedPagedCache
 from .rings import Rings
-from .step import Chunks, Rows, Writes
+from .step import PromptChunks, Rows, Writes
 
 NAME = "qkvcache_pages"
 
@@ -77,7 +78,9 @@ def attend_rows(cache: CompressedPagedCache, layer: int, rows: Rows, query: Tens
     return attend_pages(query.permute(2, 1, 0, 3), inputs, scaling=scaling, softcap=softcap, sinks=sinks)[0].permute(2, 1, 0, 3)
 
 
-def attend_chunks(cache: CompressedPagedCache, layer: int, chunks: Chunks, query: Tensor, new: Pair, options: dict[str, Any]) -> Tensor:
+def attend_chunks(
+    cache: CompressedPagedCache, layer: int, chunks: PromptChunks, query: Tensor, new: Pair, options: dict[str, Any]
+) -> Tensor:
     """Attention `[1, T, Hq, D]` of prompts, or of parts of them, `[1, Hq, T, D]`; `options` are those of `varlen_attention`."""
     if chunks.past is None:
         return varlen_attention(query, *new, chunks.sequences, **options)

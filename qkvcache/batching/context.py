@@ -26,13 +26,13 @@ if TYPE_CHECKING:
     from .manager import CompressedManager
 
 OLDEST = "5.19"
-"""The first transformers whose continuous batching has allocators."""
+"""The first release of transformers whose continuous batching has allocators."""
 _METHOD, _BATCH, _CACHED = "init_continuous_batching", "generate_batch", "_cached_continuous_batching_manager"
 
 
 class Batching:
-    """The result of `continuous_batching`, a context manager: inside, or until `close`, the model's continuous batching uses compressed
-    pages. `statistics.save(path)` stores the frozen statistics of the format."""
+    """The result of `continuous_batching`, a context manager. Inside it, or until `close`, the model's continuous
+    batching uses compressed pages. `statistics.save(path)` stores the frozen statistics of the format."""
 
     def __init__(self, model: PreTrainedModel, statistics: Statistics, **zones: int):
         self.model, self.statistics, self._zones = model, statistics, zones
@@ -62,14 +62,15 @@ class Batching:
         if generation is None:
             raise ValueError("a GenerationConfig must be passed or set in the model")
         if generation.eos_token_id is None:
-            generation.eos_token_id = -1  # as transformers: no token ends a text
+            generation.eos_token_id = -1  # as in transformers: no token ends a text
         config = continuous_batching_config or getattr(generation, "continuous_batching_config", None) or ContinuousBatchingConfig()
         options: dict[str, Any] = {"statistics": self.statistics, "counters": self._counters, **self._zones}
         self.manager = CompressedManager(self.model, generation, config, workload_hints, **options)
         return self.manager
 
     def generate_batch(self, inputs: list[list[int]], *args: Any, **options: Any) -> Any:
-        """The model's `generate_batch`. What it would log, answering nothing, or leave out is refused before."""
+        """The model's `generate_batch`. Requests that it would only log, without an answer, or leave out are refused
+        first."""
         from .requests import check_prompt
 
         stock: Any = type(self.model).generate_batch  # type: ignore[attr-defined]
@@ -80,7 +81,7 @@ class Batching:
         return stock(self.model, inputs, *args, **options)
 
     def metrics(self) -> Metrics:
-        """Requests, pages and tokens now."""
+        """The present numbers of requests, pages and tokens."""
         if self.manager is None:
             return Metrics(**vars(self._counters))
         return self.manager.metrics(self._counters)
@@ -95,7 +96,7 @@ class Batching:
                 self.manager.stop(block=True, hard_stop=True)
             self.manager.destroy()
             self.manager.batch_processor = None
-            if self.model.config._attn_implementation != self._attention:  # of a manager that never started
+            if self.model.config._attn_implementation != self._attention:  # left by a manager that never started
                 self.model.set_attn_implementation(self._attention)
         if getattr(self.model, _CACHED, None) is self.manager:
             self.model.__dict__.pop(_CACHED, None)
@@ -124,22 +125,23 @@ def continuous_batching(
         with continuous_batching(model, format="turboquant_4bit_nc") as batching:
             outputs = model.generate_batch(prompts, max_new_tokens=100)
 
-    Every token is quantized when it is written; each request also keeps its last tokens in the model's dtype, and the first ones beside its
-    first block. The tokens of a step attend to each other exactly. Blocks that are shared, forked, moved to the host and back keep their
-    codes.
+    Every token is quantized when it is written. Each request also keeps its last tokens in the model's dtype, and its
+    first tokens beside its first block. The tokens of a step attend to each other exactly. Blocks that are shared,
+    forked, or moved to the host and back keep their codes.
 
     Args:
-        format: a registry name (`qkvcache.formats.REGISTRY`) or a Format, whose scales do not span tokens.
-        residual_length: last tokens of each request that attention reads in the model's dtype.
-        num_sink_tokens: first tokens of each request that stay in the model's dtype.
-        statistics: for formats that keep a mean or a scale once for all tokens: `batching.statistics` of an earlier run, or the file that
-            its `save` wrote. None: they come from the first batch of prompts, and are frozen for all requests that follow.
+        format: a registry name (`qkvcache.formats.REGISTRY`) or a Format. Its scales must not span tokens.
+        residual_length: number of last tokens of each request that attention reads in the model's dtype.
+        num_sink_tokens: number of first tokens of each request that stay in the model's dtype.
+        statistics: for formats with one mean or scale for all tokens: the `batching.statistics` of an earlier run, or
+            the file that its `save` wrote. None: they come from the first batch of prompts and are frozen for all later
+            requests.
 
     Raises:
         NotImplementedError: transformers below 5.19, models with sliding, linear or latent attention or with attention code of
             their own, or encoder-decoders.
-        ValueError: an unknown format or one that cannot hold the model's head_dim, negative sizes, statistics of another format or model,
-            a model that batches on compressed pages already.
+        ValueError: an unknown format or one that cannot hold the model's head_dim; negative sizes; statistics of
+            another format or model; a model that already batches on compressed pages.
         TypeError: `format`, `statistics` or a size of another type.
     """
     resolved = formats.resolve(format)
@@ -177,7 +179,7 @@ def _check_model(model: PreTrainedModel) -> None:
 
 
 def check_config(config: PreTrainedConfig) -> None:
-    """Raises NotImplementedError for models, and releases of transformers, without compressed pages."""
+    """Raises NotImplementedError for models and releases of transformers that do not support compressed pages."""
     if Version(transformers.__version__).release < Version(OLDEST).release:
         raise NotImplementedError(
             f"transformers {transformers.__version__} has no page allocators: compressed pages need {OLDEST} or later; upgrade it"
@@ -200,7 +202,8 @@ def check_config(config: PreTrainedConfig) -> None:
 def check_format(format: Format | FormatByLayer, head_dim: int | None) -> Format:
     """The format, if pages can hold it.
 
-    Raises NotImplementedError for formats by layer, ValueError for a format that cannot hold `head_dim`, or whose scales span tokens.
+    Raises NotImplementedError for formats by layer, ValueError for a format that cannot hold `head_dim` or whose scales
+    span tokens.
     """
     if isinstance(format, FormatByLayer):
         raise NotImplementedError(f"format={format.name}: pages of all layers have one format; pass one")
@@ -212,6 +215,6 @@ def check_format(format: Format | FormatByLayer, head_dim: int | None) -> Format
 
 
 def fits_pages(format: Format) -> bool:
-    """Whether each token has its own scales, or one scale serves all tokens of the model."""
+    """Whether each token has its own scales, or all tokens of the model have one scale."""
     layouts = (codec.packed_layout for codec in (format.key, format.value))
     return all(layout is None or layout.writable for layout in layouts)

@@ -1,4 +1,5 @@
-"""The fields of a request to `qkvcache serve`: each has an effect, asks for nothing, or is refused by its name."""
+"""The fields of a request to `qkvcache serve`. Each has an effect, has a value that asks for nothing, or is refused by
+its name."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ UNSUPPORTED = "unsupported_parameter"
 
 
 class Refusal(Exception):
-    """A request that gets no answer: an HTTP status, and the fields of OpenAI's error body."""
+    """Raised for a request that gets no answer: an HTTP status, and the fields of OpenAI's error body."""
 
     def __init__(self, message: str, param: str | None = None, status: int = 400, code: str | None = None):
         super().__init__(message)
@@ -66,7 +67,7 @@ def _strings(value: Any) -> bool:
 
 
 TEXTS = ("text", "input_text", "output_text")
-"""Types of the parts of a message that a language model reads."""
+"""Types of the message parts that a language model reads."""
 MESSAGES = "a list of at least one message, each with a role and a content of text"
 POSITIVE: tuple[Callable[[Any], bool], str] = (lambda value: _integer(value) and value >= 1, "an integer of at least 1")
 ANYTHING: tuple[Callable[[Any], bool], str] = (lambda value: True, "anything")
@@ -91,7 +92,7 @@ ACCEPTED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "user": ANYTHING,
     "metadata": ANYTHING,
 }
-"""Tests of the values of fields that have an effect, or label the request; and what they must be."""
+"""Fields that have an effect or label the request, each with a test of its value and a description of valid values."""
 
 NOTHING: dict[str, list[Any]] = {
     "background": [False],
@@ -115,18 +116,18 @@ NOTHING: dict[str, list[Any]] = {
     "top_logprobs": [0],
     "truncation": ["disabled"],
 }
-"""Values of other fields that ask for nothing, as clients send them by default."""
+"""Values of other fields that ask for nothing; clients send them by default."""
 
 
 @dataclass(frozen=True)
 class Endpoint:
-    """A path with its required field and those that have an effect there."""
+    """A path, its required field, and the fields that have an effect there."""
 
     required: str
     fields: frozenset[str]
 
     def check(self, body: Any) -> dict[str, Any]:
-        """The fields of a request that have an effect. Raises Refusal for what is wrong or would be ignored."""
+        """The fields of a request that have an effect. Raises Refusal for fields that are wrong or would be ignored."""
         if not isinstance(body, dict):
             raise Refusal("the body must be a JSON object")
         given = {name: value for name, value in body.items() if value is not None}

@@ -3,7 +3,7 @@
     page    planes of the keys `[H', PAGE, width]`, planes of the values, the exact keys and values of the first tokens `[H, S, D]`
     block   a page for each layer
 
-The first tokens of a request are in its first block, so that they are copied, shared and offloaded with it.
+The exact first tokens of a request are in its first block, so that they are copied, shared and offloaded with it.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ class PageLayout:
 
     @cached_property
     def places(self) -> tuple[list[tuple[int, str, torch.dtype, int, int, int]], int, int]:
-        """For each plane, side (0: keys), buffer, dtype, heads, width and first byte; the first byte of the exact tokens; bytes in all."""
+        """The side (0: keys), buffer, dtype, heads, width and first byte of each plane; the first byte of the exact
+        tokens; and the bytes of a page."""
         planes, at = [], 0
         for side, codec in enumerate(self.codecs):
             for buffer in codec.buffers(self.head_dim):
@@ -65,8 +66,8 @@ class PageLayout:
         return self.places[2]
 
     def views(self, pool: Tensor, page: int, pages_per_block: int) -> tuple[tuple[Codes, Codes], Pair]:
-        """Planes `[N, H', PAGE, width]` of keys and of values, and the exact first tokens `[N, H, S, D]` of both, of the pages number
-        `page` of all `N` blocks of `pool`, uint8 `[bytes]`."""
+        """Views of page number `page` of all `N` blocks of `pool`, uint8 `[bytes]`: planes `[N, H', PAGE, width]` of
+        keys and of values, and the exact first tokens `[N, H, S, D]` of both."""
         stride = self.nbytes * pages_per_block
         blocks = pool.numel() // stride
 

@@ -29,7 +29,8 @@ NO_ROOM = "No requests can be scheduled and no requests can be offloaded."
 
 
 class CompressedManager(ContinuousBatchingManager):
-    """A manager whose requests are in compressed pages. `options`: those of `CompressedPagedCache` beside what the config has."""
+    """A manager whose requests are in compressed pages. `options`: those of `CompressedPagedCache` that the config does
+    not have."""
 
     def __init__(
         self,
@@ -58,7 +59,7 @@ class CompressedManager(ContinuousBatchingManager):
                 raise NotImplementedError("return_logprobs with per_request_processors: they would be those of the noise")
             self.logit_processor: ContinuousBatchingLogitsProcessorList = Sampling(generation_config)
             if asked.max_memory_percent is None and model.device.type == "cuda":
-                config.max_memory_percent = 0.8  # transformers leaves as much free where logits are processed
+                config.max_memory_percent = 0.8  # transformers' share where logits are processed
 
     def switch_to_cb_friendly_attn(self, model: Any, auto_switch_to_flash: bool = True) -> None:
         ALL_ATTENTION_FUNCTIONS.register(NAME, paged_attention)
@@ -67,7 +68,7 @@ class CompressedManager(ContinuousBatchingManager):
             model.set_attn_implementation(NAME)
 
     def warmup(self) -> None:
-        """As transformers' `warmup`, whose random tokens do not count for statistics."""
+        """Warms up as transformers does; the random tokens do not count for statistics."""
         cache = self._pool()
         cache.calibrating = False
         try:
@@ -76,7 +77,7 @@ class CompressedManager(ContinuousBatchingManager):
             cache.calibrating = True
 
     def start(self) -> None:
-        """As transformers' `start`, with the pool made before it returns."""
+        """Starts as transformers does; the pool is allocated before it returns."""
         self._pool()
         super().start()
 
@@ -91,10 +92,10 @@ class CompressedManager(ContinuousBatchingManager):
         stop: StopStrings | None = None,
         **options: Any,
     ) -> str | None:
-        """Adds a request, whose answer ends at the model's last position if not before.
+        """Adds a request. Its answer ends at the model's last position at the latest.
 
         Args:
-            stop: strings that end the answer, which has the tokens of the string.
+            stop: strings that end the answer. The answer includes the tokens of the string.
             options: `temperature`, `top_p` and `seed` of this request, if the config has `per_request_processors`.
 
         Raises:
@@ -145,13 +146,14 @@ class CompressedManager(ContinuousBatchingManager):
     def add_requests(  # type: ignore[override]
         self, inputs: list[list[int]], max_new_tokens: int | None = None, **options: Any
     ) -> list[str]:
-        """As transformers' `add_requests`. A wrong prompt refuses all; those that do not fit fail alone."""
+        """Adds requests as transformers does. One wrong prompt refuses all of them; a request that does not fit fails
+        alone."""
         for ids in inputs:
             check_prompt(self.model.config, ids, max_new_tokens)
         names = self._request_ids(len(inputs))
         pairs: Sequence[tuple[str, list[int]]] = list(zip(names, inputs, strict=True))
         if self._use_prefix_sharing:
-            pairs = sorted(pairs, key=lambda pair: pair[1], reverse=True)  # those that begin alike follow each other
+            pairs = sorted(pairs, key=lambda pair: pair[1], reverse=True)  # prompts that begin alike follow each other
         for name, ids in pairs:
             try:
                 self.add_request(ids, name, max_new_tokens, **options)
@@ -175,7 +177,7 @@ class CompressedManager(ContinuousBatchingManager):
         return [f"req_{first + i}" for i in range(count)]
 
     def _forget(self, request_id: str) -> None:
-        """Drops the handler of a request that has no result."""
+        """Drops the handler of a request that will have no result."""
         with self.output_router._lock:
             self.output_router.result_handlers.pop(request_id, None)
 
@@ -194,13 +196,13 @@ class CompressedManager(ContinuousBatchingManager):
         return self.batch_processor.cache  # type: ignore[union-attr, return-value]
 
     def _pool(self) -> CompressedPagedCache:
-        """The cache, made now if there is none."""
+        """The paged cache, made now if there is none."""
         if self.batch_processor is None:
             self.batch_processor = self._create_batch_processor()
         return self.cache
 
     def metrics(self, counters: Counters) -> Metrics:
-        """The current metrics; without pages as long as there is no processor."""
+        """The current metrics, without pages while there is no processor."""
         counts = vars(counters)
         processor = self.batch_processor
         if processor is None:
@@ -222,7 +224,8 @@ class CompressedManager(ContinuousBatchingManager):
         )
 
     def _create_batch_processor(self) -> ContinuousBatchProcessor:
-        """The processor, made or reset on the current stream: others, which do not wait for it, copy and compute the first batch."""
+        """Makes or resets the processor on the current stream and waits for it, since other streams copy and compute
+        the first batch."""
         if isinstance(processor := getattr(self, "batch_processor", None), ContinuousBatchProcessor):
             processor.reset()
         else:
@@ -272,7 +275,8 @@ class CompressedManager(ContinuousBatchingManager):
 
 
 class Requests:
-    """A mixin for schedulers: requests know what was cached of them; nothing is kept of those that were cancelled."""
+    """A mixin for schedulers: requests know how many of their tokens were cached, and cancelled requests are dropped
+    completely."""
 
     forget: Callable[[str], None]
     cache: CompressedPagedCache
@@ -288,13 +292,14 @@ class Requests:
     def clear_cancelled_requests(self) -> list[RequestState]:
         states = super().clear_cancelled_requests()  # type: ignore[misc]
         for state in states:
-            state.status = RequestStatus.FINISHED  # a step of it that still runs has no result
+            state.status = RequestStatus.FINISHED  # ignores the result of a step that still runs
             self.forget(state.request_id)
         return states
 
 
 def _check_room(request_id: str, tokens: int, cache: CompressedPagedCache) -> None:
-    """Raises MemoryError if a request of so many tokens, the last one not stored, does not fit into the empty pool."""
+    """Raises MemoryError if a request of `tokens` tokens, of which the last is not stored, does not fit into the empty
+    pool."""
     room = cache.num_blocks * cache.allocator.tokens_per_page
     if tokens > room:
         raise MemoryError(
@@ -304,7 +309,7 @@ def _check_room(request_id: str, tokens: int, cache: CompressedPagedCache) -> No
 
 
 class BatchInputs(ContinuousBatchingIOs):
-    """Inputs that are planned for all requests of a batch at once."""
+    """Inputs of a forward pass, planned for all requests of a batch at once."""
 
     cache: CompressedPagedCache
     logit_processor: ContinuousBatchingLogitsProcessorList
@@ -321,8 +326,8 @@ class BatchInputs(ContinuousBatchingIOs):
         max_kv_read: int,
         use_padding: bool,
     ) -> None:
-        """As transformers', without indices of the tokens that are read: `max_kv_read` of them would be cleared, and those of the whole
-        pool copied."""
+        """Prepares a batch as transformers does, but without the indices of tokens to read, which would cost clearing
+        `max_kv_read` entries and copying one for each token of the pool."""
         states = [future.state for future in requests_in_batch]
         names, past = [state.request_id for state in states], [state.position_offset for state in states]
         super().prepare_batch_tensors(requests_in_batch, logits_processors, use_decode_fast_path, num_q_tokens, 0, use_padding)
@@ -331,7 +336,7 @@ class BatchInputs(ContinuousBatchingIOs):
 
 
 class CompressedProcessor(ContinuousBatchProcessor):
-    """A processor that fails a request that outgrows the pool, and continues with the others."""
+    """A processor that fails a request that outgrows the pool and continues with the others."""
 
     cache: CompressedPagedCache
 
@@ -343,7 +348,7 @@ class CompressedProcessor(ContinuousBatchProcessor):
         for inputs in every:
             inputs.__class__, inputs.logit_processor = BatchInputs, self.logit_processor  # transformers makes them
         if isinstance(self.logit_processor, Sampling):
-            self.do_sample = self.model_runner.do_sample = False  # what it returns is drawn
+            self.do_sample = self.model_runner.do_sample = False  # the logits processors draw the tokens
 
     def prepare_next_batch(self) -> bool:
         while True:
@@ -354,7 +359,7 @@ class CompressedProcessor(ContinuousBatchProcessor):
                     raise
 
     def _fail_one(self) -> bool:
-        """Fails the request that no pages are left for."""
+        """Fails the request for which no pages are left."""
         scheduler = self.scheduler
         if not scheduler.starved_requests:
             return False

@@ -11,10 +11,10 @@ from itertools import accumulate
 
 @dataclass(frozen=True)
 class Metrics:
-    """Requests, pages and tokens at one moment.
+    """The numbers of requests, pages and tokens at one moment.
 
     running           requests that have pages
-    waiting           requests that wait for pages, or to be read
+    waiting           requests whose prompt waits for pages or for its turn
     pages_used        pages of running requests
     pages_cached      pages that no request reads, kept for prompts that begin with their tokens; freed when pages are needed
     pages_total       pages of the pool; 0 as long as there is none
@@ -25,7 +25,7 @@ class Metrics:
     tokens_generated  since `continuous_batching` was entered
     prompt_tokens     of prompts, since then
     cached_tokens     of those, tokens that were in pages already
-    preemptions       how often a running request lost its pages to others, to be continued later
+    preemptions       times that a running request lost its pages to others, to be continued later
     """
 
     running: int = 0
@@ -45,7 +45,7 @@ class Metrics:
 
 @dataclass
 class Counters:
-    """Counts that several managers add to."""
+    """Counters to which several managers add."""
 
     tokens_generated: int = 0
     prompt_tokens: int = 0

@@ -1,4 +1,5 @@
-"""`CompressedPagedCache`: transformers' paged cache with compressed pages, and how many of them fit."""
+"""`CompressedPagedCache`: transformers' paged cache with compressed pages, and the number of pages that fit into
+memory."""
 
 from __future__ import annotations
 
@@ -24,17 +25,18 @@ from .layout import PageLayout
 from .metrics import Counters
 from .rings import Rings
 from .statistics import Statistics
-from .step import HEADER, Batch, Step, step_of_batch, step_of_table
+from .step import HEADER, Batch, BatchStep, step_of_batch, step_of_table
 
 RING_SHARE = 16
 """Rings take at most one sixteenth of the free memory, unless `max_requests_per_batch` sets their number."""
 
 
 class StockSizing(PagedAttentionMemoryHandler):
-    """transformers' arithmetic of the memory for a pool.
+    """transformers' computation of the memory for a pool.
 
     Args:
-        free: free bytes; None asks the device. Of them, less `taken`, the share `max_memory_percent` of the config is used.
+        free: free bytes; None asks the device. The config's share `max_memory_percent` of these bytes, less `taken`, is
+            used.
     """
 
     def __init__(self, *, free: float | None = None, taken: int = 0, **kwargs: Any):
@@ -48,8 +50,8 @@ class StockSizing(PagedAttentionMemoryHandler):
 
 
 class Sizing(StockSizing):
-    """The same for compressed pages: no masks, and no dense copy of the keys and values that a step reads; `num_blocks` counts compressed
-    blocks."""
+    """The memory for compressed pages: no masks, and no dense copy of the keys and values that a step reads.
+    `num_blocks` counts compressed blocks."""
 
     def __init__(self, **kwargs: Any):
         super().__init__(**kwargs)
@@ -69,8 +71,9 @@ class Sizing(StockSizing):
 
 @dataclass(frozen=True)
 class PoolSize:
-    """The allocation for all requests. blocks: pages of `page_size` tokens, each with a page of every layer. rings: requests that have
-    exact last tokens at the same time. batch_tokens: new tokens of a step. bytes_per_block, bytes_per_ring: of all layers."""
+    """The allocation for all requests. blocks: number of blocks of `page_size` tokens, each with a page of every layer.
+    rings: requests that can have exact last tokens at the same time. batch_tokens: new tokens of a step.
+    bytes_per_block, bytes_per_ring: over all layers."""
 
     blocks: int
     rings: int
@@ -94,9 +97,10 @@ def pool_size(
     """The pool and the rings that fit into the free memory.
 
     Args:
-        cb_config: resolved, as transformers' managers do.
-        layout: of a page of one layer, with the KV heads of one GPU; `layers` have such pages.
-        logits_to_keep: whether the model computes the logits of some tokens alone.
+        cb_config: a config that is resolved as by transformers' managers.
+        layout: the layout of a page of one layer, with the KV heads of one GPU. `layers`: number of layers with these
+            pages.
+        logits_to_keep: whether the model can compute logits of selected tokens only.
         max_requests: number of rings; None: as many as fit into a share of the memory, up to `cb_config.max_requests_per_batch`. There are
             never more than blocks: a request has at least one.
         free: free bytes before anything is allocated; None asks the device.
@@ -152,7 +156,7 @@ class CompressedPagedCache(PagedAttentionCache):
         smallest.num_blocks, smallest.max_batch_tokens = 1, 1
         super().__init__(config, smallest, device, distributed_helper, dtype, model_supports_logits_to_keep)
         stock = self.cache_allocators[FULL_ATTENTION]
-        del self.cache_tensor  # of one block
+        del self.cache_tensor  # transformers allocated one block
         heads, head_dim = stock.num_key_value_heads, stock.head_dim  # type: ignore[attr-defined]
         layers, page_size = stock.layer_indices, stock.tokens_per_page
         layout = PageLayout(statistics.format, heads, head_dim, page_size, num_sink_tokens, dtype)
@@ -161,7 +165,7 @@ class CompressedPagedCache(PagedAttentionCache):
         slots = residual_length + 1  # the new token is in the ring too
         self.scratch_tokens = CHUNK_BYTES // (2 * heads * head_dim * dtype.itemsize)
         self.batch: Batch  # the latest
-        self.step: Step | None = None
+        self.step: BatchStep | None = None
         self.first_layer = layers[0]
 
         allow = continuous_batching_config.allow_block_sharing
@@ -197,23 +201,24 @@ class CompressedPagedCache(PagedAttentionCache):
     # A forward pass.
 
     def fill_block_table(self, request_id: str, past_length: int, query_length: int, block_table: Tensor) -> None:
-        """Called for each request: `prepare` fills the rows of all of them."""
+        """Does nothing. transformers calls it for each request; `prepare` fills the rows of all requests."""
 
     def extend_read_and_write_indices(
         self, request_id: str, past_length: int, query_length: int, read_index: list[list[int]] | None, write_index: list[list[int]]
     ) -> None:
-        """Called for each request, for indices that nothing here reads."""
+        """Does nothing. transformers calls it for each request; compressed pages do not need the indices."""
 
     def prepare(self, requests: list[str], past: list[int], count: list[int], table: Tensor | None) -> None:
-        """Plans the next tokens of a batch, `count` after `past` of each request, and fills the rows of a block table, int32
-        `[B or more, HEADER + P or more]`; None if there is none for this batch."""
+        """Plans the next tokens of a batch, `count` after `past` of each request, and fills the rows of the block
+        `table`, int32 `[B or more, HEADER + P or more]`; None: the batch has none."""
         self.batch = self.allocator.batch(requests, past, count)
         if table is not None:
             rows = torch.from_numpy(self.batch.table())
             table[: rows.shape[0], : rows.shape[1]].copy_(rows, non_blocking=True)
 
-    def step_of(self, layer: int, block_table: Tensor | None, tokens: int) -> Step:
-        """The slots that this forward pass of `tokens` tokens reads and writes, computed in the first layer."""
+    def step_of(self, layer: int, block_table: Tensor | None, tokens: int) -> BatchStep:
+        """The slots that this forward pass of `tokens` tokens reads and writes. They are computed in the first
+        layer."""
         if layer == self.first_layer or self.step is None:
             if block_table is None:
                 self.step = step_of_batch(self.batch, self.scratch_tokens, tokens, self.cache_tensor.device)
@@ -222,19 +227,21 @@ class CompressedPagedCache(PagedAttentionCache):
         return self.step
 
     def calibrate(self, layer: int, x: Pair) -> None:
-        """Freezes the statistics, at the first prompts."""
+        """Freezes the statistics when the first prompts are read."""
         if self.calibrating and layer in self.allocator.statistics.pending:
             tokens = self.batch.tokens
             self.allocator.calibrate(layer, (x[0][:, :, :tokens], x[1][:, :, :tokens]))
 
-    # The life of a request.
+    # The lifetime of a request.
 
     def search_prefix_match(self, request_id: str, prompt_ids: list[int]) -> int:
-        """As transformers', without the last tokens of the prompt: they are read again, so that the ring has them."""
+        """Finds cached blocks as transformers does, but not for the last tokens of the prompt: these are computed
+        again, so that the ring has them."""
         return super().search_prefix_match(request_id, prompt_ids[: max(len(prompt_ids) - self.allocator.rings.slots + 1, 0)])
 
     def can_store_request_tokens(self, state: RequestState, request_len: int, dry_run: bool = False) -> bool:
-        """As transformers', and at once if the last block of the request has room, as in most steps."""
+        """Whether the request's tokens can be stored, as in transformers; answers at once if its last block has room,
+        as in most steps."""
         blocks = self.allocator.block_table.get(state.request_id)
         if blocks is not None and state.position_offset + request_len <= len(blocks) * self.allocator.tokens_per_page:
             return True
@@ -249,7 +256,8 @@ class CompressedPagedCache(PagedAttentionCache):
         super().free_blocks(request_id, no_cache)
 
     def mark_complete_blocks(self, state: RequestState, complete_blocks: dict[str, int]) -> None:
-        """As transformers', which counts on the request having blocks: it has none if it was cancelled while its step ran."""
+        """Marks complete blocks as transformers does, but only if the request has blocks: it has none if it was
+        cancelled while its step ran."""
         self.counters.tokens_generated += state.status != RequestStatus.PREFILLING  # a call for each token
         if complete_blocks and state.request_id in self.allocator.block_table:
             super().mark_complete_blocks(state, complete_blocks)

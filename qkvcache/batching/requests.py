@@ -1,4 +1,4 @@
-"""A request of continuous batching: its checks, its options beside those of others, and where its answer ends."""
+"""A request of continuous batching: the checks of its prompt, its own options, and the end of its answer."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from transformers.generation.continuous_batching.requests import GenerationOutpu
 
 @dataclass
 class Asked:
-    """A request over HTTP, for what transformers' handlers neither pass to the manager nor return from it.
+    """A request over HTTP, with the values that transformers' handlers neither pass to the manager nor return from it.
 
     options         keyword arguments of `CompressedManager.add_request`
-    request_id      unique, unlike an X-Request-ID header
-    admitted        whether the manager has taken the request
+    request_id      a unique id, unlike an X-Request-ID header
+    admitted        whether the manager has accepted the request
     max_new_tokens  tokens that its answer can have
     first_token     when its answer began, of `time.perf_counter`; 0: it has not, or is not known
-    cached_tokens   tokens of its prompt that were in pages already
+    cached_tokens   tokens of its prompt that were already in pages
     """
 
     request_id: str
@@ -35,14 +35,15 @@ class Asked:
 
 
 ASKED: ContextVar[Asked | None] = ContextVar("asked", default=None)
-"""The request that this context handles."""
+"""The request that the current context handles."""
 
 
 def check_prompt(config: PreTrainedConfig, ids: Iterable[int], max_new_tokens: int | None) -> tuple[list[int], int | None]:
-    """The prompt as a list, and how many tokens its answer has at most: `max_new_tokens`, or up to the last position.
+    """The prompt as a list, and the most tokens of its answer: `max_new_tokens`, or those up to the model's last
+    position.
 
-    Raises TypeError for ids that are no integers, and ValueError for an empty prompt, in whose place attention would read
-    tokens of others, ids that are not in the vocabulary, prompts beyond the model's positions, and answers without tokens.
+    Raises TypeError for ids that are not integers. Raises ValueError for an empty prompt (attention would read tokens
+    of other requests), ids outside the vocabulary, prompts beyond the model's positions, and answers without tokens.
     """
     try:
         tokens = [operator.index(token) for token in ids]
@@ -66,15 +67,15 @@ def check_prompt(config: PreTrainedConfig, ids: Iterable[int], max_new_tokens: i
 
 
 class StopStrings:
-    """Strings that end an answer, found in the text of its last tokens."""
+    """Strings that end an answer. They are searched for in the text of its last tokens."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, strings: Sequence[str]):
         self.strings, self._tokenizer, self._special = tuple(strings), tokenizer, set(tokenizer.all_special_ids)
-        # A token has at least a byte, and decoders may strip what the first ones begin with.
+        # A token has at least one byte, and decoders may strip the beginning of the first tokens.
         self._tokens = max(len(string.encode()) for string in strings) + 8
 
     def end(self, backwards: Iterable[int]) -> bool:
-        """Whether an answer, its last token first, contains one of the strings."""
+        """Whether an answer contains one of the strings. `backwards`: its tokens, the last one first."""
         recent = list(islice((token for token in backwards if token not in self._special), self._tokens))
         text = self._tokenizer.decode(recent[::-1])
         return any(string in text for string in self.strings)
@@ -84,12 +85,12 @@ class StopStrings:
 
 
 class Request(RequestState):
-    """A request that can end at strings and knows how much of its prompt was in pages already."""
+    """A request that can end at strings and knows how many tokens of its prompt were already in pages."""
 
     stop: StopStrings | None = None
     asked: Asked | None = None
     cached_tokens: int | None = None
-    """Of its prompt; None until it is read."""
+    """The number of cached tokens of its prompt; None until the prompt is read."""
 
     def update_and_check_completion(self, token_id: int, logprob: float | None) -> bool:
         if self.asked is not None and not self.asked.first_token:

@@ -1,7 +1,7 @@
 """`Rings`: the last tokens of each request in the model's dtype.
 
-Token `n` of a request is in slot `n % R` of its ring. Its codes are in the pages too, so that a ring may be dropped at any time: its
-request then reads codes, and gets a ring again with its next token.
+Token `n` of a request is in slot `n % R` of its ring. Its codes are also in the pages, so that a ring may be dropped at
+any time: the request then reads codes, and gets a ring again with its next token.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 from ..kernels import Pair
 
 Ints = numpy.ndarray
-"""Numbers of some requests, int64 `[B]`."""
+"""One number for each request, int64 `[B]`."""
 
 
 class Rings:
@@ -35,7 +35,8 @@ class Rings:
         """Rows of forked requests, and the rows to copy them to."""
         self._requests = [""] * (count + 1)
         self._since, self._end, self._used = numpy.zeros((3, count + 1), numpy.int64)
-        """Of each row: it has the tokens `since` to `end`, at most as many as there are slots; and when it was used last."""
+        """Each row holds the tokens from `since` to `end`, as far as it has slots. `_used`: the time of its last
+        use."""
         self._now = 0
 
     def layer(self, index: int) -> Pair:
@@ -43,15 +44,17 @@ class Rings:
         return self.tensor[index, 0], self.tensor[index, 1]
 
     def extend(self, requests: Sequence[str], past: Ints, end: Ints) -> tuple[Ints, Ints]:
-        """The rings of requests with `past` tokens, for those up to `end`. Returns their rows: their own, free ones, or those of the least
-        recently used requests; and the first token of which each has all that follow, `past` if it has none before the new ones."""
+        """Assigns rings to requests with `past` tokens, for their next tokens up to `end`. Returns the rows (their own,
+        free ones, or those of the least recently used requests), and for each the first token from which the row has
+        all: `past` if it has only the new ones."""
         rows = self._rows(requests)
         since = numpy.where(self._end[rows] == past, self._since[rows], past)
         self._since[rows], self._end[rows] = since, end
         return rows, since
 
     def tokens(self, since: Ints, end: Ints, sinks: int) -> Ints:
-        """How many of the last tokens attention reads from rings with the tokens `since` to `end`, if the first `sinks` are elsewhere."""
+        """The number of last tokens that attention reads from rings with the tokens `since` to `end`, without the first
+        `sinks`."""
         return numpy.minimum(numpy.maximum(end - numpy.maximum(since, sinks), 0), self.slots)  # half the time of `clip`
 
     def release(self, request: str) -> None:
@@ -73,7 +76,7 @@ class Rings:
 
     @staticmethod
     def unroll(ring: Tensor, row: int, begin: int, end: int) -> Tensor:
-        """Tokens `begin` to `end` of a row of `[F, H, R, D]`, in their order: `[1, H, T, D]`."""
+        """The tokens `begin` to `end` of a row of `ring` `[F, H, R, D]`, in token order: `[1, H, T, D]`."""
         slots, count = ring.shape[2], end - begin
         at = begin % slots
         tail = ring[row : row + 1, :, at : at + count]
@@ -81,7 +84,7 @@ class Rings:
 
     def _rows(self, requests: Sequence[str]) -> Ints:
         found = [self.by_request.get(request, 0) for request in requests]
-        if found.count(0) > len(self.free):  # in turn, since a request may take the row of a later one
+        if found.count(0) > len(self.free):  # one by one: a request may take the row of a later one
             return numpy.array([self._row(request) for request in requests])
         rows = numpy.array([row or self._take(request) for row, request in zip(found, requests, strict=True)])
         self._used[rows] = numpy.arange(self._now, self._now + len(rows))
@@ -95,7 +98,7 @@ class Rings:
         return row
 
     def _take(self, request: str) -> int:
-        """A free row or, if there is none, that of the least recently used request, without tokens."""
+        """Returns an empty row for `request`: a free one, else that of the least recently used request."""
         if self.free:
             row = self.free.pop()
         else:

@@ -1,8 +1,8 @@
 """Temperature, top_p and seed of each request in a batch.
 
-The token of a request has the largest sum of processed logit and Gumbel noise, which draws it with its probability. The
-noise is a hash of the request's seed, the position and the token: the same in any batch, on any rank, and after a
-preemption.
+A request's next token is the one with the largest sum of processed logit and Gumbel noise, so that each token is drawn
+with its probability. The noise is a hash of the request's seed, the position and the token: it is the same in any
+batch, on any rank, and after a preemption.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from transformers.generation.continuous_batching.cb_logits_processors import (
 from transformers.generation.continuous_batching.requests import FutureRequestState, RequestState
 
 GREEDY = {"temperature": 1.0, "top_p": 1.0, "seed": 0}
-"""Arguments of a request that takes the likeliest token."""
+"""Arguments of a request that takes the most probable token."""
 
 
 class Sampling(ContinuousBatchingLogitsProcessorList):
@@ -40,11 +40,11 @@ class Sampling(ContinuousBatchingLogitsProcessorList):
         super().__init__(LogitsProcessorList(stages), per_request_processors=True)
         self.tensors_required = len(stages)
         self.needed = [False] * len(stages)
-        """Which processors the latest batch needs."""
+        """Flags, one for each processor: whether the latest batch needs it."""
 
     def options(self, temperature: float | None = None, top_p: float | None = None, seed: int | None = None) -> dict[str, Any]:
-        """The arguments of a request. Temperature 0 is greedy; without one, it samples if the default does or `top_p` is
-        given."""
+        """The arguments of a request. Temperature 0 is greedy. Without a temperature, the request samples if the
+        default does or if `top_p` is given."""
         default = self._default
         if temperature is not None and not (isinstance(temperature, Real) and 0 <= temperature < float("inf")):
             raise ValueError(f"temperature={temperature!r}: expected a number of at least 0")
@@ -59,7 +59,7 @@ class Sampling(ContinuousBatchingLogitsProcessorList):
         if top_p is None:
             top_p = (default.do_sample and default.top_p) or 1.0
         seed = secrets.randbits(62) if seed is None else seed
-        # Division by less overflows; the seed of a greedy request is 0.
+        # Division by a smaller number overflows; the seed of a greedy request is 0.
         return {"temperature": max(float(temperature), 1e-4), "top_p": float(top_p), "seed": 2 * seed + 1}
 
     def prepare_tensor_args(self, requests_in_batch: list[FutureRequestState], arg_storage: Tensor) -> Tensor:
@@ -99,7 +99,7 @@ class Noise(ContinuousBatchingLogitsProcessor):
 
 
 def key(state: RequestState) -> int:
-    """32 bits of a request at a position, 0 if it is greedy. Requests that were forked differ."""
+    """A 32-bit key of a request at a position; 0 if it is greedy. Forked requests have different keys."""
     seed = state.logit_processor_kwargs.get("seed", 0)
     if not seed:
         return 0
@@ -109,7 +109,8 @@ def key(state: RequestState) -> int:
 
 
 def gumbel(keys: Tensor, count: int) -> Tensor:
-    """Standard Gumbel noise, fp32 `[B, count]`, of int32 keys `[B, 1]`: MurmurHash3's finalizer of token and key."""
+    """Standard Gumbel noise, fp32 `[B, count]`, from int32 keys `[B, 1]`, by MurmurHash3's finalizer of token and
+    key."""
     bits = torch.arange(count, dtype=torch.int32, device=keys.device) * -1640531535 + keys
     bits = (bits ^ (bits >> 16 & 0xFFFF)) * -2048144789
     bits = (bits ^ (bits >> 13 & 0x7FFFF)) * -1028477387

@@ -40,13 +40,13 @@ class Server(Serve):
         name: a model that `qkvcache.models.folder` knows.
         cache: options of `continuous_batching`; without continuous batching, of `CompressedCache`.
         metrics_interval: seconds between two lines of metrics; 0 prints none.
-        grace_seconds: for how long running requests go on after SIGTERM or Ctrl-C.
+        grace_seconds: seconds for which running requests go on after SIGTERM or Ctrl-C.
         options: those of `transformers.cli.serve.Serve`, such as `port`, `device`, `dtype`, `cb_max_memory_percent`. Continuous batching
             is on unless `continuous_batching=False`: requests then run one after the other.
 
     Raises:
         ImportError: the packages of the extra `serve` are missing.
-        ValueError, NotImplementedError: what `continuous_batching` refuses, before the server listens.
+        ValueError, NotImplementedError: the errors of `continuous_batching`, before the server listens.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Server(Serve):
         self.batching: Batching | None = None
         self.tokenizer: PreTrainedTokenizerBase
         self.exchanges: set[api.Exchange] = set()
-        """Requests that run."""
+        """The running requests."""
         self.observed = Observed()
         self.stopping = self._died = False
         self.options_by_batch = continuous_batching
@@ -73,7 +73,8 @@ class Server(Serve):
         super().__init__(folder(name), continuous_batching=continuous_batching, non_blocking=True, **options)
 
     def start_server(self) -> None:
-        """Called at the end of the parent's constructor, when everything is built and nothing listens."""
+        """Completes the server. The parent's constructor calls it last, when everything is built and nothing listens
+        yet."""
         models: Any = self._model_manager  # its methods are replaced on the instance
         path, load, shutdown = models.force_model, models.load_model_and_processor, models.shutdown
 
@@ -104,7 +105,7 @@ class Server(Serve):
         self._add_front()
 
     def run(self) -> None:
-        """Serves until SIGTERM or Ctrl-C, after which running requests have their seconds of grace.
+        """Serves until SIGTERM or Ctrl-C; running requests then have `grace_seconds` to end.
 
         Raises:
             RuntimeError: the thread of continuous batching has died.
@@ -150,12 +151,12 @@ class Server(Serve):
             self.batching.manager.cancel_request(asked.request_id)
 
     def metrics(self) -> Metrics | None:
-        """None without continuous batching."""
+        """The current metrics; None without continuous batching."""
         batching = self.batching
         return None if batching is None else batching.metrics()
 
     def _compress(self, model: PreTrainedModel, processor: Any) -> None:
-        """A model that was loaded again, after `POST /reset`, is a new object."""
+        """Gives the model its compressed caches. After `POST /reset`, the model is loaded again and is a new object."""
         with self._lock:
             if model is self._model:
                 return
@@ -170,14 +171,14 @@ class Server(Serve):
             if self.options_by_batch:
                 config = state._cb_config = state._cb_config or ContinuousBatchingConfig()
                 config.per_request_processors = True
-                # With the model's own generation config: transformers would take the first request's for all.
+                # Uses the model's own generation config: transformers would use the first request's for all.
                 state.get_manager(name, use_cb=True).init_cb(model, copy.deepcopy(model.generation_config))
             else:
                 state._generate_managers[name] = Sequential()
             self._model = model
 
     def _add_front(self) -> None:
-        """Puts our middleware next to the handlers, and gives errors the shape of OpenAI's."""
+        """Puts the middleware next to the handlers, and gives errors OpenAI's form."""
         from fastapi.exceptions import RequestValidationError
         from fastapi.responses import JSONResponse
         from starlette.exceptions import HTTPException
@@ -197,8 +198,8 @@ class Server(Serve):
         self.server.handle_exit = self.stop  # type: ignore[method-assign, assignment]
 
     def _watch(self) -> None:
-        """Ends a server that stops or whose thread of continuous batching has died, when no request runs or its grace is
-        over."""
+        """Ends a server that is stopping, or whose thread of continuous batching has died, once no request runs or the
+        grace period is over."""
         until = None
         while not self._closed.wait(0.1):
             if not self._generation_state.is_cb_alive():
@@ -222,7 +223,7 @@ class Server(Serve):
         application.get("/metrics")(metrics)
 
     def _print_metrics(self) -> None:
-        """Prints a line every interval in which tokens were generated or requests changed."""
+        """Prints a line for every interval in which tokens were generated or requests changed."""
         console, before, at = Console(stderr=True), self.metrics(), time.perf_counter()
         while not self._closed.wait(self._interval):
             now, then = self.metrics(), at
@@ -234,7 +235,7 @@ class Server(Serve):
 
 
 class Sequential(GenerateManager):
-    """transformers' manager of requests that run one after the other, with the checks and options of each."""
+    """transformers' manager of requests that run one after the other, with the checks and options of each request."""
 
     def generate_streaming(self, model, processor, inputs, gen_config, *args, **kwargs):
         _configure(model, inputs, gen_config)
@@ -242,7 +243,7 @@ class Sequential(GenerateManager):
 
     async def generate_non_streaming(self, model, processor, inputs, gen_config, *args, **kwargs):
         _configure(model, inputs, gen_config)
-        # Shielded: the model's thread returns the answer although the client has left.
+        # Shielded: the model's thread returns the answer even if the client has left.
         answer = super().generate_non_streaming(model, processor, inputs, gen_config, *args, **kwargs)
         return await asyncio.shield(answer)
 
@@ -257,7 +258,7 @@ def _configure(model: PreTrainedModel, inputs: dict, config: GenerationConfig) -
     temperature = asked.options.get("temperature")
     if temperature is not None or "top_p" in asked.options:
         config.do_sample = temperature != 0
-        config.top_k = config.top_k or 0  # generate would take the 50 likeliest tokens
+        config.top_k = config.top_k or 0  # generate's default is the 50 most probable tokens
 
 
 def pool_line(metrics: Metrics) -> str:

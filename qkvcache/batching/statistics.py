@@ -1,7 +1,7 @@
-"""`Statistics`: the buffers that a format keeps once (means, a frozen scale), for all requests of a model.
+"""`Statistics`: the buffers that a format keeps once for all requests of a model (means, a frozen scale).
 
-Blocks are shared among requests, so that their codes must mean the same for all of them. The statistics come from the tokens of the first
-batch of prompts, or from a file that `save` wrote.
+Requests share blocks, so that codes must have the same meaning for all of them. The statistics come from the tokens of
+the first batch of prompts, or from a file that `save` wrote.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ class Statistics:
     def __init__(self, format: Format):
         self.format = format
         self.layers: dict[int, tuple[Codes, Codes]] = {}
-        """For each layer, tensors `[1, H or 1, 1, width]` of keys and of values, at fixed addresses."""
+        """The tensors of each layer, `[1, H or 1, 1, width]` for keys and for values, at fixed addresses."""
         self.pending: set[int] = set()
-        """Layers without statistics so far."""
+        """Layers that have no statistics yet."""
         self.stored: dict[str, Tensor] = {}
-        """Tensors of a file, until their layer is created."""
+        """Tensors from a file, until their layer is created."""
 
     @staticmethod
     def load(path: str | Path, format: Format) -> Statistics:
         """Reads statistics that `save` wrote.
 
-        Raises ValueError for any other file, and for statistics of another format.
+        Raises ValueError for other files, and for statistics of another format.
         """
         statistics = Statistics(format)
         try:
@@ -66,10 +66,10 @@ class Statistics:
         save_file(tensors, path, {"format": self.format.name})
 
     def of_layer(self, layer: int, like: Tensor, rank: int = 0) -> tuple[Codes, Codes]:
-        """The statistics of a layer with keys and values of the shapes of `like`, `[1, H, T, D]` each; for a tensor-parallel `rank`, those
-        of its heads.
+        """The statistics of a layer with keys and values like `like` `[1, H, T, D]`, for the heads of the
+        tensor-parallel `rank`.
 
-        Raises ValueError if the file has none for this layer, or of other shapes.
+        Raises ValueError if the file has no statistics for this layer, or statistics of other shapes.
         """
         if layer not in self.layers:
             sides: list[Codes] = []

@@ -34,4 +34,17 @@ from .evict import StaticTensors, gather_columns
 from .matmul import matmul_fp32
 from .pages import PagedInputs, Pages, Splits, gather_tiles
 from .prefill import prefill_with_lse
-from .segments import AttentionInputs, Buffers, Exact, KeysOrValues, Packed, Pair, QuantizedRegion, Segment, chunk_table, number, pv, qk
+from .segments import (
+    AttentionInputs,
+    Exact,
+    KeysOrValues,
+    Packed,
+    Pair,
+    QuantizedRegion,
+    Segment,
+    StorageTensors,
+    chunk_table,
+    number,
+    pv,
+    qk,
+)

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from .attend import Options, attend
-from .segments import DROPPED, ROOM, AttentionInputs, Buffers, Exact, KeysOrValues, Packed, Pair
+from .segments import DROPPED, ROOM, AttentionInputs, Exact, KeysOrValues, Packed, Pair, StorageTensors
 
 
-def _only_chunk(buffers: Buffers) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def _only_chunk(buffers: StorageTensors) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Planes of keys and of values. Raises NotImplementedError for storage that grows."""
     if buffers.grows:
         raise NotImplementedError(
@@ -23,12 +23,12 @@ def _only_chunk(buffers: Buffers) -> tuple[dict[str, Tensor], dict[str, Tensor]]
     return buffers.region.chunks[0]
 
 
-def _slots(buffers: Buffers) -> int:
+def _slots(buffers: StorageTensors) -> int:
     """Slots of the quantized region."""
     return next(iter(buffers.region.chunks[0][0].values())).shape[2]
 
 
-def step(buffers: Buffers, x: Pair) -> None:
+def step(buffers: StorageTensors, x: Pair) -> None:
     """Stores new tokens, keys and values `[B, H, T, D]`, `T` at most the slots of the ring. A step that does not fit is dropped and counted
     in `state`."""
     chunk = _only_chunk(buffers)
@@ -56,7 +56,7 @@ def step(buffers: Buffers, x: Pair) -> None:
     buffers.state[DROPPED].add_((tokens * ~fits).int())
 
 
-def store_exact(buffers: Buffers, exact: Pair, sinks: tuple[int, int], begin: int, slot: int, lengths: tuple[int, int]) -> None:
+def store_exact(buffers: StorageTensors, exact: Pair, sinks: tuple[int, int], begin: int, slot: int, lengths: tuple[int, int]) -> None:
     """Copies exact tokens, keys and values `[B, H, T, D]` each, into the storage and sets its counts on the device.
 
     Args:
@@ -76,7 +76,7 @@ def store_exact(buffers: Buffers, exact: Pair, sinks: tuple[int, int], begin: in
         buffers.lengths[:, column].fill_(length)
 
 
-def slotted(buffers: Buffers) -> tuple[KeysOrValues, KeysOrValues]:
+def slotted(buffers: StorageTensors) -> tuple[KeysOrValues, KeysOrValues]:
     """Keys and values of all slots, also of those without a token, in the order of `columns`."""
     sides = []
     for codec, codes, first, ring in zip(buffers.codecs, _only_chunk(buffers), buffers.sinks, buffers.residual, strict=True):
@@ -86,7 +86,7 @@ def slotted(buffers: Buffers) -> tuple[KeysOrValues, KeysOrValues]:
     return sides[0], sides[1]
 
 
-def columns(buffers: Buffers) -> Tensor:
+def columns(buffers: StorageTensors) -> Tensor:
     """The token in each slot of the sinks, the region and the ring, int64 `[S + C + R]`; -1: none. On the device."""
     device, ring = buffers.state.device, buffers.residual[0].shape[2]
     seq_length, quantized = buffers.lengths[0]
@@ -105,7 +105,7 @@ def columns(buffers: Buffers) -> Tensor:
     )
 
 
-def attend_on_slots(query: Tensor, buffers: Buffers, mask: Tensor | None, **options: Unpack[Options]) -> Tensor:
+def attend_on_slots(query: Tensor, buffers: StorageTensors, mask: Tensor | None, **options: Unpack[Options]) -> Tensor:
     """`attend` for one query of each row over all slots, masking those without a token: slower, but counted on the device."""
     at = columns(buffers)
     shown = at >= 0
@@ -119,7 +119,7 @@ def attend_on_slots(query: Tensor, buffers: Buffers, mask: Tensor | None, **opti
     return attend(query, AttentionInputs(*slotted(buffers)), mask, **options)
 
 
-def unfold(buffers: Buffers, new: Pair | None, dense: Callable[[KeysOrValues], Tensor] = KeysOrValues.dense) -> Pair:
+def unfold(buffers: StorageTensors, new: Pair | None, dense: Callable[[KeysOrValues], Tensor] = KeysOrValues.dense) -> Pair:
     """Keys and values of all tokens at their columns, `[B, H, columns, D]` each, followed by `new` `[B, H, T, D]`, which are not stored
     yet. Columns without a token are zero. `dense` dequantizes."""
     limit, known = buffers.columns, columns(buffers)

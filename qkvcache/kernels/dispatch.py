@@ -29,7 +29,7 @@ from . import sum_attention as reference
 from .attend import Options, attend_observed
 from .evict import StaticTensors
 from .pages import PagedInputs, PageOptions, Splits
-from .segments import AttentionInputs, Buffers, Exact, KeysOrValues, Pair, layout_of
+from .segments import AttentionInputs, Exact, KeysOrValues, Pair, StorageTensors, layout_of
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -135,7 +135,7 @@ def observe_on_codes(
     return out, attention_sums
 
 
-def attend_on_buffers(query: Tensor, buffers: Buffers, mask: Tensor | None = None, **options: Unpack[Options]) -> Tensor:
+def attend_on_buffers(query: Tensor, buffers: StorageTensors, mask: Tensor | None = None, **options: Unpack[Options]) -> Tensor:
     """Attention of one query of each row, `[B, Hq, 1, D]` to `[B, Hq, 1, Dv]`, over storage that counts on the device. `mask` is by
     column."""
     if torch.compiler.is_compiling():
@@ -186,7 +186,7 @@ store_rows = _by_kernel(paged.store_rows, "triton_store_exact", lambda x, *_: on
 store_exact = _by_kernel(counted.store_exact, "triton_store_exact", lambda buffers, *_: on_triton(buffers.state.device))
 
 
-def whole(buffers: Buffers) -> AttentionInputs:
+def whole(buffers: StorageTensors) -> AttentionInputs:
     """The inputs of attention over storage that counts on the device, sized for `buffers.columns` tokens."""
     shapes = ((*x.shape[:2], buffers.columns, x.shape[3]) for x in buffers.residual)
     key, value = (KeysOrValues.of((), shape, x.dtype, x.device) for shape, x in zip(shapes, buffers.residual, strict=True))
@@ -194,7 +194,7 @@ def whole(buffers: Buffers) -> AttentionInputs:
     return AttentionInputs(key, value, region, (*buffers.sinks, *buffers.residual), buffers)
 
 
-def step(buffers: Buffers, x: Pair) -> None:
+def step(buffers: StorageTensors, x: Pair) -> None:
     """Stores keys and values `[B, H, T, D]`, counting on the device: `counted.step`, in one launch where there is a kernel. More tokens
     than the ring has slots are stored in several steps."""
     if torch.compiler.is_compiling():
@@ -207,7 +207,7 @@ def step(buffers: Buffers, x: Pair) -> None:
             counted.step(buffers, part)
 
 
-def launch_of_step(buffers: Buffers, x: Pair) -> Callable[[Pair], None] | None:
+def launch_of_step(buffers: StorageTensors, x: Pair) -> Callable[[Pair], None] | None:
     """`step` for tokens of the shape and dtype of `x`, with all other arguments prepared; None if there is no kernel for it."""
     return _module("triton_step").launch_of_step(buffers, x) if quantizes(buffers.codecs, x) else None
 
@@ -235,7 +235,7 @@ def evict_token(static: StaticTensors, order: Tensor) -> Tensor:
     return kernels.evict_token(static, order)
 
 
-def unfold(buffers: Buffers, new: Pair | None) -> Pair:
+def unfold(buffers: StorageTensors, new: Pair | None) -> Pair:
     """`counted.unfold`: keys and values at their columns, `[B, H, columns, D]` each, followed by `new` `[B, H, T, D]`; zeros beyond."""
     if torch.compiler.is_compiling():
         return torch.ops.qkvcache.unfold(*buffers.arguments, *(new or (None, None)))

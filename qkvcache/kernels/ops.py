@@ -16,7 +16,7 @@ from torch import Tensor
 from . import dispatch, pages
 from .evict import StaticTensors
 from .pages import PagedInputs
-from .segments import CODECS, AttentionInputs, Buffers, Exact, KeysOrValues, Packed, QuantizedRegion, packed
+from .segments import CODECS, AttentionInputs, Exact, KeysOrValues, Packed, QuantizedRegion, StorageTensors, packed
 
 
 def _inputs_of(
@@ -47,7 +47,7 @@ INPUTS = "Tensor[] planes, Tensor? table, SymInt[] codecs, SymInt tokens, Tensor
 OPTIONS = "Tensor? sinks, Tensor? observed, float? scaling, float? softcap, bool? causal"
 """`pages.OPTIONS`"""
 BUFFERS = "Tensor[] exact, Tensor[] quantized, SymInt[] codecs, SymInt columns"
-"""`Buffers.arguments`"""
+"""`StorageTensors.arguments`"""
 STATIC = (
     "SymInt[] numbers, Tensor[] planes, Tensor[] sinks, Tensor[] ring, Tensor[] records, Tensor column_mask, Tensor row_lengths, "
     "Tensor columns"
@@ -98,13 +98,13 @@ def _(query, planes, table, codecs, tokens, exact, mask, sinks, observed, *optio
 @_operator("step", f"{BUFFERS}, Tensor key, Tensor value", mutates=["exact"])
 def _step(*args):
     *buffers, key, value = args
-    dispatch.step(Buffers.of(*buffers), (key, value))
+    dispatch.step(StorageTensors.of(*buffers), (key, value))
 
 
 @_operator("attend_buffers", f"Tensor query, {BUFFERS}, Tensor? mask, Tensor? sinks, float? scaling, float? softcap", "Tensor")
 def _attend_buffers(query, *args):
     *buffers, mask, sinks, scaling, softcap = args
-    return dispatch.attend_on_buffers(query, Buffers.of(*buffers), mask, scaling=scaling, softcap=softcap, sinks=sinks).contiguous()
+    return dispatch.attend_on_buffers(query, StorageTensors.of(*buffers), mask, scaling=scaling, softcap=softcap, sinks=sinks).contiguous()
 
 
 @_attend_buffers.register_fake
@@ -115,7 +115,7 @@ def _(query, exact, *args):
 @_operator("unfold", f"{BUFFERS}, Tensor? key, Tensor? value", "(Tensor, Tensor)")
 def _unfold(*args):
     *buffers, key, value = args
-    return dispatch.unfold(Buffers.of(*buffers), None if key is None else (key, value))
+    return dispatch.unfold(StorageTensors.of(*buffers), None if key is None else (key, value))
 
 
 @_unfold.register_fake

@@ -106,7 +106,7 @@ class QuantizedRegion:
 
     table   int64 `[rows, 8]`, a row for each chunk (there may be more rows): the chunk's first token, its slots, and the distances of its
             `planes` from those of the first chunk, in elements
-    tokens  quantized tokens; an upper bound where `Buffers` count them on the device
+    tokens  quantized tokens; an upper bound where `StorageTensors` count them on the device
     """
 
     key: Codec
@@ -200,7 +200,7 @@ TICKET, DROPPED, ROOM, CHUNKS = range(CONTROL)
 
 
 @dataclass(eq=False)
-class Buffers:
+class StorageTensors:
     """The tensors of a storage whose counts are on the device; pairs are keys and values.
 
     sinks      `[B, H, S, D]`   the first `S` tokens, in the model's dtype
@@ -228,7 +228,7 @@ class Buffers:
         self.arguments = exact, [self.region.table, *planes], list(self.region.numbers), self.columns
 
     @staticmethod
-    def of(exact: Sequence[Tensor], quantized: Sequence[Tensor], numbers: Sequence[int], columns: int) -> Buffers:
+    def of(exact: Sequence[Tensor], quantized: Sequence[Tensor], numbers: Sequence[int], columns: int) -> StorageTensors:
         """The inverse of `arguments`, with the first chunk alone: kernels find the others through the table."""
         key, value = CODECS[numbers[0]], CODECS[numbers[1]]
         k_sinks, v_sinks, k_residual, v_residual, state = exact
@@ -239,7 +239,7 @@ class Buffers:
             for codec, x in ((key, k_residual), (value, v_residual))
         )
         region = QuantizedRegion(key, value, (chunk,), columns, table)  # type: ignore[arg-type]
-        return Buffers((k_sinks, v_sinks), (k_residual, v_residual), region, state, columns)
+        return StorageTensors((k_sinks, v_sinks), (k_residual, v_residual), region, state, columns)
 
     @property
     def codecs(self) -> tuple[Codec, Codec]:
@@ -273,7 +273,7 @@ class AttentionInputs:
     value: KeysOrValues
     region: QuantizedRegion | None = None
     exact: tuple[Tensor, ...] = ()
-    buffers: Buffers | None = None
+    buffers: StorageTensors | None = None
     joined: Pair | None = None
     paged: Any = None
 

@@ -434,9 +434,9 @@ def attend_kernel(
     rotation       fp16 [KT, KT], signs fp32 [D]: `tables.Tables`; read if K.rotated
     table          of pages: int32 [B, P] or [B, H, P]: table_b, table_h (0: all heads share); of chunks: int64 [chunks, 8],
                    `QuantizedRegion.table`
-    counts         of pages: int32 [B, 6], contiguous, `pages.COLUMNS`; COUNTED: `Buffers.state`
+    counts         of pages: int32 [B, 6], contiguous, `pages.COLUMNS`; COUNTED: `StorageTensors.state`
     lengths        of pages: int32 [B] or [B, H], tokens in the pages: lengths_b, lengths_h (0: all heads share); COUNTED: int32 [B, 2],
-                   contiguous, `Buffers.lengths`
+                   contiguous, `StorageTensors.lengths`
     items          int32 [N, 3], `pages.Splits.items`; read if ITEMS
     k_planes       codes [B, H, slots, words] of the first chunk, words of 16 bits (`half`: the model's dtype), contiguous; high bits int16
                    [B, H, slots, words / 2] and scales [B, H, slots, scales of a token] likewise, these [B, 1, ..] if K_SHARED, [.., 1, ..]

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .segments import Buffers, Pair
+from .segments import Pair, StorageTensors
 from .triton_dequantize import load_vectors, planes_of_chunk, store_vectors, vectors
 from .triton_quantize import contiguous, launched, store_tile
 
@@ -20,7 +20,7 @@ ROWS = tl.constexpr(128)
 """Rows whose counts are updated at once."""
 
 
-def launch_of_step(buffers: Buffers, x: Pair) -> Callable[[Pair], None]:
+def launch_of_step(buffers: StorageTensors, x: Pair) -> Callable[[Pair], None]:
     """`counted.step` for tokens like `x`, `[B, H, T, D]`, with all other arguments prepared; `T` is 1 where the region may have many
     chunks."""
     batch, heads, tokens, _ = x[0].shape
@@ -81,7 +81,7 @@ def _step_kernel(
               GROWS; the ring [B, H, ring_slots, D] model dtype, tokens contiguous: over rows and heads; the sinks [B, H, sink_slots, D]
               likewise; planes of the first chunk, as of `triton_quantize._quantize_kernel`, as is K
     value, V  the same of values, [.., DV]
-    state     int32 [4 + 2 B]: `segments.Buffers`
+    state     int32 [4 + 2 B]: `segments.StorageTensors`
     chunks    int64 [chunks, 8]: `QuantizedRegion.table`, read if GROWS
     heads     H                        rows   B                     GROWS   whether there may be more chunks than one
     """

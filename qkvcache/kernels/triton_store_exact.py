@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .segments import Buffers, Pair
+from .segments import Pair, StorageTensors
 from .triton_dequantize import load_vectors, store_vectors
 from .triton_quantize import contiguous
 
@@ -22,7 +22,7 @@ def _sides(x: Pair, ring: Pair, sinks: Pair) -> tuple[list[tuple], list[int]]:
     return [tuple(n for side in sides for n in (side, *side.stride()[:3])) for sides in parts], [side.shape[3] for side in x]
 
 
-def store_exact(buffers: Buffers, exact: Pair, sinks: tuple[int, int], begin: int, slot: int, lengths: tuple[int, int]) -> None:
+def store_exact(buffers: StorageTensors, exact: Pair, sinks: tuple[int, int], begin: int, slot: int, lengths: tuple[int, int]) -> None:
     """Run `counted.store_exact` in one launch."""
     batch, heads, tokens, _ = exact[0].shape
     sides, dims = _sides(exact, buffers.residual, buffers.sinks)
@@ -64,7 +64,7 @@ def _store_exact_kernel(
     key        [B, H, tokens, D] model dtype, channels contiguous; the ring [B, H, ring_slots, D] and the sinks [B, H, S, D] likewise: each
                with its strides over the first three dimensions
     value      the same of values, [.., DV]
-    state      int32 [4 + 2 B]: `segments.Buffers`
+    state      int32 [4 + 2 B]: `segments.StorageTensors`
     sink_begin, sink_end   which tokens are new sinks        begin, slot   the first token for the ring, and its slot
     seq_length, quantized  counts of tokens that all rows have afterwards
     """

@@ -5,10 +5,11 @@
     residual   the last `residual_length` tokens and the token of the step, in the model's dtype: a ring, in which a new token
                overwrites the oldest
 
-After a step, the number of exact tokens follows from the number of tokens seen, as in pages (`batching/rings.py`). Without a kernel,
-tokens of the ring are quantized in groups, ahead of the steps in which they leave it: quantizing them one by one would cost a CPU too
-much. Sinks and ring grow with the tokens until they have their full size; storage that is preallocated or compiled has it at once. Counts
-are kept on the host and on the device (`kernels.Buffers`), so that a step reads no number from the host.
+After a step, the number of exact tokens follows from the number of tokens seen, as in pages (`batching/rings.py`).
+Without a kernel, tokens of the ring are quantized in groups, ahead of the steps in which they leave it, since quantizing
+them one by one would cost a CPU too much. Sinks and ring grow with the tokens to their full size; storage that is
+preallocated or compiled has it at once. Counts are kept on the host and on the device (`kernels.StorageTensors`), so
+that a step reads no number from the host.
 """
 
 from __future__ import annotations
@@ -22,7 +23,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..formats.base import Codec
-from ..kernels import AttentionInputs, Buffers, Exact, KeysOrValues, Pair, QuantizedRegion, Segment, launch_of_step, on_triton, store_exact
+from ..kernels import (
+    AttentionInputs,
+    Exact,
+    KeysOrValues,
+    Pair,
+    QuantizedRegion,
+    Segment,
+    StorageTensors,
+    launch_of_step,
+    on_triton,
+    store_exact,
+)
 from ..kernels.segments import CHUNKS, CONTROL, DROPPED, ROOM
 from .base import LayerStorage
 from .chunks import GROUP, PAGE, ROWS, Chunks, block_of
@@ -77,7 +89,7 @@ class Storage(LayerStorage):
     def bind(self) -> None:
         """Rebuilds `buffers`, which hold addresses of tensors."""
         region: QuantizedRegion = self.chunks.region  # type: ignore[assignment]
-        self.buffers = Buffers(self.sinks, self.residual, region, self.state, self.columns)
+        self.buffers = StorageTensors(self.sinks, self.residual, region, self.state, self.columns)
         self.__dict__.pop("launch", None)
         zones = self.sinks[0].shape[2] + self.residual[0].shape[2]
         room = zones + self.chunks.capacity if self.max_length is None else self.max_length

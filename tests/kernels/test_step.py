@@ -8,7 +8,7 @@ from torch import Tensor
 
 from qkvcache.formats import REGISTRY
 from qkvcache.kernels import attend, counted, whole
-from qkvcache.kernels.segments import CONTROL, DROPPED, TICKET, Buffers
+from qkvcache.kernels.segments import CONTROL, DROPPED, TICKET, StorageTensors
 from qkvcache.storage import Storage
 from tests.matrix import FORMATS, slowly
 
@@ -29,7 +29,7 @@ SENTINEL = 0xA5
 Pair = tuple[Tensor, Tensor]
 
 
-def step_kv(buffers: Buffers, x: Pair) -> None:
+def step_kv(buffers: StorageTensors, x: Pair) -> None:
     launch_of_step(buffers, x)(x)
 
 
