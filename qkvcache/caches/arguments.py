@@ -1,4 +1,4 @@
-"""Errors of caches for arguments of the wrong type, unknown options, and options in the wrong place."""
+"""Errors of caches for arguments of the wrong type, unknown options and misplaced options."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ FORMER = {
     "exact_layers": "skip_layers",
     "window": "window_length",
 }
-"""Options by the names that they had before 0.2."""
+"""Options by their names before 0.2."""
 
 
 def layer_indices(skip_layers: Iterable[int]) -> tuple[int, ...]:
-    """`skip_layers` as a tuple. Raises TypeError for what is not iterable, such as a single index."""
+    """`skip_layers` as a tuple. Raises TypeError for anything that is not iterable, for example a single index."""
     if not isinstance(skip_layers, Iterable):
         raise TypeError(f"skip_layers={skip_layers!r}: expected a tuple of layer indices, such as (0,) or (0, -1)")
     return tuple(skip_layers)
 
 
 def merged_options(kind: type[DynamicCache], options: Mapping[str, Any], **fixed: Any) -> dict[str, Any]:
-    """The user's `options` together with those that the named cache `kind` has `fixed`.
+    """The user's `options` together with the options that the named cache `kind` has `fixed`.
 
-    Raises TypeError for an option that is fixed, with the names of the arguments that determine it.
+    Raises TypeError for an option that is fixed; the message names the arguments that determine it.
     """
     for name in fixed.keys() & options.keys():
         base = _keywords(kind.__mro__[1])
@@ -41,7 +41,8 @@ def merged_options(kind: type[DynamicCache], options: Mapping[str, Any], **fixed
 
 
 def refuse_unknown(cache: DynamicCache, options: Mapping[str, object], format: Format | FormatByLayer, policy: Policy | None) -> None:
-    """Raises TypeError for the first of the unknown `options`, with the format or policy that has it, or the nearest name."""
+    """Raises TypeError for the first of the unknown `options`; the message names the format or policy that has the
+    option, or the nearest name."""
     for name, value in options.items():
         kinds = type(cache).__mro__[: type(cache).__mro__.index(DynamicCache)]
         known = dict.fromkeys(word for kind in kinds for word in _keywords(kind))

@@ -1,4 +1,4 @@
-"""`CompressedCache`: any format on any model, as `past_key_values=`."""
+"""`CompressedCache`: a cache in any format for any model, to pass as `past_key_values`."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ from .memory import Memory, measured
 ALL_TOKENS = policies.SlidingWindow(window_length=2**30, interval=1)
 """The policy of exact layers in a cache whose other layers evict."""
 NEVER_STATIC = frozenset(("cpmant", "inkling2_text", "inkling_text", "prophetnet"))
-"""Model types of transformers with masks of their own, over the tokens seen and no others."""
+"""Model types of transformers that make their own masks, whose columns are exactly the tokens seen."""
 UNLIMITED = 2**31
-"""`max_cache_len` of transformers' layers if there is no `max_length`."""
+"""The `max_cache_len` of transformers' layers without `max_length`."""
 
 
 class CompressedCache(DynamicCache):
-    """A KV cache that is stored compressed, attended to while compressed, and evicted by a policy.
+    """A KV cache that stores tokens compressed, attends to them while compressed, and can evict them by a policy.
 
         model.generate(**inputs, past_key_values=CompressedCache(model.config, format="turboquant_4bit_nc"))
         model.generate(**inputs, past_key_values=CompressedCache(model.config, format="fp8", policy=policies.KeyDiff(budget=2048)))
@@ -49,27 +49,29 @@ class CompressedCache(DynamicCache):
 
     Args:
         config: the model's config. Optional where every layer has full attention.
-        format: a registry name (`qkvcache.formats.REGISTRY`) or a Format; a sequence of these, one for each full-attention layer, those of
-            `skip_layers` included; or the path of a calibration file, which holds such a sequence (`qkvcache calibrate`). With a policy,
-            None keeps tokens in the model's dtype. A format's `center=False` form (`..._uncentered`) warns once if the keys of a prompt
-            have a large mean.
-        policy: which tokens are retained: a registry name (`qkvcache.policies.REGISTRY`) or a Policy; None retains all. With a policy,
-            exact zones hold only tokens that it protects: at most its `num_sink_tokens` and its `recent` ones.
-        num_sink_tokens: first tokens that stay in the model's dtype (attention sinks).
-        residual_length: last tokens that stay in the model's dtype; nothing else improves quality as much (eval/README.md). With
-            `num_sink_tokens=0, residual_length=0` the cache is the format as its authors define it; the tokens of the running step still
-            attend to each other exactly.
+        format: a registry name (`qkvcache.formats.REGISTRY`) or a Format; a sequence of these, one for each
+            full-attention layer, those of `skip_layers` included; or the path of a calibration file with one format for
+            each layer (`qkvcache calibrate`). With a policy, None keeps tokens in the model's dtype. A format's
+            `center=False` form (`..._uncentered`) warns once if the keys of a prompt have a large mean.
+        policy: selects the tokens that are retained: a registry name (`qkvcache.policies.REGISTRY`) or a Policy; None
+            retains all. With a policy, exact zones hold only tokens that it protects: at most its `num_sink_tokens`
+            first and its `recent` last ones.
+        num_sink_tokens: number of first tokens that stay in the model's dtype (attention sinks).
+        residual_length: number of last tokens that stay in the model's dtype; nothing else improves quality as much
+            (eval/README.md). With `num_sink_tokens=0, residual_length=0` the cache is the format as its authors define
+            it; the tokens of the running step still attend to each other exactly.
         skip_layers: indices of layers to leave uncompressed, negative ones from the end.
         max_length: the most tokens that may be seen. Storage for them is allocated at once, at fixed addresses, so that `generate` compiles
             its steps and replays them as CUDA graphs, as with a StaticCache. None: the cache grows.
-        compile: whether `generate` compiles the steps of a growing cache, which takes half a minute once: chunks are added between steps,
-            and the number of mask columns is a power of two. With `max_length` it always does. It needs formats with kernels, and attention
-            other than eager.
-        offloading: keep all but the running layer in host memory, as DynamicCache does.
+        compile: whether `generate` compiles the steps of a growing cache, which takes half a minute once: chunks are
+            added between steps, and the number of mask columns is a power of two. With `max_length` steps are always
+            compiled. Needs formats with kernels, and attention other than eager.
+        offloading: keeps all layers except the running one in host memory, as DynamicCache does.
 
     Raises:
-        ValueError: an unknown format, one that cannot hold the model's head_dim, another number of formats than layers, a file that is no
-            calibration file, negative sizes, a layer index that the model lacks.
+        ValueError: an unknown format or one that cannot hold the model's head_dim; a number of formats that differs
+            from the number of layers; a file that is not a calibration file; negative sizes; a layer index that the
+            model lacks.
         TypeError: `config`, `format`, `policy` or `skip_layers` of another type, neither format nor policy, an unknown option.
         NotImplementedError: a policy with offloading, or on a model whose attention does not allow it (ALiBi, relative bias, latents);
             `max_length` or `compile=True` with offloading, with a budget that is a share, with `positions="cache"`, and with policies that
@@ -136,8 +138,8 @@ class CompressedCache(DynamicCache):
             self._swap_layers(skip_layers, config.get_text_config(decoder=True).per_layer_config)
         else:
             raise TypeError(f"config must be a transformers config such as model.config, got {type(config).__name__}")
-        # transformers makes one mask for all layers without a window, sized for the first of them: it must have a column for
-        # each token that any of them holds. Layers that evict take the columns of the running step from it.
+        # transformers makes one mask for all layers without a window, sized for the first of them: it needs a column
+        # for each token that any of them holds. Layers that evict take the running step's columns from it.
         self._keeps_all = next((i for i, layer in enumerate(self.layers) if _keeps_all(layer)), None)
         ours = [layer for layer in self.layers if isinstance(layer, CompressedLayer)]
         if self._keeps_all is not None and self.compile and ((ours and self.policy) or max_length is None):
@@ -147,7 +149,7 @@ class CompressedCache(DynamicCache):
             )
         self._config = None if config is None else config.get_text_config(decoder=True)
         if max_length is not None and (self._keeps_all is not None or getattr(self._config, "model_type", None) == "bloom"):
-            for layer in ours:  # layers of transformers, and BLOOM's ALiBi, have as many for a prompt
+            for layer in ours:  # layers of transformers, and BLOOM's ALiBi, use as many columns for a prompt
                 layer.prompt_columns = max_length
         self._encoder_decoder = bool(config is not None and config.is_encoder_decoder)
         self._last_layer: int | None = None
@@ -155,7 +157,8 @@ class CompressedCache(DynamicCache):
         attention.install()
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs):
-        """As transformers' Cache, which would silently append the encoder's states to the decoder's."""
+        """Stores keys and values as transformers' Cache does, but raises ValueError for an encoder's states, which that
+        would append to the decoder's."""
         # Outside of an EncoderDecoderCache, a step updates the same layer twice in a row.
         if self._encoder_decoder and layer_idx == self._last_layer and len(self.layers) > 1:
             self._refuse_bare()
@@ -181,17 +184,18 @@ class CompressedCache(DynamicCache):
         progress: bool = True,
     ) -> None:
         """Fills the empty cache with a context, which the model reads twice, for policies that score tokens by the second reading (KVzip).
-        `generate` with ids that begin with the context goes on from it. The context is held uncompressed meanwhile.
+        `generate` with ids that begin with the context continues from it. The context is held uncompressed until the
+        second reading ends.
 
         Args:
             model: the model that the cache is for.
             ids: the context, int64 `[B, T]`.
             attention_mask: `[B, T]`, 0 for padding.
             tokenizer: encodes the instruction to repeat the context; None: there is no instruction.
-            progress: a progress bar on the terminal.
+            progress: whether a progress bar is shown on the terminal.
 
         Raises:
-            ValueError: a policy without a second reading, a cache that holds tokens, or shapes that do not fit.
+            ValueError: a policy without a second reading, a cache that holds tokens, or shapes that do not match.
             NotImplementedError: compiled steps of a model with layers of other kinds than full attention.
         """
         if self.policy is None or not self.policy.second_reading:
@@ -251,7 +255,7 @@ class CompressedCache(DynamicCache):
                 raise NotImplementedError(f"{what}: {reason}; {fix} does without") from None
 
     def _new_layer(self, format: Format | None = None, number: int = 0) -> CompressedLayer:
-        """A full-attention layer, `number` among those compressed, in `format`; None: the cache's."""
+        """A new full-attention layer in `format` (None: the cache's), the layer `number` of those compressed."""
         if format is None:
             (format,) = self.format.for_layers(1)
         if self.policy is None:
@@ -261,10 +265,10 @@ class CompressedCache(DynamicCache):
         return self._new_evicting(format, self.policy, budget, **self._layer_options, rope=self._rope)
 
     def _new_exact(self) -> CompressedLayer:
-        """An uncompressed layer of this library: in a cache that evicts or whose steps are compiled."""
+        """A new uncompressed layer of this library, for a cache that evicts or whose steps are compiled."""
         if not self.policy:
             return CompressedLayer(formats.Identity(), 0, 0, self.max_length, self.compile)
-        # transformers makes one mask for all layers; layers of another length must make their own
+        # transformers makes one mask for all layers; a layer of another length must make its own
         if self.compile and self.max_length is None:
             raise NotImplementedError("skip_layers with a policy and compile=True: they store max_length tokens, so pass it")
         whole = ALL_TOKENS if self.max_length is None else policies.SlidingWindow(window_length=self.max_length, interval=1)
@@ -327,14 +331,14 @@ class CompressedCache(DynamicCache):
         return made
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """As transformers' Cache. Raises ValueError for a step without tokens: `generate` makes one if a prompt is shorter than the
-        cache."""
+        """The mask sizes, as in transformers' Cache. Raises ValueError for a step without tokens, which `generate`
+        makes if a prompt is shorter than the cache."""
         if not torch.compiler.is_compiling() and not query_length:
             raise ValueError(
                 f"no token comes after the {self.get_seq_length(layer_idx)} that the cache has seen: for another prompt call reset(), or "
                 "pass a new cache; to go on, pass the whole text, longer than the cache"
             )
-        if self.compile and not torch.compiler.is_compiling():  # before a compiled step, all layers make room for it
+        if self.compile and not torch.compiler.is_compiling():  # all layers make room before a compiled step
             for layer in self.layers:
                 if isinstance(layer, CompressedLayer):
                     layer.reserve(query_length)
@@ -344,10 +348,11 @@ class CompressedCache(DynamicCache):
         return super().get_mask_sizes(query_length, layer_idx)
 
     def get_seq_length(self, layer_idx: int = 0):
-        """As transformers' Cache. Raises ValueError if Whisper asks an empty cache, which it would replace by its own."""
+        """The tokens seen, as in transformers' Cache. Raises ValueError if Whisper asks an empty cache, because it
+        would replace the cache by its own."""
         length = super().get_seq_length(layer_idx)
         if self._encoder_decoder and not torch.compiler.is_compiling() and not length:
-            caller = sys._getframe(1)  # whisper asks a cache in an EncoderDecoderCache through that
+            caller = sys._getframe(1)  # through an EncoderDecoderCache, Whisper is the caller's caller
             if caller.f_globals.get("__name__") == "transformers.models.whisper.modeling_whisper":
                 self._refuse_bare()
         return length
@@ -363,7 +368,8 @@ class CompressedCache(DynamicCache):
         return layer.query_offset() if isinstance(layer, CompressedLayer) else super().get_query_offset(layer_idx)
 
     def early_initialization(self, *args, **kwargs) -> None:
-        """As transformers' Cache; also after `reset`, for another batch size."""
+        """Allocates storage before the first tokens, as in transformers' Cache; also after `reset`, for another batch
+        size."""
         for layer in self.layers:
             if isinstance(layer, CompressedLayer | StaticSlidingLayer) and layer.supports_early_init:
                 layer.is_initialized = layer.is_initialized and layer.get_seq_length() > 0
@@ -375,19 +381,19 @@ class CompressedCache(DynamicCache):
         self._last_layer = None
 
     def batch_select_indices(self, indices: Any) -> None:
-        """As transformers' Cache. Raises ValueError for no row."""
+        """Keeps the rows `indices`, as in transformers' Cache. Raises ValueError if there are none."""
         row_selector(indices)  # before any layer is touched
         super().batch_select_indices(indices)
 
     @property
     def is_initialized(self) -> bool:
-        """Whether the layers have storage; transformers asks only those that can have it before the first tokens."""
+        """Whether the layers that can have storage before the first tokens have it."""
         layers = [layer for layer in self.layers if isinstance(layer, CompressedLayer) or getattr(layer, "supports_early_init", True)]
         return bool(layers) and all(layer.is_initialized for layer in layers)  # type: ignore[union-attr]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the memory of all live tensors of the cache."""
+        """Bytes of all live tensors of the cache."""
         return self.memory().total
 
     def memory(self) -> Memory:
@@ -395,7 +401,8 @@ class CompressedCache(DynamicCache):
         return measured(self.layers)
 
     def stored_length(self, layer_idx: int = 0) -> int:
-        """Tokens that layer `layer_idx` stores, of the head that stores most; `get_seq_length` counts the tokens seen."""
+        """The number of tokens that layer `layer_idx` stores, in the head that stores most. `get_seq_length` counts the
+        tokens seen."""
         layer = self.layers[layer_idx] if layer_idx < len(self.layers) else None
         if isinstance(layer, EvictingLayer):
             layer.commit()
@@ -408,8 +415,8 @@ class CompressedCache(DynamicCache):
     def kept_positions(self, layer_idx: int = 0) -> Tensor:
         """Positions of the tokens that layer `layer_idx` retains, ascending, int32 `[B, H, T]`; -1 fills rows and heads that retain fewer.
 
-        A position is the rank among the tokens of the row that are no padding. Raises ValueError for a layer that evicts nothing or is
-        empty.
+        A position is the rank of a token in its row, padding left out. Raises ValueError for a layer that evicts
+        nothing or is empty.
         """
         layer = self.layers[layer_idx] if layer_idx < len(self.layers) else None
         if not isinstance(layer, EvictingLayer):
@@ -434,7 +441,7 @@ _KINDS = {
     "Indexed": "indexed attention",
     "SlidingWindow": "a sliding window",
 }
-"""What layers of transformers are, by a part of the name of their class; the first that fits."""
+"""Descriptions of transformers' layers by a part of their class name; the first match counts."""
 
 
 def _kind(layer: Any) -> str:
@@ -445,7 +452,7 @@ def _kind(layer: Any) -> str:
 
 @contextlib.contextmanager
 def _layers_of(config: PreTrainedConfig, fix: str) -> Iterator[None]:
-    """Names the layers that transformers has no class for."""
+    """Raises NotImplementedError that names the layers for which transformers has no class."""
     try:
         yield
     except KeyError as unknown:
@@ -455,12 +462,12 @@ def _layers_of(config: PreTrainedConfig, fix: str) -> Iterator[None]:
 
 
 def _keeps_all(layer: Any) -> bool:
-    """Whether `layer` is one of transformers' that holds each token, compressed or not, and attends to all."""
+    """Whether `layer` is a full-attention layer of transformers: it holds each token, compressed or not."""
     return isinstance(layer, DynamicLayer | StockStaticLayer) and not layer.is_sliding
 
 
 def head_dim_of(config: PreTrainedConfig) -> int | None:
-    """Channels of a cached key; None if the config does not tell (latent attention)."""
+    """The number of channels of a cached key; None if the config does not tell (latent attention)."""
     if getattr(config, "kv_lora_rank", None):
         return None
     head_dim = getattr(config, "head_dim", None) or getattr(config, "d_kv", None)

@@ -1,4 +1,4 @@
-"""The warning of caches with `center=False` for models with biased keys."""
+"""The warning about biased keys in caches with `center=False`."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ LEAST = 16
 MOST = 1024
 """The most tokens that are examined."""
 FAR = 16.0
-"""Energy of the means over energy of the spreads above which keys count as biased. No head of the embedded model or of SmolLM2-135M exceeds
-7; keys with biases of 20 to 100 times the spread in a few channels have 90 to 500."""
+"""The ratio of the means' energy to the spreads' energy above which keys count as biased. No head of the embedded model
+or of SmolLM2-135M exceeds 7; keys with biases of 20 to 100 times the spread in a few channels have 90 to 500."""
 
 
 class BiasedKeys:
@@ -27,8 +27,8 @@ class BiasedKeys:
 
     @torch.no_grad()
     def examine(self, keys: Tensor, layer: int, format: str) -> None:
-        """Takes new keys `[B, H, T, D]` of `layer`, whose format has this name. Waits for the device, but never in a decode step or in
-        compiled code."""
+        """Examines new keys `[B, H, T, D]` of `layer`; `format` is the name in the warning. Waits for the device, but
+        never in a decode step or in compiled code."""
         if torch.compiler.is_compiling() or keys.shape[2] < LEAST or self.examined is None or layer in self.examined:
             return
         self.examined.add(layer)

@@ -1,4 +1,4 @@
-"""Filling a cache with a context that is read twice, for policies that score tokens by the second reading."""
+"""Fills a cache with a context that is read twice, for policies that score tokens by the second reading."""
 
 from __future__ import annotations
 
@@ -21,12 +21,13 @@ from ..policies.kvzip import weigh_heads
 FIRST = "\n\nRepeat the previous context exactly.\n\n"
 LATER = "\n\nRepeat the part of the previous context that starts as follows.\n\n"
 HINT = 8
-"""Tokens before a chunk, other than the first, with which the instruction ends."""
+"""Tokens before a chunk that end its instruction; the first chunk has none."""
 
 
 @torch.no_grad()
 def fill(layers: list[Any], policy: KVzip, model: PreTrainedModel, mask: Tensor, dense: DynamicCache, others: dict[int, Any]) -> None:
-    """Moves the context that `read_twice` returned to the `layers` of an empty cache; `mask` `[B, T]` as it took it."""
+    """Moves the context from the result of `read_twice` to the `layers` of an empty cache. `mask` `[B, T]`: that of
+    `read_twice`."""
     weights = _weights(layers, policy, mask.bool(), dense) if policy.shares_layers else {}
     padding = None if bool(mask.all()) else mask.bool()
     for i, layer in enumerate(dense.layers):
@@ -38,7 +39,7 @@ def fill(layers: list[Any], policy: KVzip, model: PreTrainedModel, mask: Tensor,
 
 
 def _weights(layers: list[Any], policy: KVzip, is_valid: Tensor, dense: DynamicCache) -> dict[int, Tensor]:
-    """`weigh_heads` of the layers that evict, `is_valid` `[B, T]`: which tokens are no padding."""
+    """The result of `weigh_heads` for the layers that evict. `is_valid` `[B, T]`: the tokens that are not padding."""
     seen, positions = is_valid.sum(-1)[:, None, None], is_valid.cumsum(-1)[:, None] - 1
     found: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
     for i, read in enumerate(dense.layers):
@@ -55,16 +56,16 @@ def _weights(layers: list[Any], policy: KVzip, is_valid: Tensor, dense: DynamicC
 def read_twice(
     model: PreTrainedModel, policy: KVzip, ids: Tensor, mask: Tensor, tokenizer: Any, progress: bool
 ) -> tuple[DynamicCache, dict[int, Any]]:
-    """A dense cache of `ids` `[B, T]`, whose full-attention layers (`ReadingLayer`) have the scores of `policy`, and its other layers as
-    they are after the first reading; `mask` `[B, T]` is 0 for padding."""
-    install()  # attention reports to the layers
+    """A dense cache of `ids` `[B, T]`. Its full-attention layers (`ReadingLayer`) have the scores of `policy`; its
+    other layers are as after the first reading. `mask` `[B, T]` is 0 for padding."""
+    install()  # so that attention reports to the layers
     dense = DynamicCache(config=model.config)
     for i, layer in enumerate(dense.layers):
         if type(layer) is DynamicLayer:
             dense.layers[i] = ReadingLayer(policy.num_sink_tokens, policy.kvzip_plus_normalization)
     _forward(model, dense, ids, mask, ids.shape[1])
     others = {i: copy.deepcopy(x) for i, x in enumerate(dense.layers) if not isinstance(x, ReadingLayer)}
-    order = (mask == 0).int().argsort(dim=-1, stable=True)  # columns of the tokens of each row, without padding
+    order = (mask == 0).int().argsort(dim=-1, stable=True)  # columns of each row's tokens, then padding
     lengths = mask.sum(-1)
     longest, sinks = int(lengths.max()), policy.num_sink_tokens
     steps = range(min(sinks, longest), longest, policy.chunk_size)
@@ -96,7 +97,7 @@ def _read(
     model: PreTrainedModel, dense: DynamicCache, ids: Tensor, mask: Tensor, order: Tensor, lengths: Tensor, begin: int, policy: KVzip,
     instruction: Tensor,
 ) -> None:  # fmt: skip
-    """Reads the tokens from `begin` to `begin + chunk_size` of each row once more, at positions after the whole context."""
+    """Reads the tokens `begin` to `begin + chunk_size` of each row again, at positions after the whole context."""
     sinks, size, device = policy.num_sink_tokens, policy.chunk_size, ids.device
     end = min(begin + size, int(lengths.max()))
     hint = min(HINT, begin - sinks) if len(instruction) else 0
@@ -124,7 +125,7 @@ def _read(
 
 
 def _watch_inputs(model: PreTrainedModel, dense: DynamicCache) -> list[Any]:
-    """Passes the norms of its attention's inputs to each layer."""
+    """Passes to each layer the norms of its attention's inputs."""
     handles = []
     for layer in dense.layers:
         if isinstance(layer, ReadingLayer) and layer.module is not None:
@@ -138,7 +139,8 @@ def _watch_inputs(model: PreTrainedModel, dense: DynamicCache) -> list[Any]:
 
 
 def _fill(layer: EvictingLayer, read: ReadingLayer, model: PreTrainedModel, is_valid: Tensor | None, weights: Tensor | None) -> None:
-    """Gives `layer` the context of `read`, with its scores, as attention does, and its heads their `weights` in the budget."""
+    """Fills `layer` with the context and the scores of `read`, as attention would, and sets the `weights` of its heads
+    in the budget."""
     keys, values, scores = read.keys, read.values, read.scores
     if keys is None or values is None or read.module is None:
         raise NotImplementedError(

@@ -1,4 +1,5 @@
-"""Models whose tokens can be evicted: their attention must go through transformers, and must not depend on the columns of keys."""
+"""The check that a model's tokens can be evicted: its attention must go through transformers and must not depend on the
+columns of keys."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ OWN_ATTENTION = frozenset((
 
 
 def why_not_evict(config: PreTrainedConfig) -> str | None:
-    """Why tokens of this model cannot be evicted, or None."""
+    """The reason why tokens of this model cannot be evicted, or None."""
     if getattr(config, "alibi", False) or config.model_type in ("bloom", "mpt"):
         return "ALiBi takes a key's position from its column, which evicted tokens would shift"
     if getattr(config, "relative_attention_num_buckets", None):

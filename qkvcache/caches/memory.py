@@ -12,8 +12,8 @@ from ..layers.compressed import CompressedLayer
 
 @dataclass(frozen=True)
 class Bytes:
-    """Bytes by role. `exact`: tokens in the model's dtype, also those of layers left as transformers makes them. `bookkeeping`: tables of
-    kernels, and the metadata of tokens that a policy needs."""
+    """Bytes by role. `exact`: tokens in the model's dtype, those of transformers' own layers included. `bookkeeping`:
+    tables of kernels, and the token metadata that a policy needs."""
 
     codes: int = 0
     scales: int = 0
@@ -27,7 +27,8 @@ class Bytes:
 
 @dataclass(frozen=True)
 class Memory(Bytes):
-    """Bytes of a cache, counted from its tensors. `dense`: what all tokens seen would take in a DynamicCache; `ratio`: `dense / total`."""
+    """Bytes of a cache, counted from its tensors. `dense`: the bytes of all tokens seen in a DynamicCache; `ratio`:
+    `dense / total`."""
 
     dense: int = 0
 
@@ -37,7 +38,7 @@ class Memory(Bytes):
 
 
 def bytes_by_role(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, int]:
-    """Bytes of the memory of `(role, tensor)` pairs for each role of `Memory`. Memory that several tensors share counts once."""
+    """Bytes for each role of `Memory` from `(role, tensor)` pairs. Memory that several tensors share counts once."""
     sizes = {"codes": 0, "scales": 0, "exact": 0, "bookkeeping": 0}
     counted: set[int] = set()
     for role, tensor in tensors:
@@ -49,13 +50,14 @@ def bytes_by_role(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, int]:
 
 
 def measured(layers: Iterable[object]) -> Memory:
-    """The bytes that the live tensors of `layers` take."""
+    """Bytes of the live tensors of `layers`."""
     layers = list(layers)
     return Memory(**bytes_by_role(pair for layer in layers for pair in _tensors(layer)), dense=sum(map(_dense_bytes, layers)))
 
 
 def live_tensors(of: object) -> Iterator[Tensor]:
-    """The plain tensors in `of`: a tensor, those inside a tensor subclass such as quanto's, and those of dictionaries, lists and tuples."""
+    """The plain tensors in `of`, which is a tensor, a tensor subclass (as quanto's), a dictionary, a list or a
+    tuple."""
     if hasattr(of, "__tensor_flatten__"):  # a subclass has no storage of its own
         of = [getattr(of, name) for name in of.__tensor_flatten__()[0]]
     if isinstance(of, Tensor):

@@ -21,15 +21,15 @@ class QuantizedPerTokenCache(CompressedCache):
 
     Args:
         dtype: "int8", "fp8" (e4m3), "fp8_e5m2" or "int4".
-        scale: what shares a scale: "token_head" (one token of one head), "token" (one token over all heads, int8 and fp8), or "tensor"
-            (the block of tokens that is stored together, fp8).
-        symmetric: False keeps a zero point too (int8 and int4). For int4, True is the scheme of PR #5 (144 bytes at head_dim 128) and False
-            the rule that vLLM merged (136 bytes).
+        scale: the values that share a scale: "token_head" (one token of one head), "token" (one token over all heads,
+            int8 and fp8), or "tensor" (the block of tokens that is stored together, fp8).
+        symmetric: False adds a zero point (int8 and int4). For int4, True is the scheme of PR #5 (144 bytes at head_dim
+            128) and False the rule that vLLM merged (136 bytes).
         center: keys are quantized around their mean. False is the authors' form, which models with biased keys (Qwen2) break.
         **options: those of CompressedCache.
 
     Raises:
-        ValueError: a combination that no format stores.
+        ValueError: a combination for which there is no format.
     """
 
     def __init__(
@@ -64,8 +64,9 @@ class NVFP4Cache(CompressedCache):
     """NVFP4 in software on any device: E2M1 codes with E4M3 scales for 16 channels, 144 bytes a token and head at head_dim 128.
 
     Args:
-        scale_search: of a block's scale. "mse" (default) takes the one that errs least, "four_over_six" (vLLM #45187) the better of two,
-            "amax" (the format `nvfp4`, as its authors define it) does not search. Bytes and reading are the same, storing costs more.
+        scale_search: how a block's scale is chosen. "mse" (default) takes the scale of least error, "four_over_six"
+            (vLLM #45187) the better of two; "amax" (the format `nvfp4`, as its authors define it) does not search. A
+            search makes storing slower; bytes and reading are the same.
         center: keys are quantized around their mean. False is the authors' form, which models with biased keys (Qwen2) break.
         **options: those of CompressedCache.
     """
@@ -86,8 +87,8 @@ class TurboQuantCache(CompressedCache):
 
     Args:
         preset: "k8v4", "4bit_nc", "k3v4_nc" or "3bit_nc": 198, 134, 118 and 102 bytes a token and head at head_dim 128.
-        boundary_layers: this many full-attention layers at either end stay exact (vLLM keeps 2 for dense models). Needs the config, and
-            layers between them.
+        boundary_layers: number of full-attention layers at either end that stay exact (vLLM keeps 2 for dense models).
+            Needs the config, and layers between the ends.
         skip_layers: further layers that stay exact, as CompressedCache takes them.
         center: keys are quantized around their mean. False is the authors' form, which models with biased keys (Qwen2) break.
         **options: those of CompressedCache.
@@ -126,7 +127,8 @@ def _boundary(config: PreTrainedConfig | None, count: int) -> list[int]:
 
 
 class HadaQuantCache(CompressedCache):
-    """Hadamard-rotated keys and values, both around their mean, on Lloyd-Max levels: less error for the same bytes, no calibration data.
+    """Hadamard-rotated keys and values on Lloyd-Max levels around their means: less error for the same bytes, no
+    calibration data.
 
     Args:
         key_bits, value_bits: 2 to 4: 132 bytes a token and head with 4 and 4 at head_dim 128, 116 with 4 and 3, 100 with 3 and 3, 68 with 2
@@ -148,7 +150,7 @@ class HadaQuantCache(CompressedCache):
 
 
 class SinkCache(CompressedCache):
-    """Attention sinks and a window (StreamingLLM, arXiv 2309.17453): streams of any length in constant memory.
+    """Attention sinks and a window (StreamingLLM, arXiv 2309.17453), for streams of any length in constant memory.
 
     Args:
         window_length: newest tokens that are retained.
@@ -193,7 +195,8 @@ class H2OCache(CompressedCache):
 
     Args:
         budget: tokens (int), or share of the tokens seen (float).
-        recent: newest tokens that are retained: share of the budget (float), or tokens (int). The rest is for the tokens most attended to.
+        recent: newest tokens that are retained: share of the budget (float), or tokens (int). The rest of the budget is
+            for the tokens with the most attention.
         num_sink_tokens: first tokens that are retained whatever their score, in the model's dtype.
         format: how the tokens are stored; None keeps the model's dtype.
         **options: those of CompressedCache.

@@ -1,4 +1,4 @@
-"""`warmup`: compiling kernels before the first token."""
+"""`warmup`: compiles kernels before the first token."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from .base import CompressedCache
 
 @torch.no_grad()
 def warmup(model: PreTrainedModel, cache: CompressedCache, *, queries: Iterable[int] = (1,), padded: bool = True) -> None:
-    """Runs `model` on a few tokens with a cache like `cache`, so that every kernel that `generate` needs with it is compiled.
+    """Compiles every kernel that `generate` needs, by running `model` on a few tokens with a cache like `cache`.
 
-    `cache` is not changed. Triton caches compiled kernels on disk, so that this is fast in a second process. If torch operations run
-    instead of Triton, nothing is done.
+    `cache` is not changed. Triton caches compiled kernels on disk, so that this is fast in a second process. Does
+    nothing if torch operations run instead of Triton.
 
     Args:
         model: the model that will generate, on its device.
         cache: a cache with the options that will be used.
-        queries: tokens of a step: 1, and the number that assisted decoding verifies at once.
+        queries: numbers of tokens of a step: 1, and for assisted decoding the number that it verifies at once.
         padded: also compile for batches with padding.
 
     Raises ValueError for a step of less than one token.
@@ -59,7 +59,8 @@ def warmup(model: PreTrainedModel, cache: CompressedCache, *, queries: Iterable[
 
 
 def _shrink(cache: CompressedCache, budget: Budget, length: int) -> None:
-    """Makes the cache small, so that it is soon full: kernels do not depend on budget and `max_length`. Layers may be made later."""
+    """Makes the cache small, so that it is soon full; kernels depend neither on the budget nor on `max_length`. Also
+    affects layers that are made later."""
 
     def small(layer: Any) -> Any:
         if isinstance(layer, EvictingLayer):

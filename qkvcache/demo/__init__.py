@@ -1,4 +1,5 @@
-"""The embedded model: a Llama of five million parameters (5 layers, 4/2 heads, head_dim 128, context 4,096) that recalls what it read.
+"""The embedded model: a Llama of five million parameters (5 layers, 4/2 heads, head_dim 128, context 4,096) that
+recalls facts of its context.
 
 It was trained by `eval/train_demo_model.py` and loads offline, so that demo, tests and notebooks see real attention patterns anywhere.
 """
@@ -22,7 +23,7 @@ def load(dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu")
 
 
 def text() -> str:
-    """Text that every Python brings and that the model never saw: the language reference in `pydoc`."""
+    """A text that is part of every Python and that the model was not trained on: the language reference in `pydoc`."""
     topics = importlib.import_module("pydoc_data.topics").topics
     return " ".join("\n\n".join(topics[name] for name in sorted(topics)).split())
 

@@ -1,4 +1,4 @@
-"""`qkvcache demo`: one prompt through every cache, then what each of them costs and keeps."""
+"""`qkvcache demo`: one prompt through every cache, then a table of each cache's bytes and recall."""
 
 from __future__ import annotations
 
@@ -38,13 +38,14 @@ STREAMED = "turboquant_4bit_nc"
 POLICIES: dict[str, Policy] = {"fp8 + H2O 50 %": H2O(budget=0.5), "fp8 + KeyDiff 50 %": KeyDiff(budget=0.5)}
 NEW_TOKENS = 16
 BARE: dict[str, Any] = {"num_sink_tokens": 0, "residual_length": 0}
-"""No token stays exact."""
+"""Options with which no token stays exact."""
 
 
 @dataclass(frozen=True)
 class Size:
-    """Tokens of the prompt, tokens of each text that are read on after as many, cases of recall and their form, and whether formats are
-    shown without exact tokens too."""
+    """The size of a demo. `context`: tokens of the prompt and of each text's context; `read_on`: tokens read after a
+    context; `recalls`, `form`: number and form of recall cases; `bare`: whether formats are also shown without exact
+    tokens."""
 
     context: int
     read_on: int
@@ -55,11 +56,11 @@ class Size:
 
 SIZES = {"demo": Size(2000, 40, 8, CODE_WORD, bare=True)}
 REAL = Size(700, 16, 4, NUMBER, bare=False)
-"""The size for every other model: some three minutes on two CPU cores for one of 135 million parameters."""
+"""The size for every other model: about three minutes on two CPU cores for 135 million parameters."""
 
 
 class Written(TextStreamer):
-    """Writes the text as it grows."""
+    """A streamer that writes text as it is generated."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, console: Console):
         super().__init__(tokenizer, skip_prompt=True)
@@ -77,9 +78,9 @@ def run(
     seed: int = 0,
     formats: Sequence[str] | None = None,
 ) -> list[dict]:
-    """The rows of the table on the model called `name`, dense first. `exact` is `num_sink_tokens + residual_length`; `recall` the share of
-    cases right. Streams text to `console` if there is one. `formats`: these alone;
-    None takes `FORMATS`, and `POLICIES`."""
+    """The rows of the table for the model called `name`, dense first. `exact` is `num_sink_tokens + residual_length`,
+    `recall` the share of correct cases. Streams text to `console` if given. `formats`: only these; None: `FORMATS` and
+    `POLICIES`."""
     model, tokenizer = load(name, dtype, device)
     size = SIZES.get(name, REAL)
     ids = text_ids(tokenizer)
@@ -142,7 +143,8 @@ def table_of(rows: list[dict], name: str = "demo") -> Table:
 def generate(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: torch.Tensor, cache: Cache, streamer: TextStreamer | None = None
 ) -> tuple[str, float]:
-    """The text that follows `prompt`, and tokens per second of the decode steps after the first, which warms up."""
+    """The text after `prompt`, and the tokens per second of decode steps; the first step warms up and does not
+    count."""
     clock = Clock()
     options = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": NEW_TOKENS, "do_sample": False, "streamer": streamer}
     ids = model.generate(prompt, past_key_values=cache, stopping_criteria=StoppingCriteriaList([clock]), **options)  # type: ignore[operator]

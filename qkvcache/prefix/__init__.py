@@ -1,4 +1,5 @@
-"""Beginnings of prompts that are computed once: `PrefixStore` keeps them compressed, in memory and on disk."""
+"""`PrefixStore` keeps the keys and values of prompts' first tokens, compressed, in memory and on disk, so that they are
+computed once."""
 
 from .store import Match, PrefixStore, Stats
 

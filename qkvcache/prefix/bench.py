@@ -1,6 +1,6 @@
 """Bytes and latency of storing and fetching a prefix, with a model's shapes and dtype and random contents.
 
-The original cache is freed layer by layer before anything is fetched, so that three copies never exist at once.
+The original cache is freed layer by layer before a fetch, so that three copies never exist at once.
 """
 
 from __future__ import annotations
@@ -32,13 +32,15 @@ Result = TypeVar("Result")
 def measure(
     config: PreTrainedConfig, format: FormatLike, contexts: Sequence[int], directory: Path, dtype: torch.dtype, device: torch.device
 ) -> Iterator[dict]:
-    """A row for each context: bytes, ratio to the dense cache, quantization error, and milliseconds, the least of `REPEATS`.
+    """A row for each context: bytes, ratio to the dense cache, quantization error, and milliseconds, the minimum of
+    `REPEATS` runs.
 
-    `store_ms`: a DynamicCache on `device` to codes in host memory. `fetch_ms`, `fetch_half_ms`: all or half of the tokens from host memory
-    into a cache on `device`. `write_ms`, `read_ms`, `read_half_ms`: the same to and from files in `directory`, from the page cache.
+    `store_ms`: from a DynamicCache on `device` to codes in host memory. `fetch_ms`, `fetch_half_ms`: all or half of the
+    tokens from host memory into a cache on `device`. `write_ms`, `read_ms`, `read_half_ms`: to and from files in
+    `directory`, which the page cache holds.
 
-    Raises ValueError for contexts below 2, an unknown format or one that cannot hold the model's head_dim; NotImplementedError for models
-    whose cache has other layers than those with keys and values.
+    Raises ValueError for contexts below 2, an unknown format or one that cannot hold the model's head_dim;
+    NotImplementedError for models with layers that do not cache keys and values.
     """
     if not contexts or min(contexts) < 2:
         raise ValueError(f"contexts={list(contexts)}: must be numbers of tokens, 2 or more")
@@ -77,7 +79,7 @@ def _random(config: PreTrainedConfig, tokens: int, dtype: torch.dtype, device: t
 
 
 def _timed(device: torch.device, call: Callable[[], Result]) -> tuple[Result, float]:
-    """The result and the milliseconds that it took, the device's work included."""
+    """The result of `call` and its time in milliseconds, the device's work included."""
     gpu = device.type == "cuda"
     if gpu:
         torch.cuda.synchronize(device)

@@ -104,7 +104,7 @@ def verify(directory: Directory, json_output: JsonOption = False) -> None:
 
 
 def _entries(directory: Path, contents: bool = False) -> list[dict]:
-    """A row for each file. `contents`: read and check all of it."""
+    """A row for each file. `contents`: whether all of it is read and checked."""
     rows = []
     entries = sorted(disk.files(directory), key=lambda entry: entry.name)
     for entry in track(entries, "reading", console=Console(stderr=True), transient=True) if contents else entries:

@@ -1,9 +1,9 @@
-"""Entries as files: one safetensors file for each, in a directory that any number of processes share.
+"""Entries as safetensors files in a directory that any number of processes share.
 
-A file name consists of the names of the model and of the cache template and a digest of the tokens, so that the directory is the index. A
-file is complete when it appears, since it is renamed into place. Its header has a digest of itself and digests of every layer, one for
-each `CHUNK` tokens, so that a fetch reads and checks only the tokens that it matched. Digests detect damage and mistakes; they are no
-signature.
+A file name consists of the name of the model, the name of the cache template and a digest of the tokens, so that the
+directory is the index. A file is renamed into place, so that it is complete when it appears. Its header has a digest of
+itself and, for every layer, a digest of each `CHUNK` tokens, so that a fetch reads and checks only the tokens that it
+matched. Digests detect damage and mistakes; they are not a signature.
 """
 
 from __future__ import annotations
@@ -41,19 +41,21 @@ VERSION = 2
 CHUNK = 4096
 """Tokens that share a digest."""
 AHEAD = min(THREADS, 5)
-"""Layers that are read into `Blocks` at a time; there is one block more, of the layer that is in use. New blocks are locked one after
-another, and each takes about as long as a thread takes for a layer: more of them come too late to help, with fewer the bus waits."""
+"""Layers that are read into `Blocks` at a time; one more block holds the layer in use. New blocks are locked one after
+another, and locking one takes about as long as a thread needs for a layer: more blocks come too late to help, and with
+fewer the bus waits."""
 SUFFIX, WRITING = ".safetensors", ".writing"
 _NAME = re.compile(r"([0-9a-f]{32})-([0-9a-f]{32})-([0-9a-f]{32})\.safetensors")
 
 
 class Damaged(Exception):
-    """A file must not be loaded, for the given reason."""
+    """Raised for a file that must not be loaded, with the reason."""
 
 
 @dataclass(frozen=True)
 class File:
-    """The header of an entry's file. `text` describes the template, `model` the model; `digest` is of the header and the token ids."""
+    """The header of an entry's file. `text` describes the template, `model` the model; `digest` covers the header and
+    the token ids."""
 
     path: Path
     key: bytes
@@ -71,14 +73,14 @@ class File:
 
 
 def file_name(key: bytes, template: bytes) -> str:
-    """The file name of an entry: hex of the model's name, of the template's name and of a digest of the tokens."""
+    """The file name of an entry: the model's name, the template's name and a digest of the tokens, in hex."""
     tokens = hashlib.blake2b(key, digest_size=16).hexdigest()
     return f"{key[: match.NAME].hex()}-{template.hex()}-{tokens}{SUFFIX}"
 
 
 def write(directory: Path, entry: Entry, model: str) -> File:
-    """Writes the entry into a folder of this process and moves the file into `directory`. Raises OSError if it cannot; no part of a file is
-    left then."""
+    """Writes the entry into a folder of this process and moves the file into `directory`. Raises OSError if that fails,
+    and leaves no part of a file."""
     tensors = {f"{i}.{name}": x for i, layer in enumerate(entry.layers) for name, x in layer.tensors.items()}
     with ThreadPoolExecutor(THREADS) as pool:
         sums = list(pool.map(_sums, entry.layers))
@@ -107,7 +109,8 @@ def write(directory: Path, entry: Entry, model: str) -> File:
 
 
 def _file(path: Path, header: dict, ids: Tensor, digest: str) -> File:
-    """Raises ValueError, LookupError or TypeError unless `header` has all parts, each of its type."""
+    """The `File` of a header. Raises ValueError, LookupError or TypeError unless all parts are present and have their
+    types."""
     layers = header["layers"]
     if not all(isinstance(x["kind"], str) and isinstance(x["numbers"], dict) and isinstance(x["sums"], list) for x in layers):
         raise ValueError("its layers have no kinds, counts or digests")
@@ -121,7 +124,8 @@ def _file(path: Path, header: dict, ids: Tensor, digest: str) -> File:
 
 
 def read_header(path: Path) -> File:
-    """Raises Damaged for a file that is no entry, incomplete, or not the entry that its name says; FileNotFoundError if it is gone."""
+    """Reads and checks the header. Raises Damaged for a file that is not an entry, is incomplete or does not match its
+    name; FileNotFoundError if the file was removed."""
     with _opened(path) as handle:
         metadata = handle.metadata() or {}
         version = metadata.get("qkvcache_prefix")
@@ -140,12 +144,12 @@ def read_header(path: Path) -> File:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[safe_open]:
-    """The open file. Errors inside become FileNotFoundError if the file was removed, else Damaged."""
+    """A context with the open file. Errors inside become FileNotFoundError if the file was removed, else Damaged."""
     try:
         with safe_open(path, framework="pt") as handle:
             yield handle
     except (SafetensorError, OSError, RuntimeError, LookupError, ValueError, TypeError) as error:
-        if not path.exists():  # another process removed it: before it was opened, or before torch mapped it
+        if not path.exists():  # another process removed it before it was opened or mapped
             raise FileNotFoundError(path) from error
         raise Damaged(f"it is truncated or damaged ({error})") from error
 
@@ -156,11 +160,13 @@ def read(
     copy: Callable[[Snapshot], Snapshot] | None = None,
     template: CacheTemplate | None = None,
 ) -> Iterator[Snapshot]:
-    """The layers of a file in order, cut to the first `tokens` tokens and checked. Their tensors are views of the file, of which only the
-    used part is read; or what `copy` makes of them, in the thread that has checked a layer. Raises Damaged if a digest does not match, if
-    the file is no longer the one of this header, or if its layers cannot be those of `template`.
+    """Yields the layers of a file in order, cut to the first `tokens` tokens and checked. Their tensors are views of
+    the file, of which only the used part is read, or the result of `copy`, which runs in the thread that checked the
+    layer. Raises Damaged if a digest does not match, if another file has replaced the one of this header, or if its
+    layers cannot be those of `template`.
 
-    With `Blocks`, a layer must be let go of before the next but one is asked for, or its block is not used again."""
+    With `Blocks`, drop all references to a layer before asking for the second layer after it; otherwise its block is
+    not reused."""
     with _opened(file.path) as handle:
         if (handle.metadata() or {}).get("digest") != file.digest:
             raise Damaged("it was replaced by something else")
@@ -183,7 +189,7 @@ def read(
     with ThreadPoolExecutor(readers) as pool:
         running: deque[Future[Snapshot]] = deque()
         for i in range(len(cut)):
-            if len(running) == readers:  # no more copies at a time than these
+            if len(running) == readers:  # the most copies at a time
                 yield running.popleft().result()
             running.append(pool.submit(checked, i))
         while running:
@@ -191,7 +197,7 @@ def read(
 
 
 def files(directory: Path) -> list[os.DirEntry]:
-    """Every file that could be an entry; none if the directory was removed."""
+    """The files that may be entries; none if the directory was removed."""
     try:
         with os.scandir(directory) as found:
             return [entry for entry in found if entry.name.endswith(SUFFIX)]
@@ -200,7 +206,7 @@ def files(directory: Path) -> list[os.DirEntry]:
 
 
 def parts(name: str) -> tuple[bytes, bytes] | None:
-    """The names of model and template in a file name; None if it is not the name of an entry."""
+    """The names of the model and of the template in a file name; None if it is not the name of an entry."""
     fits = _NAME.fullmatch(name)
     return (bytes.fromhex(fits[1]), bytes.fromhex(fits[2])) if fits else None
 
@@ -211,8 +217,8 @@ def label(name: str) -> str:
 
 
 def trim(directory: Path, max_bytes: int) -> int:
-    """Removes the files of killed processes, then the least recently used entries until the rest fits; returns the number of entries
-    removed."""
+    """Removes the files of killed processes, and then the least recently used entries until the rest fits in
+    `max_bytes`; returns the number of entries removed."""
     for path in directory.glob(f"*{WRITING}"):
         if _abandoned(path):
             shutil.rmtree(path, ignore_errors=True)
@@ -227,7 +233,7 @@ def trim(directory: Path, max_bytes: int) -> int:
 
 
 def _entries(directory: Path) -> Iterator[tuple[str, os.stat_result]]:
-    """The entries in a directory, except those that another process removes meanwhile."""
+    """The entries in a directory that no other process removes meanwhile."""
     for entry in files(directory):
         try:
             if parts(entry.name):
@@ -243,7 +249,7 @@ def _abandoned(folder: Path) -> bool:
         if host == platform.node():
             os.kill(int(pid), 0)
         return time.time() - folder.stat().st_mtime > 86_400
-    except (PermissionError, FileNotFoundError):  # a running process of another user; or the folder is gone
+    except (PermissionError, FileNotFoundError):  # a running process of another user, or the folder was removed
         return False
     except (ProcessLookupError, ValueError):
         return True
@@ -254,7 +260,8 @@ def _digest(text: bytes, ids: Tensor) -> str:
 
 
 def _sums(layer: Snapshot, chunks: int | None = None) -> list[str]:
-    """Digests of the first `chunks` chunks, or of all. The first one includes names, shapes and tensors that are not by token."""
+    """Digests of the first `chunks` chunks; None: of all. The first digest also covers names, shapes and tensors
+    without a token dimension."""
     tensors = sorted(layer.tensors.items())
     arrays = [as_bytes(x) for _, x in tensors if x.numel()]
     text = "".join(f"{name} {x.dtype} {list(x.shape)} " for name, x in tensors)
@@ -274,7 +281,7 @@ def _tokens(layer: Snapshot) -> int:
 
 
 def _matches(layer: Snapshot, cut: Snapshot, sums: list[str]) -> bool:
-    """Whether the chunks of `layer` that `cut` takes tokens from have these digests."""
+    """Whether the chunks of `layer` with the tokens of `cut` have these digests."""
     chunks = None if layer is cut else -(-_tokens(cut) // CHUNK) or 1
     return _sums(layer, chunks) == sums[:chunks]
 
@@ -293,7 +300,7 @@ class DiskStore:
         self.evicted = 0
         self.headers: dict[bytes, File] = {}
         self._known: dict[str, bytes | None] = {}
-        """Keys of the files that were checked, by file name; None for those that are skipped."""
+        """Keys of the checked files, by file name; None for skipped files."""
         try:
             directory.mkdir(parents=True, exist_ok=True)
             if not os.access(directory, os.W_OK):
@@ -302,7 +309,7 @@ class DiskStore:
             raise ValueError(f"directory={str(directory)!r} cannot be used: {error}") from error
 
     def scan(self, identity: bytes, templates: Collection[bytes]) -> None:
-        """Finds files that other processes have written or removed. Files of other models and templates are ignored."""
+        """Finds the files that other processes have written or removed. Ignores files of other models and templates."""
         names = {entry.name for entry in files(self.directory)}
         for name in self._known.keys() - names:
             self._forget(name)
@@ -324,7 +331,7 @@ class DiskStore:
         self.index.add(file.key, file.template, file.whole)
 
     def _skip(self, name: str, reason: str) -> None:
-        """Warns once; the file stays where it is."""
+        """Warns once; leaves the file in place."""
         self._forget(name)
         self._known[name] = None
         self.skipped[reason] += 1
@@ -335,12 +342,12 @@ class DiskStore:
         if key is not None and key in self.headers and self.headers[key].path.name == name:
             del self.headers[key]
             self.index.remove(key)
-            for other in [other for other, same in self._known.items() if same == key]:  # another template's: checked again next time
+            for other in [other for other, same in self._known.items() if same == key]:  # of another template: checked again next time
                 del self._known[other]
 
     def read(self, key: bytes, tokens: int, copy: Callable[[Snapshot], Snapshot] | None, template: CacheTemplate) -> Iterator[Snapshot]:
-        """The first `tokens` tokens of an entry of `template`, layer by layer, as `read` returns them. Raises Damaged if the file is
-        damaged or was removed; it is then not used again."""
+        """The first `tokens` tokens of an entry of `template`, layer by layer, as `read` returns them. Raises Damaged
+        if the file is damaged or was removed; the entry is then not used again."""
         file = self.headers[key]
         try:
             yield from read(file, tokens, copy, template)
@@ -353,8 +360,8 @@ class DiskStore:
             raise
 
     def write(self, entry: Entry) -> str | None:
-        """Writes an entry and removes those of its template whose tokens it begins with; returns None, or the reason why it was not
-        written."""
+        """Writes an entry and removes entries of its template whose tokens it begins with. Returns None, or the reason
+        why the entry was not written."""
         if entry.nbytes > self.max_bytes:
             return "larger than the whole budget on disk"
         self.trim(self.max_bytes - entry.nbytes)
@@ -381,12 +388,12 @@ class DiskStore:
                 self._forget(name)
 
     def size(self) -> tuple[int, int]:
-        """Entries in the directory, of all models and processes, and their bytes."""
+        """The number of entries in the directory, of all models and processes, and their bytes."""
         sizes = [stat.st_size for _, stat in _entries(self.directory)]
         return len(sizes), sum(sizes)
 
     def newest(self, identity: bytes) -> list[bytes]:
-        """Keys of this model, from the most recently used to the least."""
+        """Keys of this model, the most recently used first."""
         times = {path: stat.st_mtime_ns for path, stat in _entries(self.directory)}
         used = {key: times[str(file.path)] for key, file in self.headers.items() if str(file.path) in times}
         return sorted((key for key in used if key[: match.NAME] == identity), key=used.__getitem__, reverse=True)

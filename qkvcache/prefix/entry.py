@@ -1,6 +1,8 @@
-"""`Entry`: the keys and values of the first tokens of a prompt in host memory; `CacheTemplate`: the kind of cache that they are for.
+"""`Entry`: the keys and values of a prompt's first tokens in host memory. `CacheTemplate`: the kind of cache that an
+entry is for.
 
-`snapshot_cache` makes an entry from a cache, `restore_cache` a cache from an entry, layer by layer (`layers/snapshot.py`).
+`snapshot_cache` makes an entry from a cache and `restore_cache` a cache from an entry, layer by layer
+(`layers/snapshot.py`).
 """
 
 from __future__ import annotations
@@ -25,20 +27,22 @@ from . import match
 from .host_memory import HostSnapshot
 
 SAMPLE = 256
-"""Tokens of a layer whose quantization error is measured."""
+"""The number of tokens of a layer for which the quantization error is measured."""
 
 
 class CacheTemplate:
-    """Makes empty caches like `cache` for a model with `config`. `name` (16 bytes) and `text` identify what they store and how.
+    """A template that makes empty caches like `cache` for a model with `config`. `name` (16 bytes) and `text` identify
+    the contents and the format of its entries.
 
-    Raises NotImplementedError for caches whose layers neither transformers nor this library would make for the model.
+    Raises NotImplementedError for a cache with layers that neither transformers nor this library would make for the
+    model.
     """
 
     def __init__(self, cache: Cache, config: PreTrainedConfig):
         self._config = config
         self._cache = copy.copy(cache)
         self._cache.layers = []
-        self._cache.layer_class_to_replicate = None  # it may refer to the cache
+        self._cache.layer_class_to_replicate = None  # may refer to the cache
         stock = DynamicCache(config=config).layers
         if len(stock) != len(cache.layers):
             raise NotImplementedError(f"a cache of {len(cache.layers)} layers for a model of {len(stock)}: make it with the model's config")
@@ -82,7 +86,7 @@ class CacheTemplate:
 
 def _emptied(layer: CompressedLayer) -> CompressedLayer:
     new = copy.copy(layer)
-    new.storage = None  # before `reset`, which would clear the storage of `layer`
+    new.storage = None  # `reset` would clear the storage of `layer`
     new.is_initialized = False
     new.reset()
     return new
@@ -110,8 +114,8 @@ def in_short(text: str) -> str:
 
 @dataclass(frozen=True)
 class Entry:
-    """The tokens of `key`, as `template` stores them. `errors`: for each layer the quantization error (RMS of the difference over RMS, the
-    larger of keys and values, of a sample); 0 if nothing was quantized."""
+    """The tokens of `key`, as `template` stores them. `errors`: the quantization error of each layer, on a sample: the
+    RMS of the difference over the RMS, for keys or values, whichever is larger; 0 if nothing was quantized."""
 
     key: bytes
     template: CacheTemplate
@@ -120,7 +124,7 @@ class Entry:
 
     @property
     def whole(self) -> bool:
-        """Whether it can be used only by prompts that begin with all of its tokens."""
+        """Whether only prompts that begin with all of its tokens can use the entry."""
         return any(layer.whole for layer in self.layers)
 
     @cached_property
@@ -133,7 +137,7 @@ class Entry:
 
 
 class TooLarge(Exception):
-    """An entry has more bytes than a store may hold."""
+    """Raised for an entry with more bytes than a store may hold."""
 
 
 def snapshot_cache(
@@ -145,11 +149,12 @@ def snapshot_cache(
     max_bytes: int,
     release: CacheTemplate | None = None,
 ) -> Entry:
-    """An entry of the tokens of `key` in row `row` of `cache`, stored as `template` stores them.
+    """An entry of the tokens of `key` from row `row` of `cache`, stored as `template` stores them.
 
     Args:
-        quantize: quantize dense layers where the template's are compressed.
-        release: replace each layer of the cache, once it is copied, by an empty one of this template, so that only one layer exists twice.
+        quantize: whether dense layers are quantized where the template's are compressed.
+        release: a template whose empty layers replace the layers of the cache, each once it is copied, so that only one
+            layer exists twice. None: the cache is not changed.
 
     Raises NotImplementedError, with the reason, if the entry would not be exact, and TooLarge beyond `max_bytes`.
     """
@@ -174,8 +179,8 @@ def snapshot_cache(
 
 
 def _snapshot_as(into: Layer, layer: Layer, tokens: int, row: int, quantize: bool) -> tuple[Snapshot, float]:
-    """A snapshot of the first `tokens` tokens of row `row` of `layer` as `into`, an empty layer, would store them, and the quantization
-    error."""
+    """A snapshot of the first `tokens` tokens of row `row` of `layer`, in the form in which `into`, an empty layer,
+    stores them, and the quantization error."""
     quantizes = type(layer) is DynamicLayer and isinstance(into, CompressedLayer)
     if quantizes and isinstance(into, EvictingLayer):
         raise NotImplementedError("what a cache evicts depends on its attention: a DynamicCache cannot be stored as one that evicts")
@@ -192,8 +197,8 @@ def _snapshot_as(into: Layer, layer: Layer, tokens: int, row: int, quantize: boo
 
 
 def restore_cache(into: CacheTemplate, layers: Iterable[Snapshot], template: CacheTemplate, devices: list[torch.device]) -> Cache:
-    """A new cache of the template `into`, filled from the `layers` of an entry of `template`, each on its device. Where only one of the two
-    is compressed, tokens are quantized or dequantized."""
+    """A new cache of the template `into`, filled from the `layers` of an entry of `template`, each on its device.
+    Tokens are quantized or dequantized where only one of the two layers is compressed."""
     cache = into.cache()
     empties = cache.layers if into is template else template.layers()
     for layer, stored, empty, device in zip(cache.layers, layers, empties, devices, strict=True):
@@ -212,8 +217,8 @@ def restore_cache(into: CacheTemplate, layers: Iterable[Snapshot], template: Cac
 
 @torch.no_grad()
 def _error(layer: CompressedLayer, given: tuple[Tensor, Tensor]) -> float:
-    """The quantization error of `layer`, RMS of the difference over RMS, on samples of `given`, keys and values `[1, H, T, D]`; the larger
-    of both."""
+    """The quantization error of `layer` on samples of `given`, keys and values `[1, H, T, D]`: the RMS of the
+    difference over the RMS, for keys or values, whichever is larger."""
     worst = 0.0
     chunks, begin = layer.storage.chunks, layer.storage.zones()[0][0].shape[2]  # type: ignore[union-attr]
     for side, x in enumerate(given):

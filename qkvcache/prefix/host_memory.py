@@ -1,4 +1,4 @@
-"""`HostSnapshot`: a snapshot in host memory, which GPUs copy from and to at the speed of the bus."""
+"""`HostSnapshot`: a snapshot in host memory from and to which GPUs copy at the speed of the bus."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ from torch import Tensor
 from ..layers.snapshot import Snapshot
 
 ALIGNMENT = 8
-"""Of tensors in a block, in bytes."""
+"""The alignment of tensors in a block, in bytes."""
 PORTABLE = 1
-"""`cudaHostRegisterPortable`: for all GPUs."""
+"""The flag `cudaHostRegisterPortable`: locked for all GPUs."""
 THREADS = min(os.cpu_count() or 1, 16)
 SHARE = 4 * 2**20
-"""Bytes that a thread touches at a time: two huge pages."""
+"""Bytes that a thread writes to at a time: two huge pages."""
 
 
 class LockedMemory(mmap.mmap):
-    """Bytes in pages that are locked: copies between them and GPUs need no other buffer, and the host goes on meanwhile. Torch's
+    """Host memory in locked pages: copies between it and GPUs need no other buffer, and do not block the host. Torch's
     pinned memory takes longer to allocate than a copy takes, and is rounded up to powers of two.
 
-    Warns if the system does not lock them: copies are then correct and slower.
+    Warns if the system does not lock the pages: copies are then correct and slower.
     """
 
     @classmethod
     def of(cls, nbytes: int) -> LockedMemory:
-        """`nbytes` bytes, which `lock` locks."""
+        """Allocates `nbytes` bytes; `lock` locks them."""
         size, linux = max(nbytes, 1), hasattr(mmap, "MADV_HUGEPAGE")
         memory = cls(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) if linux else cls(-1, size)  # shared memory rarely has huge pages
         memory.copies = {}
@@ -47,8 +47,8 @@ class LockedMemory(mmap.mmap):
         return memory
 
     def lock(self, block: Tensor) -> None:
-        """Locks the pages of `block`, its bytes, if they are not yet: sooner those that the system has provided, because they were written
-        to, than others."""
+        """Locks the pages of `block`, its bytes, unless they are locked. This is faster if `block` was written to, so
+        that the system has provided its pages."""
         if self.address is not None:
             return
         error = torch.cuda.cudart().cudaHostRegister(block.data_ptr(), len(self), PORTABLE)
@@ -60,9 +60,9 @@ class LockedMemory(mmap.mmap):
             self.address = block.data_ptr()
 
     address: int | None = None
-    """Where locked pages begin; None if they are not locked."""
+    """The address of the locked pages; None if they are not locked."""
     copies: dict[torch.device, torch.cuda.Event]
-    """The end of the last copy, by GPU."""
+    """The event at the end of the last copy, by GPU."""
 
     def wait(self) -> None:
         """Waits for the copies."""
@@ -76,15 +76,16 @@ class LockedMemory(mmap.mmap):
 
 
 class Blocks:
-    """Locked memory for the layers of one read. A block comes back by itself when the last tensor in it is gone, and is used again when
-    the copies from it have ended. Nothing waits for a block to come back, since there is a new one if none has: there are no more than are
-    in use at a time."""
+    """A pool of locked memory for the layers of one read. A block returns to the pool when its last tensor is freed,
+    and is reused after the copies from it have ended. If the pool is empty, `take` allocates a block instead of
+    waiting: there are never more blocks than in use at a time."""
 
     def __init__(self) -> None:
         self.free: deque[LockedMemory] = deque()
 
     def take(self, nbytes: int) -> tuple[LockedMemory, Tensor]:
-        """A block and the tensor of its first `nbytes` bytes, which keeps it. The memory of a new one is not locked yet."""
+        """A block and a tensor of its first `nbytes` bytes, which keeps the block. The memory of a new block is not
+        locked yet."""
         memory = None
         with contextlib.suppress(IndexError):  # none is free
             memory = self.free.popleft()  # its copies end first
@@ -101,13 +102,13 @@ class Blocks:
 
 @dataclass(frozen=True)
 class HostSnapshot(Snapshot):
-    """A snapshot whose tensors are contiguous, in one block of host memory; `memory`: of locked pages, else None."""
+    """A snapshot whose tensors are contiguous in one block of host memory. `memory`: the locked pages, or None."""
 
     memory: LockedMemory | None = None
 
     @classmethod
     def of(cls, given: Snapshot, lock: bool, blocks: Blocks | None = None) -> HostSnapshot:
-        """A copy of `given`, in locked pages if `lock`, those of `blocks` if given; complete after `wait`."""
+        """A copy of `given`, in locked pages if `lock` (from `blocks`, if passed). It is complete after `wait`."""
         sizes = [-(-x.nbytes // ALIGNMENT) * ALIGNMENT for x in given.tensors.values()]
         memory, block = (blocks or Blocks()).take(sum(sizes)) if lock else (None, torch.empty(sum(sizes), dtype=torch.uint8))
         parts = zip(given.tensors.items(), block.split(sizes), strict=True)
@@ -137,26 +138,26 @@ class HostSnapshot(Snapshot):
             self.memory.wait()
 
     def _record(self, other: Snapshot) -> None:
-        """Copies from or to the devices of `other` were queued."""
+        """Records that copies from or to the devices of `other` were queued."""
         if self.memory is not None:
             for device in {x.device for x in other.tensors.values() if x.is_cuda}:
                 self.memory.copies[device] = torch.cuda.current_stream(device).record_event()
 
 
 def on_gpu(devices: Iterable[torch.device]) -> bool:
-    """Whether one of the devices is a GPU, so that memory is locked."""
+    """Whether one of the devices is a GPU, for which memory is locked."""
     return any(device.type == "cuda" for device in devices)
 
 
 def _touch(block: numpy.ndarray) -> None:
-    """Makes the system provide the pages of `block`, by several threads; locking them would use one."""
+    """Makes the system provide the pages of `block`, with several threads; locking them would use one."""
     with ThreadPoolExecutor(THREADS) as pool:
         for begin in range(0, len(block), SHARE):
             pool.submit(block[begin : begin + SHARE : mmap.PAGESIZE].fill, 0)
 
 
 def as_bytes(x: Tensor) -> numpy.ndarray:
-    """The bytes of a tensor in host memory, as a view if its last dimension is contiguous. numpy copies them in the calling thread; torch
-    would start a team of threads, and wait for members that are busy."""
+    """The bytes of a tensor in host memory as a numpy array, a view if its last dimension is contiguous. numpy copies
+    in the calling thread; torch would start a team of threads and wait for busy ones."""
     x = x.detach() if x.ndim else x.detach()[None]
     return (x if x.stride(-1) == 1 else x.contiguous()).view(torch.uint8).numpy()

@@ -1,7 +1,9 @@
-"""`ModelIdentity`: a name for all that keys and values depend on besides the tokens, and the device of each layer.
+"""`ModelIdentity`: a name for everything besides the tokens that keys and values depend on, and the device of each
+layer.
 
-Weights are sampled evenly from every parameter and buffer (rotary frequencies included), which distinguishes fine-tunes of one base model
-within milliseconds. An edit of a few entries of one matrix can be missed; `extra` covers such changes.
+Weights are sampled evenly from every parameter and buffer (rotary frequencies included), which distinguishes fine-tunes
+of one base model within milliseconds. An edit of a few entries of one matrix can be missed; pass `extra` for these
+changes.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ class ModelIdentity:
         self._state: tuple | None = None
         self.name = b""
         self.devices: dict[int, torch.device] = {}
-        """Where keys and values of layers are computed, by the index of the layer; elsewhere than on the model's device."""
+        """The devices of layers, by index, whose keys and values are not computed on the model's device."""
         self.current()
 
     def current(self) -> bytes:
@@ -65,7 +67,7 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 @torch.no_grad()
 def _samples(model: nn.Module) -> list[Tensor]:
-    """Bytes of the sampled entries in host memory: one copy from each device."""
+    """Bytes of the sampled entries, in host memory after one copy from each device."""
     samples: dict[torch.device, list[Tensor]] = {}
     for _, x in _tensors(model):
         if x.numel():
@@ -97,7 +99,8 @@ def _config(model: PreTrainedModel) -> dict:
 
 
 def _adapters(modules: Modules) -> tuple[str, ...]:
-    """Which adapters are active or merged, and their scaling: unlike the adapters' weights, these are no parameters."""
+    """The adapters that are active or merged, and their scaling, which are not parameters as the adapters' weights
+    are."""
     marks = ("active_adapter", "merged_adapters", "disable_adapters", "scaling")
     return tuple(
         f"{name}.{mark}={getattr(module, mark)}"

@@ -1,7 +1,7 @@
 """`Index`: the longest stored beginning of a prompt.
 
-A key is the name of the model and then four bytes for each token, most significant byte first, so that keys sort as tokens do. Among sorted
-keys, one of the two neighbours of a prompt has the longest beginning in common with it.
+A key is the name of the model followed by four bytes for each token, most significant byte first, so that keys sort as
+tokens do. Among sorted keys, one of a prompt's two neighbours has the longest beginning in common with it.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ def decode(key: bytes) -> Tensor:
 
 
 def length(key: bytes) -> int:
-    """Tokens of a key."""
+    """The number of tokens of a key."""
     return (len(key) - NAME) // WIDTH
 
 
 def common(a: bytes, b: bytes) -> int:
-    """Tokens that both keys begin with; 0 if their names differ."""
+    """The number of tokens that both keys begin with; 0 if their names differ."""
     low, high = 0, min(len(a), len(b)) + 1
-    while high - low > 1:  # a[:low] == b[:low], and not so at high
+    while high - low > 1:  # invariant: a[:low] == b[:low] and a[:high] != b[:high]
         middle = (low + high) // 2
         if a[low:middle] == b[low:middle]:
             low = middle
@@ -55,7 +55,8 @@ def kind(stored: bytes, key: bytes) -> str:
 
 
 class Index:
-    """Keys, each of an entry of a template. Those added as `whole` can be used only by prompts that begin with all of their tokens."""
+    """The sorted keys of entries, with their templates. Only prompts that begin with all of its tokens can use a key
+    added as `whole`."""
 
     def __init__(self) -> None:
         self._templates: dict[bytes, bytes] = {}
@@ -95,7 +96,8 @@ class Index:
         return found, most
 
     def beginnings(self, key: bytes, template: bytes) -> list[bytes]:
-        """Keys of this template that can be cut and whose tokens are a proper beginning of `key`'s; the longest first."""
+        """Keys of this template that can be cut and whose tokens are a proper beginning of those of `key`, the longest
+        first."""
         found, probe = [], key
         while at := bisect_left(self._sorted, probe):
             below = self._sorted[at - 1]
@@ -110,7 +112,8 @@ class Index:
         return [below for below in found if self._templates[below] == template]
 
     def covering(self, key: bytes, template: bytes) -> bytes | None:
-        """`key`, or else a key that can be cut and begins with all of its tokens, if it is of this template."""
+        """`key` itself, or else a key that can be cut and begins with all of its tokens. None if there is none of this
+        template."""
         at = bisect_left(self._sorted, key)
         candidates = [key] if key in self._templates else self._sorted[at : at + 1]
         return next((found for found in candidates if found.startswith(key) and self._templates[found] == template), None)

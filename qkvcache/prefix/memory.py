@@ -9,7 +9,7 @@ from .match import Index
 
 
 class MemoryStore:
-    """Entries of at most `max_bytes` in all, measured, from the least recently used to the most recently used."""
+    """Entries in the order of their last use, the most recently used last; together at most `max_bytes`, measured."""
 
     def __init__(self, max_bytes: int):
         self.max_bytes = max_bytes
@@ -26,12 +26,12 @@ class MemoryStore:
         return list(self._entries.values())
 
     def use(self, key: bytes) -> Entry:
-        """The entry, which becomes the most recently used."""
+        """Returns the entry of `key` and marks it as the most recently used."""
         self._entries.move_to_end(key)
         return self._entries[key]
 
     def put(self, entry: Entry) -> None:
-        """Adds an entry, removes those of its template whose tokens it begins with, and makes room."""
+        """Adds an entry, removes entries of its template whose tokens it begins with, and makes room."""
         self._remove(entry.key)
         if not entry.whole:
             for key in self.index.beginnings(entry.key, entry.template.name):
@@ -41,7 +41,7 @@ class MemoryStore:
         self.trim(self.max_bytes)
 
     def add_oldest(self, entry: Entry) -> bool:
-        """Adds an entry as the least recently used one if there is room; returns whether there was."""
+        """Adds an entry as the least recently used one if there is room; returns whether it was added."""
         if self.nbytes + entry.nbytes > self.max_bytes:
             return False
         self._entries[entry.key] = entry

@@ -1,6 +1,6 @@
-"""Token ids of prompts: which of them a store may use.
+"""Token ids of prompts: checks, and the tokens that a store may use.
 
-They are looked at with numpy: where a process has many cores, torch starts a team of threads for as few as 32,768 ids, which takes longer
+They are examined with numpy: on many cores, torch starts a team of threads for as few as 32,768 ids, which takes longer
 than a fetch.
 """
 
@@ -36,7 +36,8 @@ def rows(ids: Ids) -> list[Tensor]:
 
 
 def text_tokens(row: Tensor, config: PreTrainedConfig) -> int:
-    """Tokens before the first placeholder of an image, a video or a sound, whose content the ids do not show."""
+    """The number of tokens before the first placeholder of an image, a video or a sound, whose content the ids do not
+    show."""
     media = sorted({value for name in MEDIA if (value := getattr(config, name, None)) is not None})
     hits = numpy.isin(row.numpy(), media)
     return int(hits.argmax()) if hits.any() else len(row)
@@ -56,13 +57,13 @@ def compute(model: PreTrainedModel, ids: Tensor, cache: Cache) -> bool:
 
 
 def unpadded(row: Tensor, config: PreTrainedConfig) -> int:
-    """Tokens up to the last one that is no padding."""
+    """The number of tokens up to the last one that is not padding."""
     text = row.numpy() != _padding(config)
     return len(row) - int(text[::-1].argmax()) if text.any() else 0
 
 
 def refusal(row: Tensor, config: PreTrainedConfig, least: int, padded: bool = False) -> str | None:
-    """Why a row is not stored, or None. `padded`: the row is part of a batch."""
+    """The reason why a row is not stored, or None. `padded`: whether the row is part of a batch."""
     text = config.get_text_config(decoder=True)
     end = getattr(text, "eos_token_id", None)  # some configs lack special tokens
     ends = end if isinstance(end, list) else [end]

@@ -1,4 +1,4 @@
-"""Tensor parallelism: each process stores its own heads, and all must continue from the same token."""
+"""Tensor parallelism: each process stores its own heads, and all processes must continue from the same token."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Store = TypeVar("Store")
 
 
 class Ranks:
-    """The processes that `model` is spread over; a single one without tensor parallelism."""
+    """The processes that share `model`; a single one without tensor parallelism."""
 
     def __init__(self, model: PreTrainedModel):
         mesh = getattr(model, "_device_mesh", None)
@@ -23,8 +23,8 @@ class Ranks:
         self._device = model.device
 
     def agree(self, find: Callable[[int], tuple[Store, bytes, int] | None], limit: int) -> tuple[Store, bytes, int] | None:
-        """The result of `find(limit)`, whose last item is a number of tokens, for the highest limit at which it is the same number on all
-        ranks."""
+        """The result of `find(limit)` for the highest limit at which its last item, a number of tokens, is the same on
+        all ranks."""
         while True:
             agreed = find(limit)
             tokens = agreed[2] if agreed else 0

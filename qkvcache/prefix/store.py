@@ -1,4 +1,4 @@
-"""`PrefixStore`: stored beginnings of prompts, in memory and on disk, as compressed as the caches that they are for.
+"""`PrefixStore`: stored beginnings of prompts, in memory and on disk, in the formats of the caches that use them.
 
 Tokens are compared, so that a wrong prefix cannot be used. Entries are named after the model, its weights, adapter and tokenizer
 (`identity.py`) and the cache template. Codes are stored and restored as they are; nothing is quantized a second time.
@@ -39,9 +39,10 @@ from .ranks import Ranks
 class Match:
     """The result of `fetch`: a cache that holds the first `length` tokens, or None.
 
-    `kind`: "exact" (the stored tokens are the prompt), "shorter" (the prompt continues after them), "longer" (they continue after the
-    prompt), "common" (both continue, differently), or "miss". `source`: "memory", "disk" or None. `error`: the quantization error of the
-    worst layer when the tokens were stored (RMS of the difference over RMS); 0 if codes or exact tokens were stored as given.
+    `kind`: "exact" (the stored tokens are the prompt), "shorter" (the prompt continues after them), "longer" (they
+    continue after the prompt), "common" (both continue, differently), or "miss". `source`: "memory", "disk" or None.
+    `error`: the largest quantization error of a layer when the tokens were stored (RMS of the difference over RMS); 0
+    if codes or exact tokens were stored as given.
     """
 
     cache: Cache | None = None
@@ -62,8 +63,8 @@ class Stats:
         stored: entries stored.
         covered: entries not stored, because another, in memory or on disk, already held all of their tokens.
         rejected: entries larger than the whole budget.
-        refused: entries that would not have been exact to reuse, by reason; and failed writes.
-        evicted, evicted_files: entries that made room in memory, and on disk.
+        refused: entries whose reuse would not be exact, and failed writes, by reason. evicted, evicted_files: entries
+            removed from memory, and from disk, to make room.
         skipped: files that were not loaded, by reason.
         entries, nbytes: in memory, bytes measured from live tensors.
         files, disk_bytes: on disk, of all processes.
@@ -94,20 +95,22 @@ class PrefixStore:
 
     Args:
         model: a decoder-only model.
-        max_bytes: the most bytes of all entries in host memory, measured. The least recently used are evicted; a larger one is not stored.
-        format: how the tokens of a DynamicCache are stored, and the format of the caches that `reuse` returns.
-        dense: return DynamicCaches, dequantized, in place of compressed caches.
+        max_bytes: the most bytes of all entries in host memory, measured. The least recently used entries are evicted;
+            an entry larger than `max_bytes` is not stored.
+        format: the format in which the tokens of a DynamicCache are stored, and of the caches that `reuse` returns.
+        dense: whether DynamicCaches, dequantized, are returned in place of compressed caches.
         min_quantize_tokens: shorter DynamicCaches are stored exact.
         min_match_tokens: shorter beginnings are neither stored nor fetched.
-        directory: where entries are also written, for other processes and for later; None keeps them in memory only.
+        directory: a directory to which entries are also written, for other processes and later runs; None keeps them in
+            memory only.
         max_disk_bytes: the most bytes of all entries in the directory; None: ten times `max_bytes`.
-        tokenizer: makes the token ids; if given, entries are used only with the same vocabulary.
-        identity: anything else that entries depend on and that the weights, which are sampled, do not show.
-        **options: those of CompressedCache, for the caches that `reuse` returns: `policy`, `num_sink_tokens`, `residual_length`,
+        tokenizer: the tokenizer of the token ids; if given, entries are used only with the same vocabulary.
+        identity: anything else that entries depend on and that a sample of the weights does not show. **options: those
+        of CompressedCache, for the caches that `reuse` returns: `policy`, `num_sink_tokens`, `residual_length`,
             `skip_layers`.
 
-    Entries keep the form of the cache that they were stored from. Give the store the format of the caches that you store: after a restart
-    it looks for no other. Not for use by several threads at once.
+    Entries keep the format of the cache that they were stored from. Give the store the format of the caches that you
+    store: after a restart it finds only entries of this format. Not for use by several threads at once.
 
     Raises:
         ValueError: negative sizes, an unknown format, options that exclude each other, a directory that cannot be written.
@@ -151,8 +154,8 @@ class PrefixStore:
     def fetch(self, ids: Ids) -> Match:
         """The longest stored beginning of `ids`, `[T]` or `[B, T]` with equal rows, in a new cache of `B` rows.
 
-        At most `T - 1` tokens, since `generate` must have one to compute. Raises TypeError or ValueError for what are no token ids, and for
-        rows that differ.
+        It has at most `T - 1` tokens, since `generate` must have one to compute. Raises TypeError or ValueError for
+        invalid token ids, and for rows that differ.
         """
         inputs = rows(ids)
         row = inputs[0]
@@ -182,12 +185,15 @@ class PrefixStore:
         return Match()
 
     def store(self, ids: Ids, cache: Cache) -> bool:
-        """Stores the tokens of `ids`, `[T]` or a row for each of the cache's, that `cache` holds. The cache is not changed.
+        """Stores the tokens of `ids`, `[T]` or one row for each row of `cache`, as far as `cache` holds them. The cache
+        is not changed.
 
-        One row of ids serves a cache of several rows, such as beams, that all began with it. Returns whether all rows are stored now; if
-        not, `stats` says why. An entry whose tokens another entry of such a cache holds already, in memory or on disk, is not stored again.
+        One row of ids serves a cache whose rows all began with it, for example beams. Returns whether all rows are
+        stored now; if not, `stats` has the reason. An entry is not stored again if another entry of the same template,
+        in memory or on disk, holds its tokens.
 
-        Raises TypeError or ValueError for what are no token ids, no cache, or another number of rows.
+        Raises TypeError or ValueError for invalid token ids, an argument that is not a cache, or another number of
+        rows.
         """
         inputs = rows(ids)
         if not isinstance(cache, Cache) or not hasattr(cache, "layers"):
@@ -202,12 +208,14 @@ class PrefixStore:
     def reuse(self, ids: Ids) -> Iterator[Cache]:
         """A cache for `model.generate(ids, past_key_values=past)` that holds the stored beginning of `ids`; stores the prompt on exit.
 
-        The cache belongs to the store: on exit it is emptied, one layer at a time as it is stored, so that only one layer is in memory
-        twice. Generated tokens are cut off. If the cache cannot be cut, because it evicts or the model has sliding or linear layers, the
-        prompt up to its last token is computed and stored before the block runs. After an exception nothing is stored.
+        The cache belongs to the store: on exit each layer is stored and then emptied, so that only one layer is in
+        memory twice. Generated tokens are cut off. If the cache cannot be cut, because it evicts or the model has
+        sliding or linear layers, the prompt up to its last token is computed and stored before the block runs. After an
+        exception nothing is stored.
 
-        The block must compute `ids`, and any tokens after them, with the cache: a cache does not know its tokens. For beams, samples or
-        choices, call `past.batch_repeat_interleave(n)` first. To store the answer too, call `store(output_ids, past)`.
+        The block must run the model on `ids`, and then on any further tokens, with this cache: the store cannot check
+        it. For beams, samples or choices, call `past.batch_repeat_interleave(n)` first. To store the answer too, call
+        `store(output_ids, past)`.
         """
         match = self.fetch(ids)
         inputs = rows(ids)
@@ -237,13 +245,15 @@ class PrefixStore:
         self._memory.trim(max_bytes)
 
     def save(self) -> int:
-        """Writes the entries in memory that are not on disk, for example after files were removed; returns how many."""
+        """Writes the entries in memory that are not on disk, for example after files were removed; returns their
+        number."""
         disk = self._require_disk()
         self._scanned()
         return sum(self._write(disk, entry) for entry in self._memory.entries)
 
     def load(self) -> int:
-        """Reads entries from disk into memory, the most recently used first, as many as fit beside what is there; returns how many."""
+        """Reads entries from disk into memory, the most recently used first, as many as fit beside the present ones;
+        returns their number."""
         disk = self._require_disk()
         loaded = 0
         for key in disk.newest(self._scanned()):
@@ -271,7 +281,7 @@ class PrefixStore:
         )
 
     def _best(self, key: bytes, limit: int) -> tuple[DiskStore | None, bytes, int] | None:
-        """Where the longest match is (None: in memory, which is preferred), its key and its tokens."""
+        """The longest match: its store (None: memory, which is preferred), its key and its number of tokens."""
         where, (stored, tokens) = None, self._memory.index.best(key, limit)
         if self._disk is not None:
             on_disk, more = self._disk.index.best(key, limit)
@@ -280,7 +290,8 @@ class PrefixStore:
         return None if stored is None or tokens < self.min_match_tokens else (where, stored, tokens)
 
     def _restore(self, template: CacheTemplate, layers: Iterable[Snapshot]) -> Cache | None:
-        """The cache, or None if the file of the layers is damaged or was removed; it is not used again."""
+        """The restored cache; None if the file of the layers is damaged or was removed, which is then not used
+        again."""
         into = self._dense if self.dense and not template.evicts else template
         try:
             return restore_cache(into, layers, template, self._devices())
@@ -288,8 +299,8 @@ class PrefixStore:
             return None
 
     def _loaded(self, disk: DiskStore, stored: bytes, key: bytes) -> Entry:
-        """The tokens of `key` as an entry in memory, from the file of `stored`, which begins with them. Raises Damaged, and TooLarge for
-        more bytes than the store may hold."""
+        """An entry in memory of the tokens of `key`, from the file of `stored`, which begins with them. Raises Damaged,
+        and TooLarge for more bytes than the store may hold."""
         file, layers, left = disk.headers[stored], [], self._memory.max_bytes - len(key)
         copy, template = partial(HostSnapshot.of, lock=on_gpu(self._devices())), self._templates[file.template]
         for layer in disk.read(stored, match.length(key), copy, template):
@@ -299,7 +310,7 @@ class PrefixStore:
         return Entry(key, template, layers, file.errors)
 
     def _devices(self) -> list[torch.device]:
-        """Of each layer."""
+        """The device of each layer."""
         other = self.model.device
         return [self._identity.devices.get(i, other) for i in range(len(self._template))]
 
@@ -319,7 +330,7 @@ class PrefixStore:
                 self._memory.use(covering)
                 self._stats.covered += 1
                 return True
-            # A fetch must have the same result from memory and from disk: both keep the entry that was stored first.
+            # A fetch must give the same result from memory and from disk: both keep the entry that was stored first.
             if self._disk is not None and (covering := self._disk.index.covering(key, template.name)) is not None:
                 with suppress(Damaged):
                     entry = self._loaded(self._disk, covering, key)
@@ -332,7 +343,7 @@ class PrefixStore:
         except TooLarge:
             self._stats.rejected += 1
             return False
-        except NotImplementedError as refused:  # the next prompts will be, too
+        except NotImplementedError as refused:  # as it will be for later prompts
             if str(refused) not in self._stats.refused:
                 warnings.warn(f"the PrefixStore does not store this cache: {refused}", stacklevel=3)
             self._stats.refused[str(refused)] += 1
@@ -351,12 +362,13 @@ class PrefixStore:
         return not reason
 
     def _template_of(self, cache: Cache) -> CacheTemplate:
-        """How the tokens of `cache` are stored: those of a compressed cache as they are, others in the store's `format`."""
+        """The template in which the tokens of `cache` are stored: its own for a compressed cache, else that of the
+        store's `format`."""
         template = CacheTemplate(cache, self.model.config) if isinstance(cache, CompressedCache) else self._template
         return self._templates.setdefault(template.name, template)
 
     def _scanned(self) -> bytes:
-        """The identity of the model, after looking for files that other processes have written for it."""
+        """The identity of the model. Also finds the files that other processes have written for it."""
         identity = self._identity.current()
         if self._disk is not None:
             self._disk.scan(identity, self._templates)
@@ -369,7 +381,8 @@ class PrefixStore:
 
 
 def _check_arguments(model: object, options: dict, *, dense: object, tokenizer: object, identity: object, directory: object) -> None:
-    """Raises TypeError, ValueError or NotImplementedError, with the name of the argument."""
+    """Checks the arguments of PrefixStore. Raises TypeError, ValueError or NotImplementedError with the name of the
+    argument."""
     config = getattr(model, "config", None)
     if not isinstance(config, PreTrainedConfig) or not isinstance(model, torch.nn.Module):  # peft wraps models
         raise TypeError(f"model must be a transformers model, got {type(model).__name__}")
