@@ -22,7 +22,8 @@ def register() -> None:
 
 
 def _with_ours(manager: type) -> type:
-    """lm-eval's TaskManager with the tasks of this library: its `--include_path` takes one folder, which is left to the user."""
+    """lm-eval's TaskManager with the tasks of this library added, since its `--include_path` takes one folder, which is
+    left to the user."""
 
     class WithOurs(manager):
         def __init__(self, *args, include_path=None, **options):

@@ -1,9 +1,10 @@
-"""`calibrate`: bits for the keys and values of each layer, chosen by their cost in this model.
+"""`calibrate`: a choice of bits for the keys and values of each layer by their cost in this model.
 
-The model reads windows of a text exactly. Then the keys, or the values, of one layer are quantized with 2, 3 or 4 bits and dequantized
-(`CompressedLayer.dense`, exact zones as in a cache), all others stay exact, and the model reads on. The cost of those bits is the KL
-divergence from the exact run over these tokens. Costs of layers and of sides add up (`eval/results/keys.jsonl`), so that
-bits under a budget of bytes are chosen by their sum alone: a knapsack, solved exactly.
+The model reads windows of a text exactly. Then the keys or the values of one layer are quantized with 2, 3 or 4 bits
+and dequantized (`CompressedLayer.dense`, exact zones as in a cache), all others stay exact, and the model reads on. The
+cost of these bits is the KL divergence from the exact run over the tokens read on. Costs of layers and sides add up
+(`eval/results/keys.jsonl`), so that the best bits under a budget of bytes are a knapsack problem, which is solved
+exactly.
 
 A calibration runs the model `6 L + 5` times over `windows * read_on` tokens, for `L` full-attention layers.
 """
@@ -41,11 +42,12 @@ class Calibration:
     """The costs of bits, and the choice under a budget.
 
     Args:
-        costs: `costs[layer][side][bits - 2]`, the KL divergence in nats of these bits alone, of keys (side 0) and values (1).
+        costs: `costs[layer][side][bits - 2]`, the KL divergence in nats when only the keys (side 0) or values (1) of
+            this layer are quantized.
         shapes: KV heads, and channels of a key and of a value, of each layer.
-        bits: those of keys and of values of each layer, chosen.
-        kl: measured with all layers in the chosen bits at once, on the text of the calibration.
-        kl_uniform: the same with 2, 3 and 4 bits for all layers and sides, by bits.
+        bits: the chosen bits of keys and of values of each layer.
+        kl: the KL divergence with all layers in the chosen bits, measured on the text of the calibration.
+        kl_uniform: the KL divergence with 2, 3 and 4 bits for all layers and sides, by bits.
         about: the origin: model, sizes, date, versions.
     """
 
@@ -63,7 +65,7 @@ class Calibration:
 
     @property
     def bytes_per_token(self) -> float:
-        """Bytes of a token and head, keys and values, the mean over heads of all layers."""
+        """Bytes of a token and head, keys and values together, as the mean over the heads of all layers."""
         return _bytes(self.shapes, self.bits)
 
     @property
@@ -108,20 +110,21 @@ def calibrate(
     Args:
         model: a decoder, in float32: the rounding of a model in 16 bits exceeds the cost of 4 bits.
         text: token ids `[T]`, or the tokenizer, which then reads the language reference of Python (`demo.text`).
-        bits: of a channel, the mean over keys and values of all layers, 2 to 4.
-        bytes_per_token: of a token and head, keys and values, in place of `bits`: 100 are 3 bits at head_dim 128.
-        context: tokens of each window that are read exactly, and stored.
-        windows: pieces of the text, evenly spaced.
+        bits: the budget in bits of a channel, as the mean over keys and values of all layers, 2 to 4.
+        bytes_per_token: the budget in bytes of a token and head, keys and values together, in place of `bits`: 100
+            bytes are 3 bits at head_dim 128.
+        context: tokens of each window that are read exactly and stored.
+        windows: number of pieces of the text, evenly spaced.
         read_on: tokens of each window, after the context, over which the divergence is measured.
         num_sink_tokens, residual_length: as CompressedCache takes them. The choice is for caches with exact zones: without a residual,
-            the layers that read the tokens just before matter most, and one format for all loses less
+            the layers that read the most recent tokens matter most, and one format for all layers loses less
             (`eval/results/calibrated.jsonl`).
-        progress: called with runs of the model done, and all of them.
+        progress: a function that is called with the number of finished runs of the model and the number of all runs.
 
     Raises:
-        ValueError: a budget that no bits meet, a text that is too short, a model without full attention or with a head_dim that the formats
-            cannot hold.
-        TypeError: `text` is no text, a size no number.
+        ValueError: a budget that no bits meet, a text that is too short, a model without full attention, a head_dim
+            that the formats cannot hold.
+        TypeError: a `text` of another type, a size that is not a number.
         NotImplementedError: an encoder-decoder.
     """
     for name, count in (("context", context), ("windows", windows), ("read_on", read_on)):
@@ -188,7 +191,8 @@ def choose(
     bits: float = 3.0,
     bytes_per_token: float | None = None,
 ) -> Choice:
-    """Bits of least total cost within the budget; `costs` and `shapes` as `Calibration` has them, the budget as `calibrate` takes it.
+    """The bits of least total cost within the budget. `costs` and `shapes` are those of `Calibration`, the budget is
+    that of `calibrate`.
 
     Raises ValueError for a budget that no bits meet.
     """
@@ -196,7 +200,7 @@ def choose(
     items = [
         (heads * dim // 8, cost) for (heads, *dims), layer in zip(shapes, costs, strict=True) for dim, cost in zip(dims, layer, strict=True)
     ]
-    unit = math.gcd(*(size for size, _ in items))  # bytes of a bit more
+    unit = math.gcd(*(size for size, _ in items))  # bytes of one more bit
     if bytes_per_token is None:
         room = (bits - 2) * sum(size for size, _ in items)
     else:

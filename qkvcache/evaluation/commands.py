@@ -157,7 +157,7 @@ def profile_heads(
 
 
 SHARES = (0.5, 0.25, 0.1)
-"""Budgets whose parts a profile is shown by."""
+"""Budgets for which a profile's parts are shown."""
 
 
 def _shares(found: HeadProfile) -> Table:

@@ -1,4 +1,4 @@
-"""Long-context tasks that are generated: of any length, for any tokenizer, reproducible by a seed.
+"""Generated long-context tasks of any length, for any tokenizer, reproducible by a seed.
 
     needle           one code word in a text                          (as the embedded model was trained on)
     needle_multikey  the code word of one name among many             (RULER, arXiv 2404.06654)
@@ -22,14 +22,15 @@ from ..demo import text_ids
 from .recall import KEYS, NEEDLE, QUESTION, code_word
 
 COUNT = Callable[[str], int]
-"""Tokens of a text."""
+"""A function that counts the tokens of a text."""
 TextOf = Callable[[random.Random, int], str]
-"""Running text of so many tokens."""
+"""A function that returns running text of the given number of tokens."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """`context` is compressed, `question` follows it; each of `answers` is searched for in the model's output."""
+    """A case: `context` is compressed, `question` follows it, and each of `answers` is searched for in the model's
+    output."""
 
     context: str
     question: str
@@ -97,7 +98,7 @@ def variables(rng: random.Random, tokens: int, count: COUNT, text: TextOf, depth
 
 
 def key_value(rng: random.Random, tokens: int, count: COUNT, text: TextOf, depth: float) -> Case:
-    """Pairs of random numbers and words; the pair at `depth` is asked for."""
+    """Pairs of random numbers and words; the question asks for the pair at `depth`."""
 
     def pairs() -> Iterator[str]:
         while True:
@@ -109,7 +110,7 @@ def key_value(rng: random.Random, tokens: int, count: COUNT, text: TextOf, depth
 
 
 def aggregation(rng: random.Random, tokens: int, count: COUNT, text: TextOf, depth: float) -> Case:
-    """A list of made-up words, of which three make up a tenth each and the others are rare."""
+    """A list of made-up words: three of them make up a tenth of the list each, the others are rare."""
     often, rare = [code_word(rng) for _ in range(3)], [code_word(rng) for _ in range(400)]
 
     def words() -> Iterator[str]:
@@ -135,7 +136,7 @@ TASKS: dict[str, Callable[[random.Random, int, COUNT, TextOf, float], Case]] = {
 def cases(name: str, tokenizer, tokens: int, number: int, seed: int = 0) -> list[Case]:
     """`number` cases of a task of about `tokens` tokens, with the answers at depths from the beginning to the end.
 
-    Raises ValueError for an unknown task, and for fewer than 200 tokens, which are too few for a task.
+    Raises ValueError for an unknown task, and for fewer than 200 tokens.
     """
     if name not in TASKS:
         raise ValueError(f"task {name!r} is unknown: expected one of {', '.join(TASKS)}")
@@ -161,12 +162,12 @@ def recalled(said: str, answers: tuple[str, ...] | list[str]) -> float:
 
 
 def similarity(said: str, answer: str) -> float:
-    """How similar the beginning of `said` is to `answer`, as MRCR scores it; 1 if equal."""
+    """The similarity of the beginning of `said` to `answer`, as MRCR scores it; 1 if equal."""
     return SequenceMatcher(None, said.strip()[: len(answer)], answer, autojunk=False).ratio()
 
 
 def insert(text: str, sentences: list[tuple[float, str]]) -> str:
-    """`text` with each sentence inserted at a share of its words, none inside of another."""
+    """`text` with each sentence inserted after its share of the words, none inside another."""
     words = text.split(" ")
     count = len(words)
     for place, sentence in sorted(sentences, key=lambda pair: pair[0], reverse=True):
@@ -175,7 +176,7 @@ def insert(text: str, sentences: list[tuple[float, str]]) -> str:
 
 
 def fill(units: Iterator[str], tokens: int, count: COUNT) -> list[str]:
-    """Return the units that fit into `tokens`, at least one."""
+    """The first units that fit into `tokens`, at least one."""
     found = [next(units)]
     left = tokens - count(found[0])
     while (size := count(unit := next(units))) <= left:

@@ -1,16 +1,16 @@
-"""`CacheLM`: lm-eval's Hugging Face model, scoring through a cache.
+"""`CacheLM`: lm-eval's Hugging Face model with scores computed through a cache.
 
-lm-eval computes a request, and the prompt of a `generate`, in one forward pass. It attends to exact keys and values whatever the cache is,
-so that the cache affects no loglikelihood, no perplexity, and not the first token of an answer. Here
+lm-eval computes a request, and the prompt of a `generate`, in one forward pass, which attends to exact keys and values
+whatever the cache is: the cache affects neither loglikelihoods and perplexities nor the first token of an answer. Here
 
-- a choice is scored by reading the context without its last token, and then that token and the choice through the cache. The context is
-  read once for all its choices: each gets a copy of the cache;
+- a choice is scored by reading the context without its last token, and then this token and the choice through the
+  cache. The context is read once for all its choices, each of which gets a copy of the cache;
 - a text is read in chunks, each through the cache of the chunks before;
 - `generate` starts from the cache of the prompt without its last token.
 
-`scoring="deployed"` does what a server does: prompts are read whole, so that the first token of an answer is always exact, and a text to be
-scored is read as lm-eval reads it. Rows of a batch have the same length, so that caches contain no padding and the batch size does not
-affect results.
+`scoring="deployed"` reads as a server does: prompts are read whole, so that the first token of an answer is always
+exact, and a text to be scored is read as lm-eval reads it. Rows of a batch have the same length, so that caches contain
+no padding and the batch size does not affect results.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ from .quality import held_bytes
 from .spec import CacheSpec
 
 SCORING = ("cached", "deployed")
-"""Whether scored tokens are always read through the cache, or only as in a server."""
+"""Values of `scoring`: scored tokens are always read through the cache, or only where a server reads them through
+it."""
 
 
 OF_CACHE = {field.name for field in fields(CacheSpec)} - {"max_length"}
@@ -51,7 +52,7 @@ SAME_ANSWERS = ("batch_size", "max_batch_size", "device", "parallelize", "tp_pla
 
 @dataclass
 class Measured:
-    """Sums over all caches of a run after their last token: bytes, bytes of dense caches, tokens seen."""
+    """Sums over all caches of a run, each after its last token: bytes, bytes of dense caches, tokens seen."""
 
     bytes: int = 0
     dense: int = 0
@@ -69,20 +70,20 @@ Group = tuple[tuple[int, ...], list[tuple[int, list[int]]]]
 
 
 class CacheLM(HFLM):
-    """`--model qkvcache`: lm-eval's `hf` with everything scored through a cache, of this library or a DynamicCache.
+    """`--model qkvcache`: lm-eval's `hf` with every score computed through a cache of this library or a DynamicCache.
 
         python -m qkvcache.evaluation run --model qkvcache --model_args pretrained=MODEL,cache=turboquant_4bit_nc --tasks TASKS
 
     Args:
         cache, policy, budget, recent, first_stage_ratio, alpha_safeguard, head_profile, num_sink_tokens, residual_length: as `CacheSpec`
             takes them.
-        scoring: "cached" or "deployed", see above.
+        scoring: "cached" or "deployed" (see the module's docstring).
         chunk: tokens that are read together after the context; they attend to each other exactly. 1 is decoding.
         **options: those of lm-eval's HFLM, `pretrained`, `dtype`, `batch_size`, `tp_plan`, `parallelize` among them; log-probabilities
             are computed in float32 unless `softmax_dtype` says otherwise.
 
     Raises:
-        ValueError: what `CacheSpec` raises, an unknown `scoring`, an automatic batch size.
+        ValueError: the errors of `CacheSpec`, an unknown `scoring`, an automatic batch size.
         NotImplementedError: an encoder-decoder model; beams with scoring="cached".
     """
 
@@ -94,7 +95,7 @@ class CacheLM(HFLM):
         size = options.get("batch_size", 1)
         if str(size).startswith("auto"):
             raise ValueError(f"batch_size={size!r}: is found by trying forward passes without a cache; pass a number")
-        digits = isinstance(size, str) and size.removeprefix("-").isdecimal()  # as a command line gives it
+        digits = isinstance(size, str) and size.removeprefix("-").isdecimal()  # from a command line
         check_count("batch_size", int(size) if digits else size, 1, of="rows")
         if isinstance(pretrained, str):
             pretrained = models.folder(pretrained)
@@ -127,8 +128,8 @@ class CacheLM(HFLM):
         return torch.tensor([[*row, *[0] * (longest - len(row))] for row in rows], dtype=torch.long, device=self.device)
 
     def _score(self, cache: Cache, first: Tensor | None, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Log-probabilities of `targets` `[B, N]`, and whether each is the likeliest. `inputs` `[B, N or N - 1]` precede them; `first`
-        `[B, 1, V]` are the logits of the first target if it has no input."""
+        """Log-probabilities of `targets` `[B, N]`, and whether each is the most probable token. `inputs` `[B, N or N -
+        1]` precede them; `first` `[B, 1, V]`: the logits of the first target if it has no input."""
         at_once = self.chunk if cache.get_seq_length() or self.scoring == "cached" else inputs.shape[1]
         steps = inputs.split(at_once, dim=1) if inputs.shape[1] else ()
         pieces = ([] if first is None else [lambda: first]) + [lambda step=step: self._forward(step, cache) for step in steps]
@@ -151,7 +152,7 @@ class CacheLM(HFLM):
                     f"request {number}: a context of {len(context)} tokens and a continuation of {len(continuation)}; expected one token "
                     f"or more of each, and a continuation of at most max_length={self.max_length}: shorten it, or pass a larger max_length"
                 )
-            whole = (context + continuation)[-(self.max_length + 1) :]  # as lm-eval: cut from the left
+            whole = (context + continuation)[-(self.max_length + 1) :]  # cut from the left, as in lm-eval
             groups[tuple(whole[: -len(continuation)])].append((number, continuation))
         answers: dict[int, tuple[float, bool]] = {}
         rows = int(override_bs or self.batch_size)
@@ -170,7 +171,7 @@ class CacheLM(HFLM):
         """Answers to the requests of contexts of equal length, `rows` at a time."""
         cache, first = self.new_cache(), None
         contexts = self._tensor([context for context, _ in groups])
-        apart = 0 if self.scoring == "deployed" and contexts.shape[1] > 1 else 1  # tokens of the context that are read with the choice
+        apart = 0 if self.scoring == "deployed" and contexts.shape[1] > 1 else 1  # context tokens that are read with the choice
         if contexts.shape[1] > apart:
             first = self._forward(contexts[:, : contexts.shape[1] - apart], cache, last_only=True)
         choices = [(row, *choice) for row, (_, of) in enumerate(groups) for choice in of]
@@ -189,10 +190,10 @@ class CacheLM(HFLM):
                 yield number, (float(found[:length].sum()), bool(likeliest[:length].all()))
 
     def _model_generate(self, context: Tensor, max_length: int, stop: list[str], **options) -> Tensor:
-        """As lm-eval's, a batch of rows of one length at a time.
+        """Generates as lm-eval does, one batch of rows of equal length at a time.
 
-        With `compress_before=TEXT` among the options (a task's `generation_kwargs`), the prompt is read up to its last TEXT, and the rest,
-        the question, through the cache, which was filled and evicted without it.
+        With `compress_before=TEXT` among the options (a task's `generation_kwargs`), the prompt up to its last TEXT
+        fills the cache, which then evicts; the rest, the question, is read through the cache.
         """
         mask, marker = options.pop("attention_mask", None), options.pop("compress_before", None)
         if self.scoring == "cached" and options.get("num_beams", 1) * options.get("num_return_sequences", 1) > 1:
@@ -223,7 +224,8 @@ class CacheLM(HFLM):
         raise ValueError(f"compress_before={marker!r} is not in the prompt: {self.tokenizer.decode(ids[-60:])!r}")
 
     def get_model_info(self) -> dict:
-        """lm-eval's, with `kv_` options and measured bytes of a token over all ranks, averaged over all tokens read."""
+        """lm-eval's information, with `kv_` options and the measured bytes of a token over all ranks, averaged over all
+        tokens read."""
         measured, ranks = self.measured, getattr(self.model, "tp_size", None) or 1
         named = {f"kv_{name}": value for name, value in self.spec.options.items()}
         named |= {"kv_scoring": self.scoring, "kv_chunk": self.chunk, "kv_dtype": str(self.model.dtype).removeprefix("torch.")}
@@ -232,7 +234,8 @@ class CacheLM(HFLM):
         return super().get_model_info() | named | {"kv_tensor_parallel": ranks}
 
     def set_cache_hook(self, cache_hook: CacheHook) -> None:
-        """For `--use_cache`, whose keys are the requests alone: answers with other options get another table."""
+        """Uses a separate table of `--use_cache` for each set of options, since lm-eval's keys are the requests
+        alone."""
         super().set_cache_hook(cache_hook)
         if (answers := cache_hook.dbdict) is None:
             return
@@ -246,7 +249,7 @@ class CacheLM(HFLM):
 
 
 def _check_names(options: dict) -> None:
-    """Raises TypeError for a misspelled option of CacheLM: HFLM would pass it to transformers, or ignore it."""
+    """Raises TypeError for a misspelled option of CacheLM, which HFLM would pass to transformers or ignore."""
     for name in options.keys() - OF_CACHE - inspect.signature(HFLM).parameters.keys():
         if meant := difflib.get_close_matches(name, {*OF_CACHE, "scoring", "chunk"}, n=1, cutoff=0.8):
             raise TypeError(f"{name}={options[name]!r}: no option of that name; did you mean {meant[0]!r}?")

@@ -1,4 +1,4 @@
-"""Reading a prompt once for many caches."""
+"""A prompt that is read once for many caches."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from transformers.cache_utils import Cache, DynamicLayer
 from ..caches import CompressedCache
 
 SCORES = 2**30
-"""The most attention scores of one forward pass: torch allocates all of them for grouped heads in fp32."""
+"""The most attention scores of one forward pass, since torch allocates all of them in fp32 for grouped heads."""
 
 
 class Prefilled(DynamicCache):
-    """The dense cache of a prompt, from which others are filled."""
+    """The dense cache of a prompt, from which other caches are filled."""
 
     @property
     def copies(self) -> bool:
-        """Whether every layer has full attention, so that its keys and values fill a layer of another cache."""
+        """Whether every layer has full attention, so that its keys and values can be copied into another cache."""
         return all(type(layer) is DynamicLayer for layer in self.layers)
 
     @torch.no_grad()
     def fill(self, cache: Cache, model: PreTrainedModel, ids: Tensor, tokenizer: PreTrainedTokenizerBase | None = None) -> Cache:
-        """Fills `cache` as a prefill of `ids` `[B, T]` without padding does, and returns it. The model reads `ids` again for caches that
-        evict, and if it has other layers than those with full attention. With `tokenizer`, policies that read the context twice ask for
-        its repetition (`CompressedCache.compress`)."""
+        """Fills `cache` as a prefill of `ids` `[B, T]` without padding does, and returns it. The model reads `ids`
+        again for caches that evict, and if some layers do not have full attention. With `tokenizer`, policies that read
+        the context twice ask for its repetition (`CompressedCache.compress`)."""
         policy = cache.policy if isinstance(cache, CompressedCache) else None
         if policy and policy.second_reading:
             cache.compress(model, ids, tokenizer=tokenizer, progress=False)  # type: ignore[attr-defined]
@@ -38,7 +38,7 @@ class Prefilled(DynamicCache):
 
 
 def in_groups(model: PreTrainedModel, ids: Tensor) -> tuple[Tensor, ...]:
-    """Rows of `ids` `[B, T]` that are read together."""
+    """Groups of rows of `ids` `[B, T]` that are read together."""
     scores = model.config.get_text_config(decoder=True).num_attention_heads * ids.shape[1] ** 2
     return ids.split(max(SCORES // scores, 1))
 

@@ -1,4 +1,4 @@
-"""`profile_heads`: how much of a context each head of a model needs, measured once, for `HeadProfile`."""
+"""`profile_heads`: measures once, for `HeadProfile`, how much of a context each head of a model needs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .calibrate import windows_of
 from .provenance import provenance
 
 QUANTILES = 128
-"""Scores of a head in a profile."""
+"""The number of scores of a head in a profile."""
 
 
 def profile_heads(
@@ -27,8 +27,9 @@ def profile_heads(
     windows: int = 4,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> HeadProfile:
-    """Measures which heads look things up: the model reads windows of a text and then repeats them; the score of a token in a head is
-    the attention that it receives meanwhile (`policies.KVzip`). Heads whose tokens score high need much of a context.
+    """Measures which heads look up tokens of the context: the model reads windows of a text and then repeats them, and
+    the score of a token in a head is the attention that it receives from the repetition (`policies.KVzip`). Heads whose
+    tokens score high need much of a context.
 
         profile = profile_heads(model, tokenizer)
         profile.save("llama.heads.json")
@@ -39,11 +40,11 @@ def profile_heads(
         tokenizer: asks the model for the repetition; by default the tokenizer given as `text`, if any.
         context: tokens of a window.
         windows: pieces of the text, evenly spaced.
-        progress: called with windows done, and all of them.
+        progress: a function that is called with the number of finished windows and the number of all windows.
 
     Raises:
         ValueError: a text that is too short, a model without full attention.
-        TypeError: `text` is no text, a size no number.
+        TypeError: a `text` of another type, a size that is not a number.
         NotImplementedError: an encoder-decoder, and models whose attention does not go through transformers' AttentionInterface.
     """
     check_count("context", context, 16)

@@ -1,4 +1,4 @@
-"""What reproduces a result: its date, commit, versions and command."""
+"""The provenance of a result: its date, commit, versions and command."""
 
 from __future__ import annotations
 

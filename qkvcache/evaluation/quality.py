@@ -1,9 +1,10 @@
 """Quality of a cache against the dense run of the same model: divergence, perplexity, recall, bytes.
 
-Every measurement prefills a context and reads a continuation through the cache. The prefill itself is exact for every cache, so that only
-reading from the cache is measured. Numbers are kept for each passage: tokens of one passage are read through the same codes, so that
-standard errors are those of the means of passages, and two caches are compared by their differences on the same passages. The question of a
-recall case is unseen when the context is compressed; or, if requested, seen: it ends the prompt, and a policy evicts with it in view.
+Every measurement prefills a context and reads a continuation through the cache. The prefill itself is exact for every
+cache, so that only reading from the cache is measured. Numbers are kept for each passage. Tokens of one passage are
+read through the same codes and are not independent: standard errors are those of the means of passages, and two caches
+are compared by their differences on the same passages. The question of a recall case is unseen when the context is
+compressed. If it is seen (on request), it ends the prompt, and a policy evicts with knowledge of it.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class Passages:
 
     @classmethod
     def read(cls, model: PreTrainedModel, ids: Tensor, context_tokens: int) -> Passages:
-        """`ids` `[B, T + N]`, split after `context_tokens`."""
+        """The passages of `ids` `[B, T + N]`, split after `context_tokens`, with the dense run's results."""
         context, continuation = ids[:, :context_tokens], ids[:, context_tokens:]
         prefilled, first = prefill(model, context)
         cache = prefilled.fill(DynamicCache(config=model.config), model, context)
@@ -54,10 +55,11 @@ class Passages:
 
 @dataclass(frozen=True)
 class Divergence:
-    """Next-token distributions compared with the dense ones: means for each passage `[B]`, fp64 on the CPU.
+    """Next-token distributions compared with those of the dense run, as means for each passage `[B]`, fp64 on the CPU.
 
-    `kls`: KL divergence, nats. `same_tops`: share of tokens whose most probable successor is the dense run's. `loss_changes`: negative
-    log-likelihood of the text minus that of the dense run, nats. `bytes_per_token`: measured, of one row.
+    `kls`: KL divergence in nats. `same_tops`: share of tokens whose most probable successor is that of the dense run.
+    `loss_changes`: negative log-likelihood of the text minus that of the dense run, in nats. `bytes_per_token`:
+    measured, for one row.
     """
 
     kls: Tensor
@@ -76,11 +78,12 @@ class Divergence:
 
 
 def at_once(cache: Cache) -> int:
-    """How many tokens can be read in the next step so that each attends to the same keys and values as if they were read one by one.
+    """The number of tokens that the next step can read so that each attends to the same keys and values as if they were
+    read one by one.
 
-    The tokens of a step attend to each other exactly, and to older tokens as stored: until the residual is full, these are the same either
-    way. Caches that evict or are preallocated change with every token. The last token that fills the residual of a `QuantizedCache` still
-    attends to it.
+    The tokens of a step attend to each other exactly and to older tokens as stored, which makes no difference until the
+    residual is full. Caches that evict or are preallocated change with every token. The token that fills the residual
+    of a `QuantizedCache` still attends to the exact residual.
     """
     if isinstance(cache, QuantizedCache):
         return max(min(_until_quantized(layer) for layer in cache.layers if isinstance(layer, DynamicLayer)), 1)
@@ -93,14 +96,16 @@ def at_once(cache: Cache) -> int:
 
 
 def _until_quantized(layer: DynamicLayer) -> int:
-    """Tokens until a layer of `QuantizedCache` quantizes everything again; 1 for fp8, which quantizes each token."""
+    """The number of tokens until a layer of `QuantizedCache` quantizes everything again; 1 for fp8, which quantizes
+    each token."""
     num_stored = layer.keys.shape[-2] if layer.keys is not None and layer.keys.dim() == 4 else 0
     return getattr(layer, "residual_length", 1) - num_stored
 
 
 @torch.no_grad()
 def steps(model: PreTrainedModel, cache: Cache, ids: Tensor, size: int | None = None) -> Iterator[Tensor]:
-    """Logits `[B, n, V]` after each token of `ids` `[B, N]`, as decoding them one by one through `cache` gives them; `n` tokens a step."""
+    """Yields logits `[B, n, V]` after each token of `ids` `[B, N]`, equal to those of decoding one by one through
+    `cache`, in steps of `n` tokens."""
     while ids.shape[1]:
         step, ids = ids.tensor_split([size or at_once(cache)], dim=1)
         yield model(step, past_key_values=cache).logits
@@ -108,7 +113,8 @@ def steps(model: PreTrainedModel, cache: Cache, ids: Tensor, size: int | None = 
 
 @torch.no_grad()
 def stream(model: PreTrainedModel, cache: Cache, ids: Tensor, chunk: int) -> Iterator[Tensor]:
-    """Negative log-likelihood of all tokens of `ids` `[B, T]` but the first, read `chunk` tokens a step: `[B, n]` fp32 for each step."""
+    """Yields the negative log-likelihoods of all tokens of `ids` `[B, T]` except the first, read `chunk` tokens a step:
+    fp32 `[B, n]` for each step."""
     for step, target in zip(ids[:, :-1].split(chunk, dim=1), ids[:, 1:].split(chunk, dim=1), strict=True):
         logits = model(step, past_key_values=cache).logits
         yield torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), target.flatten(), reduction="none").view(target.shape)
@@ -120,7 +126,8 @@ def read_on(model: PreTrainedModel, cache: Cache, ids: Tensor, first_logits: Ten
 
 
 def compare(log_probs: Tensor, dense: Tensor) -> tuple[Tensor, Tensor]:
-    """KL divergence from `dense`, nats, and whether the most probable token is the same: `[B, N]` each, of `[B, N, V]`."""
+    """The KL divergence from `dense` in nats, and whether the most probable token is the same, `[B, N]` each, for
+    log-probabilities `[B, N, V]`."""
     kl = torch.stack([(q.exp() * (q - p)).sum(-1) for p, q in zip(log_probs, dense, strict=True)])
     return kl, log_probs.argmax(-1) == dense.argmax(-1)
 
@@ -128,8 +135,9 @@ def compare(log_probs: Tensor, dense: Tensor) -> tuple[Tensor, Tensor]:
 def divergence(
     model: PreTrainedModel, passages: Passages, factory: CacheFactory, tokenizer: PreTrainedTokenizerBase | None = None
 ) -> Divergence:
-    """The divergence of reading through `factory()` from the dense run. The first token does not depend on the cache and is not counted.
-    `tokenizer`: for policies that read the context twice, as in `CompressedCache.compress`."""
+    """The divergence between reading through `factory()` and the dense run. The first token does not depend on the
+    cache and is not counted. `tokenizer`: that of `CompressedCache.compress`, for policies that read the context
+    twice."""
     cache = passages.prefilled.fill(factory(), model, passages.context, tokenizer)
     log_probs = read_on(model, cache, passages.continuation, passages.first_logits)[:, 1:]
     dense, target = passages.log_probs[:, 1:], passages.continuation[:, 1:]
@@ -145,7 +153,8 @@ def _losses(log_probs: Tensor, target: Tensor) -> Tensor:
 
 
 def held_bytes(cache: Cache) -> int:
-    """Bytes of keys, values and states of linear layers, measured in the same way in ours, a DynamicCache and a QuantizedCache."""
+    """Bytes of keys, values and states of linear layers, measured in the same way for caches of this library and of
+    transformers."""
     if isinstance(cache, QuantizedCache):
         return sum(bytes_by_role(("codes", tensor) for layer in cache.layers for tensor in live_tensors(vars(layer))).values())
     if not isinstance(cache, CompressedCache | DynamicCache):
@@ -157,8 +166,8 @@ def held_bytes(cache: Cache) -> int:
 
 @dataclass(frozen=True)
 class RecallSet:
-    """Cases of equal length that ask for the same key, prefilled once: `context` `[B, T]`, `question` `[1, Q]`. If the question is seen, it
-    ends the context, and `first` `[B, 1]` is the first token of the answers."""
+    """Recall cases of equal length that ask for the same key, prefilled once: `context` `[B, T]`, `question` `[1, Q]`.
+    If the question is seen, it ends the context, and `first` `[B, 1]` is the first token of the answers."""
 
     cases: list[RecallCase]
     context: Tensor
@@ -180,7 +189,7 @@ class RecallSet:
         seen: bool = False,
         form: Form = CODE_WORD,
     ) -> RecallSet:
-        """`count` contexts of nearly `tokens` tokens cut from `text_ids`, the fact at depths spread from 0 to 95 %."""
+        """Makes `count` contexts of nearly `tokens` tokens from `text_ids`, with the fact at depths from 0 to 95 %."""
         rng = random.Random(seed)
         cases, rows = [], []
         filler_tokens = tokens - form.tokens * (distractors + 1)
@@ -202,7 +211,8 @@ class RecallSet:
 
 @torch.no_grad()
 def recall(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, cases: RecallSet, factory: CacheFactory) -> float:
-    """Share of the cases whose answer comes out right, greedily, when context, question and answer all pass through `factory()`."""
+    """The share of cases with the right greedy answer when context, question and answer all pass through
+    `factory()`."""
     cache = cases.prefilled.fill(factory(), model, cases.context, tokenizer)
     step = cases.question.expand(len(cases.cases), -1) if cases.first is None else cases.first
     longest = max(len(tokenizer(case.answer, add_special_tokens=False)["input_ids"]) for case in cases.cases)

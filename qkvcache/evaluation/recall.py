@@ -1,4 +1,4 @@
-"""Recall cases: a fact is inserted into plain text and asked for at the end.
+"""Recall cases: plain text with an inserted fact, and a question for the fact at the end.
 
 The embedded model was trained on the form CODE_WORD (`eval/train_demo_model.py`), which the demo and the quality tests use. Other models
 recall NUMBER far better; if an uncompressed run misses facts, the recall of a cache means nothing.
@@ -38,10 +38,10 @@ def number(rng: random.Random) -> str:
 
 @dataclass(frozen=True)
 class Form:
-    """How a fact about `{key}` is stated and asked for.
+    """The sentence that states a fact about `{key}`, and the question for it.
 
-    `word` draws the answer, which follows `question`. `opening` and `before_question` precede the context and the question. `tokens`: the
-    most tokens of a fact.
+    `word` draws the answer, which follows `question`. `opening` precedes the context and `before_question` the
+    question. `tokens`: the most tokens of a fact.
     """
 
     needle: str
@@ -72,7 +72,7 @@ FORMS = {"code_word": CODE_WORD, "number": NUMBER}
 
 @dataclass(frozen=True)
 class RecallCase:
-    """`context` contains the fact; `answer`, which begins with a space, must follow `question`."""
+    """A recall case: `context` contains the fact, and `answer`, which begins with a space, must follow `question`."""
 
     context: str
     question: str
@@ -98,7 +98,7 @@ def plant(filler: str, sentence: str, depth: float, form: Form = CODE_WORD) -> s
 def recall_case(
     rng: random.Random, filler: str, depth: float, distractors: int = 0, key: str | None = None, form: Form = CODE_WORD
 ) -> RecallCase:
-    """One case: the asked fact at `depth`, `distractors` facts about other keys anywhere."""
+    """One case with the asked fact at `depth`, and `distractors` facts about other keys at random places."""
     key = key or rng.choice(KEYS)
     others = rng.sample([k for k in KEYS if k != key], distractors)
     context = plant(filler, form.needle.format(key=key, word=(word := form.word(rng))), depth, form)

@@ -1,4 +1,4 @@
-"""`CacheSpec`: a cache by the names that command lines, lm-eval's model arguments and result files use."""
+"""`CacheSpec`: a cache in the names of command lines, lm-eval's model arguments and result files."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ class CacheSpec:
         cache: a format (`qkvcache formats` lists them), the path of a calibration file (`qkvcache calibrate`), or "dynamic" for
             transformers' own DynamicCache.
         policy: the name of an eviction policy (`qkvcache.policies.REGISTRY`). With `cache="identity"` tokens stay in the model's dtype.
-        budget: what the policy retains: tokens (int) or a share of the tokens seen (float).
-        recent, first_stage_ratio, alpha_safeguard: as the policy takes them; None: its defaults.
+        budget: the budget of the policy: tokens (int) or a share of the tokens seen (float). recent, first_stage_ratio,
+        alpha_safeguard: as the policy takes them; None: its defaults.
         head_profile: the path of a profile of the model (`qkvcache profile-heads`), which divides the budget among heads.
         num_sink_tokens: first tokens that stay in the model's dtype and that the policy retains; None: 4, and the policy's default.
         residual_length, max_length: as CompressedCache takes them.
 
     Raises:
         ValueError: an unknown name, sizes that contradict each other, options that a DynamicCache does not have.
-        TypeError: a size that is no number.
+        TypeError: a size that is not a number.
     """
 
     cache: str = DENSE

@@ -15,7 +15,7 @@ from .spec import CacheSpec
 
 
 class Clock(StoppingCriteria):
-    """Records the time of each token; never stops."""
+    """A stopping criterion that records the time of each token and never stops."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
@@ -31,8 +31,9 @@ def measure(model: PreTrainedModel, ids: Tensor, specs: Sequence[CacheSpec], new
     """A row for each cache in turn: `prompt_ms` to the first token, `decode_ms` of a later step, `bytes_per_token` of one request of `ids`
     `[B, T]`, and on a GPU `peak_bytes`, the most that was allocated beside the weights.
 
-    Times are the least of `rounds` runs of `new_tokens` tokens, of whose steps the median of the second half counts, since the first ones
-    compile. A spec's `max_length` is taken as given. Raises ValueError for fewer than 8 new tokens, and what the specs' caches raise.
+    Times are the minimum over `rounds` runs of `new_tokens` tokens. The time of a step is the median of the second half
+    of a run, since the first steps compile. A spec's `max_length` is taken as given. Raises ValueError for fewer than 8
+    new tokens, and the errors of the specs' caches.
     """
     if new_tokens < 8 or rounds < 1:
         raise ValueError(f"new_tokens={new_tokens}, rounds={rounds}: at least 8 tokens and one round make a median")

@@ -1,4 +1,5 @@
-"""How many requests of a mix of lengths run together in continuous batching: pages and rings as `qkvcache.batching` allocates them."""
+"""The number of requests, of a mix of lengths, that run together in continuous batching, with pages and rings as
+`qkvcache.batching` allocates them."""
 
 from __future__ import annotations
 
@@ -23,16 +24,17 @@ MOST_REQUESTS = 1024
 """transformers' default of `max_requests_per_batch`."""
 
 Mix = Sequence[tuple[float, int, int]]
-"""Kinds of requests: a weight, tokens of the prompt, and tokens of the answer."""
+"""Kinds of requests, each with a weight, the tokens of the prompt and the tokens of the answer."""
 
 
 @dataclass(frozen=True)
 class BatchingPlan:
     """The pool of pages beside the weights, and the requests of a mix that fit into it, each at its full length.
 
-    mix: kinds of requests as given. counts: how many of each fit at once. page_size: tokens of a page. pages: pages of the pool. rings:
-    requests that may have exact last tokens at once (0: transformers' own pages). bytes_per_page, bytes_per_ring: of all layers, on all
-    GPUs. dense_counts: `counts` in transformers' own pages in the same memory.
+    mix: kinds of requests as given. counts: the number of requests of each kind that fit at once. page_size: tokens of
+        a page. pages: pages of the pool. rings: requests that may have exact last tokens at once (0: transformers' own
+        pages). bytes_per_page, bytes_per_ring: over all layers and GPUs. dense_counts: `counts` in transformers' own
+        pages in the same memory.
     """
 
     mix: tuple[tuple[float, int, int], ...]
@@ -94,7 +96,7 @@ def plan_batching(
 ) -> BatchingPlan:
     """The plan for `free` bytes of each GPU beside the weights; `kinds` come from `check_mix`, `shapes` are the layers on one GPU.
 
-    Raises what `plan` does."""
+    Raises the errors of `plan`."""
     from transformers import ContinuousBatchingConfig
 
     from ..batching.attention import NAME
@@ -105,13 +107,13 @@ def plan_batching(
     check_config(config)
     text = copy.deepcopy(text_config(config))
     shape = shapes[0]
-    # What transformers decides for a GPU, with buffers for two steps at once.
+    # transformers' choice on a GPU, with buffers for two steps at once.
     batching = ContinuousBatchingConfig(
         page_size=PAGE_SIZE, max_memory_percent=MEMORY_SHARE, max_requests_per_batch=MOST_REQUESTS, max_blocks_per_request=0,
         use_async_batching=True,
     )  # fmt: skip
     options: dict[str, Any] = {"logits_to_keep": _keeps_logits(config), "layers": len(shapes), "free": free}
-    text._attn_implementation = "flash_attention_2"  # the fastest that transformers' own pages have, without masks
+    text._attn_implementation = "flash_attention_2"  # the fastest for transformers' own pages, without masks
     blocks, bytes_per_block = _stock_blocks(text, batching, shape, dtype, **options)
     dense = fitting(kinds, blocks, PAGE_SIZE, MOST_REQUESTS)
     if format is None:
@@ -153,8 +155,8 @@ def pages_of(tokens: int, page_size: int) -> int:
 
 
 def fitting(kinds: tuple[tuple[float, int, int], ...], pages: int, page_size: int, most: int) -> tuple[int, ...]:
-    """How many requests of each kind fit into so many pages, at most `most` in all, in proportion to their weights: each next request is of
-    the kind that is furthest below its share."""
+    """The number of requests of each kind that fit into `pages`, at most `most` in all, in proportion to their weights.
+    Each next request is of the kind that is furthest below its share."""
     total = sum(weight for weight, _, _ in kinds)
     counts = [0] * len(kinds)
     for turn in range(1, most + 1):
@@ -184,6 +186,6 @@ def _stock_blocks(
 
 
 def _keeps_logits(config: PreTrainedConfig) -> bool:
-    """Whether the model computes the logits of some tokens alone, as `GenerationMixin` asks."""
+    """Whether the model can compute logits of selected tokens only, as `GenerationMixin` requests."""
     model: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     return model is not None and "logits_to_keep" in inspect.signature(model.forward).parameters

@@ -1,4 +1,4 @@
-"""The nearest settings of serving engines, by the names of vLLM 0.33 and SGLang 0.5."""
+"""The nearest settings of serving engines, in the names of vLLM 0.33 and SGLang 0.5."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ VLLM = {
 }
 """vLLM's `--kv-cache-dtype` for each format."""
 SGLANG = "fp8_e4m3"
-"""SGLang's `--kv-cache-dtype` for every format: its 4-bit formats run on Blackwell only."""
+"""SGLang's `--kv-cache-dtype` for every format, since its 4-bit formats run on Blackwell only."""
 
 
 def vllm_flag(format: str | None) -> str:
-    """The flag of `vllm serve` for a format; FP8 if vLLM has no such format."""
+    """The flag of `vllm serve` for a format; FP8 if vLLM does not have the format."""
     return f"--kv-cache-dtype {'auto' if format is None else VLLM.get(format, 'fp8_e4m3')}"
 
 

@@ -1,4 +1,4 @@
-"""The bytes of one layer: its storage is allocated on the meta device, in its final size, and measured."""
+"""The bytes of one layer, measured on storage of its final size on the meta device."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from .model import Shape
 
 
 def kind(layer: object) -> tuple:
-    """A key that layers of one cache share if they hold the same number of bytes for the same shape."""
+    """A key that is equal for layers of one cache that hold the same number of bytes for the same shape."""
     of = ("budget", "sliding_window", "format", "residual_length", "max_cache_len", "max_length", "is_compileable")
     return type(layer), id(getattr(layer, "policy", None)), *(getattr(layer, name, None) for name in of)
 
 
 def layer_bytes(layer: object, shape: Shape, dtype: torch.dtype, seq_length: int, prompt: int, rows: int = 1) -> dict[str, int]:
-    """Bytes by role of `layer` for `rows` requests of `seq_length` tokens without padding in a model of `dtype`, after `prompt`
-    tokens at once.
+    """Bytes by role of `layer` in a model of `dtype`, for `rows` requests of `seq_length` tokens without padding, of
+    which `prompt` came at once.
 
-    A sliding layer is counted as after a step that follows the prompt: until then, transformers keeps the whole prompt. A preallocated
-    layer has the same size from its first token on.
+    A sliding layer is counted after the step that follows the prompt, since transformers keeps the whole prompt until
+    then. A preallocated layer has the same size from its first token on.
     """
     if isinstance(layer, CompressedLayer):
         like = torch.empty(rows, shape.heads, 0, shape.head_dim, dtype=dtype, device="meta")

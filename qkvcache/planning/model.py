@@ -13,12 +13,14 @@ from ..caches.base import head_dim_of
 GROWING = {"full_attention", "sliding_attention", "chunked_attention", "reference_sliding_attention"}
 STATES = {"linear_attention", "conv", "mamba", "hybrid", "hybrid_sliding"}
 EMPTY = {"moe", "mlp"}
-"""Layer types in `config.layer_types`: with keys and values, with states of fixed size, with neither."""
+"""Layer types in `config.layer_types`: those with keys and values, those with states of fixed size, and those with
+neither."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """One layer on one GPU: KV heads, query heads, channels of a head, and bytes of the state of a row (linear attention)."""
+    """One layer on one GPU: KV heads, query heads, channels of a head, and bytes of one row's state (linear
+    attention)."""
 
     heads: int
     query_heads: int
@@ -29,7 +31,8 @@ class Shape:
 def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
     """The config of the decoder.
 
-    Raises TypeError for what is no config, NotImplementedError for models whose cache cannot be computed from the config.
+    Raises TypeError for an argument that is not a config, NotImplementedError for models whose cache cannot be computed
+    from the config.
     """
     if not isinstance(config, PreTrainedConfig):
         raise TypeError(f"config must be a transformers config such as model.config, got {type(config).__name__}")
@@ -51,18 +54,18 @@ def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def shapes(config: PreTrainedConfig, itemsize: int, tensor_parallel: int = 1) -> list[Shape]:
-    """Every layer of the model on one of `tensor_parallel` GPUs; `itemsize` is that of the model's dtype, in bytes.
+    """The layers of the model on one of `tensor_parallel` GPUs. `itemsize`: bytes of an element in the model's dtype.
 
-    Raises ValueError where KV heads do not divide among the GPUs, and what `text_config` does.
+    Raises ValueError if KV heads do not divide among the GPUs, and the errors of `text_config`.
     """
     layers: Sequence[PreTrainedConfig] = text_config(config).per_layer_config
     return [_shape(layer, itemsize, tensor_parallel) for layer in layers]
 
 
 def model_dtype(config: PreTrainedConfig, dtype: torch.dtype | str | None = None) -> torch.dtype:
-    """`dtype`, or the dtype of that name; None: the config's, or bfloat16 if it has none.
+    """The dtype `dtype`, or the dtype of this name; None: the config's, or bfloat16 if it has none.
 
-    Raises TypeError for any other type, ValueError for what is no floating-point dtype of torch.
+    Raises TypeError for any other type, ValueError for anything but a floating-point dtype of torch.
     """
     name = text_config(config).dtype or config.dtype or torch.bfloat16 if dtype is None else dtype
     if not isinstance(name, torch.dtype | str):
@@ -76,7 +79,7 @@ def model_dtype(config: PreTrainedConfig, dtype: torch.dtype | str | None = None
 def weights_bytes(config: PreTrainedConfig, dtype: torch.dtype) -> int:
     """Bytes of the model's weights in `dtype`, from its parameters on the meta device.
 
-    Raises ValueError if they cannot be counted: for models that transformers does not know, and quantized weights.
+    Raises ValueError if they cannot be counted: for models that transformers does not know, and for quantized weights.
     """
     if getattr(config, "quantization_config", None):
         raise ValueError("the weights of this config are quantized: pass weights_memory=, the bytes that they take")
@@ -89,7 +92,7 @@ def weights_bytes(config: PreTrainedConfig, dtype: torch.dtype) -> int:
 
 
 def has_unknown_states(config: PreTrainedConfig) -> bool:
-    """Whether layers keep states, besides keys and values, of unknown size."""
+    """Whether layers keep states of unknown size besides keys and values."""
     text = text_config(config)
     kinds = STATES & set(getattr(text, "layer_types", None) or ())
     return bool(kinds) and not (kinds == {"linear_attention"} and getattr(text, "linear_num_value_heads", None))
@@ -113,8 +116,8 @@ def _kv_heads(config: PreTrainedConfig) -> int | None:
 
 
 def _state_bytes(config: PreTrainedConfig, itemsize: int) -> int:
-    """Bytes of gated delta rules (Qwen3-Next and later) of a row: the last inputs of a convolution in the model's dtype, and a matrix for
-    each head in fp32. Every tensor-parallel rank is assumed to hold all of them."""
+    """Bytes of one row's state in a gated delta rule (Qwen3-Next and later): the last inputs of a convolution in the
+    model's dtype, and an fp32 matrix for each head. Every tensor-parallel rank is assumed to hold all of it."""
     value_heads = getattr(config, "linear_num_value_heads", None)
     if not value_heads:
         return 0

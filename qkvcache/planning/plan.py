@@ -1,6 +1,6 @@
 """`plan`: the bytes of a cache, the requests that fit beside the weights, and the longest context, before anything is allocated.
 
-The empty cache is built, and `layout.py` computes the bytes of its layers. Bytes are decimal: 1 GB = 1e9.
+It builds the empty cache and computes the bytes of its layers with `layout.py`. Bytes are decimal: 1 GB = 1e9.
 """
 
 from __future__ import annotations
@@ -27,18 +27,19 @@ from .layout import kind, layer_bytes
 from .model import has_unknown_states, model_dtype, shapes, text_config, weights_bytes
 
 FURTHEST = 2**30
-"""Tokens from which on a context counts as unlimited."""
+"""The number of tokens from which a context counts as unlimited."""
 
 
 @dataclass(frozen=True)
 class Plan:
     """The bytes of `batch` requests of `context` tokens, summed over all GPUs.
 
-    request: one request, as `cache.memory()` counts it. dense: the same in a DynamicCache. requests: how many fit into `gpu_memory` beside
-    `weights_memory`. longest_context: the most tokens of each of `batch` requests; None if the cache stops growing before memory is full
-    (`unbounded`). Both are None without `gpu_memory`. at_most: heads share budgets (`Policy.alpha_safeguard`), so that the bytes depend on
-    the text; these are the most, and as many requests fit at least. batching: how many requests of a mix run together in continuous
-    batching, if `plan` was given one.
+    request: bytes of one request, as `cache.memory()` counts them. dense: its bytes in a DynamicCache. requests: the
+        number of requests that fit into `gpu_memory` beside `weights_memory`. longest_context: the most tokens of each
+        of `batch` requests; None if the cache stops growing before memory is full (`unbounded`). Both are None without
+        `gpu_memory`. at_most: whether heads share budgets (`Policy.alpha_safeguard`), so that the bytes depend on the
+        text; the bytes are then an upper bound, and `requests` a lower bound. batching: the plan of continuous
+        batching, if `plan` was given a mix of requests.
     """
 
     model: str
@@ -65,7 +66,7 @@ class Plan:
 
     @property
     def bytes_per_token(self) -> float:
-        """Bytes of one request over all tokens of its context, evicted ones included."""
+        """Bytes of one request divided by the tokens of its context, evicted ones included."""
         return self.bytes_per_request / self.context
 
     @property
@@ -75,12 +76,12 @@ class Plan:
 
     @property
     def ratio(self) -> float:
-        """Bytes of a DynamicCache in the model's dtype over those of this cache."""
+        """Bytes of a DynamicCache in the model's dtype divided by those of this cache."""
         return self.dense / self.bytes_per_request
 
     @property
     def fits(self) -> bool:
-        """Whether `batch` requests fit, of the mix if there is one; True without `gpu_memory`."""
+        """Whether `batch` requests (of the mix, if given) fit; True without `gpu_memory`."""
         if self.batching is not None:
             return self.batching.requests >= self.batch
         return self.requests is None or self.requests >= self.batch
@@ -137,32 +138,33 @@ def plan(
     skip_layers: Iterable[int] = (),
     max_length: int | None = None,
 ) -> Plan:
-    """The bytes of a `CompressedCache` with these options, as `cache.nbytes` will measure them, for requests without padding; with
-    `alpha_safeguard`, the most that they may take.
+    """Plans the bytes of a `CompressedCache` with these options, as `cache.nbytes` will measure them, for requests
+    without padding. With `alpha_safeguard` they are an upper bound.
 
         plan(config, format="turboquant_4bit_nc", context=131_072, gpu_memory=80e9, tensor_parallel=8)
         plan(config, format="turboquant_4bit_nc", requests=[(3, 1_000, 200), (1, 16_000, 500)], gpu_memory=80e9)
 
     Args:
-        format, policy, num_sink_tokens, residual_length, skip_layers: as CompressedCache takes them; without both, a DynamicCache,
-            or with `max_length` a StaticCache.
-        context: tokens of a request, the prompt and what is generated. None: those of the longest of `requests`.
-        prompt: tokens of it that are read at once; None: all. Storage for later tokens grows by chunks, to an eighth more than needed.
-        batch: requests that run together.
-        requests: kinds of requests of continuous batching, `(weight, prompt tokens, answer tokens)` each. `Plan.batching` then says how
-            many of them run together in pages of `format` (None: transformers' own), each of 256 tokens, in the share of the memory that
-            transformers takes by default. Requires `gpu_memory`, without `policy`, `max_length` and `skip_layers`.
-        gpu_memory: bytes of one GPU for weights and caches. Activations are not counted: leave room for them.
-        weights_memory: bytes of the weights, over all GPUs; None counts the config's parameters in `dtype`.
-        tensor_parallel: GPUs that share the KV heads of each layer evenly.
-        dtype: the model's dtype, or its name; None: that of the config, or bfloat16 if it has none.
-        max_length: tokens for which storage is allocated at once, as CompressedCache takes it: a request then has the same bytes from its
-            first token on, and `longest_context` is the largest `max_length` that fits.
+        format, policy, num_sink_tokens, residual_length, skip_layers: as CompressedCache takes them; without format and
+        policy, the plan is for a DynamicCache, or with `max_length` for a StaticCache. context: tokens of a request,
+        prompt and answer together. None: those of the longest of `requests`. prompt: tokens of the context that are
+        read at once; None: all. Storage for later tokens grows by chunks, to an eighth more than needed. batch:
+        requests that run together. requests: kinds of requests of continuous batching, `(weight, prompt tokens, answer
+        tokens)` each. `Plan.batching` then has the number of requests that run together in pages of 256 tokens in
+        `format` (None: transformers' own pages), in the share of the memory that transformers takes by default.
+        Requires `gpu_memory`; excludes `policy`, `max_length` and `skip_layers`. gpu_memory: bytes of one GPU for
+        weights and caches. Activations are not counted: leave room for them. weights_memory: bytes of the weights, over
+        all GPUs; None counts the config's parameters in `dtype`. tensor_parallel: GPUs that share the KV heads of each
+        layer evenly. dtype: the model's dtype, or its name; None: that of the config, or bfloat16 if it has none.
+        max_length: the tokens for which CompressedCache allocates storage at once: a request then has the same bytes
+            from its first token on, and `longest_context` is the largest `max_length` that fits.
 
     Raises:
-        ValueError: what CompressedCache raises, sizes below 1, memory that is negative or infinite, a dtype that is not floating-point, a
-            context beyond `max_length`, KV heads that do not divide among the GPUs, weights that cannot be counted or leave no memory.
-        TypeError: `config` is no config, a size no number, or `dtype` neither a dtype nor a name.
+        ValueError: the errors of CompressedCache; sizes below 1; memory that is negative or infinite; a dtype that is
+            not floating-point; a context beyond `max_length`; KV heads that do not divide among the GPUs; weights that
+            cannot be counted or leave no memory.
+        TypeError: a `config` that is not a config, a size that is not a number, a `dtype` that is neither a dtype nor a
+            name.
         NotImplementedError: latent attention, an encoder-decoder, unknown layer types; with `requests`, what `continuous_batching` refuses.
     """
     if requests is not None:
@@ -246,8 +248,8 @@ def plan(
 
 
 def plan_all(config: PreTrainedConfig, *, policy: str | Policy | None = None, context: int | None = None, **options) -> list[Plan]:
-    """The plan of a DynamicCache, and then of every format that can hold the model's heads, in pages if there are `requests`; `policy` and
-    `options` are those of `plan`.
+    """The plans of a DynamicCache and of every format that can hold the model's heads, in pages if there are
+    `requests`. `policy` and `options` are those of `plan`.
 
     Raises what `plan` does.
     """
@@ -255,10 +257,10 @@ def plan_all(config: PreTrainedConfig, *, policy: str | Policy | None = None, co
     dims = {shape.head_dim for shape in shapes(config, 2)}
     possible = [name for name in names if name is None or not any(formats.REGISTRY[name].refuses(dim) for dim in dims)]
     if options.get("requests") is not None:
-        from ..batching.context import fits_pages  # of later releases of transformers
+        from ..batching.context import fits_pages  # needs a later release of transformers
 
         possible = [name for name in possible if name is None or fits_pages(formats.REGISTRY[name])]
-    if options.get("gpu_memory") is not None and options.get("weights_memory") is None:  # once for all
+    if options.get("gpu_memory") is not None and options.get("weights_memory") is None:  # once for all plans
         options["weights_memory"] = weights_bytes(config, model_dtype(config, options.get("dtype")))
     return [plan(config, format=name, policy=policy if name else None, context=context, **options) for name in possible]
 
@@ -273,7 +275,7 @@ def _check_bytes(name: str, value: float | None) -> None:
 
 
 def _free(gpu_memory: float, weights_memory: float, gpus: int) -> float:
-    """Bytes for caches, over all GPUs."""
+    """The bytes for caches on all GPUs."""
     free = gpu_memory * gpus - weights_memory
     if free <= 0:
         raise ValueError(
@@ -284,7 +286,7 @@ def _free(gpu_memory: float, weights_memory: float, gpus: int) -> float:
 
 
 def _describe(policy: Policy) -> str:
-    """The policy with its budget, the mean over layers."""
+    """The policy in words, with its mean budget over layers."""
     budgets = policy.budgets
     tokens, share = round(sum(b.tokens for b in budgets) / len(budgets)), sum(b.share for b in budgets) / len(budgets)
     parts = (f"{tokens:,}" if tokens else "", f"{share:.0%}" if share else "")

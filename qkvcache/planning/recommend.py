@@ -1,8 +1,9 @@
-"""`recommend`: which cache to choose, as code and in words.
+"""`recommend`: a choice of a cache, as code and in words.
 
 It follows the usual selection guide (short: FP8; medium: FP8 and H2O with half of the tokens; long: sinks, H2O with 30 % and FP8; streams:
-sinks and a window; chat: FP8 and shared prefixes) where measurements agree with it, and names the guide's choice too. The KL divergences
-and recalls quoted come from `eval/quality.py --model smollm2`: a model of 135 million parameters, 8,064 tokens, facts in 1,000 to 8,000.
+sinks and a window; chat: FP8 and shared prefixes) where measurements agree with it, and also names the guide's choice.
+The quoted KL divergences and recalls come from `eval/quality.py --model smollm2`: a model of 135 million parameters,
+8,064 tokens, facts in 1,000 to 8,000.
 """
 
 from __future__ import annotations
@@ -24,14 +25,15 @@ from .model import model_dtype, text_config, weights_bytes
 from .plan import Plan, plan
 
 SHORT, LONG = 4096, 32_768
-"""Tokens of context: below SHORT a cache is small beside the weights, from LONG on it is larger than they are."""
+"""Tokens of context: a cache below SHORT is small beside the weights; from LONG on it is larger than the weights."""
 LEAST_RATIO = 1.05
 """The ratio to a DynamicCache below which compressing is not worthwhile."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A cache: the call that makes it, and why. In the call, `{tokens}` stands for a budget that is a share of the context."""
+    """A cache, as the call that makes it, and the reason for it. In the call, `{tokens}` stands for a budget that is a
+    share of the context."""
 
     call: str
     format: str | None
@@ -39,8 +41,7 @@ class Choice:
     why: str
 
     def at(self, context: int) -> Choice:
-        """Return the candidate with its budget as a number of tokens for `context` tokens: `max_length`, which KVzip
-        refuses, requires one."""
+        """The choice with its budget as a number of tokens, for `context` tokens."""
         if self.policy is None or self.second_reading or not (budget := self.policy.budgets[0]).share or budget.heads:
             return self
         tokens = max(budget.size(context), 1)
@@ -52,7 +53,8 @@ class Choice:
         return self.policy is not None and self.policy.second_reading
 
     def holds(self, plan: Plan) -> int | None:
-        """How many requests fit. Those that are read twice are uncompressed until then, one after another."""
+        """The number of requests that fit. With a second reading, each request in turn is uncompressed until it has
+        been read twice."""
         if plan.requests is None or not self.second_reading:
             return plan.requests
         left = plan.requests * plan.bytes_per_request - plan.dense
@@ -65,8 +67,9 @@ class Choice:
 
 @dataclass(frozen=True)
 class Recommendation:
-    """call: code that makes the cache from `config`, with the public names of qkvcache (DynamicCache: of transformers). guide: the choice
-    of the usual selection guide. vllm, sglang: the nearest flags of these engines, which retain every token."""
+    """call: code that makes the cache from `config`, with public names of qkvcache, or DynamicCache of transformers.
+    guide: the choice of the usual selection guide. vllm, sglang: the nearest flags of these engines, which retain every
+    token."""
 
     call: str
     reason: str
@@ -122,7 +125,7 @@ STREAM = Choice(
 
 
 def by_head(profile: HeadProfile) -> tuple[Choice, ...]:
-    """Choices that evict and retain facts: budgets by head."""
+    """Choices that evict tokens and retain facts, with budgets by head."""
     return tuple(
         Choice(
             f'CompressedCache(config, format="turboquant_4bit_nc", policy=policies.SnapKV(budget=profile.budget({share}), recent=32))',
@@ -133,7 +136,7 @@ def by_head(profile: HeadProfile) -> tuple[Choice, ...]:
 
 
 def read_twice(share: float, why: str) -> Choice:
-    """A choice that evicts what the model does not need to repeat the context."""
+    """A choice that evicts the tokens that the model does not need to repeat the context."""
     return Choice(
         f'CompressedCache(config, format="turboquant_4bit_nc", policy=policies.KVzip(budget={share}))',
         "turboquant_4bit_nc", policies.KVzip(budget=share),
@@ -146,13 +149,13 @@ BY_HEAD = {
     0.5: "4 bits and half of the tokens, divided among heads by the profile, recall 87 % of what the dense run recalls",
     0.25: "4 bits and a quarter of the tokens, divided among heads by the profile, recall 72 % of what the dense run recalls",
 }
-"""Why, by the share of the tokens (`eval/policies.py`)."""
+"""Reasons by the share of the tokens that is retained (`eval/policies.py`)."""
 KVZIP = (
     read_twice(0.5, "half of the tokens recall 95 %"),
     read_twice(0.25, "a quarter of the tokens recall 92 %"),
     read_twice(0.1, "a tenth of the tokens recall 69 %"),
 )
-"""Recall by `eval/policies.py`."""
+"""Choices with KVzip; recall as measured by `eval/policies.py`."""
 WHOLE = (INT8, K8V4, FOUR_BITS, THREE_BITS, THREE_AND_TWO)
 """Choices that evict nothing."""
 LADDERS: dict[str, tuple[Choice, ...]] = {
@@ -160,9 +163,10 @@ LADDERS: dict[str, tuple[Choice, ...]] = {
     "question": (*WHOLE, SNAPKV_50),
     "continue": (INT8, K8V4, FOUR_BITS, THREE_BITS, SNAPKV_50, SNAPKV_25),
 }
-"""Choices for each workload, from the largest to the smallest. For "facts" tokens are evicted by a second reading, or by a profile of the
-model's heads: with equal budgets no policy retains facts. Formats whose KL divergence exceeds .05 on biased keys
-(tests/caches/test_biased.py) are left out, such as 2 bits, which have .6 in a pretrained model of the Qwen2 family."""
+"""Choices for each workload, from the largest to the smallest. For "facts", tokens are evicted by a second reading or
+by a profile of the model's heads, since with equal budgets no policy retains facts. Formats whose KL divergence exceeds
+.05 on biased keys (tests/caches/test_biased.py) are left out: for example 2 bits, with .6 in a pretrained model of the
+Qwen2 family."""
 LONG_START = {"facts": FOUR_BITS, "question": FOUR_BITS, "continue": SNAPKV_50}
 
 
@@ -181,23 +185,25 @@ def recommend(
     dtype: torch.dtype | str | None = None,
     head_profile: HeadProfile | None = None,
 ) -> Recommendation:
-    """Recommend a cache for a model and a workload, with its bytes and the reasons.
+    """Recommends a cache for a model and a workload, with its bytes and the reasons.
 
         recommend(model.config, workload="continue", context=100_000, gpu_memory=80e9)
 
     Args:
-        workload: "facts" that may be asked for later (agents, retrieval, code), a "question" that ends the prompt, or "continue" a text
-            or a chain of thought.
-        streaming: the stream has no end.
-        chat: several turns. Later turns may ask for anything in earlier ones, so the workload is "facts".
+        workload: "facts", which may be asked for later (agents, retrieval, code); "question", which ends the prompt; or
+            "continue", a text or a chain of thought.
+        streaming: whether the text has no end.
+        chat: whether there are several turns. Later turns may ask for anything in earlier ones, so the workload is
+            "facts".
         batch: requests of `context` tokens that must fit into `gpu_memory`; if they do not, a smaller cache is chosen.
-        requests: kinds of requests of continuous batching, as `plan` takes them: `batch` of them must fit, in pages without a policy.
-        context, gpu_memory, weights_memory, tensor_parallel, dtype: as `plan` takes them.
-        head_profile: of the model (`profile_heads`), by which tokens are evicted in place of a second reading; `profile` in the call.
+        requests: kinds of requests of continuous batching, as `plan` takes them. `batch` requests must fit, in pages
+        without a policy. context, gpu_memory, weights_memory, tensor_parallel, dtype: as `plan` takes them.
+        head_profile: a profile of the model (`profile_heads`), by which tokens are evicted in place of a second
+            reading. The call names it `profile`.
 
     Raises:
-        ValueError: an unknown workload, streaming together with chat or requests, and what `plan` raises.
-        TypeError, NotImplementedError: what `plan` raises.
+        ValueError: an unknown workload, streaming together with chat or requests, and the errors of `plan`. TypeError,
+            NotImplementedError: the errors of `plan`.
     """
     check_option("workload", workload, LADDERS, "; chat=True (--chat) and streaming=True (--streaming) are options beside it")
     if streaming and chat:
@@ -248,8 +254,9 @@ def recommend(
 
 
 def _ladder(config: PreTrainedConfig, workload: str, context: int, chat: bool, pages: bool, profile: HeadProfile | None) -> list[Choice]:
-    """Choices to try in order, from the one for this context on, without those that the model does not allow; for a `chat`, whose later
-    turns are read once, without a second reading; in `pages`, without policies, as code that enters continuous batching."""
+    """The choices that the model allows, in the order of trial from the one for this context on. A `chat` excludes a
+    second reading, since later turns are read once. `pages` exclude policies, and the code enters continuous
+    batching."""
     ladder = tuple(x for x in LADDERS[workload] if not (chat and x.second_reading))
     if profile is not None:
         ladder = (*(x for x in ladder if x.policy is None), *by_head(profile))
@@ -262,7 +269,7 @@ def _ladder(config: PreTrainedConfig, workload: str, context: int, chat: bool, p
 
 
 def _possible(config: PreTrainedConfig, choice: Choice) -> bool:
-    """Whether the format supports the model's heads and its attention the policy."""
+    """Whether the format supports the model's heads, and the model's attention supports the policy."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # "nothing will be compressed": the ratio shows it
         try:
