@@ -30,7 +30,8 @@ from .base import Buffer, Codec, Codes, PackedLayout, QuantizedValues
 from .rotation import Hadamard, exact_dtype, number_of
 
 FEW = 64
-"""Tokens of zeros in the mean of a channel whose spread equals its mean. 32 and 128 have the same errors."""
+"""The number of zero vectors that the mean of a channel includes if its spread equals its mean. 32 and 128 have the
+same errors."""
 BLOCK = 2**20
 """Elements that are summed at a time: the bound on temporaries (8 MiB)."""
 

@@ -13,10 +13,10 @@ attention runs up to the end of the longest padding, in one launch, on sequences
 
 The query heads of a group are rows of their KV head, so that keys and values are never copied for query heads. Vectors that are stored
 rotated stay rotated in the scratch: queries are rotated before, and the merged output of the chunks is rotated back.
-`attention/route.py` says from how many queries on this is faster than kernels that read the codes.
+`attention/route.py` has the number of queries from which this is faster than kernels that read the codes.
 
-What policies want of the weights (`observe_chunked`) needs the normalisers, which are known after the merge. The parts are then read a
-second time, the last chunk first: it is still in the scratch.
+The weights that policies need (`observe_chunked`) depend on the normalisers, which are known after the merge. The parts
+are then read a second time, the last chunk first, which is still in the scratch.
 """
 
 from __future__ import annotations
@@ -42,14 +42,15 @@ from .segments import AttentionInputs, Exact, Packed, Pair, QuantizedRegion, joi
 from .sum_attention import BLOCK
 
 CHUNK_TOKENS, CHUNK_BYTES = 65536, 512 * 2**20
-"""Tokens of a chunk, and the bound on its scratch, keys and values together, which may make it shorter."""
+"""The most tokens of a chunk, and the most bytes of its keys and values together."""
 CUDNN_TOKENS = tuple(2**n for n in range(16, 9, -1))
-"""Tokens of a chunk that cuDNN attends to at a time: few sizes, so that its plans serve again, of which the smallest leaves little to flash
-attention, which takes twice as long (`eval/bench_turns.py`)."""
+"""Numbers of tokens that cuDNN attends to at a time. There are few sizes, so that plans are reused. The smallest leaves
+few tokens to flash attention, which takes twice as long (`eval/bench_turns.py`)."""
 ROW_STEP = 128
-"""Folded rows are padded to a multiple of this, so that few shapes exist."""
+"""Folded rows are padded to a multiple of this number, so that few shapes exist."""
 MERGED_PARTS = 8
-"""Parts that are merged at a time: the outputs of more would take more memory than a dense layer."""
+"""The number of parts that are merged at a time. The outputs of more parts would take more memory than a dense
+layer."""
 
 
 class LeftPadding(NamedTuple):
@@ -61,9 +62,9 @@ class LeftPadding(NamedTuple):
 
 
 Fill = Callable[[Tensor, Tensor], None]
-"""Writes the keys and values of a chunk, rotated as they are stored, into two tensors `[B, H, T, D]`."""
+"""A function that writes the keys and values of a chunk, rotated as stored, into two tensors `[B, H, T, D]`."""
 Piece = tuple[int, tuple[Codec, Codec], Fill]
-"""A chunk of quantized tokens: how many, the codecs whose rotations they are stored under, and what dequantizes them."""
+"""A chunk of quantized tokens: their number, the codecs that rotated them, and the function that dequantizes them."""
 Part = tuple[Tensor, Tensor]
 """Output `[B, H', R, Dv]` and log-sum-exp, fp32 `[B, H', R]`, of one part of the tokens. `H'` and `R` are query heads and queries, or,
 folded, KV heads and the queries of a group's heads one after another, with rows of padding at the end."""
@@ -74,7 +75,8 @@ class Columns:
     """One part of the tokens in the second pass, and the last `W` queries `[B, Hq, W, D]`, rotated as its keys are.
 
     keys, stored_values: `[B, H, T, D]` as they lie in the scratch, valid during the call.
-    visible: bool `[B or 1, T]`, or `[B, H, T]` where heads differ, False for what no query sees; None: all.
+    visible: bool `[B or 1, T]`, or `[B, H, T]` where heads differ, False for columns that no query sees; None: all are
+        seen.
     scaling: factor on the scores of these queries and keys.
     causal: the last `W` tokens are the queries' own. Of a chunk, every query sees every token.
     codec: of the values; None where these are exact.
@@ -140,8 +142,8 @@ def attend_chunked(
         scaling: factor on the scores, `D ** -0.5` by default.
         softcap: `softcap * tanh(score / softcap)` before the mask (Gemma 2), in plain torch.
         sinks: a learned logit for each query head, `[Hq]`, that takes part in the softmax and has no value (gpt-oss).
-        left: what `hidden` is, `[B or 1, T]`, if it is no more than padding to the left.
-        chunk_tokens: bound on the tokens of a chunk. Default: what is fastest for so many queries.
+        left: `hidden` as left padding, if it is left padding and nothing else.
+        chunk_tokens: the most tokens of a chunk. None: the fastest number for these queries.
     """
     return _attend(query, ChunkedKV.of(attention_inputs), hidden, scaling, softcap, sinks, chunk_tokens, left=left)[:2]
 
@@ -162,7 +164,7 @@ def observe_chunked(
     softmax weights, summed over the group's query heads and over the last `W` queries, each of which counts `observed`
     times, fp32 `[B, W]`; 0 for padding.
 
-    `reduce`: computes something else of these queries, part by part.
+    `reduce`: a function that replaces the weights of these queries, part by part.
     """
 
     def sums(columns: Columns, out: Tensor, lse: Tensor) -> Tensor:
@@ -196,8 +198,8 @@ def _dequantize_pages(pages: Pages, begin: int, keys: Tensor, values: Tensor) ->
 
 @dataclass(frozen=True)
 class ChunkedKV:
-    """Exact keys and values `[B, H, T, D]` and, after `before` of these, quantized ones, which `pieces` cuts into chunks of so many
-    tokens."""
+    """Exact keys and values `[B, H, T, D]`, with quantized tokens after the first `before` of them. `pieces` cuts the
+    quantized tokens into chunks of a given number of tokens."""
 
     exact: Pair
     before: int
@@ -230,8 +232,8 @@ def _attend(
     left: LeftPadding | None = None,
     plans: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Output and log-sum-exp; and, of so many last queries, what a function computes in a second pass. `plans`: whether as many queries
-    will come again."""
+    """The output, the log-sum-exp, and the result of a function that runs on the last queries in a second pass.
+    `plans`: whether steps of the same number of queries will follow."""
     batch, query_heads, queries, dim = query.shape
     exact, before = tokens.exact, tokens.before
     heads = exact[0].shape[1]
@@ -297,7 +299,7 @@ def _attend(
     for i, (count, codecs, fill) in reversed(list(enumerate(pieces))):
         column -= count
         keys, values = scratch[:, :, :, :count]
-        if i < len(pieces) - 1:  # the last one is still there
+        if i < len(pieces) - 1:  # the last chunk is still there
             fill(keys, values)
         visible = None if hidden is None else ~hidden[..., column : column + count]
         columns = Columns(rotate(query, codecs[0])[0], keys, values, visible, unrotated, causal=False, codec=codecs[1])
@@ -320,7 +322,8 @@ def exact_tokens(attention_inputs: AttentionInputs) -> tuple[Pair, int, list[tup
 
 
 def cut(tokens: int, sizes: Sequence[int]) -> Iterator[int]:
-    """Counts of tokens, each the largest of `sizes`, which descend, that is left; at the end, what is less than the smallest."""
+    """Divides `tokens` into counts, each the largest of the descending `sizes` that fits into the rest; the last count
+    is the rest below the smallest size."""
     for size in sizes:
         while tokens >= size:
             yield size
@@ -391,14 +394,14 @@ def _cut(blocks: list[tuple[Packed, Packed]], size: int) -> Iterator[list[tuple[
 
 
 def rotate(query: Tensor, codec: Codec) -> tuple[Tensor, float]:
-    """Queries `[B, H, R, D]` to where keys are stored, short of a factor."""
+    """Rotates queries `[B, H, R, D]` as stored keys are rotated, up to a factor, which is returned too."""
     if codec.rotation is None:
         return query, 1.0
     return query @ codec.rotation.matrix(query.shape[3], query.device, query.dtype), rotation_block(query.shape[3]) ** -0.5
 
 
 def rotate_back(out: Tensor, codec: Codec) -> Tensor:
-    """Outputs of attention `[B, H, R, D]` from where values are stored."""
+    """Rotates outputs of attention `[B, H, R, D]` back from the rotation of stored values."""
     if codec.rotation is None:
         return out
     matrix = codec.rotation.matrix(out.shape[3], out.device, out.dtype).mT
@@ -454,7 +457,8 @@ def library_attention(
 
 
 def padded_attention(query: Tensor, key: Tensor, value: Tensor, first: tuple[int, ...], scaling: float, softcap: float | None) -> Part:
-    """`library_attention` of rows whose first tokens, so many of each row, or of all, are hidden."""
+    """`library_attention` of rows whose first tokens are hidden. `first`: the number of hidden tokens of each row, or
+    one number for all rows."""
     batch, heads, tokens, dim = key.shape
     if softcap is not None or not _takes_sequences(query):
         hidden = torch.arange(tokens, device=key.device) < torch.tensor(first, device=key.device)[:, None]
@@ -469,7 +473,7 @@ def padded_attention(query: Tensor, key: Tensor, value: Tensor, first: tuple[int
 
 def cudnn_pays(query: Tensor, heads: int, tokens: int) -> bool:
     """Whether `attend_chunked` has cuDNN attend to most of `tokens` quantized tokens of `heads` KV heads, for queries `[B, Hq, Q, D]`
-    without a mask: it has the plan, or the plan pays. If not, what another kernel computes instead is counted."""
+    without a mask: it has the plan, or the plan pays. If not, counts the work that another kernel does instead."""
     shape, sizes = _folded(query, heads), _cudnn_sizes(_most_tokens(query, heads))
     if not _cudnn_is_faster(shape, query.device):
         return False
@@ -480,7 +484,7 @@ def cudnn_pays(query: Tensor, heads: int, tokens: int) -> bool:
 
 
 def _most_tokens(query: Tensor, heads: int) -> int:
-    """Tokens of a chunk at most."""
+    """The most tokens of a chunk."""
     batch, _, _, dim = query.shape
     return min(CHUNK_TOKENS, max(CHUNK_BYTES // (2 * batch * heads * dim * query.itemsize) // 64, 1) * 64)
 
@@ -496,7 +500,7 @@ def _plan(query: Tensor, folded: Sequence[int], tokens: int) -> tuple:
 
 
 def _count(query: Tensor, folded: Sequence[int], tokens: int, sizes: Sequence[int]) -> None:
-    """Counts tokens that another kernel attends to, and cuDNN could, in parts of `sizes`."""
+    """Counts the tokens that another kernel attends to although cuDNN could, in parts of `sizes`."""
     for size in cut(tokens, sizes):
         if size in sizes:
             PLANS.count(_plan(query, folded, size), 4 * math.prod(folded) * size)
@@ -508,7 +512,7 @@ def _takes_sequences(query: Tensor) -> bool:
 
 def _flash_sequences(tensors: tuple[Tensor, ...], starts: Pair, longest: tuple[int, int], scaling: float) -> Part:
     """Flash attention `[Q, H, D]` and log-sum-exp, fp32 `[H, Q]`, of sequences that lie one after another in queries `[Q, H, D]`, and in
-    keys and values `[T, H, D]`. What it returns for queries without keys is not used."""
+    keys and values `[T, H, D]`. Its results for queries without keys are not used."""
     forward = torch.ops.aten._flash_attention_forward
     return forward(*tensors, *starts, *longest, 0.0, False, False, scale=scaling)[:2]
 
@@ -545,7 +549,7 @@ def capped_attention(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | N
 
 
 def _cudnn_attention(query: Tensor, key: Tensor, value: Tensor, scaling: float, causal: bool) -> Part:
-    """`causal`: of as many queries as keys."""
+    """Attention by cuDNN. `causal`: there are as many queries as keys, and attention is causal."""
     attention = torch.ops.aten._scaled_dot_product_cudnn_attention
     out, lse, *_ = attention(query, key, value, None, True, 0.0, causal, False, scale=scaling)
     return out, lse.view(query.shape[:3])

@@ -60,7 +60,7 @@ def store_exact(buffers: StorageTensors, exact: Pair, sinks: tuple[int, int], be
     """Copies exact tokens, keys and values `[B, H, T, D]` each, into the storage and sets its counts on the device.
 
     Args:
-        sinks: which of the `T` tokens are new sinks: the first, and the one after the last.
+        sinks: the range of the `T` tokens that are new sinks: the first, and the one after the last.
         begin: the first token that is copied into the ring; all later ones are, too. The ring has room for them.
         slot: the slot of the ring for token `begin`.
         lengths: tokens and quantized tokens of each row afterwards, the same for all rows.

@@ -58,7 +58,8 @@ def _module(name: str) -> ModuleType:
 
 
 def _by_kernel(reference: Callable[P, T], module: str, fits: Callable[..., bool]) -> Callable[P, T]:
-    """`reference`, by the function of this name in a module of kernels where they serve the arguments, which `fits` says."""
+    """A function that calls the function of the same name in a module of kernels if `fits` accepts the arguments, else
+    `reference`."""
 
     @functools.wraps(reference)
     def chosen(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -107,7 +108,8 @@ def attends_in_tiles(query: Tensor, attention_inputs: AttentionInputs, mask: Ten
 
 
 def attend_on_codes(query: Tensor, attention_inputs: AttentionInputs, mask: Tensor | None = None, **options: Unpack[Options]) -> Tensor:
-    """`attend`, by the fused kernel where there is one. Without a mask, over pages if there are such."""
+    """`attend`, by the fused kernel where there is one. Without a mask, it attends over pages if the inputs have
+    pages."""
     return observe_on_codes(query, attention_inputs, mask, **options)[0]
 
 
@@ -158,8 +160,8 @@ def attend_pages(
 
 
 def split_rows(lengths: Tensor, max_length: int, heads: int) -> Splits | None:
-    """`Splits` of rows with `lengths` tokens in pages, int32 `[B]`, at most `max_length`, of so many KV heads; None where the torch
-    reference attends."""
+    """`Splits` of rows with `lengths` tokens in pages, int32 `[B]`, at most `max_length`, and `heads` KV heads; None
+    where the torch reference attends."""
     if not on_triton(lengths.device):
         return None
     return Splits.of(lengths, max_length, max(_module("fused").programs_of(lengths.device) // heads, 1))
@@ -257,7 +259,8 @@ rotate = _by_kernel(rotating.rotate, "triton_rotate", lambda x, *_: _takes("trit
 
 @functools.wraps(reference.sum_attention)
 def sum_attention(query: Tensor, key: Tensor, observed: Tensor, visible: Tensor | None = None, **options: Any) -> Tensor:
-    """`sum_attention.sum_attention`, by kernels where there are: the accumulated attention of many queries, fp32 `[B, H, T]`."""
+    """`sum_attention.sum_attention`, by kernels where they exist: the accumulated attention of many queries, fp32 `[B,
+    H, T]`."""
     by_head = visible is not None and visible.dim() == 3
     if on_triton(query.device) and (options.get("lse") is not None or not by_head):
         kernels = _module("triton_sum_attention")

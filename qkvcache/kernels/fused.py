@@ -1,4 +1,4 @@
-"""Host side of the fused kernel: which codecs it reads, how the work is split, and the launches."""
+"""The host side of the fused kernel: the codecs that it reads, the splits of the work, and the launches."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def programs_of(device: torch.device) -> int:
 
 
 def split(tokens: int, groups: int, tile: int, warps: int) -> int:
-    """Into how many splits `tokens` quantized tokens go that `groups` programs would read unsplit.
+    """The number of splits of `tokens` quantized tokens, which `groups` programs would read without splits.
 
     `tile`: tokens of a tile, which divides those of a split. `warps`: programs that the GPU runs at a time.
     """
@@ -128,7 +128,7 @@ def split(tokens: int, groups: int, tile: int, warps: int) -> int:
 
 
 class Arguments(NamedTuple):
-    """Arguments of launches over the same inputs, whatever the query. What there is not is an empty tensor."""
+    """Arguments that all launches over the same inputs share. Absent arguments are empty tensors."""
 
     use: Tables
     empty: Tensor
@@ -223,13 +223,13 @@ def arguments_of_pages(inputs: PagedInputs) -> Arguments:
 
 
 class LaunchPlan:
-    """How calls of attention of one shape are launched: what depends neither on the step nor on tensors.
+    """The launch of attention calls of one shape: everything that depends neither on the step nor on tensors.
 
     Args:
         shape: of the queries, `[B, Hq, Q, D]`.
-        mask: what there is of a mask: "none", "row", "bool" or "float".
+        mask: the kind of mask: "none", "row", "bool" or "float".
         exact: whether there are exact tokens, or slots for them.
-        items: whether `Splits` divide the rows.
+        items: whether `Splits` divide the rows among programs.
     """
 
     def __init__(
@@ -282,7 +282,7 @@ class LaunchPlan:
 
 
 class Call:
-    """One call of attention, over chunks or over pages: what its launches share.
+    """One call of attention, over chunks or over pages: the values that its launches share.
 
     `zones` are the quantized tokens, the sinks and the tokens of the residual, or the slots for them, which bound the columns of a mask.
     """
@@ -323,7 +323,8 @@ class Call:
         self.plan = args.plans[key]
 
     def allocate(self, splits: int) -> None:
-        """Tensors for what `splits` programs leave of each block of rows: outputs, maxima, normalisers; weights and their maxima."""
+        """Tensors for the partial results of `splits` programs for each block of rows: outputs, maxima and normalisers;
+        weights and their maxima."""
         plan, empty = self.plan, self.args.empty
         self.splits, entries = splits, plan.panels * splits * plan.rows
         part = self._empty(entries * (plan.value_dim + 2))

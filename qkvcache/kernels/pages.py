@@ -86,8 +86,8 @@ LEAST_SPLIT, BALANCED_SPLIT, MOST_SPLITS = 128, 512, 100
 """Fewest tokens of a split: fewer are not worth its partial outputs; fewest where the GPU has programs enough without; most splits of a
 row: joining more costs too much."""
 SPLIT_GRAIN, WAVES = 64, 4
-"""Splits begin at multiples of so many tokens, which the tiles of all launches divide. Programs after one another on each place of the GPU,
-with many tokens, so that few places wait for the last."""
+"""Splits begin at multiples of SPLIT_GRAIN tokens, a multiple of the tiles of all launches. WAVES: programs that run
+one after another on each place of the GPU when there are many tokens, so that few places wait for the last one."""
 
 
 @dataclass(eq=False)
@@ -145,7 +145,7 @@ class PagedInputs:
     splits: Splits | None = None
     launches: dict[str, Any] = field(default_factory=dict)
     """Arguments that kernels reuse from step to step: tensors do not move, and statistics do not change. Inputs over the same storage may
-    share them, whatever their rows, tables and lengths."""
+    share them; rows, tables and lengths may differ."""
     arguments: tuple[list[Tensor], list[Tensor], list[Tensor], list[int], int, int] = field(init=False)
     """Arguments of torch operators: the table, planes and statistics; `rows`, `lengths`, and what `splits` has; sinks and ring; indices of
     the codecs; `max_length` and `tokens` (-1: None)."""
@@ -207,11 +207,11 @@ class PageOptions(Options, total=False):
     """Options of attention over pages."""
 
     observed: Tensor | None
-    """How often each query counts for accumulated attention, fp32 or bool `[B, Q]`."""
+    """The weight of each query in accumulated attention, fp32 or bool `[B, Q]`."""
 
 
 OPTIONS = "sinks", "observed", "scaling", "softcap", "causal"
-"""Their names, in the order in which torch operators take them."""
+"""The names of the options, in the order in which torch operators take them."""
 
 
 def attend_pages(

@@ -116,13 +116,13 @@ class QuantizedRegion:
     table: Tensor
     numbers: tuple[int, int] = field(init=False)
     launches: dict[str, Any] = field(default_factory=dict)
-    """Arguments that kernels reuse from step to step, whatever `tokens`: `holding` shares them."""
+    """Arguments that kernels reuse from step to step. They do not depend on `tokens`, and `holding` shares them."""
 
     def __post_init__(self) -> None:
         self.numbers = number(self.key), number(self.value)
 
     def holding(self, tokens: int) -> QuantizedRegion:
-        """The region with so many tokens."""
+        """The same region with `tokens` tokens."""
         return replace(self, tokens=tokens)
 
     @property
@@ -131,12 +131,12 @@ class QuantizedRegion:
 
     @cached_property
     def shared(self) -> tuple[bool, bool]:
-        """Whether all heads share one scale: of keys, of values."""
+        """Whether all heads share one scale, for keys and for values."""
         return self._one(1)
 
     @cached_property
     def statistics(self) -> tuple[bool, bool]:
-        """Whether all tokens share one scale: of keys, of values."""
+        """Whether all tokens share one scale, for keys and for values."""
         return self._one(2)
 
     def _one(self, dim: int) -> tuple[bool, bool]:
@@ -257,7 +257,7 @@ class StorageTensors:
 
 @dataclass(eq=False)  # frozen ones take four times as long to make, at every step
 class AttentionInputs:
-    """Keys and values of one layer for one step. Nothing changes them.
+    """The keys and values of one layer for one step, which are not changed.
 
     key, value  what the torch reference reads
     region      the same for the fused kernel: the quantized tokens, if there are any,

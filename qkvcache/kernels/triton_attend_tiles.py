@@ -2,8 +2,9 @@
 
 One program reads one split of the tokens of one (sequence, KV head) for a block of 64 or 128 query rows (queries times the query heads of
 a group). Query rows are the rows of both products. A tile of tokens is dequantized once, to fp16 in shared memory, for all rows of the
-block, scale and all: for so many rows that is cheaper than scaling scores and weights, as `triton_attend.py` does for few. So that fp16
-holds whatever fp32 scales say, they are relative to the largest one of the split (`_norm`), which multiplies scores and outputs.
+block, scale and all: for so many rows that is cheaper than scaling scores and weights, as `triton_attend.py` does for
+few. fp32 scales are divided by the largest scale of the split (`_norm`), so that fp16 holds the numbers; scores and
+outputs are multiplied by it.
 
 Splits of the quantized region, and the exact tokens as one more, leave partial outputs in the order of `triton_attend.py`, which
 `triton_join.py` joins. All exponents are base 2.
@@ -24,7 +25,7 @@ from .triton_scales import group_scales, scaled, token_scale
 from .triton_unpack import offset_of, unit_of, unpack
 
 LARGEST_ZERO = tl.constexpr(64.0)
-"""How many times as large as the scales of a split its zeros may become."""
+"""The largest zero points of a split, in multiples of its largest scale."""
 
 
 @triton.constexpr_function
@@ -105,9 +106,9 @@ def _scales_of_plane(X: tl.constexpr, WORDS: tl.constexpr, by_group, i: tl.const
 
 @triton.jit
 def _stored(X: tl.constexpr, ONCE: tl.constexpr, D: tl.constexpr, planes, slot, ARCH: tl.constexpr):
-    """Load what is stored of the tokens `slot`, int [T], of one head, in the form that `_tile` takes: codes, two words
-    as one int32 [T, words / 2]; then high bits, int16 [T, words], if X.high; then the scales of groups, or scale and
-    zero of tokens.
+    """Load the stored planes of the tokens `slot`, int [T], of one head, in the form that `_tile` takes: codes, two
+    words as one int32 [T, words / 2]; then high bits, int16 [T, words], if X.high; then the scales of groups, or scale
+    and zero of tokens.
 
     `planes`: words of 16 bits [slots, D / X.per], high bits [slots, half as many], and scales as of `triton_scales.py`."""
     codes, high, scales = planes
@@ -124,8 +125,8 @@ def _stored(X: tl.constexpr, ONCE: tl.constexpr, D: tl.constexpr, planes, slot, 
 
 @triton.jit
 def _tile(X: tl.constexpr, D: tl.constexpr, stored, norm, ARCH: tl.constexpr):
-    """Convert what `_stored` returned to numbers: fp16 [T, D], in units of `unit_of(X) * norm / _power(X)`, the channels in the order of
-    `_reordered`. `norm`: fp32, from `_norm`."""
+    """Convert the result of `_stored` to numbers: fp16 [T, D], in units of `unit_of(X) * norm / _power(X)`, the
+    channels in the order of `_reordered`. `norm`: fp32, from `_norm`."""
     T: tl.constexpr = stored[0].shape[0]
     WORDS: tl.constexpr = D // X.per
     KIND: tl.constexpr = X.kind
@@ -340,7 +341,7 @@ def attend_tiles_kernel(
         kc, kh, ks, k_mean, _ = k_planes
         vc, vh, vs, _, _ = v_planes
         q, factor, q_center = _queries(K, D, TURN, query, q_rows, live, rotation, k_mean + b * center_b + h * center_h, scaling)
-        # By way of the output's memory: what is loaded, products read from shared memory; what is computed would take registers.
+        # Through the output's memory: loaded operands lie in shared memory, computed ones would take registers.
         passing = (part + (panel * splits + split) * (R * DV)).to(tl.pointer_type(q.dtype))
         passing += tl.arange(0, R)[:, None] * D + tl.arange(0, D)[None, :]
         tl.store(passing, q)

@@ -1,8 +1,8 @@
-"""Dequantizing keys or values in one launch: what `Codec.dequantize` computes, where a whole layer must be in the model's dtype.
+"""`Codec.dequantize` of keys or values in one launch, where a whole layer must be in the model's dtype.
 
-A program dequantizes a tile of tokens, all channels of it, and rotates back. What is rotated are integers (levels counted in half steps),
-exact in bfloat16, and the scale follows; where scales span groups, products of code and scale are split into two bfloat16, exact as
-well."""
+A program dequantizes a tile of tokens with all channels, and rotates it back. It rotates integers (levels counted in
+half steps), which are exact in bfloat16, and multiplies by the scale afterwards. Where scales span groups, products of
+code and scale are split into two bfloat16, which is exact as well."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def plane_arguments(layout: PackedLayout, planes: Codes, x: Tensor, table: Tenso
 def planes_to_read(codec: Codec, codes: Codes, out: Tensor) -> tuple[PackedLayout, tuple[object, ...]]:
     """The layout of `codec`, and `plane_arguments` for dequantizing `codes`, with the buffers kept once, into vectors like `out`."""
     layout = known(codec, out, writes=False)
-    if layout.centered:  # what is turned are integers, and the mean joins them afterwards
+    if layout.centered:  # integers are rotated, and the mean is added afterwards
         codes = codes | {"center": codec.unrotate(codes["center"])}
     table = rotation_table(out.shape[3], out.device, torch.bfloat16, layout.rotation == 2) if layout.rotated else out
     return layout, plane_arguments(layout, codes, out, table)
@@ -168,7 +168,7 @@ def dequantize_pages(pages: Pages, out: tuple[Tensor, Tensor], begin: int = 0) -
 def _dequantize(
     codec: Codec, codes: Codes, out: Tensor, pages: Tensor, lengths: Tensor, strides: tuple[int, ...], begin: int, page: int
 ) -> None:
-    """A launch of `_dequantize_kernel`, of whose arguments those after `out` are."""
+    """Launches `_dequantize_kernel`, which has the arguments after `out`."""
     (layout, planes), (batch, heads, tokens, head_dim) = planes_to_read(codec, codes, out), out.shape
     if not out.numel():
         return
@@ -206,7 +206,7 @@ def dequantize_region(region: QuantizedRegion, begin: int, keys: Tensor, values:
 
 @functools.cache
 def _rotated(layout: PackedLayout) -> PackedLayout:
-    """Return the arguments for reading vectors as they are stored."""
+    """The layout without its rotation, for reading vectors as stored."""
     return replace(layout, rotation=0)
 
 
@@ -258,7 +258,7 @@ def _times(x, matrix):
 
 
 @triton.jit
-def turn(x, table, D: tl.constexpr, P: tl.constexpr):
+def rotate_rows(x, table, D: tl.constexpr, P: tl.constexpr):
     """Rows `x` [N, P] times the matrix of 1 and -1 in `table` (`rotation_table`), in blocks of the largest power of two that divides D:
     fp32 [N, P]."""
     C: tl.constexpr = min(P, 128)
@@ -381,7 +381,7 @@ def load_tile(live, block, row, h0, slot, planes, L: tl.constexpr, D: tl.constex
         if D != P:
             level = tl.where(inside, level, 0)
         if L.rotated:
-            y = turn(level.to(tl.float32).to(tl.bfloat16), table, D, P) * (scale * (D & -D) ** -0.5)[:, None]
+            y = rotate_rows(level.to(tl.float32).to(tl.bfloat16), table, D, P) * (scale * (D & -D) ** -0.5)[:, None]
         else:
             y = level.to(tl.float32) * scale[:, None]
     else:
@@ -393,7 +393,7 @@ def load_tile(live, block, row, h0, slot, planes, L: tl.constexpr, D: tl.constex
             if L.rotated:
                 first = y.to(tl.bfloat16)
                 second = (y - first.to(tl.float32)).to(tl.bfloat16)
-                y = (turn(first, table, D, P) + turn(second, table, D, P)) * (D & -D) ** -0.5
+                y = (rotate_rows(first, table, D, P) + rotate_rows(second, table, D, P)) * (D & -D) ** -0.5
     if L.rotation == 2:
         y *= tl.load(table + min(P, 128) * min(P, 128) + c).to(tl.float32)[None, :]
     if L.centered:

@@ -28,10 +28,10 @@ from .triton_dequantize import (
     load_vectors,
     padded,
     plane_arguments,
+    rotate_rows,
     scales_of,
     table_of,
     tile,
-    turn,
     vectors,
     width_of,
 )
@@ -141,7 +141,7 @@ def _apply(x, table, D: tl.constexpr, P: tl.constexpr, SIGNED: tl.constexpr):
     if SIGNED:
         signs = tl.load(table + min(P, 128) * min(P, 128) + tl.arange(0, P)).to(tl.float32)
         x = (x.to(tl.float32) * signs[None, :]).to(x.dtype)
-    return turn(x, table, D, P) * (D & -D) ** -0.5
+    return rotate_rows(x, table, D, P) * (D & -D) ** -0.5
 
 
 @triton.jit
