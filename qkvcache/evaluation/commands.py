@@ -170,7 +170,7 @@ def _shares(found: HeadProfile) -> Table:
 def _measured(measure: Callable[..., Found], model: str, text: Path | None, out: Path, dtype: str, device: str | None) -> Found:
     """The result of `measure(model, tokenizer, ids, progress=)` on a text file, or on Python's language reference, saved in `out`."""
     if out.suffix != ".json":
-        raise typer.BadParameter(f"{str(out)!r}: the name of what is written ends with .json", param_hint="--out")
+        raise typer.BadParameter(f"{str(out)!r}: the name of the file must end with .json", param_hint="--out")
     if not out.parent.is_dir():
         raise typer.BadParameter(f"{str(out.parent)!r} is no folder", param_hint="--out")
     path, computes_in, on = model_of(model), dtype_of(dtype), device_of(device)

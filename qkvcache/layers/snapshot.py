@@ -77,7 +77,7 @@ class Snapshot:
         if count is None and not self.whole or count == tokens:
             return self
         if self.whole or count is None or not 0 < tokens < count:
-            raise ValueError(f"{tokens} tokens of a {self.kind} layer that has seen {count}: what cannot be cut must be taken whole")
+            raise ValueError(f"{tokens} tokens of a {self.kind} layer that has seen {count}: take all of them, or fewer if it can be cut")
         numbers = self.numbers | ({"seen": tokens} if "seen" in self.numbers else {})
         if self.kind != "compressed":
             return replace(self, tensors={name: x[:, :, :tokens] for name, x in self.tensors.items()}, numbers=numbers)

@@ -1,8 +1,9 @@
 """`Policy`: the number of tokens that a layer keeps, and the order in which it evicts the others.
 
-A policy is a frozen dataclass of options and pure functions; what it remembers of a token lies in the layer, beside the token. It is asked
-once for each token (`score`; the tokens of decode steps together, before some of them go), after each attention whose weights it wants
-(`observe`), and when tokens must go (`priority`). Positions are ranks among the real tokens of a row, so that padding changes nothing.
+A policy is a frozen dataclass of options and pure functions. Its records of a token lie in the layer, beside the token.
+`score` is called once for each token (for the tokens of decode steps together, before an eviction), `observe` after
+each attention whose weights the policy needs, and `priority` when tokens must be evicted. Positions are ranks among the
+tokens of a row that are not padding, so that padding changes nothing.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ LEAST = 8
 """The smallest size of a budget that is a share, in tokens."""
 TOKENS_PER_INTERVAL, MOST_INTERVAL = 128, 64
 EPSILON = 1e-4
-"""Share of all scores that is added to each token's in the second stage of CriticalKV, as its authors do."""
+"""The share of all scores that is added to each token's score in the second stage of CriticalKV, as by its authors."""
 BLOCK = 2**25
-"""Elements of queries, or of products with them, in memory at a time."""
+"""Elements of queries, or of products with queries, in memory at a time."""
 KEPT = 1e30
 """Priority of a token that is kept for its value; sinks and recent tokens go before even it."""
 
@@ -36,10 +37,11 @@ Given = TypeVar("Given")
 
 @dataclass(frozen=True)
 class Budget:
-    """`tokens`, and `share` of the tokens seen on top of them, for each head.
+    """The budget of each head: `tokens`, plus a `share` of the tokens seen.
 
-    heads: a part for each KV head of a layer, relative to the others; (): all the same. Sinks and recent tokens are in all heads, and the
-        rest of what the heads may hold together is divided by their parts. `HeadProfile.budget` makes them.
+    heads: a part for each KV head of a layer, relative to the others; (): all parts are equal. All heads hold the sinks
+        and recent tokens; the rest of the heads' common budget is divided in proportion to their parts.
+        `HeadProfile.budget` makes the parts.
     """
 
     tokens: int = 0
@@ -47,7 +49,7 @@ class Budget:
     heads: tuple[float, ...] = ()
 
     def size(self, seen: Count) -> Count:
-        """Tokens that may be held when `seen` have been seen; a tensor for a tensor."""
+        """The number of tokens that may be held when `seen` have been seen; a tensor for a tensor."""
         return self.tokens + share_of(self.share, seen)
 
 
@@ -61,7 +63,8 @@ def share_of(share: float, count: Any) -> Any:
 
 
 def times(count: Any, weight: Any) -> Any:
-    """`count * weight / ONE`, rounded down, for whole numbers and int64 tensors; a weight may be too small by its rounding."""
+    """`count * weight / ONE`, rounded down, for whole numbers and int64 tensors. A weight may be too small by its
+    rounding."""
     return (count * weight + 2**22) >> 32
 
 
@@ -71,9 +74,11 @@ def pyramid(budget: int | float, layers: int, *, steepness: float = 20.0) -> tup
     Args:
         budget: the mean over layers: tokens (int) or share of the tokens seen (float).
         layers: full-attention layers of the model that are compressed.
-        steepness: the last layer has `budget / steepness`, the first `budget * (2 - 1 / steepness)`. Of 1, all have `budget`.
+        steepness: the last layer has `budget / steepness`, the first `budget * (2 - 1 / steepness)`. At 1, all have
+            `budget`.
 
-    Raises ValueError for a steepness below 1, and for a share of which the first layer's would be above 1; TypeError for other types.
+    Raises ValueError for a steepness below 1, and if the share of the first layer would exceed 1; TypeError for other
+    types.
     """
     check_count("layers", layers, 1, of="layers")
     _check_size("budget", budget, 1)
@@ -115,24 +120,24 @@ class Rotation(Protocol):
 
 @dataclass(frozen=True)
 class Arrivals:
-    """Tokens to score, `keys` and `values` `[B, H, T, D]`: those of a step, or with a `lag_length` those that leave the residual. What the
-    policy does not ask for is None.
+    """Tokens to score, with `keys` and `values` `[B, H, T, D]`: the tokens of a step, or with a `lag_length` those that
+    leave the residual. Fields that the policy does not need are None.
 
-    after_keys, after_values: `[B, H, T + N, D]`, they and the tokens after them.
-    is_valid: bool `[B, T]`, False for padding; None: no padding.
-    positions: int32 `[B, T]`, the rank among the row's tokens that are no padding, which generate gives the model as its position; -1 for
-        padding. None with a `lag_length`.
+    after_keys, after_values: `[B, H, T + N, D]`, keys and values of these tokens and of the tokens after them.
+    is_valid: bool `[B, T]`, False for padding; None: no padding. positions: int32 `[B, T]`, the rank among the row's
+        tokens that are not padding, which is also the position that `generate` gives to the model; -1 for padding. None
+        with a `lag_length`.
     begin: the position of the first token where no row has had padding; else None.
-    seen: int64 `[B, 1, 1]`, real tokens that the row has seen, these included.
+    seen: int64 `[B, 1, 1]`, the number of tokens that the row has seen, these included and padding left out.
     size: tokens that the layer may hold when it has seen them; int64 `[B, 1, 1]` for a share.
-    statistics: those of the layer, after `accumulate` has taken these tokens.
+    statistics: the statistics of the layer, these tokens included (`accumulate`).
     queries: `[B, Hq, T, D]`, the queries of the same tokens, with `needs_queries`.
     scaling: the factor on `q k`.
     rope: with `needs_rope`.
     output_gram: fp32 `[Hq, D, D]`, with `needs_output_projection`: `W W^T` of each query head's rows `W` `[D, hidden]` of the transposed
-        output projection, so that the norm of what a value `v` adds to the layer's output is `sqrt(v W W^T v)`.
-    single: each of the tokens came in a decode step of its own, and none is padding: they are scored together, but `seen`, and `size` for
-        a share, are by token, `[B, 1, T]`.
+        output projection. A value `v` contributes a vector of norm `sqrt(v W W^T v)` to the layer's output. single:
+        whether each token came in a separate decode step, without padding. The tokens are scored together, but `seen`,
+        and `size` for a share, are by token, `[B, 1, T]`.
     """
 
     keys: Tensor
@@ -153,12 +158,12 @@ class Arrivals:
 
     @property
     def unrotated_keys(self) -> Tensor:
-        """The keys before RoPE, `[B, H, T, D]`, in their dtype; computed anew each time."""
+        """The keys before RoPE, `[B, H, T, D]`, in their dtype; computed at each access."""
         return self._unrotated(self.keys, slice(None))
 
     def unrotated_queries(self, first: int = 0) -> Iterator[tuple[slice, Tensor]]:
-        """The queries before RoPE from token `first` on, `[B, Hq, t, D]` in their dtype, in blocks of bounded memory, with the tokens that
-        each is of."""
+        """Yields the queries before RoPE from token `first` on, in blocks of bounded memory, `[B, Hq, t, D]` in their
+        dtype, with the tokens of each block."""
         queries = given(self.queries, "queries")
         block = max(BLOCK // (queries.shape[0] * queries.shape[1] * queries.shape[3]), 1)
         for begin in range(first, queries.shape[2], block):
@@ -177,15 +182,15 @@ class Arrivals:
 
 @dataclass(frozen=True)
 class ObservedAttention:
-    """The attention of the last queries of a step, for policies that reduce it on their own (`reduces_attention`).
+    """The attention of a step's last queries, for policies with `reduces_attention`.
 
-    Queries come in blocks, whose results are added, and columns in parts, whose results are joined: what is computed of a token must not
-    depend on other columns than its own.
+    Queries come in blocks, whose results are added, and columns in parts, whose results are joined: the result of a
+    token must depend on its own column only.
 
     weights: fp32 `[B, H, G, Q, T]`, softmax weights of `Q` queries in each of the `G` query heads of a KV head; 0 for hidden columns.
-    outputs: `[B, H, G, Q, D]`, what these queries got, in fp32 or the model's dtype.
+    outputs: `[B, H, G, Q, D]`, the outputs of these queries, in fp32 or the model's dtype.
     values: `[B, H, T, D]`, of these columns.
-    observed: fp32 `[B, Q]`, how much each query counts; 0 for padding.
+    observed: fp32 `[B, Q]`, the weight of each query; 0 for padding.
     """
 
     weights: Tensor
@@ -196,16 +201,15 @@ class ObservedAttention:
 
 @dataclass(frozen=True)
 class Tokens:
-    """Candidates for eviction in one layer. What the policy does not ask for is None.
+    """Candidates for eviction in one layer. Fields that the policy does not need are None.
 
-    positions: int32 `[B, H, T]`, the rank among the row's real tokens.
-    valid: bool `[B, H, T]`; False where a slot holds nothing.
-    seen: int64 `[B, 1, 1]`, real tokens that the row has seen.
-    score: fp32 `[B, H, T]`, what `score` and `observe` made it.
-    key_norm, value_norm: fp32 `[B, H, T]`.
-    output_norm: fp32 `[B, H, T]`, how long a value is in the layer's output, the mean over the group's query heads.
+    positions: int32 `[B, H, T]`, the rank among the row's tokens that are not padding.
+    valid: bool `[B, H, T]`; False for empty slots.
+    seen: int64 `[B, 1, 1]`, the number of tokens that the row has seen, without padding.
+    score: fp32 `[B, H, T]`, the result of `score` and `observe`. key_norm, value_norm: fp32 `[B, H, T]`.
+    output_norm: fp32 `[B, H, T]`, the norm of a value in the layer's output, as the mean over the group's query heads.
     statistics: those of the layer.
-    keys: `[B, H, T, D]` in the model's dtype, with `needs_stored_keys`: dequantized, those that are about to be stored as they came.
+    keys: `[B, H, T, D]` in the model's dtype, with `needs_stored_keys`: stored keys dequantized, new keys exact.
     rope: with `needs_rope`.
     """
 
@@ -223,28 +227,28 @@ class Tokens:
 
 @dataclass(frozen=True, kw_only=True)
 class Policy:
-    """Options that every policy has.
+    """The base of policies, with the options that every policy has.
 
     Args:
         budget: tokens (int), share of the tokens seen (float below 1; never under 8 tokens), both, or with a part for
             each head (`Budget`), or one of them for each full-attention layer (`pyramid`, `HeadProfile.budget`). With a
-            share, give `recent` in tokens: of a share of a share only those of the smallest budget are kept exact.
-        compression_ratio: kvpress' word for `budget=1 - compression_ratio`, the share of the tokens that is evicted.
-        num_sink_tokens: first tokens that are never evicted.
-        recent: newest tokens that are not evicted: tokens (int) or share of the budget (float).
-        interval: tokens that come in before some go. At 1 the budget is full after every step; more cost less time, and leave up to
-            `interval - 1` places of the budget empty. None: 1 for every 128 tokens of the budget, at most 64. Where a padded prompt comes
-            in chunks, rows count padding as tokens that come in.
-        value_norm: weigh a token's score by the norm of its value (VATP, arXiv 2406.12335), where scores are weights.
-        protect_values: share of the budget for the tokens with the largest values (VaSE, arXiv 2606.03928).
-        first_stage_ratio: share of the budget that goes to the tokens with the highest scores, where scores are weights; the others compete
-            by their share of all scores times how long their value is in the layer's output (CriticalKV, arXiv 2502.03805, where it is
-            .5, and lengths are in the 1-norm; here they are in the 2-norm, which takes a `D x D` matrix for each head). 0: all by scores.
-        alpha_safeguard: share of the budget that each head is guaranteed, where scores are weights; the rest of what the heads of a layer
-            may hold together, `H * budget` tokens, goes to the tokens of highest priority in all of them (AdaKV, arXiv 2407.11550, where it
-            is .2). None: each head has the budget to itself. The heads are those of one process: tensor parallelism splits them.
+            share, give `recent` in tokens: with `recent` as a share too, only as many stay exact as in the smallest
+        budget. compression_ratio: kvpress' word for `budget=1 - compression_ratio`, the share of the tokens that is
+        evicted. num_sink_tokens: first tokens that are never evicted. recent: newest tokens that are not evicted:
+        tokens (int) or share of the budget (float). interval: number of new tokens between evictions. At 1 the budget
+        is full after every step; larger intervals take less time, and leave up to `interval - 1` places of the budget
+        empty. None: 1 for every 128 tokens of the budget, at most 64. In a padded prompt that comes in chunks, padding
+        counts as new tokens. value_norm: weigh a token's score by the norm of its value (VATP, arXiv 2406.12335), where
+        scores are weights. protect_values: share of the budget for the tokens with the largest values (VaSE, arXiv
+        2606.03928). first_stage_ratio: share of the budget for the tokens with the highest scores, where scores are
+        weights. The others compete by their share of all scores times the norm of their value in the layer's output
+        (CriticalKV, arXiv 2502.03805, where the ratio is .5 and the norm is the 1-norm; here it is the 2-norm, which
+        takes a `D x D` matrix for each head). 0: all by scores. alpha_safeguard: share of the budget that each head is
+        guaranteed, where scores are weights. The rest of the heads' common budget, `H * budget` tokens in a layer, goes
+        to the tokens of highest priority in any head (AdaKV, arXiv 2407.11550, where it is .2). None: heads do not
+        share budgets. With tensor parallelism, the heads of each process share theirs.
 
-    Raises ValueError for sizes that do not fit into the budget, TypeError for other types.
+    Raises ValueError for sizes that exceed the budget, TypeError for other types.
     """
 
     budget: int | float | Budget | Sequence[int | float | Budget] = 1024
@@ -262,19 +266,21 @@ class Policy:
     has_scores: ClassVar[bool] = False
     """Whether tokens have a score."""
     needs_queries: ClassVar[bool] = False
-    """Whether `Arrivals.queries` are wanted."""
+    """Whether the policy needs `Arrivals.queries`."""
     needs_rope: ClassVar[bool] = False
-    """Whether keys or queries before RoPE are wanted; the cache is refused for models whose RoPE is unknown."""
+    """Whether the policy needs keys or queries before RoPE. The cache is then refused for models whose RoPE is
+    unknown."""
     needs_stored_keys: ClassVar[bool] = False
-    """Whether `Tokens.keys` are wanted, which dequantizes all stored keys whenever tokens are evicted. Not in compiled steps."""
+    """Whether the policy needs `Tokens.keys`: all stored keys are dequantized at every eviction. Not in compiled
+    steps."""
     reduces_attention: ClassVar[bool] = False
     """Whether `reduce_attention` replaces the sum of attention weights. The weights of the observed queries are then computed in torch."""
     second_reading: ClassVar[bool] = False
     """Whether scores come from a second reading of the context: the cache must be filled by its `compress`."""
     needs_norms: ClassVar[bool] = False
-    """Whether norms of keys and values are kept."""
+    """Whether norms of keys and values are stored."""
     scores_are_weights: ClassVar[bool] = False
-    """Whether scores are positive weights, which a value's norm may multiply."""
+    """Whether scores are positive weights, which may be multiplied by a value's norm."""
 
     def __post_init__(self) -> None:
         if self.compression_ratio is not None:
@@ -297,7 +303,7 @@ class Policy:
         self._check_alpha_safeguard()
         _check_size("recent", self.recent)
         for budget in self.budgets:
-            if budget.share or budget.heads:  # never under what is protected
+            if budget.share or budget.heads:  # at least the protected tokens
                 continue
             size = budget.tokens
             held = self.num_sink_tokens + self.recent_of(size) + share_of(self.protect_values, size) + (self.interval or 1) - 1
@@ -317,7 +323,7 @@ class Policy:
         object.__setattr__(self, "compression_ratio", None)  # `dataclasses.replace` would take it again
 
     def _require_weights(self, option: str) -> None:
-        """Raises ValueError for an option that needs scores that are weights, if those of this policy are not."""
+        """Raises ValueError unless the scores of this policy are weights, which `option` needs."""
         if not self.scores_are_weights:
             names = ", ".join(kind.__name__ for kind in _kinds(Policy) if kind.scores_are_weights)
             raise ValueError(f"{option}: the scores of {self.name} are not attention weights; policies whose scores are: {names}")
@@ -345,7 +351,7 @@ class Policy:
 
     @property
     def budgets(self) -> tuple[Budget, ...]:
-        """One, or one for each full-attention layer."""
+        """One budget for all layers, or one for each full-attention layer."""
         several = self.budget if isinstance(self.budget, Sequence) and not isinstance(self.budget, str) else (self.budget,)
         if not several:
             raise ValueError(f"budget={self.budget!r}: holds none; pass one for all layers, or one for each full-attention layer")
@@ -363,18 +369,19 @@ class Policy:
 
     @property
     def lag_length(self) -> int:
-        """Tokens after it that a token waits for, exact, before it gets its `score`."""
+        """The number of later tokens for which a token waits, exact, before it gets its `score`."""
         return 0
 
     @property
     def decay(self) -> float:
-        """Factor on the weight of a query for each one after it."""
+        """The factor on a query's weight for each later query."""
         return 1.0
 
     @property
     def decode_decay(self) -> float | None:
-        """Factor on the weight of a decode step's query for each one after it, of a policy with `reduces_attention` for which the queries
-        of an interval are reduced together, before tokens are evicted; None: each in its own step."""
+        """The factor on the weight of a decode step's query for each later query, for policies with `reduces_attention`
+        that reduce the queries of an interval together before an eviction. None: each query is reduced in its own
+        step."""
         return None
 
     @property
@@ -389,11 +396,11 @@ class Policy:
 
     @property
     def needs_output_projection(self) -> bool:
-        """Whether `Arrivals.output_gram` and `Tokens.output_norm` are wanted."""
+        """Whether the policy needs `Arrivals.output_gram` and `Tokens.output_norm`."""
         return self.first_stage_ratio > 0
 
     def size(self, budget: Budget, seen: Count) -> Count:
-        """Tokens that a layer may hold when `seen` have been seen; a tensor for a tensor."""
+        """The number of tokens that a layer may hold when `seen` have been seen; a tensor for a tensor."""
         size = budget.size(seen)
         if not budget.share and not budget.heads:
             return size
@@ -401,7 +408,7 @@ class Policy:
         return max(size, least) if isinstance(size, int) else size.clamp_min(least)
 
     def interval_of(self, budget: Budget) -> int:
-        """Tokens that come in before some go."""
+        """The number of new tokens between evictions."""
         if self.interval is not None:
             return self.interval
         free = budget.tokens - self.num_sink_tokens - self.recent_of(budget.tokens) - share_of(self.protect_values, budget.tokens)
@@ -409,42 +416,45 @@ class Policy:
         return wanted if budget.share or budget.heads else min(wanted, free + 1)
 
     def recent_of(self, size: Count) -> Count:
-        """Protected recent tokens in a budget of `size`."""
+        """The number of protected recent tokens in a budget of `size`."""
         return share_of(self.recent, size) if isinstance(self.recent, float) else size * 0 + self.recent
 
     def protected_and_rest(self, budget: Budget, seen: Any) -> tuple[Any, Any]:
-        """Tokens that a head of a layer holds before any come in again, when `seen` have been seen, an int or int64 `[B, 1, 1]`, as are
-        both: its sinks and recent tokens, and others."""
+        """The numbers of protected tokens (sinks and recent ones) and of other tokens that a head holds after an
+        eviction, when `seen` have been seen. All three are an int or int64 `[B, 1, 1]`."""
         size: Any = self.size(budget, seen)
         protected, size = self.num_sink_tokens + self.recent_of(size), size - self.interval_of(budget) + 1
         protected = protected - (protected - size) * (protected > size)
         return protected, size - protected
 
     def accumulate(self, statistics: dict[str, Tensor], tokens: Arrivals) -> dict[str, Tensor]:
-        """Statistics of a layer after the tokens of a step: tensors `[B, ...]` by name. `statistics`: those before, none
-        before the first token."""
+        """Returns the statistics of a layer after the tokens of a step: tensors `[B, ...]` by name. `statistics`: those
+        before the step; empty before the first token."""
         return statistics
 
     def score(self, tokens: Arrivals) -> Tensor | None:
-        """fp32 `[B, H, T]`; None where scores are from attention."""
+        """Returns the scores of new tokens, fp32 `[B, H, T]`; None if scores come from attention."""
         return None
 
     def arrive(self, statistics: dict[str, Tensor], tokens: Arrivals) -> tuple[dict[str, Tensor], Tensor | None]:
-        """`accumulate`, and the `score` of tokens that do not wait for a `lag_length`; for policies that compute both at once."""
+        """Returns the results of `accumulate` and, without a `lag_length`, of `score`; for policies that compute both
+        at once."""
         statistics = self.accumulate(statistics, tokens)
         return statistics, None if self.lag_length else self.score(replace(tokens, statistics=statistics))
 
     def observe(self, score: Tensor, attention_sums: Tensor, queries: Tensor | int) -> Tensor:
-        """The score after a step: `attention_sums` `[B, H, T]` is the attention that the group's query heads gave the token, summed over
-        the last `observation_window` real queries, of which there were `queries` (`[B, 1, 1]`)."""
+        """Returns the scores after a step. `attention_sums` `[B, H, T]`: the attention to each token, summed over the
+        group's query heads and over the last `observation_window` queries, padding left out; `queries` (`[B, 1, 1]`):
+        their number."""
         raise NotImplementedError
 
     def reduce_attention(self, attention: ObservedAttention) -> Tensor:
-        """`[B, H, T]` for `observe` in place of summed weights, if `reduces_attention`."""
+        """Returns `[B, H, T]` for `observe` in place of summed weights, if `reduces_attention`."""
         raise NotImplementedError
 
     def priority(self, tokens: Tokens) -> Tensor:
-        """`[B, H, T]`: tokens of lower priority are evicted first, and older ones first among equals."""
+        """Returns priorities `[B, H, T]`. Tokens of lower priority are evicted first, and older ones first among
+        equals."""
         if tokens.score is None:
             raise NotImplementedError(f"{self.name} has neither scores nor a priority")
         return tokens.score
@@ -464,7 +474,8 @@ class Policy:
         return self._in_two_stages(rank, tokens, size) if self.first_stage_ratio else rank
 
     def _in_two_stages(self, rank: Tensor, tokens: Tokens, size: int | Tensor) -> Tensor:
-        """Tokens beyond the first `first_stage_ratio` of the budget by their share of all scores and the length of their value."""
+        """The rank in two stages: beyond the first `first_stage_ratio` of the budget, tokens rank by their share of all
+        scores times the norm of their value."""
         count = share_of(self.first_stage_ratio, size)
         free = rank.isfinite() & (rank < KEPT)
         weights = rank.masked_fill(~free, 0)

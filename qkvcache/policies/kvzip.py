@@ -36,8 +36,8 @@ class KVzip(Policy):
     each layer share its budget.
 
     Args:
-        kvzip_plus_normalization: a weight counts times the length of the token's value in the layer's output over the
-            length of what attention reads at the query (KVzip+).
+        kvzip_plus_normalization: whether a weight is multiplied by the norm of the token's value in the layer's output
+            and divided by the norm of the attention's input at the query (KVzip+).
         chunk_size: tokens that are repeated at a time.
         alpha_safeguard: as of every policy; None with `first_stage_ratio`, `max_length`, or a budget by head, which exclude it.
         layerwise: each layer has its budget to itself. Without it, layers share theirs, if heads do (`alpha_safeguard`).

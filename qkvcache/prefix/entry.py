@@ -183,7 +183,7 @@ def _snapshot_as(into: Layer, layer: Layer, tokens: int, row: int, quantize: boo
     stores them, and the quantization error."""
     quantizes = type(layer) is DynamicLayer and isinstance(into, CompressedLayer)
     if quantizes and isinstance(into, EvictingLayer):
-        raise NotImplementedError("what a cache evicts depends on its attention: a DynamicCache cannot be stored as one that evicts")
+        raise NotImplementedError("a DynamicCache cannot be stored as a cache that evicts: evictions depend on its attention")
     if not quantizes and type(layer) is not type(into):
         raise NotImplementedError(
             f"a {type(layer).__name__} where a {type(into).__name__} is stored: make the cache with the model's config"

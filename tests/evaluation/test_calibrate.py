@@ -130,7 +130,7 @@ def test_the_command(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (("--out", "x.txt"), "ends with .json"),
+        (("--out", "x.txt"), "must end with .json"),
         (("--out", "no/such/x.json"), "is no folder"),
         (("--out", "x.json", "--bits", "5"), "--bits"),
         (("--out", "x.json", "--text", "nowhere"), "nowhere"),

@@ -186,7 +186,7 @@ def test_the_command_and_evaluations(tmp_path):
     tight = run("recommend", "demo", "--context", "100000", "--gpu-memory", "60MB", "--head-profile", str(path), "--json")
     assert "profile.budget(0.25)" in json.loads(tight.stdout)["call"]
     refused = run("profile-heads", "demo", "--out", str(tmp_path / "heads.txt"))
-    assert refused.exit_code == 2 and "ends with .json" in refused.output
+    assert refused.exit_code == 2 and "must end with .json" in refused.output
 
 
 def test_refusals():
