@@ -51,7 +51,8 @@ BITS = {"half": 16, "int8": 8, "uint8": 8, "e4m3": 8, "e5m2": 8, "int4": 4, "lut
 
 @dataclass(frozen=True)
 class PackedLayout:
-    """How kernels read and write the planes of a codec. A channel is `value(code) * scale + zero`, plus the mean if `centered`.
+    """The layout of a codec's planes, as kernels read and write them. A channel is `value(code) * scale + zero`, plus
+    the mean if `centered`.
 
     kind      half: codes are numbers in the model's dtype
               int8, uint8, e4m3, e5m2: a byte each
@@ -65,7 +66,7 @@ class PackedLayout:
               block: E4M3 for each `group` channels
     group     channels that share a scale; 0 if a token has one
     planes    names of the buffers of codes, of high bits and of scales; "" where there is none
-    span      what shares a scale. each: one token of one head; shared: one token of all heads; once: all tokens
+    span      the values that share a scale. each: one token of one head; shared: one token of all heads; once: all tokens
     search    how scales of `block` are chosen when quantizing: 0: amax, 1: the better of two, 2: the best of eight
     rotation  0: none, 1: Hadamard, 2: Hadamard with random signs
     centered  whether a mean, the buffer "center", is subtracted before quantizing
@@ -118,7 +119,7 @@ class QuantizedValues(NamedTuple):
 
 
 class Codec(ABC):
-    """How keys, or values, are stored. Subclasses are frozen dataclasses without state.
+    """The quantization of keys or of values. Subclasses are frozen dataclasses without state.
 
     A token is quantized once, and independently of other tokens unless a scale spans a block. Input may be fp16, bf16 or fp32. A vector
     with inf or nan dequantizes to values that are not finite, as do those that share its scale; others are not affected.
@@ -144,8 +145,8 @@ class Codec(ABC):
         """The quantized values of codes of any number of tokens; `codes` includes the buffers that are kept once."""
 
     def calibrate(self, x: Tensor, is_valid: Tensor | None = None) -> Codes:
-        """The buffers kept once, from the first block `[B, H, T, D]`, each row by itself. `is_valid`: bool `[B, T]`, False for padding,
-        which is left out; None: no padding."""
+        """The buffers kept once, computed from the first block `[B, H, T, D]`, separately for each row. `is_valid`:
+        bool `[B, T]`, False for padding, which is left out; None: no padding."""
         return {}
 
     def allocate(self, like: Tensor, tokens: int, per_head: bool = False) -> Codes:
@@ -172,25 +173,26 @@ class Codec(ABC):
         yield from ((roles[name], x) for name, x in codes.items())
 
     def keeps(self, head_dim: int) -> bool:
-        """Whether there are buffers that are kept once."""
+        """Whether the codec has buffers that are kept once."""
         return any(buffer.tokens == "once" for buffer in _declared(self, head_dim))
 
     def refuses(self, head_dim: int) -> str | None:
-        """Why this codec cannot hold vectors of `head_dim`, or None."""
+        """The reason why this codec cannot hold vectors of `head_dim`, or None."""
         layout = self.packed_layout
         if layout and head_dim % (channels := AT_ONCE.get(layout.kind, 1)):
             return f"{layout.bits}-bit codes are read {channels} channels at a time, and it is no multiple of that; use 'int8'"
         return None
 
     def rotate(self, x: Tensor) -> Tensor:
-        """`x` `[B, H, T, D]` as it is stored, before quantization, fp32; `rotate(q) . rotate(k) = q . k`."""
+        """The vectors `x` `[B, H, T, D]` rotated for storage, before quantization, fp32; `rotate(q) . rotate(k) = q .
+        k`."""
         return x if self.rotation is None else self.rotation.apply(x)
 
     def unrotate(self, x: Tensor) -> Tensor:
         return x if self.rotation is None else self.rotation.undo(x)
 
     def dequantize(self, codes: Codes, head_dim: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Codes to `[B, H, T, D]` in `dtype`."""
+        """The vectors of `codes`, `[B, H, T, D]` in `dtype`."""
         levels, scale, offset, center = self.unpack(codes, head_dim)
         stored = affine(levels, scale, offset)
         return self.unrotate(stored if center is None else stored + center).to(dtype)
@@ -247,7 +249,7 @@ class Format(ABC):
                 raise ValueError(f"format {self.name!r} cannot hold {side} of head_dim {dim}: {reason}")
 
     def refuses(self, head_dim: int) -> str | None:
-        """Why this format cannot hold vectors of `head_dim`, or None."""
+        """The reason why this format cannot hold vectors of `head_dim`, or None."""
         return self.key.refuses(head_dim) or self.value.refuses(head_dim)
 
 

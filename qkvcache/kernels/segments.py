@@ -122,7 +122,7 @@ class QuantizedRegion:
         self.numbers = number(self.key), number(self.value)
 
     def holding(self, tokens: int) -> QuantizedRegion:
-        """The same region with `tokens` tokens."""
+        """This region, with `tokens` tokens."""
         return replace(self, tokens=tokens)
 
     @property

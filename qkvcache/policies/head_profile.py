@@ -1,4 +1,5 @@
-"""Budgets for each head of each layer, from a profile of the model: heads that look things up keep much of a context, the others little.
+"""Budgets for each head of each layer, from a profile of the model: heads that look up tokens of the context retain
+much of it, the others little.
 
 Which heads these are hardly depends on the context (DuoAttention, arXiv 2410.10819; KVzip, arXiv 2505.23416), so that a model is profiled
 once (`qkvcache.profile_heads`).
@@ -16,14 +17,14 @@ import torch
 from .base import Budget
 
 TYPICAL = 0.25
-"""Share of a context for which a budget in tokens is divided."""
+"""The share of a context that a budget in tokens is assumed to be."""
 LEAST_SHARE = 2.0**-20
-"""The share of a layer whose heads need nothing: it retains what the policy protects."""
+"""The share of a layer whose heads need nothing: it retains only the tokens that the policy protects."""
 
 
 @dataclass(frozen=True)
 class HeadProfile:
-    """How much of a context the heads of a model need to repeat it.
+    """A profile of a model: how much of a context each head needs to repeat it.
 
         profile = HeadProfile.load("llama.heads.json")
         cache = CompressedCache(model.config, policy=SnapKV(budget=profile.budget(0.25)))
@@ -59,10 +60,10 @@ class HeadProfile:
 
         Args:
             budget: the mean over all heads: tokens (int), or share of the tokens seen (float).
-            share: about which share of the context a budget in tokens is; by default a quarter. The smaller it is, the more of the budget
-                belongs to few heads.
+            share: about what share of the context a budget in tokens is; by default a quarter. The smaller the share,
+                the more of the budget belongs to few heads.
 
-        Raises ValueError for sizes that are no budget, TypeError for other types.
+        Raises ValueError for sizes that are not a budget, TypeError for other types.
         """
         if isinstance(budget, bool) or not isinstance(budget, int | float):
             raise TypeError(f"budget must be a number of tokens (int) or a share (float), got {budget!r}")
@@ -84,7 +85,7 @@ class HeadProfile:
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> HeadProfile:
-        """A profile that `save` wrote.
+        """Reads a profile that `save` wrote.
 
         Raises FileNotFoundError without the file, ValueError for a file that is no profile.
         """

@@ -9,14 +9,14 @@ from torch import Tensor
 
 
 def total_order(rank: Tensor, positions: Tensor) -> Tensor:
-    """int64 `[B, H, T]` that orders tokens by `rank`, fp32 without nan, and at equal rank by `positions`, int32."""
+    """An order of tokens, int64 `[B, H, T]`: by `rank`, fp32 without nan, and at equal rank by `positions`, int32."""
     bits = (rank + 0.0).contiguous().view(torch.int32)  # -0.0 equals 0.0
     return (torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long() << 32) + positions  # floats compare as these integers do
 
 
 def ascending(positions: Tensor) -> Tensor:
-    """The indices that sort each row of int32 `[B, H, T]`, equal ones in their order: one sort of all rows, since a GPU sorts few long rows
-    one after another."""
+    """The indices that sort each row of int32 `[B, H, T]`, stably. All rows are sorted at once, since a GPU sorts a few
+    long rows one after another."""
     batch, heads, tokens = positions.shape
     row = torch.arange(batch * heads, device=positions.device).view(batch, heads, 1)
     return ((row << 32) + positions).flatten().argsort(stable=True).view_as(positions) - row * tokens
@@ -33,7 +33,8 @@ def highest(order: Tensor, count: int | Tensor) -> Tensor:
 
 
 def at_rank(x: Tensor, count: int | Tensor) -> Tensor:
-    """The lowest of the `count` highest of `x` `[B, H, T]`, `[B, H, 1]`; a count, as of `highest`, below 1 is 1, and one above T is T."""
+    """The lowest, `[B, H, 1]`, of the `count` highest of `x` `[B, H, T]`. `count` is that of `highest`, clamped to 1 to
+    T."""
     tokens = x.shape[-1]
     if isinstance(count, Tensor):
         return _descending(x).gather(-1, (count - 1).clamp(0, tokens - 1).expand(*x.shape[:2], 1))
@@ -41,7 +42,7 @@ def at_rank(x: Tensor, count: int | Tensor) -> Tensor:
 
 
 def _descending(x: Tensor) -> Tensor:
-    """Each row of `[B, H, T]` sorted: all of them together, and then by row."""
+    """Sorts each row of `[B, H, T]` in descending order: all rows in one sort, and then by row."""
     best = x.flatten().sort(descending=True)
     row = best.indices.div(x.shape[-1], rounding_mode="floor").int()
     return best.values[row.argsort(stable=True)].view_as(x)
