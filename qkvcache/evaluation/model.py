@@ -26,6 +26,7 @@ from dataclasses import asdict, dataclass, fields
 from itertools import groupby
 
 import torch
+import torch.nn.functional as F
 from lm_eval.api.model import CacheHook
 from lm_eval.models.huggingface import HFLM
 from torch import Tensor
@@ -131,12 +132,15 @@ class CacheLM(HFLM):
         """Log-probabilities of `targets` `[B, N]`, and whether each is the most probable token. `inputs` `[B, N or N -
         1]` precede them; `first` `[B, 1, V]`: the logits of the first target if it has no input."""
         at_once = self.chunk if cache.get_seq_length() or self.scoring == "cached" else inputs.shape[1]
+        if inputs.shape[1] % at_once == 1 < at_once:  # the token of a step of its own attends to one exact token fewer
+            inputs = F.pad(inputs, (0, 1))
         steps = inputs.split(at_once, dim=1) if inputs.shape[1] else ()
         pieces = ([] if first is None else [lambda: first]) + [lambda step=step: self._forward(step, cache) for step in steps]
         found, likeliest, done = [], [], 0
         for piece in pieces:
             log_probs = piece().log_softmax(-1, dtype=self.softmax_dtype)
             target = targets[:, done : done + log_probs.shape[1]].to(log_probs.device)
+            log_probs = log_probs[:, : target.shape[1]]
             found.append(log_probs.gather(-1, target[..., None])[..., 0])
             likeliest.append(log_probs.argmax(-1) == target)
             done += target.shape[1]

@@ -160,10 +160,17 @@ class CompressedLayer(CacheLayerMixin):
         storage.sync_counts()
         storage.reserve(tokens)
         if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
-            attention_inputs = storage.attention_inputs_with(storage.exact_with(new))
-            result = dense(attention_inputs.key), dense(attention_inputs.value)  # only the new tokens carry a gradient
-            storage.append((key_states.detach(), value_states.detach()))
-            return result
+            detached = key_states.detach(), value_states.detach()
+            if tokens == 1:
+                storage.append_token(detached)
+                held = storage.dense()
+            else:
+                attention_inputs = storage.attention_inputs_with(storage.exact_with(detached))
+                held = dense(attention_inputs.key), dense(attention_inputs.value)
+                storage.append(detached)
+            # Only the new tokens carry a gradient.
+            key, value = (torch.cat([x[:, :, :-tokens], own], dim=2) for x, own in zip(held, new, strict=True))
+            return key, value
         if tokens == 1:
             storage.append_token(new)
             attention_inputs = storage.attention_inputs()

@@ -204,7 +204,9 @@ def _vectors(tensors: dict[str, Tensor], *names: str) -> list[Tensor]:
 def _restore(layer: Layer, stored: Snapshot, device: torch.device | str) -> None:
     tensors, numbers = stored.to(device, copy=stored.kind != "compressed").tensors, stored.numbers
     if isinstance(layer, CompressedLayer):
-        tokens = layer.num_sink_tokens + stored._zone("region") + layer.residual_length + 1  # the storage for them has no spare page
+        region, tokens = stored._zone("region"), stored.tokens or 0
+        if region:  # the storage for them has no spare page
+            tokens = layer.num_sink_tokens + region + layer.residual_length + 1
         shapes = ((x, (*x.shape[:2], tokens, x.shape[3])) for x in (tensors["key.sinks"], tensors["value.sinks"]))
         layer.lazy_initialization(*(torch.empty((), dtype=x.dtype, device=device).expand(shape) for x, shape in shapes))
         layer.storage.restore(tensors, numbers)  # type: ignore[union-attr]

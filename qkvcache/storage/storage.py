@@ -70,7 +70,7 @@ class Storage(LayerStorage):
         """Tokens that are quantized together in steps of one token."""
         batch, device = like[0].shape[0], like[0].device
         with torch.inference_mode(False):  # tensors made in inference mode cannot be written outside of it
-            self.sinks = self.residual = zeros(like, 0)
+            self.sinks = self.residual = like[0][:, :, :0], like[1][:, :, :0]
             self._grow(like[0].shape[2])
             self.state = torch.zeros(CONTROL + 2 * batch, dtype=torch.int32, device=device)
         self.chunks = Chunks(codecs, [x.shape[3] for x in like], rows=ROWS if max_length is None else 1, static=self.static)
@@ -269,8 +269,10 @@ class Storage(LayerStorage):
         tokens = residual[0].shape[2]
         fits = tokens <= self.slots  # files of older releases may have more
         super().restore(tensors, numbers)
+        region, zones = self.buffers.region, (self.sinks, self.residual)
         self._grow(2**62 if self.chunks.length else sinks[0].shape[2] + tokens)
-        self.bind()
+        if region is not self.chunks.region or zones[0] is not self.sinks or zones[1] is not self.residual:
+            self.bind()
         for first, x in zip(self.sinks, sinks, strict=True):
             first.narrow(2, 0, x.shape[2]).copy_(x)
         exact = sinks[0].shape[2] + self.chunks.length
@@ -317,6 +319,10 @@ def zone_room(tokens: int, most: int) -> int:
 
 def extended(x: Pair, tokens: int) -> Pair:
     """Keys and values `[B, H, T, D]` with zeros up to `tokens` tokens."""
+    if not x[0].shape[2]:
+        return zeros(x, tokens)
+    if x[0].shape[2] >= tokens:
+        return x
     key, value = (F.pad(side, (0, 0, 0, tokens - side.shape[2])) for side in x)
     return key, value
 

@@ -263,7 +263,8 @@ def test_gradients_reach_the_new_tokens():
         got = layer.update(*graded)
         plain.update(*step)
         assert all(type(side) is Tensor for side in got)
-        assert same([side[:, :, :held] for side in got], before)
+        past = before if step[0].shape[2] > 1 else layer.dense()  # a step of one token is stored before its attention
+        assert same([side[:, :, :held] for side in got], [side[:, :, :held] for side in past])
         weights = [torch.randn_like(side) for side in got]
         sum((side * w).sum() for side, w in zip(got, weights, strict=True)).backward()
         assert same([side.grad for side in graded], [w[:, :, held:] for w in weights])
