@@ -15,7 +15,8 @@ from tests.reference import assert_close
 from tests.seeds import SEED
 from tests.updates import DIM, ROWS, VALUE_DIM, Pair, new
 
-pytest.importorskip("triton")
+triton = pytest.importorskip("triton")
+pytestmark = pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="kernels read tensors of the CPU: needs the interpreter")
 
 
 def one_step(layer: CompressedLayer, x: Pair, query: Tensor) -> Tensor:
