@@ -166,7 +166,7 @@ PARTS = {"weights": "#7f8fa6", "attention": "#1f77b4", "append": "#ff7f0e", "res
 
 
 def plot(rows: list[dict], path: Path) -> None:
-    """Of each device and case, where the milliseconds of a step go."""
+    """Draws the parts of the milliseconds of a step, for each device and case."""
     held = {(row["device"], case(row), label(row)): row["cache_bytes"] / GIB for row in rows if "cache_bytes" in row}
     panels: dict[tuple[str, str], list[dict]] = {}
     for row in sorted(rows, key=lambda row: (row["device"], row["batch"], row["context"], -row.get("ms", 0))):

@@ -59,7 +59,7 @@ class Bench:
         return min(milliseconds(call, before) for _ in range(self.repeats))
 
     def fetching(self, store: PrefixStore, name: str) -> dict:
-        """Of all tokens, and of half of them."""
+        """Milliseconds for all tokens, and for half of them."""
         half = self.ids[:, : self.tokens // 2 + 1]
         return {f"{name}_ms": self.least(lambda: store.fetch(self.ids)), f"{name}_half_ms": self.least(lambda: store.fetch(half))}
 

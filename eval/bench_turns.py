@@ -140,7 +140,7 @@ def prefix(model: PreTrainedModel, format: str) -> dict:
 
 
 def cases(sections: list[str], model: PreTrainedModel) -> Iterator[tuple[dict, Callable[[], dict]]]:
-    """What names a row, and what measures it."""
+    """A row's name, and the function that measures it."""
     config = model.config
     if "turns" in sections:
         for rows, sizes in NEW.items():

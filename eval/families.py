@@ -169,7 +169,7 @@ def described(error: Exception) -> str:
 
 
 def attempt(check: Callable[[], tuple[Tensor, Tensor]]) -> str | None:
-    """What is wrong, None if nothing is."""
+    """Return the message of what is wrong, or None."""
     try:
         return difference(*check())
     except TimeoutError:

@@ -37,7 +37,7 @@ LAYERS = {
     "LinearAttentionAndFullAttentionLayer": "full with a state",
     "LinearAttentionAndSlidingWindowAttentionLayer": "sliding with a state",
 }
-"""Of transformers; all others are a family's own. A layer without a cache is not named."""
+"""Kinds of transformers' layers; all others are a family's own. A layer without a cache is not named."""
 
 
 def worse(row: Row, before: Row) -> list[str]:
@@ -47,7 +47,7 @@ def worse(row: Row, before: Row) -> list[str]:
 
 
 def claim(rows: list[Row]) -> str:
-    """What holds for the families that transformers runs with a DynamicCache."""
+    """The claim about the families that transformers runs with a DynamicCache."""
     runs = [row for row in rows if "absent" not in row]
     same = [row for row in runs if row["identity"] == WORKS]
     (causal, works), (others, others_work) = (
