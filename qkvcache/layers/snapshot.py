@@ -185,8 +185,8 @@ def check(layer: Layer, stored: Snapshot, seen: int) -> None:
             raise ValueError(f"{sorted(tensors)} for an empty layer")
     else:
         keys, values = _vectors(tensors, "keys", "values")
-        least = min(seen, layer.sliding_window - 1) if kind == "sliding" else seen
-        alike = keys.shape[:3] == values.shape[:3] and keys.dtype is values.dtype and least <= keys.shape[2] <= seen
+        held = min(seen, layer.sliding_window - 1) if kind == "sliding" and layer.sliding_window > 1 else seen
+        alike = keys.shape[:3] == values.shape[:3] and keys.dtype is values.dtype and keys.shape[2] == held
         if not alike or len(tensors) > 2 or numbers != ({"seen": seen} if kind == "sliding" else {}):
             raise ValueError(f"{sorted(tensors)} of {keys.shape[2]} and {values.shape[2]} tokens, counts {numbers}, after {seen} tokens")
 
