@@ -1,4 +1,4 @@
-"""What the benchmarks share: models of random weights, caches filled with random keys and values, and clocks."""
+"""Tools that the benchmarks share: models of random weights, caches filled with random keys and values, and clocks."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def gpu(name: str, *args) -> int:
 
 
 def let_go() -> None:
-    """Of memory that nothing holds any more."""
+    """Frees memory that nothing holds any more."""
     gc.collect()
     gpu("synchronize")
     gpu("empty_cache")

@@ -1,4 +1,4 @@
-"""What the scripts of this folder share: options, rows, tables and pictures.
+"""Tools that the scripts of this folder share: options, rows, tables and pictures.
 
 A script measures rows, writes each as soon as it is there, and shows them; `--show`, `--markdown` and `--plot` show the rows that are
 there, without measuring and without a GPU.
@@ -211,12 +211,12 @@ def load(args: Namespace) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, lis
 
 
 def device_name(device: str | torch.device) -> str:
-    """What rows say of a device."""
+    """The fields of a row that name the device."""
     return torch.cuda.get_device_name() if str(device).startswith("cuda") else str(device)
 
 
 def described(args: Namespace) -> dict:
-    """What rows say of the model, of the text and of where they were measured."""
+    """The fields of a row that name the model, the text and the place of measurement."""
     return {"model": name_of(args.model), "text": args.text.name, "device": device_name(args.device)}
 
 
@@ -236,7 +236,7 @@ def in_time(tasks: Iterable[T], minutes: float) -> Iterator[T]:
 
 
 def outcome(call: Callable[[], dict]) -> dict:
-    """What `call` returns, or why it failed, so that the others are measured."""
+    """The result of `call`, or the reason of its failure, so that the other cases are still measured."""
     try:
         return call()
     except Exception as failure:
