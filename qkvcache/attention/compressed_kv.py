@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from ..kernels import AttentionInputs, KeysOrValues, attend_on_codes, dense, dense_attention_inputs, pv, qk
+from ..kernels import AttentionInputs, KeysOrValues, attend_on_codes, dense, pv, qk, unfold
 
 NO_COLUMNS = (
     "attention code of this model reads all keys and values of a cache with max_length or compile=True. It needs to know how many columns "
@@ -142,8 +142,8 @@ class CompressedKV:
         if self.columns is None:
             raise NotImplementedError(NO_COLUMNS)
         inputs = self.attention_inputs
-        if torch.compiler.is_compiling() and (inputs.buffers is not None or inputs.exact):  # avoids torch's reference
-            x = dense_attention_inputs(inputs)[self.side is inputs.value]
+        if torch.compiler.is_compiling() and inputs.paged is not None:  # avoids torch's reference
+            x = unfold(inputs.paged, inputs.key.shape[2])[self.side is inputs.value]
         else:
             x = dense(self.side)
         if self.columns > x.shape[2]:
@@ -243,7 +243,7 @@ def _lazy_matmul(left: Any, right: CompressedKV) -> Tensor | None:
     b, h, t, d = right.side.shape
     if not isinstance(left, Tensor) or left.dim() != 4 or left.shape[:2] != (b, h * right.repeats) or right.form == "grouped":
         return None
-    if torch.compiler.is_compiling() and right.attention_inputs.buffers is not None:  # only the device has the counts
+    if torch.compiler.is_compiling() and right.attention_inputs.counted:  # only the device has the counts
         return None
     keys = right.side is right.attention_inputs.key
     if keys != (right.form == "transposed"):

@@ -99,7 +99,7 @@ def attend_observed(
     batch, queries, tokens = query.shape[0], query.shape[2], key.shape[2]
     new = new_tokens(implementation, mask, batch, queries, query.device)
     options, policy = kernel_options(implementation, query, kwargs), observer.policy
-    in_order, paged = observer.in_order or tokens == queries, key.attention_inputs.paged is not None
+    in_order, paged = observer.in_order or tokens == queries, key.attention_inputs.by_head
     observer.begin_attention(new.is_valid, query, options["scaling"], module)
     valid = functools.cache(observer.valid_columns)  # not computed for attention over pages
     later = observer.observes_later and queries == 1 and new.causal and new.is_valid is None
@@ -170,7 +170,7 @@ def _attend_on_codes(
     """Attention on the codes for a few queries under any mask, and the attention sums for the policy."""
     inputs, attention_sums = key.attention_inputs, None
     counts = None if policy.reduces_attention else observed
-    if inputs.paged is not None:
+    if inputs.by_head:
         mask = None if new.causal and new.is_valid is None else joined_by_head(inputs.paged, new, query)
         out, _, attention_sums = attend_pages(query, inputs.paged, mask, causal=mask is None, observed=counts, **options)
     else:

@@ -109,12 +109,12 @@ def on_codes(query: Tensor, attention_inputs: AttentionInputs, columns: Tensor |
         return True
     if not attends_in_tiles(query, attention_inputs, columns):
         return False
-    heads, region = attention_inputs.key.shape[1], attention_inputs.region
+    heads, tokens = attention_inputs.key.shape[1], attention_inputs.paged.max_length
     if query.shape[1] * query.shape[2] <= MOST_TILE_ROWS * heads:
         return True
-    if columns is not None or region is None or 8 * query.numel() > CHUNK_BYTES:  # two or more partial outputs in fp32
+    if columns is not None or 8 * query.numel() > CHUNK_BYTES:  # two or more partial outputs in fp32
         return False
-    return not cudnn_pays(query, heads, region.tokens)
+    return not cudnn_pays(query, heads, tokens)
 
 
 def _in_chunks(implementation: str, query: Tensor, key: CompressedKV, options: dict[str, Any]) -> bool:
@@ -132,7 +132,7 @@ def route(
         return stock(module, query, key, value, mask, *args, **kwargs)
     if not of_one_update(key, value):
         return stock(module, query, *as_the_model_has_them(key, value), given, *args, **kwargs)
-    if torch.compiler.is_compiling() and key.observer is None and key.attention_inputs.buffers is None:  # an uncompiled layer
+    if torch.compiler.is_compiling() and key.observer is None and not key.attention_inputs.counted:  # an uncompiled layer
         return _route_uncompiled(stock, implementation, module, query, key, value, given, *args, **kwargs)
     notice_again(implementation, query, key, given, kwargs)
     if key.observer is not None:

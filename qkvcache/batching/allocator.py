@@ -15,7 +15,8 @@ from torch import Tensor
 from transformers.generation.continuous_batching.cache_allocators import CachePool, FullAttentionCacheAllocator
 
 from ..kernels import PagedInputs, Pages, Pair
-from .layout import PageLayout
+from ..kernels.pages import LENGTH
+from .layout import BlockLayout
 from .rings import Rings
 from .statistics import Statistics
 from .step import Batch, BlockTables, Rows
@@ -24,7 +25,7 @@ from .step import Batch, BlockTables, Rows
 class CompressedAllocator(FullAttentionCacheAllocator):
     """The pages of all layers of a model with full attention in every layer."""
 
-    def __init__(self, layout: PageLayout, rings: Rings, statistics: Statistics, layers: list[int], rank: int, allow_block_sharing: bool):
+    def __init__(self, layout: BlockLayout, rings: Rings, statistics: Statistics, layers: list[int], rank: int, allow_block_sharing: bool):
         self.layout, self.rings, self.statistics = layout, rings, statistics
         self.head_dim, self.num_key_value_heads, self.cache_dtype = layout.head_dim, layout.heads, layout.dtype
         self._before_cache_tensor_init(
@@ -50,7 +51,7 @@ class CompressedAllocator(FullAttentionCacheAllocator):
     def inputs(self, layer: int, rows: Rows) -> PagedInputs:
         """The inputs of attention over rows of a layer."""
         planes, sinks = self.views[layer]
-        pages = Pages(*self.layout.codecs, planes, self.once[layer], rows.table, rows.lengths)
+        pages = Pages(*self.layout.codecs, [planes], [0], self.layout.page_size, self.once[layer], rows.table, rows.columns[:, LENGTH])
         return PagedInputs(pages, sinks, self.ring(layer), rows.columns, rows.max_length, splits=rows.splits, launches=self.launches[layer])
 
     def ring(self, layer: int) -> Pair:

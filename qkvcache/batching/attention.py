@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ..attention.varlen import varlen_attention
-from ..kernels import Pair, attend_pages, gather_rows, quantize_into, store_rows
+from ..kernels import Pages, Pair, attend_pages, gather_rows, quantize_into, store_rows
 from ..kernels.attend_chunked import attend_chunked_pages, supports_queries
 from .pool import CompressedPagedCache
 from .rings import Rings
@@ -104,6 +104,7 @@ def attend_chunks(
 def write(cache: CompressedPagedCache, layer: int, writes: Writes, x: Pair) -> None:
     """Quantizes keys and values `[1, H, T, D]` into pages, and stores the first and the last tokens in the model's dtype."""
     allocator = cache.allocator
-    planes, sinks = allocator.views[layer]
-    quantize_into(allocator.layout.codecs, x, planes, allocator.once[layer], writes.pages[None])
-    store_rows(x, allocator.ring(layer), writes.ring, sinks, writes.sinks)
+    (planes, sinks), none = allocator.views[layer], writes.pages[:0, None]
+    pages = Pages(*allocator.layout.codecs, [planes], [0], allocator.layout.page_size, allocator.once[layer], none, None)
+    quantize_into(pages, x, writes.pages[None, None])
+    store_rows(x, allocator.ring(layer), writes.ring[None], sinks, writes.sinks[None])

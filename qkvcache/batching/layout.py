@@ -1,6 +1,6 @@
-"""`PageLayout`: the offsets of the planes in the bytes of a page.
+"""`BlockLayout`: the bytes of a page of a block.
 
-    page    planes of the keys `[H', PAGE, width]`, planes of the values, the exact keys and values of the first tokens `[H, S, D]`
+    page    planes of the keys and of the values (`storage/pool.py`), then the exact keys and values of the first tokens `[H, S, D]`
     block   a page for each layer
 
 The exact first tokens of a request are in its first block, so that they are copied, shared and offloaded with it.
@@ -16,15 +16,14 @@ from torch import Tensor
 
 from ..formats import Codec, Codes, Format
 from ..kernels import Pair
+from ..storage import PageLayout, aligned
 
-ALIGNMENT = 64
-"""The alignment that kernels require of planes, in bytes."""
 PAGE_ALIGNMENT = 128
 """The alignment that transformers requires of blocks, in bytes."""
 
 
 @dataclass(frozen=True)
-class PageLayout:
+class BlockLayout:
     """Pages of `page_size` tokens of `heads` heads with `head_dim` channels.
 
     Raises ValueError if the format cannot hold `head_dim`, or kernels cannot read pages of this size.
@@ -47,43 +46,25 @@ class PageLayout:
         return self.format.key, self.format.value
 
     @cached_property
-    def places(self) -> tuple[list[tuple[int, str, torch.dtype, int, int, int]], int, int]:
-        """The side (0: keys), buffer, dtype, heads, width and first byte of each plane; the first byte of the exact
-        tokens; and the bytes of a page."""
-        planes, at = [], 0
-        for side, codec in enumerate(self.codecs):
-            for buffer in codec.buffers(self.head_dim):
-                if buffer.tokens == "each":
-                    dtype, heads = buffer.dtype or self.dtype, self.heads if buffer.heads == "each" else 1
-                    planes.append((side, buffer.name, dtype, heads, buffer.width, at))
-                    at += _aligned(heads * self.page_size * buffer.width * dtype.itemsize, ALIGNMENT)
-        exact = 2 * self.heads * self.num_sink_tokens * self.head_dim * self.dtype.itemsize
-        return planes, at, _aligned(at + exact, PAGE_ALIGNMENT)
+    def page(self) -> PageLayout:
+        return PageLayout(self.codecs, (self.head_dim, self.head_dim), self.heads, self.page_size, self.dtype)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of a page."""
-        return self.places[2]
+        """Bytes of a page and its exact tokens."""
+        exact = 2 * self.heads * self.num_sink_tokens * self.head_dim * self.dtype.itemsize
+        return aligned(self.page.nbytes + exact, PAGE_ALIGNMENT)
 
     def views(self, pool: Tensor, page: int, pages_per_block: int) -> tuple[tuple[Codes, Codes], Pair]:
         """Views of page number `page` of all `N` blocks of `pool`, uint8 `[bytes]`: planes `[N, H', PAGE, width]` of
         keys and of values, and the exact first tokens `[N, H, S, D]` of both."""
-        stride = self.nbytes * pages_per_block
-        blocks = pool.numel() // stride
-
-        def view(dtype: torch.dtype, heads: int, tokens: int, width: int, at: int) -> Tensor:
-            size, shape = dtype.itemsize, (blocks, heads, tokens, width)
-            strides = (stride // size, tokens * width, width, 1)
-            return pool.view(dtype).as_strided(shape, strides, (page * self.nbytes + at) // size)
-
-        planes, at, _ = self.places
-        sides: tuple[Codes, Codes] = ({}, {})
-        for side, name, dtype, heads, width, begin in planes:
-            sides[side][name] = view(dtype, heads, self.page_size, width, begin)
-        size = self.heads * self.num_sink_tokens * self.head_dim * self.dtype.itemsize
-        key, value = (view(self.dtype, self.heads, self.num_sink_tokens, self.head_dim, at + side * size) for side in (0, 1))
-        return sides, (key, value)
-
-
-def _aligned(count: int, to: int) -> int:
-    return -(-count // to) * to
+        step, begin, size = self.nbytes * pages_per_block, page * self.nbytes, self.dtype.itemsize
+        blocks, count = pool.numel() // step, self.num_sink_tokens * self.head_dim
+        strides = step // size, count, self.head_dim, 1
+        key, value = (
+            pool.view(self.dtype).as_strided(
+                (blocks, self.heads, self.num_sink_tokens, self.head_dim), strides, (begin + self.page.nbytes) // size + side * self.heads * count
+            )
+            for side in (0, 1)
+        )
+        return self.page.views(pool, blocks, step=step, begin=begin), (key, value)

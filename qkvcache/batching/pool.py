@@ -21,7 +21,7 @@ from transformers.generation.continuous_batching.distributed import DistributedH
 from ..kernels import Pair, prepare
 from ..kernels.attend_chunked import CHUNK_BYTES
 from .allocator import CompressedAllocator
-from .layout import PageLayout
+from .layout import BlockLayout
 from .metrics import Counters
 from .rings import Rings
 from .statistics import Statistics
@@ -85,7 +85,7 @@ class PoolSize:
 def pool_size(
     config: PreTrainedConfig,
     cb_config: ContinuousBatchingConfig,
-    layout: PageLayout,
+    layout: BlockLayout,
     *,
     residual_length: int,
     layers: int,
@@ -159,7 +159,7 @@ class CompressedPagedCache(PagedAttentionCache):
         del self.cache_tensor  # transformers allocated one block
         heads, head_dim = stock.num_key_value_heads, stock.head_dim  # type: ignore[attr-defined]
         layers, page_size = stock.layer_indices, stock.tokens_per_page
-        layout = PageLayout(statistics.format, heads, head_dim, page_size, num_sink_tokens, dtype)
+        layout = BlockLayout(statistics.format, heads, head_dim, page_size, num_sink_tokens, dtype)
         prepare(layout.codecs, (head_dim, head_dim), dtype, device)
         self.counters, self.calibrating = counters, True
         slots = residual_length + 1  # the new token is in the ring too

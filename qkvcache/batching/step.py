@@ -18,15 +18,15 @@ from torch import Tensor
 
 from ..attention.varlen import Sequences
 from ..kernels import Splits, split_rows
-from ..kernels.pages import BEGIN, COLUMNS, RING_ROW, RING_START, RING_TOKENS, SINK_ROW, SINKS, gather_tiles
-from .layout import PageLayout
+from ..kernels.pages import BEGIN, COLUMNS, LENGTH, RING_ROW, RING_START, RING_TOKENS, SINK_ROW, SINKS, gather_tiles
+from .layout import BlockLayout
 from .rings import Ints, Rings
 
-LENGTH, PAGE_SLOT, RING_SLOT, SINK_SLOT = range(8, 12)
-HEADER = SINK_SLOT + 1
-"""Columns of the block table before the blocks: those of `PagedInputs.rows`, the tokens in the pages, and the slots of
-the new token. Slot 0 is never read. Lengths and blocks begin at multiples of 16 bytes as in other batches; otherwise
-Triton would compile its kernels twice."""
+PAGE_SLOT, RING_SLOT, SINK_SLOT = range(len(COLUMNS), len(COLUMNS) + 3)
+HEADER = SINK_SLOT + 2
+"""Columns of the block table before the blocks: those of `PagedInputs.rows`, and the slots of the new token. Slot 0 is
+never read. Blocks begin at a multiple of 16 bytes as in other batches; otherwise Triton would compile its kernels
+twice."""
 
 
 @dataclass(slots=True)
@@ -58,14 +58,15 @@ class Row:
     def past_columns(self) -> list[int]:
         """The columns of `PagedInputs.rows` before the new tokens are written."""
         sinks = self.past_sinks
-        return [sinks, self.blocks[0], sinks, self.ring, self.past_quantized % self.slots, self.past_ring_tokens]
+        start = self.past_quantized % self.slots
+        return [sinks, self.blocks[0], self.ring, sinks, start, self.past_ring_tokens, self.past_quantized, self.past]
 
 
 @dataclass(slots=True)
 class Batch:
     """The next tokens of all requests of a batch, from `past` to `end`: one number for each request, int64 `[B]`."""
 
-    layout: PageLayout
+    layout: BlockLayout
     rings: Rings
     blocks: numpy.ndarray
     """The blocks of each request, int32 `[B, P]`. Rows are padded; padding is not read."""
@@ -110,10 +111,10 @@ class Batch:
         return writes
 
     def columns(self) -> Ints:
-        """The header's columns up to LENGTH, `[B, LENGTH + 1]`, after the new tokens are written."""
+        """The columns of `PagedInputs.rows`, `[B, 8]`, after the new tokens are written."""
         sinks = self.layout.num_sink_tokens
         kept = self.rings.tokens(self.since, self.end, sinks)
-        columns = numpy.zeros((len(self.end), LENGTH + 1), numpy.int64)
+        columns = numpy.zeros((len(self.end), len(COLUMNS)), numpy.int64)
         columns[:, BEGIN] = columns[:, SINKS] = numpy.minimum(self.end, sinks)
         columns[:, SINK_ROW], columns[:, RING_ROW], columns[:, RING_TOKENS] = self.blocks[:, 0], self.ring, kept
         columns[:, LENGTH] = length = self.end - kept
@@ -122,9 +123,9 @@ class Batch:
 
     def table(self) -> numpy.ndarray:
         """The rows of the block table, int32 `[B, HEADER + P]`, for requests with one new token each."""
-        table = numpy.empty((len(self.end), HEADER + self.blocks.shape[1]), numpy.int32)
-        table[:, : LENGTH + 1] = self.columns()
-        table[:, PAGE_SLOT:HEADER] = numpy.maximum(self.writes(), 0).T
+        table = numpy.zeros((len(self.end), HEADER + self.blocks.shape[1]), numpy.int32)
+        table[:, : len(COLUMNS)] = self.columns()
+        table[:, PAGE_SLOT : SINK_SLOT + 1] = numpy.maximum(self.writes(), 0).T
         table[:, HEADER:] = self.blocks
         return table
 
@@ -164,7 +165,6 @@ class Rows:
     """
 
     columns: Tensor
-    lengths: Tensor
     table: Tensor
     max_length: int
     splits: Splits | None = None
@@ -198,8 +198,7 @@ class PromptChunks:
         if not any(row.past for row in self.rows):
             return starts[:1]
         columns = [n for row in self.rows for n in row.past_columns()]
-        lengths = [row.past_quantized for row in self.rows]
-        return [*starts, columns, lengths, blocks_of(self.rows), gather_tiles([row.end for row in self.rows])]
+        return [*starts, columns, blocks_of(self.rows), gather_tiles([row.end for row in self.rows])]
 
     def receive(self, sent: Iterator[Tensor]) -> None:
         """Receives its `numbers` as tensors on the device."""
@@ -209,9 +208,10 @@ class PromptChunks:
             self.sequences = Sequences(queries, keys, (starts, starts))
             return
         self.sequences = Sequences(queries, keys, (starts, next(sent)))
-        columns, lengths, table, tiles = (next(sent) for _ in range(4))
+        columns, table, tiles = (next(sent) for _ in range(3))
+        columns = columns.view(-1, len(COLUMNS))
         longest = max(row.past_quantized for row in self.rows)
-        self.past = Rows(columns.view(-1, len(COLUMNS)), lengths, table.view(len(lengths), -1), longest, tiles=tiles.view(-1, 2))
+        self.past = Rows(columns, table.view(len(columns), -1), longest, tiles=tiles.view(-1, 2))
 
 
 @dataclass
@@ -235,15 +235,14 @@ class BatchStep:
     tokens: int = 0
 
 
-def step_of_table(table: Tensor, layout: PageLayout) -> BatchStep:
+def step_of_table(table: Tensor, layout: BlockLayout) -> BatchStep:
     """The step of a block table, int32 `[B, HEADER + P]`, whose rows without a request hold -1."""
     table = table.clamp_min(0)
     max_length = (table.shape[1] - HEADER) * layout.page_size
     if table.device.type == "cpu":  # the torch reference reads up to the maximum
         max_length = max(int(table[:, LENGTH].max()), 1)
-    columns = table[:, : len(COLUMNS)].contiguous()
-    lengths = table[:, LENGTH]
-    rows = Rows(columns, lengths, table[:, HEADER:], max_length, split_rows(lengths, max_length, layout.heads))
+    splits = split_rows(table[:, LENGTH], max_length, layout.heads)
+    rows = Rows(table[:, : len(COLUMNS)], table[:, HEADER:], max_length, splits)
     return BatchStep(Writes(*table[:, PAGE_SLOT : SINK_SLOT + 1].long().unbind(1)), rows)
 
 
@@ -264,15 +263,13 @@ def step_of_batch(batch: Batch, scratch_tokens: int, tokens: int, device: torch.
     slots[:, : batch.tokens] = batch.writes()
     decoded, places = batch.pick(single), begins[single]
     *writes, indices = send([*slots, places], torch.int64, device)
-    columns = decoded.columns()
     wanted: list[Sequence[int] | numpy.ndarray] = [
-        columns[:, : len(COLUMNS)].ravel(),
-        columns[:, LENGTH],
+        decoded.columns().ravel(),
         decoded.blocks.ravel(),
         *(part for group in chunks for part in group.numbers()),
     ]
     sent = iter(send(wanted, torch.int32, device))
-    columns_sent, lengths, table = (next(sent) for _ in range(3))
+    columns, table = next(sent).view(-1, len(COLUMNS)), next(sent)
     for group in chunks:
         group.receive(sent)
     together = None
@@ -280,8 +277,8 @@ def step_of_batch(batch: Batch, scratch_tokens: int, tokens: int, device: torch.
         begin, end = int(places[0]), int(places[-1]) + 1
         at = slice(begin, end) if end - begin == len(places) else indices
         max_length = int(decoded.end.max())
-        splits = split_rows(lengths, max_length, batch.layout.heads)
-        together = Rows(columns_sent.view(-1, len(COLUMNS)), lengths, table.view(len(places), -1), max_length, splits, at)
+        splits = split_rows(columns[:, LENGTH], max_length, batch.layout.heads)
+        together = Rows(columns, table.view(len(places), -1), max_length, splits, at)
     return BatchStep(Writes(*writes), together, chunks, batch.tokens)
 
 

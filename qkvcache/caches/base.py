@@ -19,7 +19,7 @@ from transformers.cache_utils import StaticLayer as StockStaticLayer
 from .. import attention, formats, policies
 from ..attention.rope import Rope
 from ..formats import Format, FormatByLayer, FormatLike
-from ..layers.compressed import CompressedLayer, row_selector
+from ..layers.compressed import CompressedLayer, rows_of
 from ..layers.evicting import EvictingLayer
 from ..layers.static_sliding import StaticSlidingLayer
 from ..policies import Budget, KVzip, Policy, check_count
@@ -330,6 +330,23 @@ class CompressedCache(DynamicCache):
             made.__dict__.update({name: copy.deepcopy(value, memo) for name, value in self.__dict__.items()})
         return made
 
+    def fork(self, n: int) -> list[CompressedCache]:
+        """Returns `n` copies that share the stored tokens of compressed layers until one of them writes to a page: a branch costs what
+        differs. Caches with `max_length` or `compile=True`, whose tensors have fixed addresses, are copied. Raises TypeError or ValueError
+        for an `n` that is not a count of 1 or more."""
+        check_count("n", n, least=1)
+        return [self._forked() for _ in range(n)]
+
+    def _forked(self) -> CompressedCache:
+        layers, self.layers = self.layers, []
+        try:
+            twin = copy.deepcopy(self)
+        finally:
+            self.layers = layers
+        with torch.inference_mode(False):
+            twin.layers = [layer.fork() if isinstance(layer, CompressedLayer) else copy.deepcopy(layer) for layer in layers]
+        return twin
+
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """The mask sizes, as in transformers' Cache. Raises ValueError for a step without tokens, which `generate`
         makes if a prompt is shorter than the cache."""
@@ -382,7 +399,7 @@ class CompressedCache(DynamicCache):
 
     def batch_select_indices(self, indices: Any) -> None:
         """Keeps the rows `indices`, as in transformers' Cache. Raises ValueError if there are none."""
-        row_selector(indices)  # before any layer is touched
+        rows_of(indices, max((layer.rows for layer in self.layers if isinstance(layer, CompressedLayer)), default=2**20))  # before any
         super().batch_select_indices(indices)
 
     @property

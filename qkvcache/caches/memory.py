@@ -40,12 +40,19 @@ class Memory(Bytes):
 def bytes_by_role(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, int]:
     """Bytes for each role of `Memory` from `(role, tensor)` pairs. Memory that several tensors share counts once."""
     sizes = {"codes": 0, "scales": 0, "exact": 0, "bookkeeping": 0}
-    counted: set[int] = set()
+    left: dict[int, int] = {}
+    """Bytes of each allocation that are not counted yet. On the meta device, data_ptr() is the same for all."""
+    first: dict[int, str] = {}
     for role, tensor in tensors:
         storage = tensor.untyped_storage()
-        if storage.nbytes() and storage._cdata not in counted:  # on the meta device, data_ptr() is the same for all
-            counted.add(storage._cdata)
-            sizes[role] += storage.nbytes()
+        key = storage._cdata
+        if key not in left:
+            left[key], first[key] = storage.nbytes(), role
+        own = min(tensor.nbytes, left[key])
+        left[key] -= own
+        sizes[role] += own
+    for key, rest in left.items():  # what no tensor covers, such as the bytes between planes
+        sizes[first[key]] += rest
     return sizes
 
 

@@ -13,7 +13,7 @@ from ..kernels import on_triton
 from ..layers.compressed import CompressedLayer
 from ..layers.evicting import EvictingLayer
 from ..policies import Budget
-from ..storage import GROUP, PAGE, Chunks
+from ..storage import GROUP, PAGE, RowPages
 from .base import CompressedCache
 
 
@@ -52,10 +52,10 @@ def warmup(model: PreTrainedModel, cache: CompressedCache, *, queries: Iterable[
         for step in (*steps, GROUP):  # the last step quantizes several tokens
             mask = torch.cat([mask, mask.new_ones(rows, step)], dim=1)
             model(input_ids=ids[:, :step], attention_mask=mask, past_key_values=fresh)
-        for layer in fresh.layers:  # at the end of a chunk, a single token may be quantized
-            if isinstance(layer, CompressedLayer) and layer.storage and layer.residual_length and isinstance(layer.storage.chunks, Chunks):
+        for layer in fresh.layers:  # at the end of the capacity, a single token may be quantized
+            if isinstance(layer, CompressedLayer) and layer.storage and layer.residual_length and isinstance(layer.storage.tokens, RowPages):
                 keys, values = layer.storage.residual
-                layer.storage.chunks.append((keys[:, :, :1], values[:, :, :1]))
+                layer.storage.tokens.append((keys[:, :, :1], values[:, :, :1]))
 
 
 def _shrink(cache: CompressedCache, budget: Budget, length: int) -> None:

@@ -4,12 +4,10 @@ from . import ops
 from .attend import attend, attend_observed
 from .dispatch import (
     append_token,
-    attend_on_buffers,
     attend_on_codes,
     attend_pages,
     attends_in_tiles,
     dense,
-    dense_attention_inputs,
     dequantize_pages,
     evict_token,
     gather_rows,
@@ -28,7 +26,6 @@ from .dispatch import (
     store_rows,
     sum_attention,
     unfold,
-    whole,
 )
 from .evict import StaticTensors, gather_columns
 from .matmul import matmul_fp32
@@ -40,11 +37,7 @@ from .segments import (
     KeysOrValues,
     Packed,
     Pair,
-    QuantizedRegion,
     Segment,
-    StorageTensors,
-    chunk_table,
-    number,
     pv,
     qk,
 )

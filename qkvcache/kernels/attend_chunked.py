@@ -31,14 +31,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..formats.base import Codec, Codes, affine
-from ..formats.identity import AsIs
+from ..formats.base import Codec, Codes
 from ..formats.rotation import rotation_block
 from .attend import MASKED_SCORE
 from .cudnn_plans import PLANS
 from .dispatch import dequantize_pages, on_triton, sum_attention
-from .pages import Pages
-from .segments import AttentionInputs, Exact, Packed, Pair, QuantizedRegion, join_tokens, names
+from .pages import Pages, dequantized
+from .segments import AttentionInputs, Exact, Packed, Pair, join_tokens, names
 from .sum_attention import BLOCK
 
 CHUNK_TOKENS, CHUNK_BYTES = 65536, 512 * 2**20
@@ -188,7 +187,7 @@ def attend_chunked_pages(
 
 def _pieces_of_pages(pages: Pages, begin: int, end: int, size: int) -> Iterator[Piece]:
     for count in cut(end - begin, [size]):
-        yield count, (AsIs(), AsIs()), functools.partial(_dequantize_pages, pages, begin)
+        yield count, pages.codecs, functools.partial(_dequantize_pages, pages, begin)
         begin += count
 
 
@@ -213,11 +212,19 @@ class ChunkedKV:
 
     @staticmethod
     def of(attention_inputs: AttentionInputs) -> ChunkedKV:
-        if (paged := attention_inputs.paged) is not None:
-            end = attention_inputs.key.shape[2] - paged.sinks[0].shape[2] - paged.ring[0].shape[2]
-            return ChunkedKV.of_pages(paged.pages, 0, end, paged.sinks, paged.ring)
-        exact, before, packed = exact_tokens(attention_inputs)
-        return ChunkedKV(exact, before, functools.partial(chunks, attention_inputs, packed))
+        key, value, paged = attention_inputs.key, attention_inputs.value, attention_inputs.paged
+        if paged is not None:
+            end = key.shape[2] - paged.sinks[0].shape[2] - paged.ring[0].shape[2]
+            if attention_inputs.joined is None:
+                return ChunkedKV.of_pages(paged.pages, 0, end, paged.sinks, paged.ring)
+            return ChunkedKV(
+                attention_inputs.joined, paged.sinks[0].shape[2], functools.partial(_pieces_of_pages, paged.pages, 0, end)
+            )
+        keys, values = (tuple(segment.x for segment in side.segments if isinstance(segment, Exact)) for side in (key, value))
+        before = sum(segment.tokens for segment in takewhile(lambda segment: isinstance(segment, Exact), key.segments))
+        packed = [(k, v) for k, v in zip(key.segments, value.segments, strict=True) if isinstance(k, Packed) and isinstance(v, Packed)]
+        exact = attention_inputs.joined or (join_tokens(keys), join_tokens(values))
+        return ChunkedKV(exact, before, functools.partial(_pieces_of_blocks, packed))
 
 
 def _attend(
@@ -307,20 +314,6 @@ def _attend(
     return out, lse, torch.cat([rest[..., :before], *reversed(found)], dim=-1)
 
 
-def exact_tokens(attention_inputs: AttentionInputs) -> tuple[Pair, int, list[tuple[Packed, Packed]]]:
-    """The exact keys and values `[B, H, T, D]`, how many of their tokens come before the quantized ones, and, where there is no region, the
-    blocks of quantized keys and values."""
-    exact, packed = attention_inputs.exact, []
-    if exact:
-        keys, values, before = exact[::2], exact[1::2], exact[0].shape[2]
-    else:
-        key, value = attention_inputs.key.segments, attention_inputs.value.segments
-        keys, values = (tuple(segment.x for segment in side if isinstance(segment, Exact)) for side in (key, value))
-        before = sum(segment.tokens for segment in takewhile(lambda segment: isinstance(segment, Exact), key))
-        packed = [(k, v) for k, v in zip(key, value, strict=True) if isinstance(k, Packed) and isinstance(v, Packed)]
-    return attention_inputs.joined or (join_tokens(keys), join_tokens(values)), before, packed
-
-
 def cut(tokens: int, sizes: Sequence[int]) -> Iterator[int]:
     """Divides `tokens` into counts, each the largest of the descending `sizes` that fits into the rest; the last count
     is the rest below the smallest size."""
@@ -332,43 +325,19 @@ def cut(tokens: int, sizes: Sequence[int]) -> Iterator[int]:
         yield tokens
 
 
-def chunks(attention_inputs: AttentionInputs, blocks: list[tuple[Packed, Packed]], size: int) -> Iterator[Piece]:
-    """Quantized tokens in chunks of `size`."""
-    region, dims = attention_inputs.region, (attention_inputs.key.shape[3], attention_inputs.value.shape[3])
-    if region is not None and on_triton(attention_inputs.key.device):
-        from .triton_dequantize import dequantize_region, supports
-
-        if all(map(supports, region.codecs, dims)):
-            begin = 0
-            for count in cut(region.tokens, [size]):
-                yield count, (region.key, region.value), functools.partial(dequantize_region, region, begin)
-                begin += count
-            return
-    for chunk in _cut(blocks or list(_blocks(region, dims)), size):
+def _pieces_of_blocks(blocks: list[tuple[Packed, Packed]], size: int) -> Iterator[Piece]:
+    for chunk in _cut(blocks, size):
         codecs = chunk[0][0].codec, chunk[0][1].codec
-        yield sum(key.tokens for key, _ in chunk), codecs, functools.partial(dequantize_blocks, chunk)
+        yield sum(key.tokens for key, _ in chunk), codecs, functools.partial(_dequantize_blocks, chunk)
 
 
-def dequantize_blocks(chunk: list[tuple[Packed, Packed]], keys: Tensor, values: Tensor) -> None:
+def _dequantize_blocks(chunk: list[tuple[Packed, Packed]], keys: Tensor, values: Tensor) -> None:
     """Dequantizes blocks one after another, in plain torch."""
     at = 0
     for pair in chunk:
         for packed, out in zip(pair, (keys, values), strict=True):
-            levels, scale, offset, center = packed.codec.unpack(packed.codes, packed.head_dim)
-            stored = affine(levels, scale, offset)
-            out[:, :, at : at + packed.tokens] = stored if center is None else stored + center
+            out[:, :, at : at + packed.tokens] = dequantized(packed.codec, packed.codes, out, stored=True)
         at += pair[0].tokens
-
-
-def _blocks(region: QuantizedRegion | None, dims: tuple[int, int]) -> Iterator[tuple[Packed, Packed]]:
-    if region is None:
-        return
-    left = region.tokens
-    for keys, values in region.chunks:
-        count = min(left, keys[names(region.key, dims[0], "each")[0]].shape[2])
-        left -= count
-        if count:
-            yield Packed(region.key, keys, count, dims[0]), Packed(region.value, values, count, dims[1])
 
 
 def _part(packed: Packed, begin: int, count: int) -> Packed:

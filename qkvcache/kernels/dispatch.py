@@ -12,7 +12,6 @@ import importlib.util
 import os
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from types import ModuleType
 from typing import Any, ParamSpec, TypeVar, Unpack
 
@@ -20,16 +19,16 @@ import torch
 from torch import Tensor
 
 from ..formats.base import Codec
-from . import counted, matmul
 from . import evict as evicting
 from . import lag_spread as spreading
+from . import matmul
 from . import pages as paged
 from . import rotate as rotating
 from . import sum_attention as reference
 from .attend import Options, attend_observed
 from .evict import StaticTensors
-from .pages import PagedInputs, PageOptions, Splits
-from .segments import AttentionInputs, Exact, KeysOrValues, Pair, StorageTensors, layout_of
+from .pages import PagedInputs, PageOptions, Pages, Splits
+from .segments import AttentionInputs, Exact, KeysOrValues, Pair, layout_of
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -89,9 +88,9 @@ def prepare(codecs: tuple[Codec, Codec], dims: tuple[int, int], dtype: torch.dty
             table_of(layout, token.bfloat16())  # for dequantizing
 
 
-def fuses(query: Tensor, inputs: AttentionInputs | PagedInputs) -> bool:
+def fuses(query: Tensor, inputs: PagedInputs | None) -> bool:
     """Whether the fused kernel attends to these inputs. Warns once if kernels are on and it cannot."""
-    if (isinstance(inputs, AttentionInputs) and not inputs.exact) or not on_triton(query.device):
+    if inputs is None or not on_triton(query.device):
         return False
     if _module("fused").supports(inputs, query):
         return True
@@ -101,15 +100,15 @@ def fuses(query: Tensor, inputs: AttentionInputs | PagedInputs) -> bool:
 
 def attends_in_tiles(query: Tensor, attention_inputs: AttentionInputs, mask: Tensor | None) -> bool:
     """Whether the fused kernel for many rows serves causal attention to these inputs, and is faster than dequantizing them."""
-    if attention_inputs.paged is not None or torch.compiler.is_compiling() or not (attention_inputs.exact and on_triton(query.device)):
+    inputs = attention_inputs.paged
+    if inputs is None or torch.compiler.is_compiling() or not on_triton(query.device):
         return False
     fused = _module("fused")
-    return fused.supports(attention_inputs, query) and fused.tiled(query, attention_inputs, mask, {"causal": True}) is not None
+    return fused.supports(inputs, query) and fused.tiled(query, inputs, mask, {"causal": True}) is not None
 
 
 def attend_on_codes(query: Tensor, attention_inputs: AttentionInputs, mask: Tensor | None = None, **options: Unpack[Options]) -> Tensor:
-    """`attend`, by the fused kernel where there is one. Without a mask, it attends over pages if the inputs have
-    pages."""
+    """`attend`, by the fused kernel where there is one. Without a mask, it attends over pages if heads have pages of their own."""
     return observe_on_codes(query, attention_inputs, mask, **options)[0]
 
 
@@ -121,32 +120,20 @@ def observe_on_codes(
     observed: Tensor | None = None,
     **options: Unpack[Options],
 ) -> tuple[Tensor, Tensor]:
-    """`attend_observed`, by the fused kernel where there is one."""
-    if attention_inputs.paged is not None and mask is None and observed is None:  # the sums of pages are by slot
-        out, _, attention_sums = attend_pages(query, attention_inputs.paged, **options)
-    elif torch.compiler.is_compiling() and attention_inputs.buffers is not None and observed is None:
-        out = attend_on_buffers(query, attention_inputs.buffers, mask, **options)
-        attention_sums = out.new_empty(0)
-    elif torch.compiler.is_compiling() and len(attention_inputs.exact):
-        given = [observed if name == "observed" else options.get(name) for name in paged.OPTIONS]
-        out, attention_sums = torch.ops.qkvcache.attend(query, *attention_inputs.arguments, mask, *given)
-    elif fuses(query, attention_inputs):
-        out, _, attention_sums = _module("fused").fused_attend(query, attention_inputs, mask, observed=observed, **options)
+    """`attend_observed`, by the fused kernel where there is one.
+
+    Raises ValueError for `observed` where the device counts tokens, since accumulated attention is by slot there."""
+    inputs = attention_inputs.paged
+    if observed is not None and attention_inputs.counted:
+        raise ValueError("`observed` cannot be combined with storage that counts on the device")
+    if attention_inputs.by_head:
+        takes = mask is None and observed is None  # the mask and the sums of pages are by slot
     else:
-        out, attention_sums = attend_observed(query, attention_inputs, mask, observed=observed, **options)
-    return out, attention_sums
-
-
-def attend_on_buffers(query: Tensor, buffers: StorageTensors, mask: Tensor | None = None, **options: Unpack[Options]) -> Tensor:
-    """Attention of one query of each row, `[B, Hq, 1, D]` to `[B, Hq, 1, Dv]`, over storage that counts on the device. `mask` is by
-    column."""
-    if torch.compiler.is_compiling():
-        sinks, scaling, softcap = options.get("sinks"), options.get("scaling"), options.get("softcap")
-        return torch.ops.qkvcache.attend_buffers(query, *buffers.arguments, mask, sinks, scaling, softcap)
-    attention_inputs = whole(buffers)
-    if fuses(query, attention_inputs):
-        return _module("fused").fused_attend(query, attention_inputs, mask, **options)[0]
-    return counted.attend_on_slots(query, buffers, mask, **options)
+        takes = torch.compiler.is_compiling() or fuses(query, inputs)
+    if inputs is not None and takes:
+        out, _, attention_sums = attend_pages(query, inputs, mask, observed=observed, **options)
+        return out, attention_sums
+    return attend_observed(query, attention_inputs, mask, observed=observed, **options)
 
 
 def attend_pages(
@@ -154,7 +141,8 @@ def attend_pages(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`pages.attend_pages`, by the fused kernel where there is one."""
     if torch.compiler.is_compiling():
-        return torch.ops.qkvcache.attend_pages(query, *inputs.arguments, mask, *[options.get(name) for name in paged.OPTIONS])
+        given = [options.get(name) for name in paged.OPTIONS]
+        return torch.ops.qkvcache.attend(query, *inputs.arguments, inputs.max_length, mask, *given)
     attend = _module("fused") if fuses(query, inputs) else paged
     return attend.attend_pages(query, inputs, mask, **options)
 
@@ -177,41 +165,42 @@ def quantizes(codecs: tuple[Codec, Codec], x: Pair) -> bool:
     return _serve("triton_quantize", codecs, x)
 
 
-def _dequantizes(codecs: tuple[Codec, Codec], out: Pair) -> bool:
-    return _serve("triton_dequantize", codecs, out)
+def _dequantizes(pages: Pages, out: Pair) -> bool:
+    return pages.by_page and _serve("triton_dequantize", pages.codecs, out)
 
 
-quantize_into = _by_kernel(paged.quantize_into, "triton_quantize", lambda codecs, x, *_: quantizes(codecs, x))
-dequantize_pages = _by_kernel(paged.dequantize_pages, "triton_dequantize", lambda pages, out, *_: _dequantizes(pages.codecs, out))
-gather_rows = _by_kernel(paged.gather_rows, "triton_gather", lambda inputs, *others: _dequantizes(inputs.pages.codecs, others[-1]))
+quantize_into = _by_kernel(paged.quantize_into, "triton_quantize", lambda pages, x, *_: pages.by_page and quantizes(pages.codecs, x))
+dequantize_pages = _by_kernel(paged.dequantize_pages, "triton_dequantize", lambda pages, out, *_: _dequantizes(pages, out))
+gather_rows = _by_kernel(paged.gather_rows, "triton_gather", lambda inputs, *others: _dequantizes(inputs.pages, others[-1]))
 store_rows = _by_kernel(paged.store_rows, "triton_store_exact", lambda x, *_: on_triton(x[0].device))
-store_exact = _by_kernel(counted.store_exact, "triton_store_exact", lambda buffers, *_: on_triton(buffers.state.device))
+store_exact = _by_kernel(paged.store_exact, "triton_store_exact", lambda x, *_: on_triton(x[0].device))
 
 
-def whole(buffers: StorageTensors) -> AttentionInputs:
-    """The inputs of attention over storage that counts on the device, sized for `buffers.columns` tokens."""
-    shapes = ((*x.shape[:2], buffers.columns, x.shape[3]) for x in buffers.residual)
-    key, value = (KeysOrValues.of((), shape, x.dtype, x.device) for shape, x in zip(shapes, buffers.residual, strict=True))
-    region = buffers.region if torch.compiler.is_compiling() else replace(buffers.region, tokens=buffers.columns)
-    return AttentionInputs(key, value, region, (*buffers.sinks, *buffers.residual), buffers)
-
-
-def step(buffers: StorageTensors, x: Pair) -> None:
-    """Stores keys and values `[B, H, T, D]`, counting on the device: `counted.step`, in one launch where there is a kernel. More tokens
-    than the ring has slots are stored in several steps."""
+def step(inputs: PagedInputs, x: Pair) -> None:
+    """Stores keys and values `[B, H, T, D]`, counting on the device: `pages.step`, in one launch where there is a kernel. More tokens than
+    the ring has slots are stored in several steps."""
     if torch.compiler.is_compiling():
-        torch.ops.qkvcache.step(*buffers.arguments, *x)
+        pool, (rows, *_, control), exact, sizes = inputs.arguments
+        torch.ops.qkvcache.step(pool, rows, control, exact, sizes, *x)
         return
-    for part in zip(*(side.split(1 if buffers.grows else buffers.residual[0].shape[2], dim=2) for side in x), strict=True):
-        if launch := launch_of_step(buffers, part):
+    for part in zip(*(side.split(inputs.ring[0].shape[2], dim=2) for side in x), strict=True):
+        if launch := launch_of_step(inputs, part):
             launch(part)
         else:
-            counted.step(buffers, part)
+            paged.step(inputs, part)
 
 
-def launch_of_step(buffers: StorageTensors, x: Pair) -> Callable[[Pair], None] | None:
+def launch_of_step(inputs: PagedInputs, x: Pair) -> Callable[[Pair], None] | None:
     """`step` for tokens of the shape and dtype of `x`, with all other arguments prepared; None if there is no kernel for it."""
-    return _module("triton_step").launch_of_step(buffers, x) if quantizes(buffers.codecs, x) else None
+    by_kernel = inputs.pages.by_page and quantizes(inputs.pages.codecs, x)
+    return _module("triton_step").launch_of_step(inputs, x) if by_kernel else None
+
+
+def unfold(inputs: PagedInputs, columns: int, new: Pair | None = None) -> Pair:
+    """`pages.unfold`: keys and values at their columns, `[B, H, columns, D]` each, followed by `new` `[B, H, T, D]`; zeros beyond."""
+    if torch.compiler.is_compiling():
+        return torch.ops.qkvcache.unfold(*inputs.arguments, inputs.max_length, columns, *(new or (None, None)))
+    return paged.unfold(inputs, columns, new)
 
 
 def append_token(static: StaticTensors, x: Pair, new: Sequence[Tensor | None], is_valid: Tensor | None) -> None:
@@ -227,21 +216,15 @@ def evict_token(static: StaticTensors, order: Tensor) -> Tensor:
     """`evict.evict_token`, in one launch where there is a kernel for the codecs."""
     if torch.compiler.is_compiling():
         return torch.ops.qkvcache.evict_token(*static.arguments, order)
+    pages = static.inputs.pages
     shared = any(
         b.heads == "shared" and b.tokens == "each"
-        for codec, x in zip(static.codecs, static.ring, strict=True)
+        for codec, x in zip(pages.codecs, static.ring, strict=True)
         for b in codec.buffers(x.shape[3])
     )
     # Each head stores a copy of shared buffers, since it evicts on its own.
-    kernels = _module("triton_evict") if quantizes(static.codecs, static.ring) and not shared else evicting
+    kernels = _module("triton_evict") if pages.by_page and quantizes(pages.codecs, static.ring) and not shared else evicting
     return kernels.evict_token(static, order)
-
-
-def unfold(buffers: StorageTensors, new: Pair | None) -> Pair:
-    """`counted.unfold`: keys and values at their columns, `[B, H, columns, D]` each, followed by `new` `[B, H, T, D]`; zeros beyond."""
-    if torch.compiler.is_compiling():
-        return torch.ops.qkvcache.unfold(*buffers.arguments, *(new or (None, None)))
-    return counted.unfold(buffers, new, dense)
 
 
 def _takes(module: str, x: Tensor, *sizes: int) -> bool:
@@ -269,14 +252,6 @@ def sum_attention(query: Tensor, key: Tensor, observed: Tensor, visible: Tensor 
                 return kernels.sum_attention(query, key, observed, visible, **options)
             return kernels.sum_attention(query, key, observed, **options).masked_fill_(~visible, 0)  # type: ignore[operator]
     return reference.sum_attention(query, key, observed, visible, **options)
-
-
-def dense_attention_inputs(attention_inputs: AttentionInputs) -> Pair:
-    """Keys and values `[B, H, T, D]` of the attention inputs in the model's dtype, in compiled code. For storage that counts on the device,
-    `T` is its columns, with zeros where there is no token."""
-    if attention_inputs.buffers is not None:
-        return torch.ops.qkvcache.unfold(*attention_inputs.buffers.arguments, None, None)
-    return torch.ops.qkvcache.dense(*attention_inputs.arguments)
 
 
 def dense(side: KeysOrValues) -> Tensor:

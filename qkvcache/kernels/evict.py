@@ -2,10 +2,10 @@
 
     sinks        `[B, H, E, D]`           the first tokens, in the model's dtype
     ring         `[B, H, W, D]`           the last tokens, in the model's dtype
-    planes       `[B, H, S, width]`       quantized tokens, one in each slot of the region
-    records      `[B, H, S + W]`          of the slots of the region, then of the ring: positions int32 (-1: no token), then up to three in
+    pages        `S` slots of each row    quantized tokens, another one in each head
+    records      `[B, H, S + W]`          of the slots of the pages, then of the ring: positions int32 (-1: no token), then up to three in
                                           fp32
-    column_mask  bool `[B, E + S + W]`    which columns hold a token: sinks, region, ring
+    column_mask  bool `[B, E + S + W]`    which columns hold a token: sinks, pages, ring
     row_lengths  int64 `[B]`              tokens of each row without padding
     columns      int64 `[1]`              tokens of a row with padding
 
@@ -15,65 +15,51 @@ the oldest token from the ring; its column stays empty until the next step. All 
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from ..formats.base import Codec, Codes
-from .segments import CODECS, Pair
+from .pages import PagedInputs, quantize_into
+from .segments import Pair
 
 
 @dataclass(eq=False)
 class StaticTensors:
-    """The tensors of the table above."""
+    """The tensors of the table above; `inputs` are the inputs of attention over sinks, pages and ring."""
 
-    numbers: tuple[int, int]
-    """Indices of the codecs of keys and of values, see `segments.number`."""
-    planes: tuple[Codes, Codes]
-    """The planes of keys and of values, with the buffers that are kept once."""
-    sinks: Pair
-    ring: Pair
+    inputs: PagedInputs
     records: dict[str, Tensor]
     column_mask: Tensor
     row_lengths: Tensor
     columns: Tensor
 
     @property
-    def codecs(self) -> tuple[Codec, Codec]:
-        return CODECS[self.numbers[0]], CODECS[self.numbers[1]]
+    def ring(self) -> Pair:
+        return self.inputs.ring
 
     @property
     def slots(self) -> int:
         return self.records["positions"].shape[2] - self.ring[0].shape[2]
 
-    @property
+    @cached_property
     def arguments(self) -> tuple:
         """Arguments of torch operators; `of` is the inverse, but for the names of the records after the positions."""
-        planes = [plane for side in self.planes for plane in side.values()]
-        groups = (self.numbers, planes, self.sinks, self.ring, self.records.values())
-        return *[list(group) for group in groups], self.column_mask, self.row_lengths, self.columns
+        pool, _, exact, sizes = self.inputs.arguments
+        return pool, exact, sizes, list(self.records.values()), self.column_mask, self.row_lengths, self.columns
 
     def tensors(self) -> list[Tensor]:
-        _, *groups, column_mask, row_lengths, columns = self.arguments
-        return [*itertools.chain(*groups), column_mask, row_lengths, columns]
+        """Those of fixed address, except pages and their table."""
+        return [*self.inputs.sinks, *self.ring, *self.records.values(), self.column_mask, self.row_lengths, self.columns]
 
     @classmethod
     def of(
-        cls,
-        numbers: Sequence[int],
-        planes: Sequence[Tensor],
-        sinks: Sequence[Tensor],
-        ring: Sequence[Tensor],
-        records: Sequence[Tensor],
-        *counts: Tensor,
+        cls, pool: Sequence[Tensor], exact: Sequence[Tensor], sizes: Sequence[int], records: Sequence[Tensor], *counts: Tensor
     ) -> StaticTensors:
-        left = iter(planes)
-        sides = [{b.name: next(left) for b in CODECS[n].buffers(x.shape[3])} for n, x in zip(numbers, ring, strict=True)]
         named = {str(i) if i else "positions": record for i, record in enumerate(records)}
-        return cls((numbers[0], numbers[1]), (sides[0], sides[1]), (sinks[0], sinks[1]), (ring[0], ring[1]), named, *counts)
+        return cls(PagedInputs.of(pool, [None] * 5, exact, sizes, 0), named, *counts)
 
 
 def gather_columns(x: Tensor, index: Tensor) -> Tensor:
@@ -114,8 +100,8 @@ def evict_token(static: StaticTensors, order: Tensor) -> Tensor:
 
     Returns the slot, int64 `[B, H]`; -1 where the token is evicted, `-2 - e` where it became sink `e`.
     """
-    ring, column_mask, records = static.ring, static.column_mask, list(static.records.values())
-    slots, exact = static.slots, static.sinks[0].shape[2]
+    ring, column_mask, records, sinks = static.ring, static.column_mask, list(static.records.values()), static.inputs.sinks
+    slots, exact = static.slots, sinks[0].shape[2]
     at = static.row_lengths % ring[0].shape[2]
     token = gather_columns(ring[0], at[:, None]), gather_columns(ring[1], at[:, None])
     in_records = (slots + at)[:, None]
@@ -124,18 +110,12 @@ def evict_token(static: StaticTensors, order: Tensor) -> Tensor:
     where = torch.where(least < slots, least, -1)
     where = torch.where((position >= 0) & (position < exact), -2 - position, where)
     is_sink = where[:, 0] < -1
-    for zone, x in zip(static.sinks, token, strict=True):
+    for zone, x in zip(sinks, token, strict=True):
         sink = where[..., None] == -2 - torch.arange(exact, device=where.device)
         zone.copy_(torch.where(sink[..., None], x, zone))
     if slots:
         into, stored = where.clamp_min(0)[..., None], (where >= 0)[..., None]
-        for codec, side, x in zip(static.codecs, static.planes, token, strict=True):
-            names = [b.name for b in codec.buffers(x.shape[3]) if b.tokens == "each"]
-            codes = codec.quantize(x, {name: plane for name, plane in side.items() if name not in names})
-            for name in names:
-                plane = side[name]
-                index = into[..., None].expand(*where.shape, 1, plane.shape[3])
-                plane.scatter_(2, index, torch.where(stored[..., None], codes[name], plane.gather(2, index)))
+        quantize_into(static.inputs.pages, token, static.inputs.pages.slots(into).masked_fill(~stored, -1))
         for record in records:
             record.scatter_(2, into, torch.where(stored, gather_columns(record, in_records), record.gather(2, into)))
     goes = torch.where(is_sink, -2 - where[:, 0], exact + where[:, 0].clamp_min(0))[:, None]

@@ -11,9 +11,9 @@ import torch
 import triton
 from torch import Tensor
 
-from ..formats.base import Codec, Codes, PackedLayout
+from ..formats.base import PackedLayout
 from .pages import LEAST_SPLIT, MOST_SPLITS, PagedInputs, PageOptions, Splits
-from .segments import AttentionInputs, layout_of, planes_of
+from .segments import layout_of, planes_of
 from .tables import Tables, tables
 from .triton_attend import attend_kernel
 from .triton_attend_tiles import attend_tiles_kernel
@@ -59,19 +59,21 @@ def launched(key: PackedLayout, value: PackedLayout, head_dim: int, rows: int = 
     return launch if rows <= 8 else replace(launch, rows=16)
 
 
-def tiled(query: Tensor, attention_inputs: AttentionInputs, mask: Tensor | None, options: PageOptions) -> Launch | None:
+def tiled(query: Tensor, inputs: PagedInputs, mask: Tensor | None, options: PageOptions) -> Launch | None:
     """The launch of the kernel for many query rows; None where it does not serve these inputs, or is slower than the decode kernel.
 
     It serves causal attention under no mask but one that hides columns, of quantized keys and values of 64 or 128 channels in fp16 or bf16,
     on Hopper: on other GPUs nobody measured it."""
-    region, rows = attention_inputs.region, query.shape[1] // attention_inputs.key.shape[1] * query.shape[2]
-    if region is None or rows < FEWEST_TILE_ROWS or not (architecture(query.device)[0] // 10 == 9 or query.device.type == "cpu"):
+    rows = query.shape[1] // inputs.ring[0].shape[1] * query.shape[2]
+    if not inputs.max_length or inputs.pages.per_head or inputs.splits is not None or rows < FEWEST_TILE_ROWS:
+        return None
+    if not (architecture(query.device)[0] // 10 == 9 or query.device.type == "cpu"):
         return None
     if options.get("observed") is not None or not options.get("causal"):
         return None
     if mask is not None and (mask.dtype != torch.bool or any(n > 1 for n in (1, 1, 1, *mask.shape)[-3:-1])):
         return None
-    sides = (layout_of(region.key), query.shape[3]), (layout_of(region.value), attention_inputs.value.shape[3])
+    sides = [(layout_of(codec), x.shape[3]) for codec, x in zip(inputs.pages.codecs, inputs.ring, strict=True)]
     if query.dtype not in (torch.float16, torch.bfloat16) or not all(layout and _in_tiles(layout, dim) for layout, dim in sides):
         return None
     return TILES[rows > TILES[0].rows]
@@ -91,16 +93,13 @@ SUM_TOKENS = 1024
 """Tokens of a program that sums attention."""
 
 
-def supports(inputs: AttentionInputs | PagedInputs, query: Tensor) -> bool:
+def supports(inputs: PagedInputs, query: Tensor) -> bool:
     """Whether the fused kernel can read these inputs, exact tokens among them."""
-    if isinstance(inputs, PagedInputs):
-        codecs, recent = inputs.pages.codecs, inputs.ring
-    elif inputs.buffers is not None and inputs.buffers.launch is not None:  # they were read before
-        return query.dtype == inputs.exact[2].dtype
-    else:
-        codecs, recent = inputs.region.codecs if inputs.region else (), inputs.exact[2:]  # type: ignore[assignment]
-    fits = query.dtype == recent[0].dtype and all(x.shape[3] % 16 == 0 and x.shape[3] <= 256 for x in recent)
-    return fits and all(map(layout_of, codecs))
+    known, recent = inputs.launches.get("supported"), inputs.ring
+    if known is None:
+        fits = all(x.shape[3] % 16 == 0 and x.shape[3] <= 256 for x in recent)
+        known = inputs.launches["supported"] = fits and inputs.pages.by_page and all(map(layout_of, inputs.pages.codecs))
+    return known and query.dtype == recent[0].dtype
 
 
 @functools.lru_cache(maxsize=8)
@@ -128,105 +127,55 @@ def split(tokens: int, groups: int, tile: int, warps: int) -> int:
 
 
 class Arguments(NamedTuple):
-    """Arguments that all launches over the same inputs share. Absent arguments are empty tensors."""
+    """Arguments that all launches over the same storage share. Absent arguments are empty tensors."""
 
     use: Tables
     empty: Tensor
-    places: tuple[Tensor, Tensor, Tensor]
-    """`table`, `counts` and `lengths` of `attend_kernel`."""
-    place_strides: tuple[int, int, int, int]
-    """Strides of the table, then of the lengths, over rows and heads."""
     planes: tuple[tuple[Tensor, ...], ...]
     """Planes of keys and of values: codes, high bits, scales, mean, shifts."""
     strides: tuple[tuple[int, ...], ...]
-    """Strides of the planes: over pages and heads of codes, high bits and scales, over rows and heads of the mean."""
-    exact: tuple[Tensor, ...]
-    exact_strides: tuple[int, ...]
+    """Strides of the planes: over entries of pages and heads of codes, high bits and scales, over rows and heads of the mean."""
     constants: dict[str, object]
     plans: dict[tuple, LaunchPlan]
     """Launch plans of the calls over these inputs, by the shape of their queries and their options."""
 
     @classmethod
-    def of(
-        cls,
-        codecs: tuple[Codec, Codec] | None,
-        codes: Sequence[Codes],
-        exact: tuple[Tensor, ...],
-        places: Sequence[Tensor | None],
-        place_strides: tuple[int, int, int, int],
-        **constants: object,
-    ) -> Arguments:
-        """Collect the arguments for quantized tokens `codes`, keys and values, and exact tokens `exact`, keys and
-        values of the sinks and of the residual. `codecs` is None if there are no quantized tokens."""
-        use = tables(codecs, exact[2].shape[3], exact[3].shape[3], exact[0].device)
-        empty = torch.empty(0, dtype=exact[0].dtype, device=exact[0].device)
-        found = [(*planes_of(codec, side), side.get("center", empty)) for codec, side in zip(codecs or (), codes, strict=True)]
-        found = found or [(empty,) * 4] * 2
-        constants |= {"K": use.key, "V": use.value, "D": exact[2].shape[3], "DV": exact[3].shape[3], "TX": EXACT_TILE}
-        constants["WIDE"] = any(x.numel() and x.stride(0) * x.shape[0] >= 2**31 for side in found for x in side[:2])
-        table, counts, lengths = (empty if x is None else x for x in places)
-        return cls(
-            use, empty, (table, counts, lengths), place_strides,
-            tuple((*side, shifts) for side, shifts in zip(found, (use.k_shifts, use.v_shifts), strict=True)),
-            tuple(tuple(n for x in side for n in _outer_strides(x)) for side in found),
-            exact, _strides_of(exact), constants, {},
-        )  # fmt: skip
+    def of(cls, inputs: PagedInputs) -> Arguments:
+        """The arguments of these inputs; what does not depend on their rows is computed once."""
+        counted = inputs.rows is not None
+        if counted not in inputs.launches:
+            pages, (key, value), device = inputs.pages, inputs.ring, inputs.ring[0].device
+            use = tables(pages.codecs, key.shape[3], value.shape[3], device)
+            empty = torch.empty(0, dtype=key.dtype, device=device)
+            sides = [each | once for each, once in zip(pages.planes, pages.statistics, strict=True)]
+            found = [(*planes_of(codec, side), side.get("center", empty)) for codec, side in zip(pages.codecs, sides, strict=True)]
+            once = [any(name != "center" for name in side) for side in pages.statistics]
+            constants = {
+                "K": use.key, "V": use.value, "D": key.shape[3], "DV": value.shape[3], "TX": EXACT_TILE, "PAGE": pages.page_size,
+                "BASE": pages.firsts[0], "COUNTED": counted, "K_ONCE": int(once[0]), "V_ONCE": int(once[1]),
+            }  # fmt: skip
+            inputs.launches[counted] = cls(
+                use, empty, tuple((*side, shifts) for side, shifts in zip(found, (use.k_shifts, use.v_shifts), strict=True)),
+                tuple(_strides(side, is_once) for side, is_once in zip(found, once, strict=True)), constants, {},
+            )  # fmt: skip
+        return inputs.launches[counted]
 
 
-def _strides_of(exact: tuple[Tensor, ...]) -> tuple[int, ...]:
-    """Return the strides of each tensor over its first three dimensions."""
-    return tuple(n for x in exact for n in x.stride()[:3])
-
-
-def _outer_strides(x: Tensor) -> tuple[int, int]:
-    """Over the first two dimensions, 0 where there is one entry for all; `(0, 0)` if `x` has not four dimensions."""
-    return (x.stride(0) if x.shape[0] > 1 else 0, x.stride(1) if x.shape[1] > 1 else 0) if x.dim() == 4 else (0, 0)
-
-
-def arguments_of_chunks(inputs: AttentionInputs) -> Arguments:
-    """The arguments of these inputs; what does not depend on the step is computed once."""
-    buffers, region = inputs.buffers, inputs.region
-    if buffers is not None:
-        buffers.launch = buffers.launch or _arguments_of_chunks(inputs)
-        return buffers.launch
-    if region is None:
-        return _arguments_of_chunks(inputs)
-    if "attend" not in region.launches:
-        region.launches["attend"] = _arguments_of_chunks(inputs)._replace(exact=())
-    return region.launches["attend"]._replace(exact=inputs.exact, exact_strides=_strides_of(inputs.exact))
-
-
-def _arguments_of_chunks(inputs: AttentionInputs) -> Arguments:
-    buffers, region = inputs.buffers, inputs.region
-    shared, once = (region.shared, region.statistics) if region else ((False, False), (False, False))
-    return Arguments.of(
-        region.codecs if region else None,
-        region.chunks[0] if region else (),
-        inputs.exact,
-        (region.table if region else None, *((buffers.state, buffers.lengths) if buffers else (None, None))),
-        (0, 0, 0, 0),
-        PAGE=0, COUNTED=buffers is not None, K_SHARED=shared[0], V_SHARED=shared[1], K_ONCE=int(once[0]), V_ONCE=int(once[1]),
-    )  # fmt: skip
-
-
-def arguments_of_pages(inputs: PagedInputs) -> Arguments:
-    """The arguments of these inputs; what does not depend on their rows is computed once."""
-    pages = inputs.pages
-    if "attend" not in inputs.launches:
-        (key, value), (k_once, v_once) = pages.planes, pages.statistics
-        once = (int(any(name != "center" for name in side)) for side in (k_once, v_once))
-        inputs.launches["attend"] = Arguments.of(
-            pages.codecs, (key | k_once, value | v_once), (*inputs.sinks, *inputs.ring), (None, None, None), (0, 0, 0, 0),
-            PAGE=pages.page_size, COUNTED=False, K_SHARED=False, V_SHARED=False, K_ONCE=next(once), V_ONCE=next(once),
-        )  # fmt: skip
-    return inputs.launches["attend"]._replace(places=(pages.table, inputs.rows, pages.lengths), place_strides=pages.strides)
+def _strides(planes: Sequence[Tensor], once: bool) -> tuple[int, ...]:
+    """Strides of codes, high bits, scales and the mean over the first two dimensions: 0 over heads, or over rows, that share an entry."""
+    found = []
+    for i, x in enumerate(planes):
+        by_row = i == 3 or (i == 2 and once)
+        first = x.stride(0) if x.dim() == 4 and (x.shape[0] > 1 or not by_row) else 0
+        found += [first, x.stride(1) if x.dim() == 4 and x.shape[1] > 1 else 0]
+    return tuple(found)
 
 
 class LaunchPlan:
     """The launch of attention calls of one shape: everything that depends neither on the step nor on tensors.
 
     Args:
-        shape: of the queries, `[B, Hq, Q, D]`.
+        shape: of the queries, `[B, Hq, Q, D]`. heads: KV heads.
         mask: the kind of mask: "none", "row", "bool" or "float".
         exact: whether there are exact tokens, or slots for them.
         items: whether `Splits` divide the rows among programs.
@@ -236,6 +185,7 @@ class LaunchPlan:
         self,
         args: Arguments,
         shape: torch.Size,
+        heads: int,
         mask: str,
         exact: bool,
         causal: bool,
@@ -247,7 +197,7 @@ class LaunchPlan:
     ) -> None:
         use, device = args.use, args.empty.device
         self.batch, query_heads, self.queries, dim = shape
-        self.heads, self.value_dim = args.exact[3].shape[1], args.exact[3].shape[3]
+        self.heads, self.value_dim = heads, args.constants["DV"]
         self.groups = query_heads // self.heads
         arch, processors = architecture(device)
         rows, nvidia = self.groups * self.queries, bool(arch) or device.type == "cpu"
@@ -272,8 +222,7 @@ class LaunchPlan:
         if launch.registers and arch:
             self.attend["maxnreg"] = launch.registers
         self.attend_in_tiles = {name: x for name, x in self.attend.items() if name in TILE_CONSTANTS} | {"MASK": mask != "none"}
-        shared["RAGGED"] = self.attend["PAGE"] > 0
-        self.sum = {**shared, "WIDTH": self.width, "N": SUM_TOKENS, "ARCH": arch, "num_warps": 4}
+        self.sum = {**shared, "COUNTED": args.constants["COUNTED"], "WIDTH": self.width, "N": SUM_TOKENS, "ARCH": arch, "num_warps": 4}
         self.reduce = {
             **shared, "V": use.value, "DV": self.value_dim, "C": columns, "S": 32, "SINKS": sinks, "EXACT": exact,
             "TURN": use.v_block**-0.5, "STAGES": use.v_block.bit_length() - 1, "ITEMS": items, "num_warps": 4 if use.value.rotated else 1,
@@ -282,22 +231,17 @@ class LaunchPlan:
 
 
 class Call:
-    """One call of attention, over chunks or over pages: the values that its launches share.
+    """One call of attention: the values that its launches share.
 
     `zones` are the quantized tokens, the sinks and the tokens of the residual, or the slots for them, which bound the columns of a mask.
     """
 
     def __init__(
-        self,
-        query: Tensor,
-        mask: Tensor | None,
-        args: Arguments,
-        zones: tuple[int, int, int],
-        options: PageOptions,
-        launch: Launch | None,
-        splits: Splits | None = None,
+        self, query: Tensor, mask: Tensor | None, inputs: PagedInputs, options: PageOptions, launch: Launch | None, items: Splits | None
     ) -> None:
-        self.zones, self.args, self.items, shape = zones, args, splits, query.shape
+        self.inputs, self.args, self.items, shape = inputs, Arguments.of(inputs), items, query.shape
+        args, (sinks, region, ring) = self.args, inputs.slots
+        self.zones = zones = region, sinks, ring
         scaling, softcap = options.get("scaling"), options.get("softcap")
         self.sinks, self.observed = options.get("sinks"), options.get("observed")
         self.query = self.region_query = query if query.stride(-1) == 1 else query.contiguous()
@@ -313,10 +257,16 @@ class Call:
             if mask.dtype == torch.bool:
                 kind, mask = "row" if shape[2] == 1 and not self.mask_strides[1] else "bool", mask.view(torch.uint8)
             self.mask = mask
-        self.scalars = shape[3] ** -0.5 if scaling is None else scaling, softcap or 1.0
+        self.exact = *inputs.sinks, *inputs.ring
+        pages, rows = inputs.pages, inputs.rows
+        lengths = pages.lengths if rows is not None else None
+        self.rows, self.rows_stride = (args.empty, 0) if rows is None else (rows, rows.stride(0))
+        self.lengths = args.empty if lengths is None else lengths
+        self.strides = pages.strides
+        self.scalars = {"scaling": shape[3] ** -0.5 if scaling is None else scaling, "softcap": softcap or 1.0}
         key = (
-            shape, kind, zones[1] + zones[2] > 0, options.get("causal", False), softcap is not None, self.sinks is not None,
-            self.observed is not None, splits is not None, launch,
+            shape, inputs.ring[0].shape[1], kind, sinks + ring > 0, options.get("causal", False), softcap is not None,
+            self.sinks is not None, self.observed is not None, items is not None, launch,
         )  # fmt: skip
         if key not in args.plans:
             args.plans[key] = LaunchPlan(args, *key)
@@ -342,9 +292,25 @@ class Call:
     def _empty(self, shape: int | tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=self.query.device)
 
-    def attend(self, chunks: int = 0, tokens: int | None = None) -> None:
-        """A launch of `attend_kernel`. `tokens`: as of `PagedInputs`."""
-        plan, args, (n_quantized, n_sinks, n_residual) = self.plan, self.args, self.zones
+    def _shared(self) -> dict[str, Any]:
+        """The arguments that both attention kernels have."""
+        (n_quantized, n_sinks, n_residual), (query_b, query_h, query_q, _) = self.zones, self.query.stride()
+        part, maxima, sums = self.outputs
+        k_planes, v_planes = self.args.planes
+        k_strides, v_strides = self.args.strides
+        exact_strides = tuple(n for x in self.exact for n in x.stride()[:3])
+        return {
+            "query": self.query, "table": self.inputs.pages.table, "rows": self.rows, "lengths": self.lengths, "k_planes": k_planes,
+            "v_planes": v_planes, "exact": self.exact, "mask": self.mask, "part": part, "maxima": maxima, "sums": sums,
+            "query_b": query_b, "query_h": query_h, "query_q": query_q, "table_b": self.strides[0], "rows_b": self.rows_stride,
+            "lengths_b": self.strides[2], "k_strides": k_strides, "v_strides": v_strides, "exact_strides": exact_strides,
+            "mask_b": self.mask_strides[0], "mask_t": self.mask_strides[3], "n_sinks": n_sinks, "n_quantized": n_quantized,
+            "n_residual": n_residual, "heads": self.plan.heads, "queries": self.plan.queries, **self.scalars,
+        }  # fmt: skip
+
+    def attend(self) -> None:
+        """A launch of `attend_kernel`."""
+        plan, args, n_quantized, tokens = self.plan, self.args, self.zones[0], self.inputs.tokens
         least, items = LEAST_SPLIT, args.empty
         if self.items is not None:
             items = self.items.items
@@ -358,23 +324,21 @@ class Call:
             self.allocate(max(splits, 1 - plan.exact) + plan.exact)
         with torch.cuda.device_of(self.query):
             attend_kernel[(self.splits, plan.blocks, plan.panels // plan.blocks)](
-                self.query, self.region_query, args.use.rotation, args.use.signs, *args.places, items, *args.planes, args.exact, self.mask,
-                *self.outputs, self.weights, self.tops, *self.query.stride()[:3], *args.place_strides, *args.strides, args.exact_strides,
-                *self.mask_strides, *self.scalars, chunks, n_sinks, n_quantized, n_residual, least, plan.heads, plan.queries, **plan.attend,
+                **self._shared(), region_query=self.region_query, rotation=args.use.rotation, signs=args.use.signs, items=items,
+                weights=self.weights, tops=self.tops, table_h=self.strides[1], lengths_h=self.strides[3], mask_h=self.mask_strides[1],
+                mask_q=self.mask_strides[2], least=least, **plan.attend,
             )  # fmt: skip
 
-    def attend_in_tiles(self, chunks: int) -> None:
-        """A launch of `attend_tiles_kernel`, over chunks."""
-        plan, args, (n_quantized, n_sinks, n_residual) = self.plan, self.args, self.zones
+    def attend_in_tiles(self) -> None:
+        """A launch of `attend_tiles_kernel`."""
+        plan, n_quantized = self.plan, self.zones[0]
         # Beside few long splits, the programs of the exact tokens are brief.
         programs = plan.programs + plan.panels * (plan.programs <= 8 * plan.panels)
         self.allocate(split(n_quantized, plan.panels, plan.tile, programs) + plan.exact)
         with torch.cuda.device_of(self.query):
             attend_tiles_kernel[(self.splits, plan.blocks, plan.batch * plan.heads)](
-                self.query, args.use.matrix, *args.places, *args.planes, args.exact, self.mask, *self.outputs, *self.query.stride()[:3],
-                *args.strides[0][-2:], args.exact_strides, self.mask_strides[0], self.mask_strides[3], *self.scalars, chunks, n_sinks,
-                n_quantized, n_residual, LEAST_SPLIT, plan.heads, plan.queries, **plan.attend_in_tiles,
-            )  # fmt: skip
+                **self._shared(), rotation=self.args.use.matrix, least=LEAST_SPLIT, **plan.attend_in_tiles
+            )
 
     def finish(self) -> tuple[Tensor, Tensor, Tensor]:
         """Joins the splits: the output `[B, Hq, Q, Dv]`, the log of the normaliser, fp32 `[B, Hq, Q]`, and the accumulated attention, fp32
@@ -393,8 +357,8 @@ class Call:
         attention_sums, (n_quantized, n_sinks, n_residual) = self._empty((plan.batch, plan.heads, sum(self.zones))), self.zones
         with torch.cuda.device_of(out):
             sum_splits_kernel[(sum(-(-n // SUM_TOKENS) for n in self.zones), plan.batch * plan.heads)](
-                self.weights, self.tops, lse, self.observed.contiguous(), attention_sums, *args.places[1:], *args.place_strides[2:],
-                self.slots, self.grains, n_sinks, n_quantized, n_residual, plan.blocks, plan.heads, plan.queries, **plan.sum,
+                self.weights, self.tops, lse, self.observed.contiguous(), attention_sums, self.rows, self.rows_stride, self.lengths,
+                *self.strides[2:], self.slots, self.grains, n_sinks, n_quantized, n_residual, plan.blocks, plan.heads, plan.queries, **plan.sum,
             )  # fmt: skip
         return out, lse, attention_sums
 
@@ -408,49 +372,22 @@ def _rotate(query: Tensor, matrix: Tensor, factor: float) -> Tensor:
     return out
 
 
-def fused_attend(
-    query: Tensor,
-    attention_inputs: AttentionInputs,
-    mask: Tensor | None = None,
-    *,
-    launch: Launch | None = None,
-    **options: Unpack[PageOptions],
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Run `attend_observed` in one pass over the codes. Returns the output `[B, Hq, Q, Dv]`, the log of the normaliser, fp32
-    `[B, Hq, Q]`, and the accumulated attention, fp32 `[B, H, T]`.
-
-    Args:
-        launch: for measuring; chosen by format otherwise.
-        options: without `observed`, the accumulated attention is `[B, H, 0]`, and costs nothing.
-
-    Raises ValueError for causal queries that are not all among the exact recent tokens, and for `observed` where the device counts tokens.
-    """
-    if options.get("causal") and query.shape[2] > attention_inputs.exact[2].shape[2]:
-        raise ValueError(
-            f"causal with {query.shape[2]} queries: their own tokens must be among the exact recent ones, of which there are "
-            f"{attention_inputs.exact[2].shape[2]}"
-        )
-    if options.get("observed") is not None and attention_inputs.buffers is not None:
-        raise ValueError("`observed` cannot be combined with storage that counts on the device")
-    region, exact = attention_inputs.region, attention_inputs.exact
-    launch = launch or tiled(query, attention_inputs, mask, options)
-    zones = 0 if region is None else region.tokens, exact[0].shape[2], exact[2].shape[2]
-    chunks = len(region.chunks) if region else 0
-    call = Call(query, mask, arguments_of_chunks(attention_inputs), zones, options, launch)
-    if launch is not None and launch.many:
-        call.attend_in_tiles(chunks)
-    else:
-        call.attend(chunks)
-    return call.finish()
-
-
 def attend_pages(
     query: Tensor, inputs: PagedInputs, mask: Tensor | None = None, *, launch: Launch | None = None, **options: Unpack[PageOptions]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`pages.attend_pages` in two launches, of codes in one pass. `launch`: for measuring; chosen by format otherwise."""
-    sink_slots, max_length, ring_slots = inputs.slots
+    """Run `pages.attend_pages` in one pass over the codes. `launch`: for measuring; chosen by format otherwise.
+
+    Raises ValueError for causal queries that are not all among the exact last tokens."""
+    if options.get("causal") and query.shape[2] > inputs.slots[2]:
+        raise ValueError(
+            f"causal with {query.shape[2]} queries: their own tokens must be among the exact recent ones, of which there are "
+            f"{inputs.slots[2]}"
+        )
     one = query.shape[2] == 1 and options.get("observed") is None
-    splits = inputs.splits if one else None
-    call = Call(query, mask, arguments_of_pages(inputs), (max_length, sink_slots, ring_slots), options, launch, splits)
-    call.attend(tokens=inputs.tokens)
+    launch = launch or tiled(query, inputs, mask, options)
+    call = Call(query, mask, inputs, options, launch, inputs.splits if one else None)
+    if launch is not None and launch.many:
+        call.attend_in_tiles()
+    else:
+        call.attend()
     return call.finish()

@@ -1,59 +1,72 @@
-"""Quantized tokens in pages, for rows of any lengths, with the torch reference of the kernels that read and write them.
+"""Quantized tokens in pages, with the torch reference of the kernels that read and write them.
 
-A pool holds `N` pages of `PAGE` tokens, a power of two of at least 64. Token `n` of a row is at offset `n % PAGE` of the page
-`table[row, n // PAGE]`. Pages may be anywhere in the pool, and rows may share them. Lengths are on the device: no function here reads them
-from the host.
+A slab is one allocation of pages, each of `PAGE` tokens, a power of two of at least 64. Token `n` of a row is at offset `n % PAGE` of the
+page that entry `n // PAGE` of the row's table names. Pages may be anywhere in the slabs, and rows may share them. Lengths are on the
+device: no function here reads them from the host.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..formats.base import Codec, Codes
+from ..formats.base import Codec, Codes, affine
 from .attend import MASKED_BELOW, Options, apply_mask, scores
 from .segments import CODECS, AttentionInputs, Exact, KeysOrValues, Packed, Pair, names, number, pv
 
-COLUMNS = BEGIN, SINK_ROW, SINKS, RING_ROW, RING_START, RING_TOKENS = range(6)
+COLUMNS = BEGIN, SINK_ROW, RING_ROW, SINKS, RING_START, RING_TOKENS, LENGTH, TOKENS = range(8)
 """Columns of `PagedInputs.rows`."""
+CONTROL = TICKET, DROPPED, ROOM = range(3)
+"""Entries of `PagedInputs.control`."""
 
 
 @dataclass(eq=False)
 class Pages:
     """The quantized tokens of a layer.
 
-    planes      of keys and of values: `[N, H', PAGE, width]` for each buffer that is kept for each token. `H'` is `H`, or 1 for a buffer
-                that heads share, or 1 where each head has pages of its own
+    slabs       of each slab the planes of keys and of values: `[E, H', PAGE, width]` for each buffer that is kept for each token. `H'` is
+                `H`, or 1 for a buffer that heads share, or 1 where each head has pages of its own. Planes `[G, H', n * PAGE, width]` have
+                `n` pages after one another, which kernels cannot read
+    firsts      the entry in tables of the first page of each slab
+    page_size   tokens of a page
     statistics  of keys and of values: `[B or 1, H or 1, 1, width]` for each buffer that is kept once; of one row if all rows share it
-    table       int32 `[B, P]`, where all heads of a row share its pages, or `[B, H, P]`, where each head has its own. Entries beyond the
-                length are not read
-    lengths     int32 `[B]` or, with pages for each head, `[B, H]`: tokens
+    table       int32 or int64 `[B, P]`, where all heads of a row share its pages, or `[B, H, P]`, where each head has its own. Entries
+                beyond the length are not read
+    lengths     int32 `[B]` or, with pages for each head, `[B, H]`: tokens; None: all that are read exist
 
-    Kernels require that the last two dimensions of planes are contiguous, and that their addresses, their strides over pages and, unless
-    heads are `PAGE * width` apart, over heads are multiples of 64 bytes. Kernels use 64-bit offsets of pages where a plane spans 2^31
-    elements or more.
+    An entry `e` names page `e - first` of a slab. Kernels read the pages of all slabs from the first slab's planes: pages of other slabs lie
+    at the same distances from them. They require that the last two dimensions of planes are contiguous, and that their addresses, their
+    strides over pages and, unless heads are `PAGE * width` apart, over heads are multiples of 64 bytes.
     """
 
     key: Codec
     value: Codec
-    planes: tuple[Codes, Codes]
+    slabs: Sequence[tuple[Codes, Codes]]
+    firsts: Sequence[int]
+    page_size: int
     statistics: tuple[Codes, Codes]
     table: Tensor
-    lengths: Tensor
+    lengths: Tensor | None
+    by_page: bool = True
+    """Whether kernels can read and write the pages."""
+    grows: bool = False
+    """Whether slabs may be added while compiled code runs, which is compiled with the first slab alone."""
+    partial: bool = False
+    """Whether there may be slabs that are not in `slabs`, as in compiled code."""
 
     @property
     def codecs(self) -> tuple[Codec, Codec]:
         return self.key, self.value
 
-    @cached_property
-    def page_size(self) -> int:
-        """Tokens of a page."""
-        return next(iter(self.planes[0].values())).shape[2]
+    @property
+    def planes(self) -> tuple[Codes, Codes]:
+        """The planes of the first slab."""
+        return self.slabs[0]
 
     @property
     def per_head(self) -> bool:
@@ -63,23 +76,79 @@ class Pages:
     @property
     def strides(self) -> tuple[int, int, int, int]:
         """Strides of `table`, then of `lengths`, over rows and heads; 0 over heads that share pages."""
-        pages, lengths = self.table.stride()[:-1], self.lengths.stride()
-        return pages[0], pages[1] if len(pages) > 1 else 0, lengths[0], lengths[1] if len(lengths) > 1 else 0
+        pages, lengths = self.table.stride()[:-1], () if self.lengths is None else self.lengths.stride()
+        both = (*pages, 0)[:2], (*lengths, 0, 0)[:2]
+        return both[0] + both[1]
+
+    def slots(self, place: Tensor) -> Tensor:
+        """The slots, `entry * PAGE + offset` as int64 `[B, 1 or H, T]`, of the tokens `place`, int64 `[T]` or `[B, 1 or H, T]`, which exist.
+        All rows have a slot for each of them."""
+        table = self.table if self.per_head else self.table[:, None]
+        entry = place // self.page_size
+        found = table[:, :, entry] if place.dim() == 1 else table.expand(-1, place.shape[1], -1).gather(2, entry.expand(len(table), -1, -1))
+        return found.long() * self.page_size + place % self.page_size
+
+    def take(self, side: int, slots: Tensor) -> Codes:
+        """Codes of the keys (`side` 0) or values (1) in `slots`, int64 `[B, 1 or H, T]` (1: the same for all heads): `[B, H', T, width]`."""
+        found: Codes = {}
+        for planes, mine, page, offset in self._places(slots):
+            for name, plane in planes[side].items():
+                here, at = self._inside(plane, page, offset)
+                codes = plane[here, torch.arange(plane.shape[1], device=slots.device)[:, None], at]
+                found[name] = codes if mine is None or name not in found else torch.where(mine[..., None], codes, found[name])
+        return found
+
+    def put(self, side: int, slots: Tensor, codes: Codes) -> None:
+        """Writes codes `[B, H', T, width]` into `slots`, int64 `[B, 1 or H, T]`; negative for tokens that are not stored."""
+        for planes, mine, page, offset in self._places(slots):
+            stored = slots >= 0 if mine is None else (slots >= 0) & mine
+            for name, new in codes.items():
+                plane = planes[side][name]
+                here, at = self._inside(plane, page, offset)
+                if slots.shape[1] == 1:
+                    _put(plane.transpose(1, 2), stored.flatten(), (here.flatten(), at.flatten()), new.transpose(1, 2).flatten(0, 1))
+                    continue
+                head = torch.arange(slots.shape[1], device=slots.device)[:, None] % plane.shape[1]
+                index = (x.expand_as(slots).flatten() for x in (here, head, at))
+                _put(plane, stored.flatten(), tuple(index), new.expand(*slots.shape, -1).flatten(0, 2))
+
+    def _places(self, slots: Tensor) -> Iterator[tuple[tuple[Codes, Codes], Tensor | None, Tensor, Tensor]]:
+        """Yields for each slab: its planes; which slots it has (None: all); and the page and the offset of each slot."""
+        if self.partial:
+            raise NotImplementedError(
+                "compiled steps of a cache that grows have one token, a format with kernels, and attention other than eager: pass "
+                "max_length, or leave out compile"
+            )
+        entry, offset = slots.div(self.page_size, rounding_mode="floor"), slots % self.page_size
+        if len(self.slabs) == 1:
+            yield self.slabs[0], None, entry - self.firsts[0], offset
+            return
+        ascending = sorted(zip(self.firsts, self.slabs, strict=True), key=lambda slab: slab[0])
+        of = torch.bucketize(entry, torch.tensor([first for first, _ in ascending], device=slots.device), right=True) - 1
+        for i, (first, planes) in enumerate(ascending):
+            yield planes, of == i, entry - first, offset
+
+    def _inside(self, plane: Tensor, page: Tensor, offset: Tensor) -> tuple[Tensor, Tensor]:
+        """The indices of the slots at `offset` of the pages `page` in the first and the third dimension of `plane`. Pages that it lacks
+        are exchanged for others."""
+        neighbours = plane.shape[2] // self.page_size
+        page = page.clamp(0, max(plane.shape[0] * neighbours - 1, 0))
+        if neighbours == 1:
+            return page, offset
+        return page // neighbours, page % neighbours * self.page_size + offset
 
     def gather(self, side: int, tokens: int, begin: int = 0) -> tuple[Codes, Tensor]:
         """Codes of the keys (`side` 0) or values (1) `begin` to `begin + tokens` of all rows, `[B, H', tokens, width]`, with the
         statistics, and which of them exist, bool `[B, 1 or H, tokens]`. Codes of those that do not are zeros."""
         place = torch.arange(begin, begin + tokens, device=self.table.device)
         table = self.table if self.per_head else self.table[:, None]
+        if self.lengths is None:
+            return self.take(side, self.slots(place)) | self.statistics[side], place.new_ones(*table.shape[:2], tokens, dtype=torch.bool)
         exists = (place < self.lengths.view(len(table), -1, 1)).expand(*table.shape[:2], tokens)
-        entry = place.div(self.page_size, rounding_mode="floor").clamp_max(table.shape[2] - 1)
-        page = torch.where(exists, table[:, :, entry], 0).long()
-        offset = place % self.page_size
-        codes: Codes = {}
-        for name, plane in self.planes[side].items():
-            gathered = plane[page, 0, offset] if self.per_head else plane[page[:, 0], :, offset].transpose(1, 2)
-            codes[name] = torch.where(exists[..., None], gathered, 0)
-        return codes | self.statistics[side], exists
+        entry = (place // self.page_size).clamp_max(table.shape[2] - 1)
+        entries = torch.where(exists, table[:, :, entry].long(), self.firsts[0])
+        codes = self.take(side, entries * self.page_size + place % self.page_size)
+        return {name: torch.where(exists[..., None], x, 0) for name, x in codes.items()} | self.statistics[side], exists
 
 
 LEAST_SPLIT, BALANCED_SPLIT, MOST_SPLITS = 128, 512, 100
@@ -125,59 +194,69 @@ class PagedInputs:
 
     sinks       keys and values `[E, H, S, D]` in the model's dtype, `S` may be 0
     ring        keys and values `[F, H, R, D]` in the model's dtype, `R` may be 0
-    rows        int32 `[B, 6]`, for each row:
+    rows        int32 `[B, 8]`, contiguous in the last dimension, for each row:
                 BEGIN        the first token of its pages that is read
-                SINK_ROW     its row of the `E` in `sinks`, and SINKS, how many tokens of it are read
-                RING_ROW     its row of the `F` in `ring`; RING_START, the slot of its oldest token, and RING_TOKENS, how many there are,
-                             in slots `(RING_START + i) % R`
-    max_length  bound on `pages.lengths`, which sizes launches and results
+                SINK_ROW     its row of the `E` in `sinks`, and RING_ROW, its row of the `F` in `ring`
+                SINKS        how many of its sinks are read
+                RING_START   the slot of the oldest token of its ring, and RING_TOKENS, how many there are, in slots `(RING_START + i) % R`
+                LENGTH       tokens in its pages, for `step`; attention reads `pages.lengths`
+                TOKENS       tokens of the row, for `step`
+                None: row `b` has all sinks and the whole ring of row `b`, in order, and the first `max_length` tokens of its pages
+    max_length  bound on `pages.lengths`, which sizes launches and results; without `rows`, quantized tokens
     tokens      approximate sum of the lengths of all rows, where they differ much: long rows then get more splits. None: lengths are
                 similar
     splits      of the rows, in place of `tokens`, for kernels that attend with one query of each row without accumulating attention
+    control     int32 `[3]`, for `step`: TICKET, programs of the launch that have finished; DROPPED, tokens that came when there was no
+                room; ROOM, the most tokens of a row. None: no step stores tokens
     """
 
     pages: Pages
     sinks: Pair
     ring: Pair
-    rows: Tensor
+    rows: Tensor | None
     max_length: int
     tokens: int | None = None
     splits: Splits | None = None
-    launches: dict[str, Any] = field(default_factory=dict)
-    """Arguments that kernels reuse from step to step: tensors do not move, and statistics do not change. Inputs over the same storage may
-    share them; rows, tables and lengths may differ."""
-    arguments: tuple[list[Tensor], list[Tensor], list[Tensor], list[int], int, int] = field(init=False)
-    """Arguments of torch operators: the table, planes and statistics; `rows`, `lengths`, and what `splits` has; sinks and ring; indices of
-    the codecs; `max_length` and `tokens` (-1: None)."""
+    control: Tensor | None = None
+    launches: dict[Any, Any] = field(default_factory=dict)
+    """Arguments that kernels reuse from step to step: planes and statistics do not move or change. Inputs over the same storage may share
+    them; rows, tables, lengths, sinks and rings may differ."""
 
-    def __post_init__(self) -> None:
+    @cached_property
+    def arguments(self) -> tuple[list[Tensor], list[Tensor | None], list[Tensor], list[int]]:
+        """Arguments of torch operators, with `max_length`: the table, the first slab's planes and statistics; `rows`, `lengths`, what
+        `splits` has, and `control`; sinks and ring; indices of the codecs, the first entry, the page size, whether kernels read the pages,
+        whether slabs are added, `tokens` (-1: None)."""
         pages = self.pages
         pool = [pages.table]
         for kind, sides in (("each", pages.planes), ("once", pages.statistics)):
             for codec, side, x in zip(pages.codecs, sides, self.ring, strict=True):
                 pool += [side[name] for name in names(codec, x.shape[3], kind)]
-        numbers = [number(codec) for codec in pages.codecs]
         tokens = -1 if self.tokens is None else self.tokens
-        counts = [self.rows, pages.lengths]
-        if self.splits is not None:
-            counts += [self.splits.items, self.splits.firsts]
-        self.arguments = pool, counts, [*self.sinks, *self.ring], numbers, self.max_length, tokens
+        sizes = [*map(number, pages.codecs), pages.firsts[0], pages.page_size, int(pages.by_page), int(pages.grows), tokens]
+        splits = (None, None) if self.splits is None else (self.splits.items, self.splits.firsts)
+        lengths = None if pages.lengths is None or (self.rows is not None and not pages.per_head) else pages.lengths
+        return pool, [self.rows, lengths, *splits, self.control], [*self.sinks, *self.ring], sizes
 
     @staticmethod
     def of(
-        pool: Sequence[Tensor], counts: Sequence[Tensor], exact: Sequence[Tensor], numbers: Sequence[int], max_length: int, tokens: int
+        pool: Sequence[Tensor], counts: Sequence[Tensor | None], exact: Sequence[Tensor], sizes: Sequence[int], max_length: int
     ) -> PagedInputs:
-        """The inverse of `arguments`."""
-        key, value = (CODECS[n] for n in numbers)
+        """The inverse of `arguments` and `max_length`, with the first slab alone: kernels find pages of others by the table."""
+        key, value = (CODECS[n] for n in sizes[:2])
         left = iter(pool[1:])
         sides = [
             {name: next(left) for name in names(codec, x.shape[3], kind)}
             for kind in ("each", "once")
             for codec, x in zip((key, value), exact[2:], strict=True)
         ]
-        pages = Pages(key, value, (sides[0], sides[1]), (sides[2], sides[3]), pool[0], counts[1])
-        splits = Splits(counts[2], counts[3]) if len(counts) > 2 else None
-        return PagedInputs(pages, (exact[0], exact[1]), (exact[2], exact[3]), counts[0], max_length, None if tokens < 0 else tokens, splits)
+        rows, lengths, items, firsts, control = counts
+        lengths = rows[:, LENGTH] if lengths is None and rows is not None else lengths
+        slabs, by_page, grows = [(sides[0], sides[1])], bool(sizes[4]), bool(sizes[5])
+        pages = Pages(key, value, slabs, [sizes[2]], sizes[3], (sides[2], sides[3]), pool[0], lengths, by_page, grows, partial=grows)
+        splits = None if items is None or firsts is None else Splits(items, firsts)
+        tokens = None if sizes[6] < 0 else sizes[6]
+        return PagedInputs(pages, (exact[0], exact[1]), (exact[2], exact[3]), rows, max_length, tokens, splits, control)
 
     @property
     def slots(self) -> tuple[int, int, int]:
@@ -187,11 +266,13 @@ class PagedInputs:
     def columns(self, exists: Tensor) -> Tensor:
         """The index of each slot's token in its row, int64 `[B, 1 or H, S + max_length + R]`, -1 for a slot without a token. `exists`:
         bool `[B, 1 or H, max_length]`, as `Pages.gather` returns it."""
-        begin, _, sinks, _, start, count = self.rows[:, None, :, None].long().unbind(2)
+        heads = exists.shape[:2]
+        if self.rows is None:
+            return torch.arange(sum(self.slots), device=exists.device).expand(*heads, -1)
+        begin, _, _, sinks, start, count = self.rows[:, None, : RING_TOKENS + 1, None].long().unbind(2)
         first, region, ring = (torch.arange(n, device=self.rows.device) for n in self.slots)
         exists = exists & (region >= begin)
         quantized = exists.sum(-1, keepdim=True)
-        heads = exists.shape[:2]
         age = (ring - start) % max(len(ring), 1)
         return torch.cat(
             [
@@ -267,68 +348,123 @@ def attend_pages(
 
 def _side(inputs: PagedInputs, side: int) -> tuple[KeysOrValues, Tensor]:
     """Keys (0) or values (1) in all slots, zeros where there is no token, and which tokens of the pages exist."""
-    pages, exact = inputs.pages, (inputs.sinks[side], inputs.ring[side])
-    batch, (_, heads, _, dim) = inputs.rows.shape[0], exact[1].shape
+    pages, first, ring = inputs.pages, inputs.sinks[side], inputs.ring[side]
     codes, exists = pages.gather(side, inputs.max_length)
-    rows = inputs.rows.long()
-    first, ring = exact[0][rows[:, SINK_ROW]], exact[1][rows[:, RING_ROW]]
-    column = inputs.columns(exists)[:, :1, :, None]
-    first = first.masked_fill(column[:, :, : first.shape[2]] < 0, 0)
-    ring = ring.masked_fill(column[:, :, column.shape[2] - ring.shape[2] :] < 0, 0)
-    segments = Exact(first), Packed(pages.codecs[side], codes, inputs.max_length, dim), Exact(ring)
-    shape = (batch, heads, sum(inputs.slots), dim)
-    return KeysOrValues.of(segments, shape, ring.dtype, ring.device), exists
+    if inputs.rows is not None:
+        rows = inputs.rows.long()
+        first, ring = first[rows[:, SINK_ROW]], ring[rows[:, RING_ROW]]
+        column = inputs.columns(exists)[:, :1, :, None]
+        first = first.masked_fill(column[:, :, : first.shape[2]] < 0, 0)
+        ring = ring.masked_fill(column[:, :, column.shape[2] - ring.shape[2] :] < 0, 0)
+    segments = Exact(first), Packed(pages.codecs[side], codes, inputs.max_length, ring.shape[3]), Exact(ring)
+    return KeysOrValues.of(segments, (*ring.shape[:2], sum(inputs.slots), ring.shape[3]), ring.dtype, ring.device), exists
 
 
-def quantize_into(
-    codecs: tuple[Codec, Codec], x: Pair, planes: tuple[Codes, Codes], statistics: tuple[Codes, Codes], slots: int | Tensor
-) -> None:
-    """Quantizes keys and values `[B, H, T, D]` into slots of a chunk or of a pool of pages.
-
-    Args:
-        planes: as of `Pages`; of a chunk, `[B, H', slots, width]`.
-        statistics: the buffers that are kept once, as of `Pages`.
-        slots: of a chunk, the slot of the first token. Of a pool, `page * PAGE + offset` of each token, int32 or int64 `[B, T]`, or of each
-            vector, `[B, H, T]`, where each head has pages of its own; negative for tokens that are not stored.
-    """
-    for codec, side, into, constant in zip(codecs, x, planes, statistics, strict=True):
-        for name, new in codec.quantize(side, constant).items():
-            plane = into[name]
-            if isinstance(slots, int):
-                plane[:, :, slots : slots + new.shape[2]] = new
-            elif slots.dim() == 3:
-                _put(plane.select(1, 0), slots.long().flatten(), new.expand(-1, slots.shape[1], -1, -1).flatten(0, 2))
-            else:
-                _put(plane.transpose(1, 2), slots.long().flatten(), new.transpose(1, 2).flatten(0, 1))
+def quantize_into(pages: Pages, x: Pair, slots: Tensor) -> None:
+    """Quantizes keys and values `[B, H, T, D]` into `slots`, int64 `[B, 1 or H, T]` (1: the same for all heads): `entry * PAGE + offset`, or
+    negative for tokens that are not stored."""
+    for side, (codec, new, statistics) in enumerate(zip(pages.codecs, x, pages.statistics, strict=True)):
+        pages.put(side, slots, codec.quantize(new, statistics))
 
 
-def _put(plane: Tensor, slots: Tensor, new: Tensor) -> None:
-    """Writes `new` `[M, ...]` into the slots `[M]` of `plane` `[N, PAGE, ...]`, unless they are negative. So that the host need
-    not know which are, those without a slot are written as copies of the first entry that has one."""
-    stored = slots >= 0
+def _put(x: Tensor, stored: Tensor, index: tuple[Tensor, ...], new: Tensor) -> None:
+    """Writes `new` `[M, ...]` to the `index`, `[M]` for each of the first dimensions of `x`, where `stored`, bool `[M]`. So that the host need
+    not know which are, those that are not stored are written as copies of the first that is."""
     first = stored.int().argmax()
-    at = torch.where(stored, slots, slots[first].clamp_min(0))
-    index = at.div(plane.shape[1], rounding_mode="floor"), at % plane.shape[1]
+    at = tuple(torch.where(stored, i, i[first]) for i in index)
     stored = stored.view(-1, *[1] * (new.dim() - 1))
-    plane[index] = torch.where(stored, new, torch.where(stored.any(), new[first], plane[index]))
+    x[at] = torch.where(stored, new, torch.where(stored.any(), new[first], x[at]))
 
 
 def store_rows(x: Pair, ring: Pair, ring_slots: Tensor, sinks: Pair, sink_slots: Tensor) -> None:
-    """Copies keys and values `[1, H, T, D]` into the slots of rings `[F, H, R, D]` and of sinks `[E, H, S, D]`, `S` may be 0.
+    """Copies keys and values `[B, H, T, D]` into the slots of rings `[F, H, R, D]` and of sinks `[E, H, S, D]`, `S` may be 0.
 
-    `ring_slots`, `sink_slots`: `row * R + slot` and `row * S + slot` of each token, int64 `[T]`; negative for tokens that are not stored.
+    `ring_slots`, `sink_slots`: `row * R + slot` and `row * S + slot` of each token, int64 `[B, T]`; negative for tokens that are not stored.
     """
-    for places, slots in ((ring, ring_slots), (sinks, sink_slots)):
+    for places, slots in ((ring, ring_slots.flatten()), (sinks, sink_slots.flatten())):
         for place, side in zip(places, x, strict=True):
-            if place.shape[2]:
-                _put(place.transpose(1, 2), slots, side[0].transpose(0, 1))
+            if count := place.shape[2]:
+                index = slots.div(count, rounding_mode="floor"), slots % count
+                _put(place.transpose(1, 2), slots >= 0, index, side.transpose(1, 2).flatten(0, 1))
+
+
+def store_exact(x: Pair, ring: Pair, slot: int, sinks: Pair, begin: int, count: int) -> None:
+    """Copies keys and values `[B, H, T, D]`, the first `count` of the tokens into the sinks `[B, H, S, D]` from slot `begin` on, the others
+    into the rings `[B, H, R, D]` from `slot` on and, beyond the last slot, from the first one on."""
+    for side, first, last in zip(x, sinks, ring, strict=True):
+        if count:
+            first[:, :, begin : begin + count] = side[:, :, :count]
+        fit = min(last.shape[2] - slot, side.shape[2] - count)
+        last[:, :, slot : slot + fit] = side[:, :, count : count + fit]
+        if rest := side.shape[2] - count - fit:
+            last[:, :, :rest] = side[:, :, count + fit :]
+
+
+def step(inputs: PagedInputs, x: Pair) -> None:
+    """Stores new tokens, keys and values `[B, H, T, D]`, `T` at most the slots of the ring, with counts on the device. Tokens that leave the
+    ring are quantized. A step that does not fit is dropped and counted in `control`. All rows have as many tokens."""
+    rows, control, ring = inputs.rows, inputs.control, inputs.ring[0].shape[2]
+    if rows is None or control is None:
+        raise ValueError("the inputs have no counts on the device")
+    tokens, sinks = x[0].shape[2], inputs.sinks[0].shape[2]
+    seen, quantized = rows[0, TOKENS].long(), rows[0, LENGTH].long()
+    fits = seen + tokens <= control[ROOM]
+    i = torch.arange(tokens, device=rows.device)
+    exact = seen - seen.clamp_max(sinks) - quantized
+    rank = i - (sinks - seen).clamp(0, tokens)  # among those that enter the ring; less than 0: a sink
+    slot = (quantized + exact + rank) % ring
+    leaves = (rank + exact >= ring) & fits
+    into = torch.where(leaves, quantized + exact + rank - ring, 0)
+    slots = torch.where(leaves, inputs.pages.slots(into), -1) if inputs.pages.table.shape[1] else None
+    place = torch.arange(sinks, device=rows.device) - seen
+    opening = ((place >= 0) & (place < tokens) & fits)[:, None]
+    sides = zip(inputs.pages.codecs, inputs.pages.statistics, inputs.sinks, inputs.ring, x, strict=True)
+    for side, (codec, statistics, first, residual, new) in enumerate(sides):
+        old = residual.index_select(2, slot)
+        if slots is not None:
+            # Where tokens share a scale, it must come from the tokens that are quantized: the last one is, if any is.
+            inputs.pages.put(side, slots, codec.quantize(torch.where(leaves[:, None], old, old[:, :, -1:]), statistics))
+        residual.index_copy_(2, slot, torch.where(((rank >= 0) & fits)[:, None], new, old))
+        if sinks:
+            first.copy_(torch.where(opening, new.index_select(2, place.clamp(0, tokens - 1)), first))
+    seen, quantized = seen + tokens * fits, quantized + leaves.sum()
+    first = seen.clamp_max(sinks)
+    rows[:, SINKS:] = torch.stack([first, quantized % ring, seen - first - quantized, quantized, seen]).int()
+    control[DROPPED].add_((tokens * ~fits).int())
+
+
+def unfold(inputs: PagedInputs, columns: int, new: Pair | None) -> Pair:
+    """Keys and values of all tokens at their columns, `[B, H, columns, D]` each, followed by `new` `[B, H, T, D]`, which are not stored yet.
+    Columns without a token are zero. All rows have as many tokens."""
+    out = []
+    for side in (0, 1):
+        held, exists = _side(inputs, side)
+        parts, at = [held.dense()], inputs.columns(exists)[0, 0]
+        if new is not None:
+            after = at.amax() + 1
+            parts.append(new[side])
+            at = torch.cat([at, after + torch.arange(new[side].shape[2], device=at.device)])
+        whole = parts[0].new_zeros(*held.shape[:2], columns + 1, held.shape[3])
+        at = torch.where((at >= 0) & (at < columns), at, columns)
+        out.append(whole.index_copy_(2, at, torch.cat(parts, dim=2))[:, :, :columns])
+    return out[0], out[1]
 
 
 def dequantize_pages(pages: Pages, out: Pair, begin: int = 0) -> None:
-    """Writes keys and values `begin` to `begin + T` of each row into `out` `[B, H, T, D]`, and zeros beyond a row's length."""
+    """Writes keys and values `begin` to `begin + T` of each row into `out` `[B, H, T, D]`, rotated as they are stored, and zeros beyond a
+    row's length. Rotating the queries and the outputs of attention costs less than rotating tokens back."""
     for side, x in enumerate(out):
         codes, exists = pages.gather(side, x.shape[2], begin)
-        x.copy_(pages.codecs[side].dequantize(codes, x.shape[3], x.dtype).masked_fill(~exists[..., None], 0))
+        x.copy_(dequantized(pages.codecs[side], codes, x, stored=True).masked_fill(~exists[..., None], 0))
+
+
+def dequantized(codec: Codec, codes: Codes, like: Tensor, stored: bool) -> Tensor:
+    """The vectors of `codes`, `[B, H, T, D]`: rotated as they are stored, in fp32, or in the dtype of `like`."""
+    if not stored:
+        return codec.dequantize(codes, like.shape[3], like.dtype)
+    levels, scale, offset, center = codec.unpack(codes, like.shape[3])
+    vectors = affine(levels, scale, offset)
+    return vectors if center is None else vectors + center
 
 
 GATHER_TILE = 64
@@ -352,15 +488,15 @@ def gather_rows(inputs: PagedInputs, new: Pair, starts: tuple[Tensor, Tensor], t
         out: keys and values `[1, H, T, D]`.
     """
     pages, (news, places) = inputs.pages, (x.tolist() for x in starts)
-    for b, ((begin, sink_row, sinks, ring_row, start, count), length) in enumerate(
+    for b, ((begin, sink_row, ring_row, sinks, start, count, *_), length) in enumerate(
         zip(inputs.rows.tolist(), pages.lengths.tolist(), strict=True)
     ):
-        row = Pages(*pages.codecs, pages.planes, pages.statistics, pages.table[b : b + 1], pages.lengths[b : b + 1])
+        row = replace(pages, table=pages.table[b : b + 1], lengths=pages.lengths[b : b + 1])
         order = torch.arange(start, start + count, device=inputs.rows.device) % max(inputs.slots[2], 1)
         quantized = max(length - begin, 0)
-        dense = tuple(x.new_empty(1, x.shape[1], quantized, x.shape[3]) for x in out)
-        if quantized:
-            dequantize_pages(row, dense, begin)  # type: ignore[arg-type]
-        for x, sink, middle, ring, last in zip(out, inputs.sinks, dense, inputs.ring, new, strict=True):
-            parts = sink[sink_row, :, :sinks], middle[0], ring[ring_row][:, order], last[0, :, news[b] : news[b + 1]]
+        for side, (x, sink, ring, last) in enumerate(zip(out, inputs.sinks, inputs.ring, new, strict=True)):
+            parts = [sink[sink_row, :, :sinks], ring[ring_row][:, order], last[0, :, news[b] : news[b + 1]]]
+            if quantized:
+                codes, _ = row.gather(side, quantized, begin)
+                parts.insert(1, dequantized(pages.codecs[side], codes, x, stored=False)[0])
             x[0, :, places[b] : places[b + 1]] = torch.cat(parts, dim=1)

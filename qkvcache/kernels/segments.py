@@ -9,12 +9,11 @@ Shapes: `q` `[B, H, R, D]` with `R` = query heads of the group times queries, in
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
 
-import numpy
 import torch
 from torch import Tensor
 
@@ -99,56 +98,6 @@ def names(codec: Codec, head_dim: int, tokens: str) -> tuple[str, ...]:
     return tuple(buffer.name for buffer in codec.buffers(head_dim) if buffer.tokens == tokens)
 
 
-@dataclass(eq=False)
-class QuantizedRegion:
-    """The quantized tokens of a layer as they are stored, and as the fused kernel reads them: chunks of planes `[B, H, slots, width]`, with
-    the buffers that are kept once.
-
-    table   int64 `[rows, 8]`, a row for each chunk (there may be more rows): the chunk's first token, its slots, and the distances of its
-            `planes` from those of the first chunk, in elements
-    tokens  quantized tokens; an upper bound where `StorageTensors` count them on the device
-    """
-
-    key: Codec
-    value: Codec
-    chunks: tuple[tuple[Codes, Codes], ...]
-    tokens: int
-    table: Tensor
-    numbers: tuple[int, int] = field(init=False)
-    launches: dict[str, Any] = field(default_factory=dict)
-    """Arguments that kernels reuse from step to step. They do not depend on `tokens`, and `holding` shares them."""
-
-    def __post_init__(self) -> None:
-        self.numbers = number(self.key), number(self.value)
-
-    def holding(self, tokens: int) -> QuantizedRegion:
-        """This region, with `tokens` tokens."""
-        return replace(self, tokens=tokens)
-
-    @property
-    def codecs(self) -> tuple[Codec, Codec]:
-        return self.key, self.value
-
-    @cached_property
-    def shared(self) -> tuple[bool, bool]:
-        """Whether all heads share one scale, for keys and for values."""
-        return self._one(1)
-
-    @cached_property
-    def statistics(self) -> tuple[bool, bool]:
-        """Whether all tokens share one scale, for keys and for values."""
-        return self._one(2)
-
-    def _one(self, dim: int) -> tuple[bool, bool]:
-        key, value = ([plane.shape[dim] for plane in planes if plane.numel()] for planes in (self.planes[:3], self.planes[3:]))
-        return min(key) == 1 < max(key), min(value) == 1 < max(value)
-
-    @cached_property
-    def planes(self) -> list[Tensor]:
-        """The planes of the first chunk, keys before values: codes or low bits, high bits, scales. Missing ones are empty tensors."""
-        return [plane for codec, codes in zip(self.codecs, self.chunks[0], strict=True) for plane in planes_of(codec, codes)]
-
-
 @functools.cache
 def layout_of(codec: Codec) -> PackedLayout | None:
     """The layout that kernels read and write; None if they cannot."""
@@ -164,95 +113,10 @@ def planes_of(codec: Codec, codes: Codes) -> tuple[Tensor, Tensor, Tensor]:
     return main if main.itemsize > 1 else main.view(torch.int16), high.view(torch.int16), scales
 
 
-def chunk_table(chunks: Sequence[tuple[Codes, Codes]], codecs: tuple[Codec, Codec], rows: int = 0) -> Tensor:
-    """`QuantizedRegion.table` of these chunks, int64 `[rows or chunks, 8]`, in host memory."""
-    table, start = numpy.zeros((max(rows, len(chunks)), 8), numpy.int64), 0  # torch takes ten times as long to read lists
-    first: list[Tensor] = []
-    for row, chunk in zip(table, chunks, strict=False):
-        row[:2] = start, next(iter(chunk[0].values())).shape[2]
-        if len(chunks) > 1:
-            planes = [plane for codec, codes in zip(codecs, chunk, strict=True) for plane in planes_of(codec, codes)]
-            first = first or planes
-            row[2:] = [(x.data_ptr() - y.data_ptr()) // x.itemsize for x, y in zip(planes, first, strict=True)]
-        start += row[1]
-    return torch.from_numpy(table)
-
-
 def join_tokens(parts: Sequence[Tensor]) -> Tensor:
     """`parts` `[B, H, T, width]` in a row; where one alone has tokens, it."""
     parts = [x for x in parts if x.shape[2]]
     return torch.cat(parts, dim=2) if len(parts) > 1 else parts[0]
-
-
-def packed(codec: Codec, chunks: Sequence[Codes], left: int, head_dim: int, limit: int = 2**62) -> Iterator[Packed]:
-    """The first `left` tokens of `chunks`, which include the buffers kept once, as views of at most `limit` tokens."""
-    once = names(codec, head_dim, "once")
-    for chunk in chunks:
-        used = min(left, next(x.shape[2] for name, x in chunk.items() if name not in once))
-        for at in range(0, used, limit):
-            stop = min(at + limit, used)
-            yield Packed(codec, {n: x if n in once else x[:, :, at:stop] for n, x in chunk.items()}, stop - at, head_dim)
-        left -= used
-
-
-CONTROL = 4
-TICKET, DROPPED, ROOM, CHUNKS = range(CONTROL)
-
-
-@dataclass(eq=False)
-class StorageTensors:
-    """The tensors of a storage whose counts are on the device; pairs are keys and values.
-
-    sinks      `[B, H, S, D]`   the first `S` tokens, in the model's dtype
-    residual   `[B, H, R, D]`   a ring of the last tokens, in the model's dtype: token `n` after the sinks is in slot `n % R` until it is
-                                in slot `n` of the region
-    region                      quantized tokens, in token order
-    state      int32 `[4 + 2 B]`  programs of the launch that have finished, tokens dropped because the storage was full, its capacity in
-                                tokens, its chunks; then `lengths` `[B, 2]`: tokens of a row, and how many of them are quantized
-    columns    bound on the tokens of a row until the host changes it; masks have as many columns
-    """
-
-    sinks: Pair
-    residual: Pair
-    region: QuantizedRegion
-    state: Tensor
-    columns: int
-    arguments: tuple[list[Tensor], list[Tensor], list[int], int] = field(init=False)
-    """Arguments of torch operators: exact tokens and state; the table and the first chunk; indices of the codecs; columns."""
-    launch: Any = field(init=False, default=None)
-    """Arguments that kernels reuse from step to step."""
-
-    def __post_init__(self) -> None:
-        planes = [plane for codes in self.region.chunks[0] for plane in codes.values()]
-        exact = [*self.sinks, *self.residual, self.state]
-        self.arguments = exact, [self.region.table, *planes], list(self.region.numbers), self.columns
-
-    @staticmethod
-    def of(exact: Sequence[Tensor], quantized: Sequence[Tensor], numbers: Sequence[int], columns: int) -> StorageTensors:
-        """The inverse of `arguments`, with the first chunk alone: kernels find the others through the table."""
-        key, value = CODECS[numbers[0]], CODECS[numbers[1]]
-        k_sinks, v_sinks, k_residual, v_residual, state = exact
-        table, *planes = quantized
-        left = iter(planes)
-        chunk = tuple(
-            {b.name: next(left) for kind in ("each", "once") for b in codec.buffers(x.shape[3]) if b.tokens == kind}
-            for codec, x in ((key, k_residual), (value, v_residual))
-        )
-        region = QuantizedRegion(key, value, (chunk,), columns, table)  # type: ignore[arg-type]
-        return StorageTensors((k_sinks, v_sinks), (k_residual, v_residual), region, state, columns)
-
-    @property
-    def codecs(self) -> tuple[Codec, Codec]:
-        return self.region.codecs
-
-    @property
-    def lengths(self) -> Tensor:
-        return self.state[CONTROL:].view(-1, 2)
-
-    @property
-    def grows(self) -> bool:
-        """Whether there may be more than one chunk."""
-        return self.region.table.shape[0] > 1
 
 
 @dataclass(eq=False)  # frozen ones take four times as long to make, at every step
@@ -260,30 +124,25 @@ class AttentionInputs:
     """The keys and values of one layer for one step, which are not changed.
 
     key, value  what the torch reference reads
-    region      the same for the fused kernel: the quantized tokens, if there are any,
-    exact       and keys and values of the sinks, then of the residual, `[B, H, T, D]` each, any of them without tokens
-    buffers     the storage of `region` and `exact`, where it counts its tokens on the device
+    paged       the same as `PagedInputs`, for kernels; None where only torch can read the tokens
     joined      keys and values `[B, H, T, D]` of sinks and residual in one tensor each, where they are contiguous in memory
-    paged       `PagedInputs` in place of `region` and `exact`, where each head has pages of its own, with a slot for each of these; of
-                `key` and `value`, the quantized tokens are as many as the longest head has. It leaves out slots without a token; attention
-                over `key` and `value` needs a mask for each head then
     """
 
     key: KeysOrValues
     value: KeysOrValues
-    region: QuantizedRegion | None = None
-    exact: tuple[Tensor, ...] = ()
-    buffers: StorageTensors | None = None
-    joined: Pair | None = None
     paged: Any = None
+    joined: Pair | None = None
 
     @property
-    def arguments(self) -> tuple[list[Tensor], Tensor | None, list[int], int, list[Tensor]]:
-        """Arguments of torch operators: planes of all chunks, table, indices of the codecs, quantized tokens; exact tokens."""
-        if (region := self.region) is None:
-            return [], None, [], 0, list(self.exact)
-        planes = [plane for chunk in region.chunks for codes in chunk for plane in codes.values()]
-        return planes, region.table, list(region.numbers), region.tokens, list(self.exact)
+    def counted(self) -> bool:
+        """Whether the device counts the tokens, which are the same for all heads."""
+        return self.paged is not None and self.paged.rows is not None and not self.by_head
+
+    @property
+    def by_head(self) -> bool:
+        """Whether each head has pages of its own. Slots without a token are left out by `paged`; attention over `key` and `value`,
+        which have as many quantized tokens as the longest head, needs a mask for each head then."""
+        return self.paged is not None and self.paged.pages.per_head
 
 
 def qk(q: Tensor, side: KeysOrValues) -> Tensor:

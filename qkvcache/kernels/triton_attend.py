@@ -18,7 +18,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .triton_dequantize import scales_of
 from .triton_math import MASKED_SCORE, exp2, inverse, log2
 from .triton_scales import group_scales, scale_of_plane, scaled, token_scale
 from .triton_sum_splits import EXACT_GRAIN, REGION_GRAIN, keep
@@ -45,22 +44,22 @@ def _tile(
     """Words `first` to `first + WIDE` of the tokens `slot`, int [T], as a tuple of X.per planes, fp16 (the model's dtype for `half`): [T,
     WIDE] with AXIS 0, as keys are multiplied, and [WIDE, T] with 1, loaded transposed, which costs ldmatrix nothing.
 
-    `planes`: words of 16 bits [slots, WORDS], of high bits [slots, WORDS / 2], shifts int16 [32, words] (`tables.py`), and how many
-    elements from there the words and the high bits of the head begin. With TAIL, tokens that are not `valid`, bool [T], read as 0."""
-    codes, high, shifts, page = planes
+    `planes`: words of 16 bits [slots, WORDS], of high bits [slots, WORDS / 2], and shifts int16 [32, words] (`tables.py`). With TAIL, tokens
+    that are not `valid`, bool [T], read as 0."""
+    codes, high, shifts = planes
     KIND: tl.constexpr = X.kind
     word = first + tl.arange(0, WIDE)
     at = tl.expand_dims(slot, 1 - AXIS)
     w = tl.expand_dims(word, AXIS)
     if TAIL:  # what lies beyond the end may be nan, and nan times a weight of 0 is nan
-        low = tl.load(codes + (page[0] + at * WORDS + w), mask=(w < WORDS) & tl.expand_dims(valid, 1 - AXIS), other=0)
+        low = tl.load(codes + (at * WORDS + w), mask=(w < WORDS) & tl.expand_dims(valid, 1 - AXIS), other=0)
     elif WORDS % WIDE == 0:
-        low = tl.load(codes + (page[0] + at * WORDS + w))
+        low = tl.load(codes + (at * WORDS + w))
     else:
-        low = tl.load(codes + (page[0] + at * WORDS + w), mask=w < WORDS, other=0)
+        low = tl.load(codes + (at * WORDS + w), mask=w < WORDS, other=0)
     if X.high:
         HALF: tl.constexpr = WORDS // 2
-        h = tl.load(high + (page[1] + at * HALF + w % HALF))
+        h = tl.load(high + (at * HALF + w % HALF))
         # By eight bytes, which come through L1: by sixteen they would not, and all programs would wait for the same lines of L2.
         shift = tl.load(shifts + tl.max_contiguous(at % 32 * WIDE + w, [1, 4] if AXIS == 0 else [4, 1]))
         return unpack(KIND, low, h, shift, ARCH)
@@ -406,24 +405,56 @@ def _tiles_of_split(span, many, least, T: tl.constexpr):
     return tl.maximum(tl.cdiv(tl.cdiv(span, many), T) * T, least)
 
 
+@triton.jit
+def page_of(X: tl.constexpr, ONCE: tl.constexpr, planes, strides, page):
+    """Pointers to the codes, high bits and scales of one head in a page, from `planes`, those of the head in the first page. `page`: int64,
+    entries from the first page's; strides over entries, and over heads, of each plane; ONCE: one scale serves all tokens."""
+    codes, high, scales = planes
+    codes += tl.multiple_of(page * strides[0], 16)
+    if X.high:
+        high += tl.multiple_of(page * strides[2], 16)
+    if X.scale != "none" and not ONCE:
+        scales += tl.multiple_of(page * strides[4], 16)
+    return codes, high, scales
+
+
+@triton.jit
+def head_of(X: tl.constexpr, ONCE: tl.constexpr, planes, strides, b, h):
+    """Pointers to the codes, high bits and scales of head `h` in the first page; with ONCE, scales of row `b`. Arguments as of `page_of`."""
+    codes, high, scales = planes
+    codes += tl.multiple_of(h * strides[1], 16)
+    if X.high:
+        high += tl.multiple_of(h * strides[3], 16)
+    if X.scale != "none":
+        scales += h * strides[5]
+        if ONCE:
+            scales += b * strides[4]
+    return codes, high, scales
+
+
+@triton.jit
+def entry_of(table, token, live, PAGE: tl.constexpr, BASE: tl.constexpr):
+    """The entry of the page of `token` in `table`, an int64 less BASE; read if `live`."""
+    return tl.load(table + token // PAGE, mask=live, other=BASE).to(tl.int64) - BASE
+
+
 # What changes from step to step, or call to call, must not compile the kernel anew.
 @triton.jit(
     do_not_specialize=[
-        "scaling", "softcap", "chunks", "n_sinks", "n_quantized", "n_residual", "least", "heads", "queries", "table_b", "table_h",
+        "scaling", "softcap", "n_sinks", "n_quantized", "n_residual", "least", "heads", "queries", "table_b", "table_h", "rows_b",
         "lengths_b", "lengths_h", "mask_b", "mask_h", "mask_q", "mask_t",
     ]
 )  # fmt: skip
 def attend_kernel(
-    query, region_query, rotation, signs, table, counts, lengths, items, k_planes, v_planes, exact, mask, part, maxima, sums, weights, tops,
-    query_b, query_h, query_q, table_b, table_h, lengths_b, lengths_h, k_strides, v_strides, exact_strides, mask_b, mask_h, mask_q, mask_t,
-    scaling, softcap, chunks, n_sinks, n_quantized, n_residual, least, heads, queries,
+    query, region_query, rotation, signs, table, rows, lengths, items, k_planes, v_planes, exact, mask, part, maxima, sums, weights, tops,
+    query_b, query_h, query_q, table_b, table_h, rows_b, lengths_b, lengths_h, k_strides, v_strides, exact_strides, mask_b, mask_h, mask_q,
+    mask_t, scaling, softcap, n_sinks, n_quantized, n_residual, least, heads, queries,
     K: tl.constexpr, V: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, G: tl.constexpr, R: tl.constexpr, T: tl.constexpr,
-    TX: tl.constexpr, PAGE: tl.constexpr, COUNTED: tl.constexpr, K_SHARED: tl.constexpr, V_SHARED: tl.constexpr, K_ONCE: tl.constexpr,
-    V_ONCE: tl.constexpr, SOFTCAP: tl.constexpr, MASK: tl.constexpr, CAUSAL: tl.constexpr, ARCH: tl.constexpr,
-    EXACT: tl.constexpr, TURN: tl.constexpr, ATTENTION_SUMS: tl.constexpr, WIDE: tl.constexpr, ITEMS: tl.constexpr,
+    TX: tl.constexpr, PAGE: tl.constexpr, BASE: tl.constexpr, COUNTED: tl.constexpr, K_ONCE: tl.constexpr, V_ONCE: tl.constexpr,
+    SOFTCAP: tl.constexpr, MASK: tl.constexpr, CAUSAL: tl.constexpr, ARCH: tl.constexpr, EXACT: tl.constexpr, TURN: tl.constexpr,
+    ATTENTION_SUMS: tl.constexpr, ITEMS: tl.constexpr,
 ):  # fmt: skip
-    """Attention of `queries` queries over sinks, quantized tokens and a residual, split over programs. PAGE: tokens of a page, for
-    `pages.PagedInputs`; 0: the quantized tokens are in chunks (`segments.AttentionInputs`).
+    """Attention of `queries` queries over sinks, quantized tokens in pages, and a residual (`pages.PagedInputs`), split over programs.
 
     Grid (splits, blocks of R query rows, B * H); with EXACT, split 0 is that of the exact tokens. With ITEMS, the splits of all rows are
     those of `items`, and the grid (N, blocks, H), as if N were the splits of one row. Strides are in elements, words of 16 bits
@@ -432,32 +463,26 @@ def attend_kernel(
     query          [B, H * G, queries, D] model dtype              query_b, query_h, query_q
     region_query   the same; or fp32 and rotated beforehand, with the strides of `query`
     rotation       fp16 [KT, KT], signs fp32 [D]: `tables.Tables`; read if K.rotated
-    table          of pages: int32 [B, P] or [B, H, P]: table_b, table_h (0: all heads share); of chunks: int64 [chunks, 8],
-                   `QuantizedRegion.table`
-    counts         of pages: int32 [B, 6], contiguous, `pages.COLUMNS`; COUNTED: `StorageTensors.state`
-    lengths        of pages: int32 [B] or [B, H], tokens in the pages: lengths_b, lengths_h (0: all heads share); COUNTED: int32 [B, 2],
-                   contiguous, `StorageTensors.lengths`
+    table          int32 or int64 [B, P] or [B, H, P], entries of pages of PAGE tokens, BASE being the first page: table_b, table_h (0: all
+                   heads share)
+    rows           int32 [B, 8], `pages.COLUMNS`: rows_b; read if COUNTED
+    lengths        int32 [B] or [B, H], tokens in the pages: lengths_b, lengths_h (0: all heads share); read if COUNTED
     items          int32 [N, 3], `pages.Splits.items`; read if ITEMS
-    k_planes       codes [B, H, slots, words] of the first chunk, words of 16 bits (`half`: the model's dtype), contiguous; high bits int16
-                   [B, H, slots, words / 2] and scales [B, H, slots, scales of a token] likewise, these [B, 1, ..] if K_SHARED, [.., 1, ..]
-                   if K_ONCE; of pages: codes [N, H', PAGE, words] and so on, but scales [B, H'] if K_ONCE; mean fp32 [B, H, D]; shifts
-                   int16 [32, words] of high bits. What a codec has not is not read
-    k_strides      of the mean, over rows and heads; of pages, before it: over pages and heads of codes, high bits and scales (over rows and
-                   heads if K_ONCE)
-    v_planes, v_strides   the same of values, with V_SHARED and V_ONCE
-    exact          sinks [E, H, S, D] and [.., DV], residual [F, H, .., D] and [.., DV]: keys, values, keys, values; E and F are B but for
-                   pages
+    k_planes       of the first page: codes [entries, H', PAGE, words], words of 16 bits (`half`: the model's dtype), high bits int16
+                   [entries, H', PAGE, words / 2], scales [entries, H', PAGE, scales of a token], or [B, H'] if K_ONCE; the last two
+                   dimensions contiguous; mean fp32 [B, H, D]; shifts int16 [32, words] of high bits. What a codec has not is not read
+    k_strides      over entries and heads of codes, high bits and scales (over rows and heads if K_ONCE), over rows and heads of the mean
+    v_planes, v_strides   the same of values, with V_ONCE
+    exact          sinks [E, H, S, D] and [.., DV], residual [F, H, .., D] and [.., DV]: keys, values, keys, values; E and F are B unless
+                   COUNTED
     exact_strides  over rows, heads and tokens, for each of the four
     mask           uint8 (0: hidden) or additive, [B, H * G, queries, columns]: mask_b, mask_h, mask_q, mask_t; MASK as of `_masked`
     part           fp32 [B * H, blocks, splits, R, DV]; maxima, sums fp32 [B * H, blocks, splits, R]; contiguous
     weights, tops  scratch [B * H, blocks, slots or grains, ATTENTION_SUMS], `triton_sum_splits.py`; ATTENTION_SUMS 0: none
     scaling, softcap   factor and cap of scores
-    n_sinks, n_quantized, n_residual   tokens, the same for all rows; of pages and COUNTED: slots of sinks and of a ring, and a bound on
-                   quantized tokens, which the device counts
-    chunks         chunks of the region, unless COUNTED            least    of a split, in tokens: a multiple of T
-    TX             exact tokens of a tile                          TURN     factor of the rotation
-    CAUSAL         whether the last `queries` tokens are the queries' own
-    WIDE           whether a plane of the codes of pages has 2^31 elements or more
+    n_sinks, n_quantized, n_residual   tokens, the same for all rows; COUNTED: slots of sinks and of a ring, and a bound on quantized tokens
+    least          of a split, in tokens: a multiple of T          TX       exact tokens of a tile
+    TURN           factor of the rotation                          CAUSAL   whether the last `queries` tokens are the queries' own
     """
     split = tl.program_id(0)
     block = tl.program_id(1)
@@ -473,7 +498,6 @@ def attend_kernel(
         is_exact = EXACT and low < 0
     KW: tl.constexpr = D // K.per
     VW: tl.constexpr = DV // V.per
-    RING: tl.constexpr = COUNTED or PAGE > 0
 
     r = block * R + tl.arange(0, R)
     live = r < G * queries
@@ -481,17 +505,12 @@ def attend_kernel(
     head = h * G + row // queries
     number = row % queries
     first_token, row_sinks, in_ring, length = 0, n_sinks, n_residual, n_quantized
-    if PAGE > 0:
-        first_token = tl.load(counts + b * 6)
-        row_sinks = tl.load(counts + b * 6 + 2)
-        in_ring = tl.load(counts + b * 6 + 5)
+    if COUNTED:
+        rows += b * rows_b
+        first_token = tl.load(rows)
+        row_sinks = tl.load(rows + 3)
+        in_ring = tl.load(rows + 5)
         length = tl.load(lengths + b * lengths_b + h * lengths_h)
-    elif COUNTED:
-        in_row = tl.load(lengths + 2 * b)
-        length = tl.load(lengths + 2 * b + 1)
-        chunks = tl.load(counts + 3)
-        row_sinks = tl.minimum(n_sinks, in_row)
-        in_ring = in_row - row_sinks - length
     shift = row_sinks - first_token  # from places among the quantized tokens to columns
     total = tl.maximum(length, first_token) + shift + in_ring
     newest = total - queries + number
@@ -523,12 +542,10 @@ def attend_kernel(
         x_query = tl.load(query + q_rows[None, :] + d[:, None], mask=(d < D)[:, None] & live[None, :], other=0.0)
         x_scale = tl.full([R], 1.0, tl.float32) * scaling * (1.0 if SOFTCAP else LOG2E)
         sink_row, ring_row, oldest_slot = b, b, 0
-        if PAGE > 0:
-            sink_row = tl.load(counts + b * 6 + 1).to(tl.int64)
-            ring_row = tl.load(counts + b * 6 + 3).to(tl.int64)
-            oldest_slot = tl.load(counts + b * 6 + 4)
-        elif COUNTED:
-            oldest_slot = length % n_residual
+        if COUNTED:
+            sink_row = tl.load(rows + 1).to(tl.int64)
+            ring_row = tl.load(rows + 2).to(tl.int64)
+            oldest_slot = tl.load(rows + 4)
         if ATTENTION_SUMS > 0:
             weights += region_grains * REGION_GRAIN * ATTENTION_SUMS
             tops += region_grains * ATTENTION_SUMS
@@ -543,136 +560,52 @@ def attend_kernel(
             weights += sink_grains * EXACT_GRAIN * ATTENTION_SUMS
             tops += sink_grains * ATTENTION_SUMS
         m, l, x_out = _exact_tiles(
-            D, DV, TX, SOFTCAP, MASK, CAUSAL, RING, ARCH, ATTENTION_SUMS, state, x_query, x_scale,
+            D, DV, TX, SOFTCAP, MASK, CAUSAL, COUNTED, ARCH, ATTENTION_SUMS, state, x_query, x_scale,
             exact[2] + ring_row * exact_strides[6] + h * exact_strides[7], exact_strides[8],
             exact[3] + ring_row * exact_strides[9] + h * exact_strides[10], exact_strides[11],
             n_residual, total - in_ring, visible, weights, tops, oldest_slot, in_ring,
         )  # fmt: skip
         e = tl.arange(0, DVP)
         tl.store(out + tl.arange(0, R)[None, :] * DV + e[:, None], x_out, mask=(e < DV)[:, None] & live[None, :])
-    elif (PAGE == 0) | (low < high):
+    elif low < high:
         KT: tl.constexpr = _words_of_tile(K, D)
         VT: tl.constexpr = _words_of_tile(V, DV)
-        kc, kh, ks, k_mean, k_shifts = k_planes
-        vc, vh, vs, _, v_shifts = v_planes
+        k_mean, k_shifts, v_shifts = k_planes[3], k_planes[4], v_planes[4]
         if K.centered:
-            k_mean += b * k_strides[-2] + h * k_strides[-1]
-        rows = _query_planes(K, KW, KT, D, G, TURN, ARCH, SOFTCAP, region_query, q_rows, live, rotation, signs, k_mean, scaling)
+            k_mean += b * k_strides[6] + h * k_strides[7]
+        q = _query_planes(K, KW, KT, D, G, TURN, ARCH, SOFTCAP, region_query, q_rows, live, rotation, signs, k_mean, scaling)
         state = _empty_state(m, V, VW, VT, T)
         hides = _hides(mask, shift + tl.maximum(low, first_token), shift + high, mask_t) if MASK == "row" else False
         t = tl.arange(0, T)
-        if PAGE > 0:
-            kc += tl.multiple_of(h * k_strides[1], 16)
-            vc += tl.multiple_of(h * v_strides[1], 16)
-            if K.high:
-                kh += tl.multiple_of(h * k_strides[3], 16)
-            if V.high:
-                vh += tl.multiple_of(h * v_strides[3], 16)
-            if K.scale != "none":
-                ks += h * k_strides[5]
-                if K_ONCE:
-                    ks += b * k_strides[4]
-            if V.scale != "none":
-                vs += h * v_strides[5]
-                if V_ONCE:
-                    vs += b * v_strides[4]
-            table += b * table_b + h * table_h
-            KS: tl.constexpr = K.scale != "none" and not K_ONCE
-            VS: tl.constexpr = V.scale != "none" and not V_ONCE
-            whole_low = tl.multiple_of(tl.cdiv(tl.maximum(low, first_token), T) * T, T)
-            whole_high = tl.multiple_of(high // T * T, T)
-            # The page of a tile is looked up one tile ahead: what loads codes must not wait for another load of its own tile.
-            page = tl.load(table + whole_low // PAGE, mask=whole_low < whole_high, other=0)
-            for token in range(whole_low, whole_high, T):
-                this, slot = page, token % PAGE + t
-                page = tl.load(table + (token + T) // PAGE, mask=token + T < whole_high, other=0)
+        table += b * table_b + h * table_h
+        k_head = head_of(K, K_ONCE, (k_planes[0], k_planes[1], k_planes[2]), k_strides, b, h)
+        v_head = head_of(V, V_ONCE, (v_planes[0], v_planes[1], v_planes[2]), v_strides, b, h)
+        whole_low = tl.multiple_of(tl.cdiv(tl.maximum(low, first_token), T) * T, T)
+        whole_high = tl.multiple_of(high // T * T, T)
+        # The page of a tile is looked up one tile ahead: what loads codes must not wait for another load of its own tile.
+        page = entry_of(table, whole_low, whole_low < whole_high, PAGE, BASE)
+        for token in range(whole_low, whole_high, T):
+            k_codes, k_high, k_scales = page_of(K, K_ONCE, k_head, k_strides, page)
+            v_codes, v_high, v_scales = page_of(V, V_ONCE, v_head, v_strides, page)
+            slot = token % PAGE + t
+            page = entry_of(table, token + T, token + T < whole_high, PAGE, BASE)
+            state = _region_tile(
+                K, V, D, DV, K_ONCE, V_ONCE, False, SOFTCAP, MASK, ARCH, ATTENTION_SUMS, state, q, (k_codes, k_high, k_shifts), k_scales,
+                (v_codes, v_high, v_shifts), v_scales, slot, t >= 0, visible, hides, shift + token + t, weights, tops, token, T,
+            )  # fmt: skip
+        for edge in tl.range(0, 2, num_stages=1):  # the tile before them, of which the first tokens do not count, and the one behind
+            token = tl.where(edge == 0, whole_low - T, whole_high)
+            if (edge == 0 and whole_low > low) or (edge == 1 and whole_high < high and whole_high >= whole_low):
+                page = entry_of(table, token, True, PAGE, BASE)
+                k_codes, k_high, k_scales = page_of(K, K_ONCE, k_head, k_strides, page)
+                v_codes, v_high, v_scales = page_of(V, V_ONCE, v_head, v_strides, page)
+                place = token + t
                 state = _region_tile(
-                    K, V, D, DV, K_ONCE, V_ONCE, False, SOFTCAP, MASK, ARCH, ATTENTION_SUMS, state, rows,
-                    (kc, kh, k_shifts, _in_pool(this, k_strides, WIDE)), _page_of(ks, this, k_strides[4], KS),
-                    (vc, vh, v_shifts, _in_pool(this, v_strides, WIDE)), _page_of(vs, this, v_strides[4], VS),
-                    slot, t >= 0, visible, hides, shift + token + t, weights, tops, token, T,
+                    K, V, D, DV, K_ONCE, V_ONCE, True, SOFTCAP, MASK, ARCH, ATTENTION_SUMS, state, q, (k_codes, k_high, k_shifts), k_scales,
+                    (v_codes, v_high, v_shifts), v_scales, token % PAGE + t, (place >= first_token) & (place < high), visible, hides,
+                    shift + tl.minimum(tl.maximum(place, first_token), high - 1), weights, tops, token, tl.minimum(high - token, T),
                 )  # fmt: skip
-            for edge in tl.range(0, 2, num_stages=1):  # the tile before them, of which the first tokens do not count, and the one behind
-                token = tl.where(edge == 0, whole_low - T, whole_high)
-                if (edge == 0 and whole_low > low) or (edge == 1 and whole_high < high and whole_high >= whole_low):
-                    this, slot = tl.load(table + token // PAGE), token % PAGE + t
-                    place = token + t
-                    state = _region_tile(
-                        K, V, D, DV, K_ONCE, V_ONCE, True, SOFTCAP, MASK, ARCH, ATTENTION_SUMS, state, rows,
-                        (kc, kh, k_shifts, _in_pool(this, k_strides, WIDE)), _page_of(ks, this, k_strides[4], KS),
-                        (vc, vh, v_shifts, _in_pool(this, v_strides, WIDE)), _page_of(vs, this, v_strides[4], VS),
-                        slot, (place >= first_token) & (place < high), visible, hides,
-                        shift + tl.minimum(tl.maximum(place, first_token), high - 1), weights, tops, token, tl.minimum(high - token, T),
-                    )  # fmt: skip
-        else:
-            plane = bh.to(tl.int64)
-            kb = b if K_SHARED else plane
-            vb = b if V_SHARED else plane
-            for chunk in range(chunks):
-                entry, start, capacity, begin, end = _chunk(table, chunk, low, high)
-                k_codes, k_high, k_scales = _planes_of_chunk(K, D, K_ONCE, kc, kh, ks, entry + 2, capacity, plane, kb)
-                v_codes, v_high, v_scales = _planes_of_chunk(V, DV, V_ONCE, vc, vh, vs, entry + 5, capacity, plane, vb)
-                k_here = k_codes, k_high, k_shifts, (0, 0)
-                v_here = v_codes, v_high, v_shifts, (0, 0)
-                whole = begin + tl.maximum(end - begin, 0) // T * T
-                for token in range(begin, whole, T):
-                    state = _region_tile(
-                        K, V, D, DV, K_ONCE, V_ONCE, False, SOFTCAP, MASK, ARCH, ATTENTION_SUMS, state, rows,
-                        k_here, k_scales, v_here, v_scales, token + t, t >= 0, visible, hides, shift + start + token + t,
-                        weights, tops, start + token, T,
-                    )  # fmt: skip
-                if whole < end:
-                    column = tl.minimum(start + whole + t, start + end - 1) + shift
-                    state = _region_tile(
-                        K, V, D, DV, K_ONCE, V_ONCE, True, SOFTCAP, MASK, ARCH, ATTENTION_SUMS, state, rows,
-                        k_here, k_scales, v_here, v_scales, whole + t, whole + t < end, visible, hides, column,
-                        weights, tops, start + whole, end - whole,
-                    )  # fmt: skip
         m, l = _store_region(out, state, live, V, DV, VW, VT)
     entry = (bh * tl.num_programs(1) + block) * splits * R + split * R + tl.arange(0, R)
     tl.store(maxima + entry, m)
     tl.store(sums + entry, l)
-
-
-@triton.jit
-def _chunk(table, number, low, high):
-    """A chunk of `QuantizedRegion.table`: the pointer to its row, its first token, its slots, and from which slot to which it holds the
-    tokens `low` to `high`."""
-    entry = table + number * 8
-    start = tl.load(entry).to(tl.int32)
-    capacity = tl.multiple_of(tl.load(entry + 1), 32)
-    begin = tl.maximum(low, start) - start
-    end = tl.minimum(high, start + capacity.to(tl.int32)) - start
-    return entry, start, capacity, begin, end
-
-
-@triton.jit
-def _planes_of_chunk(X: tl.constexpr, D: tl.constexpr, ONCE: tl.constexpr, codes, high, scales, distances, capacity, plane, scales_plane):
-    """Pointers to the codes, high bits and scales of one head in a chunk of `capacity` slots, from those of the first chunk and the
-    `distances` of its row in the table. `plane`, `scales_plane`: the head among those of all rows, int64; ONCE: one scale serves all
-    tokens."""
-    WORDS: tl.constexpr = D // X.per
-    slots = 1 if ONCE else capacity
-    return (
-        codes + (tl.multiple_of(tl.load(distances), 16) + plane * capacity * WORDS),
-        high + (tl.multiple_of(tl.load(distances + 1), 16) + plane * capacity * (WORDS // 2)),
-        scales + (tl.multiple_of(tl.load(distances + 2), 16) + scales_plane * slots * scales_of(X, D)),
-    )
-
-
-@triton.jit
-def _in_pool(page, strides, WIDE: tl.constexpr):
-    """Elements from the beginning of a pool to page `page` in the planes of codes and of high bits. 32 bits, unless WIDE, leave one
-    addition of 64 bits for each address of a tile."""
-    if WIDE:
-        page = page.to(tl.int64)
-    return tl.multiple_of(page * strides[0], 16), tl.multiple_of(page * strides[2], 16)
-
-
-@triton.jit
-def _page_of(plane, page, stride, HAS: tl.constexpr):
-    """The pointer to page `page` of `plane`, pages `stride` elements apart; `plane` itself unless HAS."""
-    if HAS:
-        return plane + tl.multiple_of(page.to(tl.int64) * stride, 16)
-    else:
-        return plane

@@ -19,7 +19,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .triton_attend import LOG2E, _capped, _chunk, _exact_columns, _hides, _planes_of_chunk, _tiles_of_split
+from .triton_attend import LOG2E, _capped, _exact_columns, _hides, _tiles_of_split, entry_of, head_of, page_of
 from .triton_math import MASKED_SCORE, exp2
 from .triton_scales import group_scales, scaled, token_scale
 from .triton_unpack import offset_of, unit_of, unpack
@@ -76,15 +76,18 @@ def _interleaved(planes, T: tl.constexpr, WORDS: tl.constexpr, PER: tl.constexpr
 
 
 @triton.jit
-def _norm(X: tl.constexpr, ONCE: tl.constexpr, scales, low, high):
-    """Return the divisor of the scales and zeros of the tokens `low` to `high`, fp32, at least 1e-30; 1 if fp16 holds them anyway."""
+def _norm(X: tl.constexpr, ONCE: tl.constexpr, planes, strides, table, low, high, PAGE: tl.constexpr, BASE: tl.constexpr):
+    """Return the divisor of the scales and zeros of the tokens `low` to `high`, fp32, at least 1e-30; 1 if fp16 holds them anyway. `planes`,
+    `strides`: as of `page_of`."""
     if X.group > 0:
         return 1.0
     else:
         i = tl.arange(0, 4096)
         most = tl.full([4096], 1e-30, tl.float32)
         for at in range(low, high, 4096):
-            scale, zero = token_scale(X, ONCE, scales, tl.minimum(at + i, high - 1))
+            place = tl.minimum(at + i, high - 1)
+            _, _, here = page_of(X, ONCE, planes, strides, entry_of(table, place, place >= 0, PAGE, BASE))
+            scale, zero = token_scale(X, ONCE, here, place % PAGE)
             if X.scale == "pair":
                 scale = tl.maximum(scale, tl.abs(zero) / LARGEST_ZERO)
             most = tl.maximum(most, tl.where(scale < 1e30, scale, 0.0))  # a token that is not finite must not spoil the others
@@ -110,13 +113,15 @@ def _stored(X: tl.constexpr, ONCE: tl.constexpr, D: tl.constexpr, planes, slot, 
     words as one int32 [T, words / 2]; then high bits, int16 [T, words], if X.high; then the scales of groups, or scale
     and zero of tokens.
 
-    `planes`: words of 16 bits [slots, D / X.per], high bits [slots, half as many], and scales as of `triton_scales.py`."""
+    `planes`: pointers [T] to the planes of each token's page: words of 16 bits [slots, D / X.per], high bits [slots, half as many], and
+    scales as of `triton_scales.py`."""
     codes, high, scales = planes
     WORDS: tl.constexpr = D // X.per
     HALF: tl.constexpr = WORDS // 2
-    stored = (tl.load(codes.to(tl.pointer_type(tl.int32)) + (slot[:, None] * HALF + tl.arange(0, HALF)[None, :])),)
+    codes = codes.to(tl.pointer_type(tl.int32)) + slot * HALF
+    stored = (tl.load(codes[:, None] + tl.arange(0, HALF)[None, :]),)
     if X.high:
-        stored = stored + (tl.load(high + (slot[:, None] * HALF + (tl.arange(0, WORDS) % HALF)[None, :])),)
+        stored = stored + (tl.load((high + slot * HALF)[:, None] + (tl.arange(0, WORDS) % HALF)[None, :]),)
     if X.group > 0:
         return stored + (group_scales(X, WORDS, scales, slot, ARCH),)
     else:
@@ -264,35 +269,33 @@ def _queries(
 # What changes from step to step, or call to call, must not compile the kernel anew.
 @triton.jit(
     do_not_specialize=[
-        "scaling", "softcap", "chunks", "n_sinks", "n_quantized", "n_residual", "least", "heads", "queries", "center_b", "center_h",
+        "scaling", "softcap", "n_sinks", "n_quantized", "n_residual", "least", "heads", "queries", "table_b", "rows_b", "lengths_b",
         "mask_b", "mask_t",
     ]
 )  # fmt: skip
 def attend_tiles_kernel(
-    query, rotation, table, counts, lengths, k_planes, v_planes, exact, mask, part, maxima, sums, query_b, query_h, query_q, center_b,
-    center_h, exact_strides, mask_b, mask_t, scaling, softcap, chunks, n_sinks, n_quantized, n_residual, least, heads, queries,
+    query, rotation, table, rows, lengths, k_planes, v_planes, exact, mask, part, maxima, sums, query_b, query_h, query_q, table_b, rows_b,
+    lengths_b, k_strides, v_strides, exact_strides, mask_b, mask_t, scaling, softcap, n_sinks, n_quantized, n_residual, least, heads,
+    queries,
     K: tl.constexpr, V: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, G: tl.constexpr, R: tl.constexpr, T: tl.constexpr,
-    COUNTED: tl.constexpr, K_SHARED: tl.constexpr, V_SHARED: tl.constexpr, K_ONCE: tl.constexpr, V_ONCE: tl.constexpr,
-    SOFTCAP: tl.constexpr, MASK: tl.constexpr, ARCH: tl.constexpr, EXACT: tl.constexpr, TURN: tl.constexpr,
+    PAGE: tl.constexpr, BASE: tl.constexpr, COUNTED: tl.constexpr, K_ONCE: tl.constexpr, V_ONCE: tl.constexpr, SOFTCAP: tl.constexpr,
+    MASK: tl.constexpr, ARCH: tl.constexpr, EXACT: tl.constexpr, TURN: tl.constexpr,
 ):  # fmt: skip
-    """Causal attention of the last `queries` tokens, which are among the residual, over sinks, quantized tokens in chunks and the residual
-    (`segments.AttentionInputs`), split over programs.
+    """Causal attention of the last `queries` tokens, which are among the residual, over sinks, quantized tokens in pages that heads share
+    and the residual (`pages.PagedInputs`), split over programs.
 
     Grid (splits, blocks of R query rows, B * H); with EXACT, split 0 is that of the exact tokens. Strides are in elements. Channels are
     contiguous. Query row `r` of a KV head is query `r % queries` of query head `h * G + r // queries`.
 
     query          [B, H * G, queries, D] model dtype               query_b, query_h, query_q
     rotation       fp16 [D, D], `tables.Tables.matrix`; read if K.rotated; TURN: factor of the rotation
-    table, counts, lengths   of chunks: int64 [chunks, 8], int32 [..] and [B, 2], as of `attend_kernel`
-    k_planes       of chunks: codes, high bits, scales, mean, as of `attend_kernel`; K_SHARED, K_ONCE; center_b, center_h: of the mean
-    v_planes       the same of values, with V_SHARED and V_ONCE
-    exact          sinks [B, H, n_sinks, D] and [.., DV], residual [B, H, n_residual, D] and [.., DV]: keys, values, keys, values
-    exact_strides  over rows, heads and tokens, for each of the four
+    table, rows, lengths, k_planes, v_planes, k_strides, v_strides, exact, exact_strides   as of `attend_kernel`;
+                   COUNTED: rows begin with the first token of their pages, and the rings of row `b` are row `b` of the residual
     mask           uint8 (0: hidden) [B, columns], read if MASK: mask_b, mask_t
     part           fp32 [B * H, blocks, splits, R, DV]; maxima, sums fp32 [B * H, blocks, splits, R]; contiguous
     scaling, softcap   factor and cap of scores
     n_sinks, n_quantized, n_residual   tokens, the same for all rows; COUNTED: slots of sinks and of a ring, and a bound
-    chunks         chunks of the region, unless COUNTED             least    of a split, in tokens: a multiple of T
+    least          of a split, in tokens: a multiple of T
     """
     split = tl.program_id(0)
     block = tl.program_id(1)
@@ -305,13 +308,13 @@ def attend_tiles_kernel(
     live = r < G * queries
     row = tl.minimum(r, G * queries - 1)
     number = row % queries
-    in_ring, length = n_residual, n_quantized
+    in_ring, length, oldest_slot = n_residual, n_quantized, 0
     if COUNTED:
-        in_row = tl.load(lengths + 2 * b)
-        length = tl.load(lengths + 2 * b + 1)
-        chunks = tl.load(counts + 3)
-        n_sinks = tl.minimum(n_sinks, in_row)
-        in_ring = in_row - n_sinks - length
+        rows += b * rows_b
+        length = tl.load(lengths + b * lengths_b)
+        n_sinks = tl.load(rows + 3)
+        oldest_slot = tl.load(rows + 4)
+        in_ring = tl.load(rows + 5)
     if MASK:
         mask += b * mask_b
     panel = (bh * tl.num_programs(1) + block).to(tl.int64)
@@ -334,13 +337,12 @@ def attend_tiles_kernel(
             D, DV, T, SOFTCAP, MASK, ARCH, COUNTED, state, x_query, x_factor,
             exact[2] + b * exact_strides[6] + h * exact_strides[7], exact_strides[8],
             exact[3] + b * exact_strides[9] + h * exact_strides[10], exact_strides[11],
-            n_residual, n_sinks + length, newest, mask, mask_t, softcap, length % n_residual, in_ring,
+            n_residual, n_sinks + length, newest, mask, mask_t, softcap, oldest_slot, in_ring,
         )  # fmt: skip
         tl.store(out, acc, mask=live[:, None])
     else:
-        kc, kh, ks, k_mean, _ = k_planes
-        vc, vh, vs, _, _ = v_planes
-        q, factor, q_center = _queries(K, D, TURN, query, q_rows, live, rotation, k_mean + b * center_b + h * center_h, scaling)
+        k_mean = k_planes[3] + b * k_strides[6] + h * k_strides[7]
+        q, factor, q_center = _queries(K, D, TURN, query, q_rows, live, rotation, k_mean, scaling)
         # Through the output's memory: loaded operands lie in shared memory, computed ones would take registers.
         passing = (part + (panel * splits + split) * (R * DV)).to(tl.pointer_type(q.dtype))
         passing += tl.arange(0, R)[:, None] * D + tl.arange(0, D)[None, :]
@@ -352,33 +354,32 @@ def attend_tiles_kernel(
         high = tl.minimum(low + each, length)
         hides = _hides(mask, n_sinks + low, n_sinks + high, mask_t) if MASK else False
         t = tl.arange(0, T)
-        plane = bh.to(tl.int64)
-        kb = b if K_SHARED else plane
-        vb = b if V_SHARED else plane
         unit = 1e-30  # that of the output
-        for chunk in range(chunks):
-            entry, start, capacity, begin, end = _chunk(table, chunk, low, high)
-            k_here = _planes_of_chunk(K, D, K_ONCE, kc, kh, ks, entry + 2, capacity, plane, kb)
-            v_here = _planes_of_chunk(V, DV, V_ONCE, vc, vh, vs, entry + 5, capacity, plane, vb)
-            k_norm = _norm(K, K_ONCE, k_here[2], begin, end)
-            v_norm = tl.maximum(_norm(V, V_ONCE, v_here[2], begin, end), unit)
-            m, l, acc = state
-            state = m, l, acc * (unit / v_norm)
-            unit = v_norm
+        if low < high:
+            table += b * table_b
+            k_head = head_of(K, K_ONCE, (k_planes[0], k_planes[1], k_planes[2]), k_strides, b, h)
+            v_head = head_of(V, V_ONCE, (v_planes[0], v_planes[1], v_planes[2]), v_strides, b, h)
+            k_norm = _norm(K, K_ONCE, k_head, k_strides, table, low, high, PAGE, BASE)
+            unit = tl.maximum(_norm(V, V_ONCE, v_head, v_strides, table, low, high, PAGE, BASE), unit)
             queries_here = q, tl.maximum(factor * k_norm, 1e-37), q_center  # no factor of 0: what is hidden stays hidden
-            whole = begin + tl.maximum(end - begin, 0) // T * T
-            slot = tl.maximum(tl.minimum(begin + t, end - 1), 0)
-            stored = (_stored(K, K_ONCE, D, k_here, slot, ARCH), _stored(V, V_ONCE, DV, v_here, slot, ARCH))
-            for token in tl.range(begin, whole, T, num_stages=1):
+            whole = low + (high - low) // T * T
+            place = tl.minimum(low + t, high - 1)
+            page = entry_of(table, place, t >= 0, PAGE, BASE)
+            k_here, v_here = page_of(K, K_ONCE, k_head, k_strides, page), page_of(V, V_ONCE, v_head, v_strides, page)
+            stored = (_stored(K, K_ONCE, D, k_here, place % PAGE, ARCH), _stored(V, V_ONCE, DV, v_here, place % PAGE, ARCH))
+            for token in tl.range(low, whole, T, num_stages=1):
+                place = tl.minimum(token + T + t, high - 1)
+                page = entry_of(table, place, t >= 0, PAGE, BASE)
+                k_here, v_here = page_of(K, K_ONCE, k_head, k_strides, page), page_of(V, V_ONCE, v_head, v_strides, page)
                 state, stored = _region_tile(
-                    K, V, D, DV, K_ONCE, V_ONCE, False, SOFTCAP, MASK, ARCH, state, stored, queries_here, k_here, k_norm, v_here, v_norm,
-                    tl.minimum(token + T + t, end - 1), t >= 0, mask, mask_t, n_sinks + start + token + t, hides, softcap,
+                    K, V, D, DV, K_ONCE, V_ONCE, False, SOFTCAP, MASK, ARCH, state, stored, queries_here, k_here, k_norm, v_here, unit,
+                    place % PAGE, t >= 0, mask, mask_t, n_sinks + token + t, hides, softcap,
                 )  # fmt: skip
-            if whole < end:
-                slot = tl.minimum(whole + t, end - 1)
+            if whole < high:
+                slot = tl.minimum(whole + t, high - 1)
                 state, stored = _region_tile(
-                    K, V, D, DV, K_ONCE, V_ONCE, True, SOFTCAP, MASK, ARCH, state, stored, queries_here, k_here, k_norm, v_here, v_norm,
-                    slot, whole + t < end, mask, mask_t, n_sinks + start + slot, hides, softcap,
+                    K, V, D, DV, K_ONCE, V_ONCE, True, SOFTCAP, MASK, ARCH, state, stored, queries_here, k_here, k_norm, v_here, unit,
+                    slot % PAGE, whole + t < high, mask, mask_t, n_sinks + slot, hides, softcap,
                 )  # fmt: skip
         m, l, acc = state
         if not SOFTCAP:

@@ -18,11 +18,11 @@ from ..formats.base import Codec, Codes, PackedLayout
 from ..formats.codebooks import GRID
 from ..formats.rotation import random_signs, rotation_block, sylvester_matrix
 from .pages import Pages
-from .segments import QuantizedRegion, layout_of
+from .segments import layout_of
 
 GREATEST_HEAD_DIM = 256
 REGION_TILE = 32
-"""Tokens of a program that dequantizes a region: of 32, 64, 128 and 256 the best for int8 and fp8 on an H100, at nine and eight tenths of
+"""Tokens of a program that dequantizes pages: of 32, 64, 128 and 256 the best for int8 and fp8 on an H100, at nine and eight tenths of
 the speed of a copy (`eval/results/past.jsonl`, "dequantized region")."""
 CHUNK = 128  # channels that one product rotates: twice as many take two and a butterfly, so that the matrix fits every shared memory
 
@@ -127,13 +127,13 @@ def plane_arguments(layout: PackedLayout, planes: Codes, x: Tensor, table: Tenso
 
         table, codes, cb, ch, high, hb, hh, scales, sb, sh, center, eb, eh
 
-    codes, high bits, scales and the mean, each with its strides over rows (or pages) and heads. In place of what the codec has not stands
+    codes, high bits, scales and the mean, each with its strides over rows (or entries of pages) and heads. In place of what the codec has not stands
     `x`, which is not read. Strides of packed codes and of high bits count words of 16 bits."""
     arguments: list[object] = [table]
-    for name, unit in zip(layout.planes, (1 + layout.packed, 2, 1), strict=True):
+    for name, unit, once in zip(layout.planes, (1 + layout.packed, 2, 1), (False, False, layout.span == "once"), strict=True):
         plane = planes[name] if name else x
         across = plane.stride(1) // unit if plane.shape[1] > 1 else 0  # heads that share a plane are no step apart
-        rows = plane.stride(0) // unit if plane.shape[0] > 1 or layout.span != "once" else 0  # one row may serve all
+        rows = 0 if once and plane.shape[0] == 1 else plane.stride(0) // unit  # one row may serve all
         arguments += [plane, *((rows, across) if name else (0, 0))]
     if not layout.centered:
         return (*arguments, x, 0, 0)
@@ -156,51 +156,32 @@ def decode(codec: Codec, codes: Codes, out: Tensor) -> None:
     `codes`: views of planes `[B, H or 1, T, width]`, the tokens of a head contiguous in each, with the buffers kept once among them.
 
     Raises ValueError for a codec that `supports` does not accept, or an output whose channels are not contiguous."""
-    _dequantize(codec, codes, out, out, out, (0, 0, 0, 0), 0, 0)
-
-
-def dequantize_pages(pages: Pages, out: tuple[Tensor, Tensor], begin: int = 0) -> None:
-    """`pages.dequantize_pages`, in a launch for keys and one for values."""
-    for codec, each, once, x in zip(pages.codecs, pages.planes, pages.statistics, out, strict=True):
-        _dequantize(codec, each | once, x, pages.table, pages.lengths, pages.strides, begin, pages.page_size)
-
-
-def _dequantize(
-    codec: Codec, codes: Codes, out: Tensor, pages: Tensor, lengths: Tensor, strides: tuple[int, ...], begin: int, page: int
-) -> None:
-    """Launches `_dequantize_kernel`, which has the arguments after `out`."""
     (layout, planes), (batch, heads, tokens, head_dim) = planes_to_read(codec, codes, out), out.shape
     if not out.numel():
         return
-    if page:
-        across, along, warps = tile_of_pages((layout,), heads, tokens, padded(head_dim))
-    else:
-        across, along, warps = tile((replace(layout, span="each"),), heads, tokens, padded(head_dim))
+    across, along, warps = tile((replace(layout, span="each"),), heads, tokens, padded(head_dim))
     with torch.cuda.device_of(out):
         _dequantize_kernel[(triton.cdiv(tokens, along) * triton.cdiv(heads, across), batch)](
-            (out, *out.stride()[:3]), planes, pages, lengths, *strides, begin, tokens, heads,
-            layout, head_dim, across, along, page, num_warps=warps,
-        )  # fmt: skip
+            (out, *out.stride()[:3]), planes, tokens, heads, layout, head_dim, across, along, num_warps=warps
+        )
 
 
-def dequantize_region(region: QuantizedRegion, begin: int, keys: Tensor, values: Tensor) -> None:
-    """Writes tokens `begin` to `begin + T` of `region`, from whichever chunks hold them, as they are stored: rotated, with their mean, as
-    `attend_chunked.dequantize_blocks` does. Rotating the queries and the outputs of attention costs less than rotating tokens back.
-
-    Args:
-        keys, values: outputs `[B, H, T, D]`, fp16, bf16 or fp32, of any strides with contiguous channels.
-    """
-    batch, heads, tokens = keys.shape[:3]
+def dequantize_pages(pages: Pages, out: tuple[Tensor, Tensor], begin: int = 0) -> None:
+    """Run `pages.dequantize_pages` in one launch, for outputs in fp16, bf16 or fp32 of any strides with contiguous channels."""
+    batch, heads, tokens = out[0].shape[:3]
+    if not batch * heads * tokens:
+        return
     sides: list[object] = []
     constants: list[object] = []
-    for codec, codes, x in zip(region.codecs, region.chunks[0], (keys, values), strict=True):
+    for codec, each, once, x in zip(pages.codecs, pages.planes, pages.statistics, out, strict=True):
         layout = _rotated(known(codec, x, writes=False))
-        sides.append((x, *x.stride()[:3], plane_arguments(layout, codes, x, x)))
+        sides.append((x, *x.stride()[:3], plane_arguments(layout, each | once, x, x)))
         constants += [layout, x.shape[3]]
-    grid = (-(-tokens // REGION_TILE), batch * heads, 2)
-    with torch.cuda.device_of(keys):
-        _dequantize_region_kernel[grid](
-            *sides, region.table, len(region.chunks), begin, tokens, heads, *constants, REGION_TILE, num_warps=4
+    table, lengths = pages.table, pages.table if pages.lengths is None else pages.lengths
+    with torch.cuda.device_of(out[0]):
+        _dequantize_pages_kernel[(-(-tokens // REGION_TILE), batch * heads, 2)](
+            *sides, table, lengths, *pages.strides, begin, tokens, heads, *constants, REGION_TILE, pages.page_size, pages.firsts[0],
+            pages.lengths is not None, num_warps=4,
         )  # fmt: skip
 
 
@@ -297,23 +278,6 @@ def vectors(tokens, heads, ACROSS: tl.constexpr, ALONG: tl.constexpr):
     h = h0 + i % ACROSS
     t = ((tl.program_id(0) // parts) * ALONG).to(tl.int64) + i // ACROSS
     return tl.program_id(1).to(tl.int64), h0, h, t, (t < tokens) & (h < heads)
-
-
-@triton.jit
-def planes_of_chunk(planes, chunks, row, L: tl.constexpr, SIDE: tl.constexpr):
-    """`planes`, those of the first of `chunks` (`QuantizedRegion.table`), of keys (SIDE 0) or values (1), as those of the chunk at the
-    pointer `row`, which are as far from them as it says."""
-    table, codes, cb, ch, high, hb, hh, scales, sb, sh, center, eb, eh = planes
-    first = tl.load(chunks + 1)
-    capacity = tl.multiple_of(tl.load(row + 1), 32)
-    UNIT: tl.constexpr = 2 if codes.dtype.element_ty.primitive_bitwidth == 8 else 1  # the table counts words of 16 bits
-    codes += tl.multiple_of(tl.load(row + 2 + 3 * SIDE), 16) * UNIT
-    high += tl.multiple_of(tl.load(row + 3 + 3 * SIDE), 16) * 2
-    cb, ch, hb, hh = cb // first * capacity, ch // first * capacity, hb // first * capacity, hh // first * capacity
-    if L.span != "once":
-        scales += tl.multiple_of(tl.load(row + 4 + 3 * SIDE), 16)
-        sb, sh = sb // first * capacity, sh // first * capacity
-    return table, codes, cb, ch, high, hb, hh, scales, sb, sh, center, eb, eh
 
 
 @triton.jit
@@ -418,70 +382,60 @@ def store_vectors(at, y, live, D: tl.constexpr):
     tl.store(at[:, None] + c[None, :], y.to(at.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["table_b", "table_h", "lengths_b", "lengths_h", "begin", "tokens", "heads"])
+@triton.jit(do_not_specialize=["tokens", "heads"])
 def _dequantize_kernel(
-    out, planes, table, lengths, table_b, table_h, lengths_b, lengths_h, begin, tokens, heads,
-    L: tl.constexpr, D: tl.constexpr, ACROSS: tl.constexpr, ALONG: tl.constexpr, PAGE: tl.constexpr,
+    out, planes, tokens, heads, L: tl.constexpr, D: tl.constexpr, ACROSS: tl.constexpr, ALONG: tl.constexpr
 ):  # fmt: skip
-    """Dequantizes `tokens` tokens; where PAGE is not 0, those from `begin` on of each row, and zeros beyond its length. Grid (tiles of
-    ALONG tokens and ACROSS heads, B). Strides are in elements, of packed codes and high bits in words of 16 bits.
+    """Dequantizes `tokens` tokens. Grid (tiles of ALONG tokens and ACROSS heads, B). Strides are in elements, of packed codes and high bits
+    in words of 16 bits.
 
     out      [B, H, tokens, D] fp16, bf16 or fp32, channels contiguous, with its strides over the first three dimensions
     planes   `plane_arguments`. The rotation is in bf16, the mean fp32 [B, H, 1, D], rotated back. Codes [B, H', tokens, width], tokens
-             contiguous, H' being H, or 1 if heads share them; high bits and scales [B, H', tokens, scales of a token] likewise. Where PAGE
-             is not 0, these are planes of a pool, [N, H', PAGE, ..], and their strides are over pages and heads
-    table    int32 [B, P] or [B, H, P]: table_b, table_h (0: all heads share); read if PAGE is not 0, like
-    lengths  int32 [B] or [B, H]: lengths_b, lengths_h (0: all heads share)
+             contiguous, H' being H, or 1 if heads share them; high bits and scales [B, H', tokens, scales of a token] likewise
     L        `PackedLayout`; what it has not is not read                heads    H
     """
     b, h0, h, t, live = vectors(tokens, heads, ACROSS, ALONG)
-    if PAGE > 0:
-        place = begin + t
-        exists = live & (place < tl.load(lengths + b * lengths_b + h * lengths_h, mask=h < heads, other=0))
-        page = tl.load(table + b * table_b + h * table_h + place // PAGE, mask=exists, other=0).to(tl.int64)
-        y = tl.where(exists[:, None], load_tile(exists, page, b, h0, place % PAGE, planes, L, D, ACROSS), 0.0)
-    else:
-        y = load_tile(live, b, b, h0, t, planes, L, D, ACROSS)
+    y = load_tile(live, b, b, h0, t, planes, L, D, ACROSS)
     x, xb, xh, xt = out
     store_vectors(x + (b * xb + h * xh + t * xt), y, live, D)
 
 
-@triton.jit(do_not_specialize=["chunks", "begin", "tokens", "heads"])
-def _dequantize_region_kernel(
-    keys, values, table, chunks, begin, tokens, heads,
-    K: tl.constexpr, D: tl.constexpr, V: tl.constexpr, DV: tl.constexpr, N: tl.constexpr,
+@triton.jit(do_not_specialize=["table_b", "table_h", "lengths_b", "lengths_h", "begin", "tokens", "heads"])
+def _dequantize_pages_kernel(
+    keys, values, table, lengths, table_b, table_h, lengths_b, lengths_h, begin, tokens, heads,
+    K: tl.constexpr, D: tl.constexpr, V: tl.constexpr, DV: tl.constexpr, N: tl.constexpr, PAGE: tl.constexpr, BASE: tl.constexpr,
+    COUNTED: tl.constexpr,
 ):  # fmt: skip
-    """Dequantizes `tokens` tokens from `begin` on. Grid (tiles of N tokens, B * H, 2): keys, values. Strides are in elements.
+    """Dequantizes `tokens` tokens from `begin` on. Grid (tiles of N tokens, B * H, 2): keys, values. Strides are in elements, of packed
+    codes and high bits in words of 16 bits.
 
     keys      output [B, H, tokens, D] fp16, bf16 or fp32, channels contiguous, with its strides over the first three dimensions; then
-              `plane_arguments` of the first chunk: codes [B, H, slots, width], contiguous; high bits and scales likewise, scales
-              [B, 1, slots, 1] if heads share them, [B, 1, 1, 1] if one is kept for all tokens; the mean, fp32 [B, H, 1, D]
+              `plane_arguments` of the first page: codes [entries, H', PAGE, width], H' being H, or 1 if heads share them or have pages of
+              their own; high bits and scales likewise, scales [B, H', 1, 1] if one is kept for all tokens; the mean, fp32 [B, H, 1, D]
     values    the same of values, [.., DV]
-    table     int64 [chunks, 8]: first token, slots, distances of the planes from those of the first chunk, keys before values
+    table     int32 or int64 [B, P] or [B, H, P], entries of pages, BASE being the first: table_b, table_h (0: all heads share)
+    lengths   int32 [B] or [B, H]: lengths_b, lengths_h (0: all heads share); read if COUNTED: zeros are written beyond
     heads     H                      K, V   layouts, without their rotation
     """
     b = (tl.program_id(1) // heads).to(tl.int64)
     h = (tl.program_id(1) % heads).to(tl.int64)
-    t0 = tl.program_id(0) * N
+    t = tl.program_id(0) * N + tl.arange(0, N)
+    place = begin + t
+    exists = t < tokens
+    if COUNTED:
+        exists = exists & (place < tl.load(lengths + b * lengths_b + h * lengths_h))
+    page = tl.load(table + b * table_b + h * table_h + place // PAGE, mask=exists, other=BASE).to(tl.int64) - BASE
     if tl.program_id(2) == 0:
-        _region_side(keys, table, chunks, begin, tokens, b, h, t0, K, D, N, 0)
+        _dequantize_side(keys, t, tokens, exists, page, b, h, place % PAGE, K, D, COUNTED)
     else:
-        _region_side(values, table, chunks, begin, tokens, b, h, t0, V, DV, N, 1)
+        _dequantize_side(values, t, tokens, exists, page, b, h, place % PAGE, V, DV, COUNTED)
 
 
 @triton.jit
-def _region_side(
-    side, table, chunks, begin, tokens, b, h, t0, L: tl.constexpr, D: tl.constexpr, N: tl.constexpr, SIDE: tl.constexpr
-):  # fmt: skip
-    """A program of `_dequantize_region_kernel`, for keys (SIDE 0) or values (1): the N tokens from `t0` on of head `h` of row `b`."""
+def _dequantize_side(side, t, tokens, exists, page, b, h, slot, L: tl.constexpr, D: tl.constexpr, COUNTED: tl.constexpr):
+    """A program of `_dequantize_pages_kernel`, for keys or for values: the tokens `t`, int [N], of head `h` of row `b`, in `slot` of `page`."""
     x, xb, xh, xt, planes = side
-    t = t0 + tl.arange(0, N)
-    for chunk in range(chunks):
-        start = tl.load(table + chunk * 8)
-        capacity = tl.load(table + chunk * 8 + 1)
-        if (start < begin + t0 + N) & (start + capacity > begin + t0):
-            slot = begin + t - start
-            live = (t < tokens) & (slot >= 0) & (slot < capacity)
-            here = planes_of_chunk(planes, table, table + chunk * 8, L, SIDE)
-            y = load_tile(live, b, b, h, slot, here, L, D, 1)
-            store_vectors(x + (b * xb + h * xh + t.to(tl.int64) * xt), y, live, D)
+    y = load_tile(exists, page, b, h, slot, planes, L, D, 1)
+    if COUNTED:
+        y = tl.where(exists[:, None], y, 0.0)
+    store_vectors(x + (b * xb + h * xh + t.to(tl.int64) * xt), y, t < tokens, D)

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from .evict import StaticTensors
 from .segments import Pair
-from .triton_dequantize import known, load_vectors, padded, plane_arguments, store_vectors, table_of, tile
-from .triton_quantize import contiguous, store_tile
+from .triton_dequantize import load_vectors, padded, store_vectors, tile
+from .triton_quantize import contiguous, launched, store_tile
 
 ORDERED = 1024
 """Columns of the order that a program compares at once."""
@@ -57,10 +57,10 @@ def _append_kernel(
 
     ring       of keys [B, H, width, D] and of values [.., DV], model dtype, contiguous
     key, value   [B, H, 1, D] and [.., DV] likewise, channels contiguous, each with its strides over rows and heads
-    records    [B, H, record_columns] each, contiguous, of slots of the region, then of the ring: int32 positions, then as many in fp32 as a
+    records    [B, H, record_columns] each, contiguous, of slots of the pages, then of the ring: int32 positions, then as many in fp32 as a
                policy keeps
     new        values of the records, fp32 [B, H, 1], each with its strides over rows and heads; read where GIVEN, else 0 is written
-    column_mask      bool [B, all_columns], contiguous: sinks, region, ring   row_lengths   int64 [B]: tokens of a row without padding
+    column_mask      bool [B, all_columns], contiguous: sinks, pages, ring   row_lengths   int64 [B]: tokens of a row without padding
     columns    int64 [1]: tokens of a row with padding
     is_valid   bool [B]: real_b; read if REAL                        heads      H, in tiles of ACROSS
     """
@@ -91,21 +91,19 @@ def _append_kernel(
 
 def evict_token(static: StaticTensors, order: Tensor) -> Tensor:
     """`evict.evict_token`, for codecs that `triton_quantize.supports` and whose heads share no buffer kept for each token."""
-    arguments: list[object] = []
-    constants: list[object] = []
-    ring, row_lengths = static.ring, static.row_lengths
-    layouts = [known(codec, x) for codec, x in zip(static.codecs, ring, strict=True)]
+    inputs, row_lengths, records = static.inputs, static.row_lengths, tuple(static.records.values())
+    ring, sinks, pages = inputs.ring, inputs.sinks, inputs.pages
     batch, heads, width, _ = ring[0].shape
-    for layout, planes, sinks, x in zip(layouts, static.planes, static.sinks, ring, strict=True):
-        arguments.append((x, sinks, plane_arguments(layout, planes, x, table_of(layout, x))))
-        constants += [layout, x.shape[3]]
+    k_planes, v_planes, constants, _, _ = launched(pages, ring)
     where = torch.empty(batch, heads, dtype=torch.int64, device=row_lengths.device)
-    records = tuple(static.records.values())
-    arguments += [records, static.column_mask, row_lengths, order.contiguous(), where]
-    _, along, warps = tile(tuple(layouts), 1, 1, max(padded(x.shape[3]) for x in ring), ring[0].element_size())
-    sizes = heads, static.sinks[0].shape[2], width, records[0].shape[2]
+    layouts, dims = (constants[0], constants[2]), (constants[1], constants[3])
+    _, along, warps = tile(layouts, 1, 1, max(map(padded, dims)), ring[0].element_size())  # type: ignore[arg-type]
     with torch.cuda.device_of(row_lengths):
-        _evict_kernel[(heads, batch)](*arguments, *sizes, *constants, along, ORDERED, num_warps=warps)
+        _evict_kernel[(heads, batch)](
+            (ring[0], sinks[0], k_planes), (ring[1], sinks[1], v_planes), pages.table, pages.table.stride(0), records, static.column_mask,
+            row_lengths, order.contiguous(), where, heads, sinks[0].shape[2], width, records[0].shape[2], *constants[:4], along, ORDERED,
+            pages.page_size, pages.firsts[0], num_warps=warps,
+        )  # fmt: skip
     return where
 
 
@@ -123,29 +121,31 @@ def _first_least(row, columns, N: tl.constexpr):
 
 
 @triton.jit
-def _retire_side(side, slot, b, h, heads, exact, width, at, L: tl.constexpr, D: tl.constexpr, ALONG: tl.constexpr):
-    """A program of `_evict_kernel`, for keys or for values: column `at` of the ring into slot `slot` of the region, or, if it is less than
-    -1, into sink `-2 - slot`."""
+def _retire_side(side, slot, page, offset, b, h, heads, exact, width, at, L: tl.constexpr, D: tl.constexpr, ALONG: tl.constexpr):
+    """A program of `_evict_kernel`, for keys or for values: column `at` of the ring into `offset` of `page` if `slot` is not negative, or, if
+    it is less than -1, into sink `-2 - slot`."""
     ring, sinks, planes = side
     i = tl.arange(0, ALONG)  # one token, in as many rows as a product has
     raw = load_vectors(ring + ((b * heads + h) * width + at) * D + 0 * i, i == 0, D)
     store_vectors(sinks + ((b * heads + h) * exact - 2 - slot) * D + 0 * i, raw, (i == 0) & (slot < -1), D)
-    store_tile(raw, (i == 0) & (slot >= 0), b, b, h, slot + i, planes, L, D, 1)
+    store_tile(raw, (i == 0) & (slot >= 0), page, b, h, offset + i, planes, L, D, 1)
 
 
-@triton.jit(do_not_specialize=["heads", "exact", "width", "record_columns"])
+@triton.jit(do_not_specialize=["heads", "exact", "width", "record_columns", "table_b"])
 def _evict_kernel(
-    key, value, records, column_mask, row_lengths, order, where, heads, exact, width, record_columns,
-    K: tl.constexpr, D: tl.constexpr, V: tl.constexpr, DV: tl.constexpr, ALONG: tl.constexpr, N: tl.constexpr,
+    key, value, table, table_b, records, column_mask, row_lengths, order, where, heads, exact, width, record_columns,
+    K: tl.constexpr, D: tl.constexpr, V: tl.constexpr, DV: tl.constexpr, ALONG: tl.constexpr, N: tl.constexpr, PAGE: tl.constexpr,
+    BASE: tl.constexpr,
 ):  # fmt: skip
-    """Moves the oldest token of the ring to the sinks or into the region, or drops it. Grid (H, B).
+    """Moves the oldest token of the ring to the sinks or into the pages, or drops it. Grid (H, B).
 
     key        the ring [B, H, width, D] model dtype, contiguous; the sinks [B, H, exact, D] likewise; planes, and K, as of
                `triton_quantize._quantize_kernel`
     value, V   the same of values, [.., DV]
+    table      int64 [B, P], entries of pages of PAGE tokens, BASE being the first: table_b
     records    as of `_append_kernel`
     column_mask      bool [B, exact + record_columns], contiguous          row_lengths       int64 [B]: tokens of a row without padding
-    order      int64 [B, H, record_columns - width + 1], contiguous: of each slot of the region, then of the token itself
+    order      int64 [B, H, record_columns - width + 1], contiguous: of each slot of the pages, then of the token itself
     where      int64 [B, H], contiguous: output, as `evict.evict_token` returns it
     heads      H              N   entries of `order` that are compared at once        ALONG   rows of the tile that quantizes
     """
@@ -160,9 +160,10 @@ def _evict_kernel(
     slot = tl.where(slot < slots, slot, -1)
     slot = tl.where((position >= 0) & (position < exact), -2 - position, slot)
     tl.store(where + b * heads + h, slot.to(tl.int64))
-    _retire_side(key, slot, b, h, heads, exact, width, at, K, D, ALONG)
-    _retire_side(value, slot, b, h, heads, exact, width, at, V, DV, ALONG)
     moves = slot >= 0
+    page = tl.load(table + b * table_b + slot // PAGE, mask=moves, other=BASE).to(tl.int64) - BASE
+    _retire_side(key, slot, page, slot % PAGE, b, h, heads, exact, width, at, K, D, ALONG)
+    _retire_side(value, slot, page, slot % PAGE, b, h, heads, exact, width, at, V, DV, ALONG)
     for i in tl.static_range(len(records)):
         tl.store(records[i] + row + slot, tl.load(records[i] + column), mask=moves)
     here = column_mask + b * (exact + record_columns)

@@ -44,15 +44,16 @@ def gather_rows(inputs: PagedInputs, new: Pair, starts: tuple[Tensor, Tensor], t
     grid = (len(tiles) * (GATHER_TILE // along), triton.cdiv(heads, across), 2)
     with torch.cuda.device_of(out[0]):
         _gather_rows_kernel[grid](
-            *arguments, tiles, *starts, inputs.rows, pages.lengths, *pages.lengths.stride(), pages.table, pages.table.stride(0),
-            max(inputs.slots[2], 1), heads, *constants, across, along, GATHER_TILE, pages.page_size, num_warps=warps,
+            *arguments, tiles, *starts, inputs.rows, inputs.rows.stride(0), pages.lengths, *pages.lengths.stride(), pages.table,
+            pages.table.stride(0), max(inputs.slots[2], 1), heads, *constants, across, along, GATHER_TILE, pages.page_size, pages.firsts[0],
+            num_warps=warps,
         )  # fmt: skip
 
 
 @triton.jit
 def _gather_side(
-    side, tiles, new_starts, out_starts, rows, lengths, lengths_b, table, table_b, ring_slots, heads,
-    L: tl.constexpr, D: tl.constexpr, ACROSS: tl.constexpr, ALONG: tl.constexpr, TILE: tl.constexpr, PAGE: tl.constexpr,
+    side, tiles, new_starts, out_starts, rows, rows_b, lengths, lengths_b, table, table_b, ring_slots, heads,
+    L: tl.constexpr, D: tl.constexpr, ACROSS: tl.constexpr, ALONG: tl.constexpr, TILE: tl.constexpr, PAGE: tl.constexpr, BASE: tl.constexpr,
 ):  # fmt: skip
     """A program of `_gather_rows_kernel`, for keys or for values; arguments as there."""
     out, oh, ot, new, nh, nt, sinks, fb, fh, ft, ring, rb, rh, rt, planes = side
@@ -61,12 +62,12 @@ def _gather_side(
     b = tl.load(entry).to(tl.int64)
     first = tl.load(entry + 1) + tl.program_id(0) % PARTS * ALONG
     h0 = (tl.program_id(1) * ACROSS).to(tl.int64)
-    begin = tl.load(rows + b * 6)
-    sink_row = tl.load(rows + b * 6 + 1).to(tl.int64)
-    n_sinks = tl.load(rows + b * 6 + 2)
-    ring_row = tl.load(rows + b * 6 + 3).to(tl.int64)
-    start = tl.load(rows + b * 6 + 4)
-    in_ring = tl.load(rows + b * 6 + 5)
+    begin = tl.load(rows + b * rows_b)
+    sink_row = tl.load(rows + b * rows_b + 1).to(tl.int64)
+    n_sinks = tl.load(rows + b * rows_b + 3)
+    ring_row = tl.load(rows + b * rows_b + 2).to(tl.int64)
+    start = tl.load(rows + b * rows_b + 4)
+    in_ring = tl.load(rows + b * rows_b + 5)
     quantized = tl.maximum(tl.load(lengths + b * lengths_b) - begin, 0)
     new_start = tl.load(new_starts + b)
     out_start = tl.load(out_starts + b)
@@ -83,7 +84,7 @@ def _gather_side(
     if (first + ALONG > n_sinks) & (first < n_sinks + quantized):
         dequantized = live & (place >= 0) & (place < quantized)
         slot = begin + tl.maximum(place, 0)
-        page = tl.load(table + b * table_b + slot // PAGE, mask=dequantized, other=0).to(tl.int64)
+        page = tl.load(table + b * table_b + slot // PAGE, mask=dequantized, other=BASE).to(tl.int64) - BASE
         store_vectors(at, load_tile(dequantized, page, b, h0, slot % PAGE, planes, L, D, ACROSS), dequantized, D)
     place -= quantized
     if (first + ALONG > n_sinks + quantized) & (first < n_sinks + quantized + in_ring):
@@ -100,32 +101,32 @@ def _copy(source, at, live, D: tl.constexpr):
     store_vectors(at, load_vectors(source, live, D), live, D)
 
 
-@triton.jit(do_not_specialize=["lengths_b", "table_b", "ring_slots", "heads"])
+@triton.jit(do_not_specialize=["rows_b", "lengths_b", "table_b", "ring_slots", "heads"])
 def _gather_rows_kernel(
-    key, value, tiles, new_starts, out_starts, rows, lengths, lengths_b, table, table_b, ring_slots, heads,
+    key, value, tiles, new_starts, out_starts, rows, rows_b, lengths, lengths_b, table, table_b, ring_slots, heads,
     K: tl.constexpr, D: tl.constexpr, V: tl.constexpr, DV: tl.constexpr, ACROSS: tl.constexpr, ALONG: tl.constexpr, TILE: tl.constexpr,
-    PAGE: tl.constexpr,
+    PAGE: tl.constexpr, BASE: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles of TILE tokens, each in parts of ALONG; blocks of ACROSS heads; 2): keys, values. Tensors of vectors come with their
     strides, in elements, of packed codes and high bits in words of 16 bits.
 
     key        output [1, H, T, D] model dtype, channels contiguous, and new keys [1, H, N, D] likewise: over heads and tokens; sinks
-               [E, H, S, D] model dtype, and rings [F, H, ring_slots, D]: over the first three dimensions; planes of pages, as of
-               `triton_dequantize._dequantize_kernel`, as is K
+               [E, H, S, D] model dtype, and rings [F, H, ring_slots, D]: over the first three dimensions; planes of the first
+               page, as of `triton_dequantize._dequantize_pages_kernel`; K: layout
     value, V   the same of values, [.., DV]
     tiles      int32 [M, 2]: `pages.gather_tiles`
     new_starts, out_starts   int32 [B + 1]: the first token of a row among the new ones and in the output
-    rows       int32 [B, 6], contiguous: `pages.COLUMNS`
-    lengths    int32 [B]: lengths_b                                         table    int32 [B, pages]: table_b
+    rows       int32 [B, 8], `pages.COLUMNS`: rows_b                        lengths  int32 [B]: lengths_b
+    table      int32 or int64 [B, pages], BASE being the first page: table_b
     heads      H
     """
     if tl.program_id(2) == 0:
         _gather_side(
-            key, tiles, new_starts, out_starts, rows, lengths, lengths_b, table, table_b, ring_slots, heads, K, D, ACROSS, ALONG, TILE,
-            PAGE,
+            key, tiles, new_starts, out_starts, rows, rows_b, lengths, lengths_b, table, table_b, ring_slots, heads, K, D, ACROSS, ALONG,
+            TILE, PAGE, BASE,
         )  # fmt: skip
     else:
         _gather_side(
-            value, tiles, new_starts, out_starts, rows, lengths, lengths_b, table, table_b, ring_slots, heads, V, DV, ACROSS, ALONG, TILE,
-            PAGE,
+            value, tiles, new_starts, out_starts, rows, rows_b, lengths, lengths_b, table, table_b, ring_slots, heads, V, DV, ACROSS, ALONG,
+            TILE, PAGE, BASE,
         )  # fmt: skip

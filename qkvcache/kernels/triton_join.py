@@ -21,7 +21,7 @@ def reduce_kernel(
     part, maxima, sums, firsts, sinks, signs, center, out, lse, out_stride_b, out_stride_h, out_stride_q, splits, blocks, heads, queries,
     center_b, center_h,
     V: tl.constexpr, DV: tl.constexpr, C: tl.constexpr, G: tl.constexpr, R: tl.constexpr, S: tl.constexpr, SINKS: tl.constexpr,
-    EXACT: tl.constexpr, TURN: tl.constexpr, STAGES: tl.constexpr, RAGGED: tl.constexpr, ITEMS: tl.constexpr,
+    EXACT: tl.constexpr, TURN: tl.constexpr, STAGES: tl.constexpr, ITEMS: tl.constexpr,
 ):  # fmt: skip
     """Joins splits, adds the mean of values, rotates back what was stored rotated, and divides by the normaliser. Grid (G * queries, B * H,
     blocks of C channels): one query row each.
@@ -38,7 +38,6 @@ def reduce_kernel(
     lse        fp32 [B, H * G, queries], contiguous: log of the normaliser, to base e
     blocks     blocks of R query rows                    S       splits that are read at once
     TURN       factor of the inverse rotation; STAGES: the logarithm of its block, to base 2; with V.rotated, C covers all channels
-    RAGGED     whether splits, and rows, may have no tokens
     """
     row = tl.program_id(0)
     bh = tl.program_id(1)
@@ -74,8 +73,7 @@ def reduce_kernel(
         else:
             packed = live
         x = tl.load(part + ((base + split) * R + row % R)[:, None] * DV + place[None, :], mask=packed[:, None] & inside[None, :], other=0.0)
-        if RAGGED:  # splits without tokens wrote no output
-            x = tl.where((l != 0)[:, None], x, 0.0)
+        x = tl.where((l != 0)[:, None], x, 0.0)  # splits without tokens wrote no output
         higher = tl.maximum(top, tl.max(m, 0))
         shrink = tl.exp2(top - higher)
         weight = tl.where(live, tl.exp2(m - higher), 0.0)
@@ -99,7 +97,7 @@ def reduce_kernel(
         total = total * tl.exp2(top - higher) + tl.exp2(sink - higher)
         top = higher
     query = row % queries
-    region /= tl.where(total == 0, 1.0, total) if RAGGED else total
+    region /= tl.where(total == 0, 1.0, total)  # a row may have no tokens
     tl.store(out + b.to(tl.int64) * out_stride_b + head * out_stride_h + query * out_stride_q + channel, region, mask=inside)
     if tl.program_id(2) == 0:
         tl.store(lse + (bh * G * queries) + row, (top + tl.log2(total)) / LOG2E)

@@ -16,9 +16,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..formats.base import TINY, Codec, Codes
+from ..formats.base import TINY, Codec
 from ..formats.codebooks import GRID, midpoints
 from ..formats.uniform import LEAST_SCALE
+from .pages import Pages
 from .segments import Pair, layout_of
 from .triton_dequantize import (
     HALF_STEPS,
@@ -48,31 +49,30 @@ def supports(codec: Codec, head_dim: int) -> bool:
     return layout is not None and layout.writable and dequantizes(codec, head_dim)
 
 
-def quantize_into(
-    codecs: tuple[Codec, Codec], x: Pair, planes: tuple[Codes, Codes], statistics: tuple[Codes, Codes], slots: int | Tensor
-) -> None:
+def quantize_into(pages: Pages, x: Pair, slots: Tensor) -> None:
     """Run `pages.quantize_into` in one launch, for keys and values in fp16, bf16 or fp32. Raises ValueError for a codec
     that `supports` does not accept."""
     if not x[0].numel():
         return
-    x, start, page, places = contiguous(x), slots, 0, (x[0], 0, 0, 0)  # not read
-    if isinstance(slots, Tensor):
-        start, page, across = 0, next(iter(planes[0].values())).shape[2], slots.stride(1) if slots.dim() == 3 else 0
-        places = slots, slots.stride(0), across, slots.stride(-1)
-    k_planes, v_planes, constants, grid, warps = launched(codecs, x, (planes[0] | statistics[0], planes[1] | statistics[1]))
+    x, across = contiguous(x), slots.stride(1) if slots.shape[1] > 1 else 0
+    k_planes, v_planes, constants, grid, warps = launched(pages, x)
     key, value = ((side, *side.stride()[:3]) for side in x)
+    places = slots, slots.stride(0), across, slots.stride(2)
     with torch.cuda.device_of(x[0]):
-        _quantize_kernel[grid](key, k_planes, value, v_planes, places, start, *x[0].shape[2:0:-1], *constants, page, num_warps=warps)
+        _quantize_kernel[grid](
+            key, k_planes, value, v_planes, places, *x[0].shape[2:0:-1], *constants, pages.page_size, pages.firsts[0], num_warps=warps
+        )
 
 
-def launched(codecs: tuple[Codec, Codec], x: Pair, planes: tuple[Codes, Codes]) -> tuple[Any, Any, list[object], tuple[int, int, int], int]:
+def launched(pages: Pages, x: Pair) -> tuple[Any, Any, list[object], tuple[int, int, int], int]:
     """Return the arguments of a launch that stores vectors like `x`, keys and values `[B, H, T, D]`: `plane_arguments`
     of keys and of values; layout and channels of keys, then of values, with heads and tokens of a tile; the grid;
     warps."""
-    layouts = [known(codec, side) for codec, side in zip(codecs, x, strict=True)]
+    codes = (each | once for each, once in zip(pages.planes, pages.statistics, strict=True))
+    layouts = [known(codec, side) for codec, side in zip(pages.codecs, x, strict=True)]
     batch, heads, tokens, _ = x[0].shape
     across, along, warps = tile(tuple(layouts), heads, tokens, padded(max(side.shape[3] for side in x)), x[0].element_size())
-    key, value = (plane_arguments(layout, *both, table_of(layout, both[1])) for layout, *both in zip(layouts, planes, x, strict=True))
+    key, value = (plane_arguments(layout, *both, table_of(layout, both[1])) for layout, *both in zip(layouts, codes, x, strict=True))
     constants = [layouts[0], x[0].shape[3], layouts[1], x[1].shape[3], across, along]
     return key, value, constants, (-(-tokens // along) * -(-heads // across), batch, 2), warps
 
@@ -265,7 +265,7 @@ def store_tile(raw, live, block, row, h0, slot, planes, L: tl.constexpr, D: tl.c
     """Quantizes vectors and stores those that are live and have a slot. Vector `i` of a tile is of head `h0 + i % ACROSS`.
 
     raw      [N, padded(D)] of N / ACROSS tokens and ACROSS heads; live: bool [N], those that take part in shared scales
-    block    int64, scalar or [N]: the batch row, or the page, of planes [blocks, H', slots, width]; slot: [N], negative: none
+    block    int64, scalar or [N]: the page, counted in entries, of planes [entries, H', PAGE, width]; slot: [N], negative: none
     row      int64: the batch row of statistics
     planes   `plane_arguments`: planes as of `block`, words of 16 bits where codes are packed, and the mean fp32 [rows, H, D]
     """
@@ -379,39 +379,37 @@ def store_tile(raw, live, block, row, h0, slot, planes, L: tl.constexpr, D: tl.c
 
 @triton.jit
 def _quantize_side(
-    x, planes, slots, start, tokens, heads,
-    L: tl.constexpr, D: tl.constexpr, ACROSS: tl.constexpr, ALONG: tl.constexpr, PAGE: tl.constexpr,
+    x, planes, slots, tokens, heads,
+    L: tl.constexpr, D: tl.constexpr, ACROSS: tl.constexpr, ALONG: tl.constexpr, PAGE: tl.constexpr, BASE: tl.constexpr,
 ):  # fmt: skip
     """A program of `_quantize_kernel`, for keys or for values; arguments as there."""
     x, xb, xh, xt = x
     b, h0, h, t, live = vectors(tokens, heads, ACROSS, ALONG)
     raw = load_vectors(x + (b * xb + h * xh + t * xt), live, D)
-    if PAGE > 0:
-        at, ab, ah, along = slots
-        slot = tl.load(at + b * ab + h * ah + t * along, mask=live, other=-1).to(tl.int64)
-        store_tile(raw, live, slot // PAGE, b, h0, tl.where(slot < 0, -1, slot % PAGE), planes, L, D, ACROSS)
-    else:
-        store_tile(raw, live, b, b, h0, start + t, planes, L, D, ACROSS)
+    at, ab, ah, along = slots
+    slot = tl.load(at + b * ab + h * ah + t * along, mask=live, other=-1).to(tl.int64)
+    store_tile(raw, live, slot // PAGE - BASE, b, h0, tl.where(slot < 0, -1, slot % PAGE), planes, L, D, ACROSS)
 
 
-@triton.jit(do_not_specialize=["start", "tokens", "heads"])
+@triton.jit(do_not_specialize=["tokens", "heads"])
 def _quantize_kernel(
-    key, k_planes, value, v_planes, slots, start, tokens, heads,
+    key, k_planes, value, v_planes, slots, tokens, heads,
     K: tl.constexpr, D: tl.constexpr, V: tl.constexpr, DV: tl.constexpr, ACROSS: tl.constexpr, ALONG: tl.constexpr, PAGE: tl.constexpr,
+    BASE: tl.constexpr,
 ):  # fmt: skip
-    """Quantizes `tokens` tokens into slots from `start` on, or, where PAGE is not 0, into `slots` of a pool. Grid (tiles of ALONG tokens
-    and ACROSS heads, B, 2): keys, values. Strides are in elements, of packed codes and high bits in words of 16 bits.
+    """Quantizes `tokens` tokens into `slots` of pages. Grid (tiles of ALONG tokens and ACROSS heads, B, 2): keys, values. Strides are in
+    elements, of packed codes and high bits in words of 16 bits.
 
     key       [B, H, tokens, D] fp16, bf16 or fp32, channels contiguous, with its strides over the first three dimensions
-    k_planes  `plane_arguments`. Codes [B, H', slots, width], planes of a chunk, tokens contiguous, H' being H, or 1 if heads share them;
-              high bits and scales [B, H', slots, scales of a token] likewise; the mean fp32 [B, H, 1, D]. Where PAGE is not 0, these are
-              planes of a pool, [N, H', PAGE, ..], and their strides are over pages and heads
+    k_planes  `plane_arguments` of the first page, strides over entries and heads. Codes [entries, H', PAGE, width], H' being H, or 1 if heads
+              share them or have pages of their own; high bits and scales [entries, H', PAGE, scales of a token] likewise; the mean fp32
+              [B, H, 1, D]
     value, v_planes   the same of values, [.., DV]
-    slots     int32 or int64 [B, tokens] or [B, H, tokens], `page * PAGE + offset`, or negative: not stored; with its strides over rows,
-              heads and tokens
+    slots     int64 [B, tokens] or [B, H, tokens], `entry * PAGE + offset`, BASE being the entry of the first page, or negative: not
+              stored; with its strides over rows, heads and tokens
     K, V      `PackedLayout`; what a layout has not is not read         heads   H
     """
     if tl.program_id(2) == 0:
-        _quantize_side(key, k_planes, slots, start, tokens, heads, K, D, ACROSS, ALONG, PAGE)
+        _quantize_side(key, k_planes, slots, tokens, heads, K, D, ACROSS, ALONG, PAGE, BASE)
     else:
-        _quantize_side(value, v_planes, slots, start, tokens, heads, V, DV, ACROSS, ALONG, PAGE)
+        _quantize_side(value, v_planes, slots, tokens, heads, V, DV, ACROSS, ALONG, PAGE, BASE)

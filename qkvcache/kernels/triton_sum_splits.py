@@ -3,7 +3,7 @@
 
 A weight is relative to the running maximum of its tile. Scratch of a block of query rows: weights `[slots, WIDTH]`, maxima (`tops`)
 `[grains, WIDTH]`; slots are those of the quantized tokens, the sinks and the residual, each zone padded to whole grains. A grain has one
-maximum: it is as long as what tiles are multiples of, 32 quantized tokens (chunks begin at any multiple of 32) or 16 exact ones."""
+maximum: it is as long as what tiles are multiples of, 32 quantized tokens or 16 exact ones."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ def keep(weights, tops, w, top, slot, count, GRAIN: tl.constexpr, WIDTH: tl.cons
 
 @triton.jit(
     do_not_specialize=[
-        "slots", "grains", "n_sinks", "n_quantized", "n_residual", "blocks", "heads", "queries", "lengths_b", "lengths_h",
+        "slots", "grains", "n_sinks", "n_quantized", "n_residual", "blocks", "heads", "queries", "rows_b", "lengths_b", "lengths_h",
     ]
 )  # fmt: skip
 def sum_splits_kernel(
-    weights, tops, lse, observed, attention_sums, rows, lengths, lengths_b, lengths_h,
+    weights, tops, lse, observed, attention_sums, rows, rows_b, lengths, lengths_b, lengths_h,
     slots, grains, n_sinks, n_quantized, n_residual, blocks, heads, queries,
-    G: tl.constexpr, R: tl.constexpr, WIDTH: tl.constexpr, N: tl.constexpr, ARCH: tl.constexpr, RAGGED: tl.constexpr,
+    G: tl.constexpr, R: tl.constexpr, WIDTH: tl.constexpr, N: tl.constexpr, ARCH: tl.constexpr, COUNTED: tl.constexpr,
 ):  # fmt: skip
     """Sums weights over the query heads of a group, and over queries. Grid (tiles of N tokens: of the quantized region, then of the sinks,
     then of the residual; B * H).
@@ -47,9 +47,9 @@ def sum_splits_kernel(
     lse             fp32 [B, H * G, queries], contiguous: logs of the normalisers, to base e
     observed        fp32 or bool [B, queries], contiguous: how often each query counts
     attention_sums  fp32 [B, H, n_sinks + n_quantized + n_residual], contiguous: sinks, quantized tokens, residual
-    n_sinks, n_quantized, n_residual   tokens of each zone; where RAGGED, slots of sinks, of pages and of the ring
+    n_sinks, n_quantized, n_residual   tokens of each zone; COUNTED: slots of sinks, of pages and of the ring
     blocks          blocks of R query rows
-    rows            int32 [B, 6]: `pages.COLUMNS`; read where RAGGED, as are `lengths`
+    rows            int32 [B, 8], `pages.COLUMNS`: rows_b; read if COUNTED, as are `lengths`
     lengths         int32 [B] or [B, H], tokens in the pages: lengths_b, lengths_h (0: all heads share)
     ARCH            compute capability, 0 without NVIDIA assembly
     """
@@ -78,10 +78,10 @@ def sum_splits_kernel(
         w = tl.load(weights + panel * slots * WIDTH + ((slot + t) * WIDTH)[:, None] + r[None, :]).to(tl.float32)
         w = w * exp2(top - level[None, :], ARCH)
         total += tl.sum(tl.where((count != 0.0)[None, :], w, 0.0), 1)  # of rows that do not exist, or of padding, it may be nan
-    if RAGGED:
-        row = rows + bh // heads * 6
+    if COUNTED:
+        row = rows + bh // heads * rows_b
         begin = tl.load(row)
-        row_sinks = tl.load(row + 2)
+        row_sinks = tl.load(row + 3)
         in_ring = tl.load(row + 5)
         length = tl.load(lengths + bh // heads * lengths_b + bh % heads * lengths_h)
         quantized = tl.maximum(length - begin, 0)

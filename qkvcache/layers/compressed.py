@@ -6,6 +6,7 @@ several tokens, attention reads the tokens stored before the step and then the n
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -16,7 +17,7 @@ from transformers.cache_utils import CacheLayerMixin
 from ..attention.compressed_kv import NO_COLUMNS, CompressedKV
 from ..attention.padding import PlainAttention, await_attention
 from ..formats.base import Format
-from ..kernels import AttentionInputs, Pair, dense, prepare, step, unfold, whole
+from ..kernels import AttentionInputs, Pair, dense, prepare, step, unfold
 from ..storage import Storage, attention_inputs_of, check_room, differ
 
 KeysAndValues = tuple[Tensor | CompressedKV, Tensor | CompressedKV]
@@ -40,17 +41,16 @@ def check_alike(stored: Tensor, given: Tensor, seq_length: Callable[[], int], wh
     )
 
 
-def row_selector(indices: Tensor | Sequence[int] | slice) -> Callable[[Tensor], Tensor]:
-    """A function that selects rows of a tensor by the `indices` that `DynamicCache.batch_select_indices` takes. Raises
-    TypeError for a single index, ValueError for none."""
-    if isinstance(indices, slice):
-        return lambda x: x[indices]
-    rows = torch.as_tensor(indices)
-    if rows.dim() != 1:
-        raise TypeError(f"batch_select_indices({indices!r}): pass the rows to keep as a list, a slice, or a tensor of one dimension")
-    if not rows.numel():
-        raise ValueError(f"batch_select_indices({indices!r}): pass one row or more, or call reset() to remove all tokens")
-    return lambda x: x[rows.to(x.device)]
+def rows_of(indices: Tensor | Sequence[int] | slice, count: int) -> list[int]:
+    """The rows among `count` that `DynamicCache.batch_select_indices` selects by these `indices`. Raises TypeError for a single index,
+    ValueError for none, IndexError for rows that do not exist."""
+    if not isinstance(indices, slice):
+        indices = torch.as_tensor(indices).cpu()
+        if indices.dim() != 1:
+            raise TypeError(f"batch_select_indices({indices!r}): pass the rows to keep as a list, a slice, or a tensor of one dimension")
+        if not indices.numel():
+            raise ValueError(f"batch_select_indices({indices!r}): pass one row or more, or call reset() to remove all tokens")
+    return torch.arange(count)[indices].tolist()
 
 
 class CompressedLayer(CacheLayerMixin):
@@ -61,7 +61,7 @@ class CompressedLayer(CacheLayerMixin):
 
     Args:
         max_length: the most tokens that may be seen; storage for them is allocated at once. None: storage grows.
-        compile: whether steps of a growing layer can be compiled; with `max_length` they always can. Chunks are then added outside of
+        compile: whether steps of a growing layer can be compiled; with `max_length` they always can. Pages are then added outside of
             compiled code, when masks are made (`reserve`). If masks are made in compiled code too, tokens without room are dropped, and the
             next call outside of it raises ValueError.
     """
@@ -197,7 +197,7 @@ class CompressedLayer(CacheLayerMixin):
             check_room(0, key_states.shape[2], self.max_length)
         self.lazy_initialization(key_states, value_states)
         self.pending, self.empty = (key_states.detach(), value_states.detach()), False
-        if self.storage.chunks.has_statistics:  # type: ignore[union-attr]
+        if self.storage.tokens.has_statistics:  # type: ignore[union-attr]
             await_attention(key_states, self.store_pending)
         else:
             self.commit()
@@ -219,7 +219,7 @@ class CompressedLayer(CacheLayerMixin):
         storage, (new, self.pending) = self.storage, (self.pending, None)
         if new is not None and storage is not None:
             storage.reserve(new[0].shape[2])
-            storage.chunks.calibrate(new, attention and attention.is_valid())
+            storage.tokens.calibrate(new, attention and attention.is_valid())
             storage.append(new)
             if self.offload_pending:
                 self.offload()
@@ -232,7 +232,7 @@ class CompressedLayer(CacheLayerMixin):
         if key_states.shape[2] > 1 or isinstance(result[0], Tensor):
             return result
         sinks, residual = self.storage.zones()  # type: ignore[union-attr]
-        return self._compressed(attention_inputs_of(sinks, self.storage.chunks, residual))  # type: ignore[union-attr]
+        return self._compressed(attention_inputs_of(sinks, self.storage.tokens, residual))  # type: ignore[union-attr]
 
     def _update_compiled(self, key_states: Tensor, value_states: Tensor) -> KeysAndValues:
         """`update` in compiled code, which reads no count from the host."""
@@ -253,14 +253,14 @@ class CompressedLayer(CacheLayerMixin):
         storage.record_compiled_step(tokens)
         result: KeysAndValues = key_states, value_states
         if self.empty:
-            storage.chunks.calibrate((key_states, value_states))
+            storage.tokens.calibrate((key_states, value_states))
         elif tokens > 1:
             if not self.mask_by_column:
                 raise NotImplementedError(NO_COLUMNS)
-            result = unfold(storage.buffers, (key_states, value_states))
-        step(storage.buffers, (key_states, value_states))
+            result = unfold(storage.inputs, storage.columns, (key_states, value_states))
+        step(storage.inputs, (key_states, value_states))
         if tokens == 1 and not self.empty:
-            result = self._compressed(whole(storage.buffers))
+            result = self._compressed(storage.compiled_inputs())
         self.empty = False
         return result
 
@@ -344,20 +344,38 @@ class CompressedLayer(CacheLayerMixin):
             self.storage.clear()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        self._map(lambda x: x.index_select(0, beam_idx.to(x.device)), self.is_compileable)
+        self._select(beam_idx.tolist())
 
     def batch_select_indices(self, indices: Tensor | Sequence[int] | slice) -> None:
-        self._map(row_selector(indices))
+        self._select(rows_of(indices, self.rows))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        self._map(lambda x: x.repeat_interleave(repeats, dim=0))
+        self._select([row for row in range(self.rows) for _ in range(repeats)])
+
+    def _select(self, rows: Sequence[int]) -> None:
+        """Keeps the rows with these indices; a row that occurs several times is repeated, and shared until it is written."""
+        self.commit()
+        if self.storage is not None and rows:
+            self.storage.sync_counts()
+            self.storage.select(rows)
+
+    def fork(self) -> CompressedLayer:
+        """Returns a copy that shares the stored tokens until one of the two writes."""
+        self.commit()
+        storage, self.storage = self.storage, None
+        twin = copy.deepcopy(self)
+        self.storage = storage
+        if storage is not None:
+            storage.sync_counts()
+            twin.storage = storage.fork()
+        return twin
 
     def offload(self) -> None:
         """Moves the layer to host memory. `Cache.update` calls this before attention; a prompt whose padding is not
         known yet is stored and moved after it."""
         self.offload_pending = self.pending is not None
         if not self.offload_pending:
-            self._map(lambda x: x.to("cpu", non_blocking=True))
+            self._move(torch.device("cpu"))
 
     def prefetch(self) -> None:
         """Moves the layer back to its device. A layer with a pending prompt has not left it."""
@@ -365,13 +383,13 @@ class CompressedLayer(CacheLayerMixin):
         if self.is_initialized and self.pending is None:
             if self.device.type == "cuda":  # the copy to the host must be complete: older transformers do not wait for it
                 torch.cuda.current_stream(self.device).wait_stream(torch.cuda.default_stream(self.device))
-            self._map(lambda x: x.to(self.device, non_blocking=True))
+            self._move(self.device)
 
-    def _map(self, fn: Callable[[Tensor], Tensor], in_place: bool = False) -> None:
+    def _move(self, device: torch.device) -> None:
         self.commit()
         if self.storage is not None:
             self.storage.sync_counts()
-            self.storage.map(fn, in_place)
+            self.storage.move(device, lambda x: x.to(device, non_blocking=True))
 
     # The interface of users.
 

@@ -9,7 +9,7 @@ If steps are compiled, a step of one token runs in the static layout; prompts an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -23,7 +23,7 @@ from ..attention.rope import Rope
 from ..formats import Format, Identity
 from ..kernels import AttentionInputs, Exact, Pair
 from ..policies import Arrivals, Budget, Policy
-from ..storage import EvictingStorage, check_room
+from ..storage import EvictingStorage, StaticLayout, check_room
 from .compressed import CompressedLayer, compressed
 
 ATTENTION_UNREPORTED = (
@@ -122,7 +122,8 @@ class EvictingLayer(CompressedLayer):
         storage: EvictingStorage = self.storage  # type: ignore[assignment]
         self.step = Step(key_states, value_states, static=tokens == 1 and self.is_static)
         if self.step.static:
-            inputs = storage.static.attention_inputs  # type: ignore[union-attr]
+            layout: StaticLayout = storage.static  # type: ignore[assignment]
+            inputs = layout.attention_inputs if compiling else storage.static_inputs(layout.inputs.sinks, layout.ring)
         else:
             storage.append((key_states, value_states))
             inputs = self._attention_inputs(storage, tokens)
@@ -160,7 +161,8 @@ class EvictingLayer(CompressedLayer):
             return inputs
         rotated = self.rope.rotate(storage.sinks[0], storage.num_evicted(running))
         side = replace(inputs.key, build=lambda: (Exact(rotated), *inputs.key.segments[1:]))
-        return replace(inputs, key=side, exact=(rotated, *inputs.exact[1:]) if inputs.exact else ())
+        paged = inputs.paged and replace(inputs.paged, sinks=(rotated, inputs.paged.sinks[1]))
+        return replace(inputs, key=side, paged=paged)
 
     # Calls from attention (`attention/observer.py`).
 
@@ -262,10 +264,15 @@ class EvictingLayer(CompressedLayer):
         sums = reduce_steps(self.policy, steps, keys[:, :, :tokens], values[:, :, :tokens], valid)
         storage.metadata.observe(F.pad(sums, (0, newer)), len(steps))
 
-    def _map(self, fn: Callable[[Tensor], Tensor], in_place: bool = False) -> None:
+    def _select(self, rows: Sequence[int]) -> None:
         self.commit()
         self.observe_steps()
-        super()._map(fn, in_place)
+        super()._select(rows)
+
+    def fork(self) -> EvictingLayer:
+        self.commit()
+        self.observe_steps()
+        return super().fork()  # type: ignore[return-value]
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         self.commit()

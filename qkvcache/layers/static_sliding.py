@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers.cache_utils import StaticSlidingWindowLayer
 
 from ..storage import check_room, differ
-from .compressed import check_alike, row_selector
+from .compressed import check_alike, rows_of
 
 
 class StaticSlidingLayer(StaticSlidingWindowLayer):
@@ -78,7 +78,7 @@ class StaticSlidingLayer(StaticSlidingWindowLayer):
         self._map(lambda x: x.repeat_interleave(repeats, dim=0))
 
     def batch_select_indices(self, indices: Tensor | Sequence[int] | slice) -> None:
-        self._map(row_selector(indices))
+        self._map(lambda x: x[rows_of(indices, len(x))])
 
     def _map(self, fn: Callable[[Tensor], Tensor]) -> None:
         if not self.stored:

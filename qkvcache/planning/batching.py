@@ -101,7 +101,7 @@ def plan_batching(
 
     from ..batching.attention import NAME
     from ..batching.context import check_config, check_format
-    from ..batching.layout import PageLayout
+    from ..batching.layout import BlockLayout
     from ..batching.pool import pool_size
 
     check_config(config)
@@ -120,7 +120,7 @@ def plan_batching(
         return BatchingPlan(kinds, dense, dense, PAGE_SIZE, blocks, 0, bytes_per_block * tensor_parallel, 0)
     format = check_format(format, shape.head_dim)
     text._attn_implementation = NAME
-    layout = PageLayout(format, shape.heads, shape.head_dim, PAGE_SIZE, num_sink_tokens, dtype)
+    layout = BlockLayout(format, shape.heads, shape.head_dim, PAGE_SIZE, num_sink_tokens, dtype)
     size = pool_size(text, batching, layout, residual_length=residual_length, **options)
     counts = fitting(kinds, size.blocks, PAGE_SIZE, size.rings)
     sizes = (size.bytes_per_block * tensor_parallel, size.bytes_per_ring * tensor_parallel)

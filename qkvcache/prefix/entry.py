@@ -220,9 +220,9 @@ def _error(layer: CompressedLayer, given: tuple[Tensor, Tensor]) -> float:
     """The quantization error of `layer` on samples of `given`, keys and values `[1, H, T, D]`: the RMS of the
     difference over the RMS, for keys or values, whichever is larger."""
     worst = 0.0
-    chunks, begin = layer.storage.chunks, layer.storage.zones()[0][0].shape[2]  # type: ignore[union-attr]
+    tokens, begin = layer.storage.tokens, layer.storage.zones()[0][0].shape[2]  # type: ignore[union-attr]
     for side, x in enumerate(given):
-        for packed in chunks.packed(side, SAMPLE):
+        for packed in tokens.packed(side, SAMPLE):
             sample = x[:, :, begin : begin + packed.tokens].float()
             dequantized = packed.codec.dequantize(packed.codes, x.shape[3])
             worst = max(worst, float((dequantized - sample).square().mean().sqrt() / sample.square().mean().sqrt().clamp_min(1e-12)))

@@ -1,8 +1,9 @@
-"""The quantized and exact tokens of one layer: growth, counts on the device, eviction, crop, copies."""
+"""The quantized and exact tokens of one layer: pages, growth, counts on the device, eviction, crop, copies."""
 
 from .base import check_room, differ
-from .chunks import GROUP, MAX_GROWTH, PAGE, Chunks, block_of, growth
-from .evicting import EvictingStorage
+from .evicting import EvictingStorage, StaticLayout
 from .head_pages import HeadPages
 from .metadata import TokenMetadata
+from .paged import GROUP, MAX_GROWTH, PAGE, RowPages, block_of, growth
+from .pool import PageLayout, PagePool, aligned
 from .storage import Storage, attention_inputs_of

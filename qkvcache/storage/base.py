@@ -7,8 +7,8 @@ from torch import Tensor
 
 from ..formats.base import Codes
 from ..kernels import Pair, dense
-from .chunks import Chunks
 from .head_pages import HeadPages
+from .paged import RowPages
 
 SIDES = ("key", "value")
 
@@ -47,7 +47,7 @@ class LayerStorage:
     """Tokens of a compiled step that `seq_length` does not include yet."""
     counts_stale: bool
     """Whether compiled code ran since the host last read the counts: it may have run more than once."""
-    chunks: Chunks | HeadPages
+    tokens: RowPages | HeadPages
     num_sink_tokens: int
     sinks: Pair
     residual: Pair
@@ -90,7 +90,7 @@ class LayerStorage:
         return self.device_length() if self.counts_stale or torch.compiler.is_compiling() else self.seq_length
 
     def zones(self) -> tuple[Pair, Pair]:
-        """The sinks and the residual in token order, keys and values `[B, H, T, D]` each. The tokens in `chunks` lie between them."""
+        """The sinks and the residual in token order, keys and values `[B, H, T, D]` each. The quantized tokens lie between them."""
         raise NotImplementedError
 
     def attention_inputs(self):
@@ -107,13 +107,13 @@ class LayerStorage:
         Returns tensors of one row named `key.sinks`, `key.region.<buffer>`, `key.statistics.<buffer>`, `key.residual`,
         and the same names with `value`, and counts that do not follow from shapes. Codes are not changed.
         """
-        (sinks, residual), chunks, rows = self.zones(), self.chunks, slice(row, row + 1)
-        region = chunks.snapshot(rows)
+        (sinks, residual), rows = self.zones(), slice(row, row + 1)
+        region = self.tokens.snapshot(row)
         tensors: dict[str, Tensor] = {}
-        for side, first, codes, statistics, last in zip(SIDES, sinks, region, chunks.statistics, residual, strict=True):
+        for side, first, codes, statistics, last in zip(SIDES, sinks, region, self.tokens.statistics, residual, strict=True):
             tensors[f"{side}.sinks"] = first[rows]
             tensors |= {f"{side}.region.{name}": x for name, x in codes.items()}
-            if chunks.calibrated:
+            if self.tokens.calibrated:
                 tensors |= {f"{side}.statistics.{name}": x[rows] for name, x in statistics.items()}
             tensors[f"{side}.residual"] = last[rows]
         return tensors, {}
@@ -123,13 +123,12 @@ class LayerStorage:
         Names, dtypes and shapes must be those of this storage, which is empty and on the meta device, with the
         snapshot's number of tokens in each zone."""
         like, codes = self.sinks, next((x for name, x in tensors.items() if name.startswith("key.region.")), None)
-        region: tuple[Codes, Codes] = ({}, {}) if codes is None else self.chunks.form(like, codes)
+        region: tuple[Codes, Codes] = ({}, {}) if codes is None else self.tokens.form(codes)
         expected: dict[str, Tensor] = {}
-        for side, codec, x, planes in zip(SIDES, self.chunks.codecs, like, region, strict=True):
+        for side, statistics, x, planes in zip(SIDES, self.tokens.statistics, like, region, strict=True):
             for zone in ("sinks", "residual"):
                 expected[f"{side}.{zone}"] = x.new_empty(*x.shape[:2], tensors[f"key.{zone}"].shape[2], x.shape[3])
             expected |= {f"{side}.region.{name}": plane for name, plane in planes.items()}
-            statistics = codec.allocate_statistics(x, self.chunks.per_head)
             expected |= {f"{side}.statistics.{name}": plane for name, plane in statistics.items()}
         expected |= self.metadata_form(tensors, codes)
         for name in sorted(expected.keys() | tensors.keys()):
@@ -155,7 +154,7 @@ class LayerStorage:
     def restore(self, tensors: dict[str, Tensor], numbers: dict[str, int]) -> None:
         """Copies the result of `snapshot` into this storage, which must be empty."""
         codes, statistics = ((_named(tensors, f"key.{zone}."), _named(tensors, f"value.{zone}.")) for zone in ("region", "statistics"))
-        self.chunks.load(codes, statistics, self.sinks)
+        self.tokens.load(codes, statistics)
 
 
 def _named(tensors: dict[str, Tensor], prefix: str) -> Codes:

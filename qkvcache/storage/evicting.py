@@ -2,24 +2,25 @@
 (`metadata.py`).
 
     sinks       the first tokens of each row, in the model's dtype; never evicted
-    chunks      quantized tokens, different ones in each head, in slots without order; the same number in each head or,
+    pages       quantized tokens, different ones in each head, in slots without order; the same number in each head or,
                 if heads share the budget (`Policy.alpha_safeguard`), in pages of each head (`head_pages.py`)
     residual    the last tokens, in the model's dtype
 
-Tokens that leave the residual are quantized into the chunks. When the budget is full, the policy ranks stored and new
+Tokens that leave the residual are quantized into the pages. When the budget is full, the policy ranks stored and new
 tokens together, and the codes of retained new tokens overwrite those of evicted tokens (`eviction.py`). Retained tokens
 are neither moved nor requantized.
 
-For compiled steps, `to_static` copies everything into tensors at fixed addresses (`StaticLayout`), in which a step of one token reads no
-number from the host: token `n` of a row, padding not counted, is in slot `n % W` of a ring. After attention the oldest token of the ring
-overwrites the token of lowest priority, or fills an empty slot, or is evicted itself if its own priority is lowest. `to_dynamic` returns to
-tensors that grow, for steps of several tokens.
+For compiled steps, `to_static` makes pages for the whole budget and copies everything else into tensors at fixed addresses
+(`StaticLayout`), in which a step of one token reads no number from the host: token `n` of a row, padding not counted, is in slot `n % W` of
+a ring. After attention the oldest token of the ring overwrites the token of lowest priority, or fills an empty slot, or is evicted itself
+if its own priority is lowest. `to_dynamic` returns to tensors that grow, for steps of several tokens.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
@@ -31,33 +32,27 @@ from torch import Tensor
 from ..formats.base import Codec
 from ..kernels import (
     AttentionInputs,
-    Exact,
-    KeysOrValues,
-    Packed,
     PagedInputs,
-    Pages,
     Pair,
     StaticTensors,
     append_token,
     evict_token,
     gather_columns,
-    number,
-    on_triton,
 )
-from ..kernels.pages import COLUMNS, RING_TOKENS
+from ..kernels.pages import COLUMNS, RING_ROW, RING_START, RING_TOKENS, SINK_ROW, SINKS
 from ..policies import Arrivals, Budget, Policy, Rotation
 from ..policies.base import ONE, Count, share_of, times
 from .base import LayerStorage, differ
-from .chunks import PAGE, Chunks
 from .eviction import append_and_evict, append_and_share
 from .head_pages import HeadPages
 from .metadata import TokenMetadata, no_tokens
+from .paged import PAGE, RowPages
 from .storage import attention_inputs_of, sides_of, zeros
 
 
 @dataclass(eq=False)
 class StaticLayout(StaticTensors):
-    """All tensors of an evicting layer at fixed addresses. `records` are the metadata of the region's slots and then of the ring's."""
+    """The tensors of an evicting layer at fixed addresses. `records` are the metadata of the pages' slots and then of the ring's."""
 
     statistics: dict[str, Tensor]
     attention_inputs: AttentionInputs
@@ -102,10 +97,9 @@ class EvictingStorage(LayerStorage):
         self.sinks = self.residual = empty
         self.borrowed = False
         """Whether the residual is a tensor of the caller."""
-        dims = [x.shape[3] for x in empty]
-        by_head = self.policy.alpha_safeguard is not None or self.budget.heads
-        pages = HeadPages(self.codecs, dims, no_tokens(self.policy, empty[0])) if by_head else None
-        self.chunks = Chunks(self.codecs, dims, per_head=True) if pages is None else pages
+        by_head = self.policy.alpha_safeguard is not None or bool(self.budget.heads)
+        pages = HeadPages(self.codecs, empty, no_tokens(self.policy, empty[0])) if by_head else None
+        self.tokens = RowPages(self.codecs, empty, per_head=True) if pages is None else pages
         self.metadata = TokenMetadata(self.policy, self.budget, empty[0], self.rope, pages)
         self.in_order, self.sinks_full = self.ordered, not self.num_sink_tokens
         self.is_static = False
@@ -128,7 +122,7 @@ class EvictingStorage(LayerStorage):
         """Columns that hold tokens, those of a running step included."""
         if self.is_static:
             return min(self.seq_length, self.policy.size(self.budget, 0))
-        return self.sinks[0].shape[2] + self.chunks.length + self.residual[0].shape[2]
+        return self.sinks[0].shape[2] + self.tokens.length + self.residual[0].shape[2]
 
     # Steps of any number of tokens.
 
@@ -148,14 +142,12 @@ class EvictingStorage(LayerStorage):
             self.rows[:, RING_TOKENS].add_(tokens)
 
     def attention_inputs(self) -> AttentionInputs:
-        if not isinstance(self.chunks, HeadPages):
-            return attention_inputs_of(self.sinks, self.chunks, self.residual)
-        sides = sides_of(self.sinks, self.chunks, self.residual)
-        if self.chunks.length:
-            return AttentionInputs(*sides, paged=self._paged_inputs(self.chunks) if self.metadata.ragged else None)
-        return AttentionInputs(*sides, None, (*self.sinks, *self.residual) if on_triton(self.device) else ())
+        if not isinstance(self.tokens, HeadPages):
+            return attention_inputs_of(self.sinks, self.tokens, self.residual)
+        sides = sides_of(self.sinks, self.tokens, self.residual)
+        return AttentionInputs(*sides, self._paged_inputs(self.tokens) if self.tokens.length and self.metadata.ragged else None)
 
-    def _paged_inputs(self, chunks: HeadPages) -> PagedInputs:
+    def _paged_inputs(self, pages: HeadPages) -> PagedInputs:
         """The inputs of attention over pages. They include all tokens of the step, padding too; in each row, the other
         valid tokens of the residual come right before them."""
         metadata, columns = self.metadata, self.residual[0].shape[2]
@@ -164,10 +156,11 @@ class EvictingStorage(LayerStorage):
             empty = before.shape[1] - before.sum(-1)
             row = torch.arange(len(before), device=self.device)
             with torch.inference_mode(False):  # tensors made in inference mode cannot be written outside of it
-                self.rows = torch.stack([row * 0, row, metadata.sinks.sum(-1), row, empty, columns - empty], dim=1).int()
+                self.rows = torch.zeros(len(row), len(COLUMNS), dtype=torch.int32, device=self.device)
+            self.rows[:, SINK_ROW], self.rows[:, RING_ROW], self.rows[:, SINKS] = row, row, metadata.sinks.sum(-1)
+            self.rows[:, RING_START], self.rows[:, RING_TOKENS] = empty, columns - empty
         tokens = len(self.rows) * min(metadata.columns, self.policy.size(self.budget, metadata.columns))
-        pages: Pages = chunks.pages  # type: ignore[assignment]
-        return PagedInputs(pages, self.sinks, self.residual, self.rows, chunks.columns, tokens)
+        return PagedInputs(pages.pages, self.sinks, self.residual, self.rows, pages.columns, tokens, launches=pages.launches)
 
     def num_evicted(self, running: int) -> int | Tensor:
         """The number of tokens that each row evicted before a step of `running` tokens; `[B]` if rows differ."""
@@ -178,16 +171,16 @@ class EvictingStorage(LayerStorage):
 
     @property
     def evicts(self) -> bool:
-        """Whether enough tokens wait in the residual for `evict` to move some to the chunks."""
+        """Whether enough tokens wait in the residual for `evict` to move some to the pages."""
         return self.residual[0].shape[2] - self.lag_length >= self.interval
 
     def evict(self) -> None:
         """Moves tokens from the residual to their zones after a step's attention, and evicts those that exceed the
         budget."""
         metadata = self.metadata
-        if not self.chunks.calibrated:
+        if not self.tokens.calibrated:
             is_valid = None if metadata.row_lengths is None else metadata.residual["positions"][:, 0] >= 0
-            self.chunks.calibrate(self.residual, is_valid)
+            self.tokens.calibrate(self.residual, is_valid)
         if not self.sinks_full:
             self._fill_sinks()
         if metadata.has_gaps and (self.lag_length or self.num_sink_tokens or metadata.ragged):
@@ -239,7 +232,7 @@ class EvictingStorage(LayerStorage):
             fields[name] = gather_columns(fields[name], order)
 
     def _quantize(self, count: int) -> None:
-        """Moves the first `count` columns of the residual to the chunks, within the budget."""
+        """Moves the first `count` columns of the residual to the pages, within the budget."""
         metadata, residual = self.metadata, self.residual
         leaving = residual[0][:, :, :count], residual[1][:, :, :count]
         fields = {name: x[..., :count] for name, x in metadata.residual.items()}
@@ -249,7 +242,7 @@ class EvictingStorage(LayerStorage):
         row_limits: Tensor | None = None
         if self.budget.share and metadata.row_lengths is not None:
             row_limits = self._region_limit(metadata.lengths())
-        if isinstance(self.chunks, HeadPages):
+        if isinstance(self.tokens, HeadPages):
             seen = metadata.columns if row_limits is None else metadata.lengths()
             least, most = None, None
             if metadata.head_weights is not None:
@@ -264,11 +257,11 @@ class EvictingStorage(LayerStorage):
             else:
                 guaranteed = self._guaranteed(limit if row_limits is None else row_limits)
             self.in_order = append_and_share(
-                self.chunks, metadata, leaving, fields, max(limit, 0), row_limits, guaranteed, self.in_order, least, most
+                self.tokens, metadata, leaving, fields, max(limit, 0), row_limits, guaranteed, self.in_order, least, most
             )
         else:
-            limit = max(limit, self.chunks.length)
-            self.in_order = append_and_evict(self.chunks, metadata, leaving, fields, limit, row_limits) and self.in_order
+            limit = max(limit, self.tokens.length)
+            self.in_order = append_and_evict(self.tokens, metadata, leaving, fields, limit, row_limits) and self.in_order
         self._drop_oldest(count)
         self._count_residual(-count)
         if metadata.row_lengths is not None:  # some of them were empty
@@ -310,7 +303,7 @@ class EvictingStorage(LayerStorage):
 
         sinks = min(seq_length, self.num_sink_tokens)
         residual = seq_length - sinks - first - groups * interval
-        if isinstance(self.chunks, HeadPages):
+        if isinstance(self.tokens, HeadPages):
             heads = self.sinks[0].shape[1]
 
             def lengths(k: int) -> list[int]:
@@ -320,17 +313,16 @@ class EvictingStorage(LayerStorage):
             def most(k: int) -> int:
                 return heads * max(self._region_limit(exact + first + k * interval), 0)
 
-            self.chunks.simulate(lengths, most, groups, self.sinks, others=self.policy.shares_layers)
-            self.rows = torch.empty(len(self.sinks[0]), len(COLUMNS), dtype=torch.int32, device=self.device) if self.chunks.length else None
+            self.tokens.simulate(lengths, most, groups, others=self.policy.shares_layers)
+            self.rows = torch.empty(len(self.sinks[0]), len(COLUMNS), dtype=torch.int32, device=self.device) if self.tokens.length else None
         else:
-            self.chunks.chunks, self.chunks.length = [], 0
             if length(0):
-                self.chunks.reserve(length(0), self.sinks)
-            self.chunks.simulate(length, groups, self.sinks)
+                self.tokens.reserve(length(0))
+            self.tokens.simulate(length, groups)
         self.sinks, self.residual = zeros(self.sinks, sinks), zeros(self.sinks, residual)
         metadata = self.metadata
         metadata.sinks = F.pad(metadata.sinks, (0, sinks))
-        metadata.simulate(self.sinks, query_heads, self.chunks.length, residual)
+        metadata.simulate(self.sinks, query_heads, self.tokens.length, residual)
 
     # Steps of one token in the static layout.
 
@@ -382,37 +374,39 @@ class EvictingStorage(LayerStorage):
 
     @torch.no_grad()
     def to_static(self) -> None:
-        """Copies all tokens into the static layout."""
-        metadata, new = self.metadata, False
+        """Makes pages for the budget, and copies everything else into the static layout."""
+        metadata, tokens, columns = self.metadata, self.tokens, self.metadata.region["positions"].shape[-1]
+        tokens.own(0, tokens.numbers.shape[1])  # type: ignore[union-attr]
+        if missing := self.slots - tokens.length:
+            tokens.reserve(missing)  # type: ignore[call-arg, arg-type]
+        tokens.length, tokens.static = self.slots, True
         if self.static is None or differ(self.static.ring[0], self.sinks[0]):
             with torch.inference_mode(False):  # tensors made in inference mode cannot be written outside of it
                 self.static = self._allocate(self.sinks)
-            new = True
-        chunks: Chunks = self.chunks  # type: ignore[assignment]
+            for tensor in self.static.tensors():
+                torch._dynamo.mark_static_address(tensor)
         layout, ring, residual = self.static, self.lag_length + 1, self.residual[0].shape[2]
+        if layout.inputs.pages is not tokens.pages:
+            layout.attention_inputs = self.static_inputs(layout.inputs.sinks, layout.ring)
+            layout.inputs = layout.attention_inputs.paged or layout.inputs
+            layout.__dict__.pop("arguments", None)
+            for tensor in layout.inputs.arguments[0]:
+                torch._dynamo.mark_static_address(tensor)
         layout.row_lengths.copy_(metadata.lengths()[:, 0, 0])
         index = (torch.arange(ring, device=self.device) - (layout.row_lengths - residual)[:, None]) % ring  # columns of the residual
         used = (index < residual)[:, None]
         index = index.clamp_max(max(residual - 1, 0))
-        if layout.attention_inputs.region is not None:
-            chunks.table = layout.attention_inputs.region.table  # keeps its address
-        chunks.move_to(layout.planes, self.slots)
-        table = chunks.table
-        if new:
-            layout.attention_inputs = replace(layout.attention_inputs, region=chunks.region)
-            for tensor in (*layout.tensors(), *([] if table is None else [table])):
-                torch._dynamo.mark_static_address(tensor)
-        for exact, x in zip(layout.sinks, self.sinks, strict=True):
+        for exact, x in zip(layout.inputs.sinks, self.sinks, strict=True):
             exact[:, :, : x.shape[2]] = x
         for last, x in zip(layout.ring, self.residual, strict=True):
             if residual:
                 last.copy_(torch.where(used[..., None], gather_columns(x, index), 0))
-        self.sinks, self.residual, self.borrowed = layout.sinks, layout.ring, False
+        self.sinks, self.residual, self.borrowed = layout.inputs.sinks, layout.ring, False
         valid = F.pad(metadata.sinks, (0, self.num_sink_tokens - metadata.sinks.shape[1]))
         region = {name: x[..., : layout.slots] for name, x in layout.records.items()}
         fields = {name: x[..., layout.slots :] for name, x in layout.records.items()}
         for name, x in region.items():
-            x.fill_(-1)[..., : metadata.region[name].shape[-1]] = metadata.region[name]
+            x.fill_(-1)[..., :columns] = metadata.region[name]
         for name, x in fields.items():
             x.copy_(torch.where(used, gather_columns(metadata.residual[name], index), -1) if residual else torch.full_like(x, -1))
         layout.column_mask.copy_(torch.cat([valid, layout.records["positions"][:, 0] >= 0], dim=-1))
@@ -423,6 +417,11 @@ class EvictingStorage(LayerStorage):
         metadata.row_lengths, metadata.statistics, metadata.static = layout.row_lengths, layout.statistics, True
         self.is_static, self.in_order = True, False
 
+    def static_inputs(self, sinks: Pair, ring: Pair) -> AttentionInputs:
+        """The inputs of attention over all slots, those without a token too."""
+        inputs = attention_inputs_of(sinks, self.tokens, ring)  # type: ignore[arg-type]
+        return inputs if inputs.paged else replace(inputs, paged=PagedInputs(self.tokens.pages, sinks, ring, None, self.slots))
+
     def _allocate(self, like: Pair) -> StaticLayout:
         batch, heads = like[0].shape[:2]
         device, slots, ring = self.device, self.slots, self.lag_length + 1
@@ -431,25 +430,12 @@ class EvictingStorage(LayerStorage):
             return torch.zeros(batch, *shape, dtype=dtype, device=device)
 
         sinks, rings = (tuple(zeros(heads, n, x.shape[3], dtype=x.dtype) for x in like) for n in (self.num_sink_tokens, ring))
-        room = -(-slots // PAGE) * PAGE  # kernels read whole tiles at aligned addresses
-        made = [
-            (codec.allocate(x, room, per_head=True), codec.allocate_statistics(x, per_head=True))
-            for codec, x in zip(self.codecs, like, strict=True)
-        ]
-        planes = [each | statistics for each, statistics in made]
         records = {name: zeros(heads, slots + ring, dtype=x.dtype) for name, x in self.metadata.region.items()}
-        sides = []
-        for first, last, codec, (each, statistics) in zip(sinks, rings, self.codecs, made, strict=True):
-            codes = {name: plane[:, :, :slots] for name, plane in each.items()} | statistics
-            row = (Exact(first), Packed(codec, codes, slots, last.shape[3]), Exact(last))
-            sides.append(KeysOrValues.of(row, (batch, heads, self.num_sink_tokens + slots + ring, last.shape[3]), last.dtype, device))
-        attention_inputs = AttentionInputs(sides[0], sides[1], None, (*sinks, *rings))
         row_lengths, columns = zeros(dtype=torch.int64), torch.zeros(1, dtype=torch.int64, device=device)
         statistics = {name: torch.zeros_like(x) for name, x in self.metadata.statistics.items()}
         mask = zeros(self.num_sink_tokens + slots + ring, dtype=torch.bool)
-        numbers = number(self.codecs[0]), number(self.codecs[1])
-        counts = mask, row_lengths, columns
-        return StaticLayout(numbers, (planes[0], planes[1]), sinks, rings, records, *counts, statistics, attention_inputs)  # type: ignore[arg-type]
+        inputs = self.static_inputs(sinks, rings)  # type: ignore[arg-type]
+        return StaticLayout(inputs.paged, records, mask, row_lengths, columns, statistics, inputs)
 
     @torch.no_grad()
     def to_dynamic(self) -> None:
@@ -475,20 +461,35 @@ class EvictingStorage(LayerStorage):
 
     def clear(self) -> None:
         """Removes all tokens; keeps the static layout."""
-        for tensor in self.static.tensors() if self.static else ():  # a stale nan would stay a nan under a mask
-            tensor.zero_()
+        kept = self.tokens
         self._start((self.sinks[0][:, :, :0].clone(), self.sinks[1][:, :, :0].clone()))
+        if self.static is not None:
+            for tensor in self.static.tensors():  # a stale nan would stay a nan under a mask
+                tensor.zero_()
+            kept.clear()  # type: ignore[union-attr]
+            self.tokens = kept
 
-    def map(self, fn: Callable[[Tensor], Tensor], in_place: bool = False) -> None:
-        """Replaces every tensor by `fn(tensor)`, which may change the rows. Tensors of the static layout are overwritten."""
+    def select(self, rows: Sequence[int]) -> None:
+        """Keeps the rows with these indices; a row that occurs several times is repeated. Tensors of the static layout are overwritten."""
         was_static, self.rows = self.is_static, None
+        index = torch.tensor(rows, device=self.device)
         self.to_dynamic()
-        self.chunks.map(fn)
-        self.metadata.map(fn)
-        k_sinks, v_sinks, keys, values = map(fn, (*self.sinks, *self.residual))
+        self.tokens.select(rows)
+        self.metadata.map(lambda x: x.index_select(0, index))
+        k_sinks, v_sinks, keys, values = (x.index_select(0, index) for x in (*self.sinks, *self.residual))
         self.sinks, self.residual = (k_sinks, v_sinks), (keys, values)
         if was_static:
             self.to_static()
+
+    def fork(self) -> EvictingStorage:
+        """Returns a copy that shares the pages until one of the two evicts. Storage at fixed addresses is copied."""
+        if self.static is not None:
+            return copy.deepcopy(self)
+        tokens = self.tokens.fork()
+        return copy.deepcopy(self, {id(self.tokens): tokens})
+
+    def move(self, device: torch.device, move: Callable[[Tensor], Tensor]) -> None:
+        raise NotImplementedError("a layer that evicts is not offloaded")
 
     def zones(self) -> tuple[Pair, Pair]:
         return self.sinks, self.residual
@@ -497,13 +498,13 @@ class EvictingStorage(LayerStorage):
         tensors, _ = super().snapshot(row)
         rows = slice(row, row + 1)
         named = ((name, x[rows]) for name, x in self.metadata.named_tensors())
-        of_pages = self.chunks.named_tensors(rows) if isinstance(self.chunks, HeadPages) else ()
+        of_pages = self.tokens.named_tensors(row) if isinstance(self.tokens, HeadPages) else ()
         tensors |= dict(chain(named, of_pages))
         numbers = {"seen": self.seq_length, "in_order": int(self.in_order), "sinks_full": int(self.sinks_full)}
-        return tensors, numbers | ({"longest": self.chunks.length} if isinstance(self.chunks, HeadPages) else {})
+        return tensors, numbers | ({"longest": self.tokens.length} if isinstance(self.tokens, HeadPages) else {})
 
     def metadata_form(self, tensors: dict[str, Tensor], codes: Tensor | None) -> dict[str, Tensor]:
-        metadata, chunks, heads = self.metadata, self.chunks, self.sinks[0].shape[1]
+        metadata, pages_, heads = self.metadata, self.tokens, self.sinks[0].shape[1]
         given = [x.shape[1] for name, x in tensors.items() if name.startswith("metadata.statistics.") and x.ndim > 1]
         query_heads = max((count for count in given if count % heads == 0), default=heads)
         region = 0 if codes is None else codes.shape[2]
@@ -512,20 +513,20 @@ class EvictingStorage(LayerStorage):
         if "metadata.head_weights" not in tensors:  # only `compress` sets them
             metadata.head_weights = None
         of_pages: dict[str, Tensor] = {}
-        if isinstance(chunks, HeadPages):
+        if isinstance(pages_, HeadPages):
             pages = 0 if codes is None else codes.shape[1]
-            of_pages = {f"pages.{name}": x.new_empty(1, pages, PAGE) for name, x in chunks.fields.items()}
-            of_pages["pages.lengths"] = chunks.lengths
+            of_pages = {f"pages.{name}": x.new_empty(1, pages, PAGE) for name, x in pages_.fields.items()}
+            of_pages["pages.lengths"] = pages_.lengths
         return dict(metadata.named_tensors()) | of_pages
 
     def check_counts(self, tensors: dict[str, Tensor], numbers: dict[str, int], seen: int, stored: int) -> None:
-        paged, complete = isinstance(self.chunks, HeadPages), self.in_order and self.num_sink_tokens + stored == seen
+        paged, complete = isinstance(self.tokens, HeadPages), self.in_order and self.num_sink_tokens + stored == seen
         known = {"seen": seen, "sinks_full": int(seen >= self.num_sink_tokens)}
         names = known.keys() | {"in_order"} | ({"longest"} if paged else set())
         if numbers.keys() != names or known.items() - numbers.items() or numbers["in_order"] > complete:
             raise ValueError(f"counts {numbers} after {seen} tokens")
-        if isinstance(self.chunks, HeadPages):
-            self.chunks.check(tensors, numbers["longest"], seen)
+        if isinstance(self.tokens, HeadPages):
+            self.tokens.check(tensors, numbers["longest"], seen)
         elif stored > max(seen - self.num_sink_tokens, 0):
             raise ValueError(f"{stored} tokens besides sinks, after {seen} tokens")
         positions = [x for name, x in tensors.items() if name.endswith(".positions") and x.numel()]
@@ -538,24 +539,20 @@ class EvictingStorage(LayerStorage):
         self.metadata.load(tensors)
         self.seq_length = self.metadata.columns = numbers["seen"]
         self.in_order, self.sinks_full = bool(numbers["in_order"]), bool(numbers["sinks_full"])
-        if isinstance(self.chunks, HeadPages):
-            self.chunks.place(tensors, numbers["longest"])
-            self.metadata.ragged = self.chunks.length > 0 and not self.in_order
+        if isinstance(self.tokens, HeadPages):
+            self.tokens.place(tensors, numbers["longest"])
+            self.metadata.ragged = self.tokens.length > 0 and not self.in_order
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Every tensor with its role: `exact`, `bookkeeping`, `codes` or `scales`. Some tensors occur twice."""
         layout = self.static
-        yield from (("exact", x) for x in (*self.sinks, *self.residual, *((*layout.sinks, *layout.ring) if layout else ())))
-        yield from self.chunks.tensors()
+        yield from (("exact", x) for x in (*self.sinks, *self.residual, *((*layout.inputs.sinks, *layout.ring) if layout else ())))
+        yield from self.tokens.tensors()
         yield from (("bookkeeping", x) for _, x in self.metadata.named_tensors())
         if self.rows is not None:
             yield "bookkeeping", self.rows
         if layout is not None:
-            for codec, planes, x in zip(self.codecs, layout.planes, layout.ring, strict=True):
-                yield from codec.roles(planes, x.shape[3])
             yield from (("bookkeeping", x) for x in layout.tensors())
-            if layout.attention_inputs.region is not None:
-                yield "bookkeeping", layout.attention_inputs.region.table
 
 
 @functools.lru_cache(maxsize=256)

@@ -14,13 +14,13 @@ from torch import Tensor
 
 from ..kernels import Pair
 from ..policies.ranking import first_of, highest
-from .chunks import Chunks, block_of
 from .head_pages import HeadPages
 from .metadata import TokenFields, TokenMetadata
+from .paged import RowPages, block_of
 
 
 def append_and_evict(
-    region: Chunks, metadata: TokenMetadata, new: Pair, fields: TokenFields, limit: int, row_limits: Tensor | None
+    region: RowPages, metadata: TokenMetadata, new: Pair, fields: TokenFields, limit: int, row_limits: Tensor | None
 ) -> bool:
     """Adds keys and values `new` `[B, H, N, D]` with their `fields` to `region`; returns whether all were appended and
     no token was evicted.
@@ -50,17 +50,12 @@ def append_and_evict(
     occupied = F.pad(metadata.region["positions"] >= 0, (0, added))
     retained = F.pad(retained[..., :stored], (0, added))
     slots = first_of([occupied & ~retained, ~occupied, occupied & retained], selected)
-    region.calibrate(new)
-    quantized = Chunks(region.codecs, region.dims)
-    quantized.reserve(count, new)
-    quantized.statistics, quantized.calibrated = region.statistics, True
-    quantized.append(new)
-    codes = quantized.gather(index)
-    if stored:
-        region.append_zeros(added, new)
-        region.scatter(slots, accepted, codes)
-    else:  # a prompt fills all slots in order; slots of tokens that are not accepted count as empty
-        region.extend(codes, new)
+    into = torch.full_like(slots, -1)[..., :1].expand(*slots.shape[:2], count)
+    into = into.scatter(-1, index, torch.where(accepted, slots, -1))
+    region.reserve(added)
+    region.own(0, region.numbers.shape[1])
+    region.count(added)
+    region.store(new, region.pages.slots(into.clamp_min(0)).masked_fill(into < 0, -1))
     for name, x in metadata.region.items():
         x = F.pad(x, (0, added), value=-1)
         x = x.masked_fill(~retained, -1) if name == "positions" else x
@@ -120,7 +115,7 @@ def _shared(order: Tensor, valid: Tensor, total: int | Tensor, guaranteed: int |
     return torch.zeros_like(chosen).scatter_(1, descending, chosen).view(shape) & valid
 
 
-def _all_keys(region: Chunks | HeadPages, metadata: TokenMetadata, new: Tensor) -> Tensor | None:
+def _all_keys(region: RowPages | HeadPages, metadata: TokenMetadata, new: Tensor) -> Tensor | None:
     """Stored and then new keys, `[B, H, T, D]` in the dtype of `new`; None if the policy does not need them."""
     if not metadata.policy.needs_stored_keys:
         return None

@@ -1,7 +1,6 @@
 """`HeadPages`: the quantized tokens, and their metadata, of one layer whose heads retain different numbers of tokens.
 
-Codes lie in one pool of pages of `PAGE` tokens for the heads of all rows: token `n` of a head is in slot `n % PAGE` of
-page `table[row, head, n // PAGE]`. A head that retains fewer tokens returns pages to the pool, and other heads take
+Each head of each row has pages of its own. A head that retains fewer tokens returns pages to the pool, and other heads take
 them. Retained tokens keep their codes, bit for bit. When a head becomes shorter, its last tokens move into the slots of
 evicted ones.
 """
@@ -11,54 +10,59 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 
+import numpy
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ..formats.base import Codec, Codes
-from ..kernels import Packed, Pages, Pair, quantize_into, quantizes
+from ..kernels import Packed, Pair
 from ..policies.ranking import first_of
-from .chunks import PAGE, block_of
-from .quantized import QuantizedTokens
+from .paged import PAGE, PagedTokens
+from .pool import Numbers, PageLayout, empty_codes
 
 
-class HeadPages(QuantizedTokens):
-    """Quantized keys and values of `dims` channels, and the metadata of their tokens, with the names and dtypes of
+class HeadPages(PagedTokens):
+    """Quantized keys and values like `like` `[B, H, T, D]`, and the metadata of their tokens, with the names and dtypes of
     `fields`, `[B, H, 0]` each.
 
-    planes      codes of keys and of values: `[P, 1, PAGE, width]` for each buffer with an entry for each token
-    fields      `[P + 1, PAGE]`, the metadata; the last page stands for slots without a token
-    table       int32 `[B, H, W]`, the pages of each head; beyond its length the last page
+    fields      `[P + 1, PAGE]`, the metadata by number of the page; the last page stands for slots without a token
     lengths     int32 `[B, H]`, tokens of each head
     """
 
-    def __init__(self, codecs: tuple[Codec, Codec], dims: Sequence[int], fields: dict[str, Tensor]):
-        super().__init__(codecs, dims, per_head=True)
-        self.planes: tuple[Codes, Codes] = {}, {}
+    def __init__(self, codecs: tuple[Codec, Codec], like: Pair, fields: dict[str, Tensor]):
+        key, value = like
+        layout = PageLayout(codecs, (key.shape[3], value.shape[3]), 1, PAGE, key.dtype)
+        super().__init__(layout, like, key.shape[1:2])
         self.fields = {name: _with_empty_page(x.new_empty(0, PAGE), name) for name, x in fields.items()}
         self._dirty: dict[str, Tensor] = {}
         """Fields by slot, `[B, H, columns]`, that were written and are not in pages yet."""
         self.lengths = fields["positions"].new_zeros(fields["positions"].shape[:2])
-        self.table = self.lengths.new_zeros(*self.lengths.shape, 0)
-        self.length = self.capacity = 0
-        """`length`: tokens of the longest head, perhaps of a row that was removed. `capacity`: pages, used or free."""
-        self.pages: Pages | None = None
-        """The input of kernels; None without pages."""
+        self.bind()
+
+    def _lengths(self) -> Tensor:
+        return self.lengths
+
+    def bind(self) -> None:
+        super().bind()
+        spare = len(self.pool.owners)
+        for name, x in self.fields.items():
+            if missing := spare + 1 - x.shape[0]:
+                self.fields[name] = _with_empty_page(F.pad(x[:-1], (0, 0, 0, missing)), name)
+        numbers = torch.from_numpy(numpy.where(self.numbers < 0, spare, self.numbers))
+        self.index = numbers.to(self.pool.device, non_blocking=True)
+        """The numbers of the pages of each head, int64 `[B, H, W]`, that of the page without tokens if there is none."""
 
     @property
     def columns(self) -> int:
         """Slots of each head in the table."""
-        return self.table.shape[-1] * PAGE
-
-    def bind(self) -> None:
-        """Renews `pages`."""
-        self.pages = Pages(*self.codecs, self.planes, self.statistics, self.table, self.lengths) if self.capacity else None
+        return self.numbers.shape[-1] * PAGE
 
     def read(self, name: str) -> Tensor:
         """A field of all slots, `[B, H, columns]`; slots without a token have position -1."""
         if name in self._dirty:
             return self._dirty[name]
-        return self.fields[name].index_select(0, self.table.flatten()).view(*self.lengths.shape, -1)
+        return self.fields[name].index_select(0, self.index.flatten()).view(*self.lengths.shape, -1)
 
     def write(self, name: str, x: Tensor) -> None:
         """Replaces a field, `[B, H, columns]`. It is copied to pages only when tokens are evicted or rows change, since
@@ -68,7 +72,7 @@ class HeadPages(QuantizedTokens):
     def _flush(self) -> None:
         """Copies written fields to pages."""
         for name, x in self._dirty.items():
-            self.fields[name][self.table] = x.unflatten(-1, (-1, PAGE))
+            self.fields[name][self.index] = x.unflatten(-1, (-1, PAGE))
         self._dirty.clear()
 
     def retain(self, kept: Tensor, new: Pair, accepted: Tensor, fields: dict[str, Tensor], most: int | Tensor) -> None:
@@ -80,38 +84,34 @@ class HeadPages(QuantizedTokens):
             most: the most tokens of a row over all heads, an int or an int64 scalar.
         """
         self._dirty.clear()  # `fields` has all
+        self.own(0, self.numbers.shape[-1])
         stored, chosen = kept.shape[-1], torch.cat([kept, accepted], dim=-1)
         lengths = chosen.sum(-1, dtype=torch.int32)
-        had, wanted = _pages(self.lengths), _pages(lengths)
-        sizes = lengths.max(), wanted.sum(), (had != wanted).any(), *([most] if isinstance(most, Tensor) else [])
-        longest, most_pages, differ, *counted = torch.stack(sizes).tolist()
+        *counts, most = torch.cat([lengths.flatten().long(), torch.as_tensor(most, device=lengths.device).view(1)]).tolist()
+        longest, wanted = max(counts), -(-numpy.array(counts).reshape(lengths.shape) // PAGE)
         source = _sources(chosen, stored, lengths, longest)
         slot = torch.arange(longest, device=source.device)
-        if stored:
-            row, head, at = ((source >= 0) & (source < stored) & (source != slot)).nonzero(as_tuple=True)
-            page, offset = self._address(row, head, source[row, head, at])
-            codes = [{name: x[page, 0, offset] for name, x in planes.items()} for planes in self.planes]  # before others get the pages
-        if most_pages > self.capacity:
-            self._allocate(_grown(self.capacity, most_pages, self._most_pages(most if isinstance(most, int) else counted[0])), new)
-        if differ:
-            self._assign(had[..., None], wanted[..., None], -(-longest // PAGE))
+        row, head, at = ((source >= 0) & (source < stored) & (source != slot)).nonzero(as_tuple=True)
+        codes = [self.pages.take(side, self._slots(row, head, source[row, head, at])) for side in (0, 1)] if len(row) else []
         self.lengths, self.length = lengths, longest
-        self.bind()
-        if stored and len(row):
-            page, offset = self._address(row, head, at)
-            for planes, side in zip(self.planes, codes, strict=True):
-                for name, x in side.items():
-                    planes[name][page, 0, offset] = x
-        self._quantize(new, source, stored)
+        self._assign(wanted, self._most_pages(most))
+        for side, moved in enumerate(codes):
+            self.pages.put(side, self._slots(row, head, at), moved)
+        if longest:
+            count = new[0].shape[2]
+            into = torch.full((*source.shape[:2], stored + count + 1), -1, dtype=torch.int64, device=source.device)
+            into = into.scatter_(-1, source.masked_fill(source < 0, stored + count), self.pages.slots(slot))[..., stored:-1]
+            self.store(new, into)
         source = F.pad(source, (0, self.columns - longest), value=-1)
         empty, source = source < 0, source.clamp_min(0)
         for name, x in fields.items() if longest else ():
             self.write(name, x.gather(-1, source).masked_fill(empty, _nothing(name)))
         self._flush()
 
-    def _address(self, row: Tensor, head: Tensor, slot: Tensor) -> tuple[Tensor, Tensor]:
-        """The page, and the slot in it, of slots `[N]`."""
-        return self.table[row, head, slot // PAGE].long(), slot % PAGE
+    def _slots(self, row: Tensor, head: Tensor, place: Tensor) -> Tensor:
+        """The slots, int64 `[1, 1, N]`, of tokens `[N]`."""
+        entry = self.table[row, head, place // PAGE]
+        return (entry * PAGE + place % PAGE)[None, None]
 
     def _most_pages(self, tokens: int) -> int:
         """The most pages that rows of `tokens` tokens over all heads can take, since each head may have a page that is
@@ -120,7 +120,7 @@ class HeadPages(QuantizedTokens):
         return batch * ((tokens - heads) // PAGE + heads)
 
     def simulate(
-        self, lengths: Callable[[int], Sequence[int]], most: Callable[[int], int], groups: int, like: Pair, *, others: bool = False
+        self, lengths: Callable[[int], Sequence[int]], most: Callable[[int], int], groups: int, *, others: bool = False
     ) -> None:
         """Allocates the pages after `groups` groups of tokens; after `k` of them the heads hold `lengths(k)` tokens,
         or, if `most(k)` over all heads are fewer, `most(k)`: then the most pages possible. With `others`, `most(k)` is
@@ -138,138 +138,124 @@ class HeadPages(QuantizedTokens):
         while capacity < pages(groups) and sum(tokens) <= limit:
             k = bisect_left(range(groups), capacity + 1, lo=k + 1, key=pages)  # the first group without room
             capacity = _grown(capacity, pages(k), self._most_pages(most(k)))
-        self._allocate(capacity, like)
         self.length = max(tokens) if others else min(max(tokens), limit)
-        self.table = self.table.new_empty(*self.lengths.shape, -(-self.length // PAGE))
-
-    def _allocate(self, capacity: int, like: Pair) -> None:
-        """Makes room for `capacity` pages; the present pages come first."""
-        grown: list[Codes] = []
-        with torch.inference_mode(False):  # tensors made in inference mode cannot be written outside of it
-            for codec, side, old in zip(self.codecs, like, self.planes, strict=True):
-                planes = codec.allocate(side.new_empty(capacity, 1, 0, side.shape[3]), PAGE)
-                for name, x in old.items():
-                    planes[name][: self.capacity] = x
-                grown.append(planes)
-            for name, x in self.fields.items():
-                self.fields[name] = _with_empty_page(F.pad(x[:-1], (0, 0, 0, capacity - self.capacity)), name)
-        self.planes, self.capacity = (grown[0], grown[1]), capacity
-        self._place(self.table)
-        self._allocate_statistics(like)
-
-    def _used(self) -> Tensor:
-        """The entries of the table that are pages of a head, bool `[B, H, W]`."""
-        return torch.arange(self.table.shape[-1], device=self.lengths.device) < _pages(self.lengths)[..., None]
-
-    def _place(self, table: Tensor) -> None:
-        """Sets the table to `table` `[B, H, W]`, whose entries beyond the length of a head are not read."""
-        self.table = table
-        self.table = torch.where(self._used(), table, self.capacity)
+        self.pool.allocate(capacity, 1)
+        self.numbers = numpy.zeros((*self.lengths.shape, -(-self.length // PAGE)), numpy.int64)
         self.bind()
 
-    def _assign(self, had: Tensor, wanted: Tensor, width: int) -> None:
-        """Changes the number of pages of each head from `had` to `wanted`, int32 `[B, H, 1]`, at most `width`: heads
-        return their last pages, or take free ones."""
-        place, spare = torch.arange(width, device=had.device), self.capacity
-        table = F.pad(self.table, (0, width - self.table.shape[-1]))
-        missing = (place >= had) & (place < wanted)
-        table = torch.where(place < torch.minimum(had, wanted), table, spare)
-        used = torch.zeros(spare + 1, dtype=torch.int32, device=table.device).scatter_(0, table.flatten().long(), 1)
-        free = used[:-1].argsort(stable=True)
-        rank = missing.flatten().cumsum(0) - 1
-        self.table = torch.where(missing, free[rank.clamp_min(0)].view_as(table).int(), table)
-
-    def _quantize(self, new: Pair, source: Tensor, stored: int) -> None:
-        """Quantizes the new tokens into the slots assigned by `source`, in one launch if there is a kernel, else block
-        by block."""
-        if self.pages is None:
-            return
-        count, slot = new[0].shape[2], torch.arange(source.shape[-1], device=source.device)
-        address = self.pages.table[..., slot // PAGE].long() * PAGE + slot % PAGE
-        into = torch.full((*source.shape[:2], stored + count + 1), -1, dtype=torch.int64, device=source.device)
-        into = into.scatter_(-1, source.masked_fill(source < 0, stored + count), address)[..., stored:-1]
-        block = count if quantizes(self.codecs, new) else min(map(block_of, new))
-        for key, value, slots in zip(*(x.split(block, dim=2) for x in (*new, into)), strict=True):
-            quantize_into(self.codecs, (key, value), self.planes, self.statistics, slots)
+    def _assign(self, wanted: Numbers, most: int) -> None:
+        """Gives each head as many pages as `wanted` says, `[B, H]`: heads return their last pages, or take free ones. The pool grows to
+        `most` pages at most, if no more are wanted."""
+        had, before = (self.numbers >= 0).sum(-1)[..., None], self.numbers
+        width, place = int(wanted.max()), numpy.arange(max(int(wanted.max()), before.shape[-1]))
+        wanted = wanted[..., None]
+        numbers = numpy.concatenate([before, numpy.full((*before.shape[:2], len(place) - before.shape[-1]), -1)], axis=-1)
+        dropped, missing = (place >= wanted) & (place < had), (place >= had) & (place < wanted)
+        self.pool.release(numbers[dropped])
+        numbers[dropped] = -1
+        short = int(missing.sum()) - len(self.pool.free())
+        if short > 0:
+            capacity = self.pool.capacity
+            self.pool.release(self.pool.allocate(_grown(capacity, capacity + short, most) - capacity, 1))
+        numbers[missing] = self.pool.take(int(missing.sum()))
+        self.numbers = numbers[..., :width].copy()
+        self.bind()
 
     def packed(self, side: int, limit: int) -> Iterator[Packed]:
         """Blocks, of at most `limit` tokens of each head, of the keys (0) or values (1) stored at the time of the call;
         zeros beyond a head's length."""
-        pages, codec, dim, length = self.pages, self.codecs[side], self.dims[side], self.length if self.pages else 0
+        pages, codec, dim, length = self.pages, self.codecs[side], self.dims[side], self.length
         parts = ((begin, min(limit, length - begin)) for begin in range(0, length, limit))
-        return (Packed(codec, pages.gather(side, tokens, begin)[0], tokens, dim) for begin, tokens in parts)  # type: ignore[union-attr]
+        return (Packed(codec, pages.gather(side, tokens, begin)[0], tokens, dim) for begin, tokens in parts)
 
-    def map(self, fn: Callable[[Tensor], Tensor]) -> None:
-        """Replaces every tensor by `fn(tensor)`, which may change the rows or the device. A repeated row gets its own
-        pages."""
+    def select(self, rows: Sequence[int]) -> None:
         self._flush()
-        with torch.inference_mode(False):
-            k_statistics, v_statistics = ({name: fn(x) for name, x in side.items()} for side in self.statistics)
-            self.lengths, self.table = fn(self.lengths), fn(self.table)
-            taken = self.table[self._used()].long()
-            key, value = ({name: _rows_of(x, taken) for name, x in planes.items()} for planes in self.planes)
-            self.fields = {name: _with_empty_page(_rows_of(x, taken), name) for name, x in self.fields.items()}
-        self.statistics, self.planes, self.capacity = (k_statistics, v_statistics), (key, value), len(taken)
-        self._place(self._in_order())
+        self.lengths = self.lengths.index_select(0, torch.tensor(rows, device=self.lengths.device))
+        super().select(rows)
 
-    def _pages_of(self, rows: slice) -> Tensor:
-        """The pages of one row, int64 `[P]`, in the order of the table."""
-        return self.table[rows][self._used()[rows]].long()
+    def own(self, begin: int, used: int) -> None:
+        before = self.numbers.copy()
+        super().own(begin, used)
+        if (changed := self.numbers != before).any():
+            old, new = (torch.from_numpy(x[changed]).to(self.pool.device) for x in (before, self.numbers))
+            for x in self.fields.values():
+                x[new] = x[old]
 
-    def snapshot(self, rows: slice) -> tuple[Codes, Codes]:
+    def fork(self) -> HeadPages:
+        self._flush()
+        twin: HeadPages = super().fork()  # type: ignore[assignment]
+        twin.fields, twin._dirty = {name: x.clone() for name, x in self.fields.items()}, {}
+        return twin
+
+    def snapshot(self, row: int) -> tuple[Codes, Codes]:
         """A copy of the pages of one row, `[1, P, PAGE, width]` for each buffer."""
-        taken = self._pages_of(rows)
-        key, value = ({name: x[taken, 0][None] for name, x in planes.items()} for planes in self.planes)
+        slots = self._whole(self._pages_of(row))
+        key, value = (
+            {name: x.view(1, -1, PAGE, x.shape[3]) for name, x in self.pages.take(side, slots).items()} for side in (0, 1)
+        )
         return key, value
 
-    def form(self, like: Pair, codes: Tensor) -> tuple[Codes, Codes]:
-        """Empty codes for keys and values like `like`, with the number of pages of the `codes` of a snapshot."""
-        empty = (x.new_empty(1, codes.shape[1], 0, x.shape[3]) for x in like)
-        key, value = (codec.allocate(x, PAGE, per_head=True) for codec, x in zip(self.codecs, empty, strict=True))
+    def form(self, codes: Tensor) -> tuple[Codes, Codes]:
+        """Empty codes for one row, with the number of pages of the `codes` of a snapshot."""
+        key, value = (
+            {name: x.expand(1, codes.shape[1], -1, -1) for name, x in side.items()}
+            for side in empty_codes(self.pool.layout, 1, PAGE)
+        )
         return key, value
 
-    def load(self, codes: tuple[Codes, Codes], statistics: tuple[Codes, Codes], like: Pair) -> None:
+    def load(self, codes: tuple[Codes, Codes], statistics: tuple[Codes, Codes]) -> None:
         """Copies the codes of a `snapshot`, and its `statistics` if any. `place` sets the tokens' pages."""
-        self._allocate_statistics(like)
         if codes[0]:
-            self._allocate(next(iter(codes[0].values())).shape[1], like)
-        for planes, given in zip(self.planes, codes, strict=True):
-            for name, x in given.items():
-                planes[name][None, :, 0].copy_(x)
-        self._load_statistics(statistics)
+            numbers = self.pool.allocate(next(iter(codes[0].values())).shape[1], 1)[:, 0]
+            self.bind()
+            for side, given in enumerate(codes):
+                self.pages.put(side, self._whole(numbers), {name: x.reshape(1, 1, -1, x.shape[3]) for name, x in given.items()})
+        self.load_statistics(statistics)
 
-    def named_tensors(self, rows: slice) -> Iterator[tuple[str, Tensor]]:
+    def _whole(self, numbers: Numbers) -> Tensor:
+        """The slots of whole pages, int64 `[1, 1, P * PAGE]`."""
+        entries = torch.from_numpy(self.pool.entries(numbers)).to(self.table.device)
+        return (entries[:, None] * PAGE + torch.arange(PAGE, device=entries.device)).view(1, 1, -1)
+
+    def _pages_of(self, row: int) -> Numbers:
+        """The pages of one row in the order of the table."""
+        return self.numbers[row][self.numbers[row] >= 0]
+
+    def named_tensors(self, row: int) -> Iterator[tuple[str, Tensor]]:
         """The tensors of one row's snapshot except codes and statistics, `[1, ...]` each, with their names."""
         self._flush()
-        taken = self._pages_of(rows)
-        yield "pages.lengths", self.lengths[rows]
+        taken = torch.from_numpy(self._pages_of(row)).to(self.index.device)
+        yield "pages.lengths", self.lengths[row : row + 1]
         yield from ((f"pages.{name}", x[taken][None]) for name, x in self.fields.items())
 
     def place(self, tensors: dict[str, Tensor], length: int) -> None:
         """Sets `length` and the `named_tensors` of a row whose codes have been loaded."""
         self.lengths, self.length = tensors["pages.lengths"], length
-        self.table = self.lengths.new_zeros(*self.lengths.shape, -(-length // PAGE))
-        self._place(self._in_order())
+        wanted = -(-self.lengths.cpu().numpy().astype(numpy.int64)[..., None] // PAGE)
+        used = numpy.arange(-(-length // PAGE)) < wanted
+        self.numbers = numpy.where(used, used.ravel().cumsum().reshape(used.shape) - 1, -1)
         for name in self.fields:
             self.fields[name] = _with_empty_page(tensors[f"pages.{name}"][0], name)
+        self.bind()
 
     def check(self, tensors: dict[str, Tensor], length: int, seen: int) -> None:
         """Raises ValueError unless `length` and these tensors, of the form of `named_tensors`, are valid for
         `place`."""
         lengths, pages = tensors["pages.lengths"], tensors["pages.positions"].shape[1]
-        if lengths.min() < 0 or not lengths.max() <= length <= seen or _pages(lengths).sum() != pages:
+        if lengths.min() < 0 or not lengths.max() <= length <= seen or ((lengths + PAGE - 1) // PAGE).sum() != pages:
             raise ValueError(f"{pages} pages for heads of {lengths.tolist()} tokens, the longest of {length}, after {seen} tokens")
 
-    def _in_order(self) -> Tensor:
-        """A table of pages in the order of rows, heads and tokens."""
-        return (self._used().flatten().cumsum(0) - 1).view_as(self.table).int()
+    def move(self, device: torch.device, move: Callable[[Tensor], Tensor]) -> None:
+        self._flush()
+        super().move(device, move)
+        self.lengths, self.fields = move(self.lengths), {name: move(x) for name, x in self.fields.items()}
+        self.bind()
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Every live tensor with its role: `codes`, `scales` or `bookkeeping`."""
         self._flush()
-        for planes, statistics, codec, dim in zip(self.planes, self.statistics, self.codecs, self.dims, strict=True):
-            yield from codec.roles(planes | statistics, dim)
-        yield from (("bookkeeping", x) for x in (self.table, self.lengths, *self.fields.values()))
+        yield from super().tensors()
+        yield from (("bookkeeping", x) for x in (self.index, self.lengths, *self.fields.values()))
 
 
 def _nothing(field: str) -> int:
@@ -280,16 +266,6 @@ def _nothing(field: str) -> int:
 def _with_empty_page(x: Tensor, field: str) -> Tensor:
     """Pages `[N, PAGE]` of a field, and after them one without tokens."""
     return F.pad(x, (0, 0, 0, 1), value=_nothing(field))
-
-
-def _rows_of(x: Tensor, index: Tensor) -> Tensor:
-    """`x[index]` on the device of `index`."""
-    return x.index_select(0, index.to(x.device)).to(index.device)
-
-
-def _pages(lengths: Tensor) -> Tensor:
-    """The number of pages of each of `lengths`."""
-    return (lengths + (PAGE - 1)).div(PAGE, rounding_mode="floor")
 
 
 def _grown(capacity: int, wanted: int, most: int) -> int:

@@ -1,20 +1,22 @@
 """`Storage`: the keys and values of one layer that keeps all tokens, in three zones in token order.
 
     sinks      the first `num_sink_tokens` tokens, in the model's dtype
-    chunks     quantized tokens (`chunks.py`)
+    pages      quantized tokens (`paged.py`)
     residual   the last `residual_length` tokens and the token of the step, in the model's dtype: a ring, in which a new token
                overwrites the oldest
 
-After a step, the number of exact tokens follows from the number of tokens seen, as in pages (`batching/rings.py`).
+After a step, the number of exact tokens follows from the number of tokens seen, as in batches (`batching/rings.py`).
 Without a kernel, tokens of the ring are quantized in groups, ahead of the steps in which they leave it, since quantizing
 them one by one would cost a CPU too much. Sinks and ring grow with the tokens to their full size; storage that is
-preallocated or compiled has it at once. Counts are kept on the host and on the device (`kernels.StorageTensors`), so
+preallocated or compiled has it at once. Counts are kept on the host and on the device (`kernels.PagedInputs`), so
 that a step reads no number from the host.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import cached_property, partial
 
 import numpy
@@ -23,33 +25,22 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..formats.base import Codec
-from ..kernels import (
-    AttentionInputs,
-    Exact,
-    KeysOrValues,
-    Pair,
-    QuantizedRegion,
-    Segment,
-    StorageTensors,
-    launch_of_step,
-    on_triton,
-    store_exact,
-)
-from ..kernels.segments import CHUNKS, CONTROL, DROPPED, ROOM
+from ..kernels import AttentionInputs, Exact, KeysOrValues, PagedInputs, Pair, Segment, launch_of_step, store_exact
+from ..kernels.pages import COLUMNS, CONTROL, DROPPED, LENGTH, RING_ROW, ROOM, SINK_ROW, SINKS, TOKENS
 from .base import LayerStorage
-from .chunks import GROUP, PAGE, ROWS, Chunks, block_of
 from .head_pages import HeadPages
+from .paged import GROUP, PAGE, RowPages, block_of
 
 
 class Storage(LayerStorage):
     """Storage for keys and values like `like`, `[B, H, T, D]` each, with initial room for `T` tokens.
 
     Args:
-        max_length: the most tokens; room for all is allocated at once. None: storage grows by chunks.
-        static: tensors keep their addresses, which compiled code needs; chunks can still be added.
+        max_length: the most tokens; room for all is allocated at once. None: storage grows by pages.
+        static: tensors keep their addresses, which compiled code needs; pages can still be added.
     """
 
-    chunks: Chunks
+    tokens: RowPages
 
     def __init__(
         self,
@@ -68,61 +59,77 @@ class Storage(LayerStorage):
         """Slots of the residual's ring."""
         self.group = 1 if self.static else min(GROUP, self.slots)
         """Tokens that are quantized together in steps of one token."""
+        self.shares_zones = False
+        """Whether a fork has the same sinks, residual and counts."""
         batch, device = like[0].shape[0], like[0].device
         with torch.inference_mode(False):  # tensors made in inference mode cannot be written outside of it
             self.sinks = self.residual = like[0][:, :, :0], like[1][:, :, :0]
             self._grow(like[0].shape[2])
-            self.state = torch.zeros(CONTROL + 2 * batch, dtype=torch.int32, device=device)
-        self.chunks = Chunks(codecs, [x.shape[3] for x in like], rows=ROWS if max_length is None else 1, static=self.static)
+            self.control = torch.zeros(len(CONTROL), dtype=torch.int32, device=device)
+            self.rows = torch.zeros(batch, len(COLUMNS), dtype=torch.int32, device=device)
+        self.tokens = RowPages(codecs, like, static=self.static, grows=self.static and max_length is None)
         self.reset_counts()
-        slots = self.overflow(like[0].shape[2]) if max_length is None else max_length - num_sink_tokens - self.slots + 1  # one is spare
-        self.chunks.reserve(max(slots, 1), like)
+        slots = self.overflow(like[0].shape[2]) if max_length is None else max(max_length - num_sink_tokens - self.slots, 0)
+        if slots:
+            self.tokens.reserve(slots)
+        self._number_rows()
         self.bind()
 
     def __getstate__(self) -> dict:
-        return {name: x for name, x in self.__dict__.items() if name not in ("buffers", "launch")}
+        return {name: x for name, x in self.__dict__.items() if name not in ("inputs", "launch")}
 
     def __setstate__(self, state: dict) -> None:
         self.__dict__ |= state
         self.bind()
 
     def bind(self) -> None:
-        """Rebuilds `buffers`, which hold addresses of tensors."""
-        region: QuantizedRegion = self.chunks.region  # type: ignore[assignment]
-        self.buffers = StorageTensors(self.sinks, self.residual, region, self.state, self.columns)
+        """Rebuilds `inputs`, which hold addresses of tensors."""
+        self.bound = self.tokens.pages
+        bound = self.columns if self.max_length is None else self.tokens.capacity
+        pages = replace(self.bound, lengths=self.rows[:, LENGTH])
+        zones = self.sinks, self.residual, self.rows
+        self.inputs = PagedInputs(pages, *zones, bound, control=self.control, launches=self.tokens.launches)
+        """The inputs of attention for a step of one token; `max_length` is a bound on what the device counts."""
         self.__dict__.pop("launch", None)
-        zones = self.sinks[0].shape[2] + self.residual[0].shape[2]
-        room = zones + self.chunks.capacity if self.max_length is None else self.max_length
-        counts = numpy.array([room, len(self.chunks.chunks)], numpy.int32)
-        self.state[ROOM : CHUNKS + 1].copy_(torch.from_numpy(counts), non_blocking=True)
+        room = self.max_length or self.sinks[0].shape[2] + self.residual[0].shape[2] + self.tokens.capacity
+        self.control[ROOM : ROOM + 1].copy_(torch.from_numpy(numpy.array([room], numpy.int32)), non_blocking=True)
         if self.static:
-            for tensor in (*self.buffers.arguments[0], *self.buffers.arguments[1]):
+            pool, _, exact, _ = self.inputs.arguments
+            for tensor in (*pool, *exact, self.rows, self.control):
                 torch._dynamo.mark_static_address(tensor)
+
+    def _number_rows(self) -> None:
+        """Says that row `b` has row `b` of the sinks and of the residual."""
+        number = torch.arange(len(self.rows), dtype=torch.int32, device=self.rows.device)
+        self.rows[:, SINK_ROW] = number
+        self.rows[:, RING_ROW] = number
 
     @cached_property
     def launch(self) -> Callable[[Pair], None] | None:
         """A function that adds one token, `[B, H, 1, D]`, in one launch; None if there is no kernel. Prepared on first
         use after `bind`."""
-        return launch_of_step(self.buffers, (self.residual[0][:, :, :1], self.residual[1][:, :, :1]))
+        return launch_of_step(self.inputs, (self.residual[0][:, :, :1], self.residual[1][:, :, :1]))
 
     @property
     def free(self) -> int:
         """Tokens that can be added before the ring is full."""
-        return self.num_sink_tokens + self.chunks.length + self.slots - self.seq_length
+        return self.num_sink_tokens + self.tokens.length + self.slots - self.seq_length
 
     # Counts.
 
     def device_length(self) -> Tensor:
-        return self.state[CONTROL]
+        return self.rows[0, TOKENS]
 
     def read_counts(self) -> None:
-        _, dropped, _, _, self.seq_length, self.chunks.length, *_ = self.state.tolist()
+        dropped, self.tokens.length, self.seq_length = torch.stack(
+            [self.control[DROPPED], self.rows[0, LENGTH], self.rows[0, TOKENS]]
+        ).tolist()
         if dropped:
             limit = f"max_length={self.max_length} is too small" if self.max_length else "masks must be made outside of compiled code"
             raise ValueError(f"{dropped} tokens came when the cache was full: {limit}; call reset()")
 
     def advance(self, tokens: int) -> None:
-        self.chunks.length += self.overflow(tokens)
+        self.tokens.length += self.overflow(tokens)
         self.seq_length += tokens
 
     def overflow(self, tokens: int) -> int:
@@ -131,14 +138,17 @@ class Storage(LayerStorage):
 
     def reserve(self, tokens: int) -> None:
         super().reserve(tokens)
-        leaving = self.overflow(tokens)
-        grew = leaving > 0 and self.chunks.reserve(leaving, self.residual)
+        leaving, changed = self.overflow(tokens), self.shares_zones
+        if self.shares_zones:
+            self._copy_zones()
+        if leaving > 0:
+            changed |= self.tokens.reserve(leaving)
         if self.seq_length + tokens > self.most:
             self._grow(self.seq_length + tokens)
-            grew = True
+            changed = True
         if self.static and self.seq_length + tokens > self.columns:
-            self.columns, grew = 1 << (self.seq_length + tokens - 1).bit_length(), True
-        if grew:
+            self.columns, changed = 1 << (self.seq_length + tokens - 1).bit_length(), True
+        if changed:
             self.bind()
 
     def _grow(self, tokens: int) -> None:
@@ -157,15 +167,16 @@ class Storage(LayerStorage):
         if self.max_length is None:
             self.reserve(prompt)
             self.advance(prompt)
-            before, more = self.chunks.length, max(seq_length - prompt - self.free, 0)
-            self.chunks.simulate(lambda k: before + k, more, self.residual)
+            before, more = self.tokens.length, max(seq_length - prompt - self.free, 0)
+            self.tokens.simulate(lambda k: before + k, more)
             self._grow(max(prompt, seq_length))
 
     def set_lengths(self, seq_length: int, quantized: int) -> None:
         """Sets the counts on the host and on the device."""
-        self.seq_length, self.chunks.length = seq_length, quantized
-        self.state[CONTROL::2].fill_(seq_length)
-        self.state[CONTROL + 1 :: 2].fill_(quantized)
+        self.seq_length, self.tokens.length = seq_length, quantized
+        sinks = min(seq_length, self.num_sink_tokens)
+        counts = sinks, quantized % self.slots, seq_length - sinks - quantized, quantized, seq_length
+        self.rows[:, SINKS:].copy_(torch.from_numpy(numpy.array(counts, numpy.int32)), non_blocking=True)
 
     # Adding tokens in eager code, after `reserve`.
 
@@ -174,7 +185,7 @@ class Storage(LayerStorage):
         if self.launch is None:
             self.append(x)
             return
-        self.chunks.count(self.overflow(1))  # the launch quantizes it
+        self.tokens.count(self.overflow(1))  # the launch quantizes it
         self.launch(x)
         self.seq_length += 1
 
@@ -183,22 +194,27 @@ class Storage(LayerStorage):
         exact = self.exact_with(x) if exact is None else exact
         tokens, leaving, stored = x[0].shape[2], self.overflow(x[0].shape[2]), exact[0].shape[2] - x[0].shape[2]
         sinks = min(self.seq_length + tokens, self.num_sink_tokens)
-        if (missing := leaving - self.chunks.ahead) > 0:
-            count = missing if tokens > 1 else min(self.group, self.chunks.capacity - self.chunks.length)
-            key, value = (side.narrow(2, sinks + self.chunks.ahead, count) for side in exact)
-            self.chunks.write((key, value))
-        self.chunks.count(leaving)
+        if (missing := leaving - self.tokens.ahead) > 0:
+            count = missing if tokens > 1 else min(self.group, self.tokens.capacity - self.tokens.length)
+            key, value = (side.narrow(2, sinks + self.tokens.ahead, count) for side in exact)
+            self.tokens.write((key, value))
+            if self.bound is not self.tokens.pages:
+                self.bind()
+        self.tokens.count(leaving)
         begin = max(stored, sinks + leaving)  # the first token that is not in the ring yet
-        slot = (self.chunks.length + begin - sinks - leaving) % self.slots
-        self.seq_length += tokens
-        store_exact(self.buffers, exact, (min(stored, sinks), sinks), begin, slot, (self.seq_length, self.chunks.length))
+        slot, opening = (self.tokens.length + begin - sinks - leaving) % self.slots, min(stored, sinks)
+        key, value = (side[:, :, begin:] for side in exact)
+        if opening < sinks:
+            key, value = (torch.cat([side[:, :, opening:sinks], new], dim=2) for side, new in zip(exact, (key, value), strict=True))
+        store_exact((key, value), self.residual, slot, self.sinks, opening, sinks - opening)
+        self.set_lengths(self.seq_length + tokens, self.tokens.length)
 
     def exact_with(self, x: Pair) -> Pair:
         """The sinks, the residual and `x`, `[B, H, T, D]` each, in one tensor each, which shares no memory with the storage."""
         if not self.seq_length:
             return x
         sinks = min(self.seq_length, self.num_sink_tokens)
-        count, at = self.seq_length - sinks - self.chunks.length, self.chunks.length % self.slots
+        count, at = self.seq_length - sinks - self.tokens.length, self.tokens.length % self.slots
         tail = min(count, self.slots - at)
         key, value = (
             torch.cat([first.narrow(2, 0, sinks), ring.narrow(2, at, tail), ring.narrow(2, 0, count - tail), new], dim=2)
@@ -209,17 +225,22 @@ class Storage(LayerStorage):
     def oldest(self, count: int) -> Pair:
         """The oldest `count` tokens of the ring, in token order."""
         key, value = self.residual
-        return _oldest(key, self.chunks.length, count), _oldest(value, self.chunks.length, count)
+        return _oldest(key, self.tokens.length, count), _oldest(value, self.tokens.length, count)
 
     # Inputs of attention.
 
     def attention_inputs(self) -> AttentionInputs:
         """The inputs of attention over all tokens, by reference: valid until the next token is added."""
         key, value = self._side(0), self._side(1)
-        if not on_triton(self.state.device):
+        if not self.bound.by_page:
             return AttentionInputs(key, value)
-        self.buffers.region.tokens = self.chunks.length
-        return AttentionInputs(key, value, self.buffers.region, (*self.sinks, *self.residual), self.buffers)
+        return AttentionInputs(key, value, replace(self.inputs, max_length=self.tokens.length))
+
+    def compiled_inputs(self) -> AttentionInputs:
+        """The inputs of attention for a compiled step of one token, sized for `columns` tokens."""
+        shapes = ((*x.shape[:2], self.columns, x.shape[3]) for x in self.residual)
+        key, value = (KeysOrValues.of((), shape, x.dtype, x.device) for shape, x in zip(shapes, self.residual, strict=True))
+        return AttentionInputs(key, value, self.inputs)
 
     def attention_inputs_with(self, exact: Pair) -> AttentionInputs:
         """The inputs of attention over all tokens and new ones that are not stored yet. `exact`: `exact_with(x)` of the
@@ -228,39 +249,39 @@ class Storage(LayerStorage):
         split = sinks, exact[0].shape[2] - sinks
         (k_sinks, k_residual), (v_sinks, v_residual) = (x.split_with_sizes(split, dim=2) for x in exact)
         first, residual = (k_sinks, v_sinks), (k_residual, v_residual)
-        return attention_inputs_of(first, self.chunks, residual, exact)
+        return attention_inputs_of(first, self.tokens, residual, exact)
 
     def _side(self, side: int) -> KeysOrValues:
         sinks = min(self.seq_length, self.num_sink_tokens)
-        count = self.seq_length - sinks - self.chunks.length
+        count = self.seq_length - sinks - self.tokens.length
         ring = self.residual[side]
-        return _side_of(self.chunks, side, self.sinks[side], sinks, ring, count, partial(_oldest, ring, self.chunks.length, count))
+        return _side_of(self.tokens, side, self.sinks[side], sinks, ring, count, partial(_oldest, ring, self.tokens.length, count))
 
     def zones(self) -> tuple[Pair, Pair]:
         sinks = min(self.seq_length, self.num_sink_tokens)
-        return (self.sinks[0][:, :, :sinks], self.sinks[1][:, :, :sinks]), self.oldest(self.seq_length - sinks - self.chunks.length)
+        return (self.sinks[0][:, :, :sinks], self.sinks[1][:, :, :sinks]), self.oldest(self.seq_length - sinks - self.tokens.length)
 
     # All tokens at once.
 
     def truncate(self, seq_length: int) -> None:
         """Keeps the first `seq_length` tokens."""
-        quantized = min(self.chunks.length, max(seq_length - self.num_sink_tokens, 0))
-        before = len(self.chunks.chunks)
-        if not self.static:
-            self.chunks.truncate(quantized)
+        if self.shares_zones:
+            self._copy_zones()
+        quantized = min(self.tokens.length, max(seq_length - self.num_sink_tokens, 0))
+        self.tokens.truncate(quantized)
         self.set_lengths(seq_length, quantized)
-        self.chunks.calibrated = self.chunks.calibrated and seq_length > 0
-        self.state[DROPPED] = 0
-        if len(self.chunks.chunks) < before:
+        self.tokens.calibrated = self.tokens.calibrated and seq_length > 0
+        self.control[DROPPED] = 0
+        if self.bound is not self.tokens.pages:
             self.bind()
 
     def clear(self) -> None:
-        """Removes all tokens; keeps the tensors, but only the first chunk."""
+        """Removes all tokens; keeps the tensors."""
         self.reset_counts()
-        self.chunks.truncate(0)
-        for _, tensor in self.tensors():  # masked attention multiplies stale values by 0, and nan times 0 is nan
-            if tensor is not self.chunks.table:
-                tensor.zero_()
+        self.tokens.clear()
+        for tensor in (*self.sinks, *self.residual, *self.tokens.statistics[0].values(), *self.tokens.statistics[1].values()):
+            tensor.zero_()  # masked attention multiplies stale values by 0, and nan times 0 is nan
+        self.control.zero_()
         self.truncate(0)
         self.bind()
 
@@ -269,46 +290,72 @@ class Storage(LayerStorage):
         tokens = residual[0].shape[2]
         fits = tokens <= self.slots  # files of older releases may have more
         super().restore(tensors, numbers)
-        region, zones = self.buffers.region, (self.sinks, self.residual)
-        self._grow(2**62 if self.chunks.length else sinks[0].shape[2] + tokens)
-        if region is not self.chunks.region or zones[0] is not self.sinks or zones[1] is not self.residual:
-            self.bind()
+        self._grow(2**62 if self.tokens.length else sinks[0].shape[2] + tokens)
+        self.bind()
         for first, x in zip(self.sinks, sinks, strict=True):
             first.narrow(2, 0, x.shape[2]).copy_(x)
-        exact = sinks[0].shape[2] + self.chunks.length
-        self.set_lengths(exact + tokens if fits else exact, self.chunks.length)
+        exact = sinks[0].shape[2] + self.tokens.length
+        self.set_lengths(exact + tokens if fits else exact, self.tokens.length)
         if not fits:
             self.reserve(tokens)
             self.append(residual)
             return
-        at = self.chunks.length % self.slots
+        at = self.tokens.length % self.slots
         for ring, x in zip(self.residual, residual, strict=True):
             for slot, part in zip((at, 0), x.tensor_split([self.slots - at], dim=2), strict=True):
                 if part.shape[2]:
                     ring.narrow(2, slot, part.shape[2]).copy_(part)
 
-    def map(self, fn: Callable[[Tensor], Tensor], in_place: bool = False) -> None:
-        """Replaces tensors by `fn(tensor)`, which may change the rows or the device. With `in_place`, `fn` only reorders rows, and tensors
-        are overwritten."""
-        exact = *self.sinks, *self.residual
-        lengths = self.state[CONTROL:].view(-1, 2)
-        self.chunks.map(fn, in_place)
-        if in_place:
-            for x in (*exact, lengths):
-                x.copy_(fn(x))
-            return
+    def select(self, rows: Sequence[int]) -> None:
+        """Keeps the rows with these indices; a row that occurs several times is repeated. Pages are shared until they are written; if
+        tensors keep their addresses, those with as many rows are overwritten."""
+        index = torch.tensor(rows, device=self.rows.device)
+        in_place = self.static and len(rows) == len(self.rows)
         with torch.inference_mode(False):
-            k_sinks, v_sinks, k_residual, v_residual = map(fn, exact)
-            lengths = fn(lengths)
-            self.state = torch.cat([self.state[:CONTROL].to(lengths.device), lengths.flatten()])
+            k_sinks, v_sinks, k_residual, v_residual, counts = (
+                x.copy_(x.index_select(0, index)) if in_place else x.index_select(0, index)
+                for x in (*self.sinks, *self.residual, self.rows)
+            )
+        self.sinks, self.residual, self.rows, self.shares_zones = (k_sinks, v_sinks), (k_residual, v_residual), counts, False
+        self._number_rows()
+        self.tokens.select(rows)
+        if self.static:  # compiled steps write without asking
+            self.tokens.own((self.tokens.length + self.tokens.ahead) // PAGE, -(-(self.tokens.length + self.tokens.ahead) // PAGE))
+        self.bind()
+
+    def fork(self) -> Storage:
+        """Returns a copy that shares pages, sinks and residual until one of the two writes them. Storage at fixed addresses is copied."""
+        if self.static:
+            return copy.deepcopy(self)
+        twin = copy.copy(self)
+        twin.tokens = self.tokens.fork()  # type: ignore[assignment]
+        self.shares_zones = twin.shares_zones = True
+        twin.bind()
+        return twin
+
+    def _copy_zones(self) -> None:
+        """Gives this fork its own sinks, residual and counts."""
+        with torch.inference_mode(False):
+            k_sinks, v_sinks, k_residual, v_residual = (x.clone() for x in (*self.sinks, *self.residual))
+            self.rows, self.control = self.rows.clone(), self.control.clone()
+        self.sinks, self.residual, self.shares_zones = (k_sinks, v_sinks), (k_residual, v_residual), False
+
+    def move(self, device: torch.device, move: Callable[[Tensor], Tensor]) -> None:
+        """Moves every tensor to `device` by `move(tensor)`."""
+        with torch.inference_mode(False):
+            k_sinks, v_sinks, k_residual, v_residual, self.rows, self.control = map(
+                move, (*self.sinks, *self.residual, self.rows, self.control)
+            )
         self.sinks, self.residual = (k_sinks, v_sinks), (k_residual, v_residual)
+        self.tokens.move(device, move)
+        self.tokens.bind()
         self.bind()
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Every tensor with its role: `exact`, `bookkeeping`, `codes` or `scales`."""
         yield from (("exact", x) for x in (*self.sinks, *self.residual))
-        yield "bookkeeping", self.state
-        yield from self.chunks.tensors()
+        yield from (("bookkeeping", x) for x in (self.rows, self.control))
+        yield from self.tokens.tensors()
 
 
 def zone_room(tokens: int, most: int) -> int:
@@ -341,34 +388,32 @@ def _oldest(ring: Tensor, quantized: int, count: int) -> Tensor:
 
 
 def _side_of(
-    chunks: Chunks | HeadPages, side: int, first: Tensor, sinks: int, like: Tensor, count: int, recent: Callable[[], Tensor]
+    tokens: RowPages | HeadPages, side: int, first: Tensor, sinks: int, like: Tensor, count: int, recent: Callable[[], Tensor]
 ) -> KeysOrValues:
-    """Keys (0) or values (1), shaped like `like` `[B, H, T, D]`: the first `sinks` tokens of `first`, the tokens now in `chunks`, and the
+    """Keys (0) or values (1), shaped like `like` `[B, H, T, D]`: the first `sinks` tokens of `first`, the tokens now in `tokens`, and the
     `count` tokens that `recent()` returns when they are read."""
-    packed = chunks.packed(side, block_of(like))
+    packed = tokens.packed(side, block_of(like))
 
     def build() -> tuple[Segment, ...]:
         row: tuple[Segment, ...] = (Exact(first[:, :, :sinks]), *packed, Exact(recent()))
         return tuple(segment for segment in row if segment.tokens)
 
     batch, heads, _, dim = like.shape
-    return KeysOrValues(build, (batch, heads, sinks + chunks.length + count, dim), like.dtype, like.device)
+    return KeysOrValues(build, (batch, heads, sinks + tokens.length + count, dim), like.dtype, like.device)
 
 
-def attention_inputs_of(sinks: Pair, chunks: Chunks, residual: Pair, joined: Pair | None = None) -> AttentionInputs:
-    """The inputs of attention over `sinks`, the tokens now in `chunks`, and `residual`, in this order. `joined`: sinks
+def attention_inputs_of(sinks: Pair, tokens: RowPages, residual: Pair, joined: Pair | None = None) -> AttentionInputs:
+    """The inputs of attention over `sinks`, the tokens now in `tokens`, and `residual`, in this order. `joined`: sinks
     and residual in one tensor for keys and one for values, if the caller has them."""
-    key, value = sides_of(sinks, chunks, residual)
-    if not on_triton(residual[0].device):
-        return AttentionInputs(key, value, joined=joined)
-    region = chunks.region.holding(chunks.length) if chunks.length else None  # type: ignore[union-attr]
-    return AttentionInputs(key, value, region, (*sinks, *residual), joined=joined)
+    key, value = sides_of(sinks, tokens, residual)
+    paged = PagedInputs(tokens.pages, sinks, residual, None, tokens.length, launches=tokens.launches) if tokens.pages.by_page else None
+    return AttentionInputs(key, value, paged, joined)
 
 
-def sides_of(sinks: Pair, chunks: Chunks | HeadPages, residual: Pair) -> tuple[KeysOrValues, KeysOrValues]:
-    """The keys and the values of `sinks`, the tokens now in `chunks`, and `residual`, in this order."""
+def sides_of(sinks: Pair, tokens: RowPages | HeadPages, residual: Pair) -> tuple[KeysOrValues, KeysOrValues]:
+    """The keys and the values of `sinks`, the tokens now in `tokens`, and `residual`, in this order."""
     key, value = (
-        _side_of(chunks, side, first, first.shape[2], last, last.shape[2], partial(_oldest, last, 0, last.shape[2]))
+        _side_of(tokens, side, first, first.shape[2], last, last.shape[2], partial(_oldest, last, 0, last.shape[2]))
         for side, (first, last) in enumerate(zip(sinks, residual, strict=True))
     )
     return key, value

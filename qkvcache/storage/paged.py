@@ -1,0 +1,391 @@
+"""`PagedTokens`: the quantized tokens of one layer in pages of a pool, found through a table; `RowPages`, whose heads share the pages of a row.
+
+Appending writes into free slots; stored tokens are neither moved nor quantized again. Eviction overwrites the codes of evicted tokens with
+those of new ones, separately in each head; retained tokens keep their slots. Rows that are repeated, reordered or forked share pages until
+one of them writes.
+"""
+
+from __future__ import annotations
+
+import copy
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor
+
+from ..formats.base import Codec, Codes
+from ..kernels import Packed, Pages, Pair, on_triton, quantize_into, quantizes
+from ..kernels.segments import join_tokens
+from .pool import Numbers, PageLayout, PagePool, empty_codes
+
+PAGE = 64
+"""Tokens of a page."""
+MAX_GROWTH = 16 * PAGE
+"""Tokens for which room is made at most in steps of one token."""
+BLOCK = 2**20
+"""Elements that torch quantizes or dequantizes at a time. It bounds temporaries (4 MiB in fp32); on a CPU, smaller
+blocks cost more in calls than they save in cache misses."""
+GROUP = 16
+"""Tokens that are quantized together in eager steps of one token without a kernel."""
+COLUMNS = 8
+"""Initial columns of a table to which pages can be added."""
+
+
+def growth(length: int, missing: int) -> int:
+    """Slots that are added to `length` stored tokens when `missing` tokens have no slot."""
+    # An eighth of the stored tokens keeps both slabs and unused slots few.
+    return max(-(-missing // PAGE), min(length // 8, MAX_GROWTH) // PAGE) * PAGE
+
+
+def block_of(like: Tensor) -> int:
+    """Tokens of a block of keys or values like `like` `[B, H, T, D]`: a whole number of pages."""
+    batch, heads, _, dim = like.shape
+    return max(BLOCK // (batch * heads * dim) // PAGE, 1) * PAGE
+
+
+class PagedTokens:
+    """Quantized keys and values like `like` `[B, H, T, D]`, and the statistics that all tokens share.
+
+    Args:
+        layout: the layout of a page.
+        heads: the heads of each row that have pages of their own, `[H]`, or none, `[]`.
+        static: the table keeps its address.
+    """
+
+    def __init__(self, layout: PageLayout, like: Pair, heads: Sequence[int], static: bool = False):
+        self.codecs, self.dims, self.static = layout.codecs, layout.dims, static
+        device = like[0].device
+        self.pool = PagePool(layout, device, on_triton(device))
+        self.numbers: Numbers = numpy.full((like[0].shape[0], *heads, 0), -1)
+        """Numbers of the pages of each row `[B, W]`, or of each head `[B, H, W]`; -1 for none."""
+        self.owned = 0
+        """The first column from which no page has other owners."""
+        self.table = torch.empty(0, device=device, dtype=torch.int64)
+        """The entries of the pages, int64 `[B, C]` or `[B, H, C]`, `C` at least `W`."""
+        self.statistics: tuple[Codes, Codes] = {}, {}
+        """Buffers that all tokens share. They must be `calibrated` before a token is quantized."""
+        self.has_statistics = any(codec.keeps(dim) for codec, dim in zip(self.codecs, self.dims, strict=True))
+        """Whether the codecs keep buffers that all tokens share."""
+        self.calibrated = False
+        self.length = 0
+        """Stored tokens of a row; of the longest head, if heads have pages of their own."""
+        with torch.inference_mode(False):
+            key, value = (codec.allocate_statistics(x, layout.per_head or bool(heads)) for codec, x in zip(self.codecs, like, strict=True))
+        self.statistics = key, value
+
+    def __getstate__(self) -> dict:
+        """Leaves out what holds addresses."""
+        return {name: x for name, x in self.__dict__.items() if name not in ("pages", "launches")}
+
+    def __setstate__(self, state: dict) -> None:
+        self.__dict__ |= state
+        self.bind()
+
+    def _lengths(self) -> Tensor | None:
+        """Tokens of each head on the device; None if all have as many."""
+        return None
+
+    def _grows(self) -> bool:
+        return False
+
+    def bind(self) -> None:
+        """Writes the entries of the pages into the table, and renews `pages`, the input of kernels."""
+        slabs, firsts = self.pool.bind()
+        statistics = dict(self.statistics[0]), dict(self.statistics[1])  # as they are now, for whoever reads these tokens later
+        shape, width = self.numbers.shape[:-1], self.numbers.shape[-1]
+        columns = self.table.shape[-1] if self.table.dim() > 1 else 0
+        if self.table.shape[:-1] != shape or columns < width or self.table.device != self.pool.device:
+            while columns < width:
+                columns = max(2 * columns, COLUMNS)
+            with torch.inference_mode(False):
+                self.table = torch.full((*shape, columns), firsts[0], dtype=torch.int64, device=self.pool.device)
+        entries = numpy.where(self.numbers < 0, firsts[0], self.pool.entries(numpy.maximum(self.numbers, 0)))
+        self.table[..., :width].copy_(torch.from_numpy(entries), non_blocking=True)
+        size, lengths = self.pool.layout.page_size, self._lengths()
+        self.pages = Pages(*self.codecs, slabs, firsts, size, statistics, self.table, lengths, self.pool.by_address, self._grows())
+        self.launches: dict[Any, Any] = {}
+        """Arguments that kernels reuse, `PagedInputs.launches`."""
+
+    # Statistics.
+
+    def calibrate(self, x: Pair, is_valid: Tensor | None = None) -> None:
+        """Computes the statistics from keys and values `[B, H, T, D]`; later calls change nothing. `is_valid`: the
+        tokens that are not padding, bool `[B, T]`; None: all."""
+        if self.calibrated:
+            return
+        self.calibrated = True
+        for codec, statistics, new in zip(self.codecs, self.statistics, x, strict=True):
+            if statistics:
+                for name, value in codec.calibrate(new.detach(), is_valid).items():
+                    statistics[name].copy_(value)
+
+    def load_statistics(self, given: tuple[Codes, Codes]) -> None:
+        """Copies the statistics of a snapshot, if there are any."""
+        for kept, side in zip(self.statistics, given, strict=True):
+            for name, x in side.items():
+                kept[name].copy_(x)
+                self.calibrated = True
+
+    # Tokens.
+
+    def store(self, x: Pair, slots: Tensor) -> None:
+        """Quantizes keys and values `[B, H, T, D]` into slots of the pages, int64 `[B, 1 or H, T]` (negative: not stored), in one launch if
+        there is a kernel, else block by block."""
+        self.calibrate(x)
+        block = x[0].shape[2] if quantizes(self.codecs, x) else min(map(block_of, x))
+        for key, value, into in zip(*(part.split(block, dim=2) for part in (*x, slots)), strict=True):
+            quantize_into(self.pages, (key, value), into)
+
+    # Rows and owners.
+
+    def own(self, begin: int, used: int) -> None:
+        """Makes this the only owner of the pages in columns from `begin` on, which are about to be written. The first `used` of all columns
+        hold tokens, which are copied."""
+        if begin >= self.owned:
+            return
+        self.owned, changed = begin, False
+        several = (self.numbers[..., begin:] >= 0) & (self.pool.owners[self.numbers[..., begin:]] > 1)
+        for *row, column in numpy.argwhere(several).tolist():
+            place = (*row, begin + column)
+            number = int(self.numbers[place])
+            if self.pool.owners[number] > 1:  # not given up by another row meanwhile
+                (new,) = self.pool.take(1).tolist()
+                if begin + column < used:
+                    self.pool.copy([number], [new])
+                self.pool.release(numpy.array([number]))
+                self.numbers[place], changed = new, True
+        if changed:
+            self.bind()
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Keeps the rows with these indices; a row that occurs several times is shared."""
+        before, self.numbers, index = self.numbers, self.numbers[list(rows)], None
+        self.pool.share(_pages(self.numbers))
+        self.pool.release(_pages(before))
+        self.owned = self.numbers.shape[-1]
+        for side in self.statistics:
+            for name, x in side.items():
+                index = torch.tensor(rows, device=x.device) if index is None else index
+                selected = x.index_select(0, index)
+                if self.static and x.shape == selected.shape:  # at fixed addresses
+                    x.copy_(selected)
+                else:
+                    side[name] = selected
+        self.bind()
+
+    def fork(self) -> PagedTokens:
+        """Returns a copy that shares the pages."""
+        twin = copy.copy(self)
+        twin.numbers, twin.table = self.numbers.copy(), self.table.clone()
+        twin.statistics = dict(self.statistics[0]), dict(self.statistics[1])
+        self.pool.share(_pages(self.numbers))
+        self.owned = twin.owned = self.numbers.shape[-1]
+        twin.bind()
+        return twin
+
+    def move(self, device: torch.device, move: Callable[[Tensor], Tensor]) -> None:
+        """Moves every tensor to `device` by `move(tensor)`."""
+        with torch.inference_mode(False):
+            self.pool.move(device, move)
+            for side in self.statistics:
+                for name, x in side.items():
+                    side[name] = move(x)
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Every live tensor with its role: `codes`, `scales` or `bookkeeping`."""
+        yield from self.pool.tensors()
+        for codec, codes, dim in zip(self.codecs, self.statistics, self.dims, strict=True):
+            yield from codec.roles(codes, dim)
+        if self.table.numel():
+            yield "bookkeeping", self.table
+
+
+class RowPages(PagedTokens):
+    """Quantized keys and values in slots that are the same in all heads.
+
+    Args:
+        per_head: each head has its own copy of buffers that heads could share, since after evictions a slot holds
+            another token in each head.
+        columns: initial columns of the table.
+        grows: pages are added between steps of compiled code.
+    """
+
+    def __init__(
+        self, codecs: tuple[Codec, Codec], like: Pair, per_head: bool = False, static: bool = False, columns: int = 0, grows: bool = False
+    ):
+        key, value = like
+        layout = PageLayout(codecs, (key.shape[3], value.shape[3]), key.shape[1], PAGE, key.dtype, per_head)
+        super().__init__(layout, like, (), static)
+        self.ahead, self.grows = 0, grows
+        """`ahead`: tokens after the stored ones whose codes are written already."""
+        if columns:
+            self.table = torch.zeros(key.shape[0], columns, dtype=torch.int64, device=key.device)
+        self.bind()
+
+    def _grows(self) -> bool:
+        return self.grows
+
+    def bind(self) -> None:
+        super().bind()
+        self.runs = None if self.pool.by_address else self._runs()
+        """The columns of the table, where torch can read them as views; else None."""
+
+    @property
+    def capacity(self) -> int:
+        """Slots of each row."""
+        return self.numbers.shape[1] * PAGE
+
+    def reserve(self, tokens: int) -> bool:
+        """Makes room for `tokens` more, which are about to be written; returns whether pages were added or copied."""
+        written = self.length + self.ahead
+        shared = written // PAGE < self.owned
+        self.own(written // PAGE, -(-written // PAGE))
+        missing = self.length + tokens - self.capacity
+        if missing <= 0:
+            return shared
+        rows, pages = self.numbers.shape[0], growth(self.length, missing) // PAGE
+        if len(self.pool.free()) >= rows * pages:
+            new = self.pool.take(rows * pages).reshape(rows, pages)
+            self.pool.clear(new)
+        else:
+            new = self.pool.allocate(rows, pages)
+        self.numbers = numpy.concatenate([self.numbers, new], axis=1)
+        self.bind()
+        return True
+
+    def simulate(self, length: Callable[[int], int], groups: int) -> None:
+        """Allocates the pages after `groups` groups of tokens; after `k` of them `length(k)` tokens are stored. Nothing is stored: for
+        planning, on the meta device."""
+        slots, k = self.capacity, 0
+        while slots < length(groups):
+            k = bisect_left(range(groups), slots + 1, lo=k + 1, key=length)  # the first group without room
+            added, missing = growth(length(k - 1), length(k) - slots), length(groups) - slots
+            repeats = -(-missing // added) if length(k - 1) // 8 >= MAX_GROWTH == added else 1  # later additions have the same size
+            slots += repeats * added
+        if pages := slots // PAGE - self.numbers.shape[1]:
+            self.numbers = numpy.concatenate([self.numbers, self.pool.allocate(len(self.numbers), pages)], axis=1)
+            self.bind()
+        self.length = length(groups)
+
+    def append(self, x: Pair) -> None:
+        """Quantizes and stores keys and values `[B, H, T, D]`."""
+        self.write(x)
+        self.count(x[0].shape[2])
+
+    def count(self, tokens: int) -> None:
+        """Counts the next `tokens` slots as stored. Their codes are written already, or will be before they are
+        read."""
+        self.length += tokens
+        self.ahead = max(self.ahead - tokens, 0)
+
+    def write(self, x: Pair) -> None:
+        """Quantizes keys and values `[B, H, T, D]` into the next `T` slots without codes."""
+        tokens = x[0].shape[2]
+        self.reserve(self.ahead + tokens)
+        begin = self.length + self.ahead
+        self.store(x, self.pages.slots(torch.arange(begin, begin + tokens, device=x[0].device)))
+        self.ahead += tokens
+
+    def packed(self, side: int, limit: int) -> Iterator[Packed]:
+        """Blocks of at most `limit` tokens of the keys (0) or values (1) stored at the time of the call, in order: views where the pages of
+        each row are neighbours."""
+        return _blocks(self.pages, side, self.length, self.dims[side], limit, self.runs)
+
+    def _runs(self) -> list[Run] | None:
+        """`runs` of the present table."""
+        found: list[Run] = []
+        column, (rows, width) = 0, self.numbers.shape
+        while column < width:
+            numbers = self.numbers[:, column]
+            slab = self.pool.slab_of(int(numbers[0]))
+            if not slab.first <= numbers.min() <= numbers.max() < slab.end:
+                return None
+            group, page = numpy.divmod(numbers - slab.first, slab.neighbours)
+            step = int(group[1] - group[0]) if rows > 1 else 1
+            if step < 1 or (page != page[0]).any() or (numpy.diff(group) != step).any():
+                return None
+            count = min(slab.neighbours - int(page[0]), width - column)
+            follow = (self.numbers[:, column : column + count] == numbers[:, None] + numpy.arange(count)).all(0)
+            count = count if follow.all() else int(follow.argmin())
+            groups = slice(int(group[0]), int(group[-1]) + 1, step)
+            found.append((self.pool.slabs.index(slab), groups, int(page[0]), count))
+            column += count
+        return found
+
+    def truncate(self, length: int) -> None:
+        """Keeps the first `length` tokens, and gives back slabs that hold none of them."""
+        self.length, self.ahead = min(self.length, length), 0
+        if self.static or not self.numbers.shape[1]:
+            return
+        needed, width = max(-(-self.length // PAGE), 1), self.numbers.shape[1]
+        kept = self.pool.slab_of(int(self.numbers[0, needed - 1]))
+        while needed < width and kept.first <= self.numbers[0, needed] < kept.end:
+            needed += 1
+        if needed < width:
+            self.pool.release(self.numbers[:, needed:])
+            self.pool.trim()
+            self.numbers = self.numbers[:, :needed].copy()
+            self.bind()
+
+    def clear(self) -> None:
+        """Removes all tokens, and keeps the pages."""
+        self.truncate(0)
+        self.own(0, 0)
+        for slab in self.pool.slabs:  # masked attention multiplies stale values by 0, and nan times 0 is nan
+            slab.data.zero_()
+        self.calibrated = False
+
+    # One row.
+
+    def snapshot(self, row: int) -> tuple[Codes, Codes]:
+        """Codes of the stored tokens of a row, `[1, H', T, width]` each; views where its pages are neighbours."""
+        if not self.length:
+            return {}, {}
+        rows, sides = slice(row, row + 1), []
+        for side, once in enumerate(self.statistics):
+            parts = list(self.packed(side, self.length))
+            sides.append({name: join_tokens([part.codes[name][rows] for part in parts]) for name in parts[0].codes.keys() - once.keys()})
+        return sides[0], sides[1]
+
+    def form(self, codes: Tensor) -> tuple[Codes, Codes]:
+        """Empty codes for one row, for the number of tokens in the `codes` of a snapshot."""
+        return empty_codes(self.pool.layout, 1, codes.shape[2])
+
+    def load(self, codes: tuple[Codes, Codes], statistics: tuple[Codes, Codes]) -> None:
+        """Copies `codes` `[B, H', T, width]` and `statistics`, if there are any, into empty pages."""
+        if codes[0]:
+            tokens = next(iter(codes[0].values())).shape[2]
+            self.reserve(tokens)
+            slots = self.pages.slots(torch.arange(tokens, device=self.table.device))
+            for side, given in enumerate(codes):
+                self.pages.put(side, slots, given)
+            self.length = tokens
+        self.load_statistics(statistics)
+
+
+Run = tuple[int, slice, int, int]
+"""Columns whose pages are neighbours in each row: the slab, its groups, the first page in a group, and the number of pages."""
+
+
+def _blocks(pages: Pages, side: int, left: int, dim: int, limit: int, runs: list[Run] | None) -> Iterator[Packed]:
+    """Blocks of at most `limit` of the first `left` tokens of each row of `pages`; views where there are `runs`."""
+    codec, once = pages.codecs[side], pages.statistics[side]
+    for begin in range(0, left if runs is None else 0, limit):
+        count = min(limit, left - begin)
+        place = torch.arange(begin, begin + count, device=pages.table.device)
+        yield Packed(codec, pages.take(side, pages.slots(place)) | once, count, dim)
+    for slab, groups, first, number in runs or ():
+        planes, used = pages.slabs[slab][side], min(left, number * pages.page_size)
+        for at in range(0, used, limit):
+            count, begin = min(limit, used - at), first * pages.page_size + at
+            codes = {name: plane[groups, :, begin : begin + count] for name, plane in planes.items()}
+            yield Packed(codec, codes | once, count, dim)
+        left -= used
+
+
+def _pages(numbers: Numbers) -> Numbers:
+    """The numbers of pages that exist."""
+    return numbers[numbers >= 0]

@@ -1,0 +1,229 @@
+"""`PagePool`: the pages of one layer, which caches and their forks share.
+
+A page is one range of bytes with the planes of keys `[H', PAGE, width]`, then those of values. Pages are allocated in slabs, have numbers,
+and are counted: a page that several tables name is copied before one of its owners writes (`PageTable.own`). A slab whose pages are all free
+is given back.
+
+Kernels find pages by address. Where torch reads them, the pages of a row in a slab are neighbours instead, plane by plane, so that their
+tokens are a view of each plane.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy
+import torch
+from torch import Tensor
+
+from ..formats.base import Codec, Codes
+from ..kernels import Pair
+
+ALIGNMENT = 64
+"""The alignment of planes and of pages in bytes. Entries of tables count in this unit where kernels find pages by address."""
+ANCHOR = 2**42
+"""The entry of the first page of a pool whose pages kernels find by address: those of slabs below it are positive, too."""
+
+Numbers = numpy.ndarray
+"""Numbers of pages, int64."""
+
+
+@dataclass(frozen=True)
+class PageLayout:
+    """The planes in the bytes of a page.
+
+    Args:
+        dims: channels of keys and of values.
+        heads: KV heads in a page.
+        page_size: tokens of a page.
+        dtype: the model's dtype.
+        per_head: heads have copies of buffers that they could share, since a slot holds another token in each of them.
+    """
+
+    codecs: tuple[Codec, Codec]
+    dims: tuple[int, int]
+    heads: int
+    page_size: int
+    dtype: torch.dtype
+    per_head: bool = False
+
+    @cached_property
+    def planes(self) -> tuple[tuple[int, str, torch.dtype, int, int, int], ...]:
+        """The side (0: keys), buffer, dtype, heads, width and first byte of each plane."""
+        found, at = [], 0
+        for side, (codec, dim) in enumerate(zip(self.codecs, self.dims, strict=True)):
+            for buffer in codec.buffers(dim):
+                if buffer.tokens == "each":
+                    dtype, heads = buffer.dtype or self.dtype, self.heads if self.per_head or buffer.heads == "each" else 1
+                    found.append((side, buffer.name, dtype, heads, buffer.width, at))
+                    at += aligned(heads * self.page_size * buffer.width * dtype.itemsize, ALIGNMENT)
+        return tuple(found)
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Bytes of a page."""
+        _, _, dtype, heads, width, at = self.planes[-1]
+        return at + aligned(heads * self.page_size * width * dtype.itemsize, ALIGNMENT)
+
+    def views(self, data: Tensor, groups: int, neighbours: int = 1, step: int | None = None, begin: int = 0) -> tuple[Codes, Codes]:
+        """Views of the planes of `groups` groups of `neighbours` pages in `data`, uint8 `[bytes]`, from byte `begin` on: `[G, H', n * PAGE,
+        width]` of keys and of values. `step`: bytes from a group to the next; None: they follow one another."""
+        sides: tuple[Codes, Codes] = ({}, {})
+        tokens, step = neighbours * self.page_size, neighbours * self.nbytes if step is None else step
+        for side, name, dtype, heads, width, at in self.planes:
+            size = dtype.itemsize
+            strides = step // size, tokens * width, width, 1
+            sides[side][name] = data.view(dtype).as_strided((groups, heads, tokens, width), strides, (begin + neighbours * at) // size)
+        return sides
+
+
+@dataclass(eq=False)
+class Slab:
+    """One allocation of `groups` groups of `neighbours` pages each; its pages have the numbers from `first` on."""
+
+    data: Tensor
+    groups: int
+    neighbours: int
+    first: int
+
+    @property
+    def end(self) -> int:
+        return self.first + self.groups * self.neighbours
+
+
+class PagePool:
+    """Pages of `layout` on `device`.
+
+    Args:
+        by_address: kernels read and write the pages.
+    """
+
+    def __init__(self, layout: PageLayout, device: torch.device, by_address: bool):
+        self.layout, self.device, self.by_address = layout, device, by_address
+        self.slabs: list[Slab] = []
+        self.owners = numpy.zeros(0, numpy.int32)
+        """Owners of each page, by number."""
+        self.anchor = 0
+        """The address of the first slab in units of ALIGNMENT."""
+
+    def bind(self) -> tuple[list[tuple[Codes, Codes]], list[int]]:
+        """The planes of all slabs and the entries of their first pages, as `kernels.Pages` has them."""
+        layout = self.layout
+        if not self.slabs:
+            return [layout.views(torch.empty(0, dtype=torch.uint8, device=self.device), 0)], [ANCHOR if self.by_address else 0]
+        if not self.by_address:
+            return [layout.views(slab.data, slab.groups, slab.neighbours) for slab in self.slabs], [slab.first for slab in self.slabs]
+        self.anchor = self._address(self.slabs[0])
+        step = layout.nbytes // ALIGNMENT
+        views = [layout.views(slab.data, (slab.groups - 1) * step + 1, 1, ALIGNMENT) for slab in self.slabs]
+        return views, [self._address(slab) - self.anchor + ANCHOR for slab in self.slabs]
+
+    @staticmethod
+    def _address(slab: Slab) -> int:
+        return 0 if slab.data.is_meta else slab.data.data_ptr() // ALIGNMENT
+
+    def entries(self, numbers: Numbers) -> Numbers:
+        """The entries in tables of pages, after `bind`."""
+        if not self.by_address or not self.slabs:
+            return numbers
+        firsts = numpy.array([slab.first for slab in self.slabs])
+        bases = numpy.array([self._address(slab) for slab in self.slabs]) - self.anchor + ANCHOR
+        slab = firsts.searchsorted(numbers, side="right") - 1
+        return bases[slab] + (numbers - firsts[slab]) * (self.layout.nbytes // ALIGNMENT)
+
+    def slab_of(self, number: int) -> Slab:
+        return next(slab for slab in self.slabs if slab.first <= number < slab.end)
+
+    def allocate(self, groups: int, neighbours: int) -> Numbers:
+        """Adds a slab; returns the numbers of its pages `[G, n]`, which have one owner."""
+        first, count = len(self.owners), groups * neighbours
+        shape = (count, 1) if self.by_address else (groups, neighbours)
+        with torch.inference_mode(False):  # tensors made in inference mode cannot be written outside of it
+            data = torch.zeros(count * self.layout.nbytes, dtype=torch.uint8, device=self.device)
+        self.slabs.append(Slab(data, *shape, first))
+        self.owners = numpy.concatenate([self.owners, numpy.ones(count, numpy.int32)])
+        return numpy.arange(first, first + count).reshape(groups, neighbours)
+
+    def take(self, count: int) -> Numbers:
+        """The numbers `[N]` of pages without an owner, which get one; pages are allocated if they are too few."""
+        free = self.free()[:count]
+        self.owners[free] = 1
+        missing = count - len(free)
+        return numpy.concatenate([free, self.allocate(missing, 1)[:, 0]]) if missing else free
+
+    def free(self) -> Numbers:
+        """The numbers of pages without an owner."""
+        live = numpy.zeros(len(self.owners), bool)
+        for slab in self.slabs:
+            live[slab.first : slab.end] = True
+        return (live & (self.owners == 0)).nonzero()[0]
+
+    def share(self, numbers: Numbers) -> None:
+        """Adds an owner to each of these pages; a page may occur several times."""
+        numpy.add.at(self.owners, numbers.ravel(), 1)
+
+    def release(self, numbers: Numbers) -> None:
+        """Takes an owner from each of these pages."""
+        numpy.subtract.at(self.owners, numbers.ravel(), 1)
+
+    def trim(self) -> None:
+        """Gives back slabs whose pages have no owner."""
+        self.slabs = [slab for slab in self.slabs if self.owners[slab.first : slab.end].any()]
+
+    def clear(self, numbers: Numbers) -> None:
+        """Fills pages with zeros: masked attention multiplies stale values by 0, and nan times 0 is nan."""
+        for number in numbers.ravel().tolist():
+            for plane in self._page(number):
+                plane.zero_()
+
+    @property
+    def capacity(self) -> int:
+        """Pages, with an owner or without."""
+        return sum(slab.end - slab.first for slab in self.slabs)
+
+    def copy(self, source: Sequence[int], target: Sequence[int]) -> None:
+        """Copies pages to others."""
+        for old, new in zip(source, target, strict=True):
+            for kept, copied in zip(self._page(old), self._page(new), strict=True):
+                copied.copy_(kept)
+
+    def _page(self, number: int) -> Iterator[Tensor]:
+        """The planes of a page, `[H', PAGE, width]`."""
+        slab, size = self.slab_of(number), self.layout.page_size
+        group, page = divmod(number - slab.first, slab.neighbours)
+        for side in self.layout.views(slab.data, slab.groups, slab.neighbours):
+            yield from (plane[group, :, page * size : (page + 1) * size] for plane in side.values())
+
+    def move(self, device: torch.device, move: object) -> None:
+        """Moves all slabs to `device` by `move(tensor)`."""
+        self.device = device
+        for slab in self.slabs:
+            slab.data = move(slab.data)  # type: ignore[operator]
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Every plane with its role, `codes` or `scales`."""
+        for slab in self.slabs:
+            views = self.layout.views(slab.data, slab.groups, slab.neighbours)
+            for codec, codes, dim in zip(self.layout.codecs, views, self.layout.dims, strict=True):
+                yield from codec.roles(codes, dim)
+
+
+def empty_codes(layout: PageLayout, rows: int, tokens: int) -> tuple[Codes, Codes]:
+    """Empty codes `[rows, H', tokens, width]` of keys and of values on the meta device."""
+    sides: tuple[Codes, Codes] = ({}, {})
+    for side, name, dtype, heads, width, _ in layout.planes:
+        sides[side][name] = torch.empty(rows, heads, tokens, width, dtype=dtype, device="meta")
+    return sides
+
+
+def zeros_like(x: Pair, tokens: int) -> Pair:
+    """Zeros `[B, H, tokens, D]` for keys and values like `x` `[B, H, T, D]`."""
+    key, value = (side.new_zeros(*side.shape[:2], tokens, side.shape[3]) for side in x)
+    return key, value
+
+
+def aligned(count: int, to: int) -> int:
+    """The least multiple of `to` that is at least `count`."""
+    return -(-count // to) * to
