@@ -67,6 +67,6 @@ def test_one_wrong_code_in_a_cache_exceeds_the_bound_of_a_model(format):
         forward(network, caches[-1], ids, mask, 0, 30)
     right = forward(network, copy.deepcopy(caches[0]), ids, mask, 30, 31)
     assert_close(forward(network, caches[0], ids, mask, 30, 31), right, of_model(network))
-    turn_one(next(caches[1].layers[0].storage.chunks.packed(0, 10**6)).codes, bit=3)
+    turn_one(next(caches[1].layers[0].storage.tokens.packed(0, 10**6)).codes, bit=3)
     with pytest.raises(AssertionError):
         assert_close(forward(network, caches[1], ids, mask, 30, 31), right, of_model(network))

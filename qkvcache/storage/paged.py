@@ -177,10 +177,11 @@ class PagedTokens:
         self.bind()
 
     def fork(self) -> PagedTokens:
-        """Returns a copy that shares the pages."""
+        """Returns a copy that shares the pages, but not the statistics, which either may compute again."""
         twin = copy.copy(self)
         twin.numbers, twin.table = self.numbers.copy(), self.table.clone()
-        twin.statistics = dict(self.statistics[0]), dict(self.statistics[1])
+        key, value = ({name: x.clone() for name, x in side.items()} for side in self.statistics)
+        twin.statistics = key, value
         self.pool.share(_pages(self.numbers))
         self.owned = twin.owned = self.numbers.shape[-1]
         twin.bind()

@@ -108,6 +108,7 @@ class PagePool:
         self.anchor = 0
         """The address of the first slab in units of ALIGNMENT."""
 
+    @torch.inference_mode(False)
     def bind(self) -> tuple[list[tuple[Codes, Codes]], list[int]]:
         """The planes of all slabs and the entries of their first pages, as `kernels.Pages` has them."""
         layout = self.layout

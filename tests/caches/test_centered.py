@@ -23,7 +23,7 @@ every_kind = pytest.mark.parametrize("kind", KINDS)
 
 def means(cache) -> list[torch.Tensor]:
     """Of keys and of values of each layer, `[B, H, 1, D]`."""
-    held = (layer.storage.chunks.statistics for layer in cache.layers)
+    held = (layer.storage.tokens.statistics for layer in cache.layers)
     return [statistics["center"].clone() for sides in held for statistics in sides]
 
 

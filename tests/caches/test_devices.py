@@ -38,7 +38,7 @@ def test_every_tensor_moves(format):
 @pytest.mark.parametrize("format", COVER)
 def test_offload_asks_every_tensor_to_leave(format, monkeypatch):
     layer = filled(format)
-    table = layer.storage.chunks.table  # which is made anew: it says where the others are
+    table = layer.storage.tokens.table  # which is made anew: it says where the others are
     expected = {x.untyped_storage().data_ptr() for _, x in layer.tensors() if x is not table}
     left, stock = set(), Tensor.to
     monkeypatch.setattr(

@@ -57,7 +57,7 @@ def state(cache):
     for layer in cache.layers:
         held += [x.clone() for x in (*layer.dense(), *(x for _, x in layer.storage.metadata.named_tensors()))]
         for side in (0, 1):
-            held += [x.clone() for packed in layer.storage.chunks.packed(side, 10**6) for x in packed.codes.values()]
+            held += [x.clone() for packed in layer.storage.tokens.packed(side, 10**6) for x in packed.codes.values()]
     return held
 
 

@@ -148,11 +148,11 @@ def test_reorder_moves_rows():
 @pytest.mark.parametrize("removed", [1, 3, 20, 39])
 def test_crop_takes_back_what_came_last(removed):
     cache = prefilled(turboquant(num_sink_tokens=0, residual_length=0))
-    codes = {n: x.clone() for packed in cache.layers[0].storage.chunks.packed(0, 10_000) for n, x in packed.codes.items()}
+    codes = {n: x.clone() for packed in cache.layers[0].storage.tokens.packed(0, 10_000) for n, x in packed.codes.items()}
     cache.crop(0)
     cache.crop(-removed)
     assert cache.get_seq_length() == 40 - removed
-    (packed,) = cache.layers[0].storage.chunks.packed(0, 10_000)
+    (packed,) = cache.layers[0].storage.tokens.packed(0, 10_000)
     count = min(40 - removed, 39)  # the last token waits for the next
     assert packed.tokens == count
     assert all(torch.equal(kept, codes[name][:, :, :count]) for name, kept in packed.codes.items())

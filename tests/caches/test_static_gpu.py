@@ -59,7 +59,7 @@ def test_steps_and_attention_equal_torch_operations(format):
         counted.step(reference.storage.buffers, x)
         if step % 20 and step < 98:
             continue
-        seen, region = layer.storage.seq_length, layer.storage.chunks.length
+        seen, region = layer.storage.seq_length, layer.storage.tokens.length
         lengths = [held.storage.buffers.lengths.tolist() for held in (layer, reference)]
         assert lengths[0] == lengths[1] == [[501 + step, 464 + step]] * ROWS == [[seen, region]] * ROWS
         for given in (None, mask):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -64,12 +65,13 @@ def build(
     place = torch.arange(longest, device=device)
     slots = table[..., place // page].long() * page + place % page
     slots = slots.masked_fill(place >= counts[..., None], -1)
-    reference.quantize_into(format.codecs(), x, planes, statistics, slots)
+    pages = Pages(*format.codecs(), [planes], [0], page, statistics, table, counts)
+    reference.quantize_into(pages, x, slots if per_head else slots[:, None])
     after = torch.arange(width, device=device) >= -(-counts[..., None] // page)
     table = table.masked_fill(after, 2**30)  # which nobody may read
-    pages = Pages(*format.codecs(), planes, statistics, table, counts)
+    pages = replace(pages, table=table)
     tokens = torch.tensor(ring_tokens or [ring] * batch, dtype=torch.int32, device=device)
-    rows = torch.zeros(batch, 6, dtype=torch.int32, device=device)
+    rows = torch.zeros(batch, len(reference.COLUMNS), dtype=torch.int32, device=device)
     rows[:, reference.BEGIN] = begin
     rows[:, reference.SINK_ROW] = torch.randperm(batch + 1, device=device)[:batch]
     rows[:, reference.SINKS] = torch.arange(batch, device=device) % (sinks + 1)
@@ -81,7 +83,7 @@ def build(
         for rows_, count in ((batch + 1, sinks), (batch + 2, ring))
     )
     for b in range(batch):
-        _, sink_row, count, ring_row, start, filled = rows[b].tolist()
+        _, sink_row, ring_row, count, start, filled, *_ = rows[b].tolist()
         for side, dim in enumerate(dims):
             first[side][sink_row, :, :count] = torch.randn(heads, count, dim).to(first[side])
             last[side][ring_row, :, (start + torch.arange(filled)) % max(ring, 1)] = torch.randn(heads, filled, dim).to(last[side])
@@ -101,12 +103,12 @@ def of_heads(
 
     x, first, last = random(longest), random(sinks), random(residual + queries)
     accepted = torch.arange(longest, device=device) < torch.tensor(lengths, device=device)[..., None]
-    stored = HeadPages(format.codecs(), (64, 64), {"positions": torch.empty(batch, heads, 0, dtype=torch.int32, device=device)})
+    stored = HeadPages(format.codecs(), x, {"positions": torch.empty(batch, heads, 0, dtype=torch.int32, device=device)})
     stored.calibrate(x)
     stored.retain(accepted[..., :0], x, accepted, {"positions": accepted.int()}, heads * longest)
     padding = torch.zeros(batch, heads, sinks + residual + queries, dtype=torch.bool, device=device)
     padding[-1, :, sinks : sinks + empty] = True
-    rows = [[0, b, sinks, b, empty * (b == batch - 1), residual + queries - empty * (b == batch - 1)] for b in range(batch)]
+    rows = [[0, b, b, sinks, empty * (b == batch - 1), residual + queries - empty * (b == batch - 1), 0, 0] for b in range(batch)]
     paged = PagedInputs(stored.pages, first, last, torch.tensor(rows, dtype=torch.int32, device=device), stored.columns)
     hidden = torch.cat([padding[..., :sinks], ~accepted, padding[..., sinks:]], dim=-1)
     return AttentionInputs(*sides_of(first, stored, last), paged=paged), hidden
@@ -115,7 +117,7 @@ def of_heads(
 def row(inputs: PagedInputs, b: int, h: int, side: int) -> Tensor:
     """The keys (0) or values (1) of a head of a row, `[T, D]` in fp32: token after token, by the tables."""
     pages, rows = inputs.pages, inputs.rows[b].tolist()
-    begin, sink_row, sinks, ring_row, start, tokens = rows
+    begin, sink_row, ring_row, sinks, start, tokens, *_ = rows
     first, ring = inputs.sinks[side][sink_row, h, :sinks], inputs.ring[side][ring_row, h]
     order = [(start + i) % max(ring.shape[0], 1) for i in range(tokens)]
     table, length = (pages.table[b, h], pages.lengths[b, h]) if pages.per_head else (pages.table[b], pages.lengths[b])

@@ -46,12 +46,12 @@ def make(format: str, x: Pair, first: int, ring: int, limit: int | None) -> Stor
     codecs = REGISTRY[format].key, REGISTRY[format].value
     held = Storage(codecs, tuple(side[:, :, :0] for side in x), first, ring - 1, limit, static=True)
     poison(held, SENTINEL)
-    held.chunks.calibrate(x)
+    held.tokens.calibrate(x)
     return held
 
 
 def poison(held: Storage, byte: int) -> None:
-    for chunk in held.chunks.chunks:
+    for chunk in held.tokens.chunks:
         for plane in (*chunk[0].values(), *chunk[1].values()):
             plane.view(torch.uint8).fill_(byte)
 
@@ -60,8 +60,8 @@ def planes(held: Storage, region: int) -> list[tuple[str, Tensor, Tensor]]:
     """Of the planes of keys and values, what is used and what is not."""
     found = []
     for side in (0, 1):
-        for name in held.chunks.chunks[0][side]:
-            plane = torch.cat([chunk[side][name] for chunk in held.chunks.chunks], dim=2)
+        for name in held.tokens.chunks[0][side]:
+            plane = torch.cat([chunk[side][name] for chunk in held.tokens.chunks], dim=2)
             found.append((name, plane[:, :, :region], plane[:, :, region:]))
     return found
 
@@ -182,7 +182,7 @@ def test_rows_of_different_lengths():
         held.append(tuple(side[row : row + 1, :, :count] for side in x))
         for mine, theirs in zip((*together.sinks, *together.residual), (*held.sinks, *held.residual), strict=True):
             mine[row : row + 1] = theirs
-        for mine, theirs in zip(together.chunks.chunks[0], held.chunks.chunks[0], strict=True):
+        for mine, theirs in zip(together.chunks.chunks[0], held.tokens.chunks[0], strict=True):
             for name in mine:
                 mine[name][row : row + 1] = theirs[name]
         together.state[CONTROL + 2 * row : CONTROL + 2 * row + 2] = held.state[CONTROL:]

@@ -15,7 +15,7 @@ from qkvcache.formats import REGISTRY
 from qkvcache.kernels import attend
 from qkvcache.layers.compressed import CompressedLayer
 from qkvcache.layers.snapshot import snapshot
-from qkvcache.storage import chunks
+from qkvcache.storage import paged
 from tests.matrix import COVER
 from tests.tolerance import same_decoded
 from tests.updates import BAD_UPDATES, DIM, HEADS, ROWS, VALUE_DIM, new
@@ -285,8 +285,8 @@ def test_tensors_are_all_that_is_held(format):
     per_token = REGISTRY[format].bytes_per_token(DIM, HEADS, VALUE_DIM)
     codes = sum(t.nbytes for role, t in layer.tensors() if role in ("codes", "scales"))
     if format != "identity":  # those bytes are counted for bf16
-        statistics = sum(t.nbytes for side in layer.storage.chunks.statistics for t in side.values())
-        assert codes == ROWS * per_token * layer.storage.chunks.capacity + statistics
+        statistics = sum(t.nbytes for side in layer.storage.tokens.statistics for t in side.values())
+        assert codes == ROWS * per_token * layer.storage.tokens.capacity + statistics
 
 
 class Allocations(TorchDispatchMode):
@@ -313,7 +313,7 @@ class Allocations(TorchDispatchMode):
 
 @pytest.mark.parametrize("format", ["identity", "int8_asymmetric", "int4", "nvfp4", "turboquant_4bit_nc", "turboquant_3bit_nc"])
 def test_a_step_decodes_no_more_than_a_block(format, monkeypatch):
-    monkeypatch.setattr(chunks, "BLOCK", 2**17)
+    monkeypatch.setattr(paged, "BLOCK", 2**17)
     layer = CompressedLayer(REGISTRY[format])
     layer.update(*new(8192, rows=1, dtype=torch.bfloat16))
     key, _ = layer.update(*new(1, rows=1, dtype=torch.bfloat16))
@@ -321,17 +321,17 @@ def test_a_step_decodes_no_more_than_a_block(format, monkeypatch):
     attend(query, key.attention_inputs)  # makes the tables that are made once
     with Allocations() as step:
         attend(query, key.attention_inputs)
-    block = chunks.BLOCK * 4
+    block = paged.BLOCK * 4
     assert block / 2 <= step.largest <= block
     assert step.peak <= 4 * block < 8192 * HEADS * (DIM + VALUE_DIM) * 4 / 2
 
 
 def test_an_update_encodes_no_more_than_a_block_at_a_time(monkeypatch):
-    monkeypatch.setattr(chunks, "BLOCK", 2**17)
+    monkeypatch.setattr(paged, "BLOCK", 2**17)
     layer, given = CompressedLayer(REGISTRY["turboquant_4bit_nc"]), new(8192, rows=1, dtype=torch.bfloat16)
     with Allocations() as step:
         layer.update(*given)
-    assert step.largest <= chunks.BLOCK * 8  # norms in float64
+    assert step.largest <= paged.BLOCK * 8  # norms in float64
 
 
 # tokens on their way from host memory

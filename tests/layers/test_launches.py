@@ -16,7 +16,7 @@ from qkvcache.kernels.tables import tables
 from qkvcache.layers.compressed import CompressedLayer
 from qkvcache.layers.evicting import EvictingLayer
 from qkvcache.policies import H2O, DropKV, KeyDiff, Policy
-from qkvcache.storage.chunks import GROUP
+from qkvcache.storage import GROUP
 from tests.launches import counted
 
 HEADS, GROUPS, DIM = 1, 4, 64

@@ -54,7 +54,7 @@ def addresses(layer: CompressedLayer) -> list[int]:
 
 def snapshot(layer: CompressedLayer) -> list:
     held = [x.flatten().view(torch.uint8).clone() for _, x in layer.tensors()]
-    return [layer.get_seq_length(), layer.storage.chunks.length, layer.empty, addresses(layer), [x.tolist() for x in held]]
+    return [layer.get_seq_length(), layer.storage.tokens.length, layer.empty, addresses(layer), [x.tolist() for x in held]]
 
 
 @dataclass
@@ -105,7 +105,7 @@ def check(layer: CompressedLayer, tokens: Tokens) -> None:
         assert layer.get_mask_sizes(0) == (layer.max_length if tokens.count else 0, 0)
     if not tokens.count:
         return
-    assert layer.storage.chunks.length == tokens.region
+    assert layer.storage.tokens.length == tokens.region
     assert layer.storage.buffers.lengths.tolist() == [[tokens.count, tokens.region]] * tokens.held[0].shape[0]
     assert layer.storage.state[DROPPED] == 0
     assert same_tokens(layer, tokens.held)
@@ -140,8 +140,8 @@ def test_codes_are_those_of_a_growing_layer(format):
     for size in (30, 1, 1, 5, 1):
         x = new(size)
         static.update(*x), growing.update(*x)
-    assert static.storage.chunks.length == growing.storage.chunks.length == 35
-    for planes, others in zip(static.storage.chunks.chunks[0], growing.storage.chunks.chunks[0], strict=True):
+    assert static.storage.tokens.length == growing.storage.tokens.length == 35
+    for planes, others in zip(static.storage.tokens.chunks[0], growing.storage.tokens.chunks[0], strict=True):
         assert planes.keys() == others.keys()
         assert all(torch.equal(planes[name][:, :, :35], others[name][:, :, :35]) for name in planes)
     if format == "identity":
@@ -209,7 +209,7 @@ def test_cropped_slots_are_written_anew():
     kept = addresses(layer)
     layer.crop(-30)
     # what was encoded stays encoded: no token is left in the ring
-    assert (layer.storage.seq_length, layer.storage.chunks.length) == (29, 27)
+    assert (layer.storage.seq_length, layer.storage.tokens.length) == (29, 27)
     assert same_tokens(layer, [x[:, :, :29] for x in tokens])
     x = new(3)
     layer.update(*x)
@@ -298,9 +298,9 @@ def test_memory_is_constant_from_the_first_token_on(format):
     per_token = REGISTRY[format].bytes_per_token(DIM, HEADS, VALUE_DIM)
     if format != "identity":  # those bytes are counted for bf16
         codes = sum(x.nbytes for role, x in layer.tensors() if role in ("codes", "scales"))
-        statistics = sum(x.nbytes for side in layer.storage.chunks.statistics for x in side.values())
-        assert codes == ROWS * per_token * layer.storage.chunks.capacity + statistics
-    assert layer.storage.chunks.capacity == 128
+        statistics = sum(x.nbytes for side in layer.storage.tokens.statistics for x in side.values())
+        assert codes == ROWS * per_token * layer.storage.tokens.capacity + statistics
+    assert layer.storage.tokens.capacity == 128
 
 
 def test_storage_of_early_initialization_is_used():
@@ -478,7 +478,7 @@ def test_what_lies_in_unused_slots_counts_for_nothing():
     """Codes that were cropped, which may be of anything finite."""
     layer = filled(60, 1, 1, format="int8")
     layer.crop(-45)
-    layer.storage.chunks.chunks[0][0]["codes"][:, :, layer.storage.chunks.length :] = 127
+    layer.storage.tokens.chunks[0][0]["codes"][:, :, layer.storage.tokens.length :] = 127
     query = torch.randn(ROWS, 4, 1, DIM)
     expected = attend(query, layer.storage.attention_inputs())
     assert_close(counted.attend_on_slots(query, layer.storage.buffers, None), expected, rounding(DIM, LIMIT))
@@ -487,9 +487,9 @@ def test_what_lies_in_unused_slots_counts_for_nothing():
 def test_tokens_that_stay_have_no_part_in_the_scale_of_others():
     format, x = FP8(scale="tensor"), torch.randn(1, 2, 10, 64) + 50 * (torch.arange(64) == 7)
     held = Storage(format.codecs(), (x[:, :, :0], x[:, :, :0]), 0, 7, 60)
-    held.chunks.calibrate((x, x))
+    held.tokens.calibrate((x, x))
     for part in x.split((6, 4), dim=2):
         counted.step(held.buffers, (part, part))
-    for codec, planes, statistics in zip(format.codecs(), held.chunks.chunks[0], held.chunks.statistics, strict=True):
+    for codec, planes, statistics in zip(format.codecs(), held.tokens.chunks[0], held.tokens.statistics, strict=True):
         wanted = codec.quantize(x[:, :, :2], statistics)
         assert all(torch.equal(planes[name][:, :, :2], wanted[name]) for name in planes)

@@ -128,8 +128,8 @@ def test_survivors_are_never_encoded_again_nor_moved(format, evictions):
     survived = 0
     for layer in drive(Random(budget=24, recent=3), text, format, num_sink_tokens=2, residual_length=3):
         positions = layer.storage.metadata.region["positions"].clone()
-        chunks = [codes for chunk in layer.storage.chunks.chunks for codes in chunk]
-        planes = [plane[:, :, : layer.storage.chunks.length].clone() for codes in chunks for plane in codes.values()]
+        chunks = [codes for chunk in layer.storage.tokens.chunks for codes in chunk]
+        planes = [plane[:, :, : layer.storage.tokens.length].clone() for codes in chunks for plane in codes.values()]
         if before is not None and before[0].shape == positions.shape:
             same = (before[0] == positions) & (positions >= 0)
             survived += int(same.sum())
@@ -147,7 +147,7 @@ def test_a_slot_decodes_to_the_token_whose_position_it_records(format):
     *_, layer = drive(Knorm(budget=20, recent=3), text, format, **first)
     positions = columns(layer).long()
     at = (positions + torch.tensor(text.pads)[:, None, None])[..., None].expand(-1, -1, -1, text.keys.shape[-1])
-    chunks = layer.storage.chunks
+    chunks = layer.storage.tokens
     for side, x, codec, statistics in zip(layer.dense(), (text.keys, text.values), chunks.codecs, chunks.statistics, strict=True):
         stored = codec.dequantize(codec.quantize(x, statistics) | statistics, x.shape[-1])
         exact = (x.gather(2, at.clamp_min(0)) == side).all(-1) | (positions < 0)

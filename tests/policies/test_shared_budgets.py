@@ -75,7 +75,7 @@ def test_every_format_keeps_what_the_exact_one_keeps(format):
 
 def codes_of(layer):
     """The codes of every token of the region, by row, head and position."""
-    chunks, found = layer.storage.chunks, {}
+    chunks, found = layer.storage.tokens, {}
     positions = layer.storage.metadata.region["positions"]
     gathered = [x for side in (0, 1) for x in (chunks.pages.gather(side, chunks.length)[0] if chunks.pages else {}).items()]
     planes = [x for name, x in gathered if x.shape[2] == positions.shape[2] > 1]
@@ -89,7 +89,7 @@ def test_survivors_are_never_encoded_again(format):
     policy, before, survived = SnapKV(budget=100, window_size=8, recent=10, interval=2, alpha_safeguard=0.2), {}, 0
     for layer in drive(policy, LONG, format, num_sink_tokens=2, residual_length=3):
         found = codes_of(layer)
-        lengths = layer.storage.chunks.lengths
+        lengths = layer.storage.tokens.lengths
         assert torch.equal((layer.storage.metadata.region["positions"] >= 0).sum(-1), lengths)
         for token in found.keys() & before.keys():
             survived += 1
@@ -103,7 +103,7 @@ def test_a_slot_decodes_to_the_token_whose_position_it_records(format):
     *_, layer = drive(SnapKV(budget=100, window_size=8, recent=10, interval=2, alpha_safeguard=0.2), LONG, format)
     positions = columns(layer).long()
     at = (positions + torch.tensor(LONG.pads)[:, None, None])[..., None].expand(-1, -1, -1, LONG.keys.shape[-1])
-    chunks = layer.storage.chunks
+    chunks = layer.storage.tokens
     for side, x, codec, statistics in zip(layer.dense(), (LONG.keys, LONG.values), chunks.codecs, chunks.statistics, strict=True):
         stored = codec.dequantize(codec.quantize(x, statistics) | statistics, x.shape[-1])
         exact = (x.gather(2, at.clamp_min(0)) == side).all(-1) | (positions < 0)
@@ -115,7 +115,7 @@ def test_pages_belong_to_one_head_and_fit_the_budget():
     policy, budget = SnapKV(budget=200, window_size=8, recent=10, interval=2, alpha_safeguard=0.1), 200
     text = Text((0, 5), (300, *[1] * 20, 100, *[1] * 20), skew=8.0)
     for layer in drive(policy, text):
-        chunks = layer.storage.chunks
+        chunks = layer.storage.tokens
         taken = []
         for entries, count in zip(chunks.table.flatten(0, 1).tolist(), chunks.lengths.flatten().tolist(), strict=True):
             pages, rest = entries[: -(-count // PAGE)], entries[-(-count // PAGE) :]

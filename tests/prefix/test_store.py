@@ -47,7 +47,7 @@ def test_codes_go_in_and_come_out_bit_for_bit(format, on_disk, tmp_path):
             assert type(found.cache) is CompressedCache and found.cache.format == resolve(format)
             assert same(found.cache, expected, tokens)
             for layer, source in zip(found.cache.layers, cache.layers, strict=True):
-                assert layer.storage.chunks.length == min(max(tokens - 2, 0), source.storage.chunks.length)  # stored as codes, still codes
+                assert layer.storage.tokens.length == min(max(tokens - 2, 0), source.storage.tokens.length)  # stored as codes, still codes
 
 
 @pytest.mark.parametrize("format", COVER)
@@ -315,9 +315,9 @@ def test_a_cache_with_a_shorter_ring_quantizes_the_oldest():
     for tokens in (150, 149, 60):
         found = CompressedCache(model().config, format="int8", **ZONES).layers[0]
         restore(found, snapshot(cache.layers[0], tokens), "cpu")
-        residual = tokens - 2 - found.storage.chunks.length
+        residual = tokens - 2 - found.storage.tokens.length
         assert residual <= found.storage.slots < cache.layers[0].storage.slots
-        sample = min(cache.layers[0].storage.chunks.length, found.storage.chunks.length) + 2
+        sample = min(cache.layers[0].storage.tokens.length, found.storage.tokens.length) + 2
         for ours, given in zip(found.dense(), cache.layers[0].dense(), strict=True):
             assert torch.equal(ours[:, :, :sample], given[:, :, :sample])  # the codes that were stored
             assert torch.equal(ours[:, :, tokens - residual :], given[:, :, tokens - residual : tokens])

@@ -61,11 +61,11 @@ def test_chunks_join_between_compiled_steps(compiled):
         out = step(layer, x, query)
         plain.update(*x)
         assert_close(out, attend(query, plain.storage.attention_inputs()), 2e-3)
-        assert len(layer.storage.chunks.chunks) == 1 + (seen + 1 - 9 > 64)
+        assert len(layer.storage.tokens.chunks) == 1 + (seen + 1 - 9 > 64)
     assert len(graphs) == 1
     assert [x.data_ptr() for group in layer.storage.buffers.arguments[:2] for x in group] == fixed
     assert layer.storage.counts_stale and layer.get_seq_length() == 80
-    assert layer.storage.chunks.length == plain.storage.chunks.length == 71
+    assert layer.storage.tokens.length == plain.storage.tokens.length == 71
     for mine, theirs in zip(layer.dense(), plain.dense(), strict=True):
         assert torch.equal(mine, theirs)
     twin = copy.deepcopy(layer)

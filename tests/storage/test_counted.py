@@ -41,7 +41,7 @@ def take_by_the_ring(held: Storage, x: Pair) -> None:
 
 def content(held: Storage) -> list[Tensor]:
     region = int(held.state[CONTROL + 1])
-    codes = [plane[:, :, :region].contiguous() for side in held.chunks.chunks[0] for plane in side.values()]
+    codes = [plane[:, :, :region].contiguous() for side in held.tokens.chunks[0] for plane in side.values()]
     return [held.state, *held.sinks, *held.residual, *codes]
 
 

@@ -48,7 +48,7 @@ def encoded(x: Tensor) -> Tensor:
 
 
 def codes(held: Storage) -> Tensor:
-    packed = [packed.codes["codes"] for packed in held.chunks.packed(0, 1000)]
+    packed = [packed.codes["codes"] for packed in held.tokens.packed(0, 1000)]
     return torch.cat(packed or [torch.empty(1, 2, 0, DIM, dtype=torch.int8)], dim=2)
 
 
@@ -69,7 +69,7 @@ def test_first_and_recent_are_exact_and_the_rest_is_quantized(sizes, updates):
         assert held.seq_length == length and now.shape == x.shape
         left = max(length - first - recent - 1, 0)
         assert torch.equal(now, torch.cat([x[:, :, :first], encoded(x)[:, :, first : first + left], x[:, :, first + left :]], dim=2))
-        assert held.chunks.length == left and held.buffers.lengths.tolist() == [[length, left]]
+        assert held.tokens.length == left and held.buffers.lengths.tolist() == [[length, left]]
 
 
 @given(zones_of_any_size, st.lists(st.tuples(st.booleans(), st.integers(1, 120)), min_size=1, max_size=12))
@@ -135,8 +135,8 @@ def test_nothing_of_the_callers_is_kept_alive_or_read_later(sizes, updates):
 def test_tokens_are_quantized_in_groups_ahead_of_their_step():
     held, calls = make(4, 64), []
     step(held, torch.randn(1, 2, 100, DIM))
-    write = held.chunks.write
-    held.chunks.write = lambda x: (calls.append(x[0].shape[2]), write(x))
+    write = held.tokens.write
+    held.tokens.write = lambda x: (calls.append(x[0].shape[2]), write(x))
     for _ in range(40):
         step(held, torch.randn(1, 2, 1, DIM))
     assert calls == [16, 16, 1, 16]  # a group ends with its chunk
@@ -145,11 +145,11 @@ def test_tokens_are_quantized_in_groups_ahead_of_their_step():
 def test_what_is_idle_is_few_pages_or_an_eighth():
     held = make(4, 64)
     step(held, torch.randn(1, 2, 3000, DIM))
-    addresses = [x.data_ptr() for x in (*held.sinks, *held.residual, held.state, held.chunks.table)]
+    addresses = [x.data_ptr() for x in (*held.sinks, *held.residual, held.state, held.tokens.table)]
     for _ in range(1000):
         step(held, torch.randn(1, 2, 1, DIM))
-        assert held.chunks.capacity - held.chunks.length <= max(PAGE, held.chunks.length // 8)
-    assert addresses == [x.data_ptr() for x in (*held.sinks, *held.residual, held.state, held.chunks.table)]
+        assert held.tokens.capacity - held.tokens.length <= max(PAGE, held.tokens.length // 8)
+    assert addresses == [x.data_ptr() for x in (*held.sinks, *held.residual, held.state, held.tokens.table)]
 
 
 @pytest.mark.parametrize("zones", [{"residual_length": 10**9}, {"num_sink_tokens": 10**9}, {}])
