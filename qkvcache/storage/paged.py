@@ -102,8 +102,9 @@ class PagedTokens:
                 columns = max(2 * columns, COLUMNS)
             with torch.inference_mode(False):
                 self.table = torch.full((*shape, columns), firsts[0], dtype=torch.int64, device=self.pool.device)
-        entries = numpy.where(self.numbers < 0, firsts[0], self.pool.entries(numpy.maximum(self.numbers, 0)))
-        self.table[..., :width].copy_(torch.from_numpy(entries), non_blocking=True)
+        if width:
+            entries = numpy.where(self.numbers < 0, firsts[0], self.pool.entries(numpy.maximum(self.numbers, 0)))
+            self.table[..., :width].copy_(torch.from_numpy(entries), non_blocking=True)
         size, lengths = self.pool.layout.page_size, self._lengths()
         self.pages = Pages(*self.codecs, slabs, firsts, size, statistics, self.table, lengths, self.pool.by_address, self._grows())
         self.launches: dict[Any, Any] = {}

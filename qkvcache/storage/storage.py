@@ -101,8 +101,7 @@ class Storage(LayerStorage):
     def _number_rows(self) -> None:
         """Says that row `b` has row `b` of the sinks and of the residual."""
         number = torch.arange(len(self.rows), dtype=torch.int32, device=self.rows.device)
-        self.rows[:, SINK_ROW] = number
-        self.rows[:, RING_ROW] = number
+        self.rows[:, SINK_ROW : RING_ROW + 1] = number[:, None]
 
     @cached_property
     def launch(self) -> Callable[[Pair], None] | None:
@@ -290,8 +289,10 @@ class Storage(LayerStorage):
         tokens = residual[0].shape[2]
         fits = tokens <= self.slots  # files of older releases may have more
         super().restore(tensors, numbers)
+        zones = self.sinks, self.residual
         self._grow(2**62 if self.tokens.length else sinks[0].shape[2] + tokens)
-        self.bind()
+        if self.bound is not self.tokens.pages or zones[0] is not self.sinks or zones[1] is not self.residual:
+            self.bind()
         for first, x in zip(self.sinks, sinks, strict=True):
             first.narrow(2, 0, x.shape[2]).copy_(x)
         exact = sinks[0].shape[2] + self.tokens.length

@@ -18,6 +18,7 @@ from qkvcache.policies import (
     base,
     compactor,
 )
+from tests.codes import codes_of
 from tests.matrix import COVER, CUT_FREE, POLICIES, covering, slowly
 from tests.policies.oracle import Text, columns, drive, kept
 from tests.tolerance import rounding, same_decoded
@@ -128,8 +129,7 @@ def test_survivors_are_never_encoded_again_nor_moved(format, evictions):
     survived = 0
     for layer in drive(Random(budget=24, recent=3), text, format, num_sink_tokens=2, residual_length=3):
         positions = layer.storage.metadata.region["positions"].clone()
-        chunks = [codes for chunk in layer.storage.tokens.chunks for codes in chunk]
-        planes = [plane[:, :, : layer.storage.tokens.length].clone() for codes in chunks for plane in codes.values()]
+        planes = codes_of(layer.storage.tokens)
         if before is not None and before[0].shape == positions.shape:
             same = (before[0] == positions) & (positions >= 0)
             survived += int(same.sum())
@@ -147,8 +147,8 @@ def test_a_slot_decodes_to_the_token_whose_position_it_records(format):
     *_, layer = drive(Knorm(budget=20, recent=3), text, format, **first)
     positions = columns(layer).long()
     at = (positions + torch.tensor(text.pads)[:, None, None])[..., None].expand(-1, -1, -1, text.keys.shape[-1])
-    chunks = layer.storage.tokens
-    for side, x, codec, statistics in zip(layer.dense(), (text.keys, text.values), chunks.codecs, chunks.statistics, strict=True):
+    tokens = layer.storage.tokens
+    for side, x, codec, statistics in zip(layer.dense(), (text.keys, text.values), tokens.codecs, tokens.statistics, strict=True):
         stored = codec.dequantize(codec.quantize(x, statistics) | statistics, x.shape[-1])
         exact = (x.gather(2, at.clamp_min(0)) == side).all(-1) | (positions < 0)
         assert same_decoded(side[~exact], stored.gather(2, at.clamp_min(0))[~exact], codec)

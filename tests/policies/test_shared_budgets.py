@@ -75,9 +75,9 @@ def test_every_format_keeps_what_the_exact_one_keeps(format):
 
 def codes_of(layer):
     """The codes of every token of the region, by row, head and position."""
-    chunks, found = layer.storage.tokens, {}
+    tokens, found = layer.storage.tokens, {}
     positions = layer.storage.metadata.region["positions"]
-    gathered = [x for side in (0, 1) for x in (chunks.pages.gather(side, chunks.length)[0] if chunks.pages else {}).items()]
+    gathered = [x for side in (0, 1) for x in tokens.pages.gather(side, tokens.length)[0].items()]
     planes = [x for name, x in gathered if x.shape[2] == positions.shape[2] > 1]
     for row, head, slot in (positions >= 0).nonzero().tolist():
         found[row, head, int(positions[row, head, slot])] = [plane[row, head, slot] for plane in planes]
@@ -103,8 +103,8 @@ def test_a_slot_decodes_to_the_token_whose_position_it_records(format):
     *_, layer = drive(SnapKV(budget=100, window_size=8, recent=10, interval=2, alpha_safeguard=0.2), LONG, format)
     positions = columns(layer).long()
     at = (positions + torch.tensor(LONG.pads)[:, None, None])[..., None].expand(-1, -1, -1, LONG.keys.shape[-1])
-    chunks = layer.storage.tokens
-    for side, x, codec, statistics in zip(layer.dense(), (LONG.keys, LONG.values), chunks.codecs, chunks.statistics, strict=True):
+    tokens = layer.storage.tokens
+    for side, x, codec, statistics in zip(layer.dense(), (LONG.keys, LONG.values), tokens.codecs, tokens.statistics, strict=True):
         stored = codec.dequantize(codec.quantize(x, statistics) | statistics, x.shape[-1])
         exact = (x.gather(2, at.clamp_min(0)) == side).all(-1) | (positions < 0)
         assert same_decoded(side[~exact], stored.gather(2, at.clamp_min(0))[~exact], codec)
@@ -115,13 +115,11 @@ def test_pages_belong_to_one_head_and_fit_the_budget():
     policy, budget = SnapKV(budget=200, window_size=8, recent=10, interval=2, alpha_safeguard=0.1), 200
     text = Text((0, 5), (300, *[1] * 20, 100, *[1] * 20), skew=8.0)
     for layer in drive(policy, text):
-        chunks = layer.storage.tokens
-        taken = []
-        for entries, count in zip(chunks.table.flatten(0, 1).tolist(), chunks.lengths.flatten().tolist(), strict=True):
-            pages, rest = entries[: -(-count // PAGE)], entries[-(-count // PAGE) :]
-            assert set(rest) <= {chunks.capacity}
-            taken += pages
-        assert len(taken) == len(set(taken)) and all(0 <= page < chunks.capacity for page in taken)
-        assert chunks.capacity <= len(text.pads) * (-(-HEADS * budget // PAGE) + HEADS)
-    lengths = chunks.lengths.amax(-1)
+        tokens = layer.storage.tokens
+        pages = -(-tokens.lengths.numpy() // PAGE)
+        assert ((tokens.numbers >= 0).sum(-1) == pages).all() and (tokens.numbers[..., 0][pages > 0] >= 0).all()
+        taken = tokens.numbers[tokens.numbers >= 0].tolist()
+        assert len(taken) == len(set(taken)) <= tokens.pool.capacity
+        assert tokens.pool.capacity <= len(text.pads) * (-(-HEADS * budget // PAGE) + HEADS)
+    lengths = tokens.lengths.amax(-1)
     assert (lengths > 1.5 * budget).all()  # more than a head could hold of its own

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from qkvcache.formats import resolve
 from qkvcache.policies import H2O, Budget
-from qkvcache.storage import Chunks, TokenMetadata
+from qkvcache.storage import RowPages, TokenMetadata
 from qkvcache.storage.eviction import append_and_evict
 
 pytestmark = pytest.mark.sums
@@ -25,8 +25,9 @@ class QuantizedRegion:
     def __init__(self, format: str, seed: int):
         codec = resolve(format).key
         self.codec, self.generator = codec, torch.Generator().manual_seed(seed)
-        self.slots = Chunks((codec, codec), (DIM, DIM), per_head=True)
-        self.metadata = TokenMetadata(POLICY, Budget(10**6), torch.empty(ROWS, HEADS, 0, DIM))
+        empty = torch.empty(ROWS, HEADS, 0, DIM)
+        self.slots = RowPages((codec, codec), (empty, empty), per_head=True)
+        self.metadata = TokenMetadata(POLICY, Budget(10**6), empty)
         self.metadata.row_lengths = torch.zeros(ROWS, dtype=torch.int64)
         self.x = [[] for _ in range(ROWS)]  # the tokens of each row by position
         self.tokens = [[[] for _ in range(HEADS)] for _ in range(ROWS)]  # (score, position) of what is held
@@ -99,32 +100,10 @@ def test_rows_of_different_budgets(format, arrivals, seed, padding, shares):
         region.check(limit)
 
 
-@given(seeds, st.integers(1, 200), st.integers(1, 60))
-def test_scatter_and_gather_are_inverse(seed, tokens, count):
-    generator = torch.Generator().manual_seed(seed)
-    codec = resolve("int8").value
-    slots = Chunks((codec, codec), (DIM, DIM), per_head=True)
-    for part in torch.randn(ROWS, HEADS, tokens, DIM, generator=generator).split(70, dim=2):
-        slots.append((part, -part))  # several chunks
-    count = min(count, tokens)
-    where = torch.rand(ROWS, HEADS, tokens, generator=generator).argsort(-1)[..., :count]
-    accepted = torch.rand(ROWS, HEADS, count, generator=generator) > 0.3
-    before = torch.cat([codec.dequantize(packed.codes, DIM) for packed in slots.packed(0, 10**6)], dim=2)
-    new = torch.randn(ROWS, HEADS, count, DIM, generator=generator)
-    codes = codec.quantize(new, {}), codec.quantize(-new, {})
-    slots.scatter(where, accepted, codes)
-    taken, negative = slots.gather(where)
-    old = before.gather(2, where[..., None].expand(-1, -1, -1, DIM))
-    expected = torch.where(accepted[..., None], codec.dequantize(codes[0], DIM), old)
-    assert torch.equal(codec.dequantize(taken, DIM), expected) and torch.equal(codec.dequantize(negative, DIM), -expected)
-    untouched = torch.ones(ROWS, HEADS, tokens, dtype=torch.bool).scatter_(-1, where, False)
-    after = torch.cat([codec.dequantize(packed.codes, DIM) for packed in slots.packed(0, 10**6)], dim=2)
-    assert torch.equal(after[untouched], before[untouched]) and slots.length == tokens
-
-
 def test_grown_slots_hold_numbers():
     codec, like = resolve("turboquant_3bit_nc").value, torch.empty(ROWS, HEADS, 1, DIM)
-    slots = Chunks((codec, codec), (DIM, DIM), per_head=True)
-    slots.append_zeros(70, (like, like))
+    slots = RowPages((codec, codec), (like, like), per_head=True)
+    slots.reserve(70)
+    slots.count(70)
     assert slots.length == 70
     assert all(codec.dequantize(packed.codes, DIM).isfinite().all() for side in (0, 1) for packed in slots.packed(side, 64))

@@ -9,6 +9,7 @@ from transformers import DynamicCache
 
 from qkvcache import CompressedCache
 from qkvcache.formats import REGISTRY
+from qkvcache.kernels.pages import LENGTH, TOKENS
 from qkvcache.storage import PAGE, Storage, block_of, storage
 from tests.seeds import SEED
 
@@ -69,7 +70,7 @@ def test_first_and_recent_are_exact_and_the_rest_is_quantized(sizes, updates):
         assert held.seq_length == length and now.shape == x.shape
         left = max(length - first - recent - 1, 0)
         assert torch.equal(now, torch.cat([x[:, :, :first], encoded(x)[:, :, first : first + left], x[:, :, first + left :]], dim=2))
-        assert held.tokens.length == left and held.buffers.lengths.tolist() == [[length, left]]
+        assert held.tokens.length == left and held.rows[:, [TOKENS, LENGTH]].tolist() == [[length, left]]
 
 
 @given(zones_of_any_size, st.lists(st.tuples(st.booleans(), st.integers(1, 120)), min_size=1, max_size=12))
@@ -100,7 +101,7 @@ def test_a_token_is_quantized_once(sizes, operations):
 
 
 @pytest.mark.parametrize("recent", [0, 64])
-def test_a_chunk_of_several_blocks(recent):
+def test_a_prompt_of_several_blocks(recent):
     held = make(4, recent)
     block = block_of(held.residual[0])
     parts = [torch.randn(1, 2, n, DIM) for n in (3, 2 * block + 500, block, 1)]
@@ -129,7 +130,7 @@ def test_nothing_of_the_callers_is_kept_alive_or_read_later(sizes, updates):
         projected.zero_()
         assert torch.equal(keys(held), now)
         for _, tensor in held.tensors():
-            assert tensor.untyped_storage().nbytes() == tensor.nbytes
+            assert tensor.untyped_storage().nbytes() <= max(tensor.nbytes, sum(slab.data.nbytes for slab in held.tokens.pool.slabs))
 
 
 def test_tokens_are_quantized_in_groups_ahead_of_their_step():
@@ -139,17 +140,17 @@ def test_tokens_are_quantized_in_groups_ahead_of_their_step():
     held.tokens.write = lambda x: (calls.append(x[0].shape[2]), write(x))
     for _ in range(40):
         step(held, torch.randn(1, 2, 1, DIM))
-    assert calls == [16, 16, 1, 16]  # a group ends with its chunk
+    assert calls == [16, 16, 1, 16]  # a group ends with the pages that there are
 
 
 def test_what_is_idle_is_few_pages_or_an_eighth():
     held = make(4, 64)
     step(held, torch.randn(1, 2, 3000, DIM))
-    addresses = [x.data_ptr() for x in (*held.sinks, *held.residual, held.state, held.tokens.table)]
+    addresses = [x.data_ptr() for x in (*held.sinks, *held.residual, held.rows, held.control, held.tokens.table)]
     for _ in range(1000):
         step(held, torch.randn(1, 2, 1, DIM))
         assert held.tokens.capacity - held.tokens.length <= max(PAGE, held.tokens.length // 8)
-    assert addresses == [x.data_ptr() for x in (*held.sinks, *held.residual, held.state, held.tokens.table)]
+    assert addresses == [x.data_ptr() for x in (*held.sinks, *held.residual, held.rows, held.control, held.tokens.table)]
 
 
 @pytest.mark.parametrize("zones", [{"residual_length": 10**9}, {"num_sink_tokens": 10**9}, {}])
