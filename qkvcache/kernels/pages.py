@@ -360,9 +360,11 @@ def _side(inputs: PagedInputs, side: int) -> tuple[KeysOrValues, Tensor]:
     return KeysOrValues.of(segments, (*ring.shape[:2], sum(inputs.slots), ring.shape[3]), ring.dtype, ring.device), exists
 
 
-def quantize_into(pages: Pages, x: Pair, slots: Tensor) -> None:
+def quantize_into(pages: Pages, x: Pair, slots: Tensor | int) -> None:
     """Quantizes keys and values `[B, H, T, D]` into `slots`, int64 `[B, 1 or H, T]` (1: the same for all heads): `entry * PAGE + offset`, or
-    negative for tokens that are not stored."""
+    negative for tokens that are not stored. An int: as the tokens from this number on of each row, whose heads share pages."""
+    if isinstance(slots, int):
+        slots = pages.slots(torch.arange(slots, slots + x[0].shape[2], device=x[0].device))
     for side, (codec, new, statistics) in enumerate(zip(pages.codecs, x, pages.statistics, strict=True)):
         pages.put(side, slots, codec.quantize(new, statistics))
 
@@ -388,16 +390,25 @@ def store_rows(x: Pair, ring: Pair, ring_slots: Tensor, sinks: Pair, sink_slots:
                 _put(place.transpose(1, 2), slots >= 0, index, side.transpose(1, 2).flatten(0, 1))
 
 
-def store_exact(x: Pair, ring: Pair, slot: int, sinks: Pair, begin: int, count: int) -> None:
-    """Copies keys and values `[B, H, T, D]`, the first `count` of the tokens into the sinks `[B, H, S, D]` from slot `begin` on, the others
-    into the rings `[B, H, R, D]` from `slot` on and, beyond the last slot, from the first one on."""
+def store_exact(
+    x: Pair, ring: Pair, sinks: Pair, rows: Tensor, new_sinks: tuple[int, int], begin: int, slot: int, counts: tuple[int, ...]
+) -> None:
+    """Copies exact tokens, keys and values `[B, H, T, D]` each, into rings `[B, H, R, D]` and sinks `[B, H, S, D]`, and sets counts.
+
+    Args:
+        new_sinks: the range of the `T` tokens that are new sinks: the first, and the one after the last. Their slots have the same numbers.
+        begin: the first token that is copied into the ring; all later ones are, too. The ring has room for them.
+        slot: the slot of the ring for token `begin`.
+        counts: the columns of `rows` (`PagedInputs.rows`) from SINKS on, the same for all rows.
+    """
     for side, first, last in zip(x, sinks, ring, strict=True):
-        if count:
-            first[:, :, begin : begin + count] = side[:, :, :count]
-        fit = min(last.shape[2] - slot, side.shape[2] - count)
-        last[:, :, slot : slot + fit] = side[:, :, count : count + fit]
-        if rest := side.shape[2] - count - fit:
-            last[:, :, :rest] = side[:, :, count + fit :]
+        if new_sinks[0] < new_sinks[1]:
+            first[:, :, new_sinks[0] : new_sinks[1]] = side[:, :, new_sinks[0] : new_sinks[1]]
+        middle = min(begin + last.shape[2] - slot, side.shape[2])  # the first token that is at the beginning of the ring
+        last[:, :, slot : slot + middle - begin] = side[:, :, begin:middle]
+        if middle < side.shape[2]:
+            last[:, :, : side.shape[2] - middle] = side[:, :, middle:]
+    rows[:, SINKS:] = torch.tensor(counts, dtype=rows.dtype)
 
 
 def step(inputs: PagedInputs, x: Pair) -> None:

@@ -49,19 +49,21 @@ def supports(codec: Codec, head_dim: int) -> bool:
     return layout is not None and layout.writable and dequantizes(codec, head_dim)
 
 
-def quantize_into(pages: Pages, x: Pair, slots: Tensor) -> None:
+def quantize_into(pages: Pages, x: Pair, slots: Tensor | int) -> None:
     """Run `pages.quantize_into` in one launch, for keys and values in fp16, bf16 or fp32. Raises ValueError for a codec
     that `supports` does not accept."""
     if not x[0].numel():
         return
-    x, across = contiguous(x), slots.stride(1) if slots.shape[1] > 1 else 0
+    x, by_table = contiguous(x), isinstance(slots, int)
+    start, places = (slots, pages.table[:, None]) if isinstance(slots, int) else (0, slots)
     k_planes, v_planes, constants, grid, warps = launched(pages, x)
     key, value = ((side, *side.stride()[:3]) for side in x)
-    places = slots, slots.stride(0), across, slots.stride(2)
+    places = places, places.stride(0), places.stride(1) if places.shape[1] > 1 else 0, places.stride(2)
     with torch.cuda.device_of(x[0]):
         _quantize_kernel[grid](
-            key, k_planes, value, v_planes, places, *x[0].shape[2:0:-1], *constants, pages.page_size, pages.firsts[0], num_warps=warps
-        )
+            key, k_planes, value, v_planes, places, start, *x[0].shape[2:0:-1], *constants, pages.page_size, pages.firsts[0], by_table,
+            num_warps=warps,
+        )  # fmt: skip
 
 
 def launched(pages: Pages, x: Pair) -> tuple[Any, Any, list[object], tuple[int, int, int], int]:
@@ -379,23 +381,27 @@ def store_tile(raw, live, block, row, h0, slot, planes, L: tl.constexpr, D: tl.c
 
 @triton.jit
 def _quantize_side(
-    x, planes, slots, tokens, heads,
-    L: tl.constexpr, D: tl.constexpr, ACROSS: tl.constexpr, ALONG: tl.constexpr, PAGE: tl.constexpr, BASE: tl.constexpr,
+    x, planes, slots, start, tokens, heads, L: tl.constexpr, D: tl.constexpr, ACROSS: tl.constexpr, ALONG: tl.constexpr, PAGE: tl.constexpr,
+    BASE: tl.constexpr, BY_TABLE: tl.constexpr,
 ):  # fmt: skip
     """A program of `_quantize_kernel`, for keys or for values; arguments as there."""
     x, xb, xh, xt = x
     b, h0, h, t, live = vectors(tokens, heads, ACROSS, ALONG)
     raw = load_vectors(x + (b * xb + h * xh + t * xt), live, D)
     at, ab, ah, along = slots
-    slot = tl.load(at + b * ab + h * ah + t * along, mask=live, other=-1).to(tl.int64)
-    store_tile(raw, live, slot // PAGE - BASE, b, h0, tl.where(slot < 0, -1, slot % PAGE), planes, L, D, ACROSS)
+    if BY_TABLE:
+        entry = tl.load(at + b * ab + (start + t) // PAGE * along, mask=live, other=BASE).to(tl.int64)
+        store_tile(raw, live, entry - BASE, b, h0, (start + t) % PAGE, planes, L, D, ACROSS)
+    else:
+        slot = tl.load(at + b * ab + h * ah + t * along, mask=live, other=-1).to(tl.int64)
+        store_tile(raw, live, slot // PAGE - BASE, b, h0, tl.where(slot < 0, -1, slot % PAGE), planes, L, D, ACROSS)
 
 
-@triton.jit(do_not_specialize=["tokens", "heads"])
+@triton.jit(do_not_specialize=["start", "tokens", "heads"])
 def _quantize_kernel(
-    key, k_planes, value, v_planes, slots, tokens, heads,
+    key, k_planes, value, v_planes, slots, start, tokens, heads,
     K: tl.constexpr, D: tl.constexpr, V: tl.constexpr, DV: tl.constexpr, ACROSS: tl.constexpr, ALONG: tl.constexpr, PAGE: tl.constexpr,
-    BASE: tl.constexpr,
+    BASE: tl.constexpr, BY_TABLE: tl.constexpr,
 ):  # fmt: skip
     """Quantizes `tokens` tokens into `slots` of pages. Grid (tiles of ALONG tokens and ACROSS heads, B, 2): keys, values. Strides are in
     elements, of packed codes and high bits in words of 16 bits.
@@ -406,10 +412,11 @@ def _quantize_kernel(
               [B, H, 1, D]
     value, v_planes   the same of values, [.., DV]
     slots     int64 [B, tokens] or [B, H, tokens], `entry * PAGE + offset`, BASE being the entry of the first page, or negative: not
-              stored; with its strides over rows, heads and tokens
+              stored; with its strides over rows, heads and tokens. BY_TABLE: the table, int64 [B, pages], and its strides; token `t` is the
+              one with number `start + t` of its row
     K, V      `PackedLayout`; what a layout has not is not read         heads   H
     """
     if tl.program_id(2) == 0:
-        _quantize_side(key, k_planes, slots, tokens, heads, K, D, ACROSS, ALONG, PAGE, BASE)
+        _quantize_side(key, k_planes, slots, start, tokens, heads, K, D, ACROSS, ALONG, PAGE, BASE, BY_TABLE)
     else:
-        _quantize_side(value, v_planes, slots, tokens, heads, V, DV, ACROSS, ALONG, PAGE, BASE)
+        _quantize_side(value, v_planes, slots, start, tokens, heads, V, DV, ACROSS, ALONG, PAGE, BASE, BY_TABLE)

@@ -34,15 +34,65 @@ def store_rows(x: Pair, ring: Pair, ring_slots: Tensor, sinks: Pair, sink_slots:
         )  # fmt: skip
 
 
-def store_exact(x: Pair, ring: Pair, slot: int, sinks: Pair, begin: int, count: int) -> None:
+def store_exact(
+    x: Pair, ring: Pair, sinks: Pair, rows: Tensor, new_sinks: tuple[int, int], begin: int, slot: int, counts: tuple[int, ...]
+) -> None:
     """Run `pages.store_exact` in one launch."""
-    batch, _, tokens, _ = x[0].shape
-    slots, first = ring[0].shape[2], sinks[0].shape[2]
-    row = torch.arange(batch, device=x[0].device)[:, None]
-    token = torch.arange(-count, tokens - count, device=row.device)
-    ring_slots = torch.where(token < 0, -1, row * slots + (slot + token) % max(slots, 1))
-    sink_slots = torch.where(token < 0, row * first + (begin + count + token), -1)
-    store_rows(x, ring, ring_slots, sinks, sink_slots)
+    batch, heads, tokens, _ = x[0].shape
+    sides, dims = _sides(x, ring, sinks)
+    grid = (-(-max(new_sinks[1] - new_sinks[0] + tokens - begin, 1) // TILE), batch * heads, 2)
+    with torch.cuda.device_of(rows):
+        _store_exact_kernel[grid](
+            *sides, rows, rows.stride(0), *new_sinks, begin, slot, ring[0].shape[2], tokens, heads, *counts, *dims, TILE, num_warps=4
+        )
+
+
+@triton.jit
+def _store_exact(side, b, h, token, live, sink, place, D: tl.constexpr):
+    """Copies tokens `token` of row `b` and head `h` into slot `token` of the sinks where `sink`, else into slot `place` of the ring; those
+    that are not `live` nowhere. `token`, `live`, `sink`, `place`: [N]."""
+    x, xb, xh, xt, ring, rb, rh, rt, sinks, fb, fh, ft = side
+    new = load_vectors(x + (b * xb + h * xh + token.to(tl.int64) * xt), live, D)
+    store_vectors(sinks + (b * fb + h * fh + token * ft), new, live & sink, D)
+    store_vectors(ring + (b * rb + h * rh + place * rt), new, live & ~sink, D)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "rows_b", "sink_begin", "sink_end", "begin", "slot", "ring_slots", "tokens", "heads", "n_sinks", "start", "in_ring", "length", "seen",
+    ]
+)  # fmt: skip
+def _store_exact_kernel(
+    key, value, rows, rows_b, sink_begin, sink_end, begin, slot, ring_slots, tokens, heads, n_sinks, start, in_ring, length, seen,
+    D: tl.constexpr, DV: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """Grid (tiles of N tokens, B * H, 2): keys, values. Strides are in elements.
+
+    key        [B, H, tokens, D] model dtype, channels contiguous; the ring [B, H, ring_slots, D] and the sinks [B, H, S, D] likewise: each
+               with its strides over the first three dimensions
+    value      the same of values, [.., DV]
+    rows       int32 [B, 8], `pages.COLUMNS`: rows_b
+    sink_begin, sink_end   which tokens are new sinks        begin, slot   the first token for the ring, and its slot
+    n_sinks, start, in_ring, length, seen   the counts that all rows have afterwards
+    """
+    b = (tl.program_id(1) // heads).to(tl.int64)
+    h = (tl.program_id(1) % heads).to(tl.int64)
+    i = tl.program_id(0) * N + tl.arange(0, N)
+    rank = i - (sink_end - sink_begin)  # among those for the ring; less than 0: a sink
+    token = tl.where(rank < 0, sink_begin + i, begin + rank)
+    live = token < tokens
+    place = (slot + tl.maximum(rank, 0)) % ring_slots
+    if tl.program_id(2) == 0:
+        _store_exact(key, b, h, token, live, rank < 0, place, D)
+        if (h == 0) & (tl.program_id(0) == 0):
+            row = rows + b * rows_b
+            tl.store(row + 3, n_sinks)
+            tl.store(row + 4, start)
+            tl.store(row + 5, in_ring)
+            tl.store(row + 6, length)
+            tl.store(row + 7, seen)
+    else:
+        _store_exact(value, b, h, token, live, rank < 0, place, DV)
 
 
 @triton.jit

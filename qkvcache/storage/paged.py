@@ -132,13 +132,15 @@ class PagedTokens:
 
     # Tokens.
 
-    def store(self, x: Pair, slots: Tensor) -> None:
-        """Quantizes keys and values `[B, H, T, D]` into slots of the pages, int64 `[B, 1 or H, T]` (negative: not stored), in one launch if
-        there is a kernel, else block by block."""
+    def store(self, x: Pair, slots: Tensor | int) -> None:
+        """Quantizes keys and values `[B, H, T, D]` into slots of the pages, `kernels.quantize_into`, in one launch if there is a kernel, else
+        block by block."""
         self.calibrate(x)
-        block = x[0].shape[2] if quantizes(self.codecs, x) else min(map(block_of, x))
-        for key, value, into in zip(*(part.split(block, dim=2) for part in (*x, slots)), strict=True):
-            quantize_into(self.pages, (key, value), into)
+        tokens = x[0].shape[2]
+        block = tokens if quantizes(self.codecs, x) else min(map(block_of, x))
+        for at in range(0, tokens, block):
+            key, value = (side[:, :, at : at + block] for side in x)
+            quantize_into(self.pages, (key, value), slots + at if isinstance(slots, int) else slots[:, :, at : at + block])
 
     # Rows and owners.
 
@@ -287,8 +289,7 @@ class RowPages(PagedTokens):
         """Quantizes keys and values `[B, H, T, D]` into the next `T` slots without codes."""
         tokens = x[0].shape[2]
         self.reserve(self.ahead + tokens)
-        begin = self.length + self.ahead
-        self.store(x, self.pages.slots(torch.arange(begin, begin + tokens, device=x[0].device)))
+        self.store(x, self.length + self.ahead)
         self.ahead += tokens
 
     def packed(self, side: int, limit: int) -> Iterator[Packed]:

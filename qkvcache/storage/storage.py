@@ -173,9 +173,12 @@ class Storage(LayerStorage):
     def set_lengths(self, seq_length: int, quantized: int) -> None:
         """Sets the counts on the host and on the device."""
         self.seq_length, self.tokens.length = seq_length, quantized
-        sinks = min(seq_length, self.num_sink_tokens)
-        counts = sinks, quantized % self.slots, seq_length - sinks - quantized, quantized, seq_length
-        self.rows[:, SINKS:].copy_(torch.from_numpy(numpy.array(counts, numpy.int32)), non_blocking=True)
+        self.rows[:, SINKS:].copy_(torch.from_numpy(numpy.array(self._counts(), numpy.int32)), non_blocking=True)
+
+    def _counts(self) -> tuple[int, ...]:
+        """The columns of `rows` from SINKS on."""
+        quantized, sinks = self.tokens.length, min(self.seq_length, self.num_sink_tokens)
+        return sinks, quantized % self.slots, self.seq_length - sinks - quantized, quantized, self.seq_length
 
     # Adding tokens in eager code, after `reserve`.
 
@@ -202,11 +205,8 @@ class Storage(LayerStorage):
         self.tokens.count(leaving)
         begin = max(stored, sinks + leaving)  # the first token that is not in the ring yet
         slot, opening = (self.tokens.length + begin - sinks - leaving) % self.slots, min(stored, sinks)
-        key, value = (side[:, :, begin:] for side in exact)
-        if opening < sinks:
-            key, value = (torch.cat([side[:, :, opening:sinks], new], dim=2) for side, new in zip(exact, (key, value), strict=True))
-        store_exact((key, value), self.residual, slot, self.sinks, opening, sinks - opening)
-        self.set_lengths(self.seq_length + tokens, self.tokens.length)
+        self.seq_length += tokens
+        store_exact(exact, self.residual, self.sinks, self.rows, (opening, sinks), begin, slot, self._counts())
 
     def exact_with(self, x: Pair) -> Pair:
         """The sinks, the residual and `x`, `[B, H, T, D]` each, in one tensor each, which shares no memory with the storage."""

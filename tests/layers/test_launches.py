@@ -73,7 +73,7 @@ def test_a_past_of_several_chunks(monkeypatch, format):
     one = turn(monkeypatch, format, MANY)
     monkeypatch.setattr(attend_chunked, "CHUNK_TOKENS", 32)
     further = Counter(turn(monkeypatch, format, MANY)) - Counter(one)
-    assert further == Counter({"_dequantize_region_kernel": 3, "_merge_kernel": int(FORMATS[format] == 2)})
+    assert further == Counter({"_dequantize_pages_kernel": 3, "_merge_kernel": int(FORMATS[format] == 2)})
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -119,7 +119,7 @@ def observed_turn(patch: pytest.MonkeyPatch, policy: Policy) -> list[str]:
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_many_new_tokens_over_a_layer_that_evicts(monkeypatch):
     """Two copies join the exact tokens. The sums take a kernel for each part; the chunk is still there."""
-    joined, attended = ["cat", "cat"], ["copy_", "_dequantize_region_kernel", "_merge_kernel"]
+    joined, attended = ["cat", "cat"], ["copy_", "_dequantize_pages_kernel", "_merge_kernel"]
     assert observed_turn(monkeypatch, KeyDiff(budget=PAST)) == joined + attended
     names = observed_turn(monkeypatch, H2O(budget=PAST, num_sink_tokens=4))
     counted = ["ones"]

@@ -11,11 +11,12 @@ from torch import Tensor
 
 from qkvcache.attention import CompressedKV
 from qkvcache.formats import FP8, REGISTRY
-from qkvcache.kernels import attend, attend_on_buffers, attend_on_codes, counted
-from qkvcache.kernels.segments import DROPPED
+from qkvcache.kernels import attend, attend_on_codes, attend_pages, pages
+from qkvcache.kernels.pages import DROPPED, LENGTH, TOKENS
 from qkvcache.layers.compressed import CompressedLayer
 from qkvcache.storage import Storage
 from tests import updates
+from tests.codes import codes_of
 from tests.matrix import COVER
 from tests.reference import assert_close
 from tests.tolerance import rounding, same_decoded
@@ -106,8 +107,8 @@ def check(layer: CompressedLayer, tokens: Tokens) -> None:
     if not tokens.count:
         return
     assert layer.storage.tokens.length == tokens.region
-    assert layer.storage.buffers.lengths.tolist() == [[tokens.count, tokens.region]] * tokens.held[0].shape[0]
-    assert layer.storage.state[DROPPED] == 0
+    assert layer.storage.rows[:, [TOKENS, LENGTH]].tolist() == [[tokens.count, tokens.region]] * tokens.held[0].shape[0]
+    assert layer.storage.control[DROPPED] == 0
     assert same_tokens(layer, tokens.held)
 
 
@@ -141,9 +142,7 @@ def test_codes_are_those_of_a_growing_layer(format):
         x = new(size)
         static.update(*x), growing.update(*x)
     assert static.storage.tokens.length == growing.storage.tokens.length == 35
-    for planes, others in zip(static.storage.tokens.chunks[0], growing.storage.tokens.chunks[0], strict=True):
-        assert planes.keys() == others.keys()
-        assert all(torch.equal(planes[name][:, :, :35], others[name][:, :, :35]) for name in planes)
+    assert same(codes_of(static.storage.tokens), codes_of(growing.storage.tokens))
     if format == "identity":
         assert same(static.dense(), growing.dense())
 
@@ -231,7 +230,7 @@ def test_a_copy_lives_its_own_life():
     before, twin = snapshot(layer), copy.deepcopy(layer)
     assert not set(addresses(layer)) & set(addresses(twin))
     exact = *twin.storage.sinks, *twin.storage.residual
-    assert all(a is b for a, b in zip(twin.storage.buffers.arguments[0][:4], exact, strict=True))
+    assert all(a is b for a, b in zip(twin.storage.inputs.arguments[2], exact, strict=True))
     twin.update(*new(5)), twin.reorder_cache(torch.tensor([1, 1, 0])), twin.crop(-20), twin.reset()
     assert snapshot(layer) == before
 
@@ -307,7 +306,7 @@ def test_storage_of_early_initialization_is_used():
     layer = empty()
     layer.lazy_initialization(*new(0))
     kept = addresses(layer)
-    assert layer.is_initialized and layer.get_seq_length() == 0 and len(kept) == 11  # a mean among them
+    assert layer.is_initialized and layer.get_seq_length() == 0 and len(kept) == 12  # a mean among them
     x = new(40)
     assert layer.update(*x)[0] is x[0]
     assert addresses(layer) == kept
@@ -420,7 +419,7 @@ def test_tokens_beyond_max_length_are_dropped_and_then_said(compiled):
     layer = filled(20, 1, limit=24)
     outs = [step(layer, new(1), torch.ones(ROWS, 4, 1, DIM)) for _ in range(5)]
     assert len(graphs) == 1 and all(out.isfinite().all() for out in outs)
-    assert layer.storage.buffers.lengths.tolist() == [[24, 15]] * ROWS and layer.storage.state[DROPPED] == 2
+    assert layer.storage.rows[:, [TOKENS, LENGTH]].tolist() == [[24, 15]] * ROWS and layer.storage.control[DROPPED] == 2
     for call in (lambda: layer.update(*new(1)), layer.get_seq_length, layer.dense, lambda: layer.crop(-1)):
         with pytest.raises(ValueError, match=r"2 tokens came when the cache was full: max_length=24 is too small; call reset\(\)"):
             call()
@@ -437,7 +436,7 @@ def test_tokens_beyond_max_length_are_dropped_and_then_said(compiled):
 def test_unfold_is_dense_at_its_columns(format):
     layer = filled(30, 1, 1, format=format)
     x = new(3)
-    got = counted.unfold(layer.storage.buffers, x)
+    got = pages.unfold(layer.storage.inputs, LIMIT, x)
     for side, known, fresh, codec in zip(got, layer.dense(), x, layer.format.codecs(), strict=True):
         assert side.shape[2] == LIMIT
         assert same_decoded(side[:, :, :32], known, codec) and torch.equal(side[:, :, 32:35], fresh) and not side[:, :, 35:].any()
@@ -470,18 +469,17 @@ def test_attention_over_slots_equals_that_over_tokens(format, sizes, mask):
     attention_inputs, seen = layer.storage.attention_inputs(), layer.get_seq_length()
     options = {"scaling": 0.3, "softcap": 2.0, "sinks": torch.randn(4)} if mask in ("none", "additive") else {}
     expected = attend(query, attention_inputs, given if given is None or given.shape[-1] == 1 else given[..., :seen], **options)
-    assert_close(counted.attend_on_slots(query, layer.storage.buffers, given, **options), expected, rounding(DIM, LIMIT))
-    assert_close(attend_on_buffers(query, layer.storage.buffers, given, **options), expected, rounding(DIM, LIMIT))
+    assert_close(attend_pages(query, layer.storage.inputs, given, **options)[0], expected, rounding(DIM, LIMIT))
 
 
 def test_what_lies_in_unused_slots_counts_for_nothing():
     """Codes that were cropped, which may be of anything finite."""
     layer = filled(60, 1, 1, format="int8")
     layer.crop(-45)
-    layer.storage.tokens.chunks[0][0]["codes"][:, :, layer.storage.tokens.length :] = 127
+    layer.storage.tokens.pages.planes[0]["codes"][:, :, layer.storage.tokens.length :] = 127
     query = torch.randn(ROWS, 4, 1, DIM)
     expected = attend(query, layer.storage.attention_inputs())
-    assert_close(counted.attend_on_slots(query, layer.storage.buffers, None), expected, rounding(DIM, LIMIT))
+    assert_close(attend_pages(query, layer.storage.inputs)[0], expected, rounding(DIM, LIMIT))
 
 
 def test_tokens_that_stay_have_no_part_in_the_scale_of_others():
@@ -489,7 +487,7 @@ def test_tokens_that_stay_have_no_part_in_the_scale_of_others():
     held = Storage(format.codecs(), (x[:, :, :0], x[:, :, :0]), 0, 7, 60)
     held.tokens.calibrate((x, x))
     for part in x.split((6, 4), dim=2):
-        counted.step(held.buffers, (part, part))
-    for codec, planes, statistics in zip(format.codecs(), held.tokens.chunks[0], held.tokens.statistics, strict=True):
-        wanted = codec.quantize(x[:, :, :2], statistics)
-        assert all(torch.equal(planes[name][:, :, :2], wanted[name]) for name in planes)
+        pages.step(held.inputs, (part, part))
+    for side, (codec, statistics) in enumerate(zip(format.codecs(), held.tokens.statistics, strict=True)):
+        wanted, found = codec.quantize(x[:, :, :2], statistics), held.tokens.pages.gather(side, 2)[0]
+        assert all(torch.equal(found[name], wanted[name]) for name in wanted)

@@ -1,4 +1,4 @@
-"""A storage that grows under compiled steps: chunks join between them, and nothing is compiled anew but at powers of two."""
+"""A storage that grows under compiled steps: pages join between them, and nothing is compiled anew but at powers of two."""
 
 import copy
 
@@ -9,7 +9,7 @@ from torch import Tensor
 from qkvcache.formats import REGISTRY
 from qkvcache.kernels import attend, attend_on_codes
 from qkvcache.kernels import step as step_on_device
-from qkvcache.kernels.segments import ROOM
+from qkvcache.kernels.pages import ROOM
 from qkvcache.layers.compressed import CompressedLayer
 from tests.reference import assert_close
 from tests.seeds import SEED
@@ -47,23 +47,29 @@ def grown(tokens: int, **options) -> CompressedLayer:
     return layer
 
 
-def test_chunks_join_between_compiled_steps(compiled):
+def addresses(layer: CompressedLayer) -> list[int]:
+    """Of all tensors that compiled code reads."""
+    pool, counts, exact, _ = layer.storage.inputs.arguments
+    return [x.data_ptr() for x in (*pool, *exact, counts[0], counts[4])]
+
+
+def test_pages_join_between_compiled_steps(compiled):
     step, graphs = compiled
     torch.manual_seed(SEED)
     layer = grown(68, compile=True)
     torch.manual_seed(SEED)
     plain = grown(68, max_length=200)
     query = torch.randn(1, 4, 1, DIM)
-    fixed = [x.data_ptr() for group in layer.storage.buffers.arguments[:2] for x in group]
+    fixed = addresses(layer)
     for seen in range(69, 80):
         assert layer.get_mask_sizes(1) == (128, 0)  # which makes room
         x = new(1, rows=1)
         out = step(layer, x, query)
         plain.update(*x)
         assert_close(out, attend(query, plain.storage.attention_inputs()), 2e-3)
-        assert len(layer.storage.tokens.chunks) == 1 + (seen + 1 - 9 > 64)
+        assert len(layer.storage.tokens.pool.slabs) == 1 + (seen + 1 - 9 > 64)
     assert len(graphs) == 1
-    assert [x.data_ptr() for group in layer.storage.buffers.arguments[:2] for x in group] == fixed
+    assert addresses(layer) == fixed
     assert layer.storage.counts_stale and layer.get_seq_length() == 80
     assert layer.storage.tokens.length == plain.storage.tokens.length == 71
     for mine, theirs in zip(layer.dense(), plain.dense(), strict=True):
@@ -95,11 +101,11 @@ def test_nothing_is_compiled_anew_but_at_powers_of_two(compiled):
 def test_tokens_without_room_are_dropped_and_then_said(compiled):
     step, _ = compiled
     layer = grown(60, compile=True)
-    room = int(layer.storage.state[ROOM])
+    room = int(layer.storage.control[ROOM])
     query = torch.randn(1, 4, 1, DIM)
     for _ in range(room - 61 + 2):
         layer.storage.record_compiled_step(1)
-        step_on_device(layer.storage.buffers, new(1, rows=1))
+        step_on_device(layer.storage.inputs, new(1, rows=1))
     with pytest.raises(ValueError, match="2 tokens came when the cache was full: masks must be made outside of compiled code"):
         layer.get_seq_length()
     layer.reset()
@@ -110,8 +116,9 @@ def test_tokens_without_room_are_dropped_and_then_said(compiled):
 def test_torch_operations_say_what_they_cannot(monkeypatch):
     monkeypatch.setenv("QKVCACHE_KERNELS", "torch")
     layer = grown(20, compile=True)
+    pool, (rows, *_, control), exact, sizes = layer.storage.inputs.arguments
     with pytest.raises(NotImplementedError, match="pass max_length"):
-        step_on_device(layer.storage.buffers, new(1, rows=1))
+        torch.ops.qkvcache.step(pool, rows, control, exact, sizes, *new(1, rows=1))
     layer.update(*new(1, rows=1))  # uncompiled steps count on the host
     assert layer.get_seq_length() == 22
 
