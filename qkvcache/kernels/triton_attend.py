@@ -18,6 +18,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .triton_dequantize import scales_of
 from .triton_math import MASKED_SCORE, exp2, inverse, log2
 from .triton_scales import group_scales, scale_of_plane, scaled, token_scale
 from .triton_sum_splits import EXACT_GRAIN, REGION_GRAIN, keep
@@ -406,20 +407,21 @@ def _tiles_of_split(span, many, least, T: tl.constexpr):
 
 
 @triton.jit
-def page_of(X: tl.constexpr, ONCE: tl.constexpr, planes, strides, page):
-    """Pointers to the codes, high bits and scales of one head in a page, from `planes`, those of the head in the first page. `page`: int64,
-    entries from the first page's; strides over entries, and over heads, of each plane; ONCE: one scale serves all tokens."""
+def page_of(X: tl.constexpr, D: tl.constexpr, ONCE: tl.constexpr, planes, strides: tl.constexpr, page, slot):
+    """Pointers to the codes, high bits and scales of one head at `slot` of a page, a multiple of 16, from `planes`, those of the head in the
+    first page: what is left of an address is the same in all tiles. `page`: int64, entries from the first page's; strides over entries, and
+    over heads, of each plane; ONCE: one scale serves all tokens."""
     codes, high, scales = planes
-    codes += tl.multiple_of(page * strides[0], 16)
+    codes += tl.multiple_of(page * strides[0] + slot * (D // X.per), 16)
     if X.high:
-        high += tl.multiple_of(page * strides[2], 16)
+        high += tl.multiple_of(page * strides[2] + slot * (D // X.per // 2), 16)
     if X.scale != "none" and not ONCE:
-        scales += tl.multiple_of(page * strides[4], 16)
+        scales += tl.multiple_of(page * strides[4] + slot * scales_of(X, D), 16)
     return codes, high, scales
 
 
 @triton.jit
-def head_of(X: tl.constexpr, ONCE: tl.constexpr, planes, strides, b, h):
+def head_of(X: tl.constexpr, ONCE: tl.constexpr, planes, strides: tl.constexpr, b, h):
     """Pointers to the codes, high bits and scales of head `h` in the first page; with ONCE, scales of row `b`. Arguments as of `page_of`."""
     codes, high, scales = planes
     codes += tl.multiple_of(h * strides[1], 16)
@@ -447,11 +449,10 @@ def entry_of(table, token, live, PAGE: tl.constexpr, BASE: tl.constexpr):
 )  # fmt: skip
 def attend_kernel(
     query, region_query, rotation, signs, table, rows, lengths, items, k_planes, v_planes, exact, mask, part, maxima, sums, weights, tops,
-    query_b, query_h, query_q, table_b, table_h, rows_b, lengths_b, lengths_h, k_strides, v_strides, exact_strides, mask_b, mask_h, mask_q,
-    mask_t, scaling, softcap, n_sinks, n_quantized, n_residual, least, heads, queries,
+    query_b, query_h, query_q, table_b, table_h, rows_b, lengths_b, lengths_h, exact_strides, mean_strides, mask_b, mask_h, mask_q, mask_t, scaling, softcap, n_sinks, n_quantized, n_residual, least, heads, queries,
     K: tl.constexpr, V: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, G: tl.constexpr, R: tl.constexpr, T: tl.constexpr,
     TX: tl.constexpr, PAGE: tl.constexpr, BASE: tl.constexpr, COUNTED: tl.constexpr, K_ONCE: tl.constexpr, V_ONCE: tl.constexpr,
-    SOFTCAP: tl.constexpr, MASK: tl.constexpr, CAUSAL: tl.constexpr, ARCH: tl.constexpr, EXACT: tl.constexpr, TURN: tl.constexpr,
+    k_strides: tl.constexpr, v_strides: tl.constexpr, SOFTCAP: tl.constexpr, MASK: tl.constexpr, CAUSAL: tl.constexpr, ARCH: tl.constexpr, EXACT: tl.constexpr, TURN: tl.constexpr,
     ATTENTION_SUMS: tl.constexpr, ITEMS: tl.constexpr,
 ):  # fmt: skip
     """Attention of `queries` queries over sinks, quantized tokens in pages, and a residual (`pages.PagedInputs`), split over programs.
@@ -471,7 +472,8 @@ def attend_kernel(
     k_planes       of the first page: codes [entries, H', PAGE, words], words of 16 bits (`half`: the model's dtype), high bits int16
                    [entries, H', PAGE, words / 2], scales [entries, H', PAGE, scales of a token], or [B, H'] if K_ONCE; the last two
                    dimensions contiguous; mean fp32 [B, H, D]; shifts int16 [32, words] of high bits. What a codec has not is not read
-    k_strides      over entries and heads of codes, high bits and scales (over rows and heads if K_ONCE), over rows and heads of the mean
+    k_strides      over entries and heads of codes, high bits and scales (over rows and heads if K_ONCE): constants, so that all planes of a
+                   page have one product; mean_strides   over rows and heads of the mean of keys
     v_planes, v_strides   the same of values, with V_ONCE
     exact          sinks [E, H, S, D] and [.., DV], residual [F, H, .., D] and [.., DV]: keys, values, keys, values; E and F are B unless
                    COUNTED
@@ -572,7 +574,7 @@ def attend_kernel(
         VT: tl.constexpr = _words_of_tile(V, DV)
         k_mean, k_shifts, v_shifts = k_planes[3], k_planes[4], v_planes[4]
         if K.centered:
-            k_mean += b * k_strides[6] + h * k_strides[7]
+            k_mean += b * mean_strides[0] + h * mean_strides[1]
         q = _query_planes(K, KW, KT, D, G, TURN, ARCH, SOFTCAP, region_query, q_rows, live, rotation, signs, k_mean, scaling)
         state = _empty_state(m, V, VW, VT, T)
         hides = _hides(mask, shift + tl.maximum(low, first_token), shift + high, mask_t) if MASK == "row" else False
@@ -585,24 +587,23 @@ def attend_kernel(
         # The page of a tile is looked up one tile ahead: what loads codes must not wait for another load of its own tile.
         page = entry_of(table, whole_low, whole_low < whole_high, PAGE, BASE)
         for token in range(whole_low, whole_high, T):
-            k_codes, k_high, k_scales = page_of(K, K_ONCE, k_head, k_strides, page)
-            v_codes, v_high, v_scales = page_of(V, V_ONCE, v_head, v_strides, page)
-            slot = token % PAGE + t
+            k_codes, k_high, k_scales = page_of(K, D, K_ONCE, k_head, k_strides, page, token % PAGE)
+            v_codes, v_high, v_scales = page_of(V, DV, V_ONCE, v_head, v_strides, page, token % PAGE)
             page = entry_of(table, token + T, token + T < whole_high, PAGE, BASE)
             state = _region_tile(
                 K, V, D, DV, K_ONCE, V_ONCE, False, SOFTCAP, MASK, ARCH, ATTENTION_SUMS, state, q, (k_codes, k_high, k_shifts), k_scales,
-                (v_codes, v_high, v_shifts), v_scales, slot, t >= 0, visible, hides, shift + token + t, weights, tops, token, T,
+                (v_codes, v_high, v_shifts), v_scales, t, t >= 0, visible, hides, shift + token + t, weights, tops, token, T,
             )  # fmt: skip
         for edge in tl.range(0, 2, num_stages=1):  # the tile before them, of which the first tokens do not count, and the one behind
             token = tl.where(edge == 0, whole_low - T, whole_high)
             if (edge == 0 and whole_low > low) or (edge == 1 and whole_high < high and whole_high >= whole_low):
                 page = entry_of(table, token, True, PAGE, BASE)
-                k_codes, k_high, k_scales = page_of(K, K_ONCE, k_head, k_strides, page)
-                v_codes, v_high, v_scales = page_of(V, V_ONCE, v_head, v_strides, page)
+                k_codes, k_high, k_scales = page_of(K, D, K_ONCE, k_head, k_strides, page, token % PAGE)
+                v_codes, v_high, v_scales = page_of(V, DV, V_ONCE, v_head, v_strides, page, token % PAGE)
                 place = token + t
                 state = _region_tile(
                     K, V, D, DV, K_ONCE, V_ONCE, True, SOFTCAP, MASK, ARCH, ATTENTION_SUMS, state, q, (k_codes, k_high, k_shifts), k_scales,
-                    (v_codes, v_high, v_shifts), v_scales, token % PAGE + t, (place >= first_token) & (place < high), visible, hides,
+                    (v_codes, v_high, v_shifts), v_scales, t, (place >= first_token) & (place < high), visible, hides,
                     shift + tl.minimum(tl.maximum(place, first_token), high - 1), weights, tops, token, tl.minimum(high - token, T),
                 )  # fmt: skip
         m, l = _store_region(out, state, live, V, DV, VW, VT)
