@@ -590,9 +590,10 @@ def attend_kernel(
             k_codes, k_high, k_scales = page_of(K, D, K_ONCE, k_head, k_strides, page, token % PAGE)
             v_codes, v_high, v_scales = page_of(V, DV, V_ONCE, v_head, v_strides, page, token % PAGE)
             page = entry_of(table, token + T, token + T < whole_high, PAGE, BASE)
+            same = tl.multiple_of(token % 32, 32)  # 0: else shifts would leave the loop, and be moved between threads in each iteration
             state = _region_tile(
-                K, V, D, DV, K_ONCE, V_ONCE, False, SOFTCAP, MASK, ARCH, ATTENTION_SUMS, state, q, (k_codes, k_high, k_shifts), k_scales,
-                (v_codes, v_high, v_shifts), v_scales, t, t >= 0, visible, hides, shift + token + t, weights, tops, token, T,
+                K, V, D, DV, K_ONCE, V_ONCE, False, SOFTCAP, MASK, ARCH, ATTENTION_SUMS, state, q, (k_codes, k_high, k_shifts + same), k_scales,
+                (v_codes, v_high, v_shifts + same), v_scales, t, t >= 0, visible, hides, shift + token + t, weights, tops, token, T,
             )  # fmt: skip
         for edge in tl.range(0, 2, num_stages=1):  # the tile before them, of which the first tokens do not count, and the one behind
             token = tl.where(edge == 0, whole_low - T, whole_high)
