@@ -39,21 +39,30 @@ def _channel(X: tl.constexpr, WORDS: tl.constexpr, word, i: tl.constexpr):
 
 @triton.jit
 def _tile(
-    X: tl.constexpr, WORDS: tl.constexpr, WIDE: tl.constexpr, first: tl.constexpr, planes, slot, valid, AXIS: tl.constexpr,
+    X: tl.constexpr, WORDS: tl.constexpr, WIDE: tl.constexpr, first: tl.constexpr, planes, valid, AXIS: tl.constexpr,
     TAIL: tl.constexpr, ARCH: tl.constexpr,
 ):  # fmt: skip
-    """Words `first` to `first + WIDE` of the tokens `slot`, int [T], as a tuple of X.per planes, fp16 (the model's dtype for `half`): [T,
+    """Words `first` to `first + WIDE` of the first T tokens of `planes`, as a tuple of X.per planes, fp16 (the model's dtype for `half`): [T,
     WIDE] with AXIS 0, as keys are multiplied, and [WIDE, T] with 1, loaded transposed, which costs ldmatrix nothing.
 
-    `planes`: words of 16 bits [slots, WORDS], of high bits [slots, WORDS / 2], and shifts int16 [32, words] (`tables.py`). With TAIL, tokens
+    `planes`: words of 16 bits [T, WORDS], of high bits [T, WORDS / 2], and shifts int16 [32, words] (`tables.py`). With TAIL, tokens
     that are not `valid`, bool [T], read as 0."""
     codes, high, shifts = planes
     KIND: tl.constexpr = X.kind
     word = first + tl.arange(0, WIDE)
-    at = tl.expand_dims(slot, 1 - AXIS)
+    T: tl.constexpr = valid.shape[0]
+    at = tl.expand_dims(tl.arange(0, T), 1 - AXIS)
     w = tl.expand_dims(word, AXIS)
     if TAIL:  # what lies beyond the end may be nan, and nan times a weight of 0 is nan
         low = tl.load(codes + (at * WORDS + w), mask=(w < WORDS) & tl.expand_dims(valid, 1 - AXIS), other=0)
+    elif WORDS == WIDE:
+        # As one range, addresses are one base and constants; as products and sums each would be computed in each iteration.
+        place = tl.reshape(tl.arange(0, T * WORDS), [T, WORDS])
+        if AXIS == 0:
+            place = tl.max_contiguous(tl.multiple_of(place, [1, WORDS]), [1, WORDS])
+        else:
+            place = tl.max_contiguous(tl.multiple_of(tl.trans(place), [WORDS, 1]), [WORDS, 1])
+        low = tl.load(codes + place)
     elif WORDS % WIDE == 0:
         low = tl.load(codes + (at * WORDS + w))
     else:
@@ -112,13 +121,13 @@ def _hides(mask, begin, end, mask_stride):
 def _region_tile(
     K: tl.constexpr, V: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, K_ONCE: tl.constexpr, V_ONCE: tl.constexpr, TAIL: tl.constexpr,
     SOFTCAP: tl.constexpr, MASK: tl.constexpr, ARCH: tl.constexpr, ATTENTION_SUMS: tl.constexpr,
-    state, queries, k_planes, k_scales, v_planes, v_scales, slot, valid, visible, hides, column, weights, tops, place, count,
+    state, queries, k_planes, k_scales, v_planes, v_scales, valid, visible, hides, column, weights, tops, place, count,
 ):  # fmt: skip
-    """Adds one tile of T quantized tokens, `slot` int [T], to `state`: running maximum fp32 [R], normaliser fp32 [T, R], constant part of
+    """Adds one tile of T quantized tokens to `state`: running maximum fp32 [R], normaliser fp32 [T, R], constant part of
     the output fp32 [T or 16, R], and a tuple of the planes of the output, fp32 [VT, R] each. Returns the new state.
 
     queries  as `_query_planes` returns them
-    k_planes   as of `_tile`, of a head; k_scales as of `triton_scales.py`; K_ONCE: one scale serves all tokens; v_planes, v_scales, V_ONCE:
+    k_planes   as of `_tile`, from the tile's first token on; k_scales as of `triton_scales.py`; K_ONCE: one scale serves all tokens; v_planes, v_scales, V_ONCE:
                the same of values
     valid    bool [T], read with TAIL; column: int [T], columns in the mask
     visible  as of `_exact_tiles`; hides: as of `_masked`
@@ -131,6 +140,7 @@ def _region_tile(
     KT: tl.constexpr = _words_of_tile(K, D)
     VT: tl.constexpr = _words_of_tile(V, DV)
     m, l, z, acc = state
+    slot = tl.arange(0, l.shape[0])
     KN: tl.constexpr = (KW + KT - 1) // KT
     VN: tl.constexpr = (VW + VT - 1) // VT
     KP: tl.constexpr = K.per
@@ -142,7 +152,7 @@ def _region_tile(
     if K.group > 0:
         k_by_group = group_scales(K, KW, k_scales, slot, ARCH)
     for c in tl.static_range(KN):
-        planes = _tile(K, KW, KT, c * KT, k_planes, slot, valid, 0, False, ARCH)
+        planes = _tile(K, KW, KT, c * KT, k_planes, valid, 0, False, ARCH)
         for i in tl.static_range(KP):
             k = planes[i]
             if K.group > 0:
@@ -204,7 +214,7 @@ def _region_tile(
     if V.group > 0:
         v_by_group = group_scales(V, VW, v_scales, slot, ARCH)
     for c in tl.static_range(VN):
-        planes = _tile(V, VW, VT, c * VT, v_planes, slot, valid, 1, TAIL, ARCH)
+        planes = _tile(V, VW, VT, c * VT, v_planes, valid, 1, TAIL, ARCH)
         for i in tl.static_range(VP):
             v = planes[i]
             if V.group > 0:
@@ -593,7 +603,7 @@ def attend_kernel(
             same = tl.multiple_of(token % 32, 32)  # 0: else shifts would leave the loop, and be moved between threads in each iteration
             state = _region_tile(
                 K, V, D, DV, K_ONCE, V_ONCE, False, SOFTCAP, MASK, ARCH, ATTENTION_SUMS, state, q, (k_codes, k_high, k_shifts + same), k_scales,
-                (v_codes, v_high, v_shifts + same), v_scales, t, t >= 0, visible, hides, shift + token + t, weights, tops, token, T,
+                (v_codes, v_high, v_shifts + same), v_scales, t >= 0, visible, hides, shift + token + t, weights, tops, token, T,
             )  # fmt: skip
         for edge in tl.range(0, 2, num_stages=1):  # the tile before them, of which the first tokens do not count, and the one behind
             token = tl.where(edge == 0, whole_low - T, whole_high)
@@ -604,7 +614,7 @@ def attend_kernel(
                 place = token + t
                 state = _region_tile(
                     K, V, D, DV, K_ONCE, V_ONCE, True, SOFTCAP, MASK, ARCH, ATTENTION_SUMS, state, q, (k_codes, k_high, k_shifts), k_scales,
-                    (v_codes, v_high, v_shifts), v_scales, t, (place >= first_token) & (place < high), visible, hides,
+                    (v_codes, v_high, v_shifts), v_scales, (place >= first_token) & (place < high), visible, hides,
                     shift + tl.minimum(tl.maximum(place, first_token), high - 1), weights, tops, token, tl.minimum(high - token, T),
                 )  # fmt: skip
         m, l = _store_region(out, state, live, V, DV, VW, VT)

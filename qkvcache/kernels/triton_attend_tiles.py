@@ -95,6 +95,16 @@ def _norm(X: tl.constexpr, D: tl.constexpr, ONCE: tl.constexpr, planes, strides:
 
 
 @triton.jit
+def _page_of_tile(table, begin, high, place, PAGE: tl.constexpr, BASE: tl.constexpr):
+    """The entries of the pages of a tile's tokens `place`, int [T], from `begin` on and below `high`: one, or [T] where tiles are longer than
+    pages."""
+    if place.shape[0] <= PAGE:
+        return entry_of(table, tl.minimum(begin, high - 1), True, PAGE, BASE)
+    else:
+        return entry_of(table, place, place >= 0, PAGE, BASE)
+
+
+@triton.jit
 def _scales_of_plane(X: tl.constexpr, WORDS: tl.constexpr, by_group, i: tl.constexpr, T: tl.constexpr):
     """Scales of plane `i` of all words, fp16 [T, 1] or [T, WORDS], from those of each group."""
     GROUP: tl.constexpr = X.group
@@ -113,7 +123,7 @@ def _stored(X: tl.constexpr, ONCE: tl.constexpr, D: tl.constexpr, planes, slot, 
     words as one int32 [T, words / 2]; then high bits, int16 [T, words], if X.high; then the scales of groups, or scale
     and zero of tokens.
 
-    `planes`: pointers [T] to the planes of each token's page: words of 16 bits [slots, D / X.per], high bits [slots, half as many], and
+    `planes`: pointers to the planes of the page, or [T], of each token's page: words of 16 bits [slots, D / X.per], high bits [slots, half as many], and
     scales as of `triton_scales.py`."""
     codes, high, scales = planes
     WORDS: tl.constexpr = D // X.per
@@ -364,12 +374,12 @@ def attend_tiles_kernel(
             queries_here = q, tl.maximum(factor * k_norm, 1e-37), q_center  # no factor of 0: what is hidden stays hidden
             whole = low + (high - low) // T * T
             place = tl.minimum(low + t, high - 1)
-            page = entry_of(table, place, t >= 0, PAGE, BASE)
+            page = _page_of_tile(table, low, high, place, PAGE, BASE)
             k_here, v_here = page_of(K, D, K_ONCE, k_head, k_strides, page, 0), page_of(V, DV, V_ONCE, v_head, v_strides, page, 0)
             stored = (_stored(K, K_ONCE, D, k_here, place % PAGE, ARCH), _stored(V, V_ONCE, DV, v_here, place % PAGE, ARCH))
             for token in tl.range(low, whole, T, num_stages=1):
                 place = tl.minimum(token + T + t, high - 1)
-                page = entry_of(table, place, t >= 0, PAGE, BASE)
+                page = _page_of_tile(table, token + T, high, place, PAGE, BASE)
                 k_here, v_here = page_of(K, D, K_ONCE, k_head, k_strides, page, 0), page_of(V, DV, V_ONCE, v_head, v_strides, page, 0)
                 state, stored = _region_tile(
                     K, V, D, DV, K_ONCE, V_ONCE, False, SOFTCAP, MASK, ARCH, state, stored, queries_here, k_here, k_norm, v_here, unit,
