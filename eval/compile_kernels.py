@@ -48,6 +48,8 @@ from qkvcache.kernels.triton_attend import attend_kernel  # noqa: E402
 from qkvcache.kernels.triton_attend_tiles import attend_tiles_kernel  # noqa: E402
 from qkvcache.kernels.triton_join import reduce_kernel, rotate_kernel  # noqa: E402
 from qkvcache.kernels.triton_sum_splits import sum_splits_kernel  # noqa: E402
+from qkvcache.storage.paged import PAGE  # noqa: E402
+from qkvcache.storage.pool import ALIGNMENT, ANCHOR  # noqa: E402
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 TARGETS = {
@@ -77,7 +79,7 @@ VARIANTS: dict[str, dict[str, object]] = {
     "float": {"MASK": "float", "SOFTCAP": True, "CAUSAL": True},
     "mass": {"ATTENTION_SUMS": 4},
     "store": {"MASK": "row", "COUNTED": True},
-    "items": {"ITEMS": True},
+    "items": {"ITEMS": True, "COUNTED": True, "BASE": 0},
 }
 
 
@@ -115,20 +117,20 @@ def attention(format: str, head_dim: int, target: str, variant: str = "", dtype:
     types: dict[str, str | Types] = {"query": f"*{dtype}", "region_query": f"*{dtype}", "exact": (f"*{dtype}",) * 4}
     if key.rotated and key.group and head_dim & (head_dim - 1):
         types["region_query"] = "*fp32"  # rotated beforehand
-    types |= {"rotation": "*fp16", "signs": "*fp32", "table": "*i64", "mask": "*fp32" if variant == "float" else "*u8"}
+    types |= {"rotation": "*fp16", "signs": "*fp32", "table": "*i32" if variant == "items" else "*i64", "mask": "*fp32" if variant == "float" else "*u8"}
     types |= dict.fromkeys(("part", "maxima", "sums", "tops"), "*fp32") | {"weights": "*bf16"}
-    types |= dict.fromkeys(("scaling", "softcap"), "fp32") | dict.fromkeys(("counts", "lengths", "items"), "*i32")
-    types |= {"exact_strides": ("i32",) * 12} | dict.fromkeys(("k_strides", "v_strides"), ("i32",) * 8)
+    types |= dict.fromkeys(("scaling", "softcap"), "fp32") | dict.fromkeys(("rows", "lengths", "items"), "*i32")
+    types |= {"exact_strides": ("i32",) * 12} | {"mean_strides": ("i32",) * 2}
     for side, how in (("k", key), ("v", value)):
         codes = f"*{dtype}" if how.kind == "half" else "*i16"
         types[f"{side}_planes"] = (codes, "*i16", f"*{scales[how.scale]}", "*fp32", "*i16")
     constants = {
         "K": _not_rotated(key) if types["region_query"] == "*fp32" else key, "V": value, "D": head_dim, "DV": head_dim, "G": 4,
         "R": launch.rows if nvidia else 16, "T": launch.tile, "TX": EXACT_TILE,
-        "K_SHARED": False, "V_SHARED": False, "K_ONCE": 0, "V_ONCE": 0,
+        "K_ONCE": 0, "V_ONCE": 0, "k_strides": _strides_of(key, head_dim, dtype), "v_strides": _strides_of(value, head_dim, dtype),
         "SOFTCAP": False, "MASK": "none", "CAUSAL": False,
         "ARCH": TARGETS[target].arch if nvidia else 0, "EXACT": True, "TURN": rotation_block(head_dim) ** -0.5 if key.rotated else 1.0,
-        "ATTENTION_SUMS": 0, "COUNTED": False, "PAGE": 0, "WIDE": False, "ITEMS": False,
+        "ATTENTION_SUMS": 0, "COUNTED": False, "PAGE": PAGE, "BASE": ANCHOR, "ITEMS": False,
     }  # fmt: skip
     options: dict[str, object] = {"num_warps": launch.warps, "num_stages": launch.stages}
     if launch.registers and nvidia:
@@ -141,13 +143,6 @@ def attention(format: str, head_dim: int, target: str, variant: str = "", dtype:
         target,
         options,
         rows > 1,
-    )
-
-
-def attention_over_pages(format: str, head_dim: int, target: str, variant: str = "items", rows: int = 1) -> Job:
-    job = attention(format, head_dim, target, variant, rows=rows)
-    return dataclasses.replace(
-        job, name=job.name.replace("attend", "pages"), types=job.types | {"table": "*i32"}, constants=job.constants | {"PAGE": 64}
     )
 
 
@@ -165,6 +160,14 @@ def attention_in_tiles(format: str, head_dim: int, target: str, rows: int, varia
     return Job(name, attend_tiles_kernel, types, constants, target, options, may_spill=True)
 
 
+def _strides_of(how: PackedLayout, head_dim: int, dtype: str) -> tuple[int, ...]:
+    """The strides of codes, high bits and scales over entries and heads, where entries count in units of ALIGNMENT."""
+    words, size = head_dim // how.per, {"bf16": 2, "fp32": 4}[dtype] if how.kind == "half" else 2
+    scale = {"none": size, "fp32": 4, "hidden": 4, "block": 1}.get(how.scale, 2)
+    scales = 0 if how.scale == "none" else PAGE * triton_dequantize.scales_of.fn(how, head_dim)
+    return ALIGNMENT // size, PAGE * words, ALIGNMENT // 2, PAGE * (words // 2), ALIGNMENT // scale, scales
+
+
 def _not_rotated(how: PackedLayout) -> PackedLayout:
     return dataclasses.replace(how, rotation=0)
 
@@ -177,7 +180,7 @@ def joining(format: str, head_dim: int, target: str) -> Job:
     block = rotation_block(head_dim) if value.rotated else 1
     constants = {
         "V": value, "DV": head_dim, "C": triton.next_power_of_2(head_dim) if value.rotated else 32, "G": 4,
-        "R": 8 if TARGETS[target].backend == "cuda" else 16, "S": 32, "SINKS": True, "EXACT": True, "TURN": block**-0.5, "RAGGED": True,
+        "R": 8 if TARGETS[target].backend == "cuda" else 16, "S": 32, "SINKS": True, "EXACT": True, "TURN": block**-0.5,
         "STAGES": block.bit_length() - 1, "ITEMS": True,
     }  # fmt: skip
     return Job(f"reduce {format} {head_dim}", reduce_kernel, types, constants, target, {"num_warps": 4 if value.rotated else 1})
@@ -190,7 +193,7 @@ def rotating(head_dim: int, target: str) -> Job:
 
 def summing(width: int, target: str) -> Job:
     types = {"weights": "*bf16", "rows": "*i32", "lengths": "*i32"} | dict.fromkeys(("tops", "lse", "observed", "attention_sums"), "*fp32")
-    constants = {"G": 4, "R": 8, "WIDTH": width, "N": SUM_TOKENS, "RAGGED": True}
+    constants = {"G": 4, "R": 8, "WIDTH": width, "N": SUM_TOKENS, "COUNTED": True}
     constants["ARCH"] = TARGETS[target].arch if TARGETS[target].backend == "cuda" else 0
     return Job(f"mass {width} rows", sum_splits_kernel, types, constants, target, {"num_warps": 4})
 
@@ -230,32 +233,26 @@ def storing(format: str, head_dim: int, tokens: int, target: str, heads: int = 8
     codecs = REGISTRY[format].codecs()
     layouts = [triton_quantize.known(codec, _Like(head_dim)) for codec in codecs]
     across, along, warps = triton_dequantize.tile(tuple(layouts), heads, tokens, triton_dequantize.padded(head_dim))
-    types = dict.fromkeys(("key", "value", "slots"), _strided("*bf16", 3))
+    types = dict.fromkeys(("key", "value"), _strided("*bf16", 3)) | {"slots": _strided("*i64", 3)}
     types |= {name: _planes_of(codec, head_dim, "*bf16") for name, codec in zip(("k_planes", "v_planes"), codecs, strict=True)}
-    constants = {"K": layouts[0], "D": head_dim, "V": layouts[1], "DV": head_dim, "ACROSS": across, "ALONG": along, "PAGE": 0}
+    constants = {"K": layouts[0], "D": head_dim, "V": layouts[1], "DV": head_dim, "ACROSS": across, "ALONG": along, "PAGE": PAGE, "BASE": ANCHOR}
     name = f"quantize {format} {head_dim} {'block' if tokens > 1 else 'token'}"
     return Job(name, triton_quantize._quantize_kernel, types, constants, target, {"num_warps": warps})
 
 
 def stepping(format: str, head_dim: int, target: str) -> Iterator[Job]:
-    """A step of one token into one chunk or many, and one that leaves the ring of a layer that evicts."""
+    """A step of one token, and one that leaves the ring of a layer that evicts."""
     codecs = dict(zip(("key", "value"), REGISTRY[format].codecs(), strict=True))
     zones = _strided("*bf16", 3) + _strided("*bf16", 2) * 2
-    step: dict[str, str | Types] = {"state": "*i32", "chunks": "*i64"}
+    step: dict[str, str | Types] = {"control": "*i32", "rows": "*i32", "table": "*i64"}
     step |= {name: (*zones, _planes_of(codec, head_dim, "*bf16")) for name, codec in codecs.items()}
-    evict = {name: ("*bf16", "*bf16", _planes_of(codec, head_dim, "*bf16")) for name, codec in codecs.items()}
-    kernels = (
-        ("step", triton_step._step_kernel, 8, {"GROWS": False}, step),
-        ("grow", triton_step._step_kernel, 8, {"GROWS": True}, step),
-        ("evict_token", triton_evict._evict_kernel, 1, {"N": triton_evict.ORDERED}, RECORD_TYPES | evict),
-    )
-    for name, kernel, heads, more, types in kernels:
-        stored = storing(format, head_dim, 1, target, heads)
-        constants = stored.constants | more
-        del constants["PAGE"]
-        if kernel is triton_evict._evict_kernel:
-            del constants["ACROSS"]  # a program has one head
-        yield Job(f"{name} {format} {head_dim}", kernel, types, constants, target, stored.options)
+    evict: dict[str, str | Types] = RECORD_TYPES | {"table": "*i64"}
+    evict |= {name: ("*bf16", "*bf16", _planes_of(codec, head_dim, "*bf16")) for name, codec in codecs.items()}
+    stored = storing(format, head_dim, 1, target)
+    yield Job(f"step {format} {head_dim}", triton_step._step_kernel, step, stored.constants, target, stored.options)
+    stored = storing(format, head_dim, 1, target, heads=1)
+    constants = {name: x for name, x in stored.constants.items() if name != "ACROSS"} | {"N": triton_evict.ORDERED}
+    yield Job(f"evict_token {format} {head_dim}", triton_evict._evict_kernel, evict, constants, target, stored.options)
 
 
 def arriving(head_dim: int, heads: int, target: str) -> Job:
@@ -265,25 +262,23 @@ def arriving(head_dim: int, heads: int, target: str) -> Job:
     return Job(f"arrive {head_dim} {heads} heads", triton_evict._append_kernel, types, constants, target)
 
 
-def storing_exact(head_dim: int, target: str) -> Job:
-    types = dict.fromkeys(("key", "value"), _strided("*bf16", 3) * 3) | {"state": "*i32"}
-    constants = {"D": head_dim, "DV": head_dim, "N": triton_store_exact.TILE}
-    return Job(f"store exact {head_dim}", triton_store_exact._store_exact_kernel, types, constants, target)
-
-
 def decoding(format: str, head_dim: int, target: str) -> Iterator[Job]:
-    for codec in dict.fromkeys(REGISTRY[format].codecs()):
+    """Dequantizing planes and pages."""
+    codecs = REGISTRY[format].codecs()
+    for codec in dict.fromkeys(codecs):
         layout = triton_dequantize.known(codec, _Like(head_dim))
         wide = triton_dequantize.padded(head_dim)
-        types = {"out": _strided("*bf16", 3), "planes": _planes_of(codec, head_dim, "*bf16"), "table": "*i32", "lengths": "*i32"}
-        tiles = (
-            (0, triton_dequantize.tile((dataclasses.replace(layout, span="each"),), 8, 512, wide)),
-            (64, triton_dequantize.tile_of_pages((layout,), 8, 512, wide)),
-        )
-        for page, (across, along, warps) in tiles:
-            constants = {"L": layout, "D": head_dim, "ACROSS": across, "ALONG": along, "PAGE": page}
-            name = f"dequantize {layout.kind} {layout.scale} {head_dim}{' pages' if page else ''}"
-            yield Job(name, triton_dequantize._dequantize_kernel, types, constants, target, {"num_warps": warps})
+        types = {"out": _strided("*bf16", 3), "planes": _planes_of(codec, head_dim, "*bf16")}
+        across, along, warps = triton_dequantize.tile((dataclasses.replace(layout, span="each"),), 8, 512, wide)
+        constants = {"L": layout, "D": head_dim, "ACROSS": across, "ALONG": along}
+        name = f"dequantize {layout.kind} {layout.scale} {head_dim}"
+        yield Job(name, triton_dequantize._dequantize_kernel, types, constants, target, {"num_warps": warps})
+    types = {"table": "*i64", "lengths": "*i32"}
+    constants = {"N": triton_dequantize.REGION_TILE, "PAGE": PAGE, "BASE": ANCHOR, "COUNTED": False}
+    for codec, (side, layout, dim) in zip(codecs, (("keys", "K", "D"), ("values", "V", "DV")), strict=True):
+        types[side] = (*_strided("*bf16", 3), _planes_of(codec, head_dim, "*bf16"))
+        constants |= {layout: _not_rotated(triton_dequantize.known(codec, _Like(head_dim))), dim: head_dim}
+    yield Job(f"dequantize pages {format} {head_dim}", triton_dequantize._dequantize_pages_kernel, types, constants, target, {"num_warps": 4})
 
 
 def gathering(format: str, head_dim: int, target: str) -> Job:
@@ -294,12 +289,12 @@ def gathering(format: str, head_dim: int, target: str) -> Job:
     zones = _strided("*bf16", 2) * 2 + _strided("*bf16", 3) * 2
     types |= {name: (*zones, _planes_of(codec, head_dim, "*bf16")) for name, codec in zip(("key", "value"), codecs, strict=True)}
     constants: dict[str, object] = {"K": layouts[0], "D": head_dim, "V": layouts[1], "DV": head_dim, "ACROSS": across, "ALONG": along}
-    constants |= {"TILE": GATHER_TILE, "PAGE": 256}
+    constants |= {"TILE": GATHER_TILE, "PAGE": 256, "BASE": 0}
     return Job(f"gather {format} {head_dim}", triton_gather._gather_rows_kernel, types, constants, target, {"num_warps": warps})
 
 
 def storing_rows(head_dim: int, target: str) -> Job:
-    types = dict.fromkeys(("key", "value"), _strided("*bf16", 3) * 3) | dict.fromkeys(("ring_at", "sink_at"), "*i64")
+    types = dict.fromkeys(("key", "value"), _strided("*bf16", 3) * 3) | dict.fromkeys(("ring_at", "sink_at"), _strided("*i64", 2))
     constants = {"D": head_dim, "DV": head_dim, "N": triton_store_exact.TILE, "SINKS": True}
     return Job(f"store rows {head_dim}", triton_store_exact._store_rows_kernel, types, constants, target)
 
@@ -346,14 +341,11 @@ def jobs(everything: bool) -> Iterator[Job]:
         few = not everything and target != "sm_90"
         for format in QUICK[-1:] if few else formats:
             yield attention(format, 128, target)
-            yield attention_over_pages(format, 128, target)
-            if format == QUICK[-1]:
-                yield attention_over_pages(format, 128, target, "")
+            yield attention(format, 128, target, "items")
             if format != "identity":
                 yield attention_in_tiles(format, 128, target, 128)
         yield from columns(128, target)
         yield arriving(128, 8, target)
-        yield storing_exact(128, target)
         yield storing_rows(128, target)
         yield rotary(128, target)
         yield quadratic(128, target)
@@ -363,7 +355,7 @@ def jobs(everything: bool) -> Iterator[Job]:
             if everything:
                 sizes = [(format, d) for format in ("int8", "int4", "turboquant_3bit_nc") for d in (64, 96, 256)]
             yield from (attention(format, d, target) for format, d in sizes)
-            for variant in list(VARIANTS)[1:] if everything else ["float"]:
+            for variant in [name for name in VARIANTS if name not in ("", "items")] if everything else ["float"]:
                 yield attention("turboquant_4bit_nc", 128, target, variant)
             many = [(format, rows) for format in formats for rows in (32, 64)] if everything else [("int8", 64), ("turboquant_4bit_nc", 64)]
             yield from (attention(format, 128, target, rows=rows) for format, rows in many)
@@ -375,7 +367,7 @@ def jobs(everything: bool) -> Iterator[Job]:
             yield joining("int4_vllm", 128, target)
             yield rotating(96, target)
             yield from (arriving(*sizes, target) for sizes in ((80, 32), (256, 16)))
-            yield storing_exact(80, target)
+            yield storing_rows(80, target)
             yield rotary(128, target, interleaved=True)
             yield summing(4, target)
             yield from columns(128, target, options=True)

@@ -133,8 +133,8 @@ class Arguments(NamedTuple):
     empty: Tensor
     planes: tuple[tuple[Tensor, ...], ...]
     """Planes of keys and of values: codes, high bits, scales, mean, shifts."""
-    strides: tuple[tuple[int, ...], ...]
-    """Strides of the planes: over entries of pages and heads of codes, high bits and scales, over rows and heads of the mean."""
+    means: tuple[tuple[int, ...], ...]
+    """Strides of the means of keys and of values, over rows and heads."""
     constants: dict[str, object]
     plans: dict[tuple, LaunchPlan]
     """Launch plans of the calls over these inputs, by the shape of their queries and their options."""
@@ -150,13 +150,15 @@ class Arguments(NamedTuple):
             sides = [each | once for each, once in zip(pages.planes, pages.statistics, strict=True)]
             found = [(*planes_of(codec, side), side.get("center", empty)) for codec, side in zip(pages.codecs, sides, strict=True)]
             once = [any(name != "center" for name in side) for side in pages.statistics]
+            strides = [_strides(side, is_once) for side, is_once in zip(found, once, strict=True)]
             constants = {
                 "K": use.key, "V": use.value, "D": key.shape[3], "DV": value.shape[3], "TX": EXACT_TILE, "PAGE": pages.page_size,
                 "BASE": pages.firsts[0], "COUNTED": counted, "K_ONCE": int(once[0]), "V_ONCE": int(once[1]),
+                "k_strides": strides[0][:6], "v_strides": strides[1][:6],
             }  # fmt: skip
             inputs.launches[counted] = cls(
                 use, empty, tuple((*side, shifts) for side, shifts in zip(found, (use.k_shifts, use.v_shifts), strict=True)),
-                tuple(_strides(side, is_once) for side, is_once in zip(found, once, strict=True)), constants, {},
+                tuple(side[6:] for side in strides), constants, {},
             )  # fmt: skip
         return inputs.launches[counted]
 
@@ -297,13 +299,13 @@ class Call:
         (n_quantized, n_sinks, n_residual), (query_b, query_h, query_q, _) = self.zones, self.query.stride()
         part, maxima, sums = self.outputs
         k_planes, v_planes = self.args.planes
-        k_strides, v_strides = self.args.strides
         exact_strides = tuple(n for x in self.exact for n in x.stride()[:3])
         return {
             "query": self.query, "table": self.inputs.pages.table, "rows": self.rows, "lengths": self.lengths, "k_planes": k_planes,
             "v_planes": v_planes, "exact": self.exact, "mask": self.mask, "part": part, "maxima": maxima, "sums": sums,
             "query_b": query_b, "query_h": query_h, "query_q": query_q, "table_b": self.strides[0], "rows_b": self.rows_stride,
-            "lengths_b": self.strides[2], "k_strides": k_strides, "v_strides": v_strides, "exact_strides": exact_strides,
+            "lengths_b": self.strides[2], "exact_strides": exact_strides,
+            "mean_strides": self.args.means[0],
             "mask_b": self.mask_strides[0], "mask_t": self.mask_strides[3], "n_sinks": n_sinks, "n_quantized": n_quantized,
             "n_residual": n_residual, "heads": self.plan.heads, "queries": self.plan.queries, **self.scalars,
         }  # fmt: skip
@@ -350,7 +352,7 @@ class Call:
             reduce_kernel[plan.reduce_grid](
                 *self.outputs, empty if self.items is None else self.items.firsts, empty if self.sinks is None else self.sinks,
                 args.use.v_signs, args.planes[1][3], out, lse, *plan.out_strides[:3], self.splits, plan.blocks, plan.heads, plan.queries,
-                *args.strides[1][6:], **plan.reduce,
+                *args.means[1], **plan.reduce,
             )  # fmt: skip
         if self.observed is None:
             return out, lse, plan.no_sums

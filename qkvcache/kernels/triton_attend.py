@@ -18,6 +18,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .triton_dequantize import scales_of
 from .triton_math import MASKED_SCORE, exp2, inverse, log2
 from .triton_scales import group_scales, scale_of_plane, scaled, token_scale
 from .triton_sum_splits import EXACT_GRAIN, REGION_GRAIN, keep
@@ -38,21 +39,30 @@ def _channel(X: tl.constexpr, WORDS: tl.constexpr, word, i: tl.constexpr):
 
 @triton.jit
 def _tile(
-    X: tl.constexpr, WORDS: tl.constexpr, WIDE: tl.constexpr, first: tl.constexpr, planes, slot, valid, AXIS: tl.constexpr,
+    X: tl.constexpr, WORDS: tl.constexpr, WIDE: tl.constexpr, first: tl.constexpr, planes, valid, AXIS: tl.constexpr,
     TAIL: tl.constexpr, ARCH: tl.constexpr,
 ):  # fmt: skip
-    """Words `first` to `first + WIDE` of the tokens `slot`, int [T], as a tuple of X.per planes, fp16 (the model's dtype for `half`): [T,
+    """Words `first` to `first + WIDE` of the first T tokens of `planes`, as a tuple of X.per planes, fp16 (the model's dtype for `half`): [T,
     WIDE] with AXIS 0, as keys are multiplied, and [WIDE, T] with 1, loaded transposed, which costs ldmatrix nothing.
 
-    `planes`: words of 16 bits [slots, WORDS], of high bits [slots, WORDS / 2], and shifts int16 [32, words] (`tables.py`). With TAIL, tokens
+    `planes`: words of 16 bits [T, WORDS], of high bits [T, WORDS / 2], and shifts int16 [32, words] (`tables.py`). With TAIL, tokens
     that are not `valid`, bool [T], read as 0."""
     codes, high, shifts = planes
     KIND: tl.constexpr = X.kind
     word = first + tl.arange(0, WIDE)
-    at = tl.expand_dims(slot, 1 - AXIS)
+    T: tl.constexpr = valid.shape[0]
+    at = tl.expand_dims(tl.arange(0, T), 1 - AXIS)
     w = tl.expand_dims(word, AXIS)
     if TAIL:  # what lies beyond the end may be nan, and nan times a weight of 0 is nan
         low = tl.load(codes + (at * WORDS + w), mask=(w < WORDS) & tl.expand_dims(valid, 1 - AXIS), other=0)
+    elif WORDS == WIDE:
+        # As one range, addresses are one base and constants; as products and sums each would be computed in each iteration.
+        place = tl.reshape(tl.arange(0, T * WORDS), [T, WORDS])
+        if AXIS == 0:
+            place = tl.max_contiguous(tl.multiple_of(place, [1, WORDS]), [1, WORDS])
+        else:
+            place = tl.max_contiguous(tl.multiple_of(tl.trans(place), [WORDS, 1]), [WORDS, 1])
+        low = tl.load(codes + place)
     elif WORDS % WIDE == 0:
         low = tl.load(codes + (at * WORDS + w))
     else:
@@ -111,13 +121,13 @@ def _hides(mask, begin, end, mask_stride):
 def _region_tile(
     K: tl.constexpr, V: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, K_ONCE: tl.constexpr, V_ONCE: tl.constexpr, TAIL: tl.constexpr,
     SOFTCAP: tl.constexpr, MASK: tl.constexpr, ARCH: tl.constexpr, ATTENTION_SUMS: tl.constexpr,
-    state, queries, k_planes, k_scales, v_planes, v_scales, slot, valid, visible, hides, column, weights, tops, place, count,
+    state, queries, k_planes, k_scales, v_planes, v_scales, valid, visible, hides, column, weights, tops, place, count,
 ):  # fmt: skip
-    """Adds one tile of T quantized tokens, `slot` int [T], to `state`: running maximum fp32 [R], normaliser fp32 [T, R], constant part of
+    """Adds one tile of T quantized tokens to `state`: running maximum fp32 [R], normaliser fp32 [T, R], constant part of
     the output fp32 [T or 16, R], and a tuple of the planes of the output, fp32 [VT, R] each. Returns the new state.
 
     queries  as `_query_planes` returns them
-    k_planes   as of `_tile`, of a head; k_scales as of `triton_scales.py`; K_ONCE: one scale serves all tokens; v_planes, v_scales, V_ONCE:
+    k_planes   as of `_tile`, from the tile's first token on; k_scales as of `triton_scales.py`; K_ONCE: one scale serves all tokens; v_planes, v_scales, V_ONCE:
                the same of values
     valid    bool [T], read with TAIL; column: int [T], columns in the mask
     visible  as of `_exact_tiles`; hides: as of `_masked`
@@ -130,6 +140,7 @@ def _region_tile(
     KT: tl.constexpr = _words_of_tile(K, D)
     VT: tl.constexpr = _words_of_tile(V, DV)
     m, l, z, acc = state
+    slot = tl.arange(0, l.shape[0])
     KN: tl.constexpr = (KW + KT - 1) // KT
     VN: tl.constexpr = (VW + VT - 1) // VT
     KP: tl.constexpr = K.per
@@ -141,7 +152,7 @@ def _region_tile(
     if K.group > 0:
         k_by_group = group_scales(K, KW, k_scales, slot, ARCH)
     for c in tl.static_range(KN):
-        planes = _tile(K, KW, KT, c * KT, k_planes, slot, valid, 0, False, ARCH)
+        planes = _tile(K, KW, KT, c * KT, k_planes, valid, 0, False, ARCH)
         for i in tl.static_range(KP):
             k = planes[i]
             if K.group > 0:
@@ -203,7 +214,7 @@ def _region_tile(
     if V.group > 0:
         v_by_group = group_scales(V, VW, v_scales, slot, ARCH)
     for c in tl.static_range(VN):
-        planes = _tile(V, VW, VT, c * VT, v_planes, slot, valid, 1, TAIL, ARCH)
+        planes = _tile(V, VW, VT, c * VT, v_planes, valid, 1, TAIL, ARCH)
         for i in tl.static_range(VP):
             v = planes[i]
             if V.group > 0:
@@ -406,20 +417,21 @@ def _tiles_of_split(span, many, least, T: tl.constexpr):
 
 
 @triton.jit
-def page_of(X: tl.constexpr, ONCE: tl.constexpr, planes, strides, page):
-    """Pointers to the codes, high bits and scales of one head in a page, from `planes`, those of the head in the first page. `page`: int64,
-    entries from the first page's; strides over entries, and over heads, of each plane; ONCE: one scale serves all tokens."""
+def page_of(X: tl.constexpr, D: tl.constexpr, ONCE: tl.constexpr, planes, strides: tl.constexpr, page, slot):
+    """Pointers to the codes, high bits and scales of one head at `slot` of a page, a multiple of 16, from `planes`, those of the head in the
+    first page: what is left of an address is the same in all tiles. `page`: int64, entries from the first page's; strides over entries, and
+    over heads, of each plane; ONCE: one scale serves all tokens."""
     codes, high, scales = planes
-    codes += tl.multiple_of(page * strides[0], 16)
+    codes += tl.multiple_of(page * strides[0] + slot * (D // X.per), 16)
     if X.high:
-        high += tl.multiple_of(page * strides[2], 16)
+        high += tl.multiple_of(page * strides[2] + slot * (D // X.per // 2), 16)
     if X.scale != "none" and not ONCE:
-        scales += tl.multiple_of(page * strides[4], 16)
+        scales += tl.multiple_of(page * strides[4] + slot * scales_of(X, D), 16)
     return codes, high, scales
 
 
 @triton.jit
-def head_of(X: tl.constexpr, ONCE: tl.constexpr, planes, strides, b, h):
+def head_of(X: tl.constexpr, ONCE: tl.constexpr, planes, strides: tl.constexpr, b, h):
     """Pointers to the codes, high bits and scales of head `h` in the first page; with ONCE, scales of row `b`. Arguments as of `page_of`."""
     codes, high, scales = planes
     codes += tl.multiple_of(h * strides[1], 16)
@@ -447,11 +459,10 @@ def entry_of(table, token, live, PAGE: tl.constexpr, BASE: tl.constexpr):
 )  # fmt: skip
 def attend_kernel(
     query, region_query, rotation, signs, table, rows, lengths, items, k_planes, v_planes, exact, mask, part, maxima, sums, weights, tops,
-    query_b, query_h, query_q, table_b, table_h, rows_b, lengths_b, lengths_h, k_strides, v_strides, exact_strides, mask_b, mask_h, mask_q,
-    mask_t, scaling, softcap, n_sinks, n_quantized, n_residual, least, heads, queries,
+    query_b, query_h, query_q, table_b, table_h, rows_b, lengths_b, lengths_h, exact_strides, mean_strides, mask_b, mask_h, mask_q, mask_t, scaling, softcap, n_sinks, n_quantized, n_residual, least, heads, queries,
     K: tl.constexpr, V: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, G: tl.constexpr, R: tl.constexpr, T: tl.constexpr,
     TX: tl.constexpr, PAGE: tl.constexpr, BASE: tl.constexpr, COUNTED: tl.constexpr, K_ONCE: tl.constexpr, V_ONCE: tl.constexpr,
-    SOFTCAP: tl.constexpr, MASK: tl.constexpr, CAUSAL: tl.constexpr, ARCH: tl.constexpr, EXACT: tl.constexpr, TURN: tl.constexpr,
+    k_strides: tl.constexpr, v_strides: tl.constexpr, SOFTCAP: tl.constexpr, MASK: tl.constexpr, CAUSAL: tl.constexpr, ARCH: tl.constexpr, EXACT: tl.constexpr, TURN: tl.constexpr,
     ATTENTION_SUMS: tl.constexpr, ITEMS: tl.constexpr,
 ):  # fmt: skip
     """Attention of `queries` queries over sinks, quantized tokens in pages, and a residual (`pages.PagedInputs`), split over programs.
@@ -471,7 +482,8 @@ def attend_kernel(
     k_planes       of the first page: codes [entries, H', PAGE, words], words of 16 bits (`half`: the model's dtype), high bits int16
                    [entries, H', PAGE, words / 2], scales [entries, H', PAGE, scales of a token], or [B, H'] if K_ONCE; the last two
                    dimensions contiguous; mean fp32 [B, H, D]; shifts int16 [32, words] of high bits. What a codec has not is not read
-    k_strides      over entries and heads of codes, high bits and scales (over rows and heads if K_ONCE), over rows and heads of the mean
+    k_strides      over entries and heads of codes, high bits and scales (over rows and heads if K_ONCE): constants, so that all planes of a
+                   page have one product; mean_strides   over rows and heads of the mean of keys
     v_planes, v_strides   the same of values, with V_ONCE
     exact          sinks [E, H, S, D] and [.., DV], residual [F, H, .., D] and [.., DV]: keys, values, keys, values; E and F are B unless
                    COUNTED
@@ -572,7 +584,7 @@ def attend_kernel(
         VT: tl.constexpr = _words_of_tile(V, DV)
         k_mean, k_shifts, v_shifts = k_planes[3], k_planes[4], v_planes[4]
         if K.centered:
-            k_mean += b * k_strides[6] + h * k_strides[7]
+            k_mean += b * mean_strides[0] + h * mean_strides[1]
         q = _query_planes(K, KW, KT, D, G, TURN, ARCH, SOFTCAP, region_query, q_rows, live, rotation, signs, k_mean, scaling)
         state = _empty_state(m, V, VW, VT, T)
         hides = _hides(mask, shift + tl.maximum(low, first_token), shift + high, mask_t) if MASK == "row" else False
@@ -585,24 +597,24 @@ def attend_kernel(
         # The page of a tile is looked up one tile ahead: what loads codes must not wait for another load of its own tile.
         page = entry_of(table, whole_low, whole_low < whole_high, PAGE, BASE)
         for token in range(whole_low, whole_high, T):
-            k_codes, k_high, k_scales = page_of(K, K_ONCE, k_head, k_strides, page)
-            v_codes, v_high, v_scales = page_of(V, V_ONCE, v_head, v_strides, page)
-            slot = token % PAGE + t
+            k_codes, k_high, k_scales = page_of(K, D, K_ONCE, k_head, k_strides, page, token % PAGE)
+            v_codes, v_high, v_scales = page_of(V, DV, V_ONCE, v_head, v_strides, page, token % PAGE)
             page = entry_of(table, token + T, token + T < whole_high, PAGE, BASE)
+            same = tl.multiple_of(token % 32, 32)  # 0: else shifts would leave the loop, and be moved between threads in each iteration
             state = _region_tile(
-                K, V, D, DV, K_ONCE, V_ONCE, False, SOFTCAP, MASK, ARCH, ATTENTION_SUMS, state, q, (k_codes, k_high, k_shifts), k_scales,
-                (v_codes, v_high, v_shifts), v_scales, slot, t >= 0, visible, hides, shift + token + t, weights, tops, token, T,
+                K, V, D, DV, K_ONCE, V_ONCE, False, SOFTCAP, MASK, ARCH, ATTENTION_SUMS, state, q, (k_codes, k_high, k_shifts + same), k_scales,
+                (v_codes, v_high, v_shifts + same), v_scales, t >= 0, visible, hides, shift + token + t, weights, tops, token, T,
             )  # fmt: skip
         for edge in tl.range(0, 2, num_stages=1):  # the tile before them, of which the first tokens do not count, and the one behind
             token = tl.where(edge == 0, whole_low - T, whole_high)
             if (edge == 0 and whole_low > low) or (edge == 1 and whole_high < high and whole_high >= whole_low):
                 page = entry_of(table, token, True, PAGE, BASE)
-                k_codes, k_high, k_scales = page_of(K, K_ONCE, k_head, k_strides, page)
-                v_codes, v_high, v_scales = page_of(V, V_ONCE, v_head, v_strides, page)
+                k_codes, k_high, k_scales = page_of(K, D, K_ONCE, k_head, k_strides, page, token % PAGE)
+                v_codes, v_high, v_scales = page_of(V, DV, V_ONCE, v_head, v_strides, page, token % PAGE)
                 place = token + t
                 state = _region_tile(
                     K, V, D, DV, K_ONCE, V_ONCE, True, SOFTCAP, MASK, ARCH, ATTENTION_SUMS, state, q, (k_codes, k_high, k_shifts), k_scales,
-                    (v_codes, v_high, v_shifts), v_scales, token % PAGE + t, (place >= first_token) & (place < high), visible, hides,
+                    (v_codes, v_high, v_shifts), v_scales, (place >= first_token) & (place < high), visible, hides,
                     shift + tl.minimum(tl.maximum(place, first_token), high - 1), weights, tops, token, tl.minimum(high - token, T),
                 )  # fmt: skip
         m, l = _store_region(out, state, live, V, DV, VW, VT)

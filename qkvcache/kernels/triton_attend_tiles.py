@@ -76,7 +76,7 @@ def _interleaved(planes, T: tl.constexpr, WORDS: tl.constexpr, PER: tl.constexpr
 
 
 @triton.jit
-def _norm(X: tl.constexpr, ONCE: tl.constexpr, planes, strides, table, low, high, PAGE: tl.constexpr, BASE: tl.constexpr):
+def _norm(X: tl.constexpr, D: tl.constexpr, ONCE: tl.constexpr, planes, strides: tl.constexpr, table, low, high, PAGE: tl.constexpr, BASE: tl.constexpr):
     """Return the divisor of the scales and zeros of the tokens `low` to `high`, fp32, at least 1e-30; 1 if fp16 holds them anyway. `planes`,
     `strides`: as of `page_of`."""
     if X.group > 0:
@@ -86,12 +86,22 @@ def _norm(X: tl.constexpr, ONCE: tl.constexpr, planes, strides, table, low, high
         most = tl.full([4096], 1e-30, tl.float32)
         for at in range(low, high, 4096):
             place = tl.minimum(at + i, high - 1)
-            _, _, here = page_of(X, ONCE, planes, strides, entry_of(table, place, place >= 0, PAGE, BASE))
+            _, _, here = page_of(X, D, ONCE, planes, strides, entry_of(table, place, place >= 0, PAGE, BASE), 0)
             scale, zero = token_scale(X, ONCE, here, place % PAGE)
             if X.scale == "pair":
                 scale = tl.maximum(scale, tl.abs(zero) / LARGEST_ZERO)
             most = tl.maximum(most, tl.where(scale < 1e30, scale, 0.0))  # a token that is not finite must not spoil the others
         return tl.max(most, 0)
+
+
+@triton.jit
+def _page_of_tile(table, begin, high, place, PAGE: tl.constexpr, BASE: tl.constexpr):
+    """The entries of the pages of a tile's tokens `place`, int [T], from `begin` on and below `high`: one, or [T] where tiles are longer than
+    pages."""
+    if place.shape[0] <= PAGE:
+        return entry_of(table, tl.minimum(begin, high - 1), True, PAGE, BASE)
+    else:
+        return entry_of(table, place, place >= 0, PAGE, BASE)
 
 
 @triton.jit
@@ -113,7 +123,7 @@ def _stored(X: tl.constexpr, ONCE: tl.constexpr, D: tl.constexpr, planes, slot, 
     words as one int32 [T, words / 2]; then high bits, int16 [T, words], if X.high; then the scales of groups, or scale
     and zero of tokens.
 
-    `planes`: pointers [T] to the planes of each token's page: words of 16 bits [slots, D / X.per], high bits [slots, half as many], and
+    `planes`: pointers to the planes of the page, or [T], of each token's page: words of 16 bits [slots, D / X.per], high bits [slots, half as many], and
     scales as of `triton_scales.py`."""
     codes, high, scales = planes
     WORDS: tl.constexpr = D // X.per
@@ -275,11 +285,11 @@ def _queries(
 )  # fmt: skip
 def attend_tiles_kernel(
     query, rotation, table, rows, lengths, k_planes, v_planes, exact, mask, part, maxima, sums, query_b, query_h, query_q, table_b, rows_b,
-    lengths_b, k_strides, v_strides, exact_strides, mask_b, mask_t, scaling, softcap, n_sinks, n_quantized, n_residual, least, heads,
+    lengths_b, exact_strides, mean_strides, mask_b, mask_t, scaling, softcap, n_sinks, n_quantized, n_residual, least, heads,
     queries,
     K: tl.constexpr, V: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, G: tl.constexpr, R: tl.constexpr, T: tl.constexpr,
-    PAGE: tl.constexpr, BASE: tl.constexpr, COUNTED: tl.constexpr, K_ONCE: tl.constexpr, V_ONCE: tl.constexpr, SOFTCAP: tl.constexpr,
-    MASK: tl.constexpr, ARCH: tl.constexpr, EXACT: tl.constexpr, TURN: tl.constexpr,
+    PAGE: tl.constexpr, BASE: tl.constexpr, COUNTED: tl.constexpr, K_ONCE: tl.constexpr, V_ONCE: tl.constexpr, k_strides: tl.constexpr,
+    v_strides: tl.constexpr, SOFTCAP: tl.constexpr, MASK: tl.constexpr, ARCH: tl.constexpr, EXACT: tl.constexpr, TURN: tl.constexpr,
 ):  # fmt: skip
     """Causal attention of the last `queries` tokens, which are among the residual, over sinks, quantized tokens in pages that heads share
     and the residual (`pages.PagedInputs`), split over programs.
@@ -341,7 +351,7 @@ def attend_tiles_kernel(
         )  # fmt: skip
         tl.store(out, acc, mask=live[:, None])
     else:
-        k_mean = k_planes[3] + b * k_strides[6] + h * k_strides[7]
+        k_mean = k_planes[3] + b * mean_strides[0] + h * mean_strides[1]
         q, factor, q_center = _queries(K, D, TURN, query, q_rows, live, rotation, k_mean, scaling)
         # Through the output's memory: loaded operands lie in shared memory, computed ones would take registers.
         passing = (part + (panel * splits + split) * (R * DV)).to(tl.pointer_type(q.dtype))
@@ -359,18 +369,18 @@ def attend_tiles_kernel(
             table += b * table_b
             k_head = head_of(K, K_ONCE, (k_planes[0], k_planes[1], k_planes[2]), k_strides, b, h)
             v_head = head_of(V, V_ONCE, (v_planes[0], v_planes[1], v_planes[2]), v_strides, b, h)
-            k_norm = _norm(K, K_ONCE, k_head, k_strides, table, low, high, PAGE, BASE)
-            unit = tl.maximum(_norm(V, V_ONCE, v_head, v_strides, table, low, high, PAGE, BASE), unit)
+            k_norm = _norm(K, D, K_ONCE, k_head, k_strides, table, low, high, PAGE, BASE)
+            unit = tl.maximum(_norm(V, DV, V_ONCE, v_head, v_strides, table, low, high, PAGE, BASE), unit)
             queries_here = q, tl.maximum(factor * k_norm, 1e-37), q_center  # no factor of 0: what is hidden stays hidden
             whole = low + (high - low) // T * T
             place = tl.minimum(low + t, high - 1)
-            page = entry_of(table, place, t >= 0, PAGE, BASE)
-            k_here, v_here = page_of(K, K_ONCE, k_head, k_strides, page), page_of(V, V_ONCE, v_head, v_strides, page)
+            page = _page_of_tile(table, low, high, place, PAGE, BASE)
+            k_here, v_here = page_of(K, D, K_ONCE, k_head, k_strides, page, 0), page_of(V, DV, V_ONCE, v_head, v_strides, page, 0)
             stored = (_stored(K, K_ONCE, D, k_here, place % PAGE, ARCH), _stored(V, V_ONCE, DV, v_here, place % PAGE, ARCH))
             for token in tl.range(low, whole, T, num_stages=1):
                 place = tl.minimum(token + T + t, high - 1)
-                page = entry_of(table, place, t >= 0, PAGE, BASE)
-                k_here, v_here = page_of(K, K_ONCE, k_head, k_strides, page), page_of(V, V_ONCE, v_head, v_strides, page)
+                page = _page_of_tile(table, token + T, high, place, PAGE, BASE)
+                k_here, v_here = page_of(K, D, K_ONCE, k_head, k_strides, page, 0), page_of(V, DV, V_ONCE, v_head, v_strides, page, 0)
                 state, stored = _region_tile(
                     K, V, D, DV, K_ONCE, V_ONCE, False, SOFTCAP, MASK, ARCH, state, stored, queries_here, k_here, k_norm, v_here, unit,
                     place % PAGE, t >= 0, mask, mask_t, n_sinks + token + t, hides, softcap,

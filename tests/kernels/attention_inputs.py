@@ -1,16 +1,24 @@
-"""Payloads as a layer hands them to attention: exact zones around chunks of codes."""
+"""Inputs of attention as a layer makes them: exact zones around pages of codes, in slabs of several sizes and in any order."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 
+import numpy
 import torch
 from torch import Tensor
 
 from qkvcache.formats import Format
 from qkvcache.kernels import AttentionInputs
-from qkvcache.storage import Chunks, attention_inputs_of
+from qkvcache.kernels.pages import quantize_into
+from qkvcache.storage import RowPages, attention_inputs_of
+
+
+def by_address(tokens: RowPages) -> RowPages:
+    """Lets kernels read the empty pages, whatever the device is."""
+    tokens.pool.by_address = True
+    tokens.bind()
+    return tokens
 
 
 def build(
@@ -18,39 +26,31 @@ def build(
 ) -> AttentionInputs:
     """Keys `[B, H, T, D]` and values, all but the first and the recent tokens packed.
 
-    `cuts` are token counts of the body after which a new piece is appended, and with it a chunk if the last one is full. Slots without a
-    token hold nan, or codes that show. `per_head`: as layers that evict have them.
+    `cuts` are token counts of the body after which a slab of pages is added if all are full. The table names the pages of a slab in any
+    order. Slots without a token hold nan, or codes that show. `per_head`: as layers that evict have them.
     """
-    chunks = Chunks((format.key, format.value), (key.shape[3], value.shape[3]), per_head)
+    tokens = by_address(RowPages(format.codecs(), (key[:, :, :0], value[:, :, :0]), per_head))
     begin, end = first, key.shape[2] - recent
     edges = [begin, *(begin + cut for cut in cuts), end]
     for low, high in zip(edges, edges[1:], strict=False):
         if high > low:
             x = key[:, :, low:high], value[:, :, low:high]
-            chunks.reserve(high - low, x)
-            _poison(chunks)
-            chunks.calibrate(x)
-            _encode(chunks, x)
-    attention_inputs = attention_inputs_of((key[:, :, :begin], value[:, :, :begin]), chunks, (key[:, :, end:], value[:, :, end:]))
-    exact = (key[:, :, :begin], value[:, :, :begin], key[:, :, end:], value[:, :, end:])
-    region = None if not chunks.length else dataclasses.replace(chunks.region, tokens=chunks.length)
-    return AttentionInputs(attention_inputs.key, attention_inputs.value, region, exact)
+            held = tokens.numbers.shape[1]
+            if tokens.reserve(high - low):
+                shuffle(tokens, held)
+            tokens.calibrate(x)
+            place = torch.arange(tokens.length, tokens.length + high - low, device=key.device)
+            quantize_into(tokens.pages, x, tokens.pages.slots(place))  # by the torch reference, whatever kernels there are
+            tokens.count(high - low)
+    return attention_inputs_of((key[:, :, :begin], value[:, :, :begin]), tokens, (key[:, :, end:], value[:, :, end:]))
 
 
-def _encode(chunks: Chunks, x: tuple[Tensor, Tensor]) -> None:
-    """By the torch reference, whatever kernels there are."""
-    for chunk, at, part in chunks.free_slots(x[0].shape[2]):
-        for codec, planes, statistics, side in zip(chunks.codecs, chunk, chunks.statistics, x, strict=True):
-            for name, codes in codec.quantize(side[:, :, part], statistics).items():
-                planes[name][:, :, at : at + part.stop - part.start] = codes
-    chunks.length += x[0].shape[2]
-
-
-def _poison(chunks: Chunks) -> None:
-    """All bits set in what is free."""
-    start = 0
-    for chunk in chunks.chunks:
-        for plane in (*chunk[0].values(), *chunk[1].values()):
-            free = torch.arange(start, start + plane.shape[2], device=plane.device) >= chunks.length
-            plane.view(torch.uint8)[:, :, free] = 0xFF
-        start += plane.shape[2]
+def shuffle(tokens: RowPages, held: int) -> None:
+    """Sets all bits of the pages in columns from `held` on, which are new, and exchanges them for each other."""
+    new = tokens.numbers[:, held:]
+    for slab in tokens.pool.slabs:
+        if slab.first >= new.min():
+            slab.data.fill_(0xFF)
+    order = torch.randperm(new.size).numpy()
+    tokens.numbers = numpy.concatenate([tokens.numbers[:, :held], new.ravel()[order].reshape(new.shape)], axis=1)
+    tokens.bind()

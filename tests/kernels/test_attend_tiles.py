@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 import torch
 
@@ -14,8 +12,8 @@ from qkvcache.kernels import attend, attend_chunked, attends_in_tiles, cudnn_pla
 from tests.matrix import FORMATS, slowly
 
 from .attention_inputs import build
-from .test_fused_attend import DEVICE, KINDS, data, expect, fused, guarded, make, run, tolerance
-from .test_step import holding, whole
+from .test_fused_attend import DEVICE, KINDS, apart, data, expect, fused, guarded, make, run, tolerance
+from .test_step import holding
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, about nan and infinity, in the interpreter
 QUICK = ("int8", "int8_asymmetric", "int4", "nvfp4", "turboquant_3bit_nc", "hadaquant_k4v4")
@@ -38,7 +36,7 @@ def compare(monkeypatch, format, query, attention_inputs, mask=None, limit=None,
 
 @pytest.mark.parametrize("format", slowly(QUANTIZED, QUICK))
 def test_every_format(format, monkeypatch):
-    """Two chunks, several splits, odd tails, a block of rows that is not full."""
+    """Two slabs, several splits, odd tails, a block of rows that is not full."""
     heads = 2 if "tok" in format or "tensor" in format else 1  # a scale that heads share
     query, attention_inputs = make(format, heads=heads, group=4, queries=9, tokens=240, cuts=(60,))
     compare(monkeypatch, format, query, attention_inputs)
@@ -73,7 +71,7 @@ ZONES = {
     "none first": {"first": 0},
     "one packed": {"first": 30, "recent": 29},
     "whole tiles": {"first": 0, "recent": 9, "tokens": 137, "cuts": (64,)},
-    "many chunks": {"tokens": 300, "cuts": (1, 65, 70, 200)},
+    "several slabs": {"tokens": 300, "cuts": (1, 65, 70, 200)},
 }
 
 
@@ -87,8 +85,8 @@ def test_strides(monkeypatch):
     """Queries and exact tokens as a projection leaves them."""
     query, attention_inputs = make("int8", group=4, queries=9, tokens=90, cuts=())
     query = query.transpose(1, 2).contiguous().transpose(1, 2)
-    exact = tuple(x.transpose(1, 2).contiguous().transpose(1, 2) for x in attention_inputs.exact)
-    compare(monkeypatch, "int8", query, dataclasses.replace(attention_inputs, exact=exact))
+    apart(attention_inputs)
+    compare(monkeypatch, "int8", query, attention_inputs)
 
 
 @pytest.mark.parametrize("format", slowly(sorted(KINDS.keys() - {"identity"}), ["int8", "turboquant_4bit_nc"]))
@@ -107,12 +105,12 @@ def test_magnitudes(format, monkeypatch):
 def test_tokens_counted_on_the_device(seen, monkeypatch):
     """The ring began anew, and what is free would show."""
     store = holding("int8", seen, ring=20)
-    query, inputs = data(2, 4, 9, 64), whole(store.buffers)
+    query, inputs = data(2, 4, 9, 64), store.compiled_inputs()
     mask = torch.ones(2, 1, 1, 130, dtype=torch.bool, device=DEVICE)
     mask[1, ..., :40] = False
     assert attends_in_tiles(query, inputs, mask)
     with guarded(monkeypatch):
-        out = fused.fused_attend(query, inputs, mask, causal=True)[0]
+        out = fused.attend_pages(query, inputs.paged, mask, causal=True)[0]
     wanted = attend(query.float(), store.attention_inputs(), mask[..., :seen], causal=True)
     assert ((out.float() - wanted).norm() / wanted.norm()).item() <= 4e-3
 
@@ -135,7 +133,7 @@ def test_what_other_kernels_serve(shape, given):
     query, attention_inputs = make(**{"format": "int8", "group": 4, "queries": 9} | shape)
     options = {"causal": True} | given
     mask = options.pop("mask", None)
-    assert fused.tiled(query, attention_inputs, mask, options) is None
+    assert fused.tiled(query, attention_inputs.paged, mask, options) is None
     assert attends_in_tiles(query, attention_inputs, mask) == (not shape and mask is None)
 
 

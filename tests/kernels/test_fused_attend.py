@@ -3,7 +3,6 @@ written."""
 
 from __future__ import annotations
 
-import dataclasses
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -75,7 +74,7 @@ def data(*shape: int, dtype=torch.float16) -> Tensor:
 
 
 def make(format: str, batch=1, heads=2, group=2, queries=1, tokens=135, dims=64, dtype=torch.float16, first=3, recent=20, cuts=(60,)):
-    """A query and the attention inputs: by default two chunks, two splits, odd tails."""
+    """A query and the attention inputs: by default two slabs, two splits, odd tails."""
     dim, value_dim = dims if isinstance(dims, tuple) else (dims, dims)
     key, value = data(batch, heads, tokens, dim, dtype=dtype), data(batch, heads, tokens, value_dim, dtype=dtype)
     query = data(batch, heads * group, queries, dim, dtype=dtype)
@@ -103,9 +102,9 @@ def guarded(monkeypatch):
 
 
 def run(monkeypatch, query: Tensor, attention_inputs: AttentionInputs, *args, **kwargs) -> tuple[Tensor, Tensor]:
-    assert fused.supports(attention_inputs, query)
+    assert fused.supports(attention_inputs.paged, query)
     with guarded(monkeypatch):
-        return fused.fused_attend(query, attention_inputs, *args, **kwargs)[:2]
+        return fused.attend_pages(query, attention_inputs.paged, *args, **kwargs)[:2]
 
 
 def logsumexp(query: Tensor, attention_inputs: AttentionInputs, mask, *, scaling=None, causal=False, softcap=None, sinks=None) -> Tensor:
@@ -218,7 +217,7 @@ def test_narrow(format, monkeypatch):
 
 def test_wide_heads_are_left_to_torch():
     query, attention_inputs = make("int4", heads=1, group=1, tokens=44, dims=512, first=0, recent=5, cuts=())
-    assert not fused.supports(attention_inputs, query)
+    assert not fused.supports(attention_inputs.paged, query)
 
 
 MASKS = {
@@ -300,7 +299,7 @@ ZONES = {
     "only first": {"first": 60, "recent": 0},
     "one packed": {"first": 30, "recent": 29},
     "whole tiles": {"first": 0, "recent": 0, "tokens": 128, "cuts": (64,)},
-    "many chunks": {"tokens": 300, "cuts": (1, 65, 70, 200)},
+    "several slabs": {"tokens": 300, "cuts": (1, 65, 70, 200)},
 }
 
 
@@ -315,7 +314,7 @@ def test_causal_within_the_body(recent, monkeypatch):
     """Queries see each other through the exact recent tokens, and the body is not masked for them."""
     query, attention_inputs = make("int8", heads=1, queries=4, tokens=50, recent=recent, cuts=())
     with pytest.raises(ValueError, match="causal with 4 queries: their own tokens must be among the exact recent ones"):
-        fused.fused_attend(query, attention_inputs, causal=True)
+        fused.attend_pages(query, attention_inputs.paged, causal=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, BFLOAT16, torch.float32])
@@ -324,12 +323,18 @@ def test_dtypes(format, dtype, monkeypatch):
     compare(monkeypatch, format, *make(format, heads=1, tokens=90, dtype=dtype, dims=96 if format == "int4" else 64, cuts=()))
 
 
+def apart(attention_inputs: AttentionInputs) -> None:
+    """Heads of exact tokens are next to each other."""
+    paged = attention_inputs.paged
+    paged.sinks, paged.ring = (tuple(x.transpose(1, 2).contiguous().transpose(1, 2) for x in zone) for zone in (paged.sinks, paged.ring))
+
+
 def test_strides(monkeypatch):
     """Queries and exact tokens as a projection leaves them."""
     query, attention_inputs = make("int8", queries=2, tokens=60, cuts=())
     query = query.transpose(1, 2).contiguous().transpose(1, 2)
-    exact = tuple(x.transpose(1, 2).contiguous().transpose(1, 2) for x in attention_inputs.exact)
-    compare(monkeypatch, "int8", query, dataclasses.replace(attention_inputs, exact=exact), causal=True)
+    apart(attention_inputs)
+    compare(monkeypatch, "int8", query, attention_inputs, causal=True)
 
 
 @pytest.mark.parametrize("format", slowly(KINDS, QUICK))
@@ -354,16 +359,15 @@ def test_tiny_queries(monkeypatch):
 def test_nan_stays_in_its_row(format, queries, monkeypatch):
     """Of the batch, of a head, of a query; of both kernels."""
     query, attention_inputs = make(format, batch=2, group=4, queries=queries, tokens=70, cuts=())
-    assert (fused.tiled(query, attention_inputs, None, {"causal": True}) is None) == (queries == 2)
+    assert (fused.tiled(query, attention_inputs.paged, None, {"causal": True}) is None) == (queries == 2)
     clean, clean_lse = run(monkeypatch, query, attention_inputs, causal=True)
     query = query.clone()
     query[0, 1, 1, 5] = float("nan")
-    key = attention_inputs.exact[2].clone()
-    key[1, 1, 3, 7] = float("nan")
-    for codes in attention_inputs.region.chunks[0]:
-        codes["scale"][0, 1, 4] = float("nan")
-    exact = (*attention_inputs.exact[:2], key, attention_inputs.exact[3])
-    out, lse = run(monkeypatch, query, dataclasses.replace(attention_inputs, exact=exact), causal=True)
+    attention_inputs.paged.ring[0][1, 1, 3, 7] = float("nan")
+    pages = attention_inputs.paged.pages
+    for codes in pages.slabs[0]:
+        codes["scale"][int(pages.table[0, 0]) - pages.firsts[0], 1, 4] = float("nan")
+    out, lse = run(monkeypatch, query, attention_inputs, causal=True)
     spoilt = torch.zeros(2, 8, queries, dtype=torch.bool, device=DEVICE)
     spoilt[0, 1, 1] = spoilt[1, 4:] = spoilt[0, 4:] = True
     assert out[spoilt].isnan().all()
@@ -376,10 +380,11 @@ def test_inputs_are_left_alone(monkeypatch):
     held = [
         query,
         mask,
-        *attention_inputs.exact,
-        attention_inputs.region.table,
-        *(x for side in attention_inputs.region.chunks[0] for x in side.values()),
+        *attention_inputs.paged.sinks,
+        *attention_inputs.paged.ring,
+        attention_inputs.paged.pages.table,
+        *(x for side in attention_inputs.paged.pages.planes for x in side.values()),
     ]
     before = [x.clone() for x in held]
     run(monkeypatch, query, attention_inputs, mask, causal=True)
-    assert all(torch.equal(x.view(torch.uint8), y.view(torch.uint8)) for x, y in zip(before, held, strict=True))
+    assert all(torch.equal(x.contiguous().view(torch.uint8), y.contiguous().view(torch.uint8)) for x, y in zip(before, held, strict=True))

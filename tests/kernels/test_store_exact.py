@@ -6,9 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from qkvcache.formats import REGISTRY
-from qkvcache.kernels.counted import store_exact
-from qkvcache.storage import Storage
+from qkvcache.kernels import pages as reference
 
 triton = pytest.importorskip("triton")
 if not (torch.cuda.is_available() or triton.knobs.runtime.interpret):
@@ -20,13 +18,10 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 HEADS, DIMS, SINKS, RING = 3, (64, 80), 4, 9
 
 
-def storage(dtype: torch.dtype) -> Storage:
-    """Every element of sinks and residual is a sentinel."""
-    like = tuple(torch.empty(2, HEADS, 0, dim, device=DEVICE, dtype=dtype) for dim in DIMS)
-    held = Storage(REGISTRY["identity"].codecs(), like, SINKS, RING - 1, max_length=60)
-    for x in (*held.sinks, *held.residual):
-        x.fill_(-7)
-    return held
+def zones(count: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """`count` slots for keys and for values, of which every element is a sentinel."""
+    key, value = (torch.full((2, HEADS, count, dim), -7, device=DEVICE, dtype=dtype) for dim in DIMS)
+    return key, value
 
 
 def tokens(count: int, dtype: torch.dtype, contiguous: bool) -> tuple[Tensor, Tensor]:
@@ -36,24 +31,26 @@ def tokens(count: int, dtype: torch.dtype, contiguous: bool) -> tuple[Tensor, Te
     return key, value
 
 
-CASES = {  # tokens, new sinks, first token for the ring, its slot
-    "sinks and one": (5, (0, 4), 4, 0),
-    "sinks alone": (3, (1, 3), 3, 0),
-    "nothing new": (30, (0, 0), 30, 3),
-    "all of the ring": (30, (4, 4), 21, 0),
-    "wrapped": (30, (4, 4), 21, 5),
-    "the last slot": (40, (2, 4), 39, 8),
-    "no tokens": (0, (0, 0), 0, 2),
+CASES = {  # tokens, of them sinks, first slot of the sinks, slot of the first other token
+    "sinks and one": (5, 4, 0, 0),
+    "sinks alone": (2, 2, 1, 3),
+    "no sinks": (3, 0, 0, 3),
+    "all of the ring": (9, 0, 0, 0),
+    "wrapped": (9, 0, 0, 5),
+    "sinks, and wrapped": (6, 2, 2, 7),
+    "the last slot": (1, 0, 0, 8),
+    "no tokens": (0, 0, 0, 2),
 }
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("case", CASES)
 def test_kernel(case, dtype):
-    count, sinks, begin, slot = CASES[case]
+    count, opening, begin, slot = CASES[case]
     x = tokens(count, dtype, contiguous=count == 5)
-    mine, wanted = storage(dtype), storage(dtype)
-    triton_store_exact.store_exact(mine.buffers, x, sinks, begin, slot, (count + 2, 7))
-    store_exact(wanted.buffers, x, sinks, begin, slot, (count + 2, 7))
-    assert all(map(torch.equal, (*mine.sinks, *mine.residual, mine.state), (*wanted.sinks, *wanted.residual, wanted.state)))
-    assert mine.buffers.lengths.tolist() == [[count + 2, 7]] * 2
+    stored = []
+    for store in (triton_store_exact.store_exact, reference.store_exact):
+        ring, sinks = zones(RING, dtype), zones(SINKS, dtype)
+        store(x, ring, slot, sinks, begin, opening)
+        stored.append((*ring, *sinks))
+    assert all(map(torch.equal, *stored))

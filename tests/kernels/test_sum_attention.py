@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from qkvcache.formats import REGISTRY
-from qkvcache.kernels import attend, attend_observed, observe_on_codes, prefill_with_lse, sum_attention, whole
+from qkvcache.kernels import attend, attend_observed, observe_on_codes, prefill_with_lse, sum_attention
 from qkvcache.storage import Storage
 from tests.matrix import FORMATS, slowly
 from tests.tolerance import rounding
@@ -121,11 +121,11 @@ def check_fused(monkeypatch, query, attention_inputs, observed, mask=None, **opt
     from .test_fused_attend import expect, fused, guarded, tolerance
 
     with guarded(monkeypatch):
-        out, lse, attention_sums = fused.fused_attend(query, attention_inputs, mask, observed=observed, **options)
+        out, lse, attention_sums = fused.attend_pages(query, attention_inputs.paged, mask, observed=observed, **options)
     format = next(
         name
         for name, format in REGISTRY.items()
-        if attention_inputs.region is None or format.codecs() == (attention_inputs.region.key, attention_inputs.region.value)
+        if format.codecs() == attention_inputs.paged.pages.codecs
     )
     expect(format, query, attention_inputs, mask, out, lse, 3 * tolerance(format, query.dtype), **options)
     _, expected = attend_observed(query.float(), attention_inputs, mask, observed=observed, **options)
@@ -190,12 +190,12 @@ ZONES = {
     "none recent": {"recent": 0, "first": 17},
     "nothing packed": {"first": 5, "recent": 55},
     "one packed": {"first": 30, "recent": 29},
-    "many chunks": {"tokens": 300, "cuts": (1, 65, 70, 200)},
+    "several slabs": {"tokens": 300, "cuts": (1, 65, 70, 200)},
     "exact tokens of many tiles": {"tokens": 150, "first": 33, "recent": 50},
 }
 
 
-@pytest.mark.parametrize("zones", [x if x == "many chunks" else pytest.param(x, marks=pytest.mark.slow) for x in ZONES])
+@pytest.mark.parametrize("zones", [x if x == "several slabs" else pytest.param(x, marks=pytest.mark.slow) for x in ZONES])
 @pytest.mark.parametrize("format", ["int8", pytest.param("turboquant_4bit_nc", marks=pytest.mark.slow)])
 def test_fused_zones(format, zones, monkeypatch, triton):
     check_fused(monkeypatch, *make(format, **{"heads": 1, "queries": 1, "tokens": 60, "cuts": ()} | ZONES[zones]))
@@ -212,7 +212,7 @@ def test_fused_hides(monkeypatch, triton):
     query[1, :, 2], observed[1, 2] = torch.nan, 0
     expected = attend_observed(query, attention_inputs, mask, observed=observed)[1]
     with guarded(monkeypatch):
-        attention_sums = fused.fused_attend(query, attention_inputs, mask, observed=observed)[2]
+        attention_sums = fused.attend_pages(query, attention_inputs.paged, mask, observed=observed)[2]
     torch.testing.assert_close(attention_sums, expected, rtol=5e-3, atol=1e-5)
     assert not attention_sums[0, :, 4:30].any()
 
@@ -225,17 +225,16 @@ def test_magnitudes(monkeypatch, triton):
     query, attention_inputs = data(1, 2, 1, 64), build(REGISTRY["int8"], data(1, 1, 60, 64), data(1, 1, 60, 64) * lengths[:, None], 0, 0)
     observed = torch.ones(1, 1, device=DEVICE)
     expected = attend_observed(query, attention_inputs, observed=observed)[1]
-    torch.testing.assert_close(fused.fused_attend(query, attention_inputs, observed=observed)[2], expected, rtol=5e-3, atol=1e-6)
+    torch.testing.assert_close(fused.attend_pages(query, attention_inputs.paged, observed=observed)[2], expected, rtol=5e-3, atol=1e-6)
 
 
-def test_mass_of_storage_that_counts_on_the_device_is_refused(triton):
-    from .test_fused_attend import fused
-
-    query, attention_inputs, observed = make("int8", tokens=40, cuts=())
-    key, value = attention_inputs.exact[2:]
-    held = Storage((attention_inputs.region.key, attention_inputs.region.value), (key, value), 0, 4, 60)
+def test_mass_of_storage_that_counts_on_the_device_is_refused(monkeypatch, triton):
+    monkeypatch.setenv("QKVCACHE_KERNELS", "triton")
+    x = data(2, 2, 5, 64), data(2, 2, 5, 64)
+    held = Storage(REGISTRY["int8"].codecs(), x, 0, 4, 60)
+    held.append(x)
     with pytest.raises(ValueError, match="`observed` cannot be combined with storage that counts on the device"):
-        fused.fused_attend(query, whole(held.buffers), observed=observed)
+        observe_on_codes(data(2, 4, 1, 64), held.attention_inputs(), observed=torch.ones(2, 1, device=DEVICE))
 
 
 @pytest.mark.parametrize("kernels", ["torch", "triton"])
