@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Container, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
 import typer
 from rich.console import Console
 from rich.table import Column, Table
 
-from .models import folder
+if TYPE_CHECKING:
+    import torch
 
 MODEL = "'demo', 'smollm2', a model's folder, a .gguf file, or its name on the Hub."
 Budget = Annotated[float | None, typer.Option(help="Tokens that the policy retains: a number from 1 on, or a share such as 0.5.")]
@@ -48,8 +48,18 @@ def refusals() -> Iterator[None]:
         raise typer.BadParameter(str(error)) from error
 
 
+def quiet() -> None:
+    """Silences what transformers reports while it loads a model."""
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+
+
 def model_of(name: str, option: str = "MODEL") -> str:
     """The path or name that transformers loads for `name` (`models.folder`)."""
+    from .models import folder
+
     try:
         return folder(name)
     except (OSError, ImportError, ValueError) as error:
@@ -57,6 +67,8 @@ def model_of(name: str, option: str = "MODEL") -> str:
 
 
 def dtype_of(name: str) -> torch.dtype:
+    import torch
+
     allowed = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
     if name not in allowed:
         raise typer.BadParameter(f"{name!r}: expected one of {', '.join(allowed)}", param_hint="--dtype")
@@ -65,6 +77,8 @@ def dtype_of(name: str) -> torch.dtype:
 
 def device_of(name: str | None) -> torch.device:
     """None: a GPU if there is one, else the CPU."""
+    import torch
+
     try:
         device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
         torch.empty(0, device=device)

@@ -10,7 +10,7 @@ ROOT = Path(__file__).parent.parent / "qkvcache"
 FILES = {str(path.relative_to(ROOT)): path for path in sorted(ROOT.rglob("*.py"))}
 ORDER = ["formats", "kernels", "policies", "storage", "attention", "layers", "caches"]  # each may import those before it
 ALONE = {"models"}  # imports no other
-ABOVE = {"batching", "prefix", "planning", "evaluation", "demo", "options", "cli", "__init__"}  # and these all of them
+ABOVE = {"batching", "prefix", "planning", "evaluation", "demo", "options", "commands", "cli", "__init__"}  # and these all of them
 
 PARSED = {name: ast.parse(path.read_text()) for name, path in FILES.items()}
 

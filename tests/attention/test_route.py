@@ -99,7 +99,8 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS as masks
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as functions, AttentionInterface
 state = lambda: (AttentionInterface.get_interface, dict(functions), dict(masks))
 before = state()
-import qkvcache, qkvcache.attention
+import qkvcache
+from qkvcache import *
 assert state() == before and not qkvcache.attention.installed()
 qkvcache.CompressedCache(format="int8")
 assert state() != before and qkvcache.attention.installed()

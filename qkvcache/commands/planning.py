@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from transformers import AutoConfig, PreTrainedConfig
 
-from .. import policies
-from ..models import known
 from ..options import MODEL, Budget, JsonOption, budget_of, dtype_of, examples, model_of, output, refusals
-from . import plan as plan_one
-from . import plan_all, show
-from . import recommend as ask
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+    from ..policies import Policy
 
 UNITS = {"": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
@@ -67,6 +66,9 @@ def plan(
     json_output: JsonOption = False,
 ) -> None:
     """Show the bytes of a cache, how many requests fit beside the weights, and the longest context."""
+    from .. import planning
+    from ..planning import show
+
     options = {
         "policy": _policy(policy, budget), "context": context, "batch": batch, "requests": _mix(requests),
         "gpu_memory": _bytes("--gpu-memory", gpu_memory), "weights_memory": _bytes("--weights-memory", weights_memory),
@@ -75,7 +77,7 @@ def plan(
     }  # fmt: skip
     config = _config(model)
     with refusals():
-        plans = [plan_one(config, format=format, **options)] if format else plan_all(config, **options)  # type: ignore[arg-type]
+        plans = [planning.plan(config, format=format, **options)] if format else planning.plan_all(config, **options)  # type: ignore[arg-type]
     of_one = (show.parts(plans[0]), plans[0].reason) if format else ()
     output([plan.as_json() for plan in plans], json_output, show.table(plans), *of_one)
 
@@ -102,6 +104,10 @@ def recommend(
     json_output: JsonOption = False,
 ) -> None:
     """Show which cache to choose, why, its bytes, and the nearest flags of vLLM and SGLang."""
+    from .. import planning
+    from ..planning import show
+    from ..policies import HeadProfile
+
     options = {
         "workload": workload, "context": context, "streaming": streaming, "chat": chat, "batch": batch, "requests": _mix(requests),
         "dtype": dtype and dtype_of(dtype), "gpu_memory": _bytes("--gpu-memory", gpu_memory),
@@ -109,12 +115,16 @@ def recommend(
     }  # fmt: skip
     config = _config(model)
     with refusals():
-        profile = head_profile and policies.HeadProfile.load(head_profile)
-        recommendation = ask(config, **options, head_profile=profile)  # type: ignore[arg-type]
+        profile = head_profile and HeadProfile.load(head_profile)
+        recommendation = planning.recommend(config, **options, head_profile=profile)  # type: ignore[arg-type]
     output(recommendation.as_json(), json_output, show.recommended(recommendation))
 
 
 def _config(model: str) -> PreTrainedConfig:
+    from transformers import AutoConfig
+
+    from ..models import known
+
     path = model_of(model)
     try:
         return AutoConfig.from_pretrained(path)
@@ -125,7 +135,9 @@ def _config(model: str) -> PreTrainedConfig:
         ) from error
 
 
-def _policy(name: str | None, budget: float | None) -> policies.Policy | None:
+def _policy(name: str | None, budget: float | None) -> Policy | None:
+    from .. import policies
+
     if name is None:
         if budget is not None:
             raise typer.BadParameter(f"{budget:g} without a policy: add --policy, such as --policy h2o", param_hint="--budget")

@@ -12,12 +12,8 @@ import typer
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
-from transformers import AutoConfig
 
 from ..options import MODEL, JsonOption, counts_of, device_of, dtype_of, examples, model_of, output, refusals, table
-from . import disk
-from .bench import measure
-from .entry import in_short
 
 app = typer.Typer(help="Stored beginnings of prompts.", no_args_is_help=True, epilog=examples("qkvcache prefix ls FOLDER"))
 Directory = Annotated[Path, typer.Argument(help="The directory of a PrefixStore.", exists=True, file_okay=False)]
@@ -35,6 +31,10 @@ def bench(
     json_output: JsonOption = False,
 ) -> None:
     """Measure bytes, error and latency of storing and fetching prefixes of a model's shapes."""
+    from transformers import AutoConfig
+
+    from ..prefix.bench import measure
+
     path, counts, stored_in, on = model_of(model, "--model"), counts_of(contexts, "--contexts"), dtype_of(dtype), device_of(device)
     with refusals():
         config = AutoConfig.from_pretrained(path)
@@ -56,6 +56,8 @@ def bench(
 @app.command(epilog=examples("qkvcache prefix ls prefixes"))
 def ls(directory: Directory, json_output: JsonOption = False) -> None:
     """List the entries in a directory, the most recently used first."""
+    from ..prefix.entry import in_short
+
     rows = sorted(_entries(directory), key=lambda row: row["used"], reverse=True)
     grid = Table(title=f"{len(rows)} files, {sum(row['bytes'] for row in rows):,} bytes in {directory}", box=None)
     for header in ("entry", "model", "tokens", "bytes", "last used", "stored from"):
@@ -75,6 +77,8 @@ def rm(
     json_output: JsonOption = False,
 ) -> None:
     """Remove entries. Other files are left alone."""
+    from ..prefix import disk
+
     if bool(entries) == everything:
         raise typer.BadParameter("name the entries to remove, or pass --all")
     found = [Path(entry.path) for entry in disk.files(directory) if disk.parts(entry.name)]
@@ -105,6 +109,8 @@ def verify(directory: Directory, json_output: JsonOption = False) -> None:
 
 def _entries(directory: Path, contents: bool = False) -> list[dict]:
     """A row for each file. `contents`: whether all of it is read and checked."""
+    from ..prefix import disk
+
     rows = []
     entries = sorted(disk.files(directory), key=lambda entry: entry.name)
     for entry in track(entries, "reading", console=Console(stderr=True), transient=True) if contents else entries:

@@ -33,7 +33,7 @@ def serve(
     model_of(model)  # refused here, under the argument's name
     with refusals():
         options = stock_options(context.args)
-        from .server import Server
+        from ..batching.server import Server
 
         cache = {"format": format, "num_sink_tokens": num_sink_tokens, "residual_length": residual_length}
         server = Server(model, cache, metrics_interval=metrics_interval, grace_seconds=grace_seconds, **options)
