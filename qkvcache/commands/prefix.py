@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import tempfile
 import time
 from pathlib import Path
@@ -16,7 +15,6 @@ from rich.table import Table
 from ..options import MODEL, JsonOption, counts_of, device_of, dtype_of, examples, model_of, output, refusals, table
 
 app = typer.Typer(help="Stored beginnings of prompts.", no_args_is_help=True, epilog=examples("qkvcache prefix ls FOLDER"))
-Directory = Annotated[Path, typer.Argument(help="The directory of a PrefixStore.", exists=True, file_okay=False)]
 CONTEXTS = "512,1024,2048,4096,8192,16384,32768,65536"
 
 
@@ -53,79 +51,46 @@ def bench(
     output(rows, json_output, grid)
 
 
-@app.command(epilog=examples("qkvcache prefix ls prefixes"))
-def ls(directory: Directory, json_output: JsonOption = False) -> None:
-    """List the entries in a directory, the most recently used first."""
-    from ..prefix.entry import in_short
+@app.command(epilog=examples("qkvcache prefix ls prefixes", "qkvcache prefix ls prefixes --verify"))
+def ls(
+    directory: Annotated[Path, typer.Argument(help="The directory of a PrefixStore.", exists=True, file_okay=False)],
+    verify: Annotated[bool, typer.Option("--verify", help="Read all of each entry and check it against its digests.")] = False,
+    json_output: JsonOption = False,
+) -> None:
+    """List the entries in a directory, the most recently used first; with --verify, exit with 1 if one is damaged."""
+    from ..prefix import disk
 
-    rows = sorted(_entries(directory), key=lambda row: row["used"], reverse=True)
-    grid = Table(title=f"{len(rows)} files, {sum(row['bytes'] for row in rows):,} bytes in {directory}", box=None)
-    for header in ("entry", "model", "tokens", "bytes", "last used", "stored from"):
+    files = sorted(disk.files(directory), key=lambda entry: entry.stat().st_mtime, reverse=True)
+    found = track(files, "reading", console=Console(stderr=True), transient=True, disable=not verify)
+    rows = [_row(Path(entry.path), verify) for entry in found]
+    bad = sum(bool(row["problem"]) for row in rows)
+    title = f"{len(rows)} files, {bad} damaged or no entries, {sum(row['bytes'] for row in rows):,} bytes in {directory}"
+    grid = Table(title=title, box=None)
+    for header in ("file", "model", "tokens", "bytes", "last used", "stored from"):
         grid.add_column(header, justify="right" if header in ("tokens", "bytes") else "left", overflow="fold")
     for row in rows:
         used = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(row["used"]))
-        says = row["problem"] or in_short(row["cache"])
-        grid.add_row(row["entry"][:12], row["model"], f"{row['tokens']:,}", f"{row['bytes']:,}", used, says)
+        says = row["problem"] or row["cache"]
+        grid.add_row(row["file"], row["model"], f"{row['tokens']:,}", f"{row['bytes']:,}", used, says)
     output(rows, json_output, grid)
-
-
-@app.command(epilog=examples("qkvcache prefix rm prefixes 3f2a 91bc", "qkvcache prefix rm prefixes --all"))
-def rm(
-    directory: Directory,
-    entries: Annotated[list[str] | None, typer.Argument(help="How the entries' names begin, as `ls` shows them.")] = None,
-    everything: Annotated[bool, typer.Option("--all", help="Remove every entry, and the remains of killed processes.")] = False,
-    json_output: JsonOption = False,
-) -> None:
-    """Remove entries. Other files are left alone."""
-    from ..prefix import disk
-
-    if bool(entries) == everything:
-        raise typer.BadParameter("name the entries to remove, or pass --all")
-    found = [Path(entry.path) for entry in disk.files(directory) if disk.parts(entry.name)]
-    chosen = set(found) if everything else set()
-    for name in entries or ():
-        hits = {path for path in found if disk.label(path.name).startswith(name)}
-        if not hits:
-            raise typer.BadParameter(f"no entry begins with {name!r}")
-        chosen |= hits
-    size = sum(path.stat().st_size for path in chosen)
-    for path in chosen:
-        path.unlink(missing_ok=True)
-    disk.trim(directory, 2**63)
-    removed = {"entries": sorted(disk.label(path.name) for path in chosen), "bytes": size}
-    print(json.dumps(removed, indent=1) if json_output else f"removed {len(chosen)} entries, {size:,} bytes")
-
-
-@app.command(epilog=examples("qkvcache prefix verify prefixes --json"))
-def verify(directory: Directory, json_output: JsonOption = False) -> None:
-    """Read every entry and check it against its digests; exit with 1 if one is damaged."""
-    rows = _entries(directory, contents=True)
-    lines = [f"{row['entry'][:12]}  {row['tokens']:>9,} tokens  {row['problem'] or 'whole'}" for row in rows]
-    bad = sum(bool(row["problem"]) for row in rows)
-    print(json.dumps(rows, indent=1) if json_output else "\n".join((*lines, f"{len(rows)} files, {bad} damaged or no entries")))
-    if bad:
+    if verify and bad:
         raise typer.Exit(1)
 
 
-def _entries(directory: Path, contents: bool = False) -> list[dict]:
-    """A row for each file. `contents`: whether all of it is read and checked."""
+def _row(path: Path, contents: bool) -> dict:
+    """The row of a file. `contents`: whether all of it is read and checked."""
     from ..prefix import disk
 
-    rows = []
-    entries = sorted(disk.files(directory), key=lambda entry: entry.name)
-    for entry in track(entries, "reading", console=Console(stderr=True), transient=True) if contents else entries:
-        path = Path(entry.path)
-        name = disk.label(path.name) if disk.parts(path.name) else path.name
-        row = {"entry": name, "file": path.name, "model": "", "tokens": 0, "bytes": path.stat().st_size, "used": path.stat().st_mtime}
-        row |= {"cache": "", "whole": False, "error": 0.0, "problem": ""}
-        try:
-            file = disk.read_header(path)
-            row |= {"model": file.model, "tokens": file.tokens, "cache": file.text, "whole": file.whole}
-            row |= {"error": max(file.errors, default=0.0)}
-            if contents:
-                for _ in disk.read(file):
-                    pass
-        except (disk.Damaged, FileNotFoundError) as error:
-            row["problem"] = str(error)
-        rows.append(row)
-    return rows
+    stat = path.stat()
+    row = {"file": path.name, "model": "", "tokens": 0, "bytes": stat.st_size, "used": stat.st_mtime}
+    row |= {"cache": "", "whole": False, "error": 0.0, "problem": ""}
+    try:
+        file = disk.read_header(path)
+        row |= {"model": file.model, "tokens": file.tokens, "cache": file.text, "whole": file.whole}
+        row |= {"error": max(file.errors, default=0.0)}
+        if contents:
+            for _ in disk.read(file):
+                pass
+    except (disk.Damaged, FileNotFoundError) as error:
+        row["problem"] = str(error)
+    return row

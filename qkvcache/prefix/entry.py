@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -31,8 +30,8 @@ SAMPLE = 256
 
 
 class CacheTemplate:
-    """A template that makes empty caches like `cache` for a model with `config`. `name` (16 bytes) and `text` identify
-    the contents and the format of its entries.
+    """A template that makes empty caches like `cache` for a model with `config`. `name` (16 bytes) identifies the
+    contents and the format of its entries; `text` describes them.
 
     Raises NotImplementedError for a cache with layers that neither transformers nor this library would make for the
     model.
@@ -52,7 +51,7 @@ class CacheTemplate:
                     f"layer {i} is a {type(layer).__name__}, not a {type(expected).__name__}: make the cache with the model's config"
                 )
         self._layers = [_emptied(layer) if isinstance(layer, CompressedLayer) else None for layer in cache.layers]
-        self.text = "; ".join(dict.fromkeys(map(_describe, cache.layers)))
+        self.text = "; ".join(dict.fromkeys(map(_in_short, cache.layers)))
         self.name = hashlib.blake2b("\n".join(map(_describe, cache.layers)).encode(), digest_size=16).digest()
         self.evicts = any(isinstance(layer, EvictingLayer) for layer in cache.layers)
         self.cuttable = not self.evicts and all(type(layer) in (CompressedLayer, DynamicLayer, PLACEHOLDER) for layer in cache.layers)
@@ -100,16 +99,15 @@ def _describe(layer: Layer) -> str:
     return f"{text}, {layer.policy!r}, {layer.budget!r}, {layer.rope is not None}" if isinstance(layer, EvictingLayer) else text
 
 
-def in_short(text: str) -> str:
-    """A readable form of a template's `text`: the names of formats and policies, and the exact zones if they are not the default."""
-    parts = []
-    for part in text.split("; "):
-        if found := re.fullmatch(r"(\S+) \(.*\), exact (\d+ \+ \d+)(?:, (\w+)\(.*)?", part):
-            name, zones, policy = found.groups()
-            usual = zones == "4 + 64" or name == "identity"  # exact everywhere
-            part = ", ".join(filter(None, [name, policy, None if usual else f"exact {zones}"]))
-        parts.append(part)
-    return "; ".join(dict.fromkeys(parts))
+def _in_short(layer: Layer) -> str:
+    """The format and the policy of a layer, and its exact zones if they are not the default."""
+    if not isinstance(layer, CompressedLayer):
+        return type(layer).__name__
+    words = [layer.format.name, type(layer.policy).__name__] if isinstance(layer, EvictingLayer) else [layer.format.name]
+    zones = layer.num_sink_tokens, layer.residual_length
+    if zones != (4, 64) and layer.format.name != "identity":  # which is exact everywhere
+        words.append("exact {} + {}".format(*zones))
+    return ", ".join(words)
 
 
 @dataclass(frozen=True)

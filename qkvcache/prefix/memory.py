@@ -40,15 +40,6 @@ class MemoryStore:
         self.index.add(entry.key, entry.template.name, entry.whole)
         self.trim(self.max_bytes)
 
-    def add_oldest(self, entry: Entry) -> bool:
-        """Adds an entry as the least recently used one if there is room; returns whether it was added."""
-        if self.nbytes + entry.nbytes > self.max_bytes:
-            return False
-        self._entries[entry.key] = entry
-        self._entries.move_to_end(entry.key, last=False)
-        self.index.add(entry.key, entry.template.name, entry.whole)
-        return True
-
     def trim(self, max_bytes: int) -> None:
         """Evicts the least recently used entries until at most `max_bytes` are left."""
         while self._entries and self.nbytes > max_bytes:

@@ -255,12 +255,16 @@ class PrefixStore:
         """Reads entries from disk into memory, the most recently used first, as many as fit beside the present ones;
         returns their number."""
         disk = self._require_disk()
-        loaded = 0
+        loaded, room = list[Entry](), self._memory.max_bytes - self._memory.nbytes
         for key in disk.newest(self._scanned()):
             if self._memory.index.covering(key, disk.headers[key].template) is None:
                 with suppress(Damaged, TooLarge):
-                    loaded += self._memory.add_oldest(self._loaded(disk, key, key))
-        return loaded
+                    entry = self._loaded(disk, key, key, room)
+                    loaded.append(entry)
+                    room -= entry.nbytes
+        for entry in reversed(loaded):
+            self._memory.put(entry)
+        return len(loaded)
 
     @property
     def stats(self) -> Stats:
@@ -298,10 +302,10 @@ class PrefixStore:
         except Damaged:
             return None
 
-    def _loaded(self, disk: DiskStore, stored: bytes, key: bytes) -> Entry:
+    def _loaded(self, disk: DiskStore, stored: bytes, key: bytes, room: int) -> Entry:
         """An entry in memory of the tokens of `key`, from the file of `stored`, which begins with them. Raises Damaged,
-        and TooLarge for more bytes than the store may hold."""
-        file, layers, left = disk.headers[stored], [], self._memory.max_bytes - len(key)
+        and TooLarge for more than `room` bytes."""
+        file, layers, left = disk.headers[stored], [], room - len(key)
         copy, template = partial(HostSnapshot.of, lock=on_gpu(self._devices())), self._templates[file.template]
         for layer in disk.read(stored, match.length(key), copy, template):
             layers.append(layer)
@@ -333,7 +337,7 @@ class PrefixStore:
             # A fetch must give the same result from memory and from disk: both keep the entry that was stored first.
             if self._disk is not None and (covering := self._disk.index.covering(key, template.name)) is not None:
                 with suppress(Damaged):
-                    entry = self._loaded(self._disk, covering, key)
+                    entry = self._loaded(self._disk, covering, key, self._memory.max_bytes)
                     cache.layers = release.layers() if release else cache.layers
                     self._memory.put(entry)
                     self._stats.covered += 1
