@@ -1,10 +1,9 @@
-"""Errors of caches for arguments of the wrong type, unknown options and misplaced options."""
+"""Errors of caches for arguments of the wrong type and unknown options."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 from transformers import DynamicCache
 
@@ -26,18 +25,6 @@ def layer_indices(skip_layers: Iterable[int]) -> tuple[int, ...]:
     if not isinstance(skip_layers, Iterable):
         raise TypeError(f"skip_layers={skip_layers!r}: expected a tuple of layer indices, such as (0,) or (0, -1)")
     return tuple(skip_layers)
-
-
-def merged_options(kind: type[DynamicCache], options: Mapping[str, Any], **fixed: Any) -> dict[str, Any]:
-    """The user's `options` together with the options that the named cache `kind` has `fixed`.
-
-    Raises TypeError for an option that is fixed; the message names the arguments that determine it.
-    """
-    for name in fixed.keys() & options.keys():
-        base = _keywords(kind.__mro__[1])
-        words = " or ".join(f"{word}=" for word in _keywords(kind) if word not in base)
-        raise TypeError(f"{kind.__name__} makes its {name} itself: pass {words} in place of {name}={options[name]!r}")
-    return {**fixed, **options}
 
 
 def refuse_unknown(cache: DynamicCache, options: Mapping[str, object], format: Format | FormatByLayer, policy: Policy | None) -> None:

@@ -308,7 +308,7 @@ class CompressedCache(DynamicCache):
                 else f"no layer of this model has full attention alone, but {kinds}"
             )
             evicted = " and no token evicted" if self.policy else ""
-            warnings.warn(f"{why}: nothing will be compressed{evicted}", stacklevel=4)
+            warnings.warn(f"{why}: nothing will be compressed{evicted}", stacklevel=3 + 2 * (type(self) is not CompressedCache))
 
     def crop(self, tokens_to_remove: int) -> None:
         """Removes the last `-tokens_to_remove` tokens; 0 keeps them all."""
@@ -426,12 +426,13 @@ class CompressedCache(DynamicCache):
     def __repr__(self) -> str:
         memory = self.memory()
         tokens = max((layer.get_seq_length() for layer in self.layers if hasattr(layer, "get_seq_length")), default=0)
-        compressed = sum(isinstance(layer, CompressedLayer) and i not in self._exact for i, layer in enumerate(self.layers))
+        compressed = sum(isinstance(layer, CompressedLayer) and not isinstance(layer.format, formats.Identity) for layer in self.layers)
+        evicting = sum(isinstance(layer, EvictingLayer) and i not in self._exact for i, layer in enumerate(self.layers))
         zones = ", ".join(f"{name}={value}" for name, value in self._layer_options.items())
         policy = f"policy={self.policy}, " if self.policy else ""
         return (
-            f"{type(self).__name__}(format={self.format.name}, {policy}{zones}, layers={compressed} of {len(self.layers)} compressed, "
-            f"tokens={tokens}, bytes={memory.total:,}, ratio={memory.ratio:.2f})"
+            f"{type(self).__name__}(format={self.format.name}, {policy}{zones}, layers={compressed} of {len(self.layers)} compressed"
+            f"{f', {evicting} evicting' * bool(self.policy)}, tokens={tokens}, bytes={memory.total:,}, ratio={memory.ratio:.2f})"
         )
 
 
