@@ -103,9 +103,6 @@ def calibrate(
     model: Annotated[str, typer.Argument(help=MODEL)],
     out: Annotated[Path, typer.Option(help="The calibration file that is written, .json.", dir_okay=False)],
     bits: Annotated[float, typer.Option(help="Bits of a channel, the mean over keys and values of all layers.", min=2, max=4)] = 3,
-    size: Annotated[
-        float | None, typer.Option("--bytes", help="Bytes of a token and head, keys and values, in place of --bits.", min=0)
-    ] = None,
     text: TextFile = None,
     context: Annotated[int, typer.Option(help="Tokens of a window that are read exactly, and stored.", min=69)] = 1024,
     windows: Windows = 4,
@@ -123,7 +120,7 @@ def calibrate(
 
     def windowed(network: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, ids: list[int], progress: Progressed) -> Calibration:
         sizes = {"context": context, "windows": windows, "read_on": read_on}
-        return measure_bits(network, ids, bits=bits, bytes_per_token=size, progress=progress, **sizes)
+        return measure_bits(network, ids, bits=bits, progress=progress, **sizes)
 
     found = _measured(windowed, model, text, out, dtype, device)
     output(found.as_json(), json_output, _choice(found))

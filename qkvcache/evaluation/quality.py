@@ -20,7 +20,7 @@ from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase,
 from transformers.cache_utils import Cache, DynamicLayer
 
 from ..caches import CompressedCache
-from ..caches.memory import bytes_by_role, live_tensors, measured
+from ..caches.memory import measured
 from ..layers.compressed import CompressedLayer
 from ..storage import GROUP
 from .prefill import Prefilled, prefill
@@ -155,12 +155,6 @@ def _losses(log_probs: Tensor, target: Tensor) -> Tensor:
 def held_bytes(cache: Cache) -> int:
     """Bytes of keys, values and states of linear layers, measured in the same way for caches of this library and of
     transformers."""
-    if isinstance(cache, QuantizedCache):
-        return sum(bytes_by_role(("codes", tensor) for layer in cache.layers for tensor in live_tensors(vars(layer))).values())
-    if not isinstance(cache, CompressedCache | DynamicCache):
-        raise TypeError(
-            f"cannot count the bytes of a {type(cache).__name__}: expected a CompressedCache, a DynamicCache or a QuantizedCache"
-        )
     return measured(cache.layers).total
 
 
