@@ -14,8 +14,7 @@ from transformers.cache_utils import Cache
 from qkvcache import CompressedCache
 from qkvcache.attention import observer
 from qkvcache.attention.compressed_kv import CompressedKV
-from qkvcache.attention.second_reading import ReadingLayer
-from qkvcache.caches.compress import fill, read_twice
+from qkvcache.caches.compress import ReadingLayer, fill, read_twice
 from qkvcache.evaluation.prefill import Prefilled, in_groups, prefill
 from qkvcache.formats import Format
 from qkvcache.kernels import Pair, sum_attention

@@ -37,8 +37,7 @@ from ..kernels.sum_attention import BLOCK
 from ..policies import ObservedAttention, Policy
 from .compressed_kv import CompressedKV
 from .full import full_attention
-from .keywords import kernel_options
-from .masks import NewTokens, joined, joined_by_head, mask_of_new, new_tokens, sees_itself
+from .masks import NewTokens, joined, joined_by_head, kernel_options, mask_of_new, new_tokens, sees_itself
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from qkvcache import CompressedCache, continuous_batching
-from qkvcache.attention import varlen
+from qkvcache.attention import full
 from tests.reference import count_fused
 
 from .requests import ZONES, answers, assert_same, collect, llama, prompts, serving, watch_offloading
@@ -105,7 +105,7 @@ def test_prompts_in_one_launch_equal_one_by_one(format, dtype, monkeypatch):
     def both(cache, layer, chunks, query, *args, **options):
         out = together(cache, layer, chunks, query, *args, **options)
         with monkeypatch.context() as patch:
-            patch.setattr(varlen, "in_one_launch", lambda query, value: False)
+            patch.setattr(full, "in_one_launch", lambda query, value: False)
             alone = together(cache, layer, chunks, query, *args, **options)
         size = alone.float().norm().clamp_min(1e-6)  # the padding that warms up attends to nothing but zeros
         errors.append(((out.float() - alone.float()).norm() / size, len(chunks.rows), chunks.past is not None))

@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import DynamicCache
 
 from qkvcache import CompressedCache, plan, policies
-from qkvcache.attention.second_reading import Reading
+from qkvcache.caches.compress import Reading
 from qkvcache.layers.evicting import EvictingLayer
 from qkvcache.layers.snapshot import restore, snapshot
 from qkvcache.policies.base import ONE
