@@ -174,7 +174,7 @@ def parsed(arguments: list[str] | None) -> tuple[argparse.Namespace, CacheSpec]:
         parser.error("--document without a terminal: pass --questions")
     budget = int(args.budget) if args.budget is not None and args.budget >= 1 else args.budget
     try:
-        models.folder(args.model)
+        models.folder(args.model), models.usable(args.device)
         spec = CacheSpec(cache=args.format, policy=args.policy, budget=budget, max_length=args.max_length)
     except (ValueError, TypeError, OSError, ImportError) as error:
         parser.error(str(error))

@@ -79,13 +79,12 @@ def device_of(name: str | None) -> torch.device:
     """None: a GPU if there is one, else the CPU."""
     import torch
 
+    from .models import usable
+
     try:
-        device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        reason = str(error).splitlines()[0]
-        raise typer.BadParameter(f"{name!r} is no device of this machine: {reason}", param_hint="--device") from error
-    return device
+        return usable(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--device") from error
 
 
 def budget_of(value: float | None) -> int | float | None:

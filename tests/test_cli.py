@@ -62,7 +62,8 @@ def test_help_shows_the_example():
     [
         (("formats", "--head-dim", "0"), "--head-dim 0"),
         (("demo", "--dtype", "int8"), "bfloat16, float16, float32"),
-        (("demo", "--device", "foo"), "--device"),
+        (("demo", "--device", "foo"), "'foo' is not on this machine"),
+        (("bench", "--device", "cuda:99"), "use cpu"),
         (("demo", "--formats", "int8,int9"), "'int9' is unknown"),
         (("demo", "--model", "./nowhere"), "'./nowhere' does not exist"),
         (("dmeo",), "No such command"),

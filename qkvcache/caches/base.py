@@ -202,6 +202,8 @@ class CompressedCache(DynamicCache):
             raise ValueError(f"compress with policy={self.policy and self.policy.name}: only KVzip reads a context twice; call generate")
         if self.get_seq_length():
             raise ValueError(f"compress after {self.get_seq_length()} tokens: call it on an empty cache, or call reset() before")
+        if not isinstance(ids, Tensor):
+            raise TypeError(f"compress of {ids!r:.60}: expected token ids [B, T], such as tokenizer(text, return_tensors='pt').input_ids")
         if ids.dim() != 2 or not ids.shape[1] or (attention_mask is not None and attention_mask.shape != ids.shape):
             masked = "" if attention_mask is None else f" and attention_mask {list(attention_mask.shape)}"
             raise ValueError(f"compress of ids {list(ids.shape)}{masked}: both must be [B, T], with T of 1 or more")

@@ -98,6 +98,8 @@ class CacheLM(HFLM):
             raise ValueError(f"batch_size={size!r}: is found by trying forward passes without a cache; pass a number")
         digits = isinstance(size, str) and size.removeprefix("-").isdecimal()  # from a command line
         check_count("batch_size", int(size) if digits else size, 1, of="rows")
+        if options.get("device"):
+            models.usable(options["device"])
         if isinstance(pretrained, str):
             pretrained = models.folder(pretrained)
         super().__init__(pretrained, **{"softmax_dtype": "float32"} | options)

@@ -253,6 +253,8 @@ def test_what_is_refused():
         network(ids, past_key_values=cache)
     with pytest.raises(ValueError, match=r"ids \[37\]"):
         cache.compress(network, ids[0])
+    with pytest.raises(TypeError, match=r"compress of 'a context': expected token ids \[B, T\]"):
+        cache.compress(network, "a context")
     cache.compress(network, ids, progress=False)
     with pytest.raises(ValueError, match="compress after 37 tokens"):
         cache.compress(network, ids)

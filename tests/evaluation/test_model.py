@@ -196,6 +196,7 @@ def test_the_results_say_what_was_measured():
         ({"chunk": 0}, ValueError, "chunk=0"),
         ({"batch_size": "auto"}, ValueError, "batch_size='auto': is found by trying"),
         ({"batch_size": "auto:4"}, ValueError, "batch_size='auto:4': is found by trying"),
+        ({"device": "cuda:99"}, ValueError, "device='cuda:99' is not on this machine"),
         ({"batch_size": 0}, ValueError, "batch_size=0: must be 1 or more rows"),
         ({"batch_size": "-3"}, ValueError, "batch_size=-3: must be 1 or more rows"),
         ({"batch_size": 2.0}, TypeError, "batch_size must be a number of rows, got 2.0"),
