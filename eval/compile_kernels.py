@@ -27,7 +27,7 @@ import triton  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from qkvcache.formats import REGISTRY  # noqa: E402
+from qkvcache.formats import FP8, REGISTRY, HadaQuant, Int4, Int8, TurboQuant  # noqa: E402
 from qkvcache.formats.base import PackedLayout  # noqa: E402
 from qkvcache.formats.rotation import rotation_block  # noqa: E402
 from qkvcache.kernels import (  # noqa: E402
@@ -59,6 +59,12 @@ TARGETS = {
 GREATEST_STACK = 128
 RECORD_TYPES = dict.fromkeys(("row_lengths", "columns", "order", "where"), "*i64") | dict.fromkeys(("column_mask", "is_valid"), "*i1")
 RECORD_TYPES |= {"records": ("*i32", "*fp32", "*fp32", "*fp32")}
+OPTIONS = (
+    Int8("token"), Int8(symmetric=False), FP8(scale="token"), FP8("e5m2"), FP8("e5m2", scale="tensor", frozen=True), Int4("group"),
+    TurboQuant("3bit_nc", center=False), HadaQuant(4, 4),
+)  # fmt: skip
+"""Formats with kinds of codes, scales and spans that no registered format has."""
+FORMATS = REGISTRY | {format.name: format for format in OPTIONS}
 QUICK = (
     "identity",
     "int8",
@@ -107,7 +113,7 @@ def strides_aligned(name: str) -> bool:
 
 
 def attention(format: str, head_dim: int, target: str, variant: str = "", dtype: str = "bf16", rows: int = 1) -> Job:
-    key, value = (codec.packed_layout for codec in REGISTRY[format].codecs())
+    key, value = (codec.packed_layout for codec in FORMATS[format].codecs())
     assert key and value, format
     nvidia = TARGETS[target].backend == "cuda"
     launch = launched(key, value, head_dim, rows, nvidia)
@@ -170,7 +176,7 @@ def _not_rotated(how: PackedLayout) -> PackedLayout:
 
 
 def joining(format: str, head_dim: int, target: str) -> Job:
-    value = REGISTRY[format].value.packed_layout
+    value = FORMATS[format].value.packed_layout
     assert value
     types = dict.fromkeys(("part", "maxima", "sums", "signs", "center", "lse"), "*fp32") | {"sinks": "*bf16", "out": "*bf16"}
     types["firsts"] = "*i32"
@@ -227,7 +233,7 @@ def _planes_of(codec, dim: int, table: str) -> Types:
 
 
 def storing(format: str, head_dim: int, tokens: int, target: str, heads: int = 8) -> Job:
-    codecs = REGISTRY[format].codecs()
+    codecs = FORMATS[format].codecs()
     layouts = [triton_quantize.known(codec, _Like(head_dim)) for codec in codecs]
     across, along, warps = triton_dequantize.tile(tuple(layouts), heads, tokens, triton_dequantize.padded(head_dim))
     types = dict.fromkeys(("key", "value", "slots"), _strided("*bf16", 3))
@@ -239,7 +245,7 @@ def storing(format: str, head_dim: int, tokens: int, target: str, heads: int = 8
 
 def stepping(format: str, head_dim: int, target: str) -> Iterator[Job]:
     """A step of one token into one chunk or many, and one that leaves the ring of a layer that evicts."""
-    codecs = dict(zip(("key", "value"), REGISTRY[format].codecs(), strict=True))
+    codecs = dict(zip(("key", "value"), FORMATS[format].codecs(), strict=True))
     zones = _strided("*bf16", 3) + _strided("*bf16", 2) * 2
     step: dict[str, str | Types] = {"state": "*i32", "chunks": "*i64"}
     step |= {name: (*zones, _planes_of(codec, head_dim, "*bf16")) for name, codec in codecs.items()}
@@ -272,7 +278,7 @@ def storing_exact(head_dim: int, target: str) -> Job:
 
 
 def decoding(format: str, head_dim: int, target: str) -> Iterator[Job]:
-    for codec in dict.fromkeys(REGISTRY[format].codecs()):
+    for codec in dict.fromkeys(FORMATS[format].codecs()):
         layout = triton_dequantize.known(codec, _Like(head_dim))
         wide = triton_dequantize.padded(head_dim)
         types = {"out": _strided("*bf16", 3), "planes": _planes_of(codec, head_dim, "*bf16"), "table": "*i32", "lengths": "*i32"}
@@ -287,7 +293,7 @@ def decoding(format: str, head_dim: int, target: str) -> Iterator[Job]:
 
 
 def gathering(format: str, head_dim: int, target: str) -> Job:
-    codecs = REGISTRY[format].codecs()
+    codecs = FORMATS[format].codecs()
     layouts = [triton_dequantize.known(codec, _Like(head_dim)) for codec in codecs]
     across, along, warps = triton_dequantize.tile_of_pages(tuple(layouts), 8, GATHER_TILE, triton_dequantize.padded(head_dim))
     types: dict[str, str | Types] = dict.fromkeys(("tiles", "new_starts", "out_starts", "rows", "lengths", "table"), "*i32")
@@ -341,7 +347,7 @@ class _Like:
 
 
 def jobs(everything: bool) -> Iterator[Job]:
-    formats = list(REGISTRY) if everything else QUICK
+    formats = list(FORMATS) if everything else QUICK
     for target in TARGETS:
         few = not everything and target != "sm_90"
         for format in QUICK[-1:] if few else formats:
@@ -383,7 +389,7 @@ def jobs(everything: bool) -> Iterator[Job]:
         for format in formats:
             if not everything and (few or format not in ("int4", "hadaquant_k2v2", "turboquant_3bit_nc")):
                 continue
-            if all(triton_dequantize.supports(codec, 128) for codec in REGISTRY[format].codecs()):
+            if all(triton_dequantize.supports(codec, 128) for codec in FORMATS[format].codecs()):
                 yield from (storing(format, 128, tokens, target) for tokens in ((1, 512) if everything else (512,)))
                 yield from stepping(format, 128, target)
                 yield from decoding(format, 128, target)

@@ -156,7 +156,7 @@ def document_of(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) ->
 def parsed(arguments: list[str] | None) -> tuple[argparse.Namespace, CacheSpec]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2", help=f"{models.known()}, a folder, a .gguf file, or a model on the Hub")
-    parser.add_argument("--format", default="hadaquant_k4v4", help="as `qkvcache formats` lists them")
+    parser.add_argument("--format", default="turboquant_4bit_nc", help="as `qkvcache formats` lists them")
     parser.add_argument("--policy", help="what evicts tokens: keydiff, h2o, sink_window and others")
     parser.add_argument("--budget", type=float, help="tokens that the policy keeps, or a share such as 0.5")
     parser.add_argument("--document", type=Path, help="a text file; Python's language reference by default")

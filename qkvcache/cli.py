@@ -23,7 +23,7 @@ app = typer.Typer(
 )
 
 
-@app.command(epilog=examples("qkvcache demo", "qkvcache demo --model smollm2 --formats int8,hadaquant_k4v4 --device cuda"))
+@app.command(epilog=examples("qkvcache demo", "qkvcache demo --model smollm2 --formats int8,turboquant_4bit_nc --device cuda"))
 def demo(
     model: Annotated[str, typer.Option(help=MODEL)] = "demo",
     formats: Annotated[

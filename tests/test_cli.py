@@ -23,8 +23,8 @@ def test_formats_lists_bytes_and_refusals():
     refused = {row["format"]: row for row in json.loads(run("formats", "--json", "--head-dim", "80").stdout)}
     assert refused["int4"]["bytes"] is None and "group_size" in refused["int4"]["refuses"]
     printed = run("formats").stdout
-    assert "turboquant_4bit_nc" in printed and "hadaquant_k4v4 *" in printed and "nvfp4 *" not in printed
-    assert rows["hadaquant_k4v4"]["recommended"] and not rows["nvfp4"]["recommended"]
+    assert "turboquant_4bit_nc" in printed and "turboquant_4bit_nc *" in printed and "nvfp4 *" not in printed
+    assert rows["turboquant_4bit_nc"]["recommended"] and not rows["nvfp4"]["recommended"]
 
 
 def commands(group=None, name: str = "qkvcache"):

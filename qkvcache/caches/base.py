@@ -51,8 +51,8 @@ class CompressedCache(DynamicCache):
         config: the model's config. Optional where every layer has full attention.
         format: a registry name (`qkvcache.formats.REGISTRY`) or a Format; a sequence of these, one for each
             full-attention layer, those of `skip_layers` included; or the path of a calibration file with one format for
-            each layer (`qkvcache calibrate`). With a policy, None keeps tokens in the model's dtype. A format's
-            `center=False` form (`..._uncentered`) warns once if the keys of a prompt have a large mean.
+            each layer (`qkvcache calibrate`). With a policy, None keeps tokens in the model's dtype. A format with
+            `center=False` warns once if the keys of a prompt have a large mean.
         policy: selects the tokens that are retained: a registry name (`qkvcache.policies.REGISTRY`) or a Policy; None
             retains all. With a policy, exact zones hold only tokens that it protects: at most its `num_sink_tokens`
             first and its `recent` last ones.

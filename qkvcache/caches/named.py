@@ -171,7 +171,7 @@ def _boundary(config: PreTrainedConfig | None, count: int) -> list[int]:
 
 class HadaQuantCache(CompressedCache):
     """Hadamard-rotated keys and values on Lloyd-Max levels around their means: less error for the same bytes, no
-    calibration data.
+    calibration data. With 4 and 4 bits, `TurboQuantCache` is as close and faster.
 
     Args:
         key_bits, value_bits: 2 to 4: 132 bytes a token and head with 4 and 4 at head_dim 128, 116 with 4 and 3, 100 with 3 and 3, 68 with 2

@@ -32,7 +32,7 @@ from ..policies import H2O, KeyDiff, Policy
 from . import text_ids
 
 FORMATS = (
-    "int8", "fp8", "turboquant_k8v4", "turboquant_4bit_nc", "hadaquant_k4v4", "int4", "nvfp4_mse", "hadaquant_k3v3", "turboquant_3bit_nc"
+    "int8", "fp8", "turboquant_k8v4", "turboquant_4bit_nc", "int4", "nvfp4_mse", "hadaquant_k4v3", "hadaquant_k3v3", "turboquant_3bit_nc"
 )  # fmt: skip
 STREAMED = "turboquant_4bit_nc"
 POLICIES: dict[str, Policy] = {"fp8 + H2O 50 %": H2O(budget=0.5), "fp8 + KeyDiff 50 %": KeyDiff(budget=0.5)}

@@ -256,10 +256,6 @@ def plan_all(config: PreTrainedConfig, *, policy: str | Policy | None = None, co
     names = [None, *(name for name, format in formats.REGISTRY.items() if not isinstance(format, Identity))]
     dims = {shape.head_dim for shape in shapes(config, 2)}
     possible = [name for name in names if name is None or not any(formats.REGISTRY[name].refuses(dim) for dim in dims)]
-    if options.get("requests") is not None:
-        from ..batching.context import fits_pages  # needs a later release of transformers
-
-        possible = [name for name in possible if name is None or fits_pages(formats.REGISTRY[name])]
     if options.get("gpu_memory") is not None and options.get("weights_memory") is None:  # once for all plans
         options["weights_memory"] = weights_bytes(config, model_dtype(config, options.get("dtype")))
     return [plan(config, format=name, policy=policy if name else None, context=context, **options) for name in possible]

@@ -31,7 +31,6 @@ VLLM = {
     "int8": "int8_per_token_head",
     "turboquant_k8v4": "turboquant_k8v4",
     "turboquant_4bit_nc": "turboquant_4bit_nc",
-    "hadaquant_k4v4": "turboquant_4bit_nc",
     "hadaquant_k3v3": "turboquant_3bit_nc",
 }
 """The nearest `--kv-cache-dtype` of vLLM 0.33 for a format. For others it is FP8, as for every format in SGLang 0.5,
@@ -99,9 +98,9 @@ K8V4 = Choice(
     'TurboQuantCache(config, preset="k8v4")', "turboquant_k8v4", None, "int8 keys and 4-bit values stay close (KL .0005)"
 )  # fmt: skip
 FOUR_BITS = Choice(
-    "HadaQuantCache(config)", "hadaquant_k4v4", None,
+    "TurboQuantCache(config)", "turboquant_4bit_nc", None,
     "4 bits are as small as fp8 with half of the tokens evicted by H2O, and recall what the dense run does, where H2O recalls half of it "
-    "(KL .0040)",
+    "(KL .0038)",
 )  # fmt: skip
 THREE_BITS = Choice(
     "HadaQuantCache(config, key_bits=3, value_bits=3)", "hadaquant_k3v3", None,

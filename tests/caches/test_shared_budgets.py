@@ -16,7 +16,7 @@ from qkvcache.layers.snapshot import restore, snapshot
 from qkvcache.policies import H2O, KVzip, SnapKV
 from tests.caches.test_eviction import CUTS, LENGTH, assert_generate_equals_a_loop, check_rows, inputs, kept, live_bytes, run
 from tests.caches.test_eviction_features import MOVES, generate, prompt, same, state
-from tests.matrix import ATTENTION, SHARED, model, slowly
+from tests.matrix import ATTENTION, FORMATS, SHARED, model, slowly
 from tests.reference import ZONES, assert_close, count_decoded_layers, forward
 from tests.tolerance import TURNED, of_model, turned
 
@@ -235,7 +235,7 @@ def test_kernels_do_what_torch_operations_do(monkeypatch, format):
         monkeypatch.setenv("QKVCACHE_KERNELS", kernels)
         monkeypatch.setattr(pages, "attend_pages", pages.attend_pages if kernels == "torch" else lambda *args: pytest.fail("no kernel"))
         taken.clear()
-        cache = CompressedCache(network.config, policy=policy, format=format, num_sink_tokens=2, residual_length=5)
+        cache = CompressedCache(network.config, policy=policy, format=FORMATS[format], num_sink_tokens=2, residual_length=5)
         logits = run(network, cache, sizes, (ids * mask, mask))
         assert len(taken) == 3 * 3  # of every layer, but for the prompt and the many tokens after it
         region = cache.layers[0].storage.metadata.region

@@ -11,6 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.generation.configuration_utils import CompileConfig
 
 from qkvcache import CompressedCache, policies
+from qkvcache.formats import FP8
 from tests.matrix import slowly
 from tests.reference import assert_close
 from tests.seeds import SEED
@@ -146,7 +147,7 @@ def test_a_step_that_failed_is_not_forgotten(model, monkeypatch):
 
 def test_reset_forgets_all_and_memory_tells_what_is_held(model):
     ids = text(1, 60, 5)
-    for format in (None, "fp8_tensor_frozen"):
+    for format in (None, FP8(scale="tensor", frozen=True)):
         _, cache = both("keydiff", format)
         expected = feed(model, cache, ids, (40, 1, 1))
         held = cache.nbytes

@@ -110,7 +110,7 @@ def test_the_command(tmp_path):
     text.write_text(demo.text()[:4000])
     found = json.loads(run("calibrate", "demo", "--bits", "2.5", "--text", str(text), "--out", str(path), "--json", *options).stdout)
     assert found["model"] == "demo" and found["text"] == "text.txt" and found["bytes_per_token"] <= 84
-    assert [format.name for format in resolve(path).formats] == found["formats"] == json.loads(path.read_text())["formats"]
+    assert [format.name for format in resolve(path).formats] == found["formats"]
     planned = json.loads(run("plan", "demo", "--context", "4000", "--format", str(path), "--json").stdout)[0]
     assert planned["format"] == resolve(path).name
     shown = run("calibrate", "demo", "--out", str(path), *options)

@@ -9,12 +9,12 @@ import torch.nn.functional as F
 from lm_eval.api.model import CachingLM
 from lm_eval.models.huggingface import HFLM
 
-from qkvcache import demo
+from qkvcache import demo, formats
 from qkvcache.evaluation.model import CacheLM
 from qkvcache.evaluation.spec import CacheSpec
 from qkvcache.policies import REGISTRY, SnapKV
 from tests.evaluation.asked import SHORT, TOKENIZER, cached, instances, plain, score, token_requests
-from tests.matrix import FORMATS, model, slowly
+from tests.matrix import model, slowly
 
 SCORINGS = ("cached", "deployed")
 PROMPTS = [("One two three four five six seven eight nine ten " * n + "go", {"until": ["."], "max_gen_toks": 6}) for n in (4, 2, 4, 1)]
@@ -44,10 +44,12 @@ def test_a_dense_cache_answers_as_plain_transformers(scoring):
     assert got == expected and len(set(got)) > 1
 
 
-MIXTURES = [(format, None) for format in FORMATS] + [("fp8", name) for name, policy in REGISTRY.items() if not policy.second_reading]
+MIXTURES = [(format, None) for format in formats.REGISTRY] + [
+    ("fp8", name) for name, policy in REGISTRY.items() if not policy.second_reading
+]
 
 
-@pytest.mark.parametrize("mixture", slowly(MIXTURES, {("int8_token", None), ("turboquant_3bit_nc", None), ("fp8", "h2o")}))
+@pytest.mark.parametrize("mixture", slowly(MIXTURES, {("int8", None), ("turboquant_3bit_nc", None), ("fp8", "h2o")}))
 @pytest.mark.parametrize("scoring", SCORINGS)
 def test_the_batch_size_changes_nothing(mixture, scoring):
     format, policy = mixture

@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from qkvcache.formats import REGISTRY
 from qkvcache.kernels.counted import store_exact
 from qkvcache.storage import Storage
 
@@ -15,6 +14,7 @@ if not (torch.cuda.is_available() or triton.knobs.runtime.interpret):
     pytest.skip("needs a GPU, or Triton's interpreter", allow_module_level=True)
 
 from qkvcache.kernels import triton_store_exact  # noqa: E402
+from tests.matrix import FORMATS as REGISTRY  # noqa: E402
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 HEADS, DIMS, SINKS, RING = 3, (64, 80), 4, 9

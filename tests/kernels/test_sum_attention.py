@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from qkvcache.formats import REGISTRY
 from qkvcache.kernels import attend, attend_observed, observe_on_codes, prefill_with_lse, sum_attention, whole
 from qkvcache.storage import Storage
 from tests.matrix import FORMATS, slowly
+from tests.matrix import FORMATS as REGISTRY
 from tests.tolerance import rounding
 
 from .attention_inputs import build

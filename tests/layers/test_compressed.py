@@ -11,12 +11,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from qkvcache.attention import CompressedKV
-from qkvcache.formats import REGISTRY
 from qkvcache.kernels import attend
 from qkvcache.layers.compressed import CompressedLayer
 from qkvcache.layers.snapshot import snapshot
 from qkvcache.storage import chunks
 from tests.matrix import COVER
+from tests.matrix import FORMATS as REGISTRY
 from tests.tolerance import same_decoded
 from tests.updates import BAD_UPDATES, DIM, HEADS, ROWS, VALUE_DIM, new
 

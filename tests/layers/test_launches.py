@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from qkvcache.attention.route import MAX_FUSED_ROWS, route
-from qkvcache.formats import REGISTRY
 from qkvcache.kernels import attend_chunked, fused
 from qkvcache.kernels.tables import tables
 from qkvcache.layers.compressed import CompressedLayer
@@ -18,6 +17,7 @@ from qkvcache.layers.evicting import EvictingLayer
 from qkvcache.policies import H2O, DropKV, KeyDiff, Policy
 from qkvcache.storage.chunks import GROUP
 from tests.launches import counted
+from tests.matrix import FORMATS as REGISTRY
 
 HEADS, GROUPS, DIM = 1, 4, 64
 PAST = 141

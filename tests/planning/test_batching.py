@@ -11,11 +11,11 @@ from packaging.version import Version
 from transformers import PretrainedConfig
 from typer.testing import CliRunner
 
-from qkvcache import plan, recommend
+from qkvcache import formats, plan, recommend
 from qkvcache.cli import app
 from qkvcache.planning import plan_all
 from qkvcache.planning.batching import fitting
-from tests.matrix import MODELS, model
+from tests.matrix import FORMATS, MODELS, model
 
 if Version(transformers.__version__) < Version("5.19"):
     pytest.skip("transformers has no page allocators", allow_module_level=True)
@@ -122,7 +122,7 @@ def test_gpus_share_the_heads(config):
 def test_all_formats_that_pages_can_hold(config):
     found = plan_all(config, requests=MIX, gpu_memory=FREE + WEIGHTS, weights_memory=WEIGHTS)
     names = {row.format for row in found}
-    assert {None, "int8", "fp8_tensor_frozen", "turboquant_4bit_nc"} <= names and "fp8_tensor" not in names
+    assert names == {None, *formats.REGISTRY} - {"identity"}
     assert all(row.batching is not None and row.context == 3513 for row in found)
 
 
@@ -144,7 +144,7 @@ def test_a_smaller_format_is_recommended_where_more_must_fit(config):
         ({"requests": MIX, "gpu_memory": None}, "gpu_memory="),
         ({"requests": MIX, "policy": "h2o"}, "without policy="),
         ({"requests": MIX, "max_length": 9999}, "max_length="),
-        ({"requests": MIX, "format": "fp8_tensor"}, "a scale for several tokens"),
+        ({"requests": MIX, "format": FORMATS["fp8_tensor"]}, "a scale for several tokens"),
         ({}, "context=None"),
     ],
 )

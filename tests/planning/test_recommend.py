@@ -53,12 +53,12 @@ def format_of(**options) -> str:
 
 def test_by_context_and_workload():
     assert format_of(context=2000) == "int8"
-    assert format_of(context=10_000) == "hadaquant_k4v4"
-    assert format_of(context=10_000, workload="continue") == "hadaquant_k4v4"
-    assert format_of() == format_of(workload="question") == "hadaquant_k4v4"
+    assert format_of(context=10_000) == "turboquant_4bit_nc"
+    assert format_of(context=10_000, workload="continue") == "turboquant_4bit_nc"
+    assert format_of() == format_of(workload="question") == "turboquant_4bit_nc"
     assert format_of(workload="continue") == "turboquant_4bit_nc + SnapKV 50,000"
     assert format_of(streaming=True) == "SinkWindow 1,024"
-    assert format_of(workload="continue", chat=True) == "hadaquant_k4v4", "a chat goes back to what it has read"
+    assert format_of(workload="continue", chat=True) == "turboquant_4bit_nc", "a chat goes back to what it has read"
 
 
 def test_nothing_that_may_be_asked_for_is_evicted():

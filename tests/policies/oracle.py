@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from qkvcache.attention.rope import Rope
-from qkvcache.formats import resolve
 from qkvcache.layers.evicting import EvictingLayer
 from qkvcache.policies import Policy, Tokens
+from tests.matrix import FORMATS
 from tests.seeds import SEED
 
 HEADS, GROUPS, DIM, HIDDEN = 2, 2, 32, 48
@@ -64,7 +64,7 @@ def columns(layer: EvictingLayer) -> Tensor:
 
 def drive(policy: Policy, text: Text, format: str = "identity", **zones) -> Iterator[EvictingLayer]:
     """A layer after each step, with the attention of `text`."""
-    layer = EvictingLayer(resolve(format), policy, policy.budgets[0], rope=ROPE, **zones)
+    layer = EvictingLayer(FORMATS[format], policy, policy.budgets[0], rope=ROPE, **zones)
     begin = 0
     for number, size in enumerate(text.sizes):
         step = slice(begin, begin + size)

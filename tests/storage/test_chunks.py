@@ -7,9 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qkvcache.formats import REGISTRY
 from qkvcache.kernels import chunk_table
 from qkvcache.storage import MAX_GROWTH, PAGE, Chunks
+from tests.matrix import FORMATS as REGISTRY
 from tests.seeds import SEED
 
 DIM = 16

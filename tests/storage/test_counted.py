@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from qkvcache.formats import REGISTRY
 from qkvcache.kernels import counted
 from qkvcache.kernels.segments import CONTROL, DROPPED
 from qkvcache.storage import Storage
+from tests.matrix import FORMATS as REGISTRY
 
 ROWS, HEADS, DIM, VALUE_DIM = 3, 2, 64, 32
 Pair = tuple[Tensor, Tensor]
