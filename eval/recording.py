@@ -15,7 +15,7 @@ from qkvcache import CompressedCache
 from qkvcache.attention import observer
 from qkvcache.attention.compressed_kv import CompressedKV
 from qkvcache.caches.compress import ReadingLayer, fill, read_twice
-from qkvcache.evaluation.prefill import Prefilled, in_groups, prefill
+from qkvcache.evaluation.quality import Prefilled, in_groups, prefill
 from qkvcache.formats import Format
 from qkvcache.kernels import Pair, sum_attention
 from qkvcache.layers.evicting import EvictingLayer

@@ -14,7 +14,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 from qkvcache import CompressedCache, TurboQuantCache, attach
-from qkvcache.caches.evictable import OWN_ATTENTION
+from qkvcache.caches.arguments import OWN_ATTENTION
 from qkvcache.layers.compressed import CompressedLayer
 from tests.matrix import FORMATS, MODELS, THREE, model
 from tests.reference import MODES, ZONES, assert_close, count_decoded_layers, decoded, forward, steps

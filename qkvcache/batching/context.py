@@ -14,8 +14,8 @@ from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from .. import formats
 from ..attention import install
+from ..caches.arguments import OWN_ATTENTION
 from ..caches.base import head_dim_of
-from ..caches.evictable import OWN_ATTENTION
 from ..formats import Format, FormatByLayer
 from ..kernels import on_triton
 from ..policies import check_count

@@ -24,10 +24,9 @@ from ..layers.evicting import EvictingLayer
 from ..layers.static_sliding import StaticSlidingLayer
 from ..policies import Budget, KVzip, Policy, check_count
 from ..storage import check_room
-from .arguments import layer_indices, refuse_unknown
+from .arguments import layer_indices, refuse_unknown, why_not_evict
 from .biased import BiasedKeys
 from .compress import fill, read_twice
-from .evictable import why_not_evict
 from .memory import Memory, measured
 
 ALL_TOKENS = policies.SlidingWindow(window_length=2**30, interval=1)

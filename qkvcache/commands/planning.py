@@ -85,14 +85,13 @@ def plan(
 @app.command(epilog=examples(f"qkvcache recommend {EIGHT_GPUS} --workload continue"))
 def recommend(
     model: Model,
-    context: Context = None,
+    context: Annotated[int, typer.Option(help="Tokens of a request, the prompt and what is generated.", min=1)],
     workload: Annotated[
         str, typer.Option(help="'facts' that may be asked for later, a 'question' that ends the prompt, or 'continue' a text.")
     ] = "facts",
     streaming: Annotated[bool, typer.Option("--streaming", help="The stream has no end.")] = False,
     chat: Annotated[bool, typer.Option("--chat", help="Several turns.")] = False,
     batch: Batch = 1,
-    requests: Requests = None,
     gpu_memory: GpuMemory = None,
     weights_memory: WeightsMemory = None,
     tensor_parallel: TensorParallel = 1,
@@ -103,7 +102,7 @@ def recommend(
     from .. import planning
 
     options = {
-        "workload": workload, "context": context, "streaming": streaming, "chat": chat, "batch": batch, "requests": _mix(requests),
+        "workload": workload, "context": context, "streaming": streaming, "chat": chat, "batch": batch,
         "dtype": dtype and dtype_of(dtype), "gpu_memory": _bytes("--gpu-memory", gpu_memory),
         "weights_memory": _bytes("--weights-memory", weights_memory), "tensor_parallel": tensor_parallel,
     }  # fmt: skip

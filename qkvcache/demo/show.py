@@ -59,17 +59,6 @@ REAL = Size(700, 16, 4, NUMBER, bare=False)
 """The size for every other model: about three minutes on two CPU cores for 135 million parameters."""
 
 
-class Written(TextStreamer):
-    """A streamer that writes text as it is generated."""
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, console: Console):
-        super().__init__(tokenizer, skip_prompt=True)
-        self.console = console
-
-    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-        self.console.print(text, end="", highlight=False, markup=False)
-
-
 def run(
     name: str = "demo",
     dtype: torch.dtype = torch.bfloat16,
@@ -91,10 +80,8 @@ def run(
         asked, begun = case.question.split("? ")
         console.print(f"[bold]A prompt of {prompt.shape[1]:,} tokens, with a code word 40 % into it:[/bold] … {asked}?")
         console.print(f"[bold]{STREAMED}:[/bold] {begun}", end="")
-
-        generate(model, tokenizer, prompt, CompressedCache(model.config, format=STREAMED), Written(tokenizer, console))
-        console.print("\n")
-
+        generate(model, tokenizer, prompt, CompressedCache(model.config, format=STREAMED), TextStreamer(tokenizer, skip_prompt=True))
+        console.print()
     begin = len(ids) // 2
     window = torch.tensor(ids[begin : begin + 2 * (size.context + size.read_on)], device=model.device).view(2, -1)
     passages = Passages.read(model, window, size.context)

@@ -28,9 +28,8 @@ from ..formats.hadaquant import BITS
 from ..kernels import Pair
 from ..layers.compressed import CompressedLayer
 from ..policies import check_count
-from .prefill import prefill
 from .provenance import provenance
-from .quality import compare
+from .quality import compare, prefill
 
 SIDES = ("keys", "values")
 Choice = tuple[tuple[int, int], ...]

@@ -18,8 +18,7 @@ from transformers import PreTrainedConfig
 from .. import policies
 from ..caches import CompressedCache
 from ..formats.base import check_option
-from ..policies import Policy
-from .batching import Mix, check_mix, context_of
+from ..policies import Policy, check_count
 from .model import model_dtype, text_config, weights_bytes
 from .plan import Plan, plan
 
@@ -165,11 +164,10 @@ def recommend(
     config: PreTrainedConfig,
     *,
     workload: Literal["facts", "question", "continue"] = "facts",
-    context: int | None = None,
+    context: int,
     streaming: bool = False,
     chat: bool = False,
     batch: int = 1,
-    requests: Mix | None = None,
     gpu_memory: float | None = None,
     weights_memory: float | None = None,
     tensor_parallel: int = 1,
@@ -186,27 +184,24 @@ def recommend(
         chat: whether there are several turns. Later turns may ask for anything in earlier ones, so the workload is
             "facts".
         batch: requests of `context` tokens that must fit into `gpu_memory`; if they do not, a smaller cache is chosen.
-        requests: kinds of requests of continuous batching, as `plan` takes them. `batch` requests must fit, in pages
-        without a policy. context, gpu_memory, weights_memory, tensor_parallel, dtype: as `plan` takes them.
+        context, gpu_memory, weights_memory, tensor_parallel, dtype: as `plan` takes them.
 
     Raises:
-        ValueError: an unknown workload, streaming together with chat or requests, and the errors of `plan`. TypeError,
+        ValueError: an unknown workload, streaming together with chat, and the errors of `plan`. TypeError,
             NotImplementedError: the errors of `plan`.
     """
     check_option("workload", workload, LADDERS, "; chat=True (--chat) and streaming=True (--streaming) are options beside it")
     if streaming and chat:
         raise ValueError("streaming=True with chat=True: a stream evicts earlier turns, which a chat refers to; choose one")
-    if streaming and requests is not None:
-        raise ValueError("streaming=True with requests=: a stream evicts tokens, which pages retain; choose one")
     text_config(config)
     dtype = model_dtype(config, dtype)
-    context = context_of(context, None if requests is None else check_mix(requests))
+    check_count("context", context, 1)
     if gpu_memory is not None and weights_memory is None:
         weights_memory = weights_bytes(config, dtype)
 
     def planned(choice: Choice) -> Plan:
         return plan(
-            config, format=choice.format, policy=choice.policy, context=context, batch=batch, requests=requests, gpu_memory=gpu_memory,
+            config, format=choice.format, policy=choice.policy, context=context, batch=batch, gpu_memory=gpu_memory,
             weights_memory=weights_memory, tensor_parallel=tensor_parallel, dtype=dtype,
         )  # fmt: skip
 
@@ -214,7 +209,7 @@ def recommend(
     if streaming:
         return _answer(STREAM, planned(STREAM), guide, [STREAM.why], chat)
     tried = list[tuple[Choice, Plan]]()
-    for choice in _ladder(config, "facts" if chat else workload, context, chat, requests is not None):
+    for choice in _ladder(config, "facts" if chat else workload, context, chat):
         choice = choice.at(context)
         of_choice = planned(choice)
         if tried and choice.holds(of_choice) == 0 and choice.second_reading:
@@ -224,34 +219,32 @@ def recommend(
             break
     choice, planned_bytes = tried[-1]
     fits = choice.fits(planned_bytes)
-    dense = Choice("DynamicCache(config=config)" if requests is None else "model.generate_batch(prompts)", None, None, "")
+    dense = Choice("DynamicCache(config=config)", None, None, "")
     if planned_bytes.ratio < LEAST_RATIO and fits and (whole := planned(dense)).fits:
         why = "nothing grows enough to be worth compressing: the context is short, or the model's layers slide or are linear"
         return _answer(dense, whole, guide, [why], chat)
     reasons = [choice.why]
     if len(tried) > 1 and fits:
         reasons.append(f"{tried[-2][0].call} would not hold {batch} such requests")
-    if not fits and requests is None and not choice.second_reading:
+    if not fits and not choice.second_reading:
         reasons.append("with budgets by head (`qkvcache profile-heads`), half of the tokens hold most facts")
     if not fits:
         while_filled = ", the last of which is uncompressed while it is filled" if choice.second_reading else ""
         reasons.append(f"not even this holds {batch} such requests{while_filled}: shorten them, or add memory")
-    if chat and requests is None:
+    if chat:
         reasons.append("keep one cache over the turns, and share what all chats begin with in a PrefixStore")
     return _answer(choice, planned_bytes, guide, reasons, chat)
 
 
-def _ladder(config: PreTrainedConfig, workload: str, context: int, chat: bool, pages: bool) -> list[Choice]:
+def _ladder(config: PreTrainedConfig, workload: str, context: int, chat: bool) -> list[Choice]:
     """The choices that the model allows, in the order of trial from the one for this context on. A `chat` excludes a
-    second reading, since later turns are read once. `pages` exclude policies, and the code enters continuous
-    batching."""
+    second reading, since later turns are read once."""
     ladder = tuple(x for x in LADDERS[workload] if not (chat and x.second_reading))
-    start = INT8 if context < SHORT else FOUR_BITS if context < LONG or pages else LONG_START[workload]
+    start = INT8 if context < SHORT else FOUR_BITS if context < LONG else LONG_START[workload]
     start = start if start in ladder else FOUR_BITS
-    possible = [choice for choice in ladder if _possible(config, choice) and not (pages and choice.policy)]
+    possible = [choice for choice in ladder if _possible(config, choice)]
     wanted = ladder[ladder.index(start) :]
-    chosen = [choice for choice in possible if choice in wanted] or possible[-1:]
-    return [replace(choice, call=f'continuous_batching(model, format="{choice.format}")') for choice in chosen] if pages else chosen
+    return [choice for choice in possible if choice in wanted] or possible[-1:]
 
 
 def _possible(config: PreTrainedConfig, choice: Choice) -> bool:

@@ -10,8 +10,7 @@ import torch
 from transformers import DynamicCache
 
 from qkvcache import CompressedCache, HadaQuantCache, NVFP4Cache, QuantizedPerTokenCache, TurboQuantCache, demo, policies
-from qkvcache.evaluation.prefill import prefill
-from qkvcache.evaluation.quality import RecallSet, recall
+from qkvcache.evaluation.quality import RecallSet, prefill, recall
 from qkvcache.formats import NVFP4, REGISTRY, Int4
 from qkvcache.planning.recommend import LADDERS
 from tests import twins

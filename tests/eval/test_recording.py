@@ -7,7 +7,7 @@ from transformers import DynamicCache
 from workload import sixteen_bit
 
 from qkvcache import CompressedCache, demo
-from qkvcache.evaluation.prefill import prefill
+from qkvcache.evaluation.quality import prefill
 from qkvcache.policies import (
     H2O,
     RKV,
@@ -98,7 +98,7 @@ def test_calls_are_recorded_beside_what_a_prefill_holds(loaded, ids, recorded):
 
 def test_rows_that_are_read_in_groups(loaded, ids, recorded, monkeypatch):
     """As rows that are read together, but for the order of sums."""
-    monkeypatch.setattr("qkvcache.evaluation.prefill.SCORES", 1)
+    monkeypatch.setattr("qkvcache.evaluation.quality.SCORES", 1)
     apart, logits = record(loaded[0], ids)
     for index, (a, b) in enumerate(zip(apart.layers, recorded.layers, strict=True)):
         torch.testing.assert_close((a.keys, a.values), (b.keys, b.values), rtol=1e-4, atol=1e-4)
