@@ -19,8 +19,6 @@ from collections.abc import Iterator
 
 from harness import at_least, described, fraction, in_time, load, name_of, parser_of, present, refused, stored_or_measured
 from quality_pictures import plot, table
-from rich.console import Console
-from rich.progress import Progress
 from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import Cache
 from workload import CacheMaker, Workload
@@ -29,6 +27,7 @@ from qkvcache import CompressedCache, policies
 from qkvcache.evaluation.recall import FORMS
 from qkvcache.formats import REGISTRY
 from qkvcache.planning.model import shapes
+from qkvcache.progress import progress, track
 
 ZONES = {"4 + 64": {}, "none": {"num_sink_tokens": 0, "residual_length": 0}}
 EVICTED = ("turboquant_4bit_nc",)
@@ -68,11 +67,11 @@ def measure(args: argparse.Namespace) -> Iterator[dict]:
     dims = head_dims(model.config)
     args.formats = [name for name in args.formats if not any(REGISTRY[name].refuses(dim) for dim in dims)]
     sizes = {"context": args.context, "passages": args.passages, "read_on": args.read_on, "cases": args.cases}
-    workload = Workload.make(model, tokenizer, ids, **sizes, facts_in=args.facts_in, form=FORMS[args.facts])
+    with progress("reading without a compressed cache"):
+        workload = Workload.make(model, tokenizer, ids, **sizes, facts_in=args.facts_in, form=FORMS[args.facts])
     every = list(caches(model.config, args))
-    with Progress(console=Console(stderr=True), transient=True) as progress:
-        for row, make in in_time(progress.track(every, description="caches"), args.minutes):
-            yield described(args) | row | workload.measure(make) | {"facts": args.facts}
+    for row, make in in_time(track(every, "caches", len(every)), args.minutes):
+        yield described(args) | row | workload.measure(make) | {"facts": args.facts}
 
 
 def head_dims(config: PreTrainedConfig) -> set[int]:

@@ -27,6 +27,7 @@ from qkvcache import CompressedCache, demo, models
 from qkvcache.evaluation.recall import plant
 from qkvcache.evaluation.spec import CacheSpec
 from qkvcache.evaluation.speed import Clock
+from qkvcache.progress import progress
 
 FACTS = {
     "the old lighthouse": "Kestrel Point",
@@ -97,7 +98,8 @@ class Chat:
         """Reads the document into a new cache."""
         self.cache = self.new_cache()
         self.ids = self.turns.ids(self.turns.document).to(self.model.device)
-        self.model(self.ids, past_key_values=self.cache, logits_to_keep=1)
+        with progress(f"reading {self.ids.shape[1]:,} tokens"):
+            self.model(self.ids, past_key_values=self.cache, logits_to_keep=1)
 
     def ask(self, question: str, streamer: TextStreamer | None = None) -> Turn:
         """The answer, which `streamer` prints as it comes. Question and answer stay in the chat."""

@@ -191,7 +191,7 @@ class CompressedCache(DynamicCache):
             ids: the context, int64 `[B, T]`.
             attention_mask: `[B, T]`, 0 for padding.
             tokenizer: encodes the instruction to repeat the context; None: there is no instruction.
-            progress: whether a progress bar is shown on the terminal.
+            progress: whether progress is shown on stderr.
 
         Raises:
             ValueError: a policy without a second reading, a cache that holds tokens, or shapes that do not match.

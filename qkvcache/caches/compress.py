@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from rich.progress import track
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
@@ -27,6 +26,7 @@ from ..layers.evicting import EvictingLayer
 from ..policies import KVzip
 from ..policies.base import share_of
 from ..policies.kvzip import weigh_heads
+from ..progress import track
 
 FIRST = "\n\nRepeat the previous context exactly.\n\n"
 LATER = "\n\nRepeat the part of the previous context that starts as follows.\n\n"
@@ -200,7 +200,7 @@ def read_twice(
     steps = range(min(sinks, longest), longest, policy.chunk_size)
     handles = _watch_inputs(model, dense) if policy.kvzip_plus_normalization else []
     try:
-        for begin in track(list(steps), "Reading the context again", transient=True, disable=not progress):
+        for begin in track(steps, "reading the context again", len(steps), progress):
             _read(model, dense, ids, mask, order, lengths, begin, policy, _instruction(tokenizer, begin > sinks, ids.device))
             for i, layer in others.items():
                 dense.layers[i] = copy.deepcopy(layer)

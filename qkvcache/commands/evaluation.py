@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
-from rich.console import Console
-from rich.progress import Progress, track
 from rich.table import Table
 
 from ..options import MODEL, Budget, Device, JsonOption, budget_of, device_of, dtype_of, examples, model_of, output, quiet, refusals, table
+from ..progress import progress, track
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -73,7 +72,7 @@ def bench(
             spec.make(network.config)
         named = {"model": model, "device": str(network.device), "dtype": dtype}
         found = measure(network, prompt, [CacheSpec(cache=DENSE), *specs], new_tokens)
-        rows = [named | row for row in track(found, "decoding", 1 + len(specs), console=Console(stderr=True), transient=True)]
+        rows = [named | row for row in track(found, "decoding", 1 + len(specs))]
     for row in rows:
         row["ratio"] = rows[0]["bytes_per_token"] / row["bytes_per_token"]
         row["speedup"] = rows[0]["decode_ms"] / row["decode_ms"]
@@ -177,11 +176,10 @@ def _measured(measure: Callable[..., Found], model: str, text: Path | None, out:
         raise typer.BadParameter(f"{str(out.parent)!r} is no folder", param_hint="--out")
     path, computes_in, on = model_of(model), dtype_of(dtype), device_of(device)
     quiet()
-    with refusals(), Progress(console=Console(stderr=True), transient=True) as progress:
+    with refusals(), progress("measuring") as steps:
         network, tokenizer = models.load(path, computes_in, on)
         ids = demo.text_ids(tokenizer, None if text is None else text.read_text(encoding="utf-8"))
-        task = progress.add_task("measuring", total=None)
-        found = measure(network, tokenizer, ids, progress=lambda done, total: progress.update(task, completed=done, total=total))
+        found = measure(network, tokenizer, ids, progress=steps)
         found = replace(found, about={"model": model, "text": "pydoc" if text is None else text.name} | found.about)
         found.save(out)
     return found

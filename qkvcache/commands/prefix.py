@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.progress import track
 from rich.table import Table
 
 from ..options import MODEL, JsonOption, counts_of, device_of, dtype_of, examples, model_of, output, refusals, table
+from ..progress import track
 
 app = typer.Typer(help="Stored beginnings of prompts.", no_args_is_help=True, epilog=examples("qkvcache prefix ls FOLDER"))
 CONTEXTS = "512,1024,2048,4096,8192,16384,32768,65536"
@@ -39,7 +38,7 @@ def bench(
         named = {"model": model, "format": format, "dtype": dtype, "device": device}
         with tempfile.TemporaryDirectory(dir=directory) as folder:
             found = measure(config, format, counts, Path(folder), stored_in, on)
-            measured = track(found, "storing and fetching", len(counts), console=Console(stderr=True), transient=True)
+            measured = track(found, "storing and fetching", len(counts))
             rows = [named | row for row in measured]
     headers = ("tokens", "MB", "smaller", "error", "store", "fetch", "half", "us/token", "write", "read", "half")
     grid = table(headers, title=f"{model} in {dtype} on {device}, stored as {format}; milliseconds, and microseconds a token")
@@ -61,7 +60,7 @@ def ls(
     from ..prefix import disk
 
     files = sorted(disk.files(directory), key=lambda entry: entry.stat().st_mtime, reverse=True)
-    found = track(files, "reading", console=Console(stderr=True), transient=True, disable=not verify)
+    found = track(files, "reading", len(files), shown=verify)
     rows = [_row(Path(entry.path), verify) for entry in found]
     bad = sum(bool(row["problem"]) for row in rows)
     title = f"{len(rows)} files, {bad} damaged or no entries, {sum(row['bytes'] for row in rows):,} bytes in {directory}"

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import track
 from rich.table import Table
 from transformers import (
     DynamicCache,
@@ -29,6 +28,7 @@ from ..evaluation.speed import Clock
 from ..models import load
 from ..options import table
 from ..policies import H2O, KeyDiff, Policy
+from ..progress import progress, track
 from . import text_ids
 
 FORMATS = (
@@ -84,12 +84,13 @@ def run(
         console.print()
     begin = len(ids) // 2
     window = torch.tensor(ids[begin : begin + 2 * (size.context + size.read_on)], device=model.device).view(2, -1)
-    passages = Passages.read(model, window, size.context)
-    cases = RecallSet.make(model, tokenizer, ids, size.context, size.recalls, seed=seed, form=size.form)
+    with progress("reading without a compressed cache"):
+        passages = Passages.read(model, window, size.context)
+        cases = RecallSet.make(model, tokenizer, ids, size.context, size.recalls, seed=seed, form=size.form)
 
     rows: list[dict] = []
     every = list(_caches(model.config, size.bare, formats))
-    for name, exact, factory in track(every, "measuring every cache", console=Console(stderr=True), transient=True):
+    for name, exact, factory in track(every, "measuring every cache", len(every)):
         text, tokens_per_second = generate(model, tokenizer, prompt, factory())
         quality = divergence(model, passages, factory)
         rows.append(

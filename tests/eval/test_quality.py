@@ -88,7 +88,7 @@ REFUSED = [
     ("--text nowhere.txt", "--text: 'nowhere.txt' is no file"),
     ("--model ./nowhere", "--model: './nowhere' does not exist"),
     ("--model /nowhere/at/all", "--model: '/nowhere/at/all' does not exist"),
-    ("--device cuda:99", "--device: 'cuda:99' is no device"),
+    ("--device cuda:99", "--device: device='cuda:99' is not on this machine"),
 ]
 
 
