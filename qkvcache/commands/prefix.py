@@ -27,7 +27,7 @@ def bench(
     directory: Annotated[Path | None, typer.Option(help="Where files are written; a temporary one by default.")] = None,
     json_output: JsonOption = False,
 ) -> None:
-    """Measure bytes, error and latency of storing and fetching prefixes of a model's shapes."""
+    """Measure bytes and latency of storing and fetching prefixes of a model's shapes."""
     from transformers import AutoConfig
 
     from ..prefix.bench import measure
@@ -40,12 +40,12 @@ def bench(
             found = measure(config, format, counts, Path(folder), stored_in, on)
             measured = track(found, "storing and fetching", len(counts))
             rows = [named | row for row in measured]
-    headers = ("tokens", "MB", "smaller", "error", "store", "fetch", "half", "us/token", "write", "read", "half")
+    headers = ("tokens", "MB", "smaller", "store", "fetch", "half", "us/token", "write", "read", "half")
     grid = table(headers, title=f"{model} in {dtype} on {device}, stored as {format}; milliseconds, and microseconds a token")
     for row in rows:
         times = (f"{row[name]:.1f}" for name in ("store_ms", "fetch_ms", "fetch_half_ms"))
         files = (f"{row[name]:.1f}" for name in ("write_ms", "read_ms", "read_half_ms"))
-        sizes = (f"{row['tokens']:,}", f"{row['bytes'] / 1e6:.1f}", f"{row['ratio']:.2f}x", f"{row['error']:.4f}")
+        sizes = (f"{row['tokens']:,}", f"{row['bytes'] / 1e6:.1f}", f"{row['ratio']:.2f}x")
         grid.add_row(*sizes, *times, f"{1000 * row['fetch_ms'] / row['tokens']:.2f}", *files)
     output(rows, json_output, grid)
 
@@ -82,11 +82,10 @@ def _row(path: Path, contents: bool) -> dict:
 
     stat = path.stat()
     row = {"file": path.name, "model": "", "tokens": 0, "bytes": stat.st_size, "used": stat.st_mtime}
-    row |= {"cache": "", "whole": False, "error": 0.0, "problem": ""}
+    row |= {"cache": "", "whole": False, "problem": ""}
     try:
         file = disk.read_header(path)
         row |= {"model": file.model, "tokens": file.tokens, "cache": file.text, "whole": file.whole}
-        row |= {"error": max(file.errors, default=0.0)}
         if contents:
             for _ in disk.read(file):
                 pass

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 import re
 import shutil
@@ -64,7 +63,6 @@ class File:
     text: str
     model: str
     whole: bool
-    errors: tuple[float, ...]
     layers: list[dict]
     digest: str
 
@@ -91,7 +89,6 @@ def write(directory: Path, entry: Entry, model: str) -> File:
         "model": model,
         "identity": entry.key[: match.NAME].hex(),
         "whole": entry.whole,
-        "errors": entry.errors,
         "layers": [{"kind": x.kind, "numbers": x.numbers, "sums": y} for x, y in zip(entry.layers, sums, strict=True)],
     }
     text, ids = json.dumps(header), match.decode(entry.key).int()
@@ -115,13 +112,10 @@ def _file(path: Path, header: dict, ids: Tensor, digest: str) -> File:
     layers = header["layers"]
     if not all(isinstance(x["kind"], str) and isinstance(x["numbers"], dict) and isinstance(x["sums"], list) for x in layers):
         raise ValueError("its layers have no kinds, counts or digests")
-    if any(type(x) not in (int, float) or not 0 <= x < math.inf for x in header["errors"]):
-        raise ValueError(f"errors={header['errors']!r}")
     if ids.dtype is not torch.int32 or ids.ndim != 1 or not all(isinstance(header[name], str) for name in ("text", "model")):
         raise ValueError("no token ids, no text or no model")
     key = match.encode(bytes.fromhex(header["identity"]), ids)
-    template, errors = bytes.fromhex(header["template"]), tuple(header["errors"])
-    return File(path, key, template, header["text"], header["model"], bool(header["whole"]), errors, layers, digest)
+    return File(path, key, bytes.fromhex(header["template"]), header["text"], header["model"], bool(header["whole"]), layers, digest)
 
 
 def read_header(path: Path) -> File:

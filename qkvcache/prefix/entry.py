@@ -25,9 +25,6 @@ from ..layers.snapshot import PLACEHOLDER, Layer, Snapshot, check, restore, snap
 from . import match
 from .host_memory import HostSnapshot
 
-SAMPLE = 256
-"""The number of tokens of a layer for which the quantization error is measured."""
-
 
 class CacheTemplate:
     """A template that makes empty caches like `cache` for a model with `config`. `name` (16 bytes) identifies the
@@ -112,13 +109,11 @@ def _in_short(layer: Layer) -> str:
 
 @dataclass(frozen=True)
 class Entry:
-    """The tokens of `key`, as `template` stores them. `errors`: the quantization error of each layer, on a sample: the
-    RMS of the difference over the RMS, for keys or values, whichever is larger; 0 if nothing was quantized."""
+    """The tokens of `key`, as `template` stores them."""
 
     key: bytes
     template: CacheTemplate
     layers: Sequence[Snapshot]
-    errors: tuple[float, ...]
 
     @property
     def whole(self) -> bool:
@@ -160,12 +155,10 @@ def snapshot_cache(
     if len(into) != len(cache.layers):
         raise NotImplementedError(f"a cache of {len(cache.layers)} layers for a model of {len(into)}: make it with the model's config")
     layers: list[HostSnapshot] = []
-    errors = []
     released, left = release.layers() if release else [], max_bytes - len(key)
     for i, (layer, empty) in enumerate(zip(list(cache.layers), into, strict=True)):
-        there, error = _snapshot_as(empty, layer, match.length(key), row, quantize)
+        there = _snapshot_as(empty, layer, match.length(key), row, quantize)
         layers.append(HostSnapshot.of(there, lock=any(x.is_cuda for x in there.tensors.values())))
-        errors.append(error)
         if (left := left - layers[-1].nbytes) < 0:
             raise TooLarge
         if release:
@@ -173,12 +166,12 @@ def snapshot_cache(
         del layer, empty, there
     for stored in layers:
         stored.wait()
-    return Entry(key, template, layers, tuple(errors))
+    return Entry(key, template, layers)
 
 
-def _snapshot_as(into: Layer, layer: Layer, tokens: int, row: int, quantize: bool) -> tuple[Snapshot, float]:
+def _snapshot_as(into: Layer, layer: Layer, tokens: int, row: int, quantize: bool) -> Snapshot:
     """A snapshot of the first `tokens` tokens of row `row` of `layer`, in the form in which `into`, an empty layer,
-    stores them, and the quantization error."""
+    stores them."""
     quantizes = type(layer) is DynamicLayer and isinstance(into, CompressedLayer)
     if quantizes and isinstance(into, EvictingLayer):
         raise NotImplementedError("a DynamicCache cannot be stored as a cache that evicts: evictions depend on its attention")
@@ -188,10 +181,9 @@ def _snapshot_as(into: Layer, layer: Layer, tokens: int, row: int, quantize: boo
         )
     if not quantizes or not quantize or not layer.is_initialized:
         counts = hasattr(layer, "get_seq_length") and layer.get_seq_length()
-        return snapshot(layer, tokens if counts else None, row), 0.0
-    keys, values = (x[row : row + 1, :, :tokens] for x in (layer.keys, layer.values))
-    into.update(keys, values)  # type: ignore[attr-defined]
-    return snapshot(into), _error(into, (keys, values))  # type: ignore[arg-type]
+        return snapshot(layer, tokens if counts else None, row)
+    into.update(*(x[row : row + 1, :, :tokens] for x in (layer.keys, layer.values)))  # type: ignore[attr-defined]
+    return snapshot(into)
 
 
 def restore_cache(into: CacheTemplate, layers: Iterable[Snapshot], template: CacheTemplate, devices: list[torch.device]) -> Cache:
@@ -211,21 +203,6 @@ def restore_cache(into: CacheTemplate, layers: Iterable[Snapshot], template: Cac
         else:
             restore(layer, stored, device)
     return cache
-
-
-@torch.no_grad()
-def _error(layer: CompressedLayer, given: tuple[Tensor, Tensor]) -> float:
-    """The quantization error of `layer` on samples of `given`, keys and values `[1, H, T, D]`: the RMS of the
-    difference over the RMS, for keys or values, whichever is larger."""
-    worst = 0.0
-    chunks, begin = layer.storage.chunks, layer.storage.zones()[0][0].shape[2]  # type: ignore[union-attr]
-    for side, x in enumerate(given):
-        for packed in chunks.packed(side, SAMPLE):
-            sample = x[:, :, begin : begin + packed.tokens].float()
-            dequantized = packed.codec.dequantize(packed.codes, x.shape[3])
-            worst = max(worst, float((dequantized - sample).square().mean().sqrt() / sample.square().mean().sqrt().clamp_min(1e-12)))
-            break
-    return worst
 
 
 def batch_size(cache: Cache) -> int:

@@ -41,15 +41,12 @@ class Match:
 
     `kind`: "exact" (the stored tokens are the prompt), "shorter" (the prompt continues after them), "longer" (they
     continue after the prompt), "common" (both continue, differently), or "miss". `source`: "memory", "disk" or None.
-    `error`: the largest quantization error of a layer when the tokens were stored (RMS of the difference over RMS); 0
-    if codes or exact tokens were stored as given.
     """
 
     cache: Cache | None = None
     length: int = 0
     kind: str = "miss"
     source: str | None = None
-    error: float = 0.0
 
 
 @dataclass
@@ -167,11 +164,9 @@ class PrefixStore:
             disk, stored, tokens = longest
             if disk is None:
                 entry = self._memory.use(stored)
-                template, errors = entry.template, entry.errors
-                layers: Iterable[Snapshot] = entry.cut(tokens)
+                template, layers = entry.template, iter(entry.cut(tokens))
             else:
-                file, copy = disk.headers[stored], Blocks() if on_gpu(self._devices()) else None
-                template, errors = self._templates[file.template], file.errors
+                template, copy = self._templates[disk.headers[stored].template], Blocks() if on_gpu(self._devices()) else None
                 layers = disk.read(stored, tokens, copy, template)
             cache = self._restore(template, layers)
             if not self._ranks.least(cache is not None) or cache is None:
@@ -180,7 +175,7 @@ class PrefixStore:
                 cache.batch_repeat_interleave(len(inputs))
             self._stats.hits[kind := match.kind(stored, key)] += 1
             self._stats.tokens_reused += tokens
-            return Match(cache, tokens, kind, "disk" if disk else "memory", max(errors, default=0.0))
+            return Match(cache, tokens, kind, "disk" if disk else "memory")
         self._stats.misses += 1
         return Match()
 
@@ -311,7 +306,7 @@ class PrefixStore:
             layers.append(layer)
             if (left := left - layer.nbytes) < 0:
                 raise TooLarge
-        return Entry(key, template, layers, file.errors)
+        return Entry(key, template, layers)
 
     def _devices(self) -> list[torch.device]:
         """The device of each layer."""

@@ -136,7 +136,7 @@ def disk_metadata(path) -> dict[str, str]:
         (lambda tensors, data: data.update(qkvcache_prefix="99"), "upgrade"),
         (lambda tensors, data: data.pop("qkvcache_prefix"), "no prefix entry"),
         (lambda tensors, data: data.pop("digest"), "header was changed"),
-        (lambda tensors, data: data.update(header=data["header"].replace("0.", "1.", 1)), "header was changed"),
+        (lambda tensors, data: data.update(header=data["header"].replace("false", "true", 1)), "header was changed"),
         (lambda tensors, data: tensors["ids"][5:6].add_(1), "header was changed"),
         (lambda tensors, data: tensors.pop("1.key.residual"), "damaged"),
         (lambda tensors, data: tensors.update({"1.key.sinks": tensors["1.key.sinks"] + 1}), "layer 1 were changed"),

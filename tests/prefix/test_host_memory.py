@@ -71,7 +71,7 @@ def layers() -> list[Snapshot]:
 @pytest.fixture
 def file(tmp_path, layers) -> disk.File:
     key = match.encode(bytes(match.NAME), torch.arange(TOKENS))
-    return disk.write(tmp_path, Entry(key, CacheTemplate(DynamicCache(config=model().config), model().config), layers, ()), "llama")
+    return disk.write(tmp_path, Entry(key, CacheTemplate(DynamicCache(config=model().config), model().config), layers), "llama")
 
 
 def given() -> Snapshot:

@@ -60,11 +60,6 @@ def test_a_dynamic_cache_comes_out_as_its_codec_makes_it(format):
         found = kept.fetch(torch.cat([ids, ids[:1]]))
         assert found.length == 100 and type(found.cache) is (DynamicCache if options else CompressedCache)
         assert same(found.cache, expected, 100)
-        error = max(
-            float((a - b).square().mean().sqrt() / b.square().mean().sqrt())
-            for a, b in zip(held(found.cache), held(dense(ids)), strict=True)
-        )
-        assert found.error == pytest.approx(error, rel=0.5, abs=1e-6)  # the zones, left out there, are exact
 
 
 @pytest.mark.parametrize(
@@ -162,7 +157,7 @@ def test_short_dynamic_caches_stay_exact():
         kept = store("turboquant_3bit_nc", min_quantize_tokens=61, **options)
         kept.store(ids, dense(ids))
         found = kept.fetch(torch.cat([ids, ids]))
-        assert type(found.cache) is cache_type and found.error == 0
+        assert type(found.cache) is cache_type
         assert same(found.cache, held(compressed(ids, "turboquant_3bit_nc")) if cache_type is CompressedCache else held(dense(ids)), 60)
 
 
