@@ -330,7 +330,7 @@ def run(args: Namespace) -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     parser = parser_of(__doc__, "kernels")
-    parser.add_argument("--formats", nargs="+", choices=list(KNOWN), default=list(FORMATS), metavar="FORMAT")
+    parser.add_argument("--formats", nargs="+", choices=list(KNOWN), default=list(FORMATS), metavar="A,B")
     parser.add_argument("--check", action="store_true", help="compare with the reference first; a format that is wrong is not timed")
     parser.add_argument("--quick", action="store_true", help="8x32768, encode and decode alone")
     parser.add_argument("--tune", action="store_true", help="launch sizes at 8x32768; writes nothing")

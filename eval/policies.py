@@ -257,7 +257,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--policies", nargs="*", default=list(VARIANTS), choices=[[], *VARIANTS], metavar="POLICY")
     found.add_argument("--best", nargs="*", default=[], choices=[[], *VARIANTS], metavar="POLICY", help="those of formats but the first")
     found.add_argument("--budgets", nargs="+", type=fraction, default=[0.5, 0.25, 0.1, 0.75], help="shares of the prompt that are kept")
-    found.add_argument("--formats", nargs="+", default=["identity", "turboquant_4bit_nc"], choices=FORMATS, metavar="FORMAT")
+    found.add_argument("--formats", nargs="+", default=["identity", "turboquant_4bit_nc"], choices=FORMATS, metavar="A,B")
     found.add_argument("--tasks", nargs="+", default=list(TASKS), choices=TASKS, metavar="TASK", help=" ".join(TASKS))
     found.add_argument("--tokens", nargs="+", type=at_least(500), default=[4000, 8000], help="tokens of contexts")
     found.add_argument("--questions", nargs="+", default=["unseen", "seen"], choices=["unseen", "seen"])

@@ -93,7 +93,7 @@ def _refused(args: argparse.Namespace) -> str | None:
 
 def main(arguments: list[str] | None = None) -> None:
     parser = parser_of(__doc__, "quality", model="demo")
-    parser.add_argument("--formats", nargs="*", default=list(REGISTRY), choices=[[], *REGISTRY], metavar="FORMAT")
+    parser.add_argument("--formats", nargs="*", default=list(REGISTRY), choices=[[], *REGISTRY], metavar="A,B")
     parser.add_argument("--exact", nargs="+", default=list(ZONES), choices=ZONES, help="exact zones of formats without a policy")
     parser.add_argument("--policies", nargs="*", default=list(policies.REGISTRY), choices=[[], *policies.REGISTRY], metavar="POLICY")
     parser.add_argument("--budgets", nargs="*", type=fraction, default=[0.1, 0.25, 0.5], help="shares of the context that policies keep")

@@ -12,7 +12,7 @@ from .commands.batching import app as batching_app
 from .commands.evaluation import app as evaluation_app
 from .commands.planning import app as planning_app
 from .commands.prefix import app as prefix_app
-from .options import MODEL, JsonOption, device_of, dtype_of, examples, model_of, output, quiet, refusals
+from .options import MODEL, JsonOption, WithFormats, device_of, dtype_of, examples, model_of, output, quiet, refusals
 
 app = typer.Typer(
     help="KV caches for Hugging Face transformers that stay compressed while attention reads them.",
@@ -23,7 +23,9 @@ app = typer.Typer(
 )
 
 
-@app.command(epilog=examples("qkvcache demo", "qkvcache demo --model smollm2 --formats int8,turboquant_4bit_nc --device cuda"))
+@app.command(
+    cls=WithFormats, epilog=examples("qkvcache demo", "qkvcache demo --model smollm2 --formats int8,turboquant_4bit_nc --device cuda")
+)
 def demo(
     model: Annotated[str, typer.Option(help=MODEL)] = "demo",
     formats: Annotated[

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Container, Iterable, Iterator
 from contextlib import contextmanager
+from itertools import takewhile
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Column, Table
+from typer.core import TyperCommand
 
 if TYPE_CHECKING:
     import torch
@@ -18,6 +20,19 @@ MODEL = "'demo', 'smollm2', a model's folder, a .gguf file, or its name on the H
 Budget = Annotated[float | None, typer.Option(help="Tokens that the policy retains: a number from 1 on, or a share such as 0.5.")]
 Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1. Default: a GPU if there is one.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON in place of tables.")]
+
+
+class WithFormats(TyperCommand):
+    """A command whose `--formats a,b` may be written `--formats a b` too, as scripts take lists."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if "--formats" in args:
+            from .formats import REGISTRY
+
+            begin = args.index("--formats") + 1
+            names = list(takewhile(REGISTRY.__contains__, args[begin:]))
+            args = [*args[:begin], *filter(None, [",".join(names)]), *args[begin + len(names) :]]
+        return super().parse_args(ctx, args)
 
 
 def table(headers: Iterable[str], left: Container[str] = (), **options: Any) -> Table:

@@ -65,6 +65,7 @@ def test_help_shows_the_example():
         (("demo", "--device", "foo"), "'foo' is not on this machine"),
         (("bench", "--device", "cuda:99"), "use cpu"),
         (("demo", "--formats", "int8,int9"), "'int9' is unknown"),
+        (("demo", "--formats", "int8", "int9"), "(int9)"),
         (("demo", "--model", "./nowhere"), "'./nowhere' does not exist"),
         (("dmeo",), "No such command"),
         (("bench", "demo", "--device", "foo"), "--device"),

@@ -11,7 +11,22 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 import typer
 from rich.table import Table
 
-from ..options import MODEL, Budget, Device, JsonOption, budget_of, device_of, dtype_of, examples, model_of, output, quiet, refusals, table
+from ..options import (
+    MODEL,
+    Budget,
+    Device,
+    JsonOption,
+    WithFormats,
+    budget_of,
+    device_of,
+    dtype_of,
+    examples,
+    model_of,
+    output,
+    quiet,
+    refusals,
+    table,
+)
 from ..progress import progress, track
 
 if TYPE_CHECKING:
@@ -35,7 +50,7 @@ EVALUATED = examples(
 app = typer.Typer()
 
 
-@app.command(epilog=examples("qkvcache bench meta-llama/Llama-3.1-8B --tokens 32000 --device cuda --preallocate"))
+@app.command(cls=WithFormats, epilog=examples("qkvcache bench meta-llama/Llama-3.1-8B --tokens 32000 --device cuda --preallocate"))
 def bench(
     model: Annotated[str, typer.Argument(help=MODEL)] = "demo",
     formats: Annotated[str, typer.Option(help="With commas, as `qkvcache formats` lists them, or 'all'.")] = USUAL,
