@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase, QuantizedCache
+from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import Cache, DynamicLayer
 
 from ..caches import CompressedCache
@@ -127,24 +127,14 @@ def at_once(cache: Cache) -> int:
     read one by one.
 
     The tokens of a step attend to each other exactly and to older tokens as stored, which makes no difference until the
-    residual is full. Caches that evict or are preallocated change with every token. The token that fills the residual
-    of a `QuantizedCache` still attends to the exact residual.
+    residual is full. Caches that evict, are preallocated or quantize in another way change with every token.
     """
-    if isinstance(cache, QuantizedCache):
-        return max(min(_until_quantized(layer) for layer in cache.layers if isinstance(layer, DynamicLayer)), 1)
     if not isinstance(cache, CompressedCache):
-        return GROUP + 1
+        return GROUP + 1 if isinstance(cache, DynamicCache) else 1
     if cache.policy or cache.max_length:
         return 1
     free = [layer.storage.free for layer in cache.layers if isinstance(layer, CompressedLayer) and layer.storage]
     return max(min(free, default=GROUP + 1), 1)
-
-
-def _until_quantized(layer: DynamicLayer) -> int:
-    """The number of tokens until a layer of `QuantizedCache` quantizes everything again; 1 for fp8, which quantizes
-    each token."""
-    num_stored = layer.keys.shape[-2] if layer.keys is not None and layer.keys.dim() == 4 else 0
-    return getattr(layer, "residual_length", 1) - num_stored
 
 
 @torch.no_grad()

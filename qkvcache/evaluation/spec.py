@@ -48,18 +48,17 @@ class CacheSpec:
     def __post_init__(self) -> None:
         if not isinstance(self.cache, str):
             raise TypeError(f"cache={self.cache!r}: expected {DENSE!r} or the name of a format such as 'turboquant_4bit_nc'")
-        set_options = [name for name in OF_POLICY if getattr(self, name) is not None]
-        if self.policy is None and set_options:
-            raise ValueError(f"{', '.join(set_options)} without a policy: add one, such as policy=h2o")
-        if self.dense and (self.policy or self.max_length):
-            raise ValueError(f"cache={DENSE!r} takes no policy and no max_length: pass a format, or cache='identity' for the model's dtype")
-        if self.num_sink_tokens is not None:
-            check_count("num_sink_tokens", self.num_sink_tokens)
+        of_policy = [name for name in OF_POLICY if getattr(self, name) is not None]
+        if self.policy is None and of_policy:
+            raise ValueError(f"{', '.join(of_policy)} without a policy: add one, such as policy=h2o")
+        check_count("num_sink_tokens", self._exact)
         check_count("residual_length", self.residual_length)
-        if self.dense and (self.num_sink_tokens, self.residual_length) != (None, 64):
-            raise ValueError(f"cache={DENSE!r} is exact everywhere: leave num_sink_tokens and residual_length out, or pass a format")
+        ours = [name for name in ("policy", "max_length", "num_sink_tokens") if getattr(self, name) is not None]
+        ours += ["residual_length"] * (self.residual_length != 64)
         if not self.dense:
             formats.resolve(self.cache)
+        elif ours:
+            raise ValueError(f"cache={DENSE!r} takes no {' and no '.join(ours)}: pass a format, or cache='identity' for the model's dtype")
         if self.policy is not None:
             self._policy()
 

@@ -55,18 +55,6 @@ class BatchingPlan:
         return sum(self.dense_counts)
 
     @property
-    def tokens(self) -> int:
-        """The capacity of the pool, in tokens."""
-        return self.pages * self.page_size
-
-    @property
-    def pages_used(self) -> int:
-        """Pages of the requests of `counts`."""
-        return sum(
-            count * pages_of(prompt + answer, self.page_size) for count, (_, prompt, answer) in zip(self.counts, self.mix, strict=True)
-        )
-
-    @property
     def reason(self) -> str:
         """The plan in words."""
         kinds = ", ".join(f"{count:,} of {prompt:,} + {answer:,}" for count, (_, prompt, answer) in zip(self.counts, self.mix, strict=True))
@@ -78,7 +66,7 @@ class BatchingPlan:
 
     def as_json(self) -> dict[str, Any]:
         """Plain values, in bytes, pages and requests."""
-        derived = ("requests", "dense_requests", "tokens", "pages_used", "reason")
+        derived = ("requests", "dense_requests", "reason")
         return vars(self) | {"mix": [list(kind) for kind in self.mix]} | {name: getattr(self, name) for name in derived}
 
 
@@ -142,18 +130,6 @@ def check_mix(mix: Mix) -> tuple[tuple[float, int, int], ...]:
     return kinds
 
 
-def context_of(context: int | None, kinds: tuple[tuple[float, int, int], ...] | None) -> int:
-    """`context`; None: the tokens of the longest of `kinds`. Raises ValueError if both are None."""
-    if context is None and kinds is None:
-        raise ValueError("context=None: pass the tokens of a request (--context), or requests= (--requests)")
-    return max(prompt + answer for _, prompt, answer in kinds or ()) if context is None else context
-
-
-def pages_of(tokens: int, page_size: int) -> int:
-    """Pages for `tokens` tokens of one request."""
-    return -(-tokens // page_size)
-
-
 def fitting(kinds: tuple[tuple[float, int, int], ...], pages: int, page_size: int, most: int) -> tuple[int, ...]:
     """The number of requests of each kind that fit into `pages`, at most `most` in all, in proportion to their weights.
     Each next request is of the kind that is furthest below its share."""
@@ -162,7 +138,7 @@ def fitting(kinds: tuple[tuple[float, int, int], ...], pages: int, page_size: in
     for turn in range(1, most + 1):
         behind = [turn * weight / total - count for (weight, _, _), count in zip(kinds, counts, strict=True)]
         kind = max(range(len(kinds)), key=behind.__getitem__)
-        pages -= pages_of(kinds[kind][1] + kinds[kind][2], page_size)
+        pages -= -(-(kinds[kind][1] + kinds[kind][2]) // page_size)
         if pages < 0:
             break
         counts[kind] += 1

@@ -22,7 +22,7 @@ from ..caches.arguments import layer_indices
 from ..caches.memory import Bytes
 from ..formats import FormatLike, Identity
 from ..policies import Policy, check_count
-from .batching import BatchingPlan, Mix, check_mix, context_of, plan_batching
+from .batching import BatchingPlan, Mix, check_mix, plan_batching
 from .layout import kind, layer_bytes
 from .model import has_unknown_states, model_dtype, shapes, text_config, weights_bytes
 
@@ -171,7 +171,9 @@ def plan(
         requests = check_mix(requests)
         if gpu_memory is None or policy is not None or max_length is not None or skip_layers:
             raise ValueError("requests= says how many fit into gpu_memory=, in pages without policy=, max_length= and skip_layers=")
-    context = context_of(context, requests)  # type: ignore[arg-type]
+        context = max(prompt + answer for _, prompt, answer in requests) if context is None else context
+    if context is None:
+        raise ValueError("context=None: pass the tokens of a request (--context), or requests= (--requests)")
     for name, count, of in (("context", context, "tokens"), ("batch", batch, "requests"), ("tensor_parallel", tensor_parallel, "GPUs")):
         check_count(name, count, 1, of)
     check_count("num_sink_tokens", num_sink_tokens)

@@ -204,7 +204,7 @@ def test_the_results_say_what_was_measured():
         ({"batch_size": 2.0}, TypeError, "batch_size must be a number of rows, got 2.0"),
         ({"batch_size": "many"}, TypeError, "batch_size must be a number of rows, got 'many'"),
         ({"cache": "int8", "policy": "sink_window", "num_sink_tokens": -1}, ValueError, "num_sink_tokens=-1"),
-        ({"residual_length": 0}, ValueError, "exact everywhere"),
+        ({"residual_length": 0}, ValueError, "takes no residual_length"),
         ({"cache": "int8", "num_sink_tokens": -5}, ValueError, "num_sink_tokens=-5"),
         ({"cache": "int8", "residual_lenght": 0}, TypeError, "did you mean 'residual_length'"),
     ],
