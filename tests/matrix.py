@@ -128,9 +128,6 @@ POLICIES = {
     "keydiff_values": lambda budget: policies.KeyDiff(budget=budget, recent=2, protect_values=0.25),
     "lagkv": lambda budget: policies.LagKV(budget=budget, lag_size=4, recent=4),
     "knorm": lambda budget: policies.Knorm(budget=budget, recent=3),
-    "dropkv": lambda budget: policies.DropKV(budget=budget, window_size=4, recent=3),
-    "rkv": lambda budget: policies.RKV(budget=budget, interval=1, window_size=4, kernel_size=3, recent=2, attention_weight=0.4),
-    "triattention": lambda budget: policies.TriAttention(budget=budget, interval=1, recent=2),
     "random": lambda budget: policies.Random(budget=budget, recent=2),
     "expected_attention": lambda budget: policies.ExpectedAttention(budget=budget, recent=3, n_future_positions=16),
     "expected_attention_epsilon": lambda budget: policies.ExpectedAttention(budget=budget, recent=2, n_future_positions=9, epsilon=0.1),
@@ -146,15 +143,12 @@ SHARED = {
     "snapkv_interval": lambda budget: policies.SnapKV(budget=budget, interval=3, window_size=4, recent=2, alpha_safeguard=0.3),
     "h2o_value_norm": lambda budget: policies.H2O(budget=budget, recent=2, value_norm=True, alpha_safeguard=0.5),
     "tova": lambda budget: policies.TOVA(budget=budget, num_sink_tokens=0, recent=0, alpha_safeguard=0.0),
-    "dropkv": lambda budget: policies.DropKV(budget=budget, window_size=4, recent=3, protect_values=0.25, alpha_safeguard=0.2),
+    "tova_values": lambda budget: policies.TOVA(budget=budget, recent=3, protect_values=0.25, alpha_safeguard=0.2),
     "lagkv": lambda budget: policies.LagKV(budget=budget, lag_size=4, recent=4, alpha_safeguard=0.2),
     "expected_attention": lambda budget: policies.ExpectedAttention(budget=budget, recent=3, n_future_positions=16, alpha_safeguard=0.1),
     "custom": lambda budget: policies.Custom(function=lambda t: t.score * t.value_norm, budget=budget, recent=2, alpha_safeguard=0.2),
 }
 """Policies whose heads share the budget: `SHARED[name](budget)`."""
-
-STATIC = [name for name, policy in POLICIES.items() if not policy(64).needs_stored_keys]
-"""Those that run in tensors of fixed size."""
 
 CUT_FREE = ["sink_window", "sliding_window", "lagkv", "knorm", "random"]
 """Those whose tokens do not depend on how a text is cut into steps."""

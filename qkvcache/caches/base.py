@@ -73,8 +73,8 @@ class CompressedCache(DynamicCache):
             model lacks.
         TypeError: `config`, `format`, `policy` or `skip_layers` of another type, neither format nor policy, an unknown option.
         NotImplementedError: a policy with offloading, or on a model whose attention does not allow it (ALiBi, relative bias, latents);
-            `max_length` or `compile=True` with offloading, with a budget that is a share, with `positions="cache"`, and with policies that
-            read stored keys (RKV, TriAttention) or whose heads differ in what they retain (`alpha_safeguard`, `Budget.heads`).
+            `max_length` or `compile=True` with offloading, with a budget that is a share, with `positions="cache"`, and with policies
+            whose heads differ in what they retain (`alpha_safeguard`, `Budget.heads`).
     """
 
     def __init__(
@@ -228,8 +228,6 @@ class CompressedCache(DynamicCache):
             if policy.differs_by_head:
                 what = "budgets of heads" if policy.alpha_safeguard is None else f"alpha_safeguard={policy.alpha_safeguard}"
                 raise NotImplementedError(f"{what} with {why}: a compiled step has as many slots in each head; leave out one of the two")
-            if policy.needs_stored_keys:
-                raise NotImplementedError(f"policy={policy.name} with {why}: it dequantizes all stored keys to evict; leave out {why}")
         if config is None and policy.second_reading:
             raise ValueError(f"policy={policy.name} needs the config, to know the layers before they are filled")
         if config is None and len(policy.budgets) > 1:

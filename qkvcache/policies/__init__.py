@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from ..formats.base import hint
-from .base import Arrivals, Budget, ObservedAttention, Policy, Rotation, Tokens, check_count, given, pyramid
+from .base import Arrivals, Budget, Policy, Rotation, Tokens, check_count, given, pyramid
 from .compactor import Compactor
 from .custom import Custom
-from .dropkv import DropKV
 from .expected_attention import ExpectedAttention
 from .h2o import H2O
 from .head_profile import HeadProfile
@@ -14,10 +13,8 @@ from .keys import KeyDiff, Knorm
 from .kvzip import KVzip
 from .lagkv import LagKV
 from .random import Random
-from .rkv import RKV
 from .snapkv import SnapKV
 from .tova import TOVA
-from .triattention import TriAttention
 from .window import SinkWindow, SlidingWindow
 
 REGISTRY: dict[str, type[Policy]] = {
@@ -32,9 +29,6 @@ REGISTRY: dict[str, type[Policy]] = {
     "compactor": Compactor,
     "kvzip": KVzip,
     "knorm": Knorm,
-    "dropkv": DropKV,
-    "rkv": RKV,
-    "triattention": TriAttention,
     "random": Random,
 }
 
@@ -68,20 +62,17 @@ def named(name: str, *, budget: int | float | None = None, **options) -> Policy:
 __all__ = [
     "H2O",
     "REGISTRY",
-    "RKV",
     "TOVA",
     "Arrivals",
     "Budget",
     "Compactor",
     "Custom",
-    "DropKV",
     "ExpectedAttention",
     "HeadProfile",
     "KVzip",
     "KeyDiff",
     "Knorm",
     "LagKV",
-    "ObservedAttention",
     "Policy",
     "Random",
     "Rotation",
@@ -89,7 +80,6 @@ __all__ = [
     "SlidingWindow",
     "SnapKV",
     "Tokens",
-    "TriAttention",
     "check_count",
     "given",
     "named",

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
@@ -103,17 +103,6 @@ def usual_interval(tokens: int) -> int:
 class Rotation(Protocol):
     """The model's rotary embedding (`attention/rope.py`)."""
 
-    @property
-    def inv_freq(self) -> Tensor:
-        """fp32 or fp64 `[R/2]` on the CPU, the angle of each pair of channels for one position."""
-
-    def frequencies(self, device: torch.device) -> Tensor:
-        """`inv_freq` in fp64 on `device`, which is copied there once."""
-
-    @property
-    def interleaved(self) -> bool:
-        """Whether pairs are channels (2i, 2i+1), else (i, i + R/2)."""
-
     def rotate(self, keys: Tensor, by: int | Tensor) -> Tensor:
         """`[B, H, T, D]` rotated forward by `by` positions, an int or `[B]` or `[B, T]`."""
 
@@ -130,7 +119,6 @@ class Arrivals:
     begin: the position of the first token where no row has had padding; else None.
     seen: int64 `[B, 1, 1]`, the number of tokens that the row has seen, these included and padding left out.
     size: tokens that the layer may hold when it has seen them; int64 `[B, 1, 1]` for a share.
-    statistics: the statistics of the layer, these tokens included (`accumulate`).
     queries: `[B, Hq, T, D]`, the queries of the same tokens, with `needs_queries`.
     scaling: the factor on `q k`.
     rope: with `needs_rope`.
@@ -149,7 +137,6 @@ class Arrivals:
     begin: int | None = None
     seen: Tensor | None = None
     size: int | Tensor | None = None
-    statistics: dict[str, Tensor] = field(default_factory=dict)
     queries: Tensor | None = None
     scaling: float | None = None
     rope: Rotation | None = None
@@ -181,25 +168,6 @@ class Arrivals:
 
 
 @dataclass(frozen=True)
-class ObservedAttention:
-    """The attention of a step's last queries, for policies with `reduces_attention`.
-
-    Queries come in blocks, whose results are added, and columns in parts, whose results are joined: the result of a
-    token must depend on its own column only.
-
-    weights: fp32 `[B, H, G, Q, T]`, softmax weights of `Q` queries in each of the `G` query heads of a KV head; 0 for hidden columns.
-    outputs: `[B, H, G, Q, D]`, the outputs of these queries, in fp32 or the model's dtype.
-    values: `[B, H, T, D]`, of these columns.
-    observed: fp32 `[B, Q]`, the weight of each query; 0 for padding.
-    """
-
-    weights: Tensor
-    outputs: Tensor
-    values: Tensor
-    observed: Tensor
-
-
-@dataclass(frozen=True)
 class Tokens:
     """Candidates for eviction in one layer. Fields that the policy does not need are None.
 
@@ -208,9 +176,6 @@ class Tokens:
     seen: int64 `[B, 1, 1]`, the number of tokens that the row has seen, without padding.
     score: fp32 `[B, H, T]`, the result of `score` and `observe`. key_norm, value_norm: fp32 `[B, H, T]`.
     output_norm: fp32 `[B, H, T]`, the norm of a value in the layer's output, as the mean over the group's query heads.
-    statistics: those of the layer.
-    keys: `[B, H, T, D]` in the model's dtype, with `needs_stored_keys`: stored keys dequantized, new keys exact.
-    rope: with `needs_rope`.
     """
 
     positions: Tensor
@@ -220,9 +185,6 @@ class Tokens:
     key_norm: Tensor | None = None
     value_norm: Tensor | None = None
     output_norm: Tensor | None = None
-    statistics: dict[str, Tensor] = field(default_factory=dict)
-    keys: Tensor | None = None
-    rope: Rotation | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -270,11 +232,6 @@ class Policy:
     needs_rope: ClassVar[bool] = False
     """Whether the policy needs keys or queries before RoPE. The cache is then refused for models whose RoPE is
     unknown."""
-    needs_stored_keys: ClassVar[bool] = False
-    """Whether the policy needs `Tokens.keys`: all stored keys are dequantized at every eviction. Not in compiled
-    steps."""
-    reduces_attention: ClassVar[bool] = False
-    """Whether `reduce_attention` replaces the sum of attention weights. The weights of the observed queries are then computed in torch."""
     second_reading: ClassVar[bool] = False
     """Whether scores come from a second reading of the context: the cache must be filled by its `compress`."""
     needs_norms: ClassVar[bool] = False
@@ -378,13 +335,6 @@ class Policy:
         return 1.0
 
     @property
-    def decode_decay(self) -> float | None:
-        """The factor on the weight of a decode step's query for each later query, for policies with `reduces_attention`
-        that reduce the queries of an interval together before an eviction. None: each query is reduced in its own
-        step."""
-        return None
-
-    @property
     def needs_value_norms(self) -> bool:
         """Whether the policy reads the norms of values."""
         return self.needs_norms or self.value_norm or self.protect_values > 0
@@ -427,29 +377,19 @@ class Policy:
         protected = protected - (protected - size) * (protected > size)
         return protected, size - protected
 
-    def accumulate(self, statistics: dict[str, Tensor], tokens: Arrivals) -> dict[str, Tensor]:
-        """Returns the statistics of a layer after the tokens of a step: tensors `[B, ...]` by name. `statistics`: those
-        before the step; empty before the first token."""
-        return statistics
-
     def score(self, tokens: Arrivals) -> Tensor | None:
         """Returns the scores of new tokens, fp32 `[B, H, T]`; None if scores come from attention."""
         return None
 
     def arrive(self, statistics: dict[str, Tensor], tokens: Arrivals) -> tuple[dict[str, Tensor], Tensor | None]:
-        """Returns the results of `accumulate` and, without a `lag_length`, of `score`; for policies that compute both
-        at once."""
-        statistics = self.accumulate(statistics, tokens)
-        return statistics, None if self.lag_length else self.score(replace(tokens, statistics=statistics))
+        """Returns the statistics of a layer after the tokens of a step, tensors `[B, ...]` by name, and without a
+        `lag_length` the scores of these tokens. `statistics`: those before the step; empty before the first token."""
+        return statistics, None if self.lag_length else self.score(tokens)
 
     def observe(self, score: Tensor, attention_sums: Tensor, queries: Tensor | int) -> Tensor:
         """Returns the scores after a step. `attention_sums` `[B, H, T]`: the attention to each token, summed over the
         group's query heads and over the last `observation_window` queries, padding left out; `queries` (`[B, 1, 1]`):
         their number."""
-        raise NotImplementedError
-
-    def reduce_attention(self, attention: ObservedAttention) -> Tensor:
-        """Returns `[B, H, T]` for `observe` in place of summed weights, if `reduces_attention`."""
         raise NotImplementedError
 
     def priority(self, tokens: Tokens) -> Tensor:

@@ -176,11 +176,6 @@ class EvictingStorage(LayerStorage):
             return metadata.columns - self.stored + running
         return metadata.row_lengths - valid.sum(-1)
 
-    @property
-    def evicts(self) -> bool:
-        """Whether enough tokens wait in the residual for `evict` to move some to the chunks."""
-        return self.residual[0].shape[2] - self.lag_length >= self.interval
-
     def evict(self) -> None:
         """Moves tokens from the residual to their zones after a step's attention, and evicts those that exceed the
         budget."""

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..kernels import Pair
 from ..policies.ranking import first_of, highest
-from .chunks import Chunks, block_of
+from .chunks import Chunks
 from .head_pages import HeadPages
 from .metadata import TokenFields, TokenMetadata
 
@@ -36,7 +36,7 @@ def append_and_evict(
         metadata.region = union
         return True
     size = min(limit, stored + count)
-    order = metadata.order(union, _all_keys(region, metadata, new[0]))
+    order = metadata.order(union)
     retained = highest(order, size if row_limits is None else row_limits.clamp(0, size)) & (union["positions"] >= 0)
     selected = min(count, size)
     if not selected:
@@ -98,7 +98,7 @@ def append_and_share(
     if fits:
         retained = torch.ones_like(valid) if in_order else valid
     else:
-        order = metadata.order(union, _all_keys(region, metadata, new[0]))
+        order = metadata.order(union)
         if least is not None:
             retained = highest(order, guaranteed) & valid
         else:
@@ -118,11 +118,3 @@ def _shared(order: Tensor, valid: Tensor, total: int | Tensor, guaranteed: int |
     descending = order.argsort(dim=-1, descending=True, stable=True)
     chosen = (torch.arange(order.shape[1], device=order.device) < total).expand_as(order)
     return torch.zeros_like(chosen).scatter_(1, descending, chosen).view(shape) & valid
-
-
-def _all_keys(region: Chunks | HeadPages, metadata: TokenMetadata, new: Tensor) -> Tensor | None:
-    """Stored and then new keys, `[B, H, T, D]` in the dtype of `new`; None if the policy does not need them."""
-    if not metadata.policy.needs_stored_keys:
-        return None
-    stored = [part.codec.dequantize(part.codes, part.head_dim, new.dtype) for part in region.packed(0, block_of(new))]
-    return torch.cat([*stored, new], dim=2)

@@ -10,9 +10,7 @@ from qkvcache import CompressedCache, demo
 from qkvcache.evaluation.quality import prefill
 from qkvcache.policies import (
     H2O,
-    RKV,
     TOVA,
-    DropKV,
     ExpectedAttention,
     KeyDiff,
     KVzip,
@@ -20,14 +18,13 @@ from qkvcache.policies import (
     Random,
     SinkWindow,
     SnapKV,
-    TriAttention,
 )
 from tests.matrix import model as tiny
 
 POLICIES = [
     H2O(budget=64), H2O(budget=64, decay=0.9), TOVA(budget=64), TOVA(budget=64, first_stage_ratio=0.5), SnapKV(budget=64),
-    KeyDiff(budget=64), LagKV(budget=64, lag_size=16, recent=16), Random(budget=64), SinkWindow(window_length=60), DropKV(budget=64),
-    RKV(budget=64), TriAttention(budget=64), ExpectedAttention(budget=64, recent=16),
+    KeyDiff(budget=64), LagKV(budget=64, lag_size=16, recent=16), Random(budget=64), SinkWindow(window_length=60),
+    ExpectedAttention(budget=64, recent=16),
 ]  # fmt: skip
 of_policy = pytest.mark.parametrize("policy", POLICIES, ids=str)
 

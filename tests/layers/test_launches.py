@@ -14,7 +14,7 @@ from qkvcache.kernels import attend_chunked, fused
 from qkvcache.kernels.tables import tables
 from qkvcache.layers.compressed import CompressedLayer
 from qkvcache.layers.evicting import EvictingLayer
-from qkvcache.policies import H2O, DropKV, KeyDiff, Policy
+from qkvcache.policies import H2O, KeyDiff, Policy
 from qkvcache.storage.chunks import GROUP
 from tests.launches import counted
 from tests.matrix import FORMATS as REGISTRY
@@ -157,10 +157,3 @@ def test_steps_of_heads_that_share_a_budget(monkeypatch):
     )
     assert len(shared[1]) == len(shared[2]) == len(own[1]) + 1 == 10
     assert len(shared[4]) == 11  # and again after an eviction
-
-
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")
-def test_steps_whose_attention_is_reduced_later(monkeypatch):
-    """They attend to the codes, and note nothing."""
-    steps = decoded(monkeypatch, DropKV(budget=100, num_sink_tokens=4, recent=8, interval=4), 3)
-    assert steps[1:] == [["cat", "cat", "constant_pad_nd", "attend_kernel", "reduce_kernel"]] * 2

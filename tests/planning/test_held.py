@@ -12,7 +12,7 @@ from qkvcache.layers.evicting import EvictingLayer
 from qkvcache.planning import plan
 from qkvcache.planning.model import Shape, shapes
 from qkvcache.storage import growth
-from tests.matrix import COVER, FORMATS, MODELS, POLICIES, SHARED, STATIC, THREE, by_layer, covering, model, slowly
+from tests.matrix import COVER, FORMATS, MODELS, POLICIES, SHARED, THREE, by_layer, covering, model, slowly
 
 MODEL_NAMES = ("llama", "gemma3", "phi3", "qwen3")
 SHARES = {
@@ -243,7 +243,7 @@ COUNTERS = 200
 
 
 @pytest.mark.parametrize("rows", slowly([1, 3], [3]))
-@pytest.mark.parametrize("policy", ["none", *STATIC])
+@pytest.mark.parametrize("policy", ["none", *POLICIES])
 def test_preallocated_caches(policy, rows):
     config = MODELS["llama"]()
     formats = COVER if policy in ("none", "h2o") else ("fp8", "int8_token")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import cmath
 import itertools
 import math
 import statistics
@@ -170,7 +169,7 @@ class Head:
         name = self.policy.name
         if name == "TOVA":
             return attention_sums
-        if name in ("SnapKV", "RKV", "DropKV"):
+        if name == "SnapKV":
             return score * (1 - 1 / self.policy.window_size) ** queries + attention_sums
         return score * getattr(self.policy, "decay", 1.0) ** queries + attention_sums
 
@@ -252,8 +251,7 @@ class Head:
         policy = self.policy
         budget = policy.budgets[0].tokens
         held = sorted(self.held)
-        whole = {"RKV": self.less_redundancy, "TriAttention": self.around_centers}.get(policy.name)
-        rank = whole(held) if whole else {p: self.priority(i, held) for i, p in enumerate(held)}
+        rank = {p: self.priority(i, held) for i, p in enumerate(held)}
         norm = {p: float(self.values[p].norm()) for p in held}
         if policy.value_norm:
             rank = {p: rank[p] * norm[p] for p in held}
@@ -280,7 +278,7 @@ class Head:
             return p
         if policy.name == "H2O" and policy.reduce == "mean":
             return self.score[p] / sum(policy.decay**n for n in range(self.seen - p))
-        if policy.name in ("SnapKV", "RKV"):
+        if policy.name == "SnapKV":
             side = policy.kernel_size // 2
             near = [self.score[q] for q in held[max(i - side, 0) : i + side + 1]]
             return sum(near) / len(near)
@@ -289,44 +287,3 @@ class Head:
         if policy.name == "Custom":
             return self.score[p] * float(self.values[p].norm())
         return self.score[p]
-
-    def less_redundancy(self, held: list[int]) -> dict[int, float]:
-        """R-KV's of all tokens held, which are compared with each other."""
-        attention = [self.priority(i, held) for i in range(len(held))]
-        units = [self.keys[p] / self.keys[p].norm() for p in held]
-        cosines = [sum(float(a @ b) for b in units if b is not a) / max(len(held) - 1, 1) for a in units]
-        exponentials = [math.exp(x) for x in cosines]
-        weight = self.policy.attention_weight
-        return {
-            p: weight * a / sum(attention) - (1 - weight) * e / sum(exponentials)
-            for p, a, e in zip(held, attention, exponentials, strict=True)
-        }
-
-    def around_centers(self, held: list[int]) -> dict[int, float]:
-        """TriAttention's: mean logits of queries around the center at 17 distances."""
-
-        def parts(x: Tensor, position: int) -> list[complex]:
-            """The rotated channels of a vector before RoPE."""
-            x = x.tolist()
-            return [complex(x[f], x[f + DIM // 2]) * cmath.exp(-1j * position * w) for f, w in enumerate(ROPE.inv_freq.tolist())]
-
-        best = dict.fromkeys(held, -math.inf)
-        if not held:
-            return best
-        for queries in self.queries:
-            each = [parts(queries[p], p) for p in range(self.seen)]
-            center = [sum(column) / self.seen for column in zip(*each, strict=True)]
-            length = [sum(map(abs, column)) / self.seen for column in zip(*each, strict=True)]
-            score = {}
-            for p in held:
-                key = parts(self.keys[p], p)
-                total = 0.0
-                for f, w in enumerate(ROPE.inv_freq.tolist()):
-                    apart = [self.seen - 1 + 2**n - p for n in range(17)]
-                    total += sum((center[f] * key[f].conjugate() * cmath.exp(1j * w * t)).real for t in apart) / 17
-                    total += (length[f] - abs(center[f])) * abs(key[f])
-                score[p] = total
-            mean = sum(score.values()) / len(score)
-            deviation = math.sqrt(sum((x - mean) ** 2 for x in score.values()) / len(score))
-            best = {p: max(best[p], (score[p] - mean) / (deviation or 1)) for p in held}
-        return best

@@ -12,7 +12,6 @@ from qkvcache import CombinedCache, CompressedCache, H2OCache, SinkCache, Slidin
 from qkvcache.policies import (
     H2O,
     REGISTRY,
-    RKV,
     TOVA,
     Arrivals,
     Budget,
@@ -64,7 +63,6 @@ WRONG = [
     (H2O, {"alpha_safeguard": 1.5}, ValueError, "alpha_safeguard=1.5: must be a share of the budget, from 0 to 1"),
     (H2O, {"alpha_safeguard": math.nan}, ValueError, "alpha_safeguard=nan"),
     (H2O, {"alpha_safeguard": True}, TypeError, "alpha_safeguard must be a share of the budget (float) or None, got True"),
-    (RKV, {"alpha_safeguard": 0.2}, ValueError, "alpha_safeguard=0.2: the scores of RKV are not attention weights"),
     (SinkWindow, {"alpha_safeguard": 0.2}, ValueError, "the scores of SinkWindow are not attention weights"),
     (H2O, {"alpha_safeguard": 0.2, "first_stage_ratio": 0.5}, ValueError, "alpha_safeguard=0.2 with first_stage_ratio=0.5"),
     (ExpectedAttention, {"value_norm": True}, ValueError, "value_norm=True"),

@@ -121,7 +121,6 @@ OF_HEADS = {
     "snapkv": lambda budget: policies.SnapKV(budget=budget, interval=1, window_size=4, recent=3),
     "snapkv_interval": lambda budget: policies.SnapKV(budget=budget, interval=3, window_size=4, recent=2),
     "keydiff": lambda budget: policies.KeyDiff(budget=budget, recent=3),
-    "rkv": lambda budget: policies.RKV(budget=budget, window_size=4, recent=4),
 }
 """Policies whose scores heads cannot compare, too."""
 
