@@ -106,7 +106,7 @@ def test_requests_come_in_proportion():
 
 def test_compressed_pages_hold_more(config):
     dense, exact, four = (planned(config, format).batching for format in (None, "identity", "turboquant_4bit_nc"))
-    assert dense.counts == dense.dense_counts == four.dense_counts and exact.requests <= dense.requests < four.requests
+    assert exact.requests <= dense.requests < four.requests
     assert exact.pages < four.pages
     assert re.search(rf"{four.pages:,} pages of 256 tokens hold {four.requests:,} requests", four.reason)
 
