@@ -27,12 +27,10 @@ from ..layers.snapshot import Snapshot
 from ..policies import check_count
 from . import match
 from .disk import Damaged, DiskStore
-from .entry import CacheTemplate, Entry, TooLarge, batch_size, restore_cache, snapshot_cache
+from .entry import CacheTemplate, Entry, MemoryStore, TooLarge, batch_size, restore_cache, snapshot_cache
 from .host_memory import Blocks, HostSnapshot, on_gpu
-from .identity import ModelIdentity
-from .memory import MemoryStore
+from .identity import ModelIdentity, Ranks
 from .prompt import Ids, compute, refusal, rows, text_tokens, unpadded
-from .ranks import Ranks
 
 
 @dataclass(frozen=True)
