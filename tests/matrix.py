@@ -133,20 +133,20 @@ POLICIES = {
     "expected_attention_epsilon": lambda budget: policies.ExpectedAttention(budget=budget, recent=2, n_future_positions=9, epsilon=0.1),
     "compactor": lambda budget: policies.Compactor(budget=budget, recent=3, chunk_size=8, sketch_dimension=3),
     "compactor_blending": lambda budget: policies.Compactor(budget=budget, recent=2, chunk_size=5, sketch_dimension=4, blending=2.0),
-    "tova_critical": lambda budget: policies.TOVA(budget=budget, num_sink_tokens=1, recent=2, first_stage_ratio=0.5),
+    "tova_critical": lambda budget: policies.CriticalKV(policies.TOVA(budget=budget, num_sink_tokens=1, recent=2)),
     "custom": lambda budget: policies.Custom(function=lambda tokens: tokens.score * tokens.value_norm, budget=budget, recent=2),
 }
 """Policies with every option, of an interval of 1: `POLICIES[name](budget)`, of 12 tokens at least."""
 
 SHARED = {
-    "snapkv": lambda budget: policies.SnapKV(budget=budget, interval=1, window_size=4, recent=3, alpha_safeguard=0.2),
-    "snapkv_interval": lambda budget: policies.SnapKV(budget=budget, interval=3, window_size=4, recent=2, alpha_safeguard=0.3),
-    "h2o_value_norm": lambda budget: policies.H2O(budget=budget, recent=2, value_norm=True, alpha_safeguard=0.5),
-    "tova": lambda budget: policies.TOVA(budget=budget, num_sink_tokens=0, recent=0, alpha_safeguard=0.0),
-    "tova_values": lambda budget: policies.TOVA(budget=budget, recent=3, protect_values=0.25, alpha_safeguard=0.2),
-    "lagkv": lambda budget: policies.LagKV(budget=budget, lag_size=4, recent=4, alpha_safeguard=0.2),
-    "expected_attention": lambda budget: policies.ExpectedAttention(budget=budget, recent=3, n_future_positions=16, alpha_safeguard=0.1),
-    "custom": lambda budget: policies.Custom(function=lambda t: t.score * t.value_norm, budget=budget, recent=2, alpha_safeguard=0.2),
+    "snapkv": lambda budget: policies.AdaKV(policies.SnapKV(budget=budget, interval=1, window_size=4, recent=3)),
+    "snapkv_interval": lambda budget: policies.AdaKV(policies.SnapKV(budget=budget, interval=3, window_size=4, recent=2), 0.3),
+    "h2o_value_norm": lambda budget: policies.AdaKV(policies.H2O(budget=budget, recent=2, value_norm=True), 0.5),
+    "tova": lambda budget: policies.AdaKV(policies.TOVA(budget=budget, num_sink_tokens=0, recent=0), 0.0),
+    "tova_values": lambda budget: policies.AdaKV(policies.TOVA(budget=budget, recent=3, protect_values=0.25)),
+    "lagkv": lambda budget: policies.AdaKV(policies.LagKV(budget=budget, lag_size=4, recent=4)),
+    "expected_attention": lambda budget: policies.AdaKV(policies.ExpectedAttention(budget=budget, recent=3, n_future_positions=16), 0.1),
+    "custom": lambda budget: policies.AdaKV(policies.Custom(function=lambda t: t.score * t.value_norm, budget=budget, recent=2)),
 }
 """Policies whose heads share the budget: `SHARED[name](budget)`."""
 

@@ -7,7 +7,6 @@ import copy
 import sys
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any, Never
 
 import torch
@@ -274,7 +273,7 @@ class CompressedCache(DynamicCache):
         return self._new_evicting(formats.Identity(), whole, whole.budgets[0])
 
     def _new_evicting(self, format: Format, policy: Policy, budget: Budget, **options) -> EvictingLayer:
-        policy = replace(policy, interval=1) if self.compile else policy
+        policy = policy.with_options(interval=1) if self.compile else policy
         options |= {"deferred": self._shares_keys, "max_length": self.max_length, "compile": self.compile}
         return EvictingLayer(format, policy, budget, **options)
 

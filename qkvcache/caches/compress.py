@@ -24,7 +24,7 @@ from ..attention.route import NAME, install
 from ..kernels import Pair, sum_attention
 from ..layers.evicting import EvictingLayer
 from ..policies import KVzip
-from ..policies.base import share_of
+from ..policies.budget import share_of
 from ..policies.kvzip import weigh_heads
 from ..progress import track
 

@@ -76,7 +76,7 @@ class CacheLM(HFLM):
         python -m qkvcache.evaluation run --model qkvcache --model_args pretrained=MODEL,cache=turboquant_4bit_nc --tasks TASKS
 
     Args:
-        cache, policy, budget, recent, first_stage_ratio, alpha_safeguard, head_profile, num_sink_tokens, residual_length: as `CacheSpec`
+        cache, policy, budget, recent, head_profile, num_sink_tokens, residual_length: as `CacheSpec`
             takes them.
         scoring: "cached" or "deployed" (see the module's docstring).
         chunk: tokens that are read together after the context; they attend to each other exactly. 1 is decoding.

@@ -11,7 +11,7 @@ from ..caches import CompressedCache
 from ..policies import check_count
 
 DENSE = "dynamic"
-OF_POLICY = ("budget", "recent", "first_stage_ratio", "alpha_safeguard", "head_profile")
+OF_POLICY = ("budget", "recent", "head_profile")
 """Options that need a policy."""
 
 
@@ -22,9 +22,10 @@ class CacheSpec:
     Args:
         cache: a format (`qkvcache formats` lists them), the path of a calibration file (`qkvcache calibrate`), or "dynamic" for
             transformers' own DynamicCache.
-        policy: the name of an eviction policy (`qkvcache.policies.REGISTRY`). With `cache="identity"` tokens stay in the model's dtype.
-        budget: the budget of the policy: tokens (int) or a share of the tokens seen (float). recent, first_stage_ratio,
-        alpha_safeguard: as the policy takes them; None: its defaults.
+        policy: the name of an eviction policy (`qkvcache.policies.named`), such as `snapkv` or `adakv_snapkv`. With
+            `cache="identity"` tokens stay in the model's dtype.
+        budget: the budget of the policy: tokens (int) or a share of the tokens seen (float).
+        recent: as the policy takes it; None: its default.
         head_profile: the path of a profile of the model (`qkvcache profile-heads`), which divides the budget among heads.
         num_sink_tokens: first tokens that stay in the model's dtype and that the policy retains; None: 4, and the policy's default.
         residual_length, max_length: as CompressedCache takes them.
@@ -38,8 +39,6 @@ class CacheSpec:
     policy: str | None = None
     budget: int | float | None = None
     recent: int | float | None = None
-    first_stage_ratio: float | None = None
-    alpha_safeguard: float | None = None
     head_profile: str | None = None
     num_sink_tokens: int | None = None
     residual_length: int = 64

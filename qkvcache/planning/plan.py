@@ -37,7 +37,7 @@ class Plan:
     request: bytes of one request, as `cache.memory()` counts them. dense: its bytes in a DynamicCache. requests: the
         number of requests that fit into `gpu_memory` beside `weights_memory`. longest_context: the most tokens of each
         of `batch` requests; None if the cache stops growing before memory is full (`unbounded`). Both are None without
-        `gpu_memory`. at_most: whether heads share budgets (`Policy.alpha_safeguard`), so that the bytes depend on the
+        `gpu_memory`. at_most: whether heads share budgets (`AdaKV`), so that the bytes depend on the
         text; the bytes are then an upper bound, and `requests` a lower bound. batching: the plan of continuous
         batching, if `plan` was given a mix of requests.
     """
@@ -139,7 +139,7 @@ def plan(
     max_length: int | None = None,
 ) -> Plan:
     """Plans the bytes of a `CompressedCache` with these options, as `cache.nbytes` will measure them, for requests
-    without padding. With `alpha_safeguard` they are an upper bound.
+    without padding. With `AdaKV` they are an upper bound.
 
         plan(config, format="turboquant_4bit_nc", context=131_072, gpu_memory=80e9, tensor_parallel=8)
         plan(config, format="turboquant_4bit_nc", requests=[(3, 1_000, 200), (1, 16_000, 500)], gpu_memory=80e9)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from ..formats.base import hint
-from .base import Arrivals, Budget, Policy, Rotation, Tokens, check_count, given, pyramid
+from .base import Arrivals, Policy, Rotation, Tokens, given
+from .budget import Budget, check_count, pyramid
 from .compactor import Compactor
 from .custom import Custom
 from .expected_attention import ExpectedAttention
@@ -16,6 +17,7 @@ from .random import Random
 from .snapkv import SnapKV
 from .tova import TOVA
 from .window import SinkWindow, SlidingWindow
+from .wrappers import AdaKV, CriticalKV
 
 REGISTRY: dict[str, type[Policy]] = {
     "sink_window": SinkWindow,
@@ -33,27 +35,34 @@ REGISTRY: dict[str, type[Policy]] = {
 }
 
 
+WRAPPERS = {"adakv": AdaKV, "criticalkv": CriticalKV}
+"""Wrappers of policies, whose names stand before that of a policy: `adakv_snapkv`."""
+
+
 def resolve(policy: str | Policy) -> Policy:
-    """A policy from an object or a registry name.
+    """A policy from an object or a name of `named`.
 
     Raises ValueError for an unknown name, TypeError for anything else.
     """
     if isinstance(policy, Policy):
         return policy
     if isinstance(policy, str):
-        if policy in REGISTRY:
-            return REGISTRY[policy]()
-        raise ValueError(f"policy={policy!r} is unknown: {hint(policy, REGISTRY)}")
+        return named(policy)
     raise TypeError(f"policy must be a name or a Policy such as policies.H2O(budget=1024), got {policy!r}")
 
 
 def named(name: str, *, budget: int | float | None = None, **options) -> Policy:
     """The policy of a registry name with `budget`: tokens (int) or a share of them (float) that are retained; the length of a window
-    policy.
+    policy. A name may begin with that of a wrapper: `adakv_snapkv` is `AdaKV(SnapKV())`.
 
     Raises ValueError for an unknown name and for sizes that do not fit, TypeError for an option that the policy does not have.
     """
-    kind = type(resolve(name))
+    wrapper, _, wrapped = name.partition("_")
+    if wrapper in WRAPPERS:
+        return WRAPPERS[wrapper](named(wrapped, budget=budget, **options))
+    if name not in REGISTRY:
+        raise ValueError(f"policy={name!r} is unknown: {hint(name, REGISTRY)}")
+    kind = REGISTRY[name]
     if budget is not None:
         options["window_length" if issubclass(kind, SinkWindow) else "budget"] = budget
     return kind(**options)
@@ -63,9 +72,11 @@ __all__ = [
     "H2O",
     "REGISTRY",
     "TOVA",
+    "AdaKV",
     "Arrivals",
     "Budget",
     "Compactor",
+    "CriticalKV",
     "Custom",
     "ExpectedAttention",
     "HeadProfile",

@@ -46,7 +46,7 @@ from ..kernels import (
 )
 from ..kernels.pages import COLUMNS, RING_TOKENS
 from ..policies import Arrivals, Budget, Policy, Rotation
-from ..policies.base import ONE, Count, share_of, times
+from ..policies.budget import ONE, Count, share_of, times
 from .base import LayerStorage, differ
 from .chunks import PAGE, Chunks
 from .eviction import append_and_evict, append_and_share

@@ -13,7 +13,7 @@ from qkvcache import CompressedCache, plan, policies
 from qkvcache.caches.compress import Reading
 from qkvcache.layers.evicting import EvictingLayer
 from qkvcache.layers.snapshot import restore, snapshot
-from qkvcache.policies.base import ONE
+from qkvcache.policies.budget import ONE
 from qkvcache.policies.kvzip import weigh_heads
 from tests.matrix import UNSUPPORTED, model
 from tests.seeds import SEED

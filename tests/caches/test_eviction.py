@@ -10,7 +10,7 @@ from transformers import DynamicCache
 from qkvcache import CompressedCache
 from qkvcache.attention import route
 from qkvcache.policies import H2O, Budget, KeyDiff, Knorm, SlidingWindow, SnapKV
-from qkvcache.policies.base import LEAST
+from qkvcache.policies.budget import LEAST
 from tests.matrix import ATTENTION, CUT_FREE, POLICIES, UNSUPPORTED, model, slowly
 from tests.reference import ZONES, assert_close, count_decoded_layers, forward
 from tests.seeds import SEED

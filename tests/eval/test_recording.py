@@ -11,6 +11,7 @@ from qkvcache.evaluation.quality import prefill
 from qkvcache.policies import (
     H2O,
     TOVA,
+    CriticalKV,
     ExpectedAttention,
     KeyDiff,
     KVzip,
@@ -22,7 +23,7 @@ from qkvcache.policies import (
 from tests.matrix import model as tiny
 
 POLICIES = [
-    H2O(budget=64), H2O(budget=64, decay=0.9), TOVA(budget=64), TOVA(budget=64, first_stage_ratio=0.5), SnapKV(budget=64),
+    H2O(budget=64), H2O(budget=64, decay=0.9), TOVA(budget=64), CriticalKV(TOVA(budget=64)), SnapKV(budget=64),
     KeyDiff(budget=64), LagKV(budget=64, lag_size=16, recent=16), Random(budget=64), SinkWindow(window_length=60),
     ExpectedAttention(budget=64, recent=16),
 ]  # fmt: skip

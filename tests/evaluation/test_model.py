@@ -12,7 +12,7 @@ from lm_eval.models.huggingface import HFLM
 from qkvcache import demo, formats
 from qkvcache.evaluation.model import CacheLM
 from qkvcache.evaluation.spec import CacheSpec
-from qkvcache.policies import REGISTRY, SnapKV
+from qkvcache.policies import REGISTRY, AdaKV, SnapKV
 from tests.evaluation.asked import SHORT, TOKENIZER, cached, instances, plain, score, token_requests
 from tests.matrix import model, slowly
 
@@ -190,8 +190,8 @@ def test_the_results_say_what_was_measured():
         ({"cache": "int9"}, ValueError, "int9"),
         ({"cache": None}, TypeError, "expected 'dynamic'"),
         ({"cache": "int8", "budget": 9}, ValueError, "budget without a policy"),
-        ({"cache": "int8", "alpha_safeguard": 0.2}, ValueError, "alpha_safeguard without a policy"),
-        ({"cache": "int8", "policy": "keydiff", "first_stage_ratio": 0.5}, ValueError, "the scores of KeyDiff are not attention weights"),
+        ({"cache": "int8", "recent": 8}, ValueError, "recent without a policy"),
+        ({"cache": "int8", "policy": "adakv_keydiff"}, ValueError, "the scores of KeyDiff are not attention weights"),
         ({"policy": "h2o"}, ValueError, "cache='identity'"),
         ({"cache": "int8", "policy": "h3o"}, ValueError, "h3o"),
         ({"scoring": "fast"}, ValueError, "scoring='fast'"),
@@ -230,8 +230,6 @@ def test_policies_by_name_take_their_options():
         spec = CacheSpec(cache="fp8", policy=name, budget=40)
         assert spec.make(model("llama").config).policy.budgets[0].tokens == (44 if name == "sink_window" else 40)
     assert CacheSpec(cache="fp8", policy="h2o", budget=0.5).name == "fp8 + h2o 50%"
-    for option in ({"alpha_safeguard": 0.2}, {"first_stage_ratio": 0.5}):
-        spec = CacheSpec(cache="fp8", policy="snapkv", budget=40, **option)
-        assert spec.make(model("llama").config).policy == SnapKV(budget=40, **option)
-        assert spec.options.items() >= option.items()
+    spec = CacheSpec(cache="fp8", policy="adakv_snapkv", budget=40)
+    assert spec.make(model("llama").config).policy == AdaKV(SnapKV(budget=40)) and spec.name == "fp8 + adakv_snapkv 40"
     assert CacheSpec().make(model("llama").config).__class__.__name__ == "DynamicCache"

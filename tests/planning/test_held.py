@@ -150,7 +150,7 @@ def test_heads_that_share_a_budget_hold_at_most_what_is_planned(interval):
     """Their pages grow by an eighth too, and exactly as planned until some tokens go."""
     config, budget, full = MODELS["llama"](), 2000, 0
     options = {"format": "int8", "num_sink_tokens": 0, "residual_length": 0}
-    options["policy"] = policies.H2O(budget=budget, recent=0, num_sink_tokens=0, interval=interval, alpha_safeguard=0.1)
+    options["policy"] = policies.AdaKV(policies.H2O(budget=budget, recent=0, num_sink_tokens=0, interval=interval), 0.1)
     layer = CompressedCache(config, **options)._new_layer()
     for seen in range(1100, 2500):
         new = torch.rand(1, 2, 1100 if seen == 1100 else 1, 32)
@@ -200,7 +200,7 @@ def test_budgets_by_head_are_planned_exactly(budget):
 
 def test_the_most_that_is_planned_is_reached():
     """By heads that leave a page unfilled each."""
-    policy = policies.H2O(budget=65, recent=0, num_sink_tokens=0, interval=1, alpha_safeguard=1.0)
+    policy = policies.AdaKV(policies.H2O(budget=65, recent=0, num_sink_tokens=0, interval=1), 1.0)
     options = {"format": "int8", "policy": policy, "num_sink_tokens": 0, "residual_length": 0}
     memory = drive("llama", 130, 10, **options).memory()
     planned = plan(MODELS["llama"](), context=140, prompt=130, batch=ROWS, dtype=torch.float32, **options)

@@ -102,7 +102,7 @@ def kept(policy: Policy, text: Text, guaranteed: Sequence[int] = ()) -> Iterator
 
 
 def evict(row: list[Head], limit: int, guaranteed: Sequence[int] = ()) -> None:
-    """Each head keeps the `limit` tokens of highest rank; with `alpha_safeguard` that share of them, or as many as it is `guaranteed`, and
+    """Each head keeps the `limit` tokens of highest rank; with `AdaKV` its guaranteed share of them, or as many as it is `guaranteed`, and
     the rest of what the heads may hold together is of the highest rank in all of them."""
     alpha = row[0].policy.alpha_safeguard
     own = guaranteed or [limit if alpha is None else math.floor(alpha * limit + 1e-6)] * len(row)
@@ -131,6 +131,7 @@ def moments(x: list[float]) -> tuple[float, float]:
 class Head:
     def __init__(self, policy: Policy, text: Text, row: int, head: int):
         self.policy, self.row, self.head, self.pad = policy, row, head, text.pads[row]
+        self.kind = getattr(policy, "policy", policy).name
         self.keys, self.values = (x[row, head, self.pad :].double() for x in (text.keys, text.values))
         self.queries = text.queries[row, head * GROUPS : (head + 1) * GROUPS, self.pad :].double()
         self.attention_sums = text.attention_sums[:, row, head].double()
@@ -149,14 +150,14 @@ class Head:
         if queries and self.policy.observation_window:
             for p in self.held:
                 self.score[p] = self.observed(self.score[p], float(self.attention_sums[number, p]), queries)
-        elif self.policy.name in ("Knorm", "KeyDiff"):
+        elif self.kind in ("Knorm", "KeyDiff"):
             self.score |= {p: self.of_key(p) for p in new}
-        elif self.policy.name == "LagKV":
+        elif self.kind == "LagKV":
             lag = self.policy.lag_size
             self.score |= {p: self.spread(self.keys, p, lag) + self.spread(self.values, p, lag) for p in range(self.seen - lag)}
-        elif self.policy.name == "ExpectedAttention":
+        elif self.kind == "ExpectedAttention":
             self.score |= self.expected(new)
-        elif self.policy.name == "Compactor":
+        elif self.kind == "Compactor":
             self.score |= self.compactor(new)
         self.waiting += end - begin
         interval = self.policy.interval or 1
@@ -166,7 +167,7 @@ class Head:
         return self.policy.budgets[0].tokens - interval + 1
 
     def observed(self, score: float, attention_sums: float, queries: int) -> float:
-        name = self.policy.name
+        name = self.kind
         if name == "TOVA":
             return attention_sums
         if name == "SnapKV":
@@ -174,7 +175,7 @@ class Head:
         return score * getattr(self.policy, "decay", 1.0) ** queries + attention_sums
 
     def of_key(self, p: int) -> float:
-        if self.policy.name == "Knorm":
+        if self.kind == "Knorm":
             return -float(self.keys[p].norm())
         units = self.keys[: self.seen] / self.keys[: self.seen].norm(dim=-1, keepdim=True)
         mean = units.mean(0)
@@ -261,7 +262,7 @@ class Head:
         for p in sorted(free, key=norm.get)[max(len(free) - large, 0) :] if large else []:
             rank[p] = 1e30
         rank = {p: rank[p] if p in free else float("inf") for p in held}
-        if policy.first_stage_ratio:
+        if policy.needs_output_projection:
             first = sorted(held, key=lambda p: (rank[p], p))[::-1][: int(policy.first_stage_ratio * budget)]
             left = [p for p in free if rank[p] < 1e30]
             total = sum(rank[p] for p in left)
@@ -274,16 +275,16 @@ class Head:
 
     def priority(self, i: int, held: list[int]) -> float:
         p, policy = held[i], self.policy
-        if policy.name in ("SinkWindow", "SlidingWindow"):
+        if self.kind in ("SinkWindow", "SlidingWindow"):
             return p
-        if policy.name == "H2O" and policy.reduce == "mean":
+        if self.kind == "H2O" and policy.reduce == "mean":
             return self.score[p] / sum(policy.decay**n for n in range(self.seen - p))
-        if policy.name == "SnapKV":
+        if self.kind == "SnapKV":
             side = policy.kernel_size // 2
             near = [self.score[q] for q in held[max(i - side, 0) : i + side + 1]]
             return sum(near) / len(near)
-        if policy.name == "Random":
+        if self.kind == "Random":
             return float(policy.priority(Tokens(*(torch.full((1, HEADS, 1), p, dtype=torch.int32),) * 3))[0, self.head, 0])
-        if policy.name == "Custom":
+        if self.kind == "Custom":
             return self.score[p] * float(self.values[p].norm())
         return self.score[p]

@@ -7,6 +7,7 @@ from qkvcache.kernels import matmul
 from qkvcache.policies import (
     H2O,
     Compactor,
+    CriticalKV,
     Custom,
     ExpectedAttention,
     KeyDiff,
@@ -33,7 +34,7 @@ SPARSE = {
     "keydiff": KeyDiff(budget=14, interval=5, recent=3),
     "expected_attention": ExpectedAttention(budget=14, interval=5, recent=3, n_future_positions=16),
     "compactor": Compactor(budget=14, interval=5, recent=3, chunk_size=8, sketch_dimension=2),
-    "critical": SnapKV(budget=14, interval=5, window_size=4, recent=3, first_stage_ratio=0.5),
+    "critical": CriticalKV(SnapKV(budget=14, interval=5, window_size=4, recent=3)),
 }
 
 
