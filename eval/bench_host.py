@@ -1,6 +1,6 @@
 """Host time of a step of one token, a layer of a growing cache: `update` and the attention after it, without launches and the GPU.
 
-    python eval/bench_host.py [--formats int8 turboquant_4bit_nc] [--steps 200] [--rounds 20]
+    python eval/bench_host.py [--formats int8,turboquant_4bit_nc] [--steps 200] [--rounds 20]
 
 Kernels of Triton do nothing here, so that no GPU is needed: what is left is what Python and torch take to store a token, to prepare the
 arguments of launches and to allocate outputs. Tokens leave the residual and are quantized as often as in a text. Rows have microseconds of
@@ -23,6 +23,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from triton.runtime.jit import JITFunction
 
 from qkvcache import CompressedCache
+from qkvcache.kernels import dispatch
 
 SHAPE = {"num_hidden_layers": 1, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
 """The attention of Llama 3.1 8B; nothing else of the model is computed while it is timed."""
@@ -58,6 +59,7 @@ def fastest(call: Callable[[], object], steps: int, rounds: int) -> float:
 
 def measure(args: argparse.Namespace) -> None:
     os.environ["QKVCACHE_KERNELS"] = "triton"
+    dispatch._INTERPRETED = True  # launches do nothing on any device
     JITFunction.run = lambda *args, **kwargs: None
     torch.set_num_threads(1)
     for format in args.formats:
@@ -71,7 +73,7 @@ def tables(rows: list[dict]) -> Iterator[Table]:
 
 def main(arguments: list[str] | None = None) -> None:
     parser = parser_of(__doc__, "host")
-    parser.add_argument("--formats", nargs="+", default=["int8", "turboquant_4bit_nc"], metavar="FORMAT")
+    parser.add_argument("--formats", nargs="+", default=["int8", "turboquant_4bit_nc"], metavar="A,B")
     parser.add_argument("--steps", type=int, default=200, help="of a round")
     parser.add_argument("--rounds", type=int, default=20)
     run_or_show(parser, parser.parse_args(arguments), measure, "host", tables, gpu=False)

@@ -25,7 +25,7 @@ from gpu import device, let_go, milliseconds, random_llama
 from harness import Table, device_name, in_time, outcome, parser_of, replace_rows, run_or_show
 
 from qkvcache import CompressedCache, policies
-from qkvcache.policies.base import MOST_INTERVAL
+from qkvcache.policies.budget import MOST_INTERVAL
 
 ROWS = [
     *(name for name, kind in policies.REGISTRY.items() if not issubclass(kind, policies.SinkWindow)),
@@ -40,9 +40,9 @@ def policy_of(row: str, budget: int, heads: int) -> policies.Policy:
     if row == "lagkv":
         return policies.LagKV(budget=budget, lag_size=min(128, budget // 4), recent=min(128, budget // 4))
     if row == "snapkv_critical":
-        return policies.SnapKV(budget=budget, recent=min(64, budget // 4), first_stage_ratio=0.5)
+        return policies.CriticalKV(policies.SnapKV(budget=budget, recent=min(64, budget // 4)))
     if row == "snapkv_adakv":
-        return policies.SnapKV(budget=budget, recent=min(64, budget // 4), alpha_safeguard=0.2)
+        return policies.AdaKV(policies.SnapKV(budget=budget, recent=min(64, budget // 4)))
     if row == "snapkv_heads":  # a third of the heads retains most, as of a real model
         parts = tuple(1.0 if head % 3 == 0 else 0.25 for head in range(heads))
         return policies.SnapKV(budget=policies.Budget(budget, heads=parts), recent=min(64, budget // 4))

@@ -116,7 +116,7 @@ def tables(rows: list[dict]) -> Iterator[Table]:
 
 def main(arguments: list[str] | None = None) -> None:
     parser = parser_of(__doc__, "prefix")
-    parser.add_argument("--formats", nargs="+", default=["int8", "turboquant_4bit_nc"], metavar="FORMAT")
+    parser.add_argument("--formats", nargs="+", default=["int8", "turboquant_4bit_nc"], metavar="A,B")
     parser.add_argument("--tokens", type=int, default=32_768)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--directory", help="where files are written; a temporary one by default")

@@ -27,7 +27,7 @@ import triton  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from qkvcache.formats import REGISTRY  # noqa: E402
+from qkvcache.formats import FP8, REGISTRY, HadaQuant, Int4, Int8, TurboQuant  # noqa: E402
 from qkvcache.formats.base import PackedLayout  # noqa: E402
 from qkvcache.formats.rotation import rotation_block  # noqa: E402
 from qkvcache.kernels import (  # noqa: E402
@@ -61,6 +61,12 @@ TARGETS = {
 GREATEST_STACK = 128
 RECORD_TYPES = dict.fromkeys(("row_lengths", "columns", "order", "where"), "*i64") | dict.fromkeys(("column_mask", "is_valid"), "*i1")
 RECORD_TYPES |= {"records": ("*i32", "*fp32", "*fp32", "*fp32")}
+OPTIONS = (
+    Int8("token"), Int8(symmetric=False), FP8(scale="token"), FP8("e5m2"), FP8("e5m2", scale="tensor", frozen=True), Int4("group"),
+    TurboQuant("3bit_nc", center=False), HadaQuant(4, 4),
+)  # fmt: skip
+"""Formats with kinds of codes, scales and spans that no registered format has."""
+FORMATS = REGISTRY | {format.name: format for format in OPTIONS}
 QUICK = (
     "identity",
     "int8",
@@ -109,7 +115,7 @@ def strides_aligned(name: str) -> bool:
 
 
 def attention(format: str, head_dim: int, target: str, variant: str = "", dtype: str = "bf16", rows: int = 1) -> Job:
-    key, value = (codec.packed_layout for codec in REGISTRY[format].codecs())
+    key, value = (codec.packed_layout for codec in FORMATS[format].codecs())
     assert key and value, format
     nvidia = TARGETS[target].backend == "cuda"
     launch = launched(key, value, head_dim, rows, nvidia)
@@ -117,7 +123,12 @@ def attention(format: str, head_dim: int, target: str, variant: str = "", dtype:
     types: dict[str, str | Types] = {"query": f"*{dtype}", "region_query": f"*{dtype}", "exact": (f"*{dtype}",) * 4}
     if key.rotated and key.group and head_dim & (head_dim - 1):
         types["region_query"] = "*fp32"  # rotated beforehand
-    types |= {"rotation": "*fp16", "signs": "*fp32", "table": "*i32" if variant == "items" else "*i64", "mask": "*fp32" if variant == "float" else "*u8"}
+    types |= {
+        "rotation": "*fp16",
+        "signs": "*fp32",
+        "table": "*i32" if variant == "items" else "*i64",
+        "mask": "*fp32" if variant == "float" else "*u8",
+    }
     types |= dict.fromkeys(("part", "maxima", "sums", "tops"), "*fp32") | {"weights": "*bf16"}
     types |= dict.fromkeys(("scaling", "softcap"), "fp32") | dict.fromkeys(("rows", "lengths", "items"), "*i32")
     types |= {"exact_strides": ("i32",) * 12} | {"mean_strides": ("i32",) * 2}
@@ -173,7 +184,7 @@ def _not_rotated(how: PackedLayout) -> PackedLayout:
 
 
 def joining(format: str, head_dim: int, target: str) -> Job:
-    value = REGISTRY[format].value.packed_layout
+    value = FORMATS[format].value.packed_layout
     assert value
     types = dict.fromkeys(("part", "maxima", "sums", "signs", "center", "lse"), "*fp32") | {"sinks": "*bf16", "out": "*bf16"}
     types["firsts"] = "*i32"
@@ -230,19 +241,28 @@ def _planes_of(codec, dim: int, table: str) -> Types:
 
 
 def storing(format: str, head_dim: int, tokens: int, target: str, heads: int = 8) -> Job:
-    codecs = REGISTRY[format].codecs()
+    codecs = FORMATS[format].codecs()
     layouts = [triton_quantize.known(codec, _Like(head_dim)) for codec in codecs]
     across, along, warps = triton_dequantize.tile(tuple(layouts), heads, tokens, triton_dequantize.padded(head_dim))
     types = dict.fromkeys(("key", "value"), _strided("*bf16", 3)) | {"slots": _strided("*i64", 3)}
     types |= {name: _planes_of(codec, head_dim, "*bf16") for name, codec in zip(("k_planes", "v_planes"), codecs, strict=True)}
-    constants = {"K": layouts[0], "D": head_dim, "V": layouts[1], "DV": head_dim, "ACROSS": across, "ALONG": along, "PAGE": PAGE, "BASE": ANCHOR}
+    constants = {
+        "K": layouts[0],
+        "D": head_dim,
+        "V": layouts[1],
+        "DV": head_dim,
+        "ACROSS": across,
+        "ALONG": along,
+        "PAGE": PAGE,
+        "BASE": ANCHOR,
+    }
     name = f"quantize {format} {head_dim} {'block' if tokens > 1 else 'token'}"
     return Job(name, triton_quantize._quantize_kernel, types, constants, target, {"num_warps": warps})
 
 
 def stepping(format: str, head_dim: int, target: str) -> Iterator[Job]:
     """A step of one token, and one that leaves the ring of a layer that evicts."""
-    codecs = dict(zip(("key", "value"), REGISTRY[format].codecs(), strict=True))
+    codecs = dict(zip(("key", "value"), FORMATS[format].codecs(), strict=True))
     zones = _strided("*bf16", 3) + _strided("*bf16", 2) * 2
     step: dict[str, str | Types] = {"control": "*i32", "rows": "*i32", "table": "*i64"}
     step |= {name: (*zones, _planes_of(codec, head_dim, "*bf16")) for name, codec in codecs.items()}
@@ -264,7 +284,7 @@ def arriving(head_dim: int, heads: int, target: str) -> Job:
 
 def decoding(format: str, head_dim: int, target: str) -> Iterator[Job]:
     """Dequantizing planes and pages."""
-    codecs = REGISTRY[format].codecs()
+    codecs = FORMATS[format].codecs()
     for codec in dict.fromkeys(codecs):
         layout = triton_dequantize.known(codec, _Like(head_dim))
         wide = triton_dequantize.padded(head_dim)
@@ -278,11 +298,13 @@ def decoding(format: str, head_dim: int, target: str) -> Iterator[Job]:
     for codec, (side, layout, dim) in zip(codecs, (("keys", "K", "D"), ("values", "V", "DV")), strict=True):
         types[side] = (*_strided("*bf16", 3), _planes_of(codec, head_dim, "*bf16"))
         constants |= {layout: _not_rotated(triton_dequantize.known(codec, _Like(head_dim))), dim: head_dim}
-    yield Job(f"dequantize pages {format} {head_dim}", triton_dequantize._dequantize_pages_kernel, types, constants, target, {"num_warps": 4})
+    yield Job(
+        f"dequantize pages {format} {head_dim}", triton_dequantize._dequantize_pages_kernel, types, constants, target, {"num_warps": 4}
+    )
 
 
 def gathering(format: str, head_dim: int, target: str) -> Job:
-    codecs = REGISTRY[format].codecs()
+    codecs = FORMATS[format].codecs()
     layouts = [triton_dequantize.known(codec, _Like(head_dim)) for codec in codecs]
     across, along, warps = triton_dequantize.tile_of_pages(tuple(layouts), 8, GATHER_TILE, triton_dequantize.padded(head_dim))
     types: dict[str, str | Types] = dict.fromkeys(("tiles", "new_starts", "out_starts", "rows", "lengths", "table"), "*i32")
@@ -336,7 +358,7 @@ class _Like:
 
 
 def jobs(everything: bool) -> Iterator[Job]:
-    formats = list(REGISTRY) if everything else QUICK
+    formats = list(FORMATS) if everything else QUICK
     for target in TARGETS:
         few = not everything and target != "sm_90"
         for format in QUICK[-1:] if few else formats:
@@ -375,7 +397,7 @@ def jobs(everything: bool) -> Iterator[Job]:
         for format in formats:
             if not everything and (few or format not in ("int4", "hadaquant_k2v2", "turboquant_3bit_nc")):
                 continue
-            if all(triton_dequantize.supports(codec, 128) for codec in REGISTRY[format].codecs()):
+            if all(triton_dequantize.supports(codec, 128) for codec in FORMATS[format].codecs()):
                 yield from (storing(format, 128, tokens, target) for tokens in ((1, 512) if everything else (512,)))
                 yield from stepping(format, 128, target)
                 yield from decoding(format, 128, target)

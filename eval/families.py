@@ -36,8 +36,6 @@ import torch
 from families_models import CAUSAL, EXACT, OTHERS, PROMPT, STEPS, Family
 from families_tables import ABSENT, ERROR, FORMATS, NOTHING, REFUSED, THEIRS, WORKS, table, worse
 from harness import RESULTS, read_rows, replace_rows
-from rich.console import Console
-from rich.progress import track
 from torch import Tensor
 from transformers import DynamicCache, GenerationConfig, StaticCache
 from transformers.cache_utils import Cache
@@ -48,6 +46,7 @@ from qkvcache import CompressedCache, H2OCache, PrefixStore, SinkCache, continuo
 from qkvcache.attention.compressed_kv import CompressedKV
 from qkvcache.caches.memory import measured
 from qkvcache.layers.compressed import CompressedLayer
+from qkvcache.progress import track
 
 PACKAGE = str(Path(qkvcache.__file__).parent)
 ROOM, BUDGET = 64, 16
@@ -303,7 +302,7 @@ def main(arguments: list[str] | None = None) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     with ProcessPoolExecutor(args.jobs, multiprocessing.get_context("spawn")) as pool:
         done = as_completed([pool.submit(measure, name) for name in args.only])
-        for future in track(done, "families", len(args.only), console=Console(stderr=True)):
+        for future in track(done, "families", len(args.only)):
             rows.append(row := future.result())
             if args.check:
                 found += worse(row, before.get(row["family"], {}))

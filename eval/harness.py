@@ -11,12 +11,12 @@ import lzma
 import os
 import sys
 import time
-from argparse import ArgumentParser, ArgumentTypeError, Namespace, RawDescriptionHelpFormatter
+from argparse import Action, ArgumentParser, ArgumentTypeError, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import typer
@@ -126,9 +126,18 @@ def fraction(text: str) -> float:
     return value
 
 
+class Parser(ArgumentParser):
+    """A parser whose lists may be written with commas, as the options of `qkvcache` are, or with spaces."""
+
+    def _get_values(self, action: Action, arg_strings: list[str]) -> Any:
+        if action.nargs in ("+", "*") and action.type is not Path:
+            arg_strings = [word for text in arg_strings for word in text.split(",")]
+        return super()._get_values(action, arg_strings)  # type: ignore[misc]
+
+
 def parser_of(doc: str | None, results: str, minutes: float | None = float("inf"), model: str | None = None) -> ArgumentParser:
     """The options of every script, and with a default `model` those of what is measured on a model; `results` is the name of the rows."""
-    parser = ArgumentParser(description=doc, formatter_class=RawDescriptionHelpFormatter)
+    parser = Parser(description=doc, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=RESULTS / f"{results}.jsonl", help="the rows; those of the same case are replaced")
     parser.add_argument(
         "--minutes", type=float, default=minutes, help="nothing is started that, if it took as long as the longest so far, would end later"

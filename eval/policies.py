@@ -66,8 +66,8 @@ def variants() -> dict[str, dict]:
     for name in ("h2o", "snapkv", "tova", "keydiff", "knorm", "compactor"):
         found[f"{name}, recent {RECENT}"] = {"recent": RECENT}
     for name in ("snapkv", "expected_attention"):
-        found[f"{name}, critical"] = {"first_stage_ratio": 0.5}
-        found[f"{name}, adakv"] = {"alpha_safeguard": 0.2}
+        found[f"{name}, critical"] = {"wrapper": policies.CriticalKV}
+        found[f"{name}, adakv"] = {"wrapper": policies.AdaKV}
     found["kvzip, normalized"] = {"kvzip_plus_normalization": True}
     found["kvzip, each head"] = {"alpha_safeguard": None}
     for name in ("h2o", "snapkv", "tova", "keydiff", "lagkv", "expected_attention", "compactor", "knorm", "random"):
@@ -84,6 +84,8 @@ def policy_of(name: str, size: int, total: int, profile: Callable[[], policies.H
     base, options = name.split(",")[0], dict(VARIANTS[name])
     if base == "lagkv":
         options |= dict.fromkeys(("lag_size", "recent"), min(128, size // 4) if "heads" not in options else RECENT)
+    if wrapper := options.pop("wrapper", None):
+        return wrapper(policies.named(base, budget=size))
     if options.pop("heads", False):
         return type(policies.resolve(base))(budget=profile().budget(size, share=size / total), **options)
     return policies.named(base, budget=size - 4 if base == "sink_window" else size, **options)
@@ -257,7 +259,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--policies", nargs="*", default=list(VARIANTS), choices=[[], *VARIANTS], metavar="POLICY")
     found.add_argument("--best", nargs="*", default=[], choices=[[], *VARIANTS], metavar="POLICY", help="those of formats but the first")
     found.add_argument("--budgets", nargs="+", type=fraction, default=[0.5, 0.25, 0.1, 0.75], help="shares of the prompt that are kept")
-    found.add_argument("--formats", nargs="+", default=["identity", "turboquant_4bit_nc"], choices=FORMATS, metavar="FORMAT")
+    found.add_argument("--formats", nargs="+", default=["identity", "turboquant_4bit_nc"], choices=FORMATS, metavar="A,B")
     found.add_argument("--tasks", nargs="+", default=list(TASKS), choices=TASKS, metavar="TASK", help=" ".join(TASKS))
     found.add_argument("--tokens", nargs="+", type=at_least(500), default=[4000, 8000], help="tokens of contexts")
     found.add_argument("--questions", nargs="+", default=["unseen", "seen"], choices=["unseen", "seen"])

@@ -19,8 +19,6 @@ from collections.abc import Iterator
 
 from harness import at_least, described, fraction, in_time, load, name_of, parser_of, present, refused, stored_or_measured
 from quality_pictures import plot, table
-from rich.console import Console
-from rich.progress import Progress
 from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import Cache
 from workload import CacheMaker, Workload
@@ -29,12 +27,11 @@ from qkvcache import CompressedCache, policies
 from qkvcache.evaluation.recall import FORMS
 from qkvcache.formats import REGISTRY
 from qkvcache.planning.model import shapes
+from qkvcache.progress import progress, track
 
 ZONES = {"4 + 64": {}, "none": {"num_sink_tokens": 0, "residual_length": 0}}
 EVICTED = ("turboquant_4bit_nc",)
 """What evicting caches store tokens in: what `recommend` takes most often."""
-VARIANTS = ("_token", "_tensor", "_frozen", "_asymmetric", "_group", "_four_over_six")
-"""How names end that differ from others in a scale alone, or that take a CPU a minute to store."""
 
 
 def policy_of(name: str, size: int) -> policies.Policy:
@@ -70,11 +67,11 @@ def measure(args: argparse.Namespace) -> Iterator[dict]:
     dims = head_dims(model.config)
     args.formats = [name for name in args.formats if not any(REGISTRY[name].refuses(dim) for dim in dims)]
     sizes = {"context": args.context, "passages": args.passages, "read_on": args.read_on, "cases": args.cases}
-    workload = Workload.make(model, tokenizer, ids, **sizes, facts_in=args.facts_in, form=FORMS[args.facts])
+    with progress("reading without a compressed cache"):
+        workload = Workload.make(model, tokenizer, ids, **sizes, facts_in=args.facts_in, form=FORMS[args.facts])
     every = list(caches(model.config, args))
-    with Progress(console=Console(stderr=True), transient=True) as progress:
-        for row, make in in_time(progress.track(every, description="caches"), args.minutes):
-            yield described(args) | row | workload.measure(make) | {"facts": args.facts}
+    for row, make in in_time(track(every, "caches", len(every)), args.minutes):
+        yield described(args) | row | workload.measure(make) | {"facts": args.facts}
 
 
 def head_dims(config: PreTrainedConfig) -> set[int]:
@@ -96,11 +93,7 @@ def _refused(args: argparse.Namespace) -> str | None:
 
 def main(arguments: list[str] | None = None) -> None:
     parser = parser_of(__doc__, "quality", model="demo")
-    known = list(REGISTRY)
-    usual = [name for name in known if not name.endswith(VARIANTS)]
-    parser.add_argument(
-        "--formats", nargs="*", default=usual, choices=[[], "all", *known], metavar="FORMAT", help="'all': all variants too"
-    )
+    parser.add_argument("--formats", nargs="*", default=list(REGISTRY), choices=[[], *REGISTRY], metavar="A,B")
     parser.add_argument("--exact", nargs="+", default=list(ZONES), choices=ZONES, help="exact zones of formats without a policy")
     parser.add_argument("--policies", nargs="*", default=list(policies.REGISTRY), choices=[[], *policies.REGISTRY], metavar="POLICY")
     parser.add_argument("--budgets", nargs="*", type=fraction, default=[0.1, 0.25, 0.5], help="shares of the context that policies keep")
@@ -114,7 +107,7 @@ def main(arguments: list[str] | None = None) -> None:
         "--facts", choices=FORMS, help="what is to be recalled; default: code_word for the embedded model, number for others"
     )
     args = parser.parse_args(arguments)
-    args.formats = known if "all" in args.formats else list(args.formats)
+    args.formats = list(args.formats)
     args.facts_in = args.facts_in or [args.context]
     args.facts = args.facts or ("code_word" if args.model == "demo" else "number")
     rows = stored_or_measured(parser, args, f"quality_{name_of(args.model)}", measure, _refused)

@@ -14,9 +14,8 @@ from transformers.cache_utils import Cache
 from qkvcache import CompressedCache
 from qkvcache.attention import observer
 from qkvcache.attention.compressed_kv import CompressedKV
-from qkvcache.attention.second_reading import ReadingLayer
-from qkvcache.caches.compress import fill, read_twice
-from qkvcache.evaluation.prefill import Prefilled, in_groups, prefill
+from qkvcache.caches.compress import ReadingLayer, fill, read_twice
+from qkvcache.evaluation.quality import Prefilled, in_groups, prefill
 from qkvcache.formats import Format
 from qkvcache.kernels import Pair, sum_attention
 from qkvcache.layers.evicting import EvictingLayer
@@ -32,8 +31,6 @@ def prompt_attention(policy: Policy, query: Tensor, keys: Tensor, values: Tensor
         return None
     last = observer._last(policy.observation_window, None, query.shape[2])
     query, counts = query[:, :, last].detach(), weights[:, last]
-    if policy.reduces_attention:
-        return observer._reduced(policy, query, keys, values, counts, None, scaling=scaling, softcap=None)
     return sum_attention(query, keys, counts, None, scaling=scaling)
 
 
@@ -58,8 +55,6 @@ class Recorded(Prefilled):
     def observed(self, index: int, policy: Policy) -> Tensor | None:
         """The accumulated attention `[B, H, T]` of a layer under `policy`; computed once for policies that observe alike."""
         call, layer = self.calls[index], self.layers[index]
-        if policy.reduces_attention:
-            return prompt_attention(policy, call.query, layer.keys, layer.values, call.scaling)
         found = self._observed.setdefault((policy.observation_window, policy.decay), {})
         if index not in found:
             found[index] = prompt_attention(policy, call.query, layer.keys, layer.values, call.scaling)

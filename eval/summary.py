@@ -20,7 +20,6 @@ RULE = (" --- ",)
 CACHES = {
     'QuantizedPerTokenCache(config, dtype="int8")': "int8",
     "TurboQuantCache(config)": "turboquant_4bit_nc",
-    "HadaQuantCache(config)": "hadaquant_k4v4",
     "HadaQuantCache(config, key_bits=3, value_bits=3)": "hadaquant_k3v3",
 }
 SNAPKV = 'CompressedCache(config, format="turboquant_4bit_nc", policy=policies.SnapKV(budget=0.5))'

@@ -27,6 +27,7 @@ from qkvcache import CompressedCache, demo, models
 from qkvcache.evaluation.recall import plant
 from qkvcache.evaluation.spec import CacheSpec
 from qkvcache.evaluation.speed import Clock
+from qkvcache.progress import progress
 
 FACTS = {
     "the old lighthouse": "Kestrel Point",
@@ -97,7 +98,8 @@ class Chat:
         """Reads the document into a new cache."""
         self.cache = self.new_cache()
         self.ids = self.turns.ids(self.turns.document).to(self.model.device)
-        self.model(self.ids, past_key_values=self.cache, logits_to_keep=1)
+        with progress(f"reading {self.ids.shape[1]:,} tokens"):
+            self.model(self.ids, past_key_values=self.cache, logits_to_keep=1)
 
     def ask(self, question: str, streamer: TextStreamer | None = None) -> Turn:
         """The answer, which `streamer` prints as it comes. Question and answer stay in the chat."""
@@ -156,7 +158,7 @@ def document_of(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) ->
 def parsed(arguments: list[str] | None) -> tuple[argparse.Namespace, CacheSpec]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2", help=f"{models.known()}, a folder, a .gguf file, or a model on the Hub")
-    parser.add_argument("--format", default="hadaquant_k4v4", help="as `qkvcache formats` lists them")
+    parser.add_argument("--format", default="turboquant_4bit_nc", help="as `qkvcache formats` lists them")
     parser.add_argument("--policy", help="what evicts tokens: keydiff, h2o, sink_window and others")
     parser.add_argument("--budget", type=float, help="tokens that the policy keeps, or a share such as 0.5")
     parser.add_argument("--document", type=Path, help="a text file; Python's language reference by default")
@@ -174,7 +176,7 @@ def parsed(arguments: list[str] | None) -> tuple[argparse.Namespace, CacheSpec]:
         parser.error("--document without a terminal: pass --questions")
     budget = int(args.budget) if args.budget is not None and args.budget >= 1 else args.budget
     try:
-        models.folder(args.model)
+        models.folder(args.model), models.usable(args.device)
         spec = CacheSpec(cache=args.format, policy=args.policy, budget=budget, max_length=args.max_length)
     except (ValueError, TypeError, OSError, ImportError) as error:
         parser.error(str(error))

@@ -1,24 +1,29 @@
 """KV caches for Hugging Face transformers that stay compressed while attention reads them."""
 
-from . import formats, policies
-from .attention import attach, detach
-from .batching import continuous_batching
-from .caches import (
-    CombinedCache,
-    CompressedCache,
-    H2OCache,
-    HadaQuantCache,
-    NVFP4Cache,
-    QuantizedPerTokenCache,
-    SinkCache,
-    SlidingWindowCache,
-    TurboQuantCache,
-    warmup,
-)
-from .evaluation.calibrate import calibrate
-from .evaluation.profile_heads import profile_heads
-from .planning import plan, recommend
-from .prefix import PrefixStore
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from . import formats, policies
+    from .attention import attach, detach
+    from .batching import continuous_batching
+    from .caches import (
+        CombinedCache,
+        CompressedCache,
+        H2OCache,
+        HadaQuantCache,
+        NVFP4Cache,
+        QuantizedPerTokenCache,
+        SinkCache,
+        SlidingWindowCache,
+        TurboQuantCache,
+    )
+    from .caches.warmup import warmup
+    from .evaluation.calibrate import calibrate
+    from .evaluation.profile_heads import profile_heads
+    from .planning.plan import plan
+    from .planning.recommend import recommend
+    from .prefix import PrefixStore
 
 __all__ = [
     "CombinedCache",
@@ -43,3 +48,31 @@ __all__ = [
     "warmup",
 ]
 __version__ = "0.2.0"
+
+_PARTS = {"attention", "batching", "caches", "demo", "evaluation", "formats", "kernels", "layers", "models"}
+_PARTS |= {"planning", "policies", "prefix", "storage"}
+_HOMES = {
+    "PrefixStore": "prefix",
+    "attach": "attention",
+    "calibrate": "evaluation.calibrate",
+    "continuous_batching": "batching",
+    "detach": "attention",
+    "plan": "planning",
+    "profile_heads": "evaluation.profile_heads",
+    "recommend": "planning",
+}
+"""The modules of names that are not of `caches`."""
+
+
+def __getattr__(name: str) -> Any:
+    """Imports a name's module on first use, since torch and transformers take seconds."""
+    if name in _PARTS:
+        return import_module(f".{name}", __name__)
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = globals()[name] = getattr(import_module(f".{_HOMES.get(name, 'caches')}", __name__), name)
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import transformers
 import typer
 from rich.console import Console
 from rich.table import Column, Table
 
-from .batching.commands import app as batching_app
-from .demo import show
-from .evaluation.commands import app as evaluation_app
-from .formats import REGISTRY, resolve
-from .options import MODEL, JsonOption, device_of, dtype_of, examples, model_of, output, refusals
-from .planning.commands import app as planning_app
-from .planning.recommend import LADDERS
-from .prefix.commands import app as prefix_app
+from .commands.batching import app as batching_app
+from .commands.evaluation import app as evaluation_app
+from .commands.planning import app as planning_app
+from .commands.prefix import app as prefix_app
+from .options import MODEL, JsonOption, WithFormats, device_of, dtype_of, examples, model_of, output, quiet, refusals
 
 app = typer.Typer(
     help="KV caches for Hugging Face transformers that stay compressed while attention reads them.",
@@ -27,7 +23,9 @@ app = typer.Typer(
 )
 
 
-@app.command(epilog=examples("qkvcache demo", "qkvcache demo --model smollm2 --formats int8,hadaquant_k4v4 --device cuda"))
+@app.command(
+    cls=WithFormats, epilog=examples("qkvcache demo", "qkvcache demo --model smollm2 --formats int8,turboquant_4bit_nc --device cuda")
+)
 def demo(
     model: Annotated[str, typer.Option(help=MODEL)] = "demo",
     formats: Annotated[
@@ -39,11 +37,13 @@ def demo(
     seed: Annotated[int, typer.Option(help="Chooses the code word and the texts.")] = 0,
 ) -> None:
     """Run one prompt through every cache, on the embedded model by default, and show what each costs and keeps."""
+    from .demo import show
+    from .formats import resolve
+
     model_of(model, "--model")  # refused here, under the option's name
     computes_in, on = dtype_of(dtype), device_of(device)
     names = None if formats is None else formats.split(",")
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
+    quiet()
     with refusals():
         for name in names or ():
             resolve(name)
@@ -58,6 +58,9 @@ def formats(
     json_output: JsonOption = False,
 ) -> None:
     """List the storage formats and what a token takes in each. An asterisk marks those that `qkvcache recommend` chooses from."""
+    from .formats import REGISTRY
+    from .planning.recommend import LADDERS
+
     if head_dim < 1 or kv_heads < 1:
         raise typer.BadParameter(f"--head-dim {head_dim} --kv-heads {kv_heads}: both must be at least 1")
     chosen = {choice.format for ladder in LADDERS.values() for choice in ladder}

@@ -5,19 +5,34 @@ from __future__ import annotations
 import json
 from collections.abc import Container, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Annotated, Any
+from itertools import takewhile
+from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
 import typer
 from rich.console import Console
 from rich.table import Column, Table
+from typer.core import TyperCommand
 
-from .models import folder
+if TYPE_CHECKING:
+    import torch
 
 MODEL = "'demo', 'smollm2', a model's folder, a .gguf file, or its name on the Hub."
 Budget = Annotated[float | None, typer.Option(help="Tokens that the policy retains: a number from 1 on, or a share such as 0.5.")]
 Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1. Default: a GPU if there is one.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON in place of tables.")]
+
+
+class WithFormats(TyperCommand):
+    """A command whose `--formats a,b` may be written `--formats a b` too, as scripts take lists."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if "--formats" in args:
+            from .formats import REGISTRY
+
+            begin = args.index("--formats") + 1
+            names = list(takewhile(REGISTRY.__contains__, args[begin:]))
+            args = [*args[:begin], *filter(None, [",".join(names)]), *args[begin + len(names) :]]
+        return super().parse_args(ctx, args)
 
 
 def table(headers: Iterable[str], left: Container[str] = (), **options: Any) -> Table:
@@ -48,8 +63,18 @@ def refusals() -> Iterator[None]:
         raise typer.BadParameter(str(error)) from error
 
 
+def quiet() -> None:
+    """Silences what transformers reports while it loads a model."""
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+
+
 def model_of(name: str, option: str = "MODEL") -> str:
     """The path or name that transformers loads for `name` (`models.folder`)."""
+    from .models import folder
+
     try:
         return folder(name)
     except (OSError, ImportError, ValueError) as error:
@@ -57,6 +82,8 @@ def model_of(name: str, option: str = "MODEL") -> str:
 
 
 def dtype_of(name: str) -> torch.dtype:
+    import torch
+
     allowed = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
     if name not in allowed:
         raise typer.BadParameter(f"{name!r}: expected one of {', '.join(allowed)}", param_hint="--dtype")
@@ -65,13 +92,14 @@ def dtype_of(name: str) -> torch.dtype:
 
 def device_of(name: str | None) -> torch.device:
     """None: a GPU if there is one, else the CPU."""
+    import torch
+
+    from .models import usable
+
     try:
-        device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        reason = str(error).splitlines()[0]
-        raise typer.BadParameter(f"{name!r} is no device of this machine: {reason}", param_hint="--device") from error
-    return device
+        return usable(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--device") from error
 
 
 def budget_of(value: float | None) -> int | float | None:

@@ -1,4 +1,4 @@
-"""Every format, cache and model once. A line here puts a new one under every test that is about all of them."""
+"""Every kind of format, every cache and model once. A line here puts a new one under every test that is about all of them."""
 
 from __future__ import annotations
 
@@ -12,50 +12,44 @@ import torch
 import transformers as hf
 from transformers.cache_utils import DynamicLayer
 
-from qkvcache import CompressedCache, HadaQuantCache, NVFP4Cache, QuantizedPerTokenCache, TurboQuantCache, policies
+from qkvcache import CompressedCache, HadaQuantCache, NVFP4Cache, QuantizedPerTokenCache, TurboQuantCache, formats, policies
 from qkvcache.attention import install
+from qkvcache.formats import FP8, NVFP4, HadaQuant, Identity, Int4, Int8, TurboQuant
 from tests.seeds import SEED
 
-FORMAT_ERRORS = {
-    "identity": 0.0,
-    "int8": 0.0070,
-    "int8_token": 0.0083,
-    "int8_asymmetric": 0.0065,
-    "int8_uncentered": 0.0070,
-    "fp8": 0.0275,
-    "fp8_uncentered": 0.0275,
-    "fp8_token": 0.0280,
-    "fp8_tensor": 0.0280,
-    "fp8_tensor_frozen": 0.0280,
-    "fp8_e5m2": 0.0540,
-    "fp8_e5m2_token": 0.0550,
-    "fp8_e5m2_tensor": 0.0555,
-    "fp8_e5m2_tensor_frozen": 0.0555,
-    "int4": 0.102,
-    "int4_uncentered": 0.102,
-    "int4_vllm": 0.106,
-    "int4_group": 0.102,
-    "nvfp4": 0.099,
-    "nvfp4_four_over_six": 0.091,
-    "nvfp4_mse": 0.085,
-    "nvfp4_uncentered": 0.099,
-    **{f"turboquant_k8v4{form}": 0.106 for form in ("", "_uncentered")},
-    **{f"turboquant_4bit_nc{form}": 0.106 for form in ("", "_uncentered")},
-    **{f"turboquant_k3v4_nc{form}": 0.194 for form in ("", "_uncentered")},
-    **{f"turboquant_3bit_nc{form}": 0.226 for form in ("", "_uncentered")},
-    "hadaquant_k4v4": 0.101,
-    "hadaquant_k4v3": 0.194,
-    "hadaquant_k3v3": 0.194,
-    "hadaquant_k3v2": 0.37,
-    "hadaquant_k2v2": 0.37,
-    "hadaquant_k4v2": 0.37,
-    "hadaquant_k3v4": 0.194,
-    "hadaquant_k2v4": 0.37,
-    "hadaquant_k2v3": 0.37,
+FORMAT_ERRORS: dict[formats.Format, float] = {
+    Identity(): 0.0,
+    Int8(): 0.0070,
+    Int8("token"): 0.0083,
+    Int8(symmetric=False): 0.0065,
+    Int8(center=False): 0.0070,
+    FP8(): 0.0275,
+    FP8(scale="token"): 0.0280,
+    FP8(scale="tensor"): 0.0280,
+    FP8(scale="tensor", frozen=True): 0.0280,
+    FP8("e5m2", scale="tensor", frozen=True): 0.0555,
+    Int4(): 0.102,
+    Int4("vllm"): 0.106,
+    Int4("group"): 0.102,
+    NVFP4("amax"): 0.099,
+    NVFP4("four_over_six"): 0.091,
+    NVFP4(): 0.085,
+    TurboQuant("k8v4"): 0.106,
+    TurboQuant("k8v4", center=False): 0.106,
+    TurboQuant("4bit_nc"): 0.106,
+    TurboQuant("k3v4_nc"): 0.194,
+    TurboQuant("3bit_nc"): 0.226,
+    TurboQuant("3bit_nc", center=False): 0.226,
+    HadaQuant(4, 4): 0.101,
+    HadaQuant(4, 3): 0.194,
+    HadaQuant(3, 3): 0.194,
+    HadaQuant(3, 2): 0.37,
+    HadaQuant(2, 2): 0.37,
 }
-"""Names, and the error allowed to keys and to values on N(0, 1) at head_dim 128: RMS of the difference over RMS of the data."""
+"""Formats, registered or not, and the error allowed to keys and to values on N(0, 1) at head_dim 128: RMS of the difference over RMS
+of the data."""
 
-FORMATS = list(FORMAT_ERRORS)
+FORMATS = {format.name: format for format in FORMAT_ERRORS}
 ALL = bool(os.environ.get("QKVCACHE_TEST_ALL"))
 """Whether covering sets are full products: `make test-all`."""
 
@@ -95,12 +89,13 @@ def covering(*axes: Iterable, strength: int = 2) -> list[tuple]:
     return found
 
 
-def by_layer(config: hf.PreTrainedConfig) -> list[str]:
+def by_layer(config: hf.PreTrainedConfig) -> list[formats.Format]:
     """Formats for the full-attention layers of a model, each other than the one before: with a mean or without, shared scales, of 2 to 8
     bits."""
     layers = hf.DynamicCache(config=config).layers
     count = sum(type(layer) is DynamicLayer for layer in layers)
-    return list(itertools.islice(itertools.cycle(["hadaquant_k3v2", "fp8_token", "turboquant_k8v4_uncentered"]), count))
+    chosen = HadaQuant(3, 2), FP8(scale="token"), TurboQuant("k8v4", center=False)
+    return list(itertools.islice(itertools.cycle(chosen), count))
 
 
 CACHES = {
@@ -133,33 +128,27 @@ POLICIES = {
     "keydiff_values": lambda budget: policies.KeyDiff(budget=budget, recent=2, protect_values=0.25),
     "lagkv": lambda budget: policies.LagKV(budget=budget, lag_size=4, recent=4),
     "knorm": lambda budget: policies.Knorm(budget=budget, recent=3),
-    "dropkv": lambda budget: policies.DropKV(budget=budget, window_size=4, recent=3),
-    "rkv": lambda budget: policies.RKV(budget=budget, interval=1, window_size=4, kernel_size=3, recent=2, attention_weight=0.4),
-    "triattention": lambda budget: policies.TriAttention(budget=budget, interval=1, recent=2),
     "random": lambda budget: policies.Random(budget=budget, recent=2),
     "expected_attention": lambda budget: policies.ExpectedAttention(budget=budget, recent=3, n_future_positions=16),
     "expected_attention_epsilon": lambda budget: policies.ExpectedAttention(budget=budget, recent=2, n_future_positions=9, epsilon=0.1),
     "compactor": lambda budget: policies.Compactor(budget=budget, recent=3, chunk_size=8, sketch_dimension=3),
     "compactor_blending": lambda budget: policies.Compactor(budget=budget, recent=2, chunk_size=5, sketch_dimension=4, blending=2.0),
-    "tova_critical": lambda budget: policies.TOVA(budget=budget, num_sink_tokens=1, recent=2, first_stage_ratio=0.5),
+    "tova_critical": lambda budget: policies.CriticalKV(policies.TOVA(budget=budget, num_sink_tokens=1, recent=2)),
     "custom": lambda budget: policies.Custom(function=lambda tokens: tokens.score * tokens.value_norm, budget=budget, recent=2),
 }
 """Policies with every option, of an interval of 1: `POLICIES[name](budget)`, of 12 tokens at least."""
 
 SHARED = {
-    "snapkv": lambda budget: policies.SnapKV(budget=budget, interval=1, window_size=4, recent=3, alpha_safeguard=0.2),
-    "snapkv_interval": lambda budget: policies.SnapKV(budget=budget, interval=3, window_size=4, recent=2, alpha_safeguard=0.3),
-    "h2o_value_norm": lambda budget: policies.H2O(budget=budget, recent=2, value_norm=True, alpha_safeguard=0.5),
-    "tova": lambda budget: policies.TOVA(budget=budget, num_sink_tokens=0, recent=0, alpha_safeguard=0.0),
-    "dropkv": lambda budget: policies.DropKV(budget=budget, window_size=4, recent=3, protect_values=0.25, alpha_safeguard=0.2),
-    "lagkv": lambda budget: policies.LagKV(budget=budget, lag_size=4, recent=4, alpha_safeguard=0.2),
-    "expected_attention": lambda budget: policies.ExpectedAttention(budget=budget, recent=3, n_future_positions=16, alpha_safeguard=0.1),
-    "custom": lambda budget: policies.Custom(function=lambda t: t.score * t.value_norm, budget=budget, recent=2, alpha_safeguard=0.2),
+    "snapkv": lambda budget: policies.AdaKV(policies.SnapKV(budget=budget, interval=1, window_size=4, recent=3)),
+    "snapkv_interval": lambda budget: policies.AdaKV(policies.SnapKV(budget=budget, interval=3, window_size=4, recent=2), 0.3),
+    "h2o_value_norm": lambda budget: policies.AdaKV(policies.H2O(budget=budget, recent=2, value_norm=True), 0.5),
+    "tova": lambda budget: policies.AdaKV(policies.TOVA(budget=budget, num_sink_tokens=0, recent=0), 0.0),
+    "tova_values": lambda budget: policies.AdaKV(policies.TOVA(budget=budget, recent=3, protect_values=0.25)),
+    "lagkv": lambda budget: policies.AdaKV(policies.LagKV(budget=budget, lag_size=4, recent=4)),
+    "expected_attention": lambda budget: policies.AdaKV(policies.ExpectedAttention(budget=budget, recent=3, n_future_positions=16), 0.1),
+    "custom": lambda budget: policies.AdaKV(policies.Custom(function=lambda t: t.score * t.value_norm, budget=budget, recent=2)),
 }
 """Policies whose heads share the budget: `SHARED[name](budget)`."""
-
-STATIC = [name for name, policy in POLICIES.items() if not policy(64).needs_stored_keys]
-"""Those that run in tensors of fixed size."""
 
 CUT_FREE = ["sink_window", "sliding_window", "lagkv", "knorm", "random"]
 """Those whose tokens do not depend on how a text is cut into steps."""

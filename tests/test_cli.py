@@ -23,8 +23,8 @@ def test_formats_lists_bytes_and_refusals():
     refused = {row["format"]: row for row in json.loads(run("formats", "--json", "--head-dim", "80").stdout)}
     assert refused["int4"]["bytes"] is None and "group_size" in refused["int4"]["refuses"]
     printed = run("formats").stdout
-    assert "turboquant_4bit_nc" in printed and "hadaquant_k4v4 *" in printed and "nvfp4 *" not in printed
-    assert rows["hadaquant_k4v4"]["recommended"] and not rows["nvfp4"]["recommended"]
+    assert "turboquant_4bit_nc" in printed and "turboquant_4bit_nc *" in printed and "nvfp4 *" not in printed
+    assert rows["turboquant_4bit_nc"]["recommended"] and not rows["nvfp4"]["recommended"]
 
 
 def commands(group=None, name: str = "qkvcache"):
@@ -62,8 +62,10 @@ def test_help_shows_the_example():
     [
         (("formats", "--head-dim", "0"), "--head-dim 0"),
         (("demo", "--dtype", "int8"), "bfloat16, float16, float32"),
-        (("demo", "--device", "foo"), "--device"),
+        (("demo", "--device", "foo"), "'foo' is not on this machine"),
+        (("bench", "--device", "cuda:99"), "use cpu"),
         (("demo", "--formats", "int8,int9"), "'int9' is unknown"),
+        (("demo", "--formats", "int8", "int9"), "(int9)"),
         (("demo", "--model", "./nowhere"), "'./nowhere' does not exist"),
         (("dmeo",), "No such command"),
         (("bench", "demo", "--device", "foo"), "--device"),

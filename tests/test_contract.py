@@ -14,9 +14,9 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 from qkvcache import CompressedCache, TurboQuantCache, attach
-from qkvcache.caches.evictable import OWN_ATTENTION
+from qkvcache.caches.arguments import OWN_ATTENTION
 from qkvcache.layers.compressed import CompressedLayer
-from tests.matrix import MODELS, THREE, model
+from tests.matrix import FORMATS, MODELS, THREE, model
 from tests.reference import MODES, ZONES, assert_close, count_decoded_layers, decoded, forward, steps
 from tests.seeds import SEED
 from tests.tolerance import of_model
@@ -135,7 +135,7 @@ def test_exact_format_equals_dynamic_cache(name, mode, attention):
 @pytest.mark.parametrize("name", NAMES)
 def test_formats_equal_their_codes_decoded(name, format):
     network = model(name)
-    cache = CompressedCache(network.config, format=format, **ZONE)
+    cache = CompressedCache(network.config, format=FORMATS[format], **ZONE)
     ids, mask = MODES["padded"].inputs()
     for begin, end in ((0, 30), (30, 31), (31, 34)):
         expected = forward(network, decoded(cache), ids, mask, begin, end)

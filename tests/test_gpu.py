@@ -13,7 +13,6 @@ import torch
 from transformers import DynamicCache
 
 from qkvcache import CompressedCache, warmup
-from qkvcache.formats import resolve
 from tests.matrix import FORMATS, model
 from tests.reference import ZONES, assert_close, count_decoded_layers, count_fused, decoded, forward
 from tests.seeds import SEED
@@ -54,7 +53,7 @@ def test_formats_equal_their_codes_decoded(format, dtype, tolerance):
     In fp32 the queries, rounded to fp16 for the fused kernel's products, are what differs.
     """
     network = on_gpu(dtype)
-    cache = CompressedCache(network.config, format=format, **ZONE)
+    cache = CompressedCache(network.config, format=FORMATS[format], **ZONE)
     ids, mask = prompt().values()
     for begin, end in ((0, 290), (290, 291), (291, 294), (294, 300)):
         expected = forward(network, decoded(cache), ids, mask, begin, end)
@@ -69,7 +68,7 @@ def test_formats_equal_their_codes_decoded(format, dtype, tolerance):
 def test_generate_takes_the_fused_path(network, format, monkeypatch):
     """By itself, at every step after the prefill, in every layer."""
     calls = count_fused(monkeypatch)
-    generate(network, CompressedCache(network.config, format=format))
+    generate(network, CompressedCache(network.config, format=FORMATS[format]))
     assert len(calls) == 19 * network.config.num_hidden_layers
 
 
@@ -91,7 +90,7 @@ def test_warmup_compiles_all_that_generate_needs(network):
 @pytest.mark.parametrize("format", FORMATS)
 def test_codes_are_those_of_a_cpu(format):
     x = torch.randn(2, 2, 100, 64, dtype=torch.bfloat16)
-    for codec in resolve(format).codecs():
+    for codec in FORMATS[format].codecs():
         here, there = (codec.dequantize(codes | statistics, 64) for codes, statistics in ((encoded(codec, x)), (encoded(codec, x.cuda()))))
         # A value on the border of two levels may fall to either side.
         assert ((here - there.cpu()).abs() > 1e-5).float().mean() < 0.01

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from qkvcache import CompressedCache
-from qkvcache.formats import REGISTRY
-from tests.formats.roundtrip import encode
+from qkvcache.testing import encode
 from tests.matrix import COVER, FORMATS, model
 from tests.reference import MODES, ZONES, assert_close, forward
 from tests.tolerance import of_model, rounding, same_decoded, same_vectors
@@ -26,7 +25,7 @@ def turn_one(planes: dict[str, torch.Tensor], bit: int = 0) -> None:
 
 @pytest.mark.parametrize("name", [name for name in FORMATS if name != "identity"])
 def test_one_wrong_code_is_another_vector(name):
-    for codec in REGISTRY[name].codecs():
+    for codec in FORMATS[name].codecs():
         codes = encode(codec, torch.randn(2, 2, 5, 128))
         right = codec.dequantize(codes, 128)
         alone = torch.cat([codec.dequantize({k: x[row : row + 1] for k, x in codes.items()}, 128) for row in range(2)])
@@ -63,7 +62,7 @@ def test_one_wrong_code_in_a_cache_exceeds_the_bound_of_a_model(format):
     ids, mask = MODES["single"].inputs()
     caches = []
     for _ in range(2):
-        caches.append(CompressedCache(network.config, format=format, **ZONES["zones"]))
+        caches.append(CompressedCache(network.config, format=FORMATS[format], **ZONES["zones"]))
         forward(network, caches[-1], ids, mask, 0, 30)
     right = forward(network, copy.deepcopy(caches[0]), ids, mask, 30, 31)
     assert_close(forward(network, caches[0], ids, mask, 30, 31), right, of_model(network))

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from qkvcache.formats import REGISTRY, Codec
+from qkvcache.formats import Codec
+from tests.matrix import FORMATS
 
 SPREAD = 3
 TURNED = 5e-3
@@ -33,7 +34,7 @@ def rounding(*lengths: int, dtype: torch.dtype = torch.float32) -> float:
 
 def turned(format: str) -> float:
     """`TURNED` for a format by name: codes of fewer bits are further apart. A turned one moves logits by up to 8.4e-3 in 4, 5.4e-3 in 3."""
-    return 2e-2 if any(codec.packed_layout and codec.packed_layout.packed for codec in REGISTRY[format].codecs()) else TURNED
+    return 2e-2 if any(codec.packed_layout and codec.packed_layout.packed for codec in FORMATS[format].codecs()) else TURNED
 
 
 def of_model(network: PreTrainedModel, tokens: int = 64) -> float:

@@ -6,9 +6,12 @@ import copy
 import inspect
 import pickle
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from transformers import Cache, DynamicCache, EncoderDecoderCache, PreTrainedModel
+
+if TYPE_CHECKING:
+    from transformers import Pipeline  # imports every kind of input
 
 _METHOD = "_prepare_cache_for_generation"
 
@@ -74,7 +77,7 @@ class Attachment:
         self.detach()
 
 
-def attach(model: PreTrainedModel, factory: Callable[..., Cache]) -> Attachment:
+def attach(model: PreTrainedModel | Pipeline, factory: Callable[..., Cache]) -> Attachment:
     """Gives `factory(model.config)` to every later `model.generate` that is called without a cache. It takes precedence
     over the `cache_implementation` of the model's generation config; `generate(cache_implementation=...)` raises
     ValueError.
@@ -82,17 +85,19 @@ def attach(model: PreTrainedModel, factory: Callable[..., Cache]) -> Attachment:
     In encoder-decoder models it serves self-attention, beside an ordinary cache for the encoder's states.
 
     Args:
-        model: any model with `generate`.
+        model: any model with `generate`, or a pipeline of one.
         factory: makes a new cache from the model's config, such as a cache class.
 
     Returns an Attachment, which undoes it on `detach()` or as a context manager.
 
     Raises:
-        TypeError: `factory` is not callable (a cache instance cannot serve two calls), or returns something other than a Cache.
+        TypeError: `model` has no `generate`; `factory` is not callable (a cache instance cannot serve two calls), or
+            returns something other than a Cache.
         ValueError: the model has a cache attached already, or keeps its state in something other than a Cache.
     """
     if not callable(factory):
         raise TypeError(f"attach needs a factory such as `lambda config: TurboQuantCache(config)`, got {type(factory).__name__}")
+    model = _generating(model, "attach")
     if _METHOD in model.__dict__:
         raise ValueError("the model has a cache attached already: detach it first")
     if not model._supports_default_dynamic_cache():  # type: ignore[operator]
@@ -102,6 +107,14 @@ def attach(model: PreTrainedModel, factory: Callable[..., Cache]) -> Attachment:
     return attachment
 
 
-def detach(model: PreTrainedModel) -> None:
+def detach(model: PreTrainedModel | Pipeline) -> None:
     """Undoes `attach` on `model`, if there is one."""
-    model.__dict__.pop(_METHOD, None)
+    _generating(model, "detach").__dict__.pop(_METHOD, None)
+
+
+def _generating(model: Any, call: str) -> PreTrainedModel:
+    """`model`, or the model of a pipeline. Raises TypeError if neither has `generate`."""
+    found = model if hasattr(type(model), _METHOD) else getattr(model, "model", None)
+    if isinstance(found, PreTrainedModel) and hasattr(found, _METHOD):
+        return found
+    raise TypeError(f"{call} needs a transformers model that has `generate`, or a pipeline of one; got {type(model).__name__}")

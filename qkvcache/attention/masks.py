@@ -1,4 +1,4 @@
-"""Converting the masks of every attention implementation of transformers to the form that kernels take.
+"""Converting the masks and keywords of every attention implementation of transformers to the form that kernels take.
 
 The columns of a layer that evicts tokens differ from those of the model's mask. The layer takes the running step's
 columns from the model's mask (`new_tokens`) and puts the columns of its stored tokens before them (`joined`).
@@ -19,6 +19,15 @@ from torch.nn.attention.flex_attention import BlockMask, create_mask
 from ..kernels import PagedInputs
 from ..kernels.attend_chunked import LeftPadding
 from ..kernels.pages import RING_TOKENS, SINKS
+
+
+def kernel_options(implementation: str, query: Tensor, keywords: dict[str, Any]) -> dict[str, Any]:
+    """The kernel options `scaling`, `softcap` and `sinks` for queries `[B, Hq, Q, D]`."""
+    scaling = keywords.get("scaling")
+    scaling = query.shape[3] ** -0.5 if scaling is None else scaling
+    if implementation == "sdpa":  # transformers 5.17 ignores both in sdpa, and decode steps must match the prefill
+        return {"scaling": scaling, "softcap": None, "sinks": None}
+    return {"scaling": scaling, "softcap": keywords.get("softcap"), "sinks": keywords.get("s_aux")}
 
 
 def lower_right(queries: int, tokens: int) -> CausalBias | None:

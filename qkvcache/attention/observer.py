@@ -15,8 +15,7 @@ padding.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -27,27 +26,15 @@ from ..kernels import (
     KeysOrValues,
     attend_on_codes,
     attend_pages,
-    matmul_fp32,
     observe_on_codes,
     prefill_with_lse,
     sum_attention,
 )
-from ..kernels.attend_chunked import Columns, attend_chunked, observe_chunked
-from ..kernels.sum_attention import BLOCK
-from ..policies import ObservedAttention, Policy
+from ..kernels.attend_chunked import attend_chunked, observe_chunked
+from ..policies import Policy
 from .compressed_kv import CompressedKV
 from .full import full_attention
-from .keywords import kernel_options
-from .masks import NewTokens, joined, joined_by_head, mask_of_new, new_tokens, sees_itself
-
-
-@dataclass(frozen=True)
-class Unobserved:
-    """Attention of a decode step: the query `[B, Hq, 1, D]`, the output `[B, Hq, 1, Dv]`, and `kernel_options`."""
-
-    query: Tensor
-    output: Tensor
-    options: dict[str, Any]
+from .masks import NewTokens, joined, joined_by_head, kernel_options, mask_of_new, new_tokens, sees_itself
 
 
 class AttentionObserver(Protocol):
@@ -77,14 +64,9 @@ class AttentionObserver(Protocol):
         """The columns that hold a token, those of the step included, bool `[B, T]`, or `[B, H, T]` where heads have
         pages of their own (`AttentionInputs.paged`); None: all. Called after `begin_attention`."""
 
-    @property
-    def observes_later(self) -> bool:
-        """Whether `end_attention` takes `unobserved` for a decode step in place of its weights."""
-
-    def end_attention(self, attention_sums: Tensor | None, unobserved: Unobserved | None = None) -> None:
+    def end_attention(self, attention_sums: Tensor | None) -> None:
         """Receives the attention weights of all columns, `[B, H, T]`: their sum over queries and over the query heads
-        of a KV head, or the result of the policy's `reduce_attention`; None if its `observation_window` is 0, or with
-        `unobserved`. The layer may then evict tokens."""
+        of a KV head; None if the policy's `observation_window` is 0. The layer may then evict tokens."""
 
 
 def attend_observed(
@@ -102,21 +84,22 @@ def attend_observed(
     in_order, paged = observer.in_order or tokens == queries, key.attention_inputs.by_head
     observer.begin_attention(new.is_valid, query, options["scaling"], module)
     valid = functools.cache(observer.valid_columns)  # not computed for attention over pages
-    later = observer.observes_later and queries == 1 and new.causal and new.is_valid is None
-    observed = None if later else _query_weights(policy.observation_window, policy.decay, new.is_valid, query)
+    observed = _query_weights(policy.observation_window, policy.decay, new.is_valid, query)
     last = _last(policy.observation_window, new.is_valid, queries)
     in_order = in_order and (valid() is None if mask is None else mask.shape[-1] == tokens)  # layers of a kind share it
     chunked = chunked and new.causal
     if paged and "eager" not in implementation and implementation != "sdpa":
         stock, implementation = full_attention, "qkvcache"  # the masks of flash and flex are the same for all heads
     if not in_order and (few or chunked) and "eager" not in implementation and not kwargs.get("dropout"):
-        if chunked and (not few or (policy.reduces_attention and observed is not None)):
-            counts = None if observed is None else observed[:, last]
+        if chunked and not few:
             hidden = None if (shown := valid()) is None else ~shown
-            out, attention_sums = _attend_in_chunks(policy, query, key, hidden, counts, options)
+            if observed is None:
+                out, attention_sums = attend_chunked(query, key.attention_inputs, hidden, **options)[0], None
+            else:
+                out, attention_sums = observe_chunked(query, key.attention_inputs, hidden, observed=observed[:, last], **options)
         else:
-            out, attention_sums = _attend_on_codes(policy, query, key, value, new, valid, observed, last, options)
-        observer.end_attention(attention_sums, Unobserved(query.detach(), out, options) if later else None)
+            out, attention_sums = _attend_on_codes(query, key, new, valid, observed, options)
+        observer.end_attention(attention_sums)
         return out.transpose(1, 2).contiguous(), None
 
     keys, values = key, value
@@ -127,68 +110,39 @@ def attend_observed(
     weights: Tensor | None = None
     attention_sums = None
     found = None
-    if observed is not None and not policy.reduces_attention and mask is None and implementation == "sdpa" and tokens == queries:
+    if observed is not None and mask is None and implementation == "sdpa" and tokens == queries:
         found = prefill_with_lse(query, keys, values, options["scaling"])  # type: ignore[arg-type]
     if found is not None:
         out = found[0].transpose(1, 2).contiguous()
     else:
         out, weights = stock(module, query, keys, values, mask, *args, **kwargs)
-    if observed is not None and isinstance(weights, Tensor) and not policy.reduces_attention:
+    if observed is not None and isinstance(weights, Tensor):
         attention_sums = _summed(weights, key, observed)
     elif observed is not None:
         lse = None if found is None else found[1][:, :, last]
-        k, v = _of_kv_heads(key.repeats, keys, values)
-        if policy.reduces_attention:
-            given = out.transpose(1, 2)[:, :, last].detach() if new.causal else None
-            attention_sums = _reduced(policy, query[:, :, last], k, v, observed[:, last], valid(), outputs=given, **options)
-        else:
-            attention_sums = sum_attention(query[:, :, last].detach(), k, observed[:, last], valid(), lse=lse, **options)
-    observer.end_attention(attention_sums, Unobserved(query.detach(), out.transpose(1, 2).detach(), options) if later else None)
+        k = _of_kv_heads(keys, key.repeats)
+        attention_sums = sum_attention(query[:, :, last].detach(), k, observed[:, last], valid(), lse=lse, **options)
+    observer.end_attention(attention_sums)
     return out, weights
 
 
-def _attend_in_chunks(
-    policy: Policy, query: Tensor, key: CompressedKV, hidden: Tensor | None, observed: Tensor | None, options: dict[str, Any]
-) -> tuple[Tensor, Tensor | None]:
-    """Attention `[B, Hq, Q, D]` on dequantized chunks, and the attention sums for the policy: those of the last
-    queries, weighted by `observed`."""
-    if observed is None:
-        return attend_chunked(query, key.attention_inputs, hidden, **options)[0], None
-
-    def reduce(columns: Columns, out: Tensor, lse: Tensor) -> Tensor:
-        known = {"scaling": columns.scaling, "softcap": options["softcap"], "causal": columns.causal, "outputs": out, "lse": lse}
-        return _reduced(policy, columns.query, columns.keys, columns.values, observed, columns.visible, **known)
-
-    given = reduce if policy.reduces_attention else None
-    return observe_chunked(query, key.attention_inputs, hidden, observed=observed, reduce=given, **options)
-
-
 def _attend_on_codes(
-    policy: Policy, query: Tensor, key: CompressedKV, value: CompressedKV, new: NewTokens, valid: Callable[[], Tensor | None],
-    observed: Tensor | None, last: slice, options: dict[str, Any],
+    query: Tensor, key: CompressedKV, new: NewTokens, valid: Callable[[], Tensor | None], observed: Tensor | None, options: dict[str, Any],
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Attention on the codes for a few queries under any mask, and the attention sums for the policy."""
-    inputs, attention_sums = key.attention_inputs, None
-    counts = None if policy.reduces_attention else observed
+    inputs = key.attention_inputs
     if inputs.by_head:
         mask = None if new.causal and new.is_valid is None else joined_by_head(inputs.paged, new, query)
-        out, _, attention_sums = attend_pages(query, inputs.paged, mask, causal=mask is None, observed=counts, **options)
+        out, _, attention_sums = attend_pages(query, inputs.paged, mask, causal=mask is None, observed=observed, **options)
+        return out, None if observed is None else attention_sums
+    if new.causal:  # costs a kernel less than a mask of queries x tokens
+        shown = valid()
+        mask = None if shown is None else shown[:, None, None]
     else:
-        if new.causal:  # costs a kernel less than a mask of queries x tokens
-            shown = valid()
-            mask = None if shown is None else shown[:, None, None]
-        else:
-            mask = joined(valid(), new.mask, query, key.shape[2])
-        if counts is None:
-            out = attend_on_codes(query, inputs, mask, causal=new.causal, **options)
-        else:
-            out, attention_sums = observe_on_codes(query, inputs, mask, observed=counts, causal=new.causal, **options)
+        mask = joined(valid(), new.mask, query, key.shape[2])
     if observed is None:
-        return out, None
-    if counts is None:
-        k, v = _of_kv_heads(key.repeats, key, value)
-        attention_sums = _reduced(policy, query[:, :, last], k, v, observed[:, last], valid(), **options)
-    return out, attention_sums
+        return attend_on_codes(query, inputs, mask, causal=new.causal, **options), None
+    return observe_on_codes(query, inputs, mask, observed=observed, causal=new.causal, **options)
 
 
 def _mask_of_all(implementation: str, valid: Tensor | None, new: NewTokens, query: Tensor, tokens: int) -> Tensor | None:
@@ -222,73 +176,16 @@ def _attend_static(
         if policy.observation_window and isinstance(weights, Tensor):
             attention_sums = _summed(weights, key, observed.float())
     else:
-        if policy.observation_window and not policy.reduces_attention:
+        if policy.observation_window:
             out, attention_sums = observe_on_codes(query, key.attention_inputs, shown, observed=observed, **options)
         else:
             out = attend_on_codes(query, key.attention_inputs, shown, **options)
         out = out.transpose(1, 2).contiguous()
-    if policy.observation_window and policy.reduces_attention:
-        valid = shown[:, 0, 0]
-        k, v = _of_kv_heads(key.repeats, key, value)
-        attention_sums = _reduced(policy, query, k, v, observed.float(), valid, causal=False, **options)
     observer.end_attention(attention_sums)
     return out, weights
 
 
 # The attention sums for policies.
-
-
-@torch.no_grad()
-def _reduced(
-    policy: Policy, query: Tensor, keys: Tensor, values: Tensor, observed: Tensor, valid: Tensor | None, *, scaling: float,
-    softcap: float | None, sinks: Tensor | None = None, lse: Tensor | None = None, outputs: Tensor | None = None, causal: bool = True,
-) -> Tensor:  # fmt: skip
-    """`policy.reduce_attention` of queries `[B, Hq, Q, D]` over keys and values `[B, H, T, D]`, added over blocks of queries, which bound
-    the memory. Arguments are those of `sum_attention`. Given the queries' `outputs` `[B, Hq, Q, D]` and `lse`, the
-    columns may be a part of all."""
-    (batch, heads, tokens, _), queries = keys.shape, query.shape[2]
-    parts = []
-    block = max(BLOCK // (batch * query.shape[1] * tokens), 1)
-    for begin in range(0, queries, block):
-        end = min(begin + block, queries)
-        rows = query[:, :, begin:end].unflatten(1, (heads, -1)).flatten(2, 3)
-        logits = matmul_fp32(rows, keys.mT).mul_(scaling).unflatten(2, (-1, end - begin))  # [B, H, G, q, T]
-        if softcap is not None:
-            logits = softcap * torch.tanh(logits / softcap)
-        if causal and queries > 1:
-            own = torch.ones(end - begin, queries, dtype=torch.bool, device=keys.device).triu(begin + 1)
-            logits[..., tokens - queries :].masked_fill_(own, -torch.inf)
-        if valid is not None:
-            shown = valid[:, :, None, None] if valid.dim() == 3 else valid[:, None, None, None]
-            logits = logits.masked_fill(~shown, -torch.inf)
-        if lse is not None:
-            weights = (logits - lse[:, :, begin:end].unflatten(1, (heads, -1))[..., None]).exp_()
-        elif sinks is not None:
-            level = torch.logaddexp(logits.logsumexp(-1, keepdim=True), sinks.float().view(heads, -1, 1, 1))
-            weights = (logits - level).exp_()
-        else:
-            weights = logits.softmax(-1)
-        count = observed[:, begin:end].float()
-        padding = None if valid is None else (count == 0)[:, None, None, :, None]
-        weights = weights if padding is None else weights.masked_fill(padding, 0)  # they are nan for padding
-        if outputs is None:
-            out = weights.flatten(2, 3) @ values.float()
-        else:
-            out = outputs[:, :, begin:end].unflatten(1, (heads, -1)).flatten(2, 3)
-        out = out.unflatten(2, (-1, end - begin))
-        out = out if padding is None or outputs is None else out.masked_fill(padding, 0)
-        parts.append(policy.reduce_attention(ObservedAttention(weights, out, values, count)))
-    return functools.reduce(torch.add, parts)
-
-
-def reduce_steps(policy: Policy, steps: Sequence[Unobserved], keys: Tensor, values: Tensor, valid: Tensor | None) -> Tensor:
-    """`policy.reduce_attention` of decode `steps` over keys and values `[B, H, T, D]`: `[B, H, T]`. The last key is the
-    newest step's. `valid` is that of `sum_attention`."""
-    query, outputs = (torch.cat(x, dim=2) for x in zip(*((step.query, step.output) for step in steps), strict=True))
-    age = torch.arange(len(steps) - 1, -1, -1, device=query.device)
-    decay: float = policy.decode_decay  # type: ignore[assignment]
-    observed = (decay ** age.float()).expand(len(query), -1)
-    return _reduced(policy, query, keys, values, observed, valid, outputs=outputs, **steps[-1].options)
 
 
 def _summed(weights: Tensor, key: CompressedKV, observed: Tensor) -> Tensor:
@@ -303,9 +200,9 @@ def _dense(given: CompressedKV) -> Tensor:
     return given.dense()
 
 
-def _of_kv_heads(repeats: int, *sides: Tensor | CompressedKV) -> Iterator[Tensor]:
-    """Keys or values dequantized, without the head repetitions of `repeat_kv`."""
-    return ((x.dense() if isinstance(x, CompressedKV) else x)[:, ::repeats] for x in sides)
+def _of_kv_heads(keys: Tensor | CompressedKV, repeats: int) -> Tensor:
+    """Keys dequantized, without the head repetitions of `repeat_kv`."""
+    return (keys.dense() if isinstance(keys, CompressedKV) else keys)[:, ::repeats]
 
 
 def _query_weights(window: int, decay: float, is_valid: Tensor | None, query: Tensor) -> Tensor | None:

@@ -34,8 +34,7 @@ from ..kernels.attend_chunked import CHUNK_BYTES, attend_chunked, cudnn_pays, su
 from .again import notice_again
 from .compressed_kv import CompressedKV, as_the_model_has_them, of_one_update
 from .full import full_attention
-from .keywords import kernel_options
-from .masks import Padding, padding_columns, visible
+from .masks import Padding, kernel_options, padding_columns, visible
 from .observer import attend_observed
 from .padding import report_attention
 

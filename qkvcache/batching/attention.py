@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..attention.varlen import varlen_attention
+from ..attention.full import varlen_attention
 from ..kernels import Pages, Pair, attend_pages, gather_rows, quantize_into, store_rows
 from ..kernels.attend_chunked import attend_chunked_pages, supports_queries
 from .pool import CompressedPagedCache

@@ -14,8 +14,8 @@ from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from .. import formats
 from ..attention import install
+from ..caches.arguments import OWN_ATTENTION
 from ..caches.base import head_dim_of
-from ..caches.evictable import OWN_ATTENTION
 from ..formats import Format, FormatByLayer
 from ..kernels import on_triton
 from ..policies import check_count
@@ -209,12 +209,7 @@ def check_format(format: Format | FormatByLayer, head_dim: int | None) -> Format
         raise NotImplementedError(f"format={format.name}: pages of all layers have one format; pass one")
     if head_dim:
         format.check(head_dim)
-    if not fits_pages(format):
+    layouts = (codec.packed_layout for codec in (format.key, format.value))
+    if not all(layout is None or layout.writable for layout in layouts):
         raise ValueError(f"format {format.name!r} has a scale for several tokens, which would be those of different requests; use 'fp8'")
     return format
-
-
-def fits_pages(format: Format) -> bool:
-    """Whether each token has its own scales, or all tokens of the model have one scale."""
-    layouts = (codec.packed_layout for codec in (format.key, format.value))
-    return all(layout is None or layout.writable for layout in layouts)

@@ -63,7 +63,9 @@ class BlockLayout:
         strides = step // size, count, self.head_dim, 1
         key, value = (
             pool.view(self.dtype).as_strided(
-                (blocks, self.heads, self.num_sink_tokens, self.head_dim), strides, (begin + self.page.nbytes) // size + side * self.heads * count
+                (blocks, self.heads, self.num_sink_tokens, self.head_dim),
+                strides,
+                (begin + self.page.nbytes) // size + side * self.heads * count,
             )
             for side in (0, 1)
         )

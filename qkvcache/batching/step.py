@@ -16,7 +16,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from ..attention.varlen import Sequences
+from ..attention.full import Sequences
 from ..kernels import Splits, split_rows
 from ..kernels.pages import BEGIN, COLUMNS, LENGTH, RING_ROW, RING_START, RING_TOKENS, SINK_ROW, SINKS, gather_tiles
 from .layout import BlockLayout

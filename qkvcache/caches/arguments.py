@@ -1,12 +1,11 @@
-"""Errors of caches for arguments of the wrong type, unknown options and misplaced options."""
+"""Errors of caches for arguments of the wrong type, unknown options, and models whose tokens cannot be evicted."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Mapping
-from typing import Any
 
-from transformers import DynamicCache
+from transformers import DynamicCache, PreTrainedConfig
 
 from ..formats import Format, FormatByLayer
 from ..formats.base import hint
@@ -19,6 +18,12 @@ FORMER = {
     "window": "window_length",
 }
 """Options by their names before 0.2."""
+OWN_ATTENTION = frozenset((
+    "autoformer", "big_bird", "blip_text_model", "clvp_decoder", "coarse_acoustics", "codegen", "cpmant", "falcon", "fine_acoustics",
+    "flaubert", "fsmt", "git", "gpt_neo", "gpt_neox_japanese", "gptj", "imagegpt", "informer", "led", "megatron-bert", "mvp", "prophetnet",
+    "reformer", "rembert", "roformer", "semantic", "speecht5", "tapas", "trocr", "xglm", "xlm",
+))  # fmt: skip
+"""Model types of transformers that compute attention themselves. `_supports_attention_backend` is False on others, too (BART, Zamba)."""
 
 
 def layer_indices(skip_layers: Iterable[int]) -> tuple[int, ...]:
@@ -26,18 +31,6 @@ def layer_indices(skip_layers: Iterable[int]) -> tuple[int, ...]:
     if not isinstance(skip_layers, Iterable):
         raise TypeError(f"skip_layers={skip_layers!r}: expected a tuple of layer indices, such as (0,) or (0, -1)")
     return tuple(skip_layers)
-
-
-def merged_options(kind: type[DynamicCache], options: Mapping[str, Any], **fixed: Any) -> dict[str, Any]:
-    """The user's `options` together with the options that the named cache `kind` has `fixed`.
-
-    Raises TypeError for an option that is fixed; the message names the arguments that determine it.
-    """
-    for name in fixed.keys() & options.keys():
-        base = _keywords(kind.__mro__[1])
-        words = " or ".join(f"{word}=" for word in _keywords(kind) if word not in base)
-        raise TypeError(f"{kind.__name__} makes its {name} itself: pass {words} in place of {name}={options[name]!r}")
-    return {**fixed, **options}
 
 
 def refuse_unknown(cache: DynamicCache, options: Mapping[str, object], format: Format | FormatByLayer, policy: Policy | None) -> None:
@@ -56,3 +49,18 @@ def refuse_unknown(cache: DynamicCache, options: Mapping[str, object], format: F
 
 def _keywords(kind: type) -> list[str]:
     return [name for name, at in inspect.signature(kind).parameters.items() if at.kind is not at.VAR_KEYWORD]
+
+
+def why_not_evict(config: PreTrainedConfig) -> str | None:
+    """The reason why tokens of this model cannot be evicted, or None."""
+    if getattr(config, "alibi", False) or config.model_type in ("bloom", "mpt"):
+        return "ALiBi takes a key's position from its column, which evicted tokens would shift"
+    if getattr(config, "relative_attention_num_buckets", None):
+        return "relative position bias takes a key's position from its column, which evicted tokens would shift"
+    if getattr(config, "index_topk", None):
+        return "its indexer selects keys by column"
+    if getattr(config, "kv_lora_rank", None):
+        return "it expands latents after the cache, so that attention does not see what is stored"
+    if config.model_type in OWN_ATTENTION:
+        return "its attention does not go through transformers' AttentionInterface, so that no policy sees it; leave out the policy"
+    return None

@@ -7,7 +7,6 @@ import copy
 import sys
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any, Never
 
 import torch
@@ -24,10 +23,9 @@ from ..layers.evicting import EvictingLayer
 from ..layers.static_sliding import StaticSlidingLayer
 from ..policies import Budget, KVzip, Policy, check_count
 from ..storage import check_room
-from .arguments import layer_indices, refuse_unknown
+from .arguments import layer_indices, refuse_unknown, why_not_evict
 from .biased import BiasedKeys
 from .compress import fill, read_twice
-from .evictable import why_not_evict
 from .memory import Memory, measured
 
 ALL_TOKENS = policies.SlidingWindow(window_length=2**30, interval=1)
@@ -51,8 +49,8 @@ class CompressedCache(DynamicCache):
         config: the model's config. Optional where every layer has full attention.
         format: a registry name (`qkvcache.formats.REGISTRY`) or a Format; a sequence of these, one for each
             full-attention layer, those of `skip_layers` included; or the path of a calibration file with one format for
-            each layer (`qkvcache calibrate`). With a policy, None keeps tokens in the model's dtype. A format's
-            `center=False` form (`..._uncentered`) warns once if the keys of a prompt have a large mean.
+            each layer (`qkvcache calibrate`). With a policy, None keeps tokens in the model's dtype. A format with
+            `center=False` warns once if the keys of a prompt have a large mean.
         policy: selects the tokens that are retained: a registry name (`qkvcache.policies.REGISTRY`) or a Policy; None
             retains all. With a policy, exact zones hold only tokens that it protects: at most its `num_sink_tokens`
             first and its `recent` last ones.
@@ -74,8 +72,8 @@ class CompressedCache(DynamicCache):
             model lacks.
         TypeError: `config`, `format`, `policy` or `skip_layers` of another type, neither format nor policy, an unknown option.
         NotImplementedError: a policy with offloading, or on a model whose attention does not allow it (ALiBi, relative bias, latents);
-            `max_length` or `compile=True` with offloading, with a budget that is a share, with `positions="cache"`, and with policies that
-            read stored keys (RKV, TriAttention) or whose heads differ in what they retain (`alpha_safeguard`, `Budget.heads`).
+            `max_length` or `compile=True` with offloading, with a budget that is a share, with `positions="cache"`, and with policies
+            whose heads differ in what they retain (`alpha_safeguard`, `Budget.heads`).
     """
 
     def __init__(
@@ -192,7 +190,7 @@ class CompressedCache(DynamicCache):
             ids: the context, int64 `[B, T]`.
             attention_mask: `[B, T]`, 0 for padding.
             tokenizer: encodes the instruction to repeat the context; None: there is no instruction.
-            progress: whether a progress bar is shown on the terminal.
+            progress: whether progress is shown on stderr.
 
         Raises:
             ValueError: a policy without a second reading, a cache that holds tokens, or shapes that do not match.
@@ -202,6 +200,8 @@ class CompressedCache(DynamicCache):
             raise ValueError(f"compress with policy={self.policy and self.policy.name}: only KVzip reads a context twice; call generate")
         if self.get_seq_length():
             raise ValueError(f"compress after {self.get_seq_length()} tokens: call it on an empty cache, or call reset() before")
+        if not isinstance(ids, Tensor):
+            raise TypeError(f"compress of {ids!r:.60}: expected token ids [B, T], such as tokenizer(text, return_tensors='pt').input_ids")
         if ids.dim() != 2 or not ids.shape[1] or (attention_mask is not None and attention_mask.shape != ids.shape):
             masked = "" if attention_mask is None else f" and attention_mask {list(attention_mask.shape)}"
             raise ValueError(f"compress of ids {list(ids.shape)}{masked}: both must be [B, T], with T of 1 or more")
@@ -227,8 +227,6 @@ class CompressedCache(DynamicCache):
             if policy.differs_by_head:
                 what = "budgets of heads" if policy.alpha_safeguard is None else f"alpha_safeguard={policy.alpha_safeguard}"
                 raise NotImplementedError(f"{what} with {why}: a compiled step has as many slots in each head; leave out one of the two")
-            if policy.needs_stored_keys:
-                raise NotImplementedError(f"policy={policy.name} with {why}: it dequantizes all stored keys to evict; leave out {why}")
         if config is None and policy.second_reading:
             raise ValueError(f"policy={policy.name} needs the config, to know the layers before they are filled")
         if config is None and len(policy.budgets) > 1:
@@ -275,7 +273,7 @@ class CompressedCache(DynamicCache):
         return self._new_evicting(formats.Identity(), whole, whole.budgets[0])
 
     def _new_evicting(self, format: Format, policy: Policy, budget: Budget, **options) -> EvictingLayer:
-        policy = replace(policy, interval=1) if self.compile else policy
+        policy = policy.with_options(interval=1) if self.compile else policy
         options |= {"deferred": self._shares_keys, "max_length": self.max_length, "compile": self.compile}
         return EvictingLayer(format, policy, budget, **options)
 
@@ -308,7 +306,7 @@ class CompressedCache(DynamicCache):
                 else f"no layer of this model has full attention alone, but {kinds}"
             )
             evicted = " and no token evicted" if self.policy else ""
-            warnings.warn(f"{why}: nothing will be compressed{evicted}", stacklevel=4)
+            warnings.warn(f"{why}: nothing will be compressed{evicted}", stacklevel=3 + 2 * (type(self) is not CompressedCache))
 
     def crop(self, tokens_to_remove: int) -> None:
         """Removes the last `-tokens_to_remove` tokens; 0 keeps them all."""
@@ -443,12 +441,13 @@ class CompressedCache(DynamicCache):
     def __repr__(self) -> str:
         memory = self.memory()
         tokens = max((layer.get_seq_length() for layer in self.layers if hasattr(layer, "get_seq_length")), default=0)
-        compressed = sum(isinstance(layer, CompressedLayer) and i not in self._exact for i, layer in enumerate(self.layers))
+        compressed = sum(isinstance(layer, CompressedLayer) and not isinstance(layer.format, formats.Identity) for layer in self.layers)
+        evicting = sum(isinstance(layer, EvictingLayer) and i not in self._exact for i, layer in enumerate(self.layers))
         zones = ", ".join(f"{name}={value}" for name, value in self._layer_options.items())
         policy = f"policy={self.policy}, " if self.policy else ""
         return (
-            f"{type(self).__name__}(format={self.format.name}, {policy}{zones}, layers={compressed} of {len(self.layers)} compressed, "
-            f"tokens={tokens}, bytes={memory.total:,}, ratio={memory.ratio:.2f})"
+            f"{type(self).__name__}(format={self.format.name}, {policy}{zones}, layers={compressed} of {len(self.layers)} compressed"
+            f"{f', {evicting} evicting' * bool(self.policy)}, tokens={tokens}, bytes={memory.total:,}, ratio={memory.ratio:.2f})"
         )
 
 

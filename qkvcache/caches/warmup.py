@@ -53,7 +53,12 @@ def warmup(model: PreTrainedModel, cache: CompressedCache, *, queries: Iterable[
             mask = torch.cat([mask, mask.new_ones(rows, step)], dim=1)
             model(input_ids=ids[:, :step], attention_mask=mask, past_key_values=fresh)
         for layer in fresh.layers:  # at the end of the capacity, a single token may be quantized
-            if isinstance(layer, CompressedLayer) and layer.storage and layer.residual_length and isinstance(layer.storage.tokens, RowPages):
+            if (
+                isinstance(layer, CompressedLayer)
+                and layer.storage
+                and layer.residual_length
+                and isinstance(layer.storage.tokens, RowPages)
+            ):
                 keys, values = layer.storage.residual
                 layer.storage.tokens.append((keys[:, :, :1], values[:, :, :1]))
 

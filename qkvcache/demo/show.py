@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import track
 from rich.table import Table
 from transformers import (
     DynamicCache,
@@ -29,10 +28,11 @@ from ..evaluation.speed import Clock
 from ..models import load
 from ..options import table
 from ..policies import H2O, KeyDiff, Policy
+from ..progress import progress, track
 from . import text_ids
 
 FORMATS = (
-    "int8", "fp8", "turboquant_k8v4", "turboquant_4bit_nc", "hadaquant_k4v4", "int4", "nvfp4_mse", "hadaquant_k3v3", "turboquant_3bit_nc"
+    "int8", "fp8", "turboquant_k8v4", "turboquant_4bit_nc", "int4", "nvfp4_mse", "hadaquant_k4v3", "hadaquant_k3v3", "turboquant_3bit_nc"
 )  # fmt: skip
 STREAMED = "turboquant_4bit_nc"
 POLICIES: dict[str, Policy] = {"fp8 + H2O 50 %": H2O(budget=0.5), "fp8 + KeyDiff 50 %": KeyDiff(budget=0.5)}
@@ -59,17 +59,6 @@ REAL = Size(700, 16, 4, NUMBER, bare=False)
 """The size for every other model: about three minutes on two CPU cores for 135 million parameters."""
 
 
-class Written(TextStreamer):
-    """A streamer that writes text as it is generated."""
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, console: Console):
-        super().__init__(tokenizer, skip_prompt=True)
-        self.console = console
-
-    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-        self.console.print(text, end="", highlight=False, markup=False)
-
-
 def run(
     name: str = "demo",
     dtype: torch.dtype = torch.bfloat16,
@@ -91,18 +80,17 @@ def run(
         asked, begun = case.question.split("? ")
         console.print(f"[bold]A prompt of {prompt.shape[1]:,} tokens, with a code word 40 % into it:[/bold] … {asked}?")
         console.print(f"[bold]{STREAMED}:[/bold] {begun}", end="")
-
-        generate(model, tokenizer, prompt, CompressedCache(model.config, format=STREAMED), Written(tokenizer, console))
-        console.print("\n")
-
+        generate(model, tokenizer, prompt, CompressedCache(model.config, format=STREAMED), TextStreamer(tokenizer, skip_prompt=True))
+        console.print()
     begin = len(ids) // 2
     window = torch.tensor(ids[begin : begin + 2 * (size.context + size.read_on)], device=model.device).view(2, -1)
-    passages = Passages.read(model, window, size.context)
-    cases = RecallSet.make(model, tokenizer, ids, size.context, size.recalls, seed=seed, form=size.form)
+    with progress("reading without a compressed cache"):
+        passages = Passages.read(model, window, size.context)
+        cases = RecallSet.make(model, tokenizer, ids, size.context, size.recalls, seed=seed, form=size.form)
 
     rows: list[dict] = []
     every = list(_caches(model.config, size.bare, formats))
-    for name, exact, factory in track(every, "measuring every cache", console=Console(stderr=True), transient=True):
+    for name, exact, factory in track(every, "measuring every cache", len(every)):
         text, tokens_per_second = generate(model, tokenizer, prompt, factory())
         quality = divergence(model, passages, factory)
         rows.append(

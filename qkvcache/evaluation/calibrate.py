@@ -28,9 +28,8 @@ from ..formats.hadaquant import BITS
 from ..kernels import Pair
 from ..layers.compressed import CompressedLayer
 from ..policies import check_count
-from .prefill import prefill
 from .provenance import provenance
-from .quality import compare
+from .quality import compare, prefill
 
 SIDES = ("keys", "values")
 Choice = tuple[tuple[int, int], ...]
@@ -66,7 +65,11 @@ class Calibration:
     @property
     def bytes_per_token(self) -> float:
         """Bytes of a token and head, keys and values together, as the mean over the heads of all layers."""
-        return _bytes(self.shapes, self.bits)
+        sizes = [
+            HadaQuant(*chosen).bytes_per_token(key_dim, heads, value_dim)  # type: ignore[arg-type]
+            for (heads, key_dim, value_dim), chosen in zip(self.shapes, self.bits, strict=True)
+        ]
+        return sum(sizes) / sum(heads for heads, *_ in self.shapes)
 
     @property
     def expected_kl(self) -> float:
@@ -93,7 +96,6 @@ def calibrate(
     text: PreTrainedTokenizerBase | Tensor | Sequence[int],
     *,
     bits: float = 3.0,
-    bytes_per_token: float | None = None,
     context: int = 1024,
     windows: int = 4,
     read_on: int = 128,
@@ -110,9 +112,8 @@ def calibrate(
     Args:
         model: a decoder, in float32: the rounding of a model in 16 bits exceeds the cost of 4 bits.
         text: token ids `[T]`, or the tokenizer, which then reads the language reference of Python (`demo.text`).
-        bits: the budget in bits of a channel, as the mean over keys and values of all layers, 2 to 4.
-        bytes_per_token: the budget in bytes of a token and head, keys and values together, in place of `bits`: 100
-            bytes are 3 bits at head_dim 128.
+        bits: the budget in bits of a channel, as the mean over keys and values of all layers, 2 to 4. At head_dim 128,
+            3 bits are 100 bytes of a token and head, keys and values together.
         context: tokens of each window that are read exactly and stored.
         windows: number of pieces of the text, evenly spaced.
         read_on: tokens of each window, after the context, over which the divergence is measured.
@@ -122,11 +123,15 @@ def calibrate(
         progress: a function that is called with the number of finished runs of the model and the number of all runs.
 
     Raises:
-        ValueError: a budget that no bits meet, a text that is too short, a model without full attention, a head_dim
+        ValueError: a budget below 2 or above 4 bits, a text that is too short, a model without full attention, a head_dim
             that the formats cannot hold.
         TypeError: a `text` of another type, a size that is not a number.
         NotImplementedError: an encoder-decoder.
     """
+    if isinstance(bits, bool) or not isinstance(bits, int | float):
+        raise TypeError(f"bits must be a number, got {bits!r}")
+    if not 2 <= bits <= 4:
+        raise ValueError(f"bits={bits}: must be 2 to 4 bits a channel")
     for name, count in (("context", context), ("windows", windows), ("read_on", read_on)):
         check_count(name, count, 1)
     check_count("num_sink_tokens", num_sink_tokens)
@@ -152,7 +157,6 @@ def calibrate(
     shapes = tuple((key.shape[1], key.shape[3], value.shape[3]) for key, value in pairs)
     for key, value in pairs:
         HadaQuant(2, 2).check(key.shape[3], value.shape[3])
-    _check_budget(shapes, bits, bytes_per_token)
     dense = _read(model, past, rest, {})
     step()
 
@@ -176,7 +180,7 @@ def calibrate(
     def together(chosen: Choice) -> float:
         return measured({i: stored(number, *chosen[number]) for number, i in enumerate(layers)})
 
-    chosen = choose(costs, shapes, bits, bytes_per_token)
+    chosen = choose(costs, shapes, bits)
     kl = together(chosen)
     uniform: dict[int, float] = {b: together(((b, b),) * len(layers)) for b in BITS}
     sizes = {"context": context, "windows": windows, "read_on": read_on}
@@ -185,27 +189,14 @@ def calibrate(
     return Calibration(tuple(costs), shapes, chosen, kl, uniform, about | sizes | zones | provenance())
 
 
-def choose(
-    costs: Sequence[Sequence[Sequence[float]]],
-    shapes: Sequence[tuple[int, int, int]],
-    bits: float = 3.0,
-    bytes_per_token: float | None = None,
-) -> Choice:
+def choose(costs: Sequence[Sequence[Sequence[float]]], shapes: Sequence[tuple[int, int, int]], bits: float) -> Choice:
     """The bits of least total cost within the budget. `costs` and `shapes` are those of `Calibration`, the budget is
-    that of `calibrate`.
-
-    Raises ValueError for a budget that no bits meet.
-    """
-    _check_budget(shapes, bits, bytes_per_token)
+    that of `calibrate`."""
     items = [
         (heads * dim // 8, cost) for (heads, *dims), layer in zip(shapes, costs, strict=True) for dim, cost in zip(dims, layer, strict=True)
     ]
     unit = math.gcd(*(size for size, _ in items))  # bytes of one more bit
-    if bytes_per_token is None:
-        room = (bits - 2) * sum(size for size, _ in items)
-    else:
-        room = (bytes_per_token - _bytes(shapes, ((2, 2),) * len(shapes))) * sum(heads for heads, *_ in shapes)
-    room = int(room / unit + 1e-6)
+    room = int((bits - 2) * sum(size for size, _ in items) / unit + 1e-6)
     # least[n]: cost of the items so far in n units above 2 bits, and their bits
     least: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}
     for size, cost in items:
@@ -218,25 +209,6 @@ def choose(
         least = found
     _, flat = min(least.values())
     return tuple(zip(flat[::2], flat[1::2], strict=True))
-
-
-def _bytes(shapes: Sequence[tuple[int, int, int]], bits: Choice) -> float:
-    sizes = [
-        HadaQuant(*chosen).bytes_per_token(key_dim, heads, value_dim)  # type: ignore[arg-type]
-        for (heads, key_dim, value_dim), chosen in zip(shapes, bits, strict=True)
-    ]
-    return sum(sizes) / sum(heads for heads, *_ in shapes)
-
-
-def _check_budget(shapes: Sequence[tuple[int, int, int]], bits: float, bytes_per_token: float | None) -> None:
-    for name, value in (("bits", bits), ("bytes_per_token", bytes_per_token)):
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
-            raise TypeError(f"{name} must be a number, got {value!r}")
-    if not 2 <= bits <= 4:
-        raise ValueError(f"bits={bits}: must be 2 to 4 bits a channel")
-    least, most = (_bytes(shapes, ((b, b),) * len(shapes)) for b in (2, 4))
-    if bytes_per_token is not None and not least <= bytes_per_token <= most:
-        raise ValueError(f"bytes_per_token={bytes_per_token}: must be {least:g} (2 bits) to {most:g} (4 bits) for this model")
 
 
 def windows_of(text: PreTrainedTokenizerBase | Tensor | Sequence[int], windows: int, length: int) -> Tensor:

@@ -76,7 +76,7 @@ class CacheLM(HFLM):
         python -m qkvcache.evaluation run --model qkvcache --model_args pretrained=MODEL,cache=turboquant_4bit_nc --tasks TASKS
 
     Args:
-        cache, policy, budget, recent, first_stage_ratio, alpha_safeguard, head_profile, num_sink_tokens, residual_length: as `CacheSpec`
+        cache, policy, budget, recent, head_profile, num_sink_tokens, residual_length: as `CacheSpec`
             takes them.
         scoring: "cached" or "deployed" (see the module's docstring).
         chunk: tokens that are read together after the context; they attend to each other exactly. 1 is decoding.
@@ -98,6 +98,8 @@ class CacheLM(HFLM):
             raise ValueError(f"batch_size={size!r}: is found by trying forward passes without a cache; pass a number")
         digits = isinstance(size, str) and size.removeprefix("-").isdecimal()  # from a command line
         check_count("batch_size", int(size) if digits else size, 1, of="rows")
+        if options.get("device"):
+            models.usable(options["device"])
         if isinstance(pretrained, str):
             pretrained = models.folder(pretrained)
         super().__init__(pretrained, **{"softmax_dtype": "float32"} | options)

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..attention.second_reading import ReadingLayer
-from ..caches.compress import read_twice
+from ..caches.compress import ReadingLayer, read_twice
 from ..policies import Budget, HeadProfile, KVzip, check_count
 from .calibrate import windows_of
 from .provenance import provenance

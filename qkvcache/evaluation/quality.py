@@ -16,17 +16,62 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase, QuantizedCache
+from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import Cache, DynamicLayer
 
 from ..caches import CompressedCache
-from ..caches.memory import bytes_by_role, live_tensors, measured
+from ..caches.memory import measured
 from ..layers.compressed import CompressedLayer
 from ..storage import GROUP
-from .prefill import Prefilled, prefill
 from .recall import CODE_WORD, Form, RecallCase, recall_case
 
 CacheFactory = Callable[[], Cache]
+SCORES = 2**30
+"""The most attention scores of one forward pass, since torch allocates all of them in fp32 for grouped heads."""
+
+
+class Prefilled(DynamicCache):
+    """The dense cache of a prompt, from which other caches are filled."""
+
+    @property
+    def copies(self) -> bool:
+        """Whether every layer has full attention, so that its keys and values can be copied into another cache."""
+        return all(type(layer) is DynamicLayer for layer in self.layers)
+
+    @torch.no_grad()
+    def fill(self, cache: Cache, model: PreTrainedModel, ids: Tensor, tokenizer: PreTrainedTokenizerBase | None = None) -> Cache:
+        """Fills `cache` as a prefill of `ids` `[B, T]` without padding does, and returns it. The model reads `ids`
+        again for caches that evict, and if some layers do not have full attention. With `tokenizer`, policies that read
+        the context twice ask for its repetition (`CompressedCache.compress`)."""
+        policy = cache.policy if isinstance(cache, CompressedCache) else None
+        if policy and policy.second_reading:
+            cache.compress(model, ids, tokenizer=tokenizer, progress=False)  # type: ignore[attr-defined]
+        elif policy or not self.copies:
+            model(ids, past_key_values=cache, logits_to_keep=1)
+        else:
+            for index, layer in enumerate(self.layers):
+                cache.update(layer.keys, layer.values, index)  # type: ignore[arg-type, union-attr]
+        return cache
+
+
+def in_groups(model: PreTrainedModel, ids: Tensor) -> tuple[Tensor, ...]:
+    """Groups of rows of `ids` `[B, T]` that are read together."""
+    scores = model.config.get_text_config(decoder=True).num_attention_heads * ids.shape[1] ** 2
+    return ids.split(max(SCORES // scores, 1))
+
+
+@torch.no_grad()
+def prefill(model: PreTrainedModel, ids: Tensor) -> tuple[Prefilled, Tensor]:
+    """The dense cache of `ids` `[B, T]`, and the logits after the last token `[B, V]`. If every layer has full attention, rows are read in
+    groups of at most `SCORES` scores."""
+    cache = Prefilled(config=model.config)
+    groups = in_groups(model, ids) if cache.copies else (ids,)
+    parts = [cache] if len(groups) == 1 else [Prefilled(config=model.config) for _ in groups]
+    logits = [model(rows, past_key_values=part, logits_to_keep=1).logits[:, -1] for rows, part in zip(groups, parts, strict=True)]
+    if len(parts) > 1:
+        for index, layers in enumerate(zip(*(part.layers for part in parts), strict=True)):
+            cache.update(torch.cat([layer.keys for layer in layers]), torch.cat([layer.values for layer in layers]), index)
+    return cache, torch.cat(logits)
 
 
 @dataclass(frozen=True)
@@ -82,24 +127,14 @@ def at_once(cache: Cache) -> int:
     read one by one.
 
     The tokens of a step attend to each other exactly and to older tokens as stored, which makes no difference until the
-    residual is full. Caches that evict or are preallocated change with every token. The token that fills the residual
-    of a `QuantizedCache` still attends to the exact residual.
+    residual is full. Caches that evict, are preallocated or quantize in another way change with every token.
     """
-    if isinstance(cache, QuantizedCache):
-        return max(min(_until_quantized(layer) for layer in cache.layers if isinstance(layer, DynamicLayer)), 1)
     if not isinstance(cache, CompressedCache):
-        return GROUP + 1
+        return GROUP + 1 if isinstance(cache, DynamicCache) else 1
     if cache.policy or cache.max_length:
         return 1
     free = [layer.storage.free for layer in cache.layers if isinstance(layer, CompressedLayer) and layer.storage]
     return max(min(free, default=GROUP + 1), 1)
-
-
-def _until_quantized(layer: DynamicLayer) -> int:
-    """The number of tokens until a layer of `QuantizedCache` quantizes everything again; 1 for fp8, which quantizes
-    each token."""
-    num_stored = layer.keys.shape[-2] if layer.keys is not None and layer.keys.dim() == 4 else 0
-    return getattr(layer, "residual_length", 1) - num_stored
 
 
 @torch.no_grad()
@@ -155,12 +190,6 @@ def _losses(log_probs: Tensor, target: Tensor) -> Tensor:
 def held_bytes(cache: Cache) -> int:
     """Bytes of keys, values and states of linear layers, measured in the same way for caches of this library and of
     transformers."""
-    if isinstance(cache, QuantizedCache):
-        return sum(bytes_by_role(("codes", tensor) for layer in cache.layers for tensor in live_tensors(vars(layer))).values())
-    if not isinstance(cache, CompressedCache | DynamicCache):
-        raise TypeError(
-            f"cannot count the bytes of a {type(cache).__name__}: expected a CompressedCache, a DynamicCache or a QuantizedCache"
-        )
     return measured(cache.layers).total
 
 

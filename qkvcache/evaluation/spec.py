@@ -11,7 +11,7 @@ from ..caches import CompressedCache
 from ..policies import check_count
 
 DENSE = "dynamic"
-OF_POLICY = ("budget", "recent", "first_stage_ratio", "alpha_safeguard", "head_profile")
+OF_POLICY = ("budget", "recent", "head_profile")
 """Options that need a policy."""
 
 
@@ -22,9 +22,10 @@ class CacheSpec:
     Args:
         cache: a format (`qkvcache formats` lists them), the path of a calibration file (`qkvcache calibrate`), or "dynamic" for
             transformers' own DynamicCache.
-        policy: the name of an eviction policy (`qkvcache.policies.REGISTRY`). With `cache="identity"` tokens stay in the model's dtype.
-        budget: the budget of the policy: tokens (int) or a share of the tokens seen (float). recent, first_stage_ratio,
-        alpha_safeguard: as the policy takes them; None: its defaults.
+        policy: the name of an eviction policy (`qkvcache.policies.named`), such as `snapkv` or `adakv_snapkv`. With
+            `cache="identity"` tokens stay in the model's dtype.
+        budget: the budget of the policy: tokens (int) or a share of the tokens seen (float).
+        recent: as the policy takes it; None: its default.
         head_profile: the path of a profile of the model (`qkvcache profile-heads`), which divides the budget among heads.
         num_sink_tokens: first tokens that stay in the model's dtype and that the policy retains; None: 4, and the policy's default.
         residual_length, max_length: as CompressedCache takes them.
@@ -38,8 +39,6 @@ class CacheSpec:
     policy: str | None = None
     budget: int | float | None = None
     recent: int | float | None = None
-    first_stage_ratio: float | None = None
-    alpha_safeguard: float | None = None
     head_profile: str | None = None
     num_sink_tokens: int | None = None
     residual_length: int = 64
@@ -48,18 +47,17 @@ class CacheSpec:
     def __post_init__(self) -> None:
         if not isinstance(self.cache, str):
             raise TypeError(f"cache={self.cache!r}: expected {DENSE!r} or the name of a format such as 'turboquant_4bit_nc'")
-        set_options = [name for name in OF_POLICY if getattr(self, name) is not None]
-        if self.policy is None and set_options:
-            raise ValueError(f"{', '.join(set_options)} without a policy: add one, such as policy=h2o")
-        if self.dense and (self.policy or self.max_length):
-            raise ValueError(f"cache={DENSE!r} takes no policy and no max_length: pass a format, or cache='identity' for the model's dtype")
-        if self.num_sink_tokens is not None:
-            check_count("num_sink_tokens", self.num_sink_tokens)
+        of_policy = [name for name in OF_POLICY if getattr(self, name) is not None]
+        if self.policy is None and of_policy:
+            raise ValueError(f"{', '.join(of_policy)} without a policy: add one, such as policy=h2o")
+        check_count("num_sink_tokens", self._exact)
         check_count("residual_length", self.residual_length)
-        if self.dense and (self.num_sink_tokens, self.residual_length) != (None, 64):
-            raise ValueError(f"cache={DENSE!r} is exact everywhere: leave num_sink_tokens and residual_length out, or pass a format")
+        ours = [name for name in ("policy", "max_length", "num_sink_tokens") if getattr(self, name) is not None]
+        ours += ["residual_length"] * (self.residual_length != 64)
         if not self.dense:
             formats.resolve(self.cache)
+        elif ours:
+            raise ValueError(f"cache={DENSE!r} takes no {' and no '.join(ours)}: pass a format, or cache='identity' for the model's dtype")
         if self.policy is not None:
             self._policy()
 

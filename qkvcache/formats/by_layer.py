@@ -3,8 +3,9 @@
 Layers differ in how much their codes cost: at the same bytes, bits by layer have about half of the KL divergence of one format for all
 (`eval/results/calibrated.jsonl`). `qkvcache calibrate` measures a model and writes the file.
 
-The file is JSON: `{"file": "qkvcache formats by layer", "version": 1, "formats": [a registered name for each layer], ...}`. Other
-entries describe the calibration (`evaluation/calibrate.py`) and are ignored when the file is read.
+The file is JSON: `{"file": "qkvcache formats by layer", "version": 2, "formats": [...], ...}`, with
+`{"format": "HadaQuant", "key_bits": 4, ...}` for each layer: a class of this folder and its options. Other entries
+describe the calibration (`evaluation/calibrate.py`) and are ignored when the file is read.
 """
 
 from __future__ import annotations
@@ -13,14 +14,15 @@ import json
 import os
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 
 from .base import Format
 from .registry import REGISTRY, named
 
-FILE, VERSION = "qkvcache formats by layer", 1
+FILE, VERSION = "qkvcache formats by layer", 2
+CLASSES = {type(format).__name__: type(format) for format in REGISTRY.values()}
 
 
 @dataclass(frozen=True)
@@ -52,11 +54,13 @@ class FormatByLayer:
         return sum(format.bytes_per_token(head_dim, kv_heads, value_dim) for format in self.formats) / len(self.formats)
 
     def save(self, path: str | os.PathLike[str], **about: object) -> None:
-        """Writes a calibration file, with the entries of `about`. Raises ValueError for formats that are not registered."""
+        """Writes a calibration file, with the entries of `about`. Raises ValueError for formats of other classes than
+        those of qkvcache."""
         for format in self.formats:
-            if REGISTRY.get(format.name) != format:
-                raise ValueError(f"{format!r} is not a registered format: a file holds names of qkvcache.formats.REGISTRY alone")
-        head = {"file": FILE, "version": VERSION, "formats": [format.name for format in self.formats]}
+            if type(format) not in CLASSES.values():
+                raise ValueError(f"{format!r}: a file holds formats of {', '.join(CLASSES)} alone")
+        formats = [{"format": type(format).__name__} | asdict(format) for format in self.formats]
+        head = {"file": FILE, "version": VERSION, "formats": formats}
         Path(path).write_text(json.dumps(head | about, indent=1) + "\n")
 
     @classmethod
@@ -73,13 +77,12 @@ class FormatByLayer:
             raise ValueError(f"{os.fspath(path)!r} is no calibration file of `qkvcache calibrate`: it does not begin with {FILE!r}")
         if content.get("version") != VERSION:
             raise ValueError(f"{os.fspath(path)!r} has version {content.get('version')!r}: this release reads {VERSION}; calibrate again")
-        names = content.get("formats")
-        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-            raise ValueError(f"{os.fspath(path)!r} is damaged: formats={names!r} is no list of names")
         try:
-            return cls(tuple(map(named, names)))
+            return cls(tuple(CLASSES[of.pop("format")](**of) for of in content["formats"]))
+        except (KeyError, AttributeError, TypeError) as error:
+            raise ValueError(f"{os.fspath(path)!r} is damaged: {error!r} in formats={content.get('formats')!r}") from error
         except ValueError as error:
-            raise ValueError(f"{os.fspath(path)!r}: {error}") from None
+            raise ValueError(f"{os.fspath(path)!r}: {error}") from error
 
 
 FormatLike = str | os.PathLike[str] | Format | FormatByLayer | Sequence[str | Format]

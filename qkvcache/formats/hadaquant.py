@@ -20,9 +20,6 @@ from .rotated import Rotated
 
 Bits = Literal[2, 3, 4]
 BITS: tuple[Bits, ...] = (2, 3, 4)
-SPLITS: tuple[tuple[Bits, Bits], ...] = ((4, 4), (4, 3), (3, 3), (3, 2), (2, 2), (4, 2), (3, 4), (2, 4), (2, 3))
-"""Bits of keys and of values of the registered formats. The last four are for single layers (`by_layer.py`): for all layers, other splits
-of the same bytes have less error."""
 
 
 @dataclass(frozen=True)

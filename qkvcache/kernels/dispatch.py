@@ -34,18 +34,21 @@ P = ParamSpec("P")
 T = TypeVar("T")
 _NO_KERNEL = "no fused attention for head_dim {} in {}: torch operations instead, which are slow"
 BACKENDS = ("torch", "triton")
+_INTERPRETED = bool(os.environ.get("TRITON_INTERPRET"))
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
 def on_triton(device: torch.device) -> bool:
     """Whether kernels for tensors on `device` are Triton's.
 
-    Raises ValueError if QKVCACHE_KERNELS holds something else than "torch" or "triton".
+    Raises ValueError if QKVCACHE_KERNELS holds something else than "torch" or "triton", or "triton" for a CPU without the interpreter.
     """
     forced = os.environ.get("QKVCACHE_KERNELS")
     if forced:
         if forced not in BACKENDS:
             raise ValueError(f"QKVCACHE_KERNELS={forced!r}: expected 'torch' or 'triton'")
+        if forced == "triton" and device.type == "cpu" and not _INTERPRETED:
+            raise ValueError("QKVCACHE_KERNELS='triton' for tensors of the CPU: set TRITON_INTERPRET=1 before Python starts, or unset it")
         return forced == "triton"
     return device.type == "cuda" and _HAS_TRITON
 

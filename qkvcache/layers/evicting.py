@@ -13,11 +13,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ..attention.compressed_kv import CompressedKV
-from ..attention.observer import Unobserved, reduce_steps
 from ..attention.projection import OutputProjection
 from ..attention.rope import Rope
 from ..formats import Format, Identity
@@ -89,8 +87,6 @@ class EvictingLayer(CompressedLayer):
             policy.lag_length, min(self.residual_length, policy.recent_of(smallest), smallest - self.num_sink_tokens - self.interval + 1)
         )
         self.step: Step | None = None
-        self.unobserved: list[Unobserved] = []
-        """The last decode steps whose attention the policy has not observed yet."""
         self.projection: OutputProjection | None = None
         self.read_twice = False
         """Whether the next tokens come with the scores of a second reading."""
@@ -175,11 +171,6 @@ class EvictingLayer(CompressedLayer):
         """Whether a step of one token runs in the static layout."""
         return self.storage is not None and self.storage.is_static
 
-    @property
-    def observes_later(self) -> bool:
-        """Whether the policy observes the attention of several decode steps at once, when tokens are next evicted."""
-        return self.interval > 1 and self.policy.decode_decay is not None and not self.deferred and not self.is_compileable
-
     def tokens_before(self) -> Tensor:
         """Tokens of each row before the running step, padding not counted, `[B]`."""
         step, storage = self._running()
@@ -217,7 +208,7 @@ class EvictingLayer(CompressedLayer):
         return Arrivals(keys, values, keys, values, step.is_valid, queries=queries, scaling=scaling, rope=rope, output_gram=gram)
 
     @torch.no_grad()
-    def end_attention(self, attention_sums: Tensor | None, unobserved: Unobserved | None = None) -> None:
+    def end_attention(self, attention_sums: Tensor | None) -> None:
         step, storage = self._running()
         if step.static:
             storage.evict_token(attention_sums, step.is_valid)
@@ -225,8 +216,6 @@ class EvictingLayer(CompressedLayer):
             return
         if attention_sums is not None:  # several layers may read these keys
             step.attention_sums = attention_sums if step.attention_sums is None else step.attention_sums + attention_sums
-        if unobserved is not None:
-            self.unobserved.append(unobserved)
         step.observed = True
         if not self.deferred:
             self.commit()
@@ -244,39 +233,22 @@ class EvictingLayer(CompressedLayer):
             return
         self.step = None
         if step.attention_sums is not None:
-            self.observe_steps(newer=step.keys.shape[2])
             queries = step.keys.shape[2] if step.is_valid is None else step.is_valid.sum(-1)[:, None, None]
             storage.metadata.observe(step.attention_sums, queries)
-        elif storage.evicts:
-            self.observe_steps()
         storage.evict()
         if self.is_compileable:
             storage.to_static()
 
-    def observe_steps(self, newer: int = 0) -> None:
-        """Lets the policy observe the attention of the `unobserved` steps, which `newer` tokens follow."""
-        steps, self.unobserved, storage = self.unobserved, [], self.storage
-        if not steps or storage is None:
-            return
-        (keys, values), valid = storage.dense(), storage.metadata.is_valid()
-        tokens = keys.shape[2] - newer
-        valid = None if valid is None else valid[..., :tokens]
-        sums = reduce_steps(self.policy, steps, keys[:, :, :tokens], values[:, :, :tokens], valid)
-        storage.metadata.observe(F.pad(sums, (0, newer)), len(steps))
-
     def _select(self, rows: Sequence[int]) -> None:
         self.commit()
-        self.observe_steps()
         super()._select(rows)
 
     def fork(self) -> EvictingLayer:
         self.commit()
-        self.observe_steps()
         return super().fork()  # type: ignore[return-value]
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         self.commit()
-        self.observe_steps()
         yield from super().tensors()
 
     # The interface of `generate`.
@@ -315,7 +287,7 @@ class EvictingLayer(CompressedLayer):
 
     def reset(self) -> None:
         super().reset()
-        self.step, self.unobserved, self.read_twice = None, [], False
+        self.step, self.read_twice = None, False
 
     def positions(self) -> Tensor:
         """Positions of the retained tokens, ascending, int32 `[B, H, T]`; -1 in rows and heads that retain fewer than `T`."""

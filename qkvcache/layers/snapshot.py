@@ -116,7 +116,6 @@ def snapshot(layer: Layer, tokens: int | None = None, row: int = 0) -> Snapshot:
         layer.commit()
         if layer.step is not None:
             raise NotImplementedError("a step of an evicting layer is running")
-        layer.observe_steps()
         if layer.storage is not None and layer.storage.metadata.row_lengths is not None:
             raise NotImplementedError("an evicting layer whose rows were padded")
         if cut:

@@ -58,10 +58,23 @@ def folder(name: str | os.PathLike[str]) -> str:
 def load(
     name: str | os.PathLike[str], dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu"
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The model called `name`, in evaluation mode, in `dtype` on `device`, and its tokenizer. Raises what `folder` raises."""
-    path = folder(name)
+    """The model called `name`, in evaluation mode, in `dtype` on `device`, and its tokenizer. Raises what `folder` and
+    `usable` raise."""
+    path, device = folder(name), usable(device)
     model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()
     return torch.nn.Module.to(model, device), AutoTokenizer.from_pretrained(path)
+
+
+def usable(device: str | torch.device) -> torch.device:
+    """`device`, on which a tensor was made. Raises ValueError for one that this machine or this torch does not have."""
+    try:
+        return torch.empty(0, device=device).device
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        count = torch.accelerator.device_count()
+        kind = torch.accelerator.current_accelerator()
+        there = ["cpu", *(f"{kind}:{i}" for i in range(count))]
+        reason = str(error).splitlines()[0].rstrip(".")
+        raise ValueError(f"device={str(device)!r} is not on this machine ({reason}): use {' or '.join(there)}") from None
 
 
 def known() -> str:

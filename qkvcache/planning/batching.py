@@ -33,13 +33,11 @@ class BatchingPlan:
 
     mix: kinds of requests as given. counts: the number of requests of each kind that fit at once. page_size: tokens of
         a page. pages: pages of the pool. rings: requests that may have exact last tokens at once (0: transformers' own
-        pages). bytes_per_page, bytes_per_ring: over all layers and GPUs. dense_counts: `counts` in transformers' own
-        pages in the same memory.
+        pages). bytes_per_page, bytes_per_ring: over all layers and GPUs.
     """
 
     mix: tuple[tuple[float, int, int], ...]
     counts: tuple[int, ...]
-    dense_counts: tuple[int, ...]
     page_size: int
     pages: int
     rings: int
@@ -51,34 +49,16 @@ class BatchingPlan:
         return sum(self.counts)
 
     @property
-    def dense_requests(self) -> int:
-        return sum(self.dense_counts)
-
-    @property
-    def tokens(self) -> int:
-        """The capacity of the pool, in tokens."""
-        return self.pages * self.page_size
-
-    @property
-    def pages_used(self) -> int:
-        """Pages of the requests of `counts`."""
-        return sum(
-            count * pages_of(prompt + answer, self.page_size) for count, (_, prompt, answer) in zip(self.counts, self.mix, strict=True)
-        )
-
-    @property
     def reason(self) -> str:
         """The plan in words."""
         kinds = ", ".join(f"{count:,} of {prompt:,} + {answer:,}" for count, (_, prompt, answer) in zip(self.counts, self.mix, strict=True))
         words = f"Continuous batching: {self.pages:,} pages of {self.page_size} tokens hold {self.requests:,} requests at once ({kinds})"
-        if self.dense_counts != self.counts:
-            words += f", where transformers' own pages hold {self.dense_requests:,}"
         limit = " More would share the memory of exact last tokens." if self.requests == self.rings else ""
         return f"{words}.{limit}"
 
     def as_json(self) -> dict[str, Any]:
         """Plain values, in bytes, pages and requests."""
-        derived = ("requests", "dense_requests", "tokens", "pages_used", "reason")
+        derived = ("requests", "reason")
         return vars(self) | {"mix": [list(kind) for kind in self.mix]} | {name: getattr(self, name) for name in derived}
 
 
@@ -113,18 +93,17 @@ def plan_batching(
         use_async_batching=True,
     )  # fmt: skip
     options: dict[str, Any] = {"logits_to_keep": _keeps_logits(config), "layers": len(shapes), "free": free}
-    text._attn_implementation = "flash_attention_2"  # the fastest for transformers' own pages, without masks
-    blocks, bytes_per_block = _stock_blocks(text, batching, shape, dtype, **options)
-    dense = fitting(kinds, blocks, PAGE_SIZE, MOST_REQUESTS)
     if format is None:
-        return BatchingPlan(kinds, dense, dense, PAGE_SIZE, blocks, 0, bytes_per_block * tensor_parallel, 0)
-    format = check_format(format, shape.head_dim)
+        text._attn_implementation = "flash_attention_2"  # the fastest for transformers' own pages, without masks
+        blocks, bytes_per_block = _stock_blocks(text, batching, shape, dtype, **options)
+        counts = fitting(kinds, blocks, PAGE_SIZE, MOST_REQUESTS)
+        return BatchingPlan(kinds, counts, PAGE_SIZE, blocks, 0, bytes_per_block * tensor_parallel, 0)
     text._attn_implementation = NAME
-    layout = BlockLayout(format, shape.heads, shape.head_dim, PAGE_SIZE, num_sink_tokens, dtype)
+    layout = BlockLayout(check_format(format, shape.head_dim), shape.heads, shape.head_dim, PAGE_SIZE, num_sink_tokens, dtype)
     size = pool_size(text, batching, layout, residual_length=residual_length, **options)
     counts = fitting(kinds, size.blocks, PAGE_SIZE, size.rings)
     sizes = (size.bytes_per_block * tensor_parallel, size.bytes_per_ring * tensor_parallel)
-    return BatchingPlan(kinds, counts, dense, PAGE_SIZE, size.blocks, size.rings, *sizes)
+    return BatchingPlan(kinds, counts, PAGE_SIZE, size.blocks, size.rings, *sizes)
 
 
 def check_mix(mix: Mix) -> tuple[tuple[float, int, int], ...]:
@@ -142,18 +121,6 @@ def check_mix(mix: Mix) -> tuple[tuple[float, int, int], ...]:
     return kinds
 
 
-def context_of(context: int | None, kinds: tuple[tuple[float, int, int], ...] | None) -> int:
-    """`context`; None: the tokens of the longest of `kinds`. Raises ValueError if both are None."""
-    if context is None and kinds is None:
-        raise ValueError("context=None: pass the tokens of a request (--context), or requests= (--requests)")
-    return max(prompt + answer for _, prompt, answer in kinds or ()) if context is None else context
-
-
-def pages_of(tokens: int, page_size: int) -> int:
-    """Pages for `tokens` tokens of one request."""
-    return -(-tokens // page_size)
-
-
 def fitting(kinds: tuple[tuple[float, int, int], ...], pages: int, page_size: int, most: int) -> tuple[int, ...]:
     """The number of requests of each kind that fit into `pages`, at most `most` in all, in proportion to their weights.
     Each next request is of the kind that is furthest below its share."""
@@ -162,7 +129,7 @@ def fitting(kinds: tuple[tuple[float, int, int], ...], pages: int, page_size: in
     for turn in range(1, most + 1):
         behind = [turn * weight / total - count for (weight, _, _), count in zip(kinds, counts, strict=True)]
         kind = max(range(len(kinds)), key=behind.__getitem__)
-        pages -= pages_of(kinds[kind][1] + kinds[kind][2], page_size)
+        pages -= -(-(kinds[kind][1] + kinds[kind][2]) // page_size)
         if pages < 0:
             break
         counts[kind] += 1

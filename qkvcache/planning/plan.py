@@ -22,7 +22,7 @@ from ..caches.arguments import layer_indices
 from ..caches.memory import Bytes
 from ..formats import FormatLike, Identity
 from ..policies import Policy, check_count
-from .batching import BatchingPlan, Mix, check_mix, context_of, plan_batching
+from .batching import BatchingPlan, Mix, check_mix, plan_batching
 from .layout import kind, layer_bytes
 from .model import has_unknown_states, model_dtype, shapes, text_config, weights_bytes
 
@@ -37,7 +37,7 @@ class Plan:
     request: bytes of one request, as `cache.memory()` counts them. dense: its bytes in a DynamicCache. requests: the
         number of requests that fit into `gpu_memory` beside `weights_memory`. longest_context: the most tokens of each
         of `batch` requests; None if the cache stops growing before memory is full (`unbounded`). Both are None without
-        `gpu_memory`. at_most: whether heads share budgets (`Policy.alpha_safeguard`), so that the bytes depend on the
+        `gpu_memory`. at_most: whether heads share budgets (`AdaKV`), so that the bytes depend on the
         text; the bytes are then an upper bound, and `requests` a lower bound. batching: the plan of continuous
         batching, if `plan` was given a mix of requests.
     """
@@ -139,7 +139,7 @@ def plan(
     max_length: int | None = None,
 ) -> Plan:
     """Plans the bytes of a `CompressedCache` with these options, as `cache.nbytes` will measure them, for requests
-    without padding. With `alpha_safeguard` they are an upper bound.
+    without padding. With `AdaKV` they are an upper bound.
 
         plan(config, format="turboquant_4bit_nc", context=131_072, gpu_memory=80e9, tensor_parallel=8)
         plan(config, format="turboquant_4bit_nc", requests=[(3, 1_000, 200), (1, 16_000, 500)], gpu_memory=80e9)
@@ -171,7 +171,9 @@ def plan(
         requests = check_mix(requests)
         if gpu_memory is None or policy is not None or max_length is not None or skip_layers:
             raise ValueError("requests= says how many fit into gpu_memory=, in pages without policy=, max_length= and skip_layers=")
-    context = context_of(context, requests)  # type: ignore[arg-type]
+        context = max(prompt + answer for _, prompt, answer in requests) if context is None else context
+    if context is None:
+        raise ValueError("context=None: pass the tokens of a request (--context), or requests= (--requests)")
     for name, count, of in (("context", context, "tokens"), ("batch", batch, "requests"), ("tensor_parallel", tensor_parallel, "GPUs")):
         check_count(name, count, 1, of)
     check_count("num_sink_tokens", num_sink_tokens)
@@ -256,10 +258,6 @@ def plan_all(config: PreTrainedConfig, *, policy: str | Policy | None = None, co
     names = [None, *(name for name, format in formats.REGISTRY.items() if not isinstance(format, Identity))]
     dims = {shape.head_dim for shape in shapes(config, 2)}
     possible = [name for name in names if name is None or not any(formats.REGISTRY[name].refuses(dim) for dim in dims)]
-    if options.get("requests") is not None:
-        from ..batching.context import fits_pages  # needs a later release of transformers
-
-        possible = [name for name in possible if name is None or fits_pages(formats.REGISTRY[name])]
     if options.get("gpu_memory") is not None and options.get("weights_memory") is None:  # once for all plans
         options["weights_memory"] = weights_bytes(config, model_dtype(config, options.get("dtype")))
     return [plan(config, format=name, policy=policy if name else None, context=context, **options) for name in possible]

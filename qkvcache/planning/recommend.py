@@ -18,9 +18,7 @@ from transformers import PreTrainedConfig
 from .. import policies
 from ..caches import CompressedCache
 from ..formats.base import check_option
-from ..policies import HeadProfile, Policy
-from .batching import Mix, check_mix, context_of
-from .engines import sglang_flag, vllm_flag
+from ..policies import Policy, check_count
 from .model import model_dtype, text_config, weights_bytes
 from .plan import Plan, plan
 
@@ -28,6 +26,14 @@ SHORT, LONG = 4096, 32_768
 """Tokens of context: a cache below SHORT is small beside the weights; from LONG on it is larger than the weights."""
 LEAST_RATIO = 1.05
 """The ratio to a DynamicCache below which compressing is not worthwhile."""
+VLLM = {
+    "int8": "int8_per_token_head",
+    "turboquant_k8v4": "turboquant_k8v4",
+    "turboquant_4bit_nc": "turboquant_4bit_nc",
+    "hadaquant_k3v3": "turboquant_3bit_nc",
+}
+"""The nearest `--kv-cache-dtype` of vLLM 0.33 for a format. For others it is FP8, as for every format in SGLang 0.5,
+whose 4-bit formats run on Blackwell only."""
 
 
 @dataclass(frozen=True)
@@ -91,9 +97,9 @@ K8V4 = Choice(
     'TurboQuantCache(config, preset="k8v4")', "turboquant_k8v4", None, "int8 keys and 4-bit values stay close (KL .0005)"
 )  # fmt: skip
 FOUR_BITS = Choice(
-    "HadaQuantCache(config)", "hadaquant_k4v4", None,
+    "TurboQuantCache(config)", "turboquant_4bit_nc", None,
     "4 bits are as small as fp8 with half of the tokens evicted by H2O, and recall what the dense run does, where H2O recalls half of it "
-    "(KL .0040)",
+    "(KL .0038)",
 )  # fmt: skip
 THREE_BITS = Choice(
     "HadaQuantCache(config, key_bits=3, value_bits=3)", "hadaquant_k3v3", None,
@@ -124,17 +130,6 @@ STREAM = Choice(
 )  # fmt: skip
 
 
-def by_head(profile: HeadProfile) -> tuple[Choice, ...]:
-    """Choices that evict tokens and retain facts, with budgets by head."""
-    return tuple(
-        Choice(
-            f'CompressedCache(config, format="turboquant_4bit_nc", policy=policies.SnapKV(budget=profile.budget({share}), recent=32))',
-            "turboquant_4bit_nc", policies.SnapKV(budget=profile.budget(share), recent=32), why,
-        )
-        for share, why in BY_HEAD.items()
-    )  # fmt: skip
-
-
 def read_twice(share: float, why: str) -> Choice:
     """A choice that evicts the tokens that the model does not need to repeat the context."""
     return Choice(
@@ -145,11 +140,6 @@ def read_twice(share: float, why: str) -> Choice:
     )  # fmt: skip
 
 
-BY_HEAD = {
-    0.5: "4 bits and half of the tokens, divided among heads by the profile, recall 87 % of what the dense run recalls",
-    0.25: "4 bits and a quarter of the tokens, divided among heads by the profile, recall 72 % of what the dense run recalls",
-}
-"""Reasons by the share of the tokens that is retained (`eval/policies.py`)."""
 KVZIP = (
     read_twice(0.5, "half of the tokens recall 95 %"),
     read_twice(0.25, "a quarter of the tokens recall 92 %"),
@@ -163,8 +153,8 @@ LADDERS: dict[str, tuple[Choice, ...]] = {
     "question": (*WHOLE, SNAPKV_50),
     "continue": (INT8, K8V4, FOUR_BITS, THREE_BITS, SNAPKV_50, SNAPKV_25),
 }
-"""Choices for each workload, from the largest to the smallest. For "facts", tokens are evicted by a second reading or
-by a profile of the model's heads, since with equal budgets no policy retains facts. Formats whose KL divergence exceeds
+"""Choices for each workload, from the largest to the smallest. For "facts", tokens are evicted by a second reading,
+since with equal budgets of all heads no policy retains facts. Formats whose KL divergence exceeds
 .05 on biased keys (tests/caches/test_biased.py) are left out: for example 2 bits, with .6 in a pretrained model of the
 Qwen2 family."""
 LONG_START = {"facts": FOUR_BITS, "question": FOUR_BITS, "continue": SNAPKV_50}
@@ -174,16 +164,14 @@ def recommend(
     config: PreTrainedConfig,
     *,
     workload: Literal["facts", "question", "continue"] = "facts",
-    context: int | None = None,
+    context: int,
     streaming: bool = False,
     chat: bool = False,
     batch: int = 1,
-    requests: Mix | None = None,
     gpu_memory: float | None = None,
     weights_memory: float | None = None,
     tensor_parallel: int = 1,
     dtype: torch.dtype | str | None = None,
-    head_profile: HeadProfile | None = None,
 ) -> Recommendation:
     """Recommends a cache for a model and a workload, with its bytes and the reasons.
 
@@ -196,29 +184,24 @@ def recommend(
         chat: whether there are several turns. Later turns may ask for anything in earlier ones, so the workload is
             "facts".
         batch: requests of `context` tokens that must fit into `gpu_memory`; if they do not, a smaller cache is chosen.
-        requests: kinds of requests of continuous batching, as `plan` takes them. `batch` requests must fit, in pages
-        without a policy. context, gpu_memory, weights_memory, tensor_parallel, dtype: as `plan` takes them.
-        head_profile: a profile of the model (`profile_heads`), by which tokens are evicted in place of a second
-            reading. The call names it `profile`.
+        context, gpu_memory, weights_memory, tensor_parallel, dtype: as `plan` takes them.
 
     Raises:
-        ValueError: an unknown workload, streaming together with chat or requests, and the errors of `plan`. TypeError,
+        ValueError: an unknown workload, streaming together with chat, and the errors of `plan`. TypeError,
             NotImplementedError: the errors of `plan`.
     """
     check_option("workload", workload, LADDERS, "; chat=True (--chat) and streaming=True (--streaming) are options beside it")
     if streaming and chat:
         raise ValueError("streaming=True with chat=True: a stream evicts earlier turns, which a chat refers to; choose one")
-    if streaming and requests is not None:
-        raise ValueError("streaming=True with requests=: a stream evicts tokens, which pages retain; choose one")
     text_config(config)
     dtype = model_dtype(config, dtype)
-    context = context_of(context, None if requests is None else check_mix(requests))
+    check_count("context", context, 1)
     if gpu_memory is not None and weights_memory is None:
         weights_memory = weights_bytes(config, dtype)
 
     def planned(choice: Choice) -> Plan:
         return plan(
-            config, format=choice.format, policy=choice.policy, context=context, batch=batch, requests=requests, gpu_memory=gpu_memory,
+            config, format=choice.format, policy=choice.policy, context=context, batch=batch, gpu_memory=gpu_memory,
             weights_memory=weights_memory, tensor_parallel=tensor_parallel, dtype=dtype,
         )  # fmt: skip
 
@@ -226,7 +209,7 @@ def recommend(
     if streaming:
         return _answer(STREAM, planned(STREAM), guide, [STREAM.why], chat)
     tried = list[tuple[Choice, Plan]]()
-    for choice in _ladder(config, "facts" if chat else workload, context, chat, requests is not None, head_profile):
+    for choice in _ladder(config, "facts" if chat else workload, context, chat):
         choice = choice.at(context)
         of_choice = planned(choice)
         if tried and choice.holds(of_choice) == 0 and choice.second_reading:
@@ -236,36 +219,32 @@ def recommend(
             break
     choice, planned_bytes = tried[-1]
     fits = choice.fits(planned_bytes)
-    dense = Choice("DynamicCache(config=config)" if requests is None else "model.generate_batch(prompts)", None, None, "")
+    dense = Choice("DynamicCache(config=config)", None, None, "")
     if planned_bytes.ratio < LEAST_RATIO and fits and (whole := planned(dense)).fits:
         why = "nothing grows enough to be worth compressing: the context is short, or the model's layers slide or are linear"
         return _answer(dense, whole, guide, [why], chat)
     reasons = [choice.why]
     if len(tried) > 1 and fits:
         reasons.append(f"{tried[-2][0].call} would not hold {batch} such requests")
-    if not fits and head_profile is None and requests is None and not choice.second_reading:
-        reasons.append("with a profile of its heads (`qkvcache profile-heads`), half of the tokens hold most facts")
+    if not fits and not choice.second_reading:
+        reasons.append("with budgets by head (`qkvcache profile-heads`), half of the tokens hold most facts")
     if not fits:
         while_filled = ", the last of which is uncompressed while it is filled" if choice.second_reading else ""
         reasons.append(f"not even this holds {batch} such requests{while_filled}: shorten them, or add memory")
-    if chat and requests is None:
+    if chat:
         reasons.append("keep one cache over the turns, and share what all chats begin with in a PrefixStore")
     return _answer(choice, planned_bytes, guide, reasons, chat)
 
 
-def _ladder(config: PreTrainedConfig, workload: str, context: int, chat: bool, pages: bool, profile: HeadProfile | None) -> list[Choice]:
+def _ladder(config: PreTrainedConfig, workload: str, context: int, chat: bool) -> list[Choice]:
     """The choices that the model allows, in the order of trial from the one for this context on. A `chat` excludes a
-    second reading, since later turns are read once. `pages` exclude policies, and the code enters continuous
-    batching."""
+    second reading, since later turns are read once."""
     ladder = tuple(x for x in LADDERS[workload] if not (chat and x.second_reading))
-    if profile is not None:
-        ladder = (*(x for x in ladder if x.policy is None), *by_head(profile))
-    start = INT8 if context < SHORT else FOUR_BITS if context < LONG or pages else LONG_START[workload]
+    start = INT8 if context < SHORT else FOUR_BITS if context < LONG else LONG_START[workload]
     start = start if start in ladder else FOUR_BITS
-    possible = [choice for choice in ladder if _possible(config, choice) and not (pages and choice.policy)]
+    possible = [choice for choice in ladder if _possible(config, choice)]
     wanted = ladder[ladder.index(start) :]
-    chosen = [choice for choice in possible if choice in wanted] or possible[-1:]
-    return [replace(choice, call=f'continuous_batching(model, format="{choice.format}")') for choice in chosen] if pages else chosen
+    return [choice for choice in possible if choice in wanted] or possible[-1:]
 
 
 def _possible(config: PreTrainedConfig, choice: Choice) -> bool:
@@ -291,4 +270,7 @@ def _guide(context: int, streaming: bool, chat: bool) -> str:
 
 def _answer(choice: Choice, plan: Plan, guide: str, reasons: list[str], chat: bool) -> Recommendation:
     words = ". ".join(reason[0].upper() + reason[1:] for reason in reasons)
-    return Recommendation(choice.call, f"{words}. {plan.reason}", guide, plan, vllm_flag(choice.format), sglang_flag(choice.format, chat))
+    vllm, sglang = ("auto", "auto") if choice.format is None else (VLLM.get(choice.format, "fp8_e4m3"), "fp8_e4m3")
+    prefixes = " --enable-hierarchical-cache" if chat else ""
+    flags = f"--kv-cache-dtype {vllm}", f"--kv-cache-dtype {sglang}{prefixes}"
+    return Recommendation(choice.call, f"{words}. {plan.reason}", guide, plan, *flags)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from ..formats.base import hint
-from .base import Arrivals, Budget, ObservedAttention, Policy, Rotation, Tokens, check_count, given, pyramid
+from .base import Arrivals, Policy, Rotation, Tokens, given
+from .budget import Budget, check_count, pyramid
 from .compactor import Compactor
 from .custom import Custom
-from .dropkv import DropKV
 from .expected_attention import ExpectedAttention
 from .h2o import H2O
 from .head_profile import HeadProfile
@@ -14,11 +14,10 @@ from .keys import KeyDiff, Knorm
 from .kvzip import KVzip
 from .lagkv import LagKV
 from .random import Random
-from .rkv import RKV
 from .snapkv import SnapKV
 from .tova import TOVA
-from .triattention import TriAttention
 from .window import SinkWindow, SlidingWindow
+from .wrappers import AdaKV, CriticalKV
 
 REGISTRY: dict[str, type[Policy]] = {
     "sink_window": SinkWindow,
@@ -32,34 +31,38 @@ REGISTRY: dict[str, type[Policy]] = {
     "compactor": Compactor,
     "kvzip": KVzip,
     "knorm": Knorm,
-    "dropkv": DropKV,
-    "rkv": RKV,
-    "triattention": TriAttention,
     "random": Random,
 }
 
 
+WRAPPERS = {"adakv": AdaKV, "criticalkv": CriticalKV}
+"""Wrappers of policies, whose names stand before that of a policy: `adakv_snapkv`."""
+
+
 def resolve(policy: str | Policy) -> Policy:
-    """A policy from an object or a registry name.
+    """A policy from an object or a name of `named`.
 
     Raises ValueError for an unknown name, TypeError for anything else.
     """
     if isinstance(policy, Policy):
         return policy
     if isinstance(policy, str):
-        if policy in REGISTRY:
-            return REGISTRY[policy]()
-        raise ValueError(f"policy={policy!r} is unknown: {hint(policy, REGISTRY)}")
+        return named(policy)
     raise TypeError(f"policy must be a name or a Policy such as policies.H2O(budget=1024), got {policy!r}")
 
 
 def named(name: str, *, budget: int | float | None = None, **options) -> Policy:
     """The policy of a registry name with `budget`: tokens (int) or a share of them (float) that are retained; the length of a window
-    policy.
+    policy. A name may begin with that of a wrapper: `adakv_snapkv` is `AdaKV(SnapKV())`.
 
     Raises ValueError for an unknown name and for sizes that do not fit, TypeError for an option that the policy does not have.
     """
-    kind = type(resolve(name))
+    wrapper, _, wrapped = name.partition("_")
+    if wrapper in WRAPPERS:
+        return WRAPPERS[wrapper](named(wrapped, budget=budget, **options))
+    if name not in REGISTRY:
+        raise ValueError(f"policy={name!r} is unknown: {hint(name, REGISTRY)}")
+    kind = REGISTRY[name]
     if budget is not None:
         options["window_length" if issubclass(kind, SinkWindow) else "budget"] = budget
     return kind(**options)
@@ -68,20 +71,19 @@ def named(name: str, *, budget: int | float | None = None, **options) -> Policy:
 __all__ = [
     "H2O",
     "REGISTRY",
-    "RKV",
     "TOVA",
+    "AdaKV",
     "Arrivals",
     "Budget",
     "Compactor",
+    "CriticalKV",
     "Custom",
-    "DropKV",
     "ExpectedAttention",
     "HeadProfile",
     "KVzip",
     "KeyDiff",
     "Knorm",
     "LagKV",
-    "ObservedAttention",
     "Policy",
     "Random",
     "Rotation",
@@ -89,7 +91,6 @@ __all__ = [
     "SlidingWindow",
     "SnapKV",
     "Tokens",
-    "TriAttention",
     "check_count",
     "given",
     "named",

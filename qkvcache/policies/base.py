@@ -8,8 +8,7 @@ tokens of a row that are not padding, so that padding changes nothing.
 
 from __future__ import annotations
 
-import itertools
-import math
+from abc import ABC
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Protocol, TypeVar
@@ -17,102 +16,21 @@ from typing import Any, ClassVar, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from .ranking import at_rank, highest, total_order
+from .budget import LEAST, Budget, Count, budgets_of, check_count, check_size, share_of, usual_interval
+from .ranking import at_rank
 
 ALL = 2**31
 """An `observation_window` of all queries."""
-LEAST = 8
-"""The smallest size of a budget that is a share, in tokens."""
-TOKENS_PER_INTERVAL, MOST_INTERVAL = 128, 64
-EPSILON = 1e-4
-"""The share of all scores that is added to each token's score in the second stage of CriticalKV, as by its authors."""
 BLOCK = 2**25
 """Elements of queries, or of products with queries, in memory at a time."""
 KEPT = 1e30
 """Priority of a token that is kept for its value; sinks and recent tokens go before even it."""
 
-Count = TypeVar("Count", int, Tensor)
 Given = TypeVar("Given")
-
-
-@dataclass(frozen=True)
-class Budget:
-    """The budget of each head: `tokens`, plus a `share` of the tokens seen.
-
-    heads: a part for each KV head of a layer, relative to the others; (): all parts are equal. All heads hold the sinks
-        and recent tokens; the rest of the heads' common budget is divided in proportion to their parts.
-        `HeadProfile.budget` makes the parts.
-    """
-
-    tokens: int = 0
-    share: float = 0.0
-    heads: tuple[float, ...] = ()
-
-    def size(self, seen: Count) -> Count:
-        """The number of tokens that may be held when `seen` have been seen; a tensor for a tensor."""
-        return self.tokens + share_of(self.share, seen)
-
-
-ONE = 2**32
-"""1.0 in the fixed-point format of shares."""
-
-
-def share_of(share: float, count: Any) -> Any:
-    """`share` of `count`, rounded down, the same for numbers and tensors and without fp64, which not all devices have."""
-    return times(count, round(share * ONE))
-
-
-def times(count: Any, weight: Any) -> Any:
-    """`count * weight / ONE`, rounded down, for whole numbers and int64 tensors. A weight may be too small by its
-    rounding."""
-    return (count * weight + 2**22) >> 32
-
-
-def pyramid(budget: int | float, layers: int, *, steepness: float = 20.0) -> tuple[int | float, ...]:
-    """Budgets that fall evenly with depth and have the mean `budget` (PyramidKV, arXiv 2406.02069), for `Policy.budget`.
-
-    Args:
-        budget: the mean over layers: tokens (int) or share of the tokens seen (float).
-        layers: full-attention layers of the model that are compressed.
-        steepness: the last layer has `budget / steepness`, the first `budget * (2 - 1 / steepness)`. At 1, all have
-            `budget`.
-
-    Raises ValueError for a steepness below 1, and if the share of the first layer would exceed 1; TypeError for other
-    types.
-    """
-    check_count("layers", layers, 1, of="layers")
-    _check_size("budget", budget, 1)
-    if not steepness >= 1:
-        raise ValueError(f"steepness={steepness!r}: must be 1 or more")
-    last = budget / steepness
-    first = 2 * budget - last
-    if isinstance(budget, float) and first > 1:
-        raise ValueError(f"budget={budget} with steepness={steepness}: the first layer's share would be {first:.3g}; lower one of the two")
-    places = [i / max(layers - 1, 1) for i in range(layers)]
-    sizes = [budget] if layers == 1 else [first + (last - first) * place for place in places]
-    if isinstance(budget, float):
-        return tuple(sizes)
-    ends = [round(total) for total in itertools.accumulate(sizes)]  # so that they sum to `budget * layers`
-    return tuple(end - begin for begin, end in zip([0, *ends], ends, strict=False))
-
-
-def usual_interval(tokens: int) -> int:
-    return min(max(tokens // TOKENS_PER_INTERVAL, 1), MOST_INTERVAL)
 
 
 class Rotation(Protocol):
     """The model's rotary embedding (`attention/rope.py`)."""
-
-    @property
-    def inv_freq(self) -> Tensor:
-        """fp32 or fp64 `[R/2]` on the CPU, the angle of each pair of channels for one position."""
-
-    def frequencies(self, device: torch.device) -> Tensor:
-        """`inv_freq` in fp64 on `device`, which is copied there once."""
-
-    @property
-    def interleaved(self) -> bool:
-        """Whether pairs are channels (2i, 2i+1), else (i, i + R/2)."""
 
     def rotate(self, keys: Tensor, by: int | Tensor) -> Tensor:
         """`[B, H, T, D]` rotated forward by `by` positions, an int or `[B]` or `[B, T]`."""
@@ -130,7 +48,6 @@ class Arrivals:
     begin: the position of the first token where no row has had padding; else None.
     seen: int64 `[B, 1, 1]`, the number of tokens that the row has seen, these included and padding left out.
     size: tokens that the layer may hold when it has seen them; int64 `[B, 1, 1]` for a share.
-    statistics: the statistics of the layer, these tokens included (`accumulate`).
     queries: `[B, Hq, T, D]`, the queries of the same tokens, with `needs_queries`.
     scaling: the factor on `q k`.
     rope: with `needs_rope`.
@@ -149,7 +66,6 @@ class Arrivals:
     begin: int | None = None
     seen: Tensor | None = None
     size: int | Tensor | None = None
-    statistics: dict[str, Tensor] = field(default_factory=dict)
     queries: Tensor | None = None
     scaling: float | None = None
     rope: Rotation | None = None
@@ -181,25 +97,6 @@ class Arrivals:
 
 
 @dataclass(frozen=True)
-class ObservedAttention:
-    """The attention of a step's last queries, for policies with `reduces_attention`.
-
-    Queries come in blocks, whose results are added, and columns in parts, whose results are joined: the result of a
-    token must depend on its own column only.
-
-    weights: fp32 `[B, H, G, Q, T]`, softmax weights of `Q` queries in each of the `G` query heads of a KV head; 0 for hidden columns.
-    outputs: `[B, H, G, Q, D]`, the outputs of these queries, in fp32 or the model's dtype.
-    values: `[B, H, T, D]`, of these columns.
-    observed: fp32 `[B, Q]`, the weight of each query; 0 for padding.
-    """
-
-    weights: Tensor
-    outputs: Tensor
-    values: Tensor
-    observed: Tensor
-
-
-@dataclass(frozen=True)
 class Tokens:
     """Candidates for eviction in one layer. Fields that the policy does not need are None.
 
@@ -208,9 +105,6 @@ class Tokens:
     seen: int64 `[B, 1, 1]`, the number of tokens that the row has seen, without padding.
     score: fp32 `[B, H, T]`, the result of `score` and `observe`. key_norm, value_norm: fp32 `[B, H, T]`.
     output_norm: fp32 `[B, H, T]`, the norm of a value in the layer's output, as the mean over the group's query heads.
-    statistics: those of the layer.
-    keys: `[B, H, T, D]` in the model's dtype, with `needs_stored_keys`: stored keys dequantized, new keys exact.
-    rope: with `needs_rope`.
     """
 
     positions: Tensor
@@ -220,33 +114,25 @@ class Tokens:
     key_norm: Tensor | None = None
     value_norm: Tensor | None = None
     output_norm: Tensor | None = None
-    statistics: dict[str, Tensor] = field(default_factory=dict)
-    keys: Tensor | None = None
-    rope: Rotation | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
-class Policy:
+class Policy(ABC):  # noqa: B024  (for `register`)
     """The base of policies, with the options that every policy has.
 
     Args:
         budget: tokens (int), share of the tokens seen (float below 1; never under 8 tokens), both, or with a part for
             each head (`Budget`), or one of them for each full-attention layer (`pyramid`, `HeadProfile.budget`). With a
             share, give `recent` in tokens: with `recent` as a share too, only as many stay exact as in the smallest
-        budget. compression_ratio: kvpress' word for `budget=1 - compression_ratio`, the share of the tokens that is
-        evicted. num_sink_tokens: first tokens that are never evicted. recent: newest tokens that are not evicted:
-        tokens (int) or share of the budget (float). interval: number of new tokens between evictions. At 1 the budget
-        is full after every step; larger intervals take less time, and leave up to `interval - 1` places of the budget
-        empty. None: 1 for every 128 tokens of the budget, at most 64. In a padded prompt that comes in chunks, padding
-        counts as new tokens. value_norm: weigh a token's score by the norm of its value (VATP, arXiv 2406.12335), where
-        scores are weights. protect_values: share of the budget for the tokens with the largest values (VaSE, arXiv
-        2606.03928). first_stage_ratio: share of the budget for the tokens with the highest scores, where scores are
-        weights. The others compete by their share of all scores times the norm of their value in the layer's output
-        (CriticalKV, arXiv 2502.03805, where the ratio is .5 and the norm is the 1-norm; here it is the 2-norm, which
-        takes a `D x D` matrix for each head). 0: all by scores. alpha_safeguard: share of the budget that each head is
-        guaranteed, where scores are weights. The rest of the heads' common budget, `H * budget` tokens in a layer, goes
-        to the tokens of highest priority in any head (AdaKV, arXiv 2407.11550, where it is .2). None: heads do not
-        share budgets. With tensor parallelism, the heads of each process share theirs.
+            budget.
+        compression_ratio: kvpress' word for `budget=1 - compression_ratio`, the share of the tokens that is evicted.
+        num_sink_tokens: first tokens that are never evicted.
+        recent: newest tokens that are not evicted: tokens (int) or share of the budget (float).
+        interval: number of new tokens between evictions. At 1 the budget is full after every step; larger intervals
+            take less time, and leave up to `interval - 1` places of the budget empty. None: 1 for every 128 tokens of
+            the budget, at most 64. In a padded prompt that comes in chunks, padding counts as new tokens.
+        value_norm: weigh a token's score by the norm of its value (VATP, arXiv 2406.12335), where scores are weights.
+        protect_values: share of the budget for the tokens with the largest values (VaSE, arXiv 2606.03928).
 
     Raises ValueError for sizes that exceed the budget, TypeError for other types.
     """
@@ -258,9 +144,11 @@ class Policy:
     interval: int | None = None
     value_norm: bool = False
     protect_values: float = 0.0
-    first_stage_ratio: float = 0.0
-    alpha_safeguard: float | None = None
 
+    alpha_safeguard: ClassVar[float | None] = None
+    """The share of the budget that each head is guaranteed, if the heads of a layer share their budgets (`AdaKV`)."""
+    needs_output_projection: ClassVar[bool] = False
+    """Whether the policy needs `Arrivals.output_gram` and `Tokens.output_norm` (`CriticalKV`)."""
     observation_window: ClassVar[int] = 0
     """The number of a step's last queries whose attention weights the policy needs."""
     has_scores: ClassVar[bool] = False
@@ -270,11 +158,6 @@ class Policy:
     needs_rope: ClassVar[bool] = False
     """Whether the policy needs keys or queries before RoPE. The cache is then refused for models whose RoPE is
     unknown."""
-    needs_stored_keys: ClassVar[bool] = False
-    """Whether the policy needs `Tokens.keys`: all stored keys are dequantized at every eviction. Not in compiled
-    steps."""
-    reduces_attention: ClassVar[bool] = False
-    """Whether `reduce_attention` replaces the sum of attention weights. The weights of the observed queries are then computed in torch."""
     second_reading: ClassVar[bool] = False
     """Whether scores come from a second reading of the context: the cache must be filled by its `compress`."""
     needs_norms: ClassVar[bool] = False
@@ -291,17 +174,8 @@ class Policy:
         if not 0 <= self.protect_values < 1:
             raise ValueError(f"protect_values={self.protect_values!r}: must be a share of the budget, from 0 to below 1")
         if self.value_norm:
-            self._require_weights("value_norm=True")
-        if not 0 <= self.first_stage_ratio < 1:
-            raise ValueError(f"first_stage_ratio={self.first_stage_ratio!r}: must be a share of the budget, from 0 to below 1")
-        if self.first_stage_ratio:
-            self._require_weights(f"first_stage_ratio={self.first_stage_ratio}")
-        if self.first_stage_ratio and self.value_norm:
-            raise ValueError(
-                f"value_norm=True with first_stage_ratio={self.first_stage_ratio}: both weigh scores by values; leave out value_norm"
-            )
-        self._check_alpha_safeguard()
-        _check_size("recent", self.recent)
+            self.require_weights("value_norm=True")
+        check_size("recent", self.recent)
         for budget in self.budgets:
             if budget.share or budget.heads:  # at least the protected tokens
                 continue
@@ -322,40 +196,25 @@ class Policy:
         object.__setattr__(self, "budget", 1.0 - ratio)
         object.__setattr__(self, "compression_ratio", None)  # `dataclasses.replace` would take it again
 
-    def _require_weights(self, option: str) -> None:
+    def require_weights(self, option: str) -> None:
         """Raises ValueError unless the scores of this policy are weights, which `option` needs."""
         if not self.scores_are_weights:
-            names = ", ".join(kind.__name__ for kind in _kinds(Policy) if kind.scores_are_weights)
+            own = (kind for kind in Policy.__subclasses__() if kind.__module__.startswith(__package__))
+            names = ", ".join(kind.__name__ for kind in own if kind.scores_are_weights)
             raise ValueError(f"{option}: the scores of {self.name} are not attention weights; policies whose scores are: {names}")
-
-    def _check_alpha_safeguard(self) -> None:
-        alpha = self.alpha_safeguard
-        if alpha is None:
-            return
-        if isinstance(alpha, bool) or not isinstance(alpha, int | float):
-            raise TypeError(f"alpha_safeguard must be a share of the budget (float) or None, got {alpha!r}")
-        if not 0 <= alpha <= 1:
-            raise ValueError(f"alpha_safeguard={alpha!r}: must be a share of the budget, from 0 to 1")
-        self._require_weights(f"alpha_safeguard={alpha}")
-        if any(budget.heads for budget in self.budgets):
-            raise ValueError(f"alpha_safeguard={alpha} with Budget.heads: both divide a layer's budget; pass alpha_safeguard=None")
-        if self.first_stage_ratio:
-            raise ValueError(
-                f"alpha_safeguard={alpha} with first_stage_ratio={self.first_stage_ratio}: the second stage compares tokens of one head "
-                "only; leave out one of the two (alpha_safeguard=None)"
-            )
 
     @property
     def name(self) -> str:
         return type(self).__name__
 
+    def with_options(self, **options: Any) -> Policy:
+        """The policy with other values of its options."""
+        return replace(self, **options)
+
     @property
     def budgets(self) -> tuple[Budget, ...]:
         """One budget for all layers, or one for each full-attention layer."""
-        several = self.budget if isinstance(self.budget, Sequence) and not isinstance(self.budget, str) else (self.budget,)
-        if not several:
-            raise ValueError(f"budget={self.budget!r}: holds none; pass one for all layers, or one for each full-attention layer")
-        return tuple(_budget(one) for one in several)
+        return budgets_of(self.budget)
 
     @property
     def differs_by_head(self) -> bool:
@@ -378,13 +237,6 @@ class Policy:
         return 1.0
 
     @property
-    def decode_decay(self) -> float | None:
-        """The factor on the weight of a decode step's query for each later query, for policies with `reduces_attention`
-        that reduce the queries of an interval together before an eviction. None: each query is reduced in its own
-        step."""
-        return None
-
-    @property
     def needs_value_norms(self) -> bool:
         """Whether the policy reads the norms of values."""
         return self.needs_norms or self.value_norm or self.protect_values > 0
@@ -393,11 +245,6 @@ class Policy:
     def scores_arrivals(self) -> bool:
         """Whether tokens get a score before any attention to them is observed."""
         return type(self).score is not Policy.score or type(self).arrive is not Policy.arrive
-
-    @property
-    def needs_output_projection(self) -> bool:
-        """Whether the policy needs `Arrivals.output_gram` and `Tokens.output_norm`."""
-        return self.first_stage_ratio > 0
 
     def size(self, budget: Budget, seen: Count) -> Count:
         """The number of tokens that a layer may hold when `seen` have been seen; a tensor for a tensor."""
@@ -427,29 +274,19 @@ class Policy:
         protected = protected - (protected - size) * (protected > size)
         return protected, size - protected
 
-    def accumulate(self, statistics: dict[str, Tensor], tokens: Arrivals) -> dict[str, Tensor]:
-        """Returns the statistics of a layer after the tokens of a step: tensors `[B, ...]` by name. `statistics`: those
-        before the step; empty before the first token."""
-        return statistics
-
     def score(self, tokens: Arrivals) -> Tensor | None:
         """Returns the scores of new tokens, fp32 `[B, H, T]`; None if scores come from attention."""
         return None
 
     def arrive(self, statistics: dict[str, Tensor], tokens: Arrivals) -> tuple[dict[str, Tensor], Tensor | None]:
-        """Returns the results of `accumulate` and, without a `lag_length`, of `score`; for policies that compute both
-        at once."""
-        statistics = self.accumulate(statistics, tokens)
-        return statistics, None if self.lag_length else self.score(replace(tokens, statistics=statistics))
+        """Returns the statistics of a layer after the tokens of a step, tensors `[B, ...]` by name, and without a
+        `lag_length` the scores of these tokens. `statistics`: those before the step; empty before the first token."""
+        return statistics, None if self.lag_length else self.score(tokens)
 
     def observe(self, score: Tensor, attention_sums: Tensor, queries: Tensor | int) -> Tensor:
         """Returns the scores after a step. `attention_sums` `[B, H, T]`: the attention to each token, summed over the
         group's query heads and over the last `observation_window` queries, padding left out; `queries` (`[B, 1, 1]`):
         their number."""
-        raise NotImplementedError
-
-    def reduce_attention(self, attention: ObservedAttention) -> Tensor:
-        """Returns `[B, H, T]` for `observe` in place of summed weights, if `reduces_attention`."""
         raise NotImplementedError
 
     def priority(self, tokens: Tokens) -> Tensor:
@@ -470,19 +307,7 @@ class Policy:
         if self.protect_values:
             norms = given(tokens.value_norm, "norms of values").masked_fill(~tokens.valid | protected, -1)
             rank = rank.masked_fill(norms >= at_rank(norms, share_of(self.protect_values, size)), KEPT)
-        rank = rank.masked_fill(protected, torch.inf).masked_fill(~tokens.valid, -torch.inf)
-        return self._in_two_stages(rank, tokens, size) if self.first_stage_ratio else rank
-
-    def _in_two_stages(self, rank: Tensor, tokens: Tokens, size: int | Tensor) -> Tensor:
-        """The rank in two stages: beyond the first `first_stage_ratio` of the budget, tokens rank by their share of all
-        scores times the norm of their value."""
-        count = share_of(self.first_stage_ratio, size)
-        free = rank.isfinite() & (rank < KEPT)
-        weights = rank.masked_fill(~free, 0)
-        weights = weights / weights.sum(-1, keepdim=True).clamp_min(1e-20)
-        second = (weights + EPSILON) * given(tokens.output_norm, "norms of outputs")
-        first = highest(total_order(rank, tokens.positions), count)
-        return torch.where(free, torch.where(first, KEPT, second), rank)
+        return rank.masked_fill(protected, torch.inf).masked_fill(~tokens.valid, -torch.inf)
 
 
 def given(x: Given | None, what: str) -> Given:
@@ -490,44 +315,3 @@ def given(x: Given | None, what: str) -> Given:
     if x is None:
         raise ValueError(f"this layer was not given {what}")
     return x
-
-
-def _kinds(kind: type[Policy]) -> Iterator[type[Policy]]:
-    """The classes of this library that inherit from `kind`."""
-    for inherited in kind.__subclasses__():
-        if inherited.__module__.startswith(__package__):
-            yield inherited
-        yield from _kinds(inherited)
-
-
-def _budget(budget: int | float | Budget) -> Budget:
-    if isinstance(budget, Budget):
-        check_count("Budget.tokens", budget.tokens, 0)
-        if not 0 <= budget.share <= 1 or not (budget.tokens or budget.share):
-            raise ValueError(f"{budget}: share must be from 0 to 1, and one of the two above 0")
-        if budget.heads and not (all(0 <= part < math.inf for part in budget.heads) and sum(budget.heads) > 0):
-            raise ValueError(f"Budget.heads={budget.heads}: parts must be 0 or more, and one of them above 0")
-        return budget
-    _check_size("budget", budget, 1)
-    if isinstance(budget, float) and budget == 1:
-        raise ValueError(
-            "budget=1.0: a share of 1 evicts nothing; leave the policy out, or pass a number of tokens (int) or a share below 1"
-        )
-    return Budget(share=budget) if isinstance(budget, float) else Budget(tokens=budget)
-
-
-def _check_size(name: str, size: int | float, least: int = 0) -> None:
-    """`least` or more tokens, or a share, which is above 0 where `least` is."""
-    if isinstance(size, bool) or not isinstance(size, int | float):
-        raise TypeError(f"{name} must be a number of tokens (int) or a share (float), got {size!r}")
-    if size < 0 or (least and not size) or (isinstance(size, float) and not size <= 1):
-        shares = "above 0 and up to 1" if least else "from 0 to 1"
-        raise ValueError(f"{name}={size!r}: must be {least} or more tokens (int), or a share {shares} (float)")
-
-
-def check_count(name: str, value: int, least: int = 0, of: str = "tokens") -> None:
-    """Raises TypeError or ValueError unless `value` is a whole number, at least `least`."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be a number of {of}, got {value!r}")
-    if value < least:
-        raise ValueError(f"{name}={value}: must be {least} or more {of}")

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from ..kernels import sum_attention
-from .base import Arrivals, Policy, check_count, given
+from .base import Arrivals, Policy, given
+from .budget import check_count
 
 ROWS = 2**15
 """Chunks times query heads that attend at once: a GPU takes at most 65,535 in one dimension of a grid."""

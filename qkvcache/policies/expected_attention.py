@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from ..kernels import matmul_fp32, quadratic_form
-from .base import Arrivals, Policy, Rotation, check_count, given
+from .base import Arrivals, Policy, Rotation, given
+from .budget import check_count
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from .base import Budget
+from .budget import Budget
 
 TYPICAL = 0.25
 """The share of a context that a budget in tokens is assumed to be."""

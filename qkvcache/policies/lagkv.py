@@ -8,7 +8,8 @@ from typing import ClassVar
 from torch import Tensor
 
 from ..kernels import lag_spread
-from .base import Arrivals, Policy, check_count
+from .base import Arrivals, Policy
+from .budget import check_count
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .base import Policy, Tokens, check_count
+from .base import Policy, Tokens
+from .budget import check_count
 from .ranking import ascending
 
 

@@ -7,7 +7,8 @@ from typing import Literal
 
 from torch import Tensor
 
-from .base import Budget, Policy, Tokens, check_count, usual_interval
+from .base import Policy, Tokens
+from .budget import Budget, check_count, usual_interval
 
 
 @dataclass(frozen=True, kw_only=True)

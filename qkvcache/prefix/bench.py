@@ -32,7 +32,7 @@ Result = TypeVar("Result")
 def measure(
     config: PreTrainedConfig, format: FormatLike, contexts: Sequence[int], directory: Path, dtype: torch.dtype, device: torch.device
 ) -> Iterator[dict]:
-    """A row for each context: bytes, ratio to the dense cache, quantization error, and milliseconds, the minimum of
+    """A row for each context: bytes, ratio to the dense cache, and milliseconds, the minimum of
     `REPEATS` runs.
 
     `store_ms`: from a DynamicCache on `device` to codes in host memory. `fetch_ms`, `fetch_half_ms`: all or half of the
@@ -66,7 +66,7 @@ def measure(
         times = {"store_ms": min(store_ms), "fetch_ms": fetch_ms[0], "fetch_half_ms": fetch_ms[1]}
         files = {"write_ms": write_ms, "read_ms": read_ms[0], "read_half_ms": read_ms[1]}
         file.path.unlink()
-        yield sizes | {"error": max(entry.errors)} | times | files
+        yield sizes | times | files
 
 
 def _random(config: PreTrainedConfig, tokens: int, dtype: torch.dtype, device: torch.device) -> DynamicCache:

@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
-import platform
 import re
 import shutil
 import time
@@ -20,7 +18,7 @@ import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from uuid import uuid4
@@ -45,6 +43,8 @@ AHEAD = min(THREADS, 5)
 another, and locking one takes about as long as a thread needs for a layer: more blocks come too late to help, and with
 fewer the bus waits."""
 SUFFIX, WRITING = ".safetensors", ".writing"
+LONGEST_WRITE = 3600
+"""Seconds after which a folder that a process writes into counts as left by a killed process."""
 _NAME = re.compile(r"([0-9a-f]{32})-([0-9a-f]{32})-([0-9a-f]{32})\.safetensors")
 
 
@@ -63,7 +63,6 @@ class File:
     text: str
     model: str
     whole: bool
-    errors: tuple[float, ...]
     layers: list[dict]
     digest: str
 
@@ -90,13 +89,12 @@ def write(directory: Path, entry: Entry, model: str) -> File:
         "model": model,
         "identity": entry.key[: match.NAME].hex(),
         "whole": entry.whole,
-        "errors": entry.errors,
         "layers": [{"kind": x.kind, "numbers": x.numbers, "sums": y} for x, y in zip(entry.layers, sums, strict=True)],
     }
     text, ids = json.dumps(header), match.decode(entry.key).int()
     digest = _digest(text.encode(), ids)
     final = directory / file_name(entry.key, entry.template.name)
-    folder = directory / f"{platform.node()}.{os.getpid()}.{uuid4().hex}{WRITING}"  # safetensors makes temporary files of its own
+    folder = directory / f"{uuid4().hex}{WRITING}"  # safetensors makes temporary files of its own
     try:
         folder.mkdir(parents=True)
         save_file(tensors | {"ids": ids}, folder / final.name, {"qkvcache_prefix": str(VERSION), "header": text, "digest": digest})
@@ -114,13 +112,10 @@ def _file(path: Path, header: dict, ids: Tensor, digest: str) -> File:
     layers = header["layers"]
     if not all(isinstance(x["kind"], str) and isinstance(x["numbers"], dict) and isinstance(x["sums"], list) for x in layers):
         raise ValueError("its layers have no kinds, counts or digests")
-    if any(type(x) not in (int, float) or not 0 <= x < math.inf for x in header["errors"]):
-        raise ValueError(f"errors={header['errors']!r}")
     if ids.dtype is not torch.int32 or ids.ndim != 1 or not all(isinstance(header[name], str) for name in ("text", "model")):
         raise ValueError("no token ids, no text or no model")
     key = match.encode(bytes.fromhex(header["identity"]), ids)
-    template, errors = bytes.fromhex(header["template"]), tuple(header["errors"])
-    return File(path, key, template, header["text"], header["model"], bool(header["whole"]), errors, layers, digest)
+    return File(path, key, bytes.fromhex(header["template"]), header["text"], header["model"], bool(header["whole"]), layers, digest)
 
 
 def read_header(path: Path) -> File:
@@ -181,7 +176,8 @@ def read(
         cut = whole if tokens in (None, file.tokens) else [layer.cut(tokens) for layer in whole]  # type: ignore[arg-type]
 
     def checked(i: int) -> Snapshot:
-        if not _matches(whole[i], cut[i], file.layers[i]["sums"]):
+        chunks = None if cut[i] is whole[i] else -(-_tokens(cut[i]) // CHUNK) or 1
+        if _sums(whole[i], chunks) != file.layers[i]["sums"][:chunks]:
             raise Damaged(f"the contents of layer {i} were changed")
         return copy(cut[i]) if copy else cut[i]
 
@@ -211,48 +207,12 @@ def parts(name: str) -> tuple[bytes, bytes] | None:
     return (bytes.fromhex(fits[1]), bytes.fromhex(fits[2])) if fits else None
 
 
-def label(name: str) -> str:
-    """The digest of the tokens in a file name."""
-    return name.removesuffix(SUFFIX).rpartition("-")[2]
-
-
-def trim(directory: Path, max_bytes: int) -> int:
-    """Removes the files of killed processes, and then the least recently used entries until the rest fits in
-    `max_bytes`; returns the number of entries removed."""
-    for path in directory.glob(f"*{WRITING}"):
-        if _abandoned(path):
-            shutil.rmtree(path, ignore_errors=True)
-    total = removed = 0
-    for _, size, name in sorted(((stat.st_mtime_ns, stat.st_size, path) for path, stat in _entries(directory)), reverse=True):
-        total += size
-        if total > max_bytes:
-            Path(name).unlink(missing_ok=True)
-            total -= size
-            removed += 1
-    return removed
-
-
-def _entries(directory: Path) -> Iterator[tuple[str, os.stat_result]]:
+def _entries(directory: Path) -> Iterator[tuple[Path, os.stat_result]]:
     """The entries in a directory that no other process removes meanwhile."""
     for entry in files(directory):
-        try:
+        with suppress(FileNotFoundError):
             if parts(entry.name):
-                yield entry.path, entry.stat()
-        except FileNotFoundError:
-            continue
-
-
-def _abandoned(folder: Path) -> bool:
-    """Whether the process that made this folder has ended."""
-    try:
-        host, pid, _, _ = folder.name.rsplit(".", 3)
-        if host == platform.node():
-            os.kill(int(pid), 0)
-        return time.time() - folder.stat().st_mtime > 86_400
-    except (PermissionError, FileNotFoundError):  # a running process of another user, or the folder was removed
-        return False
-    except (ProcessLookupError, ValueError):
-        return True
+                yield Path(entry.path), entry.stat()
 
 
 def _digest(text: bytes, ids: Tensor) -> str:
@@ -278,12 +238,6 @@ def _sums(layer: Snapshot, chunks: int | None = None) -> list[str]:
 
 def _tokens(layer: Snapshot) -> int:
     return max((x.shape[2] for x in layer.tensors.values() if x.ndim == 4 and x.numel()), default=0)
-
-
-def _matches(layer: Snapshot, cut: Snapshot, sums: list[str]) -> bool:
-    """Whether the chunks of `layer` with the tokens of `cut` have these digests."""
-    chunks = None if layer is cut else -(-_tokens(cut) // CHUNK) or 1
-    return _sums(layer, chunks) == sums[:chunks]
 
 
 class DiskStore:
@@ -380,12 +334,20 @@ class DiskStore:
         return None
 
     def trim(self, max_bytes: int) -> None:
-        """Removes the least recently used entries until at most `max_bytes` are left."""
-        if removed := trim(self.directory, max_bytes):
-            self.evicted += removed
-            names = {entry.name for entry in files(self.directory)}
-            for name in self._known.keys() - names:
-                self._forget(name)
+        """Removes what killed processes left, and then the least recently used entries until the rest fits in
+        `max_bytes`."""
+        for folder in self.directory.glob(f"*{WRITING}"):
+            with suppress(FileNotFoundError):
+                if time.time() - folder.stat().st_mtime > LONGEST_WRITE:
+                    shutil.rmtree(folder, ignore_errors=True)
+        total = 0
+        for path, stat in sorted(_entries(self.directory), key=lambda entry: entry[1].st_mtime_ns, reverse=True):
+            total += stat.st_size
+            if total > max_bytes:
+                path.unlink(missing_ok=True)
+                total -= stat.st_size
+                self.evicted += 1
+                self._forget(path.name)
 
     def size(self) -> tuple[int, int]:
         """The number of entries in the directory, of all models and processes, and their bytes."""
@@ -395,5 +357,5 @@ class DiskStore:
     def newest(self, identity: bytes) -> list[bytes]:
         """Keys of this model, the most recently used first."""
         times = {path: stat.st_mtime_ns for path, stat in _entries(self.directory)}
-        used = {key: times[str(file.path)] for key, file in self.headers.items() if str(file.path) in times}
+        used = {key: times[file.path] for key, file in self.headers.items() if file.path in times}
         return sorted((key for key in used if key[: match.NAME] == identity), key=used.__getitem__, reverse=True)

@@ -1,5 +1,5 @@
-"""`Entry`: the keys and values of a prompt's first tokens in host memory. `CacheTemplate`: the kind of cache that an
-entry is for.
+"""`Entry`: the keys and values of a prompt's first tokens in host memory, and `MemoryStore`, which holds entries.
+`CacheTemplate`: the kind of cache that an entry is for.
 
 `snapshot_cache` makes an entry from a cache and `restore_cache` a cache from an entry, layer by layer
 (`layers/snapshot.py`).
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import re
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -26,13 +26,10 @@ from ..layers.snapshot import PLACEHOLDER, Layer, Snapshot, check, restore, snap
 from . import match
 from .host_memory import HostSnapshot
 
-SAMPLE = 256
-"""The number of tokens of a layer for which the quantization error is measured."""
-
 
 class CacheTemplate:
-    """A template that makes empty caches like `cache` for a model with `config`. `name` (16 bytes) and `text` identify
-    the contents and the format of its entries.
+    """A template that makes empty caches like `cache` for a model with `config`. `name` (16 bytes) identifies the
+    contents and the format of its entries; `text` describes them.
 
     Raises NotImplementedError for a cache with layers that neither transformers nor this library would make for the
     model.
@@ -52,7 +49,7 @@ class CacheTemplate:
                     f"layer {i} is a {type(layer).__name__}, not a {type(expected).__name__}: make the cache with the model's config"
                 )
         self._layers = [_emptied(layer) if isinstance(layer, CompressedLayer) else None for layer in cache.layers]
-        self.text = "; ".join(dict.fromkeys(map(_describe, cache.layers)))
+        self.text = "; ".join(dict.fromkeys(map(_in_short, cache.layers)))
         self.name = hashlib.blake2b("\n".join(map(_describe, cache.layers)).encode(), digest_size=16).digest()
         self.evicts = any(isinstance(layer, EvictingLayer) for layer in cache.layers)
         self.cuttable = not self.evicts and all(type(layer) in (CompressedLayer, DynamicLayer, PLACEHOLDER) for layer in cache.layers)
@@ -100,27 +97,24 @@ def _describe(layer: Layer) -> str:
     return f"{text}, {layer.policy!r}, {layer.budget!r}, {layer.rope is not None}" if isinstance(layer, EvictingLayer) else text
 
 
-def in_short(text: str) -> str:
-    """A readable form of a template's `text`: the names of formats and policies, and the exact zones if they are not the default."""
-    parts = []
-    for part in text.split("; "):
-        if found := re.fullmatch(r"(\S+) \(.*\), exact (\d+ \+ \d+)(?:, (\w+)\(.*)?", part):
-            name, zones, policy = found.groups()
-            usual = zones == "4 + 64" or name == "identity"  # exact everywhere
-            part = ", ".join(filter(None, [name, policy, None if usual else f"exact {zones}"]))
-        parts.append(part)
-    return "; ".join(dict.fromkeys(parts))
+def _in_short(layer: Layer) -> str:
+    """The format and the policy of a layer, and its exact zones if they are not the default."""
+    if not isinstance(layer, CompressedLayer):
+        return type(layer).__name__
+    words = [layer.format.name, type(layer.policy).__name__] if isinstance(layer, EvictingLayer) else [layer.format.name]
+    zones = layer.num_sink_tokens, layer.residual_length
+    if zones != (4, 64) and layer.format.name != "identity":  # which is exact everywhere
+        words.append("exact {} + {}".format(*zones))
+    return ", ".join(words)
 
 
 @dataclass(frozen=True)
 class Entry:
-    """The tokens of `key`, as `template` stores them. `errors`: the quantization error of each layer, on a sample: the
-    RMS of the difference over the RMS, for keys or values, whichever is larger; 0 if nothing was quantized."""
+    """The tokens of `key`, as `template` stores them."""
 
     key: bytes
     template: CacheTemplate
     layers: Sequence[Snapshot]
-    errors: tuple[float, ...]
 
     @property
     def whole(self) -> bool:
@@ -134,6 +128,49 @@ class Entry:
 
     def cut(self, tokens: int) -> Sequence[Snapshot]:
         return self.layers if tokens == match.length(self.key) else [layer.cut(tokens) for layer in self.layers]
+
+
+class MemoryStore:
+    """Entries in the order of their last use, the most recently used last; together at most `max_bytes`, measured."""
+
+    def __init__(self, max_bytes: int):
+        self.max_bytes = max_bytes
+        self.index = match.Index()
+        self.evicted = 0
+        self._entries: OrderedDict[bytes, Entry] = OrderedDict()
+
+    @property
+    def nbytes(self) -> int:
+        return sum(entry.nbytes for entry in self._entries.values())
+
+    @property
+    def entries(self) -> list[Entry]:
+        return list(self._entries.values())
+
+    def use(self, key: bytes) -> Entry:
+        """Returns the entry of `key` and marks it as the most recently used."""
+        self._entries.move_to_end(key)
+        return self._entries[key]
+
+    def put(self, entry: Entry) -> None:
+        """Adds an entry, removes entries of its template whose tokens it begins with, and makes room."""
+        self._remove(entry.key)
+        if not entry.whole:
+            for key in self.index.beginnings(entry.key, entry.template.name):
+                self._remove(key)
+        self._entries[entry.key] = entry
+        self.index.add(entry.key, entry.template.name, entry.whole)
+        self.trim(self.max_bytes)
+
+    def trim(self, max_bytes: int) -> None:
+        """Evicts the least recently used entries until at most `max_bytes` are left."""
+        while self._entries and self.nbytes > max_bytes:
+            self._remove(next(iter(self._entries)))
+            self.evicted += 1
+
+    def _remove(self, key: bytes) -> None:
+        if self._entries.pop(key, None) is not None:
+            self.index.remove(key)
 
 
 class TooLarge(Exception):
@@ -162,12 +199,10 @@ def snapshot_cache(
     if len(into) != len(cache.layers):
         raise NotImplementedError(f"a cache of {len(cache.layers)} layers for a model of {len(into)}: make it with the model's config")
     layers: list[HostSnapshot] = []
-    errors = []
     released, left = release.layers() if release else [], max_bytes - len(key)
     for i, (layer, empty) in enumerate(zip(list(cache.layers), into, strict=True)):
-        there, error = _snapshot_as(empty, layer, match.length(key), row, quantize)
+        there = _snapshot_as(empty, layer, match.length(key), row, quantize)
         layers.append(HostSnapshot.of(there, lock=any(x.is_cuda for x in there.tensors.values())))
-        errors.append(error)
         if (left := left - layers[-1].nbytes) < 0:
             raise TooLarge
         if release:
@@ -175,12 +210,12 @@ def snapshot_cache(
         del layer, empty, there
     for stored in layers:
         stored.wait()
-    return Entry(key, template, layers, tuple(errors))
+    return Entry(key, template, layers)
 
 
-def _snapshot_as(into: Layer, layer: Layer, tokens: int, row: int, quantize: bool) -> tuple[Snapshot, float]:
+def _snapshot_as(into: Layer, layer: Layer, tokens: int, row: int, quantize: bool) -> Snapshot:
     """A snapshot of the first `tokens` tokens of row `row` of `layer`, in the form in which `into`, an empty layer,
-    stores them, and the quantization error."""
+    stores them."""
     quantizes = type(layer) is DynamicLayer and isinstance(into, CompressedLayer)
     if quantizes and isinstance(into, EvictingLayer):
         raise NotImplementedError("a DynamicCache cannot be stored as a cache that evicts: evictions depend on its attention")
@@ -190,10 +225,9 @@ def _snapshot_as(into: Layer, layer: Layer, tokens: int, row: int, quantize: boo
         )
     if not quantizes or not quantize or not layer.is_initialized:
         counts = hasattr(layer, "get_seq_length") and layer.get_seq_length()
-        return snapshot(layer, tokens if counts else None, row), 0.0
-    keys, values = (x[row : row + 1, :, :tokens] for x in (layer.keys, layer.values))
-    into.update(keys, values)  # type: ignore[attr-defined]
-    return snapshot(into), _error(into, (keys, values))  # type: ignore[arg-type]
+        return snapshot(layer, tokens if counts else None, row)
+    into.update(*(x[row : row + 1, :, :tokens] for x in (layer.keys, layer.values)))  # type: ignore[attr-defined]
+    return snapshot(into)
 
 
 def restore_cache(into: CacheTemplate, layers: Iterable[Snapshot], template: CacheTemplate, devices: list[torch.device]) -> Cache:
@@ -213,21 +247,6 @@ def restore_cache(into: CacheTemplate, layers: Iterable[Snapshot], template: Cac
         else:
             restore(layer, stored, device)
     return cache
-
-
-@torch.no_grad()
-def _error(layer: CompressedLayer, given: tuple[Tensor, Tensor]) -> float:
-    """The quantization error of `layer` on samples of `given`, keys and values `[1, H, T, D]`: the RMS of the
-    difference over the RMS, for keys or values, whichever is larger."""
-    worst = 0.0
-    tokens, begin = layer.storage.tokens, layer.storage.zones()[0][0].shape[2]  # type: ignore[union-attr]
-    for side, x in enumerate(given):
-        for packed in tokens.packed(side, SAMPLE):
-            sample = x[:, :, begin : begin + packed.tokens].float()
-            dequantized = packed.codec.dequantize(packed.codes, x.shape[3])
-            worst = max(worst, float((dequantized - sample).square().mean().sqrt() / sample.square().mean().sqrt().clamp_min(1e-12)))
-            break
-    return worst
 
 
 def batch_size(cache: Cache) -> int:

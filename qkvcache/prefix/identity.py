@@ -1,5 +1,5 @@
 """`ModelIdentity`: a name for everything besides the tokens that keys and values depend on, and the device of each
-layer.
+layer. `Ranks`: the processes that share the model.
 
 Weights are sampled evenly from every parameter and buffer (rotary frequencies included), which distinguishes fine-tunes
 of one base model within milliseconds. An edit of a few entries of one matrix can be missed; pass `extra` for these
@@ -10,15 +10,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 SAMPLES = 64
 """Entries that are sampled from each tensor."""
 Modules = list[tuple[str, nn.Module]]
+Store = TypeVar("Store")
 _IGNORED = ("_name_or_path", "transformers_version", "architectures", "use_cache", "dtype", "_attn_implementation_internal")
 
 
@@ -55,6 +57,36 @@ class ModelIdentity:
                 digest.update(sample.numpy().tobytes())
             self._state, self.name, self.devices = state, digest.digest(), _devices(modules)
         return self.name
+
+
+class Ranks:
+    """The processes that share `model`; a single one without tensor parallelism. Each stores its own heads, and all must
+    continue from the same token."""
+
+    def __init__(self, model: PreTrainedModel):
+        mesh = getattr(model, "_device_mesh", None)
+        self.size = (getattr(model, "_tp_size", None) or 1) if distributed.is_available() and distributed.is_initialized() else 1
+        self.rank = distributed.get_rank() % self.size if self.size > 1 else 0
+        self._group = mesh.get_group() if mesh is not None and mesh.ndim == 1 else None
+        self._device = model.device
+
+    def agree(self, find: Callable[[int], tuple[Store, bytes, int] | None], limit: int) -> tuple[Store, bytes, int] | None:
+        """The result of `find(limit)` for the highest limit at which its last item, a number of tokens, is the same on
+        all ranks."""
+        while True:
+            agreed = find(limit)
+            tokens = agreed[2] if agreed else 0
+            limit = self.least(tokens)
+            if self.least(-tokens) == -limit:  # the maximum equals the minimum
+                return agreed
+
+    def least(self, value: int) -> int:
+        """The minimum of `value` over all processes, each of which must call this."""
+        if self.size == 1:
+            return value
+        shared = torch.tensor(value, device=self._device)
+        distributed.all_reduce(shared, distributed.ReduceOp.MIN, self._group)
+        return int(shared)
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -98,18 +98,8 @@ class Index:
     def beginnings(self, key: bytes, template: bytes) -> list[bytes]:
         """Keys of this template that can be cut and whose tokens are a proper beginning of those of `key`, the longest
         first."""
-        found, probe = [], key
-        while at := bisect_left(self._sorted, probe):
-            below = self._sorted[at - 1]
-            shared = common(below, key)
-            if not shared:
-                break
-            if length(below) == shared:
-                found.append(below)
-                probe = below
-            else:  # a longer beginning would lie between `below` and the probe
-                probe = key[: NAME + WIDTH * shared] + b"\0"
-        return [below for below in found if self._templates[below] == template]
+        shorter = self._sorted[: bisect_left(self._sorted, key)]
+        return [x for x in reversed(shorter) if key.startswith(x) and self._templates[x] == template]
 
     def covering(self, key: bytes, template: bytes) -> bytes | None:
         """`key` itself, or else a key that can be cut and begins with all of its tokens. None if there is none of this

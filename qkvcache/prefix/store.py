@@ -27,12 +27,10 @@ from ..layers.snapshot import Snapshot
 from ..policies import check_count
 from . import match
 from .disk import Damaged, DiskStore
-from .entry import CacheTemplate, Entry, TooLarge, batch_size, restore_cache, snapshot_cache
+from .entry import CacheTemplate, Entry, MemoryStore, TooLarge, batch_size, restore_cache, snapshot_cache
 from .host_memory import Blocks, HostSnapshot, on_gpu
-from .identity import ModelIdentity
-from .memory import MemoryStore
+from .identity import ModelIdentity, Ranks
 from .prompt import Ids, compute, refusal, rows, text_tokens, unpadded
-from .ranks import Ranks
 
 
 @dataclass(frozen=True)
@@ -41,15 +39,12 @@ class Match:
 
     `kind`: "exact" (the stored tokens are the prompt), "shorter" (the prompt continues after them), "longer" (they
     continue after the prompt), "common" (both continue, differently), or "miss". `source`: "memory", "disk" or None.
-    `error`: the largest quantization error of a layer when the tokens were stored (RMS of the difference over RMS); 0
-    if codes or exact tokens were stored as given.
     """
 
     cache: Cache | None = None
     length: int = 0
     kind: str = "miss"
     source: str | None = None
-    error: float = 0.0
 
 
 @dataclass
@@ -167,11 +162,9 @@ class PrefixStore:
             disk, stored, tokens = longest
             if disk is None:
                 entry = self._memory.use(stored)
-                template, errors = entry.template, entry.errors
-                layers: Iterable[Snapshot] = entry.cut(tokens)
+                template, layers = entry.template, iter(entry.cut(tokens))
             else:
-                file, copy = disk.headers[stored], Blocks() if on_gpu(self._devices()) else None
-                template, errors = self._templates[file.template], file.errors
+                template, copy = self._templates[disk.headers[stored].template], Blocks() if on_gpu(self._devices()) else None
                 layers = disk.read(stored, tokens, copy, template)
             cache = self._restore(template, layers)
             if not self._ranks.least(cache is not None) or cache is None:
@@ -180,7 +173,7 @@ class PrefixStore:
                 cache.batch_repeat_interleave(len(inputs))
             self._stats.hits[kind := match.kind(stored, key)] += 1
             self._stats.tokens_reused += tokens
-            return Match(cache, tokens, kind, "disk" if disk else "memory", max(errors, default=0.0))
+            return Match(cache, tokens, kind, "disk" if disk else "memory")
         self._stats.misses += 1
         return Match()
 
@@ -255,12 +248,16 @@ class PrefixStore:
         """Reads entries from disk into memory, the most recently used first, as many as fit beside the present ones;
         returns their number."""
         disk = self._require_disk()
-        loaded = 0
+        loaded, room = list[Entry](), self._memory.max_bytes - self._memory.nbytes
         for key in disk.newest(self._scanned()):
             if self._memory.index.covering(key, disk.headers[key].template) is None:
                 with suppress(Damaged, TooLarge):
-                    loaded += self._memory.add_oldest(self._loaded(disk, key, key))
-        return loaded
+                    entry = self._loaded(disk, key, key, room)
+                    loaded.append(entry)
+                    room -= entry.nbytes
+        for entry in reversed(loaded):
+            self._memory.put(entry)
+        return len(loaded)
 
     @property
     def stats(self) -> Stats:
@@ -298,16 +295,16 @@ class PrefixStore:
         except Damaged:
             return None
 
-    def _loaded(self, disk: DiskStore, stored: bytes, key: bytes) -> Entry:
+    def _loaded(self, disk: DiskStore, stored: bytes, key: bytes, room: int) -> Entry:
         """An entry in memory of the tokens of `key`, from the file of `stored`, which begins with them. Raises Damaged,
-        and TooLarge for more bytes than the store may hold."""
-        file, layers, left = disk.headers[stored], [], self._memory.max_bytes - len(key)
+        and TooLarge for more than `room` bytes."""
+        file, layers, left = disk.headers[stored], [], room - len(key)
         copy, template = partial(HostSnapshot.of, lock=on_gpu(self._devices())), self._templates[file.template]
         for layer in disk.read(stored, match.length(key), copy, template):
             layers.append(layer)
             if (left := left - layer.nbytes) < 0:
                 raise TooLarge
-        return Entry(key, template, layers, file.errors)
+        return Entry(key, template, layers)
 
     def _devices(self) -> list[torch.device]:
         """The device of each layer."""
@@ -333,7 +330,7 @@ class PrefixStore:
             # A fetch must give the same result from memory and from disk: both keep the entry that was stored first.
             if self._disk is not None and (covering := self._disk.index.covering(key, template.name)) is not None:
                 with suppress(Damaged):
-                    entry = self._loaded(self._disk, covering, key)
+                    entry = self._loaded(self._disk, covering, key, self._memory.max_bytes)
                     cache.layers = release.layers() if release else cache.layers
                     self._memory.put(entry)
                     self._stats.covered += 1

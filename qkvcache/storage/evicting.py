@@ -41,7 +41,7 @@ from ..kernels import (
 )
 from ..kernels.pages import COLUMNS, RING_ROW, RING_START, RING_TOKENS, SINK_ROW, SINKS
 from ..policies import Arrivals, Budget, Policy, Rotation
-from ..policies.base import ONE, Count, share_of, times
+from ..policies.budget import ONE, Count, share_of, times
 from .base import LayerStorage, differ
 from .eviction import append_and_evict, append_and_share
 from .head_pages import HeadPages
@@ -168,11 +168,6 @@ class EvictingStorage(LayerStorage):
         if valid is None or metadata.row_lengths is None:
             return metadata.columns - self.stored + running
         return metadata.row_lengths - valid.sum(-1)
-
-    @property
-    def evicts(self) -> bool:
-        """Whether enough tokens wait in the residual for `evict` to move some to the pages."""
-        return self.residual[0].shape[2] - self.lag_length >= self.interval
 
     def evict(self) -> None:
         """Moves tokens from the residual to their zones after a step's attention, and evicts those that exceed the

@@ -16,7 +16,7 @@ from ..kernels import Pair
 from ..policies.ranking import first_of, highest
 from .head_pages import HeadPages
 from .metadata import TokenFields, TokenMetadata
-from .paged import RowPages, block_of
+from .paged import RowPages
 
 
 def append_and_evict(
@@ -36,7 +36,7 @@ def append_and_evict(
         metadata.region = union
         return True
     size = min(limit, stored + count)
-    order = metadata.order(union, _all_keys(region, metadata, new[0]))
+    order = metadata.order(union)
     retained = highest(order, size if row_limits is None else row_limits.clamp(0, size)) & (union["positions"] >= 0)
     selected = min(count, size)
     if not selected:
@@ -93,7 +93,7 @@ def append_and_share(
     if fits:
         retained = torch.ones_like(valid) if in_order else valid
     else:
-        order = metadata.order(union, _all_keys(region, metadata, new[0]))
+        order = metadata.order(union)
         if least is not None:
             retained = highest(order, guaranteed) & valid
         else:
@@ -113,11 +113,3 @@ def _shared(order: Tensor, valid: Tensor, total: int | Tensor, guaranteed: int |
     descending = order.argsort(dim=-1, descending=True, stable=True)
     chosen = (torch.arange(order.shape[1], device=order.device) < total).expand_as(order)
     return torch.zeros_like(chosen).scatter_(1, descending, chosen).view(shape) & valid
-
-
-def _all_keys(region: RowPages | HeadPages, metadata: TokenMetadata, new: Tensor) -> Tensor | None:
-    """Stored and then new keys, `[B, H, T, D]` in the dtype of `new`; None if the policy does not need them."""
-    if not metadata.policy.needs_stored_keys:
-        return None
-    stored = [part.codec.dequantize(part.codes, part.head_dim, new.dtype) for part in region.packed(0, block_of(new))]
-    return torch.cat([*stored, new], dim=2)

@@ -119,9 +119,7 @@ class HeadPages(PagedTokens):
         batch, heads = self.lengths.shape
         return batch * ((tokens - heads) // PAGE + heads)
 
-    def simulate(
-        self, lengths: Callable[[int], Sequence[int]], most: Callable[[int], int], groups: int, *, others: bool = False
-    ) -> None:
+    def simulate(self, lengths: Callable[[int], Sequence[int]], most: Callable[[int], int], groups: int, *, others: bool = False) -> None:
         """Allocates the pages after `groups` groups of tokens; after `k` of them the heads hold `lengths(k)` tokens,
         or, if `most(k)` over all heads are fewer, `most(k)`: then the most pages possible. With `others`, `most(k)` is
         the mean over layers, and one layer may hold all tokens of a head. Nothing is stored: for planning, on the meta
@@ -190,16 +188,13 @@ class HeadPages(PagedTokens):
     def snapshot(self, row: int) -> tuple[Codes, Codes]:
         """A copy of the pages of one row, `[1, P, PAGE, width]` for each buffer."""
         slots = self._whole(self._pages_of(row))
-        key, value = (
-            {name: x.view(1, -1, PAGE, x.shape[3]) for name, x in self.pages.take(side, slots).items()} for side in (0, 1)
-        )
+        key, value = ({name: x.view(1, -1, PAGE, x.shape[3]) for name, x in self.pages.take(side, slots).items()} for side in (0, 1))
         return key, value
 
     def form(self, codes: Tensor) -> tuple[Codes, Codes]:
         """Empty codes for one row, with the number of pages of the `codes` of a snapshot."""
         key, value = (
-            {name: x.expand(1, codes.shape[1], -1, -1) for name, x in side.items()}
-            for side in empty_codes(self.pool.layout, 1, PAGE)
+            {name: x.expand(1, codes.shape[1], -1, -1) for name, x in side.items()} for side in empty_codes(self.pool.layout, 1, PAGE)
         )
         return key, value
 

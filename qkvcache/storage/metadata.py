@@ -205,13 +205,12 @@ class TokenMetadata:
             return self.row_lengths[:, None, None]
         return torch.full((self.sinks.shape[0], 1, 1), self.columns, dtype=torch.int64, device=self.sinks.device)
 
-    def order(self, fields: TokenFields, keys: Tensor | None = None) -> Tensor:
+    def order(self, fields: TokenFields) -> Tensor:
         """The order of retention, int64 `[B, H, T]`, without ties: by the policy's priority; at equal priority newer
-        tokens are higher. `keys` `[B, H, T, D]`, for a policy that needs them."""
+        tokens are higher."""
         positions = fields["positions"]
         optional = {name: x for name, x in fields.items() if name != "positions"}
-        state = {"statistics": self.statistics, "keys": keys, "rope": self.rope}
-        tokens = Tokens(positions, positions >= 0, self.lengths(), **optional, **state)  # type: ignore[arg-type]
+        tokens = Tokens(positions, positions >= 0, self.lengths(), **optional)
         return total_order(self.policy.rank(tokens, self.budget), positions)
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> None:

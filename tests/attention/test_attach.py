@@ -134,6 +134,13 @@ def test_what_is_no_factory_is_refused(wrong):
     assert "_prepare_cache_for_generation" not in vars(network)
 
 
+@pytest.mark.parametrize("call", [lambda x: attach(x, TurboQuantCache), detach], ids=["attach", "detach"])
+@pytest.mark.parametrize("wrong", [None, "llama", torch.nn.Linear(1, 1), model("llama").model], ids=lambda wrong: type(wrong).__name__)
+def test_what_does_not_generate_is_refused(call, wrong):
+    with pytest.raises(TypeError, match=f"needs a transformers model that has `generate`.*got {type(wrong).__name__}"):
+        call(wrong)
+
+
 @pytest.mark.parametrize("made", [None, "int8"])
 def test_a_factory_of_something_else_is_refused(made):
     with attach(model("llama"), lambda config: made), pytest.raises(TypeError, match=f"returned {type(made).__name__}, expected a"):

@@ -12,8 +12,8 @@ from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_f
 from transformers.models.llama.modeling_llama import eager_attention_forward
 
 from qkvcache.attention import CompressedKV, compressed_kv
-from qkvcache.formats import REGISTRY
 from qkvcache.layers.compressed import CompressedLayer
+from tests.matrix import FORMATS
 from tests.reference import assert_close, count_decoded_layers
 from tests.seeds import SEED
 from tests.tolerance import rounding
@@ -23,7 +23,7 @@ SLOW = "attention code calls .* on compressed keys or values"
 
 
 def new_handles() -> tuple[CompressedKV, CompressedKV]:
-    layer = CompressedLayer(REGISTRY["turboquant_4bit_nc"], 2, 4)
+    layer = CompressedLayer(FORMATS["turboquant_4bit_nc"], 2, 4)
     layer.update(torch.randn(B, H, T - 3, D), torch.randn(B, H, T - 3, D))
     return layer.update(torch.randn(B, H, 3, D), torch.randn(B, H, 3, D))
 

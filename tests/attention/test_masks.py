@@ -7,10 +7,9 @@ import torch
 from torch.nn.attention.flex_attention import create_block_mask
 
 from qkvcache.attention.masks import NewTokens, joined, joined_by_head, padding_columns, visible
-from qkvcache.formats import REGISTRY
 from qkvcache.kernels import AttentionInputs, Exact, KeysOrValues, attend, attend_observed, attend_pages
 from tests.kernels.paged_inputs import of_heads
-from tests.matrix import covering
+from tests.matrix import FORMATS, covering
 from tests.reference import assert_close
 from tests.tolerance import TURNED, rounding
 
@@ -132,7 +131,7 @@ def test_padding_to_the_left(implementation, hidden, left):
 def test_masks_of_new_tokens_over_pages_of_each_head(monkeypatch, kind, kernels):
     """The mask by a token's index in its head says what the one by columns does."""
     monkeypatch.setenv("QKVCACHE_KERNELS", kernels)
-    held, hidden = of_heads(REGISTRY["int8"], Q, dtype=torch.float32, device=CPU)
+    held, hidden = of_heads(FORMATS["int8"], Q, dtype=torch.float32, device=CPU)
     is_valid = torch.tensor([[True, True, False, True], [False, False, True, True]])
     seen = torch.ones(Q, Q, dtype=torch.bool).tril() & is_valid[:, None, None]
     if kind in ("any", "by_head"):

@@ -16,10 +16,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterf
 from qkvcache import CompressedCache
 from qkvcache.attention import CompressedKV, install, installed, uninstall
 from qkvcache.attention.route import MAX_QUERIES, NAME, route
-from qkvcache.formats import REGISTRY
 from qkvcache.kernels import attend
 from qkvcache.layers.compressed import CompressedLayer
-from tests.matrix import model
+from tests.matrix import FORMATS, model
 from tests.reference import MODES, ZONES, assert_close, count_decoded_layers, forward, steps
 from tests.tolerance import of_model, rounding
 
@@ -43,7 +42,7 @@ def transformers_state() -> tuple:
 
 
 def handles(queries: int = 1) -> tuple[CompressedKV, CompressedKV]:
-    layer = CompressedLayer(REGISTRY["turboquant_4bit_nc"], 2, 4)
+    layer = CompressedLayer(FORMATS["turboquant_4bit_nc"], 2, 4)
     for tokens in (30, queries):
         out = layer.update(torch.randn(2, 2, tokens, 32), torch.randn(2, 2, tokens, 32))
     return out
@@ -99,7 +98,8 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS as masks
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as functions, AttentionInterface
 state = lambda: (AttentionInterface.get_interface, dict(functions), dict(masks))
 before = state()
-import qkvcache, qkvcache.attention
+import qkvcache
+from qkvcache import *
 assert state() == before and not qkvcache.attention.installed()
 qkvcache.CompressedCache(format="int8")
 assert state() != before and qkvcache.attention.installed()

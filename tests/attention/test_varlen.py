@@ -5,9 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from qkvcache.attention import varlen
-from qkvcache.attention.full import full_attention
-from qkvcache.attention.varlen import Sequences, varlen_attention
+from qkvcache.attention.full import Sequences, full_attention, in_one_launch, varlen_attention
 
 GPU = pytest.param("cuda", marks=pytest.mark.gpu)
 LENGTHS = {"prompts": ((5, 1, 130, 64), (5, 1, 130, 64)), "pasts": ((5, 1, 70, 300), (5, 200, 70, 333)), "one token": ((1, 1), (9, 70))}
@@ -39,7 +37,7 @@ def one_by_one(query, key, value, queries, keys, **options) -> torch.Tensor:
 def test_sequences_one_after_another(device, lengths, options):
     options = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in options.items()}
     query, key, value, sequences = case(*LENGTHS[lengths], device)
-    assert varlen.in_one_launch(query, value) == (device == "cuda")
+    assert in_one_launch(query, value) == (device == "cuda")
     out = varlen_attention(query, key, value, sequences, scaling=0.2, **options)
     wanted = one_by_one(query, key, value, *LENGTHS[lengths], scaling=0.2, **options)
     assert out.shape == (1, query.shape[2], 4, 64)

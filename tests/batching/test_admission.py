@@ -9,6 +9,7 @@ import torch
 from transformers import GenerationConfig
 
 from qkvcache import continuous_batching
+from qkvcache.formats import Int8
 
 from .requests import answers, collect, pool, prompts, serving, tiniest, waiting
 
@@ -76,7 +77,7 @@ def test_each_request_has_its_own_sampling_options():
     """Together as alone, and after a preemption; greedy ones are not affected."""
     network, ids = tiniest(), prompts(40)[0]
     asked = [{}, {"seed": 1, "temperature": 5.0}, {"temperature": 0}, {"seed": 2, "temperature": 5.0}, {"temperature": 9.0, "top_p": 1e-6}]
-    with continuous_batching(network, "int8_uncentered", **ZONES), sampling(network) as manager:
+    with continuous_batching(network, Int8(center=False), **ZONES), sampling(network) as manager:
 
         def run(*wanted: dict) -> list[list[int]]:
             names = [manager.add_request(ids, **options) for options in wanted]
@@ -95,7 +96,7 @@ def test_each_request_has_its_own_sampling_options():
 def test_children_of_a_seed_differ():
     network = tiniest()
     config = GenerationConfig(max_new_tokens=8, do_sample=True, temperature=5.0, num_return_sequences=3, eos_token_id=-1)
-    with continuous_batching(network, "int8_uncentered", **ZONES):
+    with continuous_batching(network, Int8(center=False), **ZONES):
         found = network.generate_batch(prompts(9), config, pool(per_request_processors=True))
     assert len({tuple(output.generated_tokens) for output in found.values()}) == 3
 

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from qkvcache import CompressedCache, continuous_batching, demo
-from qkvcache.formats import REGISTRY, TurboQuant
+from qkvcache.formats import TurboQuant
 from tests.matrix import FORMATS, slowly
 
 from .requests import LENGTHS, ZONES, answers, assert_same, greedy, llama, pool, prompts, serving, single
 
-TOKENWISE = [name for name in FORMATS if all(c.packed_layout is None or c.packed_layout.writable for c in REGISTRY[name].codecs())]
+TOKENWISE = [name for name in FORMATS if all(c.packed_layout is None or c.packed_layout.writable for c in FORMATS[name].codecs())]
 """Formats whose scales do not span tokens."""
 pytestmark = pytest.mark.filterwarnings("ignore:continuous batching on compressed pages")
 
@@ -20,13 +20,14 @@ pytestmark = pytest.mark.filterwarnings("ignore:continuous batching on compresse
 def test_alone_together_and_single(format):
     """The first request alone, whose prompt the statistics come from, equals a cache; the others alone equal all together."""
     network, ids = llama(), prompts(*LENGTHS)
-    with continuous_batching(network, format, **ZONES), serving(network, allow_block_sharing=False) as manager:
+    chosen = FORMATS[format]
+    with continuous_batching(network, chosen, **ZONES), serving(network, allow_block_sharing=False) as manager:
         alone = [answers(manager, [one])[0] for one in ids]
         assert answers(manager, ids) == alone
-    assert assert_same(alone[0], single(network, ids[0], format))
-    with continuous_batching(network, format, num_sink_tokens=0, residual_length=0), serving(network) as manager:
+    assert assert_same(alone[0], single(network, ids[0], chosen))
+    with continuous_batching(network, chosen, num_sink_tokens=0, residual_length=0), serving(network) as manager:
         (bare,) = answers(manager, ids[:1])
-    assert assert_same(bare, single(network, ids[0], format, num_sink_tokens=0, residual_length=0))
+    assert assert_same(bare, single(network, ids[0], chosen, num_sink_tokens=0, residual_length=0))
 
 
 def test_requests_together_answer_as_generate_does():

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from qkvcache import CompressedCache, continuous_batching
-from qkvcache.attention import varlen
+from qkvcache.attention import full
+from qkvcache.formats import Int8
 from tests.reference import count_fused
 
 from .requests import ZONES, answers, assert_same, collect, llama, prompts, serving, watch_offloading
@@ -105,7 +106,7 @@ def test_prompts_in_one_launch_equal_one_by_one(format, dtype, monkeypatch):
     def both(cache, layer, chunks, query, *args, **options):
         out = together(cache, layer, chunks, query, *args, **options)
         with monkeypatch.context() as patch:
-            patch.setattr(varlen, "in_one_launch", lambda query, value: False)
+            patch.setattr(full, "in_one_launch", lambda query, value: False)
             alone = together(cache, layer, chunks, query, *args, **options)
         size = alone.float().norm().clamp_min(1e-6)  # the padding that warms up attends to nothing but zeros
         errors.append(((out.float() - alone.float()).norm() / size, len(chunks.rows), chunks.past is not None))
@@ -162,7 +163,7 @@ def test_requests_that_sample_are_replayed_as_they_run():
     asked = [{}, {"seed": 1, "temperature": 5.0}, {"seed": 2, "temperature": 5.0, "top_p": 0.9}, {"temperature": 9.0, "top_p": 1e-6}]
     for options in ({}, SYNCHRONOUS):
         options = options | {"per_request_processors": True}
-        with continuous_batching(net, "int8_uncentered", **ZONES), serving(net, new=12, **options) as manager:
+        with continuous_batching(net, Int8(center=False), **ZONES), serving(net, new=12, **options) as manager:
             for together in (asked, *([one] for one in asked)):
                 names = [manager.add_request(ids, **one) for one in together]
                 outputs = collect(manager, names)

@@ -11,6 +11,7 @@ import torch
 from transformers import GenerationConfig
 
 from qkvcache import continuous_batching
+from qkvcache.formats import Int8
 from tests.seeds import SEED
 
 from .requests import ZONES, answers, assert_same, collect, llama, pool, prompts, serving, single, tiniest, waiting, watch_offloading
@@ -39,9 +40,9 @@ def test_a_prompt_in_chunks_equals_a_cache():
     """Its chunks are smaller and larger than the exact tokens, and end within pages."""
     network, ids = llama(), prompts(100)
     for chunk in (3, 30):
-        with continuous_batching(network, "int8_uncentered", **ZONES), serving(network, max_batch_tokens=chunk) as manager:
+        with continuous_batching(network, Int8(center=False), **ZONES), serving(network, max_batch_tokens=chunk) as manager:
             (got,) = answers(manager, ids)
-        assert assert_same(got, single(network, ids[0], "int8_uncentered", chunk=chunk))
+        assert assert_same(got, single(network, ids[0], Int8(center=False), chunk=chunk))
 
 
 def test_prompts_that_begin_alike_share_their_blocks(monkeypatch):
@@ -49,7 +50,7 @@ def test_prompts_that_begin_alike_share_their_blocks(monkeypatch):
     network = llama()
     (begin,) = prompts(128)
     first, second = begin + prompts(20, seed=1)[0], begin + prompts(30, seed=2)[0]
-    with continuous_batching(network, "int8_uncentered", **ZONES | {"residual_length": 0}) as batching, serving(network) as manager:
+    with continuous_batching(network, Int8(center=False), **ZONES | {"residual_length": 0}) as batching, serving(network) as manager:
         answers(manager, [first])
         cached = dict(allocator(manager).ledger.hash_to_block)
         assert batching.metrics().pages_cached == len(cached) == 2
@@ -60,7 +61,7 @@ def test_prompts_that_begin_alike_share_their_blocks(monkeypatch):
         assert torch.equal(before, after)
         assert_nothing_is_left(manager)
     # The first chunk of a cache with a residual of one token; the last of the 128 is exact there, and a code here.
-    assert assert_same(got[:2], tuple(x[:2] for x in single(network, second, "int8_uncentered", chunk=128, residual_length=0)))
+    assert assert_same(got[:2], tuple(x[:2] for x in single(network, second, Int8(center=False), chunk=128, residual_length=0)))
 
 
 def test_the_last_tokens_of_a_prompt_are_read_again():
@@ -100,7 +101,7 @@ def test_a_request_that_loses_its_blocks_gets_them_back(space, monkeypatch):
     network, ids = llama(), prompts(60, 55, 50, 58)
     real = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *a, pin_memory=False, **k: real(*a, **k))  # a CPU pins nothing
-    with continuous_batching(network, "int8_uncentered", **ZONES) as batching:
+    with continuous_batching(network, Int8(center=False), **ZONES) as batching:
         with serving(network, new=80, blocks=7, cpu_offload_space=space, safety_margin=0.0, allow_block_sharing=False) as manager:
             moved = watch_offloading(manager)
             with waiting(network):

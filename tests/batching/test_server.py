@@ -214,10 +214,11 @@ def test_without_continuous_batching_generate_gets_the_cache(monkeypatch):
         (["demo", "--no-such-option"], "--no-such-option"),
         (["demo", "demo"], "one model"),
         (["demo", "--quantization", "3bit"], "3bit"),
+        (["demo", "--device", "cuda:99"], "device='cuda:99' is not on this machine"),
     ],
 )
 def test_wrong_input_is_explained(arguments, says):
-    result = CliRunner(env={"COLUMNS": "200", "NO_COLOR": "1"}).invoke(app, ["serve", *arguments, "--device", "cpu"])
+    result = CliRunner(env={"COLUMNS": "200", "NO_COLOR": "1"}).invoke(app, ["serve", arguments[0], "--device", "cpu", *arguments[1:]])
     assert result.exit_code == 2, result.output
     assert says in result.output
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from qkvcache import continuous_batching
+from qkvcache.formats import Int8
 from tests.launches import counted
 
 from .requests import ZONES, answers, assert_same, greedy, llama, prompts, serving, single
@@ -55,7 +56,7 @@ def test_prompts_are_read_together(monkeypatch):
     begin = prompts(128)[0]
     first = [begin, *prompts(5, 20, 9, seed=1)]
     shared = [begin + more for more in prompts(30, 7, seed=2)]
-    found = steps(monkeypatch, "int8_uncentered", [*first, *shared], max_batch_tokens=170)
+    found = steps(monkeypatch, Int8(center=False), [*first, *shared], max_batch_tokens=170)
     for _, late, names in found:
         gathered = ["_gather_rows_kernel"] * (late > 0)
         wanted = [*gathered, "attention", "copy_", *WRITES]
@@ -71,10 +72,10 @@ def test_a_past_that_does_not_fit_into_the_scratch(monkeypatch):
     monkeypatch.setattr(attention, "attend_chunked_pages", lambda *args, **kwargs: (pieces.append(args[3]), pages(*args, **kwargs))[1])
     per_token = 2 * network.config.num_key_value_heads * network.config.head_dim * 4
     monkeypatch.setattr(pool, "CHUNK_BYTES", 100 * per_token)
-    with continuous_batching(network, "int8_uncentered", **ZONES), serving(network, max_batch_tokens=30) as running:
+    with continuous_batching(network, Int8(center=False), **ZONES), serving(network, max_batch_tokens=30) as running:
         (got,) = answers(running, ids)
     assert pieces and min(pieces) > 60
-    assert assert_same(got, single(network, ids[0], "int8_uncentered", chunk=30))
+    assert assert_same(got, single(network, ids[0], Int8(center=False), chunk=30))
 
 
 def test_what_kernels_keep_follows_the_statistics(monkeypatch):

@@ -3,17 +3,18 @@ were none, the authors' forms break, and a cache says so."""
 
 import itertools
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
 from transformers import DynamicCache
 
 from qkvcache import CompressedCache, HadaQuantCache, NVFP4Cache, QuantizedPerTokenCache, TurboQuantCache, demo, policies
-from qkvcache.evaluation.prefill import prefill
-from qkvcache.evaluation.quality import RecallSet, recall
-from qkvcache.formats import REGISTRY
+from qkvcache.evaluation.quality import RecallSet, prefill, recall
+from qkvcache.formats import NVFP4, REGISTRY, Int4
 from qkvcache.planning.recommend import LADDERS
 from tests import twins
+from tests.matrix import FORMATS
 
 CONTEXT, READ_ON = 1000, 32
 MOST = 0.05
@@ -79,7 +80,7 @@ def test_formats_stay_close(twin, name):
 @pytest.mark.parametrize(("name", "least"), [("int4", 0.5), ("nvfp4", 0.5), ("turboquant_3bit_nc", 1.0), ("fp8", 0.1)])
 def test_the_authors_forms_break(twin, name, least):
     with pytest.warns(UserWarning, match=f"format='{name}_uncentered': .* pass center=True"):
-        assert twin.kl(format=f"{name}_uncentered") > least
+        assert twin.kl(format=replace(REGISTRY[name], center=False)) > least
 
 
 NAMED_CACHES = {
@@ -94,7 +95,7 @@ NAMED_CACHES = {
 
 @pytest.mark.parametrize("name", NAMED_CACHES)
 def test_named_caches_center_unless_told(name):
-    assert NAMED_CACHES[name](None).format == REGISTRY[name]
+    assert NAMED_CACHES[name](None).format == FORMATS[name]
     assert NAMED_CACHES[name](None, center=False).format.name == f"{name}_uncentered"
 
 
@@ -115,15 +116,15 @@ def warned(model, *prompts, **options) -> int:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_cache_without_a_mean_warns_once_of_biased_keys(kind):
     model, _ = twins.biased()
-    assert warned(model, PROMPT, PROMPT[:, :20], format="nvfp4_uncentered", **KINDS[kind]) == 1
+    assert warned(model, PROMPT, PROMPT[:, :20], format=NVFP4("amax", center=False), **KINDS[kind]) == 1
 
 
 def test_of_nothing_else_it_warns():
     (model, _), (plain, tokenizer) = twins.biased(), demo.load()
     assert not warned(model, PROMPT, format="nvfp4")
-    assert not warned(model, PROMPT[:, :1], format="nvfp4_uncentered"), "one token says nothing of means"
+    assert not warned(model, PROMPT[:, :1], format=NVFP4("amax", center=False)), "one token says nothing of means"
     assert not warned(model, PROMPT, format="identity", policy="knorm")
-    assert not warned(plain, PROMPT, format="nvfp4_uncentered")
+    assert not warned(plain, PROMPT, format=NVFP4("amax", center=False))
     text = torch.tensor([demo.text_ids(tokenizer)[:900]])
-    assert not warned(plain, text[:, :16], text[:, 16:], format="int4_uncentered", skip_layers=(0,))
-    assert warned(model, PROMPT, format="int4_uncentered", skip_layers=(0, 1, 2, 3)) == 1
+    assert not warned(plain, text[:, :16], text[:, 16:], format=Int4(center=False), skip_layers=(0,))
+    assert warned(model, PROMPT, format=Int4(center=False), skip_layers=(0, 1, 2, 3)) == 1

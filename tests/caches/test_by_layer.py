@@ -5,14 +5,14 @@ import torch
 from transformers import DynamicCache, LlamaConfig
 
 from qkvcache import CompressedCache, H2OCache, SinkCache, attach, policies
-from qkvcache.formats import REGISTRY, FormatByLayer
+from qkvcache.formats import FormatByLayer, Identity
 from qkvcache.layers.compressed import CompressedLayer
 from tests.matrix import MODELS, by_layer, model
 from tests.reference import ZONES, prompt, run
 
 ZONE = ZONES["zones"]
 ODD = LlamaConfig(num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, hidden_size=400, head_dim=100)
-LLAMA = ["hadaquant_k3v2", "fp8_token", "turboquant_k8v4_uncentered"]
+LLAMA = by_layer(MODELS["llama"]())
 
 
 @pytest.mark.parametrize("options", [{}, {"policy": policies.KeyDiff(budget=20)}, {"max_length": 70}], ids=["all", "evicting", "static"])
@@ -25,7 +25,7 @@ def test_each_layer_stores_as_in_a_cache_of_its_format_alone(name, options):
     mixed = CompressedCache(config, format=formats, **ZONE, **options)
     alone = {format: CompressedCache(config, format=format, **ZONE, **options) for format in formats}
     full = [i for i, layer in enumerate(mixed.layers) if isinstance(layer, CompressedLayer)]
-    assert [mixed.layers[i].format.name for i in full] == formats and len(set(formats)) > 1
+    assert [mixed.layers[i].format for i in full] == formats and len(set(formats)) > 1
     torch.manual_seed(0)
     for tokens in (30, 1, 5, 1):
         for i, format in zip(full, formats, strict=True):
@@ -49,12 +49,12 @@ def test_a_repr_and_memory_speak_of_all():
     assert memory.total == cache.nbytes and memory.codes == sum(
         x.untyped_storage().nbytes() for layer in cache.layers for role, x in layer.tensors() if role == "codes"
     )
-    assert cache.format == FormatByLayer(tuple(map(REGISTRY.__getitem__, LLAMA)))
+    assert cache.format == FormatByLayer(tuple(LLAMA))
 
 
 def test_a_calibration_file_in_every_place_that_takes_a_format(tmp_path):
     path, network = tmp_path / "calibrated.json", model("llama")
-    FormatByLayer(tuple(map(REGISTRY.__getitem__, LLAMA))).save(path)
+    FormatByLayer(tuple(LLAMA)).save(path)
     expected = run(network, CompressedCache(network.config, format=LLAMA, **ZONE))
     with attach(network, lambda config: CompressedCache(config, format=str(path), **ZONE)):
         assert torch.equal(run(network, None), expected)
@@ -63,14 +63,14 @@ def test_a_calibration_file_in_every_place_that_takes_a_format(tmp_path):
         SinkCache(network.config, window_length=20, positions="original", **options),
         H2OCache(network.config, budget=20, **options),
     ):
-        assert [layer.format.name for layer in cache.layers] == LLAMA
+        assert [layer.format for layer in cache.layers] == LLAMA
         assert run(network, cache).shape == expected.shape and cache.stored_length() <= 22
 
 
 def test_layers_that_are_skipped_have_a_place_in_the_sequence():
     config = MODELS["llama"]()
     cache = CompressedCache(config, format=LLAMA, skip_layers=(1,), policy=policies.KeyDiff(budget=[20, 30], recent=3))
-    assert [layer.format.name for layer in cache.layers] == [LLAMA[0], "identity", LLAMA[2]]
+    assert [layer.format for layer in cache.layers] == [LLAMA[0], Identity(), LLAMA[2]]
     assert [layer.budget.tokens for layer in (cache.layers[0], cache.layers[2])] == [20, 30]
     mixed = CompressedCache(config, format=["identity", *LLAMA[1:]], **ZONE)
     run(model("llama"), mixed)

@@ -10,10 +10,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import DynamicCache
 
 from qkvcache import CompressedCache, plan, policies
-from qkvcache.attention.second_reading import Reading
+from qkvcache.caches.compress import Reading
 from qkvcache.layers.evicting import EvictingLayer
 from qkvcache.layers.snapshot import restore, snapshot
-from qkvcache.policies.base import ONE
+from qkvcache.policies.budget import ONE
 from qkvcache.policies.kvzip import weigh_heads
 from tests.matrix import UNSUPPORTED, model
 from tests.seeds import SEED
@@ -253,6 +253,8 @@ def test_what_is_refused():
         network(ids, past_key_values=cache)
     with pytest.raises(ValueError, match=r"ids \[37\]"):
         cache.compress(network, ids[0])
+    with pytest.raises(TypeError, match=r"compress of 'a context': expected token ids \[B, T\]"):
+        cache.compress(network, "a context")
     cache.compress(network, ids, progress=False)
     with pytest.raises(ValueError, match="compress after 37 tokens"):
         cache.compress(network, ids)

@@ -10,9 +10,8 @@ from packaging.version import parse
 from torch import Tensor
 
 from qkvcache import CompressedCache, TurboQuantCache
-from qkvcache.formats import resolve
 from qkvcache.layers.compressed import CompressedLayer
-from tests.matrix import CACHES, COVER, THREE, model
+from tests.matrix import CACHES, COVER, FORMATS, THREE, model
 from tests.ranks import finish, start
 from tests.reference import ZONES, assert_close, count_decoded_layers
 from tests.tolerance import of_model
@@ -21,7 +20,7 @@ ZONE = ZONES["zones"]
 
 
 def filled(format: str, rows: int = 2) -> CompressedLayer:
-    layer = CompressedLayer(resolve(format), **ZONE)
+    layer = CompressedLayer(FORMATS[format], **ZONE)
     layer.update(torch.randn(rows, 2, 40, 32), torch.randn(rows, 2, 40, 32))
     return layer
 
@@ -86,9 +85,9 @@ def test_offloaded_layers_compute_statistics_without_padding(format, monkeypatch
     mask[1, :7] = 0
     options = {"attention_mask": mask, "max_new_tokens": 8, "do_sample": False, "eos_token_id": None}
     options |= {"return_dict_in_generate": True, "output_logits": True}
-    expected = network.generate(ids, past_key_values=CompressedCache(network.config, format=format, **ZONE), **options)
+    expected = network.generate(ids, past_key_values=CompressedCache(network.config, format=FORMATS[format], **ZONE), **options)
     monkeypatch.setattr(CompressedLayer, "_map", lambda layer, fn, *more: (left.append(layer), stock(layer, fn, *more))[1])
-    cache = Moving(network.config, format=format, **ZONE)
+    cache = Moving(network.config, format=FORMATS[format], **ZONE)
     got = network.generate(ids, past_key_values=cache, **options)
     assert all(torch.equal(a, b) for a, b in zip(got.logits, expected.logits, strict=True))
     # Eight forward passes offload each layer, the prompt's among them, and prefetch it but for the first time.

@@ -7,7 +7,7 @@ import torch
 from transformers import LlamaConfig, MllamaForCausalLM, XLNetConfig, XLNetLMHeadModel
 from transformers.models.mllama.configuration_mllama import MllamaTextConfig
 
-from qkvcache import CompressedCache, HadaQuantCache, NVFP4Cache, QuantizedPerTokenCache, SinkCache, TurboQuantCache
+from qkvcache import CompressedCache, H2OCache, HadaQuantCache, NVFP4Cache, QuantizedPerTokenCache, SinkCache, TurboQuantCache
 from tests.matrix import model
 
 CONFIG = LlamaConfig(num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, hidden_size=512, head_dim=128)
@@ -62,7 +62,20 @@ def test_constructors_refuse(kind, args, options, error, says):
 def test_boundary_layers_are_exact():
     cache = TurboQuantCache(CONFIG, boundary_layers=1)
     assert [type(layer).__name__ for layer in cache.layers] == ["DynamicLayer", "CompressedLayer", "CompressedLayer", "DynamicLayer"]
-    assert repr(TurboQuantCache(CONFIG, skip_layers=[-1])).count("3 of 4") == 1
+
+
+@pytest.mark.parametrize(
+    ("cache", "says"),
+    [
+        (TurboQuantCache(CONFIG, skip_layers=[-1]), "layers=3 of 4 compressed, tokens=0"),
+        (SinkCache(CONFIG), "layers=0 of 4 compressed, 4 evicting, tokens=0"),
+        (H2OCache(CONFIG, format="fp8", skip_layers=(0,)), "layers=3 of 4 compressed, 3 evicting, tokens=0"),
+        (CompressedCache(CONFIG, format="identity"), "layers=0 of 4 compressed, tokens=0"),
+    ],
+    ids=["a format", "a policy", "both", "neither"],
+)
+def test_repr_counts_what_is_compressed(cache, says):
+    assert says in repr(cache)
 
 
 def test_a_refused_head_dim_leaves_a_cache_without_config_empty():
@@ -193,8 +206,10 @@ def test_crop_takes_negative_counts_only():
 
 
 def test_nothing_to_compress_is_said():
-    with pytest.warns(UserWarning, match="nothing will be compressed"):
-        NVFP4Cache(model("mistral").config)
+    for make in (NVFP4Cache, lambda config: CompressedCache(config, format="int8")):
+        with pytest.warns(UserWarning, match="nothing will be compressed") as caught:
+            make(model("mistral").config)
+        assert caught[0].filename == __file__
     with pytest.warns(UserWarning, match=r"skip_layers=\(0, 1, 2, 3\) contains every full-attention layer: nothing will be compressed"):
         NVFP4Cache(CONFIG, skip_layers=range(4))
 

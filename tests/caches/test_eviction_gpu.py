@@ -9,6 +9,7 @@ from torch._dynamo.utils import counters
 from transformers import DynamicCache
 
 from qkvcache import CompressedCache, H2OCache
+from tests import matrix
 from tests.caches.test_static_gpu import assert_alike, compiling, generate, text  # noqa: F401
 from tests.matrix import POLICIES, SHARED
 from tests.reference import assert_close, count_fused, forward
@@ -106,7 +107,7 @@ def test_generate_replays_cuda_graphs(policy, format, rows, compiling):  # noqa:
     compiled and uncompiled steps choose alike among scores that are nearly equal."""
     compiling.float()
     try:
-        make = lambda: CompressedCache(compiling.config, policy=POLICIES[policy](128), format=format, max_length=512)  # noqa: E731
+        make = lambda: CompressedCache(compiling.config, policy=POLICIES[policy](128), format=matrix.FORMATS[format], max_length=512)  # noqa: E731
         inputs, cache = {name: x.repeat(rows, 1) for name, x in text(300).items()}, make()
         inputs["attention_mask"][1:, :70] = 0
         got = generate(cache, inputs)

@@ -66,7 +66,7 @@ class Attention(torch.nn.Module):
 def check_compiled_attention(backend: str, format: str) -> None:
     module = Attention()
     compiled = torch.compile(module.forward, dynamic=True, backend=backend)
-    caches = [CompressedCache(format=format, num_sink_tokens=2, residual_length=4) for _ in range(2)]
+    caches = [CompressedCache(format=FORMATS[format], num_sink_tokens=2, residual_length=4) for _ in range(2)]
     for tokens in (30, 1, 3, 1):
         x = [torch.randn(1, heads, tokens, 32) for heads in (4, 2, 2)]
         assert torch.equal(compiled(*x, caches[0]), module(*x, caches[1]))

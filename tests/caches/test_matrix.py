@@ -4,7 +4,7 @@ import pytest
 from transformers import DynamicCache
 
 from qkvcache import CompressedCache
-from tests.matrix import ATTENTION, COVER, DENSE_BY_DESIGN, MODELS, UNSUPPORTED, covering, model
+from tests.matrix import ATTENTION, COVER, DENSE_BY_DESIGN, FORMATS, MODELS, UNSUPPORTED, covering, model
 from tests.reference import MODES, ZONES, assert_close, count_decoded_layers, decoded, forward, steps
 from tests.tolerance import of_model
 
@@ -66,7 +66,7 @@ def test_four_bits_equal_their_codes_decoded(case):
 def test_every_format_equals_its_codes_decoded(format, feed):
     attention, mode, zones = feed
     network = model("llama", attention)
-    check_against_decoded(network, MODES[mode], CompressedCache(network.config, format=format, **ZONES[zones]))
+    check_against_decoded(network, MODES[mode], CompressedCache(network.config, format=FORMATS[format], **ZONES[zones]))
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -2,7 +2,7 @@
 
 import transformers
 
-from qkvcache import TurboQuantCache, attach, demo
+from qkvcache import TurboQuantCache, attach, demo, detach
 
 
 def test_text_generation():
@@ -19,8 +19,12 @@ def test_text_generation():
         return [row[0]["generated_text"] for row in out]
 
     plain = text()
-    with attach(write.model, factory):
+    with attach(write, factory) as model:
+        assert model is network
         compressed = text()
     assert len(made) == 2 and all(cache.memory().codes for cache in made)  # the pipeline calls generate for each prompt
     assert all(compressed) and text() == plain
     assert len(made) == 2
+    attach(write, factory)
+    detach(write)
+    assert text() == plain and len(made) == 2

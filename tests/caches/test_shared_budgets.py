@@ -13,10 +13,10 @@ from qkvcache.caches.memory import bytes_by_role
 from qkvcache.kernels import attend_chunked, pages
 from qkvcache.layers.evicting import EvictingLayer
 from qkvcache.layers.snapshot import restore, snapshot
-from qkvcache.policies import H2O, KVzip, SnapKV
+from qkvcache.policies import H2O, AdaKV, KVzip, SnapKV
 from tests.caches.test_eviction import CUTS, LENGTH, assert_generate_equals_a_loop, check_rows, inputs, kept, live_bytes, run
 from tests.caches.test_eviction_features import MOVES, generate, prompt, same, state
-from tests.matrix import ATTENTION, SHARED, model, slowly
+from tests.matrix import ATTENTION, FORMATS, SHARED, model, slowly
 from tests.reference import ZONES, assert_close, count_decoded_layers, forward
 from tests.tolerance import TURNED, of_model, turned
 
@@ -48,7 +48,7 @@ def test_a_padded_row_of_codes_equals_its_prompt_alone(name):
 
 
 def test_shares_of_the_tokens_seen_are_of_each_row():
-    policy = H2O(budget=0.5, recent=3, alpha_safeguard=0.2)
+    policy = AdaKV(H2O(budget=0.5, recent=3))
     check_rows(model("llama"), functools.partial(CompressedCache, model("llama").config, policy=policy), CUTS["whole"])
 
 
@@ -85,7 +85,7 @@ def test_memory_is_for_the_tokens_of_all_heads(format):
     """One head retains nearly everything: pages are not allocated for others that retain nothing."""
     budget, tokens, heads = 512, 2048, 4
     layer = CompressedCache(
-        policy=SnapKV(budget=budget, interval=1, window_size=8, recent=8, kernel_size=1, alpha_safeguard=0.0),
+        policy=AdaKV(SnapKV(budget=budget, interval=1, window_size=8, recent=8, kernel_size=1), 0.0),
         format=format,
         residual_length=8,
     )._new_layer()
@@ -111,7 +111,7 @@ def test_a_budget_that_is_not_reached_changes_no_bit(name):
 
 @pytest.mark.parametrize("format", [None, "int8"])
 def test_a_share_of_everything_is_a_budget_for_each_head(format):
-    policies = (SnapKV(budget=14, interval=1, window_size=4, recent=3, alpha_safeguard=alpha) for alpha in (1.0, None))
+    policies = AdaKV(own := SnapKV(budget=14, interval=1, window_size=4, recent=3), 1.0), own
     caches = [CompressedCache(model("llama").config, policy=policy, format=format, **ZONES["zones"]) for policy in policies]
     ours, theirs = (run(model("llama"), cache, CUTS["whole"]) for cache in caches)
     assert kept(caches[0]) == kept(caches[1])
@@ -203,12 +203,11 @@ def test_turns_of_different_lengths():
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "flex_attention", "qkvcache"])
-@pytest.mark.parametrize("name", ["snapkv_interval", "dropkv"])
-def test_many_new_tokens_run_in_chunks(monkeypatch, name, attention):
-    """Without a dense layer, whatever heads hold: the policies get sums, and what DropKV makes of the weights, from the same chunks."""
+def test_many_new_tokens_run_in_chunks(monkeypatch, attention):
+    """Without a dense layer, whatever heads hold."""
     monkeypatch.setattr(attend_chunked, "CHUNK_TOKENS", 7)
     sizes, text = (30, 20, 1, 19), inputs((0, 9, 40), 70)
-    reference, cache = cache_of(name, 21, num_sink_tokens=2), cache_of(name, 21, num_sink_tokens=2)
+    reference, cache = (cache_of("snapkv_interval", 21, num_sink_tokens=2) for _ in range(2))
     expected, network = run(model("llama", "eager"), reference, sizes, text), model("llama", attention)
     logits = [forward(network, cache, *text, 0, 30)]
     with count_decoded_layers() as decoded:
@@ -223,7 +222,7 @@ def test_many_new_tokens_run_in_chunks(monkeypatch, name, attention):
 def test_kernels_do_what_torch_operations_do(monkeypatch, format):
     """Steps over the pages of heads of different lengths, in Triton's interpreter: of one token, of a few with padding among them, of
     many."""
-    policy = H2O(budget=80, num_sink_tokens=2, recent=10, interval=4, alpha_safeguard=0.2)
+    policy = AdaKV(H2O(budget=80, num_sink_tokens=2, recent=10, interval=4))
     network, (ids, mask) = model("llama"), inputs((0, 9), 97)
     mask[1, 92:94] = 0
     sizes, results, taken = (70, 21, 4, 1, 1), [], []
@@ -235,7 +234,7 @@ def test_kernels_do_what_torch_operations_do(monkeypatch, format):
         monkeypatch.setenv("QKVCACHE_KERNELS", kernels)
         monkeypatch.setattr(pages, "attend_pages", pages.attend_pages if kernels == "torch" else lambda *args: pytest.fail("no kernel"))
         taken.clear()
-        cache = CompressedCache(network.config, policy=policy, format=format, num_sink_tokens=2, residual_length=5)
+        cache = CompressedCache(network.config, policy=policy, format=FORMATS[format], num_sink_tokens=2, residual_length=5)
         logits = run(network, cache, sizes, (ids * mask, mask))
         assert len(taken) == 3 * 3  # of every layer, but for the prompt and the many tokens after it
         region = cache.layers[0].storage.metadata.region
@@ -292,7 +291,7 @@ def test_the_embedded_model_answers():
 
     network, tokenizer = demo.load()
     ids = tokenizer(demo.text()[:3000], return_tensors="pt").to(network.device)
-    cache = CompressedCache(network.config, format="int8", policy=SnapKV(budget=128, recent=16, alpha_safeguard=0.2))
+    cache = CompressedCache(network.config, format="int8", policy=AdaKV(SnapKV(budget=128, recent=16)))
     out = network.generate(**ids, past_key_values=cache, max_new_tokens=20, do_sample=False)
     assert out.shape[1] == ids["input_ids"].shape[1] + 20
     held = torch.cat([counts(cache, i) for i, layer in enumerate(cache.layers) if isinstance(layer, EvictingLayer)])

@@ -11,7 +11,7 @@ from transformers import DynamicCache, EncoderDecoderCache
 from qkvcache import CompressedCache, NVFP4Cache, QuantizedPerTokenCache, TurboQuantCache, attach, policies
 from qkvcache.layers.compressed import CompressedLayer
 from tests import matrix
-from tests.matrix import COVER, THREE, UNSUPPORTED, covering, model, slowly
+from tests.matrix import COVER, FORMATS, THREE, UNSUPPORTED, covering, model, slowly
 from tests.reference import MODES, NEW, ZONES, Mode, assert_close, count_decoded_layers, forward, prompt, run, steps
 from tests.seeds import SEED
 from tests.tolerance import of_model
@@ -29,7 +29,7 @@ CACHES = {
 
 
 def make(network, format: str = FOUR_BIT, length: int = 40 + NEW, **options) -> CompressedCache:
-    return CompressedCache(network.config, format=format, max_length=length, **ZONE | options)
+    return CompressedCache(network.config, format=FORMATS[format], max_length=length, **ZONE | options)
 
 
 class DenseStatic(CompressedLayer):

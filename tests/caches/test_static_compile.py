@@ -12,10 +12,9 @@ from transformers import StaticCache
 from transformers.generation.configuration_utils import CompileConfig
 
 from qkvcache import CompressedCache
-from qkvcache.formats import REGISTRY
 from qkvcache.kernels import attend_on_codes
 from qkvcache.layers.compressed import CompressedLayer
-from tests.matrix import model, slowly
+from tests.matrix import FORMATS, model, slowly
 from tests.reference import NEW, ZONES, assert_close, prompt, run
 from tests.tolerance import TURNED, of_model, rounding, turned
 
@@ -183,7 +182,7 @@ def test_inductor_copies_no_payload(attention, compiling):
 
 @pytest.mark.filterwarnings("ignore:dynamo_pgo force disabled")
 def test_inductor_copies_no_payload_of_a_layer(compiling):
-    layers = [CompressedLayer(REGISTRY[FOUR_BIT], 3, 9, 200) for _ in range(2)]
+    layers = [CompressedLayer(FORMATS[FOUR_BIT], 3, 9, 200) for _ in range(2)]
     x = torch.randn(2, 3, 2, 20, 64)
     for layer in layers:
         layer.update(*x)

@@ -11,6 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.generation.configuration_utils import CompileConfig
 
 from qkvcache import CompressedCache, policies
+from qkvcache.formats import FP8
 from tests.matrix import slowly
 from tests.reference import assert_close
 from tests.seeds import SEED
@@ -26,7 +27,7 @@ POLICIES = {
     "random": policies.Random(budget=32, interval=1),
     "expected_attention": policies.ExpectedAttention(budget=32, recent=8, n_future_positions=16, interval=1),
     "compactor": policies.Compactor(budget=32, recent=8, chunk_size=8, sketch_dimension=3, interval=1),
-    "h2o_critical": policies.H2O(budget=32, recent=8, interval=1, first_stage_ratio=0.5),
+    "h2o_critical": policies.CriticalKV(policies.H2O(budget=32, recent=8, interval=1)),
     "sink_window": policies.SinkWindow(window_length=28, num_sink_tokens=4, interval=1),
 }
 ZONES = {"num_sink_tokens": 4, "residual_length": 8}
@@ -146,7 +147,7 @@ def test_a_step_that_failed_is_not_forgotten(model, monkeypatch):
 
 def test_reset_forgets_all_and_memory_tells_what_is_held(model):
     ids = text(1, 60, 5)
-    for format in (None, "fp8_tensor_frozen"):
+    for format in (None, FP8(scale="tensor", frozen=True)):
         _, cache = both("keydiff", format)
         expected = feed(model, cache, ids, (40, 1, 1))
         held = cache.nbytes

@@ -7,7 +7,7 @@ import torch
 
 from qkvcache import CompressedCache, H2OCache
 from qkvcache.prefix import PrefixStore
-from tests.matrix import COVER, model
+from tests.matrix import COVER, FORMATS, model
 from tests.reference import ZONES, assert_close
 from tests.test_gpu import on_gpu, prompt
 
@@ -26,7 +26,11 @@ def halves():
 
 
 def made(kind: str, config, **options):
-    return H2OCache(config, budget=96, **options) if kind == "h2o" else CompressedCache(config, format=kind, **ZONES["zones"] | options)
+    return (
+        H2OCache(config, budget=96, **options)
+        if kind == "h2o"
+        else CompressedCache(config, format=FORMATS[kind], **ZONES["zones"] | options)
+    )
 
 
 @pytest.mark.parametrize("options", [{}, {"max_length": 384}], ids=["grows", "in place"])

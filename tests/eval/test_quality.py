@@ -14,7 +14,7 @@ def study():
 def test_rows_tables_and_pictures(study, tmp_path, capsys):
     quality, pictures = study
     file = tmp_path / "rows.jsonl"
-    small = "--context 300 --passages 2 --read-on 4 --cases 2 --formats int8 turboquant_3bit_nc --policies sink_window lagkv --budgets 0.3"
+    small = "--context 300 --passages 2 --read-on 4 --cases 2 --formats int8 turboquant_3bit_nc --policies sink_window,lagkv --budgets 0.3"
     quality.main([*small.split(), "--facts-in", "200", "300", "--out", str(file)])
     rows = read_rows(file)
     names = ["DynamicCache", *["int8"] * 2, *["turboquant_3bit_nc"] * 2]
@@ -88,7 +88,7 @@ REFUSED = [
     ("--text nowhere.txt", "--text: 'nowhere.txt' is no file"),
     ("--model ./nowhere", "--model: './nowhere' does not exist"),
     ("--model /nowhere/at/all", "--model: '/nowhere/at/all' does not exist"),
-    ("--device cuda:99", "--device: 'cuda:99' is no device"),
+    ("--device cuda:99", "--device: device='cuda:99' is not on this machine"),
 ]
 
 

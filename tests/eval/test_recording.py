@@ -7,12 +7,11 @@ from transformers import DynamicCache
 from workload import sixteen_bit
 
 from qkvcache import CompressedCache, demo
-from qkvcache.evaluation.prefill import prefill
+from qkvcache.evaluation.quality import prefill
 from qkvcache.policies import (
     H2O,
-    RKV,
     TOVA,
-    DropKV,
+    CriticalKV,
     ExpectedAttention,
     KeyDiff,
     KVzip,
@@ -20,14 +19,13 @@ from qkvcache.policies import (
     Random,
     SinkWindow,
     SnapKV,
-    TriAttention,
 )
 from tests.matrix import model as tiny
 
 POLICIES = [
-    H2O(budget=64), H2O(budget=64, decay=0.9), TOVA(budget=64), TOVA(budget=64, first_stage_ratio=0.5), SnapKV(budget=64),
-    KeyDiff(budget=64), LagKV(budget=64, lag_size=16, recent=16), Random(budget=64), SinkWindow(window_length=60), DropKV(budget=64),
-    RKV(budget=64), TriAttention(budget=64), ExpectedAttention(budget=64, recent=16),
+    H2O(budget=64), H2O(budget=64, decay=0.9), TOVA(budget=64), CriticalKV(TOVA(budget=64)), SnapKV(budget=64),
+    KeyDiff(budget=64), LagKV(budget=64, lag_size=16, recent=16), Random(budget=64), SinkWindow(window_length=60),
+    ExpectedAttention(budget=64, recent=16),
 ]  # fmt: skip
 of_policy = pytest.mark.parametrize("policy", POLICIES, ids=str)
 
@@ -98,7 +96,7 @@ def test_calls_are_recorded_beside_what_a_prefill_holds(loaded, ids, recorded):
 
 def test_rows_that_are_read_in_groups(loaded, ids, recorded, monkeypatch):
     """As rows that are read together, but for the order of sums."""
-    monkeypatch.setattr("qkvcache.evaluation.prefill.SCORES", 1)
+    monkeypatch.setattr("qkvcache.evaluation.quality.SCORES", 1)
     apart, logits = record(loaded[0], ids)
     for index, (a, b) in enumerate(zip(apart.layers, recorded.layers, strict=True)):
         torch.testing.assert_close((a.keys, a.values), (b.keys, b.values), rtol=1e-4, atol=1e-4)

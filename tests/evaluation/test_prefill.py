@@ -2,11 +2,10 @@
 
 import pytest
 import torch
-from transformers import DynamicCache, StaticCache
+from transformers import DynamicCache
 
 from qkvcache import CompressedCache, demo
-from qkvcache.evaluation.prefill import prefill
-from qkvcache.evaluation.quality import Passages, RecallSet, at_once, divergence, held_bytes, recall, steps
+from qkvcache.evaluation.quality import Passages, RecallSet, at_once, divergence, held_bytes, prefill, recall, steps
 from qkvcache.policies import H2O, KeyDiff, KVzip, SinkWindow
 from tests.matrix import model as tiny
 
@@ -57,7 +56,7 @@ def test_rows_that_are_read_in_groups(loaded, monkeypatch):
     model, _, text = loaded
     ids = torch.tensor(text[:300]).view(2, 150)
     together, expected = prefill(model, ids)
-    monkeypatch.setattr("qkvcache.evaluation.prefill.SCORES", 1)
+    monkeypatch.setattr("qkvcache.evaluation.quality.SCORES", 1)
     apart, logits = prefill(model, ids)
     for a, b in zip(apart.layers, together.layers, strict=True):
         torch.testing.assert_close((a.keys, a.values), (b.keys, b.values), rtol=1e-4, atol=1e-4)
@@ -94,8 +93,6 @@ def test_states_of_linear_layers_count_in_a_dense_cache_too():
     in_keys = sum(layer.keys.nbytes + layer.values.nbytes for layer in dense.layers if layer not in states)
     assert len(states) == 3 and in_states > 0 and held_bytes(dense) == in_states + in_keys == ours.memory().dense
     assert held_bytes(ours) == ours.nbytes >= held_bytes(dense)
-    with pytest.raises(TypeError, match="StaticCache"):
-        held_bytes(StaticCache(config=network.config, max_cache_len=8))
 
 
 @pytest.mark.parametrize("options", [{}, {"residual_length": 0}, {"residual_length": 40}, {"policy": H2O(budget=100)}], ids=str)

@@ -72,6 +72,7 @@ def test_a_chat_on_a_terminal(capsys, document, monkeypatch):
         (["--format", "dynamic"], "--format identity"),
         (["--budget", "9"], "add one, such as policy=h2o"),
         (["--model", "./nowhere"], "'./nowhere' does not exist"),
+        (["--device", "cuda:99"], "device='cuda:99' is not on this machine"),
         (["--document", "nowhere.txt"], "nowhere.txt: no such file"),
         (["--tokens", "5000"], "demo reads 4,096: pass a smaller --tokens"),
         (["--format", "turboquant_4bit_nc", "--policy", "h2o", "--budget", "0.5", "--max-length", "3000"], "a share has no fixed size"),

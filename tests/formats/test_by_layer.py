@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from qkvcache.formats import REGISTRY, FormatByLayer, HadaQuant, Int8, resolve
+from qkvcache.formats import FP8, REGISTRY, FormatByLayer, HadaQuant, Int8, resolve
 
 NAMES = ["int8", "hadaquant_k3v3", "int8"]
 FORMATS = tuple(REGISTRY[name] for name in NAMES)
@@ -41,20 +41,27 @@ def test_another_number_of_layers_is_refused(count):
         FormatByLayer(FORMATS).for_layers(count)
 
 
-def test_a_file_holds_the_names_and_what_they_come_from(tmp_path):
-    path = tmp_path / "formats.json"
-    FormatByLayer(FORMATS).save(path, model="llama", bits=3)
-    assert all(resolve(given) == FormatByLayer(FORMATS) for given in (path, str(path)))
+def test_a_file_holds_classes_and_their_options(tmp_path):
+    path, formats = tmp_path / "formats.json", FormatByLayer((Int8(), HadaQuant(2, 4, center=False), FP8("e5m2")))
+    formats.save(path, model="llama", bits=3)
+    assert all(resolve(given) == formats for given in (path, str(path)))
     content = json.loads(path.read_text())
-    assert content["formats"] == NAMES and content["model"] == "llama" and content["bits"] == 3
+    assert content["formats"][1] == {"format": "HadaQuant", "key_bits": 2, "value_bits": 4, "center": False}
+    assert content["model"] == "llama" and content["bits"] == 3
     path.rename(tmp_path / "formats")
-    assert resolve(str(tmp_path / "formats")) == FormatByLayer(FORMATS)  # a path by its separator
+    assert resolve(str(tmp_path / "formats")) == formats  # a path by its separator
 
 
 def test_formats_of_ones_own_are_not_written(tmp_path):
-    with pytest.raises(ValueError, match="not a registered format"):
-        FormatByLayer((HadaQuant(3, 3, center=False),)).save(tmp_path / "formats.json")
+    class Own(Int8):
+        pass
+
+    with pytest.raises(ValueError, match="a file holds formats of Identity, Int8"):
+        FormatByLayer((Own(),)).save(tmp_path / "formats.json")
     assert not list(tmp_path.iterdir())
+
+
+HEAD = '{"file": "qkvcache formats by layer", "version": 2, "formats": '
 
 
 @pytest.mark.parametrize(
@@ -64,11 +71,13 @@ def test_formats_of_ones_own_are_not_written(tmp_path):
         ("\x80", "no calibration file"),
         ("[1]", "does not begin with"),
         ('{"formats": ["int8"]}', "does not begin with"),
-        ('{"file": "qkvcache formats by layer", "version": 2, "formats": ["int8"]}', "version 2: this release reads 1"),
-        ('{"file": "qkvcache formats by layer", "version": 1, "formats": "int8"}', "'int8' is no list of names"),
-        ('{"file": "qkvcache formats by layer", "version": 1, "formats": [1]}', "no list of names"),
-        ('{"file": "qkvcache formats by layer", "version": 1, "formats": ["int9"]}', "format='int9' is unknown"),
-        ('{"file": "qkvcache formats by layer", "version": 1, "formats": []}', "pass a format for each"),
+        ('{"file": "qkvcache formats by layer", "version": 1, "formats": ["int8"]}', "version 1: this release reads 2"),
+        (HEAD + "1}", "damaged"),
+        (HEAD + '["int8"]}', "damaged"),
+        (HEAD + '[{"format": "Int9"}]}', "KeyError.'Int9'"),
+        (HEAD + '[{"format": "Int8", "bits": 8}]}', "damaged: TypeError.*unexpected keyword argument 'bits'"),
+        (HEAD + '[{"format": "Int8", "scale": "row"}]}', "scale='row': expected"),
+        (HEAD + "[]}", "pass a format for each"),
     ],
 )
 def test_other_files_are_refused_by_their_name(content, says, tmp_path):

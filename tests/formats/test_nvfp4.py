@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from qkvcache.formats import NVFP4, REGISTRY
-from tests.formats.roundtrip import encode, error, roundtrip
+from qkvcache.testing import encode, roundtrip
+from qkvcache.testing import rms_error as error
 
 SEARCHES = ["amax", "four_over_six", "mse"]
 

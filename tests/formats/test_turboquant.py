@@ -9,7 +9,8 @@ from qkvcache.formats.packing import lookup, rank
 from qkvcache.formats.rotated import Rotated
 from qkvcache.formats.rotation import Hadamard
 from qkvcache.formats.uniform import Uniform
-from tests.formats.roundtrip import encode, error, roundtrip
+from qkvcache.testing import encode, roundtrip
+from qkvcache.testing import rms_error as error
 
 
 @pytest.mark.parametrize(

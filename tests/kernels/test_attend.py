@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from qkvcache.formats import REGISTRY, Codec
+from qkvcache.formats import Codec
 from qkvcache.kernels import AttentionInputs, Exact, KeysOrValues, Packed, attend, pv, qk
 from tests.matrix import COVER
+from tests.matrix import FORMATS as REGISTRY
 from tests.reference import assert_close
 from tests.tolerance import rounding
 

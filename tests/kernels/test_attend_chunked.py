@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from qkvcache.formats import REGISTRY
 from qkvcache.kernels import AttentionInputs, attend, cudnn_plans, triton_dequantize, triton_merge
 from qkvcache.kernels import attend_chunked as attend_chunked_module
 from qkvcache.kernels.attend_chunked import (
@@ -26,6 +25,7 @@ from qkvcache.kernels.sum_attention import sum_attention
 from tests import matrix
 from tests.kernels.attention_inputs import build
 from tests.kernels.paged_inputs import of_heads
+from tests.matrix import FORMATS as REGISTRY
 from tests.matrix import covering, slowly
 from tests.tolerance import rounding
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from qkvcache.attention import route
-from qkvcache.formats import REGISTRY
 from qkvcache.formats.int4 import Int4
 from qkvcache.kernels import attend, attend_chunked, attends_in_tiles, cudnn_plans
 from tests.matrix import FORMATS, slowly
+from tests.matrix import FORMATS as REGISTRY
 
 from .attention_inputs import build
 from .test_fused_attend import DEVICE, KINDS, apart, data, expect, fused, guarded, make, run, tolerance

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from qkvcache.formats import REGISTRY
 from qkvcache.kernels import StaticTensors, dispatch, number
 from qkvcache.kernels.evict import append_token, evict_token
+from tests.matrix import FORMATS as REGISTRY
 from tests.matrix import slowly
 
 triton = pytest.importorskip("triton")

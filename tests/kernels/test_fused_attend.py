@@ -10,11 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from qkvcache.formats import REGISTRY, Codec, Format
+from qkvcache.formats import Codec, Format
 from qkvcache.formats.centered import Centered
 from qkvcache.kernels import AttentionInputs, attend, qk
 from qkvcache.kernels.attend import apply_mask
 from tests.matrix import FORMATS, slowly
+from tests.matrix import FORMATS as REGISTRY
 
 from .attention_inputs import build
 

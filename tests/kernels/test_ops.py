@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from qkvcache.formats import resolve
-from qkvcache.kernels import attend, attend_on_codes, observe_on_codes, on_triton
+from qkvcache.kernels import attend, attend_on_codes, dispatch, observe_on_codes, on_triton
 from qkvcache.layers.compressed import CompressedLayer
 from tests.seeds import SEED
 
@@ -80,7 +80,12 @@ def test_what_the_environment_forces(monkeypatch):
     monkeypatch.setenv("QKVCACHE_KERNELS", "torch")
     assert not on_triton(gpu)
     monkeypatch.setenv("QKVCACHE_KERNELS", "triton")
+    monkeypatch.setattr(dispatch, "_INTERPRETED", True)
     assert on_triton(cpu)
+    monkeypatch.setattr(dispatch, "_INTERPRETED", False)
+    assert on_triton(gpu)
+    with pytest.raises(ValueError, match="QKVCACHE_KERNELS='triton' for tensors of the CPU: set TRITON_INTERPRET=1"):
+        on_triton(cpu)
     monkeypatch.setenv("QKVCACHE_KERNELS", "cuda")
     with pytest.raises(ValueError, match="QKVCACHE_KERNELS='cuda': expected 'torch' or 'triton'"):
         on_triton(gpu)

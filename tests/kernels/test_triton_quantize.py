@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from qkvcache.formats import REGISTRY, Codec, Codes
+from qkvcache.formats import Codec, Codes
 from tests.matrix import COVER, FORMATS, covering, slowly
+from tests.matrix import FORMATS as REGISTRY
 
 triton = pytest.importorskip("triton")
 if not (torch.cuda.is_available() or triton.knobs.runtime.interpret):

@@ -11,12 +11,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from qkvcache.attention import CompressedKV
-from qkvcache.formats import REGISTRY
 from qkvcache.kernels import attend
 from qkvcache.layers.compressed import CompressedLayer
 from qkvcache.layers.snapshot import snapshot
 from qkvcache.storage import paged
 from tests.matrix import COVER
+from tests.matrix import FORMATS as REGISTRY
 from tests.tolerance import same_decoded
 from tests.updates import BAD_UPDATES, DIM, HEADS, ROWS, VALUE_DIM, new
 
@@ -46,7 +46,9 @@ def tokens(pair: tuple[Tensor, ...], count: int) -> tuple[Tensor, ...]:
 
 
 def state(layer: CompressedLayer) -> list:
-    bytes_held = [(role, t.data_ptr(), t.flatten().view(torch.uint8).tolist()) for role, t in layer.tensors()]  # slots in waiting may hold nan
+    bytes_held = [
+        (role, t.data_ptr(), t.flatten().view(torch.uint8).tolist()) for role, t in layer.tensors()
+    ]  # slots in waiting may hold nan
     return [layer.get_seq_length(), layer.is_initialized, bytes_held]
 
 

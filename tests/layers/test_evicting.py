@@ -126,8 +126,8 @@ def test_a_window_protects_what_its_interval_leaves(window):
 def test_shares_are_exact(share):
     counts = torch.arange(200_000)
     expected = (counts.double() * share + 1e-6).floor().long()
-    assert torch.equal(policies.base.share_of(share, counts), expected)
-    assert policies.base.share_of(share, 1000) == round(1000 * share)
+    assert torch.equal(policies.budget.share_of(share, counts), expected)
+    assert policies.budget.share_of(share, 1000) == round(1000 * share)
 
 
 def test_all_layers_look_at_a_mask_once(monkeypatch):

@@ -7,9 +7,9 @@ import sys
 import pytest
 import torch
 
-from qkvcache.formats import REGISTRY
 from qkvcache.kernels import attend_on_codes
 from qkvcache.layers.compressed import CompressedLayer
+from tests.matrix import FORMATS as REGISTRY
 from tests.updates import DIM, HEADS, new
 
 KINDS = ["identity", "int8_asymmetric", "fp8_tensor_frozen", "int4_group", "nvfp4", "turboquant_3bit_nc"]

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from qkvcache.attention.route import MAX_FUSED_ROWS, route
-from qkvcache.formats import REGISTRY
 from qkvcache.kernels import attend_chunked, fused
 from qkvcache.kernels.tables import tables
 from qkvcache.layers.compressed import CompressedLayer
 from qkvcache.layers.evicting import EvictingLayer
-from qkvcache.policies import H2O, DropKV, KeyDiff, Policy
+from qkvcache.policies import H2O, AdaKV, KeyDiff, Policy
 from qkvcache.storage import GROUP
 from tests.launches import counted
+from tests.matrix import FORMATS as REGISTRY
 
 HEADS, GROUPS, DIM = 1, 4, 64
 PAST = 141
@@ -152,15 +152,7 @@ def decoded(patch: pytest.MonkeyPatch, policy: Policy, steps: int) -> list[list[
 def test_steps_of_heads_that_share_a_budget(monkeypatch):
     """Between evictions, one more than where each head has its own, which counts the token among the exact ones; after an eviction, one
     that reads the scores of pages."""
-    own, shared = (
-        decoded(monkeypatch, H2O(budget=100, num_sink_tokens=4, recent=8, interval=4, alpha_safeguard=alpha), 6) for alpha in (None, 0.2)
-    )
+    one = H2O(budget=100, num_sink_tokens=4, recent=8, interval=4)
+    own, shared = (decoded(monkeypatch, policy, 6) for policy in (one, AdaKV(one)))
     assert len(shared[1]) == len(shared[2]) == len(own[1]) + 1 == 10
     assert len(shared[4]) == 11  # and again after an eviction
-
-
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")
-def test_steps_whose_attention_is_reduced_later(monkeypatch):
-    """They attend to the codes, and note nothing."""
-    steps = decoded(monkeypatch, DropKV(budget=100, num_sink_tokens=4, recent=8, interval=4), 3)
-    assert steps[1:] == [["cat", "cat", "constant_pad_nd", "attend_kernel", "reduce_kernel"]] * 2

@@ -115,6 +115,12 @@ def test_a_file_of_another_kind(tmp_path):
         models.folder(tmp_path / "model.safetensors")
 
 
+@pytest.mark.parametrize("device", ["cuda:99", torch.device("cuda:99"), "foo"])
+def test_a_device_that_is_not_there(device):
+    with pytest.raises(ValueError, match=rf"device='{device}' is not on this machine \(.*\): use cpu"):
+        models.load("demo", device=device)
+
+
 def test_load_sets_dtype_and_mode():
     model, tokenizer = models.load("demo", torch.bfloat16)
     assert (model.dtype, model.training, model.config.head_dim) == (torch.bfloat16, False, 128)

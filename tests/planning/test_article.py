@@ -13,6 +13,7 @@ import torch
 
 from qkvcache import plan, policies
 from qkvcache.planning.model import weights_bytes
+from tests.matrix import FORMATS
 from tests.planning.llama import LLAMA_70B
 
 TOKENS = 128_000
@@ -39,10 +40,10 @@ def test_weights_of_70b():
 @pytest.mark.parametrize(
     ("options", "gigabytes", "requests", "honest"),
     [
-        ({"format": "fp8_tensor_frozen"}, 21.0, 23, 23),
+        ({"format": FORMATS["fp8_tensor_frozen"]}, 21.0, 23, 23),
         ({"policy": policies.H2O(budget=0.5)}, 21.0, 23, 23),
-        ({"format": "fp8_tensor_frozen", "policy": policies.H2O(budget=0.5)}, 10.5, 47, 46),
-        ({"format": "fp8_tensor_frozen", "policy": policies.H2O(budget=0.3, num_sink_tokens=4)}, 6.3, 79, 77),
+        ({"format": FORMATS["fp8_tensor_frozen"], "policy": policies.H2O(budget=0.5)}, 10.5, 47, 46),
+        ({"format": FORMATS["fp8_tensor_frozen"], "policy": policies.H2O(budget=0.3, num_sink_tokens=4)}, 6.3, 79, 77),
     ],
 )
 def test_codes_alone_take_the_bytes_of_the_article(options, gigabytes, requests, honest):
@@ -61,10 +62,10 @@ def test_sinks_and_a_window_of_4k():
 
 
 def test_at_131_072_tokens_the_last_row_is_77():
-    codes = planned(131_072, format="fp8_tensor_frozen", policy=policies.H2O(budget=0.3, num_sink_tokens=4)).request.codes
+    codes = planned(131_072, format=FORMATS["fp8_tensor_frozen"], policy=policies.H2O(budget=0.3, num_sink_tokens=4)).request.codes
     assert int(FREE // codes) == 77
 
 
 def test_int8_with_zero_points_and_int4_in_groups():
-    assert round(planned(format="int8_asymmetric").bytes_per_request / 1e9, 1) == 21.6
-    assert round(planned(format="int4_group").bytes_per_request / 1e9, 1) == 11.8
+    assert round(planned(format=FORMATS["int8_asymmetric"]).bytes_per_request / 1e9, 1) == 21.6
+    assert round(planned(format=FORMATS["int4_group"]).bytes_per_request / 1e9, 1) == 11.8

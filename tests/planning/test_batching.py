@@ -11,11 +11,11 @@ from packaging.version import Version
 from transformers import PretrainedConfig
 from typer.testing import CliRunner
 
-from qkvcache import plan, recommend
+from qkvcache import formats, plan
 from qkvcache.cli import app
 from qkvcache.planning import plan_all
 from qkvcache.planning.batching import fitting
-from tests.matrix import MODELS, model
+from tests.matrix import FORMATS, MODELS, model
 
 if Version(transformers.__version__) < Version("5.19"):
     pytest.skip("transformers has no page allocators", allow_module_level=True)
@@ -89,7 +89,7 @@ def test_plans_are_what_is_allocated_to_the_page(config, format, options):
         assert rings.tensor.nbytes == (found.rings + 1) * found.bytes_per_ring and len(rings.free) == found.rings
     kinds = [kind for kind, count in enumerate(found.counts) for _ in range(count)]
     assert all(stores(cache, number, sum(MIX[kind][1:])) for number, kind in enumerate(kinds))
-    free = found.pages - found.pages_used
+    free = found.pages - sum(-(-sum(MIX[kind][1:]) // found.page_size) for kind in kinds)
     assert cache.pool.num_free_sectors == free
     if found.requests != found.rings:
         assert free < max(-(-sum(kind[1:]) // found.page_size) for kind in MIX)
@@ -106,8 +106,8 @@ def test_requests_come_in_proportion():
 
 def test_compressed_pages_hold_more(config):
     dense, exact, four = (planned(config, format).batching for format in (None, "identity", "turboquant_4bit_nc"))
-    assert dense.counts == dense.dense_counts == four.dense_counts and exact.requests <= dense.requests < four.requests
-    assert exact.pages < four.pages and four.tokens == four.pages * 256
+    assert exact.requests <= dense.requests < four.requests
+    assert exact.pages < four.pages
     assert re.search(rf"{four.pages:,} pages of 256 tokens hold {four.requests:,} requests", four.reason)
 
 
@@ -122,16 +122,8 @@ def test_gpus_share_the_heads(config):
 def test_all_formats_that_pages_can_hold(config):
     found = plan_all(config, requests=MIX, gpu_memory=FREE + WEIGHTS, weights_memory=WEIGHTS)
     names = {row.format for row in found}
-    assert {None, "int8", "fp8_tensor_frozen", "turboquant_4bit_nc"} <= names and "fp8_tensor" not in names
+    assert names == {None, *formats.REGISTRY} - {"identity"}
     assert all(row.batching is not None and row.context == 3513 for row in found)
-
-
-def test_a_smaller_format_is_recommended_where_more_must_fit(config):
-    options = {"requests": MIX, "gpu_memory": FREE + WEIGHTS, "weights_memory": WEIGHTS, "workload": "question", "dtype": "float32"}
-    few, many = (recommend(config, batch=batch, **options) for batch in (1, planned(config, "int8").batching.requests + 9))
-    assert few.call == 'continuous_batching(model, format="int8")' and few.plan.batching.requests < many.plan.batching.requests
-    assert "would not hold" in many.reason and many.plan.format != "int8" and many.plan.policy is None
-    assert "ot even this" in recommend(config, batch=10_000, **options).reason
 
 
 @pytest.mark.parametrize(
@@ -144,7 +136,7 @@ def test_a_smaller_format_is_recommended_where_more_must_fit(config):
         ({"requests": MIX, "gpu_memory": None}, "gpu_memory="),
         ({"requests": MIX, "policy": "h2o"}, "without policy="),
         ({"requests": MIX, "max_length": 9999}, "max_length="),
-        ({"requests": MIX, "format": "fp8_tensor"}, "a scale for several tokens"),
+        ({"requests": MIX, "format": FORMATS["fp8_tensor"]}, "a scale for several tokens"),
         ({}, "context=None"),
     ],
 )
@@ -167,10 +159,8 @@ def test_commands():
     (row,) = json.loads(run("plan", *arguments, "--format", "int8", "--json").stdout)
     assert row["context"] == 3513 and row["batching"]["mix"] == [[3, 1000, 200], [1, 3001, 512]] and row["batching"]["requests"] > 9
     assert "requests of the mix" in " ".join(run("plan", *arguments, "--format", "int8").stdout.split())
-    assert "continuous_batching(model" in run("recommend", *arguments).stdout
-    for command in ("plan", "recommend"):
-        assert "expected WEIGHTxPROMPT+ANSWER" in run(command, "demo", "--requests", "3x1000", "--gpu-memory", "2GB").output
-        assert "--context" in run(command, "demo").output
+    assert "expected WEIGHTxPROMPT+ANSWER" in run("plan", "demo", "--requests", "3x1000", "--gpu-memory", "2GB").output
+    assert "--context" in run("plan", "demo").output and "--context" in run("recommend", "demo").output
 
 
 def test_a_small_model_on_a_large_card():

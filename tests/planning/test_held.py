@@ -12,7 +12,7 @@ from qkvcache.layers.evicting import EvictingLayer
 from qkvcache.planning import plan
 from qkvcache.planning.model import Shape, shapes
 from qkvcache.storage import growth
-from tests.matrix import COVER, MODELS, POLICIES, SHARED, STATIC, THREE, by_layer, covering, model, slowly
+from tests.matrix import COVER, FORMATS, MODELS, POLICIES, SHARED, THREE, by_layer, covering, model, slowly
 
 MODEL_NAMES = ("llama", "gemma3", "phi3", "qwen3")
 SHARES = {
@@ -80,16 +80,16 @@ def check(cache: CompressedCache, name: str, prompt: int, steps: int, **options)
 @pytest.mark.filterwarnings("ignore:no layer of this model has full attention")
 def test_models(name):
     """Layers that slide, that are linear, that share keys; head_dims that differ by layer; other names in the config."""
-    for options in ({"format": "int8_token", "residual_length": 8}, {"format": "nvfp4", "policy": policies.KeyDiff(budget=20)}):
+    for options in ({"format": FORMATS["int8_token"], "residual_length": 8}, {"format": "nvfp4", "policy": policies.KeyDiff(budget=20)}):
         check(read(name, 60, 2, **options), name, 60, 2, **options)
 
 
 @pytest.mark.parametrize(("name", "of"), [("llama", list(ALL_POLICIES)), ("phi3", ["none", "keydiff_values", "h2o_share"])])
-@pytest.mark.parametrize("format", [*COVER, "hadaquant_k3v4"])
+@pytest.mark.parametrize("format", COVER)
 def test_every_format_with_every_policy(name, of, format):
     """In the layers alone."""
     for policy in of:
-        options = {"format": format, "policy": ALL_POLICIES[policy](40)}
+        options = {"format": FORMATS[format], "policy": ALL_POLICIES[policy](40)}
         check(drive(name, 80, 2, **options), name, 80, 2, **options)
 
 
@@ -103,14 +103,14 @@ def test_formats_by_layer(name, policy):
 
 @pytest.mark.parametrize(("name", "policy", "format"), covering(MODEL_NAMES, ALL_POLICIES, THREE, strength=1))
 def test_formats_and_policies_in_models(name, policy, format):
-    options = {"format": format, "policy": ALL_POLICIES[policy](40)}
+    options = {"format": FORMATS[format], "policy": ALL_POLICIES[policy](40)}
     check(read(name, 150, 2, **options), name, 150, 2, **options)
 
 
 @pytest.mark.parametrize("zones", [(0, 0), (4, 64), (100, 3), (3, 1)])
 @pytest.mark.parametrize("prompt", [1, 5, 80, 200])
 def test_zones_and_steps(zones, prompt):
-    for options in ({"format": "fp8_tensor_frozen"}, {"format": "int4", "policy": policies.Knorm(budget=0.3)}):
+    for options in ({"format": FORMATS["fp8_tensor_frozen"]}, {"format": "int4", "policy": policies.Knorm(budget=0.3)}):
         options |= {"num_sink_tokens": zones[0], "residual_length": zones[1]}
         check(drive("llama", prompt, 40, **options), "llama", prompt, 40, **options)
 
@@ -150,7 +150,7 @@ def test_heads_that_share_a_budget_hold_at_most_what_is_planned(interval):
     """Their pages grow by an eighth too, and exactly as planned until some tokens go."""
     config, budget, full = MODELS["llama"](), 2000, 0
     options = {"format": "int8", "num_sink_tokens": 0, "residual_length": 0}
-    options["policy"] = policies.H2O(budget=budget, recent=0, num_sink_tokens=0, interval=interval, alpha_safeguard=0.1)
+    options["policy"] = policies.AdaKV(policies.H2O(budget=budget, recent=0, num_sink_tokens=0, interval=interval), 0.1)
     layer = CompressedCache(config, **options)._new_layer()
     for seen in range(1100, 2500):
         new = torch.rand(1, 2, 1100 if seen == 1100 else 1, 32)
@@ -172,7 +172,7 @@ def test_heads_that_share_a_budget_hold_at_most_what_is_planned(interval):
 @pytest.mark.parametrize(("name", "format"), covering(SHARED, ["identity", "turboquant_3bit_nc", "fp8_tensor"], strength=1))
 def test_every_policy_that_shares_budgets(name, format):
     for budget, prompt, steps in ((40, 80, 2), (90, 80, 2), (90, 80, 40)):
-        options = {"format": format, "policy": SHARED[name](budget)}
+        options = {"format": FORMATS[format], "policy": SHARED[name](budget)}
         memory = drive("llama", prompt, steps, **options).memory()
         planned = plan(MODELS["llama"](), context=prompt + steps, prompt=prompt, batch=ROWS, dtype=torch.float32, **options)
         assert all(0 <= ROWS * getattr(planned.request, part) - getattr(memory, part) <= 0.5 * getattr(memory, part) for part in PARTS)
@@ -200,7 +200,7 @@ def test_budgets_by_head_are_planned_exactly(budget):
 
 def test_the_most_that_is_planned_is_reached():
     """By heads that leave a page unfilled each."""
-    policy = policies.H2O(budget=65, recent=0, num_sink_tokens=0, interval=1, alpha_safeguard=1.0)
+    policy = policies.AdaKV(policies.H2O(budget=65, recent=0, num_sink_tokens=0, interval=1), 1.0)
     options = {"format": "int8", "policy": policy, "num_sink_tokens": 0, "residual_length": 0}
     memory = drive("llama", 130, 10, **options).memory()
     planned = plan(MODELS["llama"](), context=140, prompt=130, batch=ROWS, dtype=torch.float32, **options)
@@ -243,13 +243,13 @@ COUNTERS = 200
 
 
 @pytest.mark.parametrize("rows", slowly([1, 3], [3]))
-@pytest.mark.parametrize("policy", ["none", *STATIC])
+@pytest.mark.parametrize("policy", ["none", *POLICIES])
 def test_preallocated_caches(policy, rows):
     config = MODELS["llama"]()
     formats = COVER if policy in ("none", "h2o") else ("fp8", "int8_token")
     for format in formats:
         for skip_layers in ((), (1,)):
-            options = {"format": format, "policy": ALL_POLICIES[policy](40), "skip_layers": skip_layers, "max_length": 700}
+            options = {"format": FORMATS[format], "policy": ALL_POLICIES[policy](40), "skip_layers": skip_layers, "max_length": 700}
             memory = drive_static(config, 150, 2, rows, **options).memory()
             planned = plan(config, context=152, batch=rows, dtype=torch.float32, **options)
             for part in ("codes", "scales", "exact"):
@@ -261,7 +261,7 @@ def test_preallocated_caches(policy, rows):
 
 @pytest.mark.parametrize("name", ["gemma3", "phi3", "qwen3"])
 def test_preallocated_caches_in_models(name):
-    for options in ({"format": "int8_token"}, {"format": "nvfp4", "policy": policies.KeyDiff(budget=40)}):
+    for options in ({"format": FORMATS["int8_token"]}, {"format": "nvfp4", "policy": policies.KeyDiff(budget=40)}):
         network = model(name)
         cache = CompressedCache(network.config, max_length=2000, **options)
         with torch.inference_mode():

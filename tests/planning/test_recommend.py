@@ -8,9 +8,8 @@ import torch
 import transformers as hf
 
 import qkvcache
-from qkvcache import CompressedCache, plan, policies, recommend
+from qkvcache import CompressedCache, plan, recommend
 from qkvcache.formats import REGISTRY
-from qkvcache.planning import engines
 from qkvcache.planning.plan import Plan
 from tests.matrix import MODELS
 from tests.planning.llama import LLAMA_70B
@@ -21,7 +20,8 @@ SMALL = MODELS["llama"]()
 
 
 def made(call: str, config):
-    return eval(call, vars(qkvcache) | {"config": config, "DynamicCache": hf.DynamicCache})
+    names = {name: getattr(qkvcache, name) for name in qkvcache.__all__}
+    return eval(call, names | {"config": config, "DynamicCache": hf.DynamicCache})
 
 
 @pytest.mark.parametrize("choice", CHOICES.values(), ids=CHOICES)
@@ -53,12 +53,12 @@ def format_of(**options) -> str:
 
 def test_by_context_and_workload():
     assert format_of(context=2000) == "int8"
-    assert format_of(context=10_000) == "hadaquant_k4v4"
-    assert format_of(context=10_000, workload="continue") == "hadaquant_k4v4"
-    assert format_of() == format_of(workload="question") == "hadaquant_k4v4"
+    assert format_of(context=10_000) == "turboquant_4bit_nc"
+    assert format_of(context=10_000, workload="continue") == "turboquant_4bit_nc"
+    assert format_of() == format_of(workload="question") == "turboquant_4bit_nc"
     assert format_of(workload="continue") == "turboquant_4bit_nc + SnapKV 50,000"
     assert format_of(streaming=True) == "SinkWindow 1,024"
-    assert format_of(workload="continue", chat=True) == "hadaquant_k4v4", "a chat goes back to what it has read"
+    assert format_of(workload="continue", chat=True) == "turboquant_4bit_nc", "a chat goes back to what it has read"
 
 
 def test_nothing_that_may_be_asked_for_is_evicted():
@@ -68,20 +68,6 @@ def test_nothing_that_may_be_asked_for_is_evicted():
         assert not found.plan.fits and found.plan.policy is None and "qkvcache profile-heads" in found.reason
     assert recommend(LLAMA_70B, workload="question", **memory).plan.policy == "SnapKV 50,000"
     assert recommend(LLAMA_70B, workload="continue", **memory).plan.policy == "SnapKV 25,000"
-
-
-def test_a_profile_lets_facts_survive_eviction():
-    heads = SMALL.num_key_value_heads
-    profile = policies.HeadProfile(tuple(tuple((1.0 / (1 + head), 0.5, 0.1) for head in range(heads)) for _ in range(3)))
-    names = []
-    for gpu_memory in (1e9, 14e6, 10e6, 1e3):
-        found = recommend(SMALL, context=100_000, gpu_memory=gpu_memory, weights_memory=0, head_profile=profile)
-        cache = eval(found.call, vars(qkvcache) | {"config": SMALL, "profile": profile})
-        names.append((cache.format.name, cache.policy and sum(budget.share for budget in cache.policy.budgets) / 3))
-        assert found.plan.fits == (gpu_memory > 1e3)
-    assert [(name, share and round(share, 1)) for name, share in names] == [
-        ("hadaquant_k4v4", None), ("turboquant_4bit_nc", 0.5), ("turboquant_4bit_nc", 0.2), ("turboquant_4bit_nc", 0.2),
-    ]  # fmt: skip
 
 
 def test_facts_are_evicted_by_a_second_reading_of_each_context():
@@ -157,9 +143,11 @@ def test_models_that_allow_less():
 
 
 def test_flags_of_engines():
-    assert set(engines.VLLM) <= set(REGISTRY)
-    assert engines.vllm_flag("turboquant_3bit_nc") == "--kv-cache-dtype turboquant_3bit_nc"
-    assert engines.vllm_flag("fp8_tensor") == "--kv-cache-dtype fp8_e4m3" == engines.sglang_flag("int8")
+    assert set(module.VLLM) <= set(REGISTRY)
+    for context, workload, flag in ((2000, "facts", "int8_per_token_head"), (10_000, "facts", "turboquant_4bit_nc")):
+        found = recommend(LLAMA_70B, context=context, workload=workload)
+        assert (found.vllm, found.sglang) == (f"--kv-cache-dtype {flag}", "--kv-cache-dtype fp8_e4m3")
+    assert recommend(LLAMA_70B, context=9000, streaming=True).vllm == "--kv-cache-dtype auto"
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import cmath
 import itertools
 import math
 import statistics
@@ -13,9 +12,9 @@ import torch
 from torch import Tensor
 
 from qkvcache.attention.rope import Rope
-from qkvcache.formats import resolve
 from qkvcache.layers.evicting import EvictingLayer
 from qkvcache.policies import Policy, Tokens
+from tests.matrix import FORMATS
 from tests.seeds import SEED
 
 HEADS, GROUPS, DIM, HIDDEN = 2, 2, 32, 48
@@ -64,7 +63,7 @@ def columns(layer: EvictingLayer) -> Tensor:
 
 def drive(policy: Policy, text: Text, format: str = "identity", **zones) -> Iterator[EvictingLayer]:
     """A layer after each step, with the attention of `text`."""
-    layer = EvictingLayer(resolve(format), policy, policy.budgets[0], rope=ROPE, **zones)
+    layer = EvictingLayer(FORMATS[format], policy, policy.budgets[0], rope=ROPE, **zones)
     begin = 0
     for number, size in enumerate(text.sizes):
         step = slice(begin, begin + size)
@@ -103,7 +102,7 @@ def kept(policy: Policy, text: Text, guaranteed: Sequence[int] = ()) -> Iterator
 
 
 def evict(row: list[Head], limit: int, guaranteed: Sequence[int] = ()) -> None:
-    """Each head keeps the `limit` tokens of highest rank; with `alpha_safeguard` that share of them, or as many as it is `guaranteed`, and
+    """Each head keeps the `limit` tokens of highest rank; with `AdaKV` its guaranteed share of them, or as many as it is `guaranteed`, and
     the rest of what the heads may hold together is of the highest rank in all of them."""
     alpha = row[0].policy.alpha_safeguard
     own = guaranteed or [limit if alpha is None else math.floor(alpha * limit + 1e-6)] * len(row)
@@ -132,6 +131,7 @@ def moments(x: list[float]) -> tuple[float, float]:
 class Head:
     def __init__(self, policy: Policy, text: Text, row: int, head: int):
         self.policy, self.row, self.head, self.pad = policy, row, head, text.pads[row]
+        self.kind = getattr(policy, "policy", policy).name
         self.keys, self.values = (x[row, head, self.pad :].double() for x in (text.keys, text.values))
         self.queries = text.queries[row, head * GROUPS : (head + 1) * GROUPS, self.pad :].double()
         self.attention_sums = text.attention_sums[:, row, head].double()
@@ -150,14 +150,14 @@ class Head:
         if queries and self.policy.observation_window:
             for p in self.held:
                 self.score[p] = self.observed(self.score[p], float(self.attention_sums[number, p]), queries)
-        elif self.policy.name in ("Knorm", "KeyDiff"):
+        elif self.kind in ("Knorm", "KeyDiff"):
             self.score |= {p: self.of_key(p) for p in new}
-        elif self.policy.name == "LagKV":
+        elif self.kind == "LagKV":
             lag = self.policy.lag_size
             self.score |= {p: self.spread(self.keys, p, lag) + self.spread(self.values, p, lag) for p in range(self.seen - lag)}
-        elif self.policy.name == "ExpectedAttention":
+        elif self.kind == "ExpectedAttention":
             self.score |= self.expected(new)
-        elif self.policy.name == "Compactor":
+        elif self.kind == "Compactor":
             self.score |= self.compactor(new)
         self.waiting += end - begin
         interval = self.policy.interval or 1
@@ -167,15 +167,15 @@ class Head:
         return self.policy.budgets[0].tokens - interval + 1
 
     def observed(self, score: float, attention_sums: float, queries: int) -> float:
-        name = self.policy.name
+        name = self.kind
         if name == "TOVA":
             return attention_sums
-        if name in ("SnapKV", "RKV", "DropKV"):
+        if name == "SnapKV":
             return score * (1 - 1 / self.policy.window_size) ** queries + attention_sums
         return score * getattr(self.policy, "decay", 1.0) ** queries + attention_sums
 
     def of_key(self, p: int) -> float:
-        if self.policy.name == "Knorm":
+        if self.kind == "Knorm":
             return -float(self.keys[p].norm())
         units = self.keys[: self.seen] / self.keys[: self.seen].norm(dim=-1, keepdim=True)
         mean = units.mean(0)
@@ -252,8 +252,7 @@ class Head:
         policy = self.policy
         budget = policy.budgets[0].tokens
         held = sorted(self.held)
-        whole = {"RKV": self.less_redundancy, "TriAttention": self.around_centers}.get(policy.name)
-        rank = whole(held) if whole else {p: self.priority(i, held) for i, p in enumerate(held)}
+        rank = {p: self.priority(i, held) for i, p in enumerate(held)}
         norm = {p: float(self.values[p].norm()) for p in held}
         if policy.value_norm:
             rank = {p: rank[p] * norm[p] for p in held}
@@ -263,7 +262,7 @@ class Head:
         for p in sorted(free, key=norm.get)[max(len(free) - large, 0) :] if large else []:
             rank[p] = 1e30
         rank = {p: rank[p] if p in free else float("inf") for p in held}
-        if policy.first_stage_ratio:
+        if policy.needs_output_projection:
             first = sorted(held, key=lambda p: (rank[p], p))[::-1][: int(policy.first_stage_ratio * budget)]
             left = [p for p in free if rank[p] < 1e30]
             total = sum(rank[p] for p in left)
@@ -276,57 +275,16 @@ class Head:
 
     def priority(self, i: int, held: list[int]) -> float:
         p, policy = held[i], self.policy
-        if policy.name in ("SinkWindow", "SlidingWindow"):
+        if self.kind in ("SinkWindow", "SlidingWindow"):
             return p
-        if policy.name == "H2O" and policy.reduce == "mean":
+        if self.kind == "H2O" and policy.reduce == "mean":
             return self.score[p] / sum(policy.decay**n for n in range(self.seen - p))
-        if policy.name in ("SnapKV", "RKV"):
+        if self.kind == "SnapKV":
             side = policy.kernel_size // 2
             near = [self.score[q] for q in held[max(i - side, 0) : i + side + 1]]
             return sum(near) / len(near)
-        if policy.name == "Random":
+        if self.kind == "Random":
             return float(policy.priority(Tokens(*(torch.full((1, HEADS, 1), p, dtype=torch.int32),) * 3))[0, self.head, 0])
-        if policy.name == "Custom":
+        if self.kind == "Custom":
             return self.score[p] * float(self.values[p].norm())
         return self.score[p]
-
-    def less_redundancy(self, held: list[int]) -> dict[int, float]:
-        """R-KV's of all tokens held, which are compared with each other."""
-        attention = [self.priority(i, held) for i in range(len(held))]
-        units = [self.keys[p] / self.keys[p].norm() for p in held]
-        cosines = [sum(float(a @ b) for b in units if b is not a) / max(len(held) - 1, 1) for a in units]
-        exponentials = [math.exp(x) for x in cosines]
-        weight = self.policy.attention_weight
-        return {
-            p: weight * a / sum(attention) - (1 - weight) * e / sum(exponentials)
-            for p, a, e in zip(held, attention, exponentials, strict=True)
-        }
-
-    def around_centers(self, held: list[int]) -> dict[int, float]:
-        """TriAttention's: mean logits of queries around the center at 17 distances."""
-
-        def parts(x: Tensor, position: int) -> list[complex]:
-            """The rotated channels of a vector before RoPE."""
-            x = x.tolist()
-            return [complex(x[f], x[f + DIM // 2]) * cmath.exp(-1j * position * w) for f, w in enumerate(ROPE.inv_freq.tolist())]
-
-        best = dict.fromkeys(held, -math.inf)
-        if not held:
-            return best
-        for queries in self.queries:
-            each = [parts(queries[p], p) for p in range(self.seen)]
-            center = [sum(column) / self.seen for column in zip(*each, strict=True)]
-            length = [sum(map(abs, column)) / self.seen for column in zip(*each, strict=True)]
-            score = {}
-            for p in held:
-                key = parts(self.keys[p], p)
-                total = 0.0
-                for f, w in enumerate(ROPE.inv_freq.tolist()):
-                    apart = [self.seen - 1 + 2**n - p for n in range(17)]
-                    total += sum((center[f] * key[f].conjugate() * cmath.exp(1j * w * t)).real for t in apart) / 17
-                    total += (length[f] - abs(center[f])) * abs(key[f])
-                score[p] = total
-            mean = sum(score.values()) / len(score)
-            deviation = math.sqrt(sum((x - mean) ** 2 for x in score.values()) / len(score))
-            best = {p: max(best[p], (score[p] - mean) / (deviation or 1)) for p in held}
-        return best

@@ -1,7 +1,9 @@
 """B18: wrong options are refused where they are given, in words that name the value."""
 
+import copy
 import dataclasses
 import math
+import pickle
 import re
 
 import pytest
@@ -12,15 +14,17 @@ from qkvcache import CombinedCache, CompressedCache, H2OCache, SinkCache, Slidin
 from qkvcache.policies import (
     H2O,
     REGISTRY,
-    RKV,
     TOVA,
+    AdaKV,
     Arrivals,
     Budget,
     Compactor,
+    CriticalKV,
     Custom,
     ExpectedAttention,
     KeyDiff,
     Knorm,
+    KVzip,
     LagKV,
     Policy,
     Random,
@@ -28,6 +32,7 @@ from qkvcache.policies import (
     SlidingWindow,
     SnapKV,
     Tokens,
+    named,
     pyramid,
     resolve,
 )
@@ -58,15 +63,6 @@ WRONG = [
     (H2O, {"interval": 1.0}, TypeError, "1.0"),
     (H2O, {"protect_values": 1.0}, ValueError, "protect_values=1.0"),
     (H2O, {"protect_values": -0.1}, ValueError, "protect_values=-0.1"),
-    (H2O, {"first_stage_ratio": 1.0}, ValueError, "first_stage_ratio=1.0"),
-    (KeyDiff, {"first_stage_ratio": 0.5}, ValueError, "first_stage_ratio=0.5: the scores of KeyDiff are not attention weights"),
-    (H2O, {"first_stage_ratio": 0.5, "value_norm": True}, ValueError, "value_norm=True with first_stage_ratio=0.5"),
-    (H2O, {"alpha_safeguard": 1.5}, ValueError, "alpha_safeguard=1.5: must be a share of the budget, from 0 to 1"),
-    (H2O, {"alpha_safeguard": math.nan}, ValueError, "alpha_safeguard=nan"),
-    (H2O, {"alpha_safeguard": True}, TypeError, "alpha_safeguard must be a share of the budget (float) or None, got True"),
-    (RKV, {"alpha_safeguard": 0.2}, ValueError, "alpha_safeguard=0.2: the scores of RKV are not attention weights"),
-    (SinkWindow, {"alpha_safeguard": 0.2}, ValueError, "the scores of SinkWindow are not attention weights"),
-    (H2O, {"alpha_safeguard": 0.2, "first_stage_ratio": 0.5}, ValueError, "alpha_safeguard=0.2 with first_stage_ratio=0.5"),
     (ExpectedAttention, {"value_norm": True}, ValueError, "value_norm=True"),
     (ExpectedAttention, {"n_future_positions": 0}, ValueError, "n_future_positions=0: must be 1 or more positions"),
     (ExpectedAttention, {"epsilon": -1.0}, ValueError, "epsilon=-1.0"),
@@ -98,6 +94,9 @@ WRONG = [
     (SinkWindow, {"budget": 100}, TypeError, "budget"),
     (SlidingWindow, {"window_length": 1.5}, TypeError, "1.5"),
     *[(kind, {"value_norm": True}, ValueError, f"{kind.__name__} are not attention") for kind in (KeyDiff, Knorm, Random, SinkWindow)],
+    (KVzip, {"alpha_safeguard": 1.5}, ValueError, "alpha_safeguard=1.5"),
+    (KVzip, {"budget": Budget(64, heads=(1.0,))}, ValueError, "alpha_safeguard=0.2 with Budget.heads"),
+    (KVzip, {"kvzip_plus_normalization": True, "value_norm": True}, ValueError, "leave out value_norm"),
     (Custom, {"function": 3}, TypeError, "3"),
     (Custom, {}, TypeError, "function"),
 ]  # fmt: skip
@@ -108,6 +107,52 @@ def test_policies_refuse(kind, options, error, says):
     with pytest.raises(error) as caught:
         kind(**options)
     assert says in str(caught.value)
+
+
+OF_HEADS = H2O(budget=Budget(64, heads=(1.0, 2.0)))
+WRAPPED = [
+    (lambda: AdaKV(0.2), TypeError, "AdaKV wraps a policy such as SnapKV(budget=1024), got 0.2"),
+    (lambda: CriticalKV("snapkv"), TypeError, "got 'snapkv'"),
+    (lambda: AdaKV(SinkWindow()), ValueError, "AdaKV: the scores of SinkWindow are not attention weights"),
+    (lambda: CriticalKV(KeyDiff()), ValueError, "whose scores are: Custom, ExpectedAttention, H2O, KVzip, LagKV, SnapKV, TOVA"),
+    (lambda: AdaKV(H2O(), alpha_safeguard=1.5), ValueError, "alpha_safeguard=1.5: must be a share of the budget, from 0 to 1"),
+    (lambda: AdaKV(H2O(), alpha_safeguard=math.nan), ValueError, "alpha_safeguard=nan"),
+    (lambda: AdaKV(H2O(), alpha_safeguard=True), TypeError, "alpha_safeguard must be a share of the budget (float), got True"),
+    (lambda: AdaKV(OF_HEADS), ValueError, "AdaKV(H2O): its heads divide the budget of a layer already"),
+    (lambda: AdaKV(KVzip()), ValueError, "AdaKV(KVzip): its heads divide"),
+    (lambda: AdaKV(AdaKV(H2O())), ValueError, "AdaKV(AdaKV(H2O)): its heads divide"),
+    (lambda: AdaKV(CriticalKV(H2O())), ValueError, "AdaKV(CriticalKV(H2O)): the second stage compares"),
+    (lambda: CriticalKV(AdaKV(H2O())), ValueError, "CriticalKV(AdaKV(H2O)): the second stage compares"),
+    (lambda: CriticalKV(KVzip()), ValueError, "CriticalKV(KVzip): the second stage compares"),
+    (lambda: CriticalKV(CriticalKV(H2O())), ValueError, "it has two stages already"),
+    (lambda: CriticalKV(H2O(), first_stage_ratio=1.0), ValueError, "first_stage_ratio=1.0"),
+    (lambda: CriticalKV(H2O(), epsilon=-1.0), ValueError, "epsilon=-1.0"),
+    (lambda: CriticalKV(H2O(value_norm=True)), ValueError, "CriticalKV(H2O) with value_norm=True"),
+    (lambda: resolve("adakv_knorm"), ValueError, "the scores of Knorm"),
+    (lambda: resolve("adakv_lru"), ValueError, "policy='lru' is unknown"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("make", "error", "says"), WRAPPED)
+def test_wrappers_refuse(make, error, says):
+    with pytest.raises(error) as caught:
+        make()
+    assert says in str(caught.value)
+
+
+def test_wrappers_have_the_options_of_what_they_wrap():
+    for policy in (AdaKV(SnapKV(budget=64)), CriticalKV(KVzip(budget=64, recent=9, alpha_safeguard=None))):
+        assert isinstance(policy, Policy) and policy.budgets == (Budget(64),)
+        assert copy.deepcopy(policy) == policy == pickle.loads(pickle.dumps(policy)) and hash(copy.copy(policy)) == hash(policy)
+        assert policy != policy.policy and policy.name == f"{type(policy).__name__}({policy.policy.name})"
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            policy.policy = H2O()
+        with pytest.raises(AttributeError):
+            _ = policy.window
+        assert policy.with_options(budget=80).policy == policy.policy.with_options(budget=80) != policy.policy
+    assert repr(AdaKV(H2O())) == f"AdaKV(policy={H2O()!r}, alpha_safeguard=0.2)"
+    assert resolve("adakv_snapkv") == AdaKV(SnapKV()) and resolve("criticalkv_h2o") == CriticalKV(H2O())
+    assert named("adakv_snapkv", budget=0.5, recent=9) == AdaKV(SnapKV(budget=0.5, recent=9))
 
 
 def test_compression_ratio_is_one_minus_budget():

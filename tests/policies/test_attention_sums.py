@@ -6,7 +6,7 @@ import transformers as hf
 from transformers import DynamicCache
 
 from qkvcache import CompressedCache
-from qkvcache.policies import H2O, TOVA, Custom, DropKV, SnapKV
+from qkvcache.policies import H2O, TOVA, Custom, SnapKV
 from tests.matrix import ATTENTION, model, slowly
 from tests.reference import assert_close, forward
 from tests.seeds import SEED
@@ -174,26 +174,3 @@ def test_an_attention_that_is_not_reported_is_refused():
     fresh = run(network, CompressedCache(network.config, policy="h2o"))
     assert all(torch.equal(a, b) for a, b in zip(before, fresh, strict=True))
     assert cache.get_seq_length() == DynamicCache().get_seq_length() + LENGTH
-
-
-@pytest.mark.parametrize("format", [None, "int8"])
-@pytest.mark.parametrize("options", [{}, {"alpha_safeguard": 0.2}], ids=["own", "shared"])
-def test_decode_steps_of_an_interval_are_reduced_together(monkeypatch, options, format):
-    """With evictions, a step of several tokens and a change of rows between them, as if each step were reduced by itself."""
-    policy, network, found = DropKV(budget=18, interval=6, window_size=4, recent=3, **options), model("llama"), []
-    for together in (True, False):
-        if not together:
-            monkeypatch.setattr(DropKV, "decode_decay", None)
-            monkeypatch.setattr(DropKV, "observe", lambda self, score, sums, queries: score * 0.75**queries + sums)
-        cache = CompressedCache(network.config, policy=policy, format=format, num_sink_tokens=0, residual_length=2)
-        run(network, cache, (22, *[1] * 7))
-        assert bool(cache.layers[0].unobserved) == together
-        cache.reorder_cache(torch.tensor([0, 1, 2]))
-        assert not cache.layers[0].unobserved
-        ids, mask = inputs()
-        for begin, end in ((29, 30), (30, 33), (33, 34), (34, 35), (35, 36)):
-            forward(network, cache, ids, mask, begin, end)
-        assert cache.nbytes and not cache.layers[0].unobserved
-        found.append((cache.kept_positions(0), scores(cache, 0)))
-    assert torch.equal(found[0][0], found[1][0])
-    assert_close(found[0][1], found[1][1], 100 * of_model(network))  # the odds of a weight near 1 multiply errors

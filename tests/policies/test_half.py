@@ -7,7 +7,7 @@ from recording import prompt_attention
 from qkvcache.attention.rope import Rope
 from qkvcache.formats import resolve
 from qkvcache.layers.evicting import EvictingLayer
-from qkvcache.policies import H2O, RKV, Compactor, DropKV, ExpectedAttention, KeyDiff, LagKV, SnapKV, TriAttention
+from qkvcache.policies import H2O, AdaKV, Compactor, CriticalKV, ExpectedAttention, KeyDiff, LagKV, SnapKV
 from tests.policies.oracle import Projection
 from tests.seeds import SEED
 
@@ -19,12 +19,9 @@ POLICIES = [
     LagKV(budget=BUDGET, lag_size=32, recent=32),
     ExpectedAttention(budget=BUDGET, recent=16),
     Compactor(budget=BUDGET, recent=16),
-    TriAttention(budget=BUDGET),
-    DropKV(budget=BUDGET, recent=16),
-    RKV(budget=BUDGET),
     H2O(budget=BUDGET),
-    SnapKV(budget=BUDGET, recent=16, first_stage_ratio=0.5),
-    SnapKV(budget=BUDGET, recent=16, alpha_safeguard=0.2),
+    CriticalKV(SnapKV(budget=BUDGET, recent=16)),
+    AdaKV(SnapKV(budget=BUDGET, recent=16)),
 ]
 
 
@@ -55,7 +52,7 @@ def test_a_prompt_in_16_bits_keeps_what_it_keeps_in_fp32(policy):
     check(kept(policy, torch.float32), kept(policy, torch.bfloat16))
 
 
-BY_KERNEL = ("ExpectedAttention", "Compactor", "TriAttention", "SnapKV")
+BY_KERNEL = ("ExpectedAttention", "Compactor", "AdaKV(SnapKV)", "CriticalKV(SnapKV)")
 
 
 @pytest.mark.parametrize("policy", [x for x in POLICIES if x.name in BY_KERNEL], ids=lambda policy: policy.name)

@@ -75,7 +75,7 @@ def test_a_layer_that_needs_little_retains_what_is_protected():
         (lambda: HeadProfile((((1.0, 2.0), (1.0,)),)), ValueError, "quantiles must hold"),
         (lambda: policies.SnapKV(budget=Budget(100, heads=(-1.0, 2.0))), ValueError, "parts must be 0 or more"),
         (lambda: policies.SnapKV(budget=Budget(100, heads=(0.0, 0.0))), ValueError, "one of them above 0"),
-        (lambda: policies.SnapKV(budget=PROFILE.budget(200), alpha_safeguard=0.2), ValueError, "alpha_safeguard=0.2 with Budget.heads"),
+        (lambda: policies.AdaKV(policies.SnapKV(budget=PROFILE.budget(200))), ValueError, "its heads divide the budget of a layer already"),
     ],
 )
 def test_what_is_no_budget(call, error, match):
@@ -121,7 +121,6 @@ OF_HEADS = {
     "snapkv": lambda budget: policies.SnapKV(budget=budget, interval=1, window_size=4, recent=3),
     "snapkv_interval": lambda budget: policies.SnapKV(budget=budget, interval=3, window_size=4, recent=2),
     "keydiff": lambda budget: policies.KeyDiff(budget=budget, recent=3),
-    "rkv": lambda budget: policies.RKV(budget=budget, window_size=4, recent=4),
 }
 """Policies whose scores heads cannot compare, too."""
 
@@ -168,7 +167,7 @@ def test_in_a_model(budget, format):
 
 
 def test_the_command_and_evaluations(tmp_path):
-    """On a CPU the model computes in fp32; lm-eval's model and `recommend` take the file."""
+    """On a CPU the model computes in fp32; lm-eval's model takes the file."""
     path = tmp_path / "demo.heads.json"
 
     def run(*arguments):
@@ -183,8 +182,6 @@ def test_the_command_and_evaluations(tmp_path):
     assert spec.make(demo.load()[0].config).policy.budgets == profile.budget(0.25) and spec.name.endswith("25% by head")
     with pytest.raises(ValueError, match="divides a budget: pass budget"):
         CacheSpec(cache="int8", policy="snapkv", head_profile=str(path))
-    tight = run("recommend", "demo", "--context", "100000", "--gpu-memory", "60MB", "--head-profile", str(path), "--json")
-    assert "profile.budget(0.25)" in json.loads(tight.stdout)["call"]
     refused = run("profile-heads", "demo", "--out", str(tmp_path / "heads.txt"))
     assert refused.exit_code == 2 and "must end with .json" in refused.output
 

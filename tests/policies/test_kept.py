@@ -7,6 +7,7 @@ from qkvcache.kernels import matmul
 from qkvcache.policies import (
     H2O,
     Compactor,
+    CriticalKV,
     Custom,
     ExpectedAttention,
     KeyDiff,
@@ -14,7 +15,6 @@ from qkvcache.policies import (
     Random,
     SinkWindow,
     SnapKV,
-    TriAttention,
     base,
     compactor,
 )
@@ -35,8 +35,7 @@ SPARSE = {
     "keydiff": KeyDiff(budget=14, interval=5, recent=3),
     "expected_attention": ExpectedAttention(budget=14, interval=5, recent=3, n_future_positions=16),
     "compactor": Compactor(budget=14, interval=5, recent=3, chunk_size=8, sketch_dimension=2),
-    "triattention": TriAttention(budget=14, interval=5, recent=3),
-    "critical": SnapKV(budget=14, interval=5, window_size=4, recent=3, first_stage_ratio=0.5),
+    "critical": CriticalKV(SnapKV(budget=14, interval=5, window_size=4, recent=3)),
 }
 
 
@@ -156,7 +155,7 @@ def test_a_slot_decodes_to_the_token_whose_position_it_records(format):
 
 
 @pytest.mark.parametrize("text", ["even", "padded"])
-@pytest.mark.parametrize("name", ["expected_attention", "compactor", "triattention"])
+@pytest.mark.parametrize("name", ["expected_attention", "compactor"])
 def test_blocks_of_any_size(name, text, monkeypatch):
     """What bounds the memory of scoring a prompt changes no score."""
     monkeypatch.setattr(compactor, "ROWS", 1)

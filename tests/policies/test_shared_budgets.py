@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from qkvcache.policies import H2O, SnapKV
+from qkvcache.policies import H2O, AdaKV, SnapKV
 from qkvcache.storage import PAGE, EvictingStorage
 from tests.matrix import COVER, SHARED, covering, slowly
 from tests.policies.oracle import HEADS, Text, columns, drive
@@ -28,7 +28,7 @@ def test_those_with_the_highest_score_in_all_heads_are_kept(name, text):
 
 @pytest.mark.parametrize("format", ["identity", "int8"])
 def test_heads_of_several_pages(format):
-    policy = H2O(budget=150, num_sink_tokens=4, recent=20, interval=8, alpha_safeguard=0.2)
+    policy = AdaKV(H2O(budget=150, num_sink_tokens=4, recent=20, interval=8))
     check(policy, LONG, format=format, num_sink_tokens=4, residual_length=20)
 
 
@@ -58,7 +58,7 @@ def test_heads_are_guaranteed_different_shares(monkeypatch, text, guaranteed):
 
 @pytest.mark.parametrize(("name", "format"), covering(SHARED, ["identity", "int8"], strength=1))
 def test_a_share_of_everything_is_a_budget_for_each_head(name, format):
-    shared, own = replace(SHARED[name](14), alpha_safeguard=1.0), replace(SHARED[name](14), alpha_safeguard=None)
+    shared, own = replace(SHARED[name](14), alpha_safeguard=1.0), SHARED[name](14).policy
     for text in TEXTS.values():
         options = {"num_sink_tokens": 2, "residual_length": 2}
         for ours, theirs in zip(drive(shared, text, format, **options), drive(own, text, format, **options), strict=True):
@@ -86,7 +86,7 @@ def codes_of(layer):
 
 @pytest.mark.parametrize("format", slowly(["identity", "int8", "turboquant_3bit_nc", "fp8_token"], ["turboquant_3bit_nc", "fp8_token"]))
 def test_survivors_are_never_encoded_again(format):
-    policy, before, survived = SnapKV(budget=100, window_size=8, recent=10, interval=2, alpha_safeguard=0.2), {}, 0
+    policy, before, survived = AdaKV(SnapKV(budget=100, window_size=8, recent=10, interval=2)), {}, 0
     for layer in drive(policy, LONG, format, num_sink_tokens=2, residual_length=3):
         found = codes_of(layer)
         lengths = layer.storage.tokens.lengths
@@ -100,7 +100,7 @@ def test_survivors_are_never_encoded_again(format):
 
 @pytest.mark.parametrize("format", ["identity", "int8", "int8_token", "fp8_token", "nvfp4", "hadaquant_k3v3"])
 def test_a_slot_decodes_to_the_token_whose_position_it_records(format):
-    *_, layer = drive(SnapKV(budget=100, window_size=8, recent=10, interval=2, alpha_safeguard=0.2), LONG, format)
+    *_, layer = drive(AdaKV(SnapKV(budget=100, window_size=8, recent=10, interval=2)), LONG, format)
     positions = columns(layer).long()
     at = (positions + torch.tensor(LONG.pads)[:, None, None])[..., None].expand(-1, -1, -1, LONG.keys.shape[-1])
     tokens = layer.storage.tokens
@@ -112,7 +112,7 @@ def test_a_slot_decodes_to_the_token_whose_position_it_records(format):
 
 
 def test_pages_belong_to_one_head_and_fit_the_budget():
-    policy, budget = SnapKV(budget=200, window_size=8, recent=10, interval=2, alpha_safeguard=0.1), 200
+    policy, budget = AdaKV(SnapKV(budget=200, window_size=8, recent=10, interval=2), 0.1), 200
     text = Text((0, 5), (300, *[1] * 20, 100, *[1] * 20), skew=8.0)
     for layer in drive(policy, text):
         tokens = layer.storage.tokens

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 from transformers import Cache, LlamaConfig, LlamaForCausalLM
 
-from qkvcache.formats import REGISTRY
+from qkvcache.formats import Identity
 from qkvcache.layers.compressed import CompressedLayer
 from tests.seeds import SEED
 from tests.tolerance import same_decoded
 
 LAYERS, HEADS, DIM, WORDS = 2, 2, 32, 100
-IDENTITY = REGISTRY["identity"].codecs()
+IDENTITY = Identity().codecs()
 
 
 @functools.lru_cache

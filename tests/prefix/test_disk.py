@@ -136,7 +136,7 @@ def disk_metadata(path) -> dict[str, str]:
         (lambda tensors, data: data.update(qkvcache_prefix="99"), "upgrade"),
         (lambda tensors, data: data.pop("qkvcache_prefix"), "no prefix entry"),
         (lambda tensors, data: data.pop("digest"), "header was changed"),
-        (lambda tensors, data: data.update(header=data["header"].replace("0.", "1.", 1)), "header was changed"),
+        (lambda tensors, data: data.update(header=data["header"].replace("false", "true", 1)), "header was changed"),
         (lambda tensors, data: tensors["ids"][5:6].add_(1), "header was changed"),
         (lambda tensors, data: tensors.pop("1.key.residual"), "damaged"),
         (lambda tensors, data: tensors.update({"1.key.sinks": tensors["1.key.sinks"] + 1}), "layer 1 were changed"),
@@ -263,7 +263,8 @@ def _write_until_killed(directory, seed, done):
 
 
 @pytest.mark.slow
-def test_killing_a_writer_loses_at_most_the_entry_being_written(tmp_path):
+def test_killing_a_writer_loses_at_most_the_entry_being_written(tmp_path, monkeypatch):
+    monkeypatch.setattr(disk, "LONGEST_WRITE", -1)
     kept = store(tmp_path)
     written: list[int] = []
     leftovers = 0
@@ -294,6 +295,16 @@ def test_killing_a_writer_loses_at_most_the_entry_being_written(tmp_path):
             assert kept.fetch(random_ids(400, number)).kind == "exact"
     assert kept.stats.files - 24 <= len(written) <= kept.stats.files
     assert leftovers, "no process was killed while it wrote: the test has lost its point"
+
+
+def test_only_old_folders_of_writers_are_removed(tmp_path):
+    kept = store(tmp_path)
+    running, left = tmp_path / "1.writing", tmp_path / "2.writing"
+    running.mkdir()
+    left.mkdir()
+    os.utime(left, (0, 0))
+    kept.trim(0, 2**20)
+    assert running.exists() and not left.exists()
 
 
 def _store_and_fetch(directory, seed, most):

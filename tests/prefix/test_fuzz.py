@@ -41,8 +41,8 @@ DTYPES = [torch.float64, torch.float32, torch.float16, torch.int64, torch.int32,
 KINDS = {
     "quantized": ("llama", {"format": "turboquant_4bit_nc"}),
     "scores": ("llama", {"format": "int8", "policy": policies.H2O(budget=24, recent=4)}),
-    "statistics": ("llama", {"format": "hadaquant_k4v4", "policy": policies.ExpectedAttention(budget=24, recent=4, n_future_positions=8)}),
-    "pages": ("llama", {"format": "int8", "policy": policies.SnapKV(budget=24, interval=1, window_size=4, recent=3, alpha_safeguard=0.2)}),
+    "statistics": ("llama", {"format": "hadaquant_k4v3", "policy": policies.ExpectedAttention(budget=24, recent=4, n_future_positions=8)}),
+    "pages": ("llama", {"format": "int8", "policy": policies.AdaKV(policies.SnapKV(budget=24, interval=1, window_size=4, recent=3))}),
     "sliding": ("gemma3", {"format": "int8"}),
 }  # fmt: skip
 

@@ -71,7 +71,7 @@ def layers() -> list[Snapshot]:
 @pytest.fixture
 def file(tmp_path, layers) -> disk.File:
     key = match.encode(bytes(match.NAME), torch.arange(TOKENS))
-    return disk.write(tmp_path, Entry(key, CacheTemplate(DynamicCache(config=model().config), model().config), layers, ()), "llama")
+    return disk.write(tmp_path, Entry(key, CacheTemplate(DynamicCache(config=model().config), model().config), layers), "llama")
 
 
 def given() -> Snapshot:
@@ -132,15 +132,16 @@ def test_a_block_waits_for_every_gpu_and_not_for_other_blocks(cudart, layers):
 
 def test_a_slow_layer_does_not_stop_those_that_are_read_with_it(cudart, file, layers, monkeypatch):
     """Nor does a consumer that keeps all layers."""
-    others, matches = threading.Semaphore(0), disk._matches
+    others, digests = threading.Semaphore(0), disk._sums
 
-    def matched(layer: Snapshot, cut: Snapshot, sums: list[str]) -> bool:
-        if sums == file.layers[0]["sums"]:
+    def slow(layer: Snapshot, chunks: int | None) -> list[str]:
+        found = digests(layer, chunks)
+        if found == file.layers[0]["sums"]:
             assert all(others.acquire(timeout=60) for _ in range(disk.AHEAD - 1)), "the layers after it wait for it"
         others.release()
-        return matches(layer, cut, sums)
+        return found
 
-    monkeypatch.setattr(disk, "_matches", matched)
+    monkeypatch.setattr(disk, "_sums", slow)
     kept = list(disk.read(file, TOKENS, Blocks()))
     assert all(torch.equal(x.tensors["keys"], y.tensors["keys"]) for x, y in zip(kept, layers, strict=True))
     assert len(cudart.locked) == LAYERS

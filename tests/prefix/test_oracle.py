@@ -13,6 +13,7 @@ from transformers import DynamicCache
 
 from qkvcache import CompressedCache, PrefixStore
 from qkvcache.prefix.match import decode
+from tests.matrix import FORMATS
 from tests.prefix.made import fill, held, model, same
 
 ZONES = {"num_sink_tokens": 2, "residual_length": 6}
@@ -31,7 +32,7 @@ class Oracle(RuleBasedStateMachine):
 
     @initialize(format=st.sampled_from(["int8", "turboquant_3bit_nc", "fp8_tensor_frozen"]), on_disk=st.booleans(), dense=st.booleans())
     def begin(self, format, on_disk, dense):
-        self.format, self.dense = format, dense
+        self.format, self.dense = FORMATS[format], dense
         self.folder = tempfile.TemporaryDirectory() if on_disk else None
         self.stored: dict[tuple, list] = {}
         self.memory: dict[tuple, int] = {}

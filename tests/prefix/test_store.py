@@ -12,7 +12,7 @@ from qkvcache import CompressedCache, PrefixStore, TurboQuantCache, policies
 from qkvcache.formats import resolve
 from qkvcache.layers.snapshot import Snapshot, restore, snapshot
 from qkvcache.prefix import Match
-from tests.matrix import COVER, by_layer
+from tests.matrix import COVER, FORMATS, by_layer
 from tests.prefix.made import WORDS, fill, held, keys_and_values, model, random_ids, same
 
 ZONES = {"num_sink_tokens": 2, "residual_length": 8}
@@ -31,9 +31,9 @@ def dense(ids) -> DynamicCache:
 
 
 @pytest.mark.parametrize("on_disk", [False, True], ids=["memory", "disk"])
-@pytest.mark.parametrize("format", [*COVER, by_layer(model().config)], ids=str)
+@pytest.mark.parametrize("format", [*COVER, "by_layer"])
 def test_codes_go_in_and_come_out_bit_for_bit(format, on_disk, tmp_path):
-    ids = random_ids(150)
+    ids, format = random_ids(150), by_layer(model().config) if format == "by_layer" else FORMATS[format]
     cache = compressed(ids, format)
     expected = held(cache)
     first = store(format, directory=tmp_path) if on_disk else store(format)
@@ -52,7 +52,7 @@ def test_codes_go_in_and_come_out_bit_for_bit(format, on_disk, tmp_path):
 
 @pytest.mark.parametrize("format", COVER)
 def test_a_dynamic_cache_comes_out_as_its_codec_makes_it(format):
-    ids = random_ids(100)
+    ids, format = random_ids(100), FORMATS[format]
     expected = held(compressed(ids, format))
     for options in ({}, {"dense": True}):
         kept = store(format, **options)
@@ -60,11 +60,6 @@ def test_a_dynamic_cache_comes_out_as_its_codec_makes_it(format):
         found = kept.fetch(torch.cat([ids, ids[:1]]))
         assert found.length == 100 and type(found.cache) is (DynamicCache if options else CompressedCache)
         assert same(found.cache, expected, 100)
-        error = max(
-            float((a - b).square().mean().sqrt() / b.square().mean().sqrt())
-            for a, b in zip(held(found.cache), held(dense(ids)), strict=True)
-        )
-        assert found.error == pytest.approx(error, rel=0.5, abs=1e-6)  # the zones, left out there, are exact
 
 
 @pytest.mark.parametrize(
@@ -118,7 +113,7 @@ def test_a_longer_entry_takes_the_place_of_what_it_covers():
 @pytest.mark.parametrize("format", ["int8", "turboquant_3bit_nc", "fp8_tensor", "fp8_tensor_frozen"])
 @pytest.mark.parametrize("tokens", [4, 30, 63, 64, 65, 117, 119, 120])
 def test_what_was_fetched_goes_on_working_and_shares_nothing(format, tokens):
-    ids = random_ids(120)
+    ids, format = random_ids(120), FORMATS[format]
     kept = store(format)
     kept.store(ids, compressed(ids, format))
     prompt = torch.cat([ids[:tokens], torch.tensor([2])])
@@ -162,7 +157,7 @@ def test_short_dynamic_caches_stay_exact():
         kept = store("turboquant_3bit_nc", min_quantize_tokens=61, **options)
         kept.store(ids, dense(ids))
         found = kept.fetch(torch.cat([ids, ids]))
-        assert type(found.cache) is cache_type and found.error == 0
+        assert type(found.cache) is cache_type
         assert same(found.cache, held(compressed(ids, "turboquant_3bit_nc")) if cache_type is CompressedCache else held(dense(ids)), 60)
 
 

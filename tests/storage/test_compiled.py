@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from qkvcache.formats import REGISTRY
 from qkvcache.kernels import attend, attend_on_codes
 from qkvcache.kernels import step as step_on_device
 from qkvcache.kernels.pages import ROOM
 from qkvcache.layers.compressed import CompressedLayer
+from tests.matrix import FORMATS as REGISTRY
 from tests.reference import assert_close
 from tests.seeds import SEED
 from tests.updates import DIM, ROWS, VALUE_DIM, Pair, new

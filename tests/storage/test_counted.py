@@ -4,11 +4,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from qkvcache.formats import REGISTRY
 from qkvcache.kernels import pages
 from qkvcache.kernels.pages import DROPPED, LENGTH, TOKENS
 from qkvcache.storage import Storage
 from tests.codes import codes_of
+from tests.matrix import FORMATS as REGISTRY
 
 ROWS, HEADS, DIM, VALUE_DIM = 3, 2, 64, 32
 Pair = tuple[Tensor, Tensor]

@@ -9,6 +9,7 @@ from qkvcache.formats import resolve
 from qkvcache.policies import H2O, Budget
 from qkvcache.storage import RowPages, TokenMetadata
 from qkvcache.storage.eviction import append_and_evict
+from tests.matrix import FORMATS
 
 pytestmark = pytest.mark.sums
 
@@ -23,7 +24,7 @@ class QuantizedRegion:
     """A region, and every token that was ever offered to it."""
 
     def __init__(self, format: str, seed: int):
-        codec = resolve(format).key
+        codec = FORMATS[format].key
         self.codec, self.generator = codec, torch.Generator().manual_seed(seed)
         empty = torch.empty(ROWS, HEADS, 0, DIM)
         self.slots = RowPages((codec, codec), (empty, empty), per_head=True)

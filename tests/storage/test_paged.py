@@ -8,8 +8,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from qkvcache.formats import REGISTRY
 from qkvcache.storage import MAX_GROWTH, PAGE, RowPages, paged
+from tests.matrix import FORMATS as REGISTRY
 from tests.seeds import SEED
 
 DIM = 16

@@ -8,9 +8,9 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from qkvcache import CompressedCache
-from qkvcache.formats import REGISTRY
 from qkvcache.kernels.pages import LENGTH, TOKENS
 from qkvcache.storage import PAGE, Storage, block_of, storage
+from tests.matrix import FORMATS as REGISTRY
 from tests.seeds import SEED
 
 CODEC = REGISTRY["int8"].value

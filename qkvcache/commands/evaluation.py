@@ -2,32 +2,41 @@
 
 from __future__ import annotations
 
-import inspect
+import ast
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
-import torch
-import transformers
 import typer
-from rich.console import Console
-from rich.progress import Progress, track
 from rich.table import Table
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from .. import demo, models
-from ..formats import REGISTRY
-from ..options import MODEL, Budget, Device, JsonOption, budget_of, device_of, dtype_of, examples, model_of, output, refusals, table
-from ..policies import HeadProfile
-from .calibrate import Calibration
-from .calibrate import calibrate as measure_bits
-from .profile_heads import profile_heads as measure_heads
-from .spec import DENSE, CacheSpec
-from .speed import measure
+from ..options import (
+    MODEL,
+    Budget,
+    Device,
+    JsonOption,
+    WithFormats,
+    budget_of,
+    device_of,
+    dtype_of,
+    examples,
+    model_of,
+    output,
+    quiet,
+    refusals,
+    table,
+)
+from ..progress import progress, track
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from ..evaluation.calibrate import Calibration
+    from ..policies import HeadProfile
 
 Progressed = Callable[[int, int], None]
-Found = TypeVar("Found", Calibration, HeadProfile)
+Found = TypeVar("Found", "Calibration", "HeadProfile")
 TextFile = Annotated[
     Path | None, typer.Option(help="Text file that the model reads. Default: Python's language reference.", exists=True, dir_okay=False)
 ]
@@ -41,7 +50,7 @@ EVALUATED = examples(
 app = typer.Typer()
 
 
-@app.command(epilog=examples("qkvcache bench meta-llama/Llama-3.1-8B --tokens 32000 --device cuda --preallocate"))
+@app.command(cls=WithFormats, epilog=examples("qkvcache bench meta-llama/Llama-3.1-8B --tokens 32000 --device cuda --preallocate"))
 def bench(
     model: Annotated[str, typer.Argument(help=MODEL)] = "demo",
     formats: Annotated[str, typer.Option(help="With commas, as `qkvcache formats` lists them, or 'all'.")] = USUAL,
@@ -58,13 +67,19 @@ def bench(
     json_output: JsonOption = False,
 ) -> None:
     """Measure how fast a model decodes with each format, and the bytes of its cache, beside a DynamicCache."""
+    import torch
+
+    from .. import demo, models
+    from ..evaluation.spec import DENSE, CacheSpec
+    from ..evaluation.speed import measure
+    from ..formats import REGISTRY
+
     path, computes_in, on, size = model_of(model), dtype_of(dtype), device_of(device), budget_of(budget)
     names = [name for name in REGISTRY if name != "identity"] if formats == "all" else formats.split(",")
     longest = tokens + new_tokens if preallocate else None
     with refusals():
         specs = [CacheSpec(cache=name, policy=policy, budget=size, max_length=longest) for name in names]
-        transformers.logging.set_verbosity_error()
-        transformers.logging.disable_progress_bar()
+        quiet()
         network, tokenizer = models.load(path, computes_in, on)
         ids = tokenizer(demo.text(), verbose=False)["input_ids"]
         prompt = torch.tensor((ids * (tokens // len(ids) + 1))[:tokens], device=network.device).expand(batch, -1).contiguous()
@@ -72,7 +87,7 @@ def bench(
             spec.make(network.config)
         named = {"model": model, "device": str(network.device), "dtype": dtype}
         found = measure(network, prompt, [CacheSpec(cache=DENSE), *specs], new_tokens)
-        rows = [named | row for row in track(found, "decoding", 1 + len(specs), console=Console(stderr=True), transient=True)]
+        rows = [named | row for row in track(found, "decoding", 1 + len(specs))]
     for row in rows:
         row["ratio"] = rows[0]["bytes_per_token"] / row["bytes_per_token"]
         row["speedup"] = rows[0]["decode_ms"] / row["decode_ms"]
@@ -102,9 +117,6 @@ def calibrate(
     model: Annotated[str, typer.Argument(help=MODEL)],
     out: Annotated[Path, typer.Option(help="The calibration file that is written, .json.", dir_okay=False)],
     bits: Annotated[float, typer.Option(help="Bits of a channel, the mean over keys and values of all layers.", min=2, max=4)] = 3,
-    size: Annotated[
-        float | None, typer.Option("--bytes", help="Bytes of a token and head, keys and values, in place of --bits.", min=0)
-    ] = None,
     text: TextFile = None,
     context: Annotated[int, typer.Option(help="Tokens of a window that are read exactly, and stored.", min=69)] = 1024,
     windows: Windows = 4,
@@ -118,10 +130,11 @@ def calibrate(
     Measures what 2, 3 and 4 bits cost each of them, and writes the formats of least cost to a file that every cache takes as its format.
     The model runs 6 times a layer over windows x read-on tokens: a minute for 135 million parameters on a GPU, ten on two cores.
     """
+    from ..evaluation.calibrate import calibrate as measure_bits
 
     def windowed(network: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, ids: list[int], progress: Progressed) -> Calibration:
         sizes = {"context": context, "windows": windows, "read_on": read_on}
-        return measure_bits(network, ids, bits=bits, bytes_per_token=size, progress=progress, **sizes)
+        return measure_bits(network, ids, bits=bits, progress=progress, **sizes)
 
     found = _measured(windowed, model, text, out, dtype, device)
     output(found.as_json(), json_output, _choice(found))
@@ -144,6 +157,7 @@ def profile_heads(
 
     The model reads each window and repeats it, once: seconds on a GPU, a minute for 135 million parameters on two cores.
     """
+    from ..evaluation.profile_heads import profile_heads as measure_heads
 
     def windowed(network: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, ids: list[int], progress: Progressed) -> HeadProfile:
         return measure_heads(network, ids, tokenizer=tokenizer, context=context, windows=windows, progress=progress)
@@ -169,18 +183,18 @@ def _shares(found: HeadProfile) -> Table:
 
 def _measured(measure: Callable[..., Found], model: str, text: Path | None, out: Path, dtype: str, device: str | None) -> Found:
     """The result of `measure(model, tokenizer, ids, progress=)` on a text file, or on Python's language reference, saved in `out`."""
+    from .. import demo, models
+
     if out.suffix != ".json":
         raise typer.BadParameter(f"{str(out)!r}: the name of the file must end with .json", param_hint="--out")
     if not out.parent.is_dir():
         raise typer.BadParameter(f"{str(out.parent)!r} is no folder", param_hint="--out")
     path, computes_in, on = model_of(model), dtype_of(dtype), device_of(device)
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    with refusals(), Progress(console=Console(stderr=True), transient=True) as progress:
+    quiet()
+    with refusals(), progress("measuring") as steps:
         network, tokenizer = models.load(path, computes_in, on)
         ids = demo.text_ids(tokenizer, None if text is None else text.read_text(encoding="utf-8"))
-        task = progress.add_task("measuring", total=None)
-        found = measure(network, tokenizer, ids, progress=lambda done, total: progress.update(task, completed=done, total=total))
+        found = measure(network, tokenizer, ids, progress=steps)
         found = replace(found, about={"model": model, "text": "pydoc" if text is None else text.name} | found.about)
         found.save(out)
     return found
@@ -207,11 +221,15 @@ def _choice(found: Calibration) -> Table:
 )
 def evaluate(context: typer.Context) -> None:
     """Run lm-eval with every score computed through a cache; the arguments are lm-eval's."""
-    from .__main__ import main
+    from ..evaluation.__main__ import main
 
     with refusals():  # `python -m qkvcache.evaluation` shows where an error comes from
         if {"-h", "--help"} & {*context.args}:
-            from .model import CacheLM
-
-            print(f"{inspect.getdoc(CacheLM)}\n\n{EVALUATED}\n")
+            print(f"{_arguments()}\n\n{EVALUATED}\n")
         main(context.args)
+
+
+def _arguments() -> str:
+    """The docstring of `evaluation.model.CacheLM`, read from its file: importing it takes seconds."""
+    tree = ast.parse((Path(__file__).parents[1] / "evaluation" / "model.py").read_text(encoding="utf-8"))
+    return next(ast.get_docstring(node) or "" for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "CacheLM")

@@ -7,7 +7,7 @@ import pytest
 from transformers import AutoConfig
 from typer.testing import CliRunner
 
-from qkvcache import demo, plan, recommend
+from qkvcache import demo, formats, plan, recommend
 from qkvcache.cli import app
 from qkvcache.policies import H2O
 
@@ -22,7 +22,7 @@ MEMORY = ("--gpu-memory", "1GiB", "--weights-memory", "24MB")
 
 def test_plan_lists_every_format():
     rows = json.loads(run("plan", "demo", "--context", "4000", *MEMORY, "--json").stdout)
-    assert len(rows) > 20 and rows[0]["format"] is None
+    assert len(rows) == len(formats.REGISTRY) and rows[0]["format"] is None
     for row in rows[::5]:
         expected = plan(CONFIG, format=row["format"], context=4000, gpu_memory=2**30, weights_memory=24e6)
         assert row == json.loads(json.dumps(expected.as_json()))
@@ -54,7 +54,7 @@ def test_recommend():
     expected = recommend(CONFIG, context=40_000, workload="continue")
     assert found["call"] == expected.call and found["plan"]["bytes_per_request"] == expected.plan.bytes_per_request
     text = run("recommend", "demo", "--context", "40000", "--chat").stdout
-    for part in ("HadaQuantCache(config", "PrefixStore", "--kv-cache-dtype turboquant_4bit_nc", "FP8 + prefix caching"):
+    for part in ("TurboQuantCache(config", "PrefixStore", "--kv-cache-dtype turboquant_4bit_nc", "FP8 + prefix caching"):
         assert part in text, part
 
 

@@ -16,7 +16,7 @@ def run(*arguments: str):
 
 def test_bench_measures_each_cache_beside_the_dense_one():
     options = ("--tokens", "200", "--new-tokens", "8", "--device", "cpu", "--dtype", "float32", "--batch", "2")
-    dense, int8, fp8 = json.loads(run("bench", "demo", "--formats", "int8,fp8", *options, "--json").stdout)
+    dense, int8, fp8 = json.loads(run("bench", "--formats", "int8", "fp8", "demo", *options, "--json").stdout)
     assert (dense["cache"], int8["cache"], fp8["cache"]) == ("dynamic", "int8", "fp8")
     assert dense["bytes_per_token"] == 5 * 2 * 2 * 128 * 4 and dense["ratio"] == dense["speedup"] == 1
     assert int8["ratio"] == fp8["ratio"] > 1.4

@@ -33,7 +33,7 @@ def serve(
     model_of(model)  # refused here, under the argument's name
     with refusals():
         options = stock_options(context.args)
-        from .server import Server
+        from ..batching.server import Server
 
         cache = {"format": format, "num_sink_tokens": num_sink_tokens, "residual_length": residual_length}
         server = Server(model, cache, metrics_interval=metrics_interval, grace_seconds=grace_seconds, **options)
@@ -45,6 +45,8 @@ def stock_options(arguments: list[str]) -> dict[str, Any]:
     from transformers.cli.serve import Serve
     from transformers.utils.import_utils import is_serve_available
 
+    from ..models import usable
+
     if not is_serve_available():
         raise ImportError("serving needs packages that are not installed: pip install 'qkvcache[serve]'")
     stock = typer.Typer(add_completion=False)
@@ -53,4 +55,6 @@ def stock_options(arguments: list[str]) -> dict[str, Any]:
     options = command.make_context("qkvcache serve MODEL", ["--continuous-batching", *arguments]).params
     if options.pop("force_model", None) is not None:
         raise typer.BadParameter(f"one model is served, got {arguments} beside it", param_hint="MODEL")
+    if options["device"] != "auto":
+        usable(options["device"])
     return {name: value for name, value in options.items() if name != "non_blocking"}

@@ -1,7 +1,6 @@
-"""`qkvcache prefix`: what it measures, lists, checks and removes."""
+"""`qkvcache prefix`: what it measures, lists and checks."""
 
 import json
-import platform
 
 import pytest
 import torch
@@ -10,7 +9,7 @@ from typer.testing import CliRunner
 from qkvcache import CompressedCache, PrefixStore
 from qkvcache.cli import app
 from qkvcache.policies import Custom, Knorm
-from qkvcache.prefix.entry import CacheTemplate, in_short
+from qkvcache.prefix.entry import CacheTemplate
 from tests.prefix.made import fill, model, random_ids
 
 
@@ -33,7 +32,7 @@ def test_ls_lists_what_is_there(directory):
     assert all(row["model"] == "llama" and "nvfp4" in row["cache"] and not row["problem"] for row in rows)
     assert sum(row["bytes"] for row in rows) == sum(path.stat().st_size for path in directory.iterdir())
     table = run("ls", directory).stdout
-    assert "1,500" in table and rows[0]["entry"][:12] in table and "2 files" in table
+    assert "1,500" in table and rows[0]["file"][:12] in table and "2 files" in table
     assert table.count(" nvfp4 ") == 2 and "NVFP4(" not in table
 
 
@@ -48,34 +47,21 @@ def test_ls_lists_what_is_there(directory):
     ],
 )
 def test_caches_in_short(options, says):
-    assert in_short(CacheTemplate(CompressedCache(model().config, **options), model().config).text) == says
+    assert CacheTemplate(CompressedCache(model().config, **options), model().config).text == says
 
 
 def test_verify_finds_what_is_damaged(directory):
-    assert run("verify", directory).exit_code == 0
+    assert run("ls", directory, "--verify").exit_code == 0
     path = max(directory.iterdir(), key=lambda path: path.stat().st_size)
     content = bytearray(path.read_bytes())
     content[-1000] ^= 4
     path.write_bytes(content)
     (directory / "other.safetensors").write_bytes(b"no")
-    result = run("verify", directory)
-    assert result.exit_code == 1 and "were changed" in result.stdout and "3 files, 2 damaged" in result.stdout
-    problems = [row["problem"] for row in json.loads(run("verify", directory, "--json").stdout)]
+    result = run("ls", directory, "--verify")
+    assert result.exit_code == 1 and "were changed" in " ".join(result.stdout.split()) and "3 files, 2 damaged" in result.stdout
+    problems = [row["problem"] for row in json.loads(run("ls", directory, "--verify", "--json").stdout)]
     assert sum(map(bool, problems)) == 2
-
-
-def test_rm_removes_what_is_named_and_no_other(directory):
-    (directory / "model.safetensors").write_bytes(b"no")
-    (directory / f"{platform.node()}.999999999.0.writing").mkdir()  # of a process that is no more
-    rows = json.loads(run("ls", directory, "--json").stdout)
-    entry = next(row["entry"] for row in rows if row["tokens"] == 300)
-    assert run("rm", directory, "zz").exit_code == 2
-    assert run("rm", directory).exit_code == 2
-    result = run("rm", directory, entry[:12])
-    assert result.exit_code == 0 and "removed 1" in result.stdout
-    assert {row["tokens"] for row in json.loads(run("ls", directory, "--json").stdout)} == {0, 1500}
-    assert "removed 1" in run("rm", directory, "--all").stdout
-    assert [path.name for path in directory.iterdir()] == ["model.safetensors"]
+    assert run("ls", directory).exit_code == 0  # headers alone
 
 
 def test_bench_measures_what_a_store_holds():
@@ -86,7 +72,6 @@ def test_bench_measures_what_a_store_holds():
     assert sizes[1] - sizes[0] == 300 * per_token + 300 * 4
     assert rows[1]["ratio"] == pytest.approx(600 * 5 * 2 * 512 / sizes[1])
     for row in rows:
-        assert 0.004 < row["error"] < 0.01
         assert all(row[name] > 0 for name in ("store_ms", "fetch_ms", "fetch_half_ms", "write_ms", "read_ms", "read_half_ms"))
     assert "us/token" in run("bench", "--contexts", "300", "--dtype", "float16").stdout
 

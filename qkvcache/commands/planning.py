@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from transformers import AutoConfig, PreTrainedConfig
+from rich.table import Column, Table
 
-from .. import policies
-from ..models import known
 from ..options import MODEL, Budget, JsonOption, budget_of, dtype_of, examples, model_of, output, refusals
-from . import plan as plan_one
-from . import plan_all, show
-from . import recommend as ask
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+    from ..planning import Plan
+    from ..policies import Policy
 
 UNITS = {"": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
@@ -67,6 +67,8 @@ def plan(
     json_output: JsonOption = False,
 ) -> None:
     """Show the bytes of a cache, how many requests fit beside the weights, and the longest context."""
+    from .. import planning
+
     options = {
         "policy": _policy(policy, budget), "context": context, "batch": batch, "requests": _mix(requests),
         "gpu_memory": _bytes("--gpu-memory", gpu_memory), "weights_memory": _bytes("--weights-memory", weights_memory),
@@ -75,46 +77,51 @@ def plan(
     }  # fmt: skip
     config = _config(model)
     with refusals():
-        plans = [plan_one(config, format=format, **options)] if format else plan_all(config, **options)  # type: ignore[arg-type]
-    of_one = (show.parts(plans[0]), plans[0].reason) if format else ()
-    output([plan.as_json() for plan in plans], json_output, show.table(plans), *of_one)
+        plans = [planning.plan(config, format=format, **options)] if format else planning.plan_all(config, **options)  # type: ignore[arg-type]
+    of_one = (_parts(plans[0]), plans[0].reason) if format else ()
+    output([plan.as_json() for plan in plans], json_output, _table(plans), *of_one)
 
 
 @app.command(epilog=examples(f"qkvcache recommend {EIGHT_GPUS} --workload continue"))
 def recommend(
     model: Model,
-    context: Context = None,
+    context: Annotated[int, typer.Option(help="Tokens of a request, the prompt and what is generated.", min=1)],
     workload: Annotated[
         str, typer.Option(help="'facts' that may be asked for later, a 'question' that ends the prompt, or 'continue' a text.")
     ] = "facts",
     streaming: Annotated[bool, typer.Option("--streaming", help="The stream has no end.")] = False,
     chat: Annotated[bool, typer.Option("--chat", help="Several turns.")] = False,
     batch: Batch = 1,
-    requests: Requests = None,
     gpu_memory: GpuMemory = None,
     weights_memory: WeightsMemory = None,
     tensor_parallel: TensorParallel = 1,
     dtype: Dtype = None,
-    head_profile: Annotated[
-        Path | None,
-        typer.Option(help="Profile of the model (`qkvcache profile-heads`): facts survive eviction.", exists=True, dir_okay=False),
-    ] = None,
     json_output: JsonOption = False,
 ) -> None:
     """Show which cache to choose, why, its bytes, and the nearest flags of vLLM and SGLang."""
+    from .. import planning
+
     options = {
-        "workload": workload, "context": context, "streaming": streaming, "chat": chat, "batch": batch, "requests": _mix(requests),
+        "workload": workload, "context": context, "streaming": streaming, "chat": chat, "batch": batch,
         "dtype": dtype and dtype_of(dtype), "gpu_memory": _bytes("--gpu-memory", gpu_memory),
         "weights_memory": _bytes("--weights-memory", weights_memory), "tensor_parallel": tensor_parallel,
     }  # fmt: skip
     config = _config(model)
     with refusals():
-        profile = head_profile and policies.HeadProfile.load(head_profile)
-        recommendation = ask(config, **options, head_profile=profile)  # type: ignore[arg-type]
-    output(recommendation.as_json(), json_output, show.recommended(recommendation))
+        found = planning.recommend(config, **options)  # type: ignore[arg-type]
+    grid = Table(Column(), Column(overflow="fold"), show_header=False, title="recommended")
+    for row in (
+        ("cache", found.call), ("because", found.reason), ("usual guide", found.guide), ("vLLM", found.vllm), ("SGLang", found.sglang)
+    ):  # fmt: skip
+        grid.add_row(*row)
+    output(found.as_json(), json_output, grid)
 
 
 def _config(model: str) -> PreTrainedConfig:
+    from transformers import AutoConfig
+
+    from ..models import known
+
     path = model_of(model)
     try:
         return AutoConfig.from_pretrained(path)
@@ -125,7 +132,9 @@ def _config(model: str) -> PreTrainedConfig:
         ) from error
 
 
-def _policy(name: str | None, budget: float | None) -> policies.Policy | None:
+def _policy(name: str | None, budget: float | None) -> Policy | None:
+    from .. import policies
+
     if name is None:
         if budget is not None:
             raise typer.BadParameter(f"{budget:g} without a policy: add --policy, such as --policy h2o", param_hint="--budget")
@@ -154,3 +163,43 @@ def _bytes(name: str, text: str | None) -> float | None:
     if not match:
         raise typer.BadParameter(f"{text!r}: expected a size such as 80GB, 74.5GiB or 80e9", param_hint=name)
     return float(match[1]) * UNITS[(match[2] or "").upper()]
+
+
+def _table(plans: list[Plan]) -> Table:
+    """A row for each plan; all have the same model, context and memory."""
+    first = plans[0]
+    grid = Table(title=f"{first.model}, {first.context:,} tokens a request, {first.dtype}", caption=_caption(first))
+    budget = first.gpu_memory is not None
+    mixed = first.batching is not None
+    fits = ("pages", "requests of the mix") if mixed else ("requests", "longest context")
+    for header in ("cache", "bytes a token", "MB a request", "smaller", *(fits if budget else ())):
+        grid.add_column(header, justify="left" if header == "cache" else "right", no_wrap=header == "cache")
+    for plan in plans:
+        cells = [plan.name, f"{plan.bytes_per_token:,.0f}", f"{plan.bytes_per_request / 1e6:,.1f}", f"{plan.ratio:.2f}x"]
+        if plan.batching is not None:
+            cells += [f"{plan.batching.pages:,}", f"{plan.batching.requests:,}"]
+        elif budget:
+            cells += [f"{plan.requests:,}", "any" if plan.unbounded else f"{plan.longest_context:,}"]
+        grid.add_row(*cells)
+    return grid
+
+
+def _parts(plan: Plan) -> Table:
+    """The bytes of one request by role."""
+    grid = Table("part", Column("MB", justify="right"), title=f"one request in {plan.name}")
+    for name in ("codes", "scales", "exact", "bookkeeping"):
+        grid.add_row(name, f"{getattr(plan.request, name) / 1e6:,.2f}")
+    grid.add_row("all", f"{plan.bytes_per_request / 1e6:,.2f}")
+    return grid
+
+
+def _caption(plan: Plan) -> str | None:
+    from ..planning.plan import in_words
+
+    words = list(plan.notes)
+    if plan.gpu_memory is not None and plan.weights_memory is not None:
+        memory = f"{plan.tensor_parallel} x {in_words(plan.gpu_memory)} less {in_words(plan.weights_memory)} of weights"
+        words.insert(0, f"{memory}, no activations, no headroom; longest context of {plan.batch} at once.")
+    if plan.at_most:
+        words.insert(0, "Bytes are at most these: how many pages heads take that share a budget depends on the text.")
+    return " ".join(words) or None

@@ -1,0 +1,51 @@
+"""How far long work is, on stderr: a bar on a terminal, elsewhere a line every ten seconds."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+T = TypeVar("T")
+SECONDS = 10.0
+"""The time between two lines."""
+
+
+@contextmanager
+def progress(task: str, shown: bool = True) -> Iterator[Callable[[int, int], None]]:
+    """Shows `task` until the context ends. Yields a function that takes the number of steps that are done, and of all steps."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    console = Console(stderr=True)
+    if not shown:
+        yield lambda done, total: None
+    elif console.is_terminal:
+        with Progress(console=console, transient=True) as bar:
+            number = bar.add_task(task, total=None)
+            yield lambda done, total: bar.update(number, completed=done, total=total)
+    else:
+        begin, ended, steps = time.monotonic(), threading.Event(), [""]
+
+        def write() -> None:
+            while not ended.wait(SECONDS):
+                print(f"{task}: {steps[0]}{time.monotonic() - begin:.0f} s", file=sys.stderr, flush=True)
+
+        writer = threading.Thread(target=write, daemon=True)
+        writer.start()
+        try:
+            yield lambda done, total: steps.__setitem__(0, f"{done} of {total}, ")
+        finally:
+            ended.set()
+            writer.join()
+
+
+def track(items: Iterable[T], task: str, total: int, shown: bool = True) -> Iterator[T]:
+    """The `items`, `total` in number, while `progress` shows how many are done."""
+    with progress(task, shown) as done:
+        for number, item in enumerate(items):
+            done(number, total)
+            yield item

@@ -1,0 +1,35 @@
+"""Signatures of the named caches, as editors and `help` show them: each has the options of CompressedCache, apart from what it makes."""
+
+import inspect
+import typing
+
+import pytest
+
+from qkvcache import CompressedCache, caches
+from qkvcache.caches.named import FormatOptions, Options
+
+GENERAL = {name: at for name, at in inspect.signature(CompressedCache).parameters.items() if at.kind is at.KEYWORD_ONLY}
+NAMED = [getattr(caches, name) for name in caches.__all__ if name.endswith("Cache") and name != "CompressedCache"]
+
+
+@pytest.mark.parametrize("kind", NAMED, ids=lambda kind: kind.__name__)
+def test_a_signature_lists_every_option(kind):
+    parameters = inspect.signature(kind).parameters
+    made = GENERAL.keys() - parameters.keys()
+    assert made in ({"format"}, {"policy"})
+    assert not [at for at in parameters.values() if at.kind is at.VAR_KEYWORD]
+    assert parameters["max_length"] == GENERAL["max_length"] and parameters["residual_length"].default == 64
+    with pytest.raises(TypeError, match=rf"{kind.__name__} makes its {min(made)} itself: pass \w+="):
+        kind(**dict.fromkeys(made, "int8"))
+
+
+def test_type_checkers_know_the_same_options():
+    assert typing.get_type_hints(FormatOptions).keys() == GENERAL.keys() - {"format"}
+    assert typing.get_type_hints(Options).keys() == GENERAL.keys() - {"format", "policy", "num_sink_tokens"}
+
+
+def test_an_editor_completes_options_of_a_named_cache():
+    jedi = pytest.importorskip("jedi")
+    (signature,) = jedi.Script("from qkvcache.caches import TurboQuantCache\nTurboQuantCache(config, ").get_signatures()
+    shown = {parameter.name for parameter in signature.params}
+    assert shown >= {"preset", "policy", "num_sink_tokens", "residual_length", "skip_layers", "max_length"} and "format" not in shown

@@ -1,0 +1,44 @@
+"""Modules that importing the package and asking the command for help load: none that takes seconds."""
+
+import subprocess
+import sys
+
+import pytest
+
+import qkvcache
+
+HEAVY = {"torch", "transformers", "numpy", "triton", "accelerate", "datasets", "lm_eval", "scipy", "safetensors", "sympy"}
+EVERY_HELP = """
+import typer, qkvcache.cli
+from typer.testing import CliRunner
+def ask(command, words):
+    assert words == ["eval"] or CliRunner().invoke(qkvcache.cli.app, [*words, "--help"]).exit_code == 0
+    for word, inner in getattr(command, "commands", {}).items():
+        ask(inner, [*words, word])
+ask(typer.main.get_command(qkvcache.cli.app), [])
+"""  # `eval` prints the help of lm-eval, which loads datasets
+
+
+def loaded(code: str) -> set[str]:
+    """Top-level modules of a fresh process after `code`."""
+    code = f"{code}\nimport sys; print(*{{name.split('.')[0] for name in sys.modules}})"
+    return set(subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=60).stdout.split())
+
+
+@pytest.mark.parametrize(
+    ("code", "without"), [("import qkvcache; dir(qkvcache)", HEAVY | {"typer", "rich"}), (EVERY_HELP, HEAVY)], ids=["package", "help"]
+)
+def test_nothing_heavy_is_loaded(code, without):
+    assert not loaded(code) & without
+
+
+def test_help_of_the_evaluation_does_without_torch():
+    assert not loaded("import qkvcache.commands.evaluation as e; assert 'pretrained' in e._arguments()") & HEAVY
+
+
+def test_names_are_there_on_first_use():
+    assert issubclass(qkvcache.TurboQuantCache, qkvcache.CompressedCache) and callable(qkvcache.plan) and qkvcache.formats.FP8
+    assert {*qkvcache.__all__} <= {*dir(qkvcache)} and all(hasattr(qkvcache, name) for name in qkvcache.__all__)
+    assert qkvcache.kernels.attend  # the parts are attributes
+    with pytest.raises(AttributeError, match="'qkvcache' has no attribute 'TurboCache'"):
+        qkvcache.TurboCache  # noqa: B018
