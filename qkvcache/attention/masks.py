@@ -204,7 +204,8 @@ def joined_by_head(paged: PagedInputs, new: NewTokens, query: Tensor) -> Tensor:
     token in its head; the last columns of a head are the tokens of the queries `[B, Hq, Q, D]`."""
     batch, query_heads, queries, _ = query.shape
     mask = _causal(queries, query.device)[None, None] if new.mask is None else new.mask
-    lengths, exact = paged.pages.lengths, paged.rows[:, SINKS] + paged.rows[:, RING_TOKENS]
+    lengths: Tensor = paged.pages.lengths  # type: ignore[assignment]
+    exact = paged.rows[:, SINKS] + paged.rows[:, RING_TOKENS]  # type: ignore[index]
     stored = (lengths + exact[:, None] - queries).repeat_interleave(query_heads // lengths.shape[1], dim=1)
     index = torch.arange(sum(paged.slots), device=query.device) - stored[..., None, None]  # among the new tokens
     shape = batch, query_heads, queries, index.shape[-1]

@@ -129,11 +129,8 @@ def observe_on_codes(
     inputs = attention_inputs.paged
     if observed is not None and attention_inputs.counted:
         raise ValueError("`observed` cannot be combined with storage that counts on the device")
-    if attention_inputs.by_head:
-        takes = mask is None and observed is None  # the mask and the sums of pages are by slot
-    else:
-        takes = torch.compiler.is_compiling() or fuses(query, inputs)
-    if inputs is not None and takes:
+    by_slot = attention_inputs.by_head and (mask is not None or observed is not None)  # while these are by column
+    if inputs is not None and not by_slot and (attention_inputs.by_head or torch.compiler.is_compiling() or fuses(query, inputs)):
         out, _, attention_sums = attend_pages(query, inputs, mask, observed=observed, **options)
         return out, attention_sums
     return attend_observed(query, attention_inputs, mask, observed=observed, **options)

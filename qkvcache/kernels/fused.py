@@ -135,7 +135,7 @@ class Arguments(NamedTuple):
     """Planes of keys and of values: codes, high bits, scales, mean, shifts."""
     means: tuple[tuple[int, ...], ...]
     """Strides of the means of keys and of values, over rows and heads."""
-    constants: dict[str, object]
+    constants: dict[str, Any]
     plans: dict[tuple, LaunchPlan]
     """Launch plans of the calls over these inputs, by the shape of their queries and their options."""
 
@@ -360,7 +360,8 @@ class Call:
         with torch.cuda.device_of(out):
             sum_splits_kernel[(sum(-(-n // SUM_TOKENS) for n in self.zones), plan.batch * plan.heads)](
                 self.weights, self.tops, lse, self.observed.contiguous(), attention_sums, self.rows, self.rows_stride, self.lengths,
-                *self.strides[2:], self.slots, self.grains, n_sinks, n_quantized, n_residual, plan.blocks, plan.heads, plan.queries, **plan.sum,
+                *self.strides[2:], self.slots, self.grains, n_sinks, n_quantized, n_residual, plan.blocks, plan.heads, plan.queries,
+                **plan.sum,
             )  # fmt: skip
         return out, lse, attention_sums
 

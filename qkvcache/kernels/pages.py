@@ -38,7 +38,7 @@ class Pages:
                 beyond the length are not read
     lengths     int32 `[B]` or, with pages for each head, `[B, H]`: tokens; None: all that are read exist
 
-    An entry `e` names page `e - first` of a slab. Kernels read the pages of all slabs from the first slab's planes: pages of other slabs lie
+    An entry `e` names page `e - first` of a slab. Kernels read all pages from the planes of the first slab: pages of other slabs lie
     at the same distances from them. They require that the last two dimensions of planes are contiguous, and that their addresses, their
     strides over pages and, unless heads are `PAGE * width` apart, over heads are multiples of 64 bytes.
     """
@@ -76,19 +76,19 @@ class Pages:
     def strides(self) -> tuple[int, int, int, int]:
         """Strides of `table`, then of `lengths`, over rows and heads; 0 over heads that share pages."""
         pages, lengths = self.table.stride()[:-1], () if self.lengths is None else self.lengths.stride()
-        both = (*pages, 0)[:2], (*lengths, 0, 0)[:2]
-        return both[0] + both[1]
+        return pages[0], pages[1] if len(pages) > 1 else 0, *(*lengths, 0, 0)[:2]  # type: ignore[return-value]
 
     def slots(self, place: Tensor) -> Tensor:
-        """The slots, `entry * PAGE + offset` as int64 `[B, 1 or H, T]`, of the tokens `place`, int64 `[T]` or `[B, 1 or H, T]`, which exist.
-        All rows have a slot for each of them."""
+        """The slots, `entry * PAGE + offset` as int64 `[B, 1 or H, T]`, of the tokens `place`, int64 `[T]` or `[B, 1 or
+        H, T]`. All rows have a slot for each of them."""
         table = self.table if self.per_head else self.table[:, None]
         entry = place // self.page_size
         found = table[:, :, entry] if place.dim() == 1 else table.expand(-1, place.shape[1], -1).gather(2, entry.expand(len(table), -1, -1))
         return found.long() * self.page_size + place % self.page_size
 
     def take(self, side: int, slots: Tensor) -> Codes:
-        """Codes of the keys (`side` 0) or values (1) in `slots`, int64 `[B, 1 or H, T]` (1: the same for all heads): `[B, H', T, width]`."""
+        """Codes of the keys (`side` 0) or values (1) in `slots`, int64 `[B, 1 or H, T]` (1: the same for all heads):
+        `[B, H', T, width]`."""
         found: Codes = {}
         for planes, mine, page, offset in self._places(slots):
             for name, plane in planes[side].items():
@@ -360,8 +360,9 @@ def _side(inputs: PagedInputs, side: int) -> tuple[KeysOrValues, Tensor]:
 
 
 def quantize_into(pages: Pages, x: Pair, slots: Tensor | int) -> None:
-    """Quantizes keys and values `[B, H, T, D]` into `slots`, int64 `[B, 1 or H, T]` (1: the same for all heads): `entry * PAGE + offset`, or
-    negative for tokens that are not stored. An int: as the tokens from this number on of each row, whose heads share pages."""
+    """Quantizes keys and values `[B, H, T, D]` into `slots`, int64 `[B, 1 or H, T]` (1: the same for all heads): `entry
+    * PAGE + offset`, or negative for tokens that are not stored. An int: as the tokens from this number on of each row,
+    whose heads share pages."""
     if isinstance(slots, int):
         slots = pages.slots(torch.arange(slots, slots + x[0].shape[2], device=x[0].device))
     for side, (codec, new, statistics) in enumerate(zip(pages.codecs, x, pages.statistics, strict=True)):
@@ -369,8 +370,8 @@ def quantize_into(pages: Pages, x: Pair, slots: Tensor | int) -> None:
 
 
 def _put(x: Tensor, stored: Tensor, index: tuple[Tensor, ...], new: Tensor) -> None:
-    """Writes `new` `[M, ...]` to the `index`, `[M]` for each of the first dimensions of `x`, where `stored`, bool `[M]`. So that the host need
-    not know which are, those that are not stored are written as copies of the first that is."""
+    """Writes `new` `[M, ...]` to the `index`, `[M]` for each of the first dimensions of `x`, where `stored`, bool
+    `[M]`. So that the host need not know which are, those that are not stored are written as copies of the first that is."""
     first = stored.int().argmax()
     at = tuple(torch.where(stored, i, i[first]) for i in index)
     stored = stored.view(-1, *[1] * (new.dim() - 1))
@@ -380,7 +381,8 @@ def _put(x: Tensor, stored: Tensor, index: tuple[Tensor, ...], new: Tensor) -> N
 def store_rows(x: Pair, ring: Pair, ring_slots: Tensor, sinks: Pair, sink_slots: Tensor) -> None:
     """Copies keys and values `[B, H, T, D]` into the slots of rings `[F, H, R, D]` and of sinks `[E, H, S, D]`, `S` may be 0.
 
-    `ring_slots`, `sink_slots`: `row * R + slot` and `row * S + slot` of each token, int64 `[B, T]`; negative for tokens that are not stored.
+    `ring_slots`, `sink_slots`: `row * R + slot` and `row * S + slot` of each token, int64 `[B, T]`; negative for tokens
+    that are not stored.
     """
     for places, slots in ((ring, ring_slots.flatten()), (sinks, sink_slots.flatten())):
         for place, side in zip(places, x, strict=True):
@@ -411,8 +413,8 @@ def store_exact(
 
 
 def step(inputs: PagedInputs, x: Pair) -> None:
-    """Stores new tokens, keys and values `[B, H, T, D]`, `T` at most the slots of the ring, with counts on the device. Tokens that leave the
-    ring are quantized. A step that does not fit is dropped and counted in `control`. All rows have as many tokens."""
+    """Stores new tokens, keys and values `[B, H, T, D]`, `T` at most the slots of the ring, with counts on the device.
+    Tokens that leave the ring are quantized. A step that does not fit is dropped and counted in `control`. All rows have as many tokens."""
     rows, control, ring = inputs.rows, inputs.control, inputs.ring[0].shape[2]
     if rows is None or control is None:
         raise ValueError("the inputs have no counts on the device")
@@ -444,8 +446,8 @@ def step(inputs: PagedInputs, x: Pair) -> None:
 
 
 def unfold(inputs: PagedInputs, columns: int, new: Pair | None) -> Pair:
-    """Keys and values of all tokens at their columns, `[B, H, columns, D]` each, followed by `new` `[B, H, T, D]`, which are not stored yet.
-    Columns without a token are zero. All rows have as many tokens."""
+    """Keys and values of all tokens at their columns, `[B, H, columns, D]` each, followed by `new` `[B, H, T, D]`,
+    which are not stored yet. Columns without a token are zero. All rows have as many tokens."""
     out = []
     for side in (0, 1):
         held, exists = _side(inputs, side)
@@ -497,12 +499,10 @@ def gather_rows(inputs: PagedInputs, new: Pair, starts: tuple[Tensor, Tensor], t
         tiles: int32 `[M, 2]`, `gather_tiles` of the rows' tokens in `out`, for kernels.
         out: keys and values `[1, H, T, D]`.
     """
-    pages, (news, places) = inputs.pages, (x.tolist() for x in starts)
-    for b, ((begin, sink_row, ring_row, sinks, start, count, *_), length) in enumerate(
-        zip(inputs.rows.tolist(), pages.lengths.tolist(), strict=True)
-    ):
-        row = replace(pages, table=pages.table[b : b + 1], lengths=pages.lengths[b : b + 1])
-        order = torch.arange(start, start + count, device=inputs.rows.device) % max(inputs.slots[2], 1)
+    pages, rows, (news, places) = inputs.pages, inputs.rows, (x.tolist() for x in starts)
+    for b, (begin, sink_row, ring_row, sinks, start, count, length, _) in enumerate(rows.tolist()):  # type: ignore[union-attr]
+        row = replace(pages, table=pages.table[b : b + 1], lengths=None)
+        order = torch.arange(start, start + count, device=pages.table.device) % max(inputs.slots[2], 1)
         quantized = max(length - begin, 0)
         for side, (x, sink, ring, last) in enumerate(zip(out, inputs.sinks, inputs.ring, new, strict=True)):
             parts = [sink[sink_row, :, :sinks], ring[ring_row][:, order], last[0, :, news[b] : news[b + 1]]]

@@ -42,8 +42,8 @@ def _tile(
     X: tl.constexpr, WORDS: tl.constexpr, WIDE: tl.constexpr, first: tl.constexpr, planes, valid, AXIS: tl.constexpr,
     TAIL: tl.constexpr, ARCH: tl.constexpr,
 ):  # fmt: skip
-    """Words `first` to `first + WIDE` of the first T tokens of `planes`, as a tuple of X.per planes, fp16 (the model's dtype for `half`): [T,
-    WIDE] with AXIS 0, as keys are multiplied, and [WIDE, T] with 1, loaded transposed, which costs ldmatrix nothing.
+    """Words `first` to `first + WIDE` of the first T tokens of `planes`, as a tuple of X.per planes, fp16 (the model's
+    dtype for `half`): [T, WIDE] with AXIS 0, as keys are multiplied, and [WIDE, T] with 1, loaded transposed, which costs ldmatrix nothing.
 
     `planes`: words of 16 bits [T, WORDS], of high bits [T, WORDS / 2], and shifts int16 [32, words] (`tables.py`). With TAIL, tokens
     that are not `valid`, bool [T], read as 0."""
@@ -127,8 +127,8 @@ def _region_tile(
     the output fp32 [T or 16, R], and a tuple of the planes of the output, fp32 [VT, R] each. Returns the new state.
 
     queries  as `_query_planes` returns them
-    k_planes   as of `_tile`, from the tile's first token on; k_scales as of `triton_scales.py`; K_ONCE: one scale serves all tokens; v_planes, v_scales, V_ONCE:
-               the same of values
+    k_planes   as of `_tile`, from the tile's first token on; k_scales as of `triton_scales.py`; K_ONCE: one scale
+               serves all tokens; v_planes, v_scales, V_ONCE: the same of values
     valid    bool [T], read with TAIL; column: int [T], columns in the mask
     visible  as of `_exact_tiles`; hides: as of `_masked`
     weights  scratch of the program's rows (`keep`), `count` tokens from slot `place` on
@@ -418,9 +418,9 @@ def _tiles_of_split(span, many, least, T: tl.constexpr):
 
 @triton.jit
 def page_of(X: tl.constexpr, D: tl.constexpr, ONCE: tl.constexpr, planes, strides: tl.constexpr, page, slot):
-    """Pointers to the codes, high bits and scales of one head at `slot` of a page, a multiple of 16, from `planes`, those of the head in the
-    first page: what is left of an address is the same in all tiles. `page`: int64, entries from the first page's; strides over entries, and
-    over heads, of each plane; ONCE: one scale serves all tokens."""
+    """Pointers to the codes, high bits and scales of one head at `slot` of a page, a multiple of 16, from `planes`,
+    those of the head in the first page: what is left of an address is the same in all tiles. `page`: int64, entries
+    from the first page's; strides over entries, and over heads, of each plane; ONCE: one scale serves all tokens."""
     codes, high, scales = planes
     codes += tl.multiple_of(page * strides[0] + slot * (D // X.per), 16)
     if X.high:
@@ -432,7 +432,8 @@ def page_of(X: tl.constexpr, D: tl.constexpr, ONCE: tl.constexpr, planes, stride
 
 @triton.jit
 def head_of(X: tl.constexpr, ONCE: tl.constexpr, planes, strides: tl.constexpr, b, h):
-    """Pointers to the codes, high bits and scales of head `h` in the first page; with ONCE, scales of row `b`. Arguments as of `page_of`."""
+    """Pointers to the codes, high bits and scales of head `h` in the first page; with ONCE, scales of row `b`.
+    Arguments as of `page_of`."""
     codes, high, scales = planes
     codes += tl.multiple_of(h * strides[1], 16)
     if X.high:
@@ -459,11 +460,12 @@ def entry_of(table, token, live, PAGE: tl.constexpr, BASE: tl.constexpr):
 )  # fmt: skip
 def attend_kernel(
     query, region_query, rotation, signs, table, rows, lengths, items, k_planes, v_planes, exact, mask, part, maxima, sums, weights, tops,
-    query_b, query_h, query_q, table_b, table_h, rows_b, lengths_b, lengths_h, exact_strides, mean_strides, mask_b, mask_h, mask_q, mask_t, scaling, softcap, n_sinks, n_quantized, n_residual, least, heads, queries,
+    query_b, query_h, query_q, table_b, table_h, rows_b, lengths_b, lengths_h, exact_strides, mean_strides, mask_b, mask_h, mask_q, mask_t,
+    scaling, softcap, n_sinks, n_quantized, n_residual, least, heads, queries,
     K: tl.constexpr, V: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, G: tl.constexpr, R: tl.constexpr, T: tl.constexpr,
     TX: tl.constexpr, PAGE: tl.constexpr, BASE: tl.constexpr, COUNTED: tl.constexpr, K_ONCE: tl.constexpr, V_ONCE: tl.constexpr,
-    k_strides: tl.constexpr, v_strides: tl.constexpr, SOFTCAP: tl.constexpr, MASK: tl.constexpr, CAUSAL: tl.constexpr, ARCH: tl.constexpr, EXACT: tl.constexpr, TURN: tl.constexpr,
-    ATTENTION_SUMS: tl.constexpr, ITEMS: tl.constexpr,
+    k_strides: tl.constexpr, v_strides: tl.constexpr, SOFTCAP: tl.constexpr, MASK: tl.constexpr, CAUSAL: tl.constexpr,
+    ARCH: tl.constexpr, EXACT: tl.constexpr, TURN: tl.constexpr, ATTENTION_SUMS: tl.constexpr, ITEMS: tl.constexpr,
 ):  # fmt: skip
     """Attention of `queries` queries over sinks, quantized tokens in pages, and a residual (`pages.PagedInputs`), split over programs.
 
@@ -602,8 +604,8 @@ def attend_kernel(
             page = entry_of(table, token + T, token + T < whole_high, PAGE, BASE)
             same = tl.multiple_of(token % 32, 32)  # 0: else shifts would leave the loop, and be moved between threads in each iteration
             state = _region_tile(
-                K, V, D, DV, K_ONCE, V_ONCE, False, SOFTCAP, MASK, ARCH, ATTENTION_SUMS, state, q, (k_codes, k_high, k_shifts + same), k_scales,
-                (v_codes, v_high, v_shifts + same), v_scales, t >= 0, visible, hides, shift + token + t, weights, tops, token, T,
+                K, V, D, DV, K_ONCE, V_ONCE, False, SOFTCAP, MASK, ARCH, ATTENTION_SUMS, state, q, (k_codes, k_high, k_shifts + same),
+                k_scales, (v_codes, v_high, v_shifts + same), v_scales, t >= 0, visible, hides, shift + token + t, weights, tops, token, T,
             )  # fmt: skip
         for edge in tl.range(0, 2, num_stages=1):  # the tile before them, of which the first tokens do not count, and the one behind
             token = tl.where(edge == 0, whole_low - T, whole_high)

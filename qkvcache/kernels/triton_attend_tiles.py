@@ -88,8 +88,8 @@ def _norm(
     PAGE: tl.constexpr,
     BASE: tl.constexpr,
 ):
-    """Return the divisor of the scales and zeros of the tokens `low` to `high`, fp32, at least 1e-30; 1 if fp16 holds them anyway. `planes`,
-    `strides`: as of `page_of`."""
+    """Return the divisor of the scales and zeros of the tokens `low` to `high`, fp32, at least 1e-30; 1 if fp16 holds
+    them anyway. `planes`, `strides`: as of `page_of`."""
     if X.group > 0:
         return 1.0
     else:
@@ -107,8 +107,8 @@ def _norm(
 
 @triton.jit
 def _page_of_tile(table, begin, high, place, PAGE: tl.constexpr, BASE: tl.constexpr):
-    """The entries of the pages of a tile's tokens `place`, int [T], from `begin` on and below `high`: one, or [T] where tiles are longer than
-    pages."""
+    """The entries of the pages of a tile's tokens `place`, int [T], from `begin` on and below `high`: one, or [T] where
+    tiles are longer than pages."""
     if place.shape[0] <= PAGE:
         return entry_of(table, tl.minimum(begin, high - 1), True, PAGE, BASE)
     else:
@@ -134,8 +134,8 @@ def _stored(X: tl.constexpr, ONCE: tl.constexpr, D: tl.constexpr, planes, slot, 
     words as one int32 [T, words / 2]; then high bits, int16 [T, words], if X.high; then the scales of groups, or scale
     and zero of tokens.
 
-    `planes`: pointers to the planes of the page, or [T], of each token's page: words of 16 bits [slots, D / X.per], high bits [slots, half as many], and
-    scales as of `triton_scales.py`."""
+    `planes`: pointers to the planes of the page, or [T], of each token's page: words of 16 bits [slots, D / X.per],
+    high bits [slots, half as many], and scales as of `triton_scales.py`."""
     codes, high, scales = planes
     WORDS: tl.constexpr = D // X.per
     HALF: tl.constexpr = WORDS // 2

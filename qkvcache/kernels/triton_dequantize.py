@@ -127,8 +127,8 @@ def plane_arguments(layout: PackedLayout, planes: Codes, x: Tensor, table: Tenso
 
         table, codes, cb, ch, high, hb, hh, scales, sb, sh, center, eb, eh
 
-    codes, high bits, scales and the mean, each with its strides over rows (or entries of pages) and heads. In place of what the codec has not stands
-    `x`, which is not read. Strides of packed codes and of high bits count words of 16 bits."""
+    codes, high bits, scales and the mean, each with its strides over rows (or entries of pages) and heads. In place of
+    what the codec has not stands `x`, which is not read. Strides of packed codes and of high bits count words of 16 bits."""
     arguments: list[object] = [table]
     for name, unit, once in zip(layout.planes, (1 + layout.packed, 2, 1), (False, False, layout.span == "once"), strict=True):
         plane = planes[name] if name else x
@@ -433,7 +433,8 @@ def _dequantize_pages_kernel(
 
 @triton.jit
 def _dequantize_side(side, t, tokens, exists, page, b, h, slot, L: tl.constexpr, D: tl.constexpr, COUNTED: tl.constexpr):
-    """A program of `_dequantize_pages_kernel`, for keys or for values: the tokens `t`, int [N], of head `h` of row `b`, in `slot` of `page`."""
+    """A program of `_dequantize_pages_kernel`, for keys or for values: the tokens `t`, int [N], of head `h` of row `b`,
+    in `slot` of `page`."""
     x, xb, xh, xt, planes = side
     y = load_tile(exists, page, b, h, slot, planes, L, D, 1)
     if COUNTED:

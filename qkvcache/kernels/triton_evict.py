@@ -122,8 +122,8 @@ def _first_least(row, columns, N: tl.constexpr):
 
 @triton.jit
 def _retire_side(side, slot, page, offset, b, h, heads, exact, width, at, L: tl.constexpr, D: tl.constexpr, ALONG: tl.constexpr):
-    """A program of `_evict_kernel`, for keys or for values: column `at` of the ring into `offset` of `page` if `slot` is not negative, or, if
-    it is less than -1, into sink `-2 - slot`."""
+    """A program of `_evict_kernel`, for keys or for values: column `at` of the ring into `offset` of `page` if `slot`
+    is not negative, or, if it is less than -1, into sink `-2 - slot`."""
     ring, sinks, planes = side
     i = tl.arange(0, ALONG)  # one token, in as many rows as a product has
     raw = load_vectors(ring + ((b * heads + h) * width + at) * D + 0 * i, i == 0, D)

@@ -407,9 +407,9 @@ def _quantize_kernel(
     elements, of packed codes and high bits in words of 16 bits.
 
     key       [B, H, tokens, D] fp16, bf16 or fp32, channels contiguous, with its strides over the first three dimensions
-    k_planes  `plane_arguments` of the first page, strides over entries and heads. Codes [entries, H', PAGE, width], H' being H, or 1 if heads
-              share them or have pages of their own; high bits and scales [entries, H', PAGE, scales of a token] likewise; the mean fp32
-              [B, H, 1, D]
+    k_planes  `plane_arguments` of the first page, strides over entries and heads. Codes [entries, H', PAGE, width], H'
+              being H, or 1 if heads share them or have pages of their own; high bits and scales [entries, H', PAGE,
+              scales of a token] likewise; the mean fp32 [B, H, 1, D]
     value, v_planes   the same of values, [.., DV]
     slots     int64 [B, tokens] or [B, H, tokens], `entry * PAGE + offset`, BASE being the entry of the first page, or negative: not
               stored; with its strides over rows, heads and tokens. BY_TABLE: the table, int64 [B, pages], and its strides; token `t` is the

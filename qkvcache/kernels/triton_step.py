@@ -1,4 +1,5 @@
-"""Storing the tokens of a decode step in one launch that needs no number from the host: what `pages.step` computes, for rows of any lengths.
+"""Storing the tokens of a decode step in one launch that needs no number from the host: what `pages.step` computes, for
+rows of any lengths.
 
 A program stores a tile of new tokens (times heads) of keys or of values. Each token takes a slot of the ring, and the token that was there
 is quantized into its page by the same program. The last program to finish updates the counts: by then all have read them."""
@@ -24,6 +25,8 @@ def launch_of_step(inputs: PagedInputs, x: Pair) -> Callable[[Pair], None]:
     """`pages.step` for tokens like `x`, `[B, H, T, D]`, with all other arguments prepared."""
     batch, heads, tokens, _ = x[0].shape
     pages, rows = inputs.pages, inputs.rows
+    if rows is None:
+        raise ValueError("the inputs have no counts on the device")
     k_planes, v_planes, constants, grid, warps = launched(pages, contiguous(x))
     zones = [(ring, *ring.stride()[:2], sinks, *sinks.stride()[:2]) for ring, sinks in zip(inputs.ring, inputs.sinks, strict=True)]
     sizes = inputs.sinks[0].shape[2], inputs.ring[0].shape[2], tokens, heads, batch

@@ -59,7 +59,8 @@ def _store_exact(side, b, h, token, live, sink, place, D: tl.constexpr):
 
 @triton.jit(
     do_not_specialize=[
-        "rows_b", "sink_begin", "sink_end", "begin", "slot", "ring_slots", "tokens", "heads", "n_sinks", "start", "in_ring", "length", "seen",
+        "rows_b", "sink_begin", "sink_end", "begin", "slot", "ring_slots", "tokens", "heads", "n_sinks", "start", "in_ring", "length",
+        "seen",
     ]
 )  # fmt: skip
 def _store_exact_kernel(

@@ -373,7 +373,7 @@ class EvictingStorage(LayerStorage):
         metadata, tokens, columns = self.metadata, self.tokens, self.metadata.region["positions"].shape[-1]
         tokens.own(0, tokens.numbers.shape[1])  # type: ignore[union-attr]
         if missing := self.slots - tokens.length:
-            tokens.reserve(missing)  # type: ignore[call-arg, arg-type]
+            tokens.reserve(missing)  # type: ignore[union-attr]
         tokens.length, tokens.static = self.slots, True
         if self.static is None or differ(self.static.ring[0], self.sinks[0]):
             with torch.inference_mode(False):  # tensors made in inference mode cannot be written outside of it

@@ -87,14 +87,14 @@ class HeadPages(PagedTokens):
         self.own(0, self.numbers.shape[-1])
         stored, chosen = kept.shape[-1], torch.cat([kept, accepted], dim=-1)
         lengths = chosen.sum(-1, dtype=torch.int32)
-        *counts, most = torch.cat([lengths.flatten().long(), torch.as_tensor(most, device=lengths.device).view(1)]).tolist()
+        *counts, limit = torch.cat([lengths.flatten().long(), torch.as_tensor(most, device=lengths.device).view(1)]).tolist()
         longest, wanted = max(counts), -(-numpy.array(counts).reshape(lengths.shape) // PAGE)
         source = _sources(chosen, stored, lengths, longest)
         slot = torch.arange(longest, device=source.device)
         row, head, at = ((source >= 0) & (source < stored) & (source != slot)).nonzero(as_tuple=True)
         codes = [self.pages.take(side, self._slots(row, head, source[row, head, at])) for side in (0, 1)] if len(row) else []
         self.lengths, self.length = lengths, longest
-        self._assign(wanted, self._most_pages(most))
+        self._assign(wanted, self._most_pages(limit))
         for side, moved in enumerate(codes):
             self.pages.put(side, self._slots(row, head, at), moved)
         if longest:

@@ -1,4 +1,5 @@
-"""`PagedTokens`: the quantized tokens of one layer in pages of a pool, found through a table; `RowPages`, whose heads share the pages of a row.
+"""`PagedTokens`: the quantized tokens of one layer in pages of a pool, found through a table; `RowPages`, whose heads
+share the pages of a row.
 
 Appending writes into free slots; stored tokens are neither moved nor quantized again. Eviction overwrites the codes of evicted tokens with
 those of new ones, separately in each head; retained tokens keep their slots. Rows that are repeated, reordered or forked share pages until
@@ -133,8 +134,8 @@ class PagedTokens:
     # Tokens.
 
     def store(self, x: Pair, slots: Tensor | int) -> None:
-        """Quantizes keys and values `[B, H, T, D]` into slots of the pages, `kernels.quantize_into`, in one launch if there is a kernel, else
-        block by block."""
+        """Quantizes keys and values `[B, H, T, D]` into slots of the pages, `kernels.quantize_into`, in one launch if
+        there is a kernel, else block by block."""
         self.calibrate(x)
         tokens = x[0].shape[2]
         block = tokens if quantizes(self.codecs, x) else min(map(block_of, x))

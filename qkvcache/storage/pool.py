@@ -1,8 +1,8 @@
 """`PagePool`: the pages of one layer, which caches and their forks share.
 
 A page is one range of bytes with the planes of keys `[H', PAGE, width]`, then those of values. Pages are allocated in slabs, have numbers,
-and are counted: a page that several tables name is copied before one of its owners writes (`PageTable.own`). A slab whose pages are all free
-is given back.
+and are counted: a page that several tables name is copied before one of its owners writes (`PageTable.own`). A slab
+whose pages are all free is given back.
 
 Kernels find pages by address. Where torch reads them, the pages of a row in a slab are neighbours instead, plane by plane, so that their
 tokens are a view of each plane.
