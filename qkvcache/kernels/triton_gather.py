@@ -38,6 +38,7 @@ def gather_rows(inputs: PagedInputs, new: Pair, starts: tuple[Tensor, Tensor], t
     """Run `pages.gather_rows` in one launch."""
     pages, heads = inputs.pages, out[0].shape[1]
     rows: Tensor = inputs.rows  # type: ignore[assignment]
+    lengths: Tensor = pages.lengths  # type: ignore[assignment]
     sides, constants, (across, along, warps) = arguments_of(inputs)
     arguments: list[object] = []
     for side, fresh, x in zip(sides, contiguous(new), out, strict=True):
@@ -45,7 +46,7 @@ def gather_rows(inputs: PagedInputs, new: Pair, starts: tuple[Tensor, Tensor], t
     grid = (len(tiles) * (GATHER_TILE // along), triton.cdiv(heads, across), 2)
     with torch.cuda.device_of(out[0]):
         _gather_rows_kernel[grid](
-            *arguments, tiles, *starts, rows, rows.stride(0), pages.lengths, *pages.lengths.stride(), pages.table, pages.table.stride(0),
+            *arguments, tiles, *starts, rows, rows.stride(0), lengths, *lengths.stride(), pages.table, pages.table.stride(0),
             max(inputs.slots[2], 1), heads, *constants, across, along, GATHER_TILE, pages.page_size, pages.firsts[0],
             num_warps=warps,
         )  # fmt: skip
