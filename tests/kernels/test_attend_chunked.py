@@ -7,10 +7,10 @@ from qkvcache.formats import REGISTRY
 from qkvcache.kernels import AttentionInputs, attend, cudnn_plans, pages, triton_dequantize, triton_merge
 from qkvcache.kernels import attend_chunked as attend_chunked_module
 from qkvcache.kernels.attend_chunked import (
+    ChunkedKV,
     Columns,
     LeftPadding,
     attend_chunked,
-    chunks,
     cut,
     merge,
     observe_chunked,
@@ -329,13 +329,13 @@ def test_sums_without_quantized_tokens():
 
 def test_chunks_are_dequantized_twice_and_the_last_one_once(monkeypatch):
     filled = []
-    stock = attend_chunked_module.chunks
+    stock = attend_chunked_module._pieces_of_pages
 
     def counted(*args):
         for i, (count, codecs, fill) in enumerate(stock(*args)):
             yield count, codecs, lambda *out, i=i, fill=fill: filled.append(i) or fill(*out)
 
-    monkeypatch.setattr(attend_chunked_module, "chunks", counted)
+    monkeypatch.setattr(attend_chunked_module, "_pieces_of_pages", counted)
     held = attention_inputs("int8", 300, 5)
     query = torch.randn(2, 4, 5, 64, device=DEVICE, dtype=DTYPE)
     observe_chunked(query, held, observed=torch.ones(2, 5, device=DEVICE), chunk_tokens=128)
@@ -365,7 +365,7 @@ def test_another_reduction_gets_columns_that_give_the_output(format):
 
 def test_chunks_hold_every_token_once():
     held = attention_inputs("int8", 700, 3)
-    sizes = [count for count, _, _ in chunks(held, [], 192)]
+    sizes = [count for count, _, _ in ChunkedKV.of(held).pieces(192)]
     assert sum(sizes) == held.paged.max_length and set(sizes[:-1]) == {192} and 0 < sizes[-1] <= 192
 
 
