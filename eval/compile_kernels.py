@@ -117,7 +117,12 @@ def attention(format: str, head_dim: int, target: str, variant: str = "", dtype:
     types: dict[str, str | Types] = {"query": f"*{dtype}", "region_query": f"*{dtype}", "exact": (f"*{dtype}",) * 4}
     if key.rotated and key.group and head_dim & (head_dim - 1):
         types["region_query"] = "*fp32"  # rotated beforehand
-    types |= {"rotation": "*fp16", "signs": "*fp32", "table": "*i32" if variant == "items" else "*i64", "mask": "*fp32" if variant == "float" else "*u8"}
+    types |= {
+        "rotation": "*fp16",
+        "signs": "*fp32",
+        "table": "*i32" if variant == "items" else "*i64",
+        "mask": "*fp32" if variant == "float" else "*u8",
+    }
     types |= dict.fromkeys(("part", "maxima", "sums", "tops"), "*fp32") | {"weights": "*bf16"}
     types |= dict.fromkeys(("scaling", "softcap"), "fp32") | dict.fromkeys(("rows", "lengths", "items"), "*i32")
     types |= {"exact_strides": ("i32",) * 12} | {"mean_strides": ("i32",) * 2}
@@ -235,7 +240,16 @@ def storing(format: str, head_dim: int, tokens: int, target: str, heads: int = 8
     across, along, warps = triton_dequantize.tile(tuple(layouts), heads, tokens, triton_dequantize.padded(head_dim))
     types = dict.fromkeys(("key", "value"), _strided("*bf16", 3)) | {"slots": _strided("*i64", 3)}
     types |= {name: _planes_of(codec, head_dim, "*bf16") for name, codec in zip(("k_planes", "v_planes"), codecs, strict=True)}
-    constants = {"K": layouts[0], "D": head_dim, "V": layouts[1], "DV": head_dim, "ACROSS": across, "ALONG": along, "PAGE": PAGE, "BASE": ANCHOR}
+    constants = {
+        "K": layouts[0],
+        "D": head_dim,
+        "V": layouts[1],
+        "DV": head_dim,
+        "ACROSS": across,
+        "ALONG": along,
+        "PAGE": PAGE,
+        "BASE": ANCHOR,
+    }
     name = f"quantize {format} {head_dim} {'block' if tokens > 1 else 'token'}"
     return Job(name, triton_quantize._quantize_kernel, types, constants, target, {"num_warps": warps})
 
@@ -278,7 +292,9 @@ def decoding(format: str, head_dim: int, target: str) -> Iterator[Job]:
     for codec, (side, layout, dim) in zip(codecs, (("keys", "K", "D"), ("values", "V", "DV")), strict=True):
         types[side] = (*_strided("*bf16", 3), _planes_of(codec, head_dim, "*bf16"))
         constants |= {layout: _not_rotated(triton_dequantize.known(codec, _Like(head_dim))), dim: head_dim}
-    yield Job(f"dequantize pages {format} {head_dim}", triton_dequantize._dequantize_pages_kernel, types, constants, target, {"num_warps": 4})
+    yield Job(
+        f"dequantize pages {format} {head_dim}", triton_dequantize._dequantize_pages_kernel, types, constants, target, {"num_warps": 4}
+    )
 
 
 def gathering(format: str, head_dim: int, target: str) -> Job:

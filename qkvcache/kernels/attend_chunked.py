@@ -217,9 +217,7 @@ class ChunkedKV:
             end = key.shape[2] - paged.sinks[0].shape[2] - paged.ring[0].shape[2]
             if attention_inputs.joined is None:
                 return ChunkedKV.of_pages(paged.pages, 0, end, paged.sinks, paged.ring)
-            return ChunkedKV(
-                attention_inputs.joined, paged.sinks[0].shape[2], functools.partial(_pieces_of_pages, paged.pages, 0, end)
-            )
+            return ChunkedKV(attention_inputs.joined, paged.sinks[0].shape[2], functools.partial(_pieces_of_pages, paged.pages, 0, end))
         keys, values = (tuple(segment.x for segment in side.segments if isinstance(segment, Exact)) for side in (key, value))
         before = sum(segment.tokens for segment in takewhile(lambda segment: isinstance(segment, Exact), key.segments))
         packed = [(k, v) for k, v in zip(key.segments, value.segments, strict=True) if isinstance(k, Packed) and isinstance(v, Packed)]

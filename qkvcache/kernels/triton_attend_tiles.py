@@ -76,7 +76,18 @@ def _interleaved(planes, T: tl.constexpr, WORDS: tl.constexpr, PER: tl.constexpr
 
 
 @triton.jit
-def _norm(X: tl.constexpr, D: tl.constexpr, ONCE: tl.constexpr, planes, strides: tl.constexpr, table, low, high, PAGE: tl.constexpr, BASE: tl.constexpr):
+def _norm(
+    X: tl.constexpr,
+    D: tl.constexpr,
+    ONCE: tl.constexpr,
+    planes,
+    strides: tl.constexpr,
+    table,
+    low,
+    high,
+    PAGE: tl.constexpr,
+    BASE: tl.constexpr,
+):
     """Return the divisor of the scales and zeros of the tokens `low` to `high`, fp32, at least 1e-30; 1 if fp16 holds them anyway. `planes`,
     `strides`: as of `page_of`."""
     if X.group > 0:

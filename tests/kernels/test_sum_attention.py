@@ -122,11 +122,7 @@ def check_fused(monkeypatch, query, attention_inputs, observed, mask=None, **opt
 
     with guarded(monkeypatch):
         out, lse, attention_sums = fused.attend_pages(query, attention_inputs.paged, mask, observed=observed, **options)
-    format = next(
-        name
-        for name, format in REGISTRY.items()
-        if format.codecs() == attention_inputs.paged.pages.codecs
-    )
+    format = next(name for name, format in REGISTRY.items() if format.codecs() == attention_inputs.paged.pages.codecs)
     expect(format, query, attention_inputs, mask, out, lse, 3 * tolerance(format, query.dtype), **options)
     _, expected = attend_observed(query.float(), attention_inputs, mask, observed=observed, **options)
     assert attention_sums.dtype == torch.float32 and attention_sums.shape == expected.shape
