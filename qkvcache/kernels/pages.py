@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -221,7 +222,7 @@ class PagedInputs:
     """Arguments that kernels reuse from step to step: planes and statistics do not move or change. Inputs over the same storage may share
     them; rows, tables, lengths, sinks and rings may differ."""
 
-    @property
+    @cached_property
     def arguments(self) -> tuple[list[Tensor], list[Tensor | None], list[Tensor], list[int]]:
         """Arguments of torch operators, with `max_length`: the table, the first slab's planes and statistics; `rows`, `lengths`, what
         `splits` has, and `control`; sinks and ring; indices of the codecs, the first entry, the page size, whether kernels read the pages,

@@ -78,6 +78,7 @@ def build(
     rows[:, reference.RING_ROW] = torch.randperm(batch + 2, device=device)[:batch]
     rows[:, reference.RING_START] = torch.randint(max(ring, 1), (batch,), device=device)
     rows[:, reference.RING_TOKENS] = tokens
+    rows[:, reference.LENGTH] = counts if counts.dim() == 1 else 0  # operators take the lengths of rows from here
     first, last = (
         tuple(torch.full((rows_, heads, count, dim), torch.nan, dtype=dtype, device=device) for dim in dims)
         for rows_, count in ((batch + 1, sinks), (batch + 2, ring))

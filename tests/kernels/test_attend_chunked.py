@@ -1,21 +1,16 @@
 """Attention of many queries over chunks of a quantized past is the attention over all of it."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
-from qkvcache.kernels import AttentionInputs, attend, cudnn_plans, triton_dequantize, triton_merge
+from qkvcache.kernels import AttentionInputs, attend, cudnn_plans, pages, triton_dequantize, triton_merge
 from qkvcache.kernels import attend_chunked as attend_chunked_module
 from qkvcache.kernels.attend_chunked import (
+    ChunkedKV,
     Columns,
     LeftPadding,
-    _blocks,
-    _cut,
     attend_chunked,
-    chunks,
     cut,
-    dequantize_blocks,
     merge,
     observe_chunked,
     supports,
@@ -62,9 +57,9 @@ def close(out: torch.Tensor, wanted: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("queries", [1, 5, 19])
-@pytest.mark.parametrize("triton", [False, True], ids=["torch", "chunks"])
+@pytest.mark.parametrize("triton", [False, True], ids=["torch", "pages"])
 def test_chunks_of_any_size(format, queries, triton):
-    """They end within chunks of storage, at their ends, and hold several; without `exact` the torch reference reads them."""
+    """They end within pages and slabs, at their ends, and hold several; without `paged`, blocks are dequantized one after another."""
     held = attention_inputs(format, 300, queries)
     held = held if triton else AttentionInputs(held.key, held.value)
     query = torch.randn(2, 8, queries, 64, device=DEVICE, dtype=DTYPE)
@@ -231,7 +226,7 @@ def test_padding_to_the_left(monkeypatch, first, new, sequences, before):
 
 def test_a_past_without_quantized_tokens():
     held = attention_inputs("int8", 30, 6, recent=26, first=4)
-    assert held.region is None
+    assert not held.paged.max_length
     query = torch.randn(2, 4, 6, 64, device=DEVICE, dtype=DTYPE)
     close(attend_chunked(query, held)[0], attend(query, held, causal=True))
 
@@ -278,7 +273,7 @@ def check_sums(query, held, hidden, observed, *, scaling=None, softcap=None, sin
 
 
 @pytest.mark.parametrize("format", slowly(matrix.FORMATS, FORMATS))
-@pytest.mark.parametrize("triton", [False, True], ids=["torch", "chunks"])
+@pytest.mark.parametrize("triton", [False, True], ids=["torch", "pages"])
 @pytest.mark.parametrize("queries", [1, 19])
 def test_sums_of_chunks_of_any_size(format, triton, queries, poisoned):
     """With slots as layers that evict have them: each head has its own scales."""
@@ -334,13 +329,13 @@ def test_sums_without_quantized_tokens():
 
 def test_chunks_are_dequantized_twice_and_the_last_one_once(monkeypatch):
     filled = []
-    stock = attend_chunked_module.chunks
+    stock = attend_chunked_module._pieces_of_pages
 
     def counted(*args):
         for i, (count, codecs, fill) in enumerate(stock(*args)):
             yield count, codecs, lambda *out, i=i, fill=fill: filled.append(i) or fill(*out)
 
-    monkeypatch.setattr(attend_chunked_module, "chunks", counted)
+    monkeypatch.setattr(attend_chunked_module, "_pieces_of_pages", counted)
     held = attention_inputs("int8", 300, 5)
     query = torch.randn(2, 4, 5, 64, device=DEVICE, dtype=DTYPE)
     observe_chunked(query, held, observed=torch.ones(2, 5, device=DEVICE), chunk_tokens=128)
@@ -370,8 +365,8 @@ def test_another_reduction_gets_columns_that_give_the_output(format):
 
 def test_chunks_hold_every_token_once():
     held = attention_inputs("int8", 700, 3)
-    sizes = [count for count, _, _ in chunks(held, [], 192)]
-    assert sum(sizes) == held.region.tokens and set(sizes[:-1]) == {192} and 0 < sizes[-1] <= 192
+    sizes = [count for count, _, _ in ChunkedKV.of(held).pieces(192)]
+    assert sum(sizes) == held.paged.max_length and set(sizes[:-1]) == {192} and 0 < sizes[-1] <= 192
 
 
 def test_cuts_are_of_few_sizes():
@@ -384,19 +379,17 @@ def test_cuts_are_of_few_sizes():
     ("format", "dim", "per_head"), covering(slowly(matrix.FORMATS, FORMATS), slowly([64, 80], [64]), [False, True], strength=1)
 )
 def test_dequantize_kernel(format, dim, per_head):
-    """Any piece of storage in chunks, which holds anything in slots without tokens; nothing beyond the piece is written."""
+    """Any piece of the tokens, whose pages hold anything in slots without tokens; nothing beyond the piece is written."""
     if REGISTRY[format].refuses(dim):
         pytest.skip("the format does not hold these channels")
-    region = attention_inputs(format, 300, 3, dim, per_head=per_head).region
-    if not all(triton_dequantize.supports(codec, dim) for codec in region.codecs):
+    inputs = attention_inputs(format, 300, 3, dim, per_head=per_head).paged
+    if not all(triton_dequantize.supports(codec, dim) for codec in inputs.pages.codecs):
         pytest.skip("torch reads it")
-    for begin, count in ((0, 70), (64, 192), (192, region.tokens - 192)):
-        out = torch.full((2, 2, 2, count + 5, dim), torch.nan, device=DEVICE, dtype=DTYPE)
-        triton_dequantize.dequantize_region(region, begin, out[0, :, :, :count], out[1, :, :, :count])
-        wanted = out.new_empty(2, 2, 2, begin + count, dim)
-        dequantize_blocks(next(_cut(list(_blocks(replace(region, tokens=begin + count), (dim, dim))), begin + count)), *wanted)
-        torch.testing.assert_close(out[..., :count, :], wanted[..., begin:, :], rtol=LIMIT, atol=1e-6)
-        assert out[..., count:, :].isnan().all()
+    for begin, count in ((0, 70), (64, 192), (192, inputs.max_length - 192)):
+        out, wanted = (torch.full((2, 2, 2, count + 5, dim), torch.nan, device=DEVICE, dtype=DTYPE) for _ in range(2))
+        for dequantize, x in ((triton_dequantize.dequantize_pages, out), (pages.dequantize_pages, wanted)):
+            dequantize(inputs.pages, (x[0, :, :, :count], x[1, :, :, :count]), begin)
+        torch.testing.assert_close(out, wanted, rtol=LIMIT, atol=1e-6, equal_nan=True)
 
 
 @pytest.mark.parametrize("sinks", [False, True])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import replace
 
@@ -9,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from qkvcache.kernels import PagedInputs, Splits, attend_pages
+from qkvcache.formats import Codes, Format
+from qkvcache.kernels import PagedInputs, Pages, Splits, attend_pages
 from qkvcache.kernels import pages as reference
 from tests.matrix import FORMATS, slowly
 from tests.matrix import FORMATS as REGISTRY
@@ -84,6 +86,11 @@ def test_accumulated_attention():
     assert (sums[inputs.columns(exists).expand_as(sums) < 0] == 0).all()
 
 
+def held(format: Format, planes: tuple[Codes, Codes], statistics: tuple[Codes, Codes]) -> Pages:
+    """Pages in one slab, without a table."""
+    return Pages(*format.codecs(), [planes], [0], 64, statistics, torch.empty(0, 0, dtype=torch.int32, device=DEVICE), None)
+
+
 @pytest.mark.parametrize("format", slowly(FORMATS, QUICK))
 @pytest.mark.parametrize("per_head", [False, True], ids=["rows", "heads"])
 def test_quantizing_and_back(format, per_head):
@@ -91,7 +98,7 @@ def test_quantizing_and_back(format, per_head):
     chosen, x = REGISTRY[format], (torch.randn(1, 2, 5, 64), torch.randn(1, 2, 5, 64))
     planes, statistics = pool(chosen, x, 4, 64, per_head)
     slots = torch.tensor([[[70, -1, 3, 255, 128], [1, 2, -1, 0, 65]]] if per_head else [[70, -1, 3, 255, 128]])
-    reference.quantize_into(chosen.codecs(), x, planes, statistics, slots)
+    reference.quantize_into(held(chosen, planes, statistics), x, slots if per_head else slots[:, None])
     for codec, side, pooled, constant in zip(chosen.codecs(), x, planes, statistics, strict=True):
         wanted = codec.quantize(side, constant)
         for name, plane in pooled.items():
@@ -212,22 +219,18 @@ def test_the_kernel_that_quantizes(format, per_head):
     if per_head:
         slots = torch.stack([slots, torch.where(slots >= 0, slots ^ 4, -1)], 1)
         slots[:, 1, 2] = -1  # a token that one head stores; the other still has its part in what they share
-    triton_quantize.quantize_into(chosen.codecs(), x, planes, statistics, slots)
-    block = tuple(
-        {name: codes.new_zeros(2, *codes.shape[1:]) for name, codes in codec.allocate(x[0], 5).items()} for codec in chosen.codecs()
-    )
-    once = tuple({name: value.expand(2, -1, -1, -1) for name, value in side.items()} for side in statistics)
-    triton_quantize.quantize_into(chosen.codecs(), x, block, once, 0)
+    else:
+        slots = slots[:, None]
+    # Of rows after one another, tokens alone: each vector is quantized on its own.
+    block, block_statistics = pool(chosen, like, 2, 64)
+    triton_quantize.quantize_into(held(chosen, planes, statistics), x, slots)
+    triton_quantize.quantize_into(held(chosen, block, block_statistics), x, torch.arange(5, device=DEVICE) + torch.tensor([[[0]], [[64]]]))
     for codes, pooled in zip(block, planes, strict=True):
         for name, plane in pooled.items():
             expected = torch.full_like(plane.view(torch.uint8), 0xFF).view(plane.dtype)
-            for b in range(2):
-                for h in range(2):
-                    for t, slot in enumerate((slots[b, h] if per_head else slots[b]).tolist()):
-                        if slot >= 0:
-                            expected[slot // 64, 0 if per_head else h % plane.shape[1], slot % 64] = codes[name][
-                                b, h % codes[name].shape[1], t
-                            ]
+            for b, h, t in itertools.product(range(2), range(2), range(5)):
+                if (slot := int(slots[b, h % slots.shape[1], t])) >= 0:
+                    expected[slot // 64, 0 if per_head else h % plane.shape[1], slot % 64] = codes[name][b, h % codes[name].shape[1], t]
             assert torch.equal(plane.view(torch.uint8), expected.view(torch.uint8)), name
 
 
@@ -309,22 +312,19 @@ def test_operators():
     inputs = replace(inputs, splits=split(inputs.pages.lengths))
     query = torch.randn(2, 4, 1, 64, device=DEVICE).half()
     sinks, observed, scaling, softcap, causal = (x.to(DEVICE) if isinstance(x, Tensor) else x for x in options)
-    outs = torch.ops.qkvcache.attend_pages(query, *inputs.arguments, None, sinks, observed, scaling, softcap, causal)
+    arguments = query, *inputs.arguments, inputs.max_length, None, sinks, observed, scaling, softcap, causal
+    outs = torch.ops.qkvcache.attend(*arguments)
     wanted = attend_pages(query, inputs, sinks=sinks, observed=observed, scaling=scaling, softcap=softcap, causal=causal)
     for x, y in zip(outs, wanted, strict=True):
         assert torch.equal(x, y)
-    torch.library.opcheck(
-        torch.ops.qkvcache.attend_pages,
-        (query, *inputs.arguments, None, sinks, observed, scaling, softcap, causal),
-        test_utils=("test_schema", "test_faketensor"),
-    )
+    torch.library.opcheck(torch.ops.qkvcache.attend, arguments, test_utils=("test_schema", "test_faketensor"))
 
 
 def far_apart(inputs: PagedInputs) -> PagedInputs:
     """The two pages of the only row as pages 1 and 2 of a pool with more than 2^31 bytes from one page to the next, which the system
     allocates when they are written."""
     used = inputs.pages.table[0, :2].long()
-    planes = []
+    planes: list[Codes] = []
     for codes in inputs.pages.planes:
         planes.append({})
         for name, plane in codes.items():
@@ -334,7 +334,7 @@ def far_apart(inputs: PagedInputs) -> PagedInputs:
             planes[-1][name][1:] = plane[used]
     table = inputs.pages.table.clone()
     table[0, :2] = torch.tensor([1, 2])
-    pages = replace(inputs.pages, planes=tuple(planes), table=table, lengths=inputs.pages.lengths.clone())
+    pages = replace(inputs.pages, slabs=[tuple(planes)], table=table, lengths=inputs.pages.lengths.clone())
     return PagedInputs(pages, inputs.sinks, tuple(x.clone() for x in inputs.ring), inputs.rows.clone(), inputs.max_length)
 
 
@@ -355,8 +355,7 @@ def test_pages_of_a_pool_beyond_32_bits(format):
     new = tuple(torch.randn(1, 1, 1, 64, dtype=torch.float16) for _ in range(2))
     for inputs in (near, far):
         page = int(inputs.pages.table[0, 1])
-        slots = torch.tensor([[page * 64 + 20]])  # the token of another row, say
-        triton_quantize.quantize_into(inputs.pages.codecs, new, inputs.pages.planes, inputs.pages.statistics, slots)
+        triton_quantize.quantize_into(inputs.pages, new, torch.tensor([[[page * 64 + 20]]]))  # the token of another row, say
     used = near.pages.table[0, :2].long()
     for codes, others in zip(near.pages.planes, far.pages.planes, strict=True):
         for name, plane in codes.items():

@@ -1,4 +1,4 @@
-"""The step kernel against `counted.step`, and the attention kernel on a storage whose counts only the device knows."""
+"""The step kernel against `pages.step`, and the attention kernel on a storage whose counts only the device knows."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from qkvcache.kernels import attend, counted, whole
-from qkvcache.kernels.segments import CONTROL, DROPPED, TICKET, StorageTensors
+from qkvcache.kernels import PagedInputs, attend
+from qkvcache.kernels import pages as reference
+from qkvcache.kernels.pages import DROPPED, LENGTH, ROOM, TOKENS
 from qkvcache.storage import Storage
 from tests.matrix import FORMATS, slowly
 from tests.matrix import FORMATS as REGISTRY
@@ -29,8 +30,14 @@ SENTINEL = 0xA5
 Pair = tuple[Tensor, Tensor]
 
 
-def step_kv(buffers: StorageTensors, x: Pair) -> None:
-    launch_of_step(buffers, x)(x)
+@pytest.fixture(autouse=True)
+def kernels(monkeypatch):
+    monkeypatch.setenv("QKVCACHE_KERNELS", "triton")
+    monkeypatch.setattr(fused, "LEAST_SPLIT", 32)  # several splits, where few tokens would make one
+
+
+def step_kv(inputs: PagedInputs, x: Pair) -> None:
+    launch_of_step(inputs, x)(x)
 
 
 def data(*shape: int, dtype=torch.float16) -> Tensor:
@@ -42,7 +49,7 @@ def pair(rows: int, heads: int, tokens: int, dims=(64, 96), dtype=torch.float16)
 
 
 def make(format: str, x: Pair, first: int, ring: int, limit: int | None) -> Storage:
-    """An empty storage, every byte of its chunks the sentinel."""
+    """An empty storage, every byte of its pages the sentinel."""
     codecs = REGISTRY[format].key, REGISTRY[format].value
     held = Storage(codecs, tuple(side[:, :, :0] for side in x), first, ring - 1, limit, static=True)
     poison(held, SENTINEL)
@@ -51,28 +58,25 @@ def make(format: str, x: Pair, first: int, ring: int, limit: int | None) -> Stor
 
 
 def poison(held: Storage, byte: int) -> None:
-    for chunk in held.tokens.chunks:
-        for plane in (*chunk[0].values(), *chunk[1].values()):
-            plane.view(torch.uint8).fill_(byte)
+    for slab in held.tokens.pool.slabs:
+        slab.data.fill_(byte)
 
 
 def planes(held: Storage, region: int) -> list[tuple[str, Tensor, Tensor]]:
     """Of the planes of keys and values, what is used and what is not."""
-    found = []
+    found, pages = [], held.tokens.pages
     for side in (0, 1):
-        for name in held.tokens.chunks[0][side]:
-            plane = torch.cat([chunk[side][name] for chunk in held.tokens.chunks], dim=2)
-            found.append((name, plane[:, :, :region], plane[:, :, region:]))
+        for name, codes in pages.take(side, pages.slots(torch.arange(held.tokens.capacity, device=DEVICE))).items():
+            found.append((name, codes[:, :, :region], codes[:, :, region:]))
     return found
 
 
 def check(store: Storage, expected: Storage, share: float = 0.0) -> None:
     """The same counts, zones and codes, these but for a `share`; and nothing written beyond what is used."""
-    assert store.state[CONTROL:].tolist() == expected.state[CONTROL:].tolist()
-    assert store.state[[TICKET, DROPPED]].tolist() == expected.state[[TICKET, DROPPED]].tolist()
+    assert store.rows.tolist() == expected.rows.tolist() and store.control[:ROOM].tolist() == expected.control[:ROOM].tolist()
     exact = ((*held.sinks, *held.residual) for held in (store, expected))
     assert all(torch.equal(a, b) for a, b in zip(*exact, strict=True))
-    region = int(store.state[CONTROL + 1])
+    region = int(store.rows[0, LENGTH])
     for (name, got, free), (_, wanted, _) in zip(planes(store, region), planes(expected, region), strict=True):
         assert bool((free.contiguous().view(torch.uint8) == SENTINEL).all()), f"{name}: written beyond the body"
         if share and got.is_floating_point():
@@ -87,8 +91,8 @@ def run(format: str, first: int, ring: int, limit: int, sizes, rows=1, heads=2, 
     store, expected = make(format, x, first, ring, limit), make(format, x, first, ring, limit)
     for size in sizes:
         x = pair(rows, heads, size, dims, dtype)
-        step_kv(store.buffers, x)
-        counted.step(expected.buffers, x)
+        step_kv(store.inputs, x)
+        reference.step(expected.inputs, x)
         check(store, expected, share)
     return store
 
@@ -110,7 +114,7 @@ GEOMETRY = {  # first zone, ring, limit, sizes of the steps
 def test_geometry(format, geometry):
     store = run(format, *GEOMETRY[geometry], heads=1)
     if "limit" in geometry:
-        assert store.state[CONTROL] == 9 and store.state[DROPPED] > 0
+        assert store.rows[0, TOKENS] == 9 and store.control[DROPPED] > 0
 
 
 @pytest.mark.parametrize("heads", [pytest.param(1, marks=pytest.mark.slow), 3])
@@ -129,36 +133,34 @@ def test_strides_and_dtypes(dtype):
     stores = [make("int8_asymmetric", tuple(sides), 1, 5, 40) for _ in range(2)]
     for part in (slice(0, 5), slice(1, 2), slice(0, 4)):
         x = tuple(side[:, :, part] for side in sides)
-        step_kv(stores[0].buffers, x)
-        counted.step(stores[1].buffers, x)
+        step_kv(stores[0].inputs, x)
+        reference.step(stores[1].inputs, x)
         check(*stores)
 
 
 @pytest.mark.parametrize(
     "format", slowly([name for name in SUPPORTED if name not in BY_BLOCK], ["int8", "turboquant_3bit_nc", "fp8_token"])
 )
-def test_chunks_are_found_by_the_table(format):
-    """One by one over the ends of chunks, as into the one chunk of a storage that does not grow."""
+def test_pages_are_found_by_the_table(format):
+    """One by one over the ends of slabs, as into the one slab of a storage that does not grow."""
     x = pair(2, 2, 1, dtype=torch.float32)
     grows, one = make(format, x, 1, 3, None), make(format, x, 1, 3, 200)
     start = pair(2, 2, 62, dtype=torch.float32)
     for held in (grows, one):
         held.reserve(62)
         held.append(start)
-    share = 0.01 if format.startswith("turboquant") else 0.0
-    for seen in range(62, 72):
+    share, slabs = 0.01 if format.startswith("turboquant") else 0.0, len(grows.tokens.pool.slabs)
+    for _ in range(62, 72):
         x = pair(2, 2, 1, dtype=torch.float32)
         grows.reserve(1)
-        if len(grows.chunks.chunks) == 1:
-            poison_rest = grows.chunks.capacity
-        elif seen == poison_rest + 4:
-            for plane in (*grows.chunks.chunks[1][0].values(), *grows.chunks.chunks[1][1].values()):
-                plane.view(torch.uint8).fill_(SENTINEL)
-        step_kv(grows.buffers, x)
-        step_kv(one.buffers, x)
+        if len(grows.tokens.pool.slabs) > slabs:
+            grows.tokens.pool.slabs[-1].data.fill_(SENTINEL)
+        slabs = len(grows.tokens.pool.slabs)
+        step_kv(grows.inputs, x)
+        step_kv(one.inputs, x)
         grows.advance(1), one.advance(1)
         check(grows, one, share)
-    assert len(grows.chunks.chunks) == 2 and grows.state[CONTROL + 1] == 68
+    assert slabs == 2 and grows.rows[0, LENGTH] == 68
 
 
 def test_channels_that_are_not_contiguous():
@@ -168,7 +170,7 @@ def test_channels_that_are_not_contiguous():
         x = pair(1, 2, 1, dims=(128, 192))
         for held, sides in ((one, tuple(side[..., ::2] for side in x)), (other, tuple(side[..., ::2].contiguous() for side in x))):
             held.reserve(1)
-            step_kv(held.buffers, sides)
+            step_kv(held.inputs, sides)
             held.advance(1)
         check(one, other)
 
@@ -182,29 +184,28 @@ def test_rows_of_different_lengths():
         held.append(tuple(side[row : row + 1, :, :count] for side in x))
         for mine, theirs in zip((*together.sinks, *together.residual), (*held.sinks, *held.residual), strict=True):
             mine[row : row + 1] = theirs
-        for mine, theirs in zip(together.chunks.chunks[0], held.tokens.chunks[0], strict=True):
-            for name in mine:
-                mine[name][row : row + 1] = theirs[name]
-        together.state[CONTROL + 2 * row : CONTROL + 2 * row + 2] = held.state[CONTROL:]
+        mine, theirs = (x.tokens.pages for x in (together, held))
+        place = torch.arange(held.tokens.length, device=DEVICE)
+        slots = torch.full((2, 1, len(place)), -1, device=DEVICE)
+        slots[row] = mine.slots(place)[row]
+        for side in (0, 1):
+            codes = theirs.take(side, theirs.slots(place))
+            mine.put(side, slots, {name: x.expand(2, -1, -1, -1) for name, x in codes.items()})
+        together.rows[row, reference.SINKS :] = held.rows[0, reference.SINKS :]
     query = data(2, 2, 1, 64)
     for _ in range(7):
         x = pair(2, 1, 1)
-        step_kv(together.buffers, x)
+        step_kv(together.inputs, x)
         for row, held in enumerate(alone):
-            step_kv(held.buffers, tuple(side[row : row + 1] for side in x))
+            step_kv(held.inputs, tuple(side[row : row + 1] for side in x))
             held.advance(1)
-            assert together.state[CONTROL + 2 * row : CONTROL + 2 * row + 2].tolist() == held.state[CONTROL:].tolist()
-        out = fused.fused_attend(query, whole(together.buffers))[0]
+            assert together.rows[row, reference.SINKS :].tolist() == held.rows[0, reference.SINKS :].tolist()
+        out = fused.attend_pages(query, together.inputs)[0]
         for row, held in enumerate(alone):
             torch.testing.assert_close(out[row : row + 1], attend(query[row : row + 1], held.attention_inputs()), rtol=0, atol=4e-3)
 
 
 # Attention
-
-
-@pytest.fixture(autouse=True)
-def small_splits(monkeypatch):
-    monkeypatch.setattr(fused, "LEAST_SPLIT", 32)  # several splits, where few tokens would make one
 
 
 def holding(format: str, seen: int, first=3, ring=10, limit=130, rows=2, heads=1, dims=(64, 64), dtype=torch.float16) -> Storage:
@@ -222,9 +223,8 @@ def holding(format: str, seen: int, first=3, ring=10, limit=130, rows=2, heads=1
 def compare(store: Storage, group: int = 2, mask: Tensor | None = None, limit: float = 4e-3, **options) -> None:
     rows, heads, _, dim = store.residual[0].shape
     query = data(rows, heads * group, 1, dim, dtype=store.residual[0].dtype)
-    attention_inputs = whole(store.buffers)
-    assert fused.supports(attention_inputs, query)
-    out = fused.fused_attend(query, attention_inputs, mask, **options)[0]
+    assert fused.supports(store.inputs, query)
+    out = fused.attend_pages(query, store.inputs, mask, **options)[0]
     wanted = attend(
         query.float(), store.attention_inputs(), mask if mask is None or mask.shape[-1] == 1 else mask[..., : store.seq_length], **options
     )
@@ -257,7 +257,7 @@ def test_attention_after_a_crop():
     store = holding("int8", 90, rows=1)
     for seen, region in ((85, 77), (40, 37)):
         store.truncate(seen)
-        assert store.chunks.length == region
+        assert store.tokens.length == region
         compare(store)
 
 
@@ -287,10 +287,10 @@ def test_masks(kind):
 
 def test_a_row_that_sees_nothing_comes_out_as_numbers():
     store = holding("int8", 40)
-    attention_inputs, query = whole(store.buffers), data(2, 2, 1, 64)
-    out = fused.fused_attend(query, attention_inputs, hidden(2, slice(None)))[0]
+    query = data(2, 2, 1, 64)
+    out = fused.attend_pages(query, store.inputs, hidden(2, slice(None)))[0]
     assert out.isfinite().all()
-    alone = fused.fused_attend(query, attention_inputs)[0]
+    alone = fused.attend_pages(query, store.inputs)[0]
     assert torch.equal(out[0], alone[0])
 
 

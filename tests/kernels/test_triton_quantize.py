@@ -12,13 +12,14 @@ triton = pytest.importorskip("triton")
 if not (torch.cuda.is_available() or triton.knobs.runtime.interpret):
     pytest.skip("needs a GPU, or Triton's interpreter", allow_module_level=True)
 
+from qkvcache.kernels import Pages  # noqa: E402
 from qkvcache.kernels.triton_dequantize import decode  # noqa: E402
 from qkvcache.kernels.triton_quantize import quantize_into, supports  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, about nan, in the interpreter
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SENTINEL = 0xA5
-CAPACITY = 24
+CAPACITY = 64
 SUPPORTED = [name for name in FORMATS if all(supports(codec, 128) for codec in REGISTRY[name].codecs())]
 QUICK = [name for name in SUPPORTED if DEVICE.type == "cuda" or name in COVER]
 
@@ -36,10 +37,18 @@ def poisoned(codec: Codec, x: Tensor) -> Codes:
     return planes
 
 
+def write(codecs, x, planes, statistics, start: int) -> None:
+    """Quantizes into slots from `start` on of the pages `planes`, of which each row has one."""
+    pages = Pages(*codecs, [tuple(planes)], [0], CAPACITY, tuple(statistics), torch.empty(0, 0, dtype=torch.int32, device=DEVICE), None)
+    rows, tokens = x[0].shape[0], x[0].shape[2]
+    slots = CAPACITY * torch.arange(rows, device=DEVICE)[:, None, None] + start + torch.arange(tokens, device=DEVICE)
+    quantize_into(pages, tuple(x), slots)
+
+
 def store(format, key: Tensor, value: Tensor, start: int = 0) -> list[tuple[Codec, Tensor, Codes, Codes]]:
     """Both sides, after `quantize_into`: planes whose slots hold the codes, and buffers kept once."""
     sides = [(codec, x, poisoned(codec, x), codec.calibrate(x)) for codec, x in zip(REGISTRY[format].codecs(), (key, value), strict=True)]
-    quantize_into(*zip(*sides, strict=True), start)
+    write(*zip(*sides, strict=True), start)
     return sides
 
 
@@ -101,7 +110,7 @@ def test_what_heads_share_may_be_held_by_each(format):
         assert {plane.shape[1] for plane in planes.values()} == {heads}
         statistics = codec.calibrate(x)
         other = {name: plane.clone() for name, plane in planes.items()}
-        quantize_into((codec, codec), (x, x), (planes, other), (statistics, statistics), 7)
+        write((codec, codec), (x, x), (planes, other), (statistics, statistics), 7)
         check(codec, x, planes, statistics, 7)
         # After evictions a slot has another token, and another scale, in each head.
         planes[codec.buffers(64)[1].name][:, :, 7 : 7 + tokens] *= 1 + torch.arange(heads, device=DEVICE)[:, None, None]
@@ -162,7 +171,7 @@ def test_not_finite(format):
         statistics = codec.calibrate(x)
         x[0, 1, :4, 37] = torch.tensor([float("nan"), -float("nan"), float("inf"), -float("inf")], device=DEVICE)
         sides.append((codec, x, poisoned(codec, x), statistics))
-    quantize_into(*zip(*sides, strict=True), 0)
+    write(*zip(*sides, strict=True), 0)
     for codec, x, planes, statistics in sides:
         decoded, wanted = (codec.dequantize(c | statistics, 64) for c in (view(planes, 0, 5), codec.quantize(x, statistics)))
         assert torch.equal(decoded.isfinite(), wanted.isfinite())
@@ -175,7 +184,7 @@ def test_alone_as_in_a_block():
         block = store(format, key, value)
         for codec, x, planes, statistics in block:
             alone = poisoned(codec, x)
-            quantize_into(*([each] * 2 for each in (codec, x[:, :, 4:5], alone, statistics)), 4)
+            write(*([each] * 2 for each in (codec, x[:, :, 4:5], alone, statistics)), 4)
             for name, plane in planes.items():
                 assert torch.equal(alone[name][:, :, 4].view(torch.uint8), plane[:, :, 4].view(torch.uint8)), (format, name)
 
@@ -185,7 +194,7 @@ def test_channels_apart():
     x = data(1, 1, 2, 64)
     codec = REGISTRY["int8_uncentered"].key
     planes, wanted = poisoned(codec, x), codec.quantize(x, {})
-    quantize_into(*([each] * 2 for each in (codec, x.mT.contiguous().mT, planes, {})), 0)
+    write(*([each] * 2 for each in (codec, x.mT.contiguous().mT, planes, {})), 0)
     assert all(torch.equal(planes[name][:, :, :2], codes) for name, codes in wanted.items())
 
 
@@ -197,6 +206,6 @@ def test_errors():
     block = REGISTRY["fp8_tensor"].key
     assert not supports(block, 64) and not supports(codec, 512) and not supports(REGISTRY["int4"].key, 80)
     with pytest.raises(ValueError, match="ask `supports`"):
-        quantize_into(*([each] * 2 for each in (block, x, {}, {})), 0)
+        write(*([each] * 2 for each in (block, x, {}, {})), 0)
     with pytest.raises(ValueError, match="ask `supports`"):
         decode(REGISTRY["int4"].key, {}, data(1, 1, 2, 80))
