@@ -63,14 +63,14 @@ WRITE_EVERY = 3.0
 def variants() -> dict[str, dict]:
     """Options beside the defaults, by the name of a row: a registry name, and what differs."""
     found: dict[str, dict] = {name: {} for name in policies.REGISTRY}
-    for name in ("h2o", "snapkv", "tova", "keydiff", "knorm", "compactor"):
+    for name in ("h2o", "snapkv", "tova", "keydiff", "knorm"):
         found[f"{name}, recent {RECENT}"] = {"recent": RECENT}
     for name in ("snapkv", "expected_attention"):
         found[f"{name}, critical"] = {"wrapper": policies.CriticalKV}
         found[f"{name}, adakv"] = {"wrapper": policies.AdaKV}
     found["kvzip, normalized"] = {"kvzip_plus_normalization": True}
     found["kvzip, each head"] = {"alpha_safeguard": None}
-    for name in ("h2o", "snapkv", "tova", "keydiff", "lagkv", "expected_attention", "compactor", "knorm", "random"):
+    for name in ("h2o", "snapkv", "tova", "keydiff", "lagkv", "expected_attention", "knorm", "random"):
         found[f"{name}, heads"] = {"heads": True} | ({} if name == "lagkv" else {"recent": RECENT})
     found["kvzip, layerwise"] = {"layerwise": True}
     return found

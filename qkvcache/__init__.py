@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         SlidingWindowCache,
         TurboQuantCache,
     )
+    from .caches.default import default
     from .caches.warmup import warmup
     from .evaluation.calibrate import calibrate
     from .evaluation.profile_heads import profile_heads
@@ -39,6 +40,7 @@ __all__ = [
     "attach",
     "calibrate",
     "continuous_batching",
+    "default",
     "detach",
     "formats",
     "plan",

@@ -1,6 +1,7 @@
 """Caches to pass as `past_key_values`."""
 
 from .base import CompressedCache, Memory
+from .default import default
 from .named import (
     CombinedCache,
     H2OCache,
@@ -24,5 +25,6 @@ __all__ = [
     "SinkCache",
     "SlidingWindowCache",
     "TurboQuantCache",
+    "default",
     "warmup",
 ]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from ..formats.base import hint
 from .base import Arrivals, Policy, Rotation, Tokens, given
 from .budget import Budget, check_count, pyramid
-from .compactor import Compactor
 from .custom import Custom
 from .expected_attention import ExpectedAttention
 from .h2o import H2O
@@ -28,7 +27,6 @@ REGISTRY: dict[str, type[Policy]] = {
     "keydiff": KeyDiff,
     "lagkv": LagKV,
     "expected_attention": ExpectedAttention,
-    "compactor": Compactor,
     "kvzip": KVzip,
     "knorm": Knorm,
     "random": Random,
@@ -75,7 +73,6 @@ __all__ = [
     "AdaKV",
     "Arrivals",
     "Budget",
-    "Compactor",
     "CriticalKV",
     "Custom",
     "ExpectedAttention",

@@ -47,14 +47,14 @@ class Arrivals:
         with a `lag_length`.
     begin: the position of the first token where no row has had padding; else None.
     seen: int64 `[B, 1, 1]`, the number of tokens that the row has seen, these included and padding left out.
-    size: tokens that the layer may hold when it has seen them; int64 `[B, 1, 1]` for a share.
     queries: `[B, Hq, T, D]`, the queries of the same tokens, with `needs_queries`.
     scaling: the factor on `q k`.
     rope: with `needs_rope`.
-    output_gram: fp32 `[Hq, D, D]`, with `needs_output_projection`: `W W^T` of each query head's rows `W` `[D, hidden]` of the transposed
-        output projection. A value `v` contributes a vector of norm `sqrt(v W W^T v)` to the layer's output. single:
-        whether each token came in a separate decode step, without padding. The tokens are scored together, but `seen`,
-        and `size` for a share, are by token, `[B, 1, T]`.
+    output_gram: fp32 `[Hq, D, D]`, with `needs_output_projection`: `W W^T` of each query head's rows `W` `[D, hidden]`
+        of the transposed output projection. A value `v` contributes a vector of norm `sqrt(v W W^T v)` to the layer's
+        output.
+    single: whether each token came in a separate decode step, without padding. The tokens are scored together, but
+        `seen` is by token, `[B, 1, T]`.
     """
 
     keys: Tensor
@@ -65,17 +65,11 @@ class Arrivals:
     positions: Tensor | None = None
     begin: int | None = None
     seen: Tensor | None = None
-    size: int | Tensor | None = None
     queries: Tensor | None = None
     scaling: float | None = None
     rope: Rotation | None = None
     output_gram: Tensor | None = None
     single: bool = False
-
-    @property
-    def unrotated_keys(self) -> Tensor:
-        """The keys before RoPE, `[B, H, T, D]`, in their dtype; computed at each access."""
-        return self._unrotated(self.keys, slice(None))
 
     def unrotated_queries(self, first: int = 0) -> Iterator[tuple[slice, Tensor]]:
         """Yields the queries before RoPE from token `first` on, in blocks of bounded memory, `[B, Hq, t, D]` in their
@@ -89,11 +83,6 @@ class Arrivals:
     def _unrotated(self, x: Tensor, part: slice) -> Tensor:
         positions = given(self.positions, "positions")[:, part].clamp_min(0)
         return given(self.rope, "the model's rotary embedding").rotate(x, -positions)
-
-    def valid(self) -> Tensor:
-        """`is_valid`, bool `[B, T]`, never None."""
-        x = self.keys
-        return torch.ones(x.shape[0], x.shape[2], dtype=torch.bool, device=x.device) if self.is_valid is None else self.is_valid
 
 
 @dataclass(frozen=True)

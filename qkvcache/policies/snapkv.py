@@ -39,7 +39,10 @@ class SnapKV(Policy):
         return self.window_size
 
     def observe(self, score: Tensor, attention_sums: Tensor, queries: Tensor | int) -> Tensor:
-        return faded(score, 1 - 1 / self.window_size, attention_sums, queries)
+        rate = 1 - 1 / self.window_size
+        if isinstance(queries, int):  # the same for all rows
+            return torch.add(attention_sums, score, alpha=rate**queries)
+        return torch.addcmul(attention_sums, score, rate**queries)
 
     def priority(self, tokens: Tokens) -> Tensor:
         # Slots are in no order. Empty ones are sorted first, so that they are no neighbours.
@@ -49,10 +52,3 @@ class SnapKV(Policy):
         side = self.kernel_size // 2
         total, count = (F.avg_pool1d(F.pad(x, (side, side)), self.kernel_size, stride=1) for x in (score, valid))
         return torch.empty_like(score).scatter_(-1, order, total / count.clamp_min(1e-6))
-
-
-def faded(score: Tensor, rate: float, attention_sums: Tensor, queries: Tensor | int) -> Tensor:
-    """`score * rate**queries + attention_sums`, in one pass where all rows had as many queries."""
-    if isinstance(queries, int):
-        return torch.add(attention_sums, score, alpha=rate**queries)
-    return torch.addcmul(attention_sums, score, rate**queries)

@@ -143,10 +143,7 @@ class TokenMetadata:
         keys, values = (x.new_zeros(*x.shape[:2], 1, x.shape[3]) for x in like)
         queries = keys.new_zeros(keys.shape[0], query_heads, 1, keys.shape[3])
         position = torch.zeros(keys.shape[0], 1, dtype=torch.int32, device=keys.device)
-        size = self.policy.size(self.budget, self.lengths())
-        step = Arrivals(
-            keys, values, keys, values, None, position, None, self.lengths(), size, queries=queries, scaling=1.0, rope=self.rope
-        )
+        step = Arrivals(keys, values, keys, values, None, position, None, self.lengths(), queries=queries, scaling=1.0, rope=self.rope)
         self.statistics, _ = self.policy.arrive({}, step)
         if self.policy.shares_layers:
             self.head_weights = torch.zeros(*keys.shape[:2], 1, dtype=torch.int64, device=keys.device)
@@ -154,8 +151,6 @@ class TokenMetadata:
     def new_fields(self, tokens: Arrivals) -> dict[str, Tensor | None]:
         """The fields of new tokens except their positions; None stands for zeros. A field depends only on the tokens
         seen so far, not on the time at which a token is quantized."""
-        fixed = None if self.budget.share else self.policy.size(self.budget, 0)
-        tokens = replace(tokens, size=self.policy.size(self.budget, given(tokens.seen, "counts of tokens")) if fixed is None else fixed)
         statistics, score = self.policy.arrive(self.statistics, tokens)
         if self.static:  # at fixed addresses
             for name, x in self.statistics.items():

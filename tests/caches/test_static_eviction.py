@@ -26,7 +26,6 @@ POLICIES = {
     "lagkv": policies.LagKV(budget=32, lag_size=4, recent=8, interval=1),
     "random": policies.Random(budget=32, interval=1),
     "expected_attention": policies.ExpectedAttention(budget=32, recent=8, n_future_positions=16, interval=1),
-    "compactor": policies.Compactor(budget=32, recent=8, chunk_size=8, sketch_dimension=3, interval=1),
     "h2o_critical": policies.CriticalKV(policies.H2O(budget=32, recent=8, interval=1)),
     "sink_window": policies.SinkWindow(window_length=28, num_sink_tokens=4, interval=1),
 }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import statistics
 from collections.abc import Iterator, Sequence
@@ -157,8 +156,6 @@ class Head:
             self.score |= {p: self.spread(self.keys, p, lag) + self.spread(self.values, p, lag) for p in range(self.seen - lag)}
         elif self.kind == "ExpectedAttention":
             self.score |= self.expected(new)
-        elif self.kind == "Compactor":
-            self.score |= self.compactor(new)
         self.waiting += end - begin
         interval = self.policy.interval or 1
         if self.waiting < interval:
@@ -211,36 +208,6 @@ class Head:
                     weight = math.exp(linear + quadratic) / known["sum", group] * count
                 score[p] += (weight + policy.epsilon * count) * float(self.values[p].norm()) / GROUPS
         return score
-
-    def compactor(self, new: range) -> dict[int, float]:
-        policy, known = self.policy, self.statistics
-        own = [p for p in new if p >= policy.num_sink_tokens]
-        sketch = (
-            torch.randn(DIM, policy.sketch_dimension, generator=torch.Generator().manual_seed(policy.seed)).double()
-            / policy.sketch_dimension**0.5
-        )
-        x = {p: turned(self.keys[p], -p) @ sketch for p in new}
-        if len(own) >= 2 * policy.sketch_dimension:
-            known["center"] = sum(x[p] for p in own) / len(own)
-            centred = torch.stack([x[p] - known["center"] for p in own])
-            gram = centred.T @ centred
-            known["inverse"] = torch.linalg.inv(gram + torch.eye(policy.sketch_dimension) * gram.trace() / policy.sketch_dimension * 1e-5)
-        leverage = {p: float((x[p] - known["center"]) @ known["inverse"] @ (x[p] - known["center"])) for p in new} if known else {}
-        blending = max(1 - policy.budgets[0].tokens / max(self.seen, 1), 0) if policy.blending is None else policy.blending
-        if len(own) < 2 * policy.sketch_dimension:
-            mean, deviation = known.get("moments", (0.0, 1.0))
-            return {p: blending * (leverage.get(p, 0.0) - mean) / deviation for p in new}
-        received = {}
-        for p in new:
-            near = [q for q in own if q // policy.chunk_size == p // policy.chunk_size]
-            total = 0.0
-            for query, group in itertools.product(near, range(GROUPS)):
-                logits = {q: float(self.queries[group, query] @ self.keys[q]) / DIM**0.5 for q in near}
-                total += math.exp(logits[p]) / sum(map(math.exp, logits.values())) if p in near else 0.0
-            received[p] = total / GROUPS * float(self.values[p].norm())
-        known["moments"] = moments([leverage[p] for p in own])
-        (mean, deviation), (center, spread) = known["moments"], moments([received[p] for p in own])
-        return {p: blending * (leverage[p] - mean) / deviation + (received[p] - center) / spread for p in new}
 
     @staticmethod
     def spread(x: Tensor, p: int, lag: int) -> float:

@@ -7,7 +7,7 @@ from recording import prompt_attention
 from qkvcache.attention.rope import Rope
 from qkvcache.formats import resolve
 from qkvcache.layers.evicting import EvictingLayer
-from qkvcache.policies import H2O, AdaKV, Compactor, CriticalKV, ExpectedAttention, KeyDiff, LagKV, SnapKV
+from qkvcache.policies import H2O, AdaKV, CriticalKV, ExpectedAttention, KeyDiff, LagKV, SnapKV
 from tests.policies.oracle import Projection
 from tests.seeds import SEED
 
@@ -18,7 +18,6 @@ POLICIES = [
     KeyDiff(budget=BUDGET),
     LagKV(budget=BUDGET, lag_size=32, recent=32),
     ExpectedAttention(budget=BUDGET, recent=16),
-    Compactor(budget=BUDGET, recent=16),
     H2O(budget=BUDGET),
     CriticalKV(SnapKV(budget=BUDGET, recent=16)),
     AdaKV(SnapKV(budget=BUDGET, recent=16)),
@@ -52,7 +51,7 @@ def test_a_prompt_in_16_bits_keeps_what_it_keeps_in_fp32(policy):
     check(kept(policy, torch.float32), kept(policy, torch.bfloat16))
 
 
-BY_KERNEL = ("ExpectedAttention", "Compactor", "AdaKV(SnapKV)", "CriticalKV(SnapKV)")
+BY_KERNEL = ("ExpectedAttention", "AdaKV(SnapKV)", "CriticalKV(SnapKV)")
 
 
 @pytest.mark.parametrize("policy", [x for x in POLICIES if x.name in BY_KERNEL], ids=lambda policy: policy.name)

@@ -1,0 +1,28 @@
+"""`generate` with a compressed cache, for code that only passes options on:
+
+model.generate(**inputs, custom_generate="path of this repository", trust_remote_code=True, format="turboquant_4bit_nc")
+"""
+
+from qkvcache import CompressedCache, policies
+
+OPTIONS = ("num_sink_tokens", "residual_length", "skip_layers", "compile")
+"""Options of CompressedCache that `generate` does not have itself."""
+
+
+def generate(model, format=None, policy=None, budget=None, past_key_values=None, **options):
+    """`model.generate` with a new `CompressedCache` unless `past_key_values` is given.
+
+    Args:
+        model: any decoder model of transformers.
+        format: as CompressedCache takes it; by default 4 bits, or the model's dtype with a policy.
+        policy: an eviction policy, or its registry name, and then with `budget`: tokens, or a share of them.
+        **options: `num_sink_tokens`, `residual_length`, `skip_layers` and `compile` of CompressedCache, and all that `generate` takes.
+    """
+    of_cache = {name: options.pop(name) for name in OPTIONS if name in options}
+    if past_key_values is None:
+        if format is None and policy is None:
+            format = "turboquant_4bit_nc"
+        if budget is not None:
+            policy = policies.named(policy, budget=budget)
+        past_key_values = CompressedCache(model.config, format=format, policy=policy, **of_cache)
+    return type(model).generate(model, past_key_values=past_key_values, **options)
