@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -44,7 +43,7 @@ class StaticTensors:
     def slots(self) -> int:
         return self.records["positions"].shape[2] - self.ring[0].shape[2]
 
-    @cached_property
+    @property
     def arguments(self) -> tuple:
         """Arguments of torch operators; `of` is the inverse, but for the names of the records after the positions."""
         pool, _, exact, sizes = self.inputs.arguments

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -58,6 +57,14 @@ class Pages:
     """Whether slabs may be added while compiled code runs, which is compiled with the first slab alone."""
     partial: bool = False
     """Whether there may be slabs that are not in `slabs`, as in compiled code."""
+    tensors: list[Tensor] = field(init=False)
+    """The first slab's planes and the statistics, for operators of torch."""
+    numbers: tuple[int, int, int] = field(init=False)
+    """Indices of the codecs (`segments.number`), and the entry of the first page."""
+
+    def __post_init__(self) -> None:  # code that is compiled must not depend on how many slabs there are
+        self.tensors = [x for side in (*self.planes, *self.statistics) for x in side.values()]
+        self.numbers = number(self.key), number(self.value), self.firsts[0]
 
     @property
     def codecs(self) -> tuple[Codec, Codec]:
@@ -222,21 +229,17 @@ class PagedInputs:
     """Arguments that kernels reuse from step to step: planes and statistics do not move or change. Inputs over the same storage may share
     them; rows, tables, lengths, sinks and rings may differ."""
 
-    @cached_property
+    @property
     def arguments(self) -> tuple[list[Tensor], list[Tensor | None], list[Tensor], list[int]]:
-        """Arguments of torch operators, with `max_length`: the table, the first slab's planes and statistics; `rows`, `lengths`, what
-        `splits` has, and `control`; sinks and ring; indices of the codecs, the first entry, the page size, whether kernels read the pages,
-        whether slabs are added, `tokens` (-1: None)."""
+        """Arguments of torch operators, with `max_length`: the table, the first slab's planes and statistics; `rows`,
+        `lengths`, what `splits` has, and `control`; sinks and ring; indices of the codecs, the first entry, the page size,
+        whether kernels read the pages, whether slabs are added, `tokens` (-1: None)."""
         pages = self.pages
-        pool = [pages.table]
-        for kind, sides in (("each", pages.planes), ("once", pages.statistics)):
-            for codec, side, x in zip(pages.codecs, sides, self.ring, strict=True):
-                pool += [side[name] for name in names(codec, x.shape[3], kind)]
         tokens = -1 if self.tokens is None else self.tokens
-        sizes = [*map(number, pages.codecs), pages.firsts[0], pages.page_size, int(pages.by_page), int(pages.grows), tokens]
+        sizes = [*pages.numbers, pages.page_size, int(pages.by_page), int(pages.grows), tokens]
         splits = (None, None) if self.splits is None else (self.splits.items, self.splits.firsts)
         lengths = None if pages.lengths is None or (self.rows is not None and not pages.per_head) else pages.lengths
-        return pool, [self.rows, lengths, *splits, self.control], [*self.sinks, *self.ring], sizes
+        return [pages.table, *pages.tensors], [self.rows, lengths, *splits, self.control], [*self.sinks, *self.ring], sizes
 
     @staticmethod
     def of(

@@ -384,7 +384,6 @@ class EvictingStorage(LayerStorage):
         if layout.inputs.pages is not tokens.pages:
             layout.attention_inputs = self.static_inputs(layout.inputs.sinks, layout.ring)
             layout.inputs = layout.attention_inputs.paged or layout.inputs
-            layout.__dict__.pop("arguments", None)
             for tensor in layout.inputs.arguments[0]:
                 torch._dynamo.mark_static_address(tensor)
         layout.row_lengths.copy_(metadata.lengths()[:, 0, 0])

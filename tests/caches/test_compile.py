@@ -14,7 +14,7 @@ ZONES = {"num_sink_tokens": 2, "residual_length": 4}
 
 @pytest.mark.slow
 def test_generate_compiles_steps_of_a_cache_that_grows(compiling, monkeypatch):  # noqa: F811
-    """Past the end of a chunk and of a power of two of columns, where masks get wider: once more, whatever comes later."""
+    """Past the end of a slab and of a power of two of columns, where masks get wider: once more, whatever comes later."""
     monkeypatch.setenv("QKVCACHE_KERNELS", "triton")
     this = compiling("llama", "sdpa")
     inputs = {name: x.repeat(1, 2)[:, :66] for name, x in prompt(1).items()}
@@ -25,7 +25,7 @@ def test_generate_compiles_steps_of_a_cache_that_grows(compiling, monkeypatch): 
     assert_close(logits(got), logits(expected), 1e-3)
     assert graphs() == 1
     assert cache.get_seq_length() == 75
-    assert [len(layer.storage.tokens.chunks) for layer in cache.layers] == [2] * 3
+    assert [len(layer.storage.tokens.pool.slabs) for layer in cache.layers] == [2] * 3
     assert max(layer.storage.tokens.capacity for layer in cache.layers) == 128
 
 

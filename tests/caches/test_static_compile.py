@@ -177,7 +177,7 @@ def test_inductor_copies_no_payload(attention, compiling):
     with generated_code() as code:
         assert_close(logits(this.run(cache)), logits(expected), of_model(this.network))
     assert len(code) == graphs() == 1
-    check_code(code[0], cache.layers, "qkvcache.attend_buffers" if attention == "sdpa" else "qkvcache.unfold")
+    check_code(code[0], cache.layers, "qkvcache.attend" if attention == "sdpa" else "qkvcache.unfold")
 
 
 @pytest.mark.filterwarnings("ignore:dynamo_pgo force disabled")
@@ -199,7 +199,7 @@ def test_inductor_copies_no_payload_of_a_layer(compiling):
         for _ in range(4):
             assert_close(compiled(layers[0]), step(layers[1]), rounding(64, 24))
     assert len(code) == graphs() == 1
-    check_code(code[0], layers[:1], "qkvcache.attend_buffers")
+    check_code(code[0], layers[:1], "qkvcache.attend")
 
 
 def check_code(code: str, layers, reads: str) -> None:
@@ -209,5 +209,5 @@ def check_code(code: str, layers, reads: str) -> None:
             assert f"empty_strided_cpu({shape}" not in code, f"inductor makes another {shape}"
     calls = code[code.index("def call(") :]
     assert "qkvcache.step" in calls and reads in calls
-    if reads == "qkvcache.attend_buffers":  # what is unfolded for eager attention is repeated for the heads of a group
+    if reads == "qkvcache.attend":  # what is unfolded for eager attention is repeated for the heads of a group
         assert "clone" not in calls and "copy_(" not in calls
