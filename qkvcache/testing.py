@@ -23,6 +23,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from .caches import CompressedCache
 from .formats import Codec, Codes, Format
 from .policies import Policy, Tokens
+from .policies.wrappers import Wrapper
 
 Check = Callable[[Format, int], None]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -347,6 +348,8 @@ class _Reader:
 
 def _watched(policy: Policy) -> Policy:
     """`policy`, with checks of what `priority` returns."""
+    if isinstance(policy, Wrapper):
+        return dataclasses.replace(policy, policy=_watched(policy.policy))
 
     class Watched(type(policy)):  # type: ignore[misc]
         def priority(self, tokens: Tokens) -> Tensor:
@@ -356,8 +359,7 @@ def _watched(policy: Policy) -> Policy:
             _require(isinstance(found, Tensor) and list(found.shape) == shape, f"priority returns {_described(found)}, expected {shape}")
             _require(all(torch.equal(getattr(tokens, field), x) for field, x in before.items()), "priority changes its arguments")
             order = torch.arange(shape[2]).flip(0)
-            per_slot = {"positions", "valid", "score", "key_norm", "value_norm", "output_norm", "keys"}
-            turned: dict[str, Any] = {field: x.flip(2) for field, x in before.items() if field in per_slot}
+            turned: dict[str, Any] = {field: x.flip(2) for field, x in before.items() if field != "seen"}
             again = super().priority(dataclasses.replace(tokens, **turned))[:, :, order]
             near = torch.isclose(found.float(), again.float(), rtol=1e-3, atol=1e-5, equal_nan=True) | ~tokens.valid
             _require(bool(near.all()), "priorities depend on the order of slots: use tokens.positions")

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from qkvcache.formats import Buffer, Codec, Format, Int4, QuantizedValues
-from qkvcache.policies import H2O, Custom, Policy, SnapKV
+from qkvcache.policies import H2O, AdaKV, Custom, Policy, SnapKV
 from qkvcache.testing import check_format, check_policy
 from tests.matrix import POLICIES, slowly
 
@@ -112,9 +112,13 @@ def test_a_format_that_keeps_its_promises_passes():
         check_format(Int4(), head_dims=(80,))
 
 
-@pytest.mark.parametrize("name", slowly(POLICIES, ["h2o", "keydiff_values", "compactor"]))
+@pytest.mark.parametrize("name", slowly(POLICIES, ["h2o", "keydiff_values", "tova_critical"]))
 def test_policies_of_the_library_pass(name):
     check_policy(POLICIES[name](32))
+
+
+def test_heads_that_share_a_budget_pass():
+    check_policy(AdaKV(Custom(function=lambda tokens: tokens.score * tokens.value_norm, budget=32, recent=2)))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -36,10 +36,12 @@ def _with_ours(manager: type) -> type:
 def main(arguments: list[str]) -> None:
     """`lm-eval ARGUMENTS`, with the tasks of this library beside its own."""
     register()
-    import lm_eval.tasks
     from lm_eval.__main__ import cli_evaluate
 
-    lm_eval.tasks.TaskManager = _with_ours(lm_eval.tasks.TaskManager)
+    if not {"-h", "--help"}.intersection(arguments):  # which needs no tasks: they take a second to import
+        import lm_eval.tasks
+
+        lm_eval.tasks.TaskManager = _with_ours(lm_eval.tasks.TaskManager)
     sys.argv = ["lm-eval", *arguments]
     cli_evaluate()
 
