@@ -5,7 +5,7 @@
     python eval/bench_kernels.py --markdown | --plot     the table of the documentation | kernels.png, from the rows: needs no GPU
 
 GPU time, by replays of a CUDA graph over two payloads in turn, together larger than the L2 cache (one, where one exceeds 2 GB); medians.
-Ratio: time of the better of flash and cuDNN attention on as many bf16 tokens / time of `fused_attend`, whole: its reduction, and 4 + 96
+Ratio: time of the better of flash and cuDNN attention on as many bf16 tokens / time of `attend_pages`, whole: its reduction, and 4 + 96
 exact tokens on top. Floor ratio: bytes of those bf16 tokens / bytes of the codes. Codes are random bytes; `--check` compares real ones.
 """
 
@@ -28,17 +28,17 @@ from palette import format_color
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from qkvcache.formats import REGISTRY, Codec, Codes, HadaQuant
+from qkvcache.formats import REGISTRY, Buffer, Codec, HadaQuant
 from qkvcache.formats.fp8 import ScaledFloat8
 from qkvcache.kernels.attend import attend_observed
 from qkvcache.kernels.dispatch import sum_attention
 from qkvcache.kernels.prefill import prefill_with_lse
-from qkvcache.kernels.segments import AttentionInputs, KeysOrValues, QuantizedRegion, chunk_table
-from qkvcache.storage import Chunks, attention_inputs_of
+from qkvcache.kernels.segments import AttentionInputs
+from qkvcache.storage import RowPages, attention_inputs_of
 
 if importlib.util.find_spec("triton"):
     from qkvcache.kernels import fused
-    from qkvcache.kernels.triton_dequantize import decode
+    from qkvcache.kernels.triton_dequantize import dequantize_pages
     from qkvcache.kernels.triton_quantize import quantize_into
 
 KNOWN = REGISTRY | {"hadaquant_k4v4": HadaQuant(4, 4)}
@@ -56,22 +56,36 @@ UNCENTERED = "_uncentered"
 """Ends the names of rows measured without a mean of keys; not each of these formats is registered."""
 
 
-def planes(codec: Codec, batch: int, heads: int, tokens: int, dim: int) -> Codes:
-    """Random codes that decode to finite numbers."""
-    found = {}
-    for buffer in codec.buffers(dim):
-        shape = (batch, heads if buffer.heads == "each" else 1, tokens if buffer.tokens == "each" else 1, buffer.width)
-        dtype = buffer.dtype or torch.bfloat16
-        if buffer.role == "codes" and dtype.is_floating_point:
-            found[buffer.name] = torch.randn(shape, device="cuda", dtype=dtype)
-        elif buffer.role == "codes":
-            x = torch.randint(0, 256, shape, device="cuda", dtype=torch.uint8)
-            found[buffer.name] = x.bitwise_and_(0xF7) if isinstance(codec, ScaledFloat8) else x.view(dtype)
-        elif dtype == torch.uint8:
-            found[buffer.name] = torch.randint(40, 60, shape, device="cuda", dtype=dtype)
-        else:
-            found[buffer.name] = torch.rand(shape, device="cuda").mul_(0.01).add_(0.001).to(dtype)
-    return found
+def filled(name: str, batch: int, heads: int, tokens: int, dim: int) -> RowPages:
+    """Pages of random codes that decode to finite numbers, as storage allocates them."""
+    format = KNOWN[name]
+    like = torch.empty(batch, heads, 0, dim, device="cuda", dtype=torch.bfloat16)
+    pages = RowPages((format.key, format.value), (like, like))
+    pages.reserve(tokens)
+    pages.length, pages.calibrated = tokens, True
+    slots = pages.pages.slots(torch.arange(tokens, device="cuda"))
+    for side, codec in enumerate(pages.codecs):
+        for buffer in codec.buffers(dim):
+            count = heads if buffer.heads == "each" else 1
+            if buffer.tokens == "once":
+                pages.statistics[side][buffer.name].copy_(values(codec, buffer, (batch, count, 1, buffer.width)))
+                continue
+            for begin in range(0, tokens, 4096):
+                part = slots[:, :, begin : begin + 4096]
+                pages.pages.put(side, part, {buffer.name: values(codec, buffer, (batch, count, part.shape[2], buffer.width))})
+    return pages
+
+
+def values(codec: Codec, buffer: Buffer, shape: tuple[int, ...]) -> Tensor:
+    dtype = buffer.dtype or torch.bfloat16
+    if buffer.role == "codes" and dtype.is_floating_point:
+        return torch.randn(shape, device="cuda", dtype=dtype)
+    if buffer.role == "codes":
+        x = torch.randint(0, 256, shape, device="cuda", dtype=torch.uint8)
+        return x.bitwise_and_(0xF7) if isinstance(codec, ScaledFloat8) else x.view(dtype)
+    if dtype == torch.uint8:
+        return torch.randint(40, 60, shape, device="cuda", dtype=dtype)
+    return torch.rand(shape, device="cuda").mul_(0.01).add_(0.001).to(dtype)
 
 
 def code_bytes(name: str, batch: int, heads: int, tokens: int, dim: int) -> int:
@@ -86,18 +100,13 @@ def payloads(name: str, batch: int, heads: int, tokens: int, dim: int, zones: tu
     """Two of them, or one if it is large; `tokens` are packed, and those of the zones come on top."""
     found = []
     for _ in range(1 if code_bytes(name, batch, heads, tokens, dim) > TWO_GB else 2):
-        format = KNOWN[name]
-        chunks = ((planes(format.key, batch, heads, tokens, dim), planes(format.value, batch, heads, tokens, dim)),)
-        side = KeysOrValues.of((), (batch, heads, tokens + sum(zones), dim), torch.bfloat16, torch.device("cuda"))
-        first, recent = zones
-        exact = tuple(bf16(batch, heads, n, dim) for n in (first, first, recent, recent))
-        table = chunk_table(chunks, format.codecs()).cuda()
-        found.append(AttentionInputs(side, side, QuantizedRegion(format.key, format.value, chunks, tokens, table), exact))
+        first, recent = ((bf16(batch, heads, n, dim), bf16(batch, heads, n, dim)) for n in zones)
+        found.append(attention_inputs_of(first, filled(name, batch, heads, tokens, dim), recent))
     return found
 
 
 def attend_us(query: Tensor, sets: list[AttentionInputs], mask: Tensor | None = None, **options) -> float:
-    return graph_us([functools.partial(fused.fused_attend, query, attention_inputs, mask, **options) for attention_inputs in sets])
+    return graph_us([functools.partial(fused.attend_pages, query, attention_inputs.paged, mask, **options) for attention_inputs in sets])
 
 
 @functools.cache
@@ -128,7 +137,7 @@ def bandwidth() -> tuple[float, float]:
 
 def real_payload(name: str, key: Tensor, value: Tensor, first: int, recent: int) -> AttentionInputs:
     format, tokens = KNOWN[name], key.shape[2]
-    region = Chunks((format.key, format.value), (key.shape[3], value.shape[3]))
+    region = RowPages((format.key, format.value), (key, value))
     region.append((key[:, :, first : tokens - recent], value[:, :, first : tokens - recent]))
     return attention_inputs_of(
         (key[:, :, :first], value[:, :, :first]), region, (key[:, :, tokens - recent :], value[:, :, tokens - recent :])
@@ -148,9 +157,9 @@ def wrong() -> set[str]:
                 attention_inputs = real_payload(name, key, value, 4, 33)
                 observed = torch.ones(2, queries, device="cuda")
                 expected, expected_mass = attend_observed(query.float(), attention_inputs, causal=True, observed=observed)
-                out, _, attention_sums = fused.fused_attend(query, attention_inputs, causal=True, observed=observed)
+                out, _, attention_sums = fused.attend_pages(query, attention_inputs.paged, causal=True, observed=observed)
                 pairs = [
-                    (fused.fused_attend(query, attention_inputs, causal=True)[0], expected),
+                    (fused.attend_pages(query, attention_inputs.paged, causal=True)[0], expected),
                     (out, expected),
                     (attention_sums, expected_mass),
                 ]
@@ -214,32 +223,30 @@ def measure(names: list[str], quick: bool, add: Callable[..., None]) -> None:
         for queries in (4, 16):
             us = attend_us(bf16(8, 32, queries, 128), sets, causal=True)
             attended("queries", name, f"{queries} queries", us, shape, queries)
-        sets, format, out = payloads(name, 1, 8, 32768, 128, (4, 160)), KNOWN[name], [bf16(1, 8, 32768, 128) for _ in range(2)]
+        sets, out = payloads(name, 1, 8, 32768, 128, (4, 160)), [bf16(1, 8, 32768, 128) for _ in range(2)]
         for queries in (16, 32, 64, 128):
             query = bf16(1, 32, queries, 128)
 
-            def dense(chunk: tuple[Codes, Codes], query: Tensor = query, format=format, out=out) -> None:
-                decode(format.key, chunk[0], out[0])
-                decode(format.value, chunk[1], out[1])
+            def dense(inputs: AttentionInputs, query: Tensor = query, out=out) -> None:
+                dequantize_pages(inputs.paged.pages, out)
                 F.scaled_dot_product_attention(query, *out, enable_gqa=True)
 
-            us, other = attend_us(query, sets, causal=True), graph_us([functools.partial(dense, p.region.chunks[0]) for p in sets])
+            us, other = attend_us(query, sets, causal=True), graph_us([functools.partial(dense, p) for p in sets])
             more = {"dense_us": round(other, 1), "of_dense": round(other / us, 3)}
             attended("chunk", name, f"1x32768, {queries} queries", us, (1, 32, 8, 32768, 128), queries, **more)
         del sets, out
     if not quick:
         measure_columns(add)
     for name in names:
-        format = KNOWN[name]
         # A step of so many rows, the group that a growing cache quantizes at a time, prompts.
         for batch, tokens in ((8, 32768), (1, 1), (8, 1), (32, 1), (1, 32), (1, 8192)):
-            sets = [[planes(codec, batch, 8, max(tokens, 64), 128) for codec in format.codecs()] for _ in range(1 if tokens > 8192 else 4)]
+            sets = [filled(name, batch, 8, tokens, 128) for _ in range(1 if tokens > 8192 else 4)]
             inputs = [(bf16(batch, 8, tokens, 128), bf16(batch, 8, tokens, 128)) for _ in sets]
-            calls = [functools.partial(quantize_into, format.codecs(), x, p, ({}, {}), 0) for x, p in zip(inputs, sets, strict=True)]
+            calls = [functools.partial(quantize_into, p.pages, x, 0) for x, p in zip(inputs, sets, strict=True)]
             size = code_bytes(name, batch, 8, tokens, 128) + batch * 8 * tokens * 128 * 4
             add("encode", name, f"{batch}x{tokens}", graph_us(calls), size)
-        out = bf16(1, 8, 8192, 128)
-        calls = [lambda p=p, f=format, out=out: (decode(f.key, p[0], out), decode(f.value, p[1], out)) for p in sets]
+        out = bf16(1, 8, 8192, 128), bf16(1, 8, 8192, 128)
+        calls = [functools.partial(dequantize_pages, p.pages, out) for p in sets]
         add("decode", name, "1x8192", graph_us(calls), size)
 
 

@@ -66,10 +66,10 @@ class Caches(RuleBasedStateMachine):
                 plain.crop(tokens)
 
     @precondition(lambda self: len(self.caches) < 3)
-    @rule(which=st.integers(0, 9))
-    def fork(self, which):
+    @rule(which=st.integers(0, 9), copied=st.booleans())
+    def fork(self, which, copied):
         at = self.chosen(which)
-        self.caches.append(copy.deepcopy(self.caches[at]))
+        self.caches.append(copy.deepcopy(self.caches[at]) if copied else self.caches[at].fork(1)[0])
         self.plain.append([plain.fork() for plain in self.plain[at]])
         self.rows.append(self.rows[at])
 

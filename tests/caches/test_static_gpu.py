@@ -9,8 +9,8 @@ from torch._dynamo.utils import counters
 from transformers import DynamicCache
 
 from qkvcache import CompressedCache, demo
-from qkvcache.kernels import attend, attend_on_codes, counted, dispatch
-from qkvcache.kernels.segments import CONTROL, DROPPED
+from qkvcache.kernels import attend, attend_on_codes, dispatch, pages
+from qkvcache.kernels.pages import DROPPED, LENGTH, TOKENS
 from qkvcache.layers.compressed import CompressedLayer
 from qkvcache.storage import Storage
 from tests.matrix import FORMATS
@@ -55,11 +55,11 @@ def test_steps_and_attention_equal_torch_operations(format):
     for step in range(100):
         x, q = new(1), query()
         key, _ = layer.update(*x)
-        counted.step(reference.storage.buffers, x)
+        pages.step(reference.storage.inputs, x)
         if step % 20 and step < 98:
             continue
         seen, region = layer.storage.seq_length, layer.storage.tokens.length
-        lengths = [held.storage.buffers.lengths.tolist() for held in (layer, reference)]
+        lengths = [held.storage.rows[:, [TOKENS, LENGTH]].tolist() for held in (layer, reference)]
         assert lengths[0] == lengths[1] == [[501 + step, 464 + step]] * ROWS == [[seen, region]] * ROWS
         for given in (None, mask):
             got = attend_on_codes(q, key.attention_inputs, given)
@@ -81,17 +81,17 @@ def test_the_step_kernel_writes_the_codes_of_torch_operations(format, tokens):
     codecs = FORMATS[format].key, FORMATS[format].value
     x = new(tokens)
     ours, theirs = (Storage(codecs, x, 4, 32, 200) for _ in range(2))
-    ours.chunks.calibrate(x), theirs.chunks.calibrate(x)
+    ours.tokens.calibrate(x), theirs.tokens.calibrate(x)
     for _ in range(200 // tokens + 2):  # over the limit
         x = new(tokens)
-        launch_of_step(ours.buffers, x)(x)
-        counted.step(theirs.buffers, x)
-    assert torch.equal(ours.buffers.lengths, theirs.buffers.lengths) and ours.state[DROPPED] == theirs.state[DROPPED] > 0
+        launch_of_step(ours.inputs, x)(x)
+        pages.step(theirs.inputs, x)
+    assert torch.equal(ours.rows, theirs.rows) and ours.control[DROPPED] == theirs.control[DROPPED] > 0
     exact = ((*held.sinks, *held.residual) for held in (ours, theirs))
     assert all(torch.equal(a, b) for a, b in zip(*exact, strict=True))
-    region = int(ours.state[CONTROL + 1])
-    for codec, a, b, statistics in zip(codecs, ours.chunks.chunks[0], theirs.chunks.chunks[0], ours.chunks.statistics, strict=True):
-        got, wanted = (codec.dequantize({n: x[:, :, :region] for n, x in planes.items()} | statistics, DIM) for planes in (a, b))
+    region = int(ours.rows[0, LENGTH])
+    for side, codec in enumerate(codecs):
+        got, wanted = (codec.dequantize(held.tokens.pages.gather(side, region)[0], DIM) for held in (ours, theirs))
         assert ((got - wanted).abs() > 1e-3).float().mean() < 0.01
 
 
@@ -115,7 +115,7 @@ def test_a_step_does_not_wait_for_the_device(format):
             assert layer.get_seq_length() == seen and layer.get_mask_sizes(1) == (seen + 1, 0)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert layer.get_seq_length() == 340 == layer.storage.state[CONTROL]
+    assert layer.get_seq_length() == 340 == layer.storage.rows[0, TOKENS]
 
 
 @pytest.mark.parametrize("format", [format for format in FORMATS if format not in BY_BLOCK])  # of which there is no kernel
