@@ -255,6 +255,7 @@ def storing(format: str, head_dim: int, tokens: int, target: str, heads: int = 8
         "ALONG": along,
         "PAGE": PAGE,
         "BASE": ANCHOR,
+        "BY_TABLE": True,
     }
     name = f"quantize {format} {head_dim} {'block' if tokens > 1 else 'token'}"
     return Job(name, triton_quantize._quantize_kernel, types, constants, target, {"num_warps": warps})
@@ -269,9 +270,10 @@ def stepping(format: str, head_dim: int, target: str) -> Iterator[Job]:
     evict: dict[str, str | Types] = RECORD_TYPES | {"table": "*i64"}
     evict |= {name: ("*bf16", "*bf16", _planes_of(codec, head_dim, "*bf16")) for name, codec in codecs.items()}
     stored = storing(format, head_dim, 1, target)
-    yield Job(f"step {format} {head_dim}", triton_step._step_kernel, step, stored.constants, target, stored.options)
+    constants = {name: x for name, x in stored.constants.items() if name != "BY_TABLE"}
+    yield Job(f"step {format} {head_dim}", triton_step._step_kernel, step, constants, target, stored.options)
     stored = storing(format, head_dim, 1, target, heads=1)
-    constants = {name: x for name, x in stored.constants.items() if name != "ACROSS"} | {"N": triton_evict.ORDERED}
+    constants = {name: x for name, x in stored.constants.items() if name not in ("ACROSS", "BY_TABLE")} | {"N": triton_evict.ORDERED}
     yield Job(f"evict_token {format} {head_dim}", triton_evict._evict_kernel, evict, constants, target, stored.options)
 
 
@@ -319,6 +321,12 @@ def storing_rows(head_dim: int, target: str) -> Job:
     types = dict.fromkeys(("key", "value"), _strided("*bf16", 3) * 3) | dict.fromkeys(("ring_at", "sink_at"), _strided("*i64", 2))
     constants = {"D": head_dim, "DV": head_dim, "N": triton_store_exact.TILE, "SINKS": True}
     return Job(f"store rows {head_dim}", triton_store_exact._store_rows_kernel, types, constants, target)
+
+
+def storing_exact(head_dim: int, target: str) -> Job:
+    types = dict.fromkeys(("key", "value"), _strided("*bf16", 3) * 3) | {"rows": "*i32"}
+    constants = {"D": head_dim, "DV": head_dim, "N": triton_store_exact.TILE}
+    return Job(f"store exact {head_dim}", triton_store_exact._store_exact_kernel, types, constants, target)
 
 
 def rotary(head_dim: int, target: str, interleaved: bool = False) -> Job:
@@ -369,6 +377,7 @@ def jobs(everything: bool) -> Iterator[Job]:
         yield from columns(128, target)
         yield arriving(128, 8, target)
         yield storing_rows(128, target)
+        yield storing_exact(128, target)
         yield rotary(128, target)
         yield quadratic(128, target)
         yield spreading(128, target)

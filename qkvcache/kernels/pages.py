@@ -376,6 +376,8 @@ def quantize_into(pages: Pages, x: Pair, slots: Tensor | int) -> None:
 def _put(x: Tensor, stored: Tensor, index: tuple[Tensor, ...], new: Tensor) -> None:
     """Writes `new` `[M, ...]` to the `index`, `[M]` for each of the first dimensions of `x`, where `stored`, bool
     `[M]`. So that the host need not know which are, those that are not stored are written as copies of the first that is."""
+    if not len(new):
+        return
     first = stored.int().argmax()
     at = tuple(torch.where(stored, i, i[first]) for i in index)
     stored = stored.view(-1, *[1] * (new.dim() - 1))

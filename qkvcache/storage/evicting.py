@@ -311,8 +311,6 @@ class EvictingStorage(LayerStorage):
             self.tokens.simulate(lengths, most, groups, others=self.policy.shares_layers)
             self.rows = torch.empty(len(self.sinks[0]), len(COLUMNS), dtype=torch.int32, device=self.device) if self.tokens.length else None
         else:
-            if length(0):
-                self.tokens.reserve(length(0))
             self.tokens.simulate(length, groups)
         self.sinks, self.residual = zeros(self.sinks, sinks), zeros(self.sinks, residual)
         metadata = self.metadata

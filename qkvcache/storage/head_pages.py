@@ -137,9 +137,10 @@ class HeadPages(PagedTokens):
             k = bisect_left(range(groups), capacity + 1, lo=k + 1, key=pages)  # the first group without room
             capacity = _grown(capacity, pages(k), self._most_pages(most(k)))
         self.length = max(tokens) if others else min(max(tokens), limit)
-        self.pool.allocate(capacity, 1)
-        self.numbers = numpy.zeros((*self.lengths.shape, -(-self.length // PAGE)), numpy.int64)
-        self.bind()
+        width = -(-self.length // PAGE)
+        self.simulate_pages(width, capacity)
+        self.index = self.lengths.new_empty(*self.lengths.shape, width, dtype=torch.int64)
+        self.fields = {name: x.new_empty(capacity + 1, PAGE) for name, x in self.fields.items()}
 
     def _assign(self, wanted: Numbers, most: int) -> None:
         """Gives each head as many pages as `wanted` says, `[B, H]`: heads return their last pages, or take free ones. The pool grows to

@@ -20,7 +20,7 @@ from torch import Tensor
 from ..formats.base import Codec, Codes
 from ..kernels import Packed, Pages, Pair, on_triton, quantize_into, quantizes
 from ..kernels.segments import join_tokens
-from .pool import Numbers, PageLayout, PagePool, empty_codes
+from .pool import Numbers, PageLayout, PagePool, Slab, empty_codes
 
 PAGE = 64
 """Tokens of a page."""
@@ -96,13 +96,8 @@ class PagedTokens:
         """Writes the entries of the pages into the table, and renews `pages`, the input of kernels."""
         slabs, firsts = self.pool.bind()
         statistics = dict(self.statistics[0]), dict(self.statistics[1])  # as they are now, for whoever reads these tokens later
-        shape, width = self.numbers.shape[:-1], self.numbers.shape[-1]
-        columns = self.table.shape[-1] if self.table.dim() > 1 else 0
-        if self.table.shape[:-1] != shape or columns < width or self.table.device != self.pool.device:
-            while columns < width:
-                columns = max(2 * columns, COLUMNS)
-            with torch.inference_mode(False):
-                self.table = torch.full((*shape, columns), firsts[0], dtype=torch.int64, device=self.pool.device)
+        width = self.numbers.shape[-1]
+        self._fit_table(width, firsts[0])
         if width:
             entries = numpy.where(self.numbers < 0, firsts[0], self.pool.entries(numpy.maximum(self.numbers, 0)))
             self.table[..., :width].copy_(torch.from_numpy(entries), non_blocking=True)
@@ -110,6 +105,15 @@ class PagedTokens:
         self.pages = Pages(*self.codecs, slabs, firsts, size, statistics, self.table, lengths, self.pool.by_address, self._grows())
         self.launches: dict[Any, Any] = {}
         """Arguments that kernels reuse, `PagedInputs.launches`."""
+
+    def _fit_table(self, width: int, entry: int) -> None:
+        """Makes a new table, filled with `entry`, if this one has not a row for each row and `width` columns."""
+        shape, columns = self.numbers.shape[:-1], self.table.shape[-1] if self.table.dim() > 1 else 0
+        if self.table.shape[:-1] != shape or columns < width or self.table.device != self.pool.device:
+            while columns < width:
+                columns = max(2 * columns, COLUMNS)
+            with torch.inference_mode(False):
+                self.table = torch.full((*shape, columns), entry, dtype=torch.int64, device=self.pool.device)
 
     # Statistics.
 
@@ -142,6 +146,13 @@ class PagedTokens:
         for at in range(0, tokens, block):
             key, value = (side[:, :, at : at + block] for side in x)
             quantize_into(self.pages, (key, value), slots + at if isinstance(slots, int) else slots[:, :, at : at + block])
+
+    def simulate_pages(self, width: int, count: int) -> None:
+        """Allocates `count` pages, and a table of `width` columns. For planning, on the meta device: pages have no numbers, of which there
+        may be billions."""
+        if count:
+            self.pool.slabs.append(Slab(torch.empty(count * self.pool.layout.nbytes, dtype=torch.uint8, device="meta"), count, 1, 0))
+            self._fit_table(width, 0)
 
     # Rows and owners.
 
@@ -264,15 +275,13 @@ class RowPages(PagedTokens):
     def simulate(self, length: Callable[[int], int], groups: int) -> None:
         """Allocates the pages after `groups` groups of tokens; after `k` of them `length(k)` tokens are stored. Nothing is stored: for
         planning, on the meta device."""
-        slots, k = self.capacity, 0
+        slots, k = growth(0, length(0)), 0
         while slots < length(groups):
             k = bisect_left(range(groups), slots + 1, lo=k + 1, key=length)  # the first group without room
             added, missing = growth(length(k - 1), length(k) - slots), length(groups) - slots
             repeats = -(-missing // added) if length(k - 1) // 8 >= MAX_GROWTH == added else 1  # later additions have the same size
             slots += repeats * added
-        if pages := slots // PAGE - self.numbers.shape[1]:
-            self.numbers = numpy.concatenate([self.numbers, self.pool.allocate(len(self.numbers), pages)], axis=1)
-            self.bind()
+        self.simulate_pages(slots // PAGE, len(self.numbers) * slots // PAGE)
         self.length = length(groups)
 
     def append(self, x: Pair) -> None:

@@ -164,10 +164,8 @@ class Storage(LayerStorage):
         """Allocates the storage of `seq_length` tokens, of which `prompt` came at once and the others one by one.
         Nothing is stored: for planning, on the meta device."""
         if self.max_length is None:
-            self.reserve(prompt)
-            self.advance(prompt)
-            before, more = self.tokens.length, max(seq_length - prompt - self.free, 0)
-            self.tokens.simulate(lambda k: before + k, more)
+            before, after = self.overflow(prompt), self.overflow(max(prompt, seq_length))
+            self.tokens.simulate(lambda k: before + k, after - before)
             self._grow(max(prompt, seq_length))
 
     def set_lengths(self, seq_length: int, quantized: int) -> None:

@@ -47,7 +47,7 @@ def test_a_repr_and_memory_speak_of_all():
     assert "format=1 hadaquant_k3v2 + 1 fp8_token + 1 turboquant_k8v4_uncentered" in repr(cache) and "3 of 3 compressed" in repr(cache)
     memory = cache.memory()
     assert memory.total == cache.nbytes and memory.codes == sum(
-        x.untyped_storage().nbytes() for layer in cache.layers for role, x in layer.tensors() if role == "codes"
+        x.nbytes for layer in cache.layers for role, x in layer.tensors() if role == "codes"
     )
     assert cache.format == FormatByLayer(tuple(LLAMA))
 

@@ -79,14 +79,14 @@ class Moving(CompressedCache):
 
 @pytest.mark.parametrize("format", THREE)
 def test_offloaded_layers_compute_statistics_without_padding(format, monkeypatch):
-    network, left, stock = model("llama"), [], CompressedLayer._map
+    network, left, stock = model("llama"), [], CompressedLayer._move
     ids = torch.randint(3, 100, (2, 40))
     mask = torch.ones_like(ids)
     mask[1, :7] = 0
     options = {"attention_mask": mask, "max_new_tokens": 8, "do_sample": False, "eos_token_id": None}
     options |= {"return_dict_in_generate": True, "output_logits": True}
     expected = network.generate(ids, past_key_values=CompressedCache(network.config, format=FORMATS[format], **ZONE), **options)
-    monkeypatch.setattr(CompressedLayer, "_map", lambda layer, fn, *more: (left.append(layer), stock(layer, fn, *more))[1])
+    monkeypatch.setattr(CompressedLayer, "_move", lambda layer, *to: (left.append(layer), stock(layer, *to))[1])
     cache = Moving(network.config, format=FORMATS[format], **ZONE)
     got = network.generate(ids, past_key_values=cache, **options)
     assert all(torch.equal(a, b) for a, b in zip(got.logits, expected.logits, strict=True))

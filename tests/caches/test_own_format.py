@@ -8,7 +8,8 @@ from torch import Tensor
 
 from qkvcache import CompressedCache, plan, policies
 from qkvcache.formats import Buffer, Codec, Codes, Format, PackedLayout, QuantizedValues
-from qkvcache.kernels import Pages, attend_pages, dequantize_pages, pages, quantizes
+from qkvcache.kernels import attend_pages, dequantize_pages, pages, quantizes
+from tests.kernels.paged_inputs import build
 from tests.matrix import model
 from tests.reference import assert_close, count_fused, prompt, run
 
@@ -90,15 +91,9 @@ def test_kernels_for_it(monkeypatch):
     monkeypatch.setenv("QKVCACHE_KERNELS", "triton")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     x = tuple(torch.randn(1, 2, 100, 64, device=device).half() for _ in range(2))
-    codecs = Fast().codecs()
-    assert not quantizes(codecs, x)
-    planes = tuple(codec.allocate(x[0].new_empty(3, 2, 0, 64), 64) for codec in codecs)
-    table, lengths = (torch.tensor(n, dtype=torch.int32, device=device) for n in ([[2, 0]], [100]))
-    place = torch.arange(100, device=device)
-    pages.quantize_into(codecs, x, planes, ({}, {}), (table[:, place // 64] * 64 + place % 64))
-    exact = x[0][:, :, :0], x[1][:, :, :0]
-    rows = torch.zeros(1, 6, dtype=torch.int32, device=device)
-    inputs = pages.PagedInputs(Pages(*codecs, planes, ({}, {}), table, lengths), exact, exact, rows, max_length=100)
+    inputs = build(Fast(), [100], sinks=0, ring=0, device=device)
+    x = tuple(torch.randn(1, 2, 100, 64, device=device).half() for _ in range(2))
+    assert not quantizes(inputs.pages.codecs, x)
     query, calls = torch.randn(1, 4, 1, 64, device=device).half(), count_fused(monkeypatch)
     out, lse, _ = attend_pages(query, inputs)
     wanted, wanted_lse, _ = pages.attend_pages(query, inputs)
@@ -107,5 +102,5 @@ def test_kernels_for_it(monkeypatch):
     torch.testing.assert_close(lse, wanted_lse, rtol=1e-3, atol=1e-3)
     dense = tuple(torch.empty_like(side) for side in x)
     dequantize_pages(inputs.pages, dense)
-    for side, codec, codes in zip(dense, codecs, (inputs.pages.gather(i, 100)[0] for i in (0, 1)), strict=True):
+    for side, codec, codes in zip(dense, inputs.pages.codecs, (inputs.pages.gather(i, 100)[0] for i in (0, 1)), strict=True):
         assert torch.equal(side, codec.dequantize(codes, 64, torch.float16))

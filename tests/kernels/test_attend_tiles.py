@@ -164,7 +164,7 @@ def test_many_rows_go_in_chunks_once_cudnn_has_paid(cudnn):
     query, attention_inputs = make("int8", heads=2, group=4, queries=9, tokens=130)
     assert [route.on_codes(query, attention_inputs) for _ in range(5)] == [True] * 3 + [False] * 2
     assert not route.on_codes(query[:, :, :8], attention_inputs)  # too few for tiles
-    few = make("int8", heads=2, group=4, queries=9, tokens=60)[1]
+    few = make("int8", heads=2, group=4, queries=9, tokens=60, cuts=())[1]
     assert all(route.on_codes(query, few) for _ in range(9))  # no part for cuDNN
 
 

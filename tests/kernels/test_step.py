@@ -148,6 +148,7 @@ def test_pages_are_found_by_the_table(format):
     start = pair(2, 2, 62, dtype=torch.float32)
     for held in (grows, one):
         held.reserve(62)
+        poison(held, SENTINEL)
         held.append(start)
     share, slabs = 0.01 if format.startswith("turboquant") else 0.0, len(grows.tokens.pool.slabs)
     for _ in range(62, 72):

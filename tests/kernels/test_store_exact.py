@@ -31,15 +31,17 @@ def tokens(count: int, dtype: torch.dtype, contiguous: bool) -> tuple[Tensor, Te
     return key, value
 
 
-CASES = {  # tokens, of them sinks, first slot of the sinks, slot of the first other token
-    "sinks and one": (5, 4, 0, 0),
-    "sinks alone": (2, 2, 1, 3),
-    "no sinks": (3, 0, 0, 3),
-    "all of the ring": (9, 0, 0, 0),
-    "wrapped": (9, 0, 0, 5),
-    "sinks, and wrapped": (6, 2, 2, 7),
-    "the last slot": (1, 0, 0, 8),
-    "no tokens": (0, 0, 0, 2),
+CASES = {  # tokens; of them sinks: the first and the one after the last; the first token for the ring, and its slot
+    "sinks and one": (5, (0, 4), 4, 0),
+    "sinks alone": (4, (1, 3), 4, 3),
+    "no sinks": (3, (0, 0), 0, 3),
+    "the last of many": (30, (0, 0), 21, 0),
+    "sinks, and the last of many": (30, (2, 4), 22, 4),
+    "all of the ring": (9, (0, 0), 0, 0),
+    "wrapped": (9, (0, 0), 0, 5),
+    "sinks, and wrapped": (6, (0, 2), 2, 7),
+    "the last slot": (1, (0, 0), 0, 8),
+    "no tokens": (0, (0, 0), 0, 2),
 }
 
 
@@ -51,6 +53,8 @@ def test_kernel(case, dtype):
     stored = []
     for store in (triton_store_exact.store_exact, reference.store_exact):
         ring, sinks = zones(RING, dtype), zones(SINKS, dtype)
-        store(x, ring, slot, sinks, begin, opening)
-        stored.append((*ring, *sinks))
+        rows = torch.arange(16, dtype=torch.int32, device=DEVICE).view(2, 8)
+        store(x, ring, sinks, rows, opening, begin, slot, (4, 5, 6, 7, 22))
+        stored.append((*ring, *sinks, rows))
     assert all(map(torch.equal, *stored))
+    assert stored[0][-1].tolist() == [[0, 1, 2, 4, 5, 6, 7, 22], [8, 9, 10, 4, 5, 6, 7, 22]]

@@ -43,7 +43,7 @@ def test_weights_of_70b():
         ({"format": FORMATS["fp8_tensor_frozen"]}, 21.0, 23, 23),
         ({"policy": policies.H2O(budget=0.5)}, 21.0, 23, 23),
         ({"format": FORMATS["fp8_tensor_frozen"], "policy": policies.H2O(budget=0.5)}, 10.5, 47, 46),
-        ({"format": FORMATS["fp8_tensor_frozen"], "policy": policies.H2O(budget=0.3, num_sink_tokens=4)}, 6.3, 79, 77),
+        ({"format": FORMATS["fp8_tensor_frozen"], "policy": policies.H2O(budget=0.3, num_sink_tokens=4)}, 6.3, 79, 76),
     ],
 )
 def test_codes_alone_take_the_bytes_of_the_article(options, gigabytes, requests, honest):

@@ -24,7 +24,7 @@ ALL_POLICIES = {"none": lambda budget: None} | POLICIES | SHARES
 ROWS = 2
 NOTE = 8
 """Bytes of the tensor in which a sliding layer of transformers keeps its window."""
-COUNTS = 24
+COUNTS = 32
 """Bytes a row of what a layer counts for attention over pages, once it has run."""
 PARTS = ("codes", "scales", "exact", "bookkeeping")
 
