@@ -376,14 +376,12 @@ class EvictingStorage(LayerStorage):
         if self.static is None or differ(self.static.ring[0], self.sinks[0]):
             with torch.inference_mode(False):  # tensors made in inference mode cannot be written outside of it
                 self.static = self._allocate(self.sinks)
-            for tensor in self.static.tensors():
-                torch._dynamo.mark_static_address(tensor)
         layout, ring, residual = self.static, self.lag_length + 1, self.residual[0].shape[2]
         if layout.inputs.pages is not tokens.pages:
             layout.attention_inputs = self.static_inputs(layout.inputs.sinks, layout.ring)
             layout.inputs = layout.attention_inputs.paged or layout.inputs
-            for tensor in layout.inputs.arguments[0]:
-                torch._dynamo.mark_static_address(tensor)
+        for tensor in (*layout.tensors(), *layout.inputs.arguments[0]):
+            torch._dynamo.mark_static_address(tensor)
         layout.row_lengths.copy_(metadata.lengths()[:, 0, 0])
         index = (torch.arange(ring, device=self.device) - (layout.row_lengths - residual)[:, None]) % ring  # columns of the residual
         used = (index < residual)[:, None]

@@ -172,6 +172,10 @@ class HeadPages(PagedTokens):
         self.lengths = self.lengths.index_select(0, torch.tensor(rows, device=self.lengths.device))
         super().select(rows)
 
+    def _renumber(self, numbers: Numbers) -> None:
+        index = torch.from_numpy(numpy.append(numbers, -1)).to(self.pool.device)  # the last one has no tokens
+        self.fields = {name: x[index] for name, x in self.fields.items()}
+
     def own(self, begin: int, used: int) -> None:
         before = self.numbers.copy()
         super().own(begin, used)
@@ -188,7 +192,7 @@ class HeadPages(PagedTokens):
 
     def snapshot(self, row: int) -> tuple[Codes, Codes]:
         """A copy of the pages of one row, `[1, P, PAGE, width]` for each buffer."""
-        slots = self._whole(self._pages_of(row))
+        slots = self.whole(self._pages_of(row))
         key, value = ({name: x.view(1, -1, PAGE, x.shape[3]) for name, x in self.pages.take(side, slots).items()} for side in (0, 1))
         return key, value
 
@@ -205,13 +209,8 @@ class HeadPages(PagedTokens):
             numbers = self.pool.allocate(next(iter(codes[0].values())).shape[1], 1)[:, 0]
             self.bind()
             for side, given in enumerate(codes):
-                self.pages.put(side, self._whole(numbers), {name: x.reshape(1, 1, -1, x.shape[3]) for name, x in given.items()})
+                self.pages.put(side, self.whole(numbers), {name: x.reshape(1, 1, -1, x.shape[3]) for name, x in given.items()})
         self.load_statistics(statistics)
-
-    def _whole(self, numbers: Numbers) -> Tensor:
-        """The slots of whole pages, int64 `[1, 1, P * PAGE]`."""
-        entries = torch.from_numpy(self.pool.entries(numbers)).to(self.table.device)
-        return (entries[:, None] * PAGE + torch.arange(PAGE, device=entries.device)).view(1, 1, -1)
 
     def _pages_of(self, row: int) -> Numbers:
         """The pages of one row in the order of the table."""

@@ -64,7 +64,7 @@ class PagedTokens:
         """Numbers of the pages of each row `[B, W]`, or of each head `[B, H, W]`; -1 for none."""
         self.owned = 0
         """The first column from which no page has other owners."""
-        self.table = torch.empty(0, device=device, dtype=torch.int64)
+        self.table = torch.empty((*self.numbers.shape[:-1], 0), device=device, dtype=torch.int64)
         """The entries of the pages, int64 `[B, C]` or `[B, H, C]`, `C` at least `W`."""
         self.statistics: tuple[Codes, Codes] = {}, {}
         """Buffers that all tokens share. They must be `calibrated` before a token is quantized."""
@@ -108,7 +108,7 @@ class PagedTokens:
 
     def _fit_table(self, width: int, entry: int) -> None:
         """Makes a new table, filled with `entry`, if this one has not a row for each row and `width` columns."""
-        shape, columns = self.numbers.shape[:-1], self.table.shape[-1] if self.table.dim() > 1 else 0
+        shape, columns = self.numbers.shape[:-1], self.table.shape[-1]
         if self.table.shape[:-1] != shape or columns < width or self.table.device != self.pool.device:
             while columns < width:
                 columns = max(2 * columns, COLUMNS)
@@ -189,7 +189,39 @@ class PagedTokens:
                     x.copy_(selected)
                 else:
                     side[name] = selected
+        if not self.static:
+            self._compact(fewer=len(self.numbers) < len(before))
         self.bind()
+
+    def _compact(self, fewer: bool) -> None:
+        """Moves the pages into a new pool, if no other table has pages of the present one, and half of it is free, or there are `fewer`
+        rows than before."""
+        pool, pages = self.pool, _pages(self.numbers)
+        used = pages[numpy.sort(numpy.unique(pages, return_index=True)[1])]  # in the order of the tables
+        free = pool.capacity - len(used)
+        if not free or (2 * free < pool.capacity and not fewer) or int(pool.owners.sum()) != pages.size:
+            return
+        held = [self.pages.take(side, self.whole(used)) for side in (0, 1)] if len(used) else []
+        self.pool = PagePool(pool.layout, pool.device, pool.by_address)
+        if len(used):
+            neighbours = self.numbers.ndim == 2 and len(used) == self.numbers.size
+            new = self.pool.allocate(*self.numbers.shape if neighbours else (len(used), 1)).ravel()
+            place = numpy.full(len(pool.owners), -1)
+            place[used] = new
+            self.numbers = numpy.where(self.numbers < 0, -1, place[self.numbers])
+            self.pool.owners[:] = numpy.bincount(_pages(self.numbers), minlength=len(new))
+        self._renumber(used)
+        self.bind()
+        for side, codes in enumerate(held):
+            self.pages.put(side, self.whole(numpy.arange(len(used))), codes)
+
+    def _renumber(self, numbers: Numbers) -> None:
+        """Page `i` was `numbers[i]`."""
+
+    def whole(self, numbers: Numbers) -> Tensor:
+        """The slots of whole pages, int64 `[1, 1, P * PAGE]`."""
+        entries = torch.from_numpy(self.pool.entries(numbers)).to(self.table.device)
+        return (entries[:, None] * PAGE + torch.arange(PAGE, device=entries.device)).view(1, 1, -1)
 
     def fork(self) -> PagedTokens:
         """Returns a copy that shares the pages, but not the statistics, which either may compute again."""

@@ -140,6 +140,8 @@ class PagePool:
     def allocate(self, groups: int, neighbours: int) -> Numbers:
         """Adds a slab; returns the numbers of its pages `[G, n]`, which have one owner."""
         first, count = len(self.owners), groups * neighbours
+        if not count:
+            return numpy.zeros((groups, neighbours), numpy.int64)
         shape = (count, 1) if self.by_address else (groups, neighbours)
         with torch.inference_mode(False):  # tensors made in inference mode cannot be written outside of it
             data = torch.zeros(count * self.layout.nbytes, dtype=torch.uint8, device=self.device)
