@@ -197,10 +197,10 @@ class PagedTokens:
         """Moves the pages into a new pool, if no other table has pages of the present one, and half of it is free, or there are `fewer`
         rows than before."""
         pool, pages = self.pool, _pages(self.numbers)
-        used = pages[numpy.sort(numpy.unique(pages, return_index=True)[1])]  # in the order of the tables
-        free = pool.capacity - len(used)
+        free = len(pool.free())
         if not free or (2 * free < pool.capacity and not fewer) or int(pool.owners.sum()) != pages.size:
             return
+        used = pages[numpy.sort(numpy.unique(pages, return_index=True)[1])]  # in the order of the tables
         held = [self.pages.take(side, self.whole(used)) for side in (0, 1)] if len(used) else []
         self.pool = PagePool(pool.layout, pool.device, pool.by_address)
         if len(used):
