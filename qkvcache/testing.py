@@ -305,8 +305,8 @@ class _Reader:
 
     @torch.no_grad()
     def read(self, rows: slice = slice(None), begin: int = 0, padding: int = 0, other_head: bool = False) -> list[Kept]:
-        """What is kept after each step. `begin`: the first token; `padding`: tokens of the second row that padding replaces; `other_head`:
-        the second KV head of the first layer has other weights."""
+        """Returns what a policy keeps after each step. `begin`: the first token; `padding`: tokens of the second row that padding replaces;
+        `other_head`: the second KV head of the first layer has other weights."""
         model = self.model
         if other_head:
             model = copy.deepcopy(model)

@@ -56,7 +56,7 @@ def _tile(
     if TAIL:  # what lies beyond the end may be nan, and nan times a weight of 0 is nan
         low = tl.load(codes + (at * WORDS + w), mask=(w < WORDS) & tl.expand_dims(valid, 1 - AXIS), other=0)
     elif WORDS == WIDE:
-        # As one range, addresses are one base and constants; as products and sums each would be computed in each iteration.
+        # One range makes addresses of a base and constants; products and sums would be computed in each iteration.
         place = tl.reshape(tl.arange(0, T * WORDS), [T, WORDS])
         if AXIS == 0:
             place = tl.max_contiguous(tl.multiple_of(place, [1, WORDS]), [1, WORDS])

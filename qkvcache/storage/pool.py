@@ -1,7 +1,7 @@
 """`PagePool`: the pages of one layer, which caches and their forks share.
 
 A page is one range of bytes with the planes of keys `[H', PAGE, width]`, then those of values. Pages are allocated in slabs, have numbers,
-and are counted: a page that several tables name is copied before one of its owners writes (`PageTable.own`). A slab
+and are counted: a page that several tables name is copied before one of its owners writes (`PagedTokens.own`). A slab
 whose pages are all free is given back.
 
 Kernels find pages by address. Where torch reads them, the pages of a row in a slab are neighbours instead, plane by plane, so that their
@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from ..formats.base import Codec, Codes
-from ..kernels import Pair
 
 ALIGNMENT = 64
 """The alignment of planes and of pages in bytes. Entries of tables count in this unit where kernels find pages by address."""
@@ -219,12 +218,6 @@ def empty_codes(layout: PageLayout, rows: int, tokens: int) -> tuple[Codes, Code
     for side, name, dtype, heads, width, _ in layout.planes:
         sides[side][name] = torch.empty(rows, heads, tokens, width, dtype=dtype, device="meta")
     return sides
-
-
-def zeros_like(x: Pair, tokens: int) -> Pair:
-    """Zeros `[B, H, tokens, D]` for keys and values like `x` `[B, H, T, D]`."""
-    key, value = (side.new_zeros(*side.shape[:2], tokens, side.shape[3]) for side in x)
-    return key, value
 
 
 def aligned(count: int, to: int) -> int:

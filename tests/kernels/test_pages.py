@@ -222,7 +222,7 @@ def test_the_kernel_that_quantizes(format, per_head):
         slots[:, 1, 2] = -1  # a token that one head stores; the other still has its part in what they share
     else:
         slots = slots[:, None]
-    # Of rows after one another, tokens alone: each vector is quantized on its own.
+    # The block holds the same tokens without gaps; the codes must agree, since each vector is quantized on its own.
     block, block_statistics = pool(chosen, like, 2, 64)
     triton_quantize.quantize_into(held(chosen, planes, statistics), x, slots)
     triton_quantize.quantize_into(held(chosen, block, block_statistics), x, torch.arange(5, device=DEVICE) + torch.tensor([[[0]], [[64]]]))

@@ -48,7 +48,7 @@ def grown(tokens: int, **options) -> CompressedLayer:
 
 
 def addresses(layer: CompressedLayer) -> list[int]:
-    """Of all tensors that compiled code reads."""
+    """Returns the addresses of all tensors that compiled code reads."""
     pool, counts, exact, _ = layer.storage.inputs.arguments
     return [x.data_ptr() for x in (*pool, *exact, counts[0], counts[4])]
 
