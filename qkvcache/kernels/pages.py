@@ -131,7 +131,9 @@ class Pages:
             yield self.slabs[0], None, entry - self.firsts[0], offset
             return
         ascending = sorted(zip(self.firsts, self.slabs, strict=True), key=lambda slab: slab[0])
-        of = torch.bucketize(entry, torch.tensor([first for first, _ in ascending], device=slots.device), right=True) - 1
+        of = torch.zeros_like(entry)
+        for first, _ in ascending[1:]:  # a tensor of `firsts` would make the host wait for the device
+            of += entry >= first
         for i, (first, planes) in enumerate(ascending):
             yield planes, of == i, entry - first, offset
 
@@ -378,10 +380,10 @@ def _put(x: Tensor, stored: Tensor, index: tuple[Tensor, ...], new: Tensor) -> N
     `[M]`. So that the host need not know which are, those that are not stored are written as copies of the first that is."""
     if not len(new):
         return
-    first = stored.int().argmax()
-    at = tuple(torch.where(stored, i, i[first]) for i in index)
+    first = stored.int().argmax(0, keepdim=True)
+    at = tuple(torch.where(stored, i, i.index_select(0, first)) for i in index)
     stored = stored.view(-1, *[1] * (new.dim() - 1))
-    x[at] = torch.where(stored, new, torch.where(stored.any(), new[first], x[at]))
+    x[at] = torch.where(stored, new, torch.where(stored.any(), new.index_select(0, first), x[at]))
 
 
 def store_rows(x: Pair, ring: Pair, ring_slots: Tensor, sinks: Pair, sink_slots: Tensor) -> None:

@@ -192,8 +192,8 @@ class HeadPages(PagedTokens):
 
     def snapshot(self, row: int) -> tuple[Codes, Codes]:
         """A copy of the pages of one row, `[1, P, PAGE, width]` for each buffer."""
-        slots = self.whole(self._pages_of(row))
-        key, value = ({name: x.view(1, -1, PAGE, x.shape[3]) for name, x in self.pages.take(side, slots).items()} for side in (0, 1))
+        numbers = self._pages_of(row)[None]
+        key, value = ({name: x.view(1, -1, PAGE, x.shape[3]) for name, x in self.pool.read(side, numbers).items()} for side in (0, 1))
         return key, value
 
     def form(self, codes: Tensor) -> tuple[Codes, Codes]:
@@ -206,10 +206,10 @@ class HeadPages(PagedTokens):
     def load(self, codes: tuple[Codes, Codes], statistics: tuple[Codes, Codes]) -> None:
         """Copies the codes of a `snapshot`, and its `statistics` if any. `place` sets the tokens' pages."""
         if codes[0]:
-            numbers = self.pool.allocate(next(iter(codes[0].values())).shape[1], 1)[:, 0]
+            numbers = self.pool.allocate(next(iter(codes[0].values())).shape[1], 1)[None, :, 0]
             self.bind()
             for side, given in enumerate(codes):
-                self.pages.put(side, self.whole(numbers), {name: x.reshape(1, 1, -1, x.shape[3]) for name, x in given.items()})
+                self.pool.write(side, numbers, {name: x.reshape(1, 1, -1, x.shape[3]) for name, x in given.items()})
         self.load_statistics(statistics)
 
     def _pages_of(self, row: int) -> Numbers:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy
 import torch
@@ -145,7 +145,10 @@ class PagedTokens:
         block = tokens if quantizes(self.codecs, x) else min(map(block_of, x))
         for at in range(0, tokens, block):
             key, value = (side[:, :, at : at + block] for side in x)
-            quantize_into(self.pages, (key, value), slots + at if isinstance(slots, int) else slots[:, :, at : at + block])
+            self._quantize((key, value), slots + at if isinstance(slots, int) else slots[:, :, at : at + block])
+
+    def _quantize(self, x: Pair, slots: Tensor | int) -> None:
+        quantize_into(self.pages, x, slots)
 
     def simulate_pages(self, width: int, count: int) -> None:
         """Allocates `count` pages, and a table of `width` columns. For planning, on the meta device: pages have no numbers, of which there
@@ -169,7 +172,7 @@ class PagedTokens:
             if self.pool.owners[number] > 1:  # not given up by another row meanwhile
                 (new,) = self.pool.take(1).tolist()
                 if begin + column < used:
-                    self.pool.copy([number], [new])
+                    self.pool.copy(numpy.array([number]), numpy.array([new]))
                 self.pool.release(numpy.array([number]))
                 self.numbers[place], changed = new, True
         if changed:
@@ -201,7 +204,7 @@ class PagedTokens:
         if not free or (2 * free < pool.capacity and not fewer) or int(pool.owners.sum()) != pages.size:
             return
         used = pages[numpy.sort(numpy.unique(pages, return_index=True)[1])]  # in the order of the tables
-        held = [self.pages.take(side, self.whole(used)) for side in (0, 1)] if len(used) else []
+        held = [self.pool.read(side, used[None]) for side in (0, 1)] if len(used) else []
         self.pool = PagePool(pool.layout, pool.device, pool.by_address)
         if len(used):
             neighbours = self.numbers.ndim == 2 and len(used) == self.numbers.size
@@ -213,15 +216,10 @@ class PagedTokens:
         self._renumber(used)
         self.bind()
         for side, codes in enumerate(held):
-            self.pages.put(side, self.whole(numpy.arange(len(used))), codes)
+            self.pool.write(side, numpy.arange(len(used))[None], codes)
 
     def _renumber(self, numbers: Numbers) -> None:
         """Page `i` was `numbers[i]`."""
-
-    def whole(self, numbers: Numbers) -> Tensor:
-        """The slots of whole pages, int64 `[1, 1, P * PAGE]`."""
-        entries = torch.from_numpy(self.pool.entries(numbers)).to(self.table.device)
-        return (entries[:, None] * PAGE + torch.arange(PAGE, device=entries.device)).view(1, 1, -1)
 
     def fork(self) -> PagedTokens:
         """Returns a copy that shares the pages, but not the statistics, which either may compute again."""
@@ -278,8 +276,8 @@ class RowPages(PagedTokens):
 
     def bind(self) -> None:
         super().bind()
-        self.runs = None if self.pool.by_address else self._runs()
-        """The columns of the table, where torch can read them as views; else None."""
+        self.runs: list[Run] | None = None
+        """The columns of the table as torch reads them; None: not known yet."""
 
     @property
     def capacity(self) -> int:
@@ -337,28 +335,36 @@ class RowPages(PagedTokens):
     def packed(self, side: int, limit: int) -> Iterator[Packed]:
         """Blocks of at most `limit` tokens of the keys (0) or values (1) stored at the time of the call, in order: views where the pages of
         each row are neighbours."""
-        return _blocks(self.pages, side, self.length, self.dims[side], limit, self.runs)
+        codec, once, dim = self.codecs[side], self.pages.statistics[side], self.dims[side]
+        pool = copy.copy(self.pool)  # `trim` gives it another list of slabs
+        blocks = _blocks(self.pages, pool, self.numbers, self._runs(), side, self.length, limit)
+        return (Packed(codec, codes | once, count, dim) for count, codes in blocks)
 
-    def _runs(self) -> list[Run] | None:
+    def _quantize(self, x: Pair, slots: Tensor | int) -> None:
+        if self.pool.by_address or not isinstance(slots, int):
+            return super()._quantize(x, slots)
+        for side, (codec, new, statistics) in enumerate(zip(self.codecs, x, self.statistics, strict=True)):
+            self._put(side, slots, codec.quantize(new, statistics))
+
+    def _put(self, side: int, begin: int, codes: Codes) -> None:
+        """Writes codes `[B, H', T, width]` as those of the tokens from `begin` on."""
+        end, first = begin + next(iter(codes.values())).shape[2], 0
+        for run in self._runs():
+            start, stop = max(begin, first), min(end, first + run.columns * PAGE)
+            if start < stop:
+                new = {name: x[:, :, start - begin : stop - begin] for name, x in codes.items()}
+                if run.groups is not None:
+                    for name, plane in self.pages.slabs[run.slab][side].items():
+                        plane[run.groups, :, run.page * PAGE + start - first : run.page * PAGE + stop - first] = new[name]
+                else:
+                    self.pool.write(side, self.numbers[:, start // PAGE : -(-stop // PAGE)], new, start % PAGE)
+            first += run.columns * PAGE
+
+    def _runs(self) -> list[Run]:
         """`runs` of the present table."""
-        found: list[Run] = []
-        column, (rows, width) = 0, self.numbers.shape
-        while column < width:
-            numbers = self.numbers[:, column]
-            slab = self.pool.slab_of(int(numbers[0]))
-            if not slab.first <= numbers.min() <= numbers.max() < slab.end:
-                return None
-            group, page = numpy.divmod(numbers - slab.first, slab.neighbours)
-            step = int(group[1] - group[0]) if rows > 1 else 1
-            if step < 1 or (page != page[0]).any() or (numpy.diff(group) != step).any():
-                return None
-            count = min(slab.neighbours - int(page[0]), width - column)
-            follow = (self.numbers[:, column : column + count] == numbers[:, None] + numpy.arange(count)).all(0)
-            count = count if follow.all() else int(follow.argmin())
-            groups = slice(int(group[0]), int(group[-1]) + 1, step)
-            found.append((self.pool.slabs.index(slab), groups, int(page[0]), count))
-            column += count
-        return found
+        if self.runs is None:
+            self.runs = _runs(self.pool, self.numbers)
+        return self.runs
 
     def truncate(self, length: int) -> None:
         """Keeps the first `length` tokens, and gives back slabs that hold none of them."""
@@ -404,31 +410,63 @@ class RowPages(PagedTokens):
         if codes[0]:
             tokens = next(iter(codes[0].values())).shape[2]
             self.reserve(tokens)
-            slots = self.pages.slots(torch.arange(tokens, device=self.table.device))
             for side, given in enumerate(codes):
-                self.pages.put(side, slots, given)
+                self._put(side, 0, given)
             self.length = tokens
         self.load_statistics(statistics)
 
 
-Run = tuple[int, slice, int, int]
-"""Columns whose pages are neighbours in each row: the slab, its groups, the first page in a group, and the number of pages."""
+class Run(NamedTuple):
+    """Columns of a table, one after another, that torch reads at once. Their pages in each row are neighbours in the `groups` of
+    a slab, from `page` on; `groups` None: they are anywhere."""
+
+    columns: int
+    slab: int = 0
+    groups: slice | None = None
+    page: int = 0
 
 
-def _blocks(pages: Pages, side: int, left: int, dim: int, limit: int, runs: list[Run] | None) -> Iterator[Packed]:
-    """Blocks of at most `limit` of the first `left` tokens of each row of `pages`; views where there are `runs`."""
-    codec, once = pages.codecs[side], pages.statistics[side]
-    for begin in range(0, left if runs is None else 0, limit):
-        count = min(limit, left - begin)
-        place = torch.arange(begin, begin + count, device=pages.table.device)
-        yield Packed(codec, pages.take(side, pages.slots(place)) | once, count, dim)
-    for slab, groups, first, number in runs or ():
-        planes, used = pages.slabs[slab][side], min(left, number * pages.page_size)
+def _runs(pool: PagePool, numbers: Numbers) -> list[Run]:
+    """The runs of the pages `[B, W]`."""
+    rows, width = numbers.shape
+    if pool.by_address or not width:
+        return [Run(width)] if width else []
+    firsts, neighbours = (numpy.array([getattr(slab, name) for slab in pool.slabs]) for name in ("first", "neighbours"))
+    slab = firsts.searchsorted(numbers, side="right") - 1
+    group, page = numpy.divmod(numbers - firsts[slab], neighbours[slab])
+    step = numpy.diff(group, axis=0)
+    regular = (slab == slab[0]).all(0) & (page == page[0]).all(0) & (step > 0).all(0) & (step == step[:1]).all(0)
+    follows = (numbers[:, 1:] == numbers[:, :-1] + 1).all(0) & (page[0, 1:] > 0) | ~regular[:-1]
+    begins = numpy.concatenate([[True], (regular[1:] != regular[:-1]) | ~follows]).nonzero()[0].tolist()
+    found = []
+    for begin, end in zip(begins, [*begins[1:], width], strict=True):
+        if regular[begin]:
+            first, last = int(group[0, begin]), int(group[-1, begin])
+            groups = slice(first, last + 1, int(step[0, begin]) if rows > 1 else 1)
+            found.append(Run(end - begin, int(slab[0, begin]), groups, int(page[0, begin])))
+        else:
+            found.append(Run(end - begin))
+    return found
+
+
+def _blocks(
+    pages: Pages, pool: PagePool, numbers: Numbers, runs: list[Run], side: int, left: int, limit: int
+) -> Iterator[tuple[int, Codes]]:
+    """Blocks of at most `limit` of the first `left` tokens of each row, with their number of tokens: views, or copies of whole pages."""
+    column = 0
+    for run in runs:
+        used = min(left, run.columns * PAGE)
         for at in range(0, used, limit):
-            count, begin = min(limit, used - at), first * pages.page_size + at
-            codes = {name: plane[groups, :, begin : begin + count] for name, plane in planes.items()}
-            yield Packed(codec, codes | once, count, dim)
+            count = min(limit, used - at)
+            if run.groups is not None:
+                begin = run.page * PAGE + at
+                yield count, {name: x[run.groups, :, begin : begin + count] for name, x in pages.slabs[run.slab][side].items()}
+                continue
+            first, end = at // PAGE, -(-(at + count) // PAGE)
+            codes = pool.read(side, numbers[:, column + first : column + end])
+            yield count, {name: x.narrow(2, at - first * PAGE, count) for name, x in codes.items()}
         left -= used
+        column += run.columns
 
 
 def _pages(numbers: Numbers) -> Numbers:

@@ -10,7 +10,7 @@ tokens are a view of each plane.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -174,29 +174,76 @@ class PagePool:
         """Gives back slabs whose pages have no owner."""
         self.slabs = [slab for slab in self.slabs if self.owners[slab.first : slab.end].any()]
 
-    def clear(self, numbers: Numbers) -> None:
-        """Fills pages with zeros: masked attention multiplies stale values by 0, and nan times 0 is nan."""
-        for number in numbers.ravel().tolist():
-            for plane in self._page(number):
-                plane.zero_()
-
     @property
     def capacity(self) -> int:
         """Pages, with an owner or without."""
         return sum(slab.end - slab.first for slab in self.slabs)
 
-    def copy(self, source: Sequence[int], target: Sequence[int]) -> None:
-        """Copies pages to others."""
-        for old, new in zip(source, target, strict=True):
-            for kept, copied in zip(self._page(old), self._page(new), strict=True):
-                copied.copy_(kept)
+    def copy(self, source: Numbers, target: Numbers) -> None:
+        """Copies pages `[N]` to others."""
+        for side in (0, 1):
+            self.write(side, target[None], self.read(side, source[None]))
 
-    def _page(self, number: int) -> Iterator[Tensor]:
-        """The planes of a page, `[H', PAGE, width]`."""
-        slab, size = self.slab_of(number), self.layout.page_size
-        group, page = divmod(number - slab.first, slab.neighbours)
-        for side in self.layout.views(slab.data, slab.groups, slab.neighbours):
-            yield from (plane[group, :, page * size : (page + 1) * size] for plane in side.values())
+    def read(self, side: int, numbers: Numbers) -> Codes:
+        """Codes of the keys (`side` 0) or values (1) in pages `[B, W]`: `[B, H', W * PAGE, width]`."""
+        found: Codes = {}
+        for planes, index, at in self._slabs_of(side, numbers):
+            for name, plane in planes.items():
+                if at is None and isinstance(index[0], Tensor):
+                    heads = torch.arange(plane.shape[2], device=self.device)[:, None]
+                    found[name] = plane[index[0][:, None], index[1][:, None], heads]
+                elif at is None:
+                    found[name] = plane[index].transpose(1, 2)
+                else:
+                    if name not in found:
+                        found[name] = plane.new_empty(numbers.shape[0], plane.shape[2], numbers.shape[1], *plane.shape[3:])
+                    found[name].transpose(1, 2)[at] = plane[index]
+        return {name: x.flatten(2, 3) for name, x in found.items()}
+
+    def write(self, side: int, numbers: Numbers, codes: Codes, begin: int = 0) -> None:
+        """Writes codes `[B, H', T, width]` into pages `[B, W]`, from token `begin` of the first page on."""
+        size, at = self.layout.page_size, begin
+        end = begin + next(iter(codes.values())).shape[2]
+        while at < end:
+            first = at // size
+            whole = 0 if at % size else (end - at) // size
+            count = whole * size or min(size - at % size, end - at)
+            tokens = slice(at % size, None if whole else at % size + count)
+            for planes, index, part in self._slabs_of(side, numbers[:, first : first + max(whole, 1)]):
+                for name, plane in planes.items():
+                    new = codes[name].narrow(2, at - begin, count).unflatten(2, (max(whole, 1), -1)).transpose(1, 2)
+                    plane[(*index, slice(None), tokens)] = new if part is None else new[part]
+            at += count
+
+    def _slabs_of(self, side: int, numbers: Numbers) -> Iterator[tuple[Codes, tuple, tuple[Tensor, ...] | None]]:
+        """Yields for each slab that has some of the pages `[B, W]`: its planes as `[G, n, H', PAGE, width]`; the index of these pages in
+        the first two dimensions; and their indices in `numbers`, None if the slab has all pages: the index then gives `[B, W, ...]`."""
+
+        def tensors(*arrays: Numbers) -> tuple[Tensor, ...]:
+            return tuple(torch.from_numpy(x).to(self.device, non_blocking=True) for x in arrays)
+
+        for slab in self.slabs:
+            here = (numbers >= slab.first) & (numbers < slab.end)
+            if not here.any():
+                continue
+            views = self.layout.views(slab.data, slab.groups, slab.neighbours)[side]
+            planes = {name: x.unflatten(2, (slab.neighbours, -1)).transpose(1, 2) for name, x in views.items()}
+            if not here.all():
+                yield planes, tensors(*numpy.divmod(numbers[here] - slab.first, slab.neighbours)), tensors(*here.nonzero())
+                continue
+            if slab.neighbours == len(numbers) == 1 and (numpy.diff(numbers) == 1).all():
+                first = int(numbers[0, 0]) - slab.first
+                yield planes, (None, slice(first, first + numbers.size), 0), None
+            else:
+                yield planes, tensors(*numpy.divmod(numbers - slab.first, slab.neighbours)), None
+            return
+
+    def clear(self, numbers: Numbers) -> None:
+        """Fills pages with zeros: masked attention multiplies stale values by 0, and nan times 0 is nan."""
+        for side in (0, 1):
+            for planes, index, _ in self._slabs_of(side, numbers):
+                for plane in planes.values():
+                    plane[index] = 0
 
     def move(self, device: torch.device, move: object) -> None:
         """Moves all slabs to `device` by `move(tensor)`."""
