@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 
 from ..attention.full import varlen_attention
-from ..kernels import Pages, Pair, attend_pages, gather_rows, quantize_into, store_rows
+from ..kernels import Pair, attend_pages, gather_rows
 from ..kernels.attend_chunked import attend_chunked_pages, supports_queries
-from .pool import CompressedPagedCache
 from .rings import Rings
-from .step import PromptChunks, Rows, Writes
+from .step import PromptChunks, Rows
+from .store import PageStore
 
 NAME = "qkvcache_pages"
 
@@ -47,64 +47,53 @@ def paged_attention(
 
     Raises RuntimeError for a forward pass that does not come from continuous batching.
     """
-    if not isinstance(cache, CompressedPagedCache):
+    store: PageStore | None = getattr(cache, "store", None)
+    if store is None:
         raise RuntimeError(
             "the model serves requests from compressed pages: call it after the manager has stopped, or leave `continuous_batching` before"
         )
     layer: int = module.layer_idx  # type: ignore[assignment]
-    step = cache.step_of(layer, block_table, query.shape[2])
+    step = store.step_of(layer, block_table, query.shape[2])
     options: dict[str, Any] = {"scaling": scaling, "softcap": softcap, "s_aux": s_aux}
     if step.rows is not None and step.rows.at is None:
-        write(cache, layer, step.writes, (key, value))
-        return attend_rows(cache, layer, step.rows, query, options).transpose(1, 2).contiguous(), None
+        store.write(layer, step.writes, (key, value))
+        return attend_rows(store, layer, step.rows, query, options).transpose(1, 2).contiguous(), None
     out = query.new_empty(1, query.shape[2], *query.shape[1::2])
     if step.tokens < query.shape[2]:
         out[:, step.tokens :] = 0
     for chunks in step.chunks:
         now = slice(chunks.begin, chunks.end)
-        out[:, now] = attend_chunks(cache, layer, chunks, query[:, :, now], (key[:, :, now], value[:, :, now]), options)
-    cache.calibrate(layer, (key, value))
-    write(cache, layer, step.writes, (key, value))
+        new = key[:, :, now], value[:, :, now]
+        out[:, now] = attend_chunks(store, layer, chunks, query[:, :, now], new, options)
+    store.calibrate(layer, (key, value))
+    store.write(layer, step.writes, (key, value))
     if step.rows is not None:
         at = step.rows.at
-        out[:, at] = attend_rows(cache, layer, step.rows, query[:, :, at], options).transpose(1, 2)
+        out[:, at] = attend_rows(store, layer, step.rows, query[:, :, at], options).transpose(1, 2)
     return out, None
 
 
-def attend_rows(cache: CompressedPagedCache, layer: int, rows: Rows, query: Tensor, options: dict[str, Any]) -> Tensor:
-    """Attention `[1, Hq, B, D]` of rows with one query each, `[1, Hq, B, D]`; `options` are those of `varlen_attention`."""
-    scaling, softcap, sinks = options["scaling"], options["softcap"], options["s_aux"]
-    inputs = cache.allocator.inputs(layer, rows)
-    return attend_pages(query.permute(2, 1, 0, 3), inputs, scaling=scaling, softcap=softcap, sinks=sinks)[0].permute(2, 1, 0, 3)
+def attend_rows(store: PageStore, layer: int, rows: Rows, query: Tensor, options: dict[str, Any]) -> Tensor:
+    """Attention `[1, Hq, B, D]` of rows with one query each, `[1, Hq, B, D]`; `options` are those of
+    `varlen_attention`."""
+    given = {"scaling": options["scaling"], "softcap": options["softcap"], "sinks": options["s_aux"]}
+    return attend_pages(query.permute(2, 1, 0, 3), store.inputs(layer, rows), **given)[0].permute(2, 1, 0, 3)
 
 
-def attend_chunks(
-    cache: CompressedPagedCache, layer: int, chunks: PromptChunks, query: Tensor, new: Pair, options: dict[str, Any]
-) -> Tensor:
-    """Attention `[1, T, Hq, D]` of prompts, or of parts of them, `[1, Hq, T, D]`; `options` are those of `varlen_attention`."""
+def attend_chunks(store: PageStore, layer: int, chunks: PromptChunks, query: Tensor, new: Pair, options: dict[str, Any]) -> Tensor:
+    """Attention `[1, T, Hq, D]` of prompts, or of parts of them, `[1, Hq, T, D]`; `options` are those of
+    `varlen_attention`."""
     if chunks.past is None:
         return varlen_attention(query, *new, chunks.sequences, **options)
-    inputs = cache.allocator.inputs(layer, chunks.past)
+    inputs = store.inputs(layer, chunks.past)
     plain = options["softcap"] is None and options["s_aux"] is None
     if not chunks.fits and plain and supports_queries(query, new[1].shape[3]):
-        (row,) = chunks.rows
-        first, begin = row.blocks[0], row.past_sinks
+        _, first, row, begin, start, count, quantized, _ = chunks.columns[0].tolist()
         sinks = tuple(x[first : first + 1, :, :begin] for x in inputs.sinks)
-        recent = tuple(
-            torch.cat([Rings.unroll(ring, row.ring, row.past_quantized, row.past), x], dim=2)
-            for ring, x in zip(inputs.ring, new, strict=True)
-        )
-        out, _ = attend_chunked_pages(query, inputs.pages, begin, row.past_quantized, sinks, recent, scaling=options["scaling"])  # type: ignore[arg-type]
+        recent = tuple(torch.cat([Rings.unroll(ring, row, start, count), x], dim=2) for ring, x in zip(inputs.ring, new, strict=True))
+        scaling = options["scaling"]
+        out, _ = attend_chunked_pages(query, inputs.pages, begin, quantized, sinks, recent, scaling=scaling)  # type: ignore[arg-type]
         return out.transpose(1, 2)
     key, value = (x.new_empty(1, x.shape[1], chunks.tokens, x.shape[3]) for x in new)
     gather_rows(inputs, new, chunks.sequences.starts, chunks.past.tiles, (key, value))  # type: ignore[arg-type]
     return varlen_attention(query, key, value, chunks.sequences, **options)
-
-
-def write(cache: CompressedPagedCache, layer: int, writes: Writes, x: Pair) -> None:
-    """Quantizes keys and values `[1, H, T, D]` into pages, and stores the first and the last tokens in the model's dtype."""
-    allocator = cache.allocator
-    (planes, sinks), none = allocator.views[layer], writes.pages[:0, None]
-    pages = Pages(*allocator.layout.codecs, [planes], [0], allocator.layout.page_size, allocator.once[layer], none, None)
-    quantize_into(pages, x, writes.pages[None, None])
-    store_rows(x, allocator.ring(layer), writes.ring[None], sinks, writes.sinks[None])

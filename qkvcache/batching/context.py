@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import transformers
-from packaging.version import Version
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from .. import formats
@@ -20,14 +17,11 @@ from ..formats import Format, FormatByLayer
 from ..kernels import on_triton
 from ..policies import check_count
 from .metrics import Counters, Metrics
+from .requests import check_prompt
 from .statistics import Statistics
 
 if TYPE_CHECKING:
-    from .manager import CompressedManager
-
-OLDEST = "5.19"
-"""The first release of transformers whose continuous batching has allocators."""
-_METHOD, _BATCH, _CACHED = "init_continuous_batching", "generate_batch", "_cached_continuous_batching_manager"
+    from .transformers_adapter import CompressedManager
 
 
 class Batching:
@@ -48,37 +42,21 @@ class Batching:
         workload_hints: Any = None,
     ) -> CompressedManager:
         """The model's `init_continuous_batching`."""
-        from transformers.generation.configuration_utils import ContinuousBatchingConfig
+        from .transformers_adapter import manager_for
 
-        from .manager import CompressedManager
-
-        kept = getattr(self.model, _CACHED, None)
-        if isinstance(kept, CompressedManager):
-            kept.switch_to_cb_friendly_attn(self.model)
-            return kept
-        if kept is not None:
-            raise ValueError("the model keeps a manager with dense pages: call model.destroy_cached_continuous_batching_manager() before")
-        generation = self.model.generation_config if generation_config is None else generation_config
-        if generation is None:
-            raise ValueError("a GenerationConfig must be passed or set in the model")
-        if generation.eos_token_id is None:
-            generation.eos_token_id = -1  # as in transformers: no token ends a text
-        config = continuous_batching_config or getattr(generation, "continuous_batching_config", None) or ContinuousBatchingConfig()
         options: dict[str, Any] = {"statistics": self.statistics, "counters": self._counters, **self._zones}
-        self.manager = CompressedManager(self.model, generation, config, workload_hints, **options)
+        self.manager = manager_for(self.model, generation_config, continuous_batching_config, workload_hints, **options)
         return self.manager
 
     def generate_batch(self, inputs: list[list[int]], *args: Any, **options: Any) -> Any:
         """The model's `generate_batch`. Requests that it would only log, without an answer, or leave out are refused
         first."""
-        from .requests import check_prompt
+        from .transformers_adapter import stock_generate_batch
 
-        stock: Any = type(self.model).generate_batch  # type: ignore[attr-defined]
-        if unknown := options.keys() - inspect.signature(stock).parameters - {"max_new_tokens"}:
-            raise TypeError(f"generate_batch has no option {', '.join(sorted(unknown))}: the generation config may")
+        generate = stock_generate_batch(self.model, options)
         for ids in inputs:
             check_prompt(self.model.config, ids, options.get("max_new_tokens"))
-        return stock(self.model, inputs, *args, **options)
+        return generate(self.model, inputs, *args, **options)
 
     def metrics(self) -> Metrics:
         """The present numbers of requests, pages and tokens."""
@@ -88,19 +66,10 @@ class Batching:
 
     def close(self) -> None:
         """Stops the manager and restores the model. Idempotent."""
-        if self.model.__dict__.get(_METHOD) is not self:
-            return
-        del self.model.__dict__[_METHOD], self.model.__dict__[_BATCH]
-        if self.manager is not None:
-            if self.manager.is_running():
-                self.manager.stop(block=True, hard_stop=True)
-            self.manager.destroy()
-            self.manager.batch_processor = None
-            if self.model.config._attn_implementation != self._attention:  # left by a manager that never started
-                self.model.set_attn_implementation(self._attention)
-        if getattr(self.model, _CACHED, None) is self.manager:
-            self.model.__dict__.pop(_CACHED, None)
-        self.manager = None
+        from .transformers_adapter import restore
+
+        if restore(self.model, self, self.manager, self._attention):
+            self.manager = None
 
     def __deepcopy__(self, memo: dict) -> Batching:
         return Batching(copy.deepcopy(self.model, memo), copy.deepcopy(self.statistics, memo), **self._zones)
@@ -138,12 +107,14 @@ def continuous_batching(
             requests.
 
     Raises:
-        NotImplementedError: transformers below 5.19, models with sliding, linear or latent attention or with attention code of
-            their own, or encoder-decoders.
+        NotImplementedError: a release of transformers that is not supported, models with sliding, linear or latent
+            attention or with attention code of their own, or encoder-decoders.
         ValueError: an unknown format or one that cannot hold the model's head_dim; negative sizes; statistics of
             another format or model; a model that already batches on compressed pages.
         TypeError: `format`, `statistics` or a size of another type.
     """
+    from .transformers_adapter import is_patched, patch
+
     resolved = formats.resolve(format)
     check_count("num_sink_tokens", num_sink_tokens)
     check_count("residual_length", residual_length)
@@ -157,7 +128,7 @@ def continuous_batching(
         raise TypeError(f"statistics={statistics!r}: expected a file, or the statistics of an earlier run")
     if statistics.format != chosen:
         raise ValueError(f"statistics are of format {statistics.format.name!r}, not of {chosen.name!r}")
-    if _METHOD in model.__dict__:
+    if is_patched(model):
         raise ValueError("the model batches on compressed pages already: close that first")
     if not on_triton(model.device):
         kind = model.device.type
@@ -166,7 +137,7 @@ def continuous_batching(
         )
     install()
     batching = Batching(model, statistics, num_sink_tokens=num_sink_tokens, residual_length=residual_length)
-    model.__dict__ |= {_METHOD: batching, _BATCH: batching.generate_batch}
+    patch(model, batching, batching.generate_batch)
     return batching
 
 
@@ -180,10 +151,8 @@ def _check_model(model: PreTrainedModel) -> None:
 
 def check_config(config: PreTrainedConfig) -> None:
     """Raises NotImplementedError for models and releases of transformers that do not support compressed pages."""
-    if Version(transformers.__version__).release < Version(OLDEST).release:
-        raise NotImplementedError(
-            f"transformers {transformers.__version__} has no page allocators: compressed pages need {OLDEST} or later; upgrade it"
-        )
+    from . import transformers_adapter  # noqa: F401  # checks the release
+
     text = config.get_text_config(decoder=True)
     if config.is_encoder_decoder:
         raise NotImplementedError(f"{config.model_type} is an encoder-decoder: transformers batches decoders only")

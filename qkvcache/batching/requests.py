@@ -1,17 +1,15 @@
-"""A request of continuous batching: the checks of its prompt, its own options, and the end of its answer."""
+"""Requests of continuous batching: the checks of a prompt, the options of a request, and the end of its answer."""
 
 from __future__ import annotations
 
 import operator
-import time
 from collections.abc import Iterable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from itertools import chain, islice
+from itertools import islice
 from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
-from transformers.generation.continuous_batching.requests import GenerationOutput, RequestState, RequestStatus
 
 
 @dataclass
@@ -82,36 +80,3 @@ class StopStrings:
 
     def __deepcopy__(self, memo: dict) -> StopStrings:
         return self  # requests that fork share the tokenizer
-
-
-class Request(RequestState):
-    """A request that can end at strings and knows how many tokens of its prompt were already in pages."""
-
-    stop: StopStrings | None = None
-    asked: Asked | None = None
-    cached_tokens: int | None = None
-    """The number of cached tokens of its prompt; None until the prompt is read."""
-
-    def update_and_check_completion(self, token_id: int, logprob: float | None) -> bool:
-        if self.asked is not None and not self.asked.first_token:
-            self.asked.first_token = time.perf_counter()
-        done = super().update_and_check_completion(token_id, logprob)
-        if done or self.stop is None:
-            return done
-        # A preempted request has its first generated tokens at the end of its prompt.
-        before = self.initial_tokens[self._true_initial_tokens :] if self._true_initial_tokens else []
-        if not self.stop.end(chain(reversed(self.generated_tokens), reversed(before))):
-            return False
-        self.status = RequestStatus.FINISHED
-        return True
-
-    def to_generation_output(self) -> GenerationOutput:
-        output: Any = super().to_generation_output()
-        output.cached_tokens = self.cached_tokens or 0
-        return output
-
-    def create_equivalent_initial_request(self) -> Request:
-        state: Any = super().create_equivalent_initial_request()
-        state.__class__ = Request
-        state.stop, state.asked, state.cached_tokens = self.stop, self.asked, self.cached_tokens
-        return state

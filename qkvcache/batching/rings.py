@@ -25,7 +25,7 @@ class Rings:
     """
 
     def __init__(self, layers: int, count: int, heads: int, slots: int, head_dim: int, dtype: torch.dtype, device: torch.device):
-        self.slots = slots
+        self.slots, self.count = slots, count
         with torch.inference_mode(False):
             self.tensor = torch.zeros(layers, 2, count + 1, heads, slots, head_dim, dtype=dtype, device=device)
         self.free = list(range(count, 0, -1))
@@ -52,10 +52,10 @@ class Rings:
         self._since[rows], self._end[rows] = since, end
         return rows, since
 
-    def tokens(self, since: Ints, end: Ints, sinks: int) -> Ints:
-        """The number of last tokens that attention reads from rings with the tokens `since` to `end`, without the first
-        `sinks`."""
-        return numpy.minimum(numpy.maximum(end - numpy.maximum(since, sinks), 0), self.slots)  # half the time of `clip`
+    def tokens(self, since: Ints, end: Ints, begin: Ints) -> Ints:
+        """The number of last tokens that attention reads from rings with the tokens `since` to `end`, of those from
+        `begin` on."""
+        return numpy.minimum(numpy.maximum(end - numpy.maximum(since, begin), 0), self.slots)  # half the time of `clip`
 
     def release(self, request: str) -> None:
         if row := self.by_request.pop(request, 0):
@@ -75,12 +75,10 @@ class Rings:
             self.tensor[:, :, row] = self.tensor[:, :, source]
 
     @staticmethod
-    def unroll(ring: Tensor, row: int, begin: int, end: int) -> Tensor:
-        """The tokens `begin` to `end` of a row of `ring` `[F, H, R, D]`, in token order: `[1, H, T, D]`."""
-        slots, count = ring.shape[2], end - begin
-        at = begin % slots
-        tail = ring[row : row + 1, :, at : at + count]
-        return tail if tail.shape[2] == count else torch.cat([tail, ring[row : row + 1, :, : count - tail.shape[2]]], dim=2)
+    def unroll(ring: Tensor, row: int, start: int, count: int) -> Tensor:
+        """The tokens of a row of `ring` `[F, H, R, D]` from slot `start` on, in token order: `[1, H, T, D]`."""
+        tail = ring[row : row + 1, :, start : start + count]
+        return torch.cat([tail, ring[row : row + 1, :, : count - tail.shape[2]]], dim=2)
 
     def _rows(self, requests: Sequence[str]) -> Ints:
         found = [self.by_request.get(request, 0) for request in requests]

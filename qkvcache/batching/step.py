@@ -30,41 +30,8 @@ twice."""
 
 
 @dataclass(slots=True)
-class Row:
-    """The next tokens of one request, from `past` to `end`: a prompt or a part of it. `blocks`: the request's
-    blocks."""
-
-    blocks: list[int]
-    past: int
-    end: int
-    past_sinks: int
-    """Number of first tokens of the past that are exact."""
-    slots: int
-    """Slots of its ring."""
-    ring: int
-    """The row of its ring."""
-    past_ring_tokens: int
-    """Number of tokens of the past that are read from the ring."""
-
-    @property
-    def count(self) -> int:
-        return self.end - self.past
-
-    @property
-    def past_quantized(self) -> int:
-        """Number of tokens of the past that are read from the pages or as exact first tokens."""
-        return self.past - self.past_ring_tokens
-
-    def past_columns(self) -> list[int]:
-        """The columns of `PagedInputs.rows` before the new tokens are written."""
-        sinks = self.past_sinks
-        start = self.past_quantized % self.slots
-        return [sinks, self.blocks[0], self.ring, sinks, start, self.past_ring_tokens, self.past_quantized, self.past]
-
-
-@dataclass(slots=True)
 class Batch:
-    """The next tokens of all requests of a batch, from `past` to `end`: one number for each request, int64 `[B]`."""
+    """The next tokens of requests, from `past` to `end`: one number for each request, int64 `[B]`."""
 
     layout: BlockLayout
     rings: Rings
@@ -77,28 +44,25 @@ class Batch:
     """The rows of the rings, and the first token from which each ring has all, as far as it has slots."""
 
     @property
+    def count(self) -> Ints:
+        return self.end - self.past
+
+    @property
     def tokens(self) -> int:
         """The number of new tokens of all requests."""
-        return int((self.end - self.past).sum())
+        return int(self.count.sum())
 
-    def pick(self, at: Ints) -> Batch:
+    def pick(self, at: Ints | list[int]) -> Batch:
         """The requests at the indices `at` of the batch."""
         past, end, ring, since = (x[at] for x in (self.past, self.end, self.ring, self.since))
         longest = -(-int(end.max(initial=1)) // self.layout.page_size)
         return Batch(self.layout, self.rings, self.blocks[at, :longest], past, end, ring, since)
 
-    def row(self, at: int) -> Row:
-        """The request at the index `at` of the batch."""
-        past, end, ring = (int(x[at]) for x in (self.past, self.end, self.ring))
-        blocks, sinks = self.blocks[at, : -(-end // self.layout.page_size)].tolist(), self.layout.num_sink_tokens
-        read = int(self.rings.tokens(self.since[at], self.past[at], sinks))
-        return Row(blocks, past, end, min(past, sinks), self.rings.slots, ring, read)
-
     def writes(self) -> numpy.ndarray:
         """The slots of the new tokens in pages, in rings and among exact first tokens, int64 `[3, T]`; -1 for tokens
         that are not stored there."""
         size, sinks, slots = self.layout.page_size, self.layout.num_sink_tokens, self.rings.slots
-        count = self.end - self.past
+        count = self.count
         of = numpy.arange(len(count)).repeat(count)
         place = numpy.arange(len(of)) + (self.past + count - count.cumsum())[of]
         kept = numpy.maximum(self.end - slots, sinks)[of]
@@ -110,21 +74,21 @@ class Batch:
         writes[2] = numpy.where(place < sinks, writes[2] * sinks + place, -1)
         return writes
 
-    def columns(self) -> Ints:
-        """The columns of `PagedInputs.rows`, `[B, 8]`, after the new tokens are written."""
-        sinks = self.layout.num_sink_tokens
-        kept = self.rings.tokens(self.since, self.end, sinks)
-        columns = numpy.zeros((len(self.end), len(COLUMNS)), numpy.int64)
-        columns[:, BEGIN] = columns[:, SINKS] = numpy.minimum(self.end, sinks)
+    def columns(self, end: Ints) -> Ints:
+        """The columns of `PagedInputs.rows`, `[B, 8]`, of the tokens before `end`, when these are written."""
+        begin = numpy.minimum(end, self.layout.num_sink_tokens)
+        kept = self.rings.tokens(self.since, end, begin)
+        columns = numpy.zeros((len(end), len(COLUMNS)), numpy.int64)
+        columns[:, BEGIN] = columns[:, SINKS] = begin
         columns[:, SINK_ROW], columns[:, RING_ROW], columns[:, RING_TOKENS] = self.blocks[:, 0], self.ring, kept
-        columns[:, LENGTH] = length = self.end - kept
+        columns[:, LENGTH] = length = end - kept
         columns[:, RING_START] = length % self.rings.slots
         return columns
 
     def table(self) -> numpy.ndarray:
         """The rows of the block table, int32 `[B, HEADER + P]`, for requests with one new token each."""
         table = numpy.zeros((len(self.end), HEADER + self.blocks.shape[1]), numpy.int32)
-        table[:, : len(COLUMNS)] = self.columns()
+        table[:, : len(COLUMNS)] = self.columns(self.end)
         table[:, PAGE_SLOT : SINK_SLOT + 1] = numpy.maximum(self.writes(), 0).T
         table[:, HEADER:] = self.blocks
         return table
@@ -177,41 +141,40 @@ class PromptChunks:
     """Consecutive prompts, or parts of prompts, in a batch: its queries `begin` to `end`. Attention reads the tokens of
     all of them one after another, only the new tokens if `past` is None."""
 
-    rows: list[Row]
+    at: list[int]
+    """Their indices in the batch."""
     begin: int
     end: int
     tokens: int
     """Number of past and new tokens."""
     fits: bool
     """Whether the scratch has room for these tokens; a single row may have more."""
+    batch: Batch = field(init=False)
+    columns: Ints = field(init=False)
+    """The columns of their past, on the host."""
     sequences: Sequences = field(init=False)
     past: Rows | None = None
 
-    def add(self, row: Row) -> None:
-        self.rows.append(row)
-        self.end, self.tokens = self.end + row.count, self.tokens + row.end
-
-    def numbers(self) -> list[list[int]]:
+    def numbers(self, batch: Batch) -> Sequence[Ints | list[int]]:
         """The numbers to send to the device: the first query of each row and, if any row has a past, also the first
-        token of each row, columns, lengths, tables and tiles."""
-        starts = [[0, *accumulate(numbers)] for numbers in ((row.count for row in self.rows), (row.end for row in self.rows))]
-        if not any(row.past for row in self.rows):
+        token of each row, columns, tables and tiles."""
+        self.batch = rows = batch.pick(self.at)
+        self.columns = rows.columns(rows.past)
+        starts = [numpy.concatenate([[0], numbers.cumsum()]) for numbers in (rows.count, rows.end)]
+        if not rows.past.any():
             return starts[:1]
-        columns = [n for row in self.rows for n in row.past_columns()]
-        return [*starts, columns, blocks_of(self.rows), gather_tiles([row.end for row in self.rows])]
+        return [*starts, self.columns.ravel(), rows.blocks.ravel(), gather_tiles(rows.end.tolist())]
 
     def receive(self, sent: Iterator[Tensor]) -> None:
         """Receives its `numbers` as tensors on the device."""
-        queries, keys = [row.count for row in self.rows], [row.end for row in self.rows]
+        queries, keys = self.batch.count.tolist(), self.batch.end.tolist()
         starts = next(sent)
-        if queries == keys:
-            self.sequences = Sequences(queries, keys, (starts, starts))
-            return
-        self.sequences = Sequences(queries, keys, (starts, next(sent)))
-        columns, table, tiles = (next(sent) for _ in range(3))
-        columns = columns.view(-1, len(COLUMNS))
-        longest = max(row.past_quantized for row in self.rows)
-        self.past = Rows(columns, table.view(len(columns), -1), longest, tiles=tiles.view(-1, 2))
+        self.sequences = Sequences(queries, keys, (starts, starts if queries == keys else next(sent)))
+        if queries != keys:
+            columns, table, tiles = (next(sent) for _ in range(3))
+            longest = int(self.columns[:, LENGTH].max())
+            count = len(queries)
+            self.past = Rows(columns.view(count, -1), table.view(count, -1), longest, tiles=tiles.view(-1, 2))
 
 
 @dataclass
@@ -249,25 +212,24 @@ def step_of_table(table: Tensor, layout: BlockLayout) -> BatchStep:
 def step_of_batch(batch: Batch, scratch_tokens: int, tokens: int, device: torch.device) -> BatchStep:
     """The step of a batch padded at its end to `tokens` tokens. Chunks of prompts read their past through a scratch of
     `scratch_tokens`."""
-    count = batch.end - batch.past
+    count = batch.count
     begins = count.cumsum() - count
     single = (count == 1) & (batch.past > 0)
     chunks: list[PromptChunks] = []
-    for at in (~single).nonzero()[0]:
-        row, begin = batch.row(at), int(begins[at])
-        if chunks and chunks[-1].end == begin and chunks[-1].tokens + row.end <= scratch_tokens:
-            chunks[-1].add(row)
+    for at in (~single).nonzero()[0].tolist():
+        begin, new, whole = (int(x[at]) for x in (begins, count, batch.end))
+        last = chunks[-1] if chunks else None
+        if last and last.end == begin and last.tokens + whole <= scratch_tokens:
+            last.at.append(at)
+            last.end, last.tokens = begin + new, last.tokens + whole
         else:
-            chunks.append(PromptChunks([row], begin, begin + row.count, row.end, row.end <= scratch_tokens))
+            chunks.append(PromptChunks([at], begin, begin + new, whole, whole <= scratch_tokens))
     slots = numpy.full((3, tokens), -1)
     slots[:, : batch.tokens] = batch.writes()
     decoded, places = batch.pick(single), begins[single]
     *writes, indices = send([*slots, places], torch.int64, device)
-    wanted: list[Sequence[int] | numpy.ndarray] = [
-        decoded.columns().ravel(),
-        decoded.blocks.ravel(),
-        *(part for group in chunks for part in group.numbers()),
-    ]
+    numbers = (part for group in chunks for part in group.numbers(batch))
+    wanted = [decoded.columns(decoded.end).ravel(), decoded.blocks.ravel(), *numbers]
     sent = iter(send(wanted, torch.int32, device))
     columns, table = next(sent).view(-1, len(COLUMNS)), next(sent)
     for group in chunks:
@@ -275,17 +237,11 @@ def step_of_batch(batch: Batch, scratch_tokens: int, tokens: int, device: torch.
     together = None
     if len(places):
         begin, end = int(places[0]), int(places[-1]) + 1
-        at = slice(begin, end) if end - begin == len(places) else indices
+        where = slice(begin, end) if end - begin == len(places) else indices
         max_length = int(decoded.end.max())
         splits = split_rows(columns[:, LENGTH], max_length, batch.layout.heads)
-        together = Rows(columns, table.view(len(places), -1), max_length, splits, at)
+        together = Rows(columns, table.view(len(places), -1), max_length, splits, where)
     return BatchStep(Writes(*writes), together, chunks, batch.tokens)
-
-
-def blocks_of(rows: list[Row]) -> list[int]:
-    """The block lists of `rows`, padded to the longest, one after another."""
-    width = max((len(row.blocks) for row in rows), default=0)
-    return [n for row in rows for n in (*row.blocks, *[0] * (width - len(row.blocks)))]
 
 
 def send(parts: Sequence[Sequence[int] | numpy.ndarray], dtype: torch.dtype, device: torch.device) -> list[Tensor]:

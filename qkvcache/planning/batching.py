@@ -82,7 +82,7 @@ def plan_batching(
     from ..batching.attention import NAME
     from ..batching.context import check_config, check_format
     from ..batching.layout import BlockLayout
-    from ..batching.pool import pool_size
+    from ..batching.transformers_adapter import pool_size, stock_pool_size
 
     check_config(config)
     text = copy.deepcopy(text_config(config))
@@ -95,15 +95,16 @@ def plan_batching(
     options: dict[str, Any] = {"logits_to_keep": _keeps_logits(config), "layers": len(shapes), "free": free}
     if format is None:
         text._attn_implementation = "flash_attention_2"  # the fastest for transformers' own pages, without masks
-        blocks, bytes_per_block = _stock_blocks(text, batching, shape, dtype, **options)
+        sizes: dict[str, Any] = {"heads": shape.heads, "head_dim": shape.head_dim, "dtype": dtype}
+        blocks, bytes_per_block = stock_pool_size(text, batching, **sizes, **options)
         counts = fitting(kinds, blocks, PAGE_SIZE, MOST_REQUESTS)
         return BatchingPlan(kinds, counts, PAGE_SIZE, blocks, 0, bytes_per_block * tensor_parallel, 0)
     text._attn_implementation = NAME
     layout = BlockLayout(check_format(format, shape.head_dim), shape.heads, shape.head_dim, PAGE_SIZE, num_sink_tokens, dtype)
     size = pool_size(text, batching, layout, residual_length=residual_length, **options)
     counts = fitting(kinds, size.blocks, PAGE_SIZE, size.rings)
-    sizes = (size.bytes_per_block * tensor_parallel, size.bytes_per_ring * tensor_parallel)
-    return BatchingPlan(kinds, counts, PAGE_SIZE, size.blocks, size.rings, *sizes)
+    of_all = (size.bytes_per_block * tensor_parallel, size.bytes_per_ring * tensor_parallel)
+    return BatchingPlan(kinds, counts, PAGE_SIZE, size.blocks, size.rings, *of_all)
 
 
 def check_mix(mix: Mix) -> tuple[tuple[float, int, int], ...]:
@@ -134,22 +135,6 @@ def fitting(kinds: tuple[tuple[float, int, int], ...], pages: int, page_size: in
             break
         counts[kind] += 1
     return tuple(counts)
-
-
-def _stock_blocks(
-    config: PreTrainedConfig, cb_config: Any, shape: Shape, dtype: torch.dtype, *, layers: int, logits_to_keep: bool, free: float
-) -> tuple[int, int]:
-    """Blocks of transformers' own pool, and bytes of one."""
-    from transformers.generation.continuous_batching.cache_allocators import FULL_ATTENTION, FullAttentionCacheAllocator
-
-    from ..batching.pool import StockSizing
-
-    size = layers * FullAttentionCacheAllocator.get_bytes_per_page(shape.heads, shape.head_dim, dtype, cb_config.page_size)
-    sizing = StockSizing(
-        config=config, cb_config=cb_config, dtype=dtype, bytes_per_sector=size, tokens_per_sector=cb_config.page_size, bytes_per_block=size,
-        attn_types=[FULL_ATTENTION], model_supports_logits_to_keep=logits_to_keep, free=free,
-    )  # fmt: skip
-    return sizing.infer_max_batch_tokens_and_num_sectors()[1], size
 
 
 def _keeps_logits(config: PreTrainedConfig) -> bool:

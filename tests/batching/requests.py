@@ -14,12 +14,13 @@ from packaging.version import Version
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from qkvcache import CompressedCache
-from qkvcache.batching.context import OLDEST
 from tests.matrix import MODELS, model
 from tests.seeds import SEED
 
-if Version(transformers.__version__) < Version(OLDEST):
-    pytest.skip(f"continuous batching needs transformers {OLDEST}", allow_module_level=True)
+if Version(transformers.__version__) < Version("5.19"):
+    pytest.skip("continuous batching needs transformers 5.19", allow_module_level=True)
+
+from qkvcache.batching import attention, store, transformers_adapter  # noqa: E402, F401
 
 ZONES = {"num_sink_tokens": 2, "residual_length": 4}
 NEW = 12
@@ -112,7 +113,7 @@ def watch_offloading(manager) -> dict[str, torch.Tensor]:
     def content(blocks: list[int]) -> torch.Tensor:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        return manager.cache.allocator._copy_view[blocks].clone()
+        return manager.cache.allocators[0]._copy_view[blocks].clone()
 
     def leaving(victims, tables):
         found = offload(victims, tables)
@@ -123,7 +124,7 @@ def watch_offloading(manager) -> dict[str, torch.Tensor]:
         names = [future.state.request_id for future in batch if future.state.is_cpu_offloaded]
         restore(batch)
         for name in names:
-            assert torch.equal(content(manager.cache.allocator.block_table[name])[: len(moved[name])], moved[name])
+            assert torch.equal(content(manager.cache.allocators[0].block_table[name])[: len(moved[name])], moved[name])
 
     offloading._offload_to_cpu, offloading.restore_scheduled_requests = leaving, returning
     return moved

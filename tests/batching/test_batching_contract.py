@@ -10,84 +10,120 @@ import transformers
 from packaging.version import Version
 
 from qkvcache import continuous_batching, formats
-from qkvcache.batching.context import OLDEST, check_config
+from qkvcache.batching.context import check_config
 from tests.matrix import FORMATS, MODELS, UNSUPPORTED, model
 
 pytestmark = [pytest.mark.contract, pytest.mark.filterwarnings("ignore:continuous batching on compressed pages")]
-TOO_OLD = Version(transformers.__version__) < Version(OLDEST)
-recent = pytest.mark.skipif(TOO_OLD, reason=f"transformers before {OLDEST}")
+TOO_OLD = Version(transformers.__version__) < Version("5.19")
+recent = pytest.mark.skipif(TOO_OLD, reason="transformers before 5.19")
+if not TOO_OLD:
+    from transformers.generation.continuous_batching import continuous_api, input_outputs, requests
+    from transformers.generation.continuous_batching.cache import PagedAttentionCache, PagedAttentionMemoryHandler
+    from transformers.generation.continuous_batching.cache_allocators import CachePool, FullAttentionCacheAllocator
+    from transformers.generation.continuous_batching.cb_logits_processors import ContinuousBatchingLogitsProcessorList
+    from transformers.generation.continuous_batching.offloading_manager import OffloadingManager
+    from transformers.generation.continuous_batching.scheduler import Scheduler
+
+    from qkvcache.batching import transformers_adapter as adapter
+
+    manager, processor = continuous_api.ContinuousBatchingManager, continuous_api.ContinuousBatchProcessor
+    ATTRIBUTES = {
+        manager: "batch_processor input_queue cancel_queue output_router background_thread_status distributed_helper is_tp_driver model "
+        "generation_config continuous_batching_config logit_processor num_return_sequences _original_attn_impl _use_prefix_sharing "
+        "_wake_up_loop _request_counter _request_lock",
+        continuous_api.OutputRouter: "result_handlers _lock",
+        processor: "cache scheduler inputs_and_outputs logit_processor do_sample model_runner",
+        Scheduler: "waiting_requests active_requests starved_requests block_new_requests",
+        input_outputs.ContinuousBatchingIOs: "cache block_table use_block_table",
+        input_outputs.ContinuousBatchingAsyncIOs: "io_pairs",
+        input_outputs.HostDeviceIOPair: "host_io device_io",
+        requests.RequestState: "status position_offset initial_tokens generated_tokens _true_initial_tokens request_id "
+        "logit_processor_kwargs",
+        requests.FutureRequestState: "state query_length has_new_token",
+        ContinuousBatchingLogitsProcessorList: "logits_processor tensors_required",
+        PagedAttentionMemoryHandler: "num_attention_masks num_groups io_multiplier cb_config available_memory",
+        PagedAttentionCache: "cache_tensor cache_allocators layer_to_allocator bytes_per_sector tokens_per_sector max_batch_tokens "
+        "num_sectors pool use_prefix_sharing num_blocks max_tokens_read max_decode_fast_path_length max_blocks_per_request "
+        "read_cache_limit",
+        FullAttentionCacheAllocator: "num_key_value_heads head_dim layer_indices tokens_per_page bytes_per_block block_table pool ledger "
+        "use_block_sharing write_trash_index _copy_view bytes_per_sector blocks_per_sector index",
+        CachePool: "free_sectors",
+    }
+    """Attributes that are read or set."""
+    CALLS = {
+        "preemption alone frees without caching": (OffloadingManager, "free_blocks(state.request_id, no_cache=True)"),
+        "a request that has no room": (processor, adapter.CompressedProcessor.NO_ROOM),
+        "a step marks what it has completed": (processor, "self.cache.mark_complete_blocks(state, future_state.complete_blocks)"),
+        "forks are planned by the cache": (processor, "self.cache.prepare_fork_request("),
+        "a fork copies through the cache": (processor, "self.cache.perform_cache_copy("),
+        "a reset frees through the cache": (processor, "self.cache.free_all_requests()"),
+        "a request ends in the cache": (Scheduler.finish_request, "self.cache.free_blocks(request_id)"),
+        "a cancelled request ends in the cache": (Scheduler.clear_cancelled_requests, "self.cache.free_blocks(request_id)"),
+        "the past is that before the call": (
+            input_outputs.ContinuousBatchingIOs.prepare_batch_tensors, "past_length = state.position_offset",
+        ),
+        "indices are asked of the cache": (
+            input_outputs.ContinuousBatchingIOs.prepare_batch_tensors, "self.cache.extend_read_and_write_indices(",
+        ),
+        "the block table is asked of the cache": (
+            input_outputs.ContinuousBatchingIOs.prepare_batch_tensors, "self.cache.fill_block_table(",
+        ),
+        "both sides of a pair are inputs": (input_outputs.HostDeviceIOPair, "self.host_io = ContinuousBatchingIOs("),
+        "cached tokens move the offset": (Scheduler._infer_request_tokens, "state.position_offset += prefill_length"),
+        "a graph has a key": (input_outputs.ContinuousBatchingIOs.get_graph, "self._get_graph_key()"),
+        "the model keeps its manager": (manager.stop, "self.model._cached_continuous_batching_manager = self"),
+        "children have names": (processor.update_batch, "__child#"),
+    }  # fmt: skip
+    """Where transformers calls what is overridden, and texts that are compared."""
+else:
+    adapter, ATTRIBUTES, CALLS = None, {}, {}
 
 
-def parameters(function) -> list[str]:
-    return [name for name in inspect.signature(function).parameters if name != "self"]
-
-
-@pytest.mark.skipif(not TOO_OLD, reason=f"transformers {OLDEST} or later")
+@pytest.mark.skipif(not TOO_OLD, reason="transformers 5.19 or later")
 def test_older_releases_are_refused():
-    with pytest.raises(NotImplementedError, match=f"need {OLDEST} or later"):
+    with pytest.raises(NotImplementedError, match="needs transformers 5.19 to"):
         continuous_batching(model("llama"))
 
 
 @recent
-def test_names():
-    from transformers.generation.continuous_batching import PagedAttentionCache, RequestState, Scheduler, continuous_api
-    from transformers.generation.continuous_batching.cache import PagedAttentionMemoryHandler
-    from transformers.generation.continuous_batching.cache_allocators import CacheAllocator, FullAttentionCacheAllocator
-    from transformers.generation.continuous_batching.cb_logits_processors import ContinuousBatchingLogitsProcessorList
-    from transformers.generation.continuous_batching.input_outputs import ContinuousBatchingIOs, HostDeviceIOPair
-    from transformers.generation.continuous_batching.offloading_manager import OffloadingManager
+@pytest.mark.parametrize("function", getattr(adapter, "SIGNATURES", ()), ids=lambda function: function.__qualname__)
+def test_parameters(function):
+    found = " ".join(name for name in inspect.signature(function).parameters if name != "self")
+    assert found == adapter.SIGNATURES[function]
 
-    manager, processor = continuous_api.ContinuousBatchingManager, continuous_api.ContinuousBatchProcessor
-    assert parameters(manager.__init__) == ["model", "generation_config", "continuous_batching_config", "workload_hints"]
-    assert parameters(manager.switch_to_cb_friendly_attn) == ["model", "auto_switch_to_flash"]
-    assert parameters(transformers.GenerationMixin.init_continuous_batching) == [
-        "generation_config", "continuous_batching_config", "workload_hints",
-    ]  # fmt: skip
-    assert {"_create_batch_processor", "warmup", "stop", "destroy", "is_running"} <= set(dir(manager))
-    assert parameters(processor.__init__) == [
-        "cache", "config", "generation_config", "continuous_batching_config", "logit_processor", "input_queue", "cancel_queue",
-        "output_router", "background_thread_status", "model_device", "model_dtype", "scheduler", "distributed_helper",
-    ]  # fmt: skip
-    assert parameters(PagedAttentionCache.__init__) == [
-        "config", "continuous_batching_config", "device", "distributed_helper", "dtype", "model_supports_logits_to_keep",
-    ]  # fmt: skip
-    assert parameters(PagedAttentionMemoryHandler.__init__) == [
-        "config", "cb_config", "dtype", "bytes_per_sector", "tokens_per_sector", "bytes_per_block", "attn_types",
-        "model_supports_logits_to_keep",
-    ]  # fmt: skip
-    assert parameters(CacheAllocator._before_cache_tensor_init) == [
-        "index", "layer_indices", "tokens_per_page", "bytes_per_page", "allow_block_sharing",
-    ]  # fmt: skip
-    rows = ["request_id", "past_length", "query_length"]
-    assert parameters(FullAttentionCacheAllocator.fill_block_table) == [*rows, "block_table"]
-    assert parameters(PagedAttentionCache.extend_read_and_write_indices) == [*rows, "read_index", "write_index"]
-    assert parameters(Scheduler.__init__) == ["cache", "safety_margin", "max_requests_per_batch"]
-    # What is called when: preemption alone frees without caching, a completed step marks, and a fork copies, through the cache.
-    assert "free_blocks(state.request_id, no_cache=True)" in inspect.getsource(OffloadingManager)
-    source = inspect.getsource(processor)
-    assert "No requests can be scheduled and no requests can be offloaded." in source
-    assert "self.cache.mark_complete_blocks(state, future_state.complete_blocks)" in source
-    assert "self.cache.perform_cache_copy(" in source
-    # Both are made of the same class, and prepared for all requests at once; a request's past is that before the call.
-    assert parameters(ContinuousBatchingIOs.prepare_batch_tensors) == [
-        "requests_in_batch", "logits_processors", "use_decode_fast_path", "num_q_tokens", "max_kv_read", "use_padding",
-    ]  # fmt: skip
-    source = inspect.getsource(ContinuousBatchingIOs.prepare_batch_tensors)
-    assert "past_length = state.position_offset" in source
-    assert "self.cache.extend_read_and_write_indices(" in source and "self.cache.fill_block_table(" in source
-    assert "self.host_io = ContinuousBatchingIOs(" in inspect.getsource(HostDeviceIOPair)
-    assert parameters(PagedAttentionCache.can_store_request_tokens) == ["state", "request_len", "dry_run"]
-    # What our requests are made of, and where they end.
-    assert parameters(manager.add_request) == [
-        "input_ids", "request_id", "max_new_tokens", "streaming", "record_timestamps", "eos_token_id", "logit_processor_kwargs",
-    ]  # fmt: skip
-    assert {"input_queue", "_wake_up_loop", "_request_counter", "_request_lock"} <= set(
-        re.findall(r"self\.(\w+)", inspect.getsource(manager))
-    )
-    assert parameters(RequestState.update_and_check_completion) == ["token_id", "logprob"]
-    assert "state.position_offset += prefill_length" in inspect.getsource(Scheduler._infer_request_tokens)
-    assert parameters(ContinuousBatchingLogitsProcessorList.prepare_tensor_args) == ["requests_in_batch", "arg_storage"]
-    assert "def _get_graph_key(self)" in inspect.getsource(ContinuousBatchingIOs)
+
+@recent
+def test_changed_parameters_are_refused(monkeypatch):
+    """With the release that is installed, those that are supported, and the difference."""
+    monkeypatch.setattr(adapter, "SIGNATURES", {Scheduler.finish_request: "request_id reason"})
+    says = rf"needs transformers 5.19 to .*{re.escape(transformers.__version__)} differs.*finish_request takes \(request_id\)"
+    with pytest.raises(NotImplementedError, match=says):
+        adapter.check_signatures()
+
+
+@recent
+@pytest.mark.parametrize("kind", ATTRIBUTES, ids=lambda kind: kind.__name__)
+def test_attributes(kind):
+    sources = [inspect.getsource(base) for base in kind.__mro__ if base.__module__.startswith("transformers")]
+    known = set(dir(kind)) | set(re.findall(r"(?:self\.|^    )(\w+)\b(?= *[:=,])", "\n".join(sources), re.MULTILINE))
+    known |= set(re.findall(r"self\.(\w+)", "\n".join(sources)))
+    assert set(ATTRIBUTES[kind].split()) <= known
+
+
+@recent
+@pytest.mark.parametrize("promise", CALLS)
+def test_calls(promise):
+    where, text = CALLS[promise]
+    assert text in inspect.getsource(where)
+
+
+@recent
+def test_only_the_adapter_knows_continuous_batching():
+    """Of the package; the server is one of transformers, with promises of its own."""
+    from tests.test_house import FILES, imports
+
+    stock = "transformers.generation.continuous_batching"
+    assert [name for name in FILES if any(found.startswith(stock) for found in imports(name))] == ["batching/transformers_adapter.py"]
 
 
 @recent

@@ -13,9 +13,8 @@ from qkvcache.attention import full
 from qkvcache.formats import Int8
 from tests.reference import count_fused
 
-from .requests import ZONES, answers, assert_same, collect, llama, prompts, serving, watch_offloading
+from .requests import ZONES, answers, assert_same, attention, collect, llama, prompts, serving, watch_offloading
 
-attention = pytest.importorskip("qkvcache.batching.attention", reason="transformers before 5.19")
 pytestmark = pytest.mark.gpu
 FORMATS = ["identity", "int8", "nvfp4_mse", "turboquant_4bit_nc", "hadaquant_k3v3"]
 SYNCHRONOUS = {"use_cuda_graph": False, "use_async_batching": False}
@@ -65,7 +64,7 @@ def test_a_manager_that_starts_while_the_default_stream_is_busy(monkeypatch):
     net, ids = network(torch.float32), prompts(150)
     with continuous_batching(net, "identity", **ZONES), serving(net) as manager:
         expected = answers(manager, ids)
-    from qkvcache.batching.manager import CompressedManager
+    from qkvcache.batching.transformers_adapter import CompressedManager
 
     start = CompressedManager.start
     monkeypatch.setattr(CompressedManager, "start", lambda manager: (torch.cuda._sleep(400_000_000), start(manager)))
@@ -103,13 +102,13 @@ def test_prompts_in_one_launch_equal_one_by_one(format, dtype, monkeypatch):
     """Prompts, and chunks with a past, beside requests that are decoded: the same attention, within the rounding of its dtype."""
     net, together, errors = network(dtype), attention.attend_chunks, []
 
-    def both(cache, layer, chunks, query, *args, **options):
-        out = together(cache, layer, chunks, query, *args, **options)
+    def both(store, layer, chunks, query, *args, **options):
+        out = together(store, layer, chunks, query, *args, **options)
         with monkeypatch.context() as patch:
             patch.setattr(full, "in_one_launch", lambda query, value: False)
-            alone = together(cache, layer, chunks, query, *args, **options)
+            alone = together(store, layer, chunks, query, *args, **options)
         size = alone.float().norm().clamp_min(1e-6)  # the padding that warms up attends to nothing but zeros
-        errors.append(((out.float() - alone.float()).norm() / size, len(chunks.rows), chunks.past is not None))
+        errors.append(((out.float() - alone.float()).norm() / size, len(chunks.at), chunks.past is not None))
         return out
 
     monkeypatch.setattr(attention, "attend_chunks", both)

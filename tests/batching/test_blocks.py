@@ -21,7 +21,7 @@ FORMAT = "turboquant_4bit_nc"
 
 
 def allocator(manager):
-    return manager.cache.allocator
+    return manager.cache.allocators[0]
 
 
 def free_pages(manager) -> int:
@@ -33,7 +33,8 @@ def free_pages(manager) -> int:
 def assert_nothing_is_left(manager) -> None:
     held = allocator(manager)
     assert free_pages(manager) == held.num_blocks and not held.block_table
-    assert not held.rings.by_request and sorted(held.rings.free) == list(range(1, held.rings.tensor.shape[2]))
+    rings = manager.cache.store.rings
+    assert not rings.by_request and sorted(rings.free) == list(range(1, rings.count + 1))
 
 
 def test_a_prompt_in_chunks_equals_a_cache():
@@ -135,7 +136,7 @@ def test_a_ring_that_another_request_takes():
     rings.fork("d", "e")
     assert rings.copies == [(*b, *a)] and extend(13, 14, "d", "e") == ([*b, *a], [1, 1], [2, 2])
     ring = torch.arange(2 * 4.0).view(2, 1, 4, 1)
-    assert Rings.unroll(ring, 1, 6, 9).flatten().tolist() == [6, 7, 4]
+    assert Rings.unroll(ring, 1, 2, 3).flatten().tolist() == [6, 7, 4]
 
 
 def test_a_request_that_does_not_fit_fails_alone():
@@ -193,7 +194,7 @@ def test_blocks_kept_between_steps_are_those_of_the_requests():
     with continuous_batching(network, FORMAT, **ZONES):
         manager = network.init_continuous_batching(continuous_batching_config=pool(200, max_requests_per_batch=6))
         cache = manager._create_batch_processor().cache
-        held = cache.allocator
+        (held,) = cache.allocators
         for i in range(300):
             states[str(i)] = RequestState(str(i), draw.choice(begins) + prompts(90, seed=i)[0])
             if draw.random() < 0.3:
@@ -207,12 +208,13 @@ def test_blocks_kept_between_steps_are_those_of_the_requests():
             count = [min(len(blocks) * held.tokens_per_page - begin, 70) for blocks, begin in zip(tables, past, strict=True)]
             if not batch:
                 continue
-            cache.prepare([state.request_id for state in batch], past, count, None)
-            for row, blocks, state, new in zip(cache.batch.blocks.tolist(), tables, batch, count, strict=True):
+            cache.store.prepare([state.request_id for state in batch], [tables], past, count)
+            for row, blocks, state, new in zip(cache.store.groups[0].batch.blocks.tolist(), tables, batch, count, strict=True):
                 assert row[: len(blocks)] == blocks
                 state.position_offset += new
                 if draw.random() < 0.3:
-                    held.mark_complete_blocks(state.request_id, state.initial_tokens[: state.position_offset], 2)
+                    state.initial_tokens = state.initial_tokens[: state.position_offset]
+                    cache.mark_complete_blocks(state, {"full_attention": 2})
             for name in [name for name in states if draw.random() < 0.15]:
                 cache.free_blocks(name)
                 del states[name]

@@ -138,7 +138,7 @@ def test_metrics(server, folder, capfd):
     assert int(values["qkvcache_tokens_generated_total"]) == found.tokens_generated
     assert int(values["qkvcache_pages_total"]) == found.pages_total
     assert int(values["qkvcache_prompt_tokens_total"]) == found.prompt_tokens and values["qkvcache_worker_alive"] == "1"
-    assert int(values["qkvcache_ring_bytes"]) == server.batching.manager.cache.allocator.rings.tensor.nbytes
+    assert int(values["qkvcache_ring_bytes"]) == server.batching.manager.cache.store.rings.tensor.nbytes
     assert int(values["qkvcache_page_bytes"]) == server.batching.manager.cache.cache_tensor.nbytes
     for kind in ("finished", "refused"):
         assert int(values[f'qkvcache_requests_total{{outcome="{kind}"}}']) == observed.outcomes[kind] + 1

@@ -8,12 +8,9 @@ from qkvcache import continuous_batching
 from qkvcache.formats import Int8
 from tests.launches import counted
 
-from .requests import ZONES, answers, assert_same, greedy, llama, prompts, serving, single
+from .requests import ZONES, answers, assert_same, attention, greedy, llama, prompts, serving, single, store, transformers_adapter
 from .requests import pool as pool_of
 
-attention, manager, pool = (
-    pytest.importorskip(f"qkvcache.batching.{name}", reason="transformers before 5.19") for name in ("attention", "manager", "pool")
-)
 pytestmark = [
     pytest.mark.filterwarnings("ignore:continuous batching on compressed pages"),
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
@@ -26,7 +23,7 @@ def steps(patch: pytest.MonkeyPatch, format: str, ids: list[list[int]], **option
     real, varlen, found = attention.paged_attention, attention.varlen_attention, []
 
     def watched(module, query, *args, cache, block_table=None, **kwargs):
-        step = cache.step_of(module.layer_idx, block_table, query.shape[2])
+        step = cache.store.step_of(module.layer_idx, block_table, query.shape[2])
         with counted(patch) as launches:
 
             def one(*args, **kwargs):
@@ -36,11 +33,11 @@ def steps(patch: pytest.MonkeyPatch, format: str, ids: list[list[int]], **option
             patch.setattr(attention, "varlen_attention", one)
             out = real(module, query, *args, cache=cache, block_table=block_table, **kwargs)
         if step.chunks and module.layer_idx == 1:
-            rows = [row for chunks in step.chunks for row in chunks.rows]
-            found.append((sum(not row.past for row in rows), sum(row.past > 0 for row in rows), launches.names))
+            pasts = [past for chunks in step.chunks for past in chunks.batch.past.tolist()]
+            found.append((sum(not past for past in pasts), sum(past > 0 for past in pasts), launches.names))
         return out
 
-    patch.setattr(manager, "paged_attention", watched)
+    patch.setattr(transformers_adapter, "paged_attention", watched)
     with continuous_batching(llama(), format, **ZONES), serving(llama(), new=3, **options) as running:
         answers(running, ids)
     return found
@@ -71,7 +68,7 @@ def test_a_past_that_does_not_fit_into_the_scratch(monkeypatch):
     pages = attention.attend_chunked_pages
     monkeypatch.setattr(attention, "attend_chunked_pages", lambda *args, **kwargs: (pieces.append(args[3]), pages(*args, **kwargs))[1])
     per_token = 2 * network.config.num_key_value_heads * network.config.head_dim * 4
-    monkeypatch.setattr(pool, "CHUNK_BYTES", 100 * per_token)
+    monkeypatch.setattr(store, "CHUNK_BYTES", 100 * per_token)
     with continuous_batching(network, Int8(center=False), **ZONES), serving(network, max_batch_tokens=30) as running:
         (got,) = answers(running, ids)
     assert pieces and min(pieces) > 60
@@ -85,10 +82,10 @@ def test_what_kernels_keep_follows_the_statistics(monkeypatch):
     with continuous_batching(network, "turboquant_4bit_nc", **ZONES):
         running = network.init_continuous_batching(generation_config=greedy(4), continuous_batching_config=pool_of(max_batch_tokens=64))
         running.warmup()
-        running.cache.calibrating = False
+        running.cache.store.calibrating = False
         running.batch_processor.model_runner.run_one_warmup(network, 64, 64)
-        assert all("gather" in launches for launches in running.cache.allocator.launches.values())
-        running.cache.calibrating = True
+        assert all("gather" in launches for launches in running.cache.store.launches.values())
+        running.cache.store.calibrating = True
         running.cache.reset()
         running.start()
         (got,) = answers(running, [ids])

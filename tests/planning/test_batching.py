@@ -26,7 +26,7 @@ from transformers.generation.continuous_batching import cache as stock
 from transformers.generation.continuous_batching.distributed import DistributedHelper
 
 from qkvcache import continuous_batching
-from qkvcache.batching import pool
+from qkvcache.batching import transformers_adapter as adapter
 
 FREE, WEIGHTS = 40_000_000, 1_000_000
 MIX = [(3, 1000, 200), (1, 3001, 512)]
@@ -36,7 +36,7 @@ MIX = [(3, 1000, 200), (1, 3001, 512)]
 def config(monkeypatch) -> PretrainedConfig:
     """Of a model on a GPU with so much free memory."""
     monkeypatch.setattr(stock, "get_device_and_memory_breakdown", lambda: (torch.device("cpu"), FREE + WEIGHTS, 0, WEIGHTS))
-    monkeypatch.setattr(pool, "CHUNK_BYTES", 2**20)
+    monkeypatch.setattr(adapter, "CHUNK_BYTES", 2**20)
     return MODELS["llama"]()
 
 
@@ -61,7 +61,7 @@ def allocated(format: str | None, **options) -> PagedAttentionCache:
     with continuous_batching(network, format=format, **options):
         manager = network.init_continuous_batching(continuous_batching_config=ContinuousBatchingConfig(num_blocks=1))
         config._attn_implementation = network.config._attn_implementation
-        cache = pool.CompressedPagedCache(distributed_helper=manager.distributed_helper, **manager._cache_options, **same)
+        cache = adapter.CompressedPagedCache(distributed_helper=manager.distributed_helper, **manager.cache_options, **same)
         manager.stop()
         manager.destroy()
     return cache
@@ -85,7 +85,7 @@ def test_plans_are_what_is_allocated_to_the_page(config, format, options):
     assert (allocator.num_blocks, allocator.tokens_per_page) == (found.pages, found.page_size)
     assert cache.cache_tensor.nbytes == (found.pages + 2) * found.bytes_per_page
     if format is not None:
-        rings = allocator.rings
+        rings = cache.store.rings
         assert rings.tensor.nbytes == (found.rings + 1) * found.bytes_per_ring and len(rings.free) == found.rings
     kinds = [kind for kind, count in enumerate(found.counts) for _ in range(count)]
     assert all(stores(cache, number, sum(MIX[kind][1:])) for number, kind in enumerate(kinds))

@@ -1,0 +1,936 @@
+"""All that compressed pages touch of transformers' continuous batching: subclasses, replaced methods, private names.
+
+Other modules of this folder know tensors, requests and blocks, and import nothing of it. Importing this module checks
+the installed release: it raises NotImplementedError if a name is missing, or if a method that is called or overridden
+has other parameters. `tests/batching/test_batching_contract.py` has a test for each touch.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from math import ceil
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import GenerationConfig, GenerationMixin, LogitsProcessorList, PreTrainedConfig, PreTrainedModel
+from transformers.generation import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from ..kernels.attend_chunked import CHUNK_BYTES
+from .attention import NAME, paged_attention
+from .layout import BlockLayout
+from .metrics import Counters, Metrics
+from .requests import ASKED, Asked, StopStrings, check_prompt
+from .rings import Rings
+from .sampling import GREEDY, gumbel, key, sampling_options
+from .statistics import Statistics
+from .step import HEADER
+from .store import LayerGroup, PageStore
+
+SUPPORTED = "5.19 to 5.23"
+"""Releases of transformers, the first and the last that the contract tests have run on."""
+
+
+def unsupported(reason: object) -> NotImplementedError:
+    return NotImplementedError(
+        f"continuous batching on compressed pages needs transformers {SUPPORTED}, and {transformers.__version__} differs "
+        f"from it ({reason}): install a supported release"
+    )
+
+
+try:
+    from transformers.generation.configuration_utils import ContinuousBatchingConfig
+    from transformers.generation.continuous_batching.cache import PagedAttentionCache, PagedAttentionMemoryHandler
+    from transformers.generation.continuous_batching.cache_allocators import (
+        FULL_ATTENTION,
+        CachePool,
+        FullAttentionCacheAllocator,
+    )
+    from transformers.generation.continuous_batching.cb_logits_processors import (
+        ContinuousBatchingLogitsProcessor,
+        ContinuousBatchingLogitsProcessorList,
+    )
+    from transformers.generation.continuous_batching.continuous_api import (
+        ContinuousBatchingManager,
+        ContinuousBatchProcessor,
+    )
+    from transformers.generation.continuous_batching.distributed import DistributedHelper
+    from transformers.generation.continuous_batching.initialization import update_cb_config_after_cache_creation
+    from transformers.generation.continuous_batching.input_outputs import (
+        ContinuousBatchingAsyncIOs,
+        ContinuousBatchingIOs,
+    )
+    from transformers.generation.continuous_batching.requests import (
+        FutureRequestState,
+        GenerationOutput,
+        RequestState,
+        RequestStatus,
+    )
+    from transformers.generation.continuous_batching.scheduler import SCHEDULER_MAPPING, Scheduler
+    from transformers.generation.continuous_batching.utils import WorkloadHints, get_accelerator_graph_name
+except ImportError as error:
+    raise unsupported(error) from error
+
+_ROW = "request_id past_length query_length"
+SIGNATURES: Mapping[Callable, str] = {
+    GenerationMixin.init_continuous_batching: "generation_config continuous_batching_config workload_hints",
+    ContinuousBatchingManager.__init__: "model generation_config continuous_batching_config workload_hints",
+    ContinuousBatchingManager.switch_to_cb_friendly_attn: "model auto_switch_to_flash",
+    ContinuousBatchingManager.add_request: (
+        "input_ids request_id max_new_tokens streaming record_timestamps eos_token_id logit_processor_kwargs"
+    ),
+    ContinuousBatchingManager.register_result_handler: "request_id callback",
+    ContinuousBatchingManager._create_batch_processor: "",
+    ContinuousBatchingManager.warmup: "",
+    ContinuousBatchingManager.start: "",
+    ContinuousBatchProcessor.__init__: (
+        "cache config generation_config continuous_batching_config logit_processor input_queue cancel_queue "
+        "output_router background_thread_status model_device model_dtype scheduler distributed_helper"
+    ),
+    ContinuousBatchProcessor.prepare_next_batch: "",
+    ContinuousBatchProcessor._handle_request_error: "error state",
+    ContinuousBatchingIOs.prepare_batch_tensors: (
+        "requests_in_batch logits_processors use_decode_fast_path num_q_tokens max_kv_read use_padding"
+    ),
+    ContinuousBatchingIOs._get_graph_key: "",
+    Scheduler.__init__: "cache safety_margin max_requests_per_batch",
+    Scheduler._infer_request_tokens: "state request_ids_to_remove_from_waiting",
+    Scheduler.clear_cancelled_requests: "",
+    Scheduler.finish_request: "request_id",
+    RequestState.update_and_check_completion: "token_id logprob",
+    RequestState.to_generation_output: "",
+    RequestState.create_equivalent_initial_request: "",
+    ContinuousBatchingLogitsProcessorList.prepare_tensor_args: "requests_in_batch arg_storage",
+    ContinuousBatchingLogitsProcessorList.check_kwargs: "kwargs",
+    PagedAttentionMemoryHandler.__init__: (
+        "config cb_config dtype bytes_per_sector tokens_per_sector bytes_per_block attn_types model_supports_logits_to_keep"
+    ),
+    PagedAttentionCache.__init__: ("config continuous_batching_config device distributed_helper dtype model_supports_logits_to_keep"),
+    PagedAttentionCache.fill_block_table: f"{_ROW} block_table",
+    PagedAttentionCache.extend_read_and_write_indices: f"{_ROW} read_index write_index",
+    PagedAttentionCache.search_prefix_match: "request_id prompt_ids",
+    PagedAttentionCache.can_store_request_tokens: "state request_len dry_run",
+    PagedAttentionCache.prepare_fork_request: "src_state dst_req_ids copy_src_and_dst",
+    PagedAttentionCache.perform_cache_copy: "copy_src_and_dst",
+    PagedAttentionCache.free_blocks: "request_id no_cache",
+    PagedAttentionCache.free_all_requests: "clear_ledgers",
+    PagedAttentionCache.mark_complete_blocks: "state complete_blocks",
+    FullAttentionCacheAllocator.__init__: ("index config num_key_value_heads cache_dtype page_size layer_indices allow_block_sharing"),
+    FullAttentionCacheAllocator._before_cache_tensor_init: ("index layer_indices tokens_per_page bytes_per_page allow_block_sharing"),
+    FullAttentionCacheAllocator._after_cache_tensor_init: "non_trash_bytes bytes_per_sector cache_tensor pool",
+    FullAttentionCacheAllocator.register_cache_tensor: "bytes_per_sector non_trash_bytes cache_tensor pool",
+    FullAttentionCacheAllocator.get_bytes_per_page: "num_key_value_heads head_dim cache_dtype page_size",
+    CachePool.__init__: "num_sectors num_allocators num_reserved_sectors",
+    update_cb_config_after_cache_creation: "cb_config num_blocks max_batch_tokens",
+}
+"""The parameters of each function that is called or overridden here."""
+
+
+def check_signatures() -> None:
+    """Raises NotImplementedError if a function that this module relies on has other parameters."""
+    for function, expected in SIGNATURES.items():
+        found = " ".join(name for name in inspect.signature(function).parameters if name != "self")
+        if found != expected:
+            raise unsupported(f"{function.__qualname__} takes ({found}), not ({expected})")
+
+
+check_signatures()
+
+RING_SHARE = 16
+"""Rings take at most one sixteenth of the free memory, unless `max_requests_per_batch` sets their number."""
+
+
+# The pool.
+
+
+class StockSizing(PagedAttentionMemoryHandler):
+    """transformers' computation of the memory for a pool.
+
+    Args:
+        free: free bytes; None asks the device. The config's share `max_memory_percent` of these bytes, less `taken`, is
+            used.
+    """
+
+    def __init__(self, *, free: float | None = None, taken: int = 0, **kwargs: Any):
+        self._free, self._taken = free, taken
+        super().__init__(**kwargs)
+
+    def get_available_memory(self) -> int:
+        share = self.cb_config.max_memory_percent or 0.0  # resolved by then
+        available = super().get_available_memory() if self._free is None else int(self._free * share)
+        return available - int(self._taken * share)
+
+
+class Sizing(StockSizing):
+    """The memory for compressed pages: no masks, and no dense copy of the keys and values that a step reads."""
+
+    def __init__(self, **kwargs: Any):
+        super().__init__(**kwargs)
+        self.num_attention_masks = 0
+
+    @property
+    def bytes_per_cache_token(self) -> int:
+        return self.io_multiplier * self.num_groups * torch.int64.itemsize  # read indices
+
+    @property
+    def fixed_overhead_bytes(self) -> int:
+        return super().fixed_overhead_bytes + CHUNK_BYTES
+
+
+@dataclass(frozen=True)
+class PoolSize:
+    """The allocation for all requests. blocks: number of blocks of `page_size` tokens, each with a page of every layer.
+    rings: requests that can have exact last tokens at the same time. batch_tokens: new tokens of a step.
+    bytes_per_block, bytes_per_ring: over all layers."""
+
+    blocks: int
+    rings: int
+    batch_tokens: int
+    bytes_per_block: int
+    bytes_per_ring: int
+
+
+def pool_size(
+    config: PreTrainedConfig,
+    cb_config: ContinuousBatchingConfig,
+    layout: BlockLayout,
+    *,
+    residual_length: int,
+    layers: int,
+    logits_to_keep: bool,
+    max_requests: int | None = None,
+    free: float | None = None,
+    least: Callable[[int], int] = int,
+) -> PoolSize:
+    """The pool and the rings that fit into the free memory.
+
+    Args:
+        cb_config: a config that is resolved as by transformers' managers.
+        layout: the layout of a page of one layer, with the KV heads of one GPU. `layers`: number of layers with these
+            pages.
+        logits_to_keep: whether the model can compute logits of selected tokens only.
+        max_requests: number of rings; None: as many as fit into a share of the memory, up to
+            `cb_config.max_requests_per_batch`. There are never more than blocks: a request has at least one.
+        free: free bytes before anything is allocated; None asks the device.
+        least: the minimum of a count over the GPUs of a tensor-parallel group.
+    """
+    sizes = _sizes(config, cb_config, layout.nbytes * layers, layout.dtype, logits_to_keep, free)
+    bytes_per_ring = layers * 2 * layout.heads * (residual_length + 1) * layout.head_dim * layout.dtype.itemsize
+    if max_requests is None:
+        most = least(Sizing(**sizes).available_memory // RING_SHARE // bytes_per_ring)
+        max_requests = max(min(cb_config.max_requests_per_batch or most, most), 1)
+
+    def beside(rings: int) -> tuple[int, int]:
+        sizing = Sizing(**sizes, taken=(rings + 1) * bytes_per_ring)
+        batch_tokens, blocks = sizing.infer_max_batch_tokens_and_num_sectors()
+        return least(batch_tokens), least(blocks)
+
+    batch_tokens, blocks = beside(max_requests)
+    if blocks < max_requests:
+        max_requests = blocks
+        batch_tokens, blocks = beside(max_requests)
+    return PoolSize(blocks, max_requests, batch_tokens, layout.nbytes * layers, bytes_per_ring)
+
+
+def stock_pool_size(
+    config: PreTrainedConfig,
+    cb_config: ContinuousBatchingConfig,
+    *,
+    heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    layers: int,
+    logits_to_keep: bool,
+    free: float,
+) -> tuple[int, int]:
+    """The blocks of transformers' own pool, and the bytes of one; arguments are those of `pool_size`."""
+    get_bytes = FullAttentionCacheAllocator.get_bytes_per_page
+    nbytes = layers * get_bytes(heads, head_dim, dtype, cb_config.page_size)
+    sizing = StockSizing(**_sizes(config, cb_config, nbytes, dtype, logits_to_keep, free))
+    return sizing.infer_max_batch_tokens_and_num_sectors()[1], nbytes
+
+
+def _sizes(
+    config: PreTrainedConfig, cb_config: Any, nbytes: int, dtype: torch.dtype, logits_to_keep: bool, free: float | None
+) -> dict[str, Any]:
+    return {
+        "config": config, "cb_config": cb_config, "dtype": dtype, "bytes_per_sector": nbytes, "bytes_per_block": nbytes,
+        "tokens_per_sector": cb_config.page_size, "attn_types": [FULL_ATTENTION], "free": free,
+        "model_supports_logits_to_keep": logits_to_keep,
+    }  # fmt: skip
+
+
+class CompressedAllocator(FullAttentionCacheAllocator):
+    """Compressed blocks of a group of layers. They are counted, shared, forked, hashed and freed as in transformers."""
+
+    def __init__(self, group: LayerGroup, index: int, allow_block_sharing: bool):
+        self.group = group
+        self._before_cache_tensor_init(
+            index=index,
+            layer_indices=group.layers,
+            tokens_per_page=group.layout.page_size,
+            bytes_per_page=group.layout.nbytes,
+            allow_block_sharing=allow_block_sharing,
+        )
+
+    def register_cache_tensor(self, bytes_per_sector: int, non_trash_bytes: int, cache_tensor: Tensor, pool: CachePool) -> None:
+        self.bytes_per_sector = bytes_per_sector
+        self._copy_view = cache_tensor.view(-1, self.bytes_per_block)
+        self._after_cache_tensor_init(non_trash_bytes, bytes_per_sector, cache_tensor, pool)
+        self.write_trash_index = 0  # sector 0 holds no request
+        self.group.bind(cache_tensor)
+
+
+class CompressedPagedCache(PagedAttentionCache):
+    """transformers' paged cache with compressed pages.
+
+    Args:
+        max_requests: number of rings; None: as many as the memory allows, up to `max_requests_per_batch`. Never more
+            than blocks.
+    """
+
+    def __init__(
+        self,
+        config: PreTrainedConfig,
+        continuous_batching_config: ContinuousBatchingConfig,
+        device: torch.device,
+        distributed_helper: DistributedHelper,
+        dtype: torch.dtype,
+        model_supports_logits_to_keep: bool,
+        *,
+        num_sink_tokens: int,
+        residual_length: int,
+        statistics: Statistics,
+        counters: Counters,
+        max_requests: int | None,
+        max_blocks_per_request: int | None,
+    ):
+        smallest = copy.copy(continuous_batching_config)
+        smallest.num_blocks, smallest.max_batch_tokens = 1, 1
+        super().__init__(config, smallest, device, distributed_helper, dtype, model_supports_logits_to_keep)
+        del self.cache_tensor  # transformers allocated one block
+        self.counters = counters
+        stock: Any = self.cache_allocators[FULL_ATTENTION]
+        heads, head_dim, page_size, layers = (
+            stock.num_key_value_heads, stock.head_dim, stock.tokens_per_page, stock.layer_indices,
+        )  # fmt: skip
+        layout = BlockLayout(statistics.format, heads, head_dim, page_size, num_sink_tokens, dtype)
+        size = pool_size(
+            config, continuous_batching_config, layout, residual_length=residual_length, layers=len(layers),
+            logits_to_keep=model_supports_logits_to_keep, max_requests=max_requests,
+            least=lambda count: _least(count, distributed_helper, device),
+        )  # fmt: skip
+        # The new token is in the ring too.
+        rings = Rings(len(layers), size.rings, heads, residual_length + 1, head_dim, dtype, device)
+        self.store = PageStore([LayerGroup(layout, layers, rings)], rings, statistics, distributed_helper.tp_local_rank)
+
+        allow = continuous_batching_config.allow_block_sharing
+        self.allocators = [CompressedAllocator(group, index, allow) for index, group in enumerate(self.store.groups)]
+        self.cache_allocators = dict(zip(self.cache_allocators, self.allocators, strict=True))
+        self.layer_to_allocator = {layer: held for held in self.allocators for layer in held.layer_indices}
+        self.bytes_per_sector, self.tokens_per_sector = size.bytes_per_block, page_size
+        self.max_batch_tokens, self.num_sectors = size.batch_tokens, size.blocks
+        nbytes = self.num_sectors * self.bytes_per_sector
+        with torch.inference_mode(False):
+            self.cache_tensor = torch.zeros(nbytes + 2 * self.bytes_per_sector, dtype=torch.uint8, device=device)
+        self.pool = CachePool(self.num_sectors, len(self.allocators))
+        for held in self.allocators:
+            held.register_cache_tensor(self.bytes_per_sector, nbytes, self.cache_tensor, self.pool)
+        self.use_prefix_sharing = allow and all(held.use_block_sharing for held in self.allocators)
+        self.num_blocks = size.blocks
+        self.max_tokens_read = page_size * self.num_blocks
+
+        if max_blocks_per_request is None:
+            longest = getattr(config, "max_position_embeddings", None) or self.max_tokens_read
+            max_blocks_per_request = min(ceil(longest / page_size), self.num_blocks)
+        self.max_decode_fast_path_length = page_size * max_blocks_per_request
+        self.max_blocks_per_request = HEADER + max_blocks_per_request if max_blocks_per_request else 0
+        continuous_batching_config.max_blocks_per_request = self.max_blocks_per_request
+        continuous_batching_config.max_requests_per_batch = size.rings
+
+    def check_room(self, request_id: str, tokens: int) -> None:
+        """Raises MemoryError if a request of `tokens` tokens does not fit into the empty pool."""
+        room = self.num_blocks * self.store.groups[0].layout.page_size
+        if tokens > room:
+            raise MemoryError(
+                f"request {request_id} of {tokens} tokens does not fit into a pool of {room} tokens: shorten it, or "
+                "raise max_memory_percent or num_blocks of the ContinuousBatchingConfig"
+            )
+
+    def metrics(self) -> dict[str, int]:
+        """The fields of `Metrics` that are of pages and rings."""
+        block = self.store.groups[0].layout.nbytes * len(self.store.group_of)
+        cached = sum(len(held.ledger.cached_blocks) * held.bytes_per_block for held in self.allocators)
+        used = self.num_sectors * self.bytes_per_sector - self.compute_free_capacity(relative=False) - cached
+        rings = self.store.rings
+        return {
+            "pages_used": ceil(used / block),
+            "pages_cached": ceil(cached / block),
+            "pages_total": self.num_blocks,
+            "page_size": self.store.groups[0].layout.page_size,
+            "rings": rings.count,
+            "page_bytes": self.cache_tensor.nbytes,
+            "ring_bytes": rings.tensor.nbytes,
+        }
+
+    # A forward pass. transformers asks for each request; `BatchInputs` prepares all of them at once.
+
+    def fill_block_table(self, request_id: str, past_length: int, query_length: int, block_table: Tensor) -> None:
+        """Does nothing."""
+
+    def extend_read_and_write_indices(
+        self, request_id: str, past_length: int, query_length: int, read_index: Any, write_index: Any
+    ) -> None:
+        """Does nothing: compressed pages do not need the indices."""
+
+    # The lifetime of a request.
+
+    def search_prefix_match(self, request_id: str, prompt_ids: list[int]) -> int:
+        """Finds cached blocks as transformers does, but not for the last tokens of the prompt: these are computed
+        again, so that the ring has them."""
+        return super().search_prefix_match(request_id, prompt_ids[: max(len(prompt_ids) - self.store.rings.slots + 1, 0)])
+
+    def can_store_request_tokens(self, state: RequestState, request_len: int, dry_run: bool = False) -> bool:
+        """Whether the request's tokens can be stored, as in transformers; answers at once if its last block has room,
+        as in most steps."""
+        blocks = self.allocators[0].block_table.get(state.request_id)
+        if blocks is not None and state.position_offset + request_len <= len(blocks) * self.allocators[0].tokens_per_page:
+            return True
+        return super().can_store_request_tokens(state, request_len, dry_run)
+
+    def prepare_fork_request(self, src_state: RequestState, dst_req_ids: list[str], copy_src_and_dst: Any) -> list[str]:
+        forked = super().prepare_fork_request(src_state, dst_req_ids, copy_src_and_dst)
+        for request_id in forked:
+            self.store.fork(src_state.request_id, request_id)
+        return forked
+
+    def perform_cache_copy(self, copy_src_and_dst: dict[str, tuple[list[int], list[int]]]) -> None:
+        super().perform_cache_copy(copy_src_and_dst)
+        self.store.rings.copy()
+
+    def free_blocks(self, request_id: str, no_cache: bool = False) -> None:
+        self.counters.preemptions += no_cache  # only offloading needs it
+        super().free_blocks(request_id, no_cache)
+        self.store.rings.release(request_id)
+
+    def free_all_requests(self, clear_ledgers: bool = False) -> None:
+        super().free_all_requests(clear_ledgers)
+        for request_id in list(self.store.rings.by_request):
+            self.store.rings.release(request_id)
+
+    def mark_complete_blocks(self, state: RequestState, complete_blocks: dict[str, int]) -> None:
+        """Marks complete blocks as transformers does, but only if the request has blocks: it has none if it was
+        cancelled while its step ran."""
+        self.counters.tokens_generated += state.status != RequestStatus.PREFILLING  # a call for each token
+        if complete_blocks and state.request_id in self.allocators[0].block_table:
+            super().mark_complete_blocks(state, complete_blocks)
+            self.store.forget(state.request_id)  # its blocks were exchanged for others with the same tokens
+
+
+def _least(count: int, helper: DistributedHelper, device: torch.device) -> int:
+    """The minimum of a count over a tensor-parallel group."""
+    if helper.tp_size == 1:
+        return count
+    value = torch.tensor([count], device=device, dtype=torch.int64)
+    helper.tp_all_reduce_min(value)
+    return int(value.item())
+
+
+# Requests and their tokens.
+
+
+class Request(RequestState):
+    """A request that can end at strings and knows how many tokens of its prompt were already in pages."""
+
+    stop: StopStrings | None = None
+    asked: Asked | None = None
+    cached_tokens: int | None = None
+    """The number of cached tokens of its prompt; None until the prompt is read."""
+
+    def update_and_check_completion(self, token_id: int, logprob: float | None) -> bool:
+        if self.asked is not None and not self.asked.first_token:
+            self.asked.first_token = time.perf_counter()
+        done = super().update_and_check_completion(token_id, logprob)
+        if done or self.stop is None:
+            return done
+        # A preempted request has its first generated tokens at the end of its prompt.
+        before = self.initial_tokens[self._true_initial_tokens :] if self._true_initial_tokens else []
+        if not self.stop.end(chain(reversed(self.generated_tokens), reversed(before))):
+            return False
+        self.status = RequestStatus.FINISHED
+        return True
+
+    def to_generation_output(self) -> GenerationOutput:
+        output: Any = super().to_generation_output()
+        output.cached_tokens = self.cached_tokens or 0
+        return output
+
+    def create_equivalent_initial_request(self) -> Request:
+        state: Any = super().create_equivalent_initial_request()
+        state.__class__ = Request
+        state.stop, state.asked, state.cached_tokens = self.stop, self.asked, self.cached_tokens
+        return state
+
+
+class Requests:
+    """A mixin for schedulers: requests know how many of their tokens were cached, and cancelled requests are dropped
+    completely."""
+
+    forget: Callable[[str], None]
+    cache: CompressedPagedCache
+
+    def _infer_request_tokens(self, state: RequestState, *args: Any) -> list[int]:
+        tokens = super()._infer_request_tokens(state, *args)  # type: ignore[misc]
+        if isinstance(state, Request) and state.cached_tokens is None:
+            state.cached_tokens = state.position_offset
+            self.cache.counters.prompt_tokens += len(state.initial_tokens)
+            self.cache.counters.cached_tokens += state.position_offset
+        return tokens
+
+    def clear_cancelled_requests(self) -> list[RequestState]:
+        states = super().clear_cancelled_requests()  # type: ignore[misc]
+        for state in states:
+            state.status = RequestStatus.FINISHED  # ignores the result of a step that still runs
+            self.forget(state.request_id)
+        return states
+
+
+class Sampling(ContinuousBatchingLogitsProcessorList):
+    """The logits processors of a manager whose requests have sampling options of their own; `config` has the defaults.
+
+    A batch leaves out the processors that none of its requests needs: sorting vocabularies for top_p takes long.
+    """
+
+    def __init__(self, config: GenerationConfig):
+        self.default = config
+        stages: list[Any] = [TemperatureLogitsWarper(1.0), TopPLogitsWarper(1.0), Noise()]
+        if config.top_k:
+            stages.insert(1, TopKLogitsWarper(config.top_k))
+        super().__init__(LogitsProcessorList(stages), per_request_processors=True)
+        self.tensors_required = len(stages)
+        self.needed = [False] * len(stages)
+        """Flags, one for each processor: whether the latest batch needs it."""
+
+    def prepare_tensor_args(self, requests_in_batch: list[FutureRequestState], arg_storage: Tensor) -> Tensor:
+        sampled = [
+            request.state.logit_processor_kwargs
+            for request in requests_in_batch
+            if request.has_new_token and request.state.logit_processor_kwargs.get("seed")
+        ]
+        self.needed = [
+            any(arguments[name] != GREEDY[name] for arguments in sampled) if name in GREEDY else bool(sampled)
+            for name in (next(iter(stage.supported_kwargs)) for stage in self.logits_processor)
+        ]
+        return super().prepare_tensor_args(requests_in_batch, arg_storage) if sampled else arg_storage
+
+    def __call__(self, input_ids: Tensor, scores: Tensor, logits_processor_args: Tensor) -> Tensor:
+        for i, (stage, needed) in enumerate(zip(self.logits_processor, self.needed, strict=True)):
+            if needed:
+                scores = stage(scores, logits_processor_args[i])
+        return scores
+
+
+class Noise(ContinuousBatchingLogitsProcessor):
+    """Adds Gumbel noise to the logits of requests with a seed. Forked requests have different noise."""
+
+    supported_kwargs: dict[str, type] = {"seed": int}
+    ignored_kwargs: tuple[str, ...] = ()
+
+    def fill_defaults(self, int32_tensor: Tensor) -> None:
+        int32_tensor.zero_()
+
+    def prepare_tensor_args(self, requests_with_new_token: list[FutureRequestState]) -> Tensor:
+        states = [request.state for request in requests_with_new_token]
+        keys = [key(s.logit_processor_kwargs.get("seed", 0), s.position_offset, s.request_id.partition("__child#")[2]) for s in states]
+        return torch.tensor(keys, dtype=torch.int32)
+
+    def __call__(self, scores: Tensor, tensor_arg: Tensor) -> Tensor:
+        keys = tensor_arg[: scores.shape[0], None]
+        return torch.where(keys == 0, scores, scores + gumbel(keys, scores.shape[1]))
+
+
+# A step.
+
+
+class BatchInputs(ContinuousBatchingIOs):
+    """Inputs of a forward pass, planned for all requests of a batch at once."""
+
+    cache: CompressedPagedCache
+    logit_processor: ContinuousBatchingLogitsProcessorList
+
+    def _get_graph_key(self) -> tuple[int, ...]:
+        return (*super()._get_graph_key(), *getattr(self.logit_processor, "needed", ()))
+
+    def prepare_batch_tensors(
+        self,
+        requests_in_batch: list[FutureRequestState],
+        logits_processors: ContinuousBatchingLogitsProcessorList,
+        use_decode_fast_path: bool,
+        num_q_tokens: int,
+        max_kv_read: int,
+        use_padding: bool,
+    ) -> None:
+        """Prepares a batch as transformers does, but without the indices of tokens to read, which would cost clearing
+        `max_kv_read` entries and copying one for each token of the pool."""
+        names = [future.state.request_id for future in requests_in_batch]
+        past = [future.state.position_offset for future in requests_in_batch]
+        super().prepare_batch_tensors(requests_in_batch, logits_processors, use_decode_fast_path, num_q_tokens, 0, use_padding)
+        store, allocators = self.cache.store, self.cache.allocators
+        blocks = [[held.block_table[name] for name in names] for held in allocators]
+        store.prepare(names, blocks, past, [future.query_length for future in requests_in_batch])
+        if self.use_block_table:
+            for group, table in zip(store.groups, self.block_table, strict=True):
+                rows = torch.from_numpy(group.batch.table())
+                table[: rows.shape[0], : rows.shape[1]].copy_(rows, non_blocking=True)
+
+
+class CompressedProcessor(ContinuousBatchProcessor):
+    """A processor that fails a request that outgrows the pool and continues with the others."""
+
+    cache: CompressedPagedCache
+    NO_ROOM = "No requests can be scheduled and no requests can be offloaded."
+    """transformers' error for a request that does not fit into an empty pool."""
+
+    def __init__(self, **kwargs: Any):
+        super().__init__(**kwargs)
+        made = self.inputs_and_outputs
+        pairs: list[Any] = made.io_pairs if isinstance(made, ContinuousBatchingAsyncIOs) else []
+        every: list[Any] = [io for pair in pairs for io in (pair.host_io, pair.device_io)] or [made]
+        for inputs in every:
+            inputs.__class__, inputs.logit_processor = BatchInputs, self.logit_processor  # transformers makes them
+        if isinstance(self.logit_processor, Sampling):
+            self.do_sample = self.model_runner.do_sample = False  # the logits processors draw the tokens
+
+    def prepare_next_batch(self) -> bool:
+        while True:
+            try:
+                return super().prepare_next_batch()
+            except RuntimeError as error:
+                if str(error) != self.NO_ROOM or not self._fail_one():
+                    raise
+
+    def _fail_one(self) -> bool:
+        """Fails the request for which no pages are left."""
+        scheduler = self.scheduler
+        if not scheduler.starved_requests:
+            return False
+        state, tokens = scheduler.starved_requests[0]
+        try:
+            self.cache.check_room(state.request_id, state.current_len() + tokens)
+        except MemoryError as error:
+            self._handle_request_error(error, state)
+            scheduler.finish_request(state.request_id)
+            scheduler.block_new_requests = False
+            return True
+        return False
+
+
+# The manager.
+
+
+class CompressedManager(ContinuousBatchingManager):
+    """A manager whose requests are in compressed pages. `options`: those of `CompressedPagedCache` that the config does
+    not have."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        generation_config: GenerationConfig,
+        continuous_batching_config: ContinuousBatchingConfig,
+        workload_hints: WorkloadHints | None,
+        **options: Any,
+    ):
+        asked = continuous_batching_config
+        limits = {"max_requests": asked.max_requests_per_batch, "max_blocks_per_request": asked.max_blocks_per_request}
+        self.cache_options: dict[str, Any] = options | limits
+        if asked.max_blocks_per_request is None and workload_hints is not None and workload_hints.max_generated_length:
+            longest = workload_hints.max_prompt_length + workload_hints.max_generated_length
+            self.cache_options["max_blocks_per_request"] = -(-longest // asked.page_size)
+        super().__init__(model, generation_config, continuous_batching_config, workload_hints)  # type: ignore[arg-type]
+        config, on_cuda = self.continuous_batching_config, model.device.type == "cuda"
+        # Batches with prompts run eagerly: their launches depend on the number of prompts.
+        wanted = asked.use_cuda_graph is None or asked.cuda_graph_booleans[1]
+        graphs = on_cuda and get_accelerator_graph_name() is not None and wanted and asked.max_blocks_per_request != 0
+        config.use_cuda_graph = (False, graphs)
+        if asked.use_async_batching is None:
+            config.use_async_batching = graphs
+        if asked.per_request_processors:
+            if asked.return_logprobs:
+                raise NotImplementedError("return_logprobs with per_request_processors: they would be those of the noise")
+            self.logit_processor: ContinuousBatchingLogitsProcessorList = Sampling(generation_config)
+            if asked.max_memory_percent is None and on_cuda:
+                config.max_memory_percent = 0.8  # transformers' share where logits are processed
+
+    def switch_to_cb_friendly_attn(self, model: Any, auto_switch_to_flash: bool = True) -> None:
+        ALL_ATTENTION_FUNCTIONS.register(NAME, paged_attention)
+        if model.config._attn_implementation != NAME:
+            self._original_attn_impl = model.config._attn_implementation
+            model.set_attn_implementation(NAME)
+
+    def warmup(self) -> None:
+        """Warms up as transformers does; the random tokens do not count for statistics."""
+        store = self._pool().store
+        store.calibrating = False
+        try:
+            super().warmup()
+        finally:
+            store.calibrating = True
+
+    def start(self) -> None:
+        """Starts as transformers does; the pool is allocated before it returns."""
+        self._pool()
+        super().start()
+
+    def close(self) -> None:
+        """Stops, and drops the pool."""
+        if self.is_running():
+            self.stop(block=True, hard_stop=True)
+        self.destroy()
+        self.batch_processor = None
+
+    def add_request(
+        self,
+        input_ids: list[int],
+        request_id: str | None = None,
+        max_new_tokens: int | None = None,
+        streaming: bool = False,
+        record_timestamps: bool = False,
+        eos_token_id: int | list[int] | None = None,
+        stop: StopStrings | None = None,
+        **options: Any,
+    ) -> str | None:
+        """Adds a request. Its answer ends at the model's last position at the latest.
+
+        Args:
+            stop: strings that end the answer. The answer includes the tokens of the string.
+            options: `temperature`, `top_p` and `seed` of this request, if the config has `per_request_processors`.
+
+        Raises:
+            ValueError, TypeError: a prompt that `check_prompt` refuses, or options that the manager does not have;
+                nothing is added.
+            MemoryError: prompt and answer can never have all their pages.
+            RuntimeError: the manager stops, or has died.
+        """
+        if not self.is_tp_driver:
+            return None
+        if reason := self.background_thread_status.can_accept_new_requests():
+            raise RuntimeError(reason)
+        asked = ASKED.get()
+        if request_id is None:
+            (request_id,) = self._request_ids(1)
+        elif asked is None:
+            self._check_unused(request_id)
+        if asked is not None:
+            options = dict(asked.options)
+            stop = options.pop("stop", None)
+        try:
+            wanted = self.generation_config.max_new_tokens if max_new_tokens is None else max_new_tokens
+            tokens, most = check_prompt(self.model.config, input_ids, wanted)
+            if isinstance(self.logit_processor, Sampling):
+                options = sampling_options(self.logit_processor.default, **options)
+            else:
+                self.logit_processor.check_kwargs(options)
+            # The last token is not stored.
+            self._pool().check_room(request_id, len(tokens) + (1 if wanted is None else most or 1) - 1)
+        except Exception:
+            self._forget(request_id)
+            raise
+        state = Request(
+            request_id=request_id,
+            initial_tokens=tokens,
+            num_children=self.num_return_sequences - 1,
+            record_timestamps=record_timestamps,
+            max_new_tokens=most,
+            eos_token_id=self.generation_config.eos_token_id if eos_token_id is None else eos_token_id,
+            streaming=streaming,
+            logit_processor_kwargs=options,
+        )
+        state.stop, state.asked = stop, asked
+        if asked is not None:
+            asked.admitted, asked.max_new_tokens = True, most
+        self.input_queue.put(state, timeout=10)
+        self._wake_up_loop.set()
+        return request_id
+
+    def add_requests(  # type: ignore[override]
+        self, inputs: list[list[int]], max_new_tokens: int | None = None, **options: Any
+    ) -> list[str]:
+        """Adds requests as transformers does. One wrong prompt refuses all of them; a request that does not fit fails
+        alone."""
+        for ids in inputs:
+            check_prompt(self.model.config, ids, max_new_tokens)
+        names = self._request_ids(len(inputs))
+        pairs: Sequence[tuple[str, list[int]]] = list(zip(names, inputs, strict=True))
+        if self._use_prefix_sharing:
+            pairs = sorted(pairs, key=lambda pair: pair[1], reverse=True)  # prompts that begin alike follow each other
+        for name, ids in pairs:
+            try:
+                self.add_request(ids, name, max_new_tokens, **options)
+            except MemoryError as error:
+                self.output_router.fail_and_deliver(Request(name, list(ids)), error)
+        return names
+
+    def _check_unused(self, request_id: str) -> None:
+        """Raises ValueError if a request that has not ended has this id: both would read and write the same pages."""
+        self._pool()
+        scheduler = self.batch_processor.scheduler  # type: ignore[union-attr]
+        with self.input_queue.mutex:
+            used = any(state.request_id == request_id for state in self.input_queue.queue)
+        if used or request_id in scheduler.waiting_requests or request_id in scheduler.active_requests:
+            raise ValueError(f"request_id={request_id!r} belongs to a request that has not ended: use another one")
+
+    def _request_ids(self, count: int) -> list[str]:
+        with self._request_lock:
+            first = self._request_counter
+            self._request_counter += count
+        return [f"req_{first + i}" for i in range(count)]
+
+    def _forget(self, request_id: str) -> None:
+        """Drops the handler of a request that will have no result."""
+        with self.output_router._lock:
+            self.output_router.result_handlers.pop(request_id, None)
+
+    def register_result_handler(self, request_id: str, callback: Callable) -> None:
+        asked = ASKED.get()
+
+        def noted(output: Any) -> None:
+            if asked is not None:
+                asked.cached_tokens = output.cached_tokens
+            callback(output)
+
+        super().register_result_handler(request_id, noted)
+
+    @property
+    def cache(self) -> CompressedPagedCache:
+        return self.batch_processor.cache  # type: ignore[union-attr, return-value]
+
+    def _pool(self) -> CompressedPagedCache:
+        """The paged cache, made now if there is none."""
+        if self.batch_processor is None:
+            self.batch_processor = self._create_batch_processor()
+        return self.cache
+
+    def metrics(self, counters: Counters) -> Metrics:
+        """The current metrics, without pages while there is no processor."""
+        counts: dict[str, int] = dict(vars(counters))
+        waiting, processor = self.input_queue.qsize(), self.batch_processor
+        if processor is not None:
+            waiting += len(processor.scheduler.waiting_requests)
+            counts |= self.cache.metrics() | {"running": len(processor.scheduler.active_requests)}
+        return Metrics(waiting=waiting, **counts)
+
+    def _create_batch_processor(self) -> ContinuousBatchProcessor:
+        """Makes or resets the processor on the current stream and waits for it, since other streams copy and compute
+        the first batch."""
+        if isinstance(processor := getattr(self, "batch_processor", None), ContinuousBatchProcessor):
+            processor.reset()
+        else:
+            processor = self._make_processor()
+        if self.model.device.type == "cuda":
+            torch.cuda.current_stream(self.model.device).synchronize()
+        return processor
+
+    def _make_processor(self) -> ContinuousBatchProcessor:
+        model, config = self.model, self.continuous_batching_config
+        text = model.config.get_text_config()
+        supports = getattr(model, "_supports_logits_to_keep", None)
+        cache = CompressedPagedCache(
+            config=text,
+            continuous_batching_config=config,
+            device=model.device,
+            distributed_helper=self.distributed_helper,
+            dtype=model.dtype,
+            model_supports_logits_to_keep=callable(supports) and supports(),
+            **self.cache_options,
+        )
+        self._use_prefix_sharing = cache.use_prefix_sharing
+        update_cb_config_after_cache_creation(config, cache.num_blocks, cache.max_batch_tokens)
+        kind = SCHEDULER_MAPPING.get(config.scheduler_type)
+        if kind is None:
+            known = ", ".join(map(repr, SCHEDULER_MAPPING))
+            raise ValueError(f"scheduler_type={config.scheduler_type!r}: expected one of {known}")
+        scheduler = type(kind.__name__, (Requests, kind), {"forget": self._forget})(
+            cache=cache, safety_margin=config.safety_margin, max_requests_per_batch=config.max_requests_per_batch
+        )
+        return CompressedProcessor(
+            cache=cache,
+            config=text,
+            generation_config=self.generation_config,
+            continuous_batching_config=config,
+            logit_processor=self.logit_processor,
+            input_queue=self.input_queue if self.is_tp_driver else None,
+            cancel_queue=self.cancel_queue if self.is_tp_driver else None,
+            output_router=self.output_router,
+            background_thread_status=self.background_thread_status,
+            model_device=model.device,
+            model_dtype=model.dtype,
+            scheduler=scheduler,
+            distributed_helper=self.distributed_helper,
+        )
+
+
+# The model, some of whose methods are replaced on the instance.
+
+_METHOD, _BATCH, _CACHED = "init_continuous_batching", "generate_batch", "_cached_continuous_batching_manager"
+
+
+def is_patched(model: PreTrainedModel) -> bool:
+    return _METHOD in model.__dict__
+
+
+def patch(model: PreTrainedModel, init: Callable[..., CompressedManager], generate_batch: Callable[..., Any]) -> None:
+    """Replaces `init_continuous_batching` and `generate_batch` of a model."""
+    model.__dict__ |= {_METHOD: init, _BATCH: generate_batch}
+
+
+def restore(model: PreTrainedModel, init: Callable[..., CompressedManager], manager: CompressedManager | None, attention: str) -> bool:
+    """Undoes `patch` with this `init`: stops the manager, and gives the model its own methods and its `attention`
+    implementation. Returns whether there was something to undo."""
+    if model.__dict__.get(_METHOD) is not init:
+        return False
+    del model.__dict__[_METHOD], model.__dict__[_BATCH]
+    if manager is not None:
+        manager.close()
+        if model.config._attn_implementation != attention:  # left by a manager that never started
+            model.set_attn_implementation(attention)
+    if getattr(model, _CACHED, None) is manager:
+        model.__dict__.pop(_CACHED, None)
+    return True
+
+
+def stock_generate_batch(model: PreTrainedModel, options: Mapping[str, Any]) -> Callable[..., Any]:
+    """The method of the model's class. Raises TypeError for options that it would ignore."""
+    stock: Any = type(model).generate_batch  # type: ignore[attr-defined]
+    if unknown := options.keys() - inspect.signature(stock).parameters - {"max_new_tokens"}:
+        raise TypeError(f"generate_batch has no option {', '.join(sorted(unknown))}: the generation config may")
+    return stock
+
+
+def manager_for(
+    model: PreTrainedModel,
+    generation_config: GenerationConfig | None,
+    config: ContinuousBatchingConfig | None,
+    workload_hints: WorkloadHints | None,
+    **options: Any,
+) -> CompressedManager:
+    """The manager that the model keeps, or a new one, as `init_continuous_batching` makes it."""
+    kept = getattr(model, _CACHED, None)
+    if isinstance(kept, CompressedManager):
+        kept.switch_to_cb_friendly_attn(model)
+        return kept
+    if kept is not None:
+        raise ValueError("the model keeps a manager with dense pages: call model.destroy_cached_continuous_batching_manager() before")
+    generation = model.generation_config if generation_config is None else generation_config
+    if generation is None:
+        raise ValueError("a GenerationConfig must be passed or set in the model")
+    if generation.eos_token_id is None:
+        generation.eos_token_id = -1  # as in transformers: no token ends a text
+    config = config or getattr(generation, "continuous_batching_config", None) or ContinuousBatchingConfig()
+    return CompressedManager(model, generation, config, workload_hints, **options)
