@@ -93,7 +93,7 @@ def by_layer(config: hf.PreTrainedConfig) -> list[formats.Format]:
     """Formats for the full-attention layers of a model, each other than the one before: with a mean or without, shared scales, of 2 to 8
     bits."""
     layers = hf.DynamicCache(config=config).layers
-    count = sum(type(layer) is DynamicLayer for layer in layers)
+    count = sum(isinstance(layer, DynamicLayer) and not layer.is_sliding for layer in layers)
     chosen = HadaQuant(3, 2), FP8(scale="token"), TurboQuant("k8v4", center=False)
     return list(itertools.islice(itertools.cycle(chosen), count))
 
@@ -182,6 +182,7 @@ _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size":
 _LATENT = {"kv_lora_rank": 32, "q_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 32, "v_head_dim": 32}
 _ROUTED = {"moe_intermediate_size": 32, "n_routed_experts": 4, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2}
 _LINEAR = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16}
+_STATE = {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_n_groups": 1, "mamba_chunk_size": 16}
 _ENCODER = {"d_model": 64, "decoder_start_token_id": 0, "pad_token_id": 0, "vocab_size": 100, "eos_token_id": 2}
 _WHISPER = {
     **{f"{side}_{what}": n for side in ("encoder", "decoder") for what, n in (("layers", 2), ("attention_heads", 2), ("ffn_dim", 96))},
@@ -204,6 +205,7 @@ MODELS = {
     "mistral": lambda: hf.MistralConfig(**_TINY, sliding_window=16),
     "gpt2": lambda: hf.GPT2Config(vocab_size=100, n_positions=512, n_embd=64, n_layer=3, n_head=2, initializer_range=0.2, eos_token_id=2),
     "qwen3_next": lambda: hf.Qwen3NextConfig(**_TINY | {"num_hidden_layers": 4}, **_LINEAR, **_EXPERTS, rms_norm_eps=1e-3),
+    "falcon_h1": lambda: hf.FalconH1Config(**_TINY | {"num_hidden_layers": 2}, **_STATE),
     "deepseek_v3": lambda: hf.DeepseekV3Config(**_NO_HEAD_DIM | {"num_key_value_heads": 4}, **_LATENT, **_ROUTED, first_k_dense_replace=1),
     "gemma3n": lambda: hf.Gemma3nTextConfig(
         **_TINY | _SHARED_KV | {"intermediate_size": [96] * 6}, laurel_rank=8, altup_num_inputs=2, activation_sparsity_pattern=[0.0] * 6
@@ -239,6 +241,7 @@ UNSUPPORTED = {  # by transformers
     ("gpt_oss", "flex_attention"),
     ("gpt2", "flex_attention"),
     ("qwen3_next", "flex_attention"),
+    ("falcon_h1", "flex_attention"),
 }
 DENSE_BY_DESIGN = {"deepseek_v3"}  # expands the latents after the cache, so that every layer is decoded at every step
 

@@ -13,6 +13,7 @@ from transformers import Cache, PreTrainedModel
 
 from qkvcache.kernels import KeysOrValues
 from qkvcache.layers.compressed import CompressedLayer
+from qkvcache.layers.hybrid import HybridLayer
 from tests.seeds import SEED
 
 ZONES = {"zones": {"num_sink_tokens": 2, "residual_length": 4}, "bare": {"num_sink_tokens": 0, "residual_length": 0}}
@@ -84,13 +85,17 @@ class DenseLayer(CompressedLayer):
         return tuple(x if isinstance(x, Tensor) else x.dense() for x in super().update(*args, **kwargs))
 
 
+class DenseHybridLayer(DenseLayer, HybridLayer):
+    """The same with states."""
+
+
 def decoded(cache: Cache) -> Cache:
     """A copy of `cache` whose compressed layers hand out dense tensors."""
     cache = copy.deepcopy(cache)
     for inner in (getattr(cache, "self_attention_cache", cache),):
         for layer in inner.layers:
-            if type(layer) is CompressedLayer:
-                layer.__class__ = DenseLayer
+            if type(layer) in (CompressedLayer, HybridLayer):
+                layer.__class__ = DenseHybridLayer if isinstance(layer, HybridLayer) else DenseLayer
     return cache
 
 

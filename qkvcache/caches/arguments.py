@@ -55,7 +55,7 @@ def why_not_evict(config: PreTrainedConfig) -> str | None:
     """The reason why tokens of this model cannot be evicted, or None."""
     if getattr(config, "alibi", False) or config.model_type in ("bloom", "mpt"):
         return "ALiBi takes a key's position from its column, which evicted tokens would shift"
-    if getattr(config, "relative_attention_num_buckets", None):
+    if getattr(config, "relative_attention_num_buckets", None) or getattr(config, "rel_extent", None):
         return "relative position bias takes a key's position from its column, which evicted tokens would shift"
     if getattr(config, "index_topk", None):
         return "its indexer selects keys by column"

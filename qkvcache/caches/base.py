@@ -12,7 +12,14 @@ from typing import Any, Never
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel, StaticCache
-from transformers.cache_utils import Cache, DynamicLayer, StaticSlidingWindowLayer
+from transformers.cache_utils import (
+    Cache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndStaticFullAttentionLayer,
+    StaticSlidingWindowLayer,
+)
 from transformers.cache_utils import StaticLayer as StockStaticLayer
 
 from .. import attention, formats, policies
@@ -20,6 +27,7 @@ from ..attention.rope import Rope
 from ..formats import Format, FormatByLayer, FormatLike
 from ..layers.compressed import CompressedLayer, rows_of
 from ..layers.evicting import EvictingLayer
+from ..layers.hybrid import EvictingHybridLayer, HybridLayer
 from ..layers.static_sliding import StaticSlidingLayer
 from ..policies import Budget, KVzip, Policy, check_count
 from ..storage import check_room
@@ -30,6 +38,8 @@ from .memory import Memory, measured
 
 ALL_TOKENS = policies.SlidingWindow(window_length=2**30, interval=1)
 """The policy of exact layers in a cache whose other layers evict."""
+STATEFUL = LinearAttentionAndFullAttentionLayer, LinearAttentionAndStaticFullAttentionLayer
+"""transformers' layers that hold full attention and a recurrent state."""
 NEVER_STATIC = frozenset(("cpmant", "inkling2_text", "inkling_text", "prophetnet"))
 """Model types of transformers that make their own masks, whose columns are exactly the tokens seen."""
 UNLIMITED = 2**31
@@ -42,7 +52,8 @@ class CompressedCache(DynamicCache):
         model.generate(**inputs, past_key_values=CompressedCache(model.config, format="turboquant_4bit_nc"))
         model.generate(**inputs, past_key_values=CompressedCache(model.config, format="fp8", policy=policies.KeyDiff(budget=2048)))
 
-    Full-attention layers are compressed; sliding, linear and shared layers are those of transformers. Every feature of `generate` works:
+    Full attention is compressed, in layers that hold a recurrent state beside it too; sliding, linear and shared layers are those of
+    transformers. Every feature of `generate` works:
     batches with padding, beams, multi-turn, deepcopy; and without a policy, assisted decoding and offloading.
 
     Args:
@@ -194,7 +205,8 @@ class CompressedCache(DynamicCache):
 
         Raises:
             ValueError: a policy without a second reading, a cache that holds tokens, or shapes that do not match.
-            NotImplementedError: compiled steps of a model with layers of other kinds than full attention.
+            NotImplementedError: compiled steps of a model with layers of other kinds than full attention, or layers with attention and a
+                recurrent state in one.
         """
         if self.policy is None or not self.policy.second_reading:
             raise ValueError(f"compress with policy={self.policy and self.policy.name}: only KVzip reads a context twice; call generate")
@@ -207,6 +219,10 @@ class CompressedCache(DynamicCache):
             raise ValueError(f"compress of ids {list(ids.shape)}{masked}: both must be [B, T], with T of 1 or more")
         if any(type(layer) in (StaticSlidingWindowLayer, StaticSlidingLayer) for layer in self.layers):
             raise NotImplementedError("compress with max_length or compile=True on a model with sliding layers: leave these out")
+        if any(isinstance(layer, HybridLayer) for layer in self.layers):
+            raise NotImplementedError(
+                "compress on a model with recurrent states beside attention in a layer: use another policy than KVzip"
+            )
         if self.max_length is not None:
             check_room(0, ids.shape[1], self.max_length)
         mask = torch.ones_like(ids) if attention_mask is None else attention_mask.to(ids.device)
@@ -252,30 +268,34 @@ class CompressedCache(DynamicCache):
             except NotImplementedError as reason:
                 raise NotImplementedError(f"{what}: {reason}; {fix} does without") from None
 
-    def _new_layer(self, format: Format | None = None, number: int = 0) -> CompressedLayer:
-        """A new full-attention layer in `format` (None: the cache's), the layer `number` of those compressed."""
+    def _new_layer(self, format: Format | None = None, number: int = 0, **states: int) -> CompressedLayer:
+        """A new full-attention layer in `format` (None: the cache's), the layer `number` of those compressed. `states`: those of
+        `_states_of`."""
         if format is None:
             (format,) = self.format.for_layers(1)
         if self.policy is None:
-            return CompressedLayer(format, **self._layer_options, max_length=self.max_length, compile=self.compile)
+            kind: Any = HybridLayer if states else CompressedLayer
+            return kind(format, **self._layer_options, max_length=self.max_length, compile=self.compile, **states)
         budgets = self.policy.budgets
         budget = budgets[number % len(budgets)]
-        return self._new_evicting(format, self.policy, budget, **self._layer_options, rope=self._rope)
+        return self._new_evicting(format, self.policy, budget, **self._layer_options, rope=self._rope, **states)
 
-    def _new_exact(self) -> CompressedLayer:
+    def _new_exact(self, **states: int) -> CompressedLayer:
         """A new uncompressed layer of this library, for a cache that evicts or whose steps are compiled."""
         if not self.policy:
-            return CompressedLayer(formats.Identity(), 0, 0, self.max_length, self.compile)
+            kind: Any = HybridLayer if states else CompressedLayer
+            return kind(formats.Identity(), 0, 0, self.max_length, self.compile, **states)
         # transformers makes one mask for all layers; a layer of another length must make its own
         if self.compile and self.max_length is None:
             raise NotImplementedError("skip_layers with a policy and compile=True: they store max_length tokens, so pass it")
         whole = ALL_TOKENS if self.max_length is None else policies.SlidingWindow(window_length=self.max_length, interval=1)
-        return self._new_evicting(formats.Identity(), whole, whole.budgets[0])
+        return self._new_evicting(formats.Identity(), whole, whole.budgets[0], **states)
 
     def _new_evicting(self, format: Format, policy: Policy, budget: Budget, **options) -> EvictingLayer:
         policy = policy.with_options(interval=1) if self.compile else policy
         options |= {"deferred": self._shares_keys, "max_length": self.max_length, "compile": self.compile}
-        return EvictingLayer(format, policy, budget, **options)
+        kind: Any = EvictingHybridLayer if "number_of_states" in options else EvictingLayer
+        return kind(format, policy, budget, **options)
 
     def _swap_layers(self, skip_layers: tuple[int, ...], configs: Sequence[PreTrainedConfig]) -> None:
         count = len(self.layers)
@@ -283,7 +303,7 @@ class CompressedCache(DynamicCache):
             if not isinstance(index, int) or not -count <= index < count:
                 raise ValueError(f"skip_layers holds {index!r}: the model has layers 0 to {count - 1} (or -1 to -{count} from the end)")
         exact = {index % count for index in skip_layers}
-        full = [i for i, layer in enumerate(self.layers) if type(layer) in (DynamicLayer, StockStaticLayer)]
+        full = [i for i, layer in enumerate(self.layers) if type(layer) in (DynamicLayer, StockStaticLayer, *STATEFUL)]
         chosen = [i for i in full if i not in exact]
         format_of = dict(zip(full, self.format.for_layers(len(full)), strict=True))
         if self.policy and len(self.policy.budgets) not in (1, len(chosen)):
@@ -293,17 +313,17 @@ class CompressedCache(DynamicCache):
         if self.policy or self.compile:
             self._exact = frozenset(exact & set(full))
         for i in self._exact:
-            self.layers[i] = self._new_exact()
+            self.layers[i] = self._new_exact(**_states_of(self.layers[i]))
         for number, i in enumerate(chosen):
             if head_dim := head_dim_of(configs[i]):
                 format_of[i].check(head_dim)
-            self.layers[i] = self._new_layer(format_of[i], number)
+            self.layers[i] = self._new_layer(format_of[i], number, **_states_of(self.layers[i]))
         if not chosen:
             kinds = ", ".join(sorted({_kind(layer) for layer in self.layers}))
             why = (
                 f"skip_layers={skip_layers} contains every full-attention layer"
                 if full
-                else f"no layer of this model has full attention alone, but {kinds}"
+                else f"no layer of this model has full attention, but {kinds}"
             )
             evicted = " and no token evicted" if self.policy else ""
             warnings.warn(f"{why}: nothing will be compressed{evicted}", stacklevel=3 + 2 * (type(self) is not CompressedCache))
@@ -314,10 +334,7 @@ class CompressedCache(DynamicCache):
         if tokens_to_remove > 0:  # before any layer is touched
             raise ValueError(f"crop({tokens_to_remove}): pass a negative number, the count of tokens to remove from the end")
         for layer in self.layers:
-            if isinstance(layer, EvictingLayer):
-                layer.crop(tokens_to_remove)  # raises before any other layer is cropped
-            elif isinstance(layer, StaticSlidingLayer):
-                layer.check_crop(tokens_to_remove)
+            _check_crop(layer, tokens_to_remove)
         super().crop(tokens_to_remove)
 
     def __deepcopy__(self, memo: dict) -> CompressedCache:
@@ -452,7 +469,8 @@ class CompressedCache(DynamicCache):
 
 
 _KINDS = {
-    "LinearAttentionAnd": "attention and a recurrent state in one",
+    "LinearAttentionAndFull": "attention and a recurrent state in one",
+    "LinearAttentionAnd": "a sliding window and a recurrent state in one",
     "LinearAttention": "linear attention",
     "Indexed": "indexed attention",
     "SlidingWindow": "a sliding window",
@@ -478,8 +496,29 @@ def _layers_of(config: PreTrainedConfig, fix: str) -> Iterator[None]:
 
 
 def _keeps_all(layer: Any) -> bool:
-    """Whether `layer` is a full-attention layer of transformers: it holds each token, compressed or not."""
-    return isinstance(layer, DynamicLayer | StockStaticLayer) and not layer.is_sliding
+    """Whether `layer` is a full-attention layer of transformers: it holds each token."""
+    return isinstance(layer, DynamicLayer | StockStaticLayer) and not layer.is_sliding and not isinstance(layer, CompressedLayer)
+
+
+def _states_of(layer: Any) -> dict[str, int]:
+    """The options of this library's layer in place of one of transformers that has states beside full attention; none for other layers."""
+    return {"number_of_states": layer.number_of_states} if type(layer) in STATEFUL else {}
+
+
+def _check_crop(layer: Any, tokens_to_remove: int) -> None:
+    """Raises NotImplementedError if the layer cannot return to the state before its last `-tokens_to_remove` tokens."""
+    if isinstance(layer, EvictingLayer):
+        EvictingLayer.crop(layer, tokens_to_remove)
+    elif isinstance(layer, StaticSlidingLayer):
+        layer.check_crop(tokens_to_remove)
+    if not tokens_to_remove:
+        return
+    recurrent = any(getattr(layer, "is_recurrent_states_initialized", {}).values())
+    full = isinstance(layer, DynamicSlidingWindowLayer) and layer.get_seq_length() >= layer.sliding_window
+    if recurrent or ((full or hasattr(layer, "conv_states")) and not layer.record_past):
+        raise NotImplementedError(
+            f"crop({tokens_to_remove}): {_kind(layer)} holds no earlier state; to go on from a part of a text, let a PrefixStore keep it"
+        )
 
 
 def head_dim_of(config: PreTrainedConfig) -> int | None:

@@ -82,5 +82,5 @@ def _tensors(layer: object) -> Iterator[tuple[str, Tensor]]:
 
 def _dense_bytes(layer: object) -> int:
     if isinstance(layer, CompressedLayer):
-        return layer.get_seq_length() * layer.dense_bytes_per_token
+        return layer.dense_bytes
     return sum(tensor.untyped_storage().nbytes() for _, tensor in _tensors(layer))

@@ -118,7 +118,7 @@ class CompressedLayer(CacheLayerMixin):
 
     def __repr__(self) -> str:
         limit = "" if self.max_length is None else f" of {self.max_length}"
-        return f"CompressedLayer({self.format.name}, tokens={self.get_seq_length()}{limit})"
+        return f"{type(self).__name__}({self.format.name}, tokens={self.get_seq_length()}{limit})"
 
     # Tensors that a CUDA graph allocates belong to it, and are overwritten when it is replayed.
     @torch.compiler.disable(reason="storage is made outside of compiled code: call cache.early_initialization(...) before")
@@ -400,9 +400,9 @@ class CompressedLayer(CacheLayerMixin):
             yield from self.storage.tensors()
 
     @property
-    def dense_bytes_per_token(self) -> int:
-        """Bytes of one token of every row in the model's dtype."""
-        return sum(x.shape[0] * x.shape[1] * x.shape[3] * x.itemsize for x in self._stored_like())
+    def dense_bytes(self) -> int:
+        """Bytes of all tokens seen in the model's dtype."""
+        return self.get_seq_length() * sum(x.shape[0] * x.shape[1] * x.shape[3] * x.itemsize for x in self._stored_like())
 
     def dense(self) -> Pair:
         """All stored tokens in the model's dtype, keys and values `[B, H, T, D]`. Allocates the dense layer. Raises ValueError if the layer

@@ -92,7 +92,7 @@ class EvictingLayer(CompressedLayer):
         """Whether the next tokens come with the scores of a second reading."""
 
     def __repr__(self) -> str:
-        return f"EvictingLayer({self.policy.name}, {self.format.name}, tokens={self.get_seq_length()}, stored={self.stored})"
+        return f"{type(self).__name__}({self.policy.name}, {self.format.name}, tokens={self.get_seq_length()}, stored={self.stored})"
 
     def make_storage(self, like: Pair) -> EvictingStorage:  # type: ignore[override]
         codecs, in_order = (self.format.key, self.format.value), not self.num_sink_tokens and isinstance(self.format, Identity)

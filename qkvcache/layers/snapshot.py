@@ -1,11 +1,11 @@
 """`snapshot` copies one row of a layer to named tensors; `restore` copies them into an empty layer. Codes are copied
 bit for bit.
 
-Compressed and dense layers can be cut to any number of first tokens. Layers that evict, slide or have a recurrent state
-cannot return to an earlier state and are copied whole.
+Tokens of compressed and dense layers can be cut to any number of first tokens. Full sliding windows, recurrent states and tokens that a
+policy chose cannot: they return to the tokens at which a checkpoint of them was taken (`Snapshot.checkpoint`).
 
-Names of tensors: those of `LayerStorage.snapshot` for layers of this library; `keys` and `values` for dense layers; the
-names of attributes for linear attention.
+Names of tensors: those of `LayerStorage.snapshot` for layers of this library; `keys` and `values` for dense layers; the names of attributes
+after `STATE` for the states of linear attention, in layers that have attention beside it too.
 """
 
 from __future__ import annotations
@@ -19,10 +19,17 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import cache_utils
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
+from transformers.cache_utils import (
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+    LinearAttentionLayer,
+)
 
 from .compressed import CompressedLayer
 from .evicting import EvictingLayer
+from .hybrid import EvictingHybridLayer, HybridLayer
 
 Layer = Any
 """A layer of a transformers cache. Their classes have no base in common."""
@@ -31,7 +38,13 @@ PLACEHOLDER = getattr(cache_utils, "DummyLayer", type(None))
 KINDS = {
     CompressedLayer: "compressed", EvictingLayer: "evicting", DynamicLayer: "dense", DynamicSlidingWindowLayer: "sliding",
     LinearAttentionLayer: "linear", PLACEHOLDER: "empty",
+    HybridLayer: "compressed", EvictingHybridLayer: "evicting", LinearAttentionAndFullAttentionLayer: "dense",
+    LinearAttentionAndSlidingWindowAttentionLayer: "sliding",
 }  # fmt: skip
+STATE = "state."
+"""The beginning of the names of states."""
+STATES = vars(LinearAttentionLayer()).keys() - {"device", "dtype"}
+"""Attributes of linear attention that a snapshot holds."""
 
 
 @dataclass(frozen=True)
@@ -53,10 +66,9 @@ class Snapshot:
 
     @property
     def whole(self) -> bool:
-        """Whether it cannot be cut."""
-        if self.kind == "sliding":
-            return self.numbers["seen"] > self.tensors["keys"].shape[2]
-        return self.kind in ("evicting", "linear")
+        """Whether it cannot be cut without a checkpoint."""
+        slid = self.kind == "sliding" and self.numbers["seen"] > self.tensors["keys"].shape[2]
+        return slid or self.kind == "evicting" or bool(self.states.tensors)
 
     @cached_property
     def nbytes(self) -> int:
@@ -70,9 +82,34 @@ class Snapshot:
         tensors = {name: _copied(x, device) if copy or x.device != device else x for name, x in self.tensors.items()}
         return Snapshot(self.kind, tensors, self.numbers)
 
-    def cut(self, tokens: int) -> Snapshot:
-        """Views of the first `tokens` tokens. Raises ValueError if there are fewer tokens, and for a snapshot that
-        cannot be cut."""
+    @property
+    def checkpoint(self) -> Snapshot | None:
+        """The part that cannot be cut, with which a later snapshot of the layer is cut to these tokens; None if there is none."""
+        return self if self.kind == "sliding" else self.states if self.states.tensors else None
+
+    @cached_property
+    def states(self) -> Snapshot:
+        """The states alone."""
+        return self._part(True)
+
+    @cached_property
+    def attention(self) -> Snapshot:
+        """The tokens alone."""
+        return self._part(False)
+
+    def _part(self, states: bool) -> Snapshot:
+        tensors = {name: x for name, x in self.tensors.items() if name.startswith(STATE) == states}
+        return replace(self, tensors=tensors, numbers={name: x for name, x in self.numbers.items() if name.startswith(STATE) == states})
+
+    def joined(self, states: Snapshot) -> Snapshot:
+        """The tokens of this snapshot with the `states` of another."""
+        return replace(self, tensors=self.tensors | states.tensors, numbers=self.numbers | states.numbers)
+
+    def cut(self, tokens: int, checkpoint: Snapshot | None = None) -> Snapshot:
+        """Views of the first `tokens` tokens. `checkpoint`: that of an earlier snapshot of the layer, of as many tokens. Raises ValueError
+        if there are fewer tokens, and for a snapshot that cannot be cut."""
+        if checkpoint is not None:
+            return checkpoint if self.kind in ("sliding", "linear") else self.attention.cut(tokens).joined(checkpoint)
         count = self.tokens
         if count is None and not self.whole or count == tokens:
             return self
@@ -104,12 +141,18 @@ def snapshot(layer: Layer, tokens: int | None = None, row: int = 0) -> Snapshot:
         raise NotImplementedError(f"the contents of a {type(layer).__name__} cannot be taken out")
     if kind == "empty":
         return Snapshot("empty")
-    if isinstance(layer, LinearAttentionLayer):  # it does not count tokens; other layers of the cache do
-        states = dict(_states(layer))
-        tensors = {name: x[row : row + 1] for name, x in states.items() if isinstance(x, Tensor)}
-        return Snapshot(kind, tensors, {name: int(x) for name, x in states.items() if isinstance(x, bool | int)})
+    states = dict(_states(layer))
+    state = Snapshot(
+        kind,
+        {name: x[row : row + 1] for name, x in states.items() if isinstance(x, Tensor)},
+        {name: int(x) for name, x in states.items() if isinstance(x, bool | int)},
+    )
+    if kind == "linear":  # it does not count tokens; other layers of the cache do
+        return state
     seen = layer.get_seq_length()
     cut = tokens not in (None, seen)
+    if cut and state.tensors:
+        raise NotImplementedError("a layer with a recurrent state cannot be cut to fewer tokens than it has seen")
     if isinstance(layer, CompressedLayer) and layer.is_compileable:
         raise NotImplementedError("the contents of a preallocated layer cannot be taken out")
     if isinstance(layer, EvictingLayer):
@@ -130,7 +173,7 @@ def snapshot(layer: Layer, tokens: int | None = None, row: int = 0) -> Snapshot:
     else:
         tensors = {name: getattr(layer, name)[row : row + 1] for name in ("keys", "values")}
         whole = Snapshot(kind, tensors, {"seen": seen} if kind == "sliding" else {})
-    return whole if tokens is None else whole.cut(tokens)
+    return (whole if tokens is None else whole.cut(tokens)).joined(state)
 
 
 def restore(layer: Layer, stored: Snapshot, device: torch.device | str) -> None:
@@ -143,6 +186,7 @@ def restore(layer: Layer, stored: Snapshot, device: torch.device | str) -> None:
         return
     if KINDS.get(type(layer)) != stored.kind:
         raise ValueError(f"a {stored.kind} snapshot cannot be put into a {type(layer).__name__}")
+    restore_states(layer, stored, device)
     if not isinstance(layer, CompressedLayer) or torch.device(device).type != "cuda":
         _restore(layer, stored, device)
         return
@@ -163,16 +207,19 @@ def check(layer: Layer, stored: Snapshot, seen: int) -> None:
     """Raises ValueError unless `restore` can put `stored` into `layer`, which is empty, as the first `seen` tokens of a row: names, dtypes,
     shapes and counts must be those of a snapshot of this layer. Otherwise a file could name any attribute and any
     size."""
-    tensors, numbers, kind = stored.tensors, stored.numbers, stored.kind
-    if kind not in ("empty", KINDS.get(type(layer))) and not (kind == "dense" and type(layer) is CompressedLayer):
+    kind, numbers = stored.kind, stored.numbers
+    if kind not in ("empty", KINDS.get(type(layer))) and not (kind == "dense" and type(layer) in (CompressedLayer, HybridLayer)):
         raise ValueError(f"a snapshot of kind {kind!r} for a {type(layer).__name__}")
     if not isinstance(numbers, dict) or any(type(x) is not int or not 0 <= x < 2**31 for x in numbers.values()):
         raise ValueError(f"counts {numbers!r}")
+    tensors, numbers = stored.attention.tensors, stored.attention.numbers
+    own, counts, states = stored.states.tensors, stored.states.numbers, dict(_states(layer))
+    allowed = {name for name in states if name.removeprefix(STATE).partition(".")[0] in ("conv_states", "recurrent_states")}
+    fixed = {name: x for name, x in states.items() if type(x) is int and kind != "empty"}
+    if not own.keys() <= allowed or not counts.keys() <= states.keys() - allowed or fixed.items() - counts.items():
+        raise ValueError(f"{sorted(own)} and {sorted(counts)} for a {type(layer).__name__}")
     if kind == "linear":
-        states = {name: x for name, x in _states(layer) if name not in ("device", "dtype")}
-        allowed = {name for name in states if name.partition(".")[0].endswith("_states")}
-        fixed = {name: x for name, x in states.items() if type(x) is int}
-        if not tensors.keys() <= allowed or not numbers.keys() <= states.keys() - allowed or fixed.items() - numbers.items():
+        if tensors or numbers:
             raise ValueError(f"{sorted(tensors)} and {sorted(numbers)} for a {type(layer).__name__}")
     elif kind in ("compressed", "evicting"):
         like = _vectors(tensors, "key.sinks", "value.sinks")
@@ -201,7 +248,7 @@ def _vectors(tensors: dict[str, Tensor], *names: str) -> list[Tensor]:
 
 
 def _restore(layer: Layer, stored: Snapshot, device: torch.device | str) -> None:
-    tensors, numbers = stored.to(device, copy=stored.kind != "compressed").tensors, stored.numbers
+    tensors, numbers = stored.attention.to(device, copy=stored.kind != "compressed").tensors, stored.attention.numbers
     if isinstance(layer, CompressedLayer):
         region, tokens = stored._zone("region"), stored.tokens or 0
         if region:  # the storage for them has no spare page
@@ -210,13 +257,7 @@ def _restore(layer: Layer, stored: Snapshot, device: torch.device | str) -> None
         layer.lazy_initialization(*(torch.empty((), dtype=x.dtype, device=device).expand(shape) for x, shape in shapes))
         layer.storage.restore(tensors, numbers)  # type: ignore[union-attr]
         layer.empty = False
-    elif isinstance(layer, LinearAttentionLayer):
-        for name, x in numbers.items():
-            _set_state(layer, name, bool(x) if isinstance(dict(_states(layer)).get(name), bool) else x)
-        for name, state in tensors.items():
-            _set_state(layer, name, state)
-            layer.dtype, layer.device = state.dtype, torch.device(device)  # type: ignore[assignment]
-    else:
+    elif stored.kind != "linear":
         keys, values = tensors["keys"], tensors["values"]
         layer.lazy_initialization(keys, values)
         layer.keys, layer.values = keys, values
@@ -234,14 +275,25 @@ def _copied(x: Tensor, device: torch.device) -> Tensor:
     return new
 
 
-def _states(layer: LinearAttentionLayer) -> Iterator[tuple[str, object]]:
-    """Attributes with their names; dictionaries of numbered states are flattened."""
-    for name, x in vars(layer).items():
-        yield from ((f"{name}.{i}", state) for i, state in x.items()) if isinstance(x, dict) else ((name, x),)
+def _states(layer: Layer) -> Iterator[tuple[str, object]]:
+    """Attributes of linear attention with their names; dictionaries of numbered states are flattened. None for other layers."""
+    for name in sorted(STATES) if isinstance(layer, LinearAttentionLayer) else ():
+        x = getattr(layer, name)
+        yield from ((f"{STATE}{name}.{i}", state) for i, state in x.items()) if isinstance(x, dict) else ((STATE + name, x),)
+
+
+def restore_states(layer: Layer, stored: Snapshot, device: torch.device | str) -> None:
+    """Copies the states of `stored` to `device` into `layer`, on the current stream, since models read them as they are."""
+    before = dict(_states(layer))
+    for name, x in stored.states.numbers.items():
+        _set_state(layer, name, bool(x) if isinstance(before.get(name), bool) else x)
+    for name, state in stored.states.to(device, copy=True).tensors.items():
+        _set_state(layer, name, state)
+        layer.dtype, layer.device = state.dtype, torch.device(device)
 
 
 def _set_state(layer: LinearAttentionLayer, name: str, value: object) -> None:
-    name, _, number = name.partition(".")
+    name, _, number = name.removeprefix(STATE).partition(".")
     if number:
         getattr(layer, name)[int(number)] = value
     else:

@@ -17,12 +17,13 @@ from functools import cached_property
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedConfig
-from transformers.cache_utils import Cache, DynamicLayer
+from transformers.cache_utils import Cache, DynamicLayer, LinearAttentionAndFullAttentionLayer
 
 from ..caches import CompressedCache
 from ..layers.compressed import CompressedLayer
 from ..layers.evicting import EvictingLayer
-from ..layers.snapshot import PLACEHOLDER, Layer, Snapshot, check, restore, snapshot
+from ..layers.hybrid import HybridLayer
+from ..layers.snapshot import PLACEHOLDER, Layer, Snapshot, check, restore, restore_states, snapshot
 from . import match
 from .host_memory import HostSnapshot
 
@@ -44,7 +45,7 @@ class CacheTemplate:
         if len(stock) != len(cache.layers):
             raise NotImplementedError(f"a cache of {len(cache.layers)} layers for a model of {len(stock)}: make it with the model's config")
         for i, (layer, expected) in enumerate(zip(cache.layers, stock, strict=True)):
-            if type(layer) is not type(expected) and not (isinstance(layer, CompressedLayer) and type(expected) is DynamicLayer):
+            if type(layer) is not type(expected) and not _in_place_of(layer, expected):
                 raise NotImplementedError(
                     f"layer {i} is a {type(layer).__name__}, not a {type(expected).__name__}: make the cache with the model's config"
                 )
@@ -79,6 +80,12 @@ class CacheTemplate:
         if isinstance(new, CompressedCache):
             new._last_layer = None
         return new
+
+
+def _in_place_of(layer: Layer, stock: Layer) -> bool:
+    """Whether `layer` is this library's for a layer of transformers."""
+    states = isinstance(layer, HybridLayer)
+    return isinstance(layer, CompressedLayer) and type(stock) is (LinearAttentionAndFullAttentionLayer if states else DynamicLayer)
 
 
 def _emptied(layer: CompressedLayer) -> CompressedLayer:
@@ -216,7 +223,7 @@ def snapshot_cache(
 def _snapshot_as(into: Layer, layer: Layer, tokens: int, row: int, quantize: bool) -> Snapshot:
     """A snapshot of the first `tokens` tokens of row `row` of `layer`, in the form in which `into`, an empty layer,
     stores them."""
-    quantizes = type(layer) is DynamicLayer and isinstance(into, CompressedLayer)
+    quantizes = isinstance(into, CompressedLayer) and _in_place_of(into, layer)
     if quantizes and isinstance(into, EvictingLayer):
         raise NotImplementedError("a DynamicCache cannot be stored as a cache that evicts: evictions depend on its attention")
     if not quantizes and type(layer) is not type(into):
@@ -227,7 +234,7 @@ def _snapshot_as(into: Layer, layer: Layer, tokens: int, row: int, quantize: boo
         counts = hasattr(layer, "get_seq_length") and layer.get_seq_length()
         return snapshot(layer, tokens if counts else None, row)
     into.update(*(x[row : row + 1, :, :tokens] for x in (layer.keys, layer.values)))  # type: ignore[attr-defined]
-    return snapshot(into)
+    return snapshot(into).joined(snapshot(layer, row=row).states)
 
 
 def restore_cache(into: CacheTemplate, layers: Iterable[Snapshot], template: CacheTemplate, devices: list[torch.device]) -> Cache:
@@ -238,12 +245,14 @@ def restore_cache(into: CacheTemplate, layers: Iterable[Snapshot], template: Cac
     for layer, stored, empty, device in zip(cache.layers, layers, empties, devices, strict=True):
         if stored.kind == "dense" and isinstance(layer, CompressedLayer):
             dense = DynamicLayer()
-            restore(dense, stored, device)
+            restore(dense, stored.attention, device)
             layer.update(dense.keys, dense.values)  # type: ignore[arg-type]
+            restore_states(layer, stored, device)
             del dense  # before the next layer
-        elif stored.kind == "compressed" and type(layer) is DynamicLayer:
-            restore(empty, stored, device)
-            layer.update(*empty.dense())
+        elif stored.kind == "compressed" and not isinstance(layer, CompressedLayer):
+            restore(empty, stored.attention, device)
+            layer.update(*empty.dense())  # type: ignore[union-attr]
+            restore_states(layer, stored, device)
         else:
             restore(layer, stored, device)
     return cache

@@ -362,7 +362,7 @@ def test_a_refused_crop_changes_nothing():
 def test_an_empty_layer():
     layer = empty()
     layer.reorder_cache(torch.tensor([0])), layer.batch_repeat_interleave(2), layer.crop(-3), layer.reset()
-    assert layer.get_seq_length() == 0 and list(layer.tensors()) == [] and layer.dense_bytes_per_token == 0
+    assert layer.get_seq_length() == 0 and list(layer.tensors()) == [] and layer.dense_bytes == 0
     assert (layer.get_max_length(), layer.get_mask_sizes(7)) == (LIMIT, (7, 0))
     with pytest.raises(ValueError, match="empty"):
         layer.dense()
