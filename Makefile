@@ -15,11 +15,11 @@ chat: $(VENV)/installed
 	$(BIN)/python examples/chat.py $(CHAT)
 
 test: $(VENV)/installed
-	$(BIN)/pytest -n auto --dist worksteal -m "not slow" --nbmake --nbmake-timeout=300
+	$(BIN)/pytest -n auto --dist worksteal -m "not slow"
 
-# Every format, policy and option with every other, which takes hours on two cores, and the tests marked slow.
+# Every format, policy and option with every other, which takes hours on two cores, the tests marked slow, and the notebooks in kernels.
 test-all: $(VENV)/installed
-	QKVCACHE_TEST_ALL=1 $(BIN)/pytest -n auto --dist worksteal --nbmake --nbmake-timeout=600
+	QKVCACHE_TEST_ALL=1 $(BIN)/pytest -n auto --dist worksteal --nbmake --nbmake-timeout=300
 
 # What sums floating-point numbers, as on processors without AVX-512, which sum in another order, and without any of the wider vectors;
 # with another seed and two threads.

@@ -4,6 +4,7 @@
 on other random numbers, `QKVCACHE_TEST_THREADS=2` on more threads. Files of tests for GPUs are left out without one.
 """
 
+import contextlib
 import os
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -14,6 +15,8 @@ import torch  # noqa: E402
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton
+    with contextlib.suppress(ImportError):
+        import tests.interpreter  # noqa: F401
 import transformers  # noqa: E402
 from hypothesis import core, settings  # noqa: E402
 

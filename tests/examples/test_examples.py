@@ -1,4 +1,4 @@
-"""The scripts among the examples, made small. Notebooks are run by nbmake."""
+"""The scripts among the examples, made small."""
 
 import subprocess
 import sys
