@@ -243,7 +243,6 @@ UNSUPPORTED = {  # by transformers
     ("qwen3_next", "flex_attention"),
     ("falcon_h1", "flex_attention"),
 }
-DENSE_BY_DESIGN = {"deepseek_v3"}  # expands the latents after the cache, so that every layer is decoded at every step
 
 
 def model(name: str, attention: str = "sdpa") -> hf.PreTrainedModel:

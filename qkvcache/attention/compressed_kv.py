@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from ..kernels import AttentionInputs, KeysOrValues, attend_on_codes, dense, pv, qk, unfold
+from ..kernels.attend import Options
 
 NO_COLUMNS = (
     "attention code of this model reads all keys and values of a cache with max_length or compile=True. It needs to know how many columns "
@@ -55,8 +56,17 @@ class CompressedKV:
     # Shape attributes.
 
     @property
+    def is_keys(self) -> bool:
+        return self.side is self.attention_inputs.key
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        """`[B, H, T, D]` of the tokens, before `repeat_kv`."""
+        return self.side.shape
+
+    @property
     def shape(self) -> torch.Size:
-        b, h, t, d = self.side.shape
+        b, h, t, d = self.sizes
         t = self.columns or t
         if self.form == "plain":
             return torch.Size((b, h * self.repeats, t, d))
@@ -87,15 +97,19 @@ class CompressedKV:
 
     # Views that stay lazy.
 
+    def like(self, columns: int | None, repeats: int, form: str) -> CompressedKV:
+        """The same tokens in another form."""
+        return CompressedKV(self.attention_inputs, self.side, columns, repeats, form, self.observer)
+
     def _as(self, repeats: int, form: str) -> CompressedKV:
-        return CompressedKV(self.attention_inputs, self.side, self.columns, repeats, form, self.observer)
+        return self.like(self.columns, repeats, form)
 
     def seen(self) -> CompressedKV:
         """Returns the same keys or values without columns after the tokens."""
         tokens = self.side.shape[2]
         if self.columns == tokens:
             return self
-        return CompressedKV(self.attention_inputs, self.side, tokens, self.repeats, self.form, self.observer)
+        return self.like(tokens, self.repeats, self.form)
 
     def __getitem__(self, index: Any) -> CompressedKV | Tensor:
         everything = slice(None)
@@ -111,7 +125,7 @@ class CompressedKV:
         return _dense_with_warning(self, "expand").expand(*sizes)
 
     def reshape(self, *sizes: int) -> CompressedKV | Tensor:
-        b, h, *_ = self.side.shape
+        b, h, *_ = self.sizes
         if self.form == "grouped" and _sizes(sizes) == (b, h * self.repeats, *self.shape[3:]):
             return self._as(self.repeats, "plain")
         return _dense_with_warning(self, "reshape").reshape(*sizes)
@@ -141,17 +155,37 @@ class CompressedKV:
         """The dequantized tensor, in the model's dtype. Raises NotImplementedError if `columns` is not known."""
         if self.columns is None:
             raise NotImplementedError(NO_COLUMNS)
+        x = self.whole()
+        if self.form == "grouped":
+            return x.unsqueeze(2).expand(self.shape)
+        x = x.repeat_interleave(self.repeats, dim=1) if self.repeats > 1 else x
+        return x.mT if self.form == "transposed" else x
+
+    def whole(self) -> Tensor:
+        """The dequantized tensor `[B, H, columns, D]`."""
         inputs = self.attention_inputs
         if torch.compiler.is_compiling() and inputs.paged is not None:  # avoids torch's reference
             x = unfold(inputs.paged, inputs.key.shape[2])[self.side is inputs.value]
         else:
             x = dense(self.side)
-        if self.columns > x.shape[2]:
-            x = F.pad(x, (0, 0, 0, self.columns - x.shape[2]))
-        if self.form == "grouped":
-            return x.unsqueeze(2).expand(self.shape)
-        x = x.repeat_interleave(self.repeats, dim=1) if self.repeats > 1 else x
-        return x.mT if self.form == "transposed" else x
+        empty: int = self.columns - x.shape[2]  # type: ignore[operator]
+        return F.pad(x, (0, 0, 0, empty)) if empty > 0 else x
+
+    # Attention, and its two products.
+
+    def attend(self, query: Tensor, mask: Tensor | None = None, **options: Unpack[Options]) -> Tensor:
+        """Keys: attention of queries `[B, Hq, Q, D]` over these keys and their values, on the codes (`kernels.attend`)."""
+        return attend_on_codes(query, self.attention_inputs, mask, **options)
+
+    def scores(self, query: Tensor) -> Tensor:
+        """Keys: the scores `[B, Hq, Q, T]` of queries `[B, Hq, Q, D]`, in fp32."""
+        b, h, _, d = self.sizes
+        return qk(query.float().reshape(b, h, -1, d), self.side).view(*query.shape[:3], -1)
+
+    def weighted(self, weights: Tensor) -> Tensor:
+        """Values: their sums `[B, Hq, Q, D]` by weights `[B, Hq, Q, T]`, in fp32."""
+        b, h, t, _ = self.sizes
+        return pv(weights.float().reshape(b, h, -1, t), self.side).view(*weights.shape[:3], -1)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -184,8 +218,8 @@ def of_one_update(key: Any, value: Any) -> bool:
         isinstance(key, CompressedKV)
         and isinstance(value, CompressedKV)
         and key.attention_inputs is value.attention_inputs
-        and key.side is key.attention_inputs.key
-        and value.side is value.attention_inputs.value
+        and key.is_keys
+        and not value.is_keys
         and (key.form, value.form, key.repeats) == ("plain", "plain", value.repeats)
     )
 
@@ -240,18 +274,15 @@ def _warn_once(message: str) -> None:
 
 def _lazy_matmul(left: Any, right: CompressedKV) -> Tensor | None:
     """`q @ k.T` (`[B, Hq, Q, D]` to `[B, Hq, Q, T]`) or `p @ v` after `repeat_kv`; None for any other matmul."""
-    b, h, t, d = right.side.shape
-    if not isinstance(left, Tensor) or left.dim() != 4 or left.shape[:2] != (b, h * right.repeats) or right.form == "grouped":
+    if not isinstance(left, Tensor) or left.dim() != 4 or left.shape[:2] != right.shape[:2] or right.form == "grouped":
         return None
     if torch.compiler.is_compiling() and right.attention_inputs.counted:  # only the device has the counts
         return None
-    keys = right.side is right.attention_inputs.key
-    if keys != (right.form == "transposed"):
+    if right.is_keys != (right.form == "transposed"):
         return None
-    grouped = left.float().reshape(b, h, right.repeats * left.shape[2], left.shape[3])
-    empty = (right.columns or t) - t
-    out = F.pad(qk(grouped, right.side), (0, empty)) if keys else pv(grouped[..., :t], right.side)
-    return out.view(*left.shape[:3], -1).to(left.dtype)
+    tokens = right.side.shape[2]
+    out = F.pad(right.scores(left), (0, (right.columns or tokens) - tokens)) if right.is_keys else right.weighted(left[..., :tokens])
+    return out.to(left.dtype)
 
 
 def _lazy_sdpa(
@@ -267,4 +298,4 @@ def _lazy_sdpa(
     """`scaled_dot_product_attention` on compressed keys and values; None if it needs the dense tensors."""
     if not of_one_update(key, value) or dropout_p or is_causal or query.shape[1] % key.side.shape[1]:
         return None
-    return attend_on_codes(query, key.attention_inputs, attn_mask, scaling=scale)
+    return key.attend(query, attn_mask, scaling=scale)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -40,23 +41,26 @@ class OutputProjection:
                 raise NotImplementedError(
                     f"{type(module).__name__} has no output projection ({', '.join(NAMES)}): leave out the policy's option that needs it"
                 )
-            rows = _rows(projection, heads * dim).float().unflatten(0, (heads, dim))
+            rows = transposed_weight(projection, heads * dim)
+            if rows.shape[0] != heads * dim:
+                raise NotImplementedError(
+                    f"the output projection takes {rows.shape[0]} channels, the values of all query heads have {heads * dim}"
+                )
+            rows = rows.float().unflatten(0, (heads, dim))
             gram = torch.stack([each @ each.mT for each in rows])
             torch._dynamo.mark_static_address(gram)  # CUDA graphs would copy it at each replay
             _projections[module] = OutputProjection(gram)
         return _projections[module]
 
 
-def _rows(projection: nn.Module, channels: int) -> Tensor:
-    """The transposed weight `[channels, hidden]`; for a quantized layer, its outputs for unit vectors."""
-    weight = getattr(projection, "weight", None)
-    if type(projection) is nn.Linear and isinstance(weight, Tensor) and weight.is_floating_point():
-        rows = weight.mT
-    else:
-        like = next((x for x in (*projection.parameters(), *projection.buffers()) if x.is_floating_point()), None)
-        dtype, device = (torch.float32, None) if like is None else (like.dtype, like.device)
-        units = torch.eye(channels, dtype=dtype, device=device)
-        rows = projection(units) - projection(torch.zeros_like(units[:1]))
-    if rows.shape[0] != channels:
-        raise NotImplementedError(f"the output projection takes {rows.shape[0]} channels, the values of all query heads have {channels}")
-    return rows
+def transposed_weight(projection: nn.Module, channels: int, device: torch.device | None = None) -> Tensor:
+    """The transposed weight `[channels, outputs]` of a projection of `channels`. That of a layer other than a plain
+    `Linear`, which may be quantized, adapted, offloaded or divided among devices, is computed: its outputs for unit
+    vectors, on `device` or where it has tensors."""
+    weight: Any = getattr(projection, "weight", None)
+    if type(projection) is nn.Linear and type(weight) in (Tensor, nn.Parameter) and weight.is_floating_point() and not weight.is_meta:
+        return weight.mT
+    like = next((x for x in (*projection.parameters(), *projection.buffers()) if x.is_floating_point()), None)
+    dtype = torch.float32 if like is None else like.dtype
+    units = torch.eye(channels, dtype=dtype, device=device or (None if like is None else like.device))
+    return projection(units) - projection(torch.zeros_like(units[:1]))

@@ -29,11 +29,12 @@ from torch.nn.attention.flex_attention import BlockMask
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
-from ..kernels import AttentionInputs, attend_on_codes, attends_in_tiles, on_triton
+from ..kernels import AttentionInputs, attends_in_tiles, on_triton
 from ..kernels.attend_chunked import CHUNK_BYTES, attend_chunked, cudnn_pays, supports
 from .again import notice_again
 from .compressed_kv import CompressedKV, as_the_model_has_them, of_one_update
 from .full import full_attention
+from .latents import ExpandedKV, restore
 from .masks import Padding, kernel_options, padding_columns, visible
 from .observer import attend_observed
 from .padding import report_attention
@@ -83,6 +84,7 @@ def uninstall() -> None:
         return
     AttentionInterface.get_interface = _stock_get_interface  # type: ignore[method-assign]
     _stock_get_interface = None
+    restore()
     for registry in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS):
         registry._global_mapping.pop(NAME, None)
 
@@ -146,24 +148,28 @@ def route(
     if "eager" in implementation:
         key, value = (x.dense() if torch.compiler.is_compiling() else x for x in (key.seen(), value.seen()))
         return stock(module, query, key, value, mask, *args, **kwargs)
-    many, shown, causal, padding = not _few(query, key.attention_inputs), None, False, Padding(False)
-    if not kwargs.get("dropout") and (not many or _in_chunks(implementation, query, key, kwargs)):
+    options, shown, causal, padding = kernel_options(implementation, query, kwargs), None, False, Padding(False)
+    latents = isinstance(key, ExpandedKV)
+    many = key.expansion.in_blocks(query) if isinstance(key, ExpandedKV) else not _few(query, key.attention_inputs)
+    stocks = bool(kwargs.get("dropout")) or (latents and (options["softcap"] is not None or options["sinks"] is not None))
+    if not stocks and (not many or latents or _in_chunks(implementation, query, key, kwargs)):
         keywords = kwargs if kwargs.get("is_causal") is not None else kwargs | {"is_causal": getattr(module, "is_causal", True)}
         shown, causal = visible(implementation, mask, query.shape[0], queries, tokens, query.device, keywords)
         if queries > 1 and not torch.compiler.is_compiling():
             padding = padding_columns(given, shown, causal, queries, tokens)
-    if kwargs.get("dropout") or (many and not padding.fits):
+    if stocks or (many and not padding.fits and not latents):
         if isinstance(mask, BlockMask) and mask.shape[-1] > tokens:
             mask = mask._adjust(queries, tokens)  # as above
         return stock(module, query, key.seen().dense(), value.seen().dense(), mask, *args, **kwargs)
-    options = kernel_options(implementation, query, kwargs)
     hidden = padding.columns
     if padding.fits:  # causality costs a kernel less than a mask of queries x tokens
         shown, causal = None if hidden is None else ~hidden[:, None, None], True
-    if many and not on_codes(query, key.attention_inputs, shown):
+    if many and isinstance(key, ExpandedKV) and padding.fits:
+        out = key.expansion.attend_blocks(query, hidden, scaling=options["scaling"])
+    elif many and not latents and not on_codes(query, key.attention_inputs, shown):
         out, _ = attend_chunked(query, key.attention_inputs, hidden, left=padding.left, **options)
     else:
-        out = attend_on_codes(query, key.attention_inputs, shown, causal=causal, **options)
+        out = key.attend(query, shown, causal=causal, **options)
     return out.transpose(1, 2).contiguous(), None
 
 

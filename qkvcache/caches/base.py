@@ -120,6 +120,7 @@ class CompressedCache(DynamicCache):
         self._layer_options = {"num_sink_tokens": num_sink_tokens, "residual_length": residual_length}
         self._rope: Rope | None = None
         self._shares_keys = False
+        self._latents = attention.absorb(config) if isinstance(config, PreTrainedConfig) else False
         self._exact: frozenset[int] = frozenset()
         """Full-attention layers that are uncompressed layers of this library."""
         if self.policy is not None:
@@ -275,7 +276,8 @@ class CompressedCache(DynamicCache):
             (format,) = self.format.for_layers(1)
         if self.policy is None:
             kind: Any = HybridLayer if states else CompressedLayer
-            return kind(format, **self._layer_options, max_length=self.max_length, compile=self.compile, **states)
+            options = self._layer_options | {"latents": self._latents, "max_length": self.max_length, "compile": self.compile}
+            return kind(format, **options, **states)
         budgets = self.policy.budgets
         budget = budgets[number % len(budgets)]
         return self._new_evicting(format, self.policy, budget, **self._layer_options, rope=self._rope, **states)

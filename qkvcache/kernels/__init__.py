@@ -4,6 +4,8 @@ from . import ops
 from .attend import attend, attend_observed
 from .dispatch import (
     append_token,
+    attend_latent_pages,
+    attend_latents,
     attend_on_codes,
     attend_pages,
     attends_in_tiles,

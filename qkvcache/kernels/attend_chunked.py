@@ -274,7 +274,7 @@ def _attend(
                 first = tuple(min(max(pad - column, 0), shown) for pad in pads)
                 parts.append(padded_attention(rotated, keys, values, first, unrotated, softcap))
             else:
-                bias = None if anywhere is None else _bias(_by_head(anywhere)[:, :, None, column : column + shown], query.dtype)
+                bias = None if anywhere is None else hidden_bias(_by_head(anywhere)[:, :, None, column : column + shown], query.dtype)
                 parts.append(library_attention(rotated, keys, values, bias, unrotated, softcap, by_cudnn=shown in planned))
                 if by_cudnn and shown not in planned:
                     _count(query, folded.shape, shown, sizes)
@@ -398,7 +398,7 @@ def _by_head(hidden: Tensor) -> Tensor:
     return hidden if hidden.dim() == 3 else hidden[:, None]
 
 
-def _bias(hidden: Tensor, dtype: torch.dtype) -> Tensor:
+def hidden_bias(hidden: Tensor, dtype: torch.dtype) -> Tensor:
     """Additive, with memory for whole vectors of 16 bytes in each row, which torch's kernel asks for."""
     tokens = hidden.shape[3]
     bias = torch.zeros(*hidden.shape[:3], -(-tokens // 16) * 16, dtype=dtype, device=hidden.device)[..., :tokens]
@@ -429,7 +429,7 @@ def padded_attention(query: Tensor, key: Tensor, value: Tensor, first: tuple[int
     batch, heads, tokens, dim = key.shape
     if softcap is not None or not _takes_sequences(query):
         hidden = torch.arange(tokens, device=key.device) < torch.tensor(first, device=key.device)[:, None]
-        return library_attention(query, key, value, _bias(hidden[:, None, None], query.dtype), scaling, softcap)
+        return library_attention(query, key, value, hidden_bias(hidden[:, None, None], query.dtype), scaling, softcap)
     rows = query.shape[2]
     starts, empty = _sequences(first * (batch // len(first)), heads, tokens, rows, query.device)
     one_by_one = (x.reshape(-1, 1, dim) for x in (query, key, value))  # a sequence for each head
@@ -559,7 +559,7 @@ def causal_attention(
     groups, rows = query.shape[1] // key.shape[1], folded.shape[2]
     masked = masked.repeat(1, 1, groups, 1)
     masked = torch.nn.functional.pad(masked, (0, 0, 0, rows - masked.shape[2]))
-    return [library_attention(folded, key, value, _bias(masked, query.dtype), scaling, softcap)]
+    return [library_attention(folded, key, value, hidden_bias(masked, query.dtype), scaling, softcap)]
 
 
 def merge(parts: Sequence[Part], query_heads: int, queries: int, heads: int, sinks: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ..formats.base import Codec
+from . import attend_latents as latents
 from . import evict as evicting
 from . import lag_spread as spreading
 from . import matmul
@@ -145,6 +146,21 @@ def attend_pages(
         return torch.ops.qkvcache.attend(query, *inputs.arguments, inputs.max_length, mask, *given)
     attend = _module("fused") if fuses(query, inputs) else paged
     return attend.attend_pages(query, inputs, mask, **options)
+
+
+def attend_latents(
+    query: Tensor, attention_inputs: AttentionInputs, mask: Tensor | None = None, *, scaling: float, causal: bool = False
+) -> Tensor:
+    """`attend_latents.attend_latents`."""
+    if torch.compiler.is_compiling() and attention_inputs.paged is not None:
+        inputs = attention_inputs.paged
+        return torch.ops.qkvcache.attend_latents(query, *inputs.arguments, inputs.max_length, mask, scaling, causal)
+    return latents.attend_latents(query, attention_inputs, mask, scaling=scaling, causal=causal)
+
+
+def attend_latent_pages(query: Tensor, inputs: PagedInputs, mask: Tensor | None = None, *, scaling: float, causal: bool = False) -> Tensor:
+    """`attend_latents.attend_latent_pages`."""
+    return latents.attend_latent_pages(query, inputs, mask, scaling=scaling, causal=causal)
 
 
 def split_rows(lengths: Tensor, max_length: int, heads: int) -> Splits | None:

@@ -51,6 +51,17 @@ def _(query, pool, counts, exact, sizes, max_length, mask, sinks, observed, *opt
     return query.new_empty(*query.shape[:3], dim), lse, attention_sums
 
 
+@_operator("attend_latents", f"Tensor query, {INPUTS}, Tensor? mask, float scaling, bool causal", "Tensor")
+def _attend_latents(query, pool, counts, exact, sizes, max_length, mask, scaling, causal):
+    inputs = PagedInputs.of(pool, counts, exact, sizes, max_length)
+    return dispatch.attend_latent_pages(query, inputs, mask, scaling=scaling, causal=causal).contiguous()
+
+
+@_attend_latents.register_fake
+def _(query, pool, counts, exact, *options):
+    return query.new_empty(*query.shape[:3], exact[2].shape[3])
+
+
 # Pages are mutated too. Were they declared, functionalization would copy them, and the table would point to the originals. Only operators
 # with `exact` among their arguments read pages, and those keep their order.
 @_operator(

@@ -324,20 +324,12 @@ def attend_pages(
     the log -inf.
     """
     batch, query_heads, queries, _ = query.shape
-    key, exists = _side(inputs, 0)
-    value, _ = _side(inputs, 1)
+    key, exists = paged_side(inputs, 0)
+    value, _ = paged_side(inputs, 1)
     heads, slots = key.shape[1:3]
     groups = query_heads // heads
-    logits = scores(query, AttentionInputs(key, value), None, scaling, softcap=softcap).unflatten(1, (heads, groups))
-    column = inputs.columns(exists)[:, :, None, None]
-    newest = column.amax(-1, keepdim=True) + 1 - queries + torch.arange(queries, device=query.device)[:, None]
-    if mask is not None:
-        mask = mask[(None,) * (4 - mask.dim())].expand(batch, query_heads, queries, -1).unflatten(1, (heads, groups))
-        index = column.clamp(0, mask.shape[-1] - 1).expand(batch, heads, groups, queries, slots)
-        logits = apply_mask(logits, mask.gather(-1, index), False)
-    if causal:
-        logits = logits.masked_fill(column > newest, torch.finfo(torch.float32).min)
-    logits = logits.masked_fill(column < 0, -torch.inf).flatten(1, 2)
+    logits = scores(query, AttentionInputs(key, value), None, scaling, softcap=softcap)
+    logits = mask_slots(logits, inputs.columns(exists), mask, causal)
     lse = torch.logsumexp(logits, -1)
     if sinks is not None:
         lse = torch.logaddexp(lse, sinks.float()[:, None])
@@ -351,7 +343,22 @@ def attend_pages(
     return out, lse, (count @ counted)[:, :, 0]
 
 
-def _side(inputs: PagedInputs, side: int) -> tuple[KeysOrValues, Tensor]:
+def mask_slots(logits: Tensor, columns: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
+    """`logits` `[B, Hq, Q, slots]` under the mask of `attend_pages`; -inf where a slot has no token. `columns`: `PagedInputs.columns`."""
+    batch, query_heads, queries, slots = logits.shape
+    heads = columns.shape[1]
+    logits, column = logits.unflatten(1, (heads, -1)), columns[:, :, None, None]
+    newest = column.amax(-1, keepdim=True) + 1 - queries + torch.arange(queries, device=logits.device)[:, None]
+    if mask is not None:
+        mask = mask[(None,) * (4 - mask.dim())].expand(batch, query_heads, queries, -1).unflatten(1, (heads, -1))
+        index = column.clamp(0, mask.shape[-1] - 1).expand(batch, heads, query_heads // heads, queries, slots)
+        logits = apply_mask(logits, mask.gather(-1, index), False)
+    if causal:
+        logits = logits.masked_fill(column > newest, torch.finfo(torch.float32).min)
+    return logits.masked_fill(column < 0, -torch.inf).flatten(1, 2)
+
+
+def paged_side(inputs: PagedInputs, side: int) -> tuple[KeysOrValues, Tensor]:
     """Keys (0) or values (1) in all slots, zeros where there is no token, and which tokens of the pages exist."""
     pages, first, ring = inputs.pages, inputs.sinks[side], inputs.ring[side]
     codes, exists = pages.gather(side, inputs.max_length)
@@ -458,7 +465,7 @@ def unfold(inputs: PagedInputs, columns: int, new: Pair | None) -> Pair:
     which are not stored yet. Columns without a token are zero. All rows have as many tokens."""
     out = []
     for side in (0, 1):
-        held, exists = _side(inputs, side)
+        held, exists = paged_side(inputs, side)
         parts, at = [held.dense()], inputs.columns(exists)[0, 0]
         if new is not None:
             after = at.amax() + 1

@@ -155,17 +155,21 @@ def qk(q: Tensor, side: KeysOrValues) -> Tensor:
             continue
         if segment.codec not in rotated:
             rotated[segment.codec] = segment.codec.rotate(q)
-        q_rotated = rotated[segment.codec]
-        levels, scale, offset, center = segment.levels()
-        part = q_rotated @ levels.mT
-        if scale is not None:
-            part *= scale.mT
-        if offset is not None:
-            part += q_rotated.sum(-1, keepdim=True) * offset.mT
-        if center is not None:
-            part += q_rotated @ center.mT
-        parts.append(part)
+        parts.append(scores_of_levels(rotated[segment.codec], segment.levels()))
     return torch.cat(parts, dim=-1) if len(parts) > 1 else parts[0]
+
+
+def scores_of_levels(q: Tensor, values: QuantizedValues) -> Tensor:
+    """`qk` of rotated queries and quantized values as `Packed.levels` returns them."""
+    levels, scale, offset, center = values
+    part = q @ levels.mT
+    if scale is not None:
+        part *= scale.mT
+    if offset is not None:
+        part += q.sum(-1, keepdim=True) * offset.mT
+    if center is not None:
+        part += q @ center.mT
+    return part
 
 
 def pv(p: Tensor, side: KeysOrValues) -> Tensor:
@@ -179,12 +183,22 @@ def pv(p: Tensor, side: KeysOrValues) -> Tensor:
         if isinstance(segment, Exact):
             codec, out = None, part @ segment.x.to(p.dtype)
         else:
-            codec = segment.codec
-            levels, scale, offset, center = segment.levels()
-            out = (part if scale is None else part * scale.mT) @ levels
-            if offset is not None:
-                out += part @ offset.expand(*part.shape[:2], segment.tokens, 1)
-            if center is not None:
-                out += part.sum(-1, keepdim=True) * center
+            codec, out = segment.codec, sum_of_levels(part, segment.levels())
         sums[codec] = sums[codec] + out if codec in sums else out
+    return unrotated_sum(sums)
+
+
+def sum_of_levels(p: Tensor, values: QuantizedValues) -> Tensor:
+    """`pv` of quantized values as `Packed.levels` returns them, rotated as they are stored."""
+    levels, scale, offset, center = values
+    out = (p if scale is None else p * scale.mT) @ levels
+    if offset is not None:
+        out += p @ offset.expand(*p.shape[:2], p.shape[3], 1)
+    if center is not None:
+        out += p.sum(-1, keepdim=True) * center
+    return out
+
+
+def unrotated_sum(sums: dict[Codec | None, Tensor]) -> Tensor:
+    """The sum of vectors `[B, H, R, D]` that are rotated as each codec stores them; None: not rotated."""
     return torch.stack([out if codec is None else codec.unrotate(out) for codec, out in sums.items()]).sum(0)

@@ -16,7 +16,8 @@ from transformers.cache_utils import CacheLayerMixin
 
 from ..attention.compressed_kv import NO_COLUMNS, CompressedKV
 from ..attention.padding import PlainAttention, await_attention
-from ..formats.base import Format
+from ..formats.base import Codec, Format
+from ..formats.int8 import SymmetricInt8
 from ..kernels import AttentionInputs, Pair, dense, prepare, step, unfold
 from ..storage import Storage, attention_inputs_of, check_room, differ
 
@@ -64,6 +65,8 @@ class CompressedLayer(CacheLayerMixin):
         compile: whether steps of a growing layer can be compiled; with `max_length` they always can. Pages are then added outside of
             compiled code, when masks are made (`reserve`). If masks are made in compiled code too, tokens without room are dropped, and the
             next call outside of it raises ValueError.
+        latents: keys are latents, and values the rotated part of keys (MLA), which is INT8 in every format but an exact
+            one. That hardly adds to the error; four bits would double it, and FP8 is worse, too.
     """
 
     is_sliding = False
@@ -72,12 +75,19 @@ class CompressedLayer(CacheLayerMixin):
     supports_early_init = False
 
     def __init__(
-        self, format: Format, num_sink_tokens: int = 4, residual_length: int = 64, max_length: int | None = None, compile: bool = False
+        self,
+        format: Format,
+        num_sink_tokens: int = 4,
+        residual_length: int = 64,
+        max_length: int | None = None,
+        compile: bool = False,
+        latents: bool = False,
     ):
         if max_length is not None:  # the residual must have room for a token
             num_sink_tokens = min(num_sink_tokens, max_length - 1)
             residual_length = min(residual_length, max_length - 1 - num_sink_tokens)
         self.format, self.num_sink_tokens, self.residual_length, self.max_length = format, num_sink_tokens, residual_length, max_length
+        self.latents = latents
         self.is_compileable = self.supports_early_init = compile or max_length is not None
         self.storage = None
         self.pending: Pair | None = None
@@ -123,18 +133,26 @@ class CompressedLayer(CacheLayerMixin):
     # Tensors that a CUDA graph allocates belong to it, and are overwritten when it is replayed.
     @torch.compiler.disable(reason="storage is made outside of compiled code: call cache.early_initialization(...) before")
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        self.format.check(key_states.shape[3], value_states.shape[3])
+        codecs = self.codecs(value_states.shape[3])
+        self.format.check(key_states.shape[3], None if codecs[1] is not self.format.value else value_states.shape[3])
         self.dtype, self.device = key_states.dtype, key_states.device
         like = key_states, value_states
         if self.storage is None or any(map(differ, self.storage.residual, like)):
             self.storage = self.make_storage(like)
             if self.is_compileable:
-                prepare((self.format.key, self.format.value), (key_states.shape[3], value_states.shape[3]), self.dtype, self.device)
+                prepare(codecs, (key_states.shape[3], value_states.shape[3]), self.dtype, self.device)
         self.is_initialized = True
+
+    def codecs(self, value_dim: int) -> tuple[Codec, Codec]:
+        """The codecs of keys and of values of `value_dim` channels."""
+        value = self.format.value
+        if self.latents and sum(x.nbytes() for x in value.buffers(value_dim) if x.role == "codes") < 2 * value_dim:
+            value = SymmetricInt8()
+        return self.format.key, value
 
     def make_storage(self, like: Pair) -> Storage:
         """Empty storage for keys and values of the shape, dtype and device of `like`, `[B, H, T, D]` each."""
-        codecs = self.format.key, self.format.value
+        codecs = self.codecs(like[1].shape[3])
         return Storage(codecs, like, self.num_sink_tokens, self.residual_length, self.max_length, self.is_compileable)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> KeysAndValues:  # type: ignore[override]

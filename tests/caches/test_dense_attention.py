@@ -97,15 +97,15 @@ def test_masks_of_tokens_seen_are_refused(options):
 
 
 def test_a_mask_that_is_not_known_is_refused():
-    network = model("deepseek_v3")
+    network = model("jetmoe")
     with pytest.raises(NotImplementedError, match="pass the model's config to the cache"):
         logits(network, CompressedCache(format="int8", max_length=60), prompt())
 
 
 def test_dequantizing_is_told_once_a_process(recwarn):
     compressed_kv._warn_once.cache_clear()
-    network = model("deepseek_v3")
+    network = model("jetmoe")
     for _ in range(2):
         logits(network, make(network, "int8"), prompt())
     told = [str(w.message) for w in recwarn if "dequantizes the whole layer" in str(w.message)]
-    assert len(told) == len(set(told)) == 2  # of keys and of values
+    assert len(told) == len(set(told)) == 1

@@ -4,7 +4,7 @@ import pytest
 from transformers import DynamicCache
 
 from qkvcache import CompressedCache
-from tests.matrix import ATTENTION, COVER, DENSE_BY_DESIGN, FORMATS, MODELS, UNSUPPORTED, covering, model
+from tests.matrix import ATTENTION, COVER, FORMATS, MODELS, UNSUPPORTED, covering, model
 from tests.reference import MODES, ZONES, assert_close, count_decoded_layers, decoded, forward, steps
 from tests.tolerance import of_model
 
@@ -24,7 +24,7 @@ def check_against_dynamic(model, mode, **options):
         assert_close(ours, theirs, of_model(model))
 
 
-def check_against_decoded(model, mode, cache, dense_at_decode=False):
+def check_against_decoded(model, mode, cache):
     """Each step is compared from the same codes, so that no rounding flips between the two."""
     ids, mask = mode.inputs()
     begin = 0
@@ -35,7 +35,7 @@ def check_against_decoded(model, mode, cache, dense_at_decode=False):
             got = forward(model, cache, ids, mask, *span)
         assert_close(got, expected, of_model(model))
         eager = model.config._attn_implementation == "eager"
-        if begin and (size <= FUSED or eager) and not dense_at_decode:
+        if begin and (size <= FUSED or eager):
             assert not dense
         begin += size
 
@@ -56,7 +56,7 @@ def test_four_bits_equal_their_codes_decoded(case):
     name, attention, mode = case
     network = model(name, attention)
     cache = CompressedCache(network.config, format=FOUR_BIT, **ZONES["zones"])
-    check_against_decoded(network, MODES[mode], cache, dense_at_decode=name in DENSE_BY_DESIGN)
+    check_against_decoded(network, MODES[mode], cache)
 
 
 @pytest.mark.parametrize(

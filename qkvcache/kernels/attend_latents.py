@@ -1,0 +1,89 @@
+"""Attention over latents (MLA) in plain torch: many query heads over one head, whose latents are keys and values at once.
+
+    scores = q . [latent | rope] * scaling;   output = softmax(scores) . latent
+
+The attention inputs hold latents `[B, 1, T, R]` as keys and the rotated part of keys `[B, 1, T, P]` as values. Each block of latents is
+unpacked once for both products. Queries are those of the model times the up-projection of keys (`attention/latents.py`).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..formats.base import Codec
+from .attend import MASKED_SCORE, apply_mask
+from .pages import PagedInputs, mask_slots, paged_side
+from .segments import AttentionInputs, Exact, KeysOrValues, qk, scores_of_levels, sum_of_levels, unrotated_sum
+
+BLOCK = 2**25
+"""Scores in memory at a time."""
+
+
+def attend_latents(
+    query: Tensor, attention_inputs: AttentionInputs, mask: Tensor | None = None, *, scaling: float, causal: bool = False
+) -> Tensor:
+    """Attention output `[B, Hq, Q, R]` in the query's dtype.
+
+    Args:
+        query: `[B, Hq, Q, R + P]`.
+        mask: bool (True: visible) or additive, broadcastable to `[B, Hq, Q, T]`; a longer last dimension is cut.
+        causal: the last `Q` tokens are the queries' own, and a query attends to no later token.
+    """
+    batch, heads, queries, _ = query.shape
+    latents, rope = attention_inputs.key, attention_inputs.value
+    tokens, parts = latents.shape[2], []
+    step = max(BLOCK // (batch * heads * tokens), 1)
+    for begin in range(0, queries, step):
+        rows = slice(begin, min(begin + step, queries))
+        shown = mask if mask is None or mask.shape[-2] == 1 else mask[..., rows, :]
+        latent_query, rope_query = _split(query[:, :, rows], latents, scaling)
+        logits = qk(rope_query, rope).view(batch, heads, -1, tokens)
+        if causal and queries > 1:
+            later = torch.ones(logits.shape[2], tokens, dtype=torch.bool, device=query.device).triu(tokens - queries + 1 + begin)
+            logits = logits.masked_fill(later, MASKED_SCORE)
+        parts.append(_attend(latent_query, latents, apply_mask(logits, shown, False)))
+    return torch.cat(parts, dim=2).to(query.dtype)
+
+
+def attend_latent_pages(query: Tensor, inputs: PagedInputs, mask: Tensor | None = None, *, scaling: float, causal: bool = False) -> Tensor:
+    """`attend_latents` over sinks, pages and a ring. Arguments as of `pages.attend_pages`."""
+    (latents, exists), (rope, _) = paged_side(inputs, 0), paged_side(inputs, 1)
+    latent_query, rope_query = _split(query, latents, scaling)
+    logits = qk(rope_query, rope).view(*query.shape[:3], -1)
+    return _attend(latent_query, latents, mask_slots(logits, inputs.columns(exists), mask, causal)).to(query.dtype)
+
+
+def _split(query: Tensor, latents: KeysOrValues, scaling: float) -> tuple[Tensor, Tensor]:
+    """Scaled queries for latents, `[B, 1, Hq * Q, R]`, and for the rotated part, `[B, 1, Hq * Q, P]`, in fp32."""
+    rank = latents.shape[3]
+    latent, rope = query.float().mul(scaling).flatten(1, 2)[:, None].split([rank, query.shape[3] - rank], dim=-1)
+    return latent, rope
+
+
+def _attend(query: Tensor, latents: KeysOrValues, logits: Tensor) -> Tensor:
+    """Output `[B, Hq, Q, R]` in fp32 of scaled queries `[B, 1, Hq * Q, R]`, with the masked scores `[B, Hq, Q, T]` of the rotated part."""
+    shape, logits = logits.shape, logits.flatten(1, 2)[:, None]
+    top = logits.new_full(logits.shape[:3], MASKED_SCORE)
+    total, begin = torch.zeros_like(top), 0
+    rotated: dict[Codec, Tensor] = {}
+    sums: dict[Codec | None, Tensor] = {}
+    for segment in latents.segments:
+        codec, part = None if isinstance(segment, Exact) else segment.codec, logits[..., begin : begin + segment.tokens]
+        begin += segment.tokens
+        if isinstance(segment, Exact):
+            vectors = segment.x.to(query.dtype)
+            part = part + query @ vectors.mT
+        else:
+            if segment.codec not in rotated:
+                rotated[segment.codec] = segment.codec.rotate(query)
+            values = segment.levels()
+            part = part + scores_of_levels(rotated[segment.codec], values)
+        highest = torch.maximum(top, part.amax(-1))
+        weights, shrink = (part - highest[..., None]).exp(), (top - highest).exp()
+        total, top = total * shrink + weights.sum(-1), highest
+        sums = {key: out * shrink[..., None] for key, out in sums.items()}
+        out = weights @ vectors if isinstance(segment, Exact) else sum_of_levels(weights, values)
+        sums[codec] = sums[codec] + out if codec in sums else out
+    out = unrotated_sum(sums) / total.clamp_min(torch.finfo(total.dtype).tiny)[..., None]
+    return out.view(*shape[:3], -1)
