@@ -2,7 +2,6 @@
 
 from .attach import Attachment, attach, detach
 from .compressed_kv import CompressedKV
-from .latents import absorb
 from .route import install, installed, uninstall
 
-__all__ = ["Attachment", "CompressedKV", "absorb", "attach", "detach", "install", "installed", "uninstall"]
+__all__ = ["Attachment", "CompressedKV", "attach", "detach", "install", "installed", "uninstall"]

@@ -23,6 +23,7 @@ from transformers.cache_utils import (
 from transformers.cache_utils import StaticLayer as StockStaticLayer
 
 from .. import attention, formats, policies
+from ..attention.latents import absorb
 from ..attention.rope import Rope
 from ..formats import Format, FormatByLayer, FormatLike
 from ..layers.compressed import CompressedLayer, rows_of
@@ -120,7 +121,7 @@ class CompressedCache(DynamicCache):
         self._layer_options = {"num_sink_tokens": num_sink_tokens, "residual_length": residual_length}
         self._rope: Rope | None = None
         self._shares_keys = False
-        self._latents = attention.absorb(config) if isinstance(config, PreTrainedConfig) else False
+        self._latents = absorb(config) if isinstance(config, PreTrainedConfig) else False
         self._exact: frozenset[int] = frozenset()
         """Full-attention layers that are uncompressed layers of this library."""
         if self.policy is not None:
