@@ -31,6 +31,7 @@ from qkvcache.formats import FP8, REGISTRY, HadaQuant, Int4, Int8, TurboQuant  #
 from qkvcache.formats.base import PackedLayout  # noqa: E402
 from qkvcache.formats.rotation import rotation_block  # noqa: E402
 from qkvcache.kernels import (  # noqa: E402
+    triton_attend_latents,
     triton_dequantize,
     triton_evict,
     triton_gather,
@@ -48,6 +49,7 @@ from qkvcache.kernels.triton_attend import attend_kernel  # noqa: E402
 from qkvcache.kernels.triton_attend_tiles import attend_tiles_kernel  # noqa: E402
 from qkvcache.kernels.triton_join import reduce_kernel, rotate_kernel  # noqa: E402
 from qkvcache.kernels.triton_sum_splits import sum_splits_kernel  # noqa: E402
+from qkvcache.layers.compressed import CompressedLayer  # noqa: E402
 from qkvcache.storage.paged import PAGE  # noqa: E402
 from qkvcache.storage.pool import ALIGNMENT, ANCHOR  # noqa: E402
 
@@ -169,6 +171,23 @@ def attention_in_tiles(format: str, head_dim: int, target: str, rows: int, varia
         options["maxnreg"] = launch.registers
     name = " ".join(filter(None, [f"tiles {format} {head_dim}", variant, f"{rows} rows"]))
     return Job(name, attend_tiles_kernel, types, constants, target, options, may_spill=True)
+
+
+def attention_to_latents(format: str, target: str, rows: int = 128, variant: str = "") -> Job:
+    arch = TARGETS[target].arch if TARGETS[target].backend == "cuda" else 0
+    launch = triton_attend_latents.launched(arch, rows)
+    job = attention(format, 512, target, variant)
+    rope = CompressedLayer(FORMATS[format], latents=True).codecs(64)[1].packed_layout
+    assert rope
+    names = {param.name for param in triton_attend_latents.attend_latents_kernel.params}
+    types = {name: kind for name, kind in job.types.items() if name in names}
+    types |= {"q_latent": "*fp16", "q_rope": "*fp16", "factors": "*fp32", "v_planes": ("*i16", "*i16", "*fp32", "*fp32", "*i16")}
+    constants = {name: x for name, x in job.constants.items() if name in names}
+    constants |= {"V": rope, "P": 64, "v_strides": _strides_of(rope, 64, "bf16"), "G": rows, "R": launch.rows, "T": launch.tile}
+    constants |= {"TX": launch.exact_tile, "MASK": job.constants["MASK"] != "none", "ARCH": arch}
+    name = " ".join(filter(None, [f"latents {format}", variant, f"{rows} rows"]))
+    options: dict[str, object] = {"num_warps": launch.warps, "num_stages": 1}
+    return Job(name, triton_attend_latents.attend_latents_kernel, types, constants, target, options, may_spill=True)
 
 
 def _strides_of(how: PackedLayout, head_dim: int, dtype: str) -> tuple[int, ...]:
@@ -374,6 +393,8 @@ def jobs(everything: bool) -> Iterator[Job]:
             yield attention(format, 128, target, "items")
             if format != "identity":
                 yield attention_in_tiles(format, 128, target, 128)
+        for format in ("turboquant_4bit_nc",) if few else ("int8", "turboquant_4bit_nc", "nvfp4"):
+            yield attention_to_latents(format, target, variant="" if few else "store")
         yield from columns(128, target)
         yield arriving(128, 8, target)
         yield storing_rows(128, target)

@@ -123,9 +123,12 @@ def _scales_of_plane(X: tl.constexpr, WORDS: tl.constexpr, by_group, i: tl.const
     if WORDS <= GROUP:
         return by_group[FIRST][:, None]
     else:
-        tl.static_assert(WORDS == 2 * GROUP)
-        low = (tl.arange(0, WORDS) < GROUP)[None, :]
-        return tl.where(low, by_group[FIRST][:, None], by_group[FIRST + 1][:, None])
+        tl.static_assert(WORDS % GROUP == 0)
+        group = (tl.arange(0, WORDS) // GROUP)[None, :]
+        scale = tl.broadcast_to(by_group[FIRST][:, None], [T, WORDS])
+        for n in tl.static_range(1, WORDS // GROUP):
+            scale = tl.where(group == n, by_group[FIRST + n][:, None], scale)
+        return scale
 
 
 @triton.jit

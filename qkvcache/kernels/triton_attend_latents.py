@@ -1,0 +1,325 @@
+"""The fused attention kernel over latents: many query heads over one head whose latents are keys and values at once (`attend_latents.py`).
+
+One program reads one split of the tokens of one sequence for a block of query rows. A tile of latents is dequantized once, to fp16 in
+shared memory, for both products, as in `triton_attend_tiles.py`: it has the order of channels that is described there. The host brings
+queries into that order, rotates them as latents are stored and scales them to fp16.
+
+Splits of the quantized tokens, and the exact tokens as one more, leave partial outputs that `triton_join.py` joins. All
+exponents are base 2.
+
+Shapes of tiles: T tokens, R query rows, D channels of a latent, P of a rotated key. K and V are the `PackedLayout` of their codecs."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..formats.base import Codec, PackedLayout
+from ..formats.rotation import rotation_block
+from .fused import Arguments, architecture, split
+from .pages import LEAST_SPLIT, PagedInputs
+from .segments import layout_of
+from .triton_attend import LOG2E, _exact_columns, _hides, _tiles_of_split, head_of, page_of
+from .triton_attend_tiles import _absorb, _norm, _page_of_tile, _power, _shown, _stored, _tile
+from .triton_join import reduce_kernel
+from .triton_math import MASKED_SCORE
+from .triton_unpack import unit_of
+
+
+@triton.constexpr_function
+def _places(layout, dim: int):
+    """For divisions of a place in a tile: channels of a word, words, and the places of half a tile."""
+    return layout.per, dim // layout.per, dim // 2
+
+
+@triton.jit
+def _exact_tiles(
+    D: tl.constexpr, P: tl.constexpr, T: tl.constexpr, MASK: tl.constexpr, ARCH: tl.constexpr, RING: tl.constexpr,
+    state, q, q_rope, scaling, latents, latent_stride, ropes, rope_stride, tokens, start, newest, mask, mask_stride, oldest_slot, count,
+):  # fmt: skip
+    """Adds tokens in the model's dtype to `state`: running maximum and normaliser, fp32 [R] each, and output, fp32 [R, D]. Returns it.
+
+    q, q_rope   [R, D] and [R, P], model dtype; scaling: of their scores, to base 2
+    latents     [tokens, D], a token `latent_stride` elements from the next; ropes [tokens, P]: rope_stride
+    start       column of the first token; newest: int [R], the last column that a query row sees
+    RING        whether tokens are the `count` of a ring of `tokens` slots from `oldest_slot` on
+    """
+    t = tl.arange(0, T)
+    d = tl.arange(0, D)
+    p = tl.arange(0, P)
+    for begin in tl.range(0, tokens, T, num_stages=1):
+        at = begin + t
+        valid, column = _exact_columns(at, tokens, start, oldest_slot, count, RING)
+        c = tl.load(latents + at[:, None] * latent_stride + d[None, :], mask=valid[:, None], other=0.0)
+        r = tl.load(ropes + at[:, None] * rope_stride + p[None, :], mask=valid[:, None], other=0.0)
+        s = tl.dot(q, tl.trans(c), input_precision="ieee")
+        s = tl.dot(q_rope, tl.trans(r), s, input_precision="ieee") * scaling
+        if MASK:
+            valid = valid & _shown(mask, column, mask_stride, valid)
+        s = tl.where(valid[None, :] & (column[None, :] <= newest[:, None]), s, float("-inf"))
+        state = _absorb(state, s, tl.full([s.shape[0]], 1.0, tl.float32), c, ARCH)
+    return state
+
+
+# What changes from step to step, or call to call, must not compile the kernel anew.
+@triton.jit(
+    do_not_specialize=[
+        "scaling", "n_sinks", "n_quantized", "n_residual", "least", "queries", "table_b", "rows_b", "lengths_b", "mask_b", "mask_t",
+    ]
+)  # fmt: skip
+def attend_latents_kernel(
+    query, q_latent, q_rope, factors, table, rows, lengths, k_planes, v_planes, exact, mask, part, maxima, sums,
+    query_b, query_h, query_q, table_b, rows_b, lengths_b, exact_strides, mask_b, mask_t,
+    scaling, n_sinks, n_quantized, n_residual, least, queries,
+    K: tl.constexpr, V: tl.constexpr, D: tl.constexpr, P: tl.constexpr, G: tl.constexpr, R: tl.constexpr, T: tl.constexpr,
+    TX: tl.constexpr, PAGE: tl.constexpr, BASE: tl.constexpr, COUNTED: tl.constexpr, K_ONCE: tl.constexpr, V_ONCE: tl.constexpr,
+    k_strides: tl.constexpr, v_strides: tl.constexpr, MASK: tl.constexpr, CAUSAL: tl.constexpr, ARCH: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """Attention of `queries` queries of G heads over sinks, quantized tokens in pages and a residual (`pages.PagedInputs`), split over
+    programs. Grid (splits, blocks of R query rows, B); with EXACT, split 0 is that of the exact tokens. Strides are in elements. Channels
+    are contiguous. Query row `r` is query `r % queries` of head `r // queries`.
+
+    query          [B, G, queries, D + P] model dtype: query_b, query_h, query_q
+    q_latent       fp16 [B, G * queries, D], q_rope fp16 [B, G * queries, P], contiguous: rotated as stored, in the order of tiles
+    factors        fp32 [B, G * queries, 3], contiguous: of the scores of both, to base 2, and the product with the mean of latents
+    table, rows, lengths, k_planes, v_planes, k_strides, v_strides, exact, exact_strides   as of `attend_kernel`, of one head;
+                   COUNTED: rows begin with the first token of their pages, and the rings of row `b` are row `b` of the residual
+    mask           uint8 (0: hidden) [B, columns], read if MASK: mask_b, mask_t
+    part           fp32 [B, blocks, splits, R, D]; maxima, sums fp32 [B, blocks, splits, R]; contiguous
+    scaling        factor of scores, to base 2
+    n_sinks, n_quantized, n_residual   tokens, the same for all rows; COUNTED: slots of sinks and of a ring, and a bound
+    least          of a split, in tokens: a multiple of T
+    CAUSAL         whether the last `queries` tokens, which are exact, are the queries' own
+    """
+    split = tl.program_id(0)
+    block = tl.program_id(1)
+    b = tl.program_id(2).to(tl.int64)
+    splits = tl.num_programs(0)
+    h = tl.program_id(2) * 0  # there is one head
+
+    r = block * R + tl.arange(0, R)
+    live = r < G * queries
+    row = tl.minimum(r, G * queries - 1)
+    number = row % queries
+    in_ring, length, oldest_slot = n_residual, n_quantized, 0
+    if COUNTED:
+        rows += b * rows_b
+        length = tl.load(lengths + b * lengths_b)
+        n_sinks = tl.load(rows + 3)
+        oldest_slot = tl.load(rows + 4)
+        in_ring = tl.load(rows + 5)
+    if MASK:
+        mask += b * mask_b
+    panel = b * tl.num_programs(1) + block
+    out = part + (panel * splits + split) * (R * D) + (tl.arange(0, R) * D)[:, None]
+    d = tl.arange(0, D)
+    p = tl.arange(0, P)
+    state = (tl.full([R], MASKED_SCORE, tl.float32), tl.zeros([R], tl.float32), tl.zeros([R, D], tl.float32))
+
+    if EXACT and split == 0:
+        x_rows = query + (b * query_b + row // queries * query_h + number * query_q)[:, None]
+        x_latent = tl.load(x_rows + d[None, :])
+        x_rope = tl.load(x_rows + D + p[None, :])
+        newest = n_sinks + length + in_ring - (queries - number if CAUSAL else tl.full([R], 1, tl.int32))
+        state = _exact_tiles(
+            D, P, TX, MASK, ARCH, False, state, x_latent, x_rope, scaling, exact[0] + b * exact_strides[0], exact_strides[2],
+            exact[1] + b * exact_strides[3], exact_strides[5], n_sinks, 0, newest, mask, mask_t, 0, 0,
+        )  # fmt: skip
+        m, l, acc = _exact_tiles(
+            D, P, TX, MASK, ARCH, COUNTED, state, x_latent, x_rope, scaling, exact[2] + b * exact_strides[6], exact_strides[8],
+            exact[3] + b * exact_strides[9], exact_strides[11], n_residual, n_sinks + length, newest, mask, mask_t, oldest_slot, in_ring,
+        )  # fmt: skip
+        tl.store(out + d[None, :], acc, mask=live[:, None])
+    else:
+        q_row = b * (G * queries) + row
+        q = tl.load(q_latent + q_row[:, None] * D + d[None, :])
+        qr = tl.load(q_rope + q_row[:, None] * P + p[None, :])
+        factor = tl.load(factors + q_row * 3)
+        rope_factor = tl.load(factors + q_row * 3 + 1)
+        center = tl.load(factors + q_row * 3 + 2)
+        each = _tiles_of_split(length, tl.maximum(splits - EXACT, 1), least, T)
+        low = tl.multiple_of((split - EXACT) * each, T)
+        high = tl.minimum(low + each, length)
+        hides = _hides(mask, n_sinks + low, n_sinks + high, mask_t) if MASK else False
+        t = tl.arange(0, T)
+        unit = 1e-30  # that of the output
+        if low < high:
+            table += b * table_b
+            k_head = head_of(K, K_ONCE, (k_planes[0], k_planes[1], k_planes[2]), k_strides, b, h)
+            v_head = head_of(V, V_ONCE, (v_planes[0], v_planes[1], v_planes[2]), v_strides, b, h)
+            unit = tl.maximum(_norm(K, D, K_ONCE, k_head, k_strides, table, low, high, PAGE, BASE), unit)
+            rope_norm = _norm(V, P, V_ONCE, v_head, v_strides, table, low, high, PAGE, BASE)
+            factor *= unit
+            rope_factor *= rope_norm
+            place = tl.minimum(low + t, high - 1)
+            page = _page_of_tile(table, low, high, place, PAGE, BASE)
+            k_here, v_here = page_of(K, D, K_ONCE, k_head, k_strides, page, 0), page_of(V, P, V_ONCE, v_head, v_strides, page, 0)
+            stored = (_stored(K, K_ONCE, D, k_here, place % PAGE, ARCH), _stored(V, V_ONCE, P, v_here, place % PAGE, ARCH))
+            for token in tl.range(low, high, T, num_stages=1):
+                c = _tile(K, D, stored[0], unit, ARCH)
+                rope = _tile(V, P, stored[1], rope_norm, ARCH)
+                s = tl.dot(q, tl.trans(c), input_precision="ieee") * factor[:, None]
+                s += tl.dot(qr, tl.trans(rope), input_precision="ieee") * rope_factor[:, None] + center[:, None]
+                # The next tile, after the product: until then, the fence that hands tiles to it would wait for these loads.
+                place = tl.minimum(token + T + t, high - 1)
+                page = _page_of_tile(table, token + T, high, place, PAGE, BASE)
+                k_here, v_here = page_of(K, D, K_ONCE, k_head, k_strides, page, 0), page_of(V, P, V_ONCE, v_head, v_strides, page, 0)
+                stored = (_stored(K, K_ONCE, D, k_here, place % PAGE, ARCH), _stored(V, V_ONCE, P, v_here, place % PAGE, ARCH))
+                valid = token + t < high
+                if MASK and hides:
+                    valid = valid & _shown(mask, n_sinks + token + t, mask_t, valid)
+                s = tl.where(valid[None, :], s, float("-inf"))
+                state = _absorb(state, s, tl.full([R], 1.0, tl.float32), c, ARCH)
+        m, l, acc = state
+        PER: tl.constexpr = _places(K, D)[0]
+        WORDS: tl.constexpr = _places(K, D)[1]
+        HALF: tl.constexpr = _places(K, D)[2]
+        word = d // (4 * PER) % (WORDS // 8) * 8 + d // HALF * 4 + d // (2 * PER) % 2 * 2 + d % 2
+        place = d // 2 % PER * WORDS + word  # plane after plane, as `reduce_kernel` reads them
+        tl.store(out + place[None, :], acc * (unit * (unit_of(K) / _power(K))), mask=live[:, None])
+    entry = (panel * splits + split) * R + tl.arange(0, R)
+    tl.store(maxima + entry, m)
+    tl.store(sums + entry, l)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Query rows of a program, tokens of a tile, exact tokens of a tile, and warps."""
+
+    rows: int
+    tile: int
+    exact_tile: int
+    warps: int
+
+
+def launched(arch: int, rows: int) -> Launch:
+    """The launch for `rows` query rows, on NVIDIA GPUs of compute capability `arch`; 0: on others, and in the interpreter."""
+    if arch // 10 in (9, 10):
+        return Launch(64, 64, 32, 8) if rows > 16 else Launch(16, 64, 32, 4)
+    return Launch(16, 32, 16, 4)
+
+
+MOST_RANK = 512
+"""The most channels of a latent: the outputs of a program are in registers."""
+
+
+def supports(inputs: PagedInputs, query: Tensor, mask: Tensor | None, causal: bool) -> bool:
+    """Whether the kernel serves these inputs: codes in pages, in fp16 or bf16, under no mask but one that hides columns."""
+    known = inputs.launches.get("latents")
+    if known is None:
+        rank, rope = (x.shape[3] for x in inputs.ring)
+        layouts = [layout_of(codec) for codec in inputs.pages.codecs]
+        known = inputs.pages.by_page and not inputs.pages.per_head and all(layouts) and rank <= MOST_RANK
+        known = known and all(map(_in_tiles, layouts, (rank, rope)))
+        known = inputs.launches["latents"] = known and not layouts[1].rotated and not layouts[1].centered  # type: ignore[union-attr]
+    if not known or query.dtype != inputs.ring[0].dtype or query.dtype not in (torch.float16, torch.bfloat16):
+        return False
+    if causal and query.shape[2] > inputs.slots[2]:
+        return False
+    return mask is None or (mask.dtype == torch.bool and all(n == 1 for n in (1, 1, 1, *mask.shape)[-3:-1]))
+
+
+def _in_tiles(layout: PackedLayout | None, dim: int) -> bool:
+    """Whether tiles can be made of this layout: words of powers of two, in whole groups."""
+    if layout is None or layout.kind == "half" or dim & (dim - 1) or dim // layout.per < 8:
+        return False
+    words = dim // layout.per
+    return not layout.group or layout.group % words == 0 or words % layout.group == 0
+
+
+@functools.lru_cache(maxsize=32)
+@torch.inference_mode(False)
+def _order(layout: PackedLayout, dim: int, device: torch.device) -> Tensor:
+    """The channel at each place of a tile (`triton_attend_tiles._reordered`), int64 `[D]`."""
+    eighths = dim // layout.per // 8
+    channel = torch.arange(dim, device=device)
+    if layout.group:
+        return channel.view(layout.per, eighths, 2, 2, 2).permute(2, 1, 3, 0, 4).flatten()
+    return channel.view(eighths, 2, 2, 2, layout.per).permute(1, 0, 2, 4, 3).flatten()
+
+
+def _prepared(codec: Codec, layout: PackedLayout, x: Tensor, scaling: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries `[B, N, D]` as the kernel multiplies tiles of `codec`: fp16 in the order of tiles, the factor of their scores, fp32 `[B, N]`;
+    and rotated, in order, fp32 `[B, N, D]`."""
+    dim = x.shape[2]
+    if codec.rotation is not None:
+        matrix = codec.rotation.matrix(dim, x.device, x.dtype)
+        x = torch.addmm(matrix[0], x.reshape(-1, dim), matrix, beta=0, alpha=rotation_block(dim) ** -0.5).view(x.shape)
+    x = x.float()
+    largest = x.abs().amax(-1, keepdim=True).clamp_min(1e-30)
+    factor = largest[..., 0] * (scaling * float(unit_of.fn(layout)) / float(_power.fn(layout)))
+    return (x / largest).half()[..., _order(layout, dim, x.device)], factor, x
+
+
+def attend_latent_pages(
+    query: Tensor,
+    inputs: PagedInputs,
+    mask: Tensor | None = None,
+    *,
+    scaling: float,
+    causal: bool = False,
+    launch: Launch | None = None,
+) -> Tensor:
+    """Run `attend_latents.attend_latent_pages` in one pass over the codes. `launch`: for measuring; chosen by GPU otherwise."""
+    args, (batch, heads, queries, _), device = Arguments.of(inputs), query.shape, query.device
+    (sinks, region, ring), rank, rope = inputs.slots, args.constants["D"], args.constants["DV"]
+    arch, processors = architecture(device)
+    rows, base2 = heads * queries, scaling * LOG2E.value
+    launch = launch or launched(arch, rows)
+    query = query if query.stride(-1) == 1 else query.contiguous()
+    flat = query.reshape(batch, rows, rank + rope)
+    latent, factor, turned = _prepared(inputs.pages.key, args.use.key, flat[..., :rank], base2)
+    rotated, rope_factor, _ = _prepared(inputs.pages.value, args.use.value, flat[..., rank:], base2)
+    mean = args.planes[0][3]
+    product = (turned @ mean.flatten(0, 2)[..., None])[..., 0] * base2 if args.use.key.centered else torch.zeros_like(factor)
+    factors = torch.stack([factor, rope_factor, product], dim=-1)
+
+    blocks, exact = -(-rows // launch.rows), int(sinks + ring > 0)
+    panels = batch * blocks
+    splits = max(split(region, panels, launch.tile, processors + panels) if region else 0, 1 - exact) + exact
+    part = torch.empty(panels * splits * launch.rows * (rank + 2), dtype=torch.float32, device=device)
+    maxima = part[panels * splits * launch.rows * rank :]
+    sums = maxima[panels * splits * launch.rows :]
+    shown, mask_strides = args.empty, (0, 0)
+    if mask is not None:
+        mask = mask[(None,) * (4 - mask.dim())].expand(batch, 1, 1, sum(inputs.slots) if mask.shape[-1] == 1 else -1)
+        shown, mask_strides = mask.view(torch.uint8), (mask.stride(0), mask.stride(3))
+    pages, counts = inputs.pages, inputs.rows
+    exact_planes = *inputs.sinks, *inputs.ring
+    constants = {name: args.constants[name] for name in ("K", "V", "D", "PAGE", "BASE", "COUNTED", "K_ONCE", "V_ONCE")}
+    constants |= {"k_strides": args.constants["k_strides"], "v_strides": args.constants["v_strides"], "P": rope, "G": heads}
+    with torch.cuda.device_of(query):
+        attend_latents_kernel[(splits, blocks, batch)](
+            query, latent, rotated, factors, pages.table, args.empty if counts is None else counts,
+            args.empty if counts is None else pages.lengths, *args.planes, exact_planes, shown, part, maxima, sums, *query.stride()[:3],
+            pages.strides[0], 0 if counts is None else counts.stride(0), pages.strides[2],
+            tuple(n for x in exact_planes for n in x.stride()[:3]), *mask_strides, base2, sinks, region, ring, LEAST_SPLIT, queries,
+            R=launch.rows, T=launch.tile, TX=launch.exact_tile, MASK=mask is not None, CAUSAL=causal and queries > 1, ARCH=arch,
+            EXACT=bool(exact), num_warps=launch.warps, num_stages=1, **constants,
+        )  # fmt: skip
+    return _joined(args, query, (part, maxima, sums), splits, blocks, launch.rows, mean, bool(exact))
+
+
+def _joined(
+    args: Arguments, query: Tensor, partial: tuple[Tensor, ...], splits: int, blocks: int, rows: int, mean: Tensor, exact: bool
+) -> Tensor:
+    """The output `[B, Hq, Q, R]` of partial results."""
+    (batch, heads, queries, _), rank, layout = query.shape, args.constants["D"], args.use.key
+    out = query.new_empty_strided((batch, heads, queries, rank), (heads * queries * rank, rank, heads * rank, 1))
+    lse = torch.empty(batch, heads, queries, dtype=torch.float32, device=query.device)
+    block = rotation_block(rank) if layout.rotated else 1
+    columns = rank if layout.rotated else 32
+    options: dict[str, Any] = {"V": layout, "DV": rank, "C": columns, "G": heads, "R": rows, "S": 32, "SINKS": False, "ITEMS": False}
+    with torch.cuda.device_of(out):
+        reduce_kernel[(heads * queries, batch, rank // columns)](
+            *partial, args.empty, args.empty, args.use.signs, mean, out, lse, *out.stride()[:3], splits, blocks, 1, queries,
+            *args.means[0][:2], EXACT=exact, TURN=block**-0.5, STAGES=block.bit_length() - 1, num_warps=4 if layout.rotated else 1,
+            **options,
+        )  # fmt: skip
+    return out
