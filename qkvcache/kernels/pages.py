@@ -28,7 +28,7 @@ CONTROL = TICKET, DROPPED, ROOM = range(3)
 class Pages:
     """The quantized tokens of a layer.
 
-    slabs       of each slab the planes of keys and of values: `[E, H', PAGE, width]` for each buffer that is kept for each token. `H'` is
+    slabs       of each slab the planes of keys and of values: `[N, H', PAGE, width]` for each buffer that is kept for each token. `H'` is
                 `H`, or 1 for a buffer that heads share, or 1 where each head has pages of its own. Planes `[G, H', n * PAGE, width]` have
                 `n` pages after one another, which kernels cannot read
     firsts      the entry in tables of the first page of each slab
@@ -38,8 +38,8 @@ class Pages:
                 beyond the length are not read
     lengths     int32 `[B]` or, with pages for each head, `[B, H]`: tokens; None: all that are read exist
 
-    An entry `e` names page `e - first` of a slab. Kernels read all pages from the planes of the first slab: pages of other slabs lie
-    at the same distances from them. They require that the last two dimensions of planes are contiguous, and that their addresses, their
+    An entry `e` names page `(e - first) / step` of a slab. Kernels read all pages from the planes of the first slab: pages of other slabs
+    lie at the same distances from them. They require that the last two dimensions of planes are contiguous, and that their addresses, their
     strides over pages and, unless heads are `PAGE * width` apart, over heads are multiples of 64 bytes.
     """
 
@@ -57,23 +57,25 @@ class Pages:
     """Whether slabs may be added while compiled code runs, which is compiled with the first slab alone."""
     partial: bool = False
     """Whether there may be slabs that are not in `slabs`, as in compiled code."""
+    step: int = 1
+    """The difference of the entries of two pages that are neighbours in a slab."""
+    planes: tuple[Codes, Codes] = field(init=False)
+    """The planes of the first slab with an index for each entry, for kernels. Where `step` is not 1, they overlap themselves, and torch
+    does not record CUDA graphs of code that is given them."""
     tensors: list[Tensor] = field(init=False)
-    """The first slab's planes and the statistics, for operators of torch."""
+    """The planes of the first slab and the statistics, for operators of torch."""
     numbers: tuple[int, int, int] = field(init=False)
     """Indices of the codecs (`segments.number`), and the entry of the first page."""
 
     def __post_init__(self) -> None:  # code that is compiled must not depend on how many slabs there are
-        self.tensors = [x for side in (*self.planes, *self.statistics) for x in side.values()]
+        self.tensors = [x for side in (*self.slabs[0], *self.statistics) for x in side.values()]
+        key, value = ({name: _by_entry(x, self.step) for name, x in side.items()} for side in self.slabs[0])
+        self.planes = key, value
         self.numbers = number(self.key), number(self.value), self.firsts[0]
 
     @property
     def codecs(self) -> tuple[Codec, Codec]:
         return self.key, self.value
-
-    @property
-    def planes(self) -> tuple[Codes, Codes]:
-        """The planes of the first slab."""
-        return self.slabs[0]
 
     @property
     def per_head(self) -> bool:
@@ -128,14 +130,14 @@ class Pages:
             )
         entry, offset = slots.div(self.page_size, rounding_mode="floor"), slots % self.page_size
         if len(self.slabs) == 1:
-            yield self.slabs[0], None, entry - self.firsts[0], offset
+            yield self.slabs[0], None, (entry - self.firsts[0]) // self.step, offset
             return
         ascending = sorted(zip(self.firsts, self.slabs, strict=True), key=lambda slab: slab[0])
         of = torch.zeros_like(entry)
         for first, _ in ascending[1:]:  # a tensor of `firsts` would make the host wait for the device
             of += entry >= first
         for i, (first, planes) in enumerate(ascending):
-            yield planes, of == i, entry - first, offset
+            yield planes, of == i, (entry - first) // self.step, offset
 
     def _inside(self, plane: Tensor, page: Tensor, offset: Tensor) -> tuple[Tensor, Tensor]:
         """The indices of the slots at `offset` of the pages `page` in the first and the third dimension of `plane`. Pages that it lacks
@@ -158,6 +160,12 @@ class Pages:
         entries = torch.where(exists, table[:, :, entry].long(), self.firsts[0])
         codes = self.take(side, entries * self.page_size + place % self.page_size)
         return {name: torch.where(exists[..., None], x, 0) for name, x in codes.items()} | self.statistics[side], exists
+
+
+def _by_entry(x: Tensor, step: int) -> Tensor:
+    """A view of the plane `x` `[N, H', PAGE, width]` with an index for each entry, of which a page has `step`."""
+    shape, strides = x.shape, x.stride()
+    return x if step == 1 else x.as_strided((max((shape[0] - 1) * step + 1, 0), *shape[1:]), (strides[0] // step, *strides[1:]))
 
 
 LEAST_SPLIT, BALANCED_SPLIT, MOST_SPLITS = 128, 512, 100
@@ -235,10 +243,10 @@ class PagedInputs:
     def arguments(self) -> tuple[list[Tensor], list[Tensor | None], list[Tensor], list[int]]:
         """Arguments of torch operators, with `max_length`: the table, the first slab's planes and statistics; `rows`,
         `lengths`, what `splits` has, and `control`; sinks and ring; indices of the codecs, the first entry, the page size,
-        whether kernels read the pages, whether slabs are added, `tokens` (-1: None)."""
+        whether kernels read the pages, whether slabs are added, `step`, `tokens` (-1: None)."""
         pages = self.pages
         tokens = -1 if self.tokens is None else self.tokens
-        sizes = [*pages.numbers, pages.page_size, int(pages.by_page), int(pages.grows), tokens]
+        sizes = [*pages.numbers, pages.page_size, int(pages.by_page), int(pages.grows), pages.step, tokens]
         splits = (None, None) if self.splits is None else (self.splits.items, self.splits.firsts)
         lengths = None if pages.lengths is None or (self.rows is not None and not pages.per_head) else pages.lengths
         return [pages.table, *pages.tensors], [self.rows, lengths, *splits, self.control], [*self.sinks, *self.ring], sizes
@@ -258,9 +266,10 @@ class PagedInputs:
         rows, lengths, items, firsts, control = counts
         lengths = rows[:, LENGTH] if lengths is None and rows is not None else lengths
         slabs, by_page, grows = [(sides[0], sides[1])], bool(sizes[4]), bool(sizes[5])
-        pages = Pages(key, value, slabs, [sizes[2]], sizes[3], (sides[2], sides[3]), pool[0], lengths, by_page, grows, partial=grows)
+        once, (first, size) = (sides[2], sides[3]), sizes[2:4]
+        pages = Pages(key, value, slabs, [first], size, once, pool[0], lengths, by_page, grows, partial=grows, step=sizes[6])
         splits = None if items is None or firsts is None else Splits(items, firsts)
-        tokens = None if sizes[6] < 0 else sizes[6]
+        tokens = None if sizes[7] < 0 else sizes[7]
         return PagedInputs(pages, (exact[0], exact[1]), (exact[2], exact[3]), rows, max_length, tokens, splits, control)
 
     @property

@@ -102,7 +102,8 @@ class PagedTokens:
             entries = numpy.where(self.numbers < 0, firsts[0], self.pool.entries(numpy.maximum(self.numbers, 0)))
             self.table[..., :width].copy_(torch.from_numpy(entries), non_blocking=True)
         size, lengths = self.pool.layout.page_size, self._lengths()
-        self.pages = Pages(*self.codecs, slabs, firsts, size, statistics, self.table, lengths, self.pool.by_address, self._grows())
+        pool, grows = self.pool, self._grows()
+        self.pages = Pages(*self.codecs, slabs, firsts, size, statistics, self.table, lengths, pool.by_address, grows, step=pool.step)
         self.launches: dict[Any, Any] = {}
         """Arguments that kernels reuse, `PagedInputs.launches`."""
 

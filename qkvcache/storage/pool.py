@@ -113,12 +113,16 @@ class PagePool:
         layout = self.layout
         if not self.slabs:
             return [layout.views(torch.empty(0, dtype=torch.uint8, device=self.device), 0)], [ANCHOR if self.by_address else 0]
+        views = [layout.views(slab.data, slab.groups, slab.neighbours) for slab in self.slabs]
         if not self.by_address:
-            return [layout.views(slab.data, slab.groups, slab.neighbours) for slab in self.slabs], [slab.first for slab in self.slabs]
+            return views, [slab.first for slab in self.slabs]
         self.anchor = self._address(self.slabs[0])
-        step = layout.nbytes // ALIGNMENT
-        views = [layout.views(slab.data, (slab.groups - 1) * step + 1, 1, ALIGNMENT) for slab in self.slabs]
         return views, [self._address(slab) - self.anchor + ANCHOR for slab in self.slabs]
+
+    @property
+    def step(self) -> int:
+        """The difference of the entries of two neighbours in memory."""
+        return self.layout.nbytes // ALIGNMENT if self.by_address else 1
 
     @staticmethod
     def _address(slab: Slab) -> int:
@@ -131,7 +135,7 @@ class PagePool:
         firsts = numpy.array([slab.first for slab in self.slabs])
         bases = numpy.array([self._address(slab) for slab in self.slabs]) - self.anchor + ANCHOR
         slab = firsts.searchsorted(numbers, side="right") - 1
-        return bases[slab] + (numbers - firsts[slab]) * (self.layout.nbytes // ALIGNMENT)
+        return bases[slab] + (numbers - firsts[slab]) * self.step
 
     def slab_of(self, number: int) -> Slab:
         return next(slab for slab in self.slabs if slab.first <= number < slab.end)
@@ -189,15 +193,18 @@ class PagePool:
         found: Codes = {}
         for planes, index, at in self._slabs_of(side, numbers):
             for name, plane in planes.items():
+                words, like = _words(plane), plane.shape[2:]  # words are copied sooner than bytes
                 if at is None and isinstance(index[0], Tensor):
-                    heads = torch.arange(plane.shape[2], device=self.device)[:, None]
-                    found[name] = plane[index[0][:, None], index[1][:, None], heads]
+                    heads = torch.arange(like[0], device=self.device)[:, None]
+                    codes = words[index[0][:, None], index[1][:, None], heads]
                 elif at is None:
-                    found[name] = plane[index].transpose(1, 2)
+                    codes = words[index].transpose(1, 2).contiguous()
                 else:
                     if name not in found:
-                        found[name] = plane.new_empty(numbers.shape[0], plane.shape[2], numbers.shape[1], *plane.shape[3:])
+                        found[name] = plane.new_empty(numbers.shape[0], like[0], numbers.shape[1], *like[1:])
                     found[name].transpose(1, 2)[at] = plane[index]
+                    continue
+                found[name] = codes.view(plane.dtype).unflatten(-1, like[1:])
         return {name: x.flatten(2, 3) for name, x in found.items()}
 
     def write(self, side: int, numbers: Numbers, codes: Codes, begin: int = 0) -> None:
@@ -208,11 +215,15 @@ class PagePool:
             first = at // size
             whole = 0 if at % size else (end - at) // size
             count = whole * size or min(size - at % size, end - at)
-            tokens = slice(at % size, None if whole else at % size + count)
             for planes, index, part in self._slabs_of(side, numbers[:, first : first + max(whole, 1)]):
                 for name, plane in planes.items():
                     new = codes[name].narrow(2, at - begin, count).unflatten(2, (max(whole, 1), -1)).transpose(1, 2)
-                    plane[(*index, slice(None), tokens)] = new if part is None else new[part]
+                    if whole:
+                        new = _words(new)
+                        plane = _words(plane).view(new.dtype)
+                    else:
+                        plane = plane[:, :, :, at % size : at % size + count]
+                    plane[index] = new if part is None else new[part]
             at += count
 
     def _slabs_of(self, side: int, numbers: Numbers) -> Iterator[tuple[Codes, tuple, tuple[Tensor, ...] | None]]:
@@ -257,6 +268,16 @@ class PagePool:
             views = self.layout.views(slab.data, slab.groups, slab.neighbours)
             for codec, codes, dim in zip(self.layout.codecs, views, self.layout.dims, strict=True):
                 yield from codec.roles(codes, dim)
+
+
+def _words(x: Tensor) -> Tensor:
+    """`x` `[..., PAGE, width]` as `[..., words]`, in the largest integers that its strides allow."""
+    x = x.flatten(-2)
+    for dtype in (torch.int64, torch.int32, torch.int16):
+        count = dtype.itemsize // x.dtype.itemsize
+        if count and not any(n % count for n in (x.shape[-1], x.storage_offset(), *x.stride()[:-1])):
+            return x.view(dtype)
+    return x
 
 
 def empty_codes(layout: PageLayout, rows: int, tokens: int) -> tuple[Codes, Codes]:

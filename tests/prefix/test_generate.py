@@ -246,7 +246,7 @@ def test_entries_of_a_gpu_are_locked_until_copies_have_ended(tmp_path):
     later = torch.cat([ids, ids[:, :1]], 1).cpu()  # the host would wait for ids of a GPU
     for _ in range(2):
         assert all(x.is_pinned() for layer in kept._memory.entries[0].layers for x in layer.tensors.values())
-        torch.cuda._sleep(200_000_000)
+        torch.cuda._sleep(1_000_000_000)
         found = kept.fetch(later).cache
         assert not torch.cuda.current_stream().query()  # the host did not wait
         kept.trim(0)  # waits before it gives the pages back
