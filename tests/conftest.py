@@ -5,6 +5,7 @@ on other random numbers, `QKVCACHE_TEST_THREADS=2` on more threads. Files of tes
 """
 
 import contextlib
+import gc
 import os
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -33,6 +34,13 @@ core.global_force_seed = SEED or None  # what --hypothesis-seed sets
 @pytest.fixture(autouse=True)
 def _seed():
     torch.manual_seed(SEED)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _settled():
+    """What earlier files left is not looked through for garbage, which transformers' continuous batching collects again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_configure(config):

@@ -1,6 +1,5 @@
 """Families of models do what the rows of `eval/families.py` say, and README claims no more."""
 
-import gc
 import importlib
 from pathlib import Path
 
@@ -25,14 +24,6 @@ KINDS = {
     "t5": "an encoder of text",
     "whisper (speech)": "an encoder of sound",
 }
-
-
-@pytest.fixture(autouse=True)
-def frozen_garbage():
-    """Continuous batching collects garbage again and again, which takes long in a process that has run many tests."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.mark.filterwarnings("ignore")
