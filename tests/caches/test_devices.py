@@ -11,7 +11,8 @@ from torch import Tensor
 
 from qkvcache import CompressedCache, TurboQuantCache
 from qkvcache.layers.compressed import CompressedLayer
-from tests.matrix import CACHES, COVER, FORMATS, THREE, model
+from tests.caches import tensor_parallel
+from tests.matrix import CACHES, COVER, FORMATS, THREE, model, slowly
 from tests.ranks import finish, start
 from tests.reference import ZONES, assert_close, count_decoded_layers
 from tests.tolerance import of_model
@@ -94,7 +95,7 @@ def test_offloaded_layers_compute_statistics_without_padding(format, monkeypatch
     assert [left.count(layer) for layer in cache.layers] == [8 + 8, *[8 + 7] * (len(cache.layers) - 1)]
 
 
-@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("cache", slowly(CACHES, ["fp8", "turboquant_3bit", "by_layer"]))
 def test_accelerate_hooks_on_every_module(cache):
     accelerate = pytest.importorskip("accelerate")
     network = model("llama")
@@ -131,7 +132,8 @@ def test_tensor_parallelism(tmp_path):
     checkpoint = tmp_path / "model"
     model("llama").save_pretrained(checkpoint)
     script = Path(__file__).with_name("tensor_parallel.py")
-    jobs = start(script, [checkpoint, tmp_path / "one", "none"], 1) + start(script, [checkpoint, tmp_path / "two", "auto"], 2)
+    jobs = start(script, [checkpoint, tmp_path / "two", "auto"], 2)
+    tensor_parallel.main(str(checkpoint), str(tmp_path / "one"), None)
     finish(jobs)
     one, two = (torch.load(tmp_path / name) for name in ("one", "two"))
     assert (one["identity heads"], two["identity heads"]) == (2, 1)

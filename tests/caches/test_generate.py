@@ -34,8 +34,7 @@ def test_the_exact_cache_gives_the_tokens_of_dynamic_cache(name, mode):
     assert torch.equal(got, expected)
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("cache", slowly(CACHES, ["fp8", "turboquant_3bit", "by_layer"]))
+@pytest.mark.parametrize(("cache", "mode"), covering(slowly(CACHES, ["fp8", "turboquant_3bit", "by_layer"]), MODES, strength=1))
 def test_every_cache_gives_the_tokens_of_its_codes_decoded(cache, mode):
     network = model("llama")
     ours = CACHES[cache](network.config, **ZONE)

@@ -12,7 +12,7 @@ from transformers.generation.configuration_utils import CompileConfig
 
 from qkvcache import CompressedCache, policies
 from qkvcache.formats import FP8
-from tests.matrix import slowly
+from tests.matrix import covering, slowly
 from tests.reference import assert_close
 from tests.seeds import SEED
 from tests.tolerance import of_model
@@ -75,9 +75,11 @@ def same(growing, static):
         assert torch.equal(pad(got), pad(expected))
 
 
-@every_policy
+SIZES = (40, 1, 1, 6, 1, 1, 1, 9, 1, 1), (1, 1, 1, 5, *[1] * 34), (3, 2, *[1] * 40), (12, 1, 4, 1, 30, 1, 1)
+
+
+@pytest.mark.parametrize(("name", "sizes"), covering(POLICIES, SIZES, strength=1))
 @pytest.mark.parametrize("format", slowly([None, "int8"], ["int8"]))
-@pytest.mark.parametrize("sizes", [(40, 1, 1, 6, 1, 1, 1, 9, 1, 1), (1, 1, 1, 5, *[1] * 34), (3, 2, *[1] * 40), (12, 1, 4, 1, 30, 1, 1)])
 def test_turns_and_steps(name, format, sizes, model):
     ids = text(1, sum(sizes), 1)
     growing, static = both(name, format)

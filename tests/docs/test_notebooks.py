@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from qkvcache import formats
+from tests.matrix import slowly
+
 NOTEBOOKS = sorted((Path(__file__).parents[2] / "examples").glob("*.ipynb"))
 
 
@@ -32,6 +35,9 @@ def run(path: Path, monkeypatch) -> dict:
 
 @pytest.mark.parametrize("path", [path for path in NOTEBOOKS if path.stem != "prefix_store"], ids=lambda path: path.stem)
 def test_cells_run(path, monkeypatch):
+    """With fewer formats, where all are compared."""
+    chosen = slowly(formats.REGISTRY, ["int8", "nvfp4", "turboquant_3bit_nc"])
+    monkeypatch.setattr(formats, "REGISTRY", {name: formats.REGISTRY[name] for name in chosen})
     run(path, monkeypatch)
 
 

@@ -7,6 +7,7 @@ from transformers import DynamicCache
 from qkvcache import CompressedCache, demo
 from qkvcache.evaluation.quality import Passages, RecallSet, at_once, divergence, held_bytes, prefill, recall, steps
 from qkvcache.policies import H2O, KeyDiff, KVzip, SinkWindow
+from tests.matrix import covering
 from tests.matrix import model as tiny
 
 
@@ -95,21 +96,24 @@ def test_states_of_linear_layers_count_in_a_dense_cache_too():
     assert held_bytes(ours) == ours.nbytes >= held_bytes(dense)
 
 
-@pytest.mark.parametrize("options", [{}, {"residual_length": 0}, {"residual_length": 40}, {"policy": H2O(budget=100)}], ids=str)
-@pytest.mark.parametrize("tokens", [50, pytest.param(90, marks=pytest.mark.slow), 200])
-def test_tokens_read_at_once_see_what_they_see_one_by_one(loaded, tokens, options):
+KEPT = {"default": {}, "none": {"residual_length": 0}, "short": {"residual_length": 40}, "evicted": {"policy": H2O(budget=100)}}
+READ = {(50, "default"), (200, "default"), *covering([50, 200], KEPT, strength=1)}
+
+
+@pytest.mark.parametrize(("tokens", "kept"), sorted(READ))
+def test_tokens_read_at_once_see_what_they_see_one_by_one(loaded, tokens, kept):
     model, _, ids = loaded
-    ids = torch.tensor(ids[: 2 * (tokens + 40)]).view(2, -1)
+    ids = torch.tensor(ids[: 2 * (tokens + 20)]).view(2, -1)
     found, sizes = [], []
     for size in (None, 1):
-        cache = CompressedCache(model.config, format="turboquant_3bit_nc", **options)
+        cache = CompressedCache(model.config, format="turboquant_3bit_nc", **KEPT[kept])
         with torch.no_grad():
             model(ids[:, :tokens], past_key_values=cache)
         sizes.append(at_once(cache))
         found.append(torch.cat(list(steps(model, cache, ids[:, tokens:], size)), dim=1))
     close = torch.isclose(*found, rtol=1e-3, atol=1e-3)  # a code at a border of two may fall to either side
     assert (~close).float().mean() < 1e-4 and (found[0] - found[1]).abs().max() < 5e-3
-    assert (sizes[0] > 1) == (options == {} and tokens == 50)  # while the residual is not full
+    assert (sizes[0] > 1) == (kept == "default" and tokens == 50)  # while the residual is not full
 
 
 def test_reading_at_once_what_should_come_one_by_one_is_seen(loaded):

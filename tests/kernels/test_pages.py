@@ -151,7 +151,7 @@ def compare(monkeypatch, format: str, query: Tensor, inputs: PagedInputs, mask=N
 @pytest.mark.parametrize("format", slowly(FORMATS, KINDS))
 def test_the_kernel(format, monkeypatch):
     dim = KINDS.get(format, 64)
-    inputs = build(REGISTRY[format], [70, 0, 200], begin=3, ring=5, ring_tokens=[4, 0, 5], dims=(dim, dim), shared=1, device=DEVICE)
+    inputs = build(REGISTRY[format], [70, 0, 130], begin=3, ring=5, ring_tokens=[4, 0, 5], dims=(dim, dim), shared=1, device=DEVICE)
     query = torch.randn(3, 4, 1, dim, device=DEVICE).half()
     compare(monkeypatch, format, query, inputs)
     compare(monkeypatch, format, query, replace(inputs, splits=split(inputs.pages.lengths)))

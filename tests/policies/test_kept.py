@@ -117,7 +117,7 @@ def test_keydiff_keeps_the_same_in_every_format(name, zones):
     assert [held(layer) for layer in drive(policy, text, "int8", **zones)] == expected
 
 
-@pytest.mark.parametrize(("format", "evictions"), [("int8", 1000), ("identity", 100), ("fp8_token", 100), ("turboquant_3bit_nc", 100)])
+@pytest.mark.parametrize(("format", "evictions"), [("int8", 300), ("identity", 100), ("fp8_token", 100), ("turboquant_3bit_nc", 100)])
 def test_survivors_are_never_encoded_again_nor_moved(format, evictions):
     """The codes in a slot are the same, bit for bit, as long as the slot holds the same position."""
     text = Text((0, 5), (40, *[1] * evictions))
