@@ -394,6 +394,8 @@ def jobs(everything: bool) -> Iterator[Job]:
             if format != "identity":
                 yield attention_in_tiles(format, 128, target, 128)
         for format in ("turboquant_4bit_nc",) if few else ("int8", "turboquant_4bit_nc", "nvfp4"):
+            yield storing(format, 512, 1, target, heads=1)
+            yield storing(format, 512, 512, target, heads=1)
             yield attention_to_latents(format, target, variant="" if few else "store")
         yield from columns(128, target)
         yield arriving(128, 8, target)

@@ -82,7 +82,7 @@ def check(
 
 
 @pytest.mark.parametrize(
-    ("format", "head_dim"), covering(slowly(SUPPORTED, QUICK), slowly([64, 80, 96, 112, 128, 256], [64, 80, 128]), strength=1)
+    ("format", "head_dim"), covering(slowly(SUPPORTED, QUICK), slowly([64, 80, 96, 112, 128, 256, 512], [64, 80, 128, 512]), strength=1)
 )
 def test_codes(format, head_dim):
     """Blocks and single tokens, in every dtype, anywhere in the planes."""
@@ -119,7 +119,9 @@ def test_what_heads_share_may_be_held_by_each(format):
         torch.testing.assert_close(out, codec.dequantize(codes, 64, x.dtype), rtol=8e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize(("format", "head_dim"), covering(slowly(SUPPORTED, QUICK), slowly([64, 96, 128, 256], [96, 256]), strength=1))
+@pytest.mark.parametrize(
+    ("format", "head_dim"), covering(slowly(SUPPORTED, QUICK), slowly([64, 96, 128, 256, 512], [96, 256, 512]), strength=1)
+)
 def test_decode(format, head_dim):
     """What the codec decodes, up to the rounding of the last step, from views into planes to a view of the output."""
     if REGISTRY[format].refuses(head_dim):

@@ -1,0 +1,275 @@
+"""Attention over latents (MLA) in the shape of DeepSeek-V3, beside transformers' own; rows in eval/results/latents.jsonl.
+
+    python eval/bench_latents.py                 measures on a GPU, prints the tables, writes the rows: under 3 minutes
+    python eval/bench_latents.py --check         compares the kernel with its torch reference, and measures nothing
+    python eval/bench_latents.py --tune          the kernel's launches, one row each, without a table
+    python eval/bench_latents.py --sections step rope        those that a CPU measures
+    python eval/bench_latents.py --tiny          tiny shapes on any device, to try the script
+    python eval/bench_latents.py --markdown      the tables of the documentation, from the rows: needs no GPU
+
+decode   attention of one layer's step, 128 heads, latents of 512 + 64 channels, 8 rows of 32,768 tokens in bf16; GPU time from the model's
+         queries to its values. Ours reads codes, with absorbed projections. transformers' expands the latents of all tokens (`expand_kv`)
+         and attends by the best of torch's kernels; what it copies to append a token to its cache is left out.
+step     a model of two layers of 16 heads on a CPU in fp32 after 4,096 tokens: a step by the clock, the best of six.
+rope     the error of attention on random latents, by the codec of latents and by that of the rotated part of keys.
+"""
+
+from __future__ import annotations
+
+import sys
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from gpu import device, let_go, milliseconds, queued_us
+from harness import Table, device_name, in_time, outcome, parser_of, replace_rows, run_or_show
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, DynamicCache
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
+
+from qkvcache import CompressedCache, formats
+from qkvcache.formats.int8 import SymmetricInt8
+from qkvcache.kernels import attend_latents, on_triton
+from qkvcache.kernels.attend_latents import attend_latents as reference
+
+SECTIONS = ("decode", "step", "rope")
+STOCK = "transformers"
+FORMATS = ("int8", "turboquant_4bit_nc", "int4", "nvfp4")
+LAUNCHES = ((64, 64, 32, 8), (64, 32, 32, 8), (64, 64, 16, 8), (64, 64, 32, 4), (16, 64, 32, 4), (16, 32, 16, 4), (32, 64, 32, 4))
+"""Rows, tokens of a tile, exact tokens of a tile, warps."""
+BACKENDS = {"efficient": SDPBackend.EFFICIENT_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
+ROPES = {"exact": None, "int8": SymmetricInt8(), "fp8": formats.FP8().value, "4 bits": formats.Int4("vllm").value}
+TOLERANCE = 1e-2
+DTYPE = torch.bfloat16 if torch.cuda.is_available() else torch.float16  # the interpreter has no products of bfloat16
+
+
+def config_of(tiny: bool, heads: int = 128) -> DeepseekV3Config:
+    shape = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
+    if tiny:
+        heads, shape = 4, {"kv_lora_rank": 64, "qk_rope_head_dim": 16, "qk_nope_head_dim": 32, "v_head_dim": 32}
+    config = DeepseekV3Config(
+        vocab_size=128, hidden_size=128, intermediate_size=128, num_hidden_layers=2, num_attention_heads=heads, num_key_value_heads=heads,
+        q_lora_rank=64, moe_intermediate_size=32, n_routed_experts=4, n_group=2, topk_group=1, num_experts_per_tok=2,
+        first_k_dense_replace=2, bos_token_id=None, eos_token_id=None, **shape,
+    )  # fmt: skip
+    config._attn_implementation = "sdpa"
+    return config
+
+
+def latents(config: DeepseekV3Config, rows: int, tokens: int) -> tuple[Tensor, Tensor]:
+    """Random latents `[B, 1, T, R]` and rotated keys `[B, 1, T, P]`."""
+    torch.manual_seed(0)
+    sizes = config.kv_lora_rank, config.qk_rope_head_dim
+    return tuple(torch.randn(rows, 1, tokens, dim, device=device(), dtype=DTYPE) for dim in sizes)  # type: ignore[return-value]
+
+
+class Bench:
+    """One attention layer, and a step's query."""
+
+    def __init__(self, tiny: bool, rows: int, tokens: int):
+        self.config, self.rows, self.tokens = config_of(tiny), rows, tokens
+        torch.manual_seed(0)
+        with torch.device(device()):
+            self.module = DeepseekV3Attention(self.config, 0).to(DTYPE).eval()
+        self.heads, self.scaling = self.config.num_attention_heads, self.module.scaling
+        self.query = torch.randn(rows, self.heads, 1, self.module.qk_head_dim, device=device(), dtype=DTYPE)
+
+    def filled(self, format: str) -> CompressedCache:
+        """A cache whose first layer holds the tokens but one."""
+        cache = CompressedCache(self.config, format=format)
+        cache.update(*(x[:, :, :-1] for x in latents(self.config, self.rows, self.tokens)), 0)
+        return cache
+
+    def ours(self, format: str, launch: tuple[int, ...] | None = None) -> dict:
+        cache = self.filled(format)
+        keys, values = self.module.expand_kv(*cache.update(*(x[:, :, -1:] for x in latents(self.config, self.rows, self.tokens)), 0))
+        nbytes = sum(x.numel() * x.itemsize for _, x in cache.layers[0].tensors())
+        found = (
+            {"us": time_us(lambda: keys.attend(self.query, scaling=self.scaling))} if launch is None else {"us": tuned(self, keys, launch)}
+        )
+        return found | {"bytes_per_token": nbytes / self.rows / self.tokens}
+
+    def stock(self) -> dict:
+        """The fastest of torch's kernels after `expand_kv`. Flash attention takes values as wide as keys."""
+        given, found = latents(self.config, self.rows, self.tokens), {}
+
+        def attend(padded: bool) -> Tensor:
+            keys, values = self.module.expand_kv(*given)
+            values = F.pad(values, (0, keys.shape[3] - values.shape[3])) if padded else values
+            return F.scaled_dot_product_attention(self.query, keys, values, scale=self.scaling)
+
+        for name, backend in BACKENDS.items() if torch.cuda.is_available() else [("torch's choice", None)]:
+            try:
+                with sdpa_kernel(backend) if backend is not None else mock.patch.dict({}, {}):
+                    found[name] = time_us(lambda name=name: attend(name == "flash"))
+            except RuntimeError as error:
+                print(f"{name}: {str(error)[:200]}", file=sys.stderr, flush=True)  # this backend does not serve these shapes
+            let_go()
+        best = min(found, key=found.__getitem__)
+        widths = self.config.kv_lora_rank + self.config.qk_rope_head_dim
+        return {"backend": best, "us": found[best], "bytes_per_token": 2 * widths, "all_us": found}
+
+
+def time_us(call: Callable[[], object]) -> float:
+    return queued_us(call) if torch.cuda.is_available() else 1e3 * min(milliseconds(call) for _ in range(3))
+
+
+def tuned(bench: Bench, keys, launch: tuple[int, ...]) -> float:
+    from qkvcache.kernels import triton_attend_latents as kernels
+
+    with mock.patch.object(kernels, "launched", lambda arch, rows: kernels.Launch(*launch)):
+        return time_us(lambda: keys.attend(bench.query, scaling=bench.scaling))
+
+
+def check(tiny: bool) -> None:
+    """Compares attention as it is dispatched with its torch reference. Exits if they differ."""
+    worst = 0.0
+    for format in FORMATS:
+        for rows, tokens, queries, padded in ((1, 100, 1, False), (2, 70, 1, True), (2, 3000, 1, True), (1, 1500, 3, False)):
+            bench = Bench(tiny, rows, tokens)
+            cache = bench.filled(format)
+            new = [x[:, :, :queries] for x in latents(bench.config, rows, tokens)]
+            inputs = cache.update(*new, 0)[0].attention_inputs
+            seen = tokens - 1 + queries
+            widths = bench.config.kv_lora_rank + bench.config.qk_rope_head_dim
+            query = torch.randn(rows, bench.heads, queries, widths, device=device(), dtype=DTYPE)
+            mask = None
+            if padded:
+                mask = torch.ones(rows, 1, 1, seen, dtype=torch.bool, device=device())
+                mask[1, ..., : tokens // 3] = False
+            options = {"scaling": widths**-0.5, "causal": queries > 1}
+            got = attend_latents(query, inputs, mask, **options)
+            expected = reference(query, inputs, mask, **options)
+            error = float((got - expected).abs().max() / expected.abs().max())
+            print(f"{format:20s} {rows} x {tokens:5d}, {queries} queries{', padded' * padded}: {error:.1e}", flush=True)
+            worst = max(worst, error) if error == error else float("inf")
+    if not worst < TOLERANCE:
+        sys.exit(f"the kernel differs from its reference by {worst:.1e}")
+    print(f"{'kernel' if on_triton(device()) else 'torch'} and reference agree within {worst:.1e}")
+
+
+@torch.no_grad()
+def step(tiny: bool, cache_name: str, tokens: int) -> dict:
+    config = config_of(tiny, heads=16)
+    torch.manual_seed(0)
+    model = DeepseekV3ForCausalLM(config).eval()
+    cache = DynamicCache(config=config) if cache_name == STOCK else CompressedCache(config, format=cache_name)
+    ids = torch.randint(config.vocab_size, (1, tokens))
+    model(ids, past_key_values=cache, logits_to_keep=1)
+    ms = min(milliseconds(lambda: model(ids[:, :1], past_key_values=cache)) for _ in range(6))
+    layers = (x for layer in cache.layers for x in ((layer.keys, layer.values) if cache_name == STOCK else (t for _, t in layer.tensors())))
+    return {"ms": ms, "bytes_per_token": sum(x.numel() * x.itemsize for x in layers) / tokens / config.num_hidden_layers}
+
+
+def rope_error(tiny: bool, format: str, rope: str) -> dict:
+    """The relative error of outputs, the mean of six draws; rotated keys are as large as latents."""
+    config, tokens, errors = config_of(tiny, heads=16), 4096, []
+    rank, width, nope, value = config.kv_lora_rank, config.qk_rope_head_dim, config.qk_nope_head_dim, config.v_head_dim
+    for seed in range(6):
+        torch.manual_seed(seed)
+        c, r = torch.randn(1, 1, tokens, rank), torch.randn(1, 1, tokens, width)
+        up, down = (torch.randn(16, dim, rank) * rank**-0.5 for dim in (nope, value))
+        query = torch.randn(16, nope + width).split([nope, width], dim=-1)
+        absorbed = torch.einsum("hn,hnr->hr", query[0], up)
+
+        def attend(c: Tensor, r: Tensor, absorbed=absorbed, query=query, down=down) -> Tensor:
+            scores = (absorbed @ c[0, 0].mT + query[1] @ r[0, 0].mT) * 3 * (nope + width) ** -0.5
+            return torch.einsum("hr,hvr->hv", scores.softmax(-1) @ c[0, 0], down)
+
+        expected = attend(c, r)
+        got = attend(decoded(formats.resolve(format).key, c), decoded(ROPES[rope], r))
+        errors.append(float((got - expected).norm() / expected.norm()))
+    return {"error": sum(errors) / len(errors)}
+
+
+def decoded(codec, x: Tensor) -> Tensor:
+    if codec is None:
+        return x
+    statistics = codec.calibrate(x)
+    return codec.dequantize(codec.quantize(x, statistics) | statistics, x.shape[3])
+
+
+def cases(args: Namespace) -> Iterator[tuple[dict, Callable[[], dict]]]:
+    """A row's name, and the function that measures it."""
+    rows, tokens = (2, 300) if args.tiny else (8, 32768)
+    if "decode" in args.sections:
+        bench = Bench(args.tiny, rows, tokens)
+        size = {"what": "decode", "rows": rows, "tokens": tokens}
+        if args.tune:
+            for format in FORMATS[:2]:
+                for launch in LAUNCHES:
+                    case = size | {"what": "launches", "cache": format, "launch": list(launch)}
+                    yield case, lambda format=format, launch=launch: bench.ours(format, launch)
+            return
+        yield size | {"cache": STOCK}, bench.stock
+        for format in FORMATS:
+            yield size | {"cache": format}, lambda format=format: bench.ours(format)
+    if "step" in args.sections:
+        tokens = 300 if args.tiny else 4096
+        for name in (STOCK, "identity", *FORMATS):
+            yield {"what": "step", "cache": name, "rows": 1, "tokens": tokens}, lambda name=name: step(args.tiny, name, tokens)
+    if "rope" in args.sections:
+        for format in FORMATS[:2]:
+            for rope in ROPES:
+                case = {"what": "rope", "cache": format, "rope": rope}
+                yield case, lambda format=format, rope=rope: rope_error(args.tiny, format, rope)
+
+
+@torch.no_grad()
+def measure(args: Namespace) -> None:
+    """Rows of the sections. What fails has a row that says so."""
+    for case, call in in_time(cases(args), args.minutes):
+        let_go()
+        on = "cpu" if case["what"] in ("step", "rope") else device()
+        row = case | outcome(call) | {"tiny": args.tiny, "device": device_name(on)}
+        print(row, file=sys.stderr, flush=True)
+        replace_rows(args.out, row["what"], [row], "cache", "rows", "tokens", "rope", "launch", "tiny", "device")
+
+
+def tables(rows: list[dict]) -> Iterator[Table]:
+    """A table for each section that has rows, of each device."""
+    rows = [row for row in rows if "failed" not in row]
+    for what, unit in (("decode", "us"), ("step", "ms")):
+        for place in dict.fromkeys((row["device"], row["tiny"]) for row in rows):
+            found = [row for row in rows if (row["what"], row["device"], row["tiny"]) == (what, *place)]
+            stock = next((row for row in found if row["cache"] == STOCK), None)
+            if found and stock:
+                lines = [
+                    [
+                        row["cache"] if row is stock else f"`{row['cache']}`",
+                        f"{row[unit]:,.1f}" if row[unit] < 100 else f"{row[unit]:,.0f}",
+                        f"{stock[unit] / row[unit]:.1f}",
+                        f"{row['bytes_per_token']:,.0f}",
+                    ]
+                    for row in found
+                ]
+                title = f"{place[0]}, {found[0]['rows']} x {found[0]['tokens']:,} tokens:"
+                yield Table(["cache", unit, "times as fast", "bytes a token and layer"], lines, title, rule=("---", "---:"))
+    if found := [row for row in rows if row["what"] == "rope"]:
+        ropes = list(dict.fromkeys(row["rope"] for row in found))
+        lines = [
+            [f"`{format}`", *(f"{row['error']:.3f}" for rope in ropes for row in found if (row["cache"], row["rope"]) == (format, rope))]
+            for format in dict.fromkeys(row["cache"] for row in found)
+        ]
+        yield Table(["latents", *(f"rotated part: {rope}" for rope in ropes)], lines, rule=("---", "---:"))
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = parser_of(__doc__, "latents", minutes=3)
+    parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=SECTIONS)
+    parser.add_argument("--check", action="store_true")
+    parser.add_argument("--tune", action="store_true")
+    parser.add_argument("--tiny", action="store_true")
+    args = parser.parse_args(arguments)
+    if args.check:
+        with torch.no_grad():
+            return check(args.tiny)
+    run_or_show(parser, args, measure, "", tables, gpu="decode" in args.sections)
+    return None
+
+
+if __name__ == "__main__":
+    main()

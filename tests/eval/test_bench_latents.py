@@ -1,0 +1,30 @@
+"""The benchmark of latents runs in its tiny form, and compares with the reference."""
+
+import importlib
+
+import pytest
+from harness import read_rows
+
+
+@pytest.fixture
+def bench():
+    return importlib.import_module("bench_latents")
+
+
+def test_every_section_writes_rows_and_a_table(bench, tmp_path, capsys):
+    out = tmp_path / "rows.jsonl"
+    bench.main(["--tiny", "--out", str(out)])
+    rows = read_rows(out)
+    assert {row["what"] for row in rows} == set(bench.SECTIONS) and not [row for row in rows if "failed" in row]
+    shown = capsys.readouterr().out
+    assert "times as fast" in shown and "rotated part: int8" in shown
+    errors = {row["rope"]: row["error"] for row in rows if row["what"] == "rope" and row["cache"] == "int8"}
+    assert errors["exact"] < errors["int8"] < errors["fp8"] < errors["4 bits"]
+
+
+def test_attention_is_compared_with_its_reference(bench, capsys, monkeypatch):
+    bench.main(["--check", "--tiny"])
+    assert "agree within" in capsys.readouterr().out
+    monkeypatch.setattr(bench, "reference", lambda *args, **options: bench.attend_latents(*args, **options) + 1)
+    with pytest.raises(SystemExit, match="differs from its reference"):
+        bench.main(["--check", "--tiny"])
