@@ -98,7 +98,7 @@ def prefix(of: Family, cache: Callable[..., Cache], cut: int = 0) -> tuple[Tenso
         of.model(head, past_key_values=past)
         past.crop(-cut) if cut else None
         return of.generate(text, past, of.forced), want
-    store = PrefixStore(of.model, max_bytes=2**24, format="identity", min_match_tokens=8, **EXACT)
+    store = PrefixStore(of.model, max_bytes=2**24, format="identity", min_match_tokens=8, checkpoint_interval=8, **EXACT)
     with store.reuse(head) as past:
         of.generate(head, past, of.forced)
     with store.reuse(text) as past:

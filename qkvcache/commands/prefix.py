@@ -82,13 +82,14 @@ def _row(path: Path, contents: bool) -> dict:
 
     stat = path.stat()
     row = {"file": path.name, "model": "", "tokens": 0, "bytes": stat.st_size, "used": stat.st_mtime}
-    row |= {"cache": "", "whole": False, "problem": ""}
+    row |= {"cache": "", "cuts": None, "problem": ""}
     try:
         file = disk.read_header(path)
-        row |= {"model": file.model, "tokens": file.tokens, "cache": file.text, "whole": file.whole}
+        row |= {"model": file.model, "tokens": file.tokens, "cache": file.text, "cuts": file.cuts}
         if contents:
             for _ in disk.read(file):
                 pass
+            disk.read_checkpoints(file, file.tokens)
     except (disk.Damaged, FileNotFoundError) as error:
         row["problem"] = str(error)
     return row

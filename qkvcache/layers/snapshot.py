@@ -85,7 +85,9 @@ class Snapshot:
     @property
     def checkpoint(self) -> Snapshot | None:
         """The part that cannot be cut, with which a later snapshot of the layer is cut to these tokens; None if there is none."""
-        return self if self.kind == "sliding" else self.states if self.states.tensors else None
+        if self.kind in ("sliding", "linear"):
+            return self
+        return replace(self.states, kind="linear") if self.states.tensors else None
 
     @cached_property
     def states(self) -> Snapshot:
@@ -141,12 +143,7 @@ def snapshot(layer: Layer, tokens: int | None = None, row: int = 0) -> Snapshot:
         raise NotImplementedError(f"the contents of a {type(layer).__name__} cannot be taken out")
     if kind == "empty":
         return Snapshot("empty")
-    states = dict(_states(layer))
-    state = Snapshot(
-        kind,
-        {name: x[row : row + 1] for name, x in states.items() if isinstance(x, Tensor)},
-        {name: int(x) for name, x in states.items() if isinstance(x, bool | int)},
-    )
+    state = _state(layer, row)
     if kind == "linear":  # it does not count tokens; other layers of the cache do
         return state
     seen = layer.get_seq_length()
@@ -176,6 +173,21 @@ def snapshot(layer: Layer, tokens: int | None = None, row: int = 0) -> Snapshot:
     return (whole if tokens is None else whole.cut(tokens)).joined(state)
 
 
+def checkpoint(layer: Layer, row: int = 0) -> Snapshot | None:
+    """`snapshot(layer, row=row).checkpoint`, as views, without a copy of tokens that can be cut."""
+    kind = KINDS.get(type(layer))
+    if kind in ("sliding", "linear"):
+        return snapshot(layer, row=row)
+    return _state(layer, row) if isinstance(layer, LinearAttentionLayer) else None
+
+
+def _state(layer: Layer, row: int) -> Snapshot:
+    """The states of a row of `layer`, as views."""
+    states = dict(_states(layer))
+    tensors = {name: x[row : row + 1] for name, x in states.items() if isinstance(x, Tensor)}
+    return Snapshot("linear", tensors, {name: int(x) for name, x in states.items() if isinstance(x, bool | int)})
+
+
 def restore(layer: Layer, stored: Snapshot, device: torch.device | str) -> None:
     """Copies `stored` to `device` into `layer`, which is empty. Raises ValueError for a layer of another kind.
 
@@ -203,10 +215,25 @@ def _copies_to(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
+def check_checkpoint(layer: Layer, stored: Snapshot, end: Snapshot, seen: int) -> None:
+    """Raises ValueError unless `stored` can be the checkpoint of `layer` after `seen` tokens. `end`: a later snapshot, checked before."""
+    like = end.checkpoint
+    if like is None or (stored.kind, stored.tensors.keys(), stored.numbers.keys()) != (like.kind, like.tensors.keys(), like.numbers.keys()):
+        raise ValueError(f"{sorted(stored.tensors)} and {sorted(stored.numbers)} as a checkpoint of a {type(layer).__name__}")
+    for name, x in like.tensors.items():
+        own = stored.tensors[name]
+        grows = name in ("keys", "values") and own.ndim == 4
+        if own.dtype is not x.dtype or own.shape != (x.shape if not grows else (*x.shape[:2], own.shape[2], x.shape[3])):
+            raise ValueError(f"{name} of {list(own.shape)} in {own.dtype}, and later of {list(x.shape)} in {x.dtype}")
+    if stored.states.numbers != like.states.numbers:
+        raise ValueError(f"counts {stored.states.numbers}, and later {like.states.numbers}")
+    if stored.kind == "sliding":
+        check(layer, stored, seen)
+
+
 def check(layer: Layer, stored: Snapshot, seen: int) -> None:
     """Raises ValueError unless `restore` can put `stored` into `layer`, which is empty, as the first `seen` tokens of a row: names, dtypes,
-    shapes and counts must be those of a snapshot of this layer. Otherwise a file could name any attribute and any
-    size."""
+    shapes and counts must be those of a snapshot of this layer. Otherwise a file could name any attribute and any size."""
     kind, numbers = stored.kind, stored.numbers
     if kind not in ("empty", KINDS.get(type(layer))) and not (kind == "dense" and type(layer) in (CompressedLayer, HybridLayer)):
         raise ValueError(f"a snapshot of kind {kind!r} for a {type(layer).__name__}")
@@ -218,6 +245,11 @@ def check(layer: Layer, stored: Snapshot, seen: int) -> None:
     fixed = {name: x for name, x in states.items() if type(x) is int and kind != "empty"}
     if not own.keys() <= allowed or not counts.keys() <= states.keys() - allowed or fixed.items() - counts.items():
         raise ValueError(f"{sorted(own)} and {sorted(counts)} for a {type(layer).__name__}")
+    flags = {name: f"{STATE}is_{name.removeprefix(STATE).replace('_states', '_states_initialized')}" for name in allowed}
+    if kind != "empty" and any(counts.get(flag) != (name in own) for name, flag in flags.items()):
+        raise ValueError(f"states {sorted(own)} with {counts}")
+    if any(x.ndim < 3 or len(x) != 1 or not x.dtype.is_floating_point for x in own.values()):
+        raise ValueError(f"states that are not of one row: {sorted(own)}")
     if kind == "linear":
         if tensors or numbers:
             raise ValueError(f"{sorted(tensors)} and {sorted(numbers)} for a {type(layer).__name__}")

@@ -32,10 +32,10 @@ from torch import Tensor
 
 from ..layers.snapshot import Snapshot
 from . import match
-from .entry import CacheTemplate, Entry
+from .entry import CacheTemplate, Checkpoints, Entry
 from .host_memory import THREADS, Blocks, as_bytes
 
-VERSION = 2
+VERSION = 3
 CHUNK = 4096
 """Tokens that share a digest."""
 AHEAD = min(THREADS, 5)
@@ -54,16 +54,17 @@ class Damaged(Exception):
 
 @dataclass(frozen=True)
 class File:
-    """The header of an entry's file. `text` describes the template, `model` the model; `digest` covers the header and
-    the token ids."""
+    """The header of an entry's file. `text` describes the template, `model` the model; `cuts` are those of the entry; `checkpoints`
+    describes them by tokens and layer; `digest` covers the header and the token ids."""
 
     path: Path
     key: bytes
     template: bytes
     text: str
     model: str
-    whole: bool
+    cuts: match.Cuts
     layers: list[dict]
+    checkpoints: dict[int, dict[int, dict]]
     digest: str
 
     @property
@@ -80,16 +81,20 @@ def file_name(key: bytes, template: bytes) -> str:
 def write(directory: Path, entry: Entry, model: str) -> File:
     """Writes the entry into a folder of this process and moves the file into `directory`. Raises OSError if that fails,
     and leaves no part of a file."""
-    tensors = {f"{i}.{name}": x for i, layer in enumerate(entry.layers) for name, x in layer.tensors.items()}
+    parts = {str(i): layer for i, layer in enumerate(entry.layers)}
+    parts |= {f"{i}@{at}": x for at, layers in entry.checkpoints.items() for i, x in enumerate(layers) if x is not None}
+    tensors = {f"{part}.{name}": x for part, layer in parts.items() for name, x in layer.tensors.items()}
     with ThreadPoolExecutor(THREADS) as pool:
-        sums = list(pool.map(_sums, entry.layers))
+        sums = pool.map(_sums, parts.values())
+        described = {p: {"kind": x.kind, "numbers": x.numbers, "sums": y} for (p, x), y in zip(parts.items(), sums, strict=True)}
     header = {
         "template": entry.template.name.hex(),
         "text": entry.template.text,
         "model": model,
         "identity": entry.key[: match.NAME].hex(),
-        "whole": entry.whole,
-        "layers": [{"kind": x.kind, "numbers": x.numbers, "sums": y} for x, y in zip(entry.layers, sums, strict=True)],
+        "cuts": entry.cuts,
+        "layers": [described.pop(str(i)) for i in range(len(entry.layers))],
+        "checkpoints": described,
     }
     text, ids = json.dumps(header), match.decode(entry.key).int()
     digest = _digest(text.encode(), ids)
@@ -109,13 +114,20 @@ def write(directory: Path, entry: Entry, model: str) -> File:
 def _file(path: Path, header: dict, ids: Tensor, digest: str) -> File:
     """The `File` of a header. Raises ValueError, LookupError or TypeError unless all parts are present and have their
     types."""
-    layers = header["layers"]
-    if not all(isinstance(x["kind"], str) and isinstance(x["numbers"], dict) and isinstance(x["sums"], list) for x in layers):
+    layers, cuts, checkpoints = header["layers"], header["cuts"], dict[int, dict[int, dict]]()
+    described = [*layers, *header["checkpoints"].values()]
+    if not all(isinstance(x["kind"], str) and isinstance(x["numbers"], dict) and isinstance(x["sums"], list) for x in described):
         raise ValueError("its layers have no kinds, counts or digests")
+    for part, layer in header["checkpoints"].items():
+        i, at = map(int, part.split("@"))
+        checkpoints.setdefault(at, {})[i] = layer
+    if cuts is not None and not {*cuts} <= {*checkpoints, len(ids)}:
+        raise ValueError(f"cuts at {cuts} with checkpoints at {sorted(checkpoints)}")
     if ids.dtype is not torch.int32 or ids.ndim != 1 or not all(isinstance(header[name], str) for name in ("text", "model")):
         raise ValueError("no token ids, no text or no model")
     key = match.encode(bytes.fromhex(header["identity"]), ids)
-    return File(path, key, bytes.fromhex(header["template"]), header["text"], header["model"], bool(header["whole"]), layers, digest)
+    template, text, model = bytes.fromhex(header["template"]), header["text"], header["model"]
+    return File(path, key, template, text, model, cuts, layers, checkpoints, digest)
 
 
 def read_header(path: Path) -> File:
@@ -143,7 +155,7 @@ def _opened(path: Path) -> Iterator[safe_open]:
     try:
         with safe_open(path, framework="pt") as handle:
             yield handle
-    except (SafetensorError, OSError, RuntimeError, LookupError, ValueError, TypeError) as error:
+    except (SafetensorError, OSError, RuntimeError, LookupError, ValueError, TypeError, AttributeError) as error:
         if not path.exists():  # another process removed it before it was opened or mapped
             raise FileNotFoundError(path) from error
         raise Damaged(f"it is truncated or damaged ({error})") from error
@@ -163,22 +175,16 @@ def read(
     With `Blocks`, drop all references to a layer before asking for the second layer after it; otherwise its block is
     not reused."""
     with _opened(file.path) as handle:
-        if (handle.metadata() or {}).get("digest") != file.digest:
-            raise Damaged("it was replaced by something else")
-        tensors: dict[str, dict[str, Tensor]] = {str(i): {} for i in range(len(file.layers))}
-        for name in handle.keys():  # noqa: SIM118  (it is no dictionary)
-            if name != "ids":
-                layer, _, own = name.partition(".")
-                tensors[layer][own] = handle.get_tensor(name)
-        whole = [Snapshot(layer["kind"], those, layer["numbers"]) for layer, those in zip(file.layers, tensors.values(), strict=True)]
-        if template is not None:
-            template.check(whole, file.tokens)
-        cut = whole if tokens in (None, file.tokens) else [layer.cut(tokens) for layer in whole]  # type: ignore[arg-type]
+        whole, checkpoints = _contents(handle, file, template)
+        earlier = checkpoints.get(tokens or 0, [None] * len(whole))
+        cut = whole if tokens in (None, file.tokens) else [layer.cut(tokens, x) for layer, x in zip(whole, earlier, strict=True)]
 
     def checked(i: int) -> Snapshot:
         chunks = None if cut[i] is whole[i] else -(-_tokens(cut[i]) // CHUNK) or 1
-        if _sums(whole[i], chunks) != file.layers[i]["sums"][:chunks]:
-            raise Damaged(f"the contents of layer {i} were changed")
+        if (own := earlier[i]) is not None:
+            _check_sums(own, file.checkpoints[tokens or 0][i], f"layer {i} at {tokens} tokens")
+        if cut[i] is not own:
+            _check_sums(whole[i], file.layers[i], f"layer {i}", chunks)
         return copy(cut[i]) if copy else cut[i]
 
     readers = AHEAD if isinstance(copy, Blocks) else THREADS
@@ -190,6 +196,45 @@ def read(
             running.append(pool.submit(checked, i))
         while running:
             yield running.popleft().result()
+
+
+def read_checkpoints(
+    file: File, most: int, copy: Callable[[Snapshot], Snapshot] | None = None, template: CacheTemplate | None = None
+) -> Checkpoints:
+    """The checkpoints of a file at up to `most` tokens, as `read` gives layers. Raises Damaged as it does."""
+    found: Checkpoints = {}
+    with _opened(file.path) as handle:
+        for at, layers in _contents(handle, file, template)[1].items():
+            if at <= most:
+                for i, own in enumerate(layers):
+                    if own is not None:
+                        _check_sums(own, file.checkpoints[at][i], f"layer {i} at {at} tokens")
+                found[at] = [copy(x) if x and copy else x for x in layers]
+    return found
+
+
+def _contents(handle: safe_open, file: File, template: CacheTemplate | None) -> tuple[list[Snapshot], Checkpoints]:
+    """The layers and the checkpoints, whose tensors are views of the file, and which can be those of `template`."""
+    if (handle.metadata() or {}).get("digest") != file.digest:
+        raise Damaged("it was replaced by something else")
+    names = ["ids", *map(str, range(len(file.layers))), *(f"{i}@{at}" for at, layers in file.checkpoints.items() for i in layers)]
+    tensors: dict[str, dict[str, Tensor]] = {name: {} for name in names}
+    for name in handle.keys():  # noqa: SIM118  (it is no dictionary)
+        part, _, own = name.partition(".")
+        tensors[part][own] = handle.get_tensor(name)
+    whole = [Snapshot(x["kind"], tensors[str(i)], x["numbers"]) for i, x in enumerate(file.layers)]
+    checkpoints: Checkpoints = {at: [None] * len(whole) for at in sorted(file.checkpoints)}
+    for at, layers in file.checkpoints.items():
+        for i, x in layers.items():
+            checkpoints[at][i] = Snapshot(x["kind"], tensors[f"{i}@{at}"], x["numbers"])
+    if template is not None:
+        template.check(whole, file.tokens, checkpoints)
+    return whole, checkpoints
+
+
+def _check_sums(layer: Snapshot, described: dict, what: str, chunks: int | None = None) -> None:
+    if _sums(layer, chunks) != described["sums"][:chunks]:
+        raise Damaged(f"the contents of {what} were changed")
 
 
 def files(directory: Path) -> list[os.DirEntry]:
@@ -282,7 +327,7 @@ class DiskStore:
     def _add(self, file: File) -> None:
         self._known[file.path.name] = file.key
         self.headers[file.key] = file
-        self.index.add(file.key, file.template, file.whole)
+        self.index.add(file.key, file.template, file.cuts)
 
     def _skip(self, name: str, reason: str) -> None:
         """Warns once; leaves the file in place."""
@@ -325,11 +370,10 @@ class DiskStore:
             return f"writing failed: {error.strerror or error}"
         self._forget(file.path.name)
         self._add(file)
-        if not entry.whole:
-            for key in self.index.beginnings(entry.key, entry.template.name):
-                shorter = self.headers[key].path
-                shorter.unlink(missing_ok=True)
-                self._forget(shorter.name)
+        for key in self.index.replaced(entry.key, entry.template.name, entry.cuts):
+            shorter = self.headers[key].path
+            shorter.unlink(missing_ok=True)
+            self._forget(shorter.name)
         self.trim(self.max_bytes)
         return None
 

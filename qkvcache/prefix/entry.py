@@ -11,8 +11,9 @@ import copy
 import hashlib
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import repeat
 
 import torch
 from torch import Tensor
@@ -23,9 +24,12 @@ from ..caches import CompressedCache
 from ..layers.compressed import CompressedLayer
 from ..layers.evicting import EvictingLayer
 from ..layers.hybrid import HybridLayer
-from ..layers.snapshot import PLACEHOLDER, Layer, Snapshot, check, restore, restore_states, snapshot
+from ..layers.snapshot import PLACEHOLDER, Layer, Snapshot, check, check_checkpoint, checkpoint, restore, restore_states, snapshot
 from . import match
 from .host_memory import HostSnapshot
+
+Checkpoints = dict[int, list[Snapshot | None]]
+"""Earlier states of an entry's layers (`Snapshot.checkpoint`), by the number of tokens seen."""
 
 
 class CacheTemplate:
@@ -63,13 +67,16 @@ class CacheTemplate:
         stock = DynamicCache(config=self._config).layers if None in self._layers else self._layers
         return [layer if ours is None else _emptied(ours) for ours, layer in zip(self._layers, stock, strict=True)]
 
-    def check(self, stored: Sequence[Snapshot], tokens: int) -> None:
-        """Raises ValueError unless `stored` can be the layers of an entry of `tokens` tokens."""
+    def check(self, stored: Sequence[Snapshot], tokens: int, checkpoints: Checkpoints) -> None:
+        """Raises ValueError unless `stored` can be the layers of an entry of `tokens` tokens with these `checkpoints`."""
         if len(stored) != len(self):
             raise ValueError(f"{len(stored)} layers where the cache has {len(self)}")
         for i, (layer, given) in enumerate(zip(self.layers(), stored, strict=True)):
             try:
                 check(layer, given, tokens)
+                for at, earlier in checkpoints.items():
+                    if (own := earlier[i]) is not None:
+                        check_checkpoint(layer, own, given, at)
             except ValueError as error:
                 raise ValueError(f"layer {i}: {error}") from error
 
@@ -122,19 +129,50 @@ class Entry:
     key: bytes
     template: CacheTemplate
     layers: Sequence[Snapshot]
+    checkpoints: Checkpoints = field(default_factory=dict)
 
     @property
-    def whole(self) -> bool:
-        """Whether only prompts that begin with all of its tokens can use the entry."""
-        return any(layer.whole for layer in self.layers)
+    def cuts(self) -> match.Cuts:
+        """The numbers of tokens to which it can be cut; None: any."""
+        return (*sorted(self.checkpoints), match.length(self.key)) if any(layer.whole for layer in self.layers) else None
 
     @cached_property
     def nbytes(self) -> int:
         """Bytes in memory, token ids included."""
-        return sum(layer.nbytes for layer in self.layers) + len(self.key)
+        return sum(layer.nbytes for layer in self.layers) + sum(map(checkpoint_bytes, self.checkpoints.values())) + len(self.key)
 
     def cut(self, tokens: int) -> Sequence[Snapshot]:
-        return self.layers if tokens == match.length(self.key) else [layer.cut(tokens) for layer in self.layers]
+        if tokens == match.length(self.key):
+            return self.layers
+        return [layer.cut(tokens, x) for layer, x in zip(self.layers, self.checkpoints.get(tokens, repeat(None)), strict=False)]
+
+    def checkpoints_of(self, key: bytes) -> Checkpoints:
+        """Those at tokens that `key` begins with too, its end among them."""
+        shared, tokens = match.common(self.key, key), match.length(self.key)
+        found = {at: checkpoint for at, checkpoint in self.checkpoints.items() if at <= shared}
+        return found | ({tokens: [_on_host(layer.checkpoint) for layer in self.layers]} if tokens <= shared else {})
+
+
+def take_checkpoint(cache: Cache) -> list[Snapshot | None]:
+    """A checkpoint of the first row of `cache`, in host memory."""
+    return [_on_host(checkpoint(layer)) for layer in cache.layers]
+
+
+def _on_host(given: Snapshot | None) -> Snapshot | None:
+    """A copy in memory of its own, so that it does not keep the memory of a layer's tokens."""
+    return given and HostSnapshot.of(given, lock=any(x.is_cuda for x in given.tensors.values()))
+
+
+def checkpoint_bytes(checkpoint: Sequence[Snapshot | None]) -> int:
+    return sum(layer.nbytes for layer in checkpoint if layer is not None)
+
+
+def thinned(checkpoints: Checkpoints, room: int) -> Checkpoints:
+    """Those that are left if every second one is left out until the rest fits in `room` bytes."""
+    kept = sorted(checkpoints)
+    while sum(checkpoint_bytes(checkpoints[at]) for at in kept) > room:
+        kept = kept[-2::-2][::-1]
+    return {at: checkpoints[at] for at in kept}
 
 
 class MemoryStore:
@@ -159,14 +197,17 @@ class MemoryStore:
         self._entries.move_to_end(key)
         return self._entries[key]
 
+    def checkpoints(self, key: bytes, template: CacheTemplate) -> Checkpoints:
+        """The checkpoints of entries of `template` at tokens that `key` begins with."""
+        related = [] if template.evicts else self.index.related(key, template.name)
+        return {at: x for one in related for at, x in self._entries[one].checkpoints_of(key).items() if at < match.length(key)}
+
     def put(self, entry: Entry) -> None:
         """Adds an entry, removes entries of its template whose tokens it begins with, and makes room."""
-        self._remove(entry.key)
-        if not entry.whole:
-            for key in self.index.beginnings(entry.key, entry.template.name):
-                self._remove(key)
+        for key in (entry.key, *self.index.replaced(entry.key, entry.template.name, entry.cuts)):
+            self._remove(key)
         self._entries[entry.key] = entry
-        self.index.add(entry.key, entry.template.name, entry.whole)
+        self.index.add(entry.key, entry.template.name, entry.cuts)
         self.trim(self.max_bytes)
 
     def trim(self, max_bytes: int) -> None:

@@ -6,7 +6,9 @@ tokens do. Among sorted keys, one of a prompt's two neighbours has the longest b
 
 from __future__ import annotations
 
+import itertools
 from bisect import bisect_left, insort
+from collections.abc import Sequence
 
 import numpy
 import torch
@@ -54,56 +56,59 @@ def kind(stored: bytes, key: bytes) -> str:
     return "longer" if stored.startswith(key) else "common"
 
 
+Cuts = Sequence[int] | None
+"""The numbers of first tokens to which an entry can be cut, ascending; None: any."""
+
+
+def longest_cut(cuts: Cuts, tokens: int) -> int:
+    """The most first tokens, at most `tokens`, to which an entry can be cut; 0 if there are none."""
+    return tokens if cuts is None else max((cut for cut in cuts if cut <= tokens), default=0)
+
+
 class Index:
-    """The sorted keys of entries, with their templates. Only prompts that begin with all of its tokens can use a key
-    added as `whole`."""
+    """The sorted keys of entries, with their templates and the numbers of tokens to which they can be cut."""
 
     def __init__(self) -> None:
         self._templates: dict[bytes, bytes] = {}
+        self._cuts: dict[bytes, Cuts] = {}
         self._sorted: list[bytes] = []
-        self._whole: set[bytes] = set()
 
-    def add(self, key: bytes, template: bytes, whole: bool) -> None:
+    def add(self, key: bytes, template: bytes, cuts: Cuts) -> None:
         self.remove(key)
-        self._templates[key] = template
-        if whole:
-            self._whole.add(key)
-        else:
-            insort(self._sorted, key)
+        self._templates[key], self._cuts[key] = template, cuts
+        insort(self._sorted, key)
 
     def remove(self, key: bytes) -> None:
-        if self._templates.pop(key, None) is None:
-            return
-        if key in self._whole:
-            self._whole.remove(key)
-        else:
-            del self._sorted[bisect_left(self._sorted, key)]
+        if self._templates.pop(key, None) is not None:
+            del self._cuts[key], self._sorted[bisect_left(self._sorted, key)]
 
     def best(self, key: bytes, limit: int) -> tuple[bytes | None, int]:
-        """The stored key with the longest beginning in common with `key`, of at most `limit` tokens, and the number of these tokens."""
+        """The stored key that can be cut to the longest beginning of `key`, of at most `limit` tokens, and the number of these tokens."""
         found, most = None, 0
         at = bisect_left(self._sorted, key)
-        for neighbour in self._sorted[max(at - 1, 0) : at + 1]:
-            tokens = min(common(neighbour, key), limit)
-            if tokens > most:
-                found, most = neighbour, tokens
-        for size in sorted(set(map(len, self._whole)), reverse=True):
-            tokens = (size - NAME) // WIDTH
-            if tokens <= most:
-                break
-            if tokens <= limit and key[:size] in self._whole:
-                return key[:size], tokens
+        for side in (range(at - 1, -1, -1), range(at, len(self._sorted))):
+            for neighbour in map(self._sorted.__getitem__, side):  # each has at most as much in common as the one before
+                if (shared := min(common(neighbour, key), limit)) <= most:
+                    break
+                if (tokens := longest_cut(self._cuts[neighbour], shared)) > most:
+                    found, most = neighbour, tokens
         return found, most
 
-    def beginnings(self, key: bytes, template: bytes) -> list[bytes]:
-        """Keys of this template that can be cut and whose tokens are a proper beginning of those of `key`, the longest
-        first."""
-        shorter = self._sorted[: bisect_left(self._sorted, key)]
-        return [x for x in reversed(shorter) if key.startswith(x) and self._templates[x] == template]
+    def replaced(self, key: bytes, template: bytes, cuts: Cuts) -> list[bytes]:
+        """Keys of this template, the longest first, that a new `key` with these `cuts` serves in place of: proper beginnings of it."""
+        shorter = [x for x in reversed(self._sorted[: bisect_left(self._sorted, key)]) if key.startswith(x)]
+        served = [x for x in shorter if cuts is None or (own := self._cuts[x]) is not None and set(own) <= set(cuts)]
+        return [x for x in served if self._templates[x] == template]
 
     def covering(self, key: bytes, template: bytes) -> bytes | None:
-        """`key` itself, or else a key that can be cut and begins with all of its tokens. None if there is none of this
-        template."""
+        """`key` itself, or else a key that begins with all of its tokens and can be cut to them. None if there is none of this template."""
         at = bisect_left(self._sorted, key)
-        candidates = [key] if key in self._templates else self._sorted[at : at + 1]
-        return next((found for found in candidates if found.startswith(key) and self._templates[found] == template), None)
+        following = itertools.takewhile(lambda x: x.startswith(key), itertools.islice(self._sorted, at, None))
+        candidates = [key] if key in self._templates else following
+        tokens = length(key)
+        return next((x for x in candidates if self._templates[x] == template and longest_cut(self._cuts[x], tokens) == tokens), None)
+
+    def related(self, key: bytes, template: bytes) -> list[bytes]:
+        """The stored keys of this template next to `key`, which have the longest beginnings in common with it."""
+        at = bisect_left(self._sorted, key)
+        return [x for x in self._sorted[max(at - 1, 0) : at + 1] if self._templates[x] == template]

@@ -7,7 +7,7 @@ than a fetch.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy
 import torch
@@ -16,6 +16,9 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 
 Ids = Sequence[int] | Sequence[Sequence[int]] | Tensor
+STEPS_MATTER = frozenset(("cpmant", "jamba", "moshi", "paligemma", "prophetnet", "recurrent_gemma", "zamba"))
+"""Model types of transformers whose answers depend on the steps in which a prompt is read, so that none may go on from a stored
+one: some start recurrent states anew in each step of several tokens, and tokens of others attend to later ones."""
 MEDIA = ("image_token_id", "image_token_index", "video_token_id", "audio_token_id")
 
 
@@ -44,16 +47,18 @@ def text_tokens(row: Tensor, config: PreTrainedConfig) -> int:
 
 
 @torch.no_grad()
-def compute(model: PreTrainedModel, ids: Tensor, cache: Cache) -> bool:
-    """Runs the model on the tokens of `ids` `[B, T]` that `cache` has not seen; returns whether there were any."""
-    seen = cache.get_seq_length()
-    ids = ids[:, seen:].to(model.device)
-    if ids.shape[1]:
-        positions = torch.arange(seen, seen + ids.shape[1], device=ids.device)[None]  # some models count from 0 by default
+def compute(model: PreTrainedModel, ids: Tensor, cache: Cache, interval: int) -> Iterator[int]:
+    """Runs the model on the tokens of `ids` `[B, T]` that `cache` has not seen, up to each multiple of `interval` (0: all at once), and
+    yields the number of tokens seen after each step."""
+    seen, ids, taken = cache.get_seq_length(), ids.to(model.device), inspect.signature(model.forward).parameters
+    while seen < ids.shape[1]:
+        end = min((seen // interval + 1) * interval, ids.shape[1]) if interval else ids.shape[1]
+        positions = torch.arange(seen, end, device=ids.device)[None]  # some models count from 0 by default
         options = {"logits_to_keep": 1, "position_ids": positions.expand(len(ids), -1)}
-        taken = inspect.signature(model.forward).parameters
-        model(input_ids=ids, past_key_values=cache, use_cache=True, **{name: x for name, x in options.items() if name in taken})
-    return bool(ids.shape[1])
+        known = {name: x for name, x in options.items() if name in taken}
+        model(input_ids=ids[:, seen:end], past_key_values=cache, use_cache=True, **known)
+        seen = end
+        yield seen
 
 
 def unpadded(row: Tensor, config: PreTrainedConfig) -> int:
@@ -69,6 +74,8 @@ def refusal(row: Tensor, config: PreTrainedConfig, least: int, padded: bool = Fa
     ends = end if isinstance(end, list) else [end]
     if len(row) < least:
         return "fewer tokens than min_match_tokens"
+    if kinds := {config.model_type, text.model_type} & STEPS_MATTER:
+        return f"{kinds.pop()}, whose answers depend on the steps in which a prompt is read"
     if text_tokens(row, config) < len(row):
         return "images, videos or sounds among the tokens, which ids do not tell apart"
     first = int(row[0])

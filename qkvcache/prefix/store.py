@@ -26,8 +26,19 @@ from ..formats import FormatLike
 from ..layers.snapshot import Snapshot
 from ..policies import check_count
 from . import match
-from .disk import Damaged, DiskStore
-from .entry import CacheTemplate, Entry, MemoryStore, TooLarge, batch_size, restore_cache, snapshot_cache
+from .disk import Damaged, DiskStore, read_checkpoints
+from .entry import (
+    CacheTemplate,
+    Checkpoints,
+    Entry,
+    MemoryStore,
+    TooLarge,
+    batch_size,
+    restore_cache,
+    snapshot_cache,
+    take_checkpoint,
+    thinned,
+)
 from .host_memory import Blocks, HostSnapshot, on_gpu
 from .identity import ModelIdentity, Ranks
 from .prompt import Ids, compute, refusal, rows, text_tokens, unpadded
@@ -96,6 +107,8 @@ class PrefixStore:
         dense: whether DynamicCaches, dequantized, are returned in place of compressed caches.
         min_quantize_tokens: shorter DynamicCaches are stored exact.
         min_match_tokens: shorter beginnings are neither stored nor fetched.
+        checkpoint_interval: tokens between checkpoints of recurrent states and sliding windows, from which prompts with as much in common
+            go on; 0: only the ends of stored prompts. A checkpoint takes the bytes of these states and windows, and counts in `max_bytes`.
         directory: a directory to which entries are also written, for other processes and later runs; None keeps them in
             memory only.
         max_disk_bytes: the most bytes of all entries in the directory; None: ten times `max_bytes`.
@@ -122,6 +135,7 @@ class PrefixStore:
         dense: bool = False,
         min_quantize_tokens: int = 256,
         min_match_tokens: int = 16,
+        checkpoint_interval: int = 2048,
         directory: str | PathLike | None = None,
         max_disk_bytes: int | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
@@ -135,7 +149,8 @@ class PrefixStore:
         check_count("min_quantize_tokens", min_quantize_tokens)
         check_count("min_match_tokens", min_match_tokens)
         self.model, self.dense, self.min_quantize_tokens = model, dense, min_quantize_tokens
-        self.min_match_tokens = max(min_match_tokens, 1)
+        check_count("checkpoint_interval", checkpoint_interval)
+        self.min_match_tokens, self.checkpoint_interval = max(min_match_tokens, 1), checkpoint_interval
         self._template = CacheTemplate(CompressedCache(model.config, format=format, **options), model.config)
         self._dense = CacheTemplate(DynamicCache(config=model.config), model.config)
         self._templates = {self._template.name: self._template}
@@ -203,8 +218,8 @@ class PrefixStore:
 
         The cache belongs to the store: on exit each layer is stored and then emptied, so that only one layer is in
         memory twice. Generated tokens are cut off. If the cache cannot be cut, because it evicts or the model has
-        sliding or linear layers, the prompt up to its last token is computed and stored before the block runs. After an
-        exception nothing is stored.
+        sliding or linear layers, the prompt up to its last token is computed and stored before the block runs, unless it evicts in steps of
+        `checkpoint_interval` tokens, with a checkpoint after each. After an exception nothing is stored.
 
         The block must run the model on `ids`, and then on any further tokens, with this cache: the store cannot check
         it. For beams, samples or choices, call `past.batch_repeat_interleave(n)` first. To store the answer too, call
@@ -220,9 +235,8 @@ class PrefixStore:
             template = self._template_of(cache) if isinstance(cache, CompressedCache) else self._dense
         try:
             begin = text[: len(row) - 1]
-            storable = not template.cuttable and not refusal(begin, self.model.config, self.min_match_tokens)
-            if storable and compute(self.model, begin.expand(len(inputs), -1), cache):
-                self._store(begin, cache, self._identity.current())
+            if not template.cuttable and self._may_store(begin):
+                self._compute(begin, cache, len(inputs), 0 if template.evicts else self.checkpoint_interval)
             yield cache
             if template.cuttable:
                 self._store(text, cache, self._identity.current(), release=template)
@@ -304,7 +318,17 @@ class PrefixStore:
             layers.append(layer)
             if (left := left - layer.nbytes) < 0:
                 raise TooLarge
-        return Entry(key, template, layers)
+        checkpoints = read_checkpoints(file, match.length(key) - 1, copy, template)
+        return Entry(key, template, layers, thinned(checkpoints, max(left, 0)))
+
+    def _compute(self, row: Tensor, cache: Cache, count: int, interval: int) -> None:
+        """Computes the tokens of `row` that `cache`, of `count` rows, has not seen, and stores them with checkpoints."""
+        checkpoints: Checkpoints = {}
+        for tokens in compute(self.model, row.expand(count, -1), cache, interval):
+            if tokens == len(row):
+                self._store(row, cache, self._identity.current(), checkpoints=checkpoints)
+            else:
+                checkpoints = thinned(checkpoints | {tokens: take_checkpoint(cache)}, self._memory.max_bytes // 2)
 
     def _devices(self) -> list[torch.device]:
         """The device of each layer."""
@@ -313,12 +337,18 @@ class PrefixStore:
 
     @torch.no_grad()
     def _store(
-        self, row: Tensor, cache: Cache, identity: bytes, number: int = 0, padded: bool = False, release: CacheTemplate | None = None
+        self,
+        row: Tensor,
+        cache: Cache,
+        identity: bytes,
+        number: int = 0,
+        padded: bool = False,
+        release: CacheTemplate | None = None,
+        checkpoints: Checkpoints | None = None,
     ) -> bool:
         row = row[: min(cache.get_seq_length(), unpadded(row, self.model.config))]
         tokens = len(row)
-        if reason := refusal(row, self.model.config, self.min_match_tokens, padded):
-            self._stats.refused[reason] += 1
+        if not self._may_store(row, padded):
             return False
         try:
             template = self._template_of(cache)
@@ -337,6 +367,9 @@ class PrefixStore:
                     return True
             quantize = tokens >= self.min_quantize_tokens
             entry = snapshot_cache(cache, template, key, number, quantize, self._memory.max_bytes, release)
+            if entry.cuts is not None:
+                known = self._memory.checkpoints(key, template) | (checkpoints or {})
+                entry = replace(entry, checkpoints=thinned(known, self._memory.max_bytes - entry.nbytes))
         except TooLarge:
             self._stats.rejected += 1
             return False
@@ -350,6 +383,12 @@ class PrefixStore:
         if self._disk:
             self._write(self._disk, entry)
         return True
+
+    def _may_store(self, row: Tensor, padded: bool = False) -> bool:
+        """Whether a row may be stored; if not, the reason is counted."""
+        if reason := refusal(row, self.model.config, self.min_match_tokens, padded):
+            self._stats.refused[reason] += 1
+        return not reason
 
     def _write(self, disk: DiskStore, entry: Entry) -> bool:
         if disk.index.covering(entry.key, entry.template.name) is not None:

@@ -32,7 +32,7 @@ def compressed(ids) -> CompressedCache:
 
 
 def test_an_entry_that_is_on_disk_is_not_written_again(tmp_path):
-    """Neither one that can be cut nor one that only whole can be used."""
+    """Neither one that can be cut to any tokens nor one that cannot."""
     ids = random_ids(100)
     for policy in (None, "sink_window"):
         cache = CompressedCache(model().config, format="int8", policy=policy, **ZONES)
@@ -136,7 +136,7 @@ def disk_metadata(path) -> dict[str, str]:
         (lambda tensors, data: data.update(qkvcache_prefix="99"), "upgrade"),
         (lambda tensors, data: data.pop("qkvcache_prefix"), "no prefix entry"),
         (lambda tensors, data: data.pop("digest"), "header was changed"),
-        (lambda tensors, data: data.update(header=data["header"].replace("false", "true", 1)), "header was changed"),
+        (lambda tensors, data: data.update(header=data["header"].replace("null", "[1]", 1)), "header was changed"),
         (lambda tensors, data: tensors["ids"][5:6].add_(1), "header was changed"),
         (lambda tensors, data: tensors.pop("1.key.residual"), "damaged"),
         (lambda tensors, data: tensors.update({"1.key.sinks": tensors["1.key.sinks"] + 1}), "layer 1 were changed"),

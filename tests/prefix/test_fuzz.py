@@ -44,6 +44,7 @@ KINDS = {
     "statistics": ("llama", {"format": "hadaquant_k4v3", "policy": policies.ExpectedAttention(budget=24, recent=4, n_future_positions=8)}),
     "pages": ("llama", {"format": "int8", "policy": policies.AdaKV(policies.SnapKV(budget=24, interval=1, window_size=4, recent=3))}),
     "sliding": ("gemma3", {"format": "int8"}),
+    "checkpoint": ("falcon_h1", {"format": "int8", "checkpoint_interval": 32}),
 }  # fmt: skip
 
 
@@ -54,6 +55,7 @@ class Stored(NamedTuple):
     prompt: torch.Tensor
     path: Path
     content: bytes
+    length: int
     expected: list[Snapshot]
 
 
@@ -61,21 +63,26 @@ class Stored(NamedTuple):
 def stored(request, tmp_path) -> Stored:
     name, options = KINDS[request.param]
     config = matrix.MODELS[name]()
-    config.num_hidden_layers = 2
-    config.layer_types = config.layer_types[:2] if getattr(config, "layer_types", None) else None
+    if config.num_hidden_layers > 2:
+        config.num_hidden_layers = 2
+        config.layer_types = config.layer_types[:2] if getattr(config, "layer_types", None) else None
     network = model() if name == "llama" else type(matrix.model(name))(config).eval()
     options = options | {"num_sink_tokens": 2, "residual_length": 4}
     prompt = torch.randint(3, WORDS, (60,), generator=torch.Generator().manual_seed(SEED))
-    cache = CompressedCache(network.config, **options)
-    with torch.no_grad():
-        network(prompt[None, :-1], past_key_values=cache)
-    kept = PrefixStore(network, max_bytes=2**26, directory=tmp_path, **options)
-    assert kept.store(prompt[:-1], cache)
+    kept, length = PrefixStore(network, max_bytes=2**26, directory=tmp_path, **options), options.pop("checkpoint_interval", 59)
+    if length < 59:
+        with kept.reuse(prompt):
+            prompt = torch.cat([prompt[:40], prompt[:20]])
+    else:
+        cache = CompressedCache(network.config, **options)
+        with torch.no_grad():
+            network(prompt[None, :-1], past_key_values=cache)
+        assert kept.store(prompt[:-1], cache)
     kept.trim(0)
     (path,) = tmp_path.iterdir()
     found = kept.fetch(prompt)
-    assert (found.source, found.length) == ("disk", 59)
-    return Stored(kept, prompt, path, path.read_bytes(), held(found.cache))
+    assert (found.source, found.length) == ("disk", length)
+    return Stored(kept, prompt, path, path.read_bytes(), length, held(found.cache))
 
 
 def held(cache) -> list[Snapshot]:
@@ -145,17 +152,18 @@ def signed(content: bytes, chance: random.Random) -> bytes:
         other = chance.choice(list(tensors))
         tensors[name], tensors[other] = tensors[other], tensors[name]
     elif how == 6:
-        change(chance.choice([layer["numbers"] for layer in header["layers"]]), chance)
+        change(chance.choice([layer["numbers"] for layer in (*header["layers"], *header["checkpoints"].values())]), chance)
     elif how == 7:
-        change(chance.choice([header, *header["layers"]]), chance)
+        change(chance.choice([header, *header["layers"], header["checkpoints"], *header["checkpoints"].values()]), chance)
     elif counts := [x for name, x in tensors.items() if name.rpartition(".")[2] in ("positions", "lengths")]:
         count = chance.choice(counts)
         if count.numel():
             count.view(-1)[chance.randrange(count.numel())] = chance.choice([-(2**31), -2, 10**6, 2**31 - 1])
     other_values = how in (0, 1, 5) and forms == {name: (x.shape, x.dtype) for name, x in tensors.items()}
     if not other_values and isinstance(header.get("layers"), list):  # values of the right form are told by their digests alone
-        for i, layer in enumerate(header["layers"]):
-            own = {name.partition(".")[2]: x for name, x in tensors.items() if name.partition(".")[0] == str(i)}
+        earlier = header.get("checkpoints")
+        for part, layer in [*enumerate(header["layers"]), *(earlier.items() if isinstance(earlier, dict) else ())]:
+            own = {name.partition(".")[2]: x for name, x in tensors.items() if name.partition(".")[0] == str(part)}
             if isinstance(layer, dict) and "sums" in layer:
                 layer["sums"] = disk._sums(Snapshot("", own))
     text = json.dumps(header)
@@ -202,5 +210,5 @@ def test_a_mutated_file_gives_its_tokens_or_a_warning(stored, mutate):
                 refused += 1
                 assert [str(stored.path) in str(warning.message) for warning in caught] == [True], number
             else:
-                assert not caught and found.length == 59 and equal(held(found.cache), stored.expected), number
+                assert not caught and found.length == stored.length and equal(held(found.cache), stored.expected), number
     assert refused > MUTATIONS // 4

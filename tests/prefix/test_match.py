@@ -32,14 +32,15 @@ def test_keys_compare_as_tokens(a, b, first, second):
 
 
 @given(
-    st.lists(st.tuples(NAMES, IDS, TEMPLATES, st.booleans()), max_size=30), st.lists(st.integers(0, 29), max_size=10), NAMES, IDS,
-    TEMPLATES, st.integers(0, 7),
+    st.lists(st.tuples(NAMES, IDS, TEMPLATES, st.none() | st.sets(st.integers(1, 5))), max_size=30),
+    st.lists(st.integers(0, 29), max_size=10), NAMES, IDS, TEMPLATES, st.integers(0, 7),
 )  # fmt: skip
 def test_the_index_finds_what_a_search_finds(added, removed, name, ids, template, limit):
     index, kept = Index(), {}
-    for owner, tokens, of, whole in added:
-        index.add(key(owner, tokens), of, whole)
-        kept[owner, tuple(tokens)] = of, whole
+    for owner, tokens, of, at in added:
+        cuts = None if at is None else sorted({cut for cut in at if cut < len(tokens)} | {len(tokens)})
+        index.add(key(owner, tokens), of, cuts)
+        kept[owner, tuple(tokens)] = of, cuts
     for number in removed:
         if number < len(added):
             owner, tokens, *_ = added[number]
@@ -47,19 +48,21 @@ def test_the_index_finds_what_a_search_finds(added, removed, name, ids, template
             kept.pop((owner, tuple(tokens)), None)
     assert all(index.covering(key(owner, tokens), of) == key(owner, tokens) for (owner, tokens), (of, _) in kept.items())
 
-    own = {tokens: whole for (owner, tokens), (_, whole) in kept.items() if owner == name}
-    fits = [min(shared(tokens, ids), limit) for tokens, whole in own.items() if not whole]
-    fits += [len(tokens) for tokens, whole in own.items() if whole and len(tokens) <= limit and list(tokens) == ids[: len(tokens)]]
+    own = {tokens: cuts for (owner, tokens), (_, cuts) in kept.items() if owner == name}
+    most = {tokens: min(shared(tokens, ids), limit) for tokens in own}
+    fits = [max((cut for cut in range(most[tokens] + 1) if cuts is None or cut in cuts), default=0) for tokens, cuts in own.items()]
     found, tokens = index.best(key(name, ids), limit)
     assert tokens == max(fits, default=0) and (found is None) == (tokens == 0)
     if found is not None:
         assert decode(found)[:tokens].tolist() == ids[:tokens]
 
-    cut = [tokens for tokens, whole in own.items() if not whole and kept[name, tokens][0] == template]
-    expected = sorted((t for t in cut if len(t) < len(ids) and list(t) == ids[: len(t)]), key=len, reverse=True)
-    assert [tuple(decode(found).tolist()) for found in index.beginnings(key(name, ids), template)] == expected
+    alike = {tokens: cuts for tokens, cuts in own.items() if kept[name, tokens][0] == template}
+    for new in (None, [2, len(ids)]):
+        served = [t for t, cuts in alike.items() if new is None or cuts is not None and set(cuts) <= set(new)]
+        expected = sorted((t for t in served if len(t) < len(ids) and list(t) == ids[: len(t)]), key=len, reverse=True)
+        assert [tuple(decode(found).tolist()) for found in index.replaced(key(name, ids), template, new)] == expected
     cover = index.covering(key(name, ids), template)
-    longer = sorted(tokens for tokens, whole in own.items() if not whole and list(tokens[: len(ids)]) == ids)  # the first is looked at
-    of = kept.get((name, tuple(ids)), kept[name, longer[0]] if longer else (None,))[0]
-    assert (cover is not None) == (of == template)
-    assert cover is None or decode(cover)[: len(ids)].tolist() == ids
+    longer = [t for t, cuts in alike.items() if list(t[: len(ids)]) == ids and (cuts is None or len(ids) in cuts)]
+    taken = tuple(ids) in own and tuple(ids) not in alike  # by another template
+    assert (cover is not None) == (bool(longer) and not taken)
+    assert cover is None or tuple(decode(cover).tolist()) in longer
