@@ -66,3 +66,12 @@ def test_the_index_finds_what_a_search_finds(added, removed, name, ids, template
     taken = tuple(ids) in own and tuple(ids) not in alike  # by another template
     assert (cover is not None) == (bool(longer) and not taken)
     assert cover is None or tuple(decode(cover).tolist()) in longer
+
+
+def test_entries_are_cut_within_what_is_in_common():
+    index, stored = Index(), [5, 6, 7, 8, 9, 10]
+    index.add(key(b"a" * NAME, stored), b"c", (3, 6))
+    index.add(key(b"a" * NAME, [5, 6, 1]), b"c", (3,))
+    for shared, tokens in ((2, 0), (3, 3), (5, 3), (6, 6)):
+        assert index.best(key(b"a" * NAME, stored[:shared] + [11]), 9) == (key(b"a" * NAME, stored) if tokens else None, tokens)
+        assert index.best(key(b"a" * NAME, stored), shared)[1] == tokens
