@@ -17,6 +17,7 @@ rope     the error of attention on random latents, by the codec of latents and b
 from __future__ import annotations
 
 import sys
+import warnings
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from unittest import mock
@@ -127,6 +128,7 @@ def tuned(bench: Bench, keys, launch: tuple[int, ...]) -> float:
 def check(tiny: bool) -> None:
     """Compares attention as it is dispatched with its torch reference. Exits if they differ."""
     worst = 0.0
+    warnings.filterwarnings("error", message="no fused attention")
     for format in FORMATS:
         for rows, tokens, queries, padded in ((1, 100, 1, False), (2, 70, 1, True), (2, 3000, 1, True), (1, 1500, 3, False)):
             bench = Bench(tiny, rows, tokens)
