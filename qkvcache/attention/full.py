@@ -11,6 +11,7 @@ torch with CUDA 13), it prepares a plan for each new length, which takes a tenth
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,17 +87,37 @@ def varlen_attention(
     scaling: float | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
+    window: int | None = None,
 ) -> Tensor:
-    """Attention `[1, Q, Hq, D]` of queries `[1, Hq, Q, D]` over keys and values `[1, H, T, D]`. Options are those of `full_attention`."""
+    """Attention `[1, Q, Hq, D]` of queries `[1, Hq, Q, D]` over keys and values `[1, H, T, D]`. Options are those of
+    `full_attention`; with a `window`, a query attends to this many tokens, of which the last is its own."""
+    if window is not None and window >= max(sequences.keys):
+        window = None
     if softcap is None and s_aux is None and in_one_launch(query, value):
         rows = [x[0].transpose(0, 1) for x in (query, key, value)]
         longest = max(sequences.queries), max(sequences.keys)
-        return torch.ops.aten._flash_attention_forward(*rows, *sequences.starts, *longest, 0.0, True, False, scale=scaling)[0][None]
+        windows = {} if window is None else {"window_size_left": window - 1, "window_size_right": 0}
+        flash = torch.ops.aten._flash_attention_forward
+        return flash(*rows, *sequences.starts, *longest, 0.0, True, False, scale=scaling, **windows)[0][None]
     options: dict[str, Any] = {"scaling": scaling, "softcap": softcap, "s_aux": s_aux, "is_causal": True}
     queries = query.split(sequences.queries, dim=2)
     keys, values = (x.split(sequences.keys, dim=2) for x in (key, value))
-    parts = [full_attention(None, *x, None, **options)[0] for x in zip(queries, keys, values, strict=True)]  # type: ignore[arg-type]
+    if window is None:
+        parts = [full_attention(None, *x, None, **options)[0] for x in zip(queries, keys, values, strict=True)]  # type: ignore[arg-type]
+    else:
+        parts = [out for x in zip(queries, keys, values, strict=True) for out in _blocks_in_window(*x, window, options)]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+
+def _blocks_in_window(query: Tensor, key: Tensor, value: Tensor, window: int, options: dict[str, Any]) -> Iterator[Tensor]:
+    """Yields attention `[1, Q', Hq, D]` of one block of queries after another, over the tokens that any of them sees."""
+    queries, tokens = query.shape[2], key.shape[2]
+    for start in range(tokens - queries, tokens, QUERY_BLOCK):
+        end, first = min(start + QUERY_BLOCK, tokens), max(start + 1 - window, 0)
+        distance = torch.arange(start, end, device=query.device)[:, None] - torch.arange(first, end, device=query.device)
+        mask = ((distance >= 0) & (distance < window))[None, None]
+        block = query[:, :, start - tokens + queries : end - tokens + queries]
+        yield full_attention(None, block, key[:, :, first:end], value[:, :, first:end], mask, **options)[0]  # type: ignore[arg-type]
 
 
 def in_one_launch(query: Tensor, value: Tensor) -> bool:

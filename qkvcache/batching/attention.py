@@ -83,10 +83,11 @@ def attend_rows(store: PageStore, layer: int, rows: Rows, query: Tensor, options
 def attend_chunks(store: PageStore, layer: int, chunks: PromptChunks, query: Tensor, new: Pair, options: dict[str, Any]) -> Tensor:
     """Attention `[1, T, Hq, D]` of prompts, or of parts of them, `[1, Hq, T, D]`; `options` are those of
     `varlen_attention`."""
+    window = store.group_of[layer].layout.window
     if chunks.past is None:
-        return varlen_attention(query, *new, chunks.sequences, **options)
+        return varlen_attention(query, *new, chunks.sequences, window=window, **options)
     inputs = store.inputs(layer, chunks.past)
-    plain = options["softcap"] is None and options["s_aux"] is None
+    plain = options["softcap"] is None and options["s_aux"] is None and window is None
     if not chunks.fits and plain and supports_queries(query, new[1].shape[3]):
         _, first, row, begin, start, count, quantized, _ = chunks.columns[0].tolist()
         sinks = tuple(x[first : first + 1, :, :begin] for x in inputs.sinks)
@@ -96,4 +97,4 @@ def attend_chunks(store: PageStore, layer: int, chunks: PromptChunks, query: Ten
         return out.transpose(1, 2)
     key, value = (x.new_empty(1, x.shape[1], chunks.tokens, x.shape[3]) for x in new)
     gather_rows(inputs, new, chunks.sequences.starts, chunks.past.tiles, (key, value))  # type: ignore[arg-type]
-    return varlen_attention(query, key, value, chunks.sequences, **options)
+    return varlen_attention(query, key, value, chunks.sequences, window=window, **options)

@@ -160,10 +160,12 @@ def check_config(config: PreTrainedConfig) -> None:
         raise NotImplementedError(f"{text.model_type} caches latents (MLA), which are compressed already")
     if text.model_type in OWN_ATTENTION:
         raise NotImplementedError(f"{text.model_type} computes attention itself, not through transformers, and would not read the pages")
-    kinds = set(getattr(text, "layer_types", None) or ()) - {"full_attention"}
-    if kinds or (getattr(text, "layer_types", None) is None and getattr(text, "sliding_window", None) is not None):
-        kind = ", ".join(sorted(kinds)) or "sliding_attention"
-        raise NotImplementedError(f"{text.model_type} has {kind} layers: compressed pages need full attention in every layer")
+    kinds = set(getattr(text, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    if kinds:
+        raise NotImplementedError(
+            f"{text.model_type} has {', '.join(sorted(kinds))} layers: transformers' continuous batching has no allocator for them, only "
+            "for full and sliding attention"
+        )
     if getattr(text, "num_kv_shared_layers", 0):
         raise NotImplementedError(f"{text.model_type} shares keys among layers: compressed pages hold each layer's own")
 

@@ -3,7 +3,9 @@
     page    planes of the keys and of the values (`storage/pool.py`), then the exact keys and values of the first tokens `[H, S, D]`
     block   a page for each layer
 
-The exact first tokens of a request are in its first block, so that they are copied, shared and offloaded with it.
+The exact first tokens of a request are in its first block, so that they are copied, shared and offloaded with it. Layers
+with a sliding window leave their space empty: pages of all layers have the same size, so that transformers' sectors stay
+small.
 """
 
 from __future__ import annotations
@@ -35,6 +37,8 @@ class BlockLayout:
     page_size: int
     num_sink_tokens: int
     dtype: torch.dtype
+    window: int | None = None
+    """The sliding window of the layers in tokens; None: they attend to all tokens."""
 
     def __post_init__(self) -> None:
         self.format.check(self.head_dim)
@@ -48,6 +52,21 @@ class BlockLayout:
     @cached_property
     def page(self) -> PageLayout:
         return PageLayout(self.codecs, (self.head_dim, self.head_dim), self.heads, self.page_size, self.dtype)
+
+    @property
+    def exact(self) -> int:
+        """First tokens of a request that are exact: none where they leave the window."""
+        return self.num_sink_tokens if self.window is None else 0
+
+    @property
+    def blocks_held(self) -> int | None:
+        """The most blocks of a request with a window, which page `n` of its tokens takes in turn: `n % blocks_held`."""
+        return None if self.window is None else -(-self.window // self.page_size)
+
+    @property
+    def pages_read(self) -> int | None:
+        """The most pages in which the tokens of a window are."""
+        return None if self.window is None else (self.window + self.page_size - 2) // self.page_size + 1
 
     @property
     def nbytes(self) -> int:

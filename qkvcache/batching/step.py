@@ -58,39 +58,64 @@ class Batch:
         longest = -(-int(end.max(initial=1)) // self.layout.page_size)
         return Batch(self.layout, self.rings, self.blocks[at, :longest], past, end, ring, since)
 
+    @property
+    def past_read(self) -> Ints:
+        """The number of past tokens that the new ones attend to."""
+        window = self.layout.window
+        return self.past if window is None else numpy.minimum(self.past, window - 1)
+
+    def before(self) -> tuple[Ints, numpy.ndarray]:
+        """The columns and the table of `PagedInputs` for the past that the new tokens read."""
+        return self._read(self.past, self.past - self.past_read)
+
+    def after(self) -> tuple[Ints, numpy.ndarray]:
+        """The columns and the table of `PagedInputs` for the last token of each request, once all are written."""
+        window = self.layout.window
+        return self._read(self.end, 0 * self.end if window is None else numpy.maximum(self.end - window, 0))
+
+    def _read(self, end: Ints, begin: Ints) -> tuple[Ints, numpy.ndarray]:
+        """Columns `[B, 8]` and table of the tokens from `begin` to `end`. Tables of windows begin with their page."""
+        layout, table = self.layout, self.blocks
+        sinks = numpy.minimum(end, layout.exact)
+        begin = numpy.maximum(begin, sinks)
+        kept = self.rings.tokens(self.since, end, begin)
+        columns = numpy.zeros((len(end), len(COLUMNS)), numpy.int64)
+        columns[:, BEGIN], columns[:, SINKS], columns[:, LENGTH] = begin, sinks, end - kept
+        columns[:, SINK_ROW], columns[:, RING_ROW], columns[:, RING_TOKENS] = table[:, 0], self.ring, kept
+        columns[:, RING_START] = columns[:, LENGTH] % self.rings.slots
+        if layout.window is not None:
+            first = begin // layout.page_size
+            columns[:, [BEGIN, LENGTH]] -= (first * layout.page_size)[:, None]
+            at = (first[:, None] + numpy.arange(layout.pages_read)) % layout.blocks_held
+            table = numpy.take_along_axis(table, numpy.minimum(at, table.shape[1] - 1), axis=1)
+        return columns, table
+
     def writes(self) -> numpy.ndarray:
         """The slots of the new tokens in pages, in rings and among exact first tokens, int64 `[3, T]`; -1 for tokens
         that are not stored there."""
-        size, sinks, slots = self.layout.page_size, self.layout.num_sink_tokens, self.rings.slots
+        size, sinks, slots = self.layout.page_size, self.layout.exact, self.rings.slots
         count = self.count
         of = numpy.arange(len(count)).repeat(count)
         place = numpy.arange(len(of)) + (self.past + count - count.cumsum())[of]
         kept = numpy.maximum(self.end - slots, sinks)[of]
         writes = numpy.empty((3, len(of)), numpy.int64)
-        writes[0] = self.blocks[of, place // size]  # int64 from here on
+        page = place // size if self.layout.blocks_held is None else place // size % self.layout.blocks_held
+        writes[0] = self.blocks[of, page]  # int64 from here on
         writes[0] = writes[0] * size + place % size
+        if self.layout.window is not None:
+            writes[0, place < (self.end - self.layout.window)[of]] = -1
         writes[1] = numpy.where(place < kept, -1, self.ring[of] * slots + place % slots)
         writes[2] = self.blocks[of, 0]
         writes[2] = numpy.where(place < sinks, writes[2] * sinks + place, -1)
         return writes
 
-    def columns(self, end: Ints) -> Ints:
-        """The columns of `PagedInputs.rows`, `[B, 8]`, of the tokens before `end`, when these are written."""
-        begin = numpy.minimum(end, self.layout.num_sink_tokens)
-        kept = self.rings.tokens(self.since, end, begin)
-        columns = numpy.zeros((len(end), len(COLUMNS)), numpy.int64)
-        columns[:, BEGIN] = columns[:, SINKS] = begin
-        columns[:, SINK_ROW], columns[:, RING_ROW], columns[:, RING_TOKENS] = self.blocks[:, 0], self.ring, kept
-        columns[:, LENGTH] = length = end - kept
-        columns[:, RING_START] = length % self.rings.slots
-        return columns
-
     def table(self) -> numpy.ndarray:
         """The rows of the block table, int32 `[B, HEADER + P]`, for requests with one new token each."""
-        table = numpy.zeros((len(self.end), HEADER + self.blocks.shape[1]), numpy.int32)
-        table[:, : len(COLUMNS)] = self.columns(self.end)
+        columns, blocks = self.after()
+        table = numpy.zeros((len(columns), HEADER + blocks.shape[1]), numpy.int32)
+        table[:, : len(COLUMNS)] = columns
         table[:, PAGE_SLOT : SINK_SLOT + 1] = numpy.maximum(self.writes(), 0).T
-        table[:, HEADER:] = self.blocks
+        table[:, HEADER:] = blocks
         return table
 
 
@@ -159,15 +184,16 @@ class PromptChunks:
         """The numbers to send to the device: the first query of each row and, if any row has a past, also the first
         token of each row, columns, tables and tiles."""
         self.batch = rows = batch.pick(self.at)
-        self.columns = rows.columns(rows.past)
-        starts = [numpy.concatenate([[0], numbers.cumsum()]) for numbers in (rows.count, rows.end)]
-        if not rows.past.any():
+        keys = rows.count + rows.past_read
+        starts = [numpy.concatenate([[0], numbers.cumsum()]) for numbers in (rows.count, keys)]
+        if not rows.past_read.any():
             return starts[:1]
-        return [*starts, self.columns.ravel(), rows.blocks.ravel(), gather_tiles(rows.end.tolist())]
+        self.columns, table = rows.before()
+        return [*starts, self.columns.ravel(), table.ravel(), gather_tiles(keys.tolist())]
 
     def receive(self, sent: Iterator[Tensor]) -> None:
         """Receives its `numbers` as tensors on the device."""
-        queries, keys = self.batch.count.tolist(), self.batch.end.tolist()
+        queries, keys = self.batch.count.tolist(), (self.batch.count + self.batch.past_read).tolist()
         starts = next(sent)
         self.sequences = Sequences(queries, keys, (starts, starts if queries == keys else next(sent)))
         if queries != keys:
@@ -200,6 +226,8 @@ class BatchStep:
 
 def step_of_table(table: Tensor, layout: BlockLayout) -> BatchStep:
     """The step of a block table, int32 `[B, HEADER + P]`, whose rows without a request hold -1."""
+    if layout.pages_read is not None:
+        table = table[:, : HEADER + layout.pages_read]
     table = table.clamp_min(0)
     max_length = (table.shape[1] - HEADER) * layout.page_size
     if table.device.type == "cpu":  # the torch reference reads up to the maximum
@@ -217,7 +245,7 @@ def step_of_batch(batch: Batch, scratch_tokens: int, tokens: int, device: torch.
     single = (count == 1) & (batch.past > 0)
     chunks: list[PromptChunks] = []
     for at in (~single).nonzero()[0].tolist():
-        begin, new, whole = (int(x[at]) for x in (begins, count, batch.end))
+        begin, new, whole = (int(x[at]) for x in (begins, count, count + batch.past_read))
         last = chunks[-1] if chunks else None
         if last and last.end == begin and last.tokens + whole <= scratch_tokens:
             last.at.append(at)
@@ -229,7 +257,7 @@ def step_of_batch(batch: Batch, scratch_tokens: int, tokens: int, device: torch.
     decoded, places = batch.pick(single), begins[single]
     *writes, indices = send([*slots, places], torch.int64, device)
     numbers = (part for group in chunks for part in group.numbers(batch))
-    wanted = [decoded.columns(decoded.end).ravel(), decoded.blocks.ravel(), *numbers]
+    wanted = [*(x.ravel() for x in decoded.after()), *numbers]
     sent = iter(send(wanted, torch.int32, device))
     columns, table = next(sent).view(-1, len(COLUMNS)), next(sent)
     for group in chunks:
@@ -238,9 +266,10 @@ def step_of_batch(batch: Batch, scratch_tokens: int, tokens: int, device: torch.
     if len(places):
         begin, end = int(places[0]), int(places[-1]) + 1
         where = slice(begin, end) if end - begin == len(places) else indices
-        max_length = int(decoded.end.max())
+        table = table.view(len(places), -1)
+        max_length = min(int(decoded.end.max()), table.shape[1] * batch.layout.page_size)
         splits = split_rows(columns[:, LENGTH], max_length, batch.layout.heads)
-        together = Rows(columns, table.view(len(places), -1), max_length, splits, where)
+        together = Rows(columns, table, max_length, splits, where)
     return BatchStep(Writes(*writes), together, chunks, batch.tokens)
 
 

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import copy
 import inspect
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
-from math import ceil
+from math import ceil, lcm
 from typing import Any
 
 import torch
@@ -23,9 +24,10 @@ from transformers import GenerationConfig, GenerationMixin, LogitsProcessorList,
 from transformers.generation import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from ..formats import Format
 from ..kernels.attend_chunked import CHUNK_BYTES
 from .attention import NAME, paged_attention
-from .layout import BlockLayout
+from .layout import PAGE_ALIGNMENT, BlockLayout
 from .metrics import Counters, Metrics
 from .requests import ASKED, Asked, StopStrings, check_prompt
 from .rings import Rings
@@ -47,7 +49,11 @@ def unsupported(reason: object) -> NotImplementedError:
 
 try:
     from transformers.generation.configuration_utils import ContinuousBatchingConfig
-    from transformers.generation.continuous_batching.cache import PagedAttentionCache, PagedAttentionMemoryHandler
+    from transformers.generation.continuous_batching.cache import (
+        PagedAttentionCache,
+        PagedAttentionMemoryHandler,
+        group_layers_by_attn_type,
+    )
     from transformers.generation.continuous_batching.cache_allocators import (
         FULL_ATTENTION,
         CachePool,
@@ -127,6 +133,8 @@ SIGNATURES: Mapping[Callable, str] = {
     FullAttentionCacheAllocator._after_cache_tensor_init: "non_trash_bytes bytes_per_sector cache_tensor pool",
     FullAttentionCacheAllocator.register_cache_tensor: "bytes_per_sector non_trash_bytes cache_tensor pool",
     FullAttentionCacheAllocator.get_bytes_per_page: "num_key_value_heads head_dim cache_dtype page_size",
+    FullAttentionCacheAllocator._compute_blocks_needed: "allocated_blocks past_length query_length",
+    group_layers_by_attn_type: "config",
     CachePool.__init__: "num_sectors num_allocators num_reserved_sectors",
     update_cb_config_after_cache_creation: "cb_config num_blocks max_batch_tokens",
 }
@@ -186,15 +194,36 @@ class Sizing(StockSizing):
 
 @dataclass(frozen=True)
 class PoolSize:
-    """The allocation for all requests. blocks: number of blocks of `page_size` tokens, each with a page of every layer.
-    rings: requests that can have exact last tokens at the same time. batch_tokens: new tokens of a step.
-    bytes_per_block, bytes_per_ring: over all layers."""
+    """The allocation for all requests.
 
+    sectors: of `bytes_per_sector`, which are divided into blocks. blocks: as many blocks of `page_size` tokens, each
+        with a page of every layer, are as large. rings: requests that can have exact last tokens at the same time.
+        batch_tokens: new tokens of a step. groups: of each group of layers the blocks in a sector, and the window.
+        bytes_per_block, bytes_per_ring: over all layers.
+    """
+
+    sectors: int
     blocks: int
     rings: int
     batch_tokens: int
+    groups: tuple[tuple[int, int | None], ...]
+    bytes_per_sector: int
     bytes_per_block: int
     bytes_per_ring: int
+
+
+def page_layout(
+    config: PreTrainedConfig,
+    format: Format,
+    heads: int,
+    head_dim: int,
+    page_size: int,
+    num_sink_tokens: int,
+    dtype: torch.dtype,
+) -> BlockLayout:
+    """The layout of pages of full layers, or of all if there are none: windows have no exact first tokens."""
+    sinks = num_sink_tokens if FULL_ATTENTION in group_layers_by_attn_type(config) else 0
+    return BlockLayout(format, heads, head_dim, page_size, sinks, dtype)
 
 
 def pool_size(
@@ -203,7 +232,6 @@ def pool_size(
     layout: BlockLayout,
     *,
     residual_length: int,
-    layers: int,
     logits_to_keep: bool,
     max_requests: int | None = None,
     free: float | None = None,
@@ -213,30 +241,25 @@ def pool_size(
 
     Args:
         cb_config: a config that is resolved as by transformers' managers.
-        layout: the layout of a page of one layer, with the KV heads of one GPU. `layers`: number of layers with these
-            pages.
+        layout: the layout of a page of one layer, with the KV heads of one GPU.
         logits_to_keep: whether the model can compute logits of selected tokens only.
         max_requests: number of rings; None: as many as fit into a share of the memory, up to
             `cb_config.max_requests_per_batch`. There are never more than blocks: a request has at least one.
         free: free bytes before anything is allocated; None asks the device.
         least: the minimum of a count over the GPUs of a tensor-parallel group.
     """
-    sizes = _sizes(config, cb_config, layout.nbytes * layers, layout.dtype, logits_to_keep, free)
-    bytes_per_ring = layers * 2 * layout.heads * (residual_length + 1) * layout.head_dim * layout.dtype.itemsize
+    groups, sizes = _sizes(config, cb_config, layout.nbytes, layout.dtype, logits_to_keep, free)
+    bytes_per_ring = config.num_hidden_layers * 2 * layout.heads * (residual_length + 1) * layout.head_dim * layout.dtype.itemsize
     if max_requests is None:
         most = least(Sizing(**sizes).available_memory // RING_SHARE // bytes_per_ring)
         max_requests = max(min(cb_config.max_requests_per_batch or most, most), 1)
 
-    def beside(rings: int) -> tuple[int, int]:
-        sizing = Sizing(**sizes, taken=(rings + 1) * bytes_per_ring)
-        batch_tokens, blocks = sizing.infer_max_batch_tokens_and_num_sectors()
-        return least(batch_tokens), least(blocks)
+    def beside(rings: int) -> PoolSize:
+        found = Sizing(**sizes, taken=(rings + 1) * bytes_per_ring).infer_max_batch_tokens_and_num_sectors()
+        return _size(groups, sizes, *map(least, found), rings, bytes_per_ring)
 
-    batch_tokens, blocks = beside(max_requests)
-    if blocks < max_requests:
-        max_requests = blocks
-        batch_tokens, blocks = beside(max_requests)
-    return PoolSize(blocks, max_requests, batch_tokens, layout.nbytes * layers, bytes_per_ring)
+    size = beside(max_requests)
+    return size if size.blocks >= max_requests else beside(size.blocks)
 
 
 def stock_pool_size(
@@ -246,32 +269,48 @@ def stock_pool_size(
     heads: int,
     head_dim: int,
     dtype: torch.dtype,
-    layers: int,
     logits_to_keep: bool,
     free: float,
-) -> tuple[int, int]:
-    """The blocks of transformers' own pool, and the bytes of one; arguments are those of `pool_size`."""
-    get_bytes = FullAttentionCacheAllocator.get_bytes_per_page
-    nbytes = layers * get_bytes(heads, head_dim, dtype, cb_config.page_size)
-    sizing = StockSizing(**_sizes(config, cb_config, nbytes, dtype, logits_to_keep, free))
-    return sizing.infer_max_batch_tokens_and_num_sectors()[1], nbytes
+) -> PoolSize:
+    """transformers' own pool, without rings; arguments are those of `pool_size`."""
+    nbytes = FullAttentionCacheAllocator.get_bytes_per_page(heads, head_dim, dtype, cb_config.page_size)
+    groups, sizes = _sizes(config, cb_config, nbytes, dtype, logits_to_keep, free)
+    return _size(groups, sizes, *StockSizing(**sizes).infer_max_batch_tokens_and_num_sectors(), 0, 0)
 
 
 def _sizes(
-    config: PreTrainedConfig, cb_config: Any, nbytes: int, dtype: torch.dtype, logits_to_keep: bool, free: float | None
-) -> dict[str, Any]:
-    return {
-        "config": config, "cb_config": cb_config, "dtype": dtype, "bytes_per_sector": nbytes, "bytes_per_block": nbytes,
-        "tokens_per_sector": cb_config.page_size, "attn_types": [FULL_ATTENTION], "free": free,
+    config: PreTrainedConfig, cb_config: Any, page: int, dtype: torch.dtype, logits_to_keep: bool, free: float | None
+) -> tuple[tuple[tuple[int, int | None], ...], dict[str, Any]]:
+    """`PoolSize.groups`, and the arguments of `StockSizing`, with pages of `page` bytes."""
+    layers = group_layers_by_attn_type(config)
+    sector = lcm(*(len(held) * page for held in layers.values()), PAGE_ALIGNMENT)
+    windows = (config.sliding_window if name != FULL_ATTENTION else None for name in layers)
+    groups = tuple((sector // (len(held) * page), window) for held, window in zip(layers.values(), windows, strict=True))
+    return groups, {
+        "config": config, "cb_config": cb_config, "dtype": dtype, "bytes_per_sector": sector, "free": free,
+        "bytes_per_block": config.num_hidden_layers * page, "attn_types": list(layers),
+        "tokens_per_sector": cb_config.page_size * max(blocks for blocks, _ in groups),
         "model_supports_logits_to_keep": logits_to_keep,
     }  # fmt: skip
 
 
+def _size(groups: Any, sizes: dict[str, Any], batch_tokens: int, sectors: int, rings: int, ring: int) -> PoolSize:
+    sector, block = sizes["bytes_per_sector"], sizes["bytes_per_block"]
+    return PoolSize(sectors, max(sectors * sector // block, 1), rings, batch_tokens, groups, sector, block, ring)
+
+
 class CompressedAllocator(FullAttentionCacheAllocator):
-    """Compressed blocks of a group of layers. They are counted, shared, forked, hashed and freed as in transformers."""
+    """Compressed blocks of a group of layers. They are counted, shared, forked, hashed and freed as in transformers.
+
+    Of layers with a sliding window, a request has the blocks of one window, which its tokens take in turn, and shares
+    none, as in transformers.
+    """
 
     def __init__(self, group: LayerGroup, index: int, allow_block_sharing: bool):
         self.group = group
+        window = group.layout.window
+        self.supports_block_sharing = window is None
+        self.most_tokens = sys.maxsize if window is None else window
         self._before_cache_tensor_init(
             index=index,
             layer_indices=group.layers,
@@ -286,6 +325,10 @@ class CompressedAllocator(FullAttentionCacheAllocator):
         self._after_cache_tensor_init(non_trash_bytes, bytes_per_sector, cache_tensor, pool)
         self.write_trash_index = 0  # sector 0 holds no request
         self.group.bind(cache_tensor)
+
+    def _compute_blocks_needed(self, allocated_blocks: int, past_length: int, query_length: int) -> int:
+        tokens = min(past_length + query_length, self.most_tokens)
+        return super()._compute_blocks_needed(allocated_blocks, 0, tokens)
 
 
 class CompressedPagedCache(PagedAttentionCache):
@@ -317,39 +360,37 @@ class CompressedPagedCache(PagedAttentionCache):
         super().__init__(config, smallest, device, distributed_helper, dtype, model_supports_logits_to_keep)
         del self.cache_tensor  # transformers allocated one block
         self.counters = counters
-        stock: Any = self.cache_allocators[FULL_ATTENTION]
-        heads, head_dim, page_size, layers = (
-            stock.num_key_value_heads, stock.head_dim, stock.tokens_per_page, stock.layer_indices,
-        )  # fmt: skip
-        layout = BlockLayout(statistics.format, heads, head_dim, page_size, num_sink_tokens, dtype)
+        stock: list[Any] = list(self.cache_allocators.values())
+        heads, head_dim, page_size = stock[0].num_key_value_heads, stock[0].head_dim, stock[0].tokens_per_page
+        layout = page_layout(config, statistics.format, heads, head_dim, page_size, num_sink_tokens, dtype)
         size = pool_size(
-            config, continuous_batching_config, layout, residual_length=residual_length, layers=len(layers),
+            config, continuous_batching_config, layout, residual_length=residual_length,
             logits_to_keep=model_supports_logits_to_keep, max_requests=max_requests,
             least=lambda count: _least(count, distributed_helper, device),
         )  # fmt: skip
         # The new token is in the ring too.
-        rings = Rings(len(layers), size.rings, heads, residual_length + 1, head_dim, dtype, device)
-        self.store = PageStore([LayerGroup(layout, layers, rings)], rings, statistics, distributed_helper.tp_local_rank)
+        rings = Rings(config.num_hidden_layers, size.rings, heads, residual_length + 1, head_dim, dtype, device)
+        groups = [LayerGroup(replace(layout, window=getattr(held, "sliding_window", None)), held.layer_indices, rings) for held in stock]
+        self.store = PageStore(groups, rings, statistics, distributed_helper.tp_local_rank)
 
         allow = continuous_batching_config.allow_block_sharing
-        self.allocators = [CompressedAllocator(group, index, allow) for index, group in enumerate(self.store.groups)]
+        self.allocators = [CompressedAllocator(group, index, allow) for index, group in enumerate(groups)]
         self.cache_allocators = dict(zip(self.cache_allocators, self.allocators, strict=True))
         self.layer_to_allocator = {layer: held for held in self.allocators for layer in held.layer_indices}
-        self.bytes_per_sector, self.tokens_per_sector = size.bytes_per_block, page_size
-        self.max_batch_tokens, self.num_sectors = size.batch_tokens, size.blocks
-        nbytes = self.num_sectors * self.bytes_per_sector
+        self.max_batch_tokens, self.num_sectors, self.num_blocks = size.batch_tokens, size.sectors, size.blocks
+        self.bytes_per_sector, nbytes = size.bytes_per_sector, size.sectors * size.bytes_per_sector
         with torch.inference_mode(False):
             self.cache_tensor = torch.zeros(nbytes + 2 * self.bytes_per_sector, dtype=torch.uint8, device=device)
         self.pool = CachePool(self.num_sectors, len(self.allocators))
         for held in self.allocators:
             held.register_cache_tensor(self.bytes_per_sector, nbytes, self.cache_tensor, self.pool)
+        self.tokens_per_sector = page_size * max(held.blocks_per_sector for held in self.allocators)
         self.use_prefix_sharing = allow and all(held.use_block_sharing for held in self.allocators)
-        self.num_blocks = size.blocks
-        self.max_tokens_read = page_size * self.num_blocks
+        self.max_tokens_read = self.tokens_per_sector * self.num_sectors
 
         if max_blocks_per_request is None:
             longest = getattr(config, "max_position_embeddings", None) or self.max_tokens_read
-            max_blocks_per_request = min(ceil(longest / page_size), self.num_blocks)
+            max_blocks_per_request = min(ceil(longest / page_size), self.max_tokens_read // page_size)
         self.max_decode_fast_path_length = page_size * max_blocks_per_request
         self.max_blocks_per_request = HEADER + max_blocks_per_request if max_blocks_per_request else 0
         continuous_batching_config.max_blocks_per_request = self.max_blocks_per_request
@@ -357,8 +398,10 @@ class CompressedPagedCache(PagedAttentionCache):
 
     def check_room(self, request_id: str, tokens: int) -> None:
         """Raises MemoryError if a request of `tokens` tokens does not fit into the empty pool."""
-        room = self.num_blocks * self.store.groups[0].layout.page_size
-        if tokens > room:
+        sectors, room = 0, self.num_blocks * self.store.groups[0].layout.page_size
+        for held in self.allocators:
+            sectors += ceil(held._compute_blocks_needed(0, 0, tokens) / held.blocks_per_sector)
+        if sectors > self.num_sectors:
             raise MemoryError(
                 f"request {request_id} of {tokens} tokens does not fit into a pool of {room} tokens: shorten it, or "
                 "raise max_memory_percent or num_blocks of the ContinuousBatchingConfig"
@@ -400,10 +443,12 @@ class CompressedPagedCache(PagedAttentionCache):
     def can_store_request_tokens(self, state: RequestState, request_len: int, dry_run: bool = False) -> bool:
         """Whether the request's tokens can be stored, as in transformers; answers at once if its last block has room,
         as in most steps."""
-        blocks = self.allocators[0].block_table.get(state.request_id)
-        if blocks is not None and state.position_offset + request_len <= len(blocks) * self.allocators[0].tokens_per_page:
-            return True
-        return super().can_store_request_tokens(state, request_len, dry_run)
+        end = state.position_offset + request_len
+        for held in self.allocators:
+            blocks = held.block_table.get(state.request_id)
+            if blocks is None or len(blocks) * held.tokens_per_page < min(end, held.most_tokens):
+                return super().can_store_request_tokens(state, request_len, dry_run)
+        return True
 
     def prepare_fork_request(self, src_state: RequestState, dst_req_ids: list[str], copy_src_and_dst: Any) -> list[str]:
         forked = super().prepare_fork_request(src_state, dst_req_ids, copy_src_and_dst)
@@ -587,7 +632,7 @@ class BatchInputs(ContinuousBatchingIOs):
         store.prepare(names, blocks, past, [future.query_length for future in requests_in_batch])
         if self.use_block_table:
             for group, table in zip(store.groups, self.block_table, strict=True):
-                rows = torch.from_numpy(group.batch.table())
+                rows = torch.from_numpy(group.batch.table()[:, : table.shape[1]])
                 table[: rows.shape[0], : rows.shape[1]].copy_(rows, non_blocking=True)
 
 

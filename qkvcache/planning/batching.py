@@ -81,8 +81,7 @@ def plan_batching(
 
     from ..batching.attention import NAME
     from ..batching.context import check_config, check_format
-    from ..batching.layout import BlockLayout
-    from ..batching.transformers_adapter import pool_size, stock_pool_size
+    from ..batching.transformers_adapter import page_layout, pool_size, stock_pool_size
 
     check_config(config)
     text = copy.deepcopy(text_config(config))
@@ -92,18 +91,17 @@ def plan_batching(
         page_size=PAGE_SIZE, max_memory_percent=MEMORY_SHARE, max_requests_per_batch=MOST_REQUESTS, max_blocks_per_request=0,
         use_async_batching=True,
     )  # fmt: skip
-    options: dict[str, Any] = {"logits_to_keep": _keeps_logits(config), "layers": len(shapes), "free": free}
+    options: dict[str, Any] = {"logits_to_keep": _keeps_logits(config), "free": free}
     if format is None:
         text._attn_implementation = "flash_attention_2"  # the fastest for transformers' own pages, without masks
-        sizes: dict[str, Any] = {"heads": shape.heads, "head_dim": shape.head_dim, "dtype": dtype}
-        blocks, bytes_per_block = stock_pool_size(text, batching, **sizes, **options)
-        counts = fitting(kinds, blocks, PAGE_SIZE, MOST_REQUESTS)
-        return BatchingPlan(kinds, counts, PAGE_SIZE, blocks, 0, bytes_per_block * tensor_parallel, 0)
-    text._attn_implementation = NAME
-    layout = BlockLayout(check_format(format, shape.head_dim), shape.heads, shape.head_dim, PAGE_SIZE, num_sink_tokens, dtype)
-    size = pool_size(text, batching, layout, residual_length=residual_length, **options)
-    counts = fitting(kinds, size.blocks, PAGE_SIZE, size.rings)
-    of_all = (size.bytes_per_block * tensor_parallel, size.bytes_per_ring * tensor_parallel)
+        size = stock_pool_size(text, batching, heads=shape.heads, head_dim=shape.head_dim, dtype=dtype, **options)
+    else:
+        text._attn_implementation = NAME
+        chosen = check_format(format, shape.head_dim)
+        layout = page_layout(text, chosen, shape.heads, shape.head_dim, PAGE_SIZE, num_sink_tokens, dtype)
+        size = pool_size(text, batching, layout, residual_length=residual_length, **options)
+    counts = fitting(kinds, size.sectors, PAGE_SIZE, size.rings or MOST_REQUESTS, size.groups)
+    of_all = size.bytes_per_block * tensor_parallel, size.bytes_per_ring * tensor_parallel
     return BatchingPlan(kinds, counts, PAGE_SIZE, size.blocks, size.rings, *of_all)
 
 
@@ -122,16 +120,24 @@ def check_mix(mix: Mix) -> tuple[tuple[float, int, int], ...]:
     return kinds
 
 
-def fitting(kinds: tuple[tuple[float, int, int], ...], pages: int, page_size: int, most: int) -> tuple[int, ...]:
-    """The number of requests of each kind that fit into `pages`, at most `most` in all, in proportion to their weights.
-    Each next request is of the kind that is furthest below its share."""
+def fitting(
+    kinds: tuple[tuple[float, int, int], ...],
+    sectors: int,
+    page_size: int,
+    most: int,
+    groups: Sequence[tuple[int, int | None]] = ((1, None),),
+) -> tuple[int, ...]:
+    """The number of requests of each kind that fit into `sectors`, at most `most` in all, in proportion to their weights.
+    Each next request is of the kind that is furthest below its share. `groups`: of each group of layers the blocks in a
+    sector, and the window."""
     total = sum(weight for weight, _, _ in kinds)
-    counts = [0] * len(kinds)
+    counts, blocks = [0] * len(kinds), [0] * len(groups)
     for turn in range(1, most + 1):
         behind = [turn * weight / total - count for (weight, _, _), count in zip(kinds, counts, strict=True)]
         kind = max(range(len(kinds)), key=behind.__getitem__)
-        pages -= -(-(kinds[kind][1] + kinds[kind][2]) // page_size)
-        if pages < 0:
+        tokens = kinds[kind][1] + kinds[kind][2]
+        blocks = [count + -(-min(tokens, window or tokens) // page_size) for count, (_, window) in zip(blocks, groups, strict=True)]
+        if sum(-(-count // each) for count, (each, _) in zip(blocks, groups, strict=True)) > sectors:
             break
         counts[kind] += 1
     return tuple(counts)

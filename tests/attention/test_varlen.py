@@ -8,7 +8,20 @@ import torch
 from qkvcache.attention.full import Sequences, full_attention, in_one_launch, varlen_attention
 
 GPU = pytest.param("cuda", marks=pytest.mark.gpu)
-LENGTHS = {"prompts": ((5, 1, 130, 64), (5, 1, 130, 64)), "pasts": ((5, 1, 70, 300), (5, 200, 70, 333)), "one token": ((1, 1), (9, 70))}
+LENGTHS = {
+    "prompts": ((5, 1, 130, 64), (5, 1, 130, 64)),
+    "pasts": ((5, 1, 70, 300), (5, 200, 70, 333)),
+    "one token": ((1, 1), (9, 70)),
+}
+OPTIONS = {
+    "": {},
+    "softcap": {"softcap": 3.0},
+    "sinks": {"s_aux": torch.tensor([0.5, -1.0, 2.0, 0.0])},
+    "window": {"window": 60},
+    "window of one": {"window": 1},
+    "window and softcap": {"window": 290, "softcap": 3.0},
+    "window and sinks": {"window": 20, "s_aux": torch.tensor([0.5, -1.0, 2.0, 0.0])},
+}
 
 
 def case(queries, keys, device: str, dim: int = 64):
@@ -20,11 +33,12 @@ def case(queries, keys, device: str, dim: int = 64):
     return query, key, value, Sequences(list(queries), list(keys), starts)
 
 
-def one_by_one(query, key, value, queries, keys, **options) -> torch.Tensor:
+def one_by_one(query, key, value, queries, keys, window=1000, **options) -> torch.Tensor:
     """In fp32, with a mask."""
     parts, q, k = [], 0, 0
     for new, tokens in zip(queries, keys, strict=True):
-        mask = torch.ones(new, tokens, dtype=torch.bool, device=query.device).tril(tokens - new)[None, None]
+        mask = torch.ones(new, tokens, dtype=torch.bool, device=query.device).tril(tokens - new)
+        mask = mask.triu(tokens - new - window + 1)[None, None]
         sides = (x[:, :, begin : begin + n].float() for x, begin, n in ((query, q, new), (key, k, tokens), (value, k, tokens)))
         parts.append(full_attention(None, *sides, mask, **options)[0])
         q, k = q + new, k + tokens
@@ -33,7 +47,7 @@ def one_by_one(query, key, value, queries, keys, **options) -> torch.Tensor:
 
 @pytest.mark.parametrize("device", ["cpu", GPU])
 @pytest.mark.parametrize("lengths", LENGTHS)
-@pytest.mark.parametrize("options", [{}, {"softcap": 3.0}, {"s_aux": torch.tensor([0.5, -1.0, 2.0, 0.0])}], ids=["", "softcap", "sinks"])
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_sequences_one_after_another(device, lengths, options):
     options = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in options.items()}
     query, key, value, sequences = case(*LENGTHS[lengths], device)

@@ -130,10 +130,10 @@ def watch_offloading(manager) -> dict[str, torch.Tensor]:
     return moved
 
 
-def single(network, ids: list[int], format, new: int = NEW, chunk: int | None = None, **zones) -> tuple[list[int], list[float]]:
+def single(network, ids: list[int], format, new: int = NEW, chunk: int | None = None, cache=None, **zones) -> tuple[list[int], list[float]]:
     """Tokens of one prompt, read in chunks, with a cache; and by how much the logit of each exceeds the next one, relative to the largest
     logit."""
-    cache = CompressedCache(network.config, format=format, **ZONES | zones)
+    cache = CompressedCache(network.config, format=format, **ZONES | zones) if cache is None else cache
     given, tokens, margins = list(ids), [], []
     with torch.no_grad():
         for _ in range(new):

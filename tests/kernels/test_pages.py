@@ -201,6 +201,14 @@ def test_splits_of_many_rows(monkeypatch):
     compare(monkeypatch, "turboquant_4bit_nc", query[:2], replace(without, splits=split(without.pages.lengths)))
 
 
+@KERNELS
+def test_a_window_begins_anywhere_in_a_page(monkeypatch):
+    """Whole splits before it have no token, and neither may a row whose window is in its ring."""
+    inputs = build(REGISTRY["int8"], [150, 151, 270], heads=1, begin=150, sinks=0, ring=5, page=256, device=DEVICE)
+    query, sinks = torch.randn(3, 2, 1, 64, device=DEVICE).half(), torch.randn(2, device=DEVICE)
+    compare(monkeypatch, "int8", query, replace(inputs, splits=split(inputs.pages.lengths)), sinks=sinks, softcap=5.0)
+
+
 STORED = [name for name in FORMATS if name not in ("fp8_tensor",)]
 """Formats that kernels quantize."""
 

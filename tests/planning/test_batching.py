@@ -47,8 +47,8 @@ def batching_config() -> ContinuousBatchingConfig:
     )  # fmt: skip
 
 
-def allocated(format: str | None, **options) -> PagedAttentionCache:
-    network = model("llama")
+def allocated(format: str | None, name: str = "llama", **options) -> PagedAttentionCache:
+    network = model(name)
     config = copy.deepcopy(network.config)
     same = {
         "config": config, "continuous_batching_config": batching_config(), "device": network.device, "dtype": network.dtype,
@@ -94,6 +94,19 @@ def test_plans_are_what_is_allocated_to_the_page(config, format, options):
     if found.requests != found.rings:
         assert free < max(-(-sum(kind[1:]) // found.page_size) for kind in MIX)
         assert not stores(cache, -1, 256 * (free + 1))
+
+
+@pytest.mark.parametrize("format", [None, "int8"])
+@pytest.mark.parametrize("name", ["gemma3", "mistral"])
+def test_plans_know_windows(config, name, format):
+    """Sliding layers hold the blocks of a window: as many requests fit as are planned, and no more."""
+    found, cache = planned(MODELS[name](), format).batching, allocated(format, name)
+    assert cache.num_blocks == found.pages and found.requests
+    kinds = [kind for kind, count in enumerate(found.counts) for _ in range(count)]
+    assert all(stores(cache, number, sum(MIX[kind][1:])) for number, kind in enumerate(kinds))
+    if found.requests not in (found.rings, 1024):
+        assert not stores(cache, -1, max(sum(kind[1:]) for kind in MIX))
+    assert found.requests > (planned(config, format).batching.requests if name == "mistral" else 0)
 
 
 def test_requests_come_in_proportion():
@@ -146,8 +159,8 @@ def test_wrong_input_is_explained(config, options, says):
 
 
 def test_models_that_pages_cannot_hold(config):
-    with pytest.raises(NotImplementedError, match="sliding"):
-        plan(MODELS["gemma3"](), requests=MIX, gpu_memory=FREE, weights_memory=WEIGHTS)
+    with pytest.raises(NotImplementedError, match="linear_attention"):
+        plan(MODELS["qwen3_next"](), requests=MIX, gpu_memory=FREE, weights_memory=WEIGHTS)
 
 
 def run(*arguments: str):
