@@ -96,18 +96,20 @@ def continuous_batching(
 
     Every token is quantized when it is written. Each request also keeps its last tokens in the model's dtype, and its
     first tokens beside its first block. The tokens of a step attend to each other exactly. Blocks that are shared,
-    forked, or moved to the host and back keep their codes.
+    forked, or moved to the host and back keep their codes. Of layers with a sliding window, pages hold the tokens of
+    the window, and requests share none, as in transformers.
 
     Args:
         format: a registry name (`qkvcache.formats.REGISTRY`) or a Format. Its scales must not span tokens.
         residual_length: number of last tokens of each request that attention reads in the model's dtype.
-        num_sink_tokens: number of first tokens of each request that stay in the model's dtype.
+        num_sink_tokens: number of first tokens of each request that stay in the model's dtype, in layers without a
+            sliding window.
         statistics: for formats with one mean or scale for all tokens: the `batching.statistics` of an earlier run, or
             the file that its `save` wrote. None: they come from the first batch of prompts and are frozen for all later
             requests.
 
     Raises:
-        NotImplementedError: a release of transformers that is not supported, models with sliding, linear or latent
+        NotImplementedError: a release of transformers that is not supported, models with linear, chunked or latent
             attention or with attention code of their own, or encoder-decoders.
         ValueError: an unknown format or one that cannot hold the model's head_dim; negative sizes; statistics of
             another format or model; a model that already batches on compressed pages.
@@ -166,6 +168,12 @@ def check_config(config: PreTrainedConfig) -> None:
             f"{text.model_type} has {', '.join(sorted(kinds))} layers: transformers' continuous batching has no allocator for them, only "
             "for full and sliding attention"
         )
+    try:
+        alike = getattr(text, "global_head_dim", None) in (None, head_dim_of(text))
+    except RuntimeError:  # transformers' error for an attribute that differs by layer
+        alike = False
+    if not alike:
+        raise NotImplementedError(f"{text.model_type} has heads of several sizes: pages of all layers have one shape")
     if getattr(text, "num_kv_shared_layers", 0):
         raise NotImplementedError(f"{text.model_type} shares keys among layers: compressed pages hold each layer's own")
 

@@ -255,8 +255,9 @@ def pool_size(
         max_requests = max(min(cb_config.max_requests_per_batch or most, most), 1)
 
     def beside(rings: int) -> PoolSize:
-        found = Sizing(**sizes, taken=(rings + 1) * bytes_per_ring).infer_max_batch_tokens_and_num_sectors()
-        return _size(groups, sizes, *map(least, found), rings, bytes_per_ring)
+        sizing = Sizing(**sizes, taken=(rings + 1) * bytes_per_ring)
+        batch_tokens, sectors = map(least, sizing.infer_max_batch_tokens_and_num_sectors())
+        return _size(groups, sizes, batch_tokens, sectors, rings, bytes_per_ring)
 
     size = beside(max_requests)
     return size if size.blocks >= max_requests else beside(size.blocks)

@@ -133,7 +133,9 @@ def test_models_are_served_or_refused(name):
     network = model(name, "eager" if (name, "sdpa") in UNSUPPORTED else "sdpa")
     served = {"llama", "qwen3", "phi3", "gpt2", "gemma2", "gemma3", "gpt_oss", "mistral"}
     if name not in served:
-        with pytest.raises(NotImplementedError, match="has linear_attention layers: .*no allocator|latents|shares keys"):
+        with pytest.raises(
+            NotImplementedError, match="has (linear_attention|hybrid) layers: .*no allocator|latents|shares keys|of several sizes"
+        ):
             continuous_batching(network)
         assert "init_continuous_batching" not in network.__dict__
         return
@@ -145,9 +147,18 @@ def test_models_are_served_or_refused(name):
 
 
 @recent
-def test_models_with_attention_code_of_their_own_are_refused():
-    with pytest.raises(NotImplementedError, match="gptj computes attention itself"):
-        check_config(transformers.GPTJConfig())
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        (transformers.GPTJConfig, "gptj computes attention itself"),
+        (transformers.Llama4TextConfig, "has chunked_attention layers: .* no allocator"),
+        (transformers.BambaConfig, "has linear_attention layers: .* no allocator"),
+        (transformers.Gemma4TextConfig, "heads of several sizes"),
+    ],
+)
+def test_models_that_are_refused(config, says):
+    with pytest.raises(NotImplementedError, match=says):
+        check_config(config())
 
 
 @recent
