@@ -190,6 +190,13 @@ def attention_to_latents(format: str, target: str, rows: int = 128, variant: str
     return Job(name, triton_attend_latents.attend_latents_kernel, types, constants, target, options, may_spill=True)
 
 
+def queries_of_latents(target: str) -> Job:
+    types = {"latent": "*bf16", "query": "*bf16", "order": "*i64", "rope_order": "*i64", "mean": "*fp32", "factors": "*fp32"}
+    types |= dict.fromkeys(("q_latent", "q_rope"), "*fp16") | dict.fromkeys(("scaling", "latent_unit", "rope_unit"), "fp32")
+    constants = {"D": 512, "P": 64, "CENTERED": True}
+    return Job("queries of latents", triton_attend_latents.query_kernel, types, constants, target, {"num_warps": 1})
+
+
 def _strides_of(how: PackedLayout, head_dim: int, dtype: str) -> tuple[int, ...]:
     """The strides of codes, high bits and scales over entries and heads, where entries count in units of ALIGNMENT."""
     words, size = head_dim // how.per, {"bf16": 2, "fp32": 4}[dtype] if how.kind == "half" else 2
@@ -393,7 +400,8 @@ def jobs(everything: bool) -> Iterator[Job]:
             yield attention(format, 128, target, "items")
             if format != "identity":
                 yield attention_in_tiles(format, 128, target, 128)
-        for format in ("turboquant_4bit_nc",) if few else ("int8", "turboquant_4bit_nc", "nvfp4"):
+        yield queries_of_latents(target)
+        for format in ("turboquant_4bit_nc",) if few else ("int8", "turboquant_4bit_nc"):
             yield storing(format, 512, 1, target, heads=1)
             yield storing(format, 512, 512, target, heads=1)
             yield attention_to_latents(format, target, variant="" if few else "store")

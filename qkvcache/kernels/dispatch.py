@@ -78,10 +78,13 @@ def _warn_once(message: str) -> None:
 
 
 @functools.lru_cache(maxsize=32)
-def prepare(codecs: tuple[Codec, Codec], dims: tuple[int, int], dtype: torch.dtype, device: torch.device) -> None:
-    """Allocates the tensors that are cached for these codecs and for keys and values `[B, H, T, dim]` of `dtype`: `tables.py` says why."""
+def prepare(codecs: tuple[Codec, Codec], dims: tuple[int, int], dtype: torch.dtype, device: torch.device, latents: bool = False) -> None:
+    """Allocates the tensors that are cached for these codecs and for keys and values `[B, H, T, dim]` of `dtype`: `tables.py` says why.
+    `latents`: keys are latents."""
     if on_triton(device):
         _module("tables").tables(codecs, *dims, device)
+        if latents:
+            _module("triton_attend_latents").prepare(codecs, dims, dtype, device)
     for codec, dim in zip(codecs, dims, strict=True):
         token = torch.zeros(1, 1, 1, dim, dtype=dtype, device=device)
         statistics = codec.calibrate(token)

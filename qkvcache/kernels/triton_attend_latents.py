@@ -1,8 +1,8 @@
 """The fused attention kernel over latents: many query heads over one head whose latents are keys and values at once (`attend_latents.py`).
 
 One program reads one split of the tokens of one sequence for a block of query rows. A tile of latents is dequantized once, to fp16 in
-shared memory, for both products, as in `triton_attend_tiles.py`: it has the order of channels that is described there. The host brings
-queries into that order, rotates them as latents are stored and scales them to fp16.
+shared memory, for both products, as in `triton_attend_tiles.py`: it has the order of channels that is described there. Queries are rotated
+as latents are stored, brought into that order and scaled to fp16 beforehand (`query_kernel`).
 
 Splits of the quantized tokens, and the exact tokens as one more, leave partial outputs that `triton_join.py` joins. All
 exponents are base 2.
@@ -11,6 +11,7 @@ Shapes of tiles: T tokens, R query rows, D channels of a latent, P of a rotated 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from dataclasses import dataclass
 from typing import Any
@@ -65,6 +66,39 @@ def _exact_tiles(
         s = tl.where(valid[None, :] & (column[None, :] <= newest[:, None]), s, float("-inf"))
         state = _absorb(state, s, tl.full([s.shape[0]], 1.0, tl.float32), c, ARCH)
     return state
+
+
+@triton.jit(do_not_specialize=["latent_stride", "query_stride", "mean_b", "rows", "scaling", "latent_unit", "rope_unit"])
+def query_kernel(
+    latent, query, order, rope_order, mean, q_latent, q_rope, factors, latent_stride, query_stride, mean_b, rows, scaling, latent_unit,
+    rope_unit, D: tl.constexpr, P: tl.constexpr, CENTERED: tl.constexpr,
+):  # fmt: skip
+    """Brings queries into the form in which `attend_latents_kernel` multiplies them. Grid (B * rows).
+
+    latent             [B * rows, D], rotated as stored, a row `latent_stride` elements from the next
+    query              [B * rows, D + P]: query_stride
+    order, rope_order  int64 [D] and [P]: the channel at each place of a tile
+    mean               fp32 [B, D]: mean_b; read if CENTERED
+    q_latent, q_rope, factors   as of `attend_latents_kernel`
+    scaling, latent_unit, rope_unit   factor of scores, to base 2, and the units of the numbers in tiles
+    """
+    row = tl.program_id(0).to(tl.int64)
+    latent += row * latent_stride
+    d = tl.arange(0, D)
+    p = tl.arange(0, P)
+    x = tl.load(latent + d).to(tl.float32)
+    center = 0.0
+    if CENTERED:
+        center = tl.sum(x * tl.load(mean + row // rows * mean_b + d), 0) * scaling
+    largest = tl.maximum(tl.max(tl.abs(x), 0), 1e-30)
+    x = tl.load(latent + tl.load(order + d)).to(tl.float32)
+    tl.store(q_latent + row * D + d, (x / largest).to(tl.float16))
+    tl.store(factors + row * 3, largest * scaling * latent_unit)
+    tl.store(factors + row * 3 + 2, center)
+    x = tl.load(query + row * query_stride + D + tl.load(rope_order + p)).to(tl.float32)
+    largest = tl.maximum(tl.max(tl.abs(x), 0), 1e-30)
+    tl.store(q_rope + row * P + p, (x / largest).to(tl.float16))
+    tl.store(factors + row * 3 + 1, largest * scaling * rope_unit)
 
 
 # What changes from step to step, or call to call, must not compile the kernel anew.
@@ -244,17 +278,28 @@ def _order(layout: PackedLayout, dim: int, device: torch.device) -> Tensor:
     return channel.view(eighths, 2, 2, 2, layout.per).permute(1, 0, 2, 4, 3).flatten()
 
 
-def _prepared(codec: Codec, layout: PackedLayout, x: Tensor, scaling: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries `[B, N, D]` as the kernel multiplies tiles of `codec`: fp16 in the order of tiles, the factor of their scores, fp32 `[B, N]`;
-    and rotated, in order, fp32 `[B, N, D]`."""
-    dim = x.shape[2]
-    if codec.rotation is not None:
-        matrix = codec.rotation.matrix(dim, x.device, x.dtype)
-        x = torch.addmm(matrix[0], x.reshape(-1, dim), matrix, beta=0, alpha=rotation_block(dim) ** -0.5).view(x.shape)
-    x = x.float()
-    largest = x.abs().amax(-1, keepdim=True).clamp_min(1e-30)
-    factor = largest[..., 0] * (scaling * float(unit_of.fn(layout)) / float(_power.fn(layout)))
-    return (x / largest).half()[..., _order(layout, dim, x.device)], factor, x
+@functools.lru_cache(maxsize=32)
+def _units(codecs: tuple[PackedLayout, PackedLayout]) -> tuple[float, float]:
+    """The units of the numbers in tiles of both sides."""
+    latent, rope = (float(unit_of.fn(layout)) / float(_power.fn(layout)) for layout in codecs)
+    return latent, rope
+
+
+def _turned(codec: Codec, x: Tensor) -> Tensor:
+    """Queries `[N, D]`, rotated as keys are stored."""
+    if codec.rotation is None:
+        return x
+    matrix = codec.rotation.matrix(x.shape[1], x.device, x.dtype)
+    return torch.addmm(matrix[0], x, matrix, beta=0, alpha=rotation_block(x.shape[1]) ** -0.5)
+
+
+def prepare(codecs: tuple[Codec, Codec], dims: tuple[int, int], dtype: torch.dtype, device: torch.device) -> None:
+    """Allocates the tensors that are cached for these codecs (`tables.py` says why)."""
+    for codec, dim in zip(codecs, dims, strict=True):
+        if (layout := layout_of(codec)) and _in_tiles(layout, dim):
+            _order(dataclasses.replace(layout, search=0), dim, device)
+    if codecs[0].rotation is not None:
+        codecs[0].rotation.matrix(dims[0], device, dtype)
 
 
 def attend_latent_pages(
@@ -273,12 +318,16 @@ def attend_latent_pages(
     rows, base2 = heads * queries, scaling * LOG2E.value
     launch = launch or launched(arch, rows)
     query = query if query.stride(-1) == 1 else query.contiguous()
-    flat = query.reshape(batch, rows, rank + rope)
-    latent, factor, turned = _prepared(inputs.pages.key, args.use.key, flat[..., :rank], base2)
-    rotated, rope_factor, _ = _prepared(inputs.pages.value, args.use.value, flat[..., rank:], base2)
-    mean = args.planes[0][3]
-    product = (turned @ mean.flatten(0, 2)[..., None])[..., 0] * base2 if args.use.key.centered else torch.zeros_like(factor)
-    factors = torch.stack([factor, rope_factor, product], dim=-1)
+    flat = query.reshape(batch * rows, rank + rope)
+    turned, mean = _turned(inputs.pages.key, flat[:, :rank]), args.planes[0][3]
+    latent, rotated = (torch.empty(batch * rows, dim, dtype=torch.float16, device=device) for dim in (rank, rope))
+    factors = torch.empty(batch * rows, 3, dtype=torch.float32, device=device)
+    with torch.cuda.device_of(query):
+        query_kernel[(batch * rows,)](
+            turned, flat, _order(args.use.key, rank, device), _order(args.use.value, rope, device), mean, latent, rotated, factors,
+            turned.stride(0), flat.stride(0), args.means[0][0], rows, base2, *_units((args.use.key, args.use.value)),
+            D=rank, P=rope, CENTERED=args.use.key.centered, num_warps=1,
+        )  # fmt: skip
 
     blocks, exact = -(-rows // launch.rows), int(sinks + ring > 0)
     panels = batch * blocks

@@ -140,7 +140,7 @@ class CompressedLayer(CacheLayerMixin):
         if self.storage is None or any(map(differ, self.storage.residual, like)):
             self.storage = self.make_storage(like)
             if self.is_compileable:
-                prepare(codecs, (key_states.shape[3], value_states.shape[3]), self.dtype, self.device)
+                prepare(codecs, (key_states.shape[3], value_states.shape[3]), self.dtype, self.device, self.latents)
         self.is_initialized = True
 
     def codecs(self, value_dim: int) -> tuple[Codec, Codec]:
