@@ -59,9 +59,6 @@ class Pages:
     """Whether there may be slabs that are not in `slabs`, as in compiled code."""
     step: int = 1
     """The difference of the entries of two pages that are neighbours in a slab."""
-    planes: tuple[Codes, Codes] = field(init=False)
-    """The planes of the first slab with an index for each entry, for kernels. Where `step` is not 1, they overlap themselves, and torch
-    does not record CUDA graphs of code that is given them."""
     tensors: list[Tensor] = field(init=False)
     """The planes of the first slab and the statistics, for operators of torch."""
     numbers: tuple[int, int, int] = field(init=False)
@@ -69,13 +66,18 @@ class Pages:
 
     def __post_init__(self) -> None:  # code that is compiled must not depend on how many slabs there are
         self.tensors = [x for side in (*self.slabs[0], *self.statistics) for x in side.values()]
-        key, value = ({name: _by_entry(x, self.step) for name, x in side.items()} for side in self.slabs[0])
-        self.planes = key, value
         self.numbers = number(self.key), number(self.value), self.firsts[0]
 
     @property
     def codecs(self) -> tuple[Codec, Codec]:
         return self.key, self.value
+
+    @property
+    def planes(self) -> tuple[Codes, Codes]:
+        """The planes of the first slab with an index for each entry, for kernels. Where `step` is not 1, they overlap themselves, and torch
+        does not record CUDA graphs of code that is given them."""
+        key, value = ({name: _by_entry(x, self.step) for name, x in side.items()} for side in self.slabs[0])
+        return key, value
 
     @property
     def per_head(self) -> bool:

@@ -155,7 +155,8 @@ class PagedTokens:
         """Allocates `count` pages, and a table of `width` columns. For planning, on the meta device: pages have no numbers, of which there
         may be billions."""
         if count:
-            self.pool.slabs.append(Slab(torch.empty(count * self.pool.layout.nbytes, dtype=torch.uint8, device="meta"), count, 1, 0))
+            layout = self.pool.layout
+            self.pool.slabs.append(Slab(layout, torch.empty(count * layout.nbytes, dtype=torch.uint8, device="meta"), count, 1, 0))
             self._fit_table(width, 0)
 
     # Rows and owners.

@@ -10,7 +10,8 @@ tokens are a view of each plane.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -78,18 +79,18 @@ class PageLayout:
         return sides
 
 
-@dataclass(eq=False)
 class Slab:
     """One allocation of `groups` groups of `neighbours` pages each; its pages have the numbers from `first` on."""
 
-    data: Tensor
-    groups: int
-    neighbours: int
-    first: int
+    def __init__(self, layout: PageLayout, data: Tensor, groups: int, neighbours: int, first: int):
+        self.layout, self.groups, self.neighbours, self.first = layout, groups, neighbours, first
+        self.end = first + groups * neighbours
+        self.place(data)
 
-    @property
-    def end(self) -> int:
-        return self.first + self.groups * self.neighbours
+    @torch.inference_mode(False)
+    def place(self, data: Tensor) -> None:
+        """Sets the bytes, uint8 `[bytes]`, and `planes`, their views."""
+        self.data, self.planes = data, self.layout.views(data, self.groups, self.neighbours)
 
 
 class PagePool:
@@ -112,12 +113,12 @@ class PagePool:
         """The planes of all slabs and the entries of their first pages, as `kernels.Pages` has them."""
         layout = self.layout
         if not self.slabs:
-            return [layout.views(torch.empty(0, dtype=torch.uint8, device=self.device), 0)], [ANCHOR if self.by_address else 0]
-        views = [layout.views(slab.data, slab.groups, slab.neighbours) for slab in self.slabs]
+            return [_no_pages(layout, self.device)], [ANCHOR if self.by_address else 0]
+        planes = [slab.planes for slab in self.slabs]
         if not self.by_address:
-            return views, [slab.first for slab in self.slabs]
+            return planes, [slab.first for slab in self.slabs]
         self.anchor = self._address(self.slabs[0])
-        return views, [self._address(slab) - self.anchor + ANCHOR for slab in self.slabs]
+        return planes, [self._address(slab) - self.anchor + ANCHOR for slab in self.slabs]
 
     @property
     def step(self) -> int:
@@ -148,7 +149,7 @@ class PagePool:
         shape = (count, 1) if self.by_address else (groups, neighbours)
         with torch.inference_mode(False):  # tensors made in inference mode cannot be written outside of it
             data = torch.zeros(count * self.layout.nbytes, dtype=torch.uint8, device=self.device)
-        self.slabs.append(Slab(data, *shape, first))
+        self.slabs.append(Slab(self.layout, data, *shape, first))
         self.owners = numpy.concatenate([self.owners, numpy.ones(count, numpy.int32)])
         return numpy.arange(first, first + count).reshape(groups, neighbours)
 
@@ -191,42 +192,59 @@ class PagePool:
     def read(self, side: int, numbers: Numbers) -> Codes:
         """Codes of the keys (`side` 0) or values (1) in pages `[B, W]`: `[B, H', W * PAGE, width]`."""
         found: Codes = {}
+        if row := self._row(numbers):
+            slab, first = row
+            planes = {name: plane[first : first + numbers.size] for name, plane in slab.planes[side].items()}
+            copies = {name: _words(plane).transpose(0, 1).contiguous()[None] for name, plane in planes.items()}
+            return {name: copies[name].view(plane.dtype).unflatten(-1, plane.shape[2:]).flatten(2, 3) for name, plane in planes.items()}
         for planes, index, at in self._slabs_of(side, numbers):
             for name, plane in planes.items():
-                words, like = _words(plane), plane.shape[2:]  # words are copied sooner than bytes
-                if at is None and isinstance(index[0], Tensor):
+                like = plane.shape[2:]
+                if at is None:
                     heads = torch.arange(like[0], device=self.device)[:, None]
-                    codes = words[index[0][:, None], index[1][:, None], heads]
-                elif at is None:
-                    codes = words[index].transpose(1, 2).contiguous()
-                else:
-                    if name not in found:
-                        found[name] = plane.new_empty(numbers.shape[0], like[0], numbers.shape[1], *like[1:])
-                    found[name].transpose(1, 2)[at] = plane[index]
+                    words = _words(plane)[index[0][:, None], index[1][:, None], heads]
+                    found[name] = words.view(plane.dtype).unflatten(-1, like[1:])
                     continue
-                found[name] = codes.view(plane.dtype).unflatten(-1, like[1:])
+                if name not in found:
+                    found[name] = plane.new_empty(numbers.shape[0], like[0], numbers.shape[1], *like[1:])
+                found[name].transpose(1, 2)[at] = plane[index]
         return {name: x.flatten(2, 3) for name, x in found.items()}
 
     def write(self, side: int, numbers: Numbers, codes: Codes, begin: int = 0) -> None:
         """Writes codes `[B, H', T, width]` into pages `[B, W]`, from token `begin` of the first page on."""
         size, at = self.layout.page_size, begin
         end = begin + next(iter(codes.values())).shape[2]
+        row = self._row(numbers)
         while at < end:
-            first = at // size
-            whole = 0 if at % size else (end - at) // size
-            count = whole * size or min(size - at % size, end - at)
-            for planes, index, part in self._slabs_of(side, numbers[:, first : first + max(whole, 1)]):
+            first, offset = divmod(at, size)
+            whole = 0 if offset else (end - at) // size
+            pages, count = max(whole, 1), whole * size or min(size - offset, end - at)
+            slabs: Iterable[tuple[Codes, tuple, tuple[Tensor, ...] | None]] = self._slabs_of(side, numbers[:, first : first + pages])
+            if row is not None:
+                slabs = [(row[0].planes[side], (slice(row[1] + first, row[1] + first + pages),), None)]
+            for planes, index, part in slabs:
                 for name, plane in planes.items():
-                    new = codes[name].narrow(2, at - begin, count).unflatten(2, (max(whole, 1), -1)).transpose(1, 2)
-                    if whole:
+                    new = codes[name][:, :, at - begin : at - begin + count].unflatten(2, (pages, -1)).transpose(1, 2)
+                    if row is not None:
+                        new = new[0]
+                    if whole:  # words are copied sooner than bytes
                         new = _words(new)
                         plane = _words(plane).view(new.dtype)
                     else:
-                        plane = plane[:, :, :, at % size : at % size + count]
+                        plane = plane[..., offset : offset + count, :]
                     plane[index] = new if part is None else new[part]
             at += count
 
-    def _slabs_of(self, side: int, numbers: Numbers) -> Iterator[tuple[Codes, tuple, tuple[Tensor, ...] | None]]:
+    def _row(self, numbers: Numbers) -> tuple[Slab, int] | None:
+        """The slab of the pages `[1, W]` of one row and the first of them in it, if they follow one another there; else None."""
+        if len(numbers) > 1 or not numbers.size:
+            return None
+        slab, first = self.slab_of(int(numbers[0, 0])), int(numbers[0, 0])
+        if slab.neighbours > 1 or numbers[0, -1] >= slab.end or (numbers[0, 1:] != numbers[0, :-1] + 1).any():
+            return None
+        return slab, first - slab.first
+
+    def _slabs_of(self, side: int, numbers: Numbers) -> Iterator[tuple[Codes, tuple[Tensor, ...], tuple[Tensor, ...] | None]]:
         """Yields for each slab that has some of the pages `[B, W]`: its planes as `[G, n, H', PAGE, width]`; the index of these pages in
         the first two dimensions; and their indices in `numbers`, None if the slab has all pages: the index then gives `[B, W, ...]`."""
 
@@ -237,17 +255,11 @@ class PagePool:
             here = (numbers >= slab.first) & (numbers < slab.end)
             if not here.any():
                 continue
-            views = self.layout.views(slab.data, slab.groups, slab.neighbours)[side]
-            planes = {name: x.unflatten(2, (slab.neighbours, -1)).transpose(1, 2) for name, x in views.items()}
-            if not here.all():
-                yield planes, tensors(*numpy.divmod(numbers[here] - slab.first, slab.neighbours)), tensors(*here.nonzero())
-                continue
-            if slab.neighbours == len(numbers) == 1 and (numpy.diff(numbers) == 1).all():
-                first = int(numbers[0, 0]) - slab.first
-                yield planes, (None, slice(first, first + numbers.size), 0), None
-            else:
+            planes = {name: x.unflatten(2, (slab.neighbours, -1)).transpose(1, 2) for name, x in slab.planes[side].items()}
+            if here.all():
                 yield planes, tensors(*numpy.divmod(numbers - slab.first, slab.neighbours)), None
-            return
+                return
+            yield planes, tensors(*numpy.divmod(numbers[here] - slab.first, slab.neighbours)), tensors(*here.nonzero())
 
     def clear(self, numbers: Numbers) -> None:
         """Fills pages with zeros: masked attention multiplies stale values by 0, and nan times 0 is nan."""
@@ -256,18 +268,24 @@ class PagePool:
                 for plane in planes.values():
                     plane[index] = 0
 
-    def move(self, device: torch.device, move: object) -> None:
+    def move(self, device: torch.device, move: Callable[[Tensor], Tensor]) -> None:
         """Moves all slabs to `device` by `move(tensor)`."""
         self.device = device
         for slab in self.slabs:
-            slab.data = move(slab.data)  # type: ignore[operator]
+            slab.place(move(slab.data))
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Every plane with its role, `codes` or `scales`."""
         for slab in self.slabs:
-            views = self.layout.views(slab.data, slab.groups, slab.neighbours)
-            for codec, codes, dim in zip(self.layout.codecs, views, self.layout.dims, strict=True):
+            for codec, codes, dim in zip(self.layout.codecs, slab.planes, self.layout.dims, strict=True):
                 yield from codec.roles(codes, dim)
+
+
+@functools.lru_cache(maxsize=64)
+def _no_pages(layout: PageLayout, device: torch.device) -> tuple[Codes, Codes]:
+    """Planes without pages."""
+    with torch.inference_mode(False):
+        return layout.views(torch.empty(0, dtype=torch.uint8, device=device), 0)
 
 
 def _words(x: Tensor) -> Tensor:

@@ -244,6 +244,7 @@ def test_entries_of_a_gpu_are_locked_until_copies_have_ended(tmp_path):
         of(ids, past_key_values=cache)
     kept.store(ids, cache)
     later = torch.cat([ids, ids[:, :1]], 1).cpu()  # the host would wait for ids of a GPU
+    kept.fetch(later)  # the host may wait when CUDA loads a kernel
     for _ in range(2):
         assert all(x.is_pinned() for layer in kept._memory.entries[0].layers for x in layer.tensors.values())
         torch.cuda._sleep(1_000_000_000)
