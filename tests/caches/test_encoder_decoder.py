@@ -5,7 +5,7 @@ import torch
 from transformers import DynamicCache, EncoderDecoderCache
 
 from qkvcache import CompressedCache, TurboQuantCache, attach, detach
-from tests.matrix import model
+from tests.matrix import covering, model
 from tests.reference import ZONES, assert_close, count_decoded_layers, decoded
 from tests.seeds import SEED
 from tests.tolerance import of_model
@@ -40,9 +40,7 @@ def run(name, attention, cache, **options):
     return model(name, attention).generate(**inputs(name), past_key_values=cache, **options)
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("attention", ATTENTION)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "attention", "mode"), covering(NAMES, ATTENTION, MODES))
 def test_the_exact_cache_gives_the_tokens_of_dynamic_cache(name, attention, mode):
     config = model(name, attention).config
     expected = run(name, attention, wrap(DynamicCache()), **MODES[mode])

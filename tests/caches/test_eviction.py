@@ -11,7 +11,7 @@ from qkvcache import CompressedCache
 from qkvcache.attention import route
 from qkvcache.policies import H2O, Budget, KeyDiff, Knorm, SlidingWindow, SnapKV
 from qkvcache.policies.budget import LEAST
-from tests.matrix import ATTENTION, CUT_FREE, POLICIES, UNSUPPORTED, model, slowly
+from tests.matrix import ATTENTION, CUT_FREE, POLICIES, UNSUPPORTED, covering, model, slowly
 from tests.reference import ZONES, assert_close, count_decoded_layers, forward
 from tests.seeds import SEED
 from tests.tolerance import TURNED, of_model, turned
@@ -103,21 +103,20 @@ def live_bytes(cache):
     return sum(storages.values())
 
 
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize(("name", "budget"), covering(POLICIES, [12, 21], strength=1))
 @pytest.mark.parametrize("format", slowly([None, "int8"], ["int8"]))
-def test_the_budget_is_full_at_every_step_and_never_exceeded(name, format):
-    for budget in (12, 21):
-        cache = CompressedCache(model("llama").config, policy=POLICIES[name](budget), format=format, num_sink_tokens=2, residual_length=3)
+def test_the_budget_is_full_at_every_step_and_never_exceeded(name, budget, format):
+    cache = CompressedCache(model("llama").config, policy=POLICIES[name](budget), format=format, num_sink_tokens=2, residual_length=3)
 
-        def check(seen, cache=cache, budget=budget):
-            for layer in range(3):
-                assert cache.stored_length(layer) == min(seen, budget), seen
-                assert cache.get_seq_length(layer) == seen
-                assert cache.kept_positions(layer).shape == (1, 2, min(seen, budget))
-            assert cache.nbytes == live_bytes(cache)
-            assert cache.memory().dense == 3 * 2 * 2 * 32 * 4 * seen
+    def check(seen):
+        for layer in range(3):
+            assert cache.stored_length(layer) == min(seen, budget), seen
+            assert cache.get_seq_length(layer) == seen
+            assert cache.kept_positions(layer).shape == (1, 2, min(seen, budget))
+        assert cache.nbytes == live_bytes(cache)
+        assert cache.memory().dense == 3 * 2 * 2 * 32 * 4 * seen
 
-        run(model("llama"), cache, (30, *[1] * 6, 3, 1), inputs((0,), 40), check)
+    run(model("llama"), cache, (30, *[1] * 6, 3, 1), inputs((0,), 40), check)
 
 
 @pytest.mark.parametrize("attention", slowly(IMPLEMENTATIONS, ["sdpa"]))

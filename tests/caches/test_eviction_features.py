@@ -11,7 +11,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterf
 from qkvcache import CombinedCache, CompressedCache, H2OCache, SinkCache, SlidingWindowCache
 from qkvcache.attention import install, installed, uninstall
 from qkvcache.policies import H2O, Knorm, SinkWindow
-from tests.matrix import ATTENTION, POLICIES, model, slowly
+from tests.matrix import ATTENTION, POLICIES, covering, model, slowly
 from tests.reference import assert_close, forward
 from tests.seeds import SEED
 from tests.tolerance import of_model, turned
@@ -218,13 +218,17 @@ def test_turns_of_different_lengths(name, attention):
             assert torch.equal(single.kept_positions(layer)[0], batch.kept_positions(layer)[row][:, -15:])
 
 
-@pytest.mark.parametrize(
-    "options", [{"num_beams": 4}, {"num_beams": 3, "do_sample": True}, {"num_return_sequences": 3, "do_sample": True}], ids=str
-)
-@pytest.mark.parametrize("name", slowly(POLICIES, FEW))
-def test_beams(name, options):
+SEVERAL = {
+    "beams": {"num_beams": 4},
+    "sampled beams": {"num_beams": 3, "do_sample": True},
+    "sequences": {"num_return_sequences": 3, "do_sample": True},
+}
+
+
+@pytest.mark.parametrize(("name", "several"), covering(slowly(POLICIES, FEW), SEVERAL, strength=1))
+def test_beams(name, several):
     """As DynamicCache while the budget is large; with a small one the cache of each beam is that of its own text."""
-    network, inputs = model("llama"), prompt(2)
+    network, inputs, options = model("llama"), prompt(2), SEVERAL[several]
     expected = generate(network, DynamicCache(config=network.config), inputs, **options)
     assert torch.equal(generate(network, evicting(POLICIES[name](60)), inputs, **options), expected)
     generate(network, cache := evicting(POLICIES[name](14)), inputs, **options)

@@ -55,9 +55,12 @@ def snapshot(cache) -> list:
 # Forwards
 
 
-@pytest.mark.parametrize(("mode", "zones"), [*((mode, "zones") for mode in MODES), ("chunked_padded", "bare")])
-@pytest.mark.parametrize(("name", "attention"), LEGAL)
-def test_exact_format_equals_dynamic_cache(name, attention, mode, zones):
+FEEDS = [*((mode, "zones") for mode in MODES), ("chunked_padded", "bare")]
+
+
+@pytest.mark.parametrize("case", [(*pair, *feed) for pair, feed in covering(LEGAL, FEEDS, strength=1)], ids="-".join)
+def test_exact_format_equals_dynamic_cache(case):
+    name, attention, mode, zones = case
     network = model(name, attention)
     ours = make(network, "identity", 37, **ZONES[zones])
     pairs = zip(steps(network, ours, MODES[mode]), steps(network, DynamicCache(config=network.config), MODES[mode]), strict=True)

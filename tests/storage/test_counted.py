@@ -9,6 +9,7 @@ from qkvcache.kernels.pages import DROPPED, LENGTH, TOKENS
 from qkvcache.storage import Storage
 from tests.codes import codes_of
 from tests.matrix import FORMATS as REGISTRY
+from tests.matrix import covering
 
 ROWS, HEADS, DIM, VALUE_DIM = 3, 2, 64, 32
 Pair = tuple[Tensor, Tensor]
@@ -46,10 +47,15 @@ def content(held: Storage) -> list[Tensor]:
     return [held.rows, held.control, *held.sinks, *held.residual, *codes_of(held.tokens)]
 
 
-@pytest.mark.parametrize("sizes", [(1, 1, 1, 1, 1, 1, 1), (2, 3, 4), (8, 1, 5), (5, 5, 5, 5), (40, 3, 1, 26)], ids=str)
-@pytest.mark.parametrize(("first", "ring"), [(3, 5), (0, 5), (3, 1), (0, 1), (7, 3)])
-@pytest.mark.parametrize("format", ["identity", "int8_asymmetric", "fp8_token", "turboquant_4bit_nc"])
-def test_ways_to_take_tokens_agree(format, first, ring, sizes):
+ZONES = [(3, 5), (0, 5), (3, 1), (0, 1), (7, 3)]
+SIZES = [(1, 1, 1, 1, 1, 1, 1), (2, 3, 4), (8, 1, 5), (5, 5, 5, 5), (40, 3, 1, 26)]
+
+
+@pytest.mark.parametrize(
+    ("format", "zones", "sizes"), covering(["identity", "int8_asymmetric", "fp8_token", "turboquant_4bit_nc"], ZONES, SIZES), ids=str
+)
+def test_ways_to_take_tokens_agree(format, zones, sizes):
+    first, ring = zones
     stores = [made(format, first, ring) for _ in range(3)]
     ways = (append, step_one_by_one, step_by_the_ring)
     x = new(20)
