@@ -134,14 +134,14 @@ def run(requests: int, clients: int = 16, seed: int = 0) -> Counter[str]:
             post(address, {"prompt": prompts[0], "max_tokens": 1})
             with ThreadPoolExecutor(clients) as threads:
                 counts.update(threads.map(one, range(requests)))
-            allocator = server.batching.manager.cache.allocator
+            cache = server.batching.manager.cache
             deadline = time.monotonic() + 30
-            while server.exchanges or server.metrics().running or allocator.block_table:
+            while server.exchanges or server.metrics().running or any(held.block_table for held in cache.allocators):
                 assert time.monotonic() < deadline, f"left: {server.metrics()}"
                 time.sleep(0.05)
             found = server.metrics()
-            assert not found.pages_used and not found.waiting and not allocator.rings.by_request, found
-            assert len(allocator.rings.free) == found.rings and not server.batching.manager.output_router.result_handlers
+            assert not found.pages_used and not found.waiting and not cache.store.rings.by_request, found
+            assert len(cache.store.rings.free) == found.rings and not server.batching.manager.output_router.result_handlers
             counts["tokens"], counts["cached tokens"] = found.tokens_generated, found.cached_tokens
             counts.update({f"counted {kind}": count for kind, count in server.observed.outcomes.items()})
     left = [thread.name for thread in threading.enumerate() if thread not in before]
