@@ -177,7 +177,7 @@ def attention_to_latents(format: str, target: str, rows: int = 128, variant: str
     arch = TARGETS[target].arch if TARGETS[target].backend == "cuda" else 0
     launch = triton_attend_latents.launched(arch, rows)
     job = attention(format, 512, target, variant)
-    rope = CompressedLayer(FORMATS[format], latents=True).codecs(64)[1].packed_layout
+    rope = CompressedLayer(FORMATS[format], latents=(512, 64)).codecs((512, 64))[1].packed_layout
     assert rope
     names = {param.name for param in triton_attend_latents.attend_latents_kernel.params}
     types = {name: kind for name, kind in job.types.items() if name in names}

@@ -45,17 +45,19 @@ _stock: dict[type, Callable] = {}
 """The method `expand_kv` of each class that is wrapped."""
 
 
-def absorb(config: PreTrainedConfig | None) -> bool:
-    """Wraps `expand_kv` of the attention classes of this model. Returns whether it caches latents and has the method. Idempotent."""
-    config = None if config is None else config.get_text_config(decoder=True)
-    if not getattr(config, "kv_lora_rank", None):
-        return False
+def absorb(config: PreTrainedConfig) -> tuple[int, int] | None:
+    """Wraps `expand_kv` of the attention classes of this model, and returns the channels of a latent and of a rotated
+    key; None if the model caches no latents, or has no such method. Idempotent."""
+    config = config.get_text_config(decoder=True)
+    rank = getattr(config, "kv_lora_rank", None)
+    if not rank:
+        return None
     kinds = [kind for kind in _modeling_classes(config) if isinstance(getattr(kind, "expand_kv", None), Callable)]  # type: ignore[arg-type]
     for kind in kinds:
         if "expand_kv" in vars(kind) and kind not in _stock:
             _stock[kind] = kind.expand_kv
             kind.expand_kv = _wrapped(kind.expand_kv)
-    return bool(kinds)
+    return (rank, config.qk_rope_head_dim) if kinds else None
 
 
 def _modeling_classes(config: Any) -> list[Any]:

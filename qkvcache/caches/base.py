@@ -121,7 +121,7 @@ class CompressedCache(DynamicCache):
         self._layer_options = {"num_sink_tokens": num_sink_tokens, "residual_length": residual_length}
         self._rope: Rope | None = None
         self._shares_keys = False
-        self._latents = absorb(config) if isinstance(config, PreTrainedConfig) else False
+        self._latents = absorb(config) if isinstance(config, PreTrainedConfig) else None
         self._exact: frozenset[int] = frozenset()
         """Full-attention layers that are uncompressed layers of this library."""
         if self.policy is not None:

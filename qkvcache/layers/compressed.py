@@ -65,8 +65,8 @@ class CompressedLayer(CacheLayerMixin):
         compile: whether steps of a growing layer can be compiled; with `max_length` they always can. Pages are then added outside of
             compiled code, when masks are made (`reserve`). If masks are made in compiled code too, tokens without room are dropped, and the
             next call outside of it raises ValueError.
-        latents: keys are latents, and values the rotated part of keys (MLA), which is INT8 in every format but an exact
-            one: it adds a tenth to the error of INT8 latents, which FP8 would double (`eval/bench_latents.py`).
+        latents: channels of keys and values that are latents and the rotated part of keys (MLA). That part is INT8 in every format but an
+            exact one: it adds a tenth to the error of INT8 latents, which FP8 would double (`eval/bench_latents.py`).
     """
 
     is_sliding = False
@@ -81,7 +81,7 @@ class CompressedLayer(CacheLayerMixin):
         residual_length: int = 64,
         max_length: int | None = None,
         compile: bool = False,
-        latents: bool = False,
+        latents: tuple[int, int] | None = None,
     ):
         if max_length is not None:  # the residual must have room for a token
             num_sink_tokens = min(num_sink_tokens, max_length - 1)
@@ -133,26 +133,27 @@ class CompressedLayer(CacheLayerMixin):
     # Tensors that a CUDA graph allocates belong to it, and are overwritten when it is replayed.
     @torch.compiler.disable(reason="storage is made outside of compiled code: call cache.early_initialization(...) before")
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        codecs = self.codecs(value_states.shape[3])
-        self.format.check(key_states.shape[3], None if codecs[1] is not self.format.value else value_states.shape[3])
+        dims = key_states.shape[3], value_states.shape[3]
+        codecs = self.codecs(dims)
+        self.format.check(dims[0], dims[1] if codecs[1] == self.format.value else None)
         self.dtype, self.device = key_states.dtype, key_states.device
         like = key_states, value_states
         if self.storage is None or any(map(differ, self.storage.residual, like)):
             self.storage = self.make_storage(like)
             if self.is_compileable:
-                prepare(codecs, (key_states.shape[3], value_states.shape[3]), self.dtype, self.device, self.latents)
+                prepare(codecs, dims, self.dtype, self.device, dims == self.latents)
         self.is_initialized = True
 
-    def codecs(self, value_dim: int) -> tuple[Codec, Codec]:
-        """The codecs of keys and of values of `value_dim` channels."""
+    def codecs(self, dims: tuple[int, int]) -> tuple[Codec, Codec]:
+        """The codecs of keys and values of so many channels."""
         value = self.format.value
-        if self.latents and sum(x.nbytes() for x in value.buffers(value_dim) if x.role == "codes") < 2 * value_dim:
+        if dims == self.latents and sum(x.nbytes() for x in value.buffers(dims[1]) if x.role == "codes") < 2 * dims[1]:
             value = SymmetricInt8()
         return self.format.key, value
 
     def make_storage(self, like: Pair) -> Storage:
         """Empty storage for keys and values of the shape, dtype and device of `like`, `[B, H, T, D]` each."""
-        codecs = self.codecs(like[1].shape[3])
+        codecs = self.codecs((like[0].shape[3], like[1].shape[3]))
         return Storage(codecs, like, self.num_sink_tokens, self.residual_length, self.max_length, self.is_compileable)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> KeysAndValues:  # type: ignore[override]

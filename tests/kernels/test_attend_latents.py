@@ -25,7 +25,7 @@ QUICK = ("int8", "turboquant_4bit_nc", "int4", "nvfp4", "hadaquant_k3v3")
 def layer(format, tokens, *, batch=2, rank=RANK, rope=ROPE, dtype=torch.float16, **options) -> CompressedLayer:
     """A layer with `tokens` latents, given as a prompt and step by step."""
     torch.manual_seed(SEED)
-    found = CompressedLayer(FORMATS[format], **{"num_sink_tokens": 3, "residual_length": 6} | options, latents=True)
+    found = CompressedLayer(FORMATS[format], **{"num_sink_tokens": 3, "residual_length": 6} | options, latents=(rank, rope))
     x = [torch.randn(batch, 1, tokens, dim, device=DEVICE).to(dtype) for dim in (rank, rope)]
     begin = max(tokens - 5, 1)
     found.update(*(side[:, :, :begin] for side in x))
@@ -115,10 +115,11 @@ def test_padding(kernels):
     assert_near(dispatched(query, held.storage.attention_inputs(), mask, scaling=0.2), dense(held, query, mask), 6e-3)
 
 
-def test_codecs_of_another_layer():
-    """Without the layer's INT8, both sides are those of the format."""
-    codec = CompressedLayer(Int4()).codecs(64)[1]
-    assert codec == Int4().value and CompressedLayer(Int4(), latents=True).codecs(64)[1] == SymmetricInt8()
+def test_only_rotated_keys_have_another_codec():
+    """A model may have layers of both kinds."""
+    layer = CompressedLayer(Int4(), latents=(RANK, ROPE))
+    assert layer.codecs((RANK, ROPE)) == (Int4().key, SymmetricInt8())
+    assert layer.codecs((RANK, RANK)) == Int4().codecs()
 
 
 @pytest.mark.parametrize("format", ["identity", "int8"])
