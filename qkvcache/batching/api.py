@@ -13,13 +13,11 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Callable
 from contextvars import copy_context
-from typing import Any, Protocol
+from typing import Any
 
-from transformers import PreTrainedTokenizerBase
 from transformers.cli.serving.utils import CBWorkerDeadError
 
 from .fields import ENDPOINTS, Endpoint, Refusal
-from .metrics import Observed
 from .requests import ASKED, Asked, StopStrings
 
 logger = logging.getLogger(__name__)
@@ -53,33 +51,10 @@ def refusal(error: BaseException, asked: Asked | None = None) -> Refusal:
     return Refusal(str(error), status=500)
 
 
-class Host(Protocol):
-    """The middleware's view of a server.
-
-    tokenizer         the model's tokenizer
-    stopping          whether requests are refused
-    exchanges         running requests
-    options_by_batch  whether the batch, not the handlers, applies sampling options
-    observed          outcomes and times of requests
-    """
-
-    tokenizer: PreTrainedTokenizerBase
-    stopping: bool
-    exchanges: set[Exchange]
-    options_by_batch: bool
-    observed: Observed
-
-    def check(self, given: dict[str, Any]) -> dict[str, Any]:
-        """The fields of a request that the server can serve. Raises Refusal."""
-
-    def cancel(self, asked: Asked) -> None:
-        """Ends a request whose client has left."""
-
-
 class Front:
-    """The middleware."""
+    """The middleware of a `server.Server`."""
 
-    def __init__(self, app: Callable, server: Host):
+    def __init__(self, app: Callable, server: Any):
         self.app, self.server = app, server
 
     async def __call__(self, scope: dict, receive: Callable, send: Callable) -> None:

@@ -36,10 +36,7 @@ class Batching:
         self._attention = model.config._attn_implementation
 
     def __call__(
-        self,
-        generation_config: GenerationConfig | None = None,
-        continuous_batching_config: Any = None,
-        workload_hints: Any = None,
+        self, generation_config: GenerationConfig | None = None, continuous_batching_config: Any = None, workload_hints: Any = None
     ) -> CompressedManager:
         """The model's `init_continuous_batching`."""
         from .transformers_adapter import manager_for

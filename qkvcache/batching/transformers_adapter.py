@@ -54,102 +54,47 @@ try:
         PagedAttentionMemoryHandler,
         group_layers_by_attn_type,
     )
-    from transformers.generation.continuous_batching.cache_allocators import (
-        FULL_ATTENTION,
-        CachePool,
-        FullAttentionCacheAllocator,
-    )
+    from transformers.generation.continuous_batching.cache_allocators import FULL_ATTENTION, CachePool, FullAttentionCacheAllocator
     from transformers.generation.continuous_batching.cb_logits_processors import (
         ContinuousBatchingLogitsProcessor,
         ContinuousBatchingLogitsProcessorList,
     )
-    from transformers.generation.continuous_batching.continuous_api import (
-        ContinuousBatchingManager,
-        ContinuousBatchProcessor,
-    )
+    from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager, ContinuousBatchProcessor
     from transformers.generation.continuous_batching.distributed import DistributedHelper
     from transformers.generation.continuous_batching.initialization import update_cb_config_after_cache_creation
-    from transformers.generation.continuous_batching.input_outputs import (
-        ContinuousBatchingAsyncIOs,
-        ContinuousBatchingIOs,
-    )
-    from transformers.generation.continuous_batching.requests import (
-        FutureRequestState,
-        GenerationOutput,
-        RequestState,
-        RequestStatus,
-    )
+    from transformers.generation.continuous_batching.input_outputs import ContinuousBatchingAsyncIOs, ContinuousBatchingIOs
+    from transformers.generation.continuous_batching.requests import FutureRequestState, GenerationOutput, RequestState, RequestStatus
     from transformers.generation.continuous_batching.scheduler import SCHEDULER_MAPPING, Scheduler
     from transformers.generation.continuous_batching.utils import WorkloadHints, get_accelerator_graph_name
 except ImportError as error:
     raise unsupported(error) from error
 
-_ROW = "request_id past_length query_length"
-SIGNATURES: Mapping[Callable, str] = {
+CALLED: Mapping[Callable, str] = {
     GenerationMixin.init_continuous_batching: "generation_config continuous_batching_config workload_hints",
     ContinuousBatchingManager.__init__: "model generation_config continuous_batching_config workload_hints",
-    ContinuousBatchingManager.switch_to_cb_friendly_attn: "model auto_switch_to_flash",
-    ContinuousBatchingManager.add_request: (
-        "input_ids request_id max_new_tokens streaming record_timestamps eos_token_id logit_processor_kwargs"
-    ),
-    ContinuousBatchingManager.register_result_handler: "request_id callback",
-    ContinuousBatchingManager._create_batch_processor: "",
-    ContinuousBatchingManager.warmup: "",
-    ContinuousBatchingManager.start: "",
     ContinuousBatchProcessor.__init__: (
-        "cache config generation_config continuous_batching_config logit_processor input_queue cancel_queue "
-        "output_router background_thread_status model_device model_dtype scheduler distributed_helper"
+        "cache config generation_config continuous_batching_config logit_processor input_queue cancel_queue output_router "
+        "background_thread_status model_device model_dtype scheduler distributed_helper"
     ),
-    ContinuousBatchProcessor.prepare_next_batch: "",
     ContinuousBatchProcessor._handle_request_error: "error state",
-    ContinuousBatchingIOs.prepare_batch_tensors: (
-        "requests_in_batch logits_processors use_decode_fast_path num_q_tokens max_kv_read use_padding"
-    ),
-    ContinuousBatchingIOs._get_graph_key: "",
     Scheduler.__init__: "cache safety_margin max_requests_per_batch",
     Scheduler._infer_request_tokens: "state request_ids_to_remove_from_waiting",
     Scheduler.clear_cancelled_requests: "",
     Scheduler.finish_request: "request_id",
-    RequestState.update_and_check_completion: "token_id logprob",
-    RequestState.to_generation_output: "",
-    RequestState.create_equivalent_initial_request: "",
-    ContinuousBatchingLogitsProcessorList.prepare_tensor_args: "requests_in_batch arg_storage",
     ContinuousBatchingLogitsProcessorList.check_kwargs: "kwargs",
     PagedAttentionMemoryHandler.__init__: (
         "config cb_config dtype bytes_per_sector tokens_per_sector bytes_per_block attn_types model_supports_logits_to_keep"
     ),
-    PagedAttentionCache.__init__: ("config continuous_batching_config device distributed_helper dtype model_supports_logits_to_keep"),
-    PagedAttentionCache.fill_block_table: f"{_ROW} block_table",
-    PagedAttentionCache.extend_read_and_write_indices: f"{_ROW} read_index write_index",
-    PagedAttentionCache.search_prefix_match: "request_id prompt_ids",
-    PagedAttentionCache.can_store_request_tokens: "state request_len dry_run",
-    PagedAttentionCache.prepare_fork_request: "src_state dst_req_ids copy_src_and_dst",
-    PagedAttentionCache.perform_cache_copy: "copy_src_and_dst",
-    PagedAttentionCache.free_blocks: "request_id no_cache",
-    PagedAttentionCache.free_all_requests: "clear_ledgers",
-    PagedAttentionCache.mark_complete_blocks: "state complete_blocks",
-    FullAttentionCacheAllocator.__init__: ("index config num_key_value_heads cache_dtype page_size layer_indices allow_block_sharing"),
-    FullAttentionCacheAllocator._before_cache_tensor_init: ("index layer_indices tokens_per_page bytes_per_page allow_block_sharing"),
+    PagedAttentionCache.__init__: "config continuous_batching_config device distributed_helper dtype model_supports_logits_to_keep",
+    FullAttentionCacheAllocator._before_cache_tensor_init: "index layer_indices tokens_per_page bytes_per_page allow_block_sharing",
     FullAttentionCacheAllocator._after_cache_tensor_init: "non_trash_bytes bytes_per_sector cache_tensor pool",
-    FullAttentionCacheAllocator.register_cache_tensor: "bytes_per_sector non_trash_bytes cache_tensor pool",
     FullAttentionCacheAllocator.get_bytes_per_page: "num_key_value_heads head_dim cache_dtype page_size",
-    FullAttentionCacheAllocator._compute_blocks_needed: "allocated_blocks past_length query_length",
     group_layers_by_attn_type: "config",
     CachePool.__init__: "num_sectors num_allocators num_reserved_sectors",
     update_cb_config_after_cache_creation: "cb_config num_blocks max_batch_tokens",
 }
-"""The parameters of each function that is called or overridden here."""
+"""The parameters of functions that are called here. Those of methods that are overridden are compared with the overriding ones."""
 
-
-def check_signatures() -> None:
-    """Raises NotImplementedError if a function that this module relies on has other parameters."""
-    for function, expected in SIGNATURES.items():
-        found = " ".join(name for name in inspect.signature(function).parameters if name != "self")
-        if found != expected:
-            raise unsupported(f"{function.__qualname__} takes ({found}), not ({expected})")
-
-
-check_signatures()
 
 RING_SHARE = 16
 """Rings take at most one sixteenth of the free memory, unless `max_requests_per_batch` sets their number."""
@@ -213,13 +158,7 @@ class PoolSize:
 
 
 def page_layout(
-    config: PreTrainedConfig,
-    format: Format,
-    heads: int,
-    head_dim: int,
-    page_size: int,
-    num_sink_tokens: int,
-    dtype: torch.dtype,
+    config: PreTrainedConfig, format: Format, heads: int, head_dim: int, page_size: int, num_sink_tokens: int, dtype: torch.dtype
 ) -> BlockLayout:
     """The layout of pages of full layers, or of all if there are none: windows have no exact first tokens."""
     sinks = num_sink_tokens if FULL_ATTENTION in group_layers_by_attn_type(config) else 0
@@ -305,6 +244,11 @@ class CompressedAllocator(FullAttentionCacheAllocator):
 
     Of layers with a sliding window, a request has the blocks of one window, which its tokens take in turn, and shares
     none, as in transformers.
+
+    A page has the bytes of `storage.PageLayout`, and kernels read it as they read those of `storage.PagePool`. The pool
+    itself cannot hand out blocks: it counts the pages of one layer and grows by slabs, while transformers' scheduler,
+    prefix hashes, forks and offloading count blocks of all layers, in sectors of one tensor that never moves, by the
+    ledger of an allocator of their own.
     """
 
     def __init__(self, group: LayerGroup, index: int, allow_block_sharing: bool):
@@ -980,3 +924,30 @@ def manager_for(
         generation.eos_token_id = -1  # as in transformers: no token ends a text
     config = config or getattr(generation, "continuous_batching_config", None) or ContinuousBatchingConfig()
     return CompressedManager(model, generation, config, workload_hints, **options)
+
+
+def expected_parameters() -> dict[Callable, list[str]]:
+    """The parameters that each function of transformers must have that is called or overridden here."""
+    found = {function: names.split() for function, names in CALLED.items()}
+    subclasses = (CompressedManager, CompressedProcessor, BatchInputs, Request, Sampling, CompressedPagedCache, CompressedAllocator)
+    for kind in subclasses:
+        for name, method in vars(kind).items():
+            stock = getattr(kind.__mro__[1], name, None)
+            if inspect.isfunction(method) and inspect.isfunction(stock) and name not in ("__init__", "add_requests"):
+                wanted = _parameters(method)
+                found[stock] = wanted if name != "add_request" else [*wanted[:6], "logit_processor_kwargs"]
+    return found
+
+
+def check_release() -> None:
+    """Raises NotImplementedError if a function of transformers has other parameters."""
+    for function, expected in expected_parameters().items():
+        if _parameters(function) != expected:
+            raise unsupported(f"{function.__qualname__} takes {_parameters(function)}, not {expected}")
+
+
+def _parameters(function: Callable) -> list[str]:
+    return [name for name in inspect.signature(function).parameters if name != "self"]
+
+
+check_release()
