@@ -66,7 +66,7 @@ class CompressedLayer(CacheLayerMixin):
             compiled code, when masks are made (`reserve`). If masks are made in compiled code too, tokens without room are dropped, and the
             next call outside of it raises ValueError.
         latents: channels of keys and values that are latents and the rotated part of keys (MLA). That part is INT8 in every format but an
-            exact one: it adds a tenth to the error of INT8 latents, which FP8 would double (`eval/bench_latents.py`).
+            exact one: it adds 13 % to the error of INT8 latents, which FP8 would double (`eval/bench_latents.py`).
     """
 
     is_sliding = False
