@@ -220,7 +220,8 @@ def joining(format: str, head_dim: int, target: str) -> Job:
         "R": 8 if TARGETS[target].backend == "cuda" else 16, "S": 32, "SINKS": True, "EXACT": True, "TURN": block**-0.5,
         "STAGES": block.bit_length() - 1, "ITEMS": True,
     }  # fmt: skip
-    return Job(f"reduce {format} {head_dim}", reduce_kernel, types, constants, target, {"num_warps": 4 if value.rotated else 1})
+    warps = (8 if head_dim > 256 else 4) if value.rotated else 1
+    return Job(f"reduce {format} {head_dim}", reduce_kernel, types, constants, target, {"num_warps": warps})
 
 
 def rotating(head_dim: int, target: str) -> Job:
@@ -413,9 +414,10 @@ def jobs(everything: bool) -> Iterator[Job]:
         yield quadratic(128, target)
         yield spreading(128, target)
         if not few:
-            sizes = [("int8", 256), ("int4", 96)]
+            sizes = [("int8", 256), ("int8", 512), ("int4", 96)]
             if everything:
                 sizes = [(format, d) for format in ("int8", "int4", "turboquant_3bit_nc") for d in (64, 96, 256)]
+                sizes += [(format, 512) for format in formats if not any(codec.packed_layout.group for codec in FORMATS[format].codecs())]
             yield from (attention(format, d, target) for format, d in sizes)
             for variant in [name for name in VARIANTS if name not in ("", "items")] if everything else ["float"]:
                 yield attention("turboquant_4bit_nc", 128, target, variant)
@@ -427,6 +429,7 @@ def jobs(everything: bool) -> Iterator[Job]:
             yield from (attention(format, 128, target, "mass") for format in ("identity", "int8", "turboquant_4bit_nc"))
             yield joining("int8", 128, target)
             yield joining("int4_vllm", 128, target)
+            yield joining("int4_vllm", 512, target)
             yield rotating(96, target)
             yield from (arriving(*sizes, target) for sizes in ((80, 32), (256, 16)))
             yield storing_rows(80, target)

@@ -43,6 +43,8 @@ LAUNCHES = {
 """Launches by the kinds of keys and values, where `Launch()` is not the best measured on an H100 (`eval/bench_kernels.py --tune`)."""
 WIDE = Launch(registers=None)
 """The launch for head_dim above 128, where larger tiles do not fit in registers."""
+WIDEST = Launch(registers=None, programs=2, warps=4)
+"""The launch for head_dim 512, where more rows or fewer warps would spill registers (`eval/compile_kernels.py`). Nobody measured it."""
 MANY_ROWS = Launch(64, 3, None, 8, 2, 32), Launch(64, 3, None, 4, 4, 64)
 """Launches for up to 32 query rows and for more: each code is unpacked once for as many rows as the registers of a program hold."""
 TILES = Launch(128, 1, None, 2, 4, 64, many=True), Launch(64, 1, 128, 2, 8, 128, many=True)
@@ -55,6 +57,8 @@ def launched(key: PackedLayout, value: PackedLayout, head_dim: int, rows: int = 
     """The launch for `rows` query rows of a KV head; `wide`: more than 16 rows may share a program."""
     if rows > 16 and wide and head_dim <= 128:
         return MANY_ROWS[0] if rows <= 32 else MANY_ROWS[1]
+    if head_dim > 256:
+        return WIDEST
     launch = LAUNCHES.get((key.kind, value.kind), Launch()) if head_dim <= 128 else WIDE
     return launch if rows <= 8 else replace(launch, rows=16)
 
@@ -97,9 +101,16 @@ def supports(inputs: PagedInputs, query: Tensor) -> bool:
     """Whether the fused kernel can read these inputs, exact tokens among them."""
     known, recent = inputs.launches.get("supported"), inputs.ring
     if known is None:
-        fits = all(x.shape[3] % 16 == 0 and x.shape[3] <= 256 for x in recent)
-        known = inputs.launches["supported"] = fits and inputs.pages.by_page and all(map(layout_of, inputs.pages.codecs))
+        layouts = [layout_of(codec) for codec in inputs.pages.codecs]
+        fits = all(layout and _fits(layout, x) for layout, x in zip(layouts, recent, strict=True))
+        known = inputs.launches["supported"] = fits and inputs.pages.by_page
     return known and query.dtype == recent[0].dtype
+
+
+def _fits(layout: PackedLayout, like: Tensor) -> bool:
+    """Whether the kernel holds vectors like `like` in registers and shared memory. Of 512 channels, scales by group take too many."""
+    dim = like.shape[3]
+    return dim % 16 == 0 and (dim <= 256 or (dim == 512 and not layout.group and like.element_size() == 2))
 
 
 @functools.lru_cache(maxsize=8)
@@ -227,7 +238,8 @@ class LaunchPlan:
         self.sum = {**shared, "COUNTED": args.constants["COUNTED"], "WIDTH": self.width, "N": SUM_TOKENS, "ARCH": arch, "num_warps": 4}
         self.reduce = {
             **shared, "V": use.value, "DV": self.value_dim, "C": columns, "S": 32, "SINKS": sinks, "EXACT": exact,
-            "TURN": use.v_block**-0.5, "STAGES": use.v_block.bit_length() - 1, "ITEMS": items, "num_warps": 4 if use.value.rotated else 1,
+            "TURN": use.v_block**-0.5, "STAGES": use.v_block.bit_length() - 1, "ITEMS": items,
+            "num_warps": 8 if columns > 256 else 4 if use.value.rotated else 1,
         }  # fmt: skip
         self.reduce_grid = rows, self.batch * self.heads, -(-self.value_dim // columns)
 

@@ -216,8 +216,17 @@ def test_narrow(format, monkeypatch):
     compare(monkeypatch, format, *make(format, heads=1, tokens=60, dims=32, cuts=()))
 
 
-def test_wide_heads_are_left_to_torch():
-    query, attention_inputs = make("int4", heads=1, group=1, tokens=44, dims=512, first=0, recent=5, cuts=())
+@pytest.mark.parametrize("queries", [1, 3])
+@pytest.mark.parametrize("format", slowly([x for x in KINDS if x not in ("int4", "nvfp4_mse")], ["identity", "turboquant_4bit_nc"]))
+def test_heads_of_512(format, queries, monkeypatch):
+    compare(monkeypatch, format, *make(format, heads=1, queries=queries, tokens=60, dims=512, cuts=()), causal=True)
+
+
+@pytest.mark.parametrize(
+    ("format", "dim", "dtype"), [("int4", 512, torch.float16), ("int8", 512, torch.float32), ("int8", 320, torch.float16)]
+)
+def test_wide_heads_are_left_to_torch(format, dim, dtype):
+    query, attention_inputs = make(format, heads=1, group=1, tokens=44, dims=dim, dtype=dtype, first=0, recent=5, cuts=())
     assert not fused.supports(attention_inputs.paged, query)
 
 
