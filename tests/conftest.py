@@ -8,31 +8,38 @@ import contextlib
 import gc
 import os
 
+import pytest
+
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-import pytest  # noqa: E402
-import torch  # noqa: E402
 
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton
-    with contextlib.suppress(ImportError):
-        import tests.interpreter  # noqa: F401
-import transformers  # noqa: E402
-from hypothesis import core, settings  # noqa: E402
+def prepare() -> None:
+    import torch
+    from hypothesis import core, settings
 
-from tests.seeds import SEED  # noqa: E402
+    from tests.seeds import SEED
 
-torch.compiler.set_stance("force_eager")
-torch.set_num_threads(int(os.environ.get("QKVCACHE_TEST_THREADS", "1")))  # the tensors are tiny
-transformers.logging.set_verbosity_error()
-settings.register_profile("default", deadline=None, derandomize=not SEED, max_examples=50)
-settings.load_profile("default")
-core.global_force_seed = SEED or None  # what --hypothesis-seed sets
+    if not torch.cuda.is_available():
+        os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton
+        with contextlib.suppress(ImportError):
+            import tests.interpreter  # noqa: F401
+    import transformers
+
+    torch.compiler.set_stance("force_eager")
+    torch.set_num_threads(int(os.environ.get("QKVCACHE_TEST_THREADS", "1")))  # the tensors are tiny
+    transformers.logging.set_verbosity_error()
+    settings.register_profile("default", deadline=None, derandomize=not SEED, max_examples=50)
+    settings.load_profile("default")
+    core.global_force_seed = SEED or None  # what --hypothesis-seed sets
 
 
 @pytest.fixture(autouse=True)
 def _seed():
+    import torch
+
+    from tests.seeds import SEED
+
     torch.manual_seed(SEED)
 
 
@@ -44,15 +51,21 @@ def _settled():
 
 
 def pytest_configure(config):
+    if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):  # else its workers run the tests
+        prepare()
     for message in ("_compile flag on create_block_mask", "flex_attention called without"):
         config.addinivalue_line("filterwarnings", f"ignore:{message}")
 
 
 def pytest_ignore_collect(collection_path):
+    import torch
+
     return True if collection_path.name.endswith(("_gpu.py", "_gpus.py")) and not torch.cuda.is_available() else None
 
 
 def pytest_collection_modifyitems(items):
+    import torch
+
     if not torch.cuda.is_available():
         for item in items:
             if "gpu" in item.keywords:

@@ -153,8 +153,9 @@ def test_the_kernel(format, monkeypatch):
     dim = KINDS.get(format, 64)
     inputs = build(REGISTRY[format], [70, 0, 130], begin=3, ring=5, ring_tokens=[4, 0, 5], dims=(dim, dim), shared=1, device=DEVICE)
     query = torch.randn(3, 4, 1, dim, device=DEVICE).half()
-    compare(monkeypatch, format, query, inputs)
     compare(monkeypatch, format, query, replace(inputs, splits=split(inputs.pages.lengths)))
+    if format in slowly(FORMATS, QUICK):
+        compare(monkeypatch, format, query, inputs)  # the same split of every row
 
 
 def split(lengths: Tensor, least: int = 64, programs: int = 2) -> Splits:
