@@ -375,7 +375,7 @@ def test_nan_stays_in_its_row(format, queries, monkeypatch):
     query[0, 1, 1, 5] = float("nan")
     attention_inputs.paged.ring[0][1, 1, 3, 7] = float("nan")
     pages = attention_inputs.paged.pages
-    for codes in pages.slabs[0]:
+    for codes in pages.planes:
         codes["scale"][int(pages.table[0, 0]) - pages.firsts[0], 1, 4] = float("nan")
     out, lse = run(monkeypatch, query, attention_inputs, causal=True)
     spoilt = torch.zeros(2, 8, queries, dtype=torch.bool, device=DEVICE)
