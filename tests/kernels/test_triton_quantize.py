@@ -206,7 +206,7 @@ def test_errors():
     with pytest.raises(ValueError, match="contiguous"):
         decode(codec, codec.quantize(x, codec.calibrate(x)), x.mT.contiguous().mT)
     block = REGISTRY["fp8_tensor"].key
-    assert not supports(block, 64) and not supports(codec, 512) and not supports(REGISTRY["int4"].key, 80)
+    assert not supports(block, 64) and not supports(codec, 1024) and not supports(REGISTRY["int4"].key, 80)
     with pytest.raises(ValueError, match="ask `supports`"):
         write(*([each] * 2 for each in (block, x, {}, {})), 0)
     with pytest.raises(ValueError, match="ask `supports`"):
