@@ -6,7 +6,7 @@ import contextlib
 import copy
 import sys
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Never
 
 import torch
@@ -14,10 +14,12 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel, StaticCache
 from transformers.cache_utils import (
     Cache,
+    DynamicIndexedLayer,
     DynamicLayer,
     DynamicSlidingWindowLayer,
     LinearAttentionAndFullAttentionLayer,
     LinearAttentionAndStaticFullAttentionLayer,
+    StaticIndexedLayer,
     StaticSlidingWindowLayer,
 )
 from transformers.cache_utils import StaticLayer as StockStaticLayer
@@ -29,6 +31,7 @@ from ..formats import Format, FormatByLayer, FormatLike
 from ..layers.compressed import CompressedLayer, rows_of
 from ..layers.evicting import EvictingLayer
 from ..layers.hybrid import EvictingHybridLayer, HybridLayer
+from ..layers.indexed import IndexedLayer
 from ..layers.static_sliding import StaticSlidingLayer
 from ..policies import Budget, KVzip, Policy, check_count
 from ..storage import check_room
@@ -39,8 +42,14 @@ from .memory import Memory, measured
 
 ALL_TOKENS = policies.SlidingWindow(window_length=2**30, interval=1)
 """The policy of exact layers in a cache whose other layers evict."""
-STATEFUL = LinearAttentionAndFullAttentionLayer, LinearAttentionAndStaticFullAttentionLayer
-"""transformers' layers that hold full attention and a recurrent state."""
+CLASSES: dict[type, type[CompressedLayer]] = {
+    DynamicLayer: CompressedLayer, StockStaticLayer: CompressedLayer,
+    LinearAttentionAndFullAttentionLayer: HybridLayer, LinearAttentionAndStaticFullAttentionLayer: HybridLayer,
+    DynamicIndexedLayer: IndexedLayer, StaticIndexedLayer: IndexedLayer,
+}  # fmt: skip
+"""The layers of this library in place of those of transformers with full attention."""
+OWN_INDEXER = frozenset(("glm5_next",))
+"""Model types whose indexer stores more than keys, and reads the layer's keys."""
 NEVER_STATIC = frozenset(("cpmant", "inkling2_text", "inkling_text", "prophetnet"))
 """Model types of transformers that make their own masks, whose columns are exactly the tokens seen."""
 UNLIMITED = 2**31
@@ -121,6 +130,7 @@ class CompressedCache(DynamicCache):
         self._layer_options = {"num_sink_tokens": num_sink_tokens, "residual_length": residual_length}
         self._rope: Rope | None = None
         self._shares_keys = False
+        self._config = None if config is None else config.get_text_config(decoder=True)
         self._latents = absorb(config) if isinstance(config, PreTrainedConfig) else None
         self._exact: frozenset[int] = frozenset()
         """Full-attention layers that are uncompressed layers of this library."""
@@ -158,7 +168,6 @@ class CompressedCache(DynamicCache):
                 f"{self._why_static} on a model with layers other than full attention alone (layer {self._keeps_all}: "
                 f"{_kind(self.layers[self._keeps_all])}), whose masks have another length: leave out {self._why_static}"
             )
-        self._config = None if config is None else config.get_text_config(decoder=True)
         if max_length is not None and (self._keeps_all is not None or getattr(self._config, "model_type", None) == "bloom"):
             for layer in ours:  # layers of transformers, and BLOOM's ALiBi, use as many columns for a prompt
                 layer.prompt_columns = max_length
@@ -270,23 +279,29 @@ class CompressedCache(DynamicCache):
             except NotImplementedError as reason:
                 raise NotImplementedError(f"{what}: {reason}; {fix} does without") from None
 
-    def _new_layer(self, format: Format | None = None, number: int = 0, **states: int) -> CompressedLayer:
+    def _class_of(self, layer: Any) -> type[CompressedLayer] | None:
+        """The class of this library's layer in place of `layer`; None if it stays."""
+        kind = CLASSES.get(type(layer))
+        reads_keys = self._latents is None or getattr(self._config, "model_type", None) in OWN_INDEXER
+        return None if kind is IndexedLayer and reads_keys else kind
+
+    def _new_layer(
+        self, format: Format | None = None, number: int = 0, kind: Callable[..., CompressedLayer] = CompressedLayer, **states: int
+    ) -> CompressedLayer:
         """A new full-attention layer in `format` (None: the cache's), the layer `number` of those compressed. `states`: those of
         `_states_of`."""
         if format is None:
             (format,) = self.format.for_layers(1)
         if self.policy is None:
-            kind: Any = HybridLayer if states else CompressedLayer
             options = self._layer_options | {"latents": self._latents, "max_length": self.max_length, "compile": self.compile}
             return kind(format, **options, **states)
         budgets = self.policy.budgets
         budget = budgets[number % len(budgets)]
         return self._new_evicting(format, self.policy, budget, **self._layer_options, rope=self._rope, **states)
 
-    def _new_exact(self, **states: int) -> CompressedLayer:
+    def _new_exact(self, kind: Callable[..., CompressedLayer] = CompressedLayer, **states: int) -> CompressedLayer:
         """A new uncompressed layer of this library, for a cache that evicts or whose steps are compiled."""
         if not self.policy:
-            kind: Any = HybridLayer if states else CompressedLayer
             return kind(formats.Identity(), 0, 0, self.max_length, self.compile, **states)
         # transformers makes one mask for all layers; a layer of another length must make its own
         if self.compile and self.max_length is None:
@@ -306,7 +321,8 @@ class CompressedCache(DynamicCache):
             if not isinstance(index, int) or not -count <= index < count:
                 raise ValueError(f"skip_layers holds {index!r}: the model has layers 0 to {count - 1} (or -1 to -{count} from the end)")
         exact = {index % count for index in skip_layers}
-        full = [i for i, layer in enumerate(self.layers) if type(layer) in (DynamicLayer, StockStaticLayer, *STATEFUL)]
+        classes = {i: kind for i, layer in enumerate(self.layers) if (kind := self._class_of(layer))}
+        full = list(classes)
         chosen = [i for i in full if i not in exact]
         format_of = dict(zip(full, self.format.for_layers(len(full)), strict=True))
         if self.policy and len(self.policy.budgets) not in (1, len(chosen)):
@@ -316,11 +332,11 @@ class CompressedCache(DynamicCache):
         if self.policy or self.compile:
             self._exact = frozenset(exact & set(full))
         for i in self._exact:
-            self.layers[i] = self._new_exact(**_states_of(self.layers[i]))
+            self.layers[i] = self._new_exact(classes[i], **_states_of(self.layers[i]))
         for number, i in enumerate(chosen):
             if head_dim := head_dim_of(configs[i]):
                 format_of[i].check(head_dim)
-            self.layers[i] = self._new_layer(format_of[i], number, **_states_of(self.layers[i]))
+            self.layers[i] = self._new_layer(format_of[i], number, classes[i], **_states_of(self.layers[i]))
         if not chosen:
             kinds = ", ".join(sorted({_kind(layer) for layer in self.layers}))
             why = (
@@ -505,7 +521,7 @@ def _keeps_all(layer: Any) -> bool:
 
 def _states_of(layer: Any) -> dict[str, int]:
     """The options of this library's layer in place of one of transformers that has states beside full attention; none for other layers."""
-    return {"number_of_states": layer.number_of_states} if type(layer) in STATEFUL else {}
+    return {"number_of_states": layer.number_of_states} if CLASSES.get(type(layer)) is HybridLayer else {}
 
 
 def _check_crop(layer: Any, tokens_to_remove: int) -> None:

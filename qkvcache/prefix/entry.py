@@ -24,6 +24,7 @@ from ..caches import CompressedCache
 from ..layers.compressed import CompressedLayer
 from ..layers.evicting import EvictingLayer
 from ..layers.hybrid import HybridLayer
+from ..layers.indexed import IndexedLayer
 from ..layers.snapshot import PLACEHOLDER, Layer, Snapshot, check, check_checkpoint, checkpoint, restore, restore_states, snapshot
 from . import match
 from .host_memory import HostSnapshot
@@ -50,9 +51,12 @@ class CacheTemplate:
             raise NotImplementedError(f"a cache of {len(cache.layers)} layers for a model of {len(stock)}: make it with the model's config")
         for i, (layer, expected) in enumerate(zip(cache.layers, stock, strict=True)):
             if type(layer) is not type(expected) and not _in_place_of(layer, expected):
-                raise NotImplementedError(
-                    f"layer {i} is a {type(layer).__name__}, not a {type(expected).__name__}: make the cache with the model's config"
+                fix = (
+                    "its indexer's keys cannot be taken out"
+                    if isinstance(layer, IndexedLayer)
+                    else "make the cache with the model's config"
                 )
+                raise NotImplementedError(f"layer {i} is a {type(layer).__name__}, not a {type(expected).__name__}: {fix}")
         self._layers = [_emptied(layer) if isinstance(layer, CompressedLayer) else None for layer in cache.layers]
         self.text = "; ".join(dict.fromkeys(map(_in_short, cache.layers)))
         self.name = hashlib.blake2b("\n".join(map(_describe, cache.layers)).encode(), digest_size=16).digest()

@@ -1,0 +1,112 @@
+"""Layers whose model attends to the tokens that an indexer chooses (DSA: DeepSeek-V3.2, GLM-5 and others)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..formats import Identity
+from ..formats.base import Codes
+from ..formats.int8 import SymmetricInt8
+from .compressed import CompressedLayer
+
+
+class IndexedLayer(CompressedLayer):
+    """A `CompressedLayer` with the keys of an indexer: INT8 in every format but an exact one.
+
+    Raises NotImplementedError for steps that are compiled while storage grows.
+    """
+
+    indexer_position_ids: Tensor | None = None
+
+    def __init__(self, *args: Any, **options: Any):
+        super().__init__(*args, **options)
+        if self.is_compileable and self.max_length is None:
+            raise NotImplementedError("compile=True with indexed attention: pass max_length")
+        self.indexer_codec = self.format.key if isinstance(self.format, Identity) else SymmetricInt8()
+        self.indexer_codes: Codes = {}
+        """Codes of the indexer's keys, `[B, 1, T, width]`; `T` is `max_length` where there is one."""
+        self.indexer_empty = True
+        """Whether there are no keys of the indexer."""
+        self.indexer_length: Tensor | None = None
+        """Tokens in codes of `max_length`, int64 `[]`."""
+
+    def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
+        """Stores keys `[B, T, D]`; returns those of all tokens, or of `max_length` once there are any, `[B, columns, D]`."""
+        new = self.indexer_codec.quantize(indexer_key_states.detach()[:, None], {})
+        if self.max_length is None:
+            held = self.indexer_codes
+            self.indexer_codes = {name: torch.cat([held[name], x], dim=2) if held else x for name, x in new.items()}
+        else:
+            if self.indexer_length is None:
+                self._allocate_indexer(new, self.max_length)
+            length: Tensor = self.indexer_length  # type: ignore[assignment]
+            at = torch.arange(indexer_key_states.shape[1], device=length.device) + length
+            for name, x in new.items():
+                self.indexer_codes[name].index_copy_(2, at, x)
+            length += len(at)
+        if self.indexer_empty:
+            self.indexer_empty = False
+            return indexer_key_states
+        codes = self.indexer_codes
+        if self.max_length is not None and self._differentiates():
+            codes = {name: x[:, :, : int(length)] for name, x in codes.items()}
+        return self.indexer_codec.dequantize(codes, indexer_key_states.shape[2], indexer_key_states.dtype)[:, 0]
+
+    @torch.compiler.disable(reason="storage is made outside of compiled code: read the prompt before")
+    def _allocate_indexer(self, new: Codes, tokens: int) -> None:
+        with torch.inference_mode(False):
+            self.indexer_codes = {name: x.new_zeros(*x.shape[:2], tokens, x.shape[3]) for name, x in new.items()}
+            self.indexer_length = torch.zeros((), dtype=torch.int64, device=next(iter(new.values())).device)
+        for x in (*self.indexer_codes.values(), self.indexer_length):
+            torch._dynamo.mark_static_address(x)
+
+    def _change_indexer(self, change: Callable[[Tensor], Tensor]) -> None:
+        self.indexer_codes = {name: change(x) for name, x in self.indexer_codes.items()}
+
+    def crop(self, tokens_to_remove: int) -> None:
+        seq_length = self.get_seq_length()
+        super().crop(tokens_to_remove)
+        left = max(seq_length + tokens_to_remove, 0)
+        self.indexer_empty = not left
+        if self.indexer_length is not None:
+            self.indexer_length.fill_(left)
+        else:
+            self._change_indexer(lambda x: x[:, :, :left])
+        if self.indexer_position_ids is not None:
+            self.indexer_position_ids = self.indexer_position_ids[..., :left]
+
+    def reset(self) -> None:
+        super().reset()
+        self.indexer_position_ids, self.indexer_empty = None, True
+        if self.indexer_length is not None:
+            self.indexer_length.zero_()
+        else:
+            self.indexer_codes = {}
+
+    def _select(self, rows: Sequence[int]) -> None:
+        super()._select(rows)
+        if rows and self.indexer_codes:
+            index = torch.tensor(rows, device=next(iter(self.indexer_codes.values())).device)
+            fixed = self.max_length is not None and len(rows) == len(next(iter(self.indexer_codes.values())))  # addresses stay
+            self._change_indexer(lambda x: x.copy_(x.index_select(0, index)) if fixed else x.index_select(0, index))
+            if self.indexer_position_ids is not None:
+                self.indexer_position_ids = self.indexer_position_ids.index_select(1, index)
+
+    def _move(self, device: torch.device) -> None:
+        super()._move(device)
+        self._change_indexer(lambda x: x.to(device, non_blocking=True))
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        yield from super().tensors()
+        for name, x in self.indexer_codes.items():
+            yield "codes" if name == "codes" else "scales", x
+        yield from (("bookkeeping", x) for x in (self.indexer_length, self.indexer_position_ids) if x is not None)
+
+    @property
+    def dense_bytes(self) -> int:
+        keys = self.indexer_codes.get("codes")
+        return super().dense_bytes + (0 if keys is None else self.get_seq_length() * keys.shape[0] * keys.shape[3] * self.dtype.itemsize)

@@ -1,0 +1,151 @@
+"""Layers whose indexer chooses the tokens that a query attends to: its keys stay with the latents."""
+
+import copy
+from functools import cache as cached
+
+import pytest
+import torch
+import transformers as hf
+from transformers import DynamicCache
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
+
+from qkvcache import CompressedCache, PrefixStore, TurboQuantCache
+from qkvcache.layers.indexed import IndexedLayer
+from tests import matrix
+from tests.reference import assert_close, count_decoded_layers
+from tests.seeds import SEED
+from tests.tolerance import of_model
+
+SIZES = {
+    name: value
+    for name, value in matrix.MODELS["deepseek_v3"]().to_dict().items()
+    if name.startswith(("num_", "kv_", "q_", "qk_", "v_", "n_", "hidden", "interm", "vocab", "max_", "moe_interm", "init"))
+    or name.endswith("_token_id")
+} | {"index_n_heads": 32, "index_head_dim": 32, "num_hidden_layers": 2, "n_group": 1, "topk_group": 1}
+"""So many heads that no two tokens have the same score: the indexer adds what is above 0."""
+FAMILIES = ("deepseek_v32", "glm_moe_dsa", "axk2", "hy_v4")
+pytestmark = pytest.mark.skipif(not hasattr(DeepseekV3Attention, "expand_kv"), reason="this transformers caches no latents")
+
+
+@cached
+def family(name: str, chosen: int = 24) -> hf.PreTrainedModel:
+    """`chosen`: the most tokens that the indexer chooses."""
+    if not hasattr(hf.models, name):
+        pytest.skip(f"this transformers has no {name}")
+    torch.manual_seed(SEED)
+    config = hf.AutoConfig.for_model(name, index_topk=chosen, **SIZES)
+    return hf.AutoModelForCausalLM.from_config(config, attn_implementation="eager" if name == "hy_v4" else "sdpa").eval()
+
+
+def read(network: hf.PreTrainedModel, cache, ids: torch.Tensor, sizes: tuple[int, ...], mask: torch.Tensor | None = None) -> torch.Tensor:
+    """Logits of the tokens of all steps."""
+    found, at = [], 0
+    with torch.no_grad():
+        for size in sizes:
+            shown = None if mask is None else mask[:, : at + size]
+            found.append(network(ids[:, at : at + size], attention_mask=shown, past_key_values=cache).logits)
+            at += size
+    return torch.cat(found, 1)
+
+
+def tokens(network: hf.PreTrainedModel, count: int, rows: int = 2) -> torch.Tensor:
+    return torch.randint(3, network.config.vocab_size, (rows, count), generator=torch.Generator().manual_seed(SEED))
+
+
+@pytest.mark.parametrize("limit", [None, 96], ids=["growing", "max_length"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_exact_layers_say_what_transformers_says(name, limit):
+    network = family(name)
+    ids, sizes = tokens(network, 80), (60, 1, 7, 1, 1)
+    mask = torch.ones_like(ids)
+    mask[0, :9] = 0
+    cache = CompressedCache(network.config, format="identity", max_length=limit)
+    assert all(type(layer) is IndexedLayer for layer in cache.layers)
+    expected = read(network, DynamicCache(config=network.config), ids, sizes, mask)
+    got = read(network, cache, ids, sizes, mask)
+    assert_close(got[mask[:, :70].bool()], expected[mask[:, :70].bool()], of_model(network, 80))
+
+
+@pytest.mark.parametrize("format", ["int8", "turboquant_4bit_nc"])
+def test_latents_and_keys_of_the_indexer_are_compressed(format):
+    network = family("deepseek_v32", chosen=400)  # the choice of fewer is not continuous
+    ids = tokens(network, 400)
+    cache = CompressedCache(network.config, format=format, num_sink_tokens=0, residual_length=8)
+    stock = DynamicCache(config=network.config)
+    sizes = (390, 1, 1)
+    read(network, cache, ids, sizes[:1]), read(network, stock, ids, sizes[:1])
+    with count_decoded_layers() as whole:
+        got = read(network, cache, ids[:, 390:], sizes[1:])
+    expected = read(network, stock, ids[:, 390:], sizes[1:])
+    assert not whole  # no layer is dequantized as a whole
+    keys = [x for layer in stock.layers for x in (layer.keys, layer.values, layer.indexer_keys)]
+    assert cache.nbytes < sum(x.nbytes for x in keys) / (2.5 if format == "int8" else 3.2)
+    assert (got - expected).norm() / expected.norm() < (0.05 if format == "int8" else 0.5)
+
+
+@pytest.mark.parametrize("limit", [None, 96], ids=["growing", "max_length"])
+def test_rows_and_lengths_change_together(limit):
+    network = family("deepseek_v32")
+    ids = tokens(network, 90, rows=3)
+    caches = [CompressedCache(network.config, format="identity", max_length=limit) for _ in range(2)]
+    for cache in caches:
+        read(network, cache, ids, (70, 1))
+    cropped, kept = caches
+    cropped.crop(-11)
+    read(network, cropped, ids[:, 60:], (10, 1))
+    order = torch.tensor([2, 0, 2])
+    for cache in caches:
+        cache.reorder_cache(order)
+    (branch,) = cropped.fork(1)
+    got = [read(network, cache, ids[order, 71:], (1, 5)) for cache in (cropped, kept, branch)]
+    for other in got[1:]:
+        assert_close(got[0], other, of_model(network, 90))
+    cropped.reset()
+    assert cropped.get_seq_length() == 0
+    fresh = CompressedCache(network.config, format="identity", max_length=limit)
+    assert_close(read(network, cropped, ids, (40, 2)), read(network, fresh, ids, (40, 2)), of_model(network, 90))
+
+
+@torch.no_grad()
+def test_a_compiled_step_is_one_graph():
+    network = family("deepseek_v32")
+    ids = tokens(network, 70)
+    found = []
+    for compiled in (False, True):
+        cache = CompressedCache(network.config, format="identity", max_length=96)
+        read(network, cache, ids, (60,))
+        step = torch.compile(network.forward, backend="eager", fullgraph=True) if compiled else network.forward
+        found += [torch.cat([step(ids[:, at : at + 1], past_key_values=cache).logits for at in (60, 61, 62)])]
+    assert_close(*found, of_model(network, 70))
+
+
+def test_generate_with_and_without_beams():
+    network = family("deepseek_v32")
+    ids = tokens(network, 30, rows=1)
+    options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "return_dict_in_generate": True}
+    for more in ({"num_beams": 3}, {}):
+        expected = network.generate(ids, past_key_values=DynamicCache(config=network.config), **options, **more)
+        got = network.generate(ids, past_key_values=CompressedCache(network.config, format="identity"), **options, **more)
+        assert torch.equal(got.sequences, expected.sequences)
+
+
+def test_other_uses_are_refused_by_name():
+    network = family("deepseek_v32")
+    with pytest.raises(NotImplementedError, match="compile=True with indexed attention: pass max_length"):
+        TurboQuantCache(network.config, compile=True)
+    with pytest.raises(NotImplementedError, match="IndexedLayer.*its indexer's keys cannot be taken out"):
+        PrefixStore(network, max_bytes=2**20, format="int8")
+
+
+def test_memory_counts_the_indexer():
+    network = family("deepseek_v32")
+    cache = CompressedCache(network.config, format="int8")
+    read(network, cache, tokens(network, 50), (50,))
+    assert {"codes", "scales"} <= {role for layer in cache.layers for role, _ in layer.tensors()}
+    twin = copy.deepcopy(cache)
+    assert twin.nbytes == cache.nbytes
+    codes = [x for layer in cache.layers for x in layer.indexer_codes.values()]
+    assert len(codes) == 2 * len(cache.layers) and cache.nbytes > sum(x.nbytes for x in codes)
+    stock = DynamicCache(config=network.config)
+    read(network, stock, tokens(network, 50), (50,))
+    assert cache.memory().dense == sum(x.nbytes for layer in stock.layers for x in (layer.keys, layer.values, layer.indexer_keys))
