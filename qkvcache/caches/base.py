@@ -130,8 +130,9 @@ class CompressedCache(DynamicCache):
         self._layer_options = {"num_sink_tokens": num_sink_tokens, "residual_length": residual_length}
         self._rope: Rope | None = None
         self._shares_keys = False
-        self._config = None if config is None else config.get_text_config(decoder=True)
-        self._latents = absorb(config) if isinstance(config, PreTrainedConfig) else None
+        known = isinstance(config, PreTrainedConfig)
+        self._config = config.get_text_config(decoder=True) if known else None  # type: ignore[union-attr]
+        self._latents = absorb(config) if known else None  # type: ignore[arg-type]
         self._exact: frozenset[int] = frozenset()
         """Full-attention layers that are uncompressed layers of this library."""
         if self.policy is not None:

@@ -69,28 +69,30 @@ class PageLayout:
 
     def views(self, data: Tensor, groups: int, neighbours: int = 1, step: int | None = None, begin: int = 0) -> tuple[Codes, Codes]:
         """Views of the planes of `groups` groups of `neighbours` pages in `data`, uint8 `[bytes]`, from byte `begin` on: `[G, H', n * PAGE,
-        width]` of keys and of values. `step`: bytes from a group to the next; None: they follow one another."""
+        width]` of keys and of values. `step`: bytes from a group to the next, which has all its planes; None: the planes of all groups
+        follow one another, so that matmuls read heads and groups as one batch."""
         sides: tuple[Codes, Codes] = ({}, {})
-        tokens, step = neighbours * self.page_size, neighbours * self.nbytes if step is None else step
+        tokens = neighbours * self.page_size
         for side, name, dtype, heads, width, at in self.planes:
-            size = dtype.itemsize
-            strides = step // size, tokens * width, width, 1
-            sides[side][name] = data.view(dtype).as_strided((groups, heads, tokens, width), strides, (begin + neighbours * at) // size)
+            size, first = dtype.itemsize, neighbours * at * (groups if step is None else 1)
+            strides = heads * tokens * width if step is None else step // size, tokens * width, width, 1
+            sides[side][name] = data.view(dtype).as_strided((groups, heads, tokens, width), strides, (begin + first) // size)
         return sides
 
 
 class Slab:
-    """One allocation of `groups` groups of `neighbours` pages each; its pages have the numbers from `first` on."""
+    """One allocation of `groups` groups of `neighbours` pages each; its pages have the numbers from `first` on. `step`: as in
+    `PageLayout.views`."""
 
-    def __init__(self, layout: PageLayout, data: Tensor, groups: int, neighbours: int, first: int):
-        self.layout, self.groups, self.neighbours, self.first = layout, groups, neighbours, first
+    def __init__(self, layout: PageLayout, data: Tensor, groups: int, neighbours: int, first: int, step: int | None = None):
+        self.layout, self.groups, self.neighbours, self.first, self.step = layout, groups, neighbours, first, step
         self.end = first + groups * neighbours
         self.place(data)
 
     @torch.inference_mode(False)
     def place(self, data: Tensor) -> None:
         """Sets the bytes, uint8 `[bytes]`, and `planes`, their views."""
-        self.data, self.planes = data, self.layout.views(data, self.groups, self.neighbours)
+        self.data, self.planes = data, self.layout.views(data, self.groups, self.neighbours, self.step)
 
 
 class PagePool:
@@ -149,7 +151,7 @@ class PagePool:
         shape = (count, 1) if self.by_address else (groups, neighbours)
         with torch.inference_mode(False):  # tensors made in inference mode cannot be written outside of it
             data = torch.zeros(count * self.layout.nbytes, dtype=torch.uint8, device=self.device)
-        self.slabs.append(Slab(self.layout, data, *shape, first))
+        self.slabs.append(Slab(self.layout, data, *shape, first, self.layout.nbytes if self.by_address else None))
         self.owners = numpy.concatenate([self.owners, numpy.ones(count, numpy.int32)])
         return numpy.arange(first, first + count).reshape(groups, neighbours)
 
