@@ -287,7 +287,7 @@ class PagePool:
 def _no_pages(layout: PageLayout, device: torch.device) -> tuple[Codes, Codes]:
     """Planes without pages."""
     with torch.inference_mode(False):
-        return layout.views(torch.empty(0, dtype=torch.uint8, device=device), 0)
+        return layout.views(torch.empty(0, dtype=torch.uint8, device=device), 0, step=layout.nbytes)
 
 
 def _words(x: Tensor) -> Tensor:

@@ -231,3 +231,11 @@ def test_no_tensor_of_an_operator_overlaps_itself(layout):
         for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
             assert size == 1 or stride > reached
             reached += stride * (size - 1)
+
+
+def test_kernels_see_the_same_strides_before_there_are_pages(monkeypatch):
+    monkeypatch.setattr(paged, "on_triton", lambda device: True)
+    tokens = empty("turboquant_3bit_nc")
+    strides = [{name: x.stride() for name, x in side.items()} for side in tokens.pages.planes]
+    tokens.append(both(torch.randn(2, HEADS, 70, DIM)))
+    assert strides == [{name: x.stride() for name, x in side.items()} for side in tokens.pages.planes]
