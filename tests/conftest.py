@@ -45,7 +45,7 @@ def _seed():
 
 @pytest.fixture(autouse=True, scope="module")
 def _settled():
-    """What earlier files left is not looked through for garbage, which transformers' continuous batching collects again and again."""
+    """Freezes what earlier files left: transformers' continuous batching collects garbage again and again, and would look through it."""
     gc.collect()
     gc.freeze()
 

@@ -119,7 +119,7 @@ def test_calls(promise):
 
 @recent
 def test_only_the_adapter_knows_continuous_batching():
-    """Of the package; the server is one of transformers, with promises of its own."""
+    """The server has its own contract test: it is a subclass of transformers' server."""
     from tests.test_house import FILES, imports
 
     stock = "transformers.generation.continuous_batching"

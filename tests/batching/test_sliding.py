@@ -52,7 +52,7 @@ def logits_of(net, ids: list[list[int]], new: int, **options) -> list[torch.Tens
     ("family", "window"), [*((name, 100) for name in FAMILIES if name != "gemma2"), ("gemma3", 16), ("gpt_oss", 16), ("mistral", 16)]
 )
 def test_logits_are_those_of_transformers_batching(family, window):
-    """Of a prompt that is longer than the window, in chunks, and of the tokens after it. transformers' eager batching leaves out the
+    """A prompt is longer than the window and is read in chunks; tokens follow. transformers' eager batching leaves out the
     softcap of gemma2."""
     net, ids = network(family, window), prompts(245)
     expected = logits_of(net, ids, 16, max_batch_tokens=90)
@@ -65,7 +65,7 @@ def test_logits_are_those_of_transformers_batching(family, window):
 
 @pytest.mark.parametrize("family", ["gemma2", "gpt_oss", "mistral"])
 def test_requests_together_answer_as_each_alone(family):
-    """As with transformers' own cache. Where full layers need a second page, the pool is too small for all, and some begin again."""
+    """Answers are those of transformers' cache. Where full layers need a second page, the pool is too small, and requests begin again."""
     net, ids, new = network(family), prompts(63, 60, 62, 61, 59), 8
     small = {"blocks": 5, "safety_margin": 0.0}
     with continuous_batching(net, "identity", num_sink_tokens=2, residual_length=4) as batching, serving(net, new, **small) as manager:
@@ -78,7 +78,7 @@ def test_requests_together_answer_as_each_alone(family):
 
 
 def test_a_request_holds_the_blocks_of_a_window():
-    """Of sliding layers; those of full layers grow with it."""
+    """Blocks of sliding layers do not grow with the request; those of full layers do."""
     net, counts = network("gemma3", 100), []
     with continuous_batching(net, "int8"), serving(net, new=80) as manager:
         sliding, full = manager.cache.allocators
