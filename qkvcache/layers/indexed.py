@@ -20,8 +20,6 @@ class IndexedLayer(CompressedLayer):
     Raises NotImplementedError for steps that are compiled while storage grows.
     """
 
-    indexer_position_ids: Tensor | None = None
-
     def __init__(self, *args: Any, **options: Any):
         super().__init__(*args, **options)
         if self.is_compileable and self.max_length is None:
@@ -76,12 +74,10 @@ class IndexedLayer(CompressedLayer):
             self.indexer_length.fill_(left)
         else:
             self._change_indexer(lambda x: x[:, :, :left])
-        if self.indexer_position_ids is not None:
-            self.indexer_position_ids = self.indexer_position_ids[..., :left]
 
     def reset(self) -> None:
         super().reset()
-        self.indexer_position_ids, self.indexer_empty = None, True
+        self.indexer_empty = True
         if self.indexer_length is not None:
             self.indexer_length.zero_()
         else:
@@ -93,8 +89,6 @@ class IndexedLayer(CompressedLayer):
             index = torch.tensor(rows, device=next(iter(self.indexer_codes.values())).device)
             fixed = self.max_length is not None and len(rows) == len(next(iter(self.indexer_codes.values())))  # addresses stay
             self._change_indexer(lambda x: x.copy_(x.index_select(0, index)) if fixed else x.index_select(0, index))
-            if self.indexer_position_ids is not None:
-                self.indexer_position_ids = self.indexer_position_ids.index_select(1, index)
 
     def _move(self, device: torch.device) -> None:
         super()._move(device)
@@ -104,7 +98,8 @@ class IndexedLayer(CompressedLayer):
         yield from super().tensors()
         for name, x in self.indexer_codes.items():
             yield "codes" if name == "codes" else "scales", x
-        yield from (("bookkeeping", x) for x in (self.indexer_length, self.indexer_position_ids) if x is not None)
+        if self.indexer_length is not None:
+            yield "bookkeeping", self.indexer_length
 
     @property
     def dense_bytes(self) -> int:

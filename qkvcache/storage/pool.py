@@ -221,8 +221,10 @@ class PagePool:
             first, offset = divmod(at, size)
             whole = 0 if offset else (end - at) // size
             pages, count = max(whole, 1), whole * size or min(size - offset, end - at)
-            slabs: Iterable[tuple[Codes, tuple, tuple[Tensor, ...] | None]] = self._slabs_of(side, numbers[:, first : first + pages])
-            if row is not None:
+            slabs: Iterable[tuple[Codes, tuple, tuple[Tensor, ...] | None]]
+            if row is None:
+                slabs = self._slabs_of(side, numbers[:, first : first + pages])
+            else:
                 slabs = [(row[0].planes[side], (slice(row[1] + first, row[1] + first + pages),), None)]
             for planes, index, part in slabs:
                 for name, plane in planes.items():

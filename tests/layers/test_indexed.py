@@ -22,7 +22,7 @@ SIZES = {
     if name.startswith(("num_", "kv_", "q_", "qk_", "v_", "n_", "hidden", "interm", "vocab", "max_", "moe_interm", "init"))
     or name.endswith("_token_id")
 } | {"index_n_heads": 32, "index_head_dim": 32, "num_hidden_layers": 2, "n_group": 1, "topk_group": 1}
-"""So many heads that no two tokens have the same score: the indexer adds what is above 0."""
+"""With 32 heads no two tokens have the same score: the indexer adds the scores of heads that are above 0."""
 FAMILIES = ("deepseek_v32", "glm_moe_dsa", "axk2", "hy_v4")
 pytestmark = pytest.mark.skipif(not hasattr(DeepseekV3Attention, "expand_kv"), reason="this transformers caches no latents")
 

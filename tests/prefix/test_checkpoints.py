@@ -123,7 +123,7 @@ def test_without_an_interval_ends_alone_are_kept():
 
 
 def test_a_cache_that_evicts_has_no_checkpoints():
-    """What it keeps depends on the steps in which a prompt is read."""
+    """The tokens that a policy keeps depend on the steps in which a prompt is read."""
     kept = PrefixStore(network("falcon_h1"), max_bytes=2**24, policy=policies.H2O(budget=16), checkpoint_interval=INTERVAL)
     with kept.reuse(prompt(60)):
         pass
