@@ -8,6 +8,9 @@ import pytest
 import qkvcache
 
 HEAVY = {"torch", "transformers", "triton", "accelerate", "datasets", "scipy", "safetensors", "sympy"}
+OF_MODELS = {"torch._dynamo", "sympy", "scipy", "transformers.modeling_utils", "transformers.masking_utils", "datasets", "rich", "typer"}
+"""Modules that transformers loads with a model, in a second or two, and modules of the command."""
+CACHES = "from qkvcache import TurboQuantCache, attach, default, detach, formats, plan, policies, recommend, warmup"
 EVERY_HELP = """
 import typer, qkvcache.cli
 from typer.testing import CliRunner
@@ -20,15 +23,15 @@ ask(typer.main.get_command(qkvcache.cli.app), [])
 
 
 def loaded(code: str) -> set[str]:
-    """Top-level modules of a fresh process after `code`."""
-    code = f"{code}\nimport sys; print(*{{name.split('.')[0] for name in sys.modules}})"
+    """Modules of a fresh process after `code`."""
+    code = f"{code}\nimport sys; print(*sys.modules)"
     return set(subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=60).stdout.split())
 
 
 @pytest.mark.parametrize(
     ("code", "without"),
-    [("import qkvcache; dir(qkvcache)", HEAVY | {"numpy", "rich", "typer"}), (EVERY_HELP, HEAVY)],
-    ids=["package", "help"],
+    [("import qkvcache; dir(qkvcache)", HEAVY | {"numpy", "rich", "typer"}), (EVERY_HELP, HEAVY), (CACHES, OF_MODELS)],
+    ids=["package", "help", "caches"],
 )
 def test_nothing_heavy_is_loaded(code, without):
     assert not loaded(code) & without

@@ -8,10 +8,10 @@ import pickle
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from transformers import Cache, DynamicCache, EncoderDecoderCache, PreTrainedModel
+from transformers import Cache, DynamicCache, EncoderDecoderCache
 
 if TYPE_CHECKING:
-    from transformers import Pipeline  # imports every kind of input
+    from transformers import Pipeline, PreTrainedModel  # these import every kind of input, and all that models need
 
 _METHOD = "_prepare_cache_for_generation"
 
@@ -114,6 +114,8 @@ def detach(model: PreTrainedModel | Pipeline) -> None:
 
 def _generating(model: Any, call: str) -> PreTrainedModel:
     """`model`, or the model of a pipeline. Raises TypeError if neither has `generate`."""
+    from transformers import PreTrainedModel  # a second, unless a model is loaded
+
     found = model if hasattr(type(model), _METHOD) else getattr(model, "model", None)
     if isinstance(found, PreTrainedModel) and hasattr(found, _METHOD):
         return found

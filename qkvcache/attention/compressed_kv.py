@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_map
 
 from ..kernels import AttentionInputs, KeysOrValues, attend_on_codes, dense, pv, qk, unfold
 from ..kernels.attend import Options
+from .uncompiled import run_while_compiling
 
 NO_COLUMNS = (
     "attention code of this model reads all keys and values of a cache with max_length or compile=True. It needs to know how many columns "
@@ -262,7 +263,7 @@ def _refuse_in_place(name: str) -> None:
         )
 
 
-@torch.compiler.assume_constant_result  # runs while code is compiled
+@run_while_compiling
 def _warn_dense(what: str) -> None:
     _warn_once(f"attention code calls {what!r} on compressed keys or values, which dequantizes the whole layer at each step")
 

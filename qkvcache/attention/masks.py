@@ -9,16 +9,18 @@ from __future__ import annotations
 import threading
 import weakref
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.attention.bias import CausalBias, causal_lower_right
 from torch.nn.attention.flex_attention import BlockMask, create_mask
 
 from ..kernels import PagedInputs
 from ..kernels.attend_chunked import LeftPadding
 from ..kernels.pages import RING_TOKENS, SINKS
+
+if TYPE_CHECKING:
+    from torch.nn.attention.bias import CausalBias
 
 
 def kernel_options(implementation: str, query: Tensor, keywords: dict[str, Any]) -> dict[str, Any]:
@@ -33,6 +35,8 @@ def kernel_options(implementation: str, query: Tensor, keywords: dict[str, Any])
 def lower_right(queries: int, tokens: int) -> CausalBias | None:
     """The causal mask of the last `queries` of `tokens` tokens in the form for which sdpa runs flash attention; None
     where torch cannot make it."""
+    from torch.nn.attention.bias import causal_lower_right  # imports torch._dynamo: a second, unless a model is loaded
+
     try:
         return causal_lower_right(queries, tokens)
     except RuntimeError:  # under a TorchDispatchMode, such as FlopCounterMode

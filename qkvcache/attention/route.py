@@ -21,13 +21,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 from ..kernels import AttentionInputs, attends_in_tiles, on_triton
 from ..kernels.attend_chunked import CHUNK_BYTES, attend_chunked, cudnn_pays, supports
@@ -38,6 +36,10 @@ from .latents import ExpandedKV, restore
 from .masks import Padding, kernel_options, padding_columns, visible
 from .observer import attend_observed
 from .padding import report_attention
+from .uncompiled import uncompiled
+
+if TYPE_CHECKING:
+    from transformers.modeling_utils import AttentionInterface
 
 NAME = "qkvcache"
 MAX_QUERIES = 16
@@ -63,6 +65,10 @@ def install() -> None:
     global _stock_get_interface
     if _stock_get_interface is not None:
         return
+    # Imported with the first cache, since both take a second that a process without a model can save.
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
+
     stock = _stock_get_interface = AttentionInterface.get_interface
 
     @functools.wraps(stock)
@@ -82,6 +88,9 @@ def uninstall() -> None:
     global _stock_get_interface
     if _stock_get_interface is None:
         return
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
+
     AttentionInterface.get_interface = _stock_get_interface  # type: ignore[method-assign]
     _stock_get_interface = None
     restore()
@@ -173,6 +182,6 @@ def route(
     return out.transpose(1, 2).contiguous(), None
 
 
-@torch.compiler.disable(reason="codes in storage that grows: graphs of them would be made again for each shape that it takes")
+@uncompiled("codes in storage that grows: graphs of them would be made again for each shape that it takes")
 def _route_uncompiled(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
     return route(*args, **kwargs)

@@ -7,11 +7,11 @@ import copy
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Never
+from typing import TYPE_CHECKING, Any, Never
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel, StaticCache
+from transformers import DynamicCache, PreTrainedConfig, StaticCache
 from transformers.cache_utils import (
     Cache,
     DynamicIndexedLayer,
@@ -39,6 +39,9 @@ from .arguments import layer_indices, refuse_unknown, why_not_evict
 from .biased import BiasedKeys
 from .compress import fill, read_twice
 from .memory import Memory, measured
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 ALL_TOKENS = policies.SlidingWindow(window_length=2**30, interval=1)
 """The policy of exact layers in a cache whose other layers evict."""

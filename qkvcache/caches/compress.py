@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from ..attention.masks import kernel_options, lower_right
 from ..attention.padding import PlainAttention, await_attention
@@ -27,6 +26,9 @@ from ..policies import KVzip
 from ..policies.budget import share_of
 from ..policies.kvzip import weigh_heads
 from ..progress import track
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 FIRST = "\n\nRepeat the previous context exactly.\n\n"
 LATER = "\n\nRepeat the part of the previous context that starts as follows.\n\n"
@@ -66,6 +68,8 @@ class Reading:
             return bias
         if not self.padded and implementation == NAME:
             return None
+        from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS  # loaded with the model
+
         return ALL_MASK_ATTENTION_FUNCTIONS[implementation](
             batch_size=len(query), q_length=queries, kv_length=tokens, q_offset=tokens - queries,
             attention_mask=self.is_valid.to(query.device) if self.padded else None, dtype=query.dtype, device=query.device,

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import PreTrainedModel
 
 from ..kernels import on_triton
 from ..layers.compressed import CompressedLayer
@@ -15,6 +14,9 @@ from ..layers.evicting import EvictingLayer
 from ..policies import Budget
 from ..storage import GROUP, PAGE, RowPages
 from .base import CompressedCache
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 @torch.no_grad()

@@ -16,6 +16,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from ..attention.compressed_kv import NO_COLUMNS, CompressedKV
 from ..attention.padding import PlainAttention, await_attention
+from ..attention.uncompiled import uncompiled
 from ..formats.base import Codec, Format
 from ..formats.int8 import SymmetricInt8
 from ..kernels import AttentionInputs, Pair, dense, prepare, step, unfold
@@ -131,7 +132,7 @@ class CompressedLayer(CacheLayerMixin):
         return f"{type(self).__name__}({self.format.name}, tokens={self.get_seq_length()}{limit})"
 
     # Tensors that a CUDA graph allocates belong to it, and are overwritten when it is replayed.
-    @torch.compiler.disable(reason="storage is made outside of compiled code: call cache.early_initialization(...) before")
+    @uncompiled("storage is made outside of compiled code: call cache.early_initialization(...) before")
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         dims = key_states.shape[3], value_states.shape[3]
         codecs = self.codecs(dims)
@@ -230,7 +231,7 @@ class CompressedLayer(CacheLayerMixin):
         if self.pending is not None:
             self.store_pending(None)
 
-    @torch.compiler.disable(reason="a layer with a pending prompt grows: nothing of it is compiled but attention")
+    @uncompiled("a layer with a pending prompt grows: nothing of it is compiled but attention")
     @torch.no_grad()
     def store_pending(self, attention: PlainAttention | None) -> None:
         """Stores a pending prompt. Statistics come from the tokens that are not padding in `attention`; None: from all
@@ -243,7 +244,7 @@ class CompressedLayer(CacheLayerMixin):
             if self.offload_pending:
                 self.offload()
 
-    @torch.compiler.disable
+    @uncompiled("codes in storage that grows")
     def _update_uncompiled(self, key_states: Tensor, value_states: Tensor) -> KeysAndValues:
         """`update` of a layer whose steps cannot be compiled, called from compiled code. The attention inputs hold the
         residual in token order."""

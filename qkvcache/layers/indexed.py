@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..attention.uncompiled import uncompiled
 from ..formats import Identity
 from ..formats.base import Codes
 from ..formats.int8 import SymmetricInt8
@@ -54,7 +55,7 @@ class IndexedLayer(CompressedLayer):
             codes = {name: x[:, :, : int(length)] for name, x in codes.items()}
         return self.indexer_codec.dequantize(codes, indexer_key_states.shape[2], indexer_key_states.dtype)[:, 0]
 
-    @torch.compiler.disable(reason="storage is made outside of compiled code: read the prompt before")
+    @uncompiled("storage is made outside of compiled code: read the prompt before")
     def _allocate_indexer(self, new: Codes, tokens: int) -> None:
         with torch.inference_mode(False):
             self.indexer_codes = {name: x.new_zeros(*x.shape[:2], tokens, x.shape[3]) for name, x in new.items()}
