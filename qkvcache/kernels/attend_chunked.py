@@ -69,36 +69,6 @@ Part = tuple[Tensor, Tensor]
 folded, KV heads and the queries of a group's heads one after another, with rows of padding at the end."""
 
 
-@dataclass(frozen=True)
-class Columns:
-    """One part of the tokens in the second pass, and the last `W` queries `[B, Hq, W, D]`, rotated as its keys are.
-
-    keys, stored_values: `[B, H, T, D]` as they lie in the scratch, valid during the call.
-    visible: bool `[B or 1, T]`, or `[B, H, T]` where heads differ, False for columns that no query sees; None: all are
-        seen.
-    scaling: factor on the scores of these queries and keys.
-    causal: the last `W` tokens are the queries' own. Of a chunk, every query sees every token.
-    codec: of the values; None where these are exact.
-    """
-
-    query: Tensor
-    keys: Tensor
-    stored_values: Tensor
-    visible: Tensor | None
-    scaling: float
-    causal: bool
-    codec: Codec | None = None
-
-    @property
-    def values(self) -> Tensor:
-        """`[B, H, T, D]`, rotated back."""
-        return self.stored_values if self.codec is None else rotate_back(self.stored_values, self.codec)
-
-
-Reduce = Callable[[Columns, Tensor, Tensor], Tensor]
-"""`[B, H, T]` of some columns, the outputs `[B, Hq, W, D]` of the last queries, and the logs of their normalisers, fp32 `[B, Hq, W]`."""
-
-
 def supports(query: Tensor, attention_inputs: AttentionInputs) -> bool:
     """Whether torch has attention with log-sum-exp for these tensors, without gradients and uncompiled."""
     if torch.compiler.is_compiling() or (torch.is_grad_enabled() and query.requires_grad):
@@ -156,23 +126,13 @@ def observe_chunked(
     scaling: float | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
-    reduce: Reduce | None = None,
     chunk_tokens: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Run `attend_chunked` and return its output and the accumulated attention of each token, fp32 `[B, H, T]`: its
     softmax weights, summed over the group's query heads and over the last `W` queries, each of which counts `observed`
-    times, fp32 `[B, W]`; 0 for padding.
-
-    `reduce`: a function that replaces the weights of these queries, part by part.
-    """
-
-    def sums(columns: Columns, out: Tensor, lse: Tensor) -> Tensor:
-        options = {"scaling": columns.scaling, "softcap": softcap, "lse": lse, "causal": columns.causal}
-        return sum_attention(columns.query, columns.keys, observed, columns.visible, **options)  # type: ignore[arg-type]
-
-    second = observed.shape[1], reduce or sums
-    out, _, reduced = _attend(query, ChunkedKV.of(attention_inputs), hidden, scaling, softcap, sinks, chunk_tokens, second)
-    return out, reduced  # type: ignore[return-value]
+    times, fp32 `[B, W]`; 0 for padding."""
+    out, _, attention_sums = _attend(query, ChunkedKV.of(attention_inputs), hidden, scaling, softcap, sinks, chunk_tokens, observed)
+    return out, attention_sums  # type: ignore[return-value]
 
 
 def attend_chunked_pages(
@@ -233,11 +193,11 @@ def _attend(
     softcap: float | None,
     sinks: Tensor | None,
     chunk_tokens: int | None,
-    second: tuple[int, Reduce] | None = None,
+    observed: Tensor | None = None,
     left: LeftPadding | None = None,
     plans: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The output, the log-sum-exp, and the result of a function that runs on the last queries in a second pass.
+    """The output, the log-sum-exp, and the accumulated attention of each token, which takes a second pass, if queries are `observed`.
     `plans`: whether steps of the same number of queries will follow."""
     batch, query_heads, queries, dim = query.shape
     exact, before = tokens.exact, tokens.before
@@ -294,21 +254,21 @@ def _attend(
         seen, among = (exact[0][:, :, before:], exact[1][:, :, before:]), None
     parts += causal_attention(query, folded, *seen, among, scaling, softcap, by_cudnn=by_cudnn and among is None)
     out, lse = merge_parts(parts, query_heads, queries, heads, sinks)
-    if second is None:
+    if observed is None:
         return out, lse, None
 
-    last, reduce = queries - second[0], second[1]
-    query, given = query[:, :, last:].detach(), (out[:, :, last:], lse[:, :, last:])
-    rest = reduce(Columns(query, *exact, None if own is None else ~own, scaling, causal=True), *given)
+    last = queries - observed.shape[1]
+    query, level = query[:, :, last:].detach(), lse[:, :, last:]
+    visible = None if own is None else ~own
+    rest = sum_attention(query, exact[0], observed, visible, scaling=scaling, softcap=softcap, lse=level)
     found = [rest[..., before:]]
     for i, (count, codecs, fill) in reversed(list(enumerate(pieces))):
         column -= count
         keys, values = scratch[:, :, :, :count]
         if i < len(pieces) - 1:  # the last chunk is still there
             fill(keys, values)
-        visible = None if hidden is None else ~hidden[..., column : column + count]
-        columns = Columns(rotate(query, codecs[0])[0], keys, values, visible, unrotated, causal=False, codec=codecs[1])
-        found.append(reduce(columns, *given))
+        visible, turned = None if hidden is None else ~hidden[..., column : column + count], rotate(query, codecs[0])[0]
+        found.append(sum_attention(turned, keys, observed, visible, scaling=unrotated, softcap=softcap, lse=level, causal=False))
     return out, lse, torch.cat([rest[..., :before], *reversed(found)], dim=-1)
 
 

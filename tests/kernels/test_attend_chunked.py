@@ -7,7 +7,6 @@ from qkvcache.kernels import AttentionInputs, attend, cudnn_plans, pages, triton
 from qkvcache.kernels import attend_chunked as attend_chunked_module
 from qkvcache.kernels.attend_chunked import (
     ChunkedKV,
-    Columns,
     LeftPadding,
     attend_chunked,
     cut,
@@ -340,27 +339,6 @@ def test_chunks_are_dequantized_twice_and_the_last_one_once(monkeypatch):
     query = torch.randn(2, 4, 5, 64, device=DEVICE, dtype=DTYPE)
     observe_chunked(query, held, observed=torch.ones(2, 5, device=DEVICE), chunk_tokens=128)
     assert filled == [0, 1, 2, 1, 0]
-
-
-@pytest.mark.parametrize("format", ["int8", "turboquant_4bit_nc"])
-def test_another_reduction_gets_columns_that_give_the_output(format):
-    """Weights of the parts, times their values rotated back, add up to the output."""
-    held = attention_inputs(format, 300, 6)
-    query = torch.randn(2, 2, 6, 64, device=DEVICE, dtype=DTYPE)
-    total = torch.zeros(2, 2, 4, 64, device=DEVICE)
-
-    def reduce(columns: Columns, out: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
-        scores = columns.query.float() @ columns.keys.float().mT * columns.scaling
-        if columns.causal:
-            tokens = columns.keys.shape[2]
-            scores.masked_fill_(~torch.ones(4, tokens, dtype=torch.bool, device=DEVICE).tril(tokens - 4), -torch.inf)
-        total.add_((scores - lse[..., None]).exp() @ columns.values.float())
-        return columns.values.float()[..., 0].clone()
-
-    out, found = observe_chunked(query, held, observed=torch.ones(2, 4, device=DEVICE), reduce=reduce, chunk_tokens=128)
-    close(total.to(DTYPE), out[:, :, -4:])
-    values = held.value.dense().float()[..., 0]
-    assert ((found - values).norm() / values.norm()).item() < LIMIT
 
 
 def test_chunks_hold_every_token_once():
