@@ -2,8 +2,6 @@
 
 import copy
 import statistics
-import subprocess
-import sys
 import time
 from types import SimpleNamespace
 
@@ -19,6 +17,7 @@ from qkvcache.attention.route import MAX_QUERIES, NAME, route
 from qkvcache.kernels import attend
 from qkvcache.layers.compressed import CompressedLayer
 from tests.matrix import FORMATS, model
+from tests.processes import Program
 from tests.reference import MODES, ZONES, assert_close, count_decoded_layers, forward, steps
 from tests.tolerance import of_model, rounding
 
@@ -92,8 +91,8 @@ def test_the_wrapper_keeps_what_get_interface_says(bare):
         ALL_ATTENTION_FUNCTIONS.get_interface("no_such_name", default)
 
 
-def test_import_changes_nothing_until_a_cache_is_made():
-    code = """
+def test_import_changes_nothing_until_a_cache_is_made(tmp_path):
+    (tmp_path / "program.py").write_text("""
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS as masks
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as functions, AttentionInterface
 state = lambda: (AttentionInterface.get_interface, dict(functions), dict(masks))
@@ -103,8 +102,8 @@ from qkvcache import *
 assert state() == before and not qkvcache.attention.installed()
 qkvcache.CompressedCache(format="int8")
 assert state() != before and qkvcache.attention.installed()
-"""
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=100)
+""")
+    Program(tmp_path / "program.py").result()
 
 
 # Through a model

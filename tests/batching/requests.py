@@ -56,19 +56,29 @@ def serving(network, new: int = NEW, **options):
         manager.stop()
 
 
+PATIENCE = 600
+"""Seconds until what does not happen is a failure. No test passes or fails by the speed of the machine."""
+
+
+def until(condition) -> bool:
+    """Waits until it holds; False if it never does."""
+    end = time.monotonic() + PATIENCE
+    while not (holds := condition()) and time.monotonic() < end:
+        time.sleep(0.01)
+    return holds
+
+
 @contextmanager
 def listening(server, run=None):
     """`server` serves in a thread."""
     thread = threading.Thread(target=run or server.run, daemon=True)
     thread.start()
-    while not server.server.started:
-        assert thread.is_alive()
-        time.sleep(0.01)
+    assert until(lambda: server.server.started or not thread.is_alive()) and thread.is_alive()
     try:
         yield
     finally:
         server.server.should_exit = True
-        thread.join(60)
+        thread.join(PATIENCE)
 
 
 @contextmanager
@@ -77,7 +87,7 @@ def waiting(network):
     added = threading.Event()
 
     def wait(*_) -> None:
-        added.wait(60)
+        added.wait(PATIENCE)
 
     hook = network.register_forward_pre_hook(wait)
     try:
@@ -87,9 +97,9 @@ def waiting(network):
         hook.remove()
 
 
-def collect(manager, names: list[str], seconds: float = 60) -> dict:
+def collect(manager, names: list[str]) -> dict:
     """The outputs of these requests."""
-    found, deadline = {}, time.monotonic() + seconds
+    found, deadline = {}, time.monotonic() + PATIENCE
     while len(found) < len(names):
         assert time.monotonic() < deadline and manager.is_running()
         if (output := manager.get_result(timeout=1)) and output.is_finished() and output.request_id in names:

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-import signal
 import socket
-import subprocess
-import sys
-import time
 import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
@@ -25,7 +21,8 @@ if Version(transformers.__version__) < Version("5.19"):
     pytest.skip("transformers has no page allocators", allow_module_level=True)
 
 from qkvcache.batching import server as serving  # noqa: E402
-from tests.batching.requests import listening  # noqa: E402
+from tests.batching.requests import PATIENCE, listening, until, waiting  # noqa: E402
+from tests.processes import Program  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:continuous batching on compressed pages")
 CACHE = {"format": "turboquant_4bit_nc", "residual_length": 16}
@@ -58,13 +55,13 @@ def address(server) -> tuple[str, int]:
     return server.server.servers[0].sockets[0].getsockname()
 
 
-def send(server, path: str, body=None, timeout: float = 60):
+def send(server, path: str, body=None):
     """The status of an answer, and its JSON or its events."""
     data = body if isinstance(body, bytes | None) else json.dumps(body).encode()
     host, port = address(server)
     request = urllib.request.Request(f"http://{host}:{port}{path}", data=data, headers={"content-type": "application/json"})
     try:
-        with urllib.request.urlopen(request, timeout=timeout) as answer:
+        with urllib.request.urlopen(request, timeout=PATIENCE) as answer:
             status, text = answer.status, answer.read().decode()
     except urllib.error.HTTPError as error:
         status, text = error.code, error.read().decode()
@@ -87,13 +84,6 @@ def texts(answer) -> list[str]:
         for choice in event["choices"]:
             found[choice["index"]] = found.get(choice["index"], "") + choice["text"]
     return [found[index] for index in sorted(found)]
-
-
-def until(condition, seconds: float = 20.0) -> bool:
-    end = time.monotonic() + seconds
-    while not condition() and time.monotonic() < end:
-        time.sleep(0.01)
-    return condition()
 
 
 def test_an_empty_prompt_is_refused_beside_a_request(server):
@@ -237,7 +227,8 @@ def test_the_same_request_id_does_not_mix_answers(server):
     def ask(prompt: str) -> list[str]:
         body = json.dumps({"prompt": prompt, "max_tokens": 8, "temperature": 0}).encode()
         headers = {"content-type": "application/json", "x-request-id": "same"}
-        with urllib.request.urlopen(urllib.request.Request(f"http://{host}:{port}{COMPLETIONS}", body, headers), timeout=20) as answer:
+        request = urllib.request.Request(f"http://{host}:{port}{COMPLETIONS}", body, headers)
+        with urllib.request.urlopen(request, timeout=PATIENCE) as answer:
             assert answer.headers["x-request-id"] == "same"
             return texts(json.loads(answer.read()))
 
@@ -265,8 +256,9 @@ def leave(server, tokens: int = 900) -> None:
 
 
 def test_a_client_of_a_whole_answer_that_leaves_is_cancelled(server):
+    before = server.observed.outcomes["cancelled"]
     leave(server)
-    assert until(lambda: not server.metrics().running, 5)
+    assert until(lambda: server.observed.outcomes["cancelled"] > before and not server.metrics().running)
     assert not server.batching.manager.output_router.result_handlers and not server.exchanges
     assert texts(complete(server))[0].startswith(" dilzon")
 
@@ -310,11 +302,12 @@ def test_a_server_that_stops_answers_what_runs(ending, tokens):
     """Requests that end within the grace are answered, others get 503; new ones do too."""
     server, raised = ending
     with ThreadPoolExecutor(1) as threads:
-        running = threads.submit(send, server, COMPLETIONS, {"prompt": PROMPT, "max_tokens": tokens, "temperature": 0})
-        assert until(lambda: server.metrics().running == 1)
-        server._grace = 20 if tokens == 30 else 0.5
-        server.server.handle_exit(15, None)
-        assert send(server, COMPLETIONS, {"prompt": PROMPT})[0] == send(server, "/health")[0] == 503
+        with waiting(server._model):
+            running = threads.submit(send, server, COMPLETIONS, {"prompt": PROMPT, "max_tokens": tokens, "temperature": 0})
+            assert until(lambda: server.metrics().running == 1)
+            server._grace = PATIENCE if tokens == 30 else 0.5
+            server.server.handle_exit(15, None)
+            assert send(server, COMPLETIONS, {"prompt": PROMPT})[0] == send(server, "/health")[0] == 503
         assert running.result()[0] == (200 if tokens == 30 else 503)
     assert until(lambda: server.batching is None) and not raised  # shut down
 
@@ -330,16 +323,13 @@ def test_a_dead_thread_ends_the_server_with_an_error(ending, monkeypatch):
 def test_the_process_ends_within_its_grace():
     """Without an error, although a request runs that does not end."""
     options = [f"--{name.replace('_', '-')}={value}" for name, value in OPTIONS.items()]
-    command = [sys.executable, "-m", "qkvcache.cli", "serve", "demo", *options, "--grace-seconds", "0.2"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
-        try:
-            address = next(found for text in process.stderr if (found := re.search(r"http://127.0.0.1:(\d+)", text)))
-            body = json.dumps({"prompt": PROMPT, "max_tokens": 900, "stream": True}).encode()
-            headers = {"content-type": "application/json"}
-            with urllib.request.urlopen(urllib.request.Request(address[0] + COMPLETIONS, body, headers), timeout=60) as answer:
-                assert answer.readline().startswith(b"data: ")
-                process.send_signal(signal.SIGTERM)
-                assert "stopping" in answer.read().decode().split("\n\n")[-2]
-            assert process.wait(30) == 0
-        finally:
-            process.kill()
+    program = Program("qkvcache.cli", ["serve", "demo", *options, "--grace-seconds", "0.2"])
+    address = next(found for text in program.lines if (found := re.search(r"http://127.0.0.1:(\d+)", text)))
+    body = json.dumps({"prompt": PROMPT, "max_tokens": 900, "stream": True}).encode()
+    headers = {"content-type": "application/json"}
+    request = urllib.request.Request(address[0] + COMPLETIONS, body, headers)
+    with urllib.request.urlopen(request, timeout=PATIENCE) as answer:
+        assert answer.readline().startswith(b"data: ")
+        program.process.terminate()
+        assert "stopping" in answer.read().decode().split("\n\n")[-2]
+    program.result()

@@ -3,7 +3,6 @@
 import copy
 import functools
 import threading
-import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 
@@ -24,7 +23,7 @@ if Version(transformers.__version__) < Version("5.19"):
     pytest.skip("transformers has no page allocators", allow_module_level=True)
 
 from qkvcache.batching import server as serving  # noqa: E402
-from tests.batching.requests import listening  # noqa: E402
+from tests.batching.requests import PATIENCE, listening, until  # noqa: E402
 
 FORMAT = "turboquant_4bit_nc"
 CACHE = {"format": FORMAT, "residual_length": 16}
@@ -39,7 +38,7 @@ def address(server) -> str:
 
 
 def client(server):
-    return openai.OpenAI(base_url=f"{address(server)}/v1", api_key="-", max_retries=0, timeout=60)
+    return openai.OpenAI(base_url=f"{address(server)}/v1", api_key="-", max_retries=0, timeout=PATIENCE)
 
 
 @pytest.fixture(scope="module")
@@ -73,15 +72,6 @@ def generated(folder: str, asked: list[str], tokens: int) -> list[str]:
         inputs = [tokenizer(prompt)["input_ids"] for prompt in asked]
         found = model.generate_batch(inputs, continuous_batching_config=config, max_new_tokens=tokens)
     return [tokenizer.decode(output.generated_tokens, skip_special_tokens=True) for output in found.values()]
-
-
-def until(condition, seconds: float = 10.0) -> bool:
-    end = time.perf_counter() + seconds
-    while time.perf_counter() < end:
-        if condition():
-            return True
-        time.sleep(0.02)
-    return False
 
 
 def complete(server, folder: str, prompt: str, tokens: int = 6) -> str:

@@ -13,7 +13,7 @@ from qkvcache import CompressedCache, TurboQuantCache
 from qkvcache.layers.compressed import CompressedLayer
 from tests.caches import tensor_parallel
 from tests.matrix import CACHES, COVER, FORMATS, THREE, model, slowly
-from tests.ranks import finish, start
+from tests.processes import ranks
 from tests.reference import ZONES, assert_close, count_decoded_layers
 from tests.tolerance import of_model
 
@@ -132,9 +132,10 @@ def test_tensor_parallelism(tmp_path):
     checkpoint = tmp_path / "model"
     model("llama").save_pretrained(checkpoint)
     script = Path(__file__).with_name("tensor_parallel.py")
-    jobs = start(script, [checkpoint, tmp_path / "two", "auto"], 2)
+    programs = ranks(script, [checkpoint, tmp_path / "two", "auto"], 2)
     tensor_parallel.main(str(checkpoint), str(tmp_path / "one"), None)
-    finish(jobs)
+    for program in programs:
+        program.result()
     one, two = (torch.load(tmp_path / name) for name in ("one", "two"))
     assert (one["identity heads"], two["identity heads"]) == (2, 1)
     assert_close(two["identity"], one["identity"], of_model(model("llama")))

@@ -2,12 +2,12 @@
 
 import importlib
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from harness import read_rows
+
+from tests.processes import Program
 
 SCRIPT = Path(__file__).parents[2] / "eval" / "bench_host.py"
 
@@ -15,7 +15,7 @@ SCRIPT = Path(__file__).parents[2] / "eval" / "bench_host.py"
 def test_a_step_is_timed_without_launches(tmp_path):
     pytest.importorskip("triton")
     out = tmp_path / "host.jsonl"
-    subprocess.run([sys.executable, SCRIPT, "--formats", "int8", "--steps", "5", "--rounds", "2", "--out", out], check=True)
+    Program(SCRIPT, ["--formats", "int8", "--steps", "5", "--rounds", "2", "--out", out]).result()
     (row,) = map(json.loads, out.read_text().splitlines())
     assert row["format"] == "int8" and row["update_us"] > 0 and row["step_us"] > 0
 

@@ -2,7 +2,6 @@
 
 import importlib.metadata
 import json
-import subprocess
 import sys
 
 import lm_eval
@@ -16,6 +15,7 @@ from qkvcache.evaluation import __main__ as shim
 from qkvcache.evaluation.long_context import TASKS, cases
 from qkvcache.evaluation.model import CacheLM
 from tests.evaluation.asked import TOKENIZER
+from tests.processes import Program
 
 SMALL = {"context_tokens": 300, "number": 3, "tokenizer": str(demo.MODEL_PATH)}
 
@@ -132,7 +132,5 @@ def test_the_command_writes_a_result_file(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.slow
 def test_the_module_is_a_command():
-    done = subprocess.run(
-        [sys.executable, "-m", "qkvcache.evaluation", "ls", "tasks", "--include_path", str(shim.TASKS)], capture_output=True
-    )
-    assert done.returncode == 0 and b"qkvcache_needle_unseen" in done.stdout
+    program = Program("qkvcache.evaluation", ["ls", "tasks", "--include_path", shim.TASKS])
+    assert "qkvcache_needle_unseen" in program.result()

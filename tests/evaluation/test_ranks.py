@@ -7,14 +7,15 @@ import torch
 
 from tests.evaluation.asked import SHORT, TOKENIZER, cached, score
 from tests.matrix import model
-from tests.ranks import finish, start
+from tests.processes import ranks
 
 
 @pytest.mark.slow
 def test_two_ranks_score_as_one(tmp_path):
     model("llama").save_pretrained(tmp_path / "model")
     TOKENIZER.save_pretrained(tmp_path / "model")
-    finish(start(Path(__file__).with_name("tensor_parallel.py"), [tmp_path / "model", tmp_path / "out"], 2))
+    for program in ranks(Path(__file__).with_name("tensor_parallel.py"), [tmp_path / "model", tmp_path / "out"], 2):
+        program.result()
     two = torch.load(tmp_path / "out", weights_only=False)
     one = {}
     for cache, near in (("dynamic", 1e-5), ("turboquant_4bit_nc", 1e-3)):  # sums in another order may turn a code

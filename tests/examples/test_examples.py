@@ -1,15 +1,12 @@
 """The scripts among the examples, made small."""
 
-import subprocess
-import sys
-
 import pytest
 import transformers
 from packaging.version import Version
 
 from qkvcache import demo, models
 from tests.examples.load import EXAMPLES, load
-from tests.ranks import finish, start
+from tests.processes import Program, ranks
 
 BATCHING = pytest.mark.skipif(Version(transformers.__version__) < Version("5.19"), reason="transformers has no page allocators")
 
@@ -146,7 +143,7 @@ def test_a_batch_with_accelerate():
 @pytest.mark.slow
 def test_a_batch_over_processes():
     pytest.importorskip("accelerate")
-    printed = finish(start(EXAMPLES / "batch_accelerate.py", ["--prompts", "3"], 2))
+    printed = [program.result() for program in ranks(EXAMPLES / "batch_accelerate.py", ["--prompts", "3"], 2)]
     assert "process 0 of 2 on cpu:0: 2 prompts" in printed[0] and "process 1 of 2 on cpu:0: 1 prompts" in printed[1]
     assert "3 answers, the first of them ' dilzon" in printed[0]
 
@@ -154,11 +151,11 @@ def test_a_batch_over_processes():
 @pytest.mark.slow
 @BATCHING
 def test_a_process_for_each_device():
-    command = [sys.executable, str(EXAMPLES / "batch_processes.py"), "--devices", "cpu", "--prompts", "3", "--together", "2"]
-    printed = subprocess.run(command, capture_output=True, text=True, timeout=180, check=True).stdout
-    assert printed.count("on cpu: ' dilzon") == 3
+    program = Program(EXAMPLES / "batch_processes.py", ["--devices", "cpu", "--prompts", "3", "--together", "2"])
+    assert program.result().count("on cpu: ' dilzon") == 3
 
 
 @pytest.mark.slow
 def test_tensor_parallel():
-    finish(start(EXAMPLES / "tensor_parallel.py", ["--dtype", "float32"], 2))
+    for program in ranks(EXAMPLES / "tensor_parallel.py", ["--dtype", "float32"], 2):
+        program.result()
