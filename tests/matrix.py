@@ -245,15 +245,16 @@ UNSUPPORTED = {  # by transformers
 }
 
 
-def model(name: str, attention: str = "sdpa") -> hf.PreTrainedModel:
-    """The model `name`, in inference mode, always with the same weights."""
-    return _model(name, attention)
+def model(name: str, attention: str = "sdpa", layers: int | None = None) -> hf.PreTrainedModel:
+    """The model `name`, in inference mode, always with the same weights. `layers`: how many it has, where fewer say as much."""
+    return _model(name, attention, layers)
 
 
 @functools.lru_cache
-def _model(name: str, attention: str) -> hf.PreTrainedModel:
+def _model(name: str, attention: str, layers: int | None) -> hf.PreTrainedModel:
     install()  # registers "qkvcache"
     config: hf.PreTrainedConfig = (MODELS | ENCODER_DECODERS | DENSE_ATTENTION)[name]()
+    config.num_hidden_layers = layers or config.num_hidden_layers
     config._attn_implementation = attention
     torch.manual_seed(SEED)
     kind = {"t5": hf.T5ForConditionalGeneration, "whisper": hf.WhisperForConditionalGeneration}.get(name)

@@ -33,7 +33,7 @@ def _main(path: str, arguments: list[str], environment: dict[str, str], printed:
 
 
 class Program:
-    """A file or a module that runs as a program. `lines`: what it prints, while it runs."""
+    """A file or a module that runs as a program, which starts no others. `lines`: what it prints, while it runs."""
 
     def __init__(self, path: Path | str, arguments: Sequence = (), **environment: str):
         receive, send = SERVER.Pipe(duplex=False)

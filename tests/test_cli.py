@@ -88,7 +88,8 @@ def small_demo(monkeypatch):
     monkeypatch.setattr(show, "REAL", show.Size(300, 8, 2, NUMBER, bare=False))
 
 
-def test_demo_prints_the_answer_and_the_table(small_demo):
+def test_demo_prints_the_answer_and_the_table(small_demo, monkeypatch):
+    monkeypatch.setattr(show, "POLICIES", {})
     result = run("demo", "--dtype", "float32")
     assert result.exit_code == 0, result.output
     assert "The code word of" in result.stdout
@@ -108,7 +109,8 @@ def test_demo_json_has_a_row_for_each_cache(small_demo):
     assert len({row["answer"] for row in rows[:3]}) == 1
 
 
-def test_demo_takes_another_model(small_demo):
+def test_demo_takes_another_model(small_demo, monkeypatch):
+    monkeypatch.setattr(show, "FORMATS", ())
     result = run("demo", "--model", str(demo.MODEL_PATH))
     assert result.exit_code == 0, result.output
     assert f"{demo.MODEL_PATH}, 300 tokens of context" in result.stdout.replace("\n", "")

@@ -7,6 +7,7 @@ import pytest
 from qkvcache import continuous_batching
 from qkvcache.formats import Int8
 from tests.launches import counted
+from tests.matrix import model
 
 from .requests import ZONES, answers, assert_same, attention, greedy, llama, prompts, serving, single, store, transformers_adapter
 from .requests import pool as pool_of
@@ -38,7 +39,8 @@ def steps(patch: pytest.MonkeyPatch, format: str, ids: list[list[int]], **option
         return out
 
     patch.setattr(transformers_adapter, "paged_attention", watched)
-    with continuous_batching(llama(), format, **ZONES), serving(llama(), new=3, **options) as running:
+    network = model("llama", layers=2)
+    with continuous_batching(network, format, **ZONES), serving(network, new=3, **options) as running:
         answers(running, ids)
     return found
 
@@ -78,7 +80,7 @@ def test_a_past_that_does_not_fit_into_the_scratch(monkeypatch):
 def test_what_kernels_keep_follows_the_statistics(monkeypatch):
     """A prompt that warms up is read before there are statistics; later prompts are not read with its mean."""
     monkeypatch.setenv("QKVCACHE_KERNELS", "triton")
-    network, (ids,) = llama(), prompts(150)
+    network, (ids,) = model("llama", layers=1), prompts(150)
     with continuous_batching(network, "turboquant_4bit_nc", **ZONES):
         running = network.init_continuous_batching(generation_config=greedy(4), continuous_batching_config=pool_of(max_batch_tokens=64))
         running.warmup()

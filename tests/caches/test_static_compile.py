@@ -29,10 +29,7 @@ class Compiled:
     """A model of its own, for `generate` to compile its steps with."""
 
     def __init__(self, name: str, attention: str, backend: str = "aot_eager", mode: str | None = None):
-        self.network = copy.deepcopy(model(name, attention))
-        if name == "llama":
-            self.network.config.num_hidden_layers = 2
-            self.network.model.layers = self.network.model.layers[:2]
+        self.network = copy.deepcopy(model(name, attention, layers=1 if name == "llama" else None))
         self.config = CompileConfig(fullgraph=True, backend=backend, mode=mode)
         self.config._compile_all_devices = True
 
