@@ -1,10 +1,15 @@
-"""Fetching a prefix against computing it again, in one run: a Llama of eight billion parameters with random weights, 32,768 tokens.
+"""Fetching a prefix against computing it again, in one run; rows in eval/results/prefix.jsonl.
 
-    python eval/bench_prefix.py
+    python eval/bench_prefix.py                       32,768 tokens of a Llama of eight billion random parameters, on a GPU
+    python eval/bench_prefix.py --section hybrids     4,096 tokens of a Qwen3.5 with four layers, three of them linear, on a CPU: two minutes
+    python eval/bench_prefix.py [--section hybrids] --markdown     the table of the documentation, from the rows
 
-For each format: milliseconds of the prefill into a compressed and into a dense cache, of storing, and of fetching all or half of the
-tokens from host memory, from files in the page cache and from files that are not, with what they take. `same` says that the next token has
-the logits of the cache that was stored, bit for bit. Every number is the least of `--repeats`; the files lie in `--directory`.
+prefix     for each format: milliseconds of the prefill into a compressed and into a dense cache, of storing, and of fetching all or half of
+           the tokens from host memory, from files in the page cache and from files that are not, with what they take. `same` says that the
+           next token has the logits of the cache that was stored, bit for bit. Every number is the least of `--repeats`; the files lie in
+           `--directory`.
+hybrids    seconds to the first token of requests that begin as earlier ones did: computed by a new DynamicCache each time, and with a
+           `PrefixStore`, with and without checkpoints of the recurrent states. Entering `reuse`, which stores the prompt, is included.
 """
 
 from __future__ import annotations
@@ -13,6 +18,7 @@ import argparse
 import copy
 import os
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -21,7 +27,7 @@ import torch
 from gpu import device, milliseconds, random_llama
 from harness import Table, device_name, parser_of, replace_rows, run_or_show
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel, Qwen3_5TextConfig
 from transformers.cache_utils import Cache
 
 from qkvcache import CompressedCache, PrefixStore
@@ -92,8 +98,77 @@ class Bench:
         return row | {"same_disk": same}
 
 
+DENSE, ENDS, STORE = "DynamicCache", "checkpoint_interval=0", "PrefixStore"
+
+
+def hybrid(tiny: bool) -> PreTrainedModel:
+    size = 64 if tiny else 1024
+    config = Qwen3_5TextConfig(
+        hidden_size=size, intermediate_size=7 * size // 2, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=2,
+        head_dim=size // 4, linear_num_key_heads=16, linear_num_value_heads=16, linear_key_head_dim=size // 8,
+        linear_value_head_dim=size // 8, vocab_size=8192, bos_token_id=None, eos_token_id=None, pad_token_id=None,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+def requests(model: PreTrainedModel, tokens: int) -> dict[str, list[Tensor]]:
+    """The prompts of each scenario, in their order. A turn adds an eighth of `tokens`: the answer before, and a message or a tool's output."""
+    step = tokens // 8
+    text, other = torch.randint(model.config.vocab_size, (2, 1, tokens + step), generator=torch.Generator().manual_seed(0))
+    return {
+        "a second turn": [text[:, :tokens], text],
+        "5/8 of a stored prompt": [text[:, :tokens], torch.cat([text[:, : 5 * step], other[:, : 3 * step]], dim=1)],
+        "six turns of an agent": [text[:, : (turn + 3) * step] for turn in range(6)],
+    }
+
+
+def first_tokens(model: PreTrainedModel, way: str, prompts: list[Tensor], interval: int) -> dict:
+    """Seconds to the first token of each prompt, and the tokens that it did not compute."""
+    store = PrefixStore(model, max_bytes=2**40, format="int8", checkpoint_interval=0 if way == ENDS else interval)
+    seconds, reused = [], []
+    for ids in prompts:
+        begin, before = time.perf_counter(), store.stats.tokens_reused
+        if way == DENSE:
+            model.generate(ids, past_key_values=DynamicCache(config=model.config), max_new_tokens=1)
+        else:
+            with store.reuse(ids) as past:
+                model.generate(ids, past_key_values=past, max_new_tokens=1)
+        seconds.append(time.perf_counter() - begin)
+        reused.append(store.stats.tokens_reused - before)
+    return {"seconds": seconds, "reused": reused, "store_bytes": store.stats.nbytes}
+
+
+def measure_hybrids(args: argparse.Namespace) -> None:
+    model, tokens = hybrid(args.tiny), args.tokens or 4096
+    same = {"machine": "CPU", "threads": torch.get_num_threads(), "layers": model.config.layer_types, "hidden_size": model.config.hidden_size}
+    for scenario, prompts in requests(model, tokens).items():
+        for way in (DENSE, ENDS, STORE):
+            row = {"scenario": scenario, "way": way, "tokens": [ids.shape[1] for ids in prompts]} | same
+            row |= {"interval": tokens // 2} | first_tokens(model, way, prompts, tokens // 2)
+            replace_rows(args.out, "hybrids", [row], "scenario", "way")
+
+
+def hybrid_tables(rows: list[dict]) -> Iterator[Table]:
+    """Of two requests the second, which finds the first stored; of more all, and the last one alone."""
+    found = {(row["scenario"], row["way"]): row for row in rows}
+    lines = []
+    for scenario in dict.fromkeys(row["scenario"] for row in rows):
+        ways = [found[scenario, way] for way in (DENSE, ENDS, STORE)]
+        several = len(ways[0]["tokens"]) > 2
+        for name, of in ((scenario, sum), ("the last of them", lambda x: x[-1])) if several else ((scenario, lambda x: x[-1]),):
+            dense, ends, stored = (of(row["seconds"]) for row in ways)
+            counts = f"{of(ways[0]['tokens']):,}", *(f"{of(row['reused']):,}" for row in ways[1:])
+            lines.append([name, counts[0], f"{dense:.1f}", f"{ends:.1f}", f"{stored:.1f}", counts[2], f"{dense / stored:.1f}x"])
+    headers = ["", "tokens", "`DynamicCache`, s", "`checkpoint_interval=0`, s", "`PrefixStore`, s", "tokens reused", "sooner"]
+    yield Table(headers, lines)
+
+
 @torch.no_grad()
 def measure(args: argparse.Namespace) -> None:
+    if args.section == "hybrids":
+        return measure_hybrids(args)
+    args.tokens = args.tokens or 32_768
     model = random_llama(args.tiny)
     shape = {"layers": "num_hidden_layers", "kv_heads": "num_key_value_heads", "head_dim": "head_dim"}
     same = {name: getattr(model.config, option) for name, option in shape.items()} | {"machine": device_name(device())}
@@ -105,6 +180,9 @@ def measure(args: argparse.Namespace) -> None:
 
 
 def tables(rows: list[dict]) -> Iterator[Table]:
+    if rows[0]["what"] == "hybrids":
+        yield from hybrid_tables(rows)
+        return
     numbers = "{bytes:,.0f} | {ratio:.2f}x | {prefill_ms:,.0f} | {fetch_ms:.0f} | {fetch_half_ms:.0f} | {read_ms:.0f}"
     lines = [
         [f"`{row['format']}`", *numbers.format(**row | {"bytes": row["bytes"] / 1e6}).split(" | "), "yes" if row["same"] else "no"]
@@ -116,12 +194,14 @@ def tables(rows: list[dict]) -> Iterator[Table]:
 
 def main(arguments: list[str] | None = None) -> None:
     parser = parser_of(__doc__, "prefix")
+    parser.add_argument("--section", choices=("prefix", "hybrids"), default="prefix")
     parser.add_argument("--formats", nargs="+", default=["int8", "turboquant_4bit_nc"], metavar="A,B")
-    parser.add_argument("--tokens", type=int, default=32_768)
+    parser.add_argument("--tokens", type=int, help="32,768 by default, and 4,096 of hybrids")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--directory", help="where files are written; a temporary one by default")
     parser.add_argument("--tiny", action="store_true", help="a tiny model, on any device")
-    run_or_show(parser, parser.parse_args(arguments), measure, "prefix", tables)
+    args = parser.parse_args(arguments)
+    run_or_show(parser, args, measure, args.section, tables, gpu=args.section == "prefix")
 
 
 if __name__ == "__main__":

@@ -18,3 +18,18 @@ def test_the_script_measures_and_checks(tmp_path, capsys):
     capsys.readouterr()
     script.main(["--markdown", "--out", str(out)])
     assert capsys.readouterr().out.count("| yes |") == 2
+
+
+def test_a_hybrid_resumes_at_ends_and_checkpoints(tmp_path, capsys):
+    script, out = importlib.import_module("bench_prefix"), tmp_path / "rows.jsonl"
+    script.main(["--section", "hybrids", "--tiny", "--tokens", "256", "--out", str(out)])
+    found = {(row["scenario"], row["way"]): row for row in read_rows(out)}
+    reused = {case: row["reused"] for case, row in found.items()}
+    for scenario in dict.fromkeys(scenario for scenario, _ in found):
+        assert not any(reused[scenario, script.DENSE])
+    assert reused["a second turn", script.STORE] == reused["a second turn", script.ENDS] == [0, 255]
+    assert reused["5/8 of a stored prompt", script.ENDS] == [0, 0]
+    assert reused["5/8 of a stored prompt", script.STORE] == [0, 128]
+    assert reused["six turns of an agent", script.STORE] == [0, 95, 127, 159, 191, 223]
+    script.main(["--section", "hybrids", "--markdown", "--out", str(out)])
+    assert "| the last of them | 256 |" in capsys.readouterr().out
