@@ -3,7 +3,7 @@
     python eval/bench_latents.py                 measures on a GPU, prints the tables, writes the rows: under 3 minutes
     python eval/bench_latents.py --check         compares the kernel with its torch reference, and measures nothing
     python eval/bench_latents.py --tune          the kernel's launches, one row each, without a table
-    python eval/bench_latents.py --sections step rope        those that a CPU measures
+    python eval/bench_latents.py --sections step indexed rope        those that a CPU measures
     python eval/bench_latents.py --tiny          tiny shapes on any device, to try the script
     python eval/bench_latents.py --markdown      the tables of the documentation, from the rows: needs no GPU
 
@@ -11,6 +11,8 @@ decode   attention of one layer's step, 128 heads, latents of 512 + 64 channels,
          queries to its values. Ours reads codes, with absorbed projections. transformers' expands the latents of all tokens (`expand_kv`)
          and attends by the best of torch's kernels; what it copies to append a token to its cache is left out.
 step     a model of two layers of 16 heads on a CPU in fp32 after 4,096 tokens: a step by the clock, the best of six.
+indexed  a model of one layer of 16 heads on a CPU in fp32 after 16,384 tokens, of which an indexer chooses 512 (DeepSeek-V3.2): a step, as
+         above. "masked": attention reads all tokens under the indexer's mask.
 rope     the error of attention on random latents, by the codec of latents and by that of the rotated part of keys.
 """
 
@@ -28,7 +30,7 @@ from gpu import device, let_go, milliseconds, queued_us
 from harness import Table, device_name, in_time, outcome, parser_of, replace_rows, run_or_show
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, DynamicCache
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, DeepseekV3Config, DeepseekV3ForCausalLM, DynamicCache
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
 
 from qkvcache import CompressedCache, formats
@@ -36,7 +38,7 @@ from qkvcache.formats.int8 import SymmetricInt8
 from qkvcache.kernels import attend_latents, on_triton
 from qkvcache.kernels.attend_latents import attend_latents as reference
 
-SECTIONS = ("decode", "step", "rope")
+SECTIONS = ("decode", "step", "indexed", "rope")
 STOCK = "transformers"
 FORMATS = ("int8", "turboquant_4bit_nc", "int4", "nvfp4")
 LAUNCHES = ((64, 64, 32, 8), (64, 32, 32, 8), (64, 64, 16, 8), (64, 64, 32, 4), (16, 64, 32, 4), (16, 32, 16, 4), (32, 64, 32, 4))
@@ -166,6 +168,25 @@ def step(tiny: bool, cache_name: str, tokens: int) -> dict:
     return {"ms": ms, "bytes_per_token": sum(x.numel() * x.itemsize for x in layers) / tokens / config.num_hidden_layers}
 
 
+@torch.no_grad()
+def indexed_step(tiny: bool, cache_name: str, tokens: int) -> dict:
+    """Milliseconds of a step after `tokens` random latents and keys of the indexer."""
+    format, _, masked = cache_name.partition(", ")
+    sizes = config_of(tiny, heads=16).to_diff_dict() | {"num_hidden_layers": 1, "first_k_dense_replace": 1, "model_type": "deepseek_v32"}
+    config = CONFIG_MAPPING["deepseek_v32"](**sizes | {"index_n_heads": 16, "index_head_dim": 128, "index_topk": tokens // 32})
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    cache = DynamicCache(config=config) if cache_name == STOCK else CompressedCache(config, format=format)
+    cache.update(*(torch.randn(1, 1, tokens, dim) for dim in (config.kv_lora_rank, config.qk_rope_head_dim)), 0)
+    cache.update_indexer(torch.randn(1, tokens, config.index_head_dim), 0)
+    layer = cache.layers[0]
+    held = (layer.keys, layer.values, layer.indexer_keys) if cache_name == STOCK else (x for _, x in layer.tensors())
+    nbytes = sum(x.numel() * x.itemsize for x in held)
+    with mock.patch.object(sys.modules[reference.__module__], "LEAST_SAVED", float("inf") if masked else 2):
+        ms = min(milliseconds(lambda: model(torch.tensor([[5]]), past_key_values=cache)) for _ in range(6))
+    return {"ms": ms, "bytes_per_token": nbytes / tokens}
+
+
 def rope_error(tiny: bool, format: str, rope: str) -> dict:
     """The relative error of outputs, the mean of six draws; rotated keys are as large as latents."""
     config, tokens, errors = config_of(tiny, heads=16), 4096, []
@@ -213,6 +234,10 @@ def cases(args: Namespace) -> Iterator[tuple[dict, Callable[[], dict]]]:
         tokens = 300 if args.tiny else 4096
         for name in (STOCK, "identity", *FORMATS):
             yield {"what": "step", "cache": name, "rows": 1, "tokens": tokens}, lambda name=name: step(args.tiny, name, tokens)
+    if "indexed" in args.sections and "deepseek_v32" in CONFIG_MAPPING:
+        tokens = 512 if args.tiny else 16384
+        for name in (STOCK, *(f"{format}{masked}" for format in FORMATS[:2] for masked in (", masked", ""))):
+            yield {"what": "indexed", "cache": name, "rows": 1, "tokens": tokens}, lambda name=name: indexed_step(args.tiny, name, tokens)
     if "rope" in args.sections:
         for format in FORMATS[:2]:
             for rope in ROPES:
@@ -225,7 +250,7 @@ def measure(args: Namespace) -> None:
     """Rows of the sections. What fails has a row that says so."""
     for case, call in in_time(cases(args), args.minutes):
         let_go()
-        on = "cpu" if case["what"] in ("step", "rope") else device()
+        on = device() if case["what"] in ("decode", "launches") else "cpu"
         row = case | outcome(call) | {"tiny": args.tiny, "device": device_name(on)}
         print(row, file=sys.stderr, flush=True)
         replace_rows(args.out, row["what"], [row], "cache", "rows", "tokens", "rope", "launch", "tiny", "device")
@@ -234,7 +259,7 @@ def measure(args: Namespace) -> None:
 def tables(rows: list[dict]) -> Iterator[Table]:
     """A table for each section that has rows, of each device."""
     rows = [row for row in rows if "failed" not in row]
-    for what, unit in (("decode", "us"), ("step", "ms")):
+    for what, unit in (("decode", "us"), ("step", "ms"), ("indexed", "ms")):
         for place in dict.fromkeys((row["device"], row["tiny"]) for row in rows):
             found = [row for row in rows if (row["what"], row["device"], row["tiny"]) == (what, *place)]
             stock = next((row for row in found if row["cache"] == STOCK), None)
@@ -248,7 +273,8 @@ def tables(rows: list[dict]) -> Iterator[Table]:
                     ]
                     for row in found
                 ]
-                title = f"{place[0]}, {found[0]['rows']} x {found[0]['tokens']:,} tokens:"
+                kind = "an indexer's layer, " * (what == "indexed")
+                title = f"{place[0]}, {kind}{found[0]['rows']} x {found[0]['tokens']:,} tokens:"
                 yield Table(["cache", unit, "times as fast", "bytes a token and layer"], lines, title, rule=("---", "---:"))
     if found := [row for row in rows if row["what"] == "rope"]:
         ropes = list(dict.fromkeys(row["rope"] for row in found))

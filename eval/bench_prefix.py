@@ -112,36 +112,38 @@ def hybrid(tiny: bool) -> PreTrainedModel:
     return AutoModelForCausalLM.from_config(config).eval()
 
 
+CHAT = ("a second turn", "a prompt with 5/8 of the first one")
+AGENT = ("six turns of an agent", "the last of them")
+
+
 def requests(model: PreTrainedModel, tokens: int) -> dict[str, list[Tensor]]:
     """The prompts of each scenario, in their order. A turn adds an eighth of `tokens`: the answer before, and a message or a tool's output."""
     step = tokens // 8
     text, other = torch.randint(model.config.vocab_size, (2, 1, tokens + step), generator=torch.Generator().manual_seed(0))
-    return {
-        "a second turn": [text[:, :tokens], text],
-        "5/8 of a stored prompt": [text[:, :tokens], torch.cat([text[:, : 5 * step], other[:, : 3 * step]], dim=1)],
-        "six turns of an agent": [text[:, : (turn + 3) * step] for turn in range(6)],
-    }
+    branch = torch.cat([text[:, : 5 * step], other[:, : 3 * step]], dim=1)
+    return {"chat": [text[:, :tokens], text, branch], "agent": [text[:, : (turn + 3) * step] for turn in range(6)]}
 
 
 def first_tokens(model: PreTrainedModel, way: str, prompts: list[Tensor], interval: int) -> dict:
-    """Seconds to the first token of each prompt, and the tokens that it did not compute."""
+    """CPU seconds to the first token of each prompt, and the tokens that it did not compute."""
     store = PrefixStore(model, max_bytes=2**40, format="int8", checkpoint_interval=0 if way == ENDS else interval)
     seconds, reused = [], []
     for ids in prompts:
-        begin, before = time.perf_counter(), store.stats.tokens_reused
+        begin, before = time.process_time(), store.stats.tokens_reused
         if way == DENSE:
             model.generate(ids, past_key_values=DynamicCache(config=model.config), max_new_tokens=1)
         else:
             with store.reuse(ids) as past:
                 model.generate(ids, past_key_values=past, max_new_tokens=1)
-        seconds.append(time.perf_counter() - begin)
+        seconds.append(time.process_time() - begin)
         reused.append(store.stats.tokens_reused - before)
     return {"seconds": seconds, "reused": reused, "store_bytes": store.stats.nbytes}
 
 
 def measure_hybrids(args: argparse.Namespace) -> None:
+    torch.set_num_threads(1)
     model, tokens = hybrid(args.tiny), args.tokens or 4096
-    same = {"machine": "CPU", "threads": torch.get_num_threads(), "layers": model.config.layer_types, "hidden_size": model.config.hidden_size}
+    same = {"machine": "CPU", "threads": 1, "layers": model.config.layer_types, "hidden_size": model.config.hidden_size}
     for scenario, prompts in requests(model, tokens).items():
         for way in (DENSE, ENDS, STORE):
             row = {"scenario": scenario, "way": way, "tokens": [ids.shape[1] for ids in prompts]} | same
@@ -150,18 +152,16 @@ def measure_hybrids(args: argparse.Namespace) -> None:
 
 
 def hybrid_tables(rows: list[dict]) -> Iterator[Table]:
-    """Of two requests the second, which finds the first stored; of more all, and the last one alone."""
     found = {(row["scenario"], row["way"]): row for row in rows}
+    shown = [("chat", i, name) for i, name in enumerate(CHAT, 1)] + [("agent", slice(6), AGENT[0]), ("agent", 5, AGENT[1])]
     lines = []
-    for scenario in dict.fromkeys(row["scenario"] for row in rows):
-        ways = [found[scenario, way] for way in (DENSE, ENDS, STORE)]
-        several = len(ways[0]["tokens"]) > 2
-        for name, of in ((scenario, sum), ("the last of them", lambda x: x[-1])) if several else ((scenario, lambda x: x[-1]),):
-            dense, ends, stored = (of(row["seconds"]) for row in ways)
-            counts = f"{of(ways[0]['tokens']):,}", *(f"{of(row['reused']):,}" for row in ways[1:])
-            lines.append([name, counts[0], f"{dense:.1f}", f"{ends:.1f}", f"{stored:.1f}", counts[2], f"{dense / stored:.1f}x"])
-    headers = ["", "tokens", "`DynamicCache`, s", "`checkpoint_interval=0`, s", "`PrefixStore`, s", "tokens reused", "sooner"]
-    yield Table(headers, lines)
+    for scenario, at, name in shown:
+        dense, ends, stored = (found[scenario, way] for way in (DENSE, ENDS, STORE))
+        total = lambda row, what, at=at: sum(row[what][at]) if isinstance(at, slice) else row[what][at]  # noqa: E731
+        seconds = [total(row, "seconds") for row in (dense, ends, stored)]
+        times = seconds[0] / seconds[2]
+        lines.append([name, f"{total(stored, 'tokens'):,}", f"{total(stored, 'reused'):,}", *(f"{x:.1f}" for x in seconds), f"{times:.1f}x"])
+    yield Table(["", "tokens", "reused", "`DynamicCache`, s", "without checkpoints, s", "`PrefixStore`, s", "sooner"], lines)
 
 
 @torch.no_grad()

@@ -4,9 +4,13 @@
 
 The attention inputs hold latents `[B, 1, T, R]` as keys and the rotated part of keys `[B, 1, T, P]` as values. Each block of latents is
 unpacked once for both products. Queries are those of the model times the up-projection of keys (`attention/latents.py`).
+
+On a CPU, where a mask shows few tokens to each query, as that of an indexer does, the codes of these are gathered and no others unpacked.
 """
 
 from __future__ import annotations
+
+import itertools
 
 import torch
 from torch import Tensor
@@ -14,10 +18,12 @@ from torch import Tensor
 from ..formats.base import Codec
 from .attend import MASKED_SCORE, apply_mask
 from .pages import PagedInputs, mask_slots, paged_side
-from .segments import AttentionInputs, Exact, KeysOrValues, qk, scores_of_levels, sum_of_levels, unrotated_sum
+from .segments import AttentionInputs, Exact, KeysOrValues, Packed, Segment, names, qk, scores_of_levels, sum_of_levels, unrotated_sum
 
 BLOCK = 2**25
 """Scores in memory at a time."""
+LEAST_SAVED = 2
+"""Tokens are gathered where at least as many times as many would be unpacked otherwise."""
 
 
 def attend_latents(
@@ -30,8 +36,57 @@ def attend_latents(
         mask: bool (True: visible) or additive, broadcastable to `[B, Hq, Q, T]`; a longer last dimension is cut.
         causal: the last `Q` tokens are the queries' own, and a query attends to no later token.
     """
+    sides = attention_inputs.key, attention_inputs.value
+    gathers = query.device.type == "cpu" and not (causal and query.shape[2] > 1) and not torch.compiler.is_compiling()
+    if gathers and mask is not None and (chosen := _choose(query, sides[0], mask)) is not None:
+        index, own = chosen
+        sides = tuple(_gathered(side, index) for side in sides)
+        out = _attend_all(query.transpose(1, 2).flatten(0, 1)[:, :, None], *sides, own, scaling, False)
+        return out.view(len(query), -1, *out.shape[1::2]).transpose(1, 2)
+    return _attend_all(query, *sides, mask, scaling, causal)
+
+
+def _choose(query: Tensor, side: KeysOrValues, mask: Tensor) -> tuple[Tensor, Tensor] | None:
+    """`(index, mask)`: for each query, which are the rows then, quantized tokens among which are all that it sees, int64 `[B * Q, K]`
+    counted from the first quantized one, and its mask for these and the exact tokens. None where gathering them would not save time."""
+    begin = sum(segment.tokens for segment in itertools.takewhile(lambda x: isinstance(x, Exact), side.segments))
+    count = sum(segment.tokens for segment in side.segments if isinstance(segment, Packed))
+    (batch, _, queries, _), tokens = query.shape, side.shape[2]
+    if not count or mask.shape[1] != 1:
+        return None
+    mask = mask[..., :tokens].expand(batch, 1, queries, tokens).reshape(-1, tokens)
+    before, packed, after = mask.split([begin, count, tokens - begin - count], dim=1)
+    shown = packed if mask.dtype == torch.bool else packed > torch.finfo(mask.dtype).min / 2
+    most = max(int(shown.sum(-1).amax()), 1)
+    if LEAST_SAVED * queries * most > count:
+        return None
+    index = shown.byte().topk(most, sorted=False).indices
+    return index, torch.cat([before, packed.gather(1, index), after], dim=1)[:, None, None]
+
+
+def _gathered(side: KeysOrValues, index: Tensor) -> KeysOrValues:
+    """The exact tokens, and the quantized ones at `index` `[N, K]`, of the rows repeated to `N`."""
+    rows = torch.arange(side.shape[0]).repeat_interleave(len(index) // side.shape[0])
+    place, row, begin = index.flatten(), rows.repeat_interleave(index.shape[1]), 0
+    packed = [segment for segment in side.segments if isinstance(segment, Packed)]
+    codec, dim, codes = packed[0].codec, packed[0].head_dim, {name: x[rows % len(x)] for name, x in packed[0].codes.items()}
+    each = names(codec, dim, "each")
+    codes |= {name: x.new_empty(len(place), x.shape[1], x.shape[3]) for name, x in packed[0].codes.items() if name in each}
+    for segment in packed:
+        here = ((place >= begin) & (place < begin + segment.tokens)).nonzero()[:, 0]
+        for name in each:
+            codes[name][here] = segment.codes[name][row[here], :, place[here] - begin]
+        begin += segment.tokens
+    codes |= {name: codes[name].unflatten(0, index.shape).transpose(1, 2) for name in each}
+    parts: list[Segment] = [Exact(x.x[rows]) for x in side.segments if isinstance(x, Exact)]
+    parts.insert(next(i for i, x in enumerate(side.segments) if x is packed[0]), Packed(codec, codes, index.shape[1], dim))
+    shape = len(rows), side.shape[1], sum(part.tokens for part in parts), side.shape[3]
+    return KeysOrValues.of(parts, shape, side.dtype, side.device)
+
+
+def _attend_all(query: Tensor, latents: KeysOrValues, rope: KeysOrValues, mask: Tensor | None, scaling: float, causal: bool) -> Tensor:
+    """`attend_latents` without a choice of tokens, for as many queries at a time as `BLOCK` allows."""
     batch, heads, queries, _ = query.shape
-    latents, rope = attention_inputs.key, attention_inputs.value
     tokens, parts = latents.shape[2], []
     step = max(BLOCK // (batch * heads * tokens), 1)
     for begin in range(0, queries, step):

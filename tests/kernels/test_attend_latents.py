@@ -12,6 +12,7 @@ from qkvcache.formats.int8 import SymmetricInt8
 from qkvcache.kernels import attend_latents as dispatched
 from qkvcache.kernels import dispatch
 from qkvcache.kernels.attend_latents import attend_latent_pages, attend_latents
+from qkvcache.kernels.segments import Packed
 from qkvcache.layers.compressed import CompressedLayer
 from tests.matrix import FORMATS, slowly
 from tests.seeds import SEED
@@ -79,6 +80,24 @@ def test_the_reference(format, block, causal, monkeypatch):
     assert_near(got, dense(held, query, mask, causal), 1e-5)
     paged = attend_latent_pages(query, held.storage.inputs, mask, scaling=0.2, causal=causal)
     assert_near(paged, dense(held, query, mask, causal), 1e-5)
+
+
+@pytest.mark.parametrize("additive", [False, True])
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("format", QUICK)
+def test_tokens_that_few_queries_see_are_gathered(format, count, additive, monkeypatch):
+    """Each query sees others; those of all blocks are in one, and no others are unpacked."""
+    monkeypatch.setattr("qkvcache.storage.storage.block_of", lambda like: 40 if like.shape[3] == RANK else 56)
+    held = layer(format, 250, dtype=torch.float32)
+    query, random = queries(held, 4, count), torch.rand(2, 1, count, 250)
+    mask = random < random.kthvalue(20, keepdim=True).values
+    mask[..., -1] = True
+    given = torch.zeros_like(random).masked_fill(~mask, torch.finfo(torch.float32).min) if additive else mask
+    unpacked, levels = [], Packed.levels
+    monkeypatch.setattr(Packed, "levels", lambda self: unpacked.append(self.tokens) or levels(self))
+    got = attend_latents(query, held.storage.attention_inputs(), given, scaling=0.2)
+    assert max(unpacked) <= 20 and len(unpacked) == 2
+    assert_near(got, dense(held, query, mask), 1e-5)
 
 
 @pytest.mark.parametrize("format", slowly([format for format in FORMATS if format != "identity"], QUICK))
