@@ -1,15 +1,15 @@
 """Fetching a prefix against computing it again, in one run; rows in eval/results/prefix.jsonl.
 
-    python eval/bench_prefix.py                       32,768 tokens of a Llama of eight billion random parameters, on a GPU
-    python eval/bench_prefix.py --section hybrids     4,096 tokens of a Qwen3.5 with four layers, three of them linear, on a CPU: two minutes
-    python eval/bench_prefix.py [--section hybrids] --markdown     the table of the documentation, from the rows
+    python eval/bench_prefix.py                       32,768 tokens of a Llama of eight billion parameters, on a GPU
+    python eval/bench_prefix.py --section hybrids     4,096 tokens of four layers of a Qwen3.5, on a CPU: 3 minutes
+    python eval/bench_prefix.py --markdown            the table of the documentation, from the rows
 
 prefix     for each format: milliseconds of the prefill into a compressed and into a dense cache, of storing, and of fetching all or half of
            the tokens from host memory, from files in the page cache and from files that are not, with what they take. `same` says that the
            next token has the logits of the cache that was stored, bit for bit. Every number is the least of `--repeats`; the files lie in
            `--directory`.
-hybrids    seconds to the first token of requests that begin as earlier ones did: computed by a new DynamicCache each time, and with a
-           `PrefixStore`, with and without checkpoints of the recurrent states. Entering `reuse`, which stores the prompt, is included.
+hybrids    CPU seconds to the first token of requests that begin as earlier ones did: computed by a new DynamicCache,
+           and with a `PrefixStore`, with and without checkpoints of the recurrent states. Storing the prompt is included.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ AGENT = ("six turns of an agent", "the last of them")
 
 
 def requests(model: PreTrainedModel, tokens: int) -> dict[str, list[Tensor]]:
-    """The prompts of each scenario, in their order. A turn adds an eighth of `tokens`: the answer before, and a message or a tool's output."""
+    """The prompts of each scenario, in their order. A turn adds an eighth of `tokens`: an answer and the next message."""
     step = tokens // 8
     text, other = torch.randint(model.config.vocab_size, (2, 1, tokens + step), generator=torch.Generator().manual_seed(0))
     branch = torch.cat([text[:, : 5 * step], other[:, : 3 * step]], dim=1)
@@ -143,7 +143,8 @@ def first_tokens(model: PreTrainedModel, way: str, prompts: list[Tensor], interv
 def measure_hybrids(args: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     model, tokens = hybrid(args.tiny), args.tokens or 4096
-    same = {"machine": "CPU", "threads": 1, "layers": model.config.layer_types, "hidden_size": model.config.hidden_size}
+    config = model.config
+    same = {"machine": "CPU", "threads": 1, "layers": config.layer_types, "hidden_size": config.hidden_size}
     for scenario, prompts in requests(model, tokens).items():
         for way in (DENSE, ENDS, STORE):
             row = {"scenario": scenario, "way": way, "tokens": [ids.shape[1] for ids in prompts]} | same
@@ -159,9 +160,10 @@ def hybrid_tables(rows: list[dict]) -> Iterator[Table]:
         dense, ends, stored = (found[scenario, way] for way in (DENSE, ENDS, STORE))
         total = lambda row, what, at=at: sum(row[what][at]) if isinstance(at, slice) else row[what][at]  # noqa: E731
         seconds = [total(row, "seconds") for row in (dense, ends, stored)]
-        times = seconds[0] / seconds[2]
-        lines.append([name, f"{total(stored, 'tokens'):,}", f"{total(stored, 'reused'):,}", *(f"{x:.1f}" for x in seconds), f"{times:.1f}x"])
-    yield Table(["", "tokens", "reused", "`DynamicCache`, s", "without checkpoints, s", "`PrefixStore`, s", "sooner"], lines)
+        counts = [f"{total(stored, what):,}" for what in ("tokens", "reused")]
+        lines.append([name, *counts, *(f"{x:.1f}" for x in seconds), f"{seconds[0] / seconds[2]:.1f}x"])
+    headers = ["", "tokens", "reused", "`DynamicCache`, s", "without checkpoints, s", "`PrefixStore`, s", "sooner"]
+    yield Table(headers, lines)
 
 
 @torch.no_grad()

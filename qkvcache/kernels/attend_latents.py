@@ -36,19 +36,20 @@ def attend_latents(
         mask: bool (True: visible) or additive, broadcastable to `[B, Hq, Q, T]`; a longer last dimension is cut.
         causal: the last `Q` tokens are the queries' own, and a query attends to no later token.
     """
-    sides = attention_inputs.key, attention_inputs.value
+    latents, rope = attention_inputs.key, attention_inputs.value
     gathers = query.device.type == "cpu" and not (causal and query.shape[2] > 1) and not torch.compiler.is_compiling()
-    if gathers and mask is not None and (chosen := _choose(query, sides[0], mask)) is not None:
-        index, own = chosen
-        sides = tuple(_gathered(side, index) for side in sides)
-        out = _attend_all(query.transpose(1, 2).flatten(0, 1)[:, :, None], *sides, own, scaling, False)
+    if gathers and mask is not None and (chosen := _choose(query, latents, mask)) is not None:
+        index, mask = chosen
+        row = query.transpose(1, 2).flatten(0, 1)[:, :, None]
+        out = _attend_all(row, _gathered(latents, index), _gathered(rope, index), mask, scaling, False)
         return out.view(len(query), -1, *out.shape[1::2]).transpose(1, 2)
-    return _attend_all(query, *sides, mask, scaling, causal)
+    return _attend_all(query, latents, rope, mask, scaling, causal)
 
 
 def _choose(query: Tensor, side: KeysOrValues, mask: Tensor) -> tuple[Tensor, Tensor] | None:
-    """`(index, mask)`: for each query, which are the rows then, quantized tokens among which are all that it sees, int64 `[B * Q, K]`
-    counted from the first quantized one, and its mask for these and the exact tokens. None where gathering them would not save time."""
+    """`(index, mask)`, with a row for each query: the quantized tokens among which are all that it sees, int64 `[B * Q, K]`
+    counted from the first quantized one, and its mask for these and the exact tokens, `[B * Q, 1, 1, T']`. None where
+    gathering them would not save time."""
     begin = sum(segment.tokens for segment in itertools.takewhile(lambda x: isinstance(x, Exact), side.segments))
     count = sum(segment.tokens for segment in side.segments if isinstance(segment, Packed))
     (batch, _, queries, _), tokens = query.shape, side.shape[2]
@@ -69,9 +70,10 @@ def _gathered(side: KeysOrValues, index: Tensor) -> KeysOrValues:
     rows = torch.arange(side.shape[0]).repeat_interleave(len(index) // side.shape[0])
     place, row, begin = index.flatten(), rows.repeat_interleave(index.shape[1]), 0
     packed = [segment for segment in side.segments if isinstance(segment, Packed)]
-    codec, dim, codes = packed[0].codec, packed[0].head_dim, {name: x[rows % len(x)] for name, x in packed[0].codes.items()}
+    codec, dim, like = packed[0].codec, packed[0].head_dim, packed[0].codes
     each = names(codec, dim, "each")
-    codes |= {name: x.new_empty(len(place), x.shape[1], x.shape[3]) for name, x in packed[0].codes.items() if name in each}
+    codes = {name: x[rows % len(x)] for name, x in like.items() if name not in each}
+    codes |= {name: like[name].new_empty(len(place), *like[name].shape[1::2]) for name in each}
     for segment in packed:
         here = ((place >= begin) & (place < begin + segment.tokens)).nonzero()[:, 0]
         for name in each:
