@@ -202,7 +202,7 @@ def _strides_of(how: PackedLayout, head_dim: int, dtype: str) -> tuple[int, ...]
     words, size = head_dim // how.per, {"bf16": 2, "fp32": 4}[dtype] if how.kind == "half" else 2
     scale = {"none": size, "fp32": 4, "hidden": 4, "block": 1}.get(how.scale, 2)
     scales = 0 if how.scale == "none" else PAGE * triton_dequantize.scales_of.fn(how, head_dim)
-    return ALIGNMENT // size, PAGE * words, ALIGNMENT // 2, PAGE * (words // 2), ALIGNMENT // scale, scales
+    return ALIGNMENT // size, PAGE * words, ALIGNMENT // 2, PAGE * (head_dim * how.high // 16), ALIGNMENT // scale, scales
 
 
 def _not_rotated(how: PackedLayout) -> PackedLayout:

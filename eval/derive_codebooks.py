@@ -13,7 +13,7 @@ import argparse
 import numpy as np
 from scipy.special import ndtr
 
-from qkvcache.formats.codebooks import GRID, LLOYD_MAX
+from qkvcache.formats.codebooks import GRID, LLOYD_MAX, UPPER
 
 BITS = (2, 3, 4)
 MOST = {2: 128, 3: 128, 4: 64}
@@ -62,6 +62,13 @@ def grid(levels: np.ndarray, most: int) -> tuple[float, tuple[int, ...]]:
     return float(step), tuple(int(n) for n in nearest(step))
 
 
+def upper(levels: np.ndarray, step: float) -> tuple[int, ...]:
+    """Counts as in `codebooks.UPPER`: the means of four levels each, by what each is chosen for."""
+    masses = ends_and_masses(levels)[1].reshape(-1, 4)
+    means = (masses * levels.reshape(-1, 4)).sum(1) / masses.sum(1)
+    return tuple(int(n) for n in np.rint(means / step - 0.5))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="compare with the shipped constants; exit status 1 if they differ")
@@ -78,6 +85,10 @@ def main() -> None:
         print(f"    {bits}: ({step:.7f}, {counts}),  # grid")
         if check and (counts != GRID[bits][1] or abs(step / GRID[bits][0] - 1) > 5e-3):
             raise SystemExit(f"the shipped {bits}-bit grid is {GRID[bits]}: replace it with the line above")
+    counts = upper(lloyd_max(4), GRID[4][0])
+    print(f"    {counts}  # upper two of 4 bits")
+    if check and counts != UPPER:
+        raise SystemExit(f"the shipped levels of upper halves are {UPPER}: replace them with the line above")
 
 
 if __name__ == "__main__":

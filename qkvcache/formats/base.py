@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import cache, cached_property
 from typing import Literal, NamedTuple
@@ -43,10 +43,14 @@ class Buffer:
         return (self.dtype or model_dtype).itemsize * self.width
 
 
-AT_ONCE = {"e4m3": 2, "e5m2": 2, "int4": 4, "lut4": 4, "int3": 16, "lut3": 16, "lut2": 8}
+AT_ONCE = {"e4m3": 2, "e5m2": 2, "int4": 4, "lut4": 4, "lut4u": 4, "int3": 16, "lut3": 16, "lut2": 8}
 """Channels that the torch operations of a codec read at a time, by `PackedLayout.kind`; others read one."""
-BITS = {"half": 16, "int8": 8, "uint8": 8, "e4m3": 8, "e5m2": 8, "int4": 4, "lut4": 4, "e2m1": 4, "int3": 3, "lut3": 3, "lut2": 2}
+BITS = {
+    "half": 16, "int8": 8, "uint8": 8, "e4m3": 8, "e5m2": 8, "int4": 4, "lut4": 4, "e2m1": 4, "int3": 3, "lut3": 3, "lut2": 2, "lut4u": 2,
+}  # fmt: skip
 """Bits of a code, by `PackedLayout.kind`."""
+HIGH_BITS = {"lut4": 2, "int3": 1, "lut3": 1}
+"""Those of them that lie in a plane of high bits, by `PackedLayout.kind`; others have none."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +60,8 @@ class PackedLayout:
 
     kind      half: codes are numbers in the model's dtype
               int8, uint8, e4m3, e5m2: a byte each
-              int4, int3: unsigned integers; lut4, lut3, lut2: indices of the Lloyd-Max levels of `codebooks.py`; e2m1: as in `nvfp4.py`
+              int4, int3: unsigned integers; lut4, lut3, lut2: indices of the Lloyd-Max levels of `codebooks.py`; lut4u: the upper two
+              bits of lut4, read alone; e2m1: as in `nvfp4.py`
               `packing.py` says in which order channels lie in words
     scale     none
               fp32, fp16: one for each token
@@ -96,16 +101,21 @@ class PackedLayout:
     @property
     def per(self) -> int:
         """Channels of a word of 16 bits."""
-        return 16 // self.bits if self.bits > 3 else 8
+        return 16 // self.bits if self.bits > 3 and not self.high else 8
 
     @property
     def rotated(self) -> bool:
         return self.rotation > 0
 
     @property
-    def high(self) -> bool:
-        """Whether high bits have a separate plane."""
-        return self.bits == 3
+    def high(self) -> int:
+        """Bits of each code in a plane of high bits, which has half as many words as that of low bits for each of them; 0: none has."""
+        return HIGH_BITS.get(self.kind, 0)
+
+    @property
+    def upper(self) -> PackedLayout | None:
+        """The layout of the upper halves of codes alone, codes of two bits to kernels; None if they have no plane of their own."""
+        return replace(self, kind="lut4u", planes=("high", "", self.planes[2]), writable=False) if self.kind == "lut4" else None
 
 
 class QuantizedValues(NamedTuple):
@@ -182,6 +192,11 @@ class Codec(ABC):
         if layout and head_dim % (channels := AT_ONCE.get(layout.kind, 1)):
             return f"{layout.bits}-bit codes are read {channels} channels at a time, and it is no multiple of that; use 'int8'"
         return None
+
+    @property
+    def coarse(self) -> Codec:
+        """The codec that reads the upper halves of these codes alone, where they have a plane of their own; else this one."""
+        return self
 
     def rotate(self, x: Tensor) -> Tensor:
         """The vectors `x` `[B, H, T, D]` rotated for storage, before quantization, fp32; `rotate(q) . rotate(k) = q .

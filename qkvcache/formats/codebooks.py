@@ -51,6 +51,16 @@ def grid_levels(bits: int) -> tuple[float, ...]:
     return _mirrored(*((n + 0.5) * step for n in counts))
 
 
+UPPER: tuple[int, ...] = (9, 31)
+"""The positive levels that the upper two bits of a code of 4 bits stand for, as in `GRID`, in its steps: the means of four levels each."""
+
+
+@functools.cache
+def upper_levels() -> tuple[float, ...]:
+    """The levels of the upper two bits of a code of 4 bits, ascending."""
+    return _mirrored(*((n + 0.5) * GRID[4][0] for n in UPPER))
+
+
 @functools.cache
 def midpoints(bits: int) -> tuple[float, ...]:
     """The midpoints between neighbouring levels, ascending."""

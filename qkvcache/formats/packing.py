@@ -10,6 +10,10 @@ Kernels read 16-bit words (little-endian) and mask all of a word's channels out 
           high bits: word j of the D/16 those of words j and j + D/16 of the plane above, nibble e those of channels 2e and 2e + 1: bits 2
           and 3 for the first of these words, 0 and 1 for the second
           Planes keep every read aligned, where a stream of 3-bit codes would straddle words.
+halves    indices of 16 Lloyd-Max levels, in two planes, so that the upper two bits can be read alone: they are a coarser code
+          high bits: word j holds those of channels 8j to 8j + 7, as codes of 2 bits are
+          low bits: the same, with the channels of each nibble swapped: nibble e holds channel 2e + 1, then channel 2e. Then one select of
+          bits from both planes makes nibbles that are the codes of odd channels, and another those of even channels with halves exchanged
 
 Reading goes through `lookup`: a table indexed by 12 or 16 bits at a time holds the dequantized values of two or four channels, so that one
 gather yields many channels. On a CPU this is twice as fast as shifting, masking and interleaving.
@@ -28,30 +32,38 @@ PLANES = {2: (("codes", 4),), 3: (("low", 4), ("high", 8)), 4: (("codes", 2),), 
 """Bits of a code to the buffers it is kept in: name, and channels a byte."""
 
 
-def code_buffers(bits: int, head_dim: int) -> tuple[Buffer, ...]:
-    """The buffers for codes of `bits`, uint8, one entry for each token and head."""
-    return tuple(Buffer(name, torch.uint8, head_dim // per_byte) for name, per_byte in PLANES[bits])
+HALVES = ("low", 4), ("high", 4)
+"""The same for codes of 4 bits in halves."""
 
 
-def plane_names(bits: int) -> tuple[str, str]:
+def code_buffers(bits: int, head_dim: int, halves: bool = False) -> tuple[Buffer, ...]:
+    """The buffers for codes of `bits`, uint8, one entry for each token and head; `halves`: of 4 bits, in two planes."""
+    return tuple(Buffer(name, torch.uint8, head_dim // per_byte) for name, per_byte in (HALVES if halves else PLANES[bits]))
+
+
+def plane_names(bits: int, halves: bool = False) -> tuple[str, str]:
     """The names of these buffers in a `PackedLayout`: codes or low bits, and high bits."""
-    return ("low", "high") if bits == 3 else ("codes", "")
+    return ("low", "high") if bits == 3 or halves else ("codes", "")
 
 
-def pack(codes: Tensor, bits: int) -> Codes:
+def pack(codes: Tensor, bits: int, halves: bool = False) -> Codes:
     """uint8 codes below `2**bits` `[..., D]` to the buffers of `code_buffers`."""
+    if halves:
+        return {"low": _pack_bits((codes & 3).unflatten(-1, (-1, 2)).flip(-1).flatten(-2), 2), "high": _pack_bits(codes >> 2, 2)}
     if bits == 3:
         return dict(zip(("low", "high"), pack3(codes), strict=True))
     return {"codes": codes if bits == 8 else pack4(codes) if bits == 4 else _pack_bits(codes, bits)}
 
 
-def lookup(packed: Codes, bits: int, levels: tuple[float, ...]) -> Tensor:
+def lookup(packed: Codes, bits: int, levels: tuple[float, ...], halves: bool = False) -> Tensor:
     """`levels[code]` for the buffers of `code_buffers`, as fp32 `[..., D]`."""
-    if bits == 3:
+    if halves:
+        index = torch.add(packed["low"].short(), packed["high"], alpha=256).view(torch.uint16)  # torch shifts bits slowly
+    elif bits == 3:
         index = packed["low"].long() | _high_bits(packed["high"]).long() << 8
     else:
         index = packed["codes"] if bits == 2 else packed["codes"].view(torch.uint16)
-    return gather(index, _table(levels, bits, index.device))
+    return gather(index, _table(levels, bits, index.device, halves))
 
 
 def rank(x: Tensor, thresholds: tuple[float, ...]) -> Tensor:
@@ -125,12 +137,14 @@ def as_rows(values: Tensor) -> Tensor:
 
 
 @functools.lru_cache(maxsize=64)
-def _table(levels: tuple[float, ...], bits: int, device: torch.device) -> Tensor:
-    """`levels` of all indices that hold as many codes of `bits` as a gather reads, as rows for it. Those of 3 bits hold low bits of four
-    channels, then their high bits."""
+def _table(levels: tuple[float, ...], bits: int, device: torch.device, halves: bool) -> Tensor:
+    """`levels` of all indices that hold as many codes of `bits` as a gather reads, as rows for it. Those of 3 bits, or in `halves`, hold
+    low bits of four channels, then their high bits."""
     channels = 2 if bits == 8 else 4
     index, values = torch.arange(2 ** (bits * channels), device=device), constants(levels, device)
-    if bits == 3:
+    if halves:
+        codes = [(index >> 2 * (i ^ 1) & 3) | (index >> 8 + 2 * i & 3) << 2 for i in range(channels)]
+    elif bits == 3:
         codes = [(index >> 2 * i & 3) | (index >> 8 + i & 1) << 2 for i in range(channels)]
     else:
         codes = [index >> bits * i & 2**bits - 1 for i in range(channels)]

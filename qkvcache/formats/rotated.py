@@ -1,7 +1,7 @@
 """Directions on the levels that suit a normal distribution, which is what a rotation makes of any vector; lengths in fp16.
 
 n = |x|, y = sqrt(D) H x / (n + 1e-8), H without signs
-codes = the Lloyd-Max levels nearest to y, of b = 2 to 4 bits           b * D / 8 bytes
+codes = the Lloyd-Max levels nearest to y, of b = 2 to 4 bits           b * D / 8 bytes, 4 bits in two planes of halves
 scale = n / |levels|, fp16; so that a vector keeps its length ("norm correction")       2 bytes
 x     = H levels * scale
 """
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .base import Buffer, Codec, Codes, PackedLayout, QuantizedValues
-from .codebooks import grid_levels, midpoints
+from .codebooks import grid_levels, midpoints, upper_levels
 from .packing import code_buffers, lookup, pack, plane_names, rank
 from .rotation import Hadamard, exact_dtype, number_of
 
@@ -30,23 +30,53 @@ class Rotated(Codec):
 
     @property
     def packed_layout(self) -> PackedLayout:
-        planes = (*plane_names(self.bits), "scale")
+        planes = (*plane_names(self.bits, self._halves), "scale")
         return PackedLayout(f"lut{self.bits}", "fp16", planes=planes, rotation=number_of(self.rotation))
 
     def buffers(self, head_dim: int) -> tuple[Buffer, ...]:
-        return (*code_buffers(self.bits, head_dim), Buffer("scale", torch.float16, 1, "scales"))
+        return (*code_buffers(self.bits, head_dim, self._halves), Buffer("scale", torch.float16, 1, "scales"))
 
     def quantize(self, x: Tensor, statistics: Codes) -> Codes:
         norm = _norm(x)
         y = self.rotate(x).float() * (x.shape[-1] ** 0.5 / (norm + 1e-8))
-        codes = pack(rank(y, midpoints(self.bits)), self.bits)
+        codes = pack(rank(y, midpoints(self.bits)), self.bits, self._halves)
         return codes | {"scale": (norm / _norm(self._levels(codes))).half()}
 
     def unpack(self, codes: Codes, head_dim: int) -> QuantizedValues:
         return QuantizedValues(self._levels(codes), codes["scale"].float())
 
     def _levels(self, codes: Codes) -> Tensor:
-        return lookup(codes, self.bits, grid_levels(self.bits))
+        return lookup(codes, self.bits, grid_levels(self.bits), self._halves)
+
+    @property
+    def _halves(self) -> bool:
+        return self.bits == 4
+
+    @property
+    def coarse(self) -> Codec:
+        return UpperHalves(self.rotation) if self._halves else self
+
+
+@dataclass(frozen=True)
+class UpperHalves(Codec):
+    """The upper halves of the codes of `Rotated(4)`, read alone: each stands for the mean of its four levels. Half of the bytes of a code
+    tell which keys a query matches nearly as well as all of them (the error of a score has the size of that of `Rotated(2)`)."""
+
+    rotation: Hadamard | None = Hadamard()
+
+    @property
+    def packed_layout(self) -> PackedLayout | None:
+        return Rotated(4, self.rotation).packed_layout.upper
+
+    def buffers(self, head_dim: int) -> tuple[Buffer, ...]:
+        return tuple(buffer for buffer in Rotated(4, self.rotation).buffers(head_dim) if buffer.name != "low")
+
+    def quantize(self, x: Tensor, statistics: Codes) -> Codes:
+        codes = Rotated(4, self.rotation).quantize(x, statistics)
+        return {name: codes[name] for name in ("high", "scale")}
+
+    def unpack(self, codes: Codes, head_dim: int) -> QuantizedValues:
+        return QuantizedValues(lookup({"codes": codes["high"]}, 2, upper_levels()), codes["scale"].float())
 
 
 def _norm(x: Tensor) -> Tensor:

@@ -38,23 +38,15 @@ def _channel(X: tl.constexpr, WORDS: tl.constexpr, word, i: tl.constexpr):
 
 
 @triton.jit
-def _tile(
-    X: tl.constexpr, WORDS: tl.constexpr, WIDE: tl.constexpr, first: tl.constexpr, planes, valid, AXIS: tl.constexpr,
-    TAIL: tl.constexpr, ARCH: tl.constexpr,
+def _words(
+    plane, WORDS: tl.constexpr, WIDE: tl.constexpr, first: tl.constexpr, valid, AXIS: tl.constexpr, TAIL: tl.constexpr
 ):  # fmt: skip
-    """Words `first` to `first + WIDE` of the first T tokens of `planes`, as a tuple of X.per planes, fp16 (the model's
-    dtype for `half`): [T, WIDE] with AXIS 0, as keys are multiplied, and [WIDE, T] with 1, loaded transposed, which costs ldmatrix nothing.
-
-    `planes`: words of 16 bits [T, WORDS], of high bits [T, WORDS / 2], and shifts int16 [32, words] (`tables.py`). With TAIL, tokens
-    that are not `valid`, bool [T], read as 0."""
-    codes, high, shifts = planes
-    KIND: tl.constexpr = X.kind
-    word = first + tl.arange(0, WIDE)
+    """Words `first` to `first + WIDE` of `plane`, [T, WORDS], for `_tile`."""
     T: tl.constexpr = valid.shape[0]
     at = tl.expand_dims(tl.arange(0, T), 1 - AXIS)
-    w = tl.expand_dims(word, AXIS)
+    w = tl.expand_dims(first + tl.arange(0, WIDE), AXIS)
     if TAIL:  # what lies beyond the end may be nan, and nan times a weight of 0 is nan
-        low = tl.load(codes + (at * WORDS + w), mask=(w < WORDS) & tl.expand_dims(valid, 1 - AXIS), other=0)
+        return tl.load(plane + (at * WORDS + w), mask=(w < WORDS) & tl.expand_dims(valid, 1 - AXIS), other=0)
     elif WORDS == WIDE:
         # One range makes addresses of a base and constants; products and sums would be computed in each iteration.
         place = tl.reshape(tl.arange(0, T * WORDS), [T, WORDS])
@@ -62,19 +54,53 @@ def _tile(
             place = tl.max_contiguous(tl.multiple_of(place, [1, WORDS]), [1, WORDS])
         else:
             place = tl.max_contiguous(tl.multiple_of(tl.trans(place), [WORDS, 1]), [WORDS, 1])
-        low = tl.load(codes + place)
+        return tl.load(plane + place)
     elif WORDS % WIDE == 0:
-        low = tl.load(codes + (at * WORDS + w))
+        return tl.load(plane + (at * WORDS + w))
     else:
-        low = tl.load(codes + (at * WORDS + w), mask=w < WORDS, other=0)
-    if X.high:
+        return tl.load(plane + (at * WORDS + w), mask=w < WORDS, other=0)
+
+
+@triton.jit
+def _widened(words, WIDE: tl.constexpr, AXIS: tl.constexpr):
+    """Words of a tile, [T, N] with AXIS 0 and [N, T] with 1, repeated along N up to WIDE. The same register serves all repetitions, and is
+    unpacked once."""
+    N: tl.constexpr = words.shape[1 - AXIS]
+    T: tl.constexpr = words.shape[AXIS]
+    if N == WIDE:
+        return words
+    elif AXIS == 0:
+        return tl.reshape(tl.broadcast_to(words[:, None, :], [T, WIDE // N, N]), [T, WIDE])
+    else:
+        return tl.reshape(tl.broadcast_to(words[None, :, :], [WIDE // N, N, T]), [WIDE, T])
+
+
+@triton.jit
+def _tile(
+    X: tl.constexpr, WORDS: tl.constexpr, WIDE: tl.constexpr, first: tl.constexpr, planes, valid, AXIS: tl.constexpr,
+    TAIL: tl.constexpr, ARCH: tl.constexpr,
+):  # fmt: skip
+    """Words `first` to `first + WIDE` of the first T tokens of `planes`, as a tuple of X.per planes, fp16 (the model's
+    dtype for `half`): [T, WIDE] with AXIS 0, as keys are multiplied, and [WIDE, T] with 1, loaded transposed, which costs ldmatrix nothing.
+    Beyond the WORDS of a token are zeros, or its words again.
+
+    `planes`: words of 16 bits [T, WORDS], of high bits [T, WORDS * X.high / 2], and shifts int16 [32, words] (`tables.py`). With TAIL,
+    tokens that are not `valid`, bool [T], read as 0."""
+    codes, high, shifts = planes
+    KIND: tl.constexpr = X.kind
+    READ: tl.constexpr = WORDS if X.group == 0 and WORDS < WIDE and WIDE % WORDS == 0 else WIDE
+    low = _words(codes, WORDS, READ, first, valid, AXIS, TAIL)
+    h, shift = low, low
+    if X.high == 2:
+        h = _words(high, WORDS, READ, first, valid, AXIS, TAIL)
+    elif X.high == 1:
         HALF: tl.constexpr = WORDS // 2
+        at = tl.expand_dims(tl.arange(0, valid.shape[0]), 1 - AXIS)
+        w = tl.expand_dims(first + tl.arange(0, READ), AXIS)
         h = tl.load(high + (at * HALF + w % HALF))
         # By eight bytes, which come through L1: by sixteen they would not, and all programs would wait for the same lines of L2.
         shift = tl.load(shifts + tl.max_contiguous(at % 32 * WIDE + w, [1, 4] if AXIS == 0 else [4, 1]))
-        return unpack(KIND, low, h, shift, ARCH)
-    else:
-        return unpack(KIND, low, low, low, ARCH)
+    return unpack(KIND, _widened(low, WIDE, AXIS), _widened(h, WIDE, AXIS), _widened(shift, WIDE, AXIS), ARCH)
 
 
 @triton.jit
@@ -424,7 +450,7 @@ def page_of(X: tl.constexpr, D: tl.constexpr, ONCE: tl.constexpr, planes, stride
     codes, high, scales = planes
     codes += tl.multiple_of(page * strides[0] + slot * (D // X.per), 16)
     if X.high:
-        high += tl.multiple_of(page * strides[2] + slot * (D // X.per // 2), 16)
+        high += tl.multiple_of(page * strides[2] + slot * (D * X.high // 16), 16)
     if X.scale != "none" and not ONCE:
         scales += tl.multiple_of(page * strides[4] + slot * scales_of(X, D), 16)
     return codes, high, scales

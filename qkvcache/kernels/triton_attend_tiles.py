@@ -134,22 +134,31 @@ def _scales_of_plane(X: tl.constexpr, WORDS: tl.constexpr, by_group, i: tl.const
 @triton.jit
 def _stored(X: tl.constexpr, ONCE: tl.constexpr, D: tl.constexpr, planes, slot, ARCH: tl.constexpr):
     """Load the stored planes of the tokens `slot`, int [T], of one head, in the form that `_tile` takes: codes, two
-    words as one int32 [T, words / 2]; then high bits, int16 [T, words], if X.high; then the scales of groups, or scale
-    and zero of tokens.
+    words as one int32 [T, words / 2]; then high bits, if X.high, likewise where codes have two, else int16 [T, words];
+    then the scales of groups, or scale and zero of tokens.
 
     `planes`: pointers to the planes of the page, or [T], of each token's page: words of 16 bits [slots, D / X.per],
-    high bits [slots, half as many], and scales as of `triton_scales.py`."""
+    high bits [slots, X.high / 2 as many], and scales as of `triton_scales.py`."""
     codes, high, scales = planes
     WORDS: tl.constexpr = D // X.per
     HALF: tl.constexpr = WORDS // 2
     codes = codes.to(tl.pointer_type(tl.int32)) + slot * HALF
     stored = (tl.load(codes[:, None] + tl.arange(0, HALF)[None, :]),)
-    if X.high:
+    if X.high == 2:
+        high = high.to(tl.pointer_type(tl.int32)) + slot * HALF
+        stored = stored + (tl.load(high[:, None] + tl.arange(0, HALF)[None, :]),)
+    elif X.high == 1:
         stored = stored + (tl.load((high + slot * HALF)[:, None] + (tl.arange(0, WORDS) % HALF)[None, :]),)
     if X.group > 0:
         return stored + (group_scales(X, WORDS, scales, slot, ARCH),)
     else:
         return stored + (token_scale(X, ONCE, scales, slot),)
+
+
+@triton.jit
+def _words(pairs):
+    """Pairs of words, int32 [T, N], as int16 [T, 2 * N]."""
+    return tl.reshape(tl.join(pairs.to(tl.int16), (pairs >> 16).to(tl.int16)), [pairs.shape[0], 2 * pairs.shape[1]])
 
 
 @triton.jit
@@ -160,8 +169,10 @@ def _tile(X: tl.constexpr, D: tl.constexpr, stored, norm, ARCH: tl.constexpr):
     WORDS: tl.constexpr = D // X.per
     KIND: tl.constexpr = X.kind
     PER: tl.constexpr = X.per
-    w = tl.reshape(tl.join(stored[0].to(tl.int16), (stored[0] >> 16).to(tl.int16)), [T, WORDS])
-    if X.high:
+    w = _words(stored[0])
+    if X.high == 2:
+        planes = unpack(KIND, w, _words(stored[1]), w, ARCH)
+    elif X.high == 1:
         shift = tl.broadcast_to(tl.where(tl.arange(0, WORDS) >= WORDS // 2, -1, 0).to(tl.int16)[None, :], [T, WORDS])
         planes = unpack(KIND, w, stored[1], shift, ARCH)
     else:
@@ -169,9 +180,9 @@ def _tile(X: tl.constexpr, D: tl.constexpr, stored, norm, ARCH: tl.constexpr):
     tiles = ()
     if X.group > 0:
         for i in tl.static_range(PER):
-            tiles = tiles + (scaled(X, planes[i], _scales_of_plane(X, WORDS, stored[1 + X.high], i, T)),)
+            tiles = tiles + (scaled(X, planes[i], _scales_of_plane(X, WORDS, stored[1], i, T)),)
     else:
-        scale, zero = stored[1 + X.high]
+        scale, zero = stored[2 if X.high else 1]
         inverse_norm = 1.0 / norm
         factor = (scale * (_power(X) * inverse_norm)).to(tl.float16)
         if X.scale == "pair":

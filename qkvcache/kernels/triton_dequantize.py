@@ -322,13 +322,18 @@ def load_tile(live, block, row, h0, slot, planes, L: tl.constexpr, D: tl.constex
             code = half.to(tl.int16).to(tl.float16, bitcast=True)
     else:
         PER: tl.constexpr = L.per
-        BITS: tl.constexpr = 16 // PER  # 2 of 3 are in this plane
+        BITS: tl.constexpr = 16 // PER  # of a code, those in this plane
         j = tl.arange(0, P // PER)
         e = tl.arange(0, PER)[None, None, :]
         mask = live[:, None] if D == P else live[:, None] & (j < WIDTH)[None, :]
         word = tl.load(codes.to(tl.pointer_type(tl.int16)) + at[:, None] + j[None, :], mask=mask, other=0).to(tl.int32)
-        code = (word[:, :, None] >> (BITS * e)) & (2**BITS - 1)
-        if L.high:
+        if L.high == 2:
+            at = block * hb + h0 * hh + (h * hh + slot * WIDTH)
+            upper = tl.load(high.to(tl.pointer_type(tl.int16)) + at[:, None] + j[None, :], mask=mask, other=0).to(tl.int32)
+            code = ((word[:, :, None] >> (2 * (e ^ 1))) & 3) | ((upper[:, :, None] >> (2 * e)) & 3) << 2
+        else:
+            code = (word[:, :, None] >> (BITS * e)) & (2**BITS - 1)
+        if L.high == 1:
             at = block * hb + h0 * hh + (h * hh + slot * (D // 16))
             word = tl.load(high.to(tl.pointer_type(tl.int16)) + at[:, None] + (j % (D // 16))[None, :], mask=mask, other=0).to(tl.int32)
             word = word >> tl.where(j < D // 16, 2, 0)[None, :]

@@ -156,14 +156,20 @@ def _store_words(at, words, live, COUNT: tl.constexpr):
 
 
 @triton.jit
-def _store_codes(low, high, codes, live, BITS: tl.constexpr, D: tl.constexpr, P: tl.constexpr):
-    """Stores codes in the order of channels, int32 [N, P], packed as `packing.pack` does, to rows at the pointers `low` and (3 bits) `high`
-    [N], if `live` [N]. Fields of a word do not overlap, so that their sum is their union."""
+def _store_codes(low, high, codes, live, L: tl.constexpr, D: tl.constexpr, P: tl.constexpr):
+    """Stores codes in the order of channels, int32 [N, P], packed as `packing.pack` does, to rows at the pointers `low` and (if L.high)
+    `high` [N], if `live` [N]. Fields of a word do not overlap, so that their sum is their union."""
     N: tl.constexpr = codes.shape[0]
-    if BITS == 4:
+    if L.high == 2:
+        i = tl.arange(0, 8)[None, None, :]
+        codes = tl.reshape(codes, [N, P // 8, 8])
+        words = tl.sum(((codes & 3) << (2 * (i ^ 1))) | ((codes >> 2) << (16 + 2 * i)), 2)
+        _store_words(low, words, live, D // 8)
+        _store_words(high, words >> 16, live, D // 8)
+    elif L.bits == 4:
         words = tl.sum(tl.reshape(codes, [N, P // 4, 4]) << (4 * tl.arange(0, 4))[None, None, :], 2)
         _store_words(low, words, live, D // 4)
-    elif BITS == 2:
+    elif L.bits == 2:
         _store_words(low, tl.sum(tl.reshape(codes, [N, P // 8, 8]) << (2 * tl.arange(0, 8))[None, None, :], 2), live, D // 8)
     else:
         i = tl.arange(0, 8)[None, None, :]
@@ -288,7 +294,7 @@ def store_tile(raw, live, block, row, h0, slot, planes, L: tl.constexpr, D: tl.c
     at = codes.to(tl.pointer_type(tl.int16)) + at if L.packed else codes + at
     at_high = at
     if L.high:
-        at_high = high.to(tl.pointer_type(tl.int16)) + (block * hb + h0.to(tl.int64) * hh + (h * hh + slot * (D // 16)))
+        at_high = high.to(tl.pointer_type(tl.int16)) + (block * hb + h0.to(tl.int64) * hh + (h * hh + slot * (D * L.high // 16)))
     COUNT: tl.constexpr = scales_of(L, D)
     if L.span == "each":
         at_scale = scales + block * sb + h0.to(tl.int64) * sh + (h * sh + slot * COUNT)
@@ -336,7 +342,7 @@ def store_tile(raw, live, block, row, h0, slot, planes, L: tl.constexpr, D: tl.c
         if L.bits == 8:
             tl.store(at[:, None] + c[None, :], packed.to(tl.uint8), mask=inside)
         else:
-            _store_codes(at, at_high, packed, live, L.bits, D, P)
+            _store_codes(at, at_high, packed, live, L, D, P)
 
     if L.scale == "hidden":
         low, greatest = _range(y)
@@ -348,7 +354,7 @@ def store_tile(raw, live, block, row, h0, slot, planes, L: tl.constexpr, D: tl.c
         tl.store(at_scale, (bits | zero).to(tl.float32, bitcast=True), mask=live)
         scale = tl.maximum(bits.to(tl.float32, bitcast=True), _TINY)[:, None]
         packed = _whole(_over(y, scale) + zero.to(tl.float32)[:, None] + 0.5, 0.0, 15.0)
-        _store_codes(at, at_high, packed, live, 4, D, P)
+        _store_codes(at, at_high, packed, live, L, D, P)
 
     if L.bits < 8 and L.scale == "fp16":
         full = y if L.centered else raw.to(tl.float32)
@@ -358,7 +364,7 @@ def store_tile(raw, live, block, row, h0, slot, planes, L: tl.constexpr, D: tl.c
         squares = level * level if D == P else tl.where((c < D)[None, :], level * level, 0)
         length = tl.sqrt_rn(tl.sum(squares, 1).to(tl.float32)) * HALF_STEPS[L.bits]
         tl.store(at_scale, tl.div_rn(norm, length).to(tl.float16), mask=live)
-        _store_codes(at, at_high, packed, live, L.bits, D, P)
+        _store_codes(at, at_high, packed, live, L, D, P)
 
     if L.group > 0:
         SIZE: tl.constexpr = L.group

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from ..formats.base import PackedLayout
-from ..formats.codebooks import GRID, grid_levels
+from ..formats.codebooks import GRID, grid_levels, upper_levels
 
 _TINY = 2.0**-24
 """The fp16 number whose lowest bit alone is 1: bytes of tables are read as subnormal numbers, which adds no offset."""
@@ -24,10 +24,14 @@ _HALF = {2: 128, 3: 128, 4: 64}
 """Steps by which levels are moved to be positive."""
 
 
-def _table(bits: int) -> tuple[int, ...]:
-    """The level of each code in steps, moved to be positive: bytes, four to a word, the first one lowest."""
-    entries = bytes(round(level / GRID[bits][0] - 0.5) + _HALF[bits] for level in grid_levels(bits))
+def _table(bits: int, levels: tuple[float, ...]) -> tuple[int, ...]:
+    """`levels` in steps of the grid of `bits`, moved to be positive: bytes, four to a word, the first one lowest."""
+    entries = bytes(round(level / GRID[bits][0] - 0.5) + _HALF[bits] for level in levels)
     return tuple(int.from_bytes(entries[at : at + 4], "little") for at in range(0, len(entries), 4))
+
+
+_GRIDS = {"lut2": 2, "lut3": 3, "lut4": 4, "lut4u": 4}
+"""The grid that Lloyd-Max levels lie on, by kind, as its bits."""
 
 
 @triton.constexpr_function
@@ -35,7 +39,7 @@ def unit_of(layout: PackedLayout) -> float:
     """The step between numbers, in units of the scale: `value = (number - offset_of) * unit_of`."""
     if layout.kind == "e2m1":
         return 2.0**8  # times 2^6, which scales are kept small by
-    return GRID[layout.bits][0] / _TINY if layout.kind.startswith("lut") else 1.0
+    return GRID[_GRIDS[layout.kind]][0] / _TINY if layout.kind in _GRIDS else 1.0
 
 
 @triton.constexpr_function
@@ -45,14 +49,16 @@ def offset_of(layout: PackedLayout) -> float:
         return 16.0 + 8 * (layout.scale == "group")
     if layout.kind == "int3":
         return 8.0
-    return (_HALF[layout.bits] - 0.5) * _TINY if layout.kind.startswith("lut") else 0.0
+    return (_HALF[_GRIDS[layout.kind]] - 0.5) * _TINY if layout.kind in _GRIDS else 0.0
 
 
-_LUT2 = _table(2)
-_LUT3 = _table(3)
-_LUT4 = _table(4)
+_LUT2, _LUT3, _LUT4 = (_table(bits, grid_levels(bits)) for bits in (2, 3, 4))
+_LUT4_EXCHANGED = _table(4, tuple(grid_levels(4)[(code & 3) << 2 | code >> 2] for code in range(16)))
+"""The table for codes with halves exchanged."""
+_UPPER = _table(4, upper_levels())
 _LUT2_0 = tl.constexpr(_LUT2[0])
 _LUT3_0, _LUT3_1 = map(tl.constexpr, _LUT3)
+_UPPER_0 = tl.constexpr(_UPPER[0])
 _LUT4_0, _LUT4_1, _LUT4_2, _LUT4_3 = map(tl.constexpr, _LUT4)
 
 # Two bytes, of words v and w, to the low bytes of two fp16 numbers whose high byte is `high`.
@@ -184,31 +190,35 @@ _ASM["lut3"] = (
     + _read_both(_read("and.b32 {0}, {0}, 0x77777777; prmt.b32 {0}, {0}, 0, 0x3120", "t", _LUT3[1]))
     + "}"
 )
-_ASM["lut2"] = (
-    "{ .reg .b32 e, o, x; prmt.b32 e, $8, 0, 0x3120; shr.u32 o, e, 2;"
-    + _read_both(_read("lop3.b32 {0}, {0}, 0x33333333, 0x44444444, 0xea", "0", _LUT2[0]))
-    + "}"
-)
+for _kind, _levels in (("lut2", _LUT2[0]), ("lut4u", _UPPER[0])):
+    _ASM[_kind] = (
+        "{ .reg .b32 e, o, x; prmt.b32 e, $8, 0, 0x3120; shr.u32 o, e, 2;"
+        + _read_both(_read("lop3.b32 {0}, {0}, 0x33333333, 0x44444444, 0xea", "0", _levels))
+        + "}"
+    )
 
 
 def _bytes_of(table: tuple[int, ...], to: str, nibbles: str) -> str:
-    """The entries of a table of four words that the low four nibbles select; its words 0 and 2 are held in t and u.
+    """The entries of a table of four words that the low four nibbles select; its words 0 and 2 are in registers (`_paired`).
 
-    PRMT has eight entries, and gives 0 for a selector with bit 3 set where entries are below 128: two reads and an or make sixteen."""
-    read = f"prmt.b32 {to}, t, {table[1]:#x}, {nibbles}; xor.b32 n, {nibbles}, 0x8888; prmt.b32 n, u, {table[3]:#x}, n;"
-    return f"{read} or.b32 {to}, {to}, n;"
+    PRMT has eight entries, and gives 0 for a selector with bit 3 set where entries are below 128: two reads make sixteen.
+    They are added, since additions, unlike an or, may run beside the shifts and reads, where FMA does."""
+    read = f"prmt.b32 {to}, {nibbles}0, {table[1]:#x}, {nibbles}; xor.b32 n, {nibbles}, 0x8888;"
+    return f"{read} prmt.b32 n, {nibbles}2, {table[3]:#x}, n; add.u32 {to}, {to}, n;"
 
 
 def _paired(nibbles: str, planes: tuple[str, ...], table: tuple[int, ...]) -> str:
     """Look up the entries of four nibbles of each of two words, as the low bytes of fp16 numbers. The high bytes, signs
     of entries, are 0."""
-    read = f"{_bytes_of(table, 'x', nibbles)} shr.u32 {nibbles}, {nibbles}, 16; {_bytes_of(table, 'h', nibbles)}"
+    held = _in_register(table[0], f"{nibbles}0") + _in_register(table[2], f"{nibbles}2")
+    read = f"{held} {_bytes_of(table, 'x', nibbles)} shr.u32 {nibbles}, {nibbles}, 16; {_bytes_of(table, 'h', nibbles)}"
     return read + "".join(f" prmt.b32 {to}, x, h, {0xC480 + 0x1111 * i:#x};" for i, to in enumerate(planes))
 
 
+# Upper halves of codes ($9) and lower ones ($8), those of two channels swapped, to nibbles of odd channels (o) and of even ones (e).
 _ASM["lut4"] = (
-    "{" + _in_register(_LUT4[0], "t") + _in_register(_LUT4[2], "u") + ".reg .b32 p, x, h, n; mov.b32 p, $4;"
-    + _paired("p", ("$0", "$1", "$2", "$3"), _LUT4) + "}"
+    "{ .reg .b32 e, o, x, h, n; lop3.b32 o, $9, 0xcccccccc, $8, 0xe2; lop3.b32 e, $9, 0x33333333, $8, 0xe2;"
+    + _paired("e", ("$0", "$2", "$4", "$6"), _LUT4_EXCHANGED) + _paired("o", ("$1", "$3", "$5", "$7"), _LUT4) + "}"
 )  # fmt: skip
 
 _ASSEMBLY = tl.constexpr(_ASM)
@@ -244,7 +254,7 @@ def unpack(KIND: tl.constexpr, w, h, shift, ARCH: tl.constexpr):
 
     half    the numbers        e4m3, e5m2, int8, uint8   their values       e2m1   2^-14 of the value
     int4    16 + n             int3   8 + n
-    lut4, lut3, lut2   2^-24 of the level in steps, moved to be positive
+    lut4, lut3, lut2, lut4u   2^-24 of the level in steps, moved to be positive
     """
     if KIND == "half":
         return (w,)
@@ -283,12 +293,14 @@ def _plain(KIND: tl.constexpr, w, h, shift):
             _bits((x << 9 & 0x0E00) | (x << 2 & 0x8000)),
         )
     elif KIND == "lut4":
-        for i in tl.static_range(4):
-            n = x >> (4 * i) & 15
-            p = p + (_bits(tl.where(n < 8, _entry(_LUT4_0, _LUT4_1, n & 7), _entry(_LUT4_2, _LUT4_3, n & 7))),)
-    elif KIND == "lut2":
+        high = h.to(tl.int32) & 0xFFFF
         for i in tl.static_range(8):
-            p = p + (_bits(_entry(_LUT2_0, _LUT2_0, x >> (2 * i) & 3)),)
+            n = (x >> (2 * (i ^ 1)) & 3) | (high >> (2 * i) & 3) << 2
+            p = p + (_bits(tl.where(n < 8, _entry(_LUT4_0, _LUT4_1, n & 7), _entry(_LUT4_2, _LUT4_3, n & 7))),)
+    elif KIND == "lut2" or KIND == "lut4u":
+        TABLE: tl.constexpr = _LUT2_0 if KIND == "lut2" else _UPPER_0
+        for i in tl.static_range(8):
+            p = p + (_bits(_entry(TABLE, TABLE, x >> (2 * i) & 3)),)
     else:
         high = h.to(tl.int32) & 0xFFFF
         high = tl.where(shift != 0, high << 2, high)

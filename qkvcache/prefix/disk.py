@@ -35,7 +35,7 @@ from . import match
 from .entry import CacheTemplate, Checkpoints, Entry
 from .host_memory import THREADS, Blocks, as_bytes
 
-VERSION = 3
+VERSION = 4
 CHUNK = 4096
 """Tokens that share a digest."""
 AHEAD = min(THREADS, 5)

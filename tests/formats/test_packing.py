@@ -32,6 +32,24 @@ def test_planes_by_hand():
     assert high.view(torch.uint16).tolist() == [0b1001_0110_1000_1001]
 
 
+def test_halves_by_hand():
+    packed = packing.pack(as_bytes([0b0110, 0b1101, 0b0011, 0b1000]), 4, halves=True)
+    assert packed["high"].tolist() == [0b10_00_11_01]
+    assert packed["low"].tolist() == [0b11_00_10_01]  # the channels of each nibble swapped
+
+
+@given(st.integers(1, 6).flatmap(lambda groups: codes(4, groups)))
+def test_halves_come_back(values):
+    packed = packing.pack(as_bytes(values), 4, halves=True)
+    assert packing.lookup(packed, 4, tuple(range(16)), halves=True).tolist() == values
+    assert packing.lookup({"codes": packed["high"]}, 2, tuple(range(4))).tolist() == [value >> 2 for value in values]
+    e = torch.arange(2)
+    high, low = ((byte.int()[:, None] >> 4 * e & 15).flatten() for byte in (packed["high"], packed["low"]))
+    # What kernels select from nibbles of both planes.
+    assert (high & 12 | low & 3).tolist() == values[1::2]
+    assert (high & 3 | low & 12).tolist() == [(value & 3) << 2 | value >> 2 for value in values[0::2]]
+
+
 @given(st.integers(1, 6).flatmap(lambda groups: codes(4, groups)))
 def test_nibbles_come_back(values):
     assert packing.lookup(packing.pack(as_bytes(values), 4), 4, tuple(range(16))).tolist() == values
@@ -50,22 +68,22 @@ def test_lookup_is_levels_of_codes(bits, data):
     assert packing.lookup(packing.pack(as_bytes(values), bits), bits, LEVELS[bits]).tolist() == expected
 
 
-@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize(("bits", "halves"), [(2, False), (3, False), (4, False), (4, True), (8, False)])
 @pytest.mark.parametrize("width", [16, 48, 80, 128])
-def test_shapes_and_declared_buffers(bits, width):
+def test_shapes_and_declared_buffers(bits, halves, width):
     x = torch.randint(0, 2**bits, (2, 3, 5, width), dtype=torch.uint8)
-    packed = packing.pack(x, bits)
-    buffers = packing.code_buffers(bits, width)
+    packed = packing.pack(x, bits, halves)
+    buffers = packing.code_buffers(bits, width, halves)
     assert {name: tuple(plane.shape) for name, plane in packed.items()} == {b.name: (2, 3, 5, b.width) for b in buffers}
     assert sum(b.nbytes() for b in buffers) * 8 == bits * width
-    assert torch.equal(packing.lookup(packed, bits, LEVELS[bits]), torch.tensor(LEVELS[bits])[x.long()])
+    assert torch.equal(packing.lookup(packed, bits, LEVELS[bits], halves), torch.tensor(LEVELS[bits])[x.long()])
 
 
-@pytest.mark.parametrize("bits", [2, 3, 4, 8])
-def test_lookup_reads_slices(bits):
+@pytest.mark.parametrize(("bits", "halves"), [(2, False), (3, False), (4, False), (4, True), (8, False)])
+def test_lookup_reads_slices(bits, halves):
     x = torch.randint(0, 2**bits, (2, 3, 9, 48), dtype=torch.uint8)
-    packed = {name: plane[:, 1:, 3:8] for name, plane in packing.pack(x, bits).items()}
-    assert torch.equal(packing.lookup(packed, bits, LEVELS[bits]), torch.tensor(LEVELS[bits])[x[:, 1:, 3:8].long()])
+    packed = {name: plane[:, 1:, 3:8] for name, plane in packing.pack(x, bits, halves).items()}
+    assert torch.equal(packing.lookup(packed, bits, LEVELS[bits], halves), torch.tensor(LEVELS[bits])[x[:, 1:, 3:8].long()])
 
 
 @pytest.mark.parametrize(

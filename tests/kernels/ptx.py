@@ -33,6 +33,7 @@ OPERATIONS = {
     "shr.u32": lambda a, n: a >> n,
     "shl.b32": lambda a, n: a << n & BITS,
     "and.b32": lambda a, b: a & b,
+    "add.u32": lambda a, b: a + b & BITS,
     "or.b32": lambda a, b: a | b,
     "xor.b32": lambda a, b: a ^ b,
     "prmt.b32": _prmt,

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from qkvcache.formats.codebooks import GRID, grid_levels
+from qkvcache.formats.codebooks import GRID, grid_levels, upper_levels
 from qkvcache.formats.fp8 import VALUES
 from qkvcache.formats.int4 import GroupInt4, HiddenZeroInt4
 from qkvcache.formats.nvfp4 import BlockFP4
@@ -79,14 +79,25 @@ def test_bytes(codec, table, arch):
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-@pytest.mark.parametrize("codec", [Uniform(4), HiddenZeroInt4(), GroupInt4(), Rotated(4)], ids=["uniform", "hidden", "group", "lloyd"])
+@pytest.mark.parametrize("codec", [Uniform(4), HiddenZeroInt4(), GroupInt4()], ids=["uniform", "hidden", "group"])
 def test_nibbles(codec, arch):
-    table = {"Uniform": range(16), "HiddenZeroInt4": range(16), "GroupInt4": range(-8, 8), "Rotated": grid_levels(4)}[type(codec).__name__]
+    table = range(-8, 8) if isinstance(codec, GroupInt4) else range(16)
     numbers = levels(codec, planes(codec.packed_layout.kind, 4, ALL_WORDS, arch))
     table = torch.tensor([float(x) for x in table], device=DEVICE)
     wanted = torch.stack([table[ALL_WORDS >> 4 * i & 15] for i in range(4)])
-    # QuantizedValues of Lloyd-Max are products of a step and a count, rounded here and there.
-    torch.testing.assert_close(numbers, wanted, rtol=1e-6, atol=0)
+    assert torch.equal(numbers, wanted)
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_four_bits_in_halves(arch):
+    """Every word of either plane, beside random ones of the other."""
+    other = torch.randint(2**16, ALL_WORDS.shape, device=DEVICE)
+    codec = Rotated(4)
+    table = torch.tensor(grid_levels(4), device=DEVICE)
+    for low, high in ((ALL_WORDS, other), (other, ALL_WORDS)):
+        wanted = torch.stack([table[low >> 2 * (i ^ 1) & 3 | (high >> 2 * i & 3) << 2] for i in range(8)])
+        # Levels are products of a step and a count, rounded here and there.
+        torch.testing.assert_close(levels(codec, planes("lut4", 8, low, arch, high)), wanted, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
@@ -123,10 +134,10 @@ def test_three_bits(codec, arch):
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_two_bits(arch):
-    codec = Rotated(2)
+@pytest.mark.parametrize(("codec", "values"), [(Rotated(2), grid_levels(2)), (Rotated(4).coarse, upper_levels())], ids=["two", "upper"])
+def test_two_bits(codec, values, arch):
     numbers = levels(codec, planes(codec.packed_layout.kind, 8, ALL_WORDS, arch))
-    table = torch.tensor(grid_levels(2), device=DEVICE)
+    table = torch.tensor(values, device=DEVICE)
     wanted = torch.stack([table[ALL_WORDS >> 2 * i & 3] for i in range(8)])
     torch.testing.assert_close(numbers, wanted, rtol=1e-6, atol=0)
 
@@ -158,12 +169,12 @@ def test_halves(arch):
     assert torch.equal(out[0], low)
 
 
-@pytest.mark.parametrize(("kind", "count"), [("lut4", 4), ("lut2", 8), ("lut3", 8), ("int3", 8)])
+@pytest.mark.parametrize(("kind", "count"), [("lut4", 8), ("lut4u", 8), ("lut2", 8), ("lut3", 8), ("int3", 8)])
 def test_assembly(kind, count):
     """What is assembled for NVIDIA gives, run on numbers, what plain Triton does; two words in a register, of either half."""
     pairs = torch.randint(2**16, (3, 2, 2**16))
     pairs[2] = torch.randint(2, (2, 1)) * 0xFFFF
-    inputs = [x[0] | x[1] << 16 for x in (pairs if count == 8 else pairs[:1])]
+    inputs = [x[0] | x[1] << 16 for x in pairs]
     got = torch.stack(run(_ASSEMBLY.value[kind], count, inputs))
     for word, numbers in enumerate((got & 0xFFFF, got >> 16)):
         low, high, shifts = pairs[:, word].to(DEVICE)
