@@ -358,8 +358,8 @@ class Storage(LayerStorage):
 
 
 def zone_room(tokens: int, most: int) -> int:
-    """Slots of a zone of at most `most` tokens that holds `tokens`: in steps of a quarter or less, and few while there are few tokens."""
-    step = max(GROUP, 1 << max(tokens.bit_length() - 3, 0))
+    """Slots of a zone of at most `most` tokens that holds `tokens`: in steps of 4 tokens, or of an eighth or less."""
+    step = max(4, 1 << max(tokens.bit_length() - 4, 0))
     return min(-(-tokens // step) * step, most)
 
 
